@@ -24,7 +24,9 @@ pub fn bytes_text(bytes: u64) -> String {
 /// If the text is no such number, in words.
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
     let units = [("KiB", 1u64 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)];
-    let found = units.into_iter().find_map(|(name, unit)| Some((text.strip_suffix(name)?, unit)));
+    let found = units
+        .into_iter()
+        .find_map(|(name, unit)| Some((text.strip_suffix(name)?, unit)));
     let (number, unit) = found.unwrap_or((text, 1));
     let wrong =
         || format!("not a number of bytes: {text:?}; there are 1048576, 1024KiB, 1MiB, 0.5GiB");
@@ -34,7 +36,11 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
     let number: f64 = number.trim().parse().map_err(|_| wrong())?;
     let product = number * unit as f64;
     // Larger `f64` values are not exact numbers of bytes.
-    if (0.0..9e15).contains(&product) { Ok(product as u64) } else { Err(wrong()) }
+    if (0.0..9e15).contains(&product) {
+        Ok(product as u64)
+    } else {
+        Err(wrong())
+    }
 }
 
 #[cfg(test)]
@@ -44,7 +50,12 @@ mod tests {
     #[test]
     fn bytes_are_in_binary_units() {
         let texts = [0, 1023, 1024, 1536, 1_048_575, 1 << 20, 3 << 30].map(bytes_text);
-        assert_eq!(texts, ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "1.0 MiB", "1.0 MiB", "3.0 GiB"]);
+        assert_eq!(
+            texts,
+            [
+                "0 B", "1023 B", "1.0 KiB", "1.5 KiB", "1.0 MiB", "1.0 MiB", "3.0 GiB"
+            ]
+        );
     }
     #[test]
     fn bytes_have_units() {

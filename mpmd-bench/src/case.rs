@@ -34,8 +34,17 @@ impl Case {
         parameters: impl Into<String>,
         samples: impl IntoIterator<Item = Duration>,
     ) -> Self {
-        let samples = samples.into_iter().map(|time| time.as_secs_f64() * 1e6).collect();
-        Self { name, parameters: parameters.into(), unit: "us", samples, beside: None }
+        let samples = samples
+            .into_iter()
+            .map(|time| time.as_secs_f64() * 1e6)
+            .collect();
+        Self {
+            name,
+            parameters: parameters.into(),
+            unit: "us",
+            samples,
+            beside: None,
+        }
     }
 
     /// Creates a case measured in GB/s (10^9 bytes per second): `bytes` were moved in each of
@@ -46,9 +55,17 @@ impl Case {
         bytes: usize,
         times: impl IntoIterator<Item = Duration>,
     ) -> Self {
-        let samples =
-            times.into_iter().map(|time| bytes as f64 / time.as_secs_f64() / 1e9).collect();
-        Self { name, parameters: parameters.into(), unit: "GB/s", samples, beside: None }
+        let samples = times
+            .into_iter()
+            .map(|time| bytes as f64 / time.as_secs_f64() / 1e9)
+            .collect();
+        Self {
+            name,
+            parameters: parameters.into(),
+            unit: "GB/s",
+            samples,
+            beside: None,
+        }
     }
 
     /// Adds the ratio of the median to `goal`, an upper bound in the same unit, to the output. A
@@ -111,7 +128,11 @@ impl Case {
             None => String::new(),
         };
         let names = [self.name.to_owned(), self.parameters.clone()];
-        names.into_iter().chain(figures).chain([self.unit.to_owned(), ratio]).collect()
+        names
+            .into_iter()
+            .chain(figures)
+            .chain([self.unit.to_owned(), ratio])
+            .collect()
     }
 
     /// Returns the sample at `share` (0 to 1) of the sorted samples; 0.5 is the median. NaN if
@@ -139,11 +160,18 @@ pub(crate) struct Output {
 
 impl Output {
     pub(crate) fn new(json: bool) -> Self {
-        Self { json, cases: Vec::new() }
+        Self {
+            json,
+            cases: Vec::new(),
+        }
     }
 
     pub(crate) fn push(&mut self, case: Case) {
-        if self.json { show(&[case], true) } else { self.cases.push(case) }
+        if self.json {
+            show(&[case], true)
+        } else {
+            self.cases.push(case)
+        }
     }
 
     /// Prints the table, if there is to be one.
@@ -167,7 +195,15 @@ pub(crate) fn show(cases: &[Case], json: bool) {
         cases.iter().for_each(|case| println!("{}", case.json()));
         return;
     }
-    let heading = ["case", "parameters", "median", "p10", "p90", "unit", "ratio"];
+    let heading = [
+        "case",
+        "parameters",
+        "median",
+        "p10",
+        "p90",
+        "unit",
+        "ratio",
+    ];
     let shown = heading.len() - usize::from(cases.iter().all(|case| case.beside.is_none()));
     let rows = cases.iter().map(Case::row).collect();
     println!("{}", table(&heading[..shown], rows, &[0, 1, 5, 6]));
@@ -205,7 +241,10 @@ mod tests {
     #[test]
     fn quantiles_are_those_of_the_sorted_samples() {
         let case = Case::micros("x", "", [3, 1, 2, 5, 4].map(Duration::from_micros));
-        assert_eq!((case.quantile(0.5), case.quantile(0.0), case.quantile(1.0)), (3.0, 1.0, 5.0));
+        assert_eq!(
+            (case.quantile(0.5), case.quantile(0.0), case.quantile(1.0)),
+            (3.0, 1.0, 5.0)
+        );
     }
 
     #[test]

@@ -145,7 +145,12 @@ fn local(options: Options, device: DeviceKind, cases: &mut Output) -> Result<()>
     };
     let mut bare = Vec::new();
     let issue = issue_times_with(&mut p, options.repeats, one, || {
-        bare.extend(launches.as_ref().map(|launches| launches.time(BATCH)).transpose()?);
+        bare.extend(
+            launches
+                .as_ref()
+                .map(|launches| launches.time(BATCH))
+                .transpose()?,
+        );
         Ok(())
     })?;
     let issue = Case::micros("jit issue", "empty, 1 leaf", issue);
@@ -157,9 +162,14 @@ fn local(options: Options, device: DeviceKind, cases: &mut Output) -> Result<()>
     }
     let complete = complete_times(&mut p, options.repeats, one)?;
     cases.push(Case::micros("jit complete", "empty, 1 leaf", complete).within(5.0));
-    let many = p.jit(EmptyTree).on(&mesh).outputs(mesh.replicated()).build()?;
-    let xs: Vec<MpmdArray> =
-        (0..64).map(|_| scalar(&mut p, &mesh)).collect::<mpmd_core::Result<_>>()?;
+    let many = p
+        .jit(EmptyTree)
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .build()?;
+    let xs: Vec<MpmdArray> = (0..64)
+        .map(|_| scalar(&mut p, &mesh))
+        .collect::<mpmd_core::Result<_>>()?;
     let all = |p: &mut Program| many.call(p, xs.clone());
     let leaves = issue_times(&mut p, options.repeats, all)?;
     p.finish()?;
@@ -175,10 +185,16 @@ fn remote(p: &mut Program, options: Options) -> mpmd_core::Result<Vec<Case>> {
     let one = |p: &mut Program| empty.call(p, x.clone());
     let times = issue_times(p, options.repeats, one)?;
     let mut cases = vec![Case::micros("jit issue", "no part in it", times).within(0.1)];
-    let many = p.jit(EmptyTree).on(&mesh).outputs(mesh.replicated()).build()?;
+    let many = p
+        .jit(EmptyTree)
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .build()?;
     let first = p.jit(First).on(&mesh).outputs(mesh.replicated()).build()?;
     for leaves in [64, 300] {
-        let xs = (0..leaves).map(|_| scalar(p, &mesh)).collect::<mpmd_core::Result<Vec<_>>>()?;
+        let xs = (0..leaves)
+            .map(|_| scalar(p, &mesh))
+            .collect::<mpmd_core::Result<Vec<_>>>()?;
         // Each call takes clones of the handles, so no call with as many leaves costs less.
         let clones = Case::micros(
             "handles cloned",
@@ -191,7 +207,11 @@ fn remote(p: &mut Program, options: Options) -> mpmd_core::Result<Vec<Case>> {
         let times = issue_times(p, options.repeats, |p| first.call(p, xs.clone()))?;
         let parameters = format!("no part, {leaves} leaves in, 1 out");
         let reduced = Case::micros("jit issue", parameters, times);
-        cases.extend([issued.over("clones", &clones), reduced.over("clones", &clones), clones]);
+        cases.extend([
+            issued.over("clones", &clones),
+            reduced.over("clones", &clones),
+            clones,
+        ]);
     }
     Ok(cases)
 }
@@ -232,7 +252,9 @@ fn complete_times(
 }
 
 fn scalar(p: &mut Program, mesh: &Mesh) -> mpmd_core::Result<MpmdArray> {
-    p.array_from_fn(f32s([]), mesh.replicated(), |_, mut view| Ok(view.fill(1.0f32)?))
+    p.array_from_fn(f32s([]), mesh.replicated(), |_, mut view| {
+        Ok(view.fill(1.0f32)?)
+    })
 }
 
 /// Returns the mean time to clone these handles and drop the clones in each of `repeats` batches.

@@ -85,7 +85,12 @@ impl Meanwhile {
         let mut x = p.array_from_fn(f32s([WORK]), on, |_, mut view| Ok(view.fill(1.0f32)?))?;
         let mut rounds = ROUNDS.0;
         loop {
-            let kernel = p.jit(Busy(rounds)).on(&mesh).outputs(on.clone()).donate("").build()?;
+            let kernel = p
+                .jit(Busy(rounds))
+                .on(&mesh)
+                .outputs(on.clone())
+                .donate("")
+                .build()?;
             // The first call may load the compiled kernel.
             x = kernel.call(p, x)?;
             x.block_until_ready()?;
@@ -113,8 +118,9 @@ pub(super) fn cases(p: &mut Program, bytes: usize, repeats: usize) -> Result<Vec
     let there = Sharding::single_device(device);
     let here = there.clone().with_memory_kind(MemoryKind::Host);
     let mut meanwhile = Meanwhile::new(p, &there)?;
-    let on_host =
-        p.array_from_fn(f32s([bytes / 4]), &here, |_, mut view| Ok(view.fill(1.0f32)?))?;
+    let on_host = p.array_from_fn(f32s([bytes / 4]), &here, |_, mut view| {
+        Ok(view.fill(1.0f32)?)
+    })?;
     let on_device = p.device_put(&on_host, &there)?;
     on_device.block_until_ready()?;
     let mut cases = Vec::new();
@@ -124,8 +130,12 @@ pub(super) fn cases(p: &mut Program, bytes: usize, repeats: usize) -> Result<Vec
     ] {
         let times = moves(p, &mut meanwhile, x, to, repeats)?;
         let pinned = direct::case(way, bytes, direct::copies(way, bytes, repeats)?);
-        let case =
-            Case::bandwidth(name, format!("{}, kernels meanwhile", Size(bytes)), bytes, times);
+        let case = Case::bandwidth(
+            name,
+            format!("{}, kernels meanwhile", Size(bytes)),
+            bytes,
+            times,
+        );
         cases.extend([case.ratio_to("pinned", &pinned), pinned]);
     }
     meanwhile.x.block_until_ready()?;
@@ -146,7 +156,9 @@ fn moves(
     for repeat in 0..=repeats {
         meanwhile.more(p)?;
         let start = Instant::now();
-        let puts = (0..WINDOW).map(|_| p.device_put(x, to)).collect::<Result<Vec<_>>>()?;
+        let puts = (0..WINDOW)
+            .map(|_| p.device_put(x, to))
+            .collect::<Result<Vec<_>>>()?;
         meanwhile.more(p)?;
         for y in puts {
             y.block_until_ready()?;

@@ -30,6 +30,9 @@ pub(crate) fn run_as_job(processes: usize, transport: &str) -> Result<u8> {
 /// If the job uses another transport: the figures would carry the wrong name.
 pub(crate) fn check_transport(p: &Program, said: &str) -> Result<()> {
     let transport = p.transport();
-    ensure!(transport == said, "the job's arrays go over {transport}, and --transport says {said}");
+    ensure!(
+        transport == said,
+        "the job's arrays go over {transport}, and --transport says {said}"
+    );
     Ok(())
 }

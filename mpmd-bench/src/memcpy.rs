@@ -45,13 +45,17 @@ fn times(bytes: usize, threads: usize, repeats: usize) -> Vec<Duration> {
     let spans: Vec<Vec<(Instant, Instant)>> = std::thread::scope(|scope| {
         let started: Vec<_> = (0..threads).map(|_| scope.spawn(one)).collect();
         let joined = started.into_iter().map(|thread| thread.join());
-        joined.map(|spans| spans.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+        joined
+            .map(|spans| spans.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
     });
     let whole = |repeat: usize| {
         let of = spans.iter().map(|spans| spans[repeat]);
         let (begins, ends): (Vec<_>, Vec<_>) = of.unzip();
         let (begin, end) = (begins.into_iter().min(), ends.into_iter().max());
-        begin.zip(end).map(|(begin, end)| (end - begin) / rounds as u32)
+        begin
+            .zip(end)
+            .map(|(begin, end)| (end - begin) / rounds as u32)
     };
     (0..repeats).filter_map(whole).collect()
 }

@@ -71,7 +71,10 @@ impl FromStr for Size {
             .iter()
             .find_map(|(unit, shift)| Some((text.strip_suffix(unit)?, *shift)))
             .unwrap_or((text, 0));
-        let bytes = number.parse::<usize>().ok().and_then(|number| number.checked_mul(1 << shift));
+        let bytes = number
+            .parse::<usize>()
+            .ok()
+            .and_then(|number| number.checked_mul(1 << shift));
         match bytes {
             Some(bytes) if bytes > 0 => Ok(Self(bytes)),
             _ => Err("not a number of bytes such as 8, 4Ki or 16Mi".to_owned()),
@@ -81,7 +84,10 @@ impl FromStr for Size {
 
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let whole = UNITS.iter().rev().find(|(_, shift)| self.0.trailing_zeros() >= *shift);
+        let whole = UNITS
+            .iter()
+            .rev()
+            .find(|(_, shift)| self.0.trailing_zeros() >= *shift);
         match whole {
             Some((unit, shift)) => write!(f, "{}{unit}", self.0 >> shift),
             None => write!(f, "{}", self.0),
@@ -95,9 +101,13 @@ mod tests {
 
     #[test]
     fn sizes_are_read_as_they_are_written() {
-        for (text, bytes) in
-            [("8", 8), ("4Ki", 4096), ("16Mi", 16 << 20), ("1Gi", 1 << 30), ("1025", 1025)]
-        {
+        for (text, bytes) in [
+            ("8", 8),
+            ("4Ki", 4096),
+            ("16Mi", 16 << 20),
+            ("1Gi", 1 << 30),
+            ("1025", 1025),
+        ] {
             assert_eq!(text.parse(), Ok(Size(bytes)), "{text}");
             assert_eq!(Size(bytes).to_string(), text);
         }

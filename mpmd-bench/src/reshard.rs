@@ -54,8 +54,10 @@ pub(crate) struct ReshardArgs {
 /// to rows. Prints the results; starts the jobs if this process is not in one.
 pub(super) fn reshard(args: &ReshardArgs) -> Result<ExitCode> {
     if JobEnv::from_env()?.is_some() {
-        let mut p =
-            Program::builder().devices(DEVICES).device_kinds(&[args.on.device]).from_env()?;
+        let mut p = Program::builder()
+            .devices(DEVICES)
+            .device_kinds(&[args.on.device])
+            .from_env()?;
         measure(&mut p, args)?;
         p.finish()?;
         return Ok(ExitCode::SUCCESS);
@@ -91,7 +93,10 @@ fn measure(p: &mut Program, args: &ReshardArgs) -> mpmd_core::Result<()> {
     // are never on the same process.
     let even: Vec<DeviceId> = (0..4).map(|i| DeviceId(2 * i)).collect();
     let odd: Vec<DeviceId> = (0..4).map(|i| DeviceId((2 * i + 5) % 8)).collect();
-    let (here, there) = (p.mesh_of(&[("x", 4)], &even)?, p.mesh_of(&[("x", 4)], &odd)?);
+    let (here, there) = (
+        p.mesh_of(&[("x", 4)], &even)?,
+        p.mesh_of(&[("x", 4)], &odd)?,
+    );
     let on_gpu = args.on.device == DeviceKind::Cuda;
     let mut cases = Output::new(args.options.json);
     for mib in args.mib.iter().copied() {
@@ -154,7 +159,9 @@ fn regions(devices: &[DeviceId], bytes: usize) -> mpmd_core::Result<Sharding> {
         [(top, rows), (right, columns)],
     ];
     let parts = parts.into_iter().map(|part| part.into_iter().collect());
-    Ok(Sharding::enumerated(devices.iter().copied().zip(parts).collect())?)
+    Ok(Sharding::enumerated(
+        devices.iter().copied().zip(parts).collect(),
+    )?)
 }
 
 /// Returns (the mean length of a `device_put`, that of a plain copy) in each sample. The first
@@ -166,7 +173,9 @@ fn put(
     mesh: &Mesh,
     [from, to]: [&Sharding; 2],
 ) -> mpmd_core::Result<[Vec<Duration>; 2]> {
-    let x = p.array_from_fn(f32s(shape(bytes)), from, |_, mut view| Ok(view.fill(1.0f32)?))?;
+    let x = p.array_from_fn(f32s(shape(bytes)), from, |_, mut view| {
+        Ok(view.fill(1.0f32)?)
+    })?;
     x.block_until_ready()?;
     let measures = p.process().0 == 0;
     in_turns(args, bytes, measures, |rounds| {
@@ -190,23 +199,28 @@ fn meet(p: &mut Program, mesh: &Mesh) -> mpmd_core::Result<()> {
     }
     // Each process sends its part when it issues this, after it has waited for its earlier
     // operations.
-    let here =
-        p.array_from_fn(
-            f32s([4]),
-            mesh.sharding(spec!["x"]),
-            |_, mut view| Ok(view.fill(0.0f32)?),
-        )?;
-    p.device_put(&here, mesh.replicated())?.block_until_ready().map(drop)
+    let here = p.array_from_fn(f32s([4]), mesh.sharding(spec!["x"]), |_, mut view| {
+        Ok(view.fill(0.0f32)?)
+    })?;
+    p.device_put(&here, mesh.replicated())?
+        .block_until_ready()
+        .map(drop)
 }
 
 /// Measures one thread's copies of a matrix of `bytes` bytes from rows to columns, without the
 /// framework, beside plain copies.
 fn copies(args: &ReshardArgs, bytes: usize, mesh: &Mesh) -> mpmd_core::Result<[Case; 2]> {
     let layout = |sharding: Sharding| sharding.layout(&shape(bytes));
-    let (rows, columns) =
-        (layout(mesh.sharding(spec!["x"]))?, layout(mesh.sharding(spec![None, "x"]))?);
+    let (rows, columns) = (
+        layout(mesh.sharding(spec!["x"]))?,
+        layout(mesh.sharding(spec![None, "x"]))?,
+    );
     let buffers = |layout: &Layout| -> Vec<Vec<u8>> {
-        layout.regions().iter().map(|region| vec![1; region.elements() * 4]).collect()
+        layout
+            .regions()
+            .iter()
+            .map(|region| vec![1; region.elements() * 4])
+            .collect()
     };
     let (sources, mut targets) = (buffers(&rows), buffers(&columns));
     let mut copy = || {
@@ -240,8 +254,14 @@ fn in_turns(
     mut moves: impl FnMut(usize) -> mpmd_core::Result<Duration>,
 ) -> mpmd_core::Result<[Vec<Duration>; 2]> {
     let on_gpu = args.on.device == DeviceKind::Cuda;
-    let rounds = if on_gpu { ROUNDS_ON_GPU } else { (SAMPLE_BYTES / bytes).max(1) };
-    let on_device = (on_gpu && measures).then(|| Copies::new(Way::OnDevice, bytes)).transpose()?;
+    let rounds = if on_gpu {
+        ROUNDS_ON_GPU
+    } else {
+        (SAMPLE_BYTES / bytes).max(1)
+    };
+    let on_device = (on_gpu && measures)
+        .then(|| Copies::new(Way::OnDevice, bytes))
+        .transpose()?;
     let copied = if measures && !on_gpu { bytes } else { 0 };
     let (source, mut target) = (vec![7u8; copied], vec![0u8; copied]);
     let mut times = [Vec::new(), Vec::new()];
@@ -267,7 +287,12 @@ fn beside(moved: Case, args: &ReshardArgs, bytes: usize, plain: Vec<Duration>) -
         let plain = direct::case(Way::OnDevice, bytes, plain);
         return [moved.ratio_to("device_copy", &plain), plain];
     }
-    let plain = Case::bandwidth("memcpy", format!("{} MiB, 1 thread", bytes >> 20), bytes, plain);
+    let plain = Case::bandwidth(
+        "memcpy",
+        format!("{} MiB, 1 thread", bytes >> 20),
+        bytes,
+        plain,
+    );
     [moved.beside(&plain), plain]
 }
 

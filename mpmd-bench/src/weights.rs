@@ -45,7 +45,10 @@ pub(crate) struct WeightsArgs {
 /// Measures the time from the call that publishes a version to the moment at which it is whole on
 /// all processes. Starts the job if this process is not in one.
 pub(super) fn weights(args: &WeightsArgs) -> Result<ExitCode> {
-    ensure!(args.mib > 0 && args.mib.is_multiple_of(16), "--mib: expected a multiple of 16");
+    ensure!(
+        args.mib > 0 && args.mib.is_multiple_of(16),
+        "--mib: expected a multiple of 16"
+    );
     if JobEnv::from_env()?.is_none() {
         return Ok(ExitCode::from(run_as_job(PROCESSES, "auto")?));
     }
@@ -68,7 +71,11 @@ fn measure(p: &mut Program, args: &WeightsArgs) -> Result<()> {
     let address = publisher.address().context("no address")?.to_string();
     let halves = p.mesh_of(&[("tensor", 2)], &[DeviceId(2), DeviceId(3)])?;
     let wanted = (0..count).map(|leaf| {
-        let spec = if leaf % 2 == 0 { spec!["tensor"] } else { spec![None, "tensor"] };
+        let spec = if leaf % 2 == 0 {
+            spec!["tensor"]
+        } else {
+            spec![None, "tensor"]
+        };
         let aval = ShapedArray::new(&SHAPE, DType::Bf16);
         Wanted::new(leaf.to_string(), aval, halves.sharding(spec))
     });
@@ -80,7 +87,9 @@ fn measure(p: &mut Program, args: &WeightsArgs) -> Result<()> {
     // The first versions find new memory.
     for version in 1..=args.options.repeats as u64 + 3 {
         let leaves = tree(p, count, version, args.changed)?;
-        leaves.iter().try_for_each(|leaf| leaf.block_until_ready().map(drop))?;
+        leaves
+            .iter()
+            .try_for_each(|leaf| leaf.block_until_ready().map(drop))?;
         // All processes begin together.
         p.broadcast_value(ProcessId(0), (), || Ok(()))?;
         let start = Instant::now();
@@ -101,9 +110,11 @@ fn measure(p: &mut Program, args: &WeightsArgs) -> Result<()> {
         let all = (args.mib << 20) / 2;
         let mut cases = Output::new(args.options.json);
         let percent = 100.0 * on_all as f64 / all as f64;
-        let what = format!("{} MiB of f32 as bf16, {}, {percent:.1} % of its bytes", args.mib, {
-            &args.transport
-        });
+        let what = format!(
+            "{} MiB of f32 as bf16, {}, {percent:.1} % of its bytes",
+            args.mib,
+            { &args.transport }
+        );
         let one = memcpy::plain(64 << 20, 1, args.options.repeats);
         cases.push(Case::bandwidth("version", what, all, times).beside(&one));
         cases.push(one);
@@ -126,12 +137,16 @@ fn tree(
     let most = changed.map(|share| (share * f64::from(u32::MAX)) as u32);
     let leaf = |leaf: usize| {
         let on = Sharding::single_device(DeviceId((leaf % 2) as u32));
-        p.array_from_fn(ShapedArray::new(&SHAPE, DType::F32), on, move |_, mut view| {
-            for (place, value) in view.as_mut_slice::<f32>()?.iter_mut().enumerate() {
-                *value = element((leaf * SHAPE[0] * SHAPE[1] + place) as u64, version, most);
-            }
-            Ok(())
-        })
+        p.array_from_fn(
+            ShapedArray::new(&SHAPE, DType::F32),
+            on,
+            move |_, mut view| {
+                for (place, value) in view.as_mut_slice::<f32>()?.iter_mut().enumerate() {
+                    *value = element((leaf * SHAPE[0] * SHAPE[1] + place) as u64, version, most);
+                }
+                Ok(())
+            },
+        )
     };
     (0..count).map(leaf).collect()
 }

@@ -33,7 +33,9 @@ pub(crate) fn tensor_in(
     if let Some(on) = place.filter(|_| dtype == view.global().dtype()) {
         return on.tensor_of(view, trainable);
     }
-    let tensor = tensor_of(view, place)?.to_dtype(candle_type(dtype)?).map_err(refused)?;
+    let tensor = tensor_of(view, place)?
+        .to_dtype(candle_type(dtype)?)
+        .map_err(refused)?;
     match trainable {
         true => Ok(Var::from_tensor(&tensor).map_err(refused)?.into_inner()),
         false => Ok(tensor),
@@ -83,7 +85,9 @@ pub(crate) fn write(tensor: &Tensor, view: &mut ViewMut<'_>, place: Place<'_>) -
 /// Adds the tensor's values to those of the view, which have the same shape and may be of another
 /// float type.
 pub(crate) fn add(tensor: &Tensor, view: &mut ViewMut<'_>, place: Place<'_>) -> Result<()> {
-    let tensor = &tensor.to_dtype(candle_type(view.global().dtype())?).map_err(refused)?;
+    let tensor = &tensor
+        .to_dtype(candle_type(view.global().dtype())?)
+        .map_err(refused)?;
     if let Some(on) = place {
         return on.add(tensor, view);
     }
@@ -102,8 +106,12 @@ pub(crate) fn add(tensor: &Tensor, view: &mut ViewMut<'_>, place: Place<'_>) -> 
         DType::F32 => add!(f32, |a: f32, b: f32| a + b),
         DType::F64 => add!(f64, |a: f64, b: f64| a + b),
         DType::F16 => add!(f16, |a: f16, b: f16| f16::from_f32(a.to_f32() + b.to_f32())),
-        DType::Bf16 => add!(bf16, |a: bf16, b: bf16| bf16::from_f32(a.to_f32() + b.to_f32())),
-        other => Err(Error::kernel(format!("parameters of dtype {other} have no gradient"))),
+        DType::Bf16 => add!(bf16, |a: bf16, b: bf16| bf16::from_f32(
+            a.to_f32() + b.to_f32()
+        )),
+        other => Err(Error::kernel(format!(
+            "parameters of dtype {other} have no gradient"
+        ))),
     }
 }
 
@@ -112,12 +120,16 @@ fn read<T: WithDType + Element, R>(tensor: &Tensor, f: impl FnOnce(&[T]) -> R) -
     let tensor = tensor.contiguous().map_err(refused)?;
     let (storage, layout) = tensor.storage_and_layout();
     let Storage::Cpu(storage) = &*storage else {
-        return Err(Error::kernel("the model returned a tensor that is not in host memory"));
+        return Err(Error::kernel(
+            "the model returned a tensor that is not in host memory",
+        ));
     };
     let values = T::cpu_storage_as_slice(storage).map_err(refused)?;
     let start = layout.start_offset();
     let values = values.get(start..start + layout.shape().elem_count());
-    values.map(f).ok_or_else(|| Error::kernel("a tensor is larger than its memory"))
+    values
+        .map(f)
+        .ok_or_else(|| Error::kernel("a tensor is larger than its memory"))
 }
 
 /// Overwrites the values of a tensor, which may be a variable, with those of the view. They are
@@ -128,7 +140,9 @@ pub(crate) fn refresh(tensor: &Tensor, view: &View<'_>, place: Place<'_>) -> Res
         let converted = tensor_in(view, dtype, false, place)?;
         // As vectors, since a scalar has no dimension. They share the tensor's memory.
         let [to, from] = [tensor.detach().flatten_all(), converted.flatten_all()];
-        return to.and_then(|to| to.slice_set(&from?, 0, 0)).map_err(refused);
+        return to
+            .and_then(|to| to.slice_set(&from?, 0, 0))
+            .map_err(refused);
     }
     if let Some(on) = place {
         return on.refresh(tensor, view);

@@ -32,8 +32,13 @@ enum Kind {
 impl Found {
     /// Returns the collective for inputs of `here` elements, where the probe had `there`.
     pub(crate) fn scaled(&self, here: u64, there: u64) -> Self {
-        let grown = (self.elements as u64).saturating_mul(here).div_ceil(there.max(1));
-        Self { elements: self.elements.max(grown as usize), ..self.clone() }
+        let grown = (self.elements as u64)
+            .saturating_mul(here)
+            .div_ceil(there.max(1));
+        Self {
+            elements: self.elements.max(grown as usize),
+            ..self.clone()
+        }
     }
 
     /// Returns true if it is an all-gather over this axis.
@@ -44,14 +49,22 @@ impl Found {
 
 /// Returns the declaration of these collectives.
 pub(crate) fn declared(found: &[Found]) -> Signature<()> {
-    found.iter().fold(Signature::new(()), |signature, Found { kind, axis, elements }| {
-        let aval = f32s([*elements]);
-        match kind {
-            Kind::AllReduce => signature.all_reduce(axis, aval),
-            Kind::AllGather | Kind::TreeSum => signature.all_gather(axis, aval),
-            Kind::ReduceScatter => signature.reduce_scatter(axis, aval),
-        }
-    })
+    found.iter().fold(
+        Signature::new(()),
+        |signature,
+         Found {
+             kind,
+             axis,
+             elements,
+         }| {
+            let aval = f32s([*elements]);
+            match kind {
+                Kind::AllReduce => signature.all_reduce(axis, aval),
+                Kind::AllGather | Kind::TreeSum => signature.all_gather(axis, aval),
+                Kind::ReduceScatter => signature.reduce_scatter(axis, aval),
+            }
+        },
+    )
 }
 
 /// Collectives of a probe: they communicate nothing, and are recorded.
@@ -62,7 +75,11 @@ pub(crate) struct Recorder<'a> {
 
 impl Recorder<'_> {
     fn note(&mut self, kind: Kind, axis: &str, elements: usize) {
-        self.found.push(Found { kind, axis: axis.to_owned(), elements });
+        self.found.push(Found {
+            kind,
+            axis: axis.to_owned(),
+            elements,
+        });
     }
 }
 
@@ -128,7 +145,9 @@ pub(crate) fn tree_replicated(x: &Tensor, axis: &str) -> Result<Tensor> {
 pub(crate) fn all_gather(x: &Tensor, dim: usize, axis: &str) -> Result<Tensor> {
     // The collectives work on the first dimension.
     let x = first(x, dim)?;
-    apply(&x, axis, Step::Gather)?.transpose(0, dim)?.contiguous()
+    apply(&x, axis, Step::Gather)?
+        .transpose(0, dim)?
+        .contiguous()
 }
 
 /// Concatenates in dimension `dim`; the gradient is the device's own part.
@@ -140,7 +159,9 @@ pub(crate) fn gathered(x: &Tensor, dim: usize, axis: &str) -> Result<Tensor> {
 /// Adds up, and divides dimension `dim`; the gradient is gathered.
 pub(crate) fn reduce_scatter(x: &Tensor, dim: usize, axis: &str) -> Result<Tensor> {
     let x = first(x, dim)?;
-    apply(&x, axis, Step::Scatter)?.transpose(0, dim)?.contiguous()
+    apply(&x, axis, Step::Scatter)?
+        .transpose(0, dim)?
+        .contiguous()
 }
 
 /// Returns the number of devices along an axis of the stage's mesh.
@@ -173,7 +194,10 @@ fn of_exchange<R>(
 
 fn first(x: &Tensor, dim: usize) -> Result<Tensor> {
     if dim >= x.rank() {
-        bail!("there is no dimension {dim} in a tensor of shape {:?}", x.dims());
+        bail!(
+            "there is no dimension {dim} in a tensor of shape {:?}",
+            x.dims()
+        );
     }
     x.transpose(0, dim)
 }
@@ -184,9 +208,15 @@ fn apply(x: &Tensor, axis: &str, step: Step) -> Result<Tensor> {
         return Ok(x.clone());
     }
     if x.dtype() != DType::F32 {
-        bail!("collectives are for tensors of f32, not of {}: cast it before", x.dtype().as_str());
+        bail!(
+            "collectives are for tensors of f32, not of {}: cast it before",
+            x.dtype().as_str()
+        );
     }
-    x.contiguous()?.apply_op1(Collective { axis: axis.to_owned(), step })
+    x.contiguous()?.apply_op1(Collective {
+        axis: axis.to_owned(),
+        step,
+    })
 }
 
 struct Collective {

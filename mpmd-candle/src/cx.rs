@@ -43,9 +43,9 @@ impl Cx<'_> {
     /// If the microbatch has no side input of this name for the stage.
     pub fn side(&self, name: &str) -> Result<Tensor> {
         let found = match &self.side {
-            Side::Values(values) => {
-                values.get(name).map(|view| bridge::tensor_of(view, self.place))
-            }
+            Side::Values(values) => values
+                .get(name)
+                .map(|view| bridge::tensor_of(view, self.place)),
             Side::Shapes(shapes) => shapes.get(name).map(|aval| bridge::zeros(aval, false)),
         };
         match found {
@@ -81,7 +81,11 @@ impl Cx<'_> {
             Side::Values(values) => values.keys().collect(),
             Side::Shapes(shapes) => shapes.keys().collect(),
         };
-        if names.is_empty() { "none".to_owned() } else { format!("{names:?}") }
+        if names.is_empty() {
+            "none".to_owned()
+        } else {
+            format!("{names:?}")
+        }
     }
 
     /// Returns a random key. It depends on the microbatch's key, the stage, and the number of keys

@@ -30,7 +30,9 @@ macro_rules! with_type {
 pub(crate) use with_type;
 
 pub(crate) fn no_tensor(dtype: DType) -> Error {
-    Error::kernel(format!("candle has no tensors of dtype {dtype}: cast the array before"))
+    Error::kernel(format!(
+        "candle has no tensors of dtype {dtype}: cast the array before"
+    ))
 }
 
 /// Converts an error of candle.
@@ -66,5 +68,8 @@ pub(crate) fn array_type(dtype: CandleType) -> Result<DType> {
 
 /// Returns the shape and dtype of a tensor.
 pub(crate) fn aval_of(tensor: &Tensor) -> Result<ShapedArray> {
-    Ok(ShapedArray::try_new(tensor.dims(), array_type(tensor.dtype())?)?)
+    Ok(ShapedArray::try_new(
+        tensor.dims(),
+        array_type(tensor.dtype())?,
+    )?)
 }

@@ -106,7 +106,10 @@ fn add_by_tree(rows: &mut [f32], len: usize) {
         let (low, high) = rows.split_at_mut(count / 2 * len);
         add_by_tree(low, len);
         add_by_tree(high, len);
-        low[..len].iter_mut().zip(high).for_each(|(sum, term)| *sum += *term);
+        low[..len]
+            .iter_mut()
+            .zip(high)
+            .for_each(|(sum, term)| *sum += *term);
     }
 }
 

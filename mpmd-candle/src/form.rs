@@ -38,7 +38,10 @@ impl Form {
             let aval = change(dtypes::aval_of(tensor)?)?;
             Ok((aval.shape().to_vec(), aval.dtype()))
         });
-        Ok(Self { branches: structure.into(), leaves: leaves.collect::<Result<_>>()? })
+        Ok(Self {
+            branches: structure.into(),
+            leaves: leaves.collect::<Result<_>>()?,
+        })
     }
 
     /// Returns the tree of shapes.
@@ -47,7 +50,10 @@ impl Form {
     ///
     /// If no tree of this type has the structure.
     pub(crate) fn shapes<T: Tree<Leaf = ShapedArray>>(&self) -> Result<T> {
-        let avals = self.leaves.iter().map(|(dims, dtype)| ShapedArray::try_new(dims, *dtype));
+        let avals = self
+            .leaves
+            .iter()
+            .map(|(dims, dtype)| ShapedArray::try_new(dims, *dtype));
         let avals = avals.collect::<Result<Vec<_>, _>>()?;
         T::from_leaves(&Structure::from(&self.branches), avals).map_err(Error::from)
     }
@@ -59,7 +65,10 @@ impl From<&Structure> for Branches {
             Structure::Leaf => Self::Leaf,
             Structure::Absent => Self::Absent,
             Structure::Node(branches) => Self::Node(
-                branches.iter().map(|(name, branch)| (name.text().into(), branch.into())).collect(),
+                branches
+                    .iter()
+                    .map(|(name, branch)| (name.text().into(), branch.into()))
+                    .collect(),
             ),
         }
     }
@@ -71,7 +80,9 @@ impl From<&Branches> for Structure {
             Branches::Leaf => Self::Leaf,
             Branches::Absent => Self::Absent,
             Branches::Node(branches) => Self::node(
-                branches.iter().map(|(name, branch)| (Name::Key(name.clone()), branch.into())),
+                branches
+                    .iter()
+                    .map(|(name, branch)| (Name::Key(name.clone()), branch.into())),
             ),
         }
     }

@@ -82,8 +82,18 @@ call! { a: A, b: B, c: C, d: D }
 pub fn function<A: 'static, F: Call<A>>(f: F) -> Function<F, A> {
     let captures = size_of::<F>() != 0;
     let on_host = cfg!(not(feature = "cuda"));
-    let work = Work { f, on_host, shapes: OutputShapes::Unknown, arguments: PhantomData };
-    Function(HostKernel::closure("candle function", Location::caller(), captures, work))
+    let work = Work {
+        f,
+        on_host,
+        shapes: OutputShapes::Unknown,
+        arguments: PhantomData,
+    };
+    Function(HostKernel::closure(
+        "candle function",
+        Location::caller(),
+        captures,
+        work,
+    ))
 }
 
 /// A kernel that is a function of tensors. Made by [`function`].
@@ -153,7 +163,10 @@ impl<A: 'static, F: Call<A>> Function<F, A> {
     /// `cuda` all functions do.
     #[must_use]
     pub fn on_host(self) -> Self {
-        Self(self.0.map_work(|work| Work { on_host: true, ..work }))
+        Self(self.0.map_work(|work| Work {
+            on_host: true,
+            ..work
+        }))
     }
 
     fn shaped(self, shapes: OutputShapes<F::In, F::Out>) -> Self {
@@ -169,22 +182,39 @@ impl<A: 'static, F: Call<A>> Work<F, A> {
         mesh: &Mesh,
         x: &Shapes<F::In>,
     ) -> Result<OutputShapes<F::In, F::Out>> {
-        let first = mesh.devices().first().and_then(|device| p.topology().process_of(*device));
+        let first = mesh
+            .devices()
+            .first()
+            .and_then(|device| p.topology().process_of(*device));
         let owner = first.ok_or_else(|| Error::kernel("a probe on a mesh without devices"))?;
-        let run =
-            || self.try_out(x).map_err(|why| format!("the function fails in its probe: {why}"));
+        let run = || {
+            self.try_out(x)
+                .map_err(|why| format!("the function fails in its probe: {why}"))
+        };
         // A dry run learns the shapes in the same way as the owner.
-        let in_dry_run = if p.is_dry_run() { run() } else { Err(String::new()) };
-        let outputs = p.broadcast_value(owner, in_dry_run, || Ok(run()))?.map_err(Error::kernel)?;
+        let in_dry_run = if p.is_dry_run() {
+            run()
+        } else {
+            Err(String::new())
+        };
+        let outputs = p
+            .broadcast_value(owner, in_dry_run, || Ok(run()))?
+            .map_err(Error::kernel)?;
         let inputs = x.leaves().into_iter().cloned().collect();
         Ok(OutputShapes::Probed(inputs, outputs))
     }
 
     /// Runs the function on zeros of these shapes.
     fn try_out(&self, x: &Shapes<F::In>) -> Result<Form> {
-        let zeros = x.leaves().into_iter().map(|aval| bridge::zeros(aval, false).map(Value));
+        let zeros = x
+            .leaves()
+            .into_iter()
+            .map(|aval| bridge::zeros(aval, false).map(Value));
         let zeros = zeros.collect::<Result<Vec<_>>>()?;
-        let y = self.f.call(Tree::from_leaves(&x.structure(), zeros)?).map_err(dtypes::refused)?;
+        let y = self
+            .f
+            .call(Tree::from_leaves(&x.structure(), zeros)?)
+            .map_err(dtypes::refused)?;
         let structure = y.structure();
         let y: Vec<_> = y.into_leaves().into_iter().map(|value| value.0).collect();
         Form::of(&structure, &y, Ok)
@@ -231,17 +261,28 @@ impl<A: 'static, F: Call<A>> Work<F, A> {
     fn run_at(&self, place: Place<'_>, x: Views<'_, F::In>, y: ViewsMut<'_, F::Out>) -> Result<()> {
         threads::enter_pool();
         let structure = x.structure();
-        let tensors = x.leaves().into_iter().map(|view| bridge::tensor_of(view, place).map(Value));
+        let tensors = x
+            .leaves()
+            .into_iter()
+            .map(|view| bridge::tensor_of(view, place).map(Value));
         let tensors = tensors.collect::<Result<Vec<_>>>()?;
         let x = Tree::from_leaves(&structure, tensors)?;
         let out = match place {
             // Layers reach the device through the pass.
-            Some(_) => pass::enter(&mut Pass { cuda: place, ..Pass::default() }, || self.f.call(x)),
+            Some(_) => pass::enter(
+                &mut Pass {
+                    cuda: place,
+                    ..Pass::default()
+                },
+                || self.f.call(x),
+            ),
             None => self.f.call(x),
         };
         let out = out.map_err(dtypes::refused)?;
         if out.structure() != y.structure() {
-            return Err(Error::kernel("the function returned another structure than declared"));
+            return Err(Error::kernel(
+                "the function returned another structure than declared",
+            ));
         }
         let values = out.into_leaves().into_iter();
         values
@@ -265,7 +306,11 @@ impl<A: 'static, F: Call<A>> Kernel for Function<F, A> {
         y: ViewsMut<'_, F::Out>,
     ) -> Result<()> {
         let work = self.0.work();
-        match if work.on_host { None } else { OnCuda::enter(cx)? } {
+        match if work.on_host {
+            None
+        } else {
+            OnCuda::enter(cx)?
+        } {
             Some(on) => work.run_at(Some(&on), x, y),
             None => self.0.run(cx, x, y),
         }

@@ -37,7 +37,11 @@ pub(crate) type Params = BTreeMap<String, (ShapedArray, Initial)>;
 pub(crate) fn record<M>(new: impl FnOnce(VarBuilder<'static>) -> Result<M>) -> Result<Params> {
     let found = Arc::new(Mutex::new(Params::new()));
     let backend = Box::new(Recorder(found.clone()));
-    drop(new(VarBuilder::from_backend(backend, DType::F32, Device::Cpu))?);
+    drop(new(VarBuilder::from_backend(
+        backend,
+        DType::F32,
+        Device::Cpu,
+    ))?);
     let params = std::mem::take(&mut *found.lock());
     Ok(params)
 }
@@ -156,7 +160,11 @@ impl Initial {
             Init::Const(value) => Box::new(move |_| value),
             Init::Randn { mean, stdev } => normal(mean, stdev),
             Init::Uniform { lo, up } => uniform(lo, up),
-            Init::Kaiming { dist, fan, non_linearity } => {
+            Init::Kaiming {
+                dist,
+                fan,
+                non_linearity,
+            } => {
                 // As `Init::var` of candle_nn computes it.
                 let fan = fan.for_shape(&Shape::from(aval.shape())) as f64;
                 let stdev = non_linearity.gain() / fan.sqrt();

@@ -102,7 +102,9 @@ pub(crate) fn weight_gradient(
     };
     let mut gradient = vec![0.0f32; weight.elem_count()];
     add(&mut Gradient::Host(&mut gradient))?;
-    Tensor::from_vec(gradient, weight.shape(), &Device::Cpu)?.to_dtype(weight.dtype()).map(Some)
+    Tensor::from_vec(gradient, weight.shape(), &Device::Cpu)?
+        .to_dtype(weight.dtype())
+        .map(Some)
 }
 
 /// Does the same as [`weight_gradient`] for a weight on a CUDA device.
@@ -145,12 +147,17 @@ where
         return Ok(None);
     }
     with(|pass| {
-        let Some(pass) = pass else { return Ok(Some(add)) };
+        let Some(pass) = pass else {
+            return Ok(Some(add));
+        };
         let id = weight.id();
         if let Some(deferred) = &mut pass.deferred
             && pass.gradients.contains_key(&id)
         {
-            deferred.push(Deferred { weight: id, add: Box::new(add) });
+            deferred.push(Deferred {
+                weight: id,
+                add: Box::new(add),
+            });
             return Ok(None);
         }
         match pass.gradients.get_mut(&id) {
@@ -172,7 +179,11 @@ pub(crate) fn random_key() -> Result<Key> {
         Some(Pass { key: None, .. }) => {
             bail!("the microbatch has no random key: set it with `Microbatch::key`")
         }
-        Some(Pass { key: Some(key), draws, .. }) => {
+        Some(Pass {
+            key: Some(key),
+            draws,
+            ..
+        }) => {
             *draws += 1;
             Ok(key.fold_in(*draws))
         }
@@ -201,7 +212,10 @@ pub(crate) fn attends(dim: usize) {
 /// Calls `f` with the collectives of the pass. Returns `None` outside of a pass.
 pub(crate) fn with_exchange<R>(f: impl FnOnce(&mut dyn Exchange) -> R) -> Option<R> {
     with(|pass| match pass {
-        Some(Pass { exchange: Some(exchange), .. }) => Some(f(&mut **exchange)),
+        Some(Pass {
+            exchange: Some(exchange),
+            ..
+        }) => Some(f(&mut **exchange)),
         _ => None,
     })
 }
@@ -219,9 +233,11 @@ pub(crate) fn with_cuda_exchange<R>(
     f: impl FnOnce(&OnCuda<'_>, &mut dyn Exchange) -> R,
 ) -> Option<R> {
     with(|pass| match pass {
-        Some(Pass { cuda: Some(cuda), exchange: Some(exchange), .. }) => {
-            Some(f(cuda, &mut **exchange))
-        }
+        Some(Pass {
+            cuda: Some(cuda),
+            exchange: Some(exchange),
+            ..
+        }) => Some(f(cuda, &mut **exchange)),
         _ => None,
     })
 }

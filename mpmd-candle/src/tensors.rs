@@ -57,11 +57,16 @@ impl<T: Tensors> Tensors for BTreeMap<String, T> {
     type Arrays = BTreeMap<String, T::Arrays>;
 
     fn from_values(values: Values<Self::Arrays>) -> Self {
-        values.into_iter().map(|(name, value)| (name, T::from_values(value))).collect()
+        values
+            .into_iter()
+            .map(|(name, value)| (name, T::from_values(value)))
+            .collect()
     }
 
     fn into_values(self) -> Values<Self::Arrays> {
-        self.into_iter().map(|(name, tensor)| (name, tensor.into_values())).collect()
+        self.into_iter()
+            .map(|(name, tensor)| (name, tensor.into_values()))
+            .collect()
     }
 }
 
@@ -78,7 +83,9 @@ impl Tensors for Loss<Tensor> {
         let loss = Loss::new(Value(self.sum), Value(self.weight));
         // They have no gradient, so none is computed.
         let metrics = self.metrics.into_iter();
-        metrics.fold(loss, |loss, (name, value)| loss.metric(name, Value(value.detach())))
+        metrics.fold(loss, |loss, (name, value)| {
+            loss.metric(name, Value(value.detach()))
+        })
     }
 }
 

@@ -59,7 +59,9 @@ pub(crate) fn share_cores(program: &Program) {
     let topology = program.topology();
     let host = topology.host_of(program.process());
     let devices = topology.devices().iter();
-    let here = devices.filter(|device| topology.host_of(device.process) == host).count();
+    let here = devices
+        .filter(|device| topology.host_of(device.process) == host)
+        .count();
     DEVICES.store(here, Ordering::Relaxed);
 }
 
@@ -68,14 +70,20 @@ pub(crate) fn enter_pool() {
     POOL.with(|pool| {
         // Without a pool of its own, the thread uses rayon's.
         pool.get_or_init(|| {
-            ThreadPoolBuilder::new().num_threads(count()).use_current_thread().build().ok()
+            ThreadPoolBuilder::new()
+                .num_threads(count())
+                .use_current_thread()
+                .build()
+                .ok()
         });
     });
 }
 
 /// Returns the number of threads of a device: the user's, or its share of the cores.
 fn count() -> usize {
-    let set = std::env::var(VARIABLE).ok().and_then(|text| text.parse().ok());
+    let set = std::env::var(VARIABLE)
+        .ok()
+        .and_then(|text| text.parse().ok());
     set.filter(|count| *count > 0)
         .unwrap_or_else(|| (host_cores() / DEVICES.load(Ordering::Relaxed).max(1)).max(1))
 }
@@ -101,7 +109,10 @@ mod tests {
             child.args(["--exact", path, "--nocapture"]).env(CHILD, "");
             let output = child.output().unwrap();
             let text = String::from_utf8_lossy(&output.stdout);
-            assert!(output.status.success() && text.contains("1 passed"), "{text}");
+            assert!(
+                output.status.success() && text.contains("1 passed"),
+                "{text}"
+            );
             return;
         }
         assert!(!is_alone());

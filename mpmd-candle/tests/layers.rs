@@ -11,7 +11,13 @@ fn random(shape: &[usize], seed: u64) -> Tensor {
 }
 
 fn doubles(tensor: &Tensor) -> Vec<f64> {
-    tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+    tensor
+        .to_dtype(DType::F64)
+        .unwrap()
+        .flatten_all()
+        .unwrap()
+        .to_vec1()
+        .unwrap()
 }
 
 /// Asserts that two tensors differ by at most `tolerance` times the largest expected element.
@@ -38,19 +44,42 @@ fn run(
     let at_first = |at: usize| at == 0 && is_transposed;
     let leaves: Vec<Tensor> = (arguments.iter().zip(frozen).enumerate())
         .map(|(at, (x, is_frozen))| {
-            let x = if at_first(at) { swap(x).contiguous().unwrap() } else { x.clone() };
-            if *is_frozen { x } else { Var::from_tensor(&x).unwrap().as_tensor().clone() }
+            let x = if at_first(at) {
+                swap(x).contiguous().unwrap()
+            } else {
+                x.clone()
+            };
+            if *is_frozen {
+                x
+            } else {
+                Var::from_tensor(&x).unwrap().as_tensor().clone()
+            }
         })
         .collect();
     let views: Vec<Tensor> = (leaves.iter().enumerate())
-        .map(|(at, leaf)| if at_first(at) { swap(leaf) } else { leaf.clone() })
+        .map(|(at, leaf)| {
+            if at_first(at) {
+                swap(leaf)
+            } else {
+                leaf.clone()
+            }
+        })
         .collect();
     let y = f(&views).unwrap();
     let weights = random(y.dims(), 99).to_dtype(y.dtype()).unwrap();
-    let gradients = (&y * weights).unwrap().sum_all().unwrap().backward().unwrap();
+    let gradients = (&y * weights)
+        .unwrap()
+        .sum_all()
+        .unwrap()
+        .backward()
+        .unwrap();
     let gradients = (leaves.iter().enumerate()).map(|(at, leaf)| {
         let gradient = gradients.get(leaf)?;
-        Some(if at_first(at) { swap(gradient) } else { gradient.clone() })
+        Some(if at_first(at) {
+            swap(gradient)
+        } else {
+            gradient.clone()
+        })
     });
     (y.detach(), gradients.collect())
 }
@@ -75,7 +104,10 @@ fn check(
             assert_near(&what, found.unwrap(), expected.unwrap(), tolerance);
         }
     };
-    let single: Vec<Tensor> = arguments.iter().map(|x| x.to_dtype(DType::F32).unwrap()).collect();
+    let single: Vec<Tensor> = arguments
+        .iter()
+        .map(|x| x.to_dtype(DType::F32).unwrap())
+        .collect();
     for is_transposed in [false, arguments[0].rank() > 1] {
         compare(&single, &trainable, is_transposed, 1e-5);
         compare(arguments, &trainable, is_transposed, 1e-9);
@@ -93,10 +125,20 @@ fn linear_equals_the_composition() {
         let arguments = [random(shape, 1), random(&[6, 7], 2), random(&[6], 3)];
         let plain = |a: &[Tensor]| a[0].contiguous()?.broadcast_matmul(&a[1].t()?);
         let ours = |a: &[Tensor]| nn::Linear::new(a[1].clone(), None).forward(&a[0]);
-        check(&format!("linear of {shape:?}"), &arguments[..2], &ours, &plain);
+        check(
+            &format!("linear of {shape:?}"),
+            &arguments[..2],
+            &ours,
+            &plain,
+        );
         let plain = |a: &[Tensor]| plain(a)?.broadcast_add(&a[2]);
         let ours = |a: &[Tensor]| nn::Linear::new(a[1].clone(), Some(a[2].clone())).forward(&a[0]);
-        check(&format!("biased linear of {shape:?}"), &arguments, &ours, &plain);
+        check(
+            &format!("biased linear of {shape:?}"),
+            &arguments,
+            &ours,
+            &plain,
+        );
     }
     // A row without other dimensions.
     let (x, w) = (random(&[7], 1), random(&[6, 7], 2));
@@ -104,7 +146,12 @@ fn linear_equals_the_composition() {
     assert_near(
         "row",
         &y,
-        &x.unsqueeze(0).unwrap().matmul(&w.t().unwrap()).unwrap().squeeze(0).unwrap(),
+        &x.unsqueeze(0)
+            .unwrap()
+            .matmul(&w.t().unwrap())
+            .unwrap()
+            .squeeze(0)
+            .unwrap(),
         1e-9,
     );
 }
@@ -115,7 +162,9 @@ fn embedding_equals_the_composition() {
     for indices in [indices.clone(), indices.to_dtype(DType::I64).unwrap()] {
         let ours = |a: &[Tensor]| nn::Embedding::new(a[0].clone(), 4).forward(&indices);
         let plain = |a: &[Tensor]| {
-            a[0].contiguous()?.index_select(&indices.flatten_all()?, 0)?.reshape((2, 3, 4))
+            a[0].contiguous()?
+                .index_select(&indices.flatten_all()?, 0)?
+                .reshape((2, 3, 4))
         };
         check("embedding", &[random(&[5, 4], 1)], &ours, &plain);
     }
@@ -129,32 +178,52 @@ fn norms_equal_the_compositions() {
             false => a[0].clone(),
         };
         let variance = x.sqr()?.mean_keepdim(D::Minus1)?;
-        let y = x.broadcast_div(&(variance + 1e-5)?.sqrt()?)?.broadcast_mul(&a[1])?;
-        if a.len() > 2 { y.broadcast_add(&a[2]) } else { Ok(y) }
+        let y = x
+            .broadcast_div(&(variance + 1e-5)?.sqrt()?)?
+            .broadcast_mul(&a[1])?;
+        if a.len() > 2 {
+            y.broadcast_add(&a[2])
+        } else {
+            Ok(y)
+        }
     }
     for shape in [&[5, 19][..], &[3, 4, 19], &[2, 3, 2, 19], &[30, 50, 19]] {
         let arguments = [random(shape, 1), random(&[19], 2), random(&[19], 3)];
         let ours = |a: &[Tensor]| nn::RmsNorm::new(a[1].clone(), 1e-5).forward(&a[0]);
         check("rms norm", &arguments[..2], &ours, &|a| plain(a, false));
         let ours = |a: &[Tensor]| nn::RmsNorm::new(a[1].clone(), 1e-5).forward_diff(&a[0]);
-        check("rms norm, forward_diff", &arguments[..2], &ours, &|a| plain(a, false));
+        check("rms norm, forward_diff", &arguments[..2], &ours, &|a| {
+            plain(a, false)
+        });
         let ours = |a: &[Tensor]| nn::LayerNorm::new_no_bias(a[1].clone(), 1e-5).forward(&a[0]);
-        check("layer norm without bias", &arguments[..2], &ours, &|a| plain(a, true));
+        check("layer norm without bias", &arguments[..2], &ours, &|a| {
+            plain(a, true)
+        });
         let ours =
             |a: &[Tensor]| nn::LayerNorm::new(a[1].clone(), a[2].clone(), 1e-5).forward(&a[0]);
         check("layer norm", &arguments, &ours, &|a| plain(a, true));
     }
     // Rows with a mean far from zero keep their precision.
     let x = ((random(&[4, 19], 1) * 0.5).unwrap() + 50.0).unwrap();
-    let arguments =
-        [x.to_dtype(DType::F32).unwrap().to_dtype(DType::F64).unwrap(), random(&[19], 2)];
+    let arguments = [
+        x.to_dtype(DType::F32)
+            .unwrap()
+            .to_dtype(DType::F64)
+            .unwrap(),
+        random(&[19], 2),
+    ];
     let ours = |a: &[Tensor]| nn::LayerNorm::new_no_bias(a[1].clone(), 1e-5).forward(&a[0]);
     let single = arguments.clone().map(|x| x.to_dtype(DType::F32).unwrap());
     let (y, gradients) = run(&|a| plain(a, true), &arguments, &[false; 2], false);
     let (our_y, our_gradients) = run(&ours, &single, &[false; 2], false);
     assert_near("shifted rows", &our_y, &y, 2e-5);
     for (found, expected) in our_gradients.iter().zip(&gradients) {
-        assert_near("shifted rows", found.as_ref().unwrap(), expected.as_ref().unwrap(), 2e-5);
+        assert_near(
+            "shifted rows",
+            found.as_ref().unwrap(),
+            expected.as_ref().unwrap(),
+            2e-5,
+        );
     }
 }
 
@@ -190,8 +259,18 @@ fn activations_equal_the_compositions() {
         let halves = a[0].chunk(2, D::Minus1)?;
         silu(&halves[0])? * &halves[1]
     };
-    check("swiglu", &[random(&[3, 4, 10], 1)], &|a| nn::ops::swiglu(&a[0]), &plain);
-    check("swiglu", &[random(&[300, 100], 1)], &|a| nn::Activation::Swiglu.forward(&a[0]), &plain);
+    check(
+        "swiglu",
+        &[random(&[3, 4, 10], 1)],
+        &|a| nn::ops::swiglu(&a[0]),
+        &plain,
+    );
+    check(
+        "swiglu",
+        &[random(&[300, 100], 1)],
+        &|a| nn::Activation::Swiglu.forward(&a[0]),
+        &plain,
+    );
 }
 
 #[test]
@@ -203,12 +282,25 @@ fn softmax_equals_the_composition() {
     for shape in [&[3, 19][..], &[2, 3, 19], &[30, 40, 19]] {
         let (x, last) = (random(shape, 1), shape.len() - 1);
         let arguments = [(x * 3.0).unwrap()];
-        check("softmax", &arguments, &|a| nn::ops::softmax_last_dim(&a[0]), &|a| {
-            softmax(&a[0], last)
-        });
-        check("softmax", &arguments, &|a| nn::ops::softmax(&a[0], 0), &|a| softmax(&a[0], 0));
+        check(
+            "softmax",
+            &arguments,
+            &|a| nn::ops::softmax_last_dim(&a[0]),
+            &|a| softmax(&a[0], last),
+        );
+        check(
+            "softmax",
+            &arguments,
+            &|a| nn::ops::softmax(&a[0], 0),
+            &|a| softmax(&a[0], 0),
+        );
         let plain = |a: &[Tensor]| softmax(&a[0], last)?.log();
-        check("log softmax", &arguments, &|a| nn::ops::log_softmax(&a[0], D::Minus1), &plain);
+        check(
+            "log softmax",
+            &arguments,
+            &|a| nn::ops::log_softmax(&a[0], D::Minus1),
+            &plain,
+        );
     }
 }
 
@@ -223,7 +315,10 @@ fn plain_attention(
     let spread = |x: &Tensor| {
         let (batch, groups, time, dim) = x.dims4()?;
         let shape = (batch, groups, heads / groups, time, dim);
-        x.unsqueeze(2)?.broadcast_as(shape)?.contiguous()?.reshape((batch, heads, time, dim))
+        x.unsqueeze(2)?
+            .broadcast_as(shape)?
+            .contiguous()?
+            .reshape((batch, heads, time, dim))
     };
     let (k, v) = (spread(&a[1])?, spread(&a[2])?);
     let mut scores = (a[0].contiguous()?.matmul(&k.t()?.contiguous()?)? * scale)?;
@@ -237,11 +332,16 @@ fn plain_attention(
 /// Returns the first key of each query of a sliding window, and of two rows of packed sequences.
 fn first_keys(queries: usize, keys: usize) -> [(&'static str, Vec<u32>); 2] {
     let own = |query: usize| (query + keys - queries) as u32;
-    let window = (0..queries).map(|query| own(query).saturating_sub(2)).collect();
+    let window = (0..queries)
+        .map(|query| own(query).saturating_sub(2))
+        .collect();
     let sequences = [3, 67].iter().flat_map(|start| {
         (0..queries).map(move |query| if own(query) < *start { 0 } else { *start })
     });
-    [("a sliding window", window), ("packed sequences", sequences.collect())]
+    [
+        ("a sliding window", window),
+        ("packed sequences", sequences.collect()),
+    ]
 }
 
 #[test]
@@ -255,7 +355,13 @@ fn attention_equals_the_composition() {
         ];
         let hidden = |query: usize, key: usize| key > query + keys - queries;
         let causal: Vec<f64> = (0..queries * keys)
-            .map(|at| if hidden(at / keys, at % keys) { f64::NEG_INFINITY } else { 0.0 })
+            .map(|at| {
+                if hidden(at / keys, at % keys) {
+                    f64::NEG_INFINITY
+                } else {
+                    0.0
+                }
+            })
             .collect();
         let causal = Tensor::from_vec(causal, (queries, keys), &Device::Cpu).unwrap();
         let bias = random(&[heads, queries, keys], 4);
@@ -268,7 +374,9 @@ fn attention_equals_the_composition() {
                 };
                 nn::attention(&a[0], &a[1], &a[2], mask, 0.3)
             };
-            check(what, &arguments, &ours, &|a| plain_attention(a, plain_mask, 0.3, None));
+            check(what, &arguments, &ours, &|a| {
+                plain_attention(a, plain_mask, 0.3, None)
+            });
         };
         case("attention", Mask::None, &none);
         case("causal attention", Mask::Causal, &causal);
@@ -292,17 +400,30 @@ fn attention_equals_the_composition() {
             let ours =
                 |a: &[Tensor]| nn::capped_attention(&a[0], &a[1], &a[2], Mask::Causal, 1.3, cap);
             let plain = |a: &[Tensor]| plain_attention(a, &causal, 1.3, cap);
-            check(&format!("attention with a cap of {cap}"), &arguments, &ours, &plain);
+            check(
+                &format!("attention with a cap of {cap}"),
+                &arguments,
+                &ours,
+                &plain,
+            );
         }
-        for (is_masked, is_causal, cap) in
-            (0..8).map(|case| (case & 1 > 0, case & 2 > 0, if case & 4 > 0 { 2.0 } else { 1.0 }))
-        {
+        for (is_masked, is_causal, cap) in (0..8).map(|case| {
+            (
+                case & 1 > 0,
+                case & 2 > 0,
+                if case & 4 > 0 { 2.0 } else { 1.0 },
+            )
+        }) {
             let ours = |a: &[Tensor]| {
                 let mask = is_masked.then(|| bias.to_dtype(a[0].dtype())).transpose()?;
                 nn::ops::sdpa(&a[0], &a[1], &a[2], mask.as_ref(), is_causal, 0.25, cap)
             };
             let mask = if is_masked { &bias } else { &none };
-            let mask = if is_causal { mask.broadcast_add(&causal).unwrap() } else { mask.clone() };
+            let mask = if is_causal {
+                mask.broadcast_add(&causal).unwrap()
+            } else {
+                mask.clone()
+            };
             let what = format!("sdpa, mask {is_masked}, causal {is_causal}, cap {cap}");
             let capped = (cap != 1.0).then(|| f64::from(cap));
             let plain = |a: &[Tensor]| plain_attention(a, &mask, 0.25, capped);
@@ -318,7 +439,11 @@ fn packed_linear_equals_the_plain_one() {
         let bias = bias.then(|| single(&[rows], 3));
         let weight = single(&[rows, columns], 1);
         let plain = nn::Linear::new(weight.clone(), bias);
-        let halves = weight.to_dtype(DType::BF16).unwrap().to_dtype(DType::F32).unwrap();
+        let halves = weight
+            .to_dtype(DType::BF16)
+            .unwrap()
+            .to_dtype(DType::F32)
+            .unwrap();
         for (in_half, exact) in [(false, &weight), (true, &halves)] {
             let packed = nn::PackedLinear::new(&plain, in_half).unwrap();
             let expected = nn::Linear::new(exact.clone(), plain.bias().cloned());
@@ -330,7 +455,9 @@ fn packed_linear_equals_the_plain_one() {
             let indices = Tensor::new(&[[rows as u32 - 1], [0]], &Device::Cpu).unwrap();
             let found = packed.rows(&indices).unwrap();
             assert_eq!(found.dims(), [2, 1, columns]);
-            let expected = exact.index_select(&indices.flatten_all().unwrap(), 0).unwrap();
+            let expected = exact
+                .index_select(&indices.flatten_all().unwrap(), 0)
+                .unwrap();
             assert_eq!(doubles(&found), doubles(&expected), "in half {in_half}");
             let read = |block: std::ops::Range<usize>, values: &mut [f32]| {
                 let part = weight.narrow(0, block.start, block.len())?.flatten_all()?;
@@ -338,11 +465,26 @@ fn packed_linear_equals_the_plain_one() {
                 Result::Ok(())
             };
             let of_rows = nn::PackedLinear::of_rows((rows, columns), in_half, read).unwrap();
-            assert_eq!(doubles(&of_rows.rows(&indices).unwrap()), doubles(&expected));
+            assert_eq!(
+                doubles(&of_rows.rows(&indices).unwrap()),
+                doubles(&expected)
+            );
             let beyond = Tensor::new(&[rows as u32], &Device::Cpu).unwrap();
-            assert!(packed.rows(&beyond).unwrap_err().to_string().contains("of an embedding with"));
-            let wrong = packed.forward(&single(&[2, columns + 1], 2)).unwrap_err().to_string();
-            assert!(wrong.contains(&format!("expected F32 [..., {columns}]")), "{wrong}");
+            assert!(
+                packed
+                    .rows(&beyond)
+                    .unwrap_err()
+                    .to_string()
+                    .contains("of an embedding with")
+            );
+            let wrong = packed
+                .forward(&single(&[2, columns + 1], 2))
+                .unwrap_err()
+                .to_string();
+            assert!(
+                wrong.contains(&format!("expected F32 [..., {columns}]")),
+                "{wrong}"
+            );
         }
     }
 }
@@ -356,14 +498,20 @@ fn trainable_mask_gets_its_gradient() {
         random(&[2, 5, 5], 4),
     ];
     let ours = |a: &[Tensor]| nn::attention(&a[0], &a[1], &a[2], Mask::Additive(a[3].clone()), 0.3);
-    check("learned mask", &arguments, &ours, &|a| plain_attention(a, &a[3], 0.3, None));
+    check("learned mask", &arguments, &ours, &|a| {
+        plain_attention(a, &a[3], 0.3, None)
+    });
 }
 
 #[test]
 fn rotary_embeddings_equal_the_compositions() {
     let angles = random(&[2, 9, 4], 5);
     for (batched, what) in [(false, "rope"), (true, "rope of a batch")] {
-        let angles = if batched { angles.clone() } else { angles.get(0).unwrap() };
+        let angles = if batched {
+            angles.clone()
+        } else {
+            angles.get(0).unwrap()
+        };
         let (cos, sin) = (angles.cos().unwrap(), angles.sin().unwrap());
         // The angles of each row of `[batch, heads, time, _]`.
         let of_rows = |x: &Tensor| {
@@ -393,8 +541,16 @@ fn rotary_embeddings_equal_the_compositions() {
         };
         check(what, &x, &ours, &|a| plain(&a[0]));
         // Neighbours become the two halves, and go back.
-        let halves = |x: &Tensor| x.reshape((2, 3, 7, 4, 2))?.transpose(3, 4)?.reshape(x.shape());
-        let back = |x: &Tensor| x.reshape((2, 3, 7, 2, 4))?.transpose(3, 4)?.reshape(x.shape());
+        let halves = |x: &Tensor| {
+            x.reshape((2, 3, 7, 4, 2))?
+                .transpose(3, 4)?
+                .reshape(x.shape())
+        };
+        let back = |x: &Tensor| {
+            x.reshape((2, 3, 7, 2, 4))?
+                .transpose(3, 4)?
+                .reshape(x.shape())
+        };
         let ours = |a: &[Tensor]| {
             let (cos, sin) = angles_for(&a[0])?;
             nn::rotary_emb::rope_i(&a[0], &cos, &sin)
@@ -408,9 +564,17 @@ fn cross_entropy_equals_the_composition() {
     let targets = Tensor::new(&[[3u32, 0, 18], [4, 3, 1]], &Device::Cpu).unwrap();
     let row_targets = targets.flatten_all().unwrap();
     let losses = |logits: &Tensor| {
-        let logs = logits.contiguous()?.log_sum_exp(D::Minus1)?.unsqueeze(D::Minus1)?;
-        let rows = logits.broadcast_sub(&logs)?.contiguous()?.reshape((6, 19))?;
-        rows.gather(&row_targets.unsqueeze(1)?, 1)?.squeeze(1)?.neg()
+        let logs = logits
+            .contiguous()?
+            .log_sum_exp(D::Minus1)?
+            .unsqueeze(D::Minus1)?;
+        let rows = logits
+            .broadcast_sub(&logs)?
+            .contiguous()?
+            .reshape((6, 19))?;
+        rows.gather(&row_targets.unsqueeze(1)?, 1)?
+            .squeeze(1)?
+            .neg()
     };
     let x = (random(&[6, 19], 1) * 5.0).unwrap();
     let ours = |a: &[Tensor]| nn::loss::cross_entropy(&a[0], &row_targets);
@@ -455,7 +619,11 @@ fn frozen_weights_get_no_gradient() {
         let has_none: Vec<bool> = gradients.iter().map(Option::is_none).collect();
         assert_eq!(has_none, frozen);
     }
-    let heads = [single(&[1, 2, 3, 4], 1), single(&[1, 2, 3, 4], 2), single(&[1, 2, 3, 4], 3)];
+    let heads = [
+        single(&[1, 2, 3, 4], 1),
+        single(&[1, 2, 3, 4], 2),
+        single(&[1, 2, 3, 4], 3),
+    ];
     let f = |a: &[Tensor]| nn::attention(&a[0], &a[1], &a[2], Mask::Causal, 0.5);
     let (_, gradients) = run(&f, &heads, &[false, true, true], false);
     assert!(gradients[0].is_some() && gradients[1].is_none() && gradients[2].is_none());
@@ -468,7 +636,12 @@ fn check_differences(what: &str, arguments: &[Tensor], f: &dyn Fn(&[Tensor]) -> 
     let value = |arguments: &[Tensor]| {
         let y = f(arguments).unwrap();
         let weights = random(y.dims(), 99);
-        (y * weights).unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap()
+        (y * weights)
+            .unwrap()
+            .sum_all()
+            .unwrap()
+            .to_scalar::<f64>()
+            .unwrap()
     };
     for (at, gradient) in gradients.iter().enumerate() {
         let gradient = doubles(gradient.as_ref().unwrap());
@@ -484,7 +657,10 @@ fn check_differences(what: &str, arguments: &[Tensor], f: &dyn Fn(&[Tensor]) -> 
             let error = (gradient[element] - expected).abs();
             let found = gradient[element];
             let is_near = error < 1e-6 * (1.0 + expected.abs());
-            assert!(is_near, "{what}: {at}[{element}] is {found}, not {expected}");
+            assert!(
+                is_near,
+                "{what}: {at}[{element}] is {found}, not {expected}"
+            );
         }
     }
 }
@@ -492,15 +668,24 @@ fn check_differences(what: &str, arguments: &[Tensor], f: &dyn Fn(&[Tensor]) -> 
 #[test]
 fn layers_of_candle_have_the_gradients_of_the_table() {
     let x = random(&[2, 4, 6, 5], 1);
-    check_differences("group norm", &[x.clone(), random(&[4], 2), random(&[4], 3)], &|a| {
-        nn::GroupNorm::new(a[1].clone(), a[2].clone(), 4, 2, 1e-5)?.forward(&a[0])
-    });
-    let statistics = (random(&[4], 4), Tensor::ones(4, DType::F64, &Device::Cpu).unwrap());
-    check_differences("batch norm", &[x.clone(), random(&[4], 2), random(&[4], 3)], &|a| {
-        let (mean, variance) = statistics.clone();
-        nn::BatchNorm::new(4, mean, variance, a[1].clone(), a[2].clone(), 1e-5)?
-            .forward_train(&a[0])
-    });
+    check_differences(
+        "group norm",
+        &[x.clone(), random(&[4], 2), random(&[4], 3)],
+        &|a| nn::GroupNorm::new(a[1].clone(), a[2].clone(), 4, 2, 1e-5)?.forward(&a[0]),
+    );
+    let statistics = (
+        random(&[4], 4),
+        Tensor::ones(4, DType::F64, &Device::Cpu).unwrap(),
+    );
+    check_differences(
+        "batch norm",
+        &[x.clone(), random(&[4], 2), random(&[4], 3)],
+        &|a| {
+            let (mean, variance) = statistics.clone();
+            nn::BatchNorm::new(4, mean, variance, a[1].clone(), a[2].clone(), 1e-5)?
+                .forward_train(&a[0])
+        },
+    );
     check_differences("prelu", &[x.clone(), random(&[4], 2)], &|a| {
         nn::PReLU::new(a[1].clone(), false).forward(&a[0])
     });
@@ -509,16 +694,38 @@ fn layers_of_candle_have_the_gradients_of_the_table() {
     });
     let x = Var::from_tensor(&random(&[2, 4, 9], 1)).unwrap();
     let layer = nn::ConvTranspose1d::new(random(&[4, 3, 2], 2), None, Default::default());
-    assert!(layer.forward(&x).unwrap().sum_all().unwrap().backward().is_err());
+    assert!(
+        layer
+            .forward(&x)
+            .unwrap()
+            .sum_all()
+            .unwrap()
+            .backward()
+            .is_err()
+    );
 }
 
 #[test]
 fn convolutions_have_gradients_in_any_configuration() {
-    for (padding, stride, dilation, groups) in
-        [(0, 1, 1, 1), (1, 2, 1, 1), (2, 1, 2, 2), (1, 3, 1, 4), (0, 2, 2, 2)]
-    {
-        let config = nn::Conv1dConfig { padding, stride, dilation, groups, ..Default::default() };
-        let arguments = [random(&[2, 4, 9], 1), random(&[8, 4 / groups, 3], 2), random(&[8], 3)];
+    for (padding, stride, dilation, groups) in [
+        (0, 1, 1, 1),
+        (1, 2, 1, 1),
+        (2, 1, 2, 2),
+        (1, 3, 1, 4),
+        (0, 2, 2, 2),
+    ] {
+        let config = nn::Conv1dConfig {
+            padding,
+            stride,
+            dilation,
+            groups,
+            ..Default::default()
+        };
+        let arguments = [
+            random(&[2, 4, 9], 1),
+            random(&[8, 4 / groups, 3], 2),
+            random(&[8], 3),
+        ];
         let layer =
             |a: &[Tensor]| nn::Conv1d::new(a[1].clone(), Some(a[2].clone()), config).forward(&a[0]);
         let plain =
@@ -528,7 +735,13 @@ fn convolutions_have_gradients_in_any_configuration() {
         check_differences("conv1d", &arguments, &layer);
         check("conv1d", &arguments, &layer, &layer);
 
-        let config = nn::Conv2dConfig { padding, stride, dilation, groups, ..Default::default() };
+        let config = nn::Conv2dConfig {
+            padding,
+            stride,
+            dilation,
+            groups,
+            ..Default::default()
+        };
         let (x, w) = (random(&[2, 4, 6, 7], 1), random(&[8, 4 / groups, 3, 2], 2));
         let arguments = [x, w, random(&[8], 3)];
         let layer =
@@ -554,7 +767,11 @@ fn recurrent_layers_train() {
     let states = gru.seq(&lstm.states_to_tensor(&states).unwrap()).unwrap();
     let loss = gru.states_to_tensor(&states).unwrap().sum_all().unwrap();
     let gradients = loss.backward().unwrap();
-    assert!(map.all_vars().iter().all(|var| gradients.get(var).is_some()));
+    assert!(
+        map.all_vars()
+            .iter()
+            .all(|var| gradients.get(var).is_some())
+    );
 }
 
 #[test]
@@ -578,7 +795,10 @@ fn constructors_ask_for_the_variables_of_candle() {
     candle_nn::rms_norm(4, 1e-5, vb.pp("g")).unwrap();
     let list = |map: &VarMap| {
         let data = map.data().lock().unwrap();
-        let mut list: Vec<_> = data.iter().map(|(k, v)| (k.clone(), v.dims().to_vec())).collect();
+        let mut list: Vec<_> = data
+            .iter()
+            .map(|(k, v)| (k.clone(), v.dims().to_vec()))
+            .collect();
         list.sort();
         list
     };
@@ -596,18 +816,40 @@ fn errors_name_the_layer_and_both_shapes() {
     let x = random(&[2, 3], 1).to_dtype(DType::F32).unwrap();
     // Without the backtrace that candle appends if `RUST_BACKTRACE` is set.
     let message = |result: Result<Tensor>| {
-        result.unwrap_err().to_string().lines().take(2).collect::<Vec<_>>().join("\n")
+        result
+            .unwrap_err()
+            .to_string()
+            .lines()
+            .take(2)
+            .collect::<Vec<_>>()
+            .join("\n")
     };
     let found = message(nn::linear(4, 5, vb.pp("up")).unwrap().forward(&x));
-    assert_eq!(found, "layer block.0.up:\nthe input is [2, 3]: expected [..., 4]");
+    assert_eq!(
+        found,
+        "layer block.0.up:\nthe input is [2, 3]: expected [..., 4]"
+    );
     let found = message(nn::layer_norm(4, 1e-5, vb.pp("norm")).unwrap().forward(&x));
-    assert_eq!(found, "layer block.0.norm:\nthe input is [2, 3]: expected [..., 4]");
+    assert_eq!(
+        found,
+        "layer block.0.norm:\nthe input is [2, 3]: expected [..., 4]"
+    );
     let indices = Tensor::new(&[1u32, 7], &Device::Cpu).unwrap();
-    let found = message(nn::embedding(4, 5, vb.pp("table")).unwrap().forward(&indices));
-    assert_eq!(found, "layer block.0.table:\nindex 7 is not in the table of 4 rows");
+    let found = message(
+        nn::embedding(4, 5, vb.pp("table"))
+            .unwrap()
+            .forward(&indices),
+    );
+    assert_eq!(
+        found,
+        "layer block.0.table:\nindex 7 is not in the table of 4 rows"
+    );
     let w = random(&[5, 4], 1).to_dtype(DType::F32).unwrap();
     let found = message(nn::Linear::new(w, None).forward(&x));
-    assert!(found.starts_with("the input is [2, 3]: expected [..., 4]"), "{found}");
+    assert!(
+        found.starts_with("the input is [2, 3]: expected [..., 4]"),
+        "{found}"
+    );
     let found = message(nn::loss::cross_entropy(&x, &indices));
     let expected = "cross_entropy: the target 7 of row 1 is not one of 3 classes";
     assert!(found.starts_with(expected), "{found}");
@@ -622,7 +864,11 @@ fn errors_name_the_layer_and_both_shapes() {
         (vec![0, 1, 3, 3], "query 2 of 4 cannot begin at key 3 of 4"),
     ] {
         let q = random(&[2, 2, 4, 8], 1);
-        let shape = if firsts.len() == 3 { vec![3] } else { vec![1, 4] };
+        let shape = if firsts.len() == 3 {
+            vec![3]
+        } else {
+            vec![1, 4]
+        };
         let firsts = Tensor::from_vec(firsts, shape, &Device::Cpu).unwrap();
         let found = message(nn::attention(&q, &q, &q, Mask::CausalFrom(firsts), 1.0));
         assert!(found.contains(expected), "{found}");

@@ -34,7 +34,11 @@ fn step(microbatches: usize, recompute: bool) -> Memory {
     let stage = stage(
         move |vb: VarBuilder<'static>| {
             let layers = [layer(&vb, "a")?, layer(&vb, "b")?, layer(&vb, "c")?];
-            Ok((nn::layer_norm(WIDTH, 1e-5, vb.pp("norm"))?, layers, Dropout::new(0.1)))
+            Ok((
+                nn::layer_norm(WIDTH, 1e-5, vb.pp("norm"))?,
+                layers,
+                Dropout::new(0.1),
+            ))
         },
         |(norm, layers, dropout): &(LayerNorm, [Linear; 3], Dropout), x: Tensor, cx: &mut Cx| {
             let mut x = norm.forward(&x)?;
@@ -54,20 +58,29 @@ fn step(microbatches: usize, recompute: bool) -> Memory {
     let shapes = MicrobatchShapes::new(shape).side(0, &side);
     pipeline.probe(&mut p, &shapes).unwrap();
     let schedule = Schedule::named("gpipe", 1, microbatches, None).unwrap();
-    let pass_on = p.jit(elementwise(|x: f32| x)).on(&mesh).outputs(mesh.replicated());
+    let pass_on = p
+        .jit(elementwise(|x: f32| x))
+        .on(&mesh)
+        .outputs(mesh.replicated());
     let pass_on = pass_on.build().unwrap();
-    let mut memory = Memory { accounted: 0.0, allocated: f64::MAX };
+    let mut memory = Memory {
+        accounted: 0.0,
+        allocated: f64::MAX,
+    };
     for round in 0..5 {
         let mut kept = Vec::new();
         let batch: Vec<_> = (0..microbatches as u64)
             .map(|number| {
                 let mut make = || {
                     let fill = |_: &Region, mut view: ViewMut<'_>| Ok(view.fill(0.5f32)?);
-                    p.array_from_fn(f32s([ROWS, WIDTH]), mesh.replicated(), fill).unwrap()
+                    p.array_from_fn(f32s([ROWS, WIDTH]), mesh.replicated(), fill)
+                        .unwrap()
                 };
                 let (x, targets) = (make(), make());
                 kept.extend([x.clone(), targets.clone()]);
-                Microbatch::new(x).side(0, named([("targets", targets)])).key(Key(number))
+                Microbatch::new(x)
+                    .side(0, named([("targets", targets)]))
+                    .key(Key(number))
             })
             .collect();
         p.step_end().unwrap();
@@ -122,7 +135,13 @@ fn graphs_take_the_memory_that_is_accounted() {
     assert!(off < 0.05, "graphs: accounted {accounted}, found {found}");
     // With recomputation, only one graph exists at a time.
     let again = step(8, true);
-    assert!(again.accounted < 0.7 * many.accounted, "{again:?} and {many:?}");
+    assert!(
+        again.accounted < 0.7 * many.accounted,
+        "{again:?} and {many:?}"
+    );
     let more = again.allocated - few.allocated;
-    assert!(more < 0.1 * accounted, "{more} bytes more with recomputation");
+    assert!(
+        more < 0.1 * accounted,
+        "{more} bytes more with recomputation"
+    );
 }

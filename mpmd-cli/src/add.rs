@@ -20,9 +20,16 @@ pub(crate) fn add(
     for index in 0..count {
         let variables = JobEnv::for_added(job, index)?;
         let mut command = Command::new(&this);
-        command.arg(EXEC).arg("--").arg(program).args(args).envs(variables);
+        command
+            .arg(EXEC)
+            .arg("--")
+            .arg(program)
+            .args(args)
+            .envs(variables);
         let child = command.stdin(Stdio::null()).spawn();
-        children.0.push(child.context("starting a process for the job")?);
+        children
+            .0
+            .push(child.context("starting a process for the job")?);
     }
     let mut first = None;
     for child in &mut children.0 {
@@ -31,7 +38,9 @@ pub(crate) fn add(
         first = first.or(Some(code).filter(|code| *code != 0));
     }
     children.0.clear();
-    Ok(ExitCode::from(first.map_or(0, |code| u8::try_from(code).unwrap_or(1))))
+    Ok(ExitCode::from(
+        first.map_or(0, |code| u8::try_from(code).unwrap_or(1)),
+    ))
 }
 
 /// Processes that end with this value.

@@ -18,7 +18,9 @@ pub(crate) fn read_input(file: Option<&Path>) -> Result<(String, String)> {
         Some(path) => Ok((path.display().to_string(), read(path)?)),
         None => {
             let (name, mut text) = ("standard input".to_owned(), String::new());
-            io::stdin().read_to_string(&mut text).context("cannot read standard input")?;
+            io::stdin()
+                .read_to_string(&mut text)
+                .context("cannot read standard input")?;
             Ok((name, text))
         }
     }
@@ -58,6 +60,8 @@ pub(crate) fn say_to_reader(commands: &str, text: &str) -> Result<bool> {
     let all = format!("{commands}{}", printable(text));
     match out.write_all(all.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(false),
-        done => done.map(|()| true).context("cannot write to standard output"),
+        done => done
+            .map(|()| true)
+            .context("cannot write to standard output"),
     }
 }

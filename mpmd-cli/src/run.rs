@@ -172,11 +172,16 @@ impl Exec {
 /// Returns the path at which a shell would find `program`, or (the exit code of a shell, the reason
 /// why it cannot be started).
 pub(crate) fn find(program: &OsStr) -> Result<PathBuf, (u8, String)> {
-    let mut missing = (NO_SUCH_PROGRAM, format!("there is no program {}", program.display()));
+    let mut missing = (
+        NO_SUCH_PROGRAM,
+        format!("there is no program {}", program.display()),
+    );
     let path = std::env::var_os("PATH").unwrap_or_default();
     let places: Vec<PathBuf> = match program.as_bytes().contains(&b'/') {
         true => vec![program.into()],
-        false => std::env::split_paths(&path).map(|folder| folder.join(program)).collect(),
+        false => std::env::split_paths(&path)
+            .map(|folder| folder.join(program))
+            .collect(),
     };
     for place in places {
         let Ok(data) = place.metadata() else { continue };
@@ -188,7 +193,10 @@ pub(crate) fn find(program: &OsStr) -> Result<PathBuf, (u8, String)> {
         if data.is_dir() && Path::new(program) == place {
             missing = (NOT_RUN, format!("{name} is a folder, not a program"));
         } else if !data.is_dir() {
-            missing = (NOT_RUN, format!("{name} is no program: it may not be executed"));
+            missing = (
+                NOT_RUN,
+                format!("{name} is no program: it may not be executed"),
+            );
         }
     }
     Err(missing)
@@ -196,18 +204,26 @@ pub(crate) fn find(program: &OsStr) -> Result<PathBuf, (u8, String)> {
 
 /// Checks a list of device kinds for [`variables::DEVICE`] and returns it without blanks around it.
 pub(crate) fn kinds(text: &str) -> Result<String, String> {
-    device_kinds(text.trim()).map(|_| text.trim().to_owned()).map_err(|error| error.to_string())
+    device_kinds(text.trim())
+        .map(|_| text.trim().to_owned())
+        .map_err(|error| error.to_string())
 }
 
 /// Returns a time longer than zero.
 pub(crate) fn above_zero(text: &str) -> Result<Duration, String> {
     let time = seconds(text)?;
-    if time.is_zero() { Err("it must be above 0".to_owned()) } else { Ok(time) }
+    if time.is_zero() {
+        Err("it must be above 0".to_owned())
+    } else {
+        Ok(time)
+    }
 }
 
 /// Returns the time that a text says in seconds, such as `5` or `5s`.
 pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
     let number = text.strip_suffix('s').unwrap_or(text);
-    let seconds: f64 = number.parse().map_err(|_| "not a number of seconds".to_owned())?;
+    let seconds: f64 = number
+        .parse()
+        .map_err(|_| "not a number of seconds".to_owned())?;
     Duration::try_from_secs_f64(seconds).map_err(|e| e.to_string())
 }

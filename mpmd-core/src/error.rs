@@ -191,7 +191,8 @@ impl Error {
 
     /// True if the processes were found to run different programs.
     pub fn is_divergence(&self) -> bool {
-        self.failure().is_some_and(|failure| failure.kind == FailureKind::Diverged)
+        self.failure()
+            .is_some_and(|failure| failure.kind == FailureKind::Diverged)
     }
 }
 
@@ -367,7 +368,11 @@ pub enum IssueProblem {
 }
 
 pub(crate) fn leaf(path: &str) -> String {
-    if path.is_empty() { String::new() } else { format!("{path:?}: ") }
+    if path.is_empty() {
+        String::new()
+    } else {
+        format!("{path:?}: ")
+    }
 }
 
 impl IssueProblem {
@@ -389,7 +394,11 @@ impl IssueProblem {
     }
 
     pub(crate) fn at(self, at: &'static Location<'static>, call: impl Into<String>) -> Error {
-        Error::Issue(Box::new(IssueError { at, call: call.into(), why: self }))
+        Error::Issue(Box::new(IssueError {
+            at,
+            call: call.into(),
+            why: self,
+        }))
     }
 }
 
@@ -397,7 +406,10 @@ impl IssueProblem {
 pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
-    format!("panicked: {}", text.unwrap_or_else(|| "no message".to_owned()))
+    format!(
+        "panicked: {}",
+        text.unwrap_or_else(|| "no message".to_owned())
+    )
 }
 
 #[cfg(test)]
@@ -412,7 +424,12 @@ mod tests {
         let at = Location::caller();
         let issue = IssueProblem::MissingOutputs.at(at, "jit Up");
         assert_eq!(format!("{issue:?}"), issue.to_string());
-        assert!(issue.to_string().contains(": jit Up: missing output shardings"), "{issue}");
+        assert!(
+            issue
+                .to_string()
+                .contains(": jit Up: missing output shardings"),
+            "{issue}"
+        );
         let failed = Error::failed(Arc::new(Failure::new(
             FailureKind::Memory,
             ProcessId(1),
@@ -420,10 +437,19 @@ mod tests {
             "no memory",
         )));
         assert_eq!(format!("{failed:?} {failed:#?}"), "no memory no memory");
-        let gone = TransportError::PeerGone { peer: ProcessId(2), why: "closed".to_owned() };
-        assert_eq!(format!("{:?}", Error::from(gone)), "process 2 is gone: closed");
+        let gone = TransportError::PeerGone {
+            peer: ProcessId(2),
+            why: "closed".to_owned(),
+        };
+        assert_eq!(
+            format!("{:?}", Error::from(gone)),
+            "process 2 is gone: closed"
+        );
         let rendezvous = LaunchError::Rendezvous(RendezvousError::Left);
-        assert_eq!(format!("{:?}", Error::from(rendezvous)), "this process has left the job");
+        assert_eq!(
+            format!("{:?}", Error::from(rendezvous)),
+            "this process has left the job"
+        );
     }
 
     #[test]

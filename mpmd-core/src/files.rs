@@ -39,7 +39,11 @@ pub fn open_regular(path: &Path) -> Result<File> {
 /// As for [`open_regular`], and if the file is larger.
 pub fn read_regular(path: &Path, most: u64) -> Result<Vec<u8>> {
     let file = open_regular(path)?;
-    let large = |bytes| Err(Error::other(format!("it has {bytes} bytes, more than {most}")));
+    let large = |bytes| {
+        Err(Error::other(format!(
+            "it has {bytes} bytes, more than {most}"
+        )))
+    };
     match file.metadata()?.len() {
         bytes if bytes > most => return large(bytes),
         _ => {}
@@ -47,7 +51,11 @@ pub fn read_regular(path: &Path, most: u64) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     // The file may grow meanwhile.
     file.take(most.saturating_add(1)).read_to_end(&mut bytes)?;
-    if bytes.len() as u64 > most { large(bytes.len() as u64) } else { Ok(bytes) }
+    if bytes.len() as u64 > most {
+        large(bytes.len() as u64)
+    } else {
+        Ok(bytes)
+    }
 }
 
 /// Returns a hash of a part of a file: of its length and of up to `samples` samples of 4 KiB, which
@@ -87,14 +95,21 @@ pub fn hash_samples(file: &File, part: Range<u64>, samples: u64) -> Result<u64> 
 /// Describes a file, for messages: its path, its size, and the time of its last change.
 pub fn file_note(path: &Path) -> String {
     let path_text = path.display();
-    let Ok(found) = path.metadata() else { return path_text.to_string() };
+    let Ok(found) = path.metadata() else {
+        return path_text.to_string();
+    };
     let changed = found.modified().map_or_else(|_| String::new(), utc);
-    format!("{path_text}, {}, changed {changed}", bytes_text(found.len()))
+    format!(
+        "{path_text}, {}, changed {changed}",
+        bytes_text(found.len())
+    )
 }
 
 /// Formats a time, as `2026-11-28 18:03:12 UTC`.
 fn utc(time: SystemTime) -> String {
-    let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let seconds = time
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |since| since.as_secs());
     // A file may have any time.
     let seconds = seconds.min(LAST_SECOND);
     let mut days = seconds / 86_400;
@@ -109,7 +124,19 @@ fn utc(time: SystemTime) -> String {
     }
 
     let mut month = 1;
-    for length in [31, 28 + u64::from(is_leap(year)), 31, 30, 31, 30, 31, 31, 30, 31, 30] {
+    for length in [
+        31,
+        28 + u64::from(is_leap(year)),
+        31,
+        30,
+        31,
+        30,
+        31,
+        31,
+        30,
+        31,
+        30,
+    ] {
         if days < length {
             break;
         }
@@ -118,7 +145,10 @@ fn utc(time: SystemTime) -> String {
     }
 
     let [hour, minute, second] = [of_day / 3600, of_day / 60 % 60, of_day % 60];
-    format!("{year}-{month:02}-{:02} {hour:02}:{minute:02}:{second:02} UTC", days + 1)
+    format!(
+        "{year}-{month:02}-{:02} {hour:02}:{minute:02}:{second:02} UTC",
+        days + 1
+    )
 }
 
 #[cfg(test)]
@@ -160,7 +190,10 @@ mod tests {
                 bytes[at] = 8;
                 hash(&bytes, part.clone()) != before
             };
-            assert!(changed(10) && changed(10 + len / 2) && changed(9 + len), "{len}");
+            assert!(
+                changed(10) && changed(10 + len / 2) && changed(9 + len),
+                "{len}"
+            );
             assert!(!changed(9) && !changed(10 + len), "beside the part");
             assert_ne!(hash(&bytes, 10..11 + len as u64), before, "another length");
         }
@@ -177,7 +210,10 @@ mod tests {
             (1_767_225_600, "2026-01-01 00:00:00 UTC"),
             (1 << 60, "9999-12-31 23:59:59 UTC"),
         ] {
-            assert_eq!(utc(UNIX_EPOCH + std::time::Duration::from_secs(seconds)), expected);
+            assert_eq!(
+                utc(UNIX_EPOCH + std::time::Duration::from_secs(seconds)),
+                expected
+            );
         }
     }
 }

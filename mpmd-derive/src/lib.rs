@@ -149,11 +149,17 @@ struct Part {
 impl Part {
     fn new((index, field): (usize, &Field)) -> Self {
         let Some(ident) = &field.ident else {
-            return Self { member: index.into(), text: index.to_string() };
+            return Self {
+                member: index.into(),
+                text: index.to_string(),
+            };
         };
         let text = ident.to_string();
         let text = text.strip_prefix("r#").unwrap_or(&text).to_owned();
-        Self { member: ident.clone().into(), text }
+        Self {
+            member: ident.clone().into(),
+            text,
+        }
     }
 
     fn name(&self, tree: &TokenStream) -> TokenStream {
@@ -172,14 +178,23 @@ fn fields(input: &DeriveInput) -> Result<&Fields> {
     let fields = match &input.data {
         Data::Struct(data) => &data.fields,
         Data::Enum(data) => {
-            return Err(Error::new(data.enum_token.span(), "a tree is a struct, not an enum"));
+            return Err(Error::new(
+                data.enum_token.span(),
+                "a tree is a struct, not an enum",
+            ));
         }
         Data::Union(data) => {
-            return Err(Error::new(data.union_token.span(), "a tree is a struct, not a union"));
+            return Err(Error::new(
+                data.union_token.span(),
+                "a tree is a struct, not a union",
+            ));
         }
     };
     if fields.is_empty() {
-        return Err(Error::new(input.ident.span(), "a tree has at least one field"));
+        return Err(Error::new(
+            input.ident.span(),
+            "a tree has at least one field",
+        ));
     }
     Ok(fields)
 }
@@ -192,7 +207,10 @@ fn leaf_parameter(input: &DeriveInput) -> Result<&TypeParam> {
         match parameter {
             GenericParam::Type(parameter) if leaf.is_none() => leaf = Some(parameter),
             GenericParam::Type(second) => {
-                return Err(Error::new(second.span(), "a tree has one type parameter, its leaf"));
+                return Err(Error::new(
+                    second.span(),
+                    "a tree has one type parameter, its leaf",
+                ));
             }
             GenericParam::Lifetime(lifetime) => {
                 let message = "a tree has no lifetime; its leaves may";
@@ -202,7 +220,10 @@ fn leaf_parameter(input: &DeriveInput) -> Result<&TypeParam> {
         }
     }
     let Some(leaf) = leaf else {
-        let message = format!("a tree has a type parameter, its leaf: `struct {}<L>`", input.ident);
+        let message = format!(
+            "a tree has a type parameter, its leaf: `struct {}<L>`",
+            input.ident
+        );
         return Err(Error::new(input.ident.span(), message));
     };
     let is_leaf = |bound: &TypeParamBound| {
@@ -213,10 +234,16 @@ fn leaf_parameter(input: &DeriveInput) -> Result<&TypeParam> {
         let message = "a tree takes every leaf: its parameter has no bound, or only `Leaf`";
         return Err(Error::new(bound.span(), message));
     }
-    if let Some(clause) =
-        input.generics.where_clause.as_ref().filter(|clause| !clause.predicates.is_empty())
+    if let Some(clause) = input
+        .generics
+        .where_clause
+        .as_ref()
+        .filter(|clause| !clause.predicates.is_empty())
     {
-        return Err(Error::new(clause.span(), "a tree takes every leaf: it has no where clause"));
+        return Err(Error::new(
+            clause.span(),
+            "a tree takes every leaf: it has no where clause",
+        ));
     }
     Ok(leaf)
 }
@@ -224,28 +251,36 @@ fn leaf_parameter(input: &DeriveInput) -> Result<&TypeParam> {
 /// Returns the generic parameters for an `impl` block, separated by commas and without angle
 /// brackets. The leaf type gets the bound `bound`.
 fn parameters(input: &DeriveInput, bound: &TokenStream) -> TokenStream {
-    let parameters = input.generics.params.iter().map(|parameter| match parameter {
-        GenericParam::Type(leaf) => {
-            let ident = &leaf.ident;
-            quote!(#ident: #bound)
-        }
-        GenericParam::Const(parameter) => {
-            let (ident, ty) = (&parameter.ident, &parameter.ty);
-            quote!(const #ident: #ty)
-        }
-        GenericParam::Lifetime(lifetime) => lifetime.to_token_stream(),
-    });
+    let parameters = input
+        .generics
+        .params
+        .iter()
+        .map(|parameter| match parameter {
+            GenericParam::Type(leaf) => {
+                let ident = &leaf.ident;
+                quote!(#ident: #bound)
+            }
+            GenericParam::Const(parameter) => {
+                let (ident, ty) = (&parameter.ident, &parameter.ty);
+                quote!(const #ident: #ty)
+            }
+            GenericParam::Lifetime(lifetime) => lifetime.to_token_stream(),
+        });
     quote!(#(#parameters),*)
 }
 
 /// Returns the generic arguments of the struct, separated by commas and without angle brackets,
 /// with `leaf` as the leaf type.
 fn arguments(input: &DeriveInput, leaf: &Ident) -> TokenStream {
-    let arguments = input.generics.params.iter().map(|parameter| match parameter {
-        GenericParam::Type(_) => leaf.to_token_stream(),
-        GenericParam::Const(parameter) => parameter.ident.to_token_stream(),
-        GenericParam::Lifetime(lifetime) => lifetime.lifetime.to_token_stream(),
-    });
+    let arguments = input
+        .generics
+        .params
+        .iter()
+        .map(|parameter| match parameter {
+            GenericParam::Type(_) => leaf.to_token_stream(),
+            GenericParam::Const(parameter) => parameter.ident.to_token_stream(),
+            GenericParam::Lifetime(lifetime) => lifetime.lifetime.to_token_stream(),
+        });
     quote!(#(#arguments),*)
 }
 
@@ -262,7 +297,9 @@ mod tests {
     use super::*;
 
     fn error(text: &str) -> String {
-        derive(&syn::parse_str(text).unwrap()).unwrap_err().to_string()
+        derive(&syn::parse_str(text).unwrap())
+            .unwrap_err()
+            .to_string()
     }
 
     #[test]

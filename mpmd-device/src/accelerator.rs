@@ -32,7 +32,11 @@ pub fn open(
         DeviceKind::Cpu => Ok(None),
         DeviceKind::Cuda => {
             let ordinal = ordinals.next().ok_or_else(|| {
-                DeviceError::new("opening a CUDA device", "", "no ordinal is configured for it")
+                DeviceError::new(
+                    "opening a CUDA device",
+                    "",
+                    "no ordinal is configured for it",
+                )
             })?;
             Accelerator::open(ordinal).map(Some)
         }
@@ -90,7 +94,11 @@ impl Addition {
         let work = |stream: &RawStream| {
             device.launch(stream, &ADD, self.function, Grid::over(count), &args)
         };
-        Some(device.inward().submit(&[sum.fences(), more.fences()], work, then))
+        Some(
+            device
+                .inward()
+                .submit(&[sum.fences(), more.fences()], work, then),
+        )
     }
 }
 
@@ -100,10 +108,15 @@ mod tests {
 
     #[test]
     fn devices_add_all_floats_and_complex_numbers() {
-        let added = DType::ALL.into_iter().filter_map(|dtype| Some((dtype, Addition::of(dtype)?)));
+        let added = DType::ALL
+            .into_iter()
+            .filter_map(|dtype| Some((dtype, Addition::of(dtype)?)));
         let names = added.map(|(dtype, Addition { function, numbers })| {
             let bits = 8 * dtype.size() / numbers;
-            assert!(function.ends_with(&format!("f{bits}")), "{dtype}: {function}");
+            assert!(
+                function.ends_with(&format!("f{bits}")),
+                "{dtype}: {function}"
+            );
             dtype.name()
         });
         let names: Vec<_> = names.collect();

@@ -166,7 +166,9 @@ mod tests {
 
     fn of<T: Reducible>(reduce: Reduce, parts: &[T]) -> T {
         let mut values = [parts[0]];
-        parts[1..].iter().for_each(|part| combine(reduce, &mut values, &[*part]));
+        parts[1..]
+            .iter()
+            .for_each(|part| combine(reduce, &mut values, &[*part]));
         values[0]
     }
 
@@ -175,9 +177,17 @@ mod tests {
         assert_eq!(of(Reduce::Sum, &[250u8, 10]), 4);
         assert_eq!(of(Reduce::Max, &[-3i32, 2, 1]), 2);
         assert_eq!(of(Reduce::Min, &[-3i64, 2, -4]), -4);
-        assert_eq!(of(Reduce::Sum, &[1.0f32, 1e8, -1e8]), 0.0, "in the order of the devices");
+        assert_eq!(
+            of(Reduce::Sum, &[1.0f32, 1e8, -1e8]),
+            0.0,
+            "in the order of the devices"
+        );
         for reduce in [Reduce::Sum, Reduce::Max, Reduce::Min] {
-            for parts in [[f32::NAN, 1.0, 2.0], [1.0, f32::NAN, 2.0], [1.0, 2.0, f32::NAN]] {
+            for parts in [
+                [f32::NAN, 1.0, 2.0],
+                [1.0, f32::NAN, 2.0],
+                [1.0, 2.0, f32::NAN],
+            ] {
                 assert!(of(reduce, &parts).is_nan(), "{reduce} of {parts:?}");
             }
         }
@@ -187,7 +197,10 @@ mod tests {
             bf16::from_f32(1.5)
         );
         assert_eq!(
-            of(Reduce::Sum, &[Complex::new(1.0f32, 2.0), Complex::new(3.0, 4.0)]),
+            of(
+                Reduce::Sum,
+                &[Complex::new(1.0f32, 2.0), Complex::new(3.0, 4.0)]
+            ),
             Complex::new(4.0, 6.0)
         );
     }
@@ -195,7 +208,11 @@ mod tests {
     #[test]
     fn bool_and_complex_lack_unordered_reductions() {
         assert!(
-            DType::ALL.iter().filter(|dtype| Reduce::Sum.is_defined_for(**dtype)).count() == 14
+            DType::ALL
+                .iter()
+                .filter(|dtype| Reduce::Sum.is_defined_for(**dtype))
+                .count()
+                == 14
         );
         assert!(
             !Reduce::Max.is_defined_for(DType::C64) && !Reduce::Min.is_defined_for(DType::C128)

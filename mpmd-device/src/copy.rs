@@ -123,7 +123,10 @@ pub fn contiguous_bytes(
         return Some(0..0);
     }
     let loops = Loops::new(within, within, piece, item_bytes);
-    loops.dims.is_empty().then(|| loops.src..loops.src + loops.run)
+    loops
+        .dims
+        .is_empty()
+        .then(|| loops.src..loops.src + loops.run)
 }
 
 #[inline(always)]
@@ -165,7 +168,10 @@ impl Loops {
         piece: &Region,
         item_bytes: usize,
     ) -> Option<Self> {
-        let buffers = [("source", lengths.0, src_region), ("destination", lengths.1, dst_region)];
+        let buffers = [
+            ("source", lengths.0, src_region),
+            ("destination", lengths.1, dst_region),
+        ];
         for (name, found, region) in buffers {
             assert_eq!(
                 found,
@@ -182,13 +188,21 @@ impl Loops {
 
     /// Builds the loops. `piece` must be within both regions and not empty.
     fn new(src_region: &Region, dst_region: &Region, piece: &Region, item_bytes: usize) -> Self {
-        let mut loops = Self { src: 0, dst: 0, run: item_bytes, dims: Vec::new() };
+        let mut loops = Self {
+            src: 0,
+            dst: 0,
+            run: item_bytes,
+            dims: Vec::new(),
+        };
         // From the innermost dimension outwards. A dimension that continues the run or the loop
         // inside it is merged into it.
         let (mut src_step, mut dst_step) = (item_bytes, item_bytes);
         for dim in (0..piece.ndim()).rev() {
-            let (range, outer_src, outer_dst) =
-                (piece.range(dim), src_region.range(dim), dst_region.range(dim));
+            let (range, outer_src, outer_dst) = (
+                piece.range(dim),
+                src_region.range(dim),
+                dst_region.range(dim),
+            );
             loops.src += (range.start - outer_src.start) * src_step;
             loops.dst += (range.start - outer_dst.start) * dst_step;
             let count = range.len();
@@ -201,7 +215,11 @@ impl Loops {
                     {
                         inner.count *= count;
                     }
-                    _ => loops.dims.push(Loop { count, src_step, dst_step }),
+                    _ => loops.dims.push(Loop {
+                        count,
+                        src_step,
+                        dst_step,
+                    }),
                 }
             }
             src_step *= outer_src.len();
@@ -233,7 +251,11 @@ impl Loops {
                     return;
                 }
                 dim -= 1;
-                let Loop { count, src_step, dst_step } = outer[dim];
+                let Loop {
+                    count,
+                    src_step,
+                    dst_step,
+                } = outer[dim];
                 counters[dim] += 1;
                 src += src_step;
                 dst += dst_step;

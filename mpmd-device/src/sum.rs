@@ -24,7 +24,15 @@ pub fn add_region(
     dtype: DType,
 ) {
     let mut each = |mut add: fn(&mut [u8], &[u8])| {
-        runs(src, src_region, dst, dst_region, piece, dtype.size(), &mut add);
+        runs(
+            src,
+            src_region,
+            dst,
+            dst_region,
+            piece,
+            dtype.size(),
+            &mut add,
+        );
     };
     match dtype {
         DType::Bool | DType::Object => {}
@@ -33,17 +41,23 @@ pub fn add_region(
         }),
         DType::I16 | DType::U16 => each(|dst, src| {
             add::<2>(dst, src, |a, b| {
-                u16::from_ne_bytes(a).wrapping_add(u16::from_ne_bytes(b)).to_ne_bytes()
+                u16::from_ne_bytes(a)
+                    .wrapping_add(u16::from_ne_bytes(b))
+                    .to_ne_bytes()
             });
         }),
         DType::I32 | DType::U32 => each(|dst, src| {
             add::<4>(dst, src, |a, b| {
-                u32::from_ne_bytes(a).wrapping_add(u32::from_ne_bytes(b)).to_ne_bytes()
+                u32::from_ne_bytes(a)
+                    .wrapping_add(u32::from_ne_bytes(b))
+                    .to_ne_bytes()
             });
         }),
         DType::I64 | DType::U64 => each(|dst, src| {
             add::<8>(dst, src, |a, b| {
-                u64::from_ne_bytes(a).wrapping_add(u64::from_ne_bytes(b)).to_ne_bytes()
+                u64::from_ne_bytes(a)
+                    .wrapping_add(u64::from_ne_bytes(b))
+                    .to_ne_bytes()
             });
         }),
         DType::Bf16 => each(|dst, src| {
@@ -73,7 +87,12 @@ pub fn add_region(
 /// `N` bytes, which need not be aligned.
 #[inline(always)]
 fn add<const N: usize>(dst: &mut [u8], src: &[u8], sum: impl Fn([u8; N], [u8; N]) -> [u8; N]) {
-    for (a, b) in dst.as_chunks_mut::<N>().0.iter_mut().zip(src.as_chunks::<N>().0) {
+    for (a, b) in dst
+        .as_chunks_mut::<N>()
+        .0
+        .iter_mut()
+        .zip(src.as_chunks::<N>().0)
+    {
         *a = sum(*a, *b);
     }
 }
@@ -121,15 +140,21 @@ mod tests {
             large.to_ne_bytes()
         );
         let complex = |re: f32, im: f32| [re.to_ne_bytes(), im.to_ne_bytes()].concat();
-        assert_eq!(added(DType::C64, &complex(1.0, -2.0), &complex(0.5, 4.0)), complex(1.5, 2.0));
+        assert_eq!(
+            added(DType::C64, &complex(1.0, -2.0), &complex(0.5, 4.0)),
+            complex(1.5, 2.0)
+        );
         assert_eq!(added(DType::Bool, &[1, 0], &[1, 1]), [1, 0]);
     }
 
     #[test]
     fn only_the_piece_is_added() {
         let region = |bounds: [(usize, usize); 2]| bounds.into_iter().collect::<Region>();
-        let (from, to, piece) =
-            (region([(0, 2), (0, 3)]), region([(0, 2), (1, 4)]), region([(0, 2), (1, 3)]));
+        let (from, to, piece) = (
+            region([(0, 2), (0, 3)]),
+            region([(0, 2), (1, 4)]),
+            region([(0, 2), (1, 3)]),
+        );
         let mut sum = [10u8, 20, 30, 40, 50, 60];
         add_region(&[1, 2, 3, 4, 5, 6], &from, &mut sum, &to, &piece, DType::U8);
         assert_eq!(sum, [12, 23, 30, 45, 56, 60]);

@@ -49,7 +49,15 @@ impl<Out> KernelStage<Out> {
     /// Creates the stage of the blocks `blocks`. It has the embedding if `embeds` is set. `math` is
     /// the precision of products of f32 matrices.
     pub fn new(name: String, sizes: Sizes, blocks: Range<usize>, embeds: bool, math: Math) -> Self {
-        Self { name, sizes, blocks, embeds, math, dtype: OnceLock::new(), out: PhantomData }
+        Self {
+            name,
+            sizes,
+            blocks,
+            embeds,
+            math,
+            dtype: OnceLock::new(),
+            out: PhantomData,
+        }
     }
 
     fn dtype(&self) -> DType {
@@ -60,20 +68,28 @@ impl<Out> KernelStage<Out> {
         let known = matches!(dtype, DType::F32 | DType::Bf16);
         match known && *self.dtype.get_or_init(|| dtype) == dtype {
             true => Ok(()),
-            false => Err(Error::kernel(format!("{} cannot compute in {dtype}", self.name))),
+            false => Err(Error::kernel(format!(
+                "{} cannot compute in {dtype}",
+                self.name
+            ))),
         }
     }
 
     fn sources(&self) -> Vec<&'static Source> {
-        [layers::sources(self.dtype(), self.sizes.width / self.sizes.heads), vec![&CUBLAS]].concat()
+        [
+            layers::sources(self.dtype(), self.sizes.width / self.sizes.heads),
+            vec![&CUBLAS],
+        ]
+        .concat()
     }
 
     /// Returns the shape of the rows that the stage takes or gives: `[batch, time, width]`.
     fn rows_of(&self, x: &ShapedArray) -> Result<ShapedArray> {
         match x.shape() {
-            [batch, time, ..] => {
-                Ok(ShapedArray::new(&[*batch, *time, self.sizes.width], self.dtype()))
-            }
+            [batch, time, ..] => Ok(ShapedArray::new(
+                &[*batch, *time, self.sizes.width],
+                self.dtype(),
+            )),
             _ => Err(Error::kernel(format!("{x}: expected [batch, time, …]"))),
         }
     }
@@ -87,9 +103,23 @@ impl<Out> KernelStage<Out> {
         let Sizes { width, heads, .. } = self.sizes;
         let attention = Attention::causal(batch, heads, time, width / heads);
         let rows = batch * time;
-        let norm = Norm { rows, width, eps: EPS, remove_mean: true };
+        let norm = Norm {
+            rows,
+            width,
+            eps: EPS,
+            remove_mean: true,
+        };
         let (math, dtype) = (self.math, self.dtype());
-        Ok(Work { cuda, dtype, math, rows, time, width, norm, attention })
+        Ok(Work {
+            cuda,
+            dtype,
+            math,
+            rows,
+            time,
+            width,
+            norm,
+            attention,
+        })
     }
 
     /// Returns the shapes of the residuals: those of the embedding, of each block, and of the head.
@@ -105,7 +135,14 @@ impl<Out> KernelStage<Out> {
         for _ in self.blocks.clone() {
             let [one, three, four] = [1, 3, 4].map(|times| matrix(times * width));
             let (pairs, of_heads) = (figures(2), figures(2 * heads));
-            kept.extend([one.clone(), pairs.clone(), one.clone(), three, of_heads, one.clone()]);
+            kept.extend([
+                one.clone(),
+                pairs.clone(),
+                one.clone(),
+                three,
+                of_heads,
+                one.clone(),
+            ]);
             kept.extend([one.clone(), pairs, one, four.clone(), four]);
         }
         if head {
@@ -130,7 +167,10 @@ impl<Out> KernelStage<Out> {
         x: &View<'v>,
         kept: &mut impl Iterator<Item = Part<'v>>,
     ) -> Result<Part<'v>> {
-        let mut next = || kept.next().ok_or_else(|| Error::kernel("too few residuals"));
+        let mut next = || {
+            kept.next()
+                .ok_or_else(|| Error::kernel("too few residuals"))
+        };
         let cuda = &work.cuda;
         let mut rows = match self.embeds {
             true => {
@@ -165,12 +205,18 @@ impl<Out> KernelStage<Out> {
             work.times(norm1, of("qkv.weight")?, qkv, [3 * width, width])?;
             let bias = Some(of("qkv.bias")?);
             add_bias(cuda, (work.rows, 3 * width), qkv, bias, None, qkv)?;
-            work.attention.forward(cuda, work.heads(qkv), work.joined(context), of_heads)?;
+            work.attention
+                .forward(cuda, work.heads(qkv), work.joined(context), of_heads)?;
             work.times(context, of("out.weight")?, middle, [width, width])?;
             let bias = Some(of("out.bias")?);
             add_bias(cuda, (work.rows, width), middle, bias, Some(rows), middle)?;
 
-            work.norm(middle, [of("norm2.weight")?, of("norm2.bias")?], norm2, pairs2)?;
+            work.norm(
+                middle,
+                [of("norm2.weight")?, of("norm2.bias")?],
+                norm2,
+                pairs2,
+            )?;
             work.times(norm2, of("up.weight")?, up, [4 * width, width])?;
             let bias = Some(of("up.bias")?);
             activate(cuda, Curve::Gelu, (work.rows, 4 * width), up, bias, hidden)?;
@@ -199,8 +245,22 @@ impl<Out> KernelStage<Out> {
         let narrow = cuda.scratch(work.dtype, rows * width)?;
         let (wide, narrow): (Part<'_>, Part<'_>) = ((&wide).into(), (&narrow).into());
         for (at, block) in self.blocks.clone().enumerate().rev() {
-            let [x, pairs, norm1, qkv, of_heads, context, middle, pairs2, norm2, up, hidden] =
-                kept[skip + 11 * at..].first_chunk().copied().ok_or_else(too_few)?;
+            let [
+                x,
+                pairs,
+                norm1,
+                qkv,
+                of_heads,
+                context,
+                middle,
+                pairs2,
+                norm2,
+                up,
+                hidden,
+            ] = kept[skip + 11 * at..]
+                .first_chunk()
+                .copied()
+                .ok_or_else(too_few)?;
             let of = |name: &str| part(params, &format!("blocks.{block}.{name}"));
             let sum = |name: &str| {
                 let sum = sums.get(&format!("blocks.{block}.{name}"));
@@ -223,7 +283,8 @@ impl<Out> KernelStage<Out> {
             work.times_back(d, of("out.weight")?, narrow, [width, width])?;
             let results = [work.joined(context), work.joined(narrow)];
             let gradients = work.heads(wide);
-            work.attention.backward(cuda, work.heads(qkv), results, of_heads, gradients)?;
+            work.attention
+                .backward(cuda, work.heads(qkv), results, of_heads, gradients)?;
             sum_rows(cuda, (rows, 3 * width), wide, add_to(sum("qkv.bias")?))?;
             work.times_turned(wide, norm1, sum("qkv.weight")?, [3 * width, width])?;
             work.times_back(wide, of("qkv.weight")?, narrow, [3 * width, width])?;
@@ -233,7 +294,8 @@ impl<Out> KernelStage<Out> {
         if self.embeds {
             let sum = |name: &str| sums.get(name).copied().ok_or_else(|| missing(name));
             let tokens = kept.first().copied().ok_or_else(too_few)?;
-            work.embedding().backward(cuda, tokens, d, add_to(sum("embed.bytes")?))?;
+            work.embedding()
+                .backward(cuda, tokens, d, add_to(sum("embed.bytes")?))?;
             let each = (rows / work.time, work.time * width);
             sum_rows(cuda, each, d, add_to(sum("embed.positions")?))?;
         }
@@ -268,7 +330,11 @@ impl<'a> Work<'a> {
     }
 
     fn embedding(&self) -> Embedding {
-        Embedding { tokens: self.rows, entries: BYTES, width: self.width }
+        Embedding {
+            tokens: self.rows,
+            entries: BYTES,
+            width: self.width,
+        }
     }
 
     fn gemm(&self, m: usize, n: usize, k: usize) -> Gemm {
@@ -283,7 +349,8 @@ impl<'a> Work<'a> {
         y: Part<'_>,
         [outputs, inputs]: [usize; 2],
     ) -> Result<()> {
-        self.cuda.gemm(self.gemm(self.rows, outputs, inputs).transpose_b(), x, w, y)
+        self.cuda
+            .gemm(self.gemm(self.rows, outputs, inputs).transpose_b(), x, w, y)
     }
 
     /// `d_x = d_y w`, with `w` `[outputs, inputs]`.
@@ -294,7 +361,8 @@ impl<'a> Work<'a> {
         d_x: Part<'_>,
         [outputs, inputs]: [usize; 2],
     ) -> Result<()> {
-        self.cuda.gemm(self.gemm(self.rows, inputs, outputs), d_y, w, d_x)
+        self.cuda
+            .gemm(self.gemm(self.rows, inputs, outputs), d_y, w, d_x)
     }
 
     /// `d_w += d_yᵀ x`, with `d_w` `[outputs, inputs]`.
@@ -305,7 +373,10 @@ impl<'a> Work<'a> {
         d_w: Part<'_>,
         [outputs, inputs]: [usize; 2],
     ) -> Result<()> {
-        let gemm = self.gemm(outputs, inputs, self.rows).transpose_a().beta(1.0);
+        let gemm = self
+            .gemm(outputs, inputs, self.rows)
+            .transpose_a()
+            .beta(1.0);
         self.cuda.gemm(gemm, d_y, x, d_w)
     }
 
@@ -329,8 +400,10 @@ impl<'a> Work<'a> {
         d_x: Part<'_>,
     ) -> Result<()> {
         let d_bias = Some(add_to(d_bias));
-        self.norm.backward_weight(&self.cuda, x, d_y, pairs, add_to(d_weight), d_bias)?;
-        self.norm.backward(&self.cuda, x, weight, d_y, pairs, add_to(d_x))
+        self.norm
+            .backward_weight(&self.cuda, x, d_y, pairs, add_to(d_weight), d_bias)?;
+        self.norm
+            .backward(&self.cuda, x, weight, d_y, pairs, add_to(d_x))
     }
 
     /// Query, key and value, which lie side by side for each head.
@@ -353,8 +426,14 @@ type Named<T> = BTreeMap<String, T>;
 /// Returns the parameters as kernels read them: those converted, or all as they are.
 fn parts<'v>(params: &'v Named<View<'_>>, converted: &'v Named<Scratch<'_>>) -> Named<Part<'v>> {
     match converted.is_empty() {
-        true => params.iter().map(|(name, param)| (name.clone(), param.into())).collect(),
-        false => converted.iter().map(|(name, param)| (name.clone(), param.into())).collect(),
+        true => params
+            .iter()
+            .map(|(name, param)| (name.clone(), param.into()))
+            .collect(),
+        false => converted
+            .iter()
+            .map(|(name, param)| (name.clone(), param.into()))
+            .collect(),
     }
 }
 
@@ -413,7 +492,10 @@ impl Stage for Front {
         let work = self.work(cx, dy.shape())?;
         let converted = work.converted(&params)?;
         let params = parts(&params, &converted);
-        let sums = gradient.iter_mut().map(|(name, sum)| (name.clone(), Part::from(sum))).collect();
+        let sums = gradient
+            .iter_mut()
+            .map(|(name, sum)| (name.clone(), Part::from(sum)))
+            .collect();
         let d = work.cuda.scratch(work.dtype, work.rows * work.width)?;
         work.cuda.copy(&dy, &d)?;
         self.run_blocks_backward(&work, &params, &kept, (&d).into(), &sums)?;
@@ -467,13 +549,26 @@ impl Stage for Last {
         let kept: Vec<Part<'_>> = kept.collect();
         let [pairs, norm, logits, normalizers, targets] =
             kept.first_chunk().copied().ok_or_else(too_few)?;
-        let weights = [part(&params, "head.norm.weight")?, part(&params, "head.norm.bias")?];
+        let weights = [
+            part(&params, "head.norm.weight")?,
+            part(&params, "head.norm.bias")?,
+        ];
         work.norm(rows, weights, norm, pairs)?;
-        work.times(norm, part(&params, "head.weight")?, logits, [BYTES, work.width])?;
+        work.times(
+            norm,
+            part(&params, "head.weight")?,
+            logits,
+            [BYTES, work.width],
+        )?;
         let given = side.get("targets").ok_or_else(|| missing("targets"))?;
         cuda.copy(given, targets)?;
         let total = cuda.scratch(DType::F32, 2)?;
-        let loss = CrossEntropy { rows: work.rows, classes: BYTES, targets, weights: None };
+        let loss = CrossEntropy {
+            rows: work.rows,
+            classes: BYTES,
+            targets,
+            weights: None,
+        };
         loss.forward(cuda, logits, &total, normalizers)?;
         cuda.copy(total.at(0).first(1), &mut y.sum)?;
         cuda.copy(total.at(1), &mut y.weight)
@@ -490,19 +585,28 @@ impl Stage for Last {
         let kept: Vec<View<'_>> = cx.residual()?;
         let tokens = kept.last().ok_or_else(too_few)?.shape();
         let kept: Vec<Part<'_>> = kept.iter().map(Part::from).collect();
-        let (kept, head) = kept.split_at_checked(kept.len().wrapping_sub(6)).ok_or_else(too_few)?;
+        let (kept, head) = kept
+            .split_at_checked(kept.len().wrapping_sub(6))
+            .ok_or_else(too_few)?;
         let [x, pairs, norm, logits, normalizers, targets] =
             head.first_chunk().copied().ok_or_else(too_few)?;
         let work = self.work(cx, tokens)?;
         let converted = work.converted(&params)?;
         let params = parts(&params, &converted);
         let (cuda, rows, width) = (&work.cuda, work.rows, work.width);
-        let sums: Named<Part<'_>> =
-            gradient.iter_mut().map(|(name, sum)| (name.clone(), Part::from(sum))).collect();
+        let sums: Named<Part<'_>> = gradient
+            .iter_mut()
+            .map(|(name, sum)| (name.clone(), Part::from(sum)))
+            .collect();
         let sum = |name: &str| sums.get(name).copied().ok_or_else(|| missing(name));
 
         let d_logits = cuda.scratch(work.dtype, rows * BYTES)?;
-        let loss = CrossEntropy { rows, classes: BYTES, targets, weights: None };
+        let loss = CrossEntropy {
+            rows,
+            classes: BYTES,
+            targets,
+            weights: None,
+        };
         // A number of the host needs no copy to the device.
         let d_loss = match dy.sum.scalar::<f32>() {
             Ok(number) => (number, None),
@@ -511,9 +615,16 @@ impl Stage for Last {
         loss.backward(cuda, logits, normalizers, d_loss, &d_logits)?;
         let d_logits = Part::from(&d_logits);
         work.times_turned(d_logits, norm, sum("head.weight")?, [BYTES, width])?;
-        let [d_norm, d] =
-            [cuda.scratch(work.dtype, rows * width)?, cuda.scratch(work.dtype, rows * width)?];
-        work.times_back(d_logits, part(&params, "head.weight")?, (&d_norm).into(), [BYTES, width])?;
+        let [d_norm, d] = [
+            cuda.scratch(work.dtype, rows * width)?,
+            cuda.scratch(work.dtype, rows * width)?,
+        ];
+        work.times_back(
+            d_logits,
+            part(&params, "head.weight")?,
+            (&d_norm).into(),
+            [BYTES, width],
+        )?;
         cuda.zero(&d)?;
         let weights = [sum("head.norm.weight")?, sum("head.norm.bias")?];
         let weight = part(&params, "head.norm.weight")?;

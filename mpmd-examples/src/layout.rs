@@ -69,7 +69,9 @@ impl Layouts {
         let topology = Topology::spread(of_ranks.len() * self.devices, processes);
         let work = |process: u32| -> usize {
             let ranks = topology.devices_of(ProcessId(process)).iter();
-            ranks.filter_map(|device| of_ranks.get(device.0 as usize / self.devices)).sum()
+            ranks
+                .filter_map(|device| of_ranks.get(device.0 as usize / self.devices))
+                .sum()
         };
         (0..processes as u32).map(work).max().unwrap_or(0).max(1)
     }
@@ -83,7 +85,15 @@ mod tests {
     fn ranks(layers: usize, devices: usize, memory: Option<u64>) -> Vec<Result<usize, String>> {
         let first = training::schedule("1f1b", None, Some(4), Some(8)).unwrap();
         let (schedule, chunks, bytes) = ("1f1b".to_owned(), None, 8 << 30);
-        let layouts = Layouts { schedule, chunks, first, layers, devices, bytes, memory };
+        let layouts = Layouts {
+            schedule,
+            chunks,
+            first,
+            layers,
+            devices,
+            bytes,
+            memory,
+        };
         let ranks = |processes| layouts.of(processes).map(|schedule| schedule.ranks());
         (1..=8).map(ranks).collect()
     }
@@ -91,7 +101,10 @@ mod tests {
     #[test]
     fn stages_are_cut_anew_where_that_takes_less_time() {
         let found = |layers, devices| -> Vec<usize> {
-            ranks(layers, devices, None).into_iter().map(Result::unwrap).collect()
+            ranks(layers, devices, None)
+                .into_iter()
+                .map(Result::unwrap)
+                .collect()
         };
         assert_eq!(found(4, 1), [4; 8]);
         assert_eq!(found(8, 1), [4, 4, 3, 4, 4, 4, 4, 8]);

@@ -7,14 +7,19 @@ use mpmd::random::{Key, uniform_f64};
 /// Temperature 0 selects the likeliest byte. Otherwise the logits are divided by the temperature
 /// first. The draw depends only on the logits, `seed` and `position`.
 pub fn next_byte(logits: &[f32], temperature: f64, seed: u64, position: u64) -> u8 {
-    let best =
-        logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map_or(0, |(byte, _)| byte);
+    let best = logits
+        .iter()
+        .enumerate()
+        .max_by(|a, b| a.1.total_cmp(b.1))
+        .map_or(0, |(byte, _)| byte);
     if temperature <= 0.0 {
         return best as u8;
     }
     let highest = f64::from(logits[best]);
-    let weights: Vec<f64> =
-        logits.iter().map(|logit| ((f64::from(*logit) - highest) / temperature).exp()).collect();
+    let weights: Vec<f64> = logits
+        .iter()
+        .map(|logit| ((f64::from(*logit) - highest) / temperature).exp())
+        .collect();
     let mut left = uniform_f64(Key(seed), position) * weights.iter().sum::<f64>();
     for (byte, weight) in weights.iter().enumerate() {
         left -= weight;
@@ -48,7 +53,9 @@ mod tests {
         logits[3] = 1.0;
         logits[7] = 1.0 + 3f32.ln();
         assert_eq!(next_byte(&logits, 0.0, 1, 1), 7);
-        let sevens = (0..4000).filter(|i| next_byte(&logits, 1.0, 5, *i) == 7).count();
+        let sevens = (0..4000)
+            .filter(|i| next_byte(&logits, 1.0, 5, *i) == 7)
+            .count();
         assert!((2850..3150).contains(&sevens), "three in four: {sevens}");
         assert!((0..200).all(|i| [3, 7].contains(&next_byte(&logits, 2.0, 5, i))));
         assert_eq!(next_byte(&logits, 1.0, 5, 9), next_byte(&logits, 1.0, 5, 9));

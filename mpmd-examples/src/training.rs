@@ -40,7 +40,10 @@ pub fn schedule(
             let names = Builtin::ALL.map(Builtin::name).join(", ");
             format!("schedule {name:?} is neither built in ({names}) nor a file that can be read")
         })?;
-        let title = Path::new(name).file_stem().unwrap_or(name.as_ref()).to_string_lossy();
+        let title = Path::new(name)
+            .file_stem()
+            .unwrap_or(name.as_ref())
+            .to_string_lossy();
         let text = ScheduleText::parse(&text, None).with_context(|| name.to_owned())?;
         text.schedule(title).with_context(|| name.to_owned())?
     };
@@ -94,13 +97,23 @@ impl LossFile {
         if done > 0 && path.exists() {
             // A process that was killed may have left a part of a line.
             let text = std::fs::read_to_string(path).with_context(cannot)?;
-            let whole = text.split_inclusive('\n').filter(|line| line.ends_with('\n'));
-            losses = whole.filter_map(Self::parse).filter(|(step, _)| *step <= done).collect();
+            let whole = text
+                .split_inclusive('\n')
+                .filter(|line| line.ends_with('\n'));
+            losses = whole
+                .filter_map(Self::parse)
+                .filter(|(step, _)| *step <= done)
+                .collect();
         }
         let new = path.with_extension(format!("new-{}", std::process::id()));
         let file = File::create(&new).with_context(cannot)?;
-        let mut this = Self { file, path: path.to_owned() };
-        losses.iter().try_for_each(|(step, loss)| this.write(*step, *loss))?;
+        let mut this = Self {
+            file,
+            path: path.to_owned(),
+        };
+        losses
+            .iter()
+            .try_for_each(|(step, loss)| this.write(*step, *loss))?;
         std::fs::rename(&new, path).with_context(cannot)?;
         Ok((this, losses))
     }
@@ -143,10 +156,18 @@ impl Figures {
         let (name, microbatches, (rows, time)) =
             (schedule.name(), schedule.microbatches(), windows);
         if p.epoch() > 1 {
-            println!("epoch {} of the job goes on after step {}", p.epoch(), trainer.steps());
+            println!(
+                "epoch {} of the job goes on after step {}",
+                p.epoch(),
+                trainer.steps()
+            );
         } else {
             println!("text: {bytes} bytes in {files} files, one block in ten held out");
-            let plural = if p.processes() == 1 { "process" } else { "processes" };
+            let plural = if p.processes() == 1 {
+                "process"
+            } else {
+                "processes"
+            };
             println!(
                 "model: {parameters} parameters in {stages} stages, on {} devices of {} {plural}",
                 p.topology().devices().len(),
@@ -159,11 +180,21 @@ impl Figures {
             println!("compute: {}", trainer.computed_by(p));
         }
         let done = if p.epoch() > 1 { trainer.steps() } else { 0 };
-        let file = losses_out.map(|path| LossFile::create(path, done)).transpose()?;
+        let file = losses_out
+            .map(|path| LossFile::create(path, done))
+            .transpose()?;
         let (file, losses) = file.unzip();
         let (losses, start) = (losses.unwrap_or_default(), Instant::now());
         let (steps, bytes, seconds, wrong) = (0, 0.0, 0.0, None);
-        Ok(Self { losses, steps, bytes, start, seconds, file, wrong })
+        Ok(Self {
+            losses,
+            steps,
+            bytes,
+            start,
+            seconds,
+            file,
+            wrong,
+        })
     }
 
     /// Keeps the figures of a step, and writes its line into the file of losses.
@@ -175,7 +206,9 @@ impl Figures {
 
     /// Fails if a step that an earlier epoch of the job has reported has another loss now.
     fn note(&mut self, report: &StepReport) -> anyhow::Result<()> {
-        let &StepReport { step, loss, weight, .. } = report;
+        let &StepReport {
+            step, loss, weight, ..
+        } = report;
         if let Some(before) = self.losses.insert(step, loss) {
             let same = before.to_bits() == loss.to_bits();
             anyhow::ensure!(same, "step {step} has loss {loss}, and had {before} before");
@@ -184,7 +217,9 @@ impl Figures {
         self.steps += 1;
         self.bytes += weight;
         self.seconds = self.start.elapsed().as_secs_f64();
-        self.file.as_mut().map_or(Ok(()), |file| file.write(step, loss))
+        self.file
+            .as_mut()
+            .map_or(Ok(()), |file| file.write(step, loss))
     }
 
     /// Prints the table of losses and the rate.
@@ -193,7 +228,14 @@ impl Figures {
     ///
     /// If the file of losses could not be written, or a repeated step had another loss than before.
     pub fn finish(self, outcome: &Outcome) -> anyhow::Result<()> {
-        let Self { losses, steps, bytes, seconds, wrong, .. } = self;
+        let Self {
+            losses,
+            steps,
+            bytes,
+            seconds,
+            wrong,
+            ..
+        } = self;
         wrong.map_or(Ok(()), Err)?;
         let last = losses.values().rev().take(20);
         let count = last.len();

@@ -67,7 +67,9 @@ impl Part {
     ) -> Result<Self> {
         let Sizes { width, time, .. } = sizes;
         let table = |name: &str, rows: usize, stdev: f64| {
-            let table = vb.pp("embed").get_with_hints((rows, width), name, normal(stdev));
+            let table = vb
+                .pp("embed")
+                .get_with_hints((rows, width), name, normal(stdev));
             table.map(|table| Embedding::new(table, width))
         };
         let embeddings = || -> Result<[Embedding; 2]> {
@@ -75,8 +77,13 @@ impl Part {
         };
         let head = || -> Result<(LayerNorm, Linear)> {
             let weight = normal(0.1 / (width as f64).sqrt());
-            let weight = vb.pp("head").get_with_hints((BYTES, width), "weight", weight)?;
-            Ok((nn::layer_norm(width, 1e-5, vb.pp("head.norm"))?, Linear::new(weight, None)))
+            let weight = vb
+                .pp("head")
+                .get_with_hints((BYTES, width), "weight", weight)?;
+            Ok((
+                nn::layer_norm(width, 1e-5, vb.pp("head.norm"))?,
+                Linear::new(weight, None),
+            ))
         };
         let blocks = blocks.map(|at| Block::new(&vb.pp(format!("blocks.{at}")), sizes));
         Ok(Self {
@@ -99,7 +106,9 @@ impl Part {
             let places = places.unsqueeze(0)?.broadcast_as((batch, time))?;
             x = (bytes.forward(&x)? + positions.forward(&places)?)?;
         }
-        self.blocks.iter().try_fold(x, |x, block| block.forward(&x, cx))
+        self.blocks
+            .iter()
+            .try_fold(x, |x, block| block.forward(&x, cx))
     }
 
     /// Does the same as [`forward`](Self::forward), then computes the logits `[batch, time, 256]`
@@ -120,7 +129,15 @@ impl Part {
 impl Block {
     /// The variance of the rows does not grow with depth, since the weights that lead back to them
     /// become smaller with the number of blocks.
-    fn new(vb: &VarBuilder, Sizes { layers, width, heads, .. }: Sizes) -> Result<Self> {
+    fn new(
+        vb: &VarBuilder,
+        Sizes {
+            layers,
+            width,
+            heads,
+            ..
+        }: Sizes,
+    ) -> Result<Self> {
         let linear = |name: &str, inputs: usize, outputs: usize, fan: usize| {
             let (vb, stdev) = (vb.pp(name), (fan as f64).sqrt().recip());
             let weight = vb.get_with_hints((outputs, inputs), "weight", normal(stdev))?;
@@ -142,7 +159,9 @@ impl Block {
     fn forward(&self, x: &Tensor, cx: &Cx<'_>) -> Result<Tensor> {
         let [norm1, norm2] = &self.norms;
         let scale = (self.dim as f64).sqrt().recip();
-        let qkv = self.qkv.forward(&cx.replicated(&norm1.forward(x)?, MODEL_AXIS)?)?;
+        let qkv = self
+            .qkv
+            .forward(&cx.replicated(&norm1.forward(x)?, MODEL_AXIS)?)?;
         // With several devices, each has some of the heads.
         let heads = qkv.dim(2)? / (3 * self.dim);
         let context = nn::self_attention(&qkv, heads, Mask::Causal, scale)?;

@@ -12,8 +12,15 @@ use mpmd::Fact;
 ///
 /// The first four are of [`JobArgs`](crate::JobArgs): under a launcher they do not count. The
 /// others are addresses and numbers of one process.
-const OF_ONE_PROCESS: [&str; 7] =
-    ["processes", "transport", "device", "trace", "host", "port", "rank"];
+const OF_ONE_PROCESS: [&str; 7] = [
+    "processes",
+    "transport",
+    "device",
+    "trace",
+    "host",
+    "port",
+    "rank",
+];
 
 /// Limit on the characters of an option's value in a message. Longer ones are compared by a hash.
 const LONGEST_VALUE: usize = 200;
@@ -56,7 +63,9 @@ impl clap::FromArgMatches for Options {
             };
             Some((id.to_string(), Fact::new(name_of(id.as_str()), cut(value))))
         });
-        Ok(Self { facts: facts.collect() })
+        Ok(Self {
+            facts: facts.collect(),
+        })
     }
 
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
@@ -100,7 +109,9 @@ fn cut(value: String) -> String {
     }
     let start: String = value.chars().take(LONGEST_VALUE / 2).collect();
     let key = mpmd::random::Key(value.len() as u64);
-    let hash = value.bytes().fold(key, |key, byte| key.fold_in(byte.into()));
+    let hash = value
+        .bytes()
+        .fold(key, |key, byte| key.fold_in(byte.into()));
     format!("{start}… ({} bytes, hash {:016x})", value.len(), hash.0)
 }
 
@@ -163,12 +174,22 @@ mod tests {
     }
 
     fn facts(args: &[&str]) -> Vec<String> {
-        let Args { job, texts, seed, save_every, verbose, prompt, more } =
-            Args::parse_from([&["program"], args].concat());
-        _ = (texts, seed, save_every, verbose, prompt, more.cut, more.host);
+        let Args {
+            job,
+            texts,
+            seed,
+            save_every,
+            verbose,
+            prompt,
+            more,
+        } = Args::parse_from([&["program"], args].concat());
+        _ = (
+            texts, seed, save_every, verbose, prompt, more.cut, more.host,
+        );
         let facts = job.options.facts(&["verbose".to_owned()]).into_iter();
-        let mut facts: Vec<String> =
-            facts.map(|fact| format!("{} {}", fact.name, fact.value.unwrap())).collect();
+        let mut facts: Vec<String> = facts
+            .map(|fact| format!("{} {}", fact.name, fact.value.unwrap()))
+            .collect();
         facts.sort_unstable();
         facts
     }
@@ -188,19 +209,36 @@ mod tests {
                 "a b",
                 "--seed=2"
             ]),
-            ["--cut 1 2", "--prompt \"a b\"", "--save-every 3", "--seed 2", "TEXT 2 paths"]
+            [
+                "--cut 1 2",
+                "--prompt \"a b\"",
+                "--save-every 3",
+                "--seed 2",
+                "TEXT 2 paths"
+            ]
         );
     }
 
     #[test]
     fn options_of_one_process_are_no_facts() {
-        let args = ["--host", "a", "--processes", "2", "--trace", "/t", "--verbose"];
+        let args = [
+            "--host",
+            "a",
+            "--processes",
+            "2",
+            "--trace",
+            "/t",
+            "--verbose",
+        ];
         assert_eq!(facts(&args), ["--seed 1"]);
     }
 
     #[test]
     fn values_of_options_are_short_and_printable() {
-        assert_eq!(facts(&["--prompt", "\u{1b}[31m"])[0], "--prompt \\u{1b}[31m");
+        assert_eq!(
+            facts(&["--prompt", "\u{1b}[31m"])[0],
+            "--prompt \\u{1b}[31m"
+        );
         let [a, b] =
             ["a", "b"].map(|end| facts(&["--prompt", &("x".repeat(5000) + end)])[0].clone());
         assert!(a != b && a.len() < 250, "{a}");

@@ -150,8 +150,13 @@ impl JobArgs {
         let options = self.options.clone();
         let may_differ = self.may_differ.clone();
         let inputs = self.inputs.clone();
-        Program::builder()
-            .facts(move || options.facts(&may_differ).into_iter().chain(inputs.facts()).collect())
+        Program::builder().facts(move || {
+            options
+                .facts(&may_differ)
+                .into_iter()
+                .chain(inputs.facts())
+                .collect()
+        })
     }
 
     /// Returns the kinds of the devices of the job's processes. The list contains each kind at
@@ -260,7 +265,9 @@ impl Placement {
             Self::Even(devices) => process_counts(*devices),
             Self::Groups(_) => {
                 let fits = |count: &usize| self.by_process(*count).is_some();
-                let counts = (1..=self.devices()).filter(fits).map(|count| count.to_string());
+                let counts = (1..=self.devices())
+                    .filter(fits)
+                    .map(|count| count.to_string());
                 counts.collect::<Vec<_>>().join(", ")
             }
         }
@@ -271,7 +278,12 @@ impl Placement {
         match self {
             Self::Groups(groups) if processes > 0 && groups.len().is_multiple_of(processes) => {
                 let each = groups.len() / processes;
-                Some(groups.chunks(each.max(1)).map(|groups| groups.iter().sum()).collect())
+                Some(
+                    groups
+                        .chunks(each.max(1))
+                        .map(|groups| groups.iter().sum())
+                        .collect(),
+                )
             }
             _ if processes > 0 && self.devices().is_multiple_of(processes) => {
                 Some(vec![self.devices() / processes; processes])
@@ -353,7 +365,9 @@ pub fn run<E: Into<anyhow::Error>>(
 /// Lets a write beyond the limit on the size of files (`ulimit -f`) fail. By default it ends the
 /// process by SIGXFSZ.
 fn fail_writes_to_full_files() -> anyhow::Result<()> {
-    signal_hook::flag::register(SIGXFSZ, Arc::default()).context("listening for SIGXFSZ").map(drop)
+    signal_hook::flag::register(SIGXFSZ, Arc::default())
+        .context("listening for SIGXFSZ")
+        .map(drop)
 }
 
 /// A function that says with how many devices a program goes on with a number of processes: see
@@ -418,7 +432,8 @@ impl JobArgs {
     /// be spread evenly over.
     fn processes_for(&self, most: usize, devices: &Placement) -> usize {
         let fits = |processes: &usize| devices.by_process(*processes).is_some();
-        self.processes.unwrap_or_else(|| (1..=most).rev().find(fits).unwrap_or(most))
+        self.processes
+            .unwrap_or_else(|| (1..=most).rev().find(fits).unwrap_or(most))
     }
 
     /// Checks that a job which recovers has several processes, where these arguments decide that.
@@ -459,7 +474,11 @@ impl JobArgs {
             None => {
                 let processes = self.processes_for(default_processes, &devices.into());
                 let runs_itself = self.transport == Some(JobTransport::Inproc) || processes == 1;
-                if runs_itself { JobPart::First } else { JobPart::Parent }
+                if runs_itself {
+                    JobPart::First
+                } else {
+                    JobPart::Parent
+                }
             }
         })
     }
@@ -520,9 +539,9 @@ fn verdict(result: anyhow::Result<()>) -> mpmd::Result<Verdict> {
     let Err(error) = result else { return Ok(None) };
     match error.downcast::<Rejected>() {
         Ok(rejected) => Ok(Some(rejected)),
-        Err(error) => {
-            Err(error.downcast::<Error>().unwrap_or_else(|e| Error::kernel(format!("{e:#}"))))
-        }
+        Err(error) => Err(error
+            .downcast::<Error>()
+            .unwrap_or_else(|e| Error::kernel(format!("{e:#}")))),
     }
 }
 
@@ -567,7 +586,9 @@ fn report(process: usize, result: mpmd::Result<Verdict>) -> ExitCode {
 /// True if a launcher says this failure when the job has ended. Of a lost process it says only how
 /// that ended.
 fn launcher_says(error: &Error) -> bool {
-    error.failure().is_some_and(|failure| failure.kind != FailureKind::PeerLost)
+    error
+        .failure()
+        .is_some_and(|failure| failure.kind != FailureKind::PeerLost)
 }
 
 /// Prints a line to stderr in one write, with control characters escaped: it may have a text of a
@@ -605,7 +626,11 @@ mod tests {
     #[test]
     fn process_of_a_job_of_one_is_its_first() {
         let part = |transport, processes| {
-            let args = JobArgs { transport, processes, ..JobArgs::default() };
+            let args = JobArgs {
+                transport,
+                processes,
+                ..JobArgs::default()
+            };
             args.part(2, vec![1, 1]).unwrap()
         };
         assert_eq!(part(None, Some(1)), JobPart::First);
@@ -618,10 +643,18 @@ mod tests {
     fn further_processes_use_the_last_device_kind() {
         let kinds = |text: &str| devices(text).unwrap().of(3);
         assert_eq!(kinds("cuda"), [DeviceKind::Cuda; 3]);
-        assert_eq!(kinds("cpu,cuda"), [DeviceKind::Cpu, DeviceKind::Cuda, DeviceKind::Cuda]);
+        assert_eq!(
+            kinds("cpu,cuda"),
+            [DeviceKind::Cpu, DeviceKind::Cuda, DeviceKind::Cuda]
+        );
         assert_eq!(kinds("cpu,cpu,cpu,cuda").len(), 4, "too many are not lost");
         assert_eq!(devices("cpu, cuda").unwrap().to_string(), "cpu,cuda");
-        assert!(devices("gpu").unwrap_err().to_string().contains("cpu or cuda"));
+        assert!(
+            devices("gpu")
+                .unwrap_err()
+                .to_string()
+                .contains("cpu or cuda")
+        );
     }
 
     #[test]
@@ -649,7 +682,10 @@ mod tests {
     fn rejected_result_is_not_a_program_failure() {
         let rejected = Rejected("3.2 instead of 3.1".to_owned());
         let one = |_: &mut Program| verdict(Err(rejected.clone().into()));
-        assert_eq!(threads(&Simulation::new(2, 2), one).1.unwrap(), Some(rejected.clone()));
+        assert_eq!(
+            threads(&Simulation::new(2, 2), one).1.unwrap(),
+            Some(rejected.clone())
+        );
         let error = verdict(Err(anyhow::anyhow!("no file").context("reading"))).unwrap_err();
         assert_eq!(error.to_string(), "reading: no file");
     }

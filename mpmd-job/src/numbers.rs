@@ -39,8 +39,16 @@ mod tests {
     #[test]
     fn negative_and_infinite_numbers_are_refused() {
         assert_eq!(not_negative("0"), Ok(0.0));
-        assert!(["-1", "inf", "nan", "x"].iter().all(|text| not_negative(text).is_err()));
+        assert!(
+            ["-1", "inf", "nan", "x"]
+                .iter()
+                .all(|text| not_negative(text).is_err())
+        );
         assert_eq!(positive("0.1"), Ok(0.1));
-        assert!(["0", "-1", "inf", "nan", "x"].iter().all(|text| positive(text).is_err()));
+        assert!(
+            ["0", "-1", "inf", "nan", "x"]
+                .iter()
+                .all(|text| positive(text).is_err())
+        );
     }
 }

@@ -10,7 +10,10 @@ const IS_PROGRAM: &str = "MPMD_TEST_PROGRAM";
 #[test]
 fn transport_of_the_environment_reaches_the_processes() {
     if std::env::var_os(IS_PROGRAM).is_some() {
-        let args = JobArgs { processes: Some(2), ..JobArgs::default() };
+        let args = JobArgs {
+            processes: Some(2),
+            ..JobArgs::default()
+        };
         let code = mpmd_job::run(&args, 2, 2, |p| {
             println!("over {}", p.transport());
             anyhow::Ok(())
@@ -20,7 +23,9 @@ fn transport_of_the_environment_reaches_the_processes() {
     }
     let mut program = Command::new(std::env::current_exe().unwrap());
     let this = "transport_of_the_environment_reaches_the_processes";
-    program.args(["--exact", this, "--nocapture"]).env(IS_PROGRAM, "1");
+    program
+        .args(["--exact", this, "--nocapture"])
+        .env(IS_PROGRAM, "1");
     let output = program.env("MPMD_TRANSPORT", "tcp").output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{output:?}");

@@ -45,7 +45,11 @@ impl JobFailure {
             };
             (0..ends.len()).all(is_of) && why.is_none_or(|why| is_reason(&message, why))
         };
-        let own = errors.iter().find(is_own).filter(|_| all_alike).map(Error::message);
+        let own = errors
+            .iter()
+            .find(is_own)
+            .filter(|_| all_alike)
+            .map(Error::message);
         let is_silent = self.why.is_none() && errors.is_empty() && known.reports.is_empty();
         if own.is_some() || (all_alike && is_silent) {
             self.processes = (0..ends.len() as u32).map(ProcessId).collect();
@@ -62,7 +66,10 @@ impl JobFailure {
             match why.is_some_and(|why| is_in(&error.message(), why)) {
                 false => Some(error),
                 true if error.backtrace().is_empty() => None,
-                true => Some(Error { text: error.backtrace().to_owned(), ..error }),
+                true => Some(Error {
+                    text: error.backtrace().to_owned(),
+                    ..error
+                }),
             }
         });
         rest.collect()
@@ -70,7 +77,11 @@ impl JobFailure {
 
     /// Returns the exit code for the job: that of the process at fault, or 1 if that code is 0.
     pub fn code(&self) -> i32 {
-        if self.how == ExitKind::Exit(0) { 1 } else { self.how.code() }
+        if self.how == ExitKind::Exit(0) {
+            1
+        } else {
+            self.how.code()
+        }
     }
 }
 
@@ -79,7 +90,10 @@ impl fmt::Display for JobFailure {
         match self.processes.as_slice() {
             several if self.is_shared => {
                 let (count, code) = (several.len(), self.how.code());
-                write!(f, "all {count} processes failed: they ended with exit code {code}")?;
+                write!(
+                    f,
+                    "all {count} processes failed: they ended with exit code {code}"
+                )?;
             }
             [process] => write!(f, "process {process} failed first: {}", self.how)?,
             several => write!(f, "processes {} failed first", listed(several))?,
@@ -161,7 +175,10 @@ pub(super) fn signal_name(number: i32) -> Option<&'static str> {
         (Signal::PIPE, "SIGPIPE"),
         (Signal::TERM, "SIGTERM"),
     ];
-    NAMES.iter().find(|(signal, _)| signal.as_raw() == number).map(|(_, name)| *name)
+    NAMES
+        .iter()
+        .find(|(signal, _)| signal.as_raw() == number)
+        .map(|(_, name)| *name)
 }
 
 /// The launcher's information on a job that has failed.
@@ -188,7 +205,10 @@ impl Known<'_> {
                 return self.fault_of(missing.clone(), Some(error.to_string()));
             }
             // A failure that began in a process has priority over reports of its loss by others.
-            let root = self.reports.iter().find(|(_, report)| !report.failure.is_peer_failure());
+            let root = self
+                .reports
+                .iter()
+                .find(|(_, report)| !report.failure.is_peer_failure());
             if let Some((_, report)) = root.or(self.reports.first()) {
                 return match report.failure.kind {
                     FailureKind::Diverged => self.divergence(report),
@@ -196,7 +216,12 @@ impl Known<'_> {
                 };
             }
         }
-        JobFailure { processes: vec![first], how, why: None, is_shared: false }
+        JobFailure {
+            processes: vec![first],
+            how,
+            why: None,
+            is_shared: false,
+        }
     }
 
     /// True if a process has reported this message as a failure of its own.
@@ -227,13 +252,18 @@ impl Known<'_> {
         // The loss of a process adds nothing to its exit status.
         let is_end = report.failure.kind == FailureKind::PeerLost
             && (self.first.0 == accused && self.first.1 != ExitKind::Exit(0));
-        self.fault_of(vec![accused], (!is_end).then(|| report.failure.message.clone()))
+        self.fault_of(
+            vec![accused],
+            (!is_end).then(|| report.failure.message.clone()),
+        )
     }
 
     /// Returns the failure of a divergence. At fault is the minority by the hashes that processes
     /// reported for the same operation. Without a majority, both processes named in `found` are.
     fn divergence(&self, found: &Report) -> JobFailure {
-        let pair = [Some(found.failure.process), found.failure.other].into_iter().flatten();
+        let pair = [Some(found.failure.process), found.failure.other]
+            .into_iter()
+            .flatten();
         let mut pair: Vec<ProcessId> = pair.collect();
         pair.sort();
         let mut hashes: BTreeMap<u128, Vec<ProcessId>> = BTreeMap::new();
@@ -254,25 +284,40 @@ impl Known<'_> {
                 let is_told = pair.iter().any(|process| majority.contains(process));
                 // One of the two that differ may have ended before it could report.
                 let silent = pair.iter().filter(|process| is_told && !has_hash(process));
-                let others =
-                    hashes.values().flatten().filter(|process| !majority.contains(process));
+                let others = hashes
+                    .values()
+                    .flatten()
+                    .filter(|process| !majority.contains(process));
                 let mut odd: Vec<ProcessId> = others.chain(silent).copied().collect();
                 odd.sort();
                 odd
             }
             _ => Vec::new(),
         };
-        self.fault_of(if odd.is_empty() { pair } else { odd }, Some(found.failure.message.clone()))
+        self.fault_of(
+            if odd.is_empty() { pair } else { odd },
+            Some(found.failure.message.clone()),
+        )
     }
 
     fn fault_of(&self, processes: Vec<ProcessId>, why: Option<String>) -> JobFailure {
         // A process number beyond the job comes from a broken process.
         let of = |process: &ProcessId| self.ends.get(process.index()).copied();
         match processes.first().and_then(of) {
-            Some(how) => JobFailure { processes, how, why, is_shared: false },
+            Some(how) => JobFailure {
+                processes,
+                how,
+                why,
+                is_shared: false,
+            },
             None => {
                 let (first, how) = self.first;
-                JobFailure { processes: vec![first], how, why, is_shared: false }
+                JobFailure {
+                    processes: vec![first],
+                    how,
+                    why,
+                    is_shared: false,
+                }
             }
         }
     }
@@ -297,8 +342,12 @@ mod tests {
     use super::*;
 
     fn report(by: u32, kind: FailureKind, process: u32, hash: Option<u128>) -> (ProcessId, Report) {
-        let mut failure =
-            Reported::new(kind, ProcessId(process), 9, format!("{kind:?} of {process}"));
+        let mut failure = Reported::new(
+            kind,
+            ProcessId(process),
+            9,
+            format!("{kind:?} of {process}"),
+        );
         // Process 1 finds that process 2 differs.
         failure.other = (kind == Diverged).then_some(ProcessId(2));
         (ProcessId(by), Report { failure, hash })
@@ -309,14 +358,25 @@ mod tests {
     fn cause(processes: usize, reports: &[(ProcessId, Report)]) -> String {
         let ends = vec![ExitKind::Exit(1); processes];
         let first = (ProcessId(0), ExitKind::Exit(1));
-        Known { first, ends: &ends, reports, unformed: None }.cause().to_string()
+        Known {
+            first,
+            ends: &ends,
+            reports,
+            unformed: None,
+        }
+        .cause()
+        .to_string()
     }
 
     fn divergence(processes: usize, hashes: &[(u32, Option<u128>)]) -> String {
-        let reports: Vec<_> =
-            hashes.iter().map(|(by, hash)| report(*by, Diverged, 1, *hash)).collect();
+        let reports: Vec<_> = hashes
+            .iter()
+            .map(|(by, hash)| report(*by, Diverged, 1, *hash))
+            .collect();
         let said = cause(processes, &reports);
-        said.strip_suffix("; Diverged of 1").unwrap_or_else(|| panic!("{said}")).to_owned()
+        said.strip_suffix("; Diverged of 1")
+            .unwrap_or_else(|| panic!("{said}"))
+            .to_owned()
     }
 
     /// Compares a failure over `why` of process 0, of three that ended with code 1, with errors
@@ -341,11 +401,24 @@ mod tests {
         });
         let (ends, reports) = ([how; 3], reports.collect::<Vec<_>>());
         let first = (ProcessId(0), how);
-        let known = Known { first, ends: &ends, reports: &reports, unformed: None };
-        let mut failure = JobFailure { processes, how, why, is_shared: false };
+        let known = Known {
+            first,
+            ends: &ends,
+            reports: &reports,
+            unformed: None,
+        };
+        let mut failure = JobFailure {
+            processes,
+            how,
+            why,
+            is_shared: false,
+        };
         failure.absorb(&errors, &known);
         let rest = failure.without_said(errors);
-        (failure.to_string(), rest.into_iter().map(|error| error.text).collect())
+        (
+            failure.to_string(),
+            rest.into_iter().map(|error| error.text).collect(),
+        )
     }
 
     #[test]
@@ -353,9 +426,15 @@ mod tests {
         let all = "all 3 processes failed: they ended with exit code 1";
         let first = "process 0 failed first: it ended with exit code 1";
         let shared = [(&[0, 1, 2][..], "Error: no such file\n")];
-        assert_eq!(absorbed(None, &shared, &[]), (format!("{all}; no such file"), vec![]));
+        assert_eq!(
+            absorbed(None, &shared, &[]),
+            (format!("{all}; no such file"), vec![])
+        );
         let why = "process 0 ended before its program finished: no such file";
-        assert_eq!(absorbed(Some(why), &shared, &[]), (format!("{all}; no such file"), vec![]));
+        assert_eq!(
+            absorbed(Some(why), &shared, &[]),
+            (format!("{all}; no such file"), vec![])
+        );
         // The others print the failure that they were told.
         let printed = [(&[0, 1, 2][..], "Error: operation 3 failed on process 0\n")];
         let why = "operation 3 failed on process 0";
@@ -366,19 +445,28 @@ mod tests {
         let own = [(0, 0), (1, 1), (2, 2)];
         let expected = (format!("{all}; no GPU"), vec![]);
         for processes in [&[0, 1, 2][..], &[1, 2]] {
-            assert_eq!(absorbed(Some("no GPU"), &[(processes, "error: no GPU\n")], &own), expected);
+            assert_eq!(
+                absorbed(Some("no GPU"), &[(processes, "error: no GPU\n")], &own),
+                expected
+            );
         }
         let panic = "thread 'main' panicked at src/main.rs:1:2:\nno";
         let why = "process 0 panicked before its program finished";
         let expected = (format!("{all}; {panic}"), vec![]);
         let printed = format!("{panic}\n");
-        assert_eq!(absorbed(Some(why), &[(&[0, 1, 2], &printed)], &own), expected);
+        assert_eq!(
+            absorbed(Some(why), &[(&[0, 1, 2], &printed)], &own),
+            expected
+        );
         let of_one = absorbed(Some(why), &[(&[0], &printed)], &told);
         assert_eq!(of_one, (format!("{first}; {why}"), vec![printed]));
         // A program whose result is bad prints no error.
         assert_eq!(absorbed(None, &[], &[]), (all.to_owned(), vec![]));
         assert_eq!(absorbed(None, &[], &told).0, first);
-        let different = [(&[0][..], "Error: full\n"), (&[1, 2][..], "Error: it is gone\n")];
+        let different = [
+            (&[0][..], "Error: full\n"),
+            (&[1, 2][..], "Error: it is gone\n"),
+        ];
         assert_eq!(absorbed(None, &different, &[]).0, first);
     }
 
@@ -387,12 +475,21 @@ mod tests {
         let why = "process 0 ended before its program finished: full";
         let printed = [
             (&[0][..], "Error: full\nStack backtrace:\n 0: main\n"),
-            (&[1], "process 1: error: process 0 ended before its program finished: full\n"),
+            (
+                &[1],
+                "process 1: error: process 0 ended before its program finished: full\n",
+            ),
             (&[2], "Error: process 0 is gone\n"),
         ];
         let (message, rest) = absorbed(Some(why), &printed, &[]);
-        assert_eq!(message, format!("process 0 failed first: it ended with exit code 1; {why}"));
-        assert_eq!(rest, ["Stack backtrace:\n 0: main\n", "Error: process 0 is gone\n"]);
+        assert_eq!(
+            message,
+            format!("process 0 failed first: it ended with exit code 1; {why}")
+        );
+        assert_eq!(
+            rest,
+            ["Stack backtrace:\n 0: main\n", "Error: process 0 is gone\n"]
+        );
     }
 
     #[test]
@@ -403,12 +500,26 @@ mod tests {
         assert_eq!(divergence(4, &all(2)), one(2));
         assert_eq!(divergence(4, &all(1)), one(1));
         // Process 3 had not reached the operation, so it reports no hash.
-        assert_eq!(divergence(4, &[(0, Some(5)), (1, Some(5)), (2, Some(7)), (3, None)]), one(2));
-        assert_eq!(divergence(3, &[(0, Some(5)), (1, Some(5)), (2, Some(0))]), one(2));
+        assert_eq!(
+            divergence(4, &[(0, Some(5)), (1, Some(5)), (2, Some(7)), (3, None)]),
+            one(2)
+        );
+        assert_eq!(
+            divergence(3, &[(0, Some(5)), (1, Some(5)), (2, Some(0))]),
+            one(2)
+        );
         // Process 2 was ended before it could report.
         assert_eq!(divergence(3, &[(0, Some(5)), (1, Some(5))]), one(2));
-        let several =
-            divergence(5, &[(0, Some(5)), (1, Some(5)), (2, Some(7)), (3, Some(5)), (4, Some(8))]);
+        let several = divergence(
+            5,
+            &[
+                (0, Some(5)),
+                (1, Some(5)),
+                (2, Some(7)),
+                (3, Some(5)),
+                (4, Some(8)),
+            ],
+        );
         assert_eq!(several, "processes 2 and 4 failed first");
     }
 
@@ -416,7 +527,10 @@ mod tests {
     fn divergence_without_majority_names_both() {
         let both = "processes 1 and 2 failed first";
         assert_eq!(divergence(3, &[(1, Some(5)), (2, Some(7))]), both);
-        assert_eq!(divergence(4, &[(0, Some(7)), (1, Some(5)), (2, Some(7)), (3, Some(5))]), both);
+        assert_eq!(
+            divergence(4, &[(0, Some(7)), (1, Some(5)), (2, Some(7)), (3, Some(5))]),
+            both
+        );
         assert_eq!(divergence(3, &[(0, None), (1, Some(5)), (2, None)]), both);
         // The two that differ sent no report, and are not among those that agree.
         assert_eq!(divergence(5, &[(0, Some(5)), (3, Some(5))]), both);
@@ -426,9 +540,15 @@ mod tests {
     fn blame_is_followed_to_its_root() {
         let lost = |by, process| report(by, PeerLost, process, None);
         let said = cause(4, &[lost(0, 3), lost(3, 1), report(2, Kernel, 2, None)]);
-        assert_eq!(said, "process 2 failed first: it ended with exit code 1; Kernel of 2");
+        assert_eq!(
+            said,
+            "process 2 failed first: it ended with exit code 1; Kernel of 2"
+        );
         let said = cause(4, &[lost(0, 3), lost(3, 1), report(1, Left, 1, None)]);
-        assert_eq!(said, "process 1 failed first: it ended with exit code 1; Left of 1");
+        assert_eq!(
+            said,
+            "process 1 failed first: it ended with exit code 1; Left of 1"
+        );
         // Each accuses the other.
         let said = cause(2, &[lost(0, 1), lost(1, 0)]);
         assert!(
@@ -460,13 +580,26 @@ mod tests {
     fn missing_processes_are_named() {
         let missing = vec![ProcessId(1), ProcessId(2)];
         let peer_timeout = Duration::from_secs(3);
-        let unformed = RendezvousError::Missing { missing, processes: 3, peer_timeout };
-        let ends = [ExitKind::Exit(1), ExitKind::Signal(15), ExitKind::Signal(15)];
+        let unformed = RendezvousError::Missing {
+            missing,
+            processes: 3,
+            peer_timeout,
+        };
+        let ends = [
+            ExitKind::Exit(1),
+            ExitKind::Signal(15),
+            ExitKind::Signal(15),
+        ];
         let of = |first: usize| {
             let first = (ProcessId(first as u32), ExitKind::Exit(4));
-            Known { first, ends: &ends, reports: &[], unformed: Some(&unformed) }
-                .cause()
-                .to_string()
+            Known {
+                first,
+                ends: &ends,
+                reports: &[],
+                unformed: Some(&unformed),
+            }
+            .cause()
+            .to_string()
         };
         assert_eq!(
             of(0),
@@ -479,7 +612,10 @@ mod tests {
     #[test]
     fn exit_kind_has_message_and_code() {
         assert_eq!(ExitKind::Exit(3).to_string(), "it ended with exit code 3");
-        assert_eq!(ExitKind::Signal(11).to_string(), "it was ended by signal 11 (SIGSEGV)");
+        assert_eq!(
+            ExitKind::Signal(11).to_string(),
+            "it was ended by signal 11 (SIGSEGV)"
+        );
         assert_eq!(ExitKind::Signal(15).code(), 143);
     }
 }

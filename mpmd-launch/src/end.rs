@@ -36,7 +36,14 @@ impl ProcessEnd {
 
 impl fmt::Display for ProcessEnd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write_report(f, &self.name, &self.how, &self.stdout, &self.stderr, LAST_LINES)
+        write_report(
+            f,
+            &self.name,
+            &self.how,
+            &self.stdout,
+            &self.stderr,
+            LAST_LINES,
+        )
     }
 }
 
@@ -62,7 +69,10 @@ pub(crate) fn write_report(
         match count {
             0 => continue,
             _ if count <= last => write!(to, "\n--- {name}, standard {stream}")?,
-            _ => write!(to, "\n--- {name}, standard {stream}, last {last} of {count} lines")?,
+            _ => write!(
+                to,
+                "\n--- {name}, standard {stream}, last {last} of {count} lines"
+            )?,
         }
         for line in text.lines().skip(count.saturating_sub(last)) {
             write!(to, "\n{line}")?;

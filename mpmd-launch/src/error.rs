@@ -172,13 +172,18 @@ pub enum LaunchError {
 impl LaunchError {
     #[doc(hidden)]
     pub fn environment(doing: impl Into<String>, why: impl ToString) -> Self {
-        Self::Environment { doing: doing.into(), why: why.to_string() }
+        Self::Environment {
+            doing: doing.into(),
+            why: why.to_string(),
+        }
     }
 
     /// Returns the error for a program that could not be started.
     pub(crate) fn not_started(program: &str, error: &io::Error) -> Self {
         match error.kind() {
-            ErrorKind::NotFound => Self::NotFound { program: program.to_owned() },
+            ErrorKind::NotFound => Self::NotFound {
+                program: program.to_owned(),
+            },
             _ => Self::environment(format!("starting {program}"), error),
         }
     }

@@ -14,7 +14,9 @@ pub(super) struct Guard(Option<Child>);
 
 impl Guard {
     pub(super) fn start(launch: &Launch) -> Result<Self, LaunchError> {
-        let Some((program, args)) = &launch.guard else { return Ok(Self(None)) };
+        let Some((program, args)) = &launch.guard else {
+            return Ok(Self(None));
+        };
         // In its own process group, so that signals to the launcher's group do not reach it.
         let guard = Command::new(program)
             .args(args)

@@ -21,7 +21,9 @@ const WARNINGS: &str = "warn,mpmd::warning=off,mpmd::hang=off";
 /// subscriber already.
 pub fn log_to_stderr() {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(WARNINGS));
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(stderr);
+    let log = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(stderr);
     let log = log.fmt_fields(debug_fn(write_field).delimited(" "));
     // Fails if the caller has installed a subscriber.
     let _ = log.with_ansi(stderr().is_terminal()).try_init();
@@ -45,7 +47,10 @@ pub const NO_READER: i32 = 141;
 pub fn end_with_stdout() {
     let before = take_hook();
     set_hook(Box::new(move |panic| {
-        let message = panic.payload().downcast_ref::<String>().map_or("", String::as_str);
+        let message = panic
+            .payload()
+            .downcast_ref::<String>()
+            .map_or("", String::as_str);
         // The words of the standard library.
         let Some(why) = message.strip_prefix("failed printing to stdout: ") else {
             return before(panic);
@@ -84,8 +89,12 @@ mod tests {
     fn log_has_no_control_characters_of_strangers() {
         let text = Text::default();
         let writer = text.clone();
-        let log = tracing_subscriber::fmt().with_writer(move || writer.clone()).with_ansi(false);
-        let log = log.fmt_fields(debug_fn(write_field).delimited(" ")).finish();
+        let log = tracing_subscriber::fmt()
+            .with_writer(move || writer.clone())
+            .with_ansi(false);
+        let log = log
+            .fmt_fields(debug_fn(write_field).delimited(" "))
+            .finish();
         let name = "\u{1b}[31mRED\u{9b}\u{202e}";
         tracing::subscriber::with_default(log, || {
             let _span = tracing::error_span!("reads", file = %name).entered();
@@ -93,8 +102,16 @@ mod tests {
         });
         let text = String::from_utf8(text.0.lock().unwrap().clone()).unwrap();
         let shown = "\\u001b[31mRED\\u009b\\u202e";
-        assert!(text.contains(&format!("unknown key {shown} key={shown} quoted=")), "{text}");
+        assert!(
+            text.contains(&format!("unknown key {shown} key={shown} quoted=")),
+            "{text}"
+        );
         assert!(text.contains(&format!("reads{{file={shown}}}")), "{text}");
-        assert!(!text.trim_end().contains(|c: char| c.is_control() || c == '\u{202e}'), "{text}");
+        assert!(
+            !text
+                .trim_end()
+                .contains(|c: char| c.is_control() || c == '\u{202e}'),
+            "{text}"
+        );
     }
 }

@@ -78,7 +78,11 @@ pub(super) fn prefix(process: usize, processes: usize, color: bool) -> String {
     const COLORS: [u8; 12] = [36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91];
     let width = processes.saturating_sub(1).to_string().len();
     let plain = format!("[{process:>width$}] ");
-    if color { format!("\x1b[{}m{plain}\x1b[0m", COLORS[process % COLORS.len()]) } else { plain }
+    if color {
+        format!("\x1b[{}m{plain}\x1b[0m", COLORS[process % COLORS.len()])
+    } else {
+        plain
+    }
 }
 
 /// Copies a process's standard output until it ends, with the present `prefix` before each line. If
@@ -151,7 +155,9 @@ fn has_input(from: &impl AsFd, within: Duration) -> bool {
 /// Returns `lines` with a prefix before each.
 pub(super) fn prefixed(prefix: &str, lines: &[u8]) -> Vec<u8> {
     let lines = lines.split_inclusive(|byte| *byte == b'\n');
-    lines.flat_map(|line| [prefix.as_bytes(), line].concat()).collect()
+    lines
+        .flat_map(|line| [prefix.as_bytes(), line].concat())
+        .collect()
 }
 
 /// The longest line in bytes; a longer one is split.
@@ -176,7 +182,13 @@ struct Lines {
 impl Lines {
     fn new(prefix: &str) -> Self {
         let prefix = prefix.as_bytes().to_vec();
-        Self { prefix, line: Vec::new(), returned: false, shown: None, done: Vec::new() }
+        Self {
+            prefix,
+            line: Vec::new(),
+            returned: false,
+            shown: None,
+            done: Vec::new(),
+        }
     }
 
     fn push(&mut self, bytes: &[u8], now: Instant) {
@@ -217,7 +229,9 @@ impl Lines {
     }
 
     fn overwrite(&mut self, now: Instant) {
-        let due = self.shown.is_none_or(|shown| now.saturating_duration_since(shown) >= REDRAW);
+        let due = self
+            .shown
+            .is_none_or(|shown| now.saturating_duration_since(shown) >= REDRAW);
         if due && !self.line.is_empty() {
             self.shown = Some(now);
             self.finish();
@@ -238,7 +252,10 @@ mod tests {
             "\\u001b[2J\\u009b2J\\u000d\\u007f\\u0000x"
         );
         // Shown as "user", though it is no such text.
-        assert_eq!(printable("\u{202e}resu\u{2069}\u{61c}"), "\\u202eresu\\u2069\\u061c");
+        assert_eq!(
+            printable("\u{202e}resu\u{2069}\u{61c}"),
+            "\\u202eresu\\u2069\\u061c"
+        );
     }
 
     fn all(chunks: &[&[u8]]) -> String {

@@ -126,7 +126,11 @@ impl Standing {
     pub(super) fn of(server: &Server, processes: usize) -> Self {
         let is_complete = server.is_complete();
         Self {
-            places: if is_complete { server.places() } else { processes },
+            places: if is_complete {
+                server.places()
+            } else {
+                processes
+            },
             is_complete,
             is_over: server.is_over() || server.failure().is_some(),
             parts: server.parts(),
@@ -135,7 +139,10 @@ impl Standing {
     }
 
     fn parts(&self, number: usize) -> impl Iterator<Item = Part> {
-        self.parts.iter().filter(move |(of, _)| of.index() == number).map(|(_, part)| *part)
+        self.parts
+            .iter()
+            .filter(move |(of, _)| of.index() == number)
+            .map(|(_, part)| *part)
     }
 
     /// True if the job has never formed, and no process has failed over that.
@@ -190,14 +197,20 @@ impl Standing {
     /// True if the job goes on with processes that were added to it from elsewhere. `ours` are the
     /// numbers of the launcher's processes.
     pub(super) fn goes_on_elsewhere(&self, ours: &[usize]) -> bool {
-        let mut holders = self.parts.iter().filter(|(_, part)| matches!(part, Part::Holds(_)));
+        let mut holders = self
+            .parts
+            .iter()
+            .filter(|(_, part)| matches!(part, Part::Holds(_)));
         !self.is_over && holders.any(|(number, _)| !ours.contains(&number.index()))
     }
 
     /// True if a process that was added to the job from elsewhere has left it in order, in this
     /// place. `ours` are the numbers of the launcher's processes.
     pub(super) fn has_left_elsewhere(&self, place: ProcessId, ours: &[usize]) -> bool {
-        let mut left = self.parts.iter().filter(|(_, part)| *part == Part::Left(place));
+        let mut left = self
+            .parts
+            .iter()
+            .filter(|(_, part)| *part == Part::Left(place));
         !self.has_reported(place) && left.any(|(number, _)| !ours.contains(&number.index()))
     }
 
@@ -228,7 +241,11 @@ impl Chaos {
     fn new(every: Duration) -> Self {
         let mut random = fastrand::Rng::new();
         let next = after(Instant::now(), scaled(every, 2.0 * random.f64()));
-        Self { every, next, random }
+        Self {
+            every,
+            next,
+            random,
+        }
     }
 
     /// Returns the process to be killed, if it is time. Times are 0 to 2 intervals apart.
@@ -263,8 +280,16 @@ mod tests {
             (5, Part::Out),
             (7, Part::Died(second)),
         ];
-        let parts = parts.map(|(number, part)| (ProcessId(number), part)).to_vec();
-        Standing { places: 2, is_complete: true, is_over: false, parts, reports: Vec::new() }
+        let parts = parts
+            .map(|(number, part)| (ProcessId(number), part))
+            .to_vec();
+        Standing {
+            places: 2,
+            is_complete: true,
+            is_over: false,
+            parts,
+            reports: Vec::new(),
+        }
     }
 
     #[test]
@@ -292,13 +317,19 @@ mod tests {
         ] {
             assert_eq!(judge(1, number, how), expected, "{number}: {how}");
         }
-        assert_eq!(judge(0, 1, Signal(9)), Meaning::Failed(second), "it does not recover");
+        assert_eq!(
+            judge(0, 1, Signal(9)),
+            Meaning::Failed(second),
+            "it does not recover"
+        );
     }
 
     #[test]
     fn success_is_shown_by_every_place() {
         let ended = |ends: &[(usize, i32)], place| {
-            let ends = ends.iter().map(|(number, code)| (*number, ExitKind::Exit(*code)));
+            let ends = ends
+                .iter()
+                .map(|(number, code)| (*number, ExitKind::Exit(*code)));
             standing().is_done(ProcessId(place), ends)
         };
         assert!(ended(&[(0, 0)], 0));
@@ -307,9 +338,16 @@ mod tests {
         assert!(!ended(&[(2, 0), (5, 0)], 0), "they have no place");
         assert!(standing().goes_on_elsewhere(&[0, 1]), "3 is none of ours");
         assert!(!standing().goes_on_elsewhere(&[0, 1, 3]));
-        assert!(standing().has_left_elsewhere(ProcessId(0), &[1, 3]), "it is none of ours");
+        assert!(
+            standing().has_left_elsewhere(ProcessId(0), &[1, 3]),
+            "it is none of ours"
+        );
         assert!(!standing().has_left_elsewhere(ProcessId(0), &[0, 1, 3]));
-        let program_without_mpmd = Standing { is_complete: false, parts: Vec::new(), ..standing() };
+        let program_without_mpmd = Standing {
+            is_complete: false,
+            parts: Vec::new(),
+            ..standing()
+        };
         let ends = || [(1, ExitKind::Exit(0)), (2, ExitKind::Exit(0))].into_iter();
         assert!(program_without_mpmd.is_done(ProcessId(1), ends()));
         assert!(!program_without_mpmd.is_done(ProcessId(0), ends()));
@@ -317,10 +355,16 @@ mod tests {
 
     #[test]
     fn living_processes_with_places_are_waited_for() {
-        let over = Standing { is_over: true, ..standing() };
+        let over = Standing {
+            is_over: true,
+            ..standing()
+        };
         assert!(!over.needs_none_of([0, 2].into_iter()), "it still saves");
         assert!(over.needs_none_of([2, 4, 5, 6].into_iter()));
-        assert!(!standing().needs_none_of([2, 4].into_iter()), "the job goes on");
+        assert!(
+            !standing().needs_none_of([2, 4].into_iter()),
+            "the job goes on"
+        );
     }
 
     #[test]
@@ -336,7 +380,9 @@ mod tests {
         let mut chaos = Chaos::new(Duration::from_secs(1));
         let begin = Instant::now();
         let at = |tenths: u64| begin + Duration::from_millis(100 * tenths);
-        let killed: Vec<_> = (0..1000).filter_map(|i| chaos.victim(at(i), &[3, 5])).collect();
+        let killed: Vec<_> = (0..1000)
+            .filter_map(|i| chaos.victim(at(i), &[3, 5]))
+            .collect();
         assert!((60..=150).contains(&killed.len()), "{}", killed.len());
         assert!(killed.contains(&3) && killed.contains(&5));
         assert_eq!(chaos.victim(at(5000), &[]), None);

@@ -51,8 +51,10 @@ pub(super) struct Signals {
 impl Signals {
     pub(super) fn forward_to(events: Sender<Event>) -> Result<Self, LaunchError> {
         let failed = |e: std::io::Error| LaunchError::environment("listening for signals", e);
-        let runtime =
-            tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(failed)?;
         let (stop, mut stopped) = oneshot::channel::<()>();
         let (mut interrupt, mut terminate, mut user, mut hang_up, mut stop_asked, mut continued) = {
             let _inside = runtime.enter();
@@ -63,7 +65,9 @@ impl Signals {
                 listen(SignalKind::interrupt())?,
                 listen(SignalKind::terminate())?,
                 listen(SignalKind::user_defined1())?,
-                hears_hang_up.then(|| listen(SignalKind::hangup())).transpose()?,
+                hears_hang_up
+                    .then(|| listen(SignalKind::hangup()))
+                    .transpose()?,
                 listen(other(Signal::TSTP))?,
                 listen(other(Signal::CONT))?,
             )
@@ -90,7 +94,10 @@ impl Signals {
             .name("mpmd-signals".into())
             .spawn(move || runtime.block_on(forward))
             .map_err(failed)?;
-        Ok(Self { stop: Some(stop), thread: Some(thread) })
+        Ok(Self {
+            stop: Some(stop),
+            thread: Some(thread),
+        })
     }
 }
 

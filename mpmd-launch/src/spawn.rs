@@ -199,7 +199,9 @@ impl Launch {
             .env(variables::LOCAL_RANK, process.to_string())
             .env(
                 variables::SPARES,
-                self.spares.max((process + 1).saturating_sub(self.processes)).to_string(),
+                self.spares
+                    .max((process + 1).saturating_sub(self.processes))
+                    .to_string(),
             )
             .env(variables::COORDINATOR, server.address().to_string())
             .env(variables::HOSTED, "1")
@@ -218,14 +220,21 @@ impl Launch {
     /// Returns the variables of the settings that the caller has made. The processes inherit the
     /// others.
     fn settings(&self) -> impl Iterator<Item = (&'static str, String)> {
-        let timeout = self.peer_timeout.map(|timeout| timeout.as_secs_f64().to_string());
+        let timeout = self
+            .peer_timeout
+            .map(|timeout| timeout.as_secs_f64().to_string());
         let settings = [
             (variables::PEER_TIMEOUT, timeout),
             (variables::TRANSPORT, self.transport.clone()),
-            (variables::DEVICES_PER_PROCESS, self.devices_per_process.map(|n| n.to_string())),
+            (
+                variables::DEVICES_PER_PROCESS,
+                self.devices_per_process.map(|n| n.to_string()),
+            ),
             (variables::DEVICE, self.device.clone()),
         ];
-        settings.into_iter().filter_map(|(name, value)| Some((name, value?)))
+        settings
+            .into_iter()
+            .filter_map(|(name, value)| Some((name, value?)))
     }
 
     /// Returns the settings of the processes as they will read them. Fails if one is invalid: the
@@ -233,7 +242,10 @@ impl Launch {
     fn read_settings(&self) -> Result<JobEnv, LaunchError> {
         let settings: Vec<_> = self.settings().collect();
         let look = |name: &str| {
-            let set = settings.iter().find(|(of, _)| *of == name).map(|(_, value)| value.clone());
+            let set = settings
+                .iter()
+                .find(|(of, _)| *of == name)
+                .map(|(_, value)| value.clone());
             let added = || self.variables.iter().rev().find(|(of, _)| of == name);
             let added = || added().map(|(_, value)| value.to_string_lossy().into_owned());
             set.or_else(added).or_else(|| std::env::var(name).ok())
@@ -250,8 +262,15 @@ impl Launch {
         let token =
             Token::random().map_err(|e| LaunchError::environment("making a job token", e))?;
         let here = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-        let peer_timeout = self.read_settings()?.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT);
-        let config = ServerConfig { processes, token: token.clone(), peer_timeout };
+        let peer_timeout = self
+            .read_settings()?
+            .peer_timeout
+            .unwrap_or(DEFAULT_PEER_TIMEOUT);
+        let config = ServerConfig {
+            processes,
+            token: token.clone(),
+            peer_timeout,
+        };
         Ok((Server::bind(here, config)?, token))
     }
 }
@@ -299,12 +318,17 @@ pub const EXEC: &str = "__exec";
 /// [`LaunchError::Orphaned`] if the launcher is already gone: this process should end too. Other
 /// errors if the launcher's pid is invalid or the system refuses.
 pub fn adopt() -> Result<(), LaunchError> {
-    let Some(launcher) = std::env::var(variables::LAUNCHER_PID).ok().filter(|pid| !pid.is_empty())
+    let Some(launcher) = std::env::var(variables::LAUNCHER_PID)
+        .ok()
+        .filter(|pid| !pid.is_empty())
     else {
         return Ok(());
     };
-    let pid =
-        launcher.parse().ok().and_then(Pid::from_raw).ok_or_else(|| LaunchError::Variable {
+    let pid = launcher
+        .parse()
+        .ok()
+        .and_then(Pid::from_raw)
+        .ok_or_else(|| LaunchError::Variable {
             variable: variables::LAUNCHER_PID.into(),
             value: launcher.clone(),
             expected: "a process number".into(),
@@ -325,8 +349,12 @@ pub fn adopt() -> Result<(), LaunchError> {
 pub fn guard(launcher: impl Read) {
     let mut groups: Vec<Pid> = Vec::new();
     for line in BufReader::new(launcher).lines().map_while(Result::ok) {
-        let Some((sign, pid)) = line.split_at_checked(1) else { continue };
-        let Some(pid) = pid.parse().ok().and_then(Pid::from_raw) else { continue };
+        let Some((sign, pid)) = line.split_at_checked(1) else {
+            continue;
+        };
+        let Some(pid) = pid.parse().ok().and_then(Pid::from_raw) else {
+            continue;
+        };
         groups.retain(|&group| group != pid);
         if sign == "+" {
             groups.push(pid);
@@ -345,7 +373,11 @@ mod tests {
     use super::*;
 
     fn sleeper() -> Child {
-        Command::new("sleep").arg("60").process_group(0).spawn().unwrap()
+        Command::new("sleep")
+            .arg("60")
+            .process_group(0)
+            .spawn()
+            .unwrap()
     }
 
     #[test]
@@ -367,7 +399,12 @@ mod tests {
     #[test]
     fn guard_kills_only_the_remaining_groups() {
         let (mut left, mut ended) = (sleeper(), sleeper());
-        let told = format!("+{}\n+{}\nnonsense\n-{}\n", left.id(), ended.id(), ended.id());
+        let told = format!(
+            "+{}\n+{}\nnonsense\n-{}\n",
+            left.id(),
+            ended.id(),
+            ended.id()
+        );
         guard(told.as_bytes());
         assert!(!left.wait().unwrap().success());
         assert!(ended.try_wait().unwrap().is_none());

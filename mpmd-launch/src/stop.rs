@@ -40,7 +40,9 @@ impl Stop {
     pub(super) fn lose_output(&mut self, error: &io::Error, has_failed: bool) -> bool {
         let is_first = !std::mem::replace(&mut self.has_no_output, true);
         if is_first && error.kind() != ErrorKind::BrokenPipe {
-            say(format!("the job ends: its output cannot be written: {error}"));
+            say(format!(
+                "the job ends: its output cannot be written: {error}"
+            ));
         }
         let must_ask = !has_failed && self.signals.is_empty();
         self.ask(Signal::PIPE, has_failed);
@@ -63,8 +65,11 @@ impl Stop {
         may_be_killed: bool,
     ) -> bool {
         let is_asked = |by: i32| {
-            let own = [Signal::TERM].into_iter().chain(may_be_killed.then_some(Signal::KILL));
-            own.chain(self.signals.iter().copied()).any(|signal| signal.as_raw() == by)
+            let own = [Signal::TERM]
+                .into_iter()
+                .chain(may_be_killed.then_some(Signal::KILL));
+            own.chain(self.signals.iter().copied())
+                .any(|signal| signal.as_raw() == by)
         };
         match end {
             ExitKind::Exit(code) => code == 0 || is_asked(code - 128) || is_told(reports, place),
@@ -76,7 +81,10 @@ impl Stop {
 /// True if the process in this place has reported a failure of another process, and none of its
 /// own.
 pub(super) fn is_told(reports: &[(ProcessId, Report)], place: usize) -> bool {
-    let mut own = reports.iter().filter(|(by, _)| by.index() == place).peekable();
+    let mut own = reports
+        .iter()
+        .filter(|(by, _)| by.index() == place)
+        .peekable();
     own.peek().is_some() && own.all(|(by, report)| report.failure.process != *by)
 }
 
@@ -96,7 +104,13 @@ mod tests {
         assert_eq!(stop.signal(), Some(Signal::USR1));
         let reports = reports.iter().map(|(by, process)| {
             let failure = Failure::new(FailureKind::Left, ProcessId(*process), 9, "");
-            (ProcessId(*by), Report { failure, hash: None })
+            (
+                ProcessId(*by),
+                Report {
+                    failure,
+                    hash: None,
+                },
+            )
         });
         let reports: Vec<_> = reports.collect();
         [0, 1].map(|place| stop.explains(place, ends[place], &reports, false))
@@ -110,9 +124,18 @@ mod tests {
         assert_eq!(explained([Exit(130), Exit(1)], &[]), [true, false]);
         assert_eq!(explained([Killed(11), Exit(0)], &[]), [false, true]);
         // Both could not save, and process 1 alone.
-        assert_eq!(explained([Exit(1), Exit(1)], &[(0, 0), (1, 1)]), [false, false]);
-        assert_eq!(explained([Exit(1), Exit(1)], &[(0, 1), (1, 1)]), [true, false]);
-        assert_eq!(explained([Exit(130), Exit(1)], &[(1, 0), (1, 1)]), [true, false]);
+        assert_eq!(
+            explained([Exit(1), Exit(1)], &[(0, 0), (1, 1)]),
+            [false, false]
+        );
+        assert_eq!(
+            explained([Exit(1), Exit(1)], &[(0, 1), (1, 1)]),
+            [true, false]
+        );
+        assert_eq!(
+            explained([Exit(130), Exit(1)], &[(1, 0), (1, 1)]),
+            [true, false]
+        );
     }
 
     #[test]
@@ -141,7 +164,10 @@ mod tests {
     fn lost_output_asks_once_and_never_after_a_failure() {
         let error = || io::Error::from(ErrorKind::BrokenPipe);
         let mut stop = Stop::default();
-        assert_eq!([(); 2].map(|()| stop.lose_output(&error(), false)), [true, false]);
+        assert_eq!(
+            [(); 2].map(|()| stop.lose_output(&error(), false)),
+            [true, false]
+        );
         assert_eq!(stop.signal(), Some(Signal::PIPE));
         let mut stop = Stop::default();
         stop.ask(Signal::INT, false);

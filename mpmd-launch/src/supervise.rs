@@ -44,7 +44,9 @@ impl Outcome {
     /// signal by which the user stopped it; or 0 if no process failed.
     pub fn code(&self) -> i32 {
         let stopped = self.stopped_by.map_or(0, |signal| 128 + signal);
-        self.first_failure.as_ref().map_or(stopped, JobFailure::code)
+        self.first_failure
+            .as_ref()
+            .map_or(stopped, JobFailure::code)
     }
 }
 
@@ -70,7 +72,10 @@ impl Launch {
         // Before the first process starts: from then on no signal may end the launcher and leave
         // processes behind.
         let _signals = Signals::forward_to(events.clone())?;
-        let mut job = Processes { running: Vec::new(), guard: Guard::start(self)? };
+        let mut job = Processes {
+            running: Vec::new(),
+            guard: Guard::start(self)?,
+        };
         let start = |job: &mut Processes, number: usize| {
             let command = self.command(number, &server, &token);
             job.start(number, self, command, &server, &events)
@@ -104,10 +109,18 @@ impl Launch {
         let processes = self.processes;
         let prefix = self.prefix_of(Stream::Out, process);
         let is_first = move || {
-            let job = server.upgrade().map(|server| Standing::of(&server, processes));
+            let job = server
+                .upgrade()
+                .map(|server| Standing::of(&server, processes));
             job.is_some_and(|job| job.place(process) == Some(ProcessId(0)))
         };
-        move || if is_quiet && is_first() { String::new() } else { prefix.clone() }
+        move || {
+            if is_quiet && is_first() {
+                String::new()
+            } else {
+                prefix.clone()
+            }
+        }
     }
 
     /// Shows errors that were held back, with the numbers of their processes.
@@ -205,7 +218,14 @@ impl Processes {
         let place = self.running.len();
         let (number, how, output) = (process, None, Vec::new());
         let words = Arc::<LastWords>::default();
-        self.running.push(Running { number, child, pid, how, output, words: words.clone() });
+        self.running.push(Running {
+            number,
+            child,
+            pid,
+            how,
+            output,
+            words: words.clone(),
+        });
         let mut output = Vec::new();
         if let Some(stdout) = stdout {
             let (prefix, events) = (launch.prefix_of_output(server, process), events.clone());
@@ -225,7 +245,12 @@ impl Processes {
         let events = events.clone();
         thread("mpmd-wait", move || {
             // NOWAIT leaves the process unreaped, so that the system cannot reuse its pid yet.
-            let wait = || waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT);
+            let wait = || {
+                waitid(
+                    WaitId::Pid(pid),
+                    WaitIdOptions::EXITED | WaitIdOptions::NOWAIT,
+                )
+            };
             while matches!(wait(), Err(rustix::io::Errno::INTR)) {}
             // The receiver is gone if the launch has failed meanwhile.
             let _ = events.send(Event::Ended(place));
@@ -422,7 +447,9 @@ impl Processes {
                             alive.iter().filter(is_at_work).map(|(i, _)| *i).collect();
                         if let Some(victim) = replacing.victim(&alive) {
                             let number = self.running[victim].number;
-                            say(format!("chaos kills the process that was started as {number}"));
+                            say(format!(
+                                "chaos kills the process that was started as {number}"
+                            ));
                             let _ = kill_process_group(self.running[victim].pid, Signal::KILL);
                         }
                     }
@@ -445,7 +472,9 @@ impl Processes {
             }
         }
         let until = Instant::now() + LAST_OUTPUT;
-        self.running.iter().for_each(|running| running.wait_for_output(until));
+        self.running
+            .iter()
+            .for_each(|running| running.wait_for_output(until));
         // The last lines of a process are written after its end.
         for event in happened.try_iter() {
             if let Event::NoOutput(error) = event {
@@ -474,10 +503,12 @@ impl Processes {
         let unknown = lost.unwrap_or(ExitKind::Exit(1));
         let ours: Vec<usize> = ends.iter().map(|(number, _)| *number).collect();
         let is_elsewhere = |place: ProcessId| job.has_left_elsewhere(place, &ours);
-        let by_place = places().zip(by_place).map(|(place, end)| match is_elsewhere(place) {
-            true => ExitKind::Exit(0),
-            false => end.unwrap_or(unknown),
-        });
+        let by_place = places()
+            .zip(by_place)
+            .map(|(place, end)| match is_elsewhere(place) {
+                true => ExitKind::Exit(0),
+                false => end.unwrap_or(unknown),
+            });
         let by_place: Vec<_> = by_place.collect();
         let is_open =
             |place: &ProcessId| !is_elsewhere(*place) && !job.is_done(*place, ends.iter().copied());
@@ -501,11 +532,17 @@ impl Processes {
         let is_odd = |place: usize, end: ExitKind| {
             stop.signal().is_some() && !stop.explains(place, end, &reports, may_be_killed)
         };
-        let odd = by_place.iter().copied().enumerate().find(|(place, end)| is_odd(*place, *end));
+        let odd = by_place
+            .iter()
+            .copied()
+            .enumerate()
+            .find(|(place, end)| is_odd(*place, *end));
         let stopped_by = stop.signal().filter(|signal| {
             (first.is_some() || *signal == Signal::PIPE)
                 && odd.is_none()
-                && reports.iter().all(|(_, report)| report.failure.is_peer_failure())
+                && reports
+                    .iter()
+                    .all(|(_, report)| report.failure.is_peer_failure())
         });
         // A process that has ended as requested is not at fault.
         let first = first.map(|(process, end)| match odd {
@@ -523,16 +560,26 @@ impl Processes {
             unseen.retain(|error| !error.processes.iter().all(is_told));
             launch.show(&unseen);
             // A program that ends in order says so itself.
-            let is_cut = by_place.iter().any(|how| matches!(how, ExitKind::Signal(_)));
+            let is_cut = by_place
+                .iter()
+                .any(|how| matches!(how, ExitKind::Signal(_)));
             if is_cut && signal != Signal::PIPE {
                 say(format!("stopped by {}", stop_name(signal.as_raw())));
             }
             let stopped_by = Some(signal.as_raw());
-            return Outcome { first_failure: None, stopped_by, codes };
+            return Outcome {
+                first_failure: None,
+                stopped_by,
+                codes,
+            };
         }
         let first_failure = first.map(|first| {
-            let known =
-                Known { first, ends: &by_place, reports: &reports, unformed: unformed.as_ref() };
+            let known = Known {
+                first,
+                ends: &by_place,
+                reports: &reports,
+                unformed: unformed.as_ref(),
+            };
             let mut failure = known.cause();
             if is_open && failure.why.is_none() {
                 failure.why = Some("no process has ended the program in its place".to_owned());
@@ -543,15 +590,24 @@ impl Processes {
         });
         launch.show(&unseen);
         if first_failure.is_none() && stop.signal().is_none() && job.has_no_member() {
-            say("no process has joined the job: the program does not use mpmd, or has ended \
-                 before `Program::run`");
+            say(
+                "no process has joined the job: the program does not use mpmd, or has ended \
+                 before `Program::run`",
+            );
         }
-        Outcome { first_failure, stopped_by: None, codes }
+        Outcome {
+            first_failure,
+            stopped_by: None,
+            codes,
+        }
     }
 
     /// Takes the errors of all processes that nobody has shown, by the number of the process.
     fn take_words(&self) -> Vec<(usize, Vec<String>)> {
-        self.running.iter().map(|running| (running.number, running.words.take())).collect()
+        self.running
+            .iter()
+            .map(|running| (running.number, running.words.take()))
+            .collect()
     }
 
     /// Kills the rest of an ended process's group, reaps the process and returns the way it ended.
@@ -586,9 +642,13 @@ impl Drop for Processes {
 /// Runs `work` on a thread. The receiver disconnects when the thread ends.
 fn thread(name: &str, work: impl FnOnce() + Send + 'static) -> Result<Receiver<()>, LaunchError> {
     let (ended, end) = mpsc::channel();
-    let spawned = std::thread::Builder::new().name(name.into()).spawn(move || {
-        let _ended: Sender<()> = ended;
-        work();
-    });
-    spawned.map(|_| end).map_err(|e| LaunchError::environment("starting a thread", e))
+    let spawned = std::thread::Builder::new()
+        .name(name.into())
+        .spawn(move || {
+            let _ended: Sender<()> = ended;
+            work();
+        });
+    spawned
+        .map(|_| end)
+        .map_err(|e| LaunchError::environment("starting a thread", e))
 }

@@ -78,14 +78,19 @@ impl LastWords {
 /// True if a program that fails prints such a line first.
 fn begins_error(line: &str) -> bool {
     let line = without_process(line);
-    ["Error: ", "error: "].iter().any(|start| line.starts_with(start))
+    ["Error: ", "error: "]
+        .iter()
+        .any(|start| line.starts_with(start))
         || (line.starts_with("thread '") && line.contains(" panicked at "))
 }
 
 /// Returns a line without `process 3: ` at its start.
 fn without_process(line: &str) -> &str {
-    let rest = line.strip_prefix("process ").map(|rest| rest.trim_start_matches(char::is_numeric));
-    rest.and_then(|rest| rest.strip_prefix(": ")).unwrap_or(line)
+    let rest = line
+        .strip_prefix("process ")
+        .map(|rest| rest.trim_start_matches(char::is_numeric));
+    rest.and_then(|rest| rest.strip_prefix(": "))
+        .unwrap_or(line)
 }
 
 /// An error, and the processes that have printed it.
@@ -109,7 +114,9 @@ impl Error {
 }
 
 fn backtrace_at(text: &str) -> Option<usize> {
-    text.find("\nStack backtrace:").or_else(|| text.find("\nstack backtrace:")).map(|at| at + 1)
+    text.find("\nStack backtrace:")
+        .or_else(|| text.find("\nstack backtrace:"))
+        .map(|at| at + 1)
 }
 
 fn message(text: &str) -> String {
@@ -126,11 +133,18 @@ fn message(text: &str) -> String {
         return format!("{thread} panicked at {rest}").trim_end().to_owned();
     }
     let (first, causes) = text.split_once(CAUSES).unwrap_or((text, ""));
-    let causes = causes.lines().filter(|line| !line.trim().is_empty()).map(|line| {
-        let line = line.trim_start();
-        let rest = line.trim_start_matches(char::is_numeric);
-        if rest.len() < line.len() { rest.strip_prefix(": ").unwrap_or(line) } else { line }
-    });
+    let causes = causes
+        .lines()
+        .filter(|line| !line.trim().is_empty())
+        .map(|line| {
+            let line = line.trim_start();
+            let rest = line.trim_start_matches(char::is_numeric);
+            if rest.len() < line.len() {
+                rest.strip_prefix(": ").unwrap_or(line)
+            } else {
+                line
+            }
+        });
     let all: Vec<&str> = std::iter::once(first.trim_end()).chain(causes).collect();
     let all = all.join(": ");
     // A main that returns a text prints it in quotes.
@@ -150,7 +164,13 @@ pub(super) fn merged(words: &[(usize, Vec<String>)]) -> Vec<Error> {
             match errors.iter_mut().find(is_same) {
                 Some((_, error)) => error.processes.push(*process),
                 None => {
-                    errors.push((key, Error { processes: vec![*process], text: text.clone() }));
+                    errors.push((
+                        key,
+                        Error {
+                            processes: vec![*process],
+                            text: text.clone(),
+                        },
+                    ));
                 }
             }
         }
@@ -175,20 +195,29 @@ mod tests {
     #[test]
     fn error_and_what_follows_is_held_back() {
         let (words, now) = (LastWords::default(), Instant::now());
-        assert_eq!(words.pass(b"step 1\nno error: here\n", now), b"step 1\nno error: here\n");
+        assert_eq!(
+            words.pass(b"step 1\nno error: here\n", now),
+            b"step 1\nno error: here\n"
+        );
         assert_eq!(words.due(now), None);
         assert_eq!(words.pass(b"step 2\nError: full\n", now), b"step 2\n");
         assert_eq!(words.pass(b"\nCaused by:\n    disk\n", now), b"");
         assert_eq!(words.pass(b"process 1: error: gone\n", now), b"");
         assert_eq!(words.due(now + HOLD / 2), Some(HOLD / 2));
         assert_eq!(words.due(now + 2 * HOLD), Some(Duration::ZERO));
-        let expected = ["Error: full\n\nCaused by:\n    disk\n", "process 1: error: gone\n"];
+        let expected = [
+            "Error: full\n\nCaused by:\n    disk\n",
+            "process 1: error: gone\n",
+        ];
         assert_eq!(words.take(), expected);
         assert_eq!((words.take(), words.due(now)), (Vec::new(), None));
         assert_eq!(words.pass(b"more\n", now), b"more\n");
         assert_eq!(words.pass(b"Error: full\n", now), b"");
         assert_eq!(words.release(), ["Error: full\n"]);
-        assert_eq!(words.pass(b"  cause\nError: late\n", now), b"  cause\nError: late\n");
+        assert_eq!(
+            words.pass(b"  cause\nError: late\n", now),
+            b"  cause\nError: late\n"
+        );
     }
 
     #[test]
@@ -206,13 +235,19 @@ mod tests {
             ("Error: a\n", "a"),
             ("process 12: error: a\n  b\n", "a\n  b"),
             ("Error: \"the disk is full\"\n", "the disk is full"),
-            ("Error: a\n\nCaused by:\n    b\n\nStack backtrace:\n   0: main\n", "a: b"),
+            (
+                "Error: a\n\nCaused by:\n    b\n\nStack backtrace:\n   0: main\n",
+                "a: b",
+            ),
             ("Error: a\n\nCaused by:\n    0: b\n    1: c\n", "a: b: c"),
             (
                 "thread 'main' (77) panicked at src/main.rs:1:2:\nno\n",
                 "thread 'main' panicked at src/main.rs:1:2:\nno",
             ),
-            ("thread 'main' panicked at x (y) z\n", "thread 'main' panicked at x (y) z"),
+            (
+                "thread 'main' panicked at x (y) z\n",
+                "thread 'main' panicked at x (y) z",
+            ),
         ] {
             assert_eq!(message(text), expected, "{text}");
         }
@@ -228,8 +263,10 @@ mod tests {
             (2, of("Error: b\n")),
         ]);
         let expected = [(vec![0, 1], first), (vec![2], "Error: b\n")];
-        let found: Vec<_> =
-            errors.iter().map(|error| (error.processes.clone(), error.text.as_str())).collect();
+        let found: Vec<_> = errors
+            .iter()
+            .map(|error| (error.processes.clone(), error.text.as_str()))
+            .collect();
         assert_eq!(found, expected);
         assert_eq!(errors[0].backtrace(), "stack backtrace:\n 1\n");
         assert_eq!(errors[1].backtrace(), "");
@@ -241,8 +278,12 @@ mod tests {
             let of = |count: &usize| vec!["Error: a\n".to_owned(); *count];
             counts.iter().map(of).enumerate().collect()
         };
-        let processes =
-            |errors: &[Error]| errors.iter().map(|it| it.processes.clone()).collect::<Vec<_>>();
+        let processes = |errors: &[Error]| {
+            errors
+                .iter()
+                .map(|it| it.processes.clone())
+                .collect::<Vec<_>>()
+        };
         let all = merged(&words(&[2, 1, 2]));
         assert_eq!(processes(&all), [vec![0, 1, 2], vec![0, 2]]);
         // Words that one has printed before are those of the others too.

@@ -44,13 +44,17 @@ fn a_job_that_goes_well_has_no_failure() {
     let script = folder.in_script(
         "echo $MPMD_RANK/$MPMD_WORLD_SIZE $MPMD_TRANSPORT $MPMD_PEER_TIMEOUT > $MPMD_RANK",
     );
-    let job =
-        sh(3, &script).transport(Some("tcp".into())).peer_timeout(Duration::from_millis(2500));
+    let job = sh(3, &script)
+        .transport(Some("tcp".into()))
+        .peer_timeout(Duration::from_millis(2500));
     let outcome = job.run().unwrap();
     assert_eq!((outcome.code(), &outcome.first_failure), (0, &None));
     assert_eq!(outcome.codes, [0, 0, 0]);
     for process in 0..3 {
-        assert_eq!(folder.read(&process.to_string()), format!("{process}/3 tcp 2.5\n"));
+        assert_eq!(
+            folder.read(&process.to_string()),
+            format!("{process}/3 tcp 2.5\n")
+        );
     }
 }
 
@@ -58,7 +62,11 @@ fn a_job_that_goes_well_has_no_failure() {
 fn maximal_peer_timeout_and_grace_do_not_panic() {
     let folder = Folder::new("endless");
     let script = folder.in_script("echo $MPMD_PEER_TIMEOUT > $MPMD_RANK; exit $MPMD_RANK");
-    let outcome = sh(2, &script).peer_timeout(Duration::MAX).grace(Duration::MAX).run().unwrap();
+    let outcome = sh(2, &script)
+        .peer_timeout(Duration::MAX)
+        .grace(Duration::MAX)
+        .run()
+        .unwrap();
     assert_eq!(outcome.codes, [0, 1]);
     assert_eq!(folder.read("0"), "18446744073709552000\n");
 }
@@ -66,8 +74,11 @@ fn maximal_peer_timeout_and_grace_do_not_panic() {
 #[test]
 fn the_first_failure_decides_and_the_rest_is_ended() {
     let script = "[ $MPMD_RANK = 1 ] && exit 7; exec sleep 60";
-    let outcome =
-        sh(3, script).grace(Duration::from_millis(100)).output(OutputMode::Quiet0).run().unwrap();
+    let outcome = sh(3, script)
+        .grace(Duration::from_millis(100))
+        .output(OutputMode::Quiet0)
+        .run()
+        .unwrap();
     let failure = outcome.first_failure.clone().unwrap();
     assert_eq!(
         (failure.processes, failure.how, failure.why),
@@ -80,7 +91,10 @@ fn the_first_failure_decides_and_the_rest_is_ended() {
 #[test]
 fn process_that_ignores_sigterm_is_killed() {
     let script = "trap '' TERM; [ $MPMD_RANK = 0 ] && exit 1; sleep 60; sleep 60";
-    let outcome = sh(2, script).grace(Duration::from_millis(100)).run().unwrap();
+    let outcome = sh(2, script)
+        .grace(Duration::from_millis(100))
+        .run()
+        .unwrap();
     assert_eq!((outcome.code(), outcome.codes), (1, vec![1, 137]));
 }
 
@@ -97,15 +111,26 @@ fn death_by_signal_ranks_before_its_consequences() {
     );
     let outcome = sh(2, &script).run().unwrap();
     let failure = outcome.first_failure.unwrap();
-    assert_eq!((failure.processes, failure.how), (vec![ProcessId(0)], ExitKind::Signal(9)));
+    assert_eq!(
+        (failure.processes, failure.how),
+        (vec![ProcessId(0)], ExitKind::Signal(9))
+    );
     assert_eq!(outcome.codes, [137, 5]);
 }
 
 #[test]
 fn unstartable_program_is_named_and_leaves_nothing() {
     let error = Launch::new(2, "no-such-program-here").run().unwrap_err();
-    assert_eq!(error, LaunchError::NotFound { program: "no-such-program-here".into() });
-    assert_eq!(sh(0, "exit").run().unwrap_err(), LaunchError::Processes { processes: 0 });
+    assert_eq!(
+        error,
+        LaunchError::NotFound {
+            program: "no-such-program-here".into()
+        }
+    );
+    assert_eq!(
+        sh(0, "exit").run().unwrap_err(),
+        LaunchError::Processes { processes: 0 }
+    );
     // The file exists but is not a program.
     let error = Launch::new(1, "/etc/passwd").run().unwrap_err().to_string();
     assert!(error.contains("starting /etc/passwd"), "{error}");

@@ -61,8 +61,16 @@ fn how(outcome: &Outcome) -> Option<ExitKind> {
 fn process_of_a_job() {
     if let (Ok(case), Ok(folder)) = (std::env::var(CASE), std::env::var("MPMD_TEST_FOLDER")) {
         mpmd_launch::adopt().unwrap();
-        let env = JobEnv::from_env().unwrap().expect("a launcher has started it");
-        std::process::exit(Process { env, folder: folder.into() }.run(&case));
+        let env = JobEnv::from_env()
+            .unwrap()
+            .expect("a launcher has started it");
+        std::process::exit(
+            Process {
+                env,
+                folder: folder.into(),
+            }
+            .run(&case),
+        );
     }
 }
 
@@ -90,7 +98,10 @@ impl Process {
                 return 1;
             }
         };
-        let identity = Identity { run: Some(joined.run), ..identity };
+        let identity = Identity {
+            run: Some(joined.run),
+            ..identity
+        };
         let place = joined.process.index();
         match case {
             "one saves long" if place == 1 => {
@@ -133,7 +144,10 @@ impl Process {
         }
         let (sender, heard) = mpsc::channel();
         rendezvous.on_down(Box::new(move |down| _ = sender.send(down)));
-        assert!(matches!(heard.recv_timeout(LONG).unwrap(), Down::Process(..)));
+        assert!(matches!(
+            heard.recv_timeout(LONG).unwrap(),
+            Down::Process(..)
+        ));
         rendezvous.leave_epoch().unwrap();
         let (rendezvous, joined) = self.join(2, identity).unwrap().expect("it keeps its place");
         assert_eq!((joined.epoch, joined.process), (2, self.env.process));
@@ -149,7 +163,10 @@ impl Process {
             peer_timeout: LONG,
         });
         let rendezvous = rendezvous.map_err(|error| error.to_string())?;
-        let member = Member { pid: std::process::id(), ..Member::default() };
+        let member = Member {
+            pid: std::process::id(),
+            ..Member::default()
+        };
         let joined = rendezvous.join_epoch(member, epoch, identity);
         let joined = joined.map_err(|error| error.to_string())?;
         Ok(joined.map(|joined| (rendezvous, joined)))
@@ -184,7 +201,10 @@ fn process_that_still_saves_is_not_killed() {
 fn job_that_was_killed_wholly_has_failed() {
     for (spares, restarts) in [(1, 0), (0, 3), (2, 2)] {
         let folder = Folder::new(&format!("killed-{spares}-{restarts}"));
-        let job = folder.job("all are killed").spares(spares).restarts(restarts);
+        let job = folder
+            .job("all are killed")
+            .spares(spares)
+            .restarts(restarts);
         let outcome = job.run().unwrap();
         assert_eq!(how(&outcome), Some(ExitKind::Signal(9)), "{outcome:?}");
         assert_eq!(outcome.code(), 137);
@@ -194,8 +214,16 @@ fn job_that_was_killed_wholly_has_failed() {
 #[test]
 fn crash_at_exit_fails_the_job_and_hurries_nobody() {
     let folder = Folder::new("crash");
-    let outcome = folder.job("crash at exit").spares(1).restarts(1).run().unwrap();
-    assert_eq!((outcome.code(), &outcome.codes[..]), (137, &[0, 137, 0][..]));
+    let outcome = folder
+        .job("crash at exit")
+        .spares(1)
+        .restarts(1)
+        .run()
+        .unwrap();
+    assert_eq!(
+        (outcome.code(), &outcome.codes[..]),
+        (137, &[0, 137, 0][..])
+    );
     let failure = outcome.first_failure.unwrap();
     let expected = "process 1 failed first: it was ended by signal 9 (SIGKILL); the system sends \
                     it when memory is full";
@@ -212,7 +240,11 @@ fn failing_spare_does_not_end_the_job() {
 
 #[test]
 fn lost_process_is_replaced() {
-    let outcome = Folder::new("lost").job("one is lost").restarts(1).run().unwrap();
+    let outcome = Folder::new("lost")
+        .job("one is lost")
+        .restarts(1)
+        .run()
+        .unwrap();
     assert_eq!((outcome.code(), outcome.codes), (0, vec![0, 137, 0]));
 }
 
@@ -220,15 +252,22 @@ fn lost_process_is_replaced() {
 fn processes_that_end_without_leaving_have_failed() {
     let folder = Folder::new("nobody");
     let outcome = folder.job("nobody leaves").restarts(1).run().unwrap();
-    assert_eq!((outcome.code(), how(&outcome)), (1, Some(ExitKind::Exit(0))), "{outcome:?}");
+    assert_eq!(
+        (outcome.code(), how(&outcome)),
+        (1, Some(ExitKind::Exit(0))),
+        "{outcome:?}"
+    );
 }
 
 #[test]
 fn programs_without_mpmd_are_judged_by_their_codes() {
     let folder = Folder::new("without");
     let script = format!("cd '{}' && ", folder.0.display());
-    let sh =
-        |rest: &str| Launch::new(2, "sh").args(["-c", &format!("{script}{rest}")]).grace(GRACE);
+    let sh = |rest: &str| {
+        Launch::new(2, "sh")
+            .args(["-c", &format!("{script}{rest}")])
+            .grace(GRACE)
+    };
     assert_eq!(sh("exit 0").spares(1).run().unwrap().code(), 0);
     let killed = "[ $MPMD_RANK = 1 ] && kill -9 $$; exit 0";
     assert_eq!(sh(killed).spares(1).run().unwrap().code(), 137);

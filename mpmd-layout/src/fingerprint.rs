@@ -63,8 +63,13 @@ mod tests {
 
     #[test]
     fn boundaries_and_order_change_the_fingerprint() {
-        let all =
-            [of(&["ab", "c"]), of(&["a", "bc"]), of(&["c", "ab"]), of(&["abc"]), of(&["abc", ""])];
+        let all = [
+            of(&["ab", "c"]),
+            of(&["a", "bc"]),
+            of(&["c", "ab"]),
+            of(&["abc"]),
+            of(&["abc", ""]),
+        ];
         for (i, a) in all.iter().enumerate() {
             assert!(all[i + 1..].iter().all(|b| a != b), "{i}");
         }

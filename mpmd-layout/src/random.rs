@@ -98,7 +98,10 @@ fn join(low: u32, high: u32) -> u64 {
 fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     for round in 0..10 {
         if round > 0 {
-            key = [key[0].wrapping_add(0x9e37_79b9), key[1].wrapping_add(0xbb67_ae85)];
+            key = [
+                key[0].wrapping_add(0x9e37_79b9),
+                key[1].wrapping_add(0xbb67_ae85),
+            ];
         }
         let a = u64::from(counter[0]) * 0xd251_1f53;
         let b = u64::from(counter[2]) * 0xcd9e_8d57;
@@ -118,7 +121,10 @@ mod tests {
 
     #[test]
     fn philox_gives_the_published_values() {
-        assert_eq!(philox([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
+        assert_eq!(
+            philox([0; 4], [0; 2]),
+            [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]
+        );
         assert_eq!(
             philox([u32::MAX; 4], [u32::MAX; 2]),
             [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]
@@ -139,7 +145,10 @@ mod tests {
             let mut sorted: Vec<u64> = order(7).collect();
             sorted.sort_unstable();
             assert!(sorted.into_iter().eq(0..count), "{count}");
-            assert!(count < 16 || !order(7).eq(order(8)) && !order(7).eq(0..count), "{count}");
+            assert!(
+                count < 16 || !order(7).eq(order(8)) && !order(7).eq(0..count),
+                "{count}"
+            );
         }
         assert!(permuted(Key(1), u64::MAX - 1, u64::MAX) < u64::MAX);
     }
@@ -157,8 +166,16 @@ mod tests {
     fn fold_in_uses_all_64_bits() {
         let key = Key(7);
         for bit in 0..64 {
-            assert_ne!(key.fold_in(5), key.fold_in(5 ^ (1 << bit)), "bit {bit} of the data");
-            assert_ne!(key.fold_in(5), Key(7 ^ (1 << bit)).fold_in(5), "bit {bit} of the key");
+            assert_ne!(
+                key.fold_in(5),
+                key.fold_in(5 ^ (1 << bit)),
+                "bit {bit} of the data"
+            );
+            assert_ne!(
+                key.fold_in(5),
+                Key(7 ^ (1 << bit)).fold_in(5),
+                "bit {bit} of the key"
+            );
         }
         assert_ne!(key.fold_in(5), key.fold_in(5 + (1 << 32)));
     }
@@ -183,7 +200,10 @@ mod tests {
         let values: Vec<f64> = (0..n).map(|i| f64::from(normal_f32(key, i))).collect();
         let mean = values.iter().sum::<f64>() / n as f64;
         let variance = values.iter().map(|v| v * v).sum::<f64>() / n as f64;
-        assert!(mean.abs() < 0.03 && (variance - 1.0).abs() < 0.05, "{mean} {variance}");
+        assert!(
+            mean.abs() < 0.03 && (variance - 1.0).abs() < 0.05,
+            "{mean} {variance}"
+        );
         assert!(values.iter().all(|v| v.is_finite()));
     }
 }

@@ -24,7 +24,10 @@ impl Region {
     ///
     /// If a range ends before it starts.
     pub fn new(ranges: Vec<Range<usize>>) -> Self {
-        ranges.into_iter().map(|range| (range.start, range.end)).collect()
+        ranges
+            .into_iter()
+            .map(|range| (range.start, range.end))
+            .collect()
     }
 
     /// Returns the region of a whole array of `shape`.
@@ -69,7 +72,11 @@ impl Region {
     ///
     /// If the numbers of dimensions differ.
     pub fn indices(&self, dims: &[usize]) -> impl Iterator<Item = u64> + use<> {
-        assert_eq!(dims.len(), self.ndim(), "dimensions of a region and of its array");
+        assert_eq!(
+            dims.len(),
+            self.ndim(),
+            "dimensions of a region and of its array"
+        );
         let (shape, dims) = (self.shape(), dims.to_vec());
         let starts: Vec<usize> = self.ranges().map(|range| range.start).collect();
         (0..self.elements()).map(move |mut element| {
@@ -96,9 +103,15 @@ impl Region {
     /// If the numbers of dimensions differ.
     pub fn intersect(&self, other: &Self) -> Option<Self> {
         self.same_ndim(other);
-        let pairs =
-            || self.bounds.iter().zip(&other.bounds[..]).map(|(a, b)| (a.0.max(b.0), a.1.min(b.1)));
-        pairs().all(|(start, end)| start < end).then(|| pairs().collect())
+        let pairs = || {
+            self.bounds
+                .iter()
+                .zip(&other.bounds[..])
+                .map(|(a, b)| (a.0.max(b.0), a.1.min(b.1)))
+        };
+        pairs()
+            .all(|(start, end)| start < end)
+            .then(|| pairs().collect())
     }
 
     /// True if every element of `other` is in this region. An empty `other` is in every region.
@@ -109,7 +122,11 @@ impl Region {
     pub fn contains(&self, other: &Self) -> bool {
         self.same_ndim(other);
         other.is_empty()
-            || self.bounds.iter().zip(&other.bounds[..]).all(|(a, b)| a.0 <= b.0 && b.1 <= a.1)
+            || self
+                .bounds
+                .iter()
+                .zip(&other.bounds[..])
+                .all(|(a, b)| a.0 <= b.0 && b.1 <= a.1)
     }
 
     /// Returns the elements of this region that are not in `other`, as disjoint non-empty regions
@@ -117,7 +134,11 @@ impl Region {
     /// dimensions differ.
     pub(crate) fn without(&self, other: &Self) -> Vec<Self> {
         let Some(common) = self.intersect(other) else {
-            return if self.is_empty() { Vec::new() } else { vec![self.clone()] };
+            return if self.is_empty() {
+                Vec::new()
+            } else {
+                vec![self.clone()]
+            };
         };
         let mut rest = Vec::new();
         // For each dimension, cuts off the parts before and after the common part.
@@ -137,7 +158,11 @@ impl Region {
     }
 
     fn same_ndim(&self, other: &Self) {
-        assert_eq!(self.ndim(), other.ndim(), "regions of one array: {self} and {other}");
+        assert_eq!(
+            self.ndim(),
+            other.ndim(),
+            "regions of one array: {self} and {other}"
+        );
     }
 }
 
@@ -157,7 +182,9 @@ impl FromIterator<(usize, usize)> for Region {
             );
             bound
         };
-        Self { bounds: bounds.into_iter().map(check).collect() }
+        Self {
+            bounds: bounds.into_iter().map(check).collect(),
+        }
     }
 }
 
@@ -167,7 +194,9 @@ impl TryFrom<Vec<(usize, usize)>> for Region {
     fn try_from(bounds: Vec<(usize, usize)>) -> Result<Self, Self::Error> {
         let valid = bounds.iter().all(|(start, end)| start <= end);
         valid
-            .then(|| Self { bounds: bounds.into() })
+            .then(|| Self {
+                bounds: bounds.into(),
+            })
             .ok_or("a range of a region ends before it starts")
     }
 }
@@ -205,15 +234,24 @@ mod tests {
     fn region_has_display_form_and_size() {
         let r = Region::new(vec![0..4, 2..8]);
         assert_eq!(r.to_string(), "[0..4, 2..8]");
-        assert_eq!((r.elements(), r.shape(), r.is_empty()), (24, vec![4, 6], false));
-        assert_eq!((Region::full(&[]).elements(), Region::full(&[]).is_empty()), (1, false));
+        assert_eq!(
+            (r.elements(), r.shape(), r.is_empty()),
+            (24, vec![4, 6], false)
+        );
+        assert_eq!(
+            (Region::full(&[]).elements(), Region::full(&[]).is_empty()),
+            (1, false)
+        );
         assert!(Region::full(&[3, 0]).is_empty());
     }
 
     #[test]
     fn intersections_without_elements_are_none() {
         let a = region([(0, 4), (2, 8)]);
-        assert_eq!(a.intersect(&region([(3, 9), (0, 3)])), Some(region([(3, 4), (2, 3)])));
+        assert_eq!(
+            a.intersect(&region([(3, 9), (0, 3)])),
+            Some(region([(3, 4), (2, 3)]))
+        );
         assert_eq!(a.intersect(&region([(4, 9), (0, 3)])), None);
         assert_eq!(a.intersect(&region([(1, 1), (0, 3)])), None);
         let scalar = Region::full(&[]);
@@ -225,18 +263,26 @@ mod tests {
         let outer = region([(2, 6), (0, 8)]);
         let inner = region([(3, 4), (0, 2)]);
         assert!(outer.contains(&inner) && !inner.contains(&outer));
-        assert!(inner.contains(&region([(9, 9), (0, 0)])), "nothing is in everything");
+        assert!(
+            inner.contains(&region([(9, 9), (0, 0)])),
+            "nothing is in everything"
+        );
     }
 
     #[test]
     fn without_is_disjoint_and_complete() {
         let whole = region([(0, 4), (0, 4), (0, 3)]);
-        for hole in
-            [region([(1, 2), (0, 4), (1, 2)]), region([(3, 9), (2, 3), (0, 3)]), whole.clone()]
-        {
+        for hole in [
+            region([(1, 2), (0, 4), (1, 2)]),
+            region([(3, 9), (2, 3), (0, 3)]),
+            whole.clone(),
+        ] {
             let rest = whole.without(&hole);
             let common = whole.intersect(&hole).unwrap().elements();
-            assert_eq!(rest.iter().map(Region::elements).sum::<usize>(), whole.elements() - common);
+            assert_eq!(
+                rest.iter().map(Region::elements).sum::<usize>(),
+                whole.elements() - common
+            );
             for (i, a) in rest.iter().enumerate() {
                 assert!(a.intersect(&hole).is_none() && whole.contains(a));
                 assert!(rest[i + 1..].iter().all(|b| a.intersect(b).is_none()));
@@ -261,7 +307,10 @@ mod tests {
     #[test]
     fn elements_are_counted_over_the_whole_array() {
         let region = Region::new(vec![1..3, 0..1, 2..4]);
-        assert_eq!(region.indices(&[3, 2, 4]).collect::<Vec<_>>(), [10, 11, 18, 19]);
+        assert_eq!(
+            region.indices(&[3, 2, 4]).collect::<Vec<_>>(),
+            [10, 11, 18, 19]
+        );
         let all: Vec<u64> = Region::full(&[3, 2, 4]).indices(&[3, 2, 4]).collect();
         assert_eq!(all, (0..24).collect::<Vec<_>>());
     }

@@ -16,25 +16,62 @@ const VOCABULARY: u64 = 151_936;
 const REPEATS: u64 = 101;
 
 fn main() {
-    let mut arguments = std::env::args().skip(1).map(|text| text.parse().expect("a number"));
+    let mut arguments = std::env::args()
+        .skip(1)
+        .map(|text| text.parse().expect("a number"));
     let tokens: u64 = arguments.next().unwrap_or(VOCABULARY);
     let repeats: u64 = arguments.next().unwrap_or(REPEATS);
 
-    let drawn = Sampling { temperature: 1.0, ..Sampling::default() };
+    let drawn = Sampling {
+        temperature: 1.0,
+        ..Sampling::default()
+    };
     let cases = [
         ("greedy", Sampling::default()),
         ("temperature", drawn),
-        ("temperature, top_p 0.9", Sampling { top_p: 0.9, ..drawn }),
-        ("temperature, top_p 0.99", Sampling { top_p: 0.99, ..drawn }),
-        ("temperature, min_p 0.05", Sampling { min_p: 0.05, ..drawn }),
+        (
+            "temperature, top_p 0.9",
+            Sampling {
+                top_p: 0.9,
+                ..drawn
+            },
+        ),
+        (
+            "temperature, top_p 0.99",
+            Sampling {
+                top_p: 0.99,
+                ..drawn
+            },
+        ),
+        (
+            "temperature, min_p 0.05",
+            Sampling {
+                min_p: 0.05,
+                ..drawn
+            },
+        ),
         ("temperature, top_k 50", Sampling { top_k: 50, ..drawn }),
-        ("temperature, top_k 20, top_p 0.8", Sampling { top_k: 20, top_p: 0.8, ..drawn }),
-        ("temperature, repetition_penalty 1.1", Sampling { repetition_penalty: 1.1, ..drawn }),
+        (
+            "temperature, top_k 20, top_p 0.8",
+            Sampling {
+                top_k: 20,
+                top_p: 0.8,
+                ..drawn
+            },
+        ),
+        (
+            "temperature, repetition_penalty 1.1",
+            Sampling {
+                repetition_penalty: 1.1,
+                ..drawn
+            },
+        ),
     ];
     println!("{tokens} tokens, medians of {repeats}; a walk is a sum of as many f32");
     for (name, deviation) in [("flat", 1.0), ("peaked", 4.0)] {
-        let logits: Vec<f32> =
-            (0..tokens).map(|token| deviation * normal_f32(Key(1), token)).collect();
+        let logits: Vec<f32> = (0..tokens)
+            .map(|token| deviation * normal_f32(Key(1), token))
+            .collect();
         for (case, sampling) in cases {
             let mut times = Vec::new();
             let mut walks = Vec::new();
@@ -50,7 +87,10 @@ fn main() {
                 walks.push(times[seed as usize] / walk);
             }
             let [time, walks] = [times, walks].map(median);
-            println!("{name} logits, {case}: {:.0} us, {walks:.2} walks", time * 1e6);
+            println!(
+                "{name} logits, {case}: {:.0} us, {walks:.2} walks",
+                time * 1e6
+            );
         }
     }
 }

@@ -25,7 +25,11 @@ impl InvalidSetting {
         expected: impl fmt::Display,
         found: impl fmt::Display,
     ) -> Self {
-        Self { setting, expected: expected.to_string(), found: found.to_string() }
+        Self {
+            setting,
+            expected: expected.to_string(),
+            found: found.to_string(),
+        }
     }
 }
 
@@ -83,5 +87,7 @@ pub(crate) fn unexpected(
 ) -> Error {
     let colon = if subject.is_empty() { "" } else { ": " };
     let file = file.display();
-    Error::Environment(format!("{file}: {subject}{colon}expected {expected}, found {found}"))
+    Error::Environment(format!(
+        "{file}: {subject}{colon}expected {expected}, found {found}"
+    ))
 }

@@ -113,7 +113,15 @@ impl Rope {
 
     /// Returns the frequency of a pair under [`Scaling::Yarn`].
     fn yarn(&self, pair: usize, frequency: f32) -> f32 {
-        let Scaling::Yarn { factor, original, fast, slow, truncate, .. } = self.scaling else {
+        let Scaling::Yarn {
+            factor,
+            original,
+            fast,
+            slow,
+            truncate,
+            ..
+        } = self.scaling
+        else {
             return frequency;
         };
         let dim = self.dim as f64;
@@ -122,7 +130,11 @@ impl Rope {
             dim * (original as f64 / (turns * 2.0 * PI)).ln() / (2.0 * self.theta.ln())
         };
         let (low, high) = (index(fast), index(slow));
-        let (low, high) = if truncate { (low.floor(), high.ceil()) } else { (low, high) };
+        let (low, high) = if truncate {
+            (low.floor(), high.ceil())
+        } else {
+            (low, high)
+        };
         let (low, mut high) = (low.max(0.0), high.min(dim - 1.0));
         if low == high {
             high += 0.001;
@@ -149,7 +161,9 @@ impl Rope {
         match self.scaling {
             Scaling::Linear { factor } => scaled(positions, factor),
             Scaling::Dynamic { factor, original } => scaled(original, factor),
-            Scaling::Yarn { factor, original, .. } => positions.max(scaled(original, factor)),
+            Scaling::Yarn {
+                factor, original, ..
+            } => positions.max(scaled(original, factor)),
             Scaling::Default | Scaling::Llama3 { .. } | Scaling::LongRope { .. } => positions,
         }
     }
@@ -165,7 +179,10 @@ impl fmt::Display for Scaling {
                 low_freq_factor: low,
                 high_freq_factor: high,
                 original_max_position_embeddings: original,
-            } => write!(f, "llama3 by {factor}, of {low} to {high} turns in {original}"),
+            } => write!(
+                f,
+                "llama3 by {factor}, of {low} to {high} turns in {original}"
+            ),
             other => write!(f, "{other:?}"),
         }
     }
@@ -225,7 +242,12 @@ impl Angles {
     /// If candle fails.
     pub fn new(rope: &Rope, positions: usize) -> Result<Self> {
         let tables = Self::tables(rope, positions, 0)?;
-        Ok(Self { rope: rope.clone(), tables, copies: Arc::default(), is_fixed: false })
+        Ok(Self {
+            rope: rope.clone(),
+            tables,
+            copies: Arc::default(),
+            is_fixed: false,
+        })
     }
 
     /// Computes the angles of `positions` positions as for a sequence of that length, whatever the
@@ -236,13 +258,24 @@ impl Angles {
     /// If candle fails.
     pub fn fixed(rope: &Rope, positions: usize) -> Result<Self> {
         let tables = Self::tables(rope, positions, positions)?;
-        Ok(Self { rope: rope.clone(), tables, copies: Arc::default(), is_fixed: true })
+        Ok(Self {
+            rope: rope.clone(),
+            tables,
+            copies: Arc::default(),
+            is_fixed: true,
+        })
     }
 
     fn tables(rope: &Rope, positions: usize, length: usize) -> Result<[Tensor; 2]> {
         let frequencies = rope.frequencies(length);
-        let angles: Vec<f32> = (0..positions).flat_map(|at| angles_at(at, &frequencies)).collect();
-        waves(&angles, rope.scaling.amplitude(), &[positions, rope.pairs()])
+        let angles: Vec<f32> = (0..positions)
+            .flat_map(|at| angles_at(at, &frequencies))
+            .collect();
+        waves(
+            &angles,
+            rope.scaling.amplitude(),
+            &[positions, rope.pairs()],
+        )
     }
 
     /// Computes the angles of packed sequences `[batch, time, pairs]`, each for its own length.
@@ -253,10 +286,16 @@ impl Angles {
         let mut angles = Vec::new();
         for sequence in starts.iter().flat_map(|row| row.chunk_by(|a, b| a == b)) {
             let length = sequence.len();
-            let frequencies = by_length.entry(length).or_insert_with(|| rope.frequencies(length));
+            let frequencies = by_length
+                .entry(length)
+                .or_insert_with(|| rope.frequencies(length));
             (0..length).for_each(|at| angles.extend(angles_at(at, frequencies)));
         }
-        waves(&angles, rope.scaling.amplitude(), &[batch, time, rope.pairs()])
+        waves(
+            &angles,
+            rope.scaling.amplitude(),
+            &[batch, time, rope.pairs()],
+        )
     }
 
     /// Returns the tables on a device. They are copied there once.
@@ -290,22 +329,33 @@ impl Angles {
             Places::Whole(_) | Places::Packed(_) => self.on(device)?,
             Places::At(positions) => {
                 let [cos, sin] = self.on(device)?;
-                [cos.index_select(positions, 0)?, sin.index_select(positions, 0)?]
+                [
+                    cos.index_select(positions, 0)?,
+                    sin.index_select(positions, 0)?,
+                ]
             }
         };
-        Ok(Rotation { cos, sin, dim: 2 * self.rope.pairs() })
+        Ok(Rotation {
+            cos,
+            sin,
+            dim: 2 * self.rope.pairs(),
+        })
     }
 }
 
 /// Returns the angles at a position. Each is rounded to f32, as in `transformers`.
 fn angles_at(position: usize, frequencies: &[f32]) -> impl Iterator<Item = f32> {
-    frequencies.iter().map(move |frequency| position as f32 * frequency)
+    frequencies
+        .iter()
+        .map(move |frequency| position as f32 * frequency)
 }
 
 /// Returns the cosines and sines of angles.
 fn waves(angles: &[f32], amplitude: f32, shape: &[usize]) -> Result<[Tensor; 2]> {
     let table = |wave: fn(f64) -> f64| {
-        let values = angles.iter().map(|angle| wave(f64::from(*angle)) as f32 * amplitude);
+        let values = angles
+            .iter()
+            .map(|angle| wave(f64::from(*angle)) as f32 * amplitude);
         Tensor::from_vec(values.collect(), shape, &Device::Cpu)
     };
     Ok([table(f64::cos)?, table(f64::sin)?])
@@ -348,7 +398,10 @@ impl Rotation {
             return Ok(heads.clone());
         }
         let rotated = rope_thd(&heads.narrow(3, 0, self.dim)?, &self.cos, &self.sin)?;
-        Tensor::cat(&[rotated, heads.narrow(3, self.dim, head_dim - self.dim)?], 3)
+        Tensor::cat(
+            &[rotated, heads.narrow(3, self.dim, head_dim - self.dim)?],
+            3,
+        )
     }
 }
 

@@ -20,14 +20,26 @@ use folders::{expected, open};
 use given::{Given, args, set_lora};
 
 /// Folders of families without experts, with all kinds of their parts.
-const DENSE: [&str; 8] =
-    ["plain", "llama3", "qwen3-window", "gemma2", "olmo2", "phi3-window", "gpt2", "stablelm"];
+const DENSE: [&str; 8] = [
+    "plain",
+    "llama3",
+    "qwen3-window",
+    "gemma2",
+    "olmo2",
+    "phi3-window",
+    "gpt2",
+    "stablelm",
+];
 /// Steps of a training: the driver in software is slow.
 const STEPS: u64 = 3;
 
 /// Runs a program on two CUDA devices, one for each of two stages.
 fn on_cuda<T>(program: impl FnOnce(&mut Program, &[Mesh]) -> Result<T>) -> T {
-    let mut p = Program::builder().device_kinds(&[DeviceKind::Cuda]).devices(2).alone().unwrap();
+    let mut p = Program::builder()
+        .device_kinds(&[DeviceKind::Cuda])
+        .devices(2)
+        .alone()
+        .unwrap();
     let meshes = p.mesh(&[("stage", 2)]).unwrap().split("stage").unwrap();
     let value = program(&mut p, &meshes).unwrap();
     p.finish().unwrap();
@@ -59,7 +71,10 @@ fn losses(name: &str, more: &str) -> Vec<f64> {
 fn compare(name: &str, found: &[f64], expected: &[f64], far: f64) {
     assert_eq!(found.len() as u64, STEPS);
     for (step, (found, expected)) in found.iter().zip(expected).enumerate() {
-        assert!((found - expected).abs() < far, "{name}, step {step}: {found}, not {expected}");
+        assert!(
+            (found - expected).abs() < far,
+            "{name}, step {step}: {found}, not {expected}"
+        );
     }
 }
 
@@ -72,7 +87,12 @@ fn training_on_cuda_devices_equals_that_of_torch() {
         compare(name, &losses(name, ""), &expected(name).losses, 1e-3);
     }
     let lora = losses("plain", "--lora 2 --alpha 6");
-    compare("plain with LoRA", &lora, &expected("plain").lora_losses, 1e-3);
+    compare(
+        "plain with LoRA",
+        &lora,
+        &expected("plain").lora_losses,
+        1e-3,
+    );
 }
 
 #[test]
@@ -81,7 +101,12 @@ fn training_in_bf16_on_cuda_devices_is_near() {
         return;
     }
     for name in ["plain", "gemma2", "gpt2"] {
-        compare(name, &losses(name, "--compute bf16"), &expected(name).losses, 0.05);
+        compare(
+            name,
+            &losses(name, "--compute bf16"),
+            &expected(name).losses,
+            0.05,
+        );
     }
 }
 
@@ -103,23 +128,42 @@ fn tokens_of_cuda_devices_equal_those_of_transformers() {
     let products = || softcuda::calls("cublasGemmStridedBatchedEx").unwrap_or(0);
     for name in DENSE {
         let before = products();
-        assert_eq!(generated(name, 12, false), expected(name).greedy[..12], "{name}");
+        assert_eq!(
+            generated(name, 12, false),
+            expected(name).greedy[..12],
+            "{name}"
+        );
         assert!(products() > before, "{name}: the devices multiply");
     }
     // Experts are computed on the host.
-    assert_eq!(generated("mixtral", 4, false), expected("mixtral").greedy[..4]);
+    assert_eq!(
+        generated("mixtral", 4, false),
+        expected("mixtral").greedy[..4]
+    );
     let halves = generated("plain", 4, true);
-    assert_eq!(halves[0], expected("plain").greedy[0], "the first token in bf16");
+    assert_eq!(
+        halves[0],
+        expected("plain").greedy[0],
+        "the first token in bf16"
+    );
 }
 
 /// Returns what the line at the start of a generation says, with `devices` devices for a stage.
 fn computed_by(name: &str, devices: usize) -> Option<String> {
     let folder = open(name);
-    let builder = Program::builder().device_kinds(&[DeviceKind::Cuda]).devices(devices);
+    let builder = Program::builder()
+        .device_kinds(&[DeviceKind::Cuda])
+        .devices(devices);
     let mut p = builder.alone().unwrap();
-    let stages = Stages::new(&folder, 1, 8).unwrap().tensor_parallel(&[devices]).unwrap();
+    let stages = Stages::new(&folder, 1, 8)
+        .unwrap()
+        .tensor_parallel(&[devices])
+        .unwrap();
     let meshes = stages.meshes(|stage| stage).unwrap();
-    let line = stages.generator(&mut p, &meshes, false).unwrap().computed_by(&p);
+    let line = stages
+        .generator(&mut p, &meshes, false)
+        .unwrap()
+        .computed_by(&p);
     p.finish().unwrap();
     line
 }
@@ -129,11 +173,20 @@ fn stages_that_compute_on_the_host_say_so_with_the_reason() {
     if softcuda::again!("SOFTCUDA_DEVICES" = "2") {
         return;
     }
-    assert_eq!(computed_by("plain", 1).unwrap(), "CUDA devices compute all passes");
+    assert_eq!(
+        computed_by("plain", 1).unwrap(),
+        "CUDA devices compute all passes"
+    );
     let on_host = "CUDA devices compute the passes of 0 of 1 stages; the others compute on the \
                    host, and those with CUDA devices copy their values there and back; ";
     let divided = "passes of a stage that is divided over several devices are for CPUs";
-    assert_eq!(computed_by("plain", 2).unwrap(), format!("{on_host}{divided}"));
+    assert_eq!(
+        computed_by("plain", 2).unwrap(),
+        format!("{on_host}{divided}")
+    );
     let experts = "passes with experts are for CPUs";
-    assert_eq!(computed_by("mixtral", 1).unwrap(), format!("{on_host}{experts}"));
+    assert_eq!(
+        computed_by("mixtral", 1).unwrap(),
+        format!("{on_host}{experts}")
+    );
 }

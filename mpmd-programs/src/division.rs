@@ -36,7 +36,11 @@ pub(crate) struct DivisionArgs {
 impl DivisionArgs {
     /// Returns the number of stages.
     pub(crate) fn stages(&self) -> usize {
-        if self.cut.is_empty() { self.stages } else { self.cut.len() }
+        if self.cut.is_empty() {
+            self.stages
+        } else {
+            self.cut.len()
+        }
     }
 
     /// Returns the division of a model with these arguments.
@@ -70,7 +74,11 @@ pub(crate) fn named(error: DivisionError) -> anyhow::Error {
 
 /// Returns the error for a setting that an option of the same name gives.
 pub(crate) fn named_option(invalid: &InvalidSetting) -> anyhow::Error {
-    let InvalidSetting { setting, expected, found } = invalid;
+    let InvalidSetting {
+        setting,
+        expected,
+        found,
+    } = invalid;
     let option = match *setting {
         // The library divides layers; the user cuts them.
         "layers" => "cut".to_owned(),

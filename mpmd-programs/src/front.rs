@@ -72,7 +72,10 @@ impl FrontArgs {
             weight_folders: self.allow_weights.clone(),
             description: description.map(str::to_owned),
             drain: Duration::from_secs(self.drain.into()),
-            waiting: Limits { requests: self.max_waiting, tokens: self.max_waiting_tokens },
+            waiting: Limits {
+                requests: self.max_waiting,
+                tokens: self.max_waiting_tokens,
+            },
             max_tokens: self.max_tokens,
             max_connections: self.max_connections,
             max_body: self.max_body,
@@ -129,8 +132,15 @@ mod tests {
     fn option_is_named_and_paths_stay() {
         let path = "/keys/api_key_file".into();
         let file = KeyFile::Api;
-        let invalid = FrontError::InvalidKeys { file, path, expected: "a key on a line" };
+        let invalid = FrontError::InvalidKeys {
+            file,
+            path,
+            expected: "a key on a line",
+        };
         let said = named(invalid).to_string();
-        assert_eq!(said, "--api-key-file /keys/api_key_file: expected a key on a line");
+        assert_eq!(
+            said,
+            "--api-key-file /keys/api_key_file: expected a key on a line"
+        );
     }
 }

@@ -43,7 +43,12 @@ pub struct Generate {
 ///
 /// If the folder or the arguments are invalid, or the job could not be started.
 pub fn generate(args: &Generate) -> anyhow::Result<ExitCode> {
-    let Generate { model, cut, generation, job } = args;
+    let Generate {
+        model,
+        cut,
+        generation,
+        job,
+    } = args;
     run(&Folder::open(model)?, generation, cut, job)
 }
 
@@ -85,10 +90,20 @@ struct GenerateArgs {
     #[arg(long, value_name = "X", value_parser = not_negative)]
     repetition_penalty: Option<f64>,
     /// Subtract this number from the logits of tokens of the new text
-    #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
+    #[arg(
+        long,
+        value_name = "X",
+        default_value_t = 0.0,
+        allow_negative_numbers = true
+    )]
     presence_penalty: f64,
     /// Subtract this number for each time that the new text has the token
-    #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
+    #[arg(
+        long,
+        value_name = "X",
+        default_value_t = 0.0,
+        allow_negative_numbers = true
+    )]
     frequency_penalty: f64,
     /// Seed of the random choices
     #[arg(long, default_value_t = 0)]
@@ -214,8 +229,18 @@ fn run(
         return Ok(ExitCode::SUCCESS);
     }
 
-    let ends = if args.ignore_eos { Vec::new() } else { folder.end_tokens()? };
-    let generation = Generation { folder, args, cut, sampling, ends };
+    let ends = if args.ignore_eos {
+        Vec::new()
+    } else {
+        folder.end_tokens()?
+    };
+    let generation = Generation {
+        folder,
+        args,
+        cut,
+        sampling,
+        ends,
+    };
     mpmd_job::run(&compared(job, folder, &[]), cut.stages(), devices, |p| {
         generation.run(p, &meshes)
     })
@@ -233,7 +258,9 @@ struct Generation<'a> {
 
 impl Generation<'_> {
     fn run(&self, p: &mut Program, meshes: &[Mesh]) -> anyhow::Result<()> {
-        let Self { folder, args, cut, .. } = *self;
+        let Self {
+            folder, args, cut, ..
+        } = *self;
         // Read on process 0 alone.
         let own = RefCell::new(None);
         let prompt = spread(p, || {
@@ -328,7 +355,10 @@ impl Output {
             (false, true) => Form::Terminal,
             (false, false) => Form::Bytes,
         };
-        Self { text: Text::new(tokenizer.into(), args.stop.clone()), form }
+        Self {
+            text: Text::new(tokenizer.into(), args.stop.clone()),
+            form,
+        }
     }
 
     /// Prints what a further token adds. Returns true if the text has one that ends it.
@@ -369,7 +399,10 @@ mod tests {
         assert_eq!(Form::Terminal.shown(text), escaped);
         assert_eq!(Form::Bytes.shown(text), text);
         let line = json_line(&[7], text).unwrap();
-        assert!(!line.contains(|c: char| c.is_control() || c == '\u{202e}'), "{line}");
+        assert!(
+            !line.contains(|c: char| c.is_control() || c == '\u{202e}'),
+            "{line}"
+        );
         let value: serde_json::Value = serde_json::from_str(&line).unwrap();
         assert_eq!(value["text"], text);
     }

@@ -63,7 +63,11 @@ pub(crate) struct Files {
 impl Files {
     /// Creates the files of an option.
     pub(crate) fn new(option: &'static str, paths: &[PathBuf]) -> Self {
-        Self { option, paths: paths.to_vec(), known: Arc::default() }
+        Self {
+            option,
+            paths: paths.to_vec(),
+            known: Arc::default(),
+        }
     }
 
     pub(crate) fn paths(&self) -> &[PathBuf] {
@@ -93,14 +97,21 @@ impl Files {
     ///
     /// If they are not.
     pub(crate) fn check(&self) -> Result<()> {
-        let Some(Some(known)) = self.known.get() else { return Ok(()) };
+        let Some(Some(known)) = self.known.get() else {
+            return Ok(());
+        };
         match hash_files(&self.paths)? {
             found if found == *known => Ok(()),
             _ => {
-                let paths: Vec<String> =
-                    self.paths.iter().map(|path| path.display().to_string()).collect();
+                let paths: Vec<String> = self
+                    .paths
+                    .iter()
+                    .map(|path| path.display().to_string())
+                    .collect();
                 let (option, paths) = (self.option, paths.join(" "));
-                Err(Error::Environment(format!("{option} {paths}: the file {CHANGED}")))
+                Err(Error::Environment(format!(
+                    "{option} {paths}: the file {CHANGED}"
+                )))
             }
         }
     }

@@ -146,17 +146,31 @@ impl ServeArgs {
         let sequences = self.sequences.max(stages);
         let blocks = (cache / block.max(1)) as usize;
         let chunk = self.chunk.unwrap_or(MOST_TOKENS);
-        Ok(Sizes { lanes: stages, sequences, blocks, chunk, positions })
+        Ok(Sizes {
+            lanes: stages,
+            sequences,
+            blocks,
+            chunk,
+            positions,
+        })
     }
 }
 
 /// Checks the folder and the arguments, and serves. Processes start only behind the checks.
 fn run(folder: &Folder, args: &Serve, settings: &FrontSettings) -> anyhow::Result<ExitCode> {
-    let Serve { serving: options, cut, job, .. } = args;
+    let Serve {
+        serving: options,
+        cut,
+        job,
+        ..
+    } = args;
     let server = Server::new(folder, options, cut, settings)?;
     let devices = server.devices()?;
     ensure!(
-        !options.front || job.processes.is_none_or(|processes| processes == devices.len()),
+        !options.front
+            || job
+                .processes
+                .is_none_or(|processes| processes == devices.len()),
         "--processes: with --front expected {}, one more than stages",
         devices.len()
     );
@@ -183,7 +197,10 @@ fn run(folder: &Folder, args: &Serve, settings: &FrontSettings) -> anyhow::Resul
     let own = Mutex::new(server.start(job.part(devices.len(), devices.clone())?, name)?);
     let program = |p: &mut Program| server.run(p, &own);
     let of_folder = folder.clone();
-    let job = &job.clone().input(move || of_folder.facts()).may_differ(of_front());
+    let job = &job
+        .clone()
+        .input(move || of_folder.facts())
+        .may_differ(of_front());
     let code = match options.elastic {
         false => mpmd_job::run(job, devices.len(), devices, program),
         true => {
@@ -235,13 +252,23 @@ impl<'a> Server<'a> {
         let model = model.after(usize::from(options.front));
         let meshes = model.meshes(|stage| stage)?;
         let subscribing = options.subscribe.subscribing()?;
-        Ok(Self { folder, options, settings, model, meshes, sizes, subscribing })
+        Ok(Self {
+            folder,
+            options,
+            settings,
+            model,
+            meshes,
+            sizes,
+            subscribing,
+        })
     }
 
     /// Returns the number of devices of each process.
     fn devices(&self) -> anyhow::Result<Vec<usize>> {
-        let mut devices =
-            self.model.devices(|stage| stage).map_err(|invalid| named_option(&invalid))?;
+        let mut devices = self
+            .model
+            .devices(|stage| stage)
+            .map_err(|invalid| named_option(&invalid))?;
         if self.options.front {
             devices.insert(0, 1);
         }
@@ -323,7 +350,9 @@ impl<'a> Server<'a> {
     /// Loads the weights, and says what computes.
     fn inference(&self, p: &mut Program) -> anyhow::Result<Inference> {
         let in_half = self.options.dtype.is_half();
-        let mut inference = self.model.inference(p, &self.meshes, room(&self.sizes), in_half)?;
+        let mut inference = self
+            .model
+            .inference(p, &self.meshes, room(&self.sizes), in_half)?;
         let is_told = p.process() == ProcessId(0) && p.epoch() == 1 && !p.is_dry_run();
         if let Some(line) = inference.computed_by(p).filter(|_| is_told) {
             say(&line);
@@ -337,20 +366,31 @@ impl<'a> Server<'a> {
 
 /// Returns the room for sequences of these sizes.
 fn room(sizes: &Sizes) -> Room {
-    Room { blocks: sizes.blocks, sequences: sizes.sequences }
+    Room {
+        blocks: sizes.blocks,
+        sequences: sizes.sequences,
+    }
 }
 
 /// Lets signals drain the server from now on.
 fn catch_signals(own: &Mutex<Own>) -> mpmd::Result<()> {
     let mut own = own.lock().unwrap_or_else(PoisonError::into_inner);
-    let Some((front, _)) = own.as_mut() else { return Ok(()) };
-    front.catch_signals().map_err(|why| Error::Environment(format!("SIGTERM: {why}")))
+    let Some((front, _)) = own.as_mut() else {
+        return Ok(());
+    };
+    front
+        .catch_signals()
+        .map_err(|why| Error::Environment(format!("SIGTERM: {why}")))
 }
 
 /// Returns the ids of the options that process 0 alone uses.
 fn of_front() -> Vec<String> {
     let command = FrontArgs::augment_args(Command::new("front"));
-    let ids = command.get_arguments().map(|option| option.get_id().as_str());
+    let ids = command
+        .get_arguments()
+        .map(|option| option.get_id().as_str());
     // All processes have room for two versions of the weights if there are such folders.
-    ids.filter(|id| *id != "allow_weights").map(str::to_owned).collect()
+    ids.filter(|id| *id != "allow_weights")
+        .map(str::to_owned)
+        .collect()
 }

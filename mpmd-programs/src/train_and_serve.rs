@@ -113,7 +113,9 @@ impl Parts {
         let stages = args.cut.stages();
         let most = folder.config().positions().min(POSITIONS);
         ensure!(args.time <= most, "--time: expected at most {most}");
-        let serving = args.cut.divide(Stages::new(folder, stages, most)?, Held::default())?;
+        let serving = args
+            .cut
+            .divide(Stages::new(folder, stages, most)?, Held::default())?;
         let devices = serving.devices(|stage| stage)?;
         // The processes that train follow those that serve.
         let training =
@@ -127,7 +129,12 @@ impl Parts {
             chunk: MOST_TOKENS,
             positions: most,
         };
-        Ok(Self { serving, training, sizes, schedule })
+        Ok(Self {
+            serving,
+            training,
+            sizes,
+            schedule,
+        })
     }
 }
 
@@ -158,8 +165,16 @@ fn program(
         // A signal comes to all processes. Process 0 drains the server; the others wait for that.
         wait_for_process_0()?;
     }
-    let Parts { serving, training, sizes, schedule } = parts;
-    let room = Room { blocks: sizes.blocks, sequences: sizes.sequences };
+    let Parts {
+        serving,
+        training,
+        sizes,
+        schedule,
+    } = parts;
+    let room = Room {
+        blocks: sizes.blocks,
+        sequences: sizes.sequences,
+    };
     let meshes = serving.meshes(|stage| stage)?;
     let mut inference = serving.inference(p, &meshes, room, true)?;
 
@@ -170,7 +185,9 @@ fn program(
     let pipeline = training.training(p, &meshes)?;
     let mut trainer = Trainer::new(p, pipeline, schedule.clone(), AdamW::default())?
         .rate(Rate::Constant(args.lr));
-    let computed_by = inference.computed_by(p).filter(|_| is_first && !p.is_dry_run());
+    let computed_by = inference
+        .computed_by(p)
+        .filter(|_| is_first && !p.is_dry_run());
     if let Some(line) = computed_by {
         say(&format!("serving: {line}"));
         say(&format!("training: {}", trainer.computed_by(p)));
@@ -192,7 +209,10 @@ fn program(
         None,
         WeightType::Bf16,
     )?;
-    let address = weights.publisher().address().map(|address| address.to_string());
+    let address = weights
+        .publisher()
+        .address()
+        .map(|address| address.to_string());
     let subscribing = Subscribing::new(PUBLICATION, address.unwrap_or_default(), token);
     let subscription = inference.subscribe(p, subscribing)?;
 
@@ -212,7 +232,9 @@ fn program(
                 Ok(report) => say(&format!("step {}: loss {:.3}", report.step, report.loss)),
                 // Its weights are refused, so the server goes on with those before.
                 Err(why @ Error::Kernel(_)) => {
-                    say(&format!("error: the training has ended, and the server goes on: {why}"));
+                    say(&format!(
+                        "error: the training has ended, and the server goes on: {why}"
+                    ));
                     spoiled = Some(why);
                 }
                 Err(why) => return Err(why.into()),

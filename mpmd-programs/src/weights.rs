@@ -60,10 +60,16 @@ impl PublishArgs {
         let (Some(address), Some(secret)) = (&self.publish, &self.weights_secret) else {
             return Ok(None);
         };
-        let found = address.to_socket_addrs().with_context(|| format!("--publish {address}"))?;
-        let listen: SocketAddr =
-            found.into_iter().next().with_context(|| format!("--publish {address}: no address"))?;
-        Ok(Some(Publication::new(PUBLICATION, token(secret)?).listen(listen)))
+        let found = address
+            .to_socket_addrs()
+            .with_context(|| format!("--publish {address}"))?;
+        let listen: SocketAddr = found
+            .into_iter()
+            .next()
+            .with_context(|| format!("--publish {address}: no address"))?;
+        Ok(Some(
+            Publication::new(PUBLICATION, token(secret)?).listen(listen),
+        ))
     }
 }
 
@@ -83,6 +89,11 @@ impl SubscribeArgs {
 }
 
 fn token(secret: &Path) -> anyhow::Result<Token> {
-    let path = secret.to_str().context("--weights-secret: expected a path in UTF-8")?;
-    Ok(Token::of_secret(&read_secret(path, "--weights-secret")?, PUBLICATION))
+    let path = secret
+        .to_str()
+        .context("--weights-secret: expected a path in UTF-8")?;
+    Ok(Token::of_secret(
+        &read_secret(path, "--weights-secret")?,
+        PUBLICATION,
+    ))
 }

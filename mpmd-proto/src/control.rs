@@ -27,11 +27,17 @@ fn config() -> impl bincode::config::Config {
 ///
 /// If the encoded value is larger than [`MAX_CONTROL_BYTES`].
 pub fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, ControlError> {
-    let wrong = |why| ControlError { doing: "written", why };
+    let wrong = |why| ControlError {
+        doing: "written",
+        why,
+    };
     let bytes = bincode::serde::encode_to_vec(value, config()).map_err(|e| wrong(e.to_string()))?;
     // bincode checks its limit only when it decodes.
     if bytes.len() > LIMIT {
-        return Err(wrong(format!("it has {} bytes, and {LIMIT} are allowed", bytes.len())));
+        return Err(wrong(format!(
+            "it has {} bytes, and {LIMIT} are allowed",
+            bytes.len()
+        )));
     }
     Ok(bytes)
 }
@@ -42,8 +48,11 @@ pub fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, ControlError> {
 ///
 /// If the bytes do not encode a `T`, or if more bytes follow the value.
 pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ControlError> {
-    let (value, read) = bincode::serde::decode_from_slice(bytes, config())
-        .map_err(|e| ControlError { doing: "read", why: e.to_string() })?;
+    let (value, read) =
+        bincode::serde::decode_from_slice(bytes, config()).map_err(|e| ControlError {
+            doing: "read",
+            why: e.to_string(),
+        })?;
     if read == bytes.len() {
         Ok(value)
     } else {
@@ -69,8 +78,11 @@ mod tests {
 
     #[test]
     fn fuzz_control() {
-        let answer =
-            Answer { count: 300, doing: "computes".to_owned(), chain: vec!["waits".to_owned(); 3] };
+        let answer = Answer {
+            count: 300,
+            doing: "computes".to_owned(),
+            chain: vec!["waits".to_owned(); 3],
+        };
         let failure = Failure::new(FailureKind::Memory, ProcessId(70_000), 1 << 40, "no memory");
         let values = vec![(u128::MAX, vec!["text".to_owned()], Some(7u64)); 2];
         let samples = [encode(&answer), encode(&failure), encode(&values)].map(Result::unwrap);
@@ -89,7 +101,10 @@ mod tests {
         let mut longer = bytes.clone();
         longer.push(0);
         assert!(decode::<(u32, String, Vec<u64>)>(&longer).is_err());
-        assert!(encode(&"x".repeat(LIMIT - 5)).is_ok(), "an encoded payload can be decoded");
+        assert!(
+            encode(&"x".repeat(LIMIT - 5)).is_ok(),
+            "an encoded payload can be decoded"
+        );
         assert!(encode(&"x".repeat(LIMIT)).is_err());
         // A length prefix far beyond the bytes present must not allocate them.
         assert!(decode::<Vec<u64>>(&[253, 255, 255, 255, 255, 255, 255, 255, 127]).is_err());

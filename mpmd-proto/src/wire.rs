@@ -185,12 +185,24 @@ struct Raw {
 impl Header {
     /// Creates a header of `kind` with every other field zero.
     pub fn new(kind: Kind) -> Self {
-        Self { kind, epoch: 0, op: 0, piece: 0, bytes: 0, hash: 0, count: 0 }
+        Self {
+            kind,
+            epoch: 0,
+            op: 0,
+            piece: 0,
+            bytes: 0,
+            hash: 0,
+            count: 0,
+        }
     }
 
     /// Bytes of payload that follow this header on the wire.
     pub fn payload_bytes(&self) -> u64 {
-        if self.kind.carries_payload() { self.bytes } else { 0 }
+        if self.kind.carries_payload() {
+            self.bytes
+        } else {
+            0
+        }
     }
 
     /// Encodes the header as it goes over the wire.
@@ -222,10 +234,13 @@ impl Header {
             return Err(WireError::Magic { found: raw.magic });
         }
         if raw.version.get() != VERSION {
-            return Err(WireError::Version { found: raw.version.get() });
+            return Err(WireError::Version {
+                found: raw.version.get(),
+            });
         }
-        let kind =
-            Kind::from_u16(raw.kind.get()).ok_or(WireError::Kind { found: raw.kind.get() })?;
+        let kind = Kind::from_u16(raw.kind.get()).ok_or(WireError::Kind {
+            found: raw.kind.get(),
+        })?;
         let header = Self {
             kind,
             epoch: raw.epoch.get(),
@@ -236,7 +251,10 @@ impl Header {
             count: raw.count.get(),
         };
         if kind != Kind::Data && header.payload_bytes() > MAX_CONTROL_BYTES {
-            return Err(WireError::TooLong { kind, bytes: header.bytes });
+            return Err(WireError::TooLong {
+                kind,
+                bytes: header.bytes,
+            });
         }
         Ok(header)
     }
@@ -266,8 +284,17 @@ mod tests {
     #[test]
     fn fuzz_wire_header() {
         let kinds = (1..=13).filter_map(Kind::from_u16);
-        let samples: Vec<_> =
-            kinds.map(|kind| Header { kind, bytes: 9, ..sample() }.encode().to_vec()).collect();
+        let samples: Vec<_> = kinds
+            .map(|kind| {
+                Header {
+                    kind,
+                    bytes: 9,
+                    ..sample()
+                }
+                .encode()
+                .to_vec()
+            })
+            .collect();
         mpmd_fuzz::bytes("wire-header", &samples, |input| {
             let mut bytes = [0; HEADER_BYTES];
             let length = input.len().min(HEADER_BYTES);
@@ -291,17 +318,29 @@ mod tests {
 
     #[test]
     fn invalid_headers_are_refused() {
-        assert_eq!(Header::decode(&[7; HEADER_BYTES]), Err(WireError::Magic { found: [7; 4] }));
+        assert_eq!(
+            Header::decode(&[7; HEADER_BYTES]),
+            Err(WireError::Magic { found: [7; 4] })
+        );
         let mut other = sample().encode();
         other[4] = 9;
         assert_eq!(Header::decode(&other), Err(WireError::Version { found: 9 }));
         let mut unknown = sample().encode();
         unknown[6] = 200;
-        assert_eq!(Header::decode(&unknown), Err(WireError::Kind { found: 200 }));
-        let long = Header { kind: Kind::Eager, ..sample() };
+        assert_eq!(
+            Header::decode(&unknown),
+            Err(WireError::Kind { found: 200 })
+        );
+        let long = Header {
+            kind: Kind::Eager,
+            ..sample()
+        };
         assert!(matches!(
             Header::decode(&long.encode()),
-            Err(WireError::TooLong { kind: Kind::Eager, .. })
+            Err(WireError::TooLong {
+                kind: Kind::Eager,
+                ..
+            })
         ));
     }
 }

@@ -63,8 +63,15 @@ pub struct MemoryActivity {
 
 impl fmt::Display for DeviceActivity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { device, operation, seconds, behind } = self;
-        let Some(operation) = operation else { return write!(f, "{device} is idle") };
+        let Self {
+            device,
+            operation,
+            seconds,
+            behind,
+        } = self;
+        let Some(operation) = operation else {
+            return write!(f, "{device} is idle");
+        };
         write!(f, "{device} is at {operation}")?;
         if let Some(seconds) = seconds {
             write!(f, ", for {seconds:.1} s")?;

@@ -21,7 +21,11 @@ pub fn ascending(schedule: &Schedule) -> Result<Schedule, ScheduleError> {
         let mut waiting = vec![vec![false; count]; schedule.stages()];
         let mut ordered = Vec::with_capacity(row.len());
         for action in row {
-            let Action { stage, kind, microbatch } = *action;
+            let Action {
+                stage,
+                kind,
+                microbatch,
+            } = *action;
             let mine = matches!(kind, ActionKind::Backward | ActionKind::BackwardWeight);
             if !mine {
                 ordered.push(*action);
@@ -30,7 +34,10 @@ pub fn ascending(schedule: &Schedule) -> Result<Schedule, ScheduleError> {
             if microbatch != next[stage] {
                 waiting[stage][microbatch] = true;
                 if kind == ActionKind::Backward {
-                    ordered.push(Action { kind: ActionKind::BackwardInput, ..*action });
+                    ordered.push(Action {
+                        kind: ActionKind::BackwardInput,
+                        ..*action
+                    });
                 }
                 continue;
             }
@@ -38,7 +45,11 @@ pub fn ascending(schedule: &Schedule) -> Result<Schedule, ScheduleError> {
             next[stage] += 1;
             while next[stage] < count && waiting[stage][next[stage]] {
                 let microbatch = next[stage];
-                ordered.push(Action { stage, kind: ActionKind::BackwardWeight, microbatch });
+                ordered.push(Action {
+                    stage,
+                    kind: ActionKind::BackwardWeight,
+                    microbatch,
+                });
                 next[stage] += 1;
             }
         }
@@ -59,7 +70,11 @@ mod tests {
     fn row(cells: &[(ActionKind, usize)]) -> Vec<Action> {
         cells
             .iter()
-            .map(|(kind, microbatch)| Action { stage: 0, kind: *kind, microbatch: *microbatch })
+            .map(|(kind, microbatch)| Action {
+                stage: 0,
+                kind: *kind,
+                microbatch: *microbatch,
+            })
             .collect()
     }
 
@@ -67,8 +82,11 @@ mod tests {
     fn early_weight_gradients_wait_and_follow_in_order() {
         use ActionKind::{Backward, BackwardInput, BackwardWeight, Forward};
         let forwards = [(Forward, 0), (Forward, 1), (Forward, 2)];
-        let descending =
-            row(&[&forwards[..], &[(Backward, 2), (Backward, 1), (Backward, 0)]].concat());
+        let descending = row(&[
+            &forwards[..],
+            &[(Backward, 2), (Backward, 1), (Backward, 0)],
+        ]
+        .concat());
         let found = ascending(&Schedule::new("down", vec![descending]).unwrap()).unwrap();
         let tail = [
             (BackwardInput, 2),

@@ -70,12 +70,17 @@ impl Costs {
             backward_weight: 1.0,
             ..StageCosts::default()
         };
-        Self { unit: relative(), stage: vec![stage; stages] }
+        Self {
+            unit: relative(),
+            stage: vec![stage; stages],
+        }
     }
 
     /// Returns true if the costs of any stage include bytes kept between its passes.
     pub fn says_bytes(&self) -> bool {
-        self.stage.iter().any(|stage| stage.activation_bytes > 0 || stage.weight_residual_bytes > 0)
+        self.stage
+            .iter()
+            .any(|stage| stage.activation_bytes > 0 || stage.weight_residual_bytes > 0)
     }
 
     /// Returns the costs as TOML, with one line for each cost.
@@ -100,11 +105,16 @@ mod tests {
     fn bytes_beyond_all_memory_are_simulated() {
         let schedule = Schedule::gpipe(1, 3).unwrap();
         let mut costs = Costs::units(1);
-        (costs.stage[0].activation_bytes, costs.stage[0].weight_residual_bytes) =
-            (u64::MAX, u64::MAX);
+        (
+            costs.stage[0].activation_bytes,
+            costs.stage[0].weight_residual_bytes,
+        ) = (u64::MAX, u64::MAX);
         let simulated =
             simulate_schedule(&schedule, &costs, Leaves::AtOnce, Channel::Tags).unwrap();
-        let most = simulated.memory[0].iter().map(|point| point.used).fold(0.0, f64::max);
+        let most = simulated.memory[0]
+            .iter()
+            .map(|point| point.used)
+            .fold(0.0, f64::max);
         assert_eq!(most, i64::MAX as f64);
     }
 
@@ -119,16 +129,22 @@ mod tests {
             output_bytes: 7,
             ..costs.stage[0]
         };
-        mpmd_fuzz::bytes("costs", &[plain.into_bytes(), costs.to_toml().into_bytes()], |bytes| {
-            let Ok(read) = toml::from_str::<Costs>(&String::from_utf8_lossy(bytes)) else { return };
-            let again: Costs = toml::from_str(&read.to_toml()).unwrap();
-            // NaN costs differ from themselves, so compare their text.
-            assert_eq!(format!("{again:?}"), format!("{read:?}"));
-            if let Ok(simulated) =
-                simulate_schedule(&schedule, &read, Leaves::AtOnce, Channel::Tags)
-            {
-                drop(simulated.timeline("x", &read.unit));
-            }
-        });
+        mpmd_fuzz::bytes(
+            "costs",
+            &[plain.into_bytes(), costs.to_toml().into_bytes()],
+            |bytes| {
+                let Ok(read) = toml::from_str::<Costs>(&String::from_utf8_lossy(bytes)) else {
+                    return;
+                };
+                let again: Costs = toml::from_str(&read.to_toml()).unwrap();
+                // NaN costs differ from themselves, so compare their text.
+                assert_eq!(format!("{again:?}"), format!("{read:?}"));
+                if let Ok(simulated) =
+                    simulate_schedule(&schedule, &read, Leaves::AtOnce, Channel::Tags)
+                {
+                    drop(simulated.timeline("x", &read.unit));
+                }
+            },
+        );
     }
 }

@@ -111,7 +111,11 @@ impl Flow {
     /// - If a step sends data that no rank computes.
     pub fn of_lowered(rows: &Lowered, leaves: Leaves) -> Result<Self, FlowError> {
         let flow = Builder::new(&rows.steps)?.flow(&rows.steps)?;
-        Ok(if leaves == Leaves::InOrder { flow.in_order(rows) } else { flow })
+        Ok(if leaves == Leaves::InOrder {
+            flow.in_order(rows)
+        } else {
+            flow
+        })
     }
 }
 
@@ -137,11 +141,14 @@ impl Flow {
                     continue;
                 };
                 if let Some(first) = pair.take() {
-                    let (own, other) =
-                        (self.nodes[first as usize].takes, self.nodes[node as usize].takes);
+                    let (own, other) = (
+                        self.nodes[first as usize].takes,
+                        self.nodes[node as usize].takes,
+                    );
                     let from = self.takes.len() as u32;
                     for (begin, count) in [own, other] {
-                        self.takes.extend_from_within(begin as usize..(begin + count) as usize);
+                        self.takes
+                            .extend_from_within(begin as usize..(begin + count) as usize);
                     }
                     self.nodes[first as usize].takes = (from, own.1 + other.1);
                 }
@@ -227,19 +234,31 @@ const RADIX: u32 = 16;
 impl StepNames {
     /// Creates the decoder for a flow with this number of microbatches.
     pub fn new(microbatches: usize) -> Self {
-        Self { microbatches: u32::try_from(microbatches).unwrap_or(u32::MAX).max(1) }
+        Self {
+            microbatches: u32::try_from(microbatches).unwrap_or(u32::MAX).max(1),
+        }
     }
 
     /// Creates the decoder for the flow of these rows.
     pub fn of_lowered(rows: &[Vec<Step>]) -> Self {
-        Self::new(rows.iter().flatten().map(|step| step.microbatch as usize + 1).max().unwrap_or(0))
+        Self::new(
+            rows.iter()
+                .flatten()
+                .map(|step| step.microbatch as usize + 1)
+                .max()
+                .unwrap_or(0),
+        )
     }
 
     /// Returns the step of a node's or transfer's tag. For a transfer this is the send.
     pub fn step(self, tag: u32) -> Step {
         let (at, kind) = (tag / RADIX, tag % RADIX);
         let kind = KINDS[kind as usize % KINDS.len()];
-        Step { stage: at / self.microbatches, kind, microbatch: at % self.microbatches }
+        Step {
+            stage: at / self.microbatches,
+            kind,
+            microbatch: at % self.microbatches,
+        }
     }
 
     /// Returns true if a tag belongs to the weight gradient that ends a `B`. The first half of the
@@ -253,9 +272,15 @@ impl StepNames {
     pub(crate) fn weigh(self, flow: &mut Flow, costs: &Costs) {
         for transfer in &mut flow.transfers {
             let step = self.step(transfer.tag);
-            let Some(stage) = costs.stage.get(step.stage as usize) else { continue };
+            let Some(stage) = costs.stage.get(step.stage as usize) else {
+                continue;
+            };
             let is_forward = step.kind == StepKind::SendForward;
-            transfer.bytes = if is_forward { stage.output_bytes } else { stage.gradient_bytes };
+            transfer.bytes = if is_forward {
+                stage.output_bytes
+            } else {
+                stage.gradient_bytes
+            };
         }
     }
 
@@ -287,16 +312,25 @@ struct Builder {
 impl Builder {
     fn new(rows: &[Vec<Step>]) -> Result<Self, FlowError> {
         let steps = || rows.iter().flatten();
-        let stages = steps().map(|step| step.stage as usize + 1).max().unwrap_or(0);
+        let stages = steps()
+            .map(|step| step.stage as usize + 1)
+            .max()
+            .unwrap_or(0);
         let names = StepNames::of_lowered(rows);
         let microbatches = names.microbatches as usize;
         let count = stages.saturating_mul(microbatches);
         if count > 1 << 28 {
-            return Err(FlowError::Large { stages, microbatches });
+            return Err(FlowError::Large {
+                stages,
+                microbatches,
+            });
         }
         let mut rank_of_stage = vec![NONE; stages];
         for (rank, row) in rows.iter().enumerate() {
-            for step in row.iter().filter(|step| matches!(step.kind, StepKind::Compute(_))) {
+            for step in row
+                .iter()
+                .filter(|step| matches!(step.kind, StepKind::Compute(_)))
+            {
                 let on = &mut rank_of_stage[step.stage as usize];
                 *on = (*on).min(rank as u32);
             }
@@ -344,7 +378,9 @@ impl Builder {
     }
 
     fn add_nodes(&mut self, rank: u32, step: Step) -> Result<(), String> {
-        let StepKind::Compute(kind) = step.kind else { return Ok(()) };
+        let StepKind::Compute(kind) = step.kind else {
+            return Ok(());
+        };
         let on = self.rank_of_stage[step.stage as usize];
         if on != rank {
             return Err(format!("is of a stage of rank {on}"));
@@ -373,7 +409,12 @@ impl Builder {
             return Err("is computed twice".to_owned());
         }
         let tag = self.names.tag(step.stage, step.microbatch, kind);
-        self.flow.nodes.push(Node { lane, needs: (0, 0), takes: (0, 0), tag });
+        self.flow.nodes.push(Node {
+            lane,
+            needs: (0, 0),
+            takes: (0, 0),
+            tag,
+        });
         Ok(self.flow.nodes.len() as u32 - 1)
     }
 
@@ -412,7 +453,13 @@ impl Builder {
             return NONE;
         }
         let tag = self.names.tag(stage, microbatch, kind);
-        self.flow.transfers.push(Transfer { from, to, after, bytes: 0, tag });
+        self.flow.transfers.push(Transfer {
+            from,
+            to,
+            after,
+            bytes: 0,
+            tag,
+        });
         self.flow.transfers.len() as u32 - 1
     }
 
@@ -425,7 +472,11 @@ impl Builder {
         };
         let is_forward = matches!(step.kind, StepKind::SendForward | StepKind::ReceiveForward);
         let stage = stage.filter(|stage| *stage < self.stages);
-        let list = if is_forward { &self.outputs } else { &self.gradient };
+        let list = if is_forward {
+            &self.outputs
+        } else {
+            &self.gradient
+        };
         let number = stage.map_or(NONE, |stage| list[self.at(stage, step.microbatch)]);
         let Some(transfer) = self.flow.transfers.get(number as usize) else {
             return Err(
@@ -440,7 +491,11 @@ impl Builder {
         if std::mem::replace(&mut posted[number as usize][usize::from(is_send)], true) {
             return Err("appears twice".to_owned());
         }
-        let post = if is_send { Post::Send(number) } else { Post::Receive(number) };
+        let post = if is_send {
+            Post::Send(number)
+        } else {
+            Post::Receive(number)
+        };
         self.flow.posts[rank as usize].push(post);
         Ok(())
     }
@@ -449,7 +504,11 @@ impl Builder {
     fn add_inputs(&mut self) {
         for node in 0..self.flow.nodes.len() {
             let tag = self.flow.nodes[node].tag;
-            let Step { stage, kind, microbatch } = self.names.step(tag);
+            let Step {
+                stage,
+                kind,
+                microbatch,
+            } = self.names.step(tag);
             let at = self.at(stage, microbatch);
             let mut own = [NONE; 2];
             let mut moved = NONE;
@@ -487,7 +546,12 @@ impl Builder {
 }
 
 fn wrong(rank: usize, place: usize, step: Step, problem: String) -> FlowError {
-    FlowError::Step { rank, place, step: step.to_string(), problem }
+    FlowError::Step {
+        rank,
+        place,
+        step: step.to_string(),
+        problem,
+    }
 }
 
 #[cfg(test)]
@@ -499,22 +563,31 @@ mod tests {
         let schedule = Schedule::one_f_one_b(2, 1).unwrap();
         let flow = Flow::of_schedule(&schedule).unwrap();
         let names = StepNames::new(1);
-        let nodes: Vec<String> =
-            flow.nodes.iter().map(|node| names.step(node.tag).to_string()).collect();
+        let nodes: Vec<String> = flow
+            .nodes
+            .iter()
+            .map(|node| names.step(node.tag).to_string())
+            .collect();
         assert_eq!(nodes, ["0F0", "0B0", "0B0", "1F0", "1B0", "1B0"]);
         assert!(
             names.is_second_half(flow.nodes[2].tag) && !names.is_second_half(flow.nodes[1].tag)
         );
         // 0F0 is sent to rank 1; the gradient leaves after the first half of 1B0.
-        let moves: Vec<(u32, u32, u32)> =
-            flow.transfers.iter().map(|t| (t.from, t.to, t.after)).collect();
+        let moves: Vec<(u32, u32, u32)> = flow
+            .transfers
+            .iter()
+            .map(|t| (t.from, t.to, t.after))
+            .collect();
         assert_eq!(moves, [(0, 1, 0), (1, 0, 4)]);
         assert_eq!(names.step(flow.transfers[1].tag).to_string(), "1SEND_B0");
         assert_eq!((flow.takes_of(3), flow.takes_of(1)), (&[0][..], &[1][..]));
         assert_eq!((flow.needs_of(1), flow.needs_of(2)), (&[0][..], &[1][..]));
         assert_eq!(
             flow.posts,
-            [vec![Post::Send(0), Post::Receive(1)], vec![Post::Receive(0), Post::Send(1)]]
+            [
+                vec![Post::Send(0), Post::Receive(1)],
+                vec![Post::Receive(0), Post::Send(1)]
+            ]
         );
     }
 
@@ -525,15 +598,30 @@ mod tests {
         let with = |rank: usize, step: Step| {
             let mut rows = lowered.clone();
             rows.steps[rank].push(step);
-            Flow::of_lowered(&rows, Leaves::AtOnce).unwrap_err().to_string()
+            Flow::of_lowered(&rows, Leaves::AtOnce)
+                .unwrap_err()
+                .to_string()
         };
-        let step = |stage, kind| Step { stage, kind, microbatch: 0 };
+        let step = |stage, kind| Step {
+            stage,
+            kind,
+            microbatch: 0,
+        };
         use StepKind::{Compute, ReceiveForward, SendForward};
-        assert_eq!(with(0, lowered.steps[0][1]), "rank 0, step 4: 0SEND_F0 appears twice");
-        assert_eq!(with(1, step(0, SendForward)), "rank 1, step 4: 0SEND_F0 is for rank 0");
+        assert_eq!(
+            with(0, lowered.steps[0][1]),
+            "rank 0, step 4: 0SEND_F0 appears twice"
+        );
+        assert_eq!(
+            with(1, step(0, SendForward)),
+            "rank 1, step 4: 0SEND_F0 is for rank 0"
+        );
         let forward = step(1, Compute(ActionKind::Forward));
         assert_eq!(with(1, forward), "rank 1, step 4: 1F0 is computed twice");
-        assert_eq!(with(0, forward), "rank 1, step 1: 1F0 is of a stage of rank 0");
+        assert_eq!(
+            with(0, forward),
+            "rank 1, step 1: 1F0 is of a stage of rank 0"
+        );
         let out = with(1, step(0, ReceiveForward));
         assert!(
             out.starts_with("rank 1, step 4: 0RECV_F0 moves data that one of its two ranks"),

@@ -19,13 +19,17 @@ pub fn fused(
         return Ok(schedule.clone());
     }
     let join = |action: &Action| match action.kind {
-        ActionKind::BackwardInput if fuses(action.stage) => {
-            Some(Action { kind: ActionKind::Backward, ..*action })
-        }
+        ActionKind::BackwardInput if fuses(action.stage) => Some(Action {
+            kind: ActionKind::Backward,
+            ..*action
+        }),
         ActionKind::BackwardWeight if fuses(action.stage) => None,
         _ => Some(*action),
     };
-    let rows = schedule.rows().iter().map(|row| row.iter().filter_map(join).collect());
+    let rows = schedule
+        .rows()
+        .iter()
+        .map(|row| row.iter().filter_map(join).collect());
     Schedule::new(schedule.name(), rows.collect())
 }
 

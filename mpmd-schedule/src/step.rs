@@ -49,8 +49,14 @@ impl Step {
 
     /// Returns the action of the schedule that this step computes; `None` for a transfer.
     pub fn action(self) -> Option<Action> {
-        let StepKind::Compute(kind) = self.kind else { return None };
-        Some(Action { stage: self.stage as usize, kind, microbatch: self.microbatch as usize })
+        let StepKind::Compute(kind) = self.kind else {
+            return None;
+        };
+        Some(Action {
+            stage: self.stage as usize,
+            kind,
+            microbatch: self.microbatch as usize,
+        })
     }
 }
 

@@ -145,13 +145,23 @@ impl Timeline {
     /// Returns the steps that take time, in order. A timeline without marks is one step without a
     /// name.
     pub fn steps(&self) -> Vec<TimelineStep> {
-        let next = self.marks.iter().skip(1).map(|mark| mark.at).chain([self.end]);
+        let next = self
+            .marks
+            .iter()
+            .skip(1)
+            .map(|mark| mark.at)
+            .chain([self.end]);
         let mut steps: Vec<TimelineStep> = Vec::new();
         for (mark, next) in self.marks.iter().zip(next) {
             let (from, until) = (mark.at, mark.end.unwrap_or(next));
             if until > from {
                 let takes = until - steps.last().map_or(from, |before| before.until);
-                steps.push(TimelineStep { name: mark.name.clone(), from, until, takes });
+                steps.push(TimelineStep {
+                    name: mark.name.clone(),
+                    from,
+                    until,
+                    takes,
+                });
             }
         }
         if steps.is_empty() && self.end > 0.0 {
@@ -176,7 +186,9 @@ impl Timeline {
     /// Returns the planned end of the last bar, or `None` if no bar has a plan.
     pub fn planned_end(&self) -> Option<f64> {
         let bars = self.rows.iter().flat_map(|row| &row.bars);
-        bars.filter_map(|bar| bar.planned).map(|(_, until)| until).reduce(f64::max)
+        bars.filter_map(|bar| bar.planned)
+            .map(|(_, until)| until)
+            .reduce(f64::max)
     }
 
     /// Returns the idle share of all rows' time between `from` and `until`, as a number from 0 to
@@ -217,10 +229,24 @@ mod tests {
 
     #[test]
     fn bubble_is_the_idle_share() {
-        let bar = |start, end| Bar { start, end, ..Bar::default() };
-        let row = |bars| Row { bars, ..Row::default() };
-        let rows = vec![row(vec![bar(0.0, 2.0), bar(3.0, 4.0)]), row(vec![bar(1.0, 4.0)])];
-        let timeline = Timeline { end: 4.0, rows, ..Timeline::default() };
+        let bar = |start, end| Bar {
+            start,
+            end,
+            ..Bar::default()
+        };
+        let row = |bars| Row {
+            bars,
+            ..Row::default()
+        };
+        let rows = vec![
+            row(vec![bar(0.0, 2.0), bar(3.0, 4.0)]),
+            row(vec![bar(1.0, 4.0)]),
+        ];
+        let timeline = Timeline {
+            end: 4.0,
+            rows,
+            ..Timeline::default()
+        };
         assert_eq!(timeline.bubble(0.0, 4.0), 0.25);
         assert_eq!(timeline.bubble(2.0, 3.0), 0.5);
         assert_eq!(timeline.bubble(4.0, 4.0), 0.0);
@@ -228,49 +254,99 @@ mod tests {
 
     #[test]
     fn steps_span_from_mark_to_mark() {
-        let mark = |at, name: &str| Mark { at, name: name.to_owned(), end: None };
+        let mark = |at, name: &str| Mark {
+            at,
+            name: name.to_owned(),
+            end: None,
+        };
         let steps = |marks| {
-            let timeline = Timeline { end: 4.0, marks, ..Timeline::default() };
+            let timeline = Timeline {
+                end: 4.0,
+                marks,
+                ..Timeline::default()
+            };
             let all = timeline.steps().into_iter();
-            all.map(|step| (step.name, step.from, step.until)).collect::<Vec<_>>()
+            all.map(|step| (step.name, step.from, step.until))
+                .collect::<Vec<_>>()
         };
         assert_eq!(steps(vec![]), [(String::new(), 0.0, 4.0)]);
         let (first, second) = (("a".to_owned(), 0.0, 3.0), ("b".to_owned(), 3.0, 4.0));
-        assert_eq!(steps(vec![mark(0.0, "a"), mark(3.0, "b")]), [first.clone(), second]);
+        assert_eq!(
+            steps(vec![mark(0.0, "a"), mark(3.0, "b")]),
+            [first.clone(), second]
+        );
         // A mark at the end begins no step.
-        assert_eq!(steps(vec![mark(0.0, "a"), mark(3.0, "b"), mark(4.0, "c")]).len(), 2);
-        assert_eq!(steps(vec![mark(0.0, "a"), mark(3.0, ""), mark(3.0, "b")])[0], first);
+        assert_eq!(
+            steps(vec![mark(0.0, "a"), mark(3.0, "b"), mark(4.0, "c")]).len(),
+            2
+        );
+        assert_eq!(
+            steps(vec![mark(0.0, "a"), mark(3.0, ""), mark(3.0, "b")])[0],
+            first
+        );
         assert_eq!(Timeline::default().steps(), []);
         assert_eq!(Timeline::default().median_step(), None);
     }
 
     #[test]
     fn steps_with_own_ends_may_overlap() {
-        let mark = |(at, end): (f64, f64)| Mark { at, end: Some(end), name: at.to_string() };
+        let mark = |(at, end): (f64, f64)| Mark {
+            at,
+            end: Some(end),
+            name: at.to_string(),
+        };
         // The second begins while the first still runs. The third begins after a pause. 80 s follow
         // the last.
-        let marks = [(0.0, 6.0), (5.0, 8.0), (10.0, 12.0), (12.0, 20.0)].map(mark).to_vec();
-        let timeline = Timeline { end: 100.0, marks, ..Timeline::default() };
+        let marks = [(0.0, 6.0), (5.0, 8.0), (10.0, 12.0), (12.0, 20.0)]
+            .map(mark)
+            .to_vec();
+        let timeline = Timeline {
+            end: 100.0,
+            marks,
+            ..Timeline::default()
+        };
         let steps = timeline.steps();
         let found: Vec<_> = steps.iter().map(|step| (step.until, step.takes)).collect();
         assert_eq!(found, [(6.0, 6.0), (8.0, 2.0), (12.0, 4.0), (20.0, 8.0)]);
-        assert_eq!(timeline.median_step().map(|step| step.name), Some("10".to_owned()));
+        assert_eq!(
+            timeline.median_step().map(|step| step.name),
+            Some("10".to_owned())
+        );
     }
 
     #[test]
     fn rows_report_stages_peak_and_planned_end() {
-        let bar = |stage, planned| Bar { stage, planned, ..Bar::default() };
+        let bar = |stage, planned| Bar {
+            stage,
+            planned,
+            ..Bar::default()
+        };
         let bars = vec![
             bar(Some(7), None),
             bar(Some(0), Some((0.0, 2.5))),
             bar(Some(7), None),
             bar(None, None),
         ];
-        let memory = [1.0, 3.0, 2.0].map(|used| MemoryPoint { at: used, used }).to_vec();
-        let row = Row { bars, memory, ..Row::default() };
+        let memory = [1.0, 3.0, 2.0]
+            .map(|used| MemoryPoint { at: used, used })
+            .to_vec();
+        let row = Row {
+            bars,
+            memory,
+            ..Row::default()
+        };
         assert_eq!((row.stages(), row.peak()), (vec![0, 7], Some(3.0)));
-        assert_eq!((Row::default().stages(), Row::default().peak()), (vec![], None));
-        let timeline = Timeline { rows: vec![row, Row::default()], ..Timeline::default() };
-        assert_eq!((timeline.planned_end(), Timeline::default().planned_end()), (Some(2.5), None));
+        assert_eq!(
+            (Row::default().stages(), Row::default().peak()),
+            (vec![], None)
+        );
+        let timeline = Timeline {
+            rows: vec![row, Row::default()],
+            ..Timeline::default()
+        };
+        assert_eq!(
+            (timeline.planned_end(), Timeline::default().planned_end()),
+            (Some(2.5), None)
+        );
     }
 }

@@ -14,8 +14,11 @@ fn cases(golden: &str) -> Vec<Value> {
 fn schedule(case: &Value) -> (Schedule, String) {
     let number = |key: &str| case[key].as_u64().expect("a number") as usize;
     let name = case["schedule"].as_str().expect("a name");
-    let (ranks, microbatches, chunks) =
-        (number("ranks"), number("microbatches"), number("chunks_per_rank"));
+    let (ranks, microbatches, chunks) = (
+        number("ranks"),
+        number("microbatches"),
+        number("chunks_per_rank"),
+    );
     let schedule = Schedule::named(name, ranks, microbatches, Some(chunks)).expect("a schedule");
     assert_eq!((schedule.name(), schedule.stages()), (name, ranks * chunks));
     (schedule, format!("{name} {ranks} {microbatches} {chunks}"))
@@ -28,8 +31,9 @@ fn orders_match_the_golden_file() {
         let (schedule, called) = schedule(case);
         let rows: Vec<Vec<String>> =
             serde_json::from_value(case["rows"].clone()).expect("rows of cells");
-        let ours: Vec<Vec<String>> =
-            (0..schedule.ranks()).map(|rank| schedule.cells(rank)).collect();
+        let ours: Vec<Vec<String>> = (0..schedule.ranks())
+            .map(|rank| schedule.cells(rank))
+            .collect();
         assert_eq!(ours, rows, "{called}");
     }
     assert_eq!(cases.len(), 101);
@@ -47,7 +51,11 @@ fn text_matches_torch_to_the_byte() {
                 let read = Text::parse(theirs, asked).unwrap();
                 assert_eq!(read.flavour, flavour, "{called}");
                 assert_eq!(read.to_csv(), theirs, "{called}");
-                assert_eq!(read.schedule(schedule.name()).unwrap(), schedule, "{called}");
+                assert_eq!(
+                    read.schedule(schedule.name()).unwrap(),
+                    schedule,
+                    "{called}"
+                );
             }
         }
         let lowered = Text::of(&schedule, Dialect::ComputeComms).unwrap();
@@ -89,19 +97,27 @@ fn run(schedule: &Schedule, (forward, input, weight): (usize, usize, usize)) -> 
             let row = &schedule.rows()[rank][next[rank]..];
             let is_pair = schedule.overlaps(rank).contains(&next[rank]);
             let head = &row[..row.len().min(if is_pair { 2 } else { 1 })];
-            let mut ready = head.iter().map(|&Action { stage, kind, microbatch }| {
-                let end =
-                    |stage: usize, forward: bool| ends.get(&(stage, forward, microbatch)).copied();
-                let first = |needed: bool, end: Option<usize>| if needed { end } else { Some(0) };
-                match kind {
-                    Forward => first(stage > 0, end(stage.wrapping_sub(1), true)),
-                    BackwardWeight => end(stage, false),
-                    _ => {
-                        let after = first(stage + 1 < schedule.stages(), end(stage + 1, false));
-                        Some(end(stage, true)?.max(after?))
+            let mut ready = head.iter().map(
+                |&Action {
+                     stage,
+                     kind,
+                     microbatch,
+                 }| {
+                    let end = |stage: usize, forward: bool| {
+                        ends.get(&(stage, forward, microbatch)).copied()
+                    };
+                    let first =
+                        |needed: bool, end: Option<usize>| if needed { end } else { Some(0) };
+                    match kind {
+                        Forward => first(stage > 0, end(stage.wrapping_sub(1), true)),
+                        BackwardWeight => end(stage, false),
+                        _ => {
+                            let after = first(stage + 1 < schedule.stages(), end(stage + 1, false));
+                            Some(end(stage, true)?.max(after?))
+                        }
                     }
-                }
-            });
+                },
+            );
             let Some(start) = ready.try_fold(free[rank], |all, one| Some(all.max(one?))) else {
                 continue;
             };
@@ -109,7 +125,12 @@ fn run(schedule: &Schedule, (forward, input, weight): (usize, usize, usize)) -> 
                 idle[rank] += start - free[rank];
             }
             free[rank] = start;
-            for &Action { stage, kind, microbatch } in head {
+            for &Action {
+                stage,
+                kind,
+                microbatch,
+            } in head
+            {
                 free[rank] += match kind {
                     Forward => forward,
                     BackwardInput => input,
@@ -132,13 +153,28 @@ fn run(schedule: &Schedule, (forward, input, weight): (usize, usize, usize)) -> 
             break;
         }
     }
-    assert!(next.iter().zip(schedule.rows()).all(|(next, row)| *next == row.len()));
-    Run { makespan: free.into_iter().max().unwrap(), activations: most, idle }
+    assert!(
+        next.iter()
+            .zip(schedule.rows())
+            .all(|(next, row)| *next == row.len())
+    );
+    Run {
+        makespan: free.into_iter().max().unwrap(),
+        activations: most,
+        idle,
+    }
 }
 
 #[test]
 fn costs_for_four_ranks_and_eight_microbatches_match_table() {
-    type Row = (&'static str, Option<usize>, usize, usize, [usize; 4], [usize; 4]);
+    type Row = (
+        &'static str,
+        Option<usize>,
+        usize,
+        usize,
+        [usize; 4],
+        [usize; 4],
+    );
     let table: [Row; 8] = [
         ("gpipe", None, 33, 24, [8; 4], [9, 6, 3, 0]),
         ("1f1b", None, 33, 24, [4, 3, 2, 1], [9, 6, 3, 0]),
@@ -174,9 +210,15 @@ fn bubbles_and_activations_match_closed_forms() {
 
 fn forms(p: usize, m: usize, v: usize, costs @ (f, i, w): (usize, usize, usize)) {
     for builtin in Builtin::ALL {
-        let Ok(schedule) = builtin.schedule(p, m, v) else { continue };
+        let Ok(schedule) = builtin.schedule(p, m, v) else {
+            continue;
+        };
         let found = run(&schedule, costs);
-        let passes = if schedule.has_backward() { f + i + w } else { f };
+        let passes = if schedule.has_backward() {
+            f + i + w
+        } else {
+            f
+        };
         let bubble = found.makespan - m * v * passes;
         let called = format!("{builtin:?} p {p} m {m} v {v} {costs:?}");
         let k = m / (m / p).max(1);
@@ -192,7 +234,8 @@ fn forms(p: usize, m: usize, v: usize, costs @ (f, i, w): (usize, usize, usize))
             ),
             Builtin::LoopedBfs => ((m >= p).then_some(all), each(&|_| m * v)),
             Builtin::ZbH1 | Builtin::InterleavedZeroBubble => (
-                m.is_multiple_of(p).then_some((p - 1) * (f + i - f.min(i).min(w))),
+                m.is_multiple_of(p)
+                    .then_some((p - 1) * (f + i - f.min(i).min(w))),
                 if m.is_multiple_of(p) {
                     each(&|_| (m * v).min((v - 1) * k + p))
                 } else {
@@ -202,9 +245,10 @@ fn forms(p: usize, m: usize, v: usize, costs @ (f, i, w): (usize, usize, usize))
             Builtin::ZbvZeroBubble if m >= 2 * p => {
                 ((f == i && i == w).then_some((p - 1) * f), each(&|_| 2 * p))
             }
-            Builtin::DualPipeV => {
-                ((f == i && i == w).then_some((p - 1) * 2 * f), each(&|_| 2 * p + 1))
-            }
+            Builtin::DualPipeV => (
+                (f == i && i == w).then_some((p - 1) * 2 * f),
+                each(&|_| 2 * p + 1),
+            ),
             Builtin::ForwardOnly => (m.is_multiple_of(p).then_some((p - 1) * f), each(&|_| m * v)),
             _ => continue,
         };

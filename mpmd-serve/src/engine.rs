@@ -158,10 +158,18 @@ impl Engine {
 
     /// Fails the open requests, if there are any, with the reason for which the job has ended.
     pub fn end(mut self) {
-        let why = self.failed.clone().unwrap_or_else(|| "the server has ended".into());
-        let waiting = self.arrivals.take().into_iter().map(|arrival| arrival.sender);
+        let why = self
+            .failed
+            .clone()
+            .unwrap_or_else(|| "the server has ended".into());
+        let waiting = self
+            .arrivals
+            .take()
+            .into_iter()
+            .map(|arrival| arrival.sender);
         let open = std::mem::take(&mut self.clients).into_values();
-        open.chain(waiting).for_each(|mut sender| sender.send(Event::Failed(why.clone())));
+        open.chain(waiting)
+            .for_each(|mut sender| sender.send(Event::Failed(why.clone())));
     }
 
     /// Returns the next step of all processes. Blocks while there is nothing to do, and while
@@ -207,7 +215,11 @@ impl Engine {
             } else if !self.wait(inference.versions()) {
                 self.read_times(inference)?;
                 // So it is known without requests, too, that the stages answer.
-                return Ok(if self.must_ask() { Step::Times } else { Step::Idle });
+                return Ok(if self.must_ask() {
+                    Step::Times
+                } else {
+                    Step::Idle
+                });
             }
         }
     }
@@ -244,7 +256,9 @@ impl Engine {
         if let Some(mode) = self.pause {
             self.arrivals.paused(mode);
         }
-        let has_news = self.arrivals.wait(if versions.is_loading() { POLL } else { IDLE });
+        let has_news = self
+            .arrivals
+            .wait(if versions.is_loading() { POLL } else { IDLE });
         has_news && !self.arrivals.is_woken()
     }
 
@@ -264,7 +278,10 @@ impl Engine {
         if is_late && self.scheduler.old().is_some() {
             for id in self.scheduler.upgrade() {
                 self.weights.upgrades += 1;
-                self.clients.get(&id).into_iter().for_each(Sender::tell_version);
+                self.clients
+                    .get(&id)
+                    .into_iter()
+                    .for_each(Sender::tell_version);
             }
         }
         if let Some(version) = self.scheduler.retired() {
@@ -306,7 +323,8 @@ impl Engine {
 
     /// Tells the clients the versions in use.
     fn tell_weights(&self) {
-        self.arrivals.set_weights(self.scheduler.newest(), self.scheduler.old());
+        self.arrivals
+            .set_weights(self.scheduler.newest(), self.scheduler.old());
         self.report();
     }
 
@@ -315,11 +333,15 @@ impl Engine {
     fn fail(&mut self, why: &Error, inference: &Inference) {
         // No version may retire before the passes that compute by it have ended. Their choices are
         // forgotten.
-        self.open.iter().for_each(|choices| _ = inference.read(choices));
+        self.open
+            .iter()
+            .for_each(|choices| _ = inference.read(choices));
         tracing::error!("a pass has failed: {why}");
         let ended = self.scheduler.fail();
         if let Some(mut sender) = ended.and_then(|id| self.clients.remove(&id)) {
-            sender.send(Event::Failed(format!("the model has failed: {}", reason(why)).into()));
+            sender.send(Event::Failed(
+                format!("the model has failed: {}", reason(why)).into(),
+            ));
         }
         self.passes[1] += 1;
         self.forget();
@@ -327,14 +349,20 @@ impl Engine {
 
     /// Reads the times of the stages, if they have come.
     fn read_times(&mut self, inference: &Inference) -> Result<()> {
-        let Some(asked) = &self.asked.1 else { return Ok(()) };
-        let Some(times) = inference.read_times(asked)? else { return Ok(()) };
+        let Some(asked) = &self.asked.1 else {
+            return Ok(());
+        };
+        let Some(times) = inference.read_times(asked)? else {
+            return Ok(());
+        };
         self.asked.1 = None;
         self.arrivals.answered(Awaited::Times);
         let figures = times.iter().enumerate().map(|(stage, own)| StageFigures {
             busy: own.busy,
             handed_bytes: own.handed_bytes,
-            handed: times.get(stage + 1).map_or(Duration::ZERO, |next| own.until(next)),
+            handed: times
+                .get(stage + 1)
+                .map_or(Duration::ZERO, |next| own.until(next)),
         });
         self.stages[0] = figures.collect();
         Ok(())
@@ -392,7 +420,9 @@ impl Engine {
     fn stages(&self) -> Vec<StageFigures> {
         let [now, before] = &self.stages;
         let of = |stages: &[StageFigures], at: usize| stages.get(at).copied().unwrap_or_default();
-        (0..now.len().max(before.len())).map(|at| of(now, at) + of(before, at)).collect()
+        (0..now.len().max(before.len()))
+            .map(|at| of(now, at) + of(before, at))
+            .collect()
     }
 
     /// Takes new requests, forgets those of clients that have left, and ends those that a pause
@@ -404,7 +434,12 @@ impl Engine {
             self.scheduler.leave(id);
             self.clients.remove(&id);
         }
-        let News { arrived, aborts, pause, load } = self.arrivals.news();
+        let News {
+            arrived,
+            aborts,
+            pause,
+            load,
+        } = self.arrivals.news();
         if aborts {
             for (id, sender) in std::mem::take(&mut self.clients) {
                 self.scheduler.leave(id);
@@ -434,9 +469,14 @@ impl Engine {
         let tokens = request.prompt.len();
         let most = self.sizes.positions;
         if tokens == 0 || tokens >= most || request.max_tokens == 0 {
-            return Err(format!("a prompt of {tokens} tokens: from 1 to {} have room", most - 1));
+            return Err(format!(
+                "a prompt of {tokens} tokens: from 1 to {} have room",
+                most - 1
+            ));
         }
-        inference.check_tokens(&request.prompt).map_err(|why| why.to_string())
+        inference
+            .check_tokens(&request.prompt)
+            .map_err(|why| why.to_string())
     }
 
     fn report(&self) {

@@ -107,8 +107,11 @@ struct Known {
 impl Metrics {
     pub(crate) fn new() -> Self {
         let mark = (now(), Vec::new());
-        let known =
-            Known { figures: Figures::default(), line: [0; 3], marks: [mark.clone(), mark] };
+        let known = Known {
+            figures: Figures::default(),
+            line: [0; 3],
+            marks: [mark.clone(), mark],
+        };
         let engine = Arc::new(Engine(Mutex::new(known)));
         let mut registry = Registry::with_prefix("mpmd");
         registry.register_collector(Box::new(engine.clone()));
@@ -116,11 +119,25 @@ impl Metrics {
         registry.register("prompt_tokens", "Tokens of prompts", prompt_tokens.clone());
         registry.register("generated_tokens", "Tokens of replies", new_tokens.clone());
         let (rejected, ended) = (Family::default(), Family::default());
-        registry.register("requests_rejected", "Requests that were refused", rejected.clone());
-        registry.register("requests_ended", "Requests by the way they ended", ended.clone());
+        registry.register(
+            "requests_rejected",
+            "Requests that were refused",
+            rejected.clone(),
+        );
+        registry.register(
+            "requests_ended",
+            "Requests by the way they ended",
+            ended.clone(),
+        );
         let times = [
-            ("time_to_first_token_seconds", "Time from a request to its first token"),
-            ("time_between_tokens_seconds", "Time from a token to the next"),
+            (
+                "time_to_first_token_seconds",
+                "Time from a request to its first token",
+            ),
+            (
+                "time_between_tokens_seconds",
+                "Time from a token to the next",
+            ),
             ("queue_time_seconds", "Time in the waiting line"),
         ];
         // From 0.1 milliseconds to 105 seconds.
@@ -211,28 +228,80 @@ impl Collector for Engine {
         let figures = &known.figures;
         let [waiting, running, paused] = known.line;
         let gauges = [
-            ("requests_running", "Requests that are being answered", running),
+            (
+                "requests_running",
+                "Requests that are being answered",
+                running,
+            ),
             ("requests_waiting", "Requests in the waiting line", waiting),
             ("paused", "1 while a pause is in force", paused),
-            ("weight_version", "Version of the weights", figures.version as usize),
-            ("cache_blocks", "Blocks of the cache on each stage", figures.blocks),
-            ("cache_blocks_used", "Blocks that requests use", figures.blocks_used),
-            ("chunk_tokens", "Largest number of tokens of a pass", figures.chunk),
-            ("microbatches_in_flight", "Passes under way", figures.in_flight),
+            (
+                "weight_version",
+                "Version of the weights",
+                figures.version as usize,
+            ),
+            (
+                "cache_blocks",
+                "Blocks of the cache on each stage",
+                figures.blocks,
+            ),
+            (
+                "cache_blocks_used",
+                "Blocks that requests use",
+                figures.blocks_used,
+            ),
+            (
+                "chunk_tokens",
+                "Largest number of tokens of a pass",
+                figures.chunk,
+            ),
+            (
+                "microbatches_in_flight",
+                "Passes under way",
+                figures.in_flight,
+            ),
         ];
         for (name, help, value) in gauges {
             let gauge = ConstGauge::new(value as i64);
             gauge.encode(encoder.encode_descriptor(name, help, None, gauge.metric_type())?)?;
         }
         let counters = [
-            ("prefix_hit_tokens", "Tokens of prompts in the prefix cache", figures.prefix_tokens),
-            ("preemptions", "Requests that lost their blocks", figures.preemptions),
+            (
+                "prefix_hit_tokens",
+                "Tokens of prompts in the prefix cache",
+                figures.prefix_tokens,
+            ),
+            (
+                "preemptions",
+                "Requests that lost their blocks",
+                figures.preemptions,
+            ),
             ("passes", "Passes of the pipeline", figures.passes),
-            ("failed_passes", "Passes that failed as a whole", figures.failed_passes),
-            ("surplus_rows", "Rows whose tokens were dropped", figures.surplus_rows),
-            ("weight_versions", "Versions of the weights that have begun", figures.versions),
-            ("upgraded_requests", "Requests computed again on a newer version", figures.upgrades),
-            ("recoveries", "Lost processes that were replaced", figures.recoveries),
+            (
+                "failed_passes",
+                "Passes that failed as a whole",
+                figures.failed_passes,
+            ),
+            (
+                "surplus_rows",
+                "Rows whose tokens were dropped",
+                figures.surplus_rows,
+            ),
+            (
+                "weight_versions",
+                "Versions of the weights that have begun",
+                figures.versions,
+            ),
+            (
+                "upgraded_requests",
+                "Requests computed again on a newer version",
+                figures.upgrades,
+            ),
+            (
+                "recoveries",
+                "Lost processes that were replaced",
+                figures.recoveries,
+            ),
         ];
         for (name, help, value) in counters {
             let counter = ConstCounter::new(value);
@@ -254,12 +323,28 @@ impl Known {
         let idle = (0..stages.len()).map(|stage| ConstGauge::new(self.idle(stage)));
         let name = "stage_idle_share";
         encode_by_stage(encoder, name, "Share of time without work", idle)?;
-        let busy = stages.iter().map(|stage| ConstCounter::new(stage.busy.as_secs_f64()));
+        let busy = stages
+            .iter()
+            .map(|stage| ConstCounter::new(stage.busy.as_secs_f64()));
         encode_by_stage(encoder, "stage_busy_seconds", "Time with work", busy)?;
-        let bytes = stages.iter().map(|stage| ConstCounter::new(stage.handed_bytes));
-        encode_by_stage(encoder, "handover_bytes", "Bytes handed to the next stage", bytes)?;
-        let times = stages.iter().map(|stage| ConstCounter::new(stage.handed.as_secs_f64()));
-        encode_by_stage(encoder, "handover_seconds", "Time until the next stage starts", times)
+        let bytes = stages
+            .iter()
+            .map(|stage| ConstCounter::new(stage.handed_bytes));
+        encode_by_stage(
+            encoder,
+            "handover_bytes",
+            "Bytes handed to the next stage",
+            bytes,
+        )?;
+        let times = stages
+            .iter()
+            .map(|stage| ConstCounter::new(stage.handed.as_secs_f64()));
+        encode_by_stage(
+            encoder,
+            "handover_seconds",
+            "Time until the next stage starts",
+            times,
+        )
     }
 }
 
@@ -271,7 +356,9 @@ fn encode_by_stage<M: EncodeMetric>(
     values: impl Iterator<Item = M>,
 ) -> fmt::Result {
     let values: Vec<M> = values.collect();
-    let Some(first) = values.first() else { return Ok(()) };
+    let Some(first) = values.first() else {
+        return Ok(());
+    };
     let mut family = encoder.encode_descriptor(name, help, None, first.metric_type())?;
     values
         .iter()

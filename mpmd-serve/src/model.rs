@@ -42,7 +42,12 @@ impl Model {
         let sampling = Sampling::of(folder)?;
         let path = folder.path();
         let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
-        let own_name = || path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into();
+        let own_name = || {
+            path.file_name()
+                .unwrap_or(path.as_os_str())
+                .to_string_lossy()
+                .into()
+        };
         Ok(Self {
             name: name.unwrap_or_else(own_name),
             positions,
@@ -84,11 +89,15 @@ impl Model {
     /// Returns the text of tokens, special ones included. Tokens that the tokenizer lacks have
     /// none.
     pub(crate) fn decode(&self, tokens: &[u32]) -> Result<String, String> {
-        self.tokenizer.decode(tokens, false).map_err(|why| why.to_string())
+        self.tokenizer
+            .decode(tokens, false)
+            .map_err(|why| why.to_string())
     }
 }
 
 /// Returns the time in seconds since the start of 1970.
 pub(crate) fn unix_seconds() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs())
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |time| time.as_secs())
 }

@@ -69,7 +69,9 @@ const LOG: &str = "the server's log has the reason";
 /// Returns the reason of a failure for clients, without lines and operations of the program: these
 /// are for its log.
 pub(crate) fn reason(why: &Error) -> String {
-    let Some(failure) = why.failure() else { return LOG.to_owned() };
+    let Some(failure) = why.failure() else {
+        return LOG.to_owned();
+    };
     let process = failure.process;
     match failure.kind {
         FailureKind::PeerLost => format!("process {process} is lost"),

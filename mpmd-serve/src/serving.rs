@@ -58,12 +58,18 @@ impl<'a> Serving<'a> {
         }
         let mut cost = None;
         inference.warm_up(p, |tokens, time| {
-            engine.as_deref_mut().is_none_or(|engine| engine.is_enough(tokens, time, &mut cost))
+            engine
+                .as_deref_mut()
+                .is_none_or(|engine| engine.is_enough(tokens, time, &mut cost))
         })?;
         if let Some(engine) = &mut engine {
             engine.restart(p.epoch(), inference.versions());
         }
-        Ok(Self { inference, engine, last: vec![None; lanes] })
+        Ok(Self {
+            inference,
+            engine,
+            last: vec![None; lanes],
+        })
     }
 
     /// Returns the model.
@@ -90,7 +96,9 @@ impl<'a> Serving<'a> {
     ) -> Result<Turn<T>> {
         let (inference, engine) = (&mut *self.inference, &mut self.engine);
         let decide = || {
-            let Some(engine) = engine else { return Ok(Next::Step(Step::End)) };
+            let Some(engine) = engine else {
+                return Ok(Next::Step(Step::End));
+            };
             match other() {
                 Some(work) => Ok(Next::Other(work)),
                 None => engine.step(inference).map(Next::Step),

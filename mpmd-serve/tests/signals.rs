@@ -8,7 +8,10 @@ use rustix::process::{Signal, getpid, kill_process};
 
 #[test]
 fn sigterm_drains_the_server() {
-    let settings = FrontSettings { port: 0, ..FrontSettings::default() };
+    let settings = FrontSettings {
+        port: 0,
+        ..FrontSettings::default()
+    };
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../mpmd-models/tests/folders/plain");
     let model = Model::of(&Folder::open(folder).unwrap(), None, 99).unwrap();
     let (queue, arrivals) = queue(settings.waiting);

@@ -36,14 +36,20 @@ impl Rate {
     pub fn at(&self, step: u64) -> f64 {
         match *self {
             Self::Constant(rate) => rate,
-            Self::WarmupCosine { peak, floor, warmup, total } => {
-                warmed_up(step, (peak, floor), (warmup, total), |done| {
-                    0.5 * (1.0 + (PI * done).cos())
-                })
-            }
-            Self::WarmupLinear { peak, floor, warmup, total } => {
-                warmed_up(step, (peak, floor), (warmup, total), |done| 1.0 - done)
-            }
+            Self::WarmupCosine {
+                peak,
+                floor,
+                warmup,
+                total,
+            } => warmed_up(step, (peak, floor), (warmup, total), |done| {
+                0.5 * (1.0 + (PI * done).cos())
+            }),
+            Self::WarmupLinear {
+                peak,
+                floor,
+                warmup,
+                total,
+            } => warmed_up(step, (peak, floor), (warmup, total), |done| 1.0 - done),
         }
     }
 
@@ -86,7 +92,12 @@ mod tests {
 
     #[test]
     fn rate_rises_linearly_and_falls_along_a_cosine() {
-        let of = |warmup| Rate::WarmupCosine { peak: 1.0, floor: 0.2, warmup, total: 12 };
+        let of = |warmup| Rate::WarmupCosine {
+            peak: 1.0,
+            floor: 0.2,
+            warmup,
+            total: 12,
+        };
         let expected = [
             (1, 0.25),
             (2, 0.5),
@@ -98,7 +109,11 @@ mod tests {
             (u64::MAX, 0.2),
         ];
         for (step, rate) in expected {
-            assert!((of(4).at(step) - rate).abs() < 1e-12, "{step}: {}", of(4).at(step));
+            assert!(
+                (of(4).at(step) - rate).abs() < 1e-12,
+                "{step}: {}",
+                of(4).at(step)
+            );
         }
         assert!(of(0).at(1) > 0.98);
     }
@@ -108,8 +123,18 @@ mod tests {
         let (peak, floor) = (0.3, 0.1);
         for (warmup, total) in [(5, 5), (1, 1), (5, 6), (12, 12)] {
             for rate in [
-                Rate::WarmupLinear { peak, floor, warmup, total },
-                Rate::WarmupCosine { peak, floor, warmup, total },
+                Rate::WarmupLinear {
+                    peak,
+                    floor,
+                    warmup,
+                    total,
+                },
+                Rate::WarmupCosine {
+                    peak,
+                    floor,
+                    warmup,
+                    total,
+                },
             ] {
                 assert_eq!(rate.at(warmup), peak, "{rate:?}");
                 assert!((1..warmup).all(|step| rate.at(step) < peak), "{rate:?}");
@@ -120,13 +145,35 @@ mod tests {
 
     #[test]
     fn rate_rises_and_falls_linearly() {
-        let rate = Rate::WarmupLinear { peak: 1.0, floor: 0.2, warmup: 4, total: 12 };
-        let expected = [(1, 0.25), (4, 1.0), (6, 0.8), (8, 0.6), (12, 0.2), (u64::MAX, 0.2)];
+        let rate = Rate::WarmupLinear {
+            peak: 1.0,
+            floor: 0.2,
+            warmup: 4,
+            total: 12,
+        };
+        let expected = [
+            (1, 0.25),
+            (4, 1.0),
+            (6, 0.8),
+            (8, 0.6),
+            (12, 0.2),
+            (u64::MAX, 0.2),
+        ];
         for (step, expected) in expected {
-            assert!((rate.at(step) - expected).abs() < 1e-12, "{step}: {}", rate.at(step));
+            assert!(
+                (rate.at(step) - expected).abs() < 1e-12,
+                "{step}: {}",
+                rate.at(step)
+            );
         }
         assert_eq!(Rate::Constant(0.5).at(9), 0.5);
-        assert_eq!((rate.at_share(0.0), rate.at_share(0.5)), (rate.at(1), rate.at(7)));
-        assert_eq!((rate.at_share(1.0), Rate::Constant(0.5).at_share(0.3)), (0.2, 0.5));
+        assert_eq!(
+            (rate.at_share(0.0), rate.at_share(0.5)),
+            (rate.at(1), rate.at(7))
+        );
+        assert_eq!(
+            (rate.at_share(1.0), Rate::Constant(0.5).at_share(0.3)),
+            (0.2, 0.5)
+        );
     }
 }

@@ -58,7 +58,8 @@ impl StopFlag {
 
     /// Sets the flag, as a signal of this number would.
     pub fn set(&self, signal: i32) {
-        self.0.store(signal.unsigned_abs() as usize, Ordering::Relaxed);
+        self.0
+            .store(signal.unsigned_abs() as usize, Ordering::Relaxed);
     }
 
     /// True if this process has received a signal. Other processes may not have, so a program must
@@ -126,7 +127,9 @@ mod tests {
         let mut program = Program::builder().alone().unwrap();
         assert!(!flag.is_set() && flag.agree(&mut program).unwrap().is_none());
         // The handler has run when `raise` returns.
-        for signal in [SIGHUP, SIGHUP, SIGUSR1, SIGUSR1, SIGTERM, SIGTERM, SIGHUP, SIGUSR1] {
+        for signal in [
+            SIGHUP, SIGHUP, SIGUSR1, SIGUSR1, SIGTERM, SIGTERM, SIGHUP, SIGUSR1,
+        ] {
             raise(signal).unwrap();
             assert_eq!(flag.signal(), Some(signal));
         }
@@ -139,6 +142,9 @@ mod tests {
 
     #[test]
     fn exit_codes_match_those_of_a_shell() {
-        assert_eq!([SIGHUP, SIGINT, SIGUSR1, SIGTERM].map(exit_code), [129, 130, 138, 143]);
+        assert_eq!(
+            [SIGHUP, SIGINT, SIGUSR1, SIGTERM].map(exit_code),
+            [129, 130, 138, 143]
+        );
     }
 }

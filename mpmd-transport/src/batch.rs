@@ -30,7 +30,10 @@ pub fn pack(
     pool: &Pool,
 ) -> Result<(Header, SharedBuffer), OutOfMemory> {
     let bytes = messages.iter().map(|(_, payload)| size(payload)).sum();
-    debug_assert!(bytes as u64 <= MAX_CONTROL_BYTES, "a batch of {bytes} bytes");
+    debug_assert!(
+        bytes as u64 <= MAX_CONTROL_BYTES,
+        "a batch of {bytes} bytes"
+    );
     let mut batch = pool.allocate(bytes)?;
     let mut rest = &mut batch[..];
     for (header, payload) in messages {
@@ -41,7 +44,12 @@ pub fn pack(
     }
     let epoch = messages.first().map_or(0, |(header, _)| header.epoch);
     let count = messages.len() as u64;
-    let header = Header { epoch, count, bytes: bytes as u64, ..Header::new(Kind::Batch) };
+    let header = Header {
+        epoch,
+        count,
+        bytes: bytes as u64,
+        ..Header::new(Kind::Batch)
+    };
     Ok((header, batch.freeze()))
 }
 
@@ -63,9 +71,14 @@ pub fn unpack(batch: &SharedBuffer) -> Result<Vec<(Header, Payload)>, String> {
         }
         at += HEADER_BYTES;
         let left = batch.len() - at;
-        let bytes = usize::try_from(header.bytes).ok().filter(|bytes| *bytes <= left);
+        let bytes = usize::try_from(header.bytes)
+            .ok()
+            .filter(|bytes| *bytes <= left);
         let bytes = bytes.ok_or_else(|| {
-            format!("a batch with a piece of {} bytes, of which it has {left}", header.bytes)
+            format!(
+                "a batch with a piece of {} bytes, of which it has {left}",
+                header.bytes
+            )
         })?;
         let payload = match bytes {
             0 => Payload::Empty,
@@ -82,13 +95,20 @@ mod tests {
     use super::*;
 
     fn piece(kind: Kind, piece: u64, bytes: &[u8]) -> (Header, SharedBuffer) {
-        let header = Header { piece, bytes: bytes.len() as u64, ..Header::new(kind) };
+        let header = Header {
+            piece,
+            bytes: bytes.len() as u64,
+            ..Header::new(kind)
+        };
         (header, bytes.to_vec().into())
     }
 
     fn packed(messages: &[(Header, SharedBuffer)]) -> SharedBuffer {
         let (header, bytes) = pack(messages, &Pool::new("test", None)).unwrap();
-        assert_eq!((header.kind, header.count), (Kind::Batch, messages.len() as u64));
+        assert_eq!(
+            (header.kind, header.count),
+            (Kind::Batch, messages.len() as u64)
+        );
         assert_eq!(header.bytes, bytes.len() as u64);
         bytes
     }
@@ -136,7 +156,13 @@ mod tests {
         let mut long = whole.to_vec();
         long[32..40].copy_from_slice(&u64::MAX.to_le_bytes());
         assert!(!refused(&long).is_empty());
-        for kind in [Kind::Batch, Kind::Poison, Kind::Goodbye, Kind::Credit, Kind::Failure] {
+        for kind in [
+            Kind::Batch,
+            Kind::Poison,
+            Kind::Goodbye,
+            Kind::Credit,
+            Kind::Failure,
+        ] {
             let header = Header::new(kind).encode();
             assert!(refused(&header).contains("of kind"), "{kind:?}");
         }

@@ -19,7 +19,10 @@ mod tests {
     #[test]
     fn endless_wait_is_capped_at_a_year() {
         let now = Instant::now();
-        assert_eq!(after(now, Duration::from_secs(7)), now + Duration::from_secs(7));
+        assert_eq!(
+            after(now, Duration::from_secs(7)),
+            now + Duration::from_secs(7)
+        );
         for wait in [Duration::MAX, Duration::from_secs_f64(1e19)] {
             assert!(after(now, wait) > now + Duration::from_secs(364 * 24 * 3600));
         }

@@ -35,9 +35,18 @@ impl Mixed {
         is_near: Vec<bool>,
     ) -> Self {
         let place = |transport: &Arc<dyn Transport>| (transport.process(), transport.processes());
-        assert_eq!(place(&near), place(&far), "two transports of different places");
+        assert_eq!(
+            place(&near),
+            place(&far),
+            "two transports of different places"
+        );
         assert_eq!(is_near.len(), near.processes(), "ways to all processes");
-        Self { name, near, far, is_near: is_near.into() }
+        Self {
+            name,
+            near,
+            far,
+            is_near: is_near.into(),
+        }
     }
 
     fn to(&self, peer: ProcessId) -> &Arc<dyn Transport> {
@@ -59,7 +68,9 @@ struct Ear {
 
 impl Ear {
     fn concerns(&self, peer: ProcessId) -> bool {
-        self.is_near.get(peer.index()).is_some_and(|near| *near == self.near)
+        self.is_near
+            .get(peer.index())
+            .is_some_and(|near| *near == self.near)
     }
 }
 
@@ -134,7 +145,11 @@ impl Transport for Mixed {
     fn start(&self, handler: Arc<dyn Handler>) {
         for (transport, near) in [(&self.near, true), (&self.far, false)] {
             let (handler, is_near) = (handler.clone(), self.is_near.clone());
-            transport.start(Arc::new(Ear { handler, is_near, near }));
+            transport.start(Arc::new(Ear {
+                handler,
+                is_near,
+                near,
+            }));
         }
     }
 
@@ -177,6 +192,12 @@ impl Transport for Mixed {
 
 impl fmt::Debug for Mixed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Mixed({}, process {} of {})", self.name, self.process(), self.processes())
+        write!(
+            f,
+            "Mixed({}, process {} of {})",
+            self.name,
+            self.process(),
+            self.processes()
+        )
     }
 }

@@ -16,7 +16,10 @@ pub(crate) struct Strangers {
 
 impl Strangers {
     pub(crate) fn new(most: usize) -> Self {
-        Self { most, waiting: Mutex::new(VecDeque::new()) }
+        Self {
+            most,
+            waiting: Mutex::new(VecDeque::new()),
+        }
     }
 
     /// Adds a stranger, and aborts the oldest one if there are too many. Must be called before

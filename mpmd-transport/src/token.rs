@@ -26,7 +26,9 @@ impl Token {
     ///
     /// If the operating system gives no random numbers.
     pub fn random() -> Result<Self, TokenError> {
-        random_bytes().map(Self).map_err(|e| TokenError::NoRandomness { why: e.to_string() })
+        random_bytes()
+            .map(Self)
+            .map_err(|e| TokenError::NoRandomness { why: e.to_string() })
     }
 
     /// Derives a token from a text that every process of a job knows, such as a cluster's job
@@ -51,11 +53,13 @@ impl Token {
     /// Returns the token as 64 hexadecimal digits, which [`str::parse`] reads. This is the secret
     /// itself.
     pub fn to_hex(&self) -> String {
-        self.0.iter().fold(String::with_capacity(64), |mut text, byte| {
-            // Writing to a string cannot fail.
-            let _ = write!(text, "{byte:02x}");
-            text
-        })
+        self.0
+            .iter()
+            .fold(String::with_capacity(64), |mut text, byte| {
+                // Writing to a string cannot fail.
+                let _ = write!(text, "{byte:02x}");
+                text
+            })
     }
 
     /// Returns the token's bytes, for the configurations of transports. This is the secret itself.
@@ -71,7 +75,12 @@ impl Token {
 
 fn hmac(key: &[u8], parts: &[&[u8]]) -> [u8; 32] {
     let mac = Hmac::<Sha256>::new_from_slice(key).expect("HMAC takes keys of any length");
-    parts.iter().fold(mac, |mac, part| mac.chain_update(part)).finalize().into_bytes().into()
+    parts
+        .iter()
+        .fold(mac, |mac, part| mac.chain_update(part))
+        .finalize()
+        .into_bytes()
+        .into()
 }
 
 /// Returns true if two secrets are equal, in a time that does not depend on the differing bytes.
@@ -85,7 +94,9 @@ pub(crate) fn random_bytes() -> io::Result<[u8; 32]> {
     // Linux gives up to 256 bytes at once, even if a signal comes.
     match getrandom(&mut bytes, GetRandomFlags::empty())? {
         32 => Ok(bytes),
-        few => Err(io::Error::other(format!("{few} random bytes instead of 32"))),
+        few => Err(io::Error::other(format!(
+            "{few} random bytes instead of 32"
+        ))),
     }
 }
 
@@ -103,12 +114,17 @@ impl FromStr for Token {
     fn from_str(text: &str) -> Result<Self, TokenError> {
         let digits = text.trim().as_bytes();
         if digits.len() != 64 {
-            return Err(TokenError::Malformed { digits: digits.len() });
+            return Err(TokenError::Malformed {
+                digits: digits.len(),
+            });
         }
         let mut bytes = [0; 32];
         for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
-            let digit =
-                |c: u8| (c as char).to_digit(16).ok_or(TokenError::Malformed { digits: 64 });
+            let digit = |c: u8| {
+                (c as char)
+                    .to_digit(16)
+                    .ok_or(TokenError::Malformed { digits: 64 })
+            };
             *byte = (digit(pair[0])? * 16 + digit(pair[1])?) as u8;
         }
         Ok(Self(bytes))
@@ -158,7 +174,10 @@ mod tests {
         let short = "c0ffee".parse::<Token>().unwrap_err();
         assert_eq!(short, TokenError::Malformed { digits: 6 });
         assert!("g".repeat(64).parse::<Token>().is_err());
-        assert!("é".repeat(32).parse::<Token>().is_err(), "64 bytes, but no digits");
+        assert!(
+            "é".repeat(32).parse::<Token>().is_err(),
+            "64 bytes, but no digits"
+        );
         assert!(!short.to_string().contains("c0ffee"));
     }
 

@@ -308,9 +308,18 @@ pub(crate) fn check_post(
     payload: Option<&SharedBuffer>,
 ) {
     assert_ne!(to, transport.process(), "process {to} posts to itself");
-    assert!(to.index() < transport.processes(), "no process {to} among {}", transport.processes());
+    assert!(
+        to.index() < transport.processes(),
+        "no process {to} among {}",
+        transport.processes()
+    );
     let given = payload.map_or(0, |bytes| bytes.len() as u64);
-    assert_eq!(given, header.payload_bytes(), "payload of a {:?} message", header.kind);
+    assert_eq!(
+        given,
+        header.payload_bytes(),
+        "payload of a {:?} message",
+        header.kind
+    );
     assert!(
         header.kind == Kind::Data || given <= MAX_CONTROL_BYTES,
         "a {:?} message of {given} bytes",

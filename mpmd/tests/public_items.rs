@@ -63,7 +63,14 @@ const PRELUDE: [&str; 27] = [
 ];
 
 /// Traits of the standard library whose implementations show types: `type Output = …`.
-const SHOWING: [&str; 6] = ["Deref", "From", "Index", "IntoFuture", "IntoIterator", "Iterator"];
+const SHOWING: [&str; 6] = [
+    "Deref",
+    "From",
+    "Index",
+    "IntoFuture",
+    "IntoIterator",
+    "Iterator",
+];
 
 /// A name and the crate that it is of, without `mpmd_`.
 type Name = (String, String);
@@ -80,7 +87,10 @@ struct Mention {
 type Items = BTreeMap<String, Vec<Mention>>;
 
 fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the crate is in a folder").to_owned()
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .expect("the crate is in a folder")
+        .to_owned()
 }
 
 fn parsed(file: &Path) -> syn::File {
@@ -109,7 +119,11 @@ fn is_public(visibility: &Visibility) -> bool {
 /// True for an item that is hidden from the documentation or belongs to a test.
 fn is_hidden(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| {
-        let text = attribute.meta.to_token_stream().to_string().replace(' ', "");
+        let text = attribute
+            .meta
+            .to_token_stream()
+            .to_string()
+            .replace(' ', "");
         text == "doc(hidden)" || text == "cfg(test)"
     })
 }
@@ -158,9 +172,18 @@ fn globbed(items: &[Item]) -> impl Iterator<Item = String> {
         Item::Use(item) if is_public(&item.vis) => item.tree.to_token_stream().to_string(),
         _ => String::new(),
     };
-    items.iter().map(text).filter(|text| text.ends_with('*')).filter_map(|text| {
-        Some(text.strip_prefix("mpmd_")?.split(|c: char| !c.is_alphanumeric()).next()?.to_owned())
-    })
+    items
+        .iter()
+        .map(text)
+        .filter(|text| text.ends_with('*'))
+        .filter_map(|text| {
+            Some(
+                text.strip_prefix("mpmd_")?
+                    .split(|c: char| !c.is_alphanumeric())
+                    .next()?
+                    .to_owned(),
+            )
+        })
 }
 
 /// Appends the names of the items of a crate's file and of its public modules.
@@ -177,8 +200,10 @@ fn exported(file: &Path, names: &mut BTreeSet<String>) {
                     Some(stem) => file.with_file_name(stem),
                 };
                 let name = item.ident.to_string();
-                let (flat, nested) =
-                    (folder.join(format!("{name}.rs")), folder.join(&name).join("mod.rs"));
+                let (flat, nested) = (
+                    folder.join(format!("{name}.rs")),
+                    folder.join(&name).join("mod.rs"),
+                );
                 exported(if flat.exists() { &flat } else { &nested }, names);
             }
             _ => names.extend(signature(item).map(|(name, ..)| name)),
@@ -197,26 +222,51 @@ fn signature(item: &Item) -> Option<(String, Option<&Generics>, TokenStream)> {
         Item::Struct(item) => {
             let public = item.fields.iter().filter(|field| is_public(&field.vis));
             let fields = public.map(|field| field.ty.to_token_stream()).collect();
-            (&item.vis, &item.attrs, &item.generics, shown(&item.ident, &item.generics, fields))
+            (
+                &item.vis,
+                &item.attrs,
+                &item.generics,
+                shown(&item.ident, &item.generics, fields),
+            )
         }
         Item::Enum(item) => {
             let fields = item.variants.iter().flat_map(|variant| &variant.fields);
             let fields = fields.map(|field| field.ty.to_token_stream()).collect();
-            (&item.vis, &item.attrs, &item.generics, shown(&item.ident, &item.generics, fields))
+            (
+                &item.vis,
+                &item.attrs,
+                &item.generics,
+                shown(&item.ident, &item.generics, fields),
+            )
         }
         Item::Fn(item) => {
             let (sig, generics) = (&item.sig, &item.sig.generics);
             let mut tokens = sig.inputs.to_token_stream();
             sig.output.to_tokens(&mut tokens);
-            (&item.vis, &item.attrs, generics, shown(&sig.ident, generics, tokens))
+            (
+                &item.vis,
+                &item.attrs,
+                generics,
+                shown(&sig.ident, generics, tokens),
+            )
         }
         Item::Type(item) => {
             let tokens = item.ty.to_token_stream();
-            (&item.vis, &item.attrs, &item.generics, shown(&item.ident, &item.generics, tokens))
+            (
+                &item.vis,
+                &item.attrs,
+                &item.generics,
+                shown(&item.ident, &item.generics, tokens),
+            )
         }
         Item::Trait(item) => {
             let tokens = item.supertraits.to_token_stream();
-            (&item.vis, &item.attrs, &item.generics, shown(&item.ident, &item.generics, tokens))
+            (
+                &item.vis,
+                &item.attrs,
+                &item.generics,
+                shown(&item.ident, &item.generics, tokens),
+            )
         }
         _ => return None,
     };
@@ -294,11 +344,16 @@ impl Names {
 /// Returns the names of the standard library's crates and of those that the workspace depends on.
 fn foreign() -> BTreeSet<String> {
     let manifest = fs::read_to_string(root().join("Cargo.toml")).expect("there is a manifest");
-    let section = manifest.split("[workspace.dependencies]").nth(1).expect("there is a section");
+    let section = manifest
+        .split("[workspace.dependencies]")
+        .nth(1)
+        .expect("there is a section");
     let names = section.lines().take_while(|line| !line.starts_with('['));
     let names = names.filter_map(|line| Some(line.split_once('=')?.0.trim().replace('-', "_")));
     let others = names.filter(|name| !name.starts_with("mpmd") && !name.starts_with('#'));
-    others.chain(["std", "core", "alloc"].map(str::to_owned)).collect()
+    others
+        .chain(["std", "core", "alloc"].map(str::to_owned))
+        .collect()
 }
 
 /// Appends the identifiers and punctuation of `tokens` in order, without lifetimes.
@@ -332,7 +387,12 @@ fn collect(
     items: &mut Items,
 ) {
     let (imports, aliases) = (outer.clone(), HashMap::new());
-    let mut names = Names { imports, aliases, foreign: foreign(), home: home.to_owned() };
+    let mut names = Names {
+        imports,
+        aliases,
+        foreign: foreign(),
+        home: home.to_owned(),
+    };
     for item in module {
         if let Item::Use(item) = item {
             let mut found = Vec::new();
@@ -353,7 +413,10 @@ fn collect(
     }
     let mut add = |of: &str, by: String, tokens: TokenStream, generics: &[&Generics]| {
         let mentioned = names.mentioned(tokens, generics).into_iter();
-        let mentions = mentioned.map(|name| Mention { by: by.clone(), name });
+        let mentions = mentioned.map(|name| Mention {
+            by: by.clone(),
+            name,
+        });
         items.entry(of.to_owned()).or_default().extend(mentions);
     };
     let method = |sig: &syn::Signature| {
@@ -388,7 +451,9 @@ fn collect(
                 }
             }
             Item::Impl(item) => {
-                let syn::Type::Path(of) = &*item.self_ty else { continue };
+                let syn::Type::Path(of) = &*item.self_ty else {
+                    continue;
+                };
                 let Some(of) = of.path.segments.last().map(|last| last.ident.to_string()) else {
                     continue;
                 };
@@ -398,7 +463,12 @@ fn collect(
                 });
                 if let Some((true, path)) = shows {
                     let arguments = path.arguments.to_token_stream();
-                    add(&of, format!("{of} as {}", path.ident), arguments, &[&item.generics]);
+                    add(
+                        &of,
+                        format!("{of} as {}", path.ident),
+                        arguments,
+                        &[&item.generics],
+                    );
                 }
                 for inner in &item.items {
                     match inner {
@@ -453,13 +523,22 @@ impl Known {
     /// Returns the name where it is defined. `home` may re-export it, with or without `mpmd_`.
     fn defined(&self, home: &str, name: &str) -> Name {
         let home = home.trim_start_matches("mpmd_");
-        let has = |home: &str| self.items.get(home).is_some_and(|items| items.contains_key(name));
+        let has = |home: &str| {
+            self.items
+                .get(home)
+                .is_some_and(|items| items.contains_key(name))
+        };
         let here = (home.to_owned(), name.to_owned());
         match self.re_exports.get(&here) {
             _ if has(home) => here,
             Some((home, name)) => self.defined(home, name),
             None => {
-                let found = self.globs.get(home).into_iter().flatten().find(|other| has(other));
+                let found = self
+                    .globs
+                    .get(home)
+                    .into_iter()
+                    .flatten()
+                    .find(|other| has(other));
                 found.map_or(here, |other| (other.clone(), name.to_owned()))
             }
         }
@@ -484,7 +563,10 @@ fn facade() -> Facade {
         for file in sources(&folder) {
             let file = parsed(&file);
             collect(name, &file.items, &HashMap::new(), &mut found);
-            globs.entry(name).or_insert_with(Vec::new).extend(globbed(&file.items));
+            globs
+                .entry(name)
+                .or_insert_with(Vec::new)
+                .extend(globbed(&file.items));
             let mut used = Vec::new();
             re_exported(&file.items, &mut used);
             for (first, original, local) in used {
@@ -502,17 +584,37 @@ fn facade() -> Facade {
             let mut whole = BTreeSet::new();
             exported(&folder.join("lib.rs"), &mut whole);
             shown.extend(
-                whole.iter().map(|local| (format!("mpmd_{name}"), local.clone(), local.clone())),
+                whole
+                    .iter()
+                    .map(|local| (format!("mpmd_{name}"), local.clone(), local.clone())),
             );
         }
     }
-    let known = Known { items, re_exports, globs };
-    let in_core =
-        |first: &str| if first.starts_with("mpmd_") { first.to_owned() } else { "core".to_owned() };
-    let prelude_names = prelude_names.iter().map(|(first, name, _)| (in_core(first), name));
+    let known = Known {
+        items,
+        re_exports,
+        globs,
+    };
+    let in_core = |first: &str| {
+        if first.starts_with("mpmd_") {
+            first.to_owned()
+        } else {
+            "core".to_owned()
+        }
+    };
+    let prelude_names = prelude_names
+        .iter()
+        .map(|(first, name, _)| (in_core(first), name));
     let named = shown.iter().map(|(home, name, _)| (home.clone(), name));
-    let names = named.chain(prelude_names).map(|(home, name)| known.defined(&home, name)).collect();
-    Facade { shown, names, known }
+    let names = named
+        .chain(prelude_names)
+        .map(|(home, name)| known.defined(&home, name))
+        .collect();
+    Facade {
+        shown,
+        names,
+        known,
+    }
 }
 
 impl Facade {
@@ -523,10 +625,21 @@ impl Facade {
         let mut mentions = BTreeSet::new();
         for (home, name, _) in self.shown.iter().filter(read) {
             let (home, name) = self.known.defined(home, name);
-            let items = self.known.items.get(home.as_str()).and_then(|items| items.get(&name));
-            for Mention { by, name: (home, name) } in items.into_iter().flatten() {
+            let items = self
+                .known
+                .items
+                .get(home.as_str())
+                .and_then(|items| items.get(&name));
+            for Mention {
+                by,
+                name: (home, name),
+            } in items.into_iter().flatten()
+            {
                 let name = self.known.defined(home, name);
-                mentions.insert(Mention { by: by.clone(), name });
+                mentions.insert(Mention {
+                    by: by.clone(),
+                    name,
+                });
             }
         }
         mentions
@@ -549,10 +662,18 @@ fn every_program_of_the_guide_is_compiled() {
     let lib = include_str!("../src/lib.rs");
     for (page, text) in guide() {
         let included = format!("include_str!(\"../../docs/guide/{page}\")");
-        assert!(lib.contains(&included), "`{page}` is no part of the documentation");
-        let fences = text.lines().filter(|line| line.trim_start().starts_with("```"));
+        assert!(
+            lib.contains(&included),
+            "`{page}` is no part of the documentation"
+        );
+        let fences = text
+            .lines()
+            .filter(|line| line.trim_start().starts_with("```"));
         let ignored: Vec<&str> = fences.filter(|fence| fence.contains("ignore")).collect();
-        assert!(ignored.is_empty(), "`{page}` has programs that are not compiled: {ignored:?}");
+        assert!(
+            ignored.is_empty(),
+            "`{page}` has programs that are not compiled: {ignored:?}"
+        );
     }
 }
 
@@ -560,18 +681,35 @@ fn every_program_of_the_guide_is_compiled() {
 fn every_type_in_a_public_signature_has_a_name() {
     let facade = facade();
     let mentions = facade.mentions();
-    for (by, home, name) in
-        [("Program::jit", "core", "Kernel"), ("Registry::register", "layout", "Placement")]
-    {
-        let mention = Mention { by: by.into(), name: (home.into(), name.into()) };
-        assert!(mentions.contains(&mention), "of {} mentions, none is {mention:?}", mentions.len());
+    for (by, home, name) in [
+        ("Program::jit", "core", "Kernel"),
+        ("Registry::register", "layout", "Placement"),
+    ] {
+        let mention = Mention {
+            by: by.into(),
+            name: (home.into(), name.into()),
+        };
+        assert!(
+            mentions.contains(&mention),
+            "of {} mentions, none is {mention:?}",
+            mentions.len()
+        );
     }
     let nameless: Vec<String> = mentions
         .iter()
         .filter(|mention| !facade.names.contains(&mention.name))
-        .map(|Mention { by, name: (home, name) }| format!("{name} of mpmd-{home} ({by})"))
+        .map(
+            |Mention {
+                 by,
+                 name: (home, name),
+             }| format!("{name} of mpmd-{home} ({by})"),
+        )
         .collect();
-    assert!(nameless.is_empty(), "`mpmd` does not re-export {}", nameless.join(", "));
+    assert!(
+        nameless.is_empty(),
+        "`mpmd` does not re-export {}",
+        nameless.join(", ")
+    );
 }
 
 #[test]
@@ -583,15 +721,22 @@ fn every_name_has_a_reason() {
     ];
     texts.extend(guide().into_iter().map(|(_, text)| text));
     // Of this crate only its comments, not what it re-exports.
-    let lines = texts[0].lines().filter(|line| line.trim_start().starts_with("//"));
+    let lines = texts[0]
+        .lines()
+        .filter(|line| line.trim_start().starts_with("//"));
     texts[0] = lines.collect::<Vec<_>>().join("\n");
     let is_word = |c: char| c.is_alphanumeric() || c == '_';
-    let words: BTreeSet<&str> = texts.iter().flat_map(|text| text.split(|c| !is_word(c))).collect();
+    let words: BTreeSet<&str> = texts
+        .iter()
+        .flat_map(|text| text.split(|c| !is_word(c)))
+        .collect();
     let mentions = facade.mentions();
     // An item's own signatures are no reason to show it.
     let is_mentioned = |item: &Name| {
         let by_other = |by: &str| by.split("::").next() != Some(&item.1);
-        mentions.iter().any(|mention| mention.name == *item && by_other(&mention.by))
+        mentions
+            .iter()
+            .any(|mention| mention.name == *item && by_other(&mention.by))
     };
     let whole = |home: &str| WHOLE.iter().any(|name| home == format!("mpmd_{name}"));
     let idle: Vec<&String> = facade

@@ -17,25 +17,41 @@ pub struct Carrier {
 
 impl Carrier {
     /// This library's transport over TCP sockets.
-    pub const TCP: Self = Self { transport: "tcp", ways: None };
+    pub const TCP: Self = Self {
+        transport: "tcp",
+        ways: None,
+    };
     /// This library's transport over shared memory of one host.
-    pub const SHM: Self = Self { transport: "shm", ways: None };
+    pub const SHM: Self = Self {
+        transport: "shm",
+        ways: None,
+    };
     /// UCX with the transports that it chooses.
     #[cfg(feature = "ucx")]
-    pub const UCX: Self = Self { transport: "ucx", ways: None };
+    pub const UCX: Self = Self {
+        transport: "ucx",
+        ways: None,
+    };
     /// UCX over shared memory of one host.
     #[cfg(feature = "ucx")]
-    pub const UCX_SHARED_MEMORY: Self =
-        Self { transport: "ucx", ways: Some("posix,sysv,cma,self") };
+    pub const UCX_SHARED_MEMORY: Self = Self {
+        transport: "ucx",
+        ways: Some("posix,sysv,cma,self"),
+    };
     /// UCX over sockets.
     #[cfg(feature = "ucx")]
-    pub const UCX_TCP: Self = Self { transport: "ucx", ways: Some("tcp,self") };
+    pub const UCX_TCP: Self = Self {
+        transport: "ucx",
+        ways: Some("tcp,self"),
+    };
 
     /// Returns settings for `processes` times the program at `program` over this carrier.
     pub fn processes(self, program: impl Into<OsString>, processes: usize) -> Processes {
         let all = Processes::new(processes, program).env(variables::TRANSPORT, self.transport);
         // Without the variable, `Processes` inherits none.
-        self.ways.into_iter().fold(all, |all, ways| all.env(WAYS, ways))
+        self.ways
+            .into_iter()
+            .fold(all, |all, ways| all.env(WAYS, ways))
     }
 
     /// Makes a process, and all processes that it starts, use this carrier.
@@ -95,17 +111,26 @@ mod tests {
     fn carrier_overrides_earlier_variables() {
         let said = |carrier: Carrier| {
             let mut command = Command::new("env");
-            carrier.set(command.env(WAYS, "of somebody else").env(variables::TRANSPORT, "another"));
+            carrier.set(
+                command
+                    .env(WAYS, "of somebody else")
+                    .env(variables::TRANSPORT, "another"),
+            );
             let said = command.output().expect("env is everywhere").stdout;
-            let mut lines: Vec<String> =
-                String::from_utf8_lossy(&said).lines().map(str::to_owned).collect();
+            let mut lines: Vec<String> = String::from_utf8_lossy(&said)
+                .lines()
+                .map(str::to_owned)
+                .collect();
             lines.retain(|line| line.starts_with(WAYS) || line.starts_with(variables::TRANSPORT));
             lines.sort();
             lines
         };
         assert_eq!(said(Carrier::TCP), ["MPMD_TRANSPORT=tcp"]);
         assert_eq!(said(Carrier::SHM), ["MPMD_TRANSPORT=shm"]);
-        let narrow = Carrier { transport: "ucx", ways: Some("tcp,self") };
+        let narrow = Carrier {
+            transport: "ucx",
+            ways: Some("tcp,self"),
+        };
         assert_eq!(said(narrow), ["MPMD_TRANSPORT=ucx", "UCX_TLS=tcp,self"]);
         assert!(
             !narrow.is_thorough() && narrow.takes(4) && !narrow.takes(8) && Carrier::TCP.takes(8)

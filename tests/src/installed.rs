@@ -21,7 +21,10 @@ pub fn package_program(package: &str, program: &str) -> PathBuf {
     let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let this = std::env::current_exe().expect("a test knows its own file");
     // …/target/debug/deps/test-0123
-    let folder = this.ancestors().nth(2).expect("a test lies in the target folder");
+    let folder = this
+        .ancestors()
+        .nth(2)
+        .expect("a test lies in the target folder");
     let path = folder.join(program);
     if !path.exists() {
         let mut build = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
@@ -40,8 +43,15 @@ pub fn package_program(package: &str, program: &str) -> PathBuf {
         if let Some(target) = folder.parent() {
             build.arg("--target-dir").arg(target);
         }
-        let built = build.stdin(Stdio::null()).output().expect("cargo can be started");
-        assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+        let built = build
+            .stdin(Stdio::null())
+            .output()
+            .expect("cargo can be started");
+        assert!(
+            built.status.success(),
+            "{}",
+            String::from_utf8_lossy(&built.stderr)
+        );
     }
     path
 }
@@ -56,11 +66,16 @@ pub fn system_program(program: &str, package: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     // Folders that are not in every user's PATH.
     let more = ["/usr/sbin", "/usr/local/sbin", "/sbin"].map(PathBuf::from);
-    let found = std::env::split_paths(&path).chain(more).map(|folder| folder.join(program));
+    let found = std::env::split_paths(&path)
+        .chain(more)
+        .map(|folder| folder.join(program));
     let found = found.into_iter().find(|file| file.is_file());
     if found.is_none() {
         let why = format!("{program} is not installed; Debian has it in the package {package}");
-        assert!(!geteuid().is_root(), "{why}; `cargo xtask test` installs it");
+        assert!(
+            !geteuid().is_root(),
+            "{why}; `cargo xtask test` installs it"
+        );
         println!("skipped: {why}");
     }
     found

@@ -37,7 +37,10 @@ impl Job {
     /// If no port or no folder is available.
     pub fn prepare(processes: Processes) -> Self {
         let shared_memory = SharedMemory::now();
-        Self { running: processes.prepare().unwrap(), shared_memory }
+        Self {
+            running: processes.prepare().unwrap(),
+            shared_memory,
+        }
     }
 
     /// Starts all processes of a job, each with these arguments.
@@ -47,7 +50,10 @@ impl Job {
     /// If no port or no folder is available, or a process cannot be started.
     pub fn start(processes: Processes, args: &[&str]) -> Self {
         let shared_memory = SharedMemory::now();
-        Self { running: processes.args(args).start().unwrap(), shared_memory }
+        Self {
+            running: processes.args(args).start().unwrap(),
+            shared_memory,
+        }
     }
 
     /// Starts one more process with this command; returns its number.
@@ -74,7 +80,11 @@ impl Job {
             if left.is_empty() {
                 return ends;
             }
-            assert!(Instant::now() < until, "shared memory {left:?} is left:\n{}", self.report());
+            assert!(
+                Instant::now() < until,
+                "shared memory {left:?} is left:\n{}",
+                self.report()
+            );
             std::thread::sleep(Duration::from_millis(50));
         }
     }
@@ -87,7 +97,11 @@ impl Job {
     /// the job are left.
     pub fn wait_well(&mut self) -> Vec<String> {
         let ended = self.wait();
-        assert!(ended.iter().all(|end| end.code() == 0), "a process failed:\n{}", self.report());
+        assert!(
+            ended.iter().all(|end| end.code() == 0),
+            "a process failed:\n{}",
+            self.report()
+        );
         ended.into_iter().map(|end| end.stdout).collect()
     }
 
@@ -115,12 +129,17 @@ impl Job {
             _ => self.kill(victim).unwrap(),
         }
         let others = (0..self.pids().len()).filter(|process| *process != victim);
-        let ended: Vec<ProcessEnd> =
-            others.map(|process| self.wait_for(process).unwrap()).collect();
+        let ended: Vec<ProcessEnd> = others
+            .map(|process| self.wait_for(process).unwrap())
+            .collect();
         let last = ended.iter().map(|end| end.ended_at).max().unwrap_or(begin);
         // A stopped process does not end by itself. Also checks that nothing is left.
         self.end();
-        FaultOutcome { ended, took: last - begin, report: self.report() }
+        FaultOutcome {
+            ended,
+            took: last - begin,
+            report: self.report(),
+        }
     }
 }
 

@@ -19,25 +19,36 @@ pub(crate) struct SharedMemory {
 impl SharedMemory {
     /// Records the named shared memory that exists now.
     pub(crate) fn now() -> Self {
-        Self { before: named(Path::new(NAMED)) }
+        Self {
+            before: named(Path::new(NAMED)),
+        }
     }
 
     /// Returns named shared memory that is new, and shared memory that these processes have made
     /// and not removed.
     pub(crate) fn left(&self, pids: &[u32]) -> Vec<String> {
-        let mut left: Vec<String> =
-            named(Path::new(NAMED)).difference(&self.before).cloned().collect();
-        left.extend(numbered(&std::fs::read_to_string(NUMBERED).unwrap_or_default(), pids));
+        let mut left: Vec<String> = named(Path::new(NAMED))
+            .difference(&self.before)
+            .cloned()
+            .collect();
+        left.extend(numbered(
+            &std::fs::read_to_string(NUMBERED).unwrap_or_default(),
+            pids,
+        ));
         left
     }
 }
 
 fn named(folder: &Path) -> BTreeSet<String> {
     // A system without the folder has no named shared memory.
-    let Ok(all) = std::fs::read_dir(folder) else { return BTreeSet::new() };
+    let Ok(all) = std::fs::read_dir(folder) else {
+        return BTreeSet::new();
+    };
     let names =
         all.filter_map(|entry| Some(entry.ok()?.file_name().to_string_lossy().into_owned()));
-    names.filter(|name| name.starts_with("ucx_shm") || name.starts_with("mpmd")).collect()
+    names
+        .filter(|name| name.starts_with("ucx_shm") || name.starts_with("mpmd"))
+        .collect()
 }
 
 /// Returns the lines of `table` about shared memory that these processes have made.
@@ -47,7 +58,11 @@ fn numbered(table: &str, pids: &[u32]) -> Vec<String> {
     let Some(maker) = head.split_whitespace().position(|column| column == "cpid") else {
         return Vec::new();
     };
-    let made_by = |line: &&str| line.split_whitespace().nth(maker).and_then(|pid| pid.parse().ok());
+    let made_by = |line: &&str| {
+        line.split_whitespace()
+            .nth(maker)
+            .and_then(|pid| pid.parse().ok())
+    };
     let theirs = lines.filter(|line| made_by(line).is_some_and(|pid| pids.contains(&pid)));
     theirs.map(str::to_owned).collect()
 }

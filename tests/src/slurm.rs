@@ -46,9 +46,13 @@ impl Slurm {
     /// If a daemon ends, or if the node is not ready by `deadline`. If Slurm is missing and could
     /// be installed.
     pub fn start(site: &Sandbox, deadline: Instant) -> Option<Self> {
-        let found: Option<Vec<PathBuf>> =
-            NEEDED.iter().map(|(program, package)| system_program(program, package)).collect();
-        let [munged, slurmctld, slurmd, ..] = &found?[..] else { return None };
+        let found: Option<Vec<PathBuf>> = NEEDED
+            .iter()
+            .map(|(program, package)| system_program(program, package))
+            .collect();
+        let [munged, slurmctld, slurmd, ..] = &found?[..] else {
+            return None;
+        };
         // A failed test in here does not break the others.
         let alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
         let host = hostname();
@@ -67,18 +71,30 @@ impl Slurm {
         std::fs::set_permissions(&key, PermissionsExt::from_mode(0o600))
             .expect("the test's own file");
 
-        let mut slurm = Self { daemons: Vec::new(), settings, _alone: alone };
+        let mut slurm = Self {
+            daemons: Vec::new(),
+            settings,
+            _alone: alone,
+        };
         let file =
             |option: &str, name: &str| format!("--{option}={}", site.path().join(name).display());
         let mut command = launcher_command(site, munged);
         command.args(["--foreground".to_owned(), file("key-file", "munge.key")]);
-        command.args([file("socket", "munge.socket"), file("pid-file", "munged.pid")]);
-        command.args([file("log-file", "munged.log"), file("seed-file", "munge.seed")]);
+        command.args([
+            file("socket", "munge.socket"),
+            file("pid-file", "munged.pid"),
+        ]);
+        command.args([
+            file("log-file", "munged.log"),
+            file("seed-file", "munge.seed"),
+        ]);
         slurm.daemons.push(site.start(command, "munged").unwrap());
         slurm.wait_until(deadline, || site.path().join("munge.socket").exists());
         let mut command = slurm.command(site, slurmctld);
         command.arg("-D");
-        slurm.daemons.push(site.start(command, "slurmctld").unwrap());
+        slurm
+            .daemons
+            .push(site.start(command, "slurmctld").unwrap());
         let mut command = slurm.command(site, slurmd);
         command.args(["-D", "-N", &host]);
         slurm.daemons.push(site.start(command, "slurmd").unwrap());
@@ -125,7 +141,11 @@ impl Slurm {
 
     /// Returns the output of the daemons, for the message of a failed test.
     pub fn report(&self) -> String {
-        self.daemons.iter().map(Watched::report).collect::<Vec<_>>().join("\n")
+        self.daemons
+            .iter()
+            .map(Watched::report)
+            .collect::<Vec<_>>()
+            .join("\n")
     }
 
     fn wait_until(&mut self, deadline: Instant, mut done: impl FnMut() -> bool) {
@@ -153,7 +173,11 @@ pub fn launcher_command(site: &Sandbox, program: &Path) -> Command {
 fn slurm_conf(folder: &Path, host: &str) -> String {
     let [controller, node] = free_ports();
     let folder = folder.display();
-    let user = if geteuid().is_root() { "root".to_owned() } else { geteuid().as_raw().to_string() };
+    let user = if geteuid().is_root() {
+        "root".to_owned()
+    } else {
+        geteuid().as_raw().to_string()
+    };
     // mpmd's port depends on the job's number; other tests on this machine have other numbers.
     let first_job = 1 + std::process::id() % 4096;
     format!(
@@ -189,9 +213,14 @@ PartitionName=test Nodes={host} Default=YES MaxTime=INFINITE State=UP
 fn hostname() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let name = name.trim().split('.').next().unwrap_or_default().to_owned();
-    let is_known =
-        (name.as_str(), 0).to_socket_addrs().is_ok_and(|mut found| found.next().is_some());
-    if is_known { name } else { "localhost".to_owned() }
+    let is_known = (name.as_str(), 0)
+        .to_socket_addrs()
+        .is_ok_and(|mut found| found.next().is_some());
+    if is_known {
+        name
+    } else {
+        "localhost".to_owned()
+    }
 }
 
 /// Returns two free ports, below those that systems assign automatically.
@@ -205,5 +234,10 @@ fn free_ports() -> [u16; 2] {
 fn parent(pid: u32) -> Option<u32> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // Name in parentheses, state, parent.
-    stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()
+    stat.rsplit_once(')')?
+        .1
+        .split_whitespace()
+        .nth(1)?
+        .parse()
+        .ok()
 }

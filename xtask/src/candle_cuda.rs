@@ -93,8 +93,12 @@ fn build_toolkit(root: &Path, folder: &Path) -> anyhow::Result<()> {
 /// Lets a command build candle with the driver in software, and start such programs.
 fn by_software(folder: &Path, command: &mut Command) -> anyhow::Result<()> {
     let toolkit = folder.join("toolkit");
-    command.env("CARGO_TARGET_DIR", folder).env("PATH", first("PATH", &toolkit)?);
-    command.env("LIBRARY_PATH", &toolkit).env("CUDA_COMPUTE_CAP", CAPABILITY);
+    command
+        .env("CARGO_TARGET_DIR", folder)
+        .env("PATH", first("PATH", &toolkit)?);
+    command
+        .env("LIBRARY_PATH", &toolkit)
+        .env("CUDA_COMPUTE_CAP", CAPABILITY);
     command.env("LD_LIBRARY_PATH", first("LD_LIBRARY_PATH", &toolkit)?);
     Ok(())
 }
@@ -112,19 +116,29 @@ fn software(root: &Path, folder: &Path, tests: &[&str]) -> anyhow::Result<()> {
 }
 
 fn real(root: &Path, folder: &Path) -> anyhow::Result<()> {
-    let mut command = cargo_in(root, &["build", "--profile", "gpu", "--features", "candle-cuda"]);
+    let mut command = cargo_in(
+        root,
+        &["build", "--profile", "gpu", "--features", "candle-cuda"],
+    );
     command.args(["--package", "mpmd-examples", "--bin", "train_gpt"]);
     by_toolkit(folder, &mut command)?;
     run(&mut command)?;
-    let program = folder.with_file_name("candle-cuda-real").join("gpu/train_gpt");
-    let bytes = fs::metadata(&program).context("looking at the program")?.len();
+    let program = folder
+        .with_file_name("candle-cuda-real")
+        .join("gpu/train_gpt");
+    let bytes = fs::metadata(&program)
+        .context("looking at the program")?
+        .len();
     println!("{}: {:.1} MB", program.display(), bytes as f64 / 1e6);
     Ok(())
 }
 
 /// Lets a command build candle with the toolkit of this machine.
 fn by_toolkit(folder: &Path, command: &mut Command) -> anyhow::Result<()> {
-    command.env("CARGO_TARGET_DIR", folder.with_file_name("candle-cuda-real"));
+    command.env(
+        "CARGO_TARGET_DIR",
+        folder.with_file_name("candle-cuda-real"),
+    );
     if let Some(home) = std::env::var_os("CUDA_HOME").map(PathBuf::from) {
         command.env("PATH", first("PATH", &home.join("bin"))?);
         command.env("LIBRARY_PATH", first("LIBRARY_PATH", &home.join("lib64"))?);
@@ -141,7 +155,9 @@ fn by_toolkit(folder: &Path, command: &mut Command) -> anyhow::Result<()> {
 
 /// Returns the search path of a variable with `folder` in front.
 fn first(variable: &str, folder: &Path) -> anyhow::Result<std::ffi::OsString> {
-    let rest = std::env::var_os(variable).filter(|rest| !rest.is_empty()).unwrap_or_default();
+    let rest = std::env::var_os(variable)
+        .filter(|rest| !rest.is_empty())
+        .unwrap_or_default();
     let rest = std::env::split_paths(&rest).collect::<Vec<_>>();
     std::env::join_paths(std::iter::once(folder.to_owned()).chain(rest))
         .with_context(|| format!("the path of {variable}"))

@@ -34,10 +34,15 @@ impl Said {
 
     /// Returns the exit code of the program and the last line that it wrote, as a text.
     pub(crate) fn last_words(&self) -> String {
-        let words = [&self.stderr, &self.stdout]
-            .into_iter()
-            .find_map(|text| text.lines().rev().map(str::trim).find(|line| !line.is_empty()));
-        let code = self.code.map_or_else(|| "a signal".to_owned(), |code| format!("status {code}"));
+        let words = [&self.stderr, &self.stdout].into_iter().find_map(|text| {
+            text.lines()
+                .rev()
+                .map(str::trim)
+                .find(|line| !line.is_empty())
+        });
+        let code = self
+            .code
+            .map_or_else(|| "a signal".to_owned(), |code| format!("status {code}"));
         format!("ended with {code}: {}", words.unwrap_or("without a word"))
     }
 }
@@ -68,7 +73,9 @@ pub(crate) fn watched(
 fn finished(command: &mut Command, limit: Duration, stop: &AtomicBool) -> anyhow::Result<Said> {
     let line = shown(command);
     command.stdin(Stdio::null()).stdout(Stdio::piped());
-    let mut child = command.spawn().with_context(|| format!("`{line}` cannot be started"))?;
+    let mut child = command
+        .spawn()
+        .with_context(|| format!("`{line}` cannot be started"))?;
     let (stdout, stderr) = (reader(child.stdout.take()), reader(child.stderr.take()));
     let status = ended(&mut child, Instant::now() + limit, stop);
     let Some(status) = status.with_context(|| format!("waiting for `{line}`"))? else {
@@ -78,7 +85,11 @@ fn finished(command: &mut Command, limit: Duration, stop: &AtomicBool) -> anyhow
         bail!("`{line}` takes longer than {} s", limit.as_secs_f64());
     };
     let text = |reader: JoinHandle<String>| reader.join().unwrap_or_default();
-    Ok(Said { code: status.code(), stdout: text(stdout), stderr: text(stderr) })
+    Ok(Said {
+        code: status.code(),
+        stdout: text(stdout),
+        stderr: text(stderr),
+    })
 }
 
 /// Waits for a program to end. Past `until`, or as soon as `stop` is true, kills it together with
@@ -137,7 +148,9 @@ fn end(child: &mut Child) {
 fn descendants(process: u32) -> Vec<Pid> {
     let children = std::fs::read_to_string(format!("/proc/{process}/task/{process}/children"));
     let children = children.unwrap_or_default();
-    let children = children.split_whitespace().filter_map(|number| number.parse().ok());
+    let children = children
+        .split_whitespace()
+        .filter_map(|number| number.parse().ok());
     let with_own = |child: u32| {
         let pid = i32::try_from(child).ok().and_then(Pid::from_raw);
         pid.into_iter().chain(descendants(child))
@@ -151,7 +164,10 @@ mod tests {
 
     #[test]
     fn output_and_status_are_returned() {
-        let said = run(Command::new("sh").args(["-c", "echo one; echo two >&2; exit 3"]), LONG);
+        let said = run(
+            Command::new("sh").args(["-c", "echo one; echo two >&2; exit 3"]),
+            LONG,
+        );
         let said = said.unwrap();
         assert_eq!(
             (said.code, said.stdout.as_str(), said.stderr.as_str()),
@@ -165,11 +181,19 @@ mod tests {
     #[test]
     fn slow_program_is_killed_and_missing_one_is_named() {
         let late = run(Command::new("sleep").arg("60"), Duration::from_millis(50)).unwrap_err();
-        assert!(late.to_string().contains("`sleep 60` takes longer than 0.05 s"), "{late}");
+        assert!(
+            late.to_string()
+                .contains("`sleep 60` takes longer than 0.05 s"),
+            "{late}"
+        );
         // Its children end too: they are gone, or zombies that nobody has waited for.
         let file = std::env::temp_dir().join(format!("mpmd-xtask-{}", std::process::id()));
         let shell = format!("sleep 61 & echo $! > {}; wait", file.display());
-        run(Command::new("sh").args(["-c", &shell]), Duration::from_secs(1)).unwrap_err();
+        run(
+            Command::new("sh").args(["-c", &shell]),
+            Duration::from_secs(1),
+        )
+        .unwrap_err();
         let process = std::fs::read_to_string(&file).unwrap();
         std::fs::remove_file(&file).unwrap();
         let until = Instant::now() + LONG;
@@ -181,10 +205,22 @@ mod tests {
             assert!(Instant::now() < until, "{process} lives on");
             std::thread::sleep(LOOK);
         }
-        let stopped = quiet(Command::new("sleep").arg("62"), LONG, &AtomicBool::new(true));
-        assert!(stopped.unwrap_err().to_string().contains("`sleep 62` was interrupted"));
+        let stopped = quiet(
+            Command::new("sleep").arg("62"),
+            LONG,
+            &AtomicBool::new(true),
+        );
+        assert!(
+            stopped
+                .unwrap_err()
+                .to_string()
+                .contains("`sleep 62` was interrupted")
+        );
         let missing = run(&mut Command::new("no-such-program-anywhere"), LONG).unwrap_err();
-        assert!(missing.to_string().contains("cannot be started"), "{missing}");
+        assert!(
+            missing.to_string().contains("cannot be started"),
+            "{missing}"
+        );
     }
 
     const LONG: Duration = Duration::from_secs(60);

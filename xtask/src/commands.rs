@@ -9,7 +9,11 @@ use anyhow::{Context as _, bail};
 /// Returns true if a program is installed and runs.
 pub(crate) fn answers(program: &str, arguments: &[&str]) -> bool {
     let mut command = Command::new(program);
-    command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    command
+        .args(arguments)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null());
     command.status().is_ok_and(|status| status.success())
 }
 
@@ -36,17 +40,26 @@ pub(crate) fn cargo_in(root: &Path, arguments: &[&str]) -> Command {
 
 /// Returns a command as a user would type it.
 pub(crate) fn shown(command: &Command) -> String {
-    let program =
-        Path::new(command.get_program()).file_name().unwrap_or_default().to_string_lossy();
-    let arguments = command.get_args().map(|argument| argument.to_string_lossy());
-    std::iter::once(program).chain(arguments).collect::<Vec<_>>().join(" ")
+    let program = Path::new(command.get_program())
+        .file_name()
+        .unwrap_or_default()
+        .to_string_lossy();
+    let arguments = command
+        .get_args()
+        .map(|argument| argument.to_string_lossy());
+    std::iter::once(program)
+        .chain(arguments)
+        .collect::<Vec<_>>()
+        .join(" ")
 }
 
 /// Prints and runs a command; fails if it cannot be started or ends with an error.
 pub(crate) fn run(command: &mut Command) -> anyhow::Result<()> {
     let line = shown(command);
     println!("   $ {line}");
-    let status = command.status().with_context(|| format!("`{line}` cannot be started"))?;
+    let status = command
+        .status()
+        .with_context(|| format!("`{line}` cannot be started"))?;
     if !status.success() {
         bail!("`{line}` ended with {status}");
     }
@@ -63,8 +76,15 @@ mod tests {
         assert!(!answers("git", &["no-such-command"]));
         assert!(!answers("no-such-program-anywhere", &[]));
         assert!(run(Command::new("git").arg("--version").stdout(Stdio::null())).is_ok());
-        let error =
-            run(Command::new("git").arg("no-such-command").stderr(Stdio::null())).unwrap_err();
-        assert!(error.to_string().contains("`git no-such-command` ended with"), "{error}");
+        let error = run(Command::new("git")
+            .arg("no-such-command")
+            .stderr(Stdio::null()))
+        .unwrap_err();
+        assert!(
+            error
+                .to_string()
+                .contains("`git no-such-command` ended with"),
+            "{error}"
+        );
     }
 }

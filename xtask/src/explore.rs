@@ -22,7 +22,11 @@ pub(crate) fn explore(root: &Path, arguments: &[&str]) -> anyhow::Result<ExitCod
     }
     let mut command = cargo_run(root);
     let status = run(command.args(arguments))?;
-    Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if status.success() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
 }
 
 /// The profile of tests has the checks that a release build leaves out.
@@ -41,26 +45,48 @@ fn planted(root: &Path) -> anyhow::Result<ExitCode> {
         }
     };
     let files = std::fs::read_dir(root.join(PLANTED))?;
-    let mut patches = files.map(|file| Ok(file?.path())).collect::<std::io::Result<Vec<_>>>()?;
+    let mut patches = files
+        .map(|file| Ok(file?.path()))
+        .collect::<std::io::Result<Vec<_>>>()?;
     patches.sort();
     if !copy.is_dir() {
         let to = copy.to_str().context("a path in UTF-8")?;
-        git(root, &["worktree", "add", "--quiet", "--force", "--detach", to])?;
+        git(
+            root,
+            &["worktree", "add", "--quiet", "--force", "--detach", to],
+        )?;
     }
     let mut missed = Vec::new();
     for patch in &patches {
-        let name = patch.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        let name = patch
+            .file_stem()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
         println!("{name}:");
         git(&copy, &["reset", "--quiet", "--hard"])?;
-        git(&copy, &["apply", patch.to_str().context("a path in UTF-8")?])?;
+        git(
+            &copy,
+            &["apply", patch.to_str().context("a path in UTF-8")?],
+        )?;
         let mut command = cargo_run(&copy);
         command.env("CARGO_TARGET_DIR", root.join("target/planted-build"));
-        command.args(["--seeds", SEEDS, "--first"]).stderr(std::process::Stdio::null());
+        command
+            .args(["--seeds", SEEDS, "--first"])
+            .stderr(std::process::Stdio::null());
         if run(&mut command)?.success() {
             missed.push(name);
         }
     }
-    git(root, &["worktree", "remove", "--force", copy.to_str().context("a path in UTF-8")?])?;
+    git(
+        root,
+        &[
+            "worktree",
+            "remove",
+            "--force",
+            copy.to_str().context("a path in UTF-8")?,
+        ],
+    )?;
     if !missed.is_empty() {
         bail!("not found within {SEEDS} seeds: {}", missed.join(", "));
     }
@@ -69,5 +95,7 @@ fn planted(root: &Path) -> anyhow::Result<ExitCode> {
 }
 
 fn run(command: &mut Command) -> anyhow::Result<ExitStatus> {
-    command.status().with_context(|| format!("cannot run `{}`", shown(command)))
+    command
+        .status()
+        .with_context(|| format!("cannot run `{}`", shown(command)))
 }

@@ -38,7 +38,10 @@ pub(crate) struct Options {
 impl Options {
     /// Parses `[--inputs N] [--target T]`; returns `None` for other arguments.
     pub(crate) fn parse(arguments: &[&str]) -> Option<Self> {
-        let mut options = Self { inputs: INPUTS, target: None };
+        let mut options = Self {
+            inputs: INPUTS,
+            target: None,
+        };
         for pair in arguments.chunks(2) {
             match pair {
                 ["--inputs", inputs] => {
@@ -84,8 +87,12 @@ pub(crate) fn fuzz(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
     let mut targets = Vec::new();
     for (program, Program { file, folder }) in programs.iter().enumerate() {
         let mut list = Command::new(file);
-        list.current_dir(folder).args(["--list", "--format", "terse"]).stderr(Stdio::inherit());
-        let output = list.output().with_context(|| format!("`{}`", shown(&list)))?;
+        list.current_dir(folder)
+            .args(["--list", "--format", "terse"])
+            .stderr(Stdio::inherit());
+        let output = list
+            .output()
+            .with_context(|| format!("`{}`", shown(&list)))?;
         targets.extend(listed(&String::from_utf8_lossy(&output.stdout), program));
     }
     targets.sort_by(|a, b| a.name.cmp(&b.name));
@@ -93,7 +100,10 @@ pub(crate) fn fuzz(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
     if let Some(wanted) = &options.target {
         targets.retain(|target| target.name == *wanted);
         if targets.is_empty() {
-            bail!("there is no target {wanted:?}; there are {}", names.join(", "));
+            bail!(
+                "there is no target {wanted:?}; there are {}",
+                names.join(", ")
+            );
         }
     }
     if targets.is_empty() {
@@ -108,10 +118,17 @@ pub(crate) fn fuzz(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
             failed.push(target.name.as_str());
         }
         let seconds = begin.elapsed().as_secs_f64();
-        slowest = if seconds > slowest.0 { (seconds, target.name.as_str()) } else { slowest };
+        slowest = if seconds > slowest.0 {
+            (seconds, target.name.as_str())
+        } else {
+            slowest
+        };
     }
     let (count, seconds) = (targets.len(), begin.elapsed().as_secs_f64());
-    println!("\n{count} targets; {seconds:.1} s, of which {} took {:.1} s", slowest.1, slowest.0);
+    println!(
+        "\n{count} targets; {seconds:.1} s, of which {} took {:.1} s",
+        slowest.1, slowest.0
+    );
     if failed.is_empty() {
         return Ok(ExitCode::SUCCESS);
     }
@@ -123,11 +140,18 @@ fn build(root: &Path) -> anyhow::Result<Vec<Program>> {
     // Of the programs, only the command line has tests. `--bins` would build the examples as tests,
     // which takes minutes.
     let targets = ["--lib", "--bin", "mpmd"];
-    let asked = [&["test", "--workspace"][..], &targets, &["--no-run", "--message-format", "json"]]
-        .concat();
+    let asked = [
+        &["test", "--workspace"][..],
+        &targets,
+        &["--no-run", "--message-format", "json"],
+    ]
+    .concat();
     let mut build = cargo_in(root, &[&asked, WITH_ALL].concat());
     let line = shown(&build);
-    let output = build.stderr(Stdio::inherit()).output().with_context(|| format!("`{line}`"))?;
+    let output = build
+        .stderr(Stdio::inherit())
+        .output()
+        .with_context(|| format!("`{line}`"))?;
     if !output.status.success() {
         bail!("`{line}` ended with {}", output.status);
     }
@@ -141,21 +165,35 @@ fn build(root: &Path) -> anyhow::Result<Vec<Program>> {
 fn program(line: &str) -> anyhow::Result<Option<Program>> {
     let message: serde_json::Value = serde_json::from_str(line).context("a message of cargo")?;
     let is_test = message["profile"]["test"] == true && message["reason"] == "compiler-artifact";
-    let (Some(file), Some(manifest)) =
-        (message["executable"].as_str(), message["manifest_path"].as_str())
-    else {
+    let (Some(file), Some(manifest)) = (
+        message["executable"].as_str(),
+        message["manifest_path"].as_str(),
+    ) else {
         return Ok(None);
     };
-    let folder = Path::new(manifest).parent().context("a manifest without a folder")?;
-    Ok(is_test.then(|| Program { file: file.into(), folder: folder.to_owned() }))
+    let folder = Path::new(manifest)
+        .parent()
+        .context("a manifest without a folder")?;
+    Ok(is_test.then(|| Program {
+        file: file.into(),
+        folder: folder.to_owned(),
+    }))
 }
 
 /// Finds the targets in the list of a program's tests.
 fn listed(list: &str, program: usize) -> Vec<Target> {
     let target = |line: &str| {
         let test = line.strip_suffix(": test")?;
-        let name = test.rsplit("::").next()?.strip_prefix("fuzz_")?.replace('_', "-");
-        Some(Target { name, test: test.to_owned(), program })
+        let name = test
+            .rsplit("::")
+            .next()?
+            .strip_prefix("fuzz_")?
+            .replace('_', "-");
+        Some(Target {
+            name,
+            test: test.to_owned(),
+            program,
+        })
     };
     list.lines().filter_map(target).collect()
 }
@@ -165,7 +203,10 @@ fn listed(list: &str, program: usize) -> Vec<Target> {
 fn count(line: &str, target: &str) -> Option<Count> {
     let (_, said) = line.split_once(&format!("{target}: "))?;
     let (inputs, failures) = said.strip_suffix(" failures")?.split_once(" inputs, ")?;
-    Some(Count { inputs: inputs.parse().ok()?, failures: failures.parse().ok()? })
+    Some(Count {
+        inputs: inputs.parse().ok()?,
+        failures: failures.parse().ok()?,
+    })
 }
 
 /// Runs a target and prints its result line. Fails with its last lines of output if the target
@@ -173,17 +214,29 @@ fn count(line: &str, target: &str) -> Option<Count> {
 fn run(target: &Target, program: &Program, inputs: u64) -> anyhow::Result<()> {
     let (reader, writer) = pipe()?;
     let mut command = Command::new(&program.file);
-    command.args([&target.test, "--exact", "--nocapture"]).current_dir(&program.folder);
-    command.env("CARGO_MANIFEST_DIR", &program.folder).env("MPMD_FUZZ_INPUTS", inputs.to_string());
-    command.stdin(Stdio::null()).stdout(writer.try_clone()?).stderr(writer);
-    let mut child = command.spawn().with_context(|| format!("`{}`", shown(&command)))?;
+    command
+        .args([&target.test, "--exact", "--nocapture"])
+        .current_dir(&program.folder);
+    command
+        .env("CARGO_MANIFEST_DIR", &program.folder)
+        .env("MPMD_FUZZ_INPUTS", inputs.to_string());
+    command
+        .stdin(Stdio::null())
+        .stdout(writer.try_clone()?)
+        .stderr(writer);
+    let mut child = command
+        .spawn()
+        .with_context(|| format!("`{}`", shown(&command)))?;
     // Closes this process's ends of the pipe, so that the output ends with the child.
     drop(command);
     let (say, said) = channel();
     std::thread::spawn(move || {
         let mut reader = BufReader::new(reader);
         let mut line = Vec::new();
-        while reader.read_until(b'\n', &mut line).is_ok_and(|read| read > 0) {
+        while reader
+            .read_until(b'\n', &mut line)
+            .is_ok_and(|read| read > 0)
+        {
             let text = String::from_utf8_lossy(&line).trim_end().to_owned();
             line.clear();
             if say.send(text).is_err() {
@@ -245,13 +298,24 @@ mod tests {
 
     #[test]
     fn arguments_are_read_and_others_refused() {
-        let options =
-            |inputs, target: Option<&str>| Some(Options { inputs, target: target.map(Into::into) });
+        let options = |inputs, target: Option<&str>| {
+            Some(Options {
+                inputs,
+                target: target.map(Into::into),
+            })
+        };
         assert_eq!(Options::parse(&[]), options(INPUTS, None));
-        assert_eq!(Options::parse(&["--target", "a", "--inputs", "7"]), options(7, Some("a")));
-        for wrong in
-            [&["--inputs"][..], &["--inputs", "0"], &["--inputs", "x"], &["--jobs", "2"], &["a"]]
-        {
+        assert_eq!(
+            Options::parse(&["--target", "a", "--inputs", "7"]),
+            options(7, Some("a"))
+        );
+        for wrong in [
+            &["--inputs"][..],
+            &["--inputs", "0"],
+            &["--inputs", "x"],
+            &["--jobs", "2"],
+            &["a"],
+        ] {
             assert_eq!(Options::parse(wrong), None, "{wrong:?}");
         }
     }
@@ -261,9 +325,17 @@ mod tests {
         let list = "a::tests::fuzz_one_two: test\na::fuzz_helper::other: test\nfuzz_three: test\n\
                     b::fuzz_slow: benchmark\n\n3 tests, 1 benchmark\n";
         let found = listed(list, 4);
-        let names: Vec<_> =
-            found.iter().map(|t| (t.name.as_str(), t.test.as_str(), t.program)).collect();
-        assert_eq!(names, [("one-two", "a::tests::fuzz_one_two", 4), ("three", "fuzz_three", 4)]);
+        let names: Vec<_> = found
+            .iter()
+            .map(|t| (t.name.as_str(), t.test.as_str(), t.program))
+            .collect();
+        assert_eq!(
+            names,
+            [
+                ("one-two", "a::tests::fuzz_one_two", 4),
+                ("three", "fuzz_three", 4)
+            ]
+        );
     }
 
     #[test]
@@ -276,7 +348,10 @@ mod tests {
             program(&line).unwrap()
         };
         let file = r#""/w/target/p-1""#;
-        let expected = Program { file: "/w/target/p-1".into(), folder: "/w/p".into() };
+        let expected = Program {
+            file: "/w/target/p-1".into(),
+            folder: "/w/p".into(),
+        };
         assert_eq!(message("compiler-artifact", true, file), Some(expected));
         assert_eq!(message("compiler-artifact", false, file), None);
         assert_eq!(message("compiler-artifact", true, "null"), None);
@@ -288,10 +363,16 @@ mod tests {
     fn result_line_of_a_target_is_recognised() {
         let of = |line| count(line, "wire").map(|count| (count.inputs, count.failures));
         assert_eq!(of("wire: 20000 inputs, 0 failures"), Some((20_000, 0)));
-        assert_eq!(of("test wire::fuzz_wire ... wire: 5 inputs, 3 failures"), Some((5, 3)));
-        for other in
-            ["wire: input 7 of seed 1 failed: why", "wire: x inputs, 0 failures", "wires", ""]
-        {
+        assert_eq!(
+            of("test wire::fuzz_wire ... wire: 5 inputs, 3 failures"),
+            Some((5, 3))
+        );
+        for other in [
+            "wire: input 7 of seed 1 failed: why",
+            "wire: x inputs, 0 failures",
+            "wires",
+            "",
+        ] {
             assert_eq!(of(other), None, "{other}");
         }
     }
@@ -302,7 +383,11 @@ mod tests {
         let count = |inputs, failures| Some(Count { inputs, failures });
         assert_eq!(fault(good, count(9, 0), 9), None);
         assert!(fault(killed, None, 9).unwrap().contains("signal: 9"));
-        assert!(fault(good, None, 9).unwrap().contains("before it was through"));
+        assert!(
+            fault(good, None, 9)
+                .unwrap()
+                .contains("before it was through")
+        );
         assert_eq!(fault(killed, count(9, 2), 9).unwrap(), "2 inputs failed");
         assert_eq!(fault(good, count(8, 0), 9).unwrap(), "it tried 8 of 9");
         assert!(fault(killed, count(9, 0), 9).is_some());

@@ -128,10 +128,14 @@ fn ended(result: anyhow::Result<ExitCode>) -> ExitCode {
 
 /// Returns the workspace that this program was built from.
 fn root() -> anyhow::Result<&'static Path> {
-    let root =
-        Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("xtask has no folder above it")?;
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .context("xtask has no folder above it")?;
     if !root.join("Cargo.lock").is_file() {
-        bail!("{} is not the workspace any more: run through `cargo xtask`", root.display());
+        bail!(
+            "{} is not the workspace any more: run through `cargo xtask`",
+            root.display()
+        );
     }
     Ok(root)
 }

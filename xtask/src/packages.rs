@@ -41,8 +41,10 @@ const KIT: &str = "packs what runs on machines with GPUs";
 const PAGES: &str = "opens, points at and zooms the pages that are drawn";
 
 /// The needs of every run.
-pub(crate) const ALWAYS: &[Need] =
-    &[answering("cc", LINKS, &["gcc", "libc6-dev"]), answering("git", LISTS, &["git"])];
+pub(crate) const ALWAYS: &[Need] = &[
+    answering("cc", LINKS, &["gcc", "libc6-dev"]),
+    answering("git", LISTS, &["git"]),
+];
 
 /// Further needs of builds with the feature `ucx`, and of the full tests.
 pub(crate) const FULL: &[Need] = &[
@@ -75,7 +77,12 @@ const fn answering(
     purpose: &'static str,
     packages: &'static [&'static str],
 ) -> Need {
-    Need { what, purpose, packages, probe: Probe::Answers(what) }
+    Need {
+        what,
+        purpose,
+        packages,
+        probe: Probe::Answers(what),
+    }
 }
 
 const fn lying(
@@ -83,7 +90,12 @@ const fn lying(
     purpose: &'static str,
     packages: &'static [&'static str],
 ) -> Need {
-    Need { what, purpose, packages, probe: Probe::Lies(what) }
+    Need {
+        what,
+        purpose,
+        packages,
+        probe: Probe::Lies(what),
+    }
 }
 
 /// Folders in which the builder of UCX's bindings looks for libraries, by clang-sys. `*` stands for
@@ -116,11 +128,16 @@ pub(crate) fn provide(needs: &[Need]) -> anyhow::Result<()> {
     }
     for need in &absent {
         let packages = need.packages.join(" ");
-        println!("   {} is missing ({}); Debian packages: {packages}", need.what, need.purpose);
+        println!(
+            "   {} is missing ({}); Debian packages: {packages}",
+            need.what, need.purpose
+        );
     }
     let packages = packages_of(&absent);
-    let is_root =
-        Command::new("id").arg("-u").output().is_ok_and(|out| out.stdout.trim_ascii() == b"0");
+    let is_root = Command::new("id")
+        .arg("-u")
+        .output()
+        .is_ok_and(|out| out.stdout.trim_ascii() == b"0");
     ensure!(
         is_root && answers("apt-get", &["--version"]),
         "install these with your system's package manager first: {}",
@@ -132,8 +149,15 @@ pub(crate) fn provide(needs: &[Need]) -> anyhow::Result<()> {
         .args(install)
         .args(&packages)
         .env("DEBIAN_FRONTEND", "noninteractive"))?;
-    let still: Vec<&str> = missing(needs, &is_here).iter().map(|need| need.what).collect();
-    ensure!(still.is_empty(), "installed, but still not found: {}", still.join(", "));
+    let still: Vec<&str> = missing(needs, &is_here)
+        .iter()
+        .map(|need| need.what)
+        .collect();
+    ensure!(
+        still.is_empty(),
+        "installed, but still not found: {}",
+        still.join(", ")
+    );
     Ok(())
 }
 
@@ -158,7 +182,9 @@ fn is_here(probe: Probe) -> bool {
         Probe::Lies(program) => {
             let path = std::env::var_os("PATH").unwrap_or_default();
             let more = MORE_PROGRAMS.iter().map(PathBuf::from);
-            std::env::split_paths(&path).chain(more).any(|folder| folder.join(program).is_file())
+            std::env::split_paths(&path)
+                .chain(more)
+                .any(|folder| folder.join(program).is_file())
         }
         Probe::Libclang => has_libclang(Path::new("/"), &|name| std::env::var_os(name)),
     }
@@ -174,10 +200,18 @@ fn has_libclang(root: &Path, variable: &dyn Fn(&str) -> Option<OsString>) -> boo
             said.is_file() && said.file_name().is_some_and(|name| is_libclang(name, true));
         return is_file || names_in(said).iter().any(|name| is_libclang(name, true));
     }
-    let given = ["LD_LIBRARY_PATH", "LIBRARY_PATH"].into_iter().filter_map(variable);
+    let given = ["LD_LIBRARY_PATH", "LIBRARY_PATH"]
+        .into_iter()
+        .filter_map(variable);
     let given = given.flat_map(|folders| std::env::split_paths(&folders).collect::<Vec<_>>());
-    let usual = LIBRARY_FOLDERS.iter().flat_map(|pattern| matching(root, pattern));
-    given.chain(usual).any(|folder| names_in(&folder).iter().any(|name| is_libclang(name, false)))
+    let usual = LIBRARY_FOLDERS
+        .iter()
+        .flat_map(|pattern| matching(root, pattern));
+    given.chain(usual).any(|folder| {
+        names_in(&folder)
+            .iter()
+            .any(|name| is_libclang(name, false))
+    })
 }
 
 /// Returns true if a file of this name is libclang. A version behind `.so` counts only with
@@ -186,7 +220,9 @@ fn is_libclang(name: &OsStr, run_time_only: bool) -> bool {
     let Some(rest) = name.to_str().and_then(|name| name.strip_prefix("libclang")) else {
         return false;
     };
-    let Some((version, behind)) = rest.split_once(".so") else { return false };
+    let Some((version, behind)) = rest.split_once(".so") else {
+        return false;
+    };
     // `libclang-cpp` is another library.
     let named = version.is_empty() || version.starts_with('-') && !version.starts_with("-cpp");
     named && (behind.is_empty() || run_time_only && behind.starts_with('.'))
@@ -204,7 +240,11 @@ fn matching(root: &Path, pattern: &str) -> Vec<PathBuf> {
                 names.into_iter().map(|name| folder.join(name)).collect()
             }
         };
-        found = found.into_iter().flat_map(below).filter(|path| path.is_dir()).collect();
+        found = found
+            .into_iter()
+            .flat_map(below)
+            .filter(|path| path.is_dir())
+            .collect();
     }
     found
 }
@@ -212,7 +252,9 @@ fn matching(root: &Path, pattern: &str) -> Vec<PathBuf> {
 /// Returns the names in a folder; empty if it is no folder.
 fn names_in(folder: &Path) -> Vec<OsString> {
     let entries = std::fs::read_dir(folder).into_iter().flatten();
-    entries.filter_map(|entry| Some(entry.ok()?.file_name())).collect()
+    entries
+        .filter_map(|entry| Some(entry.ok()?.file_name()))
+        .collect()
 }
 
 #[cfg(test)]
@@ -223,11 +265,17 @@ mod tests {
     fn missing_needs_name_each_package_once() {
         let without = |absent: &'static [Probe]| {
             let needs = missing(FULL, &|probe| !absent.contains(&probe));
-            (needs.iter().map(|need| need.what).collect::<Vec<_>>(), packages_of(&needs))
+            (
+                needs.iter().map(|need| need.what).collect::<Vec<_>>(),
+                packages_of(&needs),
+            )
         };
         assert_eq!(without(&[]), (vec![], vec![]));
-        let (what, packages) =
-            without(&[Probe::Libclang, Probe::Lies("munged"), Probe::Answers("libtoolize")]);
+        let (what, packages) = without(&[
+            Probe::Libclang,
+            Probe::Lies("munged"),
+            Probe::Answers("libtoolize"),
+        ]);
         assert_eq!(what, ["libtoolize", "libclang", "munged"]);
         assert_eq!(packages, ["libtool", "libclang-dev", "munge"]);
         let twice = [&ALWAYS[0], &ALWAYS[1], &ALWAYS[0]];
@@ -253,9 +301,13 @@ mod tests {
                 "{name}"
             );
         }
-        for name in
-            ["libclang-cpp.so.14", "libclang-cpp.so", "libclangBasic.a", "libclang.a", "libucp.so"]
-        {
+        for name in [
+            "libclang-cpp.so.14",
+            "libclang-cpp.so",
+            "libclangBasic.a",
+            "libclang.a",
+            "libucp.so",
+        ] {
             assert!(!is_libclang(name.as_ref(), true), "{name}");
         }
     }
@@ -266,7 +318,10 @@ mod tests {
         let nothing = |_: &str| None;
         root.file("usr/lib/llvm-14/lib/libclang.so.1");
         root.file("usr/lib/libclang-cpp.so");
-        assert!(!has_libclang(&root.0, &nothing), "a library without its headers is not enough");
+        assert!(
+            !has_libclang(&root.0, &nothing),
+            "a library without its headers is not enough"
+        );
         root.file("usr/lib/llvm-14/lib/libclang.so");
         assert!(has_libclang(&root.0, &nothing));
 
@@ -285,9 +340,9 @@ mod tests {
         root.file("third/libclang.so");
         let given = root.0.join("third").into_os_string();
         let elsewhere = root.0.join("none");
-        assert!(
-            has_libclang(&elsewhere, &|name| (name == "LD_LIBRARY_PATH").then(|| given.clone()))
-        );
+        assert!(has_libclang(&elsewhere, &|name| (name
+            == "LD_LIBRARY_PATH")
+            .then(|| given.clone())));
     }
 
     /// A folder that is deleted with the test.

@@ -25,7 +25,10 @@ const ROUND: [(&str, &str); 6] = [
 /// Parses `--minutes N`; returns `None` for other arguments.
 pub(crate) fn parse(arguments: &[&str]) -> Option<Duration> {
     match arguments {
-        ["--minutes", minutes] => minutes.parse().ok().map(|n: u64| Duration::from_secs(60 * n)),
+        ["--minutes", minutes] => minutes
+            .parse()
+            .ok()
+            .map(|n: u64| Duration::from_secs(60 * n)),
         _ => None,
     }
 }
@@ -43,7 +46,10 @@ pub(crate) fn soak(root: &Path, time: Duration) -> anyhow::Result<ExitCode> {
             tests(root, package, name, None)?;
         }
         rounds += 1;
-        println!("{rounds} rounds, {:.0} minutes", begin.elapsed().as_secs_f64() / 60.0);
+        println!(
+            "{rounds} rounds, {:.0} minutes",
+            begin.elapsed().as_secs_f64() / 60.0
+        );
     }
     println!("all passed: long jobs, and {rounds} rounds of faults");
     Ok(ExitCode::SUCCESS)

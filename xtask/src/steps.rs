@@ -49,9 +49,17 @@ const STEPS: &[Step] = &[
         packages::provide(packages::FULL).map(|()| Outcome::Done)
     }),
     ("format", Extent::Quick, format),
-    ("tidy", Extent::Quick, |root| tidy::check(root).map(|()| Outcome::Done)),
-    ("licences and security advisories of dependencies", Extent::All, dependencies),
-    ("clippy", Extent::All, |root| clippy(root, &[&["--all-targets"], WITH_ALL].concat())),
+    ("tidy", Extent::Quick, |root| {
+        tidy::check(root).map(|()| Outcome::Done)
+    }),
+    (
+        "licences and security advisories of dependencies",
+        Extent::All,
+        dependencies,
+    ),
+    ("clippy", Extent::All, |root| {
+        clippy(root, &[&["--all-targets"], WITH_ALL].concat())
+    }),
     // As users build it. The features of others' crates are those of the other steps, so that
     // none of these is built once more.
     ("clippy without UCX", Extent::All, |root| clippy(root, &[])),
@@ -63,7 +71,9 @@ const STEPS: &[Step] = &[
 
 /// The steps of a quick run that replace longer ones.
 const QUICK: &[Step] = &[
-    ("clippy", Extent::Quick, |root| clippy(root, &["--all-targets"])),
+    ("clippy", Extent::Quick, |root| {
+        clippy(root, &["--all-targets"])
+    }),
     ("unit tests", Extent::Quick, unit_tests),
 ];
 
@@ -74,7 +84,9 @@ const QUICK: &[Step] = &[
 /// If a step fails. The error names it, and later steps do not run.
 pub(crate) fn test(root: &Path, extent: Extent) -> anyhow::Result<()> {
     let instead: &[Step] = if extent == Extent::Quick { QUICK } else { &[] };
-    let of_extent = STEPS.iter().filter(|step| extent == Extent::All || step.1 == Extent::Quick);
+    let of_extent = STEPS
+        .iter()
+        .filter(|step| extent == Extent::All || step.1 == Extent::Quick);
     let steps: Vec<&Step> = of_extent.chain(instead).collect();
     let begin = Instant::now();
     let mut skipped = Vec::new();
@@ -97,7 +109,10 @@ pub(crate) fn test(root: &Path, extent: Extent) -> anyhow::Result<()> {
     } else {
         format!(", skipped: {}", skipped.join(", "))
     };
-    println!("\n{passed} steps passed{also}; {:.1} s", begin.elapsed().as_secs_f64());
+    println!(
+        "\n{passed} steps passed{also}; {:.1} s",
+        begin.elapsed().as_secs_f64()
+    );
     Ok(())
 }
 
@@ -107,11 +122,17 @@ fn format(root: &Path) -> anyhow::Result<Outcome> {
 
 fn clippy(root: &Path, selected: &[&str]) -> anyhow::Result<Outcome> {
     let command: &[&str] = &["clippy", "--workspace"];
-    in_workspace(root, &[command, selected, &["--", "-D", "warnings"], DENIED].concat())
+    in_workspace(
+        root,
+        &[command, selected, &["--", "-D", "warnings"], DENIED].concat(),
+    )
 }
 
 fn documentation(root: &Path) -> anyhow::Result<Outcome> {
-    let mut command = cargo_in(root, &[&["doc", "--workspace", "--no-deps"], WITH_ALL].concat());
+    let mut command = cargo_in(
+        root,
+        &[&["doc", "--workspace", "--no-deps"], WITH_ALL].concat(),
+    );
     run(command.env("RUSTDOCFLAGS", "-D warnings"))?;
     Ok(Outcome::Done)
 }
@@ -122,7 +143,11 @@ fn programs(root: &Path) -> anyhow::Result<Outcome> {
     // features.
     in_workspace(
         root,
-        &[&["build", "--workspace", "--lib", "--bins", "--tests"], WITH_ALL].concat(),
+        &[
+            &["build", "--workspace", "--lib", "--bins", "--tests"],
+            WITH_ALL,
+        ]
+        .concat(),
     )
 }
 
@@ -134,23 +159,42 @@ fn tests(root: &Path) -> anyhow::Result<Outcome> {
         );
         return in_workspace(
             root,
-            &[&["test", "--workspace", "--lib", "--bins", "--tests"], WITH_ALL].concat(),
+            &[
+                &["test", "--workspace", "--lib", "--bins", "--tests"],
+                WITH_ALL,
+            ]
+            .concat(),
         );
     }
     // Tests that wait take one slot, tests that compute take two: see `.config/nextest.toml`.
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let slots = (2 * cores).to_string();
-    let run = ["nextest", "run", "--workspace", "--profile", "full", "--test-threads", &slots];
+    let run = [
+        "nextest",
+        "run",
+        "--workspace",
+        "--profile",
+        "full",
+        "--test-threads",
+        &slots,
+    ];
     in_workspace(root, &[&run, WITH_ALL].concat())
 }
 
 fn unit_tests(root: &Path) -> anyhow::Result<Outcome> {
-    let runner: &[&str] = if has_nextest() { &["nextest", "run"] } else { &["test"] };
+    let runner: &[&str] = if has_nextest() {
+        &["nextest", "run"]
+    } else {
+        &["test"]
+    };
     in_workspace(root, &[runner, &["--workspace", "--lib"]].concat())
 }
 
 fn documentation_tests(root: &Path) -> anyhow::Result<Outcome> {
-    in_workspace(root, &[&["test", "--workspace", "--doc"], WITH_ALL].concat())
+    in_workspace(
+        root,
+        &[&["test", "--workspace", "--doc"], WITH_ALL].concat(),
+    )
 }
 
 /// Checks licences and advisories with cargo-deny, after `deny.toml`.
@@ -159,7 +203,9 @@ fn dependencies(root: &Path) -> anyhow::Result<Outcome> {
         return Ok(Outcome::Skipped("cargo-deny is not installed".to_owned()));
     }
     // The database comes from the network. A failed download says nothing about the dependencies.
-    let fetched = cargo_in(root, &["deny", "fetch", "db"]).stdin(Stdio::null()).output()?;
+    let fetched = cargo_in(root, &["deny", "fetch", "db"])
+        .stdin(Stdio::null())
+        .output()?;
     if !fetched.status.success() {
         in_workspace(root, &["deny", "check", "licenses"])?;
         let said = String::from_utf8_lossy(&fetched.stderr);

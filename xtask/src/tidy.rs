@@ -42,7 +42,10 @@ pub(crate) fn check(root: &Path) -> anyhow::Result<()> {
     }
     findings.extend(cycles::check(&crates));
     if let Some(architecture) = sources.iter().find(|source| source.path == ARCHITECTURE) {
-        findings.extend(invariants_have_tests(&architecture.text, &test_names(&sources)));
+        findings.extend(invariants_have_tests(
+            &architecture.text,
+            &test_names(&sources),
+        ));
         let map = rules::map(&architecture.text);
         for source in &sources {
             let of_file = rules::crates_are_below(source, &map).into_iter();
@@ -55,7 +58,11 @@ pub(crate) fn check(root: &Path) -> anyhow::Result<()> {
         bail!("{} findings:\n  {}", findings.len(), findings.join("\n  "));
     }
     let rules = RULES.len() + PRODUCTION_RULES.len() + 3;
-    println!("   {} files, {} crates, {rules} rules", sources.len(), crates.len());
+    println!(
+        "   {} files, {} crates, {rules} rules",
+        sources.len(),
+        crates.len()
+    );
     Ok(())
 }
 
@@ -72,10 +79,14 @@ fn invariants_have_tests(architecture: &str, tests: &BTreeSet<String>) -> Vec<St
             .unwrap_or(rest.len());
         let paragraph = &rest[..end];
         let place = format!("{ARCHITECTURE}:{}", line_of(architecture, at));
-        let Some(name) =
-            paragraph.trim_start().strip_prefix('*').and_then(|rest| rest.split('*').next())
+        let Some(name) = paragraph
+            .trim_start()
+            .strip_prefix('*')
+            .and_then(|rest| rest.split('*').next())
         else {
-            findings.push(format!("{place}: an invariant needs a name: {INVARIANT} *name*"));
+            findings.push(format!(
+                "{place}: an invariant needs a name: {INVARIANT} *name*"
+            ));
             continue;
         };
         let quoted = paragraph.split('`').skip(1).step_by(2);
@@ -127,7 +138,11 @@ fn sources(root: &Path) -> anyhow::Result<Vec<Source>> {
             fs::read_to_string(root.join(&path)).with_context(|| format!("cannot read {path}"))?;
         sources.push(Source::new(path, text));
     }
-    ensure!(sources.iter().any(Source::is_rust), "no Rust file below {}", root.display());
+    ensure!(
+        sources.iter().any(Source::is_rust),
+        "no Rust file below {}",
+        root.display()
+    );
     Ok(sources)
 }
 
@@ -144,11 +159,27 @@ fn is_source(path: &str) -> bool {
 /// Lists the files of the work tree that git tracks or would track; `None` without git or if there
 /// are none.
 fn listed_by_git(root: &Path) -> Option<BTreeSet<String>> {
-    let arguments = ["ls-files", "--cached", "--others", "--exclude-standard", "-z"];
-    let output = Command::new("git").arg("-C").arg(root).args(arguments).output().ok()?;
-    let names = String::from_utf8(output.stdout).ok().filter(|_| output.status.success())?;
-    let files: BTreeSet<String> =
-        names.split('\0').filter(|name| root.join(name).is_file()).map(str::to_owned).collect();
+    let arguments = [
+        "ls-files",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+        "-z",
+    ];
+    let output = Command::new("git")
+        .arg("-C")
+        .arg(root)
+        .args(arguments)
+        .output()
+        .ok()?;
+    let names = String::from_utf8(output.stdout)
+        .ok()
+        .filter(|_| output.status.success())?;
+    let files: BTreeSet<String> = names
+        .split('\0')
+        .filter(|name| root.join(name).is_file())
+        .map(str::to_owned)
+        .collect();
     (!files.is_empty()).then_some(files)
 }
 
@@ -156,7 +187,10 @@ fn walk(root: &Path, folder: &Path, found: &mut BTreeSet<String>) -> io::Result<
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
         let (path, kind): (PathBuf, _) = (entry.path(), entry.file_type()?);
-        if kind.is_dir() && ![".git", "target"].iter().any(|skipped| entry.file_name() == *skipped)
+        if kind.is_dir()
+            && ![".git", "target"]
+                .iter()
+                .any(|skipped| entry.file_name() == *skipped)
         {
             walk(root, &path, found)?;
         } else if kind.is_file()
@@ -183,11 +217,17 @@ mod tests {
 
     #[test]
     fn git_and_a_walk_find_the_same_sources() {
-        let Some(listed) = listed_by_git(root()) else { return };
+        let Some(listed) = listed_by_git(root()) else {
+            return;
+        };
         assert!(listed.contains("xtask/src/tidy.rs") && listed.contains("Cargo.toml"));
         let mut walked = BTreeSet::new();
         walk(root(), root(), &mut walked).unwrap();
-        assert!(listed.is_subset(&walked), "{:?}", listed.difference(&walked));
+        assert!(
+            listed.is_subset(&walked),
+            "{:?}",
+            listed.difference(&walked)
+        );
     }
 
     #[test]
@@ -232,6 +272,9 @@ mod tests {
                     // #[test]\nfn e() {}\n#[cfg(test)]\nmod tests { fn f() {} \
                     }\n#[test]\n#[should_panic]\nfn g() {}";
         let names = test_names(&[Source::new("a.rs", text)]);
-        assert_eq!(names.iter().map(String::as_str).collect::<Vec<_>>(), ["a", "c", "g"]);
+        assert_eq!(
+            names.iter().map(String::as_str).collect::<Vec<_>>(),
+            ["a", "c", "g"]
+        );
     }
 }

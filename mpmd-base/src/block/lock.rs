@@ -43,7 +43,10 @@ impl<T> Mutex<T> {
                 held
             }
         };
-        MutexGuard { held, released: Released(self.key()) }
+        MutexGuard {
+            held,
+            released: Released(self.key()),
+        }
     }
 
     /// Takes the lock if it is free.
@@ -54,7 +57,10 @@ impl<T> Mutex<T> {
         me.iter().for_each(world::Me::pause);
         let held = self.0.try_lock()?;
         me.iter().for_each(world::Me::has_locked);
-        Some(MutexGuard { held, released: Released(self.key()) })
+        Some(MutexGuard {
+            held,
+            released: Released(self.key()),
+        })
     }
 
     /// Returns the value, which needs no lock.

@@ -12,7 +12,13 @@ use super::world::{self, Key};
 pub fn channel<T>() -> (Sender<T>, Receiver<T>) {
     let (sender, receiver) = mpsc::channel();
     let channel = Arc::new(Channel(0));
-    (Sender { sender, wake: Wake(channel.clone()) }, Receiver { receiver, channel })
+    (
+        Sender {
+            sender,
+            wake: Wake(channel.clone()),
+        },
+        Receiver { receiver, channel },
+    )
 }
 
 /// The sending half of a channel.
@@ -51,7 +57,10 @@ impl Drop for Wake {
 
 impl<T> Clone for Sender<T> {
     fn clone(&self) -> Self {
-        Self { sender: self.sender.clone(), wake: self.wake.clone() }
+        Self {
+            sender: self.sender.clone(),
+            wake: self.wake.clone(),
+        }
     }
 }
 
@@ -79,7 +88,9 @@ impl<T> Receiver<T> {
     ///
     /// If there is no value and no sender any more.
     pub fn recv(&self) -> Result<T, RecvError> {
-        let Some(me) = world::me() else { return self.receiver.recv() };
+        let Some(me) = world::me() else {
+            return self.receiver.recv();
+        };
         loop {
             match self.receiver.try_recv() {
                 Ok(value) => return Ok(value),
@@ -95,7 +106,9 @@ impl<T> Receiver<T> {
     ///
     /// After `time`, or if there is no value and no sender any more.
     pub fn recv_timeout(&self, time: Duration) -> Result<T, RecvTimeoutError> {
-        let Some(me) = world::me() else { return self.receiver.recv_timeout(time) };
+        let Some(me) = world::me() else {
+            return self.receiver.recv_timeout(time);
+        };
         let deadline = me.after(time);
         let mut is_late = false;
         loop {

@@ -120,7 +120,13 @@ impl SpinPolicy {
     pub const fn new(pace: Pace, setting: Spin) -> Self {
         let window = AtomicU64::new(pace.first.as_nanos() as u64);
         let (skip, penalty) = (AtomicU32::new(0), AtomicU32::new(0));
-        Self { pace, setting, window, skip, penalty }
+        Self {
+            pace,
+            setting,
+            window,
+            skip,
+            penalty,
+        }
     }
 
     /// Begins a gap at `now`.
@@ -138,8 +144,17 @@ impl SpinPolicy {
             Spin::Auto | Spin::Never => Duration::ZERO,
             Spin::For(window) => window,
         };
-        let window = if window < SHORTEST { Duration::ZERO } else { window };
-        Gap { pace: self.pace, window, start: now, looks: 0 }
+        let window = if window < SHORTEST {
+            Duration::ZERO
+        } else {
+            window
+        };
+        Gap {
+            pace: self.pace,
+            window,
+            start: now,
+            looks: 0,
+        }
     }
 
     /// Notes that a gap ended with work at `now`, and adapts the polling time: to twice the gap,
@@ -150,7 +165,9 @@ impl SpinPolicy {
         let window = if lasted <= self.pace.worth {
             let [first, longest] =
                 [self.pace.first, self.pace.longest].map(|time| time.as_nanos() as u64);
-            (2 * lasted.as_nanos() as u64).max(window / 8 * 7).clamp(first, longest)
+            (2 * lasted.as_nanos() as u64)
+                .max(window / 8 * 7)
+                .clamp(first, longest)
         } else {
             window / 2
         };
@@ -193,7 +210,9 @@ impl SpinPolicy {
 impl Gap {
     /// Ends the polling at `deadline` at the latest.
     pub fn poll_until(&mut self, deadline: Instant) {
-        self.window = self.window.min(deadline.saturating_duration_since(self.start));
+        self.window = self
+            .window
+            .min(deadline.saturating_duration_since(self.start));
     }
 
     /// True if the thread should poll at all.
@@ -262,7 +281,9 @@ mod tests {
     /// 1000.
     fn looks(policy: &SpinPolicy, now: Instant) -> u32 {
         let mut gap = policy.begin(now);
-        (0..1000).find(|i| gap.idle(|| now + *i * MICRO) == Idle::Sleep).unwrap_or(1000)
+        (0..1000)
+            .find(|i| gap.idle(|| now + *i * MICRO) == Idle::Sleep)
+            .unwrap_or(1000)
     }
 
     #[test]
@@ -272,19 +293,34 @@ mod tests {
         let ended = |after: u32| policy.end(&policy.begin(now), now + after * MICRO);
         assert_eq!(looks(&policy, now), 50);
         ended(90);
-        assert_eq!(looks(&policy, now), 50, "a little more would have been enough");
+        assert_eq!(
+            looks(&policy, now),
+            50,
+            "a little more would have been enough"
+        );
         for expected in [25, 12, 6, 3] {
             ended(10_000);
             assert!(looks(&policy, now).abs_diff(expected) <= 1);
         }
         ended(20);
-        assert_eq!(looks(&policy, now), 50, "one gap that was worth it is enough");
+        assert_eq!(
+            looks(&policy, now),
+            50,
+            "one gap that was worth it is enough"
+        );
     }
 
     #[test]
     fn auto_polling_time_follows_the_gaps() {
         let (longest, worth) = (2000 * MICRO, 2000 * MICRO);
-        let policy = SpinPolicy::new(Pace { longest, worth, ..ADAPTS }, Spin::Auto);
+        let policy = SpinPolicy::new(
+            Pace {
+                longest,
+                worth,
+                ..ADAPTS
+            },
+            Spin::Auto,
+        );
         let now = Instant::now();
         let after = |gap: u32| {
             policy.end(&policy.begin(now), now + gap * MICRO);
@@ -292,7 +328,10 @@ mod tests {
         };
         assert_eq!(policy.begin(now).window, 50 * MICRO);
         assert_eq!([after(10), after(400)], [50 * MICRO, 800 * MICRO]);
-        assert_eq!([after(10), after(10)], [700 * MICRO, Duration::from_nanos(612_500)]);
+        assert_eq!(
+            [after(10), after(10)],
+            [700 * MICRO, Duration::from_nanos(612_500)]
+        );
         assert_eq!([after(1900), after(2001)], [longest, longest / 2]);
         (0..100).for_each(|_| assert!(after(10) <= longest));
         assert_eq!(after(10), 50 * MICRO);
@@ -313,7 +352,10 @@ mod tests {
     fn setting_overrides_the_core_budget() {
         let under = |setting| CoreBudget::of(3, 3, 2).under(setting);
         let settings = [Spin::Auto, Spin::Never, Spin::For(MICRO)];
-        assert_eq!(settings.map(under), [CoreBudget::None, CoreBudget::None, CoreBudget::All]);
+        assert_eq!(
+            settings.map(under),
+            [CoreBudget::None, CoreBudget::None, CoreBudget::All]
+        );
         assert_eq!(CoreBudget::of(2, 4, 2), CoreBudget::One);
         assert_eq!(CoreBudget::of(2, 2, 2).under(Spin::Auto), CoreBudget::All);
     }
@@ -322,10 +364,19 @@ mod tests {
     fn core_is_yielded_every_16_polls() {
         let now = Instant::now();
         let mut gap = SpinPolicy::new(ADAPTS, Spin::For(Duration::MAX)).begin(now);
-        assert_eq!((0..160).filter(|_| gap.idle(|| now) == Idle::Yield).count(), 10);
-        let pace = Pace { alone: MICRO, ..ADAPTS };
+        assert_eq!(
+            (0..160).filter(|_| gap.idle(|| now) == Idle::Yield).count(),
+            10
+        );
+        let pace = Pace {
+            alone: MICRO,
+            ..ADAPTS
+        };
         let mut gap = SpinPolicy::new(pace, Spin::For(Duration::MAX)).begin(now);
-        assert!((0..160).all(|_| gap.idle(|| now) == Idle::Look), "not before `alone`");
+        assert!(
+            (0..160).all(|_| gap.idle(|| now) == Idle::Look),
+            "not before `alone`"
+        );
     }
 
     #[test]
@@ -368,7 +419,9 @@ mod tests {
         };
         let in_vain = (0..1000).filter(|_| spins(false)).count();
         assert!((10..=25).contains(&in_vain), "{in_vain} of 1000");
-        let until_found = (0..1000).position(|_| spins(true)).expect("it looks again some time");
+        let until_found = (0..1000)
+            .position(|_| spins(true))
+            .expect("it looks again some time");
         assert!(until_found <= SKIPS.most_skipped as usize);
         assert!((0..100).all(|_| spins(true)));
     }

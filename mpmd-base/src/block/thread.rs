@@ -132,7 +132,10 @@ where
 {
     std::thread::scope(|real| {
         // The real scope would wait without letting the threads run.
-        let scope = JoinsAll(Scope { real, simulated: RefCell::default() });
+        let scope = JoinsAll(Scope {
+            real,
+            simulated: RefCell::default(),
+        });
         f(&scope.0)
     })
 }
@@ -142,7 +145,11 @@ struct JoinsAll<'scope, 'env>(Scope<'scope, 'env>);
 
 impl Drop for JoinsAll<'_, '_> {
     fn drop(&mut self) {
-        self.0.simulated.borrow().iter().for_each(|thread| join_simulated(Some(thread)));
+        self.0
+            .simulated
+            .borrow()
+            .iter()
+            .for_each(|thread| join_simulated(Some(thread)));
     }
 }
 
@@ -159,7 +166,10 @@ impl<'scope> Scope<'scope, '_> {
     {
         let (simulated, f) = of_world("", f);
         self.simulated.borrow_mut().extend(simulated.clone());
-        ScopedJoinHandle { real: self.real.spawn(f), simulated }
+        ScopedJoinHandle {
+            real: self.real.spawn(f),
+            simulated,
+        }
     }
 }
 

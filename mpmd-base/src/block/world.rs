@@ -110,7 +110,11 @@ pub struct WorldReport {
 /// Returns the identity of the calling thread in its world. `None` in the real world.
 #[inline]
 pub(super) fn me() -> Option<Me> {
-    if WORLDS.load(Ordering::Relaxed) == 0 { None } else { find_me() }
+    if WORLDS.load(Ordering::Relaxed) == 0 {
+        None
+    } else {
+        find_me()
+    }
 }
 
 #[cold]
@@ -141,22 +145,42 @@ pub fn simulated<T>(settings: WorldSettings, f: impl FnOnce() -> T) -> (T, World
         log: String::new(),
         is_over: false,
     };
-    let world = Arc::new(World { state: Mutex::new(state), epoch: Instant::now(), settings });
-    let me = Me { world: world.clone(), thread: world.add("first", None) };
+    let world = Arc::new(World {
+        state: Mutex::new(state),
+        epoch: Instant::now(),
+        settings,
+    });
+    let me = Me {
+        world: world.clone(),
+        thread: world.add("first", None),
+    };
     world.state.lock().threads[0].runs = true;
     WORLDS.fetch_add(1, Ordering::Relaxed);
     ME.set(Some(me.clone()));
     let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(f));
     world.state.lock().is_over = true;
-    while me.world.state.lock().threads[1..].iter().any(|thread| thread.status != Status::Ended) {
+    while me.world.state.lock().threads[1..]
+        .iter()
+        .any(|thread| thread.status != Status::Ended)
+    {
         me.wait(world.ends(), None);
     }
     ME.set(None);
     WORLDS.fetch_sub(1, Ordering::Relaxed);
     let mut state = world.state.lock();
     let log = std::mem::take(&mut state.log);
-    let State { now: time, switches, history, .. } = *state;
-    let report = WorldReport { time, switches, history, log };
+    let State {
+        now: time,
+        switches,
+        history,
+        ..
+    } = *state;
+    let report = WorldReport {
+        time,
+        switches,
+        history,
+        log,
+    };
     match result {
         Ok(result) => (result, report),
         Err(panic) => std::panic::resume_unwind(panic),
@@ -201,7 +225,10 @@ impl Me {
     #[track_caller]
     pub(super) fn pause(&self) {
         let mut state = self.world.state.lock();
-        state.note(format_args!("thread {} at {}", self.thread, Location::caller()), &self.world);
+        state.note(
+            format_args!("thread {} at {}", self.thread, Location::caller()),
+            &self.world,
+        );
         let drawn = state.random.u16(..);
         // Now and then a thread is slow, so that time limits end while others could run.
         let slow = match drawn {
@@ -240,7 +267,10 @@ impl Me {
     fn stop_group(&self, group: u32, time: Duration) {
         let mut state = self.world.state.lock();
         let until = state.now.saturating_add(time);
-        state.note(format_args!("group {group} stops for {time:?}"), &self.world);
+        state.note(
+            format_args!("group {group} stops for {time:?}"),
+            &self.world,
+        );
         state.stops.push((group, until));
         self.world.switch(&mut state, self.thread);
     }
@@ -275,9 +305,12 @@ impl Me {
     /// Wakes one of the threads that wait for `key`. The world draws it.
     pub(super) fn wake_one(&self, key: Key) {
         let mut state = self.world.state.lock();
-        let State { random, threads, .. } = &mut *state;
-        let waiting: Vec<usize> =
-            (0..threads.len()).filter(|thread| threads[*thread].waits_for(key)).collect();
+        let State {
+            random, threads, ..
+        } = &mut *state;
+        let waiting: Vec<usize> = (0..threads.len())
+            .filter(|thread| threads[*thread].waits_for(key))
+            .collect();
         if let Some(drawn) = random.choice(waiting) {
             threads[drawn].status = Status::Ready;
         }
@@ -286,7 +319,10 @@ impl Me {
     /// Adds a thread to the world, which [`enter`](Self::enter)s it as its first action.
     pub(super) fn add(&self, name: &str) -> Self {
         let group = self.world.state.lock().threads[self.thread].group;
-        Self { world: self.world.clone(), thread: self.world.add(name, group) }
+        Self {
+            world: self.world.clone(),
+            thread: self.world.add(name, group),
+        }
     }
 
     /// Makes the calling thread this thread of the world. Returns when it may run. It ends when the
@@ -339,24 +375,39 @@ impl Thread {
 
 impl State {
     fn wake_all(&mut self, key: Key) {
-        for thread in self.threads.iter_mut().filter(|thread| thread.waits_for(key)) {
+        for thread in self
+            .threads
+            .iter_mut()
+            .filter(|thread| thread.waits_for(key))
+        {
             thread.status = Status::Ready;
         }
     }
 
     fn can_run(&self, thread: &Thread) -> bool {
-        let stopped = |group| self.stops.iter().any(|stop| stop.0 == group && stop.1 > self.now);
+        let stopped = |group| {
+            self.stops
+                .iter()
+                .any(|stop| stop.0 == group && stop.1 > self.now)
+        };
         matches!(thread.status, Status::Ready | Status::TimedOut)
             && (thread.has_locks || !thread.group.is_some_and(stopped))
     }
 
     /// The next time at which a thread may run again.
     fn next_deadline(&self) -> Option<Duration> {
-        let waits = self.threads.iter().filter_map(|thread| match thread.status {
-            Status::Waiting { until, .. } => until,
-            _ => None,
-        });
-        let stops = self.stops.iter().map(|(_, until)| *until).filter(|until| *until > self.now);
+        let waits = self
+            .threads
+            .iter()
+            .filter_map(|thread| match thread.status {
+                Status::Waiting { until, .. } => until,
+                _ => None,
+            });
+        let stops = self
+            .stops
+            .iter()
+            .map(|(_, until)| *until)
+            .filter(|until| *until > self.now);
         waits.chain(stops).min()
     }
 
@@ -391,7 +442,9 @@ impl World {
     fn expire(&self, state: &mut State) {
         let now = state.now;
         for thread in &mut state.threads {
-            if let Status::Waiting { until: Some(until), .. } = thread.status
+            if let Status::Waiting {
+                until: Some(until), ..
+            } = thread.status
                 && until <= now
             {
                 thread.status = Status::TimedOut;
@@ -404,8 +457,9 @@ impl World {
     fn switch(&self, state: &mut MutexGuard<'_, State>, thread: usize) {
         state.threads[thread].has_locks = LOCKS.get() > 0;
         let drawn = loop {
-            let ready: Vec<usize> =
-                (0..state.threads.len()).filter(|i| state.can_run(&state.threads[*i])).collect();
+            let ready: Vec<usize> = (0..state.threads.len())
+                .filter(|i| state.can_run(&state.threads[*i]))
+                .collect();
             if let Some(drawn) = state.random.choice(ready) {
                 break drawn;
             }
@@ -415,7 +469,13 @@ impl World {
                     self.expire(state);
                 }
                 // The last thread of the world has ended.
-                None if state.threads.iter().all(|thread| thread.status == Status::Ended) => return,
+                None if state
+                    .threads
+                    .iter()
+                    .all(|thread| thread.status == Status::Ended) =>
+                {
+                    return;
+                }
                 _ => self.hang(state),
             }
         };
@@ -455,8 +515,16 @@ impl World {
 
 impl fmt::Display for State {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the simulation hangs after {:?} of simulated time:", self.now)?;
-        for thread in self.threads.iter().filter(|thread| thread.status != Status::Ended) {
+        write!(
+            f,
+            "the simulation hangs after {:?} of simulated time:",
+            self.now
+        )?;
+        for thread in self
+            .threads
+            .iter()
+            .filter(|thread| thread.status != Status::Ended)
+        {
             let state = match thread.status {
                 Status::Waiting { until: None, .. } => "waits without a deadline",
                 Status::Waiting { .. } => "waits with a deadline",
@@ -497,10 +565,17 @@ mod tests {
 
     #[test]
     fn endless_waits_overflow_nothing() {
-        let settings = WorldSettings { seed: 1, longest: Duration::from_secs(60), log: false };
+        let settings = WorldSettings {
+            seed: 1,
+            longest: Duration::from_secs(60),
+            log: false,
+        };
         simulated(settings, || {
             let (sender, receiver) = mpsc::channel();
-            let pair = Arc::new((super::super::Mutex::new(false), super::super::Condvar::new()));
+            let pair = Arc::new((
+                super::super::Mutex::new(false),
+                super::super::Condvar::new(),
+            ));
             let other = pair.clone();
             thread::Builder::new()
                 .name("other".to_owned())

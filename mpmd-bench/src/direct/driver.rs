@@ -27,11 +27,23 @@ impl Copies {
     pub(crate) fn new(way: Way, bytes: usize) -> Result<Self> {
         let direct = Direct::open(FIRST)?;
         let device = direct.allocate(bytes)?;
-        let mut other =
-            if way == Way::OnDevice { direct.allocate(bytes) } else { direct.host(bytes, false) }?;
+        let mut other = if way == Way::OnDevice {
+            direct.allocate(bytes)
+        } else {
+            direct.host(bytes, false)
+        }?;
         other.pin()?;
-        let (from, to) = if way == Way::Out { (device, other) } else { (other, device) };
-        Ok(Self { direct, from, to, bytes })
+        let (from, to) = if way == Way::Out {
+            (device, other)
+        } else {
+            (other, device)
+        };
+        Ok(Self {
+            direct,
+            from,
+            to,
+            bytes,
+        })
     }
 
     /// Returns the mean time of `rounds` copies, until the last has ended.
@@ -58,7 +70,12 @@ impl Launches {
         let direct = Direct::open(FIRST)?;
         let function = direct.function(source, function)?;
         let (x, y) = (direct.allocate(64)?, direct.allocate(64)?);
-        Ok(Self { direct, function, x, y })
+        Ok(Self {
+            direct,
+            function,
+            x,
+            y,
+        })
     }
 
     /// Returns the mean time to issue one of `rounds` launches. Then waits for the device.
@@ -84,12 +101,19 @@ pub(crate) struct Exchange {
 impl Exchange {
     pub(crate) fn new(ordinal: u32, bytes: usize) -> Result<Self> {
         let direct = Direct::open(ordinal)?;
-        let own =
-            (direct.allocate(bytes.next_multiple_of(UNIT))?, direct.event(Waiting::Interprocess)?);
+        let own = (
+            direct.allocate(bytes.next_multiple_of(UNIT))?,
+            direct.event(Waiting::Interprocess)?,
+        );
         direct.fill(&own.0, 1)?;
         own.1.record()?;
         direct.wait()?;
-        Ok(Self { direct, own, other: None, bytes })
+        Ok(Self {
+            direct,
+            own,
+            other: None,
+            bytes,
+        })
     }
 
     /// Returns the handles, for the other process's [`open`](Self::open).
@@ -114,7 +138,9 @@ impl Exchange {
     /// Waits on the device for the other's event, copies its memory if `copies`, and waits on the
     /// host until that is done. Does nothing before [`open`](Self::open).
     pub(crate) fn take(&self, copies: bool) -> Result<()> {
-        let Some((memory, event)) = &self.other else { return Ok(()) };
+        let Some((memory, event)) = &self.other else {
+            return Ok(());
+        };
         self.direct.come_after(event)?;
         if copies {
             self.direct.copy(memory, &self.own.0, self.bytes)?;

@@ -46,7 +46,9 @@ pub(super) fn print(json: bool, events: usize) -> Result<()> {
     let large = usize::try_from(gpu.memory_bytes / 16)?.clamp(1 << 20, 2 << 30);
     fact("device copy", &mut || device_copy(&direct, large));
     for waiting in [Waiting::Blocking, Waiting::Interprocess, Waiting::Spinning] {
-        fact("event recorded and waited for", &mut || recorded(&direct, waiting));
+        fact("event recorded and waited for", &mut || {
+            recorded(&direct, waiting)
+        });
     }
     for (shared, bytes) in [(false, large / 8), (true, large / 8), (true, 4 << 20)] {
         fact("host memory", &mut || host_memory(&direct, bytes, shared));
@@ -62,7 +64,9 @@ pub(super) fn print(json: bool, events: usize) -> Result<()> {
         with_peer("ipc memory", &mut |peer| ipc_memory(&direct, peer, bytes));
     }
     with_peer("ipc event", &mut |peer| ipc_event(&direct, peer, large / 4));
-    fact("interprocess events", &mut || interprocess_events(&direct, events));
+    fact("interprocess events", &mut || {
+        interprocess_events(&direct, events)
+    });
     fact("interprocess event after their destruction", &mut || {
         let event = direct.event(Waiting::Interprocess);
         let recorded = event.as_ref().map(|event| word(&event.record()));
@@ -82,7 +86,9 @@ fn device_copy(direct: &Direct, bytes: usize) -> Result<Value> {
     let (from, to) = (direct.allocate(bytes)?, direct.allocate(bytes)?);
     direct.fill(&from, 5)?;
     direct.wait()?;
-    let times = (0..10).map(|_| copies(direct, &from, &to, 1)).collect::<Result<Vec<_>>>()?;
+    let times = (0..10)
+        .map(|_| copies(direct, &from, &to, 1))
+        .collect::<Result<Vec<_>>>()?;
     let times: Vec<f64> = times.into_iter().map(|[_, all]| all).collect();
     // Each byte is read and written.
     let rate = 2.0 * bytes as f64 / quantile(&times, 0.5) / 1e3;
@@ -148,7 +154,10 @@ fn ipc_memory(direct: &Direct, peer: &mut Peer, bytes: usize) -> Result<Value> {
     let same_process = word(&direct.open_memory(handle, bytes));
     peer.ask(&Request::CloseFirst)?;
     let after_close = peer.ask(&other)?;
-    let (address, apart) = (first.address(), second.address().wrapping_sub(first.address()));
+    let (address, apart) = (
+        first.address(),
+        second.address().wrapping_sub(first.address()),
+    );
     // Memory is not freed while it is open: what happens then is not defined.
     peer.ask(&Request::CloseAll)?;
     let start = Instant::now();
@@ -194,7 +203,9 @@ fn ipc_event(direct: &Direct, peer: &mut Peer, bytes: usize) -> Result<Value> {
                 start = now();
             }
             last = peer.answer()?;
-            let end = last["end"].as_u64().context("the other process has not waited")?;
+            let end = last["end"]
+                .as_u64()
+                .context("the other process has not waited")?;
             found.push((end as f64 - start as f64) / 1e3);
         }
         Ok((spread(&found), last))

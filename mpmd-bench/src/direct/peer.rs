@@ -65,7 +65,11 @@ impl Peer {
 
     /// Sends a request and does not wait for the [`answer`](Self::answer).
     pub(super) fn tell(&mut self, request: &Request) -> Result<()> {
-        let input = self.child.stdin.as_mut().ok_or_else(|| anyhow!("it has no input"))?;
+        let input = self
+            .child
+            .stdin
+            .as_mut()
+            .ok_or_else(|| anyhow!("it has no input"))?;
         writeln!(input, "{}", serde_json::to_string(request)?)
             .context("the other process has ended")
     }

@@ -24,6 +24,13 @@ pub(crate) struct ProbeArgs {
 /// Prints the facts of the CUDA driver one by one. A fact that cannot be found out has the error
 /// instead.
 pub(crate) fn probe(args: &ProbeArgs) -> Result<()> {
-    ensure!(args.on.device == DeviceKind::Cuda, "the probe is of a CUDA driver: add --device cuda");
-    if args.peer { super::peer::serve() } else { super::facts::print(args.json, args.events) }
+    ensure!(
+        args.on.device == DeviceKind::Cuda,
+        "the probe is of a CUDA driver: add --device cuda"
+    );
+    if args.peer {
+        super::peer::serve()
+    } else {
+        super::facts::print(args.json, args.events)
+    }
 }

@@ -28,7 +28,10 @@ pub(super) fn in_job(
     cases: &[Case],
     pace: &Pace,
 ) -> anyhow::Result<Vec<Samples>> {
-    let mut p = Program::builder().devices(2).device_kinds(&[device]).from_env()?;
+    let mut p = Program::builder()
+        .devices(2)
+        .device_kinds(&[device])
+        .from_env()?;
     check_transport(&p, carrier.name())?;
     let found = measure(&mut p, sizes, cases, pace)?;
     p.finish()?;
@@ -123,7 +126,11 @@ fn round_trips(
 
 /// Blocks until this process's shards of `x` are there. Does not wait for its sends.
 pub(super) fn arrive(x: &MpmdArray) -> Result<()> {
-    if x.is_fully_remote() { Ok(()) } else { x.block_until_ready().map(drop) }
+    if x.is_fully_remote() {
+        Ok(())
+    } else {
+        x.block_until_ready().map(drop)
+    }
 }
 
 /// Measures transfers of `x` one after another, until the last has arrived and the receiver has
@@ -159,7 +166,9 @@ fn bandwidth(
         arrive(&p.device_put(&done, &pair.here)?)?;
         Ok(start.elapsed())
     };
-    let one = Pace::warm(bytes, window, |arrays| run(p, arrays).map(|time| (arrays, time)))?;
+    let one = Pace::warm(bytes, window, |arrays| {
+        run(p, arrays).map(|time| (arrays, time))
+    })?;
     let arrays = p.broadcast_value(FIRST, 1, || Ok(pace.rounds(one).max(window as u64)))?;
     let mut found = Samples::new(test, bytes);
     for _ in 0..pace.repeats_at(bytes) {

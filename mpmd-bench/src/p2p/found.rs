@@ -80,7 +80,11 @@ pub(super) struct Samples {
 
 impl Samples {
     pub(super) fn new(test: Test, bytes: usize) -> Self {
-        Self { test, bytes, samples: Vec::new() }
+        Self {
+            test,
+            bytes,
+            samples: Vec::new(),
+        }
     }
 
     /// Converts a measurement to the test's unit and adds it: `count` round trips, arrays

@@ -115,7 +115,8 @@ impl Kernel for Write {
         }
         let number = number.as_slice::<u8>()?[0];
         let bytes = array.as_mut_slice::<u8>()?;
-        self.1.store(bytes.as_ptr().addr() as u64, Ordering::Relaxed);
+        self.1
+            .store(bytes.as_ptr().addr() as u64, Ordering::Relaxed);
         bytes.fill(number);
         Ok(())
     }
@@ -143,11 +144,18 @@ impl Kernel for Compare {
         (number, array): (View<'_>, View<'_>),
         mut wrong: ViewMut<'_>,
     ) -> Result<()> {
-        let cuda = cx.cuda().ok_or_else(|| Error::kernel("it is for GPUs only".to_owned()))?;
+        let cuda = cx
+            .cuda()
+            .ok_or_else(|| Error::kernel("it is for GPUs only".to_owned()))?;
         self.0.store(cuda.address(&array)?, Ordering::Relaxed);
         let bytes = array.region().elements();
         cuda.zero(&mut wrong)?;
-        let args = [(&number).into(), (&array).into(), bytes.into(), (&mut wrong).into()];
+        let args = [
+            (&number).into(),
+            (&array).into(),
+            bytes.into(),
+            (&mut wrong).into(),
+        ];
         cuda.launch(&BYTES, "compare", grid(bytes), &args)
     }
 
@@ -173,7 +181,10 @@ pub(super) fn handover(
     let why_not = why_not(link, room, bytes);
     if let Some(why) = why_not {
         if p.process() == FIRST {
-            eprintln!("mpmd: hand-overs of {} are not measured: {why}", Size(bytes));
+            eprintln!(
+                "mpmd: hand-overs of {} are not measured: {why}",
+                Size(bytes)
+            );
         }
         return Ok(Vec::new());
     }
@@ -188,7 +199,10 @@ fn why_not(link: Option<LinkClass>, room: u64, bytes: usize) -> Option<String> {
     }
     let little = room / ROOM < bytes as u64;
     little.then(|| {
-        let (needed, room) = (bytes_text((bytes as u64).saturating_mul(ROOM)), bytes_text(room));
+        let (needed, room) = (
+            bytes_text((bytes as u64).saturating_mul(ROOM)),
+            bytes_text(room),
+        );
         format!("that takes {needed} of memory, and {room} is available")
     })
 }
@@ -208,11 +222,20 @@ fn measure(
     let write = p.jit(write).on(&mesh).outputs(pair.here.clone()).build()?;
     let compare = if on_gpu {
         let compare = Compare(place.clone());
-        Some(p.jit(compare).on(&other_mesh).outputs(pair.there.clone()).build()?)
+        Some(
+            p.jit(compare)
+                .on(&other_mesh)
+                .outputs(pair.there.clone())
+                .build()?,
+        )
     } else {
         None
     };
-    let exchange = if on_gpu { meet_by_cuda(p, bytes)? } else { None };
+    let exchange = if on_gpu {
+        meet_by_cuda(p, bytes)?
+    } else {
+        None
+    };
     let small = p.array_from_fn(u8s([1]), &pair.here, |_, mut view| Ok(view.fill(1u8)?))?;
     let (mut kept, mut held) = (VecDeque::new(), VecDeque::new());
     // The sender adds the time of each `device_put` to `given`, the receiver each arrival to `had`.
@@ -221,7 +244,10 @@ fn measure(
     let mut places = HashSet::new();
     let mut wakes = vec![(Test::Wake, Wake::new(p)?)];
     if exchange.is_some() {
-        wakes.extend([(Test::BareIpc, Wake::new(p)?), (Test::BareIpcCopy, Wake::new(p)?)]);
+        wakes.extend([
+            (Test::BareIpc, Wake::new(p)?),
+            (Test::BareIpcCopy, Wake::new(p)?),
+        ]);
     }
     // The counts of `compare`, which are read after the last round.
     let mut wrong = Vec::new();
@@ -256,7 +282,10 @@ fn measure(
         } else if let Some(values) = y.to_host()? {
             // In place: after a zero-copy transfer no copy is made here.
             let place = values.bytes().as_ptr().addr() as u64;
-            had.push(Had { ready, is_new: places.insert(place) });
+            had.push(Had {
+                ready,
+                is_new: places.insert(place),
+            });
             if let Some(wrong) = values.bytes().iter().find(|byte| **byte != value) {
                 let what = format!("{bytes} bytes of {value} were handed over, and one is {wrong}");
                 return Err(Error::kernel(what));
@@ -290,7 +319,9 @@ fn measure(
     let mut found = evaluate(bytes, &given, &had);
     for (test, wake) in wakes {
         let mut samples = Samples::new(test, bytes);
-        wake.times(p)?.into_iter().for_each(|time| samples.add(1, time));
+        wake.times(p)?
+            .into_iter()
+            .for_each(|time| samples.add(1, time));
         found.push(samples);
     }
     Ok(found)
@@ -304,13 +335,20 @@ fn meet_by_cuda(p: &mut Program, bytes: usize) -> Result<Option<Exchange>> {
     if p.topology().link_between(devices[0], devices[1]) == Some(LinkClass::SameProcess) {
         return Ok(None);
     }
-    let own = p.topology().ordinals(p.process(), cuda::found()?.gpus.len() as u32)[0];
+    let own = p
+        .topology()
+        .ordinals(p.process(), cuda::found()?.gpus.len() as u32)[0];
     let mut exchange = Exchange::new(own, bytes);
-    let words = exchange.as_ref().map_or(Ok(Vec::new()), Exchange::words).unwrap_or_default();
+    let words = exchange
+        .as_ref()
+        .map_or(Ok(Vec::new()), Exchange::words)
+        .unwrap_or_default();
     let first = p.broadcast_value(FIRST, Vec::new(), || Ok(words.clone()))?;
     let second = p.broadcast_value(SECOND, Vec::new(), || Ok(words))?;
     let other = if p.process() == FIRST { second } else { first };
-    let opened = exchange.as_mut().map_or(Ok(()), |exchange| exchange.open(&other));
+    let opened = exchange
+        .as_mut()
+        .map_or(Ok(()), |exchange| exchange.open(&other));
     if let Some(error) = exchange.as_ref().err().or(opened.as_ref().err()) {
         eprintln!("mpmd: hand-overs by CUDA alone are not measured: {error}");
     }
@@ -359,13 +397,22 @@ mod tests {
         // 50 us each in new memory, else 3 us.
         let had = |(i, given): (usize, &u64)| {
             let is_new = i % 3 == 0;
-            Had { ready: given + if is_new { 50_000 } else { 3_000 }, is_new }
+            Had {
+                ready: given + if is_new { 50_000 } else { 3_000 },
+                is_new,
+            }
         };
         let had: Vec<Had> = given.iter().enumerate().map(had).collect();
         let found = evaluate(1 << 20, &given, &had);
         let tests = [Test::Handover, Test::HandoverWarmUp];
-        assert_eq!(found.iter().map(|found| found.test).collect::<Vec<_>>(), tests);
-        assert_eq!((&found[0].samples, &found[1].samples), (&vec![3.0; 6], &vec![50.0; 3]));
+        assert_eq!(
+            found.iter().map(|found| found.test).collect::<Vec<_>>(),
+            tests
+        );
+        assert_eq!(
+            (&found[0].samples, &found[1].samples),
+            (&vec![3.0; 6], &vec![50.0; 3])
+        );
     }
 
     #[test]
@@ -373,8 +420,15 @@ mod tests {
         let near = Some(LinkClass::SameHost);
         assert_eq!(why_not(near, 4 << 30, 256 << 20), None);
         let said = why_not(near, 1 << 30, 256 << 20).unwrap();
-        assert_eq!(said, "that takes 4.0 GiB of memory, and 1.0 GiB is available");
-        assert!(why_not(Some(LinkClass::Network), u64::MAX, 8).unwrap().contains("clocks"));
+        assert_eq!(
+            said,
+            "that takes 4.0 GiB of memory, and 1.0 GiB is available"
+        );
+        assert!(
+            why_not(Some(LinkClass::Network), u64::MAX, 8)
+                .unwrap()
+                .contains("clocks")
+        );
         assert!(
             why_not(None, u64::MAX, 8).is_some() && why_not(near, u64::MAX, usize::MAX).is_some()
         );
@@ -382,10 +436,16 @@ mod tests {
 
     #[test]
     fn two_threads_measure_hand_overs() {
-        let pace = Pace { repeats: 2, sample: Duration::from_micros(200) };
+        let pace = Pace {
+            repeats: 2,
+            sample: Duration::from_micros(200),
+        };
         let found = in_threads(DeviceKind::Cpu, &[Size(3)], &[Case::Handover], &pace).unwrap();
         let counts: Vec<usize> = found.iter().map(|found| found.samples.len()).collect();
         assert!(counts[..2].iter().all(|count| *count > 0), "{counts:?}");
-        assert_eq!((counts[0] + counts[1], counts[2]), (4 + WARM_UP, 4 + WARM_UP));
+        assert_eq!(
+            (counts[0] + counts[1], counts[2]),
+            (4 + WARM_UP, 4 + WARM_UP)
+        );
     }
 }

@@ -7,8 +7,15 @@ pub(super) fn available() -> Option<u64> {
 }
 
 fn available_of(meminfo: &str) -> Option<u64> {
-    let kib = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    kib.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+    let kib = meminfo
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    kib.trim()
+        .strip_suffix("kB")?
+        .trim()
+        .parse::<u64>()
+        .ok()?
+        .checked_mul(1024)
 }
 
 #[cfg(test)]

@@ -32,7 +32,10 @@ use words::{Case, spin_word};
 const SPIN: &str = "MPMD_SPIN";
 
 /// The usual number and length of samples.
-const USUAL: Pace = Pace { repeats: 15, sample: Duration::from_millis(10) };
+const USUAL: Pace = Pace {
+    repeats: 15,
+    sample: Duration::from_millis(10),
+};
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct P2pArgs {
@@ -48,7 +51,12 @@ pub(crate) struct P2pArgs {
     #[command(flatten)]
     on: DeviceOption,
     /// The cases to measure for each size.
-    #[arg(long, value_enum, value_delimiter = ',', default_value = "latency,bandwidth,handover")]
+    #[arg(
+        long,
+        value_enum,
+        value_delimiter = ',',
+        default_value = "latency,bandwidth,handover"
+    )]
     case: Vec<Case>,
     /// Sizes in bytes, also as 4Ki, 16Mi, 1Gi.
     #[arg(
@@ -72,7 +80,9 @@ pub(crate) struct P2pArgs {
 impl P2pArgs {
     fn pace(&self) -> Pace {
         Pace {
-            repeats: self.repeats.map_or(USUAL.repeats, |repeats| repeats as usize),
+            repeats: self
+                .repeats
+                .map_or(USUAL.repeats, |repeats| repeats as usize),
             sample: self.sample_us.map_or(USUAL.sample, Duration::from_micros),
         }
     }
@@ -97,10 +107,18 @@ pub(super) fn p2p(args: &P2pArgs) -> Result<ExitCode> {
 /// to `--samples-to`.
 fn in_job(args: &P2pArgs, env: &JobEnv) -> Result<()> {
     let processes = env.processes;
-    ensure!(processes == 2, "a pair is measured, and this job has {processes} processes");
+    ensure!(
+        processes == 2,
+        "a pair is measured, and this job has {processes} processes"
+    );
     let first = env.process.index() == 0;
-    let found =
-        array::in_job(args.transport, args.on.device, &args.sizes, &args.case, &args.pace())?;
+    let found = array::in_job(
+        args.transport,
+        args.on.device,
+        &args.sizes,
+        &args.case,
+        &args.pace(),
+    )?;
     match &args.samples_to {
         _ if !first => Ok(()),
         Some(path) => found::hand_over(&found, path),
@@ -127,7 +145,11 @@ fn measure(args: &P2pArgs) -> Result<()> {
             true => on_device(bytes, repeats)?,
             false => {
                 let samples = memcpy::plain(bytes, 1, repeats).samples;
-                Samples { test: Test::Memcpy, bytes, samples }
+                Samples {
+                    test: Test::Memcpy,
+                    bytes,
+                    samples,
+                }
             }
         };
         rows.take([copied]);
@@ -155,7 +177,12 @@ fn on_device(bytes: usize, repeats: usize) -> Result<Samples> {
 /// Measures a pair of processes, or of threads for `inproc`. Blocks until all cases are measured.
 fn ours(args: &P2pArgs, size: Size, pace: &Pace) -> Result<Vec<Samples>> {
     if args.transport == Carrier::Inproc {
-        return Ok(array::in_threads(args.on.device, &[size], &args.case, pace)?);
+        return Ok(array::in_threads(
+            args.on.device,
+            &[size],
+            &args.case,
+            pace,
+        )?);
     }
     let samples = tempfile::NamedTempFile::new().context("making a file for samples")?;
     let cases: Vec<&str> = args.case.iter().map(|case| case.name()).collect();
@@ -171,7 +198,11 @@ fn ours(args: &P2pArgs, size: Size, pace: &Pace) -> Result<Vec<Samples>> {
     let this = std::env::current_exe().context("finding this program, to start it again")?;
     let outcome = Launch::new(2, this)
         .args(["bench", "p2p"])
-        .args(words.iter().flat_map(|(name, value)| [*name, value.as_str()]))
+        .args(
+            words
+                .iter()
+                .flat_map(|(name, value)| [*name, value.as_str()]),
+        )
         .args(["--samples-to".as_ref(), samples.path().as_os_str()])
         .transport(Some(args.transport.name().to_owned()))
         .env(SPIN, &args.spin)
@@ -187,7 +218,10 @@ fn check_measured(outcome: &Outcome) -> Result<()> {
         bail!("the processes were not measured: {failure}");
     }
     if let Some(signal) = outcome.stopped_by {
-        bail!("the processes were not measured: stopped by {}", stop_name(signal));
+        bail!(
+            "the processes were not measured: stopped by {}",
+            stop_name(signal)
+        );
     }
     Ok(())
 }
@@ -198,15 +232,23 @@ struct Rows(Vec<Row>);
 
 impl Rows {
     fn take(&mut self, found: impl IntoIterator<Item = Samples>) {
-        for Samples { test, bytes, samples } in found {
+        for Samples {
+            test,
+            bytes,
+            samples,
+        } in found
+        {
             self.row(test, bytes).ours.extend(samples);
         }
     }
 
     /// Sets the reference of each row that has one.
     fn compare(&mut self) {
-        let medians: Vec<(Test, usize, f64)> =
-            self.0.iter().map(|row| (row.test, row.bytes, quantile(&row.ours, 0.5))).collect();
+        let medians: Vec<(Test, usize, f64)> = self
+            .0
+            .iter()
+            .map(|row| (row.test, row.bytes, quantile(&row.ours, 0.5)))
+            .collect();
         for row in &mut self.0 {
             let is_reference = |test: Test| match row.test {
                 Test::Handover => test == Test::BareIpc,
@@ -223,7 +265,12 @@ impl Rows {
     fn row(&mut self, test: Test, bytes: usize) -> &mut Row {
         let same = |row: &Row| (row.test, row.bytes) == (test, bytes);
         let at = self.0.iter().position(same).unwrap_or_else(|| {
-            self.0.push(Row { test, bytes, ours: Vec::new(), beside: None });
+            self.0.push(Row {
+                test,
+                bytes,
+                ours: Vec::new(),
+                beside: None,
+            });
             self.0.len() - 1
         });
         &mut self.0[at]
@@ -236,7 +283,11 @@ mod tests {
 
     #[test]
     fn stopped_measurement_is_an_error() {
-        let ended = |stopped_by| Outcome { first_failure: None, stopped_by, codes: vec![130; 2] };
+        let ended = |stopped_by| Outcome {
+            first_failure: None,
+            stopped_by,
+            codes: vec![130; 2],
+        };
         assert!(check_measured(&ended(None)).is_ok());
         let error = check_measured(&ended(Some(2))).unwrap_err().to_string();
         assert_eq!(error, "the processes were not measured: stopped by Ctrl-C");

@@ -77,8 +77,18 @@ mod tests {
 
     #[test]
     fn large_sizes_are_measured_less_often_with_fewer_in_flight() {
-        let pace = Pace { repeats: 30, sample: Duration::from_millis(10) };
-        let at = |bytes| (pace.repeats_at(bytes), window(bytes), warm_up(bytes), warm_ups(bytes));
+        let pace = Pace {
+            repeats: 30,
+            sample: Duration::from_millis(10),
+        };
+        let at = |bytes| {
+            (
+                pace.repeats_at(bytes),
+                window(bytes),
+                warm_up(bytes),
+                warm_ups(bytes),
+            )
+        };
         assert_eq!(at(8), (30, 32, 200, 3));
         assert_eq!(at(1 << 20), (10, 32, 2, 1));
         assert_eq!(at(16 << 20), (5, 4, 2, 1));
@@ -88,7 +98,9 @@ mod tests {
 
     #[test]
     fn the_quickest_warm_up_counts() {
-        let mut times = [9, 4, 7].map(|tenths| Duration::from_micros(tenths * 20)).into_iter();
+        let mut times = [9, 4, 7]
+            .map(|tenths| Duration::from_micros(tenths * 20))
+            .into_iter();
         let one = Pace::warm(8, 2, |rounds| {
             assert_eq!(rounds, 200);
             times.next().map(|time| (rounds, time)).ok_or("a fourth")
@@ -104,7 +116,10 @@ mod tests {
 
     #[test]
     fn a_sample_has_as_many_rounds_as_fit() {
-        let pace = Pace { repeats: 1, sample: Duration::from_millis(10) };
+        let pace = Pace {
+            repeats: 1,
+            sample: Duration::from_millis(10),
+        };
         assert_eq!(pace.rounds(Duration::from_micros(10)), 1000);
         assert_eq!(pace.rounds(Duration::from_secs(1)), 1);
         assert_eq!(pace.rounds(Duration::ZERO), MOST);

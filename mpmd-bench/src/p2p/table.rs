@@ -44,7 +44,13 @@ impl Row {
             _ => Beside::Ratio(test.name(), median),
         });
         let (parameters, samples) = (self.parameters(setting), self.ours.clone());
-        Case { name, parameters, unit, samples, beside }
+        Case {
+            name,
+            parameters,
+            unit,
+            samples,
+            beside,
+        }
     }
 
     /// Describes the size and the settings, in the form of other `mpmd bench` cases.
@@ -60,7 +66,8 @@ impl Row {
 /// Prints all rows: as lines of JSON if `json` is true, else as a table.
 pub(super) fn show(rows: &[Row], setting: &Setting, json: bool) {
     if json {
-        rows.iter().for_each(|row| println!("{}", row.json(setting)));
+        rows.iter()
+            .for_each(|row| println!("{}", row.json(setting)));
         return;
     }
     let cases: Vec<Case> = rows.iter().map(|row| row.case(setting)).collect();
@@ -72,32 +79,55 @@ mod tests {
     use super::*;
 
     fn setting() -> Setting {
-        Setting { transport: "tcp", spin: "auto".to_owned() }
+        Setting {
+            transport: "tcp",
+            spin: "auto".to_owned(),
+        }
     }
 
     fn row(test: Test, ours: &[f64]) -> Row {
         let ours = ours.to_vec();
-        Row { test, bytes: 4096, ours, beside: None }
+        Row {
+            test,
+            bytes: 4096,
+            ours,
+            beside: None,
+        }
     }
 
     #[test]
     fn plain_copies_have_no_transport() {
         let line = row(Test::Latency, &[2.0, 3.0, 4.0]).json(&setting());
-        assert_eq!((&line["transport"], &line["bytes"]), (&json!("tcp"), &json!(4096)));
+        assert_eq!(
+            (&line["transport"], &line["bytes"]),
+            (&json!("tcp"), &json!(4096))
+        );
         let line = row(Test::Memcpy, &[2.0]).json(&setting());
-        assert_eq!((&line["transport"], &line["spin"]), (&Value::Null, &Value::Null));
+        assert_eq!(
+            (&line["transport"], &line["spin"]),
+            (&Value::Null, &Value::Null)
+        );
     }
 
     #[test]
     fn bandwidths_and_hand_overs_have_a_reference() {
-        let copied = Row { beside: Some((Test::Memcpy, 8.0)), ..row(Test::Bandwidth, &[4.0]) };
+        let copied = Row {
+            beside: Some((Test::Memcpy, 8.0)),
+            ..row(Test::Bandwidth, &[4.0])
+        };
         let line = copied.json(&setting());
         assert_eq!(line["of_memcpy"], json!(0.5));
         assert_eq!(line["parameters"], "4Ki, array over tcp, spin auto");
-        let on_device = Row { beside: Some((Test::DeviceCopy, 8.0)), ..copied.clone() };
+        let on_device = Row {
+            beside: Some((Test::DeviceCopy, 8.0)),
+            ..copied.clone()
+        };
         assert_eq!(on_device.json(&setting())["of_device_copy"], json!(0.5));
         let bare = Some((Test::BareIpc, 8.0));
-        let handed = Row { beside: bare, ..row(Test::Handover, &[10.0]) };
+        let handed = Row {
+            beside: bare,
+            ..row(Test::Handover, &[10.0])
+        };
         assert_eq!(handed.json(&setting())["over_bare_ipc_us"], json!(2.0));
         let line = row(Test::Latency, &[4.0]).json(&setting());
         assert!(line.get("of_memcpy").is_none(), "{line}");

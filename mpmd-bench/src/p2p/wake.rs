@@ -28,11 +28,20 @@ impl Wake {
     pub(super) fn new(p: &mut Program) -> Result<Self> {
         let is_first = p.process() == FIRST;
         let failed = |error: std::io::Error| Error::kernel(format!("a bare wake-up: {error}"));
-        let own = is_first.then(BareWord::create).transpose().map_err(failed)?;
+        let own = is_first
+            .then(BareWord::create)
+            .transpose()
+            .map_err(failed)?;
         let path = || Ok(own.as_ref().map(BareWord::path).unwrap_or_default());
         let path = p.broadcast_value(FIRST, String::new(), path)?;
-        let word = own.map_or_else(|| BareWord::open(&path), Ok).map_err(failed)?;
-        Ok(Self { word, is_first, moments: Vec::new() })
+        let word = own
+            .map_or_else(|| BareWord::open(&path), Ok)
+            .map_err(failed)?;
+        Ok(Self {
+            word,
+            is_first,
+            moments: Vec::new(),
+        })
     }
 
     /// Measures one wake-up: the second process falls asleep, and after `settled` the first calls
@@ -55,7 +64,9 @@ impl Wake {
         let until = Instant::now() + WITHIN;
         while self.word.value() <= before {
             if Instant::now() >= until {
-                return Err(Error::kernel("the other process did not wake this one".to_owned()));
+                return Err(Error::kernel(
+                    "the other process did not wake this one".to_owned(),
+                ));
             }
             self.word.wait(before, WITHIN);
         }
@@ -69,7 +80,10 @@ impl Wake {
         let moments = self.moments;
         let given = p.broadcast_value(FIRST, Vec::new(), || Ok(moments.clone()))?;
         let had = p.broadcast_value(SECOND, Vec::new(), || Ok(moments))?;
-        let times = given.iter().zip(had).map(|(given, had)| had.saturating_sub(*given));
+        let times = given
+            .iter()
+            .zip(had)
+            .map(|(given, had)| had.saturating_sub(*given));
         Ok(times.map(Duration::from_nanos).collect())
     }
 }

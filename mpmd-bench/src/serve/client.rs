@@ -37,9 +37,19 @@ impl Target {
     pub(super) fn new(url: &str, key: Option<String>, longest: Duration) -> Result<Self> {
         let rest = url.strip_prefix("http://");
         let rest = rest.with_context(|| format!("{url:?}: expected http://HOST:PORT"))?;
-        let host = rest.trim_end_matches('/').trim_end_matches("/v1").to_owned();
-        ensure!(!host.contains('/'), "{url:?}: expected http://HOST:PORT without a path");
-        let host = if host.contains(':') { host } else { host + ":80" };
+        let host = rest
+            .trim_end_matches('/')
+            .trim_end_matches("/v1")
+            .to_owned();
+        ensure!(
+            !host.contains('/'),
+            "{url:?}: expected http://HOST:PORT without a path"
+        );
+        let host = if host.contains(':') {
+            host
+        } else {
+            host + ":80"
+        };
         Ok(Self { host, key, longest })
     }
 
@@ -54,11 +64,18 @@ impl Target {
     pub(super) fn complete(&self, body: &Value) -> Result<Reply> {
         let sent = Instant::now();
         let from = self.send("POST", "/v1/completions", &body.to_string())?;
-        let mut reply = Reply { sent, events: Vec::new(), tokens: 0, prompt: None };
+        let mut reply = Reply {
+            sent,
+            events: Vec::new(),
+            tokens: 0,
+            prompt: None,
+        };
         let mut counted = None;
         for line in BufReader::new(from).lines() {
             let line = line.context("the reply broke off")?;
-            let Some(data) = line.strip_prefix("data:").map(str::trim) else { continue };
+            let Some(data) = line.strip_prefix("data:").map(str::trim) else {
+                continue;
+            };
             if data == "[DONE]" {
                 let own = reply.events.iter().map(|(_, count)| count).sum();
                 reply.tokens = counted.unwrap_or(own);
@@ -90,7 +107,10 @@ impl Target {
         stream.set_nodelay(true)?;
         stream.set_read_timeout(Some(self.longest))?;
         stream.set_write_timeout(Some(self.longest))?;
-        let key = self.key.as_ref().map(|key| format!("Authorization: Bearer {key}\r\n"));
+        let key = self
+            .key
+            .as_ref()
+            .map(|key| format!("Authorization: Bearer {key}\r\n"));
         let (key, length) = (key.unwrap_or_default(), body.len());
         let head = format!(
             "{method} {path} HTTP/1.1\r\nHost: {host}\r\n{key}Content-Type: application/json\r\n\
@@ -102,12 +122,22 @@ impl Target {
         while from.by_ref().take(LONGEST).read_line(&mut line)? > 2 {
             head += &std::mem::take(&mut line).to_ascii_lowercase();
         }
-        let is_chunked = head.lines().any(|line| line == "transfer-encoding: chunked");
+        let is_chunked = head
+            .lines()
+            .any(|line| line == "transfer-encoding: chunked");
         let mut body: Box<dyn Read> = match is_chunked {
-            true => Box::new(Chunks { from, left: 0, is_end: false }),
+            true => Box::new(Chunks {
+                from,
+                left: 0,
+                is_end: false,
+            }),
             false => Box::new(from),
         };
-        let status = head.split_whitespace().nth(1).unwrap_or("no status").to_owned();
+        let status = head
+            .split_whitespace()
+            .nth(1)
+            .unwrap_or("no status")
+            .to_owned();
         if status != "200" {
             let mut why = String::new();
             // The status alone must do if it cannot be read.
@@ -172,8 +202,14 @@ mod tests {
         let target = Target::new(&url, Some("secret".to_owned()), Duration::from_secs(60));
         let reply = target.unwrap().complete(&json!({ "prompt": [1] }));
         let asked = server.join().unwrap();
-        assert!(asked.starts_with("POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:"), "{asked}");
-        assert!(asked.contains("Authorization: Bearer secret\r\n"), "{asked}");
+        assert!(
+            asked.starts_with("POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:"),
+            "{asked}"
+        );
+        assert!(
+            asked.contains("Authorization: Bearer secret\r\n"),
+            "{asked}"
+        );
         reply
     }
 
@@ -186,12 +222,18 @@ mod tests {
                    : a comment\n\ndata: {\"choices\": [{\"text\": \"\", \"token_ids\": []}]}\n\n\
                    data: [DONE]\n\n";
         let reply = replied(ids).unwrap();
-        assert_eq!((reply.tokens, reply.events[0].1, reply.prompt), (2, 2, None));
+        assert_eq!(
+            (reply.tokens, reply.events[0].1, reply.prompt),
+            (2, 2, None)
+        );
         let usage = "HTTP/1.1 200 OK\r\n\r\ndata: {\"choices\": [{\"text\": \"a\"}]}\n\n\
                      data: {\"choices\": [], \"usage\": {\"prompt_tokens\": 5, \
                      \"completion_tokens\": 3}}\n\ndata: [DONE]\n\n";
         let reply = replied(usage).unwrap();
-        assert_eq!((reply.tokens, reply.events.len(), reply.prompt), (3, 1, Some(5)));
+        assert_eq!(
+            (reply.tokens, reply.events.len(), reply.prompt),
+            (3, 1, Some(5))
+        );
     }
 
     #[test]
@@ -205,10 +247,22 @@ mod tests {
     #[test]
     fn failures_say_why() {
         for (bytes, expected) in [
-            ("HTTP/1.1 429 Too Many\r\n\r\n{\"error\": 1}", "status 429: {\"error\": 1}"),
-            ("HTTP/1.1 200 OK\r\n\r\ndata: {\"error\": \"no\"}\n\n", "the reply failed: \"no\""),
-            ("HTTP/1.1 200 OK\r\n\r\ndata: {\"choices\": []}\n\n", "without [DONE]"),
-            ("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\nda", "broke off"),
+            (
+                "HTTP/1.1 429 Too Many\r\n\r\n{\"error\": 1}",
+                "status 429: {\"error\": 1}",
+            ),
+            (
+                "HTTP/1.1 200 OK\r\n\r\ndata: {\"error\": \"no\"}\n\n",
+                "the reply failed: \"no\"",
+            ),
+            (
+                "HTTP/1.1 200 OK\r\n\r\ndata: {\"choices\": []}\n\n",
+                "without [DONE]",
+            ),
+            (
+                "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\nda",
+                "broke off",
+            ),
             ("", "no status"),
         ] {
             let error = format!("{:#}", replied(bytes).unwrap_err());

@@ -40,7 +40,11 @@ impl FromStr for Lengths {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let (name, rest) = text.split_once(':').unwrap_or(("constant", text));
-        let number = |text: &str| text.parse().ok().filter(|x: &f64| *x > 0.0 && *x <= LONGEST);
+        let number = |text: &str| {
+            text.parse()
+                .ok()
+                .filter(|x: &f64| *x > 0.0 && *x <= LONGEST)
+        };
         let pair = |between| {
             let (first, second) = rest.split_once(between)?;
             Some((number(first)?, number(second)?))
@@ -105,7 +109,16 @@ mod tests {
 
     #[test]
     fn wrong_distributions_are_refused() {
-        for text in ["", "0", "-1", "uniform:5", "uniform:9..3", "normal:5", "lognormal:5", "nan"] {
+        for text in [
+            "",
+            "0",
+            "-1",
+            "uniform:5",
+            "uniform:9..3",
+            "normal:5",
+            "lognormal:5",
+            "nan",
+        ] {
             assert!(text.parse::<Lengths>().is_err(), "{text}");
         }
     }

@@ -95,7 +95,12 @@ impl Results {
             |from: Instant, to: Instant| to.saturating_duration_since(from).as_secs_f64() * 1e3;
         self.tokens.0 += reply.tokens;
         self.tokens.1 += reply.prompt.unwrap_or(prompt);
-        self.first.extend(reply.events.first().map(|(time, _)| milliseconds(due, *time)));
+        self.first.extend(
+            reply
+                .events
+                .first()
+                .map(|(time, _)| milliseconds(due, *time)),
+        );
         for pair in reply.events.windows(2) {
             let ((before, _), (time, count)) = (pair[0], pair[1]);
             let each = milliseconds(before, time) / count as f64;
@@ -111,8 +116,14 @@ pub(crate) fn serve(args: &ServeArgs) -> Result<()> {
         let text = text.with_context(|| format!("--api-key-file {}", file.display()))?;
         anyhow::Ok(text.lines().next().unwrap_or_default().trim().to_owned())
     });
-    ensure!(args.rate.is_none_or(|rate| rate > 0.0), "--rate: expected more than 0");
-    ensure!(args.requests > 0 && args.clients > 0, "--requests, --clients: expected at least 1");
+    ensure!(
+        args.rate.is_none_or(|rate| rate > 0.0),
+        "--rate: expected more than 0"
+    );
+    ensure!(
+        args.requests > 0 && args.clients > 0,
+        "--requests, --clients: expected at least 1"
+    );
     ensure!(args.vocab > 0, "--vocab: expected at least 1");
     let timeout = Duration::from_secs(args.timeout.max(1));
     let target = Target::new(&args.url, key.transpose()?, timeout)?;
@@ -121,7 +132,8 @@ pub(crate) fn serve(args: &ServeArgs) -> Result<()> {
         None => {
             let models: Value = serde_json::from_str(&target.get("/v1/models")?)?;
             let name = models["data"][0]["id"].as_str();
-            name.context("/v1/models: the server names no model: give --model")?.to_owned()
+            name.context("/v1/models: the server names no model: give --model")?
+                .to_owned()
         }
     };
     let (busy, own) = (busy_seconds(&target), own_seconds());
@@ -143,7 +155,9 @@ pub(crate) fn serve(args: &ServeArgs) -> Result<()> {
 /// Sends all requests, and waits for the replies.
 fn run(args: &ServeArgs, target: &Target, model: &str, start: Instant) -> Results {
     let key = Key(args.seed);
-    let times = args.rate.map(|rate| arrivals(key.fold_in(0), rate, args.requests));
+    let times = args
+        .rate
+        .map(|rate| arrivals(key.fold_in(0), rate, args.requests));
     let (next, results) = (AtomicUsize::new(0), Mutex::new(Results::default()));
     let client = || {
         loop {
@@ -158,7 +172,9 @@ fn run(args: &ServeArgs, target: &Target, model: &str, start: Instant) -> Result
             }
             let reply = target.complete(&body);
             // Another client's panic is no reason to lose the figures.
-            let mut results = results.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            let mut results = results
+                .lock()
+                .unwrap_or_else(|poisoned| poisoned.into_inner());
             match reply {
                 Ok(reply) => results.add(due.unwrap_or(reply.sent), prompt, &reply),
                 Err(why) => {
@@ -173,7 +189,9 @@ fn run(args: &ServeArgs, target: &Target, model: &str, start: Instant) -> Result
     std::thread::scope(|scope| {
         (0..args.clients.min(args.requests)).for_each(|_| _ = scope.spawn(client));
     });
-    results.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner())
+    results
+        .into_inner()
+        .unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
 /// Returns the number of tokens of a request's prompt, and its body.
@@ -182,10 +200,13 @@ fn request(args: &ServeArgs, model: &str, index: usize) -> (usize, Value) {
     let count = args.prompt.of(key.fold_in(1), element);
     let number = |place: usize| bits(key.fold_in(3).fold_in(element), place as u64);
     let prompt: Value = match args.words {
-        true => {
-            (0..count).map(|place| WORDS[number(place) as usize % 8]).collect::<String>().into()
-        }
-        false => (0..count).map(|place| number(place) % u64::from(args.vocab)).collect(),
+        true => (0..count)
+            .map(|place| WORDS[number(place) as usize % 8])
+            .collect::<String>()
+            .into(),
+        false => (0..count)
+            .map(|place| number(place) % u64::from(args.vocab))
+            .collect(),
     };
     let mut body = json!({
         "model": model,
@@ -206,8 +227,9 @@ fn request(args: &ServeArgs, model: &str, index: usize) -> (usize, Value) {
 fn busy_seconds(target: &Target) -> BTreeMap<String, f64> {
     let text = target.get("/metrics").unwrap_or_default();
     let stages = text.lines().filter_map(|line| {
-        let (stage, seconds) =
-            line.strip_prefix("mpmd_stage_busy_seconds_total{stage=\"")?.split_once("\"} ")?;
+        let (stage, seconds) = line
+            .strip_prefix("mpmd_stage_busy_seconds_total{stage=\"")?
+            .split_once("\"} ")?;
         Some((stage.to_owned(), seconds.parse().ok()?))
     });
     stages.collect()
@@ -248,9 +270,14 @@ fn show(
         return;
     }
     let (prompt, reply, clients) = (args.prompt, args.reply, args.clients);
-    let rate = args.rate.map_or("one after the other".to_owned(), |rate| format!("{rate} per s"));
+    let rate = args.rate.map_or("one after the other".to_owned(), |rate| {
+        format!("{rate} per s")
+    });
     println!("{clients} clients, {rate}; prompts of {prompt} tokens, replies of {reply}");
-    println!("requests             {done} in {seconds:.2} s, {} failed", results.failed);
+    println!(
+        "requests             {done} in {seconds:.2} s, {} failed",
+        results.failed
+    );
     println!("new tokens           {:.1} per s", tokens as f64 / seconds);
     println!("tokens of prompts    {:.1} per s", prompts as f64 / seconds);
     let times = [("first token", first), ("between tokens", between)];
@@ -290,10 +317,18 @@ mod tests {
         let due = Instant::now();
         let at = |milliseconds| due + Duration::from_millis(milliseconds);
         let events = vec![(at(5), 1), (at(7), 1), (at(13), 2)];
-        let reply = Reply { sent: at(1), events, tokens: 4, prompt: None };
+        let reply = Reply {
+            sent: at(1),
+            events,
+            tokens: 4,
+            prompt: None,
+        };
         let mut results = Results::default();
         results.add(due, 9, &reply);
-        assert_eq!((results.first, results.between), (vec![5.0], vec![2.0, 3.0, 3.0]));
+        assert_eq!(
+            (results.first, results.between),
+            (vec![5.0], vec![2.0, 3.0, 3.0])
+        );
         assert_eq!(results.tokens, (4, 9));
     }
 
@@ -305,7 +340,10 @@ mod tests {
         let (count, body) = request(&args(&["--vocab", "5", "--reply", "7"]), "toy", 0);
         let tokens = body["prompt"].as_array().unwrap();
         assert!(tokens.len() == count && tokens.iter().all(|token| token.as_u64().unwrap() < 5));
-        assert_eq!((&body["max_tokens"], &body["ignore_eos"]), (&json!(7), &json!(true)));
+        assert_eq!(
+            (&body["max_tokens"], &body["ignore_eos"]),
+            (&json!(7), &json!(true))
+        );
         let plain = of(&["--plain", "--words"]);
         assert!(plain["prompt"].is_string() && plain.get("ignore_eos").is_none());
     }
@@ -341,8 +379,15 @@ mod tests {
         let target = Target::new(&url, None, Duration::from_secs(60)).unwrap();
         let results = run(&args, &target, "toy", Instant::now());
         server.join().unwrap();
-        assert_eq!((results.failed, results.tokens.0, results.first.len()), (1, 10, 5));
+        assert_eq!(
+            (results.failed, results.tokens.0, results.first.len()),
+            (1, 10, 5)
+        );
         assert_eq!(results.between.len(), 5);
-        assert!(results.failures[0].ends_with("status 503: later"), "{:?}", results.failures);
+        assert!(
+            results.failures[0].ends_with("status 503: later"),
+            "{:?}",
+            results.failures
+        );
     }
 }

@@ -22,13 +22,23 @@ impl OnCuda<'_> {
         let shape = Shape::from(view.shape());
         let dtype = candle_type(view.global().dtype())?;
         let storage = self.uninitialized(&shape, dtype).map_err(refused)?;
-        self.kernels().copy(view, self.part(&storage, &Layout::contiguous(&shape), true)?)?;
-        Ok(Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), is_variable))
+        self.kernels().copy(
+            view,
+            self.part(&storage, &Layout::contiguous(&shape), true)?,
+        )?;
+        Ok(Tensor::from_storage(
+            Storage::Cuda(storage),
+            shape,
+            BackpropOp::none(),
+            is_variable,
+        ))
     }
 
     /// Overwrites the values of a tensor, which may be a variable, with those of the view.
     pub(crate) fn refresh(&self, tensor: &Tensor, view: &View<'_>) -> Result<()> {
-        tensor.inplace_op1(&Overwrite { on: self, view }).map_err(refused)
+        tensor
+            .inplace_op1(&Overwrite { on: self, view })
+            .map_err(refused)
     }
 
     /// Copies the tensor's values to the view, which has the same shape and dtype.
@@ -49,13 +59,16 @@ impl OnCuda<'_> {
             DType::F16 => "add_f16",
             DType::Bf16 => "add_bf16",
             other => {
-                return Err(Error::kernel(format!("parameters of dtype {other} have no gradient")));
+                return Err(Error::kernel(format!(
+                    "parameters of dtype {other} have no gradient"
+                )));
             }
         };
         let count = tensor.elem_count();
         self.with_values(tensor, |values| {
             let args = [count.into(), sums.into(), values.into()];
-            self.kernels().launch(&ADD, function, Grid::over(count), &args)
+            self.kernels()
+                .launch(&ADD, function, Grid::over(count), &args)
         })
     }
 
@@ -80,7 +93,9 @@ impl OnCuda<'_> {
         let (storage, layout) = tensor.storage_and_layout();
         let storage = on_cuda(&storage).map_err(refused)?;
         let count = tensor.dims().iter().zip(tensor.stride());
-        let last: usize = count.map(|(size, stride)| size.saturating_sub(1) * stride).sum();
+        let last: usize = count
+            .map(|(size, stride)| size.saturating_sub(1) * stride)
+            .sum();
         let rest = Layout::contiguous_with_offset(last + 1, layout.start_offset());
         f(self.part(storage, &rest, false)?)
     }
@@ -104,10 +119,18 @@ impl OnCuda<'_> {
     ) -> Result<Part<'static>> {
         let dtype = array_type(storage.dtype())?;
         let Some((from, to)) = layout.contiguous_offsets() else {
-            return Err(Error::kernel(format!("the tensor is not contiguous: {layout:?}")));
+            return Err(Error::kernel(format!(
+                "the tensor is not contiguous: {layout:?}"
+            )));
         };
         let address = address_of(storage)? + (from * dtype.size()) as u64;
-        Ok(Part::foreign(&self.compute, address, dtype, to - from, is_writable))
+        Ok(Part::foreign(
+            &self.compute,
+            address,
+            dtype,
+            to - from,
+            is_writable,
+        ))
     }
 }
 

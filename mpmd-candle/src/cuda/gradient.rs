@@ -58,7 +58,9 @@ impl DeviceGradient<'_> {
             }
             Self::Tensor(_, _, shape) => {
                 let more = d_y.t()?.matmul(x)?;
-                let Some(group) = group else { return self.add(&more) };
+                let Some(group) = group else {
+                    return self.add(&more);
+                };
                 let behind = shape.dims()[0] - group - 1;
                 self.add(&more.unsqueeze(0)?.pad_with_zeros(0, group, behind)?)
             }
@@ -74,7 +76,9 @@ impl DeviceGradient<'_> {
             Self::Part(on, sums) => work(on, add_to(*sums)).map_err(candle_core::Error::wrap),
             Self::Tensor(on, _, shape) => {
                 let (on, shape) = (*on, shape.clone());
-                let Some(on) = on else { bail!("a gradient on a CUDA device outside of a pass") };
+                let Some(on) = on else {
+                    bail!("a gradient on a CUDA device outside of a pass")
+                };
                 let more = on.made(&shape, DType::F32, |part| work(on, part.into()));
                 let more = more.map_err(candle_core::Error::wrap)?;
                 self.add(&tensor(more, &shape))

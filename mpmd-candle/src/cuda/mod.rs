@@ -63,7 +63,9 @@ impl<'a> OnCuda<'a> {
     ///
     /// If candle cannot use the device, or the device has failed.
     pub(crate) fn enter(cx: &Context<'a>) -> Result<Option<Self>> {
-        let Some(compute) = cx.cuda() else { return Ok(None) };
+        let Some(compute) = cx.cuda() else {
+            return Ok(None);
+        };
         let device = DEVICES.with_borrow_mut(|devices| match devices.get(&compute.ordinal()) {
             Some(device) => Ok(device.clone()),
             None => {
@@ -76,7 +78,13 @@ impl<'a> OnCuda<'a> {
         let stream = compute.foreign(handle);
         compute.before(&stream)?;
         let _room = RoomGuard::new(&compute);
-        Ok(Some(Self { compute, stream, device, uploads: None, _room }))
+        Ok(Some(Self {
+            compute,
+            stream,
+            device,
+            uploads: None,
+            _room,
+        }))
     }
 
     /// Has candle keep what it uploads until the end of the pass, for all later passes: the shapes

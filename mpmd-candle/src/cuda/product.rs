@@ -25,11 +25,15 @@ impl OnCuda<'_> {
             _ => None,
         };
         let Some((((rows, outputs), (x_rows, inputs)), factors)) = sizes.zip(factors) else {
-            return Err(Error::kernel("the product of a weight gradient is of f32 or bf16"));
+            return Err(Error::kernel(
+                "the product of a weight gradient is of f32 or bf16",
+            ));
         };
         let to = self.compute.address(sums)?;
         if rows != x_rows || sums.count() < outputs * inputs {
-            return Err(Error::kernel("the matrices of a weight gradient do not fit each other"));
+            return Err(Error::kernel(
+                "the matrices of a weight gradient do not fit each other",
+            ));
         }
         if rows * outputs * inputs == 0 {
             return Ok(());

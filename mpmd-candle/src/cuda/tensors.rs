@@ -28,7 +28,10 @@ impl OnCuda<'_> {
         like: &Tensor,
         fill: impl FnOnce(Part<'static>) -> Result<()>,
     ) -> Result<Tensor> {
-        Ok(tensor(self.made(like.shape(), like.dtype(), fill)?, like.shape()))
+        Ok(tensor(
+            self.made(like.shape(), like.dtype(), fill)?,
+            like.shape(),
+        ))
     }
 
     /// Returns the elements of a contiguous tensor that a kernel of ours overwrites.
@@ -50,11 +53,18 @@ impl OnCuda<'_> {
             parts.push(self.part(storage, layout, false)?);
         }
         let mut parts = parts.into_iter();
-        f(std::array::from_fn(|_| parts.next().expect("one for each tensor")))
+        f(std::array::from_fn(|_| {
+            parts.next().expect("one for each tensor")
+        }))
     }
 }
 
 /// Returns memory as a tensor.
 pub(crate) fn tensor(storage: CudaStorage, shape: &Shape) -> Tensor {
-    Tensor::from_storage(Storage::Cuda(storage), shape.clone(), BackpropOp::none(), false)
+    Tensor::from_storage(
+        Storage::Cuda(storage),
+        shape.clone(),
+        BackpropOp::none(),
+        false,
+    )
 }

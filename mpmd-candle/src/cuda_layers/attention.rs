@@ -44,11 +44,26 @@ pub(crate) fn attention(
     }
     let [batch, heads, queries, dim] = [0, 1, 2, 3].map(|at| q_dims[at]);
     let (groups, keys) = (v_dims[1], v_dims[2]);
-    let sizes = Sizes { batch, heads, groups, queries, keys, dim };
+    let sizes = Sizes {
+        batch,
+        heads,
+        groups,
+        queries,
+        keys,
+        dim,
+    };
     let (scale, cap) = (scale as f32, cap.map(|cap| cap as f32));
-    let attention = Attention { sizes, scale, cap, sight, kept: OnceLock::new() };
-    let compute =
-        || q.contiguous()?.apply_op3(&k.contiguous()?, &v.contiguous()?, Op(Parts(attention)));
+    let attention = Attention {
+        sizes,
+        scale,
+        cap,
+        sight,
+        kept: OnceLock::new(),
+    };
+    let compute = || {
+        q.contiguous()?
+            .apply_op3(&k.contiguous()?, &v.contiguous()?, Op(Parts(attention)))
+    };
     Some(compute())
 }
 
@@ -66,10 +81,23 @@ pub(crate) fn self_attention(
         return None;
     }
     let (groups, queries, keys) = (heads, time, time);
-    let sizes = Sizes { batch, heads, groups, queries, keys, dim };
+    let sizes = Sizes {
+        batch,
+        heads,
+        groups,
+        queries,
+        keys,
+        dim,
+    };
     let sight = if is_causal { Sight::Causal } else { Sight::All };
     let (scale, kept) = (scale as f32, OnceLock::new());
-    let attention = Attention { sizes, scale, cap: None, sight, kept };
+    let attention = Attention {
+        sizes,
+        scale,
+        cap: None,
+        sight,
+        kept,
+    };
     let compute = || qkv.contiguous()?.apply_op1(Op(Joined(attention)));
     Some(compute())
 }
@@ -100,15 +128,34 @@ impl Attention {
         on: &OnCuda<'_>,
         f: impl FnOnce(Work<'static>) -> mpmd_core::Result<R>,
     ) -> mpmd_core::Result<R> {
-        let Sizes { batch, heads, groups, queries, keys, dim } = self.sizes;
+        let Sizes {
+            batch,
+            heads,
+            groups,
+            queries,
+            keys,
+            dim,
+        } = self.sizes;
         let Self { scale, cap, .. } = *self;
-        let work = |mask| Work { batch, heads, groups, queries, keys, dim, scale, cap, mask };
+        let work = |mask| Work {
+            batch,
+            heads,
+            groups,
+            queries,
+            keys,
+            dim,
+            scale,
+            cap,
+            mask,
+        };
         match &self.sight {
             Sight::All => f(work(layers::Mask::None)),
             Sight::Causal => f(work(layers::Mask::Causal)),
             Sight::From(first) => {
                 let stride = if first.dims()[0] == 1 { 0 } else { queries };
-                on.with([first], |[first]| f(work(layers::Mask::CausalFrom(first, stride))))
+                on.with([first], |[first]| {
+                    f(work(layers::Mask::CausalFrom(first, stride)))
+                })
             }
             Sight::Additive(mask) => {
                 let strides = [0, 1, 2].map(|dim| mask.stride()[dim]);
@@ -123,7 +170,12 @@ impl Attention {
         (shape, dtype): (&Shape, DType),
         heads: impl FnOnce(&OnCuda<'_>, Part<'static>) -> mpmd_core::Result<[Heads<'static>; 4]>,
     ) -> Result<CudaStorage> {
-        let Sizes { batch, heads: count, queries, .. } = self.sizes;
+        let Sizes {
+            batch,
+            heads: count,
+            queries,
+            ..
+        } = self.sizes;
         let kept = Shape::from((batch * count * queries, 2));
         let mut normalizers = None;
         let y = issue(|on| {
@@ -197,7 +249,8 @@ impl Layer<3> for Parts {
                             let x = [self.of_queries(q), self.of_keys(k), self.of_keys(v)];
                             let d_x = [self.of_queries(d_q), self.of_keys(d_k), self.of_keys(d_v)];
                             let y = [y, d_y].map(|part| self.of_queries(part));
-                            self.0.with(on, |work| work.backward(&on.kernels(), x, y, kept, d_x))
+                            self.0
+                                .with(on, |work| work.backward(&on.kernels(), x, y, kept, d_x))
                         })
                     })?);
                     Ok(())
@@ -215,13 +268,23 @@ struct Joined(Attention);
 impl Joined {
     /// Returns the vectors of queries, keys and values.
     fn parts(&self, part: Part<'static>) -> [Heads<'static>; 3] {
-        let Sizes { heads, queries, dim, .. } = self.0.sizes;
+        let Sizes {
+            heads,
+            queries,
+            dim,
+            ..
+        } = self.0.sizes;
         let columns = heads * 3 * dim;
         [0, 1, 2].map(|at| Heads::in_rows(part.at(at * dim), queries, columns, 3 * dim))
     }
 
     fn result(&self, part: Part<'static>) -> Heads<'static> {
-        let Sizes { heads, queries, dim, .. } = self.0.sizes;
+        let Sizes {
+            heads,
+            queries,
+            dim,
+            ..
+        } = self.0.sizes;
         Heads::in_rows(part, queries, heads * dim, dim)
     }
 }
@@ -230,7 +293,13 @@ impl Layer<1> for Joined {
     const NAME: &'static str = "self-attention";
 
     fn forward(&self, [qkv]: [Argument<'_>; 1]) -> Result<(CudaStorage, Shape)> {
-        let Sizes { batch, heads, queries, dim, .. } = self.0.sizes;
+        let Sizes {
+            batch,
+            heads,
+            queries,
+            dim,
+            ..
+        } = self.0.sizes;
         let shape = Shape::from((batch, queries, heads * dim));
         let y = self.0.run((&shape, qkv.storage.dtype()), |on, out| {
             let [q, k, v] = self.parts(qkv.part(on)?);
@@ -251,7 +320,8 @@ impl Layer<1> for Joined {
                 on.with([qkv, y, gradient, kept], |[qkv, y, d_y, kept]| {
                     let y = [y, d_y].map(|part| self.result(part));
                     let (x, d_x) = (self.parts(qkv), self.parts(d_qkv));
-                    self.0.with(on, |work| work.backward(&on.kernels(), x, y, kept, d_x))
+                    self.0
+                        .with(on, |work| work.backward(&on.kernels(), x, y, kept, d_x))
                 })
             })
         })?;

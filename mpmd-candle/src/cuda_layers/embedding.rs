@@ -20,9 +20,18 @@ pub(crate) fn embedding(
         let indices = indices.flatten_all()?.contiguous()?;
         let is_known = matches!(indices.dtype(), DType::U8 | DType::U32 | DType::I64);
         let (entries, width) = table.dims2()?;
-        let sizes = layers::Embedding { tokens: indices.elem_count(), entries, width };
+        let sizes = layers::Embedding {
+            tokens: indices.elem_count(),
+            entries,
+            width,
+        };
         let is_fit = is_known && fit(&[table]);
-        table.apply_op1(Op(Lookup { indices, sizes, is_fit, shape: shape.to_vec() }))
+        table.apply_op1(Op(Lookup {
+            indices,
+            sizes,
+            is_fit,
+            shape: shape.to_vec(),
+        }))
     })
 }
 
@@ -43,13 +52,16 @@ impl Layer<1> for Lookup {
         let shape = Shape::from(self.shape.clone());
         if !self.is_fit {
             let (indices, layout) = self.indices.storage_and_layout();
-            let rows = table.storage.index_select(on_cuda(&indices)?, table.layout, layout, 0)?;
+            let rows = table
+                .storage
+                .index_select(on_cuda(&indices)?, table.layout, layout, 0)?;
             return Ok((rows, shape));
         }
         let rows = issue(|on| {
             on.made(&shape, table.storage.dtype(), |y| {
                 on.with([&self.indices], |[indices]| {
-                    self.sizes.forward(&on.kernels(), table.part(on)?, indices, None, y)
+                    self.sizes
+                        .forward(&on.kernels(), table.part(on)?, indices, None, y)
                 })
             })
         })?;

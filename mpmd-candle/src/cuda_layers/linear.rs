@@ -25,7 +25,10 @@ pub(crate) fn linear(
     if !are_on_cuda(&[x]) || !like(weight) || !bias.is_none_or(like) {
         return None;
     }
-    let product = Op(Product { shape: shape.to_vec(), group: None });
+    let product = Op(Product {
+        shape: shape.to_vec(),
+        group: None,
+    });
     Some(match bias {
         None => x.apply_op2(weight, product),
         Some(bias) => x.apply_op3(weight, bias, product),
@@ -39,9 +42,17 @@ pub(crate) fn activated(
     shape: &[usize],
 ) -> Option<Result<Tensor>> {
     fit(&[x, weight, bias]).then(|| {
-        let product = Product { shape: shape.to_vec(), group: None };
-        let operation = Op(Activated { product, curve, before: OnceLock::new() });
-        x.contiguous()?.apply_op3(&weight.contiguous()?, &bias.contiguous()?, operation)
+        let product = Product {
+            shape: shape.to_vec(),
+            group: None,
+        };
+        let operation = Op(Activated {
+            product,
+            curve,
+            before: OnceLock::new(),
+        });
+        x.contiguous()?
+            .apply_op3(&weight.contiguous()?, &bias.contiguous()?, operation)
     })
 }
 
@@ -59,8 +70,14 @@ pub(crate) fn grouped(
         let outputs = weight.dim(1)?;
         let mut parts = Vec::new();
         for (group, rows) in ranges.enumerate().filter(|(_, rows)| !rows.is_empty()) {
-            let product = Op(Product { shape: vec![rows.len(), outputs], group: Some(group) });
-            parts.push(x.narrow(0, rows.start, rows.len())?.apply_op2(weight, product)?);
+            let product = Op(Product {
+                shape: vec![rows.len(), outputs],
+                group: Some(group),
+            });
+            parts.push(
+                x.narrow(0, rows.start, rows.len())?
+                    .apply_op2(weight, product)?,
+            );
         }
         match parts.is_empty() {
             true => Tensor::zeros((0, outputs), x.dtype(), x.device()),
@@ -89,10 +106,20 @@ impl Product {
         let (dims, strides) = (&dims[dims.len() - 2..], &strides[dims.len() - 2..]);
         let weight_layout = Layout::new(Shape::from(dims), strides.to_vec(), start);
         let (outputs, inputs) = (dims[0], dims[1]);
-        let rows = x.layout.shape().elem_count().checked_div(inputs).unwrap_or(0);
+        let rows = x
+            .layout
+            .shape()
+            .elem_count()
+            .checked_div(inputs)
+            .unwrap_or(0);
         let x_layout = Layout::contiguous_with_offset((rows, inputs), x.layout.start_offset());
         let sizes = (1, rows, outputs, inputs);
-        x.storage.matmul(weight.storage, sizes, &x_layout, &weight_layout.transpose(0, 1)?)
+        x.storage.matmul(
+            weight.storage,
+            sizes,
+            &x_layout,
+            &weight_layout.transpose(0, 1)?,
+        )
     }
 
     /// Returns the gradient of the input. Adds that of the weight, or defers that, or returns it.
@@ -140,7 +167,10 @@ impl Layer<3> for Product {
     fn forward(&self, [x, weight, bias]: [Argument<'_>; 3]) -> Result<(CudaStorage, Shape)> {
         let y = self.multiply(x, weight)?;
         let shape = Shape::from(self.shape.clone());
-        let y = Argument { storage: &y, layout: &Layout::contiguous(&shape) };
+        let y = Argument {
+            storage: &y,
+            layout: &Layout::contiguous(&shape),
+        };
         Ok((sum(y, bias)?, shape))
     }
 
@@ -221,7 +251,9 @@ pub(super) fn bias_gradient(bias: &Tensor, gradient: &Tensor) -> Result<Option<T
     let is_fit = fit(&[&gradient]);
     device_gradient(bias, move |into| match is_fit {
         true => into.add_by(|on, sums| {
-            on.with([&gradient], |[d]| layers::sum_rows(&on.kernels(), size, d, sums))
+            on.with([&gradient], |[d]| {
+                layers::sum_rows(&on.kernels(), size, d, sums)
+            })
         }),
         false => into.add(&gradient.reshape(((), width))?.sum(0)?),
     })

@@ -23,8 +23,14 @@ pub(crate) fn cross_entropy(
     }
     let compute = || {
         let flat = |x: &Tensor| x.detach().flatten_all()?.contiguous();
-        let weights = weights.map(|weights| flat(&weights.to_dtype(DType::F32)?)).transpose()?;
-        let loss = Loss { targets: flat(targets)?, weights, kept: OnceLock::new() };
+        let weights = weights
+            .map(|weights| flat(&weights.to_dtype(DType::F32)?))
+            .transpose()?;
+        let loss = Loss {
+            targets: flat(targets)?,
+            weights,
+            kept: OnceLock::new(),
+        };
         let total = logits.contiguous()?.apply_op1(Op(loss))?;
         Ok((total.get(0)?, total.detach().get(1)?))
     };
@@ -53,8 +59,12 @@ impl Loss {
         f: impl FnOnce(CrossEntropy<'static>) -> mpmd_core::Result<R>,
     ) -> mpmd_core::Result<R> {
         let rows = self.targets.elem_count();
-        let loss =
-            |targets: Part<'static>, weights| CrossEntropy { rows, classes, targets, weights };
+        let loss = |targets: Part<'static>, weights| CrossEntropy {
+            rows,
+            classes,
+            targets,
+            weights,
+        };
         match &self.weights {
             None => on.with([&self.targets], |[targets]| f(loss(targets, None))),
             Some(weights) => on.with([&self.targets, weights], |[targets, weights]| {
@@ -75,7 +85,9 @@ impl Layer<1> for Loss {
             on.made(&shape, DType::F32, |total| {
                 let forward = |into| {
                     let logits = logits.part(on)?;
-                    self.with(on, classes, |loss| loss.forward(&on.kernels(), logits, total, into))
+                    self.with(on, classes, |loss| {
+                        loss.forward(&on.kernels(), logits, total, into)
+                    })
                 };
                 normalizers = Some(on.made(&kept, DType::F32, forward)?);
                 Ok(())

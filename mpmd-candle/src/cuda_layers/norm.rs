@@ -23,8 +23,16 @@ pub(crate) fn norm(
     }
     let width = weight.elem_count();
     let rows = x.elem_count() / width.max(1);
-    let sizes = layers::Norm { rows, width, eps: eps as f32, remove_mean };
-    let operation = Op(Norm { sizes, statistics: OnceLock::new() });
+    let sizes = layers::Norm {
+        rows,
+        width,
+        eps: eps as f32,
+        remove_mean,
+    };
+    let operation = Op(Norm {
+        sizes,
+        statistics: OnceLock::new(),
+    });
     let compute = || {
         let (x, weight) = (x.contiguous()?, weight.contiguous()?);
         match bias {
@@ -55,8 +63,10 @@ impl Norm {
             on.made(&shape, x.storage.dtype(), |y| {
                 let bias = bias.map(|bias| bias.part(on)).transpose()?;
                 let weights = (weight.part(on)?, bias);
-                let forward =
-                    |into| self.sizes.forward(&on.kernels(), x.part(on)?, weights, y, into);
+                let forward = |into| {
+                    self.sizes
+                        .forward(&on.kernels(), x.part(on)?, weights, y, into)
+                };
                 statistics = Some(on.made(&kept, DType::F32, forward)?);
                 Ok(())
             })
@@ -81,9 +91,12 @@ impl Norm {
         let d_x = match x.track_op() {
             true => Some(issue(|on| {
                 on.tensor_like(x, |d_x| {
-                    on.with([x, weight, gradient, statistics], |[x, weight, d_y, statistics]| {
-                        sizes.backward(&on.kernels(), x, weight, d_y, statistics, d_x)
-                    })
+                    on.with(
+                        [x, weight, gradient, statistics],
+                        |[x, weight, d_y, statistics]| {
+                            sizes.backward(&on.kernels(), x, weight, d_y, statistics, d_x)
+                        },
+                    )
                 })
             })?),
             false => None,

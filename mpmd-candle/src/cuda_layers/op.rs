@@ -89,7 +89,8 @@ impl<T: Layer<2>> CustomOp2 for Op<T> {
         b_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
         let argument = |storage, layout| Argument { storage, layout };
-        self.0.forward([argument(a, a_layout), argument(b, b_layout)])
+        self.0
+            .forward([argument(a, a_layout), argument(b, b_layout)])
     }
 
     fn bwd(
@@ -131,7 +132,11 @@ impl<T: Layer<3>> CustomOp3 for Op<T> {
         c_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
         let argument = |storage, layout| Argument { storage, layout };
-        self.0.forward([argument(a, a_layout), argument(b, b_layout), argument(c, c_layout)])
+        self.0.forward([
+            argument(a, a_layout),
+            argument(b, b_layout),
+            argument(c, c_layout),
+        ])
     }
 
     fn bwd(
@@ -152,7 +157,9 @@ impl<T: Layer<3>> CustomOp3 for Op<T> {
 pub(super) fn fit(tensors: &[&Tensor]) -> bool {
     let dtype = tensors.first().map(|tensor| tensor.dtype());
     matches!(dtype, Some(DType::F32 | DType::BF16))
-        && tensors.iter().all(|x| Some(x.dtype()) == dtype && x.device().is_cuda())
+        && tensors
+            .iter()
+            .all(|x| Some(x.dtype()) == dtype && x.device().is_cuda())
         && pass::with_cuda(|_| ()).is_some()
 }
 

@@ -45,7 +45,11 @@ impl Blocks {
     fn new(sizes: [usize; 3], like: &Tensor) -> Result<Self> {
         let elements = sizes.iter().product::<usize>() * BLOCK;
         let zeros = || Tensor::zeros(elements, like.dtype(), like.device());
-        Ok(Self { sizes, keys: zeros()?, values: zeros()? })
+        Ok(Self {
+            sizes,
+            keys: zeros()?,
+            values: zeros()?,
+        })
     }
 
     fn attention(
@@ -55,7 +59,12 @@ impl Blocks {
         (scale, cap, window): Scores,
     ) -> Result<Tensor> {
         let (tokens, heads, dim) = q.dims3()?;
-        let most = sequences.iter().map(|sequence| sequence.2.len()).max().unwrap_or(0).max(1);
+        let most = sequences
+            .iter()
+            .map(|sequence| sequence.2.len())
+            .max()
+            .unwrap_or(0)
+            .max(1);
         let (mut owners, mut positions, mut tables) = (Vec::new(), Vec::new(), Vec::new());
         for (number, (start, rows, blocks)) in sequences.iter().enumerate() {
             owners.extend(std::iter::repeat_n(number as u32, *rows));
@@ -75,10 +84,22 @@ impl Blocks {
         let scores = (scale as f32, cap.map(|cap| cap as f32), window);
         let out = issue(|on| {
             let [keys, values] = [on.writable(&self.keys)?, on.writable(&self.values)?];
-            let paged = layers::Paged { blocks, groups, dim, keys, values };
+            let paged = layers::Paged {
+                blocks,
+                groups,
+                dim,
+                keys,
+                values,
+            };
             on.made(&shape, q.dtype(), |out| {
                 on.with(numbers.each_ref(), |[sequences, positions, tables]| {
-                    let rows = layers::PagedRows { tokens, sequences, positions, tables, most };
+                    let rows = layers::PagedRows {
+                        tokens,
+                        sequences,
+                        positions,
+                        tables,
+                        most,
+                    };
                     on.with([&q, &k, &v], |[q, k, v]| {
                         let cuda = on.kernels();
                         paged.write(&cuda, &rows, in_rows(k, groups), in_rows(v, groups))?;

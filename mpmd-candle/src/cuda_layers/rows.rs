@@ -28,7 +28,12 @@ pub(crate) fn rotary(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Option<Result<Te
         return None;
     }
     let table = |angles: &Tensor| angles.to_dtype(DType::F32)?.contiguous();
-    let rotate = || x.contiguous()?.apply_op1(Op(Rotation { cos: table(cos)?, sin: table(sin)? }));
+    let rotate = || {
+        x.contiguous()?.apply_op1(Op(Rotation {
+            cos: table(cos)?,
+            sin: table(sin)?,
+        }))
+    };
     Some(rotate())
 }
 
@@ -42,7 +47,9 @@ impl Layer<1> for Softmax {
     fn forward(&self, [x]: [Argument<'_>; 1]) -> Result<(CudaStorage, Shape)> {
         let width = x.layout.dim(D::Minus1)?;
         let size = (x.layout.shape().elem_count() / width.max(1), width);
-        map(x, |on, x, y| layers::softmax(&on.kernels(), size, self.is_log, x, y))
+        map(x, |on, x, y| {
+            layers::softmax(&on.kernels(), size, self.is_log, x, y)
+        })
     }
 
     fn backward(
@@ -95,7 +102,9 @@ impl Layer<1> for Drop {
         _: &Tensor,
         gradient: &Tensor,
     ) -> Result<[Option<Tensor>; 1]> {
-        back(x, gradient, |on, d_y, d_x| self.run(on, x.elem_count(), d_y, d_x))
+        back(x, gradient, |on, d_y, d_x| {
+            self.run(on, x.elem_count(), d_y, d_x)
+        })
     }
 }
 
@@ -114,7 +123,14 @@ impl Rotation {
     ) -> mpmd_core::Result<()> {
         let [batch, time, heads, dim] = [0, 1, 2, 3].map(|at| dims[at]);
         let angles = Angles::ByTime(if self.cos.dims()[0] == 1 { 0 } else { time });
-        let rotary = layers::Rotary { batch, time, heads, dim, beside: false, angles };
+        let rotary = layers::Rotary {
+            batch,
+            time,
+            heads,
+            dim,
+            beside: false,
+            angles,
+        };
         let [x, y] = [x, y].map(|part| Heads::new(part, [time * heads * dim, heads * dim, dim]));
         on.with([&self.cos, &self.sin], |tables| {
             rotary.rotate(&on.kernels(), is_back, x, tables, y)
@@ -136,7 +152,9 @@ impl Layer<1> for Rotation {
         _: &Tensor,
         gradient: &Tensor,
     ) -> Result<[Option<Tensor>; 1]> {
-        back(x, gradient, |on, d_y, d_x| self.run(on, x.dims(), true, [d_y, d_x]))
+        back(x, gradient, |on, d_y, d_x| {
+            self.run(on, x.dims(), true, [d_y, d_x])
+        })
     }
 }
 

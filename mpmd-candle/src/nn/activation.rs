@@ -129,7 +129,10 @@ pub fn silu(xs: &Tensor) -> Result<Tensor> {
 pub fn swiglu(xs: &Tensor) -> Result<Tensor> {
     let width = xs.dim(D::Minus1)?;
     if !width.is_multiple_of(2) {
-        bail!("swiglu: the input is {:?}: expected rows of two halves", xs.dims());
+        bail!(
+            "swiglu: the input is {:?}: expected rows of two halves",
+            xs.dims()
+        );
     }
     // `chunk` makes no halves of rows of width 0.
     let half = width / 2;
@@ -153,7 +156,10 @@ fn bounded(xs: &Tensor, bound: f64, f: impl Fn(&Tensor) -> Result<Tensor>) -> Re
     let single = single(xs)?;
     let y = f(&single.clamp(-bound, bound)?)?;
     // A NaN is not below the bound.
-    single.lt(bound)?.where_cond(&y, &single)?.to_dtype(xs.dtype())
+    single
+        .lt(bound)?
+        .where_cond(&y, &single)?
+        .to_dtype(xs.dtype())
 }
 
 impl Activation {
@@ -232,7 +238,9 @@ impl CustomOp1 for Curve {
 fn map(x: &[f32], f: impl Fn(f32) -> f32 + Sync) -> Vec<f32> {
     let mut out = vec![0.0; x.len()];
     for_rows(&mut out, 1, |first, out| {
-        out.iter_mut().zip(&x[first..]).for_each(|(out, x)| *out = f(*x));
+        out.iter_mut()
+            .zip(&x[first..])
+            .for_each(|(out, x)| *out = f(*x));
     });
     out
 }
@@ -242,7 +250,9 @@ fn map_both(x: &[f32], d: &[f32], f: impl Fn(f32, f32) -> f32 + Sync) -> Vec<f32
     let mut out = vec![0.0; x.len()];
     for_rows(&mut out, 1, |first, out| {
         let terms = x[first..].iter().zip(&d[first..]);
-        out.iter_mut().zip(terms).for_each(|(out, (x, d))| *out = f(*x, *d));
+        out.iter_mut()
+            .zip(terms)
+            .for_each(|(out, (x, d))| *out = f(*x, *d));
     });
     out
 }
@@ -269,7 +279,10 @@ fn gelu_weight(x: f32) -> (f32, f32) {
     const TWICE: f32 = std::f32::consts::FRAC_2_SQRT_PI * std::f32::consts::SQRT_2;
     const TWICE_CUBE: f32 = TWICE * 0.044_715;
     let square = x * x;
-    (sigmoid(x * (TWICE + TWICE_CUBE * square)), TWICE + 3.0 * TWICE_CUBE * square)
+    (
+        sigmoid(x * (TWICE + TWICE_CUBE * square)),
+        TWICE + 3.0 * TWICE_CUBE * square,
+    )
 }
 
 /// Returns the distribution function of the normal distribution and its density.
@@ -310,8 +323,11 @@ mod tests {
             0.5 * x * (1.0 + sum * 2.0 / std::f64::consts::PI.sqrt())
         };
         let silu = |x: f64| x / (1.0 + (-x).exp());
-        let curves: [(Curve, &dyn Fn(f64) -> f64); 3] =
-            [(Curve::Gelu, &tanh), (Curve::GeluErf, &erf), (Curve::Silu, &silu)];
+        let curves: [(Curve, &dyn Fn(f64) -> f64); 3] = [
+            (Curve::Gelu, &tanh),
+            (Curve::GeluErf, &erf),
+            (Curve::Silu, &silu),
+        ];
         let points: Vec<f32> = (-1000..=1000).map(|i| i as f32 * 0.004).collect();
         for (at, (curve, exact)) in curves.into_iter().enumerate() {
             let y = curve.forward(&points);
@@ -324,10 +340,15 @@ mod tests {
                 let error = (f64::from(slope) - expected).abs();
                 assert!(error < 3e-6, "slope {at} at {x}: {slope}, not {expected}");
             }
-            let (y, slopes) =
-                (curve.forward(&[100.0, -100.0]), curve.backward(&[100.0, -100.0], &[1.0; 2]));
+            let (y, slopes) = (
+                curve.forward(&[100.0, -100.0]),
+                curve.backward(&[100.0, -100.0], &[1.0; 2]),
+            );
             assert!(y[0] == 100.0 && y[1].abs() < 1e-25, "curve {at}: {y:?}");
-            assert!(slopes[0] == 1.0 && slopes[1].abs() < 1e-25, "curve {at}: {slopes:?}");
+            assert!(
+                slopes[0] == 1.0 && slopes[1].abs() < 1e-25,
+                "curve {at}: {slopes:?}"
+            );
         }
     }
 }

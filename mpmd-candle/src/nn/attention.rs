@@ -123,7 +123,9 @@ pub fn self_attention(qkv: &Tensor, heads: usize, mask: Mask, scale: f64) -> Res
     {
         return y;
     }
-    let parts = qkv.reshape((batch, time, heads, 3, dim))?.permute((3, 0, 2, 1, 4))?;
+    let parts = qkv
+        .reshape((batch, time, heads, 3, dim))?
+        .permute((3, 0, 2, 1, 4))?;
     let sight = match mask {
         Mask::None => Some(Sight::All),
         Mask::Causal => Some(Sight::Causal),
@@ -132,7 +134,15 @@ pub fn self_attention(qkv: &Tensor, heads: usize, mask: Mask, scale: f64) -> Res
     let y = match sight.filter(|_| are_fast(&[qkv])) {
         Some(sight) => {
             let (groups, queries, keys, out_dim) = (heads, time, time, dim);
-            let sizes = Sizes { batch, heads, groups, queries, keys, dim, out_dim };
+            let sizes = Sizes {
+                batch,
+                heads,
+                groups,
+                queries,
+                keys,
+                dim,
+                out_dim,
+            };
             let operation = Attention::new(sizes, None, sight, scale, qkv.track_op());
             parts.contiguous()?.apply_op1(SelfAttention(operation))?
         }
@@ -171,15 +181,26 @@ fn check_first_keys(first: &Tensor, sizes: Sizes) -> Result<()> {
         || !matches!(*first.dims(), [n, q] if q == queries && (n == batch || n == 1))
     {
         let (dims, dtype) = (first.dims(), first.dtype());
-        bail!("attention with first keys {dtype:?} {dims:?}: expected U32 {:?}", [batch, queries]);
+        bail!(
+            "attention with first keys {dtype:?} {dims:?}: expected U32 {:?}",
+            [batch, queries]
+        );
     }
     Ok(())
 }
 
 /// Returns the first key of each query, for each sequence.
 fn first_keys(first: &Tensor, sizes: Sizes) -> Result<Arc<[u32]>> {
-    let Sizes { batch, queries, keys, .. } = sizes;
-    let first = first.broadcast_as((batch, queries))?.flatten_all()?.to_vec1::<u32>()?;
+    let Sizes {
+        batch,
+        queries,
+        keys,
+        ..
+    } = sizes;
+    let first = first
+        .broadcast_as((batch, queries))?
+        .flatten_all()?
+        .to_vec1::<u32>()?;
     for (at, first) in first.iter().enumerate() {
         let own = (keys + at % queries).checked_sub(queries);
         if own.is_none_or(|own| *first as usize > own) {
@@ -204,10 +225,16 @@ pub(super) fn attend(
 ) -> Result<Tensor> {
     let sizes = Sizes::of(q, k, v)?;
     if !matches!(sight, Sight::All) && sizes.queries > sizes.keys {
-        bail!("causal attention of {} queries to {} keys", sizes.queries, sizes.keys);
+        bail!(
+            "causal attention of {} queries to {} keys",
+            sizes.queries,
+            sizes.keys
+        );
     }
     let scores = (sizes.batch, sizes.heads, sizes.queries, sizes.keys);
-    let mask = mask.map(|mask| single(mask)?.broadcast_as(scores)).transpose()?;
+    let mask = mask
+        .map(|mask| single(mask)?.broadcast_as(scores))
+        .transpose()?;
     let on_cuda = match (&mask, &sight) {
         (None, Sight::All) => Some(cuda_layers::Sight::All),
         (None, Sight::Causal) => Some(cuda_layers::Sight::Causal),
@@ -220,7 +247,9 @@ pub(super) fn attend(
     {
         return y;
     }
-    let is_plain = mask.as_ref().is_none_or(|mask| are_fast(&[mask]) && !mask.track_op());
+    let is_plain = mask
+        .as_ref()
+        .is_none_or(|mask| are_fast(&[mask]) && !mask.track_op());
     if !is_plain || cap.is_some() || !are_fast(&[q, k, v]) {
         return compose(q, k, v, (mask, sight), scale, cap, sizes);
     }
@@ -231,7 +260,8 @@ pub(super) fn attend(
     };
     let is_tracked = q.track_op() || k.track_op() || v.track_op();
     let operation = Attention::new(sizes, mask, sight, scale, is_tracked);
-    q.contiguous()?.apply_op3(&k.contiguous()?, &v.contiguous()?, operation)
+    q.contiguous()?
+        .apply_op3(&k.contiguous()?, &v.contiguous()?, operation)
 }
 
 /// Computes the same as [`attention`] with operations of candle.
@@ -244,7 +274,14 @@ fn compose(
     cap: Option<f64>,
     sizes: Sizes,
 ) -> Result<Tensor> {
-    let Sizes { batch, heads, groups, queries, keys, .. } = sizes;
+    let Sizes {
+        batch,
+        heads,
+        groups,
+        queries,
+        keys,
+        ..
+    } = sizes;
     let dtype = q.dtype();
     let (q, k, v) = (single(q)?, single(k)?, single(v)?);
     // Gives each head its own keys or values.
@@ -266,7 +303,11 @@ fn compose(
         scores = (scores + mask.to_dtype(q.dtype())?)?;
     }
     if !matches!(sight, Sight::All) {
-        let rows = if matches!(sight, Sight::From(_)) { batch } else { 1 };
+        let rows = if matches!(sight, Sight::From(_)) {
+            batch
+        } else {
+            1
+        };
         let hidden = (0..rows * queries * keys).map(|at| {
             let (row, key) = (at / keys, at % keys);
             let sees = sight.of(sizes, row / queries, row % queries).contains(&key);
@@ -275,7 +316,9 @@ fn compose(
         let hidden = Tensor::from_vec(hidden.collect(), (rows, 1, queries, keys), q.device())?;
         scores = scores.broadcast_add(&hidden.to_dtype(q.dtype())?)?;
     }
-    softmax(&scores, D::Minus1)?.matmul(&spread(&v)?)?.to_dtype(dtype)
+    softmax(&scores, D::Minus1)?
+        .matmul(&spread(&v)?)?
+        .to_dtype(dtype)
 }
 
 /// The sizes of the arguments.
@@ -302,7 +345,15 @@ impl Sizes {
             && groups > 0
             && heads.is_multiple_of(groups)
         {
-            return Ok(Self { batch, heads, groups, queries, keys, dim, out_dim });
+            return Ok(Self {
+                batch,
+                heads,
+                groups,
+                queries,
+                keys,
+                dim,
+                out_dim,
+            });
         }
         bail!(
             "attention of q {:?}, k {:?} and v {:?}: expected [batch, heads, queries, dim], \
@@ -355,16 +406,30 @@ impl Attention {
         if is_tracked {
             keeps((sizes.batch * sizes.heads * sizes.queries * size_of::<Normalizer>()) as u64);
         }
-        Self { sizes, mask, sight, scale: scale as f32, normalizers: OnceLock::new() }
+        Self {
+            sizes,
+            mask,
+            sight,
+            scale: scale as f32,
+            normalizers: OnceLock::new(),
+        }
     }
 
     fn block(&self, head: usize, first: usize, rows: usize) -> Block {
-        let sees = |row| self.sight.of(self.sizes, head / self.sizes.heads, first + row);
+        let sees = |row| {
+            self.sight
+                .of(self.sizes, head / self.sizes.heads, first + row)
+        };
         let start = match self.sight {
             Sight::From(_) => (0..rows).map(|row| sees(row).start).min().unwrap_or(0),
             _ => 0,
         };
-        Block { head, first, rows, keys: start..sees(rows - 1).end }
+        Block {
+            head,
+            first,
+            rows,
+            keys: start..sees(rows - 1).end,
+        }
     }
 
     /// Returns the index of the group of keys and values that a head uses.
@@ -379,7 +444,9 @@ impl Attention {
                 Some(mask) => {
                     let terms = mask.row(self.sizes, block.head, block.first + i);
                     let terms = &terms[block.keys.clone()];
-                    row.iter_mut().zip(terms).for_each(|(x, term)| *x = *x * self.scale + *term);
+                    row.iter_mut()
+                        .zip(terms)
+                        .for_each(|(x, term)| *x = *x * self.scale + *term);
                 }
                 None => row.iter_mut().for_each(|x| *x *= self.scale),
             }
@@ -388,7 +455,9 @@ impl Attention {
 
     /// Returns the keys that a block's query sees, counted from the first of the block.
     fn seen(&self, block: &Block, row: usize) -> Range<usize> {
-        let seen = self.sight.of(self.sizes, block.head / self.sizes.heads, block.first + row);
+        let seen = self
+            .sight
+            .of(self.sizes, block.head / self.sizes.heads, block.first + row);
         seen.start - block.keys.start..seen.end - block.keys.start
     }
 
@@ -397,7 +466,15 @@ impl Attention {
     }
 
     fn forward(&self, q: &[f32], k: &[f32], v: &[f32]) -> Result<(Vec<f32>, Vec<Normalizer>)> {
-        let Sizes { batch, heads, queries, keys, dim, out_dim, .. } = self.sizes;
+        let Sizes {
+            batch,
+            heads,
+            queries,
+            keys,
+            dim,
+            out_dim,
+            ..
+        } = self.sizes;
         let mask = self.mask()?;
         let mask = mask.as_ref();
         let mut out = vec![0.0; batch * heads * queries * out_dim];
@@ -405,34 +482,48 @@ impl Attention {
         if out.is_empty() || keys == 0 {
             return Ok((out, normalizers));
         }
-        let all = out.par_chunks_mut(queries * out_dim).zip(normalizers.par_chunks_mut(queries));
+        let all = out
+            .par_chunks_mut(queries * out_dim)
+            .zip(normalizers.par_chunks_mut(queries));
         all.enumerate().for_each(|(head, (out, normalizers))| {
             let group = self.group(head);
             let (k, v) = (&k[group * keys * dim..], &v[group * keys * out_dim..]);
-            let blocks = out.par_chunks_mut(BLOCK * out_dim).zip(normalizers.par_chunks_mut(BLOCK));
-            blocks.enumerate().for_each_init(Vec::new, |scores: &mut Vec<f32>, (at, place)| {
-                let (out, normalizers) = place;
-                let block = self.block(head, at * BLOCK, normalizers.len());
-                let (rows, start, keys) = (block.rows, block.keys.start, block.keys.len());
-                scores.resize(rows * keys, 0.0);
-                let q = &q[(head * queries + block.first) * dim..][..rows * dim];
-                let k = Matrix::new(&k[start * dim..][..keys * dim], keys, dim);
-                multiply_here(scores, Matrix::new(q, rows, dim), k.t(), false);
-                self.finish_scores(&block, scores, mask);
-                let all = scores.chunks_exact_mut(keys).zip(&mut *normalizers);
-                for (i, (row, normalizer)) in all.enumerate() {
-                    *normalizer = probabilities(row, self.seen(&block, i));
-                }
-                let v = Matrix::new(&v[start * out_dim..][..keys * out_dim], keys, out_dim);
-                multiply_here(out, Matrix::new(scores, rows, keys), v, false);
-            });
+            let blocks = out
+                .par_chunks_mut(BLOCK * out_dim)
+                .zip(normalizers.par_chunks_mut(BLOCK));
+            blocks
+                .enumerate()
+                .for_each_init(Vec::new, |scores: &mut Vec<f32>, (at, place)| {
+                    let (out, normalizers) = place;
+                    let block = self.block(head, at * BLOCK, normalizers.len());
+                    let (rows, start, keys) = (block.rows, block.keys.start, block.keys.len());
+                    scores.resize(rows * keys, 0.0);
+                    let q = &q[(head * queries + block.first) * dim..][..rows * dim];
+                    let k = Matrix::new(&k[start * dim..][..keys * dim], keys, dim);
+                    multiply_here(scores, Matrix::new(q, rows, dim), k.t(), false);
+                    self.finish_scores(&block, scores, mask);
+                    let all = scores.chunks_exact_mut(keys).zip(&mut *normalizers);
+                    for (i, (row, normalizer)) in all.enumerate() {
+                        *normalizer = probabilities(row, self.seen(&block, i));
+                    }
+                    let v = Matrix::new(&v[start * out_dim..][..keys * out_dim], keys, out_dim);
+                    multiply_here(out, Matrix::new(scores, rows, keys), v, false);
+                });
         });
         Ok((out, normalizers))
     }
 
     /// Returns the gradients of queries, keys and values.
     fn backward(&self, from: &Given<'_>) -> Result<[Vec<f32>; 3]> {
-        let Sizes { batch, heads, groups, queries, keys, dim, out_dim } = self.sizes;
+        let Sizes {
+            batch,
+            heads,
+            groups,
+            queries,
+            keys,
+            dim,
+            out_dim,
+        } = self.sizes;
         let mask = self.mask()?;
         let mut d_q = vec![0.0; batch * heads * queries * dim];
         let mut d_k = vec![0.0; batch * groups * keys * dim];
@@ -442,9 +533,10 @@ impl Attention {
         }
         // A group's gradients are sums over its heads, so one thread computes them.
         let shared = heads / groups;
-        let parts = d_q
-            .par_chunks_mut(shared * queries * dim)
-            .zip(d_k.par_chunks_mut(keys * dim).zip(d_v.par_chunks_mut(keys * out_dim)));
+        let parts = d_q.par_chunks_mut(shared * queries * dim).zip(
+            d_k.par_chunks_mut(keys * dim)
+                .zip(d_v.par_chunks_mut(keys * out_dim)),
+        );
         parts.enumerate().for_each_init(
             || (Vec::new(), Vec::new()),
             |scratch, (group, (d_q, (d_k, d_v)))| {
@@ -470,8 +562,19 @@ impl Attention {
         (d_q, d_k, d_v): (&mut [f32], &mut [f32], &mut [f32]),
         (scores, d_scores): &mut (Vec<f32>, Vec<f32>),
     ) {
-        let Sizes { queries, keys: all_keys, dim, out_dim, .. } = self.sizes;
-        let &Block { head, first, rows, ref keys } = block;
+        let Sizes {
+            queries,
+            keys: all_keys,
+            dim,
+            out_dim,
+            ..
+        } = self.sizes;
+        let &Block {
+            head,
+            first,
+            rows,
+            ref keys,
+        } = block;
         let (start, keys) = (keys.start, keys.len());
         let (group, at) = (self.group(head), head * queries + first);
         let k = &from.k[(group * all_keys + start) * dim..][..keys * dim];
@@ -487,7 +590,9 @@ impl Attention {
         multiply_here(scores, q, k.t(), false);
         self.finish_scores(block, scores, mask);
         multiply_here(d_scores, d_out_rows, v.t(), false);
-        let rows_of = scores.chunks_exact_mut(keys).zip(d_scores.chunks_exact_mut(keys));
+        let rows_of = scores
+            .chunks_exact_mut(keys)
+            .zip(d_scores.chunks_exact_mut(keys));
         for (i, (row, d_row)) in rows_of.enumerate() {
             let columns = i * out_dim..(i + 1) * out_dim;
             let mean = out.map(|out| lanes::dot(&out[columns.clone()], &d_out[columns]));
@@ -497,7 +602,12 @@ impl Attention {
         let probabilities = Matrix::new(scores, rows, keys);
         let d_scores = Matrix::new(d_scores, rows, keys);
         let (d_k, d_v) = (&mut d_k[start * dim..], &mut d_v[start * out_dim..]);
-        multiply_here(&mut d_v[..keys * out_dim], probabilities.t(), d_out_rows, true);
+        multiply_here(
+            &mut d_v[..keys * out_dim],
+            probabilities.t(),
+            d_out_rows,
+            true,
+        );
         multiply_here(&mut d_k[..keys * dim], d_scores.t(), q, true);
         multiply_here(d_q, d_scores, k, false);
     }
@@ -567,13 +677,20 @@ struct MaskValues<'a> {
 impl<'a> MaskValues<'a> {
     fn of(mask: &'a Tensor) -> Result<Self> {
         let values = Values::strided(mask)?;
-        Ok(Self { values, strides: [0, 1, 2].map(|dim| mask.stride()[dim]) })
+        Ok(Self {
+            values,
+            strides: [0, 1, 2].map(|dim| mask.stride()[dim]),
+        })
     }
 
     /// Returns the row of one query, where `head` is `sequence * heads + head`.
     fn row(&self, sizes: Sizes, head: usize, query: usize) -> &[f32] {
         let at = [head / sizes.heads, head % sizes.heads, query];
-        let start: usize = at.iter().zip(&self.strides).map(|(at, stride)| at * stride).sum();
+        let start: usize = at
+            .iter()
+            .zip(&self.strides)
+            .map(|(at, stride)| at * stride)
+            .sum();
         &self.values[start..][..sizes.keys]
     }
 }
@@ -592,7 +709,13 @@ impl CustomOp3 for Attention {
         v: &CpuStorage,
         v_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let Sizes { batch, heads, queries, out_dim, .. } = self.sizes;
+        let Sizes {
+            batch,
+            heads,
+            queries,
+            out_dim,
+            ..
+        } = self.sizes;
         let [keys, values] = [slice(k, k_layout)?, slice(v, v_layout)?];
         let (out, normalizers) = self.forward(&slice(q, q_layout)?, &keys, &values)?;
         self.normalizers.get_or_init(|| normalizers);
@@ -615,10 +738,19 @@ impl CustomOp3 for Attention {
             let [q, k, v, d_out] = [values(q)?, values(k)?, values(v)?, values(&gradient)?];
             let out = exact(out)?;
             let out = out.as_deref();
-            self.backward(&Given { q: &q, k: &k, v: &v, out, d_out: &d_out, normalizers })?
+            self.backward(&Given {
+                q: &q,
+                k: &k,
+                v: &v,
+                out,
+                d_out: &d_out,
+                normalizers,
+            })?
         };
         let needed = |gradient: Vec<f32>, like: &Tensor| {
-            like.track_op().then(|| tensor_like(gradient, like)).transpose()
+            like.track_op()
+                .then(|| tensor_like(gradient, like))
+                .transpose()
         };
         Ok((needed(d_q, q)?, needed(d_k, k)?, needed(d_v, v)?))
     }
@@ -634,8 +766,16 @@ impl CustomOp1 for SelfAttention {
     }
 
     fn cpu_fwd(&self, qkv: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (Sizes { batch, heads, queries, out_dim, .. }, all) =
-            (self.0.sizes, slice(qkv, layout)?);
+        let (
+            Sizes {
+                batch,
+                heads,
+                queries,
+                out_dim,
+                ..
+            },
+            all,
+        ) = (self.0.sizes, slice(qkv, layout)?);
         let (q, rest) = all.split_at(all.len() / 3);
         let (k, v) = rest.split_at(q.len());
         let (out, normalizers) = self.0.forward(q, k, v)?;
@@ -654,7 +794,16 @@ impl CustomOp1 for SelfAttention {
             let (k, v) = rest.split_at(q.len());
             let out = exact(out)?;
             let out = out.as_deref();
-            self.0.backward(&Given { q, k, v, out, d_out: &d_out, normalizers })?.concat()
+            self.0
+                .backward(&Given {
+                    q,
+                    k,
+                    v,
+                    out,
+                    d_out: &d_out,
+                    normalizers,
+                })?
+                .concat()
         };
         tensor_like(d_qkv, qkv).map(Some)
     }

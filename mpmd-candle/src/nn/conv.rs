@@ -26,7 +26,12 @@ impl Conv1d {
     /// Creates a layer from its weight `[out_channels, in_channels / groups, size]` and its bias
     /// `[out_channels]`.
     pub fn new(weight: Tensor, bias: Option<Tensor>, config: Conv1dConfig) -> Self {
-        Self { weight, bias, config, name: None }
+        Self {
+            weight,
+            bias,
+            config,
+            name: None,
+        }
     }
 
     /// Returns the configuration.
@@ -45,7 +50,13 @@ impl Conv1d {
     }
 
     fn compute(&self, x: &Tensor) -> Result<Tensor> {
-        let Conv1dConfig { padding, stride, dilation, groups, .. } = self.config;
+        let Conv1dConfig {
+            padding,
+            stride,
+            dilation,
+            groups,
+            ..
+        } = self.config;
         let (x_dims, dims) = (x.dims(), self.weight.dims());
         let (&[batch, channels, length], &[outputs, _, size]) = (x_dims, dims) else {
             bail!("the input is {x_dims:?} and the weight {dims:?}: expected 3 dimensions each");
@@ -84,7 +95,12 @@ impl Conv2d {
     /// Creates a layer from its weight `[out_channels, in_channels / groups, height, width]` and
     /// its bias `[out_channels]`.
     pub fn new(weight: Tensor, bias: Option<Tensor>, config: Conv2dConfig) -> Self {
-        Self { weight, bias, config, name: None }
+        Self {
+            weight,
+            bias,
+            config,
+            name: None,
+        }
     }
 
     /// Returns the configuration.
@@ -103,7 +119,13 @@ impl Conv2d {
     }
 
     fn compute(&self, x: &Tensor) -> Result<Tensor> {
-        let Conv2dConfig { padding, stride, dilation, groups, .. } = self.config;
+        let Conv2dConfig {
+            padding,
+            stride,
+            dilation,
+            groups,
+            ..
+        } = self.config;
         let (x_dims, dims) = (x.dims(), self.weight.dims());
         let (&[batch, channels, height, width], &[outputs, _, rows, columns]) = (x_dims, dims)
         else {
@@ -119,7 +141,10 @@ impl Conv2d {
             stride,
             dilation,
         };
-        add_bias(convolution.apply(x, &self.weight, batch)?, self.bias.as_ref())
+        add_bias(
+            convolution.apply(x, &self.weight, batch)?,
+            self.bias.as_ref(),
+        )
     }
 }
 
@@ -142,7 +167,10 @@ pub fn conv1d(
     vb: VarBuilder,
 ) -> Result<Conv1d> {
     let layer = conv1d_no_bias(in_channels, out_channels, kernel_size, cfg, vb.clone())?;
-    Ok(Conv1d { bias: Some(bias(in_channels, out_channels, &vb)?), ..layer })
+    Ok(Conv1d {
+        bias: Some(bias(in_channels, out_channels, &vb)?),
+        ..layer
+    })
 }
 
 /// Creates a convolution with the variable `weight`.
@@ -159,7 +187,12 @@ pub fn conv1d_no_bias(
 ) -> Result<Conv1d> {
     let shape = (out_channels, in_channels / cfg.groups, kernel_size);
     let weight = vb.get_with_hints(shape, "weight", candle_nn::init::DEFAULT_KAIMING_NORMAL)?;
-    Ok(Conv1d { weight, bias: None, config: cfg, name: name_of(&vb) })
+    Ok(Conv1d {
+        weight,
+        bias: None,
+        config: cfg,
+        name: name_of(&vb),
+    })
 }
 
 /// Creates a convolution with the variables `weight` and `bias`.
@@ -175,7 +208,10 @@ pub fn conv2d(
     vb: VarBuilder,
 ) -> Result<Conv2d> {
     let layer = conv2d_no_bias(in_channels, out_channels, kernel_size, cfg, vb.clone())?;
-    Ok(Conv2d { bias: Some(bias(in_channels, out_channels, &vb)?), ..layer })
+    Ok(Conv2d {
+        bias: Some(bias(in_channels, out_channels, &vb)?),
+        ..layer
+    })
 }
 
 /// Creates a convolution with the variable `weight`.
@@ -190,14 +226,31 @@ pub fn conv2d_no_bias(
     cfg: Conv2dConfig,
     vb: VarBuilder,
 ) -> Result<Conv2d> {
-    let shape = (out_channels, in_channels / cfg.groups, kernel_size, kernel_size);
+    let shape = (
+        out_channels,
+        in_channels / cfg.groups,
+        kernel_size,
+        kernel_size,
+    );
     let weight = vb.get_with_hints(shape, "weight", candle_nn::init::DEFAULT_KAIMING_NORMAL)?;
-    Ok(Conv2d { weight, bias: None, config: cfg, name: name_of(&vb) })
+    Ok(Conv2d {
+        weight,
+        bias: None,
+        config: cfg,
+        name: name_of(&vb),
+    })
 }
 
 fn bias(in_channels: usize, out_channels: usize, vb: &VarBuilder) -> Result<Tensor> {
     let bound = 1.0 / (in_channels as f64).sqrt();
-    vb.get_with_hints(out_channels, "bias", Init::Uniform { lo: -bound, up: bound })
+    vb.get_with_hints(
+        out_channels,
+        "bias",
+        Init::Uniform {
+            lo: -bound,
+            up: bound,
+        },
+    )
 }
 
 /// Adds `bias` `[channels]` to `y` `[batch, channels, ...]`.
@@ -205,7 +258,9 @@ fn add_bias(y: Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let Some(bias) = bias else { return Ok(y) };
     let mut shape = vec![1; y.rank()];
     shape[1] = bias.dims1()?;
-    single(&y)?.broadcast_add(&single(bias)?.reshape(shape)?)?.to_dtype(y.dtype())
+    single(&y)?
+        .broadcast_add(&single(bias)?.reshape(shape)?)?
+        .to_dtype(y.dtype())
 }
 
 /// A convolution over two dimensions.
@@ -224,7 +279,16 @@ struct Convolution {
 impl Convolution {
     /// Returns the result `[batch, outputs, height, width]`.
     fn apply(&self, x: &Tensor, weight: &Tensor, batch: usize) -> Result<Tensor> {
-        let Self { channels, outputs, groups, input, kernel, padding, stride, dilation } = *self;
+        let Self {
+            channels,
+            outputs,
+            groups,
+            input,
+            kernel,
+            padding,
+            stride,
+            dilation,
+        } = *self;
         let reach = kernel.map(|size| dilation * size.saturating_sub(1) + 1);
         let fits = (0..2).all(|d| kernel[d] > 0 && input[d] + 2 * padding[d] >= reach[d]);
         let divides = groups > 0
@@ -249,8 +313,12 @@ impl Convolution {
         let x = x.pad_with_zeros(2, padding[0], padding[0])?;
         let x = x.pad_with_zeros(3, padding[1], padding[1])?;
         let used = [0, 1].map(|d| (self.output()[d] - 1) * stride + reach[d]);
-        let x = x.narrow(2, 0, used[0])?.narrow(3, 0, used[1])?.contiguous()?;
-        x.conv2d(&weight, 0, stride, dilation, groups)?.to_dtype(dtype)
+        let x = x
+            .narrow(2, 0, used[0])?
+            .narrow(3, 0, used[1])?
+            .contiguous()?;
+        x.conv2d(&weight, 0, stride, dilation, groups)?
+            .to_dtype(dtype)
     }
 
     fn output(&self) -> [usize; 2] {

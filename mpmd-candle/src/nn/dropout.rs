@@ -31,7 +31,11 @@ impl Dropout {
     ///
     /// As [`dropout`].
     pub fn forward(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
-        if train { dropout(xs, self.drop_p) } else { Ok(xs.clone()) }
+        if train {
+            dropout(xs, self.drop_p)
+        } else {
+            Ok(xs.clone())
+        }
     }
 }
 
@@ -67,7 +71,11 @@ pub fn dropout(xs: &Tensor, drop_p: f32) -> Result<Tensor> {
     if are_fast(&[xs]) {
         return xs.contiguous()?.apply_op1(drop);
     }
-    let mask = Tensor::from_vec(drop.apply(&vec![1.0; xs.elem_count()]), xs.shape(), &Device::Cpu)?;
+    let mask = Tensor::from_vec(
+        drop.apply(&vec![1.0; xs.elem_count()]),
+        xs.shape(),
+        &Device::Cpu,
+    )?;
     xs * mask.to_dtype(xs.dtype())?.to_device(xs.device())?
 }
 
@@ -84,11 +92,17 @@ impl Drop {
         let scale = (DRAWS / (DRAWS - self.limit as f64)) as f32;
         let mut out = vec![0.0; x.len()];
         for_rows(&mut out, SHARED, |first, out| {
-            let chunks = out.chunks_mut(SHARED).zip(x[first * SHARED..].chunks(SHARED));
+            let chunks = out
+                .chunks_mut(SHARED)
+                .zip(x[first * SHARED..].chunks(SHARED));
             for (at, (out, x)) in chunks.enumerate() {
                 let mut random = bits(self.key, (first + at) as u64);
                 for (out, x) in out.iter_mut().zip(x) {
-                    *out = if random & 0xffff < self.limit { 0.0 } else { *x * scale };
+                    *out = if random & 0xffff < self.limit {
+                        0.0
+                    } else {
+                        *x * scale
+                    };
                     random >>= 16;
                 }
             }

@@ -18,7 +18,11 @@ pub struct Embedding {
 impl Embedding {
     /// Creates a layer from its table `[indices, hidden_size]`.
     pub fn new(embeddings: Tensor, hidden_size: usize) -> Self {
-        Self { embeddings, hidden_size, name: None }
+        Self {
+            embeddings,
+            hidden_size,
+            name: None,
+        }
     }
 
     /// Returns the table: `[indices, hidden_size]`.
@@ -34,7 +38,10 @@ impl Embedding {
     fn compute(&self, indexes: &Tensor) -> Result<Tensor> {
         let (rows, width) = self.embeddings.dims2()?;
         if width != self.hidden_size {
-            bail!("the table is [{rows}, {width}]: expected [_, {}]", self.hidden_size);
+            bail!(
+                "the table is [{rows}, {width}]: expected [_, {}]",
+                self.hidden_size
+            );
         }
         let mut shape = indexes.dims().to_vec();
         shape.push(width);
@@ -43,7 +50,9 @@ impl Embedding {
             return rows;
         }
         if !are_fast(&[&table]) {
-            return table.index_select(&indexes.flatten_all()?, 0)?.reshape(shape);
+            return table
+                .index_select(&indexes.flatten_all()?, 0)?
+                .reshape(shape);
         }
         let indices = indices(indexes)?;
         if let Some(index) = indices.iter().find(|index| **index as usize >= rows) {
@@ -68,9 +77,16 @@ impl Module for Embedding {
 ///
 /// As [`VarBuilder::get_with_hints`].
 pub fn embedding(in_size: usize, out_size: usize, vb: VarBuilder) -> Result<Embedding> {
-    let init = Init::Randn { mean: 0.0, stdev: 1.0 };
+    let init = Init::Randn {
+        mean: 0.0,
+        stdev: 1.0,
+    };
     let embeddings = vb.get_with_hints((in_size, out_size), "weight", init)?;
-    Ok(Embedding { embeddings, hidden_size: out_size, name: name_of(&vb) })
+    Ok(Embedding {
+        embeddings,
+        hidden_size: out_size,
+        name: name_of(&vb),
+    })
 }
 
 /// Returns the elements of a tensor of indices, row-major. A number beyond `u32` becomes
@@ -84,7 +100,10 @@ pub(super) fn indices(tensor: &Tensor) -> Result<Vec<u32>> {
         DType::U8 | DType::U32 => tensor.flatten_all()?.to_dtype(DType::U32)?.to_vec1(),
         DType::I64 => {
             let indices = tensor.flatten_all()?.to_vec1::<i64>()?;
-            Ok(indices.into_iter().map(|index| u32::try_from(index).unwrap_or(u32::MAX)).collect())
+            Ok(indices
+                .into_iter()
+                .map(|index| u32::try_from(index).unwrap_or(u32::MAX))
+                .collect())
         }
         dtype => bail!("the indices are {dtype:?}: expected u8, u32 or i64"),
     }
@@ -130,7 +149,9 @@ impl CustomOp1 for Lookup {
             let gradient = values(&gradient)?;
             for (at, index) in indices.iter().enumerate() {
                 let sums = &mut into[*index as usize * width..][..width];
-                sums.iter_mut().zip(&gradient[at * width..]).for_each(|(sum, d)| *sum += *d);
+                sums.iter_mut()
+                    .zip(&gradient[at * width..])
+                    .for_each(|(sum, d)| *sum += *d);
             }
             Ok(())
         })

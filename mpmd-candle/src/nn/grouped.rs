@@ -46,19 +46,33 @@ impl Grouped {
             bail!("the input is {:?}: expected [{all}, {inputs}]", x.dims());
         }
         if rows.len() != groups {
-            bail!("numbers of rows for {} groups: expected {groups}", rows.len());
+            bail!(
+                "numbers of rows for {} groups: expected {groups}",
+                rows.len()
+            );
         }
         let (x, weight) = (x.contiguous()?, self.weight.contiguous()?);
         if are_fast(&[&x, &weight]) {
-            return x.apply_op2(&weight, Product { rows: rows.into(), outputs, inputs });
+            return x.apply_op2(
+                &weight,
+                Product {
+                    rows: rows.into(),
+                    outputs,
+                    inputs,
+                },
+            );
         }
         if let Some(y) = cuda_layers::grouped(&x, &weight, ranges(rows)) {
             return y;
         }
         let product = |(group, rows): (usize, Range<usize>)| {
-            x.narrow(0, rows.start, rows.len())?.matmul(&weight.get(group)?.t()?)
+            x.narrow(0, rows.start, rows.len())?
+                .matmul(&weight.get(group)?.t()?)
         };
-        let parts = ranges(rows).enumerate().map(product).collect::<Result<Vec<_>>>()?;
+        let parts = ranges(rows)
+            .enumerate()
+            .map(product)
+            .collect::<Result<Vec<_>>>()?;
         Tensor::cat(&parts, 0)
     }
 }
@@ -70,9 +84,15 @@ impl Grouped {
 /// As [`VarBuilder::get_with_hints`].
 pub fn grouped(groups: usize, in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Grouped> {
     // As that of a linear layer: the groups count as neither inputs nor outputs.
-    let init = Init::Randn { mean: 0.0, stdev: (2.0 / in_dim as f64).sqrt() };
+    let init = Init::Randn {
+        mean: 0.0,
+        stdev: (2.0 / in_dim as f64).sqrt(),
+    };
     let weight = vb.get_with_hints((groups, out_dim, in_dim), "weight", init)?;
-    Ok(Grouped { weight, name: name_of(&vb) })
+    Ok(Grouped {
+        weight,
+        name: name_of(&vb),
+    })
 }
 
 /// Returns the rows of each group.
@@ -95,7 +115,9 @@ impl Product {
     fn groups(&self) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
         let size = self.outputs * self.inputs;
         let weight = (0..).map(move |group| group * size..(group + 1) * size);
-        ranges(&self.rows).zip(weight).filter(|(rows, _)| !rows.is_empty())
+        ranges(&self.rows)
+            .zip(weight)
+            .filter(|(rows, _)| !rows.is_empty())
     }
 
     /// Returns the elements of these rows of a matrix with `width` columns.
@@ -150,7 +172,13 @@ impl CustomOp2 for Product {
         } else {
             None
         };
-        let (x, own) = (x.detach(), Self { rows: self.rows.clone(), ..*self });
+        let (x, own) = (
+            x.detach(),
+            Self {
+                rows: self.rows.clone(),
+                ..*self
+            },
+        );
         let d_weight = weight_gradient(weight, move |into| {
             let (x, gradient) = (values(&x)?, values(&gradient)?);
             for (rows, weight) in own.groups() {
@@ -192,7 +220,10 @@ mod tests {
             let (d_x, d_weight) = (store.get(&x).unwrap(), store.get(&weight).unwrap());
             for (group, range) in ranges(&rows).enumerate() {
                 let part = |tensor: &Tensor| {
-                    tensor.narrow(0, range.start, range.len())?.flatten_all()?.to_vec1::<f32>()
+                    tensor
+                        .narrow(0, range.start, range.len())?
+                        .flatten_all()?
+                        .to_vec1::<f32>()
                 };
                 let own = Var::from_tensor(&weight.get(group)?)?;
                 let found = d_weight.get(group)?.flatten_all()?.to_vec1::<f32>()?;
@@ -221,7 +252,10 @@ mod tests {
             let layer = Grouped::new(weight.to_dtype(dtype)?);
             let other = layer.forward(&x.to_dtype(dtype)?, &rows)?;
             assert_eq!(other.dtype(), dtype);
-            let off = (other.to_dtype(DType::F32)? - &y)?.abs()?.max_all()?.to_scalar::<f32>()?;
+            let off = (other.to_dtype(DType::F32)? - &y)?
+                .abs()?
+                .max_all()?
+                .to_scalar::<f32>()?;
             assert!(off < tolerance, "{dtype:?}: {off}");
         }
         Ok(())
@@ -232,9 +266,15 @@ mod tests {
         let (x, weight) = (variable(&[6, 5], 0.7)?, variable(&[2, 4, 5], 1.3)?);
         let layer = Grouped::new(weight.as_tensor().clone());
         let said = layer.forward(&x, &[2, 3]).unwrap_err().to_string();
-        assert!(said.contains("the input is [6, 5]: expected [5, 5]"), "{said}");
+        assert!(
+            said.contains("the input is [6, 5]: expected [5, 5]"),
+            "{said}"
+        );
         let said = layer.forward(&x, &[2, 3, 1]).unwrap_err().to_string();
-        assert!(said.contains("numbers of rows for 3 groups: expected 2"), "{said}");
+        assert!(
+            said.contains("numbers of rows for 3 groups: expected 2"),
+            "{said}"
+        );
         Ok(())
     }
 }

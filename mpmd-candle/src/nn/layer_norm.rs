@@ -29,18 +29,36 @@ impl LayerNorm {
     /// Creates a layer from the scale `[width]` and the shift `[width]` of each column. `eps` is
     /// added to the variance.
     pub fn new(weight: Tensor, bias: Tensor, eps: f64) -> Self {
-        Self { weight, bias: Some(bias), remove_mean: true, eps, name: None }
+        Self {
+            weight,
+            bias: Some(bias),
+            remove_mean: true,
+            eps,
+            name: None,
+        }
     }
 
     /// Creates a layer from the scale `[width]` of each column. `eps` is added to the variance.
     pub fn new_no_bias(weight: Tensor, eps: f64) -> Self {
-        Self { weight, bias: None, remove_mean: true, eps, name: None }
+        Self {
+            weight,
+            bias: None,
+            remove_mean: true,
+            eps,
+            name: None,
+        }
     }
 
     /// Creates a layer that keeps the mean, from the scale `[width]` of each column. `eps` is added
     /// to the mean square.
     pub fn rms_norm(weight: Tensor, eps: f64) -> Self {
-        Self { weight, bias: None, remove_mean: false, eps, name: None }
+        Self {
+            weight,
+            bias: None,
+            remove_mean: false,
+            eps,
+            name: None,
+        }
     }
 
     /// Returns the scale of each column: `[width]`.
@@ -66,8 +84,14 @@ impl LayerNorm {
 
 impl Module for LayerNorm {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let norm = Norm { remove_mean: self.remove_mean, eps: self.eps };
-        in_layer(self.name.as_deref(), norm.apply(x, &self.weight, self.bias.as_ref()))
+        let norm = Norm {
+            remove_mean: self.remove_mean,
+            eps: self.eps,
+        };
+        in_layer(
+            self.name.as_deref(),
+            norm.apply(x, &self.weight, self.bias.as_ref()),
+        )
     }
 }
 
@@ -82,14 +106,28 @@ pub fn layer_norm<C: Into<LayerNormConfig>>(
     config: C,
     vb: VarBuilder,
 ) -> Result<LayerNorm> {
-    let LayerNormConfig { eps, remove_mean, affine } = config.into();
+    let LayerNormConfig {
+        eps,
+        remove_mean,
+        affine,
+    } = config.into();
     let variable = |name: &str, old: &str, value| {
         let is_old = !vb.contains_tensor(name) && vb.contains_tensor(old);
         vb.get_with_hints(size, if is_old { old } else { name }, Init::Const(value))
     };
     let weight = variable("weight", "gamma", 1.0)?;
-    let bias = if affine { Some(variable("bias", "beta", 0.0)?) } else { None };
-    Ok(LayerNorm { weight, bias, remove_mean, eps, name: name_of(&vb) })
+    let bias = if affine {
+        Some(variable("bias", "beta", 0.0)?)
+    } else {
+        None
+    };
+    Ok(LayerNorm {
+        weight,
+        bias,
+        remove_mean,
+        eps,
+        name: name_of(&vb),
+    })
 }
 
 /// Creates a layer norm with the variable `weight`.
@@ -98,7 +136,15 @@ pub fn layer_norm<C: Into<LayerNormConfig>>(
 ///
 /// As [`VarBuilder::get_with_hints`].
 pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder) -> Result<LayerNorm> {
-    layer_norm(size, LayerNormConfig { eps, remove_mean: true, affine: false }, vb)
+    layer_norm(
+        size,
+        LayerNormConfig {
+            eps,
+            remove_mean: true,
+            affine: false,
+        },
+        vb,
+    )
 }
 
 /// A layer that scales each row to mean square 1, then scales each column.
@@ -149,7 +195,11 @@ impl Module for RmsNorm {
 ///
 /// As [`VarBuilder::get_with_hints`].
 pub fn rms_norm(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
-    let config = LayerNormConfig { eps, remove_mean: false, affine: false };
+    let config = LayerNormConfig {
+        eps,
+        remove_mean: false,
+        affine: false,
+    };
     Ok(RmsNorm(layer_norm(size, config, vb)?))
 }
 
@@ -212,7 +262,11 @@ impl Norm {
 
     fn statistics(&self, row: &[f32]) -> Statistics {
         let share = 1.0 / row.len() as f32;
-        let mean = if self.remove_mean { lanes::sum(row) * share } else { 0.0 };
+        let mean = if self.remove_mean {
+            lanes::sum(row) * share
+        } else {
+            0.0
+        };
         let variance = lanes::sum_of(row, |x| (x - mean) * (x - mean)) * share;
         (mean, 1.0 / (variance + self.eps as f32).sqrt())
     }
@@ -228,7 +282,9 @@ impl Norm {
                     *out = (*x - mean) * scale * *weight;
                 }
                 if let Some(bias) = bias {
-                    out.iter_mut().zip(bias).for_each(|(out, bias)| *out += *bias);
+                    out.iter_mut()
+                        .zip(bias)
+                        .for_each(|(out, bias)| *out += *bias);
                 }
             }
         });
@@ -244,11 +300,17 @@ impl Norm {
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let statistics: Arc<[Statistics]> = {
             let (x, width) = (values(x)?, weight.elem_count());
-            x.chunks_exact(width).map(|row| self.statistics(row)).collect()
+            x.chunks_exact(width)
+                .map(|row| self.statistics(row))
+                .collect()
         };
         let d_x = if x.track_op() {
-            let d_x =
-                self.backward_input(&values(x)?, &values(weight)?, &values(gradient)?, &statistics);
+            let d_x = self.backward_input(
+                &values(x)?,
+                &values(weight)?,
+                &values(gradient)?,
+                &statistics,
+            );
             Some(tensor_like(d_x, x)?)
         } else {
             None
@@ -282,7 +344,10 @@ impl Norm {
         for_rows(&mut d_x, width, |first, d_x| {
             let (x, gradient) = (&x[first * width..], &gradient[first * width..]);
             let rows = x.chunks_exact(width).zip(gradient.chunks_exact(width));
-            let rows = d_x.chunks_exact_mut(width).zip(rows).zip(&statistics[first..]);
+            let rows = d_x
+                .chunks_exact_mut(width)
+                .zip(rows)
+                .zip(&statistics[first..]);
             for ((d_x, (x, gradient)), (mean, scale)) in rows {
                 for ((d_x, d), weight) in d_x.iter_mut().zip(gradient).zip(weight) {
                     *d_x = *d * *weight;

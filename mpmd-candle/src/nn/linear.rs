@@ -26,7 +26,11 @@ pub struct Linear {
 impl Linear {
     /// Creates a layer from its weight `[outputs, inputs]` and its bias `[outputs]`.
     pub fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
-        Self { weight, bias, name: None }
+        Self {
+            weight,
+            bias,
+            name: None,
+        }
     }
 
     /// Returns the weight: `[outputs, inputs]`.
@@ -49,18 +53,27 @@ impl Linear {
     ///
     /// As for [`Cx::all_reduce`].
     pub fn forward_over(&self, x: &Tensor, cx: &Cx<'_>, axes: &[&str]) -> Result<Tensor> {
-        let sizes = axes.iter().map(|axis| collectives::size(axis)).collect::<Result<Vec<_>>>()?;
+        let sizes = axes
+            .iter()
+            .map(|axis| collectives::size(axis))
+            .collect::<Result<Vec<_>>>()?;
         if sizes.iter().all(|size| *size == 1) {
             return self.forward(x);
         }
-        let product = Self { weight: self.weight.clone(), bias: None, name: self.name.clone() };
+        let product = Self {
+            weight: self.weight.clone(),
+            bias: None,
+            name: self.name.clone(),
+        };
         let sum = |y: Tensor, axis: &&str| cx.all_reduce(&y, axis);
         let y = axes.iter().rev().try_fold(product.forward(x)?, sum)?;
         match &self.bias {
             None => Ok(y),
             Some(bias) if cuda::are_on_cuda(&[&y, bias]) => cuda_layers::add_bias(&y, bias),
             Some(bias) if are_fast(&[&y, bias]) => y.apply_op2(&bias.contiguous()?, AddBias),
-            Some(bias) => single(&y)?.broadcast_add(&single(bias)?)?.to_dtype(y.dtype()),
+            Some(bias) => single(&y)?
+                .broadcast_add(&single(bias)?)?
+                .to_dtype(y.dtype()),
         }
     }
 
@@ -78,7 +91,10 @@ impl Linear {
         {
             return in_layer(self.name.as_deref(), y);
         }
-        let fast = self.bias.as_ref().filter(|bias| are_fast(&[x, &self.weight, bias]));
+        let fast = self
+            .bias
+            .as_ref()
+            .filter(|bias| are_fast(&[x, &self.weight, bias]));
         let (Some(curve), Some(bias)) = (activation.curve(), fast) else {
             return activation.forward(&self.forward(x)?);
         };
@@ -86,8 +102,13 @@ impl Linear {
             if x.track_op() || self.weight.track_op() || bias.track_op() {
                 keeps((shape.iter().product::<usize>() * size_of::<f32>()) as u64);
             }
-            let operation = Activated { product: Product(shape), curve, before: OnceLock::new() };
-            x.contiguous()?.apply_op3(&self.weight.contiguous()?, &bias.contiguous()?, operation)
+            let operation = Activated {
+                product: Product(shape),
+                curve,
+                before: OnceLock::new(),
+            };
+            x.contiguous()?
+                .apply_op3(&self.weight.contiguous()?, &bias.contiguous()?, operation)
         })
     }
 
@@ -124,11 +145,19 @@ impl Linear {
                 Some(bias) => x.apply_op3(&weight, bias, Product(shape)),
             };
         }
-        let (rows, inputs) = (shape.iter().rev().skip(1).product::<usize>(), self.weight.dim(1)?);
-        let y = x.reshape((rows, inputs))?.matmul(&weight.t()?)?.reshape(shape)?;
+        let (rows, inputs) = (
+            shape.iter().rev().skip(1).product::<usize>(),
+            self.weight.dim(1)?,
+        );
+        let y = x
+            .reshape((rows, inputs))?
+            .matmul(&weight.t()?)?
+            .reshape(shape)?;
         match bias {
             None => Ok(y),
-            Some(bias) => single(&y)?.broadcast_add(&single(&bias)?)?.to_dtype(y.dtype()),
+            Some(bias) => single(&y)?
+                .broadcast_add(&single(&bias)?)?
+                .to_dtype(y.dtype()),
         }
     }
 }
@@ -147,8 +176,18 @@ impl Module for Linear {
 pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
     let layer = linear_no_bias(in_dim, out_dim, vb.clone())?;
     let bound = 1.0 / (in_dim as f64).sqrt();
-    let bias = vb.get_with_hints(out_dim, "bias", Init::Uniform { lo: -bound, up: bound })?;
-    Ok(Linear { bias: Some(bias), ..layer })
+    let bias = vb.get_with_hints(
+        out_dim,
+        "bias",
+        Init::Uniform {
+            lo: -bound,
+            up: bound,
+        },
+    )?;
+    Ok(Linear {
+        bias: Some(bias),
+        ..layer
+    })
 }
 
 /// Creates a linear layer with the variable `weight`.
@@ -159,7 +198,11 @@ pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
 pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Linear> {
     let init = candle_nn::init::DEFAULT_KAIMING_NORMAL;
     let weight = vb.get_with_hints((out_dim, in_dim), "weight", init)?;
-    Ok(Linear { weight, bias: None, name: name_of(&vb) })
+    Ok(Linear {
+        weight,
+        bias: None,
+        name: name_of(&vb),
+    })
 }
 
 /// Creates a linear layer, with a bias if `bias` is set.
@@ -168,7 +211,11 @@ pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<L
 ///
 /// As [`VarBuilder::get_with_hints`].
 pub fn linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder) -> Result<Linear> {
-    if bias { linear(in_dim, out_dim, vb) } else { linear_no_bias(in_dim, out_dim, vb) }
+    if bias {
+        linear(in_dim, out_dim, vb)
+    } else {
+        linear_no_bias(in_dim, out_dim, vb)
+    }
 }
 
 /// The operation of a layer with a result of this shape.
@@ -184,7 +231,12 @@ impl Product {
         };
         if let Some(inputs) = weight.len().checked_div(outputs) {
             let weight = Matrix::new(weight, outputs, inputs);
-            multiply(&mut y, Matrix::new(x, rows, inputs), weight.t(), bias.is_some());
+            multiply(
+                &mut y,
+                Matrix::new(x, rows, inputs),
+                weight.t(),
+                bias.is_some(),
+            );
         }
         y
     }
@@ -202,7 +254,12 @@ fn backward(
         let mut d_x = vec![0.0; x.elem_count()];
         let (gradient, weight) = (values(gradient)?, values(weight)?);
         let weight = Matrix::new(&weight, outputs, inputs);
-        multiply(&mut d_x, Matrix::new(&gradient, rows, outputs), weight, false);
+        multiply(
+            &mut d_x,
+            Matrix::new(&gradient, rows, outputs),
+            weight,
+            false,
+        );
         Some(tensor_like(d_x, x)?)
     } else {
         None
@@ -300,7 +357,9 @@ impl CustomOp3 for Activated {
         bias_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let (weight, bias) = (slice(weight, weight_layout)?, slice(bias, bias_layout)?);
-        let before = self.product.forward(&slice(x, x_layout)?, &weight, Some(&bias));
+        let before = self
+            .product
+            .forward(&slice(x, x_layout)?, &weight, Some(&bias));
         let y = self.curve.forward(&before);
         self.before.get_or_init(|| before);
         result(y, self.product.0.clone(), x)
@@ -375,9 +434,12 @@ mod tests {
         };
         let (x, weight, bias) = (values(&[2, 3, 5])?, values(&[7, 5])?, values(&[7])?);
         let layer = Linear::new(weight.as_tensor().clone(), Some(bias.as_tensor().clone()));
-        for activation in
-            [Activation::NewGelu, Activation::Gelu, Activation::Silu, Activation::Relu]
-        {
+        for activation in [
+            Activation::NewGelu,
+            Activation::Gelu,
+            Activation::Silu,
+            Activation::Relu,
+        ] {
             let run = |y: Tensor| -> Result<Vec<Vec<f32>>> {
                 let store = y.sqr()?.sum_all()?.backward()?;
                 let gradients = [&x, &weight, &bias].map(|var| store.get(var));

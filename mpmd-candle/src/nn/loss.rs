@@ -20,7 +20,10 @@ use mpmd_device::cpu::lanes;
 /// If the shapes do not fit each other, or a target is not a class.
 pub fn cross_entropy(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
     if inp.rank() != 2 {
-        bail!("cross_entropy: the logits are {:?}: expected [rows, classes]", inp.dims());
+        bail!(
+            "cross_entropy: the logits are {:?}: expected [rows, classes]",
+            inp.dims()
+        );
     }
     let (sum, rows) = match on_cuda(inp, target, None)? {
         Some((sum, _)) => (sum, target.elem_count() as f64),
@@ -68,7 +71,9 @@ pub fn binary_cross_entropy_with_logit(inp: &Tensor, target: &Tensor) -> Result<
     let (x, target) = (single(inp)?, single(target)?);
     // The loss is `ln(1 + e^x) - x target`, in a form without overflow.
     let log = (x.abs()?.neg()?.exp()? + 1.0)?.log()?;
-    ((x.relu()? - (x * target)?)? + log)?.mean_all()?.to_dtype(inp.dtype())
+    ((x.relu()? - (x * target)?)? + log)?
+        .mean_all()?
+        .to_dtype(inp.dtype())
 }
 
 /// Computes the sum of `weight * cross-entropy` over all rows, and the sum of the weights. Both are
@@ -90,7 +95,10 @@ pub fn cross_entropy_sum(
         return Ok(done);
     }
     let (sum, weight) = total(logits, targets, weights)?;
-    Ok((sum.to_dtype(DType::F32)?, Tensor::new(weight as f32, logits.device())?))
+    Ok((
+        sum.to_dtype(DType::F32)?,
+        Tensor::new(weight as f32, logits.device())?,
+    ))
 }
 
 /// Computes what [`cross_entropy_sum`] does on a CUDA device. `None` if the tensors are on none.
@@ -127,7 +135,10 @@ fn total(logits: &Tensor, targets: &Tensor, weights: Option<&Tensor>) -> Result<
     let mut targets = indices(targets)?;
     let weights = match weights {
         None => vec![1.0; targets.len()],
-        Some(weights) => weights.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?,
+        Some(weights) => weights
+            .flatten_all()?
+            .to_dtype(DType::F32)?
+            .to_vec1::<f32>()?,
     };
     for (row, (target, weight)) in targets.iter_mut().zip(&weights).enumerate() {
         if *weight == 0.0 {
@@ -144,7 +155,11 @@ fn total(logits: &Tensor, targets: &Tensor, weights: Option<&Tensor>) -> Result<
             let row = 2 * size_of::<f32>() + size_of::<Normalizer>();
             keeps((targets.len() * row) as u64);
         }
-        let operation = CrossEntropy { targets, weights, normalizers: OnceLock::new() };
+        let operation = CrossEntropy {
+            targets,
+            weights,
+            normalizers: OnceLock::new(),
+        };
         return Ok((logits.contiguous()?.apply_op1(operation)?, sum));
     }
     let rows = targets.len();
@@ -159,7 +174,12 @@ fn total(logits: &Tensor, targets: &Tensor, weights: Option<&Tensor>) -> Result<
         logits = counts.where_cond(&logits, &logits.zeros_like()?)?;
     }
     let logs = log_softmax(&logits, D::Minus1)?.gather(&targets, 1)?;
-    Ok(((logs * weights.to_dtype(logits.dtype())?)?.sum_all()?.neg()?, sum))
+    Ok((
+        (logs * weights.to_dtype(logits.dtype())?)?
+            .sum_all()?
+            .neg()?,
+        sum,
+    ))
 }
 
 /// The operation that sums the weighted losses, in f32.
@@ -187,11 +207,19 @@ impl CustomOp1 for CrossEntropy {
                     let row = &logits[(first + at) * classes..][..classes];
                     let largest = lanes::max(row);
                     let total = lanes::sum_of(row, |x| lanes::exp(x - largest));
-                    *normalizer = Normalizer { largest, share: 1.0 / total };
+                    *normalizer = Normalizer {
+                        largest,
+                        share: 1.0 / total,
+                    };
                 }
             }
         });
-        let rows = self.targets.iter().zip(&self.weights).zip(&normalizers).enumerate();
+        let rows = self
+            .targets
+            .iter()
+            .zip(&self.weights)
+            .zip(&normalizers)
+            .enumerate();
         let terms = rows.filter(|(_, ((_, weight), _))| **weight != 0.0);
         let sum: f64 = terms
             .map(|(row, ((target, weight), normalizer))| {

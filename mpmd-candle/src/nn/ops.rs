@@ -17,7 +17,11 @@ pub use super::softmax::{log_softmax, softmax, softmax_last_dim};
 ///
 /// If the shapes do not fit each other.
 pub fn rms_norm(xs: &Tensor, alpha: &Tensor, eps: f32) -> Result<Tensor> {
-    Norm { remove_mean: false, eps: f64::from(eps) }.apply(xs, alpha, None)
+    Norm {
+        remove_mean: false,
+        eps: f64::from(eps),
+    }
+    .apply(xs, alpha, None)
 }
 
 /// Scales each row of `xs` `[..., width]` to mean 0 and variance 1. Then scales each column by
@@ -27,7 +31,11 @@ pub fn rms_norm(xs: &Tensor, alpha: &Tensor, eps: f32) -> Result<Tensor> {
 ///
 /// If the shapes do not fit each other.
 pub fn layer_norm(xs: &Tensor, alpha: &Tensor, beta: &Tensor, eps: f32) -> Result<Tensor> {
-    Norm { remove_mean: true, eps: f64::from(eps) }.apply(xs, alpha, Some(beta))
+    Norm {
+        remove_mean: true,
+        eps: f64::from(eps),
+    }
+    .apply(xs, alpha, Some(beta))
 }
 
 /// Computes attention; see [`attention`](super::attention()) for the shapes. A causal mask and

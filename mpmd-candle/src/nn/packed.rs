@@ -36,7 +36,10 @@ impl PackedLinear {
         let source = single(layer.weight())?.contiguous()?;
         weight.set_rows(0, &values(&source)?);
         let bias = layer.bias().map(single).transpose()?;
-        Ok(Self { weight: Arc::new(weight), bias })
+        Ok(Self {
+            weight: Arc::new(weight),
+            bias,
+        })
     }
 
     /// Packs a weight `[rows, columns]` that `read` reads, some rows at a time, row-major. There is
@@ -60,7 +63,10 @@ impl PackedLinear {
             read(block, &mut values)?;
             weight.set_rows(first, &values);
         }
-        Ok(Self { weight: Arc::new(weight), bias: None })
+        Ok(Self {
+            weight: Arc::new(weight),
+            bias: None,
+        })
     }
 
     /// Computes the layer as [`Linear::forward_over`] does.
@@ -69,10 +75,15 @@ impl PackedLinear {
     ///
     /// As for [`Cx::all_reduce`].
     pub fn forward_over(&self, x: &Tensor, cx: &Cx<'_>, axes: &[&str]) -> Result<Tensor> {
-        let product = Self { weight: self.weight.clone(), bias: None };
+        let product = Self {
+            weight: self.weight.clone(),
+            bias: None,
+        };
         let sum = |y: Tensor, axis: &&str| cx.all_reduce(&y, axis);
         let y = axes.iter().rev().try_fold(product.forward(x)?, sum)?;
-        self.bias.as_ref().map_or(Ok(y.clone()), |bias| y.broadcast_add(bias))
+        self.bias
+            .as_ref()
+            .map_or(Ok(y.clone()), |bias| y.broadcast_add(bias))
     }
 
     /// Returns the number of rows of the weight.
@@ -108,7 +119,11 @@ impl Module for PackedLinear {
             bail!("the input has no dimension: expected [..., {columns}]");
         };
         if last != columns || x.dtype() != DType::F32 {
-            bail!("the input is {:?} {:?}: expected F32 [..., {columns}]", x.dtype(), x.dims());
+            bail!(
+                "the input is {:?} {:?}: expected F32 [..., {columns}]",
+                x.dtype(),
+                x.dims()
+            );
         }
         let (m, panels) = (leading.iter().product::<usize>(), self.weight.panels());
         let x = x.contiguous()?;
@@ -119,14 +134,17 @@ impl Module for PackedLinear {
         let all = parts.par_chunks_mut((each * m * PANEL).max(1)).enumerate();
         all.for_each(|(at, out)| {
             let first = at * each;
-            self.weight.multiply(&x, first..panels.min(first + each), out);
+            self.weight
+                .multiply(&x, first..panels.min(first + each), out);
         });
         let mut out = vec![0.0; m * rows];
-        out.par_chunks_mut(rows.max(1)).enumerate().for_each(|(row, out)| {
-            for (panel, out) in out.chunks_mut(PANEL).enumerate() {
-                out.copy_from_slice(&parts[(panel * m + row) * PANEL..][..out.len()]);
-            }
-        });
+        out.par_chunks_mut(rows.max(1))
+            .enumerate()
+            .for_each(|(row, out)| {
+                for (panel, out) in out.chunks_mut(PANEL).enumerate() {
+                    out.copy_from_slice(&parts[(panel * m + row) * PANEL..][..out.len()]);
+                }
+            });
         let mut shape = leading.to_vec();
         shape.push(rows);
         let y = Tensor::from_vec(out, shape, &Device::Cpu)?;

@@ -50,7 +50,13 @@ pub struct PagedScores {
 impl PagedCache {
     /// Creates `blocks` blocks for so many heads of keys, of width `dim`.
     pub fn new(blocks: usize, heads: usize, dim: usize) -> Self {
-        Self { paged: Paged::zeros(blocks, heads, dim), on_cuda: None, blocks, heads, dim }
+        Self {
+            paged: Paged::zeros(blocks, heads, dim),
+            on_cuda: None,
+            blocks,
+            heads,
+            dim,
+        }
     }
 
     /// Adds the keys and values of a pass, and computes the causal attention of its queries. `q` is
@@ -68,7 +74,9 @@ impl PagedCache {
         sequences: &[PagedRows],
         PagedScores { scale, cap, window }: PagedScores,
     ) -> Result<Tensor> {
-        let &mut Self { heads: groups, dim, .. } = self;
+        let &mut Self {
+            heads: groups, dim, ..
+        } = self;
         let tokens: usize = sequences.iter().map(|sequence| sequence.rows).sum();
         let heads = match *q.dims() {
             [count, heads, own]
@@ -87,7 +95,12 @@ impl PagedCache {
                 v.dims()
             ),
         };
-        for PagedRows { start, rows, blocks } in sequences {
+        for PagedRows {
+            start,
+            rows,
+            blocks,
+        } in sequences
+        {
             let needed = (start + rows).div_ceil(BLOCK);
             let all = self.blocks;
             if blocks.len() < needed || blocks.iter().any(|block| *block as usize >= all) {
@@ -95,8 +108,10 @@ impl PagedCache {
             }
         }
         let sizes = [self.blocks, groups, dim];
-        let rows: Vec<(usize, usize, &[u32])> =
-            sequences.iter().map(|one| (one.start, one.rows, &one.blocks[..])).collect();
+        let rows: Vec<(usize, usize, &[u32])> = sequences
+            .iter()
+            .map(|one| (one.start, one.rows, &one.blocks[..]))
+            .collect();
         let scores = (scale, cap, window);
         if let Some(out) = cuda_layers::paged(&mut self.on_cuda, sizes, [q, k, v], &rows, scores) {
             // The host's blocks were never touched.
@@ -106,7 +121,12 @@ impl PagedCache {
         let [q, k, v] = [q.contiguous()?, k.contiguous()?, v.contiguous()?];
         let [q, k, v] = [values(&q)?, values(&k)?, values(&v)?];
         let (mut row, width) = (0, groups * dim);
-        for PagedRows { start, rows, blocks } in sequences {
+        for PagedRows {
+            start,
+            rows,
+            blocks,
+        } in sequences
+        {
             for position in *start..start + rows {
                 let [keys, values] = [&k, &v].map(|x| &x[row * width..][..width]);
                 let block = blocks[position / BLOCK] as usize;
@@ -115,14 +135,22 @@ impl PagedCache {
             }
         }
         let (shared, width) = (heads / groups, heads * dim);
-        let scores = Scores { scale: scale as f32, cap: cap.map(|cap| cap as f32) };
+        let scores = Scores {
+            scale: scale as f32,
+            cap: cap.map(|cap| cap as f32),
+        };
         let mut parts: Vec<Part<'_>> = Vec::new();
         let mut first = 0;
         for sequence in sequences {
             for start in (0..sequence.rows).step_by(ROWS) {
                 let rows = first + start..first + sequence.rows.min(start + ROWS);
                 let position = sequence.start + start;
-                let part = |group| Part { rows: rows.clone(), position, group, sequence };
+                let part = |group| Part {
+                    rows: rows.clone(),
+                    position,
+                    group,
+                    sequence,
+                };
                 parts.extend((0..groups).map(part));
             }
             first += sequence.rows;
@@ -138,11 +166,20 @@ impl PagedCache {
                 let queries: Vec<Query<'_>> = queries
                     .map(|(row, head, seen)| {
                         let at = row * width + (part.group * shared + head) * dim;
-                        Query { elements: &q[at..][..dim], seen }
+                        Query {
+                            elements: &q[at..][..dim],
+                            seen,
+                        }
                     })
                     .collect();
                 let mut out = vec![0.0; queries.len() * dim];
-                self.paged.attend(part.group, &part.sequence.blocks, &queries, scores, &mut out);
+                self.paged.attend(
+                    part.group,
+                    &part.sequence.blocks,
+                    &queries,
+                    scores,
+                    &mut out,
+                );
                 out
             })
             .collect();
@@ -186,11 +223,19 @@ mod tests {
             ]
         });
         for window in [None, Some(7)] {
-            let scores = PagedScores { scale: 0.6, cap: None, window };
+            let scores = PagedScores {
+                scale: 0.6,
+                cap: None,
+                window,
+            };
             let mut cache = PagedCache::new(10, groups, dim);
             let mut found = lengths.map(|_| Vec::new());
             // Each pass has some tokens of each sequence.
-            for [a, b, c] in [[0..20, 0..1, 0..0], [20..21, 1..2, 0..17], [21..37, 2..5, 17..18]] {
+            for [a, b, c] in [
+                [0..20, 0..1, 0..0],
+                [20..21, 1..2, 0..17],
+                [21..37, 2..5, 17..18],
+            ] {
                 let ranges = [a, b, c];
                 let rows = ranges.iter().zip(&tables).map(|(range, table)| PagedRows {
                     start: range.start,
@@ -212,14 +257,18 @@ mod tests {
                 }
             }
             for ((length, inputs), found) in lengths.iter().zip(&inputs).zip(&found) {
-                let [q, k, v] =
-                    inputs.each_ref().map(|x| x.unsqueeze(0).unwrap().transpose(1, 2).unwrap());
+                let [q, k, v] = inputs
+                    .each_ref()
+                    .map(|x| x.unsqueeze(0).unwrap().transpose(1, 2).unwrap());
                 let first = (0..*length as u32)
                     .map(|at| window.map_or(0, |window| (at + 1).saturating_sub(window as u32)));
                 let first = Tensor::from_vec(first.collect(), (1, *length), &Device::Cpu).unwrap();
                 let whole = attention(&q, &k, &v, Mask::CausalFrom(first), 0.6).unwrap();
                 let whole = whole.squeeze(0).unwrap().transpose(0, 1).unwrap();
-                let off = (Tensor::cat(found, 0).unwrap() - whole).unwrap().abs().unwrap();
+                let off = (Tensor::cat(found, 0).unwrap() - whole)
+                    .unwrap()
+                    .abs()
+                    .unwrap();
                 let off = off.max_all().unwrap().to_scalar::<f32>().unwrap();
                 assert!(off < 2e-6, "{window:?}: {off}");
             }
@@ -230,13 +279,33 @@ mod tests {
     fn wrong_blocks_are_refused() {
         let mut cache = PagedCache::new(2, 1, 4);
         let x = Tensor::zeros((3, 1, 4), DType::F32, &Device::Cpu).unwrap();
-        let scores = PagedScores { scale: 1.0, cap: None, window: None };
-        let mut said = |start, rows, blocks: &[u32]| {
-            let rows = PagedRows { start, rows, blocks: blocks.to_vec() };
-            cache.attention([&x, &x, &x], &[rows], scores).unwrap_err().to_string()
+        let scores = PagedScores {
+            scale: 1.0,
+            cap: None,
+            window: None,
         };
-        assert!(said(14, 3, &[1]).contains("2 blocks of 2 are needed"), "too few");
-        assert!(said(0, 3, &[2]).contains("1 blocks of 2 are needed"), "no such block");
-        assert!(said(0, 2, &[0]).contains("expected F32 [2, _, 4]"), "other tokens");
+        let mut said = |start, rows, blocks: &[u32]| {
+            let rows = PagedRows {
+                start,
+                rows,
+                blocks: blocks.to_vec(),
+            };
+            cache
+                .attention([&x, &x, &x], &[rows], scores)
+                .unwrap_err()
+                .to_string()
+        };
+        assert!(
+            said(14, 3, &[1]).contains("2 blocks of 2 are needed"),
+            "too few"
+        );
+        assert!(
+            said(0, 3, &[2]).contains("1 blocks of 2 are needed"),
+            "no such block"
+        );
+        assert!(
+            said(0, 2, &[0]).contains("expected F32 [2, _, 4]"),
+            "other tokens"
+        );
     }
 }

@@ -16,7 +16,9 @@ use super::values::{are_fast, for_rows, result, single, slice, tensor_like, valu
 ///
 /// If the shapes do not fit each other. The message names them.
 pub fn rope(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-    rope_thd(&xs.transpose(1, 2)?, cos, sin)?.transpose(1, 2)?.contiguous()
+    rope_thd(&xs.transpose(1, 2)?, cos, sin)?
+        .transpose(1, 2)?
+        .contiguous()
 }
 
 /// Rotates the pairs `(2i, 2i + 1)` of the rows of `xs` `[batch, heads, time, dim]`. The other
@@ -28,9 +30,15 @@ pub fn rope(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 pub fn rope_i(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let (batch, heads, time, dim) = xs.dims4()?;
     let half = dim / 2;
-    let apart = xs.reshape((batch, heads, time, half, 2))?.transpose(3, 4)?.reshape(xs.shape())?;
+    let apart = xs
+        .reshape((batch, heads, time, half, 2))?
+        .transpose(3, 4)?
+        .reshape(xs.shape())?;
     let rotated = rope(&apart, cos, sin)?;
-    rotated.reshape((batch, heads, time, 2, half))?.transpose(3, 4)?.reshape(xs.shape())
+    rotated
+        .reshape((batch, heads, time, 2, half))?
+        .transpose(3, 4)?
+        .reshape(xs.shape())
 }
 
 /// Rotates the pairs `(i, i + dim / 2)` of the rows of `xs` `[batch, time, heads, dim]`. The other
@@ -70,14 +78,23 @@ pub fn rope_thd(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
         return compose(xs, &cos, &sin);
     }
     let (cos, sin) = (cos.contiguous()?, sin.contiguous()?);
-    xs.contiguous()?.apply_op1(Rotation { cos, sin, time, heads })
+    xs.contiguous()?.apply_op1(Rotation {
+        cos,
+        sin,
+        time,
+        heads,
+    })
 }
 
 /// Computes the rotation with operations of candle. `cos` and `sin` are `[batch or 1, time, dim /
 /// 2]`.
 fn compose(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let dtype = xs.dtype();
-    let (xs, cos, sin) = (single(xs)?, single(cos)?.unsqueeze(2)?, single(sin)?.unsqueeze(2)?);
+    let (xs, cos, sin) = (
+        single(xs)?,
+        single(cos)?.unsqueeze(2)?,
+        single(sin)?.unsqueeze(2)?,
+    );
     let half = xs.dim(D::Minus1)? / 2;
     let (a, b) = (xs.narrow(3, 0, half)?, xs.narrow(3, half, half)?);
     let first = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;

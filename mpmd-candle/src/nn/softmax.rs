@@ -16,7 +16,9 @@ use mpmd_device::cpu::lanes;
 /// If there is no such dimension.
 pub fn softmax<D: Dim>(xs: &Tensor, dim: D) -> Result<Tensor> {
     let dim = dim.to_index(xs.shape(), "softmax")?;
-    along(xs, dim, Softmax { is_log: false }, |xs| candle_nn::ops::softmax(xs, dim))
+    along(xs, dim, Softmax { is_log: false }, |xs| {
+        candle_nn::ops::softmax(xs, dim)
+    })
 }
 
 /// Computes the softmax of each row.
@@ -35,7 +37,9 @@ pub fn softmax_last_dim(xs: &Tensor) -> Result<Tensor> {
 /// If there is no such dimension.
 pub fn log_softmax<D: Dim>(xs: &Tensor, d: D) -> Result<Tensor> {
     let dim = d.to_index(xs.shape(), "log-softmax")?;
-    along(xs, dim, Softmax { is_log: true }, |xs| candle_nn::ops::log_softmax(xs, dim))
+    along(xs, dim, Softmax { is_log: true }, |xs| {
+        candle_nn::ops::log_softmax(xs, dim)
+    })
 }
 
 /// Applies `rows` to the rows of `xs`, or `compose` if `dim` is not the last dimension or there is
@@ -73,11 +77,15 @@ impl Softmax {
             let rows = x[first * width..].chunks_exact(width);
             for (out, x) in out.chunks_exact_mut(width).zip(rows) {
                 let largest = lanes::max(x);
-                out.iter_mut().zip(x).for_each(|(out, x)| *out = lanes::exp(*x - largest));
+                out.iter_mut()
+                    .zip(x)
+                    .for_each(|(out, x)| *out = lanes::exp(*x - largest));
                 let total = lanes::sum(out);
                 if self.is_log {
                     let log = total.ln();
-                    out.iter_mut().zip(x).for_each(|(out, x)| *out = *x - largest - log);
+                    out.iter_mut()
+                        .zip(x)
+                        .for_each(|(out, x)| *out = *x - largest - log);
                 } else {
                     let share = 1.0 / total;
                     out.iter_mut().for_each(|out| *out *= share);
@@ -94,7 +102,11 @@ impl CustomOp1 for Softmax {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        result(self.forward(&slice(x, layout)?, layout.dim(D::Minus1)?), layout.shape(), x)
+        result(
+            self.forward(&slice(x, layout)?, layout.dim(D::Minus1)?),
+            layout.shape(),
+            x,
+        )
     }
 
     fn bwd(&self, x: &Tensor, y: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
@@ -120,7 +132,9 @@ impl CustomOp1 for Softmax {
                             .for_each(|(d_x, (y, d))| *d_x = *d - lanes::exp(*y) * sum);
                     } else {
                         let mean = lanes::dot(y, d);
-                        d_x.iter_mut().zip(terms).for_each(|(d_x, (y, d))| *d_x = *y * (*d - mean));
+                        d_x.iter_mut()
+                            .zip(terms)
+                            .for_each(|(d_x, (y, d))| *d_x = *y * (*d - mean));
                     }
                 }
             });

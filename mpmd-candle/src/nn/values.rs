@@ -19,7 +19,9 @@ const GRAIN: usize = 1 << 14;
 pub(super) fn are_fast(tensors: &[&Tensor]) -> bool {
     let dtype = tensors.first().map(|tensor| tensor.dtype());
     matches!(dtype, Some(DType::F32 | DType::F16 | DType::BF16))
-        && tensors.iter().all(|x| Some(x.dtype()) == dtype && x.device().is_cpu())
+        && tensors
+            .iter()
+            .all(|x| Some(x.dtype()) == dtype && x.device().is_cpu())
 }
 
 /// Returns `x`, or an f32 copy of a tensor of half precision: candle's own operations add up in the
@@ -33,7 +35,11 @@ pub(super) fn single(x: &Tensor) -> Result<Tensor> {
 
 /// Elements of a tensor on the CPU: those of an f32 tensor in place, or copies of halves.
 pub(super) enum Values<'a> {
-    InPlace { storage: StorageRef<'a>, from: usize, to: usize },
+    InPlace {
+        storage: StorageRef<'a>,
+        from: usize,
+        to: usize,
+    },
     Copied(Vec<f32>),
 }
 
@@ -55,7 +61,9 @@ pub(super) fn values(tensor: &Tensor) -> Result<Values<'_>> {
 /// Returns the elements of the result of an operation, as [`values`] does, or `None` if they were
 /// rounded to half precision.
 pub(super) fn exact(result: &Tensor) -> Result<Option<Values<'_>>> {
-    (result.dtype() == DType::F32).then(|| values(result)).transpose()
+    (result.dtype() == DType::F32)
+        .then(|| values(result))
+        .transpose()
 }
 
 impl<'a> Values<'a> {
@@ -159,7 +167,9 @@ pub(super) fn for_costly_rows<T: Send>(
     if out.len() <= rows * width {
         return f(0, out);
     }
-    out.par_chunks_mut(rows * width).enumerate().for_each(|(at, out)| f(at * rows, out));
+    out.par_chunks_mut(rows * width)
+        .enumerate()
+        .for_each(|(at, out)| f(at * rows, out));
 }
 
 /// Adds to each element of `sums` the terms of its column, in the order of the rows. Several
@@ -176,11 +186,13 @@ pub(super) fn add_columns(
     }
     // Whole cache lines, so that no two threads write to one.
     let columns = (GRAIN / rows).max(1).next_multiple_of(64);
-    sums.par_chunks_mut(columns).enumerate().for_each(|(at, sums)| {
-        for row in 0..rows {
-            add(row, at * columns, sums);
-        }
-    });
+    sums.par_chunks_mut(columns)
+        .enumerate()
+        .for_each(|(at, sums)| {
+            for row in 0..rows {
+                add(row, at * columns, sums);
+            }
+        });
 }
 
 /// Adds the contiguous gradient `[..., width]` of a layer's output to that of `bias` `[width]`, or
@@ -192,10 +204,14 @@ pub(super) fn add_columns(
 pub(super) fn bias_gradient(bias: &Tensor, gradient: Tensor) -> Result<Option<Tensor>> {
     weight_gradient(bias, move |into| {
         let (gradient, width) = (values(&gradient)?, into.len());
-        add_columns(into, gradient.len().checked_div(width).unwrap_or(0), |row, at, sums| {
-            let row = &gradient[row * width + at..][..sums.len()];
-            sums.iter_mut().zip(row).for_each(|(sum, d)| *sum += *d);
-        });
+        add_columns(
+            into,
+            gradient.len().checked_div(width).unwrap_or(0),
+            |row, at, sums| {
+                let row = &gradient[row * width + at..][..sums.len()];
+                sums.iter_mut().zip(row).for_each(|(sum, d)| *sum += *d);
+            },
+        );
         Ok(())
     })
 }

@@ -124,8 +124,12 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let regex = Regex::new(pattern)
             .map_err(|why| Error::kernel(format!("{pattern:?} is no regular expression: {why}")))?;
         let matches = |path: &String| regex.is_match(path).unwrap_or(false);
-        let frozen: BTreeSet<String> =
-            self.params.keys().filter(|path| !matches(path)).cloned().collect();
+        let frozen: BTreeSet<String> = self
+            .params
+            .keys()
+            .filter(|path| !matches(path))
+            .cloned()
+            .collect();
         if frozen.len() == self.params.len() && !self.params.is_empty() {
             let paths: Vec<&String> = self.params.keys().collect();
             return Err(Error::kernel(format!(
@@ -191,7 +195,10 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
 
     /// Returns the global shape of each parameter by path, for example for sharding rules.
     pub fn shapes(&self) -> BTreeMap<String, ShapedArray> {
-        self.params.iter().map(|(path, (aval, _))| (path.clone(), aval.clone())).collect()
+        self.params
+            .iter()
+            .map(|(path, (aval, _))| (path.clone(), aval.clone()))
+            .collect()
     }
 
     /// Makes the parameters with their initial values, replicated over the mesh. The values depend
@@ -240,7 +247,9 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     /// Returns the dtype in which the model gets values of this one.
     fn working(&self, stored: DType) -> DType {
         let computes_in = *self.computes_in.lock();
-        computes_in.filter(|_| stored == DType::F32).unwrap_or(stored)
+        computes_in
+            .filter(|_| stored == DType::F32)
+            .unwrap_or(stored)
     }
 
     /// Returns the shape and the dtype in which the model gets such values.
@@ -252,7 +261,10 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     fn failed(&self, why: impl std::fmt::Display) -> Error {
         // candle puts each part of a message on a line of its own.
         let why = with_shortage(why.to_string().replace(":\n", ": "));
-        Error::kernel(format!("the model of the stage made at {} fails: {why}", self.at))
+        Error::kernel(format!(
+            "the model of the stage made at {} fails: {why}",
+            self.at
+        ))
     }
 }
 
@@ -334,7 +346,12 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> Stage for CandleStage<M, X, Y> {
     }
 
     fn prepared_bytes(&self, params: &BTreeMap<String, ShapedArray>) -> Option<u64> {
-        Some(params.values().map(|aval| self.working_form(aval).bytes() as u64).sum())
+        Some(
+            params
+                .values()
+                .map(|aval| self.working_form(aval).bytes() as u64)
+                .sum(),
+        )
     }
 
     fn prepare(
@@ -403,11 +420,22 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> Stage for CandleStage<M, X, Y> {
     /// The stage's line, and the paths and shapes of its parameters.
     fn statics(&self) -> Vec<u64> {
         let text = |text: &str| params::key_of(0, text).0;
-        let place = [text(self.at.file()), self.at.line().into(), self.at.column().into()];
+        let place = [
+            text(self.at.file()),
+            self.at.line().into(),
+            self.at.column().into(),
+        ];
         let params = self.params.iter().flat_map(|(path, (aval, _))| {
             std::iter::once(text(path)).chain(aval.shape().iter().map(|size| *size as u64))
         });
-        let computes_in = self.computes_in.lock().map_or(0, |dtype| text(dtype.name()));
-        place.into_iter().chain(params).chain([computes_in]).collect()
+        let computes_in = self
+            .computes_in
+            .lock()
+            .map_or(0, |dtype| text(dtype.name()));
+        place
+            .into_iter()
+            .chain(params)
+            .chain([computes_in])
+            .collect()
     }
 }

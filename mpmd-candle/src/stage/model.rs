@@ -46,13 +46,21 @@ impl Weights {
     /// `tensors` have (dtype of the array, tensor) of each parameter.
     pub(super) fn new(device: Device, tensors: BTreeMap<String, (DType, Tensor)>) -> Self {
         let singles = tensors.values();
-        let singles =
-            singles.map(|(dtype, tensor)| *dtype == DType::F32 && tensor.is_variable()).collect();
-        let tensors: BTreeMap<_, _> =
-            tensors.into_iter().map(|(path, (_, tensor))| (path, tensor)).collect();
+        let singles = singles
+            .map(|(dtype, tensor)| *dtype == DType::F32 && tensor.is_variable())
+            .collect();
+        let tensors: BTreeMap<_, _> = tensors
+            .into_iter()
+            .map(|(path, (_, tensor))| (path, tensor))
+            .collect();
         let places = tensors.values().enumerate();
         let places = places.map(|(place, tensor)| (tensor.id(), place)).collect();
-        Self { device, tensors, places, singles }
+        Self {
+            device,
+            tensors,
+            places,
+            singles,
+        }
     }
 
     /// Returns the parameters with f32 gradients.
@@ -92,7 +100,10 @@ impl Weights {
 
     /// Returns the same parameters without variables, in the same memory.
     fn detached(&self) -> BTreeMap<String, Tensor> {
-        self.tensors.iter().map(|(path, tensor)| (path.clone(), tensor.detach())).collect()
+        self.tensors
+            .iter()
+            .map(|(path, tensor)| (path.clone(), tensor.detach()))
+            .collect()
     }
 }
 
@@ -121,7 +132,9 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     ) -> Result<()> {
         let on = OnCuda::enter(cx)?;
         let on = on.as_ref();
-        let before = prepared.take().and_then(|before| before.downcast::<Prepared<M>>().ok());
+        let before = prepared
+            .take()
+            .and_then(|before| before.downcast::<Prepared<M>>().ok());
         let weights = match before.and_then(|before| before.models) {
             Some(Models { weights, .. }) => {
                 for ((_, tensor), view) in weights.iter().zip(params.values()) {
@@ -147,15 +160,22 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     /// Runs the constructor over the parameters of a device.
     pub(super) fn models(&self, weights: Arc<Weights>) -> Result<Models<M>> {
         let trained = (self.new)(params::builder(weights.tensors.clone(), &weights.device));
-        Ok(Models { trained: trained.map_err(|why| self.failed(why))?, weights, plain: None })
+        Ok(Models {
+            trained: trained.map_err(|why| self.failed(why))?,
+            weights,
+            plain: None,
+        })
     }
 
     /// Returns the model that records no graphs.
     pub(super) fn plain<'m>(&self, models: &'m mut Models<M>) -> Result<&'m M> {
         let plain = match models.plain.take() {
             Some(plain) => plain,
-            None => (self.new)(params::builder(models.weights.detached(), &models.weights.device))
-                .map_err(|why| self.failed(why))?,
+            None => (self.new)(params::builder(
+                models.weights.detached(),
+                &models.weights.device,
+            ))
+            .map_err(|why| self.failed(why))?,
         };
         Ok(models.plain.insert(plain))
     }
@@ -168,7 +188,11 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     ) -> Result<R> {
         threads::enter_pool();
         let lost = || Error::kernel("an earlier pass on this device panicked");
-        let mut models = cx.prepared::<Prepared<M>>()?.models.take().ok_or_else(lost)?;
+        let mut models = cx
+            .prepared::<Prepared<M>>()?
+            .models
+            .take()
+            .ok_or_else(lost)?;
         let result = f(cx, &mut models);
         cx.prepared::<Prepared<M>>()?.models = Some(models);
         result

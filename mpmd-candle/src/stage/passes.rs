@@ -50,7 +50,11 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let on = enter(cx, training)?;
         let place = on.as_ref();
         let records = training && cx.keeps_residuals();
-        let key = if training && self.draws_random_keys() { Some(cx.key()?) } else { None };
+        let key = if training && self.draws_random_keys() {
+            Some(cx.key()?)
+        } else {
+            None
+        };
         let (side, state) = (Side::Values(cx.side()?), cx.state_view());
         let with_gradient = records && self.needs_dx();
         let structure = x.structure();
@@ -60,8 +64,18 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let mut graph: Option<ViewMut<'_>> = cx.residual_mut().ok();
         let tree = values::<X>(&structure, &x)?;
         let (out, weights) = self.with_models(cx, |cx, models| {
-            let mut pass = Pass { key, exchange: Some(&mut **cx), cuda: place, ..Pass::default() };
-            let cx = Cx { training, side, state, place };
+            let mut pass = Pass {
+                key,
+                exchange: Some(&mut **cx),
+                cuda: place,
+                ..Pass::default()
+            };
+            let cx = Cx {
+                training,
+                side,
+                state,
+                place,
+            };
             let out = self.call(models, records, &mut pass, tree, cx)?;
             Ok((out, models.weights.clone()))
         })?;
@@ -74,7 +88,11 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
             bridge::write(tensor, view, place).map_err(|why| self.failed(why))?;
         }
         if let Some(graph) = &mut graph {
-            let (x, y) = if records { (x, out) } else { (Vec::new(), Vec::new()) };
+            let (x, y) = if records {
+                (x, out)
+            } else {
+                (Vec::new(), Vec::new())
+            };
             graph.put_object(Graph { x, y, weights })?;
         }
         Ok(())
@@ -89,7 +107,11 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         x: Values<X::Arrays>,
         mut cx: Cx<'_>,
     ) -> Result<Values<Y::Arrays>> {
-        let model = if records { models.trained() } else { self.plain(models)? };
+        let model = if records {
+            models.trained()
+        } else {
+            self.plain(models)?
+        };
         let x = X::from_values(x);
         let y = pass::enter(pass, || (self.forward)(model, x, &mut cx));
         let y = y.map_err(|why| self.failed(why))?.into_values();
@@ -100,8 +122,13 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
             (0, DType::F16 | DType::BF16) if is_half => leaf.to_dtype(DType::F32),
             _ => Ok(leaf),
         };
-        let wide = y.into_leaves().into_iter().map(|leaf| Ok(Value(wide(leaf)?)));
-        let wide = wide.collect::<candle_core::Result<Vec<_>>>().map_err(|why| self.failed(why))?;
+        let wide = y
+            .into_leaves()
+            .into_iter()
+            .map(|leaf| Ok(Value(wide(leaf)?)));
+        let wide = wide
+            .collect::<candle_core::Result<Vec<_>>>()
+            .map_err(|why| self.failed(why))?;
         Ok(Tree::from_leaves(&leaves, wide)?)
     }
 
@@ -117,8 +144,12 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let place = on.as_ref();
         let graph = cx.residual::<View<'_>>()?.take_object::<Graph>()?;
         let gradients = graph.weights.gradients(&mut gradient, place)?;
-        let mut pass =
-            Pass { gradients, exchange: Some(&mut **cx), cuda: place, ..Pass::default() };
+        let mut pass = Pass {
+            gradients,
+            exchange: Some(&mut **cx),
+            cuda: place,
+            ..Pass::default()
+        };
         let mut store = self.backpropagate(&graph, dy.into_leaves(), &mut pass)?;
         drop(pass);
         for ((_, tensor), view) in graph.weights.iter().zip(&mut gradient) {
@@ -141,16 +172,29 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let place = on.as_ref();
         let graph = cx.residual::<View<'_>>()?.take_object::<Graph>()?;
         let mut later: ViewMut<'_> = cx.weight_residual_mut()?;
-        let mut pass = Pass { exchange: Some(&mut **cx), cuda: place, ..deferring(&graph.weights) };
+        let mut pass = Pass {
+            exchange: Some(&mut **cx),
+            cuda: place,
+            ..deferring(&graph.weights)
+        };
         let mut store = self.backpropagate(&graph, dy.into_leaves(), &mut pass)?;
         let work = pass.deferred.take().unwrap_or_default();
         drop(pass);
         let mut taken = |tensor: &Tensor| store.as_mut().and_then(|store| store.remove(tensor));
         // candle computes gradients of constants too.
-        let trained = graph.weights.iter().enumerate().filter(|(_, (_, one))| one.is_variable());
-        let computed =
-            trained.filter_map(|(place, (_, tensor))| Some((place, taken(tensor)?))).collect();
-        later.put_object(Postponed { weights: graph.weights.clone(), work, computed })?;
+        let trained = graph
+            .weights
+            .iter()
+            .enumerate()
+            .filter(|(_, (_, one))| one.is_variable());
+        let computed = trained
+            .filter_map(|(place, (_, tensor))| Some((place, taken(tensor)?)))
+            .collect();
+        later.put_object(Postponed {
+            weights: graph.weights.clone(),
+            work,
+            computed,
+        })?;
         write_dx(cx, &graph, &store, dx, place)
     }
 
@@ -162,18 +206,29 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     ) -> Result<()> {
         let on = enter(cx, true)?;
         let place = on.as_ref();
-        let Postponed { weights, work, computed } =
-            cx.weight_residual::<View<'_>>()?.take_object::<Postponed>()?;
+        let Postponed {
+            weights,
+            work,
+            computed,
+        } = cx
+            .weight_residual::<View<'_>>()?
+            .take_object::<Postponed>()?;
         threads::enter_pool();
         for Deferred { weight, add } in work {
-            let view = weights.place(weight).and_then(|place| gradients.get_mut(place));
+            let view = weights
+                .place(weight)
+                .and_then(|place| gradients.get_mut(place));
             let view = view.ok_or_else(|| Error::kernel("a gradient of an unknown parameter"))?;
             add(&mut gradient(view, place)?).map_err(|why| self.failed(why))?;
         }
         // In the order of a pass that computes all gradients: those of a graph come last.
         for (at, more) in computed {
             let view = gradients.get_mut(at);
-            bridge::add(&more, view.ok_or_else(|| Error::kernel("an unknown parameter"))?, place)?;
+            bridge::add(
+                &more,
+                view.ok_or_else(|| Error::kernel("an unknown parameter"))?,
+                place,
+            )?;
         }
         Ok(())
     }
@@ -194,7 +249,11 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     ) -> Result<Option<GradStore>> {
         let mut seeds = Vec::with_capacity(dy.len());
         for (y, dy) in graph.y.iter().zip(&dy) {
-            seeds.push(if y.track_op() { Some(bridge::tensor_of(dy, pass.cuda)?) } else { None });
+            seeds.push(if y.track_op() {
+                Some(bridge::tensor_of(dy, pass.cuda)?)
+            } else {
+                None
+            });
         }
         self.backpropagate_from(&graph.y, seeds, pass)
     }
@@ -218,7 +277,9 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         }
         let Some(total) = total else { return Ok(None) };
         let store = pass::enter(pass, || total.backward());
-        store.map(Some).map_err(|why| self.failed(replacement(&why)))
+        store
+            .map(Some)
+            .map_err(|why| self.failed(replacement(&why)))
     }
 }
 
@@ -233,9 +294,15 @@ fn enter<'c>(cx: &Context<'c>, is_training: bool) -> Result<Option<OnCuda<'c>>> 
 
 /// Returns a pass that postpones the gradients of all trainable f32 parameters.
 pub(super) fn deferring(weights: &Weights) -> Pass<'static> {
-    let gradients: HashMap<_, Gradient<'static>> =
-        weights.singles().map(|tensor| (tensor.id(), Gradient::Host(&mut []))).collect();
-    Pass { gradients, deferred: Some(Vec::new()), ..Pass::default() }
+    let gradients: HashMap<_, Gradient<'static>> = weights
+        .singles()
+        .map(|tensor| (tensor.id(), Gradient::Host(&mut [])))
+        .collect();
+    Pass {
+        gradients,
+        deferred: Some(Vec::new()),
+        ..Pass::default()
+    }
 }
 
 /// Builds the tree of tensors of this structure.
@@ -243,7 +310,10 @@ pub(super) fn values<T: Tensors>(
     structure: &mpmd_layout::tree::Structure,
     tensors: &[Tensor],
 ) -> Result<Values<T::Arrays>> {
-    Ok(Tree::from_leaves(structure, tensors.iter().cloned().map(Value))?)
+    Ok(Tree::from_leaves(
+        structure,
+        tensors.iter().cloned().map(Value),
+    )?)
 }
 
 /// Writes the gradients of the inputs; zeros where there are none.
@@ -266,7 +336,9 @@ fn write_dx<'v, T: Tree<Leaf = ViewMut<'v>>>(
 
 /// Describes an error of the backward pass, with a replacement for an operation that has none.
 fn replacement(why: &candle_core::Error) -> String {
-    let candle_core::Error::BackwardNotSupported { op } = why else { return why.to_string() };
+    let candle_core::Error::BackwardNotSupported { op } = why else {
+        return why.to_string();
+    };
     let instead = match *op {
         "softmax-last-dim" => "`mpmd::candle::nn::ops::softmax_last_dim`",
         "rms-norm" => "`RmsNorm` or `ops::rms_norm` of `mpmd::candle::nn`",

@@ -111,11 +111,22 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         // Activations grow with the inputs.
         let graph_bytes = probed.found.graph_bytes.saturating_mul(here) / there;
         let grown = |found: &[collectives::Found]| {
-            found.iter().map(|found| found.scaled(here, there)).collect::<Vec<_>>()
+            found
+                .iter()
+                .map(|found| found.scaled(here, there))
+                .collect::<Vec<_>>()
         };
         let [forward, backward] = [&probed.found.forward, &probed.found.backward];
         let (forward, backward) = (grown(forward), grown(backward));
-        Ok((outputs(x)?, Found { graph_bytes, forward, backward, ..probed.found.clone() }))
+        Ok((
+            outputs(x)?,
+            Found {
+                graph_bytes,
+                forward,
+                backward,
+                ..probed.found.clone()
+            },
+        ))
     }
 
     /// Probes the stage for inputs of these shapes, unless that was done before.
@@ -129,14 +140,24 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         if self.probed.lock().iter().any(known) {
             return Ok(());
         }
-        let Some(device) = at.mesh.devices().first().copied() else { return Ok(()) };
+        let Some(device) = at.mesh.devices().first().copied() else {
+            return Ok(());
+        };
         let owner = program.topology().process_of(device);
         let owner = owner.ok_or_else(|| Error::kernel(format!("device {device} has no owner")))?;
-        let run = || self.try_out(at, &side, device).map_err(|why| why.to_string());
+        let run = || {
+            self.try_out(at, &side, device)
+                .map_err(|why| why.to_string())
+        };
         // A dry run learns the shapes in the same way as the owner.
-        let in_dry_run = if program.is_dry_run() { run() } else { Err(String::new()) };
-        let found =
-            program.broadcast_value(owner, in_dry_run, || Ok(run()))?.map_err(Error::kernel)?;
+        let in_dry_run = if program.is_dry_run() {
+            run()
+        } else {
+            Err(String::new())
+        };
+        let found = program
+            .broadcast_value(owner, in_dry_run, || Ok(run()))?
+            .map_err(Error::kernel)?;
         self.check_gradients(at, &found)?;
         // Small vectors, such as weights of norms, take no time worth a word.
         let all: u64 = at.params.values().map(|aval| aval.bytes() as u64).sum();
@@ -161,7 +182,10 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     fn check_gradients(&self, at: &Probe<'_, Self>, found: &Found) -> Result<()> {
         for axis in self.specs[0].entries().iter().flat_map(SpecEntry::axes) {
             // After a gather, all devices may compute the same.
-            let gathers = found.forward.iter().any(|collective| collective.gathers(axis));
+            let gathers = found
+                .forward
+                .iter()
+                .any(|collective| collective.gathers(axis));
             if gathers || at.mesh.axis_size(axis)? == 1 {
                 continue;
             }
@@ -212,17 +236,33 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
             let part = part_of(aval, &input, device).unwrap_or_else(|_| aval.clone());
             parts.insert(name.clone(), part);
         }
-        let mut recorder = Recorder { mesh: at.mesh, found: Vec::new() };
+        let mut recorder = Recorder {
+            mesh: at.mesh,
+            found: Vec::new(),
+        };
         let tree = values::<X>(&at.x.structure(), &x)?;
-        let cx = Cx { training: true, side: Side::Shapes(parts), state: None, place: None };
-        let mut pass = Pass { key: Some(Key(0)), exchange: Some(&mut recorder), ..Pass::default() };
+        let cx = Cx {
+            training: true,
+            side: Side::Shapes(parts),
+            state: None,
+            place: None,
+        };
+        let mut pass = Pass {
+            key: Some(Key(0)),
+            exchange: Some(&mut recorder),
+            ..Pass::default()
+        };
         let out = self.call(&mut models, true, &mut pass, tree, cx)?;
         let (draws, kept_bytes) = (pass.draws > 0, pass.kept_bytes);
         let heads = std::mem::take(&mut pass.heads);
         let forward = std::mem::take(&mut recorder.found);
         let structure = out.structure();
         let y: Vec<Tensor> = out.into_leaves().into_iter().map(|value| value.0).collect();
-        let graph = Graph { x, y, weights: models.weights.clone() };
+        let graph = Graph {
+            x,
+            y,
+            weights: models.weights.clone(),
+        };
         let graph_bytes = bytes_of(&graph) + kept_bytes;
         let at_once = self.try_out_backward(&graph, &mut recorder)?;
         let whole = |part| whole_of(&part, &self.specs[1], at.mesh);
@@ -254,8 +294,15 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         };
         let seeds = graph.y.iter().map(seed).collect::<Result<Vec<_>>>()?;
         let splits = self.passes != Passes::Fused;
-        let pass = if splits { deferring(&graph.weights) } else { Pass::default() };
-        let mut pass = Pass { exchange: Some(recorder), ..pass };
+        let pass = if splits {
+            deferring(&graph.weights)
+        } else {
+            Pass::default()
+        };
+        let mut pass = Pass {
+            exchange: Some(recorder),
+            ..pass
+        };
         let store = self.backpropagate_from(&graph.y, seeds, &mut pass)?;
         let deferred = pass.deferred.take().unwrap_or_default();
         drop(pass);
@@ -263,11 +310,16 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let at_once = |(path, tensor): (&String, &Tensor)| {
             Some((path.clone(), bridge::memory_of(gradient(tensor)?).1))
         };
-        let trained = graph.weights.iter().filter(|(_, tensor)| splits && tensor.is_variable());
+        let trained = graph
+            .weights
+            .iter()
+            .filter(|(_, tensor)| splits && tensor.is_variable());
         let at_once = trained.filter_map(at_once).collect();
         let has = |tensor: &Tensor| {
             gradient(tensor).is_some()
-                || deferred.iter().any(|deferred| deferred.weight == tensor.id())
+                || deferred
+                    .iter()
+                    .any(|deferred| deferred.weight == tensor.id())
         };
         let lost = |tensor: &Tensor| tensor.is_variable() && !has(tensor);
         if let Some((path, _)) = graph.weights.iter().find(|(_, tensor)| lost(tensor)) {
@@ -310,10 +362,15 @@ fn whole_of(part: &ShapedArray, spec: &Spec, mesh: &Mesh) -> Result<ShapedArray>
 
 /// Returns the bytes that the graph holds, without the parameters.
 fn bytes_of(graph: &Graph) -> u64 {
-    let mut seen: BTreeSet<usize> =
-        graph.weights.iter().map(|(_, tensor)| bridge::memory_of(tensor).0).collect();
+    let mut seen: BTreeSet<usize> = graph
+        .weights
+        .iter()
+        .map(|(_, tensor)| bridge::memory_of(tensor).0)
+        .collect();
     let nodes = graph.y.iter().flat_map(|y| y.sorted_nodes());
     let held = graph.x.iter().chain(&graph.y).chain(nodes);
-    let new = held.map(bridge::memory_of).filter(|(address, _)| seen.insert(*address));
+    let new = held
+        .map(bridge::memory_of)
+        .filter(|(address, _)| seen.insert(*address));
     new.map(|(_, bytes)| bytes).sum()
 }

@@ -31,7 +31,9 @@ fn run(form: Form) -> Vec<Vec<f32>> {
     let devices = devices(form);
     let mut results = Simulation::new(devices, 2 * devices).run(|p| train(p, form));
     let first = results.remove(0).unwrap();
-    results.into_iter().for_each(|other| assert_eq!(other.unwrap(), first));
+    results
+        .into_iter()
+        .for_each(|other| assert_eq!(other.unwrap(), first));
     first
 }
 
@@ -43,14 +45,19 @@ pub(crate) fn devices(form: Form) -> usize {
 /// Does the same as `run` for one process.
 pub(crate) fn train(p: &mut Program, form: Form) -> Result<Vec<Vec<f32>>> {
     let devices = devices(form);
-    let meshes = p.mesh(&[("stage", 2), ("model", devices)])?.split("stage")?;
+    let meshes = p
+        .mesh(&[("stage", 2), ("model", devices)])?
+        .split("stage")?;
     let shift = stage(
         |vb: VarBuilder<'static>| vb.get(4, "shift"),
         |shift: &Tensor, x: Tensor, _: &mut Cx<'_>| x.broadcast_add(shift),
     )?;
     let layer = stage(
         |vb: VarBuilder<'static>| {
-            let init = candle_nn::Init::Randn { mean: 0.0, stdev: 1.0 };
+            let init = candle_nn::Init::Randn {
+                mean: 0.0,
+                stdev: 1.0,
+            };
             let up = vb.get_with_hints((4, 6), "up", init)?;
             Ok((up, vb.get_with_hints((6, 4), "down", init)?))
         },
@@ -117,12 +124,23 @@ pub(crate) fn train(p: &mut Program, form: Form) -> Result<Vec<Vec<f32>>> {
     pipeline.probe(p, &batch.shapes())?;
     let output = pipeline.train_step(p, &Schedule::named("gpipe", 2, 1, None)?, vec![batch])?;
     let mut arrays = vec![output.loss.sum];
-    arrays.extend(output.gradients.into_iter().flatten().map(|(_, gradient)| gradient));
+    arrays.extend(
+        output
+            .gradients
+            .into_iter()
+            .flatten()
+            .map(|(_, gradient)| gradient),
+    );
     let all = p.mesh(&[("all", 2 * devices)])?;
     let mut values = Vec::new();
     for array in arrays {
         let array = p.device_put(&array, all.replicated())?;
-        values.push(array.to_host()?.expect("replicated everywhere").to_vec::<f32>()?);
+        values.push(
+            array
+                .to_host()?
+                .expect("replicated everywhere")
+                .to_vec::<f32>()?,
+        );
     }
     Ok(values)
 }
@@ -131,11 +149,18 @@ pub(crate) fn train(p: &mut Program, form: Form) -> Result<Vec<Vec<f32>>> {
 fn divided_layers_have_values_and_gradients_of_the_whole() {
     let whole = run(Form::Whole);
     assert_eq!(whole.len(), 4);
-    for form in
-        [Form::Reduced, Form::Tree, Form::Gathered, Form::Scattered, Form::Rows, Form::Stored]
-    {
+    for form in [
+        Form::Reduced,
+        Form::Tree,
+        Form::Gathered,
+        Form::Scattered,
+        Form::Rows,
+        Form::Stored,
+    ] {
         for (found, expected) in run(form).iter().zip(&whole) {
-            let largest = expected.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
+            let largest = expected
+                .iter()
+                .fold(0.0f32, |largest, value| largest.max(value.abs()));
             for (found, expected) in found.iter().zip(expected) {
                 let error = (found - expected).abs() / largest;
                 assert!(error < 1e-5, "{form:?}: {found} and {expected}");
@@ -160,7 +185,10 @@ fn divided_batch_with_whole_gradients_is_refused() {
         let mut pipeline = Pipeline::first(stage, &mesh, params)?;
         let shapes = MicrobatchShapes::new(f32s([2, 4]));
         let refused = pipeline.probe(p, &shapes).unwrap_err().to_string();
-        assert!(refused.contains("\"w\"") && refused.contains("partial_over"), "{refused}");
+        assert!(
+            refused.contains("\"w\"") && refused.contains("partial_over"),
+            "{refused}"
+        );
         let whole = ParamSharding::new(vec![mesh.replicated()]);
         pipeline.store(0, whole.partial_over(&["data"])?)?;
         pipeline.probe(p, &shapes)
@@ -186,10 +214,19 @@ fn tree_sums_add_halves_first() {
                     Ok(Loss::new(sum.clone(), sum.ones_like()?.detach()))
                 },
             )?;
-            let of = |path: &str| if path == "w" { spec!["model"] } else { Spec::default() };
+            let of = |path: &str| {
+                if path == "w" {
+                    spec!["model"]
+                } else {
+                    Spec::default()
+                }
+            };
             let mut params = stage.init_as(p, 0, |path, _| mesh.sharding(of(path)))?;
             let w = MpmdArray::from_slice(&[4], &[1.0f32, 1e8, -1e8, 1.0])?;
-            params.insert("w".to_owned(), p.device_put(&w, mesh.sharding(spec!["model"]))?);
+            params.insert(
+                "w".to_owned(),
+                p.device_put(&w, mesh.sharding(spec!["model"]))?,
+            );
             let mut pipeline = Pipeline::first(stage, &mesh, params)?;
             let x = p.device_put(&MpmdArray::from_slice(&[1], &[1.0f32])?, mesh.replicated())?;
             let batch = Microbatch::new(x);
@@ -197,12 +234,16 @@ fn tree_sums_add_halves_first() {
             let schedule = Schedule::named("gpipe", 1, 1, None)?;
             let output = pipeline.train_step(p, &schedule, vec![batch])?;
             let mut gradients = output.gradients.into_iter().flatten();
-            let (_, gradient) = gradients.find(|(path, _)| path == "shift").expect("a gradient");
+            let (_, gradient) = gradients
+                .find(|(path, _)| path == "shift")
+                .expect("a gradient");
             let value = |array: MpmdArray| -> Result<f32> {
                 Ok(array.to_host()?.expect("here").to_vec::<f32>()?[0])
             };
             Ok([value(output.loss.sum)?, value(gradient)?])
         });
-        results.into_iter().for_each(|found| assert_eq!(found.unwrap(), [expected; 2]));
+        results
+            .into_iter()
+            .for_each(|found| assert_eq!(found.unwrap(), [expected; 2]));
     }
 }

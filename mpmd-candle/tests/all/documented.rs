@@ -23,7 +23,10 @@ struct Images {
 
 impl Images {
     fn new(vb: VarBuilder<'_>) -> Result<Self> {
-        let padded = Conv2dConfig { padding: 1, ..Default::default() };
+        let padded = Conv2dConfig {
+            padding: 1,
+            ..Default::default()
+        };
         Ok(Self {
             first: conv2d(1, CHANNELS, 3, padded, vb.pp("first"))?,
             norm: group_norm(2, CHANNELS, 1e-5, vb.pp("norm"))?,
@@ -34,7 +37,8 @@ impl Images {
 
     fn forward(&self, images: &Tensor, train: bool) -> Result<Tensor> {
         let x = self.norm.forward(&self.first.forward(images)?)?.relu()?;
-        self.dropout.forward(&self.second.forward(&x)?.max_pool2d(2)?, train)
+        self.dropout
+            .forward(&self.second.forward(&x)?.max_pool2d(2)?, train)
     }
 }
 
@@ -62,7 +66,9 @@ impl Classes {
 
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let x = self.norm.forward(&x.flatten_from(2)?.transpose(1, 2)?)?;
-        let queries = self.queries.forward(&Tensor::arange(0u32, CLASSES as u32, x.device())?)?;
+        let queries = self
+            .queries
+            .forward(&Tensor::arange(0u32, CLASSES as u32, x.device())?)?;
         let keys = self.keys.forward(&x)?.transpose(1, 2)?;
         let scores = queries.unsqueeze(0)?.broadcast_matmul(&keys)?;
         let picked = ops::softmax_last_dim(&scores)?.matmul(&self.values.forward(&x)?)?;
@@ -147,7 +153,13 @@ fn documented_model_learns_in_two_stages() {
         }
         mpmd_core::Result::Ok(values)
     });
-    let losses: Vec<f32> = results.into_iter().flat_map(|result| result.unwrap()).collect();
+    let losses: Vec<f32> = results
+        .into_iter()
+        .flat_map(|result| result.unwrap())
+        .collect();
     let (first, last) = (losses[0] / 12.0, losses[29] / 12.0);
-    assert!(first > 0.9 && last < 0.3, "losses of {first} and, after 30 steps, {last}: {losses:?}");
+    assert!(
+        first > 0.9 && last < 0.3,
+        "losses of {first} and, after 30 steps, {last}: {losses:?}"
+    );
 }

@@ -47,7 +47,10 @@ fn errors<M: Send + 'static>(
         let output = pipeline.train_step(p, &Schedule::named("zb-h1", 2, 1, None)?, vec![batch])?;
         output.loss.sum.block_until_ready().map(drop)
     });
-    results.into_iter().map(|result| result.unwrap_err().to_string()).collect()
+    results
+        .into_iter()
+        .map(|result| result.unwrap_err().to_string())
+        .collect()
 }
 
 /// Checks that every error contains all of `parts`.
@@ -66,19 +69,28 @@ fn floats() -> MpmdArray {
 
 fn linear(inputs: usize) -> Model<Linear> {
     let new = move |vb: VarBuilder<'static>| nn::linear(inputs, 4, vb.pp("layers.3.up"));
-    stage(new, |layer: &Linear, x: Tensor, _: &mut Cx<'_>| layer.forward(&x)).unwrap()
+    stage(new, |layer: &Linear, x: Tensor, _: &mut Cx<'_>| {
+        layer.forward(&x)
+    })
+    .unwrap()
 }
 
 #[test]
 fn wrong_width_names_the_layer() {
     let found = errors(|| linear(5), floats, true);
-    check(&found, &["stage 0", "errors.rs:", "layers.3.up", "[2, 4]", "5"]);
+    check(
+        &found,
+        &["stage 0", "errors.rs:", "layers.3.up", "[2, 4]", "5"],
+    );
 }
 
 #[test]
 fn missing_side_input_is_named() {
     let found = errors(|| linear(4), floats, false);
-    check(&found, &["stage 1", "head", "\"labels\"", "Microbatch::side"]);
+    check(
+        &found,
+        &["stage 1", "head", "\"labels\"", "Microbatch::side"],
+    );
 }
 
 #[test]
@@ -89,7 +101,16 @@ fn layer_without_backward_pass_is_named() {
         stage(new, forward).unwrap()
     };
     let found = errors(first, floats, true);
-    check(&found, &["stage 0", "norm.weight", "no gradient", "mpmd::candle::nn", "errors.rs:"]);
+    check(
+        &found,
+        &[
+            "stage 0",
+            "norm.weight",
+            "no gradient",
+            "mpmd::candle::nn",
+            "errors.rs:",
+        ],
+    );
 }
 
 #[test]
@@ -102,7 +123,10 @@ fn forward_that_fails_on_one_device_names_it() {
     };
     // The probe's zeros are tokens; 99 is none.
     let ids = || MpmdArray::from_slice(&[2, 2], &[0u32, 1, 99, 2]).unwrap();
-    check(&errors(first, ids, true), &["stage 0", "microbatch 0", "errors.rs:", "99"]);
+    check(
+        &errors(first, ids, true),
+        &["stage 0", "microbatch 0", "errors.rs:", "99"],
+    );
 }
 
 #[test]
@@ -116,7 +140,10 @@ fn inputs_that_were_not_probed_are_refused() {
         pipeline.forward(p, Microbatch::new(x)).map(drop)
     });
     let error = results.into_iter().next().unwrap().unwrap_err().to_string();
-    assert!(error.contains("Pipeline::probe") && error.contains("errors.rs:"), "{error}");
+    assert!(
+        error.contains("Pipeline::probe") && error.contains("errors.rs:"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -128,13 +155,19 @@ fn parameters_on_another_mesh_are_refused() {
         Pipeline::first(head, &meshes[0], params).map(drop)
     });
     let error = results.into_iter().next().unwrap().unwrap_err().to_string();
-    assert!(error.contains("head.bias") && error.contains("not on its mesh"), "{error}");
+    assert!(
+        error.contains("head.bias") && error.contains("not on its mesh"),
+        "{error}"
+    );
 }
 
 #[test]
 fn pattern_without_match_lists_the_parameters() {
     let error = head().trainable("lora").map(drop).unwrap_err().to_string();
-    assert!(error.contains("\"lora\"") && error.contains("head.weight"), "{error}");
+    assert!(
+        error.contains("\"lora\"") && error.contains("head.weight"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -145,7 +178,10 @@ fn dropout_without_key_says_what_to_give() {
             |layer: &Dropout, x: Tensor, cx: &mut Cx<'_>| layer.forward(&x, cx.is_training());
         stage(new, forward).unwrap()
     };
-    check(&errors(first, floats, true), &["stage 0", "Microbatch::key"]);
+    check(
+        &errors(first, floats, true),
+        &["stage 0", "Microbatch::key"],
+    );
 }
 
 #[test]
@@ -156,7 +192,10 @@ fn constructor_that_fails_names_the_line() {
     };
     let forward = |_: &Tensor, x: Tensor, _: &mut Cx<'_>| Ok(x);
     let error = stage(new, forward).map(drop).unwrap_err().to_string();
-    assert!(error.contains("errors.rs:") && error.contains("f32[3,3]"), "{error}");
+    assert!(
+        error.contains("errors.rs:") && error.contains("f32[3,3]"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -175,7 +214,10 @@ fn integers_pass_between_stages_without_gradient() {
                 Ok(Loss::new(sum.clone(), sum.ones_like()?.detach()))
             },
         )?;
-        let [a, b] = [first.init(p, &meshes[0], 0)?, second.init(p, &meshes[1], 0)?];
+        let [a, b] = [
+            first.init(p, &meshes[0], 0)?,
+            second.init(p, &meshes[1], 0)?,
+        ];
         let mut pipeline = Pipeline::first(first, &meshes[0], a)?.then(second, &meshes[1], b)?;
         let ids = MpmdArray::from_slice(&[3], &[0u32, 4, 4])?;
         assert_eq!(ids.aval().dtype(), DType::U32);
@@ -185,13 +227,19 @@ fn integers_pass_between_stages_without_gradient() {
         let more = pipeline.params(1).remove(0).1;
         let all = p.mesh(&[("all", 2)])?.replicated();
         let read = |p: &mut Program, array: &MpmdArray| -> Result<Vec<f32>> {
-            let host = p.device_put(array, &all)?.to_host()?.expect("replicated everywhere");
+            let host = p
+                .device_put(array, &all)?
+                .to_host()?
+                .expect("replicated everywhere");
             Ok(host.to_vec()?)
         };
         let (more, found) = (read(p, &more)?, read(p, &output.gradients[0][0].1)?);
         let row = |values: &[f32], row: usize| values[4 * row..4 * row + 4].to_vec();
         assert_eq!(row(&found, 0), row(&more, 0));
-        assert_eq!(row(&found, 4), row(&more, 4).iter().map(|x| 2.0 * x).collect::<Vec<_>>());
+        assert_eq!(
+            row(&found, 4),
+            row(&more, 4).iter().map(|x| 2.0 * x).collect::<Vec<_>>()
+        );
         assert_eq!(row(&found, 2), [0.0; 4]);
         Ok(found)
     });

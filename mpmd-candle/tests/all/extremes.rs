@@ -8,12 +8,21 @@ const TYPES: [DType; 4] = [DType::F32, DType::F64, DType::BF16, DType::F16];
 type Layer<'a> = &'a dyn Fn(&Tensor) -> Result<Tensor>;
 
 fn doubles(tensor: &Tensor) -> Vec<f64> {
-    tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+    tensor
+        .to_dtype(DType::F64)
+        .unwrap()
+        .flatten_all()
+        .unwrap()
+        .to_vec1()
+        .unwrap()
 }
 
 /// Returns a variable of these values.
 fn variable(values: &[f64], shape: &[usize], dtype: DType) -> Tensor {
-    let values = Tensor::from_slice(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+    let values = Tensor::from_slice(values, shape, &Device::Cpu)
+        .unwrap()
+        .to_dtype(dtype)
+        .unwrap();
     Var::from_tensor(&values).unwrap().as_tensor().clone()
 }
 
@@ -27,7 +36,10 @@ fn run(x: &Tensor, f: impl Fn(&Tensor) -> Result<Tensor>) -> [Vec<f64>; 2] {
 fn assert_near(what: &str, found: &[f64], expected: &[f64]) {
     assert_eq!(found.len(), expected.len(), "{what}");
     let is_near = |(found, expected): (&f64, &f64)| (found - expected).abs() < 4e-3;
-    assert!(found.iter().zip(expected).all(is_near), "{what}: {found:?}, not {expected:?}");
+    assert!(
+        found.iter().zip(expected).all(is_near),
+        "{what}: {found:?}, not {expected:?}"
+    );
 }
 
 #[test]
@@ -66,19 +78,31 @@ fn large_scores_keep_the_gradients() {
         let low = if dtype == DType::F16 { -6e4 } else { -1e9 };
         let v = variable(&values, &[1, 1, keys, dim], dtype);
         let qk = variable(&ones, &[1, 1, keys, dim], dtype).detach();
-        let hidden = Tensor::new(&[low], &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+        let hidden = Tensor::new(&[low], &Device::Cpu)
+            .unwrap()
+            .to_dtype(dtype)
+            .unwrap();
         let masked = |v: &Tensor| nn::attention(&qk, &qk, v, Mask::Additive(hidden.clone()), 1.0);
         let [y, d] = run(&v, masked);
-        assert_near(&format!("{dtype:?}, masked throughout"), &y, &[0.875, 1.0].repeat(keys));
+        assert_near(
+            &format!("{dtype:?}, masked throughout"),
+            &y,
+            &[0.875, 1.0].repeat(keys),
+        );
         assert_near(&format!("{dtype:?}, masked throughout"), &d, &d_v);
         let [_, d] = run(&v, |v| nn::attention(&qk, &qk, v, Mask::None, 1e4));
         assert_near(&format!("{dtype:?}, large scale"), &d, &d_v);
 
         // Queries and keys are ones; the gradient of the values is the same.
-        let rows = values.chunks(dim).flat_map(|v| [1.0, 1.0, 1.0, 1.0, v[0], v[1]]);
+        let rows = values
+            .chunks(dim)
+            .flat_map(|v| [1.0, 1.0, 1.0, 1.0, v[0], v[1]]);
         let qkv = variable(&rows.collect::<Vec<_>>(), &[1, keys, 3 * dim], dtype);
         let [_, d] = run(&qkv, |qkv| nn::self_attention(qkv, 1, Mask::None, 1e4));
-        let d: Vec<f64> = d.chunks(3 * dim).flat_map(|row| row[2 * dim..].to_vec()).collect();
+        let d: Vec<f64> = d
+            .chunks(3 * dim)
+            .flat_map(|row| row[2 * dim..].to_vec())
+            .collect();
         assert_near(&format!("{dtype:?}, self-attention"), &d, &d_v);
     }
 }
@@ -94,7 +118,11 @@ fn rows_of_weight_zero_may_be_infinite() {
         let sum = |x: &Tensor| Ok(nn::loss::cross_entropy_sum(x, &targets, Some(&weights))?.0);
         let [loss, d] = run(&logits, sum);
         assert_near(&format!("{dtype:?}"), &loss, &[2.0 * 2f64.ln()]);
-        assert_near(&format!("{dtype:?}"), &d, &[1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]);
+        assert_near(
+            &format!("{dtype:?}"),
+            &d,
+            &[1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+        );
     }
 }
 
@@ -114,14 +142,23 @@ fn activations_have_limits_at_infinity() {
         // f16 makes some of them infinite.
         let low = [-INF, -1e38, -1e30, -1e20, -1e10, -5e4, -2e3];
         let high = low.map(|x| -x);
-        for curve in [Activation::Gelu, Activation::NewGelu, Activation::Silu, Activation::Mish] {
+        for curve in [
+            Activation::Gelu,
+            Activation::NewGelu,
+            Activation::Silu,
+            Activation::Mish,
+        ] {
             for linear in [false, true] {
                 let what = format!("{curve:?} of {dtype:?}, in a layer: {linear}");
                 let [y, d] = run(&variable(&low, &[7], dtype), |x| bound(x, linear, curve));
                 assert_eq!((&y[..], &d[..]), (&[0.0; 7][..], &[0.0; 7][..]), "{what}");
                 let x = variable(&high, &[7], dtype);
                 let [y, d] = run(&x, |x| bound(x, linear, curve));
-                assert_eq!((&y[..], &d[..]), (&doubles(&x)[..], &[1.0; 7][..]), "{what}");
+                assert_eq!(
+                    (&y[..], &d[..]),
+                    (&doubles(&x)[..], &[1.0; 7][..]),
+                    "{what}"
+                );
                 let nan = variable(&[f64::NAN], &[1], dtype);
                 assert!(
                     bound(&nan, linear, curve).is_ok_and(|y| doubles(&y)[0].is_nan()),
@@ -132,7 +169,11 @@ fn activations_have_limits_at_infinity() {
         // The gates are the first half of the row.
         let x = variable(&[low.to_vec(), vec![3.0; 7]].concat(), &[1, 14], dtype);
         let [y, d] = run(&x, nn::ops::swiglu);
-        assert_eq!((&y[..], &d[..]), (&[0.0; 7][..], &[0.0; 14][..]), "swiglu of {dtype:?}");
+        assert_eq!(
+            (&y[..], &d[..]),
+            (&[0.0; 7][..], &[0.0; 14][..]),
+            "swiglu of {dtype:?}"
+        );
     }
 }
 
@@ -145,8 +186,12 @@ fn layers_take_an_empty_batch() {
         let tokens = Tensor::zeros((0, 3), DType::U32, &Device::Cpu).unwrap();
         let rows = |x: &Tensor| x.reshape((0, 4));
         let cases: [(&str, Layer<'_>); 12] = [
-            ("linear", &|x| nn::Linear::new(weight.clone(), Some(bias.clone())).forward(x)),
-            ("layer norm", &|x| nn::LayerNorm::new(bias.clone(), bias.clone(), 1e-5).forward(x)),
+            ("linear", &|x| {
+                nn::Linear::new(weight.clone(), Some(bias.clone())).forward(x)
+            }),
+            ("layer norm", &|x| {
+                nn::LayerNorm::new(bias.clone(), bias.clone(), 1e-5).forward(x)
+            }),
             ("gelu", &nn::ops::gelu),
             ("swiglu", &nn::ops::swiglu),
             ("softmax", &nn::ops::softmax_last_dim),
@@ -166,7 +211,9 @@ fn layers_take_an_empty_batch() {
                 let none = Tensor::zeros(0, DType::U32, &Device::Cpu)?;
                 Ok(nn::loss::cross_entropy_sum(&rows(x)?, &none, None)?.0)
             }),
-            ("embedding", &|_| nn::Embedding::new(weight.clone(), 4).forward(&tokens)),
+            ("embedding", &|_| {
+                nn::Embedding::new(weight.clone(), 4).forward(&tokens)
+            }),
         ];
         for (name, layer) in cases {
             let y = layer(&x).unwrap_or_else(|why| panic!("{name} of {dtype:?}: {why}"));

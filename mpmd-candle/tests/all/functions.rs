@@ -23,7 +23,10 @@ fn function_takes_and_returns_trees() {
         .outputs(|((a, b), c)| Ok((f32s([a.shape()[0], b.shape()[1]]), c.clone())));
     let (ab, c) = run_here(
         function,
-        &((host(&[1, 2], &[1.0, 2.0]), host(&[2, 1], &[3.0, 4.0])), host(&[1], &[5.0])),
+        &(
+            (host(&[1, 2], &[1.0, 2.0]), host(&[2, 1], &[3.0, 4.0])),
+            host(&[1], &[5.0]),
+        ),
     )
     .unwrap();
     assert_eq!(ab.to_vec::<f32>().unwrap(), [11.0]);
@@ -62,16 +65,25 @@ fn failing_probe_fails_on_every_process() {
 #[test]
 fn function_without_shapes_says_what_to_call() {
     let error = run_here(function(|x: Tensor| x.sqr()), &host(&[1], &[1.0])).unwrap_err();
-    assert!(error.to_string().contains("call `like_input`, `outputs` or `probe`"), "{error}");
+    assert!(
+        error
+            .to_string()
+            .contains("call `like_input`, `outputs` or `probe`"),
+        "{error}"
+    );
 }
 
 #[test]
 fn undeclared_capture_is_refused() {
     let factor = 3.0;
     let scale = function(move |x: Tensor| x * factor).like_input();
-    let error = run_here(scale, &host(&[1], &[1.0])).unwrap_err().to_string();
+    let error = run_here(scale, &host(&[1], &[1.0]))
+        .unwrap_err()
+        .to_string();
     assert!(error.contains(".with(value)"), "{error}");
-    let scale = function(move |x: Tensor| x * factor).like_input().with(factor);
+    let scale = function(move |x: Tensor| x * factor)
+        .like_input()
+        .with(factor);
     let y = run_here(scale, &host(&[1], &[2.0])).unwrap();
     assert_eq!(y.to_vec::<f32>().unwrap(), [6.0]);
 }
@@ -79,8 +91,13 @@ fn undeclared_capture_is_refused() {
 #[test]
 fn wrong_output_shape_fails_the_call() {
     let wrong = function(|x: Tensor| x.to_dtype(DType::F64)).like_input();
-    let error = run_here(wrong, &host(&[2], &[1.0, 2.0])).unwrap_err().to_string();
-    assert!(error.contains("returned f64[2], and f32[2] was declared"), "{error}");
+    let error = run_here(wrong, &host(&[2], &[1.0, 2.0]))
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("returned f64[2], and f32[2] was declared"),
+        "{error}"
+    );
 }
 
 /// The model of the test below: this on the first mesh, [`second`] on the other.
@@ -117,12 +134,24 @@ fn gradient_goes_through_a_move_between_meshes() {
             let rows = meshes[0].sharding(spec!["part"]);
             let columns = meshes[1].sharding(spec![None, "part"]);
             let forward = function(|x: Tensor| first(&x)).like_input();
-            let forward = p.jit(forward).on(&meshes[0]).outputs(rows.clone()).build()?;
+            let forward = p
+                .jit(forward)
+                .on(&meshes[0])
+                .outputs(rows.clone())
+                .build()?;
             let of_second = function(|y: Tensor| gradient(&y, second)).like_input();
-            let of_second = p.jit(of_second).on(&meshes[1]).outputs(columns.clone()).build()?;
+            let of_second = p
+                .jit(of_second)
+                .on(&meshes[1])
+                .outputs(columns.clone())
+                .build()?;
             let of_first = function(|x: Tensor, dy: Tensor| gradient(&x, |x| first(x)? * &dy))
                 .outputs(|(x, _)| Ok(x.clone()));
-            let of_first = p.jit(of_first).on(&meshes[0]).outputs(rows.clone()).build()?;
+            let of_first = p
+                .jit(of_first)
+                .on(&meshes[0])
+                .outputs(rows.clone())
+                .build()?;
 
             let x = MpmdArray::from_slice(&[4, 6], &values)?;
             let x = p.device_put(&x, rows.clone())?;
@@ -134,8 +163,18 @@ fn gradient_goes_through_a_move_between_meshes() {
             let dx = p.device_put(&dx, meshes[0].replicated())?;
             Ok(dx.to_host()?.map(|dx| dx.to_vec::<f32>()).transpose()?)
         });
-        let found: Vec<_> = results.into_iter().filter_map(|result| result.unwrap()).collect();
-        assert_eq!(found.len(), if processes == 4 { 2 } else { 1 }, "{processes} processes");
-        assert!(found.iter().all(|found| *found == whole), "{found:?} and not {whole:?}");
+        let found: Vec<_> = results
+            .into_iter()
+            .filter_map(|result| result.unwrap())
+            .collect();
+        assert_eq!(
+            found.len(),
+            if processes == 4 { 2 } else { 1 },
+            "{processes} processes"
+        );
+        assert!(
+            found.iter().all(|found| *found == whole),
+            "{found:?} and not {whole:?}"
+        );
     }
 }

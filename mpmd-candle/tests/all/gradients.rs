@@ -19,7 +19,13 @@ type Values = BTreeMap<String, Vec<f32>>;
 /// Returns the initial parameters and their gradients in a step of two microbatches.
 fn of_pipeline(stages: usize) -> (Values, Values) {
     let mut results = Simulation::new(1, stages).run(|p| -> Result<(Values, Values)> {
-        let mut model = pipeline(p, Settings { stages, ..Settings::default() })?;
+        let mut model = pipeline(
+            p,
+            Settings {
+                stages,
+                ..Settings::default()
+            },
+        )?;
         let ends = [model.mesh(0).clone(), model.mesh(stages - 1).clone()];
         let values = |arrays: Vec<(String, MpmdArray)>| -> Result<Values> {
             let value = |(path, array): (String, MpmdArray)| {
@@ -49,7 +55,9 @@ fn initial_parameters_do_not_depend_on_the_stages() {
 
 /// Computes the gradients with candle's own operations alone.
 fn of_candle(params: &Values) -> candle_core::Result<Values> {
-    let shape = |path: &str| match path.rsplit_once("layers.").map_or(path, |(_, path)| &path[2..])
+    let shape = |path: &str| match path
+        .rsplit_once("layers.")
+        .map_or(path, |(_, path)| &path[2..])
     {
         "embedding.weight" | "head.weight" => vec![TOKENS, WIDTH],
         "up.weight" => vec![2 * WIDTH, WIDTH],
@@ -59,7 +67,10 @@ fn of_candle(params: &Values) -> candle_core::Result<Values> {
     };
     let mut vars = BTreeMap::new();
     for (path, values) in params {
-        vars.insert(path.as_str(), Var::from_slice(values, shape(path), &Device::Cpu)?);
+        vars.insert(
+            path.as_str(),
+            Var::from_slice(values, shape(path), &Device::Cpu)?,
+        );
     }
     let var = |path: String| vars[path.as_str()].as_tensor().clone();
     let linear = |x: &Tensor, path: &str| -> candle_core::Result<Tensor> {
@@ -72,7 +83,11 @@ fn of_candle(params: &Values) -> candle_core::Result<Values> {
     let mut sums: BTreeMap<&str, Tensor> = BTreeMap::new();
     for microbatch in 0..2 {
         let [ids, labels] = [0, 1].map(|stream| {
-            Tensor::from_vec(tokens(5, microbatch, stream), ROWS[0] * ROWS[1], &Device::Cpu)
+            Tensor::from_vec(
+                tokens(5, microbatch, stream),
+                ROWS[0] * ROWS[1],
+                &Device::Cpu,
+            )
         });
         let mut x = var("embedding.weight".to_owned()).index_select(&ids?, 0)?;
         for layer in 0..LAYERS {
@@ -111,12 +126,20 @@ fn gradients_equal_those_of_plain_candle() {
     let expected = of_candle(&params).unwrap();
     for stages in [1, 2, 4] {
         let (_, found) = of_pipeline(stages);
-        assert_eq!(found.keys().collect::<Vec<_>>(), expected.keys().collect::<Vec<_>>());
+        assert_eq!(
+            found.keys().collect::<Vec<_>>(),
+            expected.keys().collect::<Vec<_>>()
+        );
         for (path, expected) in &expected {
-            let largest = expected.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
+            let largest = expected
+                .iter()
+                .fold(0.0f32, |largest, value| largest.max(value.abs()));
             for (found, expected) in found[path].iter().zip(expected) {
                 let error = (found - expected).abs() / largest.max(1e-3);
-                assert!(error < 1e-5, "{path} at {stages} stages: {found} and {expected}");
+                assert!(
+                    error < 1e-5,
+                    "{path} at {stages} stages: {found} and {expected}"
+                );
             }
         }
     }
@@ -126,7 +149,10 @@ fn gradients_equal_those_of_plain_candle() {
 fn gradients_of_candles_layers_have_the_same_bits() {
     type Layers = [candle_nn::Linear; 2];
     let new = |vb: &VarBuilder<'_>| -> candle_core::Result<Layers> {
-        Ok([candle_nn::linear(6, 5, vb.pp("a"))?, candle_nn::linear(5, 4, vb.pp("b"))?])
+        Ok([
+            candle_nn::linear(6, 5, vb.pp("a"))?,
+            candle_nn::linear(5, 4, vb.pp("b"))?,
+        ])
     };
     let loss = |[a, b]: &Layers, x: &Tensor| b.forward(&a.forward(x)?.relu()?)?.sqr()?.sum_all();
     let values: Vec<f32> = (0..18).map(|i| (i as f32 * 0.7).cos()).collect();
@@ -153,7 +179,10 @@ fn gradients_of_candles_layers_have_the_same_bits() {
         let params = read(pipeline.params(0))?;
         let schedule = Schedule::named("gpipe", 1, 1, None)?;
         let output = pipeline.train_step(p, &schedule, vec![batch])?;
-        Ok((params, read(output.gradients.into_iter().flatten().collect())?))
+        Ok((
+            params,
+            read(output.gradients.into_iter().flatten().collect())?,
+        ))
     });
     let (params, found) = results.remove(0).unwrap();
     let shapes = BTreeMap::from([
@@ -172,7 +201,13 @@ fn gradients_of_candles_layers_have_the_same_bits() {
     let store = loss(&new(&vb).unwrap(), &x).unwrap().backward().unwrap();
     assert_eq!(found.len(), 4);
     for (path, var) in vars.data().lock().unwrap().iter() {
-        let expected = store.get(var).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let expected = store
+            .get(var)
+            .unwrap()
+            .flatten_all()
+            .unwrap()
+            .to_vec1::<f32>()
+            .unwrap();
         let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&found[path]), bits(&expected), "{path}");
     }
@@ -184,17 +219,29 @@ fn of_mixed_layers(split: bool) -> Values {
     let new = |vb: VarBuilder<'static>| -> candle_core::Result<Layers> {
         let table = vb.get((1, 4), "positions")?;
         let norm = nn::group_norm(2, 4, 1e-5, vb.pp("norm"))?;
-        Ok((nn::linear(6, 4, vb.pp("up"))?, norm, table, nn::linear(4, 2, vb.pp("down"))?))
+        Ok((
+            nn::linear(6, 4, vb.pp("up"))?,
+            norm,
+            table,
+            nn::linear(4, 2, vb.pp("down"))?,
+        ))
     };
     let forward = |(up, norm, table, down): &Layers, x: Tensor, _: &mut Cx<'_>| {
-        let x = norm.forward(&up.forward(&x)?.unsqueeze(2)?)?.squeeze(2)?.broadcast_add(table)?;
+        let x = norm
+            .forward(&up.forward(&x)?.unsqueeze(2)?)?
+            .squeeze(2)?
+            .broadcast_add(table)?;
         let sum = down.forward(&x)?.sqr()?.sum_all()?;
         Ok(Loss::new(sum.clone(), sum.ones_like()?.detach()))
     };
     let mut results = Simulation::new(1, 1).run(|p| -> Result<Values> {
         let mesh = p.mesh(&[("x", 1)])?;
         let stage = stage(new, forward)?;
-        let stage = if split { stage.split_gradients() } else { stage };
+        let stage = if split {
+            stage.split_gradients()
+        } else {
+            stage
+        };
         let params = stage.init(p, &mesh, 9)?;
         let mut pipeline = Pipeline::first(stage, &mesh, params)?;
         let mut batch = Vec::new();
@@ -206,7 +253,10 @@ fn of_mixed_layers(split: bool) -> Values {
         pipeline.probe(p, &batch[0].shapes())?;
         let output = pipeline.train_step(p, &Schedule::named("zb-h1", 1, 3, None)?, batch)?;
         let read = |(path, gradient): (String, MpmdArray)| {
-            Ok((path, gradient.to_host()?.expect("one process").to_vec::<f32>()?))
+            Ok((
+                path,
+                gradient.to_host()?.expect("one process").to_vec::<f32>()?,
+            ))
         };
         output.gradients.into_iter().flatten().map(read).collect()
     });
@@ -260,7 +310,10 @@ fn of_equal_weights(is_tied: bool) -> Values {
 fn tied_weights_of_two_stages_add_their_gradients() {
     let (tied, own) = (of_equal_weights(true), of_equal_weights(false));
     assert_eq!((tied.len(), own.len()), (1, 2));
-    let sums = own["embedding.weight"].iter().zip(&own["head.weight"]).map(|(a, b)| a + b);
+    let sums = own["embedding.weight"]
+        .iter()
+        .zip(&own["head.weight"])
+        .map(|(a, b)| a + b);
     assert_eq!(tied["embedding.weight"], sums.collect::<Vec<f32>>());
     assert_ne!(tied["embedding.weight"], own["embedding.weight"]);
 }
@@ -270,9 +323,15 @@ fn tied_weights_of_two_stages_add_their_gradients() {
 fn of_frozen_embedding(is_tied: bool, split: bool, probes_first: bool) -> Result<Values> {
     const BUT_THE_TABLES: &str = "^layers";
     let mut results = Simulation::new(2, 2).run(|p| -> Result<Values> {
-        let settings = Settings { split, ..Settings::default() };
+        let settings = Settings {
+            split,
+            ..Settings::default()
+        };
         let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
-        let (first, mut last) = (middle(0, settings).trainable(BUT_THE_TABLES)?, last(settings));
+        let (first, mut last) = (
+            middle(0, settings).trainable(BUT_THE_TABLES)?,
+            last(settings),
+        );
         let a = first.init(p, &meshes[0], SEED)?;
         let mut b = last.init(p, &meshes[1], SEED)?;
         if !is_tied {

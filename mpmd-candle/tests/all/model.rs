@@ -60,12 +60,18 @@ impl Part {
             0 => Some(nn::embedding(TOKENS, WIDTH, vb.pp("embedding"))?),
             _ => None,
         };
-        let blocks = layers.map(|layer| Block::new(layer, dropout, vb)).collect::<Result<_>>()?;
+        let blocks = layers
+            .map(|layer| Block::new(layer, dropout, vb))
+            .collect::<Result<_>>()?;
         let head = match at + 1 == of {
             true => Some(nn::linear_no_bias(WIDTH, TOKENS, vb.pp("head"))?),
             false => None,
         };
-        Ok(Self { embedding, blocks, head })
+        Ok(Self {
+            embedding,
+            blocks,
+            head,
+        })
     }
 
     fn forward(&self, x: Tensor, training: bool) -> Result<Tensor> {
@@ -73,7 +79,10 @@ impl Part {
             Some(embedding) => embedding.forward(&x)?,
             None => x,
         };
-        let x = self.blocks.iter().try_fold(x, |x, block| block.forward(&x, training))?;
+        let x = self
+            .blocks
+            .iter()
+            .try_fold(x, |x, block| block.forward(&x, training))?;
         match &self.head {
             Some(head) => head.forward(&x),
             None => Ok(x),
@@ -107,24 +116,40 @@ pub(crate) struct Settings {
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { stages: 2, dropout: 0.0, split: false }
+        Self {
+            stages: 2,
+            dropout: 0.0,
+            split: false,
+        }
     }
 }
 
 /// Returns stage `at`, which is not the last.
 pub(crate) fn middle(at: usize, settings: Settings) -> Middle {
-    let Settings { stages, dropout, split } = settings;
+    let Settings {
+        stages,
+        dropout,
+        split,
+    } = settings;
     let stage = stage(
         move |vb: VarBuilder<'static>| Part::new(&vb, (at, stages), dropout),
         |part: &Part, x: Tensor, cx: &mut Cx<'_>| part.forward(x, cx.is_training()),
     );
     let stage = stage.unwrap().named(format!("part {at}"));
-    if split { stage.split_gradients() } else { stage }
+    if split {
+        stage.split_gradients()
+    } else {
+        stage
+    }
 }
 
 /// Returns the last stage.
 pub(crate) fn last(settings: Settings) -> Last {
-    let Settings { stages, dropout, split } = settings;
+    let Settings {
+        stages,
+        dropout,
+        split,
+    } = settings;
     let stage = stage(
         move |vb: VarBuilder<'static>| Part::new(&vb, (stages - 1, stages), dropout),
         |part: &Part, x: Tensor, cx: &mut Cx<'_>| {
@@ -132,7 +157,11 @@ pub(crate) fn last(settings: Settings) -> Last {
         },
     );
     let stage = stage.unwrap().named("last part");
-    if split { stage.split_gradients() } else { stage }
+    if split {
+        stage.split_gradients()
+    } else {
+        stage
+    }
 }
 
 /// A pipeline of the model.
@@ -173,7 +202,9 @@ pub(crate) fn shapes(stages: usize) -> MicrobatchShapes<MpmdArray> {
 /// Returns the tokens (or labels, with an odd `stream`) of a microbatch.
 pub(crate) fn tokens(step: u64, microbatch: u64, stream: u64) -> Vec<u32> {
     let key = Key(step).fold_in(microbatch).fold_in(stream);
-    (0..(ROWS[0] * ROWS[1]) as u64).map(|i| (bits(key, i) % TOKENS as u64) as u32).collect()
+    (0..(ROWS[0] * ROWS[1]) as u64)
+        .map(|i| (bits(key, i) % TOKENS as u64) as u32)
+        .collect()
 }
 
 /// Makes the microbatches of a step.
@@ -189,7 +220,9 @@ pub(crate) fn microbatches(
             p.device_put(&values, meshes[stream as usize].replicated())
         });
         let key = Key(step).fold_in(number);
-        Ok(Microbatch::new(x?).side(stages - 1, named([("labels", labels?)])).key(key))
+        Ok(Microbatch::new(x?)
+            .side(stages - 1, named([("labels", labels?)]))
+            .key(key))
     };
     (0..count as u64).map(microbatch).collect()
 }

@@ -29,7 +29,11 @@ struct Run {
 }
 
 const PLAIN: Run = Run {
-    settings: Settings { stages: 2, dropout: 0.0, split: false },
+    settings: Settings {
+        stages: 2,
+        dropout: 0.0,
+        split: false,
+    },
     processes: 1,
     schedule: "gpipe",
     recompute: false,
@@ -56,7 +60,14 @@ fn update(p: &mut Program, model: &mut model::Model, output: StepOutput) -> Resu
 
 /// Returns the bits of the losses of some steps, with the losses of an evaluation at the end.
 fn losses(run: Run) -> Vec<u32> {
-    let Run { settings, processes, schedule, recompute, replay, computes_in } = run;
+    let Run {
+        settings,
+        processes,
+        schedule,
+        recompute,
+        replay,
+        computes_in,
+    } = run;
     let stages = settings.stages;
     let results = Simulation::new(processes, stages.max(processes)).run(|p| {
         let mut model = pipeline(p, settings)?;
@@ -75,7 +86,11 @@ fn losses(run: Run) -> Vec<u32> {
             let output = model.train_step(p, &schedule, batch)?;
             losses.push(output.loss.sum.clone());
             let gradients = output.gradients.iter().flatten();
-            assert!(gradients.into_iter().all(|(_, gradient)| gradient.dtype() == DType::F32));
+            assert!(
+                gradients
+                    .into_iter()
+                    .all(|(_, gradient)| gradient.dtype() == DType::F32)
+            );
             update(p, &mut model, output)?;
             p.step_end()?;
         }
@@ -84,7 +99,11 @@ fn losses(run: Run) -> Vec<u32> {
         losses.extend(outputs.into_iter().map(|loss| loss.sum));
         let read = |loss: &MpmdArray| Ok(loss.to_host()?.map(|host| host.to_vec::<f32>()));
         let found = losses.iter().map(read).collect::<Result<Vec<_>>>()?;
-        found.into_iter().flatten().collect::<std::result::Result<Vec<_>, _>>().map_err(Error::from)
+        found
+            .into_iter()
+            .flatten()
+            .collect::<std::result::Result<Vec<_>, _>>()
+            .map_err(Error::from)
     });
     let results: Vec<Vec<Vec<f32>>> = results.into_iter().map(|result| result.unwrap()).collect();
     let found: Vec<f32> = results.into_iter().flatten().flatten().collect();
@@ -95,20 +114,44 @@ fn losses(run: Run) -> Vec<u32> {
 
 #[test]
 fn losses_are_equal_at_every_process_count() {
-    let dropout = Settings { stages: 4, dropout: 0.3, split: false };
-    let one = losses(Run { settings: dropout, ..PLAIN });
+    let dropout = Settings {
+        stages: 4,
+        dropout: 0.3,
+        split: false,
+    };
+    let one = losses(Run {
+        settings: dropout,
+        ..PLAIN
+    });
     for processes in [2, 4] {
-        assert_eq!(losses(Run { settings: dropout, processes, ..PLAIN }), one, "{processes}");
+        assert_eq!(
+            losses(Run {
+                settings: dropout,
+                processes,
+                ..PLAIN
+            }),
+            one,
+            "{processes}"
+        );
     }
 }
 
 #[test]
 fn losses_are_equal_under_every_schedule() {
     for split in [false, true] {
-        let settings = Settings { dropout: 0.3, split, ..Settings::default() };
+        let settings = Settings {
+            dropout: 0.3,
+            split,
+            ..Settings::default()
+        };
         let plain = losses(Run { settings, ..PLAIN });
         for schedule in ["1f1b", "zb-h1"] {
-            let run = Run { settings, schedule, processes: 2, ..PLAIN };
+            let run = Run {
+                settings,
+                schedule,
+                processes: 2,
+                ..PLAIN
+            };
             assert_eq!(losses(run), plain, "{schedule}, split {split}");
         }
     }
@@ -116,43 +159,97 @@ fn losses_are_equal_under_every_schedule() {
 
 #[test]
 fn split_gradients_give_the_same_bits() {
-    let settings = Settings { split: true, ..Settings::default() };
+    let settings = Settings {
+        split: true,
+        ..Settings::default()
+    };
     let schedule = "zb-h1";
-    assert_eq!(losses(Run { settings, schedule, ..PLAIN }), losses(PLAIN));
+    assert_eq!(
+        losses(Run {
+            settings,
+            schedule,
+            ..PLAIN
+        }),
+        losses(PLAIN)
+    );
 }
 
 #[test]
 fn recomputation_draws_the_same_dropout_masks() {
-    let settings = Settings { dropout: 0.3, ..Settings::default() };
+    let settings = Settings {
+        dropout: 0.3,
+        ..Settings::default()
+    };
     let plain = losses(Run { settings, ..PLAIN });
-    assert_eq!(losses(Run { settings, recompute: true, processes: 2, ..PLAIN }), plain);
+    assert_eq!(
+        losses(Run {
+            settings,
+            recompute: true,
+            processes: 2,
+            ..PLAIN
+        }),
+        plain
+    );
     assert_ne!(plain, losses(PLAIN), "dropout does nothing");
 }
 
 #[test]
 fn replayed_steps_draw_new_dropout_masks() {
-    let settings = Settings { dropout: 0.3, ..Settings::default() };
+    let settings = Settings {
+        dropout: 0.3,
+        ..Settings::default()
+    };
     let plain = losses(Run { settings, ..PLAIN });
-    assert_eq!(losses(Run { settings, replay: true, processes: 2, ..PLAIN }), plain);
+    assert_eq!(
+        losses(Run {
+            settings,
+            replay: true,
+            processes: 2,
+            ..PLAIN
+        }),
+        plain
+    );
 }
 
 #[test]
 fn models_compute_in_bf16_over_f32_parameters() {
     let single: Vec<f32> = losses(PLAIN).into_iter().map(f32::from_bits).collect();
     for split in [false, true] {
-        let settings = Settings { dropout: 0.3, split, ..Settings::default() };
-        let plain = Run { settings, computes_in: DType::Bf16, ..PLAIN };
+        let settings = Settings {
+            dropout: 0.3,
+            split,
+            ..Settings::default()
+        };
+        let plain = Run {
+            settings,
+            computes_in: DType::Bf16,
+            ..PLAIN
+        };
         let bits = losses(plain);
         for schedule in ["1f1b", "zb-h1"] {
-            let run = Run { schedule, processes: 2, recompute: true, replay: true, ..plain };
+            let run = Run {
+                schedule,
+                processes: 2,
+                recompute: true,
+                replay: true,
+                ..plain
+            };
             assert_eq!(losses(run), bits, "{schedule}, split {split}");
         }
     }
-    let half: Vec<f32> =
-        losses(Run { computes_in: DType::Bf16, ..PLAIN }).into_iter().map(f32::from_bits).collect();
+    let half: Vec<f32> = losses(Run {
+        computes_in: DType::Bf16,
+        ..PLAIN
+    })
+    .into_iter()
+    .map(f32::from_bits)
+    .collect();
     // Later steps grow apart, since the rate is high.
     let (half, single) = (half[0], single[0]);
-    assert!(half != single && (half - single).abs() < 0.01 * single, "{half} {single}");
+    assert!(
+        half != single && (half - single).abs() < 0.01 * single,
+        "{half} {single}"
+    );
     let refused = Simulation::new(1, 2).run(|p| {
         let mut model = pipeline(p, Settings::default())?;
         Ok(model.compute_in(DType::I32).unwrap_err().to_string())
@@ -233,9 +330,17 @@ fn gradients(trainable: [Option<&'static str>; 2]) -> Vec<(String, Vec<f32>)> {
         let schedule = Schedule::named("1f1b", 2, MICROBATCHES, None)?;
         let output = pipeline.train_step(p, &schedule, batch)?;
         let read = |(path, gradient): (String, MpmdArray)| {
-            Ok((path, gradient.to_host()?.expect("one process").to_vec::<f32>()?))
+            Ok((
+                path,
+                gradient.to_host()?.expect("one process").to_vec::<f32>()?,
+            ))
         };
-        output.gradients.into_iter().flatten().map(read).collect::<Result<Vec<_>>>()
+        output
+            .gradients
+            .into_iter()
+            .flatten()
+            .map(read)
+            .collect::<Result<Vec<_>>>()
     });
     results.into_iter().next().expect("one process").unwrap()
 }
@@ -248,7 +353,10 @@ fn frozen_parameters_leave_the_other_gradients_unchanged() {
         all.iter().filter(trained).cloned().collect()
     };
     assert_eq!(all.len(), 2 + 24);
-    assert_eq!(gradients([Some("norm"), Some("up")]), of(&["0.norm", "1.norm", "2.up", "3.up"]));
+    assert_eq!(
+        gradients([Some("norm"), Some("up")]),
+        of(&["0.norm", "1.norm", "2.up", "3.up"])
+    );
     // Nothing in the first stage is trained.
     assert_eq!(gradients([None, Some("head")]), of(&["head"]));
 }
@@ -258,7 +366,9 @@ fn sums(has_state: bool) -> Vec<Result<Vec<Vec<f32>>>> {
     Simulation::new(2, 2).run(|p| {
         let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
         let add_up = |(): &(), x: Tensor, cx: &mut Cx<'_>| {
-            let Some(mut total) = cx.state::<Option<Tensor>>()? else { return Ok(x) };
+            let Some(mut total) = cx.state::<Option<Tensor>>()? else {
+                return Ok(x);
+            };
             let sum = match total.take() {
                 Some(total) => (total + x)?,
                 None => x,
@@ -290,7 +400,10 @@ fn sums(has_state: bool) -> Vec<Result<Vec<Vec<f32>>>> {
 
 #[test]
 fn state_is_kept_between_passes_and_absent_in_a_probe() {
-    let found: Vec<_> = sums(true).into_iter().flat_map(|result| result.unwrap()).collect();
+    let found: Vec<_> = sums(true)
+        .into_iter()
+        .flat_map(|result| result.unwrap())
+        .collect();
     assert_eq!(found, [[10.0; 2], [30.0; 2], [60.0; 2]]);
     for result in sums(false) {
         let error = result.unwrap_err().to_string();

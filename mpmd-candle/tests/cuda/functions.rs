@@ -15,7 +15,11 @@ where
 {
     let mut p = Program::builder().device_kinds(&[kind]).alone()?;
     let mesh = p.mesh(&[("x", 1)])?;
-    let jit = p.jit(f.like_input()).on(&mesh).outputs(mesh.replicated()).build()?;
+    let jit = p
+        .jit(f.like_input())
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .build()?;
     let mut number = 0;
     let mut array = |shape: &[usize]| {
         let value = |_| {
@@ -27,7 +31,9 @@ where
     };
     let x = (array(shapes[0])?, array(shapes[1])?, array(shapes[2])?);
     let y = jit.call(&mut p, x)?;
-    let host = y.to_host()?.ok_or_else(|| Error::kernel("no values here"))?;
+    let host = y
+        .to_host()?
+        .ok_or_else(|| Error::kernel("no values here"))?;
     p.finish()?;
     Ok(host.to_vec::<f32>()?)
 }
@@ -36,7 +42,10 @@ where
 fn assert_near(found: &[f32], expected: &[f32]) {
     assert_eq!(found.len(), expected.len());
     for (at, (found, expected)) in found.iter().zip(expected).enumerate() {
-        assert!((found - expected).abs() < 1e-5, "element {at} is {found}, not {expected}");
+        assert!(
+            (found - expected).abs() < 1e-5,
+            "element {at} is {found}, not {expected}"
+        );
     }
 }
 
@@ -51,7 +60,12 @@ fn function_equals_that_of_cpus() {
     }
     let run = |kind, on_host| {
         let f = function(product);
-        call(kind, if on_host { f.on_host() } else { f }, [&[5, 5], &[5, 5], &[5, 5]]).unwrap()
+        call(
+            kind,
+            if on_host { f.on_host() } else { f },
+            [&[5, 5], &[5, 5], &[5, 5]],
+        )
+        .unwrap()
     };
     let expected = run(DeviceKind::Cpu, false);
     assert_near(&run(DeviceKind::Cuda, false), &expected);
@@ -61,8 +75,16 @@ fn function_equals_that_of_cpus() {
 /// Two passes of two sequences: the first is longer than a block.
 fn paged(q: Tensor, k: Tensor, v: Tensor) -> CandleResult<Tensor> {
     let mut cache = PagedCache::new(5, 2, 8);
-    let scores = PagedScores { scale: 0.4, cap: Some(3.0), window: Some(14) };
-    let rows = |start, rows, blocks: &[u32]| PagedRows { start, rows, blocks: blocks.to_vec() };
+    let scores = PagedScores {
+        scale: 0.4,
+        cap: Some(3.0),
+        window: Some(14),
+    };
+    let rows = |start, rows, blocks: &[u32]| PagedRows {
+        start,
+        rows,
+        blocks: blocks.to_vec(),
+    };
     let passes = [
         (0, 17, vec![rows(0, 15, &[3]), rows(0, 2, &[0])]),
         (17, 9, vec![rows(15, 6, &[3, 1]), rows(2, 3, &[0])]),

@@ -92,7 +92,13 @@ const CASES: &[Case] = &[
                 let y = nn::Linear::new(p[at].clone(), None).forward(&x)?;
                 y.reshape((2, 5, heads, 4))?.transpose(1, 2)
             };
-            let y = nn::attention(&heads(0, 2)?, &heads(1, 1)?, &heads(2, 1)?, Mask::Causal, 0.5)?;
+            let y = nn::attention(
+                &heads(0, 2)?,
+                &heads(1, 1)?,
+                &heads(2, 1)?,
+                Mask::Causal,
+                0.5,
+            )?;
             y.transpose(1, 2)?.reshape((2, 5, 8))
         },
     },
@@ -128,8 +134,11 @@ const CASES: &[Case] = &[
         input: &[1, 2, 3, 4],
         indices: false,
         forward: |p, x, _| {
-            let [cos, sin] = [[1f32, 0.8, 0.5, 0.1, 0.2, -0.3], [0f32, 0.6, 0.8, 0.9, 0.9, 0.9]]
-                .map(|values| Tensor::new(&values, x.device())?.reshape((3, 2)));
+            let [cos, sin] = [
+                [1f32, 0.8, 0.5, 0.1, 0.2, -0.3],
+                [0f32, 0.6, 0.8, 0.9, 0.9, 0.9],
+            ]
+            .map(|values| Tensor::new(&values, x.device())?.reshape((3, 2)));
             let y = nn::Linear::new(p[0].clone(), None).forward(&x)?;
             let (cos, sin) = (cos?, sin?);
             let y = nn::rotary_emb::rope(&y.contiguous()?, &cos, &sin)?;
@@ -185,13 +194,21 @@ struct Passes {
 
 fn train(kind: DeviceKind, case: &'static Case, passes: Passes) -> Result<Found> {
     let Passes { splits, dtype } = passes;
-    let mut p = Program::builder().device_kinds(&[kind]).devices(2).alone()?;
+    let mut p = Program::builder()
+        .device_kinds(&[kind])
+        .devices(2)
+        .alone()?;
     let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
-    let init = Init::Randn { mean: 0.1, stdev: 0.5 };
+    let init = Init::Randn {
+        mean: 0.1,
+        stdev: 0.5,
+    };
     let first = stage(
         move |vb: VarBuilder<'static>| {
             let params = case.params.iter().enumerate();
-            params.map(|(at, shape)| vb.get_with_hints(*shape, &format!("p{at}"), init)).collect()
+            params
+                .map(|(at, shape)| vb.get_with_hints(*shape, &format!("p{at}"), init))
+                .collect()
         },
         move |params: &Vec<Tensor>, x: Tensor, cx: &mut Cx<'_>| (case.forward)(params, x, cx),
     )?;
@@ -212,7 +229,10 @@ fn train(kind: DeviceKind, case: &'static Case, passes: Passes) -> Result<Found>
     let params = last.init(&mut p, &meshes[1], 4)?;
     let mut pipeline = pipeline.then(last, &meshes[1], params)?;
     pipeline.compute_in(dtype)?;
-    let input = ShapedArray::new(case.input, if case.indices { DType::U32 } else { DType::F32 });
+    let input = ShapedArray::new(
+        case.input,
+        if case.indices { DType::U32 } else { DType::F32 },
+    );
     let side = [("targets", DType::U32), ("weights", DType::F32)];
     let shapes = side.map(|(name, dtype)| (name.to_owned(), ShapedArray::new(&[2, 3], dtype)));
     let shapes = MicrobatchShapes::new(input).side(0, &BTreeMap::from(shapes));
@@ -242,7 +262,9 @@ fn train(kind: DeviceKind, case: &'static Case, passes: Passes) -> Result<Found>
     let schedule = Schedule::named(schedule, 2, microbatches.len(), None)?;
     let output = pipeline.train_step(&mut p, &schedule, microbatches)?;
     let read = |array: &MpmdArray| -> Result<Vec<f32>> {
-        let host = array.to_host()?.ok_or_else(|| Error::kernel("no values here"))?;
+        let host = array
+            .to_host()?
+            .ok_or_else(|| Error::kernel("no values here"))?;
         Ok(host.to_vec::<f32>()?)
     };
     let mut found = BTreeMap::from([("loss".to_owned(), read(&output.loss.sum)?)]);
@@ -268,13 +290,20 @@ fn check(case: &'static Case, passes: Passes) {
             assert!(is_near, "{name}: {path} at {at} is {found}, not {expected}");
         }
     }
-    assert_eq!(softcuda::driver().map(|driver| driver.races()), Some(0), "races");
+    assert_eq!(
+        softcuda::driver().map(|driver| driver.races()),
+        Some(0),
+        "races"
+    );
 }
 
 #[test]
 fn fused_passes_equal_those_of_cpus() {
     if !softcuda::again!("SOFTCUDA_DEVICES" = "2") {
-        let passes = Passes { splits: false, dtype: DType::F32 };
+        let passes = Passes {
+            splits: false,
+            dtype: DType::F32,
+        };
         CASES.iter().for_each(|case| check(case, passes));
     }
 }
@@ -282,7 +311,10 @@ fn fused_passes_equal_those_of_cpus() {
 #[test]
 fn split_passes_equal_those_of_cpus() {
     if !softcuda::again!("SOFTCUDA_DEVICES" = "2") {
-        let passes = Passes { splits: true, dtype: DType::F32 };
+        let passes = Passes {
+            splits: true,
+            dtype: DType::F32,
+        };
         CASES.iter().for_each(|case| check(case, passes));
     }
 }
@@ -294,10 +326,21 @@ fn bf16_weight_gradients_are_computed_with_tf32_on() {
     }
     // cuBLAS has no product of bf16 by TF32.
     candle_core::cuda::set_gemm_reduced_precision_f32(true);
-    let multiplying = ["linear", "linear with activations", "grouped", "embedding, tied to a head"];
+    let multiplying = [
+        "linear",
+        "linear with activations",
+        "grouped",
+        "embedding, tied to a head",
+    ];
     for case in CASES.iter().filter(|case| multiplying.contains(&case.name)) {
         for splits in [false, true] {
-            check(case, Passes { splits, dtype: DType::Bf16 });
+            check(
+                case,
+                Passes {
+                    splits,
+                    dtype: DType::Bf16,
+                },
+            );
         }
     }
 }

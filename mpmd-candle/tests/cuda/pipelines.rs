@@ -20,7 +20,11 @@ struct Run {
 }
 
 const PLAIN: Run = Run {
-    settings: Settings { stages: 2, dropout: 0.0, split: false },
+    settings: Settings {
+        stages: 2,
+        dropout: 0.0,
+        split: false,
+    },
     schedule: "1f1b",
     recompute: false,
 };
@@ -57,7 +61,11 @@ impl Kernel for Descend {
             let args = [n.into(), (&mut w).into(), (&g).into()];
             return cuda.launch(&DESCEND, "descend", Grid::over(n), &args);
         }
-        for (w, g) in w.as_mut_slice::<f32>()?.iter_mut().zip(g.as_slice::<f32>()?) {
+        for (w, g) in w
+            .as_mut_slice::<f32>()?
+            .iter_mut()
+            .zip(g.as_slice::<f32>()?)
+        {
             *w -= 0.002 * g;
         }
         Ok(())
@@ -72,7 +80,12 @@ impl Kernel for Descend {
 pub(crate) fn update(p: &mut Program, model: &mut model::Model, output: StepOutput) -> Result<()> {
     for (stage, gradients) in output.gradients.into_iter().enumerate() {
         let mesh = model.mesh(stage).clone();
-        let descend = p.jit(Descend).on(&mesh).outputs(mesh.replicated()).donate("0").build()?;
+        let descend = p
+            .jit(Descend)
+            .on(&mesh)
+            .outputs(mesh.replicated())
+            .donate("0")
+            .build()?;
         let mut params = Vec::new();
         for ((_, param), (_, gradient)) in model.params(stage).into_iter().zip(gradients) {
             params.push(descend.call(p, (param, gradient))?);
@@ -84,9 +97,17 @@ pub(crate) fn update(p: &mut Program, model: &mut model::Model, output: StepOutp
 
 /// Returns the losses of some steps, with the losses of an evaluation at the end.
 fn losses(kind: DeviceKind, run: Run) -> Vec<f32> {
-    let Run { settings, schedule, recompute } = run;
+    let Run {
+        settings,
+        schedule,
+        recompute,
+    } = run;
     let stages = settings.stages;
-    let mut p = Program::builder().device_kinds(&[kind]).devices(stages).alone().unwrap();
+    let mut p = Program::builder()
+        .device_kinds(&[kind])
+        .devices(stages)
+        .alone()
+        .unwrap();
     let mut train = || -> Result<Vec<f32>> {
         let p = &mut p;
         let mut model = pipeline(p, settings)?;
@@ -107,13 +128,20 @@ fn losses(kind: DeviceKind, run: Run) -> Vec<f32> {
         losses.extend(outputs.into_iter().map(|loss| loss.sum));
         let read = |loss: &MpmdArray| Ok(loss.to_host()?.map(|host| host.to_vec::<f32>()));
         let found = losses.iter().map(read).collect::<Result<Vec<_>>>()?;
-        let found = found.into_iter().flatten().collect::<std::result::Result<Vec<_>, _>>();
+        let found = found
+            .into_iter()
+            .flatten()
+            .collect::<std::result::Result<Vec<_>, _>>();
         Ok(found?.concat())
     };
     let found = train().unwrap();
     p.finish().unwrap();
     assert_eq!(found.len(), STEPS as usize + MICROBATCHES, "{found:?}");
-    assert_eq!(softcuda::driver().map_or(0, |driver| driver.races()), 0, "races");
+    assert_eq!(
+        softcuda::driver().map_or(0, |driver| driver.races()),
+        0,
+        "races"
+    );
     found
 }
 
@@ -136,15 +164,29 @@ fn losses_equal_those_of_cpus() {
 #[test]
 fn split_gradients_equal_those_of_cpus() {
     if !softcuda::again!("SOFTCUDA_DEVICES" = "2") {
-        let settings = Settings { split: true, ..PLAIN.settings };
-        assert_equal(Run { settings, schedule: "zb-h1", ..PLAIN });
+        let settings = Settings {
+            split: true,
+            ..PLAIN.settings
+        };
+        assert_equal(Run {
+            settings,
+            schedule: "zb-h1",
+            ..PLAIN
+        });
     }
 }
 
 #[test]
 fn dropout_masks_equal_those_of_cpus() {
     if !softcuda::again!("SOFTCUDA_DEVICES" = "2") {
-        let settings = Settings { dropout: 0.3, ..PLAIN.settings };
-        assert_equal(Run { settings, recompute: true, ..PLAIN });
+        let settings = Settings {
+            dropout: 0.3,
+            ..PLAIN.settings
+        };
+        assert_equal(Run {
+            settings,
+            recompute: true,
+            ..PLAIN
+        });
     }
 }

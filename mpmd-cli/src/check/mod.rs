@@ -46,9 +46,16 @@ pub(crate) fn check(args: &CheckArgs) -> anyhow::Result<ExitCode> {
 }
 
 fn checked(args: &CheckArgs) -> anyhow::Result<ExitCode> {
-    let channels = if args.channel.is_empty() { &Channel::ALL } else { &args.channel[..] };
+    let channels = if args.channel.is_empty() {
+        &Channel::ALL
+    } else {
+        &args.channel[..]
+    };
     if let Some(subject) = &args.schedule.subject {
-        anyhow::ensure!(args.what.is_empty(), "a schedule and a program are not checked at once");
+        anyhow::ensure!(
+            args.what.is_empty(),
+            "a schedule and a program are not checked at once"
+        );
         return args.schedule.check(subject, args.budget, channels);
     }
     let Some(processes) = args.program.processes else {

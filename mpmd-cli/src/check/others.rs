@@ -39,14 +39,17 @@ impl Others {
     ) -> anyhow::Result<Self> {
         let count = first.processes;
         // The last process comes early: programs often treat it specially, like the first.
-        let order: Vec<u32> =
-            (count.saturating_sub(1).max(1)..count).chain(1..count.saturating_sub(1)).collect();
+        let order: Vec<u32> = (count.saturating_sub(1).max(1)..count)
+            .chain(1..count.saturating_sub(1))
+            .collect();
         let (next, has_failed) = (AtomicUsize::new(0), AtomicBool::new(false));
         let deadline = after(Instant::now(), within);
         let work = || {
             let mut done = Vec::new();
             while Instant::now() < deadline && !has_failed.load(Ordering::Relaxed) {
-                let Some(process) = order.get(next.fetch_add(1, Ordering::Relaxed)) else { break };
+                let Some(process) = order.get(next.fetch_add(1, Ordering::Relaxed)) else {
+                    break;
+                };
                 let found = dry_run_of(*process).map(|dry_run| first.parting(&dry_run));
                 has_failed.fetch_or(found.is_err(), Ordering::Relaxed);
                 done.push((*process, found));
@@ -55,15 +58,18 @@ impl Others {
         };
         let cores = thread::available_parallelism().map_or(1, usize::from);
         let mut done: Vec<(u32, anyhow::Result<Option<Parting>>)> = thread::scope(|scope| {
-            let threads: Vec<_> = (0..cores.min(order.len())).map(|_| scope.spawn(work)).collect();
+            let threads: Vec<_> = (0..cores.min(order.len()))
+                .map(|_| scope.spawn(work))
+                .collect();
             let joined = threads
                 .into_iter()
                 .map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)));
             joined.flatten().collect()
         });
         done.sort_unstable_by_key(|(process, _)| *process);
-        let left =
-            (1..count).filter(|process| done.iter().all(|(done, _)| done != process)).collect();
+        let left = (1..count)
+            .filter(|process| done.iter().all(|(done, _)| done != process))
+            .collect();
         let (mut same, mut parted) = (vec![0], Vec::<(Parting, Vec<u32>)>::new());
         for (process, found) in done {
             match found? {
@@ -75,7 +81,12 @@ impl Others {
             }
         }
         parted.sort_by_key(|(parting, _)| parting.operation);
-        Ok(Self { same, parted, left, within })
+        Ok(Self {
+            same,
+            parted,
+            left,
+            within,
+        })
     }
 
     /// Returns true if no process is known to issue other operations than process 0.
@@ -86,20 +97,41 @@ impl Others {
 
 impl fmt::Display for Others {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { same, parted, left, within } = self;
+        let Self {
+            same,
+            parted,
+            left,
+            within,
+        } = self;
         match (&same[..], &parted[..], &left[..]) {
             ([_], ..) => {}
-            (_, [], []) => {
-                writeln!(f, "issue    all {} processes issue the same operations", same.len())?
-            }
+            (_, [], []) => writeln!(
+                f,
+                "issue    all {} processes issue the same operations",
+                same.len()
+            )?,
             _ => writeln!(f, "issue    {} issue the same operations", Numbers(same))?,
         }
-        for (Parting { operation, issued: [first, other], why, .. }, processes) in
-            parted.iter().take(MOST_PARTINGS)
+        for (
+            Parting {
+                operation,
+                issued: [first, other],
+                why,
+                ..
+            },
+            processes,
+        ) in parted.iter().take(MOST_PARTINGS)
         {
-            let verb = if processes.len() == 1 { "parts" } else { "part" };
+            let verb = if processes.len() == 1 {
+                "parts"
+            } else {
+                "part"
+            };
             let numbers = Numbers(processes);
-            writeln!(f, "issue    {numbers} {verb} from process 0 at operation {operation}")?;
+            writeln!(
+                f,
+                "issue    {numbers} {verb} from process 0 at operation {operation}"
+            )?;
             writeln!(f, "           process 0: {first}")?;
             writeln!(f, "           {numbers}: {other}")?;
             if let Some(why) = why {
@@ -126,7 +158,11 @@ struct Numbers<'a>(&'a [u32]);
 
 impl fmt::Display for Numbers<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if self.0.len() == 1 { "process" } else { "processes" })?;
+        f.write_str(if self.0.len() == 1 {
+            "process"
+        } else {
+            "processes"
+        })?;
         let runs = self.0.chunk_by(|one, next| one + 1 == *next);
         for (place, run) in runs.enumerate() {
             f.write_str(if place == 0 { " " } else { ", " })?;
@@ -164,7 +200,10 @@ mod tests {
         assert_eq!(asked, [1, 2, 3, 4, 5, 6, 7]);
         let others = others.unwrap();
         assert!(others.issue_the_same());
-        assert_eq!(others.to_string(), "issue    all 8 processes issue the same operations\n");
+        assert_eq!(
+            others.to_string(),
+            "issue    all 8 processes issue the same operations\n"
+        );
     }
 
     #[test]
@@ -172,7 +211,10 @@ mod tests {
         let mut alone = dry_run();
         alone.processes = 1;
         let others = Others::compare(&alone, Duration::from_secs(60), |_| unreachable!()).unwrap();
-        assert_eq!((others.to_string(), others.issue_the_same()), (String::new(), true));
+        assert_eq!(
+            (others.to_string(), others.issue_the_same()),
+            (String::new(), true)
+        );
     }
 
     #[test]
@@ -185,9 +227,16 @@ mod tests {
 
     #[test]
     fn a_process_without_a_dry_run_is_an_error() {
-        let failing =
-            |process| if process == 7 { anyhow::bail!("out of paper") } else { Ok(dry_run()) };
-        let error = Others::compare(&dry_run(), Duration::from_secs(60), failing).err().unwrap();
+        let failing = |process| {
+            if process == 7 {
+                anyhow::bail!("out of paper")
+            } else {
+                Ok(dry_run())
+            }
+        };
+        let error = Others::compare(&dry_run(), Duration::from_secs(60), failing)
+            .err()
+            .unwrap();
         assert_eq!(error.to_string(), "out of paper");
     }
 

@@ -64,8 +64,14 @@ impl ProgramArgs {
             Some(out) => std::path::absolute(out)?,
             None => folder.path().join("dry-run.json"),
         };
-        let dry_runs =
-            DryRuns { settings: self, processes, name, program, args, folder: folder.path() };
+        let dry_runs = DryRuns {
+            settings: self,
+            processes,
+            name,
+            program,
+            args,
+            folder: folder.path(),
+        };
         let dry_run = dry_runs.run(0, &file)?;
         let others = Others::compare(&dry_run, self.peer_timeout, |process| {
             let file = folder.path().join(format!("dry-run-{process}.json"));
@@ -76,7 +82,11 @@ impl ProgramArgs {
         })?;
         let report = Report::new(&dry_run, &others, budget, channels);
         crate::files::say(&report.to_string())?;
-        Ok(if report.is_good() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+        Ok(if report.is_good() {
+            ExitCode::SUCCESS
+        } else {
+            ExitCode::FAILURE
+        })
     }
 }
 
@@ -122,7 +132,9 @@ impl DryRuns<'_> {
             command.env(variables::DRY_RUN_STEPS, steps.to_string());
         }
         let name = self.name.display();
-        let mut child = command.spawn().with_context(|| format!("starting {name}"))?;
+        let mut child = command
+            .spawn()
+            .with_context(|| format!("starting {name}"))?;
         let peer_timeout = self.settings.peer_timeout;
         let deadline = after(Instant::now(), peer_timeout);
         let status = loop {

@@ -36,10 +36,19 @@ impl<'a> Report<'a> {
         channels: &[Channel],
     ) -> Self {
         let dry_run_flow = dry_run.flow();
-        let verdicts =
-            channels.iter().map(|channel| check::check(&dry_run_flow.flow, *channel)).collect();
+        let verdicts = channels
+            .iter()
+            .map(|channel| check::check(&dry_run_flow.flow, *channel))
+            .collect();
         let memory = dry_run.memory(&dry_run_flow);
-        Self { dry_run, others, dry_run_flow, verdicts, memory, budget }
+        Self {
+            dry_run,
+            others,
+            dry_run_flow,
+            verdicts,
+            memory,
+            budget,
+        }
     }
 
     /// True if no process is known to issue other operations than process 0, and these end over
@@ -55,15 +64,23 @@ impl<'a> Report<'a> {
     fn over_budget(&self) -> impl Iterator<Item = (u32, MemoryPeak)> {
         let most =
             |one: MemoryPeak, other: MemoryPeak| if other.bytes > one.bytes { other } else { one };
-        let peaks =
-            self.memory.devices.iter().map(move |d| (d.device, most(d.in_order, d.in_time)));
+        let peaks = self
+            .memory
+            .devices
+            .iter()
+            .map(move |d| (d.device, most(d.in_order, d.in_time)));
         peaks.filter(|(_, peak)| self.budget.is_some_and(|budget| peak.bytes > budget))
     }
 
     /// Returns (range of operation numbers, words for it): the last step, which stands for later
     /// steps. Without steps, all operations.
     fn typical(&self) -> (Range<u64>, &'static str) {
-        let last = self.dry_run.steps.len().checked_sub(1).and_then(|last| self.dry_run.step(last));
+        let last = self
+            .dry_run
+            .steps
+            .len()
+            .checked_sub(1)
+            .and_then(|last| self.dry_run.step(last));
         match last {
             Some(step) if !step.is_empty() => (step, "in the last step"),
             _ => (1..self.dry_run.operations.len() as u64 + 1, "in all"),
@@ -71,7 +88,14 @@ impl<'a> Report<'a> {
     }
 
     fn size_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let DryRun { processes, devices, operations, steps, end, .. } = self.dry_run;
+        let DryRun {
+            processes,
+            devices,
+            operations,
+            steps,
+            end,
+            ..
+        } = self.dry_run;
         let (operations, devices) = (operations.len(), devices.len());
         writeln!(
             f,
@@ -90,23 +114,37 @@ impl<'a> Report<'a> {
                 )
             }
             End::Steps => {
-                writeln!(f, "steps    {count} run, no two in succession equal at the end")
+                writeln!(
+                    f,
+                    "steps    {count} run, no two in succession equal at the end"
+                )
             }
             _ => writeln!(f, "steps    {count}, to the end of the program"),
         }
     }
 
     fn proof_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let proved: Vec<String> =
-            self.verdicts.iter().flatten().map(|proof| proof.channel.to_string()).collect();
+        let proved: Vec<String> = self
+            .verdicts
+            .iter()
+            .flatten()
+            .map(|proof| proof.channel.to_string())
+            .collect();
         if !proved.is_empty() {
             let flow = &self.dry_run_flow.flow;
             let (nodes, transfers) = (flow.nodes.len(), flow.transfers.len());
             let over = proved.join(", ");
-            writeln!(f, "order    ends over {over}: {nodes} nodes, {transfers} transfers")?;
+            writeln!(
+                f,
+                "order    ends over {over}: {nodes} nodes, {transfers} transfers"
+            )?;
         }
         let named = Named(self);
-        for deadlock in self.verdicts.iter().filter_map(|verdict| verdict.as_ref().err()) {
+        for deadlock in self
+            .verdicts
+            .iter()
+            .filter_map(|verdict| verdict.as_ref().err())
+        {
             let (nodes, transfers) = deadlock.undone;
             let channel = &deadlock.channel;
             writeln!(
@@ -124,16 +162,25 @@ impl<'a> Report<'a> {
     fn memory_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (process, peak) in self.memory.processes.iter().enumerate() {
             let at = self.dry_run.describe(peak.operation);
-            write!(f, "memory   process {process}: {} at most", bytes_text(peak.bytes))?;
+            write!(
+                f,
+                "memory   process {process}: {} at most",
+                bytes_text(peak.bytes)
+            )?;
             if peak.bytes > 0 {
                 write!(f, ", in {at}")?;
             }
             writeln!(f)?;
-            let devices =
-                self.memory.devices.iter().filter(|device| device.process as usize == process);
+            let devices = self
+                .memory
+                .devices
+                .iter()
+                .filter(|device| device.process as usize == process);
             for device in devices {
-                let (time, order) =
-                    (bytes_text(device.in_time.bytes), bytes_text(device.in_order.bytes));
+                let (time, order) = (
+                    bytes_text(device.in_time.bytes),
+                    bytes_text(device.in_order.bytes),
+                );
                 writeln!(
                     f,
                     "           device {}: {time}; in the order of issue {order}",
@@ -142,8 +189,10 @@ impl<'a> Report<'a> {
             }
         }
         for (device, peak) in self.over_budget() {
-            let (bytes, budget) =
-                (bytes_text(peak.bytes), bytes_text(self.budget.unwrap_or_default()));
+            let (bytes, budget) = (
+                bytes_text(peak.bytes),
+                bytes_text(self.budget.unwrap_or_default()),
+            );
             let at = self.dry_run.describe(peak.operation);
             writeln!(
                 f,
@@ -184,7 +233,9 @@ impl<'a> Report<'a> {
     fn read_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let forms = (1..=self.dry_run.operations.len() as u64)
             .filter_map(|operation| self.dry_run.descriptor_of(operation));
-        let agreed = forms.filter(|form| matches!(form.kind, Kind::BroadcastValue { .. })).count();
+        let agreed = forms
+            .filter(|form| matches!(form.kind, Kind::BroadcastValue { .. }))
+            .count();
         if agreed > 0 {
             writeln!(
                 f,
@@ -196,7 +247,9 @@ impl<'a> Report<'a> {
             let (first, times) = lines.entry(read.line).or_insert((read.after, 0));
             (*first, *times) = (read.after.min(*first), *times + 1);
         }
-        let Some(first) = lines.values().map(|(first, _)| *first).min() else { return Ok(()) };
+        let Some(first) = lines.values().map(|(first, _)| *first).min() else {
+            return Ok(());
+        };
         writeln!(
             f,
             "values   the proof holds up to operation {first}; beyond it, only if no process \
@@ -204,8 +257,15 @@ impl<'a> Report<'a> {
         )?;
         let rest = lines.len().saturating_sub(MOST_READS);
         for (line, (first, times)) in lines.into_iter().take(MOST_READS) {
-            let at = self.dry_run.lines.get(line as usize).map_or("nowhere", String::as_str);
-            writeln!(f, "           read at {at}, {times} times, first after operation {first}")?;
+            let at = self
+                .dry_run
+                .lines
+                .get(line as usize)
+                .map_or("nowhere", String::as_str);
+            writeln!(
+                f,
+                "           read at {at}, {times} times, first after operation {first}"
+            )?;
         }
         match rest {
             0 => Ok(()),

@@ -76,7 +76,11 @@ impl ScheduleArgs {
         let subject = self.find(subject)?;
         let findings = self.look(subject, budget, channels)?;
         crate::files::say(&findings.text())?;
-        Ok(if findings.is_fit() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+        Ok(if findings.is_fit() {
+            ExitCode::SUCCESS
+        } else {
+            ExitCode::FAILURE
+        })
     }
 
     fn look(
@@ -86,11 +90,19 @@ impl ScheduleArgs {
         channels: &[Channel],
     ) -> Result<Findings> {
         let Subject { name, rows, costs } = subject;
-        let stages =
-            rows.steps.iter().flatten().map(|step| step.stage as usize + 1).max().unwrap_or(0);
+        let stages = rows
+            .steps
+            .iter()
+            .flatten()
+            .map(|step| step.stage as usize + 1)
+            .max()
+            .unwrap_or(0);
         if let Some(costs) = &costs {
             let found = costs.stage.len();
-            ensure!(found == stages, "the costs are of {found} stages, and {name} has {stages}");
+            ensure!(
+                found == stages,
+                "the costs are of {found} stages, and {name} has {stages}"
+            );
         }
         let says_bytes = costs.as_ref().is_some_and(Costs::says_bytes);
         if matches!(budget, Some(Budget::Bytes(_))) && !says_bytes {
@@ -109,7 +121,12 @@ impl ScheduleArgs {
                 *channel,
                 check_lowered(
                     &rows,
-                    Limits { channel: *channel, leaves, costs: costs.as_ref(), budget },
+                    Limits {
+                        channel: *channel,
+                        leaves,
+                        costs: costs.as_ref(),
+                        budget,
+                    },
                 ),
             )
         };
@@ -132,8 +149,11 @@ impl ScheduleArgs {
             Err(SimulateError::Deadlock(_) | SimulateError::Flow(_)) => Ok(None),
             Err(error) => Err(error),
         };
-        let (simulated, other) =
-            if is_schedule { (simulated(leaves)?, simulated(other)?) } else { (None, None) };
+        let (simulated, other) = if is_schedule {
+            (simulated(leaves)?, simulated(other)?)
+        } else {
+            (None, None)
+        };
         Ok(Findings {
             names: StepNames::of_lowered(&moved.steps),
             ranks: moved.steps.len(),
@@ -153,7 +173,11 @@ impl ScheduleArgs {
             _ => {
                 let (ranks, microbatches) = (self.ranks, self.microbatches);
                 let schedule = built_in(subject, ranks, microbatches, self.chunks)?;
-                Subject { name: schedule.name().to_owned(), rows: lower(&schedule)?, costs: None }
+                Subject {
+                    name: schedule.name().to_owned(),
+                    rows: lower(&schedule)?,
+                    costs: None,
+                }
             }
         };
         if let Some(path) = &self.costs {
@@ -164,15 +188,29 @@ impl ScheduleArgs {
 
     fn read(&self, path: &Path) -> Result<Subject> {
         let text = read_text(path, None)?;
-        let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        let name = path
+            .file_stem()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
         let rows = Lowered::of_text(&text);
         let steps = || rows.steps.iter().flatten();
-        let stages = steps().map(|step| step.stage as usize + 1).max().unwrap_or(0);
-        let microbatches = steps().map(|step| step.microbatch as usize + 1).max().unwrap_or(0);
+        let stages = steps()
+            .map(|step| step.stage as usize + 1)
+            .max()
+            .unwrap_or(0);
+        let microbatches = steps()
+            .map(|step| step.microbatch as usize + 1)
+            .max()
+            .unwrap_or(0);
         let ranks = rows.steps.len();
         let found = [ranks, microbatches, stages / ranks.max(1)];
         check_numbers(path, [self.ranks, self.microbatches, self.chunks], found)?;
-        Ok(Subject { name, rows, costs: None })
+        Ok(Subject {
+            name,
+            rows,
+            costs: None,
+        })
     }
 }
 
@@ -184,7 +222,9 @@ impl Findings {
     /// Returns the problems that occur over every channel.
     fn faults(&self) -> Vec<&Problem> {
         let of = |report: &'_ Report, problem: &Problem| report.problems.contains(problem);
-        let Some((_, first)) = self.reports.first() else { return Vec::new() };
+        let Some((_, first)) = self.reports.first() else {
+            return Vec::new();
+        };
         let everywhere =
             |problem: &&Problem| self.reports.iter().all(|(_, report)| of(report, problem));
         first.problems.iter().filter(everywhere).collect()
@@ -196,7 +236,11 @@ impl Findings {
         let faults = self.faults();
         let mut circles = Vec::new();
         for (channel, report) in &self.reports {
-            for problem in report.problems.iter().filter(|problem| !faults.contains(problem)) {
+            for problem in report
+                .problems
+                .iter()
+                .filter(|problem| !faults.contains(problem))
+            {
                 circles.push((*channel, problem.lines(&self.names)));
             }
         }
@@ -220,7 +264,11 @@ impl Findings {
                 Problem::Deadlock(_) => "fault    it does not come to its end:\n           ",
                 _ => "fault    ",
             };
-            let _ = writeln!(out, "{head}{}", problem.lines(&self.names).join("\n           "));
+            let _ = writeln!(
+                out,
+                "{head}{}",
+                problem.lines(&self.names).join("\n           ")
+            );
         }
         if !proved.is_empty() {
             let _ = writeln!(out, "order    ends over {}", proved.join(", "));
@@ -232,12 +280,18 @@ impl Findings {
                 lines.join("\n           ")
             );
         }
-        let Some((_, report)) = self.reports.first() else { return out };
+        let Some((_, report)) = self.reports.first() else {
+            return out;
+        };
         if let Some(made) = &self.simulated {
             self.step_text(made, &mut out);
         }
         for (rank, peak) in report.peaks.iter().enumerate() {
-            let _ = write!(out, "memory   rank {rank}: {} activations", peak.activations);
+            let _ = write!(
+                out,
+                "memory   rank {rank}: {} activations",
+                peak.activations
+            );
             if peak.bytes > 0 {
                 let _ = write!(out, ", {} bytes", peak.bytes);
             }
@@ -260,8 +314,11 @@ impl Findings {
     fn step_text(&self, made: &SimulatedSchedule, out: &mut String) {
         let (found, unit) = (&made.simulated, &self.unit);
         let _ = writeln!(out, "step     {}", step_length(found, unit));
-        let idle: Vec<String> =
-            found.lanes.iter().map(|lane| round(lane.idle()).to_string()).collect();
+        let idle: Vec<String> = found
+            .lanes
+            .iter()
+            .map(|lane| round(lane.idle()).to_string())
+            .collect();
         let _ = writeln!(
             out,
             "           idle between first and last action, by rank: {}",
@@ -273,12 +330,20 @@ impl Findings {
                 Leaves::InOrder => "if results are sent at once, as by this framework's runner",
                 Leaves::AtOnce => "if sends wait for all earlier actions of their row, as in torch",
             };
-            let _ = writeln!(out, "           {} {unit} {how}", round(other.simulated.makespan));
+            let _ = writeln!(
+                out,
+                "           {} {unit} {how}",
+                round(other.simulated.makespan)
+            );
         }
         for (channel, makespan) in made.channel_costs() {
             let _ = match makespan {
                 Ok(makespan) => {
-                    let times = if found.makespan > 0.0 { makespan / found.makespan } else { 1.0 };
+                    let times = if found.makespan > 0.0 {
+                        makespan / found.makespan
+                    } else {
+                        1.0
+                    };
                     writeln!(
                         out,
                         "           over {channel}: {} {unit}, {times:.2}x",
@@ -319,7 +384,11 @@ mod tests {
 
     #[test]
     fn a_built_in_schedule_is_proved_and_simulated() {
-        let args = ScheduleArgs { ranks: Some(8), microbatches: Some(32), ..args() };
+        let args = ScheduleArgs {
+            ranks: Some(8),
+            microbatches: Some(32),
+            ..args()
+        };
         let subject = args.find("dualpipev").unwrap();
         let findings = args.look(subject, None, &Channel::ALL).unwrap();
         assert!(findings.is_fit());
@@ -356,11 +425,16 @@ mod tests {
     fn faults_of_all_channels_are_printed_once() {
         let args = args();
         let subject = || args.find("gpipe").unwrap();
-        let findings = args.look(subject(), Some(Budget::Activations(1)), &Channel::ALL).unwrap();
+        let findings = args
+            .look(subject(), Some(Budget::Activations(1)), &Channel::ALL)
+            .unwrap();
         let text = findings.text();
         let said = "fault    rank 0 keeps 2 activations at 0F1; it may keep 1\n";
         assert_eq!(text.matches(said).count(), 1, "{text}");
-        assert!(args.look(subject(), Some(Budget::Bytes(1)), &Channel::ALL).is_err());
+        assert!(
+            args.look(subject(), Some(Budget::Bytes(1)), &Channel::ALL)
+                .is_err()
+        );
         assert!(args.find("no such").is_err());
     }
 }

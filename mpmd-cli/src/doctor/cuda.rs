@@ -48,7 +48,9 @@ impl Cuda {
     pub(super) fn look(wanted: bool) -> Self {
         let words = |asked: Result<String, NoCuda>| asked.map_err(|error| error.to_string());
         match cuda::found() {
-            Err(why) => Self::Missing { why: why.to_string() },
+            Err(why) => Self::Missing {
+                why: why.to_string(),
+            },
             Ok(driver) => Self::Found {
                 driver: driver.clone(),
                 nvrtc: words(cuda::nvrtc()),
@@ -56,8 +58,11 @@ impl Cuda {
                 nccl: words(cuda::nccl()),
                 own_pids: fs::read_link("/proc/self/ns/pid")
                     .is_ok_and(|name| name.as_os_str() != HOSTS_OWN),
-                first_uses: wanted
-                    .then(|| cuda::first_uses(0).map(Box::new).map_err(|error| error.to_string())),
+                first_uses: wanted.then(|| {
+                    cuda::first_uses(0)
+                        .map(Box::new)
+                        .map_err(|error| error.to_string())
+                }),
             },
         }
     }
@@ -66,7 +71,11 @@ impl Cuda {
 /// Returns a finding for each fact about CUDA. `wanted` is true if CUDA devices are requested,
 /// `joined` if NCCL is requested for their collectives.
 pub(super) fn judge(cuda: &Cuda, wanted: bool, joined: bool) -> Vec<Finding> {
-    let stops = if wanted { Verdict::Problem } else { Verdict::Note };
+    let stops = if wanted {
+        Verdict::Problem
+    } else {
+        Verdict::Note
+    };
     let (driver, nvrtc, cublas, nccl, own_pids, first_uses) = match cuda {
         Cuda::Missing { why } => {
             let advice = "devices of kind cpu work; for graphics processors the loader must find \
@@ -74,12 +83,22 @@ pub(super) fn judge(cuda: &Cuda, wanted: bool, joined: bool) -> Vec<Finding> {
                           the host (`--gpus all`)";
             return vec![finding("cuda", why, stops, advice)];
         }
-        Cuda::Found { driver, nvrtc, cublas, nccl, own_pids, first_uses } => {
-            (driver, nvrtc, cublas, nccl, *own_pids, first_uses)
-        }
+        Cuda::Found {
+            driver,
+            nvrtc,
+            cublas,
+            nccl,
+            own_pids,
+            first_uses,
+        } => (driver, nvrtc, cublas, nccl, *own_pids, first_uses),
     };
     let mut findings = vec![
-        finding("cuda", format!("a driver for CUDA {}", driver.version), Verdict::Ok, ""),
+        finding(
+            "cuda",
+            format!("a driver for CUDA {}", driver.version),
+            Verdict::Ok,
+            "",
+        ),
         gpus(&driver.gpus, stops),
         library(
             "cuda kernels",
@@ -88,7 +107,13 @@ pub(super) fn judge(cuda: &Cuda, wanted: bool, joined: bool) -> Vec<Finding> {
             stops,
             "kernels that programs have as source are not compiled",
         ),
-        library("cuda products", "cuBLAS", cublas, stops, "products of matrices are not computed"),
+        library(
+            "cuda products",
+            "cuBLAS",
+            cublas,
+            stops,
+            "products of matrices are not computed",
+        ),
         collectives(nccl, joined, if joined { stops } else { Verdict::Ok }),
         sharing(&driver.gpus, own_pids),
         turns(driver.gpus.len()),
@@ -109,7 +134,13 @@ pub(super) fn judge(cuda: &Cuda, wanted: bool, joined: bool) -> Vec<Finding> {
 
 /// Reports how long the first uses of a GPU took. A failure is a finding of `failed`.
 fn first(uses: &FirstUses, failed: Verdict) -> Finding {
-    let FirstUses { open_ms, allocation_ms, compilation_ms, product_ms, .. } = uses;
+    let FirstUses {
+        open_ms,
+        allocation_ms,
+        compilation_ms,
+        product_ms,
+        ..
+    } = uses;
     let steps = [
         ("first allocation", allocation_ms),
         ("a compilation", compilation_ms),
@@ -119,7 +150,10 @@ fn first(uses: &FirstUses, failed: Verdict) -> Finding {
         Ok(millis) => format!("{name} {millis:.1} ms"),
         Err(why) => format!("{name} failed: {why}"),
     });
-    let value = format!("opening the first device took {open_ms:.1} ms\n{}", took.join("\n"));
+    let value = format!(
+        "opening the first device took {open_ms:.1} ms\n{}",
+        took.join("\n")
+    );
     match steps.iter().all(|(_, result)| result.is_ok()) {
         true => finding("cuda first use", value, Verdict::Ok, ""),
         false => finding("cuda first use", value, failed, "kernels that need it fail"),
@@ -130,7 +164,12 @@ fn first(uses: &FirstUses, failed: Verdict) -> Finding {
 fn pinning(took_ms: &Result<f64, String>) -> Finding {
     let name = "cuda pinning";
     match took_ms {
-        Ok(millis) => finding(name, format!("1 MiB was pinned in {millis:.2} ms"), Verdict::Ok, ""),
+        Ok(millis) => finding(
+            name,
+            format!("1 MiB was pinned in {millis:.2} ms"),
+            Verdict::Ok,
+            "",
+        ),
         Err(why) => finding(
             name,
             format!("host memory cannot be pinned: {why}"),
@@ -144,7 +183,14 @@ fn pinning(took_ms: &Result<f64, String>) -> Finding {
 
 fn gpus(gpus: &[GpuInfo], stops: Verdict) -> Finding {
     let line = |gpu: &GpuInfo| {
-        let GpuInfo { ordinal, name, uuid, memory_bytes, capability, attributes } = gpu;
+        let GpuInfo {
+            ordinal,
+            name,
+            uuid,
+            memory_bytes,
+            capability,
+            attributes,
+        } = gpu;
         let (memory, processors) = (bytes_text(*memory_bytes), attributes.processors);
         format!(
             "{ordinal}: {name}, {memory}, capability {capability}, {processors} multiprocessors, \
@@ -153,7 +199,10 @@ fn gpus(gpus: &[GpuInfo], stops: Verdict) -> Finding {
     };
     let value = gpus.iter().map(line).collect::<Vec<_>>().join("\n");
     let numbers = |which: fn(&GpuInfo) -> bool| {
-        let numbers = gpus.iter().filter(|gpu| which(gpu)).map(|gpu| gpu.ordinal.to_string());
+        let numbers = gpus
+            .iter()
+            .filter(|gpu| which(gpu))
+            .map(|gpu| gpu.ordinal.to_string());
         numbers.collect::<Vec<_>>().join(", ")
     };
     let prohibited = numbers(|gpu| gpu.attributes.prohibited);
@@ -199,9 +248,12 @@ fn library(
 fn collectives(nccl: &Result<String, String>, joined: bool, missing: Verdict) -> Finding {
     let name = "cuda collectives";
     match (nccl, joined) {
-        (Ok(version), true) => {
-            finding(name, format!("NCCL {version}, which is asked for"), Verdict::Ok, "")
-        }
+        (Ok(version), true) => finding(
+            name,
+            format!("NCCL {version}, which is asked for"),
+            Verdict::Ok,
+            "",
+        ),
         (Ok(version), false) => {
             let ask = variables::CUDA_COLLECTIVES;
             let advice = format!(
@@ -228,7 +280,9 @@ fn collectives(nccl: &Result<String, String>, joined: bool, missing: Verdict) ->
 /// Judges if one process of this host can use another's arrays in GPU memory in place.
 fn sharing(gpus: &[GpuInfo], own_pids: bool) -> Finding {
     let name = "cuda sharing";
-    let cannot = gpus.iter().filter(|gpu| !gpu.attributes.ipc || gpu.attributes.integrated);
+    let cannot = gpus
+        .iter()
+        .filter(|gpu| !gpu.attributes.ipc || gpu.attributes.integrated);
     let cannot: Vec<String> = cannot.map(|gpu| gpu.ordinal.to_string()).collect();
     if !cannot.is_empty() {
         let value = format!("not the memory of {}", cannot.join(", "));
@@ -257,13 +311,20 @@ fn turns(gpus: usize) -> Finding {
                 .map(|job| job.ordinals(ProcessId(process), gpus as u32))
                 .unwrap_or_default()
         });
-        ordinals.map(|ordinal| ordinal.to_string()).collect::<Vec<_>>().join(", ")
+        ordinals
+            .map(|ordinal| ordinal.to_string())
+            .collect::<Vec<_>>()
+            .join(", ")
     };
     // The smallest job in which two processes share a GPU.
     let more = gpus + 1;
     let value = match gpus {
         1 => format!("all processes of this host share {}", of(1)),
-        _ => format!("{gpus} processes of a device each get {}; {more} get {}", of(gpus), of(more)),
+        _ => format!(
+            "{gpus} processes of a device each get {}; {more} get {}",
+            of(gpus),
+            of(more)
+        ),
     };
     finding("cuda turns", value, Verdict::Ok, "")
 }
@@ -289,7 +350,13 @@ impl Cuda {
             attributes,
         };
         Self::Found {
-            driver: Driver { version: Version { major: 12, minor: 8 }, gpus: vec![gpu(0), gpu(1)] },
+            driver: Driver {
+                version: Version {
+                    major: 12,
+                    minor: 8,
+                },
+                gpus: vec![gpu(0), gpu(1)],
+            },
             nvrtc: Ok("12.8".into()),
             cublas: Ok("12.8.4".into()),
             nccl: Ok("2.26.2".into()),
@@ -327,7 +394,10 @@ mod tests {
             .unwrap_or_else(|| panic!("{findings:?}"));
         let said = format!("{}; {}", finding.value, finding.advice);
         assert_eq!(finding.verdict, verdict, "{said}");
-        assert!(finding.verdict == Verdict::Ok || !finding.advice.is_empty(), "{finding:?}");
+        assert!(
+            finding.verdict == Verdict::Ok || !finding.advice.is_empty(),
+            "{finding:?}"
+        );
         for expected in texts {
             assert!(said.contains(expected), "{expected:?} is not in: {said}");
         }
@@ -355,12 +425,25 @@ mod tests {
     #[test]
     fn gpus_and_libraries_are_listed() {
         let well = Cuda::well();
-        assert!(judge(&well, true, true).iter().all(|finding| finding.verdict == Verdict::Ok));
+        assert!(
+            judge(&well, true, true)
+                .iter()
+                .all(|finding| finding.verdict == Verdict::Ok)
+        );
         check(&well, true, "cuda", Verdict::Ok, &["CUDA 12.8"]);
-        let lines =
-            ["0: NVIDIA H100, 80.0 GiB, capability 9.0, 132 multi", "\n1: ", "GPU-01010101-0101"];
+        let lines = [
+            "0: NVIDIA H100, 80.0 GiB, capability 9.0, 132 multi",
+            "\n1: ",
+            "GPU-01010101-0101",
+        ];
         check(&well, true, "cuda devices", Verdict::Ok, &lines);
-        check(&well, true, "cuda products", Verdict::Ok, &["cuBLAS 12.8.4"]);
+        check(
+            &well,
+            true,
+            "cuda products",
+            Verdict::Ok,
+            &["cuBLAS 12.8.4"],
+        );
         check(
             &well,
             true,
@@ -378,8 +461,14 @@ mod tests {
 
     #[test]
     fn missing_driver_is_a_problem_if_cuda_is_requested() {
-        let missing = Cuda::Missing { why: "no CUDA driver found: looked for it".into() };
-        stops(&missing, "cuda", &["looked for", "devices of kind cpu work", "libcuda.so.1"]);
+        let missing = Cuda::Missing {
+            why: "no CUDA driver found: looked for it".into(),
+        };
+        stops(
+            &missing,
+            "cuda",
+            &["looked for", "devices of kind cpu work", "libcuda.so.1"],
+        );
         assert_eq!(judge(&missing, true, true).len(), 1);
     }
 
@@ -388,13 +477,27 @@ mod tests {
         let gone = || Err("no such library".to_owned());
         let without = |which: usize| {
             with(|cuda| {
-                if let Cuda::Found { nvrtc, cublas, nccl, .. } = cuda {
+                if let Cuda::Found {
+                    nvrtc,
+                    cublas,
+                    nccl,
+                    ..
+                } = cuda
+                {
                     *[nvrtc, cublas, nccl][which] = gone();
                 }
             })
         };
-        stops(&without(0), "cuda kernels", &["no such library", "not compiled"]);
-        stops(&without(1), "cuda products", &["no such library", "products"]);
+        stops(
+            &without(0),
+            "cuda kernels",
+            &["no such library", "not compiled"],
+        );
+        stops(
+            &without(1),
+            "cuda products",
+            &["no such library", "products"],
+        );
         check(
             &without(2),
             true,
@@ -457,21 +560,51 @@ mod tests {
             })
         };
         let well = Cuda::well();
-        let times = ["took 412.3 ms", "a compilation 120.0 ms", "products 800.0 ms"];
+        let times = [
+            "took 412.3 ms",
+            "a compilation 120.0 ms",
+            "products 800.0 ms",
+        ];
         check(&well, true, "cuda first use", Verdict::Ok, &times);
-        check(&well, true, "cuda pinning", Verdict::Ok, &["1 MiB", "0.42 ms"]);
-        let Cuda::Found { first_uses: Some(Ok(uses)), .. } = well else { unreachable!() };
+        check(
+            &well,
+            true,
+            "cuda pinning",
+            Verdict::Ok,
+            &["1 MiB", "0.42 ms"],
+        );
+        let Cuda::Found {
+            first_uses: Some(Ok(uses)),
+            ..
+        } = well
+        else {
+            unreachable!()
+        };
         let broken = |change: fn(&mut FirstUses) -> &mut Result<f64, String>| {
             let mut uses = uses.clone();
             *change(&mut uses) = Err("it broke".to_owned());
             with_uses(Some(Ok(uses)))
         };
         let refused = broken(|uses| &mut uses.pinning_ms);
-        check(&refused, true, "cuda pinning", Verdict::Note, &["it broke", "5 GB/s", "ulimit -l"]);
+        check(
+            &refused,
+            true,
+            "cuda pinning",
+            Verdict::Note,
+            &["it broke", "5 GB/s", "ulimit -l"],
+        );
         let failed = broken(|uses| &mut uses.compilation_ms);
-        stops(&failed, "cuda first use", &["a compilation failed: it broke", "kernels"]);
+        stops(
+            &failed,
+            "cuda first use",
+            &["a compilation failed: it broke", "kernels"],
+        );
         let closed = with_uses(Some(Err("it cannot be opened".to_owned())));
-        stops(&closed, "cuda first use", &["it cannot be opened", "do not start"]);
+        stops(
+            &closed,
+            "cuda first use",
+            &["it cannot be opened", "do not start"],
+        );
         assert_eq!(
             judge(&with_uses(None), true, false).len(),
             judge(&closed, true, false).len() - 1
@@ -497,6 +630,12 @@ mod tests {
                 *own_pids = true
             }
         });
-        check(&contained, true, "cuda sharing", Verdict::Ok, &["other containers", "--pid=host"]);
+        check(
+            &contained,
+            true,
+            "cuda sharing",
+            Verdict::Ok,
+            &["other containers", "--pid=host"],
+        );
     }
 }

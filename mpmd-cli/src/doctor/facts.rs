@@ -35,7 +35,9 @@ pub(super) struct Facts {
 
 /// True if the text of a request for devices names the kind `cuda`.
 pub(super) fn wants_cuda(device: Option<&str>) -> bool {
-    let kinds = device.and_then(|text| device_kinds(text).ok()).unwrap_or_default();
+    let kinds = device
+        .and_then(|text| device_kinds(text).ok())
+        .unwrap_or_default();
     kinds.contains(&DeviceKind::Cuda)
 }
 

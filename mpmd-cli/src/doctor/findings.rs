@@ -14,7 +14,11 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
     let mut findings = vec![transport(facts)];
     findings.extend(sharing(facts));
     findings.push(ucx(facts));
-    findings.extend(super::cuda::judge(&facts.cuda, facts.wants_cuda(), facts.wants_nccl));
+    findings.extend(super::cuda::judge(
+        &facts.cuda,
+        facts.wants_cuda(),
+        facts.wants_nccl,
+    ));
     findings
 }
 
@@ -22,7 +26,11 @@ impl Facts {
     /// Returns the verdict for a fault of UCX: a problem if the requested transport is `ucx`, else
     /// a note.
     fn problem_of_ucx(&self) -> Verdict {
-        if self.transport == "ucx" { Verdict::Problem } else { Verdict::Note }
+        if self.transport == "ucx" {
+            Verdict::Problem
+        } else {
+            Verdict::Note
+        }
     }
 
     /// True if devices of kind `cuda` are requested.
@@ -43,7 +51,12 @@ fn transport(facts: &Facts) -> Finding {
             } else {
                 ""
             };
-            finding(name, format!("{} is asked for", facts.transport), Verdict::Ok, advice)
+            finding(
+                name,
+                format!("{} is asked for", facts.transport),
+                Verdict::Ok,
+                advice,
+            )
         }
         Some(why) => {
             let advice = "processes meet over TCP whatever their transport: this host must reach \
@@ -61,19 +74,35 @@ fn transport(facts: &Facts) -> Finding {
 
 /// Judges the requirements of the transport `shm`, and the settings that make it faster.
 fn sharing(facts: &Facts) -> Vec<Finding> {
-    let Sharing { error, huge_pages, open_files } = &facts.sharing;
+    let Sharing {
+        error,
+        huge_pages,
+        open_files,
+    } = &facts.sharing;
     let name = "sharing memory";
     if let Some(why) = error {
-        let verdict = if facts.transport == "shm" { Verdict::Problem } else { Verdict::Note };
+        let verdict = if facts.transport == "shm" {
+            Verdict::Problem
+        } else {
+            Verdict::Note
+        };
         let advice = "processes of this host talk over tcp and copy what they send: a sandbox or \
             a filter of system \
                       calls may be the reason, or a kernel before 5.3";
-        return vec![finding(name, format!("not possible here: {why}"), verdict, advice)];
+        return vec![finding(
+            name,
+            format!("not possible here: {why}"),
+            verdict,
+            advice,
+        )];
     }
     let value = "processes of this host can use each other's arrays where they are, tried";
     let mut findings = vec![finding(name, value, Verdict::Ok, "")];
     if let Some(chosen) = huge_pages {
-        let has_them = matches!(chosen.as_str(), "always" | "within_size" | "advise" | "force");
+        let has_them = matches!(
+            chosen.as_str(),
+            "always" | "within_size" | "advise" | "force"
+        );
         let (verdict, advice) = if has_them {
             (Verdict::Ok, "")
         } else {
@@ -144,7 +173,10 @@ mod tests {
             device: Some("cpu,cuda".into()),
             wants_nccl: false,
             cuda: Cuda::well(),
-            ucx: Ucx::Usable { version: "1.12.1".into(), library: "/lib/libucp.so.0".into() },
+            ucx: Ucx::Usable {
+                version: "1.12.1".into(),
+                library: "/lib/libucp.so.0".into(),
+            },
             loopback_error: None,
             sharing: Sharing {
                 error: None,
@@ -158,10 +190,18 @@ mod tests {
     fn said(facts: &Facts, name: &str) -> (Verdict, String) {
         let findings = judge(facts);
         let mut found = findings.iter().filter(|finding| finding.name == name);
-        let finding = found.next().unwrap_or_else(|| panic!("{name}: {findings:?}"));
+        let finding = found
+            .next()
+            .unwrap_or_else(|| panic!("{name}: {findings:?}"));
         assert!(found.next().is_none(), "{name}: {findings:?}");
-        assert!(finding.verdict == Verdict::Ok || !finding.advice.is_empty(), "{finding:?}");
-        (finding.verdict, format!("{}; {}", finding.value, finding.advice))
+        assert!(
+            finding.verdict == Verdict::Ok || !finding.advice.is_empty(),
+            "{finding:?}"
+        );
+        (
+            finding.verdict,
+            format!("{}; {}", finding.value, finding.advice),
+        )
     }
 
     fn check(facts: &Facts, name: &str, verdict: Verdict, texts: &[&str]) {
@@ -182,19 +222,48 @@ mod tests {
     #[test]
     fn machine_without_faults_has_no_notes() {
         let findings = judge(&well());
-        assert!(findings.iter().all(|finding| finding.verdict == Verdict::Ok), "{findings:?}");
-        check(&well(), "ucx", Verdict::Ok, &["1.12.1 from /lib/libucp.so.0"]);
+        assert!(
+            findings
+                .iter()
+                .all(|finding| finding.verdict == Verdict::Ok),
+            "{findings:?}"
+        );
+        check(
+            &well(),
+            "ucx",
+            Verdict::Ok,
+            &["1.12.1 from /lib/libucp.so.0"],
+        );
     }
 
     #[test]
     fn unknown_transport_or_no_loopback_is_a_problem() {
-        let pigeon = Facts { transport: "pigeon".into(), ..well() };
-        check(&pigeon, "transport", Verdict::Problem, &["pigeon", "auto, shm, tcp, ucx"]);
+        let pigeon = Facts {
+            transport: "pigeon".into(),
+            ..well()
+        };
+        check(
+            &pigeon,
+            "transport",
+            Verdict::Problem,
+            &["pigeon", "auto, shm, tcp, ucx"],
+        );
         for transport in transports::NAMES {
-            let facts = Facts { transport: transport.into(), ..well() };
+            let facts = Facts {
+                transport: transport.into(),
+                ..well()
+            };
             check(&facts, "transport", Verdict::Ok, &[transport]);
-            let cut = Facts { loopback_error: Some("refused".into()), ..facts };
-            check(&cut, "transport", Verdict::Problem, &["refused", "127.0.0.1"]);
+            let cut = Facts {
+                loopback_error: Some("refused".into()),
+                ..facts
+            };
+            check(
+                &cut,
+                "transport",
+                Verdict::Problem,
+                &["refused", "127.0.0.1"],
+            );
         }
     }
 
@@ -210,42 +279,96 @@ mod tests {
             ..well()
         };
         let name = "sharing memory";
-        for (transport, verdict) in
-            [("shm", Verdict::Problem), ("auto", Verdict::Note), ("tcp", Verdict::Note)]
-        {
-            let facts = with(transport, Some("memfd_create failed"), Some("never"), Some(16));
-            check(&facts, name, verdict, &["memfd_create failed", "over tcp", "filter"]);
+        for (transport, verdict) in [
+            ("shm", Verdict::Problem),
+            ("auto", Verdict::Note),
+            ("tcp", Verdict::Note),
+        ] {
+            let facts = with(
+                transport,
+                Some("memfd_create failed"),
+                Some("never"),
+                Some(16),
+            );
+            check(
+                &facts,
+                name,
+                verdict,
+                &["memfd_create failed", "over tcp", "filter"],
+            );
             let findings = judge(&facts);
-            assert!(findings.iter().all(|finding| finding.name != "huge pages"), "{findings:?}");
+            assert!(
+                findings.iter().all(|finding| finding.name != "huge pages"),
+                "{findings:?}"
+            );
         }
         check(&well(), name, Verdict::Ok, &["where they are"]);
         check(&well(), "huge pages", Verdict::Ok, &["advise"]);
         let small = with("auto", None, Some("never"), Some(1024));
-        check(&small, "huge pages", Verdict::Note, &["never", "shmem_enabled"]);
-        check(&small, "open files", Verdict::Note, &["at most 1024", "ulimit -Hn"]);
-        check(&small, "transport", Verdict::Ok, &["auto", "share memory where they can"]);
+        check(
+            &small,
+            "huge pages",
+            Verdict::Note,
+            &["never", "shmem_enabled"],
+        );
+        check(
+            &small,
+            "open files",
+            Verdict::Note,
+            &["at most 1024", "ulimit -Hn"],
+        );
+        check(
+            &small,
+            "transport",
+            Verdict::Ok,
+            &["auto", "share memory where they can"],
+        );
         let findings = judge(&with("auto", None, None, None));
-        assert!(findings.iter().all(|finding| finding.name != "huge pages"), "{findings:?}");
-        check(&with("auto", None, None, None), "open files", Verdict::Ok, &["without limit"]);
+        assert!(
+            findings.iter().all(|finding| finding.name != "huge pages"),
+            "{findings:?}"
+        );
+        check(
+            &with("auto", None, None, None),
+            "open files",
+            Verdict::Ok,
+            &["without limit"],
+        );
     }
 
     #[test]
     fn ucx_fault_is_a_problem_only_for_ucx() {
         stops_ucx(
-            Facts { ucx: Ucx::NotCompiledIn, ..well() },
+            Facts {
+                ucx: Ucx::NotCompiledIn,
+                ..well()
+            },
             "ucx",
             &["not compiled", "--features ucx"],
         );
         let unusable = Ucx::Unusable("no libucp.so.0".into());
-        stops_ucx(Facts { ucx: unusable, ..well() }, "ucx", &["no libucp.so.0", "LD_LIBRARY_PATH"]);
+        stops_ucx(
+            Facts {
+                ucx: unusable,
+                ..well()
+            },
+            "ucx",
+            &["no libucp.so.0", "LD_LIBRARY_PATH"],
+        );
     }
 
     #[test]
     fn cuda_is_wanted_by_the_kinds_of_devices() {
-        let with = |device: Option<&str>| Facts { device: device.map(str::to_owned), ..well() };
-        for (device, wanted) in
-            [(None, false), (Some("cpu"), false), (Some("cpu,cuda"), true), (Some("gpu"), false)]
-        {
+        let with = |device: Option<&str>| Facts {
+            device: device.map(str::to_owned),
+            ..well()
+        };
+        for (device, wanted) in [
+            (None, false),
+            (Some("cpu"), false),
+            (Some("cpu,cuda"), true),
+            (Some("gpu"), false),
+        ] {
             assert_eq!(with(device).wants_cuda(), wanted, "{device:?}");
         }
     }

@@ -40,7 +40,9 @@ pub(crate) struct DoctorArgs {
 pub(crate) fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     let asked = |argument: &Option<String>, variable| {
         let asked = argument.clone().or_else(|| std::env::var(variable).ok());
-        asked.map(|name| name.trim().to_owned()).filter(|name| !name.is_empty())
+        asked
+            .map(|name| name.trim().to_owned())
+            .filter(|name| !name.is_empty())
     };
     let transport = asked(&args.transport, variables::TRANSPORT);
     let transport = transport.unwrap_or_else(|| transports::DEFAULT.to_owned());
@@ -48,9 +50,18 @@ pub(crate) fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     device.as_deref().map(device_kinds).transpose()?;
     let facts = Facts::gather(transport, device);
     let findings = findings::judge(&facts);
-    let text =
-        if args.json { show::json(&facts, &findings)? } else { show::text(&facts, &findings) };
+    let text = if args.json {
+        show::json(&facts, &findings)?
+    } else {
+        show::text(&facts, &findings)
+    };
     files::say(&text)?;
-    let problems = findings.iter().any(|finding| finding.verdict == Verdict::Problem);
-    Ok(if problems { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+    let problems = findings
+        .iter()
+        .any(|finding| finding.verdict == Verdict::Problem);
+    Ok(if problems {
+        ExitCode::FAILURE
+    } else {
+        ExitCode::SUCCESS
+    })
 }

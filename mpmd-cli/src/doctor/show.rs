@@ -16,9 +16,17 @@ const INDENT: usize = 27;
 /// below the value of each finding.
 pub(super) fn text(facts: &Facts, findings: &[Finding]) -> String {
     let mut lines = Vec::new();
-    for Finding { name, value, verdict, advice } in findings {
-        let mut said: Vec<String> =
-            value.lines().flat_map(|line| wrapped(line, WIDTH - INDENT)).collect();
+    for Finding {
+        name,
+        value,
+        verdict,
+        advice,
+    } in findings
+    {
+        let mut said: Vec<String> = value
+            .lines()
+            .flat_map(|line| wrapped(line, WIDTH - INDENT))
+            .collect();
         let advice = wrapped(advice, WIDTH - INDENT - 2).into_iter().enumerate();
         said.extend(advice.map(|(i, line)| format!("{} {line}", if i == 0 { '→' } else { ' ' })));
         let mut head = format!("{:<9}{name:<18}", word(*verdict));
@@ -27,14 +35,23 @@ pub(super) fn text(facts: &Facts, findings: &[Finding]) -> String {
             head = " ".repeat(INDENT);
         }
     }
-    let count = |verdict| findings.iter().filter(|finding| finding.verdict == verdict).count();
+    let count = |verdict| {
+        findings
+            .iter()
+            .filter(|finding| finding.verdict == verdict)
+            .count()
+    };
     let (problems, notes) = (count(Verdict::Problem), count(Verdict::Note));
     let notes = match notes {
         0 => String::new(),
         1 => "; 1 note".to_owned(),
         several => format!("; {several} notes"),
     };
-    let cuda = if facts.wants_cuda() { " with devices of kind cuda" } else { "" };
+    let cuda = if facts.wants_cuda() {
+        " with devices of kind cuda"
+    } else {
+        ""
+    };
     let asked = format!("{}{cuda}", facts.transport);
     lines.push(String::new());
     lines.push(match problems {
@@ -49,7 +66,10 @@ pub(super) fn text(facts: &Facts, findings: &[Finding]) -> String {
 /// Returns `{transport, device, problems, findings: [{name, value, verdict, advice}], facts}` as
 /// indented JSON.
 pub(super) fn json(facts: &Facts, findings: &[Finding]) -> Result<String> {
-    let problems = findings.iter().filter(|finding| finding.verdict == Verdict::Problem).count();
+    let problems = findings
+        .iter()
+        .filter(|finding| finding.verdict == Verdict::Problem)
+        .count();
     let all = json!({
         "transport": facts.transport,
         "device": facts.device,
@@ -91,7 +111,10 @@ mod tests {
     #[test]
     fn lines_are_broken_at_blanks() {
         assert_eq!(wrapped("a bb ccc  dddd", 6), ["a bb", "ccc", "dddd"]);
-        assert_eq!(wrapped("/a/long/path is long", 5), ["/a/long/path", "is", "long"]);
+        assert_eq!(
+            wrapped("/a/long/path is long", 5),
+            ["/a/long/path", "is", "long"]
+        );
         assert!(wrapped(" ", 5).is_empty());
     }
 }

@@ -32,5 +32,10 @@ pub(super) fn finding(
     verdict: Verdict,
     advice: impl Into<String>,
 ) -> Finding {
-    Finding { name, value: value.into(), verdict, advice: advice.into() }
+    Finding {
+        name,
+        value: value.into(),
+        verdict,
+        advice: advice.into(),
+    }
 }

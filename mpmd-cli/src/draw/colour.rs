@@ -13,8 +13,14 @@ pub(super) const KINDS: [Kind; 6] = [
 ];
 
 /// Display names of the kinds, in the order of [`KINDS`].
-pub(super) const NAMES: [&str; 6] =
-    ["forward", "backward", "input gradient", "weight gradient", "other", "move"];
+pub(super) const NAMES: [&str; 6] = [
+    "forward",
+    "backward",
+    "input gradient",
+    "weight gradient",
+    "other",
+    "move",
+];
 
 /// A light or a dark colour scheme.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -60,7 +66,11 @@ pub(super) fn shade(kind: Kind, theme: Theme, chunk: f64, chunks: usize) -> Stri
         Theme::Dark => DARK[number(kind)],
     }
     .map(parts);
-    let share = if chunks > 1 { (chunk / (chunks - 1) as f64).min(1.0) } else { 0.0 };
+    let share = if chunks > 1 {
+        (chunk / (chunks - 1) as f64).min(1.0)
+    } else {
+        0.0
+    };
     let mixed = [0, 1, 2].map(|i| (first[i] + share * (last[i] - first[i])).round() as u8);
     format!("#{:02x}{:02x}{:02x}", mixed[0], mixed[1], mixed[2])
 }
@@ -73,7 +83,11 @@ pub(super) fn ink(on: &str) -> &'static str {
         a.max(b) / a.min(b)
     };
     // White reads better on saturated colours than its computed contrast says.
-    if 1.2 * contrast(INKS[0]) > contrast(INKS[1]) { INKS[0] } else { INKS[1] }
+    if 1.2 * contrast(INKS[0]) > contrast(INKS[1]) {
+        INKS[0]
+    } else {
+        INKS[1]
+    }
 }
 
 /// Returns (red, green, blue) of a colour `#rrggbb`, each from 0 to 255.
@@ -87,7 +101,11 @@ fn parts(colour: &str) -> [f64; 3] {
 fn linear(colour: &str) -> [f64; 3] {
     parts(colour).map(|part| {
         let part = part / 255.0;
-        if part <= 0.040_45 { part / 12.92 } else { ((part + 0.055) / 1.055).powf(2.4) }
+        if part <= 0.040_45 {
+            part / 12.92
+        } else {
+            ((part + 0.055) / 1.055).powf(2.4)
+        }
     })
 }
 
@@ -104,7 +122,10 @@ mod tests {
     /// Simulated colour vision, as (people, matrix on linear light): normal, and without red, green
     /// or blue cones (Machado, Oliveira and Fernandes 2009, full severity).
     const SEEN: [(&str, [[f64; 3]; 3]); 4] = [
-        ("everybody", [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]),
+        (
+            "everybody",
+            [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]],
+        ),
         (
             "protanopes",
             [
@@ -145,7 +166,13 @@ mod tests {
 
     fn seen(colour: &str, by: &[[f64; 3]; 3]) -> [f64; 3] {
         let light = linear(colour);
-        oklab(by.map(|row| row.iter().zip(light).map(|(a, b)| a * b).sum::<f64>().clamp(0.0, 1.0)))
+        oklab(by.map(|row| {
+            row.iter()
+                .zip(light)
+                .map(|(a, b)| a * b)
+                .sum::<f64>()
+                .clamp(0.0, 1.0)
+        }))
     }
 
     #[test]
@@ -155,12 +182,17 @@ mod tests {
             for (viewers, by) in &SEEN {
                 for (i, a) in KINDS[..4].iter().enumerate() {
                     for b in &KINDS[i + 1..4] {
-                        for (one, other) in
-                            shades(*a).iter().flat_map(|one| shades(*b).map(|b| (one.clone(), b)))
+                        for (one, other) in shades(*a)
+                            .iter()
+                            .flat_map(|one| shades(*b).map(|b| (one.clone(), b)))
                         {
                             let (x, y) = (seen(&one, by), seen(&other, by));
-                            let apart =
-                                x.iter().zip(y).map(|(x, y)| (x - y).powi(2)).sum::<f64>().sqrt();
+                            let apart = x
+                                .iter()
+                                .zip(y)
+                                .map(|(x, y)| (x - y).powi(2))
+                                .sum::<f64>()
+                                .sqrt();
                             assert!(
                                 apart > 0.09,
                                 "{theme:?}: {viewers} see {a:?} {one} as {b:?} {other}: {apart}"
@@ -175,13 +207,24 @@ mod tests {
     #[test]
     fn passes_are_told_apart_by_lightness() {
         for theme in [Theme::Light, Theme::Dark] {
-            let order = [Kind::BackwardWeight, Kind::Forward, Kind::Backward, Kind::BackwardInput];
+            let order = [
+                Kind::BackwardWeight,
+                Kind::Forward,
+                Kind::Backward,
+                Kind::BackwardInput,
+            ];
             let lightness = |kind, chunk| oklab(linear(&shade(kind, theme, chunk, 2)))[0];
             for pair in order.windows(2) {
                 let (darker, lighter) = (lightness(pair[0], 1.0), lightness(pair[1], 0.0));
-                assert!(lighter - darker > 0.04, "{theme:?}: {pair:?} {darker} {lighter}");
+                assert!(
+                    lighter - darker > 0.04,
+                    "{theme:?}: {pair:?} {darker} {lighter}"
+                );
                 let (darker, lighter) = (lightness(pair[0], 0.0), lightness(pair[1], 0.0));
-                assert!(lighter - darker > 0.1, "{theme:?}: {pair:?} {darker} {lighter}");
+                assert!(
+                    lighter - darker > 0.1,
+                    "{theme:?}: {pair:?} {darker} {lighter}"
+                );
             }
         }
     }
@@ -189,7 +232,10 @@ mod tests {
     #[test]
     fn chunks_go_from_the_first_shade_to_the_last() {
         let shades = [0.0, 1.0, 2.0, 9.0].map(|chunk| shade(Kind::Forward, Theme::Light, chunk, 3));
-        assert_eq!((shades[0].as_str(), shades[2].as_str()), (LIGHT[0][0], LIGHT[0][1]));
+        assert_eq!(
+            (shades[0].as_str(), shades[2].as_str()),
+            (LIGHT[0][0], LIGHT[0][1])
+        );
         assert_eq!(shades[2], shades[3]);
         assert!(shades[1] != shades[0] && shades[1] != shades[2]);
         assert_eq!(shade(Kind::Move, Theme::Dark, 0.0, 1), DARK[5][0]);

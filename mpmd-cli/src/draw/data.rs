@@ -40,9 +40,16 @@ pub(super) fn json(timeline: &Timeline) -> String {
     let mut rows = Vec::new();
     for row in &timeline.rows {
         let gap = |gap: &mpmd_schedule::timeline::Gap, texts: &mut Texts| {
-            json!([short(gap.start), short(gap.end), texts.number(&gap.waits_for)])
+            json!([
+                short(gap.start),
+                short(gap.end),
+                texts.number(&gap.waits_for)
+            ])
         };
-        let memory = row.memory.iter().flat_map(|point| [short(point.at), json!(point.used)]);
+        let memory = row
+            .memory
+            .iter()
+            .flat_map(|point| [short(point.at), json!(point.used)]);
         rows.push(json!({
             "name": row.name,
             "process": row.process,
@@ -57,7 +64,10 @@ pub(super) fn json(timeline: &Timeline) -> String {
     let (from, until) = facts::stepped(timeline);
     let opened = facts::opened(timeline);
     let chunks = facts::chunks(timeline);
-    let marks = timeline.marks.iter().map(|mark| json!([mark.at, mark.name, mark.end]));
+    let marks = timeline
+        .marks
+        .iter()
+        .map(|mark| json!([mark.at, mark.name, mark.end]));
     let data = json!({
         "title": timeline.title,
         "unit": timeline.unit,
@@ -91,16 +101,27 @@ fn colours(theme: colour::Theme, chunks: usize) -> Value {
     };
     colour::KINDS
         .iter()
-        .map(|kind| (0..chunks).map(|chunk| pair(*kind, chunk)).collect::<Vec<_>>())
+        .map(|kind| {
+            (0..chunks)
+                .map(|chunk| pair(*kind, chunk))
+                .collect::<Vec<_>>()
+        })
         .collect()
 }
 
 /// Returns a function that rounds times and returns them as JSON. Its precision is finer than the
 /// page can show.
 fn rounding(timeline: &Timeline) -> impl Fn(f64) -> Value + use<> {
-    let digits =
-        if timeline.end > 0.0 { 10f64.powf(9.0 - timeline.end.log10().ceil()) } else { DIGITS };
-    let digits = if timeline.unit == "s" { digits.max(DIGITS) } else { digits };
+    let digits = if timeline.end > 0.0 {
+        10f64.powf(9.0 - timeline.end.log10().ceil())
+    } else {
+        DIGITS
+    };
+    let digits = if timeline.unit == "s" {
+        digits.max(DIGITS)
+    } else {
+        digits
+    };
     move |time: f64| json!((time * digits).round() / digits)
 }
 
@@ -121,12 +142,28 @@ fn columns(bars: &[Bar], texts: &mut Texts, short: &dyn Fn(f64) -> Value) -> Val
     put("to", each(&|bar| json!(bar.to)));
     put("op", each(&|bar| json!(bar.op)));
     put("issued", each(&|bar| bar.issued.map_or(Value::Null, short)));
-    put("plannedStart", each(&|bar| bar.planned.map_or(Value::Null, |(start, _)| short(start))));
-    put("plannedEnd", each(&|bar| bar.planned.map_or(Value::Null, |(_, end)| short(end))));
-    put("name", bars.iter().map(|bar| json!(texts.number(&bar.name))).collect());
-    let mut optional =
-        |text: &Option<String>| text.as_ref().map_or(Value::Null, |text| json!(texts.number(text)));
-    put("waitedFor", bars.iter().map(|bar| optional(&bar.waited_for)).collect());
+    put(
+        "plannedStart",
+        each(&|bar| bar.planned.map_or(Value::Null, |(start, _)| short(start))),
+    );
+    put(
+        "plannedEnd",
+        each(&|bar| bar.planned.map_or(Value::Null, |(_, end)| short(end))),
+    );
+    put(
+        "name",
+        bars.iter()
+            .map(|bar| json!(texts.number(&bar.name)))
+            .collect(),
+    );
+    let mut optional = |text: &Option<String>| {
+        text.as_ref()
+            .map_or(Value::Null, |text| json!(texts.number(text)))
+    };
+    put(
+        "waitedFor",
+        bars.iter().map(|bar| optional(&bar.waited_for)).collect(),
+    );
     put("at", bars.iter().map(|bar| optional(&bar.at)).collect());
     Value::Object(columns)
 }
@@ -139,7 +176,10 @@ mod tests {
     #[test]
     fn no_text_can_end_the_script() {
         let title = "</script><!-- \u{2028}".to_owned();
-        let text = json(&Timeline { title: title.clone(), ..Timeline::default() });
+        let text = json(&Timeline {
+            title: title.clone(),
+            ..Timeline::default()
+        });
         assert!(!text.contains('<') && !text.contains('\u{2028}'), "{text}");
         let back: Value = serde_json::from_str(&text).unwrap();
         assert_eq!(back["title"], title);
@@ -147,19 +187,32 @@ mod tests {
 
     #[test]
     fn columns_without_values_are_left_out() {
-        let bar =
-            |kind, name: &str, bytes| Bar { kind, name: name.to_owned(), bytes, ..Bar::default() };
+        let bar = |kind, name: &str, bytes| Bar {
+            kind,
+            name: name.to_owned(),
+            bytes,
+            ..Bar::default()
+        };
         let bars = vec![
             bar(Kind::Forward, "a", None),
             bar(Kind::Move, "b", Some(3)),
             bar(Kind::Other, "a", None),
         ];
-        let rows = vec![Row { bars, ..Row::default() }];
-        let data: Value =
-            serde_json::from_str(&json(&Timeline { rows, ..Timeline::default() })).unwrap();
+        let rows = vec![Row {
+            bars,
+            ..Row::default()
+        }];
+        let data: Value = serde_json::from_str(&json(&Timeline {
+            rows,
+            ..Timeline::default()
+        }))
+        .unwrap();
         let columns = &data["rows"][0]["bars"];
         assert_eq!(columns["kind"], json!([0, 5, 4]));
-        assert_eq!((&columns["name"], &data["texts"]), (&json!([0, 1, 0]), &json!(["a", "b"])));
+        assert_eq!(
+            (&columns["name"], &data["texts"]),
+            (&json!([0, 1, 0]), &json!(["a", "b"]))
+        );
         assert_eq!(columns["bytes"], json!([null, 3, null]));
         let names: Vec<&String> = columns.as_object().unwrap().keys().collect();
         assert_eq!(names, ["bytes", "end", "kind", "name", "start"]);
@@ -167,10 +220,17 @@ mod tests {
 
     #[test]
     fn times_are_rounded_to_visible_precision() {
-        let short =
-            rounding(&Timeline { end: 100.0, unit: "unit".to_owned(), ..Timeline::default() });
+        let short = rounding(&Timeline {
+            end: 100.0,
+            unit: "unit".to_owned(),
+            ..Timeline::default()
+        });
         assert_eq!(short(1.0 / 3.0).to_string(), "0.3333333");
-        let short = rounding(&Timeline { end: 100.0, unit: "s".to_owned(), ..Timeline::default() });
+        let short = rounding(&Timeline {
+            end: 100.0,
+            unit: "s".to_owned(),
+            ..Timeline::default()
+        });
         assert_eq!(short(1.0 / 3.0).to_string(), "0.333333333");
     }
 }

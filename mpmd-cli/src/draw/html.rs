@@ -92,7 +92,10 @@ aria-label="Timeline, by rank. Arrow keys go from bar to bar." aria-describedby=
 fn figures(timeline: &Timeline) -> String {
     let figure = |figure: facts::Figure| {
         let [value, note] = [&figure.value, &figure.note].map(|text| text::escaped(text));
-        format!("<div><dt>{}</dt><dd><b>{value}</b> <span>{note}</span></dd></div>", figure.name)
+        format!(
+            "<div><dt>{}</dt><dd><b>{value}</b> <span>{note}</span></dd></div>",
+            figure.name
+        )
     };
     facts::figures(timeline).into_iter().map(figure).collect()
 }
@@ -104,10 +107,18 @@ fn legend(timeline: &Timeline) -> String {
     let chunks = facts::chunks(timeline);
     for kind in facts::kinds(timeline) {
         let number = colour::number(kind);
-        let shaded = if matches!(kind, Kind::Other | Kind::Move) { 1 } else { chunks.min(4) };
+        let shaded = if matches!(kind, Kind::Other | Kind::Move) {
+            1
+        } else {
+            chunks.min(4)
+        };
         let swatch = |i: usize| {
             // Of many chunks, the first, the last and two in between.
-            let chunk = if shaded > 1 { i * (chunks - 1) / (shaded - 1) } else { 0 };
+            let chunk = if shaded > 1 {
+                i * (chunks - 1) / (shaded - 1)
+            } else {
+                0
+            };
             format!(r#"<i data-kind="{number}" data-chunk="{chunk}"></i>"#)
         };
         let swatches: String = (0..shaded).map(swatch).collect();
@@ -131,7 +142,10 @@ fn switches(timeline: &Timeline) -> String {
     let mut switches = String::new();
     let mut switch = |id: &str, name: &str, on: bool| {
         let on = if on { " checked" } else { "" };
-        let _ = write!(switches, r#"<label><input type="checkbox" id="{id}"{on}>{name}</label>"#);
+        let _ = write!(
+            switches,
+            r#"<label><input type="checkbox" id="{id}"{on}>{name}</label>"#
+        );
     };
     if timeline.rows.iter().any(|row| !row.moves.is_empty()) {
         switch("show-moves", "Moves", false);
@@ -154,8 +168,9 @@ fn table(timeline: &Timeline) -> String {
         let name = text::escaped(&row.name);
         let idle = text::percent(facts::idle(row, from, until));
         let unit = text::memory_unit(timeline);
-        let peak =
-            row.peak().map_or("unknown".to_owned(), |peak| text::memory_with_unit(unit, peak));
+        let peak = row.peak().map_or("unknown".to_owned(), |peak| {
+            text::memory_with_unit(unit, peak)
+        });
         let mut computes = Vec::new();
         for (kind, name) in colour::KINDS.iter().zip(colour::NAMES) {
             let count = row.bars.iter().filter(|bar| bar.kind == *kind).count();
@@ -193,8 +208,15 @@ mod tests {
 
     #[test]
     fn texts_are_escaped() {
-        let bar = Bar { name: "</script>".to_owned(), ..Bar::default() };
-        let row = Row { name: "<b>".to_owned(), bars: vec![bar], ..Row::default() };
+        let bar = Bar {
+            name: "</script>".to_owned(),
+            ..Bar::default()
+        };
+        let row = Row {
+            name: "<b>".to_owned(),
+            bars: vec![bar],
+            ..Row::default()
+        };
         let page = html(&Timeline {
             title: "a<\"&".to_owned(),
             rows: vec![row],
@@ -211,8 +233,17 @@ mod tests {
     #[test]
     fn only_existing_parts_have_switches() {
         assert_eq!(switches(&Timeline::default()), "");
-        let row = Row { moves: vec![Bar::default()], ..Row::default() };
-        let text = switches(&Timeline { rows: vec![row], ..Timeline::default() });
-        assert!(text.contains("show-moves") && !text.contains("show-memory"), "{text}");
+        let row = Row {
+            moves: vec![Bar::default()],
+            ..Row::default()
+        };
+        let text = switches(&Timeline {
+            rows: vec![row],
+            ..Timeline::default()
+        });
+        assert!(
+            text.contains("show-moves") && !text.contains("show-memory"),
+            "{text}"
+        );
     }
 }

@@ -15,7 +15,10 @@ const FEWEST_BYTES: f64 = 10_000.0;
 /// is in `unit`.
 pub(super) fn time_unit(unit: &str, largest: f64) -> (f64, &str) {
     match unit {
-        "s" => *SECONDS.iter().find(|(one, _)| largest >= *one).unwrap_or(&SECONDS[3]),
+        "s" => *SECONDS
+            .iter()
+            .find(|(one, _)| largest >= *one)
+            .unwrap_or(&SECONDS[3]),
         "unit" | "" => (1.0, "units"),
         other => (1.0, other),
     }
@@ -25,13 +28,21 @@ pub(super) fn time_unit(unit: &str, largest: f64) -> (f64, &str) {
 pub(super) fn time(unit: &str, value: f64) -> String {
     let (one, name) = time_unit(unit, value.abs());
     let text = number(value / one);
-    if text == "1" && name == "units" { "1 unit".to_owned() } else { format!("{text} {name}") }
+    if text == "1" && name == "units" {
+        "1 unit".to_owned()
+    } else {
+        format!("{text} {name}")
+    }
 }
 
 /// Formats a number with four significant digits, or more if the integer part has more. Trailing
 /// zeros are removed.
 pub(super) fn number(value: f64) -> String {
-    let before = if value == 0.0 { 1 } else { value.abs().log10().floor() as i32 + 1 };
+    let before = if value == 0.0 {
+        1
+    } else {
+        value.abs().log10().floor() as i32 + 1
+    };
     let text = format!("{value:.*}", (4 - before).clamp(0, 6) as usize);
     match text.contains('.') {
         true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),
@@ -46,7 +57,11 @@ pub(super) fn percent(share: f64) -> String {
 
 /// Returns the unit of the timeline's memory: `B` for bytes, or a word such as `activations`.
 pub(super) fn memory_unit(timeline: &Timeline) -> &str {
-    let most = timeline.rows.iter().filter_map(|row| row.peak()).fold(0.0, f64::max);
+    let most = timeline
+        .rows
+        .iter()
+        .filter_map(|row| row.peak())
+        .fold(0.0, f64::max);
     match timeline.memory_unit.as_str() {
         "" if most < FEWEST_BYTES => "activations",
         "" => "B",
@@ -136,6 +151,9 @@ mod tests {
 
     #[test]
     fn markup_characters_are_escaped() {
-        assert_eq!(escaped("<a href=\"x\">'&\u{0}\n"), "&lt;a href=&quot;x&quot;&gt;&#39;&amp; ");
+        assert_eq!(
+            escaped("<a href=\"x\">'&\u{0}\n"),
+            "&lt;a href=&quot;x&quot;&gt;&#39;&amp; "
+        );
     }
 }

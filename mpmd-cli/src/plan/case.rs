@@ -22,9 +22,16 @@ pub(super) struct CaseSharding {
 #[derive(Clone, Debug)]
 enum CaseKind {
     /// A sharding over a mesh: `{mesh: {axis_names, shape, device_ids}, spec, unreduced?}`.
-    Named { mesh: CaseMesh, spec: Spec, unreduced: Vec<String> },
+    Named {
+        mesh: CaseMesh,
+        spec: Spec,
+        unreduced: Vec<String>,
+    },
     /// Chunks of a dimension on devices, in order: `{chunk: {dim, placements, names?}}`.
-    Chunk { dim: isize, placements: Vec<DeviceId> },
+    Chunk {
+        dim: isize,
+        placements: Vec<DeviceId>,
+    },
     /// Shards as (device, bounds by dimension): `{shards: [{device, region: [[start, end], …]},
     /// …]}`.
     Shards(Vec<(DeviceId, Vec<(usize, usize)>)>),
@@ -67,20 +74,37 @@ impl CaseSharding {
         ];
         let (kind, known): (_, &[&str]) = match (mesh, chunk, shards, device) {
             (Some(mesh), None, None, None) => {
-                let unreduced =
-                    field.find("unreduced")?.map(|axes| axes.list(Field::text)).transpose()?;
+                let unreduced = field
+                    .find("unreduced")?
+                    .map(|axes| axes.list(Field::text))
+                    .transpose()?;
                 let (mesh, spec) = (CaseMesh::read(&mesh)?, read_spec(&field.get("spec")?)?);
                 let unreduced = unreduced.unwrap_or_default();
-                (CaseKind::Named { mesh, spec, unreduced }, &["mesh", "spec", "unreduced"])
+                (
+                    CaseKind::Named {
+                        mesh,
+                        spec,
+                        unreduced,
+                    },
+                    &["mesh", "spec", "unreduced"],
+                )
             }
             (None, Some(chunk), None, None) => {
                 chunk.only(&["dim", "placements", "names"])?;
                 let device = |(field, number): (Field<'_>, usize)| {
-                    u32::try_from(number).map(DeviceId).map_err(|_| field.expected(ID))
+                    u32::try_from(number)
+                        .map(DeviceId)
+                        .map_err(|_| field.expected(ID))
                 };
                 let placements = read_placements(&chunk)?.into_iter().map(device);
                 let placements = placements.collect::<Result<_, _>>()?;
-                (CaseKind::Chunk { dim: chunk.get("dim")?.integer()?, placements }, &["chunk"])
+                (
+                    CaseKind::Chunk {
+                        dim: chunk.get("dim")?.integer()?,
+                        placements,
+                    },
+                    &["chunk"],
+                )
             }
             (None, None, Some(shards), None) => {
                 (CaseKind::Shards(shards.list(read_shard)?), &["shards"])
@@ -94,17 +118,30 @@ impl CaseSharding {
             }
         };
         field.only(&[known, &["memory_kind"]].concat())?;
-        let memory_kind = field.find("memory_kind")?.map(|kind| read_memory_kind(&kind));
-        Ok(Self { kind, memory_kind: memory_kind.transpose()?.unwrap_or_default() })
+        let memory_kind = field
+            .find("memory_kind")?
+            .map(|kind| read_memory_kind(&kind));
+        Ok(Self {
+            kind,
+            memory_kind: memory_kind.transpose()?.unwrap_or_default(),
+        })
     }
 
     /// Returns the sharding, or the reason why its values are invalid.
     pub(super) fn sharding(&self) -> Result<Sharding, Refusal> {
         let sharding = match &self.kind {
-            CaseKind::Named { mesh, spec, unreduced } => {
+            CaseKind::Named {
+                mesh,
+                spec,
+                unreduced,
+            } => {
                 let named = Sharding::named(mesh.mesh()?, spec.clone(), MemoryKind::Device);
                 let axes: Vec<&str> = unreduced.iter().map(String::as_str).collect();
-                if axes.is_empty() { named } else { named.unreduced(&axes)? }
+                if axes.is_empty() {
+                    named
+                } else {
+                    named.unreduced(&axes)?
+                }
             }
             CaseKind::Chunk { dim, placements } => Sharding::chunk(*dim, placements.clone())?,
             CaseKind::Shards(shards) => {
@@ -154,12 +191,20 @@ impl NamedJson {
     pub(super) fn of(sharding: &Sharding) -> Option<Self> {
         let (mesh, spec) = (sharding.mesh()?, sharding.spec()?);
         let (axis_names, shape) = (mesh.axis_names().to_vec(), mesh.shape().to_vec());
-        let mesh = MeshJson { axis_names, shape, device_ids: mesh.devices().to_vec() };
+        let mesh = MeshJson {
+            axis_names,
+            shape,
+            device_ids: mesh.devices().to_vec(),
+        };
         let memory_kind = match sharding.memory_kind() {
             MemoryKind::Device => None,
             MemoryKind::Host => Some("host"),
         };
-        Some(Self { mesh, spec: spec_json(spec), memory_kind })
+        Some(Self {
+            mesh,
+            spec: spec_json(spec),
+            memory_kind,
+        })
     }
 }
 
@@ -186,7 +231,9 @@ pub(super) fn read_axes(field: &Field<'_>) -> Result<Vec<String>, Malformed> {
 
 fn read_spec(field: &Field<'_>) -> Result<Spec, Malformed> {
     let entries = field.list(read_axes)?;
-    Ok(Spec::new(entries.into_iter().map(SpecEntry::from).collect()))
+    Ok(Spec::new(
+        entries.into_iter().map(SpecEntry::from).collect(),
+    ))
 }
 
 fn read_shard(field: &Field<'_>) -> Result<(DeviceId, Vec<(usize, usize)>), Malformed> {
@@ -195,7 +242,10 @@ fn read_shard(field: &Field<'_>) -> Result<(DeviceId, Vec<(usize, usize)>), Malf
         Ok((start.count()?, end.count()?))
     };
     field.only(&["device", "region"])?;
-    Ok((device_id(&field.get("device")?)?, field.get("region")?.list(bounds)?))
+    Ok((
+        device_id(&field.get("device")?)?,
+        field.get("region")?.list(bounds)?,
+    ))
 }
 
 /// Reads a memory kind: ours, or the name that JAX gives it.
@@ -212,6 +262,9 @@ fn device_id(field: &Field<'_>) -> Result<DeviceId, Malformed> {
 }
 
 fn bounds_text(bounds: &[(usize, usize)]) -> String {
-    let texts: Vec<String> = bounds.iter().map(|(start, end)| format!("{start}..{end}")).collect();
+    let texts: Vec<String> = bounds
+        .iter()
+        .map(|(start, end)| format!("{start}..{end}"))
+        .collect();
     format!("[{}]", texts.join(", "))
 }

@@ -36,7 +36,10 @@ impl Case {
             shape: field.get("shape")?.list(Field::count)?,
             dim: field.get("dim")?.integer()?,
             placements: placements.into_iter().map(|(_, rank)| rank).collect(),
-            world: field.find("world")?.map(|world| world.count()).transpose()?,
+            world: field
+                .find("world")?
+                .map(|world| world.count())
+                .transpose()?,
         })
     }
 

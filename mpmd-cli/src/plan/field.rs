@@ -27,7 +27,10 @@ pub(super) struct Malformed {
 impl<'a> Field<'a> {
     /// Returns the field that is the whole case.
     pub(super) fn case(value: &'a Value) -> Self {
-        Self { value, path: String::new() }
+        Self {
+            value,
+            path: String::new(),
+        }
     }
 
     /// Returns the field `name` of this object. Fails if it is missing or null, or if this is no
@@ -42,31 +45,52 @@ impl<'a> Field<'a> {
     /// Returns the field `name` of this object; `None` if it is missing or null. Fails if this is
     /// no object.
     pub(super) fn find(&self, name: &str) -> Result<Option<Field<'a>>, Malformed> {
-        let Value::Object(fields) = self.value else { return Err(self.expected("an object")) };
+        let Value::Object(fields) = self.value else {
+            return Err(self.expected("an object"));
+        };
         let dot = if self.path.is_empty() { "" } else { "." };
-        let field = |value| Field { value, path: format!("{}{dot}{name}", self.path) };
+        let field = |value| Field {
+            value,
+            path: format!("{}{dot}{name}", self.path),
+        };
         Ok(fields.get(name).filter(|value| !value.is_null()).map(field))
     }
 
     /// Checks that this object has no other fields than those of `known`. Fails if it has, or if
     /// this is no object.
     pub(super) fn only(&self, known: &[&str]) -> Result<(), Malformed> {
-        let Value::Object(fields) = self.value else { return Err(self.expected("an object")) };
-        let mut unknown: Vec<&String> =
-            fields.keys().filter(|name| !known.contains(&name.as_str())).collect();
+        let Value::Object(fields) = self.value else {
+            return Err(self.expected("an object"));
+        };
+        let mut unknown: Vec<&String> = fields
+            .keys()
+            .filter(|name| !known.contains(&name.as_str()))
+            .collect();
         // Sorted, because the parser may keep any order.
         unknown.sort_unstable();
-        let Some(name) = unknown.first() else { return Ok(()) };
-        Err(self
-            .malformed(format!("has the unknown field `{name}`; known are {}", known.join(", "))))
+        let Some(name) = unknown.first() else {
+            return Ok(());
+        };
+        Err(self.malformed(format!(
+            "has the unknown field `{name}`; known are {}",
+            known.join(", ")
+        )))
     }
 
     /// Returns the (name, value) fields of an object, sorted by name, or `None` if this is no
     /// object.
     pub(super) fn entries(&self) -> Option<Vec<(&'a str, Field<'a>)>> {
-        let Value::Object(fields) = self.value else { return None };
+        let Value::Object(fields) = self.value else {
+            return None;
+        };
         let field = |(name, value): (&'a String, &'a Value)| {
-            (name.as_str(), Field { value, path: format!("{}[{name:?}]", self.path) })
+            (
+                name.as_str(),
+                Field {
+                    value,
+                    path: format!("{}[{name:?}]", self.path),
+                },
+            )
         };
         let mut entries: Vec<_> = fields.iter().map(field).collect();
         // Sorted, because the parser may keep any order.
@@ -76,8 +100,13 @@ impl<'a> Field<'a> {
 
     /// Returns the elements of a list, or `None` if this is no list.
     pub(super) fn elements(&self) -> Option<Vec<Field<'a>>> {
-        let Value::Array(elements) = self.value else { return None };
-        let field = |(i, value)| Field { value, path: format!("{}[{i}]", self.path) };
+        let Value::Array(elements) = self.value else {
+            return None;
+        };
+        let field = |(i, value)| Field {
+            value,
+            path: format!("{}[{i}]", self.path),
+        };
         Some(elements.iter().enumerate().map(field).collect())
     }
 
@@ -93,13 +122,17 @@ impl<'a> Field<'a> {
 
     /// Returns the elements of a list of two. Fails for any other value.
     pub(super) fn pair(&self) -> Result<[Field<'a>; 2], Malformed> {
-        let elements = self.elements().and_then(|elements| elements.try_into().ok());
+        let elements = self
+            .elements()
+            .and_then(|elements| elements.try_into().ok());
         elements.ok_or_else(|| self.expected("a list of two"))
     }
 
     /// Returns the text of this field. Fails if its value is no text.
     pub(super) fn text(&self) -> Result<String, Malformed> {
-        self.as_text().map(str::to_owned).ok_or_else(|| self.expected("a text"))
+        self.as_text()
+            .map(str::to_owned)
+            .ok_or_else(|| self.expected("a text"))
     }
 
     /// Returns the text, or `None` if the value is no text.
@@ -113,19 +146,28 @@ impl<'a> Field<'a> {
 
     /// Returns a whole number from 0 up. Fails for any other value.
     pub(super) fn count(&self) -> Result<usize, Malformed> {
-        let number = self.value.as_u64().and_then(|number| usize::try_from(number).ok());
+        let number = self
+            .value
+            .as_u64()
+            .and_then(|number| usize::try_from(number).ok());
         number.ok_or_else(|| self.expected("a whole number from 0"))
     }
 
     /// Returns the number of a device, a process or a host. Fails if the value is no `u32`.
     pub(super) fn id(&self) -> Result<u32, Malformed> {
-        let number = self.value.as_u64().and_then(|number| u32::try_from(number).ok());
+        let number = self
+            .value
+            .as_u64()
+            .and_then(|number| u32::try_from(number).ok());
         number.ok_or_else(|| self.expected(ID))
     }
 
     /// Returns a whole number, which may be below 0. Fails for any other value.
     pub(super) fn integer(&self) -> Result<isize, Malformed> {
-        let number = self.value.as_i64().and_then(|number| isize::try_from(number).ok());
+        let number = self
+            .value
+            .as_i64()
+            .and_then(|number| isize::try_from(number).ok());
         number.ok_or_else(|| self.expected("a whole number"))
     }
 
@@ -140,7 +182,10 @@ impl<'a> Field<'a> {
                 .ok_or_else(|| self.malformed(format!("has a key {name:?}, which is no number")))?;
             Ok((id, field.id()?))
         };
-        let mut map = entries.iter().map(entry).collect::<Result<Vec<_>, Malformed>>()?;
+        let mut map = entries
+            .iter()
+            .map(entry)
+            .collect::<Result<Vec<_>, Malformed>>()?;
         map.sort_unstable();
         Ok(map)
     }
@@ -161,7 +206,10 @@ impl<'a> Field<'a> {
 
     /// Returns an error with this field's path and the given message.
     pub(super) fn malformed(&self, problem: String) -> Malformed {
-        Malformed { path: self.path.clone(), problem }
+        Malformed {
+            path: self.path.clone(),
+            problem,
+        }
     }
 }
 
@@ -192,17 +240,35 @@ mod tests {
             wrong(b.list(Field::count)),
             "`a.b[1]`: expected a whole number from 0, found -2"
         );
-        assert_eq!(wrong(b.list(Field::integer)), "`a.b[2]`: expected a whole number, found \"x\"");
+        assert_eq!(
+            wrong(b.list(Field::integer)),
+            "`a.b[2]`: expected a whole number, found \"x\""
+        );
         assert_eq!(
             wrong(b.elements().unwrap()[3].id()),
             "`a.b[3]`: expected a number from 0 to 4294967295, found 4.5"
         );
         assert_eq!(wrong(case.get("c")), "the case: has no field `c`");
-        assert_eq!(wrong(case.get("a").unwrap().get("c")), "`a`: has no field `c`");
-        assert_eq!(wrong(b.get("c")), "`a.b`: expected an object, found a list of 4");
-        assert_eq!(wrong(b.pair()), "`a.b`: expected a list of two, found a list of 4");
-        assert_eq!(wrong(case.text()), "the case: expected a text, found an object of 2 fields");
-        assert!(case.find("n").unwrap().is_none() && case.get("n").is_err(), "null is missing");
+        assert_eq!(
+            wrong(case.get("a").unwrap().get("c")),
+            "`a`: has no field `c`"
+        );
+        assert_eq!(
+            wrong(b.get("c")),
+            "`a.b`: expected an object, found a list of 4"
+        );
+        assert_eq!(
+            wrong(b.pair()),
+            "`a.b`: expected a list of two, found a list of 4"
+        );
+        assert_eq!(
+            wrong(case.text()),
+            "the case: expected a text, found an object of 2 fields"
+        );
+        assert!(
+            case.find("n").unwrap().is_none() && case.get("n").is_err(),
+            "null is missing"
+        );
     }
 
     #[test]
@@ -214,7 +280,10 @@ mod tests {
             wrong(case.only(&["b", "c"])),
             "the case: has the unknown field `a`; known are b, c"
         );
-        assert_eq!(wrong(case.get("b").unwrap().only(&[])), "`b`: expected an object, found 1");
+        assert_eq!(
+            wrong(case.get("b").unwrap().only(&[])),
+            "`b`: expected an object, found 1"
+        );
     }
 
     #[test]
@@ -223,7 +292,10 @@ mod tests {
         assert_eq!(map(json!({"10": 1, "9": 0})), Ok(vec![(9, 0), (10, 1)]));
         for key in ["07", "+7", "x", "", "-1", "4294967296"] {
             let wrong = wrong(map(json!({ key: 0 })));
-            assert_eq!(wrong, format!("the case: has a key {key:?}, which is no number"));
+            assert_eq!(
+                wrong,
+                format!("the case: has a key {key:?}, which is no number")
+            );
         }
         assert_eq!(
             wrong(map(json!({"1": "a"}))),
@@ -235,6 +307,9 @@ mod tests {
     fn long_values_are_cut() {
         let value = json!("x".repeat(500));
         let wrong = wrong(Field::case(&value).count());
-        assert!(wrong.ends_with('…') && wrong.chars().count() < 130, "{wrong}");
+        assert!(
+            wrong.ends_with('…') && wrong.chars().count() < 130,
+            "{wrong}"
+        );
     }
 }

@@ -42,14 +42,24 @@ impl Case {
         let sharding = |name| CaseSharding::read(&field.get(name)?);
         let (src, dst) = (sharding("src")?, sharding("dst")?);
         let of_array = ["shape", "dtype", "process_of", "host_of"];
-        let found: Vec<_> =
-            of_array.iter().map(|name| field.find(name)).collect::<Result<_, _>>()?;
+        let found: Vec<_> = of_array
+            .iter()
+            .map(|name| field.find(name))
+            .collect::<Result<_, _>>()?;
         let array = if found.iter().any(Option::is_some) {
-            Some((field.get("shape")?.list(Field::count)?, field.get("dtype")?.text()?))
+            Some((
+                field.get("shape")?.list(Field::count)?,
+                field.get("dtype")?.text()?,
+            ))
         } else {
             None
         };
-        Ok(Self { src, dst, array, job: CaseJob::read(field)? })
+        Ok(Self {
+            src,
+            dst,
+            array,
+            job: CaseJob::read(field)?,
+        })
     }
 
     pub(super) fn answer(self) -> Result<String, Refusal> {
@@ -60,17 +70,28 @@ impl Case {
             Some((shape, dtype)) => {
                 let aval = ShapedArray::try_new(shape, dtype.parse()?)?;
                 for (name, sharding) in [("src", &src), ("dst", &dst)] {
-                    sharding.layout(shape).map_err(|error| Refusal::from(error).of(name))?;
+                    sharding
+                        .layout(shape)
+                        .map_err(|error| Refusal::from(error).of(name))?;
                 }
-                let job = self.job.job([("src", src.devices()), ("dst", dst.devices())])?;
+                let job = self
+                    .job
+                    .job([("src", src.devices()), ("dst", dst.devices())])?;
                 cheapest_intermediate(&src, &dst, &aval, &job)
             }
         };
         let answer = match &found {
-            Ok(Intermediate { sharding, replica_axes, .. }) => {
+            Ok(Intermediate {
+                sharding,
+                replica_axes,
+                ..
+            }) => {
                 json!({ "intermediate": NamedJson::of(sharding), "replica_axes": replica_axes })
             }
-            Err(NoIntermediate { why: why @ WhyNoIntermediate::NotNeeded, .. }) => {
+            Err(NoIntermediate {
+                why: why @ WhyNoIntermediate::NotNeeded,
+                ..
+            }) => {
                 json!({ "error": why.reason() })
             }
             Err(none) => json!({ "error": "none", "reason": none.why.reason() }),

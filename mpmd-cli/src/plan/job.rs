@@ -20,23 +20,33 @@ pub(super) struct CaseJob {
 impl CaseJob {
     pub(super) fn read(field: &Field<'_>) -> Result<Self, Malformed> {
         let map = |name| field.find(name)?.map(|map| map.id_map()).transpose();
-        Ok(Self { process_of: map("process_of")?, host_of: map("host_of")? })
+        Ok(Self {
+            process_of: map("process_of")?,
+            host_of: map("host_of")?,
+        })
     }
 
     /// Returns the topology with all devices of the case, its processes numbered without gaps.
     /// Fails if `process_of` lacks a device of `devices`, two named lists, or if `host_of` lacks a
     /// process.
     pub(super) fn job(&self, devices: [(&str, &[DeviceId]); 2]) -> Result<Topology, Refusal> {
-        let used: BTreeSet<DeviceId> =
-            devices.iter().flat_map(|(_, devices)| *devices).copied().collect();
+        let used: BTreeSet<DeviceId> = devices
+            .iter()
+            .flat_map(|(_, devices)| *devices)
+            .copied()
+            .collect();
         let owned: Vec<(DeviceId, u32)> = match &self.process_of {
             None => used.into_iter().map(|device| (device, 0)).collect(),
-            Some(owned) => {
-                owned.iter().map(|(device, process)| (DeviceId(*device), *process)).collect()
-            }
+            Some(owned) => owned
+                .iter()
+                .map(|(device, process)| (DeviceId(*device), *process))
+                .collect(),
         };
-        let known =
-            |device: &DeviceId| owned.binary_search_by_key(device, |(known, _)| *known).is_ok();
+        let known = |device: &DeviceId| {
+            owned
+                .binary_search_by_key(device, |(known, _)| *known)
+                .is_ok()
+        };
         for (name, devices) in devices {
             if let Some(device) = devices.iter().find(|device| !known(device)) {
                 let message = format!("{name}: process_of has no device {device}");
@@ -54,7 +64,10 @@ impl CaseJob {
                 )),
             },
         };
-        let processes = numbers.into_iter().map(host).collect::<Result<Vec<_>, Refusal>>()?;
+        let processes = numbers
+            .into_iter()
+            .map(host)
+            .collect::<Result<Vec<_>, Refusal>>()?;
         // Numbered without gaps, so that large numbers cost no memory.
         let place =
             |number: u32| processes.partition_point(|(earlier, _)| *earlier < number) as u32;

@@ -39,6 +39,9 @@ impl Case {
     pub(super) fn answer(self) -> Result<String, Refusal> {
         let layout = self.sharding.sharding()?.layout(&self.shape)?;
         let regions = layout.iter().collect();
-        Ok(json_text(&Json { regions, fully_replicated: layout.fully_replicated() }))
+        Ok(json_text(&Json {
+            regions,
+            fully_replicated: layout.fully_replicated(),
+        }))
     }
 }

@@ -74,24 +74,36 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<ExitCode> {
         Err(error) => return Ok(malformed(&error)),
     };
     let done = match &args.what {
-        What::Layout(_) => {
-            answers(&value, &layout::Case::FIELDS, layout::Case::read, layout::Case::answer)
-        }
+        What::Layout(_) => answers(
+            &value,
+            &layout::Case::FIELDS,
+            layout::Case::read,
+            layout::Case::answer,
+        ),
         What::Intermediate(_) => answers(
             &value,
             &intermediate::Case::FIELDS,
             intermediate::Case::read,
             intermediate::Case::answer,
         ),
-        What::Chunk(_) => {
-            answers(&value, &chunk::Case::FIELDS, chunk::Case::read, chunk::Case::answer)
-        }
-        What::Rules(_) => {
-            answers(&value, &rules::Case::FIELDS, rules::Case::read, rules::Case::answer)
-        }
-        What::Reshard(_) => {
-            answers(&value, &reshard::Case::FIELDS, reshard::Case::read, reshard::Case::answer)
-        }
+        What::Chunk(_) => answers(
+            &value,
+            &chunk::Case::FIELDS,
+            chunk::Case::read,
+            chunk::Case::answer,
+        ),
+        What::Rules(_) => answers(
+            &value,
+            &rules::Case::FIELDS,
+            rules::Case::read,
+            rules::Case::answer,
+        ),
+        What::Reshard(_) => answers(
+            &value,
+            &reshard::Case::FIELDS,
+            reshard::Case::read,
+            reshard::Case::answer,
+        ),
     };
     let answers = match done {
         Ok(answers) => answers,
@@ -133,7 +145,9 @@ fn answers<C>(
     read: impl Fn(&Field<'_>) -> Result<C, Malformed>,
     answer: impl Fn(C) -> Result<String, Refusal>,
 ) -> Result<Vec<String>> {
-    let values = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
+    let values = value
+        .as_array()
+        .map_or(std::slice::from_ref(value), Vec::as_slice);
     let mut cases = Vec::with_capacity(values.len());
     for (i, value) in values.iter().enumerate() {
         let field = Field::case(value);

@@ -59,9 +59,10 @@ fn holder(text: &str) -> Result<Holder<'_>, String> {
         return Err(format!("names no process: write rank:R/{process}"));
     }
     match process.split_once(':') {
-        Some(("rank", rank)) if is_number(rank) => {
-            rank.parse().map(Holder::Rank).map_err(|_| "has too large a rank".to_owned())
-        }
+        Some(("rank", rank)) if is_number(rank) => rank
+            .parse()
+            .map(Holder::Rank)
+            .map_err(|_| "has too large a rank".to_owned()),
         None if !process.is_empty() => Ok(Holder::Name(process)),
         _ => Err("is no placement: expected rank:R/DEVICE or NAME/DEVICE".to_owned()),
     }

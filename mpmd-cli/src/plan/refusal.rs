@@ -19,12 +19,18 @@ pub(super) struct Refusal {
 impl Refusal {
     /// Creates a refusal with `error`, one word, and a message for people.
     pub(super) fn new(error: &'static str, message: impl Into<String>) -> Self {
-        Self { error, message: message.into() }
+        Self {
+            error,
+            message: message.into(),
+        }
     }
 
     /// Puts the name of a field of the case before the message.
     pub(super) fn of(self, field: &str) -> Self {
-        Self { message: format!("{field}: {}", self.message), ..self }
+        Self {
+            message: format!("{field}: {}", self.message),
+            ..self
+        }
     }
 }
 

@@ -76,10 +76,14 @@ impl Case {
         let aval = ShapedArray::try_new(&self.shape, self.dtype.parse()?)?;
         let side = |name: &str, case: &CaseSharding| {
             let sharding = case.sharding().map_err(|refusal| refusal.of(name))?;
-            sharding.layout(&self.shape).map_err(|error| Refusal::from(error).of(name))
+            sharding
+                .layout(&self.shape)
+                .map_err(|error| Refusal::from(error).of(name))
         };
         let (src, dst) = (side("src", &self.src)?, side("dst", &self.dst)?);
-        let job = self.job.job([("src", src.devices()), ("dst", dst.devices())])?;
+        let job = self
+            .job
+            .job([("src", src.devices()), ("dst", dst.devices())])?;
         let plan = plan(&src, &dst, aval.dtype().size(), &job)?;
         let (pieces, summary) = (plan.pieces(), plan.summary());
         let bytes = |class| summary.bytes_over(class);
@@ -99,6 +103,10 @@ impl Case {
 
 impl<'a> PieceJson<'a> {
     fn of(piece: &'a Piece) -> Self {
-        Self { src: piece.src, dst: piece.dst, region: &piece.region }
+        Self {
+            src: piece.src,
+            dst: piece.dst,
+            region: &piece.region,
+        }
     }
 }

@@ -43,8 +43,9 @@ struct CaseLeaf {
 
 impl Case {
     /// Fields of a case, and of its answer.
-    pub(super) const FIELDS: [&str; 8] =
-        ["mesh", "params", "strategy", "rules", "names", "state", "specs", "notes"];
+    pub(super) const FIELDS: [&str; 8] = [
+        "mesh", "params", "strategy", "rules", "names", "state", "specs", "notes",
+    ];
 
     pub(super) fn read(field: &Field<'_>) -> Result<Self, Malformed> {
         let axis = |field: &Field<'_>| {
@@ -78,7 +79,11 @@ impl Case {
                 .map(|rules| rules.list(logical))
                 .transpose()?
                 .unwrap_or_default(),
-            names: field.find("names")?.map(|all| all.list(names)).transpose()?.unwrap_or_default(),
+            names: field
+                .find("names")?
+                .map(|all| all.list(names))
+                .transpose()?
+                .unwrap_or_default(),
             state: field
                 .find("state")?
                 .map(|state| state.list(branches))
@@ -93,8 +98,9 @@ impl Case {
         let mut logical = LogicalAxes::default();
         let mut leaves: Vec<(String, ShapedArray)> = Vec::with_capacity(self.leaves.len());
         for leaf in &self.leaves {
-            let aval =
-                leaf.aval().map_err(|refusal| refusal.of(&format!("leaf `{}`", leaf.name)))?;
+            let aval = leaf
+                .aval()
+                .map_err(|refusal| refusal.of(&format!("leaf `{}`", leaf.name)))?;
             leaves.push((leaf.name.clone(), aval));
             if let Some(names) = &leaf.names {
                 logical = logical.leaf(leaf.name.as_str(), &borrowed(names));
@@ -125,8 +131,9 @@ impl Case {
         let inferred =
             tracing::subscriber::with_default(silent, || infer(&leaves, &strategy, &mesh))?;
         let leaves = || inferred.leaves().iter();
-        let specs: BTreeMap<_, _> =
-            leaves().map(|leaf| (leaf.name.as_str(), spec_json(&leaf.spec))).collect();
+        let specs: BTreeMap<_, _> = leaves()
+            .map(|leaf| (leaf.name.as_str(), spec_json(&leaf.spec)))
+            .collect();
         let notes: BTreeMap<_, _> = leaves()
             .filter(|leaf| !leaf.notes.is_empty())
             .map(|leaf| (leaf.name.as_str(), &leaf.notes))
@@ -148,7 +155,13 @@ fn read_leaves(
     name: String,
     leaves: &mut Vec<CaseLeaf>,
 ) -> Result<(), Malformed> {
-    let below = |key: &str| if name.is_empty() { key.to_owned() } else { format!("{name}/{key}") };
+    let below = |key: &str| {
+        if name.is_empty() {
+            key.to_owned()
+        } else {
+            format!("{name}/{key}")
+        }
+    };
     if let Some(elements) = field.elements() {
         let mut each = elements.iter().enumerate();
         return each
@@ -158,12 +171,20 @@ fn read_leaves(
         return Err(field.expected("a leaf {shape, dtype}, or a list or an object of them"));
     };
     // A tree may have branches with these names.
-    let entry = |key: &str| entries.iter().find(|(name, _)| *name == key).map(|(_, field)| field);
+    let entry = |key: &str| {
+        entries
+            .iter()
+            .find(|(name, _)| *name == key)
+            .map(|(_, field)| field)
+    };
     if let (Some(shape), Some(dtype)) = (entry("shape"), entry("dtype"))
         && dtype.as_text().is_some()
     {
         field.only(&["shape", "dtype", "names"])?;
-        let names = field.find("names")?.map(|names| names.list(logical_name)).transpose()?;
+        let names = field
+            .find("names")?
+            .map(|names| names.list(logical_name))
+            .transpose()?;
         leaves.push(CaseLeaf {
             name,
             shape: shape.list(Field::count)?,
@@ -172,11 +193,17 @@ fn read_leaves(
         });
         return Ok(());
     }
-    entries.iter().try_for_each(|(key, field)| read_leaves(field, below(key), leaves))
+    entries
+        .iter()
+        .try_for_each(|(key, field)| read_leaves(field, below(key), leaves))
 }
 
 fn logical_name(field: &Field<'_>) -> Result<Option<String>, Malformed> {
-    if field.is_null() { Ok(None) } else { field.text().map(Some) }
+    if field.is_null() {
+        Ok(None)
+    } else {
+        field.text().map(Some)
+    }
 }
 
 fn borrowed(names: &[Option<String>]) -> Vec<Option<&str>> {
@@ -184,11 +211,19 @@ fn borrowed(names: &[Option<String>]) -> Vec<Option<&str>> {
 }
 
 fn mesh(axes: &[(String, usize)]) -> Result<Mesh, Refusal> {
-    let devices = axes.iter().fold(1usize, |product, (_, size)| product.saturating_mul(*size));
+    let devices = axes
+        .iter()
+        .fold(1usize, |product, (_, size)| product.saturating_mul(*size));
     if devices > MOST_DEVICES {
         let message = format!("{devices} devices are too many: at most {MOST_DEVICES}");
         return Err(Refusal::new("too_large", message));
     }
-    let axes: Vec<(&str, usize)> = axes.iter().map(|(axis, size)| (axis.as_str(), *size)).collect();
-    Ok(Mesh::new(&axes, (0..devices as u32).map(DeviceId).collect())?)
+    let axes: Vec<(&str, usize)> = axes
+        .iter()
+        .map(|(axis, size)| (axis.as_str(), *size))
+        .collect();
+    Ok(Mesh::new(
+        &axes,
+        (0..devices as u32).map(DeviceId).collect(),
+    )?)
 }

@@ -16,9 +16,18 @@ fn named(axes: Value, shape: Value, devices: Value, spec: Value) -> Value {
 
 /// Returns (command, valid cases) for each planner.
 fn cases() -> [(&'static str, Vec<Value>); 5] {
-    let square =
-        named(json!(["a", "b"]), json!([2, 2]), json!([0, 1, 2, 3]), json!(["a", null, ["b"]]));
-    let mut sums = named(json!(["a", "b"]), json!([2, 1]), json!([4, 5]), json!([null, "b"]));
+    let square = named(
+        json!(["a", "b"]),
+        json!([2, 2]),
+        json!([0, 1, 2, 3]),
+        json!(["a", null, ["b"]]),
+    );
+    let mut sums = named(
+        json!(["a", "b"]),
+        json!([2, 1]),
+        json!([4, 5]),
+        json!([null, "b"]),
+    );
     sums["unreduced"] = json!(["a"]);
     let chunk = json!({"chunk": {"dim": -1, "placements": [2, 0, 1]}});
     let shards = json!({"shards": [
@@ -37,14 +46,24 @@ fn cases() -> [(&'static str, Vec<Value>); 5] {
         })
     };
     let mut alone = reshard(&square, &device);
-    alone.as_object_mut().unwrap().retain(|name, _| !name.ends_with("_of"));
-    let whole = named(json!(["a", "b"]), json!([2, 2]), json!([0, 1, 2, 3]), json!([null, null]));
+    alone
+        .as_object_mut()
+        .unwrap()
+        .retain(|name, _| !name.ends_with("_of"));
+    let whole = named(
+        json!(["a", "b"]),
+        json!([2, 2]),
+        json!([0, 1, 2, 3]),
+        json!([null, null]),
+    );
     let params = json!({
         "w": {"shape": [4096, 512], "dtype": "bfloat16", "names": ["embed", null]},
         "b": [{"shape": [7], "dtype": "int32"}, {"shape": [], "dtype": "bool"}],
     });
-    let strategy =
-        json!([["w", "fsdp(axis='a', min_size_to_shard_mb=0)"], [".*", "shard_dim('b', 0, True)"]]);
+    let strategy = json!([
+        ["w", "fsdp(axis='a', min_size_to_shard_mb=0)"],
+        [".*", "shard_dim('b', 0, True)"]
+    ]);
     let rules = json!({
         "mesh": [["a", 4], ["b", 1]],
         "params": params,
@@ -164,18 +183,36 @@ fn fuzz_plan_cases() {
             change(rng, &mut case);
         }
         match *command {
-            "layout" => {
-                answer(&case, &layout::Case::FIELDS, layout::Case::read, layout::Case::answer)
-            }
+            "layout" => answer(
+                &case,
+                &layout::Case::FIELDS,
+                layout::Case::read,
+                layout::Case::answer,
+            ),
             "intermediate" => answer(
                 &case,
                 &intermediate::Case::FIELDS,
                 intermediate::Case::read,
                 intermediate::Case::answer,
             ),
-            "chunk" => answer(&case, &chunk::Case::FIELDS, chunk::Case::read, chunk::Case::answer),
-            "rules" => answer(&case, &rules::Case::FIELDS, rules::Case::read, rules::Case::answer),
-            _ => answer(&case, &reshard::Case::FIELDS, reshard::Case::read, reshard::Case::answer),
+            "chunk" => answer(
+                &case,
+                &chunk::Case::FIELDS,
+                chunk::Case::read,
+                chunk::Case::answer,
+            ),
+            "rules" => answer(
+                &case,
+                &rules::Case::FIELDS,
+                rules::Case::read,
+                rules::Case::answer,
+            ),
+            _ => answer(
+                &case,
+                &reshard::Case::FIELDS,
+                reshard::Case::read,
+                reshard::Case::answer,
+            ),
         }
     });
 }

@@ -48,7 +48,9 @@ pub(super) fn json(source: &Source, simulated: &SimulatedSchedule) -> Result<Str
         stages: schedule.stages(),
         placement: schedule.placement().name(),
         rank_of_stage: schedule.ranks_of_stages(),
-        rows: (0..schedule.ranks()).map(|rank| schedule.cells(rank)).collect(),
+        rows: (0..schedule.ranks())
+            .map(|rank| schedule.cells(rank))
+            .collect(),
         hash: format!("{:016x}", Text::of(schedule, Dialect::ComputeOnly)?.hash()),
         unit: source.costs().unit,
         makespan: simulated.simulated.makespan,
@@ -58,7 +60,12 @@ pub(super) fn json(source: &Source, simulated: &SimulatedSchedule) -> Result<Str
         memory_bytes: simulated
             .memory_is_bytes
             .then(|| simulated.memory.iter().map(peak).collect()),
-        idle: simulated.simulated.lanes.iter().map(|lane| lane.idle()).collect(),
+        idle: simulated
+            .simulated
+            .lanes
+            .iter()
+            .map(|lane| lane.idle())
+            .collect(),
     };
     Ok(serde_json::to_string(&shown)? + "\n")
 }

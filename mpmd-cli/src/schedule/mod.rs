@@ -109,9 +109,12 @@ fn show(args: &ScheduleArgs) -> Result<()> {
     let shown = match args.format {
         Format::Text => return text(args, &source),
         Format::Json => json::json(&source, &simulated(&source)?)?,
-        Format::Table => {
-            table::table(&source.schedule, &simulated(&source)?, &source.costs().unit, args.width)
-        }
+        Format::Table => table::table(
+            &source.schedule,
+            &simulated(&source)?,
+            &source.costs().unit,
+            args.width,
+        ),
         Format::Html => crate::draw::html(&timeline(&source)?),
     };
     write_output(args.output.as_ref(), &shown)
@@ -142,7 +145,12 @@ fn steps(source: &Source) -> Result<Lowered> {
 
 fn simulated(source: &Source) -> Result<SimulatedSchedule> {
     let (steps, costs) = (steps(source)?, source.costs());
-    Ok(simulate_lowered(&steps, &costs, Leaves::InOrder, Channel::Tags)?)
+    Ok(simulate_lowered(
+        &steps,
+        &costs,
+        Leaves::InOrder,
+        Channel::Tags,
+    )?)
 }
 
 fn timeline(source: &Source) -> Result<mpmd_schedule::timeline::Timeline> {

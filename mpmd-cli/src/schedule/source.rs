@@ -49,7 +49,9 @@ impl Source {
 
     /// Returns the costs of passes; one for each pass if none are given.
     pub(super) fn costs(&self) -> Costs {
-        self.costs.clone().unwrap_or_else(|| Costs::units(self.schedule.stages()))
+        self.costs
+            .clone()
+            .unwrap_or_else(|| Costs::units(self.schedule.stages()))
     }
 
     /// Searches for the order with the shortest step. Prints its length and those of the fixed
@@ -58,23 +60,43 @@ impl Source {
         let (Some(ranks), Some(microbatches)) = (args.ranks, args.microbatches) else {
             bail!("ByCost needs --ranks and --microbatches");
         };
-        ensure!(args.flavour.is_none(), "--flavour is for files, and {} is a name", args.name);
+        ensure!(
+            args.flavour.is_none(),
+            "--flavour is for files, and {} is a name",
+            args.name
+        );
         let found = by_cost(ranks, microbatches, args.chunks, costs, args.budget)?;
         let unit = printable(units(costs.map_or("unit", |costs| &costs.unit)));
-        note(&format!("{}: {:.6} {unit}", found.schedule.name(), found.makespan));
+        note(&format!(
+            "{}: {:.6} {unit}",
+            found.schedule.name(),
+            found.makespan
+        ));
         for (name, makespan) in &found.fixed {
             match makespan {
                 Some(makespan) => note(&format!("{name}: {makespan:.6} {unit}")),
                 None => note(&format!("{name}: beyond the budget")),
             }
         }
-        Ok(Self { schedule: found.schedule, text: None, costs: None })
+        Ok(Self {
+            schedule: found.schedule,
+            text: None,
+            costs: None,
+        })
     }
 
     fn built_in(args: &ScheduleArgs) -> Result<Self> {
         let schedule = built_in(&args.name, args.ranks, args.microbatches, args.chunks)?;
-        ensure!(args.flavour.is_none(), "--flavour is for files, and {} is a name", args.name);
-        Ok(Self { schedule, text: None, costs: None })
+        ensure!(
+            args.flavour.is_none(),
+            "--flavour is for files, and {} is a name",
+            args.name
+        );
+        Ok(Self {
+            schedule,
+            text: None,
+            costs: None,
+        })
     }
 
     fn read(args: &ScheduleArgs, path: &Path) -> Result<Self> {
@@ -89,7 +111,11 @@ impl Source {
         let (ranks, chunks) = (schedule.ranks(), schedule.stages() / schedule.ranks());
         let found = [ranks, schedule.microbatches(), chunks];
         check_numbers(path, [args.ranks, args.microbatches, args.chunks], found)?;
-        Ok(Self { schedule, text: Some(text), costs: None })
+        Ok(Self {
+            schedule,
+            text: Some(text),
+            costs: None,
+        })
     }
 }
 
@@ -141,11 +167,16 @@ pub(crate) fn check_numbers(
     asked: [Option<usize>; 3],
     found: [usize; 3],
 ) -> Result<()> {
-    for (name, (asked, found)) in
-        ["ranks", "microbatches", "chunks"].into_iter().zip(asked.into_iter().zip(found))
+    for (name, (asked, found)) in ["ranks", "microbatches", "chunks"]
+        .into_iter()
+        .zip(asked.into_iter().zip(found))
     {
         if let Some(asked) = asked {
-            ensure!(asked == found, "--{name} is {asked}, and {} has {found}", path.display());
+            ensure!(
+                asked == found,
+                "--{name} is {asked}, and {} has {found}",
+                path.display()
+            );
         }
     }
     Ok(())

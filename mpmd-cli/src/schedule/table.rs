@@ -34,12 +34,20 @@ pub(super) fn table(
     let _ = writeln!(text, "takes {}", step_length(found, unit));
     let peaks = super::activations(schedule);
     let share = |rank: usize| {
-        if makespan > 0.0 { 100.0 * (1.0 - found.lanes[rank].busy / makespan) } else { 0.0 }
+        if makespan > 0.0 {
+            100.0 * (1.0 - found.lanes[rank].busy / makespan)
+        } else {
+            0.0
+        }
     };
     let head = format!("{:>5} {:>5} {:>7}  ", "rank", "peak", "bubble");
     let scale = scale(&timeline.rows, makespan);
     let columns = ((makespan * scale).round() as usize).min(LONGEST as usize);
-    let lines: Vec<String> = timeline.rows.iter().map(|row| bars(row, scale, columns)).collect();
+    let lines: Vec<String> = timeline
+        .rows
+        .iter()
+        .map(|row| bars(row, scale, columns))
+        .collect();
     let room = width.saturating_sub(head.len()).max(10);
     // A multiple of one time unit, so that no bar of that length is cut.
     let one = (scale.round() as usize).clamp(1, room);
@@ -86,8 +94,14 @@ pub(crate) fn step_length(found: &Simulated, unit: &str) -> String {
 /// Returns the characters per unit of time: enough for the longest name and a space in the shortest
 /// bar.
 fn scale(rows: &[Row], makespan: f64) -> f64 {
-    let bars = || rows.iter().flat_map(|row| &row.bars).filter(|bar| bar.end > bar.start);
-    let shortest = bars().map(|bar| bar.end - bar.start).fold(f64::INFINITY, f64::min);
+    let bars = || {
+        rows.iter()
+            .flat_map(|row| &row.bars)
+            .filter(|bar| bar.end > bar.start)
+    };
+    let shortest = bars()
+        .map(|bar| bar.end - bar.start)
+        .fold(f64::INFINITY, f64::min);
     let longest_name = bars().map(|bar| bar.name.len()).max().unwrap_or(1);
     if makespan <= 0.0 || !shortest.is_finite() {
         return 1.0;
@@ -102,7 +116,9 @@ fn bars(row: &Row, scale: f64, columns: usize) -> String {
     for bar in &row.bars {
         let column = |time: f64| ((time * scale).round() as usize).min(columns);
         let (from, until) = (column(bar.start), column(bar.end));
-        let Some(last) = until.checked_sub(1).filter(|last| *last >= from) else { continue };
+        let Some(last) = until.checked_sub(1).filter(|last| *last >= from) else {
+            continue;
+        };
         line[from..last].fill(b'-');
         line[last] = b' ';
         for (place, letter) in line[from..last].iter_mut().zip(bar.name.bytes()) {
@@ -154,7 +170,10 @@ mod tests {
         let text = shown("1f1b", &Costs::units(2), 80);
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines[0], "1F1B: 2 ranks, 2 microbatches, 2 stages (loop)");
-        assert!(lines[1].starts_with("takes 9 units, of which 3 are"), "{text}");
+        assert!(
+            lines[1].starts_with("takes 9 units, of which 3 are"),
+            "{text}"
+        );
         assert_eq!(
             lines[3..6],
             [
@@ -168,10 +187,16 @@ mod tests {
     #[test]
     fn narrow_table_is_cut_into_pieces() {
         let text = shown("1f1b", &Costs::units(2), 40);
-        let pieces: Vec<&str> = text.lines().filter(|line| line.starts_with("    0 ")).collect();
+        let pieces: Vec<&str> = text
+            .lines()
+            .filter(|line| line.starts_with("    0 "))
+            .collect();
         assert_eq!(pieces.len(), 3, "{text}");
         assert!(
-            text.lines().filter(|line| line.contains(" % ")).skip(1).all(|line| line.len() <= 40),
+            text.lines()
+                .filter(|line| line.contains(" % "))
+                .skip(1)
+                .all(|line| line.len() <= 40),
             "{text}"
         );
     }
@@ -184,11 +209,20 @@ mod tests {
             backward_weight: 0.02,
             ..StageCosts::default()
         };
-        let costs = Costs { unit: "s".to_owned(), stage: vec![stage; 2] };
+        let costs = Costs {
+            unit: "s".to_owned(),
+            stage: vec![stage; 2],
+        };
         let text = shown("1f1b", &costs, 200);
         assert!(text.contains("takes 0.12 s"), "{text}");
-        assert!(text.contains("....1F0 1B0-------- 1F1 1B1--------"), "{text}");
-        let nothing = Costs { unit: "s".to_owned(), stage: vec![StageCosts::default(); 2] };
+        assert!(
+            text.contains("....1F0 1B0-------- 1F1 1B1--------"),
+            "{text}"
+        );
+        let nothing = Costs {
+            unit: "s".to_owned(),
+            stage: vec![StageCosts::default(); 2],
+        };
         assert!(shown("1f1b", &nothing, 80).contains("takes 0 s"));
     }
 }

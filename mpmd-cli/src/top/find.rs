@@ -10,7 +10,9 @@ use mpmd_transport::rendezvous::Token;
 /// Returns (address of the rendezvous, token) of the job that `words` name: a process id or an
 /// address. Without words, those of the only job of this user on this machine.
 pub(super) fn job(words: Option<&str>) -> Result<(String, Token)> {
-    let Some(words) = words else { return only_job() };
+    let Some(words) = words else {
+        return only_job();
+    };
     if let Ok(pid) = words.parse() {
         if !fs::exists(format!("/proc/{pid}")).unwrap_or(true) {
             bail!(
@@ -34,7 +36,10 @@ pub(super) fn job(words: Option<&str>) -> Result<(String, Token)> {
             variables::JOB_TOKEN
         )
     })?;
-    let token = token.trim().parse().with_context(|| format!("in {}", variables::JOB_TOKEN))?;
+    let token = token
+        .trim()
+        .parse()
+        .with_context(|| format!("in {}", variables::JOB_TOKEN))?;
     Ok((words.to_owned(), token))
 }
 
@@ -58,7 +63,9 @@ fn only_process() -> Result<(String, (u32, Token))> {
         (Some(address), 1) => Ok((address.clone(), jobs[address].clone())),
         (None, _) => bail!("no job of this user runs on this machine"),
         _ => {
-            let lines = jobs.iter().map(|(address, (pid, _))| format!("\n  {pid}  at {address}"));
+            let lines = jobs
+                .iter()
+                .map(|(address, (pid, _))| format!("\n  {pid}  at {address}"));
             let lines: String = lines.collect();
             bail!("{found} jobs run on this machine; name one by a process id:{lines}")
         }
@@ -76,7 +83,9 @@ fn jobs() -> BTreeMap<String, (u32, Token)> {
     let mut jobs = BTreeMap::new();
     for pid in pids {
         // A process that ends meanwhile, or has variables of its own, is none of a job.
-        let Ok(Some(env)) = JobEnv::of_process(pid, Some(user)) else { continue };
+        let Ok(Some(env)) = JobEnv::of_process(pid, Some(user)) else {
+            continue;
+        };
         if env.dry_run.is_some() || (env.processes == 1 && !env.hosted) {
             continue;
         }

@@ -101,7 +101,10 @@ pub(crate) fn top(args: &TopArgs) -> Result<ExitCode> {
 }
 
 fn has_ended(error: &anyhow::Error) -> bool {
-    matches!(error.downcast_ref(), Some(RendezvousError::ServerGone { .. }))
+    matches!(
+        error.downcast_ref(),
+        Some(RendezvousError::ServerGone { .. })
+    )
 }
 
 /// Asks all processes of a job for their activity.
@@ -116,10 +119,23 @@ fn look(observer: &Observer, address: &str) -> Result<Look> {
             Ok(activity) => (Some(activity), None),
             Err(why) => (None, Some(why)),
         };
-        Seen { process: process.0, unknown, activity, ..Seen::default() }
+        Seen {
+            process: process.0,
+            unknown,
+            activity,
+            ..Seen::default()
+        }
     };
-    let processes = observer.look(&[], TIMEOUT)?.into_iter().map(known).collect();
-    Ok(Look { job: address.to_owned(), processes, ..Look::default() })
+    let processes = observer
+        .look(&[], TIMEOUT)?
+        .into_iter()
+        .map(known)
+        .collect();
+    Ok(Look {
+        job: address.to_owned(),
+        processes,
+        ..Look::default()
+    })
 }
 
 impl Look {
@@ -128,10 +144,17 @@ impl Look {
         self.seconds = passed.as_secs_f64();
         // By process: the bytes sent to each process since the earlier look.
         let grown = |now: &Seen| {
-            let earlier = before.processes.iter().find(|seen| seen.process == now.process)?;
+            let earlier = before
+                .processes
+                .iter()
+                .find(|seen| seen.process == now.process)?;
             let (earlier, now) = (earlier.activity.as_ref()?, now.activity.as_ref()?);
             let pairs = now.bytes_sent.iter().zip(&earlier.bytes_sent);
-            Some(pairs.map(|(now, earlier)| now.saturating_sub(*earlier)).collect::<Vec<_>>())
+            Some(
+                pairs
+                    .map(|(now, earlier)| now.saturating_sub(*earlier))
+                    .collect::<Vec<_>>(),
+            )
         };
         let grown: Vec<_> = self.processes.iter().map(grown).collect();
         let per_second = |bytes: u64| bytes as f64 / self.seconds;
@@ -150,19 +173,47 @@ mod tests {
     use super::*;
 
     fn seen(process: u32, sent: Option<[u64; 3]>) -> Seen {
-        let activity = |sent: [u64; 3]| Activity { bytes_sent: sent.into(), ..Activity::default() };
-        Seen { process, activity: sent.map(activity), ..Seen::default() }
+        let activity = |sent: [u64; 3]| Activity {
+            bytes_sent: sent.into(),
+            ..Activity::default()
+        };
+        Seen {
+            process,
+            activity: sent.map(activity),
+            ..Seen::default()
+        }
     }
 
     #[test]
     fn rates_are_those_since_the_look_before() {
-        let before = [seen(0, Some([0, 10, 10])), seen(1, Some([5, 0, 0])), seen(2, None)];
-        let now = [seen(0, Some([0, 30, 10])), seen(1, Some([5, 0, 8])), seen(2, Some([9, 0, 0]))];
-        let before = Look { processes: before.into(), ..Look::default() };
-        let mut look = Look { processes: now.into(), ..Look::default() };
+        let before = [
+            seen(0, Some([0, 10, 10])),
+            seen(1, Some([5, 0, 0])),
+            seen(2, None),
+        ];
+        let now = [
+            seen(0, Some([0, 30, 10])),
+            seen(1, Some([5, 0, 8])),
+            seen(2, Some([9, 0, 0])),
+        ];
+        let before = Look {
+            processes: before.into(),
+            ..Look::default()
+        };
+        let mut look = Look {
+            processes: now.into(),
+            ..Look::default()
+        };
         look.compare(&before, Duration::from_secs(2));
         let rates = |seen: &Seen| (seen.sent_per_second, seen.received_per_second);
         let rates: Vec<_> = look.processes.iter().map(rates).collect();
-        assert_eq!(rates, [(Some(10.0), Some(0.0)), (Some(4.0), Some(10.0)), (None, None)]);
+        assert_eq!(
+            rates,
+            [
+                (Some(10.0), Some(0.0)),
+                (Some(4.0), Some(10.0)),
+                (None, None)
+            ]
+        );
     }
 }

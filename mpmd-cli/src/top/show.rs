@@ -12,12 +12,26 @@ use super::{Look, Seen};
 /// Returns a table with a row of numbers for each process. Below it stand, for each process, the
 /// activity of its program and devices, and its waits.
 pub(super) fn text(look: &Look) -> String {
-    let head =
-        ["process", "pid", "step", "issued", "in flight", "memory", "lent", "sent", "received"];
+    let head = [
+        "process",
+        "pid",
+        "step",
+        "issued",
+        "in flight",
+        "memory",
+        "lent",
+        "sent",
+        "received",
+    ];
     let mut table = Table::new();
-    table.load_style(NOTHING).set_header(head).add_rows(look.processes.iter().map(row));
+    table
+        .load_style(NOTHING)
+        .set_header(head)
+        .add_rows(look.processes.iter().map(row));
     for column in table.column_iter_mut() {
-        column.set_padding((0, 2)).set_cell_alignment(CellAlignment::Right);
+        column
+            .set_padding((0, 2))
+            .set_cell_alignment(CellAlignment::Right);
     }
     let mut text = format!("job at {}\n{}\n", look.job, table.trim_fmt());
     for seen in &look.processes {
@@ -33,18 +47,29 @@ pub(super) fn text(look: &Look) -> String {
 
 fn row(seen: &Seen) -> Vec<String> {
     let process = seen.process.to_string();
-    let Some(activity) = &seen.activity else { return vec![process] };
+    let Some(activity) = &seen.activity else {
+        return vec![process];
+    };
     let memory = activity.memory;
-    let of = memory.limit.map_or_else(String::new, |limit| format!(" of {}", bytes_text(limit)));
+    let of = memory
+        .limit
+        .map_or_else(String::new, |limit| format!(" of {}", bytes_text(limit)));
     let rate = |rate: Option<f64>| {
-        rate.map_or_else(|| "-".to_owned(), |rate| format!("{}/s", bytes_text(rate as u64)))
+        rate.map_or_else(
+            || "-".to_owned(),
+            |rate| format!("{}/s", bytes_text(rate as u64)),
+        )
     };
     vec![
         process,
         activity.pid.to_string(),
         activity.steps.to_string(),
         activity.issued.to_string(),
-        format!("{} ({})", activity.in_flight, bytes_text(activity.in_flight_bytes)),
+        format!(
+            "{} ({})",
+            activity.in_flight,
+            bytes_text(activity.in_flight_bytes)
+        ),
         format!("{}{of}", bytes_text(memory.live + memory.host)),
         bytes_text(memory.lent),
         rate(seen.sent_per_second),
@@ -56,8 +81,10 @@ fn row(seen: &Seen) -> Vec<String> {
 /// on lines of their own.
 fn doing(text: &mut String, activity: &Activity) {
     let _ = write!(text, "its program {}", activity.program);
-    let (idle, busy): (Vec<_>, Vec<_>) =
-        activity.devices.iter().partition(|device| device.operation.is_none());
+    let (idle, busy): (Vec<_>, Vec<_>) = activity
+        .devices
+        .iter()
+        .partition(|device| device.operation.is_none());
     for device in busy {
         let _ = write!(text, "\n  {}", brief(&device.to_string()));
     }
@@ -78,7 +105,9 @@ fn brief(text: &str) -> String {
     let mut text = text.to_owned();
     if let Some(at) = text.find(" of the step captured at ") {
         let start = text[..at].rfind(", ").unwrap_or(at);
-        let end = text[start..].find(')').map_or(text.len(), |end| start + end);
+        let end = text[start..]
+            .find(')')
+            .map_or(text.len(), |end| start + end);
         text.replace_range(start..end, "");
     }
     if let Some(start) = text.find(" of (").map(|start| start + " of ".len())
@@ -120,7 +149,10 @@ mod tests {
             in_flight: 4,
             in_flight_bytes: 2048,
             program: "waits in a read of an array at src/main.rs:7:9".into(),
-            devices: vec![device(0, Some("operation 9 (jit f) at a.rs:5:1")), device(1, None)],
+            devices: vec![
+                device(0, Some("operation 9 (jit f) at a.rs:5:1")),
+                device(1, None),
+            ],
             wait: Some("process 0 waits in operation 8".into()),
             memory: MemoryActivity {
                 live: 1024,
@@ -135,13 +167,24 @@ mod tests {
             sent_per_second: Some(3.0 * 1024.0),
             ..Seen::default()
         };
-        let gone = Seen { process: 1, unknown: Some("it was killed".into()), ..Seen::default() };
-        let look = Look { job: "127.0.0.1:7".into(), seconds: 1.0, processes: vec![known, gone] };
+        let gone = Seen {
+            process: 1,
+            unknown: Some("it was killed".into()),
+            ..Seen::default()
+        };
+        let look = Look {
+            job: "127.0.0.1:7".into(),
+            seconds: 1.0,
+            processes: vec![known, gone],
+        };
         let text = text(&look);
         let lines: Vec<&str> = text.lines().map(str::trim_end).collect();
         let words = |at: usize| lines[at].split_whitespace().collect::<Vec<_>>().join(" ");
         assert_eq!(lines[0], "job at 127.0.0.1:7");
-        assert_eq!(words(2), "0 77 3 1200 4 (2.0 KiB) 2.0 KiB of 4.0 KiB 0 B 3.0 KiB/s -");
+        assert_eq!(
+            words(2),
+            "0 77 3 1200 4 (2.0 KiB) 2.0 KiB of 4.0 KiB 0 B 3.0 KiB/s -"
+        );
         assert_eq!(words(3), "1");
         let rest = [
             "",
@@ -160,7 +203,10 @@ mod tests {
         let list = "f32[128] P(None), f32[128,512] P(None, model), and 27 more";
         let long =
             format!("at operation 9 (jit f on [0] of ({list}); stage 0 at b.rs:3:4, {replayed})");
-        assert_eq!(brief(&long), "at operation 9 (jit f on [0] of (…); stage 0 at b.rs:3:4)");
+        assert_eq!(
+            brief(&long),
+            "at operation 9 (jit f on [0] of (…); stage 0 at b.rs:3:4)"
+        );
         let alone = format!("operation 9 (jit f of ({list})) at b.rs:3:4");
         assert_eq!(brief(&alone), "operation 9 (jit f of (…)) at b.rs:3:4");
         let put = "operation 8 (device_put of f32[2] from P(x) on [0] to P() on [1]) at c.rs:5:6";

@@ -38,7 +38,9 @@ pub(crate) fn trace(args: &TraceArgs) -> Result<ExitCode> {
             write(path, |out| Ok(serde_json::to_writer(out, &timeline)?))?;
         }
         if let Some(path) = &args.output {
-            write(path, |out| Ok(out.write_all(draw::html(&timeline).as_bytes())?))?;
+            write(path, |out| {
+                Ok(out.write_all(draw::html(&timeline).as_bytes())?)
+            })?;
         }
     }
     if let Some(path) = &args.costs {
@@ -47,7 +49,12 @@ pub(crate) fn trace(args: &TraceArgs) -> Result<ExitCode> {
     }
     let mut said = run.summary();
     match run.plan() {
-        Ok(plan) => said += &format!("by its schedule alone a step would take {:.6} s\n", plan.end),
+        Ok(plan) => {
+            said += &format!(
+                "by its schedule alone a step would take {:.6} s\n",
+                plan.end
+            )
+        }
         Err(NoPlan::NoSchedule) => {}
         Err(error) => said += &format!("note: there is no plan to compare with: {error}\n"),
     }

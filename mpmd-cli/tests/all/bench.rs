@@ -11,8 +11,13 @@ use serde_json::Value;
 const LONG: Duration = Duration::from_secs(120);
 
 /// Variables that are removed for `mpmd`, as they may be set where the tests run.
-const SET: [&str; 5] =
-    ["MPMD_RANK", "MPMD_WORLD_SIZE", "MPMD_LAUNCHER_PID", "MPMD_TRANSPORT", "MPMD_SPIN"];
+const SET: [&str; 5] = [
+    "MPMD_RANK",
+    "MPMD_WORLD_SIZE",
+    "MPMD_LAUNCHER_PID",
+    "MPMD_TRANSPORT",
+    "MPMD_SPIN",
+];
 
 fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
@@ -53,7 +58,10 @@ fn bench(args: &[&str]) -> String {
 /// Runs `mpmd bench`, which must fail without standard output. Returns the standard error.
 fn complaint(args: &[&str]) -> String {
     let output = run(command(args));
-    assert!(!output.status.success() && output.stdout.is_empty(), "{args:?}: {output:?}");
+    assert!(
+        !output.status.success() && output.stdout.is_empty(),
+        "{args:?}: {output:?}"
+    );
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
@@ -66,18 +74,39 @@ fn lines(said: &str) -> Vec<Value> {
 /// Checks that a line of results counts all repeats, and that its times are above zero and in
 /// order.
 fn assert_measured(line: &Value, repeats: u64) {
-    let figure = |name: &str| line[name].as_f64().unwrap_or_else(|| panic!("{name} in {line}"));
-    assert!(0.0 < figure("p10") && figure("p10") <= figure("median"), "{line}");
+    let figure = |name: &str| {
+        line[name]
+            .as_f64()
+            .unwrap_or_else(|| panic!("{name} in {line}"))
+    };
+    assert!(
+        0.0 < figure("p10") && figure("p10") <= figure("median"),
+        "{line}"
+    );
     assert!(figure("median") <= figure("p90"), "{line}");
     assert_eq!(line["repeats"], repeats, "{line}");
 }
 
 #[test]
 fn resharding_is_measured_beside_a_plain_copy() {
-    let said = bench(&["reshard", "--mib", "1", "--repeats", "1", "--processes", "1,2", "--json"]);
+    let said = bench(&[
+        "reshard",
+        "--mib",
+        "1",
+        "--repeats",
+        "1",
+        "--processes",
+        "1,2",
+        "--json",
+    ]);
     let lines = lines(&said);
     let count = |name: &str| lines.iter().filter(|line| line["name"] == name).count();
-    let moves = ["rows to columns", "replicate", "chunks to chunks", "regions to rows"];
+    let moves = [
+        "rows to columns",
+        "replicate",
+        "chunks to chunks",
+        "regions to rows",
+    ];
     for name in moves.into_iter().chain(["to other devices"]) {
         assert_eq!(count(name), 2, "{said}");
     }
@@ -88,10 +117,29 @@ fn resharding_is_measured_beside_a_plain_copy() {
     assert_eq!(copies.filter(by_one).count(), 11, "{said}");
     for line in &lines {
         assert_measured(line, 1);
-        assert_eq!(line["of_memcpy"].is_number(), line["name"] != "memcpy", "{line}");
+        assert_eq!(
+            line["of_memcpy"].is_number(),
+            line["name"] != "memcpy",
+            "{line}"
+        );
     }
-    let table = bench(&["reshard", "--mib", "1", "--repeats", "1", "--processes", "1"]);
-    assert_eq!(table.lines().filter(|line| line.ends_with(" of memcpy")).count(), 6, "{table}");
+    let table = bench(&[
+        "reshard",
+        "--mib",
+        "1",
+        "--repeats",
+        "1",
+        "--processes",
+        "1",
+    ]);
+    assert_eq!(
+        table
+            .lines()
+            .filter(|line| line.ends_with(" of memcpy"))
+            .count(),
+        6,
+        "{table}"
+    );
 }
 
 #[test]
@@ -125,21 +173,39 @@ fn pair_is_measured_at_every_size() {
         assert_eq!(lines.len(), expected.len(), "{said}");
         for (line, (name, bytes, unit, repeats)) in lines.iter().zip(expected) {
             assert_eq!(line["name"], name, "{line}");
-            assert_eq!((&line["bytes"], &line["unit"]), (&bytes.into(), &unit.into()), "{line}");
+            assert_eq!(
+                (&line["bytes"], &line["unit"]),
+                (&bytes.into(), &unit.into()),
+                "{line}"
+            );
             let pair = name != "memcpy";
-            assert_eq!(line["transport"].as_str(), pair.then_some(transport), "{line}");
+            assert_eq!(
+                line["transport"].as_str(),
+                pair.then_some(transport),
+                "{line}"
+            );
             assert_eq!(line["spin"].as_str(), pair.then_some("never"), "{line}");
             let other = match name {
                 "handover" => "handover warm-up",
                 "handover warm-up" => "handover",
                 _ => "",
             };
-            let beside = lines.iter().find(|line| line["name"] == other && line["bytes"] == bytes);
-            let beside = beside.and_then(|line| line["repeats"].as_u64()).unwrap_or(0);
+            let beside = lines
+                .iter()
+                .find(|line| line["name"] == other && line["bytes"] == bytes);
+            let beside = beside
+                .and_then(|line| line["repeats"].as_u64())
+                .unwrap_or(0);
             assert_measured(line, repeats - beside);
-            assert_eq!(line["of_memcpy"].is_number(), pair && unit == "GB/s", "{line}");
+            assert_eq!(
+                line["of_memcpy"].is_number(),
+                pair && unit == "GB/s",
+                "{line}"
+            );
             assert!(
-                line["parameters"].as_str().is_some_and(|words| words.contains("i") || bytes == 8),
+                line["parameters"]
+                    .as_str()
+                    .is_some_and(|words| words.contains("i") || bytes == 8),
                 "{line}"
             );
         }
@@ -203,7 +269,11 @@ fn job_with_another_transport_is_refused() {
     // The default for two processes of one host.
     let output = in_a_job("", words);
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(
+        output.status.success(),
+        "{said}{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
     assert_eq!(lines(&said)[0]["transport"], "shm", "{said}");
     let output = in_a_job("--transport tcp", words);
     let complained = String::from_utf8_lossy(&output.stderr);

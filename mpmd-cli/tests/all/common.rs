@@ -38,8 +38,10 @@ pub(crate) fn call(args: &[&str], input: &str) -> Told {
     let (mut stdin, input) = (child.stdin.take().unwrap(), input.to_owned());
     // The program may end before it has read everything.
     let writer = thread::spawn(move || drop(stdin.write_all(input.as_bytes())));
-    let (stdout, stderr) =
-        (reader(child.stdout.take().unwrap()), reader(child.stderr.take().unwrap()));
+    let (stdout, stderr) = (
+        reader(child.stdout.take().unwrap()),
+        reader(child.stderr.take().unwrap()),
+    );
     let until = Instant::now() + LONG;
     let status = loop {
         if let Some(status) = child.try_wait().unwrap() {
@@ -53,14 +55,22 @@ pub(crate) fn call(args: &[&str], input: &str) -> Told {
         thread::sleep(Duration::from_millis(1));
     };
     writer.join().unwrap();
-    Told { status: status.code(), stdout: stdout.join().unwrap(), stderr: stderr.join().unwrap() }
+    Told {
+        status: status.code(),
+        stdout: stdout.join().unwrap(),
+        stderr: stderr.join().unwrap(),
+    }
 }
 
 /// Runs `mpmd plan` for a case and returns its answer. Panics unless it succeeds and prints nothing
 /// on standard error.
 pub(crate) fn told(command: &str, case: &Value) -> Value {
     let answer = ask(&[command], &case.to_string());
-    assert_eq!((answer.status, answer.stderr.as_str()), (Some(0), ""), "{command} of {case}");
+    assert_eq!(
+        (answer.status, answer.stderr.as_str()),
+        (Some(0), ""),
+        "{command} of {case}"
+    );
     serde_json::from_str(&answer.stdout).unwrap()
 }
 
@@ -71,9 +81,16 @@ pub(crate) fn refused(command: &str, case: &Value, error: &str, texts: &[&str]) 
     assert_eq!(answer["error"], error, "{command} of {case}: {answer}");
     let message = answer["message"].as_str().unwrap();
     for text in texts {
-        assert!(message.contains(text), "{command} of {case}: {message:?} lacks {text:?}");
+        assert!(
+            message.contains(text),
+            "{command} of {case}: {message:?} lacks {text:?}"
+        );
     }
-    assert_eq!(answer.as_object().unwrap().len(), 2, "{command} of {case}: {answer}");
+    assert_eq!(
+        answer.as_object().unwrap().len(),
+        2,
+        "{command} of {case}: {answer}"
+    );
 }
 
 /// Returns a path in cargo's temporary folder that ends in `name` and is unique to this process.

@@ -13,7 +13,10 @@ fn doctor(args: &[&str], vars: &[(&str, &str)]) -> Output {
     command.arg("doctor").args(args);
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
-        if ["MPMD_", "UCX_", "CUDA_"].iter().any(|start| text.starts_with(start)) {
+        if ["MPMD_", "UCX_", "CUDA_"]
+            .iter()
+            .any(|start| text.starts_with(start))
+        {
             command.env_remove(&name);
         }
     }
@@ -61,7 +64,12 @@ fn finding<'a>(said: &'a Value, name: &str) -> &'a Value {
 fn text_output_fits_the_terminal() {
     let output = doctor(&[], &[]);
     let said = text(&output.stdout);
-    assert_eq!(output.status.code(), Some(0), "{said}{}", text(&output.stderr));
+    assert_eq!(
+        output.status.code(),
+        Some(0),
+        "{said}{}",
+        text(&output.stderr)
+    );
     for expected in ["transport", "sharing memory", "in the way of auto"] {
         assert!(said.contains(expected), "{expected}: {said}");
     }
@@ -79,11 +87,17 @@ fn json_and_exit_status_report_problems() {
         assert_eq!(status, Some(i32::from(problems > 0)), "{said}");
         assert_eq!(said["transport"], transport);
         let findings = said["findings"].as_array().unwrap();
-        let found = findings.iter().filter(|finding| finding["verdict"] == "problem").count();
+        let found = findings
+            .iter()
+            .filter(|finding| finding["verdict"] == "problem")
+            .count();
         assert_eq!(found as u64, problems, "{said}");
         for finding in findings {
             let fields = ["name", "value", "verdict", "advice"];
-            assert!(fields.iter().all(|field| finding[field].is_string()), "{finding}");
+            assert!(
+                fields.iter().all(|field| finding[field].is_string()),
+                "{finding}"
+            );
         }
         assert!(said["facts"]["sharing"].is_object(), "{said}");
     }
@@ -92,10 +106,21 @@ fn json_and_exit_status_report_problems() {
 #[test]
 fn memory_sharing_is_tested() {
     let (status, said) = json(&["--json", "--transport", "shm"], &[]);
-    let (tried, found) = (&said["facts"]["sharing"]["error"], finding(&said, "sharing memory"));
+    let (tried, found) = (
+        &said["facts"]["sharing"]["error"],
+        finding(&said, "sharing memory"),
+    );
     // Machines that run the tests can usually share memory. If not, the finding must be a problem.
-    let expected = if tried.is_null() { (Some(0), "ok") } else { (Some(1), "problem") };
-    assert_eq!((status, found["verdict"].as_str().unwrap()), expected, "{said}");
+    let expected = if tried.is_null() {
+        (Some(0), "ok")
+    } else {
+        (Some(1), "problem")
+    };
+    assert_eq!(
+        (status, found["verdict"].as_str().unwrap()),
+        expected,
+        "{said}"
+    );
     if tried.is_null() {
         assert!(finding(&said, "open files")["value"].is_string(), "{said}");
     }
@@ -112,10 +137,16 @@ fn missing_ucx_is_a_problem_only_if_requested() {
         assert_eq!(status, Some(1), "{said}");
         let ucx = finding(&said, "ucx");
         assert_eq!(ucx["verdict"], "problem");
-        assert!(ucx["advice"].as_str().unwrap().contains("--features ucx"), "{ucx}");
+        assert!(
+            ucx["advice"].as_str().unwrap().contains("--features ucx"),
+            "{ucx}"
+        );
     }
     let (status, said) = json(&["--json"], &[]);
-    assert_eq!((status, &finding(&said, "ucx")["verdict"]), (Some(0), &Value::from("note")));
+    assert_eq!(
+        (status, &finding(&said, "ucx")["verdict"]),
+        (Some(0), &Value::from("note"))
+    );
 }
 
 #[test]
@@ -128,12 +159,28 @@ fn missing_gpus_are_a_problem_only_if_requested() {
     ] {
         let (status, said) = json(args, vars);
         let cuda = finding(&said, "cuda");
-        assert_eq!((status, cuda["verdict"].as_str()), (Some(1), Some("problem")), "{said}");
+        assert_eq!(
+            (status, cuda["verdict"].as_str()),
+            (Some(1), Some("problem")),
+            "{said}"
+        );
         let value = cuda["value"].as_str().unwrap();
-        let known = ["no CUDA driver found", "the CUDA driver shows no graphics processor"];
+        let known = [
+            "no CUDA driver found",
+            "the CUDA driver shows no graphics processor",
+        ];
         assert!(known.iter().any(|known| value.starts_with(known)), "{cuda}");
-        assert!(cuda["advice"].as_str().unwrap().contains("devices of kind cpu work"), "{cuda}");
-        assert!(said["facts"]["cuda"]["missing"]["why"].is_string(), "{said}");
+        assert!(
+            cuda["advice"]
+                .as_str()
+                .unwrap()
+                .contains("devices of kind cpu work"),
+            "{cuda}"
+        );
+        assert!(
+            said["facts"]["cuda"]["missing"]["why"].is_string(),
+            "{said}"
+        );
     }
     let (status, said) = json(&["--json"], &[hidden]);
     assert_eq!(
@@ -143,7 +190,10 @@ fn missing_gpus_are_a_problem_only_if_requested() {
     );
     let output = doctor(&["--json"], &[hidden, ("MPMD_DEVICE", "gpu")]);
     let said = text(&output.stderr);
-    assert!(output.status.code() == Some(1) && said.contains("MPMD_DEVICE=gpu"), "{said}");
+    assert!(
+        output.status.code() == Some(1) && said.contains("MPMD_DEVICE=gpu"),
+        "{said}"
+    );
 }
 
 #[test]
@@ -151,8 +201,14 @@ fn unknown_transport_is_a_problem() {
     let (status, said) = json(&["--json"], &[("MPMD_TRANSPORT", "pigeon")]);
     assert_eq!(status, Some(1), "{said}");
     assert!(
-        finding(&said, "transport")["advice"].as_str().unwrap().contains("auto, shm, tcp, ucx"),
+        finding(&said, "transport")["advice"]
+            .as_str()
+            .unwrap()
+            .contains("auto, shm, tcp, ucx"),
         "{said}"
     );
-    assert_eq!(doctor(&["--transport", "pigeon"], &[]).status.code(), Some(2));
+    assert_eq!(
+        doctor(&["--transport", "pigeon"], &[]).status.code(),
+        Some(2)
+    );
 }

@@ -41,13 +41,20 @@ fn output_that_fails_asks_each_process_once() {
         }
         let mut job = Job::start(command);
         job.close_output();
-        while !["ready0", "ready1"].iter().all(|file| folder.path().join(file).exists()) {
+        while !["ready0", "ready1"]
+            .iter()
+            .all(|file| folder.path().join(file).exists())
+        {
             std::thread::sleep(std::time::Duration::from_millis(5));
         }
         std::fs::write(folder.path().join("go"), "").unwrap();
         let (code, _, err) = job.end();
         // The shell may tell of a child that the signal has ended.
-        assert_eq!((code, err.matches("heard").count()), (Some(141), 2), "{err}");
+        assert_eq!(
+            (code, err.matches("heard").count()),
+            (Some(141), 2),
+            "{err}"
+        );
         let why = "mpmd: the job ends: its output cannot be written: No space left on device";
         assert_eq!(err.matches(why).count(), usize::from(full), "{err}");
         assert_eq!(err.matches("mpmd: ").count(), usize::from(full), "{err}");
@@ -62,7 +69,12 @@ fn last_line_that_cannot_be_written_counts() {
         command.stdout(File::options().write(true).open("/dev/full").unwrap());
         let (code, _, err) = Job::start(command).end();
         assert_eq!(code, Some(141), "{err}");
-        assert_eq!(err.matches("its output cannot be written: No space left").count(), 1, "{err}");
+        assert_eq!(
+            err.matches("its output cannot be written: No space left")
+                .count(),
+            1,
+            "{err}"
+        );
     }
 }
 
@@ -79,7 +91,11 @@ fn job_goes_on_when_nobody_reads_the_errors() {
     let mut command = mpmd(&["-n", "2", "--restart", "1"], &script);
     let output = command.stderr(writer).output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
-    assert_eq!((output.status.code(), said.matches("end").count()), (Some(0), 2), "{said}");
+    assert_eq!(
+        (output.status.code(), said.matches("end").count()),
+        (Some(0), 2),
+        "{said}"
+    );
 }
 
 #[test]
@@ -131,7 +147,10 @@ fn first_of_several_signals_stops_the_job() {
     assert_eq!(heard, ["[0] heard", "[1] heard"]);
     job.signal(Signal::TERM);
     let (code, _, err) = job.end();
-    assert!(code == Some(138) && !err.contains("mpmd: "), "{code:?}: {err}");
+    assert!(
+        code == Some(138) && !err.contains("mpmd: "),
+        "{code:?}: {err}"
+    );
 }
 
 #[test]
@@ -139,7 +158,10 @@ fn errors_of_a_stopped_job_are_shown() {
     let job = start_two("trap 'echo Error: no metrics >&2; exit 130' INT");
     job.signal(Signal::INT);
     let (code, _, err) = job.end();
-    assert_eq!((code, err.as_str()), (Some(130), "[0,1] Error: no metrics\n"));
+    assert_eq!(
+        (code, err.as_str()),
+        (Some(130), "[0,1] Error: no metrics\n")
+    );
 }
 
 #[test]
@@ -150,5 +172,8 @@ fn end_over_a_pipe_of_its_own_is_a_failure() {
     let script = format!("[ $MPMD_RANK = 1 ] && kill -PIPE $$; {ENDLESS}");
     let (code, _, err) = Job::start(mpmd(&["-n", "2", "--grace", "0.1"], &script)).end();
     let expected = "mpmd: process 1 failed first: it was ended by signal 13 (SIGPIPE)\n";
-    assert!(code == Some(141) && err.ends_with(expected), "{code:?}: {err}");
+    assert!(
+        code == Some(141) && err.ends_with(expected),
+        "{code:?}: {err}"
+    );
 }

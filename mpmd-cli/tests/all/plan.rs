@@ -21,8 +21,10 @@ fn told_all(command: &str, cases: &[Value]) -> Vec<Value> {
 
 #[test]
 fn layouts_are_those_of_the_golden_file() {
-    let cases =
-        golden(include_str!("../../../mpmd-layout/tests/golden/named_sharding_layout.json"), 240);
+    let cases = golden(
+        include_str!("../../../mpmd-layout/tests/golden/named_sharding_layout.json"),
+        240,
+    );
     for (i, (case, answer)) in cases.iter().zip(told_all("layout", &cases)).enumerate() {
         let expected =
             json!({"regions": case["regions"], "fully_replicated": case["fully_replicated"]});
@@ -32,9 +34,15 @@ fn layouts_are_those_of_the_golden_file() {
 
 #[test]
 fn intermediates_are_those_of_the_golden_file() {
-    let cases =
-        golden(include_str!("../../../mpmd-layout/tests/golden/intermediate_sharding.json"), 240);
-    for (i, (case, answer)) in cases.iter().zip(told_all("intermediate", &cases)).enumerate() {
+    let cases = golden(
+        include_str!("../../../mpmd-layout/tests/golden/intermediate_sharding.json"),
+        240,
+    );
+    for (i, (case, answer)) in cases
+        .iter()
+        .zip(told_all("intermediate", &cases))
+        .enumerate()
+    {
         let mut expected = case.as_object().unwrap().clone();
         expected.retain(|field, _| field != "src" && field != "dst");
         assert_eq!(answer, Value::Object(expected), "case {i}");
@@ -43,7 +51,10 @@ fn intermediates_are_those_of_the_golden_file() {
 
 #[test]
 fn chunks_are_those_of_the_golden_file() {
-    let cases = golden(include_str!("../../../mpmd-layout/tests/golden/chunk_sharding.json"), 120);
+    let cases = golden(
+        include_str!("../../../mpmd-layout/tests/golden/chunk_sharding.json"),
+        120,
+    );
     for (i, (case, answer)) in cases.iter().zip(told_all("chunk", &cases)).enumerate() {
         for field in ["offsets_by_rank", "sizes_by_rank", "ranks"] {
             assert_eq!(answer[field], case[field], "{field} of case {i}");
@@ -54,7 +65,10 @@ fn chunks_are_those_of_the_golden_file() {
 
 #[test]
 fn specs_and_errors_are_those_of_the_golden_file() {
-    let cases = golden(include_str!("../../../mpmd-layout/tests/golden/sharding_rules.json"), 160);
+    let cases = golden(
+        include_str!("../../../mpmd-layout/tests/golden/sharding_rules.json"),
+        160,
+    );
     let mut errors = 0;
     for (i, (case, answer)) in cases.iter().zip(told_all("rules", &cases)).enumerate() {
         assert_eq!(answer.get("specs"), case.get("specs"), "case {i}: {answer}");
@@ -100,9 +114,15 @@ fn case_gives_an_answer_and_list_gives_a_list() {
     });
     assert_eq!(told("chunk", &case), answer);
     assert_eq!(told("chunk", &json!([case])), json!([answer]));
-    assert_eq!(told("chunk", &json!([case, case, case])), json!([answer, answer, answer]));
+    assert_eq!(
+        told("chunk", &json!([case, case, case])),
+        json!([answer, answer, answer])
+    );
     assert_eq!(told("chunk", &json!([])), json!([]));
-    let one_is_wrong = told("chunk", &json!([case, {"shape": [5], "dim": 1, "placements": [0]}]));
+    let one_is_wrong = told(
+        "chunk",
+        &json!([case, {"shape": [5], "dim": 1, "placements": [0]}]),
+    );
     assert_eq!(
         (&one_is_wrong[0], &one_is_wrong[1]["error"]),
         (&answer, &json!("dim_out_of_range"))
@@ -115,12 +135,22 @@ fn cases_come_from_a_file_as_well() {
     std::fs::write(&file, r#"{"shape": [1], "dim": 0, "placements": [0]}"#).unwrap();
     let expected = r#"{"offsets_by_rank":[[0]],"sizes_by_rank":[[1]],"ranks":[0]}"#;
     let from_file = ask(&["chunk", file.to_str().unwrap()], "");
-    assert_eq!((from_file.stdout.trim_end(), from_file.status), (expected, Some(0)));
-    let dash = ask(&["chunk", "-"], r#"{"shape": [1], "dim": 0, "placements": [0]}"#);
+    assert_eq!(
+        (from_file.stdout.trim_end(), from_file.status),
+        (expected, Some(0))
+    );
+    let dash = ask(
+        &["chunk", "-"],
+        r#"{"shape": [1], "dim": 0, "placements": [0]}"#,
+    );
     assert_eq!((dash.stdout.trim_end(), dash.status), (expected, Some(0)));
     let missing = ask(&["chunk", "there/is/no/such/file"], "");
     assert_eq!(missing.status, Some(2));
-    assert!(missing.stderr.contains("cannot read there/is/no/such/file"), "{}", missing.stderr);
+    assert!(
+        missing.stderr.contains("cannot read there/is/no/such/file"),
+        "{}",
+        missing.stderr
+    );
 }
 
 #[test]
@@ -133,7 +163,10 @@ fn answer_orders_devices_by_number() {
         }
     }"#;
     let answer = ask(&["layout"], case).stdout;
-    assert_eq!(answer, "{\"regions\":{\"9\":[[2,4]],\"10\":[[0,2]]},\"fully_replicated\":false}\n");
+    assert_eq!(
+        answer,
+        "{\"regions\":{\"9\":[[2,4]],\"10\":[[0,2]]},\"fully_replicated\":false}\n"
+    );
 }
 
 #[test]
@@ -143,9 +176,21 @@ fn malformed_input_error_names_case_and_field() {
     let layout = |sharding: &str| format!(r#"{{"shape": [4], "sharding": {sharding}}}"#);
     let table = [
         ("chunk", String::new(), "standard input is no JSON: EOF"),
-        ("chunk", r#"{"shape": [4]"#.into(), "standard input is no JSON: EOF"),
-        ("chunk", format!("{chunk} {chunk}"), "is no JSON: trailing characters"),
-        ("chunk", "7".into(), "case 0: the case: expected an object, found 7"),
+        (
+            "chunk",
+            r#"{"shape": [4]"#.into(),
+            "standard input is no JSON: EOF",
+        ),
+        (
+            "chunk",
+            format!("{chunk} {chunk}"),
+            "is no JSON: trailing characters",
+        ),
+        (
+            "chunk",
+            "7".into(),
+            "case 0: the case: expected an object, found 7",
+        ),
         (
             "chunk",
             r#"{"shape": [4], "dim": 0}"#.into(),
@@ -166,8 +211,16 @@ fn malformed_input_error_names_case_and_field() {
             layout("{}"),
             "case 0: `sharding`: a sharding has one of the fields mesh, chunk, shards",
         ),
-        ("layout", layout(&format!(r#"{{{mesh}, "device": 0, "spec": []}}"#)), "one of the fields"),
-        ("layout", layout(&format!("{{{mesh}}}")), "case 0: `sharding`: has no field `spec`"),
+        (
+            "layout",
+            layout(&format!(r#"{{{mesh}, "device": 0, "spec": []}}"#)),
+            "one of the fields",
+        ),
+        (
+            "layout",
+            layout(&format!("{{{mesh}}}")),
+            "case 0: `sharding`: has no field `spec`",
+        ),
         (
             "layout",
             layout(&format!(r#"{{{mesh}, "spec": [3]}}"#)),
@@ -218,8 +271,16 @@ fn malformed_input_error_names_case_and_field() {
     ];
     for (command, input, expected) in table {
         let answer = ask(&[command], &input);
-        assert_eq!((answer.status, answer.stdout.as_str()), (Some(2), ""), "{command} of {input}");
-        assert!(answer.stderr.contains(expected), "{command} of {input}: {}", answer.stderr);
+        assert_eq!(
+            (answer.status, answer.stdout.as_str()),
+            (Some(2), ""),
+            "{command} of {input}"
+        );
+        assert!(
+            answer.stderr.contains(expected),
+            "{command} of {input}: {}",
+            answer.stderr
+        );
     }
 }
 
@@ -231,13 +292,21 @@ fn bad_meshes_and_specs_give_errors() {
     };
     let two = |spec: Value| named(json!(["x", "y"]), json!([2, 2]), json!([0, 1, 2, 3]), spec);
     let table = [
-        (two(json!(["z"])), "unknown_axis", "axis `z`, but the mesh is {x:2, y:2}"),
+        (
+            two(json!(["z"])),
+            "unknown_axis",
+            "axis `z`, but the mesh is {x:2, y:2}",
+        ),
         (
             two(json!(["x", "x"])),
             "duplicate_axis",
             "axis `x` divides dimension 0 and again dimension 1",
         ),
-        (two(json!([["x", "y"]])), "not_divisible", "dimension 0 of shape [6, 4] has size 6"),
+        (
+            two(json!([["x", "y"]])),
+            "not_divisible",
+            "dimension 0 of shape [6, 4] has size 6",
+        ),
         (
             two(json!([null, null, null])),
             "spec_too_long",
@@ -248,13 +317,21 @@ fn bad_meshes_and_specs_give_errors() {
             "duplicate_axis",
             "axis `x` is named twice in {x:1, x:2}",
         ),
-        (named(json!(["x"]), json!([2]), json!([5, 5]), json!([])), "duplicate_device", "device 5"),
+        (
+            named(json!(["x"]), json!([2]), json!([5, 5]), json!([])),
+            "duplicate_device",
+            "device 5",
+        ),
         (
             named(json!(["x"]), json!([3]), json!([0]), json!([])),
             "device_count",
             "takes 3 devices, found 1",
         ),
-        (named(json!(["x"]), json!([0]), json!([]), json!([])), "empty_axis", "axis `x` of size 0"),
+        (
+            named(json!(["x"]), json!([0]), json!([]), json!([])),
+            "empty_axis",
+            "axis `x` of size 0",
+        ),
         (
             named(json!(["x"]), json!([1, 1]), json!([0]), json!([])),
             "axis_count",
@@ -267,15 +344,25 @@ fn bad_meshes_and_specs_give_errors() {
     // The same fault in a command without a shape.
     let src = &table[0].0["sharding"];
     let case = json!({"src": src, "dst": {"device": 7}});
-    refused("intermediate", &case, "unknown_axis", &["src: ", "axis `z`"]);
+    refused(
+        "intermediate",
+        &case,
+        "unknown_axis",
+        &["src: ", "axis `z`"],
+    );
 }
 
 #[test]
 fn bad_shards_and_chunks_give_errors() {
     let shards = |regions: Value| {
         let shard = |(device, region): (usize, &Value)| json!({"device": device, "region": region});
-        let shards: Vec<Value> =
-            regions.as_array().unwrap().iter().enumerate().map(shard).collect();
+        let shards: Vec<Value> = regions
+            .as_array()
+            .unwrap()
+            .iter()
+            .enumerate()
+            .map(shard)
+            .collect();
         json!({"shape": [4, 4], "dtype": "f32", "src": {"device": 9}, "dst": {"shards": shards}})
     };
     let left = json!([[0, 4], [0, 2]]);
@@ -286,8 +373,16 @@ fn bad_shards_and_chunks_give_errors() {
             "device 1 has [0..4, 1..4]: both have [0..4, 1..2]",
         ),
         (json!([left]), "gap", "no device has [0..4, 2..4]"),
-        (json!([left, [[0, 4], [2, 5]]]), "past_end", "device 1 has [0..4, 2..5]"),
-        (json!([left, [[0, 4], [4, 2]]]), "region", "device 1 has [0..4, 4..2]"),
+        (
+            json!([left, [[0, 4], [2, 5]]]),
+            "past_end",
+            "device 1 has [0..4, 2..5]",
+        ),
+        (
+            json!([left, [[0, 4], [4, 2]]]),
+            "region",
+            "device 1 has [0..4, 4..2]",
+        ),
         (json!([[[0, 4]]]), "shape", "shape [4, 4] has 2 dimensions"),
         (json!([left, [[0, 4]]]), "shape", "2 and 1 dimensions"),
         (json!([]), "no_shards", "no shards"),
@@ -297,13 +392,33 @@ fn bad_shards_and_chunks_give_errors() {
     }
     let chunk =
         |placements: Value| json!({"shape": [4], "dim": 0, "placements": placements, "world": 2});
-    refused("chunk", &chunk(json!([0, 0])), "duplicate_rank", &["both placed on rank 0"]);
-    refused("chunk", &chunk(json!([0])), "missing_rank", &["rank 1 of 2"]);
+    refused(
+        "chunk",
+        &chunk(json!([0, 0])),
+        "duplicate_rank",
+        &["both placed on rank 0"],
+    );
+    refused(
+        "chunk",
+        &chunk(json!([0])),
+        "missing_rank",
+        &["rank 1 of 2"],
+    );
     refused("chunk", &chunk(json!([0, 2])), "unknown_rank", &["rank 2"]);
-    refused("chunk", &chunk(json!([])), "no_placements", &["dimension 0"]);
+    refused(
+        "chunk",
+        &chunk(json!([])),
+        "no_placements",
+        &["dimension 0"],
+    );
     let case = json!({"shape": [4], "dtype": "f32", "dst": {"device": 0},
         "src": {"chunk": {"dim": 1, "placements": [0, 1]}}});
-    refused("reshard", &case, "dim_out_of_range", &["src: ", "dimension 1"]);
+    refused(
+        "reshard",
+        &case,
+        "dim_out_of_range",
+        &["src: ", "dimension 1"],
+    );
 }
 
 #[test]
@@ -316,22 +431,39 @@ fn bad_jobs_and_arrays_give_errors() {
         case
     };
     let table = [
-        (json!({"process_of": {"7": 0}}), "unknown_device", "dst: process_of has no device 8"),
-        (json!({"process_of": {}}), "unknown_device", "src: process_of has no device 7"),
+        (
+            json!({"process_of": {"7": 0}}),
+            "unknown_device",
+            "dst: process_of has no device 8",
+        ),
+        (
+            json!({"process_of": {}}),
+            "unknown_device",
+            "src: process_of has no device 7",
+        ),
         (
             json!({"process_of": {"7": 1, "8": 2}, "host_of": {"1": 0}}),
             "unknown_process",
             "host_of has no process 2",
         ),
         (json!({"dtype": "float"}), "unknown_dtype", "`float`"),
-        (json!({"shape": [1_u64 << 62, 4]}), "too_large", "more bytes than can be addressed"),
+        (
+            json!({"shape": [1_u64 << 62, 4]}),
+            "too_large",
+            "more bytes than can be addressed",
+        ),
     ];
     for (changes, error, message) in table {
         refused("reshard", &case(changes), error, &[message]);
     }
     let mesh = json!({"axis_names": ["x"], "shape": [2], "device_ids": [0, 1]});
     let src = json!({"mesh": mesh, "spec": ["x"], "unreduced": ["x"]});
-    refused("reshard", &case(json!({ "src": src })), "unreduced_divides", &["src: ", "axis `x`"]);
+    refused(
+        "reshard",
+        &case(json!({ "src": src })),
+        "unreduced_divides",
+        &["src: ", "axis `x`"],
+    );
 }
 
 #[test]
@@ -354,17 +486,35 @@ fn unknown_fields_of_a_case_are_refused() {
     let mut boxed = json!({"mesh": [["x", 2]], "strategy": [[".*", "replicate"]]});
     boxed["params"] = json!({ "w": leaf });
     let table = [
-        ("reshard", with(&reshard, "donate"), "the case: has the unknown field `donate`"),
-        ("reshard", of("src", with(&rows, "donate")), "`src`: has the unknown field `donate`"),
-        ("reshard", of("dst", json!({"device": 3, "spec": []})), "`dst`: has the unknown field"),
         (
             "reshard",
-            of("src", json!({"mesh": with(&mesh, "axis_types"), "spec": ["x"]})),
+            with(&reshard, "donate"),
+            "the case: has the unknown field `donate`",
+        ),
+        (
+            "reshard",
+            of("src", with(&rows, "donate")),
+            "`src`: has the unknown field `donate`",
+        ),
+        (
+            "reshard",
+            of("dst", json!({"device": 3, "spec": []})),
+            "`dst`: has the unknown field",
+        ),
+        (
+            "reshard",
+            of(
+                "src",
+                json!({"mesh": with(&mesh, "axis_types"), "spec": ["x"]}),
+            ),
             "`src.mesh`: has the unknown field `axis_types`; known are axis_names, shape, ",
         ),
         (
             "reshard",
-            of("dst", json!({"chunk": {"dim": 0, "placements": [3], "world": 1}})),
+            of(
+                "dst",
+                json!({"chunk": {"dim": 0, "placements": [3], "world": 1}}),
+            ),
             "`dst.chunk`: has the unknown field `world`",
         ),
         (
@@ -372,22 +522,46 @@ fn unknown_fields_of_a_case_are_refused() {
             of("dst", json!({"shards": [shard]})),
             "`dst.shards[0]`: has the unknown field",
         ),
-        ("layout", json!({"sharding": rows, "shape": [4], "dtype": "f32"}), "field `dtype`"),
-        ("intermediate", json!({"src": rows, "dst": rows, "cache": true}), "field `cache`"),
-        ("intermediate", json!({"src": rows, "dst": rows, "dtype": "f32"}), "no field `shape`"),
-        ("intermediate", json!({"src": rows, "dst": rows, "host_of": [0]}), "no field `shape`"),
+        (
+            "layout",
+            json!({"sharding": rows, "shape": [4], "dtype": "f32"}),
+            "field `dtype`",
+        ),
+        (
+            "intermediate",
+            json!({"src": rows, "dst": rows, "cache": true}),
+            "field `cache`",
+        ),
+        (
+            "intermediate",
+            json!({"src": rows, "dst": rows, "dtype": "f32"}),
+            "no field `shape`",
+        ),
+        (
+            "intermediate",
+            json!({"src": rows, "dst": rows, "host_of": [0]}),
+            "no field `shape`",
+        ),
         (
             "chunk",
             json!({"shape": [4], "dim": 0, "placements": [0], "ranks": [0], "x": 1}),
             "field `x`",
         ),
         ("rules", with(&boxed, "rule"), "field `rule`"),
-        ("rules", boxed, "`params[\"w\"]`: has the unknown field `box`"),
+        (
+            "rules",
+            boxed,
+            "`params[\"w\"]`: has the unknown field `box`",
+        ),
     ];
     for (command, case, message) in table {
         let told = ask(&[command], &case.to_string());
         assert_eq!(told.status, Some(2), "{command} {case}: {}", told.stderr);
-        assert!(told.stderr.contains(message), "{command} {case}: {}", told.stderr);
+        assert!(
+            told.stderr.contains(message),
+            "{command} {case}: {}",
+            told.stderr
+        );
     }
 }
 
@@ -412,7 +586,8 @@ fn memory_kinds_are_read_and_answered() {
     let told = ask(&["layout"], &case.to_string());
     assert_eq!(told.status, Some(2));
     assert!(
-        told.stderr.contains("`sharding.memory_kind`: expected device, host"),
+        told.stderr
+            .contains("`sharding.memory_kind`: expected device, host"),
         "{}",
         told.stderr
     );
@@ -431,7 +606,11 @@ fn replicas_stay_divided_where_the_array_is_known() {
     assert_eq!(whole["intermediate"]["mesh"]["shape"], json!([8, 1, 1]));
     (case["shape"], case["dtype"]) = (json!([64, 64]), json!("bf16"));
     let split = told("intermediate", &case);
-    assert_eq!(split["intermediate"]["mesh"]["shape"], json!([2, 4, 1]), "{split}");
+    assert_eq!(
+        split["intermediate"]["mesh"]["shape"],
+        json!([2, 4, 1]),
+        "{split}"
+    );
     assert_eq!(split["replica_axes"], json!(["fsdp_intermediate_replica"]));
     case["shape"] = json!([63, 64]);
     refused("intermediate", &case, "not_divisible", &["src: ", "63"]);
@@ -448,8 +627,14 @@ fn placements_may_be_written_as_in_torch() {
     let layout = json!({"sharding": {"chunk": chunk}, "shape": [8]});
     assert_eq!(told("layout", &layout)["regions"]["2"], json!([[2, 4]]));
     for (placement, message) in [
-        (json!("cuda:0"), "`placements[0]`: \"cuda:0\" names no process: write rank:R/cuda:0"),
-        (json!("worker3/cpu"), "is on `worker3`, which has no number: add it to `names`"),
+        (
+            json!("cuda:0"),
+            "`placements[0]`: \"cuda:0\" names no process: write rank:R/cuda:0",
+        ),
+        (
+            json!("worker3/cpu"),
+            "is on `worker3`, which has no number: add it to `names`",
+        ),
         (json!("rank:a/cpu"), "is no placement"),
         (json!(-1), "`placements[0]`: expected a whole number from 0"),
     ] {
@@ -483,7 +668,11 @@ fn bad_strategies_give_errors() {
         (one("shard_dim('data', 5)"), "ValueError", "leaf `w`"),
         (one("fsdp('x', 0)"), "KeyError", "leaf `w`"),
         (
-            case(data(), json!([["w", "replicate"], ["(w", "replicate"]]), json!({ "w": leaf })),
+            case(
+                data(),
+                json!([["w", "replicate"], ["(w", "replicate"]]),
+                json!({ "w": leaf }),
+            ),
             "ValueError",
             r#"rule 1: pattern "(w""#,
         ),
@@ -492,10 +681,22 @@ fn bad_strategies_give_errors() {
             "AssertionError",
             "starts with `/`",
         ),
-        (case(data(), json!([]), json!({ "w": leaf })), "ValueError", "has no rule"),
-        (case(data(), json!([[".*", "replicate"]]), json!({})), "ValueError", "no leaf"),
         (
-            case(data(), json!([[".*", "replicate"]]), json!({"a/b": leaf, "a": {"b": leaf}})),
+            case(data(), json!([]), json!({ "w": leaf })),
+            "ValueError",
+            "has no rule",
+        ),
+        (
+            case(data(), json!([[".*", "replicate"]]), json!({})),
+            "ValueError",
+            "no leaf",
+        ),
+        (
+            case(
+                data(),
+                json!([[".*", "replicate"]]),
+                json!({"a/b": leaf, "a": {"b": leaf}}),
+            ),
             "duplicate_leaf",
             "`a/b`",
         ),
@@ -543,5 +744,8 @@ fn params_are_nested_lists_and_objects_with_logical_names() {
     }});
     assert_eq!(told("rules", &case), expected);
     let root = json!({"mesh": [["a", 2]], "params": leaf, "strategy": [["", "shard_dim('a', 0)"]]});
-    assert_eq!(told("rules", &root), json!({"notes": {}, "specs": {"": ["a", null]}}));
+    assert_eq!(
+        told("rules", &root),
+        json!({"notes": {}, "specs": {"": ["a", null]}})
+    );
 }

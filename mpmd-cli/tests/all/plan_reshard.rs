@@ -15,8 +15,10 @@ fn elements(shape: &[usize], region: &Value) -> Vec<usize> {
     for (size, range) in shape.iter().zip(region.as_array().unwrap()) {
         let [start, end] = [0, 1].map(|i| range[i].as_u64().unwrap() as usize);
         assert!(start <= end && end <= *size, "{region} in {shape:?}");
-        elements =
-            elements.iter().flat_map(|at| (start..end).map(move |i| at * size + i)).collect();
+        elements = elements
+            .iter()
+            .flat_map(|at| (start..end).map(move |i| at * size + i))
+            .collect();
     }
     elements
 }
@@ -27,9 +29,13 @@ fn shape_of(case: &Value) -> Vec<usize> {
 
 /// Returns the elements that each device holds in a layout, all with step 0.
 fn held(case: &Value, layout: &Value) -> Had {
-    let regions = layout["regions"].as_object().unwrap_or_else(|| panic!("{case}: {layout}"));
+    let regions = layout["regions"]
+        .as_object()
+        .unwrap_or_else(|| panic!("{case}: {layout}"));
     let of = |(device, region): (&String, &Value)| {
-        let elements = elements(&shape_of(case), region).into_iter().map(|element| (element, 0));
+        let elements = elements(&shape_of(case), region)
+            .into_iter()
+            .map(|element| (element, 0));
         (device.parse().unwrap(), elements.collect())
     };
     regions.iter().map(of).collect()
@@ -37,8 +43,14 @@ fn held(case: &Value, layout: &Value) -> Had {
 
 /// Returns (process, host of that process) of a device, 0 where the case does not say.
 fn place(case: &Value, device: u64) -> (u64, u64) {
-    let process = case["process_of"].get(device.to_string()).and_then(Value::as_u64).unwrap_or(0);
-    let host = case["host_of"].get(process.to_string()).and_then(Value::as_u64).unwrap_or(0);
+    let process = case["process_of"]
+        .get(device.to_string())
+        .and_then(Value::as_u64)
+        .unwrap_or(0);
+    let host = case["host_of"]
+        .get(process.to_string())
+        .and_then(Value::as_u64)
+        .unwrap_or(0);
     (process, host)
 }
 
@@ -50,7 +62,9 @@ fn check(case: &Value, src: &Value, dst: &Value, answer: &Value, item: u64) {
     let (source, wanted) = (held(case, src), held(case, dst));
     let (mut arrived, mut bytes, mut sent) = (Had::new(), [0u64; 4], BTreeMap::<u64, u64>::new());
     let mut steps = 0;
-    let pieces = answer["pieces"].as_array().unwrap_or_else(|| panic!("{case}: {answer}"));
+    let pieces = answer["pieces"]
+        .as_array()
+        .unwrap_or_else(|| panic!("{case}: {answer}"));
     for piece in pieces {
         let [from, to] = ["src", "dst"].map(|side| piece[side].as_u64().unwrap());
         let elements = elements(&shape, &piece["region"]);
@@ -60,14 +74,21 @@ fn check(case: &Value, src: &Value, dst: &Value, answer: &Value, item: u64) {
         for element in &elements {
             let first = source.get(&from).and_then(|had| had.get(element));
             let later = arrived.get(&from).and_then(|had| had.get(element));
-            let had =
-                first.or(later).unwrap_or_else(|| panic!("{case}: {from} has not all of {piece}"));
+            let had = first
+                .or(later)
+                .unwrap_or_else(|| panic!("{case}: {from} has not all of {piece}"));
             step = step.max(had + 1);
         }
         for element in elements {
-            assert!(wanted[&to].contains_key(&element), "{case}: {to} does not want {piece}");
+            assert!(
+                wanted[&to].contains_key(&element),
+                "{case}: {to} does not want {piece}"
+            );
             let again = arrived.entry(to).or_default().insert(element, step);
-            assert!(again.is_none(), "{case}: {to} gets an element of {piece} again");
+            assert!(
+                again.is_none(),
+                "{case}: {to} gets an element of {piece} again"
+            );
         }
         steps = steps.max(step);
         let ((from_process, from_host), (to_process, to_host)) =
@@ -109,11 +130,16 @@ fn check(case: &Value, src: &Value, dst: &Value, answer: &Value, item: u64) {
         };
         let (has, wants) = (by_group(&source), by_group(&wanted));
         let nothing = BTreeSet::new();
-        let missing =
-            wants.iter().map(|(g, wants)| wants.difference(has.get(g).unwrap_or(&nothing)).count());
+        let missing = wants
+            .iter()
+            .map(|(g, wants)| wants.difference(has.get(g).unwrap_or(&nothing)).count());
         missing.sum::<usize>() as u64 * item
     };
-    assert_eq!(bytes[3], missing(&|device| place(case, device).1), "{case}: over the network");
+    assert_eq!(
+        bytes[3],
+        missing(&|device| place(case, device).1),
+        "{case}: over the network"
+    );
     // Processes of one host have different numbers.
     let between = missing(&|device| place(case, device).0);
     assert_eq!(bytes[2] + bytes[3], between, "{case}: between processes");
@@ -130,14 +156,18 @@ struct Numbers(u64);
 impl Numbers {
     /// Returns the next number, from 0 to `end` - 1.
     fn below(&mut self, end: usize) -> usize {
-        self.0 =
-            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) as usize % end
     }
 
     fn shuffled<T: Clone>(&mut self, items: &[T]) -> Vec<T> {
         let mut items = items.to_vec();
-        (1..items.len()).rev().for_each(|i| items.swap(i, self.below(i + 1)));
+        (1..items.len())
+            .rev()
+            .for_each(|i| items.swap(i, self.below(i + 1)));
         items
     }
 }
@@ -171,7 +201,14 @@ fn sharding(numbers: &mut Numbers, shape: &[usize]) -> Value {
             json!({ "shards": shards })
         }
         _ => {
-            let sizes = [vec![2, 2], vec![2, 3], vec![4], vec![3, 2], vec![6], vec![2, 2, 2]];
+            let sizes = [
+                vec![2, 2],
+                vec![2, 3],
+                vec![4],
+                vec![3, 2],
+                vec![6],
+                vec![2, 2, 2],
+            ];
             let sizes = &sizes[numbers.below(sizes.len())];
             let names: Vec<String> = (0..sizes.len()).map(|axis| format!("a{axis}")).collect();
             let mut spec = vec![Vec::new(); shape.len()];
@@ -254,7 +291,9 @@ fn example() -> Value {
 #[test]
 fn without_maps_all_devices_are_of_one_process() {
     let mut case = example();
-    case.as_object_mut().unwrap().retain(|field, _| !field.ends_with("_of"));
+    case.as_object_mut()
+        .unwrap()
+        .retain(|field, _| !field.ends_with("_of"));
     let bytes = &told("reshard", &case)["bytes_by_link_class"];
     assert_eq!(
         *bytes,
@@ -289,8 +328,10 @@ fn maps_must_name_all_devices_and_may_name_others() {
 fn all_partial_sums_go_to_the_destination() {
     let mesh = json!({"axis_names": ["x"], "shape": [2], "device_ids": [3, 4]});
     let src = json!({"mesh": mesh, "spec": [], "unreduced": ["x"]});
-    let answer =
-        told("reshard", &json!({"shape": [2], "dtype": "f32", "src": src, "dst": {"device": 4}}));
+    let answer = told(
+        "reshard",
+        &json!({"shape": [2], "dtype": "f32", "src": src, "dst": {"device": 4}}),
+    );
     let piece = |src| json!({"src": src, "dst": 4, "region": [[0, 2]]});
     assert_eq!(answer["pieces"], json!([piece(3), piece(4)]));
 }

@@ -13,14 +13,24 @@ const LONG: Duration = Duration::from_secs(40);
 
 pub(crate) fn mpmd(args: &[&str], script: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
-    command.arg("run").args(args).args(["--", "sh", "-c", script]);
+    command
+        .arg("run")
+        .args(args)
+        .args(["--", "sh", "-c", script]);
     // Variables that may be set where the tests run.
-    for name in
-        ["MPMD_RANK", "MPMD_WORLD_SIZE", "MPMD_LAUNCHER_PID", "MPMD_TRANSPORT", "MPMD_PEER_TIMEOUT"]
-    {
+    for name in [
+        "MPMD_RANK",
+        "MPMD_WORLD_SIZE",
+        "MPMD_LAUNCHER_PID",
+        "MPMD_TRANSPORT",
+        "MPMD_PEER_TIMEOUT",
+    ] {
         command.env_remove(name);
     }
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
     command
 }
 
@@ -49,7 +59,11 @@ impl Job {
                 let _ = kill_process(launcher, Signal::TERM);
             }
         });
-        Self { child, stdout, stderr }
+        Self {
+            child,
+            stdout,
+            stderr,
+        }
     }
 
     pub(crate) fn line(&mut self) -> String {
@@ -109,7 +123,8 @@ fn alive(pid: i32) -> bool {
     // The state follows the name, which is in parentheses. A zombie counts as ended.
     let stat = std::fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("stat"));
     stat.is_ok_and(|stat| {
-        stat.rsplit_once(')').is_some_and(|(_, rest)| !rest.trim_start().starts_with(['Z', 'X']))
+        stat.rsplit_once(')')
+            .is_some_and(|(_, rest)| !rest.trim_start().starts_with(['Z', 'X']))
     })
 }
 
@@ -136,7 +151,10 @@ fn pids(job: &mut Job, count: usize) -> Vec<i32> {
     let line = |_| {
         let line = job.line();
         let (_, numbers) = line.split_once("] ").unwrap();
-        numbers.split(' ').map(|number| number.parse().unwrap()).collect::<Vec<i32>>()
+        numbers
+            .split(' ')
+            .map(|number| number.parse().unwrap())
+            .collect::<Vec<i32>>()
     };
     (0..count).flat_map(line).collect()
 }
@@ -147,19 +165,35 @@ fn processes_know_their_rank_and_lines_have_it_as_prefix() {
         $MPMD_DEVICES_PER_PROCESS; \
                   printf 'no newline' >&2; [ ${#MPMD_JOB_TOKEN} = 64 ] && [ \
                   -n \"$MPMD_COORDINATOR\" ]";
-    let output = mpmd(&["-n", "3", "--transport", "tcp", "--devices-per-process", "2"], script)
-        .output()
-        .unwrap();
+    let output = mpmd(
+        &[
+            "-n",
+            "3",
+            "--transport",
+            "tcp",
+            "--devices-per-process",
+            "2",
+        ],
+        script,
+    )
+    .output()
+    .unwrap();
     assert_eq!(
         lines(&output),
-        ["[0] 0 of 3 by tcp 2", "[1] 1 of 3 by tcp 2", "[2] 2 of 3 by tcp 2"]
+        [
+            "[0] 0 of 3 by tcp 2",
+            "[1] 1 of 3 by tcp 2",
+            "[2] 2 of 3 by tcp 2"
+        ]
     );
     let err = text(&output.stderr);
     for process in 0..3 {
         assert!(err.contains(&format!("[{process}] no newline\n")), "{err}");
     }
     assert_eq!(output.status.code(), Some(0), "{err}");
-    let plain = mpmd(&["-n", "2", "--no-prefix"], "echo $MPMD_RANK").output().unwrap();
+    let plain = mpmd(&["-n", "2", "--no-prefix"], "echo $MPMD_RANK")
+        .output()
+        .unwrap();
     assert_eq!(lines(&plain), ["0", "1"]);
 }
 
@@ -168,11 +202,29 @@ fn arguments_reach_the_program_as_they_are() {
     for args in [
         &["run", "-n1", "--", "printf", "%s|", "-n", "--", "a b"][..],
         &["run", "-n", "1", "printf", "%s|", "-n", "--", "a b"],
-        &["run", "--processes=1", "--no-prefix", "--", "printf", "[0] %s|", "-n", "--", "a b"],
+        &[
+            "run",
+            "--processes=1",
+            "--no-prefix",
+            "--",
+            "printf",
+            "[0] %s|",
+            "-n",
+            "--",
+            "a b",
+        ],
     ] {
-        let output = Command::new(env!("CARGO_BIN_EXE_mpmd")).args(args).output().unwrap();
+        let output = Command::new(env!("CARGO_BIN_EXE_mpmd"))
+            .args(args)
+            .output()
+            .unwrap();
         let out = text(&output.stdout).replace("|[0] ", "|");
-        assert_eq!(out, "[0] -n|--|a b|\n", "{args:?}: {}", text(&output.stderr));
+        assert_eq!(
+            out,
+            "[0] -n|--|a b|\n",
+            "{args:?}: {}",
+            text(&output.stderr)
+        );
     }
 }
 
@@ -184,7 +236,10 @@ fn first_failure_gives_the_code_and_ends_the_others() {
     let job = Job::start(mpmd(&["-n", "3", "--grace", "0.2"], script));
     let (code, _, err) = job.end();
     assert_eq!(code, Some(3), "{err}");
-    assert!(err.contains("process 1 failed first: it ended with exit code 3"), "{err}");
+    assert!(
+        err.contains("process 1 failed first: it ended with exit code 3"),
+        "{err}"
+    );
 }
 
 #[test]
@@ -193,14 +248,20 @@ fn processes_may_end_by_themselves_after_a_failure() {
     let (code, out, err) = Job::start(mpmd(&["-n", "2"], script)).end();
     assert_eq!(code, Some(137), "{err}");
     assert_eq!(out, "[1] last words\n");
-    assert!(err.contains("process 0 failed first: it was ended by signal 9 (SIGKILL)"), "{err}");
+    assert!(
+        err.contains("process 0 failed first: it was ended by signal 9 (SIGKILL)"),
+        "{err}"
+    );
 }
 
 #[test]
 fn signals_are_forwarded_and_may_end_a_job_well() {
-    for (signal, name) in
-        [(Signal::INT, "INT"), (Signal::TERM, "TERM"), (Signal::HUP, "HUP"), (Signal::USR1, "USR1")]
-    {
+    for (signal, name) in [
+        (Signal::INT, "INT"),
+        (Signal::TERM, "TERM"),
+        (Signal::HUP, "HUP"),
+        (Signal::USR1, "USR1"),
+    ] {
         let script = format!(
             "trap 'echo heard; exit 0' {name}; echo ready; while [ $((i += 1)) -lt 600 ]; do \
              sleep 0.1; done"
@@ -211,7 +272,11 @@ fn signals_are_forwarded_and_may_end_a_job_well() {
         assert_eq!(ready, ["[0] ready", "[1] ready"]);
         job.signal(signal);
         let (code, out, err) = job.end();
-        assert_eq!((code, out.matches("heard").count()), (Some(0), 2), "{name}: {out}{err}");
+        assert_eq!(
+            (code, out.matches("heard").count()),
+            (Some(0), 2),
+            "{name}: {out}{err}"
+        );
         assert!(!err.contains("mpmd: "), "{name}: {err}");
     }
     let mut job = Job::start(mpmd(&["-n", "2"], "echo ready; exec sleep 60"));
@@ -219,11 +284,18 @@ fn signals_are_forwarded_and_may_end_a_job_well() {
     job.line();
     job.signal(Signal::INT);
     let (code, _, err) = job.end();
-    assert_eq!((code, err.as_str()), (Some(130), "mpmd: stopped by Ctrl-C\n"));
+    assert_eq!(
+        (code, err.as_str()),
+        (Some(130), "mpmd: stopped by Ctrl-C\n")
+    );
     // A program that says itself how it was stopped, and one that fails then.
     for (then, expected, last) in [
         ("exit 130", 130, ""),
-        ("echo Error: no disk >&2; exit 4", 4, "they ended with exit code 4; no disk\n"),
+        (
+            "echo Error: no disk >&2; exit 4",
+            4,
+            "they ended with exit code 4; no disk\n",
+        ),
     ] {
         let script = format!("trap '{then}' INT; echo ready; while :; do sleep 0.05; done");
         let mut job = Job::start(mpmd(&["-n", "2"], &script));
@@ -275,7 +347,10 @@ fn processes_end_with_their_launcher_without_its_guard() {
     assert_eq!(guard.len(), 1);
     kill_process(Pid::from_raw(guard[0]).unwrap(), Signal::KILL).unwrap();
     assert_gone(&guard);
-    assert!(pids.iter().all(|&pid| alive(pid)), "the guard's end is not the job's");
+    assert!(
+        pids.iter().all(|&pid| alive(pid)),
+        "the guard's end is not the job's"
+    );
     job.signal(Signal::KILL);
     assert_gone(&pids);
 }
@@ -285,9 +360,14 @@ fn process_of_a_dead_launcher_does_not_start() {
     let mut dead = Command::new("true").spawn().unwrap();
     dead.wait().unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
-    command.args(["__exec", "--", "echo", "begun"]).env("MPMD_LAUNCHER_PID", dead.id().to_string());
+    command
+        .args(["__exec", "--", "echo", "begun"])
+        .env("MPMD_LAUNCHER_PID", dead.id().to_string());
     let output = command.output().unwrap();
-    assert_eq!((text(&output.stdout).as_str(), output.status.code()), ("", Some(1)));
+    assert_eq!(
+        (text(&output.stdout).as_str(), output.status.code()),
+        ("", Some(1))
+    );
     assert!(text(&output.stderr).contains("is gone"));
 }
 
@@ -299,9 +379,21 @@ fn a_program_that_cannot_start_is_named_once() {
     std::fs::set_permissions(&broken, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
     let broken = broken.to_str().unwrap();
     for (program, code, why) in [
-        ("no-such-program-here", 127, "mpmd: there is no program no-such-program-here\n"),
-        ("/no/such/program", 127, "mpmd: there is no program /no/such/program\n"),
-        ("/etc/passwd", 126, "mpmd: /etc/passwd is no program: it may not be executed\n"),
+        (
+            "no-such-program-here",
+            127,
+            "mpmd: there is no program no-such-program-here\n",
+        ),
+        (
+            "/no/such/program",
+            127,
+            "mpmd: there is no program /no/such/program\n",
+        ),
+        (
+            "/etc/passwd",
+            126,
+            "mpmd: /etc/passwd is no program: it may not be executed\n",
+        ),
         ("/etc", 126, "mpmd: /etc is a folder, not a program\n"),
         (
             broken,
@@ -314,7 +406,10 @@ fn a_program_that_cannot_start_is_named_once() {
     ] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
         let output = command.args(["run", "-n", "2", program]).output().unwrap();
-        assert_eq!((output.status.code(), text(&output.stderr).as_str()), (Some(code), why));
+        assert_eq!(
+            (output.status.code(), text(&output.stderr).as_str()),
+            (Some(code), why)
+        );
     }
 }
 
@@ -335,8 +430,10 @@ fn errors_of_all_processes_are_shown_once() {
     let last = "\nmpmd: all 3 processes failed: they ended with exit code 2; no such file\n";
     assert!(err.ends_with(last), "{err}");
     // The error of one, and another of the others.
-    let (code, err) = run("[ $MPMD_RANK = 1 ] && echo 'Error: no disk' >&2 && exit 3; sleep 0.3; \
-         echo Error: it is gone >&2; exit 1");
+    let (code, err) = run(
+        "[ $MPMD_RANK = 1 ] && echo 'Error: no disk' >&2 && exit 3; sleep 0.3; \
+         echo Error: it is gone >&2; exit 1",
+    );
     assert_eq!(code, Some(3), "{err}");
     let expected = "[0,2] Error: it is gone\n[1] Error: no disk\n\
                     mpmd: process 1 failed first: it ended with exit code 3\n";
@@ -354,16 +451,38 @@ fn error_is_shown_while_others_go_on() {
     let dies = "[ $MPMD_RANK = 1 ] && [ ! -e died ] && touch died && echo 'Error: no disk' >&2 \
                 && kill -9 $$;";
     for (options, script, error, ends, code) in [
-        (&["-n", "2", "--grace", "60"][..], fails, "[1] Error: no disk", 1, 3),
-        (&["-n", "2", "--restart", "1"], dies, "[1] Error: no disk", 2, 0),
-        (&["-n", "1", "--no-prefix"], "echo error: not yet >&2;", "error: not yet", 1, 0),
+        (
+            &["-n", "2", "--grace", "60"][..],
+            fails,
+            "[1] Error: no disk",
+            1,
+            3,
+        ),
+        (
+            &["-n", "2", "--restart", "1"],
+            dies,
+            "[1] Error: no disk",
+            2,
+            0,
+        ),
+        (
+            &["-n", "1", "--no-prefix"],
+            "echo error: not yet >&2;",
+            "error: not yet",
+            1,
+            0,
+        ),
     ] {
         let script = format!("cd {}; {script} {goes_on}", folder.path().display());
         let mut job = Job::start(mpmd(options, &script));
         while job.error_line() != error {}
         std::fs::write(&go, "").unwrap();
         let (found, out, err) = job.end();
-        assert_eq!((found, out.matches("went on").count()), (Some(code), ends), "{out}{err}");
+        assert_eq!(
+            (found, out.matches("went on").count()),
+            (Some(code), ends),
+            "{out}{err}"
+        );
         std::fs::remove_file(&go).unwrap();
     }
 }
@@ -373,12 +492,20 @@ fn settings_of_the_environment_reach_the_processes() {
     let script = "echo $MPMD_PEER_TIMEOUT $MPMD_TRANSPORT";
     let set = |args: &[&str]| {
         let mut command = mpmd(&[&["-n", "1", "--no-prefix"], args].concat(), script);
-        command.env("MPMD_PEER_TIMEOUT", "2.5").env("MPMD_TRANSPORT", "tcp");
+        command
+            .env("MPMD_PEER_TIMEOUT", "2.5")
+            .env("MPMD_TRANSPORT", "tcp");
         lines(&command.output().unwrap())
     };
     assert_eq!(set(&[]), ["2.5 tcp"]);
-    assert_eq!(set(&["--peer-timeout", "7", "--transport", "auto"]), ["7 auto"]);
-    assert_eq!(lines(&mpmd(&["-n", "1", "--no-prefix"], script).output().unwrap()), [""]);
+    assert_eq!(
+        set(&["--peer-timeout", "7", "--transport", "auto"]),
+        ["7 auto"]
+    );
+    assert_eq!(
+        lines(&mpmd(&["-n", "1", "--no-prefix"], script).output().unwrap()),
+        [""]
+    );
 }
 
 #[test]
@@ -387,13 +514,21 @@ fn senseless_settings_are_refused_before_the_start() {
         let mut command = mpmd(&[&["-n", "2"], args].concat(), "echo begun");
         let output = command.env(name, value).output().unwrap();
         let err = text(&output.stderr);
-        assert_eq!((output.status.success(), text(&output.stdout).as_str()), (false, ""), "{err}");
+        assert_eq!(
+            (output.status.success(), text(&output.stdout).as_str()),
+            (false, ""),
+            "{err}"
+        );
         assert!(err.contains(expected), "{expected}: {err}");
         assert_eq!(err.matches(expected).count(), 1, "{err}");
     };
     let none = ("MPMD_TEST_NONE", "");
     refused(&["--peer-timeout", "0"], none, "it must be above 0");
-    refused(&["--chaos", "0", "--restart", "1"], none, "it must be above 0");
+    refused(
+        &["--chaos", "0", "--restart", "1"],
+        none,
+        "it must be above 0",
+    );
     for (name, value) in [
         ("MPMD_PEER_TIMEOUT", "soon"),
         ("MPMD_PEER_TIMEOUT", "0"),
@@ -402,11 +537,22 @@ fn senseless_settings_are_refused_before_the_start() {
         ("MPMD_CHECK", "everything"),
         ("MPMD_DEVICES_PER_PROCESS", "0"),
     ] {
-        refused(&[], (name, value), &format!("{name}={value} makes no sense: it must be"));
+        refused(
+            &[],
+            (name, value),
+            &format!("{name}={value} makes no sense: it must be"),
+        );
     }
-    refused(&[], ("MPMD_PEER_TIMOUT", "5"), "set MPMD_PEER_TIMEOUT, if that is meant");
+    refused(
+        &[],
+        ("MPMD_PEER_TIMOUT", "5"),
+        "set MPMD_PEER_TIMEOUT, if that is meant",
+    );
     let mut command = mpmd(&["-n", "1"], "echo begun");
-    let output = command.env("MPMD_X_SERVICE_HOST", "10.0.0.1").output().unwrap();
+    let output = command
+        .env("MPMD_X_SERVICE_HOST", "10.0.0.1")
+        .output()
+        .unwrap();
     assert_eq!(lines(&output), ["[0] begun"]);
 }
 
@@ -420,7 +566,10 @@ fn job_that_needs_too_many_files_does_not_start() {
     let output = limited(100);
     let why = "mpmd: preparing the start of 40 processes failed: the launcher needs 224 open files \
                and may have 100: raise the limit (ulimit -n), or start fewer processes\n";
-    assert_eq!((output.status.code(), text(&output.stderr).as_str()), (Some(1), why));
+    assert_eq!(
+        (output.status.code(), text(&output.stderr).as_str()),
+        (Some(1), why)
+    );
     let output = limited(300);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
 }
@@ -435,26 +584,56 @@ fn job_that_nobody_has_joined_says_so() {
 
 #[test]
 fn unknown_transport_is_refused_before_the_start() {
-    let output = mpmd(&["-n", "2", "--transport", "pigeon"], "echo begun").output().unwrap();
+    let output = mpmd(&["-n", "2", "--transport", "pigeon"], "echo begun")
+        .output()
+        .unwrap();
     let err = text(&output.stderr);
-    assert_eq!((output.status.code(), text(&output.stdout).as_str()), (Some(2), ""), "{err}");
-    assert!(err.contains("'pigeon'") && err.contains("tcp, ucx"), "{err}");
-    let output = mpmd(&["-n", "2"], "echo begun").env("MPMD_TRANSPORT", "pigeon").output().unwrap();
+    assert_eq!(
+        (output.status.code(), text(&output.stdout).as_str()),
+        (Some(2), ""),
+        "{err}"
+    );
+    assert!(
+        err.contains("'pigeon'") && err.contains("tcp, ucx"),
+        "{err}"
+    );
+    let output = mpmd(&["-n", "2"], "echo begun")
+        .env("MPMD_TRANSPORT", "pigeon")
+        .output()
+        .unwrap();
     let err = text(&output.stderr);
-    assert_eq!((output.status.code(), text(&output.stdout).as_str()), (Some(1), ""), "{err}");
-    assert!(err.contains("MPMD_TRANSPORT=pigeon") && err.contains("auto, shm, tcp, ucx"), "{err}");
-    let output = Command::new(env!("CARGO_BIN_EXE_mpmd")).args(["run", "--help"]).output().unwrap();
-    assert!(text(&output.stdout).contains("tcp, ucx"), "{}", text(&output.stdout));
+    assert_eq!(
+        (output.status.code(), text(&output.stdout).as_str()),
+        (Some(1), ""),
+        "{err}"
+    );
+    assert!(
+        err.contains("MPMD_TRANSPORT=pigeon") && err.contains("auto, shm, tcp, ucx"),
+        "{err}"
+    );
+    let output = Command::new(env!("CARGO_BIN_EXE_mpmd"))
+        .args(["run", "--help"])
+        .output()
+        .unwrap();
+    assert!(
+        text(&output.stdout).contains("tcp, ucx"),
+        "{}",
+        text(&output.stdout)
+    );
 }
 
 #[test]
 fn ucx_leaves_faults_to_the_program_by_default() {
     let script = "echo \"${UCX_HANDLE_ERRORS-unset} '${UCX_ERROR_SIGNALS-unset}'\"";
     let mut command = mpmd(&["-n", "1"], script);
-    command.env_remove("UCX_HANDLE_ERRORS").env_remove("UCX_ERROR_SIGNALS");
+    command
+        .env_remove("UCX_HANDLE_ERRORS")
+        .env_remove("UCX_ERROR_SIGNALS");
     assert_eq!(lines(&command.output().unwrap()), ["[0] none ''"]);
     let mut command = mpmd(&["-n", "1"], script);
-    command.env("UCX_HANDLE_ERRORS", "bt").env("UCX_ERROR_SIGNALS", "SIGSEGV");
+    command
+        .env("UCX_HANDLE_ERRORS", "bt")
+        .env("UCX_ERROR_SIGNALS", "SIGSEGV");
     assert_eq!(lines(&command.output().unwrap()), ["[0] bt 'SIGSEGV'"]);
 }
 
@@ -464,5 +643,8 @@ fn a_huge_line_passes_in_pieces() {
     let output = mpmd(&["-n", "1"], script).output().unwrap();
     let out = text(&output.stdout);
     assert_eq!(out.bytes().filter(|&byte| byte == b'x').count(), 1_000_000);
-    assert!(out.lines().all(|line| line.starts_with("[0] ") && line.len() <= 65_540));
+    assert!(
+        out.lines()
+            .all(|line| line.starts_with("[0] ") && line.len() <= 65_540)
+    );
 }

@@ -17,10 +17,23 @@ fn cases(golden: &str, count: usize) -> Vec<Value> {
 fn asked(case: &Value) -> Vec<String> {
     let number = |key: &str| case[key].as_u64().unwrap().to_string();
     let name = case["schedule"].as_str().unwrap();
-    let (p, m, v) = (number("ranks"), number("microbatches"), number("chunks_per_rank"));
-    ["schedule", name, "--ranks", &p, "--microbatches", &m, "--chunks", &v]
-        .map(str::to_owned)
-        .to_vec()
+    let (p, m, v) = (
+        number("ranks"),
+        number("microbatches"),
+        number("chunks_per_rank"),
+    );
+    [
+        "schedule",
+        name,
+        "--ranks",
+        &p,
+        "--microbatches",
+        &m,
+        "--chunks",
+        &v,
+    ]
+    .map(str::to_owned)
+    .to_vec()
 }
 
 fn ask(args: &[&str]) -> Told {
@@ -30,14 +43,23 @@ fn ask(args: &[&str]) -> Told {
 /// Returns the output of `mpmd schedule`, which must succeed.
 fn shown(args: &[&str]) -> String {
     let told = ask(args);
-    assert_eq!((told.status, told.stderr.as_str()), (Some(0), ""), "{args:?}");
+    assert_eq!(
+        (told.status, told.stderr.as_str()),
+        (Some(0), ""),
+        "{args:?}"
+    );
     told.stdout
 }
 
 /// Returns the standard error of `mpmd schedule`, which must fail with one line and exit code 2.
 fn refused(args: &[&str]) -> String {
     let told = ask(args);
-    assert_eq!((told.status, told.stdout.as_str()), (Some(2), ""), "{args:?}: {}", told.stderr);
+    assert_eq!(
+        (told.status, told.stdout.as_str()),
+        (Some(2), ""),
+        "{args:?}: {}",
+        told.stderr
+    );
     assert_eq!(told.stderr.lines().count(), 1, "{}", told.stderr);
     told.stderr
 }
@@ -48,7 +70,10 @@ fn path(folder: &TempDir, name: &str) -> String {
 
 #[test]
 fn text_is_that_of_the_golden_file() {
-    for case in cases(include_str!("../../../mpmd-schedule/tests/golden/schedules.json"), 101) {
+    for case in cases(
+        include_str!("../../../mpmd-schedule/tests/golden/schedules.json"),
+        101,
+    ) {
         let args = asked(&case);
         let told = call(&args.iter().map(String::as_str).collect::<Vec<_>>(), "");
         let rows: Vec<Vec<String>> = serde_json::from_value(case["rows"].clone()).unwrap();
@@ -61,11 +86,19 @@ fn text_is_that_of_the_golden_file() {
 fn files_equal_torchs_and_can_be_read_back() {
     let folder = tempfile::tempdir().unwrap();
     let (file, again) = (path(&folder, "a.csv"), path(&folder, "b.csv"));
-    for case in cases(include_str!("../../../mpmd-schedule/tests/golden/torch_text.json"), 35) {
+    for case in cases(
+        include_str!("../../../mpmd-schedule/tests/golden/torch_text.json"),
+        35,
+    ) {
         let mut args = asked(&case);
         args.extend(["--comms", "-o", file.as_str()].map(str::to_owned));
         let told = call(&args.iter().map(String::as_str).collect::<Vec<_>>(), "");
-        assert_eq!((told.status, told.stdout.as_str()), (Some(0), ""), "{args:?} {}", told.stderr);
+        assert_eq!(
+            (told.status, told.stdout.as_str()),
+            (Some(0), ""),
+            "{args:?} {}",
+            told.stderr
+        );
         let theirs = case["compute_comms"].as_str().unwrap();
         assert_eq!(fs::read_to_string(&file).unwrap(), theirs, "{args:?}");
         shown(&[&file, "--comms", "-o", &again]);
@@ -81,23 +114,51 @@ fn figures_match_published_formulas() {
     for (name, chunks, makespan, activations, idle) in [
         ("gpipe", "1", 33.0, [8, 8, 8, 8], [9.0, 6.0, 3.0, 0.0]),
         ("1F1B", "1", 33.0, [4, 3, 2, 1], [9.0, 6.0, 3.0, 0.0]),
-        ("interleaved", "2", 57.0, [11, 9, 7, 5], [9.0, 6.0, 3.0, 0.0]),
-        ("Looped-BFS", "2", 57.0, [16, 16, 16, 16], [9.0, 6.0, 3.0, 0.0]),
+        (
+            "interleaved",
+            "2",
+            57.0,
+            [11, 9, 7, 5],
+            [9.0, 6.0, 3.0, 0.0],
+        ),
+        (
+            "Looped-BFS",
+            "2",
+            57.0,
+            [16, 16, 16, 16],
+            [9.0, 6.0, 3.0, 0.0],
+        ),
         ("zb_h1", "1", 27.0, [4, 4, 4, 4], [3.0, 2.0, 1.0, 0.0]),
         ("zb1p", "2", 51.0, [8, 8, 8, 8], [3.0, 2.0, 1.0, 0.0]),
         ("ZBV", "2", 51.0, [8, 8, 8, 8], [0.0, 0.0, 0.0, 0.0]),
         ("DualPipeV", "2", 54.0, [9, 9, 9, 9], [6.0, 5.0, 4.0, 3.0]),
     ] {
-        let args =
-            [name, "--ranks", "4", "--microbatches", "8", "--chunks", chunks, "--format", "json"];
+        let args = [
+            name,
+            "--ranks",
+            "4",
+            "--microbatches",
+            "8",
+            "--chunks",
+            chunks,
+            "--format",
+            "json",
+        ];
         let found: Value = serde_json::from_str(&shown(&args)).unwrap();
         assert_eq!(found["makespan"], makespan, "{name}");
-        assert_eq!(found["activations"], Value::from(activations.to_vec()), "{name}");
+        assert_eq!(
+            found["activations"],
+            Value::from(activations.to_vec()),
+            "{name}"
+        );
         assert_eq!(found["idle"], Value::from(idle.to_vec()), "{name}");
         let ideal: f64 = 24.0 * chunks.parse::<f64>().unwrap();
         assert_eq!(found["bubble"], makespan - ideal, "{name}");
         let share = found["bubble_share"].as_f64().unwrap();
-        assert!((share - (makespan - ideal) / makespan).abs() < 1e-12, "{name} {share}");
+        assert!(
+            (share - (makespan - ideal) / makespan).abs() < 1e-12,
+            "{name} {share}"
+        );
     }
 }
 
@@ -112,7 +173,10 @@ fn every_format_shows_the_schedule() {
     assert!(table.contains("0F0 0F1 0F2 3F0 3I0 3W0"), "{table}");
     assert!(of("html").contains("<html"));
     let json: Value = serde_json::from_str(&of("json")).unwrap();
-    assert_eq!((&json["placement"], &json["stages"]), (&Value::from("V"), &Value::from(4)));
+    assert_eq!(
+        (&json["placement"], &json["stages"]),
+        (&Value::from("V"), &Value::from(4))
+    );
     assert_eq!(json["rank_of_stage"], Value::from(vec![0, 1, 1, 0]));
     assert_eq!(
         of("text").lines().next(),
@@ -120,7 +184,10 @@ fn every_format_shows_the_schedule() {
             &*json["rows"][0]
                 .as_array()
                 .map(|row| {
-                    row.iter().map(|cell| cell.as_str().unwrap()).collect::<Vec<_>>().join(",")
+                    row.iter()
+                        .map(|cell| cell.as_str().unwrap())
+                        .collect::<Vec<_>>()
+                        .join(",")
                 })
                 .unwrap()
         )
@@ -138,9 +205,15 @@ fn wrong_file_error_names_the_place() {
         refused(&[&[file.as_str()], more].concat())
     };
     let said = of("0F0,0BW0\n", &[]);
-    assert!(said.contains("line 1, column 2 (byte 4), `0BW0`: BW is of old files"), "{said}");
+    assert!(
+        said.contains("line 1, column 2 (byte 4), `0BW0`: BW is of old files"),
+        "{said}"
+    );
     let said = of("0F0,0F1,0B0\n", &[]);
-    assert!(said.contains("0B1 is missing; stage 0 is on rank 0"), "{said}");
+    assert!(
+        said.contains("0B1 is missing; stage 0 is on rank 0"),
+        "{said}"
+    );
     let said = of("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", &[]);
     let expected =
         "rank 0 is at 0B0, position 1, which waits for 1B0 on rank 1, position 2, behind 1F1";
@@ -148,7 +221,10 @@ fn wrong_file_error_names_the_place() {
     let said = of("0F0,,0B0\n", &["--flavour", "compute_comms"]);
     assert!(said.contains("no empty cells"), "{said}");
     let said = of("0F0,0B0\n", &["--ranks", "2"]);
-    assert!(said.contains("--ranks is 2, and") && said.contains("has 1"), "{said}");
+    assert!(
+        said.contains("--ranks is 2, and") && said.contains("has 1"),
+        "{said}"
+    );
     assert!(refused(&[&path(&folder, "none.csv")]).contains("cannot read"));
 }
 
@@ -160,7 +236,10 @@ fn file_that_is_no_schedule_says_what_it_is_for() {
     fs::write(&costs, format!("unit = \"ms\"\n{stage}")).unwrap();
     let said = refused(&[&costs]);
     let expected = format!("{costs} has the costs of stages, and no schedule: name a schedule");
-    assert!(said.contains(&expected) && said.contains("--costs"), "{said}");
+    assert!(
+        said.contains(&expected) && said.contains("--costs"),
+        "{said}"
+    );
     fs::write(&costs, "[package]\nname = \"x\"\n").unwrap();
     assert!(refused(&[&costs]).contains("is TOML, and no text of a schedule"));
 }
@@ -173,23 +252,47 @@ fn arguments_that_are_wrong_are_refused() {
             "there is no schedule \"nonsense\"; there are GPipe",
         ),
         (&["gpipe"], "needs --ranks and --microbatches"),
-        (&["gpipe", "-p", "0", "-m", "2"], "at least one rank and one microbatch"),
-        (&["gpipe", "-p", "2", "-m", "2", "-v", "2"], "one stage a rank"),
-        (&["zbv", "-p", "2", "-m", "2", "-v", "1"], "two stages a rank"),
-        (&["dualpipev", "-p", "2", "-m", "3"], "two microbatches a rank, 4, at the least"),
-        (&["interleaved", "-p", "2", "-m", "5"], "2 does not divide 5; 4 and 6 would do"),
-        (&["gpipe", "-p", "9999999999", "-m", "9999999999"], "more than"),
+        (
+            &["gpipe", "-p", "0", "-m", "2"],
+            "at least one rank and one microbatch",
+        ),
+        (
+            &["gpipe", "-p", "2", "-m", "2", "-v", "2"],
+            "one stage a rank",
+        ),
+        (
+            &["zbv", "-p", "2", "-m", "2", "-v", "1"],
+            "two stages a rank",
+        ),
+        (
+            &["dualpipev", "-p", "2", "-m", "3"],
+            "two microbatches a rank, 4, at the least",
+        ),
+        (
+            &["interleaved", "-p", "2", "-m", "5"],
+            "2 does not divide 5; 4 and 6 would do",
+        ),
+        (
+            &["gpipe", "-p", "9999999999", "-m", "9999999999"],
+            "more than",
+        ),
         (
             &["gpipe", "-p", "2", "-m", "2", "--format", "json", "--comms"],
             "--comms is for --format text",
         ),
-        (&["gpipe", "-p", "2", "-m", "2", "--costs", "no/such.toml"], "cannot read no/such.toml"),
+        (
+            &["gpipe", "-p", "2", "-m", "2", "--costs", "no/such.toml"],
+            "cannot read no/such.toml",
+        ),
     ] {
         let said = refused(args);
         assert!(said.contains(expected), "{args:?}: {said}");
     }
     assert_eq!(ask(&["gpipe", "-p", "two", "-m", "2"]).status, Some(2));
-    assert_eq!(ask(&["gpipe", "-p", "2", "-m", "2", "--format", "poem"]).status, Some(2));
+    assert_eq!(
+        ask(&["gpipe", "-p", "2", "-m", "2", "--format", "poem"]).status,
+        Some(2)
+    );
 }
 
 #[test]
@@ -200,5 +303,8 @@ fn texts_of_files_command_no_terminal() {
     fs::write(&costs, "unit = \"\u{1b}]0;title\u{7}\"\n").unwrap();
     let error = ask(&["1F1B", "-p", "2", "-m", "2", "--costs", &costs]).stderr;
     assert!(error.contains("\\u001b]0;title\\u0007"), "{error:?}");
-    assert!(!error.contains(|c: char| c.is_control() && c != '\n'), "{error:?}");
+    assert!(
+        !error.contains(|c: char| c.is_control() && c != '\n'),
+        "{error:?}"
+    );
 }

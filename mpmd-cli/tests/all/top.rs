@@ -40,17 +40,26 @@ impl Job {
         let go = Path::new(env!("CARGO_TARGET_TMPDIR"))
             .join(format!("{}-{name}.go", std::process::id()));
         let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
-        command.args(["run", "-n", "2", "--no-prefix", "--grace", "1"]).args(options).arg("--");
+        command
+            .args(["run", "-n", "2", "--no-prefix", "--grace", "1"])
+            .args(options)
+            .arg("--");
         command.arg(std::env::current_exe().unwrap());
         command.args(["--exact", program, "--ignored", "--nocapture"]);
-        command.env(GO, &go).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+        command
+            .env(GO, &go)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null());
         let mut launcher = command.spawn().unwrap();
         let mut output = BufReader::new(launcher.stdout.take().unwrap());
         let lines = output.by_ref().lines().map_while(Result::ok);
         let mut pids = [None; 2];
         for line in lines {
             // The test harness may begin the line with the name of its test.
-            let Some((_, words)) = line.split_once("this is process ") else { continue };
+            let Some((_, words)) = line.split_once("this is process ") else {
+                continue;
+            };
             let (process, pid) = words.split_once(": ").unwrap();
             pids[process.parse::<usize>().unwrap()] = Some(pid.parse().unwrap());
             if pids.iter().all(Option::is_some) {
@@ -69,7 +78,13 @@ impl Job {
     fn until(&self, is_seen: impl Fn(&[Value]) -> bool) -> Vec<Value> {
         let begin = Instant::now();
         loop {
-            let told = top(&[&self.pids[0].to_string(), "--once", "--json", "--interval", "0.1"]);
+            let told = top(&[
+                &self.pids[0].to_string(),
+                "--once",
+                "--json",
+                "--interval",
+                "0.1",
+            ]);
             let look: Value = serde_json::from_str(&told.stdout).unwrap_or_default();
             let processes = look["processes"].as_array().cloned().unwrap_or_default();
             if is_seen(&processes) {
@@ -80,7 +95,11 @@ impl Job {
     }
 
     fn send(&self, process: usize, signal: Signal) {
-        kill_process(Pid::from_raw(self.pids[process].cast_signed()).unwrap(), signal).unwrap();
+        kill_process(
+            Pid::from_raw(self.pids[process].cast_signed()).unwrap(),
+            signal,
+        )
+        .unwrap();
     }
 }
 
@@ -109,7 +128,9 @@ fn program_of_the_job() {
     while p.process().0 == 0 && !go.exists() && begin.elapsed() < LONG {
         std::thread::sleep(Duration::from_millis(5));
     }
-    let x = p.device_put(&MpmdArray::scalar(1.0f32), stages[0].replicated()).unwrap();
+    let x = p
+        .device_put(&MpmdArray::scalar(1.0f32), stages[0].replicated())
+        .unwrap();
     let x = p.device_put(&x, stages[1].replicated()).unwrap();
     if let Some(value) = x.to_host().unwrap() {
         assert_eq!(value.to_vec::<f32>().unwrap(), [1.0]);
@@ -127,20 +148,30 @@ fn waits_stops_and_ends_of_processes_are_shown() {
     assert_eq!(activity(0)["pid"], job.pids[0]);
     assert_eq!(activity(0)["program"], "runs code of its own");
     let doing = activity(1)["program"].as_str().unwrap();
-    assert!(doing.contains("waits in") && doing.contains("top.rs"), "{doing}");
+    assert!(
+        doing.contains("waits in") && doing.contains("top.rs"),
+        "{doing}"
+    );
     let wait = activity(1)["wait"].as_str().unwrap();
-    assert!(wait.contains("process 1 waits in operation 2 (device_put"), "{wait}");
+    assert!(
+        wait.contains("process 1 waits in operation 2 (device_put"),
+        "{wait}"
+    );
     assert_eq!(activity(1)["issued"], 2);
     assert_eq!(seen[0]["sent_per_second"], 0.0);
     // As a table.
     let told = top(&[&job.pids[1].to_string(), "--once", "--interval", "0.1"]);
     assert_eq!((told.status, &*told.stderr), (Some(0), ""), "{told:?}");
-    assert!(told.stdout.contains("process 1: its program waits in"), "{told:?}");
+    assert!(
+        told.stdout.contains("process 1: its program waits in"),
+        "{told:?}"
+    );
     // A stopped process does not answer; looking at it does no harm.
     job.send(1, Signal::STOP);
     let unknown = |process: usize, why: &'static str| {
         move |seen: &[Value]| {
-            seen.get(process).is_some_and(|seen| seen["unknown"].to_string().contains(why))
+            seen.get(process)
+                .is_some_and(|seen| seen["unknown"].to_string().contains(why))
         }
     };
     job.until(unknown(1, "no answer within 1s"));
@@ -153,10 +184,21 @@ fn waits_stops_and_ends_of_processes_are_shown() {
 /// Starts `mpmd top` beside a job, and waits for its first line of output.
 fn watching(job: &Job, args: &[&str]) -> (Child, impl Iterator<Item = String>) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
-    command.args(["top", &job.pids[0].to_string(), "--interval", "0.05"]).args(args);
-    let mut top = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
-    let mut lines = BufReader::new(top.stdout.take().unwrap()).lines().map_while(Result::ok);
-    assert!(lines.next().is_some_and(|line| line.contains("job")), "it shows the job");
+    command
+        .args(["top", &job.pids[0].to_string(), "--interval", "0.05"])
+        .args(args);
+    let mut top = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(top.stdout.take().unwrap())
+        .lines()
+        .map_while(Result::ok);
+    assert!(
+        lines.next().is_some_and(|line| line.contains("job")),
+        "it shows the job"
+    );
     (top, lines)
 }
 
@@ -193,29 +235,56 @@ fn top_ends_with_its_reader() {
 fn texts_of_processes_command_no_terminal() {
     let (token, peer_timeout) = (Token::new([3; 32]), LONG);
     let any = SocketAddr::from(([127, 0, 0, 1], 0));
-    let config = ServerConfig { processes: 1, token: token.clone(), peer_timeout };
+    let config = ServerConfig {
+        processes: 1,
+        token: token.clone(),
+        peer_timeout,
+    };
     let server = Server::bind(any, config).unwrap();
     let (process, hex) = (mpmd_base::ProcessId(0), token.to_hex());
     let server = server.address().to_string();
-    let config = JoinConfig { server: server.clone(), process, processes: 1, token, peer_timeout };
+    let config = JoinConfig {
+        server: server.clone(),
+        process,
+        processes: 1,
+        token,
+        peer_timeout,
+    };
     let process = Rendezvous::connect(config).unwrap();
     process.join(Member::default()).unwrap();
     process.on_look(|_| {
         let program = "\u{1b}]0;title\u{7} \u{9b}2J".to_owned();
-        serde_json::to_vec(&Activity { program, ..Activity::default() }).unwrap()
+        serde_json::to_vec(&Activity {
+            program,
+            ..Activity::default()
+        })
+        .unwrap()
     });
     for args in [&["--json"][..], &[]] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
-        command.args(["top", &server, "--once", "--interval", "0.05"]).args(args);
+        command
+            .args(["top", &server, "--once", "--interval", "0.05"])
+            .args(args);
         command.env("MPMD_JOB_TOKEN", &hex).stdin(Stdio::null());
         let output = command.output().unwrap();
         let said = String::from_utf8(output.stdout).unwrap();
-        assert!(said.contains("\\u001b]0;title\\u0007 \\u009b2J"), "{said:?}");
-        assert!(!said.contains(|c: char| c.is_control() && c != '\n'), "{said:?}");
+        assert!(
+            said.contains("\\u001b]0;title\\u0007 \\u009b2J"),
+            "{said:?}"
+        );
+        assert!(
+            !said.contains(|c: char| c.is_control() && c != '\n'),
+            "{said:?}"
+        );
         if !args.is_empty() {
             let look: Value = serde_json::from_str(&said).unwrap();
-            let program = look["processes"][0]["activity"]["program"].as_str().unwrap();
-            assert_eq!(program, "\u{1b}]0;title\u{7} \u{9b}2J", "JSON has the same meaning");
+            let program = look["processes"][0]["activity"]["program"]
+                .as_str()
+                .unwrap();
+            assert_eq!(
+                program, "\u{1b}]0;title\u{7} \u{9b}2J",
+                "JSON has the same meaning"
+            );
         }
     }
 }
@@ -224,28 +293,59 @@ fn texts_of_processes_command_no_terminal() {
 fn wrong_jobs_and_tokens_are_refused() {
     let refused = |args: &[&str], token: Option<&str>, text: &str| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
-        command.arg("top").args(args).env_remove("MPMD_JOB_TOKEN").stdin(Stdio::null());
-        let output = command.envs(token.map(|token| ("MPMD_JOB_TOKEN", token))).output().unwrap();
+        command
+            .arg("top")
+            .args(args)
+            .env_remove("MPMD_JOB_TOKEN")
+            .stdin(Stdio::null());
+        let output = command
+            .envs(token.map(|token| ("MPMD_JOB_TOKEN", token)))
+            .output()
+            .unwrap();
         let said = String::from_utf8_lossy(&output.stderr);
-        assert!(!output.status.success() && said.contains(text), "{args:?}: {said}");
+        assert!(
+            !output.status.success() && said.contains(text),
+            "{args:?}: {said}"
+        );
     };
     refused(&["here"], None, "neither a process id nor an address");
-    refused(&["127.0.0.1:7"], None, "token of the job is needed, in MPMD_JOB_TOKEN");
+    refused(
+        &["127.0.0.1:7"],
+        None,
+        "token of the job is needed, in MPMD_JOB_TOKEN",
+    );
     refused(&["127.0.0.1:7"], Some("abc"), "in MPMD_JOB_TOKEN");
-    refused(&[&std::process::id().to_string()], None, "belongs to no job");
-    refused(&["4294967295"], None, "no process 4294967295 runs on this machine");
+    refused(
+        &[&std::process::id().to_string()],
+        None,
+        "belongs to no job",
+    );
+    refused(
+        &["4294967295"],
+        None,
+        "no process 4294967295 runs on this machine",
+    );
     let job = Job::start("tokens");
     let variables = std::fs::read(format!("/proc/{}/environ", job.pids[0])).unwrap();
     let variables = String::from_utf8_lossy(&variables);
-    let find = |name: &str| variables.split('\0').find_map(|text| text.strip_prefix(name));
+    let find = |name: &str| {
+        variables
+            .split('\0')
+            .find_map(|text| text.strip_prefix(name))
+    };
     let address = find("MPMD_COORDINATOR=").unwrap();
     refused(&[address], Some(&"7".repeat(64)), "token");
     let right = find("MPMD_JOB_TOKEN=").unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
-    command.args(["top", address, "--once", "--interval", "0.05"]).env("MPMD_JOB_TOKEN", right);
+    command
+        .args(["top", address, "--once", "--interval", "0.05"])
+        .env("MPMD_JOB_TOKEN", right);
     let output = command.stdin(Stdio::null()).output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success() && said.contains("process 0: its program runs"), "{output:?}");
+    assert!(
+        output.status.success() && said.contains("process 0: its program runs"),
+        "{output:?}"
+    );
     // The job has not noticed anything.
     std::fs::write(&job.go, "").unwrap();
     let mut job = job;

@@ -55,7 +55,12 @@ impl Program {
         to: impl Into<PrefixTree<Sharding>>,
         options: MoveOptions,
     ) -> Result<T::With<MpmdArray>> {
-        self.reshard_at(x, (None, to.into()), options, (Location::caller(), "reshard"))
+        self.reshard_at(
+            x,
+            (None, to.into()),
+            options,
+            (Location::caller(), "reshard"),
+        )
     }
 
     /// Moves every array of a tree to a sharding by a function of the caller, in the groups and
@@ -86,8 +91,16 @@ impl Program {
             .map_err(|error| wrong(IssueProblem::Tree(error)))?;
         let leaves = x.leaves_with_paths();
         for ((path, array), to) in leaves.iter().zip(&to) {
-            array.check_usable(path).and_then(|()| self.check_own(path, array)).map_err(wrong)?;
-            let unfit = |why| wrong(IssueProblem::Sharding { path: path.clone(), why });
+            array
+                .check_usable(path)
+                .and_then(|()| self.check_own(path, array))
+                .map_err(wrong)?;
+            let unfit = |why| {
+                wrong(IssueProblem::Sharding {
+                    path: path.clone(),
+                    why,
+                })
+            };
             to.layout(array.shape()).map_err(unfit)?;
         }
         let moves: Vec<_> = leaves.iter().map(|(_, array)| *array).zip(&to).collect();
@@ -105,8 +118,11 @@ impl Program {
         with: &mut MoveFn<'_>,
         wrong: impl Copy + Fn(IssueProblem) -> Error,
     ) -> Result<Vec<MpmdArray>> {
-        let groups =
-            groups_by_devices(moves.iter().map(|(array, _)| Some(array.sharding()?.devices())));
+        let groups = groups_by_devices(
+            moves
+                .iter()
+                .map(|(array, _)| Some(array.sharding()?.devices())),
+        );
         let mut moved: Vec<Option<MpmdArray>> = vec![None; moves.len()];
         for group in groups {
             let moves: Vec<_> = group.iter().map(|place| moves[*place]).collect();
@@ -117,7 +133,10 @@ impl Program {
             if let Some(problem) = misfit(&moves, &results) {
                 return Err(wrong(IssueProblem::Signature(problem)));
             }
-            group.into_iter().zip(results).for_each(|(place, y)| moved[place] = Some(y));
+            group
+                .into_iter()
+                .zip(results)
+                .for_each(|(place, y)| moved[place] = Some(y));
         }
         Ok(moved.into_iter().flatten().collect())
     }
@@ -180,10 +199,19 @@ impl Program {
         let wrong = |problem: IssueProblem| problem.at(at, "reshard_with_intermediate_sharding_by");
         let leaves = x.leaves_with_paths();
         let (routes, to) = self
-            .routes(&x.structure(), &leaves, Some(from.into()), to.into(), options)
+            .routes(
+                &x.structure(),
+                &leaves,
+                Some(from.into()),
+                to.into(),
+                options,
+            )
             .map_err(wrong)?;
-        let groups =
-            groups_by_devices(leaves.iter().map(|(_, array)| Some(array.sharding()?.devices())));
+        let groups = groups_by_devices(
+            leaves
+                .iter()
+                .map(|(_, array)| Some(array.sharding()?.devices())),
+        );
         let mut moved: Vec<Option<MpmdArray>> = vec![None; leaves.len()];
         for group in groups {
             let gather = |place: &usize| match &routes[*place] {
@@ -192,9 +220,15 @@ impl Program {
             };
             let sources: Vec<MpmdArray> = group.iter().map(gather).collect();
             self.synced(at)?;
-            let moves: Vec<_> = sources.iter().zip(group.iter().map(|place| &to[*place])).collect();
+            let moves: Vec<_> = sources
+                .iter()
+                .zip(group.iter().map(|place| &to[*place]))
+                .collect();
             let results = self.move_groups(&moves, &mut with, wrong)?;
-            group.into_iter().zip(results).for_each(|(place, y)| moved[place] = Some(y));
+            group
+                .into_iter()
+                .zip(results)
+                .for_each(|(place, y)| moved[place] = Some(y));
         }
         let mut moved = moved.into_iter().flatten();
         Ok(x.map_ref(&mut |_| moved.next().expect("every leaf is in one group")))
@@ -246,11 +280,17 @@ impl Program {
         let same = found == from
             || found.memory_kind() == from.memory_kind()
                 && from.layout(aval.shape()).is_ok_and(|layout| {
-                    found.layout(aval.shape()).is_ok_and(|found| found == layout)
+                    found
+                        .layout(aval.shape())
+                        .is_ok_and(|found| found == layout)
                 });
         if !same {
             let (path, expected, found) = (path.to_owned(), from.to_string(), found.to_string());
-            return Err(IssueProblem::SourceSharding { path, expected, found });
+            return Err(IssueProblem::SourceSharding {
+                path,
+                expected,
+                found,
+            });
         }
         let topology = &self.runtime.topology;
         let find = || match cheapest_intermediate(from, to, aval, topology) {
@@ -260,7 +300,11 @@ impl Program {
                 None
             }
         };
-        let key = PutKey { aval: aval.clone(), from: Some(from.clone()), to: to.clone() };
+        let key = PutKey {
+            aval: aval.clone(),
+            from: Some(from.clone()),
+            to: to.clone(),
+        };
         // Without the cache, leaves that are alike still share the search.
         let between = match last {
             Some((known, between)) if *known == key => between.clone(),
@@ -272,11 +316,18 @@ impl Program {
                 last.insert((key, found)).1.clone()
             }
         };
-        let Some(between) = between else { return Ok(Route::Direct(direct)) };
+        let Some(between) = between else {
+            return Ok(Route::Direct(direct));
+        };
         let replica = first_replica(path, aval, &between)?;
         let gather = self.put_plan_between(path, aval, Some(found), &between.sharding, cache)?;
         let onward = self.put_plan_between(path, aval, Some(&replica.sharding), to, cache)?;
-        Ok(Route::Via(Box::new(Via { between: between.sharding, gather, replica, onward })))
+        Ok(Route::Via(Box::new(Via {
+            between: between.sharding,
+            gather,
+            replica,
+            onward,
+        })))
     }
 
     /// Moves every leaf of `x` along its route, in groups on the same devices. `from` is the
@@ -291,8 +342,11 @@ impl Program {
         let leaves = x.leaves_with_paths();
         let routes = self.routes(&x.structure(), &leaves, from, to, options);
         let (routes, _) = routes.map_err(|problem| problem.at(at, call))?;
-        let groups =
-            groups_by_devices(leaves.iter().map(|(_, array)| Some(array.sharding()?.devices())));
+        let groups = groups_by_devices(
+            leaves
+                .iter()
+                .map(|(_, array)| Some(array.sharding()?.devices())),
+        );
         let mut moved: Vec<Option<MpmdArray>> = vec![None; leaves.len()];
         for group in groups {
             let mut direct = Vec::with_capacity(group.len());
@@ -305,7 +359,10 @@ impl Program {
             }
             let (places, moves): (Vec<usize>, Vec<_>) = direct.into_iter().unzip();
             let results = self.put_all(&moves, options, at);
-            places.into_iter().zip(results).for_each(|(place, array)| moved[place] = Some(array));
+            places
+                .into_iter()
+                .zip(results)
+                .for_each(|(place, array)| moved[place] = Some(array));
         }
         let mut moved = moved.into_iter().flatten();
         self.synced(at)?;
@@ -321,7 +378,13 @@ impl Program {
     ) -> MpmdArray {
         let replica = self.gather(array, via, options, at);
         // The replica has no other handle, so it is donated, whether the source is or not.
-        self.put_one(&replica, &via.onward, options.donate(true), Some(&replica), at)
+        self.put_one(
+            &replica,
+            &via.onward,
+            options.donate(true),
+            Some(&replica),
+            at,
+        )
     }
 
     /// Gathers an array to its intermediate sharding and returns the first replica.
@@ -332,11 +395,19 @@ impl Program {
         options: MoveOptions,
         at: &'static Location<'static>,
     ) -> MpmdArray {
-        let Via { between, gather, replica, .. } = via;
+        let Via {
+            between,
+            gather,
+            replica,
+            ..
+        } = via;
         // The gathered array is only read, so it may alias the source. The caller's `may_alias` has
         // no effect on it.
         let gathered = self.put_one(array, gather, options.may_alias(true), None, at);
-        let what = ReplicaWhat { aval: gathered.aval().clone(), between: between.clone() };
+        let what = ReplicaWhat {
+            aval: gathered.aval().clone(),
+            between: between.clone(),
+        };
         let relabel = Relabel {
             made: vec![Relabelled::clone(replica)],
             what: Arc::new(what),
@@ -358,7 +429,11 @@ fn misfit(moves: &[(&MpmdArray, &Sharding)], results: &[MpmdArray]) -> Option<St
     let other = |((x, to), y): &((&MpmdArray, &Sharding), &MpmdArray)| {
         y.aval() != x.aval() || y.sharding() != Some(to)
     };
-    let found = moves.iter().map(|(x, to)| (*x, *to)).zip(results).find(other);
+    let found = moves
+        .iter()
+        .map(|(x, to)| (*x, *to))
+        .zip(results)
+        .find(other);
     found.map(|((x, to), y)| format!("the function returned {y:?} for {} as {to}", x.aval()))
 }
 
@@ -398,9 +473,14 @@ mod tests {
         let (rows, all) = (mesh.sharding(spec!["x"]), mesh.replicated());
         let once = MoveOptions::default().cache_plans(false);
         let y = p.reshard(&x, &rows, once).unwrap();
-        let y = p.reshard_with_intermediate_sharding(&y, &rows, &all, once).unwrap();
+        let y = p
+            .reshard_with_intermediate_sharding(&y, &rows, &all, once)
+            .unwrap();
         assert_eq!((p.metrics().plan_cache.entries, p.operations()), (0, 4));
-        assert_eq!(y.to_host().unwrap().unwrap().to_vec::<f32>().unwrap(), [1.0, 2.0, 3.0, 4.0]);
+        assert_eq!(
+            y.to_host().unwrap().unwrap().to_vec::<f32>().unwrap(),
+            [1.0, 2.0, 3.0, 4.0]
+        );
         drop(p.reshard(&x, &rows, MoveOptions::default()).unwrap());
         assert_eq!(p.metrics().plan_cache.entries, 1);
         p.finish().unwrap();

@@ -55,9 +55,20 @@ pub(crate) struct KnownDescriptor(OnceLock<u32>);
 
 impl DryRunBuilder {
     pub(crate) fn new(process: ProcessId, topology: &Topology, order: Option<Order>) -> Self {
-        let devices = topology.devices().iter().map(|device| device.process.0).collect();
+        let devices = topology
+            .devices()
+            .iter()
+            .map(|device| device.process.0)
+            .collect();
         let dry_run = DryRun::new(topology.processes() as u32, devices);
-        Self { state: Mutex::new(State { dry_run, ..State::default() }), process, order }
+        Self {
+            state: Mutex::new(State {
+                dry_run,
+                ..State::default()
+            }),
+            process,
+            order,
+        }
     }
 
     pub(crate) fn process(&self) -> ProcessId {
@@ -75,10 +86,16 @@ impl DryRunBuilder {
         descriptor: impl FnOnce() -> OpDescriptor,
     ) {
         let takes = takes.into_iter().map(|(array, donated)| match &array.repr {
-            Repr::Host(_) => Taken { array: None, donated: false },
+            Repr::Host(_) => Taken {
+                array: None,
+                donated: false,
+            },
             Repr::Placed(placed) => {
                 let (operation, result) = placed.origin();
-                Taken { array: Some(Array { operation, result }), donated }
+                Taken {
+                    array: Some(Array { operation, result }),
+                    donated,
+                }
             }
         });
         let takes: Vec<Taken> = takes.collect();
@@ -91,7 +108,12 @@ impl DryRunBuilder {
             known.0.get_or_init(|| descriptor);
         }
         let line = state.line(at);
-        state.dry_run.operations.push(Operation { descriptor, line, label, takes });
+        state.dry_run.operations.push(Operation {
+            descriptor,
+            line,
+            label,
+            takes,
+        });
         state.dry_run.hashes.push(hash);
     }
 
@@ -100,7 +122,10 @@ impl DryRunBuilder {
     pub(crate) fn dropped(&self, (operation, result): (u64, u32)) {
         let mut state = self.state.lock();
         let after = state.dry_run.operations.len() as u64;
-        state.dry_run.drops.push(Dropped { array: Array { operation, result }, after });
+        state.dry_run.drops.push(Dropped {
+            array: Array { operation, result },
+            after,
+        });
     }
 
     /// Notes that the program waits for an array at line `at`. `values` is true if it reads the
@@ -113,7 +138,12 @@ impl DryRunBuilder {
     ) {
         let mut state = self.state.lock();
         let (after, line) = (state.dry_run.operations.len() as u64, state.line(at));
-        state.dry_run.reads.push(Read { array: Array { operation, result }, after, line, values });
+        state.dry_run.reads.push(Read {
+            array: Array { operation, result },
+            after,
+            line,
+            values,
+        });
     }
 
     /// Notes that the program waits at line `at` for all operations that were issued so far: for
@@ -123,9 +153,16 @@ impl DryRunBuilder {
         let (after, line) = (state.dry_run.operations.len() as u64, state.line(at));
         let since = std::mem::replace(&mut state.synced, after);
         for operation in since + 1..=after {
-            let made = state.dry_run.descriptor_of(operation).map_or(0, |made| made.results.len());
-            let read =
-                |result| Read { array: Array { operation, result }, after, line, values: false };
+            let made = state
+                .dry_run
+                .descriptor_of(operation)
+                .map_or(0, |made| made.results.len());
+            let read = |result| Read {
+                array: Array { operation, result },
+                after,
+                line,
+                values: false,
+            };
             state.dry_run.reads.extend((0..made as u32).map(read));
         }
     }
@@ -133,7 +170,12 @@ impl DryRunBuilder {
     /// Notes the end of a step. Returns the reason if the dry run ends with this step.
     pub(crate) fn step_end(&self) -> Option<End> {
         let mut state = self.state.lock();
-        let DryRun { operations, drops, reads, .. } = &state.dry_run;
+        let DryRun {
+            operations,
+            drops,
+            reads,
+            ..
+        } = &state.dry_run;
         let end = StepEnd {
             operation: operations.len() as u64,
             drops: drops.len() as u64,
@@ -156,9 +198,13 @@ impl DryRunBuilder {
     /// Writes the dry run to the file of the [`Order`] and returns true. Without an order, returns
     /// false. Fails if the file cannot be written.
     pub(crate) fn deliver(&self, end: End) -> Result<bool> {
-        let Some(order) = &self.order else { return Ok(false) };
+        let Some(order) = &self.order else {
+            return Ok(false);
+        };
         let written = self.so_far(end).write(&order.file);
-        written.map(|()| true).map_err(|error| Error::Environment(error.to_string()))
+        written
+            .map(|()| true)
+            .map_err(|error| Error::Environment(error.to_string()))
     }
 }
 

@@ -11,8 +11,12 @@ pub(crate) const BLOCK: usize = 64;
 
 /// The start of each lane of [`Rolling::mix_blocks`]: fractional parts of the square roots of the
 /// first primes.
-const LANES: [u64; 4] =
-    [0x6a09_e667_f3bc_c908, 0xbb67_ae85_84ca_a73b, 0x3c6e_f372_fe94_f82b, 0xa54f_f53a_5f1d_36f1];
+const LANES: [u64; 4] = [
+    0x6a09_e667_f3bc_c908,
+    0xbb67_ae85_84ca_a73b,
+    0x3c6e_f372_fe94_f82b,
+    0xa54f_f53a_5f1d_36f1,
+];
 
 /// A 128-bit hash that words are mixed into.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -23,9 +27,12 @@ impl Rolling {
     #[inline]
     pub(crate) fn mix(self, word: u64) -> Self {
         // The added constants keep zero words from leaving a zero hash unchanged.
-        let a =
-            (self.0 ^ word).wrapping_add(0x94d0_49bb_1331_11eb).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let b = (self.1.rotate_left(23) ^ word).wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let a = (self.0 ^ word)
+            .wrapping_add(0x94d0_49bb_1331_11eb)
+            .wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let b = (self.1.rotate_left(23) ^ word)
+            .wrapping_add(1)
+            .wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let a = a.rotate_left(29);
         Self(a ^ (b >> 32), b ^ (a >> 31))
     }
@@ -83,7 +90,9 @@ pub(crate) struct OriginHasher(u64);
 
 impl Hasher for OriginHasher {
     fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|byte| self.write_u64(u64::from(*byte)));
+        bytes
+            .iter()
+            .for_each(|byte| self.write_u64(u64::from(*byte)));
     }
 
     fn write_u32(&mut self, word: u32) {
@@ -109,7 +118,10 @@ mod tests {
     #[test]
     fn order_count_and_value_all_matter() {
         let of = |words: &[u64]| {
-            words.iter().fold(Rolling::default(), |hash, word| hash.mix(*word)).value()
+            words
+                .iter()
+                .fold(Rolling::default(), |hash, word| hash.mix(*word))
+                .value()
         };
         assert_ne!(of(&[1, 2]), of(&[2, 1]));
         assert_ne!(of(&[0]), of(&[0, 0]));

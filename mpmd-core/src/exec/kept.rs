@@ -142,13 +142,19 @@ impl Contents {
                 elements: array.aval().elements(),
             }
         };
-        Self { arrays: arrays.iter().enumerate().map(array).collect(), values }
+        Self {
+            arrays: arrays.iter().enumerate().map(array).collect(),
+            values,
+        }
     }
 
     pub(crate) fn hash(&self) -> u128 {
-        let hash = Rolling::default().mix(self.arrays.len() as u64).mix_bytes(&self.values);
+        let hash = Rolling::default()
+            .mix(self.arrays.len() as u64)
+            .mix_bytes(&self.values);
         let mix = |hash: Rolling, array: &ArrayOfCommit| {
-            hash.mix_bytes(array.name.as_bytes()).mix_bytes(array.aval.as_bytes())
+            hash.mix_bytes(array.name.as_bytes())
+                .mix_bytes(array.aval.as_bytes())
         };
         self.arrays.iter().fold(hash, mix).value()
     }
@@ -165,7 +171,10 @@ impl Contents {
             return Err(format!("it has {here} arrays, and the state has {there}"));
         }
         let names = |of: &Self| -> HashMap<String, usize> {
-            (0..).zip(&of.arrays).map(|(index, array)| (array.name.clone(), index)).collect()
+            (0..)
+                .zip(&of.arrays)
+                .map(|(index, array)| (array.name.clone(), index))
+                .collect()
         };
         let by_name = names(self);
         let is_unique = by_name.len() == here && names(state).len() == here;
@@ -178,9 +187,11 @@ impl Contents {
             let shown = |array: &ArrayOfCommit| format!("{} {}", array.name, array.aval);
             match found == asked {
                 true => Ok(place),
-                false => {
-                    Err(format!("it has {}, and the state has {}", shown(found), shown(asked)))
-                }
+                false => Err(format!(
+                    "it has {}, and the state has {}",
+                    shown(found),
+                    shown(asked)
+                )),
             }
         };
         state.arrays.iter().enumerate().map(place).collect()
@@ -223,7 +234,10 @@ impl Kept {
     pub(crate) fn begin_epoch(&mut self, run: u128) {
         if self.run.is_some_and(|own| own != run) {
             let asks_to_leave = self.asks_to_leave;
-            *self = Self { asks_to_leave, ..Self::new(self.every) };
+            *self = Self {
+                asks_to_leave,
+                ..Self::new(self.every)
+            };
         }
         (self.run, self.number) = (Some(run), 0);
         (self.last, self.is_restored) = (None, false);
@@ -243,7 +257,10 @@ impl Kept {
     /// Notes that the program commits a state with this identity. Returns false if it has committed
     /// the step with another state.
     pub(crate) fn is_new_or_same(&mut self, step: u64, identity: u128) -> bool {
-        if self.last.is_some_and(|(last, of)| last == step && of != identity) {
+        if self
+            .last
+            .is_some_and(|(last, of)| last == step && of != identity)
+        {
             return false;
         }
         self.last = Some((step, identity));
@@ -254,13 +271,25 @@ impl Kept {
     pub(crate) fn next_id(&mut self, epoch: u64, step: u64, contents: &Contents) -> CommitId {
         self.number += 1;
         let Self { run, number, .. } = *self;
-        CommitId { run: run.unwrap_or_default(), epoch, number, step, hash: contents.hash() }
+        CommitId {
+            run: run.unwrap_or_default(),
+            epoch,
+            number,
+            step,
+            hash: contents.hash(),
+        }
     }
 
     /// Drops the commits before the newest that is known to be whole on every process.
     pub(crate) fn forget_old(&mut self) {
-        let known = self.issued.iter().rev().find(|issued| issued.is_confirmed());
-        let Some(known) = known.map(|issued| issued.id) else { return };
+        let known = self
+            .issued
+            .iter()
+            .rev()
+            .find(|issued| issued.is_confirmed());
+        let Some(known) = known.map(|issued| issued.id) else {
+            return;
+        };
         self.known = known;
         self.issued.retain(|issued| issued.id >= known);
         self.earlier.retain(|id, _| *id >= known);
@@ -288,7 +317,10 @@ impl Kept {
         self.words.clear();
         self.lost.get_or_insert((now(), failure));
         self.time.lose();
-        for Issued { id, contents, made, .. } in std::mem::take(&mut self.issued) {
+        for Issued {
+            id, contents, made, ..
+        } in std::mem::take(&mut self.issued)
+        {
             let regions = std::mem::take(&mut *made.lock());
             self.earlier.insert(id, Copies { contents, regions });
         }
@@ -300,7 +332,9 @@ impl Issued {
     fn is_confirmed(&self) -> bool {
         let shards = self.whole.shards();
         !shards.is_empty()
-            && shards.iter().all(|shard| shard.slot.peek().is_some_and(|outcome| outcome.is_ok()))
+            && shards
+                .iter()
+                .all(|shard| shard.slot.peek().is_some_and(|outcome| outcome.is_ok()))
     }
 }
 
@@ -325,6 +359,9 @@ mod tests {
         kept.begin_epoch(7);
         assert_eq!((kept.earlier.len(), kept.known), (1, first));
         kept.begin_epoch(8);
-        assert_eq!((kept.earlier.len(), kept.known, kept.every), (0, CommitId::default(), 2));
+        assert_eq!(
+            (kept.earlier.len(), kept.known, kept.every),
+            (0, CommitId::default(), 2)
+        );
     }
 }

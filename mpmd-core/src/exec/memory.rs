@@ -101,7 +101,13 @@ impl Runtime {
         op: u64,
         call: &dyn fmt::Display,
     ) -> Result<Reservation, Arc<Failure>> {
-        self.reserve_all(local_index, kind, std::iter::once(bytes).collect(), op, call)
+        self.reserve_all(
+            local_index,
+            kind,
+            std::iter::once(bytes).collect(),
+            op,
+            call,
+        )
     }
 
     /// Reserves memory for several buffers of these sizes, all or none. Blocks and fails
@@ -225,7 +231,10 @@ impl Runtime {
         let mut left = self.config.peer_timeout;
         loop {
             let slice = left.min(SLICE);
-            if self.in_flight.wait_until(after(now(), slice), |counts| counts.ended > ended) {
+            if self
+                .in_flight
+                .wait_until(after(now(), slice), |counts| counts.ended > ended)
+            {
                 return true;
             }
             left -= slice;
@@ -253,10 +262,15 @@ impl Runtime {
         }
         let lent = self.lent_to();
         let each = lent.iter().enumerate().filter(|(_, bytes)| **bytes > 0);
-        let each: Vec<String> =
-            each.map(|(peer, bytes)| format!("{} to {peer}", bytes_text(*bytes))).collect();
+        let each: Vec<String> = each
+            .map(|(peer, bytes)| format!("{} to {peer}", bytes_text(*bytes)))
+            .collect();
         // Empty if all of it was returned in this moment.
-        let each = if each.is_empty() { String::new() } else { format!(" ({})", each.join(", ")) };
+        let each = if each.is_empty() {
+            String::new()
+        } else {
+            format!(" ({})", each.join(", "))
+        };
         format!("; {} are lent to other processes{each}", bytes_text(total))
     }
 
@@ -276,7 +290,9 @@ impl Runtime {
         let transport = self.transport.as_deref();
         peers
             .map(|peer| {
-                transport.filter(|_| peer != self.me).map_or(0, |transport| of(transport, peer))
+                transport
+                    .filter(|_| peer != self.me)
+                    .map_or(0, |transport| of(transport, peer))
             })
             .collect()
     }
@@ -297,7 +313,10 @@ fn wait_for_devices(memory: &mut OwnedBuffer) {
     }
     let (open, over) = mpsc::channel::<()>();
     // Dropping the sender is the signal.
-    memory.fences().clone().on_over(Box::new(move || drop(open)));
+    memory
+        .fences()
+        .clone()
+        .on_over(Box::new(move || drop(open)));
     let _ = over.recv();
     memory.clear_fences();
 }
@@ -305,5 +324,8 @@ fn wait_for_devices(memory: &mut OwnedBuffer) {
 /// True if there would be room once all lent memory is returned.
 fn loans_are_enough(error: &OutOfMemory, lent: u64) -> bool {
     let wanted = error.live + error.reserved + error.asked;
-    lent > 0 && error.limit.is_some_and(|limit| wanted.saturating_sub(limit) <= lent)
+    lent > 0
+        && error
+            .limit
+            .is_some_and(|limit| wanted.saturating_sub(limit) <= lent)
 }

@@ -164,7 +164,9 @@ impl Runtime {
 
     /// Returns the transport's name, or `none` without a transport.
     pub(crate) fn transport_name(&self) -> &'static str {
-        self.transport.as_ref().map_or("none", |transport| transport.name())
+        self.transport
+            .as_ref()
+            .map_or("none", |transport| transport.name())
     }
 
     /// True if pieces between this process and `peer` are transferred zero-copy.
@@ -197,7 +199,13 @@ impl Runtime {
         let memory = || self.devices[device].pool.stats().live;
         self.trace.note_at(at, || {
             let (device, input) = (device as u32, input.unwrap_or(0));
-            What::Started { op, device, since, input, memory: memory() }
+            What::Started {
+                op,
+                device,
+                since,
+                input,
+                memory: memory(),
+            }
         });
     }
 
@@ -206,7 +214,11 @@ impl Runtime {
     pub(crate) fn trace_end(&self, device: usize, op: u64) {
         self.trace.note(|| {
             let memory = self.devices[device].pool.stats().live;
-            What::Ended { op, device: device as u32, memory }
+            What::Ended {
+                op,
+                device: device as u32,
+                memory,
+            }
         });
     }
 
@@ -222,7 +234,11 @@ impl Runtime {
         self.trace_start(device, op, begin, since.min(begin), input);
         self.trace.note_at(end, || {
             let memory = self.devices[device].pool.stats().live;
-            What::Ended { op, device: device as u32, memory }
+            What::Ended {
+                op,
+                device: device as u32,
+                memory,
+            }
         });
     }
 
@@ -241,7 +257,14 @@ impl Runtime {
     /// number).
     #[inline]
     fn trace_piece(&self, step: PieceStep, (op, piece): (u64, u64), peer: ProcessId, bytes: u64) {
-        self.trace.note(|| What::Piece { step, op, piece, peer: peer.0, bytes, ticket: 0 });
+        self.trace.note(|| What::Piece {
+            step,
+            op,
+            piece,
+            peer: peer.0,
+            bytes,
+            ticket: 0,
+        });
         self.log_piece(step, (op, piece), peer, bytes);
     }
 
@@ -274,7 +297,11 @@ impl Runtime {
         if spans::are_on()
             && let Some(operation) = self.in_flight.span(op)
         {
-            spans::ran(&operation, &device, took.map(|nanoseconds| nanoseconds / 1_000));
+            spans::ran(
+                &operation,
+                &device,
+                took.map(|nanoseconds| nanoseconds / 1_000),
+            );
         }
     }
 

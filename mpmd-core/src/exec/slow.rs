@@ -44,7 +44,13 @@ pub(crate) struct SlowProcess {
 
 impl Paces {
     pub(crate) fn new(factor: f64) -> Self {
-        Self { factor, totals: Vec::new(), windows: Vec::new(), commits: 0, streak: (0, 0) }
+        Self {
+            factor,
+            totals: Vec::new(),
+            windows: Vec::new(),
+            commits: 0,
+            streak: (0, 0),
+        }
     }
 
     /// Takes the times of all processes so far, in microseconds, at a commit. Returns the process
@@ -60,22 +66,40 @@ impl Paces {
         if self.commits <= WARM_UP {
             return None;
         }
-        let times =
-            totals.iter().zip(before).map(|(now, before)| now.saturating_sub(before) as f64);
+        let times = totals
+            .iter()
+            .zip(before)
+            .map(|(now, before)| now.saturating_sub(before) as f64);
         let times: Vec<f64> = times.collect();
         if self.commits <= WARM_UP + WINDOW {
-            self.windows.iter_mut().zip(times).for_each(|((first, _), time)| first.push(time));
+            self.windows
+                .iter_mut()
+                .zip(times)
+                .for_each(|((first, _), time)| first.push(time));
             return None;
         }
         // The load of the machine is that of all processes: it goes out commit by commit.
-        let usual: Vec<f64> =
-            self.windows.iter().map(|(first, _)| median(&mut first.clone()).max(1.0)).collect();
-        let changes: Vec<f64> =
-            times.iter().zip(&usual).map(|(time, first)| time / first).collect();
+        let usual: Vec<f64> = self
+            .windows
+            .iter()
+            .map(|(first, _)| median(&mut first.clone()).max(1.0))
+            .collect();
+        let changes: Vec<f64> = times
+            .iter()
+            .zip(&usual)
+            .map(|(time, first)| time / first)
+            .collect();
         for (process, (_, last)) in self.windows.iter_mut().enumerate() {
-            let others = changes.iter().enumerate().filter(|(other, _)| *other != process);
+            let others = changes
+                .iter()
+                .enumerate()
+                .filter(|(other, _)| *other != process);
             let mut others: Vec<f64> = others.map(|(_, change)| *change).collect();
-            let load = if others.is_empty() { 1.0 } else { upper_median(&mut others) };
+            let load = if others.is_empty() {
+                1.0
+            } else {
+                upper_median(&mut others)
+            };
             last.push_back(changes[process] / load.max(1.0));
             if last.len() > WINDOW {
                 last.pop_front();
@@ -83,15 +107,24 @@ impl Paces {
         }
         let slower = self.windows.iter().map(|(_, last)| {
             let mut last: Vec<f64> = last.iter().copied().collect();
-            if last.len() < WINDOW { 0.0 } else { median(&mut last) }
+            if last.len() < WINDOW {
+                0.0
+            } else {
+                median(&mut last)
+            }
         });
-        let (process, slower) =
-            slower.enumerate().max_by(|(_, one), (_, other)| one.total_cmp(other))?;
+        let (process, slower) = slower
+            .enumerate()
+            .max_by(|(_, one), (_, other)| one.total_cmp(other))?;
         if slower <= self.factor || usual[process] < SHORTEST {
             self.streak = (process, 0);
             return None;
         }
-        let before = if self.streak.0 == process { self.streak.1 } else { 0 };
+        let before = if self.streak.0 == process {
+            self.streak.1
+        } else {
+            0
+        };
         self.streak = (process, before + 1);
         (self.streak.1 >= STREAK).then(|| {
             let (first, last) = (usual[process] / 1000.0, times[process] / 1000.0);
@@ -149,7 +182,10 @@ mod tests {
             (_, process) => 10.0 * (1 + process) as f64 / 3.0,
         };
         let (commit, process) = found(200, time).expect("it is slow");
-        assert!((process, commit) == (2, commit) && (100..120).contains(&commit), "{commit}");
+        assert!(
+            (process, commit) == (2, commit) && (100..120).contains(&commit),
+            "{commit}"
+        );
     }
 
     #[test]
@@ -160,9 +196,19 @@ mod tests {
                     true => 1.0,
                     false => 9.0 + process as f64,
                 };
-                assert_eq!(found_of(processes, 200, time), None, "{faster} of {processes}");
+                assert_eq!(
+                    found_of(processes, 200, time),
+                    None,
+                    "{faster} of {processes}"
+                );
             }
-            let slower = |commit, process| if commit >= 30 && process == 1 { 30.0 } else { 9.0 };
+            let slower = |commit, process| {
+                if commit >= 30 && process == 1 {
+                    30.0
+                } else {
+                    9.0
+                }
+            };
             let found = found_of(processes, 200, slower);
             assert_eq!(found.map(|(_, process)| process), Some(1), "of {processes}");
         }
@@ -175,7 +221,13 @@ mod tests {
             // Other work comes and goes on the machine, and single steps take long.
             let load: Vec<f64> = (0..40).map(|_| 1.0 + 3.0 * random.f64()).collect();
             let noise: Vec<f64> = (0..4096)
-                .map(|_| if random.u8(..20) == 0 { 5.0 } else { 1.0 + 0.5 * random.f64() })
+                .map(|_| {
+                    if random.u8(..20) == 0 {
+                        5.0
+                    } else {
+                        1.0 + 0.5 * random.f64()
+                    }
+                })
                 .collect();
             let time = |commit: usize, process: usize| {
                 (3 + process) as f64 * load[commit / 25] * noise[4 * commit + process]
@@ -186,7 +238,13 @@ mod tests {
 
     #[test]
     fn short_times_and_few_commits_show_nothing() {
-        assert_eq!(found(200, |commit, _| if commit > 100 { 0.15 } else { 0.01 }), None);
-        assert_eq!(found(WARM_UP + 2 * WINDOW, |commit, p| (commit * p) as f64), None);
+        assert_eq!(
+            found(200, |commit, _| if commit > 100 { 0.15 } else { 0.01 }),
+            None
+        );
+        assert_eq!(
+            found(WARM_UP + 2 * WINDOW, |commit, p| (commit * p) as f64),
+            None
+        );
     }
 }

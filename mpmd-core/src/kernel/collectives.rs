@@ -52,8 +52,14 @@ impl Collective {
     /// devices, by rank; `joined` says if the group [uses NCCL](Self::is_joined). A group of one
     /// device has no rounds. A pure function: all devices of the group get the same result.
     pub(crate) fn rounds(&self, processes: &[ProcessId], joined: bool) -> Vec<Flow> {
-        let agree = joined.then_some(Flow { pattern: Pattern::Everyone, shared: true });
-        agree.into_iter().chain(self.rounds_of_the_host(processes)).collect()
+        let agree = joined.then_some(Flow {
+            pattern: Pattern::Everyone,
+            shared: true,
+        });
+        agree
+            .into_iter()
+            .chain(self.rounds_of_the_host(processes))
+            .collect()
     }
 
     fn rounds_of_the_host(&self, processes: &[ProcessId]) -> Vec<Flow> {
@@ -64,7 +70,10 @@ impl Collective {
             _ if n == 1 => Vec::new(),
             // With two devices, two rounds would send as many bytes as one.
             CollectiveKind::AllReduce(_) if large && n > 2 => {
-                vec![flow(Pattern::Everyone, false), flow(Pattern::Everyone, true)]
+                vec![
+                    flow(Pattern::Everyone, false),
+                    flow(Pattern::Everyone, true),
+                ]
             }
             CollectiveKind::AllReduce(_) | CollectiveKind::AllGather => {
                 vec![flow(Pattern::Everyone, true)]
@@ -164,7 +173,8 @@ impl<'a> Context<'a> {
         let result = if call.rounds() == 0 {
             Ok(())
         } else {
-            self.copy_in(part).and_then(|given| self.gather(&call, &given, out, place))
+            self.copy_in(part)
+                .and_then(|given| self.gather(&call, &given, out, place))
         };
         self.end(result)
     }
@@ -250,19 +260,28 @@ impl<'a> Context<'a> {
     pub fn permute<T: Element>(&mut self, axis: &str, values: &[T], out: &mut [T]) -> Result<()> {
         let call = self.begin_on_host::<T>("permute", axis, values.len())?;
         self.check_out(&call, out.len(), values.len())?;
-        let CollectiveKind::Permute(pairs) = &call.declared.kind else { return self.end(Ok(())) };
+        let CollectiveKind::Permute(pairs) = &call.declared.kind else {
+            return self.end(Ok(()));
+        };
         let me = call.rank();
         match pairs.iter().find(|(_, to)| *to == me) {
             Some((from, _)) if *from == me => out.copy_from_slice(values),
             Some(_) => {}
             // All-zero bytes are the zero of every dtype.
-            None => out.fill(bytemuck::checked::pod_read_unaligned(&vec![0; size_of::<T>()])),
+            None => out.fill(bytemuck::checked::pod_read_unaligned(&vec![
+                0;
+                size_of::<T>()
+            ])),
         }
         let result = if call.rounds() == 0 {
             Ok(())
         } else {
             let gives = pairs.iter().any(|(from, to)| *from == me && to != from);
-            let given = if gives { self.copy_in(values) } else { Ok(Vec::new().into()) };
+            let given = if gives {
+                self.copy_in(values)
+            } else {
+                Ok(Vec::new().into())
+            };
             let all = 0..values.len();
             given
                 .and_then(|given| self.step::<T>(&call, |_| given.clone(), |_| values.len()))
@@ -367,8 +386,9 @@ impl<'a> Context<'a> {
             return Ok(Cow::Borrowed(elements));
         }
         let each = bytes.chunks_exact(size_of::<T>());
-        let elements: std::result::Result<Vec<T>, _> =
-            each.map(bytemuck::checked::try_pod_read_unaligned).collect();
+        let elements: std::result::Result<Vec<T>, _> = each
+            .map(bytemuck::checked::try_pod_read_unaligned)
+            .collect();
         elements.map(Cow::Owned).map_err(|_| {
             let message = format!(
                 "collective {} of operation {}: bytes came that are no {} values",
@@ -394,9 +414,16 @@ impl<'a> Context<'a> {
         give: impl Fn(usize) -> SharedBuffer,
         count: impl Fn(usize) -> usize,
     ) -> Fallible<Vec<Option<SharedBuffer>>> {
-        let round = Round { op: self.op, index: call.index, round: self.round, group: call.group };
+        let round = Round {
+            op: self.op,
+            index: call.index,
+            round: self.round,
+            group: call.group,
+        };
         self.exchange.give(&round, give);
-        let parts = self.exchange.take(&round, |from| count(from) * size_of::<T>());
+        let parts = self
+            .exchange
+            .take(&round, |from| count(from) * size_of::<T>());
         // The round counts even after an error: its messages were sent and received.
         self.round += 1;
         let parts = parts?;
@@ -430,7 +457,12 @@ impl<'a> Context<'a> {
             call.elements,
             call.group.devices[from],
         );
-        Arc::new(Failure::new(FailureKind::Kernel, self.exchange.runtime.me, self.op, message))
+        Arc::new(Failure::new(
+            FailureKind::Kernel,
+            self.exchange.runtime.me,
+            self.op,
+            message,
+        ))
     }
 
     /// Checks the next call against its declaration and returns it. Fails if verb, axis or dtype
@@ -460,7 +492,12 @@ impl<'a> Context<'a> {
                 called()
             )));
         }
-        Ok(Call { index, declared, group: &self.place.groups[index], elements })
+        Ok(Call {
+            index,
+            declared,
+            group: &self.place.groups[index],
+            elements,
+        })
     }
 
     pub(super) fn check_out(&self, call: &Call<'_>, found: usize, expected: usize) -> Result<()> {
@@ -541,15 +578,21 @@ mod tests {
     #[test]
     fn two_rounds_only_for_large_values_that_save_bytes() {
         let new = || Signature::new(());
-        let (small, large) =
-            (f32s([TWO_ROUNDS_FROM_BYTES / 4]), f32s([TWO_ROUNDS_FROM_BYTES / 4 + 1]));
+        let (small, large) = (
+            f32s([TWO_ROUNDS_FROM_BYTES / 4]),
+            f32s([TWO_ROUNDS_FROM_BYTES / 4 + 1]),
+        );
         assert_eq!(rounds(new().all_reduce("x", small), &[0, 1, 2]), 1);
         assert_eq!(rounds(new().all_reduce("x", large.clone()), &[0, 0, 0]), 2);
         assert_eq!(rounds(new().all_reduce("x", large.clone()), &[0, 1]), 1);
         assert_eq!(rounds(new().all_gather("x", large.clone()), &[0, 1, 2]), 1);
         assert_eq!(rounds(new().all_reduce("x", large.clone()), &[0]), 0);
         let joined = &new().all_reduce("x", large).collectives[0];
-        assert_eq!(joined.rounds(&[0, 1, 2].map(ProcessId), true).len(), 3, "one to agree in");
+        assert_eq!(
+            joined.rounds(&[0, 1, 2].map(ProcessId), true).len(),
+            3,
+            "one to agree in"
+        );
     }
 
     #[test]
@@ -558,9 +601,14 @@ mod tests {
             for len in 0..30 {
                 let shares: Vec<_> = (0..n).map(|i| share(len, n, i)).collect();
                 assert_eq!((shares[0].start, shares[n - 1].end), (0, len));
-                assert!(shares.windows(2).all(|pair| pair[0].end == pair[1].start), "{shares:?}");
                 assert!(
-                    shares.iter().all(|share| share.len().abs_diff(len / n) <= 1),
+                    shares.windows(2).all(|pair| pair[0].end == pair[1].start),
+                    "{shares:?}"
+                );
+                assert!(
+                    shares
+                        .iter()
+                        .all(|share| share.len().abs_diff(len / n) <= 1),
                     "{shares:?}"
                 );
             }
@@ -581,7 +629,9 @@ mod tests {
 
         fn infer(&self, x: &ShapedArray) -> Result<Signature<ShapedArray>> {
             let one = |signature: Signature<_>, _| {
-                signature.all_gather("x", f32s([4])).all_reduce("x", f32s([LARGE]))
+                signature
+                    .all_gather("x", f32s([4]))
+                    .all_reduce("x", f32s([LARGE]))
             };
             let signature = (0..TIMES).fold(Signature::new(x.clone()), one);
             Ok(signature
@@ -619,7 +669,11 @@ mod tests {
                 let simulation = Simulation::new(processes, 6).delays(3, Duration::from_millis(1));
                 let results = simulation.run(|p: &mut Program| {
                     let mesh = p.mesh(&[("x", 6)])?;
-                    let jit = p.jit(Many { fails }).on(&mesh).outputs(mesh.replicated()).build()?;
+                    let jit = p
+                        .jit(Many { fails })
+                        .on(&mesh)
+                        .outputs(mesh.replicated())
+                        .build()?;
                     let x = p.device_put(&MpmdArray::scalar(0u8), mesh.replicated())?;
                     let y = jit.call(p, x)?;
                     assert_eq!(y.block_until_ready().is_err(), fails);
@@ -633,7 +687,10 @@ mod tests {
                     assert_eq!(p.runtime.staging.stats().live, 0);
                     Ok(())
                 });
-                assert!(results.iter().all(|result| result.is_err() == fails), "{results:?}");
+                assert!(
+                    results.iter().all(|result| result.is_err() == fails),
+                    "{results:?}"
+                );
             }
         }
     }

@@ -67,16 +67,30 @@ impl Told {
 
     fn to_bytes(&self) -> Vec<u8> {
         let flags = u64::from(self.values == Values::OfDevice) | u64::from(self.has_joined) << 1;
-        [&(self.elements as u64).to_le_bytes()[..], &flags.to_le_bytes(), &self.id].concat()
+        [
+            &(self.elements as u64).to_le_bytes()[..],
+            &flags.to_le_bytes(),
+            &self.id,
+        ]
+        .concat()
     }
 
     fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (elements, rest) = bytes.split_first_chunk()?;
         let (flags, id) = rest.split_first_chunk()?;
         let flags = u64::from_le_bytes(*flags);
-        let values = if flags & 1 == 0 { Values::OfHost } else { Values::OfDevice };
+        let values = if flags & 1 == 0 {
+            Values::OfHost
+        } else {
+            Values::OfDevice
+        };
         let elements = usize::try_from(u64::from_le_bytes(*elements)).ok()?;
-        Some(Self { values, elements, has_joined: flags & 2 != 0, id: id.try_into().ok()? })
+        Some(Self {
+            values,
+            elements,
+            has_joined: flags & 2 != 0,
+            id: id.try_into().ok()?,
+        })
     }
 }
 
@@ -108,7 +122,11 @@ impl Joined {
         result: Fallible<()>,
         failure: impl Fn(&dyn fmt::Display) -> Arc<Failure>,
     ) -> Fallible<()> {
-        if let Some(why) = self.0.iter().find_map(|communicator| communicator.given_up()) {
+        if let Some(why) = self
+            .0
+            .iter()
+            .find_map(|communicator| communicator.given_up())
+        {
             return Err(reworded(
                 why,
                 &failure(&format!("its NCCL work was given up: {why}")).message,
@@ -124,13 +142,21 @@ impl Joined {
 
 /// Returns the same failure with another message.
 fn reworded(failure: &Failure, words: &str) -> Arc<Failure> {
-    Arc::new(Failure::new(failure.kind, failure.process, failure.op, words))
+    Arc::new(Failure::new(
+        failure.kind,
+        failure.process,
+        failure.op,
+        words,
+    ))
 }
 
 impl<'a> Context<'a> {
     /// Returns true if the next collective uses NCCL for values on the device.
     pub(super) fn is_next_joined(&self) -> bool {
-        self.place.groups.get(self.called).is_some_and(|group| group.joined)
+        self.place
+            .groups
+            .get(self.called)
+            .is_some_and(|group| group.joined)
     }
 
     /// Issues the next collective to the device with NCCL, from the values at `from` to `to`, which
@@ -186,8 +212,10 @@ impl<'a> Context<'a> {
     ) -> Fallible<()> {
         let runtime = self.exchange.runtime.clone();
         let (devices, rank) = (&call.group.devices, call.rank());
-        let found =
-            runtime.communicators.find(devices, rank).map_err(|why| self.not_joined(call, &why))?;
+        let found = runtime
+            .communicators
+            .find(devices, rank)
+            .map_err(|why| self.not_joined(call, &why))?;
         let id = match (&found, rank) {
             (None, 0) => new_id().map_err(|error| self.not_joined(call, &error.into()))?,
             _ => [0; size_of::<CommunicatorId>()],
@@ -280,7 +308,12 @@ impl<'a> Context<'a> {
         let call = self.begin(verb, axis, T::DTYPE, elements)?;
         if call.group.joined {
             let id = [0; size_of::<CommunicatorId>()];
-            let told = Told { values: Values::OfHost, elements, has_joined: false, id };
+            let told = Told {
+                values: Values::OfHost,
+                elements,
+                has_joined: false,
+                id,
+            };
             if let Err(failure) = self.agree_on(&call, &told) {
                 self.end(Err(failure))?;
             }
@@ -295,8 +328,9 @@ impl<'a> Context<'a> {
     fn agree_on(&mut self, call: &Call<'_>, told: &Told) -> Fallible<CommunicatorId> {
         let me = self.exchange.runtime.me;
         let given = self.exchange.copy_in(&told.to_bytes())?;
-        let parts =
-            self.step::<u8>(call, |_| given.clone(), |_| Told::BYTES).inspect_err(|failure| {
+        let parts = self
+            .step::<u8>(call, |_| given.clone(), |_| Told::BYTES)
+            .inspect_err(|failure| {
                 // Other processes cannot know that this one has no memory for their messages.
                 if failure.kind == FailureKind::Memory && failure.process == me {
                     self.exchange.runtime.fail_job(failure.clone());
@@ -387,10 +421,18 @@ mod tests {
     fn messages_survive_a_round_trip() {
         let mut id = [7; 128];
         id[127] = 9;
-        for (values, has_joined) in
-            [(Values::OfHost, false), (Values::OfDevice, true), (Values::OfDevice, false)]
-        {
-            let bytes = Told { values, elements: 1 << 40, has_joined, id }.to_bytes();
+        for (values, has_joined) in [
+            (Values::OfHost, false),
+            (Values::OfDevice, true),
+            (Values::OfDevice, false),
+        ] {
+            let bytes = Told {
+                values,
+                elements: 1 << 40,
+                has_joined,
+                id,
+            }
+            .to_bytes();
             assert_eq!(bytes.len(), AGREEING_BYTES);
             let heard = Told::from_bytes(&bytes).unwrap();
             assert_eq!(

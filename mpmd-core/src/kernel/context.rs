@@ -111,8 +111,15 @@ impl<'a> Context<'a> {
     ///
     /// If the mesh has no such axis.
     pub fn axis_index(&self, axis: &str) -> Result<usize> {
-        let index = self.seats.mesh.axis_names().iter().position(|name| name == axis);
-        index.map(|index| self.place.position[index]).ok_or_else(|| self.no_axis(axis))
+        let index = self
+            .seats
+            .mesh
+            .axis_names()
+            .iter()
+            .position(|name| name == axis);
+        index
+            .map(|index| self.place.position[index])
+            .ok_or_else(|| self.no_axis(axis))
     }
 
     /// Returns the number of devices along `axis`.
@@ -121,7 +128,10 @@ impl<'a> Context<'a> {
     ///
     /// If the mesh has no such axis.
     pub fn axis_size(&self, axis: &str) -> Result<usize> {
-        self.seats.mesh.axis_size(axis).map_err(|_| self.no_axis(axis))
+        self.seats
+            .mesh
+            .axis_size(axis)
+            .map_err(|_| self.no_axis(axis))
     }
 
     /// Returns the number of threads that this kernel may use, including its own: always 1.
@@ -170,7 +180,12 @@ impl<'a> Context<'a> {
     pub(super) fn abandon_collective(&mut self, failure: &Arc<Failure>) {
         let group = &self.place.groups[self.called];
         for round in self.round..group.rounds.len() {
-            let round = Round { op: self.op, index: self.called, round, group };
+            let round = Round {
+                op: self.op,
+                index: self.called,
+                round,
+                group,
+            };
             self.exchange.poison(&round, failure);
             self.exchange.decline(&round);
         }
@@ -183,6 +198,9 @@ impl<'a> Context<'a> {
     }
 
     fn no_axis(&self, axis: &str) -> Error {
-        Error::kernel(format!("the kernel's mesh {} has no axis {axis:?}", self.seats.mesh))
+        Error::kernel(format!(
+            "the kernel's mesh {} has no axis {axis:?}",
+            self.seats.mesh
+        ))
     }
 }

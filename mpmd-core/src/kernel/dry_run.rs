@@ -28,8 +28,10 @@ pub(crate) fn messages(
                 // Handles each group once, at its first device.
                 continue;
             }
-            let processes: Vec<ProcessId> =
-                group.iter().filter_map(|device| topology.process_of(*device)).collect();
+            let processes: Vec<ProcessId> = group
+                .iter()
+                .filter_map(|device| topology.process_of(*device))
+                .collect();
             let joined = collective.is_joined(&group, topology);
             let flows = collective.rounds(&processes, joined);
             rounds = rounds.max(flows.len() as u32);
@@ -51,7 +53,13 @@ pub(crate) fn messages(
 }
 
 fn message(from: DeviceId, to: DeviceId, bytes: u64, step: u32) -> Message {
-    Message { from: from.0, to: to.0, bytes, step, leaf: 0 }
+    Message {
+        from: from.0,
+        to: to.0,
+        bytes,
+        step,
+        leaf: 0,
+    }
 }
 
 #[cfg(test)]
@@ -71,7 +79,14 @@ mod tests {
         let mesh = Mesh::new(&[("x", devices.len())], devices).unwrap();
         let signature = add(Signature::new(f32s([1])));
         let found = messages(&mesh, &signature.collectives, &topology).unwrap();
-        let plain = |m: Message| [u64::from(m.from), u64::from(m.to), m.bytes, u64::from(m.step)];
+        let plain = |m: Message| {
+            [
+                u64::from(m.from),
+                u64::from(m.to),
+                m.bytes,
+                u64::from(m.step),
+            ]
+        };
         found.into_iter().map(plain).collect()
     }
 

@@ -73,7 +73,10 @@ impl<W> HostKernel<W> {
     /// Changes the work.
     #[must_use]
     pub fn map_work(self, change: impl FnOnce(W) -> W) -> Self {
-        Self { work: change(self.work), ..self }
+        Self {
+            work: change(self.work),
+            ..self
+        }
     }
 }
 
@@ -82,7 +85,13 @@ impl<W: HostWork> HostKernel<W> {
     /// true if the closure has captured values.
     pub fn closure(kind: &str, at: &'static Location<'static>, captures: bool, work: W) -> Self {
         let name = format!("{kind} at {}:{}", at.file(), at.line());
-        Self { work, name, declared: Vec::new(), at, captures }
+        Self {
+            work,
+            name,
+            declared: Vec::new(),
+            at,
+            captures,
+        }
     }
 
     /// Declares a value that the closure captures. May be repeated.
@@ -143,7 +152,10 @@ impl<W: HostWork> Kernel for HostKernel<W> {
     fn statics(&self) -> Vec<u64> {
         let hash = |text: &str| Rolling::default().mix_bytes(text.as_bytes()).word();
         let place = hash(&self.at.to_string());
-        [place].into_iter().chain(self.declared.iter().map(|text| hash(text))).collect()
+        [place]
+            .into_iter()
+            .chain(self.declared.iter().map(|text| hash(text)))
+            .collect()
     }
 }
 
@@ -212,20 +224,29 @@ impl Context<'_> {
             let fetched = fetch_all();
             if let Err(error) = fetched.and_then(|()| Ok(turn.wait()?)) {
                 // The device may still write to them.
-                results.into_iter().chain(given).for_each(|staged| cuda.hold(staged));
+                results
+                    .into_iter()
+                    .chain(given)
+                    .for_each(|staged| cuda.hold(staged));
                 return Err(error);
             }
             turn.pause(|| {
                 let views = x.iter().zip(&given).map(|(x, staged)| x.copied_to(staged));
                 let x = <Views<'_, I> as Tree>::from_leaves(&inputs, views)?;
-                let views = y.iter_mut().zip(&mut results).map(|(y, staged)| y.filled_in(staged));
+                let views = y
+                    .iter_mut()
+                    .zip(&mut results)
+                    .map(|(y, staged)| y.filled_in(staged));
                 let y = <ViewsMut<'_, O> as Tree>::from_leaves(&outputs, views)?;
                 run(cx, x, y)
             })?;
             // Meanwhile this thread may have run work of another device; make this one current
             // again.
             turn.begin()?;
-            let mut numbers = results.into_iter().zip(&y).filter(|(_, y)| !y.global().is_object());
+            let mut numbers = results
+                .into_iter()
+                .zip(&y)
+                .filter(|(_, y)| !y.global().is_object());
             numbers.try_for_each(|(staged, y)| cuda.put(staged, &y.into()))
         })
     }

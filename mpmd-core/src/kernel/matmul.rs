@@ -42,7 +42,10 @@ impl Kernel for Matmul {
             ([rows @ .., k], [same, n])
                 if !rows.is_empty() && k == same && of_floats && a.dtype() == b.dtype() =>
             {
-                Ok(Signature::new(ShapedArray::try_new(&[rows, &[*n]].concat(), a.dtype())?))
+                Ok(Signature::new(ShapedArray::try_new(
+                    &[rows, &[*n]].concat(),
+                    a.dtype(),
+                )?))
             }
             _ => Err(Error::kernel(format!(
                 "matmul takes [.., m, k] and [k, n], both f32 or both f64, not {a} and {b}"
@@ -61,7 +64,12 @@ impl Kernel for Matmul {
         check_whole("input 1", &b, 0)?;
         let rows = a.region().ranges().take(inner);
         let gives = Region::new(rows.chain([b.region().range(1)]).collect());
-        check_region("the output", y.region(), "the product of its inputs", &gives)?;
+        check_region(
+            "the output",
+            y.region(),
+            "the product of its inputs",
+            &gives,
+        )?;
         let (m, k) = (a.shape()[..inner].iter().product(), a.shape()[inner]);
         let n = b.shape()[1];
         if let Some(cuda) = cx.cuda() {
@@ -88,7 +96,15 @@ fn on_host<T: Element + Scalar>(
     y: ViewMut<'_>,
     [m, k, n]: [usize; 3],
 ) -> Result<()> {
-    product(&mut y.typed::<T>()?, &a.typed::<T>()?, &b.typed::<T>()?, m, k, n, false);
+    product(
+        &mut y.typed::<T>()?,
+        &a.typed::<T>()?,
+        &b.typed::<T>()?,
+        m,
+        k,
+        n,
+        false,
+    );
     Ok(())
 }
 

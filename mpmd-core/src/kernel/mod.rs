@@ -142,5 +142,9 @@ pub(crate) fn plain_name<T: ?Sized>() -> &'static str {
 
 /// Returns the path `path` below the element `index` of a tuple.
 pub(crate) fn below(index: usize, path: &str) -> String {
-    if path.is_empty() { index.to_string() } else { format!("{index}/{path}") }
+    if path.is_empty() {
+        index.to_string()
+    } else {
+        format!("{index}/{path}")
+    }
 }

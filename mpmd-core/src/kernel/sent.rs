@@ -22,10 +22,12 @@ impl Collective {
     ) -> Vec<(usize, usize, u64)> {
         let (n, item) = (processes.len(), self.aval.dtype().size());
         let segment = |rank| share(self.aval.elements(), n, rank).len() * item;
-        messages(flow, processes, |from, to| match (&self.kind, flow.shared, rounds) {
-            (CollectiveKind::Permute(_), ..) | (_, true, 1) => self.aval.bytes(),
-            (_, true, _) => segment(from),
-            (_, false, _) => segment(to),
+        messages(flow, processes, |from, to| {
+            match (&self.kind, flow.shared, rounds) {
+                (CollectiveKind::Permute(_), ..) | (_, true, 1) => self.aval.bytes(),
+                (_, true, _) => segment(from),
+                (_, false, _) => segment(to),
+            }
         })
     }
 }

@@ -32,7 +32,12 @@ pub struct Collective {
 impl<O> Signature<O> {
     /// Creates a signature with `outputs`, a tree of global shapes, and without collectives.
     pub fn new(outputs: O) -> Self {
-        Self { outputs, aliases: Vec::new(), collectives: Vec::new(), object_bytes: Vec::new() }
+        Self {
+            outputs,
+            aliases: Vec::new(),
+            collectives: Vec::new(),
+            object_bytes: Vec::new(),
+        }
     }
 
     /// Updates an input in place: the output leaf at path `output` starts with the values of the
@@ -121,7 +126,11 @@ impl<O> Signature<O> {
         aval: ShapedArray,
         pairs: impl IntoIterator<Item = (usize, usize)>,
     ) -> Self {
-        self.collective(CollectiveKind::Permute(pairs.into_iter().collect()), axis, aval)
+        self.collective(
+            CollectiveKind::Permute(pairs.into_iter().collect()),
+            axis,
+            aval,
+        )
     }
 
     /// Returns the declared outputs.
@@ -135,7 +144,11 @@ impl<O> Signature<O> {
         axis: impl Into<String>,
         aval: ShapedArray,
     ) -> Self {
-        self.collectives.push(Collective { kind, axis: axis.into(), aval });
+        self.collectives.push(Collective {
+            kind,
+            axis: axis.into(),
+            aval,
+        });
         self
     }
 }
@@ -146,7 +159,9 @@ impl Collective {
         if self.aval.is_object() {
             return Err("objects do not leave their devices".to_owned());
         }
-        let size = mesh.axis_size(&self.axis).map_err(|error| error.to_string())?;
+        let size = mesh
+            .axis_size(&self.axis)
+            .map_err(|error| error.to_string())?;
         let on_axis = |index: usize| {
             if index < size {
                 Ok(())
@@ -224,14 +239,26 @@ mod tests {
         }
         for (wrong, expected) in [
             (new().all_gather("y", v()), "there is no axis `y`"),
-            (new().all_reduce("x", ShapedArray::new(&[1], DType::Bool)), "bool has no sum"),
+            (
+                new().all_reduce("x", ShapedArray::new(&[1], DType::Bool)),
+                "bool has no sum",
+            ),
             (
                 new().reduce_scatter_with("x", ShapedArray::new(&[1], DType::C64), Reduce::Min),
                 "c64 has no min",
             ),
-            (new().permute("x", v(), [(0, 3)]), "axis \"x\" has only 3 devices"),
-            (new().permute("x", v(), [(0, 1), (0, 2)]), "device 0 of the axis gives twice"),
-            (new().permute("x", v(), [(0, 1), (2, 1)]), "device 1 of the axis gets twice"),
+            (
+                new().permute("x", v(), [(0, 3)]),
+                "axis \"x\" has only 3 devices",
+            ),
+            (
+                new().permute("x", v(), [(0, 1), (0, 2)]),
+                "device 0 of the axis gives twice",
+            ),
+            (
+                new().permute("x", v(), [(0, 1), (2, 1)]),
+                "device 1 of the axis gets twice",
+            ),
         ] {
             let why = check(wrong).unwrap_err();
             assert!(why.contains(expected), "{why}\n  lacks {expected}");

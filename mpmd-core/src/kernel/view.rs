@@ -22,7 +22,11 @@ pub(crate) struct ShardInfo {
 impl ShardInfo {
     pub(crate) fn new(global: ShapedArray, region: Region) -> Self {
         let shape = region.shape().to_vec();
-        Self { global, region, shape }
+        Self {
+            global,
+            region,
+            shape,
+        }
     }
 
     pub(crate) fn bytes(&self) -> usize {
@@ -100,7 +104,14 @@ impl<T: Element> DerefMut for ViewMut<'_, T> {
 }
 
 fn check<T: Element>(found: DType) -> Result<(), ViewError> {
-    if found == T::DTYPE { Ok(()) } else { Err(ViewError::DType { asked: T::DTYPE, found }) }
+    if found == T::DTYPE {
+        Ok(())
+    } else {
+        Err(ViewError::DType {
+            asked: T::DTYPE,
+            found,
+        })
+    }
 }
 
 /// Casts bytes to values. An empty slice need not be aligned.
@@ -125,17 +136,38 @@ fn values_mut<T: Element>(bytes: &mut [u8]) -> Result<&mut [T], ViewError> {
 
 impl<'a> View<'a> {
     pub(crate) fn new(bytes: &'a [u8], info: &'a ShardInfo) -> Self {
-        Self { bytes, values: &[], device: None, info, in_place: false, object: None }
+        Self {
+            bytes,
+            values: &[],
+            device: None,
+            info,
+            in_place: false,
+            object: None,
+        }
     }
 
     /// Returns a view of values in a device's memory.
     pub(crate) fn on_device(place: DevicePlace, info: &'a ShardInfo) -> Self {
-        Self { bytes: &[], values: &[], device: Some(place), info, in_place: false, object: None }
+        Self {
+            bytes: &[],
+            values: &[],
+            device: Some(place),
+            info,
+            in_place: false,
+            object: None,
+        }
     }
 
     /// Returns a view of an object.
     pub(crate) fn of_object(cell: Option<&'a ObjectCell>, info: &'a ShardInfo) -> Self {
-        Self { bytes: &[], values: &[], device: None, info, in_place: false, object: cell }
+        Self {
+            bytes: &[],
+            values: &[],
+            device: None,
+            info,
+            in_place: false,
+            object: cell,
+        }
     }
 
     /// Returns the place of the values, if they are in a device's memory.
@@ -149,7 +181,14 @@ impl<'a> View<'a> {
     }
 
     pub(crate) fn in_place(info: &'a ShardInfo) -> Self {
-        Self { bytes: &[], values: &[], device: None, info, in_place: true, object: None }
+        Self {
+            bytes: &[],
+            values: &[],
+            device: None,
+            info,
+            in_place: true,
+            object: None,
+        }
     }
 
     /// Gives exclusive access to the object of this input, until the result is dropped.
@@ -240,7 +279,11 @@ impl<'a> View<'a> {
     where
         'a: 'b,
     {
-        View { object: self.object, in_place: self.in_place, ..View::new(bytes, self.info) }
+        View {
+            object: self.object,
+            in_place: self.in_place,
+            ..View::new(bytes, self.info)
+        }
     }
 }
 
@@ -263,17 +306,35 @@ impl<'a, T> View<'a, T> {
 
 impl<'a> ViewMut<'a> {
     pub(crate) fn new(bytes: &'a mut [u8], info: &'a ShardInfo) -> Self {
-        Self { bytes, values: &mut [], device: None, info, object: None }
+        Self {
+            bytes,
+            values: &mut [],
+            device: None,
+            info,
+            object: None,
+        }
     }
 
     /// Returns a view of values in a device's memory.
     pub(crate) fn on_device(place: DevicePlace, info: &'a ShardInfo) -> Self {
-        Self { bytes: &mut [], values: &mut [], device: Some(place), info, object: None }
+        Self {
+            bytes: &mut [],
+            values: &mut [],
+            device: Some(place),
+            info,
+            object: None,
+        }
     }
 
     /// Returns a view of an object that the kernel makes.
     pub(crate) fn of_object(object: &'a mut Option<NewObject>, info: &'a ShardInfo) -> Self {
-        Self { bytes: &mut [], values: &mut [], device: None, info, object: Some(object) }
+        Self {
+            bytes: &mut [],
+            values: &mut [],
+            device: None,
+            info,
+            object: Some(object),
+        }
     }
 
     /// Makes `value` the object of this output. It stays on the device; later kernels get it by
@@ -305,7 +366,11 @@ impl<'a> ViewMut<'a> {
 
     fn check_host<T: Element>(&self) -> Result<(), ViewError> {
         check::<T>(self.info.global.dtype())?;
-        if self.device.is_some() { Err(ViewError::OnDevice) } else { Ok(()) }
+        if self.device.is_some() {
+            Err(ViewError::OnDevice)
+        } else {
+            Ok(())
+        }
     }
 
     /// Returns the values for writing, row-major with shape [`ViewMut::shape`].
@@ -372,13 +437,22 @@ impl<'a> ViewMut<'a> {
     pub fn typed<T: Element>(self) -> Result<ViewMut<'a, T>, ViewError> {
         self.check_host::<T>()?;
         let values = values_mut(self.bytes)?;
-        Ok(ViewMut { bytes: &mut [], values, device: None, info: self.info, object: None })
+        Ok(ViewMut {
+            bytes: &mut [],
+            values,
+            device: None,
+            info: self.info,
+            object: None,
+        })
     }
 
     /// Returns a view of the same region that is to be filled in `bytes`, in host memory.
     pub(super) fn filled_in<'b>(&'b mut self, bytes: &'b mut [u8]) -> ViewMut<'b> {
         let object = self.object.as_deref_mut();
-        ViewMut { object, ..ViewMut::new(bytes, self.info) }
+        ViewMut {
+            object,
+            ..ViewMut::new(bytes, self.info)
+        }
     }
 }
 

@@ -18,8 +18,13 @@ use mpmd_layout::topology::Mesh;
 use mpmd_layout::tree::{Structure, Tree, TreeError};
 
 /// Names for the elements of the input tuple of the input gradient's pass.
-const BACKWARD_INPUTS: [&str; 5] =
-    ["parameter", "residual", "output gradient", "gradient so far", ""];
+const BACKWARD_INPUTS: [&str; 5] = [
+    "parameter",
+    "residual",
+    "output gradient",
+    "gradient so far",
+    "",
+];
 
 /// Names for the elements of its output tuple.
 const BACKWARD_OUTPUTS: [&str; 3] = ["input gradient", "weight residual", "gradient"];
@@ -102,15 +107,24 @@ impl BoundStage {
         let mut places = Vec::new();
         for (path, param) in params.leaves_with_paths() {
             let here = param.sharding().filter(|sharding| is_on(sharding, mesh));
-            let Some(sharding) = here else { return Err(param_not_here(&path, param, mesh)) };
-            places.push(ParamPlace { aval: param.aval().clone(), sharding: sharding.clone() });
+            let Some(sharding) = here else {
+                return Err(param_not_here(&path, param, mesh));
+            };
+            places.push(ParamPlace {
+                aval: param.aval().clone(),
+                sharding: sharding.clone(),
+            });
         }
         let structure = params.structure;
         let mut stage = Self {
             mesh: mesh.clone(),
             input: mesh.sharding(stage.input_spec()),
             output: mesh.sharding(stage.output_spec()),
-            frozen: structure.paths().iter().map(|path| stage.is_frozen(path)).collect(),
+            frozen: structure
+                .paths()
+                .iter()
+                .map(|path| stage.is_frozen(path))
+                .collect(),
             stage,
             structure,
             places,
@@ -134,7 +148,8 @@ impl BoundStage {
         let is_same = stage.is_none();
         if let Some(stage) = &stage {
             paths.iter().for_each(|path| stage.freeze(path));
-            self.computes_in.map_or(Ok(()), |dtype| stage.compute_in(dtype))?;
+            self.computes_in
+                .map_or(Ok(()), |dtype| stage.compute_in(dtype))?;
         }
         let stage = stage.unwrap_or_else(|| self.stage.clone());
         let place = |place: &ParamPlace| ParamPlace {
@@ -170,17 +185,28 @@ impl BoundStage {
         self.gathered = None;
         self.kernels.clear();
         let compute = self.compute().into_iter();
-        let largest = self.places.iter().zip(compute).map(|(ParamPlace { aval, .. }, compute)| {
-            let wrong = |why| Error::kernel(format!("parameter {aval}: {why}"));
-            let layout = compute.layout(aval.shape()).map_err(wrong)?;
-            let here = layout.iter().filter(|(device, _)| self.mesh.devices().contains(device));
-            let largest = here.map(|(_, region)| region).max_by_key(|region| region.elements());
-            let shape =
-                largest.map_or_else(|| aval.shape().to_vec(), |region| region.shape().to_vec());
-            Ok(ShapedArray::new(&shape, aval.dtype()))
-        });
+        let largest = self
+            .places
+            .iter()
+            .zip(compute)
+            .map(|(ParamPlace { aval, .. }, compute)| {
+                let wrong = |why| Error::kernel(format!("parameter {aval}: {why}"));
+                let layout = compute.layout(aval.shape()).map_err(wrong)?;
+                let here = layout
+                    .iter()
+                    .filter(|(device, _)| self.mesh.devices().contains(device));
+                let largest = here
+                    .map(|(_, region)| region)
+                    .max_by_key(|region| region.elements());
+                let shape =
+                    largest.map_or_else(|| aval.shape().to_vec(), |region| region.shape().to_vec());
+                Ok(ShapedArray::new(&shape, aval.dtype()))
+            });
         let largest = largest.collect::<Result<Vec<_>>>()?;
-        let largest = Bundle { structure: self.structure.clone(), leaves: largest };
+        let largest = Bundle {
+            structure: self.structure.clone(),
+            leaves: largest,
+        };
         self.prepared = Prepared::new(self.stage.prepared_bytes(largest)?);
         Ok(())
     }
@@ -197,14 +223,21 @@ impl BoundStage {
             return Ok(known);
         }
         let aval = |leaf: &MpmdArray| leaf.aval().clone();
-        let kernels = self.bind(program, x.map_ref(&mut { aval }), side.map_ref(&mut { aval }))?;
+        let kernels = self.bind(
+            program,
+            x.map_ref(&mut { aval }),
+            side.map_ref(&mut { aval }),
+        )?;
         self.kernels.push(kernels);
         Ok(self.kernels.len() - 1)
     }
 
     pub(super) fn param_shapes(&self) -> Bundle<ShapedArray> {
         let leaves = self.places.iter().map(|place| place.aval.clone()).collect();
-        Bundle { structure: self.structure.clone(), leaves }
+        Bundle {
+            structure: self.structure.clone(),
+            leaves,
+        }
     }
 
     /// Returns the stage's declaration for these shapes. An error of the stage gets the shapes in
@@ -227,7 +260,9 @@ impl BoundStage {
         };
         let kept = |path: &str| {
             let leaves = residual.leaves_with_paths();
-            leaves.iter().any(|(leaf, placed)| leaf == path && placed.aval.is_object())
+            leaves
+                .iter()
+                .any(|(leaf, placed)| leaf == path && placed.aval.is_object())
         };
         if let Some((path, _)) = signature.keeps.iter().find(|(path, _)| kept(path)) {
             return Err(Error::kernel(format!(
@@ -240,12 +275,17 @@ impl BoundStage {
 
     /// Returns the stored sharding of each parameter, including those that other stages store.
     pub(super) fn stored(&self) -> Vec<Sharding> {
-        self.places.iter().map(|place| place.sharding.clone()).collect()
+        self.places
+            .iter()
+            .map(|place| place.sharding.clone())
+            .collect()
     }
 
     /// Returns the shardings that kernels compute with, in leaf order.
     pub(super) fn compute(&self) -> Vec<Sharding> {
-        self.storage.as_ref().map_or_else(|| self.stored(), |storage| storage.compute().to_vec())
+        self.storage
+            .as_ref()
+            .map_or_else(|| self.stored(), |storage| storage.compute().to_vec())
     }
 
     /// Returns the shape and sharding of each parameter's gradient as the backward passes write it.
@@ -255,17 +295,22 @@ impl BoundStage {
             None => self.stored(),
         };
         let all = self.places.iter().zip(shardings).zip(&self.frozen);
-        all.map(|((ParamPlace { aval, .. }, sharding), frozen)| match frozen {
-            true => (ShapedArray::new(&[0], aval.dtype()), self.mesh.replicated()),
-            false => (aval.clone(), sharding),
-        })
+        all.map(
+            |((ParamPlace { aval, .. }, sharding), frozen)| match frozen {
+                true => (ShapedArray::new(&[0], aval.dtype()), self.mesh.replicated()),
+                false => (aval.clone(), sharding),
+            },
+        )
         .collect()
     }
 
     /// Returns true if one kernel computes both gradients of a combined backward action.
     pub(super) fn fuses(&self) -> bool {
         let partial = |storage: &ParamSharding| {
-            storage.gradients().iter().any(|gradient| !gradient.unreduced_axes().is_empty())
+            storage
+                .gradients()
+                .iter()
+                .any(|gradient| !gradient.unreduced_axes().is_empty())
         };
         match self.stage.passes() {
             Passes::Fused => true,
@@ -276,12 +321,20 @@ impl BoundStage {
 
     fn extras(&self, key: Option<MpmdArray>) -> Extras<MpmdArray> {
         let prepared = self.prepared.object().cloned();
-        Extras { state: self.state.clone(), prepared, key }
+        Extras {
+            state: self.state.clone(),
+            prepared,
+            key,
+        }
     }
 
     /// Returns the parameters in the shardings that kernels compute with.
     fn for_kernels(&self) -> impl Iterator<Item = &MpmdArray> {
-        let stored = self.params.iter().flatten().filter(|_| self.gathered.is_none());
+        let stored = self
+            .params
+            .iter()
+            .flatten()
+            .filter(|_| self.gathered.is_none());
         self.gathered.iter().flatten().chain(stored)
     }
 
@@ -294,31 +347,48 @@ impl BoundStage {
 
 /// Returns the error for a parameter that is not on all devices of its stage's mesh.
 fn param_not_here(path: &str, param: &MpmdArray, mesh: &Mesh) -> Error {
-    let value =
-        if path.is_empty() { "its parameter".to_owned() } else { format!("parameter {path:?}") };
+    let value = if path.is_empty() {
+        "its parameter".to_owned()
+    } else {
+        format!("parameter {path:?}")
+    };
     not_here(&value, param, mesh)
 }
 
 /// Returns the error for an array, called `value`, that is not on all devices of the mesh.
 fn not_here(value: &str, array: &MpmdArray, mesh: &Mesh) -> Error {
-    let found = array.sharding().map_or_else(|| "host values".to_owned(), ToString::to_string);
-    let put =
-        if array.aval().is_object() { "make it there" } else { "put it there with `device_put`" };
-    Error::kernel(format!("{value} is {found}, and not on its mesh {mesh}: {put}"))
+    let found = array
+        .sharding()
+        .map_or_else(|| "host values".to_owned(), ToString::to_string);
+    let put = if array.aval().is_object() {
+        "make it there"
+    } else {
+        "put it there with `device_put`"
+    };
+    Error::kernel(format!(
+        "{value} is {found}, and not on its mesh {mesh}: {put}"
+    ))
 }
 
 /// Returns true if the sharding includes every device of the mesh.
 fn is_on(sharding: &Sharding, mesh: &Mesh) -> bool {
-    mesh.devices().iter().all(|device| sharding.devices().contains(device))
+    mesh.devices()
+        .iter()
+        .all(|device| sharding.devices().contains(device))
 }
 
 /// Replaces the tuple index at the beginning of an error's path by the name of the element. Other
 /// errors stay unchanged.
 fn in_words(mut error: Error, inputs: &[&str], outputs: &[&str]) -> Error {
-    let Error::Issue(issue) = &mut error else { return error };
-    let Some(path) = issue.why.path_mut() else { return error };
-    let (names, place) =
-        path.strip_prefix("output ").map_or((inputs, path.as_str()), |place| (outputs, place));
+    let Error::Issue(issue) = &mut error else {
+        return error;
+    };
+    let Some(path) = issue.why.path_mut() else {
+        return error;
+    };
+    let (names, place) = path
+        .strip_prefix("output ")
+        .map_or((inputs, path.as_str()), |place| (outputs, place));
     let (place, rest) = place.split_once('/').unwrap_or((place, ""));
     if let Some(name) = place.parse().ok().and_then(|place: usize| names.get(place)) {
         *path = format!("{name} {rest}").trim().to_owned();
@@ -352,7 +422,9 @@ impl BoundStage {
 
     /// Returns the indices of the parameters that the stage stores itself.
     pub(super) fn own(&self) -> Vec<usize> {
-        (0..self.params.len()).filter(|place| self.params[*place].is_some()).collect()
+        (0..self.params.len())
+            .filter(|place| self.params[*place].is_some())
+            .collect()
     }
 
     /// Returns the parameter at leaf index `place` as it is stored, or `None` if another stage
@@ -377,10 +449,16 @@ impl BoundStage {
             return Err(Error::kernel(problem));
         }
         let elsewhere = |param: &MpmdArray| {
-            param.sharding().is_some_and(|sharding| !is_on(sharding, &self.mesh))
+            param
+                .sharding()
+                .is_some_and(|sharding| !is_on(sharding, &self.mesh))
         };
         if let Some(index) = params.iter().position(elsewhere) {
-            return Err(param_not_here(&self.paths()[own[index]], &params[index], &self.mesh));
+            return Err(param_not_here(
+                &self.paths()[own[index]],
+                &params[index],
+                &self.mesh,
+            ));
         }
         let mut differ = false;
         for (place, param) in own.into_iter().zip(params) {
@@ -450,8 +528,13 @@ impl BoundStage {
     /// Makes or updates the working form of the parameters, which must be gathered.
     pub(super) fn prepare(&mut self, program: &mut Program) -> Result<()> {
         let leaves = self.for_kernels().cloned().collect();
-        let params = Bundle { structure: self.structure.clone(), leaves };
-        let updated = self.prepared.update(program, (&self.stage, &self.mesh), params);
+        let params = Bundle {
+            structure: self.structure.clone(),
+            leaves,
+        };
+        let updated = self
+            .prepared
+            .update(program, (&self.stage, &self.mesh), params);
         updated.map_err(|error| in_words(error, &["parameter", "prepared"], &["prepared"]))
     }
 
@@ -463,8 +546,11 @@ impl BoundStage {
         x: &Bundle<ShapedArray>,
         side: &Bundle<ShapedArray>,
     ) -> Result<()> {
-        let gradients: Vec<Sharding> =
-            self.gradients().into_iter().map(|(_, sharding)| sharding).collect();
+        let gradients: Vec<Sharding> = self
+            .gradients()
+            .into_iter()
+            .map(|(_, sharding)| sharding)
+            .collect();
         let at = ProbeOf {
             mesh: &self.mesh,
             params: self.param_shapes(),
@@ -481,13 +567,18 @@ impl BoundStage {
     /// Returns an error if the stage does not take a side input of this structure. `None` stands
     /// for a microbatch without side input.
     pub(super) fn check_side(&self, side: Option<&Structure>) -> Result<(), TreeError> {
-        self.stage.side().check(side.unwrap_or(&Structure::sequence([])))
+        self.stage
+            .side()
+            .check(side.unwrap_or(&Structure::sequence([])))
     }
 
     /// Sets the object that every pass of the stage has. It must be on the stage's mesh. A pass
     /// that failed has lost the working form, too.
     pub(super) fn set_state(&mut self, state: &MpmdArray) -> Result<()> {
-        if !state.sharding().is_some_and(|sharding| is_on(sharding, &self.mesh)) {
+        if !state
+            .sharding()
+            .is_some_and(|sharding| is_on(sharding, &self.mesh))
+        {
             return Err(not_here("its state", state, &self.mesh));
         }
         self.state = Some(state.clone());
@@ -514,8 +605,11 @@ impl BoundStage {
     /// Sets the shardings in which kernels compute with the parameters. The arrays stay stored as
     /// they are.
     pub(super) fn store(&mut self, storage: ParamSharding) -> Result<()> {
-        let avals: Vec<(String, &ShapedArray)> =
-            self.paths().into_iter().zip(self.places.iter().map(|place| &place.aval)).collect();
+        let avals: Vec<(String, &ShapedArray)> = self
+            .paths()
+            .into_iter()
+            .zip(self.places.iter().map(|place| &place.aval))
+            .collect();
         storage.check(&avals, &self.mesh)?;
         self.storage = Some(storage);
         self.forget_shapes()
@@ -535,7 +629,8 @@ impl BoundStage {
         tied: Vec<(usize, MpmdArray)>,
     ) -> Result<()> {
         let mut params = self.params.clone();
-        tied.into_iter().for_each(|(place, param)| params[place] = Some(param));
+        tied.into_iter()
+            .for_each(|(place, param)| params[place] = Some(param));
         let params: Vec<MpmdArray> = params.into_iter().flatten().collect();
         let compute = self.compute();
         self.gathered = Some(put_each(program, params, |place| &compute[place])?);
@@ -561,16 +656,29 @@ impl BoundStage {
         }
         let kernel = self.forward_kernel(program, index, mode)?;
         let extras = self.extras(key);
-        let branches = [&self.structure, &x.structure, &side.structure, &extras.structure()];
+        let branches = [
+            &self.structure,
+            &x.structure,
+            &side.structure,
+            &extras.structure(),
+        ];
         let arrays = self.for_kernels().chain(&x.leaves).chain(&side.leaves);
         let leaves: Vec<&MpmdArray> = arrays.chain(extras.leaves()).collect();
         let jit = &self.kernels[index].forward[kernel].1;
         let y = Bundle::called(jit, program, branches, &leaves).map_err(|error| {
-            in_words(error, &["parameter", "input", "side input", ""], &["output", "residual"])
+            in_words(
+                error,
+                &["parameter", "input", "side input", ""],
+                &["output", "residual"],
+            )
         })?;
         let [y, residual] = y.into_branches().ok_or_else(no_kernel)?;
         let residual = (!keeps_inputs).then_some(residual);
-        Ok(Forwarded { y, residual, kernels: index })
+        Ok(Forwarded {
+            y,
+            residual,
+            kernels: index,
+        })
     }
 
     /// Runs the input gradient. With `fused`, the same kernel computes the gradients of the
@@ -585,21 +693,29 @@ impl BoundStage {
         let kernels = self.bound(*kernels)?;
         let jit = match &fused {
             None => kernels.split.as_ref().map(|split| &split.input),
-            Some(so_far) => {
-                kernels.fused.as_ref().map(|fused| &fused[usize::from(so_far.is_some())])
-            }
+            Some(so_far) => kernels
+                .fused
+                .as_ref()
+                .map(|fused| &fused[usize::from(so_far.is_some())]),
         };
         let so_far = fused.flatten().unwrap_or_else(Bundle::absent);
         let extras = self.extras(key.clone());
         let [residuals, dys, sums] = [&residual, &dy, &so_far].map(|bundle| &bundle.structure);
         let branches = [&self.structure, residuals, dys, sums, &extras.structure()];
         let arrays = self.for_kernels().chain(&residual.leaves).chain(&dy.leaves);
-        let leaves: Vec<&MpmdArray> = arrays.chain(&so_far.leaves).chain(extras.leaves()).collect();
+        let leaves: Vec<&MpmdArray> = arrays
+            .chain(&so_far.leaves)
+            .chain(extras.leaves())
+            .collect();
         let y = Bundle::called(jit.ok_or_else(no_kernel)?, program, branches, &leaves)
             .map_err(|error| in_words(error, &BACKWARD_INPUTS, &BACKWARD_OUTPUTS))?;
         let [dx, weight_residual, gradient] = y.into_branches().ok_or_else(no_kernel)?;
         let (dx, gradient) = (dx.present(), gradient.present());
-        Ok(BackwardOutput { dx, weight_residual, gradient })
+        Ok(BackwardOutput {
+            dx,
+            weight_residual,
+            gradient,
+        })
     }
 
     /// Runs the weight gradient. Returns `so_far` plus the gradients of this microbatch.
@@ -614,7 +730,11 @@ impl BoundStage {
         let jit = &split.weight[usize::from(so_far.is_some())];
         let so_far = so_far.unwrap_or_else(Bundle::absent);
         let extras = self.extras(key.clone());
-        let branches = [&weight_residual.structure, &so_far.structure, &extras.structure()];
+        let branches = [
+            &weight_residual.structure,
+            &so_far.structure,
+            &extras.structure(),
+        ];
         let arrays = weight_residual.leaves.iter().chain(&so_far.leaves);
         let leaves: Vec<&MpmdArray> = arrays.chain(extras.leaves()).collect();
         let inputs = ["weight residual", "gradient so far", ""];

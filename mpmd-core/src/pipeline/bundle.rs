@@ -17,22 +17,34 @@ pub(super) struct Bundle<L = MpmdArray> {
 
 impl<L: Leaf> Bundle<L> {
     pub(super) fn of<T: Tree<Leaf = L>>(tree: T) -> Self {
-        Self { structure: tree.structure(), leaves: tree.into_leaves() }
+        Self {
+            structure: tree.structure(),
+            leaves: tree.into_leaves(),
+        }
     }
 
     pub(super) fn empty() -> Self {
-        Self { structure: Structure::sequence([]), leaves: Vec::new() }
+        Self {
+            structure: Structure::sequence([]),
+            leaves: Vec::new(),
+        }
     }
 
     /// Returns the bundle of two others, with the branches 0 and 1.
     pub(super) fn pair(first: Self, second: Self) -> Self {
         let structure = Structure::sequence([first.structure, second.structure]);
-        Self { structure, leaves: first.leaves.into_iter().chain(second.leaves).collect() }
+        Self {
+            structure,
+            leaves: first.leaves.into_iter().chain(second.leaves).collect(),
+        }
     }
 
     /// Returns the bundle of an option that is `None`.
     pub(super) fn absent() -> Self {
-        Self { structure: Structure::Absent, leaves: Vec::new() }
+        Self {
+            structure: Structure::Absent,
+            leaves: Vec::new(),
+        }
     }
 
     /// Returns the bundle as the content of an option.
@@ -42,19 +54,27 @@ impl<L: Leaf> Bundle<L> {
 
     /// Splits the bundle into its branches. `None` if it has another number of them.
     pub(super) fn into_branches<const N: usize>(self) -> Option<[Self; N]> {
-        let Structure::Node(branches) = self.structure else { return None };
+        let Structure::Node(branches) = self.structure else {
+            return None;
+        };
         let branches: &[_; N] = (&*branches).try_into().ok()?;
         let mut leaves = self.leaves.into_iter();
         Some(branches.each_ref().map(|(_, structure)| {
             let leaves = leaves.by_ref().take(structure.leaves()).collect();
-            Self { structure: structure.clone(), leaves }
+            Self {
+                structure: structure.clone(),
+                leaves,
+            }
         }))
     }
 
     /// Returns the leaves as a tree of type `T`. An error calls the tree by the name `value`.
     pub(super) fn into_tree<T: Tree<Leaf = L>>(self, value: &str) -> Result<T> {
-        let wrong =
-            |why| Error::kernel(format!("its {value} is not the tree that is asked for: {why}"));
+        let wrong = |why| {
+            Error::kernel(format!(
+                "its {value} is not the tree that is asked for: {why}"
+            ))
+        };
         T::from_leaves(&self.structure, self.leaves).map_err(wrong)
     }
 }
@@ -77,7 +97,10 @@ impl Bundle {
     /// Transfers all arrays to the sharding `to`. Arrays that have it already cost nothing.
     pub(super) fn put(self, program: &mut Program, to: &Sharding) -> Result<Self> {
         let leaves = put_each(program, self.leaves, |_| to)?;
-        Ok(Self { structure: self.structure, leaves })
+        Ok(Self {
+            structure: self.structure,
+            leaves,
+        })
     }
 }
 
@@ -105,16 +128,30 @@ impl<L: Leaf> Tree for Bundle<L> {
         self,
         f: &mut dyn FnMut(L) -> std::result::Result<M, E>,
     ) -> std::result::Result<Bundle<M>, E> {
-        let leaves = self.leaves.into_iter().map(f).collect::<std::result::Result<_, E>>()?;
-        Ok(Bundle { structure: self.structure, leaves })
+        let leaves = self
+            .leaves
+            .into_iter()
+            .map(f)
+            .collect::<std::result::Result<_, E>>()?;
+        Ok(Bundle {
+            structure: self.structure,
+            leaves,
+        })
     }
 
     fn try_map_ref<M: Leaf, E>(
         &self,
         f: &mut dyn FnMut(&L) -> std::result::Result<M, E>,
     ) -> std::result::Result<Bundle<M>, E> {
-        let leaves = self.leaves.iter().map(f).collect::<std::result::Result<_, E>>()?;
-        Ok(Bundle { structure: self.structure.clone(), leaves })
+        let leaves = self
+            .leaves
+            .iter()
+            .map(f)
+            .collect::<std::result::Result<_, E>>()?;
+        Ok(Bundle {
+            structure: self.structure.clone(),
+            leaves,
+        })
     }
 
     fn build(
@@ -126,7 +163,10 @@ impl<L: Leaf> Tree for Bundle<L> {
             let missing = structure.paths().swap_remove(leaves.len());
             return Err(TreeError::TooFewLeaves { path: missing });
         }
-        Ok(Self { structure: structure.clone(), leaves })
+        Ok(Self {
+            structure: structure.clone(),
+            leaves,
+        })
     }
 }
 
@@ -164,6 +204,9 @@ pub(super) fn put_each<'a>(
     }
     let moved = places.iter().map(|place| (&arrays[*place], to(*place)));
     let moved = program.put_list(&moved.collect::<Vec<_>>())?;
-    places.into_iter().zip(moved).for_each(|(place, array)| arrays[place] = array);
+    places
+        .into_iter()
+        .zip(moved)
+        .for_each(|(place, array)| arrays[place] = array);
     Ok(arrays)
 }

@@ -72,7 +72,14 @@ impl<'v, 'c> StageContext<'v, 'c> {
         given: Given<'v>,
         extras: Extras<View<'v>>,
     ) -> Self {
-        Self { context, stage, mode, given, extras, prepared: None }
+        Self {
+            context,
+            stage,
+            mode,
+            given,
+            extras,
+            prepared: None,
+        }
     }
 
     /// Returns true in a training step. Returns false in
@@ -104,7 +111,11 @@ impl<'v, 'c> StageContext<'v, 'c> {
             true => "Let `Stage::draws_random` return true.",
             false => "Evaluation has no keys: draw only if `is_training` is true.",
         };
-        let key = self.extras.key.as_ref().ok_or_else(|| self.missing("key", help))?;
+        let key = self
+            .extras
+            .key
+            .as_ref()
+            .ok_or_else(|| self.missing("key", help))?;
         Ok(Key(key.scalar::<u64>()?))
     }
 
@@ -117,13 +128,19 @@ impl<'v, 'c> StageContext<'v, 'c> {
     pub fn prepared<T: 'static>(&mut self) -> Result<&mut T> {
         if self.prepared.is_none() {
             let none = || {
-                self.missing("prepared parameters", "Let `Stage::prepared_bytes` return a number.")
+                self.missing(
+                    "prepared parameters",
+                    "Let `Stage::prepared_bytes` return a number.",
+                )
             };
             let access = self.extras.prepared.as_ref().ok_or_else(none)?.object()?;
             self.prepared = Some(access);
         }
         let stage = self.stage;
-        let found = self.prepared.as_mut().and_then(|form| form.0.as_mut()?.downcast_mut());
+        let found = self
+            .prepared
+            .as_mut()
+            .and_then(|form| form.0.as_mut()?.downcast_mut());
         found.ok_or_else(|| {
             let asked = std::any::type_name::<T>();
             Error::kernel(format!(
@@ -161,7 +178,11 @@ impl<'v, 'c> StageContext<'v, 'c> {
     /// they are no tree of type `T`.
     pub fn residual_mut<T: Tree<Leaf = ViewMut<'v>>>(&mut self) -> Result<T> {
         let residual = self.given.residual_mut.take();
-        self.write(residual, "residual", "The forward pass writes them once, if they are declared.")
+        self.write(
+            residual,
+            "residual",
+            "The forward pass writes them once, if they are declared.",
+        )
     }
 
     /// Returns the residuals of the forward pass, in the backward pass.
@@ -188,7 +209,11 @@ impl<'v, 'c> StageContext<'v, 'c> {
     /// If this is another pass, or they were returned before. If they are no tree of type `T`.
     pub fn weight_residual_mut<T: Tree<Leaf = ViewMut<'v>>>(&mut self) -> Result<T> {
         let residual = self.given.weight_residual_mut.take();
-        self.write(residual, "weight residual", "The pass `backward_input` writes them once.")
+        self.write(
+            residual,
+            "weight residual",
+            "The pass `backward_input` writes them once.",
+        )
     }
 
     /// Returns the weight residuals, in [`Stage::backward_weight`](super::Stage::backward_weight).
@@ -223,7 +248,10 @@ impl<'v, 'c> StageContext<'v, 'c> {
         value: &str,
         help: &str,
     ) -> Result<T> {
-        found.clone().ok_or_else(|| self.missing(value, help))?.into_tree(value)
+        found
+            .clone()
+            .ok_or_else(|| self.missing(value, help))?
+            .into_tree(value)
     }
 
     fn write<T: Tree<Leaf = ViewMut<'v>>>(
@@ -232,11 +260,16 @@ impl<'v, 'c> StageContext<'v, 'c> {
         value: &str,
         help: &str,
     ) -> Result<T> {
-        found.ok_or_else(|| self.missing(value, help))?.into_tree(value)
+        found
+            .ok_or_else(|| self.missing(value, help))?
+            .into_tree(value)
     }
 
     fn missing(&self, value: &str, help: &str) -> Error {
-        Error::kernel(format!("this pass of stage {} has no {value}. {help}", self.stage))
+        Error::kernel(format!(
+            "this pass of stage {} has no {value}. {help}",
+            self.stage
+        ))
     }
 }
 

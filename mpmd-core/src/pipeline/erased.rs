@@ -125,7 +125,10 @@ impl<S: Stage> ErasedStage for S {
         dx: Option<Bundle<ViewMut<'_>>>,
         gradient: Bundle<ViewMut<'_>>,
     ) -> Result<()> {
-        let (params, dy) = (params.into_tree("parameters")?, dy.into_tree("output gradient")?);
+        let (params, dy) = (
+            params.into_tree("parameters")?,
+            dy.into_tree("output gradient")?,
+        );
         let dx = dx.map(|dx| dx.into_tree("input gradient")).transpose()?;
         Stage::backward(self, cx, params, dy, dx, gradient.into_tree("gradient")?)
     }
@@ -137,7 +140,10 @@ impl<S: Stage> ErasedStage for S {
         dy: Bundle<View<'_>>,
         dx: Option<Bundle<ViewMut<'_>>>,
     ) -> Result<()> {
-        let (params, dy) = (params.into_tree("parameters")?, dy.into_tree("output gradient")?);
+        let (params, dy) = (
+            params.into_tree("parameters")?,
+            dy.into_tree("output gradient")?,
+        );
         let dx = dx.map(|dx| dx.into_tree("input gradient")).transpose()?;
         Stage::backward_input(self, cx, params, dy, dx)
     }
@@ -179,7 +185,10 @@ impl<S: Stage> ErasedStage for S {
     }
 
     fn prepared_bytes(&self, params: Bundle<ShapedArray>) -> Result<Option<u64>> {
-        Ok(Stage::prepared_bytes(self, &params.into_tree("parameters")?))
+        Ok(Stage::prepared_bytes(
+            self,
+            &params.into_tree("parameters")?,
+        ))
     }
 
     fn prepare(
@@ -229,10 +238,13 @@ impl<S: Stage> ErasedStage for S {
 /// Lists the first leaves of a tree of shapes in words, with their paths.
 fn listed(tree: &impl Tree<Leaf = ShapedArray>) -> String {
     let leaves = tree.leaves_with_paths();
-    let shown = leaves.iter().take(LISTED).map(|(path, aval)| match path.is_empty() {
-        true => aval.to_string(),
-        false => format!("{path}: {aval}"),
-    });
+    let shown = leaves
+        .iter()
+        .take(LISTED)
+        .map(|(path, aval)| match path.is_empty() {
+            true => aval.to_string(),
+            false => format!("{path}: {aval}"),
+        });
     let mut shown: Vec<String> = shown.collect();
     if let rest @ 1.. = leaves.len().saturating_sub(LISTED) {
         shown.push(format!("and {rest} more"));

@@ -57,7 +57,11 @@ pub(super) fn label(
     role: Role,
 ) {
     let microbatch = microbatch.map(|microbatch| microbatch as u32);
-    program.set_label(Some(Label { stage: stage as u32, microbatch, role }));
+    program.set_label(Some(Label {
+        stage: stage as u32,
+        microbatch,
+        role,
+    }));
 }
 
 /// Formats a stage's number and name for messages.
@@ -89,11 +93,20 @@ impl StageGraph {
         let count = self.stages.len();
         let mut last = Some(last);
         let stage = |(index, stage): (usize, &BoundStage)| {
-            let other = if index + 1 == count { last.take() } else { None };
+            let other = if index + 1 == count {
+                last.take()
+            } else {
+                None
+            };
             stage.again(other).map_err(|why| self.at(index, &why))
         };
         let mut graph = Self {
-            stages: self.stages.iter().enumerate().map(stage).collect::<Result<_>>()?,
+            stages: self
+                .stages
+                .iter()
+                .enumerate()
+                .map(stage)
+                .collect::<Result<_>>()?,
             feeds: self.feeds.clone(),
             readers: self.readers.clone(),
             ties: self.ties.clone(),
@@ -130,7 +143,8 @@ impl StageGraph {
             let may_train = self.untrained_from.is_none_or(|from| index < from);
             let needs_dx = may_train && feed.parts.iter().any(|part| self.trains[part.stage]);
             stage.set_needs_dx(needs_dx);
-            self.trains.push(needs_dx || may_train && stage.frozen().contains(&false));
+            self.trains
+                .push(needs_dx || may_train && stage.frozen().contains(&false));
         }
     }
 
@@ -151,9 +165,10 @@ impl StageGraph {
 
     /// Formats a stage's number and name for messages, even if the stage does not exist.
     pub(super) fn named(&self, stage: usize) -> String {
-        self.stages
-            .get(stage)
-            .map_or_else(|| format!("stage {stage}"), |known| named(stage, known.name()))
+        self.stages.get(stage).map_or_else(
+            || format!("stage {stage}"),
+            |known| named(stage, known.name()),
+        )
     }
 
     /// Returns a stage.
@@ -188,7 +203,10 @@ impl StageGraph {
     }
 
     fn no_stage(&self, stage: usize) -> String {
-        format!("there is no stage {stage}; the pipeline has stages 0 to {}", self.stages.len() - 1)
+        format!(
+            "there is no stage {stage}; the pipeline has stages 0 to {}",
+            self.stages.len() - 1
+        )
     }
 
     /// Checks that each stage gets the side input that it takes. `sides` are (stage, structure) of
@@ -203,8 +221,12 @@ impl StageGraph {
             return Err(format!("a side input is for stage {beyond}, and {problem}"));
         }
         for (index, stage) in self.stages.iter().enumerate() {
-            let side = sides.clone().find_map(|(of, side)| (of == index).then_some(side));
-            let Err(why) = stage.check_side(side) else { continue };
+            let side = sides
+                .clone()
+                .find_map(|(of, side)| (of == index).then_some(side));
+            let Err(why) = stage.check_side(side) else {
+                continue;
+            };
             let named = self.named(index);
             return Err(match (side, why) {
                 (None, _) => format!("{named} needs a side input: call `.side({index}, …)`"),
@@ -226,8 +248,12 @@ impl StageGraph {
 
     /// Returns an error if the schedule has another number of stages than the pipeline.
     pub(super) fn check_stages(&self, schedule: &Schedule) -> Result<()> {
-        let (name, ranks, expected, stages) =
-            (schedule.name(), schedule.ranks(), schedule.stages(), self.stages.len());
+        let (name, ranks, expected, stages) = (
+            schedule.name(),
+            schedule.ranks(),
+            schedule.stages(),
+            self.stages.len(),
+        );
         if expected == stages {
             return Ok(());
         }
@@ -242,12 +268,17 @@ impl StageGraph {
     /// (stage, path of the parameter).
     pub(super) fn tie(&mut self, owner: (usize, &str), user: (usize, &str)) -> Result<()> {
         let place = |(stage, path): (usize, &str)| {
-            let found =
-                self.stages.get(stage).ok_or_else(|| Error::kernel(self.no_stage(stage)))?;
+            let found = self
+                .stages
+                .get(stage)
+                .ok_or_else(|| Error::kernel(self.no_stage(stage)))?;
             let paths = found.paths();
             paths.iter().position(|known| known == path).ok_or_else(|| {
-                let known =
-                    paths.iter().map(|path| format!("{path:?}")).collect::<Vec<_>>().join(", ");
+                let known = paths
+                    .iter()
+                    .map(|path| format!("{path:?}"))
+                    .collect::<Vec<_>>()
+                    .join(", ");
                 let known = if known.is_empty() { "none" } else { &known };
                 Error::kernel(format!(
                     "{} has no parameter {path:?}; it has {known}",
@@ -255,7 +286,10 @@ impl StageGraph {
                 ))
             })
         };
-        let tie = Tie { owner: (owner.0, place(owner)?), user: (user.0, place(user)?) };
+        let tie = Tie {
+            owner: (owner.0, place(owner)?),
+            user: (user.0, place(user)?),
+        };
         if tie.owner.0 == tie.user.0 {
             let stage = self.named(owner.0);
             let problem = format!(
@@ -328,7 +362,10 @@ impl StageGraph {
         label(program, (stage, None), Role::Gather);
         let used = self.ties.iter().filter(|tie| tie.user.0 == stage);
         let tied = used.filter_map(|tie| {
-            Some((tie.user.1, self.stages[tie.owner.0].param(tie.owner.1)?.clone()))
+            Some((
+                tie.user.1,
+                self.stages[tie.owner.0].param(tie.owner.1)?.clone(),
+            ))
         });
         let tied = tied.collect();
         self.stages[stage].gather(program, tied)

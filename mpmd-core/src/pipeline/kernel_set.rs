@@ -51,8 +51,15 @@ impl BoundStage {
         if let Some(known) = set.forward.iter().position(|(known, _)| *known == mode) {
             return Ok(known);
         }
-        let kernel = Forward { stage: stage.clone(), mode };
-        let jit = program.jit(PassKernel(kernel)).on(mesh).outputs(set.outputs.clone()).build()?;
+        let kernel = Forward {
+            stage: stage.clone(),
+            mode,
+        };
+        let jit = program
+            .jit(PassKernel(kernel))
+            .on(mesh)
+            .outputs(set.outputs.clone())
+            .build()?;
         set.forward.push((mode, jit));
         Ok(set.forward.len() - 1)
     }
@@ -68,14 +75,19 @@ impl BoundStage {
         let keeps_inputs = signature.residual.is_none();
         let residual = signature.residual.unwrap_or_else(Bundle::empty);
         let (shapes, places) = self.gradients().into_iter().unzip();
-        let gradient =
-            PrefixTree::of(&Bundle { structure: self.structure.clone(), leaves: places });
+        let gradient = PrefixTree::of(&Bundle {
+            structure: self.structure.clone(),
+            leaves: places,
+        });
         let [input, output] = [&self.input, &self.output].map(PrefixTree::from);
         let weight_residual = self.shardings(&signature.weight_residual);
         let outputs = PrefixTree::from((output, self.shardings(&residual)));
         let nothing = || PrefixTree::Node(Vec::new());
         let inferred = Arc::new(Inferred {
-            gradients: Bundle { structure: self.structure.clone(), leaves: shapes },
+            gradients: Bundle {
+                structure: self.structure.clone(),
+                leaves: shapes,
+            },
             x: x.clone(),
             keeps_inputs,
             weight_residual: signature.weight_residual,
@@ -87,8 +99,17 @@ impl BoundStage {
         // donations. Inputs that are kept may have other readers.
         let backward = |fused, outputs| {
             let (stage, inferred) = (stage.clone(), inferred.clone());
-            let kernel = Backward { stage, inferred, needs_dx: self.needs_dx, fused };
-            donate(program.jit(PassKernel(kernel)).on(mesh).outputs(outputs), 1, &residual)
+            let kernel = Backward {
+                stage,
+                inferred,
+                needs_dx: self.needs_dx,
+                fused,
+            };
+            donate(
+                program.jit(PassKernel(kernel)).on(mesh).outputs(outputs),
+                1,
+                &residual,
+            )
         };
         let split = || {
             let outputs = PrefixTree::from((input.clone(), weight_residual.clone(), nothing()));
@@ -100,7 +121,10 @@ impl BoundStage {
         };
         let weight = || {
             let kernel = BackwardWeight(stage.clone(), inferred.clone());
-            let jit = program.jit(PassKernel(kernel)).on(mesh).outputs(gradient.clone());
+            let jit = program
+                .jit(PassKernel(kernel))
+                .on(mesh)
+                .outputs(gradient.clone());
             donate(jit, 0, &inferred.weight_residual)
         };
         Ok(KernelSet {
@@ -113,12 +137,18 @@ impl BoundStage {
                 Passes::Fused => None,
                 Passes::Split | Passes::Both => Some(Split {
                     input: split().build()?,
-                    weight: [weight().build()?, weight().donate("1").partial_sums("1").build()?],
+                    weight: [
+                        weight().build()?,
+                        weight().donate("1").partial_sums("1").build()?,
+                    ],
                 }),
             },
             fused: match self.fuses() {
                 false => None,
-                true => Some([fused().build()?, fused().donate("3").partial_sums("3").build()?]),
+                true => Some([
+                    fused().build()?,
+                    fused().donate("3").partial_sums("3").build()?,
+                ]),
             },
         })
     }
@@ -134,5 +164,9 @@ fn donate<K: Kernel>(
     input: usize,
     residual: &Bundle<PlacedShape>,
 ) -> JitBuilder<K> {
-    if residual.leaves.is_empty() { jit } else { jit.donate(input.to_string()) }
+    if residual.leaves.is_empty() {
+        jit
+    } else {
+        jit.donate(input.to_string())
+    }
 }

@@ -132,7 +132,10 @@ fn declare_objects<O>(
     output: usize,
     placed: &Bundle<PlacedShape>,
 ) -> Signature<O> {
-    let all = placed.leaves_with_paths().into_iter().filter(|(_, leaf)| leaf.object_bytes > 0);
+    let all = placed
+        .leaves_with_paths()
+        .into_iter()
+        .filter(|(_, leaf)| leaf.object_bytes > 0);
     all.fold(signature, |signature, (path, leaf)| {
         signature.object_bytes(below(output, &path), leaf.object_bytes)
     })
@@ -145,7 +148,10 @@ fn prepare_gradient(
     starts: bool,
 ) -> Result<()> {
     if starts {
-        let mut trained = gradient.leaves.iter_mut().filter(|leaf| !leaf.region().is_empty());
+        let mut trained = gradient
+            .leaves
+            .iter_mut()
+            .filter(|leaf| !leaf.region().is_empty());
         trained.try_for_each(|leaf| cx.zero(leaf))?;
     }
     Ok(())
@@ -167,7 +173,11 @@ impl Pass for Forward {
         let residual = signature.residual.unwrap_or_else(Bundle::empty);
         let kernel = Signature::new((signature.out, avals(&residual)));
         let kernel = declare(kernel, &signature.forward);
-        Ok(if self.mode == Mode::Training { declare_objects(kernel, 1, &residual) } else { kernel })
+        Ok(if self.mode == Mode::Training {
+            declare_objects(kernel, 1, &residual)
+        } else {
+            kernel
+        })
     }
 
     fn words(&self) -> Vec<u64> {
@@ -180,7 +190,11 @@ impl Pass for Forward {
         (params, x, side, extras): Views<'_, Self::In>,
         (y, residual): ViewsMut<'_, Self::Out>,
     ) -> Result<()> {
-        let given = Given { side: Some(side), residual_mut: Some(residual), ..Given::default() };
+        let given = Given {
+            side: Some(side),
+            residual_mut: Some(residual),
+            ..Given::default()
+        };
         let mut cx = StageContext::new(cx, self.stage.name(), self.mode, given, extras);
         self.stage.forward(&mut cx, params, x, y)
     }
@@ -232,8 +246,10 @@ impl Pass for Backward {
         let mut given = Given::default();
         let mut objects = Vec::new();
         if self.inferred.keeps_inputs {
-            (given.input, given.side) =
-                residual.into_branches().map(|[input, side]| (input, side)).unzip();
+            (given.input, given.side) = residual
+                .into_branches()
+                .map(|[input, side]| (input, side))
+                .unzip();
         } else {
             objects.clone_from(&residual.leaves);
             given.residual = Some(residual);
@@ -265,7 +281,9 @@ impl Pass for BackwardWeight {
     fn signature(&self, (_, so_far, _): &Shapes<Self::In>) -> Result<Signature<Shapes<Self::Out>>> {
         let signature = Signature::new(self.1.gradients.clone());
         let paths = so_far.iter().flat_map(|so_far| so_far.structure().paths());
-        Ok(paths.fold(signature, |signature, path| signature.alias(below(1, &path), path)))
+        Ok(paths.fold(signature, |signature, path| {
+            signature.alias(below(1, &path), path)
+        }))
     }
 
     fn words(&self) -> Vec<u64> {
@@ -280,7 +298,10 @@ impl Pass for BackwardWeight {
     ) -> Result<()> {
         prepare_gradient(cx, &mut gradient, so_far.is_none())?;
         let objects = weight_residual.leaves.clone();
-        let given = Given { weight_residual: Some(weight_residual), ..Given::default() };
+        let given = Given {
+            weight_residual: Some(weight_residual),
+            ..Given::default()
+        };
         let mut cx = StageContext::new(cx, self.0.name(), Mode::Training, given, extras);
         self.0.backward_weight(&mut cx, gradient)?;
         objects.iter().for_each(View::discard_object);
@@ -300,7 +321,9 @@ impl Kernel for AddArrays {
             DType::F16 | DType::Bf16 | DType::F32 | DType::F64 => {
                 Ok(Signature::new(sum.clone()).alias("0", ""))
             }
-            other => Err(Error::kernel(format!("gradients of {other}: they are floats"))),
+            other => Err(Error::kernel(format!(
+                "gradients of {other}: they are floats"
+            ))),
         }
     }
 
@@ -329,7 +352,12 @@ pub(super) fn add(cx: &Context<'_>, sum: &mut ViewMut<'_>, more: &View<'_>) -> R
             _ => "add_f32",
         };
         let n = more.region().elements();
-        return cuda.launch(&ADD, function, Grid::over(n), &[n.into(), sum.into(), more.into()]);
+        return cuda.launch(
+            &ADD,
+            function,
+            Grid::over(n),
+            &[n.into(), sum.into(), more.into()],
+        );
     }
     match dtype {
         DType::F16 => combine(Reduce::Sum, sum.as_mut_slice::<f16>()?, more.as_slice()?),
@@ -354,20 +382,30 @@ mod tests {
     fn sums(kind: DeviceKind) -> Vec<Vec<u8>> {
         let mut p = Program::builder().device_kinds(&[kind]).alone().unwrap();
         let mesh = p.mesh(&[("x", 1)]).unwrap();
-        let add =
-            p.jit(AddArrays).on(&mesh).outputs(mesh.replicated()).donate("0").build().unwrap();
+        let add = p
+            .jit(AddArrays)
+            .on(&mesh)
+            .outputs(mesh.replicated())
+            .donate("0")
+            .build()
+            .unwrap();
         // All exponents, both signs, and mantissas that round up, down, and to even. No NaN: its
         // bits depend on the device.
         let mantissas = [0u16, 1, 2, 0x55, 0x7f, 0x80, 0x200, 0x3ff];
         let every = |exponents: u16, shift: u16, mask: u16| {
             let one = move |i: u16| (i << shift) | (mantissas[i as usize % 8] & mask);
-            (0..exponents).map(one).flat_map(|half| [half, half | 0x8000]).collect::<Vec<u16>>()
+            (0..exponents)
+                .map(one)
+                .flat_map(|half| [half, half | 0x8000])
+                .collect::<Vec<u16>>()
         };
         let [f16s, bf16s] = [every(31, 10, 0x3ff), every(255, 7, 0x7f)];
         let pairs = |halves: &[u16]| {
             let count = halves.len();
             let of = |pick: &dyn Fn(usize) -> usize| {
-                (0..count * count).flat_map(|i| halves[pick(i)].to_ne_bytes()).collect::<Vec<u8>>()
+                (0..count * count)
+                    .flat_map(|i| halves[pick(i)].to_ne_bytes())
+                    .collect::<Vec<u8>>()
             };
             [of(&|i| i / count), of(&|i| i % count)]
         };
@@ -386,7 +424,8 @@ mod tests {
             let aval = ShapedArray::new(&[values[0].len() / dtype.size()], dtype);
             let [sum, more] = values.map(|bytes| {
                 let host = HostArray::from_bytes(aval.clone(), bytes.into()).unwrap();
-                p.device_put(&MpmdArray::from_host(host), mesh.replicated()).unwrap()
+                p.device_put(&MpmdArray::from_host(host), mesh.replicated())
+                    .unwrap()
             });
             let sum = add.call(&mut p, (sum, more)).unwrap();
             sum.to_host().unwrap().unwrap().bytes().to_vec()
@@ -400,8 +439,15 @@ mod tests {
         if softcuda::again!() {
             return;
         }
-        for (cuda, cpu) in sums(DeviceKind::Cuda).into_iter().zip(sums(DeviceKind::Cpu)) {
-            let differ = cuda.iter().zip(&cpu).filter(|(cuda, cpu)| cuda != cpu).count();
+        for (cuda, cpu) in sums(DeviceKind::Cuda)
+            .into_iter()
+            .zip(sums(DeviceKind::Cpu))
+        {
+            let differ = cuda
+                .iter()
+                .zip(&cpu)
+                .filter(|(cuda, cpu)| cuda != cpu)
+                .count();
             assert_eq!((cuda.len(), differ), (cpu.len(), 0));
         }
     }

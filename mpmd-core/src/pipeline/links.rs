@@ -21,7 +21,11 @@ pub struct Output<T> {
 
 impl<T: Tree<Leaf = MpmdArray>> Output<T> {
     pub(super) fn new(stage: usize, of: Arc<()>) -> Self {
-        Self { part: Part { stage, path: None }, of, tree: PhantomData }
+        Self {
+            part: Part { stage, path: None },
+            of,
+            tree: PhantomData,
+        }
     }
 
     /// Returns the index of the stage that computes the outputs, from 0.
@@ -33,8 +37,15 @@ impl<T: Tree<Leaf = MpmdArray>> Output<T> {
     /// microbatch.
     #[must_use]
     pub fn leaf(&self, path: impl Into<String>) -> Output<MpmdArray> {
-        let part = Part { stage: self.part.stage, path: Some(path.into()) };
-        Output { part, of: self.of.clone(), tree: PhantomData }
+        let part = Part {
+            stage: self.part.stage,
+            path: Some(path.into()),
+        };
+        Output {
+            part,
+            of: self.of.clone(),
+            tree: PhantomData,
+        }
     }
 }
 
@@ -73,7 +84,10 @@ impl<T: Tree<Leaf = MpmdArray>> Outputs for Output<T> {
 
     fn feed(&self) -> FeedOf {
         FeedOf {
-            feed: Feed { parts: vec![self.part.clone()], whole: true },
+            feed: Feed {
+                parts: vec![self.part.clone()],
+                whole: true,
+            },
             of: vec![self.of.clone()],
         }
     }
@@ -85,7 +99,10 @@ impl<T: Tree<Leaf = MpmdArray>> Outputs for Vec<Output<T>> {
     fn feed(&self) -> FeedOf {
         let parts = self.iter().map(|output| output.part.clone()).collect();
         FeedOf {
-            feed: Feed { parts, whole: false },
+            feed: Feed {
+                parts,
+                whole: false,
+            },
             of: self.iter().map(|output| output.of.clone()).collect(),
         }
     }
@@ -129,7 +146,10 @@ pub(super) struct Part {
 impl Feed {
     /// Returns the feed of the first stage, which reads no other stage.
     pub(super) fn of_pipeline() -> Self {
-        Self { parts: Vec::new(), whole: true }
+        Self {
+            parts: Vec::new(),
+            whole: true,
+        }
     }
 
     /// Returns the structure of a stage's input from the structures of its parts.
@@ -146,20 +166,33 @@ impl Part {
     /// Returns the indices of the leaves of this part among the leaves of the stage's outputs. An
     /// unknown path is an error.
     pub(super) fn places(&self, outputs: &Structure) -> Result<std::ops::Range<usize>> {
-        let Some(path) = &self.path else { return Ok(0..outputs.leaves()) };
+        let Some(path) = &self.path else {
+            return Ok(0..outputs.leaves());
+        };
         let paths = outputs.paths();
-        let place = paths.iter().position(|known| known == path).ok_or_else(|| {
-            let stage = self.stage;
-            let known = paths.iter().map(|path| format!("{path:?}")).collect::<Vec<_>>().join(", ");
-            Error::kernel(format!(
-                "stage {stage} has no output {path:?} for `.leaf(…)`; it has {known}"
-            ))
-        })?;
+        let place = paths
+            .iter()
+            .position(|known| known == path)
+            .ok_or_else(|| {
+                let stage = self.stage;
+                let known = paths
+                    .iter()
+                    .map(|path| format!("{path:?}"))
+                    .collect::<Vec<_>>()
+                    .join(", ");
+                Error::kernel(format!(
+                    "stage {stage} has no output {path:?} for `.leaf(…)`; it has {known}"
+                ))
+            })?;
         Ok(place..place + 1)
     }
 
     pub(super) fn structure(&self, outputs: &Structure) -> Structure {
-        if self.path.is_some() { Structure::Leaf } else { outputs.clone() }
+        if self.path.is_some() {
+            Structure::Leaf
+        } else {
+            outputs.clone()
+        }
     }
 
     /// Returns this part of a stage's outputs. An unknown path is an error.

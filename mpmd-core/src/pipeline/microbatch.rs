@@ -29,7 +29,11 @@ pub(super) struct Parts {
 impl<In: Tree<Leaf = MpmdArray>> Microbatch<In> {
     /// Creates a microbatch with this input, which must be on the first stage's mesh.
     pub fn new(x: In) -> Self {
-        Self { x, side: HashMap::new(), key: None }
+        Self {
+            x,
+            side: HashMap::new(),
+            key: None,
+        }
     }
 
     /// Sets the side inputs of stage `stage`, which must be on that stage's mesh. Replaces earlier
@@ -55,18 +59,28 @@ impl<In: Tree<Leaf = MpmdArray>> Microbatch<In> {
     pub fn shapes(&self) -> MicrobatchShapes<In> {
         let shapes = MicrobatchShapes::new(self.x.map_ref(&mut |leaf| leaf.aval().clone()));
         let shape = |side: &Bundle| side.map_ref(&mut |leaf| leaf.aval().clone());
-        self.side.iter().fold(shapes, |shapes, (stage, side)| shapes.side(*stage, &shape(side)))
+        self.side.iter().fold(shapes, |shapes, (stage, side)| {
+            shapes.side(*stage, &shape(side))
+        })
     }
 
     pub(super) fn into_parts(self) -> Parts {
-        Parts { x: Bundle::of(self.x), side: self.side, key: self.key, keys: BTreeMap::new() }
+        Parts {
+            x: Bundle::of(self.x),
+            side: self.side,
+            key: self.key,
+            keys: BTreeMap::new(),
+        }
     }
 }
 
 /// Checks that the microbatches bring each stage the side input that it takes.
 pub(super) fn check_sides(graph: &StageGraph, microbatches: &[Parts]) -> Result<()> {
     let check = |(number, parts): (usize, &Parts)| {
-        let sides = parts.side.iter().map(|(stage, side)| (*stage, &side.structure));
+        let sides = parts
+            .side
+            .iter()
+            .map(|(stage, side)| (*stage, &side.structure));
         graph
             .check_sides(sides)
             .map_err(|problem| Error::kernel(format!("microbatch {number}: {problem}")))
@@ -77,7 +91,12 @@ pub(super) fn check_sides(graph: &StageGraph, microbatches: &[Parts]) -> Result<
 /// Folds the index of each stage that draws random numbers into the keys of the microbatches. A
 /// missing key is an error.
 pub(super) fn fold_keys(graph: &StageGraph, microbatches: &mut [Parts]) -> Result<()> {
-    for (stage, _) in graph.stages.iter().enumerate().filter(|(_, stage)| stage.draws_random()) {
+    for (stage, _) in graph
+        .stages
+        .iter()
+        .enumerate()
+        .filter(|(_, stage)| stage.draws_random())
+    {
         for (number, parts) in microbatches.iter_mut().enumerate() {
             let key = parts.key.ok_or_else(|| {
                 let named = graph.named(stage);
@@ -86,7 +105,9 @@ pub(super) fn fold_keys(graph: &StageGraph, microbatches: &mut [Parts]) -> Resul
                      one with `Microbatch::key`"
                 ))
             })?;
-            parts.keys.insert(stage, MpmdArray::scalar(key.fold_in(stage as u64).0));
+            parts
+                .keys
+                .insert(stage, MpmdArray::scalar(key.fold_in(stage as u64).0));
         }
     }
     Ok(())

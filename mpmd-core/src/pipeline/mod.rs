@@ -77,7 +77,13 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         let stage = stage.map_err(|why| refused(why, at, "Pipeline::first", Some(&named)))?;
         let graph = StageGraph::new(stage);
         let captures = Captures::default();
-        Ok(Self { graph, replays: true, captures, compared: None, types: PhantomData })
+        Ok(Self {
+            graph,
+            replays: true,
+            captures,
+            compared: None,
+            types: PhantomData,
+        })
     }
 
     /// Appends a stage that takes the outputs of the last stage.
@@ -127,7 +133,13 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         let graph = self.graph.with_last(Arc::new(last));
         let graph = graph.map_err(|why| refused(why, at, "Pipeline::with_last", None))?;
         let (replays, captures) = (self.replays, Captures::default());
-        Ok(Pipeline { graph, replays, captures, compared: None, types: PhantomData })
+        Ok(Pipeline {
+            graph,
+            replays,
+            captures,
+            compared: None,
+            types: PhantomData,
+        })
     }
 
     /// Returns a handle to the outputs of the last stage so far. Pass it to [`Pipeline::then_from`]
@@ -213,7 +225,9 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     pub fn tie(&mut self, owner: (usize, &str), user: (usize, &str)) -> Result<()> {
         let at = Location::caller();
         self.captures.clear();
-        self.graph.tie(owner, user).map_err(|why| refused(why, at, "Pipeline::tie", None))
+        self.graph
+            .tie(owner, user)
+            .map_err(|why| refused(why, at, "Pipeline::tie", None))
     }
 
     /// Gives a stage an object as state: every pass of the stage has it by [`StageContext::state`].
@@ -231,7 +245,9 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     pub fn state<T>(&mut self, stage: usize, state: &MpmdObject<T>) -> Result<()> {
         let at = Location::caller();
         self.captures.clear();
-        let set = self.graph.change(stage, |stage| stage.set_state(state.array()));
+        let set = self
+            .graph
+            .change(stage, |stage| stage.set_state(state.array()));
         set.map_err(|why| refused(why, at, "Pipeline::state", None))
     }
 
@@ -283,7 +299,8 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         let stage = self.graph.stage(stage);
         let first = stage.mesh().devices().first();
         let kind = first.and_then(|device| program.topology().kind_of(*device));
-        kind.filter(|_| !stage.computes_on_host()).unwrap_or(DeviceKind::Cpu)
+        kind.filter(|_| !stage.computes_on_host())
+            .unwrap_or(DeviceKind::Cpu)
     }
 
     /// Returns a line that says what computes the stages, for people: their devices, or the host.
@@ -291,11 +308,14 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         let stages = self.graph.stages.len();
         let is_on_cuda = |stage: &usize| {
             let devices = self.graph.stage(*stage).mesh().devices();
-            devices.iter().any(|id| program.topology().kind_of(*id) == Some(DeviceKind::Cuda))
+            devices
+                .iter()
+                .any(|id| program.topology().kind_of(*id) == Some(DeviceKind::Cuda))
         };
         let on_cuda: Vec<usize> = (0..stages).filter(is_on_cuda).collect();
-        let computed =
-            on_cuda.iter().filter(|stage| self.computed_by(program, **stage) == DeviceKind::Cuda);
+        let computed = on_cuda
+            .iter()
+            .filter(|stage| self.computed_by(program, **stage) == DeviceKind::Cuda);
         match (computed.count(), on_cuda.len()) {
             (_, 0) => "CPUs compute all passes".to_owned(),
             (computed, _) if computed == stages => "CUDA devices compute all passes".to_owned(),
@@ -392,7 +412,11 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     #[track_caller]
     pub fn trainable(&self, stage: usize) -> Vec<bool> {
         let stage = self.graph.stage(stage);
-        stage.own().into_iter().map(|place| !stage.frozen()[place]).collect()
+        stage
+            .own()
+            .into_iter()
+            .map(|place| !stage.frozen()[place])
+            .collect()
     }
 
     /// Calls [`Stage::probe`] and then [`Stage::infer`] of each stage in order, with the shapes
@@ -453,7 +477,11 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
                 microbatch::check_sides(graph, &parts)?;
                 let outputs = replay::run(captures, (graph, program), None, parts, run::forward)?;
                 let none = || Error::kernel("a forward pass without outputs");
-                outputs.into_iter().next().ok_or_else(none)?.into_tree("output")
+                outputs
+                    .into_iter()
+                    .next()
+                    .ok_or_else(none)?
+                    .into_tree("output")
             },
         )
     }
@@ -475,7 +503,10 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         schedule: &Schedule,
         microbatches: Vec<Microbatch<In>>,
     ) -> Result<Vec<Out>> {
-        let parts: Vec<_> = microbatches.into_iter().map(Microbatch::into_parts).collect();
+        let parts: Vec<_> = microbatches
+            .into_iter()
+            .map(Microbatch::into_parts)
+            .collect();
         let captures = self.replays.then(|| self.captures.forwards());
         issue(
             (&mut self.graph, program),
@@ -488,7 +519,10 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
                     run::forward_all(graph, program, schedule, parts)
                 };
                 let outputs = replay::run(captures, (graph, program), Some(schedule), parts, all)?;
-                outputs.into_iter().map(|output| output.into_tree("output")).collect()
+                outputs
+                    .into_iter()
+                    .map(|output| output.into_tree("output"))
+                    .collect()
             },
         )
     }
@@ -516,7 +550,10 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         schedule: &Schedule,
         microbatches: Vec<Microbatch<In>>,
     ) -> Result<StepOutput> {
-        let mut parts: Vec<_> = microbatches.into_iter().map(Microbatch::into_parts).collect();
+        let mut parts: Vec<_> = microbatches
+            .into_iter()
+            .map(Microbatch::into_parts)
+            .collect();
         let compared = &mut self.compared;
         let captures = self.replays.then(|| self.captures.steps());
         issue(
@@ -561,8 +598,9 @@ fn issue<T>(
 /// Describes a label in words, with the name of the stage.
 fn place(graph: &StageGraph, label: Label) -> String {
     let stage = graph.named(label.stage as usize);
-    let microbatch =
-        label.microbatch.map_or_else(String::new, |number| format!(", microbatch {number}"));
+    let microbatch = label
+        .microbatch
+        .map_or_else(String::new, |number| format!(", microbatch {number}"));
     format!("{stage}{microbatch}, {}", label.role.name())
 }
 

@@ -23,7 +23,10 @@ impl ParamSharding {
     /// Computes with the parameters in these shardings, one for each parameter in leaf order.
     /// Kernels write whole gradients in the same shardings.
     pub fn new(compute: Vec<Sharding>) -> Self {
-        Self { gradients: compute.clone(), compute }
+        Self {
+            gradients: compute.clone(),
+            compute,
+        }
     }
 
     /// Declares the gradients of the weight passes to be partial sums over these axes of the mesh.

@@ -88,12 +88,22 @@ impl Pass for Prepare {
 impl Prepared {
     /// Creates the state of a stage with a working form of `bytes` bytes on each device.
     pub(super) fn new(bytes: Option<u64>) -> Self {
-        Self { bytes, jit: None, object: None, stale: true }
+        Self {
+            bytes,
+            jit: None,
+            object: None,
+            stale: true,
+        }
     }
 
     /// Returns the state of the same stage in another pipeline, which shares the working form.
     pub(super) fn shared(&self) -> Self {
-        Self { bytes: self.bytes, jit: None, object: self.object.clone(), stale: self.stale }
+        Self {
+            bytes: self.bytes,
+            jit: None,
+            object: self.object.clone(),
+            stale: self.stale,
+        }
     }
 
     pub(super) fn object(&self) -> Option<&MpmdArray> {
@@ -127,13 +137,21 @@ impl Prepared {
         (stage, mesh): (&Arc<dyn ErasedStage>, &Mesh),
         params: Bundle,
     ) -> Result<()> {
-        let Some(bytes) = self.bytes else { return Ok(()) };
+        let Some(bytes) = self.bytes else {
+            return Ok(());
+        };
         let jit = match &self.jit {
             Some(jit) => jit,
             None => {
-                let kernel = Prepare { stage: stage.clone(), bytes };
-                let jit =
-                    program.jit(PassKernel(kernel)).on(mesh).outputs(mesh.replicated()).build()?;
+                let kernel = Prepare {
+                    stage: stage.clone(),
+                    bytes,
+                };
+                let jit = program
+                    .jit(PassKernel(kernel))
+                    .on(mesh)
+                    .outputs(mesh.replicated())
+                    .build()?;
                 self.jit.insert(jit)
             }
         };

@@ -85,11 +85,17 @@ impl Captures {
     }
 
     pub(super) fn steps(&mut self) -> Chosen<'_, StepOutput> {
-        Chosen { all: self, list: |all| &mut all.steps }
+        Chosen {
+            all: self,
+            list: |all| &mut all.steps,
+        }
     }
 
     pub(super) fn forwards(&mut self) -> Chosen<'_, Vec<Bundle>> {
-        Chosen { all: self, list: |all| &mut all.forwards }
+        Chosen {
+            all: self,
+            list: |all| &mut all.forwards,
+        }
     }
 }
 
@@ -110,7 +116,11 @@ pub(super) fn run<R: Results>(
     let Some(captures) = captures.filter(|_| !only_issues) else {
         return issue(graph, program, microbatches);
     };
-    if graph.stages.iter().any(|stage| stage.freshness() == Freshness::Missing) {
+    if graph
+        .stages
+        .iter()
+        .any(|stage| stage.freshness() == Freshness::Missing)
+    {
         // Captures may contain the object that the new one replaces.
         captures.all.clear();
         return issue(graph, program, microbatches);
@@ -132,10 +142,18 @@ pub(super) fn run<R: Results>(
         // The run that was used last is at the end.
         kept[index..].rotate_left(1);
         let last = kept.len() - 1;
-        let Kept { captured, layout, replays, .. } = &mut kept[last];
+        let Kept {
+            captured,
+            layout,
+            replays,
+            ..
+        } = &mut kept[last];
         *replays = replays.saturating_add(1);
         let results = captured.replay_fitting(program, &inputs)?;
-        graph.stages.iter_mut().for_each(|stage| stage.set_stale(false));
+        graph
+            .stages
+            .iter_mut()
+            .for_each(|stage| stage.set_stale(false));
         return Ok(R::put_together(layout, results));
     }
     let usable = |x: &MpmdArray| x.check_usable("").is_ok() && program.check_own("", x).is_ok();
@@ -152,10 +170,20 @@ pub(super) fn run<R: Results>(
     })?;
     let output = R::put_together(&layout, results);
     if kept.len() == MOST_KEPT {
-        kept.remove(kept.iter().position(|kept| kept.replays == 0).unwrap_or_default());
+        kept.remove(
+            kept.iter()
+                .position(|kept| kept.replays == 0)
+                .unwrap_or_default(),
+        );
     }
     let schedule = schedule.cloned();
-    kept.push(Kept { schedule, form, captured, layout, replays: 0 });
+    kept.push(Kept {
+        schedule,
+        form,
+        captured,
+        layout,
+        replays: 0,
+    });
     Ok(output)
 }
 
@@ -169,7 +197,9 @@ impl RunShape {
             params.push(all.len() - before);
         }
         let stages = graph.stages.iter();
-        let stale = stages.map(|stage| stage.freshness() == Freshness::Stale).collect();
+        let stale = stages
+            .map(|stage| stage.freshness() == Freshness::Stale)
+            .collect();
         let mut take = |Bundle { structure, leaves }: Bundle| {
             all.extend(leaves);
             structure
@@ -178,13 +208,27 @@ impl RunShape {
             let x = take(x);
             let mut side: Vec<(usize, Bundle)> = side.into_iter().collect();
             side.sort_unstable_by_key(|(stage, _)| *stage);
-            let side = side.into_iter().map(|(stage, side)| (stage, take(side))).collect();
+            let side = side
+                .into_iter()
+                .map(|(stage, side)| (stage, take(side)))
+                .collect();
             let (stages, keys): (Vec<usize>, Vec<MpmdArray>) = keys.into_iter().unzip();
             take(Bundle::of(keys));
-            MicrobatchShape { x, side, keys: stages }
+            MicrobatchShape {
+                x,
+                side,
+                keys: stages,
+            }
         };
         let microbatches = microbatches.into_iter().map(one).collect();
-        (Self { params, stale, microbatches }, all)
+        (
+            Self {
+                params,
+                stale,
+                microbatches,
+            },
+            all,
+        )
     }
 
     /// Sets the parameters of all stages to the first of the arrays. Returns the microbatches, made
@@ -201,11 +245,22 @@ impl RunShape {
         let mut one = |MicrobatchShape { x, side, keys }: &MicrobatchShape| {
             let mut bundle = |structure: &Structure| {
                 let leaves = all.by_ref().take(structure.leaves()).collect();
-                Bundle { structure: structure.clone(), leaves }
+                Bundle {
+                    structure: structure.clone(),
+                    leaves,
+                }
             };
             let x = bundle(x);
-            let side = side.iter().map(|(stage, side)| (*stage, bundle(side))).collect();
-            Parts { x, side, key: None, keys: keys.iter().copied().zip(all.by_ref()).collect() }
+            let side = side
+                .iter()
+                .map(|(stage, side)| (*stage, bundle(side)))
+                .collect();
+            Parts {
+                x,
+                side,
+                key: None,
+                keys: keys.iter().copied().zip(all.by_ref()).collect(),
+            }
         };
         Ok(self.microbatches.iter().map(&mut one).collect())
     }
@@ -223,7 +278,11 @@ impl Results for StepOutput {
     type Layout = StepLayout;
 
     fn take_apart(self) -> (StepLayout, Vec<MpmdArray>) {
-        let Self { loss, losses, gradients } = self;
+        let Self {
+            loss,
+            losses,
+            gradients,
+        } = self;
         let (mut all, mut structures) = (Vec::new(), Vec::with_capacity(1 + losses.len()));
         for loss in std::iter::once(loss).chain(losses) {
             structures.push(loss.structure());
@@ -235,13 +294,22 @@ impl Results for StepOutput {
             paths.push(names);
             all.extend(arrays);
         }
-        (StepLayout { losses: structures, paths }, all)
+        (
+            StepLayout {
+                losses: structures,
+                paths,
+            },
+            all,
+        )
     }
 
     /// Panics if there are fewer arrays.
     fn put_together(layout: &StepLayout, arrays: Vec<MpmdArray>) -> Self {
         let mut all = arrays.into_iter();
-        let mut next = || all.next().expect("a step gives as many arrays as when it was captured");
+        let mut next = || {
+            all.next()
+                .expect("a step gives as many arrays as when it was captured")
+        };
         let loss = |structure: &Structure| {
             let leaves = (0..structure.leaves()).map(|_| next());
             Loss::from_leaves(structure, leaves).expect("it is as when it was captured")
@@ -254,7 +322,11 @@ impl Results for StepOutput {
             .iter()
             .map(|stage| stage.iter().map(|path| (path.clone(), next())).collect())
             .collect();
-        Self { loss: whole, losses, gradients }
+        Self {
+            loss: whole,
+            losses,
+            gradients,
+        }
     }
 }
 
@@ -275,7 +347,10 @@ impl Results for Vec<Bundle> {
         let mut all = arrays.into_iter();
         let bundle = |structure: &Structure| {
             let leaves = all.by_ref().take(structure.leaves()).collect();
-            Bundle { structure: structure.clone(), leaves }
+            Bundle {
+                structure: structure.clone(),
+                leaves,
+            }
         };
         layout.iter().map(bundle).collect()
     }

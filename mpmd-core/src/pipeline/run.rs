@@ -59,9 +59,11 @@ impl Kernel for AddLoss {
             )));
         }
         let paths = sum.structure().paths();
-        Ok(paths.into_iter().fold(Signature::new(sum.clone()), |signature, path| {
-            signature.alias(format!("0/{path}"), path)
-        }))
+        Ok(paths
+            .into_iter()
+            .fold(Signature::new(sum.clone()), |signature, path| {
+                signature.alias(format!("0/{path}"), path)
+            }))
     }
 
     fn run(
@@ -140,7 +142,9 @@ pub(super) fn effective(graph: &StageGraph, schedule: &Schedule) -> Result<Sched
     let split = |action: &&Action| action.kind == ActionKind::BackwardInput && fused(action.stage);
     match ascending.rows().iter().flatten().find(split) {
         None => Ok(ascending),
-        Some(Action { stage, microbatch, .. }) => Err(graph.at(
+        Some(Action {
+            stage, microbatch, ..
+        }) => Err(graph.at(
             *stage,
             &Error::kernel(format!(
                 "schedule {} does not compute its gradients in ascending order: those of \
@@ -228,7 +232,11 @@ pub(super) fn forward(
     let stages = 0..graph.stages.len();
     let pass = |microbatch| {
         let kind = ActionKind::Forward;
-        stages.clone().map(move |stage| Action { stage, kind, microbatch })
+        stages.clone().map(move |stage| Action {
+            stage,
+            kind,
+            microbatch,
+        })
     };
     let order: Vec<Action> = (0..microbatches.len()).flat_map(pass).collect();
     let outputs = RunningStep::new(graph, program, microbatches, false).forward_all(&order);
@@ -383,22 +391,38 @@ impl<'a> RunningStep<'a> {
         let losses: Vec<Loss<MpmdArray>> = self.losses.into_iter().flatten().collect();
         label(self.program, (last, None), Role::Loss);
         let loss = sum_losses(&self.graph.stages[last], self.program, &losses)?;
-        let gradients = self.gradients.into_iter().enumerate().map(|(stage, gradients)| {
-            let stage = &self.graph.stages[stage];
-            let (paths, own) = (stage.paths(), stage.own());
-            let leaves = gradients.map(|gradients| gradients.leaves).unwrap_or_default();
-            let trained = |place: &usize| own.contains(place) && !stage.frozen()[*place];
-            let pairs = paths.into_iter().zip(leaves).enumerate();
-            pairs.filter(|(place, _)| trained(place)).map(|(_, pair)| pair).collect()
-        });
-        Ok(StepOutput { loss, losses, gradients: gradients.collect() })
+        let gradients = self
+            .gradients
+            .into_iter()
+            .enumerate()
+            .map(|(stage, gradients)| {
+                let stage = &self.graph.stages[stage];
+                let (paths, own) = (stage.paths(), stage.own());
+                let leaves = gradients
+                    .map(|gradients| gradients.leaves)
+                    .unwrap_or_default();
+                let trained = |place: &usize| own.contains(place) && !stage.frozen()[*place];
+                let pairs = paths.into_iter().zip(leaves).enumerate();
+                pairs
+                    .filter(|(place, _)| trained(place))
+                    .map(|(_, pair)| pair)
+                    .collect()
+            });
+        Ok(StepOutput {
+            loss,
+            losses,
+            gradients: gradients.collect(),
+        })
     }
 
     fn forward_all(mut self, order: &[Action]) -> Result<Vec<Bundle>> {
         let last = self.graph.stages.len() - 1;
         let mut left = uses(last + 1, order);
         let mut outputs: Vec<Option<Bundle>> = (0..self.microbatches).map(|_| None).collect();
-        for Action { stage, microbatch, .. } in order.iter().copied() {
+        for Action {
+            stage, microbatch, ..
+        } in order.iter().copied()
+        {
             let key = (stage, microbatch);
             self.label(key, Role::Forward);
             self.graph.make_ready(self.program, stage)?;
@@ -427,8 +451,10 @@ impl<'a> RunningStep<'a> {
         held.leaves = parts.iter().map(|part| part.leaves.len()).collect();
         let structure = parts.iter().map(|part| part.structure.clone()).collect();
         let structure = self.graph.feeds[key.0].structure(structure);
-        let x =
-            Bundle { structure, leaves: parts.into_iter().flat_map(|part| part.leaves).collect() };
+        let x = Bundle {
+            structure,
+            leaves: parts.into_iter().flat_map(|part| part.leaves).collect(),
+        };
         self.label(key, Role::Forward);
         let recomputes = self.graph.recomputes[key.0];
         let mode = match self.trains {
@@ -439,8 +465,11 @@ impl<'a> RunningStep<'a> {
         };
         let random = self.held(key).of.key.clone();
         let stage = &mut self.graph.stages[key.0];
-        let Forwarded { y, residual, kernels } =
-            stage.forward(self.program, (&x, &side), (mode, random))?;
+        let Forwarded {
+            y,
+            residual,
+            kernels,
+        } = stage.forward(self.program, (&x, &side), (mode, random))?;
         let held = self.held(key);
         held.of.kernels = kernels;
         held.outputs = Some(y.structure.clone());
@@ -461,11 +490,15 @@ impl<'a> RunningStep<'a> {
         check_all_read(
             stage,
             &y.structure,
-            readers.iter().map(|(to, part)| &self.graph.feeds[*to].parts[*part]),
+            readers
+                .iter()
+                .map(|(to, part)| &self.graph.feeds[*to].parts[*part]),
         )?;
         for (to, part) in readers.iter().copied() {
             let feed = &self.graph.feeds[to];
-            let moved = feed.parts[part].of(y)?.put(self.program, self.graph.stages[to].input())?;
+            let moved = feed.parts[part]
+                .of(y)?
+                .put(self.program, self.graph.stages[to].input())?;
             let parts = &mut self.held[to * self.microbatches + microbatch].parts;
             parts.resize(feed.parts.len(), None);
             parts[part] = Some(moved);
@@ -485,7 +518,11 @@ impl<'a> RunningStep<'a> {
         let mut gradient = loss.map_ref(&mut |array| seed(array, 0.0));
         gradient.sum = seed(&loss.sum, 1.0);
         let gradient = Bundle::of(gradient);
-        self.held(key).gradients.push(Arrived { from: key, first: 0, gradient });
+        self.held(key).gradients.push(Arrived {
+            from: key,
+            first: 0,
+            gradient,
+        });
         self.losses[key.1] = Some(loss);
         Ok(())
     }
@@ -496,8 +533,10 @@ impl<'a> RunningStep<'a> {
         if let Some(residual) = held.residual.take() {
             return Ok(residual);
         }
-        let (x, side) =
-            (there(held.x.take(), key, "input")?, there(held.side.take(), key, "side input")?);
+        let (x, side) = (
+            there(held.x.take(), key, "input")?,
+            there(held.side.take(), key, "side input")?,
+        );
         let how = (Mode::Training, held.of.key.clone());
         self.label(key, Role::Recompute);
         let again = self.graph.stages[key.0].forward(self.program, (&x, &side), how)?;
@@ -517,7 +556,10 @@ impl<'a> RunningStep<'a> {
         }
         all.sort_unstable_by_key(|arrived| arrived.from);
         let mut leaves: Vec<Vec<MpmdArray>> = (0..structure.leaves()).map(|_| Vec::new()).collect();
-        for Arrived { first, gradient, .. } in all {
+        for Arrived {
+            first, gradient, ..
+        } in all
+        {
             for (leaf, gradient) in leaves[first..].iter_mut().zip(gradient.leaves) {
                 leaf.push(gradient);
             }
@@ -525,7 +567,8 @@ impl<'a> RunningStep<'a> {
         self.label(key, role);
         let sum = |arrays: Vec<MpmdArray>| {
             let arrays = (!arrays.is_empty()).then_some(arrays);
-            self.graph.add_outputs(self.program, key.0, there(arrays, key, "output gradient")?)
+            self.graph
+                .add_outputs(self.program, key.0, there(arrays, key, "output gradient")?)
         };
         let leaves = leaves.into_iter().map(sum).collect::<Result<_>>()?;
         Ok(Bundle { structure, leaves })
@@ -535,12 +578,20 @@ impl<'a> RunningStep<'a> {
     /// kernel computes the weight gradient.
     fn input_pass(&mut self, key: (usize, usize), fused: bool) -> Result<()> {
         let residual = self.residual(key)?;
-        let role = if fused { Role::Backward } else { Role::BackwardInput };
+        let role = if fused {
+            Role::Backward
+        } else {
+            Role::BackwardInput
+        };
         let dy = self.output_gradient(key, role)?;
         self.label(key, role);
         let of = self.held(key).of.clone();
         // Without parameters there is no gradient to add to.
-        let so_far = || self.gradients[key.0].take().filter(|so_far| !so_far.leaves.is_empty());
+        let so_far = || {
+            self.gradients[key.0]
+                .take()
+                .filter(|so_far| !so_far.leaves.is_empty())
+        };
         let fused = fused.then(so_far);
         let stage = &mut self.graph.stages[key.0];
         let output = stage.backward(self.program, &of, (residual, dy), fused)?;
@@ -575,7 +626,9 @@ impl<'a> RunningStep<'a> {
         self.label(key, Role::SendBackward);
         let mut dx = dx.leaves.into_iter();
         for (part, leaves) in leaves.into_iter().enumerate() {
-            let Some(from) = self.graph.feeds[stage].parts.get(part) else { break };
+            let Some(from) = self.graph.feeds[stage].parts.get(part) else {
+                break;
+            };
             if !self.graph.trains[from.stage] {
                 dx.by_ref().take(leaves).for_each(drop);
                 continue;
@@ -583,20 +636,30 @@ impl<'a> RunningStep<'a> {
             let held = &mut self.held[from.stage * self.microbatches + microbatch];
             let outputs = there(held.outputs.as_ref(), (from.stage, microbatch), "output")?;
             let (first, structure) = (from.places(outputs)?.start, from.structure(outputs));
-            let gradient = Bundle { structure, leaves: dx.by_ref().take(leaves).collect() };
+            let gradient = Bundle {
+                structure,
+                leaves: dx.by_ref().take(leaves).collect(),
+            };
             let gradient = gradient.put(self.program, self.graph.stages[from.stage].output())?;
-            held.gradients.push(Arrived { from: (stage, part), first, gradient });
+            held.gradients.push(Arrived {
+                from: (stage, part),
+                first,
+                gradient,
+            });
         }
         Ok(())
     }
 
     /// Transfers a stage's finished gradients to the shardings of its stored parameters.
     fn reduce(&mut self, stage: usize) -> Result<()> {
-        let Some(finished) = self.gradients[stage].take() else { return Ok(()) };
+        let Some(finished) = self.gradients[stage].take() else {
+            return Ok(());
+        };
         label(self.program, (stage, None), Role::Reduce);
         let trained = &self.graph.stages[stage];
-        let mut to: Vec<Sharding> =
-            (0..finished.leaves.len()).map(|place| trained.place(place).sharding.clone()).collect();
+        let mut to: Vec<Sharding> = (0..finished.leaves.len())
+            .map(|place| trained.place(place).sharding.clone())
+            .collect();
         for tie in self.graph.ties.iter().filter(|tie| tie.user.0 == stage) {
             let (owner, place) = tie.owner;
             to[tie.user.1] = self.graph.stages[owner].place(place).sharding.clone();
@@ -604,11 +667,16 @@ impl<'a> RunningStep<'a> {
         let frozen = to.iter_mut().zip(&finished.leaves).zip(trained.frozen());
         for ((to, gradient), _) in frozen.filter(|(_, frozen)| **frozen) {
             // It has no elements, and stays where it is.
-            gradient.sharding().into_iter().for_each(|sharding| to.clone_from(sharding));
+            gradient
+                .sharding()
+                .into_iter()
+                .for_each(|sharding| to.clone_from(sharding));
         }
         let Bundle { structure, leaves } = finished;
-        self.gradients[stage] =
-            Some(Bundle { structure, leaves: put_each(self.program, leaves, |place| &to[place])? });
+        self.gradients[stage] = Some(Bundle {
+            structure,
+            leaves: put_each(self.program, leaves, |place| &to[place])?,
+        });
         Ok(())
     }
 
@@ -626,8 +694,11 @@ impl<'a> RunningStep<'a> {
             let pair = (sums.leaves[at].clone(), more.leaves[from].clone());
             label(self.program, (owner, None), Role::Reduce);
             let stage = &self.graph.stages[owner];
-            let add =
-                self.program.jit(AddArrays).on(stage.mesh()).outputs(&stage.place(at).sharding);
+            let add = self
+                .program
+                .jit(AddArrays)
+                .on(stage.mesh())
+                .outputs(&stage.place(at).sharding);
             let sum = add.donate("0").build()?.call(self.program, pair)?;
             if let Some(sums) = &mut self.gradients[owner] {
                 sums.leaves[at] = sum;
@@ -645,10 +716,17 @@ fn sum_losses(
     losses: &[Loss<MpmdArray>],
 ) -> Result<Loss<MpmdArray>> {
     let mesh = last.mesh();
-    let add: Jit<AddLoss> = program.jit(AddLoss).on(mesh).outputs(mesh.replicated()).build()?;
-    let (first, rest) =
-        losses.split_first().ok_or_else(|| Error::kernel("a step without microbatches"))?;
-    rest.iter().try_fold(first.clone(), |sum, one| add.call(program, (sum, one.clone())))
+    let add: Jit<AddLoss> = program
+        .jit(AddLoss)
+        .on(mesh)
+        .outputs(mesh.replicated())
+        .build()?;
+    let (first, rest) = losses
+        .split_first()
+        .ok_or_else(|| Error::kernel("a step without microbatches"))?;
+    rest.iter().try_fold(first.clone(), |sum, one| {
+        add.call(program, (sum, one.clone()))
+    })
 }
 
 /// Returns the value, or an error that names it if it is missing. Only a schedule that bypassed the

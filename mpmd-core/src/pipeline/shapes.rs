@@ -28,14 +28,24 @@ impl<In> PartialEq for MicrobatchShapes<In> {
 impl<In: Tree<Leaf = MpmdArray>> MicrobatchShapes<In> {
     /// Describes a microbatch with these global shapes of the pipeline input.
     pub fn new(x: Shapes<In>) -> Self {
-        Self { x: Bundle::of(x), side: BTreeMap::new(), input: PhantomData }
+        Self {
+            x: Bundle::of(x),
+            side: BTreeMap::new(),
+            input: PhantomData,
+        }
     }
 
     /// Sets the global shapes of a stage's side inputs.
     #[must_use]
     pub fn side(mut self, stage: usize, side: &impl Tree<Leaf = ShapedArray>) -> Self {
         let leaves = side.leaves().into_iter().cloned().collect();
-        self.side.insert(stage, Bundle { structure: side.structure(), leaves });
+        self.side.insert(
+            stage,
+            Bundle {
+                structure: side.structure(),
+                leaves,
+            },
+        );
         self
     }
 }
@@ -47,7 +57,10 @@ pub(super) fn infer_all<In: Tree<Leaf = MpmdArray>>(
     microbatch: &MicrobatchShapes<In>,
     mut before: impl FnMut(usize, &Bundle<ShapedArray>, &Bundle<ShapedArray>) -> Result<()>,
 ) -> Result<()> {
-    let sides = microbatch.side.iter().map(|(stage, side)| (*stage, &side.structure));
+    let sides = microbatch
+        .side
+        .iter()
+        .map(|(stage, side)| (*stage, &side.structure));
     graph.check_sides(sides).map_err(Error::kernel)?;
     let nothing = Bundle::empty();
     let mut outputs: Vec<Bundle<ShapedArray>> = Vec::with_capacity(graph.stages.len());
@@ -62,7 +75,10 @@ pub(super) fn infer_all<In: Tree<Leaf = MpmdArray>>(
                 leaves.extend(part.leaves);
                 structures.push(part.structure);
             }
-            Bundle { structure: feed.structure(structures), leaves }
+            Bundle {
+                structure: feed.structure(structures),
+                leaves,
+            }
         };
         let side = microbatch.side.get(&index).unwrap_or(&nothing);
         let inferred =

@@ -352,7 +352,11 @@ impl Leaf for PlacedShape {}
 impl PlacedShape {
     /// Creates a residual of the global shape `aval`, sharded by `spec`.
     pub fn new(aval: ShapedArray, spec: Spec) -> Self {
-        Self { aval, spec, object_bytes: 0 }
+        Self {
+            aval,
+            spec,
+            object_bytes: 0,
+        }
     }
 
     /// Creates a residual that every device of the stage holds whole.
@@ -373,7 +377,10 @@ impl PlacedShape {
     /// Creates a residual like [`PlacedShape::object`] of `bytes` bytes on each device. They count
     /// against the device's memory limit, and in estimates of memory.
     pub fn object_of_bytes(bytes: u64) -> Self {
-        Self { object_bytes: bytes, ..Self::replicated(ShapedArray::object()) }
+        Self {
+            object_bytes: bytes,
+            ..Self::replicated(ShapedArray::object())
+        }
     }
 
     pub(super) fn sharding(&self, mesh: &Mesh) -> Sharding {
@@ -409,8 +416,22 @@ impl<O> StageSignature<O> {
 
     /// Returns the declaration with another form of the output.
     pub(super) fn map_out<P>(self, f: impl FnOnce(O) -> P) -> StageSignature<P> {
-        let Self { out, residual, weight_residual, keeps, forward, backward_input } = self;
-        StageSignature { out: f(out), residual, weight_residual, keeps, forward, backward_input }
+        let Self {
+            out,
+            residual,
+            weight_residual,
+            keeps,
+            forward,
+            backward_input,
+        } = self;
+        StageSignature {
+            out: f(out),
+            residual,
+            weight_residual,
+            keeps,
+            forward,
+            backward_input,
+        }
     }
 
     /// Declares residuals: arrays on the stage's own devices that the forward pass writes for the
@@ -495,8 +516,14 @@ impl Loss<ShapedArray> {
                 "a metric of the loss has the name {name:?}: take another, in one line"
             )));
         }
-        let metrics = self.metrics.iter().map(|(name, aval)| (format!("metric {name:?}"), aval));
-        let own = [("sum".to_owned(), &self.sum), ("weight".to_owned(), &self.weight)];
+        let metrics = self
+            .metrics
+            .iter()
+            .map(|(name, aval)| (format!("metric {name:?}"), aval));
+        let own = [
+            ("sum".to_owned(), &self.sum),
+            ("weight".to_owned(), &self.weight),
+        ];
         let wrong = |(_, aval): &(String, &ShapedArray)| {
             !aval.shape().is_empty() || !matches!(aval.dtype(), DType::F32 | DType::F64)
         };
@@ -513,7 +540,11 @@ impl Loss<ShapedArray> {
 impl<L> Loss<L> {
     /// Creates a loss without metrics: its sum over all items, and their number.
     pub fn new(sum: L, weight: L) -> Self {
-        Self { sum, weight, metrics: BTreeMap::new() }
+        Self {
+            sum,
+            weight,
+            metrics: BTreeMap::new(),
+        }
     }
 
     /// Adds the sum of a metric over all items. Reports show its mean, as that of the loss.

@@ -49,7 +49,11 @@ pub(crate) struct Trace(Arc<Recorder>);
 
 impl fmt::Debug for Trace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if self.is_on() { "Trace(on)" } else { "Trace(off)" })
+        f.write_str(if self.is_on() {
+            "Trace(on)"
+        } else {
+            "Trace(off)"
+        })
     }
 }
 
@@ -181,7 +185,13 @@ impl Trace {
                 let mut texts = recorder.texts.lock();
                 (texts.description(what()), texts.line(at))
             };
-            let what = What::Issued { op, label, text, line, source: source.unwrap_or(0) };
+            let what = What::Issued {
+                op,
+                label,
+                text,
+                line,
+                source: source.unwrap_or(0),
+            };
             recorder.push(began, recorder.now(), what);
         }
     }
@@ -189,7 +199,12 @@ impl Trace {
     /// Returns a guard that records a wait of the program's thread at line `at`, from now until the
     /// guard is dropped. The text names the waiting call.
     pub(crate) fn wait(&self, what: &'static str, at: &'static Location<'static>) -> Waiting<'_> {
-        Waiting { trace: self, what, at, since: self.now() }
+        Waiting {
+            trace: self,
+            what,
+            at,
+            since: self.now(),
+        }
     }
 
     /// Records that the program's thread has waited since the trace time `since` until now, for
@@ -206,7 +221,13 @@ impl Trace {
         at: &'static Location<'static>,
     ) -> Annotating<'a> {
         let span = spans::annotation(name, at);
-        Annotating { trace: self.clone(), name, at, since: self.now(), span }
+        Annotating {
+            trace: self.clone(),
+            name,
+            at,
+            since: self.now(),
+            span,
+        }
     }
 
     /// Records an event with a text and a line, at the current time. Does nothing if tracing is
@@ -231,20 +252,30 @@ impl Trace {
     pub(crate) fn clock(&self, at: u64, server: i64, bound: u64) {
         if let Some((recorder, began)) = self.on() {
             let at = at.saturating_sub(began);
-            recorder.extra.lock().chunks.push(Chunk::Clock(Clock { at, server, bound }));
+            recorder
+                .extra
+                .lock()
+                .chunks
+                .push(Chunk::Clock(Clock { at, server, bound }));
         }
     }
 
     /// Records the order in which a pipeline's ranks compute. Equal schedules are written once.
     pub(crate) fn schedule(&self, schedule: &Schedule) {
-        let Some((recorder, _)) = self.on() else { return };
+        let Some((recorder, _)) = self.on() else {
+            return;
+        };
         let mut extra = recorder.extra.lock();
         if !extra.schedules.contains(schedule) {
-            let rows: Vec<String> =
-                (0..schedule.ranks()).map(|rank| schedule.cells(rank).join(",")).collect();
+            let rows: Vec<String> = (0..schedule.ranks())
+                .map(|rank| schedule.cells(rank).join(","))
+                .collect();
             let rows = rows.join("\n");
             extra.schedules.push(schedule.clone());
-            extra.chunks.push(Chunk::Schedule { name: schedule.name().to_owned(), rows });
+            extra.chunks.push(Chunk::Schedule {
+                name: schedule.name().to_owned(),
+                rows,
+            });
         }
     }
 
@@ -326,7 +357,10 @@ impl Recorder {
         {
             *since = since.saturating_sub(began);
         }
-        let event = Event { at: at.saturating_sub(began), what };
+        let event = Event {
+            at: at.saturating_sub(began),
+            what,
+        };
         let here = HERE.with(|here| std::ptr::from_ref(here).addr() as u64);
         // Addresses of threads' stacks differ by at least a page.
         let list = (here >> 6).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 60;
@@ -440,7 +474,8 @@ impl Texts {
             MOST_TEXTS => "one of too many",
             _ => text,
         };
-        self.new.push((number, text.chars().take(LONGEST_TEXT).collect()));
+        self.new
+            .push((number, text.chars().take(LONGEST_TEXT).collect()));
         self.by_text.insert(text.to_owned(), number);
         number
     }

@@ -43,10 +43,21 @@ impl StepSpan {
 
     /// Returns the span of an operation that the program issues in step number `step`.
     pub(crate) fn operation(&mut self, step: u64, issued: &Issued<'_>) -> Span {
-        let Issued { op, label, what, at, bytes } = issued;
+        let Issued {
+            op,
+            label,
+            what,
+            at,
+            bytes,
+        } = issued;
         let step = || debug_span!(target: TARGET, parent: None, "step", number = step);
         let mut parent = self.0.get_or_insert_with(step).clone();
-        if let Some(Label { stage, microbatch, role }) = label {
+        if let Some(Label {
+            stage,
+            microbatch,
+            role,
+        }) = label
+        {
             let role = role.name();
             parent = debug_span!(target: TARGET, parent: &parent, "stage", number = stage, role);
             if let Some(number) = microbatch {
@@ -80,7 +91,11 @@ impl KernelSpan {
     /// the event at the end: what this thread did.
     pub(crate) fn enter(operation: &Span, device: &dyn Display, said: &'static str) -> Self {
         let span = debug_span!(target: TARGET, parent: operation, "kernel", %device).entered();
-        Self { span, since: now(), said }
+        Self {
+            span,
+            since: now(),
+            said,
+        }
     }
 }
 

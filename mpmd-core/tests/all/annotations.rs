@@ -39,9 +39,15 @@ fn annotations_are_recorded_also_early_and_by_a_panic() {
     let names: Vec<&str> = run.annotations.iter().map(|range| &*range.name).collect();
     assert_eq!(names, ["outer", "inner", "early", "panics"]);
     let [outer, inner] = [0, 1].map(|at| &run.annotations[at]);
-    assert!(outer.start <= inner.start && inner.end <= outer.end, "{outer:?} {inner:?}");
+    assert!(
+        outer.start <= inner.start && inner.end <= outer.end,
+        "{outer:?} {inner:?}"
+    );
     assert!(outer.at.contains(file!()), "{outer:?}");
-    let wait = run.waits.iter().find(|wait| inner.start <= wait.start && wait.end <= inner.end);
+    let wait = run
+        .waits
+        .iter()
+        .find(|wait| inner.start <= wait.start && wait.end <= inner.end);
     assert!(wait.is_some() && run.waits.iter().all(|wait| !names.contains(&&*wait.call)));
     // Without a trace.
     let mut p = Program::builder().alone().unwrap();

@@ -95,8 +95,10 @@ struct Draws(u64);
 
 impl Draws {
     fn below(&mut self, limit: usize) -> usize {
-        self.0 =
-            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) as usize % limit
     }
 
@@ -120,7 +122,11 @@ impl Draws {
             _ => self.named(p, shape, order)?,
         };
         let host = self.below(8) == 0;
-        Ok(if host { sharding.with_memory_kind(MemoryKind::Host) } else { sharding })
+        Ok(if host {
+            sharding.with_memory_kind(MemoryKind::Host)
+        } else {
+            sharding
+        })
     }
 
     /// Returns at most eight tiles that cover the shape, made by random cuts. Some may be empty.
@@ -133,10 +139,19 @@ impl Draws {
             let part = |start, end| {
                 let ranges = tile.ranges().enumerate();
                 ranges
-                    .map(|(d, r)| if d == dim { (start, end) } else { (r.start, r.end) })
+                    .map(|(d, r)| {
+                        if d == dim {
+                            (start, end)
+                        } else {
+                            (r.start, r.end)
+                        }
+                    })
                     .collect()
             };
-            tiles.extend([part(tile.range(dim).start, at), part(at, tile.range(dim).end)]);
+            tiles.extend([
+                part(tile.range(dim).start, at),
+                part(at, tile.range(dim).end),
+            ]);
         }
         tiles
     }
@@ -146,8 +161,10 @@ impl Draws {
     fn named(&mut self, p: &Program, shape: &[usize], order: Vec<DeviceId>) -> Result<Sharding> {
         const MESHES: [&[usize]; 7] = [&[8], &[2, 4], &[4, 2], &[2, 2, 2], &[3], &[2, 3], &[5]];
         let sizes = MESHES[self.below(MESHES.len())];
-        let axes: Vec<(&str, usize)> =
-            ["a", "b", "c"].into_iter().zip(sizes.iter().copied()).collect();
+        let axes: Vec<(&str, usize)> = ["a", "b", "c"]
+            .into_iter()
+            .zip(sizes.iter().copied())
+            .collect();
         let mesh = p.mesh_of(&axes, &order[..sizes.iter().product()])?;
         let mut left = shape.to_vec();
         let mut entries: Vec<Vec<String>> = vec![Vec::new(); shape.len()];
@@ -158,7 +175,9 @@ impl Draws {
                 entries[dim].push(axis.to_owned());
             }
         }
-        Ok(mesh.sharding(Spec::new(entries.into_iter().map(SpecEntry::from).collect())))
+        Ok(mesh.sharding(Spec::new(
+            entries.into_iter().map(SpecEntry::from).collect(),
+        )))
     }
 }
 
@@ -169,7 +188,9 @@ fn random_shardings_reach_each_other_unchanged() {
     for seed in 0..48 {
         let processes = [1, 2, 4, 8][seed as usize % 4];
         // One, two or four processes on each host.
-        let hosts: Vec<usize> = (0..processes).map(|process| process >> (seed / 4 % 3)).collect();
+        let hosts: Vec<usize> = (0..processes)
+            .map(|process| process >> (seed / 4 % 3))
+            .collect();
         let job = Simulation::new(processes, 8).delays(seed, Duration::from_millis(2));
         let results = job.settings(|builder| builder.hosts(&hosts)).run(|p| {
             let mut draws = Draws(seed);

@@ -49,13 +49,20 @@ impl Kernel for Sum {
 fn job(p: &mut Program) -> Result<(u64, Option<Vec<f32>>)> {
     let stages = p.mesh(&[("stage", 4), ("x", 2)])?.split("stage")?;
     let is_dry_run = p.is_dry_run();
-    let mut x =
-        p.array_from_fn(f32s([8]), stages[0].sharding(spec!["x"]), move |_, mut view| {
+    let mut x = p.array_from_fn(
+        f32s([8]),
+        stages[0].sharding(spec!["x"]),
+        move |_, mut view| {
             assert!(!is_dry_run, "nothing is made in a dry run");
             Ok(view.fill(1.0f32)?)
-        })?;
+        },
+    )?;
     for stage in stages.iter().cycle().take(12) {
-        let sum = p.jit(Sum).on(stage).outputs(stage.sharding(spec!["x"])).build()?;
+        let sum = p
+            .jit(Sum)
+            .on(stage)
+            .outputs(stage.sharding(spec!["x"]))
+            .build()?;
         x = p.device_put(&x, stage.sharding(spec!["x"]))?;
         x = sum.call(p, (x.clone(), x))?;
         x.then(move |_| assert!(!is_dry_run, "nothing is read in a dry run"));
@@ -74,11 +81,20 @@ fn dry_run_executes_a_whole_program_without_data() {
     for processes in [1, 2, 4, 8] {
         let mut p = Program::builder().devices(8).dry_run(processes).unwrap();
         assert!(p.is_dry_run() && p.processes() == processes);
-        assert!(p.topology().devices_of(p.process()).is_empty(), "it owns nothing");
+        assert!(
+            p.topology().devices_of(p.process()).is_empty(),
+            "it owns nothing"
+        );
         let (agreed, values) = job(&mut p).unwrap();
-        assert_eq!((agreed, values), (7, None), "the value for plans, and nothing to read");
+        assert_eq!(
+            (agreed, values),
+            (7, None),
+            "the value for plans, and nothing to read"
+        );
         let mesh = p.mesh(&[("x", 8)]).unwrap();
-        let x = p.device_put(&MpmdArray::scalar(1.0f32), mesh.replicated()).unwrap();
+        let x = p
+            .device_put(&MpmdArray::scalar(1.0f32), mesh.replicated())
+            .unwrap();
         assert!(x.is_fully_remote() && x.is_complete());
         x.block_until_ready().unwrap();
         assert_eq!(p.memory(), mpmd_core::MemoryUse::default());
@@ -96,7 +112,11 @@ fn dry_run_executes_a_whole_program_without_data() {
             assert_eq!(agreed, 8);
             owners += usize::from(values.is_some());
         }
-        assert_eq!(owners, if processes == 8 { 2 } else { 1 }, "the owners of the last stage");
+        assert_eq!(
+            owners,
+            if processes == 8 { 2 } else { 1 },
+            "the owners of the last stage"
+        );
     }
 }
 
@@ -105,7 +125,9 @@ fn dry_run_may_be_dropped() {
     let _limit = watchdog(60);
     let mut p = Program::builder().dry_run(3).unwrap();
     let mesh = p.mesh(&[("x", 3)]).unwrap();
-    let _x = p.device_put(&MpmdArray::scalar(1.0f32), mesh.replicated()).unwrap();
+    let _x = p
+        .device_put(&MpmdArray::scalar(1.0f32), mesh.replicated())
+        .unwrap();
     drop(p);
 }
 
@@ -114,5 +136,8 @@ fn kernels_run_on_host_values_without_a_job() {
     let _limit = watchdog(60);
     let [a, b] =
         [[1.0f32, 2.0], [10.0, 20.0]].map(|values| HostArray::from_slice(&[2], &values).unwrap());
-    assert_eq!(run_here(Sum, &(a, b)).unwrap().to_vec::<f32>().unwrap(), [11.0, 22.0]);
+    assert_eq!(
+        run_here(Sum, &(a, b)).unwrap().to_vec::<f32>().unwrap(),
+        [11.0, 22.0]
+    );
 }

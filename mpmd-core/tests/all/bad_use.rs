@@ -15,11 +15,21 @@ macro_rules! refused {
     ($p:ident, $call:expr) => {{
         let before = $p.operations();
         let error = $call.map(drop).expect_err(stringify!($call));
-        let Error::Issue(issue) = &error else { panic!("{}: {error}", stringify!($call)) };
+        let Error::Issue(issue) = &error else {
+            panic!("{}: {error}", stringify!($call))
+        };
         let lines = line!()..line!() + 6;
         assert!(issue.at.file().ends_with("bad_use.rs"), "{error}");
-        assert!(lines.contains(&issue.at.line()), "{error} is not at lines {lines:?}");
-        assert!(error.to_string().contains(&format!("bad_use.rs:{}:", issue.at.line())), "{error}");
+        assert!(
+            lines.contains(&issue.at.line()),
+            "{error} is not at lines {lines:?}"
+        );
+        assert!(
+            error
+                .to_string()
+                .contains(&format!("bad_use.rs:{}:", issue.at.line())),
+            "{error}"
+        );
         assert_eq!($p.operations(), before, "{error}");
         error.to_string()
     }};
@@ -30,7 +40,11 @@ macro_rules! refused {
 fn on_two(program: impl Fn(&mut Program) -> Result<Vec<String>> + Sync) -> Vec<String> {
     let mut results = simulate(2, 2, 1, program).into_iter().map(Result::unwrap);
     let first = results.next().expect("two processes");
-    assert_eq!(results.next().as_ref(), Some(&first), "the processes say the same");
+    assert_eq!(
+        results.next().as_ref(),
+        Some(&first),
+        "the processes say the same"
+    );
     first
 }
 
@@ -60,13 +74,25 @@ fn shardings_that_do_not_fit_are_refused() {
             refused!(p, p.device_put(&x, mesh.sharding(spec![None, "x"]))),
             refused!(p, p.device_put(&x, mesh.sharding(spec!["z"]))),
             refused!(p, p.device_put(&x, mesh.sharding(spec![("x", "x")]))),
-            refused!(p, p.array_from_fn(f32s([4, 2]), mesh.sharding(spec!["x", "x"]), fill)),
-            refused!(p, p.array_from_fn(f32s([3]), mesh.sharding(spec!["x"]), fill)),
-            refused!(p, p.device_put(&MpmdArray::scalar(1u8), mesh.sharding(spec!["x"]))),
+            refused!(
+                p,
+                p.array_from_fn(f32s([4, 2]), mesh.sharding(spec!["x", "x"]), fill)
+            ),
+            refused!(
+                p,
+                p.array_from_fn(f32s([3]), mesh.sharding(spec!["x"]), fill)
+            ),
+            refused!(
+                p,
+                p.device_put(&MpmdArray::scalar(1u8), mesh.sharding(spec!["x"]))
+            ),
             refused!(p, same.call(p, vec![x.clone()])),
             refused!(p, p.device_put(&x, Sharding::single_device(DeviceId(2)))),
             refused!(p, p.device_put(&x, foreign.replicated())),
-            refused!(p, p.array_from_fn(f32s([4]), foreign.sharding(spec!["x"]), fill)),
+            refused!(
+                p,
+                p.array_from_fn(f32s([4]), foreign.sharding(spec!["x"]), fill)
+            ),
         ])
     });
     let expected = [
@@ -113,7 +139,11 @@ fn inputs_that_do_not_match_the_declaration_are_refused() {
             .build()?;
         let two_for_one = p.jit(kernel()).on(&mesh).outputs((&rows, &rows)).build()?;
         let foreign = Mesh::new(&[("x", 2)], vec![DeviceId(0), DeviceId(9)])?;
-        let beyond = p.jit(kernel()).on(&foreign).outputs(foreign.replicated()).build()?;
+        let beyond = p
+            .jit(kernel())
+            .on(&foreign)
+            .outputs(foreign.replicated())
+            .build()?;
         Ok(vec![
             refused!(p, strict.call(p, vec![x.clone()])),
             refused!(p, free.call(p, vec![x.clone(), elsewhere.clone()])),
@@ -154,7 +184,10 @@ fn invalid_shards_are_refused() {
         Ok(vec![
             refused!(p, p.device_put(&x, Sharding::chunk(2, devices([0, 1]))?)),
             refused!(p, p.device_put(&x, Sharding::chunk(0, devices([0, 7]))?)),
-            refused!(p, p.array_from_fn(f32s([]), &Sharding::chunk(0, devices([0, 1]))?, fill)),
+            refused!(
+                p,
+                p.array_from_fn(f32s([]), &Sharding::chunk(0, devices([0, 1]))?, fill)
+            ),
             refused!(p, p.device_put(&x, &diagonal)),
             refused!(p, p.array_from_fn(f32s([4, 3]), &diagonal, fill)),
             refused!(p, p.array_from_fn(f32s([4]), &diagonal, fill)),
@@ -182,15 +215,38 @@ fn undeclared_partial_sums_and_host_memory_are_refused() {
         let kernel = || fun("pick", like_first, |_, _, mut y| Ok(y[0].fill(0.0f32)?));
         let x = ones(p, &[4], &whole)?;
         let in_host = p.device_put(&x, &host)?;
-        let terms =
-            p.jit(kernel()).on(&mesh).outputs(&sums).build()?.call(p, vec![x.clone()])?.remove(0);
+        let terms = p
+            .jit(kernel())
+            .on(&mesh)
+            .outputs(&sums)
+            .build()?
+            .call(p, vec![x.clone()])?
+            .remove(0);
         let free = p.jit(kernel()).on(&mesh).outputs(&whole).build()?;
-        let declares_whole = p.jit(kernel()).on(&mesh).inputs(&whole).outputs(&whole).build()?;
-        let declares_sums = p.jit(kernel()).on(&mesh).inputs(&sums).outputs(&whole).build()?;
-        let declares_host = p.jit(kernel()).on(&mesh).inputs(&host).outputs(&whole).build()?;
+        let declares_whole = p
+            .jit(kernel())
+            .on(&mesh)
+            .inputs(&whole)
+            .outputs(&whole)
+            .build()?;
+        let declares_sums = p
+            .jit(kernel())
+            .on(&mesh)
+            .inputs(&sums)
+            .outputs(&whole)
+            .build()?;
+        let declares_host = p
+            .jit(kernel())
+            .on(&mesh)
+            .inputs(&host)
+            .outputs(&whole)
+            .build()?;
         let one_term = whole.unreduced(&["y"])?;
         let in_place = |x: &[ShapedArray]| Ok(Signature::new(vec![x[0].clone()]).alias("0", "0"));
-        let update = p.jit(fun("update", in_place, |_, _, _| Ok(()))).on(&mesh).inputs(&host);
+        let update = p
+            .jit(fun("update", in_place, |_, _, _| Ok(())))
+            .on(&mesh)
+            .inputs(&host);
         let update = update.outputs(&whole).build()?;
         declares_sums.call(p, vec![terms.clone()])?[0].block_until_ready()?;
         declares_host.call(p, vec![in_host.clone()])?[0].block_until_ready()?;
@@ -239,7 +295,11 @@ fn donated_arrays_are_gone_on_every_process() {
         let in_place = |x: &[ShapedArray]| Ok(Signature::new(vec![x[0].clone()]).alias("0", "0"));
         let update = p.jit(fun("update", in_place, |_, _, _| Ok(()))).on(&mesh);
         let update = update.outputs(&rows).donate("0").build()?;
-        let [a, b, c] = [ones(p, &[4], &rows)?, ones(p, &[4], &rows)?, ones(p, &[4], &rows)?];
+        let [a, b, c] = [
+            ones(p, &[4], &rows)?,
+            ones(p, &[4], &rows)?,
+            ones(p, &[4], &rows)?,
+        ];
         let cold = refused!(p, update.call(p, vec![a.clone(), a.clone()]));
         let _kept = update.call(p, vec![a.clone(), b.clone()])?;
         let donated_at = line!() - 1;
@@ -252,7 +312,10 @@ fn donated_arrays_are_gone_on_every_process() {
             refused!(p, p.device_put(&a.clone(), &rows)),
             refused!(p, p.device_put(&(b, vec![a.clone()]), &rows)),
             refused!(p, a.microbatches(p, 0, 1)),
-            refused!(p, p.device_put_with(&twice, &rows, MoveOptions::default().donate(true))),
+            refused!(
+                p,
+                p.device_put_with(&twice, &rows, MoveOptions::default().donate(true))
+            ),
         ];
         c.block_until_ready()?;
         for text in &texts[2..6] {
@@ -284,9 +347,13 @@ fn twins_among_many_donated_arrays_are_refused() {
         let first = |x: &[ShapedArray]| Ok(Signature::new(vec![x[0].clone()]).alias("0", "0"));
         let update = p.jit(fun("update", first, |_, _, _| Ok(()))).on(&mesh);
         let donating = ["0", "1", "2", "3", "4", "5"];
-        let update = donating.iter().fold(update, |update, path| update.donate(*path));
+        let update = donating
+            .iter()
+            .fold(update, |update, path| update.donate(*path));
         let update = update.outputs(&rows).build()?;
-        let mut x = (0..8).map(|_| ones(p, &[4], &rows)).collect::<Result<Vec<_>>>()?;
+        let mut x = (0..8)
+            .map(|_| ones(p, &[4], &rows))
+            .collect::<Result<Vec<_>>>()?;
         let last = x[7].clone();
         // Twins that are not donated are allowed.
         x.push(last);
@@ -318,7 +385,11 @@ fn contradictory_signatures_are_refused() {
             |_| Ok(Signature::new(vec![mpmd_core::aval::f64s([4, 2])]).alias("0", "0")),
             |x| Ok(Signature::new(vec![x[0].clone()]).alias("1", "0")),
             |x| Ok(Signature::new(vec![x[0].clone()]).alias("0", "weights")),
-            |x| Ok(Signature::new(vec![x[0].clone(); 2]).alias("0", "0").alias("0", "1")),
+            |x| {
+                Ok(Signature::new(vec![x[0].clone(); 2])
+                    .alias("0", "0")
+                    .alias("0", "1"))
+            },
             |x| Ok(Signature::new(vec![x[0].clone()]).all_reduce("y", x[0].clone())),
         ];
         for signature in signatures {
@@ -380,8 +451,18 @@ fn arrays_and_kernels_of_another_program_are_refused() {
     let mut other = Program::builder().devices(2).alone().unwrap();
     let mesh = p.mesh(&[("x", 2)]).unwrap();
     let kernel = || fun("same", like_first, |_, _, _| Ok(()));
-    let mine = p.jit(kernel()).on(&mesh).outputs(mesh.replicated()).build().unwrap();
-    let theirs = other.jit(kernel()).on(&mesh).outputs(mesh.replicated()).build().unwrap();
+    let mine = p
+        .jit(kernel())
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .build()
+        .unwrap();
+    let theirs = other
+        .jit(kernel())
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .build()
+        .unwrap();
     let x = ones(&mut p, &[2], &mesh.replicated()).unwrap();
     let y = ones(&mut other, &[2], &mesh.replicated()).unwrap();
     let texts = [
@@ -417,7 +498,8 @@ fn trees_with_equal_leaves_but_other_structure_differ() {
             (a, b): (Vec<View<'_>>, Vec<View<'_>>),
             y: Vec<ViewMut<'_>>,
         ) -> Result<()> {
-            y.into_iter().try_for_each(|mut y| Ok(y.fill((10 * a.len() + b.len()) as f32)?))
+            y.into_iter()
+                .try_for_each(|mut y| Ok(y.fill((10 * a.len() + b.len()) as f32)?))
         }
     }
     let texts = on_two(|p| {
@@ -429,11 +511,22 @@ fn trees_with_equal_leaves_but_other_structure_differ() {
         for (a, b) in [(1, 2), (2, 1), (3, 0), (1, 2)] {
             let y = jit.call(p, (all(a), all(b)))?;
             assert_eq!(y.len(), a);
-            counts.push(format!("{:?}", y[0].to_host()?.map(|y| y.to_vec::<f32>()).transpose()?));
+            counts.push(format!(
+                "{:?}",
+                y[0].to_host()?.map(|y| y.to_vec::<f32>()).transpose()?
+            ));
         }
         Ok(counts)
     });
-    assert_contains(&texts, &["[12.0, 12.0]", "[21.0, 21.0]", "[30.0, 30.0]", "[12.0, 12.0]"]);
+    assert_contains(
+        &texts,
+        &[
+            "[12.0, 12.0]",
+            "[21.0, 21.0]",
+            "[30.0, 30.0]",
+            "[12.0, 12.0]",
+        ],
+    );
 }
 
 /// Runs a failing kernel on the first two of four processes; the other two only receive its result.
@@ -467,7 +560,10 @@ where
     });
     for (process, result) in results.into_iter().enumerate() {
         let error = result.expect_err("finish reports it").to_string();
-        assert!(error.contains("kernel broken of operation 2 at"), "process {process}: {error}");
+        assert!(
+            error.contains("kernel broken of operation 2 at"),
+            "process {process}: {error}"
+        );
     }
     let texts = texts.into_inner().unwrap();
     assert_eq!(texts.len(), 4);
@@ -488,9 +584,14 @@ fn reduced(x: &[ShapedArray]) -> Result<Signature<Vec<ShapedArray>>> {
 fn failed_kernel_fails_everything_made_from_it() {
     let _limit = watchdog(60);
     let all_contain = |texts: Vec<String>, reason: &str| {
-        texts.iter().for_each(|text| assert!(text.contains(reason), "{text}\n  lacks {reason}"));
+        texts
+            .iter()
+            .for_each(|text| assert!(text.contains(reason), "{text}\n  lacks {reason}"));
     };
-    all_contain(failing(like_first, |_, _, _| Err(Error::kernel("out of luck"))), "out of luck");
+    all_contain(
+        failing(like_first, |_, _, _| Err(Error::kernel("out of luck"))),
+        "out of luck",
+    );
     all_contain(
         failing(like_first, |_, _, _| panic!("lost the thread")),
         "panicked: lost the thread",
@@ -503,7 +604,9 @@ fn failed_kernel_fails_everything_made_from_it() {
         "a view of f32 elements was asked for i32 elements",
     );
     all_contain(
-        failing(like_first, |_, x, _| x[0].scalar::<f32>().map(drop).map_err(Error::from)),
+        failing(like_first, |_, x, _| {
+            x[0].scalar::<f32>().map(drop).map_err(Error::from)
+        }),
         "a single value was asked of a view of 2 elements",
     );
     all_contain(
@@ -519,12 +622,17 @@ fn failed_kernel_fails_everything_made_from_it() {
 fn undeclared_collective_calls_are_errors() {
     let _limit = watchdog(60);
     let all_contain = |texts: Vec<String>, reason: &str| {
-        texts.iter().for_each(|text| assert!(text.contains(reason), "{text}\n  lacks {reason}"));
+        texts
+            .iter()
+            .for_each(|text| assert!(text.contains(reason), "{text}\n  lacks {reason}"));
     };
     let call = |cx: &mut Context<'_>, _: Vec<View<'_>>, mut y: Vec<ViewMut<'_>>| {
         cx.all_reduce("x", y[0].as_mut_slice::<f32>()?)
     };
-    all_contain(failing(like_first, call), "its signature declares only 0 collectives");
+    all_contain(
+        failing(like_first, call),
+        "its signature declares only 0 collectives",
+    );
     all_contain(
         failing(reduced, |_, _, _| Ok(())),
         "its signature declares 1 more collectives than it calls",
@@ -537,7 +645,10 @@ fn undeclared_collective_calls_are_errors() {
         failing(reduced, |cx, _, _| cx.all_reduce("x", &mut [0.0f32; 3])),
         "of 3 f32 elements",
     );
-    all_contain(failing(reduced, |cx, _, _| cx.all_reduce("x", &mut [0u8; 2])), "of 2 u8 elements");
+    all_contain(
+        failing(reduced, |cx, _, _| cx.all_reduce("x", &mut [0u8; 2])),
+        "of 2 u8 elements",
+    );
     // Only one device is at fault. The other waits for it in vain and reports the reason.
     let one = |cx: &mut Context<'_>, _: Vec<View<'_>>, mut y: Vec<ViewMut<'_>>| {
         if cx.axis_index("x")? == 1 {
@@ -560,7 +671,9 @@ fn undeclared_collective_calls_are_errors() {
             .build()?;
         jit.call(p, vec![x])?[0].block_until_ready().map(drop)
     });
-    texts.into_iter().for_each(|result| assert!(result.is_err()));
+    texts
+        .into_iter()
+        .for_each(|result| assert!(result.is_err()));
 }
 
 #[test]
@@ -568,9 +681,14 @@ fn wrong_numbers_of_values_are_refused() {
     for (values, given) in [(&[1.0f64; 5][..], "5"), (&[1.0; 7], "7"), (&[], "0")] {
         let (line, result) = (line!(), MpmdArray::from_slice(&[2, 3], values));
         let said = result.unwrap_err().to_string();
-        assert!(said.starts_with(&format!("mpmd-core/tests/all/bad_use.rs:{line}:")), "{said}");
         assert!(
-            said.ends_with(&format!(": shape [2, 3] has 6 elements, but {given} values are given")),
+            said.starts_with(&format!("mpmd-core/tests/all/bad_use.rs:{line}:")),
+            "{said}"
+        );
+        assert!(
+            said.ends_with(&format!(
+                ": shape [2, 3] has 6 elements, but {given} values are given"
+            )),
             "{said}"
         );
     }
@@ -583,7 +701,11 @@ fn failed_make_fails_everything_made_from_it() {
         let results = Simulation::new(3, 3).run(|p| {
             let [first, last] = [0, 2].map(|device| Sharding::single_device(DeviceId(device)));
             let x = p.array_from_fn(f32s([4]), &first, move |_, _| {
-                if panics { panic!("no values") } else { Err(Error::kernel("no values")) }
+                if panics {
+                    panic!("no values")
+                } else {
+                    Err(Error::kernel("no values"))
+                }
             })?;
             let y = p.device_put(&x, &last)?;
             x.block_until_ready()?;

@@ -57,7 +57,12 @@ pub(crate) struct Residuals {
 
 impl<F, O> Blank<F, O> {
     pub(crate) fn new(before: F, elements: usize, residuals: Option<Residuals>) -> Self {
-        Self { before, elements, residuals, output: PhantomData }
+        Self {
+            before,
+            elements,
+            residuals,
+            output: PhantomData,
+        }
     }
 }
 
@@ -81,12 +86,21 @@ where
         _: &SideShapes,
     ) -> Result<StageSignature<Shapes<O>>> {
         let signature = StageSignature::new(O::shapes(self.elements));
-        let Some(Residuals { forward, weight, kept }) = self.residuals else {
+        let Some(Residuals {
+            forward,
+            weight,
+            kept,
+        }) = self.residuals
+        else {
             return Ok(signature);
         };
         let some = |count| vec![PlacedShape::replicated(f32s([self.elements])); count];
-        let signature = signature.residual(some(forward)).weight_residual(some(weight));
-        Ok((0..kept).map(|i| i.to_string()).fold(signature, |all, i| all.keep(i.clone(), i)))
+        let signature = signature
+            .residual(some(forward))
+            .weight_residual(some(weight));
+        Ok((0..kept)
+            .map(|i| i.to_string())
+            .fold(signature, |all, i| all.keep(i.clone(), i)))
     }
 
     fn side(&self) -> SideInput {
@@ -94,7 +108,11 @@ where
     }
 
     fn passes(&self) -> Passes {
-        if self.residuals.is_some() { Passes::Split } else { Passes::Fused }
+        if self.residuals.is_some() {
+            Passes::Split
+        } else {
+            Passes::Fused
+        }
     }
 
     fn forward(

@@ -17,7 +17,12 @@ fn floats(values: &[f32]) -> HostArray {
 fn refused<K: Kernel>(kernel: K, x: K::In) -> String {
     let mut p = Program::builder().alone().unwrap();
     let mesh = p.mesh(&[("x", 1)]).unwrap();
-    let kernel = p.jit(kernel).on(&mesh).outputs(mesh.replicated()).build().unwrap();
+    let kernel = p
+        .jit(kernel)
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .build()
+        .unwrap();
     let error = kernel.call(&mut p, x).map(drop).expect_err("it is refused");
     assert!(matches!(error, Error::Issue(_)), "{error}");
     p.finish().unwrap();
@@ -35,7 +40,10 @@ fn closures_take_one_to_six_inputs_and_give_one_to_three() {
     let negated = kernel(like_input, |x: View<f32>, mut y: ViewMut<f32>| {
         y.iter_mut().zip(x.iter()).for_each(|(y, x)| *y = -x);
     });
-    assert_eq!(run_here(negated, &x).unwrap().to_vec::<f32>().unwrap(), [-1.0, -2.0]);
+    assert_eq!(
+        run_here(negated, &x).unwrap().to_vec::<f32>().unwrap(),
+        [-1.0, -2.0]
+    );
     let both = kernel(
         |x: &ShapedArray, n: &ShapedArray| Ok((f32s([]), i32s([n.elements() + x.elements()]))),
         |x: View<f32>, n: View<i32>, mut sum: ViewMut<f32>, mut all: ViewMut<i32>| {
@@ -79,16 +87,35 @@ fn elementwise_repeats_scalars_and_changes_dtypes() {
     // More than one chunk, and a rest.
     let x: Vec<f32> = (0..1000).map(|i| i as f32).collect();
     let line = elementwise(|a: f32, x: f32, b: f32| a * x + b);
-    let y = run_here(line, &(HostArray::scalar(2.0f32), floats(&x), HostArray::scalar(1.0f32)));
+    let y = run_here(
+        line,
+        &(
+            HostArray::scalar(2.0f32),
+            floats(&x),
+            HostArray::scalar(1.0f32),
+        ),
+    );
     let expected: Vec<f32> = x.iter().map(|x| 2.0 * x + 1.0).collect();
     assert_eq!(y.unwrap().to_vec::<f32>().unwrap(), expected);
     let small = elementwise(|x: f32, n: u8, yes: bool, d: f64| yes && f64::from(x) + d < n.into());
-    let x = (floats(&[1.0, 9.0]), HostArray::from_slice(&[2], &[5u8, 5]).unwrap());
-    let y = run_here(small, &(x.0, x.1, HostArray::scalar(true), HostArray::scalar(0.5f64)));
+    let x = (
+        floats(&[1.0, 9.0]),
+        HostArray::from_slice(&[2], &[5u8, 5]).unwrap(),
+    );
+    let y = run_here(
+        small,
+        &(x.0, x.1, HostArray::scalar(true), HostArray::scalar(0.5f64)),
+    );
     assert_eq!(y.unwrap().to_vec::<bool>().unwrap(), [true, false]);
     let y = run_here(elementwise(half), &HostArray::scalar(3i32)).unwrap();
-    assert_eq!((y.to_vec::<f64>().unwrap(), y.shape()), (vec![1.5], &[][..]));
-    let none = run_here(elementwise(half), &HostArray::from_slice::<i32>(&[0, 3], &[]).unwrap());
+    assert_eq!(
+        (y.to_vec::<f64>().unwrap(), y.shape()),
+        (vec![1.5], &[][..])
+    );
+    let none = run_here(
+        elementwise(half),
+        &HostArray::from_slice::<i32>(&[0, 3], &[]).unwrap(),
+    );
     assert_eq!(none.unwrap().shape(), [0, 3]);
 }
 
@@ -97,19 +124,33 @@ fn wrong_dtypes_are_refused_with_the_path() {
     let _limit = watchdog(60);
     let two = || kernel(like_input, |_: View<f32>, _: View<i32>, _: ViewMut<f32>| ());
     let said = refused(two(), (array(&[1.0f32]), array(&[1.0f32])));
-    assert!(said.contains("input \"1\": f32[1] does not fit the closure, which has i32"), "{said}");
+    assert!(
+        said.contains("input \"1\": f32[1] does not fit the closure, which has i32"),
+        "{said}"
+    );
     let one = kernel(like_input, |_: View<f32>, _: ViewMut<f32>| ());
     let said = refused(one, array(&[1u8]));
-    assert!(said.contains("input u8[1] does not fit the closure, which has f32"), "{said}");
-    let output = kernel(like_input, |_: View<f32>, _: ViewMut<f32>, _: ViewMut<f64>| ());
+    assert!(
+        said.contains("input u8[1] does not fit the closure, which has f32"),
+        "{said}"
+    );
+    let output = kernel(
+        like_input,
+        |_: View<f32>, _: ViewMut<f32>, _: ViewMut<f64>| (),
+    );
     let said = refused(output, array(&[1.0f32]));
     assert!(
         said.contains("output \"1\": f32[1] does not fit the closure, which has f64"),
         "{said}"
     );
-    let said =
-        refused(elementwise(|x: f32, n: i32| x + n as f32), (array(&[1i32]), array(&[1i32])));
-    assert!(said.contains("input \"0\": i32[1] does not fit the closure, which has f32"), "{said}");
+    let said = refused(
+        elementwise(|x: f32, n: i32| x + n as f32),
+        (array(&[1i32]), array(&[1i32])),
+    );
+    assert!(
+        said.contains("input \"0\": i32[1] does not fit the closure, which has f32"),
+        "{said}"
+    );
 }
 
 #[test]
@@ -117,15 +158,25 @@ fn shapes_that_differ_or_fail_are_refused() {
     let _limit = watchdog(60);
     let said = refused(
         elementwise(|x: f32, _: f32, z: f32| x + z),
-        (MpmdArray::scalar(1.0f32), array(&[1.0f32]), array(&[1.0f32, 2.0])),
+        (
+            MpmdArray::scalar(1.0f32),
+            array(&[1.0f32]),
+            array(&[1.0f32, 2.0]),
+        ),
     );
-    assert!(said.contains("input 1 is f32[1], but input 2 is f32[2]"), "{said}");
+    assert!(
+        said.contains("input 1 is f32[1], but input 2 is f32[2]"),
+        "{said}"
+    );
     let never = kernel(
         |_: &ShapedArray| -> Result<ShapedArray> { Err(Error::kernel("no shape at all")) },
         |_: View<f32>, _: ViewMut<f32>| (),
     );
     let said = refused(never, array(&[1.0f32]));
-    assert!(said.contains("no shape at all") && said.contains("jit kernel at "), "{said}");
+    assert!(
+        said.contains("no shape at all") && said.contains("jit kernel at "),
+        "{said}"
+    );
 }
 
 #[test]
@@ -135,16 +186,31 @@ fn captured_values_without_with_are_refused() {
     for said in [
         refused(elementwise(move |x: f32| x * factor), array(&[1.0f32])),
         refused(
-            kernel(like_input, move |_: View<f32>, mut y: ViewMut<f32>| y.fill(factor)),
+            kernel(like_input, move |_: View<f32>, mut y: ViewMut<f32>| {
+                y.fill(factor)
+            }),
             array(&[1.0f32]),
         ),
     ] {
         let line = concat!(file!(), ":");
-        assert!(said.contains("captures values: declare each by `.with(value)`"), "{said}");
-        assert_eq!(said.matches(line).count(), 3, "the call, the name, the closure: {said}");
+        assert!(
+            said.contains("captures values: declare each by `.with(value)`"),
+            "{said}"
+        );
+        assert_eq!(
+            said.matches(line).count(),
+            3,
+            "the call, the name, the closure: {said}"
+        );
     }
     let declared = elementwise(move |x: f32| x * factor).with(factor);
-    assert_eq!(run_here(declared, &floats(&[3.0])).unwrap().to_vec::<f32>().unwrap(), [6.0]);
+    assert_eq!(
+        run_here(declared, &floats(&[3.0]))
+            .unwrap()
+            .to_vec::<f32>()
+            .unwrap(),
+        [6.0]
+    );
 }
 
 #[test]
@@ -155,10 +221,20 @@ fn names_show_the_line_and_short_values() {
     let two = elementwise(|x: f32| x).with(2.0f32).with("a");
     assert!(two.name().ends_with(" (2.0, \"a\")"), "{}", two.name());
     let long = two.with([1000u32; 20]);
-    assert!(long.name().ends_with(|last: char| last.is_ascii_digit()), "{}", long.name());
-    assert_ne!(long.statics(), elementwise(|x: f32| x).with(2.0f32).with("a").statics());
+    assert!(
+        long.name().ends_with(|last: char| last.is_ascii_digit()),
+        "{}",
+        long.name()
+    );
+    assert_ne!(
+        long.statics(),
+        elementwise(|x: f32| x).with(2.0f32).with("a").statics()
+    );
     // On one line, the column tells two closures apart.
-    let both = [elementwise(half as fn(i32) -> f64), elementwise(half as fn(i32) -> f64)];
+    let both = [
+        elementwise(half as fn(i32) -> f64),
+        elementwise(half as fn(i32) -> f64),
+    ];
     assert_ne!(both[0].statics(), both[1].statics());
 }
 
@@ -166,21 +242,30 @@ fn names_show_the_line_and_short_values() {
 fn declared_values_that_differ_diverge_with_the_line() {
     let _limit = watchdog(60);
     for large in [false, true] {
-        let results = Simulation::new(2, 2).delays(1, Duration::from_millis(1)).run(|p| {
-            let mesh = p.mesh(&[("x", 2)])?;
-            let own = p.process().0;
-            let declared = if large { vec![own; 50] } else { vec![own] };
-            let add = elementwise(move |x: u32| x + own).with(declared);
-            let add = p.jit(add).on(&mesh).outputs(mesh.replicated()).build()?;
-            let _ = add.call(p, MpmdArray::scalar(1u32))?;
-            p.step_end()
-        });
+        let results = Simulation::new(2, 2)
+            .delays(1, Duration::from_millis(1))
+            .run(|p| {
+                let mesh = p.mesh(&[("x", 2)])?;
+                let own = p.process().0;
+                let declared = if large { vec![own; 50] } else { vec![own] };
+                let add = elementwise(move |x: u32| x + own).with(declared);
+                let add = p.jit(add).on(&mesh).outputs(mesh.replicated()).build()?;
+                let _ = add.call(p, MpmdArray::scalar(1u32))?;
+                p.step_end()
+            });
         for result in results {
             let error = result.expect_err("the processes differ");
             assert!(error.is_divergence(), "{error}");
             let said = error.to_string();
-            assert!(said.contains(concat!("elementwise at ", file!(), ":")), "{said}");
-            assert_eq!(said.contains("([0])") && said.contains("([1])"), !large, "{said}");
+            assert!(
+                said.contains(concat!("elementwise at ", file!(), ":")),
+                "{said}"
+            );
+            assert_eq!(
+                said.contains("([0])") && said.contains("([1])"),
+                !large,
+                "{said}"
+            );
         }
     }
 }
@@ -195,19 +280,35 @@ fn regions_that_differ_fail_and_are_named() {
     let add = elementwise(|x: f32, y: f32| x + y);
     let add = p.jit(add).on(&mesh).outputs(&rows).build().unwrap();
     let y = add.call(&mut p, (x.clone(), x.clone())).unwrap();
-    assert_eq!(y.to_host().unwrap().unwrap().to_vec::<f32>().unwrap(), [2.0, 4.0]);
+    assert_eq!(
+        y.to_host().unwrap().unwrap().to_vec::<f32>().unwrap(),
+        [2.0, 4.0]
+    );
     let whole = p.device_put(&x, mesh.replicated()).unwrap();
-    let said = add.call(&mut p, (x, whole)).unwrap().to_host().unwrap_err().to_string();
-    assert!(said.contains("region [0..2] of input 1, but [0..1] of the output"), "{said}");
+    let said = add
+        .call(&mut p, (x, whole))
+        .unwrap()
+        .to_host()
+        .unwrap_err()
+        .to_string();
+    assert!(
+        said.contains("region [0..2] of input 1, but [0..1] of the output"),
+        "{said}"
+    );
     assert!(p.finish().is_err());
 }
 
 #[test]
 fn failing_closure_fails_its_outputs() {
     let _limit = watchdog(60);
-    let fails = kernel(like_input, |_: View<f32>, _: ViewMut<f32>| Err(Error::kernel("too cold")));
+    let fails = kernel(like_input, |_: View<f32>, _: ViewMut<f32>| {
+        Err(Error::kernel("too cold"))
+    });
     let said = run_here(fails, &floats(&[1.0])).unwrap_err().to_string();
-    assert!(said.contains("too cold") && said.contains("kernel at "), "{said}");
+    assert!(
+        said.contains("too cold") && said.contains("kernel at "),
+        "{said}"
+    );
     let panics = kernel(like_input, |x: View<f32>, mut y: ViewMut<f32>| y[0] = x[1]);
     let said = run_here(panics, &floats(&[1.0])).unwrap_err().to_string();
     assert!(said.contains("index out of bounds"), "{said}");
@@ -222,7 +323,10 @@ fn typed_views_need_their_dtype() {
             let x = x.remove(0);
             assert!(x.typed::<i32>().is_err());
             let (x, mut y) = (x.typed::<f32>()?, y.remove(0).typed::<f32>()?);
-            assert_eq!((x.shape(), x.region(), x.global()), (y.shape(), y.region(), y.global()));
+            assert_eq!(
+                (x.shape(), x.region(), x.global()),
+                (y.shape(), y.region(), y.global())
+            );
             y.copy_from_slice(&x);
             Ok(())
         }),
@@ -237,7 +341,11 @@ fn on(kind: DeviceKind) -> Result<(Vec<f32>, Vec<u8>, String)> {
     let mut p = Program::builder().device_kinds(&[kind]).alone()?;
     let mesh = p.mesh(&[("x", 1)])?;
     let whole = mesh.replicated();
-    let twice = p.jit(elementwise(|x: f32, a: f32| a * x)).on(&mesh).outputs(&whole).build()?;
+    let twice = p
+        .jit(elementwise(|x: f32, a: f32| a * x))
+        .on(&mesh)
+        .outputs(&whole)
+        .build()?;
     let split = kernel(
         |x: &ShapedArray| (f32s([x.elements()]), u8s([3])),
         |x: View<f32>, mut y: ViewMut<f32>, mut n: ViewMut<u8>| {
@@ -247,14 +355,20 @@ fn on(kind: DeviceKind) -> Result<(Vec<f32>, Vec<u8>, String)> {
         },
     );
     let split = p.jit(split).on(&mesh).outputs(&whole).build()?;
-    let fails = kernel(like_input, |_: View<f32>, _: ViewMut<f32>| Err(Error::kernel("too cold")));
+    let fails = kernel(like_input, |_: View<f32>, _: ViewMut<f32>| {
+        Err(Error::kernel("too cold"))
+    });
     let fails = p.jit(fails).on(&mesh).outputs(&whole).build()?;
     let x = p.device_put(&array(&[1.0f32, 2.0, 3.0]), &whole)?;
     // The second factor is a host value.
     let x = twice.call(&mut p, (x, MpmdArray::scalar(2.0f32)))?;
     let x = twice.call(&mut p, (x, MpmdArray::scalar(0.5f32)))?;
     let (y, n) = split.call(&mut p, x)?;
-    let cold = fails.call(&mut p, y.clone())?.to_host().unwrap_err().to_string();
+    let cold = fails
+        .call(&mut p, y.clone())?
+        .to_host()
+        .unwrap_err()
+        .to_string();
     let (y, n) = (y.to_host()?, n.to_host()?);
     // The failure is reported a second time here.
     assert!(p.finish().is_err());

@@ -161,18 +161,26 @@ fn outcomes<T: Value>(processes: usize, shape: [usize; 2], cases: &[Case], seed:
         let (declared, called, seen) = (cases.to_vec(), cases.to_vec(), seen.clone());
         let infer = move |x: &[ShapedArray]| {
             let signature = like_first(x)?;
-            Ok(declared.iter().fold(signature, |signature, case| case.declare(signature, T::DTYPE)))
+            Ok(declared.iter().fold(signature, |signature, case| {
+                case.declare(signature, T::DTYPE)
+            }))
         };
         let run = move |cx: &mut Context<'_>, _: Vec<View<'_>>, mut y: Vec<ViewMut<'_>>| {
             let device = cx.device().0 as usize;
             for (i, case) in called.iter().enumerate() {
                 let out = case.call(cx, given::<T>(device, i, case.len))?;
-                seen.lock().unwrap().insert((i, device), bytemuck::cast_slice(&out).to_vec());
+                seen.lock()
+                    .unwrap()
+                    .insert((i, device), bytemuck::cast_slice(&out).to_vec());
             }
             y[0].zero();
             Ok(())
         };
-        let jit = p.jit(fun("all", infer, run)).on(&mesh).outputs(mesh.replicated()).build()?;
+        let jit = p
+            .jit(fun("all", infer, run))
+            .on(&mesh)
+            .outputs(mesh.replicated())
+            .build()?;
         let x = p.device_put(&MpmdArray::scalar(0u8), mesh.replicated())?;
         jit.call(p, vec![x])?[0].block_until_ready()?;
         Ok(())
@@ -204,8 +212,10 @@ fn agree_with_the_oracle<T: Value>(
         for ((i, device), bytes) in found {
             let case = &cases[i];
             let (group, me) = group(device, shape, case.axis);
-            let given: Vec<Vec<T>> =
-                group.iter().map(|device| given(*device, i, case.len)).collect();
+            let given: Vec<Vec<T>> = group
+                .iter()
+                .map(|device| given(*device, i, case.len))
+                .collect();
             let expected = case.oracle(&given, me);
             assert!(
                 bytes == bytemuck::cast_slice::<T, u8>(&expected),
@@ -226,14 +236,24 @@ fn every(
 ) -> Vec<Case> {
     let mut cases = Vec::new();
     for len in lengths {
-        let mut case = |kind, len| cases.push(Case { kind, axis, len, declared: declared(len) });
+        let mut case = |kind, len| {
+            cases.push(Case {
+                kind,
+                axis,
+                len,
+                declared: declared(len),
+            })
+        };
         for reduce in [Reduce::Sum, Reduce::Max, Reduce::Min] {
             case(Kind::AllReduce(reduce), *len);
             case(Kind::ReduceScatter(reduce), len * n);
         }
         case(Kind::AllGather, *len);
         case(Kind::AllToAll, len * n);
-        case(Kind::Permute((0..n).map(|i| (i, (i + 1) % n)).collect()), *len);
+        case(
+            Kind::Permute((0..n).map(|i| (i, (i + 1) % n)).collect()),
+            *len,
+        );
         case(Kind::Permute((1..n).map(|i| (i, i - 1)).collect()), *len);
         case(Kind::Permute(vec![(0, 0)]), *len);
         case(Kind::Permute(Vec::new()), *len);
@@ -251,8 +271,11 @@ fn large(len: usize) -> usize {
 fn small_collectives_match_the_oracle_on_each_axis() {
     let _limit = watchdog(120);
     let lengths = [0, 1, 3, 50];
-    let both =
-        [every("a", 2, &lengths, |len| len), every("b", 4, &lengths, |len| len + 1)].concat();
+    let both = [
+        every("a", 2, &lengths, |len| len),
+        every("b", 4, &lengths, |len| len + 1),
+    ]
+    .concat();
     agree_with_the_oracle::<f32>(&[1, 2, 4, 8], [2, 4], &both, 1);
     agree_with_the_oracle::<bf16>(&[1, 4], [2, 4], &both, 2);
     agree_with_the_oracle::<i32>(&[2], [2, 4], &both, 3);
@@ -266,7 +289,11 @@ fn two_round_collectives_match_the_oracle_at_every_length() {
     let _limit = watchdog(120);
     // Fewer elements than devices, uneven lengths, and more elements than one round takes.
     let lengths = [0, 1, 5, 131];
-    let both = [every("a", 2, &lengths, large), every("b", 4, &lengths, large)].concat();
+    let both = [
+        every("a", 2, &lengths, large),
+        every("b", 4, &lengths, large),
+    ]
+    .concat();
     agree_with_the_oracle::<f32>(&[1, 2, 4, 8], [2, 4], &both, 7);
     agree_with_the_oracle::<bf16>(&[4], [4, 2], &[every("a", 4, &lengths, large)].concat(), 8);
     agree_with_the_oracle::<i32>(&[1, 3], [3, 1], &every("a", 3, &lengths, large), 9);
@@ -278,7 +305,12 @@ fn two_round_collectives_match_the_oracle_at_every_length() {
 #[test]
 fn both_algorithms_give_same_bits_at_every_process_count() {
     let _limit = watchdog(60);
-    let sum = |declared| Case { kind: Kind::AllReduce(Reduce::Sum), axis: "b", len: 999, declared };
+    let sum = |declared| Case {
+        kind: Kind::AllReduce(Reduce::Sum),
+        axis: "b",
+        len: 999,
+        declared,
+    };
     for seed in 20..26 {
         let reference = outcomes::<f32>(1, [1, 8], &[sum(999)], seed);
         for processes in [1, 2, 4, 8] {
@@ -298,7 +330,9 @@ fn flags_and_complex_numbers_move_too() {
             let flags = ShapedArray::new(&[2], bool::DTYPE);
             let complex = ShapedArray::new(&[1], Complex::<f32>::DTYPE);
             let signature = like_first(x)?.all_gather("x", flags.clone());
-            Ok(signature.permute("x", flags, [(3, 0)]).all_reduce("x", complex))
+            Ok(signature
+                .permute("x", flags, [(3, 0)])
+                .all_reduce("x", complex))
         };
         let run = |cx: &mut Context<'_>, _: Vec<View<'_>>, mut y: Vec<ViewMut<'_>>| {
             let me = cx.axis_index("x")?;
@@ -313,7 +347,11 @@ fn flags_and_complex_numbers_move_too() {
             assert_eq!(sum, [Complex::new(6.0, 4.0)]);
             Ok(y[0].fill(1u8)?)
         };
-        let jit = p.jit(fun("flags", infer, run)).on(&mesh).outputs(mesh.replicated()).build()?;
+        let jit = p
+            .jit(fun("flags", infer, run))
+            .on(&mesh)
+            .outputs(mesh.replicated())
+            .build()?;
         let x = p.device_put(&MpmdArray::scalar(0u8), mesh.replicated())?;
         jit.call(p, vec![x])?[0].block_until_ready().map(drop)
     });
@@ -329,9 +367,9 @@ fn kernel_with_every_collective_runs_locally() {
         "here",
         move |x| {
             let signature = like_first(x)?;
-            Ok(declared
-                .iter()
-                .fold(signature, |signature, case| case.declare(signature, f32::DTYPE)))
+            Ok(declared.iter().fold(signature, |signature, case| {
+                case.declare(signature, f32::DTYPE)
+            }))
         },
         move |cx, x, mut y| {
             for case in &called {
@@ -374,7 +412,11 @@ fn failing(
     });
     results
         .into_iter()
-        .map(|result| result.expect_err("every process ends with an error").to_string())
+        .map(|result| {
+            result
+                .expect_err("every process ends with an error")
+                .to_string()
+        })
         .collect()
 }
 
@@ -429,7 +471,10 @@ fn device_that_stops_before_any_collective_fails_all() {
                 });
                 for error in errors {
                     let expected = format!("failed on device {stops}: not today");
-                    assert!(error.contains(&expected), "{processes} {stops_before}: {error}");
+                    assert!(
+                        error.contains(&expected),
+                        "{processes} {stops_before}: {error}"
+                    );
                 }
             }
         }
@@ -568,11 +613,18 @@ fn undeclared_calls_report_declaration_and_call() {
             let errors = failing(processes, 4, at as u64, mixed, move |cx| {
                 call_mixed(cx, at)?;
                 // Only one device calls wrongly; the others call correctly.
-                if cx.axis_index("x")? == 1 { call(cx) } else { call_some(cx, at..7) }
+                if cx.axis_index("x")? == 1 {
+                    call(cx)
+                } else {
+                    call_some(cx, at..7)
+                }
             });
             for error in errors {
                 let index = format!("collective {at}");
-                assert!(error.contains(called) && error.contains(declared), "{at}: {error}");
+                assert!(
+                    error.contains(called) && error.contains(declared),
+                    "{at}: {error}"
+                );
                 assert!(error.contains(&index) || at == 7, "{at}: {error}");
                 assert!(error.contains("failed on device 1"), "{error}");
             }
@@ -585,8 +637,14 @@ fn invalid_declarations_are_refused_and_move_nothing() {
     let _limit = watchdog(60);
     type Declare = fn(Signature<Vec<ShapedArray>>) -> Signature<Vec<ShapedArray>>;
     let declarations: [(Declare, &str); 4] = [
-        (|s| s.permute("x", f32s([1]), [(0, 1), (0, 0)]), "device 0 of the axis gives twice"),
-        (|s| s.permute("x", f32s([1]), [(0, 1), (1, 1)]), "device 1 of the axis gets twice"),
+        (
+            |s| s.permute("x", f32s([1]), [(0, 1), (0, 0)]),
+            "device 0 of the axis gives twice",
+        ),
+        (
+            |s| s.permute("x", f32s([1]), [(0, 1), (1, 1)]),
+            "device 1 of the axis gets twice",
+        ),
         (
             |s| s.permute("x", f32s([1]), [(0, 2)]),
             "the signature declares permute by [(0, 2)] of f32[1] over \"x\", but axis \"x\" has",
@@ -608,7 +666,10 @@ fn invalid_declarations_are_refused_and_move_nothing() {
                 .outputs(mesh.replicated())
                 .build()?;
             let before = p.operations();
-            let error = jit.call(p, vec![x.clone()]).expect_err("it cannot be").to_string();
+            let error = jit
+                .call(p, vec![x.clone()])
+                .expect_err("it cannot be")
+                .to_string();
             assert!(error.contains(expected), "{error}\n  lacks {expected}");
             assert_eq!(p.operations(), before);
             texts.push(error);
@@ -625,7 +686,9 @@ fn process_lost_in_large_collectives_is_named_by_others() {
     for seed in 0..6 {
         for at in 2..8 {
             let lost = ProcessId((at + seed) as u32 % 4);
-            let simulation = simulation(4, 4).delays(seed, Duration::from_millis(3)).lose(lost, at);
+            let simulation = simulation(4, 4)
+                .delays(seed, Duration::from_millis(3))
+                .lose(lost, at);
             let results = simulation.run(|p| {
                 let mesh = p.mesh(&[("x", 4)])?;
                 let infer = |x: &[ShapedArray]| Ok(mixed(like_first(x)?));
@@ -643,7 +706,9 @@ fn process_lost_in_large_collectives_is_named_by_others() {
                 x.block_until_ready().map(drop)
             });
             for result in results {
-                let error = result.expect_err("every process ends with an error").to_string();
+                let error = result
+                    .expect_err("every process ends with an error")
+                    .to_string();
                 assert!(
                     error.contains(&format!("process {lost} ")),
                     "seed {seed}, operation {at}: {error}"

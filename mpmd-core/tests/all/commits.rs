@@ -101,7 +101,10 @@ impl Committed for Named {
     }
 
     fn restore(&mut self, arrays: Vec<MpmdArray>, _: &[u8]) -> Result<()> {
-        self.0.iter_mut().zip(arrays).for_each(|((_, array), new)| *array = new);
+        self.0
+            .iter_mut()
+            .zip(arrays)
+            .for_each(|((_, array), new)| *array = new);
         Ok(())
     }
 }
@@ -110,12 +113,27 @@ impl Committed for Named {
 fn other_arrays_are_refused_on_every_process() {
     let f32s = |name| (name, DType::F32, 4);
     let cases = [
-        (vec![("w", DType::I32, 4), f32s("b")], "it has w f32[4], and the state has w i32[4]"),
-        (vec![f32s("w"), ("b", DType::F64, 4)], "it has b f32[4], and the state has b f64[4]"),
-        (vec![f32s("w"), ("b", DType::F32, 2)], "it has b f32[4], and the state has b f32[2]"),
+        (
+            vec![("w", DType::I32, 4), f32s("b")],
+            "it has w f32[4], and the state has w i32[4]",
+        ),
+        (
+            vec![f32s("w"), ("b", DType::F64, 4)],
+            "it has b f32[4], and the state has b f64[4]",
+        ),
+        (
+            vec![f32s("w"), ("b", DType::F32, 2)],
+            "it has b f32[4], and the state has b f32[2]",
+        ),
         (vec![f32s("w")], "it has 2 arrays, and the state has 1"),
-        (vec![f32s("w"), f32s("b"), f32s("c")], "it has 2 arrays, and the state has 3"),
-        (vec![f32s("v"), f32s("b")], "it has w f32[4], and the state has v f32[4]"),
+        (
+            vec![f32s("w"), f32s("b"), f32s("c")],
+            "it has 2 arrays, and the state has 3",
+        ),
+        (
+            vec![f32s("v"), f32s("b")],
+            "it has w f32[4], and the state has v f32[4]",
+        ),
     ];
     for (other, expected) in cases {
         let program = |p: &mut Program, commits: &Commits| -> Result<String> {
@@ -125,9 +143,16 @@ fn other_arrays_are_refused_on_every_process() {
                     values.as_bytes_mut().fill(0);
                     Ok(())
                 };
-                Ok((name, p.array_from_fn(ShapedArray::new(&[n], dtype), &here, zeros)?))
+                Ok((
+                    name,
+                    p.array_from_fn(ShapedArray::new(&[n], dtype), &here, zeros)?,
+                ))
             };
-            let arrays = if p.epoch() == 1 { vec![f32s("w"), f32s("b")] } else { other.clone() };
+            let arrays = if p.epoch() == 1 {
+                vec![f32s("w"), f32s("b")]
+            } else {
+                other.clone()
+            };
             let arrays = arrays.into_iter().map(|array| made(p, array));
             let mut state = Named(arrays.collect::<Result<_>>()?);
             if p.epoch() == 2 {
@@ -147,7 +172,11 @@ fn other_arrays_are_refused_on_every_process() {
         let found =
             [0, 2].map(|process: usize| results[process].as_ref().unwrap().clone().unwrap());
         assert_eq!(found[0], found[1]);
-        assert!(found[0].contains("restore") && found[0].ends_with(expected), "{}", found[0]);
+        assert!(
+            found[0].contains("restore") && found[0].ends_with(expected),
+            "{}",
+            found[0]
+        );
     }
 }
 

@@ -46,7 +46,12 @@ fn small_pieces_beyond_the_credit_arrive_unchanged() {
         }
         for (i, y) in (0..100u8).zip(&moved) {
             if let Some(y) = y.to_host()? {
-                assert!(y.as_slice::<f32>()?.iter().all(|value| *value == f32::from(i)), "{i}");
+                assert!(
+                    y.as_slice::<f32>()?
+                        .iter()
+                        .all(|value| *value == f32::from(i)),
+                    "{i}"
+                );
             }
         }
         Ok(())
@@ -63,14 +68,17 @@ fn empty_arrays_work_everywhere() {
             Ok(Signature::new(vec![x[0].clone()]).all_reduce("model", x[0].clone()))
         };
         let sum = fun("sum", reduce, |cx, x, mut y| {
-            y[0].as_mut_slice::<f32>()?.copy_from_slice(x[0].as_slice::<f32>()?);
+            y[0].as_mut_slice::<f32>()?
+                .copy_from_slice(x[0].as_slice::<f32>()?);
             cx.all_reduce("model", y[0].as_mut_slice::<f32>()?)
         });
         let sum = p.jit(sum).on(&mesh).outputs(mesh.replicated()).build()?;
         let x = p.device_put(&MpmdArray::from_slice::<f32>(&[0, 3], &[])?, on(0))?;
         let x = p.device_put(&x, mesh.replicated())?;
         let y = sum.call(p, vec![x])?;
-        Ok(y[0].to_host()?.map(|y| (y.shape().to_vec(), y.to_vec::<f32>())))
+        Ok(y[0]
+            .to_host()?
+            .map(|y| (y.shape().to_vec(), y.to_vec::<f32>())))
     });
     for result in results {
         let (shape, values) = result.unwrap().expect("both own a copy");
@@ -86,10 +94,18 @@ fn donated_host_values_are_not_overwritten_by_shards() {
     let rows = mesh.sharding(spec!["rows"]);
     let infer = |x: &[ShapedArray]| Ok(Signature::new(vec![x[0].clone()]).alias("0", "0"));
     let same = fun("same", infer, |_, _, _| Ok(()));
-    let same = p.jit(same).on(&mesh).outputs(&rows).donate("0").build().unwrap();
+    let same = p
+        .jit(same)
+        .on(&mesh)
+        .outputs(&rows)
+        .donate("0")
+        .build()
+        .unwrap();
     for _ in 0..20 {
         let x = p.array_from_fn(f32s([64]), on(0), |_, mut view| {
-            (0..).zip(view.as_mut_slice::<f32>()?).for_each(|(i, value)| *value = i as f32);
+            (0..)
+                .zip(view.as_mut_slice::<f32>()?)
+                .for_each(|(i, value)| *value = i as f32);
             Ok(())
         });
         // Nothing else holds these values when the kernel is called.
@@ -104,31 +120,30 @@ fn donated_host_values_are_not_overwritten_by_shards() {
 #[test]
 fn kernels_failed_on_both_sides_do_not_block_finish() {
     let _limit = watchdog(60);
-    let results =
-        Simulation::new(2, 2).run(|p| {
-            let mesh = p.mesh(&[("model", 2)])?;
-            let x = p.array_from_fn(f32s([32768]), mesh.replicated(), |_, mut view| {
-                Ok(view.fill(1.0f32)?)
-            })?;
-            for broken in 0..2 {
-                let reduce = |x: &[ShapedArray]| {
-                    Ok(Signature::new(vec![x[0].clone()]).all_reduce("model", x[0].clone()))
-                };
-                let kernel = fun("breaks", reduce, move |cx, _, mut y| {
-                    if cx.device() == DeviceId(broken) {
-                        return Err(Error::kernel("broken"));
-                    }
-                    cx.all_reduce("model", y[0].as_mut_slice::<f32>()?)
-                });
-                let _ = p
-                    .jit(kernel)
-                    .on(&mesh)
-                    .outputs(mesh.replicated())
-                    .build()?
-                    .call(p, vec![x.clone()])?;
-            }
-            Ok(())
-        });
+    let results = Simulation::new(2, 2).run(|p| {
+        let mesh = p.mesh(&[("model", 2)])?;
+        let x = p.array_from_fn(f32s([32768]), mesh.replicated(), |_, mut view| {
+            Ok(view.fill(1.0f32)?)
+        })?;
+        for broken in 0..2 {
+            let reduce = |x: &[ShapedArray]| {
+                Ok(Signature::new(vec![x[0].clone()]).all_reduce("model", x[0].clone()))
+            };
+            let kernel = fun("breaks", reduce, move |cx, _, mut y| {
+                if cx.device() == DeviceId(broken) {
+                    return Err(Error::kernel("broken"));
+                }
+                cx.all_reduce("model", y[0].as_mut_slice::<f32>()?)
+            });
+            let _ = p
+                .jit(kernel)
+                .on(&mesh)
+                .outputs(mesh.replicated())
+                .build()?
+                .call(p, vec![x.clone()])?;
+        }
+        Ok(())
+    });
     for result in results {
         let error = result.unwrap_err().to_string();
         assert!(error.contains("broken"), "{error}");
@@ -150,12 +165,22 @@ fn then_before_a_donation_gets_the_values() {
     });
     let x = x.unwrap();
     let (tell, hear) = channel();
-    x.then(move |values| tell.send(values.and_then(|values| Ok(values.to_vec::<f32>()?))).unwrap());
+    x.then(move |values| {
+        tell.send(values.and_then(|values| Ok(values.to_vec::<f32>()?)))
+            .unwrap()
+    });
     let copy = fun("copy", like_first, |_, x, mut y| {
-        y[0].as_mut_slice::<f32>()?.copy_from_slice(x[0].as_slice::<f32>()?);
+        y[0].as_mut_slice::<f32>()?
+            .copy_from_slice(x[0].as_slice::<f32>()?);
         Ok(())
     });
-    let copy = p.jit(copy).on(&mesh).outputs(&rows).donate("0").build().unwrap();
+    let copy = p
+        .jit(copy)
+        .on(&mesh)
+        .outputs(&rows)
+        .donate("0")
+        .build()
+        .unwrap();
     let _ = copy.call(&mut p, vec![x]).unwrap();
     p.finish().unwrap();
     assert_eq!(hear.recv().unwrap().unwrap(), [3.0, 3.0]);
@@ -183,7 +208,10 @@ fn collective_with_different_lengths_fails_on_each_device() {
         });
         for result in results {
             let error = result.unwrap_err().to_string();
-            assert!(error.contains("bytes, another device of its group"), "{lengths:?}: {error}");
+            assert!(
+                error.contains("bytes, another device of its group"),
+                "{lengths:?}: {error}"
+            );
         }
     }
 }

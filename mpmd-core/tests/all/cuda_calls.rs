@@ -52,7 +52,10 @@ impl Kernel for Scale {
             let args = [n.into(), factor.into(), (&x).into(), (&mut y).into()];
             return cuda.launch(&STEPS, "scale", Grid::over(n), &args);
         }
-        let pairs = y.as_mut_slice::<f32>()?.iter_mut().zip(x.as_slice::<f32>()?);
+        let pairs = y
+            .as_mut_slice::<f32>()?
+            .iter_mut()
+            .zip(x.as_slice::<f32>()?);
         pairs.for_each(|(y, x)| *y = x * factor);
         Ok(())
     }
@@ -73,7 +76,12 @@ impl Add {
     fn on(&self, cuda: Cuda<'_>, x: &View<'_>, y: &mut ViewMut<'_>) -> Result<()> {
         self.0.lock().unwrap().push(cuda.address(&*y)?);
         let n = y.region().elements();
-        cuda.launch(&STEPS, "add", Grid::over(n), &[n.into(), x.into(), y.into()])
+        cuda.launch(
+            &STEPS,
+            "add",
+            Grid::over(n),
+            &[n.into(), x.into(), y.into()],
+        )
     }
 }
 
@@ -94,7 +102,10 @@ impl Kernel for Add {
         if let Some(cuda) = cx.cuda() {
             return self.on(cuda, &x, &mut y);
         }
-        y.as_mut_slice::<f32>()?.iter_mut().zip(x.as_slice::<f32>()?).for_each(|(y, x)| *y += x);
+        y.as_mut_slice::<f32>()?
+            .iter_mut()
+            .zip(x.as_slice::<f32>()?)
+            .for_each(|(y, x)| *y += x);
         Ok(())
     }
 
@@ -104,7 +115,11 @@ impl Kernel for Add {
 }
 
 fn alone(kind: DeviceKind, devices: usize) -> Program {
-    Program::builder().devices(devices).device_kinds(&[kind]).alone().unwrap()
+    Program::builder()
+        .devices(devices)
+        .device_kinds(&[kind])
+        .alone()
+        .unwrap()
 }
 
 /// Returns `count` host values, 1/3, 1/4 and so on: their sums are rounded.
@@ -133,7 +148,12 @@ fn chain(p: &mut Program, axis: usize) -> Result<Vec<Option<Vec<f32>>>> {
     let mesh = p.mesh(&[("x", axis)])?;
     let to = mesh.sharding(spec!["x"]);
     let scale = p.jit(Scale).on(&mesh).outputs(to.clone()).build()?;
-    let add = p.jit(Add::new()).on(&mesh).outputs(to.clone()).donate("1").build()?;
+    let add = p
+        .jit(Add::new())
+        .on(&mesh)
+        .outputs(to.clone())
+        .donate("1")
+        .build()?;
     let keep = p.jit(Add::new()).on(&mesh).outputs(to.clone()).build()?;
     let x = p.device_put(&numbers(4000), to)?;
     let mut sum = scale.call(p, (x.clone(), MpmdArray::scalar(0.3f32)))?;
@@ -145,7 +165,9 @@ fn chain(p: &mut Program, axis: usize) -> Result<Vec<Option<Vec<f32>>>> {
     }
     seen.push(sum);
     seen.push(x);
-    seen.iter().map(|x| Ok(x.to_host()?.map(|x| x.to_vec::<f32>()).transpose()?)).collect()
+    seen.iter()
+        .map(|x| Ok(x.to_host()?.map(|x| x.to_vec::<f32>()).transpose()?))
+        .collect()
 }
 
 #[test]
@@ -162,7 +184,13 @@ fn calls_give_cpu_bits_on_one_and_two_devices() {
             found
         });
         assert_eq!(cuda, cpu, "{devices} devices");
-        assert!(cpu[1].as_ref().unwrap().iter().all(|x| x.is_finite() && *x > 0.0));
+        assert!(
+            cpu[1]
+                .as_ref()
+                .unwrap()
+                .iter()
+                .all(|x| x.is_finite() && *x > 0.0)
+        );
     }
 }
 
@@ -215,7 +243,11 @@ fn issue_and_end_of_a_kernel_are_logged() {
     let text = log.text();
     let issued = "kernel{device=0}: mpmd::run: issued microseconds=";
     assert!(text.lines().any(|line| line.contains(issued)), "{text}");
-    assert!(text.lines().any(|line| line.contains("}: mpmd::run: ran device=0")), "{text}");
+    assert!(
+        text.lines()
+            .any(|line| line.contains("}: mpmd::run: ran device=0")),
+        "{text}"
+    );
 }
 
 #[test]
@@ -228,8 +260,19 @@ fn donated_inputs_are_updated_in_place_and_others_kept() {
     let mesh = p.mesh(&[("x", 1)]).unwrap();
     let [donating, keeping] = [Add::new(), Add::new()];
     let places = [donating.0.clone(), keeping.0.clone()];
-    let add = p.jit(donating).on(&mesh).outputs(mesh.replicated()).donate("1").build().unwrap();
-    let keep = p.jit(keeping).on(&mesh).outputs(mesh.replicated()).build().unwrap();
+    let add = p
+        .jit(donating)
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .donate("1")
+        .build()
+        .unwrap();
+    let keep = p
+        .jit(keeping)
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .build()
+        .unwrap();
     let x = p.device_put(&numbers(1000), mesh.replicated()).unwrap();
     let first = p.device_put(&numbers(1000), mesh.replicated()).unwrap();
     let mut sum = keep.call(&mut p, (x.clone(), first.clone())).unwrap();
@@ -246,9 +289,17 @@ fn donated_inputs_are_updated_in_place_and_others_kept() {
     assert_eq!(moved(), before, "nothing is copied");
     let other = keep.call(&mut p, (x.clone(), sum.clone())).unwrap();
     assert_eq!(read(&first), read(&x), "it was not given up");
-    assert!(read(&other).iter().zip(read(&sum)).all(|(other, sum)| *other > sum));
+    assert!(
+        read(&other)
+            .iter()
+            .zip(read(&sum))
+            .all(|(other, sum)| *other > sum)
+    );
     let [donated, kept] = places.map(|places| places.lock().unwrap().clone());
-    assert!(donated.iter().all(|place| *place == kept[0]) && donated.len() == 50, "{donated:?}");
+    assert!(
+        donated.iter().all(|place| *place == kept[0]) && donated.len() == 50,
+        "{donated:?}"
+    );
     assert!(kept[1] != kept[0]);
     drop((other, first));
     assert_eq!(
@@ -266,15 +317,30 @@ fn thousand_calls_ahead_use_the_memory_of_a_few() {
     }
     let _limit = watchdog(110);
     let array = 16 << 10;
-    let builder = Program::builder().device_kinds(&[CUDA]).device_memory(6 * array);
+    let builder = Program::builder()
+        .device_kinds(&[CUDA])
+        .device_memory(6 * array);
     let mut p = builder.alone().unwrap();
     let mesh = p.mesh(&[("x", 1)]).unwrap();
-    let scale = p.jit(Scale).on(&mesh).outputs(mesh.replicated()).build().unwrap();
-    let add = p.jit(Add::new()).on(&mesh).outputs(mesh.replicated()).donate("1").build().unwrap();
+    let scale = p
+        .jit(Scale)
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .build()
+        .unwrap();
+    let add = p
+        .jit(Add::new())
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .donate("1")
+        .build()
+        .unwrap();
     let x = p.device_put(&numbers(4096), mesh.replicated()).unwrap();
     let mut sum = p.device_put(&numbers(4096), mesh.replicated()).unwrap();
     for _ in 0..1000 {
-        let more = scale.call(&mut p, (x.clone(), MpmdArray::scalar(1.0f32))).unwrap();
+        let more = scale
+            .call(&mut p, (x.clone(), MpmdArray::scalar(1.0f32)))
+            .unwrap();
         sum = add.call(&mut p, (more, sum)).unwrap();
     }
     let one = 1.0f32 / 3.0;
@@ -292,13 +358,22 @@ fn handles_dropped_in_flight_leave_nothing_behind() {
     let _limit = watchdog(60);
     let mut p = alone(CUDA, 1);
     let mesh = p.mesh(&[("x", 1)]).unwrap();
-    let scale = p.jit(Scale).on(&mesh).outputs(mesh.replicated()).build().unwrap();
+    let scale = p
+        .jit(Scale)
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .build()
+        .unwrap();
     let x = p.device_put(&numbers(5000), mesh.replicated()).unwrap();
     x.block_until_ready().unwrap();
     let live = p.memory().live;
     for round in 0..100 {
-        let y = scale.call(&mut p, (x.clone(), MpmdArray::scalar(2.0f32))).unwrap();
-        let z = scale.call(&mut p, (y.clone(), MpmdArray::scalar(2.0f32))).unwrap();
+        let y = scale
+            .call(&mut p, (x.clone(), MpmdArray::scalar(2.0f32)))
+            .unwrap();
+        let z = scale
+            .call(&mut p, (y.clone(), MpmdArray::scalar(2.0f32)))
+            .unwrap();
         match round % 3 {
             0 => drop((y, z)),
             1 => drop((z, y)),
@@ -308,7 +383,9 @@ fn handles_dropped_in_flight_leave_nothing_behind() {
             }
         }
     }
-    let last = scale.call(&mut p, (x.clone(), MpmdArray::scalar(2.0f32))).unwrap();
+    let last = scale
+        .call(&mut p, (x.clone(), MpmdArray::scalar(2.0f32)))
+        .unwrap();
     last.block_until_ready().unwrap();
     drop(last);
     assert_eq!(settled(&p, live), live);
@@ -343,7 +420,9 @@ fn host_values_are_passed_whole_and_updated_in_a_copy() {
             Ok(())
         });
         let jit = p.jit(kernel).on(&mesh).outputs(to).build().unwrap();
-        let y = jit.call(&mut p, vec![numbers(3000), numbers(3000)]).unwrap();
+        let y = jit
+            .call(&mut p, vec![numbers(3000), numbers(3000)])
+            .unwrap();
         let found = read(&y[0]);
         p.finish().unwrap();
         found
@@ -384,15 +463,31 @@ fn kernel_failing_at_issue_fails_only_its_outputs() {
     for (how, expected) in words {
         let mut p = alone(CUDA, 1);
         let mesh = p.mesh(&[("x", 1)]).unwrap();
-        let scale = p.jit(Scale).on(&mesh).outputs(mesh.replicated()).build().unwrap();
-        let jit = p.jit(wrong(how)).on(&mesh).outputs(mesh.replicated()).build().unwrap();
+        let scale = p
+            .jit(Scale)
+            .on(&mesh)
+            .outputs(mesh.replicated())
+            .build()
+            .unwrap();
+        let jit = p
+            .jit(wrong(how))
+            .on(&mesh)
+            .outputs(mesh.replicated())
+            .build()
+            .unwrap();
         let x = p.device_put(&numbers(100), mesh.replicated()).unwrap();
         let y = jit.call(&mut p, vec![x.clone()]).unwrap().remove(0);
-        let z = scale.call(&mut p, (y.clone(), MpmdArray::scalar(2.0f32))).unwrap();
+        let z = scale
+            .call(&mut p, (y.clone(), MpmdArray::scalar(2.0f32)))
+            .unwrap();
         let fine = scale.call(&mut p, (x, MpmdArray::scalar(2.0f32))).unwrap();
         for failed in [y, z] {
             let error = failed.to_host().unwrap_err().to_string();
-            for part in ["kernel Wrong of operation 2", "failed on device 0", expected] {
+            for part in [
+                "kernel Wrong of operation 2",
+                "failed on device 0",
+                expected,
+            ] {
                 assert!(error.contains(part), "{how}: {error}");
             }
         }
@@ -421,18 +516,39 @@ fn kernel_failing_on_a_device_is_named_others_continue() {
     let [wrong, right] = [&sides[0], &sides[1]];
     let kernel = fun("Wild", like_first, |cx, _, mut y| {
         let cuda = cx.cuda().expect("it runs on a CUDA device");
-        cuda.launch(&WILD, "wild", Grid::new(1, 1), &[(&mut y[0]).into(), (1u64 << 36).into()])
+        cuda.launch(
+            &WILD,
+            "wild",
+            Grid::new(1, 1),
+            &[(&mut y[0]).into(), (1u64 << 36).into()],
+        )
     });
-    let wild = p.jit(kernel).on(wrong).outputs(wrong.replicated()).build().unwrap();
-    let [scale, other] = [wrong, right]
-        .map(|side| p.jit(Scale).on(side).outputs(side.replicated()).build().unwrap());
+    let wild = p
+        .jit(kernel)
+        .on(wrong)
+        .outputs(wrong.replicated())
+        .build()
+        .unwrap();
+    let [scale, other] = [wrong, right].map(|side| {
+        p.jit(Scale)
+            .on(side)
+            .outputs(side.replicated())
+            .build()
+            .unwrap()
+    });
     let x = p.device_put(&numbers(100), wrong.replicated()).unwrap();
     let z = p.device_put(&numbers(100), right.replicated()).unwrap();
-    let before = scale.call(&mut p, (x.clone(), MpmdArray::scalar(2.0f32))).unwrap();
+    let before = scale
+        .call(&mut p, (x.clone(), MpmdArray::scalar(2.0f32)))
+        .unwrap();
     before.block_until_ready().unwrap();
     let y = wild.call(&mut p, vec![x.clone()]).unwrap().remove(0);
     let error = y.to_host().unwrap_err().to_string();
-    for part in ["kernel Wild of operation 4", "failed on device 0", "CUDA_ERROR_ILLEGAL_ADDRESS"] {
+    for part in [
+        "kernel Wild of operation 4",
+        "failed on device 0",
+        "CUDA_ERROR_ILLEGAL_ADDRESS",
+    ] {
         assert!(error.contains(part), "{error}");
     }
     let after = scale.call(&mut p, (x, MpmdArray::scalar(2.0f32))).unwrap();
@@ -457,8 +573,19 @@ fn failed_device_work_fails_its_call_and_later_calls() {
     let _limit = watchdog(60);
     let mut p = alone(CUDA, 1);
     let mesh = p.mesh(&[("x", 1)]).unwrap();
-    let scale = p.jit(Scale).on(&mesh).outputs(mesh.replicated()).build().unwrap();
-    let add = p.jit(Add::new()).on(&mesh).outputs(mesh.replicated()).donate("1").build().unwrap();
+    let scale = p
+        .jit(Scale)
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .build()
+        .unwrap();
+    let add = p
+        .jit(Add::new())
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .donate("1")
+        .build()
+        .unwrap();
     let x = p.device_put(&numbers(100), mesh.replicated()).unwrap();
     scale
         .call(&mut p, (x.clone(), MpmdArray::scalar(1.0f32)))
@@ -467,8 +594,12 @@ fn failed_device_work_fails_its_call_and_later_calls() {
         .unwrap();
     // Fails the second of the following calls. Both others are issued before the failure is known.
     driver.fail("launch", 2);
-    let y = scale.call(&mut p, (x.clone(), MpmdArray::scalar(1.0f32))).unwrap();
-    let z = scale.call(&mut p, (y.clone(), MpmdArray::scalar(1.0f32))).unwrap();
+    let y = scale
+        .call(&mut p, (x.clone(), MpmdArray::scalar(1.0f32)))
+        .unwrap();
+    let z = scale
+        .call(&mut p, (y.clone(), MpmdArray::scalar(1.0f32)))
+        .unwrap();
     let sum = add.call(&mut p, (x, z)).unwrap();
     let error = sum.to_host().unwrap_err().to_string();
     // The error comes from the failed work, from its input, or from the device when it gets new
@@ -494,28 +625,42 @@ fn failed_copy_fails_everything_derived_from_it() {
         return;
     }
     let _limit = watchdog(60);
-    let simulation = Simulation::new(3, 3).settings(|b| b.device_kinds(&[CUDA])).zero_copy(&[0; 3]);
+    let simulation = Simulation::new(3, 3)
+        .settings(|b| b.device_kinds(&[CUDA]))
+        .zero_copy(&[0; 3]);
     let found = Mutex::new(Vec::new());
     // Each program also ends with the failure.
     let results = simulation.run(|p| {
         let mesh = p.mesh(&[("x", 3)])?;
         let [first, second, third] = mesh.split("x")?.try_into().expect("three devices");
-        let scale = p.jit(Scale).on(&second).outputs(second.replicated()).build()?;
+        let scale = p
+            .jit(Scale)
+            .on(&second)
+            .outputs(second.replicated())
+            .build()?;
         let x = p.device_put(&numbers(20_000), first.replicated())?;
         let mut y = p.device_put(&x, second.replicated())?;
         for _ in 0..2 {
             y = scale.call(p, (y, MpmdArray::scalar(2.0f32)))?;
         }
         let z = p.device_put(&y, third.replicated())?;
-        let mine =
-            [x, y, z].into_iter().find(|array| !array.is_fully_remote()).expect("one is here");
-        let value = mine.to_host().map(|_| ()).map_err(|error| error.to_string());
+        let mine = [x, y, z]
+            .into_iter()
+            .find(|array| !array.is_fully_remote())
+            .expect("one is here");
+        let value = mine
+            .to_host()
+            .map(|_| ())
+            .map_err(|error| error.to_string());
         found.lock().unwrap().push((p.process(), value));
         Ok(())
     });
     let found = found.into_inner().unwrap();
-    let is_told =
-        |value: &Result<(), String>| value.as_ref().is_err_and(|said| said.contains("CUDA_ERROR"));
+    let is_told = |value: &Result<(), String>| {
+        value
+            .as_ref()
+            .is_err_and(|said| said.contains("CUDA_ERROR"))
+    };
     assert!(
         found.len() == 3 && found.iter().all(|(_, value)| is_told(value)),
         "{found:#?}\n{results:#?}"
@@ -535,13 +680,27 @@ fn out_of_memory_reports_the_driver_error() {
         |_| Ok(Signature::new(vec![f32s([64 << 20])])),
         |cx, _, mut y| cx.zero(&mut y[0]),
     );
-    let large = p.jit(kernel).on(&mesh).outputs(mesh.replicated()).build().unwrap();
-    let y = large.call(&mut p, vec![MpmdArray::scalar(1.0f32)]).unwrap().remove(0);
+    let large = p
+        .jit(kernel)
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .build()
+        .unwrap();
+    let y = large
+        .call(&mut p, vec![MpmdArray::scalar(1.0f32)])
+        .unwrap()
+        .remove(0);
     let error = y.to_host().unwrap_err();
-    assert_eq!(error.failure().map(|failure| failure.kind), Some(FailureKind::Memory));
+    assert_eq!(
+        error.failure().map(|failure| failure.kind),
+        Some(FailureKind::Memory)
+    );
     let error = error.to_string();
-    for part in ["operation 1 (jit Large", "out of memory on device 0", "CUDA_ERROR_OUT_OF_MEMORY"]
-    {
+    for part in [
+        "operation 1 (jit Large",
+        "out of memory on device 0",
+        "CUDA_ERROR_OUT_OF_MEMORY",
+    ] {
         assert!(error.contains(part), "{error}");
     }
     p.finish().unwrap_err();
@@ -556,12 +715,18 @@ fn collectives(p: &mut Program, devices: usize) -> Result<Vec<Vec<f32>>> {
     let each = 24 << 10;
     let infer = move |x: &[ShapedArray]| {
         let part = f32s([each]);
-        let shift = (0..devices).map(|i| (i, (i + 1) % devices)).collect::<Vec<_>>();
+        let shift = (0..devices)
+            .map(|i| (i, (i + 1) % devices))
+            .collect::<Vec<_>>();
         let signature = Signature::new(vec![x[0].clone(), f32s([each * devices * devices])]);
-        let signature =
-            signature.alias("0", "0").all_reduce("x", part.clone()).all_gather("x", part.clone());
+        let signature = signature
+            .alias("0", "0")
+            .all_reduce("x", part.clone())
+            .all_gather("x", part.clone());
         let signature = signature.permute("x", part.clone(), shift);
-        Ok(signature.all_to_all("x", part.clone()).reduce_scatter("x", part))
+        Ok(signature
+            .all_to_all("x", part.clone())
+            .reduce_scatter("x", part))
     };
     let kernel = fun("All", infer, move |cx, _, mut y| {
         let mut second = y.pop().expect("two outputs");
@@ -604,7 +769,12 @@ fn collectives(p: &mut Program, devices: usize) -> Result<Vec<Vec<f32>>> {
         add(first, &part);
         Ok(())
     });
-    let jit = p.jit(kernel).on(&mesh).outputs(to.clone()).donate("0").build()?;
+    let jit = p
+        .jit(kernel)
+        .on(&mesh)
+        .outputs(to.clone())
+        .donate("0")
+        .build()?;
     let x = p.device_put(&numbers(each * devices), to)?;
     let y = jit.call(p, vec![x])?;
     let mut found = Vec::new();
@@ -634,7 +804,11 @@ fn collectives_give_cpu_bits_also_with_mixed_devices() {
     let run = |kinds: &[DeviceKind]| -> Vec<_> {
         let simulation =
             Simulation::new(kinds.len(), 4).settings(|builder| builder.device_kinds(kinds));
-        simulation.run(|p| collectives(p, 4)).into_iter().map(|result| result.unwrap()).collect()
+        simulation
+            .run(|p| collectives(p, 4))
+            .into_iter()
+            .map(|result| result.unwrap())
+            .collect()
     };
     let cpu = run(&[CPU, CPU]);
     assert!(run(&[CPU, CUDA]) == cpu, "both kinds");
@@ -647,8 +821,9 @@ fn collective_reports_failure_of_another_device() {
         return;
     }
     let _limit = watchdog(60);
-    let results =
-        Simulation::new(2, 2).settings(|builder| builder.device_kinds(&[CUDA, CPU])).run(|p| {
+    let results = Simulation::new(2, 2)
+        .settings(|builder| builder.device_kinds(&[CUDA, CPU]))
+        .run(|p| {
             let mesh = p.mesh(&[("x", 2)])?;
             let infer = |x: &[ShapedArray]| {
                 Ok(Signature::new(vec![x[0].clone()]).all_reduce("x", f32s([8])))
@@ -660,7 +835,11 @@ fn collective_reports_failure_of_another_device() {
                 cx.zero(&mut y[0])?;
                 cx.all_reduce_on_cuda("x", &mut y[0])
             });
-            let jit = p.jit(kernel).on(&mesh).outputs(mesh.sharding(spec!["x"])).build()?;
+            let jit = p
+                .jit(kernel)
+                .on(&mesh)
+                .outputs(mesh.sharding(spec!["x"]))
+                .build()?;
             let x = p.device_put(&numbers(16), mesh.sharding(spec!["x"]))?;
             let y = jit.call(p, vec![x])?;
             y[0].block_until_ready().map(|_| ())
@@ -714,9 +893,18 @@ fn traces_have_device_times_in_order() {
     }
     let _limit = watchdog(60);
     let folder = std::env::temp_dir().join(format!("mpmd-cuda-calls-{}", std::process::id()));
-    let mut p = Program::builder().device_kinds(&[CUDA]).trace(&folder).alone().unwrap();
+    let mut p = Program::builder()
+        .device_kinds(&[CUDA])
+        .trace(&folder)
+        .alone()
+        .unwrap();
     let mesh = p.mesh(&[("x", 1)]).unwrap();
-    let scale = p.jit(Scale).on(&mesh).outputs(mesh.replicated()).build().unwrap();
+    let scale = p
+        .jit(Scale)
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .build()
+        .unwrap();
     let x = p.device_put(&numbers(2000), mesh.replicated()).unwrap();
     x.block_until_ready().unwrap();
     let mut y = x;
@@ -739,7 +927,9 @@ fn traces_have_device_times_in_order() {
         assert!(operation.issued <= kernel.end && kernel.end <= operation.ended.unwrap() + 1e-6);
     }
     assert!(
-        kernels.windows(2).all(|pair| pair[0].end <= pair[1].start + 1e-6),
+        kernels
+            .windows(2)
+            .all(|pair| pair[0].end <= pair[1].start + 1e-6),
         "one after the other"
     );
     let busy: f64 = kernels.iter().map(|kernel| kernel.end - kernel.start).sum();

@@ -53,7 +53,9 @@ where
     }
 
     fn run(&self, cx: &mut Context<'_>, x: Vec<View<'_>>, mut y: Vec<ViewMut<'_>>) -> Result<()> {
-        let cuda = cx.cuda().ok_or_else(|| Error::kernel("it is not on a CUDA device"))?;
+        let cuda = cx
+            .cuda()
+            .ok_or_else(|| Error::kernel("it is not on a CUDA device"))?;
         (self.work)(cuda, &x, &mut y)
     }
 
@@ -73,14 +75,26 @@ pub(crate) fn on_device<F>(
 where
     F: Fn(Cuda<'_>, &[View<'_>], &mut [ViewMut<'_>]) -> Result<()> + Send + Sync + 'static,
 {
-    let mut program = Program::builder().device_kinds(&[DeviceKind::Cuda]).alone()?;
+    let mut program = Program::builder()
+        .device_kinds(&[DeviceKind::Cuda])
+        .alone()?;
     let mesh = program.mesh(&[("x", 1)])?;
     let put = |x: &HostArray| program_put(&mut program, &mesh, x);
     let inputs = inputs.iter().map(put).collect::<Result<Vec<_>>>()?;
-    let kernel = OnCuda { outputs: outputs.to_vec(), sources: sources.to_vec(), work };
-    let kernel = program.jit(kernel).on(&mesh).outputs(mesh.replicated()).build()?;
+    let kernel = OnCuda {
+        outputs: outputs.to_vec(),
+        sources: sources.to_vec(),
+        work,
+    };
+    let kernel = program
+        .jit(kernel)
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .build()?;
     let y = kernel.call(&mut program, inputs)?;
-    let values = y.iter().map(|y| y.to_host().map(|y| y.expect("this process has it")));
+    let values = y
+        .iter()
+        .map(|y| y.to_host().map(|y| y.expect("this process has it")));
     let values = values.collect::<Result<Vec<_>>>();
     // A failure is reported a second time here.
     let _ = program.finish();
@@ -100,7 +114,9 @@ fn program_put(
 }
 
 fn floats(count: usize) -> Vec<f32> {
-    (0..count).map(|i| ((i * 37 + 11) % 23) as f32 / 4.0 - 2.5).collect()
+    (0..count)
+        .map(|i| ((i * 37 + 11) % 23) as f32 / 4.0 - 2.5)
+        .collect()
 }
 
 pub(crate) fn host<E: Element>(values: &[E]) -> HostArray {
@@ -119,26 +135,41 @@ fn launches_take_views_parts_scratch_and_numbers() {
     let _limit = watchdog(100);
     let n = 1000;
     let x = floats(n);
-    let y = on_device(&[&SAXPY], &[host(&x)], &[f32s([n]), f32s([4])], move |cuda, x, y| {
-        let [y, sums] = y else { return Err(Error::kernel("two outputs")) };
-        cuda.fill(&mut *y, 0.5f32)?;
-        let args = [n.into(), 2.0f32.into(), (&x[0]).into(), (&mut *y).into()];
-        cuda.launch(&SAXPY, "saxpy", Grid::over(n), &args)?;
-        // Adds the second half of x to the first half of y.
-        let args: [Arg<'_>; 4] =
-            [(n / 2).into(), 1.0f32.into(), x[0].at(n / 2).into(), y.at(0).into()];
-        cuda.launch(&SAXPY, "saxpy", Grid::over(n / 2), &args)?;
-        let scratch = cuda.scratch(DType::F32, n)?;
-        cuda.copy(&*y, &scratch)?;
-        let args = [scratch.at(n - 512).into(), (&mut *sums).into()];
-        cuda.launch(&SAXPY, "sums", Grid::new(4, 128).shared(512), &args)
-    });
+    let y = on_device(
+        &[&SAXPY],
+        &[host(&x)],
+        &[f32s([n]), f32s([4])],
+        move |cuda, x, y| {
+            let [y, sums] = y else {
+                return Err(Error::kernel("two outputs"));
+            };
+            cuda.fill(&mut *y, 0.5f32)?;
+            let args = [n.into(), 2.0f32.into(), (&x[0]).into(), (&mut *y).into()];
+            cuda.launch(&SAXPY, "saxpy", Grid::over(n), &args)?;
+            // Adds the second half of x to the first half of y.
+            let args: [Arg<'_>; 4] = [
+                (n / 2).into(),
+                1.0f32.into(),
+                x[0].at(n / 2).into(),
+                y.at(0).into(),
+            ];
+            cuda.launch(&SAXPY, "saxpy", Grid::over(n / 2), &args)?;
+            let scratch = cuda.scratch(DType::F32, n)?;
+            cuda.copy(&*y, &scratch)?;
+            let args = [scratch.at(n - 512).into(), (&mut *sums).into()];
+            cuda.launch(&SAXPY, "sums", Grid::new(4, 128).shared(512), &args)
+        },
+    );
     let y = y.unwrap();
-    let expected: Vec<f32> =
-        (0..n).map(|i| 0.5 + 2.0 * x[i] + if i < n / 2 { x[i + n / 2] } else { 0.0 }).collect();
+    let expected: Vec<f32> = (0..n)
+        .map(|i| 0.5 + 2.0 * x[i] + if i < n / 2 { x[i + n / 2] } else { 0.0 })
+        .collect();
     assert_eq!(y[0].to_vec::<f32>().unwrap(), expected);
     // Quarters, and few enough that every sum is exact.
-    let sums: Vec<f32> = expected[n - 512..].chunks(128).map(|part| part.iter().sum()).collect();
+    let sums: Vec<f32> = expected[n - 512..]
+        .chunks(128)
+        .map(|part| part.iter().sum())
+        .collect();
     assert_eq!(y[1].to_vec::<f32>().unwrap(), sums);
 }
 
@@ -209,22 +240,42 @@ fn host_inputs_are_copied_to_the_device() {
     }
     let _limit = watchdog(100);
     let x = floats(300);
-    let mut program = Program::builder().device_kinds(&[DeviceKind::Cuda]).alone().unwrap();
+    let mut program = Program::builder()
+        .device_kinds(&[DeviceKind::Cuda])
+        .alone()
+        .unwrap();
     let mesh = program.mesh(&[("x", 1)]).unwrap();
     let work = |cuda: Cuda<'_>, x: &[View<'_>], y: &mut [ViewMut<'_>]| {
         cuda.copy(&x[0], &mut y[0])?;
         for from in [0, 100] {
-            let args = [200usize.into(), 1.0f32.into(), x[0].at(from).into(), (&mut y[0]).into()];
+            let args = [
+                200usize.into(),
+                1.0f32.into(),
+                x[0].at(from).into(),
+                (&mut y[0]).into(),
+            ];
             cuda.launch(&SAXPY, "saxpy", Grid::over(200), &args)?;
         }
         Ok(())
     };
-    let kernel = OnCuda { outputs: vec![f32s([300])], sources: vec![&SAXPY], work };
-    let kernel = program.jit(kernel).on(&mesh).outputs(mesh.replicated()).build().unwrap();
-    let y = kernel.call(&mut program, vec![MpmdArray::from_host(host(&x))]).unwrap();
+    let kernel = OnCuda {
+        outputs: vec![f32s([300])],
+        sources: vec![&SAXPY],
+        work,
+    };
+    let kernel = program
+        .jit(kernel)
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .build()
+        .unwrap();
+    let y = kernel
+        .call(&mut program, vec![MpmdArray::from_host(host(&x))])
+        .unwrap();
     let y = y[0].to_host().unwrap().unwrap().to_vec::<f32>().unwrap();
-    let expected: Vec<f32> =
-        (0..300).map(|i| x[i] + if i < 200 { x[i] + x[i + 100] } else { 0.0 }).collect();
+    let expected: Vec<f32> = (0..300)
+        .map(|i| x[i] + if i < 200 { x[i] + x[i + 100] } else { 0.0 })
+        .collect();
     assert_eq!(y, expected);
     if let Some(driver) = softcuda::driver() {
         // Copied once for all three uses, without waiting.
@@ -240,7 +291,10 @@ fn memory_does_not_grow_with_calls_that_take_scratch() {
         return;
     }
     let _limit = watchdog(100);
-    let mut program = Program::builder().device_kinds(&[DeviceKind::Cuda]).alone().unwrap();
+    let mut program = Program::builder()
+        .device_kinds(&[DeviceKind::Cuda])
+        .alone()
+        .unwrap();
     let mesh = program.mesh(&[("x", 1)]).unwrap();
     let work = |cuda: Cuda<'_>, x: &[View<'_>], y: &mut [ViewMut<'_>]| {
         for _ in 0..3 {
@@ -251,8 +305,17 @@ fn memory_does_not_grow_with_calls_that_take_scratch() {
         }
         Ok(())
     };
-    let kernel = OnCuda { outputs: vec![f32s([1 << 16])], sources: vec![], work };
-    let kernel = program.jit(kernel).on(&mesh).outputs(mesh.replicated()).build().unwrap();
+    let kernel = OnCuda {
+        outputs: vec![f32s([1 << 16])],
+        sources: vec![],
+        work,
+    };
+    let kernel = program
+        .jit(kernel)
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .build()
+        .unwrap();
     let start = floats(1 << 16);
     let mut x = vec![program_put(&mut program, &mesh, &host(&start)).unwrap()];
     let mut mapped = Vec::new();
@@ -262,7 +325,10 @@ fn memory_does_not_grow_with_calls_that_take_scratch() {
         mapped.push(program.memory().mapped);
     }
     assert_eq!(mapped[20], mapped[199], "{mapped:?}");
-    assert_eq!(x[0].to_host().unwrap().unwrap().to_vec::<f32>().unwrap(), start);
+    assert_eq!(
+        x[0].to_host().unwrap().unwrap().to_vec::<f32>().unwrap(),
+        start
+    );
     program.finish().unwrap();
 }
 
@@ -333,7 +399,14 @@ fn products<T: Real, C: Real>(math: Math, tolerance: f64) {
             let (index, row, column) = (i / (m * n), i / n % m, i % n);
             let a =
                 |i: usize| a[index * m * k + if turn_a { i * m + row } else { row * k + i }].to();
-            let b = |i: usize| b[if turn_b { column * k + i } else { i * n + column }].to();
+            let b = |i: usize| {
+                b[if turn_b {
+                    column * k + i
+                } else {
+                    i * n + column
+                }]
+                .to()
+            };
             let expected = 0.5 * (0..k).map(|i| a(i) * b(i)).sum::<f64>() + 3.0;
             let error = (y.to() - expected).abs();
             assert!(
@@ -367,10 +440,15 @@ fn shared_memory_beyond_that_of_a_block_is_refused_by_size() {
         return;
     }
     let run = |bytes| {
-        let y = on_device(&[&SAXPY], &[host(&[1f32; 32])], &[f32s([1])], move |cuda, x, y| {
-            let args = [(&x[0]).into(), (&mut y[0]).into()];
-            cuda.launch(&SAXPY, "sums", Grid::new(1, 32).shared(bytes), &args)
-        });
+        let y = on_device(
+            &[&SAXPY],
+            &[host(&[1f32; 32])],
+            &[f32s([1])],
+            move |cuda, x, y| {
+                let args = [(&x[0]).into(), (&mut y[0]).into()];
+                cuda.launch(&SAXPY, "sums", Grid::new(1, 32).shared(bytes), &args)
+            },
+        );
         y.map(|y| y[0].to_vec::<f32>().unwrap()[0])
     };
     assert_eq!(run(101_376).unwrap(), 32.0);
@@ -389,9 +467,12 @@ fn f32_products_are_exact_unless_tf32_is_requested() {
     // Has one bit more than tf32 keeps; bf16 keeps fewer.
     let x = 1.0f32 + 2.0f32.powi(-12);
     let square = |math| {
-        let y = on_device(&[&CUBLAS], &[host(&[x])], &[f32s([1])], move |cuda, x, y| {
-            cuda.gemm(Gemm::new(1, 1, 1).math(math), &x[0], &x[0], &mut y[0])
-        });
+        let y = on_device(
+            &[&CUBLAS],
+            &[host(&[x])],
+            &[f32s([1])],
+            move |cuda, x, y| cuda.gemm(Gemm::new(1, 1, 1).math(math), &x[0], &x[0], &mut y[0]),
+        );
         y.unwrap()[0].to_vec::<f32>().unwrap()[0]
     };
     assert_eq!(square(Math::F32), x * x);
@@ -409,7 +490,12 @@ fn launches_saxpy(cuda: Cuda<'_>, _: &[View<'_>], y: &mut [ViewMut<'_>]) -> Resu
     cuda.fill(&mut y[0], 1.0f32)?;
     let ones = cuda.scratch(DType::F32, 100)?;
     cuda.fill(&ones, 1.0f32)?;
-    let args = [100usize.into(), 2.0f32.into(), (&ones).into(), (&mut y[0]).into()];
+    let args = [
+        100usize.into(),
+        2.0f32.into(),
+        (&ones).into(),
+        (&mut y[0]).into(),
+    ];
     cuda.launch(&SAXPY, "saxpy", Grid::over(100), &args)
 }
 
@@ -423,8 +509,11 @@ fn source_is_compiled_once_for_all_kernels_and_devices() {
         return;
     };
     let _limit = watchdog(100);
-    let mut program =
-        Program::builder().devices(2).device_kinds(&[DeviceKind::Cuda]).alone().unwrap();
+    let mut program = Program::builder()
+        .devices(2)
+        .device_kinds(&[DeviceKind::Cuda])
+        .alone()
+        .unwrap();
     let mesh = program.mesh(&[("x", 2)]).unwrap();
     let jit = |announced: &[&'static Source]| {
         let kernel = OnCuda {
@@ -432,14 +521,22 @@ fn source_is_compiled_once_for_all_kernels_and_devices() {
             sources: announced.to_vec(),
             work: launches_saxpy,
         };
-        program.jit(kernel).on(&mesh).outputs(mesh.replicated()).build().unwrap()
+        program
+            .jit(kernel)
+            .on(&mesh)
+            .outputs(mesh.replicated())
+            .build()
+            .unwrap()
     };
     // All kernels need it at once. The third kernel has not announced it and finds it too.
     let kernels = [jit(&[&SAXPY]), jit(&[&SAXPY, &SAXPY]), jit(&[])];
     for kernel in &kernels {
         for _ in 0..2 {
             let y = kernel.call(&mut program, Vec::new()).unwrap();
-            assert_eq!(y[0].to_host().unwrap().unwrap().to_vec::<f32>().unwrap(), [3.0; 100]);
+            assert_eq!(
+                y[0].to_host().unwrap().unwrap().to_vec::<f32>().unwrap(),
+                [3.0; 100]
+            );
         }
     }
     assert_eq!(driver.calls("nvrtcCompileProgram"), 1);
@@ -456,27 +553,49 @@ fn cublas_calls_allocate_no_memory() {
         return;
     }
     let _limit = watchdog(100);
-    let mut program = Program::builder().device_kinds(&[DeviceKind::Cuda]).alone().unwrap();
+    let mut program = Program::builder()
+        .device_kinds(&[DeviceKind::Cuda])
+        .alone()
+        .unwrap();
     let mesh = program.mesh(&[("x", 1)]).unwrap();
     let work = |cuda: Cuda<'_>, x: &[View<'_>], y: &mut [ViewMut<'_>]| {
         cuda.gemm(Gemm::new(4, 4, 4), &x[0], &x[0], &mut y[0])
     };
-    let kernel = OnCuda { outputs: vec![f32s([16])], sources: vec![&CUBLAS], work };
-    let kernel = program.jit(kernel).on(&mesh).outputs(mesh.replicated()).build().unwrap();
+    let kernel = OnCuda {
+        outputs: vec![f32s([16])],
+        sources: vec![&CUBLAS],
+        work,
+    };
+    let kernel = program
+        .jit(kernel)
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .build()
+        .unwrap();
     let x = program_put(&mut program, &mesh, &host(&[1.0f32; 16])).unwrap();
     let mut call = || {
         let y = kernel.call(&mut program, vec![x.clone()]).unwrap();
-        assert_eq!(y[0].to_host().unwrap().unwrap().to_vec::<f32>().unwrap(), [4.0; 16]);
+        assert_eq!(
+            y[0].to_host().unwrap().unwrap().to_vec::<f32>().unwrap(),
+            [4.0; 16]
+        );
     };
     call();
     if let Some(driver) = softcuda::driver() {
-        assert_eq!(driver.calls("cublasGemmEx"), 5, "the warm-up has computed one of each dtype");
+        assert_eq!(
+            driver.calls("cublasGemmEx"),
+            5,
+            "the warm-up has computed one of each dtype"
+        );
         driver.reset();
         (0..5).for_each(|_| call());
         assert_eq!(driver.calls("cublasGemmEx"), 5);
-        for other in
-            ["cublasCreate_v2", "cublasSetStream_v2", "cublasSetWorkspace_v2", "cuMemAlloc_v2"]
-        {
+        for other in [
+            "cublasCreate_v2",
+            "cublasSetStream_v2",
+            "cublasSetWorkspace_v2",
+            "cuMemAlloc_v2",
+        ] {
             assert_eq!(driver.calls(other), 0, "{other}");
         }
     }
@@ -495,7 +614,10 @@ fn faulting_launch_fails_the_kernel_that_issued_it() {
     };
     driver.fail("launch", 1);
     let said = why(on_device(&[&SAXPY], &[], &[f32s([100])], launches_saxpy));
-    assert!(said.contains("kernel OnCuda of operation") && said.contains("CUDA_ERROR"), "{said}");
+    assert!(
+        said.contains("kernel OnCuda of operation") && said.contains("CUDA_ERROR"),
+        "{said}"
+    );
 }
 
 /// A library may be newer than the bindings and return codes that the bindings do not know. The
@@ -518,7 +640,12 @@ fn unknown_result_codes_are_errors() {
     let work = |cuda: Cuda<'_>, x: &[View<'_>], y: &mut [ViewMut<'_>]| {
         cuda.gemm(Gemm::new(4, 4, 4), &x[0], &x[0], &mut y[0])
     };
-    let said = why(on_device(&[&CUBLAS], &[host(&[1.0f32; 16])], &[f32s([16])], work));
+    let said = why(on_device(
+        &[&CUBLAS],
+        &[host(&[1.0f32; 16])],
+        &[f32s([16])],
+        work,
+    ));
     assert!(said.contains("cuBLAS error 4242"), "{said}");
     driver.fail("cuMemsetD8Async=4242", 1);
     let zero = |cuda: Cuda<'_>, _: &[View<'_>], y: &mut [ViewMut<'_>]| cuda.zero(&mut y[0]);
@@ -542,9 +669,12 @@ fn broken_source_fails_its_calls_with_the_compiler_message() {
     };
     for announced in [&[&BROKEN][..], &[]] {
         let said = why(on_device(announced, &[], &[f32s([1])], launch));
-        for part in
-            ["OnCuda", "compiling broken.cu: NVRTC_ERROR_COMPILATION", "broken.cu", "nonsense"]
-        {
+        for part in [
+            "OnCuda",
+            "compiling broken.cu: NVRTC_ERROR_COMPILATION",
+            "broken.cu",
+            "nonsense",
+        ] {
             assert!(said.contains(part), "{part} is not in: {said}");
         }
     }
@@ -562,19 +692,36 @@ fn invalid_kernel_calls_are_errors() {
             |cuda, x, _| cuda.launch(&SAXPY, "missing", Grid::new(1, 1), &[(&x[0]).into()]),
             "missing",
         ),
-        (|cuda, x, _| cuda.launch(&CUBLAS, "f", Grid::new(1, 1), &[(&x[0]).into()]), "Cuda::gemm"),
-        (|cuda, x, y| cuda.copy(x[0].at(1), &mut y[0]), "9 values are copied to a place of 10"),
+        (
+            |cuda, x, _| cuda.launch(&CUBLAS, "f", Grid::new(1, 1), &[(&x[0]).into()]),
+            "Cuda::gemm",
+        ),
+        (
+            |cuda, x, y| cuda.copy(x[0].at(1), &mut y[0]),
+            "9 values are copied to a place of 10",
+        ),
         (|cuda, x, y| cuda.copy(x[0].at(11), &mut y[0]), "0 values"),
         (
             |cuda, x, _| cuda.launch(&SAXPY, "sums", Grid::new(1, 1), &[x[0].at(11).into()]),
             "behind the end",
         ),
         (|cuda, x, _| cuda.zero(&x[0]), "only read"),
-        (|cuda, x, y| cuda.gemm(Gemm::new(2, 5, 3), &x[0], &x[0], &mut y[0]), "B has 10 elements"),
-        (|cuda, x, _| cuda.gemm(Gemm::new(1, 1, 1), &x[0], &x[0], Part::from(&x[0])), "only read"),
+        (
+            |cuda, x, y| cuda.gemm(Gemm::new(2, 5, 3), &x[0], &x[0], &mut y[0]),
+            "B has 10 elements",
+        ),
+        (
+            |cuda, x, _| cuda.gemm(Gemm::new(1, 1, 1), &x[0], &x[0], Part::from(&x[0])),
+            "only read",
+        ),
     ];
     for (work, words) in cases {
-        let said = why(on_device(&[&SAXPY], &[host(&floats(10))], &[f32s([10])], work));
+        let said = why(on_device(
+            &[&SAXPY],
+            &[host(&floats(10))],
+            &[f32s([10])],
+            work,
+        ));
         assert!(
             said.contains(words) && said.contains("kernel OnCuda of operation"),
             "{words}: {said}"
@@ -589,8 +736,11 @@ fn missing_nvrtc_is_reported_and_sourceless_kernels_run() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    std::os::unix::fs::symlink(softcuda::library().unwrap(), folder.path().join("libcuda.so.1"))
-        .unwrap();
+    std::os::unix::fs::symlink(
+        softcuda::library().unwrap(),
+        folder.path().join("libcuda.so.1"),
+    )
+    .unwrap();
     if softcuda::again!("LD_LIBRARY_PATH" = folder.path().to_str().unwrap()) {
         return;
     }
@@ -611,9 +761,16 @@ fn missing_nvrtc_is_reported_and_sourceless_kernels_run() {
         cuda.gemm(Gemm::new(1, 1, 1), &x[0], &x[0], &mut y[0])
     };
     for announced in [&[&CUBLAS][..], &[]] {
-        let said = why(on_device(announced, &[host(&[1.0f32])], &[f32s([1])], product));
+        let said = why(on_device(
+            announced,
+            &[host(&[1.0f32])],
+            &[f32s([1])],
+            product,
+        ));
         assert!(said.contains("no cuBLAS found: looked for"), "{said}");
     }
-    let y = on_device(&[], &[], &[f32s([2])], |cuda, _, y| cuda.fill(&mut y[0], 1.0f32));
+    let y = on_device(&[], &[], &[f32s([2])], |cuda, _, y| {
+        cuda.fill(&mut y[0], 1.0f32)
+    });
     assert_eq!(y.unwrap()[0].to_vec::<f32>().unwrap(), [1.0, 1.0]);
 }

@@ -33,7 +33,9 @@ impl Installed {
 /// Returns true if this process has mapped a file whose name contains `name`.
 fn has_mapped(name: &str) -> bool {
     let maps = fs::read_to_string("/proc/self/maps").unwrap();
-    maps.lines().filter_map(|line| line.rsplit('/').next()).any(|file| file.contains(name))
+    maps.lines()
+        .filter_map(|line| line.rsplit('/').next())
+        .any(|file| file.contains(name))
 }
 
 /// Checks that all libraries are found, and that a kernel and a product run.
@@ -48,21 +50,33 @@ fn all_work() {
         return;
     }
     let work = |cuda: Cuda<'_>, x: &[View<'_>], y: &mut [ViewMut<'_>]| {
-        let [product, sum] = y else { unreachable!("there are two outputs") };
+        let [product, sum] = y else {
+            unreachable!("there are two outputs")
+        };
         cuda.gemm(Gemm::new(2, 2, 1), &x[0], &x[0], &mut *product)?;
         cuda.zero(&mut *sum)?;
         let args = [4_u64.into(), 2_f32.into(), (&*product).into(), sum.into()];
         cuda.launch(&SAXPY, "saxpy", Grid::over(4), &args)
     };
     let sources = [&SAXPY, &CUBLAS];
-    let y = on_device(&sources, &[host(&[1.0_f32, 2.0])], &[f32s([4]), f32s([4])], work).unwrap();
+    let y = on_device(
+        &sources,
+        &[host(&[1.0_f32, 2.0])],
+        &[f32s([4]), f32s([4])],
+        work,
+    )
+    .unwrap();
     assert_eq!(y[1].to_vec::<f32>().unwrap(), [2.0, 4.0, 4.0, 8.0]);
 }
 
 #[test]
 fn libraries_of_cuda_12_are_found() {
-    let folder =
-        Installed::new(&["libcuda.so.1", "libnvrtc.so.12", "libcublas.so.12", "libnccl.so.2"]);
+    let folder = Installed::new(&[
+        "libcuda.so.1",
+        "libnvrtc.so.12",
+        "libcublas.so.12",
+        "libnccl.so.2",
+    ]);
     if softcuda::real() || softcuda::again!("LD_LIBRARY_PATH" = &folder.path("")) {
         return;
     }
@@ -138,6 +152,12 @@ fn stub_of_a_toolkit_is_named() {
         return;
     }
     let said = found().unwrap_err().to_string();
-    assert!(said.contains("libcuda.so is the stub of a CUDA toolkit"), "{said}");
-    assert!(said.contains("folder `stubs` out of LD_LIBRARY_PATH (/"), "{said}");
+    assert!(
+        said.contains("libcuda.so is the stub of a CUDA toolkit"),
+        "{said}"
+    );
+    assert!(
+        said.contains("folder `stubs` out of LD_LIBRARY_PATH (/"),
+        "{said}"
+    );
 }

@@ -18,7 +18,11 @@ use mpmd_core::sharding::{MemoryKind, Sharding};
 use mpmd_core::topology::{DeviceId, DeviceKind};
 
 fn alone(devices: usize) -> Program {
-    Program::builder().devices(devices).device_kinds(&[CUDA]).alone().unwrap()
+    Program::builder()
+        .devices(devices)
+        .device_kinds(&[CUDA])
+        .alone()
+        .unwrap()
 }
 
 /// Returns an `f32` array in which each element is its row-major index.
@@ -32,9 +36,13 @@ fn numbered(shape: &[usize]) -> HostArray {
 fn made(p: &mut Program, shape: [usize; 2], to: &Sharding) -> Result<MpmdArray> {
     p.array_from_fn(f32s(shape), to, move |region, mut view| {
         let columns = region.range(1);
-        let values =
-            region.range(0).flat_map(|i| columns.clone().map(move |j| (i * shape[1] + j) as f32));
-        view.as_mut_slice::<f32>()?.iter_mut().zip(values).for_each(|(to, value)| *to = value);
+        let values = region
+            .range(0)
+            .flat_map(|i| columns.clone().map(move |j| (i * shape[1] + j) as f32));
+        view.as_mut_slice::<f32>()?
+            .iter_mut()
+            .zip(values)
+            .for_each(|(to, value)| *to = value);
         Ok(())
     })
 }
@@ -57,10 +65,17 @@ fn host_values_of_any_size_come_back_from_a_device() {
         for to in shardings {
             for kind in [MemoryKind::Device, MemoryKind::Host] {
                 let x = p
-                    .device_put(&MpmdArray::from_host(host.clone()), to.with_memory_kind(kind))
+                    .device_put(
+                        &MpmdArray::from_host(host.clone()),
+                        to.with_memory_kind(kind),
+                    )
                     .unwrap();
                 check(&p, &x, &host).unwrap();
-                assert_eq!(x.to_host().unwrap().unwrap().bytes()[..], host.bytes()[..], "{to}");
+                assert_eq!(
+                    x.to_host().unwrap().unwrap().bytes()[..],
+                    host.bytes()[..],
+                    "{to}"
+                );
                 assert!(x.is_complete());
             }
         }
@@ -85,11 +100,16 @@ fn arrays_are_made_split_joined_donated_and_read() {
     check(&p, &columns, &host).unwrap();
     // Parts that are contiguous in their shard, and parts that are not.
     for (dim, array) in [(0, &x), (1, &x), (0, &columns), (1, &columns)] {
-        let parts = array.microbatches(&mut p, dim, if dim == 0 { 2 } else { 3 }).unwrap();
+        let parts = array
+            .microbatches(&mut p, dim, if dim == 0 { 2 } else { 3 })
+            .unwrap();
         for (j, part) in parts.iter().enumerate() {
             for shard in part.addressable_shards().unwrap() {
                 let whole = array.addressable_shards().unwrap();
-                let whole = whole.iter().find(|other| other.device == shard.device).unwrap();
+                let whole = whole
+                    .iter()
+                    .find(|other| other.device == shard.device)
+                    .unwrap();
                 let (rows, width) = (shard.data.shape().to_vec(), whole.data.shape()[1]);
                 let values = whole.data.to_vec::<f32>().unwrap();
                 let from = |at: usize| if dim == at { j * rows[at] } else { 0 };
@@ -99,18 +119,34 @@ fn arrays_are_made_split_joined_donated_and_read() {
                         values[begin..begin + rows[1]].to_vec()
                     })
                     .collect();
-                assert_eq!(shard.data.to_vec::<f32>().unwrap(), expected, "part {j} along {dim}");
+                assert_eq!(
+                    shard.data.to_vec::<f32>().unwrap(),
+                    expected,
+                    "part {j} along {dim}"
+                );
             }
         }
     }
-    let halves = p.split_by_mesh_axis(&x, "x", 2, Default::default()).unwrap();
-    let joined = p.concatenate_by_mesh_axis(&halves, "x", Default::default()).unwrap();
+    let halves = p
+        .split_by_mesh_axis(&x, "x", 2, Default::default())
+        .unwrap();
+    let joined = p
+        .concatenate_by_mesh_axis(&halves, "x", Default::default())
+        .unwrap();
     check(&p, &joined, &host).unwrap();
-    let moved =
-        p.device_put_with(&joined, mesh.replicated(), MoveOptions::default().donate(true)).unwrap();
+    let moved = p
+        .device_put_with(
+            &joined,
+            mesh.replicated(),
+            MoveOptions::default().donate(true),
+        )
+        .unwrap();
     assert!(joined.to_host().is_err());
     check(&p, &moved, &host).unwrap();
-    assert_eq!(read.recv_timeout(Duration::from_secs(30)).unwrap(), host.to_vec::<f32>().unwrap());
+    assert_eq!(
+        read.recv_timeout(Duration::from_secs(30)).unwrap(),
+        host.to_vec::<f32>().unwrap()
+    );
     drop((x, columns, halves, joined));
     let awaited = futures::executor::block_on(moved.into_future()).unwrap();
     check(&p, &awaited, &host).unwrap();
@@ -127,7 +163,11 @@ fn chains(seeds: std::ops::Range<u64>, zero_copy: bool) {
     let _limit = watchdog(110);
     let simulation = |processes, devices| {
         let simulation = Simulation::new(processes, devices);
-        if zero_copy { simulation.zero_copy(&vec![0; processes]) } else { simulation }
+        if zero_copy {
+            simulation.zero_copy(&vec![0; processes])
+        } else {
+            simulation
+        }
     };
     seeds.for_each(|seed| chain(seed, true, simulation, zero_copy));
 }
@@ -180,7 +220,11 @@ fn zero_copy_transfers_are_not_staged_and_others_are() {
         ([CPU, CPU], true, [false, false]),
     ] {
         let simulation = Simulation::new(2, 2).settings(|b| b.device_kinds(&kinds));
-        let simulation = if zero_copy { simulation.zero_copy(&[0, 0]) } else { simulation };
+        let simulation = if zero_copy {
+            simulation.zero_copy(&[0, 0])
+        } else {
+            simulation
+        };
         let results = simulation.run(|p| {
             let host = numbered(&[256, 1000]);
             let [here, there] = [0, 1].map(|device| Sharding::single_device(DeviceId(device)));
@@ -235,7 +279,10 @@ impl Kernel for Shares {
             y: &mut ViewMut<'_>,
             of: impl Fn(usize) -> T,
         ) -> Result<()> {
-            y.as_mut_slice::<T>()?.iter_mut().enumerate().for_each(|(i, value)| *value = of(i));
+            y.as_mut_slice::<T>()?
+                .iter_mut()
+                .enumerate()
+                .for_each(|(i, value)| *value = of(i));
             Ok(())
         }
         assert_eq!(count, y.region().elements());
@@ -298,7 +345,9 @@ fn partial_sums_have_cpu_bits_in_any_arrival_order() {
     };
     let expected = run(CPU, false, 0);
     assert!(
-        expected[2].iter().all(|bytes| bytes.iter().any(|byte| *byte != 0))
+        expected[2]
+            .iter()
+            .all(|bytes| bytes.iter().any(|byte| *byte != 0))
             && expected[2].len() == 15
     );
     for seed in 1..4 {
@@ -331,7 +380,10 @@ fn fails(kinds: [DeviceKind; 2], zero_copy: bool) -> Vec<String> {
         }
         Ok(())
     });
-    results.into_iter().map(|result| result.unwrap_err().to_string()).collect()
+    results
+        .into_iter()
+        .map(|result| result.unwrap_err().to_string())
+        .collect()
 }
 
 #[test]
@@ -340,7 +392,10 @@ fn failed_copy_into_a_device_is_reported_to_all_waiters() {
         return;
     }
     let said = fails([CUDA, CPU], false);
-    assert!(said.iter().all(|said| said.contains("CUDA_ERROR")), "{said:#?}");
+    assert!(
+        said.iter().all(|said| said.contains("CUDA_ERROR")),
+        "{said:#?}"
+    );
 }
 
 #[test]
@@ -349,7 +404,10 @@ fn failed_copy_out_of_a_device_is_reported_to_its_receiver() {
         return;
     }
     let said = fails([CUDA, CPU], false);
-    assert!(said.iter().all(|said| said.contains("CUDA_ERROR")), "{said:#?}");
+    assert!(
+        said.iter().all(|said| said.contains("CUDA_ERROR")),
+        "{said:#?}"
+    );
 }
 
 #[test]
@@ -358,7 +416,10 @@ fn array_lent_before_its_failure_has_no_value() {
         return;
     }
     let said = fails([CUDA, CUDA], true);
-    assert!(said.iter().all(|said| said.contains("CUDA_ERROR")), "{said:#?}");
+    assert!(
+        said.iter().all(|said| said.contains("CUDA_ERROR")),
+        "{said:#?}"
+    );
 }
 
 #[test]
@@ -399,9 +460,15 @@ fn large_user_values_are_staged_in_a_few_chunks() {
     let mut p = alone(1);
     let host = numbered(&[3, 7_000_001]);
     let to = Sharding::single_device(DeviceId(0));
-    let arrays: Vec<MpmdArray> =
-        (0..3).map(|_| p.device_put(&MpmdArray::from_host(host.clone()), &to).unwrap()).collect();
-    arrays.iter().for_each(|x| drop(x.block_until_ready().unwrap().clone()));
+    let arrays: Vec<MpmdArray> = (0..3)
+        .map(|_| {
+            p.device_put(&MpmdArray::from_host(host.clone()), &to)
+                .unwrap()
+        })
+        .collect();
+    arrays
+        .iter()
+        .for_each(|x| drop(x.block_until_ready().unwrap().clone()));
     let peak = p.memory().staging_recent_peak;
     // At most eight chunks are in flight. Each of up to four copy workers may still hold one that
     // is already copied.
@@ -425,7 +492,9 @@ fn refused_pinning_warns_once_and_values_arrive() {
     let mesh = p.mesh(&[("x", 1)]).unwrap();
     for shape in [[2, 300_001], [3, 400_001], [1, 5]] {
         let host = numbered(&shape);
-        let x = p.device_put(&MpmdArray::from_host(host.clone()), mesh.replicated()).unwrap();
+        let x = p
+            .device_put(&MpmdArray::from_host(host.clone()), mesh.replicated())
+            .unwrap();
         check(&p, &x, &host).unwrap();
     }
     p.finish().unwrap();

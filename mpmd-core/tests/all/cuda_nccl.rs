@@ -39,23 +39,40 @@ const NCCL: CudaCollectives = CudaCollectives::Nccl;
 const HOST: CudaCollectives = CudaCollectives::Host;
 
 /// Functions of NCCL that transfer values between devices.
-const CARRYING: [&str; 5] =
-    ["ncclAllReduce", "ncclReduceScatter", "ncclAllGather", "ncclSend", "ncclRecv"];
+const CARRYING: [&str; 5] = [
+    "ncclAllReduce",
+    "ncclReduceScatter",
+    "ncclAllGather",
+    "ncclSend",
+    "ncclRecv",
+];
 
 fn called(functions: &[&str]) -> u64 {
-    functions.iter().filter_map(|function| softcuda::calls(function)).sum()
+    functions
+        .iter()
+        .filter_map(|function| softcuda::calls(function))
+        .sum()
 }
 
 /// Returns the bytes that this process has copied between devices and host, in both directions, as
 /// the software driver counts them.
 fn staged() -> u64 {
-    let kinds =
-        ["pinned_to_device", "pageable_to_device", "device_to_pinned", "device_to_pageable"];
+    let kinds = [
+        "pinned_to_device",
+        "pageable_to_device",
+        "device_to_pinned",
+        "device_to_pageable",
+    ];
     kinds.iter().filter_map(|kind| softcuda::bytes(kind)).sum()
 }
 
 fn alone(way: CudaCollectives, devices: usize) -> Program {
-    Program::builder().devices(devices).device_kinds(&[CUDA]).cuda_collectives(way).alone().unwrap()
+    Program::builder()
+        .devices(devices)
+        .device_kinds(&[CUDA])
+        .cuda_collectives(way)
+        .alone()
+        .unwrap()
 }
 
 fn simulated(way: CudaCollectives, kinds: &[DeviceKind], devices: usize) -> Simulation {
@@ -127,10 +144,13 @@ fn five<T: Number>(
             whole(each),
             whole(each / devices),
         ];
-        let signature =
-            Signature::new(outputs).all_reduce_with("x", part(), reduce).all_gather("x", part());
+        let signature = Signature::new(outputs)
+            .all_reduce_with("x", part(), reduce)
+            .all_gather("x", part());
         let signature = signature.permute("x", part(), shift.clone());
-        Ok(signature.all_to_all("x", part()).reduce_scatter_with("x", part(), reduce))
+        Ok(signature
+            .all_to_all("x", part())
+            .reduce_scatter_with("x", part(), reduce))
     };
     let kernel = fun("Five", infer, |cx, x, mut y| {
         let cuda = cx.cuda().expect("on a CUDA device");
@@ -158,7 +178,10 @@ fn five<T: Number>(
 fn close(one: &[Vec<f64>], other: &[Vec<f64>], unit: f64) -> bool {
     let near = |(a, b): (&f64, &f64)| (a - b).abs() <= 4.0 * unit * a.abs().max(b.abs());
     one.len() == other.len()
-        && one.iter().zip(other).all(|(a, b)| a.len() == b.len() && a.iter().zip(b).all(near))
+        && one
+            .iter()
+            .zip(other)
+            .all(|(a, b)| a.len() == b.len() && a.iter().zip(b).all(near))
 }
 
 fn compare<T: Number>(unit: f64, reduce: Reduce, devices: usize) {
@@ -175,7 +198,11 @@ fn compare<T: Number>(unit: f64, reduce: Reduce, devices: usize) {
     assert_eq!(called(&CARRYING), before, "by way of the host");
     let nccl = run(NCCL);
     assert!(called(&CARRYING) > before || softcuda::real(), "by NCCL");
-    assert!(close(&host, &nccl, unit), "{} {reduce} of {devices}", T::DTYPE);
+    assert!(
+        close(&host, &nccl, unit),
+        "{} {reduce} of {devices}",
+        T::DTYPE
+    );
 }
 
 #[test]
@@ -204,8 +231,11 @@ fn nccl_matches_host_collectives_in_every_dtype() {
 
 #[test]
 fn devices_of_several_processes_work_together() {
-    if elsewhere!("SOFTCUDA_DEVICES" = "4", "SOFTCUDA_PACE" = "seed:4", "SOFTCUDA_RACES" = "abort")
-    {
+    if elsewhere!(
+        "SOFTCUDA_DEVICES" = "4",
+        "SOFTCUDA_PACE" = "seed:4",
+        "SOFTCUDA_RACES" = "abort"
+    ) {
         return;
     }
     let _limit = watchdog(110);
@@ -216,7 +246,11 @@ fn devices_of_several_processes_work_together() {
             results.into_iter().map(|result| result.unwrap()).collect()
         };
         let (host, nccl) = (run(HOST), run(NCCL));
-        assert!(host.iter().zip(&nccl).all(|(host, nccl)| close(host, nccl, 1.2e-7)));
+        assert!(
+            host.iter()
+                .zip(&nccl)
+                .all(|(host, nccl)| close(host, nccl, 1.2e-7))
+        );
     }
     assert!(called(&["ncclAllReduce"]) >= 8);
 }
@@ -237,7 +271,12 @@ fn over_both_axes(p: &mut Program, times: usize) -> Result<Vec<f32>> {
         cx.all_reduce_on_cuda("x", &mut y[0])?;
         cx.all_reduce_on_cuda("y", &mut y[0])
     });
-    let jit = p.jit(kernel).on(&mesh).outputs(to.clone()).donate("0").build()?;
+    let jit = p
+        .jit(kernel)
+        .on(&mesh)
+        .outputs(to.clone())
+        .donate("0")
+        .build()?;
     let ones = MpmdArray::from_slice(&[400], &[1.0_f32; 400]).unwrap();
     let mut x = p.device_put(&ones, to)?;
     for _ in 0..times {
@@ -294,13 +333,20 @@ fn groups_unsupported_by_nccl_go_through_the_host() {
     let results = simulated(NCCL, &[CUDA, CPU], 2).run(|p| {
         let mesh = p.mesh(&[("x", 2)])?;
         let infer = |x: &[ShapedArray]| {
-            Ok(Signature::new(vec![x[0].clone()]).alias("0", "0").all_reduce("x", f32s([8])))
+            Ok(Signature::new(vec![x[0].clone()])
+                .alias("0", "0")
+                .all_reduce("x", f32s([8])))
         };
         let kernel = fun("Mixed", infer, |cx, _, mut y| match cx.cuda() {
             Some(_) => cx.all_reduce_on_cuda("x", &mut y[0]),
             None => cx.all_reduce("x", y[0].as_mut_slice::<f32>()?),
         });
-        let jit = p.jit(kernel).on(&mesh).outputs(mesh.sharding(spec!["x"])).donate("0").build()?;
+        let jit = p
+            .jit(kernel)
+            .on(&mesh)
+            .outputs(mesh.sharding(spec!["x"]))
+            .donate("0")
+            .build()?;
         let x = p.device_put(
             &MpmdArray::from_slice(&[16], &[1.0_f32; 16]).unwrap(),
             mesh.sharding(spec!["x"]),
@@ -338,12 +384,19 @@ fn errors(
             cx.zero(&mut y[0])?;
             run(cx, &mut y[0])
         });
-        let jit = p.jit(kernel).on(&mesh).outputs(mesh.sharding(spec!["x"])).build()?;
+        let jit = p
+            .jit(kernel)
+            .on(&mesh)
+            .outputs(mesh.sharding(spec!["x"]))
+            .build()?;
         let x = p.device_put(&values::<f32>(16), mesh.sharding(spec!["x"]))?;
         let y = jit.call(p, vec![x])?;
         y[0].block_until_ready().map(|_| ())
     });
-    results.into_iter().map(|result| result.unwrap_err().to_string()).collect()
+    results
+        .into_iter()
+        .map(|result| result.unwrap_err().to_string())
+        .collect()
 }
 
 fn reducing(x: &[ShapedArray]) -> Result<Signature<Vec<ShapedArray>>> {
@@ -362,9 +415,15 @@ fn different_calls_are_errors_and_do_not_block_in_nccl() {
     };
     for way in [HOST, NCCL] {
         for error in errors(&simulated(way, &[CUDA, CUDA], 2), reducing, uneven) {
-            let parts =
-                ["collective 0 of operation 2", "declared as all_reduce", "with different lengths"];
-            assert!(parts.iter().all(|part| error.contains(part)), "{way}: {error}");
+            let parts = [
+                "collective 0 of operation 2",
+                "declared as all_reduce",
+                "with different lengths",
+            ];
+            assert!(
+                parts.iter().all(|part| error.contains(part)),
+                "{way}: {error}"
+            );
         }
     }
     let sides = |cx: &mut Context<'_>, y: &mut ViewMut<'_>| match cx.axis_index("x")? {
@@ -372,7 +431,10 @@ fn different_calls_are_errors_and_do_not_block_in_nccl() {
         _ => cx.all_reduce("x", &mut [1.0_f32; 8]),
     };
     for error in errors(&simulated(NCCL, &[CUDA, CUDA], 2), reducing, sides) {
-        assert!(error.contains("do not agree: one calls it with values"), "{error}");
+        assert!(
+            error.contains("do not agree: one calls it with values"),
+            "{error}"
+        );
     }
     let half = |cx: &mut Context<'_>, y: &mut ViewMut<'_>| match cx.axis_index("x")? {
         0 => cx.all_reduce_on_cuda("x", y),
@@ -382,7 +444,10 @@ fn different_calls_are_errors_and_do_not_block_in_nccl() {
         assert!(error.contains("no part of mine"), "{error}");
     }
     let other = |cx: &mut Context<'_>, y: &mut ViewMut<'_>| {
-        let values = cx.cuda().expect("on a CUDA device").scratch(DType::F32, 8)?;
+        let values = cx
+            .cuda()
+            .expect("on a CUDA device")
+            .scratch(DType::F32, 8)?;
         cx.all_to_all_on_cuda("x", &values, y)
     };
     for error in errors(&simulated(NCCL, &[CUDA, CUDA], 2), reducing, other) {
@@ -404,7 +469,9 @@ fn host_values_in_nccl_groups_go_through_the_host() {
             let many = mpmd_core::kernel::TWO_ROUNDS_FROM_BYTES;
             let infer = move |_: &[ShapedArray]| {
                 let signature = Signature::new(vec![f32s([6])]).all_reduce("x", f32s([many]));
-                Ok(signature.all_gather("x", f32s([2])).all_reduce("x", f32s([2])))
+                Ok(signature
+                    .all_gather("x", f32s([2]))
+                    .all_reduce("x", f32s([2])))
             };
             let kernel = fun("Host", infer, move |cx, _, mut y| {
                 let cuda = cx.cuda().expect("on a CUDA device");
@@ -416,11 +483,18 @@ fn host_values_in_nccl_groups_go_through_the_host() {
                 cuda.fill(&mut y[0], all[1] + all[4])?;
                 cx.all_reduce_on_cuda("x", &mut y[0])
             });
-            let jit = p.jit(kernel).on(&mesh).outputs(mesh.sharding(spec!["x"])).build()?;
+            let jit = p
+                .jit(kernel)
+                .on(&mesh)
+                .outputs(mesh.sharding(spec!["x"]))
+                .build()?;
             let y = jit.call(p, vec![MpmdArray::scalar(0.0_f32)])?;
             Ok(y[0].addressable_shards()?[0].data.to_vec::<f32>()?)
         });
-        results.into_iter().map(|result| result.unwrap()).collect::<Vec<_>>()
+        results
+            .into_iter()
+            .map(|result| result.unwrap())
+            .collect::<Vec<_>>()
     };
     assert_eq!(run(HOST), run(NCCL));
     assert_eq!(called(&["ncclAllReduce"]), 3);
@@ -439,14 +513,30 @@ fn missing_nccl_is_reported_only_if_requested() {
         println!("SKIPPED: NCCL {version} is also installed elsewhere on this machine");
         return;
     }
-    let ask =
-        |way| Program::builder().devices(2).device_kinds(&[CUDA]).cuda_collectives(way).alone();
+    let ask = |way| {
+        Program::builder()
+            .devices(2)
+            .device_kinds(&[CUDA])
+            .cuda_collectives(way)
+            .alone()
+    };
     let said = ask(NCCL).unwrap_err().to_string();
-    assert!(said.contains("no NCCL found: looked for libnccl.so"), "{said}");
+    assert!(
+        said.contains("no NCCL found: looked for libnccl.so"),
+        "{said}"
+    );
     let results = simulated(NCCL, &[CUDA, CUDA], 2).run(|_| Ok(()));
-    assert!(results.iter().all(|result| result.as_ref().is_err_and(|why| why.to_string() == said)));
+    assert!(
+        results
+            .iter()
+            .all(|result| result.as_ref().is_err_and(|why| why.to_string() == said))
+    );
     // A process without CUDA devices needs no NCCL either.
-    let p = Program::builder().device_kinds(&[CPU]).cuda_collectives(NCCL).alone().unwrap();
+    let p = Program::builder()
+        .device_kinds(&[CPU])
+        .cuda_collectives(NCCL)
+        .alone()
+        .unwrap();
     p.finish().unwrap();
     let mut p = ask(HOST).unwrap();
     five::<f32>(&mut p, 2, 16, Reduce::Sum).unwrap();
@@ -468,8 +558,14 @@ fn fails(case: &str, processes: usize, part: &str) {
         reductions(p, 5)
     });
     assert!(begin.elapsed() < SOON, "{case}: {:?}", begin.elapsed());
-    let said: Vec<_> = results.into_iter().map(|result| result.unwrap_err().to_string()).collect();
-    assert!(said.iter().all(|said| said.contains(part)), "{case} of {processes}: {said:#?}");
+    let said: Vec<_> = results
+        .into_iter()
+        .map(|result| result.unwrap_err().to_string())
+        .collect();
+    assert!(
+        said.iter().all(|said| said.contains(part)),
+        "{case} of {processes}: {said:#?}"
+    );
 }
 
 /// Runs `times` sums over three devices, one after the other, and waits for the last.
@@ -477,10 +573,19 @@ fn reductions(p: &mut Program, times: usize) -> Result<()> {
     let mesh = p.mesh(&[("x", 3)])?;
     let to = mesh.sharding(spec!["x"]);
     let infer = |x: &[ShapedArray]| {
-        Ok(Signature::new(vec![x[0].clone()]).alias("0", "0").all_reduce("x", f32s([1000])))
+        Ok(Signature::new(vec![x[0].clone()])
+            .alias("0", "0")
+            .all_reduce("x", f32s([1000])))
     };
-    let kernel = fun("Sum", infer, |cx, _, mut y| cx.all_reduce_on_cuda("x", &mut y[0]));
-    let jit = p.jit(kernel).on(&mesh).outputs(to.clone()).donate("0").build()?;
+    let kernel = fun("Sum", infer, |cx, _, mut y| {
+        cx.all_reduce_on_cuda("x", &mut y[0])
+    });
+    let jit = p
+        .jit(kernel)
+        .on(&mesh)
+        .outputs(to.clone())
+        .donate("0")
+        .build()?;
     let mut x = p.device_put(&values::<f32>(3000), to)?;
     for _ in 0..times {
         x = jit.call(p, vec![x])?.remove(0);
@@ -532,7 +637,9 @@ fn lost_process_is_named_by_the_others() {
     let _limit = watchdog(60);
     let begin = Instant::now();
     // Its first operation is an array. The next is the call that it does not make.
-    let results = simulated(NCCL, &[CUDA; 3], 3).lose(ProcessId(2), 6).run(|p| reductions(p, 20));
+    let results = simulated(NCCL, &[CUDA; 3], 3)
+        .lose(ProcessId(2), 6)
+        .run(|p| reductions(p, 20));
     assert!(begin.elapsed() < SOON, "{:?}", begin.elapsed());
     for result in results {
         let said = result.unwrap_err().to_string();
@@ -543,15 +650,25 @@ fn lost_process_is_named_by_the_others() {
 #[test]
 fn dry_run_needs_no_nccl_and_shows_its_groups() {
     let operations_with = |way| {
-        let builder = Program::builder().devices(2).device_kinds(&[CUDA]).cuda_collectives(way);
+        let builder = Program::builder()
+            .devices(2)
+            .device_kinds(&[CUDA])
+            .cuda_collectives(way);
         let mut p = builder.dry_run(2).unwrap();
         let mesh = p.mesh(&[("x", 2)]).unwrap();
         let infer = |x: &[ShapedArray]| {
             Ok(Signature::new(vec![x[0].clone()]).all_reduce("x", f32s([1000])))
         };
         let kernel = fun("Sum", infer, |_, _, _| Ok(()));
-        let jit = p.jit(kernel).on(&mesh).outputs(mesh.sharding(spec!["x"])).build().unwrap();
-        let x = p.device_put(&values::<f32>(2000), mesh.sharding(spec!["x"])).unwrap();
+        let jit = p
+            .jit(kernel)
+            .on(&mesh)
+            .outputs(mesh.sharding(spec!["x"]))
+            .build()
+            .unwrap();
+        let x = p
+            .device_put(&values::<f32>(2000), mesh.sharding(spec!["x"]))
+            .unwrap();
         drop(jit.call(&mut p, vec![x]).unwrap());
         let operations = format!("{:?}", p.dry_run().unwrap());
         p.finish().unwrap();

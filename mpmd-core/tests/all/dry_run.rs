@@ -45,7 +45,9 @@ fn bytes_between(dry_run: &DryRun) -> Vec<Vec<u64>> {
 /// value. With `replays`, captures the third step and replays the later ones.
 fn rounds(p: &mut Program, steps: usize, replays: bool) -> Result<()> {
     let devices = p.topology().devices().len() as u32;
-    let kernels = (0..devices).map(|device| add_one(p, device)).collect::<Result<Vec<_>>>()?;
+    let kernels = (0..devices)
+        .map(|device| add_one(p, device))
+        .collect::<Result<Vec<_>>>()?;
     let scale = MpmdArray::scalar(2.0f32);
     let scale = p.device_put(&scale, on(0))?;
     let mut state = p.array_from_fn(f32s([WIDTH]), on(0), |_, mut view| Ok(view.fill(0.0f32)?))?;
@@ -99,7 +101,12 @@ fn replayed_steps_are_in_dry_runs_like_issued_ones() {
     }
     // A replay releases its inputs when all of it is issued; in time this is immediate.
     let in_time = |dry_run: &DryRun| -> Vec<u64> {
-        dry_run.memory(&dry_run.flow()).devices.iter().map(|device| device.in_time.bytes).collect()
+        dry_run
+            .memory(&dry_run.flow())
+            .devices
+            .iter()
+            .map(|device| device.in_time.bytes)
+            .collect()
     };
     assert_eq!(in_time(&by_hand), in_time(&replayed));
     let bytes = bytes_between(&replayed);
@@ -111,8 +118,16 @@ fn replayed_steps_are_in_dry_runs_like_issued_ones() {
     for (process, result) in results.into_iter().enumerate() {
         assert_eq!(result.unwrap(), bytes[process]);
     }
-    let reads: Vec<_> = replayed.reads.iter().map(|read| (read.after, read.values)).collect();
-    let ends: Vec<_> = replayed.steps.iter().map(|step| (step.operation, true)).collect();
+    let reads: Vec<_> = replayed
+        .reads
+        .iter()
+        .map(|read| (read.after, read.values))
+        .collect();
+    let ends: Vec<_> = replayed
+        .steps
+        .iter()
+        .map(|step| (step.operation, true))
+        .collect();
     assert_eq!(reads, ends, "values are read at the end of each step");
 }
 
@@ -124,7 +139,10 @@ fn dry_run_memory_equals_use_of_a_fully_waiting_program() {
         let half = mesh.sharding(spec!["x"]);
         let double = fun("double", like_first, |_, x, mut y| {
             let x = x[0].as_slice::<f32>()?;
-            y[0].as_mut_slice::<f32>()?.iter_mut().zip(x).for_each(|(y, x)| *y = x * 2.0);
+            y[0].as_mut_slice::<f32>()?
+                .iter_mut()
+                .zip(x)
+                .for_each(|(y, x)| *y = x * 2.0);
             Ok(())
         });
         let double = p.jit(double).on(&mesh).outputs(&half).build()?;
@@ -132,8 +150,9 @@ fn dry_run_memory_equals_use_of_a_fully_waiting_program() {
         // Shares the memory of the values, and counts on each device.
         let _from_host = p.device_put(&values, mesh.replicated())?;
         let mut kept = Vec::new();
-        let mut x =
-            p.array_from_fn(f32s([16 * WIDTH]), &half, |_, mut view| Ok(view.fill(1.0f32)?))?;
+        let mut x = p.array_from_fn(f32s([16 * WIDTH]), &half, |_, mut view| {
+            Ok(view.fill(1.0f32)?)
+        })?;
         x.block_until_ready()?;
         for round in 0..4 {
             let y = double.call(p, vec![x])?.remove(0);
@@ -231,7 +250,11 @@ fn batches_put_after_waits_count_one_at_a_time() {
         let dry_run = p.dry_run().unwrap();
         assert!(dry_run.is_steady(), "{waits:?}");
         let memory = dry_run.memory(&dry_run.flow()).devices[0];
-        assert_eq!((memory.in_order.bytes, memory.in_time.bytes), (budget, budget), "{waits:?}");
+        assert_eq!(
+            (memory.in_order.bytes, memory.in_time.bytes),
+            (budget, budget),
+            "{waits:?}"
+        );
         p.finish().unwrap();
         // A little more: what a message is sent from may be freed only after the next call.
         let simulation = Simulation::new(2, 2).settings(|b| b.device_memory(budget + 4096));
@@ -249,10 +272,19 @@ fn only_dry_runs_list_operations() {
     alone.finish().unwrap();
     let mut p = Program::builder().devices(2).dry_run(2).unwrap();
     assert!(p.dry_run().unwrap().operations.is_empty());
-    let agreed = p.broadcast_value(mpmd_core::ProcessId(1), 7u8, || Ok(8)).unwrap();
+    let agreed = p
+        .broadcast_value(mpmd_core::ProcessId(1), 7u8, || Ok(8))
+        .unwrap();
     assert_eq!(agreed, 7);
     let dry_run = p.dry_run().unwrap();
-    assert_eq!(dry_run.descriptor_of(1).unwrap().kind, Kind::BroadcastValue { from: 1, bytes: 1 });
-    assert!(dry_run.describe(1).contains("dry_run.rs:"), "{}", dry_run.describe(1));
+    assert_eq!(
+        dry_run.descriptor_of(1).unwrap().kind,
+        Kind::BroadcastValue { from: 1, bytes: 1 }
+    );
+    assert!(
+        dry_run.describe(1).contains("dry_run.rs:"),
+        "{}",
+        dry_run.describe(1)
+    );
     p.finish().unwrap();
 }

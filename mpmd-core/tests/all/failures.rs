@@ -29,16 +29,29 @@ fn everything(p: &mut Program) -> Result<f32> {
     let stages = p.mesh(&[("stage", 2), ("x", 2)])?.split("stage")?;
     let rows = stages[0].sharding(spec!["x"]);
     let reduce = |x: &[ShapedArray]| {
-        Ok(Signature::new(vec![x[0].clone()]).alias("0", "0").all_reduce("x", f32s([4096])))
+        Ok(Signature::new(vec![x[0].clone()])
+            .alias("0", "0")
+            .all_reduce("x", f32s([4096])))
     };
-    let reduce =
-        fun("reduce", reduce, |cx, _, mut y| cx.all_reduce("x", y[0].as_mut_slice::<f32>()?));
-    let front = p.jit(reduce).on(&stages[0]).outputs(&rows).donate("0").build()?;
+    let reduce = fun("reduce", reduce, |cx, _, mut y| {
+        cx.all_reduce("x", y[0].as_mut_slice::<f32>()?)
+    });
+    let front = p
+        .jit(reduce)
+        .on(&stages[0])
+        .outputs(&rows)
+        .donate("0")
+        .build()?;
     let copy = fun("copy", like_first, |_, x, mut y| {
-        y[0].as_mut_slice::<f32>()?.copy_from_slice(x[0].as_slice()?);
+        y[0].as_mut_slice::<f32>()?
+            .copy_from_slice(x[0].as_slice()?);
         Ok(())
     });
-    let back = p.jit(copy).on(&stages[1]).outputs(stages[1].replicated()).build()?;
+    let back = p
+        .jit(copy)
+        .on(&stages[1])
+        .outputs(stages[1].replicated())
+        .build()?;
     let mut x = ones(p, 8192, &rows)?;
     let mut sum = 0.0;
     for step in 0..2 {
@@ -47,7 +60,8 @@ fn everything(p: &mut Program) -> Result<f32> {
         let there = p.device_put(&parts, stages[1].replicated())?;
         let y = back.call(p, vec![there[1].clone()])?.remove(0);
         sum += p.broadcast_value(ProcessId(2), 0.0, || {
-            Ok(y.to_host()?.map_or(Ok(0.0), |y| y.to_vec::<f32>().map(|y| y[0]))?)
+            Ok(y.to_host()?
+                .map_or(Ok(0.0), |y| y.to_vec::<f32>().map(|y| y[0]))?)
         })?;
         let small = p.device_put(&MpmdArray::scalar(step), stages[1].replicated())?;
         drop(p.device_put(&small, stages[0].replicated())?);
@@ -60,10 +74,12 @@ fn everything(p: &mut Program) -> Result<f32> {
 fn program_without_faults_succeeds() {
     let _limit = watchdog(60);
     for seed in 0..20 {
-        let results = simulation(4, 4).delays(seed, Duration::from_millis(2)).run(|p| {
-            let sum = everything(p)?;
-            Ok((sum, p.operations()))
-        });
+        let results = simulation(4, 4)
+            .delays(seed, Duration::from_millis(2))
+            .run(|p| {
+                let sum = everything(p)?;
+                Ok((sum, p.operations()))
+            });
         for result in results {
             assert_eq!(result.unwrap(), (6.0, 15));
         }
@@ -75,9 +91,13 @@ fn lose(seeds: std::ops::Range<u64>) {
     for seed in seeds {
         for op in 1..=15 {
             let lost = ProcessId(((op + seed) % 4) as u32);
-            let simulation = simulation(4, 4).delays(seed, Duration::from_millis(2)).lose(lost, op);
+            let simulation = simulation(4, 4)
+                .delays(seed, Duration::from_millis(2))
+                .lose(lost, op);
             for (process, result) in simulation.run(everything).into_iter().enumerate() {
-                let error = result.expect_err("every process ends with an error").to_string();
+                let error = result
+                    .expect_err("every process ends with an error")
+                    .to_string();
                 let expected = format!("process {lost} ");
                 assert!(
                     error.contains(&expected),
@@ -127,22 +147,29 @@ fn extra_transfer_that_meets_another_message_is_detected() {
         // Small transfers are sent at once, large ones are requested.
         for elements in [4, 100_000] {
             let seen = Mutex::new(Vec::new());
-            let results = simulation(2, 2).delays(seed, Duration::from_millis(2)).run(|p| {
-                let x = ones(p, elements, &on(0))?;
-                let y =
-                    p.array_from_fn(f32s([elements]), on(0), |_, mut view| Ok(view.fill(2.0f32)?))?;
-                if p.process() == ProcessId(1) {
-                    let extra = p.device_put(&x, on(1))?;
-                    let extra = extra.to_host();
-                    seen.lock().unwrap().push(extra.is_ok());
-                }
-                let moved = p.device_put(&y, on(1))?;
-                if p.process() == ProcessId(1) {
-                    seen.lock().unwrap().push(moved.to_host().is_ok());
-                }
-                Ok(())
-            });
-            assert_eq!(seen.into_inner().unwrap(), [false, false], "nothing is delivered");
+            let results = simulation(2, 2)
+                .delays(seed, Duration::from_millis(2))
+                .run(|p| {
+                    let x = ones(p, elements, &on(0))?;
+                    let y = p.array_from_fn(f32s([elements]), on(0), |_, mut view| {
+                        Ok(view.fill(2.0f32)?)
+                    })?;
+                    if p.process() == ProcessId(1) {
+                        let extra = p.device_put(&x, on(1))?;
+                        let extra = extra.to_host();
+                        seen.lock().unwrap().push(extra.is_ok());
+                    }
+                    let moved = p.device_put(&y, on(1))?;
+                    if p.process() == ProcessId(1) {
+                        seen.lock().unwrap().push(moved.to_host().is_ok());
+                    }
+                    Ok(())
+                });
+            assert_eq!(
+                seen.into_inner().unwrap(),
+                [false, false],
+                "nothing is delivered"
+            );
             let text = diverged_alike(results);
             let says = |part: &str| assert!(text.contains(part), "{text}\n  lacks {part}");
             says("first differ at operation 3");
@@ -151,10 +178,19 @@ fn extra_transfer_that_meets_another_message_is_detected() {
             let lines: Vec<&str> = text.matches("tests/all/failures.rs:").collect();
             assert_eq!(lines.len(), 2, "{text}");
             // The two lines that issued them, not one line twice.
-            let at =
-                |process: usize| text.split(&format!("process {process} issued")).nth(1).unwrap();
+            let at = |process: usize| {
+                text.split(&format!("process {process} issued"))
+                    .nth(1)
+                    .unwrap()
+            };
             let line = |text: &str| {
-                text.split("failures.rs:").nth(1).unwrap().split(':').next().unwrap().to_owned()
+                text.split("failures.rs:")
+                    .nth(1)
+                    .unwrap()
+                    .split(':')
+                    .next()
+                    .unwrap()
+                    .to_owned()
             };
             assert_ne!(line(at(0)), line(at(1)), "{text}");
         }
@@ -167,29 +203,31 @@ fn operation_issued_by_only_one_process_is_detected() {
     for seed in 0..20 {
         for skips in [true, false] {
             for at in [0, 2] {
-                let results = simulation(3, 3).delays(seed, Duration::from_millis(2)).run(|p| {
-                    let mesh = p.mesh_of(&[("x", 1)], &[DeviceId(1)])?;
-                    let same = fun("same", like_first, |_, _, _| Ok(()));
-                    let same = p.jit(same).on(&mesh).outputs(mesh.replicated()).build()?;
-                    let parts = ones(p, 6, &mesh.replicated())?.microbatches(p, 0, 3)?;
-                    // Microbatches with equal shapes, on a mesh that only process 1 owns.
-                    for (i, part) in parts.iter().enumerate() {
-                        let odd = p.process() == ProcessId(1) && i == at;
-                        for _ in 0..if !odd {
-                            1
-                        } else if skips {
-                            0
-                        } else {
-                            2
-                        } {
-                            same.call(p, vec![part.clone()])?;
+                let results = simulation(3, 3)
+                    .delays(seed, Duration::from_millis(2))
+                    .run(|p| {
+                        let mesh = p.mesh_of(&[("x", 1)], &[DeviceId(1)])?;
+                        let same = fun("same", like_first, |_, _, _| Ok(()));
+                        let same = p.jit(same).on(&mesh).outputs(mesh.replicated()).build()?;
+                        let parts = ones(p, 6, &mesh.replicated())?.microbatches(p, 0, 3)?;
+                        // Microbatches with equal shapes, on a mesh that only process 1 owns.
+                        for (i, part) in parts.iter().enumerate() {
+                            let odd = p.process() == ProcessId(1) && i == at;
+                            for _ in 0..if !odd {
+                                1
+                            } else if skips {
+                                0
+                            } else {
+                                2
+                            } {
+                                same.call(p, vec![part.clone()])?;
+                            }
+                            if i % 2 == 1 {
+                                p.step_end()?;
+                            }
                         }
-                        if i % 2 == 1 {
-                            p.step_end()?;
-                        }
-                    }
-                    Ok(())
-                });
+                        Ok(())
+                    });
                 // With three processes two pairs differ; either may be reported.
                 for text in diverged(results) {
                     let says = |part: &str| assert!(text.contains(part), "{text}\n  lacks {part}");
@@ -207,17 +245,28 @@ fn operation_issued_by_only_one_process_is_detected() {
 fn process_waiting_for_a_missing_operation_gets_an_error() {
     let _limit = watchdog(60);
     for seed in 0..10 {
-        let results = simulation(2, 2).delays(seed, Duration::from_millis(2)).run(|p| {
-            let x = ones(p, 4, &on(0))?;
-            if p.process() == ProcessId(1) {
-                let y = p.device_put(&x, on(1))?;
-                assert!(y.block_until_ready().is_err(), "process 0 has ended without it");
-            }
-            Ok(())
-        });
+        let results = simulation(2, 2)
+            .delays(seed, Duration::from_millis(2))
+            .run(|p| {
+                let x = ones(p, 4, &on(0))?;
+                if p.process() == ProcessId(1) {
+                    let y = p.device_put(&x, on(1))?;
+                    assert!(
+                        y.block_until_ready().is_err(),
+                        "process 0 has ended without it"
+                    );
+                }
+                Ok(())
+            });
         let text = diverged_alike(results);
-        assert!(text.contains("process 0 has issued only 1 operations"), "{text}");
-        assert!(text.contains("process 1 issued operation 2 (device_put of f32[4]"), "{text}");
+        assert!(
+            text.contains("process 0 has issued only 1 operations"),
+            "{text}"
+        );
+        assert!(
+            text.contains("process 1 issued operation 2 (device_put of f32[4]"),
+            "{text}"
+        );
     }
 }
 
@@ -226,18 +275,20 @@ fn a_program_that_returns_an_error_early_ends_the_others() {
     let _limit = watchdog(60);
     for seed in 0..10 {
         for leaver in 0..3 {
-            let results = simulation(3, 3).delays(seed, Duration::from_millis(2)).run(|p| {
-                let x = ones(p, 100_000, &on(0))?;
-                let y = p.device_put(&x, on(1))?;
-                if p.process() == ProcessId(leaver) {
-                    return Err(Error::Environment("the disk is full".to_owned()));
-                }
-                let z = p.device_put(&y, on(2))?;
-                let back = p.device_put(&z, on(0))?;
-                back.block_until_ready()?;
-                p.broadcast_value(ProcessId(0), 0, || Ok(1))?;
-                Ok(())
-            });
+            let results = simulation(3, 3)
+                .delays(seed, Duration::from_millis(2))
+                .run(|p| {
+                    let x = ones(p, 100_000, &on(0))?;
+                    let y = p.device_put(&x, on(1))?;
+                    if p.process() == ProcessId(leaver) {
+                        return Err(Error::Environment("the disk is full".to_owned()));
+                    }
+                    let z = p.device_put(&y, on(2))?;
+                    let back = p.device_put(&z, on(0))?;
+                    back.block_until_ready()?;
+                    p.broadcast_value(ProcessId(0), 0, || Ok(1))?;
+                    Ok(())
+                });
             for (process, result) in results.into_iter().enumerate() {
                 let error = result.unwrap_err();
                 if process == leaver as usize {
@@ -246,7 +297,10 @@ fn a_program_that_returns_an_error_early_ends_the_others() {
                     assert!(error.is_peer_failure(), "{error}");
                     let expected = format!("process {leaver} ended before its program finished");
                     let expected = format!("{expected}: the disk is full");
-                    assert!(error.to_string().contains(&expected), "seed {seed}: {error}");
+                    assert!(
+                        error.to_string().contains(&expected),
+                        "seed {seed}: {error}"
+                    );
                 }
             }
         }
@@ -307,7 +361,12 @@ fn dropped_program_lets_its_work_finish() {
         ended.store(true, Ordering::SeqCst);
         Ok(())
     });
-    let slow = p.jit(slow).on(&mesh).outputs(mesh.replicated()).build().unwrap();
+    let slow = p
+        .jit(slow)
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .build()
+        .unwrap();
     let x = ones(&mut p, 4, &mesh.replicated()).unwrap();
     drop(slow.call(&mut p, vec![x]).unwrap());
     drop(p);
@@ -328,15 +387,24 @@ fn a_program_that_panics_ends_the_others() {
             let y = p.device_put(&x, on(1))?;
             let z = p.device_put(&y, on(2))?;
             let mine = if p.process() == ProcessId(1) { y } else { z };
-            errors.lock().unwrap().push(mine.block_until_ready().unwrap_err().to_string());
+            errors
+                .lock()
+                .unwrap()
+                .push(mine.block_until_ready().unwrap_err().to_string());
             Ok(())
         })
     }));
-    assert!(panicked.is_err(), "the panic reaches the caller of the simulation");
+    assert!(
+        panicked.is_err(),
+        "the panic reaches the caller of the simulation"
+    );
     let errors = errors.into_inner().unwrap();
     assert_eq!(errors.len(), 2);
     for error in errors {
-        assert!(error.contains("process 0 panicked before its program finished"), "{error}");
+        assert!(
+            error.contains("process 0 panicked before its program finished"),
+            "{error}"
+        );
     }
 }
 
@@ -344,22 +412,26 @@ fn a_program_that_panics_ends_the_others() {
 fn agreements_carry_values_and_failures_of_all_sizes() {
     type Fault = fn() -> Result<String>;
     let _limit = watchdog(60);
-    let results = simulation(4, 4).delays(5, Duration::from_millis(2)).run(|p| {
-        for (round, size) in [0usize, 1, 1000, 16 << 10, 20_000, 1_000_000].into_iter().enumerate()
-        {
-            let from = ProcessId(round as u32 % 4);
-            let text = p.broadcast_value(from, String::new(), || Ok("x".repeat(size)))?;
-            assert_eq!(text.len(), size);
-        }
-        // Repeated without waiting for the others: more than the credit for unrequested messages.
-        for i in 0..200u64 {
-            assert_eq!(
-                p.broadcast_value(ProcessId(0), Vec::new(), || Ok(vec![i; 1500]))?,
-                vec![i; 1500]
-            );
-        }
-        Ok(())
-    });
+    let results = simulation(4, 4)
+        .delays(5, Duration::from_millis(2))
+        .run(|p| {
+            for (round, size) in [0usize, 1, 1000, 16 << 10, 20_000, 1_000_000]
+                .into_iter()
+                .enumerate()
+            {
+                let from = ProcessId(round as u32 % 4);
+                let text = p.broadcast_value(from, String::new(), || Ok("x".repeat(size)))?;
+                assert_eq!(text.len(), size);
+            }
+            // Repeated without waiting for the others: more than the credit for unrequested messages.
+            for i in 0..200u64 {
+                assert_eq!(
+                    p.broadcast_value(ProcessId(0), Vec::new(), || Ok(vec![i; 1500]))?,
+                    vec![i; 1500]
+                );
+            }
+            Ok(())
+        });
     results.into_iter().for_each(Result::unwrap);
     let faults: [(Fault, &str); 3] = [
         (|| Err(Error::kernel("no more text")), "no more text"),
@@ -383,42 +455,44 @@ fn agreements_carry_values_and_failures_of_all_sizes() {
 fn handles_and_futures_are_dropped_at_any_time() {
     let _limit = watchdog(60);
     for seed in 0..20u64 {
-        let results = simulation(2, 4).delays(seed, Duration::from_millis(2)).run(|p| {
-            let mesh = p.mesh(&[("x", 4)])?;
-            let x = ones(p, 4096, &mesh.sharding(spec!["x"]))?;
-            let mut kept = Vec::new();
-            for i in 0..30u64 {
-                let to = on((i % 4) as u32);
-                let y = p.device_put(&x, &to)?;
-                let mut future = Box::pin(y.clone().into_future());
-                let mut task = TaskContext::from_waker(Waker::noop());
-                match (seed + i) % 5 {
-                    0 => {}
-                    1 => drop(y),
-                    // Polls a few times, then drops the future.
-                    2 => (0..i % 4).for_each(|_| drop(future.as_mut().poll(&mut task))),
-                    3 => {
-                        let parts = y.microbatches(p, 0, 4)?;
-                        kept.push(parts[i as usize % 4].clone());
+        let results = simulation(2, 4)
+            .delays(seed, Duration::from_millis(2))
+            .run(|p| {
+                let mesh = p.mesh(&[("x", 4)])?;
+                let x = ones(p, 4096, &mesh.sharding(spec!["x"]))?;
+                let mut kept = Vec::new();
+                for i in 0..30u64 {
+                    let to = on((i % 4) as u32);
+                    let y = p.device_put(&x, &to)?;
+                    let mut future = Box::pin(y.clone().into_future());
+                    let mut task = TaskContext::from_waker(Waker::noop());
+                    match (seed + i) % 5 {
+                        0 => {}
+                        1 => drop(y),
+                        // Polls a few times, then drops the future.
+                        2 => (0..i % 4).for_each(|_| drop(future.as_mut().poll(&mut task))),
+                        3 => {
+                            let parts = y.microbatches(p, 0, 4)?;
+                            kept.push(parts[i as usize % 4].clone());
+                        }
+                        _ => {
+                            let done = futures::executor::block_on(future)?;
+                            assert!(done.is_complete());
+                            let again = std::pin::pin!(done.into_future()).poll(&mut task);
+                            assert!(matches!(again, Poll::Ready(Ok(_))));
+                        }
                     }
-                    _ => {
-                        let done = futures::executor::block_on(future)?;
-                        assert!(done.is_complete());
-                        let again = std::pin::pin!(done.into_future()).poll(&mut task);
-                        assert!(matches!(again, Poll::Ready(Ok(_))));
+                    if i % 7 == 0 {
+                        move_and_forget(p, &x)?;
                     }
                 }
-                if i % 7 == 0 {
-                    move_and_forget(p, &x)?;
+                for part in kept {
+                    if let Some(values) = part.to_host()? {
+                        assert_eq!(values.to_vec::<f32>()?, [1.0; 1024]);
+                    }
                 }
-            }
-            for part in kept {
-                if let Some(values) = part.to_host()? {
-                    assert_eq!(values.to_vec::<f32>()?, [1.0; 1024]);
-                }
-            }
-            Ok(())
-        });
+                Ok(())
+            });
         results.into_iter().for_each(Result::unwrap);
     }
 }
@@ -426,7 +500,8 @@ fn handles_and_futures_are_dropped_at_any_time() {
 /// Moves an array to device 3, requests its values for a callback, and drops the handle without
 /// waiting.
 fn move_and_forget(p: &mut Program, x: &MpmdArray) -> Result<()> {
-    p.device_put(x, on(3))?.then(|values| assert_eq!(values.unwrap().shape(), [4096]));
+    p.device_put(x, on(3))?
+        .then(|values| assert_eq!(values.unwrap().shape(), [4096]));
     Ok(())
 }
 

@@ -1,7 +1,10 @@
 //! Runs the tests of values, memory and failures again with zero-copy transfers between processes.
 //! Nothing else may change.
 
-#![allow(clippy::duplicate_mod, reason = "`simulations.rs` is another in this copy")]
+#![allow(
+    clippy::duplicate_mod,
+    reason = "`simulations.rs` is another in this copy"
+)]
 
 #[path = "collectives.rs"]
 mod collectives;

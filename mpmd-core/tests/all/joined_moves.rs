@@ -18,8 +18,15 @@ fn on_two(program: impl Fn(&mut Program) -> Result<()> + Sync) {
     let _limit = watchdog(120);
     for zero_copy in [false, true] {
         let simulation = Simulation::new(2, 2);
-        let simulation = if zero_copy { simulation.zero_copy(&[0, 0]) } else { simulation };
-        simulation.run(&program).into_iter().for_each(Result::unwrap);
+        let simulation = if zero_copy {
+            simulation.zero_copy(&[0, 0])
+        } else {
+            simulation
+        };
+        simulation
+            .run(&program)
+            .into_iter()
+            .for_each(Result::unwrap);
     }
 }
 
@@ -77,7 +84,9 @@ fn failed_leaf_fails_alone() {
     let _limit = watchdog(60);
     let results = Simulation::new(2, 2).run(|p| {
         let mut x = small(p)?;
-        x[9] = p.array_from_fn(u8s([1024]), on(0), |_, _| Err(Error::kernel("no values today")))?;
+        x[9] = p.array_from_fn(u8s([1024]), on(0), |_, _| {
+            Err(Error::kernel("no values today"))
+        })?;
         let before = p.operations();
         let y = p.device_put(&x, on(1))?;
         assert_eq!(p.operations(), before + 1);
@@ -151,12 +160,17 @@ fn donated_leaves_are_released_and_refused_one_by_one() {
 /// Shapes whose leaves have from 0 bytes to more than one operation is shared for.
 fn shapes() -> Vec<Vec<usize>> {
     let sizes = [0, 1, 3, 64, 129, 1024, 5000, 20_000];
-    (0..250).map(|i| vec![sizes[i * 7 % sizes.len()] + i % 5, 1 + i % 3]).collect()
+    (0..250)
+        .map(|i| vec![sizes[i * 7 % sizes.len()] + i % 5, 1 + i % 3])
+        .collect()
 }
 
 /// Moves a tree of mixed leaves between all of these shardings.
 fn tour(p: &mut Program, placed: &[Sharding]) -> Result<()> {
-    let hosts: Vec<_> = shapes().iter().map(|shape| values(shape, DType::F32)).collect();
+    let hosts: Vec<_> = shapes()
+        .iter()
+        .map(|shape| values(shape, DType::F32))
+        .collect();
     let mut x: Vec<MpmdArray> = hosts.iter().cloned().map(MpmdArray::from_host).collect();
     for to in placed {
         x = p.device_put(&x, to)?;
@@ -175,8 +189,13 @@ fn mixed_leaves_move_between_shardings() {
             let ids = |devices: &[u32]| devices.iter().copied().map(DeviceId).collect();
             let chunk = |devices: &[u32]| Sharding::chunk(0, ids(devices)).unwrap();
             let grid = p.mesh(&[("x", 2), ("y", 2)])?;
-            let placed =
-                [chunk(&[0, 1]), chunk(&[3, 2]), grid.replicated(), chunk(&[1, 3, 0, 2]), on(2)];
+            let placed = [
+                chunk(&[0, 1]),
+                chunk(&[3, 2]),
+                grid.replicated(),
+                chunk(&[1, 3, 0, 2]),
+                on(2),
+            ];
             tour(p, &placed)
         });
         results.into_iter().for_each(Result::unwrap);
@@ -220,13 +239,25 @@ fn dry_run_has_the_leaves_of_a_shared_operation() {
         .filter(|descriptor| !descriptor.messages.is_empty())
         .collect();
     assert_eq!(puts.len(), 2);
-    assert!(puts[0].what.starts_with("device_put of 64 leaves"), "{}", puts[0].what);
-    let leaves: Vec<u32> = puts[0].messages.iter().map(|message| message.leaf).collect();
+    assert!(
+        puts[0].what.starts_with("device_put of 64 leaves"),
+        "{}",
+        puts[0].what
+    );
+    let leaves: Vec<u32> = puts[0]
+        .messages
+        .iter()
+        .map(|message| message.leaf)
+        .collect();
     assert_eq!(leaves, (0..LEAVES as u32).collect::<Vec<_>>());
     assert_eq!((puts[0].results.len(), puts[1].results.len()), (LEAVES, 4));
     let flow = dry_run.flow();
     // Leaves that different operations made leave by themselves; those of one move leave together.
-    let transfers: Vec<u32> = flow.transfers.iter().map(|transfer| transfer.messages).collect();
+    let transfers: Vec<u32> = flow
+        .transfers
+        .iter()
+        .map(|transfer| transfer.messages)
+        .collect();
     assert_eq!(transfers.iter().sum::<u32>(), LEAVES as u32 + 4);
     let memory = dry_run.memory(&flow);
     assert!(memory.devices[1].in_time.bytes >= 64 * 1024);

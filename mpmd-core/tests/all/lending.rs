@@ -33,24 +33,39 @@ fn numbered(p: &mut Program, device: u32) -> Result<MpmdArray> {
 /// Returns true if the values count up by one from `first`. On a process without the values,
 /// returns true at once.
 fn counts_from(array: &MpmdArray, first: f32) -> Result<bool> {
-    let Some(values) = array.to_host()? else { return Ok(true) };
-    Ok(values.as_slice::<f32>()?.iter().enumerate().all(|(i, value)| *value == i as f32 + first))
+    let Some(values) = array.to_host()? else {
+        return Ok(true);
+    };
+    Ok(values
+        .as_slice::<f32>()?
+        .iter()
+        .enumerate()
+        .all(|(i, value)| *value == i as f32 + first))
 }
 
 fn is_lent(array: &MpmdArray) -> Result<bool> {
-    Ok(array.addressable_shards()?.iter().all(|shard| shard.data.bytes().is_lent()))
+    Ok(array
+        .addressable_shards()?
+        .iter()
+        .all(|shard| shard.data.bytes().is_lent()))
 }
 
 /// Blocks until all processes have called it.
 fn meet(p: &mut Program) -> Result<()> {
-    (0..p.processes() as u32)
-        .try_for_each(|process| p.broadcast_value(ProcessId(process), 0u8, || Ok(0)).map(drop))
+    (0..p.processes() as u32).try_for_each(|process| {
+        p.broadcast_value(ProcessId(process), 0u8, || Ok(0))
+            .map(drop)
+    })
 }
 
 fn becomes(kind: &str, found: impl Fn() -> u64, expected: u64) {
     let until = Instant::now() + Duration::from_secs(20);
     while found() != expected {
-        assert!(Instant::now() < until, "{kind}: {} bytes, not {expected}", found());
+        assert!(
+            Instant::now() < until,
+            "{kind}: {} bytes, not {expected}",
+            found()
+        );
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -63,10 +78,17 @@ fn add_one(p: &mut Program, x: MpmdArray) -> Result<MpmdArray> {
     drop(x);
     let alias = |x: &[ShapedArray]| Ok(like_first(x)?.alias("0", "0"));
     let add = fun("add one", alias, |_, _, mut y| {
-        y[0].as_mut_slice::<f32>()?.iter_mut().for_each(|y| *y += 1.0);
+        y[0].as_mut_slice::<f32>()?
+            .iter_mut()
+            .for_each(|y| *y += 1.0);
         Ok(())
     });
-    let add = p.jit(add).on(&mesh).outputs(mesh.replicated()).donate("0").build()?;
+    let add = p
+        .jit(add)
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .donate("0")
+        .build()?;
     Ok(add.call(p, vec![y])?.remove(0))
 }
 
@@ -75,7 +97,14 @@ fn lent_array_uses_lender_memory_until_last_drop() {
     let _limit = watchdog(60);
     // The order in which processes drop their arrays. Process 0 made it and lent it to 1, which
     // lent it on to 2.
-    for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
+    for order in [
+        [0, 1, 2],
+        [0, 2, 1],
+        [1, 0, 2],
+        [1, 2, 0],
+        [2, 0, 1],
+        [2, 1, 0],
+    ] {
         let results = sharing(3).run(|p| {
             let x = numbered(p, 0)?;
             let y = p.device_put(&x, on(1))?;
@@ -102,9 +131,11 @@ fn lent_array_uses_lender_memory_until_last_drop() {
                         becomes(&kind, || p.memory().live, live);
                         becomes(&kind, || p.memory().lent, if borrowed { MIB } else { 0 });
                     }
-                    1 => {
-                        becomes(&kind, || p.memory().lent, if left.contains(&2) { MIB } else { 0 })
-                    }
+                    1 => becomes(
+                        &kind,
+                        || p.memory().lent,
+                        if left.contains(&2) { MIB } else { 0 },
+                    ),
                     _ => becomes(&kind, || p.memory().lent, 0),
                 }
                 if let Some(array) = &arrays[me.index()] {
@@ -132,7 +163,11 @@ fn bools_of_a_peer_are_copied_and_other_values_are_lent() {
         let z = p.device_put(&numbers, on(1))?;
         if p.process() == ProcessId(1) {
             assert!(
-                y.to_host()?.expect("it is here").as_slice::<bool>()?.iter().all(|value| *value)
+                y.to_host()?
+                    .expect("it is here")
+                    .as_slice::<bool>()?
+                    .iter()
+                    .all(|value| *value)
             );
             // The owner could change a lent value to an invalid `bool` after the check.
             assert!(!is_lent(&y)? && is_lent(&z)?);
@@ -149,16 +184,25 @@ fn processes_track_lent_and_borrowed_memory() {
         let me = p.process().index();
         // From 0 to both others, and from 1 to 2.
         let (x, y) = (numbered(p, 0)?, numbered(p, 1)?);
-        let mut there =
-            vec![p.device_put(&x, on(1))?, p.device_put(&x, on(2))?, p.device_put(&y, on(2))?];
+        let mut there = vec![
+            p.device_put(&x, on(1))?,
+            p.device_put(&x, on(2))?,
+            p.device_put(&y, on(2))?,
+        ];
         drop((x, y));
-        there.iter().try_for_each(|array| array.block_until_ready().map(drop))?;
+        there
+            .iter()
+            .try_for_each(|array| array.block_until_ready().map(drop))?;
         meet(p)?;
         let lent = [vec![0, MIB, MIB], vec![0, 0, MIB], vec![0; 3]];
         let borrowed = [vec![0; 3], vec![MIB, 0, 0], vec![MIB, MIB, 0]];
         // Values of `meet` that are not taken yet are also lent: a few bytes.
-        let whole =
-            |bytes: &[u64]| bytes.iter().map(|bytes| bytes / MIB * MIB).collect::<Vec<u64>>();
+        let whole = |bytes: &[u64]| {
+            bytes
+                .iter()
+                .map(|bytes| bytes / MIB * MIB)
+                .collect::<Vec<u64>>()
+        };
         let until = Instant::now() + Duration::from_secs(20);
         loop {
             let found = p.metrics();
@@ -170,7 +214,10 @@ fn processes_track_lent_and_borrowed_memory() {
         }
         meet(p)?;
         there.clear();
-        for of in [|p: &Program| p.metrics().lent_to, |p: &Program| p.metrics().borrowed_from] {
+        for of in [
+            |p: &Program| p.metrics().lent_to,
+            |p: &Program| p.metrics().borrowed_from,
+        ] {
             becomes("all is back", || whole(&of(p)).iter().sum(), 0);
         }
         meet(p)?;
@@ -204,7 +251,11 @@ fn kernel_that_updates_an_input_copies_lent_memory() {
         meet(p)?;
         drop(z);
         // Only the copies are left.
-        becomes("live", || p.memory().live, if p.process() == ProcessId(2) { 0 } else { MIB });
+        becomes(
+            "live",
+            || p.memory().live,
+            if p.process() == ProcessId(2) { 0 } else { MIB },
+        );
         // An array that no other process has is updated in place.
         let again = add_one(p, own)?;
         assert!(counts_from(&again, 2.0)?);
@@ -252,29 +303,38 @@ fn kept_arrays_block_neither_lender_nor_finish() {
     let _limit = watchdog(60);
     let simulation = sharing(2).settings(|b| b.run_ahead(8, 1 << 30));
     let results = simulation.run(|p| {
-        let kept: Vec<MpmdArray> =
-            (0..100)
-                .map(|i| {
-                    let x = p.array_from_fn(f32s([64]), on(0), move |_, mut view| {
-                        Ok(view.fill(i as f32)?)
-                    })?;
-                    p.device_put(&x, on(1))
-                })
-                .collect::<Result<_>>()?;
+        let kept: Vec<MpmdArray> = (0..100)
+            .map(|i| {
+                let x = p.array_from_fn(f32s([64]), on(0), move |_, mut view| {
+                    Ok(view.fill(i as f32)?)
+                })?;
+                p.device_put(&x, on(1))
+            })
+            .collect::<Result<_>>()?;
         // Many more than may be in flight at a time. They outlive the program.
         Ok(kept)
     });
-    let kept = results.into_iter().map(Result::unwrap).next_back().expect("process 1");
+    let kept = results
+        .into_iter()
+        .map(Result::unwrap)
+        .next_back()
+        .expect("process 1");
     for (i, array) in kept.iter().enumerate() {
         assert!(is_lent(array).unwrap());
-        assert_eq!(array.to_host().unwrap().unwrap().to_vec::<f32>().unwrap(), [i as f32; 64]);
+        assert_eq!(
+            array.to_host().unwrap().unwrap().to_vec::<f32>().unwrap(),
+            [i as f32; 64]
+        );
     }
 }
 
 #[test]
 fn kept_lent_memory_is_awaited_up_to_the_peer_timeout() {
     let _limit = watchdog(60);
-    let settings = |b: Builder| b.device_memory(MIB + MIB / 2).peer_timeout(Duration::from_secs(2));
+    let settings = |b: Builder| {
+        b.device_memory(MIB + MIB / 2)
+            .peer_timeout(Duration::from_secs(2))
+    };
     let results = sharing(2).settings(settings).run(|p| {
         let x = numbered(p, 0)?;
         let y = p.device_put(&x, on(1))?;
@@ -293,7 +353,10 @@ fn kept_lent_memory_is_awaited_up_to_the_peer_timeout() {
         let refused = numbered(p, 0)?;
         if p.process() == ProcessId(0) {
             let error = refused.block_until_ready().unwrap_err();
-            assert_eq!(error.failure().map(|failure| failure.kind), Some(FailureKind::Memory));
+            assert_eq!(
+                error.failure().map(|failure| failure.kind),
+                Some(FailureKind::Memory)
+            );
             let text = error.to_string();
             let expected = "1.0 MiB are lent to other processes (1.0 MiB to 1)";
             assert!(text.contains(expected), "{text}");

@@ -68,10 +68,20 @@ fn donated_leaf_of_unchanged_inputs_is_refused_everywhere() {
             copies.call(p, x.clone())?;
         }
         let update = fun("update", like_first, |_, _, _| Ok(()));
-        let update = p.jit(update).on(&mesh).outputs(mesh.replicated()).donate("0").build()?;
+        let update = p
+            .jit(update)
+            .on(&mesh)
+            .outputs(mesh.replicated())
+            .donate("0")
+            .build()?;
         let mut new = update.call(p, vec![x[7].clone()])?;
         let before = p.operations();
-        let mut refuse = || copies.call(p, x.clone()).expect_err("a donated input").to_string();
+        let mut refuse = || {
+            copies
+                .call(p, x.clone())
+                .expect_err("a donated input")
+                .to_string()
+        };
         let (refused, again) = (refuse(), refuse());
         assert_eq!((&again, p.operations()), (&refused, before));
         // The others are still usable, and so is a group with a new array in its place.
@@ -91,10 +101,18 @@ fn donated_result_of_another_process_is_refused_alone() {
         let (copies, x) = (copies(p, &mesh)?, group(p, &mesh)?);
         let y = copies.call(p, x)?;
         let host = fun("first", like_first, |_, _, _| Ok(()));
-        let host = p.jit(host).on(&mesh).outputs(mesh.replicated()).donate("0").build()?;
+        let host = p
+            .jit(host)
+            .on(&mesh)
+            .outputs(mesh.replicated())
+            .donate("0")
+            .build()?;
         // An array that nobody has looked at before.
         host.call(p, vec![y[3].clone()])?;
-        let refused = host.call(p, vec![y[3].clone()]).expect_err("it is donated").to_string();
+        let refused = host
+            .call(p, vec![y[3].clone()])
+            .expect_err("it is donated")
+            .to_string();
         host.call(p, vec![y[4].clone()])?;
         let rest: Vec<MpmdArray> = y[5..].to_vec();
         assert_eq!(rest[0].is_fully_remote(), p.process() == ProcessId(0));

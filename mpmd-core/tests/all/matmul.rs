@@ -36,11 +36,17 @@ fn products_have_leading_dimensions_and_two_dtypes() {
     let _limit = watchdog(60);
     let (a, b) = (counted(&[2, 1, 3]), counted(&[3, 2]));
     let y = run_here(matmul(), &(a, b)).unwrap();
-    assert_eq!((y.shape(), values::<f32>(&y)), (&[2, 1, 2][..], vec![10.0, 13.0, 28.0, 40.0]));
+    assert_eq!(
+        (y.shape(), values::<f32>(&y)),
+        (&[2, 1, 2][..], vec![10.0, 13.0, 28.0, 40.0])
+    );
     let (a, b) = (host(&[1, 2], &[1.0f64, 2.0]), host(&[2, 1], &[3.0f64, 4.0]));
     assert_eq!(values::<f64>(&run_here(matmul(), &(a, b)).unwrap()), [11.0]);
     let empty = (host::<f32>(&[2, 0], &[]), host::<f32>(&[0, 2], &[]));
-    assert_eq!(values::<f32>(&run_here(matmul(), &empty).unwrap()), [0.0; 4]);
+    assert_eq!(
+        values::<f32>(&run_here(matmul(), &empty).unwrap()),
+        [0.0; 4]
+    );
     for (a, b) in [
         (counted(&[2, 3]), counted(&[2, 3])),
         (counted(&[3]), counted(&[3, 2])),
@@ -50,7 +56,10 @@ fn products_have_leading_dimensions_and_two_dtypes() {
     ] {
         let said = refused(matmul(), &(a.clone(), b.clone()));
         let named = format!("not {} and {}", a.aval(), b.aval());
-        assert!(said.contains("matmul takes [.., m, k] and [k, n]"), "{said}");
+        assert!(
+            said.contains("matmul takes [.., m, k] and [k, n]"),
+            "{said}"
+        );
         assert!(said.contains(&named), "{said}");
     }
 }
@@ -66,7 +75,10 @@ fn divided(
     let a = p.device_put(&MpmdArray::from_host(a), of_a)?;
     let b = p.device_put(&MpmdArray::from_host(b), of_b)?;
     let kernel = p.jit(matmul()).on(&mesh).outputs(of_y).build()?;
-    let y = kernel.call(&mut p, (a, b))?.to_host().map(|y| y.unwrap().to_vec::<f32>());
+    let y = kernel
+        .call(&mut p, (a, b))?
+        .to_host()
+        .map(|y| y.unwrap().to_vec::<f32>());
     let _ = p.finish();
     Ok(y??)
 }

@@ -98,13 +98,20 @@ impl Stage for Model {
         if self.breaks {
             return Err(Error::kernel("broken on purpose"));
         }
-        self.counts.modes.lock().insert((cx.is_training(), cx.keeps_residuals()));
+        self.counts
+            .modes
+            .lock()
+            .insert((cx.is_training(), cx.keeps_residuals()));
         let (w, x) = (self.weights(cx, &w)?, x.as_slice::<f32>()?);
         let y = y.as_mut_slice::<f32>()?;
         for i in 0..x.len() {
             y[i] = x[i] * w[i % w.len()] * self.mask(cx, i)?;
         }
-        let kept = if cx.keeps_residuals() { x.to_vec() } else { Vec::new() };
+        let kept = if cx.keeps_residuals() {
+            x.to_vec()
+        } else {
+            Vec::new()
+        };
         Ok(cx.residual_mut::<ViewMut<'_>>()?.put_object(kept)?)
     }
 
@@ -166,7 +173,10 @@ impl Stage for Model {
             return Err(Error::kernel("cannot prepare"));
         }
         let w = w.as_slice::<f32>()?;
-        match prepared.as_mut().and_then(|known| known.downcast_mut::<Vec<f32>>()) {
+        match prepared
+            .as_mut()
+            .and_then(|known| known.downcast_mut::<Vec<f32>>())
+        {
             Some(known) => known.copy_from_slice(w),
             None => *prepared = Some(Box::new(w.to_vec())),
         }
@@ -177,7 +187,8 @@ impl Stage for Model {
 /// Returns a mesh for each stage, with the axis `data`.
 pub(crate) fn meshes(p: &mut Program, stages: usize) -> Result<Vec<Mesh>> {
     let devices = p.topology().device_ids().len();
-    Ok(p.mesh(&[("stage", stages), ("data", devices / stages)])?.split("stage")?)
+    Ok(p.mesh(&[("stage", stages), ("data", devices / stages)])?
+        .split("stage")?)
 }
 
 /// Returns the weights of a stage after a number of updates, replicated on a mesh.
@@ -186,9 +197,13 @@ pub(crate) fn weights(
     (stage, update): (usize, usize),
     mesh: &Mesh,
 ) -> Result<MpmdArray> {
-    let values: Vec<f32> =
-        (0..WIDTH).map(|i| weight(stage, i) + 0.01 * (update * (i + 1)) as f32).collect();
-    p.device_put(&MpmdArray::from_slice(&[WIDTH], &values)?, mesh.replicated())
+    let values: Vec<f32> = (0..WIDTH)
+        .map(|i| weight(stage, i) + 0.01 * (update * (i + 1)) as f32)
+        .collect();
+    p.device_put(
+        &MpmdArray::from_slice(&[WIDTH], &values)?,
+        mesh.replicated(),
+    )
 }
 
 /// Creates a pipeline of these models, with [`Square`] at the end.
@@ -237,7 +252,10 @@ pub(crate) fn batch(
     for m in 0..count {
         let mut put = |of: fn(usize, usize) -> f32, mesh: &Mesh| {
             let values: Vec<f32> = (0..rows * WIDTH).map(|i| of(m, i)).collect();
-            p.device_put(&MpmdArray::from_slice(&[rows, WIDTH], &values)?, mesh.replicated())
+            p.device_put(
+                &MpmdArray::from_slice(&[rows, WIDTH], &values)?,
+                mesh.replicated(),
+            )
         };
         let x = put(value, pipeline.mesh(0))?;
         let one = Microbatch::new(x).side(last, put(label, pipeline.mesh(last))?);
@@ -263,16 +281,34 @@ pub(crate) fn train(
     let loss = read(&output.loss.sum)?.zip(read(&output.loss.weight)?);
     let mut gradients = Vec::new();
     for stage in &output.gradients {
-        gradients.push(stage.first().map(|(_, array)| read(array)).transpose()?.flatten());
+        gradients.push(
+            stage
+                .first()
+                .map(|(_, array)| read(array))
+                .transpose()?
+                .flatten(),
+        );
     }
-    Ok(Outcome { loss: loss.map(|(sum, weight)| [sum[0], weight[0]]), gradients })
+    Ok(Outcome {
+        loss: loss.map(|(sum, weight)| [sum[0], weight[0]]),
+        gradients,
+    })
 }
 
 /// Combines the outcomes of each step over all processes.
 pub(crate) fn steps(results: Vec<Result<Vec<Outcome>>>) -> Vec<Outcome> {
-    let mut processes: Vec<_> =
-        results.into_iter().map(|result| result.unwrap().into_iter()).collect();
+    let mut processes: Vec<_> = results
+        .into_iter()
+        .map(|result| result.unwrap().into_iter())
+        .collect();
     let count = processes[0].len();
-    let mut step = || processes.iter_mut().filter_map(|steps| steps.next().map(Ok)).collect();
-    (0..count).map(|_| crate::stages::together(step())).collect()
+    let mut step = || {
+        processes
+            .iter_mut()
+            .filter_map(|steps| steps.next().map(Ok))
+            .collect()
+    };
+    (0..count)
+        .map(|_| crate::stages::together(step()))
+        .collect()
 }

@@ -21,7 +21,10 @@ struct Cache {
 impl Cache {
     fn new(alive: &Arc<AtomicUsize>) -> Self {
         alive.fetch_add(1, Ordering::Relaxed);
-        Self { values: Vec::new(), alive: alive.clone() }
+        Self {
+            values: Vec::new(),
+            alive: alive.clone(),
+        }
     }
 }
 
@@ -33,23 +36,30 @@ impl Drop for Cache {
 
 /// A method that appends a value and returns the sum of all.
 fn append() -> impl Method<Object = Cache, Inputs = MpmdArray, Outputs = MpmdArray, Made = ()> {
-    method(like_input, |cache: &mut Cache, x: View<f32>, mut y: ViewMut<f32>| {
-        if x[0] < 0.0 {
-            return Err(Error::kernel("a negative value"));
-        }
-        assert!(x[0] < 1000.0, "too large");
-        cache.values.push(x[0]);
-        y[0] = cache.values.iter().sum();
-        Ok(())
-    })
+    method(
+        like_input,
+        |cache: &mut Cache, x: View<f32>, mut y: ViewMut<f32>| {
+            if x[0] < 0.0 {
+                return Err(Error::kernel("a negative value"));
+            }
+            assert!(x[0] < 1000.0, "too large");
+            cache.values.push(x[0]);
+            y[0] = cache.values.iter().sum();
+            Ok(())
+        },
+    )
 }
 
 fn value(array: &MpmdArray) -> Option<f32> {
-    array.to_host().unwrap().map(|values| values.to_vec::<f32>().unwrap()[0])
+    array
+        .to_host()
+        .unwrap()
+        .map(|values| values.to_vec::<f32>().unwrap()[0])
 }
 
 fn stages(p: &Program) -> Result<Vec<Mesh>> {
-    Ok(p.mesh(&[("stage", p.topology().devices().len())])?.split("stage")?)
+    Ok(p.mesh(&[("stage", p.topology().devices().len())])?
+        .split("stage")?)
 }
 
 fn bind<M: Method>(p: &Program, method: M, mesh: &Mesh) -> BoundMethod<M> {
@@ -80,13 +90,20 @@ fn calls_run_in_order_on_the_owner_alone() {
     assert!(first.unwrap().iter().all(Option::is_none));
     let sums: Vec<Option<f32>> = (1..=20).map(|i| Some((i * (i + 1) / 2) as f32)).collect();
     assert_eq!(second.unwrap(), sums);
-    assert_eq!(alive.load(Ordering::Relaxed), 0, "dropped before the program has finished");
+    assert_eq!(
+        alive.load(Ordering::Relaxed),
+        0,
+        "dropped before the program has finished"
+    );
 }
 
 #[test]
 fn failed_call_fails_later_ones_with_its_line() {
     let _limit = watchdog(60);
-    for (first, why) in [(-1.0f32, "a negative value"), (5000.0, "panicked: too large")] {
+    for (first, why) in [
+        (-1.0f32, "a negative value"),
+        (5000.0, "panicked: too large"),
+    ] {
         // A failed operation also ends the program with its error.
         let results = Mutex::new(Vec::new());
         let ended = Simulation::new(2, 2).run(|p| {
@@ -107,7 +124,10 @@ fn failed_call_fails_later_ones_with_its_line() {
         let results = results.into_inner().unwrap();
         assert_eq!(results.len(), 6, "{ended:?}");
         for error in &results {
-            assert!(error.contains(why) && error.contains("objects.rs:"), "{error}");
+            assert!(
+                error.contains(why) && error.contains("objects.rs:"),
+                "{error}"
+            );
             assert_eq!(error, &results[0], "the first failure, on every process");
         }
     }
@@ -141,7 +161,10 @@ fn object_that_cannot_be_made_fails_its_calls() {
         let mesh = p.mesh(&[("x", 1)])?;
         let cache = p.object::<Cache>(&mesh, |device| panic!("nothing on {device}"))?;
         let error = cache.block_until_ready().unwrap_err().to_string();
-        assert!(error.contains("nothing on 0") && error.contains("object Cache at"), "{error}");
+        assert!(
+            error.contains("nothing on 0") && error.contains("object Cache at"),
+            "{error}"
+        );
         let y = bind(p, append(), &mesh).call(p, &cache, MpmdArray::scalar(1.0f32))?;
         assert_eq!(y.to_host().unwrap_err().to_string(), error);
         Ok(())
@@ -157,7 +180,10 @@ fn copy() -> impl Method<Object = Cache, Inputs = Empty<MpmdArray>, Made = Made<
 /// A method that returns the number of values.
 fn count()
 -> impl Method<Object = Vec<f32>, Inputs = Empty<MpmdArray>, Outputs = MpmdArray, Made = ()> {
-    method(|| f32s([]), |values: &mut Vec<f32>, mut y: ViewMut<f32>| y[0] = values.len() as f32)
+    method(
+        || f32s([]),
+        |values: &mut Vec<f32>, mut y: ViewMut<f32>| y[0] = values.len() as f32,
+    )
 }
 
 #[test]
@@ -183,7 +209,10 @@ fn methods_make_objects_also_in_replayed_steps() {
             Ok(x)
         });
         let refused = refused.unwrap_err().to_string();
-        assert!(refused.contains("not within a step that is captured"), "{refused}");
+        assert!(
+            refused.contains("not within a step that is captured"),
+            "{refused}"
+        );
         let ((sum, number), captured) = p.capture(x, step)?;
         let mut found = vec![(value(&sum), value(&number))];
         for i in 2..=4 {
@@ -196,7 +225,10 @@ fn methods_make_objects_also_in_replayed_steps() {
     let [first, second] = results.try_into().unwrap();
     assert_eq!(first.unwrap(), [(None, None); 4]);
     let expected = [(1.0, 1.0), (3.0, 2.0), (6.0, 3.0), (10.0, 4.0)];
-    assert_eq!(second.unwrap(), expected.map(|(sum, number)| (Some(sum), Some(number))));
+    assert_eq!(
+        second.unwrap(),
+        expected.map(|(sum, number)| (Some(sum), Some(number)))
+    );
 }
 
 #[test]
@@ -205,7 +237,10 @@ fn misuse_is_an_issue_error_or_names_the_types() {
     let mut p = Program::builder().devices(2).alone().unwrap();
     let meshes = stages(&p).unwrap();
     let object = p.object(&meshes[0], |_| Ok(7u32)).unwrap();
-    let error = p.device_put(object.array(), meshes[1].replicated()).unwrap_err().to_string();
+    let error = p
+        .device_put(object.array(), meshes[1].replicated())
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("does not leave its devices"), "{error}");
     let next = method((), |number: &mut u32| *number += 1);
     let elsewhere = bind(&p, next, &meshes[1]).call(&mut p, &object, Empty::new());
@@ -217,12 +252,22 @@ fn misuse_is_an_issue_error_or_names_the_types() {
     let error = error.unwrap_err().to_string();
     assert!(error.contains("declare each by `.with(value)`"), "{error}");
     let captured = method((), move |number: &mut u32| *number *= factor).with(factor);
-    bind(&p, captured, &meshes[0]).call(&mut p, &object, Empty::new()).unwrap();
+    bind(&p, captured, &meshes[0])
+        .call(&mut p, &object, Empty::new())
+        .unwrap();
     let read = |_: &mut Context<'_>, x: View<'_>| x.object::<i64>().map(|_| ());
-    let error = p.jit(Reads(read)).on(&meshes[0]).outputs(meshes[0].replicated()).build().unwrap();
+    let error = p
+        .jit(Reads(read))
+        .on(&meshes[0])
+        .outputs(meshes[0].replicated())
+        .build()
+        .unwrap();
     let y = error.call(&mut p, object.array().clone()).unwrap();
     let error = y.to_host().unwrap_err().to_string();
-    assert!(error.contains("the object is a u32, and was asked for as i64"), "{error}");
+    assert!(
+        error.contains("the object is a u32, and was asked for as i64"),
+        "{error}"
+    );
 }
 
 /// A kernel that calls a function with its input.
@@ -272,17 +317,28 @@ fn declared_bytes_count_against_the_limit() {
     let mesh = p.mesh(&[("x", 1)]).unwrap();
     for _ in 0..20 {
         // Each waits until the one before is dropped.
-        let half = p.object_of_bytes(&mesh, 32 * KIB, |_| Ok(Bytes(KIB as usize))).unwrap();
+        let half = p
+            .object_of_bytes(&mesh, 32 * KIB, |_| Ok(Bytes(KIB as usize)))
+            .unwrap();
         half.block_until_ready().unwrap();
-        bind(&p, grow(16 << 10), &mesh).call(&mut p, &half, Empty::new()).unwrap();
+        bind(&p, grow(16 << 10), &mesh)
+            .call(&mut p, &half, Empty::new())
+            .unwrap();
         drop(half);
         drop(p.object_of_bytes(&mesh, 60 * KIB, |_| Ok(Bytes(1))));
     }
-    let half = p.object_of_bytes(&mesh, 32 * KIB, |_| Ok(Bytes(1))).unwrap();
+    let half = p
+        .object_of_bytes(&mesh, 32 * KIB, |_| Ok(Bytes(1)))
+        .unwrap();
     half.block_until_ready().unwrap();
-    let more = p.object_of_bytes(&mesh, 48 * KIB, |_| Ok(Bytes(1))).unwrap();
+    let more = p
+        .object_of_bytes(&mesh, 48 * KIB, |_| Ok(Bytes(1)))
+        .unwrap();
     let error = more.block_until_ready().unwrap_err().to_string();
-    assert!(error.contains("out of memory") && error.contains("object Bytes at"), "{error}");
+    assert!(
+        error.contains("out of memory") && error.contains("object Bytes at"),
+        "{error}"
+    );
     drop(p.finish().unwrap_err());
 }
 
@@ -293,10 +349,16 @@ fn objects_that_report_more_than_declared_fail() {
     let mesh = p.mesh(&[("x", 1)]).unwrap();
     let large = p.object_of_bytes(&mesh, KIB, |_| Ok(Bytes(2000))).unwrap();
     let error = large.block_until_ready().unwrap_err().to_string();
-    assert!(error.contains("reports 2000 bytes, but 1024 are declared"), "{error}");
+    assert!(
+        error.contains("reports 2000 bytes, but 1024 are declared"),
+        "{error}"
+    );
     let bytes = p.object_of_bytes(&mesh, 1124, |_| Ok(Bytes(1024))).unwrap();
     let read = |p: &mut Program| {
-        let size = method(|| f32s([]), |x: &mut Bytes, mut y: ViewMut<f32>| y[0] = x.0 as f32);
+        let size = method(
+            || f32s([]),
+            |x: &mut Bytes, mut y: ViewMut<f32>| y[0] = x.0 as f32,
+        );
         bind(p, size, &mesh).call(p, &bytes, Empty::new()).unwrap()
     };
     let grow = bind(&p, grow(100), &mesh);
@@ -304,13 +366,18 @@ fn objects_that_report_more_than_declared_fail() {
     assert_eq!(value(&read(&mut p)), Some(1124.0));
     grow.call(&mut p, &bytes, Empty::new()).unwrap();
     let error = read(&mut p).to_host().unwrap_err().to_string();
-    assert!(error.contains("reports 1224 bytes, but 1124 are declared"), "{error}");
+    assert!(
+        error.contains("reports 1224 bytes, but 1124 are declared"),
+        "{error}"
+    );
 }
 
 /// Issues objects with declared bytes and returns the dry run.
 fn dry_run_of(p: &mut Program) -> DryRun {
     let meshes = stages(p).unwrap();
-    let object = p.object_of_bytes(&meshes[1], 128, |_| Ok(Bytes(1))).unwrap();
+    let object = p
+        .object_of_bytes(&meshes[1], 128, |_| Ok(Bytes(1)))
+        .unwrap();
     let grow = bind(p, grow(64), &meshes[1]);
     for _ in 0..2 {
         grow.call(p, &object, Empty::new()).unwrap();
@@ -326,7 +393,11 @@ fn dry_runs_have_the_declared_bytes_until_the_drop() {
     let dry_run = dry_run_of(&mut p);
     assert_eq!(dry_run.operations.len(), 3);
     let memory = dry_run.memory(&dry_run.flow());
-    let peaks: Vec<u64> = memory.devices.iter().map(|device| device.in_time.bytes).collect();
+    let peaks: Vec<u64> = memory
+        .devices
+        .iter()
+        .map(|device| device.in_time.bytes)
+        .collect();
     assert_eq!(peaks, [0, 128]);
     assert!(memory.devices.iter().all(|device| device.left == 0));
     assert_eq!(dry_run.drops.len(), 1);
@@ -338,7 +409,10 @@ struct Noisy(Arc<Mutex<Vec<String>>>, bool);
 impl Drop for Noisy {
     fn drop(&mut self) {
         let thread = std::thread::current();
-        self.0.lock().unwrap().push(thread.name().unwrap_or("?").to_owned());
+        self.0
+            .lock()
+            .unwrap()
+            .push(thread.name().unwrap_or("?").to_owned());
         assert!(!self.1, "a drop that panics");
     }
 }
@@ -346,12 +420,17 @@ impl Drop for Noisy {
 #[test]
 fn values_are_dropped_on_device_threads_after_the_last_call() {
     let _limit = watchdog(60);
-    let (noted, calls) = (Arc::new(Mutex::new(Vec::new())), Arc::new(AtomicUsize::new(0)));
+    let (noted, calls) = (
+        Arc::new(Mutex::new(Vec::new())),
+        Arc::new(AtomicUsize::new(0)),
+    );
     let mut p = Program::builder().devices(2).alone().unwrap();
     let mesh = p.mesh(&[("x", 2)]).unwrap();
     for panics in [true, false] {
         let of = noted.clone();
-        let noisy = p.object(&mesh, move |_| Ok(Noisy(of.clone(), panics))).unwrap();
+        let noisy = p
+            .object(&mesh, move |_| Ok(Noisy(of.clone(), panics)))
+            .unwrap();
         let done = calls.clone();
         let slow = method((), move |_: &mut Noisy| {
             std::thread::sleep(Duration::from_millis(20));
@@ -368,7 +447,11 @@ fn values_are_dropped_on_device_threads_after_the_last_call() {
     threads.sort_unstable();
     assert_eq!(calls.load(Ordering::Relaxed), 12);
     assert_eq!(threads.len(), 4, "each value once");
-    assert_eq!((&threads[0], &threads[2]), (&threads[1], &threads[3]), "on its device's thread");
+    assert_eq!(
+        (&threads[0], &threads[2]),
+        (&threads[1], &threads[3]),
+        "on its device's thread"
+    );
     assert!(threads[0] != threads[2], "{threads:?}");
 }
 
@@ -407,24 +490,42 @@ fn objects_on_cuda_devices_work_by_the_host() {
         return;
     }
     let _limit = watchdog(60);
-    let mut p = Program::builder().devices(2).device_kinds(&[CUDA]).alone().unwrap();
+    let mut p = Program::builder()
+        .devices(2)
+        .device_kinds(&[CUDA])
+        .alone()
+        .unwrap();
     let meshes = stages(&p).unwrap();
     let alive = Arc::new(AtomicUsize::new(0));
     let made = alive.clone();
-    let cache = p.object(&meshes[0], move |_| Ok(Cache::new(&made))).unwrap();
+    let cache = p
+        .object(&meshes[0], move |_| Ok(Cache::new(&made)))
+        .unwrap();
     let append_here = bind(&p, append(), &meshes[0]);
     let (copy, count) = (bind(&p, copy(), &meshes[0]), bind(&p, count(), &meshes[0]));
     let mut sums = Vec::new();
     for i in 1..=4 {
-        let x = p.device_put(&MpmdArray::scalar(i as f32), meshes[1].replicated()).unwrap();
+        let x = p
+            .device_put(&MpmdArray::scalar(i as f32), meshes[1].replicated())
+            .unwrap();
         let x = p.device_put(&x, meshes[0].replicated()).unwrap();
         sums.push(append_here.call(&mut p, &cache, x).unwrap());
     }
-    assert_eq!(sums.iter().map(value).collect::<Vec<_>>(), [1.0, 3.0, 6.0, 10.0].map(Some));
+    assert_eq!(
+        sums.iter().map(value).collect::<Vec<_>>(),
+        [1.0, 3.0, 6.0, 10.0].map(Some)
+    );
     let (_, copied) = copy.call(&mut p, &cache, Empty::new()).unwrap();
-    assert_eq!(value(&count.call(&mut p, &copied, Empty::new()).unwrap()), Some(4.0));
-    let bad = append_here.call(&mut p, &cache, MpmdArray::scalar(-1.0f32)).unwrap();
-    let later = append_here.call(&mut p, &cache, MpmdArray::scalar(1.0f32)).unwrap();
+    assert_eq!(
+        value(&count.call(&mut p, &copied, Empty::new()).unwrap()),
+        Some(4.0)
+    );
+    let bad = append_here
+        .call(&mut p, &cache, MpmdArray::scalar(-1.0f32))
+        .unwrap();
+    let later = append_here
+        .call(&mut p, &cache, MpmdArray::scalar(1.0f32))
+        .unwrap();
     let errors = [bad, later].map(|y| y.to_host().unwrap_err().to_string());
     assert!(errors[0].contains("a negative value"), "{errors:?}");
     assert_eq!(errors[0], errors[1]);

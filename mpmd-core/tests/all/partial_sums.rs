@@ -30,22 +30,36 @@ fn partial<T: Element>(
     let like = MpmdArray::from_slice(&shape, &vec![element(0.0); shape[0] * shape[1]])?;
     let devices = mesh.devices().to_vec();
     let parts = fun("parts", like_first, move |cx, _, mut y| {
-        let place = devices.iter().position(|device| *device == cx.device()).expect("of the mesh");
+        let place = devices
+            .iter()
+            .position(|device| *device == cx.device())
+            .expect("of the mesh");
         let region = y[0].region().clone();
         let columns = region.range(1);
-        let indices = region.range(0).flat_map(|i| columns.clone().map(move |j| i * shape[1] + j));
+        let indices = region
+            .range(0)
+            .flat_map(|i| columns.clone().map(move |j| i * shape[1] + j));
         let values = y[0].as_mut_slice::<T>()?.iter_mut();
-        values.zip(indices).for_each(|(value, index)| *value = element(part(place, index)));
+        values
+            .zip(indices)
+            .for_each(|(value, index)| *value = element(part(place, index)));
         Ok(())
     });
     let to = mesh.sharding(spec).unreduced(axes)?;
-    Ok(p.jit(parts).on(mesh).outputs(to).build()?.call(p, vec![like])?.remove(0))
+    Ok(p.jit(parts)
+        .on(mesh)
+        .outputs(to)
+        .build()?
+        .call(p, vec![like])?
+        .remove(0))
 }
 
 /// Returns the sum of an element's terms over the four places of the mesh, added in ascending
 /// order.
 fn total<T: Copy + std::ops::Add<Output = T>>(index: usize, element: impl Fn(f32) -> T) -> T {
-    (1..4).fold(element(part(0, index)), |sum, place| sum + element(part(place, index)))
+    (1..4).fold(element(part(0, index)), |sum, place| {
+        sum + element(part(place, index))
+    })
 }
 
 fn check<T: Element + PartialEq + std::fmt::Debug>(
@@ -58,11 +72,18 @@ fn check<T: Element + PartialEq + std::fmt::Debug>(
     let width = array.shape()[1];
     for shard in array.addressable_shards()? {
         let columns = shard.region.range(1);
-        let indices =
-            shard.region.range(0).flat_map(|i| columns.clone().map(move |j| i * width + j));
+        let indices = shard
+            .region
+            .range(0)
+            .flat_map(|i| columns.clone().map(move |j| i * width + j));
         let found = shard.data.as_slice::<T>()?;
         for (found, index) in found.iter().zip(indices) {
-            assert_eq!(*found, expected(index), "element {index} on {}", shard.device);
+            assert_eq!(
+                *found,
+                expected(index),
+                "element {index} on {}",
+                shard.device
+            );
         }
     }
     Ok(())
@@ -110,20 +131,23 @@ fn sums_have_the_same_bits_at_every_destination() {
 #[test]
 fn sums_over_one_axis_of_a_grid() {
     let _limit = watchdog(60);
-    for result in simulation(2, 4).delays(9, Duration::from_millis(2)).run(|p| {
-        let grid = p.mesh(&[("a", 2), ("b", 2)])?;
-        // Places 0 and 1 hold the two partial sums of the upper half.
-        let x = partial(p, &grid, (spec!["a"], &["b"]), [4, 8], |v| v)?;
-        let expected = |index: usize| {
-            let first = if index < 16 { 0 } else { 2 };
-            part(first, index) + part(first + 1, index)
-        };
-        for to in targets(p)? {
-            let y = p.device_put(&x, &to)?;
-            check(&y, expected)?;
-        }
-        Ok(())
-    }) {
+    for result in simulation(2, 4)
+        .delays(9, Duration::from_millis(2))
+        .run(|p| {
+            let grid = p.mesh(&[("a", 2), ("b", 2)])?;
+            // Places 0 and 1 hold the two partial sums of the upper half.
+            let x = partial(p, &grid, (spec!["a"], &["b"]), [4, 8], |v| v)?;
+            let expected = |index: usize| {
+                let first = if index < 16 { 0 } else { 2 };
+                part(first, index) + part(first + 1, index)
+            };
+            for to in targets(p)? {
+                let y = p.device_put(&x, &to)?;
+                check(&y, expected)?;
+            }
+            Ok(())
+        })
+    {
         result.unwrap();
     }
 }
@@ -147,7 +171,9 @@ fn large_sums_are_scattered_and_then_gathered() {
         // A tree is moved in the same two steps. The sends of the first move come before.
         y.block_until_ready()?;
         let before = (p.operations(), p.metrics().bytes_sent.iter().sum::<u64>());
-        let z = p.reshard(&(x.clone(),), mesh.replicated(), MoveOptions::default())?.0;
+        let z = p
+            .reshard(&(x.clone(),), mesh.replicated(), MoveOptions::default())?
+            .0;
         check(&z, |index| total(index, |v| v))?;
         let after = (p.operations(), p.metrics().bytes_sent.iter().sum::<u64>());
         assert!(
@@ -166,17 +192,22 @@ fn large_sums_are_scattered_and_then_gathered() {
 #[test]
 fn equal_partial_sums_are_moved_without_adding() {
     let _limit = watchdog(60);
-    for result in simulation(2, 4).delays(5, Duration::from_millis(2)).run(|p| {
-        let mesh = p.mesh(&[("x", 4)])?;
-        let sums = mesh.replicated().unreduced(&["x"])?;
-        let x = partial(p, &mesh, (spec![], &["x"]), [4, 4], |v| v)?;
-        x.block_until_ready()?;
-        let live = p.memory().live;
-        let same = p.device_put(&x, &sums)?;
-        same.block_until_ready()?;
-        assert_eq!(p.memory().live, live, "it is the same memory");
-        check(&p.device_put(&same, mesh.replicated())?, |index| total(index, |v| v))
-    }) {
+    for result in simulation(2, 4)
+        .delays(5, Duration::from_millis(2))
+        .run(|p| {
+            let mesh = p.mesh(&[("x", 4)])?;
+            let sums = mesh.replicated().unreduced(&["x"])?;
+            let x = partial(p, &mesh, (spec![], &["x"]), [4, 4], |v| v)?;
+            x.block_until_ready()?;
+            let live = p.memory().live;
+            let same = p.device_put(&x, &sums)?;
+            same.block_until_ready()?;
+            assert_eq!(p.memory().live, live, "it is the same memory");
+            check(&p.device_put(&same, mesh.replicated())?, |index| {
+                total(index, |v| v)
+            })
+        })
+    {
         result.unwrap();
     }
 }
@@ -186,25 +217,32 @@ fn equal_partial_sums_are_moved_without_adding() {
 #[test]
 fn sums_moved_to_host_memory_stay_partial() {
     let _limit = watchdog(60);
-    for result in simulation(2, 4).delays(8, Duration::from_millis(2)).run(|p| {
-        let grid = p.mesh(&[("a", 2), ("b", 2)])?;
-        let shape = [512, 512];
-        let x = partial(p, &grid, (spec![], &["b"]), shape, |v| v)?;
-        let there = grid.replicated().unreduced(&["b"])?.with_memory_kind(MemoryKind::Host);
-        let before = p.operations();
-        let y = p.device_put(&x, &there)?;
-        assert_eq!(p.operations(), before + 1, "nothing is added up");
-        y.block_until_ready()?;
-        let other = p.metrics().bytes_sent[1 - p.process().index()];
-        assert_eq!(other, 0, "each device has its own");
-        let flags = ShapedArray::new(&shape, DType::Bool);
-        let flags = MpmdArray::from_host(HostArray::from_bytes(flags, vec![1; 512 * 512].into())?);
-        let flags = p.device_put(&flags, grid.replicated().unreduced(&["b"])?)?;
-        p.device_put(&flags, &there)?.block_until_ready()?;
-        // Places 0 and 1 are the two sums of one copy, 2 and 3 those of another.
-        let z = p.device_put(&y, Sharding::single_device(DeviceId(0)))?;
-        check(&z, |index| part(0, index) + part(1, index))
-    }) {
+    for result in simulation(2, 4)
+        .delays(8, Duration::from_millis(2))
+        .run(|p| {
+            let grid = p.mesh(&[("a", 2), ("b", 2)])?;
+            let shape = [512, 512];
+            let x = partial(p, &grid, (spec![], &["b"]), shape, |v| v)?;
+            let there = grid
+                .replicated()
+                .unreduced(&["b"])?
+                .with_memory_kind(MemoryKind::Host);
+            let before = p.operations();
+            let y = p.device_put(&x, &there)?;
+            assert_eq!(p.operations(), before + 1, "nothing is added up");
+            y.block_until_ready()?;
+            let other = p.metrics().bytes_sent[1 - p.process().index()];
+            assert_eq!(other, 0, "each device has its own");
+            let flags = ShapedArray::new(&shape, DType::Bool);
+            let flags =
+                MpmdArray::from_host(HostArray::from_bytes(flags, vec![1; 512 * 512].into())?);
+            let flags = p.device_put(&flags, grid.replicated().unreduced(&["b"])?)?;
+            p.device_put(&flags, &there)?.block_until_ready()?;
+            // Places 0 and 1 are the two sums of one copy, 2 and 3 those of another.
+            let z = p.device_put(&y, Sharding::single_device(DeviceId(0)))?;
+            check(&z, |index| part(0, index) + part(1, index))
+        })
+    {
         result.unwrap();
     }
 }
@@ -213,29 +251,33 @@ fn sums_moved_to_host_memory_stay_partial() {
 fn values_become_one_sum_and_zeros() {
     let _limit = watchdog(60);
     for processes in [1, 2, 4] {
-        for result in simulation(processes, 4).delays(6, Duration::from_millis(2)).run(|p| {
-            let mesh = p.mesh(&[("x", 4)])?;
-            let sums = mesh.replicated().unreduced(&["x"])?;
-            let values: Vec<i32> = (0..24).map(|i| i * i - 70).collect();
-            let host = MpmdArray::from_slice(&[6, 4], &values)?;
-            let placed = p.device_put(&host, Sharding::single_device(DeviceId(1)))?;
-            let rows = p.device_put(
-                &host,
-                p.mesh_of(&[("y", 2)], &[DeviceId(0), DeviceId(3)])?.sharding(spec!["y"]),
-            )?;
-            let expected = |index: usize| values[index];
-            for x in [&host, &placed, &rows] {
-                let y = p.device_put(x, &sums)?;
-                // As other partial sums: one of them has the total.
-                let z = p.device_put(&y, mesh.sharding(spec![]).unreduced(&["x"])?)?;
-                let grid = p.mesh(&[("a", 2), ("b", 2)])?;
-                let other = p.device_put(&z, grid.sharding(spec!["b"]).unreduced(&["a"])?)?;
-                for sums in [&y, &z, &other] {
-                    check(&p.device_put(sums, mesh.replicated())?, expected)?;
+        for result in simulation(processes, 4)
+            .delays(6, Duration::from_millis(2))
+            .run(|p| {
+                let mesh = p.mesh(&[("x", 4)])?;
+                let sums = mesh.replicated().unreduced(&["x"])?;
+                let values: Vec<i32> = (0..24).map(|i| i * i - 70).collect();
+                let host = MpmdArray::from_slice(&[6, 4], &values)?;
+                let placed = p.device_put(&host, Sharding::single_device(DeviceId(1)))?;
+                let rows = p.device_put(
+                    &host,
+                    p.mesh_of(&[("y", 2)], &[DeviceId(0), DeviceId(3)])?
+                        .sharding(spec!["y"]),
+                )?;
+                let expected = |index: usize| values[index];
+                for x in [&host, &placed, &rows] {
+                    let y = p.device_put(x, &sums)?;
+                    // As other partial sums: one of them has the total.
+                    let z = p.device_put(&y, mesh.sharding(spec![]).unreduced(&["x"])?)?;
+                    let grid = p.mesh(&[("a", 2), ("b", 2)])?;
+                    let other = p.device_put(&z, grid.sharding(spec!["b"]).unreduced(&["a"])?)?;
+                    for sums in [&y, &z, &other] {
+                        check(&p.device_put(sums, mesh.replicated())?, expected)?;
+                    }
                 }
-            }
-            Ok(())
-        }) {
+                Ok(())
+            })
+        {
             result.unwrap();
         }
     }
@@ -243,21 +285,27 @@ fn values_become_one_sum_and_zeros() {
 
 #[test]
 fn booleans_have_no_sum() {
-    let mut results = simulation(2, 4).delays(7, Duration::from_millis(2)).run(|p| {
-        let mesh = p.mesh(&[("x", 4)])?;
-        let sums = mesh.replicated().unreduced(&["x"])?;
-        let flags = MpmdArray::from_host(HostArray::from_bytes(
-            ShapedArray::new(&[2, 2], DType::Bool),
-            vec![1, 0, 1, 0].into(),
-        )?);
-        let x = p.device_put(&flags, &sums)?;
-        drop(p.device_put(&x, &sums)?);
-        let before = p.operations();
-        let error = p.device_put(&x, mesh.replicated()).unwrap_err().to_string();
-        assert_eq!(p.operations(), before);
-        Ok(error)
-    });
+    let mut results = simulation(2, 4)
+        .delays(7, Duration::from_millis(2))
+        .run(|p| {
+            let mesh = p.mesh(&[("x", 4)])?;
+            let sums = mesh.replicated().unreduced(&["x"])?;
+            let flags = MpmdArray::from_host(HostArray::from_bytes(
+                ShapedArray::new(&[2, 2], DType::Bool),
+                vec![1, 0, 1, 0].into(),
+            )?);
+            let x = p.device_put(&flags, &sums)?;
+            drop(p.device_put(&x, &sums)?);
+            let before = p.operations();
+            let error = p.device_put(&x, mesh.replicated()).unwrap_err().to_string();
+            assert_eq!(p.operations(), before);
+            Ok(error)
+        });
     let errors: Vec<String> = results.drain(..).map(Result::unwrap).collect();
-    assert!(errors[0].contains("partial sums of booleans cannot be added up"), "{}", errors[0]);
+    assert!(
+        errors[0].contains("partial sums of booleans cannot be added up"),
+        "{}",
+        errors[0]
+    );
     assert_eq!(errors[0], errors[1]);
 }

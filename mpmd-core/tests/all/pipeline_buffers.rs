@@ -50,7 +50,11 @@ fn unit() -> ShapedArray {
 }
 
 /// Of two residuals one stays and one is released, and one is added.
-const RESIDUALS: Residuals = Residuals { forward: 2, weight: 2, kept: 1 };
+const RESIDUALS: Residuals = Residuals {
+    forward: 2,
+    weight: 2,
+    kept: 1,
+};
 
 /// Returns a stage whose passes wait for the gate.
 fn gated<O>(gate: &Arc<Gate>, stage: usize) -> Blank<impl Fn(u64) -> Result<()> + use<O>, O> {
@@ -74,7 +78,11 @@ fn change(action: Action, last: usize, first_weight: &mut [bool], recomputes: bo
     };
     // Of two residuals one is released, one stays, and another is added.
     let input = edge(stage == 0) - edge(stage == last)
-        + if recomputes { 2 - edge(stage == 0) - brought } else { 0 };
+        + if recomputes {
+            2 - edge(stage == 0) - brought
+        } else {
+            0
+        };
     let mut weight = || -2 + i64::from(std::mem::take(&mut first_weight[stage]));
     match kind {
         ActionKind::Forward => forward,
@@ -102,8 +110,11 @@ fn taken(schedule: &Schedule, done: &[Action], recomputes: bool) -> i64 {
             .any(|a| a.stage == stage && a.microbatch == microbatch && kinds.contains(&a.kind))
     };
     let of = |row: &Vec<Action>| {
-        let Some(Action { stage, kind, microbatch }) =
-            row.iter().find(|action| !done.contains(action)).copied()
+        let Some(Action {
+            stage,
+            kind,
+            microbatch,
+        }) = row.iter().find(|action| !done.contains(action)).copied()
         else {
             return 0;
         };
@@ -140,14 +151,19 @@ fn one_at_a_time(p: &mut Program, schedule: &Schedule, recomputes: bool) -> Resu
     let meshes = p.mesh(&[("rank", schedule.ranks())])?.split("rank")?;
     let mesh = |stage: usize| &meshes[schedule.rank_of(stage)];
     let made = |p: &mut Program, stage: usize| {
-        p.array_from_fn(unit(), mesh(stage).replicated(), |_, mut view| write(&mut view))
+        p.array_from_fn(unit(), mesh(stage).replicated(), |_, mut view| {
+            write(&mut view)
+        })
     };
     let mut front = Pipeline::first(gated(&gate, 0), mesh(0), made(p, 0)?)?;
     for stage in 1..last {
         front = front.then(gated(&gate, stage), mesh(stage), made(p, stage)?)?;
     }
-    let mut pipeline =
-        front.then(gated::<Loss<MpmdArray>>(&gate, last), mesh(last), made(p, last)?)?;
+    let mut pipeline = front.then(
+        gated::<Loss<MpmdArray>>(&gate, last),
+        mesh(last),
+        made(p, last)?,
+    )?;
     (0..=last).for_each(|stage| pipeline.recompute(stage, recomputes));
     let mut batch = Vec::new();
     for _ in 0..MICROBATCHES {
@@ -168,12 +184,20 @@ fn one_at_a_time(p: &mut Program, schedule: &Schedule, recomputes: bool) -> Resu
             }
         };
         while !stays() {
-            assert!(start.elapsed() < LONG, "{moment}: {} arrays, not {units}", now());
+            assert!(
+                start.elapsed() < LONG,
+                "{moment}: {} arrays, not {units}",
+                now()
+            );
             std::thread::sleep(Duration::from_micros(200));
         }
     };
     let mut done = Vec::new();
-    settled(p, units + taken(schedule, &done, recomputes), "before the step");
+    settled(
+        p,
+        units + taken(schedule, &done, recomputes),
+        "before the step",
+    );
     for action in schedule.global_order().expect("an order") {
         gate.open(action.stage, passes_of(action.kind, recomputes));
         units += change(action, last, &mut first_weight, recomputes);
@@ -184,16 +208,23 @@ fn one_at_a_time(p: &mut Program, schedule: &Schedule, recomputes: bool) -> Resu
             &format!("{} after {action}", schedule.name()),
         );
     }
-    assert_eq!(units, 2 * (last as i64 + 1), "parameters and their gradients");
+    assert_eq!(
+        units,
+        2 * (last as i64 + 1),
+        "parameters and their gradients"
+    );
     drop(output);
     p.step_end()
 }
 
 #[test]
 fn buffers_are_dropped_after_their_last_use() {
-    for (name, ranks, chunks) in
-        [("1f1b", 3, 1), ("zb-h1", 3, 1), ("interleaved", 2, 2), ("zbv", 2, 2)]
-    {
+    for (name, ranks, chunks) in [
+        ("1f1b", 3, 1),
+        ("zb-h1", 3, 1),
+        ("interleaved", 2, 2),
+        ("zbv", 2, 2),
+    ] {
         let schedule = Schedule::named(name, ranks, MICROBATCHES, Some(chunks)).unwrap();
         for recomputes in [false, true] {
             for result in Simulation::new(1, ranks).run(|p| one_at_a_time(p, &schedule, recomputes))

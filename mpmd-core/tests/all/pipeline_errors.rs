@@ -15,7 +15,11 @@ macro_rules! refused {
         let line = |line: &u32| {
             error.starts_with(&format!("mpmd-core/tests/all/pipeline_errors.rs:{line}:"))
         };
-        assert!((line!()..line!() + 4).any(|at| line(&at)), "{error} is not at line {}", line!());
+        assert!(
+            (line!()..line!() + 4).any(|at| line(&at)),
+            "{error} is not at line {}",
+            line!()
+        );
         error
     }};
 }
@@ -41,7 +45,10 @@ fn schedule() -> Schedule {
 /// Creates an array of `f32` ones of this shape, replicated on a mesh.
 fn ones(p: &mut Program, shape: &[usize], mesh: &Mesh) -> Result<MpmdArray> {
     let count = shape.iter().product();
-    p.device_put(&MpmdArray::from_slice(shape, &vec![1.0f32; count])?, mesh.replicated())
+    p.device_put(
+        &MpmdArray::from_slice(shape, &vec![1.0f32; count])?,
+        mesh.replicated(),
+    )
 }
 
 type Change<'a> = &'a dyn Fn(usize, Microbatch<MpmdArray>) -> Microbatch<MpmdArray>;
@@ -64,12 +71,18 @@ fn batch(
 #[test]
 fn side_inputs_that_stages_do_not_take_are_refused_at_once() {
     let expected: [&[&str]; 6] = [
-        &["Pipeline::train_step: microbatch 1: stage 1 `Square` needs a side input: call \
-             `.side(1, …)`"],
-        &["Pipeline::train_step: microbatch 1: stage 0 `Scale` takes no side input: leave out \
-             `.side(0, …)`"],
-        &["microbatch 0: a side input is for stage 9, and there is no stage 9; the pipeline has \
-             stages 0 to 1"],
+        &[
+            "Pipeline::train_step: microbatch 1: stage 1 `Square` needs a side input: call \
+             `.side(1, …)`",
+        ],
+        &[
+            "Pipeline::train_step: microbatch 1: stage 0 `Scale` takes no side input: leave out \
+             `.side(0, …)`",
+        ],
+        &[
+            "microbatch 0: a side input is for stage 9, and there is no stage 9; the pipeline has \
+             stages 0 to 1",
+        ],
         &[
             "microbatch 0: the side input of stage 1 `Square` is not the tree that it takes",
             "at the root: expected a leaf, found [0, 1]; see `.side(1, …)`",
@@ -81,9 +94,16 @@ fn side_inputs_that_stages_do_not_take_are_refused_at_once() {
         let mut pipeline = chain(p, &schedule(), false)?;
         let x = ones(p, &[1, WIDTH], pipeline.mesh(0))?;
         let bare = || Microbatch::new(x.clone());
-        let missing = batch(p, &pipeline, &|number, one| if number == 1 { bare() } else { one })?;
-        let extra =
-            |number, one: Microbatch<_>| if number == 1 { one.side(0, x.clone()) } else { one };
+        let missing = batch(p, &pipeline, &|number, one| {
+            if number == 1 { bare() } else { one }
+        })?;
+        let extra = |number, one: Microbatch<_>| {
+            if number == 1 {
+                one.side(0, x.clone())
+            } else {
+                one
+            }
+        };
         let extra = batch(p, &pipeline, &extra)?;
         let beyond = batch(p, &pipeline, &|_, one| one.side(9, x.clone()))?;
         let pair = batch(p, &pipeline, &|_, one| one.side(1, (x.clone(), x.clone())))?;
@@ -120,7 +140,9 @@ fn misfitting_arrays_are_named_with_their_place() {
         let labels = ones(p, &[1, WIDTH], pipeline.mesh(1))?;
         let wide = ones(p, &[1, WIDTH + 1], pipeline.mesh(0))?;
         let wide = || Microbatch::new(wide.clone()).side(1, labels.clone());
-        let one_wide = batch(p, &pipeline, &|number, one| if number == 1 { wide() } else { one })?;
+        let one_wide = batch(p, &pipeline, &|number, one| {
+            if number == 1 { wide() } else { one }
+        })?;
         let elsewhere = ones(p, &[1, WIDTH], pipeline.mesh(0))?;
         let elsewhere = batch(p, &pipeline, &|_, one| one.side(1, elsewhere.clone()))?;
         let from_last = || Microbatch::new(labels.clone()).side(1, labels.clone());
@@ -137,13 +159,18 @@ fn misfitting_arrays_are_named_with_their_place() {
 #[test]
 fn misfitting_schedules_and_counts_report_the_valid_ones() {
     let expected: [&[&str]; 2] = [
-        &["Pipeline::train_step: schedule GPipe is for 2 microbatches, and 1 are given: make a \
-             schedule for 1"],
+        &[
+            "Pipeline::train_step: schedule GPipe is for 2 microbatches, and 1 are given: make a \
+             schedule for 1",
+        ],
         &["schedule GPipe is for 3 stages (on 3 ranks), and the pipeline has 2 stages"],
     ];
     both_say(&expected, |p| {
         let mut pipeline = chain(p, &schedule(), false)?;
-        let [one, two] = [microbatches(p, &pipeline, &[1])?, microbatches(p, &pipeline, &[1; 2])?];
+        let [one, two] = [
+            microbatches(p, &pipeline, &[1])?,
+            microbatches(p, &pipeline, &[1; 2])?,
+        ];
         let three = Schedule::gpipe(3, 2)?;
         Ok(vec![
             refused!(pipeline.train_step(p, &schedule(), one)),
@@ -155,7 +182,10 @@ fn misfitting_schedules_and_counts_report_the_valid_ones() {
 #[test]
 fn parameters_on_other_meshes_are_refused_at_the_call() {
     let expected: [&[&str]; 7] = [
-        &["Pipeline::first: stage 0 `Scale`: its parameter is ", "put it there with `device_put`"],
+        &[
+            "Pipeline::first: stage 0 `Scale`: its parameter is ",
+            "put it there with `device_put`",
+        ],
         &["Pipeline::first: stage 0 `Scale`: its parameter is host values, and not on its mesh"],
         &["Pipeline::then: stage 1 `Square`: its parameter is "],
         &[
@@ -190,7 +220,12 @@ fn invalid_schedule_is_an_error_of_the_program() {
     let named = |name| -> Result<Schedule> { Ok(Schedule::named(name, 2, 2, None)?) };
     let error = named("gpip").unwrap_err();
     assert!(matches!(error, Error::Schedule(_)), "{error:?}");
-    assert!(error.to_string().starts_with("there is no schedule \"gpip\"; there are "), "{error}");
+    assert!(
+        error
+            .to_string()
+            .starts_with("there is no schedule \"gpip\"; there are "),
+        "{error}"
+    );
 }
 
 #[test]

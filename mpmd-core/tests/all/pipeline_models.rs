@@ -25,11 +25,31 @@ struct How {
 }
 
 const HOWS: [How; 5] = [
-    How { processes: 1, replays: false, recomputes: false },
-    How { processes: 3, replays: false, recomputes: false },
-    How { processes: 3, replays: false, recomputes: true },
-    How { processes: 3, replays: true, recomputes: false },
-    How { processes: 1, replays: true, recomputes: true },
+    How {
+        processes: 1,
+        replays: false,
+        recomputes: false,
+    },
+    How {
+        processes: 3,
+        replays: false,
+        recomputes: false,
+    },
+    How {
+        processes: 3,
+        replays: false,
+        recomputes: true,
+    },
+    How {
+        processes: 3,
+        replays: true,
+        recomputes: false,
+    },
+    How {
+        processes: 1,
+        replays: true,
+        recomputes: true,
+    },
 ];
 
 /// Trains three stages, the first two of them like `model`, with updates between the steps.
@@ -56,7 +76,11 @@ fn prepared_params_are_updated_once_a_step_with_equal_bits() {
     let expected = run(&Model::default(), HOWS[0], None);
     for how in HOWS {
         let counts: Arc<Counts> = Arc::default();
-        let model = Model { prepares: true, counts: counts.clone(), ..Model::default() };
+        let model = Model {
+            prepares: true,
+            counts: counts.clone(),
+            ..Model::default()
+        };
         assert_eq!(run(&model, how, None), expected, "{how:?}");
         assert_eq!(Counts::of(&counts.prepared), 2 * STEPS, "{how:?}");
     }
@@ -68,7 +92,11 @@ fn params_are_prepared_again_only_after_a_change() {
     for replays in [false, true] {
         let schedule = Schedule::gpipe(2, COUNT).unwrap();
         let counts: Arc<Counts> = Arc::default();
-        let model = Model { prepares: true, counts: counts.clone(), ..Model::default() };
+        let model = Model {
+            prepares: true,
+            counts: counts.clone(),
+            ..Model::default()
+        };
         let results = Simulation::new(1, 2).run(|p| {
             let mut pipeline = pipeline(p, std::slice::from_ref(&model))?;
             pipeline.replay(replays);
@@ -87,7 +115,11 @@ fn params_are_prepared_again_only_after_a_change() {
             }
             Ok(found)
         });
-        assert_eq!(results.into_iter().next().unwrap().unwrap(), [1, 1, 1, 2, 2, 2], "{replays}");
+        assert_eq!(
+            results.into_iter().next().unwrap().unwrap(),
+            [1, 1, 1, 2, 2, 2],
+            "{replays}"
+        );
     }
 }
 
@@ -96,7 +128,10 @@ fn prepared_params_follow_stored_parts_and_ties() {
     let _limit = watchdog(120);
     let schedule = Schedule::one_f_one_b(3, COUNT).unwrap();
     let run = |processes: usize, prepares: bool, replays: bool| {
-        let model = Model { prepares, ..Model::default() };
+        let model = Model {
+            prepares,
+            ..Model::default()
+        };
         steps(Simulation::new(processes, 6).run(|p| {
             let mut pipeline = pipeline(p, &[model.clone(), model.clone()])?;
             let mesh = pipeline.mesh(0).clone();
@@ -116,7 +151,11 @@ fn prepared_params_follow_stored_parts_and_ties() {
     let expected = run(1, false, false);
     assert!(expected[0] != expected[1], "an update changes the results");
     for (processes, replays) in [(1, false), (3, false), (3, true)] {
-        assert_eq!(run(processes, true, replays), expected, "{processes}, {replays}");
+        assert_eq!(
+            run(processes, true, replays),
+            expected,
+            "{processes}, {replays}"
+        );
     }
 }
 
@@ -126,13 +165,21 @@ fn failed_preparation_fails_all_later_passes() {
     for fails in [0, 1] {
         let all = Mutex::new(Vec::new());
         let _ = Simulation::new(1, 2).run(|p| {
-            let model = Model { prepares: true, fails: Some(fails), ..Model::default() };
+            let model = Model {
+                prepares: true,
+                fails: Some(fails),
+                ..Model::default()
+            };
             let mut pipeline = pipeline(p, &[model])?;
             for step in 0..3 {
                 update(p, &mut pipeline, step)?;
                 let one = batch(p, &pipeline, (1, ROWS), None)?.remove(0);
                 let loss = pipeline.forward(p, one)?.sum;
-                all.lock().push(loss.block_until_ready().err().map(|error| error.to_string()));
+                all.lock().push(
+                    loss.block_until_ready()
+                        .err()
+                        .map(|error| error.to_string()),
+                );
             }
             Ok(())
         });
@@ -143,7 +190,11 @@ fn failed_preparation_fails_all_later_passes() {
                 assert!(step < fails, "step {step} of {fails} has not failed");
                 continue;
             };
-            for part in ["kernel Model", "(stage 0, parameters prepared)", "cannot prepare"] {
+            for part in [
+                "kernel Model",
+                "(stage 0, parameters prepared)",
+                "cannot prepare",
+            ] {
                 assert!(said.contains(part), "{said}\n  lacks {part}");
             }
         }
@@ -153,17 +204,31 @@ fn failed_preparation_fails_all_later_passes() {
 #[test]
 fn keys_give_equal_bits_in_every_mode_and_differ_by_step() {
     let _limit = watchdog(120);
-    let model = Model { draws: true, ..Model::default() };
+    let model = Model {
+        draws: true,
+        ..Model::default()
+    };
     let expected = run(&model, HOWS[0], Some(Key(7)));
     for how in HOWS {
         assert_eq!(run(&model, how, Some(Key(7))), expected, "{how:?}");
     }
-    assert!(run(&model, HOWS[0], Some(Key(8))) != expected, "other keys give other numbers");
+    assert!(
+        run(&model, HOWS[0], Some(Key(8))) != expected,
+        "other keys give other numbers"
+    );
     let schedule = Schedule::gpipe(3, COUNT).unwrap();
     let same_params = steps(Simulation::new(1, 3).run(|p| {
         let mut pipeline = pipeline(p, &[model.clone(), model.clone()])?;
         pipeline.replay(true);
-        let one = |step: u64| train(p, &mut pipeline, &schedule, ROWS, Some(Key(1).fold_in(step)));
+        let one = |step: u64| {
+            train(
+                p,
+                &mut pipeline,
+                &schedule,
+                ROWS,
+                Some(Key(1).fold_in(step)),
+            )
+        };
         (0..3).map(one).collect()
     }));
     assert!(same_params[1] != same_params[2], "a replay gets new keys");
@@ -174,11 +239,20 @@ fn drawing_stage_without_a_key_is_refused() {
     let _limit = watchdog(60);
     let schedule = Schedule::gpipe(2, COUNT).unwrap();
     let results = Simulation::new(2, 2).run(|p| {
-        let mut pipeline = pipeline(p, &[Model { draws: true, ..Model::default() }])?;
+        let mut pipeline = pipeline(
+            p,
+            &[Model {
+                draws: true,
+                ..Model::default()
+            }],
+        )?;
         let mut given = batch(p, &pipeline, (COUNT, ROWS), Some(Key(1)))?;
         given[2] = batch(p, &pipeline, (1, ROWS), None)?.remove(0);
         let before = p.operations();
-        let error = pipeline.train_step(p, &schedule, given).unwrap_err().to_string();
+        let error = pipeline
+            .train_step(p, &schedule, given)
+            .unwrap_err()
+            .to_string();
         assert_eq!(p.operations(), before, "nothing was issued");
         let part = "Pipeline::train_step: stage 0 `Model` draws random numbers, and microbatch 2 \
                     has no key: give it one with `Microbatch::key`";
@@ -201,7 +275,11 @@ fn forward_passes_know_their_mode() {
         (true, false, false, &[evaluation]),
     ] {
         let counts: Arc<Counts> = Arc::default();
-        let model = Model { frozen, counts: counts.clone(), ..Model::default() };
+        let model = Model {
+            frozen,
+            counts: counts.clone(),
+            ..Model::default()
+        };
         let results = Simulation::new(2, 2).run(|p| {
             let mut pipeline = pipeline(p, std::slice::from_ref(&model))?;
             pipeline.recompute(0, recomputes);
@@ -210,7 +288,9 @@ fn forward_passes_know_their_mode() {
             }
             let given = batch(p, &pipeline, (COUNT, ROWS), None)?;
             let losses = pipeline.forward_all(p, &schedule, given)?;
-            losses.iter().try_for_each(|loss| loss.sum.block_until_ready().map(drop))
+            losses
+                .iter()
+                .try_for_each(|loss| loss.sum.block_until_ready().map(drop))
         });
         results.into_iter().for_each(|result| result.unwrap());
         let found: Vec<(bool, bool)> = counts.modes.lock().iter().copied().collect();
@@ -227,7 +307,12 @@ fn frozen_lower_stages_run_no_backward_pass() {
             let counts: [Arc<Counts>; 3] = Default::default();
             let model = |stage: usize| {
                 let counts = counts[stage].clone();
-                Model { frozen: frozen[stage], prepares: true, counts, ..Model::default() }
+                Model {
+                    frozen: frozen[stage],
+                    prepares: true,
+                    counts,
+                    ..Model::default()
+                }
             };
             let models: Vec<Model> = (0..3).map(model).collect();
             let outcomes = steps(Simulation::new(how.processes, 4).run(|p| {
@@ -237,14 +322,22 @@ fn frozen_lower_stages_run_no_backward_pass() {
                     pipeline.recompute(stage, how.recomputes);
                 }
                 pipeline.replay(how.replays);
-                (0..3).map(|_| train(p, &mut pipeline, &schedule, ROWS, None)).collect()
+                (0..3)
+                    .map(|_| train(p, &mut pipeline, &schedule, ROWS, None))
+                    .collect()
             }));
             let with_dx = [0, 1, 2].map(|stage| Counts::of(&counts[stage].with_dx));
             let backward = [0, 1, 2].map(|stage| Counts::of(&counts[stage].backward));
             (outcomes, backward, with_dx)
         };
         let passes = 3 * COUNT;
-        let (expected, ..) = run([false; 3], How { processes: 1, ..How::default() });
+        let (expected, ..) = run(
+            [false; 3],
+            How {
+                processes: 1,
+                ..How::default()
+            },
+        );
         for (frozen, backward, with_dx) in [
             ([true, true, false], [0, 0, passes], [0; 3]),
             ([true, false, true], [0, passes, passes], [0, 0, passes]),
@@ -252,7 +345,11 @@ fn frozen_lower_stages_run_no_backward_pass() {
             ([true; 3], [0; 3], [0; 3]),
         ] {
             for processes in [1, 4] {
-                let how = How { processes, replays: processes > 1, recomputes: processes == 1 };
+                let how = How {
+                    processes,
+                    replays: processes > 1,
+                    recomputes: processes == 1,
+                };
                 let (found, passes, dx) = run(frozen, how);
                 assert_eq!((passes, dx), (backward, with_dx), "{name}, {frozen:?}");
                 for (found, expected) in found.iter().zip(&expected) {
@@ -260,7 +357,10 @@ fn frozen_lower_stages_run_no_backward_pass() {
                     for stage in 0..4 {
                         let trained = stage == 3 || !frozen[stage];
                         let expected = expected.gradients[stage].clone().filter(|_| trained);
-                        assert_eq!(found.gradients[stage], expected, "{name}, {frozen:?}, {stage}");
+                        assert_eq!(
+                            found.gradients[stage], expected,
+                            "{name}, {frozen:?}, {stage}"
+                        );
                     }
                 }
             }
@@ -275,7 +375,11 @@ fn steps_of_alternating_forms_are_all_replayed() {
     let forms = [1, 2, 3, 4];
     let results = Simulation::new(1, 2).run(|p| {
         let counts: Arc<Counts> = Arc::default();
-        let model = Model { prepares: true, counts: counts.clone(), ..Model::default() };
+        let model = Model {
+            prepares: true,
+            counts: counts.clone(),
+            ..Model::default()
+        };
         let mut replayed = pipeline(p, &[model])?;
         let mut plain = pipeline(p, &[Model::default()])?;
         plain.replay(false);
@@ -297,7 +401,10 @@ fn steps_of_alternating_forms_are_all_replayed() {
     });
     let issued = results.into_iter().next().unwrap().unwrap();
     // The very first step makes the objects, so its form is captured in the second round.
-    assert!(issued[0] < issued[1] && issued[1] == issued[3], "{issued:?}");
+    assert!(
+        issued[0] < issued[1] && issued[1] == issued[3],
+        "{issued:?}"
+    );
 }
 
 #[test]
@@ -306,18 +413,29 @@ fn failing_pass_names_stage_microbatch_and_pass() {
     for replays in [false, true] {
         let all = Mutex::new(Vec::new());
         let _ = Simulation::new(3, 3).run(|p| {
-            let models = [Model::default(), Model { breaks: true, ..Model::default() }];
+            let models = [
+                Model::default(),
+                Model {
+                    breaks: true,
+                    ..Model::default()
+                },
+            ];
             let mut pipeline = pipeline(p, &models)?;
             pipeline.replay(replays);
             let schedule = Schedule::gpipe(3, COUNT)?;
             let given = batch(p, &pipeline, (COUNT, ROWS), None)?;
             let output = pipeline.train_step(p, &schedule, given)?;
             let failed = output.losses[2].sum.block_until_ready();
-            all.lock().extend(failed.err().map(|error| error.to_string()));
+            all.lock()
+                .extend(failed.err().map(|error| error.to_string()));
             Ok(())
         });
         let said = all.into_inner().concat();
-        for part in ["kernel Model", "(stage 1, microbatch 2, forward)", "broken on purpose"] {
+        for part in [
+            "kernel Model",
+            "(stage 1, microbatch 2, forward)",
+            "broken on purpose",
+        ] {
             assert!(said.contains(part), "{said}\n  lacks {part}");
         }
     }
@@ -328,7 +446,11 @@ fn dry_run_has_the_operations_of_prepared_stages() {
     let _limit = watchdog(60);
     let schedule = Schedule::gpipe(2, COUNT).unwrap();
     let issue = |p: &mut Program| {
-        let model = Model { prepares: true, draws: true, ..Model::default() };
+        let model = Model {
+            prepares: true,
+            draws: true,
+            ..Model::default()
+        };
         let mut pipeline = pipeline(p, &[model])?;
         pipeline.replay(true);
         for step in 0..4 {

@@ -57,9 +57,16 @@ impl Stage for SumRows {
         if self.refuses {
             return Err(Error::kernel("no such shapes"));
         }
-        assert_eq!((at.mesh, at.params), (at.shardings[0].mesh().unwrap(), &f32s([WIDTH])));
-        self.log.lock().push(format!("probe {} of {}, {}", at.stage, at.x, at.needs_dx));
-        program.device_put(&MpmdArray::scalar(1.0f32), at.mesh.replicated()).map(drop)
+        assert_eq!(
+            (at.mesh, at.params),
+            (at.shardings[0].mesh().unwrap(), &f32s([WIDTH]))
+        );
+        self.log
+            .lock()
+            .push(format!("probe {} of {}, {}", at.stage, at.x, at.needs_dx));
+        program
+            .device_put(&MpmdArray::scalar(1.0f32), at.mesh.replicated())
+            .map(drop)
     }
 
     fn forward(
@@ -77,7 +84,8 @@ impl Stage for SumRows {
         assert_eq!(one[0] as usize * x.len(), all.len());
         let sums = Self::sums(w, &all);
         let y = y.as_mut_slice::<f32>()?;
-        y.chunks_mut(w.len()).for_each(|row| row.copy_from_slice(&sums));
+        y.chunks_mut(w.len())
+            .for_each(|row| row.copy_from_slice(&sums));
         Ok(())
     }
 
@@ -139,9 +147,15 @@ fn stages_may_gather_and_scatter() {
             mpmd_core::pipeline::ActionKind::Forward => vec![0, 1, 2],
             _ => vec![2, 1, 0],
         };
-        stages.into_iter().map(|stage| mpmd_core::pipeline::Action { stage, ..*action }).collect()
+        stages
+            .into_iter()
+            .map(|stage| mpmd_core::pipeline::Action { stage, ..*action })
+            .collect()
     };
-    let row = rows.iter().flat_map(|action| -> Vec<_> { three(action) }).collect();
+    let row = rows
+        .iter()
+        .flat_map(|action| -> Vec<_> { three(action) })
+        .collect();
     let schedule = Schedule::new("three", vec![row]).unwrap();
     let run = |processes: usize, devices: usize| {
         let results = Simulation::new(processes, devices).run(|p| {
@@ -156,17 +170,30 @@ fn stages_may_gather_and_scatter() {
             let output = pipeline.train_step(p, &schedule, batch)?;
             p.step_end()?;
             assert!(output.gradients[1].is_empty(), "it is frozen");
-            let values =
-                [&output.loss.sum, &output.gradients[0][0].1, &output.gradients[2][0].1].map(read);
+            let values = [
+                &output.loss.sum,
+                &output.gradients[0][0].1,
+                &output.gradients[2][0].1,
+            ]
+            .map(read);
             values.into_iter().collect::<Result<Option<Vec<_>>>>()
         });
-        results.into_iter().next().unwrap().unwrap().unwrap().concat()
+        results
+            .into_iter()
+            .next()
+            .unwrap()
+            .unwrap()
+            .unwrap()
+            .concat()
     };
     let expected = run(1, 1);
     for processes in [1, 2] {
         let found = run(processes, 2);
         let close = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-4 * b.abs().max(1.0);
-        assert!(found.iter().zip(&expected).all(close), "{found:?}, {expected:?}");
+        assert!(
+            found.iter().zip(&expected).all(close),
+            "{found:?}, {expected:?}"
+        );
     }
 }
 
@@ -200,11 +227,20 @@ fn probes_come_before_the_shapes_that_later_stages_read() {
 fn refused_probe_names_stage_and_line() {
     let _limit = watchdog(60);
     for result in Simulation::new(2, 2).run(|p| {
-        let mut pipeline = pipeline(p, SumRows { refuses: true, ..SumRows::default() })?;
+        let mut pipeline = pipeline(
+            p,
+            SumRows {
+                refuses: true,
+                ..SumRows::default()
+            },
+        )?;
         let shape = || f32s([ROWS, WIDTH]);
         let shapes = MicrobatchShapes::new(shape()).side(2, &shape());
         let error = pipeline.probe(p, &shapes).unwrap_err().to_string();
-        for part in ["pipeline_probes.rs:", "Pipeline::probe: stage 1 `SumRows`: no such shapes"] {
+        for part in [
+            "pipeline_probes.rs:",
+            "Pipeline::probe: stage 1 `SumRows`: no such shapes",
+        ] {
             assert!(error.contains(part), "{error}\n  lacks {part}");
         }
         Ok(())

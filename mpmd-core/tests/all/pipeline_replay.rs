@@ -20,9 +20,14 @@ fn equal_steps_are_replayed_by_default() {
     let run = |replays: Option<bool>| {
         let results = Simulation::new(1, 2).run(|p| {
             let counts: Arc<Counts> = Arc::default();
-            let model = Model { counts: counts.clone(), ..Model::default() };
+            let model = Model {
+                counts: counts.clone(),
+                ..Model::default()
+            };
             let mut pipeline = pipeline(p, &[model])?;
-            replays.into_iter().for_each(|replays| pipeline.replay(replays));
+            replays
+                .into_iter()
+                .for_each(|replays| pipeline.replay(replays));
             let mut issued = Vec::new();
             for step in 0..3 {
                 update(p, &mut pipeline, step)?;
@@ -34,7 +39,10 @@ fn equal_steps_are_replayed_by_default() {
         results.into_iter().next().unwrap().unwrap()
     };
     let replayed = run(None);
-    assert!(replayed[0] == replayed[1] && replayed[1] == replayed[2], "{replayed:?}");
+    assert!(
+        replayed[0] == replayed[1] && replayed[1] == replayed[2],
+        "{replayed:?}"
+    );
     let issued = run(Some(false));
     assert!(issued[0] < issued[1] && issued[1] < issued[2], "{issued:?}");
 }
@@ -47,7 +55,10 @@ fn steps_are_captured_anew_where_calls_are_recomputed() {
         let simulation = Simulation::new(2, 2).settings(|builder| builder.check_replay(every));
         let results = simulation.run(|p| {
             let counts: Arc<Counts> = Arc::default();
-            let model = Model { counts: counts.clone(), ..Model::default() };
+            let model = Model {
+                counts: counts.clone(),
+                ..Model::default()
+            };
             let mut pipeline = pipeline(p, &[model])?;
             let (mut losses, mut issued) = (Vec::new(), Vec::new());
             for step in 0..20 {
@@ -74,7 +85,10 @@ fn replayed_forms_survive_forms_seen_once() {
     let schedule = Schedule::gpipe(2, COUNT).unwrap();
     let results = Simulation::new(1, 2).run(|p| {
         let counts: Arc<Counts> = Arc::default();
-        let model = Model { counts: counts.clone(), ..Model::default() };
+        let model = Model {
+            counts: counts.clone(),
+            ..Model::default()
+        };
         let mut pipeline = pipeline(p, &[model])?;
         // More other forms than a pipeline keeps.
         for rows in [1, 1].into_iter().chain(2..22) {
@@ -88,7 +102,10 @@ fn replayed_forms_survive_forms_seen_once() {
         Ok((before, replayed, Counts::of(&counts.issued)))
     });
     let (before, replayed, issued) = results.into_iter().next().unwrap().unwrap();
-    assert!(before == replayed && replayed < issued, "{before} {replayed} {issued}");
+    assert!(
+        before == replayed && replayed < issued,
+        "{before} {replayed} {issued}"
+    );
 }
 
 /// Evaluates microbatches of alternating shapes, with updates in between. Returns the losses that
@@ -99,8 +116,16 @@ fn evaluations(
     prepares: bool,
 ) -> Result<Vec<Option<Vec<f32>>>> {
     let schedule = Schedule::gpipe(2, COUNT)?;
-    let mut pipeline = pipeline(p, &[Model { prepares, ..Model::default() }])?;
-    replays.into_iter().for_each(|replays| pipeline.replay(replays));
+    let mut pipeline = pipeline(
+        p,
+        &[Model {
+            prepares,
+            ..Model::default()
+        }],
+    )?;
+    replays
+        .into_iter()
+        .for_each(|replays| pipeline.replay(replays));
     let mut losses = Vec::new();
     for round in 0..4 {
         if round != 2 {
@@ -134,7 +159,10 @@ fn forward_passes_are_replayed_with_the_same_bits() {
             };
             let (issued, replayed) = (run(Some(false)), run(None));
             assert!(issued.iter().flatten().any(Option::is_some));
-            assert_eq!(issued, replayed, "{processes} processes, prepares {prepares}");
+            assert_eq!(
+                issued, replayed,
+                "{processes} processes, prepares {prepares}"
+            );
         }
     }
     // Only a process that replays differs from one that does not.
@@ -142,7 +170,11 @@ fn forward_passes_are_replayed_with_the_same_bits() {
         let replays = (p.process().0 == 0).then_some(false);
         evaluations(p, replays, false)
     });
-    assert!(results.into_iter().all(|result| result.unwrap_err().is_divergence()));
+    assert!(
+        results
+            .into_iter()
+            .all(|result| result.unwrap_err().is_divergence())
+    );
 }
 
 #[test]
@@ -158,18 +190,26 @@ fn refused_input_of_a_known_form_names_its_pass() {
             }
             let mut given = batch(p, &pipeline, (COUNT, 2), None)?;
             let mut ones = |mesh: &Mesh| {
-                p.array_from_fn(f32s([2, WIDTH]), mesh.replicated(), |_, mut x| Ok(x.fill(1.0f32)?))
+                p.array_from_fn(f32s([2, WIDTH]), mesh.replicated(), |_, mut x| {
+                    Ok(x.fill(1.0f32)?)
+                })
             };
             let (x, labels) = (ones(pipeline.mesh(0))?, ones(pipeline.mesh(1))?);
             let options = MoveOptions::default().donate(true);
             drop(p.device_put_with(&x, pipeline.mesh(0).replicated(), options)?);
             given[2] = Microbatch::new(x).side(1, labels);
-            Ok(pipeline.train_step(p, &schedule, given).unwrap_err().to_string())
+            Ok(pipeline
+                .train_step(p, &schedule, given)
+                .unwrap_err()
+                .to_string())
         });
         results.into_iter().next().unwrap().unwrap()
     };
     let text = refused(true);
-    assert!(text.contains("stage 0") && text.contains("microbatch 2"), "{text}");
+    assert!(
+        text.contains("stage 0") && text.contains("microbatch 2"),
+        "{text}"
+    );
     assert!(text.contains("donated"), "{text}");
     assert_eq!(text, refused(false));
 }

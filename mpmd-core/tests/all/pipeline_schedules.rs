@@ -26,8 +26,12 @@ fn schedules(ranks: usize, microbatches: usize) -> Vec<Schedule> {
 }
 
 fn ascends(schedule: &Schedule) -> bool {
-    let adds =
-        |action: &&Action| matches!(action.kind, ActionKind::Backward | ActionKind::BackwardWeight);
+    let adds = |action: &&Action| {
+        matches!(
+            action.kind,
+            ActionKind::Backward | ActionKind::BackwardWeight
+        )
+    };
     let mut next = vec![0; schedule.stages()];
     schedule.rows().iter().flatten().filter(adds).all(|action| {
         next[action.stage] += 1;
@@ -47,7 +51,11 @@ fn run(schedule: &Schedule, processes: usize, buffers: bool, fuses: bool) -> Out
 fn near(found: &Outcome, expected: &Outcome) -> bool {
     let close = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-6 * b.abs().max(1.0);
     let sizes = |outcome: &Outcome| -> Vec<Option<usize>> {
-        outcome.gradients.iter().map(|gradients| gradients.as_ref().map(Vec::len)).collect()
+        outcome
+            .gradients
+            .iter()
+            .map(|gradients| gradients.as_ref().map(Vec::len))
+            .collect()
     };
     found.loss == expected.loss
         && sizes(found) == sizes(expected)
@@ -66,8 +74,11 @@ fn every_schedule_gives_the_bits_of_a_direct_computation() {
     for schedule in schedules(RANKS, ROWS.len()) {
         let expected = by_hand(schedule.stages(), &ROWS);
         for processes in [1, 2, 4] {
-            let case =
-                format!("{} with {} stages over {processes}", schedule.name(), schedule.stages());
+            let case = format!(
+                "{} with {} stages over {processes}",
+                schedule.name(),
+                schedule.stages()
+            );
             let found = run(&schedule, processes, false, processes == 2);
             if ascends(&schedule) {
                 assert_eq!(found, expected, "{case}");
@@ -75,7 +86,11 @@ fn every_schedule_gives_the_bits_of_a_direct_computation() {
                 continue;
             }
             assert!(near(&found, &expected), "{case}: {found:?} {expected:?}");
-            assert_eq!(run(&schedule, processes, true, false), expected, "{case}, buffered");
+            assert_eq!(
+                run(&schedule, processes, true, false),
+                expected,
+                "{case}, buffered"
+            );
             other += 1;
         }
     }
@@ -116,9 +131,16 @@ fn outputs_of_forward_passes_come_by_microbatch() {
                 for (m, found) in found.into_iter().enumerate() {
                     let mut expected: Vec<f32> = (0..WIDTH).map(|i| value(m, i)).collect();
                     for stage in 0..schedule.stages() {
-                        expected.iter_mut().zip(weights(stage)).for_each(|(x, w)| *x *= w);
+                        expected
+                            .iter_mut()
+                            .zip(weights(stage))
+                            .for_each(|(x, w)| *x *= w);
                     }
-                    assert_eq!(found, Some(expected), "{name}, {chunks} chunks, microbatch {m}");
+                    assert_eq!(
+                        found,
+                        Some(expected),
+                        "{name}, {chunks} chunks, microbatch {m}"
+                    );
                 }
             }
         }
@@ -145,8 +167,16 @@ fn stages_on_the_same_devices_move_nothing() {
     };
     let pairs = |pairs: u64| 2 * 4 * pairs;
     assert_eq!(moves("interleaved", 1, 4), 0, "all on one rank");
-    assert_eq!(moves("interleaved", 2, 2), pairs(3), "there and back to the other rank");
-    assert_eq!(moves("zbv", 2, 2), pairs(2), "the middle stages share a rank");
+    assert_eq!(
+        moves("interleaved", 2, 2),
+        pairs(3),
+        "there and back to the other rank"
+    );
+    assert_eq!(
+        moves("zbv", 2, 2),
+        pairs(2),
+        "the middle stages share a rank"
+    );
 }
 
 #[test]
@@ -158,6 +188,9 @@ fn a_schedule_without_backward_passes_does_not_train() {
     });
     for result in results {
         let error = result.unwrap_err().to_string();
-        assert!(error.contains("ForwardOnly has no backward passes"), "{error}");
+        assert!(
+            error.contains("ForwardOnly has no backward passes"),
+            "{error}"
+        );
     }
 }

@@ -45,7 +45,10 @@ fn kept_inputs_give_the_bits_of_declared_residuals() {
                 let (found, expected) = (found.as_ref().unwrap(), expected.as_ref().unwrap());
                 let same = found == expected;
                 let near = found.iter().zip(expected).all(|(a, b)| close(a, b));
-                assert!(same || (name != "1f1b" && near), "{name}: {found:?}, {expected:?}");
+                assert!(
+                    same || (name != "1f1b" && near),
+                    "{name}: {found:?}, {expected:?}"
+                );
             }
         }
     }
@@ -70,7 +73,11 @@ fn objects_as_residuals_live_from_forward_to_backward() {
             assert_eq!(alive.now.load(Ordering::SeqCst), 0, "of stage {stage}");
             if !recomputes {
                 let in_flight = RANKS - stage;
-                assert_eq!(alive.most.load(Ordering::SeqCst), in_flight, "of stage {stage}");
+                assert_eq!(
+                    alive.most.load(Ordering::SeqCst),
+                    in_flight,
+                    "of stage {stage}"
+                );
             }
         }
     }
@@ -85,7 +92,9 @@ fn objects_are_dropped_after_a_forward_pass_alone() {
         let mut pipeline = chain_with(p, &schedule, of)?;
         let batch = microbatches(p, &pipeline, &ROWS)?;
         let losses = pipeline.forward_all(p, &schedule, batch)?;
-        losses.iter().try_for_each(|loss| loss.sum.block_until_ready().map(drop))?;
+        losses
+            .iter()
+            .try_for_each(|loss| loss.sum.block_until_ready().map(drop))?;
         p.step_end()
     });
     results.into_iter().for_each(|result| result.unwrap());
@@ -98,24 +107,39 @@ fn state_stays_with_its_stage_in_replays_and_recomputation() {
     let schedule = Schedule::one_f_one_b(2, ROWS.len()).unwrap();
     for (replays, objects) in [(false, false), (true, false), (false, true)] {
         let alive: Option<Arc<Alive>> = objects.then(Arc::default);
-        let of = |_| Scale { counts: true, ..small(alive.as_ref()) };
+        let of = |_| Scale {
+            counts: true,
+            ..small(alive.as_ref())
+        };
         let results = Simulation::new(2, 2).run(|p| {
             let mut pipeline = chain_with(p, &schedule, of)?;
             let mesh = pipeline.mesh(0).clone();
             let count: MpmdObject<usize> = p.object(&mesh, |_| Ok(0))?;
             let elsewhere: MpmdObject<usize> = p.object(&pipeline.mesh(1).clone(), |_| Ok(0))?;
             let error = pipeline.state(0, &elsewhere).unwrap_err().to_string();
-            assert!(error.contains("Pipeline::state: stage 0 `Scale`: its state is "), "{error}");
+            assert!(
+                error.contains("Pipeline::state: stage 0 `Scale`: its state is "),
+                "{error}"
+            );
             pipeline.state(0, &count)?;
             pipeline.replay(replays);
             pipeline.recompute(0, objects);
             for _ in 0..3 {
                 step(p, &mut pipeline, &schedule, &ROWS)?;
             }
-            let read =
-                method(|| f32s([]), |count: &mut usize, mut y: ViewMut<f32>| y[0] = *count as f32);
-            let found = p.method(read).on(&mesh).build()?.call(p, &count, Empty::new())?;
-            Ok(found.to_host()?.map(|count| count.to_vec::<f32>()).transpose()?)
+            let read = method(
+                || f32s([]),
+                |count: &mut usize, mut y: ViewMut<f32>| y[0] = *count as f32,
+            );
+            let found = p
+                .method(read)
+                .on(&mesh)
+                .build()?
+                .call(p, &count, Empty::new())?;
+            Ok(found
+                .to_host()?
+                .map(|count| count.to_vec::<f32>())
+                .transpose()?)
         });
         let found = results.into_iter().next().unwrap().unwrap();
         let passes = 3 * ROWS.len() * if objects { 2 } else { 1 };
@@ -125,7 +149,9 @@ fn state_stays_with_its_stage_in_replays_and_recomputation() {
 
 #[test]
 fn fused_stage_in_an_order_that_cannot_ascend_is_refused() {
-    let descending = Builtin::ALL.iter().filter_map(|builtin| builtin.schedule(2, 4, 2).ok());
+    let descending = Builtin::ALL
+        .iter()
+        .filter_map(|builtin| builtin.schedule(2, 4, 2).ok());
     let descending = descending.filter(Schedule::has_backward);
     let mut refused = 0;
     for schedule in descending {
@@ -144,7 +170,10 @@ fn fused_stage_in_an_order_that_cannot_ascend_is_refused() {
                 }
             }
         });
-        refused += results.into_iter().map(|result| result.unwrap()).sum::<usize>();
+        refused += results
+            .into_iter()
+            .map(|result| result.unwrap())
+            .sum::<usize>();
     }
     assert!(refused > 0, "some schedule has another order");
     assert_eq!(Passes::Fused, small(None).passes());

@@ -22,7 +22,12 @@ fn skipping(p: &mut Program, schedule: &Schedule) -> Result<Pipeline<MpmdArray, 
     let early = front.output();
     let front = front.then(scale(), mesh(1), params(p, 1, mesh(1))?)?;
     let late = front.output();
-    let front = front.then_from(Join, mesh(2), params(p, 2, mesh(2))?, &(late, early.leaf("")))?;
+    let front = front.then_from(
+        Join,
+        mesh(2),
+        params(p, 2, mesh(2))?,
+        &(late, early.leaf("")),
+    )?;
     let mut pipeline = front.then(Square(Rows::All), mesh(3), params(p, 3, mesh(3))?)?;
     pipeline.tie((0, ""), (3, ""))?;
     Ok(pipeline)
@@ -46,7 +51,12 @@ fn skipping_by_hand(rows: &[usize]) -> Outcome {
             let d_third = error * w(3);
             let d_second = d_third * w(2);
             let d_first = d_second * w(1) + d_third;
-            let inputs = [(x, d_first), (first, d_second), (second, d_third), (third, error)];
+            let inputs = [
+                (x, d_first),
+                (first, d_second),
+                (second, d_third),
+                (third, error),
+            ];
             for (gradient, (x, d)) in gradients.iter_mut().zip(inputs) {
                 gradient[i % WIDTH] += x * d;
             }
@@ -55,7 +65,10 @@ fn skipping_by_hand(rows: &[usize]) -> Outcome {
         loss = Some(loss.map_or(one, |sum| [sum[0] + one[0], sum[1] + one[1]]));
     }
     let tied = gradients.pop().expect("four stages");
-    gradients[0].iter_mut().zip(tied).for_each(|(sum, more)| *sum += more);
+    gradients[0]
+        .iter_mut()
+        .zip(tied)
+        .for_each(|(sum, more)| *sum += more);
     let gradients = gradients.into_iter().map(Some).chain([None]).collect();
     Outcome { loss, gradients }
 }
@@ -73,7 +86,10 @@ fn skip_and_tied_gradients_are_added_in_fixed_order() {
         ("interleaved", 1, 4),
     ] {
         let schedule = Schedule::named(name, ranks, rows.len(), Some(chunks)).unwrap();
-        for processes in [1, 2, 4].into_iter().filter(|processes| *processes <= ranks) {
+        for processes in [1, 2, 4]
+            .into_iter()
+            .filter(|processes| *processes <= ranks)
+        {
             for (replay, recompute) in [(false, false), (true, true)] {
                 let simulation =
                     Simulation::new(processes, ranks).delays(9, Duration::from_millis(1));
@@ -124,7 +140,13 @@ fn wiring_that_does_not_fit_is_refused() {
         let front = front.then(scale(), &meshes[2], w)?;
         let w = params(p, 3, &meshes[3])?;
         found.push(
-            step(p, &mut front.then(Square(Rows::All), &meshes[3], w)?, &schedule, &[1; 2]).err(),
+            step(
+                p,
+                &mut front.then(Square(Rows::All), &meshes[3], w)?,
+                &schedule,
+                &[1; 2],
+            )
+            .err(),
         );
         let mut pipeline = skipping(p, &schedule)?;
         found.push(pipeline.tie((1, ""), (3, "")).err());
@@ -132,8 +154,15 @@ fn wiring_that_does_not_fit_is_refused() {
         found.push(pipeline.tie((1, "w"), (2, "")).err());
         found.push(pipeline.tie((1, ""), (9, "")).err());
         found.push(pipeline.tie((1, ""), (1, "")).err());
-        found.push(pipeline.set_params(3, vec![MpmdArray::scalar(1.0f32)]).err());
-        Ok(found.into_iter().map(|error| error.map(|error| error.to_string())).collect::<Vec<_>>())
+        found.push(
+            pipeline
+                .set_params(3, vec![MpmdArray::scalar(1.0f32)])
+                .err(),
+        );
+        Ok(found
+            .into_iter()
+            .map(|error| error.map(|error| error.to_string()))
+            .collect::<Vec<_>>())
     });
     let expected = [
         "an output of another pipeline",
@@ -188,12 +217,23 @@ fn errors_name_the_line_of_the_user() {
         // Labels on the mesh of the first stage.
         let labels = MpmdArray::from_slice(&[1, WIDTH], &[0.0f32; WIDTH])?;
         let labels = p.device_put(&labels, pipeline.mesh(0).replicated())?;
-        batch = batch.into_iter().map(|microbatch| microbatch.side(1, labels.clone())).collect();
+        batch = batch
+            .into_iter()
+            .map(|microbatch| microbatch.side(1, labels.clone()))
+            .collect();
         let (line, result) = (line!(), pipeline.train_step(p, &schedule, batch));
-        Ok((line, result.err().map_or_else(String::new, |error| error.to_string())))
+        Ok((
+            line,
+            result
+                .err()
+                .map_or_else(String::new, |error| error.to_string()),
+        ))
     });
     for result in results {
         let (line, error) = result.unwrap();
-        assert!(error.contains(&format!("pipeline_wiring.rs:{line}")), "{error}");
+        assert!(
+            error.contains(&format!("pipeline_wiring.rs:{line}")),
+            "{error}"
+        );
     }
 }

@@ -15,7 +15,10 @@ impl Kernel for Up {
         if w.shape()[0] != x.shape()[1] {
             return Err(Error::kernel(format!("{x} @ {w}: inner dimensions differ")));
         }
-        Ok(Signature::new(ShapedArray::new(&[x.shape()[0], w.shape()[1]], x.dtype())))
+        Ok(Signature::new(ShapedArray::new(
+            &[x.shape()[0], w.shape()[1]],
+            x.dtype(),
+        )))
     }
 
     fn run(
@@ -78,35 +81,57 @@ fn init(key: u64) -> impl Fn(&Region, ViewMut<'_>) -> Result<()> {
 fn two_stages(p: &mut Program) -> Result<Option<Vec<f32>>> {
     let stages = p.mesh(&[("stage", 2), ("model", 2)])?.split("stage")?;
     let (front, back) = (&stages[0], &stages[1]);
-    let w0 = p.array_from_fn(f32s([16, 64]), front.sharding(spec![None, "model"]), init(0))?;
+    let w0 = p.array_from_fn(
+        f32s([16, 64]),
+        front.sharding(spec![None, "model"]),
+        init(0),
+    )?;
     let w1 = p.array_from_fn(f32s([64, 8]), back.sharding(spec!["model", None]), init(1))?;
-    let first = p.jit(Up).on(front).outputs(front.sharding(spec![None, "model"])).build()?;
+    let first = p
+        .jit(Up)
+        .on(front)
+        .outputs(front.sharding(spec![None, "model"]))
+        .build()?;
     let second = p.jit(Down).on(back).outputs(back.replicated()).build()?;
 
-    let host =
-        MpmdArray::from_slice(&[4, 16], &(0..64).map(|i| i as f32 / 64.0).collect::<Vec<_>>())?;
+    let host = MpmdArray::from_slice(
+        &[4, 16],
+        &(0..64).map(|i| i as f32 / 64.0).collect::<Vec<_>>(),
+    )?;
     let x = p.device_put(&host, front.replicated())?;
     let h = first.call(p, (w0, x))?;
     let h = p.device_put(&h, back.sharding(spec![None, "model"]))?;
     let y = second.call(p, (w1, h))?;
     p.step_end()?;
-    y.to_host()?.map(|y| y.to_vec::<f32>().map_err(Error::from)).transpose()
+    y.to_host()?
+        .map(|y| y.to_vec::<f32>().map_err(Error::from))
+        .transpose()
 }
 
 #[test]
 fn two_stages_give_same_values_at_every_process_count() {
-    let alone = simulate(1, 4, 0, two_stages).remove(0).unwrap().expect("owned");
+    let alone = simulate(1, 4, 0, two_stages)
+        .remove(0)
+        .unwrap()
+        .expect("owned");
     assert!(alone.iter().all(|value| value.is_finite() && *value != 0.0));
     for processes in [2, 4] {
         for seed in 0..10 {
             let results = simulate(processes, 4, seed, two_stages);
-            let owners = results.into_iter().map(|result| result.unwrap()).collect::<Vec<_>>();
+            let owners = results
+                .into_iter()
+                .map(|result| result.unwrap())
+                .collect::<Vec<_>>();
             assert!(
                 owners[..processes / 2].iter().all(Option::is_none),
                 "the front has no part of y"
             );
             for values in &owners[processes / 2..] {
-                assert_eq!(values.as_ref(), Some(&alone), "{processes} processes, seed {seed}");
+                assert_eq!(
+                    values.as_ref(),
+                    Some(&alone),
+                    "{processes} processes, seed {seed}"
+                );
             }
         }
     }
@@ -118,8 +143,11 @@ fn sync_waits_for_all_operations_and_returns_a_failure() {
         let results = simulate(processes, 2, 3, |p| {
             let mesh = p.mesh(&[("x", 2)])?;
             let (rows, all) = (mesh.sharding(spec!["x"]), mesh.replicated());
-            let twice =
-                p.jit(elementwise(|x: f32| 2.0 * x)).on(&mesh).outputs(rows.clone()).build()?;
+            let twice = p
+                .jit(elementwise(|x: f32| 2.0 * x))
+                .on(&mesh)
+                .outputs(rows.clone())
+                .build()?;
             let mut x = p.device_put(&MpmdArray::from_slice(&[4], &[1.0f32; 4])?, &rows)?;
             for _ in 0..20 {
                 let moved = p.device_put(&x, &all)?;
@@ -137,13 +165,19 @@ fn sync_waits_for_all_operations_and_returns_a_failure() {
             assert!(error.contains("no such luck"), "{error}");
             Ok(())
         });
-        assert!(results.iter().all(|result| !matches!(result, Err(Error::Issue(_)))));
+        assert!(
+            results
+                .iter()
+                .all(|result| !matches!(result, Err(Error::Issue(_))))
+        );
     }
 }
 
 #[test]
 fn lost_process_is_an_error_on_every_other() {
-    let results = Simulation::new(4, 4).lose(mpmd_core::ProcessId(1), 4).run(two_stages);
+    let results = Simulation::new(4, 4)
+        .lose(mpmd_core::ProcessId(1), 4)
+        .run(two_stages);
     for (process, result) in results.into_iter().enumerate() {
         let error = result.unwrap_err().to_string();
         assert!(error.contains("process 1"), "process {process}: {error}");
@@ -157,9 +191,11 @@ fn processes_may_have_unequal_numbers_of_devices() {
         simulation.settings(|builder| builder.devices_by_process(counts))
     };
     let expected: Vec<f32> = (0..12).map(|i| i as f32).collect();
-    for (counts, own) in
-        [(&[2, 0, 1][..], [2, 0, 1]), (&[1, 1, 1], [1, 1, 1]), (&[0, 0, 3], [0, 0, 3])]
-    {
+    for (counts, own) in [
+        (&[2, 0, 1][..], [2, 0, 1]),
+        (&[1, 1, 1], [1, 1, 1]),
+        (&[0, 0, 3], [0, 0, 3]),
+    ] {
         let results = job(counts).run(|p| {
             let mesh = p.mesh(&[("model", -1)])?;
             let me = p.process().index();
@@ -169,7 +205,9 @@ fn processes_may_have_unequal_numbers_of_devices() {
             );
             let x =
                 MpmdArray::from_slice(&[1, 12], &(0..12).map(|i| i as f32).collect::<Vec<_>>())?;
-            let eye = (0..144).map(|i| f32::from(u8::from(i % 13 == 0))).collect::<Vec<_>>();
+            let eye = (0..144)
+                .map(|i| f32::from(u8::from(i % 13 == 0)))
+                .collect::<Vec<_>>();
             let w = p.device_put(
                 &MpmdArray::from_slice(&[12, 12], &eye)?,
                 mesh.sharding(spec!["model"]),
@@ -178,24 +216,46 @@ fn processes_may_have_unequal_numbers_of_devices() {
             assert_eq!(h.is_fully_remote(), own[me] == 0);
             let down = p.jit(Down).on(&mesh).outputs(mesh.replicated()).build()?;
             let y = down.call(p, (w, h))?;
-            let y = p.reshard(&y, mesh.sharding(spec![None, "model"]), MoveOptions::default())?;
+            let y = p.reshard(
+                &y,
+                mesh.sharding(spec![None, "model"]),
+                MoveOptions::default(),
+            )?;
             let y = p.reshard(&y, mesh.replicated(), MoveOptions::default())?;
-            y.to_host()?.map(|y| y.to_vec::<f32>().map_err(Error::from)).transpose()
+            y.to_host()?
+                .map(|y| y.to_vec::<f32>().map_err(Error::from))
+                .transpose()
         });
         for (process, result) in results.into_iter().enumerate() {
             let expected = (own[process] > 0).then_some(&expected);
-            assert_eq!(result.unwrap().as_ref(), expected, "process {process} of {counts:?}");
+            assert_eq!(
+                result.unwrap().as_ref(),
+                expected,
+                "process {process} of {counts:?}"
+            );
         }
     }
     let refused = |builder: fn(Builder) -> Builder| {
-        builder(Program::builder()).alone().expect_err("it is refused").to_string()
+        builder(Program::builder())
+            .alone()
+            .expect_err("it is refused")
+            .to_string()
     };
     for (builder, count) in [
-        ((|b: Builder| b.devices_by_process(&[1, 2])) as fn(Builder) -> Builder, "[1, 2]"),
+        (
+            (|b: Builder| b.devices_by_process(&[1, 2])) as fn(Builder) -> Builder,
+            "[1, 2]",
+        ),
         (|b: Builder| b.devices_by_process(&[0]), "[0]"),
-        (|b: Builder| b.devices_by_process(&[2]).devices(3), "`Builder::devices` says 3"),
+        (
+            |b: Builder| b.devices_by_process(&[2]).devices(3),
+            "`Builder::devices` says 3",
+        ),
     ] {
         let said = refused(builder);
-        assert!(said.contains(count) && said.contains("give a number for each process"), "{said}");
+        assert!(
+            said.contains(count) && said.contains("give a number for each process"),
+            "{said}"
+        );
     }
 }

@@ -20,14 +20,22 @@ fn count(p: &mut Program, commits: &Commits) -> Result<(u64, Option<Vec<f32>>)> 
         Ok(values.fill(region.range(0).start as f32)?)
     })?;
     let first = commits.restore(p, &mut x)?;
-    let add = p.jit(elementwise(|x: f32| x + 1.0)).on(&mesh).outputs(here.clone()).build()?;
+    let add = p
+        .jit(elementwise(|x: f32| x + 1.0))
+        .on(&mesh)
+        .outputs(here.clone())
+        .build()?;
     for step in first..STEPS {
         x = add.call(p, x)?;
         p.step_end()?;
         p.commit(step + 1, &x)?;
         x.block_until_ready()?;
         let is_busy = (p.epoch(), p.process(), step) == (1, ProcessId(2), 9);
-        thread::sleep(if is_busy { LONG } else { Duration::from_millis(1) });
+        thread::sleep(if is_busy {
+            LONG
+        } else {
+            Duration::from_millis(1)
+        });
     }
     let all = p.device_put(&x, mesh.replicated())?.to_host()?;
     Ok((first, all.map(|all| all.to_vec()).transpose()?))
@@ -37,17 +45,23 @@ fn count(p: &mut Program, commits: &Commits) -> Result<(u64, Option<Vec<f32>>)> 
 #[test]
 fn busy_survivor_keeps_its_place_and_copies() {
     for seed in 0..5 {
-        let job = Simulation::new(3, 3).seed(seed).lose_after(ProcessId(1), LONG / 20);
+        let job = Simulation::new(3, 3)
+            .seed(seed)
+            .lose_after(ProcessId(1), LONG / 20);
         let job = job.spare_after(Duration::ZERO).spare_after(Duration::ZERO);
         let (results, report) = job.run_recovering(1, count);
-        let [zero, one, two, spares @ ..] = &results[..] else { panic!("{results:?}") };
+        let [zero, one, two, spares @ ..] = &results[..] else {
+            panic!("{results:?}")
+        };
         assert!(one.is_err());
         for survivor in [zero, two] {
             let (first, values) = survivor.as_ref().unwrap().as_ref().expect("it has a place");
             assert!(*first > 0, "it goes on from a commit");
             assert_eq!(values.as_deref(), Some(&[20.0, 21.0, 22.0][..]));
         }
-        let used = spares.iter().filter(|spare| spare.as_ref().unwrap().is_some());
+        let used = spares
+            .iter()
+            .filter(|spare| spare.as_ref().unwrap().is_some());
         assert_eq!(used.count(), 1);
         assert!(report.time > LONG && report.left.is_empty(), "{report:?}");
     }

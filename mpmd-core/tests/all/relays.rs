@@ -67,12 +67,28 @@ fn ways(p: &Program) -> Result<Vec<(&'static str, Sharding, Sharding)>> {
     let one = Sharding::single_device(DeviceId(0));
     Ok(vec![
         ("one to all", one.clone(), all.replicated()),
-        ("one to the others", one.clone(), mesh(p, &[("x", 7)], 1..8)?.replicated()),
+        (
+            "one to the others",
+            one.clone(),
+            mesh(p, &[("x", 7)], 1..8)?.replicated(),
+        ),
         ("rows to all", all.sharding(rows.clone()), all.replicated()),
         ("half to half", front.replicated(), back.replicated()),
-        ("rows to columns", all.sharding(rows.clone()), all.sharding(columns.clone())),
-        ("rows to a grid with copies", front.sharding(rows), grid.sharding(spec![None, "b"])),
-        ("columns to copies of rows", all.sharding(columns), grid.sharding(spec!["a"])),
+        (
+            "rows to columns",
+            all.sharding(rows.clone()),
+            all.sharding(columns.clone()),
+        ),
+        (
+            "rows to a grid with copies",
+            front.sharding(rows),
+            grid.sharding(spec![None, "b"]),
+        ),
+        (
+            "columns to copies of rows",
+            all.sharding(columns),
+            grid.sharding(spec!["a"]),
+        ),
         ("one to rows", one, back.sharding(spec!["x"])),
     ])
 }
@@ -145,7 +161,11 @@ fn shards_are_right_and_sent_bytes_match_the_plan() {
         });
         let passed_on = results.into_iter().map(Result::unwrap).max();
         let several = hosts.iter().any(|host| *host != hosts[0]) && processes > 2;
-        assert_eq!(passed_on > Some(0), several, "{processes} processes on {hosts:?}");
+        assert_eq!(
+            passed_on > Some(0),
+            several,
+            "{processes} processes on {hosts:?}"
+        );
     }
 }
 
@@ -154,7 +174,9 @@ fn shards_are_right_and_sent_bytes_match_the_plan() {
 /// order.
 fn chain() -> (Simulation, [u32; 3]) {
     let hosts = [0, 1, 2, 3];
-    let from = Sharding::single_device(DeviceId(0)).layout(&[8, MIB / 4]).unwrap();
+    let from = Sharding::single_device(DeviceId(0))
+        .layout(&[8, MIB / 4])
+        .unwrap();
     let others = Mesh::new(&[("x", 3)], [1, 2, 3].map(DeviceId).to_vec()).unwrap();
     let to = others.replicated().layout(&[8, MIB / 4]).unwrap();
     let topology = Topology::even(4, 1).on_hosts(&hosts).unwrap();
@@ -168,12 +190,19 @@ fn chain() -> (Simulation, [u32; 3]) {
         order.push(next.0);
         at = next;
     }
-    (simulation(4, 4).settings(|b| b.hosts(&hosts)), order.try_into().expect("one after the other"))
+    (
+        simulation(4, 4).settings(|b| b.hosts(&hosts)),
+        order.try_into().expect("one after the other"),
+    )
 }
 
 fn eight_mib(p: &mut Program, device: u32) -> Result<MpmdArray> {
     let fill = numbered(MIB / 4);
-    p.array_from_fn(f32s([8, MIB / 4]), Sharding::single_device(DeviceId(device)), fill)
+    p.array_from_fn(
+        f32s([8, MIB / 4]),
+        Sharding::single_device(DeviceId(device)),
+        fill,
+    )
 }
 
 #[test]
@@ -182,7 +211,11 @@ fn source_failure_reaches_all_through_the_relays() {
     let (simulation, _) = chain();
     let results = simulation.delays(3, Duration::from_millis(2)).run(|p| {
         let fails = |_: &Region, _: ViewMut<'_>| Err(Error::kernel("no values today"));
-        let x = p.array_from_fn(f32s([8, MIB / 4]), Sharding::single_device(DeviceId(0)), fails)?;
+        let x = p.array_from_fn(
+            f32s([8, MIB / 4]),
+            Sharding::single_device(DeviceId(0)),
+            fails,
+        )?;
         let y = p.device_put(&x, mesh(p, &[("x", 3)], 1..4)?.replicated())?;
         let mine = if p.process() == ProcessId(0) { x } else { y };
         let error = mine.block_until_ready().unwrap_err();
@@ -207,7 +240,9 @@ fn death_of_a_relay_is_reported_to_all() {
     for seed in 0..4 {
         // Before it takes the array, and while it passes it on.
         let (dying, op) = [(first, 2), (middle, 2), (first, 3), (middle, 3)][seed];
-        let simulation = simulation.clone().delays(seed as u64, Duration::from_millis(5));
+        let simulation = simulation
+            .clone()
+            .delays(seed as u64, Duration::from_millis(5));
         let results = simulation.lose(ProcessId(dying), op).run(|p| {
             let x = eight_mib(p, 0)?;
             let y = p.device_put(&x, mesh(p, &[("x", 3)], 1..4)?.replicated())?;
@@ -223,7 +258,10 @@ fn death_of_a_relay_is_reported_to_all() {
         });
         for (process, result) in results.into_iter().enumerate() {
             let error = result.expect_err("nobody can finish").to_string();
-            assert!(error.contains(&format!("process {dying}")), "process {process}: {error}");
+            assert!(
+                error.contains(&format!("process {dying}")),
+                "process {process}: {error}"
+            );
         }
     }
 }
@@ -233,7 +271,9 @@ fn relay_without_room_still_passes_on() {
     let _limit = watchdog(60);
     let (simulation, [first, middle, last]) = chain();
     for full in [first, middle] {
-        let simulation = simulation.clone().settings(|b| b.device_memory(12 * MIB as u64));
+        let simulation = simulation
+            .clone()
+            .settings(|b| b.device_memory(12 * MIB as u64));
         let results = simulation.run(|p| {
             let holder = eight_mib(p, full)?;
             holder.block_until_ready()?;
@@ -257,7 +297,9 @@ fn relay_without_room_still_passes_on() {
             Ok(())
         });
         for result in results {
-            let error = result.expect_err("a failure of one is the job's").to_string();
+            let error = result
+                .expect_err("a failure of one is the job's")
+                .to_string();
             assert!(error.contains("out of memory"), "{error}");
         }
     }

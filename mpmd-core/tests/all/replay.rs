@@ -83,8 +83,11 @@ impl Kernel for Backward {
         (_, dy, kept, rate): (View<'_>, View<'_>, View<'_>, View<'_>),
         (mut sum, mut dx): (ViewMut<'_>, ViewMut<'_>),
     ) -> Result<()> {
-        let (dy, kept, rate) =
-            (dy.as_slice::<f32>()?, kept.as_slice::<f32>()?, rate.scalar::<f32>()?);
+        let (dy, kept, rate) = (
+            dy.as_slice::<f32>()?,
+            kept.as_slice::<f32>()?,
+            rate.scalar::<f32>()?,
+        );
         let (sum, dx) = (sum.as_mut_slice::<f32>()?, dx.as_mut_slice::<f32>()?);
         for i in 0..dy.len() {
             sum[i] += rate * dy[i] * kept[i];
@@ -101,26 +104,40 @@ impl Model {
         let (mut forward, mut backward) = (Vec::new(), Vec::new());
         for (stage, mesh) in meshes.iter().enumerate() {
             let values = [0.5 + stage as f32, 0.25, 1.0 / (1.0 + stage as f32)];
-            weights
-                .push(p.device_put(&MpmdArray::from_slice(&[WIDTH], &values)?, mesh.replicated())?);
+            weights.push(p.device_put(
+                &MpmdArray::from_slice(&[WIDTH], &values)?,
+                mesh.replicated(),
+            )?);
             forward.push(p.jit(Forward).on(mesh).outputs(mesh.replicated()).build()?);
             let jit = p.jit(Backward).on(mesh).outputs(mesh.replicated());
             backward.push(jit.donate("0").donate("2").build()?);
         }
-        Ok(Self { meshes, weights, forward, backward })
+        Ok(Self {
+            meshes,
+            weights,
+            forward,
+            backward,
+        })
     }
 
     fn sums(&self, p: &mut Program) -> Result<Vec<MpmdArray>> {
         let zeros = |mesh: &Mesh| {
-            p.array_from_fn(f32s([WIDTH]), mesh.replicated(), |_, mut view| Ok(view.fill(0.0f32)?))
+            p.array_from_fn(f32s([WIDTH]), mesh.replicated(), |_, mut view| {
+                Ok(view.fill(0.0f32)?)
+            })
         };
         self.meshes.iter().map(zeros).collect()
     }
 
     fn given(&self, p: &mut Program, sums: Vec<MpmdArray>, step: usize) -> Result<Given> {
         let mut one = |m: usize| {
-            let values: Vec<f32> = (0..WIDTH).map(|i| (1 + m + i * step) as f32 * 0.125).collect();
-            p.device_put(&MpmdArray::from_slice(&[WIDTH], &values)?, self.meshes[0].replicated())
+            let values: Vec<f32> = (0..WIDTH)
+                .map(|i| (1 + m + i * step) as f32 * 0.125)
+                .collect();
+            p.device_put(
+                &MpmdArray::from_slice(&[WIDTH], &values)?,
+                self.meshes[0].replicated(),
+            )
         };
         let xs = (0..5).map(&mut one).collect::<Result<_>>()?;
         Ok((sums, xs, MpmdArray::scalar(0.5f32 + step as f32)))
@@ -219,7 +236,11 @@ fn replays_give_the_same_bits_and_leave_the_same_memory() {
             let simulation = Simulation::new(processes, STAGES)
                 .delays(seed, Duration::from_millis(2 * (seed % 3)));
             let run = |how| {
-                simulation.run(|p| train(p, how)).into_iter().collect::<Result<Vec<Ran>>>().unwrap()
+                simulation
+                    .run(|p| train(p, how))
+                    .into_iter()
+                    .collect::<Result<Vec<Ran>>>()
+                    .unwrap()
             };
             let (issued, replayed) = (run(IssueMode::Issued), run(IssueMode::Replayed));
             assert!(
@@ -228,7 +249,10 @@ fn replays_give_the_same_bits_and_leave_the_same_memory() {
             );
             // Sums and weights.
             let bytes = 2 * (STAGES / processes) as u64 * Pool::rounded(WIDTH * 4);
-            assert!(replayed.iter().all(|(_, _, live)| *live == bytes), "{replayed:?}");
+            assert!(
+                replayed.iter().all(|(_, _, live)| *live == bytes),
+                "{replayed:?}"
+            );
         }
     }
 }
@@ -237,8 +261,13 @@ fn replays_give_the_same_bits_and_leave_the_same_memory() {
 fn a_program_that_may_run_one_operation_ahead_replays() {
     let _limit = watchdog(120);
     let simulation = Simulation::new(2, STAGES).settings(|builder| builder.run_ahead(1, 1 << 30));
-    let run =
-        |how| simulation.run(|p| train(p, how)).into_iter().collect::<Result<Vec<Ran>>>().unwrap();
+    let run = |how| {
+        simulation
+            .run(|p| train(p, how))
+            .into_iter()
+            .collect::<Result<Vec<Ran>>>()
+            .unwrap()
+    };
     assert_eq!(run(IssueMode::Issued), run(IssueMode::Replayed));
 }
 
@@ -263,20 +292,25 @@ fn each_process_issues_only_its_own_operations() {
 fn diverge(
     other: impl Fn(&mut Program, &Model, &Captured<Given, Results>, Given) -> Result<()> + Sync,
 ) -> Vec<String> {
-    let results = Simulation::new(4, STAGES).delays(3, Duration::from_millis(1)).run(|p| {
-        let model = Model::new(p)?;
-        let sums = model.sums(p)?;
-        let given = model.given(p, sums, 0)?;
-        let ((sums, ..), captured) = p.capture(given, |p, given| model.step(p, given))?;
-        let given = model.given(p, sums, 1)?;
-        if p.process() == ProcessId(0) {
-            captured.replay(p, given).map(drop)?;
-        } else {
-            other(p, &model, &captured, given)?;
-        }
-        p.step_end()
-    });
-    results.into_iter().map(|result| result.unwrap_err().to_string()).collect()
+    let results = Simulation::new(4, STAGES)
+        .delays(3, Duration::from_millis(1))
+        .run(|p| {
+            let model = Model::new(p)?;
+            let sums = model.sums(p)?;
+            let given = model.given(p, sums, 0)?;
+            let ((sums, ..), captured) = p.capture(given, |p, given| model.step(p, given))?;
+            let given = model.given(p, sums, 1)?;
+            if p.process() == ProcessId(0) {
+                captured.replay(p, given).map(drop)?;
+            } else {
+                other(p, &model, &captured, given)?;
+            }
+            p.step_end()
+        });
+    results
+        .into_iter()
+        .map(|result| result.unwrap_err().to_string())
+        .collect()
 }
 
 #[test]
@@ -322,11 +356,19 @@ fn replays_on_different_arrays_diverge() {
         xs.swap(1, 2);
         captured.replay(p, (sums, xs, rate)).map(drop)
     });
-    assert!(errors.iter().all(|error| error.contains("diverged")), "{errors:?}");
+    assert!(
+        errors.iter().all(|error| error.contains("diverged")),
+        "{errors:?}"
+    );
     let errors = diverge(|p, _, captured, (sums, xs, _)| {
-        captured.replay(p, (sums, xs, MpmdArray::scalar(77.0f32))).map(drop)
+        captured
+            .replay(p, (sums, xs, MpmdArray::scalar(77.0f32)))
+            .map(drop)
     });
-    assert!(errors.iter().all(|error| error.contains("diverged")), "{errors:?}");
+    assert!(
+        errors.iter().all(|error| error.contains("diverged")),
+        "{errors:?}"
+    );
 }
 
 #[test]
@@ -349,38 +391,50 @@ fn inputs_of_another_shape_on_one_process_are_an_error_on_all() {
 #[test]
 fn a_failure_in_a_replay_names_the_operation_and_its_line() {
     let _limit = watchdog(60);
-    let results = Simulation::new(2, 2).delays(1, Duration::from_millis(1)).run(|p| {
-        let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
-        let refuse = fun("refuse", like_first, |_, x, mut y| {
-            let value = x[0].scalar::<f32>()?;
-            y[0].fill(value)?;
-            if value < 0.0 { Err(Error::kernel("a negative input")) } else { Ok(()) }
+    let results = Simulation::new(2, 2)
+        .delays(1, Duration::from_millis(1))
+        .run(|p| {
+            let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
+            let refuse = fun("refuse", like_first, |_, x, mut y| {
+                let value = x[0].scalar::<f32>()?;
+                y[0].fill(value)?;
+                if value < 0.0 {
+                    Err(Error::kernel("a negative input"))
+                } else {
+                    Ok(())
+                }
+            });
+            let jits = meshes.iter().map(|mesh| {
+                let copy = fun("copy", like_first, |_, x, mut y| {
+                    Ok(y[0].fill(x[0].scalar::<f32>()?)?)
+                });
+                p.jit(copy).on(mesh).outputs(mesh.replicated()).build()
+            });
+            let jits = jits.collect::<Result<Vec<_>>>()?;
+            let refuse = p
+                .jit(refuse)
+                .on(&meshes[0])
+                .outputs(meshes[0].replicated())
+                .build()?;
+            let x = p.device_put(&MpmdArray::scalar(1.0f32), meshes[0].replicated())?;
+            let (y, step) = p.capture(x, |p, x| {
+                let x = jits[0].call(p, vec![x])?;
+                let x = refuse.call(p, x)?;
+                let x = p.device_put(&x, meshes[1].replicated())?;
+                jits[1].call(p, x)
+            })?;
+            if let Some(y) = read(&y[0])? {
+                assert_eq!(y, [1.0]);
+            }
+            let x = p.device_put(&MpmdArray::scalar(-1.0f32), meshes[0].replicated())?;
+            let before = p.operations();
+            let y = step.replay(p, x)?;
+            assert_eq!((before, p.operations()), (6, 10));
+            match read(&y[0]) {
+                Err(error) => Err(error),
+                Ok(_) => p.step_end(),
+            }
         });
-        let jits = meshes.iter().map(|mesh| {
-            let copy = fun("copy", like_first, |_, x, mut y| Ok(y[0].fill(x[0].scalar::<f32>()?)?));
-            p.jit(copy).on(mesh).outputs(mesh.replicated()).build()
-        });
-        let jits = jits.collect::<Result<Vec<_>>>()?;
-        let refuse = p.jit(refuse).on(&meshes[0]).outputs(meshes[0].replicated()).build()?;
-        let x = p.device_put(&MpmdArray::scalar(1.0f32), meshes[0].replicated())?;
-        let (y, step) = p.capture(x, |p, x| {
-            let x = jits[0].call(p, vec![x])?;
-            let x = refuse.call(p, x)?;
-            let x = p.device_put(&x, meshes[1].replicated())?;
-            jits[1].call(p, x)
-        })?;
-        if let Some(y) = read(&y[0])? {
-            assert_eq!(y, [1.0]);
-        }
-        let x = p.device_put(&MpmdArray::scalar(-1.0f32), meshes[0].replicated())?;
-        let before = p.operations();
-        let y = step.replay(p, x)?;
-        assert_eq!((before, p.operations()), (6, 10));
-        match read(&y[0]) {
-            Err(error) => Err(error),
-            Ok(_) => p.step_end(),
-        }
-    });
     // Process 1 waits for data that never comes. Process 0 learns of it no later than its finish.
     for result in results {
         let error = result.unwrap_err();
@@ -415,12 +469,17 @@ fn refused(program: impl Fn(&mut Program) -> Result<Vec<String>> + Sync) -> Vec<
     let results = Simulation::new(2, 2).run(program);
     let mut results = results.into_iter().map(Result::unwrap);
     let first = results.next().unwrap();
-    assert!(results.all(|result| result == first), "the same on every process");
+    assert!(
+        results.all(|result| result == first),
+        "the same on every process"
+    );
     first
 }
 
 fn text<T>(result: Result<T>) -> String {
-    result.err().map_or_else(String::new, |error| error.to_string())
+    result
+        .err()
+        .map_or_else(String::new, |error| error.to_string())
 }
 
 #[test]
@@ -444,7 +503,11 @@ fn uncapturable_calls_are_refused_and_take_no_number() {
             texts.push(text(earlier.replay(p, x.clone())));
             assert_eq!(p.operations(), before);
             texts.push(text(p.device_put_with(&outside, on(0), donate)));
-            texts.push(text(p.reshard(&outside, on(0), MoveOptions::default().donate(true))));
+            texts.push(text(p.reshard(
+                &outside,
+                on(0),
+                MoveOptions::default().donate(true),
+            )));
             let parts = SplitOptions::default().donate(true);
             texts.push(text(p.split_by_mesh_axis(&given_up, "x", 2, parts)));
             let double = p
@@ -479,9 +542,16 @@ fn uncapturable_calls_are_refused_and_take_no_number() {
         );
     }
     for found in &texts[6..10] {
-        assert!(found.contains("neither made by it nor an input of it"), "{found}");
+        assert!(
+            found.contains("neither made by it nor an input of it"),
+            "{found}"
+        );
     }
-    assert!(texts[10].contains("replay reads no values"), "{}", texts[10]);
+    assert!(
+        texts[10].contains("replay reads no values"),
+        "{}",
+        texts[10]
+    );
     assert_eq!(texts.len(), 11);
 }
 
@@ -513,7 +583,11 @@ fn changed_inputs_are_refused_and_nothing_is_issued() {
         let constant = put(p, &[5.0], 1)?;
         let (_, step) = p.capture((a, vec![b]), |p, (a, b)| {
             let used = p.device_put(&constant, on(0))?;
-            Ok((p.device_put_with(&a, on(1), donate)?, p.device_put(&b[0], on(1))?, used))
+            Ok((
+                p.device_put_with(&a, on(1), donate)?,
+                p.device_put(&b[0], on(1))?,
+                used,
+            ))
         })?;
         let x = put(p, &[1.0], 0)?;
         let (_, twice) = p.capture((x.clone(), x), |p, (x, y)| {
@@ -526,23 +600,29 @@ fn changed_inputs_are_refused_and_nothing_is_issued() {
         let there = put(p, &[1.0, 2.0], 1)?;
         texts.push(text(step.replay(p, (a.clone(), vec![short.clone()]))));
         texts.push(text(step.replay(p, (there, vec![b.clone()]))));
-        texts.push(text(
-            step.replay(p, (a.clone(), vec![MpmdArray::from_slice(&[2], &[1.0f32; 2])?])),
-        ));
+        texts.push(text(step.replay(
+            p,
+            (a.clone(), vec![MpmdArray::from_slice(&[2], &[1.0f32; 2])?]),
+        )));
         texts.push(text(step.replay(p, (a.clone(), vec![]))));
         texts.push(text(step.replay(p, (a.clone(), vec![a.clone()]))));
         let other = put(p, &[7.0], 0)?;
         texts.push(text(twice.replay(p, (short.clone(), other))));
-        assert_eq!(p.operations(), before + 3, "the three puts of this text alone");
+        assert_eq!(
+            p.operations(),
+            before + 3,
+            "the three puts of this text alone"
+        );
         drop(step.replay(p, (a.clone(), vec![b.clone()]))?);
         texts.push(text(step.replay(p, (a, vec![b.clone()]))));
         drop(p.device_put_with(&constant, on(0), donate)?);
         let a = put(p, &[1.0, 2.0], 0)?;
         texts.push(text(step.replay(p, (a, vec![b]))));
         let mut other = Program::builder().devices(2).alone()?;
-        texts.push(text(
-            twice.replay(&mut other, (MpmdArray::scalar(1.0f32), MpmdArray::scalar(1.0f32))),
-        ));
+        texts.push(text(twice.replay(
+            &mut other,
+            (MpmdArray::scalar(1.0f32), MpmdArray::scalar(1.0f32)),
+        )));
         other.finish()?;
         Ok(texts)
     });
@@ -618,7 +698,10 @@ fn an_output_that_the_step_donates_is_refused_everywhere() {
     for result in results {
         let texts = result.unwrap();
         for (found, op) in texts.iter().zip([3, 6, 10]) {
-            assert!(found.contains(&format!("was donated to operation {op} at")), "{texts:?}");
+            assert!(
+                found.contains(&format!("was donated to operation {op} at")),
+                "{texts:?}"
+            );
         }
     }
 }
@@ -634,7 +717,10 @@ fn dry_run_replays_all_operations_without_executing() {
     let given = model.given(&mut p, sums, 1).unwrap();
     let (again, _, others) = step.replay(&mut p, given).unwrap();
     // It lists the operations of all processes, so each of them counts as its own.
-    assert_eq!((p.operations() - before, step.operations_here()), (5 + 90, 90));
+    assert_eq!(
+        (p.operations() - before, step.operations_here()),
+        (5 + 90, 90)
+    );
     assert_eq!(others.len(), outputs.len());
     assert!(again.iter().chain(&others).all(MpmdArray::is_fully_remote));
     p.finish().unwrap();
@@ -644,7 +730,10 @@ fn dry_run_replays_all_operations_without_executing() {
 /// an intermediate sharding.
 fn turn(p: &mut Program, x: MpmdArray, rows: &Sharding, to: &Sharding) -> Result<MpmdArray> {
     let parts = p.split_by_mesh_axis(&x, "x", Sections::Each, SplitOptions::default())?;
-    let places: Vec<Sharding> = parts.iter().filter_map(|part| part.sharding().cloned()).collect();
+    let places: Vec<Sharding> = parts
+        .iter()
+        .filter_map(|part| part.sharding().cloned())
+        .collect();
     let mut turned = Vec::new();
     for (i, part) in parts.iter().enumerate() {
         turned.push(p.device_put(part, &places[(i + 1) % places.len()])?);
@@ -663,41 +752,43 @@ fn turn(p: &mut Program, x: MpmdArray, rows: &Sharding, to: &Sharding) -> Result
 fn parts_and_intermediates_are_replayed() {
     let _limit = watchdog(60);
     for processes in [1, 2, 6] {
-        let results = Simulation::new(processes, 6).delays(3, Duration::from_millis(2)).run(|p| {
-            let source: Vec<DeviceId> = (0..4).map(DeviceId).collect();
-            let rows = p.mesh_of(&[("x", 4)], &source)?.sharding(spec!["x", None]);
-            let target = p.mesh_of(&[("x", 2)], &[DeviceId(4), DeviceId(5)])?;
-            let to = target.sharding(spec![None, "x"]);
-            let put = |p: &mut Program, first: u8| {
-                let values: Vec<f32> = (0..16u8).map(|i| f32::from(first + i)).collect();
-                p.device_put(&MpmdArray::from_slice(&[8, 2], &values)?, &rows)
-            };
-            let x = put(p, 0)?;
-            let (y, step) = p.capture(x, |p, x| turn(p, x, &rows, &to))?;
-            let mut found = vec![y];
-            for first in [100, 50] {
-                let x = put(p, first)?;
-                let before = p.operations();
-                found.push(step.replay(p, x.clone())?);
-                assert_eq!(p.operations() - before, step.operations());
-                // It was not donated.
-                x.block_until_ready()?;
-            }
-            for (y, first) in found.into_iter().zip([0u8, 100, 50]) {
-                y.block_until_ready()?;
-                if y.is_fully_remote() {
-                    continue;
+        let results = Simulation::new(processes, 6)
+            .delays(3, Duration::from_millis(2))
+            .run(|p| {
+                let source: Vec<DeviceId> = (0..4).map(DeviceId).collect();
+                let rows = p.mesh_of(&[("x", 4)], &source)?.sharding(spec!["x", None]);
+                let target = p.mesh_of(&[("x", 2)], &[DeviceId(4), DeviceId(5)])?;
+                let to = target.sharding(spec![None, "x"]);
+                let put = |p: &mut Program, first: u8| {
+                    let values: Vec<f32> = (0..16u8).map(|i| f32::from(first + i)).collect();
+                    p.device_put(&MpmdArray::from_slice(&[8, 2], &values)?, &rows)
+                };
+                let x = put(p, 0)?;
+                let (y, step) = p.capture(x, |p, x| turn(p, x, &rows, &to))?;
+                let mut found = vec![y];
+                for first in [100, 50] {
+                    let x = put(p, first)?;
+                    let before = p.operations();
+                    found.push(step.replay(p, x.clone())?);
+                    assert_eq!(p.operations() - before, step.operations());
+                    // It was not donated.
+                    x.block_until_ready()?;
                 }
-                for shard in y.addressable_shards()? {
-                    let column = shard.region.range(1).start as u8;
-                    // Part i is that before it.
-                    let rows = [6, 7, 0, 1, 2, 3, 4, 5u8];
-                    let expected = rows.map(|row| f32::from(first + 2 * row + column));
-                    assert_eq!(shard.data.to_vec::<f32>()?, expected);
+                for (y, first) in found.into_iter().zip([0u8, 100, 50]) {
+                    y.block_until_ready()?;
+                    if y.is_fully_remote() {
+                        continue;
+                    }
+                    for shard in y.addressable_shards()? {
+                        let column = shard.region.range(1).start as u8;
+                        // Part i is that before it.
+                        let rows = [6, 7, 0, 1, 2, 3, 4, 5u8];
+                        let expected = rows.map(|row| f32::from(first + 2 * row + column));
+                        assert_eq!(shard.data.to_vec::<f32>()?, expected);
+                    }
                 }
-            }
-            Ok(())
-        });
+                Ok(())
+            });
         results.into_iter().for_each(Result::unwrap);
     }
 }

@@ -17,7 +17,10 @@ const PROCESSES: [usize; 3] = [1, 2, 4];
 
 fn mesh_at(p: &Program, axes: &[(&str, usize)], first: u32) -> Result<Mesh> {
     let count: u32 = axes.iter().map(|(_, size)| *size as u32).product();
-    p.mesh_of(axes, &(first..first + count).map(DeviceId).collect::<Vec<_>>())
+    p.mesh_of(
+        axes,
+        &(first..first + count).map(DeviceId).collect::<Vec<_>>(),
+    )
 }
 
 /// Returns the text of an issue error, without the program's line in front. Panics for a success or
@@ -71,8 +74,11 @@ fn host_values_move_first_then_one_device_set_after_another() {
             let tree = ((a, b), vec![c, host]);
             let all = p.mesh(&[("x", 4)])?;
             let (rows, columns) = (all.sharding(spec!["x"]), all.sharding(spec![None, "x"]));
-            let ((a, b), rest) =
-                p.reshard(&tree, (&rows, vec![&columns, &rows]), MoveOptions::default())?;
+            let ((a, b), rest) = p.reshard(
+                &tree,
+                (&rows, vec![&columns, &rows]),
+                MoveOptions::default(),
+            )?;
             let (c, d) = (&rest[0], &rest[1]);
             let order = [d, &a, c, &b].map(operation);
             assert_eq!(order, [1, 2, 3, 4].map(|place| before + place));
@@ -98,8 +104,16 @@ fn pairs_with_an_intermediate() -> Vec<(Side, Side, Vec<usize>)> {
             (vec![("fsdp", 1), ("tp", 4)], spec!["fsdp", "tp"]),
             vec![8, 8],
         ),
-        ((vec![("x", 8)], spec!["x", None]), (vec![("y", 4)], spec![None, "y"]), vec![8, 4]),
-        ((vec![("x", 8)], spec!["x", None]), (vec![("y", 4)], spec![]), vec![16, 3]),
+        (
+            (vec![("x", 8)], spec!["x", None]),
+            (vec![("y", 4)], spec![None, "y"]),
+            vec![8, 4],
+        ),
+        (
+            (vec![("x", 8)], spec!["x", None]),
+            (vec![("y", 4)], spec![]),
+            vec![16, 3],
+        ),
         (
             (vec![("a", 2), ("b", 4)], spec!["a", "b"]),
             (vec![("y", 1)], spec![None, None]),
@@ -146,7 +160,10 @@ fn moves_through_an_intermediate_give_the_direct_values() {
             for (src, dst, shape) in pairs_with_an_intermediate() {
                 let (src_mesh, dst_mesh) = (mesh_at(p, &src.0, 0)?, mesh_at(p, &dst.0, 12)?);
                 let (src, dst) = (src_mesh.sharding(src.1), dst_mesh.sharding(dst.1));
-                assert!(find_intermediate_sharding(&src, &dst).is_ok(), "{src} to {dst}");
+                assert!(
+                    find_intermediate_sharding(&src, &dst).is_ok(),
+                    "{src} to {dst}"
+                );
                 let whole = values(&shape, DType::I32);
                 let x = p.device_put(&MpmdArray::from_host(whole.clone()), &src)?;
                 let options = MoveOptions::default();
@@ -175,11 +192,15 @@ fn source_may_be_spelled_in_another_way() {
     for processes in PROCESSES {
         let results = simulate(processes, 16, 5, |p| {
             let whole = values(&[8, 4], DType::F32);
-            let (eight, square) =
-                (mesh_at(p, &[("x", 8)], 0)?, mesh_at(p, &[("a", 2), ("b", 4)], 0)?);
+            let (eight, square) = (
+                mesh_at(p, &[("x", 8)], 0)?,
+                mesh_at(p, &[("a", 2), ("b", 4)], 0)?,
+            );
             let to = mesh_at(p, &[("y", 4)], 8)?.sharding(spec![None, "y"]);
-            let x =
-                p.device_put(&MpmdArray::from_host(whole.clone()), eight.sharding(spec!["x"]))?;
+            let x = p.device_put(
+                &MpmdArray::from_host(whole.clone()),
+                eight.sharding(spec!["x"]),
+            )?;
             let options = MoveOptions::default();
             for from in [
                 eight.sharding(spec!["x"]),
@@ -196,11 +217,20 @@ fn source_may_be_spelled_in_another_way() {
                 &to,
                 options,
             )?);
-            assert_eq!(p.operations(), before + 3, "a short spec has an intermediate, too");
-            let host = eight.sharding(spec!["x"]).with_memory_kind(MemoryKind::Host);
+            assert_eq!(
+                p.operations(),
+                before + 3,
+                "a short spec has an intermediate, too"
+            );
+            let host = eight
+                .sharding(spec!["x"])
+                .with_memory_kind(MemoryKind::Host);
             for other in [square.sharding(spec![("b", "a")]), eight.replicated(), host] {
                 let said = refusal(p.reshard_with_intermediate_sharding(&x, &other, &to, options));
-                assert!(said.contains(&format!("is said to come from {other}")), "{said}");
+                assert!(
+                    said.contains(&format!("is said to come from {other}")),
+                    "{said}"
+                );
             }
             Ok(())
         });
@@ -242,7 +272,10 @@ fn a_function_of_the_caller_moves_the_first_replica() {
                 assert_eq!(z.sharding(), Some(&to));
                 check(p, z, &whole)?;
             }
-            assert!(refusal(p.device_put(&x, &to)).contains("was donated"), "it was gathered");
+            assert!(
+                refusal(p.device_put(&x, &to)).contains("was donated"),
+                "it was gathered"
+            );
             check(p, &tree.0[1], &whole)?;
             let short = p.reshard_with_intermediate_sharding_by(
                 &moved[0],
@@ -269,22 +302,40 @@ fn moves_without_an_intermediate_are_direct() {
                 Ok::<_, Error>(mesh_at(p, axes, first)?.sharding(spec))
             };
             let pairs = [
-                (on(p, &[("x", 8)], 0, spec!["x"])?, on(p, &[("x", 4)], 12, spec!["x"])?),
-                (on(p, &[("x", 8)], 0, spec!["x"])?, on(p, &[("y", 3)], 12, spec!["y"])?),
-                (on(p, &[("x", 8)], 0, spec!["x"])?, on(p, &[("y", 4)], 12, spec!["y", None])?),
+                (
+                    on(p, &[("x", 8)], 0, spec!["x"])?,
+                    on(p, &[("x", 4)], 12, spec!["x"])?,
+                ),
+                (
+                    on(p, &[("x", 8)], 0, spec!["x"])?,
+                    on(p, &[("y", 3)], 12, spec!["y"])?,
+                ),
+                (
+                    on(p, &[("x", 8)], 0, spec!["x"])?,
+                    on(p, &[("y", 4)], 12, spec!["y", None])?,
+                ),
                 (
                     on(p, &[("a", 3), ("b", 4)], 0, spec!["a", "b"])?,
                     on(p, &[("y", 2)], 12, spec!["y", None])?,
                 ),
-                (on(p, &[("x", 4)], 0, spec!["x"])?, Sharding::single_device(DeviceId(9))),
+                (
+                    on(p, &[("x", 4)], 0, spec!["x"])?,
+                    Sharding::single_device(DeviceId(9)),
+                ),
             ];
-            let sources: Vec<MpmdArray> =
-                pairs.iter().map(|(src, _)| p.device_put(&host, src)).collect::<Result<_>>()?;
+            let sources: Vec<MpmdArray> = pairs
+                .iter()
+                .map(|(src, _)| p.device_put(&host, src))
+                .collect::<Result<_>>()?;
             let before = p.operations();
             let (from, to): (Vec<Sharding>, Vec<Sharding>) = pairs.into_iter().unzip();
             let moved =
                 p.reshard_with_intermediate_sharding(&sources, from, to, MoveOptions::default())?;
-            assert_eq!(p.operations(), before + 4, "the first and the third share one");
+            assert_eq!(
+                p.operations(),
+                before + 4,
+                "the first and the third share one"
+            );
             for array in &moved {
                 check(p, array, &whole)?;
             }
@@ -335,7 +386,12 @@ fn donation_needs_memory_for_one_more_leaf_only() {
                         let (values, width) =
                             (shard.data.to_vec::<f32>()?, shard.region.range(1).len());
                         let expected = |i: usize| (i / width / 512 * 512) as f32;
-                        assert!(values.iter().enumerate().all(|(i, value)| *value == expected(i)));
+                        assert!(
+                            values
+                                .iter()
+                                .enumerate()
+                                .all(|(i, value)| *value == expected(i))
+                        );
                     }
                 }
                 assert!(p.memory().peak <= budget * 2 / processes as u64);
@@ -376,7 +432,10 @@ fn without_alias_the_memory_is_fresh() {
                     check(p, array, &whole)?;
                 }
                 if !x.is_fully_remote() {
-                    for (a, b) in x.addressable_shards()?.iter().zip(moved[0].addressable_shards()?)
+                    for (a, b) in x
+                        .addressable_shards()?
+                        .iter()
+                        .zip(moved[0].addressable_shards()?)
                     {
                         assert_eq!(a.data.bytes().as_ptr() == b.data.bytes().as_ptr(), alias);
                     }
@@ -384,7 +443,9 @@ fn without_alias_the_memory_is_fresh() {
             }
             // The same through an intermediate: from device 0 to device 0.
             let one = mesh_at(p, &[("y", 1)], 0)?.replicated();
-            let column = p.mesh_of(&[("x", 2)], &[DeviceId(0), DeviceId(1)])?.sharding(spec!["x"]);
+            let column = p
+                .mesh_of(&[("x", 2)], &[DeviceId(0), DeviceId(1)])?
+                .sharding(spec!["x"]);
             let x = p.device_put(&x, &column)?;
             let options = MoveOptions::default().may_alias(false);
             let y = p.reshard_with_intermediate_sharding(&x, &column, &one, options)?;
@@ -402,15 +463,26 @@ fn an_error_in_the_last_leaf_moves_nothing() {
         let (rows, columns) = (mesh.sharding(spec!["x"]), mesh.sharding(spec![None, "x"]));
         let whole = values(&[4, 8], DType::F32);
         let put = |p: &mut Program| p.device_put(&MpmdArray::from_host(whole.clone()), &rows);
-        let tree =
-            (put(p)?, vec![put(p)?, p.device_put(&MpmdArray::scalar(1.0f32), mesh.replicated())?]);
+        let tree = (
+            put(p)?,
+            vec![
+                put(p)?,
+                p.device_put(&MpmdArray::scalar(1.0f32), mesh.replicated())?,
+            ],
+        );
         let before = p.operations();
         let options = MoveOptions::default().donate(true);
         let mut said = Vec::new();
 
         said.push(refusal(p.reshard(&tree, &columns, options)));
-        assert!(said[0].starts_with("\"1/1\": P(None, x) has 2 entries"), "{}", said[0]);
-        let error = p.reshard(&tree, (&columns, vec![&columns]), options).unwrap_err();
+        assert!(
+            said[0].starts_with("\"1/1\": P(None, x) has 2 entries"),
+            "{}",
+            said[0]
+        );
+        let error = p
+            .reshard(&tree, (&columns, vec![&columns]), options)
+            .unwrap_err();
         assert!(
             matches!(&error, Error::Issue(issue) if matches!(issue.why, IssueProblem::Tree(_))),
             "{error}"
@@ -418,21 +490,45 @@ fn an_error_in_the_last_leaf_moves_nothing() {
         said.push(refusal::<()>(Err(error)));
         assert!(said[1].starts_with("not a prefix: at `1`"), "{}", said[1]);
         let nowhere = Mesh::new(&[("x", 1)], vec![DeviceId(4)])?.replicated();
-        said.push(refusal(p.reshard(&tree, (&rows, vec![&rows, &nowhere]), options)));
-        assert_eq!(said[2], "\"1/1\": there is no device 4 in a job of 4 devices");
+        said.push(refusal(p.reshard(
+            &tree,
+            (&rows, vec![&rows, &nowhere]),
+            options,
+        )));
+        assert_eq!(
+            said[2],
+            "\"1/1\": there is no device 4 in a job of 4 devices"
+        );
         let twice = (tree.0.clone(), vec![tree.0.clone()]);
         said.push(refusal(p.reshard(&twice, &rows, options)));
-        assert_eq!(said[3], "\"1/0\" is donated, and is the same array as \"0\"");
+        assert_eq!(
+            said[3],
+            "\"1/0\" is donated, and is the same array as \"0\""
+        );
 
         let all = mesh.replicated();
-        said.push(refusal(p.reshard_with_intermediate_sharding(&tree, &rows, &all, options)));
-        assert!(said[4].starts_with("\"1/1\": is sharded P() on {x:4}"), "{}", said[4]);
+        said.push(refusal(
+            p.reshard_with_intermediate_sharding(&tree, &rows, &all, options),
+        ));
+        assert!(
+            said[4].starts_with("\"1/1\": is sharded P() on {x:4}"),
+            "{}",
+            said[4]
+        );
         assert!(said[4].contains("is said to come from P(x)"), "{}", said[4]);
         let from = (&rows, vec![&rows, &all]);
-        said.push(refusal(p.reshard_with_intermediate_sharding(&tree, from, &columns, options)));
-        assert!(said[5].starts_with("\"1/1\": P(None, x) has 2 entries"), "{}", said[5]);
+        said.push(refusal(p.reshard_with_intermediate_sharding(
+            &tree, from, &columns, options,
+        )));
+        assert!(
+            said[5].starts_with("\"1/1\": P(None, x) has 2 entries"),
+            "{}",
+            said[5]
+        );
         let from = (&rows, (&rows, &all, &all));
-        said.push(refusal(p.reshard_with_intermediate_sharding(&tree, from, &all, options)));
+        said.push(refusal(
+            p.reshard_with_intermediate_sharding(&tree, from, &all, options),
+        ));
         assert!(said[6].starts_with("not a prefix: at `1`"), "{}", said[6]);
 
         assert_eq!(p.operations(), before, "nothing was issued");
@@ -469,7 +565,11 @@ fn a_function_of_the_caller_moves_each_group() {
                 }
                 Ok(moved)
             })?;
-            assert_eq!(groups, [2, 1], "arrays on the same devices together, host values not");
+            assert_eq!(
+                groups,
+                [2, 1],
+                "arrays on the same devices together, host values not"
+            );
             for y in moved.iter().chain([&last]) {
                 assert_eq!(y.sharding(), Some(&rows));
                 check(p, y, &whole)?;

@@ -34,8 +34,11 @@ pub(super) fn large(
 
 pub(super) fn is_all(array: &MpmdArray, value: f32) -> Result<bool> {
     let values = array.to_host()?;
-    Ok(values
-        .is_none_or(|values| values.as_slice::<f32>().is_ok_and(|v| v.iter().all(|v| *v == value))))
+    Ok(values.is_none_or(|values| {
+        values
+            .as_slice::<f32>()
+            .is_ok_and(|v| v.iter().all(|v| *v == value))
+    }))
 }
 
 pub(super) fn memory_falls_to(p: &Program, bytes: u64) {
@@ -132,7 +135,11 @@ fn full_memory_is_an_error_that_names_its_holders() {
             // The sender releases it, although no receiver has room for it.
             memory_falls_to(p, 0);
         } else {
-            let mine = if p.process() == ProcessId(1) { &refused } else { &onward };
+            let mine = if p.process() == ProcessId(1) {
+                &refused
+            } else {
+                &onward
+            };
             let error = mine.block_until_ready().unwrap_err();
             let failure = error.failure().expect("a failure");
             assert_eq!(
@@ -140,14 +147,20 @@ fn full_memory_is_an_error_that_names_its_holders() {
                 (FailureKind::Memory, 3, ProcessId(1))
             );
             let text = error.to_string();
-            assert!(text.contains("out of memory") && text.contains("operation 3"), "{text}");
+            assert!(
+                text.contains("out of memory") && text.contains("operation 3"),
+                "{text}"
+            );
             assert!(
                 text.contains(
                     "8.0 MiB asked for, 8.0 MiB in use and 0 B reserved of a limit of 12.0"
                 ),
                 "{text}"
             );
-            assert!(text.contains("; 8.0 MiB in f32[2097152] of operation 1"), "{text}");
+            assert!(
+                text.contains("; 8.0 MiB in f32[2097152] of operation 1"),
+                "{text}"
+            );
             for line in [holder_line, put_line] {
                 assert!(text.contains(&format!("resources.rs:{line}:")), "{text}");
             }
@@ -157,7 +170,10 @@ fn full_memory_is_an_error_that_names_its_holders() {
     });
     for (process, result) in results.into_iter().enumerate() {
         let error = result.expect_err("everybody hears of it").to_string();
-        assert!(error.contains("out of memory"), "process {process}: {error}");
+        assert!(
+            error.contains("out of memory"),
+            "process {process}: {error}"
+        );
     }
 }
 
@@ -172,10 +188,14 @@ fn host_memory_is_counted_separately_and_never_shared() {
         let first = p.process() == ProcessId(0);
         let x = large(p, 0, 1.0, Duration::ZERO)?;
         // More than the device has room for; each a copy.
-        let kept: Vec<MpmdArray> =
-            (0..3).map(|_| p.device_put(&x, &there)).collect::<Result<_>>()?;
-        let made =
-            p.array_from_fn(f32s([2 * MIB]), &there, |_, mut view| Ok(view.fill(2.0f32)?))?;
+        let kept: Vec<MpmdArray> = (0..3)
+            .map(|_| p.device_put(&x, &there))
+            .collect::<Result<_>>()?;
+        let made = p.array_from_fn(
+            f32s([2 * MIB]),
+            &there,
+            |_, mut view| Ok(view.fill(2.0f32)?),
+        )?;
         for array in &kept {
             assert!(is_all(array, 1.0)?);
         }
@@ -191,7 +211,10 @@ fn host_memory_is_counted_separately_and_never_shared() {
         let same = p.device_put(&kept[1], &there)?;
         assert!(is_all(&back, 2.0)? && is_all(&across, 1.0)? && is_all(&same, 1.0)?);
         if first {
-            assert_eq!((p.memory().host_live, p.memory().host_peak), (4 * eight, 4 * eight));
+            assert_eq!(
+                (p.memory().host_live, p.memory().host_peak),
+                (4 * eight, 4 * eight)
+            );
             memory_falls_to(p, eight);
         } else {
             // Zero-copy transfers stay in the lender's memory.
@@ -223,7 +246,11 @@ fn outputs_and_made_arrays_that_do_not_fit_fail_too() {
                 copy.call(p, vec![first.clone()])?.remove(0)
             };
             let there = p.device_put(&second, on(1))?;
-            let mine = if p.process() == ProcessId(0) { second } else { there };
+            let mine = if p.process() == ProcessId(0) {
+                second
+            } else {
+                there
+            };
             let failure = mine.block_until_ready().map(drop).unwrap_err();
             assert_eq!(
                 failure.failure().map(|failure| failure.kind),
@@ -249,7 +276,9 @@ fn an_update_in_place_needs_no_second_copy() {
             "update",
             |x| Ok(Signature::new(vec![x[0].clone()]).alias("0", "0")),
             |_, _, mut y| {
-                y[0].as_mut_slice::<f32>()?.iter_mut().for_each(|y| *y += 1.0);
+                y[0].as_mut_slice::<f32>()?
+                    .iter_mut()
+                    .for_each(|y| *y += 1.0);
                 Ok(())
             },
         );
@@ -261,11 +290,11 @@ fn an_update_in_place_needs_no_second_copy() {
             x = update.call(p, vec![x])?.remove(0);
         }
         let shards = x.addressable_shards()?;
-        assert!(
-            shards
-                .iter()
-                .all(|s| s.data.as_slice::<f32>().is_ok_and(|v| v.iter().all(|v| *v == 10.0)))
-        );
+        assert!(shards.iter().all(|s| {
+            s.data
+                .as_slice::<f32>()
+                .is_ok_and(|v| v.iter().all(|v| *v == 10.0))
+        }));
         assert_eq!(p.memory().peak, 8 * MIB as u64);
         Ok(())
     });
@@ -284,10 +313,17 @@ fn update_in_place_waits_for_other_readers() {
         let mesh = p.mesh_of(&[("x", 2)], &[DeviceId(1), DeviceId(2)])?;
         let add = |x: &[ShapedArray]| Ok(Signature::new(vec![x[0].clone()]).alias("0", "0"));
         let update = fun("update", add, |_, _, mut y| {
-            y[0].as_mut_slice::<f32>()?.iter_mut().for_each(|y| *y += 1.0);
+            y[0].as_mut_slice::<f32>()?
+                .iter_mut()
+                .for_each(|y| *y += 1.0);
             Ok(())
         });
-        let update = p.jit(update).on(&mesh).outputs(mesh.replicated()).donate("0").build()?;
+        let update = p
+            .jit(update)
+            .on(&mesh)
+            .outputs(mesh.replicated())
+            .donate("0")
+            .build()?;
         for round in 0..3 {
             let x = large(p, 0, 1.0, Duration::ZERO)?;
             if p.process() == ProcessId(2 - round % 2) {
@@ -324,8 +360,16 @@ fn a_fast_stage_runs_only_so_far_ahead_of_a_slow_one() {
                     Ok(y[0].fill(x[0].as_slice::<f32>()?[0])?)
                 },
             );
-            let fast = p.jit(fast).on(&stages[0]).outputs(stages[0].replicated()).build()?;
-            let slow = p.jit(slow).on(&stages[1]).outputs(stages[1].replicated()).build()?;
+            let fast = p
+                .jit(fast)
+                .on(&stages[0])
+                .outputs(stages[0].replicated())
+                .build()?;
+            let slow = p
+                .jit(slow)
+                .on(&stages[1])
+                .outputs(stages[1].replicated())
+                .build()?;
             let x = p.array_from_fn(f32s([MIB / 4]), stages[0].replicated(), |_, mut v| {
                 Ok(v.fill(0.0f32)?)
             })?;
@@ -339,7 +383,11 @@ fn a_fast_stage_runs_only_so_far_ahead_of_a_slow_one() {
             Ok(p.memory().peak)
         });
         // With zero-copy transfers the lender counts the arrays of both sides that run ahead.
-        let most = if zero_copy() { budget.min(24 << 20) } else { 12 << 20 };
+        let most = if zero_copy() {
+            budget.min(24 << 20)
+        } else {
+            12 << 20
+        };
         for peak in results.into_iter().map(Result::unwrap) {
             assert!(peak <= most, "{peak} bytes at once of 60 MiB in all");
         }
@@ -362,10 +410,14 @@ fn memory_stays_flat_over_many_steps() {
             y.iter_mut().for_each(|y| *y *= 0.5);
             Ok(())
         });
-        let shardings = [stages[0].sharding(spec!["x"]), stages[1].sharding(spec![None, "x"])];
+        let shardings = [
+            stages[0].sharding(spec!["x"]),
+            stages[1].sharding(spec![None, "x"]),
+        ];
         let jit = p.jit(work).on(&stages[0]).outputs(&shardings[0]).build()?;
-        let mut x =
-            p.array_from_fn(f32s([128, 256]), &shardings[0], |_, mut view| Ok(view.fill(1.0f32)?))?;
+        let mut x = p.array_from_fn(f32s([128, 256]), &shardings[0], |_, mut view| {
+            Ok(view.fill(1.0f32)?)
+        })?;
         let mut mapped = 0;
         for step in 0..500 {
             let parts = jit.call(p, vec![x])?.remove(0).microbatches(p, 0, 2)?;
@@ -375,7 +427,9 @@ fn memory_stays_flat_over_many_steps() {
             x = jit.call(p, vec![doubled])?.remove(0);
             p.step_end()?;
             if step % 10 == 0 {
-                there.iter().try_for_each(|part| part.block_until_ready().map(drop))?;
+                there
+                    .iter()
+                    .try_for_each(|part| part.block_until_ready().map(drop))?;
                 p.broadcast_value(ProcessId(0), 0, || x.block_until_ready().map(|_| step))?;
             }
             if step == 100 {
@@ -402,7 +456,12 @@ fn double(p: &mut Program, half: &MpmdArray, to: &Sharding) -> Result<MpmdArray>
     let mesh = to.mesh().expect("a named sharding").clone();
     let double = fun(
         "double",
-        |x| Ok(Signature::new(vec![f32s([2 * x[0].shape()[0], x[0].shape()[1]])])),
+        |x| {
+            Ok(Signature::new(vec![f32s([
+                2 * x[0].shape()[0],
+                x[0].shape()[1],
+            ])]))
+        },
         |_, x, mut y| {
             let x = x[0].as_slice::<f32>()?;
             for part in y[0].as_mut_slice::<f32>()?.chunks_mut(x.len()) {
@@ -411,44 +470,61 @@ fn double(p: &mut Program, half: &MpmdArray, to: &Sharding) -> Result<MpmdArray>
             Ok(())
         },
     );
-    Ok(p.jit(double).on(&mesh).outputs(to).build()?.call(p, vec![half.clone()])?.remove(0))
+    Ok(p.jit(double)
+        .on(&mesh)
+        .outputs(to)
+        .build()?
+        .call(p, vec![half.clone()])?
+        .remove(0))
 }
 
 #[test]
 fn devices_of_a_process_join_a_collective_at_any_time() {
     let _limit = watchdog(60);
-    let results = simulation(2, 4).delays(1, Duration::from_millis(2)).run(|p| {
-        // Device 0 reduces with 2, device 1 with 3; 1 and 2 come late.
-        let mesh = p.mesh(&[("data", 2), ("model", 2)])?;
-        let reduce = |x: &[ShapedArray]| {
-            Ok(Signature::new(vec![x[0].clone()]).all_reduce("data", f32s([8192])))
-        };
-        let late = fun("late", reduce, |cx, _, mut y| {
-            if [DeviceId(1), DeviceId(2)].contains(&cx.device()) {
-                std::thread::sleep(Duration::from_millis(20));
-            }
-            let own = cx.device().0 as f32;
-            y[0].fill(own)?;
-            cx.all_reduce("data", y[0].as_mut_slice::<f32>()?)
-        });
-        let rows = mesh.sharding(spec!["model"]);
-        let jit = p.jit(late).on(&mesh).outputs(&rows).build()?;
-        // Small arrays that are sent at once, and large ones that are requested.
-        for elements in [2usize, 16384] {
-            let x =
-                p.array_from_fn(f32s([elements]), &rows, |_, mut view| Ok(view.fill(0.0f32)?))?;
-            for _ in 0..5 {
-                let y = jit.call(p, vec![x.clone()])?;
-                for shard in y[0].addressable_shards()? {
-                    let sum = if shard.region.range(0).start == 0 { 2.0f32 } else { 4.0 };
-                    assert!(
-                        shard.data.as_slice::<f32>()?.iter().all(|value| *value == sum),
-                        "{shard:?}"
-                    );
+    let results =
+        simulation(2, 4)
+            .delays(1, Duration::from_millis(2))
+            .run(|p| {
+                // Device 0 reduces with 2, device 1 with 3; 1 and 2 come late.
+                let mesh = p.mesh(&[("data", 2), ("model", 2)])?;
+                let reduce = |x: &[ShapedArray]| {
+                    Ok(Signature::new(vec![x[0].clone()]).all_reduce("data", f32s([8192])))
+                };
+                let late = fun("late", reduce, |cx, _, mut y| {
+                    if [DeviceId(1), DeviceId(2)].contains(&cx.device()) {
+                        std::thread::sleep(Duration::from_millis(20));
+                    }
+                    let own = cx.device().0 as f32;
+                    y[0].fill(own)?;
+                    cx.all_reduce("data", y[0].as_mut_slice::<f32>()?)
+                });
+                let rows = mesh.sharding(spec!["model"]);
+                let jit = p.jit(late).on(&mesh).outputs(&rows).build()?;
+                // Small arrays that are sent at once, and large ones that are requested.
+                for elements in [2usize, 16384] {
+                    let x = p.array_from_fn(f32s([elements]), &rows, |_, mut view| {
+                        Ok(view.fill(0.0f32)?)
+                    })?;
+                    for _ in 0..5 {
+                        let y = jit.call(p, vec![x.clone()])?;
+                        for shard in y[0].addressable_shards()? {
+                            let sum = if shard.region.range(0).start == 0 {
+                                2.0f32
+                            } else {
+                                4.0
+                            };
+                            assert!(
+                                shard
+                                    .data
+                                    .as_slice::<f32>()?
+                                    .iter()
+                                    .all(|value| *value == sum),
+                                "{shard:?}"
+                            );
+                        }
+                    }
                 }
-            }
-        }
-        Ok(())
-    });
+                Ok(())
+            });
     results.into_iter().for_each(Result::unwrap);
 }

@@ -16,8 +16,12 @@ fn around(p: &mut Program) -> Result<Option<Vec<f32>>> {
     for stage in &stages {
         x = p.device_put(&x, stage.replicated())?;
     }
-    let values = x.iter().map(|x| Ok(x.to_host()?.map(|x| x.to_vec::<f32>()).transpose()?));
-    Ok(values.collect::<Result<Option<Vec<_>>>>()?.map(|values| values.concat()))
+    let values = x
+        .iter()
+        .map(|x| Ok(x.to_host()?.map(|x| x.to_vec::<f32>()).transpose()?));
+    Ok(values
+        .collect::<Result<Option<Vec<_>>>>()?
+        .map(|values| values.concat()))
 }
 
 /// Runs the job with each seed, and checks its values and that it leaves nothing. Returns the
@@ -27,7 +31,11 @@ fn all_good(job: impl Fn(Simulation) -> Simulation) -> Duration {
     let run = |seed| {
         let (results, report) = job(Simulation::new(3, 3).seed(seed)).run_reported(around);
         let results: Vec<_> = results.into_iter().map(Result::unwrap).collect();
-        assert_eq!(results, [None, None, Some(vec![0.0, 1.0, 2.0, 3.0])], "seed {seed}");
+        assert_eq!(
+            results,
+            [None, None, Some(vec![0.0, 1.0, 2.0, 3.0])],
+            "seed {seed}"
+        );
         assert_eq!(report.left, [""; 0], "seed {seed}");
         report.time
     };
@@ -60,11 +68,16 @@ fn process_lost_at_any_time_is_named() {
     let _limit = watchdog(60);
     for seed in 0..200 {
         let after = Duration::from_micros(50 * seed);
-        let job = Simulation::new(3, 3).seed(seed).lose_after(ProcessId(1), after);
+        let job = Simulation::new(3, 3)
+            .seed(seed)
+            .lose_after(ProcessId(1), after);
         for (process, result) in job.run(around).into_iter().enumerate() {
             let Err(error) = result else { continue };
             let error = error.to_string();
-            assert!(process == 1 || error.contains("process 1"), "seed {seed}: {error}");
+            assert!(
+                process == 1 || error.contains("process 1"),
+                "seed {seed}: {error}"
+            );
         }
     }
 }

@@ -34,7 +34,11 @@ impl Gate {
 
     /// Blocks until the gate is open. The watchdog of the test ends a wait that lasts too long.
     pub(crate) fn pass(&self) {
-        drop(self.opened.wait_while(self.is_open.lock().unwrap(), |is_open| !*is_open).unwrap());
+        drop(
+            self.opened
+                .wait_while(self.is_open.lock().unwrap(), |is_open| !*is_open)
+                .unwrap(),
+        );
     }
 }
 
@@ -55,7 +59,10 @@ fn mesh(p: &Program, devices: &[u32]) -> Result<Mesh> {
 
 /// Checks that the handle is pending and stays so.
 pub(crate) fn check_pending(y: &MpmdArray) {
-    assert!(!y.is_complete() && format!("{y:?}").contains("pending"), "{y:?}");
+    assert!(
+        !y.is_complete() && format!("{y:?}").contains("pending"),
+        "{y:?}"
+    );
     let error = y.wait_timeout(SHORT).unwrap_err();
     assert!(matches!(error, Error::TimedOut { .. }), "{error}");
 }
@@ -63,7 +70,10 @@ pub(crate) fn check_pending(y: &MpmdArray) {
 /// Checks that the handle becomes complete, and says so.
 pub(crate) fn check_complete(y: &MpmdArray) -> Result<()> {
     y.block_until_ready()?;
-    assert!(y.is_complete() && !format!("{y:?}").contains("pending"), "{y:?}");
+    assert!(
+        y.is_complete() && !format!("{y:?}").contains("pending"),
+        "{y:?}"
+    );
     Ok(())
 }
 
@@ -149,8 +159,11 @@ fn forwarder_completes_after_the_next_process_has_taken() {
     let _limit = watchdog(60);
     let hosts = [0, 1, 1];
     let topology = Topology::even(3, 1).on_hosts(&hosts).unwrap();
-    let [from, to] = [vec![DeviceId(0)], vec![DeviceId(1), DeviceId(2)]]
-        .map(|devices| Mesh::new(&[("x", devices.len())], devices).unwrap().replicated());
+    let [from, to] = [vec![DeviceId(0)], vec![DeviceId(1), DeviceId(2)]].map(|devices| {
+        Mesh::new(&[("x", devices.len())], devices)
+            .unwrap()
+            .replicated()
+    });
     for bytes in [EAGER, GRANTED] {
         let [from, layout] = [&from, &to].map(|sharding| sharding.layout(&[bytes]).unwrap());
         let plan = reshard::plan(&from, &layout, 1, &topology).unwrap();
@@ -160,7 +173,10 @@ fn forwarder_completes_after_the_next_process_has_taken() {
                 matches!(delivery.from, Origin::Process(_)) && !delivery.peers.is_empty()
             })
         };
-        let forwarder = [1, 2].into_iter().find(forwards).expect("the host gets it once");
+        let forwarder = [1, 2]
+            .into_iter()
+            .find(forwards)
+            .expect("the host gets it once");
         let (forwarder, last) = (ProcessId(forwarder), ProcessId(3 - forwarder));
         let gate = Gate::default();
         let results = simulation(3, 3).settings(|b| b.hosts(&hosts)).run(|p| {
@@ -171,7 +187,10 @@ fn forwarder_completes_after_the_next_process_has_taken() {
             let y = p.device_put(&x, &to)?;
             if p.process() == forwarder {
                 // Its own shard is there, and can be used.
-                assert_eq!(y.to_host()?.expect("it is local").to_vec::<u8>()?, vec![7; bytes]);
+                assert_eq!(
+                    y.to_host()?.expect("it is local").to_vec::<u8>()?,
+                    vec![7; bytes]
+                );
                 match bytes {
                     EAGER if !zero_copy() => check_complete(&y)?,
                     _ => check_pending(&y),
@@ -212,7 +231,10 @@ fn sum_in_two_steps_completes_on_every_process() {
     let results = simulation(3, 6).run(|p| {
         let sums = mesh(p, &[0, 2])?.replicated().unreduced(&["x"])?;
         // The values become the first of the partial sums.
-        let x = p.device_put(&MpmdArray::from_slice(&[1 << 17], &vec![2.0f32; 1 << 17])?, sums)?;
+        let x = p.device_put(
+            &MpmdArray::from_slice(&[1 << 17], &vec![2.0f32; 1 << 17])?,
+            sums,
+        )?;
         if p.process() == ProcessId(2) {
             gate.pass();
         }
@@ -264,7 +286,11 @@ fn failed_source_fails_the_handle_of_its_sender() {
 #[test]
 fn lost_receiver_fails_the_handle_of_its_sender() {
     let _limit = watchdog(60);
-    let sizes = if zero_copy() { vec![EAGER, GRANTED] } else { vec![GRANTED] };
+    let sizes = if zero_copy() {
+        vec![EAGER, GRANTED]
+    } else {
+        vec![GRANTED]
+    };
     for bytes in sizes {
         let gate = Gate::default();
         let results = simulation(2, 2).lose(ProcessId(1), 2).run(|p| {
@@ -282,6 +308,8 @@ fn lost_receiver_fails_the_handle_of_its_sender() {
             }
             Ok(())
         });
-        results.into_iter().for_each(|result| drop(result.unwrap_err()));
+        results
+            .into_iter()
+            .for_each(|result| drop(result.unwrap_err()));
     }
 }

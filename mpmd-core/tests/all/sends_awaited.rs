@@ -21,7 +21,11 @@ fn current_thread() -> Runtime {
 }
 
 fn multi_thread() -> Runtime {
-    Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
+    Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .unwrap()
 }
 
 /// Runs a move from process 0 to process 1 which process 1 issues when process 0 opens the gate.
@@ -29,7 +33,11 @@ fn multi_thread() -> Runtime {
 fn moves(runtime: fn() -> Runtime, zero_copy: bool) {
     let gate = Gate::default();
     let simulation = Simulation::new(2, 2);
-    let simulation = if zero_copy { simulation.zero_copy(&[0, 0]) } else { simulation };
+    let simulation = if zero_copy {
+        simulation.zero_copy(&[0, 0])
+    } else {
+        simulation
+    };
     let results = simulation.run(|p| {
         let x = [sevens(p, 100_000, &on(0))?, sevens(p, 200_000, &on(0))?];
         if p.process() == ProcessId(1) {
@@ -49,8 +57,9 @@ fn moves(runtime: fn() -> Runtime, zero_copy: bool) {
                         () = sleep(SHORT) => {}
                     }
                 }
-                let others: Vec<_> =
-                    (0..8).map(|i| tokio::spawn(y[i % 2].clone().into_future())).collect();
+                let others: Vec<_> = (0..8)
+                    .map(|i| tokio::spawn(y[i % 2].clone().into_future()))
+                    .collect();
                 tokio::task::yield_now().await;
                 gate.open();
                 drop(waiting.await?);
@@ -58,7 +67,9 @@ fn moves(runtime: fn() -> Runtime, zero_copy: bool) {
                     assert!(other.await.expect("no panic")?.is_complete());
                 }
             }
-            let y = timeout(LONG, all_ready(y.clone())).await.expect("it is taken")?;
+            let y = timeout(LONG, all_ready(y.clone()))
+                .await
+                .expect("it is taken")?;
             assert!(y.iter().all(MpmdArray::is_complete));
             // Of a complete array, at once.
             tokio::select! {
@@ -75,13 +86,17 @@ fn moves(runtime: fn() -> Runtime, zero_copy: bool) {
 #[test]
 fn sends_are_awaited_on_one_thread() {
     let _limit = watchdog(60);
-    [false, true].into_iter().for_each(|zero_copy| moves(current_thread, zero_copy));
+    [false, true]
+        .into_iter()
+        .for_each(|zero_copy| moves(current_thread, zero_copy));
 }
 
 #[test]
 fn sends_are_awaited_on_several_threads() {
     let _limit = watchdog(60);
-    [false, true].into_iter().for_each(|zero_copy| moves(multi_thread, zero_copy));
+    [false, true]
+        .into_iter()
+        .for_each(|zero_copy| moves(multi_thread, zero_copy));
 }
 
 #[test]
@@ -96,5 +111,7 @@ fn awaited_failure_names_its_cause() {
         assert!(error.to_string().contains("no values today"), "{error}");
         Ok(())
     });
-    results.into_iter().for_each(|result| drop(result.unwrap_err()));
+    results
+        .into_iter()
+        .for_each(|result| drop(result.unwrap_err()));
 }

@@ -19,17 +19,26 @@ fn chunk(dim: isize, devices: &[u32]) -> Sharding {
 
 fn listed(shards: &[(u32, [(usize, usize); 2])]) -> Sharding {
     let shard = |(device, bounds): &(u32, [(usize, usize); 2])| {
-        (DeviceId(*device), bounds.iter().copied().collect::<Region>())
+        (
+            DeviceId(*device),
+            bounds.iter().copied().collect::<Region>(),
+        )
     };
     Sharding::enumerated(shards.iter().map(shard).collect()).unwrap()
 }
 
 /// Returns `f32` values of this shape: each element is its row-major index.
 fn counting(shape: &[usize]) -> HostArray {
-    let values: Vec<f32> = (0..shape.iter().product::<usize>()).map(|i| i as f32).collect();
+    let values: Vec<f32> = (0..shape.iter().product::<usize>())
+        .map(|i| i as f32)
+        .collect();
     HostArray::from_bytes(
         f32s(shape),
-        values.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>().into(),
+        values
+            .iter()
+            .flat_map(|x| x.to_le_bytes())
+            .collect::<Vec<_>>()
+            .into(),
     )
     .unwrap()
 }
@@ -38,7 +47,10 @@ fn counting(shape: &[usize]) -> HostArray {
 fn part(shape: &[usize], region: &Region) -> Vec<f32> {
     let mut at = vec![0];
     for (range, size) in region.ranges().zip(shape) {
-        at = at.iter().flat_map(|base| range.clone().map(move |i| base * size + i)).collect();
+        at = at
+            .iter()
+            .flat_map(|base| range.clone().map(move |i| base * size + i))
+            .collect();
     }
     at.into_iter().map(|i| i as f32).collect()
 }
@@ -48,7 +60,11 @@ fn check(p: &Program, array: &MpmdArray, factor: f32) -> Result<()> {
     let sharding = array.sharding().expect("it is placed").clone();
     let layout = sharding.layout(array.shape())?;
     let here = p.topology().devices_of(p.process());
-    let expected = sharding.devices().iter().filter(|device| here.contains(device)).count();
+    let expected = sharding
+        .devices()
+        .iter()
+        .filter(|device| here.contains(device))
+        .count();
     if expected == 0 {
         assert!(array.is_fully_remote() && array.to_host()?.is_none());
         return Ok(());
@@ -57,9 +73,16 @@ fn check(p: &Program, array: &MpmdArray, factor: f32) -> Result<()> {
     assert_eq!(shards.len(), expected);
     for shard in shards {
         assert_eq!(Some(&shard.region), layout.region_of(shard.device));
-        let values: Vec<f32> =
-            part(array.shape(), &shard.region).iter().map(|x| x * factor).collect();
-        assert_eq!(shard.data.to_vec::<f32>()?, values, "{sharding} on device {}", shard.device);
+        let values: Vec<f32> = part(array.shape(), &shard.region)
+            .iter()
+            .map(|x| x * factor)
+            .collect();
+        assert_eq!(
+            shard.data.to_vec::<f32>()?,
+            values,
+            "{sharding} on device {}",
+            shard.device
+        );
     }
     Ok(())
 }
@@ -106,7 +129,8 @@ fn every_kind_moves_to_every_other() {
             for from in &all {
                 let x = p.device_put(&host, from)?;
                 let fill = |region: &Region, mut view: ViewMut<'_>| {
-                    view.as_mut_slice::<f32>()?.copy_from_slice(&part(&[5, 6], region));
+                    view.as_mut_slice::<f32>()?
+                        .copy_from_slice(&part(&[5, 6], region));
                     Ok(())
                 };
                 let made = p.array_from_fn(f32s(shape), from, fill)?;
@@ -158,7 +182,11 @@ fn chunks_move_as_in_the_reference() {
             &[5, 2],
             chunk(0, &[0, 1, 2]),
             chunk(0, &[2, 1, 0]),
-            &[(2, &[0., 1., 2., 3.]), (1, &[4., 5., 6., 7.]), (0, &[8., 9.])],
+            &[
+                (2, &[0., 1., 2., 3.]),
+                (1, &[4., 5., 6., 7.]),
+                (0, &[8., 9.]),
+            ],
         ),
         (
             &[13, 2],
@@ -177,9 +205,14 @@ fn chunks_move_as_in_the_reference() {
             for (shape, from, to, _) in &cases {
                 let x = p.device_put(&MpmdArray::from_host(counting(shape)), from)?;
                 let y = p.device_put(&x, to)?;
-                let shards = if y.is_fully_remote() { Vec::new() } else { y.addressable_shards()? };
-                let values =
-                    shards.iter().map(|shard| Ok((shard.device.0, shard.data.to_vec::<f32>()?)));
+                let shards = if y.is_fully_remote() {
+                    Vec::new()
+                } else {
+                    y.addressable_shards()?
+                };
+                let values = shards
+                    .iter()
+                    .map(|shard| Ok((shard.device.0, shard.data.to_vec::<f32>()?)));
                 found.push(values.collect::<Result<Vec<_>>>()?);
             }
             Ok(found)
@@ -188,8 +221,10 @@ fn chunks_move_as_in_the_reference() {
         for (case, (shape, from, to, expected)) in cases.iter().enumerate() {
             let found: BTreeMap<u32, Vec<f32>> =
                 results.iter().flat_map(|each| each[case].clone()).collect();
-            let expected =
-                expected.iter().map(|(device, values)| (*device, values.to_vec())).collect();
+            let expected = expected
+                .iter()
+                .map(|(device, values)| (*device, values.to_vec()))
+                .collect();
             assert_eq!(found, expected, "{shape:?} from {from} to {to}");
         }
     }
@@ -205,22 +240,36 @@ fn kernels_run_on_chunks_and_lists() {
             let double = || {
                 fun("double", like_first, |_, x, mut y| {
                     let x = x[0].as_slice::<f32>()?;
-                    y[0].as_mut_slice::<f32>()?.iter_mut().zip(x).for_each(|(y, x)| *y = 2.0 * x);
+                    y[0].as_mut_slice::<f32>()?
+                        .iter_mut()
+                        .zip(x)
+                        .for_each(|(y, x)| *y = 2.0 * x);
                     Ok(())
                 })
             };
-            for sharding in
-                shardings(p)?.into_iter().filter(|sharding| sharding.devices().len() == 4)
+            for sharding in shardings(p)?
+                .into_iter()
+                .filter(|sharding| sharding.devices().len() == 4)
             {
                 let x = p.device_put(&host, &sharding)?;
-                let jit = p.jit(double()).on(&mesh).inputs(&sharding).outputs(&sharding).build()?;
+                let jit = p
+                    .jit(double())
+                    .on(&mesh)
+                    .inputs(&sharding)
+                    .outputs(&sharding)
+                    .build()?;
                 let y = jit.call(p, vec![x])?.remove(0);
                 check(p, &y, 2.0)?;
             }
             // Two notations of the same chunks are equal.
             let x = p.device_put(&host, chunk(-1, &[0, 1, 2, 3]))?;
             let columns = chunk(1, &[0, 1, 2, 3]);
-            let jit = p.jit(double()).on(&mesh).inputs(&columns).outputs(&columns).build()?;
+            let jit = p
+                .jit(double())
+                .on(&mesh)
+                .inputs(&columns)
+                .outputs(&columns)
+                .build()?;
             let y = jit.call(p, vec![x])?.remove(0);
             check(p, &y, 2.0)?;
             // An input may be on more devices than the kernel, even if its shard there is empty.
@@ -232,9 +281,15 @@ fn kernels_run_on_chunks_and_lists() {
                 |_, x, mut y| Ok(y[0].fill(x[0].as_slice::<f32>()?.len() as f32)?),
             );
             let jit = p.jit(count).on(&last).outputs(last.replicated()).build()?;
-            Ok(jit.call(p, vec![short])?[0].to_host()?.map(|y| y.to_vec::<f32>()).transpose()?)
+            Ok(jit.call(p, vec![short])?[0]
+                .to_host()?
+                .map(|y| y.to_vec::<f32>())
+                .transpose()?)
         });
-        let counts: Vec<_> = results.into_iter().filter_map(|result| result.unwrap()).collect();
+        let counts: Vec<_> = results
+            .into_iter()
+            .filter_map(|result| result.unwrap())
+            .collect();
         assert_eq!(counts, [[0.0]], "device 3 has no row");
     }
 }
@@ -251,18 +306,29 @@ fn microbatches_of_chunks() {
             for half in rows.microbatches(p, 0, 2)? {
                 assert_eq!(half.shape(), [3, 2]);
                 let shards = half.addressable_shards()?;
-                let values =
-                    shards.iter().map(|shard| Ok((shard.device.0, shard.data.to_vec::<f32>()?)));
+                let values = shards
+                    .iter()
+                    .map(|shard| Ok((shard.device.0, shard.data.to_vec::<f32>()?)));
                 found.push(values.collect::<Result<Vec<_>>>()?);
             }
-            let error =
-                p.device_put(&MpmdArray::from_host(counting(&[9, 2])), chunk(0, &[0, 1, 2, 3]))?;
-            assert!(error.microbatches(p, 0, 3).is_ok(), "chunks of 3, 3, 3 and 0 rows");
+            let error = p.device_put(
+                &MpmdArray::from_host(counting(&[9, 2])),
+                chunk(0, &[0, 1, 2, 3]),
+            )?;
+            assert!(
+                error.microbatches(p, 0, 3).is_ok(),
+                "chunks of 3, 3, 3 and 0 rows"
+            );
             assert!(error.microbatches(p, 0, 2).is_err());
             let list = listed(&[(0, [(0, 4), (0, 2)]), (1, [(4, 6), (0, 2)])]);
-            let error = p.device_put(&host, list)?.microbatches(p, 0, 2).unwrap_err();
+            let error = p
+                .device_put(&host, list)?
+                .microbatches(p, 0, 2)
+                .unwrap_err();
             assert!(
-                error.to_string().contains("device 0 has [0..4, 0..2], which is past the end"),
+                error
+                    .to_string()
+                    .contains("device 0 has [0..4, 0..2], which is past the end"),
                 "{error}"
             );
             Ok(found)
@@ -274,8 +340,11 @@ fn microbatches_of_chunks() {
             }
         }
         let [first, second] = halves;
-        let of =
-            |rows: [&[f32]; 4]| (0..4).zip(rows.map(<[f32]>::to_vec)).collect::<BTreeMap<u32, _>>();
+        let of = |rows: [&[f32]; 4]| {
+            (0..4)
+                .zip(rows.map(<[f32]>::to_vec))
+                .collect::<BTreeMap<u32, _>>()
+        };
         assert_eq!(first, of([&[4., 5.], &[8., 9.], &[0., 1.], &[]]));
         assert_eq!(second, of([&[6., 7.], &[10., 11.], &[2., 3.], &[]]));
     }
@@ -311,7 +380,10 @@ fn partial_sums_go_to_a_kernel_that_declares_them() {
             assert_eq!(terms.sharding(), Some(&sums));
             let same = p.device_put(&terms, &sums)?;
             let halves = terms.microbatches(p, 0, 2)?;
-            assert_eq!((halves[1].shape(), halves[1].sharding()), (&[2][..], Some(&sums)));
+            assert_eq!(
+                (halves[1].shape(), halves[1].sharding()),
+                (&[2][..], Some(&sums))
+            );
             let y = add.call(p, vec![same])?.remove(0);
             for shard in y.addressable_shards()? {
                 assert_eq!(shard.data.to_vec::<f32>()?, [3.0, 3.0]);
@@ -329,7 +401,10 @@ fn partial_sums_go_to_a_kernel_that_declares_them() {
             }
             let (sender, receiver) = std::sync::mpsc::channel();
             terms.then(move |values| sender.send(values.is_err()).unwrap_or_default());
-            assert_eq!(receiver.recv_timeout(std::time::Duration::from_secs(30)), Ok(true));
+            assert_eq!(
+                receiver.recv_timeout(std::time::Duration::from_secs(30)),
+                Ok(true)
+            );
             Ok(())
         });
         results.into_iter().for_each(|result| result.unwrap());
@@ -347,7 +422,13 @@ fn partial_sum_reads_are_refused_without_a_local_shard() {
             |_| Ok(Signature::new(vec![f32s([2])])),
             |_, _, mut y| Ok(y[0].fill(1.0f32)?),
         );
-        let terms = p.jit(write).on(&one).outputs(&sums).build()?.call(p, vec![])?.remove(0);
+        let terms = p
+            .jit(write)
+            .on(&one)
+            .outputs(&sums)
+            .build()?
+            .call(p, vec![])?
+            .remove(0);
         terms.block_until_ready()?;
         Ok(terms.to_host().map(drop).unwrap_err().to_string())
     });

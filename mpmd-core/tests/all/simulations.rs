@@ -12,5 +12,9 @@ pub(crate) fn zero_copy() -> bool {
 /// other.
 pub(crate) fn simulation(processes: usize, devices: usize) -> Simulation {
     let simulation = Simulation::new(processes, devices);
-    if zero_copy() { simulation.zero_copy(&vec![0; processes]) } else { simulation }
+    if zero_copy() {
+        simulation.zero_copy(&vec![0; processes])
+    } else {
+        simulation
+    }
 }

@@ -52,26 +52,39 @@ fn spans_of_a_step_are_nested() {
     let log = Log::of_this_process();
     let results = simulation(2, 2).run(|p| {
         let stages = p.mesh(&[("stage", 2)])?.split("stage")?;
-        p.annotate("outer", |p| p.annotate("inner", |_| tracing::info!("inside of the range")));
+        p.annotate("outer", |p| {
+            p.annotate("inner", |_| tracing::info!("inside of the range"))
+        });
         let x = p.device_put(&MpmdArray::scalar(1.0f32), stages[0].replicated())?;
         p.step_end()?;
-        p.set_label(Some(Label { stage: 1, microbatch: Some(7), role: Role::Forward }));
+        p.set_label(Some(Label {
+            stage: 1,
+            microbatch: Some(7),
+            role: Role::Forward,
+        }));
         let x = p.device_put(&x, stages[1].replicated())?;
         let same = p.jit(fun("same", like_first, |_, x, mut y| {
             tracing::info!("inside of the kernel");
-            y[0].as_mut_slice::<f32>()?.copy_from_slice(x[0].as_slice()?);
+            y[0].as_mut_slice::<f32>()?
+                .copy_from_slice(x[0].as_slice()?);
             Ok(())
         }));
-        let same = same.on(&stages[1]).outputs(stages[1].replicated()).build()?;
+        let same = same
+            .on(&stages[1])
+            .outputs(stages[1].replicated())
+            .build()?;
         same.call(p, vec![x])?[0].block_until_ready()?;
         Ok(())
     });
     results.into_iter().for_each(Result::unwrap);
     let text = log.text();
     let line = |what: &str| {
-        let mut lines =
-            text.lines().filter(|line| line.contains("stage{number=1 role=\"forward\"}"));
-        lines.find(|line| line.contains(what)).unwrap_or_else(|| panic!("no {what:?} in\n{text}"))
+        let mut lines = text
+            .lines()
+            .filter(|line| line.contains("stage{number=1 role=\"forward\"}"));
+        lines
+            .find(|line| line.contains(what))
+            .unwrap_or_else(|| panic!("no {what:?} in\n{text}"))
     };
     for what in ["inside of the kernel", "ran microseconds="] {
         let line = line(what);
@@ -83,16 +96,30 @@ fn spans_of_a_step_are_nested() {
             at.as_str(),
             "}:kernel{device=1}:",
         ] {
-            let (_, after) = rest.split_once(part).unwrap_or_else(|| panic!("{part:?} in {line}"));
+            let (_, after) = rest
+                .split_once(part)
+                .unwrap_or_else(|| panic!("{part:?} in {line}"));
             rest = after;
         }
     }
-    let range = text.lines().find(|line| line.contains("inside of the range")).unwrap();
-    let inner = range.split_once("annotation{name=\"outer\"").expect("the outer range").1;
-    assert!(inner.contains("}:annotation{name=\"inner\"") && inner.contains(file!()), "{range}");
+    let range = text
+        .lines()
+        .find(|line| line.contains("inside of the range"))
+        .unwrap();
+    let inner = range
+        .split_once("annotation{name=\"outer\"")
+        .expect("the outer range")
+        .1;
+    assert!(
+        inner.contains("}:annotation{name=\"inner\"") && inner.contains(file!()),
+        "{range}"
+    );
     for what in ["sent peer=1", "received peer=0"] {
         let line = line(what);
-        assert!(line.contains("operation{number=2") && line.contains("bytes=4"), "{line}");
+        assert!(
+            line.contains("operation{number=2") && line.contains("bytes=4"),
+            "{line}"
+        );
     }
 }
 
@@ -114,15 +141,19 @@ fn synchronous_call_returns_the_failure_of_its_operation() {
         let mut p = Program::builder().devices(2).sync(sync).alone().unwrap();
         assert_eq!(fails(&mut p).unwrap(), operations);
     }
-    let results = simulation(2, 2).settings(|program| program.sync(true)).run(|p| {
-        let mut x =
-            p.device_put(&MpmdArray::scalar(1.0f32), Sharding::single_device(DeviceId(0)))?;
-        for step in 0..100u32 {
-            x = p.device_put(&x, Sharding::single_device(DeviceId(step % 2)))?;
-            assert!(x.is_fully_remote() || x.is_complete(), "{x:?}");
-        }
-        Ok(())
-    });
+    let results = simulation(2, 2)
+        .settings(|program| program.sync(true))
+        .run(|p| {
+            let mut x = p.device_put(
+                &MpmdArray::scalar(1.0f32),
+                Sharding::single_device(DeviceId(0)),
+            )?;
+            for step in 0..100u32 {
+                x = p.device_put(&x, Sharding::single_device(DeviceId(step % 2)))?;
+                assert!(x.is_fully_remote() || x.is_complete(), "{x:?}");
+            }
+            Ok(())
+        });
     results.into_iter().for_each(Result::unwrap);
 }
 
@@ -134,7 +165,8 @@ fn replicas_that_differ_are_named() {
         let results = simulation.run(|p| {
             let mesh = p.mesh(&[("x", 2), ("y", 2)])?;
             let kernel = fun("uneven", like_first, move |cx, x, mut y| {
-                y[0].as_mut_slice::<f32>()?.copy_from_slice(x[0].as_slice()?);
+                y[0].as_mut_slice::<f32>()?
+                    .copy_from_slice(x[0].as_slice()?);
                 if differ && cx.device() == DeviceId(3) {
                     y[0].as_mut_slice::<f32>()?[1] += 1.0;
                 }

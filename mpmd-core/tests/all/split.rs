@@ -51,7 +51,13 @@ fn pick(whole: &HostArray, rows: &[usize], columns: Range<usize>) -> HostArray {
 }
 
 fn devices(array: &MpmdArray) -> Vec<u32> {
-    array.sharding().expect("it is placed").devices().iter().map(|device| device.0).collect()
+    array
+        .sharding()
+        .expect("it is placed")
+        .devices()
+        .iter()
+        .map(|device| device.0)
+        .collect()
 }
 
 /// Returns the text of an issue error, without the program's line in front. Panics for a success or
@@ -83,7 +89,10 @@ fn splits(
     for (array, (on, rows, columns)) in parts.iter().zip(expected) {
         assert_eq!(devices(array), *on);
         assert_eq!(array.sharding().and_then(Sharding::spec), Some(&spec));
-        assert_eq!(array.sharding().unwrap().mesh().unwrap().axis_names(), ["x", "y"]);
+        assert_eq!(
+            array.sharding().unwrap().mesh().unwrap().axis_names(),
+            ["x", "y"]
+        );
         check(p, array, &pick(&whole, rows, columns.clone()))?;
     }
     let again = p.concatenate_by_mesh_axis(&parts, axis, keep())?;
@@ -91,8 +100,15 @@ fn splits(
     check(p, &again, &whole)?;
     // No byte has moved.
     if !x.is_fully_remote() {
-        for (a, b) in x.addressable_shards()?.iter().zip(again.addressable_shards()?) {
-            assert_eq!((a.device, a.data.bytes().as_ptr()), (b.device, b.data.bytes().as_ptr()));
+        for (a, b) in x
+            .addressable_shards()?
+            .iter()
+            .zip(again.addressable_shards()?)
+        {
+            assert_eq!(
+                (a.device, a.data.bytes().as_ptr()),
+                (b.device, b.data.bytes().as_ptr())
+            );
         }
     }
     Ok(())
@@ -122,14 +138,20 @@ fn every_part_has_its_devices_and_its_values() {
                 spec!["x", "y"],
                 "x",
                 [1].into(),
-                &[(&[0, 1], &[0, 1], 0..6), (&[2, 3, 4, 5, 6, 7], &[2, 3, 4, 5, 6, 7], 0..6)],
+                &[
+                    (&[0, 1], &[0, 1], 0..6),
+                    (&[2, 3, 4, 5, 6, 7], &[2, 3, 4, 5, 6, 7], 0..6),
+                ],
             )?;
             splits(
                 p,
                 spec!["x", "y"],
                 "x",
                 2.into(),
-                &[(&[0, 1, 2, 3], &[0, 1, 2, 3], 0..6), (&[4, 5, 6, 7], &[4, 5, 6, 7], 0..6)],
+                &[
+                    (&[0, 1, 2, 3], &[0, 1, 2, 3], 0..6),
+                    (&[4, 5, 6, 7], &[4, 5, 6, 7], 0..6),
+                ],
             )?;
             splits(
                 p,
@@ -159,7 +181,10 @@ fn every_part_has_its_devices_and_its_values() {
                 spec![("x", "y"), None],
                 "x",
                 2.into(),
-                &[(&[0, 1, 2, 3], &[0, 1, 2, 3], 0..6), (&[4, 5, 6, 7], &[4, 5, 6, 7], 0..6)],
+                &[
+                    (&[0, 1, 2, 3], &[0, 1, 2, 3], 0..6),
+                    (&[4, 5, 6, 7], &[4, 5, 6, 7], 0..6),
+                ],
             )?;
             splits(
                 p,
@@ -189,15 +214,23 @@ fn trees_are_cut_and_joined_leaf_by_leaf() {
                 values(&[0, 2], DType::U8),
             ];
             let tree = (
-                vec![MpmdArray::from_host(a.clone()), MpmdArray::from_host(b.clone())],
+                vec![
+                    MpmdArray::from_host(a.clone()),
+                    MpmdArray::from_host(b.clone()),
+                ],
                 MpmdArray::from_host(c.clone()),
             );
             let over = |spec| Sharding::named(mesh.clone(), spec, MemoryKind::Device);
-            let specs = (vec![over(spec!["y", "x"]), over(spec!["x"])], over(spec![None, "y"]));
+            let specs = (
+                vec![over(spec!["y", "x"]), over(spec!["x"])],
+                over(spec![None, "y"]),
+            );
             // 6 columns are not divisible by 4.
             assert!(p.device_put(&tree, specs.clone()).is_err());
-            let specs =
-                (vec![over(spec![("y", "x"), None]), over(spec!["x"])], over(spec![None, "y"]));
+            let specs = (
+                vec![over(spec![("y", "x"), None]), over(spec!["x"])],
+                over(spec![None, "y"]),
+            );
             let x = p.device_put(&tree, specs)?;
             for array in [&x.0[0], &x.0[1], &x.1] {
                 array.block_until_ready()?;
@@ -234,15 +267,18 @@ fn a_donated_source_ends_and_its_memory_belongs_to_the_parts() {
         let results = simulate(processes, 8, 3, |p| {
             let mesh = grid(p)?;
             let shape = [64, 256];
-            let x =
-                p.array_from_fn(f32s(shape), mesh.sharding(spec!["x", "y"]), |_, mut view| {
-                    Ok(view.fill(2.0f32)?)
-                })?;
+            let x = p.array_from_fn(
+                f32s(shape),
+                mesh.sharding(spec!["x", "y"]),
+                |_, mut view| Ok(view.fill(2.0f32)?),
+            )?;
             let clone = x.clone();
             let parts = p.split_by_mesh_axis(&x, "y", Sections::Each, keep().donate(true))?;
             let error = refusal(p.split_by_mesh_axis(&clone, "y", Sections::Each, keep()));
             assert!(error.contains("was donated to operation 2"), "{error}");
-            let [left, right] = &parts[..] else { panic!("two parts") };
+            let [left, right] = &parts[..] else {
+                panic!("two parts")
+            };
             left.block_until_ready()?;
             right.block_until_ready()?;
             let all = p.memory().live;
@@ -269,13 +305,31 @@ fn invalid_cuts_and_joins_are_refused_without_effect() {
         let other = p.device_put(&host, turned.sharding(spec!["x"]))?;
         let before = p.operations();
         let mut said = Vec::new();
-        for sections in
-            [3.into(), 0.into(), [0].into(), [4].into(), [2, 2].into(), Sections::At(vec![3, 1])]
-        {
-            said.push(refusal(p.split_by_mesh_axis(&x, "x", sections, keep().donate(true))));
+        for sections in [
+            3.into(),
+            0.into(),
+            [0].into(),
+            [4].into(),
+            [2, 2].into(),
+            Sections::At(vec![3, 1]),
+        ] {
+            said.push(refusal(p.split_by_mesh_axis(
+                &x,
+                "x",
+                sections,
+                keep().donate(true),
+            )));
         }
-        for (i, part) in
-            ["3 equal parts", "0 equal parts", "[0]", "[4]", "[2, 2]", "[3, 1]"].iter().enumerate()
+        for (i, part) in [
+            "3 equal parts",
+            "0 equal parts",
+            "[0]",
+            "[4]",
+            "[2, 2]",
+            "[3, 1]",
+        ]
+        .iter()
+        .enumerate()
         {
             assert!(
                 said[i].contains(part) && said[i].contains("axis `x` of {x:4, y:2}"),
@@ -284,14 +338,23 @@ fn invalid_cuts_and_joins_are_refused_without_effect() {
             );
         }
         let z = refusal(p.split_by_mesh_axis(&x, "z", Sections::Each, keep()));
-        assert_eq!(z, "there is no axis `z` in {x:4, y:2} devices [0, 1, 2, 3, 4, 5, 6, 7]");
+        assert_eq!(
+            z,
+            "there is no axis `z` in {x:4, y:2} devices [0, 1, 2, 3, 4, 5, 6, 7]"
+        );
         let uncommitted =
             refusal(p.split_by_mesh_axis(&vec![x.clone(), host.clone()], "x", 2, keep()));
-        assert!(uncommitted.starts_with("\"1\": i32[8,6] is uncommitted"), "{uncommitted}");
+        assert!(
+            uncommitted.starts_with("\"1\": i32[8,6] is uncommitted"),
+            "{uncommitted}"
+        );
         let unmeshed = refusal(p.split_by_mesh_axis(&vec![x.clone(), single], "x", 2, keep()));
         assert_eq!(unmeshed, "\"1\": device 0 is not over the axes of a mesh");
         let two = refusal(p.split_by_mesh_axis(&vec![x.clone(), other], "x", 2, keep()));
-        assert!(two.starts_with("\"1\": is over mesh {x:2, y:4} devices ["), "{two}");
+        assert!(
+            two.starts_with("\"1\": is over mesh {x:2, y:4} devices ["),
+            "{two}"
+        );
         let twice =
             refusal(p.split_by_mesh_axis(&(x.clone(), x.clone()), "x", 2, keep().donate(true)));
         assert_eq!(twice, "\"1\" is donated, and is the same array as \"0\"");
@@ -311,9 +374,14 @@ fn invalid_cuts_and_joins_are_refused_without_effect() {
         let axis = join(&parts[..2], "z");
         assert_eq!(axis, "there is no axis `z` in {x:1, y:2} devices [0, 1]");
         let sizes = join(&[parts[0].clone(), x.clone()], "y");
-        let [whole, part] =
-            ["{x:4, y:2} devices [0, 1, 2, 3, 4, 5, 6, 7]", "{x:1, y:2} devices [0, 1]"];
-        assert_eq!(sizes, format!("mesh {whole} cannot follow {part} along axis `y`"));
+        let [whole, part] = [
+            "{x:4, y:2} devices [0, 1, 2, 3, 4, 5, 6, 7]",
+            "{x:1, y:2} devices [0, 1]",
+        ];
+        assert_eq!(
+            sizes,
+            format!("mesh {whole} cannot follow {part} along axis `y`")
+        );
         let half = p.mesh_of(&[("x", 1), ("y", 2)], &[DeviceId(2), DeviceId(3)])?;
         let [spec, shape] = [
             p.device_put(
@@ -329,19 +397,29 @@ fn invalid_cuts_and_joins_are_refused_without_effect() {
             refusal(p.concatenate_by_mesh_axis(&[parts[0].clone(), other], "x", keep()))
         };
         let spec = join(spec);
-        assert!(spec.starts_with("\"1\": is sharded P(x) on {x:1, y:2}"), "{spec}");
+        assert!(
+            spec.starts_with("\"1\": is sharded P(x) on {x:1, y:2}"),
+            "{spec}"
+        );
         let shape = join(shape);
         assert!(
             shape.contains("i32[4,6] over {x:1, y:2} devices [2, 3] cannot follow i32[2,6]"),
             "{shape}"
         );
-        let trees = [vec![parts[0].clone()], vec![parts[1].clone(), parts[2].clone()]];
+        let trees = [
+            vec![parts[0].clone()],
+            vec![parts[1].clone(), parts[2].clone()],
+        ];
         let error = p.concatenate_by_mesh_axis(&trees, "x", keep()).unwrap_err();
         assert!(
             matches!(&error, Error::Issue(issue) if matches!(issue.why, IssueProblem::Tree(_))),
             "{error}"
         );
-        assert_eq!(p.operations(), before + 2, "two were put, nothing else was issued");
+        assert_eq!(
+            p.operations(),
+            before + 2,
+            "two were put, nothing else was issued"
+        );
         said.extend([nothing, shared, axis, sizes, spec, shape, error.to_string()]);
         check(p, &x, &values(&[8, 6], DType::I32))?;
         Ok(said)
@@ -363,7 +441,10 @@ fn partial_sums_stay_and_are_not_separated() {
             let x = p.device_put(&MpmdArray::from_host(values(&[8, 6], DType::F32)), &rows)?;
             let x = ones.call(p, vec![x])?.remove(0);
             let error = refusal(p.split_by_mesh_axis(&x, "y", Sections::Each, keep()));
-            assert!(error.starts_with("holds partial sums over axis `y`"), "{error}");
+            assert!(
+                error.starts_with("holds partial sums over axis `y`"),
+                "{error}"
+            );
             let parts = p.split_by_mesh_axis(&x, "x", 2, keep())?;
             for part in &parts {
                 assert_eq!(part.sharding().unwrap().unreduced_axes(), ["y"]);
@@ -371,7 +452,10 @@ fn partial_sums_stay_and_are_not_separated() {
                 part.block_until_ready()?;
             }
             let error = refusal(p.concatenate_by_mesh_axis(&parts, "y", keep()));
-            assert!(error.starts_with("\"0\": holds partial sums over axis `y`"), "{error}");
+            assert!(
+                error.starts_with("\"0\": holds partial sums over axis `y`"),
+                "{error}"
+            );
             let again = p.concatenate_by_mesh_axis(&parts, "x", keep())?;
             assert_eq!(again.sharding(), Some(&sums));
             again.block_until_ready().map(drop)
@@ -396,10 +480,20 @@ fn array_of_shards_shares_their_memory() {
             }
             let before = p.operations();
             let x = p.array_from_shards(&[8, 6], &sharding, &shards, keep())?;
-            assert_eq!((p.operations(), x.sharding()), (before + 1, Some(&sharding)));
+            assert_eq!(
+                (p.operations(), x.sharding()),
+                (before + 1, Some(&sharding))
+            );
             check(p, &x, &whole)?;
-            for shard in if x.is_fully_remote() { Vec::new() } else { x.addressable_shards()? } {
-                let own = shards.iter().find(|own| devices(own) == [shard.device.0]).unwrap();
+            for shard in if x.is_fully_remote() {
+                Vec::new()
+            } else {
+                x.addressable_shards()?
+            } {
+                let own = shards
+                    .iter()
+                    .find(|own| devices(own) == [shard.device.0])
+                    .unwrap();
                 let own = own.addressable_shards()?.remove(0);
                 assert_eq!(own.data.bytes().as_ptr(), shard.data.bytes().as_ptr());
             }
@@ -412,12 +506,18 @@ fn array_of_shards_shares_their_memory() {
                 "device 7 of P(y) on {x:4, y:2} devices [0, 1, 2, 3, 4, 5, 6, 7] has no shard"
             );
             let twice = [&shards[..7], &shards[..1]].concat();
-            assert_eq!(wrong(&sharding, &twice), "\"7\": is on device 7, as is shard 0");
+            assert_eq!(
+                wrong(&sharding, &twice),
+                "\"7\": is on device 7, as is shard 0"
+            );
             assert_eq!(
                 wrong(&sharding.mesh().unwrap().replicated(), &shards),
                 "\"0\": is i32[4,6], but device 7 has i32[8,6] of it"
             );
-            assert_eq!(wrong(&sharding, &[x]), "\"0\": is on 8 devices: a shard is on one");
+            assert_eq!(
+                wrong(&sharding, &[x]),
+                "\"0\": is on 8 devices: a shard is on one"
+            );
             let host = MpmdArray::from_host(whole);
             assert!(wrong(&sharding, &[host]).contains("is uncommitted"));
             assert_eq!(wrong(&sharding, &[]), "there is no shard");
@@ -437,8 +537,15 @@ fn trees_without_leaves_come_back_as_they_are() {
     let _limit = watchdog(60);
     let mut p = Program::builder().devices(2).alone().unwrap();
     let empty: Vec<MpmdArray> = Vec::new();
-    assert_eq!(p.split_by_mesh_axis(&empty, "x", 7, keep()).unwrap().len(), 1);
-    assert!(p.concatenate_by_mesh_axis(&[empty.clone(), empty], "x", keep()).unwrap().is_empty());
+    assert_eq!(
+        p.split_by_mesh_axis(&empty, "x", 7, keep()).unwrap().len(),
+        1
+    );
+    assert!(
+        p.concatenate_by_mesh_axis(&[empty.clone(), empty], "x", keep())
+            .unwrap()
+            .is_empty()
+    );
     assert_eq!(p.operations(), 0);
     p.finish().unwrap();
 }

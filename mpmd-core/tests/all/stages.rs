@@ -73,7 +73,10 @@ impl Kept {
     fn new(x: &[f32], alive: &Arc<Alive>) -> Self {
         let now = alive.now.fetch_add(1, Ordering::SeqCst) + 1;
         alive.most.fetch_max(now, Ordering::SeqCst);
-        Self { x: x.to_vec(), alive: alive.clone() }
+        Self {
+            x: x.to_vec(),
+            alive: alive.clone(),
+        }
     }
 }
 
@@ -86,12 +89,21 @@ impl Drop for Kept {
 impl Scale {
     /// Creates a stage with separate backward passes for the gradients of inputs and weights.
     pub(crate) fn of(rows: Rows) -> Self {
-        Self { rows, passes: Passes::Split, keeps: Keeps::Copy, counts: false }
+        Self {
+            rows,
+            passes: Passes::Split,
+            keeps: Keeps::Copy,
+            counts: false,
+        }
     }
 
     /// Creates a stage with one backward pass.
     pub(crate) fn small(keeps: Keeps) -> Self {
-        Self { passes: Passes::Fused, keeps, ..Self::of(Rows::All) }
+        Self {
+            passes: Passes::Fused,
+            keeps,
+            ..Self::of(Rows::All)
+        }
     }
 }
 
@@ -131,9 +143,10 @@ impl Stage for Scale {
         let signature = StageSignature::new(x.clone());
         let kept = PlacedShape::new(x.clone(), self.rows.spec());
         Ok(match self.keeps {
-            Keeps::Copy => {
-                signature.residual(kept.clone()).weight_residual((kept.clone(), kept)).keep("", "0")
-            }
+            Keeps::Copy => signature
+                .residual(kept.clone())
+                .weight_residual((kept.clone(), kept))
+                .keep("", "0"),
             Keeps::Input => signature,
             Keeps::Object(_) => signature.residual(PlacedShape::object_of_bytes(OBJECT_BYTES)),
         })
@@ -235,7 +248,9 @@ impl Stage for Join {
         }
         let kept = PlacedShape::replicated(a.clone());
         let signature = StageSignature::new(a.clone()).residual(kept.clone());
-        Ok(signature.weight_residual((kept.clone(), kept)).keep("", "0"))
+        Ok(signature
+            .weight_residual((kept.clone(), kept))
+            .keep("", "0"))
     }
 
     fn forward(
@@ -294,8 +309,9 @@ impl Stage for Square {
     ) -> Result<StageSignature<Loss<ShapedArray>>> {
         let kept = || PlacedShape::new(x.clone(), self.0.spec());
         let loss = Loss::new(f32s([]), f32s([]));
-        let signature =
-            StageSignature::new(loss).residual((kept(), kept())).weight_residual((kept(), kept()));
+        let signature = StageSignature::new(loss)
+            .residual((kept(), kept()))
+            .weight_residual((kept(), kept()));
         let signature = signature.keep("0", "0").keep("1", "1");
         Ok(if self.0 == Rows::Part {
             signature.forward_collectives(Signature::new(()).all_reduce("data", f32s([2])))
@@ -325,7 +341,10 @@ impl Stage for Square {
         kept.as_mut_slice()?.copy_from_slice(x);
         let error = error.as_mut_slice::<f32>()?;
         (0..x.len()).for_each(|i| error[i] = x[i] * w[i % w.len()] - labels[i]);
-        let mut loss = [error.iter().map(|e| e * e).sum::<f32>(), (x.len() / w.len()) as f32];
+        let mut loss = [
+            error.iter().map(|e| e * e).sum::<f32>(),
+            (x.len() / w.len()) as f32,
+        ];
         if self.0 == Rows::Part {
             cx.all_reduce("data", &mut loss)?;
         }
@@ -387,7 +406,10 @@ pub(crate) fn weights(stage: usize) -> Vec<f32> {
 }
 
 pub(crate) fn read(array: &MpmdArray) -> Result<Option<Vec<f32>>> {
-    array.to_host()?.map(|host| host.to_vec::<f32>().map_err(Error::from)).transpose()
+    array
+        .to_host()?
+        .map(|host| host.to_vec::<f32>().map_err(Error::from))
+        .transpose()
 }
 
 /// Returns a mesh for each rank: an equal part of the devices, in order.
@@ -397,7 +419,10 @@ pub(crate) fn meshes(p: &mut Program, ranks: usize) -> Result<Vec<Mesh>> {
 
 /// Creates the weights of a stage, replicated on a mesh.
 pub(crate) fn params(p: &mut Program, stage: usize, mesh: &Mesh) -> Result<MpmdArray> {
-    p.device_put(&MpmdArray::from_slice(&[WIDTH], &weights(stage))?, mesh.replicated())
+    p.device_put(
+        &MpmdArray::from_slice(&[WIDTH], &weights(stage))?,
+        mesh.replicated(),
+    )
 }
 
 /// Creates a pipeline of [`Scale`] stages with [`Square`] at the end, on the ranks that `schedule`
@@ -407,7 +432,11 @@ pub(crate) fn chain(
     schedule: &Schedule,
     fuses: bool,
 ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
-    chain_of(p, schedule, if fuses { Passes::Both } else { Passes::Split })
+    chain_of(
+        p,
+        schedule,
+        if fuses { Passes::Both } else { Passes::Split },
+    )
 }
 
 /// Creates a pipeline as [`chain`] does, of [`Scale`] stages with these backward passes.
@@ -416,7 +445,10 @@ pub(crate) fn chain_of(
     schedule: &Schedule,
     passes: Passes,
 ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
-    chain_with(p, schedule, |_| Scale { passes, ..Scale::of(Rows::All) })
+    chain_with(p, schedule, |_| Scale {
+        passes,
+        ..Scale::of(Rows::All)
+    })
 }
 
 /// Creates a pipeline as [`chain`] does, of these stages and [`Square`].
@@ -446,7 +478,10 @@ pub(crate) fn microbatches(
     for (m, rows) in rows.iter().copied().enumerate() {
         let mut put = |of: fn(usize, usize) -> f32, mesh: &Mesh| {
             let values: Vec<f32> = (0..rows * WIDTH).map(|i| of(m, i)).collect();
-            p.device_put(&MpmdArray::from_slice(&[rows, WIDTH], &values)?, mesh.replicated())
+            p.device_put(
+                &MpmdArray::from_slice(&[rows, WIDTH], &values)?,
+                mesh.replicated(),
+            )
         };
         let x = put(value, pipeline.mesh(0))?;
         all.push(Microbatch::new(x).side(last, put(label, pipeline.mesh(last))?));
@@ -493,17 +528,23 @@ pub(crate) fn by_hand(stages: usize, rows: &[usize]) -> Outcome {
             inputs.push((0..count).map(|i| x[i] * w[i % WIDTH]).collect());
         }
         let x = &inputs[stages - 1];
-        let mut d: Vec<f32> =
-            (0..count).map(|i| x[i] * w[stages - 1][i % WIDTH] - label(m, i)).collect();
+        let mut d: Vec<f32> = (0..count)
+            .map(|i| x[i] * w[stages - 1][i % WIDTH] - label(m, i))
+            .collect();
         let one = [d.iter().map(|e| e * e).sum::<f32>(), rows as f32];
         loss = Some(loss.map_or(one, |sum| [sum[0] + one[0], sum[1] + one[1]]));
         d.iter_mut().for_each(|e| *e *= 2.0);
         for stage in (0..stages).rev() {
             (0..count).for_each(|i| gradients[stage][i % WIDTH] += inputs[stage][i] * d[i]);
-            d.iter_mut().enumerate().for_each(|(i, d)| *d *= w[stage][i % WIDTH]);
+            d.iter_mut()
+                .enumerate()
+                .for_each(|(i, d)| *d *= w[stage][i % WIDTH]);
         }
     }
-    Outcome { loss, gradients: gradients.into_iter().map(Some).collect() }
+    Outcome {
+        loss,
+        gradients: gradients.into_iter().map(Some).collect(),
+    }
 }
 
 /// Combines the outcomes of all processes: for each value, that of the first process that owns it.

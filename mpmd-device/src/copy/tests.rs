@@ -18,7 +18,9 @@ fn indices(region: &Region) -> Vec<Vec<usize>> {
     region.ranges().fold(vec![vec![]], |outer, range| {
         let extend = |index: &Vec<usize>| {
             let index = index.clone();
-            range.clone().map(move |i| index.iter().copied().chain([i]).collect::<Vec<usize>>())
+            range
+                .clone()
+                .map(move |i| index.iter().copied().chain([i]).collect::<Vec<usize>>())
         };
         outer.iter().flat_map(extend).collect()
     })
@@ -33,7 +35,10 @@ fn naive(
     item_bytes: usize,
 ) {
     for index in indices(piece) {
-        let (s, d) = (offset(from, &index, item_bytes), offset(to, &index, item_bytes));
+        let (s, d) = (
+            offset(from, &index, item_bytes),
+            offset(to, &index, item_bytes),
+        );
         dst[d..d + item_bytes].copy_from_slice(&src[s..s + item_bytes]);
     }
 }
@@ -72,16 +77,29 @@ fn scalars_rows_and_columns() {
     copy_region(&[7], &scalar, &mut dst, &scalar, &scalar, 1);
     assert_eq!(dst, [7]);
     let whole = region([(2, 6), (0, 8)]);
-    assert_eq!(contiguous_bytes(&whole, &region([(3, 5), (0, 8)]), 4), Some(32..96));
-    assert_eq!(contiguous_bytes(&whole, &region([(3, 4), (2, 5)]), 4), Some(40..52));
+    assert_eq!(
+        contiguous_bytes(&whole, &region([(3, 5), (0, 8)]), 4),
+        Some(32..96)
+    );
+    assert_eq!(
+        contiguous_bytes(&whole, &region([(3, 4), (2, 5)]), 4),
+        Some(40..52)
+    );
     assert_eq!(contiguous_bytes(&whole, &region([(3, 5), (0, 4)]), 4), None);
-    assert_eq!(contiguous_bytes(&whole, &region([(0, 2), (0, 8)]), 4), None, "not within");
+    assert_eq!(
+        contiguous_bytes(&whole, &region([(0, 2), (0, 8)]), 4),
+        None,
+        "not within"
+    );
 }
 
 #[test]
 fn pieces_larger_than_caches_are_copied() {
     // Columns of an odd width, so that runs start at any alignment.
-    let (from, to) = (region([(0, 9500), (0, 1001)]), region([(0, 9500), (100, 1001)]));
+    let (from, to) = (
+        region([(0, 9500), (0, 1001)]),
+        region([(0, 9500), (100, 1001)]),
+    );
     let src: Vec<u8> = (0..from.elements()).map(|i| (i % 251) as u8).collect();
     let mut found = vec![255; to.elements()];
     assert!(to.elements() > STREAM_BYTES);
@@ -97,7 +115,11 @@ fn contiguous_pieces_are_one_copy() {
     let loops = Loops::new(&whole, &whole, &whole, 4);
     assert_eq!((loops.dims.len(), loops.run), (0, 480));
     let rows = Loops::new(&whole, &whole, &region([(0, 4), (0, 5), (1, 3)]), 4);
-    assert_eq!((rows.dims.len(), rows.run), (1, 8), "both outer dimensions are one loop");
+    assert_eq!(
+        (rows.dims.len(), rows.run),
+        (1, 8),
+        "both outer dimensions are one loop"
+    );
 }
 
 #[test]
@@ -120,15 +142,30 @@ pub(crate) fn nested(
     dims: usize,
     elements: usize,
 ) -> impl Strategy<Value = (Region, Region, Region)> {
-    let dim = (0..3usize, 0..3usize, 0..=elements, 0..3usize, 0..3usize, any::<[bool; 2]>());
+    let dim = (
+        0..3usize,
+        0..3usize,
+        0..=elements,
+        0..3usize,
+        0..3usize,
+        any::<[bool; 2]>(),
+    );
     proptest::collection::vec(dim, 0..=dims).prop_map(|dims| {
         let mut regions = [Vec::new(), Vec::new(), Vec::new()];
         for (a, b, size, c, d, tight) in dims {
             let (start, end) = (3, 3 + size);
             regions[0].push((start, end));
             // Often the same extent as the inner region, so that contiguous runs merge.
-            regions[1].push(if tight[0] { (start, end) } else { (start - a, end + b) });
-            regions[2].push(if tight[1] { (start, end) } else { (start - c, end + d) });
+            regions[1].push(if tight[0] {
+                (start, end)
+            } else {
+                (start - a, end + b)
+            });
+            regions[2].push(if tight[1] {
+                (start, end)
+            } else {
+                (start - c, end + d)
+            });
         }
         let [piece, from, to] = regions.map(Region::from_iter);
         (piece, from, to)

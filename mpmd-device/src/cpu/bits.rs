@@ -51,11 +51,21 @@ widest!(round_wide = round(values: &[u8], out: &mut [u8]));
 
 #[inline(always)]
 fn round(values: &[u8], out: &mut [u8]) {
-    for (to, from) in out.as_chunks_mut::<2>().0.iter_mut().zip(values.as_chunks::<4>().0) {
+    for (to, from) in out
+        .as_chunks_mut::<2>()
+        .0
+        .iter_mut()
+        .zip(values.as_chunks::<4>().0)
+    {
         let bits = u32::from_le_bytes(*from);
         let is_nan = bits & 0x7fff_ffff > 0x7f80_0000;
         let rounded = (bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16) as u16;
-        *to = if is_nan { (bits >> 16) as u16 | 0x40 } else { rounded }.to_le_bytes();
+        *to = if is_nan {
+            (bits >> 16) as u16 | 0x40
+        } else {
+            rounded
+        }
+        .to_le_bytes();
     }
 }
 
@@ -83,8 +93,12 @@ widest!(sum_wide = sum(bytes: &[u8], word: usize, first: usize) -> u64);
 fn sum(bytes: &[u8], word: usize, first: usize) -> u64 {
     match word {
         1 => sum_of(bytes.as_chunks::<1>().0, first, |word| word[0].into()),
-        2 => sum_of(bytes.as_chunks::<2>().0, first, |word| u16::from_le_bytes(*word).into()),
-        _ => sum_of(bytes.as_chunks::<4>().0, first, |word| u32::from_le_bytes(*word)),
+        2 => sum_of(bytes.as_chunks::<2>().0, first, |word| {
+            u16::from_le_bytes(*word).into()
+        }),
+        _ => sum_of(bytes.as_chunks::<4>().0, first, |word| {
+            u32::from_le_bytes(*word)
+        }),
     }
 }
 
@@ -114,15 +128,28 @@ pub fn each_changed(old: &[u8], new: &[u8], item: usize, mut changed: impl FnMut
     /// Bytes that are compared at once: they rarely differ, or in a few elements.
     const BLOCK: usize = 64;
     assert_eq!(old.len(), new.len(), "bytes");
-    assert!(item.is_power_of_two() && item <= 16, "elements of {item} bytes");
+    assert!(
+        item.is_power_of_two() && item <= 16,
+        "elements of {item} bytes"
+    );
     let mut elements = |first: usize, old: &[u8], new: &[u8]| {
-        let pairs = old.chunks_exact(item).zip(new.chunks_exact(item)).enumerate();
-        pairs.filter(|(_, (old, new))| old != new).for_each(|(at, _)| changed(first + at));
+        let pairs = old
+            .chunks_exact(item)
+            .zip(new.chunks_exact(item))
+            .enumerate();
+        pairs
+            .filter(|(_, (old, new))| old != new)
+            .for_each(|(at, _)| changed(first + at));
     };
     let ((olds, old), (news, new)) = (old.as_chunks::<BLOCK>(), new.as_chunks::<BLOCK>());
     for (block, (old, new)) in olds.iter().zip(news).enumerate() {
         if old != new {
-            let words = old.as_chunks::<16>().0.iter().zip(new.as_chunks::<16>().0).enumerate();
+            let words = old
+                .as_chunks::<16>()
+                .0
+                .iter()
+                .zip(new.as_chunks::<16>().0)
+                .enumerate();
             for (word, (old, new)) in words.filter(|(_, (old, new))| old != new) {
                 elements((block * BLOCK + word * 16) / item, old, new);
             }
@@ -137,8 +164,9 @@ mod tests {
 
     #[test]
     fn wide_and_plain_forms_give_the_same_bits() {
-        let bytes: Vec<u8> =
-            (0..40_004u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 9) as u8).collect();
+        let bytes: Vec<u8> = (0..40_004u32)
+            .map(|i| (i.wrapping_mul(2_654_435_761) >> 9) as u8)
+            .collect();
         for len in [0, 4, 60, 4096, 40_000] {
             let values = &bytes[..len];
             let (mut wide, mut plain) = (vec![0; len / 2], vec![0; len / 2]);
@@ -157,7 +185,9 @@ mod tests {
             let old = vec![7u8; 16 * 133];
             let mut new = old.clone();
             let expected: Vec<usize> = (0..old.len() / item).step_by(11).collect();
-            expected.iter().for_each(|place| new[place * item + item - 1] = 8);
+            expected
+                .iter()
+                .for_each(|place| new[place * item + item - 1] = 8);
             let mut found = Vec::new();
             each_changed(&old, &new, item, |place| found.push(place));
             assert_eq!(found, expected, "{item}");

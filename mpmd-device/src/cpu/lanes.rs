@@ -118,8 +118,16 @@ mod tests {
             let x: Vec<f32> = (0..len).map(|i| ((i * 37) % 23) as f32 - 11.0).collect();
             let y: Vec<f32> = (0..len).map(|i| ((i * 5) % 7) as f32).collect();
             assert_eq!(sum(&x), x.iter().sum::<f32>(), "{len}");
-            assert_eq!(sum_of(&x, |x| x * x), x.iter().map(|x| x * x).sum::<f32>(), "{len}");
-            assert_eq!(dot(&x, &y), x.iter().zip(&y).map(|(x, y)| x * y).sum::<f32>(), "{len}");
+            assert_eq!(
+                sum_of(&x, |x| x * x),
+                x.iter().map(|x| x * x).sum::<f32>(),
+                "{len}"
+            );
+            assert_eq!(
+                dot(&x, &y),
+                x.iter().zip(&y).map(|(x, y)| x * y).sum::<f32>(),
+                "{len}"
+            );
             let expected = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             assert_eq!(max(&x), expected, "{len}");
         }
@@ -130,7 +138,10 @@ mod tests {
         for i in -80_000..=80_000 {
             let x = i as f32 * 1e-3;
             let (fast, exact) = (f64::from(exp(x)), f64::from(x).exp());
-            assert!((fast / exact - 1.0).abs() < 3e-7, "e^{x} = {exact}, not {fast}");
+            assert!(
+                (fast / exact - 1.0).abs() < 3e-7,
+                "e^{x} = {exact}, not {fast}"
+            );
         }
         assert_eq!(exp(0.0), 1.0);
         for x in [-81.0, f32::NEG_INFINITY, f32::MIN] {

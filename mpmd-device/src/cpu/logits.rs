@@ -86,7 +86,10 @@ impl TokenWeights {
     /// Creates the weights of logits up to `largest`, a finite number.
     pub fn new(largest: f32, temperature: f64) -> Self {
         // Within these limits the rate is a finite number, and products with it are not NaN.
-        Self { largest, rate: temperature.clamp(1e-30, 1e30).recip() as f32 }
+        Self {
+            largest,
+            rate: temperature.clamp(1e-30, 1e30).recip() as f32,
+        }
     }
 
     /// Returns the weight of a logit.
@@ -121,7 +124,9 @@ impl TokenWeights {
     ///
     /// If there are fewer sums than [`BINS`].
     pub fn add_to_bins(self, logits: &[f32], least: i32, sums: &mut [f64]) {
-        let Some(sums) = sums.first_chunk_mut() else { panic!("a sum for each bin") };
+        let Some(sums) = sums.first_chunk_mut() else {
+            panic!("a sum for each bin")
+        };
         add_wide(self, logits, least, sums);
     }
 
@@ -192,8 +197,15 @@ mod tests {
             let logits = logits(count);
             let largest = logits.iter().copied().max_by(f32::total_cmp);
             let expected = largest.map_or(i32::MIN, key);
-            assert_eq!((largest_key(&logits), super::largest(&logits)), (expected, expected));
-            assert!(logits.iter().all(|x| logit(key(*x)).to_bits() == x.to_bits()));
+            assert_eq!(
+                (largest_key(&logits), super::largest(&logits)),
+                (expected, expected)
+            );
+            assert!(
+                logits
+                    .iter()
+                    .all(|x| logit(key(*x)).to_bits() == x.to_bits())
+            );
             for pair in logits.windows(2) {
                 assert_eq!(key(pair[0]).cmp(&key(pair[1])), pair[0].total_cmp(&pair[1]));
             }
@@ -212,7 +224,10 @@ mod tests {
                 add(weights, &logits, least, bins[1].first_chunk_mut().unwrap());
                 assert_eq!(bins[0], bins[1]);
                 let total: f64 = bins[0].iter().sum();
-                assert!((total - f64::from(plain)).abs() <= 1e-5 * total, "{total}, not {plain}");
+                assert!(
+                    (total - f64::from(plain)).abs() <= 1e-5 * total,
+                    "{total}, not {plain}"
+                );
 
                 for (bin, expected) in bins[0].iter().enumerate().filter(|(_, sum)| **sum > 0.0) {
                     let mut sums = [0.0, 0.0];
@@ -232,7 +247,10 @@ mod tests {
             for at in 0..400 {
                 let logit = 3.5 - (at as f32) * (temperature as f32) / 40.0;
                 let exact = (f64::from(logit - 3.5) / temperature).exp();
-                assert!((f64::from(weights.of(logit)) - exact).abs() < 1e-6 * exact, "{logit}");
+                assert!(
+                    (f64::from(weights.of(logit)) - exact).abs() < 1e-6 * exact,
+                    "{logit}"
+                );
             }
             assert_eq!(weights.of(3.5), 1.0);
         }

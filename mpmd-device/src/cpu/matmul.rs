@@ -70,7 +70,12 @@ pub fn matmul_nt<T: Scalar>(
     n: usize,
     accumulate: bool,
 ) {
-    dense(c, Matrix::new(a, m, k), Matrix::new(b, n, k).t(), accumulate);
+    dense(
+        c,
+        Matrix::new(a, m, k),
+        Matrix::new(b, n, k).t(),
+        accumulate,
+    );
 }
 
 /// Computes `c = aᵀ b`, or `c += aᵀ b` if `accumulate` is set. `c` is `[m, n]`, `a` is `[k, m]`,
@@ -90,7 +95,12 @@ pub fn matmul_tn<T: Scalar>(
     n: usize,
     accumulate: bool,
 ) {
-    dense(c, Matrix::new(a, k, m).t(), Matrix::new(b, k, n), accumulate);
+    dense(
+        c,
+        Matrix::new(a, k, m).t(),
+        Matrix::new(b, k, n),
+        accumulate,
+    );
 }
 
 fn dense<T: Scalar>(c: &mut [T], a: Matrix<'_, T>, b: Matrix<'_, T>, accumulate: bool) {
@@ -117,7 +127,13 @@ impl<'a, T> Matrix<'a, T> {
     /// If the length of `data` is not `rows * columns`.
     pub fn new(data: &'a [T], rows: usize, columns: usize) -> Self {
         assert_len(data.len(), rows, columns);
-        Self { data, rows, columns, row_stride: columns, column_stride: 1 }
+        Self {
+            data,
+            rows,
+            columns,
+            row_stride: columns,
+            column_stride: 1,
+        }
     }
 
     /// Wraps the `[rows, columns]` matrix whose row `i` begins at element `i * stride` of `data`.
@@ -127,7 +143,13 @@ impl<'a, T> Matrix<'a, T> {
     /// If a row is longer than `stride`, or `data` is too short.
     pub fn strided(data: &'a [T], rows: usize, columns: usize, stride: usize) -> Self {
         assert_rows(data.len(), rows, columns, stride);
-        Self { data, rows, columns, row_stride: stride, column_stride: 1 }
+        Self {
+            data,
+            rows,
+            columns,
+            row_stride: stride,
+            column_stride: 1,
+        }
     }
 
     /// Returns the transposed matrix on the same memory.
@@ -150,7 +172,10 @@ impl<'a, T> Matrix<'a, T> {
 
 fn assert_len(len: usize, rows: usize, columns: usize) {
     let expected = rows.checked_mul(columns);
-    assert!(expected == Some(len), "a [{rows}, {columns}] matrix in a slice of {len} elements");
+    assert!(
+        expected == Some(len),
+        "a [{rows}, {columns}] matrix in a slice of {len} elements"
+    );
 }
 
 fn assert_rows(len: usize, rows: usize, columns: usize, stride: usize) {
@@ -178,13 +203,20 @@ pub fn multiply<T: Scalar>(
     accumulate: bool,
     threads: Parallelism,
 ) {
-    assert_eq!(a.columns, b.rows, "inner dimensions of a product of {}", type_name::<T>());
+    assert_eq!(
+        a.columns,
+        b.rows,
+        "inner dimensions of a product of {}",
+        type_name::<T>()
+    );
     let (m, k, n) = (a.rows, a.columns, b.columns);
     assert_rows(c.len(), m, n, stride);
     if m == 0 || n == 0 || k == 0 {
         // There is nothing to read, and `gemm` must not get pointers of empty slices.
         if !accumulate && n > 0 {
-            c.chunks_mut(stride).take(m).for_each(|row| row[..n].fill(T::ZERO));
+            c.chunks_mut(stride)
+                .take(m)
+                .for_each(|row| row[..n].fill(T::ZERO));
         }
         return;
     }
@@ -228,15 +260,21 @@ mod tests {
     /// Returns `len` integers small enough that every sum is exact, so that results can be compared
     /// bit by bit.
     fn whole_numbers(len: usize, seed: usize) -> Vec<f64> {
-        (0..len).map(|i| ((i * 31 + seed * 17) % 13) as f64 - 6.0).collect()
+        (0..len)
+            .map(|i| ((i * 31 + seed * 17) % 13) as f64 - 6.0)
+            .collect()
     }
 
     fn transpose(x: &[f64], rows: usize, columns: usize) -> Vec<f64> {
-        (0..columns).flat_map(|j| (0..rows).map(move |i| x[i * columns + j])).collect()
+        (0..columns)
+            .flat_map(|j| (0..rows).map(move |i| x[i * columns + j]))
+            .collect()
     }
 
     fn by_definition(a: &[f64], b: &[f64], m: usize, k: usize, n: usize) -> Vec<f64> {
-        (0..m * n).map(|at| (0..k).map(|p| a[at / n * k + p] * b[p * n + at % n]).sum()).collect()
+        (0..m * n)
+            .map(|at| (0..k).map(|p| a[at / n * k + p] * b[p * n + at % n]).sum())
+            .collect()
     }
 
     #[test]
@@ -285,7 +323,9 @@ mod tests {
         for _ in 0..5 {
             assert_eq!(first, run());
         }
-        let exact: f64 = (0..k).map(|p| f64::from(a[5 * k + p]) * f64::from(b[p * n + 9])).sum();
+        let exact: f64 = (0..k)
+            .map(|p| f64::from(a[5 * k + p]) * f64::from(b[p * n + 9]))
+            .sum();
         assert!((f64::from(f32::from_bits(first[5 * n + 9])) - exact).abs() < 1e-4);
     }
 
@@ -298,14 +338,25 @@ mod tests {
     #[test]
     #[should_panic(expected = "matrix in a slice of 0 elements")]
     fn overflowing_shape_panics() {
-        matmul(&mut [0.0f32; 0], &[0.0; 0], &[0.0; 0], usize::MAX, 2, 0, false);
+        matmul(
+            &mut [0.0f32; 0],
+            &[0.0; 0],
+            &[0.0; 0],
+            usize::MAX,
+            2,
+            0,
+            false,
+        );
     }
 
     #[test]
     fn rows_may_lie_apart() {
         let (a, b) = (whole_numbers(5 * 9, 1), whole_numbers(3 * 8, 2));
         let mut c = [7.0; 5 * 6];
-        let (left, right) = (Matrix::strided(&a[2..], 5, 3, 9), Matrix::strided(&b[1..], 3, 4, 8));
+        let (left, right) = (
+            Matrix::strided(&a[2..], 5, 3, 9),
+            Matrix::strided(&b[1..], 3, 4, 8),
+        );
         multiply((&mut c[1..], 6), left, right, false, Parallelism::None);
         for (at, c) in c.iter().enumerate() {
             let (row, column) = (at / 6, at % 6);

@@ -48,7 +48,11 @@ impl Packed {
             true => Panels::Bf16(vec![bf16::ZERO; elements]),
             false => Panels::F32(vec![0.0; elements]),
         };
-        Self { rows, columns, panels }
+        Self {
+            rows,
+            columns,
+            panels,
+        }
     }
 
     /// Sets some rows, beginning at row `first`. `values` are row-major. Rounds them to `bf16` if
@@ -58,9 +62,16 @@ impl Packed {
     ///
     /// If `values` has no whole rows, or more than there are.
     pub fn set_rows(&mut self, first: usize, values: &[f32]) {
-        let Self { rows, columns, panels } = self;
+        let Self {
+            rows,
+            columns,
+            panels,
+        } = self;
         let (columns, count) = (*columns, values.len() / (*columns).max(1));
-        assert!(count * columns == values.len() && first + count <= *rows, "rows of the weight");
+        assert!(
+            count * columns == values.len() && first + count <= *rows,
+            "rows of the weight"
+        );
         match panels {
             Panels::F32(all) => set(all, columns, first, values, |value| value),
             Panels::Bf16(all) => set(all, columns, first, values, bf16::from_f32),
@@ -73,12 +84,17 @@ impl Packed {
     ///
     /// If there is no such row, or `out` has another length.
     pub fn row(&self, row: usize, out: &mut [f32]) {
-        assert!(row < self.rows && out.len() == self.columns, "row {row} of {}", self.rows);
+        assert!(
+            row < self.rows && out.len() == self.columns,
+            "row {row} of {}",
+            self.rows
+        );
         let start = row / PANEL * PANEL * self.columns + row % PANEL;
         let out = out.iter_mut();
         match &self.panels {
             Panels::F32(all) => {
-                out.zip(all[start..].iter().step_by(PANEL)).for_each(|(to, from)| *to = *from);
+                out.zip(all[start..].iter().step_by(PANEL))
+                    .for_each(|(to, from)| *to = *from);
             }
             Panels::Bf16(all) => {
                 out.zip(all[start..].iter().step_by(PANEL))
@@ -110,8 +126,16 @@ impl Packed {
     /// If the shapes do not fit each other, or there are no such panels.
     pub fn multiply(&self, x: &[f32], panels: Range<usize>, out: &mut [f32]) {
         let m = x.len().checked_div(self.columns).unwrap_or(0);
-        assert!(x.len() == m * self.columns, "rows of {} columns", self.columns);
-        assert_eq!(out.len(), panels.len() * m * PANEL, "a result of whole panels");
+        assert!(
+            x.len() == m * self.columns,
+            "rows of {} columns",
+            self.columns
+        );
+        assert_eq!(
+            out.len(),
+            panels.len() * m * PANEL,
+            "a result of whole panels"
+        );
         let elements = panels.start * PANEL * self.columns..panels.end * PANEL * self.columns;
         match &self.panels {
             Panels::F32(all) => dispatch(&all[elements], x, self.columns, out),
@@ -137,7 +161,9 @@ fn set<T>(
         for (column, to) in panel.chunks_exact_mut(PANEL).enumerate() {
             let to = &mut to[row % PANEL..][..end - row];
             let from = values[column..].iter().step_by(columns);
-            to.iter_mut().zip(from).for_each(|(to, value)| *to = convert(*value));
+            to.iter_mut()
+                .zip(from)
+                .for_each(|(to, value)| *to = convert(*value));
         }
         row = end;
     }
@@ -207,7 +233,9 @@ fn blocks<T: Element, const TILE: usize, const FUSED: bool>(
         // Few rows of `x` stay in the cache as a whole.
         let run = if m <= FEW_ROWS { columns } else { COLUMNS };
         for start in (0..columns).step_by(run) {
-            let panels = weight.chunks_exact(columns * PANEL).zip(out.chunks_exact_mut(m * PANEL));
+            let panels = weight
+                .chunks_exact(columns * PANEL)
+                .zip(out.chunks_exact_mut(m * PANEL));
             for (panel, out) in panels {
                 for first in (start..columns.min(start + run)).step_by(COLUMNS) {
                     let (panel, _) = panel[first * PANEL..].as_chunks::<PANEL>();
@@ -248,7 +276,11 @@ fn tile<T: Element, const TILE: usize, const FUSED: bool>(
         for (sums, row) in sums.iter_mut().zip(&rows) {
             let x = row[column];
             for (sum, weight) in sums.iter_mut().zip(&weights) {
-                *sum = if FUSED { x.mul_add(*weight, *sum) } else { *sum + x * *weight };
+                *sum = if FUSED {
+                    x.mul_add(*weight, *sum)
+                } else {
+                    *sum + x * *weight
+                };
             }
         }
     }
@@ -264,7 +296,9 @@ mod tests {
     use super::*;
 
     fn numbers(len: usize, seed: usize) -> Vec<f32> {
-        (0..len).map(|i| ((i * 7919 + seed * 104_729) % 1013) as f32 / 512.0 - 1.0).collect()
+        (0..len)
+            .map(|i| ((i * 7919 + seed * 104_729) % 1013) as f32 / 512.0 - 1.0)
+            .collect()
     }
 
     /// Returns `x wᵀ` `[m, rows]`, computed in two parts.
@@ -287,14 +321,25 @@ mod tests {
         let half = rows / 2;
         weight.set_rows(half, &values[half * columns..]);
         weight.set_rows(0, &values[..half * columns]);
-        let rounded = |value: f32| if in_half { bf16::from_f32(value).to_f32() } else { value };
+        let rounded = |value: f32| {
+            if in_half {
+                bf16::from_f32(value).to_f32()
+            } else {
+                value
+            }
+        };
         (weight, values.into_iter().map(rounded).collect())
     }
 
     #[test]
     fn products_equal_sums_in_double_precision() {
-        for (m, rows, columns) in [(1, 1, 1), (1, 33, 700), (9, 70, 257), (19, 64, 40), (300, 5, 9)]
-        {
+        for (m, rows, columns) in [
+            (1, 1, 1),
+            (1, 33, 700),
+            (9, 70, 257),
+            (19, 64, 40),
+            (300, 5, 9),
+        ] {
             for in_half in [false, true] {
                 let (weight, values) = packed(rows, columns, in_half);
                 let x = numbers(m * columns, 1);
@@ -303,10 +348,14 @@ mod tests {
                     let (x, w) = (&x[at / rows * columns..], &values[at % rows * columns..]);
                     let terms = x.iter().zip(w).take(columns);
                     let terms = terms.map(|(x, w)| f64::from(*x) * f64::from(*w));
-                    let (expected, size) =
-                        terms.fold((0.0, 0.0), |sums, term| (sums.0 + term, sums.1 + term.abs()));
+                    let (expected, size) = terms.fold((0.0, 0.0), |sums, term| {
+                        (sums.0 + term, sums.1 + term.abs())
+                    });
                     let off = (f64::from(*found) - expected).abs();
-                    assert!(off < 4e-6 * size, "{m} {rows} {columns}: {found} {expected}");
+                    assert!(
+                        off < 4e-6 * size,
+                        "{m} {rows} {columns}: {found} {expected}"
+                    );
                 }
             }
         }
@@ -322,7 +371,10 @@ mod tests {
             for (first, m) in [(0, 1), (299, 1), (17, 2), (40, 7), (100, 64), (3, 297)] {
                 let part = product(&weight, &x[first * columns..(first + m) * columns], m);
                 let expected = &whole[first * rows..(first + m) * rows];
-                let same = part.iter().zip(expected).all(|(a, b)| a.to_bits() == b.to_bits());
+                let same = part
+                    .iter()
+                    .zip(expected)
+                    .all(|(a, b)| a.to_bits() == b.to_bits());
                 assert!(same, "rows {first} to {}", first + m);
             }
         }

@@ -47,12 +47,20 @@ impl Paged {
     /// Creates `blocks` blocks of zeros.
     pub fn zeros(blocks: usize, heads: usize, dim: usize) -> Self {
         let elements = blocks * heads * dim * BLOCK;
-        Self { heads, dim, keys: vec![0.0; elements], values: vec![0.0; elements] }
+        Self {
+            heads,
+            dim,
+            keys: vec![0.0; elements],
+            values: vec![0.0; elements],
+        }
     }
 
     /// Returns the number of blocks.
     pub fn blocks(&self) -> usize {
-        self.keys.len().checked_div(self.heads * self.dim * BLOCK).unwrap_or(0)
+        self.keys
+            .len()
+            .checked_div(self.heads * self.dim * BLOCK)
+            .unwrap_or(0)
     }
 
     /// Sets the keys and values of a token, `[heads, dim]` each, at this place of a block.
@@ -66,8 +74,13 @@ impl Paged {
         let start = block * heads * dim * BLOCK;
         for head in 0..heads {
             let (from, to) = (head * dim, start + head * dim * BLOCK);
-            let column = self.keys[to..][..dim * BLOCK].iter_mut().skip(place).step_by(BLOCK);
-            column.zip(&keys[from..][..dim]).for_each(|(to, key)| *to = *key);
+            let column = self.keys[to..][..dim * BLOCK]
+                .iter_mut()
+                .skip(place)
+                .step_by(BLOCK);
+            column
+                .zip(&keys[from..][..dim])
+                .for_each(|(to, key)| *to = *key);
             let row = &mut self.values[to + place * dim..][..dim];
             row.copy_from_slice(&values[from..][..dim]);
         }
@@ -88,20 +101,34 @@ impl Paged {
         out: &mut [f32],
     ) {
         let dim = self.dim;
-        assert!(head < self.heads && out.len() == queries.len() * dim, "results of queries");
+        assert!(
+            head < self.heads && out.len() == queries.len() * dim,
+            "results of queries"
+        );
         for query in queries {
-            assert!(query.elements.len() == dim && !query.seen.is_empty(), "a query of {dim}");
+            assert!(
+                query.elements.len() == dim && !query.seen.is_empty(),
+                "a query of {dim}"
+            );
         }
         let mut room = Vec::new();
         for (queries, out) in queries.chunks(TILE).zip(out.chunks_mut(TILE * dim)) {
-            let tile = Tile { paged: self, head, table, queries, scores };
+            let tile = Tile {
+                paged: self,
+                head,
+                table,
+                queries,
+                scores,
+            };
             dispatch(&tile, &mut room, out);
         }
     }
 
     fn keys_of(&self, block: u32, head: usize) -> &[[f32; BLOCK]] {
         let len = self.dim * BLOCK;
-        self.keys[(block as usize * self.heads + head) * len..][..len].as_chunks().0
+        self.keys[(block as usize * self.heads + head) * len..][..len]
+            .as_chunks()
+            .0
     }
 
     fn values_of(&self, block: u32, head: usize) -> &[f32] {
@@ -153,10 +180,19 @@ fn with_avx2(tile: &Tile<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
 
 #[inline(always)]
 fn compute<const FUSED: bool>(tile: &Tile<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
-    let &Tile { paged, head, table, queries, scores: Scores { scale, cap } } = tile;
+    let &Tile {
+        paged,
+        head,
+        table,
+        queries,
+        scores: Scores { scale, cap },
+    } = tile;
     let (Some(start), Some(end)) = (
         queries.iter().map(|query| query.seen.start / BLOCK).min(),
-        queries.iter().map(|query| query.seen.end.div_ceil(BLOCK)).max(),
+        queries
+            .iter()
+            .map(|query| query.seen.end.div_ceil(BLOCK))
+            .max(),
     ) else {
         return;
     };
@@ -170,7 +206,11 @@ fn compute<const FUSED: bool>(tile: &Tile<'_>, room: &mut Vec<f32>, out: &mut [f
             for (sums, query) in sums.iter_mut().zip(queries) {
                 let x = query.elements[column];
                 for (sum, key) in sums.iter_mut().zip(keys) {
-                    *sum = if FUSED { x.mul_add(*key, *sum) } else { *sum + x * *key };
+                    *sum = if FUSED {
+                        x.mul_add(*key, *sum)
+                    } else {
+                        *sum + x * *key
+                    };
                 }
             }
         }
@@ -179,7 +219,10 @@ fn compute<const FUSED: bool>(tile: &Tile<'_>, room: &mut Vec<f32>, out: &mut [f
         }
     }
     out.fill(0.0);
-    let each = queries.iter().zip(room.chunks_exact_mut(len)).zip(out.chunks_exact_mut(paged.dim));
+    let each = queries
+        .iter()
+        .zip(room.chunks_exact_mut(len))
+        .zip(out.chunks_exact_mut(paged.dim));
     for ((query, row), out) in each {
         let row = &mut row[query.seen.start - first..query.seen.end - first];
         for x in &mut *row {
@@ -196,7 +239,11 @@ fn compute<const FUSED: bool>(tile: &Tile<'_>, room: &mut Vec<f32>, out: &mut [f
             let values = &values[position % BLOCK * paged.dim..][..paged.dim];
             let weight = share * *x;
             for (sum, value) in out.iter_mut().zip(values) {
-                *sum = if FUSED { weight.mul_add(*value, *sum) } else { *sum + weight * *value };
+                *sum = if FUSED {
+                    weight.mul_add(*value, *sum)
+                } else {
+                    *sum + weight * *value
+                };
             }
         }
     }
@@ -239,19 +286,27 @@ mod tests {
         let score = |token| {
             let x: f64 = of(1, token).iter().zip(&query).map(|(a, b)| a * b).sum();
             let x = x * f64::from(scores.scale);
-            scores.cap.map_or(x, |cap| f64::from(cap) * (x / f64::from(cap)).tanh())
+            scores
+                .cap
+                .map_or(x, |cap| f64::from(cap) * (x / f64::from(cap)).tanh())
         };
         let weights: Vec<f64> = seen.clone().map(|token| score(token).exp()).collect();
         let total: f64 = weights.iter().sum();
         let terms = seen.zip(weights);
         terms.fold(vec![0.0; DIM], |sum, (token, weight)| {
-            sum.iter().zip(of(2, token)).map(|(sum, value)| sum + weight / total * value).collect()
+            sum.iter()
+                .zip(of(2, token))
+                .map(|(sum, value)| sum + weight / total * value)
+                .collect()
         })
     }
 
     #[test]
     fn results_are_exact_wherever_the_blocks_are() {
-        let tables = [(0..8).collect::<Vec<u32>>(), vec![9, 3, 39, 0, 17, 2, 30, 31]];
+        let tables = [
+            (0..8).collect::<Vec<u32>>(),
+            vec![9, 3, 39, 0, 17, 2, 30, 31],
+        ];
         for cap in [None, Some(0.7)] {
             let scores = Scores { scale: 1.3, cap };
             for head in 0..HEADS {
@@ -262,7 +317,10 @@ mod tests {
                         let found = tables.each_ref().map(|table| {
                             let (paged, elements) =
                                 (sequence(position + 1, table), numbers(DIM, position + 99));
-                            let query = Query { elements: &elements, seen: seen.clone() };
+                            let query = Query {
+                                elements: &elements,
+                                seen: seen.clone(),
+                            };
                             let mut out = [0.0; DIM];
                             paged.attend(head, table, &[query], scores, &mut out);
                             out
@@ -281,9 +339,18 @@ mod tests {
     #[test]
     fn queries_have_the_same_bits_whatever_is_computed_beside() {
         let table: Vec<u32> = (0..8).rev().collect();
-        let (paged, scores) = (sequence(128, &table), Scores { scale: 0.4, cap: None });
+        let (paged, scores) = (
+            sequence(128, &table),
+            Scores {
+                scale: 0.4,
+                cap: None,
+            },
+        );
         let elements: Vec<Vec<f32>> = (0..128).map(|at| numbers(DIM, at + 99)).collect();
-        let query = |at: usize| Query { elements: &elements[at], seen: 0..at + 1 };
+        let query = |at: usize| Query {
+            elements: &elements[at],
+            seen: 0..at + 1,
+        };
         let run = |first: usize, count: usize| {
             let queries: Vec<_> = (first..first + count).map(query).collect();
             let mut out = vec![0.0; count * DIM];

@@ -87,14 +87,20 @@ mod x86 {
         last.copy_from_slice(end);
         // Bytes for which the line that is fetched lies in `src` too.
         let own = src.len().saturating_sub(AHEAD);
-        let lines = dst.chunks_exact_mut(LINE).zip(src.chunks_exact(LINE)).enumerate();
+        let lines = dst
+            .chunks_exact_mut(LINE)
+            .zip(src.chunks_exact(LINE))
+            .enumerate();
         for (line, (to, from)) in lines {
             let at = line * LINE;
             let soon = match at.checked_sub(own) {
                 None => from.as_ptr().wrapping_add(AHEAD),
                 Some(past) => next.as_ptr().wrapping_add(past),
             };
-            let (to, from) = (to.as_mut_ptr().cast::<__m256i>(), from.as_ptr().cast::<__m256i>());
+            let (to, from) = (
+                to.as_mut_ptr().cast::<__m256i>(),
+                from.as_ptr().cast::<__m256i>(),
+            );
             // SAFETY: both chunks are two vectors long, so both loads and both stores lie in them.
             // Loads take any address. `to` is aligned to a line, because `head` bytes were left out
             // for that and each chunk is a line long. The borrows keep others from the memory. A
@@ -126,12 +132,21 @@ mod tests {
         for offset in 0..70 {
             for length in [0, 1, 15, 16, 63, 64, 65, 127, 128, 400, 500] {
                 let mut dst = vec![0xee; 700];
-                let Some(mut stream) = StreamingStores::new() else { return };
-                stream.copy(&mut dst[offset..offset + length], &src[3..3 + length], &src[600..]);
+                let Some(mut stream) = StreamingStores::new() else {
+                    return;
+                };
+                stream.copy(
+                    &mut dst[offset..offset + length],
+                    &src[3..3 + length],
+                    &src[600..],
+                );
                 drop(stream);
                 assert_eq!(dst[offset..offset + length], src[3..3 + length]);
                 assert!(
-                    dst[..offset].iter().chain(&dst[offset + length..]).all(|byte| *byte == 0xee)
+                    dst[..offset]
+                        .iter()
+                        .chain(&dst[offset + length..])
+                        .all(|byte| *byte == 0xee)
                 );
             }
         }
@@ -141,7 +156,9 @@ mod tests {
     fn runs_longer_than_the_distance_ahead_arrive() {
         let src: Vec<u8> = (0..3 * AHEAD).map(|i| (i % 251) as u8).collect();
         let mut dst = vec![0; src.len()];
-        let Some(mut stream) = StreamingStores::new() else { return };
+        let Some(mut stream) = StreamingStores::new() else {
+            return;
+        };
         stream.copy(&mut dst, &src, &[]);
         drop(stream);
         assert_eq!(dst, src);

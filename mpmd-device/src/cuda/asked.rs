@@ -23,17 +23,29 @@ pub struct RawArg {
 
 impl RawArg {
     /// A placeholder for unused array entries.
-    pub const NONE: Self = Self { bytes: [0; 8], size: 0, uses: None };
+    pub const NONE: Self = Self {
+        bytes: [0; 8],
+        size: 0,
+        uses: None,
+    };
 
     /// Returns an argument passed by value: the first `size` bytes of `bytes`.
     pub fn number(bytes: [u8; 8], size: usize) -> Self {
-        Self { bytes, size, uses: None }
+        Self {
+            bytes,
+            size,
+            uses: None,
+        }
     }
 
     /// Returns an argument with the address of `place`. `writes` says whether the function may
     /// write there.
     pub fn memory(place: DevicePlace, writes: bool) -> Self {
-        Self { bytes: place.address.to_ne_bytes(), size: 8, uses: Some((place, writes)) }
+        Self {
+            bytes: place.address.to_ne_bytes(),
+            size: 8,
+            uses: Some((place, writes)),
+        }
     }
 }
 

@@ -56,19 +56,30 @@ impl Blas {
         super::driver::cublas().map_err(|error| CudaError::new(DOING, "", error.to_string()))?;
         let bytes = WORKSPACE_BYTES[usize::from(architecture.major() < 9)];
         let workspace = pool.allocate(bytes).map_err(|error| {
-            CudaError::new(DOING, "", format!("no memory for cuBLAS's workspace: {error}"))
+            CudaError::new(
+                DOING,
+                "",
+                format!("no memory for cuBLAS's workspace: {error}"),
+            )
         })?;
         let address = workspace.device().map_or(0, |place| place.address);
         context.bind()?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: the context is bound, and there is room for the handle.
         check(DOING, unsafe { calls::cublasCreate_v2(&raw mut raw) })?;
-        let handle = Handle { raw, context: context.clone(), workspace };
+        let handle = Handle {
+            raw,
+            context: context.clone(),
+            workspace,
+        };
         // SAFETY: the handle and the stream are alive and of this context. The workspace lives as
         // long as the handle and is aligned to 256 bytes, as all device segments are. Only work of
         // this stream uses it. The order matters: setting the stream resets the workspace.
         unsafe {
-            check(DOING, calls::cublasSetStream_v2(raw, stream.handle().cast()))?;
+            check(
+                DOING,
+                calls::cublasSetStream_v2(raw, stream.handle().cast()),
+            )?;
             check(
                 DOING,
                 calls::cublasSetWorkspace_v2(
@@ -81,7 +92,9 @@ impl Blas {
             let mode = sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
             check(DOING, calls::cublasSetMathMode(raw, mode))?;
         }
-        Ok(Self { handle: Mutex::new(handle) })
+        Ok(Self {
+            handle: Mutex::new(handle),
+        })
     }
 
     /// Issues `C = alpha A B + beta C` to the handle's stream, without waiting for its result. `[a,
@@ -91,7 +104,17 @@ impl Blas {
         product: &Product,
         [a, b, c]: [DevicePlace; 3],
     ) -> Result<(), CudaError> {
-        let Product { m, n, k, first, second, result, batch, types, .. } = *product;
+        let Product {
+            m,
+            n,
+            k,
+            first,
+            second,
+            result,
+            batch,
+            types,
+            ..
+        } = *product;
         let handle = self.handle.lock();
         let [factor, into] = [types.factors, types.result].map(data_type);
         let compute = compute_type(types);
@@ -99,9 +122,13 @@ impl Blas {
         let singles = [product.alpha as f32, product.beta as f32];
         let doubles = [product.alpha, product.beta];
         let scalars = if types.factors == DType::F64 {
-            doubles.each_ref().map(|scalar| std::ptr::from_ref(scalar).cast())
+            doubles
+                .each_ref()
+                .map(|scalar| std::ptr::from_ref(scalar).cast())
         } else {
-            singles.each_ref().map(|scalar| std::ptr::from_ref(scalar).cast())
+            singles
+                .each_ref()
+                .map(|scalar| std::ptr::from_ref(scalar).cast())
         };
         let algorithm = sys::cublasGemmAlgo_t::CUBLAS_GEMM_DFALT;
         let at = |place: DevicePlace| std::ptr::with_exposed_provenance_mut(place.address as usize);
@@ -167,9 +194,13 @@ impl Blas {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        let Ok(_visit) = self.context.visit() else { return };
+        let Ok(_visit) = self.context.visit() else {
+            return;
+        };
         // SAFETY: made in `Blas::new`, destroyed once. It waits for the device.
-        if let Err(error) = check("closing cuBLAS", unsafe { calls::cublasDestroy_v2(self.raw) }) {
+        if let Err(error) = check("closing cuBLAS", unsafe {
+            calls::cublasDestroy_v2(self.raw)
+        }) {
             tracing::debug!(%error, "closing cuBLAS");
         }
     }
@@ -271,8 +302,16 @@ mod tests {
         let gpu = Gpu::open(0).unwrap();
         let arena = mpmd_transport::memory::Arena::device(gpu.allocator());
         let pool = Pool::in_arena("device", None, &arena);
-        let side = Operand { transposed: false, leading: 1, stride: 0 };
-        let types = Types { factors: DType::F32, result: DType::F32, math: Math::F32 };
+        let side = Operand {
+            transposed: false,
+            leading: 1,
+            stride: 0,
+        };
+        let types = Types {
+            factors: DType::F32,
+            result: DType::F32,
+            math: Math::F32,
+        };
         let product = Product {
             m: 1,
             n: 1,
@@ -290,17 +329,29 @@ mod tests {
         let multiply = |stream| gpu.gemm(stream, &pool, &product, [place; 3]);
         assert_eq!(multiply(gpu.compute().stream()), Ok(()));
         let said = multiply(gpu.inward().stream()).unwrap_err().to_string();
-        assert!(said.contains("cuBLAS issues to the device's own stream alone"), "{said}");
+        assert!(
+            said.contains("cuBLAS issues to the device's own stream alone"),
+            "{said}"
+        );
     }
 
     #[test]
     fn fast_types_are_for_factors_of_f32() {
-        let of = |factors, math| compute_type(Types { factors, result: DType::F32, math });
+        let of = |factors, math| {
+            compute_type(Types {
+                factors,
+                result: DType::F32,
+                math,
+            })
+        };
         let fast = [Math::Tf32, Math::F16, Math::Bf16];
         let plain = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
         assert!(fast.iter().all(|math| of(DType::F32, *math) != plain));
         for factors in [DType::F16, DType::Bf16] {
-            assert!(fast.iter().all(|math| of(factors, *math) == plain), "{factors}");
+            assert!(
+                fast.iter().all(|math| of(factors, *math) == plain),
+                "{factors}"
+            );
         }
     }
 }

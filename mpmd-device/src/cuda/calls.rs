@@ -33,7 +33,11 @@ impl Answer {
 
     /// Converts a driver status to a result.
     pub(super) fn result(self) -> Result<(), DriverError> {
-        if self.is_success() { Ok(()) } else { Err(DriverError(self.0)) }
+        if self.is_success() {
+            Ok(())
+        } else {
+            Err(DriverError(self.0))
+        }
     }
 
     /// Returns true if this is the driver status `known`.
@@ -51,12 +55,14 @@ impl DriverError {
     /// Returns the driver's name for the error, such as `CUDA_ERROR_OUT_OF_MEMORY`, or its number
     /// if the driver has no name for it.
     pub(super) fn name(self) -> String {
-        self.said_by(cuGetErrorName).unwrap_or_else(|| format!("CUDA error {}", self.0))
+        self.said_by(cuGetErrorName)
+            .unwrap_or_else(|| format!("CUDA error {}", self.0))
     }
 
     /// Returns the driver's description of the error, or its number if the driver has none.
     pub(super) fn text(self) -> String {
-        self.said_by(cuGetErrorString).unwrap_or_else(|| format!("CUDA error {}", self.0))
+        self.said_by(cuGetErrorString)
+            .unwrap_or_else(|| format!("CUDA error {}", self.0))
     }
 
     fn said_by(self, ask: unsafe fn(u32, *mut *const c_char) -> Answer) -> Option<String> {
@@ -65,7 +71,10 @@ impl DriverError {
         let answer = unsafe { ask(self.0, &raw mut text) };
         // SAFETY: where it is not null it is the driver's own text, which is static and ends with a
         // zero.
-        answer.is_success().then(|| unsafe { static_text(text) }).flatten()
+        answer
+            .is_success()
+            .then(|| unsafe { static_text(text) })
+            .flatten()
     }
 }
 
@@ -82,7 +91,11 @@ impl fmt::Display for DriverError {
 /// `text` must be null or point to a zero-terminated string that does not change during the call.
 pub(super) unsafe fn static_text(text: *const c_char) -> Option<String> {
     // SAFETY: the caller guarantees that the text is valid.
-    (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+    (!text.is_null()).then(|| {
+        unsafe { CStr::from_ptr(text) }
+            .to_string_lossy()
+            .into_owned()
+    })
 }
 
 /// Declares functions of a [`Library`](super::library::Library), and a list of their names.

@@ -46,7 +46,10 @@ impl Clock {
             }
         }
         let event = Event::new(line, Some(event), (None, 0), 0);
-        Ok(Self { now, known: Mutex::new((Arc::new(event), (before + after) as f64 / 2.0)) })
+        Ok(Self {
+            now,
+            known: Mutex::new((Arc::new(event), (before + after) as f64 / 2.0)),
+        })
     }
 
     /// Returns the host's time in nanoseconds since an arbitrary origin.
@@ -66,7 +69,11 @@ impl Clock {
         let earliest = (event.issued_at as f64).max(before.floor() + 1.0);
         let (begin, end) = on_host((begin, end), earliest, self.now() as f64);
         *known = (event.clone(), end);
-        Some(Times { before: before as u64, begin: begin as u64, end: end as u64 })
+        Some(Times {
+            before: before as u64,
+            begin: begin as u64,
+            end: end as u64,
+        })
     }
 }
 
@@ -91,9 +98,21 @@ mod tests {
     #[test]
     fn spans_are_clamped_between_issue_and_observed_end() {
         assert_eq!(on_host((5.0, 7.0), 4.0, 8.0), (5.0, 7.0));
-        assert_eq!(on_host((3.0, 5.0), 4.0, 8.0), (4.0, 6.0), "late clocks are put right");
+        assert_eq!(
+            on_host((3.0, 5.0), 4.0, 8.0),
+            (4.0, 6.0),
+            "late clocks are put right"
+        );
         assert_eq!(on_host((7.0, 9.0), 4.0, 8.0), (6.0, 8.0), "and early ones");
-        assert_eq!(on_host((1.0, 9.0), 4.0, 8.0), (4.0, 8.0), "a span longer than the interval");
-        assert_eq!(on_host((1.0, 2.0), 4.0, 3.0), (4.0, 4.0), "an empty interval");
+        assert_eq!(
+            on_host((1.0, 9.0), 4.0, 8.0),
+            (4.0, 8.0),
+            "a span longer than the interval"
+        );
+        assert_eq!(
+            on_host((1.0, 2.0), 4.0, 3.0),
+            (4.0, 4.0),
+            "an empty interval"
+        );
     }
 }

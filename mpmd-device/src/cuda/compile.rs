@@ -42,7 +42,10 @@ impl Image {
         if bytes.last() != Some(&0) {
             bytes.push(0);
         }
-        Self { bytes: bytes.into(), binary }
+        Self {
+            bytes: bytes.into(),
+            binary,
+        }
     }
 
     /// Wraps PTX text.
@@ -99,8 +102,15 @@ pub(super) fn assembly(
     source: &'static Source,
     architecture: Architecture,
 ) -> Result<Image, CudaError> {
-    let newest = known()?.iter().filter(|known| **known <= architecture).max();
-    in_process(source, newest.copied().unwrap_or(architecture), Form::Assembly)
+    let newest = known()?
+        .iter()
+        .filter(|known| **known <= architecture)
+        .max();
+    in_process(
+        source,
+        newest.copied().unwrap_or(architecture),
+        Form::Assembly,
+    )
 }
 
 /// Images of this process, also those still being compiled. The key is (address of the source,
@@ -114,8 +124,15 @@ fn in_process(
 ) -> Result<Image, CudaError> {
     static IMAGES: Mutex<Option<Images>> = Mutex::new(None);
     let key = (std::ptr::from_ref(source).addr(), architecture, form);
-    let compiled = IMAGES.lock().get_or_insert_default().entry(key).or_default().clone();
-    compiled.get_or_init(|| new(source, architecture, form)).clone()
+    let compiled = IMAGES
+        .lock()
+        .get_or_insert_default()
+        .entry(key)
+        .or_default()
+        .clone();
+    compiled
+        .get_or_init(|| new(source, architecture, form))
+        .clone()
 }
 
 fn new(source: &Source, architecture: Architecture, form: Form) -> Result<Image, CudaError> {
@@ -146,7 +163,9 @@ fn options(source: &Source, architecture: Architecture, form: Form) -> Vec<Strin
 /// Returns the folder `include` of the CUDA toolkit that `CUDA_HOME` or `CUDA_PATH` names, if it
 /// exists. Sources may include `cuda_fp16.h` and the like from there.
 fn headers() -> Option<PathBuf> {
-    let home = ["CUDA_HOME", "CUDA_PATH"].into_iter().find_map(std::env::var_os)?;
+    let home = ["CUDA_HOME", "CUDA_PATH"]
+        .into_iter()
+        .find_map(std::env::var_os)?;
     let folder = PathBuf::from(home).join("include");
     folder.is_dir().then_some(folder)
 }
@@ -180,7 +199,10 @@ fn architectures() -> Vec<Architecture> {
         }
         known
     };
-    known.into_iter().filter_map(|number| u32::try_from(number).ok().map(Architecture)).collect()
+    known
+        .into_iter()
+        .filter_map(|number| u32::try_from(number).ok().map(Architecture))
+        .collect()
 }
 
 /// An NVRTC program, destroyed when dropped.
@@ -200,8 +222,10 @@ fn compile(source: &Source, options: &[String], form: Form) -> Result<Vec<u8>, C
 fn compiled(source: &Source, options: &[String]) -> Result<Program, CudaError> {
     let text = c_string(source, source.text())?;
     let name = c_string(source, source.name())?;
-    let options =
-        options.iter().map(|option| c_string(source, option)).collect::<Result<Vec<_>, _>>()?;
+    let options = options
+        .iter()
+        .map(|option| c_string(source, option))
+        .collect::<Result<Vec<_>, _>>()?;
     let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
     let mut program = std::ptr::null_mut();
     // SAFETY: text and name end with zeros, there are no headers, and there is room for the
@@ -236,13 +260,19 @@ fn code(source: &Source, program: &Program, form: Form) -> Result<Vec<u8>, CudaE
             Form::Binary => {
                 check(source, calls::nvrtcGetCUBINSize(program.0, &raw mut size))?;
                 let mut bytes = vec![0u8; size];
-                check(source, calls::nvrtcGetCUBIN(program.0, bytes.as_mut_ptr().cast()))?;
+                check(
+                    source,
+                    calls::nvrtcGetCUBIN(program.0, bytes.as_mut_ptr().cast()),
+                )?;
                 Ok(bytes)
             }
             Form::Assembly => {
                 check(source, calls::nvrtcGetPTXSize(program.0, &raw mut size))?;
                 let mut bytes = vec![0u8; size];
-                check(source, calls::nvrtcGetPTX(program.0, bytes.as_mut_ptr().cast()))?;
+                check(
+                    source,
+                    calls::nvrtcGetPTX(program.0, bytes.as_mut_ptr().cast()),
+                )?;
                 Ok(bytes)
             }
         }
@@ -285,9 +315,15 @@ fn check(source: &Source, answer: Answer) -> Result<(), CudaError> {
     }
     // SAFETY: NVRTC has a static text for each status, and one for numbers that are none.
     let name = unsafe { static_text(calls::nvrtcGetErrorString(answer)) };
-    let (doing, number) =
-        (format!("compiling {}", source.name()), format!("NVRTC error {}", answer.0));
-    Err(CudaError::new(doing, name.unwrap_or_else(|| number.clone()), number))
+    let (doing, number) = (
+        format!("compiling {}", source.name()),
+        format!("NVRTC error {}", answer.0),
+    );
+    Err(CudaError::new(
+        doing,
+        name.unwrap_or_else(|| number.clone()),
+        number,
+    ))
 }
 
 #[cfg(test)]

@@ -62,7 +62,15 @@ impl Context {
             .map_err(|error| cuda(doing(), error))?;
         let uuid = uuid.bytes.map(|byte| byte.to_ne_bytes()[0]);
         let (broken, shown, foreign) = Default::default();
-        Ok(Self { raw, device, ordinal, uuid, broken, shown, foreign })
+        Ok(Self {
+            raw,
+            device,
+            ordinal,
+            uuid,
+            broken,
+            shown,
+            foreign,
+        })
     }
 
     /// Makes this the calling thread's current context.
@@ -124,7 +132,11 @@ impl Context {
             .result()
             .map_err(|error| cuda(DOING, error))?;
         if can == 0 {
-            return Err(CudaError::new(DOING, "", "the machine has no way between the two"));
+            return Err(CudaError::new(
+                DOING,
+                "",
+                "the machine has no way between the two",
+            ));
         }
         // SAFETY: both contexts are alive, and this one is current.
         let answer = unsafe { calls::cuCtxEnablePeerAccess(other.raw, 0) };
@@ -284,7 +296,9 @@ impl Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         // Left pinned, the driver would take the next mapping at this address for pinned memory.
-        let Some(_visit) = self.context.last_visit() else { return };
+        let Some(_visit) = self.context.last_visit() else {
+            return;
+        };
         // SAFETY: pinned in `new`, and unpinned once. Work of devices on it is over: memory is
         // dropped only after that.
         let unpinned = unsafe {

@@ -45,7 +45,13 @@ impl Stream {
     pub fn copy_in(&self, from: &SharedBuffer, to: &mut OwnedBuffer, part: Part<'_>, then: Then) {
         let place = to.device().expect("copies go into a device's memory");
         let loops = part.loops(from.len(), place.bytes);
-        let ends = (End::of(from), End::Device { ordinal: place.device, address: place.address });
+        let ends = (
+            End::of(from),
+            End::Device {
+                ordinal: place.device,
+                address: place.address,
+            },
+        );
         let mut reached = false;
         let work = |stream: &RawStream| {
             reached = true;
@@ -53,7 +59,9 @@ impl Stream {
             // filled; this work runs after that, and the read added below keeps its memory. `to` is
             // borrowed exclusively. Its earlier uses come before this work, and the fence added
             // below keeps it.
-            loops.map_or(Ok(()), |loops| unsafe { stream.copy_all(&loops, ends.0, ends.1) })
+            loops.map_or(Ok(()), |loops| unsafe {
+                stream.copy_all(&loops, ends.0, ends.1)
+            })
         };
         let fence = self.submit(&[from.ready(), to.fences()], work, then);
         from.add_read(fence.clone());
@@ -86,7 +94,9 @@ impl Stream {
             // SAFETY: `loops` was checked against both lengths. `from` never changes once it is
             // filled; this work runs after that, and the read added below keeps its memory. `done`
             // owns `to` from here on and does not touch it until the copy is over.
-            loops.map_or(Ok(()), |loops| unsafe { stream.copy_all(&loops, ends.0, ends.1) })
+            loops.map_or(Ok(()), |loops| unsafe {
+                stream.copy_all(&loops, ends.0, ends.1)
+            })
         };
         let done = move |result: Result<(), CudaError>| {
             match result {
@@ -114,12 +124,16 @@ impl Stream {
     ///
     /// If `to` is on the host.
     pub fn zero(&self, to: &mut OwnedBuffer, then: Then) {
-        let place = to.device().expect("a device's memory is set by its own work");
+        let place = to
+            .device()
+            .expect("a device's memory is set by its own work");
         let work = |stream: &RawStream| {
             // SAFETY: the range is that of the buffer, which is borrowed exclusively. Its earlier
             // uses come before this work, and the fence added below keeps it.
             let set = unsafe { calls::cuMemsetD8Async(place.address, 0, place.bytes, stream.raw) };
-            let set = set.result().map_err(|error| cuda("clearing memory of a CUDA device", error));
+            let set = set
+                .result()
+                .map_err(|error| cuda("clearing memory of a CUDA device", error));
             set.map_err(|error| stream.context.fails(error))
         };
         let fence = self.submit(&[to.fences()], work, then);
@@ -144,7 +158,12 @@ impl RawStream {
     unsafe fn copy_all(&self, loops: &Loops, src: End, dst: End) -> Result<(), CudaError> {
         // SAFETY: as the caller says.
         let issued = unsafe {
-            self.copy_loops(&loops.dims, loops.run, src.plus(loops.src), dst.plus(loops.dst))
+            self.copy_loops(
+                &loops.dims,
+                loops.run,
+                src.plus(loops.src),
+                dst.plus(loops.dst),
+            )
         };
         // Later work relies on this copy, so the whole device counts as failed.
         issued.map_err(|error| self.context.fails(error))
@@ -196,8 +215,14 @@ impl RawStream {
                     calls::cuMemcpyDtoHAsync_v2(dst, address, bytes, self.raw)
                 }
                 (
-                    End::Device { address: src, ordinal: a },
-                    End::Device { address: dst, ordinal: b },
+                    End::Device {
+                        address: src,
+                        ordinal: a,
+                    },
+                    End::Device {
+                        address: dst,
+                        ordinal: b,
+                    },
                 ) if a == b => calls::cuMemcpyDtoDAsync_v2(dst, src, bytes, self.raw),
                 (End::Device { address: src, .. }, End::Device { address: dst, .. }) => {
                     calls::cuMemcpyAsync(dst, src, bytes, self.raw)
@@ -207,7 +232,9 @@ impl RawStream {
                 }
             }
         };
-        copied.result().map_err(|error| cuda(doing(src, dst), error))
+        copied
+            .result()
+            .map_err(|error| cuda(doing(src, dst), error))
     }
 
     /// Issues the copy of `rows.count` rows of `run` bytes with one driver call.
@@ -243,7 +270,9 @@ impl RawStream {
         };
         // SAFETY: as the caller says; the description is read before this returns.
         let copied = unsafe { calls::cuMemcpy2DAsync_v2(&raw const copy, self.raw) };
-        copied.result().map_err(|error| cuda(doing(src, dst), error))
+        copied
+            .result()
+            .map_err(|error| cuda(doing(src, dst), error))
     }
 
     /// Issues the copy of `blocks.count` blocks of rows, each of `run` bytes, with one driver call.
@@ -289,7 +318,9 @@ impl RawStream {
         };
         // SAFETY: as the caller says; the description is read before this returns.
         let copied = unsafe { calls::cuMemcpy3DAsync_v2(&raw const copy, self.raw) };
-        copied.result().map_err(|error| cuda(doing(src, dst), error))
+        copied
+            .result()
+            .map_err(|error| cuda(doing(src, dst), error))
     }
 }
 
@@ -314,7 +345,10 @@ impl Loop {
 impl End {
     fn of(buffer: &SharedBuffer) -> Self {
         match buffer.device() {
-            Some(place) => Self::Device { ordinal: place.device, address: place.address },
+            Some(place) => Self::Device {
+                ordinal: place.device,
+                address: place.address,
+            },
             // Used only for reading.
             None => Self::Host(buffer.as_ptr().cast_mut().cast()),
         }
@@ -323,9 +357,10 @@ impl End {
     /// Returns the address `bytes` further on.
     fn plus(self, bytes: usize) -> Self {
         match self {
-            Self::Device { ordinal, address } => {
-                Self::Device { ordinal, address: address + bytes as u64 }
-            }
+            Self::Device { ordinal, address } => Self::Device {
+                ordinal,
+                address: address + bytes as u64,
+            },
             Self::Host(start) => Self::Host(start.wrapping_byte_add(bytes)),
         }
     }
@@ -402,7 +437,11 @@ mod tests {
             let memory = Pool::in_arena("device", None, &Arena::device(gpu.allocator()));
             let arena = Arena::private();
             arena.on_map(gpu.pin());
-            Self { gpu, memory, pinned: Pool::in_arena("pinned", None, &arena) }
+            Self {
+                gpu,
+                memory,
+                pinned: Pool::in_arena("pinned", None, &arena),
+            }
         }
 
         fn host(&self, bytes: &[u8], pinned: bool) -> OwnedBuffer {
@@ -438,13 +477,21 @@ mod tests {
     const SOON: Duration = Duration::from_secs(20);
 
     fn all(whole: &Region) -> Part<'_> {
-        Part { from: whole, to: whole, piece: whole, item_bytes: 1 }
+        Part {
+            from: whole,
+            to: whole,
+            piece: whole,
+            item_bytes: 1,
+        }
     }
 
     fn ended() -> (Then, Receiver<Result<(), CudaError>>) {
         let (send, receive) = channel();
         // Some tests drop the receiver.
-        (Box::new(move |result| send.send(result).unwrap_or_default()), receive)
+        (
+            Box::new(move |result| send.send(result).unwrap_or_default()),
+            receive,
+        )
     }
 
     #[test]
@@ -452,10 +499,16 @@ mod tests {
         if softcuda::again!("SOFTCUDA_DEVICES" = "2", "SOFTCUDA_PACE" = "seed:3") {
             return;
         }
-        let places = [CopyEnd::open(0), CopyEnd::open(if softcuda::real() { 0 } else { 1 })];
+        let places = [
+            CopyEnd::open(0),
+            CopyEnd::open(if softcuda::real() { 0 } else { 1 }),
+        ];
         let items = prop::sample::select(vec![1usize, 2, 4, 8, 16]);
         let strategy = (nested(5, 4), items, any::<bool>());
-        let mut runner = TestRunner::new(ProptestConfig { cases: 200, ..Default::default() });
+        let mut runner = TestRunner::new(ProptestConfig {
+            cases: 200,
+            ..Default::default()
+        });
         let ran = runner.run(&strategy, |((piece, from, to), item_bytes, pinned)| {
             let bytes = |region: &Region| region.elements() * item_bytes;
             if bytes(&from) == 0 || bytes(&to) == 0 {
@@ -465,7 +518,12 @@ mod tests {
             let before = vec![255; bytes(&to)];
             let mut expected = before.clone();
             copy_region(&source, &from, &mut expected, &to, &piece, item_bytes);
-            let part = Part { from: &from, to: &to, piece: &piece, item_bytes };
+            let part = Part {
+                from: &from,
+                to: &to,
+                piece: &piece,
+                item_bytes,
+            };
             let [here, there] = &places;
 
             let mut inward = here.on_device(&before);
@@ -482,14 +540,23 @@ mod tests {
             let on_device = here.on_device(&source).freeze();
             let (send, read) = channel();
             let then = move |read: Result<OwnedBuffer, CudaError>| send.send(read).unwrap();
-            here.gpu.outward().copy_out(&on_device, here.host(&before, pinned), part, then);
+            here.gpu
+                .outward()
+                .copy_out(&on_device, here.host(&before, pinned), part, then);
             let outward = read.recv_timeout(SOON).unwrap().unwrap();
             prop_assert_eq!(&outward[..], &expected[..], "out of a device");
 
             for place in [here, there] {
                 let mut between = place.on_device(&before);
-                place.gpu.inward().copy_in(&on_device, &mut between, part, ended().0);
-                prop_assert_eq!(place.read(&between.freeze()), &expected[..], "between devices");
+                place
+                    .gpu
+                    .inward()
+                    .copy_in(&on_device, &mut between, part, ended().0);
+                prop_assert_eq!(
+                    place.read(&between.freeze()),
+                    &expected[..],
+                    "between devices"
+                );
             }
             Ok(())
         });
@@ -522,10 +589,20 @@ mod tests {
 
     #[test]
     fn rows_and_blocks_for_one_call_are_recognised() {
-        let step = |count, step| Loop { count, src_step: step, dst_step: step };
+        let step = |count, step| Loop {
+            count,
+            src_step: step,
+            dst_step: step,
+        };
         assert!(step(4, 64).fits(64) && !step(4, 64).fits(65) && !step(2, 1 << 31).fits(1));
         assert!(step(2, 256).is_of(&step(4, 64)) && step(2, 320).is_of(&step(4, 64)));
-        assert!(!step(2, 192).is_of(&step(4, 64)), "rows of two blocks would overlap");
-        assert!(!step(2, 300).is_of(&step(4, 64)), "blocks begin between rows");
+        assert!(
+            !step(2, 192).is_of(&step(4, 64)),
+            "rows of two blocks would overlap"
+        );
+        assert!(
+            !step(2, 300).is_of(&step(4, 64)),
+            "blocks begin between rows"
+        );
     }
 }

@@ -86,8 +86,10 @@ impl Direct {
         found().map_err(|error| CudaError::new("using CUDA directly", "", error.to_string()))?;
         let gpu = Gpu::open(ordinal)?;
         gpu.context().bind()?;
-        let (mut stream, flags) =
-            (std::ptr::null_mut(), sys::CUstream_flags::CU_STREAM_NON_BLOCKING);
+        let (mut stream, flags) = (
+            std::ptr::null_mut(),
+            sys::CUstream_flags::CU_STREAM_NON_BLOCKING,
+        );
         // SAFETY: the context is bound, and there is room for the stream.
         said("creating a CUDA stream directly", unsafe {
             calls::cuStreamCreate(&raw mut stream, flags as u32)
@@ -97,7 +99,11 @@ impl Direct {
             // SAFETY: created above, and nothing was issued to it.
             let _ = unsafe { calls::cuStreamDestroy_v2(stream) };
         }
-        Ok(Self(Rc::new(Inner { gpu, stream, end: end? })))
+        Ok(Self(Rc::new(Inner {
+            gpu,
+            stream,
+            end: end?,
+        })))
     }
 
     fn bind(&self) -> Result<(), CudaError> {
@@ -116,7 +122,12 @@ impl Direct {
         said("allocating memory directly", unsafe {
             calls::cuMemAlloc_v2(&raw mut address, bytes)
         })?;
-        Ok(Memory { direct: self.clone(), address, bytes, origin: Origin::Allocated })
+        Ok(Memory {
+            direct: self.clone(),
+            address,
+            bytes,
+            origin: Origin::Allocated,
+        })
     }
 
     /// Allocates memory of the host, with 1 in every byte. Memory that is `shared` is a sealed
@@ -129,13 +140,25 @@ impl Direct {
         let none = |error: &dyn ToString| {
             CudaError::new("allocating memory of the host", "", error.to_string())
         };
-        let arena = if shared { Arena::shared() } else { Ok(Arena::private()) };
+        let arena = if shared {
+            Arena::shared()
+        } else {
+            Ok(Arena::private())
+        };
         let pool = Pool::in_arena("direct", None, &arena.map_err(|error| none(&error))?);
         let mut memory = pool.allocate(bytes).map_err(|error| none(&error))?;
         memory.fill(1);
         let address = memory.as_mut_ptr().expose_provenance() as u64;
-        let origin = Origin::Host { is_pinned: false, _memory: memory };
-        Ok(Memory { direct: self.clone(), address, bytes, origin })
+        let origin = Origin::Host {
+            is_pinned: false,
+            _memory: memory,
+        };
+        Ok(Memory {
+            direct: self.clone(),
+            address,
+            bytes,
+            origin,
+        })
     }
 
     /// Opens memory of `bytes` bytes that another process has [shown](Memory::handle).
@@ -145,7 +168,9 @@ impl Direct {
     /// If the driver refuses the handle.
     pub fn open_memory(&self, handle: Handle, bytes: usize) -> Result<Memory, CudaError> {
         self.bind()?;
-        let handle = sys::CUipcMemHandle { reserved: handle.map(|byte| byte as c_char) };
+        let handle = sys::CUipcMemHandle {
+            reserved: handle.map(|byte| byte as c_char),
+        };
         let flags = sys::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
         let mut address = 0;
         // SAFETY: a handle is plain bytes, which the driver validates; there is room for the
@@ -153,7 +178,12 @@ impl Direct {
         said("opening memory directly", unsafe {
             calls::cuIpcOpenMemHandle_v2(&raw mut address, handle, flags)
         })?;
-        Ok(Memory { direct: self.clone(), address, bytes, origin: Origin::Opened })
+        Ok(Memory {
+            direct: self.clone(),
+            address,
+            bytes,
+            origin: Origin::Opened,
+        })
     }
 
     /// Issues a copy of the first `bytes` bytes, at most as many as both have. Does not wait,
@@ -200,7 +230,10 @@ impl Direct {
     /// If the driver refuses.
     pub fn event(&self, waiting: Waiting) -> Result<Event, CudaError> {
         self.bind()?;
-        Ok(Event { direct: self.clone(), raw: create_event(waiting)? })
+        Ok(Event {
+            direct: self.clone(),
+            raw: create_event(waiting)?,
+        })
     }
 
     /// Opens an event that another process has [shown](Event::handle).
@@ -210,13 +243,18 @@ impl Direct {
     /// If the driver refuses the handle.
     pub fn open_event(&self, handle: Handle) -> Result<Event, CudaError> {
         self.bind()?;
-        let handle = sys::CUipcEventHandle { reserved: handle.map(|byte| byte as c_char) };
+        let handle = sys::CUipcEventHandle {
+            reserved: handle.map(|byte| byte as c_char),
+        };
         let mut raw = std::ptr::null_mut();
         // SAFETY: a handle is plain bytes, which the driver validates; there is room for the event.
         said("opening an event directly", unsafe {
             calls::cuIpcOpenEventHandle(&raw mut raw, handle)
         })?;
-        Ok(Event { direct: self.clone(), raw })
+        Ok(Event {
+            direct: self.clone(),
+            raw,
+        })
     }
 
     /// Makes later work of the stream wait, on the device, for the event's newest record.
@@ -241,7 +279,10 @@ impl Direct {
         let modules = self.0.gpu.modules();
         modules.make_ready(source)?;
         modules.with_function(source, name, |found| {
-            Ok(Function { direct: self.clone(), raw: found.raw() })
+            Ok(Function {
+                direct: self.clone(),
+                raw: found.raw(),
+            })
         })
     }
 }
@@ -273,7 +314,9 @@ impl Memory {
     /// If the driver refuses. The memory can still be copied.
     pub fn pin(&mut self) -> Result<(), CudaError> {
         self.direct.bind()?;
-        let Origin::Host { is_pinned, .. } = &mut self.origin else { return Ok(()) };
+        let Origin::Host { is_pinned, .. } = &mut self.origin else {
+            return Ok(());
+        };
         // SAFETY: these pages stay mapped until this is dropped, which unpins them first.
         said("pinning memory directly", unsafe {
             let at = std::ptr::with_exposed_provenance_mut(self.address as usize);
@@ -355,7 +398,9 @@ impl Drop for Memory {
             match &self.origin {
                 Origin::Allocated => calls::cuMemFree_v2(self.address),
                 Origin::Opened => calls::cuIpcCloseMemHandle(self.address),
-                Origin::Host { is_pinned: false, .. } => return,
+                Origin::Host {
+                    is_pinned: false, ..
+                } => return,
                 Origin::Host { .. } => calls::cuMemHostUnregister(
                     std::ptr::with_exposed_provenance_mut(self.address as usize),
                 ),
@@ -446,12 +491,16 @@ fn create_event(waiting: Waiting) -> Result<sys::CUevent, CudaError> {
 
 fn record(event: sys::CUevent, stream: sys::CUstream) -> Result<(), CudaError> {
     // SAFETY: the callers hold both.
-    said("recording an event directly", unsafe { calls::cuEventRecord(event, stream) })
+    said("recording an event directly", unsafe {
+        calls::cuEventRecord(event, stream)
+    })
 }
 
 fn synchronize(event: sys::CUevent) -> Result<(), CudaError> {
     // SAFETY: the callers hold it.
-    said("waiting for an event directly", unsafe { calls::cuEventSynchronize(event) })
+    said("waiting for an event directly", unsafe {
+        calls::cuEventSynchronize(event)
+    })
 }
 
 fn said(doing: &'static str, answer: Answer) -> Result<(), CudaError> {

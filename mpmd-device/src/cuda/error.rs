@@ -25,28 +25,47 @@ impl CudaError {
     /// `text`.
     pub fn new(doing: impl Into<String>, name: impl Into<String>, text: impl Into<String>) -> Self {
         let is_lost = false;
-        Self(Arc::new(Inner { doing: doing.into(), name: name.into(), text: text.into(), is_lost }))
+        Self(Arc::new(Inner {
+            doing: doing.into(),
+            name: name.into(),
+            text: text.into(),
+            is_lost,
+        }))
     }
 
     /// Returns the error with a library's log appended; unchanged if the log is empty.
     pub(super) fn with_log(&self, log: &str) -> Self {
-        let Inner { doing, name, text, .. } = &*self.0;
-        let text =
-            if log.is_empty() { text.clone() } else { format!("{text}):\n{log}\n(end of log") };
+        let Inner {
+            doing, name, text, ..
+        } = &*self.0;
+        let text = if log.is_empty() {
+            text.clone()
+        } else {
+            format!("{text}):\n{log}\n(end of log")
+        };
         Self::new(doing.clone(), name.clone(), text)
     }
 
     /// Returns the error with the name of the enclosing operation in front of its own operation.
     pub(super) fn in_the_course_of(&self, operation: String) -> Self {
-        let Inner { doing, name, text, .. } = &*self.0;
+        let Inner {
+            doing, name, text, ..
+        } = &*self.0;
         Self::new(format!("{operation}: {doing}"), name.clone(), text.clone())
     }
 
     /// Returns the error marked as lost: the work may still be running.
     pub(super) fn lost(&self) -> Self {
-        let Inner { doing, name, text, .. } = &*self.0;
+        let Inner {
+            doing, name, text, ..
+        } = &*self.0;
         let (doing, name, text) = (doing.clone(), name.clone(), text.clone());
-        Self(Arc::new(Inner { doing, name, text, is_lost: true }))
+        Self(Arc::new(Inner {
+            doing,
+            name,
+            text,
+            is_lost: true,
+        }))
     }
 
     /// Returns true if the failed work may still be running. Its memory must not be reused.
@@ -74,7 +93,9 @@ impl CudaError {
 
 impl fmt::Display for CudaError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Inner { doing, name, text, .. } = &*self.0;
+        let Inner {
+            doing, name, text, ..
+        } = &*self.0;
         if name.is_empty() {
             return write!(f, "{doing}: {text}");
         }

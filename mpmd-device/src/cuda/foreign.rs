@@ -28,7 +28,11 @@ impl ForeignHandle {
 impl Gpu {
     /// Returns another library's stream as one to which work of this device can be issued.
     pub fn foreign(&self, ForeignHandle(raw): ForeignHandle) -> RawStream {
-        RawStream { context: self.context().clone(), raw, is_own: false }
+        RawStream {
+            context: self.context().clone(),
+            raw,
+            is_own: false,
+        }
     }
 }
 
@@ -54,7 +58,9 @@ impl Stream {
     }
 
     fn order(&self, first: &RawStream, second: &RawStream) -> Result<(), CudaError> {
-        let Ok(event) = self.ends.record(first) else { return first.synchronize() };
+        let Ok(event) = self.ends.record(first) else {
+            return first.synchronize();
+        };
         // SAFETY: event and stream are alive; the call notes the work that the event stands for.
         let waits = unsafe { calls::cuStreamWaitEvent(second.raw, event.handle(), WAIT_DEFAULT) };
         if let Some(event) = self.ends.spare(event) {

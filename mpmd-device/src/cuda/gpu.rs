@@ -111,7 +111,9 @@ impl Gpu {
                 });
                 tracing::debug!(%error, bytes, "host memory is not pinned");
             });
-            pinned.ok().map(|pinned| Box::new(pinned) as Box<dyn Any + Send + Sync>)
+            pinned
+                .ok()
+                .map(|pinned| Box::new(pinned) as Box<dyn Any + Send + Sync>)
         })
     }
 
@@ -170,8 +172,18 @@ impl Gpu {
     /// Returns cuBLAS for the compute stream, created at the first call. Waits if another thread is
     /// creating it. If that failed, every call returns the same error.
     pub(super) fn blas(&self, pool: &Pool) -> Result<&Blas, CudaError> {
-        let make = || Blas::new(&self.context, self.compute.stream(), self.architecture, pool);
-        self.blas.get_or_init(make).as_ref().map_err(CudaError::clone)
+        let make = || {
+            Blas::new(
+                &self.context,
+                self.compute.stream(),
+                self.architecture,
+                pool,
+            )
+        };
+        self.blas
+            .get_or_init(make)
+            .as_ref()
+            .map_err(CudaError::clone)
     }
 
     /// Returns the cell that is set once cuBLAS has loaded the kernels of small products.

@@ -37,7 +37,11 @@ use super::library::DRIVER;
 use mpmd_launch::variables;
 
 /// Driver functions that sharing needs.
-const SYMBOLS: [&str; 3] = ["cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2", "cuIpcCloseMemHandle"];
+const SYMBOLS: [&str; 3] = [
+    "cuIpcGetMemHandle",
+    "cuIpcOpenMemHandle_v2",
+    "cuIpcCloseMemHandle",
+];
 
 /// Returns an object that exports memory of these devices to other processes, and opens theirs.
 /// `None` if there are no devices.
@@ -46,7 +50,11 @@ pub fn sharing(gpus: Vec<Arc<Gpu>>) -> Option<Arc<dyn DeviceSharing>> {
         return None;
     }
     let contexts = gpus.iter().map(|gpu| gpu.context().clone()).collect();
-    Some(Arc::new(Sharing { gpus, contexts, samples: OnceLock::new() }))
+    Some(Arc::new(Sharing {
+        gpus,
+        contexts,
+        samples: OnceLock::new(),
+    }))
 }
 
 struct Sharing {
@@ -68,7 +76,10 @@ impl Sharing {
     /// Returns memory that this process has shown to others: its context, address and length in
     /// bytes. `None` if the handle is of another process.
     fn own(&self, uuid: &[u8], handle: [u8; HANDLE]) -> Option<(&Arc<Context>, (u64, usize))> {
-        let mut same = self.contexts.iter().filter(|context| context.uuid() == uuid);
+        let mut same = self
+            .contexts
+            .iter()
+            .filter(|context| context.uuid() == uuid);
         let shown = |context: &Context| context.shown().memory.lock().get(&handle).copied();
         same.find_map(|context| Some((context, shown(context)?)))
     }
@@ -82,8 +93,13 @@ impl Sharing {
         }
         let mut samples = Vec::new();
         for gpu in &self.gpus {
-            let memory = gpu.allocator().allocate(1).map_err(|error| error.to_string())?;
-            memory.export().ok_or("the CUDA driver shows no memory to other processes")?;
+            let memory = gpu
+                .allocator()
+                .allocate(1)
+                .map_err(|error| error.to_string())?;
+            memory
+                .export()
+                .ok_or("the CUDA driver shows no memory to other processes")?;
             samples.push(memory);
         }
         Ok(samples)
@@ -106,7 +122,9 @@ impl DeviceSharing for Sharing {
     }
 
     fn try_sample(&self, sample: &[u8]) -> Result<(), String> {
-        self.open(sample, 1).map(drop).map_err(|error| error.to_string())
+        self.open(sample, 1)
+            .map(drop)
+            .map_err(|error| error.to_string())
     }
 
     fn open(&self, words: &[u8], bytes: usize) -> io::Result<Box<dyn DeviceMemory>> {
@@ -114,7 +132,16 @@ impl DeviceSharing for Sharing {
         let (opened, has) = match self.own(uuid, handle) {
             Some((context, (address, has))) => {
                 let (context, is_far, block) = (context.clone(), false, None);
-                (Opened { context, address, bytes, is_far, block }, has as u64)
+                (
+                    Opened {
+                        context,
+                        address,
+                        bytes,
+                        is_far,
+                        block,
+                    },
+                    has as u64,
+                )
             }
             None => {
                 let (context, is_far) = self.place(uuid);
@@ -122,7 +149,9 @@ impl DeviceSharing for Sharing {
             }
         };
         if has < bytes as u64 {
-            return Err(io::Error::other("memory of a device is shorter than its owner says"));
+            return Err(io::Error::other(
+                "memory of a device is shorter than its owner says",
+            ));
         }
         Ok(Box::new(opened))
     }
@@ -150,7 +179,9 @@ impl Opened {
         is_far: bool,
     ) -> Result<(Self, u64), CudaError> {
         let _visit = context.visit()?;
-        let handle = sys::CUipcMemHandle { reserved: handle.map(|byte| byte as c_char) };
+        let handle = sys::CUipcMemHandle {
+            reserved: handle.map(|byte| byte as c_char),
+        };
         // The only flag that exists, and it is required. For remote memory it enables access
         // between the devices.
         let flags = sys::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
@@ -174,9 +205,22 @@ impl Opened {
             }
         };
         let (start, length) = found.range;
-        let has = if length == 0 { u64::MAX } else { length - (address - start) };
+        let has = if length == 0 {
+            u64::MAX
+        } else {
+            length - (address - start)
+        };
         let block = Some(found.address);
-        Ok((Self { context: context.clone(), address, bytes, is_far, block }, has))
+        Ok((
+            Self {
+                context: context.clone(),
+                address,
+                bytes,
+                is_far,
+                block,
+            },
+            has,
+        ))
     }
 }
 
@@ -202,7 +246,9 @@ impl Drop for Opened {
     fn drop(&mut self) {
         let Some(address) = self.block else { return };
         if self.context.foreign().leave(address) {
-            let Ok(_visit) = self.context.visit() else { return };
+            let Ok(_visit) = self.context.visit() else {
+                return;
+            };
             close(address);
         }
     }
@@ -235,7 +281,14 @@ mod tests {
             (again.address(), again.bytes(), again.is_far()),
             (memory.address(), 4096, false)
         );
-        assert!(sharing.open(&words, 4097).map(drop).unwrap_err().to_string().contains("shorter"));
+        assert!(
+            sharing
+                .open(&words, 4097)
+                .map(drop)
+                .unwrap_err()
+                .to_string()
+                .contains("shorter")
+        );
         drop((again, memory));
         assert!(sharing.open(&words, 4096).is_err(), "it is no more");
         for nonsense in [&[][..], &[7; 79], &[7; 80], &[7; 96]] {
@@ -245,7 +298,10 @@ mod tests {
             assert!(sharing.try_sample(sample).is_err());
         }
         let samples = sharing.samples().unwrap();
-        assert_eq!((samples.len(), sharing.samples().unwrap()), (1, samples.clone()));
+        assert_eq!(
+            (samples.len(), sharing.samples().unwrap()),
+            (1, samples.clone())
+        );
         assert_eq!(sharing.try_sample(&samples[0]), Ok(()));
     }
 
@@ -258,11 +314,22 @@ mod tests {
         let heard = Arc::<Landing>::default();
         let after = Fences::of([heard.clone() as _]);
         let told = issued(&gpu, &after, Ok(()));
-        assert_eq!(told.recv_timeout(TIME_LIMIT).unwrap(), Ok(()), "the lender's work is over");
+        assert_eq!(
+            told.recv_timeout(TIME_LIMIT).unwrap(),
+            Ok(()),
+            "the lender's work is over"
+        );
         assert!(!heard.is_over(), "only its owner reports the end");
         heard.pass(Err("it fell over".to_owned()));
-        assert_eq!((heard.is_over(), heard.failure().as_deref()), (true, Some("it fell over")));
-        let told = issued(&gpu, &after, Err(CudaError::new("its input is never made", "", "")));
+        assert_eq!(
+            (heard.is_over(), heard.failure().as_deref()),
+            (true, Some("it fell over"))
+        );
+        let told = issued(
+            &gpu,
+            &after,
+            Err(CudaError::new("its input is never made", "", "")),
+        );
         let error = told.recv_timeout(TIME_LIMIT).unwrap().unwrap_err();
         assert!(error.to_string().contains("it fell over"), "{error}");
     }

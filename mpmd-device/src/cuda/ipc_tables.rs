@@ -38,7 +38,10 @@ pub(super) struct Shown {
 impl Default for Shown {
     fn default() -> Self {
         // Each `RandomState` has keys of its own, which differ between processes.
-        Self { memory: Mutex::default(), context: RandomState::new().hash_one(()) }
+        Self {
+            memory: Mutex::default(),
+            context: RandomState::new().hash_one(()),
+        }
     }
 }
 
@@ -51,11 +54,18 @@ impl Foreign {
     /// address and range, and the address of these bytes. `None` if no such block is open.
     pub(super) fn join(&self, origin: Origin, bytes: usize) -> Option<(Found, u64)> {
         let mut blocks = self.0.lock();
-        let mut found =
-            blocks.iter_mut().filter_map(|block| Some((block.find(origin, bytes)?, block)));
+        let mut found = blocks
+            .iter_mut()
+            .filter_map(|block| Some((block.find(origin, bytes)?, block)));
         let (address, block) = found.next()?;
         block.users += 1;
-        Some((Found { address: block.address, range: block.range }, address))
+        Some((
+            Found {
+                address: block.address,
+                range: block.range,
+            },
+            address,
+        ))
     }
 
     /// Adds a user to the block that the driver has opened at this address. The context must be
@@ -64,14 +74,22 @@ impl Foreign {
         let mut blocks = self.0.lock();
         if let Some(block) = blocks.iter_mut().find(|block| block.address == address) {
             block.users += 1;
-            let found = Found { address, range: block.range };
+            let found = Found {
+                address,
+                range: block.range,
+            };
             drop(blocks);
             // The driver counts how often a handle is opened, and a block is closed once.
             close(address);
             return (found, address);
         }
         let range = range_of(address);
-        blocks.push(Block { address, origin, range, users: 1 });
+        blocks.push(Block {
+            address,
+            origin,
+            range,
+            users: 1,
+        });
         (Found { address, range }, address)
     }
 
@@ -114,7 +132,9 @@ impl Block {
     /// them all.
     fn find(&self, origin: Origin, bytes: usize) -> Option<u64> {
         let Origin { context, address } = self.origin;
-        let found = self.address.wrapping_add(origin.address.wrapping_sub(address));
+        let found = self
+            .address
+            .wrapping_add(origin.address.wrapping_sub(address));
         let (start, length) = self.range;
         let inside = found.wrapping_sub(start);
         let holds = inside < length && bytes as u64 <= length - inside;
@@ -174,7 +194,10 @@ mod tests {
 
     #[test]
     fn parts_of_a_block_are_found_by_their_origins() {
-        let origin = |address| Origin { context: 5, address };
+        let origin = |address| Origin {
+            context: 5,
+            address,
+        };
         let block = Block {
             address: 0x10_0100,
             origin: origin(0x100),
@@ -184,9 +207,30 @@ mod tests {
         assert_eq!(block.find(origin(0x100), 0x700), Some(0x10_0100));
         assert_eq!(block.find(origin(0), 0x800), Some(0x10_0000));
         for (address, bytes) in [(0, 0x801), (0x800, 1), (0x7FF, 2), (u64::MAX, 1)] {
-            assert_eq!(block.find(origin(address), bytes), None, "{bytes} at {address:#x}");
+            assert_eq!(
+                block.find(origin(address), bytes),
+                None,
+                "{bytes} at {address:#x}"
+            );
         }
-        assert_eq!(block.find(Origin { context: 6, address: 0x100 }, 1), None, "another process");
-        assert_eq!(Block { range: (0, 0), ..block }.find(origin(0x100), 1), None);
+        assert_eq!(
+            block.find(
+                Origin {
+                    context: 6,
+                    address: 0x100
+                },
+                1
+            ),
+            None,
+            "another process"
+        );
+        assert_eq!(
+            Block {
+                range: (0, 0),
+                ..block
+            }
+            .find(origin(0x100), 1),
+            None
+        );
     }
 }

@@ -46,7 +46,9 @@ impl Gpu {
             let mut few = [std::ptr::null_mut(); FEW];
             let mut many = Vec::new();
             let pointers: &mut [*mut c_void] = if args.len() <= FEW {
-                few.iter_mut().zip(args).for_each(|(at, arg)| *at = pointer(arg));
+                few.iter_mut()
+                    .zip(args)
+                    .for_each(|(at, arg)| *at = pointer(arg));
                 &mut few
             } else {
                 many.extend(args.iter().map(pointer));
@@ -113,7 +115,8 @@ impl RawStream {
                 ),
             }
         };
-        set.result().map_err(|error| cuda("setting memory of a CUDA device", error))
+        set.result()
+            .map_err(|error| cuda("setting memory of a CUDA device", error))
     }
 
     /// Issues a copy of `to.bytes` bytes from `from` to `to`, both in the memory of the device.

@@ -58,7 +58,13 @@ impl Library {
         files: &'static [&'static str],
         wheels: &'static [&'static str],
     ) -> Self {
-        Self { name, files, wheels, helper: None, loaded: OnceLock::new() }
+        Self {
+            name,
+            files,
+            wheels,
+            helper: None,
+            loaded: OnceLock::new(),
+        }
     }
 
     const fn with_helper(mut self, helper: &'static str) -> Self {
@@ -105,7 +111,8 @@ impl Library {
     }
 
     fn loaded(&self) -> &Result<libloading::Library, NoCuda> {
-        self.loaded.get_or_init(|| self.load(&|name| std::env::var_os(name)))
+        self.loaded
+            .get_or_init(|| self.load(&|name| std::env::var_os(name)))
     }
 
     fn check_all(&self, symbols: &[&str], has: impl Fn(&str) -> bool) -> Result<(), NoCuda> {
@@ -114,13 +121,20 @@ impl Library {
         if symbols.is_empty() {
             return Ok(());
         }
-        Err(NoCuda::NoSymbols { library: self.name, symbols })
+        Err(NoCuda::NoSymbols {
+            library: self.name,
+            symbols,
+        })
     }
 
     fn load(&self, variable: Variable<'_>) -> Result<libloading::Library, NoCuda> {
         let mut failed = Vec::new();
         let toolkits = toolkits(variable);
-        let packages = if self.wheels.is_empty() { Vec::new() } else { packages(variable) };
+        let packages = if self.wheels.is_empty() {
+            Vec::new()
+        } else {
+            packages(variable)
+        };
         let wheels = packages.iter().map(|packages| packages.join("nvidia"));
         let wheels =
             wheels.flat_map(|nvidia| self.wheels.iter().map(move |wheel| nvidia.join(wheel)));
@@ -152,7 +166,12 @@ impl Library {
             }
         }
         let in_packages = |packages: &PathBuf| match self.wheels {
-            [wheel] => packages.join("nvidia").join(wheel).join("lib").display().to_string(),
+            [wheel] => packages
+                .join("nvidia")
+                .join(wheel)
+                .join("lib")
+                .display()
+                .to_string(),
             wheels => format!("{}/nvidia/{{{}}}/lib", packages.display(), wheels.join(",")),
         };
         let toolkits = toolkits.iter().map(|folder| folder.display().to_string());
@@ -169,10 +188,13 @@ impl Library {
     /// library itself will report what it lacks.
     fn open_helpers(&self, folder: &Path) {
         let Some(helper) = self.helper else { return };
-        let helpers = entries(folder)
-            .into_iter()
-            .filter(|file| file.file_name().is_some_and(|name| starts_with(name, helper)));
-        helpers.filter_map(|file| open(&file).ok()).for_each(std::mem::forget);
+        let helpers = entries(folder).into_iter().filter(|file| {
+            file.file_name()
+                .is_some_and(|name| starts_with(name, helper))
+        });
+        helpers
+            .filter_map(|file| open(&file).ok())
+            .for_each(std::mem::forget);
     }
 }
 
@@ -189,7 +211,9 @@ fn open(file: &Path) -> Result<libloading::Library, String> {
 /// Returns the folders of libraries of the CUDA toolkits: those named by the environment, then the
 /// usual one. They may not exist.
 fn toolkits(variable: Variable<'_>) -> Vec<PathBuf> {
-    let named = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(|name| set(variable, name));
+    let named = ["CUDA_HOME", "CUDA_PATH"]
+        .into_iter()
+        .filter_map(|name| set(variable, name));
     let mut folders = Vec::new();
     for home in named.chain([PathBuf::from("/usr/local/cuda")]) {
         for folder in ["lib64", "lib"].map(|below| home.join(below)) {
@@ -217,13 +241,22 @@ fn packages(variable: Variable<'_>) -> Vec<PathBuf> {
     environments.extend(set(variable, "HOME").map(|home| home.join(".local")));
     environments.extend(["/usr/local", "/usr"].map(PathBuf::from));
     let optional = entries(Path::new("/opt"));
-    environments.extend(optional.into_iter().flat_map(|folder| [folder.join(".venv"), folder]));
+    environments.extend(
+        optional
+            .into_iter()
+            .flat_map(|folder| [folder.join(".venv"), folder]),
+    );
 
     let mut found = Vec::new();
-    for library in environments.iter().flat_map(|at| [at.join("lib"), at.join("lib64")]) {
-        let pythons = entries(&library)
-            .into_iter()
-            .filter(|python| python.file_name().is_some_and(|name| starts_with(name, "python3")));
+    for library in environments
+        .iter()
+        .flat_map(|at| [at.join("lib"), at.join("lib64")])
+    {
+        let pythons = entries(&library).into_iter().filter(|python| {
+            python
+                .file_name()
+                .is_some_and(|name| starts_with(name, "python3"))
+        });
         let packages =
             pythons.flat_map(|python| ["site-packages", "dist-packages"].map(|at| python.join(at)));
         // `lib64` may be a link to `lib`.
@@ -251,7 +284,9 @@ fn starts_with(name: &OsStr, start: &str) -> bool {
 
 /// Returns the path that an environment variable names. `None` if it is not set or empty.
 fn set(variable: Variable<'_>, name: &str) -> Option<PathBuf> {
-    variable(name).filter(|value| !value.is_empty()).map(PathBuf::from)
+    variable(name)
+        .filter(|value| !value.is_empty())
+        .map(PathBuf::from)
 }
 
 /// Converts the value of an environment variable for a message.
@@ -292,7 +327,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let [home, active, other, base] =
             ["cuda", "active", "other", "base"].map(|name| folder.path().join(name));
-        let [new, old] = environment(&active, &["python3.12", "python3.9"]).try_into().unwrap();
+        let [new, old] = environment(&active, &["python3.12", "python3.9"])
+            .try_into()
+            .unwrap();
         let [seen] = environment(&other, &["python3.11"]).try_into().unwrap();
         let [real] = environment(&base, &["python3.11"]).try_into().unwrap();
         for environment in [&other, &base] {

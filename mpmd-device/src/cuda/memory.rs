@@ -46,7 +46,9 @@ impl Allocator {
         let mut address = 0;
         // SAFETY: there is room for the address. The memory is read only by work that runs after
         // work that has written it.
-        unsafe { calls::cuMemAlloc_v2(&raw mut address, bytes) }.result().map(|()| address)
+        unsafe { calls::cuMemAlloc_v2(&raw mut address, bytes) }
+            .result()
+            .map(|()| address)
     }
 }
 
@@ -94,7 +96,10 @@ impl DeviceMemory for Memory {
 
     fn export(&self) -> Option<&[u8]> {
         let show = || export(&self.context, self.address, self.bytes);
-        self.words.get_or_init(show).as_ref().map(|words| &words[..])
+        self.words
+            .get_or_init(show)
+            .as_ref()
+            .map(|words| &words[..])
     }
 }
 
@@ -103,7 +108,9 @@ impl Drop for Memory {
         if let Some(Some(words)) = self.words.get() {
             forget(&self.context, words);
         }
-        let Ok(_visit) = self.context.visit() else { return };
+        let Ok(_visit) = self.context.visit() else {
+            return;
+        };
         // SAFETY: allocated in `allocate`, freed once. Blocks return to their pool only when work
         // on them is over, and pools free only segments without blocks in use.
         if let Err(error) = unsafe { calls::cuMemFree_v2(self.address) }.result() {
@@ -117,7 +124,9 @@ impl Drop for Memory {
 pub(super) fn export(context: &Context, address: sys::CUdeviceptr, bytes: usize) -> Option<Words> {
     let show = || {
         let _visit = context.visit()?;
-        let mut handle = sys::CUipcMemHandle { reserved: [0; HANDLE] };
+        let mut handle = sys::CUipcMemHandle {
+            reserved: [0; HANDLE],
+        };
         // SAFETY: the address is that of an allocation, of the context that is bound; there is room
         // for the handle.
         unsafe { calls::cuIpcGetMemHandle(&raw mut handle, address) }
@@ -167,9 +176,14 @@ mod tests {
         let allocator = Gpu::open(0).unwrap().allocator();
         let sizes = [1, 640 << 10, 1, (2 << 20) + 1, 1];
         let made = sizes.map(|bytes| allocator.allocate(bytes).unwrap());
-        let mut blocks = made.each_ref().map(|memory| memory.address() / super::BLOCK as u64);
+        let mut blocks = made
+            .each_ref()
+            .map(|memory| memory.address() / super::BLOCK as u64);
         blocks.sort_unstable();
-        assert!(blocks.windows(2).all(|pair| pair[0] != pair[1]), "{blocks:?}");
+        assert!(
+            blocks.windows(2).all(|pair| pair[0] != pair[1]),
+            "{blocks:?}"
+        );
         assert_eq!(made.map(|memory| memory.bytes()), sizes);
     }
 }

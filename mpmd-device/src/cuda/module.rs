@@ -66,7 +66,11 @@ pub(super) struct Function {
 
 impl Modules {
     pub(super) fn new(context: Arc<Context>, architecture: Architecture) -> Self {
-        Self { context, architecture, slots: RwLock::default() }
+        Self {
+            context,
+            architecture,
+            slots: RwLock::default(),
+        }
     }
 
     /// Registers a source that will be used, so that its first launch logs no warning.
@@ -74,7 +78,10 @@ impl Modules {
         if self.slots.read().contains_key(&key(source)) {
             return;
         }
-        self.slots.write().entry(key(source)).or_insert_with(|| Arc::new(AsyncBuffer::new(source)));
+        self.slots
+            .write()
+            .entry(key(source))
+            .or_insert_with(|| Arc::new(AsyncBuffer::new(source)));
     }
 
     /// Compiles and loads a source, unless that was done before. Waits if another thread is doing
@@ -115,10 +122,13 @@ impl Modules {
         self.find(source, function, announced)
             .map_err(|error| error.in_the_course_of(format!("launching {function}")))?;
         let slots = self.slots.read();
-        let module = slots.get(&key(source)).and_then(|slot| slot.module.get()?.as_ref().ok());
+        let module = slots
+            .get(&key(source))
+            .and_then(|slot| slot.module.get()?.as_ref().ok());
         let functions = module.map(|module| module.functions.read());
-        let found =
-            functions.as_ref().and_then(|all| all.iter().find(|known| &*known.name == function));
+        let found = functions
+            .as_ref()
+            .and_then(|all| all.iter().find(|known| &*known.name == function));
         // The function was just added, and none is ever removed.
         found.map_or_else(|| Err(no_function(source, function)), then)
     }
@@ -139,7 +149,9 @@ impl Modules {
         }
         self.make_ready(source)?;
         let slot = self.slots.read().get(&key(source)).cloned();
-        let Some(slot) = slot else { return Err(no_function(source, function)) };
+        let Some(slot) = slot else {
+            return Err(no_function(source, function));
+        };
         let module = self.module(&slot)?;
         let found = Function::find(module, source, function)?;
         let mut functions = module.functions.write();
@@ -150,8 +162,9 @@ impl Modules {
     }
 
     fn module<'s>(&self, slot: &'s AsyncBuffer) -> Result<&'s Module, CudaError> {
-        let made =
-            slot.module.get_or_init(|| self.context.bind().and_then(|()| self.load(slot.source)));
+        let made = slot
+            .module
+            .get_or_init(|| self.context.bind().and_then(|()| self.load(slot.source)));
         made.as_ref().map_err(CudaError::clone)
     }
 
@@ -184,7 +197,10 @@ impl Modules {
 
 impl AsyncBuffer {
     fn new(source: &'static Source) -> Self {
-        Self { source, module: OnceLock::new() }
+        Self {
+            source,
+            module: OnceLock::new(),
+        }
     }
 }
 
@@ -198,8 +214,10 @@ impl Module {
             sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES,
         ];
         // The driver expects the second value as a number in place of a pointer.
-        let mut values =
-            [log.as_mut_ptr().cast::<c_void>(), std::ptr::without_provenance_mut(log.len())];
+        let mut values = [
+            log.as_mut_ptr().cast::<c_void>(),
+            std::ptr::without_provenance_mut(log.len()),
+        ];
         let mut raw = std::ptr::null_mut();
         // SAFETY: the context is bound by the caller. The image ends with a zero, as texts must;
         // there are as many options as values, and the log is as long as is said. There is room for
@@ -222,7 +240,10 @@ impl Module {
                 .unwrap_or_default();
             return Err(error.with_log(said.trim()));
         }
-        let module = Self { raw, functions: RwLock::default() };
+        let module = Self {
+            raw,
+            functions: RwLock::default(),
+        };
         module.load_functions();
         Ok(module)
     }
@@ -230,9 +251,13 @@ impl Module {
     /// Loads all functions now, which drivers since 12.4 support. Older ones load each function at
     /// its first launch. Failures are only logged.
     fn load_functions(&self) {
-        if !["cuModuleGetFunctionCount", "cuModuleEnumerateFunctions", "cuFuncLoad"]
-            .into_iter()
-            .all(|symbol| DRIVER.has(symbol))
+        if ![
+            "cuModuleGetFunctionCount",
+            "cuModuleEnumerateFunctions",
+            "cuFuncLoad",
+        ]
+        .into_iter()
+        .all(|symbol| DRIVER.has(symbol))
         {
             return;
         }
@@ -240,12 +265,16 @@ impl Module {
         // SAFETY: the module is alive, and the driver has these functions. There is room for the
         // number, and for as many functions as it says.
         let loaded = unsafe {
-            calls::cuModuleGetFunctionCount(&raw mut count, self.raw).result().and_then(|()| {
-                let mut functions = vec![std::ptr::null_mut(); count as usize];
-                calls::cuModuleEnumerateFunctions(functions.as_mut_ptr(), count, self.raw)
-                    .result()?;
-                functions.into_iter().try_for_each(|function| calls::cuFuncLoad(function).result())
-            })
+            calls::cuModuleGetFunctionCount(&raw mut count, self.raw)
+                .result()
+                .and_then(|()| {
+                    let mut functions = vec![std::ptr::null_mut(); count as usize];
+                    calls::cuModuleEnumerateFunctions(functions.as_mut_ptr(), count, self.raw)
+                        .result()?;
+                    functions
+                        .into_iter()
+                        .try_for_each(|function| calls::cuFuncLoad(function).result())
+                })
         };
         if let Err(error) = loaded {
             tracing::debug!(%error, "functions will be loaded at their first launch");
@@ -262,12 +291,22 @@ impl Function {
         unsafe { calls::cuModuleGetFunction(&raw mut raw, module.raw, name.as_ptr()) }
             .result()
             .map_err(|error| {
-                cuda(format!("looking for function {function} in {}", source.name()), error)
+                cuda(
+                    format!("looking for function {function} in {}", source.name()),
+                    error,
+                )
             })?;
-        let (mut own, which) = (0, sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES);
+        let (mut own, which) = (
+            0,
+            sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
+        );
         // SAFETY: the function is alive, and there is room for the number.
         let told = unsafe { calls::cuFuncGetAttribute(&raw mut own, which, raw) }.is_success();
-        let own = if told { u32::try_from(own).unwrap_or(0) } else { 0 };
+        let own = if told {
+            u32::try_from(own).unwrap_or(0)
+        } else {
+            0
+        };
         let shared_bytes = SHARED_BYTES.saturating_sub(own);
         Ok(Self {
             name: function.into(),
@@ -290,15 +329,24 @@ impl Function {
         function: &str,
         args: &[RawArg],
     ) -> Result<(), CudaError> {
-        let Some(parameters) = &self.parameters else { return Ok(()) };
+        let Some(parameters) = &self.parameters else {
+            return Ok(());
+        };
         let fit = parameters.len() == args.len()
-            && parameters.iter().zip(args).all(|(parameter, arg)| *parameter == arg.size);
+            && parameters
+                .iter()
+                .zip(args)
+                .all(|(parameter, arg)| *parameter == arg.size);
         if fit {
             return Ok(());
         }
         let given: Vec<usize> = args.iter().map(|arg| arg.size).collect();
         let text = format!("it takes parameters of {parameters:?} bytes, and is given {given:?}");
-        Err(CudaError::new(format!("launching {function} of {}", source.name()), "", text))
+        Err(CudaError::new(
+            format!("launching {function} of {}", source.name()),
+            "",
+            text,
+        ))
     }
 
     /// Allows launches with this many bytes of dynamic shared memory, on a device whose blocks have

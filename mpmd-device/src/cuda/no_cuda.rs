@@ -106,12 +106,18 @@ impl NoCuda {
 pub(super) const NCCL: &str = "NCCL";
 
 /// The oldest CUDA version that a driver must support.
-pub const OLDEST: Version = Version { major: 12, minor: 0 };
+pub const OLDEST: Version = Version {
+    major: 12,
+    minor: 0,
+};
 
 impl Version {
     /// Converts CUDA's number for a version: 12080 is 12.8.
     pub fn of_number(number: u32) -> Self {
-        Self { major: number / 1000, minor: number % 1000 / 10 }
+        Self {
+            major: number / 1000,
+            minor: number % 1000 / 10,
+        }
     }
 }
 
@@ -153,7 +159,9 @@ mod tests {
             said.contains(" LD_LIBRARY_PATH (/a:/b), ")
                 && said.ends_with("; libnvrtc.so: file too short")
         );
-        let hidden = NoCuda::NoGpu { visible: Some("7".to_owned()) };
+        let hidden = NoCuda::NoGpu {
+            visible: Some("7".to_owned()),
+        };
         assert!(
             hidden
                 .to_string()

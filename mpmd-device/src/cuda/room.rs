@@ -33,7 +33,11 @@ pub struct DeviceRoom {
 
 impl DeviceRoom {
     pub(super) fn new(context: &Arc<Context>, spare: &Arc<Spare>, pool: &Pool) -> Self {
-        Self { context: context.clone(), spare: spare.clone(), pool: pool.clone() }
+        Self {
+            context: context.clone(),
+            spare: spare.clone(),
+            pool: pool.clone(),
+        }
     }
 
     /// Gives memory that no one uses back to the device. Blocks until the device has ended all work
@@ -75,7 +79,11 @@ impl fmt::Display for DeviceRoom {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let stats = self.pool.stats();
         let [live, cached] = [stats.live, stats.cached].map(bytes_text);
-        write!(f, "arrays and scratch hold {live} and keep {cached} more; {}", Held(&self.context))
+        write!(
+            f,
+            "arrays and scratch hold {live} and keep {cached} more; {}",
+            Held(&self.context)
+        )
     }
 }
 
@@ -86,10 +94,18 @@ impl fmt::Display for Held<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let pool = self.0.driver_pool().unwrap_or_default();
         let [used, reserved] = [pool.used, pool.reserved].map(bytes_text);
-        write!(f, "the driver's pool, from which candle allocates, has {reserved}, {used} in use")?;
+        write!(
+            f,
+            "the driver's pool, from which candle allocates, has {reserved}, {used} in use"
+        )?;
         match self.0.free_and_total() {
             Ok([free, total]) => {
-                write!(f, "; {} of the device's {} are free", bytes_text(free), bytes_text(total))
+                write!(
+                    f,
+                    "; {} of the device's {} are free",
+                    bytes_text(free),
+                    bytes_text(total)
+                )
             }
             Err(_) => Ok(()),
         }
@@ -101,7 +117,10 @@ impl fmt::Display for Held<'_> {
 pub(super) fn make_room(context: &Context, spare: &Spare) {
     let blocks = spare.take_all();
     // A device that has failed has nothing more to give.
-    if let Err(error) = context.synchronize().and_then(|()| context.trim_driver_pool()) {
+    if let Err(error) = context
+        .synchronize()
+        .and_then(|()| context.trim_driver_pool())
+    {
         tracing::debug!(%error, "making room on a CUDA device");
     }
     // The stream's thread reports the end of work a moment after it.
@@ -173,12 +192,18 @@ mod tests {
         let site = Site::new();
         let room = site.gpu.room(&site.pool);
         drop(site.pool.allocate(150 * MIB).unwrap());
-        assert_eq!(site.allocate(None, 150).0, 2, "the pool keeps what was freed");
+        assert_eq!(
+            site.allocate(None, 150).0,
+            2,
+            "the pool keeps what was freed"
+        );
         let (status, address) = site.allocate(Some(&room), 150);
         assert_eq!(status, 0);
 
         site.free(address);
-        site.pool.allocate(150 * MIB).expect("the driver's pool gives back what was freed");
+        site.pool
+            .allocate(150 * MIB)
+            .expect("the driver's pool gives back what was freed");
         assert_eq!(site.allocate(Some(&room), 150).0, 0);
     }
 
@@ -197,6 +222,9 @@ mod tests {
         let of_both = format!("arrays and scratch hold 112.0 MiB and keep 0 B more; {held}");
         assert_eq!(room.to_string(), of_both);
         let said = site.pool.allocate(150 * MIB).unwrap_err().to_string();
-        assert!(said.contains("112.0 MiB in use") && said.contains(held), "{said}");
+        assert!(
+            said.contains("112.0 MiB in use") && said.contains(held),
+            "{said}"
+        );
     }
 }

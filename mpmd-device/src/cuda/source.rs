@@ -54,7 +54,12 @@ pub(crate) enum Kind {
 
 /// The source to list in `Kernel::cuda` by a kernel that calls `Cuda::gemm`. cuBLAS is then
 /// initialised before the kernel runs.
-pub static CUBLAS: Source = Source { name: "cuBLAS", text: "", kind: Kind::Cublas, smaller: None };
+pub static CUBLAS: Source = Source {
+    name: "cuBLAS",
+    text: "",
+    kind: Kind::Cublas,
+    smaller: None,
+};
 
 impl Source {
     /// Returns a source in CUDA C; `name` appears in messages.
@@ -63,12 +68,22 @@ impl Source {
     /// functions to launch as `extern "C" __global__`. NVRTC's own headers are available. Those of
     /// the CUDA toolkit are available too, if `CUDA_HOME` or `CUDA_PATH` names the toolkit.
     pub const fn cuda(name: &'static str, text: &'static str) -> Self {
-        Self { name, text, kind: Kind::Cuda { exact: false }, smaller: None }
+        Self {
+            name,
+            text,
+            kind: Kind::Cuda { exact: false },
+            smaller: None,
+        }
     }
 
     /// Returns a source in PTX, which goes to the driver unchanged; `name` appears in messages.
     pub const fn ptx(name: &'static str, text: &'static str) -> Self {
-        Self { name, text, kind: Kind::Ptx, smaller: None }
+        Self {
+            name,
+            text,
+            kind: Kind::Ptx,
+            smaller: None,
+        }
     }
 
     /// Returns the source with another one beside it, which is prepared with it on devices whose
@@ -76,13 +91,18 @@ impl Source {
     /// chooses between the two by `Cuda::shared_bytes`.
     #[must_use]
     pub const fn or_below(self, below: u32, source: &'static Self) -> Self {
-        Self { smaller: Some(Smaller { below, source }), ..self }
+        Self {
+            smaller: Some(Smaller { below, source }),
+            ..self
+        }
     }
 
     /// Returns the source to prepare with this one on a device whose blocks have `bytes` bytes of
     /// shared memory.
     pub(crate) fn smaller_for(&self, bytes: u32) -> Option<&'static Self> {
-        self.smaller.filter(|smaller| bytes < smaller.below).map(|smaller| smaller.source)
+        self.smaller
+            .filter(|smaller| bytes < smaller.below)
+            .map(|smaller| smaller.source)
     }
 
     /// Returns the source with each product and each sum rounded separately, as on the host:
@@ -109,6 +129,12 @@ impl Source {
 
 impl fmt::Debug for Source {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Source({}, {:?}, {} bytes)", self.name, self.kind, self.text.len())
+        write!(
+            f,
+            "Source({}, {:?}, {} bytes)",
+            self.name,
+            self.kind,
+            self.text.len()
+        )
     }
 }

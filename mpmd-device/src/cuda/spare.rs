@@ -10,13 +10,19 @@ use mpmd_transport::memory::{DevicePlace, Fence};
 /// of 0 bytes.
 pub fn place(buffer: &OwnedBuffer) -> DevicePlace {
     // A pool of a CUDA device returns memory of that device.
-    buffer.device().unwrap_or(DevicePlace { device: 0, address: 0, bytes: 0 })
+    buffer.device().unwrap_or(DevicePlace {
+        device: 0,
+        address: 0,
+        bytes: 0,
+    })
 }
 
 /// Removes and returns the last block of exactly this many bytes from a list. `None` if it has
 /// none.
 pub fn take(blocks: &mut Vec<OwnedBuffer>, bytes: usize) -> Option<OwnedBuffer> {
-    let index = blocks.iter().rposition(|block| place(block).bytes == bytes)?;
+    let index = blocks
+        .iter()
+        .rposition(|block| place(block).bytes == bytes)?;
     Some(blocks.remove(index))
 }
 

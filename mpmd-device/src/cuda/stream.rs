@@ -114,18 +114,32 @@ impl Stream {
     pub(super) fn start(context: &Arc<Context>, name: String) -> Result<Self, CudaError> {
         context.bind()?;
         // The stream does not synchronise with the default stream, which is not used here.
-        let (mut raw, flags) = (std::ptr::null_mut(), sys::CUstream_flags::CU_STREAM_NON_BLOCKING);
+        let (mut raw, flags) = (
+            std::ptr::null_mut(),
+            sys::CUstream_flags::CU_STREAM_NON_BLOCKING,
+        );
         // SAFETY: the context is bound, and there is room for the stream.
         unsafe { calls::cuStreamCreate(&raw mut raw, flags as u32) }
             .result()
             .map_err(|error| cuda("making a stream", error))?;
-        let stream = Arc::new(RawStream { context: context.clone(), raw, is_own: true });
+        let stream = Arc::new(RawStream {
+            context: context.clone(),
+            raw,
+            is_own: true,
+        });
         let ends = Arc::<Ends>::default();
         let (theirs, of) = (ends.clone(), stream.clone());
-        thread::Builder::new().name(name).spawn(move || theirs.tell_all(&of)).map_err(|error| {
-            CudaError::new("starting the thread of a stream", "", error.to_string())
-        })?;
-        Ok(Self { stream, issuing: Mutex::new(0), ends })
+        thread::Builder::new()
+            .name(name)
+            .spawn(move || theirs.tell_all(&of))
+            .map_err(|error| {
+                CudaError::new("starting the thread of a stream", "", error.to_string())
+            })?;
+        Ok(Self {
+            stream,
+            issuing: Mutex::new(0),
+            ends,
+        })
     }
 
     /// Issues work that runs after `after` and after everything issued here before. Does not wait
@@ -238,7 +252,9 @@ impl Drop for RawStream {
         if !self.is_own {
             return;
         }
-        let Ok(_visit) = self.context.visit() else { return };
+        let Ok(_visit) = self.context.visit() else {
+            return;
+        };
         // SAFETY: made in `Stream::start`, destroyed once; CUDA lets what is in it come to its end.
         if let Err(error) = unsafe { calls::cuStreamDestroy_v2(self.raw) }.result() {
             tracing::debug!(%error, "destroying a stream");
@@ -301,7 +317,10 @@ impl Ends {
                 (Some(clock), Ok(())) => clock.times(&event),
                 _ => None,
             };
-            event.pass(Ended { result: issued.and(ran), times });
+            event.pass(Ended {
+                result: issued.and(ran),
+                times,
+            });
         }
     }
 
@@ -328,7 +347,18 @@ impl Event {
     ) -> Self {
         let (stream, ends) = (line.stream.clone(), Arc::downgrade(&line.ends));
         let (over, lost, failure, told) = Default::default();
-        Self { raw, begin, issued_at, number, stream, over, lost, failure, told, ends }
+        Self {
+            raw,
+            begin,
+            issued_at,
+            number,
+            stream,
+            over,
+            lost,
+            failure,
+            told,
+            ends,
+        }
     }
 
     /// Returns the device times in nanoseconds from this event to the begin and to the end of the
@@ -447,7 +477,8 @@ impl RawEvent {
         // SAFETY: both are alive, of the context that is bound, and were made with their times;
         // there is room for the number.
         let told = unsafe { calls::cuEventElapsedTime(&raw mut millis, self.0, other.0) }.result();
-        told.map(|()| f64::from(millis) * 1e6).map_err(|error| cuda("reading a time", error))
+        told.map(|()| f64::from(millis) * 1e6)
+            .map_err(|error| cuda("reading a time", error))
     }
 
     pub(super) fn destroy(self) {

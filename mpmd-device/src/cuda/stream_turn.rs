@@ -30,7 +30,12 @@ pub struct Ending(Arc<Event>);
 
 impl<'a> StreamTurn<'a> {
     pub(super) fn new(line: &'a Stream, issuing: MutexGuard<'a, u64>) -> Self {
-        Self { line, issuing, begin: (None, 0), has_begun: false }
+        Self {
+            line,
+            issuing,
+            begin: (None, 0),
+            has_begun: false,
+        }
     }
 
     /// Makes the work wait, on the device, for all of `fences`.
@@ -46,7 +51,9 @@ impl<'a> StreamTurn<'a> {
             return Ok(());
         }
         self.line.stream.context.bind()?;
-        fences.iter().try_for_each(|fence| self.line.stream.come_after(&**fence))
+        fences
+            .iter()
+            .try_for_each(|fence| self.line.stream.come_after(&**fence))
     }
 
     /// Makes the device's context current on this thread and returns the raw stream to issue work
@@ -79,13 +86,17 @@ impl<'a> StreamTurn<'a> {
     pub fn wait(&mut self) -> Result<(), CudaError> {
         let Stream { stream, ends, .. } = self.line;
         stream.context.bind()?;
-        let Ok(here) = ends.record(stream) else { return stream.synchronize() };
+        let Ok(here) = ends.record(stream) else {
+            return stream.synchronize();
+        };
         *self.issuing += 1;
         let event = Arc::new(Event::new(self.line, Some(here), (None, 0), *self.issuing));
         ends.push(event.clone(), Ok(()));
         // The waiter thread reports this end like any other.
         let (tell, told) = mpsc::channel();
-        event.on_end(Box::new(move |ended| tell.send(ended.result).unwrap_or_default()));
+        event.on_end(Box::new(move |ended| {
+            tell.send(ended.result).unwrap_or_default()
+        }));
         let ended = MutexGuard::unlocked(&mut self.issuing, || told.recv());
         ended.unwrap_or_else(|_| {
             Err(CudaError::new(
@@ -108,8 +119,11 @@ impl<'a> StreamTurn<'a> {
         let Stream { stream, ends, .. } = self.line;
         *self.issuing += 1;
         // Issued work is under way even if the device has been marked as failed since.
-        let bound =
-            if self.has_begun { stream.context.bind_failed() } else { stream.context.bind() };
+        let bound = if self.has_begun {
+            stream.context.bind_failed()
+        } else {
+            stream.context.bind()
+        };
         let (raw, issued) = match bound.and_then(|()| ends.record(stream)) {
             Ok(raw) => (Some(raw), issued),
             // No event can show the end of the work, so this thread waits for it.
@@ -172,12 +186,19 @@ mod tests {
             let said = said.clone();
             let then = Box::new(move |result| said.send((number, result)).unwrap());
             // The fences keep their events, so the later ones are refused.
-            fences.push(gpu.compute().submit(&[&Fences::default()], |_| Ok(()), then));
+            fences.push(
+                gpu.compute()
+                    .submit(&[&Fences::default()], |_| Ok(()), then),
+            );
         }
         for number in 0..10 {
             assert_eq!(told.recv_timeout(TIME_LIMIT).unwrap(), (number, Ok(())));
         }
-        assert!(fences.iter().all(|fence| fence.is_over() && !fence.is_lost()));
+        assert!(
+            fences
+                .iter()
+                .all(|fence| fence.is_over() && !fence.is_lost())
+        );
         let mut turn = gpu.compute().turn();
         turn.begin().unwrap();
         assert_eq!(turn.wait(), Ok(()));

@@ -51,12 +51,19 @@ fn pinning(gpu: &Arc<Gpu>) -> Result<f64, String> {
     arena.on_map(Box::new(move |address, bytes| {
         let begin = now();
         let pinned = Pinned::new(context.clone(), address, bytes);
-        let told = pinned.as_ref().map(|_| millis(begin)).map_err(|error| error.to_string());
+        let told = pinned
+            .as_ref()
+            .map(|_| millis(begin))
+            .map_err(|error| error.to_string());
         *result.lock() = Some(told);
-        pinned.ok().map(|pinned| Box::new(pinned) as Box<dyn Any + Send + Sync>)
+        pinned
+            .ok()
+            .map(|pinned| Box::new(pinned) as Box<dyn Any + Send + Sync>)
     }));
     let pool = Pool::in_arena("doctor", None, &arena);
-    let memory = pool.allocate(PINNED_BYTES).map_err(|error| error.to_string())?;
+    let memory = pool
+        .allocate(PINNED_BYTES)
+        .map_err(|error| error.to_string())?;
     drop(memory);
     let took = took.lock().take();
     took.unwrap_or_else(|| Err("no memory was mapped".to_owned()))
@@ -64,7 +71,9 @@ fn pinning(gpu: &Arc<Gpu>) -> Result<f64, String> {
 
 fn timed<E: std::fmt::Display>(work: impl FnOnce() -> Result<(), E>) -> Result<f64, String> {
     let begin = now();
-    work().map(|()| millis(begin)).map_err(|error| error.to_string())
+    work()
+        .map(|()| millis(begin))
+        .map_err(|error| error.to_string())
 }
 
 fn millis(begin: Instant) -> f64 {
@@ -80,11 +89,19 @@ mod tests {
         if softcuda::again!() {
             return;
         }
-        let FirstUses { open_ms, allocation_ms, compilation_ms, product_ms, pinning_ms } =
-            first_uses(0).unwrap();
+        let FirstUses {
+            open_ms,
+            allocation_ms,
+            compilation_ms,
+            product_ms,
+            pinning_ms,
+        } = first_uses(0).unwrap();
         assert!(open_ms > 0.0);
         for took_ms in [allocation_ms, compilation_ms, product_ms, pinning_ms] {
-            assert!(took_ms.as_ref().is_ok_and(|millis| *millis > 0.0), "{took_ms:?}");
+            assert!(
+                took_ms.as_ref().is_ok_and(|millis| *millis > 0.0),
+                "{took_ms:?}"
+            );
         }
     }
 
@@ -94,8 +111,14 @@ mod tests {
             return;
         }
         let uses = first_uses(0).unwrap();
-        assert!(uses.product_ms.is_ok() && uses.compilation_ms.is_ok(), "{uses:?}");
-        let refused = uses.pinning_ms.as_ref().is_err_and(|why| why.contains("pinning memory"));
+        assert!(
+            uses.product_ms.is_ok() && uses.compilation_ms.is_ok(),
+            "{uses:?}"
+        );
+        let refused = uses
+            .pinning_ms
+            .as_ref()
+            .is_err_and(|why| why.contains("pinning memory"));
         assert!(softcuda::real() || refused, "{uses:?}");
     }
 }

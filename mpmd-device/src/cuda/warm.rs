@@ -32,19 +32,23 @@ impl Gpu {
         pool: &Pool,
         sources: &[&'static Source],
     ) -> Result<(), CudaError> {
-        let smaller = sources.iter().filter_map(|source| source.smaller_for(self.shared_bytes()));
+        let smaller = sources
+            .iter()
+            .filter_map(|source| source.smaller_for(self.shared_bytes()));
         let all: Vec<&'static Source> = sources.iter().copied().chain(smaller).collect();
         for source in all.iter().filter(|source| source.kind != Kind::Cublas) {
             self.modules().announce(source);
         }
-        all.iter().try_for_each(|source| self.make_ready(source, pool))
+        all.iter()
+            .try_for_each(|source| self.make_ready(source, pool))
     }
 
     fn make_ready(&self, source: &'static Source, pool: &Pool) -> Result<(), CudaError> {
         match source.kind {
             Kind::Cublas => {
                 let blas = self.blas(pool)?;
-                self.products().get_or_init(|| self.first_products(blas, pool));
+                self.products()
+                    .get_or_init(|| self.first_products(blas, pool));
                 Ok(())
             }
             Kind::Cuda { .. } | Kind::Ptx => self.modules().make_ready(source),
@@ -69,10 +73,18 @@ impl Gpu {
             ..at
         });
         let side = i32::from(FIRST_SIDE);
-        let matrix = Operand { transposed: false, leading: side, stride: 0 };
+        let matrix = Operand {
+            transposed: false,
+            leading: side,
+            stride: 0,
+        };
         let work = |_: &_| {
             for dtype in FIRST_DTYPES {
-                let types = Types { factors: dtype, result: dtype, math: Math::F32 };
+                let types = Types {
+                    factors: dtype,
+                    result: dtype,
+                    math: Math::F32,
+                };
                 let product = Product {
                     m: side,
                     n: side,
@@ -92,7 +104,9 @@ impl Gpu {
             Ok(())
         };
         // A failure of the device is the error of all later work.
-        let fence = self.compute().submit(&[memory.fences()], work, Box::new(|_| ()));
+        let fence = self
+            .compute()
+            .submit(&[memory.fences()], work, Box::new(|_| ()));
         memory.add_fence(fence);
     }
 }

@@ -25,20 +25,29 @@ impl Grid {
     /// with the number of elements. The grid has at most 2³¹ - 1 blocks. For more elements than
     /// that covers, the function must loop in steps of the grid's size.
     pub fn over(elements: usize) -> Self {
-        let blocks = elements.div_ceil(THREADS as usize).clamp(1, i32::MAX as usize);
+        let blocks = elements
+            .div_ceil(THREADS as usize)
+            .clamp(1, i32::MAX as usize);
         // Clamped above.
         Self::new(blocks as u32, THREADS)
     }
 
     /// Returns a grid of `blocks` blocks with `threads` threads each, along x.
     pub const fn new(blocks: u32, threads: u32) -> Self {
-        Self { blocks: (blocks, 1, 1), threads: (threads, 1, 1), shared_bytes: 0 }
+        Self {
+            blocks: (blocks, 1, 1),
+            threads: (threads, 1, 1),
+            shared_bytes: 0,
+        }
     }
 
     /// Sets the dynamic shared memory of each block, in bytes.
     #[must_use]
     pub const fn shared(self, bytes: u32) -> Self {
-        Self { shared_bytes: bytes, ..self }
+        Self {
+            shared_bytes: bytes,
+            ..self
+        }
     }
 }
 

@@ -31,8 +31,16 @@ fn main() -> anyhow::Result<ExitCode> {
 fn program(p: &mut Program, args: &Args) -> Result<()> {
     let stages = p.mesh(&[("stage", 2), ("data", 4)])?.split("stage")?;
     let [front, back] = [&stages[0], &stages[1]].map(|mesh| mesh.sharding(spec!["data"]));
-    let add_one = p.jit(elementwise(|x: f32| x + 1.0)).on(&stages[0]).outputs(&front).build()?;
-    let double = p.jit(elementwise(|x: f32| x * 2.0)).on(&stages[1]).outputs(&back).build()?;
+    let add_one = p
+        .jit(elementwise(|x: f32| x + 1.0))
+        .on(&stages[0])
+        .outputs(&front)
+        .build()?;
+    let double = p
+        .jit(elementwise(|x: f32| x * 2.0))
+        .on(&stages[1])
+        .outputs(&back)
+        .build()?;
 
     let shape = f32s([args.rows, args.columns]);
     let a = p.array_from_fn(shape.clone(), &front, |_, mut a| Ok(a.fill(0.0f32)?))?;
@@ -45,8 +53,16 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
             double.call(p, x)
         };
         let (a2, b2) = (both_stages(&a)?, both_stages(&b)?);
-        println!("process {}, round {round}: a2 {}", p.process(), equal(&a2, 2.0)?);
-        println!("process {}, round {round}: b2 {}", p.process(), equal(&b2, 4.0)?);
+        println!(
+            "process {}, round {round}: a2 {}",
+            p.process(),
+            equal(&a2, 2.0)?
+        );
+        println!(
+            "process {}, round {round}: b2 {}",
+            p.process(),
+            equal(&b2, 4.0)?
+        );
         p.step_end()?;
     }
     Ok(())
@@ -62,12 +78,25 @@ fn equal(x: &MpmdArray, expected: f32) -> Result<String> {
     }
     let mut places = Vec::new();
     for shard in x.addressable_shards()? {
-        let place = format!("rows {:?} on device {}", shard.region.range(0), shard.device);
-        if let Some(value) = shard.data.as_slice::<f32>()?.iter().find(|value| **value != expected)
+        let place = format!(
+            "rows {:?} on device {}",
+            shard.region.range(0),
+            shard.device
+        );
+        if let Some(value) = shard
+            .data
+            .as_slice::<f32>()?
+            .iter()
+            .find(|value| **value != expected)
         {
-            return Err(Error::kernel(format!("{place}: {value} instead of {expected}")));
+            return Err(Error::kernel(format!(
+                "{place}: {value} instead of {expected}"
+            )));
         }
         places.push(place);
     }
-    Ok(format!("is {expected:?} everywhere in {}", places.join(", ")))
+    Ok(format!(
+        "is {expected:?} everywhere in {}",
+        places.join(", ")
+    ))
 }

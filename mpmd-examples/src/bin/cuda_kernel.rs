@@ -63,7 +63,11 @@ impl Kernel for Saxpy {
             let args = [n.into(), self.a.into(), (&x).into(), (&mut y).into()];
             return cuda.launch(&SAXPY, "saxpy", Grid::over(n), &args);
         }
-        for (y, x) in y.as_mut_slice::<f32>()?.iter_mut().zip(x.as_slice::<f32>()?) {
+        for (y, x) in y
+            .as_mut_slice::<f32>()?
+            .iter_mut()
+            .zip(x.as_slice::<f32>()?)
+        {
             *y += self.a * x;
         }
         Ok(())
@@ -102,7 +106,12 @@ fn run(args: &Args) -> Result<()> {
     let mut p = Program::builder().device_kinds(&[kind]).alone()?;
     let mesh = p.mesh(&[("x", 1)])?;
     let here = mesh.replicated();
-    let saxpy = p.jit(Saxpy { a: args.a }).on(&mesh).outputs(&here).donate("1").build()?;
+    let saxpy = p
+        .jit(Saxpy { a: args.a })
+        .on(&mesh)
+        .outputs(&here)
+        .donate("1")
+        .build()?;
 
     let values: Vec<f32> = (0..args.elements).map(|i| (i % 1000) as f32).collect();
     let x = MpmdArray::from_host(HostArray::from_slice(&[args.elements], &values)?);
@@ -127,5 +136,9 @@ fn run(args: &Args) -> Result<()> {
         .count();
     println!("{} of {} elements are right", y.len() - wrong, y.len());
     p.finish()?;
-    if wrong == 0 { Ok(()) } else { Err(Error::kernel(format!("{wrong} elements are wrong"))) }
+    if wrong == 0 {
+        Ok(())
+    } else {
+        Err(Error::kernel(format!("{wrong} elements are wrong")))
+    }
 }

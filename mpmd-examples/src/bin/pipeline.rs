@@ -83,7 +83,9 @@ fn train<T: Number>(p: &mut Program, args: &Args) -> Result<()> {
     let mut job = Job::new::<T>(p, &settings)?;
     let start = Instant::now();
     // No step waits for a loss: all are issued before the first value is read.
-    let figures = (0..args.steps).map(|_| Ok(job.step(p)?.1)).collect::<Result<Vec<_>>>()?;
+    let figures = (0..args.steps)
+        .map(|_| Ok(job.step(p)?.1))
+        .collect::<Result<Vec<_>>>()?;
     let first = Sharding::single_device(p.topology().devices_of(ProcessId(0))[0]);
     let mut losses = Vec::new();
     for figures in [&figures[0], &figures[args.steps - 1]] {

@@ -21,7 +21,10 @@ fn main() -> Result<()> {
         // Stage 0: bytes to vectors, then causal attention.
         let lower = stage(
             |vb| {
-                let start = nn::Init::Randn { mean: 0.0, stdev: 0.1 };
+                let start = nn::Init::Randn {
+                    mean: 0.0,
+                    stdev: 0.1,
+                };
                 let places = vb.get_with_hints((TIME, WIDTH), "places", start)?;
                 let qkv = nn::linear(WIDTH, 3 * WIDTH, vb.pp("qkv"))?;
                 Ok((nn::embedding(256, WIDTH, vb.pp("bytes"))?, places, qkv))
@@ -55,7 +58,10 @@ fn main() -> Result<()> {
         let run = Run::steps(200).evaluate_every(100);
         let outcome = trainer.rate(Rate::Constant(5e-3)).run(p, run, &windows)?;
         if p.process().index() == 0 {
-            println!("{:?} nats per held-out byte after {}", outcome.evaluation, outcome.steps);
+            println!(
+                "{:?} nats per held-out byte after {}",
+                outcome.evaluation, outcome.steps
+            );
         }
         Ok(())
     })

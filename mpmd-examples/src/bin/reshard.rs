@@ -72,8 +72,9 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
 
     let mut places = shapes.leaves_with_paths().into_iter().zip(from.leaves());
     let layer: Layer<MpmdArray> = shapes.try_map_ref(&mut |shape: &ShapedArray| {
-        let ((path, _), sharding) =
-            places.next().ok_or_else(|| Error::kernel("fewer shardings than shapes"))?;
+        let ((path, _), sharding) = places
+            .next()
+            .ok_or_else(|| Error::kernel("fewer shardings than shapes"))?;
         let key = key(&path);
         p.array_from_fn(shape.clone(), sharding, move |region, mut view| {
             let places = elements(region, view.global().shape());
@@ -108,21 +109,29 @@ fn report(
     from: &Layer<Sharding>,
     to: &Layer<Sharding>,
 ) -> Result<String> {
-    let mut text =
-        format!("{:<6} {:<14} {:<24} {:<24} {:>6}", "leaf", "shape", "from", "to", "pieces");
+    let mut text = format!(
+        "{:<6} {:<14} {:<24} {:<24} {:>6}",
+        "leaf", "shape", "from", "to", "pieces"
+    );
     for class in LinkClass::ALL {
         text += &format!(" {:>13}", class.to_string());
     }
     text.push('\n');
     let mut total = [0; 4];
-    for (((path, aval), from), to) in
-        shapes.leaves_with_paths().into_iter().zip(from.leaves()).zip(to.leaves())
+    for (((path, aval), from), to) in shapes
+        .leaves_with_paths()
+        .into_iter()
+        .zip(from.leaves())
+        .zip(to.leaves())
     {
         let (src, dst) = (from.layout(aval.shape())?, to.layout(aval.shape())?);
         let plan = reshard::plan(&src, &dst, aval.dtype().size(), p.topology())?;
         let Summary { pieces, bytes, .. } = plan.summary();
-        let spec =
-            |sharding: &Sharding| sharding.spec().map_or_else(String::new, ToString::to_string);
+        let spec = |sharding: &Sharding| {
+            sharding
+                .spec()
+                .map_or_else(String::new, ToString::to_string)
+        };
         text += &format!(
             "{path:<6} {:<14} {:<24} {:<24} {pieces:>6}",
             aval.to_string(),
@@ -136,7 +145,9 @@ fn report(
         text.push('\n');
     }
     text += &format!("{:<78}", "bytes in all");
-    total.iter().for_each(|bytes| text += &format!(" {bytes:>13}"));
+    total
+        .iter()
+        .for_each(|bytes| text += &format!(" {bytes:>13}"));
     Ok(text + "\n")
 }
 
@@ -171,7 +182,8 @@ fn proved(layer: &Layer<MpmdArray>) -> Result<usize> {
 
 /// Returns the random key of the leaf at `path`, derived from the bytes of `path`.
 fn key(path: &str) -> Key {
-    path.bytes().fold(Key(0), |key, byte| key.fold_in(u64::from(byte)))
+    path.bytes()
+        .fold(Key(0), |key, byte| key.fold_in(u64::from(byte)))
 }
 
 /// Returns the row-major indices of a region's elements in the whole array of shape `shape`, in the

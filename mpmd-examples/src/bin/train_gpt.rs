@@ -199,11 +199,20 @@ fn main() -> anyhow::Result<ExitCode> {
     let program = |p: &mut Program, commits: Option<&Commits>| {
         let schedule = match p.epoch() {
             1 => plan.schedule.clone(),
-            _ => plan.layouts()?.of(p.processes()).map_err(|why| anyhow::anyhow!(why))?,
+            _ => plan
+                .layouts()?
+                .of(p.processes())
+                .map_err(|why| anyhow::anyhow!(why))?,
         };
-        let plan = Plan { args: &args, schedule, strategy: plan.strategy.clone() };
+        let plan = Plan {
+            args: &args,
+            schedule,
+            strategy: plan.strategy.clone(),
+        };
         let signal = run(p, &args, &plan, &text, commits)?;
-        signal.into_iter().for_each(|signal| _ = stopped.set(exit_code(signal)));
+        signal
+            .into_iter()
+            .for_each(|signal| _ = stopped.set(exit_code(signal)));
         anyhow::Ok(())
     };
     let processes = devices.min(4);
@@ -215,7 +224,10 @@ fn main() -> anyhow::Result<ExitCode> {
                 let devices = layouts.of(processes)?.ranks() * each;
                 Ok(devices.max(processes))
             });
-            let elastic = Elastic { layout: Some(layout), drop_slow: args.drop_slow };
+            let elastic = Elastic {
+                layout: Some(layout),
+                drop_slow: args.drop_slow,
+            };
             mpmd_job::run_recovering(&job, processes, devices, elastic, |p, commits| {
                 program(p, Some(commits))
             })
@@ -237,14 +249,23 @@ fn run(
 ) -> anyhow::Result<Option<i32>> {
     let first = p.process() == ProcessId(0) && !p.is_dry_run();
     let (schedule, ranks) = (&plan.schedule, plan.schedule.ranks());
-    let axes = [("rank", ranks), (DATA_AXIS, args.fsdp), (MODEL_AXIS, args.tensor_parallel)];
+    let axes = [
+        ("rank", ranks),
+        (DATA_AXIS, args.fsdp),
+        (MODEL_AXIS, args.tensor_parallel),
+    ];
     // An epoch with more processes than devices has further devices.
     let devices = &p.topology().device_ids()[..ranks * args.fsdp * args.tensor_parallel];
     let by_rank = p.mesh_of(&axes, devices)?.split("rank")?;
     let mesh = |rank: &usize| by_rank[*rank].clone();
     let meshes: Vec<Mesh> = schedule.ranks_of_stages().iter().map(mesh).collect();
     let (total, peak) = (args.steps as u64, args.learning_rate);
-    let rate = Rate::WarmupCosine { peak, floor: 0.05 * peak, warmup: 40.min(total / 4), total };
+    let rate = Rate::WarmupCosine {
+        peak,
+        floor: 0.05 * peak,
+        warmup: 40.min(total / 4),
+        total,
+    };
     let stop = StopFlag::install().context("cannot watch for Ctrl-C")?;
     let pipeline = match args.kernels {
         true => plan.kernel_pipeline(p, &meshes)?,
@@ -261,7 +282,11 @@ fn run(
     let mut step = 0;
     if let Some(commits) = commits {
         // A later epoch may find newer checkpoints of its own.
-        let own = args.save.as_ref().filter(|_| p.epoch() > 1).map(checkpoints);
+        let own = args
+            .save
+            .as_ref()
+            .filter(|_| p.epoch() > 1)
+            .map(checkpoints);
         step = trainer.resume(p, commits, own.as_ref().or(load.as_ref()))?;
     }
     if let Some(load) = load.as_ref().filter(|_| step == 0) {
@@ -272,12 +297,18 @@ fn run(
         anyhow::bail!("{}: it has no checkpoint", folder.display());
     }
     let windows = (args.batch, args.sizes.time);
-    let data = Windows::new(text, windows.1, windows.0)?.bytes().sharded(spec![DATA_AXIS]);
+    let data = Windows::new(text, windows.1, windows.0)?
+        .bytes()
+        .sharded(spec![DATA_AXIS]);
     let figures =
         first.then(|| Figures::start(p, &trainer, text, windows, args.losses_out.as_ref()));
     let mut figures = figures.transpose()?;
 
-    let end = if args.seconds.is_some() { u64::MAX } else { total };
+    let end = if args.seconds.is_some() {
+        u64::MAX
+    } else {
+        total
+    };
     let mut steps = Run::steps(end.min(args.stop_after.unwrap_or(end)))
         .on_step(|report| figures.iter_mut().for_each(|figures| figures.step(report)));
     if let Some(seconds) = args.seconds {
@@ -292,19 +323,28 @@ fn run(
     let outcome = trainer.run(p, steps, &data)?;
     if let Some(figures) = figures {
         if let Some(folder) = &args.save {
-            println!("saved after step {} to {}", trainer.steps(), folder.display());
+            println!(
+                "saved after step {} to {}",
+                trainer.steps(),
+                folder.display()
+            );
         }
         figures.finish(&outcome)?;
     }
     let mut signal = outcome.stopped;
     if signal.is_none() {
         let params = (0..meshes.len()).map(|i| trainer.pipeline().params(i).into_iter().collect());
-        let model =
-            plan.pipeline(p, &meshes, Some(params.collect()), |part, x, cx| part.logits(x, cx))?;
+        let model = plan.pipeline(p, &meshes, Some(params.collect()), |part, x, cx| {
+            part.logits(x, cx)
+        })?;
         let continuation = sample(p, model, args, &stop)?;
         signal = stop.agree(p)?;
         if let (true, Some(signal)) = (first, signal) {
-            say(&format!("stopped by {} after step {}", stop_name(signal), trainer.steps()));
+            say(&format!(
+                "stopped by {} after step {}",
+                stop_name(signal),
+                trainer.steps()
+            ));
         }
         if first && signal.is_none() {
             println!("\n{}{}\n", args.prompt, printable(&continuation));
@@ -329,31 +369,62 @@ struct Plan<'a> {
 
 impl<'a> Plan<'a> {
     fn new(args: &'a Args) -> anyhow::Result<Self> {
-        let Args { sizes: Sizes { width, heads, .. }, batch, fsdp, tensor_parallel, .. } = args;
+        let Args {
+            sizes: Sizes { width, heads, .. },
+            batch,
+            fsdp,
+            tensor_parallel,
+            ..
+        } = args;
         for (what, size, parts) in [
             ("columns", width, heads),
             ("heads", heads, tensor_parallel),
             ("sequences of a microbatch", batch, fsdp),
         ] {
-            anyhow::ensure!(size.is_multiple_of(*parts), "{size} {what} do not divide by {parts}");
+            anyhow::ensure!(
+                size.is_multiple_of(*parts),
+                "{size} {what} do not divide by {parts}"
+            );
         }
         let wrong = args.compute == Compute::Tf32 && !args.kernels;
         anyhow::ensure!(!wrong, "--compute tf32 needs --kernels");
         let strategy = args.strategy.as_deref().map(read_strategy).transpose()?;
-        let Args { schedule, chunks, stages, microbatches, .. } = args;
+        let Args {
+            schedule,
+            chunks,
+            stages,
+            microbatches,
+            ..
+        } = args;
         let schedule = training::schedule(schedule, *chunks, *stages, *microbatches)?;
-        let plan = Self { args, schedule, strategy };
+        let plan = Self {
+            args,
+            schedule,
+            strategy,
+        };
         plan.sharding_tables()?;
         Ok(plan)
     }
 
     /// Returns the schedules with which the training may go on.
     fn layouts(&self) -> anyhow::Result<Layouts> {
-        let Args { sizes, schedule, chunks, fsdp, tensor_parallel, memory, .. } = self.args;
+        let Args {
+            sizes,
+            schedule,
+            chunks,
+            fsdp,
+            tensor_parallel,
+            memory,
+            ..
+        } = self.args;
         let mut elements = 0;
         for i in 0..self.schedule.stages() {
             let part = stage(self.part(i), |part, x, cx| part.forward(x, cx))?;
-            elements += part.shapes().values().map(ShapedArray::elements).sum::<usize>();
+            elements += part
+                .shapes()
+                .values()
+                .map(ShapedArray::elements)
+                .sum::<usize>();
         }
         Ok(Layouts {
             schedule: schedule.clone(),
@@ -399,8 +470,12 @@ impl<'a> Plan<'a> {
         for (i, mesh) in meshes.iter().enumerate() {
             pipeline.recompute(i, self.args.recompute);
             let params = pipeline.params(i).into_iter();
-            let leaves = params.map(|(path, array)| (path, array.aval().clone())).collect();
-            let Some([compute, stored]) = self.shardings(leaves, mesh)? else { continue };
+            let leaves = params
+                .map(|(path, array)| (path, array.aval().clone()))
+                .collect();
+            let Some([compute, stored]) = self.shardings(leaves, mesh)? else {
+                continue;
+            };
             let storage = ParamSharding::new(compute.shardings().collect());
             if self.args.fsdp > 1 {
                 pipeline.store(i, storage.partial_over(&[DATA_AXIS])?)?;
@@ -449,7 +524,14 @@ impl<'a> Plan<'a> {
     fn part(&self, stage: usize) -> impl Fn(VarBuilder<'static>) -> candle::Result<Part> + use<> {
         let (sizes, stages) = (self.args.sizes, self.schedule.stages());
         let blocks = self.blocks(stage);
-        move |vb| Part::new(&vb, sizes, blocks.clone(), [stage == 0, stage + 1 == stages])
+        move |vb| {
+            Part::new(
+                &vb,
+                sizes,
+                blocks.clone(),
+                [stage == 0, stage + 1 == stages],
+            )
+        }
     }
 
     /// Makes the parameters of a stage in their stored shardings, unless they are given.
@@ -463,7 +545,10 @@ impl<'a> Plan<'a> {
         let shardings = self.shardings(part.shapes().into_iter().collect(), mesh)?;
         let stored = shardings.iter().flat_map(|[_, stored]| stored.shardings());
         let by_path: BTreeMap<String, Sharding> = part.shapes().into_keys().zip(stored).collect();
-        given.map_or_else(|| part.init_as(p, self.args.seed, |path, _| by_path[path].clone()), Ok)
+        given.map_or_else(
+            || part.init_as(p, self.args.seed, |path, _| by_path[path].clone()),
+            Ok,
+        )
     }
 
     /// Returns the shardings of parameters in computation and in storage. `None` without
@@ -493,10 +578,12 @@ impl<'a> Plan<'a> {
         };
         let compute = COMPUTE.map(|(pattern, tactic)| (pattern.to_owned(), tactic.to_owned()));
         // In addition, each device of the axis `data` stores a part of the largest dimension.
-        let divided = compute.clone().map(|(pattern, tactic)| match tactic.as_str() {
-            "replicate" => (pattern, r#"fsdp("data", 0)"#.to_owned()),
-            _ => (pattern, format!(r#"{tactic}|fsdp("data", 0)"#)),
-        });
+        let divided = compute
+            .clone()
+            .map(|(pattern, tactic)| match tactic.as_str() {
+                "replicate" => (pattern, r#"fsdp("data", 0)"#.to_owned()),
+                _ => (pattern, format!(r#"{tactic}|fsdp("data", 0)"#)),
+            });
         let stored = match &self.strategy {
             Some(strategy) => strategy,
             None if self.args.fsdp > 1 => &divided[..],
@@ -530,7 +617,12 @@ fn read_strategy(path: &Path) -> anyhow::Result<Vec<Rule>> {
     let text =
         std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
     let rules = serde_json::from_str(&text);
-    rules.with_context(|| format!("{}: no list of pairs [\"pattern\", \"tactic\"]", path.display()))
+    rules.with_context(|| {
+        format!(
+            "{}: no list of pairs [\"pattern\", \"tactic\"]",
+            path.display()
+        )
+    })
 }
 
 /// Continues the prompt by up to `--sample` bytes, and returns them on every process. Ends early if

@@ -86,7 +86,10 @@ fn run<T: Number>(p: &mut Program, learning_rate: f64, slice: bool) -> Result<Ve
     };
     let mut job = Job::new::<T>(p, &settings)?;
     // All steps are issued before the first value is read: no step waits for a loss.
-    let steps = figures::LOSSES.iter().map(|_| Ok(job.step(p)?.0)).collect::<Result<Vec<_>>>()?;
+    let steps = figures::LOSSES
+        .iter()
+        .map(|_| Ok(job.step(p)?.0))
+        .collect::<Result<Vec<_>>>()?;
     let all = p.mesh(&[("all", DEVICES)])?.replicated();
     let last = steps.len() - 1;
     let mut rows = Vec::new();
@@ -100,13 +103,20 @@ fn run<T: Number>(p: &mut Program, learning_rate: f64, slice: bool) -> Result<Ve
             (true, _) if step == last => row(name, &figures::LAST_BY_ROW, losses),
             (true, _) => {
                 let mean = losses.iter().sum::<f64>() / losses.len() as f64;
-                row(format!("mean loss, step {step}"), &[figures::LOSSES[step]], vec![mean])
+                row(
+                    format!("mean loss, step {step}"),
+                    &[figures::LOSSES[step]],
+                    vec![mean],
+                )
             }
         });
     }
     let wa = values::<T>(p, &job.pipeline.params(0)[0].1, &all)?;
     let wb = values::<T>(p, &job.pipeline.params(STAGES - 1)[1].1, &all)?;
-    let (wa, wb) = (wa.into_iter().take(SIZE).collect(), wb.into_iter().skip(3 * SIZE).collect());
+    let (wa, wb) = (
+        wa.into_iter().take(SIZE).collect(),
+        wb.into_iter().skip(3 * SIZE).collect(),
+    );
     rows.push(row("WA of stage 0, row 0".to_owned(), &figures::WA0, wa));
     rows.push(row("WB of stage 3, row 3".to_owned(), &figures::WB3, wb));
     Ok(rows)
@@ -115,17 +125,28 @@ fn run<T: Number>(p: &mut Program, learning_rate: f64, slice: bool) -> Result<Ve
 /// Moves an array to all devices of the job and waits for it. Returns its values: none in a dry
 /// run.
 fn values<T: Number>(p: &mut Program, array: &MpmdArray, all: &Sharding) -> Result<Vec<f64>> {
-    let Some(values) = p.device_put(array, all)?.to_host()? else { return Ok(Vec::new()) };
-    Ok(values.as_slice::<T>()?.iter().map(|value| value.double()).collect())
+    let Some(values) = p.device_put(array, all)?.to_host()? else {
+        return Ok(Vec::new());
+    };
+    Ok(values
+        .as_slice::<T>()?
+        .iter()
+        .map(|value| value.double())
+        .collect())
 }
 
 impl Row {
     /// Returns the index of the first figure that is wrong or missing.
     fn first_off(&self) -> Option<usize> {
         let near = |(at, expected): (usize, &f64)| {
-            self.found.get(at).is_some_and(|found| (found - expected).abs() <= TOLERANCE)
+            self.found
+                .get(at)
+                .is_some_and(|found| (found - expected).abs() <= TOLERANCE)
         };
-        self.expected.iter().enumerate().position(|figure| !near(figure))
+        self.expected
+            .iter()
+            .enumerate()
+            .position(|figure| !near(figure))
     }
 }
 
@@ -134,10 +155,20 @@ impl Report {
     pub fn first_off(&self) -> Option<String> {
         let off = |row: &Row| {
             let at = row.first_off()?;
-            let found =
-                row.found.get(at).map_or("no figure".to_owned(), |found| format!("{found:.6}"));
-            let Row { run, quantity, expected, .. } = row;
-            Some(format!("{run}: {quantity}, number {at}: {found} instead of {:.6}", expected[at]))
+            let found = row
+                .found
+                .get(at)
+                .map_or("no figure".to_owned(), |found| format!("{found:.6}"));
+            let Row {
+                run,
+                quantity,
+                expected,
+                ..
+            } = row;
+            Some(format!(
+                "{run}: {quantity}, number {at}: {found} instead of {:.6}",
+                expected[at]
+            ))
         };
         self.rows.iter().find_map(off)
     }
@@ -152,12 +183,21 @@ impl fmt::Display for Report {
                 writeln!(f, "{run}")?;
             }
             write!(f, "  {:<21}", row.quantity)?;
-            row.found.iter().try_for_each(|found| write!(f, " {found:>10.6}"))?;
+            row.found
+                .iter()
+                .try_for_each(|found| write!(f, " {found:>10.6}"))?;
             let blank = 11 * SIZE.saturating_sub(row.found.len());
             let off = row.first_off().is_some();
-            write!(f, "{:blank$}   {}", "", if off { "OFF, expected" } else { "ok" })?;
+            write!(
+                f,
+                "{:blank$}   {}",
+                "",
+                if off { "OFF, expected" } else { "ok" }
+            )?;
             if off {
-                row.expected.iter().try_for_each(|expected| write!(f, " {expected:.6}"))?;
+                row.expected
+                    .iter()
+                    .try_for_each(|expected| write!(f, " {expected:.6}"))?;
             }
             writeln!(f)?;
         }
@@ -178,7 +218,9 @@ mod tests {
                 expected: vec![1.0; expected],
                 found: found.to_vec(),
             };
-            Report { rows: vec![row(&[1.0], 1), row(found, found.len().max(1))] }
+            Report {
+                rows: vec![row(&[1.0], 1), row(found, found.len().max(1))],
+            }
         };
         assert_eq!(report(&[1.000009, 0.999991]).first_off(), None);
         let off = |found: &[f64]| report(found).first_off().unwrap();
@@ -186,7 +228,13 @@ mod tests {
             off(&[1.0, 1.00002, 3.0]),
             "f64: losses, number 1: 1.000020 instead of 1.000000"
         );
-        assert_eq!(off(&[]), "f64: losses, number 0: no figure instead of 1.000000");
-        assert_eq!(off(&[f64::NAN]), "f64: losses, number 0: NaN instead of 1.000000");
+        assert_eq!(
+            off(&[]),
+            "f64: losses, number 0: no figure instead of 1.000000"
+        );
+        assert_eq!(
+            off(&[f64::NAN]),
+            "f64: losses, number 0: NaN instead of 1.000000"
+        );
     }
 }

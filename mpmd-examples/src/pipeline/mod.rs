@@ -99,8 +99,17 @@ impl Job {
     /// If the job has not [`DEVICES`] devices, the width is odd, or `slice` is asked for and the
     /// microbatches do not divide the batch.
     pub fn new<T: Number>(p: &mut Program, settings: &Settings) -> Result<Self> {
-        let Settings { width, batch, microbatches, slice, learning_rate, start } = *settings;
-        let meshes = p.mesh(&[("stage", STAGES), ("model", DEVICES / STAGES)])?.split("stage")?;
+        let Settings {
+            width,
+            batch,
+            microbatches,
+            slice,
+            learning_rate,
+            start,
+        } = *settings;
+        let meshes = p
+            .mesh(&[("stage", STAGES), ("model", DEVICES / STAGES)])?
+            .split("stage")?;
         let mut layer = |stage: usize| {
             // Each device has columns of `WA` and the same rows of `WB`.
             let specs = [spec![None, "model"], spec!["model", None]];
@@ -109,7 +118,10 @@ impl Job {
                 let element = move |i, j| start.weight([stage, matrix, i, j], width);
                 filled::<T>(p, [width, width], &sharding, element)
             };
-            Ok::<_, Error>(Layer { wa: weights(0)?, wb: weights(1)? })
+            Ok::<_, Error>(Layer {
+                wa: weights(0)?,
+                wb: weights(1)?,
+            })
         };
         let last = STAGES - 1;
         let mut pipeline = Pipeline::first(Products::<T>(PhantomData), &meshes[0], layer(0)?)?;
@@ -129,7 +141,13 @@ impl Job {
             }
         };
         let microbatches = data(0, 1.0)?.into_iter().zip(data(last, 7.0)?).collect();
-        Ok(Self { pipeline, optimizer, schedule, microbatches, learning_rate })
+        Ok(Self {
+            pipeline,
+            optimizer,
+            schedule,
+            microbatches,
+            learning_rate,
+        })
     }
 
     /// Issues one step and returns at once. Returns (losses, figures), which are on the last stage:
@@ -144,10 +162,16 @@ impl Job {
             .microbatches
             .iter()
             .map(|(x, labels)| Microbatch::new(x.clone()).side(STAGES - 1, labels.clone()));
-        let mut output = self.pipeline.train_step(p, &self.schedule, microbatches.collect())?;
-        let losses = std::mem::take(&mut output.losses).into_iter().map(|loss| loss.sum);
+        let mut output = self
+            .pipeline
+            .train_step(p, &self.schedule, microbatches.collect())?;
+        let losses = std::mem::take(&mut output.losses)
+            .into_iter()
+            .map(|loss| loss.sum);
         let losses = losses.collect();
-        let figures = self.optimizer.step(p, &mut self.pipeline, output, self.learning_rate)?;
+        let figures = self
+            .optimizer
+            .step(p, &mut self.pipeline, output, self.learning_rate)?;
         p.step_end()?;
         Ok((losses, figures))
     }
@@ -163,8 +187,9 @@ fn filled<T: Number>(
 ) -> Result<MpmdArray> {
     let aval = ShapedArray::try_new(&shape, T::DTYPE)?;
     p.array_from_fn(aval, sharding, move |region, mut view| {
-        let places =
-            region.range(0).flat_map(|row| region.range(1).map(move |column| (row, column)));
+        let places = region
+            .range(0)
+            .flat_map(|row| region.range(1).map(move |column| (row, column)));
         for (value, (row, column)) in view.as_mut_slice::<T>()?.iter_mut().zip(places) {
             *value = T::from_double(element(row, column));
         }
@@ -196,7 +221,10 @@ mod tests {
             Ok(means.iter().map(|figures| figures[0]).collect::<Vec<_>>())
         };
         let means = mpmd::testing::simulate(2, DEVICES, 1, job);
-        assert!(means[0].as_ref().unwrap().is_empty(), "the losses are the last stage's");
+        assert!(
+            means[0].as_ref().unwrap().is_empty(),
+            "the losses are the last stage's"
+        );
         let means = means[1].as_ref().unwrap();
         assert!(means.iter().all(|loss| loss.is_finite()), "{means:?}");
         assert!(means[7] < means[0] / 2.0, "{means:?}");

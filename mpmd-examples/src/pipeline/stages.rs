@@ -48,7 +48,9 @@ impl<T: Number> Stage for Products<T> {
     ) -> Result<StageSignature<Shape>> {
         check(layer, x)?;
         let sum = || Signature::new(()).all_reduce("model", x.clone());
-        Ok(StageSignature::new(x.clone()).forward_collectives(sum()).backward_collectives(sum()))
+        Ok(StageSignature::new(x.clone())
+            .forward_collectives(sum())
+            .backward_collectives(sum()))
     }
 
     fn forward(
@@ -113,7 +115,9 @@ impl<T: Number> Stage for SquareError<T> {
         mut loss: Loss<ViewMut<'_>>,
     ) -> Result<()> {
         let (_, errors) = errors::<T>(cx, &layer, &x)?;
-        let sum = errors.iter().fold(T::ZERO, |sum, error| sum + *error * *error);
+        let sum = errors
+            .iter()
+            .fold(T::ZERO, |sum, error| sum + *error * *error);
         loss.sum.fill(sum / T::from_double(errors.len() as f64))?;
         // The loss is a mean already: each microbatch is one item.
         Ok(loss.weight.fill(T::ONE)?)
@@ -146,7 +150,9 @@ fn errors<T: Number>(
     let labels = labels.as_slice::<T>()?;
     let mut y = vec![T::ZERO; labels.len()];
     let h = Sizes::of(layer, x).forward(cx, layer, x, &mut y)?;
-    y.iter_mut().zip(labels).for_each(|(y, label)| *y = *y - *label);
+    y.iter_mut()
+        .zip(labels)
+        .for_each(|(y, label)| *y = *y - *label);
     Ok((h, y))
 }
 
@@ -163,14 +169,30 @@ struct Sizes {
 
 impl Sizes {
     fn of(layer: &Layer<View<'_>>, x: &View<'_>) -> Self {
-        Self { rows: x.shape()[0], width: x.shape()[1], hidden: layer.wa.shape()[1] }
+        Self {
+            rows: x.shape()[0],
+            width: x.shape()[1],
+            hidden: layer.wa.shape()[1],
+        }
     }
 
     /// Computes this device's part of `x WA`.
     fn first_product<T: Number>(self, layer: &Layer<View<'_>>, x: &View<'_>) -> Result<Vec<T>> {
-        let Self { rows, width, hidden } = self;
+        let Self {
+            rows,
+            width,
+            hidden,
+        } = self;
         let mut h = vec![T::ZERO; rows * hidden];
-        matmul(&mut h, x.as_slice()?, layer.wa.as_slice()?, rows, width, hidden, false);
+        matmul(
+            &mut h,
+            x.as_slice()?,
+            layer.wa.as_slice()?,
+            rows,
+            width,
+            hidden,
+            false,
+        );
         Ok(h)
     }
 
@@ -182,7 +204,11 @@ impl Sizes {
         x: &View<'_>,
         y: &mut [T],
     ) -> Result<Vec<T>> {
-        let Self { rows, width, hidden } = self;
+        let Self {
+            rows,
+            width,
+            hidden,
+        } = self;
         let h = self.first_product(layer, x)?;
         matmul(y, &h, layer.wb.as_slice()?, rows, hidden, width, false);
         cx.all_reduce("model", y)?;
@@ -199,13 +225,49 @@ impl Sizes {
         dx: Option<ViewMut<'_>>,
         mut gradient: Layer<ViewMut<'_>>,
     ) -> Result<()> {
-        let Self { rows, width, hidden } = self;
+        let Self {
+            rows,
+            width,
+            hidden,
+        } = self;
         let mut dh = vec![T::ZERO; rows * hidden];
-        matmul_nt(&mut dh, dy, layer.wb.as_slice()?, rows, width, hidden, false);
+        matmul_nt(
+            &mut dh,
+            dy,
+            layer.wb.as_slice()?,
+            rows,
+            width,
+            hidden,
+            false,
+        );
         let mut sum = vec![T::ZERO; rows * width];
-        matmul_nt(&mut sum, &dh, layer.wa.as_slice()?, rows, hidden, width, false);
-        matmul_tn(gradient.wa.as_mut_slice()?, x.as_slice()?, &dh, width, rows, hidden, true);
-        matmul_tn(gradient.wb.as_mut_slice()?, h, dy, hidden, rows, width, true);
+        matmul_nt(
+            &mut sum,
+            &dh,
+            layer.wa.as_slice()?,
+            rows,
+            hidden,
+            width,
+            false,
+        );
+        matmul_tn(
+            gradient.wa.as_mut_slice()?,
+            x.as_slice()?,
+            &dh,
+            width,
+            rows,
+            hidden,
+            true,
+        );
+        matmul_tn(
+            gradient.wb.as_mut_slice()?,
+            h,
+            dy,
+            hidden,
+            rows,
+            width,
+            true,
+        );
         // The first stage declares the sum too, though nothing reads it.
         cx.all_reduce("model", &mut sum)?;
         if let Some(mut dx) = dx {
@@ -222,5 +284,11 @@ fn check(layer: &Layer<Shape>, x: &Shape) -> Result<()> {
         ([width, hidden], [rows, columns], [_, x])
             if (hidden, width, width) == (rows, columns, x)
     );
-    if fits { Ok(()) } else { Err(Error::kernel(format!("{x} @ {wa} @ {wb} does not give a {x}"))) }
+    if fits {
+        Ok(())
+    } else {
+        Err(Error::kernel(format!(
+            "{x} @ {wa} @ {wb} does not give a {x}"
+        )))
+    }
 }

@@ -30,7 +30,11 @@ struct Ended {
 fn run(folder: &Path, program: &str, args: &[&str]) -> Ended {
     let file = |name: &str| File::create(folder.join(name)).unwrap();
     let mut command = Command::new(program);
-    command.args(args).stdin(Stdio::null()).stdout(file("out")).stderr(file("err"));
+    command
+        .args(args)
+        .stdin(Stdio::null())
+        .stdout(file("out"))
+        .stderr(file("err"));
     // A launcher may have started the tests, but these jobs must not inherit its variables.
     for (name, _) in std::env::vars_os() {
         if name.to_string_lossy().starts_with("MPMD_") {
@@ -42,7 +46,10 @@ fn run(folder: &Path, program: &str, args: &[&str]) -> Ended {
         if let Some(status) = child.0.try_wait().unwrap() {
             break status.code();
         }
-        assert!(start.elapsed() < DEADLINE, "{program} {args:?} still runs after {DEADLINE:?}");
+        assert!(
+            start.elapsed() < DEADLINE,
+            "{program} {args:?} still runs after {DEADLINE:?}"
+        );
         std::thread::sleep(Duration::from_millis(5));
     };
     let [out, err] = ["out", "err"].map(|name| std::fs::read_to_string(folder.join(name)).unwrap());
@@ -53,7 +60,13 @@ fn run(folder: &Path, program: &str, args: &[&str]) -> Ended {
 /// also where both were moved after they were built.
 fn program(name: &str) -> String {
     let this = std::env::current_exe().unwrap();
-    this.ancestors().nth(2).unwrap().join(name).to_str().unwrap().to_owned()
+    this.ancestors()
+        .nth(2)
+        .unwrap()
+        .join(name)
+        .to_str()
+        .unwrap()
+        .to_owned()
 }
 
 fn count(text: &str, of: &str) -> usize {
@@ -82,14 +95,28 @@ fn programs_run_on_gpus_or_report_an_error() {
         let Ended { code, out, err } = run(folder.path(), &program("basic"), &args);
         assert_eq!(code, Some(0), "{args:?}: {err}");
         assert_eq!(
-            (count(&out, "a2 is 2.0 everywhere"), count(&out, "b2 is 4.0 everywhere")),
+            (
+                count(&out, "a2 is 2.0 everywhere"),
+                count(&out, "b2 is 4.0 everywhere")
+            ),
             (1, 1),
             "{out}"
         );
-        let args = ["--width", "24", "--processes", processes, "--device", device];
+        let args = [
+            "--width",
+            "24",
+            "--processes",
+            processes,
+            "--device",
+            device,
+        ];
         let Ended { code, out, err } = run(folder.path(), &program("reshard"), &args);
         assert_eq!(code, Some(0), "{args:?}: {err}");
-        assert_eq!(out.matches("values proved").count().to_string(), processes, "{out}");
+        assert_eq!(
+            out.matches("values proved").count().to_string(),
+            processes,
+            "{out}"
+        );
     }
     let pipeline = program("pipeline");
     let Ended { code, err, .. } = run(folder.path(), &pipeline, &["--device", "cuda"]);
@@ -109,23 +136,44 @@ fn candle_models_train_on_gpus_with_the_bits_of_cpus() {
     }
     let folder = tempfile::tempdir().unwrap();
     let text = folder.path().join("text");
-    std::fs::write(&text, "one two three four five six seven eight nine ten ".repeat(400)).unwrap();
+    std::fs::write(
+        &text,
+        "one two three four five six seven eight nine ten ".repeat(400),
+    )
+    .unwrap();
     let file = folder.path().join("losses");
     let program = program("train_gpt");
     let sizes = "--width 8 --heads 2 --time 8 --microbatches 4 --steps 3 --stages 4 --sample 2";
     let losses = |args: &[&str]| {
-        let files = [text.to_str().unwrap(), "--losses-out", file.to_str().unwrap()];
-        let args: Vec<&str> = sizes.split(' ').chain(args.iter().copied()).chain(files).collect();
+        let files = [
+            text.to_str().unwrap(),
+            "--losses-out",
+            file.to_str().unwrap(),
+        ];
+        let args: Vec<&str> = sizes
+            .split(' ')
+            .chain(args.iter().copied())
+            .chain(files)
+            .collect();
         let Ended { code, out, err } = run(folder.path(), &program, &args);
         assert_eq!(code, Some(0), "{program} {args:?}:\n{out}\n{err}");
         std::fs::read_to_string(&file).unwrap()
     };
     let expected = losses(&["--processes", "1"]);
     assert_eq!(expected.lines().count(), 3, "{expected}");
-    for (processes, devices, schedule) in
-        [("1", "cuda", "1f1b"), ("2", "cuda", "zb-h1"), ("2", "cpu,cuda", "interleaved")]
-    {
-        let args = ["--processes", processes, "--device", devices, "--schedule", schedule];
+    for (processes, devices, schedule) in [
+        ("1", "cuda", "1f1b"),
+        ("2", "cuda", "zb-h1"),
+        ("2", "cpu,cuda", "interleaved"),
+    ] {
+        let args = [
+            "--processes",
+            processes,
+            "--device",
+            devices,
+            "--schedule",
+            schedule,
+        ];
         assert_eq!(losses(&args), expected, "{program} {args:?}");
     }
 }
@@ -139,7 +187,14 @@ fn training_without_a_driver_reports_it() {
     }
     let folder = tempfile::tempdir().unwrap();
     for processes in ["1", "2"] {
-        let args = ["--device", "cuda", "--stages", "2", "--processes", processes];
+        let args = [
+            "--device",
+            "cuda",
+            "--stages",
+            "2",
+            "--processes",
+            processes,
+        ];
         let Ended { code, err, .. } = run(folder.path(), &program("train_gpt"), &args);
         assert_eq!(code, Some(1), "{err}");
         assert!(err.contains("no CUDA driver found"), "{err}");

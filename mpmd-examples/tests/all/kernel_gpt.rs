@@ -13,7 +13,12 @@ use mpmd::train::optimizer::{Optimizer, OptimizerSettings};
 use mpmd_examples::kernel_gpt::{Front, Last};
 use mpmd_examples::transformer::{MODEL_AXIS, Part, Sizes};
 
-const SIZES: Sizes = Sizes { layers: 3, width: 24, heads: 3, time: 17 };
+const SIZES: Sizes = Sizes {
+    layers: 3,
+    width: 24,
+    heads: 3,
+    time: 17,
+};
 const BATCH: usize = 2;
 const MICROBATCHES: usize = 3;
 const STEPS: u64 = 20;
@@ -29,12 +34,18 @@ fn model(
     let part = |blocks: std::ops::Range<usize>, ends: [bool; 2]| {
         move |vb: VarBuilder<'static>| Part::new(&vb, SIZES, blocks.clone(), ends)
     };
-    let front =
-        stage(part(0..1, [true, false]), |part, x: Tensor, cx: &mut Cx<'_>| part.forward(x, cx))?;
-    let last = stage(part(1..3, [false, true]), |part, x: Tensor, cx: &mut Cx<'_>| {
-        let (sum, weight) = cross_entropy_sum(&part.logits(x, cx)?, &cx.side("targets")?, None)?;
-        Ok(Loss::new(sum, weight))
-    })?;
+    let front = stage(
+        part(0..1, [true, false]),
+        |part, x: Tensor, cx: &mut Cx<'_>| part.forward(x, cx),
+    )?;
+    let last = stage(
+        part(1..3, [false, true]),
+        |part, x: Tensor, cx: &mut Cx<'_>| {
+            let (sum, weight) =
+                cross_entropy_sum(&part.logits(x, cx)?, &cx.side("targets")?, None)?;
+            Ok(Loss::new(sum, weight))
+        },
+    )?;
     let params = [front.init(p, &meshes[0], 7)?, last.init(p, &meshes[1], 7)?];
     let [of_front, of_last] = params;
     let mut model = match kind {
@@ -75,11 +86,23 @@ fn microbatches(p: &mut Program, meshes: &[Mesh], step: u64) -> Result<Vec<Micro
 /// Trains on two devices of this kind. Returns the losses, and the bytes that were copied between
 /// host and devices inside of the steps after the first.
 fn train(kind: DeviceKind, computes_in: DType, steps: u64) -> (Vec<f64>, u64) {
-    const COPIES: [&str; 4] =
-        ["pinned_to_device", "pageable_to_device", "device_to_pinned", "device_to_pageable"];
+    const COPIES: [&str; 4] = [
+        "pinned_to_device",
+        "pageable_to_device",
+        "device_to_pinned",
+        "device_to_pageable",
+    ];
     let copied = || -> u64 { COPIES.iter().filter_map(|kind| softcuda::bytes(kind)).sum() };
-    let mut p = Program::builder().device_kinds(&[kind]).devices(2).alone().unwrap();
-    let meshes = p.mesh(&[("stage", 2), (MODEL_AXIS, 1)]).unwrap().split("stage").unwrap();
+    let mut p = Program::builder()
+        .device_kinds(&[kind])
+        .devices(2)
+        .alone()
+        .unwrap();
+    let meshes = p
+        .mesh(&[("stage", 2), (MODEL_AXIS, 1)])
+        .unwrap()
+        .split("stage")
+        .unwrap();
     let mut model = model(&mut p, (kind, computes_in), &meshes).unwrap();
     let settings = OptimizerSettings::new(AdamW::default()).clip(1.0);
     let mut optimizer = Optimizer::new(&mut p, &model, settings).unwrap();
@@ -95,7 +118,14 @@ fn train(kind: DeviceKind, computes_in: DType, steps: u64) -> (Vec<f64>, u64) {
             param.block_until_ready().unwrap();
         }
         inside += if step == 0 { 0 } else { copied() - before };
-        losses.push(figures.to_host().unwrap().unwrap().as_slice::<f64>().unwrap()[0]);
+        losses.push(
+            figures
+                .to_host()
+                .unwrap()
+                .unwrap()
+                .as_slice::<f64>()
+                .unwrap()[0],
+        );
     }
     p.finish().unwrap();
     (losses, inside)
@@ -116,6 +146,13 @@ fn kernels_train_to_the_losses_of_the_cpu_without_copies_to_the_host() {
         assert!(near, "step {step}: {found}, and {expected} on the CPU");
     }
     assert_ne!(found[..5], halves);
-    assert!(expected[STEPS as usize - 1] < 0.5 * expected[0], "nothing was learnt: {expected:?}");
-    assert_eq!(copied + copied_halves, 0, "bytes between host and device in steps");
+    assert!(
+        expected[STEPS as usize - 1] < 0.5 * expected[0],
+        "nothing was learnt: {expected:?}"
+    );
+    assert_eq!(
+        copied + copied_halves,
+        0,
+        "bytes between host and device in steps"
+    );
 }

@@ -12,8 +12,10 @@ fn check_gives_reference_figures_on_any_number_of_processes() {
         for seed in 0..4 {
             let simulation =
                 Simulation::new(processes, DEVICES).delays(seed, Duration::from_micros(500));
-            for (process, report) in
-                simulation.run(|p| check(p, LEARNING_RATE)).into_iter().enumerate()
+            for (process, report) in simulation
+                .run(|p| check(p, LEARNING_RATE))
+                .into_iter()
+                .enumerate()
             {
                 let report = report.unwrap();
                 let place = format!("process {process} of {processes}, seed {seed}");
@@ -32,7 +34,10 @@ fn wrong_learning_rate_is_found_on_every_process() {
             // The losses of the first step are those before any update.
             let off = report.first_off().unwrap();
             assert!(off.contains("losses, step 1, number 0"), "{off}\n{report}");
-            assert!(report.to_string().contains("OFF, expected 1.206537"), "{report}");
+            assert!(
+                report.to_string().contains("OFF, expected 1.206537"),
+                "{report}"
+            );
             assert_eq!(report.to_string(), reports[0].to_string());
         }
     }

@@ -49,21 +49,30 @@ fn run_with_threads(program: &str, args: &str, threads: Option<&str>) -> Run {
         command.env("RAYON_NUM_THREADS", threads);
     }
     let mut child = Running(command.spawn().unwrap());
-    let (out, err) = (child.0.stdout.take().unwrap(), child.0.stderr.take().unwrap());
-    let readers =
-        [Box::new(out) as Box<dyn std::io::Read + Send>, Box::new(err)].map(|mut stream| {
-            std::thread::spawn(move || {
-                let mut text = String::new();
-                stream.read_to_string(&mut text).unwrap();
-                text
-            })
-        });
+    let (out, err) = (
+        child.0.stdout.take().unwrap(),
+        child.0.stderr.take().unwrap(),
+    );
+    let readers = [
+        Box::new(out) as Box<dyn std::io::Read + Send>,
+        Box::new(err),
+    ]
+    .map(|mut stream| {
+        std::thread::spawn(move || {
+            let mut text = String::new();
+            stream.read_to_string(&mut text).unwrap();
+            text
+        })
+    });
     let start = Instant::now();
     let code = loop {
         if let Some(status) = child.0.try_wait().unwrap() {
             break status.code();
         }
-        assert!(start.elapsed() < DEADLINE, "{program} {args} still runs after {DEADLINE:?}");
+        assert!(
+            start.elapsed() < DEADLINE,
+            "{program} {args} still runs after {DEADLINE:?}"
+        );
         std::thread::sleep(Duration::from_millis(5));
     };
     let [out, err] = readers.map(|reader| reader.join().unwrap());
@@ -82,13 +91,21 @@ const TRAIN_GPT: &str = env!("CARGO_BIN_EXE_train_gpt");
 
 #[test]
 fn check_passes_as_processes_and_as_threads() {
-    for args in
-        ["", "--processes 1", "--processes 2", "--processes 8", "--processes 8 --transport inproc"]
-    {
+    for args in [
+        "",
+        "--processes 1",
+        "--processes 2",
+        "--processes 8",
+        "--processes 8 --transport inproc",
+    ] {
         let Run { code, out, err } = run(PIPELINE, &format!("--check {args}"));
         assert_eq!(code, Some(0), "{args}: {err}");
         // Printed only once, by process 0.
-        assert_eq!((count(&out, " ok"), count(&out, "OFF")), (32, 0), "{args}:\n{out}");
+        assert_eq!(
+            (count(&out, " ok"), count(&out, "OFF")),
+            (32, 0),
+            "{args}:\n{out}"
+        );
     }
 }
 
@@ -100,7 +117,10 @@ fn failed_check_exits_with_1_and_names_the_first_figure() {
         assert_eq!(code, Some(1), "{args}: {err}");
         assert!(count(&out, "OFF") > 0, "{out}");
         assert_eq!(
-            count(&err, "a number is off: f32, each microbatch the whole batch: losses, step 1"),
+            count(
+                &err,
+                "a number is off: f32, each microbatch the whole batch: losses, step 1"
+            ),
             1
         );
     }
@@ -108,7 +128,10 @@ fn failed_check_exits_with_1_and_names_the_first_figure() {
 
 #[test]
 fn training_prints_the_loss_once() {
-    for args in ["--processes 4", "--processes 2 --transport inproc --dtype f64"] {
+    for args in [
+        "--processes 4",
+        "--processes 2 --transport inproc --dtype f64",
+    ] {
         let Run { code, out, err } =
             run(PIPELINE, &format!("--width 64 --batch 16 --steps 3 {args}"));
         assert_eq!(code, Some(0), "{args}: {err}");
@@ -140,19 +163,34 @@ fn mismatched_sizes_are_reported_with_an_exit_code() {
     let Run { code, err, .. } = run(PIPELINE, "--width 7 --processes 4");
     assert_eq!(code, Some(1));
     // A process may hear of the end of another before it comes to the same error.
-    let (others, said) = err.trim_end().rsplit_once('\n').unwrap_or(("", err.trim_end()));
+    let (others, said) = err
+        .trim_end()
+        .rsplit_once('\n')
+        .unwrap_or(("", err.trim_end()));
     let is_effect = |line: &str| line.ends_with(" is gone: its process has ended");
     let is_shared = said.starts_with("all 4 processes failed: they ended with exit code 1; ");
     let is_first = said.contains(" failed first: it ended with exit code 1; ");
-    assert!(if others.is_empty() { is_shared || is_first } else { is_first }, "{err}");
-    assert!(others.lines().all(is_effect) && count(&err, "[7, 7]") == 1, "{err}");
+    assert!(
+        if others.is_empty() {
+            is_shared || is_first
+        } else {
+            is_first
+        },
+        "{err}"
+    );
+    assert!(
+        others.lines().all(is_effect) && count(&err, "[7, 7]") == 1,
+        "{err}"
+    );
 }
 
 #[test]
 fn variables_reach_jobs_that_programs_start() {
     let with = |args: &str, name: &str, value: &str| {
         let mut command = Command::new(BASIC);
-        command.args(args.split_whitespace()).args(["--rows", "8", "--columns", "8"]);
+        command
+            .args(args.split_whitespace())
+            .args(["--rows", "8", "--columns", "8"]);
         let output = command.env(name, value).output().unwrap();
         let [out, err] = [output.stdout, output.stderr].map(|it| String::from_utf8(it).unwrap());
         (output.status.code(), out, err)
@@ -166,7 +204,11 @@ fn variables_reach_jobs_that_programs_start() {
         ] {
             let (code, out, err) = with(args, name, value);
             let expected = format!("{name}={value} makes no sense: it must be");
-            assert_eq!((code, out.as_str(), count(&err, &expected)), (Some(1), "", 1), "{err}");
+            assert_eq!(
+                (code, out.as_str(), count(&err, &expected)),
+                (Some(1), "", 1),
+                "{err}"
+            );
         }
         let (code, _, err) = with(args, "MPMD_X_SERVICE_HOST", "10.0.0.1");
         let expected = "there is no variable MPMD_X_SERVICE_HOST; it has no effect";
@@ -184,16 +226,29 @@ fn variables_reach_jobs_that_programs_start() {
 fn closed_output_ends_a_program_quietly_and_a_full_disk_loudly() {
     let run_to = |stdout: Stdio, args: &str| {
         let mut command = Command::new(BASIC);
-        command.args(args.split_whitespace()).args(["--rows", "8", "--columns", "8"]);
-        let child = command.stdin(Stdio::null()).stdout(stdout).stderr(Stdio::piped()).spawn();
+        command
+            .args(args.split_whitespace())
+            .args(["--rows", "8", "--columns", "8"]);
+        let child = command
+            .stdin(Stdio::null())
+            .stdout(stdout)
+            .stderr(Stdio::piped())
+            .spawn();
         let output = child.unwrap().wait_with_output().unwrap();
-        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+        (
+            output.status.code(),
+            String::from_utf8(output.stderr).unwrap(),
+        )
     };
     let threads = "--processes 2 --transport inproc";
     for args in ["--processes 1", "--processes 2", threads] {
         let (reader, writer) = std::io::pipe().unwrap();
         drop(reader);
-        assert_eq!(run_to(writer.into(), args), (Some(141), String::new()), "{args}");
+        assert_eq!(
+            run_to(writer.into(), args),
+            (Some(141), String::new()),
+            "{args}"
+        );
     }
     for args in ["--processes 1", threads] {
         let full = fs::File::options().write(true).open("/dev/full").unwrap();
@@ -207,7 +262,10 @@ fn closed_output_ends_a_program_quietly_and_a_full_disk_loudly() {
 #[test]
 fn quickstart_with_arguments_trains_nothing() {
     let Run { code, out, .. } = run(QUICKSTART, "--help");
-    assert_eq!((code, count(&out, "usage: quickstart"), count(&out, "nats")), (Some(0), 1, 0));
+    assert_eq!(
+        (code, count(&out, "usage: quickstart"), count(&out, "nats")),
+        (Some(0), 1, 0)
+    );
 }
 
 #[test]
@@ -224,19 +282,28 @@ fn basic_prints_the_results_of_each_process() {
         // Three rounds, by default.
         assert_eq!(count(&out, "a2 is 2.0 everywhere"), 3 * owners, "{out}");
         assert_eq!(count(&out, "b2 is 4.0 everywhere"), 3 * owners, "{out}");
-        assert_eq!(count(&out, "2 is a handle"), 2 * 3 * (processes - owners), "{out}");
+        assert_eq!(
+            count(&out, "2 is a handle"),
+            2 * 3 * (processes - owners),
+            "{out}"
+        );
     }
 }
 
 #[test]
 fn reshard_prints_the_plan_and_checks_every_value() {
-    for (args, processes) in
-        [("", 4), ("--processes 1", 1), ("--processes 8 --transport inproc", 8)]
-    {
+    for (args, processes) in [
+        ("", 4),
+        ("--processes 1", 1),
+        ("--processes 8 --transport inproc", 8),
+    ] {
         let Run { code, out, err } = run(RESHARD, &format!("--width 24 {args}"));
         assert_eq!(code, Some(0), "{args}: {err}");
-        let plan =
-            |leaf: &str| out.lines().filter(|line| line.starts_with(leaf)).collect::<Vec<_>>();
+        let plan = |leaf: &str| {
+            out.lines()
+                .filter(|line| line.starts_with(leaf))
+                .collect::<Vec<_>>()
+        };
         assert_eq!((plan("bias").len(), plan("up").len()), (1, 1), "{out}");
         // The second mesh has two replicas, each sharded in halves. On the first mesh only the
         // scalar is replicated, six times.
@@ -249,7 +316,11 @@ fn reshard_prints_the_plan_and_checks_every_value() {
             values.sum()
         };
         assert_eq!(out.matches("values proved").count(), processes, "{out}");
-        assert_eq!(proved(" values proved on the second"), 2 * leaves + 4, "{out}");
+        assert_eq!(
+            proved(" values proved on the second"),
+            2 * leaves + 4,
+            "{out}"
+        );
         assert_eq!(proved(" back on the first"), leaves + 6, "{out}");
     }
 }
@@ -258,10 +329,18 @@ fn reshard_prints_the_plan_and_checks_every_value() {
 fn quickstart_learns_the_same_in_one_process_and_in_two() {
     let Run { code, out, err } = run(QUICKSTART, "");
     assert_eq!(code, Some(0), "{err}");
-    let loss = out.split(['(', ')']).nth(1).and_then(|loss| loss.parse::<f64>().ok());
+    let loss = out
+        .split(['(', ')'])
+        .nth(1)
+        .and_then(|loss| loss.parse::<f64>().ok());
     // All bytes are equally likely at a loss of 5.5 nats.
     assert!(loss.is_some_and(|loss| loss < 4.0), "{out}");
-    let ends = Processes::new(2, QUICKSTART).deadline(DEADLINE).start().unwrap().wait().unwrap();
+    let ends = Processes::new(2, QUICKSTART)
+        .deadline(DEADLINE)
+        .start()
+        .unwrap()
+        .wait()
+        .unwrap();
     assert!(ends.iter().all(|end| end.code() == 0), "{ends:?}");
     assert_eq!([&ends[0].stdout, &ends[1].stdout], [&out, ""]);
 }
@@ -270,7 +349,10 @@ fn quickstart_learns_the_same_in_one_process_and_in_two() {
 fn readme_shows_the_quickstart() {
     let source = include_str!("../../src/bin/quickstart.rs");
     let (_, program) = source.split_once("\n\n").unwrap();
-    assert!(include_str!("../../../README.md").contains(program), "the README has another program");
+    assert!(
+        include_str!("../../../README.md").contains(program),
+        "the README has another program"
+    );
 }
 
 #[test]
@@ -285,7 +367,11 @@ fn training_losses_do_not_depend_on_threads_or_schedule() {
         let args = format!("{sizes} {args} --losses-out {file} {text}");
         let Run { code, out, err } = run_with_threads(TRAIN_GPT, &args, Some(threads));
         assert_eq!(code, Some(0), "{args}: {err}");
-        assert_eq!((count(&out, "held-out loss"), count(&out, " -")), (1, 0), "{out}");
+        assert_eq!(
+            (count(&out, "held-out loss"), count(&out, " -")),
+            (1, 0),
+            "{out}"
+        );
         fs::read_to_string(&file).unwrap()
     };
     let alone = losses("1", "--processes 1");

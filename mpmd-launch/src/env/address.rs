@@ -4,7 +4,11 @@ use crate::{LaunchError, variables as ours};
 
 /// Returns `host:port`, with brackets around an IPv6 address.
 pub(super) fn address(host: &str, port: u16) -> String {
-    if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
+    if host.contains(':') {
+        format!("[{host}]:{port}")
+    } else {
+        format!("{host}:{port}")
+    }
 }
 
 /// Returns the error for a coordinator that is not `host:port`.

@@ -85,7 +85,10 @@ mod tests {
     #[test]
     fn last_kind_applies_to_the_rest() {
         assert_eq!(kinds_by_process("cuda", 3), Ok(vec![Cuda; 3]));
-        assert_eq!(kinds_by_process("cpu,cuda", 4), Ok(vec![Cpu, Cuda, Cuda, Cuda]));
+        assert_eq!(
+            kinds_by_process("cpu,cuda", 4),
+            Ok(vec![Cpu, Cuda, Cuda, Cuda])
+        );
         assert_eq!(kinds_by_process("cuda,cpu", 2), Ok(vec![Cuda, Cpu]));
     }
 
@@ -109,16 +112,24 @@ mod tests {
         assert_eq!(cuda_collectives("host"), Ok(CudaCollectives::Host));
         assert_eq!(cuda_collectives("nccl"), Ok(CudaCollectives::Nccl));
         let said = cuda_collectives("NCCL").unwrap_err().to_string();
-        assert_eq!(said, "MPMD_CUDA_COLLECTIVES=NCCL makes no sense: it must be host or nccl");
+        assert_eq!(
+            said,
+            "MPMD_CUDA_COLLECTIVES=NCCL makes no sense: it must be host or nccl"
+        );
     }
 
     #[test]
     fn wrong_kind_or_one_too_many_names_the_variable() {
-        for (text, expected) in
-            [("gpu", "cpu or cuda"), ("cpu,,cuda", "cpu or cuda"), ("cpu,cpu,cuda", "processes, 2")]
-        {
+        for (text, expected) in [
+            ("gpu", "cpu or cuda"),
+            ("cpu,,cuda", "cpu or cuda"),
+            ("cpu,cpu,cuda", "processes, 2"),
+        ] {
             let said = kinds_by_process(text, 2).unwrap_err().to_string();
-            assert!(said.starts_with(&format!("MPMD_DEVICE={text} makes no sense")), "{said}");
+            assert!(
+                said.starts_with(&format!("MPMD_DEVICE={text} makes no sense")),
+                "{said}"
+            );
             assert!(said.contains(expected), "{said}");
         }
     }

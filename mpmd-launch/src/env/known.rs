@@ -81,9 +81,15 @@ fn unknown_variables(
     let unknown = unknown.map(|(name, value)| {
         // Kubernetes sets `MPMD_PORT=tcp://…` in every container beside a service named `mpmd`.
         let is_injected = value.contains("://");
-        let near = KNOWN.into_iter().map(|known| (edits(&name, known), known)).min();
+        let near = KNOWN
+            .into_iter()
+            .map(|known| (edits(&name, known), known))
+            .min();
         let near = near.filter(|(edits, _)| *edits <= EDITS && !is_injected);
-        UnknownVariable { name, meant: near.map(|(_, known)| known) }
+        UnknownVariable {
+            name,
+            meant: near.map(|(_, known)| known),
+        }
     });
     let mut unknown: Vec<_> = unknown.collect();
     unknown.sort_by(|a, b| a.name.cmp(&b.name));
@@ -98,8 +104,12 @@ pub fn unknown_variables_here() -> Vec<UnknownVariable> {
 
 /// Fails if a variable of this process is the misspelt name of a known one.
 pub(crate) fn check() -> Result<(), LaunchError> {
-    let misspelt = unknown_variables_here().into_iter().find(|it| it.meant.is_some());
-    misspelt.map_or(Ok(()), |unknown| Err(LaunchError::UnknownVariable(unknown.to_string())))
+    let misspelt = unknown_variables_here()
+        .into_iter()
+        .find(|it| it.meant.is_some());
+    misspelt.map_or(Ok(()), |unknown| {
+        Err(LaunchError::UnknownVariable(unknown.to_string()))
+    })
 }
 
 /// Returns the smallest number of inserted, deleted and replaced bytes that make `b` of `a`.
@@ -158,8 +168,12 @@ mod tests {
     #[test]
     fn guide_lists_the_known_variables() {
         let guide = include_str!("../../../docs/guide/environment.md");
-        let rows = guide.lines().filter_map(|line| line.strip_prefix("| ")?.split(" | ").next());
-        let names = rows.flat_map(|cell| cell.split('`')).filter(|word| word.starts_with(OURS));
+        let rows = guide
+            .lines()
+            .filter_map(|line| line.strip_prefix("| ")?.split(" | ").next());
+        let names = rows
+            .flat_map(|cell| cell.split('`'))
+            .filter(|word| word.starts_with(OURS));
         let mut listed: Vec<&str> = names.filter(|name| !name.starts_with(TESTS)).collect();
         let mut known = KNOWN.to_vec();
         listed.sort_unstable();

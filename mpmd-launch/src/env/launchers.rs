@@ -21,9 +21,15 @@ pub(super) struct Said {
 /// Reads the variables of each launcher in turn and returns the first description. `None` if no
 /// launcher has set its variables. An error if those of a launcher are incomplete or invalid.
 pub(super) fn ask(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
-    for find in
-        [ours_says, torchrun_says, open_mpi_says, slurm_says, pmix_says, pmi_says, kubernetes_says]
-    {
+    for find in [
+        ours_says,
+        torchrun_says,
+        open_mpi_says,
+        slurm_says,
+        pmix_says,
+        pmi_says,
+        kubernetes_says,
+    ] {
         if let Some(said) = find(vars)? {
             return Ok(Some(said));
         }
@@ -67,7 +73,11 @@ fn torchrun_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
                 .is_some_and(|v| v.eq_ignore_ascii_case("true"));
             Ok(address(
                 &host,
-                if taken { port.checked_add(1).unwrap_or(u16::MAX - 1) } else { port },
+                if taken {
+                    port.checked_add(1).unwrap_or(u16::MAX - 1)
+                } else {
+                    port
+                },
             ))
         }
         (None, _) => Err(format!("MASTER_ADDR or {}", ours::COORDINATOR)),
@@ -88,7 +98,10 @@ fn torchrun_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
         local_process,
         coordinator,
         hosted: false,
-        job: format!("{} {attempt}", vars.get("TORCHELASTIC_RUN_ID").unwrap_or_default()),
+        job: format!(
+            "{} {attempt}",
+            vars.get("TORCHELASTIC_RUN_ID").unwrap_or_default()
+        ),
     }))
 }
 
@@ -102,9 +115,13 @@ fn open_mpi_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
     let processes: usize = vars.needed(SOURCE, "OMPI_COMM_WORLD_SIZE")?;
     let local = vars.number::<usize>("OMPI_COMM_WORLD_LOCAL_SIZE")?;
     let (coordinator, job) = match local {
-        Some(local) if local < processes => {
-            (Err(format!("{} (the job spans several hosts)", ours::COORDINATOR)), vars.namespace())
-        }
+        Some(local) if local < processes => (
+            Err(format!(
+                "{} (the job spans several hosts)",
+                ours::COORDINATOR
+            )),
+            vars.namespace(),
+        ),
         _ => vars.on_this_host(),
     };
     Ok(Some(Said {
@@ -122,7 +139,9 @@ fn open_mpi_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
 /// process.
 fn slurm_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
     const SOURCE: &str = "Slurm";
-    let Some(nodes) = vars.get("SLURM_STEP_NODELIST") else { return Ok(None) };
+    let Some(nodes) = vars.get("SLURM_STEP_NODELIST") else {
+        return Ok(None);
+    };
     let processes = match vars.number("SLURM_STEP_NUM_TASKS")? {
         Some(processes) => processes,
         None => vars.needed(SOURCE, "SLURM_NTASKS")?,
@@ -135,7 +154,9 @@ fn slurm_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
     let job: u64 = vars.needed(SOURCE, "SLURM_JOB_ID")?;
     let step = vars.number::<u64>("SLURM_STEP_ID")?.unwrap_or_default();
     // A requeued job keeps its number.
-    let attempt = vars.number::<u64>("SLURM_RESTART_COUNT")?.unwrap_or_default();
+    let attempt = vars
+        .number::<u64>("SLURM_RESTART_COUNT")?
+        .unwrap_or_default();
     Ok(Some(Said {
         source: SOURCE,
         process: vars.needed(SOURCE, "SLURM_PROCID")?,
@@ -143,7 +164,10 @@ fn slurm_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
         local_process: vars.number("SLURM_LOCALID")?,
         // Steps of an allocation may run at the same time. This stride gives them different ports,
         // and avoids the ports of jobs with nearby numbers.
-        coordinator: Ok(address(&host, derived_port(job.wrapping_add(step.wrapping_mul(257))))),
+        coordinator: Ok(address(
+            &host,
+            derived_port(job.wrapping_add(step.wrapping_mul(257))),
+        )),
         hosted: false,
         job: format!("{job}.{step}.{attempt}"),
     }))
@@ -151,7 +175,11 @@ fn slurm_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
 
 fn pmix_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
     // PMIx gives the size only to its own library.
-    on_this_host_says(vars, "PMIx", ["PMIX_RANK", ours::WORLD_SIZE, "PMIX_LOCAL_RANK"])
+    on_this_host_says(
+        vars,
+        "PMIx",
+        ["PMIX_RANK", ours::WORLD_SIZE, "PMIX_LOCAL_RANK"],
+    )
 }
 
 fn pmi_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {

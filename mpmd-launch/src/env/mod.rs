@@ -162,9 +162,20 @@ impl JobEnv {
         look: &dyn Fn(&str) -> Option<String>,
         processes: usize,
     ) -> Result<Self, LaunchError> {
-        const OTHERS: [&str; 5] =
-            [ours::COORDINATOR, ours::SPARES, ours::ADDED, ours::JOB_TOKEN, ours::JOB_TOKEN_FILE];
-        let look = |name: &str| if OTHERS.contains(&name) { None } else { look(name) };
+        const OTHERS: [&str; 5] = [
+            ours::COORDINATOR,
+            ours::SPARES,
+            ours::ADDED,
+            ours::JOB_TOKEN,
+            ours::JOB_TOKEN_FILE,
+        ];
+        let look = |name: &str| {
+            if OTHERS.contains(&name) {
+                None
+            } else {
+                look(name)
+            }
+        };
         let said = Said {
             source: "mpmd",
             process: 0,
@@ -220,9 +231,18 @@ impl JobEnv {
         }
         let owner = user_of(pid).map_err(failed)?;
         let found = variables_of(pid, owner).map_err(failed)?;
-        let own = [ours::LOCAL_RANK, ours::RANK, ours::SPARES, ours::LAUNCHER_PID, ours::ADDED];
+        let own = [
+            ours::LOCAL_RANK,
+            ours::RANK,
+            ours::SPARES,
+            ours::LAUNCHER_PID,
+            ours::ADDED,
+        ];
         let is_of_job = |name: &String| name.starts_with("MPMD_") && !own.contains(&name.as_str());
-        let mut variables: Vec<_> = found.into_iter().filter(|(name, _)| is_of_job(name)).collect();
+        let mut variables: Vec<_> = found
+            .into_iter()
+            .filter(|(name, _)| is_of_job(name))
+            .collect();
         let this = std::process::id();
         let number = ADDED_FROM + (this % (1 << 16)) * (1 << 8) + index % (1 << 8);
         variables.extend(
@@ -270,8 +290,12 @@ fn variables_of(pid: u32, owner: u32) -> std::io::Result<HashMap<String, String>
         return Err(std::io::Error::other("the process has ended"));
     }
     let text = String::from_utf8_lossy(&bytes);
-    let variables = text.split('\0').filter_map(|variable| variable.split_once('='));
-    Ok(variables.map(|(name, value)| (name.to_owned(), value.to_owned())).collect())
+    let variables = text
+        .split('\0')
+        .filter_map(|variable| variable.split_once('='));
+    Ok(variables
+        .map(|(name, value)| (name.to_owned(), value.to_owned()))
+        .collect())
 }
 
 impl JobEnv {
@@ -317,7 +341,10 @@ impl JobEnv {
 /// its folder in `/proc` will not do: that is root for a process that nobody may trace.
 fn user_of(pid: u32) -> std::io::Result<u32> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
-    let users = status.lines().find_map(|line| line.strip_prefix("Uid:")).unwrap_or_default();
+    let users = status
+        .lines()
+        .find_map(|line| line.strip_prefix("Uid:"))
+        .unwrap_or_default();
     let mut users = users.split_whitespace().map(str::parse);
     match users.next() {
         Some(Ok(user)) if users.all(|other| other == Ok(user)) => Ok(user),
@@ -356,7 +383,10 @@ fn dry_run(vars: &Vars<'_>, file: String) -> Result<JobEnv, LaunchError> {
     let process = process.unwrap_or_else(|| u32::try_from(processes).unwrap_or(u32::MAX));
     Ok(JobEnv {
         process: ProcessId(process),
-        dry_run: Some(DryRunEnv { file: file.into(), steps }),
+        dry_run: Some(DryRunEnv {
+            file: file.into(),
+            steps,
+        }),
         ..env
     })
 }
@@ -364,7 +394,15 @@ fn dry_run(vars: &Vars<'_>, file: String) -> Result<JobEnv, LaunchError> {
 /// Combines a launcher's variables with those that count under every launcher. Fails if a value is
 /// missing or invalid.
 fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
-    let Said { source, process, processes, local_process, coordinator, hosted, job } = said;
+    let Said {
+        source,
+        process,
+        processes,
+        local_process,
+        coordinator,
+        hosted,
+        job,
+    } = said;
     if processes > MOST_PROCESSES {
         return Err(LaunchError::Variable {
             variable: match source {
@@ -402,9 +440,10 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
     let (token, token_is_guessable) =
         match (vars.get(ours::JOB_TOKEN), vars.get(ours::JOB_TOKEN_FILE)) {
             (Some(hex), _) => {
-                let token = hex
-                    .parse()
-                    .map_err(|error| LaunchError::Token { variable: ours::JOB_TOKEN, error })?;
+                let token = hex.parse().map_err(|error| LaunchError::Token {
+                    variable: ours::JOB_TOKEN,
+                    error,
+                })?;
                 (token, false)
             }
             (None, Some(file)) => (
@@ -437,9 +476,16 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
             expected: "at least 1".into(),
         });
     }
-    let kinds = vars.get(ours::DEVICE).map(|text| kinds_by_process(&text, processes));
+    let kinds = vars
+        .get(ours::DEVICE)
+        .map(|text| kinds_by_process(&text, processes));
     let (mut check_uncommitted, mut check_replicas, mut check_replay) = (false, false, None);
-    for check in vars.get(ours::CHECK).unwrap_or_default().split(',').map(str::trim) {
+    for check in vars
+        .get(ours::CHECK)
+        .unwrap_or_default()
+        .split(',')
+        .map(str::trim)
+    {
         match check {
             "" => {}
             "uncommitted" => check_uncommitted = true,
@@ -476,7 +522,10 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
             .get(ours::CUDA_COLLECTIVES)
             .map(|text| cuda_collectives(&text))
             .transpose()?,
-        peer_timeout: vars.get(ours::PEER_TIMEOUT).map(|text| peer_timeout(&text)).transpose()?,
+        peer_timeout: vars
+            .get(ours::PEER_TIMEOUT)
+            .map(|text| peer_timeout(&text))
+            .transpose()?,
         host: vars.get(ours::HOST),
         check_uncommitted,
         check_replicas,

@@ -45,7 +45,11 @@ pub(super) fn read(
     if secret.len() < LEAST {
         let found = secret.len();
         let why = format!("a secret is {LEAST} to {MOST} bytes long; this one has {found}");
-        return Err(LaunchError::TokenFile { variable, path: path.to_owned(), why });
+        return Err(LaunchError::TokenFile {
+            variable,
+            path: path.to_owned(),
+            why,
+        });
     }
     Ok(secret.to_vec())
 }
@@ -70,28 +74,41 @@ fn read_private_of(
     owners: &[u32],
     most: usize,
 ) -> Result<Vec<u8>, LaunchError> {
-    let wrong = |why: String| LaunchError::TokenFile { variable, path: path.to_owned(), why };
+    let wrong = |why: String| LaunchError::TokenFile {
+        variable,
+        path: path.to_owned(),
+        why,
+    };
     let failed = |error: std::io::Error| wrong(error.to_string());
     // Names the file without opening it: that could wait for the writer of a pipe, or start a
     // device.
     let flags = OFlags::PATH | OFlags::CLOEXEC;
     let place = open(path, flags, Mode::empty()).map_err(|error| failed(error.into()))?;
-    let data = File::from(place.try_clone().map_err(failed)?).metadata().map_err(failed)?;
+    let data = File::from(place.try_clone().map_err(failed)?)
+        .metadata()
+        .map_err(failed)?;
     if !data.is_file() {
         return Err(wrong("it is no regular file".to_owned()));
     }
     if !owners.contains(&data.uid()) {
-        return Err(wrong(format!("it belongs to user {}, who is not trusted here", data.uid())));
+        return Err(wrong(format!(
+            "it belongs to user {}, who is not trusted here",
+            data.uid()
+        )));
     }
     if data.mode() & OF_OTHERS != 0 {
         let mode = data.mode() & 0o7777;
-        return Err(wrong(format!("others can use it, its mode is {mode:04o}; make that 0600")));
+        return Err(wrong(format!(
+            "others can use it, its mode is {mode:04o}; make that 0600"
+        )));
     }
 
     // The same file, even if the path names another one by now.
     let file = File::open(format!("/proc/self/fd/{}", place.as_raw_fd())).map_err(failed)?;
     let mut bytes = Vec::new();
-    file.take(most as u64 + 1).read_to_end(&mut bytes).map_err(failed)?;
+    file.take(most as u64 + 1)
+        .read_to_end(&mut bytes)
+        .map_err(failed)?;
     if bytes.len() > most {
         return Err(wrong(format!("it has more than {most} bytes")));
     }

@@ -15,15 +15,14 @@ pub fn spin(text: &str) -> Result<Spin, LaunchError> {
         "auto" => Ok(Spin::Auto),
         "never" => Ok(Spin::Never),
         "always" => Ok(Spin::For(Duration::MAX)),
-        micros => {
-            micros.parse().map(|micros| Spin::For(Duration::from_micros(micros))).map_err(|_| {
-                LaunchError::Variable {
-                    variable: variables::SPIN.to_owned(),
-                    value: text.to_owned(),
-                    expected: "auto, never, always or a number of microseconds".to_owned(),
-                }
-            })
-        }
+        micros => micros
+            .parse()
+            .map(|micros| Spin::For(Duration::from_micros(micros)))
+            .map_err(|_| LaunchError::Variable {
+                variable: variables::SPIN.to_owned(),
+                value: text.to_owned(),
+                expected: "auto, never, always or a number of microseconds".to_owned(),
+            }),
     }
 }
 
@@ -39,7 +38,10 @@ mod tests {
         assert_eq!(spin("250"), Ok(Spin::For(Duration::from_micros(250))));
         for wrong in ["Auto", "-1", "1.5", "5us", "99999999999999999999999"] {
             let said = spin(wrong).unwrap_err().to_string();
-            assert!(said.starts_with(&format!("MPMD_SPIN={wrong} makes no sense")), "{said}");
+            assert!(
+                said.starts_with(&format!("MPMD_SPIN={wrong} makes no sense")),
+                "{said}"
+            );
         }
     }
 }

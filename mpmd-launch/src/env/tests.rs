@@ -11,7 +11,9 @@ fn read(vars: &[(&str, &str)]) -> Result<Option<JobEnv>, LaunchError> {
 
 fn read_for(owners: &[u32], vars: &[(&str, &str)]) -> Result<Option<JobEnv>, LaunchError> {
     let look = |name: &str| {
-        vars.iter().find(|(other, _)| *other == name).map(|(_, value)| (*value).to_owned())
+        vars.iter()
+            .find(|(other, _)| *other == name)
+            .map(|(_, value)| (*value).to_owned())
     };
     JobEnv::from_vars(&look, owners)
 }
@@ -21,16 +23,29 @@ fn job(vars: &[(&str, &str)]) -> JobEnv {
 }
 
 fn who(env: &JobEnv) -> (u32, usize, Option<usize>, &str, &str) {
-    (env.process.0, env.processes, env.local_process, &env.coordinator, env.source)
+    (
+        env.process.0,
+        env.processes,
+        env.local_process,
+        &env.coordinator,
+        env.source,
+    )
 }
 
 #[test]
 fn no_variables_give_a_job_of_one() {
     assert_eq!(read(&[]), Ok(None));
-    assert_eq!(read(&[("HOME", "/"), ("MPMD_TRANSPORT", "tcp"), ("MPMD_RANK", " ")]), Ok(None));
+    assert_eq!(
+        read(&[("HOME", "/"), ("MPMD_TRANSPORT", "tcp"), ("MPMD_RANK", " ")]),
+        Ok(None)
+    );
     // A batch script is one process, even in a larger allocation.
     assert_eq!(
-        read(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4"), ("SLURM_JOB_ID", "7")]),
+        read(&[
+            ("SLURM_PROCID", "0"),
+            ("SLURM_NTASKS", "4"),
+            ("SLURM_JOB_ID", "7")
+        ]),
         Ok(None)
     );
 }
@@ -61,12 +76,24 @@ fn variables_of_every_launcher_are_read() {
     assert_eq!((ours.token, ours.hosted), (token, true));
     assert_eq!(ours.peer_timeout, Some(Duration::from_millis(1500)));
     assert_eq!(ours.host.as_deref(), Some("left"));
-    assert_eq!((ours.spin, ours.check_uncommitted), (Some(Spin::Never), true));
+    assert_eq!(
+        (ours.spin, ours.check_uncommitted),
+        (Some(Spin::Never), true)
+    );
     assert!(ours.check_replicas);
     assert_eq!(ours.check_replay, Some(10));
-    assert_eq!(ours.cuda_collectives, Some(mpmd_layout::topology::CudaCollectives::Nccl));
-    assert_eq!(ours.device_kinds.as_deref(), Some(&[Cpu, Cuda, Cuda, Cuda][..]));
-    assert_eq!((ours.transport.as_deref(), ours.devices_per_process), (Some("tcp"), Some(2)));
+    assert_eq!(
+        ours.cuda_collectives,
+        Some(mpmd_layout::topology::CudaCollectives::Nccl)
+    );
+    assert_eq!(
+        ours.device_kinds.as_deref(),
+        Some(&[Cpu, Cuda, Cuda, Cuda][..])
+    );
+    assert_eq!(
+        (ours.transport.as_deref(), ours.devices_per_process),
+        (Some("tcp"), Some(2))
+    );
 
     let torchrun = [
         ("RANK", "5"),
@@ -77,7 +104,10 @@ fn variables_of_every_launcher_are_read() {
     ];
     assert!(!job(&torchrun).check_uncommitted && !job(&torchrun).check_replicas);
     assert_eq!(job(&torchrun).check_replay, None);
-    assert_eq!(who(&job(&torchrun)), (5, 8, Some(1), "[fd00::7]:29500", "torchrun"));
+    assert_eq!(
+        who(&job(&torchrun)),
+        (5, 8, Some(1), "[fd00::7]:29500", "torchrun")
+    );
     let with_store = [&torchrun[..], &[("TORCHELASTIC_USE_AGENT_STORE", "True")]].concat();
     assert_eq!(job(&with_store).coordinator, "[fd00::7]:29501");
 
@@ -105,11 +135,22 @@ fn variables_of_every_launcher_are_read() {
     let inside_slurm = [&slurm[..], &open_mpi].concat();
     for env in [job(&open_mpi), job(&inside_slurm)] {
         let (process, processes, local, coordinator, source) = who(&env);
-        assert_eq!((process, processes, local, source), (1, 2, Some(1), "Open MPI"));
-        let port: u16 = coordinator.strip_prefix("127.0.0.1:").unwrap().parse().unwrap();
+        assert_eq!(
+            (process, processes, local, source),
+            (1, 2, Some(1), "Open MPI")
+        );
+        let port: u16 = coordinator
+            .strip_prefix("127.0.0.1:")
+            .unwrap()
+            .parse()
+            .unwrap();
         assert!(port >= 61440);
     }
-    let pmix = [("PMIX_RANK", "0"), ("PMIX_NAMESPACE", "n"), ("MPMD_WORLD_SIZE", "2")];
+    let pmix = [
+        ("PMIX_RANK", "0"),
+        ("PMIX_NAMESPACE", "n"),
+        ("MPMD_WORLD_SIZE", "2"),
+    ];
     assert_eq!(job(&pmix).source, "PMIx");
     let pmi = [
         ("PMI_RANK", "2"),
@@ -123,7 +164,10 @@ fn variables_of_every_launcher_are_read() {
         ("MPMD_WORLD_SIZE", "3"),
         ("MPMD_COORDINATOR", "job-0.svc:9"),
     ];
-    assert_eq!(who(&job(&kubernetes)), (2, 3, None, "job-0.svc:9", "Kubernetes"));
+    assert_eq!(
+        who(&job(&kubernetes)),
+        (2, 3, None, "job-0.svc:9", "Kubernetes")
+    );
 }
 
 #[test]
@@ -137,10 +181,16 @@ fn dry_run_overrides_launchers() {
     ]);
     assert_eq!((dry_run.process, dry_run.processes), (ProcessId(4), 4));
     assert_eq!(dry_run.devices_per_process, Some(2));
-    let expected = DryRunEnv { file: "/tmp/dry_run.json".into(), steps: None };
+    let expected = DryRunEnv {
+        file: "/tmp/dry_run.json".into(),
+        steps: None,
+    };
     assert_eq!(dry_run.dry_run, Some(expected));
-    let steps =
-        [("MPMD_DRY_RUN", "p"), ("MPMD_DRY_RUN_PROCESSES", "1"), ("MPMD_DRY_RUN_STEPS", "3")];
+    let steps = [
+        ("MPMD_DRY_RUN", "p"),
+        ("MPMD_DRY_RUN_PROCESSES", "1"),
+        ("MPMD_DRY_RUN_STEPS", "3"),
+    ];
     assert_eq!(job(&steps).dry_run.unwrap().steps, Some(3));
     let numbered = |number: &str| {
         read(&[
@@ -151,35 +201,57 @@ fn dry_run_overrides_launchers() {
     };
     assert_eq!(numbered("3").unwrap().unwrap().process, ProcessId(3));
     let beyond = numbered("4").unwrap_err().to_string();
-    assert!(beyond.contains("below the number of processes, 4"), "{beyond}");
+    assert!(
+        beyond.contains("below the number of processes, 4"),
+        "{beyond}"
+    );
     let none = read(&[("MPMD_DRY_RUN", "p"), ("MPMD_DRY_RUN_PROCESSES", "0")]);
     assert_eq!(none, Err(LaunchError::Processes { processes: 0 }));
     let half = read(&[("MPMD_DRY_RUN", "p")]).unwrap_err().to_string();
-    assert!(half.contains("mpmd check, but MPMD_DRY_RUN_PROCESSES is not set"), "{half}");
+    assert!(
+        half.contains("mpmd check, but MPMD_DRY_RUN_PROCESSES is not set"),
+        "{half}"
+    );
 }
 
 #[test]
 fn incomplete_launcher_error_names_variables_read() {
     for (vars, missing) in [
         (&[("MPMD_RANK", "0")][..], "MPMD_WORLD_SIZE"),
-        (&[("MPMD_RANK", "0"), ("MPMD_WORLD_SIZE", "2")], "MPMD_COORDINATOR"),
+        (
+            &[("MPMD_RANK", "0"), ("MPMD_WORLD_SIZE", "2")],
+            "MPMD_COORDINATOR",
+        ),
         (&[("MPMD_WORLD_SIZE", "2")], "MPMD_RANK"),
         (&[("MPMD_COORDINATOR", "h:1")], "MPMD_RANK"),
         (&[("RANK", "0")], "WORLD_SIZE"),
-        (&[("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "h")], "MASTER_PORT"),
         (
-            &[("SLURM_STEP_NODELIST", "n1"), ("SLURM_NTASKS", "2"), ("SLURM_JOB_ID", "1")],
+            &[("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "h")],
+            "MASTER_PORT",
+        ),
+        (
+            &[
+                ("SLURM_STEP_NODELIST", "n1"),
+                ("SLURM_NTASKS", "2"),
+                ("SLURM_JOB_ID", "1"),
+            ],
             "SLURM_PROCID",
         ),
         (&[("OMPI_COMM_WORLD_RANK", "0")], "OMPI_COMM_WORLD_SIZE"),
         (&[("PMIX_RANK", "0")], "MPMD_WORLD_SIZE"),
         (&[("PMI_RANK", "0"), ("PMI_SIZE", "2")], "MPMD_COORDINATOR"),
-        (&[("JOB_COMPLETION_INDEX", "0"), ("MPMD_WORLD_SIZE", "2")], "MPMD_COORDINATOR"),
+        (
+            &[("JOB_COMPLETION_INDEX", "0"), ("MPMD_WORLD_SIZE", "2")],
+            "MPMD_COORDINATOR",
+        ),
     ] {
         let error = read(vars).unwrap_err().to_string();
         assert!(error.contains(&format!("{missing} ")), "{vars:?}: {error}");
         for (name, value) in vars {
-            assert!(error.contains(&format!("{name}={value}")), "{vars:?}: {error}");
+            assert!(
+                error.contains(&format!("{name}={value}")),
+                "{vars:?}: {error}"
+            );
         }
     }
     let several = [
@@ -188,12 +260,21 @@ fn incomplete_launcher_error_names_variables_read() {
         ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
         ("PMIX_NAMESPACE", "n"),
     ];
-    assert!(read(&several).unwrap_err().to_string().contains("spans several hosts"));
+    assert!(
+        read(&several)
+            .unwrap_err()
+            .to_string()
+            .contains("spans several hosts")
+    );
 }
 
 #[test]
 fn invalid_value_error_names_the_variable() {
-    let base = [("MPMD_RANK", "0"), ("MPMD_WORLD_SIZE", "2"), ("MPMD_COORDINATOR", "h:1")];
+    let base = [
+        ("MPMD_RANK", "0"),
+        ("MPMD_WORLD_SIZE", "2"),
+        ("MPMD_COORDINATOR", "h:1"),
+    ];
     for (name, value) in [
         ("MPMD_RANK", "two"),
         ("MPMD_WORLD_SIZE", "-1"),
@@ -220,15 +301,26 @@ fn invalid_value_error_names_the_variable() {
         let error = read(&vars).unwrap_err().to_string();
         assert!(error.contains(name), "{error}");
     }
-    let beyond = [("MPMD_RANK", "2"), ("MPMD_WORLD_SIZE", "2"), ("MPMD_COORDINATOR", "h:1")];
-    assert!(read(&beyond).unwrap_err().to_string().contains("below the number of processes, 2"));
+    let beyond = [
+        ("MPMD_RANK", "2"),
+        ("MPMD_WORLD_SIZE", "2"),
+        ("MPMD_COORDINATOR", "h:1"),
+    ];
+    assert!(
+        read(&beyond)
+            .unwrap_err()
+            .to_string()
+            .contains("below the number of processes, 2")
+    );
 }
 
 #[test]
 fn settings_of_a_job_without_a_launcher_are_read() {
     let settings = |vars: &[(&str, &str)], processes| {
         let look = |name: &str| {
-            vars.iter().find(|(other, _)| *other == name).map(|(_, value)| (*value).to_owned())
+            vars.iter()
+                .find(|(other, _)| *other == name)
+                .map(|(_, value)| (*value).to_owned())
         };
         JobEnv::settings(&look, processes)
     };
@@ -242,18 +334,29 @@ fn settings_of_a_job_without_a_launcher_are_read() {
         ("MPMD_JOB_TOKEN", "nonsense"),
     ];
     let env = settings(&vars, 1).unwrap();
-    assert_eq!((env.processes, env.hosted, env.check_replicas), (1, false, true));
+    assert_eq!(
+        (env.processes, env.hosted, env.check_replicas),
+        (1, false, true)
+    );
     assert_eq!(env.check_replay, Some(3));
     assert_eq!(env.peer_timeout, Some(Duration::from_secs(2)));
-    assert_eq!((env.spin, env.transport.as_deref()), (Some(Spin::Never), Some("tcp")));
+    assert_eq!(
+        (env.spin, env.transport.as_deref()),
+        (Some(Spin::Never), Some("tcp"))
+    );
     for (name, value, processes) in [
         ("MPMD_TRANSPORT", "pigeon", 1),
         ("MPMD_PEER_TIMEOUT", "0", 2),
         ("MPMD_SPIN", "often", 2),
         ("MPMD_DEVICE", "cpu,cpu,cuda", 2),
     ] {
-        let said = settings(&[(name, value)], processes).unwrap_err().to_string();
-        assert!(said.starts_with(&format!("{name}={value} makes no sense")), "{said}");
+        let said = settings(&[(name, value)], processes)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            said.starts_with(&format!("{name}={value} makes no sense")),
+            "{said}"
+        );
     }
 }
 
@@ -288,9 +391,10 @@ fn another_attempt_has_another_token() {
         ("MASTER_ADDR", "a"),
         ("MASTER_PORT", "9"),
     ];
-    for (vars, name) in
-        [(&slurm[..], "SLURM_RESTART_COUNT"), (&torchrun[..], "TORCHELASTIC_RESTART_COUNT")]
-    {
+    for (vars, name) in [
+        (&slurm[..], "SLURM_RESTART_COUNT"),
+        (&torchrun[..], "TORCHELASTIC_RESTART_COUNT"),
+    ] {
         let token = |attempt| job(&[vars, &[(name, attempt)]].concat()).token;
         assert_ne!(token("1"), token("2"), "{name}");
         assert_ne!(job(vars).token, token("1"), "{name}");
@@ -306,8 +410,11 @@ fn another_attempt_has_another_token() {
     assert_eq!(two_hosts("0"), two_hosts("1"));
 }
 
-const JOB_17: [(&str, &str); 3] =
-    [("MPMD_RANK", "0"), ("MPMD_WORLD_SIZE", "2"), ("MPMD_COORDINATOR", "h:17")];
+const JOB_17: [(&str, &str); 3] = [
+    ("MPMD_RANK", "0"),
+    ("MPMD_WORLD_SIZE", "2"),
+    ("MPMD_COORDINATOR", "h:17"),
+];
 
 /// Reads the environment of a process with a secret file of these bytes and this mode.
 fn with_secret(bytes: &[u8], mode: u32) -> Result<JobEnv, LaunchError> {
@@ -316,7 +423,11 @@ fn with_secret(bytes: &[u8], mode: u32) -> Result<JobEnv, LaunchError> {
     let file = folder.path().join("secret");
     std::fs::write(&file, bytes).unwrap();
     std::fs::set_permissions(&file, std::fs::Permissions::from_mode(mode)).unwrap();
-    let vars = [&JOB_17[..], &[("MPMD_JOB_TOKEN_FILE", file.to_str().unwrap())]].concat();
+    let vars = [
+        &JOB_17[..],
+        &[("MPMD_JOB_TOKEN_FILE", file.to_str().unwrap())],
+    ]
+    .concat();
     read(&vars).map(Option::unwrap)
 }
 
@@ -330,43 +441,76 @@ fn token_is_derived_from_secret_and_job() {
     assert_ne!(env.token, job(&JOB_17).token);
     assert_ne!(env.token, with_secret(&[b'b'; 40], 0o600).unwrap().token);
     assert_eq!(env.token, Token::of_secret(&secret, "mpmd  h:17"));
-    assert_ne!(env.token, Token::of_secret(&secret, "mpmd  h:18"), "another job's");
+    assert_ne!(
+        env.token,
+        Token::of_secret(&secret, "mpmd  h:18"),
+        "another job's"
+    );
     let token = Token::new([5; 32]);
     let hex = token.to_hex();
-    let both = [("MPMD_JOB_TOKEN", hex.as_str()), ("MPMD_JOB_TOKEN_FILE", "/none")];
+    let both = [
+        ("MPMD_JOB_TOKEN", hex.as_str()),
+        ("MPMD_JOB_TOKEN_FILE", "/none"),
+    ];
     let both = [&JOB_17[..], &both];
-    assert_eq!(job(&both.concat()).token, token, "that of a launcher goes first");
+    assert_eq!(
+        job(&both.concat()).token,
+        token,
+        "that of a launcher goes first"
+    );
 }
 
 #[test]
 fn unsafe_secret_files_are_refused() {
     let refused = |result: Result<JobEnv, LaunchError>, why: &str| {
         let said = result.unwrap_err().to_string();
-        assert!(said.contains("MPMD_JOB_TOKEN_FILE=") && said.contains(why), "{said}");
+        assert!(
+            said.contains("MPMD_JOB_TOKEN_FILE=") && said.contains(why),
+            "{said}"
+        );
     };
     for mode in [0o644, 0o640, 0o620, 0o602] {
-        refused(with_secret(&[b'a'; 40], mode), &format!("its mode is {mode:04o}; make that 0600"));
+        refused(
+            with_secret(&[b'a'; 40], mode),
+            &format!("its mode is {mode:04o}; make that 0600"),
+        );
     }
-    refused(with_secret(&[b'a'; 31], 0o600), "32 to 4096 bytes long; this one has 31");
+    refused(
+        with_secret(&[b'a'; 31], 0o600),
+        "32 to 4096 bytes long; this one has 31",
+    );
     refused(with_secret(&[b' '; 40], 0o600), "this one has 0");
     assert!(with_secret(&[b'a'; 4096], 0o600).is_ok());
-    refused(with_secret(&[b'a'; 4097], 0o600), "it has more than 4096 bytes");
+    refused(
+        with_secret(&[b'a'; 4097], 0o600),
+        "it has more than 4096 bytes",
+    );
     let folder = tempfile::tempdir().unwrap();
     let named = |name: &std::path::Path| {
-        let vars = [&JOB_17[..], &[("MPMD_JOB_TOKEN_FILE", name.to_str().unwrap())]].concat();
+        let vars = [
+            &JOB_17[..],
+            &[("MPMD_JOB_TOKEN_FILE", name.to_str().unwrap())],
+        ]
+        .concat();
         read(&vars).map(Option::unwrap)
     };
     refused(named(folder.path()), "no regular file");
     refused(named(&folder.path().join("none")), "No such file");
     // Opening a pipe without a writer must not block.
     let pipe = folder.path().join("pipe");
-    let made = std::process::Command::new("mkfifo").arg(&pipe).status().unwrap();
+    let made = std::process::Command::new("mkfifo")
+        .arg(&pipe)
+        .status()
+        .unwrap();
     assert!(made.success());
     refused(named(&pipe), "no regular file");
     let foreign = folder.path().join("foreign");
     std::fs::write(&foreign, [b'a'; 40]).unwrap();
-    std::fs::set_permissions(&foreign, std::os::unix::fs::PermissionsExt::from_mode(0o600))
-        .unwrap();
+    std::fs::set_permissions(
+        &foreign,
+        std::os::unix::fs::PermissionsExt::from_mode(0o600),
+    )
+    .unwrap();
     match std::os::unix::fs::chown(&foreign, Some(12345), None) {
         Ok(()) => refused(named(&foreign), "it belongs to user 12345"),
         Err(error) => eprintln!("skipped: only root gives files away ({error})"),
@@ -380,12 +524,19 @@ fn secret_of_another_user_than_the_process_is_not_read() {
     let file = folder.path().join("secret");
     std::fs::write(&file, [b'a'; 40]).unwrap();
     std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o600)).unwrap();
-    let vars = [&JOB_17[..], &[("MPMD_JOB_TOKEN_FILE", file.to_str().unwrap())]].concat();
+    let vars = [
+        &JOB_17[..],
+        &[("MPMD_JOB_TOKEN_FILE", file.to_str().unwrap())],
+    ]
+    .concat();
     let own = rustix::process::geteuid().as_raw();
     assert!(read_for(&[own], &vars).is_ok());
     // As root would read it for a process of that user.
     let error = read_for(&[own + 12345], &vars).unwrap_err().to_string();
-    assert!(error.contains(&format!("it belongs to user {own}, who is not trusted")), "{error}");
+    assert!(
+        error.contains(&format!("it belongs to user {own}, who is not trusted")),
+        "{error}"
+    );
 }
 
 #[test]
@@ -397,7 +548,10 @@ fn environment_of_another_process_is_read_for_its_user() {
     std::fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
     let of_user = |user: Option<u32>, asked: Option<u32>| {
         let mut sleeper = std::process::Command::new("sleep");
-        sleeper.arg("60").envs(JOB_17).env("MPMD_JOB_TOKEN_FILE", &file);
+        sleeper
+            .arg("60")
+            .envs(JOB_17)
+            .env("MPMD_JOB_TOKEN_FILE", &file);
         if let Some(user) = user {
             sleeper.uid(user);
         }
@@ -431,7 +585,10 @@ fn environment_of_another_process_is_read_for_its_user() {
     // Its file is not even looked at unless the process was asked for.
     assert!(of_user(Some(12345), Some(0)).unwrap().is_none());
     let error = of_user(Some(12345), None).unwrap_err().to_string();
-    assert!(error.contains("it belongs to user 0, who is not trusted here"), "{error}");
+    assert!(
+        error.contains("it belongs to user 0, who is not trusted here"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -445,8 +602,11 @@ fn listen_address_is_reachable_by_all() {
         ("10.0.0.1:9", "0.0.0.0:9"),
         ("[fd00::7]:9", "[::]:9"),
     ] {
-        let vars =
-            [("MPMD_RANK", "0"), ("MPMD_WORLD_SIZE", "2"), ("MPMD_COORDINATOR", coordinator)];
+        let vars = [
+            ("MPMD_RANK", "0"),
+            ("MPMD_WORLD_SIZE", "2"),
+            ("MPMD_COORDINATOR", coordinator),
+        ];
         assert_eq!(job(&vars).listen_address().unwrap().to_string(), listens);
     }
 }
@@ -454,19 +614,34 @@ fn listen_address_is_reachable_by_all() {
 #[test]
 fn counts_above_the_limits_are_refused() {
     let refused = |name: &str, value: &str| {
-        let base = [("MPMD_RANK", "0"), ("MPMD_WORLD_SIZE", "2"), ("MPMD_COORDINATOR", "h:1")];
+        let base = [
+            ("MPMD_RANK", "0"),
+            ("MPMD_WORLD_SIZE", "2"),
+            ("MPMD_COORDINATOR", "h:1"),
+        ];
         let vars = [&[(name, value), ("MPMD_DEVICE", "cpu")], &base[..]].concat();
         read(&vars).unwrap_err().to_string()
     };
     for value in ["1048577", "18446744073709551615"] {
         for name in ["MPMD_WORLD_SIZE", "MPMD_DEVICES_PER_PROCESS"] {
             let said = refused(name, value);
-            assert_eq!(said, format!("{name}={value} makes no sense: it must be at most 1048576"));
+            assert_eq!(
+                said,
+                format!("{name}={value} makes no sense: it must be at most 1048576")
+            );
         }
     }
-    let dry_run =
-        [("MPMD_DRY_RUN", "p"), ("MPMD_DRY_RUN_PROCESSES", "4294967296"), ("MPMD_DEVICE", "cpu")];
-    assert!(read(&dry_run).unwrap_err().to_string().contains("at most 1048576"));
+    let dry_run = [
+        ("MPMD_DRY_RUN", "p"),
+        ("MPMD_DRY_RUN_PROCESSES", "4294967296"),
+        ("MPMD_DEVICE", "cpu"),
+    ];
+    assert!(
+        read(&dry_run)
+            .unwrap_err()
+            .to_string()
+            .contains("at most 1048576")
+    );
 }
 
 #[test]
@@ -494,7 +669,12 @@ fn fuzz_environment() {
             ("MPMD_LOCAL_RANK", "1"),
             ("MPMD_COORDINATOR", "10.0.0.1:77"),
         ],
-        &[("RANK", "1"), ("WORLD_SIZE", "8"), ("MASTER_ADDR", "fd00::7"), ("MASTER_PORT", "29500")],
+        &[
+            ("RANK", "1"),
+            ("WORLD_SIZE", "8"),
+            ("MASTER_ADDR", "fd00::7"),
+            ("MASTER_PORT", "29500"),
+        ],
         &[
             ("SLURM_PROCID", "3"),
             ("SLURM_NTASKS", "6"),
@@ -507,14 +687,26 @@ fn fuzz_environment() {
             ("OMPI_COMM_WORLD_SIZE", "2"),
             ("PMIX_NAMESPACE", "host-17@1"),
         ],
-        &[("PMIX_RANK", "0"), ("PMIX_NAMESPACE", "n"), ("MPMD_WORLD_SIZE", "2")],
-        &[("PMI_RANK", "2"), ("PMI_SIZE", "3"), ("MPMD_COORDINATOR", "[::1]:9")],
+        &[
+            ("PMIX_RANK", "0"),
+            ("PMIX_NAMESPACE", "n"),
+            ("MPMD_WORLD_SIZE", "2"),
+        ],
+        &[
+            ("PMI_RANK", "2"),
+            ("PMI_SIZE", "3"),
+            ("MPMD_COORDINATOR", "[::1]:9"),
+        ],
         &[
             ("JOB_COMPLETION_INDEX", "2"),
             ("MPMD_WORLD_SIZE", "3"),
             ("MPMD_COORDINATOR", "localhost:9"),
         ],
-        &[("MPMD_DRY_RUN", "p"), ("MPMD_DRY_RUN_PROCESSES", "4"), ("MPMD_DRY_RUN_STEPS", "3")],
+        &[
+            ("MPMD_DRY_RUN", "p"),
+            ("MPMD_DRY_RUN_PROCESSES", "4"),
+            ("MPMD_DRY_RUN_STEPS", "3"),
+        ],
     ];
     let always = [
         ("MPMD_DEVICE", "cpu,cuda"),
@@ -538,12 +730,17 @@ fn fuzz_environment() {
             vars[at].1 = String::from_utf8_lossy(&bytes).into_owned();
         }
         let look = |name: &str| {
-            vars.iter().find(|(known, _)| *known == name).map(|(_, value)| value.clone())
+            vars.iter()
+                .find(|(known, _)| *known == name)
+                .map(|(_, value)| value.clone())
         };
         match JobEnv::from_vars(&look, &secret::owners()) {
             Ok(Some(env)) => {
                 assert!(env.dry_run.is_some() || env.process.index() < env.processes);
-                assert!(env.device_kinds.is_none_or(|kinds| kinds.len() == env.processes));
+                assert!(
+                    env.device_kinds
+                        .is_none_or(|kinds| kinds.len() == env.processes)
+                );
             }
             Ok(None) => {}
             Err(error) => drop(error.to_string()),

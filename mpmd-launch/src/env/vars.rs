@@ -18,7 +18,11 @@ impl<'a> Vars<'a> {
     /// Creates an accessor to the variables that `look` finds. Files that they name must belong to
     /// one of the users `owners`.
     pub(super) fn new(look: &'a dyn Fn(&str) -> Option<String>, owners: &'a [u32]) -> Self {
-        Self { look, owners, looked: RefCell::new(BTreeMap::new()) }
+        Self {
+            look,
+            owners,
+            looked: RefCell::new(BTreeMap::new()),
+        }
     }
 
     /// Returns the users that a file may belong to.
@@ -31,14 +35,18 @@ impl<'a> Vars<'a> {
         let value = (self.look)(name)
             .map(|value| value.trim().to_owned())
             .filter(|value| !value.is_empty());
-        self.looked.borrow_mut().insert(name.to_owned(), value.clone());
+        self.looked
+            .borrow_mut()
+            .insert(name.to_owned(), value.clone());
         value
     }
 
     /// Returns the number in a variable, or `None` if it is not set. Fails if the value is no
     /// number.
     pub(super) fn number<T: FromStr>(&self, name: &str) -> Result<Option<T>, LaunchError> {
-        let Some(value) = self.get(name) else { return Ok(None) };
+        let Some(value) = self.get(name) else {
+            return Ok(None);
+        };
         let number = value.parse().map_err(|_| LaunchError::Variable {
             variable: name.into(),
             value,
@@ -54,7 +62,8 @@ impl<'a> Vars<'a> {
         source: &'static str,
         name: &str,
     ) -> Result<T, LaunchError> {
-        self.number(name)?.ok_or_else(|| self.half_set(source, name))
+        self.number(name)?
+            .ok_or_else(|| self.half_set(source, name))
     }
 
     /// Returns the error for a launcher that has set some variables but not `missing`.
@@ -66,8 +75,15 @@ impl<'a> Vars<'a> {
             None => format!("{name} is not set"),
         };
         let found: Vec<String> = self.looked.borrow().iter().map(show).collect();
-        let (missing, found) = (missing.to_owned(), format!("looked at: {}", found.join(", ")));
-        LaunchError::HalfSet { source_name, missing, found }
+        let (missing, found) = (
+            missing.to_owned(),
+            format!("looked at: {}", found.join(", ")),
+        );
+        LaunchError::HalfSet {
+            source_name,
+            missing,
+            found,
+        }
     }
 
     /// Returns a text that identifies an MPI job: the first of its variables that is set, if any.
@@ -89,7 +105,10 @@ impl<'a> Vars<'a> {
         let job = self.namespace();
         let coordinator = match &job {
             Some(job) => Ok(address("127.0.0.1", derived_port(hash(job)))),
-            None => Err(format!("{} (or PMIX_NAMESPACE, to derive one)", ours::COORDINATOR)),
+            None => Err(format!(
+                "{} (or PMIX_NAMESPACE, to derive one)",
+                ours::COORDINATOR
+            )),
         };
         (coordinator, job)
     }

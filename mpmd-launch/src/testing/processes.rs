@@ -52,7 +52,10 @@ impl Processes {
             program = absolute.into();
         }
         let launch = Launch::new(processes, program).peer_timeout(Duration::from_secs(30));
-        Self { launch, deadline: Duration::from_secs(60) }
+        Self {
+            launch,
+            deadline: Duration::from_secs(60),
+        }
     }
 
     /// Adds arguments for the program.

@@ -34,7 +34,15 @@ impl RunningProcesses {
         let sandbox = Sandbox::new()?;
         let (server, token) = launch.serve()?;
         let deadline = after(Instant::now(), limit);
-        Ok(Self { processes: Vec::new(), launch, token, server, limit, deadline, sandbox })
+        Ok(Self {
+            processes: Vec::new(),
+            launch,
+            token,
+            server,
+            limit,
+            deadline,
+            sandbox,
+        })
     }
 
     /// Returns the command that starts process `process` of the job, with its arguments and
@@ -52,7 +60,8 @@ impl RunningProcesses {
     /// If it cannot be started.
     pub fn spawn(&mut self, command: Command) -> Result<usize, LaunchError> {
         let number = self.processes.len();
-        self.processes.push(self.sandbox.start(command, &format!("process {number}"))?);
+        self.processes
+            .push(self.sandbox.start(command, &format!("process {number}"))?);
         Ok(number)
     }
 
@@ -185,7 +194,10 @@ impl RunningProcesses {
                 return Ok(self.ends());
             }
             if Instant::now() >= until {
-                return Err(LaunchError::LeftBehind { pids, ends: self.ends() });
+                return Err(LaunchError::LeftBehind {
+                    pids,
+                    ends: self.ends(),
+                });
             }
             std::thread::sleep(POLL_INTERVAL);
         }
@@ -193,17 +205,26 @@ impl RunningProcesses {
 
     /// Returns the states and the output so far of all processes, for the message of a failed test.
     pub fn report(&self) -> String {
-        self.processes.iter().map(Watched::report).collect::<Vec<_>>().join("\n")
+        self.processes
+            .iter()
+            .map(Watched::report)
+            .collect::<Vec<_>>()
+            .join("\n")
     }
 
     fn process(&mut self, process: usize) -> Result<&mut Watched, LaunchError> {
         let processes = self.processes.len();
-        self.processes.get_mut(process).ok_or(LaunchError::NoSuchProcess { process, processes })
+        self.processes
+            .get_mut(process)
+            .ok_or(LaunchError::NoSuchProcess { process, processes })
     }
 
     fn have_ended(&mut self) -> bool {
         // Checks every process: the end of a process is the time at which it was first noticed.
-        let ended = self.processes.iter_mut().map(|process| usize::from(process.has_ended()));
+        let ended = self
+            .processes
+            .iter_mut()
+            .map(|process| usize::from(process.has_ended()));
         ended.sum::<usize>() == self.processes.len()
     }
 
@@ -222,7 +243,11 @@ impl RunningProcesses {
         self.processes.iter().for_each(Watched::kill_group);
         self.processes.iter_mut().for_each(Watched::kill);
         self.sandbox.kill();
-        Err(LaunchError::Deadline { awaited, after: self.limit, ends: self.ends() })
+        Err(LaunchError::Deadline {
+            awaited,
+            after: self.limit,
+            ends: self.ends(),
+        })
     }
 }
 

@@ -43,7 +43,10 @@ impl Sandbox {
         let among = among.canonicalize().map_err(|e| failed(&e))?;
         let random = Token::random().map_err(|e| failed(&e))?.to_hex();
         let folder = among.join(format!("mpmd-test-{}", &random[..16]));
-        DirBuilder::new().mode(0o700).create(&folder).map_err(|e| failed(&e))?;
+        DirBuilder::new()
+            .mode(0o700)
+            .create(&folder)
+            .map_err(|e| failed(&e))?;
         Ok(Self { folder })
     }
 
@@ -73,7 +76,9 @@ impl Sandbox {
 
     /// Returns the pids of living processes that belong to this folder, except the test itself.
     pub fn processes(&self) -> Vec<u32> {
-        let Ok(all) = std::fs::read_dir("/proc") else { return Vec::new() };
+        let Ok(all) = std::fs::read_dir("/proc") else {
+            return Vec::new();
+        };
         let pids = all.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
         pids.filter(|pid| *pid != std::process::id() && self.is_home_of(*pid) && is_alive(*pid))
             .collect()
@@ -118,14 +123,19 @@ impl Sandbox {
         };
         let process = PathBuf::from(format!("/proc/{pid}"));
         // Processes of other users cannot be read, and do not belong to this folder.
-        let files = std::fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
+        let files = std::fs::read_dir(process.join("fd"))
+            .into_iter()
+            .flatten()
+            .flatten();
         here(process.join("cwd")) || files.map(|file| file.path()).any(here) || self.marks(&process)
     }
 
     fn marks(&self, process: &Path) -> bool {
         let variables = std::fs::read(process.join("environ")).unwrap_or_default();
         let ending = [b"=", self.path().as_os_str().as_bytes()].concat();
-        variables.split(|byte| *byte == 0).any(|variable| variable.ends_with(&ending))
+        variables
+            .split(|byte| *byte == 0)
+            .any(|variable| variable.ends_with(&ending))
     }
 }
 
@@ -133,7 +143,10 @@ impl Drop for Sandbox {
     fn drop(&mut self) {
         let left = self.kill();
         if !left.is_empty() {
-            tracing::warn!("processes {left:?} of {} cannot be ended", self.path().display());
+            tracing::warn!(
+                "processes {left:?} of {} cannot be ended",
+                self.path().display()
+            );
         }
         // The folder may be gone already; a file that is left harms no later test.
         let _ = std::fs::remove_dir_all(self.path());
@@ -151,7 +164,10 @@ pub fn bare_command(program: impl AsRef<OsStr>) -> Command {
 /// Removes variables of launchers and settings that the command would inherit. Those that it sets
 /// itself stay.
 fn disinherit(command: &mut Command) {
-    let set: Vec<OsString> = command.get_envs().map(|(name, _)| name.to_owned()).collect();
+    let set: Vec<OsString> = command
+        .get_envs()
+        .map(|(name, _)| name.to_owned())
+        .collect();
     let inherited = std::env::vars_os().map(|(name, _)| name);
     for name in inherited.filter(|name| is_of_a_launcher(name) && !set.contains(name)) {
         command.env_remove(name);
@@ -161,10 +177,22 @@ fn disinherit(command: &mut Command) {
 /// Returns true for the variables that launchers set to describe their jobs, and for the settings
 /// of the framework's programs.
 fn is_of_a_launcher(name: &OsStr) -> bool {
-    const NAMES: [&str; 5] =
-        ["RANK", "WORLD_SIZE", "LOCAL_RANK", "JOB_COMPLETION_INDEX", "UCX_TLS"];
-    const PREFIXES: [&str; 7] =
-        ["MPMD_", "OMPI_", "PMIX_", "PMI_", "SLURM_", "MASTER_", "TORCHELASTIC_"];
+    const NAMES: [&str; 5] = [
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "JOB_COMPLETION_INDEX",
+        "UCX_TLS",
+    ];
+    const PREFIXES: [&str; 7] = [
+        "MPMD_",
+        "OMPI_",
+        "PMIX_",
+        "PMI_",
+        "SLURM_",
+        "MASTER_",
+        "TORCHELASTIC_",
+    ];
     let name = name.to_string_lossy();
     NAMES.contains(&&*name) || PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }
@@ -174,6 +202,7 @@ pub(super) fn is_alive(pid: u32) -> bool {
     // The state follows the name, which is in parentheses.
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"));
     stat.is_ok_and(|stat| {
-        stat.rsplit_once(')').is_some_and(|(_, rest)| !rest.trim_start().starts_with(['Z', 'X']))
+        stat.rsplit_once(')')
+            .is_some_and(|(_, rest)| !rest.trim_start().starts_with(['Z', 'X']))
     })
 }

@@ -40,16 +40,29 @@ impl Watched {
             let path = folder.join(format!("{}.{ending}", name.replace(' ', "-")));
             let failed =
                 |e| LaunchError::environment(format!("creating the file {}", path.display()), e);
-            File::create(&path).map_err(failed).map(|file| (path.clone(), file))
+            File::create(&path)
+                .map_err(failed)
+                .map(|file| (path.clone(), file))
         };
         let ((stdout, to_stdout), (stderr, to_stderr)) = (file("out")?, file("err")?);
-        command.stdin(Stdio::null()).stdout(to_stdout).stderr(to_stderr).process_group(0);
+        command
+            .stdin(Stdio::null())
+            .stdout(to_stdout)
+            .stderr(to_stderr)
+            .process_group(0);
         let child = command.spawn().map_err(|e| {
             let program = command.get_program().to_string_lossy();
             LaunchError::not_started(&program, &e)
         })?;
         let (name, started) = (name.to_owned(), Instant::now());
-        Ok(Self { name, child, started, stdout, stderr, ended: None })
+        Ok(Self {
+            name,
+            child,
+            started,
+            stdout,
+            stderr,
+            ended: None,
+        })
     }
 
     /// Returns the pid of the process.
@@ -165,7 +178,10 @@ impl Watched {
         }
         // Its last output may have come between the two checks.
         if self.has_ended() && !self.output().contains(text) {
-            return Err(LaunchError::NotPrinted { text: text.to_owned(), end: self.end() });
+            return Err(LaunchError::NotPrinted {
+                text: text.to_owned(),
+                end: self.end(),
+            });
         }
         Ok(false)
     }
@@ -191,13 +207,23 @@ impl Watched {
         let killed = || (ExitKind::Signal(Signal::KILL.as_raw()), Instant::now());
         let (how, ended_at) = self.ended.unwrap_or_else(killed);
         let (stdout, stderr) = (self.output(), self.error_output());
-        ProcessEnd { name: self.name.clone(), how, stdout, stderr, ended_at }
+        ProcessEnd {
+            name: self.name.clone(),
+            how,
+            stdout,
+            stderr,
+            ended_at,
+        }
     }
 
     fn late(&mut self, awaited: String, deadline: Instant) -> LaunchError {
         self.kill();
         let after = deadline.saturating_duration_since(self.started);
-        LaunchError::Deadline { awaited, after, ends: vec![self.end()] }
+        LaunchError::Deadline {
+            awaited,
+            after,
+            ends: vec![self.end()],
+        }
     }
 }
 

@@ -139,7 +139,9 @@ impl FromStr for DType {
     fn from_str(text: &str) -> Result<Self, AvalError> {
         let named = |dtype: &Self| dtype.name() == text || dtype.long_name() == text;
         let found = Self::ALL.into_iter().find(named);
-        found.ok_or_else(|| AvalError::UnknownDType { found: text.to_owned() })
+        found.ok_or_else(|| AvalError::UnknownDType {
+            found: text.to_owned(),
+        })
     }
 }
 
@@ -201,9 +203,15 @@ mod tests {
             assert_eq!(dtype.name().parse(), Ok(dtype));
             assert_eq!(dtype.long_name().parse(), Ok(dtype));
             assert_eq!(serde_json::to_value(dtype).unwrap(), dtype.name());
-            assert_eq!(serde_json::from_value::<DType>(dtype.name().into()).unwrap(), dtype);
+            assert_eq!(
+                serde_json::from_value::<DType>(dtype.name().into()).unwrap(),
+                dtype
+            );
         }
         let error = "float".parse::<DType>().unwrap_err().to_string();
-        assert!(error.contains("`float`") && error.contains("bf16"), "{error}");
+        assert!(
+            error.contains("`float`") && error.contains("bf16"),
+            "{error}"
+        );
     }
 }

@@ -97,17 +97,27 @@ impl ShapedArray {
     /// If the bytes, with dimensions of size 0 counted as 1, exceed `isize::MAX`. So no stride
     /// overflows either.
     pub fn try_new(shape: &[usize], dtype: DType) -> Result<Self, AvalError> {
-        let bytes =
-            shape.iter().try_fold(dtype.size(), |bytes, dim| bytes.checked_mul((*dim).max(1)));
+        let bytes = shape
+            .iter()
+            .try_fold(dtype.size(), |bytes, dim| bytes.checked_mul((*dim).max(1)));
         match bytes {
-            Some(bytes) if bytes <= isize::MAX as usize => Ok(Self { shape: shape.into(), dtype }),
-            _ => Err(AvalError::TooLarge { shape: shape.to_vec(), dtype }),
+            Some(bytes) if bytes <= isize::MAX as usize => Ok(Self {
+                shape: shape.into(),
+                dtype,
+            }),
+            _ => Err(AvalError::TooLarge {
+                shape: shape.to_vec(),
+                dtype,
+            }),
         }
     }
 
     /// Creates the description of one object for each device: a scalar of [`DType::Object`].
     pub fn object() -> Self {
-        Self { shape: [].into(), dtype: DType::Object }
+        Self {
+            shape: [].into(),
+            dtype: DType::Object,
+        }
     }
 
     /// Returns the size of each dimension.
@@ -182,8 +192,14 @@ mod tests {
 
     #[test]
     fn scalars_have_one_element_and_empty_dimensions_none() {
-        assert_eq!((f32s([]).elements(), f32s([]).bytes(), f32s([]).ndim()), (1, 4, 0));
-        assert_eq!((c128s([3, 0, 4]).elements(), c128s([3, 0, 4]).bytes()), (0, 0));
+        assert_eq!(
+            (f32s([]).elements(), f32s([]).bytes(), f32s([]).ndim()),
+            (1, 4, 0)
+        );
+        assert_eq!(
+            (c128s([3, 0, 4]).elements(), c128s([3, 0, 4]).bytes()),
+            (0, 0)
+        );
         assert_eq!(bf16s([64, 256]).bytes(), 64 * 256 * 2);
     }
 
@@ -201,7 +217,10 @@ mod tests {
         assert!(ShapedArray::try_new(&[half, half, 0], DType::U8).is_err());
         assert!(matches!(
             ShapedArray::try_new(&[usize::MAX, 2], DType::U8),
-            Err(AvalError::TooLarge { dtype: DType::U8, .. })
+            Err(AvalError::TooLarge {
+                dtype: DType::U8,
+                ..
+            })
         ));
     }
 

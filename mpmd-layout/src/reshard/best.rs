@@ -7,7 +7,11 @@ use crate::sharding::Sharding;
 use crate::topology::{LinkClass, Topology};
 
 /// The classes of links between devices, slowest first.
-const LINKS: [LinkClass; 3] = [LinkClass::Network, LinkClass::SameHost, LinkClass::SameProcess];
+const LINKS: [LinkClass; 3] = [
+    LinkClass::Network,
+    LinkClass::SameHost,
+    LinkClass::SameProcess,
+];
 
 /// Returns the intermediate sharding by which an array of `aval` moves from `src` to `dst` with the
 /// fewest bytes.
@@ -33,10 +37,16 @@ pub fn cheapest_intermediate(
     aval: &ShapedArray,
     topology: &Topology,
 ) -> Result<Intermediate, NoIntermediate> {
-    let none = |why| NoIntermediate { why, src: src.clone(), dst: dst.clone() };
+    let none = |why| NoIntermediate {
+        why,
+        src: src.clone(),
+        dst: dst.clone(),
+    };
     let cuts = find_cuts(src, dst, aval.ndim()).map_err(none)?;
     let whole = cuts.whole().map_err(none)?;
-    let Some(split) = cuts.split() else { return Ok(whole) };
+    let Some(split) = cuts.split() else {
+        return Ok(whole);
+    };
     let cost = |between: &Intermediate| cost(src, between, dst, aval, topology);
     match (cost(&whole), cost(&split)) {
         (Some(of_whole), Some(of_split)) if of_split < of_whole => Ok(split),
@@ -56,8 +66,15 @@ fn cost(
     let spec = between.sharding.spec()?.clone();
     let replica = between.replica_mesh()?.sharding(spec);
     let bytes = |from: &Sharding, to: &Sharding| {
-        let (from, to) = (from.layout(aval.shape()).ok()?, to.layout(aval.shape()).ok()?);
-        Some(plan(&from, &to, aval.dtype().size(), topology).ok()?.bytes_over_links())
+        let (from, to) = (
+            from.layout(aval.shape()).ok()?,
+            to.layout(aval.shape()).ok()?,
+        );
+        Some(
+            plan(&from, &to, aval.dtype().size(), topology)
+                .ok()?
+                .bytes_over_links(),
+        )
     };
     let (gather, onward) = (bytes(src, &between.sharding)?, bytes(&replica, dst)?);
     Some(LINKS.map(|class| gather[class as usize].saturating_add(onward[class as usize])))
@@ -74,7 +91,9 @@ mod tests {
 
     fn on(axes: &[(&str, usize)], first: u32, spec: Spec) -> Sharding {
         let count: u32 = axes.iter().map(|(_, size)| *size as u32).product();
-        Mesh::new(axes, (first..first + count).map(DeviceId).collect()).unwrap().sharding(spec)
+        Mesh::new(axes, (first..first + count).map(DeviceId).collect())
+            .unwrap()
+            .sharding(spec)
     }
 
     fn chosen(src: &Sharding, dst: &Sharding, shape: &[usize]) -> Result<String, &'static str> {
@@ -83,7 +102,9 @@ mod tests {
             .map_err(|none| none.why.reason())?;
         let text = found.sharding.to_string();
         let text = text.split(" devices").next().unwrap_or_default();
-        Ok(text.replace("_intermediate_replica", "R").replace("_intermediate_split", "S"))
+        Ok(text
+            .replace("_intermediate_replica", "R")
+            .replace("_intermediate_split", "S"))
     }
 
     #[test]
@@ -108,8 +129,14 @@ mod tests {
         let expected = "P(a, bS, None) on {bR:2, a:2, bS:1, c:2}";
         assert_eq!(chosen(&src, &dst, &[4, 4, 4]).as_deref(), Ok(expected));
         // A target of one part: there is nothing to choose.
-        let (src, dst) = (on(&[("x", 8)], 0, spec!["x", None]), on(&[("y", 4)], 8, spec![]));
-        assert_eq!(chosen(&src, &dst, &[8, 4]).as_deref(), Ok("P(xS, None) on {xR:8, xS:1}"));
+        let (src, dst) = (
+            on(&[("x", 8)], 0, spec!["x", None]),
+            on(&[("y", 4)], 8, spec![]),
+        );
+        assert_eq!(
+            chosen(&src, &dst, &[8, 4]).as_deref(),
+            Ok("P(xS, None) on {xR:8, xS:1}")
+        );
     }
 
     /// The pieces of the gathered replicas are 2^24: listing them takes minutes.
@@ -120,7 +147,11 @@ mod tests {
         let job = Topology::even(1024, 8);
         let found = cheapest_intermediate(&src, &dst, &f32s([4096, 64]), &job).unwrap();
         let expected = "{fsdp_intermediate_replica:64, fsdp_intermediate_split:64}";
-        assert!(found.sharding.to_string().contains(expected), "{}", found.sharding);
+        assert!(
+            found.sharding.to_string().contains(expected),
+            "{}",
+            found.sharding
+        );
     }
 
     #[test]
@@ -139,6 +170,10 @@ mod tests {
         let same = on(&[("y", 4)], 8, spec!["y", None]);
         assert_eq!(chosen(&src, &same, &[8, 4]), Err("not_needed"));
         let none = find_intermediate_sharding(&src, &dst).unwrap_err();
-        assert_eq!(none.why, WhyNoIntermediate::RankMismatch, "the original's rule has no shape");
+        assert_eq!(
+            none.why,
+            WhyNoIntermediate::RankMismatch,
+            "the original's rule has no shape"
+        );
     }
 }

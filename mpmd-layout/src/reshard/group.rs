@@ -47,8 +47,17 @@ mod tests {
         // a and c are on one set of devices, b on another; d is a host value.
         let sources = [Some(&left[..]), Some(&right[..]), Some(&left[..]), None];
         assert_eq!(groups_by_devices(sources), [vec![3], vec![0, 2], vec![1]]);
-        let sources = [Some(&right[..]), Some(&turned[..]), None, Some(&left[..]), None];
-        assert_eq!(groups_by_devices(sources), [vec![2, 4], vec![0], vec![1, 3]]);
+        let sources = [
+            Some(&right[..]),
+            Some(&turned[..]),
+            None,
+            Some(&left[..]),
+            None,
+        ];
+        assert_eq!(
+            groups_by_devices(sources),
+            [vec![2, 4], vec![0], vec![1, 3]]
+        );
         assert!(groups_by_devices([]).is_empty());
         assert_eq!(groups_by_devices([None, None]), [vec![0, 1]]);
     }

@@ -114,8 +114,14 @@ pub fn find_intermediate_sharding(
     src: &Sharding,
     dst: &Sharding,
 ) -> Result<Intermediate, NoIntermediate> {
-    let none = |why| NoIntermediate { why, src: src.clone(), dst: dst.clone() };
-    find_cuts(src, dst, 0).and_then(|cuts| cuts.whole()).map_err(none)
+    let none = |why| NoIntermediate {
+        why,
+        src: src.clone(),
+        dst: dst.clone(),
+    };
+    find_cuts(src, dst, 0)
+        .and_then(|cuts| cuts.whole())
+        .map_err(none)
 }
 
 impl Intermediate {
@@ -123,7 +129,9 @@ impl Intermediate {
     /// `None` if the sharding's mesh lacks one of the axes.
     pub fn replica_mesh(&self) -> Option<Mesh> {
         let mesh = self.sharding.mesh()?.clone();
-        self.replica_axes.iter().try_fold(mesh, |mesh, axis| mesh.slice(axis, 0..1).ok())
+        self.replica_axes
+            .iter()
+            .try_fold(mesh, |mesh, axis| mesh.slice(axis, 0..1).ok())
     }
 }
 
@@ -181,7 +189,10 @@ pub(super) fn find_cuts<'a>(
     let (Some(dst_mesh), Some(dst_spec)) = (dst.mesh(), dst.spec()) else {
         return Err(WhyNoIntermediate::NotNamed);
     };
-    if [src, dst].iter().any(|sharding| !sharding.unreduced_axes().is_empty()) {
+    if [src, dst]
+        .iter()
+        .any(|sharding| !sharding.unreduced_axes().is_empty())
+    {
         return Err(WhyNoIntermediate::NotNamed);
     }
     let (mut entries, mut dst_entries) = (src_spec.entries().to_vec(), dst_spec.entries().to_vec());
@@ -204,7 +215,10 @@ pub(super) fn find_cuts<'a>(
         return Err(WhyNoIntermediate::Undividable);
     }
     // Neither product exceeds the number of devices of its mesh.
-    let (total, dst_total) = (parts.iter().product::<usize>(), dst_parts.iter().product::<usize>());
+    let (total, dst_total) = (
+        parts.iter().product::<usize>(),
+        dst_parts.iter().product::<usize>(),
+    );
     if total <= dst_total {
         return Err(WhyNoIntermediate::SourceNotLarger);
     }
@@ -219,13 +233,22 @@ pub(super) fn find_cuts<'a>(
         .iter()
         .zip(pairs())
         .filter_map(|(entry, (src, dst))| match entry {
-            SpecEntry::Axis(axis) if src > dst => {
-                Some(Cut { axis: axis.clone(), parts: src, split: dst })
-            }
+            SpecEntry::Axis(axis) if src > dst => Some(Cut {
+                axis: axis.clone(),
+                parts: src,
+                split: dst,
+            }),
             _ => None,
         })
         .collect();
-    Ok(Cuts { src, mesh, entries, cuts, parts: total, dst_parts: dst_total })
+    Ok(Cuts {
+        src,
+        mesh,
+        entries,
+        cuts,
+        parts: total,
+        dst_parts: dst_total,
+    })
 }
 
 /// A request to cut an axis into a replica axis and a split axis.
@@ -264,26 +287,39 @@ fn cut_axes(
         return None;
     }
     let replica_axes = replicas.iter().map(|(axis, _)| axis.clone()).collect();
-    let axes: Vec<(&str, usize)> =
-        replicas.iter().chain(&kept).map(|(axis, size)| (axis.as_str(), *size)).collect();
+    let axes: Vec<(&str, usize)> = replicas
+        .iter()
+        .chain(&kept)
+        .map(|(axis, size)| (axis.as_str(), *size))
+        .collect();
     let mesh = Mesh::new(&axes, mesh.devices().to_vec()).ok()?;
     let entry = |entry: &SpecEntry| match entry {
         SpecEntry::Axis(axis) if cut(axis).is_some() => SpecEntry::Axis(format!("{axis}{SPLIT}")),
         other => other.clone(),
     };
     let spec = Spec::new(entries.iter().map(entry).collect());
-    Some(Intermediate { sharding: Sharding::named(mesh, spec, src.memory_kind()), replica_axes })
+    Some(Intermediate {
+        sharding: Sharding::named(mesh, spec, src.memory_kind()),
+        replica_axes,
+    })
 }
 
 /// Returns the number of parts of each dimension. Returns `None` if the mesh lacks an axis or the
 /// entries use one twice.
 fn parts_by_dim(mesh: &Mesh, entries: &[SpecEntry]) -> Option<Vec<usize>> {
     let axes: Vec<&String> = entries.iter().flat_map(SpecEntry::axes).collect();
-    if axes.iter().enumerate().any(|(i, axis)| axes[..i].contains(axis)) {
+    if axes
+        .iter()
+        .enumerate()
+        .any(|(i, axis)| axes[..i].contains(axis))
+    {
         return None;
     }
     let size = |axis: &String| mesh.axis_index(axis).map(|index| mesh.shape()[index]);
-    entries.iter().map(|entry| entry.axes().iter().map(size).product()).collect()
+    entries
+        .iter()
+        .map(|entry| entry.axes().iter().map(size).product())
+        .collect()
 }
 
 fn gcd(a: usize, b: usize) -> usize {
@@ -299,7 +335,9 @@ mod tests {
 
     fn on(axes: &[(&str, usize)], first: u32, spec: Spec) -> Sharding {
         let count: u32 = axes.iter().map(|(_, size)| *size as u32).product();
-        Mesh::new(axes, (first..first + count).map(DeviceId).collect()).unwrap().sharding(spec)
+        Mesh::new(axes, (first..first + count).map(DeviceId).collect())
+            .unwrap()
+            .sharding(spec)
     }
 
     /// Finds the intermediate of two shardings on devices 0.. and 100.. and returns mesh, spec and
@@ -310,12 +348,21 @@ mod tests {
     ) -> Result<String, &'static str> {
         let (src, dst) = (on(src.0, 0, src.1), on(dst.0, 100, dst.1));
         let found = find_intermediate_sharding(&src, &dst).map_err(|none| none.why.reason())?;
-        let (mesh, spec) = (found.sharding.mesh().unwrap(), found.sharding.spec().unwrap());
-        assert_eq!(mesh.devices(), src.devices(), "the devices keep their order");
+        let (mesh, spec) = (
+            found.sharding.mesh().unwrap(),
+            found.sharding.spec().unwrap(),
+        );
+        assert_eq!(
+            mesh.devices(),
+            src.devices(),
+            "the devices keep their order"
+        );
         let mesh = mesh.to_string();
         let axes = mesh.split(" devices").next().unwrap_or_default();
         let text = format!("{axes} {spec} [{}]", found.replica_axes.join(", "));
-        Ok(text.replace("_intermediate_replica", "R").replace("_intermediate_split", "S"))
+        Ok(text
+            .replace("_intermediate_replica", "R")
+            .replace("_intermediate_split", "S"))
     }
 
     #[test]
@@ -329,7 +376,10 @@ mod tests {
                 "{fsdpR:8, fsdpS:1, tp:1} P(fsdpS, tp) [fsdpR]",
             ),
             (
-                found((&[("x", 8)], spec!["x", None]), (&[("y", 4)], spec![None, "y"])),
+                found(
+                    (&[("x", 8)], spec!["x", None]),
+                    (&[("y", 4)], spec![None, "y"]),
+                ),
                 "{xR:8, xS:1} P(xS, None) [xR]",
             ),
             (
@@ -337,15 +387,24 @@ mod tests {
                 "{xR:8, xS:1} P(xS, None) [xR]",
             ),
             (
-                found((&[("a", 2), ("b", 4)], spec!["a", "b"]), (&[("y", 1)], spec![None, None])),
+                found(
+                    (&[("a", 2), ("b", 4)], spec!["a", "b"]),
+                    (&[("y", 1)], spec![None, None]),
+                ),
                 "{aR:2, bR:4, aS:1, bS:1} P(aS, bS) [aR, bR]",
             ),
             (
-                found((&[("a", 2), ("b", 4)], spec![None, "b"]), (&[("y", 2)], spec!["y", None])),
+                found(
+                    (&[("a", 2), ("b", 4)], spec![None, "b"]),
+                    (&[("y", 2)], spec!["y", None]),
+                ),
                 "{bR:4, a:2, bS:1} P(None, bS) [bR]",
             ),
             (
-                found((&[("b", 4), ("a", 2)], spec!["b", None]), (&[("y", 2)], spec![None, "y"])),
+                found(
+                    (&[("b", 4), ("a", 2)], spec!["b", None]),
+                    (&[("y", 2)], spec![None, "y"]),
+                ),
                 "{bR:4, bS:1, a:2} P(bS, None) [bR]",
             ),
             (
@@ -370,7 +429,10 @@ mod tests {
                 "{aR:2, b:2, c:2, aS:1} P(aS, (b, c)) [aR]",
             ),
             (
-                found((&[("a", 2), ("b", 6)], spec!["a", "b"]), (&[("z", 3)], spec!["z", None])),
+                found(
+                    (&[("a", 2), ("b", 6)], spec!["a", "b"]),
+                    (&[("z", 3)], spec!["z", None]),
+                ),
                 "{bR:6, a:2, bS:1} P(a, bS) [bR]",
             ),
         ];
@@ -382,15 +444,33 @@ mod tests {
     #[test]
     fn vectors_without_an_intermediate() {
         let table = [
-            (found((&[("x", 8)], spec!["x"]), (&[("x", 4)], spec!["x"])), "not_needed"),
             (
-                found((&[("x", 8)], spec!["x", None]), (&[("y", 8)], spec![None, "y"])),
+                found((&[("x", 8)], spec!["x"]), (&[("x", 4)], spec!["x"])),
+                "not_needed",
+            ),
+            (
+                found(
+                    (&[("x", 8)], spec!["x", None]),
+                    (&[("y", 8)], spec![None, "y"]),
+                ),
                 "source_not_larger",
             ),
-            (found((&[("x", 8)], spec!["x"]), (&[("y", 3)], spec!["y"])), "undividable"),
-            (found((&[("x", 4)], spec![]), (&[("y", 4)], spec!["y"])), "undividable"),
-            (found((&[("x", 4)], spec![]), (&[("y", 4)], spec![])), "source_not_larger"),
-            (found((&[("x", 8)], spec!["x"]), (&[("y", 4)], spec!["y", None])), "rank_mismatch"),
+            (
+                found((&[("x", 8)], spec!["x"]), (&[("y", 3)], spec!["y"])),
+                "undividable",
+            ),
+            (
+                found((&[("x", 4)], spec![]), (&[("y", 4)], spec!["y"])),
+                "undividable",
+            ),
+            (
+                found((&[("x", 4)], spec![]), (&[("y", 4)], spec![])),
+                "source_not_larger",
+            ),
+            (
+                found((&[("x", 8)], spec!["x"]), (&[("y", 4)], spec!["y", None])),
+                "rank_mismatch",
+            ),
             (
                 found(
                     (&[("a", 2), ("b", 4)], spec![("a", "b"), None]),
@@ -399,7 +479,10 @@ mod tests {
                 "no_split_candidate",
             ),
             (
-                found((&[("a", 2), ("b", 4)], spec!["a", "b"]), (&[("y", 2)], spec!["y", None])),
+                found(
+                    (&[("a", 2), ("b", 4)], spec!["a", "b"]),
+                    (&[("y", 2)], spec!["y", None]),
+                ),
                 "not_needed",
             ),
             (
@@ -410,11 +493,17 @@ mod tests {
                 "not_needed",
             ),
             (
-                found((&[("a", 4), ("b", 3)], spec!["a", "b"]), (&[("z", 3)], spec!["z", None])),
+                found(
+                    (&[("a", 4), ("b", 3)], spec!["a", "b"]),
+                    (&[("z", 3)], spec!["z", None]),
+                ),
                 "undividable",
             ),
             (
-                found((&[("a", 6)], spec!["a", None]), (&[("z", 2), ("w", 2)], spec!["z", "w"])),
+                found(
+                    (&[("a", 6)], spec!["a", None]),
+                    (&[("z", 2), ("w", 2)], spec!["z", "w"]),
+                ),
                 "total_not_divisible",
             ),
         ];
@@ -430,7 +519,10 @@ mod tests {
             found(src, dst).unwrap_err()
         };
         assert_eq!(
-            none_of((&[("a", 3), ("b", 4)], spec!["a", "b"]), (&[("y", 2)], spec!["y", None])),
+            none_of(
+                (&[("a", 3), ("b", 4)], spec!["a", "b"]),
+                (&[("y", 2)], spec!["y", None])
+            ),
             "no_split_candidate"
         );
         assert_eq!(
@@ -446,17 +538,28 @@ mod tests {
             "no_split_candidate"
         );
         assert_eq!(
-            none_of((&[("x", 8)], spec!["x", "x"]), (&[("y", 4)], spec![None, None])),
+            none_of(
+                (&[("x", 8)], spec!["x", "x"]),
+                (&[("y", 4)], spec![None, None])
+            ),
             "no_split_candidate"
         );
         let taken = [("x", 4), ("x_intermediate_split", 2)];
-        assert_eq!(none_of((&taken, spec!["x"]), (&[("y", 1)], spec![None])), "no_split_candidate");
+        assert_eq!(
+            none_of((&taken, spec!["x"]), (&[("y", 1)], spec![None])),
+            "no_split_candidate"
+        );
     }
 
     #[test]
     fn only_named_shardings_have_one_in_source_memory_kind() {
-        let (rows, single) = (on(&[("x", 8)], 0, spec!["x"]), Sharding::single_device(DeviceId(9)));
-        let sums = on(&[("x", 8), ("y", 2)], 0, spec!["x"]).unreduced(&["y"]).unwrap();
+        let (rows, single) = (
+            on(&[("x", 8)], 0, spec!["x"]),
+            Sharding::single_device(DeviceId(9)),
+        );
+        let sums = on(&[("x", 8), ("y", 2)], 0, spec!["x"])
+            .unreduced(&["y"])
+            .unwrap();
         let target = on(&[("y", 2)], 100, spec![]);
         for (src, dst) in [(&rows, &single), (&single, &rows), (&sums, &target)] {
             let none = find_intermediate_sharding(src, dst).unwrap_err();
@@ -476,7 +579,12 @@ mod tests {
     #[test]
     fn step_to_intermediate_moves_data() {
         let region = |sharding: &Sharding, shape: &[usize], device: u32| {
-            sharding.layout(shape).unwrap().region_of(DeviceId(device)).unwrap().to_string()
+            sharding
+                .layout(shape)
+                .unwrap()
+                .region_of(DeviceId(device))
+                .unwrap()
+                .to_string()
         };
         let src = on(&[("b", 2), ("c", 2), ("a", 2)], 0, spec!["a", ("b", "c")]);
         let dst = on(&[("z", 2)], 100, spec![None, None]);
@@ -496,7 +604,10 @@ mod tests {
             let held = format!("[{row}..{}, {column}..{}]", row + 3, column + 1);
             assert_eq!(region(&src, &[6, 6], device), held);
             let row = device % 2 * 3;
-            assert_eq!(region(&between, &[6, 6], device), format!("[{row}..{}, 0..6]", row + 3));
+            assert_eq!(
+                region(&between, &[6, 6], device),
+                format!("[{row}..{}, 0..6]", row + 3)
+            );
         }
     }
 }

@@ -178,7 +178,12 @@ pub fn plan(
     let (devices, terms) = (src.devices().len().max(dst.devices().len()), src.terms());
     let (most_devices, most_terms) = (1 << TILE_BITS, 1 << TERM_BITS);
     if devices > most_devices || terms > most_terms {
-        return Err(ReshardError::TooLarge { devices, terms, most_devices, most_terms });
+        return Err(ReshardError::TooLarge {
+            devices,
+            terms,
+            most_devices,
+            most_terms,
+        });
     }
     Ok(Plan {
         sources: (0..terms)
@@ -197,8 +202,9 @@ impl Plan {
         let host = self.topology.host_of(process);
         let tiles = |tiling: &Tiling| {
             let devices = self.topology.devices_of(process).iter();
-            let mut tiles: Vec<u32> =
-                devices.filter_map(|device| tiling.tile_of(*device)).collect();
+            let mut tiles: Vec<u32> = devices
+                .filter_map(|device| tiling.tile_of(*device))
+                .collect();
             tiles.sort_unstable();
             tiles.dedup();
             tiles
@@ -229,7 +235,9 @@ impl Plan {
     pub fn pieces(&self) -> Vec<Piece> {
         let mut pieces = Vec::new();
         for dst in &self.dst_devices {
-            let Some(b) = self.dst.tile_of(*dst) else { continue };
+            let Some(b) = self.dst.tile_of(*dst) else {
+                continue;
+            };
             for (term, src) in self.sources.iter().enumerate() {
                 for a in src.touching(&self.dst.tile(b).region) {
                     self.pieces_to(*dst, term, a, b, &mut pieces);
@@ -247,8 +255,10 @@ impl Plan {
         let mut sent: BTreeMap<DeviceId, u64> = BTreeMap::new();
         for piece in self.pieces() {
             let bytes = (piece.region.elements() as u64).saturating_mul(self.item_bytes as u64);
-            let link =
-                self.topology.link_between(piece.src, piece.dst).unwrap_or(LinkClass::Network);
+            let link = self
+                .topology
+                .link_between(piece.src, piece.dst)
+                .unwrap_or(LinkClass::Network);
             summary.pieces += 1;
             summary.bytes[link as usize] = summary.bytes[link as usize].saturating_add(bytes);
             summary.steps = summary.steps.max(piece.step);
@@ -301,8 +311,13 @@ impl Plan {
     fn spread(&self, term: usize, a: u32, b: u32) -> Option<(Region, Spread<'_>)> {
         let src = &self.sources[term];
         let region = src.tile(a).region.intersect(&self.dst.tile(b).region)?;
-        let spread =
-            Spread::new((src, a), (&self.dst, b), &region, self.item_bytes, self.topology.links());
+        let spread = Spread::new(
+            (src, a),
+            (&self.dst, b),
+            &region,
+            self.item_bytes,
+            self.topology.links(),
+        );
         Some((region, spread))
     }
 
@@ -317,7 +332,9 @@ impl Plan {
         host: u32,
         into: &mut Vec<Delivery>,
     ) {
-        let Some((region, spread)) = self.spread(term, a, b) else { return };
+        let Some((region, spread)) = self.spread(term, a, b) else {
+            return;
+        };
         let wanting = self.dst.in_process(b, process, host);
         let delivery = |piece: usize, region: Region, (from, giver), targets, peers| Delivery {
             id: number(term, a, b, piece),
@@ -332,9 +349,14 @@ impl Plan {
         let Some(holding) = self.sources[term].in_process(a, process, host) else {
             let Some(wanting) = wanting else { return };
             for part in 0..spread.parts() {
-                let Some(giver) = spread.giver(wanting, part) else { continue };
+                let Some(giver) = spread.giver(wanting, part) else {
+                    continue;
+                };
                 let has_it = spread.has_it(giver.process, self.topology.host_of(giver.process));
-                let from = (Origin::Process(giver.process), has_it.then_some(giver.device));
+                let from = (
+                    Origin::Process(giver.process),
+                    has_it.then_some(giver.device),
+                );
                 let takers = spread.takers(process, host, part).into_iter();
                 let peers: Vec<ProcessId> = takers.map(|(peer, _)| peer).collect();
                 for piece in spread.pieces_of(part) {
@@ -346,7 +368,13 @@ impl Plan {
             return;
         };
         for (device, targets) in self.local(&spread, term, a, holding, wanting) {
-            into.push(delivery(0, region.clone(), here(device), targets, Vec::new()));
+            into.push(delivery(
+                0,
+                region.clone(),
+                here(device),
+                targets,
+                Vec::new(),
+            ));
         }
         for part in 0..spread.parts() {
             let mut by_device: BTreeMap<DeviceId, Vec<ProcessId>> = BTreeMap::new();
@@ -356,7 +384,13 @@ impl Plan {
             for (device, peers) in &by_device {
                 for piece in spread.pieces_of(part) {
                     let region = spread.piece(&region, piece);
-                    into.push(delivery(piece, region, here(*device), Vec::new(), peers.clone()));
+                    into.push(delivery(
+                        piece,
+                        region,
+                        here(*device),
+                        Vec::new(),
+                        peers.clone(),
+                    ));
                 }
             }
         }
@@ -388,21 +422,37 @@ impl Plan {
 
     /// Appends the pieces that bring the intersection of tiles `a` and `b` to device `dst`.
     fn pieces_to(&self, dst: DeviceId, term: usize, a: u32, b: u32, into: &mut Vec<Piece>) {
-        let Some((region, spread)) = self.spread(term, a, b) else { return };
-        let Some(process) = self.topology.process_of(dst) else { return };
+        let Some((region, spread)) = self.spread(term, a, b) else {
+            return;
+        };
+        let Some(process) = self.topology.process_of(dst) else {
+            return;
+        };
         let host = self.topology.host_of(process);
-        let Some(wanting) = self.dst.in_process(b, process, host) else { return };
+        let Some(wanting) = self.dst.in_process(b, process, host) else {
+            return;
+        };
         let term_number = term as u32;
-        let piece = |src, region, step| Piece { src, dst, region, term: term_number, step };
+        let piece = |src, region, step| Piece {
+            src,
+            dst,
+            region,
+            term: term_number,
+            step,
+        };
         if let Some(holding) = self.sources[term].in_process(a, process, host) {
             let local = self.local(&spread, term, a, holding, Some(wanting));
-            let from = local.into_iter().find(|(_, targets)| targets.contains(&dst));
+            let from = local
+                .into_iter()
+                .find(|(_, targets)| targets.contains(&dst));
             into.extend(from.map(|(src, _)| piece(src, region, 1)));
             return;
         }
         let landing = spread.landing_device(wanting);
         for part in 0..spread.parts() {
-            let Some(giver) = spread.giver(wanting, part) else { continue };
+            let Some(giver) = spread.giver(wanting, part) else {
+                continue;
+            };
             let (region, step) = (spread.part(&region, part), spread.step(wanting, part));
             // The other devices of the process copy it from the landing device.
             into.push(if dst == landing {

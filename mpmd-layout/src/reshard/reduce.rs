@@ -30,7 +30,13 @@ pub fn scattered(
     let wanted: usize = match to.terms() {
         1 => to.regions().iter().map(|region| region.elements()).sum(),
         // All terms are put into one of the destination's partial sums.
-        terms => to.regions().iter().map(|region| region.elements()).sum::<usize>() / terms,
+        terms => {
+            to.regions()
+                .iter()
+                .map(|region| region.elements())
+                .sum::<usize>()
+                / terms
+        }
     };
     if elements.saturating_mul(item_bytes) < TWO_STEPS_BYTES || wanted < 2 * elements {
         return None;
@@ -49,7 +55,9 @@ pub fn scattered(
         sharding.layout(shape).is_ok().then_some(sharding)
     };
     let free = |dim: &usize| entries[*dim].axes().is_empty();
-    let dims = (0..shape.len()).filter(free).chain((0..shape.len()).filter(|dim| !free(dim)));
+    let dims = (0..shape.len())
+        .filter(free)
+        .chain((0..shape.len()).filter(|dim| !free(dim)));
     dims.into_iter().find_map(divided)
 }
 
@@ -73,12 +81,27 @@ mod tests {
     #[test]
     fn undivided_dimensions_are_divided_first() {
         let all = mesh().replicated();
-        assert_eq!(specs(spec![], &["b"], [512, 512], &all), Some(spec!["b", None]));
-        assert_eq!(specs(spec!["a"], &["b"], [512, 512], &all), Some(spec!["a", "b"]));
-        assert_eq!(specs(spec![], &["a", "b"], [512, 512], &all), Some(spec![("a", "b"), None]));
+        assert_eq!(
+            specs(spec![], &["b"], [512, 512], &all),
+            Some(spec!["b", None])
+        );
+        assert_eq!(
+            specs(spec!["a"], &["b"], [512, 512], &all),
+            Some(spec!["a", "b"])
+        );
+        assert_eq!(
+            specs(spec![], &["a", "b"], [512, 512], &all),
+            Some(spec![("a", "b"), None])
+        );
         // 514 is no multiple of 4.
-        assert_eq!(specs(spec![], &["b"], [514, 512], &all), Some(spec![None, "b"]));
-        assert_eq!(specs(spec!["a"], &["b"], [512, 514], &all), Some(spec![("a", "b"), None]));
+        assert_eq!(
+            specs(spec![], &["b"], [514, 512], &all),
+            Some(spec![None, "b"])
+        );
+        assert_eq!(
+            specs(spec!["a"], &["b"], [512, 514], &all),
+            Some(spec![("a", "b"), None])
+        );
         assert_eq!(specs(spec![], &["b"], [514, 514], &all), None);
     }
 
@@ -86,8 +109,24 @@ mod tests {
     fn small_arrays_and_parts_wanted_once_take_one_step() {
         let all = mesh().replicated();
         assert_eq!(specs(spec![], &["b"], [64, 64], &all), None);
-        assert_eq!(specs(spec![], &["b"], [512, 512], &mesh().sharding(spec!["a", "b"])), None);
-        assert_eq!(specs(spec![], &["b"], [512, 512], &Sharding::single_device(DeviceId(1))), None);
+        assert_eq!(
+            specs(
+                spec![],
+                &["b"],
+                [512, 512],
+                &mesh().sharding(spec!["a", "b"])
+            ),
+            None
+        );
+        assert_eq!(
+            specs(
+                spec![],
+                &["b"],
+                [512, 512],
+                &Sharding::single_device(DeviceId(1))
+            ),
+            None
+        );
         assert!(specs(spec![], &["b"], [512, 512], &mesh().sharding(spec!["a"])).is_some());
         // Two partial sums, each once.
         let once = mesh().sharding(spec!["b"]).unreduced(&["a"]).unwrap();
@@ -96,8 +135,13 @@ mod tests {
         let same = mesh().replicated().unreduced(&["b"]).unwrap();
         assert_eq!(specs(spec![], &["b"], [512, 512], &same), None);
         assert!(
-            specs(spec![], &["b"], [512, 512], &mesh().replicated().unreduced(&["a"]).unwrap())
-                .is_some()
+            specs(
+                spec![],
+                &["b"],
+                [512, 512],
+                &mesh().replicated().unreduced(&["a"]).unwrap()
+            )
+            .is_some()
         );
     }
 }

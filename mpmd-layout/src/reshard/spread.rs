@@ -89,12 +89,20 @@ impl<'a> Spread<'a> {
         // Searches from the shorter list: thousands of hosts may hold a tile that thousands of
         // destination tiles are part of.
         if wanting.len() < having.len() {
-            let has =
-                |host: &Host| having.binary_search_by_key(&host.host, |found| found.host).is_ok();
-            spread.served.extend((0..wanting.len()).filter(|at| has(&wanting[*at])));
+            let has = |host: &Host| {
+                having
+                    .binary_search_by_key(&host.host, |found| found.host)
+                    .is_ok()
+            };
+            spread
+                .served
+                .extend((0..wanting.len()).filter(|at| has(&wanting[*at])));
         } else {
-            let place =
-                |host: &Host| wanting.binary_search_by_key(&host.host, |found| found.host).ok();
+            let place = |host: &Host| {
+                wanting
+                    .binary_search_by_key(&host.host, |found| found.host)
+                    .ok()
+            };
             spread.served.extend(having.iter().filter_map(place));
         }
         spread.needing = wanting.len() - spread.served.len();
@@ -110,7 +118,9 @@ impl<'a> Spread<'a> {
             // Sent one after the other from the same source, or passed on with each host one chunk
             // behind the host before it.
             let one_by_one = link.nanos(bytes as u64).saturating_mul(per_source);
-            let chunk = link.nanos(bytes.min(CHUNK_BYTES) as u64).saturating_mul(per_source - 1);
+            let chunk = link
+                .nanos(bytes.min(CHUNK_BYTES) as u64)
+                .saturating_mul(per_source - 1);
             spread.relay = link.nanos(bytes as u64).saturating_add(chunk) < one_by_one;
         }
         spread.divide(region, bytes);
@@ -126,18 +136,30 @@ impl<'a> Spread<'a> {
         let lengths: Vec<usize> = region.ranges().map(|range| range.len()).collect();
         let wanted = bytes.div_ceil(CHUNK_BYTES).clamp(1, MOST_CHUNKS);
         let longest = || (0..lengths.len()).max_by_key(|dim| (lengths[*dim], usize::MAX - dim));
-        let Some(dim) = lengths.iter().position(|length| *length >= wanted).or_else(longest) else {
+        let Some(dim) = lengths
+            .iter()
+            .position(|length| *length >= wanted)
+            .or_else(longest)
+        else {
             return;
         };
         self.dim = dim;
-        let sources: usize =
-            self.src.hosts(self.a).iter().map(|host| self.src.processes(host).len()).sum();
+        let sources: usize = self
+            .src
+            .hosts(self.a)
+            .iter()
+            .map(|host| self.src.processes(host).len())
+            .sum();
         if self.needing > 0 && sources > 1 {
             let fewest = (0..self.needing)
                 .map(|rank| self.dst.processes(self.needing_host(rank)).len())
                 .min()
                 .unwrap_or(1);
-            self.parts = fewest.min(sources).min(bytes / PART_BYTES).min(lengths[dim]).max(1);
+            self.parts = fewest
+                .min(sources)
+                .min(bytes / PART_BYTES)
+                .min(lengths[dim])
+                .max(1);
         }
         let whole =
             *region == self.src.tile(self.a).region && *region == self.dst.tile(self.b).region;
@@ -155,7 +177,9 @@ impl<'a> Spread<'a> {
     /// True if some process wants the region and has it in no source shard.
     fn leaves_a_process(&self) -> bool {
         let without = |process: &Process| {
-            self.src.in_process(self.a, process.process, process.host).is_none()
+            self.src
+                .in_process(self.a, process.process, process.host)
+                .is_none()
         };
         self.needing > 0
             || self
@@ -208,25 +232,36 @@ impl<'a> Spread<'a> {
         if devices.len() == 1 {
             return devices[0];
         }
-        let processes =
-            self.dst.on_host(self.b, wanting.host).map_or(1, |host| self.dst.processes(host).len());
+        let processes = self
+            .dst
+            .on_host(self.b, wanting.host)
+            .map_or(1, |host| self.dst.processes(host).len());
         devices[self.arrival() / processes % devices.len()]
     }
 
     /// Returns the sender of a part to a process that wants it, or `None` if the process has the
     /// region itself.
     pub(super) fn giver(&self, wanting: &Process, part: usize) -> Option<Giver> {
-        if self.src.in_process(self.a, wanting.process, wanting.host).is_some() {
+        if self
+            .src
+            .in_process(self.a, wanting.process, wanting.host)
+            .is_some()
+        {
             return None;
         }
         if let Some(having) = self.src.on_host(self.a, wanting.host) {
             let neighbours = self.without(wanting.host);
-            let rank = neighbours.iter().position(|process| process.process == wanting.process)?;
+            let rank = neighbours
+                .iter()
+                .position(|process| process.process == wanting.process)?;
             return Some(self.neighbour(having, neighbours.len(), rank));
         }
         let landing = self.landing(self.dst.on_host(self.b, wanting.host)?, part);
         if landing.process != wanting.process {
-            return Some(Giver { process: landing.process, device: self.landing_device(landing) });
+            return Some(Giver {
+                process: landing.process,
+                device: self.landing_device(landing),
+            });
         }
         let rank = self.rank(wanting.host);
         if !self.relay {
@@ -236,9 +271,14 @@ impl<'a> Spread<'a> {
         if place == 0 {
             return Some(self.source(self.crossing(self.arcs(), arc, part)));
         }
-        let before =
-            self.landing(self.needing_host((rank + self.needing - 1) % self.needing), part);
-        Some(Giver { process: before.process, device: self.landing_device(before) })
+        let before = self.landing(
+            self.needing_host((rank + self.needing - 1) % self.needing),
+            part,
+        );
+        Some(Giver {
+            process: before.process,
+            device: self.landing_device(before),
+        })
     }
 
     /// Returns (receiver, sending device) for each process to which `process` sends a part. `host`
@@ -262,23 +302,37 @@ impl<'a> Spread<'a> {
                     give(self.neighbour(having, neighbours.len(), rank), taker);
                 }
             }
-            let starts = if self.relay { self.arcs() } else { self.needing };
+            let starts = if self.relay {
+                self.arcs()
+            } else {
+                self.needing
+            };
             for start in 0..starts {
                 let giver = self.source(self.crossing(starts, start, part));
                 if giver.process == process {
-                    let rank = if self.relay { self.rank_in_arc(start, 0) } else { start };
+                    let rank = if self.relay {
+                        self.rank_in_arc(start, 0)
+                    } else {
+                        start
+                    };
                     give(giver, self.landing(self.needing_host(rank), part));
                 }
             }
             return takers;
         }
-        let Some(here) = self.dst.on_host(self.b, host) else { return takers };
+        let Some(here) = self.dst.on_host(self.b, host) else {
+            return takers;
+        };
         let landing = self.landing(here, part);
         if landing.process != process || self.src.on_host(self.a, host).is_some() {
             return takers;
         }
         let device = self.landing_device(landing);
-        let others = self.dst.processes(here).iter().filter(|other| other.process != process);
+        let others = self
+            .dst
+            .processes(here)
+            .iter()
+            .filter(|other| other.process != process);
         if self.relay {
             let (arc, place) = self.place_in_arc(self.rank(host));
             if place + 1 < self.arc(arc).len() {
@@ -297,19 +351,33 @@ impl<'a> Spread<'a> {
         if self.src.on_host(self.a, wanting.host).is_some() {
             return 1;
         }
-        let passed =
-            if self.relay { self.place_in_arc(self.rank(wanting.host)).1 as u32 } else { 0 };
-        let landing =
-            self.dst.on_host(self.b, wanting.host).map(|host| self.landing(host, part).process);
-        passed + if landing == Some(wanting.process) { 1 } else { 2 }
+        let passed = if self.relay {
+            self.place_in_arc(self.rank(wanting.host)).1 as u32
+        } else {
+            0
+        };
+        let landing = self
+            .dst
+            .on_host(self.b, wanting.host)
+            .map(|host| self.landing(host, part).process);
+        passed
+            + if landing == Some(wanting.process) {
+                1
+            } else {
+                2
+            }
     }
 
     /// Returns the processes of a host that want the region and do not have it.
     fn without(&self, host: u32) -> Vec<&'a Process> {
-        let wanting =
-            self.dst.on_host(self.b, host).map_or(&[][..], |host| self.dst.processes(host));
+        let wanting = self
+            .dst
+            .on_host(self.b, host)
+            .map_or(&[][..], |host| self.dst.processes(host));
         let without = |process: &&Process| {
-            self.src.in_process(self.a, process.process, process.host).is_none()
+            self.src
+                .in_process(self.a, process.process, process.host)
+                .is_none()
         };
         wanting.iter().filter(without).collect()
     }
@@ -331,7 +399,9 @@ impl<'a> Spread<'a> {
     }
 
     fn arrival(&self) -> usize {
-        *self.arrival.get_or_init(|| self.src.turn(self.a, &self.dst.tile(self.b).region))
+        *self
+            .arrival
+            .get_or_init(|| self.src.turn(self.a, &self.dst.tile(self.b).region))
     }
 
     /// Returns the sequence number of a part's transfer between hosts, counted over all regions
@@ -352,7 +422,10 @@ impl<'a> Spread<'a> {
         let processes = self.src.processes(host);
         let process = &processes[turn % processes.len()];
         let devices = self.src.devices(process);
-        Giver { process: process.process, device: devices[turn / processes.len() % devices.len()] }
+        Giver {
+            process: process.process,
+            device: devices[turn / processes.len() % devices.len()],
+        }
     }
 
     /// Returns the host with rank `rank` among those that get the region over the network.
@@ -373,7 +446,10 @@ impl<'a> Spread<'a> {
 
     /// Returns the rank of `host` among the hosts that get the region over the network.
     fn rank(&self, host: u32) -> usize {
-        let place = self.dst.hosts(self.b).partition_point(|found| found.host < host);
+        let place = self
+            .dst
+            .hosts(self.b)
+            .partition_point(|found| found.host < host);
         place - self.served.partition_point(|served| *served < place)
     }
 
@@ -417,7 +493,11 @@ fn cut(region: &Region, dim: usize, at: usize, count: usize) -> Region {
     }
     let ranges = region.ranges().enumerate().map(|(d, range)| {
         let bound = |at: usize| range.start + range.len() * at / count;
-        if d == dim { (bound(at), bound(at + 1)) } else { (range.start, range.end) }
+        if d == dim {
+            (bound(at), bound(at + 1))
+        } else {
+            (range.start, range.end)
+        }
     });
     ranges.collect()
 }

@@ -19,7 +19,10 @@ fn mesh(axes: &[(&str, usize)], first: u32) -> Mesh {
 fn planned(src: &Sharding, dst: &Sharding, shape: &[usize], topology: &Topology) -> Vec<String> {
     let (src, dst) = (src.layout(shape).unwrap(), dst.layout(shape).unwrap());
     let pieces = plan(&src, &dst, 4, topology).unwrap().pieces();
-    pieces.iter().map(|piece| format!("{}>{} {}", piece.src, piece.dst, piece.region)).collect()
+    pieces
+        .iter()
+        .map(|piece| format!("{}>{} {}", piece.src, piece.dst, piece.region))
+        .collect()
 }
 
 #[test]
@@ -39,7 +42,12 @@ fn different_device_counts_and_dimensions() {
     let rows = mesh(&[("y", 2)], 4).sharding(spec!["y"]);
     assert_eq!(
         planned(&rows, &columns, &[2, 2], &topology),
-        ["4>4 [0..1, 0..1]", "5>4 [1..2, 0..1]", "4>5 [0..1, 1..2]", "5>5 [1..2, 1..2]"]
+        [
+            "4>4 [0..1, 0..1]",
+            "5>4 [1..2, 0..1]",
+            "4>5 [0..1, 1..2]",
+            "5>5 [1..2, 1..2]"
+        ]
     );
 }
 
@@ -52,15 +60,29 @@ fn replicas_come_from_nearest_holder_in_turns() {
     let wanted = mesh(&[("y", 5)], 3).replicated();
     assert_eq!(
         planned(&everywhere, &wanted, &[6], &topology),
-        ["3>3 [0..6]", "0>4 [0..6]", "2>6 [0..6]", "4>5 [0..6]", "6>7 [0..6]"]
+        [
+            "3>3 [0..6]",
+            "0>4 [0..6]",
+            "2>6 [0..6]",
+            "4>5 [0..6]",
+            "6>7 [0..6]"
+        ]
     );
-    let one = Mesh::new(&[("x", 2)], vec![DeviceId(0), DeviceId(2)]).unwrap().replicated();
-    assert_eq!(planned(&one, &Sharding::single_device(DeviceId(3)), &[], &topology), ["2>3 []"]);
+    let one = Mesh::new(&[("x", 2)], vec![DeviceId(0), DeviceId(2)])
+        .unwrap()
+        .replicated();
+    assert_eq!(
+        planned(&one, &Sharding::single_device(DeviceId(3)), &[], &topology),
+        ["2>3 []"]
+    );
 }
 
 #[test]
 fn copies_within_a_process_come_from_its_holders_in_turns() {
-    let (held, wanted) = (mesh(&[("x", 2)], 0).replicated(), mesh(&[("y", 3)], 1).replicated());
+    let (held, wanted) = (
+        mesh(&[("x", 2)], 0).replicated(),
+        mesh(&[("y", 3)], 1).replicated(),
+    );
     assert_eq!(
         planned(&held, &wanted, &[6], &Topology::even(1, 4)),
         ["1>1 [0..6]", "0>2 [0..6]", "1>3 [0..6]"]
@@ -71,32 +93,66 @@ fn copies_within_a_process_come_from_its_holders_in_turns() {
 fn parts_of_one_tile_come_from_all_its_holders() {
     // Four holders on four processes; eight others want an eighth each.
     let topology = Topology::even(12, 1);
-    let (src, dst) = (mesh(&[("x", 4)], 0).replicated(), mesh(&[("y", 8)], 4).sharding(spec!["y"]));
+    let (src, dst) = (
+        mesh(&[("x", 4)], 0).replicated(),
+        mesh(&[("y", 8)], 4).sharding(spec!["y"]),
+    );
     let (src, dst) = (src.layout(&[8]).unwrap(), dst.layout(&[8]).unwrap());
     let summary = plan(&src, &dst, 4, &topology).unwrap().summary();
-    assert_eq!((summary.pieces, summary.max_bytes_sent_by_a_device, summary.steps), (8, 8, 1));
+    assert_eq!(
+        (
+            summary.pieces,
+            summary.max_bytes_sent_by_a_device,
+            summary.steps
+        ),
+        (8, 8, 1)
+    );
     // The same if the eighths are tiles of a grid with divided rows.
-    let dst = mesh(&[("a", 2), ("b", 4)], 4).sharding(spec!["a", "b"]).layout(&[2, 4]).unwrap();
-    let src = mesh(&[("r", 2), ("x", 2)], 0).sharding(spec!["x"]).layout(&[2, 4]).unwrap();
+    let dst = mesh(&[("a", 2), ("b", 4)], 4)
+        .sharding(spec!["a", "b"])
+        .layout(&[2, 4])
+        .unwrap();
+    let src = mesh(&[("r", 2), ("x", 2)], 0)
+        .sharding(spec!["x"])
+        .layout(&[2, 4])
+        .unwrap();
     let summary = plan(&src, &dst, 4, &topology).unwrap().summary();
     assert_eq!((summary.pieces, summary.max_bytes_sent_by_a_device), (8, 8));
 }
 
 #[test]
 fn hosts_relay_large_regions_and_fetch_small_directly() {
-    let topology = Topology::even(8, 1).on_hosts(&[0, 0, 1, 1, 2, 2, 3, 3]).unwrap();
-    let (src, dst) = (Sharding::single_device(DeviceId(0)), mesh(&[("x", 6)], 2).replicated());
+    let topology = Topology::even(8, 1)
+        .on_hosts(&[0, 0, 1, 1, 2, 2, 3, 3])
+        .unwrap();
+    let (src, dst) = (
+        Sharding::single_device(DeviceId(0)),
+        mesh(&[("x", 6)], 2).replicated(),
+    );
     assert_eq!(
         planned(&src, &dst, &[1], &topology),
-        ["0>2 [0..1]", "0>4 [0..1]", "0>6 [0..1]", "2>3 [0..1]", "4>5 [0..1]", "6>7 [0..1]"]
+        [
+            "0>2 [0..1]",
+            "0>4 [0..1]",
+            "0>6 [0..1]",
+            "2>3 [0..1]",
+            "4>5 [0..1]",
+            "6>7 [0..1]"
+        ]
     );
     assert_eq!(
-        planned(&src, &dst, &[1 << 24], &topology).join(" ").replace("[0..16777216]", ""),
+        planned(&src, &dst, &[1 << 24], &topology)
+            .join(" ")
+            .replace("[0..16777216]", ""),
         "0>2  2>3  2>4  4>5  4>6  6>7 "
     );
-    let large =
-        plan(&src.layout(&[1 << 24]).unwrap(), &dst.layout(&[1 << 24]).unwrap(), 4, &topology)
-            .unwrap();
+    let large = plan(
+        &src.layout(&[1 << 24]).unwrap(),
+        &dst.layout(&[1 << 24]).unwrap(),
+        4,
+        &topology,
+    )
+    .unwrap();
     // It moves in chunks, so that the last host has it soon after the first.
     assert_eq!(large.part_of(ProcessId(2)).deliveries.len(), 32);
     assert_eq!(large.summary().steps, 4);
@@ -105,7 +161,10 @@ fn hosts_relay_large_regions_and_fetch_small_directly() {
 #[test]
 fn holders_of_large_region_share_network_transfer() {
     let topology = Topology::even(4, 1).on_hosts(&[0, 0, 1, 1]).unwrap();
-    let (src, dst) = (mesh(&[("x", 2)], 0).replicated(), mesh(&[("x", 2)], 2).replicated());
+    let (src, dst) = (
+        mesh(&[("x", 2)], 0).replicated(),
+        mesh(&[("x", 2)], 2).replicated(),
+    );
     assert_eq!(
         planned(&src, &dst, &[1 << 22], &topology),
         [
@@ -120,39 +179,72 @@ fn holders_of_large_region_share_network_transfer() {
 #[test]
 fn small_regions_for_many_hosts_come_from_all_holders_alike() {
     // Each half goes to three hosts, and either holder sends three of the six.
-    let topology = Topology::even(8, 1).on_hosts(&[0, 1, 2, 3, 4, 5, 6, 7]).unwrap();
+    let topology = Topology::even(8, 1)
+        .on_hosts(&[0, 1, 2, 3, 4, 5, 6, 7])
+        .unwrap();
     let src = mesh(&[("x", 2)], 0).replicated().layout(&[2]).unwrap();
-    let dst = mesh(&[("y", 2), ("z", 3)], 2).sharding(spec!["y"]).layout(&[2]).unwrap();
+    let dst = mesh(&[("y", 2), ("z", 3)], 2)
+        .sharding(spec!["y"])
+        .layout(&[2])
+        .unwrap();
     let summary = plan(&src, &dst, 4, &topology).unwrap().summary();
-    assert_eq!((summary.pieces, summary.max_bytes_sent_by_a_device), (6, 3 * 4));
+    assert_eq!(
+        (summary.pieces, summary.max_bytes_sent_by_a_device),
+        (6, 3 * 4)
+    );
 }
 
 #[test]
 fn part_of_a_large_region_has_at_least_a_mebibyte() {
     // Four holders could send a part each, but there are only 3 MiB.
-    let topology = Topology::even(8, 1).on_hosts(&[0, 0, 0, 0, 1, 1, 1, 1]).unwrap();
-    let (src, dst) = (mesh(&[("x", 4)], 0).replicated(), mesh(&[("x", 4)], 4).replicated());
+    let topology = Topology::even(8, 1)
+        .on_hosts(&[0, 0, 0, 0, 1, 1, 1, 1])
+        .unwrap();
+    let (src, dst) = (
+        mesh(&[("x", 4)], 0).replicated(),
+        mesh(&[("x", 4)], 4).replicated(),
+    );
     let far = |pieces: Vec<String>| {
-        let pieces = pieces.into_iter().filter(|piece| piece.as_bytes()[0] < b'4');
-        pieces.map(|piece| piece[..1].to_owned()).collect::<Vec<_>>()
+        let pieces = pieces
+            .into_iter()
+            .filter(|piece| piece.as_bytes()[0] < b'4');
+        pieces
+            .map(|piece| piece[..1].to_owned())
+            .collect::<Vec<_>>()
     };
-    assert_eq!(far(planned(&src, &dst, &[3 << 18], &topology)), ["0", "1", "2"]);
+    assert_eq!(
+        far(planned(&src, &dst, &[3 << 18], &topology)),
+        ["0", "1", "2"]
+    );
     assert_eq!(far(planned(&src, &dst, &[4 << 18], &topology)).len(), 4);
     assert_eq!(far(planned(&src, &dst, &[2 << 18], &topology)).len(), 2);
-    assert_eq!(far(planned(&src, &dst, &[(2 << 18) - 1], &topology)).len(), 1);
+    assert_eq!(
+        far(planned(&src, &dst, &[(2 << 18) - 1], &topology)).len(),
+        1
+    );
 }
 
 #[test]
 fn whole_shards_move_in_one_piece_and_their_parts_in_chunks() {
     let deliveries = |src: &Sharding, dst: &Sharding, topology: &Topology, to: u32| {
-        let (src, dst) = (src.layout(&[4 << 20]).unwrap(), dst.layout(&[4 << 20]).unwrap());
-        plan(&src, &dst, 4, topology).unwrap().part_of(ProcessId(to)).deliveries.len()
+        let (src, dst) = (
+            src.layout(&[4 << 20]).unwrap(),
+            dst.layout(&[4 << 20]).unwrap(),
+        );
+        plan(&src, &dst, 4, topology)
+            .unwrap()
+            .part_of(ProcessId(to))
+            .deliveries
+            .len()
     };
     let one = |device| Sharding::single_device(DeviceId(device));
     assert_eq!(deliveries(&one(0), &one(1), &Topology::even(2, 1), 1), 1);
     // Two holders send 8 MiB each, in chunks of 2 MiB.
     let topology = Topology::even(4, 1).on_hosts(&[0, 0, 1, 1]).unwrap();
-    let (src, dst) = (mesh(&[("x", 2)], 0).replicated(), mesh(&[("x", 2)], 2).replicated());
+    let (src, dst) = (
+        mesh(&[("x", 2)], 0).replicated(),
+        mesh(&[("x", 2)], 2).replicated(),
+    );
     assert_eq!(deliveries(&src, &dst, &topology, 2), 8);
 }
 
@@ -160,14 +252,24 @@ fn whole_shards_move_in_one_piece_and_their_parts_in_chunks() {
 fn processes_of_a_host_share_received_regions() {
     // Eight quarters of two columns, each from one device; each column is wanted by two processes.
     let topology = Topology::even(6, 2).on_hosts(&[0, 0, 0, 0, 1, 1]).unwrap();
-    let src = mesh(&[("x", 4), ("y", 2)], 0).sharding(spec!["x", "y"]).layout(&[64, 64]).unwrap();
-    let dst = mesh(&[("x", 2), ("y", 2)], 8).sharding(spec![None, "y"]).layout(&[64, 64]).unwrap();
+    let src = mesh(&[("x", 4), ("y", 2)], 0)
+        .sharding(spec!["x", "y"])
+        .layout(&[64, 64])
+        .unwrap();
+    let dst = mesh(&[("x", 2), ("y", 2)], 8)
+        .sharding(spec![None, "y"])
+        .layout(&[64, 64])
+        .unwrap();
     let plan = plan(&src, &dst, 4, &topology).unwrap();
     for process in [4, 5] {
         let part = plan.part_of(ProcessId(process));
         let from_far =
             |delivery: &&Delivery| matches!(delivery.from, Origin::Process(from) if from.0 < 4);
-        assert_eq!(part.deliveries.iter().filter(from_far).count(), 4, "{part:?}");
+        assert_eq!(
+            part.deliveries.iter().filter(from_far).count(),
+            4,
+            "{part:?}"
+        );
     }
     assert_eq!(plan.summary().max_bytes_sent_by_a_device, 2 * 16 * 32 * 4);
 }
@@ -175,17 +277,29 @@ fn processes_of_a_host_share_received_regions() {
 #[test]
 fn empty_destinations_receive_nothing() {
     let topology = Topology::even(1, 4);
-    let (a, b) = (mesh(&[("x", 2)], 0).sharding(spec!["x"]), mesh(&[("x", 2)], 2).replicated());
+    let (a, b) = (
+        mesh(&[("x", 2)], 0).sharding(spec!["x"]),
+        mesh(&[("x", 2)], 2).replicated(),
+    );
     assert!(planned(&a, &b, &[0, 3], &topology).is_empty());
 }
 
 #[test]
 fn shapes_and_devices_are_checked() {
     let sharding = Sharding::single_device(DeviceId(5));
-    let (a, b) = (sharding.layout(&[2]).unwrap(), sharding.layout(&[3]).unwrap());
+    let (a, b) = (
+        sharding.layout(&[2]).unwrap(),
+        sharding.layout(&[3]).unwrap(),
+    );
     let topology = Topology::even(1, 4);
-    assert!(matches!(plan(&a, &b, 4, &topology), Err(ReshardError::Shape { .. })));
-    let unknown = ReshardError::UnknownDevice { device: DeviceId(5), devices: 4 };
+    assert!(matches!(
+        plan(&a, &b, 4, &topology),
+        Err(ReshardError::Shape { .. })
+    ));
+    let unknown = ReshardError::UnknownDevice {
+        device: DeviceId(5),
+        devices: 4,
+    };
     assert_eq!(plan(&a, &a, 4, &topology).unwrap_err(), unknown);
 }
 
@@ -203,13 +317,21 @@ fn equal_layouts_of_thousands_of_devices_move_nothing() {
 fn part_of_large_gather_lists_only_own_deliveries() {
     // Each of 1024 processes wants the shards of all others: a million pieces, of which each
     // process has 1024.
-    let topology =
-        Topology::even(1024, 1).on_hosts(&(0..1024).map(|p| p / 8).collect::<Vec<_>>()).unwrap();
+    let topology = Topology::even(1024, 1)
+        .on_hosts(&(0..1024).map(|p| p / 8).collect::<Vec<_>>())
+        .unwrap();
     let mesh = mesh(&[("x", 1024)], 0);
-    let (src, dst) = (mesh.sharding(spec!["x"]).layout(&[1024]), mesh.replicated().layout(&[1024]));
-    let part = plan(&src.unwrap(), &dst.unwrap(), 4, &topology).unwrap().part_of(ProcessId(77));
-    let received =
-        part.deliveries.iter().filter(|delivery| matches!(delivery.from, Origin::Process(_)));
+    let (src, dst) = (
+        mesh.sharding(spec!["x"]).layout(&[1024]),
+        mesh.replicated().layout(&[1024]),
+    );
+    let part = plan(&src.unwrap(), &dst.unwrap(), 4, &topology)
+        .unwrap()
+        .part_of(ProcessId(77));
+    let received = part
+        .deliveries
+        .iter()
+        .filter(|delivery| matches!(delivery.from, Origin::Process(_)));
     assert_eq!(received.count(), 1023);
 }
 
@@ -218,8 +340,11 @@ const DEVICES: u32 = 12;
 /// Generates layouts of a 72 by 72 array: tiles by random cuts, each on a random device of its own.
 fn any_tiling() -> impl Strategy<Value = Layout> {
     let devices = Just((0..DEVICES).map(DeviceId).collect::<Vec<_>>()).prop_shuffle();
-    (devices, proptest::collection::vec((0..4usize, any::<bool>(), 1..23usize), 0..5)).prop_map(
-        |(devices, cuts)| {
+    (
+        devices,
+        proptest::collection::vec((0..4usize, any::<bool>(), 1..23usize), 0..5),
+    )
+        .prop_map(|(devices, cuts)| {
             let mut tiles = vec![Region::full(&[72, 72])];
             for (tile, dim, at) in cuts {
                 let tile = tiles.remove(tile % tiles.len());
@@ -230,15 +355,18 @@ fn any_tiling() -> impl Strategy<Value = Layout> {
                     tiles.push(
                         ranges
                             .map(|(d, r)| {
-                                if d == usize::from(dim) { (start, end) } else { (r.start, r.end) }
+                                if d == usize::from(dim) {
+                                    (start, end)
+                                } else {
+                                    (r.start, r.end)
+                                }
                             })
                             .collect(),
                     );
                 }
             }
             Layout::new(&[72, 72], devices[..tiles.len()].to_vec(), tiles, false)
-        },
-    )
+        })
 }
 
 /// Generates layouts of a 72 by 72 array by a named sharding over some of the devices, in random
@@ -270,8 +398,14 @@ fn any_topology() -> impl Strategy<Value = Topology> {
             let topology = Topology::even((DEVICES as usize).div_ceil(per_process), per_process);
             let hosts = &hosts[..topology.processes()];
             // Without latency everything is passed on, with very high latency nothing.
-            let network = Link { latency_ns, bytes_per_us: 1 };
-            topology.on_hosts(hosts).unwrap().with_links(Links { network, ..Links::default() })
+            let network = Link {
+                latency_ns,
+                bytes_per_us: 1,
+            };
+            topology.on_hosts(hosts).unwrap().with_links(Links {
+                network,
+                ..Links::default()
+            })
         },
     )
 }
@@ -281,17 +415,31 @@ fn missing(region: &Region, having: &[&Region]) -> usize {
     let without = |parts: Vec<Region>, other: &&Region| {
         parts.iter().flat_map(|part| part.without(other)).collect()
     };
-    having.iter().fold(vec![region.clone()], without).iter().map(Region::elements).sum()
+    having
+        .iter()
+        .fold(vec![region.clone()], without)
+        .iter()
+        .map(Region::elements)
+        .sum()
 }
 
 /// Returns the number of elements that a group of devices wants and does not have, each counted
 /// once.
 fn lacking(src: &Layout, dst: &Layout, group: impl Fn(DeviceId) -> bool) -> usize {
-    let having: Vec<&Region> =
-        src.iter().filter(|(device, _)| group(*device)).map(|(_, r)| r).collect();
-    let wanted: BTreeSet<&Region> =
-        dst.iter().filter(|(device, _)| group(*device)).map(|(_, r)| r).collect();
-    wanted.into_iter().map(|region| missing(region, &having)).sum()
+    let having: Vec<&Region> = src
+        .iter()
+        .filter(|(device, _)| group(*device))
+        .map(|(_, r)| r)
+        .collect();
+    let wanted: BTreeSet<&Region> = dst
+        .iter()
+        .filter(|(device, _)| group(*device))
+        .map(|(_, r)| r)
+        .collect();
+    wanted
+        .into_iter()
+        .map(|region| missing(region, &having))
+        .sum()
 }
 
 /// Generates a number of bytes per element: large enough that 72 by 72 elements are cut into parts

@@ -95,14 +95,19 @@ impl Tiling {
         let mut held: Vec<(u32, u32, ProcessId, usize, DeviceId)> =
             Vec::with_capacity(layout.devices().len());
         for (place, (device, region)) in layout.iter().enumerate() {
-            let unknown =
-                || ReshardError::UnknownDevice { device, devices: topology.devices().len() };
+            let unknown = || ReshardError::UnknownDevice {
+                device,
+                devices: topology.devices().len(),
+            };
             let process = topology.process_of(device).ok_or_else(unknown)?;
             if region.is_empty() || layout.term_of(place) != term {
                 continue;
             }
             let tile = *known.entry(region).or_insert_with(|| {
-                tiles.push(Tile { region: region.clone(), hosts: 0..0 });
+                tiles.push(Tile {
+                    region: region.clone(),
+                    hosts: 0..0,
+                });
                 tiles.len() as u32 - 1
             });
             held.push((tile, topology.host_of(process), process, place, device));
@@ -125,13 +130,20 @@ impl Tiling {
                 let first_process = tiling.processes.len() as u32;
                 for in_process in on_host.chunk_by(|a, b| a.2 == b.2) {
                     let first_device = tiling.devices.len() as u32;
-                    tiling.devices.extend(in_process.iter().map(|holder| holder.4));
+                    tiling
+                        .devices
+                        .extend(in_process.iter().map(|holder| holder.4));
                     let devices = first_device..tiling.devices.len() as u32;
-                    tiling.processes.push(Process { process: in_process[0].2, host, devices });
+                    tiling.processes.push(Process {
+                        process: in_process[0].2,
+                        host,
+                        devices,
+                    });
                 }
-                tiling
-                    .hosts
-                    .push(Host { host, processes: first_process..tiling.processes.len() as u32 });
+                tiling.hosts.push(Host {
+                    host,
+                    processes: first_process..tiling.processes.len() as u32,
+                });
             }
             tiling.tiles[of_tile[0].0 as usize].hosts = first_host..tiling.hosts.len() as u32;
         }
@@ -149,7 +161,10 @@ impl Tiling {
 
     /// Returns the index of the tile that a device holds, or `None` if it holds none.
     pub(super) fn tile_of(&self, device: DeviceId) -> Option<u32> {
-        let at = self.tile_of.binary_search_by_key(&device, |(device, _)| *device).ok()?;
+        let at = self
+            .tile_of
+            .binary_search_by_key(&device, |(device, _)| *device)
+            .ok()?;
         Some(self.tile_of[at].1)
     }
 
@@ -171,7 +186,10 @@ impl Tiling {
     /// Returns the holders of a tile on a host, or `None` if no device there holds the tile.
     pub(super) fn on_host(&self, tile: u32, host: u32) -> Option<&Host> {
         let hosts = self.hosts(tile);
-        hosts.binary_search_by_key(&host, |found| found.host).ok().map(|at| &hosts[at])
+        hosts
+            .binary_search_by_key(&host, |found| found.host)
+            .ok()
+            .map(|at| &hosts[at])
     }
 
     /// Returns the holders of a tile in a process, or `None` if none of its devices holds the tile.
@@ -214,9 +232,10 @@ impl Tiling {
     fn all_processes(&self, tile: u32) -> &[Process] {
         match self.hosts(tile) {
             [] => &[],
-            [first, .., last] => {
-                slice(&self.processes, &(first.processes.start..last.processes.end))
-            }
+            [first, .., last] => slice(
+                &self.processes,
+                &(first.processes.start..last.processes.end),
+            ),
             [only] => self.processes(only),
         }
     }
@@ -266,16 +285,21 @@ impl Tiling {
     pub(super) fn turn(&self, tile: u32, region: &Region) -> usize {
         match &self.lookup {
             Lookup::Grid { cuts, .. } => {
-                let dims = cuts.iter().zip(region.ranges()).zip(self.tile(tile).region.ranges());
+                let dims = cuts
+                    .iter()
+                    .zip(region.ranges())
+                    .zip(self.tile(tile).region.ranges());
                 dims.fold(0, |turn, ((cuts, range), own)| {
                     let touched = touched(cuts, &range);
                     let at = cuts.partition_point(|cut| cut.0 < own.start);
                     turn * touched.len() + at.saturating_sub(touched.start)
                 })
             }
-            Lookup::Line(_) => {
-                self.touching(region).iter().position(|found| *found == tile).unwrap_or(0)
-            }
+            Lookup::Line(_) => self
+                .touching(region)
+                .iter()
+                .position(|found| *found == tile)
+                .unwrap_or(0),
         }
     }
 }
@@ -319,9 +343,12 @@ impl Lookup {
         }
         let mut cells = vec![0; count];
         for (at, tile) in tiles.iter().enumerate() {
-            let cell = cuts.iter().zip(tile.region.ranges()).fold(0, |cell, (cuts, range)| {
-                cell * cuts.len() + cuts.partition_point(|cut| cut.0 < range.start)
-            });
+            let cell = cuts
+                .iter()
+                .zip(tile.region.ranges())
+                .fold(0, |cell, (cuts, range)| {
+                    cell * cuts.len() + cuts.partition_point(|cut| cut.0 < range.start)
+                });
             cells[cell] = at as u32;
         }
         Some(Self::Grid { cuts, cells })
@@ -332,28 +359,40 @@ impl Line {
     fn new(tiles: &[Tile]) -> Self {
         let ndim = tiles.first().map_or(0, |tile| tile.region.ndim());
         let cut = |dim: &usize| {
-            let mut starts: Vec<usize> =
-                tiles.iter().map(|tile| tile.region.range(*dim).start).collect();
+            let mut starts: Vec<usize> = tiles
+                .iter()
+                .map(|tile| tile.region.range(*dim).start)
+                .collect();
             starts.sort_unstable();
             starts.dedup();
             (starts.len(), Reverse(*dim))
         };
         let dim = (0..ndim).max_by_key(cut).unwrap_or(0);
         let range = |tile: u32| tiles[tile as usize].region.range(dim);
-        let mut by_start: Vec<_> =
-            (0..tiles.len() as u32).map(|tile| (range(tile).start, tile)).collect();
+        let mut by_start: Vec<_> = (0..tiles.len() as u32)
+            .map(|tile| (range(tile).start, tile))
+            .collect();
         by_start.sort_unstable();
         let ends = by_start.iter().scan(0, |end, (_, tile)| {
             *end = range(*tile).end.max(*end);
             Some(*end)
         });
-        Self { dim, ends: ends.collect(), by_start }
+        Self {
+            dim,
+            ends: ends.collect(),
+            by_start,
+        }
     }
 
     fn window(&self, region: &Region) -> &[(usize, u32)] {
         let range = region.range(self.dim);
-        let last = self.by_start.partition_point(|(start, _)| *start < range.end);
-        let first = self.ends.partition_point(|end| *end <= range.start).min(last);
+        let last = self
+            .by_start
+            .partition_point(|(start, _)| *start < range.end);
+        let first = self
+            .ends
+            .partition_point(|end| *end <= range.start)
+            .min(last);
         &self.by_start[first..last]
     }
 }
@@ -374,7 +413,10 @@ mod tests {
 
     fn quarters() -> Vec<Region> {
         let halves = [(0, 2), (2, 6)];
-        halves.iter().flat_map(|a| halves.iter().map(|b| region([*a, *b]))).collect()
+        halves
+            .iter()
+            .flat_map(|a| halves.iter().map(|b| region([*a, *b])))
+            .collect()
     }
 
     #[test]
@@ -392,16 +434,24 @@ mod tests {
 
     #[test]
     fn tilings_that_are_no_grid_are_searched_along_a_line() {
-        let tiles = [[(0, 2), (0, 4)], [(0, 4), (4, 6)], [(2, 6), (0, 4)], [(4, 6), (4, 6)]]
-            .map(region)
-            .to_vec();
+        let tiles = [
+            [(0, 2), (0, 4)],
+            [(0, 4), (4, 6)],
+            [(2, 6), (0, 4)],
+            [(4, 6), (4, 6)],
+        ]
+        .map(region)
+        .to_vec();
         let tiling = tiling(&[6, 6], tiles.clone());
         assert!(matches!(tiling.lookup, Lookup::Line(_)));
-        for wanted in
-            tiles.iter().cloned().chain([region([(1, 5), (3, 5)]), region([(5, 6), (5, 6)])])
+        for wanted in tiles
+            .iter()
+            .cloned()
+            .chain([region([(1, 5), (3, 5)]), region([(5, 6), (5, 6)])])
         {
-            let expected: Vec<u32> =
-                (0..4).filter(|at| tiles[*at as usize].intersect(&wanted).is_some()).collect();
+            let expected: Vec<u32> = (0..4)
+                .filter(|at| tiles[*at as usize].intersect(&wanted).is_some())
+                .collect();
             assert_eq!(tiling.touching(&wanted), expected);
             for (turn, tile) in expected.iter().enumerate() {
                 assert_eq!(tiling.turn(*tile, &wanted), turn);
@@ -421,19 +471,36 @@ mod tests {
             .iter()
             .map(|host| {
                 let devices = |process: &Process| {
-                    tiling.devices(process).iter().map(|device| device.0).collect()
+                    tiling
+                        .devices(process)
+                        .iter()
+                        .map(|device| device.0)
+                        .collect()
                 };
                 let of = |process: &Process| (process.process.0, devices(process));
-                (host.host, tiling.processes(host).iter().map(of).collect::<Vec<(u32, Vec<u32>)>>())
+                (
+                    host.host,
+                    tiling
+                        .processes(host)
+                        .iter()
+                        .map(of)
+                        .collect::<Vec<(u32, Vec<u32>)>>(),
+                )
             })
             .collect();
         assert_eq!(
             groups,
-            [(0, vec![(0, vec![0, 1]), (2, vec![5])]), (1, vec![(1, vec![3]), (3, vec![7])])]
+            [
+                (0, vec![(0, vec![0, 1]), (2, vec![5])]),
+                (1, vec![(1, vec![3]), (3, vec![7])])
+            ]
         );
         assert!(tiling.in_process(0, ProcessId(1), 1).is_some());
         assert!(tiling.in_process(0, ProcessId(1), 0).is_none());
-        assert_eq!((tiling.tile_of(DeviceId(7)), tiling.tile_of(DeviceId(2))), (Some(0), None));
+        assert_eq!(
+            (tiling.tile_of(DeviceId(7)), tiling.tile_of(DeviceId(2))),
+            (Some(0), None)
+        );
     }
 
     #[test]

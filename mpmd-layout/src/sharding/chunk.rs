@@ -55,11 +55,19 @@ pub fn chunk_by_rank(
             return Err(ShardingError::UnknownRank { rank, chunk, world });
         }
         if let Some(first) = chunk_of.insert(rank, chunk) {
-            return Err(ShardingError::RankTwice { rank, first, second: chunk });
+            return Err(ShardingError::RankTwice {
+                rank,
+                first,
+                second: chunk,
+            });
         }
     }
     if let Some(rank) = (0..world).find(|rank| !chunk_of.contains_key(rank)) {
-        return Err(ShardingError::MissingRank { rank, world, placements: placements.len() });
+        return Err(ShardingError::MissingRank {
+            rank,
+            world,
+            placements: placements.len(),
+        });
     }
     let regions =
         || (0..world).map(|rank| chunk_region(shape, at, placements.len(), chunk_of[&rank]));
@@ -81,7 +89,12 @@ pub(super) fn check(dim: isize, placements: &[DeviceId]) -> Result<(), ShardingE
     let mut chunk_of = HashMap::with_capacity(placements.len());
     for (chunk, device) in placements.iter().copied().enumerate() {
         if let Some(first) = chunk_of.insert(device, chunk) {
-            return Err(ShardingError::PlacedTwice { dim, device, first, second: chunk });
+            return Err(ShardingError::PlacedTwice {
+                dim,
+                device,
+                first,
+                second: chunk,
+            });
         }
     }
     Ok(())
@@ -96,23 +109,41 @@ pub(super) fn layout(
 ) -> Result<Layout, ShardingError> {
     let at = dim_index(shape, dim)?;
     let chunks = placements.len();
-    let regions = (0..chunks).map(|chunk| chunk_region(shape, at, chunks, chunk)).collect();
-    Ok(Layout::new(shape, placements.to_vec(), regions, chunks == 1))
+    let regions = (0..chunks)
+        .map(|chunk| chunk_region(shape, at, chunks, chunk))
+        .collect();
+    Ok(Layout::new(
+        shape,
+        placements.to_vec(),
+        regions,
+        chunks == 1,
+    ))
 }
 
 /// Returns the index of dimension `dim`, which counts from the end if negative. Fails if the shape
 /// has no such dimension.
 fn dim_index(shape: &[usize], dim: isize) -> Result<usize, ShardingError> {
-    let from_start = if dim < 0 { dim.checked_add_unsigned(shape.len()) } else { Some(dim) };
+    let from_start = if dim < 0 {
+        dim.checked_add_unsigned(shape.len())
+    } else {
+        Some(dim)
+    };
     from_start
         .and_then(|dim| usize::try_from(dim).ok())
         .filter(|dim| *dim < shape.len())
-        .ok_or_else(|| ShardingError::DimOutOfRange { dim, shape: shape.to_vec() })
+        .ok_or_else(|| ShardingError::DimOutOfRange {
+            dim,
+            shape: shape.to_vec(),
+        })
 }
 
 fn chunk_region(shape: &[usize], dim: usize, chunks: usize, chunk: usize) -> Region {
     let range = |(d, size): (usize, &usize)| {
-        let range = if d == dim { chunk_range(*size, chunks, chunk) } else { 0..*size };
+        let range = if d == dim {
+            chunk_range(*size, chunks, chunk)
+        } else {
+            0..*size
+        };
         (range.start, range.end)
     };
     shape.iter().enumerate().map(range).collect()
@@ -139,32 +170,88 @@ mod tests {
         let found = chunk_by_rank(shape, dim, placements, Some(placements.len())).unwrap();
         assert_eq!(found.ranks, placements);
         let each = found.offsets_by_rank.iter().zip(&found.sizes_by_rank);
-        let texts: Vec<String> =
-            each.map(|(offset, size)| format!("{offset:?}/{size:?}")).collect();
+        let texts: Vec<String> = each
+            .map(|(offset, size)| format!("{offset:?}/{size:?}"))
+            .collect();
         texts.join(" ").replace(", ", ",")
     }
 
     #[test]
     fn chunks_by_rank() {
         let cases: [(&[usize], isize, &[usize], &str); 11] = [
-            (&[13, 21], 0, &[0, 1, 2, 3], "[0,0]/[4,21] [4,0]/[4,21] [8,0]/[4,21] [12,0]/[1,21]"),
-            (&[13, 21], 1, &[2, 3, 1, 0], "[0,18]/[13,3] [0,12]/[13,6] [0,0]/[13,6] [0,6]/[13,6]"),
-            (&[12, 24], 1, &[0, 1, 2, 3], "[0,0]/[12,6] [0,6]/[12,6] [0,12]/[12,6] [0,18]/[12,6]"),
-            (&[15, 26], -1, &[1, 0, 3, 2], "[0,7]/[15,7] [0,0]/[15,7] [0,21]/[15,5] [0,14]/[15,7]"),
-            (&[5, 2], 0, &[0, 1, 2, 3], "[0,0]/[2,2] [2,0]/[2,2] [4,0]/[1,2] [5,0]/[0,2]"),
-            (&[5, 2], 0, &[3, 1, 0, 2], "[4,0]/[1,2] [2,0]/[2,2] [5,0]/[0,2] [0,0]/[2,2]"),
-            (&[2, 3], 0, &[0, 1, 2, 3], "[0,0]/[1,3] [1,0]/[1,3] [2,0]/[0,3] [2,0]/[0,3]"),
+            (
+                &[13, 21],
+                0,
+                &[0, 1, 2, 3],
+                "[0,0]/[4,21] [4,0]/[4,21] [8,0]/[4,21] [12,0]/[1,21]",
+            ),
+            (
+                &[13, 21],
+                1,
+                &[2, 3, 1, 0],
+                "[0,18]/[13,3] [0,12]/[13,6] [0,0]/[13,6] [0,6]/[13,6]",
+            ),
+            (
+                &[12, 24],
+                1,
+                &[0, 1, 2, 3],
+                "[0,0]/[12,6] [0,6]/[12,6] [0,12]/[12,6] [0,18]/[12,6]",
+            ),
+            (
+                &[15, 26],
+                -1,
+                &[1, 0, 3, 2],
+                "[0,7]/[15,7] [0,0]/[15,7] [0,21]/[15,5] [0,14]/[15,7]",
+            ),
+            (
+                &[5, 2],
+                0,
+                &[0, 1, 2, 3],
+                "[0,0]/[2,2] [2,0]/[2,2] [4,0]/[1,2] [5,0]/[0,2]",
+            ),
+            (
+                &[5, 2],
+                0,
+                &[3, 1, 0, 2],
+                "[4,0]/[1,2] [2,0]/[2,2] [5,0]/[0,2] [0,0]/[2,2]",
+            ),
+            (
+                &[2, 3],
+                0,
+                &[0, 1, 2, 3],
+                "[0,0]/[1,3] [1,0]/[1,3] [2,0]/[0,3] [2,0]/[0,3]",
+            ),
             (&[0, 3], 0, &[0, 1], "[0,0]/[0,3] [0,0]/[0,3]"),
-            (&[9], 0, &[0, 1, 2, 3, 4], "[0]/[2] [2]/[2] [4]/[2] [6]/[2] [8]/[1]"),
-            (&[6, 6, 4], 2, &[1, 2, 0], "[0,0,4]/[6,6,0] [0,0,0]/[6,6,2] [0,0,2]/[6,6,2]"),
+            (
+                &[9],
+                0,
+                &[0, 1, 2, 3, 4],
+                "[0]/[2] [2]/[2] [4]/[2] [6]/[2] [8]/[1]",
+            ),
+            (
+                &[6, 6, 4],
+                2,
+                &[1, 2, 0],
+                "[0,0,4]/[6,6,0] [0,0,0]/[6,6,2] [0,0,2]/[6,6,2]",
+            ),
             (&[1], 0, &[2, 1, 0], "[1]/[0] [1]/[0] [0]/[1]"),
         ];
         for (shape, dim, placements, expected) in cases {
-            assert_eq!(table(shape, dim, placements), expected, "{shape:?}, {dim}, {placements:?}");
+            assert_eq!(
+                table(shape, dim, placements),
+                expected,
+                "{shape:?}, {dim}, {placements:?}"
+            );
         }
         // Worked examples of PyTorch: 21 over four ranks, in both orders.
-        assert_eq!(table(&[21], 0, &[0, 1, 2, 3]), "[0]/[6] [6]/[6] [12]/[6] [18]/[3]");
-        assert_eq!(table(&[21], 0, &[3, 2, 1, 0]), "[18]/[3] [12]/[6] [6]/[6] [0]/[6]");
+        assert_eq!(
+            table(&[21], 0, &[0, 1, 2, 3]),
+            "[0]/[6] [6]/[6] [12]/[6] [18]/[3]"
+        );
+        assert_eq!(
+            table(&[21], 0, &[3, 2, 1, 0]),
+            "[18]/[3] [12]/[6] [6]/[6] [0]/[6]"
+        );
     }
 
     #[test]
@@ -184,7 +271,10 @@ mod tests {
         }
         let huge = usize::MAX;
         assert_eq!(
-            (chunk_range(huge, 3, 2).end, chunk_range(huge, huge, huge - 1).len()),
+            (
+                chunk_range(huge, 3, 2).end,
+                chunk_range(huge, huge, huge - 1).len()
+            ),
             (huge, 1)
         );
     }
@@ -192,7 +282,9 @@ mod tests {
     #[test]
     fn ranks_without_exactly_one_chunk_are_errors() {
         let error = |shape: &[usize], dim, placements: &[usize], world| {
-            chunk_by_rank(shape, dim, placements, world).unwrap_err().to_string()
+            chunk_by_rank(shape, dim, placements, world)
+                .unwrap_err()
+                .to_string()
         };
         assert_eq!(
             error(&[8, 4], 0, &[0, 1], Some(4)),
@@ -202,18 +294,27 @@ mod tests {
             error(&[8, 4], 0, &[0, 1, 2, 3], Some(2)),
             "chunk 2 is placed on rank 2, but there are 2 ranks"
         );
-        assert_eq!(error(&[6], 0, &[0, 0, 1], Some(3)), "chunks 0 and 1 are both placed on rank 0");
+        assert_eq!(
+            error(&[6], 0, &[0, 0, 1], Some(3)),
+            "chunks 0 and 1 are both placed on rank 0"
+        );
         assert_eq!(
             error(&[6], 0, &[1, 2], None),
             "chunk 1 is placed on rank 2, but there are 2 ranks"
         );
-        assert_eq!(error(&[6], 0, &[], None), "the chunks of dimension 0 are placed nowhere");
+        assert_eq!(
+            error(&[6], 0, &[], None),
+            "the chunks of dimension 0 are placed nowhere"
+        );
         assert!(error(&[6], 0, &[0], Some(usize::MAX)).starts_with("rank 1 of"));
         for dim in [2, -3, isize::MAX, isize::MIN] {
             let text = format!("chunks of dimension {dim}: shape [8, 4] has dimensions -2 to 1");
             assert_eq!(error(&[8, 4], dim, &[0], None), text);
         }
-        assert_eq!(error(&[], 0, &[0], None), "chunks of dimension 0: shape [] has none");
+        assert_eq!(
+            error(&[], 0, &[0], None),
+            "chunks of dimension 0: shape [] has none"
+        );
     }
 
     #[test]
@@ -221,14 +322,23 @@ mod tests {
         let chunks = Sharding::chunk(0, ids(&[7, 2, 5])).unwrap();
         let layout = chunks.layout(&[4, 2]).unwrap();
         assert_eq!(layout.devices(), ids(&[7, 2, 5]));
-        assert_eq!(layout.region_of(DeviceId(2)).unwrap().to_string(), "[2..4, 0..2]");
-        assert_eq!(layout.region_of(DeviceId(5)).unwrap().to_string(), "[4..4, 0..2]");
+        assert_eq!(
+            layout.region_of(DeviceId(2)).unwrap().to_string(),
+            "[2..4, 0..2]"
+        );
+        assert_eq!(
+            layout.region_of(DeviceId(5)).unwrap().to_string(),
+            "[4..4, 0..2]"
+        );
         assert_eq!(layout.regions()[0].to_string(), "[0..2, 0..2]");
         assert_eq!(
             Sharding::chunk(1, ids(&[3, 0, 3])).unwrap_err().to_string(),
             "chunks 0 and 2 of dimension 1 are both placed on device 3"
         );
-        assert_eq!(Sharding::chunk(-1, vec![]), Err(ShardingError::NoPlacements { dim: -1 }));
+        assert_eq!(
+            Sharding::chunk(-1, vec![]),
+            Err(ShardingError::NoPlacements { dim: -1 })
+        );
     }
 
     #[test]
@@ -239,16 +349,29 @@ mod tests {
         assert_ne!(chunks(-1), chunks(1), "other shapes tell them apart");
         assert_eq!(
             chunks(2).layout(&[4, 3]),
-            Err(ShardingError::DimOutOfRange { dim: 2, shape: vec![4, 3] })
+            Err(ShardingError::DimOutOfRange {
+                dim: 2,
+                shape: vec![4, 3]
+            })
         );
         assert!(chunks(0).layout(&[]).is_err() && chunks(-1).layout(&[]).is_err());
     }
 
     #[test]
     fn one_chunk_divides_nothing() {
-        assert!(Sharding::chunk(0, ids(&[3])).unwrap().layout(&[5]).unwrap().fully_replicated());
         assert!(
-            !Sharding::chunk(0, ids(&[3, 4])).unwrap().layout(&[0]).unwrap().fully_replicated()
+            Sharding::chunk(0, ids(&[3]))
+                .unwrap()
+                .layout(&[5])
+                .unwrap()
+                .fully_replicated()
+        );
+        assert!(
+            !Sharding::chunk(0, ids(&[3, 4]))
+                .unwrap()
+                .layout(&[0])
+                .unwrap()
+                .fully_replicated()
         );
     }
 

@@ -12,8 +12,9 @@ pub(super) fn check(shards: &[(DeviceId, Region)]) -> Result<(), ShardingError> 
     let Some((first_device, first_region)) = shards.first() else {
         return Err(ShardingError::NoShards);
     };
-    if let Some((device, region)) =
-        shards.iter().find(|(_, region)| region.ndim() != first_region.ndim())
+    if let Some((device, region)) = shards
+        .iter()
+        .find(|(_, region)| region.ndim() != first_region.ndim())
     {
         return Err(ShardingError::ShardNdim {
             first_device: *first_device,
@@ -27,7 +28,11 @@ pub(super) fn check(shards: &[(DeviceId, Region)]) -> Result<(), ShardingError> 
     by_device.sort_unstable();
     if let Some(pair) = by_device.windows(2).find(|pair| pair[0].0 == pair[1].0) {
         let [first, second] = [pair[0].1, pair[1].1].map(|shard| shards[shard].1.clone());
-        return Err(ShardingError::ShardTwice { device: pair[0].0, first, second });
+        return Err(ShardingError::ShardTwice {
+            device: pair[0].0,
+            first,
+            second,
+        });
     }
     if let Some((first, second, common)) = overlap(shards) {
         let ((first_device, first_region), (second_device, second_region)) =
@@ -61,13 +66,22 @@ pub(super) fn layout(
         // Also checks empty shards: a shard that ends past the array was meant for another array.
         if let Some(dim) = (0..shape.len()).find(|dim| region.range(*dim).end > shape[*dim]) {
             let (device, region, shape) = (*device, region.clone(), shape.to_vec());
-            return Err(ShardingError::PastEnd { device, region, dim, shape });
+            return Err(ShardingError::PastEnd {
+                device,
+                region,
+                dim,
+                shape,
+            });
         }
     }
     let whole = Region::full(shape);
     let held: Vec<&Region> = shards.iter().map(|(_, region)| region).collect();
     if let Some(region) = gap(whole, held) {
-        return Err(ShardingError::Gap { region, shape: shape.to_vec(), shards: shards.len() });
+        return Err(ShardingError::Gap {
+            region,
+            shape: shape.to_vec(),
+            shards: shards.len(),
+        });
     }
     let (devices, regions) = shards.iter().cloned().unzip();
     Ok(Layout::new(shape, devices, regions, shards.len() == 1))
@@ -79,8 +93,9 @@ pub(super) fn layout(
 /// Sweeps along the dimension with the most distinct starts. A shard is compared only with the
 /// shards that start no later and have not ended yet.
 fn overlap(shards: &[(DeviceId, Region)]) -> Option<(usize, usize, Region)> {
-    let mut order: Vec<usize> =
-        (0..shards.len()).filter(|shard| !shards[*shard].1.is_empty()).collect();
+    let mut order: Vec<usize> = (0..shards.len())
+        .filter(|shard| !shards[*shard].1.is_empty())
+        .collect();
     let ndim = shards.first()?.1.ndim();
     let range = |shard: usize, dim: usize| shards[shard].1.range(dim);
     let starts = |dim: usize| {
@@ -102,10 +117,12 @@ fn overlap(shards: &[(DeviceId, Region)]) -> Option<(usize, usize, Region)> {
                 let (a, b) = (range(*earlier, dim), range(shard, dim));
                 a.start < b.end && b.start < a.end
             });
-            meet.then(|| shards[*earlier].1.intersect(&shards[shard].1)).flatten()
+            meet.then(|| shards[*earlier].1.intersect(&shards[shard].1))
+                .flatten()
         };
-        if let Some((earlier, common)) =
-            open.iter().find_map(|earlier| Some((*earlier, common(earlier)?)))
+        if let Some((earlier, common)) = open
+            .iter()
+            .find_map(|earlier| Some((*earlier, common(earlier)?)))
         {
             return Some((earlier.min(shard), earlier.max(shard), common));
         }
@@ -126,8 +143,13 @@ fn gap(whole: Region, mut held: Vec<&Region>) -> Option<Region> {
     let mut rest = whole;
     loop {
         held.retain(|region| region.intersect(&rest).is_some());
-        let Some(cut) = held.get(held.len() / 2) else { return Some(rest) };
-        rest = rest.without(cut).into_iter().find(|part| !is_full(part, &held))?;
+        let Some(cut) = held.get(held.len() / 2) else {
+            return Some(rest);
+        };
+        rest = rest
+            .without(cut)
+            .into_iter()
+            .find(|part| !is_full(part, &held))?;
     }
 }
 
@@ -138,7 +160,9 @@ fn is_full(whole: &Region, held: &[&Region]) -> bool {
 
 /// Like [`Region::elements`], but also for regions too large for any memory.
 fn elements(region: &Region) -> u128 {
-    region.ranges().fold(1, |product, range| u128::saturating_mul(product, range.len() as u128))
+    region.ranges().fold(1, |product, range| {
+        u128::saturating_mul(product, range.len() as u128)
+    })
 }
 
 #[cfg(test)]
@@ -150,7 +174,11 @@ mod tests {
     /// Returns shards on devices 0, 1, …, from offsets and sizes.
     fn shards<const D: usize>(parts: &[([usize; D], [usize; D])]) -> Vec<(DeviceId, Region)> {
         let region = |(offset, size): &([usize; D], [usize; D])| {
-            offset.iter().zip(size).map(|(offset, size)| (*offset, offset + size)).collect()
+            offset
+                .iter()
+                .zip(size)
+                .map(|(offset, size)| (*offset, offset + size))
+                .collect()
         };
         (0..).map(DeviceId).zip(parts.iter().map(region)).collect()
     }
@@ -160,7 +188,11 @@ mod tests {
     }
 
     fn uncovered(shards: Vec<(DeviceId, Region)>, shape: &[usize]) -> String {
-        Sharding::enumerated(shards).unwrap().layout(shape).unwrap_err().to_string()
+        Sharding::enumerated(shards)
+            .unwrap()
+            .layout(shape)
+            .unwrap_err()
+            .to_string()
     }
 
     #[test]
@@ -186,15 +218,24 @@ mod tests {
     #[test]
     fn empty_shards_overlap_nothing() {
         let inside = shards(&[([0, 0], [4, 4]), ([2, 2], [0, 1]), ([2, 2], [0, 1])]);
-        let layout = Sharding::enumerated(inside).unwrap().layout(&[4, 4]).unwrap();
-        assert_eq!(layout.region_of(DeviceId(1)).unwrap().to_string(), "[2..2, 2..3]");
+        let layout = Sharding::enumerated(inside)
+            .unwrap()
+            .layout(&[4, 4])
+            .unwrap();
+        assert_eq!(
+            layout.region_of(DeviceId(1)).unwrap().to_string(),
+            "[2..2, 2..3]"
+        );
         let nothing = Sharding::enumerated(shards(&[([0, 0], [0, 3]), ([0, 0], [0, 3])])).unwrap();
         assert!(!nothing.layout(&[0, 3]).unwrap().fully_replicated());
     }
 
     #[test]
     fn invalid_shard_lists_are_refused() {
-        assert_eq!(refused(Vec::new()), "a list of no shards: an array is on at least one device");
+        assert_eq!(
+            refused(Vec::new()),
+            "a list of no shards: an array is on at least one device"
+        );
         let mut mixed = shards(&[([0, 0], [5, 4])]);
         mixed.push((DeviceId(7), Region::full(&[5])));
         assert_eq!(
@@ -203,7 +244,10 @@ mod tests {
         );
         let mut twice = shards(&[([0], [5]), ([5], [1]), ([6], [1])]);
         twice[2].0 = DeviceId(0);
-        assert_eq!(refused(twice), "device 0 has [0..5] and again [6..7]: a device has one shard");
+        assert_eq!(
+            refused(twice),
+            "device 0 has [0..5] and again [6..7]: a device has one shard"
+        );
     }
 
     #[test]
@@ -232,13 +276,25 @@ mod tests {
 
     #[test]
     fn uneven_tilings_are_accepted() {
-        let uneven =
-            shards(&[([0, 0], [2, 4]), ([0, 4], [4, 2]), ([2, 0], [4, 4]), ([4, 4], [2, 2])]);
-        let layout = Sharding::enumerated(uneven.clone()).unwrap().layout(&[6, 6]).unwrap();
-        let found: Vec<_> =
-            layout.iter().map(|(device, region)| (device, region.clone())).collect();
+        let uneven = shards(&[
+            ([0, 0], [2, 4]),
+            ([0, 4], [4, 2]),
+            ([2, 0], [4, 4]),
+            ([4, 4], [2, 2]),
+        ]);
+        let layout = Sharding::enumerated(uneven.clone())
+            .unwrap()
+            .layout(&[6, 6])
+            .unwrap();
+        let found: Vec<_> = layout
+            .iter()
+            .map(|(device, region)| (device, region.clone()))
+            .collect();
         assert_eq!(found, uneven);
-        let scalar = Sharding::enumerated(shards(&[([], [])])).unwrap().layout(&[]).unwrap();
+        let scalar = Sharding::enumerated(shards(&[([], [])]))
+            .unwrap()
+            .layout(&[])
+            .unwrap();
         assert!(scalar.fully_replicated());
     }
 
@@ -250,7 +306,10 @@ mod tests {
             "no device has [7..13, 0..2] of shape [13, 2]; there are 1 shards"
         );
         let overlap = Sharding::enumerated(shards(&[([0], [4]), ([0], [4])])).unwrap_err();
-        assert!(matches!(overlap, ShardingError::Overlap { .. }), "{overlap}");
+        assert!(
+            matches!(overlap, ShardingError::Overlap { .. }),
+            "{overlap}"
+        );
     }
 
     #[test]
@@ -259,12 +318,24 @@ mod tests {
         let tile = |i: usize| ([i / side * 4, i % side * 4], [4, 4]);
         let mut tiles = shards(&(0..side * side).map(tile).collect::<Vec<_>>());
         let shape = [4 * side, 4 * side];
-        assert!(Sharding::enumerated(tiles.clone()).unwrap().layout(&shape).is_ok());
+        assert!(
+            Sharding::enumerated(tiles.clone())
+                .unwrap()
+                .layout(&shape)
+                .is_ok()
+        );
         let (_, missing) = tiles.remove(side * side / 3);
-        let error = Sharding::enumerated(tiles).unwrap().layout(&shape).unwrap_err();
+        let error = Sharding::enumerated(tiles)
+            .unwrap()
+            .layout(&shape)
+            .unwrap_err();
         assert_eq!(
             error,
-            ShardingError::Gap { region: missing, shape: shape.to_vec(), shards: side * side - 1 }
+            ShardingError::Gap {
+                region: missing,
+                shape: shape.to_vec(),
+                shards: side * side - 1
+            }
         );
     }
 
@@ -272,7 +343,11 @@ mod tests {
     /// index) and cuts one of the parts so far in two. Parts may be empty.
     fn tiling(
         shape: &[usize],
-        cuts: &[(prop::sample::Index, prop::sample::Index, prop::sample::Index)],
+        cuts: &[(
+            prop::sample::Index,
+            prop::sample::Index,
+            prop::sample::Index,
+        )],
     ) -> Vec<Region> {
         let mut parts = vec![Region::full(shape)];
         for (part, dim, at) in cuts {
@@ -295,7 +370,10 @@ mod tests {
             any::<prop::sample::Index>(),
             any::<prop::sample::Index>(),
         );
-        (prop::collection::vec(1usize..9, 1..4), prop::collection::vec(cut, 0..12))
+        (
+            prop::collection::vec(1usize..9, 1..4),
+            prop::collection::vec(cut, 0..12),
+        )
             .prop_flat_map(|(shape, cuts)| {
                 let regions = Just(tiling(&shape, &cuts)).prop_shuffle();
                 (Just(shape), regions)
@@ -306,16 +384,22 @@ mod tests {
     /// True if every element of the array is in exactly one shard. Checks element by element.
     fn tiles_by_counting(shape: &[usize], shards: &[(DeviceId, Region)]) -> bool {
         let whole = Region::full(shape);
-        if !shards
-            .iter()
-            .all(|(_, region)| region.ranges().zip(shape).all(|(range, size)| range.end <= *size))
-        {
+        if !shards.iter().all(|(_, region)| {
+            region
+                .ranges()
+                .zip(shape)
+                .all(|(range, size)| range.end <= *size)
+        }) {
             return false;
         }
         let mut point = vec![0; shape.len()];
         for _ in 0..whole.elements() {
-            let holds =
-                |region: &Region| region.ranges().zip(&point).all(|(range, i)| range.contains(i));
+            let holds = |region: &Region| {
+                region
+                    .ranges()
+                    .zip(&point)
+                    .all(|(range, i)| range.contains(i))
+            };
             if shards.iter().filter(|(_, region)| holds(region)).count() != 1 {
                 return false;
             }

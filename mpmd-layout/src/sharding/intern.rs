@@ -26,7 +26,10 @@ pub(super) fn intern(kind: ShardingKind) -> Arc<Inner> {
     let mut interner = INTERNER.lock();
     let bucket = interner.by_fingerprint.entry(fingerprint).or_default();
     // Upgraded first and compared after: dropping the last strong reference here is harmless.
-    let found = bucket.iter().filter_map(Weak::upgrade).find(|inner| inner.kind == kind);
+    let found = bucket
+        .iter()
+        .filter_map(Weak::upgrade)
+        .find(|inner| inner.kind == kind);
     if let Some(inner) = found {
         return inner;
     }
@@ -36,7 +39,12 @@ pub(super) fn intern(kind: ShardingKind) -> Arc<Inner> {
         }
         _ => Vec::new(),
     };
-    let inner = Arc::new(Inner { kind, fingerprint, listed, layouts: Mutex::default() });
+    let inner = Arc::new(Inner {
+        kind,
+        fingerprint,
+        listed,
+        layouts: Mutex::default(),
+    });
     bucket.retain(|weak| weak.strong_count() > 0);
     bucket.push(Arc::downgrade(&inner));
     interner.sweep();
@@ -61,7 +69,8 @@ impl Interner {
         if self.by_fingerprint.len() <= self.sweep_above.max(SWEEP_ABOVE) {
             return;
         }
-        self.by_fingerprint.retain(|_, bucket| bucket.iter().any(|weak| weak.strong_count() > 0));
+        self.by_fingerprint
+            .retain(|_, bucket| bucket.iter().any(|weak| weak.strong_count() > 0));
         self.sweep_above = 2 * self.by_fingerprint.len();
     }
 }

@@ -88,14 +88,21 @@ impl ShardingKind {
     pub(super) fn fingerprint(&self) -> u64 {
         let mut fingerprint = Fingerprint::new("sharding");
         match self {
-            Self::Named { mesh, spec, unreduced, .. } => {
+            Self::Named {
+                mesh,
+                spec,
+                unreduced,
+                ..
+            } => {
                 fingerprint.text("named");
                 fingerprint.word(mesh.fingerprint());
                 spec.add_to(&mut fingerprint);
                 fingerprint.word(unreduced.len() as u64);
                 unreduced.iter().for_each(|axis| fingerprint.text(axis));
             }
-            Self::Chunk { dim, placements, .. } => {
+            Self::Chunk {
+                dim, placements, ..
+            } => {
                 fingerprint.text("chunk");
                 fingerprint.word(*dim as i64 as u64);
                 fingerprint.words(placements.iter().map(|device| u64::from(device.0)));
@@ -122,15 +129,26 @@ impl ShardingKind {
 impl fmt::Display for ShardingKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Named { mesh, spec, unreduced, .. } => {
+            Self::Named {
+                mesh,
+                spec,
+                unreduced,
+                ..
+            } => {
                 write!(f, "{spec} ")?;
                 if !unreduced.is_empty() {
                     write!(f, "unreduced over {{{}}} ", unreduced.join(", "))?;
                 }
                 write!(f, "on {mesh}")?;
             }
-            Self::Chunk { dim, placements, .. } => {
-                write!(f, "chunks of dimension {dim} on devices {}", DeviceList(placements))?;
+            Self::Chunk {
+                dim, placements, ..
+            } => {
+                write!(
+                    f,
+                    "chunks of dimension {dim} on devices {}",
+                    DeviceList(placements)
+                )?;
             }
             Self::Enumerated { shards, .. } => {
                 f.write_str("shards {")?;

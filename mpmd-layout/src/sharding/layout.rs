@@ -41,7 +41,11 @@ impl Layout {
         regions: Vec<Region>,
         fully_replicated: bool,
     ) -> Self {
-        assert_eq!(devices.len(), regions.len(), "a layout has one region for each device");
+        assert_eq!(
+            devices.len(),
+            regions.len(),
+            "a layout has one region for each device"
+        );
         let whole = Region::full(shape);
         if let Some(region) = regions.iter().find(|region| !whole.contains(region)) {
             panic!("region {region} is not within {whole}");
@@ -61,7 +65,16 @@ impl Layout {
         }
         let fingerprint = fingerprint.finish();
         let (shape, terms, term_of) = (shape.to_vec(), 1, Vec::new());
-        Self { shape, devices, regions, fully_replicated, terms, term_of, fingerprint, places }
+        Self {
+            shape,
+            devices,
+            regions,
+            fully_replicated,
+            terms,
+            term_of,
+            fingerprint,
+            places,
+        }
     }
 
     /// Makes the regions partial sums: the device at index `place` holds the partial sum
@@ -72,7 +85,11 @@ impl Layout {
     /// If there is not one term for each device, or a term below the highest is missing.
     #[must_use]
     pub(super) fn with_terms(mut self, term_of: Vec<usize>) -> Self {
-        assert_eq!(self.devices.len(), term_of.len(), "a layout has one term for each device");
+        assert_eq!(
+            self.devices.len(),
+            term_of.len(),
+            "a layout has one term for each device"
+        );
         let mut held = term_of.clone();
         held.sort_unstable();
         held.dedup();
@@ -128,7 +145,11 @@ impl Layout {
     ///
     /// If there is no device at that index.
     pub fn term_of(&self, place: usize) -> usize {
-        assert!(place < self.devices.len(), "there is no place {place} of {}", self.devices.len());
+        assert!(
+            place < self.devices.len(),
+            "there is no place {place} of {}",
+            self.devices.len()
+        );
         self.term_of.get(place).copied().unwrap_or(0)
     }
 
@@ -146,7 +167,10 @@ impl Layout {
     /// Returns a device's index in device-assignment order, or `None` if the array is not on the
     /// device.
     pub fn place_of(&self, device: DeviceId) -> Option<usize> {
-        let at = self.places.binary_search_by_key(&device, |(device, _)| *device).ok()?;
+        let at = self
+            .places
+            .binary_search_by_key(&device, |(device, _)| *device)
+            .ok()?;
         Some(self.places[at].1)
     }
 }
@@ -172,12 +196,16 @@ mod tests {
 
     fn sharding(axes: &[(&str, usize)], spec: crate::sharding::Spec) -> Sharding {
         let count = axes.iter().map(|(_, size)| *size as u32).product();
-        Mesh::new(axes, (0..count).map(DeviceId).collect()).unwrap().sharding(spec)
+        Mesh::new(axes, (0..count).map(DeviceId).collect())
+            .unwrap()
+            .sharding(spec)
     }
 
     #[test]
     fn layouts_with_equal_regions_are_equal() {
-        let flat = sharding(&[("data", 4)], spec!["data"]).layout(&[8]).unwrap();
+        let flat = sharding(&[("data", 4)], spec!["data"])
+            .layout(&[8])
+            .unwrap();
         let square = [("a", 2), ("b", 2)];
         let major = sharding(&square, spec![("a", "b")]).layout(&[8]).unwrap();
         let minor = sharding(&square, spec![("b", "a")]).layout(&[8]).unwrap();
@@ -188,7 +216,10 @@ mod tests {
         let b = sharding(&square, spec!["b"]).layout(&[8]).unwrap();
         assert_ne!(a, b);
         let one = sharding(&[("x", 1)], spec![]).layout(&[8]).unwrap();
-        assert_eq!(one, Sharding::single_device(DeviceId(0)).layout(&[8]).unwrap());
+        assert_eq!(
+            one,
+            Sharding::single_device(DeviceId(0)).layout(&[8]).unwrap()
+        );
     }
 
     #[test]
@@ -196,13 +227,25 @@ mod tests {
         let rows = sharding(&[("a", 2), ("b", 3), ("c", 2)], spec!["b"]);
         let layout = |axes: &[&str]| rows.unreduced(axes).unwrap().layout(&[6]).unwrap();
         let whole = rows.layout(&[6]).unwrap();
-        let terms =
-            |layout: &Layout| (0..12).map(|place| layout.term_of(place)).collect::<Vec<_>>();
+        let terms = |layout: &Layout| {
+            (0..12)
+                .map(|place| layout.term_of(place))
+                .collect::<Vec<_>>()
+        };
         assert_eq!((whole.terms(), terms(&whole)), (1, vec![0; 12]));
         let (a, c, both) = (layout(&["a"]), layout(&["c"]), layout(&["c", "a"]));
-        assert_eq!((a.terms(), terms(&a)), (2, vec![0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1]));
-        assert_eq!((c.terms(), terms(&c)), (2, vec![0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1]));
-        assert_eq!((both.terms(), terms(&both)), (4, vec![0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3]));
+        assert_eq!(
+            (a.terms(), terms(&a)),
+            (2, vec![0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1])
+        );
+        assert_eq!(
+            (c.terms(), terms(&c)),
+            (2, vec![0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1])
+        );
+        assert_eq!(
+            (both.terms(), terms(&both)),
+            (4, vec![0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3])
+        );
         let all = [&whole, &a, &c, &both];
         for (i, one) in all.iter().enumerate() {
             assert_eq!(one.regions(), whole.regions());
@@ -211,7 +254,10 @@ mod tests {
             }
         }
         let replicated = sharding(&[("a", 2)], spec![]).unreduced(&["a"]).unwrap();
-        assert!(replicated.layout(&[6]).unwrap().fully_replicated(), "it divides nothing");
+        assert!(
+            replicated.layout(&[6]).unwrap().fully_replicated(),
+            "it divides nothing"
+        );
         let one = sharding(&[("a", 1)], spec![]);
         assert_eq!(
             one.unreduced(&["a"]).unwrap().layout(&[6]),
@@ -232,7 +278,10 @@ mod tests {
         let devices = [4, 9, 2].map(DeviceId).to_vec();
         let mesh = Mesh::new(&[("x", 3)], devices).unwrap();
         let layout = mesh.sharding(spec![None, "x"]).layout(&[2, 6]).unwrap();
-        assert_eq!(layout.region_of(DeviceId(9)).unwrap().to_string(), "[0..2, 2..4]");
+        assert_eq!(
+            layout.region_of(DeviceId(9)).unwrap().to_string(),
+            "[0..2, 2..4]"
+        );
         assert_eq!(layout.region_of(DeviceId(3)), None);
         let found: Vec<u32> = layout.iter().map(|(device, _)| device.0).collect();
         assert_eq!(found, [4, 9, 2]);

@@ -63,12 +63,20 @@ impl Sharding {
     ///
     /// Does not check that mesh and spec fit together: [`layout`](Self::layout) does.
     pub fn named(mesh: Mesh, spec: Spec, memory_kind: MemoryKind) -> Self {
-        Self::of_kind(ShardingKind::Named { mesh, spec, unreduced: Vec::new(), memory_kind })
+        Self::of_kind(ShardingKind::Named {
+            mesh,
+            spec,
+            unreduced: Vec::new(),
+            memory_kind,
+        })
     }
 
     /// Creates the sharding that puts the whole array on one device, in the device's own memory.
     pub fn single_device(device: DeviceId) -> Self {
-        Self::of_kind(ShardingKind::SingleDevice { device, memory_kind: MemoryKind::Device })
+        Self::of_kind(ShardingKind::SingleDevice {
+            device,
+            memory_kind: MemoryKind::Device,
+        })
     }
 
     /// Creates the sharding that cuts dimension `dim` into one chunk for each placement. Chunk `i`
@@ -85,7 +93,11 @@ impl Sharding {
     pub fn chunk(dim: isize, placements: Vec<DeviceId>) -> Result<Self, ShardingError> {
         chunk::check(dim, &placements)?;
         let memory_kind = MemoryKind::Device;
-        Ok(Self::of_kind(ShardingKind::Chunk { dim, placements, memory_kind }))
+        Ok(Self::of_kind(ShardingKind::Chunk {
+            dim,
+            placements,
+            memory_kind,
+        }))
     }
 
     /// Creates the sharding with these (device, region) shards, in the devices' own memory. The
@@ -99,7 +111,10 @@ impl Sharding {
     pub fn enumerated(shards: Vec<(DeviceId, Region)>) -> Result<Self, ShardingError> {
         enumerated::check(&shards)?;
         let memory_kind = MemoryKind::Device;
-        Ok(Self::of_kind(ShardingKind::Enumerated { shards, memory_kind }))
+        Ok(Self::of_kind(ShardingKind::Enumerated {
+            shards,
+            memory_kind,
+        }))
     }
 
     /// Returns the sharding of an array of `shape` that has each region on one device only: the
@@ -111,8 +126,14 @@ impl Sharding {
     pub fn first_holders(&self, shape: &[usize]) -> Result<Self, ShardingError> {
         let layout = self.layout(shape)?;
         let mut seen = HashSet::new();
-        let shards = layout.iter().filter(|(_, region)| seen.insert((*region).clone()));
-        Self::enumerated(shards.map(|(device, region)| (device, region.clone())).collect())
+        let shards = layout
+            .iter()
+            .filter(|(_, region)| seen.insert((*region).clone()));
+        Self::enumerated(
+            shards
+                .map(|(device, region)| (device, region.clone()))
+                .collect(),
+        )
     }
 
     /// Returns the sharding with the same regions in the memory `memory_kind` of the devices.
@@ -132,10 +153,20 @@ impl Sharding {
     /// spec divides a dimension over the axis, or it comes twice.
     pub fn unreduced(&self, axes: &[&str]) -> Result<Self, ShardingError> {
         match &self.inner.kind {
-            ShardingKind::Named { mesh, spec, memory_kind, .. } => {
+            ShardingKind::Named {
+                mesh,
+                spec,
+                memory_kind,
+                ..
+            } => {
                 let unreduced = named::unreduced(mesh, spec, axes)?;
                 let (mesh, spec, memory_kind) = (mesh.clone(), spec.clone(), *memory_kind);
-                Ok(Self::of_kind(ShardingKind::Named { mesh, spec, unreduced, memory_kind }))
+                Ok(Self::of_kind(ShardingKind::Named {
+                    mesh,
+                    spec,
+                    unreduced,
+                    memory_kind,
+                }))
             }
             kind => match axes.first() {
                 None => Ok(self.clone()),
@@ -152,9 +183,12 @@ impl Sharding {
     #[must_use]
     pub fn reduced(&self) -> Self {
         match &self.inner.kind {
-            ShardingKind::Named { mesh, spec, unreduced, memory_kind } if !unreduced.is_empty() => {
-                Self::named(mesh.clone(), spec.clone(), *memory_kind)
-            }
+            ShardingKind::Named {
+                mesh,
+                spec,
+                unreduced,
+                memory_kind,
+            } if !unreduced.is_empty() => Self::named(mesh.clone(), spec.clone(), *memory_kind),
             _ => self.clone(),
         }
     }
@@ -219,10 +253,15 @@ impl Sharding {
             return Ok(layout.clone());
         }
         let layout = Arc::new(match &self.inner.kind {
-            ShardingKind::Named { mesh, spec, unreduced, .. } => {
-                named::layout(mesh, spec, shape)?.with_terms(named::terms(mesh, unreduced))
-            }
-            ShardingKind::Chunk { dim, placements, .. } => chunk::layout(*dim, placements, shape)?,
+            ShardingKind::Named {
+                mesh,
+                spec,
+                unreduced,
+                ..
+            } => named::layout(mesh, spec, shape)?.with_terms(named::terms(mesh, unreduced)),
+            ShardingKind::Chunk {
+                dim, placements, ..
+            } => chunk::layout(*dim, placements, shape)?,
             ShardingKind::Enumerated { shards, .. } => enumerated::layout(shards, shape)?,
             ShardingKind::SingleDevice { device, .. } => {
                 Layout::new(shape, vec![*device], vec![Region::full(shape)], true)
@@ -241,7 +280,11 @@ impl Sharding {
     ///
     /// [`ShardingError::UnknownDevice`] with the first device that the job does not have.
     pub fn check_devices(&self, topology: &Topology) -> Result<(), ShardingError> {
-        match self.devices().iter().find(|device| topology.device(**device).is_none()) {
+        match self
+            .devices()
+            .iter()
+            .find(|device| topology.device(**device).is_none())
+        {
             None => Ok(()),
             Some(device) => Err(ShardingError::UnknownDevice {
                 device: *device,
@@ -251,7 +294,9 @@ impl Sharding {
     }
 
     fn of_kind(kind: ShardingKind) -> Self {
-        Self { inner: intern(kind) }
+        Self {
+            inner: intern(kind),
+        }
     }
 }
 
@@ -318,7 +363,10 @@ mod tests {
             listed(&[(0, 0..2), (1, 2..4)]),
         ];
         for other in others {
-            assert!(a != other && a.fingerprint() != other.fingerprint(), "{other}");
+            assert!(
+                a != other && a.fingerprint() != other.fingerprint(),
+                "{other}"
+            );
         }
     }
 
@@ -343,20 +391,39 @@ mod tests {
     fn display_says_spec_mesh_and_devices() {
         let mesh = mesh(&[("data", 4)]);
         let sharding = mesh.sharding(spec!["data"]);
-        assert_eq!(sharding.to_string(), "P(data) on {data:4} devices [0, 1, 2, 3]");
+        assert_eq!(
+            sharding.to_string(),
+            "P(data) on {data:4} devices [0, 1, 2, 3]"
+        );
         assert_eq!(Sharding::single_device(DeviceId(3)).to_string(), "device 3");
         let host = Sharding::named(mesh.clone(), spec![], MemoryKind::Host);
-        assert_eq!(host.to_string(), "P() on {data:4} devices [0, 1, 2, 3] in host memory");
+        assert_eq!(
+            host.to_string(),
+            "P() on {data:4} devices [0, 1, 2, 3] in host memory"
+        );
         assert_eq!(
             mesh.replicated().unreduced(&["data"]).unwrap().to_string(),
             "P() unreduced over {data} on {data:4} devices [0, 1, 2, 3]"
         );
         let chunks = Sharding::chunk(-1, vec![DeviceId(2), DeviceId(0)]).unwrap();
-        assert_eq!(chunks.to_string(), "chunks of dimension -1 on devices [2, 0]");
+        assert_eq!(
+            chunks.to_string(),
+            "chunks of dimension -1 on devices [2, 0]"
+        );
         let two = listed(&[(2, 0..3), (0, 3..4)]).with_memory_kind(MemoryKind::Host);
-        assert_eq!(two.to_string(), "shards {2: [0..3], 0: [3..4]} in host memory");
-        let many = listed(&(0..20).map(|i| (i, i as usize..i as usize + 1)).collect::<Vec<_>>());
-        assert!(many.to_string().ends_with("7: [7..8], and 12 more}"), "{many}");
+        assert_eq!(
+            two.to_string(),
+            "shards {2: [0..3], 0: [3..4]} in host memory"
+        );
+        let many = listed(
+            &(0..20)
+                .map(|i| (i, i as usize..i as usize + 1))
+                .collect::<Vec<_>>(),
+        );
+        assert!(
+            many.to_string().ends_with("7: [7..8], and 12 more}"),
+            "{many}"
+        );
     }
 
     #[test]
@@ -374,7 +441,10 @@ mod tests {
                 (kind.memory_kind(), host.memory_kind()),
                 (MemoryKind::Device, MemoryKind::Host)
             );
-            assert!(host != kind && host.fingerprint() != kind.fingerprint(), "{kind}");
+            assert!(
+                host != kind && host.fingerprint() != kind.fingerprint(),
+                "{kind}"
+            );
             assert_eq!(host.layout(&[4]), kind.layout(&[4]));
             assert_eq!(host.with_memory_kind(MemoryKind::Device), kind);
             assert_eq!(
@@ -393,7 +463,10 @@ mod tests {
         assert_eq!(sums, rows.unreduced(&["b", "c"]).unwrap());
         assert_ne!(sums, rows.unreduced(&["b"]).unwrap());
         assert_eq!(sums.unreduced(&["b"]), rows.unreduced(&["b"]));
-        assert_eq!((sums.reduced(), sums.unreduced(&[]).unwrap()), (rows.clone(), rows.clone()));
+        assert_eq!(
+            (sums.reduced(), sums.unreduced(&[]).unwrap()),
+            (rows.clone(), rows.clone())
+        );
         assert_eq!(rows.unreduced_axes(), [""; 0]);
         let error = |axes: &[&str]| rows.unreduced(axes).unwrap_err().to_string();
         let found = error(&["z"]);
@@ -402,13 +475,19 @@ mod tests {
             "axis `z` cannot be unreduced: the mesh is {a:2, b:2, c:1} devices [0, 1, 2, 3]"
         );
         assert_eq!(error(&["b", "b"]), "axis `b` is unreduced twice");
-        assert_eq!(error(&["a"]), "axis `a` cannot be unreduced: P(a) divides dimension 0 over it");
+        assert_eq!(
+            error(&["a"]),
+            "axis `a` cannot be unreduced: P(a) divides dimension 0 over it"
+        );
         let single = Sharding::single_device(DeviceId(3));
         assert_eq!(
             single.unreduced(&["x"]).unwrap_err().to_string(),
             "axis `x` cannot be unreduced: device 3 has no mesh"
         );
-        assert_eq!((single.unreduced(&[]), single.reduced()), (Ok(single.clone()), single));
+        assert_eq!(
+            (single.unreduced(&[]), single.reduced()),
+            (Ok(single.clone()), single)
+        );
     }
 
     #[test]
@@ -417,7 +496,10 @@ mod tests {
         assert_eq!(sharding.check_devices(&Topology::even(2, 2)), Ok(()));
         assert_eq!(
             sharding.check_devices(&Topology::even(3, 1)),
-            Err(ShardingError::UnknownDevice { device: DeviceId(3), devices: 3 })
+            Err(ShardingError::UnknownDevice {
+                device: DeviceId(3),
+                devices: 3
+            })
         );
     }
 }

@@ -11,10 +11,17 @@ pub(super) fn layout(mesh: &Mesh, spec: &Spec, shape: &[usize]) -> Result<Layout
     let fully_replicated = dims.iter().all(|dim| dim.parts == 1);
     let region = |place: usize| {
         let coordinates = mesh.coordinates(place);
-        dims.iter().map(|dim| dim.part(mesh, &coordinates)).collect::<Region>()
+        dims.iter()
+            .map(|dim| dim.part(mesh, &coordinates))
+            .collect::<Region>()
     };
     let regions = (0..mesh.devices().len()).map(region).collect();
-    Ok(Layout::new(shape, mesh.devices().to_vec(), regions, fully_replicated))
+    Ok(Layout::new(
+        shape,
+        mesh.devices().to_vec(),
+        regions,
+        fully_replicated,
+    ))
 }
 
 /// Returns the axes in the order of the mesh. Fails if an axis is unknown, comes twice, or divides
@@ -33,7 +40,9 @@ pub(super) fn unreduced(
             });
         };
         if std::mem::replace(&mut chosen[index], true) {
-            return Err(ShardingError::UnreducedTwice { axis: (*axis).to_owned() });
+            return Err(ShardingError::UnreducedTwice {
+                axis: (*axis).to_owned(),
+            });
         }
         let divides = |entry: &SpecEntry| entry.axes().iter().any(|used| used == axis);
         if let Some(dim) = spec.entries().iter().position(divides) {
@@ -42,16 +51,24 @@ pub(super) fn unreduced(
         }
     }
     let names = mesh.axis_names().iter().zip(chosen);
-    Ok(names.filter(|(_, chosen)| *chosen).map(|(name, _)| name.clone()).collect())
+    Ok(names
+        .filter(|(_, chosen)| *chosen)
+        .map(|(name, _)| name.clone())
+        .collect())
 }
 
 /// Returns the index of the partial sum that each device holds, in the mesh's row-major order. The
 /// index combines the device's coordinates along the axes, major to minor in the order given.
 pub(super) fn terms(mesh: &Mesh, unreduced: &[String]) -> Vec<usize> {
-    let axes: Vec<usize> = unreduced.iter().filter_map(|axis| mesh.axis_index(axis)).collect();
+    let axes: Vec<usize> = unreduced
+        .iter()
+        .filter_map(|axis| mesh.axis_index(axis))
+        .collect();
     let term = |place: usize| {
         let coordinates = mesh.coordinates(place);
-        axes.iter().fold(0, |term, axis| term * mesh.shape()[*axis] + coordinates[*axis])
+        axes.iter().fold(0, |term, axis| {
+            term * mesh.shape()[*axis] + coordinates[*axis]
+        })
     };
     (0..mesh.devices().len()).map(term).collect()
 }
@@ -69,8 +86,9 @@ impl Divided {
     /// Returns the half-open (start, end) of the part that the device at these mesh coordinates
     /// holds.
     fn part(&self, mesh: &Mesh, coordinates: &[usize]) -> (usize, usize) {
-        let part =
-            self.axes.iter().fold(0, |part, axis| part * mesh.shape()[*axis] + coordinates[*axis]);
+        let part = self.axes.iter().fold(0, |part, axis| {
+            part * mesh.shape()[*axis] + coordinates[*axis]
+        });
         (part * self.size, (part + 1) * self.size)
     }
 }
@@ -83,18 +101,31 @@ fn divide(mesh: &Mesh, spec: &Spec, shape: &[usize]) -> Result<Vec<Divided>, Sha
         for axis in entry.axes() {
             let Some(index) = mesh.axis_index(axis) else {
                 let (axis, spec, mesh) = (axis.clone(), spec.clone(), mesh.clone());
-                return Err(ShardingError::UnknownAxis { dim, axis, spec, mesh });
+                return Err(ShardingError::UnknownAxis {
+                    dim,
+                    axis,
+                    spec,
+                    mesh,
+                });
             };
             if let Some(first) = used_by[index].replace(dim) {
                 let (axis, spec) = (axis.clone(), spec.clone());
-                return Err(ShardingError::AxisUsedTwice { axis, first, second: dim, spec });
+                return Err(ShardingError::AxisUsedTwice {
+                    axis,
+                    first,
+                    second: dim,
+                    spec,
+                });
             }
             axes.push(index);
         }
         by_entry.push(axes);
     }
     if by_entry.len() > shape.len() {
-        return Err(ShardingError::SpecTooLong { spec: spec.clone(), shape: shape.to_vec() });
+        return Err(ShardingError::SpecTooLong {
+            spec: spec.clone(),
+            shape: shape.to_vec(),
+        });
     }
     by_entry.resize(shape.len(), Vec::new());
     let divided = |(dim, axes): (usize, Vec<usize>)| {
@@ -102,16 +133,29 @@ fn divide(mesh: &Mesh, spec: &Spec, shape: &[usize]) -> Result<Vec<Divided>, Sha
         let parts: usize = axes.iter().map(|axis| mesh.shape()[*axis]).product();
         if !shape[dim].is_multiple_of(parts) {
             let (axes, shape, spec) = (axes_text(mesh, &axes), shape.to_vec(), spec.clone());
-            return Err(ShardingError::NotDivisible { dim, axes, parts, shape, spec });
+            return Err(ShardingError::NotDivisible {
+                dim,
+                axes,
+                parts,
+                shape,
+                spec,
+            });
         }
-        Ok(Divided { size: shape[dim] / parts, axes, parts })
+        Ok(Divided {
+            size: shape[dim] / parts,
+            axes,
+            parts,
+        })
     };
     by_entry.into_iter().enumerate().map(divided).collect()
 }
 
 fn axes_text(mesh: &Mesh, axes: &[usize]) -> String {
     let axis = |axis: &usize| format!("{}:{}", mesh.axis_names()[*axis], mesh.shape()[*axis]);
-    format!("{{{}}}", axes.iter().map(axis).collect::<Vec<_>>().join(", "))
+    format!(
+        "{{{}}}",
+        axes.iter().map(axis).collect::<Vec<_>>().join(", ")
+    )
 }
 
 #[cfg(test)]
@@ -132,7 +176,11 @@ mod tests {
     fn tuples_of_axes_are_major_to_minor() {
         let starts = |spec: Spec| {
             let layout = layout(&mesh(), &spec, &[12]).unwrap();
-            layout.regions().iter().map(|region| region.range(0).start).collect::<Vec<_>>()
+            layout
+                .regions()
+                .iter()
+                .map(|region| region.range(0).start)
+                .collect::<Vec<_>>()
         };
         assert_eq!(starts(spec![("a", "b")]), [0, 2, 4, 6, 8, 10]);
         assert_eq!(starts(spec![("b", "a")]), [0, 4, 8, 2, 6, 10]);
@@ -163,7 +211,11 @@ mod tests {
         );
         assert!(matches!(
             error(spec![("b", "b")], &[9]),
-            ShardingError::AxisUsedTwice { first: 0, second: 0, .. }
+            ShardingError::AxisUsedTwice {
+                first: 0,
+                second: 0,
+                ..
+            }
         ));
         assert_eq!(
             error(spec!["a", None], &[4]).to_string(),
@@ -183,6 +235,9 @@ mod tests {
             ),
             "no size fits behind it"
         );
-        assert!(layout(&mesh(), &spec!["b"], &[0, 5]).is_ok(), "nothing divides evenly");
+        assert!(
+            layout(&mesh(), &spec!["b"], &[0, 5]).is_ok(),
+            "nothing divides evenly"
+        );
     }
 }

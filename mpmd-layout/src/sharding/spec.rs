@@ -147,17 +147,32 @@ mod tests {
     #[test]
     fn every_way_to_write_an_entry() {
         let owned = String::from("c");
-        let spec =
-            spec![None, "model", ("a", "b"), &owned, Some("d"), ("e",), Vec::<String>::new()];
+        let spec = spec![
+            None,
+            "model",
+            ("a", "b"),
+            &owned,
+            Some("d"),
+            ("e",),
+            Vec::<String>::new()
+        ];
         assert_eq!(spec.to_string(), "P(None, model, (a, b), c, d, e, None)");
-        assert_eq!(spec![("a", String::from("b"), "c", "d"),].entries()[0].axes().len(), 4);
+        assert_eq!(
+            spec![("a", String::from("b"), "c", "d"),].entries()[0]
+                .axes()
+                .len(),
+            4
+        );
         assert_eq!(spec![].entries(), []);
     }
 
     #[test]
     fn lists_of_one_axis_are_that_axis() {
         let one = SpecEntry::Axes(vec!["x".into()]);
-        assert_eq!(Spec::new(vec![one, SpecEntry::Axes(vec![])]), spec!["x", None]);
+        assert_eq!(
+            Spec::new(vec![one, SpecEntry::Axes(vec![])]),
+            spec!["x", None]
+        );
         assert_ne!(spec!["x", None], spec!["x"], "specs, not layouts");
     }
 }

@@ -82,7 +82,9 @@ impl Topology {
     /// True if the GPU of at least one device of the process is known.
     #[doc(hidden)]
     pub fn knows_gpus_of(&self, process: ProcessId) -> bool {
-        self.devices_of(process).iter().any(|device| self.inner.gpus.contains_key(device))
+        self.devices_of(process)
+            .iter()
+            .any(|device| self.inner.gpus.contains_key(device))
     }
 
     /// True if these devices can run collectives by NCCL: it is chosen, and they are two or more
@@ -94,13 +96,17 @@ impl Topology {
             return false;
         }
         // NCCL refuses two ranks on one GPU.
-        let mut gpus: Vec<_> =
-            devices.iter().filter_map(|device| self.inner.gpus.get(device)).collect();
+        let mut gpus: Vec<_> = devices
+            .iter()
+            .filter_map(|device| self.inner.gpus.get(device))
+            .collect();
         let known = gpus.len();
         gpus.sort_unstable();
         gpus.dedup();
         gpus.len() == known
-            && devices.iter().all(|device| self.kind_of(*device) == Some(DeviceKind::Cuda))
+            && devices
+                .iter()
+                .all(|device| self.kind_of(*device) == Some(DeviceKind::Cuda))
     }
 }
 
@@ -124,7 +130,10 @@ mod tests {
         let job = Topology::even(3, 2).of_kinds(&[Cuda, Cuda, Cpu]).unwrap();
         assert!(!job.are_joined(&ids(&[0, 1])), "nobody asked for it");
         let job = job.with_cuda_collectives(CudaCollectives::Nccl);
-        assert!(job.are_joined(&ids(&[0, 1, 2, 3])), "nothing is known of them");
+        assert!(
+            job.are_joined(&ids(&[0, 1, 2, 3])),
+            "nothing is known of them"
+        );
         assert!(!job.are_joined(&ids(&[0])) && !job.are_joined(&ids(&[3, 4])));
         let gpu = |number: u8| [number; 16];
         let job = job.with_gpus_of(ProcessId(0), &[gpu(0), gpu(1)]);

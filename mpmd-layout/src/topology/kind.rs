@@ -39,7 +39,9 @@ impl DeviceKind {
     /// Parses the device kinds of a job: one kind for all processes, or one for each process,
     /// separated by commas. Returns `None` if a name is not a kind.
     pub fn list(text: &str) -> Option<Vec<Self>> {
-        text.split(',').map(|name| Self::named(name.trim())).collect()
+        text.split(',')
+            .map(|name| Self::named(name.trim()))
+            .collect()
     }
 }
 
@@ -65,7 +67,10 @@ mod tests {
     fn lists_are_of_kinds_and_nothing_else() {
         use DeviceKind::{Cpu, Cuda};
         assert_eq!(DeviceKind::list("cuda"), Some(vec![Cuda]));
-        assert_eq!(DeviceKind::list("cpu, cuda,cuda"), Some(vec![Cpu, Cuda, Cuda]));
+        assert_eq!(
+            DeviceKind::list("cpu, cuda,cuda"),
+            Some(vec![Cpu, Cuda, Cuda])
+        );
         for wrong in ["", "gpu", "CUDA", "cpu,", "cpu;cuda"] {
             assert_eq!(DeviceKind::list(wrong), None, "{wrong}");
         }

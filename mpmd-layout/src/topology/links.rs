@@ -45,7 +45,12 @@ pub struct Links {
 
 impl LinkClass {
     /// All classes, nearest first.
-    pub const ALL: [Self; 4] = [Self::SameDevice, Self::SameProcess, Self::SameHost, Self::Network];
+    pub const ALL: [Self; 4] = [
+        Self::SameDevice,
+        Self::SameProcess,
+        Self::SameHost,
+        Self::Network,
+    ];
 
     /// Returns the class's name in JSON: `same_device`, `same_process`, `same_host` or `network`.
     pub fn name(self) -> &'static str {
@@ -69,7 +74,8 @@ impl Link {
     /// bytes. Saturates at `u64::MAX`.
     pub fn nanos(&self, bytes: u64) -> u64 {
         let moving = u128::from(bytes) * 1000 / u128::from(self.bytes_per_us.max(1));
-        self.latency_ns.saturating_add(u64::try_from(moving).unwrap_or(u64::MAX))
+        self.latency_ns
+            .saturating_add(u64::try_from(moving).unwrap_or(u64::MAX))
     }
 }
 
@@ -90,10 +96,22 @@ impl Links {
 impl Default for Links {
     fn default() -> Self {
         Self {
-            same_device: Link { latency_ns: 500, bytes_per_us: 8_000 },
-            same_process: Link { latency_ns: 2_000, bytes_per_us: 8_000 },
-            same_host: Link { latency_ns: 25_000, bytes_per_us: 4_000 },
-            network: Link { latency_ns: 50_000, bytes_per_us: 1_200 },
+            same_device: Link {
+                latency_ns: 500,
+                bytes_per_us: 8_000,
+            },
+            same_process: Link {
+                latency_ns: 2_000,
+                bytes_per_us: 8_000,
+            },
+            same_host: Link {
+                latency_ns: 25_000,
+                bytes_per_us: 4_000,
+            },
+            network: Link {
+                latency_ns: 50_000,
+                bytes_per_us: 1_200,
+            },
         }
     }
 }
@@ -104,13 +122,21 @@ mod tests {
 
     #[test]
     fn a_message_costs_its_latency_and_its_bytes() {
-        let link = Link { latency_ns: 100, bytes_per_us: 1_000 };
+        let link = Link {
+            latency_ns: 100,
+            bytes_per_us: 1_000,
+        };
         assert_eq!(
             (link.nanos(0), link.nanos(5), link.nanos(1 << 20)),
             (100, 105, 100 + (1 << 20))
         );
         assert!(
-            Link { latency_ns: 0, bytes_per_us: 0 }.nanos(u64::MAX) > 0,
+            Link {
+                latency_ns: 0,
+                bytes_per_us: 0
+            }
+            .nanos(u64::MAX)
+                > 0,
             "no division by nothing"
         );
     }
@@ -121,8 +147,16 @@ mod tests {
             assert_eq!(serde_json::to_value(class).unwrap(), class.name());
         }
         let links = serde_json::to_value(Links::default()).unwrap();
-        let mut names: Vec<_> = links.as_object().unwrap().keys().map(String::as_str).collect();
+        let mut names: Vec<_> = links
+            .as_object()
+            .unwrap()
+            .keys()
+            .map(String::as_str)
+            .collect();
         names.sort_unstable();
-        assert_eq!(names, ["network", "same_device", "same_host", "same_process"]);
+        assert_eq!(
+            names,
+            ["network", "same_device", "same_host", "same_process"]
+        );
     }
 }

@@ -50,21 +50,36 @@ impl Mesh {
     ) -> Result<Self, MeshError> {
         let names: Vec<String> = axes.iter().map(|(name, _)| (*name).to_owned()).collect();
         // A size that does not fit is too large for any number of devices.
-        let sizes: Vec<isize> =
-            axes.iter().map(|(_, size)| (*size).try_into().unwrap_or(isize::MAX)).collect();
+        let sizes: Vec<isize> = axes
+            .iter()
+            .map(|(_, size)| (*size).try_into().unwrap_or(isize::MAX))
+            .collect();
         let shape = shape(&names, &sizes, devices.len())?;
         let text = || axes_text(&names, &shape);
         for (i, (name, size)) in names.iter().zip(&shape).enumerate() {
             if name.is_empty() || *size == 0 {
-                return Err(MeshError::EmptyAxis { axis: name.clone(), size: *size, mesh: text() });
+                return Err(MeshError::EmptyAxis {
+                    axis: name.clone(),
+                    size: *size,
+                    mesh: text(),
+                });
             }
             if names[..i].contains(name) {
-                return Err(MeshError::DuplicateAxis { axis: name.clone(), mesh: text() });
+                return Err(MeshError::DuplicateAxis {
+                    axis: name.clone(),
+                    mesh: text(),
+                });
             }
         }
-        let expected = shape.iter().fold(1usize, |product, size| product.saturating_mul(*size));
+        let expected = shape
+            .iter()
+            .fold(1usize, |product, size| product.saturating_mul(*size));
         if expected != devices.len() {
-            return Err(MeshError::DeviceCount { mesh: text(), expected, found: devices.len() });
+            return Err(MeshError::DeviceCount {
+                mesh: text(),
+                expected,
+                found: devices.len(),
+            });
         }
         let mut places: Vec<_> = devices.iter().copied().zip(0..).collect();
         places.sort_unstable();
@@ -151,7 +166,12 @@ impl Mesh {
             let (mut names, mut shape) = (piece.inner.names.clone(), piece.inner.shape.clone());
             names.remove(index);
             shape.remove(index);
-            Self::of_parts(names, shape, piece.inner.devices.clone(), piece.inner.places.clone())
+            Self::of_parts(
+                names,
+                shape,
+                piece.inner.devices.clone(),
+                piece.inner.places.clone(),
+            )
         };
         Ok((0..self.inner.shape[index]).map(piece).collect())
     }
@@ -182,7 +202,10 @@ impl Mesh {
     /// If the mesh has no such axis or device.
     pub fn group_of(&self, device: DeviceId, axis: &str) -> Result<Vec<DeviceId>, MeshError> {
         let index = self.axis(axis)?;
-        let unknown = || MeshError::UnknownDevice { device, within: format!("mesh {self}") };
+        let unknown = || MeshError::UnknownDevice {
+            device,
+            within: format!("mesh {self}"),
+        };
         let place = self.place(device).ok_or_else(unknown)?;
         Ok(self.group_at(index, place))
     }
@@ -199,13 +222,20 @@ impl Mesh {
     }
 
     fn axis(&self, axis: &str) -> Result<usize, MeshError> {
-        let unknown = || MeshError::UnknownAxis { axis: axis.to_owned(), mesh: self.to_string() };
+        let unknown = || MeshError::UnknownAxis {
+            axis: axis.to_owned(),
+            mesh: self.to_string(),
+        };
         self.axis_index(axis).ok_or_else(unknown)
     }
 
     #[doc(hidden)]
     pub fn place(&self, device: DeviceId) -> Option<usize> {
-        let at = self.inner.places.binary_search_by_key(&device, |(device, _)| *device).ok()?;
+        let at = self
+            .inner
+            .places
+            .binary_search_by_key(&device, |(device, _)| *device)
+            .ok()?;
         Some(self.inner.places[at].1)
     }
 
@@ -218,7 +248,9 @@ impl Mesh {
     fn group_at(&self, index: usize, place: usize) -> Vec<DeviceId> {
         let (size, stride) = (self.inner.shape[index], self.stride(index));
         let first = place - place / stride % size * stride;
-        (0..size).map(|i| self.inner.devices[first + i * stride]).collect()
+        (0..size)
+            .map(|i| self.inner.devices[first + i * stride])
+            .collect()
     }
 
     fn part(&self, index: usize, range: Range<usize>) -> Self {
@@ -276,9 +308,14 @@ const RUNS_SHOWN: usize = 8;
 impl fmt::Display for DeviceList<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.0.len() <= LISTED {
-            return f.debug_list().entries(self.0.iter().map(|device| device.0)).finish();
+            return f
+                .debug_list()
+                .entries(self.0.iter().map(|device| device.0))
+                .finish();
         }
-        let runs = self.0.chunk_by(|before, device| before.0.checked_add(1) == Some(device.0));
+        let runs = self
+            .0
+            .chunk_by(|before, device| before.0.checked_add(1) == Some(device.0));
         let mut shown = 0;
         for (i, run) in runs.take(RUNS_SHOWN).enumerate() {
             write!(f, "{}{}", if i == 0 { "[" } else { ", " }, run[0].0)?;
@@ -309,12 +346,19 @@ fn shape(names: &[String], sizes: &[isize], devices: usize) -> Result<Vec<usize>
         let size = |size: &isize| if *size < 0 { left } else { size.unsigned_abs() };
         return Ok(sizes.iter().map(size).collect());
     };
-    Err(MeshError::Rest { axis: names[at].clone(), mesh: axes_text(names, sizes), devices })
+    Err(MeshError::Rest {
+        axis: names[at].clone(),
+        mesh: axes_text(names, sizes),
+        devices,
+    })
 }
 
 fn axes_text(names: &[String], shape: &[impl fmt::Display]) -> String {
-    let axes: Vec<String> =
-        names.iter().zip(shape).map(|(name, size)| format!("{name}:{size}")).collect();
+    let axes: Vec<String> = names
+        .iter()
+        .zip(shape)
+        .map(|(name, size)| format!("{name}:{size}"))
+        .collect();
     format!("{{{}}}", axes.join(", "))
 }
 
@@ -334,7 +378,10 @@ mod tests {
     #[test]
     fn axes_are_row_major() {
         let mesh = Mesh::new(&[("stage", 2), ("model", 3)], ids(&[5, 4, 3, 2, 1, 0])).unwrap();
-        assert_eq!(mesh.to_string(), "{stage:2, model:3} devices [5, 4, 3, 2, 1, 0]");
+        assert_eq!(
+            mesh.to_string(),
+            "{stage:2, model:3} devices [5, 4, 3, 2, 1, 0]"
+        );
         assert_eq!(format!("{mesh:?}"), format!("Mesh({mesh})"));
         assert_eq!(mesh.position(DeviceId(3)), Some(vec![0, 2]));
         assert_eq!(mesh.position(DeviceId(1)), Some(vec![1, 1]));
@@ -345,7 +392,10 @@ mod tests {
     #[test]
     fn splitting_removes_the_axis_unless_it_is_the_only_one() {
         let stages = mesh(&[("stage", 2), ("model", 2)]).split("stage").unwrap();
-        assert_eq!(stages, [0, 2].map(|i| Mesh::new(&[("model", 2)], ids(&[i, i + 1])).unwrap()));
+        assert_eq!(
+            stages,
+            [0, 2].map(|i| Mesh::new(&[("model", 2)], ids(&[i, i + 1])).unwrap())
+        );
         let inner = mesh(&[("stage", 2), ("model", 2)]).split("model").unwrap();
         assert_eq!(inner[1], Mesh::new(&[("stage", 2)], ids(&[1, 3])).unwrap());
         let single = mesh(&[("stage", 2)]).split("stage").unwrap();
@@ -356,8 +406,14 @@ mod tests {
     #[test]
     fn slices_keep_the_axis() {
         let part = mesh(&[("x", 4), ("y", 2)]).slice("x", 1..3).unwrap();
-        assert_eq!(part, Mesh::new(&[("x", 2), ("y", 2)], ids(&[2, 3, 4, 5])).unwrap());
-        assert!(matches!(mesh(&[("x", 4)]).slice("x", 2..5), Err(MeshError::Range { end: 5, .. })));
+        assert_eq!(
+            part,
+            Mesh::new(&[("x", 2), ("y", 2)], ids(&[2, 3, 4, 5])).unwrap()
+        );
+        assert!(matches!(
+            mesh(&[("x", 4)]).slice("x", 2..5),
+            Err(MeshError::Range { end: 5, .. })
+        ));
         assert!(mesh(&[("x", 4)]).slice("x", 2..2).is_err());
     }
 
@@ -366,7 +422,10 @@ mod tests {
         let mesh = mesh(&[("a", 2), ("b", 3), ("c", 2)]);
         assert_eq!(mesh.group_of(DeviceId(7), "b").unwrap(), ids(&[7, 9, 11]));
         assert_eq!(mesh.group_of(DeviceId(7), "a").unwrap(), ids(&[1, 7]));
-        assert!(matches!(mesh.group_of(DeviceId(12), "a"), Err(MeshError::UnknownDevice { .. })));
+        assert!(matches!(
+            mesh.group_of(DeviceId(12), "a"),
+            Err(MeshError::UnknownDevice { .. })
+        ));
         let wrong = mesh.group_of(DeviceId(7), "d");
         assert!(matches!(wrong, Err(MeshError::UnknownAxis { .. })));
     }
@@ -375,7 +434,11 @@ mod tests {
     fn fingerprints_and_equality_go_by_value() {
         let (a, b) = (mesh(&[("x", 2), ("y", 2)]), mesh(&[("x", 2), ("y", 2)]));
         assert!(a == b && a.fingerprint() == b.fingerprint());
-        for other in [mesh(&[("y", 2), ("x", 2)]), mesh(&[("x", 4)]), mesh(&[("x", 4), ("y", 1)])] {
+        for other in [
+            mesh(&[("y", 2), ("x", 2)]),
+            mesh(&[("x", 4)]),
+            mesh(&[("x", 4), ("y", 1)]),
+        ] {
             assert!(a != other && a.fingerprint() != other.fingerprint());
         }
     }
@@ -396,13 +459,30 @@ mod tests {
         let new =
             |axes: &[(&str, usize)], devices: &[u32]| Mesh::new(axes, ids(devices)).unwrap_err();
         let error = new(&[("x", 2), ("y", 2)], &[0, 1, 2]);
-        assert_eq!(error.to_string(), "a mesh {x:2, y:2} takes 4 devices, found 3");
-        assert!(matches!(new(&[("x", 1), ("x", 1)], &[0]), MeshError::DuplicateAxis { .. }));
+        assert_eq!(
+            error.to_string(),
+            "a mesh {x:2, y:2} takes 4 devices, found 3"
+        );
+        assert!(matches!(
+            new(&[("x", 1), ("x", 1)], &[0]),
+            MeshError::DuplicateAxis { .. }
+        ));
         assert!(matches!(new(&[("", 1)], &[0]), MeshError::EmptyAxis { .. }));
         assert!(matches!(new(&[("x", 0)], &[]), MeshError::EmptyAxis { .. }));
-        assert_eq!(new(&[("x", 2)], &[3, 3]), MeshError::DuplicateDevice { device: DeviceId(3) });
-        assert!(matches!(new(&[("x", usize::MAX), ("y", 2)], &[0]), MeshError::DeviceCount { .. }));
-        assert!(Mesh::new::<usize>(&[], ids(&[0])).is_ok(), "no axes, one device");
+        assert_eq!(
+            new(&[("x", 2)], &[3, 3]),
+            MeshError::DuplicateDevice {
+                device: DeviceId(3)
+            }
+        );
+        assert!(matches!(
+            new(&[("x", usize::MAX), ("y", 2)], &[0]),
+            MeshError::DeviceCount { .. }
+        ));
+        assert!(
+            Mesh::new::<usize>(&[], ids(&[0])).is_ok(),
+            "no axes, one device"
+        );
     }
 
     #[test]
@@ -426,8 +506,14 @@ mod tests {
             (&[("a", -1), ("b", 0)], 4),
             (&[("a", -1), ("b", 8)], 4),
         ] {
-            assert!(error(axes, devices).contains("cannot be what is left"), "{axes:?}");
+            assert!(
+                error(axes, devices).contains("cannot be what is left"),
+                "{axes:?}"
+            );
         }
-        assert!(matches!(new(&[("a", -1)], 0), Err(MeshError::EmptyAxis { .. })));
+        assert!(matches!(
+            new(&[("a", -1)], 0),
+            Err(MeshError::EmptyAxis { .. })
+        ));
     }
 }

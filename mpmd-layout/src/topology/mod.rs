@@ -174,7 +174,11 @@ impl Topology {
     ///
     /// If a device is listed twice.
     pub fn new(devices: Vec<Device>) -> Result<Self, MeshError> {
-        let processes = devices.iter().map(|device| device.process.index() + 1).max().unwrap_or(0);
+        let processes = devices
+            .iter()
+            .map(|device| device.process.index() + 1)
+            .max()
+            .unwrap_or(0);
         Self::with_processes(processes, devices)
     }
 
@@ -203,7 +207,17 @@ impl Topology {
         let ids = devices.iter().map(|device| device.id).collect();
         let hosts = vec![0; processes];
         let (links, collectives, gpus) = Default::default();
-        Ok(Self { inner: Arc::new(Inner { devices, ids, owned, hosts, links, collectives, gpus }) })
+        Ok(Self {
+            inner: Arc::new(Inner {
+                devices,
+                ids,
+                owned,
+                hosts,
+                links,
+                collectives,
+                gpus,
+            }),
+        })
     }
 
     /// Returns a copy of the topology with process `i` on host `hosts[i]`. Equal values are the
@@ -214,7 +228,10 @@ impl Topology {
     /// If the number of hosts is not the number of processes.
     pub fn on_hosts<T: Ord>(&self, hosts: &[T]) -> Result<Self, MeshError> {
         if hosts.len() != self.processes() {
-            return Err(MeshError::HostCount { processes: self.processes(), found: hosts.len() });
+            return Err(MeshError::HostCount {
+                processes: self.processes(),
+                found: hosts.len(),
+            });
         }
         let mut numbers = BTreeMap::new();
         let number = |host| {
@@ -234,12 +251,18 @@ impl Topology {
     pub fn of_kinds(&self, kinds: &[DeviceKind]) -> Result<Self, MeshError> {
         let processes = self.processes();
         if kinds.len() != 1 && kinds.len() != processes {
-            return Err(MeshError::KindCount { processes, found: kinds.len() });
+            return Err(MeshError::KindCount {
+                processes,
+                found: kinds.len(),
+            });
         }
         Ok(self.with(|inner| {
             for device in &mut inner.devices {
                 // A single kind applies to all processes.
-                device.kind = kinds.get(device.process.index()).copied().unwrap_or(kinds[0]);
+                device.kind = kinds
+                    .get(device.process.index())
+                    .copied()
+                    .unwrap_or(kinds[0]);
             }
         }))
     }
@@ -253,7 +276,9 @@ impl Topology {
     fn with(&self, change: impl FnOnce(&mut Inner)) -> Self {
         let mut inner = (*self.inner).clone();
         change(&mut inner);
-        Self { inner: Arc::new(inner) }
+        Self {
+            inner: Arc::new(inner),
+        }
     }
 
     /// Creates a job of `processes` processes on one host, each with `devices_per_process` CPU
@@ -287,10 +312,18 @@ impl Topology {
     ///
     /// If there would be more than `u32::MAX` devices or processes.
     pub fn with_devices(counts: &[usize]) -> Self {
-        let all = counts.iter().try_fold(0usize, |all, count| all.checked_add(*count));
+        let all = counts
+            .iter()
+            .try_fold(0usize, |all, count| all.checked_add(*count));
         let all = all.and_then(|all| u32::try_from(all.max(counts.len())).ok());
-        assert!(all.is_some(), "{} processes or their devices are too many", counts.len());
-        let owners = (0u32..).zip(counts).flat_map(|(p, count)| std::iter::repeat_n(p, *count));
+        assert!(
+            all.is_some(),
+            "{} processes or their devices are too many",
+            counts.len()
+        );
+        let owners = (0u32..)
+            .zip(counts)
+            .flat_map(|(p, count)| std::iter::repeat_n(p, *count));
         let device = |(id, process): (u32, u32)| Device {
             id: DeviceId(id),
             process: ProcessId(process),
@@ -318,7 +351,11 @@ impl Topology {
     /// Returns the device with that id, or `None` if the job has no such device.
     pub fn device(&self, device: DeviceId) -> Option<&Device> {
         // Ids are almost always 0, 1, 2…
-        let guess = self.inner.devices.get(device.0 as usize).filter(|found| found.id == device);
+        let guess = self
+            .inner
+            .devices
+            .get(device.0 as usize)
+            .filter(|found| found.id == device);
         guess.or_else(|| {
             let at = self.inner.ids.binary_search(&device).ok()?;
             self.inner.devices.get(at)
@@ -344,12 +381,17 @@ impl Topology {
 
     /// True if a process owns at least one device of this kind.
     pub fn has_kind(&self, process: ProcessId, kind: DeviceKind) -> bool {
-        self.devices_of(process).iter().any(|device| self.kind_of(*device) == Some(kind))
+        self.devices_of(process)
+            .iter()
+            .any(|device| self.kind_of(*device) == Some(kind))
     }
 
     /// Returns the ids of a process's devices, ascending; none for an unknown process.
     pub fn devices_of(&self, process: ProcessId) -> &[DeviceId] {
-        self.inner.owned.get(process.index()).map_or(&[], Vec::as_slice)
+        self.inner
+            .owned
+            .get(process.index())
+            .map_or(&[], Vec::as_slice)
     }
 
     /// Returns the number of devices of each process.
@@ -371,15 +413,25 @@ impl Topology {
     /// Returns a number that is the same for equal topologies, on every process and in every run.
     #[doc(hidden)]
     pub fn fingerprint(&self) -> u64 {
-        let Inner { devices, hosts, links, .. } = &*self.inner;
+        let Inner {
+            devices,
+            hosts,
+            links,
+            ..
+        } = &*self.inner;
         let mut fingerprint = Fingerprint::new("topology");
         fingerprint.words(
-            devices.iter().map(|device| u64::from(device.id.0) << 32 | u64::from(device.process.0)),
+            devices
+                .iter()
+                .map(|device| u64::from(device.id.0) << 32 | u64::from(device.process.0)),
         );
         fingerprint.words(devices.iter().map(|device| device.kind as u64));
         fingerprint.words(hosts.iter().map(|host| u64::from(*host)));
         for class in LinkClass::ALL {
-            let Link { latency_ns, bytes_per_us } = links.of(class);
+            let Link {
+                latency_ns,
+                bytes_per_us,
+            } = links.of(class);
             fingerprint.word(latency_ns);
             fingerprint.word(bytes_per_us);
         }
@@ -406,14 +458,21 @@ mod tests {
     use super::*;
 
     fn cpu(id: u32, process: u32) -> Device {
-        Device { id: DeviceId(id), process: ProcessId(process), kind: DeviceKind::Cpu }
+        Device {
+            id: DeviceId(id),
+            process: ProcessId(process),
+            kind: DeviceKind::Cpu,
+        }
     }
 
     #[test]
     fn even_topologies_give_each_process_its_run_of_devices() {
         let topology = Topology::even(3, 2);
         assert_eq!(topology.processes(), 3);
-        assert_eq!(topology.devices_of(ProcessId(1)), [DeviceId(2), DeviceId(3)]);
+        assert_eq!(
+            topology.devices_of(ProcessId(1)),
+            [DeviceId(2), DeviceId(3)]
+        );
         assert_eq!(topology.process_of(DeviceId(5)), Some(ProcessId(2)));
         assert_eq!(topology.process_of(DeviceId(6)), None);
         assert!(topology.devices_of(ProcessId(9)).is_empty());
@@ -423,16 +482,26 @@ mod tests {
     #[test]
     fn numbers_need_not_be_dense_nor_sorted() {
         let topology = Topology::new(vec![cpu(7, 1), cpu(0, 1), cpu(3, 0)]).unwrap();
-        assert_eq!(topology.device_ids(), [DeviceId(0), DeviceId(3), DeviceId(7)]);
-        assert_eq!(topology.devices_of(ProcessId(1)), [DeviceId(0), DeviceId(7)]);
+        assert_eq!(
+            topology.device_ids(),
+            [DeviceId(0), DeviceId(3), DeviceId(7)]
+        );
+        assert_eq!(
+            topology.devices_of(ProcessId(1)),
+            [DeviceId(0), DeviceId(7)]
+        );
         assert_eq!(topology.process_of(DeviceId(3)), Some(ProcessId(0)));
         assert_eq!(topology.process_of(DeviceId(1)), None);
     }
 
     #[test]
     fn hosts_are_numbered_as_they_come() {
-        let topology = Topology::even(4, 2).on_hosts(&["b", "a", "b", "c"]).unwrap();
-        let hosts: Vec<u32> = (0..4).map(|process| topology.host_of(ProcessId(process))).collect();
+        let topology = Topology::even(4, 2)
+            .on_hosts(&["b", "a", "b", "c"])
+            .unwrap();
+        let hosts: Vec<u32> = (0..4)
+            .map(|process| topology.host_of(ProcessId(process)))
+            .collect();
         assert_eq!(hosts, [0, 1, 0, 2]);
         let class = |a, b| topology.link_between(DeviceId(a), DeviceId(b));
         assert_eq!(class(0, 0), Some(LinkClass::SameDevice));
@@ -452,7 +521,9 @@ mod tests {
         use DeviceKind::{Cpu, Cuda};
         let topology = Topology::even(3, 2);
         let kinds = |topology: &Topology| {
-            (0..6).map(|id| topology.kind_of(DeviceId(id))).collect::<Vec<_>>()
+            (0..6)
+                .map(|id| topology.kind_of(DeviceId(id)))
+                .collect::<Vec<_>>()
         };
         assert_eq!(kinds(&topology), [Some(Cpu); 6]);
         assert_eq!(kinds(&topology.of_kinds(&[Cuda]).unwrap()), [Some(Cuda); 6]);
@@ -464,20 +535,31 @@ mod tests {
             let processes = 3;
             assert_eq!(
                 topology.of_kinds(wrong),
-                Err(MeshError::KindCount { processes, found: wrong.len() })
+                Err(MeshError::KindCount {
+                    processes,
+                    found: wrong.len()
+                })
             );
         }
         assert_ne!(mixed.fingerprint(), topology.fingerprint());
-        assert_ne!(mixed.fingerprint(), topology.of_kinds(&[Cuda]).unwrap().fingerprint());
+        assert_ne!(
+            mixed.fingerprint(),
+            topology.of_kinds(&[Cuda]).unwrap().fingerprint()
+        );
     }
 
     #[test]
     fn duplicates_and_unknown_owners_are_refused() {
         assert_eq!(
             Topology::new(vec![cpu(1, 0), cpu(1, 1)]),
-            Err(MeshError::DuplicateDevice { device: DeviceId(1) })
+            Err(MeshError::DuplicateDevice {
+                device: DeviceId(1)
+            })
         );
         let error = Topology::with_processes(2, vec![cpu(0, 2)]).unwrap_err();
-        assert_eq!(error.to_string(), "device 0 belongs to process 2, but the job has 2 processes");
+        assert_eq!(
+            error.to_string(),
+            "device 0 belongs to process 2, but the job has 2 processes"
+        );
     }
 }

@@ -16,7 +16,10 @@ impl Topology {
             return Vec::new();
         }
         let of = |process: ProcessId| {
-            let kinds = self.devices_of(process).iter().map(|device| self.kind_of(*device));
+            let kinds = self
+                .devices_of(process)
+                .iter()
+                .map(|device| self.kind_of(*device));
             kinds.filter(|kind| *kind == Some(DeviceKind::Cuda)).count()
         };
         let neighbours = (0..process.0)
@@ -24,7 +27,9 @@ impl Topology {
             .filter(|other| self.host_of(*other) == self.host_of(process));
         let first: usize = neighbours.map(of).sum();
         // Below `gpus`, which is a `u32`, so the cast is exact.
-        (first..first + of(process)).map(|at| (at % gpus as usize) as u32).collect()
+        (first..first + of(process))
+            .map(|at| (at % gpus as usize) as u32)
+            .collect()
     }
 }
 
@@ -57,7 +62,9 @@ mod tests {
 
     #[test]
     fn cpu_processes_take_no_gpu_and_each_host_starts_at_zero() {
-        let job = Topology::even(4, 1).of_kinds(&[Cpu, Cuda, Cuda, Cuda]).unwrap();
+        let job = Topology::even(4, 1)
+            .of_kinds(&[Cpu, Cuda, Cuda, Cuda])
+            .unwrap();
         assert_eq!(all(&job, 8), [vec![], vec![0], vec![1], vec![2]]);
         let apart = job.on_hosts(&["a", "b", "a", "b"]).unwrap();
         assert_eq!(all(&apart, 8), [vec![], vec![0], vec![0], vec![1]]);

@@ -57,7 +57,9 @@ impl<L: Leaf> Tree for Empty<L> {
 
 /// Returns true if this is the structure of a sequence with these branches.
 fn is_sequence<T: Tree>(sequence: &[T], structure: &Structure) -> bool {
-    let Structure::Node(branches) = structure else { return false };
+    let Structure::Node(branches) = structure else {
+        return false;
+    };
     let fits = |(i, (branch, (name, structure))): (usize, (&T, &(Name, Structure)))| {
         name.is_index(i) && branch.has_structure(structure)
     };
@@ -145,14 +147,20 @@ impl<T: Tree, const N: usize> Tree for [T; N] {
         self,
         f: &mut dyn FnMut(T::Leaf) -> Result<M, E>,
     ) -> Result<Self::With<M>, E> {
-        self.into_iter().map(|branch| branch.try_map(f)).collect::<Result<Vec<_>, E>>().map(array)
+        self.into_iter()
+            .map(|branch| branch.try_map(f))
+            .collect::<Result<Vec<_>, E>>()
+            .map(array)
     }
 
     fn try_map_ref<M: Leaf, E>(
         &self,
         f: &mut dyn FnMut(&T::Leaf) -> Result<M, E>,
     ) -> Result<Self::With<M>, E> {
-        self.iter().map(|branch| branch.try_map_ref(f)).collect::<Result<Vec<_>, E>>().map(array)
+        self.iter()
+            .map(|branch| branch.try_map_ref(f))
+            .collect::<Result<Vec<_>, E>>()
+            .map(array)
     }
 
     fn build(
@@ -168,7 +176,9 @@ impl<T: Tree, const N: usize> Tree for [T; N] {
 /// Converts a vector of `N` elements to an array. Panics if the vector has another length.
 fn array<T, const N: usize>(elements: Vec<T>) -> [T; N] {
     let found = elements.len();
-    elements.try_into().unwrap_or_else(|_| unreachable!("{found} elements made of {N}"))
+    elements
+        .try_into()
+        .unwrap_or_else(|_| unreachable!("{found} elements made of {N}"))
 }
 
 /// An absent option has no leaves. A present one is its content, without a step in the path.
@@ -183,7 +193,9 @@ impl<T: Tree> Tree for Option<T> {
 
     fn has_structure(&self, structure: &Structure) -> bool {
         self.as_ref()
-            .map_or(*structure == Structure::Absent, |branch| branch.has_structure(structure))
+            .map_or(*structure == Structure::Absent, |branch| {
+                branch.has_structure(structure)
+            })
     }
 
     fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a T::Leaf)) {
@@ -207,7 +219,9 @@ impl<T: Tree> Tree for Option<T> {
         &self,
         f: &mut dyn FnMut(&T::Leaf) -> Result<M, E>,
     ) -> Result<Self::With<M>, E> {
-        self.as_ref().map(|branch| branch.try_map_ref(f)).transpose()
+        self.as_ref()
+            .map(|branch| branch.try_map_ref(f))
+            .transpose()
     }
 
     fn build(
@@ -228,12 +242,15 @@ impl<T: Tree> Tree for BTreeMap<String, T> {
 
     fn structure(&self) -> Structure {
         Structure::node(
-            self.iter().map(|(key, branch)| (Name::Key(key.clone()), branch.structure())),
+            self.iter()
+                .map(|(key, branch)| (Name::Key(key.clone()), branch.structure())),
         )
     }
 
     fn has_structure(&self, structure: &Structure) -> bool {
-        let Structure::Node(branches) = structure else { return false };
+        let Structure::Node(branches) = structure else {
+            return false;
+        };
         let fits = |((key, branch), (name, structure)): ((&String, &T), &(Name, Structure))| {
             name.is(key) && branch.has_structure(structure)
         };
@@ -254,14 +271,18 @@ impl<T: Tree> Tree for BTreeMap<String, T> {
         self,
         f: &mut dyn FnMut(T::Leaf) -> Result<M, E>,
     ) -> Result<Self::With<M>, E> {
-        self.into_iter().map(|(key, branch)| Ok((key, branch.try_map(f)?))).collect()
+        self.into_iter()
+            .map(|(key, branch)| Ok((key, branch.try_map(f)?)))
+            .collect()
     }
 
     fn try_map_ref<M: Leaf, E>(
         &self,
         f: &mut dyn FnMut(&T::Leaf) -> Result<M, E>,
     ) -> Result<Self::With<M>, E> {
-        self.iter().map(|(key, branch)| Ok((key.clone(), branch.try_map_ref(f)?))).collect()
+        self.iter()
+            .map(|(key, branch)| Ok((key.clone(), branch.try_map_ref(f)?)))
+            .collect()
     }
 
     fn build(
@@ -372,7 +393,10 @@ mod tests {
         round_trip((1, vec![2, 3], [[4, 5], [6, 7]], (8,)));
         round_trip((1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12));
         round_trip(vec![Some(1), None, Some(3)]);
-        round_trip(BTreeMap::from([("b".to_owned(), vec![1]), ("a".to_owned(), vec![])]));
+        round_trip(BTreeMap::from([
+            ("b".to_owned(), vec![1]),
+            ("a".to_owned(), vec![]),
+        ]));
         round_trip(Empty::<u64>::new());
         round_trip(Some(Vec::<u64>::new()));
         round_trip(None::<Vec<u64>>);
@@ -382,7 +406,10 @@ mod tests {
     #[test]
     fn maps_need_names_and_sequences_numbers() {
         let error = BTreeMap::<String, u64>::from_leaves(&Structure::Leaf, [1]).unwrap_err();
-        assert_eq!(error.to_string(), "at the root: expected a map, found a leaf");
+        assert_eq!(
+            error.to_string(),
+            "at the root: expected a map, found a leaf"
+        );
         let named = Structure::node([(Name::Field("w"), Structure::Leaf)]);
         assert!(Vec::<u64>::from_leaves(&named, [1]).is_err());
         let map = BTreeMap::<String, u64>::from_leaves(&named, [1]).unwrap();

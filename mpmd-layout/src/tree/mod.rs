@@ -136,7 +136,9 @@ pub trait Tree: Sized {
     /// a tree that is a leaf is empty.
     fn leaves_with_paths(&self) -> Vec<(String, &Self::Leaf)> {
         let mut leaves = Vec::new();
-        self.visit(&mut Path::default(), &mut |path, leaf| leaves.push((path.to_string(), leaf)));
+        self.visit(&mut Path::default(), &mut |path, leaf| {
+            leaves.push((path.to_string(), leaf))
+        });
         leaves
     }
 
@@ -164,7 +166,9 @@ pub trait Tree: Sized {
         let tree = Self::build(structure, &mut leaves)?;
         match leaves.next() {
             None => Ok(tree),
-            Some(_) => Err(TreeError::TooManyLeaves { expected: structure.leaves() }),
+            Some(_) => Err(TreeError::TooManyLeaves {
+                expected: structure.leaves(),
+            }),
         }
     }
 }
@@ -185,7 +189,10 @@ pub enum TreeError {
         found: String,
     },
     /// A prefix does not match the structure of a tree.
-    #[error("not a prefix: at {} the tree has {expected}, the prefix {found}", place(path))]
+    #[error(
+        "not a prefix: at {} the tree has {expected}, the prefix {found}",
+        place(path)
+    )]
     Prefix {
         /// The path of the place that does not match; empty at the root.
         path: String,
@@ -226,7 +233,11 @@ impl TreeError {
 }
 
 fn place(path: &str) -> String {
-    if path.is_empty() { "the root".to_owned() } else { format!("`{path}`") }
+    if path.is_empty() {
+        "the root".to_owned()
+    } else {
+        format!("`{path}`")
+    }
 }
 
 /// Takes the place of a leaf that `into_leaves` moves out of its tree.
@@ -266,7 +277,9 @@ impl<L: Leaf> Tree for L {
         if !matches!(structure, Structure::Leaf) {
             return Err(structure.misfit(&Structure::Leaf));
         }
-        leaves.next().ok_or_else(|| TreeError::TooFewLeaves { path: String::new() })
+        leaves.next().ok_or_else(|| TreeError::TooFewLeaves {
+            path: String::new(),
+        })
     }
 }
 
@@ -274,7 +287,9 @@ macro_rules! leaves {
     ($($leaf:ty),*) => { $(impl Leaf for $leaf {})* };
 }
 
-leaves!(bool, i8, i16, i32, i64, isize, u8, u16, u32, u64, usize, f32, f64, String, &str);
+leaves!(
+    bool, i8, i16, i32, i64, isize, u8, u16, u32, u64, usize, f32, f64, String, &str
+);
 
 /// References are leaves too, so a tree of references can point into a tree that stays in place.
 impl<L: Leaf> Leaf for &L {}
@@ -316,8 +331,17 @@ mod tests {
     fn model() -> Model<u64> {
         Model {
             embed: 1,
-            blocks: vec![Linear { w: 2, bias: Some(3) }, Linear { w: 4, bias: None }],
-            extra: BTreeMap::from([("b".to_owned(), (6, [7, 8])), ("a".to_owned(), (5, [55, 56]))]),
+            blocks: vec![
+                Linear {
+                    w: 2,
+                    bias: Some(3),
+                },
+                Linear { w: 4, bias: None },
+            ],
+            extra: BTreeMap::from([
+                ("b".to_owned(), (6, [7, 8])),
+                ("a".to_owned(), (5, [55, 56])),
+            ]),
             last: Pair(9, Box2 { items: [10] }),
         }
     }
@@ -353,8 +377,11 @@ mod tests {
     fn mapping_keeps_the_structure_and_comes_back() {
         let model = model();
         assert!(model.has_structure(&model.structure()) && !model.has_structure(&Structure::Leaf));
-        let other =
-            Model { last: Pair(9, Box2 { items: [10] }), blocks: Vec::new(), ..self::model() };
+        let other = Model {
+            last: Pair(9, Box2 { items: [10] }),
+            blocks: Vec::new(),
+            ..self::model()
+        };
         assert!(
             !other.has_structure(&model.structure()) && !model.has_structure(&other.structure())
         );
@@ -378,7 +405,12 @@ mod tests {
         assert_eq!(built, model);
         let short =
             Model::from_leaves(&structure, model.clone().into_leaves().into_iter().take(11));
-        assert_eq!(short, Err(TreeError::TooFewLeaves { path: "last/1/items/0".into() }));
+        assert_eq!(
+            short,
+            Err(TreeError::TooFewLeaves {
+                path: "last/1/items/0".into()
+            })
+        );
         let long = Model::from_leaves(&structure, 0..13u64);
         assert_eq!(long, Err(TreeError::TooManyLeaves { expected: 12 }));
         let other = Linear::<u64>::from_leaves(&structure, 0..12).unwrap_err();
@@ -422,7 +454,11 @@ mod tests {
         let out = K::infer(&x.map_ref(&mut |_| avals.next().unwrap()));
         let views = values.iter_mut().map(View);
         K::run(<K::In as Tree>::With::from_leaves(&x.structure(), views).unwrap());
-        let bytes: Vec<u64> = out.leaves().into_iter().map(|aval| aval.bytes() as u64).collect();
+        let bytes: Vec<u64> = out
+            .leaves()
+            .into_iter()
+            .map(|aval| aval.bytes() as u64)
+            .collect();
         K::Out::from_leaves(&out.structure(), bytes).unwrap()
     }
 

@@ -40,9 +40,12 @@ impl<L: Leaf + Clone> PrefixTree<L> {
         L: 'a,
     {
         match structure {
-            Structure::Leaf => {
-                Self::Leaf(leaves.next().expect("a tree's structure has its leaves").clone())
-            }
+            Structure::Leaf => Self::Leaf(
+                leaves
+                    .next()
+                    .expect("a tree's structure has its leaves")
+                    .clone(),
+            ),
             Structure::Absent => Self::Node(Vec::new()),
             Structure::Node(branches) => Self::Node(
                 branches
@@ -90,11 +93,18 @@ impl<L: Leaf + Clone> PrefixTree<L> {
             Self::Node(own) => {
                 format!(
                     "[{}]",
-                    own.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(", ")
+                    own.iter()
+                        .map(|(name, _)| name.as_str())
+                        .collect::<Vec<_>>()
+                        .join(", ")
                 )
             }
         };
-        TreeError::Prefix { path: path.to_string(), expected: structure.to_string(), found }
+        TreeError::Prefix {
+            path: path.to_string(),
+            expected: structure.to_string(),
+            found,
+        }
     }
 }
 
@@ -124,13 +134,22 @@ impl<L, T: Into<PrefixTree<L>>, const N: usize> From<[T; N]> for PrefixTree<L> {
 
 impl<L, T: Into<PrefixTree<L>>> From<BTreeMap<String, T>> for PrefixTree<L> {
     fn from(branches: BTreeMap<String, T>) -> Self {
-        Self::Node(branches.into_iter().map(|(key, branch)| (key, branch.into())).collect())
+        Self::Node(
+            branches
+                .into_iter()
+                .map(|(key, branch)| (key, branch.into()))
+                .collect(),
+        )
     }
 }
 
 fn numbered<L>(branches: impl IntoIterator<Item = PrefixTree<L>>) -> PrefixTree<L> {
     PrefixTree::Node(
-        branches.into_iter().enumerate().map(|(i, branch)| (i.to_string(), branch)).collect(),
+        branches
+            .into_iter()
+            .enumerate()
+            .map(|(i, branch)| (i.to_string(), branch))
+            .collect(),
     )
 }
 
@@ -172,7 +191,16 @@ mod tests {
     }
 
     fn tree() -> (Vec<Layer<u64>>, u64) {
-        (vec![Layer { w: 1, bias: Some(2) }, Layer { w: 3, bias: None }], 4)
+        (
+            vec![
+                Layer {
+                    w: 1,
+                    bias: Some(2),
+                },
+                Layer { w: 3, bias: None },
+            ],
+            4,
+        )
     }
 
     fn broadcast(prefix: impl Into<PrefixTree<usize>>) -> Result<Vec<usize>, TreeError> {
@@ -184,10 +212,19 @@ mod tests {
         assert_eq!(broadcast(7), Ok(vec![7; 4]));
         assert_eq!(broadcast((7, 8)), Ok(vec![7, 7, 7, 8]));
         assert_eq!(broadcast((vec![5, 6], 8)), Ok(vec![5, 5, 6, 8]));
-        let layer = Layer { w: 5, bias: Some(6) };
-        assert_eq!(broadcast(([PrefixTree::from(&layer), 7.into()], 8)), Ok(vec![5, 6, 7, 8]));
+        let layer = Layer {
+            w: 5,
+            bias: Some(6),
+        };
+        assert_eq!(
+            broadcast(([PrefixTree::from(&layer), 7.into()], 8)),
+            Ok(vec![5, 6, 7, 8])
+        );
         let by_name = BTreeMap::from([("bias".to_owned(), 6), ("w".to_owned(), 5)]);
-        assert_eq!(broadcast(([by_name.into(), PrefixTree::from(7)], 8)), Ok(vec![5, 6, 7, 8]));
+        assert_eq!(
+            broadcast(([by_name.into(), PrefixTree::from(7)], 8)),
+            Ok(vec![5, 6, 7, 8])
+        );
     }
 
     #[test]
@@ -222,8 +259,14 @@ mod tests {
 
     #[test]
     fn values_for_absent_branches_are_not_used() {
-        let present = Layer { w: 1, bias: Some(2) };
-        assert_eq!(broadcast((vec![present.clone(), present], 3)), Ok(vec![1, 2, 1, 3]));
+        let present = Layer {
+            w: 1,
+            bias: Some(2),
+        };
+        assert_eq!(
+            broadcast((vec![present.clone(), present], 3)),
+            Ok(vec![1, 2, 1, 3])
+        );
     }
 
     #[test]
@@ -232,6 +275,9 @@ mod tests {
         let take =
             |prefix: PrefixTree<Sharding>| prefix.broadcast(&(1u64, 2u64).structure()).unwrap();
         assert_eq!(take((&sharding).into()), take(sharding.clone().into()));
-        assert_eq!(take((&sharding, &sharding).into()), [sharding.clone(), sharding]);
+        assert_eq!(
+            take((&sharding, &sharding).into()),
+            [sharding.clone(), sharding]
+        );
     }
 }

@@ -37,7 +37,12 @@ impl Structure {
 
     /// Creates a node with branches that are named 0, 1, 2 and so on.
     pub fn sequence(branches: impl IntoIterator<Item = Self>) -> Self {
-        Self::node(branches.into_iter().enumerate().map(|(i, branch)| (Name::Index(i), branch)))
+        Self::node(
+            branches
+                .into_iter()
+                .enumerate()
+                .map(|(i, branch)| (Name::Index(i), branch)),
+        )
     }
 
     /// Returns the number of leaves.
@@ -64,7 +69,10 @@ impl Structure {
     /// If this structure is no such node. The error names the root as the place.
     pub fn elements(&self, count: Option<usize>) -> Result<&[(Name, Self)], TreeError> {
         let numbered = |branches: &[(Name, Self)]| {
-            branches.iter().enumerate().all(|(i, (name, _))| name.is_index(i))
+            branches
+                .iter()
+                .enumerate()
+                .all(|(i, (name, _))| name.is_index(i))
         };
         match self {
             Self::Node(branches)
@@ -107,7 +115,11 @@ impl Structure {
     }
 
     pub(super) fn misfit_text(&self, expected: String) -> TreeError {
-        TreeError::Structure { path: String::new(), expected, found: self.to_string() }
+        TreeError::Structure {
+            path: String::new(),
+            expected,
+            found: self.to_string(),
+        }
     }
 
     fn add_paths(&self, path: &mut Path, paths: &mut Vec<String>) {
@@ -183,6 +195,9 @@ mod tests {
         assert!(pair.elements(Some(3)).is_err());
         assert!(pair.fields(&["0", "1"]).is_ok() && pair.fields(&["1", "0"]).is_err());
         let error = Structure::Leaf.elements(None).unwrap_err();
-        assert_eq!(error.to_string(), "at the root: expected a sequence, found a leaf");
+        assert_eq!(
+            error.to_string(),
+            "at the root: expected a sequence, found a leaf"
+        );
     }
 }

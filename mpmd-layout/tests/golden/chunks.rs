@@ -27,7 +27,13 @@ fn cases() -> Vec<Case> {
 
 #[test]
 fn chunks_match_pytorch() {
-    for Case { shape, dim, placements, expected } in cases() {
+    for Case {
+        shape,
+        dim,
+        placements,
+        expected,
+    } in cases()
+    {
         let text = format!("{shape:?}, {dim}, {placements:?}");
         for dim in [dim, dim - shape.len() as isize] {
             for world in [None, Some(placements.len())] {
@@ -46,8 +52,17 @@ fn chunks_match_pytorch() {
 
 #[test]
 fn layouts_have_the_same_regions() {
-    for Case { shape, dim, placements, expected } in cases() {
-        let devices: Vec<DeviceId> = placements.iter().map(|rank| DeviceId(*rank as u32)).collect();
+    for Case {
+        shape,
+        dim,
+        placements,
+        expected,
+    } in cases()
+    {
+        let devices: Vec<DeviceId> = placements
+            .iter()
+            .map(|rank| DeviceId(*rank as u32))
+            .collect();
         let sharding = Sharding::chunk(dim, devices).unwrap();
         let layout = sharding.layout(&shape).unwrap();
         let each = expected.offsets_by_rank.iter().zip(&expected.sizes_by_rank);
@@ -59,7 +74,11 @@ fn layouts_have_the_same_regions() {
                 .collect::<Region>()
         });
         for (device, region) in (0..).map(DeviceId).zip(regions) {
-            assert_eq!(layout.region_of(device), Some(&region), "{sharding}, {shape:?}");
+            assert_eq!(
+                layout.region_of(device),
+                Some(&region),
+                "{sharding}, {shape:?}"
+            );
         }
     }
 }

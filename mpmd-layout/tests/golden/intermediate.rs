@@ -20,8 +20,14 @@ struct Case {
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Expected {
-    Found { intermediate: CaseSharding, replica_axes: Vec<String> },
-    None { error: String, reason: Option<String> },
+    Found {
+        intermediate: CaseSharding,
+        replica_axes: Vec<String>,
+    },
+    None {
+        error: String,
+        reason: Option<String>,
+    },
 }
 
 #[test]
@@ -33,9 +39,16 @@ fn intermediate_shardings_match_pathways_utils() {
         let (src, dst) = (src.sharding(), dst.sharding());
         let found = find_intermediate_sharding(&src, &dst);
         match expected {
-            Expected::Found { intermediate, replica_axes } => {
+            Expected::Found {
+                intermediate,
+                replica_axes,
+            } => {
                 let found = found.unwrap_or_else(|none| panic!("case {i}, {src} to {dst}: {none}"));
-                assert_eq!(found.sharding, intermediate.sharding(), "case {i}, {src} to {dst}");
+                assert_eq!(
+                    found.sharding,
+                    intermediate.sharding(),
+                    "case {i}, {src} to {dst}"
+                );
                 assert_eq!(found.replica_axes, replica_axes, "case {i}, {src} to {dst}");
                 found_some += 1;
             }

@@ -22,26 +22,43 @@ struct Case {
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Expected {
-    Layout { regions: BTreeMap<String, Region>, fully_replicated: bool },
-    Error { error: String },
+    Layout {
+        regions: BTreeMap<String, Region>,
+        fully_replicated: bool,
+    },
+    Error {
+        error: String,
+    },
 }
 
 #[test]
 fn layouts_match_jax() {
     let golden: Golden = serde_json::from_str(include_str!("named_sharding_layout.json")).unwrap();
     assert_eq!(golden.cases.len(), 240);
-    for Case { sharding, shape, expected } in golden.cases {
+    for Case {
+        sharding,
+        shape,
+        expected,
+    } in golden.cases
+    {
         let sharding = sharding.sharding();
         let found = sharding.layout(&shape);
         match expected {
-            Expected::Layout { regions, fully_replicated } => {
+            Expected::Layout {
+                regions,
+                fully_replicated,
+            } => {
                 let layout = found.unwrap_or_else(|error| panic!("{sharding}, {shape:?}: {error}"));
                 let found: BTreeMap<String, Region> = layout
                     .iter()
                     .map(|(device, region)| (device.to_string(), region.clone()))
                     .collect();
                 assert_eq!(found, regions, "{sharding}, {shape:?}");
-                assert_eq!(layout.fully_replicated(), fully_replicated, "{sharding}, {shape:?}");
+                assert_eq!(
+                    layout.fully_replicated(),
+                    fully_replicated,
+                    "{sharding}, {shape:?}"
+                );
             }
             Expected::Error { error } => assert!(found.is_err(), "{sharding}, {shape:?}: {error}"),
         }

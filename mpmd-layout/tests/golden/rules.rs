@@ -32,8 +32,13 @@ enum Params {
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Expected {
-    Specs { specs: BTreeMap<String, Vec<CaseEntry>> },
-    Error { error: String, message: String },
+    Specs {
+        specs: BTreeMap<String, Vec<CaseEntry>>,
+    },
+    Error {
+        error: String,
+        message: String,
+    },
 }
 
 #[derive(Deserialize)]
@@ -100,14 +105,26 @@ fn rules_match_big_vision() {
     let golden: Golden = serde_json::from_str(include_str!("sharding_rules.json")).unwrap();
     assert_eq!(golden.cases.len(), 160);
     let mut errors = 0;
-    for (number, Case { mesh, params, strategy, expected }) in golden.cases.into_iter().enumerate()
+    for (
+        number,
+        Case {
+            mesh,
+            params,
+            strategy,
+            expected,
+        },
+    ) in golden.cases.into_iter().enumerate()
     {
-        let axes: Vec<(&str, usize)> =
-            mesh.iter().map(|(axis, size)| (axis.as_str(), *size)).collect();
+        let axes: Vec<(&str, usize)> = mesh
+            .iter()
+            .map(|(axis, size)| (axis.as_str(), *size))
+            .collect();
         let count = axes.iter().map(|(_, size)| *size as u32).product();
         let mesh = Mesh::new(&axes, (0..count).map(DeviceId).collect()).unwrap();
         let mut leaves = Vec::new();
-        params.into_iter().for_each(|(key, branch)| branch.leaves(key, &mut leaves));
+        params
+            .into_iter()
+            .for_each(|(key, branch)| branch.leaves(key, &mut leaves));
         let parsed = Strategy::parse(&strategy, &Registry::default()).unwrap();
         let found = infer(&leaves, &parsed, &mesh);
         match expected {
@@ -118,15 +135,25 @@ fn rules_match_big_vision() {
                     .iter()
                     .map(|leaf| (leaf.name.clone(), leaf.spec.clone()))
                     .collect();
-                let specs: BTreeMap<String, Spec> =
-                    specs.into_iter().map(|(name, entries)| (name, spec(entries))).collect();
+                let specs: BTreeMap<String, Spec> = specs
+                    .into_iter()
+                    .map(|(name, entries)| (name, spec(entries)))
+                    .collect();
                 assert_eq!(found, specs, "case {number}: {strategy:?} on {leaves:?}");
             }
             Expected::Error { error, message } => {
-                let found =
-                    found.err().unwrap_or_else(|| panic!("case {number} has no error: {message}"));
-                assert_eq!(found.kind().name(), error, "case {number}: {found}; {message}");
-                assert!(same_place(&found, &message), "case {number}: {found}; {message}");
+                let found = found
+                    .err()
+                    .unwrap_or_else(|| panic!("case {number} has no error: {message}"));
+                assert_eq!(
+                    found.kind().name(),
+                    error,
+                    "case {number}: {found}; {message}"
+                );
+                assert!(
+                    same_place(&found, &message),
+                    "case {number}: {found}; {message}"
+                );
                 errors += 1;
             }
         }

@@ -55,7 +55,13 @@ pub(crate) struct Keys<'a> {
 
 impl<'a> Keys<'a> {
     pub(crate) fn new(file: &'a Path, map: Map<String, Value>) -> Self {
-        Self { file, prefix: String::new(), map, words: &[], read: RefCell::default() }
+        Self {
+            file,
+            prefix: String::new(),
+            map,
+            words: &[],
+            read: RefCell::default(),
+        }
     }
 
     /// Sets a family's own words for keys.
@@ -112,7 +118,8 @@ impl<'a> Keys<'a> {
     }
 
     pub(crate) fn required<T: DeserializeOwned>(&self, key: &str, expected: &str) -> Result<T> {
-        self.get(key, expected)?.ok_or_else(|| self.unexpected(key, expected, "none"))
+        self.get(key, expected)?
+            .ok_or_else(|| self.unexpected(key, expected, "none"))
     }
 
     /// Returns a number from 1 to [`LARGEST`].
@@ -169,7 +176,11 @@ impl<'a> Keys<'a> {
         let is_known = |key: &String| {
             read.contains(key) || harmless.split_whitespace().any(|known| known == key)
         };
-        match self.map.iter().find(|(key, value)| !value.is_null() && !is_known(key)) {
+        match self
+            .map
+            .iter()
+            .find(|(key, value)| !value.is_null() && !is_known(key))
+        {
             None => Ok(()),
             Some((key, value)) => {
                 let value: String = value.to_string().chars().take(SHOWN).collect();
@@ -192,5 +203,8 @@ impl<'a> Keys<'a> {
 
 /// Returns the word of a list of (common word, own word), or the common one.
 pub(crate) fn word<'a>(words: &'a [(&'static str, &'static str)], common: &'a str) -> &'a str {
-    words.iter().find(|(from, _)| *from == common).map_or(common, |(_, own)| own)
+    words
+        .iter()
+        .find(|(from, _)| *from == common)
+        .map_or(common, |(_, own)| own)
 }

@@ -140,6 +140,10 @@ impl Config {
     /// Returns the most tokens of a sequence.
     pub fn positions(&self) -> usize {
         let own = self.max_position_embeddings;
-        self.ropes.iter().map(|rope| rope.positions(own)).max().unwrap_or(own)
+        self.ropes
+            .iter()
+            .map(|rope| rope.positions(own))
+            .max()
+            .unwrap_or(own)
     }
 }

@@ -46,7 +46,11 @@ pub(crate) fn rope_of(
     let top = keys.unless_null(ORIGINAL, None, |keys, key| keys.size(key, 1))?;
     let plain = |share| {
         let dim = (head_dim as f64 * share) as usize;
-        Rope { theta, dim, scaling: Scaling::Default }
+        Rope {
+            theta,
+            dim,
+            scaling: Scaling::Default,
+        }
     };
     let Some(object) = object else {
         return check(keys, or, share, head_dim).map(|()| plain(share));
@@ -54,11 +58,17 @@ pub(crate) fn rope_of(
     let theta = object.positive("rope_theta")?.unwrap_or(theta);
     share = object.number(SHARE, share)?;
     check(keys, or, share, head_dim)?;
-    let name =
-        if object.get::<String>("rope_type", KINDS)?.is_some() { "rope_type" } else { "type" };
+    let name = if object.get::<String>("rope_type", KINDS)?.is_some() {
+        "rope_type"
+    } else {
+        "type"
+    };
     let kind = object.or(name, KINDS, "default".to_owned())?;
-    let number =
-        |key| object.positive(key)?.ok_or_else(|| object.unexpected(key, "a number", "none"));
+    let number = |key| {
+        object
+            .positive(key)?
+            .ok_or_else(|| object.unexpected(key, "a number", "none"))
+    };
     // As in `transformers`, the number at the top goes first.
     let original = || match top {
         Some(top) => Ok(top),
@@ -66,7 +76,9 @@ pub(crate) fn rope_of(
     };
     let scaling = match kind.as_str() {
         "default" => Scaling::Default,
-        "linear" => Scaling::Linear { factor: number("factor")? },
+        "linear" => Scaling::Linear {
+            factor: number("factor")?,
+        },
         "llama3" => Scaling::Llama3 {
             factor: number("factor")?,
             low_freq_factor: number("low_freq_factor")?,
@@ -75,14 +87,21 @@ pub(crate) fn rope_of(
         },
         "dynamic" => {
             let original = keys.size(POSITIONS, or.positions)?;
-            Scaling::Dynamic { factor: number("factor")?, original }
+            Scaling::Dynamic {
+                factor: number("factor")?,
+                original,
+            }
         }
         "yarn" => yarn(object, number("factor")?, original()?)?,
         "longrope" | "su" => longrope(keys, object, original()?, or, plain(share).pairs())?,
         _ => return Err(object.unexpected(name, KINDS, format!("{kind:?}"))),
     };
     object.finish(OTHERS)?;
-    Ok(Rope { theta, scaling, ..plain(share) })
+    Ok(Rope {
+        theta,
+        scaling,
+        ..plain(share)
+    })
 }
 
 fn check(keys: &Keys<'_>, or: &RopeDefaults, share: f64, head_dim: usize) -> Result<()> {
@@ -99,7 +118,13 @@ fn check(keys: &Keys<'_>, or: &RopeDefaults, share: f64, head_dim: usize) -> Res
 }
 
 fn yarn(object: &Keys<'_>, factor: f64, original: usize) -> Result<Scaling> {
-    let grown = |share: f64| if factor <= 1.0 { 1.0 } else { 0.1 * share * factor.ln() + 1.0 };
+    let grown = |share: f64| {
+        if factor <= 1.0 {
+            1.0
+        } else {
+            0.1 * share * factor.ln() + 1.0
+        }
+    };
     // Zero is no setting.
     let set = |key| match object.get(key, "a number")? {
         Some(0.0) => Ok(None),

@@ -36,12 +36,17 @@ enum Norms {
 
 impl Attention {
     pub(super) fn new(
-        Plan { config, lora, over, .. }: Plan<'_>,
+        Plan {
+            config, lora, over, ..
+        }: Plan<'_>,
         layer: LayerConfig,
         vb: &VarBuilder<'_>,
     ) -> Result<Self> {
         let (width, dim) = (config.hidden_size, config.head_dim);
-        let (queries, keys) = (config.num_attention_heads * dim, config.num_key_value_heads * dim);
+        let (queries, keys) = (
+            config.num_attention_heads * dim,
+            config.num_key_value_heads * dim,
+        );
         let projection = |name, inputs, outputs, bias| {
             Projection::new((inputs, outputs), bias, lora, &vb.pp(name))
         };
@@ -72,7 +77,8 @@ impl Attention {
 
     pub(super) fn pack(&mut self, form: Form) -> Result<()> {
         let all = [&mut self.q, &mut self.k, &mut self.v, &mut self.o];
-        all.into_iter().try_for_each(|projection| projection.pack(form))
+        all.into_iter()
+            .try_for_each(|projection| projection.pack(form))
     }
 
     /// Computes the attention of tokens to those that they see. `rotations` are those of the
@@ -107,7 +113,11 @@ impl Attention {
         let LayerConfig { window, scale, .. } = self.layer;
         let out = match keys {
             Keys::Cached(cache, rows) => {
-                let scores = PagedScores { scale, cap: self.cap, window };
+                let scores = PagedScores {
+                    scale,
+                    cap: self.cap,
+                    window,
+                };
                 // Caches are f32, whatever the model computes in.
                 let single = |x: &Tensor| x.squeeze(0)?.to_dtype(DType::F32);
                 let [of_q, k, v] = [single(&q)?, single(&k)?, single(&v)?];
@@ -124,7 +134,8 @@ impl Attention {
                 out.transpose(1, 2)?
             }
         };
-        self.o.whole(&out.reshape((batch, time, ()))?, cx, over.divided())
+        self.o
+            .whole(&out.reshape((batch, time, ()))?, cx, over.divided())
     }
 }
 

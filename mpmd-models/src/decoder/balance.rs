@@ -31,13 +31,20 @@ impl Balance {
             None => Tensor::zeros((2, experts), DType::F32, &Device::Cpu)?,
         };
         let counted = |row: &Vec<u32>| {
-            let is_start =
-                |column: usize| row.get(column).is_none_or(|start| *start as usize == column);
+            let is_start = |column: usize| {
+                row.get(column)
+                    .is_none_or(|start| *start as usize == column)
+            };
             let counts = |column| !(is_start(column) && is_start(column + 1));
-            (0..row.len()).map(|column| f32::from(u8::from(counts(column)))).collect::<Vec<_>>()
+            (0..row.len())
+                .map(|column| f32::from(u8::from(counts(column))))
+                .collect::<Vec<_>>()
         };
         let rows = starts.map(Tensor::to_vec2::<u32>).transpose()?;
-        Ok(Self { sums, counted: rows.map(|rows| rows.iter().flat_map(counted).collect()) })
+        Ok(Self {
+            sums,
+            counted: rows.map(|rows| rows.iter().flat_map(counted).collect()),
+        })
     }
 
     /// Adds the sums of a layer: from the experts' probabilities `[tokens, experts]`, and the
@@ -47,7 +54,9 @@ impl Balance {
         let weight = |token: usize| self.counted.as_ref().map_or(1.0, |counted| counted[token]);
         let mut counts = vec![0.0; experts];
         for (token, taken) in taken.iter().enumerate() {
-            taken.iter().for_each(|expert| counts[*expert as usize] += weight(token));
+            taken
+                .iter()
+                .for_each(|expert| counts[*expert as usize] += weight(token));
         }
         let shares = match &self.counted {
             None => shares.clone(),
@@ -65,7 +74,10 @@ impl Balance {
     /// Returns the loss of a microbatch of so many tokens, from the sums of all `layers` layers
     /// with experts. It is least where all experts are taken equally.
     pub(crate) fn loss(&self, tokens: usize, layers: usize) -> Result<Tensor> {
-        let tokens = self.counted.as_ref().map_or(tokens as f32, |counted| counted.iter().sum());
+        let tokens = self
+            .counted
+            .as_ref()
+            .map_or(tokens as f32, |counted| counted.iter().sum());
         let rows = f64::from(tokens).max(1.0) * layers as f64;
         let (_, experts) = self.sums.dims2()?;
         let means = (&self.sums / rows)?;
@@ -80,9 +92,15 @@ mod tests {
     #[test]
     fn tokens_that_fill_a_row_do_not_count() -> Result<()> {
         // Sequences of three and two tokens, and two tokens that fill the row.
-        let starts = Tensor::new(&[[0u32, 0, 0, 3, 3, 5, 6], [0, 0, 0, 0, 0, 0, 0]], &Device::Cpu)?;
+        let starts = Tensor::new(
+            &[[0u32, 0, 0, 3, 3, 5, 6], [0, 0, 0, 0, 0, 0, 0]],
+            &Device::Cpu,
+        )?;
         let balance = Balance::new(2, None, Some(&starts))?;
-        assert_eq!(balance.counted.unwrap()[..8], [1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0]);
+        assert_eq!(
+            balance.counted.unwrap()[..8],
+            [1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0]
+        );
         Ok(())
     }
 
@@ -93,10 +111,16 @@ mod tests {
         let mut balance = Balance::new(2, None, Some(&starts))?;
         let shares = |shares: [[f32; 2]; 3]| Tensor::new(&shares, &Device::Cpu);
         let taken = |experts: [u32; 3]| experts.map(|expert| vec![expert]);
-        balance.add(&shares([[0.75, 0.25], [0.5, 0.5], [0.0, 1.0]])?, &taken([0, 0, 1]))?;
+        balance.add(
+            &shares([[0.75, 0.25], [0.5, 0.5], [0.0, 1.0]])?,
+            &taken([0, 0, 1]),
+        )?;
         let before = balance.sums;
         let mut balance = Balance::new(2, Some(before), Some(&starts))?;
-        balance.add(&shares([[0.25, 0.75], [1.0, 0.0], [0.0, 1.0]])?, &taken([1, 0, 1]))?;
+        balance.add(
+            &shares([[0.25, 0.75], [1.0, 0.0], [0.0, 1.0]])?,
+            &taken([1, 0, 1]),
+        )?;
         // The first expert is taken three times of four, with a mean probability of 2.5 / 4.
         let expected = 2.0 * (0.75 * 0.625 + 0.25 * 0.375);
         assert_eq!(balance.loss(3, 2)?.to_scalar::<f32>()?, expected);

@@ -14,7 +14,11 @@ impl Caches {
     /// Creates empty caches of so many blocks.
     pub(crate) fn new(config: &Config, layers: usize, over: Over, blocks: usize) -> Self {
         let heads = config.num_key_value_heads / over.tensor;
-        Self((0..layers).map(|_| PagedCache::new(blocks, heads, config.head_dim)).collect())
+        Self(
+            (0..layers)
+                .map(|_| PagedCache::new(blocks, heads, config.head_dim))
+                .collect(),
+        )
     }
 }
 
@@ -37,6 +41,9 @@ impl Rows {
             all.extend(*start as u32..(start + rows) as u32);
         }
         let count = all.len();
-        Ok(Self { sequences, positions: Tensor::from_vec(all, count, device)? })
+        Ok(Self {
+            sequences,
+            positions: Tensor::from_vec(all, count, device)?,
+        })
     }
 }

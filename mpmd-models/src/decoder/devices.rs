@@ -38,7 +38,11 @@ pub(crate) struct Shared<'a> {
 
 impl Over {
     /// One device.
-    pub(crate) const ONE: Self = Self { expert: 1, tensor: 1, repeat: 1 };
+    pub(crate) const ONE: Self = Self {
+        expert: 1,
+        tensor: 1,
+        repeat: 1,
+    };
 
     /// Returns the division over the axes of a mesh. A mesh without them has one device for each
     /// part of a batch.
@@ -52,12 +56,20 @@ impl Over {
             return Ok(Self::ONE);
         }
         let [expert, tensor, repeat] = all.map(|axis| mesh.axis_size(axis));
-        Ok(Self { expert: expert?, tensor: tensor?, repeat: repeat? })
+        Ok(Self {
+            expert: expert?,
+            tensor: tensor?,
+            repeat: repeat?,
+        })
     }
 
     /// Returns the axes of a mesh with these devices, and their sizes.
     pub(crate) fn axes(self) -> [(&'static str, usize); 3] {
-        [(EXPERT, self.expert), (TENSOR, self.tensor), (REPEAT, self.repeat)]
+        [
+            (EXPERT, self.expert),
+            (TENSOR, self.tensor),
+            (REPEAT, self.repeat),
+        ]
     }
 
     /// Returns the number of devices of a stage.
@@ -98,15 +110,30 @@ impl Over {
         let keys = inside(x, cx, self.of_keys())?;
         let queries = inside(&keys, cx, self.divided().get(1..).unwrap_or_default())?;
         Ok([
-            Shared { x, inside: keys, axes: self.of_keys(), cx },
-            Shared { x, inside: queries, axes: self.divided(), cx },
+            Shared {
+                x,
+                inside: keys,
+                axes: self.of_keys(),
+                cx,
+            },
+            Shared {
+                x,
+                inside: queries,
+                axes: self.divided(),
+                cx,
+            },
         ])
     }
 
     /// Returns the input of projections of which each device has some rows.
     pub(crate) fn shared<'a>(self, x: &'a Tensor, cx: &'a Cx<'a>) -> Result<Shared<'a>> {
         let axes = self.divided();
-        Ok(Shared { x, inside: inside(x, cx, axes)?, axes, cx })
+        Ok(Shared {
+            x,
+            inside: inside(x, cx, axes)?,
+            axes,
+            cx,
+        })
     }
 
     /// Returns keys or values, which all devices with queries for them have, for computations that
@@ -123,25 +150,43 @@ impl Over {
     /// Returns a tensor that all devices have for the experts, which differ between them.
     pub(crate) fn for_experts(self, x: &Tensor, cx: &Cx<'_>) -> Result<Tensor> {
         let x = inside(x, cx, self.divided())?;
-        if self.expert == 1 { Ok(x) } else { cx.tree_replicated(&x, EXPERT) }
+        if self.expert == 1 {
+            Ok(x)
+        } else {
+            cx.tree_replicated(&x, EXPERT)
+        }
     }
 
     /// Returns the place of the first of this device's experts, of which it has `own`.
     pub(crate) fn first_expert(self, own: usize, cx: &Cx<'_>) -> Result<usize> {
-        if self.expert == 1 { Ok(0) } else { Ok(own * cx.axis_index(EXPERT)?) }
+        if self.expert == 1 {
+            Ok(0)
+        } else {
+            Ok(own * cx.axis_index(EXPERT)?)
+        }
     }
 
     /// Adds up the results of the devices' experts. All get the sum. Experts come first, so its
     /// bits do not depend on the number of devices over which they are divided.
     pub(crate) fn sum_of_experts(self, x: Tensor, cx: &Cx<'_>) -> Result<Tensor> {
-        self.sum(if self.expert == 1 { x } else { cx.tree_sum(&x, EXPERT)? }, cx)
+        self.sum(
+            if self.expert == 1 {
+                x
+            } else {
+                cx.tree_sum(&x, EXPERT)?
+            },
+            cx,
+        )
     }
 
     /// Concatenates the parts in the last dimension, for computations that are the same on all
     /// devices.
     pub(crate) fn gathered(self, x: Tensor, cx: &Cx<'_>) -> Result<Tensor> {
         let dim = x.rank().saturating_sub(1);
-        self.divided().iter().rev().try_fold(x, |x, axis| cx.gathered(&x, dim, axis))
+        self.divided()
+            .iter()
+            .rev()
+            .try_fold(x, |x, axis| cx.gathered(&x, dim, axis))
     }
 }
 
@@ -156,10 +201,13 @@ impl Shared<'_> {
 /// Returns a tensor that is the same on the devices along some axes, for computations that differ
 /// between them.
 pub(crate) fn inside(x: &Tensor, cx: &Cx<'_>, axes: &[&str]) -> Result<Tensor> {
-    axes.iter().try_fold(x.clone(), |x, axis| cx.replicated(&x, axis))
+    axes.iter()
+        .try_fold(x.clone(), |x, axis| cx.replicated(&x, axis))
 }
 
 /// Adds up over the devices along some axes, the last one first. All get the sum.
 pub(crate) fn sum(x: &Tensor, cx: &Cx<'_>, axes: &[&str]) -> Result<Tensor> {
-    axes.iter().rev().try_fold(x.clone(), |x, axis| cx.all_reduce(&x, axis))
+    axes.iter()
+        .rev()
+        .try_fold(x.clone(), |x, axis| cx.all_reduce(&x, axis))
 }

@@ -67,7 +67,8 @@ impl Experts {
 
     pub(super) fn pack(&mut self, form: Form) -> Result<()> {
         let all = [&mut self.gate, &mut self.up, &mut self.down];
-        all.into_iter().try_for_each(|matrices| matrices.pack(form))?;
+        all.into_iter()
+            .try_for_each(|matrices| matrices.pack(form))?;
         self.router.pack(form)?;
         self.shared.iter_mut().try_for_each(|(mlp, factor)| {
             mlp.pack(form)?;
@@ -88,7 +89,11 @@ impl Experts {
         let dtype = x.dtype();
         let shares = softmax_last_dim(&self.router.forward(&x)?.to_dtype(DType::F32)?)?;
         let per_token = self.config.per_token;
-        let taken: Vec<_> = shares.to_vec2()?.iter().map(|of| taken(of, per_token)).collect();
+        let taken: Vec<_> = shares
+            .to_vec2()?
+            .iter()
+            .map(|of| taken(of, per_token))
+            .collect();
         balance.map_or(Ok(()), |balance| balance.add(&shares, &taken))?;
         let indices: Vec<u32> = taken.iter().flatten().copied().collect();
         let indices = Tensor::from_vec(indices, (batch * time, per_token), &Device::Cpu)?;
@@ -103,10 +108,14 @@ impl Experts {
         let routes = Arc::new(Routes::new(&taken, first..first + own));
         let rows = self.over.for_experts(&x.to_dtype(DType::F32)?, cx)?;
         let rows = rows.apply_op1(Spread(routes.clone()))?.to_dtype(dtype)?;
-        let gate = self.activation.forward(&self.gate.forward(&rows, &routes.rows)?)?;
+        let gate = self
+            .activation
+            .forward(&self.gate.forward(&rows, &routes.rows)?)?;
         let inner = (gate * self.up.forward(&rows, &routes.rows)?)?;
         let results = self.down.forward(&inner, &routes.rows)?;
-        let sum = results.to_dtype(DType::F32)?.apply_op2(&weights, Sum(routes))?;
+        let sum = results
+            .to_dtype(DType::F32)?
+            .apply_op2(&weights, Sum(routes))?;
         let mut sum = self.over.sum_of_experts(sum, cx)?.to_dtype(dtype)?;
         if let Some((mlp, factor)) = &self.shared {
             let shared = mlp.forward(&x, cx)?;
@@ -134,9 +143,14 @@ mod tests {
     /// Returns the number of rows on each device of tokens with these shares.
     fn rows(shares: &[Vec<f32>], per_token: usize, devices: usize) -> Vec<usize> {
         let own = shares[0].len() / devices;
-        let taken: Vec<_> = shares.iter().map(|shares| taken(shares, per_token)).collect();
+        let taken: Vec<_> = shares
+            .iter()
+            .map(|shares| taken(shares, per_token))
+            .collect();
         let on = |device: usize| Routes::new(&taken, device * own..(device + 1) * own);
-        (0..devices).map(|device| on(device).rows.iter().sum()).collect()
+        (0..devices)
+            .map(|device| on(device).rows.iter().sum())
+            .collect()
     }
 
     #[test]
@@ -152,9 +166,16 @@ mod tests {
             for shares in [&tokens, &last] {
                 let rows = rows(shares, per_token, devices);
                 assert_eq!(rows.iter().sum::<usize>(), 10 * per_token);
-                assert!(rows.iter().all(|rows| *rows <= probe), "{rows:?}, and {probe} in a probe");
+                assert!(
+                    rows.iter().all(|rows| *rows <= probe),
+                    "{rows:?}, and {probe} in a probe"
+                );
             }
-            assert_eq!(rows(&last, per_token, devices)[devices - 1], probe, "the bound is reached");
+            assert_eq!(
+                rows(&last, per_token, devices)[devices - 1],
+                probe,
+                "the bound is reached"
+            );
         }
     }
 }

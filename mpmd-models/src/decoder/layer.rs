@@ -34,7 +34,8 @@ impl Layer {
         let config = plan.config;
         let norm = |which: usize| {
             let name = config.norm_names[which];
-            name.map(|name| Norm::new(config, config.hidden_size, vb.pp(name))).transpose()
+            name.map(|name| Norm::new(config, config.hidden_size, vb.pp(name)))
+                .transpose()
         };
         let layer = config.layers[index];
         let vb_mlp = vb.pp("mlp");

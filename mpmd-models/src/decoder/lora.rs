@@ -53,14 +53,19 @@ impl Projection {
         vb: &VarBuilder<'_>,
     ) -> CandleResult<Self> {
         let base = Matrix::Plain(linear_b(inputs, outputs, bias, vb.clone())?);
-        let Some(lora) = lora else { return Ok(Self { base, lora: None }) };
+        let Some(lora) = lora else {
+            return Ok(Self { base, lora: None });
+        };
         let matrix = |shape, name| {
             let weight = vb.get_with_hints(shape, name, Init::Const(0.0))?;
             CandleResult::Ok(Linear::new(weight, None))
         };
         let a = matrix((lora.rank, inputs), MATRICES[0])?;
         let b = matrix((outputs, lora.rank), MATRICES[1])?;
-        Ok(Self { base, lora: Some((a, b, lora.scale())) })
+        Ok(Self {
+            base,
+            lora: Some((a, b, lora.scale())),
+        })
     }
 
     /// Changes the weight for inference, as [`Matrix::pack`] does.
@@ -102,16 +107,24 @@ pub(crate) fn initial(
     if !is_a && !name.ends_with(MATRICES[1]) {
         return None;
     }
-    let key = name.bytes().fold(Key(seed), |key, byte| key.fold_in(u64::from(byte)));
+    let key = name
+        .bytes()
+        .fold(Key(seed), |key, byte| key.fold_in(u64::from(byte)));
     let shape = aval.shape().to_vec();
     let size = (shape[1] as f32).sqrt().recip();
-    Some(p.array_from_fn(aval.clone(), sharding, move |region, mut view| {
-        let elements = region.indices(&shape);
-        for (value, element) in view.as_mut_slice::<f32>()?.iter_mut().zip(elements) {
-            *value = if is_a { size * normal_f32(key, element) } else { 0.0 };
-        }
-        Ok(())
-    }))
+    Some(
+        p.array_from_fn(aval.clone(), sharding, move |region, mut view| {
+            let elements = region.indices(&shape);
+            for (value, element) in view.as_mut_slice::<f32>()?.iter_mut().zip(elements) {
+                *value = if is_a {
+                    size * normal_f32(key, element)
+                } else {
+                    0.0
+                };
+            }
+            Ok(())
+        }),
+    )
 }
 
 /// Returns the parameters of all stages by name. With LoRA, issues the sums of weights and products
@@ -135,7 +148,9 @@ where
         if let Some(lora) = lora {
             let scale = lora.scale();
             let mesh = pipeline.mesh(stage);
-            let starts = params.keys().filter_map(|name| name.strip_suffix(MATRICES[0]));
+            let starts = params
+                .keys()
+                .filter_map(|name| name.strip_suffix(MATRICES[0]));
             // In one order on every process.
             let mut starts: Vec<String> = starts.map(str::to_owned).collect();
             starts.sort();

@@ -27,9 +27,10 @@ impl Matrix {
         match self {
             Self::Plain(linear) => linear.forward_over(x, cx, axes),
             Self::Packed(packed) => packed.forward_over(x, cx, axes),
-            Self::Hollow(outputs) => {
-                axes.iter().rev().try_fold(zeros(x, *outputs)?, |y, axis| cx.all_reduce(&y, axis))
-            }
+            Self::Hollow(outputs) => axes
+                .iter()
+                .rev()
+                .try_fold(zeros(x, *outputs)?, |y, axis| cx.all_reduce(&y, axis)),
         }
     }
 
@@ -85,7 +86,9 @@ impl Matrices {
 
     /// Packs the weights as [`Matrix::pack`] does.
     pub(crate) fn pack(&mut self, form: Form) -> Result<()> {
-        let Self::Plain(grouped) = self else { return Ok(()) };
+        let Self::Plain(grouped) = self else {
+            return Ok(());
+        };
         let (experts, outputs, _) = grouped.weight().dims3()?;
         let packed = |expert, in_half| {
             PackedLinear::new(&Linear::new(grouped.weight().get(expert)?, None), in_half)

@@ -21,7 +21,9 @@ pub(super) struct Mlp {
 impl Mlp {
     /// Creates an MLP with `inner` elements between the projections.
     pub(super) fn new(
-        Plan { config, lora, over, .. }: Plan<'_>,
+        Plan {
+            config, lora, over, ..
+        }: Plan<'_>,
         inner: usize,
         vb: &VarBuilder<'_>,
     ) -> Result<Self> {
@@ -29,7 +31,10 @@ impl Mlp {
         let projection = |name, inputs, outputs| {
             Projection::new((inputs, outputs), config.mlp_bias, lora, &vb.pp(name))
         };
-        let gate = config.is_gated.then(|| projection("gate_proj", width, inner)).transpose()?;
+        let gate = config
+            .is_gated
+            .then(|| projection("gate_proj", width, inner))
+            .transpose()?;
         Ok(Self {
             gate,
             up: projection("up_proj", width, inner)?,
@@ -41,7 +46,8 @@ impl Mlp {
 
     pub(super) fn pack(&mut self, form: Form) -> Result<()> {
         let all = self.gate.iter_mut().chain([&mut self.up, &mut self.down]);
-        all.into_iter().try_for_each(|projection| projection.pack(form))
+        all.into_iter()
+            .try_for_each(|projection| projection.pack(form))
     }
 
     pub(super) fn forward(&self, x: &Tensor, cx: &Cx<'_>) -> Result<Tensor> {

@@ -93,9 +93,16 @@ impl Part {
         let (tokens, width) = (config.vocab_size, config.hidden_size);
         let model = vb.pp("model");
         let first = layers.start == 0;
-        let table =
-            || embedding(config.max_position_embeddings, width, model.pp("embed_positions"));
-        let positions = (first && config.learned_positions).then(table).transpose()?;
+        let table = || {
+            embedding(
+                config.max_position_embeddings,
+                width,
+                model.pp("embed_positions"),
+            )
+        };
+        let positions = (first && config.learned_positions)
+            .then(table)
+            .transpose()?;
         let own = || match packed {
             Some(packed) => Ok(Table::Packed(packed)),
             None => embedding(tokens, width, model.pp("embed_tokens")).map(Table::Plain),
@@ -156,7 +163,9 @@ impl Part {
             let mut part = Self::with_tables(plan, own, tables, &vb)?;
             drop(vb);
             let form = Form::Packed { in_half };
-            part.layers.iter_mut().try_for_each(|layer| layer.pack(form))?;
+            part.layers
+                .iter_mut()
+                .try_for_each(|layer| layer.pack(form))?;
             match &mut whole {
                 None => whole = Some(part),
                 Some(whole) => {
@@ -174,11 +183,18 @@ impl Part {
     ///
     /// If candle fails.
     pub(crate) fn hollow(mut self) -> Result<Self> {
-        self.layers.iter_mut().try_for_each(|layer| layer.pack(Form::Hollow))?;
+        self.layers
+            .iter_mut()
+            .try_for_each(|layer| layer.pack(Form::Hollow))?;
         if let Some(Table::Plain(table)) = &self.embedding {
-            self.embedding = Some(Table::Hollow(table.embeddings().dim(0)?, table.hidden_size()));
+            self.embedding = Some(Table::Hollow(
+                table.embeddings().dim(0)?,
+                table.hidden_size(),
+            ));
         }
-        self.head.iter_mut().try_for_each(|(_, output)| output.pack(Form::Hollow))?;
+        self.head
+            .iter_mut()
+            .try_for_each(|(_, output)| output.pack(Form::Hollow))?;
         Ok(self)
     }
 
@@ -254,7 +270,10 @@ impl Part {
             (None, Some(starts)) => Places::Packed(starts),
             (None, None) => Places::Whole(x.dim(1)?),
         };
-        let rotations = self.angles.iter().map(|angles| angles.rotation(places, x.device()));
+        let rotations = self
+            .angles
+            .iter()
+            .map(|angles| angles.rotation(places, x.device()));
         let rotations = rotations.collect::<Result<Vec<Rotation>>>()?;
         for (at, layer) in self.layers.iter().enumerate() {
             let keys = match &mut cached {
@@ -279,13 +298,21 @@ impl Part {
             let own = (own * is_own.to_dtype(DType::F64)?)?.to_dtype(DType::U32)?;
             return self.over.sum(own_rows(table.forward(&own)?, &is_own)?, cx);
         }
-        let all = tokens.to_dtype(DType::U32)?.flatten_all()?.to_vec1::<u32>()?;
+        let all = tokens
+            .to_dtype(DType::U32)?
+            .flatten_all()?
+            .to_vec1::<u32>()?;
         let (mut own, mut is_own) = (Vec::new(), Vec::new());
         for token in all {
             if token as usize >= self.vocab_size {
-                bail!("token {token} has no row in an embedding of {} rows", self.vocab_size);
+                bail!(
+                    "token {token} has no row in an embedding of {} rows",
+                    self.vocab_size
+                );
             }
-            let row = (token as usize).checked_sub(first).filter(|row| *row < rows);
+            let row = (token as usize)
+                .checked_sub(first)
+                .filter(|row| *row < rows);
             own.push(row.unwrap_or(0) as u32);
             is_own.push(u8::from(row.is_some()));
         }
@@ -306,10 +333,15 @@ impl Part {
         let x = norm.forward(x)?;
         let logits = match output.outputs()? == self.vocab_size {
             true => output.forward(&x)?,
-            false => self.over.gathered(output.forward(&self.over.shared(&x, cx)?.inside)?, cx)?,
+            false => self
+                .over
+                .gathered(output.forward(&self.over.shared(&x, cx)?.inside)?, cx)?,
         };
-        let logits =
-            if self.logits_divisor == 1.0 { logits } else { (logits / self.logits_divisor)? };
+        let logits = if self.logits_divisor == 1.0 {
+            logits
+        } else {
+            (logits / self.logits_divisor)?
+        };
         match self.logits_cap {
             Some(cap) => (logits / cap)?.tanh()? * cap,
             None => Ok(logits),
@@ -320,7 +352,10 @@ impl Part {
 /// Replaces the rows of tokens that another device has by zeros: by a choice, since a product with
 /// zero keeps what is not finite, and one row of the table would spoil all tokens of a pass.
 fn own_rows(rows: Tensor, is_own: &Tensor) -> Result<Tensor> {
-    let is_own = is_own.unsqueeze(is_own.rank())?.broadcast_as(rows.shape())?.contiguous()?;
+    let is_own = is_own
+        .unsqueeze(is_own.rank())?
+        .broadcast_as(rows.shape())?
+        .contiguous()?;
     is_own.where_cond(&rows, &rows.zeros_like()?)
 }
 
@@ -334,7 +369,12 @@ pub(crate) fn shapes_of(config: &Config) -> CoreResult<BTreeMap<String, ShapedAr
     let whole = stage(
         // No parameter depends on the angles. Those of a wrong `head_dim` could take all memory.
         move |vb| {
-            let plan = Plan { config: &owned, lora: None, angles: &[], over: Over::ONE };
+            let plan = Plan {
+                config: &owned,
+                lora: None,
+                angles: &[],
+                over: Over::ONE,
+            };
             Part::new(plan, all.clone(), &vb)
         },
         |part, x: Tensor, cx| part.forward(x, None, cx),

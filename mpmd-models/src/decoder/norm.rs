@@ -21,7 +21,11 @@ impl Norm {
             config::Norm::Layer => layer_norm(width, config.norm_eps, vb)?,
             _ => rms_norm(width, config.norm_eps, vb)?.into_inner(),
         };
-        Ok(Self { norm, adds_one: config.norm == config::Norm::RmsPlusOne, width })
+        Ok(Self {
+            norm,
+            adds_one: config.norm == config::Norm::RmsPlusOne,
+            width,
+        })
     }
 
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {

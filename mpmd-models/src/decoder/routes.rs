@@ -40,15 +40,27 @@ impl Routes {
             rows[expert - experts.start] += 1;
             places[*token].push((*expert, row));
         }
-        let (tokens, weights) = all.into_iter().map(|(_, token, weight)| (token, weight)).unzip();
+        let (tokens, weights) = all
+            .into_iter()
+            .map(|(_, token, weight)| (token, weight))
+            .unzip();
         let all = taken.iter().map(Vec::len).sum();
-        Self { experts, rows, tokens, weights, all, places }
+        Self {
+            experts,
+            rows,
+            tokens,
+            weights,
+            all,
+            places,
+        }
     }
 
     /// Returns the vector of each row's token, from those of all tokens.
     fn spread(&self, x: &[f32], width: usize) -> Vec<f32> {
         let rows = self.tokens.iter();
-        rows.flat_map(|token| &x[token * width..(token + 1) * width]).copied().collect()
+        rows.flat_map(|token| &x[token * width..(token + 1) * width])
+            .copied()
+            .collect()
     }
 
     /// Adds up the rows of each token, in the order of a binary tree over all experts: the sums of
@@ -84,7 +96,9 @@ fn add(
             let mut other = vec![0.0; out.len()];
             add(low, experts.start..middle, read, out);
             add(high, middle..experts.end, read, &mut other);
-            out.iter_mut().zip(other).for_each(|(sum, term)| *sum += term);
+            out.iter_mut()
+                .zip(other)
+                .for_each(|(sum, term)| *sum += term);
         }
     }
 }
@@ -112,11 +126,17 @@ impl CustomOp1 for Spread {
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let width = layout.dims()[1];
         let rows = self.0.spread(values(x, layout)?, width);
-        Ok((CpuStorage::F32(rows), Shape::from((self.0.tokens.len(), width))))
+        Ok((
+            CpuStorage::F32(rows),
+            Shape::from((self.0.tokens.len(), width)),
+        ))
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        gradient.contiguous()?.apply_op1_no_bwd(&Sum(self.0.clone())).map(Some)
+        gradient
+            .contiguous()?
+            .apply_op1_no_bwd(&Sum(self.0.clone()))
+            .map(Some)
     }
 }
 
@@ -127,8 +147,13 @@ impl CustomOp1 for Sum {
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let (x, width) = (values(x, layout)?, layout.dims()[1]);
-        let sum = self.0.sum(width, &|row, out| out.copy_from_slice(&x[row * width..][..width]));
-        Ok((CpuStorage::F32(sum), Shape::from((self.0.places.len(), width))))
+        let sum = self.0.sum(width, &|row, out| {
+            out.copy_from_slice(&x[row * width..][..width])
+        });
+        Ok((
+            CpuStorage::F32(sum),
+            Shape::from((self.0.places.len(), width)),
+        ))
     }
 }
 
@@ -149,7 +174,10 @@ impl CustomOp2 for Spread {
         for (row, weight) in rows.chunks_exact_mut(width.max(1)).zip(&self.0.weights) {
             row.iter_mut().for_each(|value| *value *= weights[*weight]);
         }
-        Ok((CpuStorage::F32(rows), Shape::from((self.0.tokens.len(), width))))
+        Ok((
+            CpuStorage::F32(rows),
+            Shape::from((self.0.tokens.len(), width)),
+        ))
     }
 }
 
@@ -165,13 +193,21 @@ impl CustomOp2 for Sum {
         weights: &CpuStorage,
         of_weights: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (x, width, weights) =
-            (values(x, layout)?, layout.dims()[1], values(weights, of_weights)?);
+        let (x, width, weights) = (
+            values(x, layout)?,
+            layout.dims()[1],
+            values(weights, of_weights)?,
+        );
         let sum = self.0.sum(width, &|row, out| {
             let weight = weights[self.0.weights[row]];
-            out.iter_mut().zip(&x[row * width..]).for_each(|(out, value)| *out = weight * value);
+            out.iter_mut()
+                .zip(&x[row * width..])
+                .for_each(|(out, value)| *out = weight * value);
         });
-        Ok((CpuStorage::F32(sum), Shape::from((self.0.places.len(), width))))
+        Ok((
+            CpuStorage::F32(sum),
+            Shape::from((self.0.places.len(), width)),
+        ))
     }
 
     fn bwd(
@@ -200,9 +236,16 @@ impl CustomOp2 for Weights {
         x: &CpuStorage,
         of_x: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (gradient, width, x) = (values(gradient, layout)?, layout.dims()[1], values(x, of_x)?);
+        let (gradient, width, x) = (
+            values(gradient, layout)?,
+            layout.dims()[1],
+            values(x, of_x)?,
+        );
         let mut out = vec![0.0; self.0.all];
-        let rows = x.chunks_exact(width.max(1)).zip(&self.0.tokens).zip(&self.0.weights);
+        let rows = x
+            .chunks_exact(width.max(1))
+            .zip(&self.0.tokens)
+            .zip(&self.0.weights);
         for ((row, token), weight) in rows {
             let products = row.iter().zip(&gradient[token * width..]);
             out[*weight] = products.map(|(value, gradient)| value * gradient).sum();
@@ -255,15 +298,25 @@ mod tests {
                 assert_eq!(quarters.to_bits(), whole.to_bits(), "{experts:?}");
             }
         }
-        assert_eq!(sum(&[2], 0..2, &[1.0]).to_bits(), (-0.0f32).to_bits(), "no row");
-        assert_eq!((sum(&[2], 0..2, &[1.0]) + -0.0).to_bits(), (-0.0f32).to_bits());
+        assert_eq!(
+            sum(&[2], 0..2, &[1.0]).to_bits(),
+            (-0.0f32).to_bits(),
+            "no row"
+        );
+        assert_eq!(
+            (sum(&[2], 0..2, &[1.0]) + -0.0).to_bits(),
+            (-0.0f32).to_bits()
+        );
     }
 
     #[test]
     fn rows_are_by_expert_then_by_token() {
         let taken = [vec![3, 1], vec![0, 3], vec![1, 0]];
         let routes = Routes::new(&taken, 0..4);
-        assert_eq!((routes.rows, routes.tokens), (vec![2, 2, 0, 2], vec![1, 2, 0, 2, 0, 1]));
+        assert_eq!(
+            (routes.rows, routes.tokens),
+            (vec![2, 2, 0, 2], vec![1, 2, 0, 2, 0, 1])
+        );
         assert_eq!(routes.weights, [2, 5, 1, 4, 0, 3]);
         let routes = Routes::new(&taken, 2..4);
         assert_eq!(routes.spread(&[5.0, 6.0, 7.0], 1), [5.0, 6.0]);
@@ -291,16 +344,23 @@ mod tests {
             let of = |y: Tensor| {
                 let store = (y.sqr()?.sum_all()? + y.sum_all()?)?.backward()?;
                 let all = [Some(&y), store.get(&x), store.get(&weights)];
-                all.map(|one| one.map(|one| one.flatten_all()?.to_vec1::<f32>()).transpose())
-                    .into_iter()
-                    .collect::<Result<Vec<_>>>()
+                all.map(|one| {
+                    one.map(|one| one.flatten_all()?.to_vec1::<f32>())
+                        .transpose()
+                })
+                .into_iter()
+                .collect::<Result<Vec<_>>>()
             };
             let rows = x.as_tensor().apply_op1(Spread(routes.clone()))?.sqr()?;
             let found = of(rows.apply_op2(weights.as_tensor(), Sum(routes.clone()))?)?;
             if routes.tokens.is_empty() {
                 assert_eq!(
                     found,
-                    vec![Some(vec![-0.0; 15]), Some(vec![0.0; 15]), Some(vec![0.0; 6])]
+                    vec![
+                        Some(vec![-0.0; 15]),
+                        Some(vec![0.0; 15]),
+                        Some(vec![0.0; 6])
+                    ]
                 );
                 continue;
             }

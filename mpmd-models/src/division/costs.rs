@@ -18,7 +18,10 @@ pub struct Room {
 impl Room {
     /// Returns the room for one sequence of up to `positions` tokens.
     pub fn for_one(positions: usize) -> Self {
-        Self { blocks: positions.div_ceil(BLOCK), sequences: 1 }
+        Self {
+            blocks: positions.div_ceil(BLOCK),
+            sequences: 1,
+        }
     }
 }
 
@@ -34,16 +37,25 @@ pub struct Held {
 impl Held {
     /// In a training of all parameters, in f32: the array, the model's own, the gradient, and two
     /// moments.
-    pub const TRAINING: Self = Self { element: 5 * 4, layer: 0 };
+    pub const TRAINING: Self = Self {
+        element: 5 * 4,
+        layer: 0,
+    };
     /// Where parameters are not trained, in f32: the array, and the model's own.
-    pub const FROZEN: Self = Self { element: 2 * 4, layer: 0 };
+    pub const FROZEN: Self = Self {
+        element: 2 * 4,
+        layer: 0,
+    };
 
     /// In an inference with this room for sequences, with weights in f32 or `bf16`.
     pub fn inference(folder: &Folder, room: Room, in_half: bool) -> Self {
         let config = folder.config();
         let token = 2 * config.num_key_value_heads * config.head_dim * size_of::<f32>();
         let layer = (room.blocks * BLOCK * token) as u64;
-        Self { element: if in_half { 2 } else { 4 }, layer }
+        Self {
+            element: if in_half { 2 } else { 4 },
+            layer,
+        }
     }
 }
 
@@ -58,7 +70,10 @@ pub(crate) struct Cost {
 
 impl Cost {
     pub(crate) fn and(self, other: Self) -> Self {
-        Self { work: self.work + other.work, bytes: self.bytes + other.bytes }
+        Self {
+            work: self.work + other.work,
+            bytes: self.bytes + other.bytes,
+        }
     }
 }
 
@@ -157,9 +172,16 @@ impl Costs {
     pub(crate) fn cost(&self, layers: Range<usize>, stage: usize) -> Cost {
         let Layers { sums, first, last } = &self.0[stage];
         let (before, all) = (sums[layers.start], sums[layers.end]);
-        let own = Cost { work: all.work - before.work, bytes: all.bytes - before.bytes };
+        let own = Cost {
+            work: all.work - before.work,
+            bytes: all.bytes - before.bytes,
+        };
         let own = if stage == 0 { own.and(*first) } else { own };
-        if stage + 1 == self.stages() { own.and(*last) } else { own }
+        if stage + 1 == self.stages() {
+            own.and(*last)
+        } else {
+            own
+        }
     }
 
     /// Returns the least work that some division does not exceed in any stage.
@@ -211,7 +233,10 @@ mod tests {
     /// devices.
     fn costs(devices: &[u64], works: &[u64], first: u64, last: u64) -> Costs {
         let of = |devices: &u64| {
-            let cost = |work: &u64| Cost { work: work / devices, bytes: 10 * work / devices };
+            let cost = |work: &u64| Cost {
+                work: work / devices,
+                bytes: 10 * work / devices,
+            };
             let all: Vec<Cost> = works.iter().map(cost).collect();
             Layers::new(&all, cost(&first), cost(&last))
         };
@@ -237,13 +262,21 @@ mod tests {
             let own = model.cost(start..end, stage).work;
             own.max(least(model, end, stage + 1))
         };
-        (start + 1..=all - (stages - 1 - stage)).map(of).min().unwrap()
+        (start + 1..=all - (stages - 1 - stage))
+            .map(of)
+            .min()
+            .unwrap()
     }
 
     #[test]
     fn equal_layers_are_divided_evenly() {
         assert_eq!(lengths(&costs(&[1; 4], &[3; 8], 0, 0), &[]), [2, 2, 2, 2]);
-        assert_eq!(lengths(&costs(&[1; 3], &[3; 7], 0, 0), &[]).iter().sum::<usize>(), 7);
+        assert_eq!(
+            lengths(&costs(&[1; 3], &[3; 7], 0, 0), &[])
+                .iter()
+                .sum::<usize>(),
+            7
+        );
         assert_eq!(lengths(&costs(&[1; 5], &[3; 5], 0, 0), &[]), [1; 5]);
         assert_eq!(lengths(&costs(&[1], &[1; 5], 9, 9), &[]), [5]);
     }
@@ -287,7 +320,19 @@ mod tests {
         assert_eq!(lengths(&model, &[]), [6, 4]);
         assert_eq!(lengths(&model, &[50, 1000]), [3, 7]);
         assert_eq!(lengths(&model, &[1000, 50]), [9, 1]);
-        assert_eq!(model.cut(&[20, 1000]), Err(TooLittle { stage: 0, needs: 30 }));
-        assert_eq!(model.cut(&[70, 80]), Err(TooLittle { stage: 1, needs: 90 }));
+        assert_eq!(
+            model.cut(&[20, 1000]),
+            Err(TooLittle {
+                stage: 0,
+                needs: 30
+            })
+        );
+        assert_eq!(
+            model.cut(&[70, 80]),
+            Err(TooLittle {
+                stage: 1,
+                needs: 90
+            })
+        );
     }
 }

@@ -37,11 +37,13 @@ pub struct Division {
 ///
 /// If a stage has too little memory.
 pub(crate) fn by_work(costs: &Costs, limits: &[u64]) -> Result<Vec<Range<usize>>, DivisionError> {
-    costs.cut(limits).map_err(|TooLittle { stage, needs }| DivisionError::Memory {
-        stage,
-        needed: needs,
-        limit: limits.get(stage).copied().unwrap_or_default(),
-    })
+    costs
+        .cut(limits)
+        .map_err(|TooLittle { stage, needs }| DivisionError::Memory {
+            stage,
+            needed: needs,
+            limit: limits.get(stage).copied().unwrap_or_default(),
+        })
 }
 
 /// Checks that given ranges have all layers of a model, each once.
@@ -59,16 +61,28 @@ pub(crate) fn check_layers(
     for (stage, range) in ranges.iter().enumerate() {
         if range.is_empty() {
             let expected = format!("a layer or more for stage {stage}");
-            return Err(InvalidSetting::new("layers", expected, format!("{range:?}")));
+            return Err(InvalidSetting::new(
+                "layers",
+                expected,
+                format!("{range:?}"),
+            ));
         }
         if range.start != end {
             let expected = format!("stage {stage} to begin at layer {end}");
-            return Err(InvalidSetting::new("layers", expected, format!("{range:?}")));
+            return Err(InvalidSetting::new(
+                "layers",
+                expected,
+                format!("{range:?}"),
+            ));
         }
         end = range.end;
     }
     if end != layers {
-        return Err(InvalidSetting::new("layers", format!("{layers} layers in all"), end));
+        return Err(InvalidSetting::new(
+            "layers",
+            format!("{layers} layers in all"),
+            end,
+        ));
     }
     Ok(())
 }
@@ -111,16 +125,36 @@ pub(crate) fn costs(folder: &Folder, over: &[Over], held: Held) -> Result<Costs>
 /// tokens is taken to be such.
 fn costs_on(folder: &Folder, over: Over, stages: usize, held: Held) -> Result<Layers> {
     let config = folder.config();
-    let mesh = Mesh::new(&over.axes(), (0..over.devices() as u32).map(DeviceId).collect())?;
-    let params = folder.params().map(|(name, aval)| (name.to_owned(), aval.clone()));
+    let mesh = Mesh::new(
+        &over.axes(),
+        (0..over.devices() as u32).map(DeviceId).collect(),
+    )?;
+    let params = folder
+        .params()
+        .map(|(name, aval)| (name.to_owned(), aval.clone()));
     let cache = held.layer.div_ceil(over.tensor as u64);
-    let mut layers = vec![Cost { work: 0, bytes: cache }; config.num_hidden_layers];
+    let mut layers = vec![
+        Cost {
+            work: 0,
+            bytes: cache
+        };
+        config.num_hidden_layers
+    ];
     let (mut first, mut last) = (Cost::default(), Cost::default());
     for leaf in rules::divided(config, &mesh, params)?.leaves() {
         let (name, elements) = (&*leaf.name, leaf.bytes_per_device / size_of::<f32>() as u64);
-        let cost = |work: u64| Cost { work, bytes: elements * held.element };
-        let logits = if held.layer > 0 { 2 * elements / 3 } else { elements };
-        let index = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next());
+        let cost = |work: u64| Cost {
+            work,
+            bytes: elements * held.element,
+        };
+        let logits = if held.layer > 0 {
+            2 * elements / 3
+        } else {
+            elements
+        };
+        let index = name
+            .strip_prefix("model.layers.")
+            .and_then(|rest| rest.split('.').next());
         let layer = index.and_then(|index| layers.get_mut(index.parse::<usize>().ok()?));
         let taken = match config.experts {
             Some(experts) if name.contains(".experts.") => {
@@ -138,7 +172,10 @@ fn costs_on(folder: &Folder, over: Over, stages: usize, held: Held) -> Result<La
         if name == EMBEDDING && config.tie_word_embeddings {
             // A copy, unless it is in the same stage.
             let bytes = if stages > 1 { cost(elements).bytes } else { 0 };
-            last = last.and(Cost { work: logits, bytes });
+            last = last.and(Cost {
+                work: logits,
+                bytes,
+            });
         }
     }
     Ok(Layers::new(&layers, first, last))

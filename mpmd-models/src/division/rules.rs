@@ -28,8 +28,14 @@ const RULES: [(&str, &str); 5] = [
         r".*\.(q|gate|up)_proj\.(weight|bias|lora_B\.weight)",
         r#"shard_dim(["tensor", "repeat"], 0)"#,
     ),
-    (r".*\.[kv]_proj\.(weight|bias|lora_B\.weight)", r#"shard_dim("tensor", 0)"#),
-    (r".*\.(o|down)_proj\.(weight|lora_A\.weight)", r#"shard_dim(["tensor", "repeat"], 1)"#),
+    (
+        r".*\.[kv]_proj\.(weight|bias|lora_B\.weight)",
+        r#"shard_dim("tensor", 0)"#,
+    ),
+    (
+        r".*\.(o|down)_proj\.(weight|lora_A\.weight)",
+        r#"shard_dim(["tensor", "repeat"], 1)"#,
+    ),
 ];
 
 /// Returns the rules for a model, in order.
@@ -72,7 +78,9 @@ pub(crate) fn divided(
         None => Ok(inferred),
         Some(leaf) => {
             let (name, aval) = (&leaf.name, &leaf.aval);
-            Err(failed(&format!("{name} {aval} does not divide evenly over {mesh}")))
+            Err(failed(&format!(
+                "{name} {aval} does not divide evenly over {mesh}"
+            )))
         }
     }
 }
@@ -108,7 +116,10 @@ pub(crate) fn over(folder: &Folder, devices: usize) -> Result<Over> {
     if !heads.is_multiple_of(devices) {
         return refused("num_attention_heads", multiple, heads);
     }
-    let tensor = match (groups.is_multiple_of(devices), devices.is_multiple_of(groups)) {
+    let tensor = match (
+        groups.is_multiple_of(devices),
+        devices.is_multiple_of(groups),
+    ) {
         (true, _) => devices,
         (_, true) => groups,
         _ => {
@@ -121,13 +132,21 @@ pub(crate) fn over(folder: &Folder, devices: usize) -> Result<Over> {
         return refused("intermediate_size", multiple, config.intermediate_size);
     }
     if let Some(experts) = config.experts {
-        let shared = experts.shared.map(|width| ("shared_expert_intermediate_size", width));
-        let mut widths = [("moe_intermediate_size", experts.width)].into_iter().chain(shared);
+        let shared = experts
+            .shared
+            .map(|width| ("shared_expert_intermediate_size", width));
+        let mut widths = [("moe_intermediate_size", experts.width)]
+            .into_iter()
+            .chain(shared);
         if let Some((key, width)) = widths.find(|(_, width)| !width.is_multiple_of(devices)) {
             return refused(key, multiple, width);
         }
     }
-    Ok(Over { expert: 1, tensor, repeat: devices / tensor })
+    Ok(Over {
+        expert: 1,
+        tensor,
+        repeat: devices / tensor,
+    })
 }
 
 /// Returns the number of devices over which a model's experts are divided, if that is possible.

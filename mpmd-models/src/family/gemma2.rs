@@ -11,7 +11,9 @@ pub(super) const FAMILY: Family = Family {
         let mut config = gemma(keys, &DEFAULTS, Some(30.0))?;
         config.score_cap = cap(keys, "attn_logit_softcapping", Some(50.0))?;
         let window = window(keys, Some(4096))?;
-        slide(keys, &mut config, window, |layer| window.is_some() && layer % 2 == 0)?;
+        slide(keys, &mut config, window, |layer| {
+            window.is_some() && layer % 2 == 0
+        })?;
         Ok(config)
     },
     ..PLAIN
@@ -28,7 +30,10 @@ pub(super) const DEFAULTS: Defaults = Defaults {
     norm_eps: 1e-6,
     is_tied: true,
     activation: ("hidden_activation", "gelu_pytorch_tanh"),
-    rope: RopeDefaults { positions: 8192, ..LLAMA.rope },
+    rope: RopeDefaults {
+        positions: 8192,
+        ..LLAMA.rope
+    },
     is_rotary: true,
     divides: true,
 };
@@ -49,7 +54,10 @@ pub(super) fn gemma(keys: &Keys<'_>, or: &Defaults, logits_cap: Option<f64>) -> 
     config.embedding_scale = (config.hidden_size as f64).sqrt();
     config.logits_cap = cap(keys, "final_logit_softcapping", logits_cap)?;
     let scalar = keys.positive("query_pre_attn_scalar")?.unwrap_or(256.0);
-    config.layers.iter_mut().for_each(|layer| layer.scale = scalar.sqrt().recip());
+    config
+        .layers
+        .iter_mut()
+        .for_each(|layer| layer.scale = scalar.sqrt().recip());
     keys.only("use_bidirectional_attention", false)?;
     // Old configs have it beside `hidden_activation`, which alone counts.
     keys.get::<String>("hidden_act", "a name")?;
@@ -58,5 +66,7 @@ pub(super) fn gemma(keys: &Keys<'_>, or: &Defaults, logits_cap: Option<f64>) -> 
 
 /// Reads a cap. `None` if it is null.
 fn cap(keys: &Keys<'_>, key: &str, default: Option<f64>) -> Result<Option<f64>> {
-    keys.unless_null(key, default, |keys, key| Ok(keys.positive(key)?.unwrap_or_default()))
+    keys.unless_null(key, default, |keys, key| {
+        Ok(keys.positive(key)?.unwrap_or_default())
+    })
 }

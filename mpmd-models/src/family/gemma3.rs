@@ -6,23 +6,42 @@ use super::gemma2::{self, gemma};
 use super::{Defaults, Family, LLAMA, PLAIN, slide, window};
 use crate::config::{Config, HeadNorm, Keys, RopeDefaults, rope_of};
 
-pub(super) const FAMILY: Family = Family { name: "gemma3_text", read, ..PLAIN };
+pub(super) const FAMILY: Family = Family {
+    name: "gemma3_text",
+    read,
+    ..PLAIN
+};
 
 const POSITIONS: usize = 131_072;
 
 fn read(keys: &Keys<'_>) -> Result<Config> {
-    let rope = |theta| RopeDefaults { theta, positions: POSITIONS, ..LLAMA.rope };
-    let (full, local) = (rope(("rope_theta", 1e6)), rope(("rope_local_base_freq", 1e4)));
+    let rope = |theta| RopeDefaults {
+        theta,
+        positions: POSITIONS,
+        ..LLAMA.rope
+    };
+    let (full, local) = (
+        rope(("rope_theta", 1e6)),
+        rope(("rope_local_base_freq", 1e4)),
+    );
     let nested = keys.object("rope_parameters")?;
-    let of = |kind| nested.as_ref().map_or(Ok(None), |nested| nested.object(kind));
+    let of = |kind| {
+        nested
+            .as_ref()
+            .map_or(Ok(None), |nested| nested.object(kind))
+    };
     let (full_keys, local_keys) = (of("full_attention")?, of("sliding_attention")?);
     if let Some(nested) = &nested {
         nested.finish("")?;
     }
     // The old form scales the layers without a window alone.
     let full_keys = keys.object("rope_scaling")?.or(full_keys);
-    let defaults =
-        Defaults { vocab_size: 262_208, rope: full, is_rotary: false, ..gemma2::DEFAULTS };
+    let defaults = Defaults {
+        vocab_size: 262_208,
+        rope: full,
+        is_rotary: false,
+        ..gemma2::DEFAULTS
+    };
     let mut config = gemma(keys, &defaults, None)?;
     config.head_norm = Some(HeadNorm::Head);
     // `transformers` ignores it.
@@ -32,7 +51,9 @@ fn read(keys: &Keys<'_>) -> Result<Config> {
     let window = window(keys, Some(4096))?;
     let pattern = keys.size("sliding_window_pattern", 6)?;
     keys.size("_sliding_window_pattern", 6)?;
-    let slides = slide(keys, &mut config, window, |layer| !(layer + 1).is_multiple_of(pattern))?;
+    let slides = slide(keys, &mut config, window, |layer| {
+        !(layer + 1).is_multiple_of(pattern)
+    })?;
     config.ropes = vec![
         rope_of(keys, full_keys.as_ref(), &defaults.rope, config.head_dim)?,
         rope_of(keys, local_keys.as_ref(), &local, config.head_dim)?,

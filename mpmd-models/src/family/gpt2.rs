@@ -44,7 +44,10 @@ const DEFAULTS: Defaults = Defaults {
     norm_eps: 1e-5,
     is_tied: true,
     activation: ("activation_function", "gelu_new"),
-    rope: RopeDefaults { positions: 1024, ..LLAMA.rope },
+    rope: RopeDefaults {
+        positions: 1024,
+        ..LLAMA.rope
+    },
     is_rotary: false,
     ..LLAMA
 };
@@ -65,7 +68,11 @@ fn read(keys: &Keys<'_>) -> Result<Config> {
     let by_layer = keys.flag("scale_attn_by_inverse_layer_idx", false)?;
     for (index, layer) in config.layers.iter_mut().enumerate() {
         let own = if is_scaled { layer.scale } else { 1.0 };
-        layer.scale = if by_layer { own / (index + 1) as f64 } else { own };
+        layer.scale = if by_layer {
+            own / (index + 1) as f64
+        } else {
+            own
+        };
     }
     // Other names of numbers above.
     for key in ["n_ctx", "n_special"] {
@@ -76,6 +83,8 @@ fn read(keys: &Keys<'_>) -> Result<Config> {
 }
 
 fn fused(config: &Config, projection: &str) -> Option<Rows> {
-    let place = ["q_proj", "k_proj", "v_proj"].iter().position(|name| *name == projection)?;
+    let place = ["q_proj", "k_proj", "v_proj"]
+        .iter()
+        .position(|name| *name == projection)?;
     Some(Rows::block(place * config.hidden_size, config.hidden_size))
 }

@@ -24,7 +24,11 @@ pub(super) const FAMILY: Family = Family {
         ("down_proj", "dense_4h_to_h"),
     ],
     fused,
-    ignored: &["rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"],
+    ignored: &[
+        "rotary_emb.inv_freq",
+        "attention.bias",
+        "attention.masked_bias",
+    ],
     ..PLAIN
 };
 
@@ -64,7 +68,14 @@ fn read(keys: &Keys<'_>) -> Result<Config> {
 }
 
 fn fused(config: &Config, projection: &str) -> Option<Rows> {
-    let place = ["q_proj", "k_proj", "v_proj"].iter().position(|name| *name == projection)?;
+    let place = ["q_proj", "k_proj", "v_proj"]
+        .iter()
+        .position(|name| *name == projection)?;
     let (len, blocks) = (config.head_dim, config.num_attention_heads);
-    Some(Rows { first: place * len, len, stride: 3 * len, blocks })
+    Some(Rows {
+        first: place * len,
+        len,
+        stride: 3 * len,
+        blocks,
+    })
 }

@@ -8,7 +8,10 @@ pub(super) const FAMILY: Family = Family {
     read: |keys| {
         let mut config = base(keys, &DEFAULTS)?;
         let window = window(keys, Some(4096))?;
-        config.layers.iter_mut().for_each(|layer| layer.window = window);
+        config
+            .layers
+            .iter_mut()
+            .for_each(|layer| layer.window = window);
         Ok(config)
     },
     ..PLAIN
@@ -17,7 +20,10 @@ pub(super) const FAMILY: Family = Family {
 pub(super) const DEFAULTS: Defaults = Defaults {
     intermediate_size: 14_336,
     groups: Some(8),
-    rope: RopeDefaults { positions: 4096 * 32, ..LLAMA.rope },
+    rope: RopeDefaults {
+        positions: 4096 * 32,
+        ..LLAMA.rope
+    },
     divides: false,
     ..LLAMA
 };

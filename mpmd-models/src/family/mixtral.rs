@@ -9,7 +9,10 @@ pub(super) const FAMILY: Family = Family {
         let mut config = base(keys, &DEFAULTS)?;
         let window = window(keys, None)?;
         let experts = experts(keys, config.num_hidden_layers, 8, 2)?;
-        config.experts = Some(Experts { width: config.intermediate_size, ..experts });
+        config.experts = Some(Experts {
+            width: config.intermediate_size,
+            ..experts
+        });
         for layer in &mut config.layers {
             (layer.window, layer.has_experts) = (window, true);
         }
@@ -30,6 +33,9 @@ pub(super) const FAMILY: Family = Family {
 
 const DEFAULTS: Defaults = Defaults {
     norm_eps: 1e-5,
-    rope: RopeDefaults { theta: ("rope_theta", 1e6), ..mistral::DEFAULTS.rope },
+    rope: RopeDefaults {
+        theta: ("rope_theta", 1e6),
+        ..mistral::DEFAULTS.rope
+    },
     ..mistral::DEFAULTS
 };

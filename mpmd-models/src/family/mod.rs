@@ -38,8 +38,12 @@ const MOST_LAYERS: usize = 10_000;
 /// Limit on the number of experts of all layers.
 const MOST_EXPERTS: usize = 100_000;
 /// Names of the norms of a layer that norms only inputs.
-const BEFORE: [Option<&str>; 4] =
-    [Some("input_layernorm"), None, Some("post_attention_layernorm"), None];
+const BEFORE: [Option<&str>; 4] = [
+    Some("input_layernorm"),
+    None,
+    Some("post_attention_layernorm"),
+    None,
+];
 
 /// A family of models, which one class of the library `transformers` computes.
 #[derive(Debug)]
@@ -90,14 +94,20 @@ pub(crate) fn read(file: &Path) -> Result<(&'static Family, Config)> {
     let map: Map<String, Value> =
         serde_json::from_slice(&text).map_err(|why| unexpected(file, "", EXPECTED, why))?;
     let keys = Keys::new(file, map);
-    let names: Vec<String> = FAMILIES.iter().map(|family| format!("{:?}", family.name)).collect();
+    let names: Vec<String> = FAMILIES
+        .iter()
+        .map(|family| format!("{:?}", family.name))
+        .collect();
     let names = names.join(", ");
     let kind: String = keys.required("model_type", &names)?;
     let Some(family) = FAMILIES.iter().find(|family| family.name == kind) else {
         return Err(keys.unexpected("model_type", names, format!("{kind:?}")));
     };
     let keys = keys.words(family.words);
-    let config = Config { family: family.name, ..(family.read)(&keys)? };
+    let config = Config {
+        family: family.name,
+        ..(family.read)(&keys)?
+    };
     keys.only("is_encoder_decoder", false)?;
     keys.only("add_cross_attention", false)?;
     keys.only("rope_interleaved", false)?;
@@ -137,9 +147,9 @@ impl Source {
     pub(crate) fn names(&self) -> Vec<String> {
         match self.stacked {
             None => vec![self.name.clone()],
-            Some(count) => {
-                (0..count).map(|index| self.name.replace('*', &index.to_string())).collect()
-            }
+            Some(count) => (0..count)
+                .map(|index| self.name.replace('*', &index.to_string()))
+                .collect(),
         }
     }
 }
@@ -159,7 +169,12 @@ pub(crate) struct Rows {
 impl Rows {
     /// Returns one block.
     pub(crate) fn block(first: usize, len: usize) -> Self {
-        Self { first, len, stride: len, blocks: 1 }
+        Self {
+            first,
+            len,
+            stride: len,
+            blocks: 1,
+        }
     }
 
     /// Returns (first row of the parameter, rows of the tensor) of each block.
@@ -235,7 +250,11 @@ const LLAMA: Defaults = Defaults {
     norm_eps: 1e-6,
     is_tied: false,
     activation: ("hidden_act", "silu"),
-    rope: RopeDefaults { theta: ("rope_theta", 10_000.0), share: None, positions: 2048 },
+    rope: RopeDefaults {
+        theta: ("rope_theta", 10_000.0),
+        share: None,
+        positions: 2048,
+    },
     is_rotary: true,
     divides: true,
 };
@@ -244,17 +263,27 @@ const LLAMA: Defaults = Defaults {
 /// MLP, a gated MLP, and no biases.
 fn base(keys: &Keys<'_>, or: &Defaults) -> Result<Config> {
     let heads = keys.size("num_attention_heads", or.heads)?;
-    let groups =
-        keys.unless_null("num_key_value_heads", or.groups, |keys, key| keys.size(key, 1))?;
+    let groups = keys.unless_null("num_key_value_heads", or.groups, |keys, key| {
+        keys.size(key, 1)
+    })?;
     let groups = groups.unwrap_or(heads);
     let hidden_size = keys.size("hidden_size", or.hidden_size)?;
     if or.divides && !hidden_size.is_multiple_of(heads) {
-        let expected = format!("a multiple of {}, {heads}", keys.word("num_attention_heads"));
+        let expected = format!(
+            "a multiple of {}, {heads}",
+            keys.word("num_attention_heads")
+        );
         return Err(keys.unexpected("hidden_size", expected, hidden_size));
     }
     let layers = keys.size("num_hidden_layers", or.layers)?;
-    let head_dim = keys.size("head_dim", or.head_dim.unwrap_or((hidden_size / heads).max(1)))?;
-    let rope = or.is_rotary.then(|| rope(keys, &or.rope, head_dim)).transpose()?;
+    let head_dim = keys.size(
+        "head_dim",
+        or.head_dim.unwrap_or((hidden_size / heads).max(1)),
+    )?;
+    let rope = or
+        .is_rotary
+        .then(|| rope(keys, &or.rope, head_dim))
+        .transpose()?;
     if layers > MOST_LAYERS {
         let expected = format!("at most {MOST_LAYERS}");
         return Err(keys.unexpected("num_hidden_layers", expected, layers));
@@ -264,7 +293,12 @@ fn base(keys: &Keys<'_>, or: &Defaults) -> Result<Config> {
         return Err(keys.unexpected("num_key_value_heads", expected, groups));
     }
     let (rope_of_layer, scale) = (rope.as_ref().map(|_| 0), (head_dim as f64).sqrt().recip());
-    let layer = LayerConfig { window: None, rope: rope_of_layer, scale, has_experts: false };
+    let layer = LayerConfig {
+        window: None,
+        rope: rope_of_layer,
+        scale,
+        has_experts: false,
+    };
     Ok(Config {
         family: "",
         vocab_size: keys.size("vocab_size", or.vocab_size)?,
@@ -342,7 +376,14 @@ fn experts(keys: &Keys<'_>, layers: usize, count: usize, per_token: usize) -> Re
     }
     let factor = keys.number("router_aux_loss_coef", 0.001)?;
     let balance = keys.flag("output_router_logits", false)?.then_some(factor);
-    Ok(Experts { count, per_token, width: 0, shared: None, normalizes: true, balance })
+    Ok(Experts {
+        count,
+        per_token,
+        width: 0,
+        shared: None,
+        normalizes: true,
+        balance,
+    })
 }
 
 /// Reads which layers have experts, and how many: those of Qwen. The defaults are the number of
@@ -395,7 +436,10 @@ fn slide(
             if types.len() != layers {
                 return Err(keys.unexpected(KEY, expected, format!("{} of them", types.len())));
             }
-            types.iter().map(|kind| kind == "sliding_attention").collect()
+            types
+                .iter()
+                .map(|kind| kind == "sliding_attention")
+                .collect()
         }
     };
     if window.is_none() && choice.contains(&true) {

@@ -10,11 +10,20 @@ pub(super) const FAMILY: Family = Family {
         config.qkv_bias = keys.flag("attention_bias", false)?;
         config.out_bias = config.qkv_bias;
         config.head_norm = Some(HeadNorm::Width);
-        config.norm_names =
-            [None, Some("post_attention_layernorm"), None, Some("post_feedforward_layernorm")];
+        config.norm_names = [
+            None,
+            Some("post_attention_layernorm"),
+            None,
+            Some("post_feedforward_layernorm"),
+        ];
         Ok(config)
     },
     ..PLAIN
 };
 
-const DEFAULTS: Defaults = Defaults { vocab_size: 50_304, norm_eps: 1e-5, divides: false, ..LLAMA };
+const DEFAULTS: Defaults = Defaults {
+    vocab_size: 50_304,
+    norm_eps: 1e-5,
+    divides: false,
+    ..LLAMA
+};

@@ -8,7 +8,10 @@ pub(super) const FAMILY: Family = Family {
     read: |keys| {
         let mut config = base(keys, &DEFAULTS)?;
         let window = window(keys, None)?;
-        config.layers.iter_mut().for_each(|layer| layer.window = window);
+        config
+            .layers
+            .iter_mut()
+            .for_each(|layer| layer.window = window);
         let shares = ["attention_dropout", "resid_pdrop", "embd_pdrop"].map(|key| (key, 0.0));
         config.dropout = dropout(keys, &shares)?;
         for key in ["attention_bias", "mlp_bias", "lm_head_bias"] {

@@ -20,7 +20,10 @@ pub(super) const DEFAULTS: Defaults = Defaults {
     vocab_size: 151_936,
     intermediate_size: 22_016,
     groups: Some(32),
-    rope: RopeDefaults { positions: 32_768, ..LLAMA.rope },
+    rope: RopeDefaults {
+        positions: 32_768,
+        ..LLAMA.rope
+    },
     divides: false,
     ..LLAMA
 };
@@ -30,6 +33,8 @@ pub(super) fn windows(keys: &Keys<'_>, mut config: Config) -> Result<Config> {
     let is_used = keys.flag("use_sliding_window", false)?;
     let window = window(keys, Some(4096))?.filter(|_| is_used);
     let full: usize = keys.or("max_window_layers", "a number of layers", 28)?;
-    slide(keys, &mut config, window, |layer| window.is_some() && layer >= full)?;
+    slide(keys, &mut config, window, |layer| {
+        window.is_some() && layer >= full
+    })?;
     Ok(config)
 }

@@ -5,7 +5,11 @@ use mpmd::Result;
 use super::{Defaults, Family, PLAIN, base, qwen2, slide, sparse, window};
 use crate::config::{Config, Keys};
 
-pub(super) const FAMILY: Family = Family { name: "qwen2_moe", read, ..PLAIN };
+pub(super) const FAMILY: Family = Family {
+    name: "qwen2_moe",
+    read,
+    ..PLAIN
+};
 
 const DEFAULTS: Defaults = Defaults {
     hidden_size: 2048,
@@ -30,6 +34,9 @@ fn read(keys: &Keys<'_>) -> Result<Config> {
     slide(keys, &mut config, window, slides)?;
     sparse(keys, &mut config, [60, 4, 1408])?;
     let shared = keys.size("shared_expert_intermediate_size", 5632)?;
-    config.experts.iter_mut().for_each(|experts| experts.shared = Some(shared));
+    config
+        .experts
+        .iter_mut()
+        .for_each(|experts| experts.shared = Some(shared));
     Ok(config)
 }

@@ -5,7 +5,11 @@ use mpmd::Result;
 use super::{Defaults, Family, PLAIN, base, qwen2, sparse, window};
 use crate::config::{Config, HeadNorm, Keys};
 
-pub(super) const FAMILY: Family = Family { name: "qwen3_moe", read, ..PLAIN };
+pub(super) const FAMILY: Family = Family {
+    name: "qwen3_moe",
+    read,
+    ..PLAIN
+};
 
 const DEFAULTS: Defaults = Defaults {
     hidden_size: 2048,
@@ -24,7 +28,10 @@ fn read(keys: &Keys<'_>) -> Result<Config> {
     let window = window(keys, Some(4096))?.filter(|_| is_used);
     // `transformers` has the window in all layers.
     keys.get::<usize>("max_window_layers", "a number of layers")?;
-    config.layers.iter_mut().for_each(|layer| layer.window = window);
+    config
+        .layers
+        .iter_mut()
+        .for_each(|layer| layer.window = window);
     sparse(keys, &mut config, [128, 8, 768])?;
     Ok(config)
 }

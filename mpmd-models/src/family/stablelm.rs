@@ -10,7 +10,9 @@ pub(super) const FAMILY: Family = Family {
         keys.only("head_dim", config.hidden_size / config.num_attention_heads)?;
         config.norm = Norm::Layer;
         config.qkv_bias = keys.flag("use_qkv_bias", false)?;
-        config.head_norm = keys.flag("qk_layernorm", false)?.then_some(HeadNorm::EachHead);
+        config.head_norm = keys
+            .flag("qk_layernorm", false)?
+            .then_some(HeadNorm::EachHead);
         config.is_parallel = keys.flag("use_parallel_residual", false)?;
         if config.is_parallel {
             // One norm for both.

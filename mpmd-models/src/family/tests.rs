@@ -15,10 +15,16 @@ fn read_text(config: &str) -> Result<Config, String> {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("config.json");
     fs::write(&file, config).unwrap();
-    super::read(&file).map(|(_, config)| config).map_err(|error| {
-        let prefix = format!("{}: ", file.display());
-        error.to_string().strip_prefix(&prefix).expect("the file is named").to_owned()
-    })
+    super::read(&file)
+        .map(|(_, config)| config)
+        .map_err(|error| {
+            let prefix = format!("{}: ", file.display());
+            error
+                .to_string()
+                .strip_prefix(&prefix)
+                .expect("the file is named")
+                .to_owned()
+        })
 }
 
 #[test]
@@ -42,7 +48,10 @@ fn configs_of_hubs_are_read() {
             "n_positions": 512, "summary_type": "cls_index", "summary_use_proj": true,
             "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}}}"#,
     );
-    assert_eq!((gpt2.positions(), gpt2.dropout), (512, Some(("attn_pdrop", 0.1))));
+    assert_eq!(
+        (gpt2.positions(), gpt2.dropout),
+        (512, Some(("attn_pdrop", 0.1)))
+    );
     let phi = read(
         r#"{"model_type": "phi3", "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
             "attention_bias": false, "embd_pdrop": 0.0, "full_attn_mod": 1, "head_dim": null,
@@ -51,10 +60,18 @@ fn configs_of_hubs_are_read() {
             "original_max_position_embeddings": 64, "partial_rotary_factor": 0.25,
             "rope_scaling": {"type": "su", "long_factor": [1, 2], "short_factor": [1, 1]}}"#,
     );
-    let Scaling::LongRope { original: 64, amplitude, .. } = phi.ropes[0].scaling else {
+    let Scaling::LongRope {
+        original: 64,
+        amplitude,
+        ..
+    } = phi.ropes[0].scaling
+    else {
         panic!("{phi:?}");
     };
-    assert!((amplitude - 2f64.sqrt()).abs() < 1e-12, "by the ratio of the positions, 64");
+    assert!(
+        (amplitude - 2f64.sqrt()).abs() < 1e-12,
+        "by the ratio of the positions, 64"
+    );
     let gemma = read(
         r#"{"model_type": "gemma3_text", "attn_logit_softcapping": null, "rope_scaling": null,
             "cache_implementation": "hybrid", "num_hidden_layers": 12, "sliding_window": 512,
@@ -63,14 +80,20 @@ fn configs_of_hubs_are_read() {
     for (index, layer) in gemma.layers.iter().enumerate() {
         let slides = index % 4 != 3;
         assert_eq!(layer.window, slides.then_some(512));
-        assert_eq!(gemma.ropes[layer.rope.unwrap()].theta, if slides { 100.0 } else { 3000.0 });
+        assert_eq!(
+            gemma.ropes[layer.rope.unwrap()].theta,
+            if slides { 100.0 } else { 3000.0 }
+        );
     }
     let qwen = read(
         r#"{"model_type": "qwen2", "use_mrope": false, "use_sliding_window": false,
             "max_window_layers": 0, "sliding_window": 131072, "rope_scaling":
             {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}"#,
     );
-    assert_eq!((qwen.positions(), qwen.layers[31].window), (4 * 32_768, None));
+    assert_eq!(
+        (qwen.positions(), qwen.layers[31].window),
+        (4 * 32_768, None)
+    );
     let sparse = read(
         r#"{"model_type": "qwen2_moe", "decoder_sparse_step": 2, "hidden_act": "silu",
             "max_window_layers": 3, "mlp_only_layers": [3], "moe_intermediate_size": 1408,
@@ -82,7 +105,11 @@ fn configs_of_hubs_are_read() {
     let experts = sparse.experts.unwrap();
     assert_eq!((experts.shared, experts.normalizes), (Some(5632), false));
     assert_eq!(experts.balance, Some(0.02));
-    let with: Vec<bool> = sparse.layers.iter().map(|layer| layer.has_experts).collect();
+    let with: Vec<bool> = sparse
+        .layers
+        .iter()
+        .map(|layer| layer.has_experts)
+        .collect();
     assert_eq!(with, [false, true, false, false, false, true]);
     assert!(sparse.qkv_bias && sparse.layers.iter().all(|layer| layer.window.is_none()));
     let pythia = read(
@@ -119,16 +146,32 @@ fn old_and_new_forms_of_rope_are_equal() {
         high_freq_factor,
         original_max_position_embeddings,
     };
-    assert_eq!(old, Rope { theta: 5e5, dim: 128, scaling });
-    for names in [r#""type": "linear""#, r#""rope_type": null, "type": "linear""#] {
+    assert_eq!(
+        old,
+        Rope {
+            theta: 5e5,
+            dim: 128,
+            scaling
+        }
+    );
+    for names in [
+        r#""type": "linear""#,
+        r#""rope_type": null, "type": "linear""#,
+    ] {
         for object in ["rope_scaling", "rope_parameters"] {
             let settings = format!(r#""{object}": {{{names}, "factor": 2}}"#);
             let linear = read(&settings).unwrap().ropes[0].clone();
-            assert_eq!(linear.scaling, Scaling::Linear { factor: 2.0 }, "{settings}");
+            assert_eq!(
+                linear.scaling,
+                Scaling::Linear { factor: 2.0 },
+                "{settings}"
+            );
         }
     }
-    let none =
-        read(r#""rope_scaling": {"rope_type": null, "type": null}"#).unwrap().ropes[0].clone();
+    let none = read(r#""rope_scaling": {"rope_type": null, "type": null}"#)
+        .unwrap()
+        .ropes[0]
+        .clone();
     assert_eq!(none.scaling, Scaling::Default);
 }
 
@@ -138,7 +181,10 @@ fn other_models_are_refused_by_key() {
     let known = r#""llama", "mistral", "qwen2""#;
     let unknown = "expected no such key: it may change results, and nothing here handles it";
     for (settings, expected) in [
-        (r#""model_type": "bert""#, &*format!("model_type: expected {known}")),
+        (
+            r#""model_type": "bert""#,
+            &*format!("model_type: expected {known}"),
+        ),
         (r#""hidden_act": "relu""#, "hidden_act: expected \"silu\""),
         (
             r#""rope_scaling": {"type": "wool"}"#,
@@ -156,9 +202,18 @@ fn other_models_are_refused_by_key() {
             r#""quantization_config": {"bits": 4}"#,
             &format!("quantization_config: {unknown}, found {{\"bits\":4}}"),
         ),
-        (r#""sliding_window": 8"#, &format!("sliding_window: {unknown}, found 8")),
-        (r#""partial_rotary_factor": 0.5"#, "partial_rotary_factor: expected 1, found 0.5"),
-        (r#""pruned_heads": {"0": [1]}"#, "pruned_heads: expected {}, found {\"0\":"),
+        (
+            r#""sliding_window": 8"#,
+            &format!("sliding_window: {unknown}, found 8"),
+        ),
+        (
+            r#""partial_rotary_factor": 0.5"#,
+            "partial_rotary_factor: expected 1, found 0.5",
+        ),
+        (
+            r#""pruned_heads": {"0": [1]}"#,
+            "pruned_heads: expected {}, found {\"0\":",
+        ),
         (
             r#""rope_parameters": {"rope_type": "linear"}"#,
             "rope_parameters.factor: expected a number, found none",
@@ -175,8 +230,14 @@ fn other_models_are_refused_by_key() {
             r#""num_key_value_heads": 5"#,
             "num_key_value_heads: expected a divisor of num_attention_heads, 32, found 5",
         ),
-        (r#""num_hidden_layers": 10001"#, "num_hidden_layers: expected at most 10000, found 10001"),
-        (r#""head_dim": 3"#, "head_dim: expected an even number, found 3"),
+        (
+            r#""num_hidden_layers": 10001"#,
+            "num_hidden_layers: expected at most 10000, found 10001",
+        ),
+        (
+            r#""head_dim": 3"#,
+            "head_dim: expected an even number, found 3",
+        ),
         (
             r#""hidden_size": 33"#,
             "hidden_size: expected a multiple of num_attention_heads, 32, found 33",
@@ -194,12 +255,18 @@ fn settings_that_a_family_lacks_are_refused() {
             r#""gpt2", "n_embd": 30, "n_head": 4"#,
             "n_embd: expected a multiple of n_head, 4, found 30",
         ),
-        (r#""gpt2", "n_layer": 10001"#, "n_layer: expected at most 10000, found 10001"),
+        (
+            r#""gpt2", "n_layer": 10001"#,
+            "n_layer: expected at most 10000, found 10001",
+        ),
         (
             r#""gpt2", "add_cross_attention": true"#,
             "add_cross_attention: expected false, found true",
         ),
-        (r#""gpt2", "num_key_value_heads": 4"#, "num_key_value_heads: expected 12, found 4"),
+        (
+            r#""gpt2", "num_key_value_heads": 4"#,
+            "num_key_value_heads: expected 12, found 4",
+        ),
         (
             r#""gemma2", "use_bidirectional_attention": true"#,
             "use_bidirectional_attention: expected",
@@ -239,8 +306,14 @@ fn settings_that_a_family_lacks_are_refused() {
             r#""qwen3_moe", "num_experts": 4"#,
             "num_experts_per_tok: expected at most 4, the number of experts, found 8",
         ),
-        (r#""stablelm", "head_dim": 64"#, "head_dim: expected 80, found 64"),
-        (r#""mistral", "layer_types": []"#, "layer_types: expected no such key"),
+        (
+            r#""stablelm", "head_dim": 64"#,
+            "head_dim: expected 80, found 64",
+        ),
+        (
+            r#""mistral", "layer_types": []"#,
+            "layer_types: expected no such key",
+        ),
     ] {
         let said = read_text(&format!("{{\"model_type\": {config}}}")).unwrap_err();
         assert!(said.starts_with(expected), "{said}, not {expected}");
@@ -263,15 +336,30 @@ fn numbers_that_results_are_divided_by_are_not_zero() {
     let more = "expected a number of more than 0, found";
     for (config, key) in [
         (r#""llama", "rope_theta": 0"#.to_owned(), "rope_theta"),
-        (scaling(r#""type": "linear", "factor": 0"#), "rope_scaling.factor"),
-        (scaling(r#""type": "linear", "factor": -2"#), "rope_scaling.factor"),
-        (scaling(r#""type": "dynamic", "factor": 0.0"#), "rope_scaling.factor"),
-        (scaling(r#""type": "yarn", "factor": 0"#), "rope_scaling.factor"),
+        (
+            scaling(r#""type": "linear", "factor": 0"#),
+            "rope_scaling.factor",
+        ),
+        (
+            scaling(r#""type": "linear", "factor": -2"#),
+            "rope_scaling.factor",
+        ),
+        (
+            scaling(r#""type": "dynamic", "factor": 0.0"#),
+            "rope_scaling.factor",
+        ),
+        (
+            scaling(r#""type": "yarn", "factor": 0"#),
+            "rope_scaling.factor",
+        ),
         (
             scaling(r#""type": "yarn", "factor": 2, "attention_factor": 0"#),
             "rope_scaling.attention_factor",
         ),
-        (scaling(r#""type": "yarn", "factor": 2, "beta_fast": -1"#), "rope_scaling.beta_fast"),
+        (
+            scaling(r#""type": "yarn", "factor": 2, "beta_fast": -1"#),
+            "rope_scaling.beta_fast",
+        ),
         (llama3(0.0, 4.0), "rope_scaling.low_freq_factor"),
         (llama3(1.0, 0.0), "rope_scaling.high_freq_factor"),
         (
@@ -282,13 +370,28 @@ fn numbers_that_results_are_divided_by_are_not_zero() {
             r#""llama", "rope_parameters": {"rope_theta": 0}"#.to_owned(),
             "rope_parameters.rope_theta",
         ),
-        (r#""gemma2", "attn_logit_softcapping": 0"#.to_owned(), "attn_logit_softcapping"),
-        (r#""gemma2", "final_logit_softcapping": -3"#.to_owned(), "final_logit_softcapping"),
-        (r#""gemma2", "query_pre_attn_scalar": 0"#.to_owned(), "query_pre_attn_scalar"),
-        (r#""granite", "logits_scaling": 0"#.to_owned(), "logits_scaling"),
+        (
+            r#""gemma2", "attn_logit_softcapping": 0"#.to_owned(),
+            "attn_logit_softcapping",
+        ),
+        (
+            r#""gemma2", "final_logit_softcapping": -3"#.to_owned(),
+            "final_logit_softcapping",
+        ),
+        (
+            r#""gemma2", "query_pre_attn_scalar": 0"#.to_owned(),
+            "query_pre_attn_scalar",
+        ),
+        (
+            r#""granite", "logits_scaling": 0"#.to_owned(),
+            "logits_scaling",
+        ),
     ] {
         let said = read_text(&format!("{{\"model_type\": {config}}}")).unwrap_err();
-        assert!(said.starts_with(&format!("{key}: {more}")), "{said}, not {key}");
+        assert!(
+            said.starts_with(&format!("{key}: {more}")),
+            "{said}, not {key}"
+        );
     }
     for (config, expected) in [
         (

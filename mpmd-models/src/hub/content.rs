@@ -51,7 +51,11 @@ impl Content {
         let tensors = stored.iter().filter_map(hash).collect::<Result<_>>()?;
         let file = |name| Ok((name, file(name)?.map(|bytes| hash_file(name, &bytes))));
         let files = COMPANIONS.into_iter().map(file).collect::<Result<_>>()?;
-        Ok(Self { tensors, samples, files })
+        Ok(Self {
+            tensors,
+            samples,
+            files,
+        })
     }
 
     /// Returns a hash of all tensors.
@@ -63,11 +67,15 @@ impl Content {
 
     /// Checks that samples of a tensor are as they were.
     pub(crate) fn check_tensor(&self, name: &str, stored: &Stored) -> Result<()> {
-        let Some(known) = self.tensors.get(name) else { return Ok(()) };
+        let Some(known) = self.tensors.get(name) else {
+            return Ok(());
+        };
         match (&stored.origin, stored.hash_samples(self.samples)?) {
             (Origin::File(file), Some(found)) if found != *known => {
                 let file = file.path().display();
-                Err(Error::Environment(format!("{file}: {name}: the tensor {CHANGED}")))
+                Err(Error::Environment(format!(
+                    "{file}: {name}: the tensor {CHANGED}"
+                )))
             }
             _ => Ok(()),
         }
@@ -94,7 +102,10 @@ impl Content {
         }
         let weights = groups.into_iter().map(|(group, (key, path))| Fact {
             note: path.map(file_note).unwrap_or_default(),
-            ..Fact::new(format!("weights of {group}"), format!("hash {:016x}", key.0))
+            ..Fact::new(
+                format!("weights of {group}"),
+                format!("hash {:016x}", key.0),
+            )
         });
         let file = |(name, hash): (&&'static str, &Option<u64>)| match hash {
             Some(hash) => Some(Fact {
@@ -104,7 +115,10 @@ impl Content {
             // All processes read these settings.
             None if *name == GENERATION => None,
             // Only process 0 reads the others.
-            None => Some(Fact { value: None, ..Fact::new(*name, "") }),
+            None => Some(Fact {
+                value: None,
+                ..Fact::new(*name, "")
+            }),
         };
         weights.chain(self.files.iter().filter_map(file)).collect()
     }
@@ -119,7 +133,10 @@ pub(crate) fn fold(key: Key, bytes: &[u8]) -> Key {
 fn group(name: &str) -> String {
     let is_number = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
     let parts: Vec<&str> = name.split('.').collect();
-    let end = parts.iter().position(|part| is_number(part)).map_or(parts.len(), |at| at + 1);
+    let end = parts
+        .iter()
+        .position(|part| is_number(part))
+        .map_or(parts.len(), |at| at + 1);
     parts[..end].join(".")
 }
 
@@ -132,15 +149,24 @@ fn hash_file(name: &str, bytes: &[u8]) -> u64 {
     match settings {
         Some(mut settings @ Value::Object(_)) => {
             for key in NOT_OF_MODEL {
-                settings.as_object_mut().and_then(|settings| settings.remove(key));
+                settings
+                    .as_object_mut()
+                    .and_then(|settings| settings.remove(key));
             }
             settings.sort_all_objects();
             fold(Key(0), settings.to_string().as_bytes()).0
         }
         _ => {
-            let word =
-                |chunk: &[u8]| chunk.iter().fold(0, |word, byte| word << 8 | u64::from(*byte));
-            bytes.chunks(8).map(word).fold(Key(bytes.len() as u64), Key::fold_in).0
+            let word = |chunk: &[u8]| {
+                chunk
+                    .iter()
+                    .fold(0, |word, byte| word << 8 | u64::from(*byte))
+            };
+            bytes
+                .chunks(8)
+                .map(word)
+                .fold(Key(bytes.len() as u64), Key::fold_in)
+                .0
         }
     }
 }
@@ -151,9 +177,15 @@ mod tests {
 
     #[test]
     fn tensors_of_a_layer_are_one_group() {
-        assert_eq!(group("model.layers.31.mlp.experts.7.up_proj.weight"), "model.layers.31");
+        assert_eq!(
+            group("model.layers.31.mlp.experts.7.up_proj.weight"),
+            "model.layers.31"
+        );
         assert_eq!(group("h.0.attn.c_attn.weight"), "h.0");
-        assert_eq!(group("model.embed_tokens.weight"), "model.embed_tokens.weight");
+        assert_eq!(
+            group("model.embed_tokens.weight"),
+            "model.embed_tokens.weight"
+        );
     }
 
     #[test]

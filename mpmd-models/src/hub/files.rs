@@ -64,8 +64,13 @@ struct Index {
 pub(crate) fn checked(folder: &Path, name: &str, most: u64) -> io::Result<PathBuf> {
     let path = folder.join(name);
     let (real, root) = (path.canonicalize()?, folder.canonicalize()?);
-    let snapshots = root.ancestors().skip(1).find(|above| above.ends_with("snapshots"));
-    let blobs = snapshots.and_then(Path::parent).map(|cache| cache.join("blobs"));
+    let snapshots = root
+        .ancestors()
+        .skip(1)
+        .find(|above| above.ends_with("snapshots"));
+    let blobs = snapshots
+        .and_then(Path::parent)
+        .map(|cache| cache.join("blobs"));
     if !real.starts_with(&root) && !blobs.is_some_and(|blobs| real.starts_with(blobs)) {
         let real = real.display();
         return Err(io::Error::other(format!(
@@ -78,7 +83,9 @@ pub(crate) fn checked(folder: &Path, name: &str, most: u64) -> io::Result<PathBu
     }
     if found.len() > most {
         let bytes = found.len();
-        return Err(io::Error::other(format!("a file of {bytes} bytes, more than {most}")));
+        return Err(io::Error::other(format!(
+            "a file of {bytes} bytes, more than {most}"
+        )));
     }
     refuse_pointer(&path, found.len())?;
     Ok(path)
@@ -90,7 +97,12 @@ pub(crate) fn companions(folder: &Path) -> Result<Vec<&'static str>> {
     let found = COMPANIONS.into_iter().filter(has);
     let check = |name| match checked(folder, name, LARGEST_FILE) {
         Ok(_) => Ok(name),
-        Err(why) => Err(unexpected(&folder.join(name), "", "a file beside the weights", why)),
+        Err(why) => Err(unexpected(
+            &folder.join(name),
+            "",
+            "a file beside the weights",
+            why,
+        )),
     };
     found.map(check).collect()
 }
@@ -111,8 +123,16 @@ pub(crate) fn find(folder: &Path) -> Result<Found> {
     };
     if single.symlink_metadata().is_ok() {
         let file = open(SINGLE)?;
-        let files = file.names().into_iter().map(|name| (name, file.clone())).collect();
-        return Ok(Found { list: single, files, split: None });
+        let files = file
+            .names()
+            .into_iter()
+            .map(|name| (name, file.clone()))
+            .collect();
+        return Ok(Found {
+            list: single,
+            files,
+            split: None,
+        });
     }
     let expected = format!("{SINGLE} or {INDEX}");
     let text = checked(folder, INDEX, LARGEST_FILE)
@@ -124,7 +144,12 @@ pub(crate) fn find(folder: &Path) -> Result<Found> {
     let mut largest = 0;
     for (name, file) in &weight_map {
         if Path::new(file).file_name() != Some(file.as_ref()) {
-            return Err(unexpected(&index, name, "the name of a file", format!("{file:?}")));
+            return Err(unexpected(
+                &index,
+                name,
+                "the name of a file",
+                format!("{file:?}"),
+            ));
         }
         if !opened.contains_key(file.as_str()) {
             opened.insert(file, open(file)?);
@@ -133,5 +158,9 @@ pub(crate) fn find(folder: &Path) -> Result<Found> {
         }
         files.insert(name.clone(), opened[file.as_str()].clone());
     }
-    Ok(Found { list: index, files, split: Some(largest) })
+    Ok(Found {
+        list: index,
+        files,
+        split: Some(largest),
+    })
 }

@@ -143,7 +143,11 @@ impl Folder {
             for name in source.names() {
                 let initial = Initial::of(&folder.config, settings, (param, &name), seed);
                 let aval = ShapedArray::new(&shapes[&name], settings.dtype);
-                let stored = Stored { origin: Origin::New(initial), name: name.clone(), aval };
+                let stored = Stored {
+                    origin: Origin::New(initial),
+                    name: name.clone(),
+                    aval,
+                };
                 folder.tensors.insert(name, stored);
             }
         }
@@ -187,7 +191,10 @@ impl Folder {
 
     /// Returns the content of the folder when it was first asked for.
     pub(crate) fn content(&self) -> Result<&Content> {
-        self.known.get_or_init(|| self.present()).as_ref().map_err(Clone::clone)
+        self.known
+            .get_or_init(|| self.present())
+            .as_ref()
+            .map_err(Clone::clone)
     }
 
     /// Returns facts about the present content of the folder, for a comparison between processes.
@@ -208,7 +215,9 @@ impl Folder {
     /// If they are not, with the file and the tensor.
     pub(crate) fn check_weights(&self) -> Result<()> {
         let content = self.content()?;
-        self.tensors.iter().try_for_each(|(name, stored)| content.check_tensor(name, stored))
+        self.tensors
+            .iter()
+            .try_for_each(|(name, stored)| content.check_tensor(name, stored))
     }
 
     /// Returns the settings of generation. There are none if the folder has no such file.
@@ -221,7 +230,12 @@ impl Folder {
             return Ok(Map::new());
         }
         let failed = |why: &dyn Display| {
-            unexpected(&self.path.join(GENERATION), "", "settings of generation", why)
+            unexpected(
+                &self.path.join(GENERATION),
+                "",
+                "settings of generation",
+                why,
+            )
         };
         let bytes = self.small(GENERATION).map_err(|why| failed(&why))?;
         serde_json::from_slice(&bytes).map_err(|why| failed(&why))
@@ -251,7 +265,10 @@ impl Folder {
             return Ok(own);
         }
         let config = self.config_values()?;
-        let own = config.as_object().map(|config| of(CONFIG, config)).transpose()?;
+        let own = config
+            .as_object()
+            .map(|config| of(CONFIG, config))
+            .transpose()?;
         Ok(own.flatten().unwrap_or_default())
     }
 
@@ -280,7 +297,9 @@ impl Folder {
     /// Returns the tensors of the model's files by the names that `transformers` gives them, with
     /// their shapes and dtypes.
     pub fn tensors(&self) -> impl Iterator<Item = (&str, &ShapedArray)> {
-        self.tensors.iter().map(|(name, stored)| (name.as_str(), &stored.aval))
+        self.tensors
+            .iter()
+            .map(|(name, stored)| (name.as_str(), &stored.aval))
     }
 
     /// Returns the family's own word for a key of the config.
@@ -293,17 +312,25 @@ impl Folder {
         let names = source.names();
         let mut all = names.iter().map(|name| self.tensors[name].aval.dtype());
         let first = all.next().unwrap_or(DType::F32);
-        if all.all(|dtype| dtype == first) { first } else { DType::F32 }
+        if all.all(|dtype| dtype == first) {
+            first
+        } else {
+            DType::F32
+        }
     }
 
     /// Returns the place of each parameter.
     pub(crate) fn sources(&self) -> impl Iterator<Item = (&str, &Source)> {
-        self.sources.iter().map(|(name, (source, _))| (name.as_str(), source))
+        self.sources
+            .iter()
+            .map(|(name, (source, _))| (name.as_str(), source))
     }
 
     /// Returns the shape of each parameter, by name.
     pub(crate) fn params(&self) -> impl Iterator<Item = (&str, &ShapedArray)> {
-        self.sources.iter().map(|(name, (_, aval))| (name.as_str(), aval))
+        self.sources
+            .iter()
+            .map(|(name, (_, aval))| (name.as_str(), aval))
     }
 
     /// Returns the bytes of a saved model, in the dtypes of the files.
@@ -355,7 +382,10 @@ impl Folder {
             Ok(content) => format!("values with hash {:016x}", content.of_weights()),
             Err(why) => format!("values that cannot be read: {why}"),
         };
-        p.assert_same(format!("a model of {count} tensors, with hash {:016x}, {values}", key.0))
+        p.assert_same(format!(
+            "a model of {count} tensors, with hash {:016x}, {values}",
+            key.0
+        ))
     }
 
     /// Returns a hash of the names, shapes and dtypes of the tensors.
@@ -376,7 +406,10 @@ impl Folder {
         let rope = config.ropes.first();
         let rope = |f: fn(&Rope) -> String| rope.map_or_else(|| "none".to_owned(), f);
         let mut settings = vec![
-            ("num_attention_heads", config.num_attention_heads.to_string()),
+            (
+                "num_attention_heads",
+                config.num_attention_heads.to_string(),
+            ),
             ("head_dim", config.head_dim.to_string()),
             ("rms_norm_eps", config.norm_eps.to_string()),
             ("rope_theta", rope(|rope| rope.theta.to_string())),
@@ -386,7 +419,11 @@ impl Folder {
         // The names and shapes of the parameters, and the settings above, show all of Llama's.
         if config.family != "llama" {
             // These change no result.
-            let rest = Config { max_position_embeddings: 0, dropout: None, ..config.clone() };
+            let rest = Config {
+                max_position_embeddings: 0,
+                dropout: None,
+                ..config.clone()
+            };
             let hash = fold(Key(0), format!("{rest:?}").as_bytes()).0;
             settings.push(("config", format!("with hash {hash:016x}")));
         }
@@ -399,10 +436,13 @@ impl Folder {
     ///
     /// If a file cannot be read.
     fn fingerprint(&self) -> Result<u64> {
-        let new = self.tensors.values().filter_map(|stored| match &stored.origin {
-            Origin::New(initial) => Some(initial.key.0),
-            Origin::File(_) => None,
-        });
+        let new = self
+            .tensors
+            .values()
+            .filter_map(|stored| match &stored.origin {
+                Origin::New(initial) => Some(initial.key.0),
+                Origin::File(_) => None,
+            });
         let key = self.form().fold_in(self.content()?.of_weights());
         Ok(new.fold(key, Key::fold_in).0)
     }
@@ -422,10 +462,23 @@ impl Folder {
     /// Returns the tensors of a parameter.
     fn reader(&self, name: &str) -> Result<Reader> {
         let Some((source, _)) = self.sources.get(name) else {
-            return Err(unexpected(&self.path, name, "a parameter of the model", "another name"));
+            return Err(unexpected(
+                &self.path,
+                name,
+                "a parameter of the model",
+                "another name",
+            ));
         };
-        let tensors = source.names().iter().map(|name| self.tensors[name].clone()).collect();
-        Ok(Reader { source: source.clone(), tensors, read: self.read.clone() })
+        let tensors = source
+            .names()
+            .iter()
+            .map(|name| self.tensors[name].clone())
+            .collect();
+        Ok(Reader {
+            source: source.clone(),
+            tensors,
+            read: self.read.clone(),
+        })
     }
 
     /// Issues the reading of a parameter as f32 on the devices of `sharding`. Each owner reads only
@@ -441,7 +494,9 @@ impl Folder {
         p.array_from_fn(aval, sharding, move |region, mut view| {
             reader.read_into(region, &mut view)?;
             // A file may have changed since the processes have compared it.
-            let Some(Ok(content)) = known.get() else { return Ok(()) };
+            let Some(Ok(content)) = known.get() else {
+                return Ok(());
+            };
             let names = reader.source.names();
             let mut tensors = names.iter().zip(&reader.tensors);
             tensors.try_for_each(|(name, stored)| content.check_tensor(name, stored))
@@ -469,7 +524,10 @@ fn sources(
     config: &Config,
 ) -> Result<BTreeMap<String, (Source, ShapedArray)>> {
     let place = |(name, aval): (String, ShapedArray)| {
-        (name.clone(), (family.source(config, &name, aval.shape()), aval))
+        (
+            name.clone(),
+            (family.source(config, &name, aval.shape()), aval),
+        )
     };
     let shapes = shapes_of(config);
     let shapes = shapes
@@ -508,8 +566,12 @@ fn add(
     needed: &BTreeMap<String, Vec<usize>>,
 ) -> Result<Option<String>> {
     let names = [name.clone(), format!("{prefix}{name}")];
-    let found = names.into_iter().find_map(|known| needed.get_key_value(&known));
-    let Some((known, shape)) = found else { return Ok(Some(name)) };
+    let found = names
+        .into_iter()
+        .find_map(|known| needed.get_key_value(&known));
+    let Some((known, shape)) = found else {
+        return Ok(Some(name));
+    };
     if tensors.contains_key(known) {
         let expected = format!("one tensor of this name, with or without `{prefix}`");
         return Err(unexpected(file.path(), &name, expected, "two"));
@@ -518,6 +580,13 @@ fn add(
     // The file lacks the tensor, or its dtype is unknown. The message names both.
     let aval =
         aval.map_err(|why| Error::Environment(format!("{why}: expected {DTYPES} {shape:?}")))?;
-    tensors.insert(known.clone(), Stored { origin: Origin::File(file.clone()), name, aval });
+    tensors.insert(
+        known.clone(),
+        Stored {
+            origin: Origin::File(file.clone()),
+            name,
+            aval,
+        },
+    );
     Ok(None)
 }

@@ -45,7 +45,11 @@ impl Settings {
                 .filter(|given| (0.0..=1.0).contains(given))
                 .ok_or_else(|| wrong("initializer_range", "a standard deviation from 0 to 1"))?,
         };
-        let key = if map["dtype"].is_null() { "torch_dtype" } else { "dtype" };
+        let key = if map["dtype"].is_null() {
+            "torch_dtype"
+        } else {
+            "dtype"
+        };
         let dtype = match map[key].as_str().unwrap_or_default() {
             "" if map[key].is_null() => DType::F32,
             "float32" => DType::F32,
@@ -53,7 +57,10 @@ impl Settings {
             "float16" => DType::F16,
             _ => return Err(wrong(key, r#""float32", "bfloat16" or "float16""#)),
         };
-        Ok(Self { deviation: deviation as f32, dtype })
+        Ok(Self {
+            deviation: deviation as f32,
+            dtype,
+        })
     }
 }
 
@@ -68,19 +75,34 @@ impl Initial {
         (param, name): (&str, &str),
         seed: u64,
     ) -> Self {
-        let key = name.bytes().fold(Key(seed), |key, byte| key.fold_in(u64::from(byte)));
-        let has =
-            |end: &[&str]| param.split('.').any(|part| end.iter().any(|it| part.ends_with(it)));
-        let fixed = |mean| Self { key, mean, deviation: 0.0 };
+        let key = name
+            .bytes()
+            .fold(Key(seed), |key, byte| key.fold_in(u64::from(byte)));
+        let has = |end: &[&str]| {
+            param
+                .split('.')
+                .any(|part| end.iter().any(|it| part.ends_with(it)))
+        };
+        let fixed = |mean| Self {
+            key,
+            mean,
+            deviation: 0.0,
+        };
         let branches = (2 * config.num_hidden_layers) as f32;
         let deviation = settings.deviation;
         match config.family {
             _ if has(&["bias"]) => fixed(0.0),
             _ if has(&["norm"]) => fixed(f32::from(config.norm != Norm::RmsPlusOne)),
-            "gpt2" if has(&["o_proj", "down_proj"]) => {
-                Self { key, mean: 0.0, deviation: deviation / branches.sqrt() }
-            }
-            _ => Self { key, mean: 0.0, deviation },
+            "gpt2" if has(&["o_proj", "down_proj"]) => Self {
+                key,
+                mean: 0.0,
+                deviation: deviation / branches.sqrt(),
+            },
+            _ => Self {
+                key,
+                mean: 0.0,
+                deviation,
+            },
         }
     }
 

@@ -35,10 +35,12 @@ pub fn save(
     let mut arrays = Vec::new();
     for (name, parts) in parts(source) {
         let (place, stacked) = (parts[0].1, parts[0].1.stacked.is_some());
-        let found = parts.into_iter().map(|(name, source)| match params.get(name) {
-            Some(array) => Ok((array.clone(), source.rows)),
-            None => Err(unexpected(to, name, "a parameter of the pipeline", "none")),
-        });
+        let found = parts
+            .into_iter()
+            .map(|(name, source)| match params.get(name) {
+                Some(array) => Ok((array.clone(), source.rows)),
+                None => Err(unexpected(to, name, "a parameter of the pipeline", "none")),
+            });
         let mut found = found.collect::<Result<Vec<_>>>()?;
         let array = match stacked {
             // The files have a tensor for each index of its first dimension.
@@ -49,7 +51,13 @@ pub fn save(
     }
     // The library `transformers` refuses files without it.
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
-    tensors::save(p, to, &arrays, source.split().unwrap_or(u64::MAX), &metadata)?;
+    tensors::save(
+        p,
+        to,
+        &arrays,
+        source.split().unwrap_or(u64::MAX),
+        &metadata,
+    )?;
     p.broadcast_value(ProcessId(0), (), || copy_settings(source, to))
 }
 
@@ -100,16 +108,29 @@ fn fused(
             }
         });
         let whole = Tensor::cat(&rows.collect::<CandleResult<Vec<_>>>()?, 0)?;
-        if is_transposed { whole.t()?.contiguous() } else { Ok(whole) }
+        if is_transposed {
+            whole.t()?.contiguous()
+        } else {
+            Ok(whole)
+        }
     });
     let Some(mesh) = arrays[0].sharding().and_then(Sharding::mesh).cloned() else {
         let expected = "parameters over the mesh of a stage";
-        return Err(Error::kernel(format!("{expected}, not {:?}", arrays[0].sharding())));
+        return Err(Error::kernel(format!(
+            "{expected}, not {:?}",
+            arrays[0].sharding()
+        )));
     };
     let whole = |array: &MpmdArray| p.device_put(array, mesh.replicated());
     let arrays = arrays.iter().map(whole).collect::<Result<Vec<_>>>()?;
-    let fuse = fuse.outputs(move |_| Ok(f32s(shape.clone()))).with(captured);
-    p.jit(fuse).on(&mesh).outputs(mesh.replicated()).build()?.call(p, arrays)
+    let fuse = fuse
+        .outputs(move |_| Ok(f32s(shape.clone())))
+        .with(captured);
+    p.jit(fuse)
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .build()?
+        .call(p, arrays)
 }
 
 /// Start of the names in a file of adapters: `peft` wraps the model twice.
@@ -142,11 +163,19 @@ where
     for (tensor, parts) in parts(source) {
         let matrices = |which: usize| {
             let matrix = |(name, _): &(&str, _)| {
-                params.get(&format!("{}{}", name.strip_suffix(WEIGHT)?, MATRICES[which])).cloned()
+                params
+                    .get(&format!(
+                        "{}{}",
+                        name.strip_suffix(WEIGHT)?,
+                        MATRICES[which]
+                    ))
+                    .cloned()
             };
             parts.iter().map(matrix).collect::<Option<Vec<MpmdArray>>>()
         };
-        let (Some(a), Some(b)) = (matrices(0), matrices(1)) else { continue };
+        let (Some(a), Some(b)) = (matrices(0), matrices(1)) else {
+            continue;
+        };
         if a.iter().any(|a| a.shape()[0] != lora.rank) {
             let expected = format!("matrices of LoRA of rank {}", lora.rank);
             return Err(unexpected(to, tensor, expected, a[0].shape()[0]));
@@ -164,7 +193,10 @@ where
         // One below the other; and for B one beside the other, in the rows of its outputs.
         let stacked = (0..count).map(|at| Rows::block(at * rank, rank));
         let a = a.into_iter().zip(stacked).collect();
-        let b = b.into_iter().zip(parts.iter().map(|(_, source)| source.rows)).collect();
+        let b = b
+            .into_iter()
+            .zip(parts.iter().map(|(_, source)| source.rows))
+            .collect();
         for (parts, spreads, end) in [(a, false, MATRICES[0]), (b, true, MATRICES[1])] {
             let array = fused(p, parts, false, spreads)?;
             arrays.push((format!("{WRAPPED}{module}.{end}"), array, DType::F32));
@@ -172,7 +204,12 @@ where
     }
     if arrays.is_empty() {
         let rank = lora.rank;
-        return Err(unexpected(to, "", format!("matrices of LoRA of rank {rank}"), "others"));
+        return Err(unexpected(
+            to,
+            "",
+            format!("matrices of LoRA of rank {rank}"),
+            "others",
+        ));
     }
     arrays.sort_by(|a, b| a.0.cmp(&b.0));
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
@@ -185,8 +222,11 @@ where
         let settings = to.join(ADAPTER_CONFIG);
         // Without it, matrices of one save cannot be read with the settings of another.
         _ = fs::remove_file(&settings);
-        fs::rename(new.join("model.safetensors"), to.join("adapter_model.safetensors"))
-            .map_err(|why| unexpected(to, "", "a folder for an adapter", why))?;
+        fs::rename(
+            new.join("model.safetensors"),
+            to.join("adapter_model.safetensors"),
+        )
+        .map_err(|why| unexpected(to, "", "a folder for an adapter", why))?;
         _ = fs::remove_dir_all(&new);
         let config = json!({
             "peft_type": "LORA",
@@ -213,7 +253,9 @@ fn copy_settings(from: &Folder, to: &Path) -> Result<()> {
         let path = from.path().join(name);
         let cannot = format!("a file that can be copied to {}", to.display());
         // A training does not end without its model since such a file has changed.
-        let mut bytes = from.current(name).map_err(|why| unexpected(&path, "", &cannot, why))?;
+        let mut bytes = from
+            .current(name)
+            .map_err(|why| unexpected(&path, "", &cannot, why))?;
         if let Err(why) = from.check(name, &bytes) {
             tracing::warn!("{}: {why}; the present one is copied", path.display());
         }

@@ -57,13 +57,19 @@ impl Reader {
         let region = Region::new(region.ranges().skip(1).collect());
         let parts = values.chunks_exact_mut(region.elements().max(1));
         tensors.zip(parts).try_for_each(|(tensor, values)| {
-            self.counted(tensor, &region).read(&self.source, &region, values)
+            self.counted(tensor, &region)
+                .read(&self.source, &region, values)
         })
     }
 
     /// Reads a region into the memory of an array of f32.
     pub(crate) fn read_into(&self, region: &Region, view: &mut ViewMut<'_>) -> Result<()> {
-        let Source { rows, is_transposed, stacked, .. } = &self.source;
+        let Source {
+            rows,
+            is_transposed,
+            stacked,
+            ..
+        } = &self.source;
         let aval = &self.tensors[0].aval;
         let all = Rows::block(0, aval.shape().first().copied().unwrap_or(1));
         // Without a copy, if the parameter is the tensor.
@@ -71,7 +77,11 @@ impl Reader {
             && !is_transposed
             && *rows == all
             && aval.dtype() == DType::F32
-            && let Stored { origin: Origin::File(file), name, .. } = self.counted(0, region)
+            && let Stored {
+                origin: Origin::File(file),
+                name,
+                ..
+            } = self.counted(0, region)
         {
             return file.read(name, region, view.as_bytes_mut());
         }
@@ -92,7 +102,9 @@ impl Reader {
 impl Stored {
     /// Returns a hash of the type and of samples of the values. `None` if the model is new.
     pub(crate) fn hash_samples(&self, samples: u64) -> Result<Option<u64>> {
-        let Origin::File(file) = &self.origin else { return Ok(None) };
+        let Origin::File(file) = &self.origin else {
+            return Ok(None);
+        };
         file.hash_samples(&self.name, samples).map(Some)
     }
 
@@ -133,7 +145,11 @@ impl Stored {
         let width = values.len() / rows.len();
         let step = (BLOCK / width).max(1);
         let (dtype, mut bytes) = (self.aval.dtype(), Vec::new());
-        for (start, values) in rows.clone().step_by(step).zip(values.chunks_mut(step * width)) {
+        for (start, values) in rows
+            .clone()
+            .step_by(step)
+            .zip(values.chunks_mut(step * width))
+        {
             let block = iter::once(start..rows.end.min(start + step)).chain(inner.iter().cloned());
             let block = Region::new(block.collect());
             let file = match &self.origin {
@@ -145,8 +161,16 @@ impl Stored {
             };
             bytes.resize(values.len() * dtype.size(), 0);
             file.read(&self.name, &block, &mut bytes)?;
-            let halves = bytes.as_chunks::<2>().0.iter().map(|pair| u16::from_le_bytes(*pair));
-            let singles = bytes.as_chunks::<4>().0.iter().map(|four| f32::from_le_bytes(*four));
+            let halves = bytes
+                .as_chunks::<2>()
+                .0
+                .iter()
+                .map(|pair| u16::from_le_bytes(*pair));
+            let singles = bytes
+                .as_chunks::<4>()
+                .0
+                .iter()
+                .map(|four| f32::from_le_bytes(*four));
             let values = values.iter_mut();
             match dtype {
                 DType::Bf16 => values
@@ -155,7 +179,9 @@ impl Stored {
                 DType::F16 => values
                     .zip(halves)
                     .for_each(|(value, bits)| *value = f16::from_bits(bits).to_f32()),
-                _ => values.zip(singles).for_each(|(value, single)| *value = single),
+                _ => values
+                    .zip(singles)
+                    .for_each(|(value, single)| *value = single),
             }
         }
         Ok(())
@@ -176,7 +202,9 @@ impl Stored {
             block.resize(part.len() * width, 0.0);
             self.read_rows(part, std::slice::from_ref(&columns), &mut block)?;
             for (row, found) in block.chunks_exact(width).enumerate() {
-                let column = values[start - rows.start + row..].iter_mut().step_by(height);
+                let column = values[start - rows.start + row..]
+                    .iter_mut()
+                    .step_by(height);
                 column.zip(found).for_each(|(value, found)| *value = *found);
             }
         }
@@ -192,12 +220,17 @@ pub(crate) fn are_equal(a: &Stored, b: &Stored) -> Result<bool> {
     if a.aval != b.aval {
         return Ok(false);
     }
-    let [rows, columns] = *a.aval.shape() else { return Ok(false) };
+    let [rows, columns] = *a.aval.shape() else {
+        return Ok(false);
+    };
     let (mut left, mut right) = (Vec::new(), Vec::new());
     let step = (BLOCK / columns.max(1)).max(1);
     for row in (0..rows).step_by(step) {
         for column in (0..columns).step_by(BLOCK) {
-            let block = [row..rows.min(row + step), column..columns.min(column + BLOCK)];
+            let block = [
+                row..rows.min(row + step),
+                column..columns.min(column + BLOCK),
+            ];
             let block = Region::new(block.to_vec());
             let bytes = block.elements() * a.aval.dtype().size();
             left.resize(bytes, 0);
@@ -233,13 +266,25 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         fs::write(file.path(), bytes).unwrap();
         let file = TensorFile::open(file.path()).unwrap();
-        let stored = Stored { origin: Origin::File(file), name: "a".to_owned(), aval };
+        let stored = Stored {
+            origin: Origin::File(file),
+            name: "a".to_owned(),
+            aval,
+        };
         for is_transposed in [false, true] {
             // The parameter is the tensor without its first rows or columns.
-            let (rows, columns) = if is_transposed { (480, 1300) } else { (1280, 500) };
+            let (rows, columns) = if is_transposed {
+                (480, 1300)
+            } else {
+                (1280, 500)
+            };
             let rows_of = Rows::block(20, rows);
-            let source =
-                Source { name: "a".to_owned(), stacked: None, rows: rows_of, is_transposed };
+            let source = Source {
+                name: "a".to_owned(),
+                stacked: None,
+                rows: rows_of,
+                is_transposed,
+            };
             let region = Region::new(vec![3..rows, 1..columns]);
             let mut found = vec![0.0; region.elements()];
             stored.read(&source, &region, &mut found).unwrap();
@@ -249,7 +294,10 @@ mod tests {
             };
             let expected = (3..rows).flat_map(|row| (1..columns).map(move |column| (row, column)));
             let expected = expected.map(|(row, column)| place(row, column).to_f32());
-            assert!(found.into_iter().eq(expected), "transposed: {is_transposed}");
+            assert!(
+                found.into_iter().eq(expected),
+                "transposed: {is_transposed}"
+            );
         }
     }
 }

@@ -49,7 +49,11 @@ pub(crate) fn read_token(word: u32) -> Option<Result<u32, Unchosen>> {
 
 impl From<Unchosen> for Choice {
     fn from(why: Unchosen) -> Self {
-        Self { token: Err(why), logprob: None, top: Vec::new() }
+        Self {
+            token: Err(why),
+            logprob: None,
+            top: Vec::new(),
+        }
     }
 }
 
@@ -73,12 +77,17 @@ impl Choice {
         debug_assert_eq!(words.len(), CHOICE);
         let token = read_token(words[0])?;
         let (tokens, logprobs) = words[2..].split_at(TOP);
-        let top = tokens.iter().zip(logprobs).take_while(|(token, _)| **token != NONE);
+        let top = tokens
+            .iter()
+            .zip(logprobs)
+            .take_while(|(token, _)| **token != NONE);
 
         Some(Self {
             token,
             logprob: Some(f32::from_bits(words[1])).filter(|logprob| !logprob.is_nan()),
-            top: top.map(|(token, bits)| (*token, f32::from_bits(*bits))).collect(),
+            top: top
+                .map(|(token, bits)| (*token, f32::from_bits(*bits)))
+                .collect(),
         })
     }
 }
@@ -98,14 +107,23 @@ impl History {
     /// Begins with the token at position `first`. Tokens before are not known here: penalties for
     /// tokens of the prompt do not count them.
     pub(crate) fn new(begin: Begin, first: usize) -> Self {
-        Self { begin, first, tokens: Vec::new(), failed: None }
+        Self {
+            begin,
+            first,
+            tokens: Vec::new(),
+            failed: None,
+        }
     }
 
     /// Adds given tokens. Without any, the token at this position must be the last one. If the
     /// tokens do not follow those before, the sequence has failed.
     pub(crate) fn add(&mut self, start: usize, given: &[u32]) {
         let end = self.first + self.tokens.len();
-        let expected = if given.is_empty() { end.saturating_sub(1) } else { end };
+        let expected = if given.is_empty() {
+            end.saturating_sub(1)
+        } else {
+            end
+        };
         if start != expected {
             self.failed.get_or_insert(Unchosen::OutOfOrder);
         }
@@ -119,8 +137,14 @@ impl History {
             return why.into();
         }
         let logits = logits.as_ref();
-        let Begin { sampling, prompt, top } = self.begin;
-        let known = (prompt as usize).saturating_sub(self.first).min(self.tokens.len());
+        let Begin {
+            sampling,
+            prompt,
+            top,
+        } = self.begin;
+        let known = (prompt as usize)
+            .saturating_sub(self.first)
+            .min(self.tokens.len());
         let (prompt, text) = self.tokens.split_at(known);
         let Some(token) = sampling.next(logits, prompt, text) else {
             self.failed = Some(Unchosen::NotFinite);
@@ -134,7 +158,11 @@ impl History {
             }
             None => (None, Vec::new()),
         };
-        Choice { token: Ok(token), logprob, top }
+        Choice {
+            token: Ok(token),
+            logprob,
+            top,
+        }
     }
 }
 
@@ -143,12 +171,17 @@ impl History {
 fn logprobs(logits: &[f32], token: u32, top: usize) -> (f32, Vec<(u32, f32)>) {
     let order = TokenOrder::of(logits);
     let largest = order.first().map_or(f32::NAN, TokenRank::logit);
-    let log = order.total(TokenWeights::new(largest, 1.0), TokenRank::lowest()).ln();
+    let log = order
+        .total(TokenWeights::new(largest, 1.0), TokenRank::lowest())
+        .ln();
     let logprob = |logit: f32| (f64::from(logit - largest) - log) as f32;
 
     let mut most = order.most(top.min(TOP));
     most.sort_unstable_by(|a, b| b.cmp(a));
-    let top = most.into_iter().map(|rank| (rank.token(), logprob(rank.logit()))).collect();
+    let top = most
+        .into_iter()
+        .map(|rank| (rank.token(), logprob(rank.logit())))
+        .collect();
     (logprob(logits[token as usize]), top)
 }
 
@@ -158,14 +191,26 @@ mod tests {
     use crate::inference::sample::Sampling;
 
     fn begin(prompt: u32, top: Option<u32>) -> Begin {
-        Begin { sampling: Sampling::default(), prompt, top }
+        Begin {
+            sampling: Sampling::default(),
+            prompt,
+            top,
+        }
     }
 
     #[test]
     fn choices_are_read_as_they_were_written() {
         let all = [
-            Choice { token: Ok(7), logprob: None, top: Vec::new() },
-            Choice { token: Ok(0), logprob: Some(-0.5), top: vec![(3, -0.1), (0, -0.5)] },
+            Choice {
+                token: Ok(7),
+                logprob: None,
+                top: Vec::new(),
+            },
+            Choice {
+                token: Ok(0),
+                logprob: Some(-0.5),
+                top: vec![(3, -0.1), (0, -0.5)],
+            },
             Choice::from(Unchosen::NotFinite),
             Choice::from(Unchosen::OutOfOrder),
         ];
@@ -210,18 +255,36 @@ mod tests {
             let mut history = History::new(begin(1, None), 0);
             history.add(0, &[9]);
             history.add(start, given);
-            assert_eq!(history.choose(vec![0.0, 1.0]), Unchosen::OutOfOrder.into(), "{start}");
+            assert_eq!(
+                history.choose(vec![0.0, 1.0]),
+                Unchosen::OutOfOrder.into(),
+                "{start}"
+            );
         }
     }
 
     #[test]
     fn tokens_of_the_prompt_and_the_text_are_told_apart() {
-        let frequency = Sampling { frequency_penalty: 1.0, ..Sampling::default() };
-        let mut history = History::new(Begin { sampling: frequency, prompt: 3, top: None }, 0);
+        let frequency = Sampling {
+            frequency_penalty: 1.0,
+            ..Sampling::default()
+        };
+        let mut history = History::new(
+            Begin {
+                sampling: frequency,
+                prompt: 3,
+                top: None,
+            },
+            0,
+        );
         history.add(0, &[2, 2]);
         history.add(2, &[2]);
         let logits = vec![0.0, 1.5, 2.0];
-        assert_eq!(history.choose(logits.clone()).token, Ok(2), "a prompt has no penalty");
+        assert_eq!(
+            history.choose(logits.clone()).token,
+            Ok(2),
+            "a prompt has no penalty"
+        );
         history.add(3, &[]);
         assert_eq!(history.choose(logits).token, Ok(1));
     }

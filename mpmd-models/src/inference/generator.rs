@@ -38,7 +38,10 @@ pub struct Generator {
 
 impl Generator {
     pub(crate) fn new(inference: Inference, positions: usize) -> Self {
-        Self { inference, positions }
+        Self {
+            inference,
+            positions,
+        }
     }
 
     /// Returns a line that says what computes the stages, for people. `None` if all devices are
@@ -67,7 +70,11 @@ impl Generator {
         if prompt.is_empty() {
             return Err(Error::Environment("the prompt has no tokens".to_owned()));
         }
-        let begin = Begin { sampling: *sampling, prompt: prompt.len() as u32, top: None };
+        let begin = Begin {
+            sampling: *sampling,
+            prompt: prompt.len() as u32,
+            top: None,
+        };
         let (mut new, mut start, mut choices) = (Some(begin), 0, None);
         for part in prompt.chunks(CHUNK) {
             let is_last = start + part.len() == prompt.len() && most > 0;
@@ -113,8 +120,18 @@ impl Generator {
         }
         let blocks = (0..Room::for_one(needed).blocks as u32).collect();
         let (start, given) = (start as u32, given.to_vec());
-        let chunk = Chunk { slot: 0, start, given, samples, blocks, new };
-        let pass = Pass { version: 0, chunks: vec![chunk] };
+        let chunk = Chunk {
+            slot: 0,
+            start,
+            given,
+            samples,
+            blocks,
+            new,
+        };
+        let pass = Pass {
+            version: 0,
+            chunks: vec![chunk],
+        };
         self.inference.pass(p, &pass, last)
     }
 }

@@ -106,7 +106,11 @@ pub enum WeightType {
 /// `bf16`.
 pub(crate) fn held_as(name: &str, aval: &ShapedArray, in_half: bool) -> DType {
     let is_matrix = aval.shape().len() > 1 && !name.ends_with("embed_positions.weight");
-    if in_half && is_matrix { DType::Bf16 } else { DType::F32 }
+    if in_half && is_matrix {
+        DType::Bf16
+    } else {
+        DType::F32
+    }
 }
 
 /// A part of a model that is to be loaded.
@@ -172,7 +176,12 @@ impl Load {
         let (config, over) = (self.folder.config().clone(), self.over);
         let params = stage(
             move |vb| {
-                let plan = Plan { config: &config, lora: None, angles: &[], over };
+                let plan = Plan {
+                    config: &config,
+                    lora: None,
+                    angles: &[],
+                    over,
+                };
                 Part::new(plan, layers.clone(), &vb)
             },
             |part, x: Tensor, cx| part.forward(x, None, cx),
@@ -198,7 +207,12 @@ impl Load {
 
     /// Creates the state of a device. Reads its weights unless this process has them.
     pub(crate) fn load(&self, device: DeviceId) -> Result<Loaded> {
-        let place = self.mesh.devices().iter().position(|own| *own == device).unwrap_or(0);
+        let place = self
+            .mesh
+            .devices()
+            .iter()
+            .position(|own| *own == device)
+            .unwrap_or(0);
         // Passes before it, in order, may have failed on one stage alone.
         if place == 0 {
             self.clock.reset();
@@ -255,7 +269,10 @@ impl Load {
     ) -> Result<Arc<Part>> {
         let gone = || Error::kernel(format!("version {version} of the weights is not here"));
         if !self.on_device {
-            return self.weights.get(&self.key(version, loaded.place)).ok_or_else(gone);
+            return self
+                .weights
+                .get(&self.key(version, loaded.place))
+                .ok_or_else(gone);
         }
         let source = {
             let known = self.weights.0.lock();
@@ -281,13 +298,29 @@ impl Load {
 
     /// Takes a version for the devices of its mesh that are here. Blocks while it packs them.
     pub(crate) fn take(&self, p: &[DeviceId], version: u64, source: &Source) -> Result<()> {
-        let own = self.mesh.devices().iter().enumerate().filter(|(_, device)| p.contains(device));
+        let own = self
+            .mesh
+            .devices()
+            .iter()
+            .enumerate()
+            .filter(|(_, device)| p.contains(device));
         for (place, device) in own {
             match self.on_device {
-                true => _ = self.weights.0.lock().sources.insert(version, source.clone()),
+                true => {
+                    _ = self
+                        .weights
+                        .0
+                        .lock()
+                        .sources
+                        .insert(version, source.clone())
+                }
                 false => {
                     let part = Arc::new(self.read(*device, &**source)?);
-                    self.weights.0.lock().packed.insert(self.key(version, place), part);
+                    self.weights
+                        .0
+                        .lock()
+                        .packed
+                        .insert(self.key(version, place), part);
                 }
             }
         }
@@ -318,7 +351,11 @@ impl Load {
             let at = vec![0; aval.shape().len()];
             let leaf = Wanted::new(&name, aval, shardings[&name].clone());
             Ok(match tied && name == OUTPUT {
-                true => leaf.of(vec![Published { from: EMBEDDING.to_owned(), region: None, at }]),
+                true => leaf.of(vec![Published {
+                    from: EMBEDDING.to_owned(),
+                    region: None,
+                    at,
+                }]),
                 false => leaf,
             })
         });
@@ -356,14 +393,17 @@ impl Load {
     /// Reads the weights of a device layer by layer, and packs them.
     fn read(&self, device: DeviceId, source: &SourceFn) -> Result<Part> {
         let failed = |why: Error| candle_core::Error::wrap(why);
-        let Self { layers, in_half, .. } = self;
+        let Self {
+            layers, in_half, ..
+        } = self;
         let tables = self.regions(layers.clone(), device)?;
         let table = |name: &str| {
             // A tied output is the embedding.
             let region = tables.get(name).or(tables.get(EMBEDDING));
             let none = || candle_core::Error::msg(format!("{name} is no parameter of the part"));
-            let (rows, columns) =
-                region.map(|all| (all.range(0), all.range(1))).ok_or_else(none)?;
+            let (rows, columns) = region
+                .map(|all| (all.range(0), all.range(1)))
+                .ok_or_else(none)?;
             let read = |part: Range<usize>, values: &mut [f32]| {
                 let part = rows.start + part.start..rows.start + part.end;
                 let region = Region::new(vec![part, columns.clone()]);
@@ -377,7 +417,10 @@ impl Load {
                 if name != EMBEDDING && name != OUTPUT {
                     let mut values = vec![0.0; region.elements()];
                     source(&name, &region, &mut values).map_err(failed)?;
-                    tensors.insert(name, Tensor::from_vec(values, region.shape(), &Device::Cpu)?);
+                    tensors.insert(
+                        name,
+                        Tensor::from_vec(values, region.shape(), &Device::Cpu)?,
+                    );
                 }
             }
             Ok(parts_builder(tensors))
@@ -395,7 +438,10 @@ impl Load {
             Ok((name, zero.broadcast_as(region.shape())?))
         };
         let regions = self.regions(self.layers.clone(), device).map_err(failed)?;
-        let tensors = regions.into_iter().map(zeros).collect::<CandleResult<BTreeMap<_, _>>>()?;
+        let tensors = regions
+            .into_iter()
+            .map(zeros)
+            .collect::<CandleResult<BTreeMap<_, _>>>()?;
         Part::new(self.plan(), self.layers.clone(), &parts_builder(tensors))?.hollow()
     }
 
@@ -405,6 +451,11 @@ impl Load {
     }
 
     fn plan(&self) -> Plan<'_> {
-        Plan { config: self.folder.config(), lora: None, angles: &self.angles, over: self.over }
+        Plan {
+            config: self.folder.config(),
+            lora: None,
+            angles: &self.angles,
+            over: self.over,
+        }
     }
 }

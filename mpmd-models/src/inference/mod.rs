@@ -127,7 +127,9 @@ impl Inference {
     /// CPUs.
     pub fn computed_by(&self, p: &Program) -> Option<String> {
         let is_accelerator = |device: &DeviceId| {
-            p.topology().kind_of(*device).is_some_and(DeviceKind::is_accelerator)
+            p.topology()
+                .kind_of(*device)
+                .is_some_and(DeviceKind::is_accelerator)
         };
         let stages = self.loads.iter().zip(&self.meshes);
         let stages = stages.filter(|(_, mesh)| mesh.devices().iter().any(is_accelerator));
@@ -202,7 +204,9 @@ impl Inference {
             Ok(hash) => format!("hash {hash:016x}"),
             Err(why) => format!("an error: {why}"),
         };
-        p.assert_same(format!("weights of a folder as version {version}, with {hash}"))?;
+        p.assert_same(format!(
+            "weights of a folder as version {version}, with {hash}"
+        ))?;
         read.map(drop)
     }
 
@@ -250,7 +254,10 @@ impl Inference {
         let forms = self.forms.clone();
         for pass in forms.pass_of_each(self.most_tokens()) {
             last = Some(self.pass(p, &pass, last.as_ref())?);
-            let wait = || last.as_ref().map_or(Ok(()), |choices| self.read(choices).map(drop));
+            let wait = || {
+                last.as_ref()
+                    .map_or(Ok(()), |choices| self.read(choices).map(drop))
+            };
             p.broadcast_value(self.owner, (), wait)?;
             let start = now();
             let choices = self.pass(p, &pass, last.as_ref())?;
@@ -267,7 +274,10 @@ impl Inference {
                 break;
             }
         }
-        let wait = || last.as_ref().map_or(Ok(()), |choices| self.read(choices).map(drop));
+        let wait = || {
+            last.as_ref()
+                .map_or(Ok(()), |choices| self.read(choices).map(drop))
+        };
         p.broadcast_value(self.owner, (), wait)
     }
 
@@ -307,7 +317,10 @@ impl Inference {
     ///
     /// If a token has none: the text names it.
     pub fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
-        let rows = self.loads.first().map_or(0, |load| load.folder.config().vocab_size);
+        let rows = self
+            .loads
+            .first()
+            .map_or(0, |load| load.folder.config().vocab_size);
         match tokens.iter().find(|token| **token as usize >= rows) {
             None => Ok(()),
             Some(token) => Err(Error::kernel(format!(
@@ -317,7 +330,9 @@ impl Inference {
     }
 
     fn check_pass(&self, pass: &Pass) -> Result<()> {
-        pass.chunks.iter().try_for_each(|chunk| self.check_chunk(chunk))?;
+        pass.chunks
+            .iter()
+            .try_for_each(|chunk| self.check_chunk(chunk))?;
 
         let mut filled = BTreeSet::new();
         for chunk in &pass.chunks {
@@ -364,7 +379,9 @@ impl Inference {
     ///
     /// If the pass failed.
     pub fn read(&self, choices: &Choices) -> Result<Option<Vec<Option<Choice>>>> {
-        let Some(host) = choices.read.to_host()? else { return Ok(None) };
+        let Some(host) = choices.read.to_host()? else {
+            return Ok(None);
+        };
         let words = host.to_vec::<u32>()?;
         Ok(Some(words.chunks_exact(CHOICE).map(Choice::read).collect()))
     }
@@ -376,7 +393,10 @@ impl Inference {
     /// As for [`Program::device_put`].
     pub fn times(&self, p: &mut Program) -> Result<Times> {
         let times = |(load, mesh): (&Load, &Mesh)| {
-            let (aval, clock) = (ShapedArray::try_new(&[TIMES], DType::U32)?, load.clock.clone());
+            let (aval, clock) = (
+                ShapedArray::try_new(&[TIMES], DType::U32)?,
+                load.clock.clone(),
+            );
             let on = Sharding::single_device(mesh.devices()[0]);
             let own = p.array_from_fn(aval, on, move |_, mut view| {
                 clock.write(view.as_mut_slice::<u32>()?);
@@ -384,7 +404,12 @@ impl Inference {
             })?;
             p.device_put(&own, self.reader.replicated())
         };
-        self.loads.iter().zip(&self.meshes).map(times).collect::<Result<_>>().map(Times)
+        self.loads
+            .iter()
+            .zip(&self.meshes)
+            .map(times)
+            .collect::<Result<_>>()
+            .map(Times)
     }
 
     /// Returns the times of each stage, if they have come.
@@ -397,7 +422,10 @@ impl Inference {
             return Ok(None);
         }
         let read = |times: &MpmdArray| {
-            let words = times.to_host()?.map(|host| host.to_vec::<u32>()).transpose()?;
+            let words = times
+                .to_host()?
+                .map(|host| host.to_vec::<u32>())
+                .transpose()?;
             Ok(words.map(|words| StageTimes::read(&words)))
         };
         times.0.iter().map(read).collect()
@@ -433,13 +461,18 @@ impl Inference {
         let inputs = array(first, &[1, tokens], Pass::write_tokens)?;
         let all = sides.into_iter().enumerate();
         let inputs = Microbatch::new(inputs);
-        Ok(all.fold(inputs, |microbatch, (stage, side)| microbatch.side(stage, side)))
+        Ok(all.fold(inputs, |microbatch, (stage, side)| {
+            microbatch.side(stage, side)
+        }))
     }
 }
 
 /// Returns the process of a mesh's first device.
 fn owner(p: &Program, mesh: &Mesh) -> Result<ProcessId> {
-    let owner = mesh.devices().first().and_then(|device| p.topology().process_of(*device));
+    let owner = mesh
+        .devices()
+        .first()
+        .and_then(|device| p.topology().process_of(*device));
     owner.ok_or_else(|| Error::kernel(format!("no process has the devices of {mesh}")))
 }
 
@@ -473,7 +506,11 @@ impl Load {
             let pass = Pass::read(&cx.side("pass")?)?;
             let clock = loaded.clock.clone();
             let started = clock.as_ref().map(|clock| clock.start());
-            let x = if is_first { loaded.tokens(&x, &pass, cx)? } else { x };
+            let x = if is_first {
+                loaded.tokens(&x, &pass, cx)?
+            } else {
+                x
+            };
             let x = x.narrow(1, 0, pass.tokens())?;
             let device = x.device().clone();
             let part = load.part(&mut loaded, pass.version, &device);
@@ -495,7 +532,11 @@ impl Load {
         };
         let name = format!("layers {} to {}", self.layers.start, self.layers.end - 1);
         let stage = stage(|_| Ok(()), forward)?.named(name);
-        let stage = if self.on_device { stage } else { stage.on_host() };
+        let stage = if self.on_device {
+            stage
+        } else {
+            stage.on_host()
+        };
         let choices = ShapedArray::try_new(&[room.sequences, CHOICE], DType::U32)?;
         Ok(stage
             .outputs(move |x| match is_last {
@@ -514,9 +555,18 @@ impl Load {
         let rows = tokens.min(self.positions);
         let blocks = (0..rows.div_ceil(BLOCK) as u32).collect::<Vec<_>>();
         let mut caches = self.caches(blocks.len());
-        let rows = vec![PagedRows { start: 0, rows, blocks }];
+        let rows = vec![PagedRows {
+            start: 0,
+            rows,
+            blocks,
+        }];
         let rows = Rows::new(rows, x.device())?;
-        let x = zeros.follow(x.narrow(1, 0, rows.sequences[0].rows)?, &rows, &mut caches, cx)?;
+        let x = zeros.follow(
+            x.narrow(1, 0, rows.sequences[0].rows)?,
+            &rows,
+            &mut caches,
+            cx,
+        )?;
         if is_last {
             let most = x.dim(1)?.min(room.sequences);
             zeros.logits(&x.narrow(1, 0, most)?, cx)?;
@@ -528,7 +578,11 @@ impl Load {
 impl Loaded {
     /// Returns the tokens of a pass, those of the table of last tokens included.
     fn tokens(&mut self, x: &Tensor, pass: &Pass, cx: &Cx<'_>) -> CandleResult<Tensor> {
-        let last = cx.side("last")?.narrow(1, 0, 1)?.flatten_all()?.to_vec1::<u32>()?;
+        let last = cx
+            .side("last")?
+            .narrow(1, 0, 1)?
+            .flatten_all()?
+            .to_vec1::<u32>()?;
         for (known, last) in self.last.iter_mut().zip(last) {
             if let Some(last) = read_token(last) {
                 // A sequence without a token has failed. What is computed for it is not used.
@@ -579,7 +633,10 @@ impl Loaded {
         }
         let count = rows.len();
         let x = x.index_select(&Tensor::from_vec(rows, count, x.device())?, 1)?;
-        let logits = part.logits(&x, cx)?.squeeze(0)?.to_dtype(candle_core::DType::F32)?;
+        let logits = part
+            .logits(&x, cx)?
+            .squeeze(0)?
+            .to_dtype(candle_core::DType::F32)?;
         let tokens = logits.dim(1)?;
         let logits = logits.flatten_all()?.to_vec1::<f32>()?;
         let mut logits_of = vec![None; room.sequences];
@@ -589,22 +646,29 @@ impl Loaded {
             }
         }
         // On the threads of this device.
-        let places = self.histories.par_iter_mut().zip(choices.par_chunks_exact_mut(CHOICE));
-        places.zip(logits_of).for_each(|((history, words), logits)| {
-            let Some(logits) = logits else { return };
-            let choice = match history {
-                Some(history) => history.choose(logits),
-                None => Unchosen::OutOfOrder.into(),
-            };
-            choice.write(words);
-        });
+        let places = self
+            .histories
+            .par_iter_mut()
+            .zip(choices.par_chunks_exact_mut(CHOICE));
+        places
+            .zip(logits_of)
+            .for_each(|((history, words), logits)| {
+                let Some(logits) = logits else { return };
+                let choice = match history {
+                    Some(history) => history.choose(logits),
+                    None => Unchosen::OutOfOrder.into(),
+                };
+                choice.write(words);
+            });
         Tensor::from_vec(choices, (room.sequences, CHOICE), x.device())
     }
 
     /// Adds the tokens of a pass to their sequences, and begins new ones.
     fn note(&mut self, pass: &Pass) {
         for chunk in &pass.chunks {
-            let Some(place) = self.histories.get_mut(chunk.slot as usize) else { continue };
+            let Some(place) = self.histories.get_mut(chunk.slot as usize) else {
+                continue;
+            };
             if let Some(begin) = chunk.new {
                 *place = Some(History::new(begin, chunk.start as usize));
             }

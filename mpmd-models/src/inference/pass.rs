@@ -58,7 +58,13 @@ pub(crate) const NONE: u32 = u32::MAX;
 
 /// (number of tokens, number of words of the table) of the forms that passes have. The last one has
 /// more words where a sequence needs them: see [`Forms::of`].
-const FORMS: [(usize, usize); 5] = [(1, 512), (8, 2048), (32, 4096), (128, 16_384), (512, 16_384)];
+const FORMS: [(usize, usize); 5] = [
+    (1, 512),
+    (8, 2048),
+    (32, 4096),
+    (128, 16_384),
+    (512, 16_384),
+];
 /// Words of a pass before its chunks: their number, and the version.
 const START: usize = 3;
 /// Words of a chunk beside its tokens, blocks and settings.
@@ -92,7 +98,9 @@ impl Forms {
         let mut forms = FORMS.map(|(tokens, words)| Form { tokens, words });
         let largest = &mut forms[FORMS.len() - 1];
         let blocks = positions.div_ceil(BLOCK);
-        largest.words = largest.words.max(START + HEAD + BEGIN + largest.tokens + blocks);
+        largest.words = largest
+            .words
+            .max(START + HEAD + BEGIN + largest.tokens + blocks);
         Self(forms)
     }
 
@@ -111,7 +119,10 @@ impl Forms {
 
         let has_room = |form: &&Form| tokens <= form.tokens && words + START <= form.words;
         self.0.iter().find(has_room).copied().ok_or_else(|| {
-            let Form { tokens: most_tokens, words: most_words } = self.largest();
+            let Form {
+                tokens: most_tokens,
+                words: most_words,
+            } = self.largest();
             Error::kernel(format!(
                 "a pass of {tokens} tokens and {words} words: at most {most_tokens} and {} have \
                  room",
@@ -125,7 +136,10 @@ impl Forms {
     pub(crate) fn pass_of_each(&self, most: usize) -> impl Iterator<Item = Pass> {
         self.0.into_iter().map(move |form| {
             let tokens = form.tokens.min(most).max(1);
-            Pass::without_choice(vec![0; tokens], (0..tokens.div_ceil(BLOCK) as u32).collect())
+            Pass::without_choice(
+                vec![0; tokens],
+                (0..tokens.div_ceil(BLOCK) as u32).collect(),
+            )
         })
     }
 
@@ -154,11 +168,17 @@ impl Chunk {
 impl fmt::Display for Pass {
     /// Writes the numbers of sequences and tokens, and a hash of all that the pass has.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let hash = self.words().into_iter().fold(Key(0), |key, word| key.fold_in(word.into()));
+        let hash = self
+            .words()
+            .into_iter()
+            .fold(Key(0), |key, word| key.fold_in(word.into()));
         let Self { version, chunks } = self;
         let tokens = self.tokens();
         let sequences = chunks.len();
-        write!(f, "a pass of {tokens} tokens of {sequences} sequences by version {version}")?;
+        write!(
+            f,
+            "a pass of {tokens} tokens of {sequences} sequences by version {version}"
+        )?;
         write!(f, " of the weights, with hash {:016x}", hash.0)
     }
 }
@@ -166,8 +186,18 @@ impl fmt::Display for Pass {
 impl Pass {
     /// Creates a pass of the first tokens of one sequence, after which none is chosen.
     fn without_choice(given: Vec<u32>, blocks: Vec<u32>) -> Self {
-        let chunk = Chunk { slot: 0, start: 0, given, samples: false, blocks, new: None };
-        Self { version: 0, chunks: vec![chunk] }
+        let chunk = Chunk {
+            slot: 0,
+            start: 0,
+            given,
+            samples: false,
+            blocks,
+            new: None,
+        };
+        Self {
+            version: 0,
+            chunks: vec![chunk],
+        }
     }
 
     /// Returns the number of tokens.
@@ -194,13 +224,29 @@ impl Pass {
 
     fn words(&self) -> Vec<u32> {
         let Self { version, chunks } = self;
-        let mut words = vec![chunks.len() as u32, *version as u32, (*version >> 32) as u32];
+        let mut words = vec![
+            chunks.len() as u32,
+            *version as u32,
+            (*version >> 32) as u32,
+        ];
         for chunk in chunks {
-            let Chunk { slot, start, given, samples, blocks, new } = chunk;
+            let Chunk {
+                slot,
+                start,
+                given,
+                samples,
+                blocks,
+                new,
+            } = chunk;
             let counts = [given.len() as u32, blocks.len() as u32];
             let flags = u32::from(*samples) + 2 * u32::from(new.is_some());
             words.extend([*slot, *start, counts[0], counts[1], flags, 0]);
-            if let Some(Begin { sampling, prompt, top }) = new {
+            if let Some(Begin {
+                sampling,
+                prompt,
+                top,
+            }) = new
+            {
                 let numbers = [
                     sampling.temperature,
                     sampling.top_p,
@@ -232,9 +278,20 @@ impl Pass {
         let mut chunks = Vec::new();
         for _ in 0..count {
             let [slot, start, given, blocks, flags, _] = words.take()?;
-            let new = if flags & 2 != 0 { Some(words.begin()?) } else { None };
+            let new = if flags & 2 != 0 {
+                Some(words.begin()?)
+            } else {
+                None
+            };
             let (given, blocks) = (words.list(given)?, words.list(blocks)?);
-            chunks.push(Chunk { slot, start, given, samples: flags & 1 != 0, blocks, new });
+            chunks.push(Chunk {
+                slot,
+                start,
+                given,
+                samples: flags & 1 != 0,
+                blocks,
+                new,
+            });
         }
         Ok(Self { version, chunks })
     }
@@ -288,7 +345,11 @@ impl Words<'_> {
             top_k: self.wide()? as usize,
         };
         let [prompt, top] = self.take()?;
-        Ok(Begin { sampling, prompt, top: top.checked_sub(1) })
+        Ok(Begin {
+            sampling,
+            prompt,
+            top: top.checked_sub(1),
+        })
     }
 }
 
@@ -323,15 +384,37 @@ mod tests {
             new: Some(begin),
         };
         let (given, blocks) = (Vec::new(), vec![5]);
-        let second = Chunk { slot: 1, start: 15, given, samples: false, blocks, new: None };
-        let pass = Pass { version: 7 << 32 | 5, chunks: vec![first, second] };
-        assert_eq!(Forms::of(100).form(&pass).unwrap(), Form { tokens: 8, words: 2048 });
+        let second = Chunk {
+            slot: 1,
+            start: 15,
+            given,
+            samples: false,
+            blocks,
+            new: None,
+        };
+        let pass = Pass {
+            version: 7 << 32 | 5,
+            chunks: vec![first, second],
+        };
+        assert_eq!(
+            Forms::of(100).form(&pass).unwrap(),
+            Form {
+                tokens: 8,
+                words: 2048
+            }
+        );
         let all: usize = pass.chunks.iter().map(Chunk::words).sum();
         let mut words = vec![9; 2048];
         pass.write(&mut words);
         let all = START + all;
-        assert!(words[all - 1..].iter().any(|word| *word != 0), "the last word is at its place");
-        assert!(words[all..].iter().all(|word| *word == 0), "there are as many as told");
+        assert!(
+            words[all - 1..].iter().any(|word| *word != 0),
+            "the last word is at its place"
+        );
+        assert!(
+            words[all..].iter().all(|word| *word == 0),
+            "there are as many as told"
+        );
         let read = |words: &[u32]| {
             Pass::read(&Tensor::from_slice(words, words.len(), &Device::Cpu).unwrap())
         };
@@ -355,10 +438,20 @@ mod tests {
             new: None,
         };
         let forms = Forms::of(1000);
-        let form =
-            |given, blocks| forms.form(&Pass { version: 0, chunks: vec![chunk(given, blocks)] });
+        let form = |given, blocks| {
+            forms.form(&Pass {
+                version: 0,
+                chunks: vec![chunk(given, blocks)],
+            })
+        };
         assert_eq!(form(MOST_TOKENS, 32).unwrap().tokens, MOST_TOKENS);
-        assert_eq!(form(1, 600).unwrap(), Form { tokens: 8, words: 2048 });
+        assert_eq!(
+            form(1, 600).unwrap(),
+            Form {
+                tokens: 8,
+                words: 2048
+            }
+        );
         for (given, blocks) in [(MOST_TOKENS + 1, 1), (1, most_words(1000))] {
             let said = form(given, blocks).unwrap_err().to_string();
             assert!(said.contains("at most 512 and 16381 have room"), "{said}");
@@ -366,7 +459,9 @@ mod tests {
         assert_eq!(forms.form(&Pass::default()).unwrap(), forms.0[0]);
         let wider = |tokens| {
             let passes = forms.pass_of_each_wider(tokens);
-            passes.map(|pass| forms.form(&pass).unwrap()).collect::<Vec<_>>()
+            passes
+                .map(|pass| forms.form(&pass).unwrap())
+                .collect::<Vec<_>>()
         };
         assert_eq!(wider(8), forms.0[2..4]);
         assert_eq!(wider(100), [], "the last two have as many words");
@@ -375,7 +470,11 @@ mod tests {
     #[test]
     fn whole_chunk_of_the_longest_sequence_has_room() {
         for positions in [1, 4096, 253_000, 300_000, 10_000_000] {
-            let begin = Begin { sampling: Sampling::default(), prompt: 1, top: None };
+            let begin = Begin {
+                sampling: Sampling::default(),
+                prompt: 1,
+                top: None,
+            };
             let chunk = Chunk {
                 slot: 0,
                 start: 0,
@@ -386,7 +485,12 @@ mod tests {
             };
             assert!(chunk.words() <= most_words(positions), "{positions}");
             let forms = Forms::of(positions);
-            forms.form(&Pass { version: 0, chunks: vec![chunk] }).unwrap();
+            forms
+                .form(&Pass {
+                    version: 0,
+                    chunks: vec![chunk],
+                })
+                .unwrap();
             // A pass of one token of it has a form that a warm-up knows, too.
             let known: Vec<Form> = [1, 8]
                 .into_iter()

@@ -67,12 +67,21 @@ impl Sampling {
             ..Self::default()
         };
         // Without it, the settings of draws do not count.
-        let own = if keys.flag("do_sample", false)? { drawn } else { Self::default() };
-        let repetition_penalty = keys.number("repetition_penalty", own.repetition_penalty)?;
-        let own = Self { repetition_penalty, ..own };
-        let invalid = |InvalidSetting { setting, expected, found }| {
-            keys.unexpected(setting, &expected, found)
+        let own = if keys.flag("do_sample", false)? {
+            drawn
+        } else {
+            Self::default()
         };
+        let repetition_penalty = keys.number("repetition_penalty", own.repetition_penalty)?;
+        let own = Self {
+            repetition_penalty,
+            ..own
+        };
+        let invalid = |InvalidSetting {
+                           setting,
+                           expected,
+                           found,
+                       }| { keys.unexpected(setting, &expected, found) };
         own.check().map(|()| own).map_err(invalid)
     }
 
@@ -82,17 +91,49 @@ impl Sampling {
     ///
     /// Names the first that is not.
     pub fn check(&self) -> Result<(), InvalidSetting> {
-        let Self { temperature, top_p, min_p, repetition_penalty, .. } = *self;
-        let Self { presence_penalty, frequency_penalty, .. } = *self;
+        let Self {
+            temperature,
+            top_p,
+            min_p,
+            repetition_penalty,
+            ..
+        } = *self;
+        let Self {
+            presence_penalty,
+            frequency_penalty,
+            ..
+        } = *self;
         let all = [
             ("temperature", "0 or more", temperature, temperature >= 0.0),
-            ("top_p", "more than 0, and 1 at most", top_p, top_p > 0.0 && top_p <= 1.0),
+            (
+                "top_p",
+                "more than 0, and 1 at most",
+                top_p,
+                top_p > 0.0 && top_p <= 1.0,
+            ),
             ("min_p", "0 to 1", min_p, (0.0..=1.0).contains(&min_p)),
-            ("repetition_penalty", "more than 0", repetition_penalty, repetition_penalty > 0.0),
-            ("presence_penalty", "a finite number", presence_penalty, true),
-            ("frequency_penalty", "a finite number", frequency_penalty, true),
+            (
+                "repetition_penalty",
+                "more than 0",
+                repetition_penalty,
+                repetition_penalty > 0.0,
+            ),
+            (
+                "presence_penalty",
+                "a finite number",
+                presence_penalty,
+                true,
+            ),
+            (
+                "frequency_penalty",
+                "a finite number",
+                frequency_penalty,
+                true,
+            ),
         ];
-        let wrong = all.into_iter().find(|(.., found, is_right)| !is_right || !found.is_finite());
+        let wrong = all
+            .into_iter()
+            .find(|(.., found, is_right)| !is_right || !found.is_finite());
         match wrong {
             None => Ok(()),
             Some((name, expected, found, _)) => Err(InvalidSetting::new(name, expected, found)),
@@ -112,7 +153,11 @@ impl Sampling {
         }
         let weights = TokenWeights::new(first.logit(), self.temperature);
         let least = self.lowest_kept(&order, first, weights);
-        order.draw(weights, least, uniform_f64(Key(self.seed), text.len() as u64))
+        order.draw(
+            weights,
+            least,
+            uniform_f64(Key(self.seed), text.len() as u64),
+        )
     }
 
     /// Returns the logits after penalties.
@@ -124,7 +169,10 @@ impl Sampling {
         }
         let mut counts: Vec<Option<u32>> = vec![None; logits.len()];
         for token in prompt {
-            counts.get_mut(*token as usize).into_iter().for_each(|count| *count = Some(0));
+            counts
+                .get_mut(*token as usize)
+                .into_iter()
+                .for_each(|count| *count = Some(0));
         }
         for token in text {
             let count = counts.get_mut(*token as usize).into_iter();
@@ -134,7 +182,11 @@ impl Sampling {
         let repeated = self.repetition_penalty as f32;
         let penalized = |(logit, count): (&f32, Option<u32>)| {
             let Some(count) = count else { return *logit };
-            let divided = if *logit < 0.0 { *logit * repeated } else { *logit / repeated };
+            let divided = if *logit < 0.0 {
+                *logit * repeated
+            } else {
+                *logit / repeated
+            };
             match count {
                 0 => divided,
                 _ => {
@@ -211,11 +263,18 @@ mod tests {
             let least = settings.lowest_kept(&order, first, weights);
             let total = order.total(weights, least);
             let mut found = vec![0.0; logits.len()];
-            for rank in order.most(logits.len()).into_iter().filter(|rank| *rank >= least) {
+            for rank in order
+                .most(logits.len())
+                .into_iter()
+                .filter(|rank| *rank >= least)
+            {
                 found[rank.token() as usize] = f64::from(weights.of(rank.logit())) / total;
             }
             for (found, expected) in found.iter().zip(&case.probabilities) {
-                assert!((found - expected).abs() < 1e-5, "case {at}: {found}, not {expected}");
+                assert!(
+                    (found - expected).abs() < 1e-5,
+                    "case {at}: {found}, not {expected}"
+                );
             }
         }
     }
@@ -223,10 +282,16 @@ mod tests {
     #[test]
     fn choices_follow_the_probabilities_and_repeat_by_seed() {
         let logits: Vec<f32> = [0.1f32, 0.6, 0.3].iter().map(|share| share.ln()).collect();
-        let settings = Sampling { temperature: 1.0, seed: 3, ..Sampling::default() };
+        let settings = Sampling {
+            temperature: 1.0,
+            seed: 3,
+            ..Sampling::default()
+        };
         let drawn = |settings: Sampling| -> Vec<u32> {
             let texts = (0..3000).map(|len| vec![9; len]);
-            texts.map(|text| settings.next(logits.clone(), &[], &text).unwrap()).collect()
+            texts
+                .map(|text| settings.next(logits.clone(), &[], &text).unwrap())
+                .collect()
         };
         let all = drawn(settings);
         for (token, share) in [(0, 0.1), (1, 0.6), (2, 0.3)] {
@@ -234,7 +299,13 @@ mod tests {
             assert!((found - share).abs() < 0.03, "token {token}: {found}");
         }
         assert_eq!(all, drawn(settings));
-        assert_ne!(all, drawn(Sampling { seed: 4, ..settings }));
+        assert_ne!(
+            all,
+            drawn(Sampling {
+                seed: 4,
+                ..settings
+            })
+        );
     }
 
     #[test]
@@ -243,20 +314,32 @@ mod tests {
             settings.next(vec![1.0, 3.0, 3.0, -1.0], &[], text).unwrap()
         };
         assert_eq!(next(Sampling::default(), &[1]), 1);
-        let presence = Sampling { presence_penalty: 0.5, ..Sampling::default() };
+        let presence = Sampling {
+            presence_penalty: 0.5,
+            ..Sampling::default()
+        };
         assert_eq!(next(presence, &[1]), 2);
-        let frequency = Sampling { frequency_penalty: 0.5, ..Sampling::default() };
+        let frequency = Sampling {
+            frequency_penalty: 0.5,
+            ..Sampling::default()
+        };
         assert_eq!(next(frequency, &[1, 2, 2]), 1);
         let none = Sampling::default().next(vec![0.0, f32::NAN], &[], &[]);
         assert_eq!(
-            (none, Sampling::default().next(vec![f32::NEG_INFINITY], &[], &[])),
+            (
+                none,
+                Sampling::default().next(vec![f32::NEG_INFINITY], &[], &[])
+            ),
             (None, None)
         );
     }
     #[test]
     fn settings_that_keep_equal_tokens_draw_the_same() {
         let logits: Vec<f32> = (0..2000).map(|at| 3.0 * normal_f32(Key(1), at)).collect();
-        let plain = Sampling { temperature: 0.9, ..Sampling::default() };
+        let plain = Sampling {
+            temperature: 0.9,
+            ..Sampling::default()
+        };
         let mut sorted = logits.clone();
         sorted.sort_by(|a, b| b.total_cmp(a));
         let weight = |at: usize| (f64::from(sorted[at] - sorted[0]) / 0.9).exp();
@@ -264,19 +347,40 @@ mod tests {
         for kept in [1, 7, 500, 2000] {
             let share = (0..kept).map(weight).sum::<f64>() - 0.5 * weight(kept - 1);
             let ways = [
-                Sampling { top_k: kept, ..plain },
-                Sampling { top_p: share / total, ..plain },
-                Sampling { min_p: weight(kept - 1) * (1.0 - 1e-5), ..plain },
-                Sampling { top_k: kept, top_p: 1.0 - 1e-12, min_p: 1e-30, ..plain },
+                Sampling {
+                    top_k: kept,
+                    ..plain
+                },
+                Sampling {
+                    top_p: share / total,
+                    ..plain
+                },
+                Sampling {
+                    min_p: weight(kept - 1) * (1.0 - 1e-5),
+                    ..plain
+                },
+                Sampling {
+                    top_k: kept,
+                    top_p: 1.0 - 1e-12,
+                    min_p: 1e-30,
+                    ..plain
+                },
             ];
             let drawn = |sampling: Sampling| -> Vec<u32> {
-                let next = |seed| Sampling { seed, ..sampling }.next(&logits, &[], &[]).unwrap();
+                let next = |seed| {
+                    Sampling { seed, ..sampling }
+                        .next(&logits, &[], &[])
+                        .unwrap()
+                };
                 (0..100).map(next).collect()
             };
             let all = ways.map(drawn);
             assert!(all.iter().all(|tokens| *tokens == all[0]), "{kept} tokens");
             let least = sorted[kept - 1];
-            assert!(all[0].iter().all(|token| logits[*token as usize] >= least), "{kept} tokens");
+            assert!(
+                all[0].iter().all(|token| logits[*token as usize] >= least),
+                "{kept} tokens"
+            );
         }
     }
 
@@ -287,16 +391,28 @@ mod tests {
             logits[300] = odd;
             (0..600)
                 .map(|seed| {
-                    let drawn =
-                        Sampling { temperature: 5.0, top_p: 0.999, seed, ..Sampling::default() };
-                    let plain = Sampling { top_p: 1.0, ..drawn };
+                    let drawn = Sampling {
+                        temperature: 5.0,
+                        top_p: 0.999,
+                        seed,
+                        ..Sampling::default()
+                    };
+                    let plain = Sampling {
+                        top_p: 1.0,
+                        ..drawn
+                    };
                     [drawn.next(&logits, &[], &[]), plain.next(&logits, &[], &[])]
                 })
                 .collect::<Vec<_>>()
         };
         for hidden in [-f32::NAN, f32::NEG_INFINITY] {
             let found = with(hidden);
-            assert!(found.iter().flatten().all(|token| token.is_some_and(|token| token != 300)));
+            assert!(
+                found
+                    .iter()
+                    .flatten()
+                    .all(|token| token.is_some_and(|token| token != 300))
+            );
         }
         for first in [f32::NAN, f32::INFINITY] {
             assert!(with(first).iter().flatten().all(Option::is_none));
@@ -319,12 +435,19 @@ mod tests {
             let count = |of: &[u32]| of.iter().filter(|other| **other == token).count();
             let mut expected = *logit;
             if count(&tokens) > 0 {
-                expected = if *logit < 0.0 { logit * 1.5 } else { logit / 1.5 };
+                expected = if *logit < 0.0 {
+                    logit * 1.5
+                } else {
+                    logit / 1.5
+                };
             }
             if count(text) > 0 {
                 expected -= (0.3 - 0.1 * count(text) as f64) as f32;
             }
-            assert!((found - expected).abs() < 1e-6, "token {token}: {found}, not {expected}");
+            assert!(
+                (found - expected).abs() < 1e-6,
+                "token {token}: {found}, not {expected}"
+            );
         }
     }
 }

@@ -33,10 +33,17 @@ impl StageTimes {
 
     /// Reads [`TIMES`] words.
     pub(crate) fn read(words: &[u32]) -> Self {
-        let mut numbers = words.chunks_exact(2).map(|w| u64::from(w[0]) | u64::from(w[1]) << 32);
+        let mut numbers = words
+            .chunks_exact(2)
+            .map(|w| u64::from(w[0]) | u64::from(w[1]) << 32);
         let mut next = || numbers.next().unwrap_or(0);
         let busy = Duration::from_nanos(next());
-        Self { busy, handed_bytes: next(), passes: next(), sums: [next(), next()] }
+        Self {
+            busy,
+            handed_bytes: next(),
+            passes: next(),
+            sums: [next(), next()],
+        }
     }
 }
 
@@ -55,7 +62,9 @@ pub(crate) struct Started(Instant, u64);
 impl Clock {
     /// Forgets all passes.
     pub(crate) fn reset(&self) {
-        self.numbers().into_iter().for_each(|number| number.store(0, Ordering::Relaxed));
+        self.numbers()
+            .into_iter()
+            .for_each(|number| number.store(0, Ordering::Relaxed));
     }
 
     pub(crate) fn start(&self) -> Started {
@@ -80,12 +89,20 @@ impl Clock {
     }
 
     fn numbers(&self) -> [&AtomicU64; 5] {
-        [&self.busy, &self.bytes, &self.passes, &self.sums[0], &self.sums[1]]
+        [
+            &self.busy,
+            &self.bytes,
+            &self.passes,
+            &self.sums[0],
+            &self.sums[1],
+        ]
     }
 }
 
 fn unix_nanos() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_nanos() as u64)
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |time| time.as_nanos() as u64)
 }
 
 #[cfg(test)]

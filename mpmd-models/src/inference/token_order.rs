@@ -54,7 +54,10 @@ pub(crate) struct TokenOrder<'a> {
 
 impl<'a> TokenOrder<'a> {
     pub(crate) fn of(logits: &'a [f32]) -> Self {
-        Self { logits, largest: logits.chunks(BLOCK).map(largest_key).collect() }
+        Self {
+            logits,
+            largest: logits.chunks(BLOCK).map(largest_key).collect(),
+        }
     }
 
     /// Returns the rank of the most probable token. `None` if there are no tokens.
@@ -89,15 +92,22 @@ impl<'a> TokenOrder<'a> {
 
     /// Returns the sum of the weights of the tokens from a rank on.
     pub(crate) fn total(&self, weights: TokenWeights, least: TokenRank) -> f64 {
-        self.blocks().map(|block| self.sum(block, weights, least)).sum()
+        self.blocks()
+            .map(|block| self.sum(block, weights, least))
+            .sum()
     }
 
     /// Returns the lowest rank of the fewest most probable tokens that together have at least a
     /// share of the weight of all tokens from rank `least` on.
     pub(crate) fn nucleus(&self, weights: TokenWeights, least: TokenRank, share: f64) -> TokenRank {
         let mut sums = vec![0.0; BINS];
-        for block in self.blocks().filter(|block| self.largest[*block] >= least.key()) {
-            self.with(block, least, |logits, key| weights.add_to_bins(logits, key, &mut sums));
+        for block in self
+            .blocks()
+            .filter(|block| self.largest[*block] >= least.key())
+        {
+            self.with(block, least, |logits, key| {
+                weights.add_to_bins(logits, key, &mut sums)
+            });
         }
         let enough = share * sums.iter().sum::<f64>();
         let mut sum = 0.0;
@@ -128,11 +138,16 @@ impl<'a> TokenOrder<'a> {
     /// weights as lengths, tokens lie one after another by their numbers. `None` if all weights are
     /// zero.
     pub(crate) fn draw(&self, weights: TokenWeights, least: TokenRank, random: f64) -> Option<u32> {
-        let sums: Vec<f64> = self.blocks().map(|at| self.sum(at, weights, least)).collect();
+        let sums: Vec<f64> = self
+            .blocks()
+            .map(|at| self.sum(at, weights, least))
+            .collect();
         let mut rest = random * sums.iter().sum::<f64>();
         let block = passed(&mut rest, sums.iter().copied())?;
         let token = self.with(block, least, |logits, key| {
-            let lengths = logits.iter().map(|logit| f64::from(weights.from_key(*logit, key)));
+            let lengths = logits
+                .iter()
+                .map(|logit| f64::from(weights.from_key(*logit, key)));
             passed(&mut rest, lengths)
         })?;
         Some((self.range(block).start + token) as u32)
@@ -148,7 +163,8 @@ impl<'a> TokenOrder<'a> {
     }
 
     fn ranks(&self, block: usize) -> impl Iterator<Item = TokenRank> {
-        self.range(block).map(|token| TokenRank::new(self.logits[token], token as u32))
+        self.range(block)
+            .map(|token| TokenRank::new(self.logits[token], token as u32))
     }
 
     /// Calls `f` with the logits of a block, and the least key of those from a rank on. The sum of
@@ -166,7 +182,10 @@ impl<'a> TokenOrder<'a> {
             return f(logits, least_key.saturating_add(1));
         }
         let mut own = logits.to_vec();
-        for logit in own[behind - start..].iter_mut().filter(|logit| key(**logit) == least_key) {
+        for logit in own[behind - start..]
+            .iter_mut()
+            .filter(|logit| key(**logit) == least_key)
+        {
             *logit = f32::NEG_INFINITY;
         }
         f(&own, least_key)
@@ -175,7 +194,9 @@ impl<'a> TokenOrder<'a> {
     /// Returns the sum of the weights of a block's tokens from a rank on.
     fn sum(&self, block: usize, weights: TokenWeights, least: TokenRank) -> f64 {
         match self.largest[block] >= least.key() {
-            true => self.with(block, least, |logits, key| f64::from(weights.sum(logits, key))),
+            true => self.with(block, least, |logits, key| {
+                f64::from(weights.sum(logits, key))
+            }),
             false => 0.0,
         }
     }
@@ -228,7 +249,9 @@ mod tests {
     /// that are no finite numbers.
     fn cases() -> Vec<Vec<f32>> {
         let normal = |seed: u64, count: u64, scale: f32| -> Vec<f32> {
-            (0..count).map(|at| scale * normal_f32(Key(seed), at)).collect()
+            (0..count)
+                .map(|at| scale * normal_f32(Key(seed), at))
+                .collect()
         };
         let mut rounded = normal(1, 5000, 1.0);
         rounded.iter_mut().for_each(|logit| *logit = logit.round());
@@ -257,7 +280,9 @@ mod tests {
         let mut all: Vec<u32> = (0..logits.len() as u32).collect();
         let of = |token: u32| logits[token as usize];
         all.sort_by(|a, b| of(*b).total_cmp(&of(*a)).then(a.cmp(b)));
-        all.into_iter().map(|token| TokenRank::new(of(token), token)).collect()
+        all.into_iter()
+            .map(|token| TokenRank::new(of(token), token))
+            .collect()
     }
 
     #[test]
@@ -273,7 +298,12 @@ mod tests {
             for count in [0, 1, 2, 20, 300, 4999, 30_000] {
                 let mut most = order.most(count);
                 most.sort_by(|a, b| b.cmp(a));
-                assert_eq!(most, all[..count.min(all.len())], "{count} of {}", logits.len());
+                assert_eq!(
+                    most,
+                    all[..count.min(all.len())],
+                    "{count} of {}",
+                    logits.len()
+                );
             }
         }
         assert_eq!(TokenOrder::of(&[]).first(), None);
@@ -284,9 +314,14 @@ mod tests {
         for logits in cases() {
             let (order, all) = (TokenOrder::of(&logits), sorted(&logits));
             let counted = all.partition_point(|rank| *rank >= TokenRank::lowest());
-            for (share, temperature) in
-                [(1e-9, 1.0), (0.1, 1.0), (0.5, 0.3), (0.9, 1e9), (0.99, 2.0), (0.5, 1e-300)]
-            {
+            for (share, temperature) in [
+                (1e-9, 1.0),
+                (0.1, 1.0),
+                (0.5, 0.3),
+                (0.9, 1e9),
+                (0.99, 2.0),
+                (0.5, 1e-300),
+            ] {
                 let weights = TokenWeights::new(all[0].logit(), temperature);
                 for from in [counted - 1, counted / 3, 0] {
                     let weight = |rank: &TokenRank| f64::from(weights.of(rank.logit()));
@@ -331,7 +366,11 @@ mod tests {
                     assert!(lengths[token] > 0.0, "token {token} does not count");
                     let error = 1e-6 * total;
                     let covers = start - error <= place && place <= start + lengths[token] + error;
-                    assert!(covers, "token {token} of {}: {place} from {start}", logits.len());
+                    assert!(
+                        covers,
+                        "token {token} of {}: {place} from {start}",
+                        logits.len()
+                    );
                 }
             }
         }

@@ -138,7 +138,9 @@ impl Intake for Arrival {
         let version = received_version(received);
         let received = received.clone();
         if received.version != version_number(received.version) {
-            return Err(format!("its number is too large: expected less than 2^{NUMBER}"));
+            return Err(format!(
+                "its number is too large: expected less than 2^{NUMBER}"
+            ));
         }
         if self.versions.is_loading() {
             return Err("weights of a folder are being read".to_owned());
@@ -180,7 +182,9 @@ fn read(
     region: &Region,
     values: &mut [f32],
 ) -> Result<(), String> {
-    let dtype = received.dtype(name).ok_or_else(|| format!("{name} was not published"))?;
+    let dtype = received
+        .dtype(name)
+        .ok_or_else(|| format!("{name} was not published"))?;
     let mut bytes = vec![0; region.elements() * dtype.size()];
     received.read(name, region, &mut bytes)?;
     let (halves, _) = bytes.as_chunks::<2>();
@@ -226,7 +230,14 @@ impl Arrival {
         let devices = p.topology().devices_of(p.process()).to_vec();
         let (loads, versions) = (loads.to_vec(), versions.clone());
         let decides = p.process() == ProcessId(0);
-        Self { loads, devices, versions, taken: None, decides, held: Vec::new() }
+        Self {
+            loads,
+            devices,
+            versions,
+            taken: None,
+            decides,
+            held: Vec::new(),
+        }
     }
 }
 
@@ -250,7 +261,12 @@ impl Loading {
         if let Err(why) = builder.spawn(read) {
             *result.lock() = Some(Err(why.to_string()));
         }
-        Self { version, folder: folder.to_owned(), result, states: None }
+        Self {
+            version,
+            folder: folder.to_owned(),
+            result,
+            states: None,
+        }
     }
 
     /// Issues that the reader hears the states of these devices. Tells `versions` there if the last
@@ -266,7 +282,9 @@ impl Loading {
         reader: &Mesh,
         versions: &Versions,
     ) -> Result<()> {
-        if let Some(states) = self.states.take_if(|all| all.iter().all(MpmdArray::is_complete))
+        if let Some(states) = self
+            .states
+            .take_if(|all| all.iter().all(MpmdArray::is_complete))
             && let Some(ended) = ended(&states)?
         {
             let ended = ended.and_then(|hashes| self.compared(p, meshes, &hashes));
@@ -303,7 +321,9 @@ impl Loading {
         let process = |device: &DeviceId| p.topology().process_of(*device);
         let processes: Option<Vec<ProcessId>> = devices.map(process).collect();
         let mut all = processes.unwrap_or_default().into_iter().zip(hashes);
-        let Some((first, hash)) = all.next() else { return Ok(()) };
+        let Some((first, hash)) = all.next() else {
+            return Ok(());
+        };
         match all.find(|(_, other)| *other != hash) {
             None => Ok(()),
             Some((process, other)) => Err(format!(
@@ -326,16 +346,23 @@ pub(crate) fn take_folder(
     let folder = Folder::open(path)?;
     let hash = folder.content()?.of_weights();
     let checked = folder.clone();
-    if loads.iter().any(|load| load.folder.config() != folder.config()) {
+    if loads
+        .iter()
+        .any(|load| load.folder.config() != folder.config())
+    {
         let path = path.display();
-        return Err(Error::Environment(format!("{path}: its model has another config")));
+        return Err(Error::Environment(format!(
+            "{path}: its model has another config"
+        )));
     }
     let source: Source = Arc::new(move |name: &str, region: &Region, values: &mut [f32]| {
         folder.read(name, region, values)?;
         check_finite(name, region, values)
             .map_err(|why| Error::Environment(format!("{}: {why}", folder.path().display())))
     });
-    loads.iter().try_for_each(|load| load.take(devices, version, &source))?;
+    loads
+        .iter()
+        .try_for_each(|load| load.take(devices, version, &source))?;
     checked.check_weights()?;
     Ok(hash)
 }
@@ -363,12 +390,17 @@ fn ended(states: &[MpmdArray]) -> Result<Option<Result<Vec<u64>, String>>> {
     let (mut failed, mut runs) = (None, false);
     let mut hashes = Vec::new();
     for state in states {
-        let Some(host) = state.to_host()? else { return Ok(None) };
+        let Some(host) = state.to_host()? else {
+            return Ok(None);
+        };
         let words = host.to_vec::<u32>()?;
         runs |= words[0] == 0;
         hashes.push(u64::from(words[1]) | u64::from(words[2]) << 32);
         if words[0] == 2 {
-            let bytes: Vec<u8> = words[2..].iter().flat_map(|word| word.to_le_bytes()).collect();
+            let bytes: Vec<u8> = words[2..]
+                .iter()
+                .flat_map(|word| word.to_le_bytes())
+                .collect();
             let len = (words[1] as usize).min(bytes.len());
             failed.get_or_insert(String::from_utf8_lossy(&bytes[..len]).into_owned());
         }

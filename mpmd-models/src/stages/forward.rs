@@ -33,12 +33,23 @@ struct Balanced {
 impl Forward {
     /// Creates the passes of a model. Only a training has the loss that balances experts.
     pub(crate) fn new(config: &Config, trains: bool, is_packed: bool) -> Self {
-        let layers = config.layers.iter().filter(|layer| layer.has_experts).count();
+        let layers = config
+            .layers
+            .iter()
+            .filter(|layer| layer.has_experts)
+            .count();
         let experts = config.experts.filter(|_| trains && layers > 0);
         let balanced = experts.and_then(|experts| {
-            Some(Balanced { experts: experts.count, layers, factor: experts.balance? })
+            Some(Balanced {
+                experts: experts.count,
+                layers,
+                factor: experts.balance?,
+            })
         });
-        Self { is_packed, balanced }
+        Self {
+            is_packed,
+            balanced,
+        }
     }
 
     /// Computes the layers from tokens, or from what the stage before returns.
@@ -56,13 +67,19 @@ impl Forward {
             return Ok((part.forward(first, starts.as_ref(), cx)?, None));
         };
         let mut balance = Balance::new(experts, before, starts.as_ref())?;
-        Ok((part.balanced(first, starts.as_ref(), &mut balance, cx)?, Some(balance)))
+        Ok((
+            part.balanced(first, starts.as_ref(), &mut balance, cx)?,
+            Some(balance),
+        ))
     }
 
     /// Computes the inputs of the next stage.
     pub(crate) fn forward(self, part: &Part, x: Vec<Tensor>, cx: &Cx<'_>) -> Result<Vec<Tensor>> {
         let (x, balance) = self.run(part, x, cx)?;
-        Ok([x].into_iter().chain(balance.map(|balance| balance.sums)).collect())
+        Ok([x]
+            .into_iter()
+            .chain(balance.map(|balance| balance.sums))
+            .collect())
     }
 
     /// Returns the shapes of the inputs of the next stage.
@@ -86,7 +103,9 @@ impl Forward {
             let of = |start: usize| {
                 let len = at_once.min(time - start);
                 let logits = part.logits(&x.narrow(1, start, len)?, cx)?;
-                let weights = weights.as_ref().map(|weights| weights.narrow(1, start, len));
+                let weights = weights
+                    .as_ref()
+                    .map(|weights| weights.narrow(1, start, len));
                 let weights = weights.transpose()?;
                 cross_entropy_sum(&logits, &targets.narrow(1, start, len)?, weights.as_ref())
             };

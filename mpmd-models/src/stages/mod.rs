@@ -71,7 +71,11 @@ impl Stages {
         let (own, most) = (config.max_position_embeddings, config.positions());
         if positions > most {
             let expected = format!("at least {positions}, the tokens of a sequence");
-            let scaled = if most == own { String::new() } else { format!(", scaled to {most}") };
+            let scaled = if most == own {
+                String::new()
+            } else {
+                format!(", scaled to {most}")
+            };
             let key = folder.key(POSITIONS);
             return Err(unexpected(&file, key, expected, format!("{own}{scaled}")));
         }
@@ -130,7 +134,10 @@ impl Stages {
     pub fn tensor_parallel(mut self, devices: &[usize]) -> Result<Self, DivisionError> {
         let each = self.each("tensor_parallel", devices)?;
         for (over, devices) in self.over.iter_mut().zip(each) {
-            *over = Over { expert: over.expert, ..rules::over(&self.folder, devices)? };
+            *over = Over {
+                expert: over.expert,
+                ..rules::over(&self.folder, devices)?
+            };
         }
         Ok(self)
     }
@@ -178,7 +185,11 @@ impl Stages {
             let devices = *ranks.entry(rank).or_insert(over.devices());
             if devices != over.devices() {
                 let expected = format!("{devices} for stage {stage}, as for others of rank {rank}");
-                return Err(InvalidSetting::new("tensor_parallel", expected, over.devices()));
+                return Err(InvalidSetting::new(
+                    "tensor_parallel",
+                    expected,
+                    over.devices(),
+                ));
             }
         }
         Ok(ranks.into_values().collect())
@@ -204,7 +215,15 @@ impl Stages {
     /// Returns the bytes that a block of keys and values takes on a device of the stage with most
     /// layers for its devices.
     pub fn block_bytes(&self) -> u64 {
-        let one = Held::inference(&self.folder, Room { blocks: 1, sequences: 1 }, false).layer;
+        let one = Held::inference(
+            &self.folder,
+            Room {
+                blocks: 1,
+                sequences: 1,
+            },
+            false,
+        )
+        .layer;
         let of = |(layers, over): (&Range<usize>, &Over)| {
             layers.len() as u64 * one.div_ceil(over.tensor as u64)
         };
@@ -279,7 +298,11 @@ impl Stages {
             let has_experts = layers[range.clone()].iter().any(|layer| layer.has_experts);
             if over.expert > 1 && !has_experts {
                 let expected = format!("1 for stage {stage}, whose layers have no experts");
-                return Err(InvalidSetting::new("expert_parallel", expected, over.expert));
+                return Err(InvalidSetting::new(
+                    "expert_parallel",
+                    expected,
+                    over.expert,
+                ));
             }
         }
         Ok(())
@@ -336,7 +359,13 @@ impl Stages {
     ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
         self.folder.check_training()?;
         self.check_trained()?;
-        self.pipeline(p, meshes, true, self.forward(true).loss(usize::MAX), loss_shapes)
+        self.pipeline(
+            p,
+            meshes,
+            true,
+            self.forward(true).loss(usize::MAX),
+            loss_shapes,
+        )
     }
 
     /// Creates a pipeline that computes losses as [`Stages::training`] does, without gradients.
@@ -353,7 +382,13 @@ impl Stages {
         p: &mut Program,
         meshes: &[Mesh],
     ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
-        self.pipeline(p, meshes, false, self.forward(false).loss(LOGITS_AT_ONCE), loss_shapes)
+        self.pipeline(
+            p,
+            meshes,
+            false,
+            self.forward(false).loss(LOGITS_AT_ONCE),
+            loss_shapes,
+        )
     }
 
     /// Creates a pipeline that computes logits `[batch, time, vocab_size]`, without gradients.
@@ -392,7 +427,10 @@ impl Stages {
     /// If there are fewer meshes than stages.
     pub fn generator(&self, p: &mut Program, meshes: &[Mesh], in_half: bool) -> Result<Generator> {
         let room = Room::for_one(self.positions);
-        Ok(Generator::new(self.inference(p, meshes, room, in_half)?, self.positions))
+        Ok(Generator::new(
+            self.inference(p, meshes, room, in_half)?,
+            self.positions,
+        ))
     }
 
     /// Creates an inference, and issues the reading of the weights, as [`Stages::generator`] does.
@@ -420,7 +458,10 @@ impl Stages {
         let meshes = &meshes[..self.cut.len()];
         let load = |(layers, mesh): (&Range<usize>, &Mesh)| {
             let place = (layers.clone(), mesh);
-            let device = mesh.devices().first().and_then(|device| p.topology().kind_of(*device));
+            let device = mesh
+                .devices()
+                .first()
+                .and_then(|device| p.topology().kind_of(*device));
             // Routing, products of experts and parts of matrices are for CPUs.
             let on_device = device
                 .is_some_and(|kind| kind.is_accelerator() && mpmd::candle::computes_on(kind))
@@ -429,7 +470,12 @@ impl Stages {
             let kind = (in_half, on_device, &self.weights);
             Load::new(&self.folder, &angles, place, (room, self.positions), kind)
         };
-        let loads = self.cut.iter().zip(meshes).map(load).collect::<Result<_>>()?;
+        let loads = self
+            .cut
+            .iter()
+            .zip(meshes)
+            .map(load)
+            .collect::<Result<_>>()?;
         Inference::new(p, loads, meshes, room)
     }
 
@@ -490,13 +536,21 @@ impl Stages {
         let (lora, layers, over) = (self.lora, self.layers(index), Over::of(mesh)?);
         let name = format!("layers {} to {}", layers.start, layers.end - 1);
         let new = move |vb| {
-            let plan = Plan { config: &config, lora, angles: &angles, over };
+            let plan = Plan {
+                config: &config,
+                lora,
+                angles: &angles,
+                over,
+            };
             Part::new(plan, layers.clone(), &vb)
         };
-        let stage = stage(new, forward)?.named(name).outputs(move |x| Ok(shapes(x)));
+        let stage = stage(new, forward)?
+            .named(name)
+            .outputs(move |x| Ok(shapes(x)));
         // Routing and products of experts are for CPUs.
-        let has_experts =
-            self.folder.config().layers[self.layers(index)].iter().any(|it| it.has_experts);
+        let has_experts = self.folder.config().layers[self.layers(index)]
+            .iter()
+            .any(|it| it.has_experts);
         let stage = if has_experts { stage.on_host() } else { stage };
         match (trains, lora) {
             (false, _) => Ok(stage.frozen()),

@@ -38,7 +38,11 @@ impl WeightPublisher {
         let in_half = held == WeightType::Bf16;
         let publication = publication.dtype_of(move |name, aval| held_as(name, aval, in_half));
         let params = params(p, pipeline, lora, is_tied)?;
-        Ok(Self { publisher: p.publish(publication, &params)?, lora, is_tied })
+        Ok(Self {
+            publisher: p.publish(publication, &params)?,
+            lora,
+            is_tied,
+        })
     }
 
     /// Publishes the parameters as a version. Every process must call it.

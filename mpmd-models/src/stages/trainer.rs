@@ -58,14 +58,21 @@ pub fn trainer(
 ) -> Result<Trainer<MpmdArray>> {
     let pipeline = model.training(p, meshes)?;
     let decay = settings.weight_decay;
-    let adamw = AdamW { beta1: 0.9, beta2: 0.999, epsilon: 1e-8, decay };
+    let adamw = AdamW {
+        beta1: 0.9,
+        beta2: 0.999,
+        epsilon: 1e-8,
+        decay,
+    };
     let rate = Rate::WarmupLinear {
         peak: settings.learning_rate,
         floor: settings.learning_rate / 10.0,
         warmup: settings.warmup,
         total: settings.steps,
     };
-    let mut trainer = Trainer::new(p, pipeline, schedule, adamw)?.rate(rate).seed(settings.seed);
+    let mut trainer = Trainer::new(p, pipeline, schedule, adamw)?
+        .rate(rate)
+        .seed(settings.seed);
     if settings.compute != DType::F32 {
         trainer = trainer.compute(settings.compute)?;
     }

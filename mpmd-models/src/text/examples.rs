@@ -43,11 +43,19 @@ pub fn spread_examples(
     // A line is the number of its examples. An example is its length, then twice each token, plus
     // one if it has a loss.
     let words = |sequence: &Sequence| {
-        let tokens = sequence.iter().map(|(token, has_loss)| token << 1 | u32::from(*has_loss));
-        [sequence.len() as u32].into_iter().chain(tokens).collect::<Vec<u32>>()
+        let tokens = sequence
+            .iter()
+            .map(|(token, has_loss)| token << 1 | u32::from(*has_loss));
+        [sequence.len() as u32]
+            .into_iter()
+            .chain(tokens)
+            .collect::<Vec<u32>>()
     };
     let line = |line: &Examples| {
-        [line.len() as u32].into_iter().chain(line.iter().flat_map(words)).collect::<Vec<u32>>()
+        [line.len() as u32]
+            .into_iter()
+            .chain(line.iter().flat_map(words))
+            .collect::<Vec<u32>>()
     };
     let words: Arc<[u32]> = spread(p, || Ok(make()?.iter().flat_map(line).collect()))?;
     let mut words = words.iter().copied();
@@ -55,7 +63,11 @@ pub fn spread_examples(
     while let Some(count) = words.next() {
         let mut sequence = || -> Sequence {
             let len = words.next().unwrap_or(0) as usize;
-            words.by_ref().take(len).map(|word| (word >> 1, word & 1 == 1)).collect()
+            words
+                .by_ref()
+                .take(len)
+                .map(|word| (word >> 1, word & 1 == 1))
+                .collect()
         };
         all.push((0..count).map(|_| sequence()).collect());
     }
@@ -84,7 +96,11 @@ pub fn read_examples(file: &Path, folder: &Folder, time: usize) -> Result<Vec<Ex
     loop {
         line.clear();
         reader.number += 1;
-        let len = lines.by_ref().take(LONGEST_LINE).read_until(b'\n', &mut line).map_err(failed)?;
+        let len = lines
+            .by_ref()
+            .take(LONGEST_LINE)
+            .read_until(b'\n', &mut line)
+            .map_err(failed)?;
         if len as u64 == LONGEST_LINE {
             return Err(reader.wrong(format!("less than {LONGEST_LINE} bytes"), "more"));
         }
@@ -101,7 +117,9 @@ pub fn read_examples(file: &Path, folder: &Folder, time: usize) -> Result<Vec<Ex
             };
             let line: Value = serde_json::from_slice(line).map_err(no_json)?;
             let examples = reader.examples(&line)?;
-            let lengths = examples.iter().map(|example| (example.len(), reader.number));
+            let lengths = examples
+                .iter()
+                .map(|example| (example.len(), reader.number));
             long.extend(lengths.filter(|(tokens, _)| *tokens > time + 1));
             all.push(examples);
         }
@@ -139,8 +157,11 @@ impl Reader<'_> {
 
     /// Returns the examples of a line.
     fn examples(&mut self, line: &Value) -> Result<Examples> {
-        let get =
-            |key| line.get_attr(key).ok().filter(|value| !value.is_none() && !value.is_undefined());
+        let get = |key| {
+            line.get_attr(key)
+                .ok()
+                .filter(|value| !value.is_none() && !value.is_undefined())
+        };
         let (prompt, completion) = (get("prompt"), get("completion"));
         let (all, from) = match (prompt, completion, get("messages")) {
             (Some(prompt), Some(completion), _) => {
@@ -186,7 +207,9 @@ impl Reader<'_> {
         let is_reply = |(start, last): (usize, usize)| {
             // Some tokenizers leave out blanks, so a token of blanks is empty.
             let start = start.min(last.saturating_sub(1));
-            replies.iter().any(|reply| start < reply.end && reply.start < last)
+            replies
+                .iter()
+                .any(|reply| start < reply.end && reply.start < last)
         };
         let tokens = encoding.get_ids().iter().zip(encoding.get_offsets());
         let mut tokens: Sequence = tokens.map(|(id, at)| (*id, is_reply(*at))).collect();
@@ -195,7 +218,11 @@ impl Reader<'_> {
             tokens.pop_if(|(last, _)| *last == end);
             tokens.push((end, true));
         }
-        check_rows(self.folder, &self.tokenizer, tokens.iter().map(|(id, _)| id))?;
+        check_rows(
+            self.folder,
+            &self.tokenizer,
+            tokens.iter().map(|(id, _)| id),
+        )?;
         match tokens.iter().skip(1).any(|(_, has_loss)| *has_loss) {
             true => Ok(tokens),
             false => Err(self.wrong("tokens of a reply behind the first", "none")),
@@ -231,10 +258,14 @@ impl Reader<'_> {
 /// messages.
 fn messages(value: &Value) -> Option<Vec<Value>> {
     let message = |value: Value| {
-        let keys = (value.kind() == ValueKind::Map).then(|| value.try_iter().ok()).flatten()?;
+        let keys = (value.kind() == ValueKind::Map)
+            .then(|| value.try_iter().ok())
+            .flatten()?;
         let pair = |key: Value| value.get_item(&key).ok().map(|value| (key, value));
-        let mut pairs: Vec<(Value, Value)> =
-            keys.filter_map(pair).filter(|(_, value)| !value.is_none()).collect();
+        let mut pairs: Vec<(Value, Value)> = keys
+            .filter_map(pair)
+            .filter(|(_, value)| !value.is_none())
+            .collect();
         let named = |name: &str| pairs.iter().find(|(key, _)| key.as_str() == Some(name));
         // Templates read thoughts under the first name, or the second.
         if let Some((_, thoughts)) = THOUGHTS.iter().find_map(|name| named(name)).cloned() {

@@ -25,7 +25,15 @@ impl Text {
     pub fn new(tokenizer: Arc<Tokenizer>, mut stops: Vec<String>) -> Self {
         stops.retain(|stop| !stop.is_empty());
         let (tokens, text) = (Vec::new(), String::new());
-        Self { tokenizer, stops, tokens, known: 0, text, given: 0, is_stopped: false }
+        Self {
+            tokenizer,
+            stops,
+            tokens,
+            known: 0,
+            text,
+            given: 0,
+            is_stopped: false,
+        }
     }
 
     /// Appends a token. Returns the text that can be given out.
@@ -81,7 +89,12 @@ impl Text {
             let rest = &self.text[from..];
             let stop = self.stops.iter().filter_map(|stop| rest.find(stop)).min();
             self.is_stopped = stop.is_some();
-            let held = self.stops.iter().map(|stop| overlap(rest, stop)).max().unwrap_or(0);
+            let held = self
+                .stops
+                .iter()
+                .map(|stop| overlap(rest, stop))
+                .max()
+                .unwrap_or(0);
             let held = if is_end { 0 } else { held };
             self.given += stop.unwrap_or(rest.len() - held);
         }
@@ -92,7 +105,10 @@ impl Text {
 /// Returns the length of the longest end of a text with which `stop` begins.
 fn overlap(text: &str, stop: &str) -> usize {
     let starts = stop.char_indices().map(|(at, char)| at + char.len_utf8());
-    starts.filter(|len| text.ends_with(&stop[..*len])).max().unwrap_or(0)
+    starts
+        .filter(|len| text.ends_with(&stop[..*len]))
+        .max()
+        .unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -109,8 +125,10 @@ mod tests {
     fn parts(tokenizer: &Arc<Tokenizer>, tokens: &[u32], stops: &[&str]) -> (Vec<String>, bool) {
         let stops = stops.iter().map(|stop| (*stop).to_owned()).collect();
         let mut text = Text::new(tokenizer.clone(), stops);
-        let mut parts: Vec<String> =
-            tokens.iter().map(|token| text.push(*token).unwrap().to_owned()).collect();
+        let mut parts: Vec<String> = tokens
+            .iter()
+            .map(|token| text.push(*token).unwrap().to_owned())
+            .collect();
         parts.push(text.end().unwrap().to_owned());
         assert_eq!(parts.concat(), text.given());
         (parts, text.is_stopped())
@@ -119,13 +137,19 @@ mod tests {
     #[test]
     fn parts_are_together_what_all_tokens_are() {
         let long = "  A näive café — 日本語 🙂🙂, \u{fffd} twice  two.\n\n\tEnd ";
-        for name in ["plain", "gemma2", "gpt2", "phi3", "neox", "qwen2", "mistral"] {
+        for name in [
+            "plain", "gemma2", "gpt2", "phi3", "neox", "qwen2", "mistral",
+        ] {
             let tokenizer = folder(name);
             let tokens = tokenizer.encode(long, true).unwrap().get_ids().to_vec();
             for end in 0..=tokens.len() {
                 let (parts, is_stopped) = parts(&tokenizer, &tokens[..end], &[]);
                 let whole = tokenizer.decode(&tokens[..end], true).unwrap();
-                assert_eq!((parts.concat(), is_stopped), (whole, false), "{name}, {end} tokens");
+                assert_eq!(
+                    (parts.concat(), is_stopped),
+                    (whole, false),
+                    "{name}, {end} tokens"
+                );
             }
         }
     }
@@ -136,7 +160,10 @@ mod tests {
         let tokens = tokenizer.encode("a🙂b", false).unwrap().get_ids().to_vec();
         assert!(tokens.len() > 3);
         let (parts, _) = parts(&tokenizer, &tokens, &[]);
-        assert!(parts.iter().all(|part| !part.contains('\u{fffd}')), "{parts:?}");
+        assert!(
+            parts.iter().all(|part| !part.contains('\u{fffd}')),
+            "{parts:?}"
+        );
     }
 
     #[test]
@@ -160,7 +187,11 @@ mod tests {
         // Nothing is given out that a later token may turn into a stop.
         let tokens = tokenizer.encode("ab", false).unwrap().get_ids().to_vec();
         let mut text = Text::new(tokenizer, vec!["abc".to_owned()]);
-        assert!(tokens.iter().all(|token| text.push(*token).unwrap().is_empty()));
+        assert!(
+            tokens
+                .iter()
+                .all(|token| text.push(*token).unwrap().is_empty())
+        );
         assert_eq!(text.end().unwrap(), "ab");
     }
 }

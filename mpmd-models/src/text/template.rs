@@ -18,10 +18,16 @@ use crate::hub::folder::Folder;
 /// The names of templates: for conversations with tools, and for others.
 const NAMES: [&str; 2] = ["tool_use", "default"];
 /// The files of these templates, in newer folders.
-const FILES: [&str; 2] = ["additional_chat_templates/tool_use.jinja", "chat_template.jinja"];
+const FILES: [&str; 2] = [
+    "additional_chat_templates/tool_use.jinja",
+    "chat_template.jinja",
+];
 /// The files that may have special tokens, and the first and the last templates.
-const SETTINGS: [&str; 3] =
-    ["tokenizer_config.json", "special_tokens_map.json", "chat_template.json"];
+const SETTINGS: [&str; 3] = [
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.json",
+];
 /// The key of the templates in them.
 const KEY: &str = "chat_template";
 /// Limit on the instructions of a template: a stranger's may not end.
@@ -65,11 +71,15 @@ pub(crate) type Marked = (String, Vec<Range<usize>>);
 /// If a file is damaged.
 pub(crate) fn special_tokens(folder: &Folder) -> Result<BTreeMap<String, String>> {
     let mut all = BTreeMap::new();
-    for settings in SETTINGS.iter().filter_map(|name| settings(folder, name).transpose()) {
+    for settings in SETTINGS
+        .iter()
+        .filter_map(|name| settings(folder, name).transpose())
+    {
         for (name, value) in settings?.as_object().into_iter().flatten() {
             let content = value.get("content").unwrap_or(value);
             if let Some(content) = content.as_str().filter(|_| name.ends_with("_token")) {
-                all.entry(name.clone()).or_insert_with(|| content.to_owned());
+                all.entry(name.clone())
+                    .or_insert_with(|| content.to_owned());
             }
         }
     }
@@ -82,10 +92,17 @@ fn settings(folder: &Folder, name: &str) -> Result<Option<serde_json::Value>> {
         return Ok(None);
     }
     let failed = |why: &dyn std::fmt::Display| {
-        unexpected(&folder.path().join(name), "", "settings of a tokenizer", why)
+        unexpected(
+            &folder.path().join(name),
+            "",
+            "settings of a tokenizer",
+            why,
+        )
     };
     let bytes = folder.small(name).map_err(|why| failed(&why))?;
-    serde_json::from_slice(&bytes).map(Some).map_err(|why| failed(&why))
+    serde_json::from_slice(&bytes)
+        .map(Some)
+        .map_err(|why| failed(&why))
 }
 
 /// Returns the text of a template.
@@ -95,7 +112,9 @@ fn source(folder: &Folder, name: usize) -> Result<Option<String>> {
             unexpected(&folder.path().join(FILES[name]), "", "a chat template", why)
         };
         let bytes = folder.small(FILES[name]).map_err(|why| failed(&why))?;
-        return String::from_utf8(bytes).map(Some).map_err(|why| failed(&why));
+        return String::from_utf8(bytes)
+            .map(Some)
+            .map_err(|why| failed(&why));
     }
     for file in SETTINGS {
         let settings = settings(folder, file)?.unwrap_or_default();
@@ -122,9 +141,13 @@ impl Templates {
     pub fn of(folder: &Folder) -> Result<Self> {
         let (path, special) = (folder.path(), special_tokens(folder)?);
         let read = |name| {
-            let Some(source) = source(folder, name)? else { return Ok(None) };
+            let Some(source) = source(folder, name)? else {
+                return Ok(None);
+            };
             let failed = |why| unexpected(path, KEY, "a template", detail(&why));
-            Template::new(&source, special.clone()).map(Some).map_err(failed)
+            Template::new(&source, special.clone())
+                .map(Some)
+                .map_err(failed)
         };
         let all = [read(0)?, read(1)?];
         match all.iter().any(Option::is_some) {
@@ -146,7 +169,10 @@ impl Templates {
         let messages: Vec<Value> = messages.iter().map(|message| message.0.clone()).collect();
         let template = self.all.iter().rev().flatten().next();
         let template = template.ok_or_else(|| failed("none".to_owned()))?;
-        Ok(template.render(&messages, None, true).map_err(|why| failed(detail(&why)))?.0)
+        Ok(template
+            .render(&messages, None, true)
+            .map_err(|why| failed(detail(&why)))?
+            .0)
     }
 
     /// Returns the texts of a conversation in which the replies of the assistant from message
@@ -182,22 +208,35 @@ impl Template {
     fn new(source: &str, special: BTreeMap<String, String>) -> Result<Self, JinjaError> {
         let (source, marks_replies) = with_filters(&source.replace("\r\n", "\n"));
         let mut environment = Environment::new();
-        environment
-            .set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
+        environment.set_syntax(
+            SyntaxConfig::builder()
+                .trim_blocks(true)
+                .lstrip_blocks(true)
+                .build()?,
+        );
         environment.set_fuel(Some(FUEL));
         environment.set_unknown_method_callback(unknown_method_callback);
         environment.set_formatter(format_value);
         // Python's none is not.
-        environment
-            .add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
-        environment.add_filter("tojson", to_json);
-        environment
-            .add_filter("generation", |text: String| format!("{}{text}{}", MARKS[0], MARKS[1]));
-        environment.add_function("raise_exception", |why: String| -> Result<Value, JinjaError> {
-            Err(JinjaError::new(ErrorKind::InvalidOperation, why))
+        environment.add_test("iterable", |value: &Value| {
+            !value.is_none() && value.try_iter().is_ok()
         });
+        environment.add_filter("tojson", to_json);
+        environment.add_filter("generation", |text: String| {
+            format!("{}{text}{}", MARKS[0], MARKS[1])
+        });
+        environment.add_function(
+            "raise_exception",
+            |why: String| -> Result<Value, JinjaError> {
+                Err(JinjaError::new(ErrorKind::InvalidOperation, why))
+            },
+        );
         environment.add_template_owned(KEY, source)?;
-        Ok(Self { environment, special, marks_replies })
+        Ok(Self {
+            environment,
+            special,
+            marks_replies,
+        })
     }
 
     /// As [`Templates::texts`].
@@ -207,19 +246,31 @@ impl Template {
         from: usize,
         tools: Option<&Value>,
     ) -> Result<Vec<Marked>, String> {
-        let render =
-            |end, asks| self.render(&messages[..end], tools, asks).map_err(|why| detail(&why));
+        let render = |end, asks| {
+            self.render(&messages[..end], tools, asks)
+                .map_err(|why| detail(&why))
+        };
         let role = |message: &Value| message.get_attr("role").unwrap_or_default();
         let is_reply = |at: &usize| role(&messages[*at]).as_str() == Some("assistant");
         let replies: Vec<usize> = (from.max(1)..messages.len()).filter(is_reply).collect();
         if replies.is_empty() {
             let roles: Vec<String> = messages.iter().map(|one| role(one).to_string()).collect();
-            let roles = if roles.is_empty() { "no messages".to_owned() } else { roles.join(", ") };
-            return Err(format!("no reply of the role assistant behind a prompt, but {roles}"));
+            let roles = if roles.is_empty() {
+                "no messages".to_owned()
+            } else {
+                roles.join(", ")
+            };
+            return Err(format!(
+                "no reply of the role assistant behind a prompt, but {roles}"
+            ));
         }
         if self.marks_replies {
             let (text, mut marked) = render(messages.len(), false)?;
-            let (prompt, _) = if from == 0 { Marked::default() } else { render(from, false)? };
+            let (prompt, _) = if from == 0 {
+                Marked::default()
+            } else {
+                render(from, false)?
+            };
             let shared = common(&text, &prompt);
             marked.retain(|reply| reply.end > shared);
             return Ok(vec![(text, marked)]);
@@ -243,12 +294,19 @@ impl Template {
             }
             Ok((start..text.len(), text))
         };
-        let parts = replies.iter().map(part).collect::<Result<Vec<_>, String>>()?;
+        let parts = replies
+            .iter()
+            .map(part)
+            .collect::<Result<Vec<_>, String>>()?;
         match parts.last() {
-            Some((_, last)) if parts.iter().all(|(_, text)| last.starts_with(text)) => {
-                Ok(vec![(last.clone(), parts.iter().map(|(reply, _)| reply.clone()).collect())])
-            }
-            _ => Ok(parts.into_iter().map(|(reply, text)| (text, vec![reply])).collect()),
+            Some((_, last)) if parts.iter().all(|(_, text)| last.starts_with(text)) => Ok(vec![(
+                last.clone(),
+                parts.iter().map(|(reply, _)| reply.clone()).collect(),
+            )]),
+            _ => Ok(parts
+                .into_iter()
+                .map(|(reply, text)| (text, vec![reply]))
+                .collect()),
         }
     }
 
@@ -289,10 +347,19 @@ fn common(a: &str, b: &str) -> usize {
 fn with_filters(source: &str) -> (String, bool) {
     let (mut text, mut found, mut rest) = (String::new(), false, source);
     while let Some(at) = rest.find("{%").into_iter().chain(rest.find("{#")).min() {
-        let end = if rest[at..].starts_with("{#") { "#}" } else { "%}" };
-        let Some(len) = rest[at..].find(end) else { break };
+        let end = if rest[at..].starts_with("{#") {
+            "#}"
+        } else {
+            "%}"
+        };
+        let Some(len) = rest[at..].find(end) else {
+            break;
+        };
         let (before, (tag, after)) = (&rest[..at], rest[at..].split_at(len));
-        let name = tag.trim_start_matches(['{', '%', '-', '+']).trim_end_matches(['-', '+']).trim();
+        let name = tag
+            .trim_start_matches(['{', '%', '-', '+'])
+            .trim_end_matches(['-', '+'])
+            .trim();
         let new = match name {
             "generation" => "filter generation",
             "endgeneration" => "endfilter",
@@ -322,7 +389,9 @@ fn format_value(
 /// Returns a value as JSON, as Python's module `json` writes it.
 fn to_json(value: Value, options: Kwargs) -> Result<String, JinjaError> {
     let indent = options.get::<Option<usize>>("indent")?;
-    let is_ascii = options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false);
+    let is_ascii = options
+        .get::<Option<bool>>("ensure_ascii")?
+        .unwrap_or(false);
     let is_sorted = options.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
     let separators = options.get::<Option<Vec<String>>>("separators")?;
     options.assert_all_used()?;
@@ -334,7 +403,9 @@ fn to_json(value: Value, options: Kwargs) -> Result<String, JinjaError> {
         |why: serde_json::Error| JinjaError::new(ErrorKind::BadSerialization, why.to_string());
     let value = match is_sorted {
         // Its maps are sorted.
-        true => serde_json::to_value(&value).and_then(serde_json::from_value).map_err(failed)?,
+        true => serde_json::to_value(&value)
+            .and_then(serde_json::from_value)
+            .map_err(failed)?,
         false => value,
     };
     let mut json = Vec::new();
@@ -362,7 +433,13 @@ fn to_json(value: Value, options: Kwargs) -> Result<String, JinjaError> {
     Ok(match is_ascii {
         true => json
             .chars()
-            .map(|char| if char.is_ascii() { char.into() } else { escaped(char) })
+            .map(|char| {
+                if char.is_ascii() {
+                    char.into()
+                } else {
+                    escaped(char)
+                }
+            })
             .collect(),
         false => json.into_owned(),
     })
@@ -380,7 +457,11 @@ impl Formatter for Separated {
         to: &mut W,
         first: bool,
     ) -> io::Result<()> {
-        if first { Ok(()) } else { to.write_all(self.comma.as_bytes()) }
+        if first {
+            Ok(())
+        } else {
+            to.write_all(self.comma.as_bytes())
+        }
     }
 
     fn begin_object_key<W: io::Write + ?Sized>(
@@ -411,7 +492,9 @@ mod tests {
             "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         ] {
             let template = Template::new(source, BTreeMap::new()).unwrap();
-            let templates = Templates { all: [None, Some(template)] };
+            let templates = Templates {
+                all: [None, Some(template)],
+            };
             let found = templates.prompt(&[Message::new([("role", "user".to_owned())])]);
             assert!(found.is_err(), "{source}: {} bytes", found.unwrap().len());
         }
@@ -431,7 +514,10 @@ mod tests {
              {% for m in messages %}{% set ns.a = ns.a + m.content | length %}{% endfor %}\
              {{ f('ab', ns.a) }}{{ none }}{{ true }}{{ strftime_now }}",
         ];
-        let messages = [["system", "Say a {{ word }}."], ["user", "日本 {% endif %} a"]];
+        let messages = [
+            ["system", "Say a {{ word }}."],
+            ["user", "日本 {% endif %} a"],
+        ];
         let messages = messages.map(|[role, content]| {
             Message::new([("role", role.to_owned()), ("content", content.to_owned())])
         });
@@ -439,8 +525,12 @@ mod tests {
         let samples = samples.map(|sample| sample.as_bytes().to_vec());
         mpmd_fuzz::bytes("templates", &samples, |source| {
             let source = String::from_utf8_lossy(source);
-            let Ok(template) = Template::new(&source, special.clone()) else { return };
-            let templates = Templates { all: [None, Some(template)] };
+            let Ok(template) = Template::new(&source, special.clone()) else {
+                return;
+            };
+            let templates = Templates {
+                all: [None, Some(template)],
+            };
             if let Ok(prompt) = templates.prompt(&messages) {
                 assert!(!prompt.contains(MARKS));
             }

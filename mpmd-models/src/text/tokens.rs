@@ -31,7 +31,9 @@ pub fn tokenizer(folder: &Folder) -> Result<Tokenizer> {
     let file = folder.path().join(TOKENIZER);
     let expected = "a tokenizer";
     // The error of the library does not say that a file is missing.
-    let json = folder.small(TOKENIZER).map_err(|why| unexpected(&file, "", expected, why))?;
+    let json = folder
+        .small(TOKENIZER)
+        .map_err(|why| unexpected(&file, "", expected, why))?;
     let mut tokenizer =
         Tokenizer::from_bytes(json).map_err(|why| unexpected(&file, "", expected, why))?;
     let unset = tokenizer.with_padding(None).with_truncation(None).map(drop);
@@ -53,7 +55,9 @@ pub fn tokenizer(folder: &Folder) -> Result<Tokenizer> {
 ///
 /// If the tokenizer fails, or its pattern engine gives up.
 fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
-    Ok(guarded(|| tokenizer.encode_fast(text, false))?.get_ids().to_vec())
+    Ok(guarded(|| tokenizer.encode_fast(text, false))?
+        .get_ids()
+        .to_vec())
 }
 
 /// Turns a prompt into tokens, with those that the tokenizer puts around a text if `special` is
@@ -63,7 +67,9 @@ fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
 ///
 /// If the tokenizer fails, or its pattern engine gives up.
 pub fn encode_prompt(tokenizer: &Tokenizer, text: &str, special: bool) -> Result<Vec<u32>> {
-    Ok(guarded(|| tokenizer.encode(text, special))?.get_ids().to_vec())
+    Ok(guarded(|| tokenizer.encode(text, special))?
+        .get_ids()
+        .to_vec())
 }
 
 /// True if a text has more than `most` tokens, without special ones. Of a long text it reads little
@@ -101,11 +107,18 @@ pub fn check_rows<'a>(
     mut ids: impl Iterator<Item = &'a u32>,
 ) -> Result<()> {
     let rows = folder.config().vocab_size;
-    let Some(id) = ids.find(|id| **id as usize >= rows) else { return Ok(()) };
+    let Some(id) = ids.find(|id| **id as usize >= rows) else {
+        return Ok(());
+    };
     let token = tokenizer.id_to_token(*id).unwrap_or_default();
     let expected = format!("tokens below {rows}, the vocab_size of config.json");
     let found = format!("{id}, which is {token:?}");
-    Err(unexpected(&folder.path().join(TOKENIZER), "a text", expected, found))
+    Err(unexpected(
+        &folder.path().join(TOKENIZER),
+        "a text",
+        expected,
+        found,
+    ))
 }
 
 /// A place where a text is cut into a piece and the rest.
@@ -130,7 +143,11 @@ fn encode_pieces(
     let (mut pieces, mut rest, mut extra) = (0, text, 0);
     while !rest.is_empty() && ids.len() < count {
         let border = cut(tokenizer, rest)?;
-        ids.extend(encode(tokenizer, &rest[..border.end])?.into_iter().skip(extra));
+        ids.extend(
+            encode(tokenizer, &rest[..border.end])?
+                .into_iter()
+                .skip(extra),
+        );
         (pieces, rest, extra) = (pieces + 1, &rest[border.start..], border.extra);
     }
     Ok(pieces)
@@ -149,7 +166,9 @@ fn cut(tokenizer: &Tokenizer, text: &str) -> Result<Border> {
         let is_first_blank = |(at, char): &(usize, char)| {
             char.is_whitespace() && !text[..from + at].ends_with(char::is_whitespace)
         };
-        let window = text[from..].char_indices().take_while(|(at, _)| *at < PIECE);
+        let window = text[from..]
+            .char_indices()
+            .take_while(|(at, _)| *at < PIECE);
         for (at, blank) in window.filter(is_first_blank).take(TRIES) {
             let (at, after) = (from + at, from + at + blank.len_utf8());
             for (end, start, extra) in [(at, at, 0), (after, after, 0), (at, after, 0), (at, at, 1)]
@@ -161,7 +180,11 @@ fn cut(tokenizer: &Tokenizer, text: &str) -> Result<Border> {
             }
         }
     }
-    Ok(Border { end: text.len(), start: text.len(), extra: 0 })
+    Ok(Border {
+        end: text.len(),
+        start: text.len(),
+        extra: 0,
+    })
 }
 
 /// True if the text around a border has the tokens of its two parts, without the extra ones.
@@ -172,13 +195,20 @@ fn is_border(tokenizer: &Tokenizer, text: &str, border: Border) -> Result<bool> 
     let from = text[..from].rfind(char::is_whitespace).unwrap_or(0);
     let until = boundary(text, text.len().min(start + CONTEXT));
     let mut parts = encode(tokenizer, &text[from..end])?;
-    parts.extend(encode(tokenizer, &text[start..until])?.into_iter().skip(extra));
+    parts.extend(
+        encode(tokenizer, &text[start..until])?
+            .into_iter()
+            .skip(extra),
+    );
     Ok(parts == encode(tokenizer, &text[from..until])?)
 }
 
 /// Returns the last start of a character up to byte `at`.
 fn boundary(text: &str, at: usize) -> usize {
-    (0..=at).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0)
+    (0..=at)
+        .rev()
+        .find(|at| text.is_char_boundary(*at))
+        .unwrap_or(0)
 }
 
 /// The tokens of a text, in memory. Clones share them.
@@ -229,13 +259,17 @@ impl Tokens {
     ///
     /// The error of `make`, on every process. If a process has no device.
     pub fn spread(p: &mut Program, make: impl Fn() -> Result<Self>) -> Result<Self> {
-        Ok(Self { ids: spread(p, || Ok(make()?.ids))? })
+        Ok(Self {
+            ids: spread(p, || Ok(make()?.ids))?,
+        })
     }
 
     /// Returns the first tokens: `count`, or all if there are fewer.
     #[must_use]
     pub fn first(&self, count: usize) -> Self {
-        Self { ids: self.ids[..self.ids.len().min(count)].into() }
+        Self {
+            ids: self.ids[..self.ids.len().min(count)].into(),
+        }
     }
 
     /// Returns the numbers of the tokens.
@@ -263,8 +297,10 @@ pub fn spread(p: &mut Program, make: impl Fn() -> Result<Arc<[u32]>>) -> Result<
     let devices = processes.map(|process| p.topology().devices_of(process).first().copied());
     let devices = devices.collect::<Option<Vec<_>>>().ok_or_else(no_device)?;
     let everywhere = p.mesh_of(&[("process", devices.len())], &devices)?;
-    let (aval, first) =
-        (ShapedArray::try_new(&[len], DType::U32)?, Sharding::single_device(devices[0]));
+    let (aval, first) = (
+        ShapedArray::try_new(&[len], DType::U32)?,
+        Sharding::single_device(devices[0]),
+    );
     let all = own.clone().unwrap_or_default();
     // Only process 0 has the device, and fills it.
     let array = p.array_from_fn(aval, &first, move |_, mut view| {
@@ -274,7 +310,11 @@ pub fn spread(p: &mut Program, make: impl Fn() -> Result<Arc<[u32]>>) -> Result<
     let array = p.device_put(&array, everywhere.replicated())?;
     match own {
         Some(all) => Ok(all),
-        None => Ok(array.to_host()?.ok_or_else(no_device)?.to_vec::<u32>()?.into()),
+        None => Ok(array
+            .to_host()?
+            .ok_or_else(no_device)?
+            .to_vec::<u32>()?
+            .into()),
     }
 }
 
@@ -291,7 +331,9 @@ impl TokenSource for Tokens {
 
     fn read(&self, start: usize, tokens: &mut [u32]) -> Result<()> {
         let Some(ids) = self.ids.get(start..start + tokens.len()) else {
-            return Err(Error::kernel(format!("token {start} is near the end of {self:?}")));
+            return Err(Error::kernel(format!(
+                "token {start} is near the end of {self:?}"
+            )));
         };
         tokens.copy_from_slice(ids);
         Ok(())
@@ -343,7 +385,11 @@ mod tests {
             text += &match line.wrapping_mul(2_654_435_761) % 7 {
                 0 => format!("It isn't the {line}th fox; \"jumps\",  he said.\r\n"),
                 1 => {
-                    format!("{}if (x_{line} != {}) {{\n", " ".repeat(line as usize % 9), line * 977)
+                    format!(
+                        "{}if (x_{line} != {}) {{\n",
+                        " ".repeat(line as usize % 9),
+                        line * 977
+                    )
                 }
                 2 => "\n\n \n\t\t\n".to_owned(),
                 3 => format!("\u{72d0}\u{72f8}\u{ff0c}{line}\u{3002} caf\u{e9} e\u{301}\u{a0}x\n"),
@@ -373,7 +419,11 @@ mod tests {
             assert!(pieces >= text.len() / PIECE, "{name}: {pieces} pieces");
             let whole = encode(&tokenizer, text).unwrap();
             let differs = found.iter().zip(&whole).position(|(a, b)| a != b);
-            assert!(found == whole, "{name}: differs at token {differs:?} of {}", whole.len());
+            assert!(
+                found == whole,
+                "{name}: differs at token {differs:?} of {}",
+                whole.len()
+            );
         }
     }
 
@@ -412,7 +462,10 @@ mod tests {
                     // So the end of a line of marks depends on their number.
                     for (id, pair) in [(320, ["=", "="]), (321, ["=", "\u{10a}"])] {
                         tokenizer["model"]["vocab"][pair.concat()] = json!(id);
-                        tokenizer["model"]["merges"].as_array_mut().unwrap().push(json!(pair));
+                        tokenizer["model"]["merges"]
+                            .as_array_mut()
+                            .unwrap()
+                            .push(json!(pair));
                     }
                 }),
             ),
@@ -429,7 +482,10 @@ mod tests {
                         json!({ "type": "Sequence", "normalizers": [prepend, replace] });
                 }),
             ),
-            ("Metaspace", with_prefix(|tokenizer| tokenizer["pre_tokenizer"] = metaspace)),
+            (
+                "Metaspace",
+                with_prefix(|tokenizer| tokenizer["pre_tokenizer"] = metaspace),
+            ),
         ]
     }
 
@@ -439,7 +495,11 @@ mod tests {
         let word = "a".repeat(3 * PIECE);
         let blanks = format!("{}x", " ".repeat(3 * PIECE));
         for text in [word, blanks] {
-            let whole = Border { end: text.len(), start: text.len(), extra: 0 };
+            let whole = Border {
+                end: text.len(),
+                start: text.len(),
+                extra: 0,
+            };
             assert_eq!(cut(&tokenizer, &text).unwrap(), whole);
         }
     }

@@ -22,16 +22,26 @@ const JOBS: [Job; 3] = [(&[2], &[1, 1]), (&[2, 1], &[2, 1]), (&[1, 2], &[1, 1, 1
 
 /// The folders whose heads two devices divide, and jobs with more devices for some.
 fn jobs() -> impl Iterator<Item = (&'static str, Job)> {
-    let fits = |name: &&str| Stages::new(&open(name), 1, 1).unwrap().tensor_parallel(&[2]).is_ok();
+    let fits = |name: &&str| {
+        Stages::new(&open(name), 1, 1)
+            .unwrap()
+            .tensor_parallel(&[2])
+            .is_ok()
+    };
     let pairs: Vec<&str> = ALL.into_iter().filter(fits).collect();
     let families = |names: &[&str]| {
-        let mut families: Vec<_> = names.iter().map(|name| open(name).config().family).collect();
+        let mut families: Vec<_> = names
+            .iter()
+            .map(|name| open(name).config().family)
+            .collect();
         families.sort_unstable();
         families.dedup();
         families
     };
     assert_eq!(families(&pairs), families(&ALL), "each family");
-    let all = pairs.into_iter().flat_map(|name| JOBS.map(|job| (name, job)));
+    let all = pairs
+        .into_iter()
+        .flat_map(|name| JOBS.map(|job| (name, job)));
     // Four heads of keys; two, each on two devices; one, on all four.
     let four =
         ["plain", "llama3", "stablelm-parallel", "bf16"].map(|name| (name, (&[4][..], &[4][..])));
@@ -72,13 +82,23 @@ fn logits_equal_those_of_transformers() {
             let microbatch = Microbatch::new(x);
             pipeline.probe(p, &microbatch.shapes())?;
             let logits = pipeline.forward(p, microbatch)?;
-            Ok(logits.to_host()?.map(|logits| logits.to_vec::<f32>()).transpose()?)
+            Ok(logits
+                .to_host()?
+                .map(|logits| logits.to_vec::<f32>())
+                .transpose()?)
         });
         let vocabulary = folder.config().vocab_size;
         for (position, expected) in &expected.logits {
             let row = &found[position * vocabulary..][..vocabulary];
-            let off = row.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-            assert!(off < 1e-4, "{name} over {devices:?}, position {position}: {off}");
+            let off = row
+                .iter()
+                .zip(expected)
+                .map(|(a, b)| (a - b).abs())
+                .fold(0.0, f32::max);
+            assert!(
+                off < 1e-4,
+                "{name} over {devices:?}, position {position}: {off}"
+            );
         }
     }
 }
@@ -92,7 +112,9 @@ fn greedy_tokens_equal_those_of_transformers() {
         let greedy = divided(&model, processes, |p, meshes| {
             let mut generator = model.generator(p, meshes, false)?;
             let sampling = Sampling::default();
-            generator.generate(p, &expected.prompt, &sampling, most, |_, _| Ok(false)).map(Some)
+            generator
+                .generate(p, &expected.prompt, &sampling, most, |_, _| Ok(false))
+                .map(Some)
         });
         assert_eq!(greedy, expected.greedy, "{name} over {devices:?}");
     }
@@ -130,11 +152,18 @@ fn steps_of_adamw_equal_those_of_torch() {
                 trainer.run(p, run.on_step(|report| losses.push(report.loss)), &given)?;
                 Ok(Some(losses))
             });
-            let expected = if lora.is_empty() { &expected.losses } else { &expected.lora_losses };
+            let expected = if lora.is_empty() {
+                &expected.losses
+            } else {
+                &expected.lora_losses
+            };
             assert_eq!(losses.len(), expected.len());
             for (step, (found, expected)) in losses.iter().zip(expected).enumerate() {
                 let off = (found - expected).abs();
-                assert!(off < 1e-3, "{name} over {devices:?}, step {step}: {found}: {expected}");
+                assert!(
+                    off < 1e-3,
+                    "{name} over {devices:?}, step {step}: {found}: {expected}"
+                );
             }
         }
     }
@@ -153,7 +182,10 @@ fn models_are_saved_with_equal_bits() {
             let params = merged(p, &pipeline, None)?;
             save(p, &folder, &params, to.path()).map(Some)
         });
-        assert!(read_all(to.path()) == read_all(&path(name)), "{name} over {devices:?}");
+        assert!(
+            read_all(to.path()) == read_all(&path(name)),
+            "{name} over {devices:?}"
+        );
     }
 }
 
@@ -168,7 +200,10 @@ fn saved_weights_compute_what_the_trained_ones_do() {
         ("olmo2-wide", ""),
     ] {
         let (folder, to) = (open(name), tempfile::tempdir().unwrap());
-        let (args, given) = (args(&format!("--lr 2e-2 {lora}")), Given(expected(name).windows));
+        let (args, given) = (
+            args(&format!("--lr 2e-2 {lora}")),
+            Given(expected(name).windows),
+        );
         let of = |folder: &Folder, devices: &[usize], steps: u64| {
             let lora = args.lora().filter(|_| steps > 0);
             let model = model(folder, devices, 16).lora(lora, 0);
@@ -188,16 +223,22 @@ fn saved_weights_compute_what_the_trained_ones_do() {
         };
         let trained = of(&folder, &[2, 1], 5);
         let saved = of(&Folder::open(to.path()).unwrap(), &[1], 0);
-        assert!((trained - saved).abs() < 1e-5, "{name}: {trained}, saved {saved}");
+        assert!(
+            (trained - saved).abs() < 1e-5,
+            "{name}: {trained}, saved {saved}"
+        );
     }
 }
 
 #[test]
 fn devices_read_their_parts_alone() {
     // Norms and some biases are on both; learned positions, and a vocabulary of an odd number, too.
-    for (name, share) in
-        [("plain", 0.52), ("llama3", 0.52), ("phi3-window", 0.7), ("gpt2-hub", 0.75)]
-    {
+    for (name, share) in [
+        ("plain", 0.52),
+        ("llama3", 0.52),
+        ("phi3-window", 0.7),
+        ("gpt2-hub", 0.75),
+    ] {
         let model = |folder: &Folder| model(folder, &[2], 8);
         let results = Simulation::new(2, 2).run(|p| {
             // A folder of its own for each process, as in real ones.
@@ -210,19 +251,45 @@ fn devices_read_their_parts_alone() {
         let read: Vec<u64> = results.into_iter().map(|result| result.unwrap()).collect();
         let whole: usize = open(name).tensors().map(|(_, aval)| aval.bytes()).sum();
         let most = whole as f64 * share;
-        assert!(read.iter().all(|read| *read as f64 <= most), "{name}: {read:?} of {whole}");
-        assert!(read.iter().sum::<u64>() >= whole as u64, "{name}: {read:?} of {whole}");
+        assert!(
+            read.iter().all(|read| *read as f64 <= most),
+            "{name}: {read:?} of {whole}"
+        );
+        assert!(
+            read.iter().sum::<u64>() >= whole as u64,
+            "{name}: {read:?} of {whole}"
+        );
     }
 }
 
 #[test]
 fn devices_that_do_not_divide_a_model_are_refused() {
     for (name, devices, expected) in [
-        ("plain", &[3][..], "num_attention_heads: expected a multiple of 3, the tensor"),
-        ("grouped", &[3], "num_key_value_heads: expected a divisor or a multiple of 3, the te"),
-        ("mistral", &[3], "intermediate_size: expected a multiple of 3, the tensor"),
-        ("gpt2", &[5], "n_head: expected a multiple of 5, the tensor parallel devices, f"),
-        ("plain", &[2, 2], "tensor_parallel: expected 1 numbers, one for each stage, or one for"),
+        (
+            "plain",
+            &[3][..],
+            "num_attention_heads: expected a multiple of 3, the tensor",
+        ),
+        (
+            "grouped",
+            &[3],
+            "num_key_value_heads: expected a divisor or a multiple of 3, the te",
+        ),
+        (
+            "mistral",
+            &[3],
+            "intermediate_size: expected a multiple of 3, the tensor",
+        ),
+        (
+            "gpt2",
+            &[5],
+            "n_head: expected a multiple of 5, the tensor parallel devices, f",
+        ),
+        (
+            "plain",
+            &[2, 2],
+            "tensor_parallel: expected 1 numbers, one for each stage, or one for",
+        ),
     ] {
         let model = Stages::new(&open(name), 1, 1).unwrap();
         let said = model.tensor_parallel(devices).unwrap_err().to_string();
@@ -230,5 +297,8 @@ fn devices_that_do_not_divide_a_model_are_refused() {
     }
     let model = model(&open("plain"), &[2, 1, 1, 2], 1);
     let said = model.devices(|stage| stage % 2).unwrap_err().to_string();
-    assert!(said.contains("expected 2 for stage 2, as for others of rank 0, found 1"), "{said}");
+    assert!(
+        said.contains("expected 2 for stage 2, as for others of rank 0, found 1"),
+        "{said}"
+    );
 }

@@ -48,7 +48,10 @@ fn expected() -> Expected {
 }
 
 fn sequence(example: &[(u32, u8)]) -> Sequence {
-    example.iter().map(|(token, has_loss)| (*token, *has_loss == 1)).collect()
+    example
+        .iter()
+        .map(|(token, has_loss)| (*token, *has_loss == 1))
+        .collect()
 }
 
 /// Reads lines as examples of at most `time + 1` tokens. An error is without the file's path.
@@ -58,7 +61,11 @@ fn read(folder: &Path, lines: &[impl ToString], time: usize) -> Result<Vec<Seque
     fs::write(&file, lines.join("\n")).unwrap();
     let read = read_examples(&file, &Folder::open(folder).unwrap(), time);
     let read = read.map(|lines| lines.concat());
-    read.map_err(|error| error.to_string().replace(&format!("{}/", folder.display()), ""))
+    read.map_err(|error| {
+        error
+            .to_string()
+            .replace(&format!("{}/", folder.display()), "")
+    })
 }
 
 /// Writes the settings of a tokenizer with this template.
@@ -77,7 +84,11 @@ fn completions(all: &[Completion]) -> Vec<Value> {
 fn conversations_have_the_tokens_of_transformers() {
     let (expected, folder) = (expected(), copy("plain"));
     for (at, conversation) in expected.conversations.iter().enumerate() {
-        let Conversation { template, line, examples } = conversation;
+        let Conversation {
+            template,
+            line,
+            examples,
+        } = conversation;
         set_template(folder.path(), expected.templates[template].as_str());
         let found = read(folder.path(), &[line], 1000).unwrap();
         let examples: Vec<Sequence> = examples.iter().map(|one| sequence(one)).collect();
@@ -89,11 +100,16 @@ fn conversations_have_the_tokens_of_transformers() {
 fn completions_have_a_loss_and_an_end() {
     let (expected, folder) = (expected(), copy("plain"));
     let found = read(folder.path(), &completions(&expected.completions), 1000).unwrap();
-    let examples = expected.completions.iter().map(|one| sequence(&one.example));
+    let examples = expected
+        .completions
+        .iter()
+        .map(|one| sequence(&one.example));
     assert_eq!(found, examples.collect::<Vec<_>>());
     // A token over the border of prompt and completion is one of the completion.
     let line = json!({ "prompt": "A kernel ", "completion": "computes" });
-    let [across] = &read(folder.path(), &[line], 1000).unwrap()[..] else { panic!() };
+    let [across] = &read(folder.path(), &[line], 1000).unwrap()[..] else {
+        panic!()
+    };
     let whole = json!({ "prompt": "A kernel", "completion": " computes" });
     assert_eq!(*across, read(folder.path(), &[whole], 1000).unwrap()[0]);
 }
@@ -102,15 +118,29 @@ fn completions_have_a_loss_and_an_end() {
 fn lists_of_messages_have_a_loss_behind_the_prompt() {
     let folder = copy("plain");
     let turn = |role: &str, text: &str| json!({ "role": role, "content": text });
-    let all =
-        [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")];
+    let all = [
+        turn("user", "a"),
+        turn("assistant", "b"),
+        turn("user", "c"),
+        turn("assistant", "d"),
+    ];
     for template in ["plain", "marked"] {
         set_template(folder.path(), expected().templates[template].as_str());
         let line = json!({ "prompt": all[..2], "completion": all[2..] });
         let lines = [json!({ "messages": all }), line];
-        let [both, last] = &read(folder.path(), &lines, 1000).unwrap()[..] else { panic!() };
-        assert!(both.iter().map(|(token, _)| token).eq(last.iter().map(|(token, _)| token)));
-        let starts = |one: &Sequence| one.windows(2).filter(|pair| !pair[0].1 && pair[1].1).count();
+        let [both, last] = &read(folder.path(), &lines, 1000).unwrap()[..] else {
+            panic!()
+        };
+        assert!(
+            both.iter()
+                .map(|(token, _)| token)
+                .eq(last.iter().map(|(token, _)| token))
+        );
+        let starts = |one: &Sequence| {
+            one.windows(2)
+                .filter(|pair| !pair[0].1 && pair[1].1)
+                .count()
+        };
         assert_eq!((starts(both), starts(last)), (2, 1), "{template}");
         let ends: Vec<_> = both.iter().zip(last).filter(|(_, last)| last.1).collect();
         assert!(ends.iter().all(|(both, _)| both.1), "{template}");
@@ -122,8 +152,15 @@ fn replies(template: impl Into<Value>, line: &Value) -> Result<String, String> {
     let folder = copy("plain");
     set_template(folder.path(), template);
     let tokens = read(folder.path(), std::slice::from_ref(line), 1000)?.concat();
-    let replies: Vec<u32> = tokens.into_iter().filter(|one| one.1).map(|one| one.0).collect();
-    Ok(tokenizer(&Folder::open(folder.path()).unwrap()).unwrap().decode(&replies, false).unwrap())
+    let replies: Vec<u32> = tokens
+        .into_iter()
+        .filter(|one| one.1)
+        .map(|one| one.0)
+        .collect();
+    Ok(tokenizer(&Folder::open(folder.path()).unwrap())
+        .unwrap()
+        .decode(&replies, false)
+        .unwrap())
 }
 
 #[test]
@@ -160,15 +197,21 @@ fn replies_are_found_where_templates_differ() {
         { "name": "tool_use", "template": "{% for m in messages %}{{ m.content }} {% endfor %}" }]);
     let messages = [question, hello];
     let line = |tools: Value| json!({ "prompt": "ignored", "messages": messages, "tools": tools });
-    assert_eq!(replies(named.clone(), &line(json!([]))), Ok("Hello. ".to_owned()));
+    assert_eq!(
+        replies(named.clone(), &line(json!([]))),
+        Ok("Hello. ".to_owned())
+    );
     assert_eq!(replies(named, &line(Value::Null)), Ok("Hello.".to_owned()));
 }
 
 #[test]
 fn packed_completions_train_as_torch_does() {
     let expected = expected();
-    let examples: Vec<Sequence> =
-        expected.completions.iter().map(|one| sequence(&one.example)).collect();
+    let examples: Vec<Sequence> = expected
+        .completions
+        .iter()
+        .map(|one| sequence(&one.example))
+        .collect();
     let time = 80;
     let args = args(&format!("--weight-decay {}", expected.decay));
     for (processes, stages) in [(1, 1), (2, 2), (3, 3)] {
@@ -188,7 +231,10 @@ fn packed_completions_train_as_torch_does() {
         });
         for (step, (found, expected)) in losses.iter().zip(&expected.losses).enumerate() {
             let off = (found - expected).abs();
-            assert!(off < 1e-4, "{stages} stages, step {step}: {found}, not {expected}");
+            assert!(
+                off < 1e-4,
+                "{stages} stages, step {step}: {found}, not {expected}"
+            );
         }
     }
 }
@@ -220,12 +266,26 @@ fn together_and_apart(name: &str, examples: &[Sequence], time: usize) -> (f64, f
 #[test]
 fn packed_examples_do_not_see_each_other_in_any_family() {
     let completions = expected().completions;
-    let examples: Vec<Sequence> = completions.iter().map(|one| sequence(&one.example)).collect();
+    let examples: Vec<Sequence> = completions
+        .iter()
+        .map(|one| sequence(&one.example))
+        .collect();
     let short: Vec<Sequence> = examples.into_iter().filter(|one| one.len() <= 28).collect();
     // Learned positions, windows shorter than a row with and without a cap, and all others.
-    for name in ["gpt2", "qwen3-window", "gemma2", "gemma3", "phi3", "neox", "llama3"] {
+    for name in [
+        "gpt2",
+        "qwen3-window",
+        "gemma2",
+        "gemma3",
+        "phi3",
+        "neox",
+        "llama3",
+    ] {
         let (packed, apart) = together_and_apart(name, &short, 32);
-        assert!((packed - apart).abs() < 1e-5 * apart, "{name}: {packed}, not {apart}");
+        assert!(
+            (packed - apart).abs() < 1e-5 * apart,
+            "{name}: {packed}, not {apart}"
+        );
     }
 }
 
@@ -237,7 +297,10 @@ fn held_out(name: &str, examples: &[Sequence], time: usize) -> f64 {
 #[test]
 fn losses_do_not_depend_on_the_length_of_a_row() {
     let completions = expected().completions;
-    let examples: Vec<Sequence> = completions.iter().map(|one| sequence(&one.example)).collect();
+    let examples: Vec<Sequence> = completions
+        .iter()
+        .map(|one| sequence(&one.example))
+        .collect();
     // Their rotary embeddings change beyond 20 tokens.
     for name in ["phi3", "dynamic"] {
         let lengths: BTreeSet<usize> = examples.iter().map(|one| one.len() - 1).collect();
@@ -245,14 +308,21 @@ fn losses_do_not_depend_on_the_length_of_a_row() {
         let mut sums = (0.0, 0.0);
         for example in &examples {
             let own = held_out(name, std::slice::from_ref(example), example.len() - 1);
-            let weight = example.iter().skip(1).filter(|(_, has_loss)| *has_loss).count() as f64;
+            let weight = example
+                .iter()
+                .skip(1)
+                .filter(|(_, has_loss)| *has_loss)
+                .count() as f64;
             sums = (sums.0 + own * weight, sums.1 + weight);
         }
         let apart = sums.0 / sums.1;
         let longest = lengths.last().unwrap();
         for time in [*longest, longest + 1, 200] {
             let packed = held_out(name, &examples, time);
-            assert!((packed - apart).abs() < 1e-5 * apart, "{name}, {time}: {packed}, not {apart}");
+            assert!(
+                (packed - apart).abs() < 1e-5 * apart,
+                "{name}, {time}: {packed}, not {apart}"
+            );
         }
     }
 }
@@ -265,7 +335,10 @@ fn wrong_lines_are_refused_by_number() {
     let refused = |lines: &[String]| read(folder.path(), lines, 8).unwrap_err();
     let behind = |line: &str| refused(&[good.to_string(), String::new(), line.to_owned()]);
     let marked = format!("\u{feff}{good}");
-    assert_eq!(read(folder.path(), &[marked], 8), read(folder.path(), &[&good], 8));
+    assert_eq!(
+        read(folder.path(), &[marked], 8),
+        read(folder.path(), &[&good], 8)
+    );
     let wrong_lists = [
         r#"{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}"#,
         r#"{"messages": {"role": "assistant", "content": "b"}}"#,
@@ -287,7 +360,10 @@ fn wrong_lines_are_refused_by_number() {
         );
     }
     let said = behind(&chat.to_string());
-    assert!(said.contains("expected chat_template.jinja, or chat_template in tok"), "{said}");
+    assert!(
+        said.contains("expected chat_template.jinja, or chat_template in tok"),
+        "{said}"
+    );
     set_template(folder.path(), expected().templates["pairs"].as_str());
     let said = behind(&chat.to_string());
     assert!(
@@ -298,7 +374,10 @@ fn wrong_lines_are_refused_by_number() {
     let turn = |role: &str| json!({ "role": role, "content": "b" });
     let turns = [turn("user"), turn("user"), turn("assistant")];
     let said = behind(&json!({ "messages": turns }).to_string());
-    assert!(said.contains("line 3: expected") && said.contains("Roles must alternate"), "{said}");
+    assert!(
+        said.contains("line 3: expected") && said.contains("Roles must alternate"),
+        "{said}"
+    );
     let long =
         |words: usize| json!({ "prompt": "x", "completion": " y".repeat(words) }).to_string();
     let said = refused(&[long(20), good.to_string(), long(22), long(3)]);
@@ -313,7 +392,10 @@ fn templates_that_never_end_are_refused() {
     let folder = copy("plain");
     let endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}";
     for (template, expected) in [(endless, "fuel"), ("{% if %}", "syntax error")] {
-        set_template(folder.path(), json!([{ "name": "default", "template": template }]));
+        set_template(
+            folder.path(),
+            json!([{ "name": "default", "template": template }]),
+        );
         let turn = |role: &str| json!({ "role": role, "content": "b" });
         let line = json!({ "messages": [turn("user"), turn("assistant")] });
         let said = read(folder.path(), &[line], 8).unwrap_err();

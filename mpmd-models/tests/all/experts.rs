@@ -21,7 +21,11 @@ type Job = (&'static [usize], usize);
 
 /// The folders, the devices over which other matrices are divided, and the jobs.
 const CASES: [(&str, usize, &[Job]); 6] = [
-    ("mixtral", 1, &[(&[2], 2), (&[4], 1), (&[1, 2], 1), (&[2, 4], 2)]),
+    (
+        "mixtral",
+        1,
+        &[(&[2], 2), (&[4], 1), (&[1, 2], 1), (&[2, 4], 2)],
+    ),
     ("mixtral", 2, &[(&[2], 4), (&[4], 2)]),
     ("qwen2-moe", 2, &[(&[4], 2)]),
     ("qwen2-moe-sparse", 1, &[(&[2, 1], 1)]),
@@ -31,7 +35,11 @@ const CASES: [(&str, usize, &[Job]); 6] = [
 
 fn model(name: &str, tensor: usize, experts: &[usize], positions: usize) -> Stages {
     let model = Stages::new(&open(name), experts.len(), positions).unwrap();
-    model.tensor_parallel(&[tensor]).unwrap().expert_parallel(experts).unwrap()
+    model
+        .tensor_parallel(&[tensor])
+        .unwrap()
+        .expert_parallel(experts)
+        .unwrap()
 }
 
 /// Runs a program on the devices of a model. Returns the value of a process that has one.
@@ -41,7 +49,9 @@ fn run<T: Send>(
     program: impl Fn(&mut Program, &[Mesh]) -> Result<Option<T>> + Sync,
 ) -> T {
     let devices = model.devices(|stage| stage).unwrap().iter().sum();
-    crate::folders::run(processes, devices, |p| program(p, &model.meshes(|stage| stage)?))
+    crate::folders::run(processes, devices, |p| {
+        program(p, &model.meshes(|stage| stage)?)
+    })
 }
 
 /// The results of a model whose experts are divided.
@@ -70,7 +80,10 @@ fn results(name: &str, tensor: usize, (experts, processes): Job) -> Results {
     });
     for (step, (found, expected)) in losses.iter().zip(&expected.losses).enumerate() {
         let off = (found - expected).abs();
-        assert!(off < 1e-3, "{name} over {experts:?}, step {step}: {found}, not {expected}");
+        assert!(
+            off < 1e-3,
+            "{name} over {experts:?}, step {step}: {found}, not {expected}"
+        );
     }
     let scoring = model(name, tensor, experts, 200);
     let score = run(&scoring, processes, |p, meshes| {
@@ -80,10 +93,21 @@ fn results(name: &str, tensor: usize, (experts, processes): Job) -> Results {
     let generating = model(name, tensor, experts, prompt.len() + most);
     let generated = run(&generating, processes, |p, meshes| {
         let mut generator = generating.generator(p, meshes, false)?;
-        generator.generate(p, prompt, &Sampling::default(), most, |_, _| Ok(false)).map(Some)
+        generator
+            .generate(p, prompt, &Sampling::default(), most, |_, _| Ok(false))
+            .map(Some)
     });
-    assert_eq!(generated, expected.greedy[..most], "{name} over {experts:?}");
-    Results { losses, trained: read_all(to.path()), score, generated }
+    assert_eq!(
+        generated,
+        expected.greedy[..most],
+        "{name} over {experts:?}"
+    );
+    Results {
+        losses,
+        trained: read_all(to.path()),
+        score,
+        generated,
+    }
 }
 
 #[test]
@@ -99,7 +123,10 @@ fn divided_experts_give_the_bits_of_whole_ones() {
             assert_eq!(found.score, whole.score, "{case}");
             assert_eq!(found.generated, whole.generated, "{case}");
             for (tensor, values) in &whole.trained {
-                assert!(found.trained[tensor] == *values, "{case}: {tensor} has other bits");
+                assert!(
+                    found.trained[tensor] == *values,
+                    "{case}: {tensor} has other bits"
+                );
             }
         }
     }
@@ -116,7 +143,10 @@ fn divided_experts_are_saved_with_equal_bits() {
             let params = merged(p, &pipeline, None)?;
             save(p, &folder, &params, to.path()).map(Some)
         });
-        assert!(read_all(to.path()) == read_all(&path(name)), "{name} over {experts:?}");
+        assert!(
+            read_all(to.path()) == read_all(&path(name)),
+            "{name} over {experts:?}"
+        );
     }
 }
 
@@ -133,7 +163,9 @@ fn devices_read_their_experts_alone() {
         });
         let folder = open(name);
         let bytes = |of_experts: bool| -> usize {
-            let own = folder.tensors().filter(|(name, _)| name.contains("experts.") == of_experts);
+            let own = folder
+                .tensors()
+                .filter(|(name, _)| name.contains("experts.") == of_experts);
             own.map(|(_, aval)| aval.bytes()).sum()
         };
         for read in results {
@@ -149,15 +181,31 @@ fn experts_that_cannot_be_divided_are_refused() {
         model.expert_parallel(experts).unwrap_err().to_string()
     };
     for (name, experts, expected) in [
-        ("plain", &[2][..], "expert_parallel: expected 1: the model has no experts, found 2"),
-        ("qwen3-moe", &[3], "expert_parallel: expected 1, 2, 4 or a higher power of two, found 3"),
+        (
+            "plain",
+            &[2][..],
+            "expert_parallel: expected 1: the model has no experts, found 2",
+        ),
+        (
+            "qwen3-moe",
+            &[3],
+            "expert_parallel: expected 1, 2, 4 or a higher power of two, found 3",
+        ),
         (
             "qwen3-moe",
             &[4],
             "num_experts: expected a multiple of 4, the expert parallel devices, f",
         ),
-        ("mixtral", &[8], "num_local_experts: expected a multiple of 8, the expert"),
-        ("mixtral", &[2, 2, 2], "expert_parallel: expected 2 numbers, one for each stage, or"),
+        (
+            "mixtral",
+            &[8],
+            "num_local_experts: expected a multiple of 8, the expert",
+        ),
+        (
+            "mixtral",
+            &[2, 2, 2],
+            "expert_parallel: expected 2 numbers, one for each stage, or",
+        ),
     ] {
         let said = said(name, experts);
         assert!(said.contains(expected), "{said}");
@@ -176,6 +224,12 @@ fn experts_that_cannot_be_divided_are_refused() {
     let said = cut(&[0..2, 2..5, 5..6], &[2]).unwrap_err().to_string();
     let expected = "expert_parallel: expected 1 for stage 1, whose layers have no experts, found 2";
     assert!(said.contains(expected), "{said}");
-    let said = model("mixtral", 2, &[1], 1).tensor_parallel(&[8]).unwrap_err().to_string();
-    assert!(said.contains("num_attention_heads: expected a multiple of 8"), "{said}");
+    let said = model("mixtral", 2, &[1], 1)
+        .tensor_parallel(&[8])
+        .unwrap_err()
+        .to_string();
+    assert!(
+        said.contains("num_attention_heads: expected a multiple of 8"),
+        "{said}"
+    );
 }

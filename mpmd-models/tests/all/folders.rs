@@ -84,8 +84,13 @@ pub(crate) struct Expected {
 pub(crate) fn path(name: &str) -> PathBuf {
     // A kit for a machine with a GPU has them beside the folder of this program.
     let program = std::env::current_exe().unwrap();
-    let of_kit = program.ancestors().nth(2).map(|kit| kit.join("folders").join(name));
-    of_kit.filter(|folder| folder.is_dir()).unwrap_or_else(|| Path::new(FOLDERS).join(name))
+    let of_kit = program
+        .ancestors()
+        .nth(2)
+        .map(|kit| kit.join("folders").join(name));
+    of_kit
+        .filter(|folder| folder.is_dir())
+        .unwrap_or_else(|| Path::new(FOLDERS).join(name))
 }
 
 pub(crate) fn text() -> PathBuf {
@@ -96,7 +101,10 @@ pub(crate) fn expected(name: &str) -> Expected {
     let read = |file: PathBuf| fs::read_to_string(file).unwrap();
     let windows = serde_json::from_str(&read(path("windows.json"))).unwrap();
     let expected = serde_json::from_str(&read(path(name).join("expected.json"))).unwrap();
-    Expected { windows, ..expected }
+    Expected {
+        windows,
+        ..expected
+    }
 }
 
 pub(crate) fn open(name: &str) -> Folder {
@@ -142,7 +150,8 @@ pub(crate) fn read(file: &Path) -> Vec<Tensor> {
     let one = |name: String| {
         let aval = file.aval(&name).unwrap();
         let mut bytes = vec![0; aval.bytes()];
-        file.read(&name, &Region::full(aval.shape()), &mut bytes).unwrap();
+        file.read(&name, &Region::full(aval.shape()), &mut bytes)
+            .unwrap();
         (name, aval, bytes)
     };
     file.names().into_iter().map(one).collect()
@@ -150,9 +159,14 @@ pub(crate) fn read(file: &Path) -> Vec<Tensor> {
 
 /// Returns the tensors of all files of a folder, by name.
 pub(crate) fn read_all(folder: &Path) -> BTreeMap<String, (ShapedArray, Vec<u8>)> {
-    let files = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let files = fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().path());
     let files = files.filter(|file| file.extension().is_some_and(|end| end == "safetensors"));
-    files.flat_map(|file| read(&file)).map(|(name, aval, bytes)| (name, (aval, bytes))).collect()
+    files
+        .flat_map(|file| read(&file))
+        .map(|(name, aval, bytes)| (name, (aval, bytes)))
+        .collect()
 }
 
 /// Returns a copy of a folder.
@@ -170,8 +184,10 @@ pub(crate) fn change(folder: &Path, change: impl FnOnce(&mut Vec<Tensor>)) {
     let file = folder.join("model.safetensors");
     let mut tensors = read(&file);
     change(&mut tensors);
-    let avals: Vec<_> =
-        tensors.iter().map(|(name, aval, _)| (name.clone(), aval.clone())).collect();
+    let avals: Vec<_> = tensors
+        .iter()
+        .map(|(name, aval, _)| (name.clone(), aval.clone()))
+        .collect();
     let (mut bytes, _) = header(&avals, &BTreeMap::new()).unwrap();
     tensors.iter().for_each(|(.., values)| bytes.extend(values));
     fs::write(file, bytes).unwrap();

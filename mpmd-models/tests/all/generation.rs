@@ -32,7 +32,11 @@ fn generated_tokens_equal_those_of_transformers() {
     for name in ALL {
         let greedy = expected(name).greedy;
         for job in [(1, 1), (2, 2), (3, 3)] {
-            assert_eq!(generated(name, job, greedy.len(), false), greedy, "{name} {job:?}");
+            assert_eq!(
+                generated(name, job, greedy.len(), false),
+                greedy,
+                "{name} {job:?}"
+            );
         }
     }
 }
@@ -51,14 +55,19 @@ fn more_tokens_than_positions_are_refused() {
         assert_eq!(most(2)?.len(), 2, "later calls work");
         Ok(Some(said))
     });
-    assert!(said.contains("token 10 of a sequence: the generator has room for 9"), "{said}");
+    assert!(
+        said.contains("token 10 of a sequence: the generator has room for 9"),
+        "{said}"
+    );
 }
 
 #[test]
 fn weights_are_read_once() {
     let (place, Expected { prompt, greedy, .. }) = (copy("plain"), expected("plain"));
-    let (folder, file) =
-        (Folder::open(place.path()).unwrap(), place.path().join("model.safetensors"));
+    let (folder, file) = (
+        Folder::open(place.path()).unwrap(),
+        place.path().join("model.safetensors"),
+    );
     let all = Stages::new(&folder, 2, prompt.len() + 20).unwrap();
     let said = simulate(2, 2, |p, meshes| {
         let generated = |p: &mut Program, all: &Stages| {
@@ -85,9 +94,17 @@ fn weights_are_read_once() {
 fn weights_in_bf16_change_nothing_if_the_folder_has_such() {
     for name in ["bf16", "gemma2-bf16", "mistral-bf16"] {
         let greedy = expected(name).greedy;
-        assert_eq!(generated(name, (2, 2), greedy.len(), true), greedy, "{name}");
+        assert_eq!(
+            generated(name, (2, 2), greedy.len(), true),
+            greedy,
+            "{name}"
+        );
     }
     let rounded = generated("plain", (1, 1), 40, true);
-    assert_ne!(rounded, expected("plain").greedy[..40], "others are rounded");
+    assert_ne!(
+        rounded,
+        expected("plain").greedy[..40],
+        "others are rounded"
+    );
     assert_eq!(generated("plain", (2, 2), 40, true), rounded);
 }

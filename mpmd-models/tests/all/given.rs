@@ -37,7 +37,10 @@ pub(crate) fn args(text: &str) -> Args {
             other => panic!("{other:?}"),
         }
     }
-    let lora = rank.map(|rank| Lora { rank, alpha: alpha.unwrap_or(2.0 * rank as f64) });
+    let lora = rank.map(|rank| Lora {
+        rank,
+        alpha: alpha.unwrap_or(2.0 * rank as f64),
+    });
     Args { settings, lora }
 }
 
@@ -49,8 +52,11 @@ impl Given {
         let rows = &self.0[at.step as usize - 1][at.microbatch];
         let time = rows[0].len() - 1;
         let aval = ShapedArray::new(&[rows.len(), time], DType::U32);
-        let tokens: Vec<u32> =
-            rows.iter().flat_map(|row| &row[skip..skip + time]).copied().collect();
+        let tokens: Vec<u32> = rows
+            .iter()
+            .flat_map(|row| &row[skip..skip + time])
+            .copied()
+            .collect();
         p.array_from_fn(aval, mesh.replicated(), move |_, mut view| {
             view.as_mut_slice::<u32>()?.copy_from_slice(&tokens);
             Ok(())
@@ -61,8 +67,10 @@ impl Given {
 impl Data<MpmdArray> for Given {
     fn training(&self, p: &mut Program, meshes: &[Mesh], at: At) -> Result<Microbatch<MpmdArray>> {
         let last = meshes.len() - 1;
-        let (x, targets) =
-            (self.array(p, &meshes[0], at, 0)?, self.array(p, &meshes[last], at, 1)?);
+        let (x, targets) = (
+            self.array(p, &meshes[0], at, 0)?,
+            self.array(p, &meshes[last], at, 1)?,
+        );
         Ok(Microbatch::new(x).side(last, named([("targets", targets)])))
     }
 }

@@ -28,13 +28,29 @@ fn row(name: &str, folder: &Folder) -> String {
     let ropes = config.ropes.iter().map(|rope| {
         let kind = format!("{:?}", rope.scaling).to_lowercase();
         let kind = kind.split(' ').next().unwrap_or_default().to_owned();
-        if rope.dim == config.head_dim { kind } else { format!("{kind}, {} rotate", rope.dim) }
+        if rope.dim == config.head_dim {
+            kind
+        } else {
+            format!("{kind}, {} rotate", rope.dim)
+        }
     });
     let ropes: Vec<String> = ropes.collect();
-    let positions = if config.learned_positions { "learned".to_owned() } else { ropes.join("; ") };
-    let windows: Vec<usize> = config.layers.iter().filter_map(|layer| layer.window).collect();
+    let positions = if config.learned_positions {
+        "learned".to_owned()
+    } else {
+        ropes.join("; ")
+    };
+    let windows: Vec<usize> = config
+        .layers
+        .iter()
+        .filter_map(|layer| layer.window)
+        .collect();
     let window = windows.first().map_or_else(String::new, |window| {
-        format!("{window} in {} of {} layers", windows.len(), config.layers.len())
+        format!(
+            "{window} in {} of {} layers",
+            windows.len(),
+            config.layers.len()
+        )
     });
     let norm = match config.norm {
         Norm::Rms => "RMS",
@@ -52,8 +68,16 @@ fn row(name: &str, folder: &Folder) -> String {
         _ => "tanh-GELU",
     };
     let gate = if config.is_gated { "gated " } else { "" };
-    let biases = [(config.qkv_bias, "q k v"), (config.out_bias, "o"), (config.mlp_bias, "MLP")];
-    let biases: Vec<&str> = biases.iter().filter(|(has, _)| *has).map(|(_, of)| *of).collect();
+    let biases = [
+        (config.qkv_bias, "q k v"),
+        (config.out_bias, "o"),
+        (config.mlp_bias, "MLP"),
+    ];
+    let biases: Vec<&str> = biases
+        .iter()
+        .filter(|(has, _)| *has)
+        .map(|(_, of)| *of)
+        .collect();
     let head_norm = match config.head_norm {
         None => "",
         Some(HeadNorm::Head) => "norms of each head",
@@ -61,21 +85,43 @@ fn row(name: &str, folder: &Folder) -> String {
         Some(HeadNorm::Width) => "norms of all heads",
     };
     let experts = config.experts.map_or_else(String::new, |experts| {
-        let layers = config.layers.iter().filter(|layer| layer.has_experts).count();
+        let layers = config
+            .layers
+            .iter()
+            .filter(|layer| layer.has_experts)
+            .count();
         let (taken, count, all) = (experts.per_token, experts.count, config.layers.len());
-        let shared = if experts.shared.is_some() { " and a shared one" } else { "" };
+        let shared = if experts.shared.is_some() {
+            " and a shared one"
+        } else {
+            ""
+        };
         format!("{taken} of {count} experts{shared} in {layers} of {all} layers")
     });
     let usual = (config.head_dim as f64).sqrt();
     let factors = [
         (config.embedding_scale != 1.0, "embedding"),
-        (config.layers.iter().any(|layer| (layer.scale * usual - 1.0).abs() > 1e-9), "scores"),
+        (
+            config
+                .layers
+                .iter()
+                .any(|layer| (layer.scale * usual - 1.0).abs() > 1e-9),
+            "scores",
+        ),
         (config.residual_scale != 1.0, "residuals"),
         (config.logits_divisor != 1.0, "logits"),
     ];
-    let factors: Vec<&str> = factors.iter().filter(|(has, _)| *has).map(|(_, of)| *of).collect();
+    let factors: Vec<&str> = factors
+        .iter()
+        .filter(|(has, _)| *has)
+        .map(|(_, of)| *of)
+        .collect();
     let caps = [(config.score_cap, "scores"), (config.logits_cap, "logits")];
-    let caps: Vec<&str> = caps.iter().filter(|(cap, _)| cap.is_some()).map(|(_, of)| *of).collect();
+    let caps: Vec<&str> = caps
+        .iter()
+        .filter(|(cap, _)| cap.is_some())
+        .map(|(_, of)| *of)
+        .collect();
     let list = |what: &str, of: &[&str]| match of {
         [] => String::new(),
         of => format!("{what} of {}", of.join(", ")),
@@ -89,10 +135,18 @@ fn row(name: &str, folder: &Folder) -> String {
         list("caps", &caps),
         is(config.is_parallel, "attention beside the MLP"),
         is(config.tie_word_embeddings, "tied output"),
-        is(folder.tensors().all(|(_, aval)| aval.dtype() == DType::Bf16), "bf16"),
+        is(
+            folder
+                .tensors()
+                .all(|(_, aval)| aval.dtype() == DType::Bf16),
+            "bf16",
+        ),
         is(folder.split().is_some(), "several files"),
     ];
-    let besides: Vec<String> = besides.into_iter().filter(|what| !what.is_empty()).collect();
+    let besides: Vec<String> = besides
+        .into_iter()
+        .filter(|what| !what.is_empty())
+        .collect();
     let (family, besides) = (config.family, besides.join("; "));
     format!(
         "| `{family}` | `{name}` | {heads} | {positions} | {window} | {norm} {place}; \
@@ -111,11 +165,20 @@ fn table_of_families_is_that_of_the_folders() {
     }
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/guide/families.md");
     let page = fs::read_to_string(page).unwrap();
-    assert!(page.contains(&table), "docs/guide/families.md lacks this table:\n{table}");
+    assert!(
+        page.contains(&table),
+        "docs/guide/families.md lacks this table:\n{table}"
+    );
     let folder = copy("plain");
     change_config(folder.path(), |config| config["model_type"] = "none".into());
     let said = Folder::open(folder.path()).unwrap_err().to_string();
-    let known = said.split("expected ").nth(1).unwrap().split(", found").next().unwrap();
+    let known = said
+        .split("expected ")
+        .nth(1)
+        .unwrap()
+        .split(", found")
+        .next()
+        .unwrap();
     for family in known.split(", ").map(|name| name.trim_matches('"')) {
         let folders = families.iter().filter(|name| **name == family).count();
         assert!(folders >= 2, "{family} has {folders} folders");
@@ -136,7 +199,10 @@ fn page_add_a_family_has_the_code_of_its_example() {
             _ => continue,
         };
         for part in code.split("    …\n") {
-            assert!(read(file).contains(part), "{file} lacks this part of the page:\n{part}");
+            assert!(
+                read(file).contains(part),
+                "{file} lacks this part of the page:\n{part}"
+            );
             parts += 1;
         }
     }

@@ -17,7 +17,9 @@ fn refused(folder: &Path) -> String {
 }
 
 fn without(error: mpmd::Error, folder: &Path) -> String {
-    error.to_string().replace(&format!("{}/", folder.display()), "")
+    error
+        .to_string()
+        .replace(&format!("{}/", folder.display()), "")
 }
 
 /// Returns the error of a folder with changed tensors.
@@ -46,16 +48,30 @@ fn wrong_tensors_are_refused_by_name() {
         })
     };
     let expected = format!("model.safetensors: {GATE}: expected f32, bf16 or f16 [64, 32], found");
-    assert_eq!(replaced(zeros(GATE, &[64, 33], DType::F32)), format!("{expected} f32 [64, 33]"));
-    assert_eq!(replaced(zeros(GATE, &[64, 32], DType::F64)), format!("{expected} f64 [64, 32]"));
+    assert_eq!(
+        replaced(zeros(GATE, &[64, 33], DType::F32)),
+        format!("{expected} f32 [64, 33]")
+    );
+    assert_eq!(
+        replaced(zeros(GATE, &[64, 32], DType::F64)),
+        format!("{expected} f64 [64, 32]")
+    );
     let twice = refused_with("plain", |tensors| {
-        tensors.push(zeros(GATE.trim_start_matches("model."), &[64, 32], DType::F32));
+        tensors.push(zeros(
+            GATE.trim_start_matches("model."),
+            &[64, 32],
+            DType::F32,
+        ));
     });
     let said = "expected one tensor of this name, with or without `model.`, found two";
     assert!(twice.ends_with(said), "{twice}");
     let folder = copy("plain");
     change(folder.path(), |tensors| {
-        tensors.push(zeros("model.layers.0.self_attn.rotary_emb.inv_freq", &[4], DType::F32));
+        tensors.push(zeros(
+            "model.layers.0.self_attn.rotary_emb.inv_freq",
+            &[4],
+            DType::F32,
+        ));
     });
     Folder::open(folder.path()).expect("an old table is ignored");
 }
@@ -65,12 +81,28 @@ fn tensors_of_other_forms_are_refused_by_their_own_names() {
     for (name, tensor, shape) in [
         ("gpt2", "transformer.h.1.attn.c_attn.weight", "[15, 45]"),
         ("gpt2", "transformer.h.1.mlp.c_proj.bias", "[15]"),
-        ("phi3", "model.layers.0.self_attn.qkv_proj.weight", "[40, 24]"),
+        (
+            "phi3",
+            "model.layers.0.self_attn.qkv_proj.weight",
+            "[40, 24]",
+        ),
         ("phi3", "model.layers.3.mlp.gate_up_proj.weight", "[56, 24]"),
-        ("neox", "gpt_neox.layers.2.attention.query_key_value.bias", "[54]"),
+        (
+            "neox",
+            "gpt_neox.layers.2.attention.query_key_value.bias",
+            "[54]",
+        ),
         ("neox", "embed_out.weight", "[323, 18]"),
-        ("mixtral", "model.layers.2.block_sparse_moe.experts.3.w2.weight", "[16, 12]"),
-        ("qwen3-moe", "model.layers.0.mlp.experts.5.gate_proj.weight", "[8, 16]"),
+        (
+            "mixtral",
+            "model.layers.2.block_sparse_moe.experts.3.w2.weight",
+            "[16, 12]",
+        ),
+        (
+            "qwen3-moe",
+            "model.layers.0.mlp.experts.5.gate_proj.weight",
+            "[8, 16]",
+        ),
     ] {
         let expected = format!("model.safetensors: {tensor}: expected f32, bf16 or f16 {shape}");
         let is_it = |one: &crate::folders::Tensor| one.0 == tensor;
@@ -109,7 +141,10 @@ fn wrong_files_are_refused_by_name() {
     let text = fs::read_to_string(&index).unwrap();
     fs::write(&index, text.replace("model-00002", "../model-00002")).unwrap();
     let outside = refused(folder.path());
-    assert!(outside.contains("expected the name of a file, found \"../model-00002"), "{outside}");
+    assert!(
+        outside.contains("expected the name of a file, found \"../model-00002"),
+        "{outside}"
+    );
     let line = text.lines().find(|line| line.contains(GATE)).unwrap();
     fs::write(&index, text.replace(line, "")).unwrap();
     assert_eq!(
@@ -131,19 +166,29 @@ fn wrong_files_are_refused_by_name() {
     fs::write(&index, &text).unwrap();
     fs::remove_file(folder.path().join("model-00003-of-00007.safetensors")).unwrap();
     let missing = refused(folder.path());
-    assert!(missing.starts_with("model-00003-of-00007.safetensors: No such file"), "{missing}");
+    assert!(
+        missing.starts_with("model-00003-of-00007.safetensors: No such file"),
+        "{missing}"
+    );
 }
 
 #[test]
 fn wrong_tokenizers_are_refused_by_name() {
     let folder = copy("plain");
-    let error =
-        |folder: &Path| without(tokenizer(&Folder::open(folder).unwrap()).unwrap_err(), folder);
+    let error = |folder: &Path| {
+        without(
+            tokenizer(&Folder::open(folder).unwrap()).unwrap_err(),
+            folder,
+        )
+    };
     let file = folder.path().join("tokenizer.json");
     let text = fs::read_to_string(&file).unwrap();
     fs::write(&file, &text[..100]).unwrap();
     let broken = error(folder.path());
-    assert!(broken.starts_with("tokenizer.json: expected a tokenizer, found EOF"), "{broken}");
+    assert!(
+        broken.starts_with("tokenizer.json: expected a tokenizer, found EOF"),
+        "{broken}"
+    );
     fs::remove_file(&file).unwrap();
     let missing = error(folder.path());
     assert!(

@@ -13,23 +13,39 @@ type Tensors = BTreeMap<String, (ShapedArray, Vec<u8>)>;
 
 /// Returns the tensors of a new model that is saved from so many stages, each a process.
 fn drawn(name: &str, seed: u64, stages: usize) -> Tensors {
-    let (folder, to) = (Folder::untrained(path(name), seed).unwrap(), tempfile::tempdir().unwrap());
+    let (folder, to) = (
+        Folder::untrained(path(name), seed).unwrap(),
+        tempfile::tempdir().unwrap(),
+    );
     simulate(stages, stages, |p, meshes| {
         let pipeline = Stages::new(&folder, stages, 1)?.training(p, meshes)?;
         let params = merged(p, &pipeline, None)?;
         save(p, &folder, &params, to.path()).map(Some)
     });
-    assert_eq!(folder.bytes_read(), 0, "{name}: the weights of the folder are not read");
+    assert_eq!(
+        folder.bytes_read(),
+        0,
+        "{name}: the weights of the folder are not read"
+    );
     read_all(to.path())
 }
 
 /// Returns the values of a tensor.
 fn values((aval, bytes): &(ShapedArray, Vec<u8>)) -> Vec<f32> {
-    let pairs = bytes.as_chunks::<2>().0.iter().map(|pair| u16::from_le_bytes(*pair));
+    let pairs = bytes
+        .as_chunks::<2>()
+        .0
+        .iter()
+        .map(|pair| u16::from_le_bytes(*pair));
     match aval.dtype() {
         DType::Bf16 => pairs.map(|bits| bf16::from_bits(bits).to_f32()).collect(),
         DType::F16 => pairs.map(|bits| f16::from_bits(bits).to_f32()).collect(),
-        _ => bytes.as_chunks::<4>().0.iter().map(|four| f32::from_le_bytes(*four)).collect(),
+        _ => bytes
+            .as_chunks::<4>()
+            .0
+            .iter()
+            .map(|four| f32::from_le_bytes(*four))
+            .collect(),
     }
 }
 
@@ -37,21 +53,39 @@ fn values((aval, bytes): &(ShapedArray, Vec<u8>)) -> Vec<f32> {
 fn new_models_have_equal_bits_at_any_number_of_stages() {
     for name in ALL {
         let one = drawn(name, 7, 1);
-        assert!(one == drawn(name, 7, 3), "{name}: other values over three stages");
+        assert!(
+            one == drawn(name, 7, 3),
+            "{name}: other values over three stages"
+        );
         let shapes = |of: &Tensors| {
             let shape = |(name, (aval, _)): (&String, &(ShapedArray, _))| {
                 (name.replace("transformer.", ""), aval.clone())
             };
-            of.iter().map(shape).filter(|(name, _)| name != "h.0.attn.bias").collect::<Vec<_>>()
+            of.iter()
+                .map(shape)
+                .filter(|(name, _)| name != "h.0.attn.bias")
+                .collect::<Vec<_>>()
         };
-        assert_eq!(shapes(&one), shapes(&read_all(&path(name))), "{name}: not as transformers");
+        assert_eq!(
+            shapes(&one),
+            shapes(&read_all(&path(name))),
+            "{name}: not as transformers"
+        );
     }
-    assert!(drawn("plain", 7, 1) != drawn("plain", 8, 1), "the seed counts");
+    assert!(
+        drawn("plain", 7, 1) != drawn("plain", 8, 1),
+        "the seed counts"
+    );
 }
 
 #[test]
 fn first_values_have_the_distributions_of_transformers() {
-    for (name, norm) in [("plain", 1.0), ("gemma2", 0.0), ("gpt2", 1.0), ("mixtral", 1.0)] {
+    for (name, norm) in [
+        ("plain", 1.0),
+        ("gemma2", 0.0),
+        ("gpt2", 1.0),
+        ("mixtral", 1.0),
+    ] {
         for (tensor, found) in &drawn(name, 3, 1) {
             let all = values(found);
             let is = |value: f32| all.iter().all(|found| *found == value);
@@ -69,7 +103,10 @@ fn first_values_have_the_distributions_of_transformers() {
                 let deviation = (all.map(|value| value * value).sum::<f64>() / count).sqrt();
                 let near = 6.0 * expected / count.sqrt();
                 assert!(mean.abs() < near, "{name}: {tensor}: mean {mean}");
-                assert!((deviation - expected).abs() < near, "{name}: {tensor}: {deviation}");
+                assert!(
+                    (deviation - expected).abs() < near,
+                    "{name}: {tensor}: {deviation}"
+                );
             }
         }
     }

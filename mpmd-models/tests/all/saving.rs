@@ -27,13 +27,18 @@ fn untrained_models_are_saved_with_equal_bits() {
         if name == "gpt2-hub" {
             // `transformers` gives names a prefix, and drops the masks.
             before.remove("h.0.attn.bias").expect("a mask");
-            let renamed =
-                before.into_iter().map(|(name, one)| (format!("transformer.{name}"), one));
+            let renamed = before
+                .into_iter()
+                .map(|(name, one)| (format!("transformer.{name}"), one));
             before = renamed.collect();
         }
         assert!(read_all(to.path()) == before, "{name} differs");
         let saved = Folder::open(to.path()).unwrap();
-        assert_eq!(saved.split().is_some(), folder.split().is_some(), "{name}: files");
+        assert_eq!(
+            saved.split().is_some(),
+            folder.split().is_some(),
+            "{name}: files"
+        );
         assert_eq!(saved.config(), folder.config());
         assert!(to.path().join("tokenizer.json").exists());
     }
@@ -63,12 +68,23 @@ fn other_output_of_a_tied_model_is_used_and_saved() {
     });
     assert!(read_all(to.path()) == read_all(&path("plain")));
     let saved = fs::read_to_string(to.path().join("config.json")).unwrap();
-    assert!(saved.contains(&no), "readers that ignore the output of tied models: {saved}");
+    assert!(
+        saved.contains(&no),
+        "readers that ignore the output of tied models: {saved}"
+    );
 
     // Equal values are one parameter.
     change(folder.path(), |tensors| {
-        let values = |name: &str| tensors.iter().position(|(other, ..)| other == name).unwrap();
-        let (from, to) = (values("model.embed_tokens.weight"), values("lm_head.weight"));
+        let values = |name: &str| {
+            tensors
+                .iter()
+                .position(|(other, ..)| other == name)
+                .unwrap()
+        };
+        let (from, to) = (
+            values("model.embed_tokens.weight"),
+            values("lm_head.weight"),
+        );
         tensors[to].2 = tensors[from].2.clone();
     });
     let tied = Folder::open(folder.path()).unwrap();
@@ -80,7 +96,10 @@ fn other_output_of_a_tied_model_is_used_and_saved() {
 /// it has saved.
 fn scores(name: &str, lora: &str) -> [f64; 2] {
     let (folder, to) = (open(name), tempfile::tempdir().unwrap());
-    let (args, given) = (args(&format!("--lr 2e-2 {lora}")), Given(expected(name).windows));
+    let (args, given) = (
+        args(&format!("--lr 2e-2 {lora}")),
+        Given(expected(name).windows),
+    );
     let trained = simulate(1, 2, |p, meshes| {
         let schedule = Schedule::named("1f1b", 2, 2, None)?;
         let model = Stages::new(&folder, 2, 16)?.lora(args.lora(), 0);
@@ -103,12 +122,25 @@ fn scores(name: &str, lora: &str) -> [f64; 2] {
         Ok(Some(trainer.evaluate(p, vec![microbatch])?.read()?.loss()))
     });
     let untrained = simulate(1, 1, |p, meshes| {
-        nats_per_token(p, &Stages::new(&folder, 1, 50)?, meshes, &tokens(&folder).first(50))
+        nats_per_token(
+            p,
+            &Stages::new(&folder, 1, 50)?,
+            meshes,
+            &tokens(&folder).first(50),
+        )
     });
     let scored = simulate(1, 1, |p, meshes| {
-        nats_per_token(p, &Stages::new(&saved, 1, 50)?, meshes, &tokens(&saved).first(50))
+        nats_per_token(
+            p,
+            &Stages::new(&saved, 1, 50)?,
+            meshes,
+            &tokens(&saved).first(50),
+        )
     });
-    assert!(untrained - scored > 0.02, "{name} has learned: {untrained}, then {scored}");
+    assert!(
+        untrained - scored > 0.02,
+        "{name} has learned: {untrained}, then {scored}"
+    );
     [trained, reloaded]
 }
 
@@ -118,19 +150,32 @@ fn saved_models_compute_what_the_trained_ones_do() {
         let [trained, reloaded] = scores(name, "");
         assert_eq!(trained, reloaded, "{name}: all parameters, to the bit");
         let [trained, reloaded] = scores(name, "--lora 3 --alpha 5");
-        assert!((trained - reloaded).abs() < 1e-5, "{name}: {trained}, merged {reloaded}");
+        assert!(
+            (trained - reloaded).abs() < 1e-5,
+            "{name}: {trained}, merged {reloaded}"
+        );
     }
     // The weights are rounded to bf16.
     let [trained, reloaded] = scores("bf16", "--lora 3");
-    assert!((trained - reloaded).abs() < 2e-2, "{trained}, merged {reloaded}");
+    assert!(
+        (trained - reloaded).abs() < 2e-2,
+        "{trained}, merged {reloaded}"
+    );
 }
 
 /// Returns the tensors of a file in f32 by name.
 fn matrices(file: &Path) -> BTreeMap<String, Tensor> {
     let one = |(name, aval, bytes): (String, mpmd::aval::ShapedArray, Vec<u8>)| {
-        let values: Vec<f32> =
-            bytes.as_chunks::<4>().0.iter().map(|four| f32::from_le_bytes(*four)).collect();
-        (name, Tensor::from_vec(values, aval.shape(), &Device::Cpu).unwrap())
+        let values: Vec<f32> = bytes
+            .as_chunks::<4>()
+            .0
+            .iter()
+            .map(|four| f32::from_le_bytes(*four))
+            .collect();
+        (
+            name,
+            Tensor::from_vec(values, aval.shape(), &Device::Cpu).unwrap(),
+        )
     };
     read(file).into_iter().map(one).collect()
 }
@@ -161,14 +206,23 @@ fn adapters_are_what_merged_weights_have_more() {
         let adapter = matrices(&to.path().join("adapter_model.safetensors"));
         let config = fs::read(to.path().join("adapter_config.json")).unwrap();
         let config: Value = serde_json::from_slice(&config).unwrap();
-        assert_eq!(config["rank_pattern"].as_object().unwrap().len(), fused.len());
+        assert_eq!(
+            config["rank_pattern"].as_object().unwrap().len(),
+            fused.len()
+        );
         let mut count = 0;
         for (matrix, a) in &adapter {
-            let Some(module) = matrix.strip_suffix(".lora_A.weight") else { continue };
+            let Some(module) = matrix.strip_suffix(".lora_A.weight") else {
+                continue;
+            };
             let b = &adapter[&format!("{module}.lora_B.weight")];
             let layer = module.rsplit('.').next().unwrap();
             let of = |pattern: &str, all: &str| {
-                config[pattern].get(layer).unwrap_or(&config[all]).as_f64().unwrap()
+                config[pattern]
+                    .get(layer)
+                    .unwrap_or(&config[all])
+                    .as_f64()
+                    .unwrap()
             };
             let (rank, alpha) = (of("rank_pattern", "r"), of("alpha_pattern", "lora_alpha"));
             assert_eq!(rank as usize, a.dim(0).unwrap(), "{matrix}");
@@ -177,12 +231,24 @@ fn adapters_are_what_merged_weights_have_more() {
             if config["fan_in_fan_out"] == true {
                 product = product.t().unwrap();
             }
-            let weight = format!("{}.weight", module.strip_prefix("base_model.model.").unwrap());
+            let weight = format!(
+                "{}.weight",
+                module.strip_prefix("base_model.model.").unwrap()
+            );
             let more = (&after[&weight] - &before[&weight]).unwrap();
-            let largest =
-                |x: &Tensor| x.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+            let largest = |x: &Tensor| {
+                x.abs()
+                    .unwrap()
+                    .max_all()
+                    .unwrap()
+                    .to_scalar::<f32>()
+                    .unwrap()
+            };
             let off = largest(&(&more - product).unwrap());
-            assert!(off < 1e-5 && largest(&more) > 1e-4, "{name}: {weight} is off by {off}");
+            assert!(
+                off < 1e-5 && largest(&more) > 1e-4,
+                "{name}: {weight} is off by {off}"
+            );
             count += 1;
         }
         assert_eq!(2 * count, adapter.len());

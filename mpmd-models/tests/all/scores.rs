@@ -28,11 +28,17 @@ fn logits(folder: &Folder, stages: usize, ids: &[u32]) -> Vec<Vec<f32>> {
         let microbatch = Microbatch::new(x);
         pipeline.probe(p, &microbatch.shapes())?;
         let logits = pipeline.forward(p, microbatch)?;
-        Ok(logits.to_host()?.map(|logits| logits.to_vec::<f32>()).transpose()?)
+        Ok(logits
+            .to_host()?
+            .map(|logits| logits.to_vec::<f32>())
+            .transpose()?)
     });
     let vocabulary = folder.config().vocab_size;
     assert_eq!(logits.len(), ids.len() * vocabulary);
-    logits.chunks_exact(vocabulary).map(<[f32]>::to_vec).collect()
+    logits
+        .chunks_exact(vocabulary)
+        .map(<[f32]>::to_vec)
+        .collect()
 }
 
 #[test]
@@ -41,7 +47,10 @@ fn logits_equal_those_of_transformers() {
         let (folder, expected) = (open(name), expected(name));
         let one = logits(&folder, 1, &expected.tokens);
         for (position, expected) in &expected.logits {
-            let off = one[*position].iter().zip(expected).map(|(a, b)| (a - b).abs());
+            let off = one[*position]
+                .iter()
+                .zip(expected)
+                .map(|(a, b)| (a - b).abs());
             let off = off.fold(0.0, f32::max);
             assert!(off < 1e-4, "{name}, position {position}: {off}");
         }
@@ -59,7 +68,9 @@ fn greedy_tokens_equal_those_of_transformers() {
         let logits = logits(&open(name), 2, &[&prompt[..], &greedy].concat());
         let first = |row: &Vec<f32>| {
             let row = row.iter().zip(0u32..);
-            row.max_by(|a, b| a.0.total_cmp(b.0)).map(|(_, token)| token).unwrap()
+            row.max_by(|a, b| a.0.total_cmp(b.0))
+                .map(|(_, token)| token)
+                .unwrap()
         };
         let found: Vec<u32> = logits[prompt.len() - 1..].iter().map(first).collect();
         assert_eq!(found[..greedy.len()], greedy, "{name}");
@@ -70,7 +81,9 @@ fn greedy_tokens_equal_those_of_transformers() {
 fn score_of(folder: &Path) -> f64 {
     let folder = Folder::open(folder).unwrap();
     let tokens = tokens(&folder).first(50);
-    simulate(1, 1, |p, meshes| nats_per_token(p, &Stages::new(&folder, 1, 50)?, meshes, &tokens))
+    simulate(1, 1, |p, meshes| {
+        nats_per_token(p, &Stages::new(&folder, 1, 50)?, meshes, &tokens)
+    })
 }
 
 #[test]
@@ -93,7 +106,10 @@ fn folders_of_other_programs_score_alike() {
     let rename = |token: Option<u32>, id: u64| {
         let mut json: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
         let words = json["model"]["vocab"].as_object_mut().unwrap();
-        match words.values_mut().find(|id| id.as_u64() == token.map(u64::from)) {
+        match words
+            .values_mut()
+            .find(|id| id.as_u64() == token.map(u64::from))
+        {
             Some(old) => *old = id.into(),
             None => _ = words.insert("<more>".to_owned(), id.into()),
         }
@@ -101,11 +117,17 @@ fn folders_of_other_programs_score_alike() {
     };
     let rows = Folder::open(folder.path()).unwrap().config().vocab_size as u64;
     rename(None, rows);
-    assert_eq!(score_of(folder.path()), right, "a token that the text never has");
+    assert_eq!(
+        score_of(folder.path()),
+        right,
+        "a token that the text never has"
+    );
     let first = tokens(&Folder::open(folder.path()).unwrap()).ids()[0];
     rename(Some(first), rows + 1);
     let text = Text::of(&[crate::folders::text()]).unwrap();
-    let error = Tokens::of(&text, &Folder::open(folder.path()).unwrap()).unwrap_err().to_string();
+    let error = Tokens::of(&text, &Folder::open(folder.path()).unwrap())
+        .unwrap_err()
+        .to_string();
     let said = format!("expected tokens below {rows}, the vocab_size of config.json, found");
     assert!(error.contains(&said), "{error}");
 }
@@ -129,9 +151,16 @@ fn scores_equal_those_of_transformers() {
             assert!(off < 1e-5, "{name}, {count} tokens: {one}, not {nats}");
             // The mean of one loss in bf16 is as coarse as its logits.
             let (nats, few) = (expected.nats[count], *count < 100);
-            assert!(few || (one - nats).abs() < 2e-3, "{name}, {count} tokens: {one}, not {nats}");
+            assert!(
+                few || (one - nats).abs() < 2e-3,
+                "{name}, {count} tokens: {one}, not {nats}"
+            );
             for (processes, stages) in [(1, 2), (2, 2), (1, 3), (3, 3)] {
-                assert_eq!(score(processes, stages), one, "{name} on {processes} of {stages}");
+                assert_eq!(
+                    score(processes, stages),
+                    one,
+                    "{name} on {processes} of {stages}"
+                );
             }
         }
     }
@@ -141,12 +170,16 @@ fn scores_equal_those_of_transformers() {
 fn shares(folder: &Folder, model: &Stages, stages: usize) -> Vec<u64> {
     let mut shares = vec![0; stages];
     for (name, aval) in folder.tensors() {
-        let mut words = name.split('.').skip_while(|word| !["layers", "h"].contains(word));
+        let mut words = name
+            .split('.')
+            .skip_while(|word| !["layers", "h"].contains(word));
         let tables = ["embed_tokens", "wte", "wpe", "embed_in"];
         let stage = match words.nth(1) {
             Some(layer) => {
                 let layer = layer.parse().unwrap();
-                (0..stages).find(|stage| model.layers(*stage).contains(&layer)).unwrap()
+                (0..stages)
+                    .find(|stage| model.layers(*stage).contains(&layer))
+                    .unwrap()
             }
             None if tables.iter().any(|table| name.contains(table)) => 0,
             None => stages - 1,
@@ -179,7 +212,11 @@ fn each_process_reads_only_its_share() {
             let folders: Vec<Folder> = results.into_iter().map(|result| result.unwrap()).collect();
             let read: Vec<u64> = folders.iter().map(Folder::bytes_read).collect();
             let model = Stages::new(&folders[0], stages, 1).unwrap();
-            assert_eq!(read, shares(&folders[0], &model, stages), "{name}, {stages} stages");
+            assert_eq!(
+                read,
+                shares(&folders[0], &model, stages),
+                "{name}, {stages} stages"
+            );
         }
     }
 }

@@ -13,8 +13,12 @@ use crate::folders::{change_config, copy, path, read_all, simulate};
 
 /// Returns the error of a folder, without its path.
 fn refused(folder: &Path) -> String {
-    let error = Folder::open(folder).and_then(|folder| tokenizer(&folder)).unwrap_err();
-    error.to_string().replace(&format!("{}/", folder.display()), "")
+    let error = Folder::open(folder)
+        .and_then(|folder| tokenizer(&folder))
+        .unwrap_err();
+    error
+        .to_string()
+        .replace(&format!("{}/", folder.display()), "")
 }
 
 /// Replaces a file by the one that `make` makes.
@@ -38,25 +42,47 @@ fn refused_with(key: &str, number: u64) -> String {
 #[test]
 fn pipes_devices_and_links_out_of_the_folder_are_refused() {
     let secret = tempfile::NamedTempFile::new().unwrap();
-    for name in ["config.json", "tokenizer.json", "model.safetensors", "merges.txt"] {
+    for name in [
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+        "merges.txt",
+    ] {
         let folder = copy("plain");
         replace(folder.path(), name, pipe);
         let said = refused(folder.path());
-        assert!(said.starts_with(name) && said.ends_with("no regular file"), "{said}");
+        assert!(
+            said.starts_with(name) && said.ends_with("no regular file"),
+            "{said}"
+        );
         replace(folder.path(), name, |file| fs::create_dir(file).unwrap());
         let said = refused(folder.path());
-        assert!(said.starts_with(name) && said.ends_with("no regular file"), "{said}");
+        assert!(
+            said.starts_with(name) && said.ends_with("no regular file"),
+            "{said}"
+        );
         fs::remove_dir(folder.path().join(name)).unwrap();
         for outside in ["/dev/zero", "/dev/null", secret.path().to_str().unwrap()] {
             replace(folder.path(), name, |file| symlink(outside, file).unwrap());
             let said = refused(folder.path());
-            assert!(said.starts_with(name) && said.contains("a link out of the folder"), "{said}");
+            assert!(
+                said.starts_with(name) && said.contains("a link out of the folder"),
+                "{said}"
+            );
         }
-        replace(folder.path(), name, |file| symlink("nothing", file).unwrap());
-        assert!(refused(folder.path()).contains("No such file"), "a link to nothing");
+        replace(folder.path(), name, |file| {
+            symlink("nothing", file).unwrap()
+        });
+        assert!(
+            refused(folder.path()).contains("No such file"),
+            "a link to nothing"
+        );
     }
     let folder = copy("grouped");
-    for name in ["model.safetensors.index.json", "model-00003-of-00007.safetensors"] {
+    for name in [
+        "model.safetensors.index.json",
+        "model-00003-of-00007.safetensors",
+    ] {
         let before = fs::read(folder.path().join(name)).unwrap();
         replace(folder.path(), name, pipe);
         assert!(refused(folder.path()).contains("no regular file"));
@@ -70,13 +96,21 @@ fn pointers_of_git_lfs_are_named() {
     let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00ff\nsize 4976698672\n";
     let write = |file: &Path| fs::write(file, pointer).unwrap();
     let expected = "a pointer of Git LFS in place of the file: fetch it with `git lfs pull`";
-    for name in ["config.json", "tokenizer.json", "model.safetensors", "tokenizer.model"] {
+    for name in [
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+        "tokenizer.model",
+    ] {
         let folder = copy("plain");
         replace(folder.path(), name, write);
         let said = refused(folder.path());
         assert!(said.starts_with(name) && said.ends_with(expected), "{said}");
     }
-    for name in ["model.safetensors.index.json", "model-00003-of-00007.safetensors"] {
+    for name in [
+        "model.safetensors.index.json",
+        "model-00003-of-00007.safetensors",
+    ] {
         let folder = copy("grouped");
         replace(folder.path(), name, write);
         let said = refused(folder.path());
@@ -98,18 +132,33 @@ fn wild_numbers_are_refused_by_the_headers() {
         ("intermediate_size", "mlp.down_proj.weight"),
     ] {
         let said = refused_with(key, large);
-        assert!(said.starts_with("model.safetensors: ") && said.contains(tensor), "{key}: {said}");
-        assert!(said.contains("expected f32, bf16 or f16 ["), "{key}: {said}");
+        assert!(
+            said.starts_with("model.safetensors: ") && said.contains(tensor),
+            "{key}: {said}"
+        );
+        assert!(
+            said.contains("expected f32, bf16 or f16 ["),
+            "{key}: {said}"
+        );
     }
     let said = refused_with("hidden_size", (1 << 31) - 4);
     assert!(said.contains("expected"), "{said}");
     let said = refused_with("num_hidden_layers", 10_000);
-    assert!(said.contains("model.layers.10.") && said.contains("no such tensor"), "{said}");
+    assert!(
+        said.contains("model.layers.10.") && said.contains("no such tensor"),
+        "{said}"
+    );
     let folder = copy("plain");
-    let file = fs::File::options().write(true).open(folder.path().join("config.json")).unwrap();
+    let file = fs::File::options()
+        .write(true)
+        .open(folder.path().join("config.json"))
+        .unwrap();
     file.set_len(1 << 40).unwrap();
     let said = refused(folder.path());
-    assert!(said.starts_with("config.json: ") && said.contains("more than 1048576"), "{said}");
+    assert!(
+        said.starts_with("config.json: ") && said.contains("more than 1048576"),
+        "{said}"
+    );
 }
 
 /// Returns a cache as hubs lay it out, with the files of a folder, and the folder of the model:
@@ -117,14 +166,27 @@ fn wild_numbers_are_refused_by_the_headers() {
 fn cached(name: &str, inner: &str) -> (TempDir, PathBuf) {
     let cache = tempfile::tempdir().unwrap();
     let model = cache.path().join("models--a--b");
-    let (blobs, snapshot) = (model.join("blobs"), model.join("snapshots/1f2e").join(inner));
-    [&blobs, &snapshot].into_iter().for_each(|folder| fs::create_dir_all(folder).unwrap());
+    let (blobs, snapshot) = (
+        model.join("blobs"),
+        model.join("snapshots/1f2e").join(inner),
+    );
+    [&blobs, &snapshot]
+        .into_iter()
+        .for_each(|folder| fs::create_dir_all(folder).unwrap());
     for (number, entry) in fs::read_dir(path(name)).unwrap().enumerate() {
         let entry = entry.unwrap();
         let blob = format!("{number:040x}");
         fs::copy(entry.path(), blobs.join(&blob)).unwrap();
-        let up = if inner.is_empty() { "../.." } else { "../../.." };
-        symlink(format!("{up}/blobs/{blob}"), snapshot.join(entry.file_name())).unwrap();
+        let up = if inner.is_empty() {
+            "../.."
+        } else {
+            "../../.."
+        };
+        symlink(
+            format!("{up}/blobs/{blob}"),
+            snapshot.join(entry.file_name()),
+        )
+        .unwrap();
     }
     (cache, snapshot)
 }
@@ -149,15 +211,19 @@ fn cache_of_a_hub_is_read_and_its_blobs_never_written() {
         assert!(read_all(to.path()) == read_all(&path(name)), "{name}");
         let blobs = || {
             let blobs = fs::read_dir(cache.path().join("models--a--b/blobs")).unwrap();
-            let mut blobs: Vec<_> =
-                blobs.map(|blob| fs::read(blob.unwrap().path()).unwrap()).collect();
+            let mut blobs: Vec<_> = blobs
+                .map(|blob| fs::read(blob.unwrap().path()).unwrap())
+                .collect();
             blobs.sort();
             blobs
         };
         let before = blobs();
         // Another model is saved over the links.
         let zeros = copy(name);
-        for entry in fs::read_dir(zeros.path()).unwrap().map(|entry| entry.unwrap().path()) {
+        for entry in fs::read_dir(zeros.path())
+            .unwrap()
+            .map(|entry| entry.unwrap().path())
+        {
             if entry.extension().is_some_and(|end| end == "safetensors") {
                 let mut bytes = fs::read(&entry).unwrap();
                 bytes.iter_mut().rev().take(100).for_each(|byte| *byte = 0);
@@ -187,7 +253,9 @@ fn only_known_companions_are_copied() {
     let to = tempfile::tempdir().unwrap();
     save_to(&Folder::open(folder.path()).unwrap(), to.path());
     let names = |folder: &Path| {
-        let names = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name());
+        let names = fs::read_dir(folder)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name());
         let mut names: Vec<_> = names.collect();
         names.sort();
         names

@@ -30,7 +30,9 @@ fn ids(folder: &Folder, text: &str) -> Result<Vec<u32>> {
 #[test]
 fn dropout_left_in_the_file_is_off() {
     let folder = copy("plain");
-    change_tokenizer(folder.path(), |tokenizer| tokenizer["model"]["dropout"] = json!(0.3));
+    change_tokenizer(folder.path(), |tokenizer| {
+        tokenizer["model"]["dropout"] = json!(0.3)
+    });
     let opened = Folder::open(folder.path()).unwrap();
     assert_eq!(tokens(&opened).ids(), tokens(&open("plain")).ids());
 }
@@ -60,7 +62,10 @@ fn pattern_engine_that_gives_up_is_an_error() {
     assert!(matches!(&failed, Error::Environment(_)), "{failed:?}");
     let said = failed.to_string();
     let expected = "the tokenizer: its patterns cannot split the text (";
-    assert!(said.starts_with(expected) && said.contains("retry-limit"), "{said}");
+    assert!(
+        said.starts_with(expected) && said.contains("retry-limit"),
+        "{said}"
+    );
 }
 
 #[test]
@@ -76,7 +81,10 @@ fn one_process_tokenises_and_all_get_the_tokens() {
         assert_eq!(found.unwrap().ids(), tokens(&folder).ids());
     }
     let none = Simulation::new(2, 2).run(|p| Tokens::spread(p, || Ok(tokens(&folder).first(0))));
-    assert!(none.into_iter().all(|found| found.unwrap().ids().is_empty()));
+    assert!(
+        none.into_iter()
+            .all(|found| found.unwrap().ids().is_empty())
+    );
     let failing = || Err(Error::Environment("a text of another planet".to_owned()));
     for failed in Simulation::new(3, 3).run(|p| Tokens::spread(p, failing)) {
         assert_eq!(failed.unwrap_err().to_string(), "a text of another planet");

@@ -40,7 +40,10 @@ fn compare(lora: &str, expected_of: impl Fn(&Expected) -> &Vec<f64>) {
             assert_eq!(losses.len(), 20);
             for (step, (found, expected)) in losses.iter().zip(expected).enumerate() {
                 let off = (found - expected).abs();
-                assert!(off < 1e-3, "{name} {job:?}, step {step}: {found}, not {expected}");
+                assert!(
+                    off < 1e-3,
+                    "{name} {job:?}, step {step}: {found}, not {expected}"
+                );
             }
         }
     }
@@ -56,7 +59,10 @@ fn twenty_steps_of_adamw_equal_those_of_torch() {
 fn families_train_in_bf16_over_f32_weights() {
     for name in ALL {
         let expected = expected(name).losses;
-        for lora in ["", "--lora 2"].iter().take(if name == ALL[0] { 2 } else { 1 }) {
+        for lora in ["", "--lora 2"]
+            .iter()
+            .take(if name == ALL[0] { 2 } else { 1 })
+        {
             let [one, two] = [((1, 1), "1f1b"), ((2, 2), "zb-h1")].map(|(job, schedule)| {
                 losses(name, job, schedule, &format!("{lora} --compute bf16"))
             });
@@ -125,7 +131,10 @@ fn ten_steps_with_balanced_experts_equal_those_of_torch() {
                 assert_eq!(losses, *same, "{case}: other bits");
             }
             assert_eq!(evaluated, *first, "{case}: other bits of the evaluation");
-            assert!(losses[0] - evaluated > 0.4, "{case}: evaluated {evaluated} without the loss");
+            assert!(
+                losses[0] - evaluated > 0.4,
+                "{case}: evaluated {evaluated} without the loss"
+            );
         }
     }
 }
@@ -139,7 +148,10 @@ fn twenty_steps_of_lora_equal_those_of_torch() {
 fn only_lora_matrices_are_trained() {
     for stages in [1, 3] {
         let folder = open("grouped");
-        let (args, given) = (args("--lora 2 --lr 1e-2"), Given(expected("grouped").windows));
+        let (args, given) = (
+            args("--lora 2 --lr 1e-2"),
+            Given(expected("grouped").windows),
+        );
         let (trained, losses) = simulate(1, stages, |p, meshes| {
             let schedule = Schedule::named("1f1b", stages, 2, None)?;
             let model = Stages::new(&folder, stages, 16)?.lora(args.lora(), 3);
@@ -149,17 +161,30 @@ fn only_lora_matrices_are_trained() {
             trainer.run(p, run.on_step(|report| losses.push(report.loss)), &given)?;
             let pipeline = trainer.pipeline();
             let trained = (0..stages).flat_map(|stage| {
-                let params = pipeline.params(stage).into_iter().zip(pipeline.trainable(stage));
-                params.filter(|(_, trained)| *trained).map(|((name, _), _)| name)
+                let params = pipeline
+                    .params(stage)
+                    .into_iter()
+                    .zip(pipeline.trainable(stage));
+                params
+                    .filter(|(_, trained)| *trained)
+                    .map(|((name, _), _)| name)
             });
             Ok(Some((trained.collect::<Vec<_>>(), losses)))
         });
         // Two matrices for each of seven projections.
         assert_eq!(trained.len(), 2 * 7 * folder.config().num_hidden_layers);
-        assert!(trained.iter().all(|name| name.contains(".lora_")), "{trained:?}");
+        assert!(
+            trained.iter().all(|name| name.contains(".lora_")),
+            "{trained:?}"
+        );
         // B is zero at first, so the first loss is that of the model alone.
         let expected = expected("grouped").losses;
-        assert!((losses[0] - expected[0]).abs() < 1e-5, "{} not {}", losses[0], expected[0]);
+        assert!(
+            (losses[0] - expected[0]).abs() < 1e-5,
+            "{} not {}",
+            losses[0],
+            expected[0]
+        );
         assert!(losses[0] - losses[19] > 0.3, "{losses:?}");
     }
 }
@@ -189,7 +214,10 @@ fn sequences_of_one_row_train_as_alone() {
             })
         };
         for (one, alone) in losses(18, 1).iter().zip(losses(10, 2)) {
-            assert!((one - alone).abs() < 1e-3, "{name}: {one} in one row, {alone} alone");
+            assert!(
+                (one - alone).abs() < 1e-3,
+                "{name}: {one} in one row, {alone} alone"
+            );
         }
     }
 }

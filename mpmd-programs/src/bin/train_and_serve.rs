@@ -7,5 +7,7 @@ use clap::Parser as _;
 use mpmd_programs::{exit_code, train_and_serve};
 
 fn main() -> ExitCode {
-    exit_code(train_and_serve::train_and_serve(&train_and_serve::TrainAndServe::parse()))
+    exit_code(train_and_serve::train_and_serve(
+        &train_and_serve::TrainAndServe::parse(),
+    ))
 }

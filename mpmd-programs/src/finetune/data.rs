@@ -38,7 +38,11 @@ impl Inputs {
     pub(super) fn check_readable(&self, source: &Folder) -> anyhow::Result<()> {
         let mut texts = self.texts.paths().to_vec();
         let mut files = self.examples.paths().to_vec();
-        let held_out = if files.is_empty() { &mut texts } else { &mut files };
+        let held_out = if files.is_empty() {
+            &mut texts
+        } else {
+            &mut files
+        };
         held_out.extend_from_slice(self.held_out.paths());
         check_inputs(source, &texts, &files)
     }
@@ -122,7 +126,11 @@ fn packed(
         // All examples of a line are held out, or none: they may have the same messages.
         for (at, line) in lines.into_iter().enumerate() {
             let is_held_out = at % HELD_OUT_EVERY == HELD_OUT_EVERY - 1;
-            let examples = if is_held_out { &mut held_out } else { &mut training };
+            let examples = if is_held_out {
+                &mut held_out
+            } else {
+                &mut training
+            };
             examples.extend(line);
         }
     }
@@ -132,7 +140,9 @@ fn packed(
         let rows = packed.training_rows();
         let time = args.time;
         let steps = rows as f64 / (args.rows * args.microbatches) as f64;
-        say(&format!("epoch: {rows} rows of {time} tokens, {steps:.1} steps"));
+        say(&format!(
+            "epoch: {rows} rows of {time} tokens, {steps:.1} steps"
+        ));
     }
     Ok(packed)
 }

@@ -31,15 +31,26 @@ impl Divided {
     ) -> anyhow::Result<Self> {
         let stages = cut.stages();
         let schedule = args.schedule(stages)?;
-        let held = if args.lora.is_some() { Held::FROZEN } else { Held::TRAINING };
+        let held = if args.lora.is_some() {
+            Held::FROZEN
+        } else {
+            Held::TRAINING
+        };
         let model = cut.divide(Stages::new(source, stages, args.time)?, held)?;
         let model = model.lora(args.lora(), args.seed);
         let model = model.packed(args.data.is_some());
 
         let rank_of = |stage| schedule.rank_of(stage);
-        let devices = model.devices(rank_of).map_err(|invalid| named_option(&invalid))?;
+        let devices = model
+            .devices(rank_of)
+            .map_err(|invalid| named_option(&invalid))?;
         let meshes = model.meshes(rank_of)?;
-        Ok(Self { model, schedule, devices, meshes })
+        Ok(Self {
+            model,
+            schedule,
+            devices,
+            meshes,
+        })
     }
 
     /// Divides a model over the processes of a job that has lost or got some. They have equally
@@ -85,8 +96,20 @@ impl Divided {
         let most = source.config().num_hidden_layers / chunks;
         let stages = ranks.min(most.max(self.schedule.ranks())) * chunks;
         // A device that may come to have another stage has no more memory than before.
-        let memory = cut.memory.iter().min().map_or(Vec::new(), |least| vec![*least; stages]);
-        Self::new(source, args, &DivisionArgs { stages, memory, ..cut.clone() })
+        let memory = cut
+            .memory
+            .iter()
+            .min()
+            .map_or(Vec::new(), |least| vec![*least; stages]);
+        Self::new(
+            source,
+            args,
+            &DivisionArgs {
+                stages,
+                memory,
+                ..cut.clone()
+            },
+        )
     }
 }
 
@@ -111,7 +134,9 @@ mod tests {
         let source = Folder::open(folder).unwrap();
         let Args { train, cut } = Args::parse_from([&["finetune"], args].concat());
         let over = |processes| Divided::over(&source, &train, &cut, processes);
-        (1..=5).map(|processes| Ok(over(processes)?.schedule.ranks())).collect()
+        (1..=5)
+            .map(|processes| Ok(over(processes)?.schedule.ranks()))
+            .collect()
     }
 
     fn all(args: &[&str]) -> Vec<usize> {
@@ -122,7 +147,10 @@ mod tests {
     fn layers_are_divided_anew_where_stages_do_not_divide() {
         assert_eq!(all(&["--stages", "4"]), [4, 4, 3, 4, 4]);
         // Each stage would have the same memory as before.
-        assert_eq!(all(&["--stages", "4", "--memory", "1GiB,1GiB,1GiB,1GiB"]), [1, 2, 3, 4, 4]);
+        assert_eq!(
+            all(&["--stages", "4", "--memory", "1GiB,1GiB,1GiB,1GiB"]),
+            [1, 2, 3, 4, 4]
+        );
         assert_eq!(all(&["--cut", "0..1,1..2,2..4"]), [3; 5], "by hand: kept");
     }
 

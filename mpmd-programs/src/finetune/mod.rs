@@ -59,7 +59,13 @@ impl Source {
 ///
 /// If the folder or the arguments are invalid, or the job could not be started.
 pub fn finetune(args: &Finetune) -> anyhow::Result<ExitCode> {
-    let Finetune { source, cut, training, scoring, job } = args;
+    let Finetune {
+        source,
+        cut,
+        training,
+        scoring,
+        job,
+    } = args;
     let folder = source.folder(training.seed)?;
     match (&scoring.score, scoring.tokens) {
         (Some(file), Some(tokens)) => score::run(&folder, file, tokens, cut, job),

@@ -14,8 +14,15 @@ use crate::division::DivisionArgs;
 use crate::inputs::{Files, check_inputs, compared};
 
 /// Arguments of a training that a scoring would ignore.
-const NOT_SCORED: [&str; 7] =
-    ["TEXT", "data", "held_out", "lora", "save", "checkpoints", "metrics"];
+const NOT_SCORED: [&str; 7] = [
+    "TEXT",
+    "data",
+    "held_out",
+    "lora",
+    "save",
+    "checkpoints",
+    "metrics",
+];
 
 /// Arguments of a scoring.
 #[derive(Clone, Debug, clap::Args)]
@@ -76,7 +83,9 @@ pub(crate) fn run(
         let tokens = Tokens::spread(p, read)?;
         let nats = nats_per_token(p, &model, &meshes, &tokens)?;
         // All processes end alike. The first device is of process 0.
-        let not_finite = nats.filter(|nats| !nats.is_finite()).map(|nats| nats.to_string());
+        let not_finite = nats
+            .filter(|nats| !nats.is_finite())
+            .map(|nats| nats.to_string());
         if let Some(nats) = p.broadcast_value(ProcessId(0), None, || Ok(not_finite))? {
             return Err(Rejected(format!(
                 "error: the loss of {} in {} is {nats}: the model has values that are not finite, \
@@ -87,7 +96,10 @@ pub(crate) fn run(
             .into());
         }
         if let Some(nats_per_token) = nats {
-            let score = Score { tokens: count - 1, nats_per_token };
+            let score = Score {
+                tokens: count - 1,
+                nats_per_token,
+            };
             println!("{}", serde_json::to_string(&score)?);
         }
         anyhow::Ok(())

@@ -110,7 +110,10 @@ impl TrainArgs {
     /// Returns the settings of LoRA. `None` if all parameters are trained.
     pub(crate) fn lora(&self) -> Option<Lora> {
         let rank = self.lora?;
-        Some(Lora { rank, alpha: self.lora_alpha.unwrap_or(2.0 * rank as f64) })
+        Some(Lora {
+            rank,
+            alpha: self.lora_alpha.unwrap_or(2.0 * rank as f64),
+        })
     }
 
     /// Returns the settings of the trainer.
@@ -134,7 +137,12 @@ impl TrainArgs {
             ranks * chunks == stages,
             "{name} has {chunks} stages a rank: --stages {stages} is no multiple of it"
         );
-        Ok(Schedule::named(name, ranks, self.microbatches, Some(chunks))?)
+        Ok(Schedule::named(
+            name,
+            ranks,
+            self.microbatches,
+            Some(chunks),
+        )?)
     }
 }
 
@@ -181,11 +189,21 @@ pub(crate) fn run(
     // Process 0 alone writes them.
     let job = &compared(job, source, &inputs.all()).may_differ(["metrics"]);
     let publication = args.publish.publication()?;
-    let training = Training { source, args, cut, inputs, publication, stopped: OnceLock::new() };
+    let training = Training {
+        source,
+        args,
+        cut,
+        inputs,
+        publication,
+        stopped: OnceLock::new(),
+    };
     let code = match args.elastic {
         false => mpmd_job::run(job, devices.len(), devices, |p| training.run(p, None)),
         true => {
-            let elastic = Elastic { layout: Some(training.layout()), drop_slow: None };
+            let elastic = Elastic {
+                layout: Some(training.layout()),
+                drop_slow: None,
+            };
             let processes = devices.len();
             let all_devices: usize = devices.iter().sum();
             mpmd_job::run_recovering(job, processes, all_devices, elastic, |p, commits| {
@@ -204,7 +222,10 @@ pub(crate) fn run(
 /// A folder that cannot be created is found here, before hours of training.
 fn create_saved_folders(source: &Folder, args: &TrainArgs) -> anyhow::Result<()> {
     let mut folders = vec![source.path().canonicalize().ok()];
-    for (option, folder) in [("--save", &args.save), ("--save-adapter", &args.save_adapter)] {
+    for (option, folder) in [
+        ("--save", &args.save),
+        ("--save-adapter", &args.save_adapter),
+    ] {
         let Some(folder) = folder else { continue };
         let name = folder.display();
         std::fs::create_dir_all(folder)
@@ -240,13 +261,17 @@ impl Training<'_> {
         let cut = self.cut.clone();
         Box::new(move |processes| {
             let divided = Divided::over(&source, &args, &cut, processes);
-            divided.map(|all| all.devices.iter().sum()).map_err(|why| format!("{why:#}"))
+            divided
+                .map(|all| all.devices.iter().sum())
+                .map_err(|why| format!("{why:#}"))
         })
     }
 
     /// Trains in an epoch of the job, and saves the model. Without `commits` there is one epoch.
     fn run(&self, p: &mut Program, commits: Option<&Commits>) -> anyhow::Result<()> {
-        let Self { source, args, cut, .. } = *self;
+        let Self {
+            source, args, cut, ..
+        } = *self;
         if let Some(folder) = &args.save {
             check_folder(p, folder, source.saved_bytes())?;
         }
@@ -258,7 +283,12 @@ impl Training<'_> {
             1 => Divided::new(source, args, cut)?,
             _ => Divided::over(source, args, cut, p.processes())?,
         };
-        let Divided { model, schedule, meshes, .. } = divided;
+        let Divided {
+            model,
+            schedule,
+            meshes,
+            ..
+        } = divided;
         let data = data(p, source, args, &self.inputs)?;
         let mut trainer = trainer(p, &model, &meshes, schedule, &args.settings())?;
         if p.process() == ProcessId(0) && p.epoch() == 1 && !p.is_dry_run() {
@@ -368,7 +398,10 @@ fn restore(
 ) -> anyhow::Result<()> {
     let step = trainer.restore(p, checkpoints)?.unwrap_or(0);
     if step > 0 && p.process() == ProcessId(0) {
-        say(&format!("continuing after step {step} of {}", folder.display()));
+        say(&format!(
+            "continuing after step {step} of {}",
+            folder.display()
+        ));
     }
     Ok(())
 }

@@ -31,7 +31,12 @@ impl Changing {
         let model = folder.path().to_str().unwrap();
         let args = ["--model", model, "--stages", "2", "--front", "--elastic"];
         let serving = Serving::start_with_env(&args, &[("MPMD_PEER_TIMEOUT", PEER_TIMEOUT)]);
-        let mut changing = Self { folder, serving, undisturbed: Value::Null, said: String::new() };
+        let mut changing = Self {
+            folder,
+            serving,
+            undisturbed: Value::Null,
+            said: String::new(),
+        };
         changing.undisturbed = changing.ask();
         assert_eq!(changing.undisturbed.as_array().unwrap().len(), 60);
         changing
@@ -60,7 +65,9 @@ impl Changing {
     fn other_weights(&self) -> Vec<u8> {
         let mut bytes = fs::read(self.weights()).unwrap();
         let values = bytes.len() / 2;
-        bytes[values..].chunks_exact_mut(4).for_each(|value| value[3] ^= 0x80);
+        bytes[values..]
+            .chunks_exact_mut(4)
+            .for_each(|value| value[3] ^= 0x80);
         bytes
     }
 
@@ -72,7 +79,10 @@ impl Changing {
     /// Waits for the end of a server that lacks a process, and returns its lines.
     fn failed(mut self) -> (ExitStatus, String) {
         let answer = self.answer();
-        assert_eq!(answer.status, 500, "no process has the other weights: {answer:?}");
+        assert_eq!(
+            answer.status, 500,
+            "no process has the other weights: {answer:?}"
+        );
         let start = Instant::now();
         let status = loop {
             if let Some(status) = self.serving.child.try_wait().unwrap() {
@@ -107,9 +117,11 @@ impl Changing {
 fn check_said(folder: &Path, said: &str) {
     let file = folder.join("model.safetensors");
     let file = file.to_str().unwrap();
-    for expected in
-        ["weights of model.layers.", "put the old ones back, or start the job again", file]
-    {
+    for expected in [
+        "weights of model.layers.",
+        "put the old ones back, or start the job again",
+        file,
+    ] {
         assert!(said.contains(expected), "{expected}: {said}");
     }
     // The spare and the process that was started at its loss: no other one could help.
@@ -125,7 +137,11 @@ fn spare_with_other_weights_takes_no_place() {
     fs::write(&new, changing.other_weights()).unwrap();
     fs::rename(new, changing.weights()).unwrap();
     changing.kill(2);
-    assert_eq!(changing.ask(), changing.undisturbed, "the spare has the old weights");
+    assert_eq!(
+        changing.ask(),
+        changing.undisturbed,
+        "the spare has the old weights"
+    );
     // The process that was started in place of the lost one has the new ones.
     changing.until("the job goes on without the spare");
     assert_eq!(changing.ask(), changing.undisturbed);
@@ -142,11 +158,18 @@ fn spare_with_other_weights_takes_no_place() {
 fn spare_whose_open_file_changes_gives_its_place_back() {
     let changing = Changing::start();
     fs::write(changing.weights(), changing.other_weights()).unwrap();
-    assert_eq!(changing.ask(), changing.undisturbed, "the stages have read it before");
+    assert_eq!(
+        changing.ask(),
+        changing.undisturbed,
+        "the stages have read it before"
+    );
     changing.kill(2);
     let folder = changing.folder.path().to_owned();
     let (status, said) = changing.failed();
     assert!(!status.success(), "{said}");
     check_said(&folder, &said);
-    assert!(said.contains("takes none, since its files have changed meanwhile"), "{said}");
+    assert!(
+        said.contains("takes none, since its files have changed meanwhile"),
+        "{said}"
+    );
 }

@@ -39,11 +39,19 @@ fn killed_stages_are_replaced_and_requests_go_on() {
             // The spare is on the second stage from the second round on.
             kill(&serving, round);
             for (client, undisturbed) in clients.into_iter().zip(&undisturbed) {
-                assert_eq!(tokens(&client.join().unwrap()), *undisturbed, "round {round}");
+                assert_eq!(
+                    tokens(&client.join().unwrap()),
+                    *undisturbed,
+                    "round {round}"
+                );
             }
         });
         let recoveries = format!("mpmd_recoveries_total {round}");
-        assert!(serving.metrics().contains(&recoveries), "{}", serving.metrics());
+        assert!(
+            serving.metrics().contains(&recoveries),
+            "{}",
+            serving.metrics()
+        );
     }
     let (status, said) = serving.end();
     assert!(status.success(), "{status}: {said:?}");
@@ -67,7 +75,11 @@ fn any_process_but_the_front_may_be_lost() {
             let processes = processes_but_first(serving.child.id());
             assert!(!processes.is_empty());
             kill_process(processes[round % processes.len()], Signal::KILL).unwrap();
-            assert_eq!(tokens(&client.join().unwrap()), undisturbed, "round {round}");
+            assert_eq!(
+                tokens(&client.join().unwrap()),
+                undisturbed,
+                "round {round}"
+            );
         });
     }
     // They are asked for each second.
@@ -76,7 +88,9 @@ fn any_process_but_the_front_may_be_lost() {
         for stage in 0..2 {
             let line = format!("mpmd_{name}_total{{stage=\"{stage}\"}} ");
             let value = |metrics: &str| {
-                let value = metrics.lines().find_map(|known| known.strip_prefix(&line))?;
+                let value = metrics
+                    .lines()
+                    .find_map(|known| known.strip_prefix(&line))?;
                 value.parse::<f64>().ok()
             };
             // The last stage hands nothing to a later one.
@@ -134,10 +148,16 @@ fn request_without_finite_logits_ends_no_other_at_a_loss() {
     let folder = copy("plain");
     change(folder.path(), |tensors| {
         let name = "model.embed_tokens.weight";
-        let (_, aval, bytes) = tensors.iter_mut().find(|(other, ..)| other == name).unwrap();
+        let (_, aval, bytes) = tensors
+            .iter_mut()
+            .find(|(other, ..)| other == name)
+            .unwrap();
         let row = 4 * aval.shape()[1];
         let row = &mut bytes[POISONED as usize * row..][..row];
-        row.as_chunks_mut().0.iter_mut().for_each(|value| *value = f32::NAN.to_le_bytes());
+        row.as_chunks_mut()
+            .0
+            .iter_mut()
+            .for_each(|value| *value = f32::NAN.to_le_bytes());
     });
     let model = folder.path().to_str().unwrap();
     let serving = Serving::start_with(&["--model", model, "--stages", "2", "--front", "--elastic"]);
@@ -151,8 +171,9 @@ fn request_without_finite_logits_ends_no_other_at_a_loss() {
 
     thread::scope(|scope| {
         let ask_good = &ask_good;
-        let good: Vec<ScopedJoinHandle<Answer>> =
-            (8..16).map(|first| scope.spawn(move || ask_good(first))).collect();
+        let good: Vec<ScopedJoinHandle<Answer>> = (8..16)
+            .map(|first| scope.spawn(move || ask_good(first)))
+            .collect();
         until_running(&serving, 8);
         let bad = scope.spawn(ask_bad);
         kill(&serving, 2);
@@ -172,20 +193,31 @@ fn request_without_finite_logits_ends_no_other_at_a_loss() {
 #[test]
 fn more_clients_than_files_are_outlived_at_a_loss() {
     let mut command = Command::new("sh");
-    command.args(["-c", "ulimit -n 110; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_serve")]);
-    command.arg("--model").arg(path("plain")).args(["--port", "0", "--stages", "2"]);
+    command.args([
+        "-c",
+        "ulimit -n 110; exec \"$0\" \"$@\"",
+        env!("CARGO_BIN_EXE_serve"),
+    ]);
+    command
+        .arg("--model")
+        .arg(path("plain"))
+        .args(["--port", "0", "--stages", "2"]);
     command.args(["--front", "--elastic", "--max-connections", "20"]);
     let serving = Serving::launch(command);
     serving.until_ready();
     let good = ask(&[5, 6], 60, 0);
     let undisturbed = tokens(&serving.send("POST", "/v1/completions", &good));
 
-    let idle: Vec<TcpStream> =
-        (0..250).map_while(|_| TcpStream::connect(serving.address).ok()).collect();
+    let idle: Vec<TcpStream> = (0..250)
+        .map_while(|_| TcpStream::connect(serving.address).ok())
+        .collect();
     assert!(idle.len() > 110, "{}", idle.len());
     kill(&serving, 1);
     drop(idle);
-    assert_eq!(tokens(&serving.send("POST", "/v1/completions", &good)), undisturbed);
+    assert_eq!(
+        tokens(&serving.send("POST", "/v1/completions", &good)),
+        undisturbed
+    );
     assert!(serving.end().0.success());
 }
 
@@ -212,15 +244,24 @@ fn loss_of_the_process_that_answers_clients_is_a_failure() {
     kill(&serving, 0);
     let (status, said) = serving.ended();
     assert!(!status.success(), "{said:?}");
-    assert!(said.iter().any(|line| line.contains("the server ends")), "{said:?}");
+    assert!(
+        said.iter().any(|line| line.contains("the server ends")),
+        "{said:?}"
+    );
 }
 
 #[test]
 fn elastic_server_of_threads_is_refused_before_it_listens() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_serve"));
-    command.arg("--model").arg(path("plain")).args(["--stages", "2", "--elastic", "--port", "0"]);
+    command
+        .arg("--model")
+        .arg(path("plain"))
+        .args(["--stages", "2", "--elastic", "--port", "0"]);
     let output = command.args(["--transport", "inproc"]).output().unwrap();
     let said = String::from_utf8(output.stderr).unwrap();
-    assert!(!output.status.success() && said.contains("leave --transport inproc out"), "{said}");
+    assert!(
+        !output.status.success() && said.contains("leave --transport inproc out"),
+        "{said}"
+    );
     assert!(!said.contains("listening"), "{said}");
 }

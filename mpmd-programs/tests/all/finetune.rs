@@ -22,7 +22,9 @@ const FINETUNE: &str = env!("CARGO_BIN_EXE_finetune");
 
 /// Runs the program as `processes` processes until all have ended.
 fn run(processes: usize, args: &[&str]) -> Vec<ProcessEnd> {
-    let job = Processes::new(processes, FINETUNE).args(args).deadline(Duration::from_secs(120));
+    let job = Processes::new(processes, FINETUNE)
+        .args(args)
+        .deadline(Duration::from_secs(120));
     job.start().unwrap().wait().unwrap()
 }
 
@@ -42,22 +44,33 @@ fn score_is_one_line_of_json_from_process_0() {
     let (model, text) = (path("llama3"), text());
     let (model, text) = (model.to_str().unwrap(), text.to_str().unwrap());
     for (processes, stages) in [(1, "1"), (2, "2"), (3, "3")] {
-        let args = ["--model", model, "--score", text, "--tokens", "200", "--stages", stages];
+        let args = [
+            "--model", model, "--score", text, "--tokens", "200", "--stages", stages,
+        ];
         let ends = run(processes, &args);
         assert!(ends.iter().all(|end| end.code() == 0), "{ends:?}");
         let lines: Vec<&str> = ends.iter().flat_map(|end| end.stdout.lines()).collect();
-        let [line] = lines[..] else { panic!("{lines:?}") };
+        let [line] = lines[..] else {
+            panic!("{lines:?}")
+        };
         assert_eq!(line, ends[0].stdout.trim_end());
-        let nats = line.strip_prefix("{\"tokens\":199,\"nats_per_token\":").expect(line);
+        let nats = line
+            .strip_prefix("{\"tokens\":199,\"nats_per_token\":")
+            .expect(line);
         let nats: f64 = nats.strip_suffix('}').expect(line).parse().unwrap();
-        assert!((nats - expected("llama3").nats[&200]).abs() < 1e-4, "{line}");
+        assert!(
+            (nats - expected("llama3").nats[&200]).abs() < 1e-4,
+            "{line}"
+        );
     }
 }
 
 #[test]
 fn errors_have_no_control_characters_of_a_folder() {
     let folder = copy("plain");
-    change_config(folder.path(), |config| config["\u{1b}[31m\u{9b}RED\u{202e}"] = 1.into());
+    change_config(folder.path(), |config| {
+        config["\u{1b}[31m\u{9b}RED\u{202e}"] = 1.into()
+    });
     for program in [FINETUNE, env!("CARGO_BIN_EXE_generate")] {
         let mut command = bare(program);
         command.arg("--model").arg(folder.path());
@@ -76,29 +89,62 @@ fn errors_have_no_control_characters_of_a_folder() {
 #[test]
 fn any_cut_gives_the_same_score_and_memory_is_respected() {
     let (model, text) = (path("grouped"), text());
-    let arguments = ["--model", model.to_str().unwrap(), "--score", text.to_str().unwrap()];
+    let arguments = [
+        "--model",
+        model.to_str().unwrap(),
+        "--score",
+        text.to_str().unwrap(),
+    ];
     let score = |processes: usize, cut: &[&str]| {
-        let ends = run(processes, &[&arguments[..], &["--tokens", "100"], cut].concat());
+        let ends = run(
+            processes,
+            &[&arguments[..], &["--tokens", "100"], cut].concat(),
+        );
         assert!(ends.iter().all(|end| end.code() == 0), "{ends:?}");
         ends[0].stdout.clone()
     };
     let whole = score(1, &[]);
     assert_eq!(score(2, &["--cut", "0..1,1..5"]), whole);
     assert_eq!(score(3, &["--cut", "0..3,3..4,4..5"]), whole);
-    assert_eq!(score(2, &["--stages", "2", "--memory", "1MiB,300KiB"]), whole);
+    assert_eq!(
+        score(2, &["--stages", "2", "--memory", "1MiB,300KiB"]),
+        whole
+    );
     let refused = |cut: &[&str]| {
-        let output = bare(FINETUNE).args(arguments).args(["--tokens", "9"]).args(cut).output();
+        let output = bare(FINETUNE)
+            .args(arguments)
+            .args(["--tokens", "9"])
+            .args(cut)
+            .output();
         let output = output.unwrap();
         let said = String::from_utf8(output.stderr).unwrap();
-        assert!(output.status.code() == Some(1) && said.lines().count() == 1, "{said}");
+        assert!(
+            output.status.code() == Some(1) && said.lines().count() == 1,
+            "{said}"
+        );
         said
     };
     for (cut, expected) in [
-        ("--cut 0..2,3..5", "--cut: expected stage 1 to begin at layer 2, found 3..5"),
-        ("--cut 0..2,2..4", "--cut: expected 5 layers in all, found 4"),
-        ("--cut 0..2,2..9", "--cut: expected 5 layers in all, found 9"),
-        ("--stages 2 --memory 1MiB", "--memory: expected 2 sizes, one for each stage, found 1"),
-        ("--cut 0..4,4..5 --memory 9KiB,1MiB", "KiB for stage 0, found 9.0 KiB"),
+        (
+            "--cut 0..2,3..5",
+            "--cut: expected stage 1 to begin at layer 2, found 3..5",
+        ),
+        (
+            "--cut 0..2,2..4",
+            "--cut: expected 5 layers in all, found 4",
+        ),
+        (
+            "--cut 0..2,2..9",
+            "--cut: expected 5 layers in all, found 9",
+        ),
+        (
+            "--stages 2 --memory 1MiB",
+            "--memory: expected 2 sizes, one for each stage, found 1",
+        ),
+        (
+            "--cut 0..4,4..5 --memory 9KiB,1MiB",
+            "KiB for stage 0, found 9.0 KiB",
+        ),
         (
             "--stages 2 --memory 200KiB,100KiB",
             "stage 0 needs 240.8 KiB, and has 200.0 KiB: 40.8 KiB more",
@@ -112,14 +158,20 @@ fn any_cut_gives_the_same_score_and_memory_is_respected() {
 #[test]
 fn training_continues_with_experts_on_more_devices() {
     let (model, folder) = (copy("mixtral"), tempfile::tempdir().unwrap());
-    change_config(model.path(), |config| config["output_router_logits"] = true.into());
+    change_config(model.path(), |config| {
+        config["output_router_logits"] = true.into()
+    });
     let text = text();
     let at = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
     // The rate rises in all of these steps, so it does not depend on their number.
     let train = |processes: usize, devices: &str, steps: &str, name: &str| {
         let metrics = at(&format!("{name}-{steps}.jsonl"));
         let (saved, checkpoints) = (at(&format!("{name}-model")), at(name));
-        let mut args = vec!["--model", model.path().to_str().unwrap(), text.to_str().unwrap()];
+        let mut args = vec![
+            "--model",
+            model.path().to_str().unwrap(),
+            text.to_str().unwrap(),
+        ];
         args.extend("--time 32 --microbatches 2 --lr 1e-2 --warmup 1000".split_whitespace());
         args.extend(["--steps", steps, "--metrics", &metrics, "--save", &saved]);
         args.extend(["--checkpoints", &checkpoints]);
@@ -141,20 +193,29 @@ fn training_continues_with_experts_on_more_devices() {
 fn score_that_is_no_number_is_an_error() {
     let folder = copy("plain");
     change(folder.path(), |tensors| {
-        let output = tensors.iter_mut().find(|(name, ..)| name == "lm_head.weight").unwrap();
+        let output = tensors
+            .iter_mut()
+            .find(|(name, ..)| name == "lm_head.weight")
+            .unwrap();
         output.2[..4].copy_from_slice(&f32::NAN.to_le_bytes());
     });
     let (model, text) = (folder.path().to_str().unwrap(), text());
     let text = text.to_str().unwrap();
     for (processes, stages) in [(1, "1"), (2, "2")] {
-        let args = ["--model", model, "--score", text, "--tokens", "50", "--stages", stages];
+        let args = [
+            "--model", model, "--score", text, "--tokens", "50", "--stages", stages,
+        ];
         let ends = run(processes, &args);
         for end in &ends {
             assert_eq!((end.code(), end.stdout.as_str()), (1, ""), "{end:?}");
         }
         let said: String = ends.iter().map(|end| end.stderr.as_str()).collect();
         let expected = format!("error: the loss of {text} in {model} is NaN: the model has values");
-        assert_eq!(said.matches(&expected).count(), 1, "once, by process 0: {said}");
+        assert_eq!(
+            said.matches(&expected).count(),
+            1,
+            "once, by process 0: {said}"
+        );
     }
 }
 
@@ -166,15 +227,32 @@ fn mistakes_in_arguments_start_no_process() {
     for (args, expected) in [
         (&[text, "--time", "1025"][..], positions),
         (&["--score", text, "--tokens", "1025"], positions),
-        (&["/dev/null", "--stages", "2"], "cannot read /dev/null: it is no regular file"),
-        (&["--score", "/absent", "--tokens", "9"], "cannot read /absent: No such file"),
+        (
+            &["/dev/null", "--stages", "2"],
+            "cannot read /dev/null: it is no regular file",
+        ),
+        (
+            &["--score", "/absent", "--tokens", "9"],
+            "cannot read /absent: No such file",
+        ),
         (&["--data", "/absent"], "cannot read /absent: No such file"),
-        (&[text, "--held-out", "/absent"], "cannot read /absent: No such file"),
+        (
+            &[text, "--held-out", "/absent"],
+            "cannot read /absent: No such file",
+        ),
     ] {
-        let output = bare(FINETUNE).arg("--model").arg(&model).args(args).output().unwrap();
+        let output = bare(FINETUNE)
+            .arg("--model")
+            .arg(&model)
+            .args(args)
+            .output()
+            .unwrap();
         let said = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(1), "{said}");
-        assert!(said.contains(expected) && said.lines().count() == 1, "{said}");
+        assert!(
+            said.contains(expected) && said.lines().count() == 1,
+            "{said}"
+        );
     }
 }
 
@@ -187,12 +265,25 @@ fn what_training_lacks_is_refused_and_scored() {
     });
     let run = |args: &[&str]| {
         let mut command = bare(FINETUNE);
-        command.arg("--model").arg(folder.path()).args(args).arg(&text).output().unwrap()
+        command
+            .arg("--model")
+            .arg(folder.path())
+            .args(args)
+            .arg(&text)
+            .output()
+            .unwrap()
     };
     let output = run(&[]);
     let said = String::from_utf8(output.stderr).unwrap();
-    assert!(said.contains("config.json: resid_pdrop: expected 0, found 0.1"), "{said}");
-    assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{said}");
+    assert!(
+        said.contains("config.json: resid_pdrop: expected 0, found 0.1"),
+        "{said}"
+    );
+    assert_eq!(
+        (output.status.code(), said.lines().count()),
+        (Some(1), 1),
+        "{said}"
+    );
     let output = run(&["--tokens", "9", "--score"]);
     assert!(output.status.success(), "{output:?}");
 }
@@ -202,7 +293,12 @@ fn other_model_or_rank_on_resume_is_refused() {
     let (checkpoints, text) = (tempfile::tempdir().unwrap(), text());
     let train = |model: &Path, steps: &str, lora: &str| {
         let mut args = vec!["--model", model.to_str().unwrap(), text.to_str().unwrap()];
-        args.extend(["--checkpoints", checkpoints.path().to_str().unwrap(), "--steps", steps]);
+        args.extend([
+            "--checkpoints",
+            checkpoints.path().to_str().unwrap(),
+            "--steps",
+            steps,
+        ]);
         args.extend("--time 8 --microbatches 1".split_whitespace());
         args.extend(lora.split_whitespace());
         let [end] = <[ProcessEnd; 1]>::try_from(run(1, &args)).unwrap();
@@ -210,20 +306,49 @@ fn other_model_or_rank_on_resume_is_refused() {
     };
     let (first, moved, other) = (path("plain"), copy("plain"), copy("plain"));
     change(other.path(), |tensors| {
-        let weight = tensors.iter_mut().find(|(name, ..)| name.ends_with("o_proj.weight")).unwrap();
+        let weight = tensors
+            .iter_mut()
+            .find(|(name, ..)| name.ends_with("o_proj.weight"))
+            .unwrap();
         weight.2[..4].copy_from_slice(&0.25f32.to_le_bytes());
     });
     let (code, said) = train(&first, "1", "--lora 2");
     assert_eq!(code, 0, "{said}");
     let rotated = copy("plain");
-    change_config(rotated.path(), |config| config["rope_parameters"]["rope_theta"] = 5e5.into());
+    change_config(rotated.path(), |config| {
+        config["rope_parameters"]["rope_theta"] = 5e5.into()
+    });
     let lora = "rank 2 and alpha 4";
     for (model, options, name, found, expected) in [
-        (first.as_path(), "--lora 4", "--lora", lora, "rank 4 and alpha 8"),
-        (first.as_path(), "--lora 2 --lora-alpha 3", "--lora", lora, "rank 2 and alpha 3"),
+        (
+            first.as_path(),
+            "--lora 4",
+            "--lora",
+            lora,
+            "rank 4 and alpha 8",
+        ),
+        (
+            first.as_path(),
+            "--lora 2 --lora-alpha 3",
+            "--lora",
+            lora,
+            "rank 2 and alpha 3",
+        ),
         (first.as_path(), "", "--lora", lora, "none"),
-        (rotated.path(), "--lora 2", "--model rope_theta", "10000", "500000"),
-        (other.path(), "--lora 2", "--model weights", "with hash ", "with hash "),
+        (
+            rotated.path(),
+            "--lora 2",
+            "--model rope_theta",
+            "10000",
+            "500000",
+        ),
+        (
+            other.path(),
+            "--lora 2",
+            "--model weights",
+            "with hash ",
+            "with hash ",
+        ),
     ] {
         let (code, said) = train(model, "2", options);
         assert_eq!(code, 1, "{said}");
@@ -232,7 +357,9 @@ fn other_model_or_rank_on_resume_is_refused() {
         assert!(said.contains(&found) && said.contains(&expected), "{said}");
     }
     // A copy that was made for longer sequences is the same model.
-    change_config(moved.path(), |config| config["max_position_embeddings"] = 4096.into());
+    change_config(moved.path(), |config| {
+        config["max_position_embeddings"] = 4096.into()
+    });
     let (code, said) = train(moved.path(), "2", "--lora 2");
     assert_eq!(code, 0, "{said}");
 }
@@ -247,7 +374,10 @@ fn evaluated(processes: usize, args: &[&str]) -> (serde_json::Value, String) {
     let mut ends = run(processes, &all);
     assert!(ends.iter().all(|end| end.code() == 0), "{ends:?}");
     let first = ends.swap_remove(0);
-    (serde_json::from_str(&first.stdout).expect(&first.stdout), first.stderr)
+    (
+        serde_json::from_str(&first.stdout).expect(&first.stdout),
+        first.stderr,
+    )
 }
 
 #[test]
@@ -267,8 +397,14 @@ fn examples_and_second_files_train_alike_on_more_processes() {
     let (text, other_text) = (text(), path("plain/config.json"));
     let (text, other_text) = (text.to_str().unwrap(), other_text.to_str().unwrap());
     for (args, says) in [
-        (&["--data", &data][..], "epoch: 5 rows of 64 tokens, 2.5 steps"),
-        (&["--data", &data, "--held-out", &other, "--lora", "2"], "evaluation after step 3"),
+        (
+            &["--data", &data][..],
+            "epoch: 5 rows of 64 tokens, 2.5 steps",
+        ),
+        (
+            &["--data", &data, "--held-out", &other, "--lora", "2"],
+            "evaluation after step 3",
+        ),
         (&[text, "--held-out", other_text], "evaluation after step 3"),
     ] {
         let (alone, said) = evaluated(1, args);
@@ -283,11 +419,15 @@ fn examples_and_second_files_train_alike_on_more_processes() {
 fn bad_folder_gives_every_process_the_same_message() {
     let folder = copy("plain");
     let config = folder.path().join("config.json");
-    let changed =
-        fs::read_to_string(&config).unwrap().replace("\"vocab_size\": 320", "\"vocab_size\": 300");
+    let changed = fs::read_to_string(&config)
+        .unwrap()
+        .replace("\"vocab_size\": 320", "\"vocab_size\": 300");
     fs::write(&config, changed).unwrap();
     let (model, text) = (folder.path().to_str().unwrap(), text());
-    let ends = run(2, &["--model", model, text.to_str().unwrap(), "--stages", "2"]);
+    let ends = run(
+        2,
+        &["--model", model, text.to_str().unwrap(), "--stages", "2"],
+    );
     for end in &ends {
         assert_eq!((end.code(), end.stdout.as_str()), (1, ""), "{end:?}");
         assert_eq!(
@@ -304,19 +444,29 @@ fn bad_folder_gives_every_process_the_same_message() {
 fn bad_folder_gives_one_message_before_processes_start() {
     let mut command = bare(FINETUNE);
     let missing = path("missing");
-    let output =
-        command.arg("--model").arg(&missing).arg(text()).args(["--stages", "4"]).output().unwrap();
+    let output = command
+        .arg("--model")
+        .arg(&missing)
+        .arg(text())
+        .args(["--stages", "4"])
+        .output()
+        .unwrap();
     assert_eq!(output.status.code(), Some(1));
     let error = String::from_utf8(output.stderr).unwrap();
     assert_eq!(error.lines().count(), 1, "{error}");
     let file = missing.join("config.json");
-    assert!(error.contains(&format!("{}: expected the config", file.display())), "{error}");
+    assert!(
+        error.contains(&format!("{}: expected the config", file.display())),
+        "{error}"
+    );
 }
 
 /// Returns the loss by step of a file of metrics.
 fn losses(file: &Path) -> BTreeMap<u64, f64> {
     let text = fs::read_to_string(file).unwrap();
-    let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    let lines = text
+        .lines()
+        .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
     let steps = lines.filter_map(|line| Some((line["step"].as_u64()?, line["loss"].as_f64()?)));
     steps.collect()
 }
@@ -336,7 +486,14 @@ fn continued_training_has_the_losses_of_an_uninterrupted_one() {
             args.extend(lora);
             let (saved, checkpoints) = (at(&format!("{name}-model")), at(name));
             args.extend(["--stages", stages, "--steps", steps, "--metrics", &metrics]);
-            args.extend(["--save", &saved, "--checkpoints", &checkpoints, "--save-every", "2"]);
+            args.extend([
+                "--save",
+                &saved,
+                "--checkpoints",
+                &checkpoints,
+                "--save-every",
+                "2",
+            ]);
             let adapter = at(&format!("{name}-adapter"));
             if args.contains(&"--lora") {
                 args.extend(["--save-adapter", &adapter]);
@@ -365,7 +522,10 @@ fn continued_training_has_the_losses_of_an_uninterrupted_one() {
             }));
             let config = fs::read(at("whole-adapter/adapter_config.json")).unwrap();
             let config: serde_json::Value = serde_json::from_slice(&config).unwrap();
-            assert_eq!((config["r"].as_u64(), config["lora_alpha"].as_f64()), (Some(2), Some(4.0)));
+            assert_eq!(
+                (config["r"].as_u64(), config["lora_alpha"].as_f64()),
+                (Some(2), Some(4.0))
+            );
             assert_eq!(config["target_modules"].as_array().unwrap().len(), 7);
             let [a, b] = ["whole", "parts"].map(|name| {
                 fs::read(at(&format!("{name}-adapter/adapter_model.safetensors"))).unwrap()
@@ -380,13 +540,21 @@ fn folder_without_room_for_files_stops_before_the_first_step() {
     let (model, text) = (path("plain"), text());
     for option in ["--save", "--checkpoints"] {
         // Nobody can create files there, not even root.
-        let args = [model.to_str().unwrap(), text.to_str().unwrap(), option, "/proc"];
+        let args = [
+            model.to_str().unwrap(),
+            text.to_str().unwrap(),
+            option,
+            "/proc",
+        ];
         let args = [&["--model"], &args[..], &["--time", "8", "--stages", "2"]].concat();
         let ends = run(2, &args);
         for end in &ends {
             assert_eq!((end.code(), end.stdout.as_str()), (1, ""), "{end:?}");
             let said = "/proc: no file can be created there: ";
-            assert!(end.stderr.contains(said) && !end.stderr.contains("step 1/"), "{end:?}");
+            assert!(
+                end.stderr.contains(said) && !end.stderr.contains("step 1/"),
+                "{end:?}"
+            );
         }
     }
 }
@@ -397,16 +565,39 @@ fn full_disk_is_one_message_with_the_file() {
     let (model, text, to) = (path("plain"), text(), folder.path().join("saved"));
     let mut command = bare("bash");
     // A file of the model has more than the 100 KiB that are allowed.
-    command.arg("-c").arg("ulimit -f 100; trap '' XFSZ; exec \"$0\" \"$@\"").arg(FINETUNE);
-    command.arg("--model").arg(&model).arg(text).arg("--save").arg(&to);
-    command.args(["--steps", "1", "--time", "8", "--stages", "2", "--processes", "1"]);
+    command
+        .arg("-c")
+        .arg("ulimit -f 100; trap '' XFSZ; exec \"$0\" \"$@\"")
+        .arg(FINETUNE);
+    command
+        .arg("--model")
+        .arg(&model)
+        .arg(text)
+        .arg("--save")
+        .arg(&to);
+    command.args([
+        "--steps",
+        "1",
+        "--time",
+        "8",
+        "--stages",
+        "2",
+        "--processes",
+        "1",
+    ]);
     let output = command.output().unwrap();
     let error = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(1), "{error}");
     let file = format!("error: {}", to.join("model.safetensors").display());
-    let lines: Vec<&str> = error.lines().filter(|line| line.contains("error")).collect();
+    let lines: Vec<&str> = error
+        .lines()
+        .filter(|line| line.contains("error"))
+        .collect();
     let [line] = lines[..] else { panic!("{error}") };
-    assert!(line.contains(&file) && line.contains("File too large"), "{line}");
+    assert!(
+        line.contains(&file) && line.contains("File too large"),
+        "{line}"
+    );
 }
 
 /// A program without processes of a job. It is killed at the end of the test.
@@ -416,15 +607,28 @@ impl Alone {
     fn start(args: &[&str]) -> Self {
         let (model, text) = (path("plain"), text());
         let mut command = bare(FINETUNE);
-        command.arg("--model").arg(model).arg(text).args("--time 8 --microbatches 1".split(' '));
-        command.args(args).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+            .arg("--model")
+            .arg(model)
+            .arg(text)
+            .args("--time 8 --microbatches 1".split(' '));
+        command
+            .args(args)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
         Self(command.spawn().unwrap())
     }
 
     /// Sends SIGINT, as Ctrl-C does.
     fn interrupt(&self) {
         let pid = self.0.id().to_string();
-        assert!(Command::new("sh").args(["-c", "kill -INT $0", &pid]).status().unwrap().success());
+        assert!(
+            Command::new("sh")
+                .args(["-c", "kill -INT $0", &pid])
+                .status()
+                .unwrap()
+                .success()
+        );
     }
 
     fn wait(&mut self) -> ExitStatus {
@@ -474,13 +678,21 @@ fn ctrl_c_saves_and_says_what_is_true() {
             let last = said.lines().last().unwrap_or_default();
             let step = last.strip_prefix("stopped by Ctrl-C after step ");
             let step = step.and_then(|rest| rest.strip_suffix(end));
-            assert!(step.is_some_and(|step| step.parse::<u64>().is_ok()), "{option}: {said}");
+            assert!(
+                step.is_some_and(|step| step.parse::<u64>().is_ok()),
+                "{option}: {said}"
+            );
         }
         assert_eq!(job.wait().code(), Some(130), "{option}");
-        let saved = fs::read_dir(to).unwrap().map(|entry| entry.unwrap().file_name());
+        let saved = fs::read_dir(to)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name());
         let mut saved = saved.map(|name| name.to_str().unwrap().to_owned());
         let manifest = |name: &str| name.starts_with("step-") && name.ends_with(".json");
-        assert!(saved.any(|name| name == "model.safetensors" || manifest(&name)), "{option}");
+        assert!(
+            saved.any(|name| name == "model.safetensors" || manifest(&name)),
+            "{option}"
+        );
     }
 }
 
@@ -488,7 +700,14 @@ fn ctrl_c_saves_and_says_what_is_true() {
 fn request_that_comes_twice_to_all_processes_saves() {
     let folder = tempfile::tempdir().unwrap();
     let to = folder.path().join("saved");
-    let args = ["--stages", "2", "--steps", "100000000", "--checkpoints", to.to_str().unwrap()];
+    let args = [
+        "--stages",
+        "2",
+        "--steps",
+        "100000000",
+        "--checkpoints",
+        to.to_str().unwrap(),
+    ];
     let mut job = Alone::start(&args);
     let mut errors = BufReader::new(job.0.stderr.take().unwrap());
     let mut line = String::new();
@@ -501,11 +720,23 @@ fn request_that_comes_twice_to_all_processes_saves() {
     let children = fs::read_to_string(format!("/proc/{launcher}/task/{launcher}/children"));
     let all = format!("kill -TERM {launcher} {}", children.unwrap());
     for _ in 0..2 {
-        assert!(Command::new("sh").args(["-c", &all]).status().unwrap().success(), "{all}");
+        assert!(
+            Command::new("sh")
+                .args(["-c", &all])
+                .status()
+                .unwrap()
+                .success(),
+            "{all}"
+        );
     }
     let mut said = String::new();
     errors.read_to_string(&mut said).unwrap();
-    assert!(said.lines().last().is_some_and(|line| line.ends_with(", saved")), "{said}");
+    assert!(
+        said.lines()
+            .last()
+            .is_some_and(|line| line.ends_with(", saved")),
+        "{said}"
+    );
     assert_eq!(job.wait().code(), Some(143), "{said}");
 }
 
@@ -523,10 +754,18 @@ fn result_of_the_process_in_place_of_the_first_is_json() {
     let children = fs::read_to_string(children).unwrap();
     let is_first = |child: &&str| {
         let variables = fs::read(format!("/proc/{child}/environ")).unwrap_or_default();
-        variables.split(|byte| *byte == 0).any(|variable| variable == b"MPMD_RANK=0")
+        variables
+            .split(|byte| *byte == 0)
+            .any(|variable| variable == b"MPMD_RANK=0")
     };
     let first = children.split_whitespace().find(is_first).unwrap();
-    assert!(Command::new("sh").args(["-c", "kill -KILL $0", first]).status().unwrap().success());
+    assert!(
+        Command::new("sh")
+            .args(["-c", "kill -KILL $0", first])
+            .status()
+            .unwrap()
+            .success()
+    );
     let (mut said, mut result) = (String::new(), String::new());
     let mut output = job.0.stdout.take().unwrap();
     errors.read_to_string(&mut said).unwrap();
@@ -543,7 +782,10 @@ fn result_of_the_process_in_place_of_the_first_is_json() {
 fn program_tells_its_version() {
     let output = bare(FINETUNE).arg("--version").output().unwrap();
     let expected = format!("finetune {}\n", env!("CARGO_PKG_VERSION"));
-    assert_eq!((output.status.code(), output.stdout), (Some(0), expected.into_bytes()));
+    assert_eq!(
+        (output.status.code(), output.stdout),
+        (Some(0), expected.into_bytes())
+    );
 }
 
 #[test]
@@ -561,11 +803,23 @@ fn text_and_tokenizer_need_only_be_on_the_first_host() {
     let hosts = [copy("plain"), copy("plain")];
     fs::copy(text(), hosts[0].path().join("text.txt")).unwrap();
     fs::remove_file(hosts[1].path().join("tokenizer.json")).unwrap();
-    let trained = ["text.txt", "--steps", "1", "--time", "8", "--microbatches", "2"];
+    let trained = [
+        "text.txt",
+        "--steps",
+        "1",
+        "--time",
+        "8",
+        "--microbatches",
+        "2",
+    ];
     for args in [&trained[..], &["--score", "text.txt", "--tokens", "9"]] {
         let args = [&["--model", ".", "--stages", "2"], args].concat();
         let deadline = Duration::from_secs(120);
-        let mut job = Processes::new(2, FINETUNE).args(args).deadline(deadline).prepare().unwrap();
+        let mut job = Processes::new(2, FINETUNE)
+            .args(args)
+            .deadline(deadline)
+            .prepare()
+            .unwrap();
         for (process, host) in hosts.iter().enumerate() {
             let mut command = job.command(process);
             command.current_dir(host.path());
@@ -583,7 +837,11 @@ fn finetune_publishes_what_it_saves() {
     let (secret, saved) = (folder.path().join("secret"), folder.path().join("saved"));
     fs::write(&secret, "a secret of more than thirty-two bytes").unwrap();
     fs::set_permissions(&secret, fs::Permissions::from_mode(0o600)).unwrap();
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port();
     let address = format!("127.0.0.1:{port}");
     let (model, text) = (path("plain"), text());
     let at = |path: &Path| path.to_str().unwrap().to_owned();
@@ -618,7 +876,11 @@ fn finetune_publishes_what_it_saves() {
         let mut subscription = p.subscribe(subscribing, wanted).unwrap();
         let mut last = (0, Vec::new());
         while last.0 < 300 {
-            assert!(subscription.wait(last.0 + 1, Duration::from_secs(100)).is_some());
+            assert!(
+                subscription
+                    .wait(last.0 + 1, Duration::from_secs(100))
+                    .is_some()
+            );
             last = subscription.next(&mut p).unwrap().unwrap_or(last);
         }
         assert_eq!(last.0, 300);
@@ -632,7 +894,10 @@ fn finetune_publishes_what_it_saves() {
     let saved = read_all(&saved);
     let floats = |name: &str| {
         let (_, bytes) = &saved[name];
-        bytes.chunks_exact(4).map(|four| f32::from_le_bytes(four.try_into().unwrap())).collect()
+        bytes
+            .chunks_exact(4)
+            .map(|four| f32::from_le_bytes(four.try_into().unwrap()))
+            .collect()
     };
     let [matrix, vector]: [Vec<f32>; 2] = names.map(floats);
     let rounded: Vec<half::bf16> = matrix.into_iter().map(half::bf16::from_f32).collect();

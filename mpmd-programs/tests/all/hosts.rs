@@ -30,7 +30,10 @@ fn check_refused(ends: &[ProcessEnd], expected: &[&str]) {
     for end in ends {
         let said = &end.stderr;
         assert_eq!((end.code(), end.stdout.as_str()), (1, ""), "{end:?}");
-        assert!(expected.iter().all(|text| said.contains(text)), "{expected:?}: {said}");
+        assert!(
+            expected.iter().all(|text| said.contains(text)),
+            "{expected:?}: {said}"
+        );
         assert!(!said.contains("diverged"), "{said}");
     }
 }
@@ -45,7 +48,10 @@ fn changed(name: &str) -> tempfile::TempDir {
 fn change_weights(folder: &Path) {
     change(folder, |tensors| {
         let name = "model.layers.1.self_attn.o_proj.weight";
-        let (.., bytes) = tensors.iter_mut().find(|(other, ..)| other == name).unwrap();
+        let (.., bytes) = tensors
+            .iter_mut()
+            .find(|(other, ..)| other == name)
+            .unwrap();
         let at = bytes.len() - 4;
         bytes[at..].copy_from_slice(&0.25f32.to_le_bytes());
     });
@@ -62,11 +68,31 @@ fn options_that_differ_are_named_with_both_values() {
     ]
     .concat();
     for (first, second, expected) in [
-        ("--stages 2 --seed 1", "--stages 2 --seed 2", "--seed: process 0 has 1, process 1 has 2"),
-        ("--stages 2", "--stages 2 --lr 1", "--lr: process 0 has 0.00002, process 1 has 1"),
-        ("--stages 2", "--stages 4", "--stages: process 0 has 2, process 1 has 4"),
-        ("--stages 2 --clip 1", "--stages 2", "--clip: process 0 has 1, process 1 has none"),
-        ("--stages 2", "--stages 2 --save a", "--save: process 0 has none, process 1 has a path"),
+        (
+            "--stages 2 --seed 1",
+            "--stages 2 --seed 2",
+            "--seed: process 0 has 1, process 1 has 2",
+        ),
+        (
+            "--stages 2",
+            "--stages 2 --lr 1",
+            "--lr: process 0 has 0.00002, process 1 has 1",
+        ),
+        (
+            "--stages 2",
+            "--stages 4",
+            "--stages: process 0 has 2, process 1 has 4",
+        ),
+        (
+            "--stages 2 --clip 1",
+            "--stages 2",
+            "--clip: process 0 has 1, process 1 has none",
+        ),
+        (
+            "--stages 2",
+            "--stages 2 --save a",
+            "--save: process 0 has none, process 1 has a path",
+        ),
     ] {
         let [first, second] =
             [first, second].map(|own| [&common[..], &own.split(' ').collect::<Vec<_>>()].concat());
@@ -93,7 +119,10 @@ fn data_that_differ_are_named_with_both_paths() {
         };
         run(FINETUNE, [&args(first), &args(second)])
     };
-    check_refused(&train(&one, &other), &["--data: process 0 has hash ", &one, &other]);
+    check_refused(
+        &train(&one, &other),
+        &["--data: process 0 has hash ", &one, &other],
+    );
     // A path of another host, and one that the host lacks: process 0 alone reads the data.
     for second in [&same, "/absent"] {
         let ends = train(&one, second);
@@ -106,7 +135,12 @@ fn copies_of_a_folder_that_differ_are_refused() {
     let (model, text) = (path("plain"), text());
     let other = changed("plain");
     let [model, other, text] = [&model, other.path(), &text].map(|path| path.to_str().unwrap());
-    let expected = ["weights of model.layers.1: process 0 has hash ", model, other, ", changed 20"];
+    let expected = [
+        "weights of model.layers.1: process 0 has hash ",
+        model,
+        other,
+        ", changed 20",
+    ];
     let generate = "--prompt-ids 5,17,3 --tokens 4 --stages 2 --json";
     let score = format!("--score {text} --tokens 50 --stages 2");
     let train = format!("{text} {TRAINING} --stages 2");
@@ -121,12 +155,18 @@ fn copies_with_the_same_values_are_one_model() {
     let model = path("plain");
     let other = copy("plain");
     // Another version has saved it, in another order. The tokenizer is for process 0 alone.
-    change_config(other.path(), |config| config["transformers_version"] = "0.0.1".into());
+    change_config(other.path(), |config| {
+        config["transformers_version"] = "0.0.1".into()
+    });
     change(other.path(), |tensors| tensors.reverse());
     fs::remove_file(other.path().join("tokenizer.json")).unwrap();
     let args = |model| {
         let generate = "--prompt-ids 5,17,3 --tokens 4 --stages 2 --json";
-        [&["--model", model], &*generate.split(' ').collect::<Vec<_>>()].concat()
+        [
+            &["--model", model],
+            &*generate.split(' ').collect::<Vec<_>>(),
+        ]
+        .concat()
     };
     let [first, second] = [&model, other.path()].map(|path| args(path.to_str().unwrap()));
     let ends = run(GENERATE, [&first, &second]);
@@ -138,7 +178,11 @@ fn settings_and_tokenizers_that_differ_are_named() {
     let model = path("plain");
     let (eps, generation, tokenizer) = (copy("plain"), copy("plain"), copy("plain"));
     change_config(eps.path(), |config| config["rms_norm_eps"] = 1e-3.into());
-    fs::write(generation.path().join("generation_config.json"), "{\"eos_token_id\": 3}").unwrap();
+    fs::write(
+        generation.path().join("generation_config.json"),
+        "{\"eos_token_id\": 3}",
+    )
+    .unwrap();
     let file = tokenizer.path().join("tokenizer.json");
     let text = fs::read_to_string(&file).unwrap();
     fs::write(file, text + " ").unwrap();
@@ -180,7 +224,10 @@ fn files_that_change_after_the_comparison_are_not_read() {
     let text = fs::read_to_string(&tokenizer).unwrap();
     fs::write(&tokenizer, text.clone() + "\n").unwrap();
     let said = mpmd_models::tokenizer(&folder).unwrap_err().to_string();
-    assert!(said.contains("the file has changed since the job started"), "{said}");
+    assert!(
+        said.contains("the file has changed since the job started"),
+        "{said}"
+    );
     fs::write(&tokenizer, text).unwrap();
     assert!(mpmd_models::tokenizer(&folder).is_ok());
     // Into the same file: a process that reads has it open.
@@ -197,10 +244,15 @@ fn files_that_change_after_the_comparison_are_not_read() {
                     .try_for_each(|(_, array)| array.block_until_ready().map(drop));
             }
             let mut generator = model.generator(p, &meshes, false)?;
-            generator.generate(p, &[5, 17], &Default::default(), 2, |_, _| Ok(false)).map(drop)
+            generator
+                .generate(p, &[5, 17], &Default::default(), 2, |_, _| Ok(false))
+                .map(drop)
         });
         let said = results[0].as_ref().unwrap_err().to_string();
-        assert!(said.contains(".weight: the tensor has changed since the job started"), "{said}");
+        assert!(
+            said.contains(".weight: the tensor has changed since the job started"),
+            "{said}"
+        );
     }
 }
 
@@ -212,15 +264,21 @@ fn version_of_folders_that_differ_is_refused() {
     let load = |paths: &[PathBuf; 2]| {
         let results = Simulation::new(2, 2).run(|p| {
             let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
-            let room = Room { blocks: 4, sequences: 1 };
+            let room = Room {
+                blocks: 4,
+                sequences: 1,
+            };
             let mut inference = Stages::new(&folder, 2, 20)?.inference(p, &meshes, room, false)?;
             inference.load_weights(p, &paths[p.process().index()], 7);
-            while p
-                .broadcast_value(ProcessId(0), false, || Ok(inference.versions().is_loading()))?
-            {
+            while p.broadcast_value(ProcessId(0), false, || {
+                Ok(inference.versions().is_loading())
+            })? {
                 inference.poll(p)?;
             }
-            Ok((inference.versions().newest(), inference.versions().failure()))
+            Ok((
+                inference.versions().newest(),
+                inference.versions().failure(),
+            ))
         });
         results[0].as_ref().unwrap().clone()
     };
@@ -231,7 +289,10 @@ fn version_of_folders_that_differ_is_refused() {
     let path = paths[0].display();
     let expected = format!("version 7: {path}: the weights of process 0 have hash ");
     assert!(failure.starts_with(&expected), "{failure}");
-    assert!(failure.ends_with(": give all hosts the same files"), "{failure}");
+    assert!(
+        failure.ends_with(": give all hosts the same files"),
+        "{failure}"
+    );
 }
 
 #[test]
@@ -241,7 +302,10 @@ fn version_that_processes_read_at_once_is_compared() {
     let folder = Folder::open(&paths[0]).unwrap();
     let results = Simulation::new(2, 2).run(|p| {
         let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
-        let room = Room { blocks: 4, sequences: 1 };
+        let room = Room {
+            blocks: 4,
+            sequences: 1,
+        };
         let inference = Stages::new(&folder, 2, 20)?.inference(p, &meshes, room, false)?;
         inference.read_weights(p, &paths[0], 1)?;
         p.broadcast_value(ProcessId(0), (), || Ok(()))?;
@@ -251,7 +315,8 @@ fn version_that_processes_read_at_once_is_compared() {
     for result in results {
         let said = result.unwrap_err().to_string();
         assert_eq!(
-            said.matches("weights of a folder as version 2, with hash ").count(),
+            said.matches("weights of a folder as version 2, with hash ")
+                .count(),
             2,
             "{said}"
         );

@@ -43,7 +43,10 @@ impl Serving {
 
     fn start_of(program: &str, args: &[&str], variables: &[(&str, &str)]) -> Self {
         let mut command = Command::new(program);
-        command.args(["--port", "0"]).args(args).envs(variables.iter().copied());
+        command
+            .args(["--port", "0"])
+            .args(args)
+            .envs(variables.iter().copied());
         let serving = Self::launch(command);
         serving.until_ready();
         serving
@@ -60,11 +63,17 @@ impl Serving {
 
     /// Starts a program, and waits until it listens.
     pub(crate) fn launch(mut command: Command) -> Self {
-        let mut child = command.stderr(Stdio::piped()).stdin(Stdio::null()).spawn().unwrap();
+        let mut child = command
+            .stderr(Stdio::piped())
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap();
         let (to, lines) = mpsc::channel();
         let from = BufReader::new(child.stderr.take().unwrap());
         thread::spawn(move || {
-            from.lines().map_while(Result::ok).try_for_each(|line| to.send(line))
+            from.lines()
+                .map_while(Result::ok)
+                .try_for_each(|line| to.send(line))
         });
         let found = lines.recv_timeout(LONG).unwrap_or_default();
         let address = found.split("http://").nth(1);
@@ -73,7 +82,12 @@ impl Serving {
             panic!("{found}");
         };
         let lines = Mutex::new(lines);
-        Self { said: found, address, child, lines }
+        Self {
+            said: found,
+            address,
+            child,
+            lines,
+        }
     }
 
     pub(crate) fn send(&self, method: &str, path: &str, body: &Value) -> Answer {
@@ -81,7 +95,11 @@ impl Serving {
             "{method} {path} HTTP/1.1\r\nHost: {}\r\nContent-Type: application/json\r\n",
             self.address
         );
-        let body = if body.is_null() { String::new() } else { body.to_string() };
+        let body = if body.is_null() {
+            String::new()
+        } else {
+            body.to_string()
+        };
         send(self.address, &head, body.as_bytes())
     }
 
@@ -143,16 +161,22 @@ pub(crate) fn process_of(launcher: u32, index: usize) -> Option<Pid> {
     let is_it = |child: &&str| {
         let variables = std::fs::read(format!("/proc/{child}/environ")).unwrap_or_default();
         let expected = format!("MPMD_RANK={index}");
-        variables.split(|byte| *byte == 0).any(|variable| variable == expected.as_bytes())
+        variables
+            .split(|byte| *byte == 0)
+            .any(|variable| variable == expected.as_bytes())
     };
-    children.find(is_it).and_then(|child| Pid::from_raw(child.parse().ok()?))
+    children
+        .find(is_it)
+        .and_then(|child| Pid::from_raw(child.parse().ok()?))
 }
 
 /// Returns the processes that another process has started.
 pub(crate) fn processes(launcher: u32) -> Vec<Pid> {
     let children = format!("/proc/{launcher}/task/{launcher}/children");
     let children = std::fs::read_to_string(children).unwrap_or_default();
-    let children = children.split_whitespace().filter_map(|child| child.parse().ok());
+    let children = children
+        .split_whitespace()
+        .filter_map(|child| child.parse().ok());
     children.filter_map(Pid::from_raw).collect()
 }
 
@@ -161,8 +185,26 @@ fn program_answers_over_one_and_several_processes() {
     let Expected { prompt, greedy, .. } = expected("qwen3-window");
     for args in [
         &["--stages", "1"][..],
-        &["--stages", "2", "--processes", "2", "--cache", "100KiB", "--max-len", "200"],
-        &["--stages", "2", "--processes", "2", "--tensor-parallel", "2,1", "--dtype", "bf16"],
+        &[
+            "--stages",
+            "2",
+            "--processes",
+            "2",
+            "--cache",
+            "100KiB",
+            "--max-len",
+            "200",
+        ],
+        &[
+            "--stages",
+            "2",
+            "--processes",
+            "2",
+            "--tensor-parallel",
+            "2,1",
+            "--dtype",
+            "bf16",
+        ],
         &["--stages", "2", "--front", "--chunk", "20"],
         &["--stages", "3", "--transport", "inproc"],
     ] {
@@ -180,7 +222,10 @@ fn program_answers_over_one_and_several_processes() {
             assert_eq!(tokens, json!(greedy), "{args:?}");
         }
         let metrics = serving.send("GET", "/metrics", &Value::Null).body;
-        assert!(metrics.contains("mpmd_generated_tokens_total 64"), "{metrics}");
+        assert!(
+            metrics.contains("mpmd_generated_tokens_total 64"),
+            "{metrics}"
+        );
         let (status, said) = serving.end();
         assert!(status.success() && said.is_empty(), "{status}: {said:?}");
     }
@@ -211,37 +256,72 @@ fn open_requests_end_before_the_program() {
             false => serving.signal(Signal::TERM),
         }
         let (status, said) = serving.ended();
-        assert!(status.success() && said.is_empty(), "{args:?}, {twice}: {status}: {said:?}");
+        assert!(
+            status.success() && said.is_empty(),
+            "{args:?}, {twice}: {status}: {said:?}"
+        );
         let answer = client.join().unwrap();
-        assert_eq!(answer.json()["usage"]["completion_tokens"], 900, "{args:?}: {answer:?}");
+        assert_eq!(
+            answer.json()["usage"]["completion_tokens"],
+            900,
+            "{args:?}: {answer:?}"
+        );
     }
 }
 
 #[test]
 fn arguments_that_do_not_fit_are_refused_before_the_start() {
     for (args, expected) in [
-        ("--max-len 2000", "--max-len: expected at most 1024, the positions of the model, found"),
-        ("--cache 1KiB", "--cache: expected at least 1.0 MiB, for one sequence of --max-len 1024"),
-        ("--host 0.0.0.0", "--host 0.0.0.0: other hosts can connect, so give --api-key-file FILE"),
-        ("--stages 2 --front --processes 2", "--processes: with --front expected 3, one more than"),
+        (
+            "--max-len 2000",
+            "--max-len: expected at most 1024, the positions of the model, found",
+        ),
+        (
+            "--cache 1KiB",
+            "--cache: expected at least 1.0 MiB, for one sequence of --max-len 1024",
+        ),
+        (
+            "--host 0.0.0.0",
+            "--host 0.0.0.0: other hosts can connect, so give --api-key-file FILE",
+        ),
+        (
+            "--stages 2 --front --processes 2",
+            "--processes: with --front expected 3, one more than",
+        ),
         (
             "--elastic --control-key-file Cargo.toml --allow-weights /",
             "--allow-weights: a spare has the weights of the start alone, so leave out --elastic",
         ),
-        ("--control-key-file /dev/null", "--control-key-file=/dev/null: it is no regular file"),
+        (
+            "--control-key-file /dev/null",
+            "--control-key-file=/dev/null: it is no regular file",
+        ),
         (
             "--control-key-file Cargo.lock --allow-weights none",
             "--control-key-file=Cargo.lock: No such file",
         ),
-        ("--max-connections 1073741824", "raise it (`ulimit -n`), or give fewer connections"),
-        ("--stages 9", "num_hidden_layers: expected at least 9, the number of stages, found 4"),
+        (
+            "--max-connections 1073741824",
+            "raise it (`ulimit -n`), or give fewer connections",
+        ),
+        (
+            "--stages 9",
+            "num_hidden_layers: expected at least 9, the number of stages, found 4",
+        ),
     ] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_serve"));
         let model = path("plain");
-        command.arg("--model").arg(model).args(["--port", "0"]).args(args.split(' '));
+        command
+            .arg("--model")
+            .arg(model)
+            .args(["--port", "0"])
+            .args(args.split(' '));
         let output = command.output().unwrap();
         let said = String::from_utf8(output.stderr).unwrap();
-        assert!(!output.status.success() && said.contains(expected), "{args}: {said}");
+        assert!(
+            !output.status.success() && said.contains(expected),
+            "{args}: {said}"
+        );
         assert_eq!(said.lines().count(), 1, "{said}");
     }
 }
@@ -250,31 +330,59 @@ fn arguments_that_do_not_fit_are_refused_before_the_start() {
 fn address_in_use_is_said_before_anything_else() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap();
-    for args in [&["--stages", "1"][..], &["--stages", "2", "--processes", "2"]] {
+    for args in [
+        &["--stages", "1"][..],
+        &["--stages", "2", "--processes", "2"],
+    ] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_serve"));
         command.arg("--model").arg(path("plain")).args(args);
-        let output = command.args(["--port", &address.port().to_string()]).output().unwrap();
+        let output = command
+            .args(["--port", &address.port().to_string()])
+            .output()
+            .unwrap();
         let said = String::from_utf8(output.stderr).unwrap();
         let expected = format!("error: cannot listen on {address}: ");
-        assert!(!output.status.success() && said.contains(&expected), "{said}");
-        assert!(said.contains("give another --port") && !said.contains("broadcast"), "{said}");
+        assert!(
+            !output.status.success() && said.contains(&expected),
+            "{said}"
+        );
+        assert!(
+            said.contains("give another --port") && !said.contains("broadcast"),
+            "{said}"
+        );
     }
 }
 
 #[test]
 fn server_says_that_it_starts_until_all_processes_have_joined() {
     // Process 0 of two, of which the other one never comes.
-    let rendezvous = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let rendezvous = TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_serve"));
-    command.arg("--model").arg(path("plain")).args(["--stages", "2", "--port", "0"]);
-    command.envs([("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")]);
+    command
+        .arg("--model")
+        .arg(path("plain"))
+        .args(["--stages", "2", "--port", "0"]);
+    command.envs([
+        ("RANK", "0"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "127.0.0.1"),
+    ]);
     command.env("MASTER_PORT", rendezvous.port().to_string());
     let serving = Serving::launch(command);
     assert_eq!(serving.send("GET", "/health", &Value::Null).status, 200);
     let ready = serving.send("GET", "/ready", &Value::Null);
-    assert_eq!((ready.status, &ready.json()["status"]), (503, &json!("starting")));
+    assert_eq!(
+        (ready.status, &ready.json()["status"]),
+        (503, &json!("starting"))
+    );
     let refused = serving.send("POST", "/v1/completions", &json!({ "prompt": "a" }));
-    assert_eq!((refused.status, refused.header("retry-after")), (503, Some("5")));
+    assert_eq!(
+        (refused.status, refused.header("retry-after")),
+        (503, Some("5"))
+    );
     // It is not caught yet.
     let (status, _) = serving.end();
     assert_eq!(status.signal(), Some(15));
@@ -284,8 +392,13 @@ fn server_says_that_it_starts_until_all_processes_have_joined() {
 fn without_a_model_the_demonstration_model_chats() {
     let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("mpmd-demo");
     let files = std::fs::read_dir(&demo).unwrap();
-    let bytes: u64 = files.map(|file| file.unwrap().metadata().unwrap().len()).sum();
-    assert!(bytes <= 2 << 20, "the demonstration model has {bytes} bytes");
+    let bytes: u64 = files
+        .map(|file| file.unwrap().metadata().unwrap().len())
+        .sum();
+    assert!(
+        bytes <= 2 << 20,
+        "the demonstration model has {bytes} bytes"
+    );
     let ask = json!({
         "messages": [{ "role": "user", "content": "Hi" }], "temperature": 0,
         "max_tokens": 100,
@@ -295,12 +408,20 @@ fn without_a_model_the_demonstration_model_chats() {
         let address = serving.address;
         let expected = format!("Its chat page: http://{address}/");
         let said = &serving.said;
-        assert!(said.starts_with("mpmd-demo is a tiny") && said.ends_with(&expected), "{said}");
+        assert!(
+            said.starts_with("mpmd-demo is a tiny") && said.ends_with(&expected),
+            "{said}"
+        );
         let models = serving.send("GET", "/v1/models", &Value::Null).json();
         assert_eq!(models["data"][0]["id"], "mpmd-demo");
         let description = models["data"][0]["description"].as_str().unwrap();
         assert!(said.starts_with(description), "{said}");
-        assert!(serving.send("GET", "/", &Value::Null).body.contains("id=\"about\""));
+        assert!(
+            serving
+                .send("GET", "/", &Value::Null)
+                .body
+                .contains("id=\"about\"")
+        );
         let answer = serving.send("POST", "/v1/chat/completions", &ask).json();
         let reply = &answer["choices"][0];
         let text = reply["message"]["content"].as_str().unwrap();
@@ -353,12 +474,21 @@ fn without_a_spare_open_requests_fail_with_the_reason() {
 #[test]
 fn model_with_dropout_is_served_but_not_trained() {
     let folder = copy("plain");
-    change_config(folder.path(), |config| config["attention_dropout"] = json!(0.1));
+    change_config(folder.path(), |config| {
+        config["attention_dropout"] = json!(0.1)
+    });
     let mut command = Command::new(env!("CARGO_BIN_EXE_train_and_serve"));
-    command.arg("--model").arg(folder.path()).arg(path("text.txt")).args(["--port", "0"]);
+    command
+        .arg("--model")
+        .arg(folder.path())
+        .arg(path("text.txt"))
+        .args(["--port", "0"]);
     let output = command.output().unwrap();
     let said = String::from_utf8(output.stderr).unwrap();
-    assert!(!output.status.success() && said.contains("attention_dropout"), "{said}");
+    assert!(
+        !output.status.success() && said.contains("attention_dropout"),
+        "{said}"
+    );
     assert_eq!(said.lines().count(), 1, "{said}");
     let serving = Serving::start_with(&["--model", folder.path().to_str().unwrap()]);
     assert!(serving.end().0.success());
@@ -369,7 +499,11 @@ fn server_goes_on_after_a_training_that_is_spoiled() {
     let model = path("plain");
     let text = path("text.txt");
     let paths = ["--model", model.to_str().unwrap(), text.to_str().unwrap()];
-    let args = [&paths[..], &["--steps", "50", "--time", "24", "--lr", "1e38"]].concat();
+    let args = [
+        &paths[..],
+        &["--steps", "50", "--time", "24", "--lr", "1e38"],
+    ]
+    .concat();
     let serving = Serving::start_of(env!("CARGO_BIN_EXE_train_and_serve"), &args, &[]);
     let found = "error: the training has ended, and the server goes on: step ";
     let start = Instant::now();
@@ -393,7 +527,17 @@ fn server_goes_on_after_a_training_that_is_spoiled() {
 fn one_program_trains_and_serves() {
     let (model, text) = (path("plain"), path("text.txt"));
     let (model, text) = (model.to_str().unwrap(), text.to_str().unwrap());
-    let args = ["--model", model, text, "--steps", "6", "--time", "24", "--tensor-parallel", "2"];
+    let args = [
+        "--model",
+        model,
+        text,
+        "--steps",
+        "6",
+        "--time",
+        "24",
+        "--tensor-parallel",
+        "2",
+    ];
     let serving = Serving::start_of(env!("CARGO_BIN_EXE_train_and_serve"), &args, &[]);
     let Expected { prompt, .. } = expected("plain");
     let ask = json!({ "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": true });
@@ -407,7 +551,11 @@ fn one_program_trains_and_serves() {
         assert!(start.elapsed() < LONG, "{answer}");
     }
     let info = serving.send("GET", "/weight_info", &Value::Null).json();
-    assert_eq!((&info["failure"], &info["publisher"]), (&Value::Null, &json!("linked")), "{info}");
+    assert_eq!(
+        (&info["failure"], &info["publisher"]),
+        (&Value::Null, &json!("linked")),
+        "{info}"
+    );
     let (status, said) = serving.end();
     assert!(
         status.success() && said.iter().any(|line| line.starts_with("step 6: loss")),
@@ -418,8 +566,13 @@ fn one_program_trains_and_serves() {
 #[test]
 fn limits_of_the_guide_are_the_defaults() {
     let limits = GUIDE.split("\n## Limits\n").nth(1).unwrap();
-    let rows = limits.lines().filter_map(|line| line.strip_prefix("| `--")?.split_once("` | "));
-    let output = Command::new(env!("CARGO_BIN_EXE_serve")).arg("--help").output().unwrap();
+    let rows = limits
+        .lines()
+        .filter_map(|line| line.strip_prefix("| `--")?.split_once("` | "));
+    let output = Command::new(env!("CARGO_BIN_EXE_serve"))
+        .arg("--help")
+        .output()
+        .unwrap();
     let help = String::from_utf8(output.stdout).unwrap();
     let mut count = 0;
     for (name, rest) in rows {
@@ -427,7 +580,10 @@ fn limits_of_the_guide_are_the_defaults() {
         let option = help.split(&format!("--{name} ")).nth(1).unwrap();
         let option = option.split("\n      --").next().unwrap();
         let is_said = option.contains(&format!("[default: {default}]"));
-        assert!(is_said || name == "max-tokens", "{name}: {default}, not {option}");
+        assert!(
+            is_said || name == "max-tokens",
+            "{name}: {default}, not {option}"
+        );
         count += 1;
     }
     assert_eq!(count, 6);
@@ -438,5 +594,8 @@ fn folders_of_weights_need_a_key_to_load_them() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_serve"));
     let output = command.args(["--allow-weights", "/"]).output().unwrap();
     let said = String::from_utf8(output.stderr).unwrap();
-    assert!(!output.status.success() && said.contains("--control-key-file"), "{said}");
+    assert!(
+        !output.status.success() && said.contains("--control-key-file"),
+        "{said}"
+    );
 }

@@ -28,7 +28,11 @@ impl<C: Cargo> Router<C> {
     /// Treats a peer as lost because it broke the protocol, for the reason `why`. Drops the peer's
     /// messages, both kept ones and later ones. A second call does nothing.
     pub fn broken(&mut self, process: ProcessId, why: &str) {
-        let Some(peer) = self.peers.get_mut(process.index()).filter(|peer| !peer.broken) else {
+        let Some(peer) = self
+            .peers
+            .get_mut(process.index())
+            .filter(|peer| !peer.broken)
+        else {
             return;
         };
         peer.broken = true;
@@ -53,7 +57,9 @@ impl<C: Cargo> Router<C> {
     /// as lost. Counts an eager piece against the sender's credit.
     pub(super) fn is_allowed(&mut self, from: ProcessId, header: &Header) -> bool {
         let peer = &mut self.peers[from.index()];
-        let Header { bytes, op, piece, .. } = *header;
+        let Header {
+            bytes, op, piece, ..
+        } = *header;
         match header.kind {
             Kind::Eager if bytes > EAGER_BYTES => {
                 let why = format!(
@@ -92,7 +98,10 @@ impl<C: Cargo> Router<C> {
             peer.asked = peer.asked.max(op);
             self.to_tell.push(from);
         } else {
-            self.broken(from, "it asked which of its pieces were taken, and lends none");
+            self.broken(
+                from,
+                "it asked which of its pieces were taken, and lends none",
+            );
         }
     }
 
@@ -102,8 +111,10 @@ impl<C: Cargo> Router<C> {
         if self.peers[from.index()].has_left() {
             return;
         }
-        let why =
-            format!("it sent piece {} of operation {} without a grant", header.piece, header.op);
+        let why = format!(
+            "it sent piece {} of operation {} without a grant",
+            header.piece, header.op
+        );
         self.broken(from, &why);
     }
 

@@ -45,8 +45,16 @@ impl<C: Cargo> Router<C> {
         self.peers[with.index()].disputed = Some((now, op));
         if self.peers[with.index()].is_reachable() {
             let body = control::encode(&self.history.show(op)).unwrap_or_default();
-            let header = Header { op, bytes: body.len() as u64, ..self.header(Kind::Records) };
-            self.actions.push(Action::Post { to: with, header, body: Body::Control(body) });
+            let header = Header {
+                op,
+                bytes: body.len() as u64,
+                ..self.header(Kind::Records)
+            };
+            self.actions.push(Action::Post {
+                to: with,
+                header,
+                body: Body::Control(body),
+            });
         }
         if self.peers[with.index()].shown.is_some() {
             self.conclude(with, op);
@@ -75,7 +83,9 @@ impl<C: Cargo> Router<C> {
     /// does not end with: fewer than issued here, or more than it ever will.
     pub(super) fn compare_end(&mut self, with: ProcessId, now: Duration) {
         let count = self.history.count();
-        let Some(goodbye) = &self.peers[with.index()].goodbye else { return };
+        let Some(goodbye) = &self.peers[with.index()].goodbye else {
+            return;
+        };
         let theirs = goodbye.count;
         if goodbye.failure.is_none() && (theirs < count || (self.left && theirs > count)) {
             self.dispute(with, theirs.min(count) + 1, now);
@@ -111,6 +121,9 @@ impl<C: Cargo> Router<C> {
             }
         };
         let failure = Failure::new(FailureKind::Diverged, me, op, message);
-        self.fail(Arc::new(Failure { other: Some(with), ..failure }));
+        self.fail(Arc::new(Failure {
+            other: Some(with),
+            ..failure
+        }));
     }
 }

@@ -17,7 +17,9 @@ impl<C: Cargo> Router<C> {
     /// Notes that the rendezvous has lost a peer: its process may have died, or only its connection
     /// there. The peer counts as lost unless messages still come from it within a few heartbeats.
     pub fn suspect(&mut self, process: ProcessId, why: &str, now: Duration) {
-        let Some(peer) = self.peers.get_mut(process.index()) else { return };
+        let Some(peer) = self.peers.get_mut(process.index()) else {
+            return;
+        };
         // A peer sends nothing more after its goodbye.
         if peer.has_left() {
             self.lose(process, why.to_owned());
@@ -29,7 +31,9 @@ impl<C: Cargo> Router<C> {
     /// Handles the end of a peer's connection: the peer is gone. Fails the waits for its pieces.
     /// Reports its loss, unless it has said goodbye without a failure.
     pub fn peer_down(&mut self, process: ProcessId, why: &str) {
-        let Some(peer) = self.peers.get_mut(process.index()) else { return };
+        let Some(peer) = self.peers.get_mut(process.index()) else {
+            return;
+        };
         if peer.down.is_some() {
             return;
         }
@@ -37,7 +41,10 @@ impl<C: Cargo> Router<C> {
         if peer.zero_copy {
             self.actions.push(Action::NeverTaken { by: process });
         }
-        let in_order = peer.goodbye.as_ref().is_some_and(|goodbye| goodbye.failure.is_none());
+        let in_order = peer
+            .goodbye
+            .as_ref()
+            .is_some_and(|goodbye| goodbye.failure.is_none());
         let expected = std::mem::take(&mut peer.expected);
         let ready = std::mem::take(&mut peer.ready);
         let granted = std::mem::take(&mut peer.granted);
@@ -46,7 +53,10 @@ impl<C: Cargo> Router<C> {
         self.discard(process, ready);
         for ((op, _), expected) in expected {
             let failure = self.lost(process, op);
-            self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure) });
+            self.actions.push(Action::Deliver {
+                waiter: expected.waiter,
+                result: Err(failure),
+            });
         }
         if !in_order {
             // No wait was for the peer, so the message says at least which operation the program
@@ -55,12 +65,21 @@ impl<C: Cargo> Router<C> {
             let at = match first_ready {
                 Some(op) => format!("; {} waited for it to take its part", self.name(op)),
                 None if op > 0 => {
-                    format!("; process {} had issued {}", self.config.process, self.name(op))
+                    format!(
+                        "; process {} had issued {}",
+                        self.config.process,
+                        self.name(op)
+                    )
                 }
                 None => String::new(),
             };
             let message = format!("process {process} is gone ({why}) before the program ended{at}");
-            self.tell_loss(Arc::new(Failure::new(FailureKind::PeerLost, process, op, message)));
+            self.tell_loss(Arc::new(Failure::new(
+                FailureKind::PeerLost,
+                process,
+                op,
+                message,
+            )));
         }
     }
 
@@ -72,8 +91,11 @@ impl<C: Cargo> Router<C> {
         }
         let body = encode_failure(&failure);
         for process in self.reachable() {
-            let header =
-                Header { bytes: body.len() as u64, op: failure.op, ..self.header(Kind::Failure) };
+            let header = Header {
+                bytes: body.len() as u64,
+                op: failure.op,
+                ..self.header(Kind::Failure)
+            };
             self.actions.push(Action::Post {
                 to: process,
                 header,
@@ -96,8 +118,16 @@ impl<C: Cargo> Router<C> {
                 hash: self.history.hash(),
                 ..self.header(Kind::Goodbye)
             };
-            let body = if body.is_empty() { Body::Empty } else { Body::Control(body.clone()) };
-            self.actions.push(Action::Post { to: process, header, body });
+            let body = if body.is_empty() {
+                Body::Empty
+            } else {
+                Body::Control(body.clone())
+            };
+            self.actions.push(Action::Post {
+                to: process,
+                header,
+                body,
+            });
         }
         if let Some(failure) = failure {
             // From here on this process compares nothing: its peers know that it failed.
@@ -105,7 +135,10 @@ impl<C: Cargo> Router<C> {
             return;
         }
         for process in self.others() {
-            let ahead = self.peers[process.index()].check.take().map(|(count, _)| count);
+            let ahead = self.peers[process.index()]
+                .check
+                .take()
+                .map(|(count, _)| count);
             if let Some(count) = ahead.filter(|count| *count > self.history.count()) {
                 // The peer got further than this process ever will.
                 self.dispute(process, count, now);
@@ -184,11 +217,17 @@ impl<C: Cargo> Router<C> {
             // Only the first goodbye counts: it has been reported.
             return;
         }
-        peer.goodbye = Some(Goodbye { count: header.count, failure: failure.clone() });
+        peer.goodbye = Some(Goodbye {
+            count: header.count,
+            failure: failure.clone(),
+        });
         if peer.zero_copy {
             // A peer that has left in order has taken everything.
             self.actions.push(match failure {
-                None => Action::Taken { by: from, op: u64::MAX },
+                None => Action::Taken {
+                    by: from,
+                    op: u64::MAX,
+                },
                 Some(_) => Action::NeverTaken { by: from },
             });
         }
@@ -218,14 +257,21 @@ impl<C: Cargo> Router<C> {
             return Some(failure.clone());
         }
         let peer = &self.peers[process.index()];
-        if let Some(failure) = peer.goodbye.as_ref().and_then(|goodbye| goodbye.failure.clone()) {
+        if let Some(failure) = peer
+            .goodbye
+            .as_ref()
+            .and_then(|goodbye| goodbye.failure.clone())
+        {
             return Some(failure);
         }
         peer.down.is_some().then(|| self.lost(process, op))
     }
 
     fn discard(&mut self, to: ProcessId, ready: BTreeMap<PieceKey, Ready<C>>) {
-        let discard = |(_, ready): (_, Ready<C>)| Action::Discard { to, cargo: ready.cargo };
+        let discard = |(_, ready): (_, Ready<C>)| Action::Discard {
+            to,
+            cargo: ready.cargo,
+        };
         self.actions.extend(ready.into_iter().map(discard));
     }
 
@@ -233,7 +279,11 @@ impl<C: Cargo> Router<C> {
     /// order had ended all of its operations before, so it never issued this one.
     pub(super) fn lost(&self, process: ProcessId, op: u64) -> Arc<Failure> {
         let peer = &self.peers[process.index()];
-        if let Some(Goodbye { count, failure: None }) = &peer.goodbye {
+        if let Some(Goodbye {
+            count,
+            failure: None,
+        }) = &peer.goodbye
+        {
             let what = self.name(op);
             let message = format!(
                 "the programs diverged: process {process} has ended its program, of {count} \
@@ -241,7 +291,10 @@ impl<C: Cargo> Router<C> {
             );
             let me = self.config.process;
             let failure = Failure::new(FailureKind::Diverged, me, op, message);
-            return Arc::new(Failure { other: Some(process), ..failure });
+            return Arc::new(Failure {
+                other: Some(process),
+                ..failure
+            });
         }
         self.lost_while(process, op, peer.down.as_deref().unwrap_or("unknown"))
     }
@@ -262,9 +315,12 @@ impl<C: Cargo> Router<C> {
                     result: Err(failure.clone()),
                 });
             }
-            let discard =
-                |(_, ready): (_, Ready<C>)| Action::Discard { to: process, cargo: ready.cargo };
-            self.actions.extend(std::mem::take(&mut peer.ready).into_iter().map(discard));
+            let discard = |(_, ready): (_, Ready<C>)| Action::Discard {
+                to: process,
+                cargo: ready.cargo,
+            };
+            self.actions
+                .extend(std::mem::take(&mut peer.ready).into_iter().map(discard));
         }
         self.early.clear();
         self.parked.clear();

@@ -49,7 +49,13 @@ pub enum FailureKind {
 impl Failure {
     /// Creates a failure that began on `process` in operation `op`.
     pub fn new(kind: FailureKind, process: ProcessId, op: u64, message: impl Into<String>) -> Self {
-        Self { kind, process, op, message: message.into(), other: None }
+        Self {
+            kind,
+            process,
+            op,
+            message: message.into(),
+            other: None,
+        }
     }
 
     /// Cuts the message to 16 KiB, so that it fits into a control message beside other fields.
@@ -61,7 +67,10 @@ impl Failure {
 
     /// Returns true if the cause is a peer that is gone, or a broken connection.
     pub fn is_peer_failure(&self) -> bool {
-        matches!(self.kind, FailureKind::PeerLost | FailureKind::Left | FailureKind::Transport)
+        matches!(
+            self.kind,
+            FailureKind::PeerLost | FailureKind::Left | FailureKind::Transport
+        )
     }
 }
 
@@ -76,7 +85,12 @@ impl std::error::Error for Failure {}
 /// Cuts a text to at most `most` bytes, at a character boundary.
 pub(super) fn cut(text: &mut String, most: usize) {
     if text.len() > most {
-        text.truncate((0..=most).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0));
+        text.truncate(
+            (0..=most)
+                .rev()
+                .find(|at| text.is_char_boundary(*at))
+                .unwrap_or(0),
+        );
         text.shrink_to_fit();
     }
 }

@@ -129,7 +129,11 @@ pub(super) struct History {
 /// One operation, or the operations of a span that were issued so far.
 enum Entry {
     One(OpRecord),
-    Span { first: u64, last: u64, span: Arc<dyn Span> },
+    Span {
+        first: u64,
+        last: u64,
+        span: Arc<dyn Span>,
+    },
 }
 
 impl Entry {
@@ -175,7 +179,11 @@ impl History {
     }
 
     pub(super) fn push(&mut self, record: OpRecord) {
-        debug_assert_eq!(record.op, self.count + 1, "operations are numbered without gaps");
+        debug_assert_eq!(
+            record.op,
+            self.count + 1,
+            "operations are numbered without gaps"
+        );
         self.count = record.op;
         self.keep(Entry::One(record));
     }
@@ -186,10 +194,17 @@ impl History {
         let first = self.count + 1;
         self.count = op;
         match self.entries.back_mut() {
-            Some((Entry::Span { last, span: known, .. }, _)) if Arc::ptr_eq(known, span) => {
-                *last = op
-            }
-            _ => self.keep(Entry::Span { first, last: op, span: span.clone() }),
+            Some((
+                Entry::Span {
+                    last, span: known, ..
+                },
+                _,
+            )) if Arc::ptr_eq(known, span) => *last = op,
+            _ => self.keep(Entry::Span {
+                first,
+                last: op,
+                span: span.clone(),
+            }),
         }
     }
 
@@ -207,12 +222,18 @@ impl History {
 
     /// Returns the hash at the last operation; 0 before the first.
     pub(super) fn hash(&self) -> u128 {
-        self.entries.back().map_or(0, |(entry, _)| entry.hash_at(self.count))
+        self.entries
+            .back()
+            .map_or(0, |(entry, _)| entry.hash_at(self.count))
     }
 
     /// Returns the rolling hash at operation `op`. `None` if it is not issued yet or forgotten.
     pub(super) fn hash_at(&self, op: u64) -> Option<u128> {
-        if op == 0 { Some(0) } else { self.entry(op).map(|(entry, _)| entry.hash_at(op)) }
+        if op == 0 {
+            Some(0)
+        } else {
+            self.entry(op).map(|(entry, _)| entry.hash_at(op))
+        }
     }
 
     /// Describes an operation, with its number. `None` if it is not issued yet or forgotten.
@@ -236,7 +257,9 @@ impl History {
             return Some(found);
         }
         let place = self.entries.partition_point(|(entry, _)| entry.last() < op);
-        self.entries.get(place).filter(|(entry, _)| entry.first() <= op)
+        self.entries
+            .get(place)
+            .filter(|(entry, _)| entry.first() <= op)
     }
 
     /// Returns the records for a peer that disagrees at `op`: at most 512 operations, up to 128
@@ -249,7 +272,12 @@ impl History {
             .map(|(op, (entry, steps))| {
                 let mut what = entry.describe(op);
                 // Long descriptions must not push the message over its limit.
-                what.truncate((0..=1500).rev().find(|i| what.is_char_boundary(*i)).unwrap_or(0));
+                what.truncate(
+                    (0..=1500)
+                        .rev()
+                        .find(|i| what.is_char_boundary(*i))
+                        .unwrap_or(0),
+                );
                 ShownRecord {
                     op,
                     hash: entry.hash_at(op),
@@ -259,7 +287,10 @@ impl History {
                 }
             })
             .collect();
-        Shown { count: self.count, records }
+        Shown {
+            count: self.count,
+            records,
+        }
     }
 }
 
@@ -273,8 +304,13 @@ pub(super) fn first_difference(
 ) -> (u64, String) {
     let find =
         |shown: &Shown, op: u64| shown.records.iter().find(|record| record.op == op).cloned();
-    let hash =
-        |shown: &Shown, op: u64| if op == 0 { Some(0) } else { find(shown, op).map(|r| r.hash) };
+    let hash = |shown: &Shown, op: u64| {
+        if op == 0 {
+            Some(0)
+        } else {
+            find(shown, op).map(|r| r.hash)
+        }
+    };
     let oldest = [mine, theirs]
         .iter()
         .filter_map(|shown| shown.records.first())
@@ -283,9 +319,14 @@ pub(super) fn first_difference(
         .unwrap_or(1);
     // Only operations that one of them has sent: a peer's count may be any number.
     let records = mine.records.iter().chain(&theirs.records);
-    let mut known: Vec<u64> = records.map(|record| record.op).filter(|op| *op >= oldest).collect();
+    let mut known: Vec<u64> = records
+        .map(|record| record.op)
+        .filter(|op| *op >= oldest)
+        .collect();
     known.sort_unstable();
-    let differing = known.into_iter().find(|op| hash(mine, *op) != hash(theirs, *op));
+    let differing = known
+        .into_iter()
+        .find(|op| hash(mine, *op) != hash(theirs, *op));
     // If all records are equal: the first operation that one of the two has not issued.
     let first = differing.unwrap_or_else(|| match mine.count.min(theirs.count) {
         fewer if mine.count == theirs.count => fewer,
@@ -295,25 +336,43 @@ pub(super) fn first_difference(
     let agreed_before = hash(mine, before).is_some() && hash(mine, before) == hash(theirs, before);
     // Both may have issued the same operation, but one of them a step earlier or later.
     let steps = |shown: &Shown| find(shown, first).map(|record| record.steps);
-    let differ = steps(mine).zip(steps(theirs)).is_some_and(|(mine, theirs)| mine != theirs);
+    let differ = steps(mine)
+        .zip(steps(theirs))
+        .is_some_and(|(mine, theirs)| mine != theirs);
     let side = |process: ProcessId, shown: &Shown| match find(shown, first) {
         Some(record) if differ => {
-            format!("process {process} issued {} after {} steps", record.what, record.steps)
+            format!(
+                "process {process} issued {} after {} steps",
+                record.what, record.steps
+            )
         }
         Some(record) => format!("process {process} issued {}", record.what),
         None if shown.count < first => {
-            format!("process {process} has issued only {} operations", shown.count)
+            format!(
+                "process {process} has issued only {} operations",
+                shown.count
+            )
         }
         None => format!("process {process} no longer remembers its operation {first}"),
     };
     // The lower process comes first, so that every process gives the same text.
-    let (a, b) =
-        if me <= peer { ((me, mine), (peer, theirs)) } else { ((peer, theirs), (me, mine)) };
+    let (a, b) = if me <= peer {
+        ((me, mine), (peer, theirs))
+    } else {
+        ((peer, theirs), (me, mine))
+    };
     let same = find(a.1, first).zip(find(b.1, first)).filter(|_| !differ);
     let same = same.and_then(|(x, y)| same_call((a.0, &x), (b.0, &y)));
     let (a, b) = (side(a.0, a.1), same.unwrap_or_else(|| side(b.0, b.1)));
-    let since = if agreed_before { "first differ" } else { "differ, at the latest," };
-    (first, format!("the programs diverged: they {since} at operation {first}: {a}; {b}"))
+    let since = if agreed_before {
+        "first differ"
+    } else {
+        "differ, at the latest,"
+    };
+    (
+        first,
+        format!("the programs diverged: they {since} at operation {first}: {a}; {b}"),
+    )
 }
 
 /// Describes how the second process differs if both issued the same call; otherwise returns `None`.
@@ -356,12 +415,24 @@ mod tests {
 
     #[test]
     fn first_difference_gives_the_same_text_on_both_sides() {
-        let (a, b) = (history(&[1, 2, 3, 4]).show(4), history(&[1, 2, 33, 44, 55]).show(5));
+        let (a, b) = (
+            history(&[1, 2, 3, 4]).show(4),
+            history(&[1, 2, 33, 44, 55]).show(5),
+        );
         let (op, text) = first_difference(ProcessId(0), &a, ProcessId(1), &b);
         assert_eq!(op, 3);
-        assert!(text.contains("process 0 issued operation 3 (op with hash 3) at"), "{text}");
-        assert!(text.contains("process 1 issued operation 3 (op with hash 33) at"), "{text}");
-        assert!(text.contains("history.rs"), "source lines are shown: {text}");
+        assert!(
+            text.contains("process 0 issued operation 3 (op with hash 3) at"),
+            "{text}"
+        );
+        assert!(
+            text.contains("process 1 issued operation 3 (op with hash 33) at"),
+            "{text}"
+        );
+        assert!(
+            text.contains("history.rs"),
+            "source lines are shown: {text}"
+        );
         assert_eq!(first_difference(ProcessId(1), &b, ProcessId(0), &a).1, text);
     }
 
@@ -373,16 +444,29 @@ mod tests {
             for op in 1..=2 {
                 let hash = if op == 1 { 1 } else { 20 + process as u128 };
                 let (what, at) = (Arc::new("put"), Location::caller());
-                history.push(OpRecord { op, hash, what, values: values[process], note: None, at });
+                history.push(OpRecord {
+                    op,
+                    hash,
+                    what,
+                    values: values[process],
+                    note: None,
+                    at,
+                });
             }
             history.show(2)
         });
         let (op, text) = first_difference(ProcessId(0), &shown[0], ProcessId(1), &shown[1]);
         assert_eq!(
             (op, &text),
-            (2, &first_difference(ProcessId(1), &shown[1], ProcessId(0), &shown[0]).1)
+            (
+                2,
+                &first_difference(ProcessId(1), &shown[1], ProcessId(0), &shown[0]).1
+            )
         );
-        assert!(text.contains("process 0 issued operation 2 (put) at"), "{text}");
+        assert!(
+            text.contains("process 0 issued operation 2 (put) at"),
+            "{text}"
+        );
         text
     }
 
@@ -392,11 +476,21 @@ mod tests {
         let text = parted([values(7, 0xab), values(7, 0xcd)]);
         let hashes =
             "their hash is 00000000000000ab on process 0 and 00000000000000cd on process 1";
-        assert!(text.contains("process 1 issued the same call, but the values differ:"), "{text}");
-        assert!(text.contains(hashes) && text.contains("`broadcast_value`"), "{text}");
+        assert!(
+            text.contains("process 1 issued the same call, but the values differ:"),
+            "{text}"
+        );
+        assert!(
+            text.contains(hashes) && text.contains("`broadcast_value`"),
+            "{text}"
+        );
         let other = "process 1 issued the same call, but with other arrays or other options";
         // Something other than the values differs.
-        for values in [[values(7, 1), values(8, 1)], [values(7, 1), values(8, 2)], [None, None]] {
+        for values in [
+            [values(7, 1), values(8, 1)],
+            [values(7, 1), values(8, 2)],
+            [None, None],
+        ] {
             let text = parted(values);
             assert!(text.ends_with(other), "{text}");
         }
@@ -407,7 +501,10 @@ mod tests {
         let (a, b) = (history(&[1, 2]).show(2), history(&[1, 2, 3]).show(3));
         let (op, text) = first_difference(ProcessId(0), &a, ProcessId(1), &b);
         assert_eq!(op, 3);
-        assert!(text.contains("process 0 has issued only 2 operations"), "{text}");
+        assert!(
+            text.contains("process 0 has issued only 2 operations"),
+            "{text}"
+        );
     }
 
     #[test]
@@ -416,19 +513,39 @@ mod tests {
         let records = mine.records.clone();
         for (records, first, says) in [
             (records.clone(), 4, "process 0 has issued only 3 operations"),
-            (records[..2].to_vec(), 3, "process 1 no longer remembers its operation 3"),
-            (Vec::new(), 1, "process 1 no longer remembers its operation 1"),
+            (
+                records[..2].to_vec(),
+                3,
+                "process 1 no longer remembers its operation 3",
+            ),
+            (
+                Vec::new(),
+                1,
+                "process 1 no longer remembers its operation 1",
+            ),
         ] {
-            let theirs = Shown { count: u64::MAX, records };
+            let theirs = Shown {
+                count: u64::MAX,
+                records,
+            };
             assert!(theirs.is_sound(), "no count is too high by itself");
             let (op, text) = first_difference(ProcessId(0), &mine, ProcessId(1), &theirs);
             assert_eq!(op, first);
             assert!(text.contains(says), "{text}");
         }
         // With operation numbers far apart, as no correct process sends them.
-        let far = ShownRecord { op: u64::MAX, ..records[2].clone() };
-        let theirs = Shown { count: u64::MAX, records: [&records[..2], &[far]].concat() };
-        assert_eq!(first_difference(ProcessId(0), &mine, ProcessId(1), &theirs).0, 3);
+        let far = ShownRecord {
+            op: u64::MAX,
+            ..records[2].clone()
+        };
+        let theirs = Shown {
+            count: u64::MAX,
+            records: [&records[..2], &[far]].concat(),
+        };
+        assert_eq!(
+            first_difference(ProcessId(0), &mine, ProcessId(1), &theirs).0,
+            3
+        );
     }
 
     #[test]
@@ -441,8 +558,14 @@ mod tests {
         beyond.count = 2;
         let mut none = shown.clone();
         none.records[0].op = 0;
-        let numbered = |i| ShownRecord { op: i as u64 + 1, ..shown.records[0].clone() };
-        let many = Shown { count: u64::MAX, records: (0..=SHOWN).map(numbered).collect() };
+        let numbered = |i| ShownRecord {
+            op: i as u64 + 1,
+            ..shown.records[0].clone()
+        };
+        let many = Shown {
+            count: u64::MAX,
+            records: (0..=SHOWN).map(numbered).collect(),
+        };
         for (i, unsound) in [twice, beyond, none, many].into_iter().enumerate() {
             assert!(!unsound.is_sound(), "case {i}");
         }
@@ -477,7 +600,14 @@ mod tests {
     fn one(history: &mut History, hash: u128) {
         let op = history.count() + 1;
         let (what, at) = (Arc::new("one"), Location::caller());
-        history.push(OpRecord { op, hash, what, values: None, note: None, at });
+        history.push(OpRecord {
+            op,
+            hash,
+            what,
+            values: None,
+            note: None,
+            at,
+        });
     }
 
     #[test]
@@ -485,12 +615,18 @@ mod tests {
         let mut history = history(&[1, 2]);
         let spans: [Arc<dyn Span>; 2] = [Arc::new(Counted(100)), Arc::new(Counted(200))];
         history.extend(5, &spans[0]);
-        assert_eq!((history.count(), history.hash(), history.hash_at(6)), (5, 105, None), "so far");
+        assert_eq!(
+            (history.count(), history.hash(), history.hash_at(6)),
+            (5, 105, None),
+            "so far"
+        );
         history.extend(1_000_000, &spans[0]);
         history.extend(1_000_003, &spans[1]);
         history.step_ended();
         one(&mut history, 7);
-        let hashes = [0, 2, 3, 999_999, 1_000_000, 1_000_001, 1_000_003, 1_000_004, 1_000_005];
+        let hashes = [
+            0, 2, 3, 999_999, 1_000_000, 1_000_001, 1_000_003, 1_000_004, 1_000_005,
+        ];
         let expected = [
             Some(0),
             Some(2),
@@ -507,10 +643,18 @@ mod tests {
         let shown = history.show(1_000_003);
         assert_eq!(shown.records.len(), 512);
         assert_eq!(
-            shown.records.last().map(|record| (record.op, record.hash, record.steps)),
+            shown
+                .records
+                .last()
+                .map(|record| (record.op, record.hash, record.steps)),
             Some((1_000_004, 7, 1))
         );
-        assert!(shown.records.windows(2).all(|pair| pair[0].op + 1 == pair[1].op));
+        assert!(
+            shown
+                .records
+                .windows(2)
+                .all(|pair| pair[0].op + 1 == pair[1].op)
+        );
     }
 
     #[test]
@@ -520,6 +664,9 @@ mod tests {
             let span: Arc<dyn Span> = Arc::new(Counted(0));
             history.extend(2 + 10 * (i + 1), &span);
         }
-        assert_eq!([2, 3, 12].map(|op| history.hash_at(op)), [None, Some(3), Some(12)]);
+        assert_eq!(
+            [2, 3, 12].map(|op| history.hash_at(op)),
+            [None, Some(3), Some(12)]
+        );
     }
 }

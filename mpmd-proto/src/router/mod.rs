@@ -239,7 +239,9 @@ impl<C: Cargo> Router<C> {
 
     /// Returns and removes the driver's tasks, in order. Call it after every other call.
     pub fn take_actions(&mut self) -> Vec<Action<C>> {
-        std::mem::take(&mut self.to_tell).into_iter().for_each(|peer| self.tell_taken(peer));
+        std::mem::take(&mut self.to_tell)
+            .into_iter()
+            .for_each(|peer| self.tell_taken(peer));
         std::mem::take(&mut self.actions)
     }
 
@@ -282,7 +284,10 @@ impl<C: Cargo> Router<C> {
 
     fn issued(&mut self, op: u64, clock: impl Fn() -> Duration) {
         if self.next_check > op
-            && self.parked.first_key_value().is_none_or(|(first, _)| *first > op)
+            && self
+                .parked
+                .first_key_value()
+                .is_none_or(|(first, _)| *first > op)
         {
             return;
         }
@@ -292,7 +297,9 @@ impl<C: Cargo> Router<C> {
                 break;
             }
             let messages = entry.remove();
-            messages.iter().for_each(|(from, ..)| self.peers[from.index()].kept -= KEPT_OVERHEAD);
+            messages
+                .iter()
+                .for_each(|(from, ..)| self.peers[from.index()].kept -= KEPT_OVERHEAD);
             for (from, header, incoming) in messages {
                 if !self.peers[from.index()].broken {
                     self.piece_message(from, header, incoming, now);
@@ -340,11 +347,20 @@ impl<C: Cargo> Router<C> {
         debug_assert!(op <= self.history.count(), "operation {op} was not issued");
         let key = (op, piece);
         // A piece that has arrived is taken, even if its sender has gone since.
-        let here =
-            matches!(self.early.get(&(from, key)), Some(Early::Cargo(..) | Early::Poison(_)));
-        let never = if here { self.failed.clone() } else { self.why_never(from, op) };
+        let here = matches!(
+            self.early.get(&(from, key)),
+            Some(Early::Cargo(..) | Early::Poison(_))
+        );
+        let never = if here {
+            self.failed.clone()
+        } else {
+            self.why_never(from, op)
+        };
         if let Some(failure) = never {
-            self.actions.push(Action::Deliver { waiter, result: Err(failure) });
+            self.actions.push(Action::Deliver {
+                waiter,
+                result: Err(failure),
+            });
             return;
         }
         let (least, most) = (*bytes.start(), *bytes.end());
@@ -372,8 +388,10 @@ impl<C: Cargo> Router<C> {
             }
             None => {}
         }
-        let beyond =
-            self.peers[from.index()].goodbye.as_ref().is_some_and(|goodbye| op > goodbye.count);
+        let beyond = self.peers[from.index()]
+            .goodbye
+            .as_ref()
+            .is_some_and(|goodbye| op > goodbye.count);
         if beyond {
             self.dispute(from, op, now);
         }
@@ -397,7 +415,10 @@ impl<C: Cargo> Router<C> {
         let peer = &self.peers[from.index()];
         if likely > EAGER_BYTES
             && !peer.zero_copy
-            && peer.expected.get(&key).is_some_and(|expected| !expected.granted)
+            && peer
+                .expected
+                .get(&key)
+                .is_some_and(|expected| !expected.granted)
         {
             self.grant(from, key, likely);
         }
@@ -484,8 +505,15 @@ impl<C: Cargo> Router<C> {
     pub fn ask_taken(&mut self, to: ProcessId, op: u64) {
         let peer = &self.peers[to.index()];
         if peer.zero_copy && !peer.has_left() && self.failed.is_none() {
-            let header = Header { op, ..self.header(Kind::AskTaken) };
-            self.actions.push(Action::Post { to, header, body: Body::Empty });
+            let header = Header {
+                op,
+                ..self.header(Kind::AskTaken)
+            };
+            self.actions.push(Action::Post {
+                to,
+                header,
+                body: Body::Empty,
+            });
         }
     }
 
@@ -497,7 +525,14 @@ impl<C: Cargo> Router<C> {
         if self.failed.is_none() && self.peers[to.index()].is_reachable() {
             // The receiver believes a poison with any hash.
             let hash = self.history.hash_at(op).unwrap_or_default();
-            self.post_piece(Kind::Poison, to, (op, piece), hash, bytes, Body::Control(body));
+            self.post_piece(
+                Kind::Poison,
+                to,
+                (op, piece),
+                hash,
+                bytes,
+                Body::Control(body),
+            );
         }
     }
 
@@ -511,7 +546,10 @@ impl<C: Cargo> Router<C> {
         control: &[u8],
         now: Duration,
     ) {
-        let is_read = self.peers.get(from.index()).is_some_and(|peer| !peer.broken);
+        let is_read = self
+            .peers
+            .get(from.index())
+            .is_some_and(|peer| !peer.broken);
         if header.epoch != self.config.epoch || !is_read {
             return;
         }
@@ -524,7 +562,10 @@ impl<C: Cargo> Router<C> {
                     return;
                 }
                 if header.op > self.history.count() {
-                    self.parked.entry(header.op).or_default().push((from, header, incoming));
+                    self.parked
+                        .entry(header.op)
+                        .or_default()
+                        .push((from, header, incoming));
                     self.count_kept(from, KEPT_OVERHEAD);
                 } else {
                     self.piece_message(from, header, incoming, now);
@@ -539,11 +580,16 @@ impl<C: Cargo> Router<C> {
             Kind::Credit => {
                 let peer = &mut self.peers[from.index()];
                 if peer.zero_copy && header.op > self.history.count() {
-                    let why =
-                        format!("it took a piece of operation {}, which was not issued", header.op);
+                    let why = format!(
+                        "it took a piece of operation {}, which was not issued",
+                        header.op
+                    );
                     self.broken(from, &why);
                 } else if peer.zero_copy {
-                    self.actions.push(Action::Taken { by: from, op: header.op });
+                    self.actions.push(Action::Taken {
+                        by: from,
+                        op: header.op,
+                    });
                 } else {
                     peer.credit = peer.credit.saturating_add(header.count).min(EAGER_CREDIT);
                 }
@@ -574,8 +620,16 @@ impl<C: Cargo> Router<C> {
             && !self.peers[next.index()].has_left()
             && self.failed.is_none()
         {
-            let header = Header { op: step, hash: self.history.hash(), ..self.header(Kind::Step) };
-            self.actions.push(Action::Post { to: next, header, body: Body::Empty });
+            let header = Header {
+                op: step,
+                hash: self.history.hash(),
+                ..self.header(Kind::Step)
+            };
+            self.actions.push(Action::Post {
+                to: next,
+                header,
+                body: Body::Empty,
+            });
         }
     }
 
@@ -587,15 +641,24 @@ impl<C: Cargo> Router<C> {
             .peers
             .iter()
             .map(|peer| peer.expected.len() + peer.ready.len() + peer.granted.len());
-        let early = self.early.values().filter(|early| !matches!(early, Early::Offered(_)));
+        let early = self
+            .early
+            .values()
+            .filter(|early| !matches!(early, Early::Offered(_)));
         early.count() + self.parked.len() + of_peers.sum::<usize>()
     }
 
     /// Forgets messages and grants that arrived for operation `op`, which has ended here.
     pub fn forget(&mut self, op: u64) {
-        let ended: Vec<_> = self.early.keys().filter(|(_, key)| key.0 == op).copied().collect();
-        for (from, early) in
-            ended.into_iter().filter_map(|key| Some((key.0, self.early.remove(&key)?)))
+        let ended: Vec<_> = self
+            .early
+            .keys()
+            .filter(|(_, key)| key.0 == op)
+            .copied()
+            .collect();
+        for (from, early) in ended
+            .into_iter()
+            .filter_map(|key| Some((key.0, self.early.remove(&key)?)))
         {
             self.peers[from.index()].kept -= early.cost();
             self.to_tell.push(from);
@@ -615,7 +678,9 @@ impl<C: Cargo> Router<C> {
         now: Duration,
     ) {
         let key = (header.op, header.piece);
-        let differs = self.hash_of(from, key).is_some_and(|mine| mine != header.hash);
+        let differs = self
+            .hash_of(from, key)
+            .is_some_and(|mine| mine != header.hash);
         if differs {
             self.dispute(from, header.op, now);
             return;
@@ -651,14 +716,23 @@ impl<C: Cargo> Router<C> {
     fn deliver(&mut self, from: ProcessId, header: Header, incoming: C::Incoming) {
         let key = (header.op, header.piece);
         let peer = &mut self.peers[from.index()];
-        let Some(expected) = peer.expected.remove(&key) else { return };
+        let Some(expected) = peer.expected.remove(&key) else {
+            return;
+        };
         if header.kind == Kind::Eager {
             peer.owed += header.bytes + EAGER_OVERHEAD;
             if peer.owed >= EAGER_CREDIT / 4 {
                 let count = std::mem::take(&mut peer.owed);
                 peer.unclaimed -= count;
-                let header = Header { count, ..self.header(Kind::Credit) };
-                self.actions.push(Action::Post { to: from, header, body: Body::Empty });
+                let header = Header {
+                    count,
+                    ..self.header(Kind::Credit)
+                };
+                self.actions.push(Action::Post {
+                    to: from,
+                    header,
+                    body: Body::Empty,
+                });
             }
         } else if peer.zero_copy {
             peer.last_taken = peer.last_taken.max(header.op);
@@ -669,13 +743,27 @@ impl<C: Cargo> Router<C> {
             }
         }
         if expected.bytes.contains(&header.bytes) {
-            self.actions.push(Action::Deliver { waiter: expected.waiter, result: Ok(incoming) });
+            self.actions.push(Action::Deliver {
+                waiter: expected.waiter,
+                result: Ok(incoming),
+            });
         } else {
             let (most, what) = (expected.bytes.end(), self.name(header.op));
-            let piece = format!("{} bytes for piece {} of {what}", header.bytes, header.piece);
+            let piece = format!(
+                "{} bytes for piece {} of {what}",
+                header.bytes, header.piece
+            );
             let message = format!("process {from} sent {piece}, which has {most}");
-            let failure = Arc::new(Failure::new(FailureKind::Transport, from, header.op, message));
-            self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure) });
+            let failure = Arc::new(Failure::new(
+                FailureKind::Transport,
+                from,
+                header.op,
+                message,
+            ));
+            self.actions.push(Action::Deliver {
+                waiter: expected.waiter,
+                result: Err(failure),
+            });
             // The hashes were equal, which means equal shapes: so the peer is at fault.
             self.broken(from, &format!("it sent {piece}, which has {most}"));
         }
@@ -693,15 +781,23 @@ impl<C: Cargo> Router<C> {
         };
         let early = self.early.iter().filter_map(here).min();
         let first = awaited.into_iter().chain(early).min();
-        let op =
-            first.map_or(peer.last_taken, |first| peer.last_taken.min(first.saturating_sub(1)));
+        let op = first.map_or(peer.last_taken, |first| {
+            peer.last_taken.min(first.saturating_sub(1))
+        });
         let news = op > peer.told;
         let peer = &mut self.peers[to.index()];
         peer.untold = 0;
         if news {
             peer.told = op;
-            let header = Header { op, ..self.header(Kind::Credit) };
-            self.actions.push(Action::Post { to, header, body: Body::Empty });
+            let header = Header {
+                op,
+                ..self.header(Kind::Credit)
+            };
+            self.actions.push(Action::Post {
+                to,
+                header,
+                body: Body::Empty,
+            });
         }
     }
 
@@ -711,8 +807,10 @@ impl<C: Cargo> Router<C> {
         }
         match self.peers[from.index()].expected.remove(&key) {
             Some(expected) => {
-                self.actions
-                    .push(Action::Deliver { waiter: expected.waiter, result: Err(failure) });
+                self.actions.push(Action::Deliver {
+                    waiter: expected.waiter,
+                    result: Err(failure),
+                });
                 // The piece may be the last that kept others from being reported as taken.
                 self.to_tell.push(from);
             }
@@ -722,11 +820,15 @@ impl<C: Cargo> Router<C> {
 
     /// Returns the description of an operation for messages, or just its number if it is forgotten.
     fn name(&self, op: u64) -> String {
-        self.history.describe(op).unwrap_or_else(|| format!("operation {op}"))
+        self.history
+            .describe(op)
+            .unwrap_or_else(|| format!("operation {op}"))
     }
 
     fn grant(&mut self, to: ProcessId, key: PieceKey, bytes: u64) {
-        let Some(expected) = self.peers[to.index()].expected.get_mut(&key) else { return };
+        let Some(expected) = self.peers[to.index()].expected.get_mut(&key) else {
+            return;
+        };
         expected.granted = true;
         let hash = expected.hash;
         self.post_piece(Kind::Grant, to, key, hash, bytes, Body::Empty);
@@ -750,21 +852,35 @@ impl<C: Cargo> Router<C> {
         bytes: u64,
         body: Body<C::Outgoing>,
     ) {
-        let header = Header { op: key.0, piece: key.1, bytes, hash, ..self.header(kind) };
+        let header = Header {
+            op: key.0,
+            piece: key.1,
+            bytes,
+            hash,
+            ..self.header(kind)
+        };
         self.actions.push(Action::Post { to, header, body });
     }
 
     fn header(&self, kind: Kind) -> Header {
-        Header { epoch: self.config.epoch, count: self.history.count(), ..Header::new(kind) }
+        Header {
+            epoch: self.config.epoch,
+            count: self.history.count(),
+            ..Header::new(kind)
+        }
     }
 
     fn others(&self) -> impl Iterator<Item = ProcessId> + use<C> {
         let me = self.config.process;
-        (0..self.config.processes as u32).map(ProcessId).filter(move |process| *process != me)
+        (0..self.config.processes as u32)
+            .map(ProcessId)
+            .filter(move |process| *process != me)
     }
 
     fn reachable(&self) -> Vec<ProcessId> {
-        self.others().filter(|process| self.peers[process.index()].is_reachable()).collect()
+        self.others()
+            .filter(|process| self.peers[process.index()].is_reachable())
+            .collect()
     }
 }
 

@@ -124,7 +124,11 @@ impl<C: Cargo> Peer<C> {
     /// Returns true if the peer may still ask for pieces: it is not gone, and has not said goodbye
     /// with a failure.
     pub(super) fn takes_pieces(&self) -> bool {
-        self.is_reachable() && self.goodbye.as_ref().is_none_or(|goodbye| goodbye.failure.is_none())
+        self.is_reachable()
+            && self
+                .goodbye
+                .as_ref()
+                .is_none_or(|goodbye| goodbye.failure.is_none())
     }
 
     /// Returns true if the peer has left the job, in order or not.

@@ -2,6 +2,7 @@
 //! seed.
 
 mod credit;
+mod disputes;
 mod fuzz;
 mod leaving;
 mod lying;
@@ -24,8 +25,10 @@ struct Seeded(u64);
 
 impl Seeded {
     fn next(&mut self, below: u64) -> u64 {
-        self.0 =
-            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) % below
     }
 }
@@ -74,11 +77,20 @@ fn at(millis: u64) -> Duration {
 
 fn record(op: u64, hash: u128, what: &str) -> OpRecord {
     let (what, at) = (Arc::new(what.to_owned()), std::panic::Location::caller());
-    OpRecord { op, hash, what, values: None, note: None, at }
+    OpRecord {
+        op,
+        hash,
+        what,
+        values: None,
+        note: None,
+        at,
+    }
 }
 
 fn body(key: PieceKey, bytes: u64) -> Vec<u8> {
-    (0..bytes).map(|i| (key.0 * 31 + key.1 * 7 + i) as u8).collect()
+    (0..bytes)
+        .map(|i| (key.0 * 31 + key.1 * 7 + i) as u8)
+        .collect()
 }
 
 impl Job {
@@ -135,8 +147,16 @@ impl Job {
     }
 
     fn hash(&self, process: usize, op: u64) -> u128 {
-        let spanned = || self.routers[process].history.hash_at(op).expect("issued lately");
-        self.hashes.get(&(process, op)).copied().unwrap_or_else(spanned)
+        let spanned = || {
+            self.routers[process]
+                .history
+                .hash_at(op)
+                .expect("issued lately")
+        };
+        self.hashes
+            .get(&(process, op))
+            .copied()
+            .unwrap_or_else(spanned)
     }
 
     fn expect(&mut self, process: usize, from: usize, key: PieceKey, bytes: u64) {
@@ -211,7 +231,13 @@ impl Job {
     /// not have sent.
     fn say(&mut self, from: usize, to: usize, header: Header, body: &[u8]) {
         let header = Header { epoch: 1, ..header };
-        self.routers[to].arrived(ProcessId(from as u32), header, body.to_vec(), body, at(self.now));
+        self.routers[to].arrived(
+            ProcessId(from as u32),
+            header,
+            body.to_vec(),
+            body,
+            at(self.now),
+        );
         self.act(to);
     }
 
@@ -219,7 +245,11 @@ impl Job {
     /// routers.
     fn step(&mut self) {
         self.now += 1;
-        while let Some(index) = self.flying.iter().position(|message| message.due <= self.now) {
+        while let Some(index) = self
+            .flying
+            .iter()
+            .position(|message| message.due <= self.now)
+        {
             let message = self.flying.swap_remove(index);
             let to = message.to.index();
             if self.dead[to] || self.deaf == Some(to) {
@@ -315,9 +345,15 @@ fn every_piece_arrives_at_any_delay_and_pace() {
         for (index, moves) in program.iter().enumerate() {
             for (piece, (_, to, bytes)) in moves.iter().enumerate() {
                 let key = (index as u64 + 1, piece as u64);
-                let outcome =
-                    job.outcomes.get(&(*to, key)).unwrap_or_else(|| panic!("seed {seed}: {key:?}"));
-                assert_eq!(outcome.as_ref().expect("delivered"), &body(key, *bytes), "seed {seed}");
+                let outcome = job
+                    .outcomes
+                    .get(&(*to, key))
+                    .unwrap_or_else(|| panic!("seed {seed}: {key:?}"));
+                assert_eq!(
+                    outcome.as_ref().expect("delivered"),
+                    &body(key, *bytes),
+                    "seed {seed}"
+                );
             }
         }
         // Every sender knows that all its zero-copy pieces were taken.
@@ -347,16 +383,34 @@ fn large_pieces_wait_for_grant_and_small_ones_for_credit() {
     job.offer(0, 1, (op, 0), 1 << 20);
     let flying =
         |job: &Job, kind| job.flying.iter().filter(|m| m.header.kind == kind).count() as u64;
-    assert!(flying(&job, Kind::Eager) * EAGER_BYTES <= EAGER_CREDIT, "unclaimed bytes are bounded");
+    assert!(
+        flying(&job, Kind::Eager) * EAGER_BYTES <= EAGER_CREDIT,
+        "unclaimed bytes are bounded"
+    );
     assert_eq!(flying(&job, Kind::Eager) + flying(&job, Kind::Offer), sent);
-    assert_eq!(flying(&job, Kind::Data), 0, "nothing large moves before its grant");
+    assert_eq!(
+        flying(&job, Kind::Data),
+        0,
+        "nothing large moves before its grant"
+    );
     job.run(5);
     for _ in 0..=sent {
         let op = job.issue(1, 5, "same");
-        job.expect(1, 0, (op, 0), if op <= sent { EAGER_BYTES } else { 1 << 20 });
+        job.expect(
+            1,
+            0,
+            (op, 0),
+            if op <= sent { EAGER_BYTES } else { 1 << 20 },
+        );
     }
     job.run(20);
-    assert_eq!(job.outcomes.values().filter(|outcome| outcome.is_ok()).count() as u64, sent + 1);
+    assert_eq!(
+        job.outcomes
+            .values()
+            .filter(|outcome| outcome.is_ok())
+            .count() as u64,
+        sent + 1
+    );
     // The credit came back: the next small piece is eager again.
     let op = job.issue(0, 6, "again");
     job.offer(0, 1, (op, 0), 10);
@@ -378,8 +432,16 @@ fn dead_process_fails_every_wait_and_is_named() {
             (failure.kind, failure.process, failure.op),
             (FailureKind::PeerLost, ProcessId(1), 1)
         );
-        assert!(failure.message.contains("process 1 is gone (connection reset)"), "{failure}");
-        assert!(failure.message.contains("operation 1 (device_put)"), "{failure}");
+        assert!(
+            failure
+                .message
+                .contains("process 1 is gone (connection reset)"),
+            "{failure}"
+        );
+        assert!(
+            failure.message.contains("operation 1 (device_put)"),
+            "{failure}"
+        );
     }
     // A later operation fails too, at once.
     job.issue(0, 10, "later");
@@ -397,8 +459,15 @@ fn stopped_process_is_lost_after_peer_timeout() {
     job.dead[1] = true;
     job.run(62_000);
     let failure = job.outcomes[&(0, (1, 0))].as_ref().unwrap_err();
-    assert!(failure.message.contains("no sign of life for 60 s"), "{failure}");
-    assert_eq!(job.silent, [(0, 1)], "reported once, so that transfers in flight can be given up");
+    assert!(
+        failure.message.contains("no sign of life for 60 s"),
+        "{failure}"
+    );
+    assert_eq!(
+        job.silent,
+        [(0, 1)],
+        "reported once, so that transfers in flight can be given up"
+    );
 }
 
 #[test]
@@ -433,7 +502,10 @@ fn deaf_process_lets_the_others_find_the_dead_one() {
         job.run(more);
         let failure = job.routers[process].trouble().expect("a peer is lost");
         assert_eq!(failure.kind, FailureKind::PeerLost);
-        assert!(failure.message.contains("operation 1 (device_put)"), "{failure}");
+        assert!(
+            failure.message.contains("operation 1 (device_put)"),
+            "{failure}"
+        );
         let said = match process {
             3 => "process 0 is gone, or process 1 is gone, or process 2 is gone (from all",
             _ => "process 2 is gone (no sign of life",
@@ -460,10 +532,22 @@ fn peer_that_the_rendezvous_lost_is_gone_if_silent() {
     assert!(job.outcomes.is_empty(), "that one is gone is not known yet");
     job.run(2000);
     let failure = job.outcomes[&(0, (1, 0))].as_ref().unwrap_err();
-    assert!(failure.message.contains("process 1 is gone (its connection was closed)"), "{failure}");
-    assert_eq!(job.silent, [(0, 1)], "so that transfers in flight can be given up");
+    assert!(
+        failure
+            .message
+            .contains("process 1 is gone (its connection was closed)"),
+        "{failure}"
+    );
+    assert_eq!(
+        job.silent,
+        [(0, 1)],
+        "so that transfers in flight can be given up"
+    );
     job.run(10_000);
-    assert!(!job.outcomes.contains_key(&(0, (1, 1))), "the other is well");
+    assert!(
+        !job.outcomes.contains_key(&(0, (1, 1))),
+        "the other is well"
+    );
 }
 
 #[test]
@@ -493,11 +577,20 @@ fn loss_after_another_names_both() {
         job.act(0);
     }
     let failure = job.outcomes[&(0, (1, 0))].as_ref().unwrap_err();
-    assert!(failure.message.starts_with("process 1 is gone (closed); operation 1"), "{failure}");
+    assert!(
+        failure
+            .message
+            .starts_with("process 1 is gone (closed); operation 1"),
+        "{failure}"
+    );
     let before = "waited for it; before that: process 2 is gone (killed)";
     assert!(failure.message.contains(before), "{failure}");
     let first = job.routers[0].trouble().expect("two are lost");
-    assert_eq!(first.process, ProcessId(2), "the first loss, not that of the lowest process");
+    assert_eq!(
+        first.process,
+        ProcessId(2),
+        "the first loss, not that of the lowest process"
+    );
 }
 
 /// Process 3 has failed, and 1 does not hear why. Process 0 has heard it when 1 tells of its loss.
@@ -517,7 +610,10 @@ fn failure_that_a_peer_tells_after_another_names_both() {
         job.run(10);
     }
     let failure = job.outcomes[&(0, (1, 0))].as_ref().unwrap_err();
-    assert_eq!(failure.message, "process 3 is gone (closed); before that: the kernel failed");
+    assert_eq!(
+        failure.message,
+        "process 3 is gone (closed); before that: the kernel failed"
+    );
 }
 
 #[test]
@@ -532,7 +628,11 @@ fn job_stopped_beyond_peer_timeout_goes_on() {
     job.now += 200_000;
     job.run(30_000);
     assert!(job.silent.is_empty() && job.outcomes.is_empty());
-    assert!(job.reports.is_empty(), "nobody has waited that long: {:?}", job.reports);
+    assert!(
+        job.reports.is_empty(),
+        "nobody has waited that long: {:?}",
+        job.reports
+    );
 }
 
 #[test]
@@ -558,133 +658,6 @@ fn poison_arrives_instead_of_the_piece_early_or_late() {
     }
 }
 
-/// Runs a diverging job and returns the one message that all processes fail with.
-fn diverged(mut job: Job) -> String {
-    job.run(4000);
-    let messages: Vec<String> = job
-        .routers
-        .iter()
-        .map(|router| {
-            let failure = router.failed().expect("every process fails");
-            assert_eq!(failure.kind, FailureKind::Diverged);
-            failure.message.clone()
-        })
-        .collect();
-    assert!(job.outcomes.values().all(Result::is_err), "nothing is delivered");
-    assert!(messages.windows(2).all(|pair| pair[0] == pair[1]), "{messages:?}");
-    messages[0].clone()
-}
-
-#[test]
-fn extra_operation_is_found_by_the_next_message() {
-    for seed in 0..20 {
-        let mut job = Job::new(2, seed, 30);
-        for (process, ops) in [(0, [11, 50, 60]), (1, [11, 61, 70])] {
-            for (i, hash) in ops.into_iter().enumerate() {
-                job.issue(process, hash, &format!("put {hash}"));
-                let key = (i as u64 + 1, 0);
-                match process {
-                    0 => job.offer(0, 1, key, 100),
-                    _ if i > 0 => job.expect(1, 0, key, 100),
-                    _ => {}
-                }
-            }
-        }
-        let text = diverged(job);
-        assert!(text.contains("process 0 issued operation 2 (put 50)"), "{text}");
-        assert!(text.contains("process 1 issued operation 2 (put 61)"), "{text}");
-    }
-}
-
-#[test]
-fn extra_operation_without_messages_is_found_at_step_end() {
-    let mut job = Job::new(4, 7, 10);
-    for process in 0..4 {
-        for op in 1..=3 {
-            job.issue(process, op, "same");
-        }
-        if process == 2 {
-            job.issue(process, 99, "extra, without messages");
-        } else {
-            job.issue(process, 4, "same");
-        }
-        job.routers[process].step_end(1);
-        job.act(process);
-    }
-    let text = diverged(job);
-    assert!(text.contains("operation 4 (extra, without messages)"), "{text}");
-}
-
-#[test]
-fn a_skipped_operation_is_found_at_goodbye() {
-    let mut job = Job::new(2, 8, 10);
-    job.issue(0, 1, "both");
-    job.issue(1, 1, "both");
-    job.issue(1, 2, "only here");
-    job.expect(1, 0, (2, 0), 10);
-    job.routers[0].goodbye(None, at(0));
-    job.act(0);
-    let text = diverged(job);
-    assert!(text.contains("process 0 has issued only 1 operations"), "{text}");
-    assert!(text.contains("process 1 issued operation 2 (only here)"), "{text}");
-}
-
-#[test]
-fn extra_last_operation_is_found_by_both() {
-    for first in [0, 1] {
-        let mut job = Job::new(2, 8, 10);
-        job.issue(0, 1, "both");
-        job.issue(1, 1, "both");
-        job.issue(1, 2, "only here");
-        for process in [first, 1 - first] {
-            job.routers[process].goodbye(None, at(0));
-            job.act(process);
-            job.run(50);
-        }
-        assert!(
-            job.routers.iter().all(|router| router.still_here().is_empty()),
-            "settled on both sides"
-        );
-        let text = diverged(job);
-        assert!(text.contains("process 1 issued operation 2 (only here)"), "{text}");
-    }
-}
-
-#[test]
-fn peer_is_still_here_until_dispute_ends() {
-    let mut job = Job::new(2, 8, 10);
-    job.issue(0, 1, "one way");
-    job.issue(1, 2, "another way");
-    for process in 0..2 {
-        job.routers[process].goodbye(None, at(0));
-        job.act(process);
-    }
-    for _ in 0..5000 {
-        if job.routers[0].still_here().is_empty() || job.routers[0].failed().is_some() {
-            break;
-        }
-        job.step();
-    }
-    assert!(job.routers[0].failed().is_some(), "still here until the dispute has ended");
-}
-
-#[test]
-fn step_end_at_another_operation_is_named() {
-    let mut job = Job::new(2, 13, 5);
-    for process in 0..2 {
-        job.issue(process, 1, "op");
-    }
-    // The hash that comes with operations includes the ends of steps.
-    job.routers[0].step_end(1);
-    job.act(0);
-    job.issue(0, 22, "op");
-    job.issue(1, 2, "op");
-    let text = diverged(job);
-    assert!(text.contains("process 0 issued operation 2 (op) at"), "{text}");
-    assert!(text.contains("after 1 steps; process 1 issued operation 2 (op) at"), "{text}");
-    assert!(text.ends_with("after 0 steps"), "{text}");
-}
-
 #[test]
 fn arrived_piece_is_taken_after_its_sender_is_gone() {
     for in_order in [true, false] {
@@ -705,7 +678,10 @@ fn arrived_piece_is_taken_after_its_sender_is_gone() {
             &body((1, 0), 10),
             "in order: {in_order}"
         );
-        assert!(job.outcomes[&(1, (1, 1))].is_err(), "and a piece that has not arrived never will");
+        assert!(
+            job.outcomes[&(1, (1, 1))].is_err(),
+            "and a piece that has not arrived never will"
+        );
     }
 }
 
@@ -713,10 +689,13 @@ fn arrived_piece_is_taken_after_its_sender_is_gone() {
 fn loss_without_waits_names_the_latest_operation() {
     let lost = |job: &mut Job| {
         job.routers[0].peer_down(ProcessId(1), "connection reset");
-        let failure = job.routers[0].take_actions().into_iter().find_map(|action| match action {
-            Action::PeerLost(failure) => Some(failure.message.clone()),
-            _ => None,
-        });
+        let failure = job.routers[0]
+            .take_actions()
+            .into_iter()
+            .find_map(|action| match action {
+                Action::PeerLost(failure) => Some(failure.message.clone()),
+                _ => None,
+            });
         failure.expect("a loss")
     };
     let start = || {
@@ -730,11 +709,17 @@ fn loss_without_waits_names_the_latest_operation() {
         text.starts_with("process 1 is gone (connection reset) before the program ended"),
         "{text}"
     );
-    assert!(text.contains("process 0 had issued operation 2 (second) at"), "{text}");
+    assert!(
+        text.contains("process 0 had issued operation 2 (second) at"),
+        "{text}"
+    );
     let mut job = start();
     job.offer(0, 1, (1, 0), EAGER_BYTES + 1);
     let text = lost(&mut job);
-    assert!(text.contains("operation 1 (first) at") && text.contains("waited for it"), "{text}");
+    assert!(
+        text.contains("operation 1 (first) at") && text.contains("waited for it"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -748,10 +733,16 @@ fn long_wait_is_reported_with_the_chain_to_the_root() {
     job.expect(0, 1, (2, 0), 10);
     job.expect(1, 2, (1, 0), 10);
     job.run(61_000);
-    let report =
-        job.reports.iter().find(|report| report.starts_with("process 0:")).expect("reported");
+    let report = job
+        .reports
+        .iter()
+        .find(|report| report.starts_with("process 0:"))
+        .expect("reported");
     assert!(report.contains("operation 2 (op b)"), "{report}");
-    assert!(report.contains("process 1 waits in operation 1 (op a)"), "{report}");
+    assert!(
+        report.contains("process 1 waits in operation 1 (op a)"),
+        "{report}"
+    );
     assert!(report.contains("process 2 computes"), "{report}");
     assert!(job.outcomes.is_empty(), "a slow peer is no error");
     // Process 1 is the root itself if an operation lower than its wait is running there.
@@ -779,8 +770,12 @@ fn early_end_with_an_error_reaches_peers_as_that_error() {
     }
     job.issue(0, 2, "further on");
     job.expect(0, 1, (1, 0), 10);
-    let failure =
-        Failure::new(FailureKind::Left, ProcessId(1), 0, "process 1 ended early: out of data");
+    let failure = Failure::new(
+        FailureKind::Left,
+        ProcessId(1),
+        0,
+        "process 1 ended early: out of data",
+    );
     job.routers[1].goodbye(Some(&failure), at(0));
     job.act(1);
     job.run(3000);
@@ -793,65 +788,16 @@ fn messages_of_another_incarnation_are_ignored() {
     let mut job = Job::new(2, 11, 0);
     job.issue(1, 1, "op");
     job.expect(1, 0, (1, 0), 3);
-    let header = Header { op: 1, bytes: 3, hash: 1, epoch: 99, ..Header::new(Kind::Eager) };
+    let header = Header {
+        op: 1,
+        bytes: 3,
+        hash: 1,
+        epoch: 99,
+        ..Header::new(Kind::Eager)
+    };
     job.routers[1].arrived(ProcessId(0), header, vec![1, 2, 3], &[], at(1));
     job.act(1);
     assert!(job.outcomes.is_empty());
-}
-
-#[test]
-fn operation_forgotten_by_one_side_is_no_difference() {
-    let mut job = Job::new(2, 12, 3);
-    for process in 0..2 {
-        job.issue(process, 7, "device_put");
-        job.issue(process, 8, "device_put");
-    }
-    // Process 0 goes on with operations of others. Its pieces of the first two operations, one each
-    // way, are slow.
-    for op in 3..10_000 {
-        job.issue(0, op, "elsewhere");
-    }
-    job.expect(0, 1, (1, 0), 10);
-    job.expect(1, 0, (2, 0), 100_000);
-    job.run(400);
-    job.offer(1, 0, (1, 0), 10);
-    job.offer(0, 1, (2, 0), 100_000);
-    job.run(50);
-    assert!(job.routers.iter().all(|router| router.failed().is_none()));
-    assert!(job.outcomes[&(0, (1, 0))].is_ok() && job.outcomes[&(1, (2, 0))].is_ok());
-}
-
-#[test]
-fn operation_forgotten_by_one_side_is_compared() {
-    // Each case: the sender; true if the receiver expects first; the process that issues more.
-    for case in 0..8 {
-        let (from, asks_first, ahead) = (case & 1, case & 2 == 0, case >> 2);
-        for bytes in [10, 100_000] {
-            let mut job = Job::new(2, case as u64, 0);
-            job.issue(0, 7, "device_put");
-            job.issue(1, 8, "device_put of other values");
-            for op in 3..10_000 {
-                job.issue(ahead, op, "elsewhere");
-            }
-            for turn in [asks_first, !asks_first] {
-                match turn {
-                    true => job.expect(1 - from, from, (1, 0), bytes),
-                    false => job.offer(from, 1 - from, (1, 0), bytes),
-                }
-                // Too early for a heartbeat.
-                job.run(5);
-            }
-            assert!(
-                !job.outcomes.values().any(Result::is_ok),
-                "{bytes} bytes of case {case} are delivered"
-            );
-            job.run(4000);
-            for router in &job.routers {
-                let kind = router.failed().map(|failure| failure.kind);
-                assert_eq!(kind, Some(FailureKind::Diverged), "{bytes} bytes, case {case}");
-            }
-        }
-    }
 }
 
 #[test]

@@ -72,10 +72,23 @@ impl<C: Cargo> Router<C> {
         if !self.peers[to.index()].is_reachable() {
             return;
         }
-        let answer = Answer { count: self.history.count(), doing, chain: self.chain(running) };
+        let answer = Answer {
+            count: self.history.count(),
+            doing,
+            chain: self.chain(running),
+        };
         let body = control::encode(&answer).unwrap_or_default();
-        let header = Header { op, piece, bytes: body.len() as u64, ..self.header(Kind::Answer) };
-        self.actions.push(Action::Post { to, header, body: Body::Control(body) });
+        let header = Header {
+            op,
+            piece,
+            bytes: body.len() as u64,
+            ..self.header(Kind::Answer)
+        };
+        self.actions.push(Action::Post {
+            to,
+            header,
+            body: Body::Control(body),
+        });
     }
 
     /// Describes an operation for people, if this process still remembers it.
@@ -91,8 +104,16 @@ impl<C: Cargo> Router<C> {
         for to in self.still_here() {
             // Its earlier answer may be long outdated.
             self.peers[to.index()].answer = None;
-            let header = Header { op, hash, ..self.header(Kind::Probe) };
-            self.actions.push(Action::Post { to, header, body: Body::Empty });
+            let header = Header {
+                op,
+                hash,
+                ..self.header(Kind::Probe)
+            };
+            self.actions.push(Action::Post {
+                to,
+                header,
+                body: Body::Empty,
+            });
         }
     }
 
@@ -102,10 +123,18 @@ impl<C: Cargo> Router<C> {
         let said = |process: ProcessId| {
             let answer = self.peers[process.index()].answer.as_ref();
             let silent = || vec![format!("process {process} has not said what it is doing")];
-            answer.map_or_else(silent, |Answer { count, doing, chain }| {
-                let first = format!("process {process} has issued {count} operations and {doing}");
-                [vec![first], chain.clone()].concat()
-            })
+            answer.map_or_else(
+                silent,
+                |Answer {
+                     count,
+                     doing,
+                     chain,
+                 }| {
+                    let first =
+                        format!("process {process} has issued {count} operations and {doing}");
+                    [vec![first], chain.clone()].concat()
+                },
+            )
         };
         let mut lines: Vec<String> = Vec::new();
         for line in self.still_here().into_iter().flat_map(said) {
@@ -119,7 +148,9 @@ impl<C: Cargo> Router<C> {
 
     pub(super) fn probed(&mut self, from: ProcessId, header: Header, now: Duration) {
         if header.op <= self.history.count() {
-            if self.hash_of(from, (header.op, header.piece)).is_some_and(|mine| mine != header.hash)
+            if self
+                .hash_of(from, (header.op, header.piece))
+                .is_some_and(|mine| mine != header.hash)
             {
                 self.dispute(from, header.op, now);
                 return;
@@ -129,7 +160,11 @@ impl<C: Cargo> Router<C> {
             self.dispute(from, header.op, now);
             return;
         }
-        self.actions.push(Action::Answer { to: from, op: header.op, piece: header.piece });
+        self.actions.push(Action::Answer {
+            to: from,
+            op: header.op,
+            piece: header.piece,
+        });
     }
 
     pub(super) fn answered(&mut self, from: ProcessId, control: &[u8]) {
@@ -150,8 +185,15 @@ impl<C: Cargo> Router<C> {
             return;
         }
         for process in self.reachable() {
-            let header = Header { hash: self.history.hash(), ..self.header(Kind::Heartbeat) };
-            self.actions.push(Action::Post { to: process, header, body: Body::Empty });
+            let header = Header {
+                hash: self.history.hash(),
+                ..self.header(Kind::Heartbeat)
+            };
+            self.actions.push(Action::Post {
+                to: process,
+                header,
+                body: Body::Empty,
+            });
         }
     }
 
@@ -181,7 +223,9 @@ impl<C: Cargo> Router<C> {
         for process in self.others() {
             let peer = &mut self.peers[process.index()];
             let is_due = |(since, _): &mut (Duration, String)| now >= *since + 3 * heartbeat;
-            let Some((since, why)) = peer.suspected.take_if(is_due) else { continue };
+            let Some((since, why)) = peer.suspected.take_if(is_due) else {
+                continue;
+            };
             // Messages that it sent before its death may arrive shortly after the news of it.
             if peer.heard <= since + heartbeat {
                 self.lose(process, why);
@@ -197,15 +241,24 @@ impl<C: Cargo> Router<C> {
     /// an error that names all, and after two more gives them up.
     fn find_silent_peers(&mut self, now: Duration) {
         let (timeout, heartbeat) = (self.config.peer_timeout, self.config.heartbeat);
-        let here: Vec<_> =
-            self.others().filter(|process| !self.peers[process.index()].has_left()).collect();
+        let here: Vec<_> = self
+            .others()
+            .filter(|process| !self.peers[process.index()].has_left())
+            .collect();
         let silent_for = |limit: Duration| {
             let silence = |process: &ProcessId| {
                 let peer = &self.peers[process.index()];
                 let is_new = peer.heard.is_zero();
-                now.saturating_sub(if is_new { peer.starts_within } else { peer.heard })
+                now.saturating_sub(if is_new {
+                    peer.starts_within
+                } else {
+                    peer.heard
+                })
             };
-            here.iter().copied().filter(|process| silence(process) > limit).collect::<Vec<_>>()
+            here.iter()
+                .copied()
+                .filter(|process| silence(process) > limit)
+                .collect::<Vec<_>>()
         };
         let silent = silent_for(timeout);
         if silent.len() < silent_for(timeout.saturating_sub(heartbeat)).len() {
@@ -231,10 +284,18 @@ impl<C: Cargo> Router<C> {
 
     /// Returns the failure of a process that hears none of its peers.
     fn all_silent(&self, silent: &[ProcessId], why: &str) -> Arc<Failure> {
-        let waits = self.peers.iter().filter_map(|peer| peer.expected.keys().next());
-        let op = waits.map(|(op, _)| *op).min().unwrap_or(self.history.count());
-        let gone: Vec<_> =
-            silent.iter().map(|process| format!("process {process} is gone")).collect();
+        let waits = self
+            .peers
+            .iter()
+            .filter_map(|peer| peer.expected.keys().next());
+        let op = waits
+            .map(|(op, _)| *op)
+            .min()
+            .unwrap_or(self.history.count());
+        let gone: Vec<_> = silent
+            .iter()
+            .map(|process| format!("process {process} is gone"))
+            .collect();
         let message = format!(
             "{} (from all of them {why}, perhaps since one was stopped while it wrote to this \
              process); {} waited",
@@ -263,8 +324,17 @@ impl<C: Cargo> Router<C> {
         if let Some(((op, piece), hash)) = probe
             && self.peers[process.index()].is_reachable()
         {
-            let header = Header { op, piece, hash, ..self.header(Kind::Probe) };
-            self.actions.push(Action::Post { to: process, header, body: Body::Empty });
+            let header = Header {
+                op,
+                piece,
+                hash,
+                ..self.header(Kind::Probe)
+            };
+            self.actions.push(Action::Post {
+                to: process,
+                header,
+                body: Body::Empty,
+            });
         }
         if let Some(((op, piece), waited)) = report {
             let mut text = self.wait_line(process, op, piece, waited.as_secs_f32());
@@ -274,7 +344,10 @@ impl<C: Cargo> Router<C> {
                         "\n  process {process} has issued {} operations and {}",
                         answer.count, answer.doing
                     ));
-                    answer.chain.iter().for_each(|line| text.push_str(&format!("\n  {line}")));
+                    answer
+                        .chain
+                        .iter()
+                        .for_each(|line| text.push_str(&format!("\n  {line}")));
                 }
                 None => text.push_str(&format!("\n  process {process} has not answered")),
             }
@@ -289,10 +362,15 @@ impl<C: Cargo> Router<C> {
         let oldest = self
             .others()
             .filter_map(|process| {
-                Some((process, *self.peers[process.index()].expected.keys().next()?))
+                Some((
+                    process,
+                    *self.peers[process.index()].expected.keys().next()?,
+                ))
             })
             .min_by_key(|(_, key)| *key);
-        let Some((process, (op, piece))) = oldest else { return Vec::new() };
+        let Some((process, (op, piece))) = oldest else {
+            return Vec::new();
+        };
         if running.is_some_and(|running| running < op) {
             return Vec::new();
         }

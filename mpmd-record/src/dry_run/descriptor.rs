@@ -105,7 +105,12 @@ impl OpDescriptor {
     /// Describes an operation without messages between devices.
     #[doc(hidden)]
     pub fn local(what: &impl fmt::Display, kind: Kind, results: Vec<Vec<Shard>>) -> Self {
-        Self { what: what.to_string(), kind, results, messages: Vec::new() }
+        Self {
+            what: what.to_string(),
+            kind,
+            results,
+            messages: Vec::new(),
+        }
     }
 
     /// Returns the ids of all devices that the descriptor names, some of them several times.
@@ -115,17 +120,23 @@ impl OpDescriptor {
             _ => &[],
         };
         let shards = self.results.iter().flatten().map(|shard| shard.device);
-        let messages = self.messages.iter().flat_map(|message| [message.from, message.to]);
+        let messages = self
+            .messages
+            .iter()
+            .flat_map(|message| [message.from, message.to]);
         runs.iter().copied().chain(shards).chain(messages)
     }
 
     /// Returns the index of every input that has a result in its memory, some of them several
     /// times.
     pub(super) fn inputs(&self) -> impl Iterator<Item = u32> + '_ {
-        self.results.iter().flatten().filter_map(|shard| match shard.memory {
-            Memory::Of(input) => Some(input),
-            _ => None,
-        })
+        self.results
+            .iter()
+            .flatten()
+            .filter_map(|shard| match shard.memory {
+                Memory::Of(input) => Some(input),
+                _ => None,
+            })
     }
 
     /// Returns the ids of the devices that run the operation in their queues. Empty for operations
@@ -133,7 +144,12 @@ impl OpDescriptor {
     pub fn computes_on(&self) -> Vec<u32> {
         match &self.kind {
             Kind::Call { devices, .. } => devices.clone(),
-            Kind::ArrayFromFn => self.results.iter().flatten().map(|shard| shard.device).collect(),
+            Kind::ArrayFromFn => self
+                .results
+                .iter()
+                .flatten()
+                .map(|shard| shard.device)
+                .collect(),
             _ => Vec::new(),
         }
     }

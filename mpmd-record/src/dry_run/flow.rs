@@ -119,7 +119,10 @@ impl DryRun {
         };
         let mut builder = Builder {
             dry_run: self,
-            made: DryRunFlow { flow, ..DryRunFlow::default() },
+            made: DryRunFlow {
+                flow,
+                ..DryRunFlow::default()
+            },
             ready: HashMap::new(),
             programs: BTreeMap::new(),
             copy_engines: BTreeMap::new(),
@@ -140,7 +143,9 @@ impl DryRun {
 impl Builder<'_> {
     fn operation(&mut self, operation: u64) {
         let dry_run = self.dry_run;
-        let Some(descriptor) = dry_run.descriptor_of(operation) else { return };
+        let Some(descriptor) = dry_run.descriptor_of(operation) else {
+            return;
+        };
         let takes = &dry_run.operations[operation as usize - 1].takes;
         match &descriptor.kind {
             Kind::Call { .. } | Kind::ArrayFromFn => self.run(operation, descriptor, takes),
@@ -209,8 +214,20 @@ impl Builder<'_> {
             let node = self.node(device, process, ready, Computed::Run { operation });
             for (result, shards) in descriptor.results.iter().enumerate() {
                 if shards.iter().any(|shard| shard.device == device) {
-                    let made = Ready { nodes: BTreeSet::from([node]), transfers: BTreeSet::new() };
-                    self.ready.insert((Array { operation, result: result as u32 }, device), made);
+                    let made = Ready {
+                        nodes: BTreeSet::from([node]),
+                        transfers: BTreeSet::new(),
+                    };
+                    self.ready.insert(
+                        (
+                            Array {
+                                operation,
+                                result: result as u32,
+                            },
+                            device,
+                        ),
+                        made,
+                    );
                 }
             }
         }
@@ -219,9 +236,14 @@ impl Builder<'_> {
     fn put(&mut self, operation: u64, descriptor: &OpDescriptor, takes: &[Taken]) {
         let at_source = |this: &Self, leaf: u32, device: u32| {
             let source = takes.get(leaf as usize).and_then(|taken| taken.array);
-            source.and_then(|array| this.ready.get(&(array, device)).cloned()).unwrap_or_default()
+            source
+                .and_then(|array| this.ready.get(&(array, device)).cloned())
+                .unwrap_or_default()
         };
-        let array = |leaf: u32| Array { operation, result: leaf };
+        let array = |leaf: u32| Array {
+            operation,
+            result: leaf,
+        };
         // A device keeps or copies the parts that it already has.
         for (leaf, shards) in (0..).zip(&descriptor.results) {
             for shard in shards {
@@ -266,7 +288,11 @@ impl Builder<'_> {
             for ((from, to, after), (bundle, targets)) in together {
                 let transfer = self.transfer(operation, from, to, Bundle { after, ..bundle });
                 for target in targets {
-                    self.ready.entry(target).or_default().transfers.insert(transfer);
+                    self.ready
+                        .entry(target)
+                        .or_default()
+                        .transfers
+                        .insert(transfer);
                 }
             }
             for (target, has) in within {
@@ -278,11 +304,17 @@ impl Builder<'_> {
     fn relabel(&mut self, operation: u64, descriptor: &OpDescriptor, takes: &[Taken]) {
         for (result, shards) in descriptor.results.iter().enumerate() {
             for shard in shards {
-                let Memory::Of(input) = shard.memory else { continue };
+                let Memory::Of(input) = shard.memory else {
+                    continue;
+                };
                 let array = takes.get(input as usize).and_then(|taken| taken.array);
                 let known = array.and_then(|array| self.ready.get(&(array, shard.device)).cloned());
-                let array = Array { operation, result: result as u32 };
-                self.ready.insert((array, shard.device), known.unwrap_or_default());
+                let array = Array {
+                    operation,
+                    result: result as u32,
+                };
+                self.ready
+                    .insert((array, shard.device), known.unwrap_or_default());
             }
         }
     }
@@ -291,9 +323,24 @@ impl Builder<'_> {
         let what = Computed::BroadcastValue { operation };
         let given = self.program_node(from, Ready::default(), what);
         for to in (0..self.dry_run.processes).filter(|to| *to != from) {
-            let after = Ready { nodes: BTreeSet::from([given]), transfers: BTreeSet::new() };
-            let transfer = self.transfer(operation, from, to, Bundle { bytes, messages: 1, after });
-            let taken = Ready { nodes: BTreeSet::new(), transfers: BTreeSet::from([transfer]) };
+            let after = Ready {
+                nodes: BTreeSet::from([given]),
+                transfers: BTreeSet::new(),
+            };
+            let transfer = self.transfer(
+                operation,
+                from,
+                to,
+                Bundle {
+                    bytes,
+                    messages: 1,
+                    after,
+                },
+            );
+            let taken = Ready {
+                nodes: BTreeSet::new(),
+                transfers: BTreeSet::from([transfer]),
+            };
             self.program_node(to, taken, what);
         }
     }
@@ -307,7 +354,11 @@ impl Builder<'_> {
         let mut parts: BTreeMap<u32, Ready> = BTreeMap::new();
         for shard in shards.into_iter().flatten() {
             let process = self.process_of(shard.device);
-            let known = self.ready.get(&(read.array, shard.device)).cloned().unwrap_or_default();
+            let known = self
+                .ready
+                .get(&(read.array, shard.device))
+                .cloned()
+                .unwrap_or_default();
             parts.entry(process).or_default().with(&known);
         }
         for (process, ready) in parts {
@@ -332,7 +383,12 @@ impl Builder<'_> {
         let takes = (flow.takes.len() as u32, ready.transfers.len() as u32);
         flow.needs.extend(ready.nodes);
         flow.takes.extend(ready.transfers);
-        flow.nodes.push(Node { lane, needs, takes, tag: number });
+        flow.nodes.push(Node {
+            lane,
+            needs,
+            takes,
+            tag: number,
+        });
         nodes.push(what);
         number
     }
@@ -340,7 +396,11 @@ impl Builder<'_> {
     /// Adds a transfer, with its send and its receive, and returns its number. If it depends on
     /// more than one node, adds a node that joins them.
     fn transfer(&mut self, operation: u64, from: u32, to: u32, bundle: Bundle) -> u32 {
-        let Bundle { bytes, messages, mut after } = bundle;
+        let Bundle {
+            bytes,
+            messages,
+            mut after,
+        } = bundle;
         after.nodes.extend(self.waited[from as usize]);
         let after = match (after.nodes.len(), after.transfers.len()) {
             (0, 0) => u32::MAX,
@@ -350,10 +410,21 @@ impl Builder<'_> {
                 self.node(lane, from, after, Computed::Join { operation })
             }
         };
-        let DryRunFlow { flow, transfers, .. } = &mut self.made;
+        let DryRunFlow {
+            flow, transfers, ..
+        } = &mut self.made;
         let number = flow.transfers.len() as u32;
-        flow.transfers.push(Transfer { from, to, after, bytes, tag: number });
-        transfers.push(Sent { operation, messages });
+        flow.transfers.push(Transfer {
+            from,
+            to,
+            after,
+            bytes,
+            tag: number,
+        });
+        transfers.push(Sent {
+            operation,
+            messages,
+        });
         flow.posts[from as usize].push(Post::Send(number));
         flow.posts[to as usize].push(Post::Receive(number));
         number
@@ -389,7 +460,12 @@ impl Computed {
 impl DryRunFlow {
     /// Describes a node for messages.
     pub fn describe(&self, dry_run: &DryRun, node: u32) -> String {
-        let at = |line: u32| dry_run.lines.get(line as usize).map_or("nowhere", String::as_str);
+        let at = |line: u32| {
+            dry_run
+                .lines
+                .get(line as usize)
+                .map_or("nowhere", String::as_str)
+        };
         match self.nodes.get(node as usize) {
             Some(Computed::Run { operation }) => dry_run.describe(*operation),
             Some(Computed::Arrive { operation }) => {
@@ -421,18 +497,29 @@ mod tests {
             start as usize..(start + len) as usize
         };
         let Node { needs, takes, .. } = flow.nodes[node];
-        (&flow.needs[part(&flow.needs, needs)], &flow.takes[part(&flow.takes, takes)])
+        (
+            &flow.needs[part(&flow.needs, needs)],
+            &flow.takes[part(&flow.takes, takes)],
+        )
     }
 
     #[test]
     fn call_depends_on_the_transfer_to_its_device() {
         let dry_run_flow = small().flow();
-        let DryRunFlow { flow, nodes, transfers } = &dry_run_flow;
+        let DryRunFlow {
+            flow,
+            nodes,
+            transfers,
+        } = &dry_run_flow;
         assert_eq!((&flow.lanes[..2], flow.processes), (&[0, 1][..], 2));
         let run = |operation| Computed::Run { operation };
         assert_eq!(nodes[..3], [run(1), run(3), run(5)]);
         assert_eq!(transfers.len(), 2);
-        assert!(flow.transfers.iter().all(|t| (t.from, t.to, t.after, t.bytes) == (0, 1, 0, 64)));
+        assert!(
+            flow.transfers
+                .iter()
+                .all(|t| (t.from, t.to, t.after, t.bytes) == (0, 1, 0, 64))
+        );
         assert_eq!(before(flow, 1), (&[][..], &[0][..]));
         assert_eq!(before(flow, 2), (&[][..], &[1][..]));
         assert_eq!(flow.posts[0], [Post::Send(0), Post::Send(1)]);
@@ -451,7 +538,11 @@ mod tests {
         let mut dry_run = small();
         dry_run.processes = 3;
         dry_run.devices = vec![0, 1, 2];
-        dry_run.descriptors[1].results[0].push(Shard { device: 2, bytes: 64, memory: Memory::Own });
+        dry_run.descriptors[1].results[0].push(Shard {
+            device: 2,
+            bytes: 64,
+            memory: Memory::Own,
+        });
         dry_run.descriptors[1].messages.push(Message {
             from: 1,
             to: 2,
@@ -462,28 +553,45 @@ mod tests {
         let DryRunFlow { flow, nodes, .. } = dry_run.flow();
         let [first, second] = [flow.transfers[0], flow.transfers[1]];
         assert_eq!((first.from, first.to, second.from, second.to), (0, 1, 1, 2));
-        assert_eq!(nodes[second.after as usize], Computed::Join { operation: 2 });
+        assert_eq!(
+            nodes[second.after as usize],
+            Computed::Join { operation: 2 }
+        );
         assert_eq!(before(&flow, second.after as usize), (&[][..], &[0][..]));
     }
 
     #[test]
     fn collectives_wait_for_all_participants() {
         let mut dry_run = small();
-        dry_run.descriptors[2].kind = Kind::Call { kernel: "k".into(), devices: vec![0, 1] };
-        let [to, back] =
-            [(0, 1), (1, 0)].map(|(from, to)| Message { from, to, bytes: 8, step: 1, leaf: 0 });
+        dry_run.descriptors[2].kind = Kind::Call {
+            kernel: "k".into(),
+            devices: vec![0, 1],
+        };
+        let [to, back] = [(0, 1), (1, 0)].map(|(from, to)| Message {
+            from,
+            to,
+            bytes: 8,
+            step: 1,
+            leaf: 0,
+        });
         dry_run.descriptors[2].messages = vec![to, back];
         let DryRunFlow { flow, nodes, .. } = dry_run.flow();
         let find = |what: Computed| -> Vec<usize> {
-            (0..nodes.len()).filter(|node| nodes[*node] == what).collect()
+            (0..nodes.len())
+                .filter(|node| nodes[*node] == what)
+                .collect()
         };
-        let (arrive, run) =
-            (find(Computed::Arrive { operation: 3 }), find(Computed::Run { operation: 3 }));
+        let (arrive, run) = (
+            find(Computed::Arrive { operation: 3 }),
+            find(Computed::Run { operation: 3 }),
+        );
         assert_eq!((arrive.len(), run.len()), (2, 2));
         for (process, node) in run.into_iter().enumerate() {
             let (needs, takes) = before(&flow, node);
             assert_eq!(needs, [arrive[process] as u32]);
-            let [taken] = takes else { panic!("one from the other: {takes:?}") };
+            let [taken] = takes else {
+                panic!("one from the other: {takes:?}")
+            };
             let transfer = flow.transfers[*taken as usize];
             assert_eq!(
                 (transfer.to as usize, transfer.after),
@@ -504,7 +612,11 @@ mod tests {
         });
         dry_run.operations.insert(
             0,
-            Operation { descriptor: 3, takes: Vec::new(), ..dry_run.operations[0].clone() },
+            Operation {
+                descriptor: 3,
+                takes: Vec::new(),
+                ..dry_run.operations[0].clone()
+            },
         );
         for operation in &mut dry_run.operations {
             operation

@@ -74,7 +74,11 @@ impl DryRun {
     /// for packing and forwarding, and memory that kernels keep.
     pub fn memory(&self, dry_run_flow: &DryRunFlow) -> DryRunMemory {
         let times = Times::of(self, dry_run_flow);
-        let mut blocks = Blocks { dry_run: self, blocks: Vec::new(), of: HashMap::new() };
+        let mut blocks = Blocks {
+            dry_run: self,
+            blocks: Vec::new(),
+            of: HashMap::new(),
+        };
         let mut drops = self.drops.iter().peekable();
         for operation in 1..=self.operations.len() as u64 {
             while let Some(dropped) = drops.next_if(|dropped| dropped.after < operation) {
@@ -105,7 +109,11 @@ struct Times {
 
 impl Times {
     fn of(dry_run: &DryRun, dry_run_flow: &DryRunFlow) -> Self {
-        let DryRunFlow { flow, nodes, transfers } = dry_run_flow;
+        let DryRunFlow {
+            flow,
+            nodes,
+            transfers,
+        } = dry_run_flow;
         let mut ends: Vec<u64> = Vec::with_capacity(flow.nodes.len());
         let mut free = vec![0; flow.lanes.len()];
         let mut times = Self::default();
@@ -115,10 +123,17 @@ impl Times {
         };
         for (node, what) in flow.nodes.iter().zip(nodes) {
             let part = |(start, len): (u32, u32)| start as usize..(start + len) as usize;
-            let needs = flow.needs[part(node.needs)].iter().map(|need| ends[*need as usize]);
-            let takes = flow.takes[part(node.takes)].iter().map(|transfer| sent(&ends, *transfer));
-            let start =
-                needs.chain(takes).chain([free[node.lane as usize]]).max().unwrap_or_default();
+            let needs = flow.needs[part(node.needs)]
+                .iter()
+                .map(|need| ends[*need as usize]);
+            let takes = flow.takes[part(node.takes)]
+                .iter()
+                .map(|transfer| sent(&ends, *transfer));
+            let start = needs
+                .chain(takes)
+                .chain([free[node.lane as usize]])
+                .max()
+                .unwrap_or_default();
             let end = start + u64::from(what.takes_time());
             free[node.lane as usize] = end;
             ends.push(end);
@@ -138,9 +153,15 @@ impl Times {
         }
         for (number, (transfer, what)) in flow.transfers.iter().zip(transfers).enumerate() {
             let at = sent(&ends, number as u32);
-            let left = times.sends.entry((what.operation, transfer.from)).or_default();
+            let left = times
+                .sends
+                .entry((what.operation, transfer.from))
+                .or_default();
             *left = at.max(*left);
-            let come = times.comes.entry((what.operation, transfer.to)).or_insert(at);
+            let come = times
+                .comes
+                .entry((what.operation, transfer.to))
+                .or_insert(at);
             *come = at.min(*come);
         }
         times
@@ -166,19 +187,28 @@ struct Blocks<'a> {
 impl Blocks<'_> {
     fn operation(&mut self, operation: u64, times: &Times) {
         let dry_run = self.dry_run;
-        let Some(descriptor) = dry_run.descriptor_of(operation) else { return };
+        let Some(descriptor) = dry_run.descriptor_of(operation) else {
+            return;
+        };
         let takes = &dry_run.operations[operation as usize - 1].takes;
         let is_put = matches!(descriptor.kind, Kind::Put);
         for (result, shards) in descriptor.results.iter().enumerate() {
-            let array = Array { operation, result: result as u32 };
+            let array = Array {
+                operation,
+                result: result as u32,
+            };
             for shard in shards {
                 let block = match shard.memory {
                     Memory::Own => {
                         let process = dry_run.devices[shard.device as usize];
-                        let run =
-                            times.runs.get(&(operation, shard.device)).map(|(start, _)| *start);
+                        let run = times
+                            .runs
+                            .get(&(operation, shard.device))
+                            .map(|(start, _)| *start);
                         let come = times.comes.get(&(operation, process)).copied();
-                        let start = run.or(come).unwrap_or_else(|| self.known_at(takes, process));
+                        let start = run
+                            .or(come)
+                            .unwrap_or_else(|| self.known_at(takes, process));
                         let start = start.max(times.issued_at(operation, process));
                         self.blocks.push(Block {
                             device: shard.device,
@@ -209,7 +239,9 @@ impl Blocks<'_> {
         for taken in takes {
             let Some(array) = taken.array else { continue };
             for device in 0..dry_run.devices.len() as u32 {
-                let Some(block) = self.of.get(&(array, device)).copied() else { continue };
+                let Some(block) = self.of.get(&(array, device)).copied() else {
+                    continue;
+                };
                 let process = dry_run.devices[device as usize];
                 let until = match is_put {
                     true => times.sends.get(&(operation, process)).copied(),
@@ -234,7 +266,11 @@ impl Blocks<'_> {
                 .filter(move |device| self.dry_run.devices[*device as usize] == process)
                 .filter_map(move |device| self.of.get(&(array, device)))
         };
-        arrays.flat_map(devices).map(|block| self.blocks[*block].start).max().unwrap_or_default()
+        arrays
+            .flat_map(devices)
+            .map(|block| self.blocks[*block].start)
+            .max()
+            .unwrap_or_default()
     }
 
     /// Returns the index of an array's block on a device, or else on another device of its process.
@@ -252,7 +288,9 @@ impl Blocks<'_> {
     /// is the last operation that was issued before.
     fn let_go(&mut self, array: Array, after: u64) {
         for device in 0..self.dry_run.devices.len() as u32 {
-            let Some(block) = self.of.remove(&(array, device)) else { continue };
+            let Some(block) = self.of.remove(&(array, device)) else {
+                continue;
+            };
             let block = &mut self.blocks[block];
             block.arrays -= 1;
             block.let_go_after = block.let_go_after.max(after);
@@ -260,7 +298,9 @@ impl Blocks<'_> {
     }
 
     fn sums(&self) -> DryRunMemory {
-        let Self { dry_run, blocks, .. } = self;
+        let Self {
+            dry_run, blocks, ..
+        } = self;
         let (count, processes) = (dry_run.devices.len(), dry_run.processes as usize);
         // (position, true for an allocation and false for a release, block).
         let mut in_order: Vec<(u64, bool, &Block)> = Vec::new();
@@ -296,7 +336,10 @@ impl Blocks<'_> {
         for (device, peak) in peaks(&in_time, count, by_device).into_iter().enumerate() {
             devices[device].in_time = peak;
         }
-        DryRunMemory { devices, processes: peaks(&in_time, processes, by_process) }
+        DryRunMemory {
+            devices,
+            processes: peaks(&in_time, processes, by_process),
+        }
     }
 }
 
@@ -314,7 +357,10 @@ fn peaks(
         if *comes {
             live[who] += block.bytes;
             if live[who] > peaks[who].bytes {
-                peaks[who] = MemoryPeak { bytes: live[who], operation: block.operation };
+                peaks[who] = MemoryPeak {
+                    bytes: live[who],
+                    operation: block.operation,
+                };
             }
         } else {
             live[who] -= block.bytes;
@@ -335,7 +381,12 @@ mod tests {
         let memory = dry_run.memory(&dry_run.flow());
         let one = Pool::rounded(64);
         let of = |device: usize| {
-            let DeviceMemory { in_order, in_time, left, .. } = memory.devices[device];
+            let DeviceMemory {
+                in_order,
+                in_time,
+                left,
+                ..
+            } = memory.devices[device];
             (in_order.bytes / one, in_time.bytes / one, left / one)
         };
         // The first array is never dropped. The second device holds the moved array and the
@@ -361,9 +412,19 @@ mod tests {
             dry_run.operations[call].takes[0].donated = true;
         }
         assert_eq!(peak(&dry_run), 2);
-        let last = Array { operation: 3, result: 0 };
-        dry_run.drops.push(Dropped { array: last, after: 3 });
-        assert_eq!(peak(&dry_run), 1, "a block ends with the array that reuses it");
+        let last = Array {
+            operation: 3,
+            result: 0,
+        };
+        dry_run.drops.push(Dropped {
+            array: last,
+            after: 3,
+        });
+        assert_eq!(
+            peak(&dry_run),
+            1,
+            "a block ends with the array that reuses it"
+        );
     }
 
     #[test]
@@ -371,10 +432,19 @@ mod tests {
         let mut dry_run = small();
         dry_run.devices = vec![0, 0];
         dry_run.descriptors[1].results[0][0].memory = Memory::Of(0);
-        dry_run.descriptors[1].messages =
-            vec![Message { from: 0, to: 1, bytes: 64, step: 1, leaf: 0 }];
+        dry_run.descriptors[1].messages = vec![Message {
+            from: 0,
+            to: 1,
+            bytes: 64,
+            step: 1,
+            leaf: 0,
+        }];
         let memory = dry_run.memory(&dry_run.flow());
         assert_eq!(memory.devices[0].in_order.bytes, Pool::rounded(64));
-        assert_eq!(memory.devices[1].in_order.bytes, Pool::rounded(64), "its kernel's result");
+        assert_eq!(
+            memory.devices[1].in_order.bytes,
+            Pool::rounded(64),
+            "its kernel's result"
+        );
     }
 }

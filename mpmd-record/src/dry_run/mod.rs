@@ -187,7 +187,12 @@ impl DryRun {
     /// Creates a dry run without operations. `devices` is the process of each device.
     #[doc(hidden)]
     pub fn new(processes: u32, devices: Vec<u32>) -> Self {
-        Self { version: VERSION, processes, devices, ..Self::default() }
+        Self {
+            version: VERSION,
+            processes,
+            devices,
+            ..Self::default()
+        }
     }
 
     /// Reads a dry run from a file.
@@ -196,10 +201,14 @@ impl DryRun {
     ///
     /// If the file cannot be read, is of another version, or is inconsistent.
     pub fn read(path: &Path) -> Result<Self, DryRunError> {
-        let bytes = std::fs::read(path)
-            .map_err(|why| DryRunError::File { path: path.display().to_string(), why })?;
-        Self::from_json(&bytes)
-            .map_err(|why| DryRunError::Form { path: path.display().to_string(), why })
+        let bytes = std::fs::read(path).map_err(|why| DryRunError::File {
+            path: path.display().to_string(),
+            why,
+        })?;
+        Self::from_json(&bytes).map_err(|why| DryRunError::Form {
+            path: path.display().to_string(),
+            why,
+        })
     }
 
     /// Writes the dry run to a file. On an error the file is left as it was.
@@ -208,15 +217,20 @@ impl DryRun {
     ///
     /// If the file cannot be written.
     pub fn write(&self, path: &Path) -> Result<(), DryRunError> {
-        let wrong = |why| DryRunError::File { path: path.display().to_string(), why };
+        let wrong = |why| DryRunError::File {
+            path: path.display().to_string(),
+            why,
+        };
         let bytes = serde_json::to_vec(self).map_err(|error| wrong(error.into()))?;
         let mut beside = path.as_os_str().to_owned();
         beside.push(format!(".{}.part", std::process::id()));
         let beside = Path::new(&beside);
-        std::fs::write(beside, bytes).and_then(|()| std::fs::rename(beside, path)).map_err(|why| {
-            let _ = std::fs::remove_file(beside);
-            wrong(why)
-        })
+        std::fs::write(beside, bytes)
+            .and_then(|()| std::fs::rename(beside, path))
+            .map_err(|why| {
+                let _ = std::fs::remove_file(beside);
+                wrong(why)
+            })
     }
 
     fn from_json(bytes: &[u8]) -> Result<Self, String> {
@@ -230,21 +244,36 @@ impl DryRun {
     fn check(&self) -> Result<(), String> {
         let Self { version, .. } = self;
         if *version != VERSION {
-            return Err(format!("it has version {version}, and this is for {VERSION}"));
+            return Err(format!(
+                "it has version {version}, and this is for {VERSION}"
+            ));
         }
         let device = |device: u32| match self.devices.get(device as usize) {
             Some(_) => Ok(()),
-            None => Err(format!("there is no device {device} among {}", self.devices.len())),
+            None => Err(format!(
+                "there is no device {device} among {}",
+                self.devices.len()
+            )),
         };
-        if let Some(process) = self.devices.iter().find(|process| **process >= self.processes) {
-            return Err(format!("there is no process {process} among {}", self.processes));
+        if let Some(process) = self
+            .devices
+            .iter()
+            .find(|process| **process >= self.processes)
+        {
+            return Err(format!(
+                "there is no process {process} among {}",
+                self.processes
+            ));
         }
         for descriptor in &self.descriptors {
             descriptor.devices().try_for_each(device)?;
             if let Kind::BroadcastValue { from, .. } = descriptor.kind
                 && from >= self.processes
             {
-                return Err(format!("there is no process {from} among {}", self.processes));
+                return Err(format!(
+                    "there is no process {from} among {}",
+                    self.processes
+                ));
             }
         }
         let made = |array: Array, before: u64| {
@@ -263,7 +292,10 @@ impl DryRun {
             for taken in operation.takes.iter().filter_map(|taken| taken.array) {
                 made(taken, index as u64)?;
             }
-            if descriptor.inputs().any(|input| input as usize >= operation.takes.len()) {
+            if descriptor
+                .inputs()
+                .any(|input| input as usize >= operation.takes.len())
+            {
                 return Err(format!(
                     "operation {} shares memory with an array that it does not take",
                     index + 1
@@ -272,13 +304,18 @@ impl DryRun {
             self.line(operation.line)?;
         }
         let count = self.operations.len() as u64;
-        self.drops.iter().try_for_each(|dropped| made(dropped.array, dropped.after.min(count)))?;
+        self.drops
+            .iter()
+            .try_for_each(|dropped| made(dropped.array, dropped.after.min(count)))?;
         for read in &self.reads {
             made(read.array, read.after.min(count))?;
             self.line(read.line)?;
         }
         if !self.hashes.is_empty() && self.hashes.len() as u64 != count {
-            return Err(format!("it has {} hashes for {count} operations", self.hashes.len()));
+            return Err(format!(
+                "it has {} hashes for {count} operations",
+                self.hashes.len()
+            ));
         }
         let most = StepEnd {
             operation: count,
@@ -305,7 +342,8 @@ impl DryRun {
     /// Returns the description of operation number `operation`, or `None` if the dry run lacks it.
     pub fn descriptor_of(&self, operation: u64) -> Option<&OpDescriptor> {
         let index = usize::try_from(operation.checked_sub(1)?).ok()?;
-        self.descriptors.get(self.operations.get(index)?.descriptor as usize)
+        self.descriptors
+            .get(self.operations.get(index)?.descriptor as usize)
     }
 
     /// Describes an operation for messages: number, label, effect and line.
@@ -314,8 +352,13 @@ impl DryRun {
         let Some(issued) = self.operations.get(index) else {
             return format!("operation {operation}");
         };
-        let label = issued.label.map(|label| format!("{label}: ")).unwrap_or_default();
-        let what = self.descriptor_of(operation).map_or("", |descriptor| &descriptor.what);
+        let label = issued
+            .label
+            .map(|label| format!("{label}: "))
+            .unwrap_or_default();
+        let what = self
+            .descriptor_of(operation)
+            .map_or("", |descriptor| &descriptor.what);
         let line = self.line(issued.line).unwrap_or("nowhere");
         format!("operation {operation} ({label}{what}) at {line}")
     }
@@ -324,7 +367,9 @@ impl DryRun {
     /// step has ended.
     pub fn step(&self, step: usize) -> Option<Range<u64>> {
         let last = self.steps.get(step)?.operation;
-        let before = step.checked_sub(1).map_or(0, |before| self.steps[before].operation);
+        let before = step
+            .checked_sub(1)
+            .map_or(0, |before| self.steps[before].operation);
         Some(before + 1..last + 1)
     }
 

@@ -30,8 +30,9 @@ impl DryRun {
         let both = self.operations.len().min(other.operations.len());
         for index in 0..both {
             let (one, two) = (&self.operations[index], &other.operations[index]);
-            let same_form =
-                *descriptors.entry((one.descriptor, two.descriptor)).or_insert_with(|| {
+            let same_form = *descriptors
+                .entry((one.descriptor, two.descriptor))
+                .or_insert_with(|| {
                     match (
                         self.descriptors.get(one.descriptor as usize),
                         other.descriptors.get(two.descriptor as usize),
@@ -51,7 +52,11 @@ impl DryRun {
                 // The two descriptions would differ only in their lines, so the difference is given
                 // too.
                 let why = same_form.then(|| self.difference(other, operation));
-                return Some(Parting { operation, issued, why });
+                return Some(Parting {
+                    operation,
+                    issued,
+                    why,
+                });
             }
         }
         let (operation, longer) = match self.operations.len() > both {
@@ -65,7 +70,11 @@ impl DryRun {
         };
         let mut issued = [ended(self), ended(other)];
         issued[longer] = [self, other][longer].describe(operation);
-        Some(Parting { operation, issued, why: None })
+        Some(Parting {
+            operation,
+            issued,
+            why: None,
+        })
     }
 
     /// Returns the first operation of this dry run that `shorter` lacks, or `None` if there is
@@ -73,33 +82,59 @@ impl DryRun {
     /// repetitions of its last step count as part of it.
     fn departs_after(&self, shorter: &Self) -> Option<u64> {
         let end = shorter.operations.len();
-        let length = match shorter.steps.len().checked_sub(1).and_then(|last| shorter.step(last)) {
+        let length = match shorter
+            .steps
+            .len()
+            .checked_sub(1)
+            .and_then(|last| shorter.step(last))
+        {
             Some(step) if shorter.end == End::Steady => (step.end - step.start) as usize,
             _ => 0,
         };
         let differs = |index: &usize| {
-            let Some(before) = (*index - end).checked_rem(length) else { return true };
+            let Some(before) = (*index - end).checked_rem(length) else {
+                return true;
+            };
             let before = end - length + before;
             !self.operations[before].is_again(&self.operations[*index], (*index - before) as u64)
         };
-        (end..self.operations.len()).find(differs).map(|index| index as u64 + 1)
+        (end..self.operations.len())
+            .find(differs)
+            .map(|index| index as u64 + 1)
     }
 
     /// Describes the difference between two operations with the same descriptor: inputs, ended
     /// steps, host values or settings.
     fn difference(&self, other: &Self, operation: u64) -> String {
         let index = operation as usize - 1;
-        let (one, two) = (&self.operations[index].takes, &other.operations[index].takes);
+        let (one, two) = (
+            &self.operations[index].takes,
+            &other.operations[index].takes,
+        );
         let names = |taken: &Taken| {
-            let array =
-                taken.array.map_or("host values".to_owned(), |array: Array| array.to_string());
-            if taken.donated { array + ", donated" } else { array }
+            let array = taken
+                .array
+                .map_or("host values".to_owned(), |array: Array| array.to_string());
+            if taken.donated {
+                array + ", donated"
+            } else {
+                array
+            }
         };
         if let Some(place) = one.iter().zip(two).position(|(one, two)| one != two) {
-            return format!("input {place} is {}, and {}", names(&one[place]), names(&two[place]));
+            return format!(
+                "input {place} is {}, and {}",
+                names(&one[place]),
+                names(&two[place])
+            );
         }
-        let ended =
-            |dry_run: &Self| dry_run.steps.iter().filter(|step| step.operation < operation).count();
+        let ended = |dry_run: &Self| {
+            dry_run
+                .steps
+                .iter()
+                .filter(|step| step.operation < operation)
+                .count()
+        };
         match (ended(self), ended(other)) {
             (one, two) if one != two => format!("steps that end before it: {one}, and {two}"),
             _ => "in host values that it takes, or in settings of its kernel".to_owned(),
@@ -112,9 +147,12 @@ impl OpDescriptor {
     fn does_the_same(&self, other: &Self) -> bool {
         match (&self.kind, &other.kind) {
             // Each process may use its own value for the dry run.
-            (Kind::BroadcastValue { from, .. }, Kind::BroadcastValue { from: other_from, .. }) => {
-                from == other_from && self.what == other.what
-            }
+            (
+                Kind::BroadcastValue { from, .. },
+                Kind::BroadcastValue {
+                    from: other_from, ..
+                },
+            ) => from == other_from && self.what == other.what,
             _ => self == other,
         }
     }
@@ -126,7 +164,11 @@ mod tests {
     use super::super::{DryRun, End};
 
     fn hashed() -> DryRun {
-        DryRun { hashes: vec![1, 2, 3, 4, 5], end: End::Finished, ..small() }
+        DryRun {
+            hashes: vec![1, 2, 3, 4, 5],
+            end: End::Finished,
+            ..small()
+        }
     }
 
     fn parted(change: impl Fn(&mut DryRun)) -> (u64, [String; 2], Option<String>) {
@@ -147,16 +189,28 @@ mod tests {
         let mut other = hashed();
         other.lines = vec!["other.rs:7:9".into()];
         other.descriptors.insert(0, other.descriptors[2].clone());
-        other.operations.iter_mut().for_each(|operation| operation.descriptor += 1);
+        other
+            .operations
+            .iter_mut()
+            .for_each(|operation| operation.descriptor += 1);
         assert_eq!(hashed().parting(&other), None);
-        assert_eq!(hashed().parting(&DryRun { hashes: Vec::new(), ..hashed() }), None);
+        assert_eq!(
+            hashed().parting(&DryRun {
+                hashes: Vec::new(),
+                ..hashed()
+            }),
+            None
+        );
     }
 
     #[test]
     fn differing_operations_are_both_described() {
         let (operation, issued, why) = parted(|dry_run| dry_run.operations[3].descriptor = 2);
         assert_eq!((operation, why), (4, None));
-        let shown = ["operation 4 (put) at train.rs:1:2", "operation 4 (jit k) at train.rs:1:2"];
+        let shown = [
+            "operation 4 (put) at train.rs:1:2",
+            "operation 4 (jit k) at train.rs:1:2",
+        ];
         assert_eq!(issued, shown);
     }
 
@@ -182,8 +236,11 @@ mod tests {
     fn shorter_dry_run_differs_unless_steady() {
         let shorter = |end: End| {
             let mut dry_run = hashed();
-            (dry_run.end, dry_run.operations, dry_run.hashes) =
-                (end, dry_run.operations[..3].to_vec(), dry_run.hashes[..3].to_vec());
+            (dry_run.end, dry_run.operations, dry_run.hashes) = (
+                end,
+                dry_run.operations[..3].to_vec(),
+                dry_run.hashes[..3].to_vec(),
+            );
             dry_run.steps.truncate(2);
             dry_run
         };
@@ -198,6 +255,9 @@ mod tests {
         other.operations[4].takes[0].donated = true;
         let found = shorter(End::Steady).parting(&other).unwrap();
         assert_eq!(found.operation, 5);
-        assert!(found.issued[1].starts_with("operation 5 (jit k)"), "{found:?}");
+        assert!(
+            found.issued[1].starts_with("operation 5 (jit k)"),
+            "{found:?}"
+        );
     }
 }

@@ -17,7 +17,9 @@ impl DryRun {
     /// differ.
     #[doc(hidden)]
     pub fn is_steady(&self) -> bool {
-        let Some(last) = self.steps.len().checked_sub(2) else { return false };
+        let Some(last) = self.steps.len().checked_sub(2) else {
+            return false;
+        };
         match (self.step_at(last), self.step_at(last + 1)) {
             (Some(one), Some(other)) => !one.operations.is_empty() && one.is_like(&other),
             _ => false,
@@ -26,10 +28,14 @@ impl DryRun {
 
     fn step_at(&self, place: usize) -> Option<IssuedStep<'_>> {
         let end = self.steps.get(place)?;
-        let start = place.checked_sub(1).map_or(StepEnd::default(), |before| self.steps[before]);
+        let start = place
+            .checked_sub(1)
+            .map_or(StepEnd::default(), |before| self.steps[before]);
         Some(IssuedStep {
             before: start.operation,
-            operations: self.operations.get(start.operation as usize..end.operation as usize)?,
+            operations: self
+                .operations
+                .get(start.operation as usize..end.operation as usize)?,
             drops: self.drops.get(start.drops as usize..end.drops as usize)?,
             reads: self.reads.get(start.reads as usize..end.reads as usize)?,
         })
@@ -42,13 +48,13 @@ impl IssuedStep<'_> {
         let shift = other.before - self.before;
         let same = |a: Array, b: Array| same_array(a, b, shift);
         let then = |a: u64, b: u64| a + shift == b;
-        same_length(self.operations, other.operations, |a, b| a.is_again(b, shift))
-            && same_length(self.drops, other.drops, |a, b| {
-                same(a.array, b.array) && then(a.after, b.after)
-            })
-            && same_length(self.reads, other.reads, |a, b| {
-                same(a.array, b.array) && then(a.after, b.after) && a.values == b.values
-            })
+        same_length(self.operations, other.operations, |a, b| {
+            a.is_again(b, shift)
+        }) && same_length(self.drops, other.drops, |a, b| {
+            same(a.array, b.array) && then(a.after, b.after)
+        }) && same_length(self.reads, other.reads, |a, b| {
+            same(a.array, b.array) && then(a.after, b.after) && a.values == b.values
+        })
     }
 }
 
@@ -103,7 +109,11 @@ mod tests {
         other.drops[2].after = 4;
         assert!(!other.is_steady(), "a handle is let go earlier");
         let mut other = small();
-        other.operations[4].takes[0].array.as_mut().unwrap().operation = 3;
+        other.operations[4].takes[0]
+            .array
+            .as_mut()
+            .unwrap()
+            .operation = 3;
         assert!(!other.is_steady());
         let mut other = small();
         other.steps[1] = other.steps[2];

@@ -47,10 +47,19 @@ impl Aligned {
             };
             groups.entry(clock).or_default().push(place);
         }
-        let own = traces.iter().map(|trace| trace.about.monotonic_bound).max().unwrap_or(0);
+        let own = traces
+            .iter()
+            .map(|trace| trace.about.monotonic_bound)
+            .max()
+            .unwrap_or(0);
         let own = own.saturating_mul(2);
         let of_start = |trace: &ProcessTrace| i128::from(trace.about.monotonic);
-        let unchanged = |trace| Line { at: 0, common: of_start(trace), rise: 1, run: 1 };
+        let unchanged = |trace| Line {
+            at: 0,
+            common: of_start(trace),
+            rise: 1,
+            run: 1,
+        };
         if groups.len() == 1 {
             return Self {
                 lines: traces.iter().map(unchanged).collect(),
@@ -90,18 +99,34 @@ impl Aligned {
                 }
             };
             for place in places {
-                lines[*place] = Line { at: line.at - of_start(&traces[*place]), ..line };
+                lines[*place] = Line {
+                    at: line.at - of_start(&traces[*place]),
+                    ..line
+                };
             }
         }
         bounds.sort_unstable();
-        let bound = bounds.iter().rev().take(2).fold(own, |sum, bound| sum.saturating_add(*bound));
-        Self { lines, bound, problems }
+        let bound = bounds
+            .iter()
+            .rev()
+            .take(2)
+            .fold(own, |sum, bound| sum.saturating_add(*bound));
+        Self {
+            lines,
+            bound,
+            problems,
+        }
     }
 
     /// Converts a time of the trace with index `place`, in nanoseconds since the trace began, to
     /// nanoseconds of the common clock.
     pub(super) fn time(&self, place: usize, at: u64) -> i128 {
-        let Line { at: from, common, rise, run } = self.lines[place];
+        let Line {
+            at: from,
+            common,
+            rise,
+            run,
+        } = self.lines[place];
         // Saturates: the product exceeds 128 bits only for nonsensical clocks.
         common.saturating_add((i128::from(at) - from).saturating_mul(rise) / run)
     }
@@ -116,17 +141,29 @@ const FAR: i128 = 10_000;
 fn line(mut samples: Vec<Sample>) -> Option<(Line, u64)> {
     samples.sort_unstable();
     let middle = (samples.first()?.here + samples.last()?.here) / 2;
-    let (early, late): (Vec<Sample>, Vec<Sample>) =
-        samples.into_iter().partition(|sample| sample.here <= middle);
+    let (early, late): (Vec<Sample>, Vec<Sample>) = samples
+        .into_iter()
+        .partition(|sample| sample.here <= middle);
     let best = |samples: Vec<Sample>| samples.into_iter().min_by_key(|sample| sample.bound);
     let first = best(early)?;
-    let constant = Line { at: first.here, common: first.common, rise: 1, run: 1 };
+    let constant = Line {
+        at: first.here,
+        common: first.common,
+        rise: 1,
+        run: 1,
+    };
     // Between close samples, the error bounds allow any slope.
     let far = |last: &Sample| {
         last.here - first.here >= FAR * (i128::from(first.bound) + i128::from(last.bound))
     };
-    let Some(last) = best(late).filter(far) else { return Some((constant, first.bound)) };
-    let line = Line { rise: last.common - first.common, run: last.here - first.here, ..constant };
+    let Some(last) = best(late).filter(far) else {
+        return Some((constant, first.bound));
+    };
+    let line = Line {
+        rise: last.common - first.common,
+        run: last.here - first.here,
+        ..constant
+    };
     Some((line, first.bound.max(last.bound)))
 }
 
@@ -146,14 +183,25 @@ mod tests {
             server: begin + seconds * SECOND as i64 + skew,
             bound,
         };
-        let about =
-            About { process, clock: format!("host {process}"), monotonic: 77, ..About::default() };
-        ProcessTrace { about, clocks: vec![clock(0), clock(100)], ..ProcessTrace::default() }
+        let about = About {
+            process,
+            clock: format!("host {process}"),
+            monotonic: 77,
+            ..About::default()
+        };
+        ProcessTrace {
+            about,
+            clocks: vec![clock(0), clock(100)],
+            ..ProcessTrace::default()
+        }
     }
 
     #[test]
     fn drifting_clocks_align_within_the_bound() {
-        let traces = [process(0, 5_000, 0, 10, 0), process(1, -7_000_000, 40_000, 300, 250)];
+        let traces = [
+            process(0, 5_000, 0, 10, 0),
+            process(1, -7_000_000, 40_000, 300, 250),
+        ];
         let aligned = Aligned::of(&traces);
         assert_eq!((aligned.bound, aligned.problems.len()), (310, 0));
         for seconds in [0, 1, 50, 100] {
@@ -162,7 +210,10 @@ mod tests {
                 aligned.time(1, seconds * (SECOND + 40_000) + 5_000 + 7_000_000),
             );
             let wrong = (here - there).unsigned_abs();
-            assert!(wrong <= u128::from(aligned.bound) + 300, "{wrong} at {seconds} s");
+            assert!(
+                wrong <= u128::from(aligned.bound) + 300,
+                "{wrong} at {seconds} s"
+            );
         }
     }
 
@@ -180,7 +231,11 @@ mod tests {
         assert_eq!(aligned.time(0, 3_500), aligned.time(1, 500));
         // With another host in the run, both use the best sample of either.
         let mut three = [on(0, 1_000), on(1, 4_000), process(2, 9, 0, 20, 0)];
-        three[1].clocks = vec![Clock { at: 0, server: 3_000, bound: 5 }];
+        three[1].clocks = vec![Clock {
+            at: 0,
+            server: 3_000,
+            bound: 5,
+        }];
         let aligned = Aligned::of(&three);
         assert_eq!(aligned.time(0, 3_500), aligned.time(1, 500));
         assert_eq!(aligned.time(0, 3_000), 3_000);

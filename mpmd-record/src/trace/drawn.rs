@@ -55,9 +55,14 @@ impl Run {
                 .as_ref()
                 .zip(stage)
                 .and_then(|(costs, stage)| costs.stage.get(stage as usize));
-            let both = stage
-                .map(|stage| (stage.backward_input, stage.backward_input + stage.backward_weight));
-            both.filter(|(_, both)| *both > 0.0).map_or(0.5, |(input, both)| input / both)
+            let both = stage.map(|stage| {
+                (
+                    stage.backward_input,
+                    stage.backward_input + stage.backward_weight,
+                )
+            });
+            both.filter(|(_, both)| *both > 0.0)
+                .map_or(0.5, |(input, both)| input / both)
         };
         let find = |bar: &Bar| {
             let of = |kind| planned.get(&(kind, bar.stage, bar.microbatch)).copied();
@@ -84,7 +89,9 @@ impl Run {
         let bars = timeline.rows.iter().flat_map(|row| &row.bars);
         let counts = |bar: &&Bar| self.is_of_a_step(bar.op.unwrap_or(0));
         for bar in bars.filter(|bar| bar.kind == Kind::Forward).filter(counts) {
-            let begin = begins.entry(step_of(bar.op.unwrap_or(0))).or_insert(bar.start);
+            let begin = begins
+                .entry(step_of(bar.op.unwrap_or(0)))
+                .or_insert(bar.start);
             *begin = begin.min(bar.start);
         }
         let bars = timeline.rows.iter_mut().flat_map(|row| &mut row.bars);
@@ -111,11 +118,21 @@ impl Run {
         for kernel in &kernels {
             if kernel.start - idle >= SHORT {
                 let waits_for = self.why_idle(kernel, idle);
-                row.gaps.push(Gap { start: idle, end: kernel.start, waits_for });
+                row.gaps.push(Gap {
+                    start: idle,
+                    end: kernel.start,
+                    waits_for,
+                });
             }
             idle = idle.max(kernel.end);
-            row.memory.push(MemoryPoint { at: kernel.start, used: kernel.memory.0 as f64 });
-            row.memory.push(MemoryPoint { at: kernel.end, used: kernel.memory.1 as f64 });
+            row.memory.push(MemoryPoint {
+                at: kernel.start,
+                used: kernel.memory.0 as f64,
+            });
+            row.memory.push(MemoryPoint {
+                at: kernel.end,
+                used: kernel.memory.1 as f64,
+            });
         }
         if self.end - idle >= SHORT {
             row.gaps.push(Gap {
@@ -126,7 +143,9 @@ impl Run {
         }
         if device == 0 {
             let given = self.pieces.iter().filter(|piece| piece.from == process);
-            row.moves = given.filter_map(|piece| self.move_of(piece, first)).collect();
+            row.moves = given
+                .filter_map(|piece| self.move_of(piece, first))
+                .collect();
             row.moves.sort_by(|a, b| a.start.total_cmp(&b.start));
         }
         row
@@ -145,7 +164,9 @@ impl Run {
             end: kernel.end,
             op: Some(kernel.op),
             issued: operation.map(|operation| operation.issued),
-            waited_for: kernel.waited_for.map(|op| self.reason(kernel.process, op, kernel.since)),
+            waited_for: kernel
+                .waited_for
+                .map(|op| self.reason(kernel.process, op, kernel.since)),
             at: operation.map(|operation| operation.at.to_string()),
             ..Bar::default()
         }
@@ -177,7 +198,11 @@ impl Run {
     /// devices computed. It is a number from 0 to 1.
     pub fn busy(&self, process: u32, from: f64, until: f64) -> f64 {
         let mut devices: BTreeMap<u32, f64> = BTreeMap::new();
-        for kernel in self.kernels.iter().filter(|kernel| kernel.process == process) {
+        for kernel in self
+            .kernels
+            .iter()
+            .filter(|kernel| kernel.process == process)
+        {
             let within = (kernel.end.min(until) - kernel.start.max(from)).max(0.0);
             *devices.entry(kernel.device).or_default() += within;
         }
@@ -204,9 +229,16 @@ fn kind(label: Option<Label>) -> Kind {
 /// Returns the name of a pass or move as in a schedule's text, such as `2F7`. Other operations keep
 /// their description. Of one that was issued before the trace began, only the number `op` is known.
 fn name(operation: Option<&Operation>, op: u64) -> String {
-    let Some(operation) = operation else { return format!("operation {op}") };
+    let Some(operation) = operation else {
+        return format!("operation {op}");
+    };
     let description = short(&operation.description);
-    let Some(Label { stage, microbatch: Some(microbatch), role }) = operation.label else {
+    let Some(Label {
+        stage,
+        microbatch: Some(microbatch),
+        role,
+    }) = operation.label
+    else {
         return description.to_owned();
     };
     match role {

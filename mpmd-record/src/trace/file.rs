@@ -138,13 +138,24 @@ impl About {
         };
         let best = (0..8).map(look).min_by_key(|(trip, ..)| *trip);
         let (trip, monotonic, (start, unix)) = best.unwrap_or_else(|| look(0));
-        (start, Self { monotonic, monotonic_bound: trip / 2, unix, clock: own_clock(), ..self })
+        (
+            start,
+            Self {
+                monotonic,
+                monotonic_bound: trip / 2,
+                unix,
+                clock: own_clock(),
+                ..self
+            },
+        )
     }
 }
 
 /// Returns the time of this process's wall clock, in nanoseconds since 1970.
 pub fn unix_now() -> i64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let now = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
     i64::try_from(now.as_nanos()).unwrap_or(i64::MAX)
 }
 
@@ -153,7 +164,11 @@ pub fn unix_now() -> i64 {
 fn own_clock() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let space = std::fs::read_link("/proc/self/ns/time").unwrap_or_default();
-    if boot.is_empty() { boot } else { format!("{} {}", boot.trim(), space.display()) }
+    if boot.is_empty() {
+        boot
+    } else {
+        format!("{} {}", boot.trim(), space.display())
+    }
 }
 
 /// The parts of a file.
@@ -202,7 +217,10 @@ impl ProcessTrace {
     /// If the file cannot be read, or does not begin like a trace of this version.
     pub fn read(path: &Path) -> Result<Self, TraceError> {
         let bytes = std::fs::read(path).map_err(|error| unreadable(path, &error))?;
-        Self::of_bytes(&bytes).map_err(|why| TraceError::NotATrace { path: path.to_owned(), why })
+        Self::of_bytes(&bytes).map_err(|why| TraceError::NotATrace {
+            path: path.to_owned(),
+            why,
+        })
     }
 
     /// Reads all traces of a folder, from the job that began last. Returns (traces sorted by
@@ -216,8 +234,13 @@ impl ProcessTrace {
         let mut found = Vec::new();
         for entry in std::fs::read_dir(folder).map_err(|error| unreadable(folder, &error))? {
             let path = entry.map_err(|error| unreadable(folder, &error))?.path();
-            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-            let number = name.strip_prefix("process-").and_then(|name| name.strip_suffix(".trace"));
+            let name = path
+                .file_name()
+                .and_then(|name| name.to_str())
+                .unwrap_or_default();
+            let number = name
+                .strip_prefix("process-")
+                .and_then(|name| name.strip_suffix(".trace"));
             if let Some(number) = number.and_then(|number| number.parse::<u32>().ok()) {
                 found.push((number, path));
             }
@@ -226,7 +249,10 @@ impl ProcessTrace {
         for (_, path) in &found {
             // A pipe would have to wait for a writer.
             if !path.is_file() {
-                wrong.push(format!("{} is no regular file: it is left out", path.display()));
+                wrong.push(format!(
+                    "{} is no regular file: it is left out",
+                    path.display()
+                ));
                 continue;
             }
             match Self::read(path) {
@@ -236,8 +262,13 @@ impl ProcessTrace {
         }
         if traces.is_empty() {
             return match wrong.into_iter().next() {
-                Some(why) => Err(TraceError::NotATrace { path: folder.to_owned(), why }),
-                None => Err(TraceError::Empty { path: folder.to_owned() }),
+                Some(why) => Err(TraceError::NotATrace {
+                    path: folder.to_owned(),
+                    why,
+                }),
+                None => Err(TraceError::Empty {
+                    path: folder.to_owned(),
+                }),
             };
         }
         traces.sort_by_key(|trace: &Self| trace.about.process);
@@ -245,7 +276,11 @@ impl ProcessTrace {
         let newest = traces.iter().max_by_key(|trace| trace.about.unix);
         let processes = newest.map_or(0, |trace| trace.about.processes);
         traces.retain(|trace| {
-            let About { process, processes: of, .. } = &trace.about;
+            let About {
+                process,
+                processes: of,
+                ..
+            } = &trace.about;
             if *of != processes {
                 wrong.push(format!(
                     "the trace of process {process} is of another job, of {of}: it is left out"
@@ -256,7 +291,11 @@ impl ProcessTrace {
         // Walks over the gaps between files: the number of processes comes from a file and may be
         // huge.
         let mut next = 0;
-        for number in found.iter().map(|(number, _)| *number).filter(|number| *number < processes) {
+        for number in found
+            .iter()
+            .map(|(number, _)| *number)
+            .filter(|number| *number < processes)
+        {
             wrong.extend(missing(next..number));
             next = number + 1;
         }
@@ -278,19 +317,31 @@ impl ProcessTrace {
         }
         let version = rest.number().ok_or("it is empty")?;
         if version != VERSION {
-            return Err(format!("it is of version {version}, and this program reads {VERSION}"));
+            return Err(format!(
+                "it is of version {version}, and this program reads {VERSION}"
+            ));
         }
         let length = rest.number().ok_or("it breaks off in its beginning")?;
-        let about = rest.take(length as usize).ok_or("it breaks off in its beginning")?;
+        let about = rest
+            .take(length as usize)
+            .ok_or("it breaks off in its beginning")?;
         let about = serde_json::from_slice(about).map_err(|error| error.to_string())?;
-        let mut trace = Self { about, ..Self::default() };
+        let mut trace = Self {
+            about,
+            ..Self::default()
+        };
         while !rest.0.is_empty() {
             let at = bytes.len() - rest.0.len();
             let content = rest.number().and_then(|length| rest.take(length as usize));
             let broken = "a part of the trace is not whole".to_owned();
-            if let Err(why) = content.ok_or(broken).and_then(|content| trace.chunk(content)) {
-                trace.truncated =
-                    Some(format!("it breaks off at byte {at} of {}: {why}", bytes.len()));
+            if let Err(why) = content
+                .ok_or(broken)
+                .and_then(|content| trace.chunk(content))
+            {
+                trace.truncated = Some(format!(
+                    "it breaks off at byte {at} of {}: {why}",
+                    bytes.len()
+                ));
                 break;
             }
         }
@@ -335,7 +386,10 @@ impl<'a> Rest<'a> {
 fn missing(processes: Range<u32>) -> Option<String> {
     match processes.len() {
         0 => None,
-        1 => Some(format!("the trace of process {} is missing", processes.start)),
+        1 => Some(format!(
+            "the trace of process {} is missing",
+            processes.start
+        )),
         _ => Some(format!(
             "the traces of processes {} to {} are missing",
             processes.start,
@@ -345,7 +399,10 @@ fn missing(processes: Range<u32>) -> Option<String> {
 }
 
 fn unreadable(path: &Path, error: &std::io::Error) -> TraceError {
-    TraceError::Unreadable { path: path.to_owned(), why: error.to_string() }
+    TraceError::Unreadable {
+        path: path.to_owned(),
+        why: error.to_string(),
+    }
 }
 
 #[cfg(test)]
@@ -354,12 +411,35 @@ mod tests {
     use super::*;
 
     fn whole() -> Vec<u8> {
-        let mut bytes = beginning(&About { process: 1, processes: 2, ..About::default() }).unwrap();
-        Chunk::Text { number: 0, text: "one".to_owned() }.write(&mut bytes);
-        let events: Vec<_> = (0..3).map(|op| Event { at: op, what: What::Over { op } }).collect();
+        let mut bytes = beginning(&About {
+            process: 1,
+            processes: 2,
+            ..About::default()
+        })
+        .unwrap();
+        Chunk::Text {
+            number: 0,
+            text: "one".to_owned(),
+        }
+        .write(&mut bytes);
+        let events: Vec<_> = (0..3)
+            .map(|op| Event {
+                at: op,
+                what: What::Over { op },
+            })
+            .collect();
         write_events(&events, &mut bytes);
-        Chunk::Clock(Clock { at: 1, server: -2, bound: 3 }).write(&mut bytes);
-        Chunk::Schedule { name: "a".to_owned(), rows: "0F0\n1F0".to_owned() }.write(&mut bytes);
+        Chunk::Clock(Clock {
+            at: 1,
+            server: -2,
+            bound: 3,
+        })
+        .write(&mut bytes);
+        Chunk::Schedule {
+            name: "a".to_owned(),
+            rows: "0F0\n1F0".to_owned(),
+        }
+        .write(&mut bytes);
         Chunk::Dropped { events: 4 }.write(&mut bytes);
         Chunk::End.write(&mut bytes);
         bytes
@@ -369,8 +449,18 @@ mod tests {
     fn truncated_file_is_read_up_to_the_cut() {
         let bytes = whole();
         let all = ProcessTrace::of_bytes(&bytes).unwrap();
-        assert_eq!((all.events.len(), all.text(0), all.text(7), all.dropped), (3, "one", "", 4));
-        assert_eq!(all.clocks, [Clock { at: 1, server: -2, bound: 3 }]);
+        assert_eq!(
+            (all.events.len(), all.text(0), all.text(7), all.dropped),
+            (3, "one", "", 4)
+        );
+        assert_eq!(
+            all.clocks,
+            [Clock {
+                at: 1,
+                server: -2,
+                bound: 3
+            }]
+        );
         assert_eq!(all.schedules, [("a".to_owned(), "0F0\n1F0".to_owned())]);
         assert!(all.ended && all.truncated.is_none());
         let start = beginning(&all.about).unwrap().len();
@@ -378,7 +468,10 @@ mod tests {
             match ProcessTrace::of_bytes(&bytes[..cut]) {
                 Err(_) => assert!(cut < start, "{cut}"),
                 Ok(part) => {
-                    assert!(cut >= start && !part.ended && part.events.len() <= 3, "{cut}");
+                    assert!(
+                        cut >= start && !part.ended && part.events.len() <= 3,
+                        "{cut}"
+                    );
                     assert!(part.events.iter().eq(&all.events[..part.events.len()]));
                 }
             }
@@ -393,16 +486,30 @@ mod tests {
         let folder = std::env::temp_dir().join(format!("mpmd-traces-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         for (process, processes, unix) in [(0, 3, 9), (1, 4, 5), (3, 4, 6)] {
-            let about = About { process, processes, unix, ..About::default() };
+            let about = About {
+                process,
+                processes,
+                unix,
+                ..About::default()
+            };
             std::fs::write(folder.join(name(process)), beginning(&about).unwrap()).unwrap();
         }
         std::fs::write(folder.join("process-x.trace"), "nothing of ours").unwrap();
         let (traces, wrong) = ProcessTrace::read_all(&folder).unwrap();
         std::fs::remove_dir_all(&folder).unwrap();
-        assert_eq!(traces.iter().map(|trace| trace.about.process).collect::<Vec<_>>(), [0]);
+        assert_eq!(
+            traces
+                .iter()
+                .map(|trace| trace.about.process)
+                .collect::<Vec<_>>(),
+            [0]
+        );
         let left_out = "the trace of process 1 is of another job, of 4: it is left out";
         let missing = "the trace of process 2 is missing";
-        assert!(wrong.len() == 3 && wrong[0] == left_out && wrong[2] == missing, "{wrong:?}");
+        assert!(
+            wrong.len() == 3 && wrong[0] == left_out && wrong[2] == missing,
+            "{wrong:?}"
+        );
     }
 
     #[test]
@@ -411,9 +518,20 @@ mod tests {
 
         let folder = std::env::temp_dir().join(format!("mpmd-pipe-traces-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
-        let about = About { process: 0, processes: 1, ..About::default() };
+        let about = About {
+            process: 0,
+            processes: 1,
+            ..About::default()
+        };
         std::fs::write(folder.join(name(0)), beginning(&about).unwrap()).unwrap();
-        mknodat(CWD, folder.join(name(1)), FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        mknodat(
+            CWD,
+            folder.join(name(1)),
+            FileType::Fifo,
+            Mode::RUSR | Mode::WUSR,
+            0,
+        )
+        .unwrap();
         let (traces, wrong) = ProcessTrace::read_all(&folder).unwrap();
         std::fs::remove_dir_all(&folder).unwrap();
         assert_eq!(traces.len(), 1);
@@ -425,7 +543,11 @@ mod tests {
         let folder = std::env::temp_dir().join(format!("mpmd-wild-traces-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         for process in [1, 2, 4] {
-            let about = About { process, processes: u32::MAX, ..About::default() };
+            let about = About {
+                process,
+                processes: u32::MAX,
+                ..About::default()
+            };
             std::fs::write(folder.join(name(process)), beginning(&about).unwrap()).unwrap();
         }
         let (traces, wrong) = ProcessTrace::read_all(&folder).unwrap();
@@ -441,12 +563,19 @@ mod tests {
 
     #[test]
     fn invalid_traces_are_refused() {
-        assert!(ProcessTrace::of_bytes(b"{}").unwrap_err().contains("begins otherwise"));
+        assert!(
+            ProcessTrace::of_bytes(b"{}")
+                .unwrap_err()
+                .contains("begins otherwise")
+        );
         let mut bytes = whole();
         bytes[8] = 7;
         let why = ProcessTrace::of_bytes(&bytes).unwrap_err();
         assert_eq!(why, "it is of version 7, and this program reads 3");
         let nowhere = ProcessTrace::read_all(Path::new("/nowhere/at/all")).unwrap_err();
-        assert!(matches!(nowhere, TraceError::Unreadable { .. }), "{nowhere}");
+        assert!(
+            matches!(nowhere, TraceError::Unreadable { .. }),
+            "{nowhere}"
+        );
     }
 }

@@ -96,15 +96,23 @@ impl Label {
     /// Packs the label into one word. Of stages, only the low 24 bits are kept.
     #[doc(hidden)]
     pub fn word(self) -> u64 {
-        let role = Role::ALL.iter().position(|role| *role == self.role).unwrap_or_default() as u64;
-        let microbatch = self.microbatch.map_or(0, |microbatch| microbatch.wrapping_add(1));
+        let role = Role::ALL
+            .iter()
+            .position(|role| *role == self.role)
+            .unwrap_or_default() as u64;
+        let microbatch = self
+            .microbatch
+            .map_or(0, |microbatch| microbatch.wrapping_add(1));
         role << ROLE | u64::from(self.stage & 0xff_ffff) << STAGE | u64::from(microbatch)
     }
 
     /// Unpacks a label from its word.
     #[doc(hidden)]
     pub fn of_word(word: u64) -> Self {
-        let role = Role::ALL.get((word >> ROLE) as usize).copied().unwrap_or(Role::Forward);
+        let role = Role::ALL
+            .get((word >> ROLE) as usize)
+            .copied()
+            .unwrap_or(Role::Forward);
         Self {
             stage: (word >> STAGE) as u32 & 0xff_ffff,
             microbatch: (word as u32).checked_sub(1),
@@ -115,7 +123,10 @@ impl Label {
     /// Returns the label as a note for the router's messages.
     #[doc(hidden)]
     pub fn note(self) -> Note {
-        Note { word: self.word(), show: |word, f| write!(f, "{}", Self::of_word(word)) }
+        Note {
+            word: self.word(),
+            show: |word, f| write!(f, "{}", Self::of_word(word)),
+        }
     }
 }
 
@@ -137,14 +148,27 @@ mod tests {
     fn label_survives_packing_into_a_word() {
         for role in Role::ALL {
             for (stage, microbatch) in [(0, None), (7, Some(0)), (1023, Some(4095))] {
-                let label = Label { stage, microbatch, role };
+                let label = Label {
+                    stage,
+                    microbatch,
+                    role,
+                };
                 assert_eq!(Label::of_word(label.word()), label);
             }
         }
-        let label = Label { stage: 3, microbatch: Some(7), role: Role::BackwardInput };
+        let label = Label {
+            stage: 3,
+            microbatch: Some(7),
+            role: Role::BackwardInput,
+        };
         assert_eq!(label.to_string(), "stage 3, microbatch 7, input gradient");
         assert_eq!(
-            Label { microbatch: None, role: Role::Reduce, ..label }.to_string(),
+            Label {
+                microbatch: None,
+                role: Role::Reduce,
+                ..label
+            }
+            .to_string(),
             "stage 3, gradients reduced"
         );
     }

@@ -52,9 +52,14 @@ impl Run {
         let step = |op: u64| self.steps.partition_point(|step| step.ops.1 < op);
         let mut took: BTreeMap<u64, (Label, f64)> = BTreeMap::new();
         let counts = |op: u64| op > after && self.is_of_a_step(op);
-        for kernel in self.kernels.iter().filter(|kernel| counts(kernel.op) && kernel.ended) {
-            let Some(label) =
-                self.operation(kernel.process, kernel.op).and_then(|known| known.label)
+        for kernel in self
+            .kernels
+            .iter()
+            .filter(|kernel| counts(kernel.op) && kernel.ended)
+        {
+            let Some(label) = self
+                .operation(kernel.process, kernel.op)
+                .and_then(|known| known.label)
             else {
                 continue;
             };
@@ -70,7 +75,9 @@ impl Run {
         }
         let mut moved: BTreeMap<u64, (f64, f64, u64)> = BTreeMap::new();
         for piece in self.pieces.iter().filter(|piece| counts(piece.op)) {
-            let Some((posted, came)) = piece.on_its_way() else { continue };
+            let Some((posted, came)) = piece.on_its_way() else {
+                continue;
+            };
             let start = piece.offered.unwrap_or(posted);
             let (from, until, bytes) = moved.entry(piece.op).or_insert((start, came, 0));
             (*from, *until) = (from.min(start), until.max(came));
@@ -82,14 +89,20 @@ impl Run {
         }
         let mut times: BTreeMap<(u32, Role), Vec<f64>> = BTreeMap::new();
         for ((_, label), took) in passes {
-            times.entry((label.stage, label.role)).or_default().push(took);
+            times
+                .entry((label.stage, label.role))
+                .or_default()
+                .push(took);
         }
         let processes = || self.processes.iter().map(|process| process.process);
         let mut sizes: BTreeMap<(u32, Role), u64> = BTreeMap::new();
         for (op, (from, until, bytes)) in moved {
             let operation = processes().find_map(|process| self.operation(process, op));
             if let Some(label) = operation.and_then(|operation| operation.label) {
-                times.entry((label.stage, label.role)).or_default().push(until - from);
+                times
+                    .entry((label.stage, label.role))
+                    .or_default()
+                    .push(until - from);
                 let largest = sizes.entry((label.stage, label.role)).or_default();
                 *largest = bytes.max(*largest);
             }
@@ -104,12 +117,17 @@ impl Run {
         // Rounded to nanoseconds, the resolution of traces.
         let nanoseconds = |time: f64| (time * 1e9).round() / 1e9;
         let mut of = |stage: u32, role: Role| {
-            times.get_mut(&(stage, role)).map(|times| nanoseconds(median(times)))
+            times
+                .get_mut(&(stage, role))
+                .map(|times| nanoseconds(median(times)))
         };
         let mut stage = |stage: u32| {
             let missing = |role| CostsError::Missing { stage, role };
             let forward = of(stage, Role::Forward).ok_or(missing(Role::Forward))?;
-            let gradients = (of(stage, Role::BackwardInput), of(stage, Role::BackwardWeight));
+            let gradients = (
+                of(stage, Role::BackwardInput),
+                of(stage, Role::BackwardWeight),
+            );
             let (backward_input, backward_weight) = match gradients {
                 (Some(input), Some(weight)) => (input, weight),
                 (Some(both), None) | (None, Some(both)) => (both / 2.0, both / 2.0),
@@ -123,20 +141,33 @@ impl Run {
                 send_forward: of(stage, Role::SendForward).unwrap_or(0.0),
                 send_backward: of(stage, Role::SendBackward).unwrap_or(0.0),
                 output_bytes: sizes.get(&(stage, Role::SendForward)).copied().unwrap_or(0),
-                gradient_bytes: sizes.get(&(stage, Role::SendBackward)).copied().unwrap_or(0),
+                gradient_bytes: sizes
+                    .get(&(stage, Role::SendBackward))
+                    .copied()
+                    .unwrap_or(0),
                 ..StageCosts::default()
             })
         };
         let stage = (0..stages).map(&mut stage).collect::<Result<_, _>>()?;
-        Ok(Costs { unit: "s".to_owned(), stage })
+        Ok(Costs {
+            unit: "s".to_owned(),
+            stage,
+        })
     }
 
     /// Returns the summary that `mpmd trace` prints: several lines of text.
     pub fn summary(&self) -> String {
         let mut text = String::new();
-        let name = if self.title.is_empty() { "a run" } else { &self.title };
+        let name = if self.title.is_empty() {
+            "a run"
+        } else {
+            &self.title
+        };
         let (processes, kernels) = (self.processes.len(), self.kernels.len());
-        let sent = self.pieces.iter().fold(0u64, |sent, piece| sent.saturating_add(piece.bytes));
+        let sent = self
+            .pieces
+            .iter()
+            .fold(0u64, |sent, piece| sent.saturating_add(piece.bytes));
         let _ = writeln!(
             text,
             "{name}: {processes} processes, {kernels} kernels, {} pieces sent ({}), {}",
@@ -144,7 +175,11 @@ impl Run {
             bytes(sent),
             seconds(self.end)
         );
-        let _ = writeln!(text, "times of different processes agree within {}", seconds(self.bound));
+        let _ = writeln!(
+            text,
+            "times of different processes agree within {}",
+            seconds(self.bound)
+        );
         for problem in &self.problems {
             let _ = writeln!(text, "note: {problem}");
         }
@@ -152,8 +187,14 @@ impl Run {
         let (from, until) = self.window();
         for process in &self.processes {
             let busy = self.busy(process.process, from, until);
-            let peak = self.kernels.iter().filter(|kernel| kernel.process == process.process);
-            let peak = peak.map(|kernel| kernel.memory.0.max(kernel.memory.1)).max().unwrap_or(0);
+            let peak = self
+                .kernels
+                .iter()
+                .filter(|kernel| kernel.process == process.process);
+            let peak = peak
+                .map(|kernel| kernel.memory.0.max(kernel.memory.1))
+                .max()
+                .unwrap_or(0);
             let _ = writeln!(
                 text,
                 "process {}: computes {:.1} %, bubble {:.1} %, up to {} on a device",
@@ -174,13 +215,21 @@ impl Run {
         let mut took: Vec<f64> = ends.windows(2).map(|pair| pair[1] - pair[0]).collect();
         let _ = match (self.steps.as_slice(), took.is_empty()) {
             ([], _) => writeln!(text, "the program ended no step"),
-            ([one], _) => writeln!(text, "step {}: {}", one.number, seconds(one.end - one.start)),
+            ([one], _) => writeln!(
+                text,
+                "step {}: {}",
+                one.number,
+                seconds(one.end - one.start)
+            ),
             ([first, .., last], _) => {
                 let (longest, median) =
                     (took.iter().copied().fold(0.0, f64::max), median(&mut took));
                 let (first, last) = (first.number, last.number);
                 let (median, longest) = (seconds(median), seconds(longest));
-                writeln!(text, "steps {first} to {last}: {median} each (median), {longest} at most")
+                writeln!(
+                    text,
+                    "steps {first} to {last}: {median} each (median), {longest} at most"
+                )
             }
         };
     }
@@ -188,16 +237,19 @@ impl Run {
     fn summarize_waits(&self, text: &mut String, from: f64, until: f64) {
         let mut idle: BTreeMap<String, (f64, usize)> = BTreeMap::new();
         let mut last: Option<&Kernel> = None;
-        for kernel in
-            self.kernels.iter().filter(|kernel| kernel.start >= from && kernel.end <= until)
+        for kernel in self
+            .kernels
+            .iter()
+            .filter(|kernel| kernel.start >= from && kernel.end <= until)
         {
             let before = last.replace(kernel);
             let Some(before) = before else { continue };
             let same = (before.process, before.device) == (kernel.process, kernel.device);
             if same && kernel.start > before.end {
                 let why = self.why_idle(kernel, before.end);
-                let (whole, count) =
-                    idle.entry(format!("process {}: {why}", kernel.process)).or_default();
+                let (whole, count) = idle
+                    .entry(format!("process {}: {why}", kernel.process))
+                    .or_default();
                 (*whole, *count) = (*whole + kernel.start - before.end, *count + 1);
             }
         }
@@ -207,7 +259,11 @@ impl Run {
             let _ = writeln!(text, "the longest waits between kernels, by cause:");
         }
         for (cause, (whole, count)) in idle.into_iter().take(LONGEST_WAITS) {
-            let times = if count == 1 { String::new() } else { format!(" ({count} times)") };
+            let times = if count == 1 {
+                String::new()
+            } else {
+                format!(" ({count} times)")
+            };
             let _ = writeln!(text, "  {:>9}  {cause}{times}", seconds(whole));
         }
     }
@@ -215,7 +271,9 @@ impl Run {
     fn summarize_annotations(&self, text: &mut String) {
         let mut took: BTreeMap<(&str, u32), Vec<f64>> = BTreeMap::new();
         for range in &self.annotations {
-            took.entry((&range.name, range.process)).or_default().push(range.end - range.start);
+            took.entry((&range.name, range.process))
+                .or_default()
+                .push(range.end - range.start);
         }
         if !took.is_empty() {
             let _ = writeln!(text, "ranges that the program named:");
@@ -253,7 +311,10 @@ impl Run {
 /// Returns the median, or the lower of the two middle values. Returns 0 for an empty list.
 fn median(times: &mut [f64]) -> f64 {
     times.sort_by(f64::total_cmp);
-    times.get(times.len().saturating_sub(1) / 2).copied().unwrap_or(0.0)
+    times
+        .get(times.len().saturating_sub(1) / 2)
+        .copied()
+        .unwrap_or(0.0)
 }
 
 /// Formats a time in seconds with a suitable unit.

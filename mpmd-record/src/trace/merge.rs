@@ -196,12 +196,23 @@ impl Run {
             let first = traces[place].events.iter().map(begin_of).min();
             first.map(|at| (place, at))
         };
-        let begin =
-            (0..traces.len()).filter_map(first).map(|(place, at)| aligned.time(place, at)).min();
-        let run = Self { problems, ..Self::default() };
-        let mut merging = Merging { run, pieces: BTreeMap::new() };
+        let begin = (0..traces.len())
+            .filter_map(first)
+            .map(|(place, at)| aligned.time(place, at))
+            .min();
+        let run = Self {
+            problems,
+            ..Self::default()
+        };
+        let mut merging = Merging {
+            run,
+            pieces: BTreeMap::new(),
+        };
         merging.run.bound = aligned.bound as f64 * 1e-9;
-        merging.run.problems.extend(aligned.problems.iter().cloned());
+        merging
+            .run
+            .problems
+            .extend(aligned.problems.iter().cloned());
         let mut step_ends: BTreeMap<u64, u64> = BTreeMap::new();
         for (place, trace) in traces.iter().enumerate() {
             let time =
@@ -267,18 +278,36 @@ impl Merging {
         }
         let last = trace.events.last().map_or(0.0, |event| time(event.at));
         let (devices, kinds) = (trace.about.devices.clone(), trace.about.kinds.clone());
-        run.processes.push(Process { process, devices, kinds, last });
-        let texts: Vec<Arc<str>> =
-            trace.texts.iter().map(|text| Arc::from(text.as_str())).collect();
-        let text =
-            |number: u32| texts.get(number as usize).cloned().unwrap_or_else(|| Arc::from(""));
+        run.processes.push(Process {
+            process,
+            devices,
+            kinds,
+            last,
+        });
+        let texts: Vec<Arc<str>> = trace
+            .texts
+            .iter()
+            .map(|text| Arc::from(text.as_str()))
+            .collect();
+        let text = |number: u32| {
+            texts
+                .get(number as usize)
+                .cloned()
+                .unwrap_or_else(|| Arc::from(""))
+        };
         // By device, the index of the kernel that runs.
         let mut running: HashMap<u32, usize> = HashMap::new();
         let mut tickets: HashMap<u64, (u64, u64, u32, u32)> = HashMap::new();
         for event in &trace.events {
             let at = time(event.at);
             match event.what {
-                What::Issued { op, label, text: number, line, source } => {
+                What::Issued {
+                    op,
+                    label,
+                    text: number,
+                    line,
+                    source,
+                } => {
                     let operation = Operation {
                         label,
                         description: text(number),
@@ -290,7 +319,13 @@ impl Merging {
                     };
                     run.operations.insert((process, op), operation);
                 }
-                What::Started { op, device, since, input, memory } => {
+                What::Started {
+                    op,
+                    device,
+                    since,
+                    input,
+                    memory,
+                } => {
                     running.insert(device, run.kernels.len());
                     run.kernels.push(Kernel {
                         process,
@@ -306,8 +341,9 @@ impl Merging {
                     start(run, (process, op), at);
                 }
                 What::Ended { op, device, memory } => {
-                    let kernel =
-                        running.remove(&device).and_then(|place| run.kernels.get_mut(place));
+                    let kernel = running
+                        .remove(&device)
+                        .and_then(|place| run.kernels.get_mut(place));
                     if let Some(kernel) = kernel
                         && kernel.op == op
                     {
@@ -320,12 +356,29 @@ impl Merging {
                         operation.ended = Some(at.max(operation.issued));
                     }
                 }
-                What::Piece { step, op, piece, peer, bytes, ticket } => {
+                What::Piece {
+                    step,
+                    op,
+                    piece,
+                    peer,
+                    bytes,
+                    ticket,
+                } => {
                     let gives = matches!(step, PieceStep::Offered | PieceStep::Posted);
-                    let (from, to) = if gives { (process, peer) } else { (peer, process) };
+                    let (from, to) = if gives {
+                        (process, peer)
+                    } else {
+                        (peer, process)
+                    };
                     let key = (op, piece, from, to);
                     let known = self.pieces.entry(key);
-                    let known = known.or_insert(Piece { op, piece, from, to, ..Piece::default() });
+                    let known = known.or_insert(Piece {
+                        op,
+                        piece,
+                        from,
+                        to,
+                        ..Piece::default()
+                    });
                     known.bytes = known.bytes.max(bytes);
                     *match step {
                         PieceStep::Offered => &mut known.offered,
@@ -342,12 +395,18 @@ impl Merging {
                     }
                 }
                 What::Left { ticket } => {
-                    let piece = tickets.remove(&ticket).and_then(|key| self.pieces.get_mut(&key));
+                    let piece = tickets
+                        .remove(&ticket)
+                        .and_then(|key| self.pieces.get_mut(&key));
                     if let Some(piece) = piece {
                         piece.left = Some(at);
                     }
                 }
-                What::Waited { since, text: number, line } => {
+                What::Waited {
+                    since,
+                    text: number,
+                    line,
+                } => {
                     let (call, at_line) = (text(number), text(line));
                     run.waits.push(Wait {
                         process,
@@ -357,9 +416,19 @@ impl Merging {
                         at: at_line,
                     });
                 }
-                What::Annotated { since, text: number, line } => {
+                What::Annotated {
+                    since,
+                    text: number,
+                    line,
+                } => {
                     let (start, name, at_line) = (time(since), text(number), text(line));
-                    run.annotations.push(Annotation { process, start, end: at, name, at: at_line });
+                    run.annotations.push(Annotation {
+                        process,
+                        start,
+                        end: at,
+                        name,
+                        at: at_line,
+                    });
                 }
                 What::StepEnd { .. } => {}
             }
@@ -370,7 +439,9 @@ impl Merging {
         let process = trace.about.process;
         let problems = &mut self.run.problems;
         if let Some(why) = &trace.truncated {
-            problems.push(format!("the trace of process {process} is not whole: {why}"));
+            problems.push(format!(
+                "the trace of process {process} is not whole: {why}"
+            ));
         } else if !trace.ended {
             problems.push(format!(
                 "process {process} did not end its trace: its last events are missing"
@@ -388,28 +459,41 @@ impl Merging {
         let Self { mut run, pieces } = self;
         run.pieces = pieces.into_values().collect();
         run.processes.sort_by_key(|process| process.process);
-        run.waits.sort_by(|a, b| a.process.cmp(&b.process).then(a.start.total_cmp(&b.start)));
+        run.waits
+            .sort_by(|a, b| a.process.cmp(&b.process).then(a.start.total_cmp(&b.start)));
         run.annotations.sort_by(|a, b| {
             let by_start = a.process.cmp(&b.process).then(a.start.total_cmp(&b.start));
             by_start.then(b.end.total_cmp(&a.end))
         });
         let by_start = |a: &Kernel, b: &Kernel| {
-            (a.process, a.device).cmp(&(b.process, b.device)).then(a.start.total_cmp(&b.start))
+            (a.process, a.device)
+                .cmp(&(b.process, b.device))
+                .then(a.start.total_cmp(&b.start))
         };
         run.kernels.sort_by(by_start);
         for operation in run.operations.values_mut() {
             // Bytes may arrive before the program issues their operation.
             let known = operation.started.is_finite();
-            operation.started =
-                if known { operation.started.max(operation.issued) } else { operation.issued };
+            operation.started = if known {
+                operation.started.max(operation.issued)
+            } else {
+                operation.issued
+            };
             let started = operation.started;
-            operation.ended.iter_mut().for_each(|ended| *ended = ended.max(started));
+            operation
+                .ended
+                .iter_mut()
+                .for_each(|ended| *ended = ended.max(started));
         }
         let mut before = 0;
         let mut by_last: BTreeMap<u64, RunStep> = BTreeMap::new();
         for (number, op) in step_ends {
-            let step =
-                RunStep { number: *number, ops: (before, *op), start: f64::INFINITY, end: 0.0 };
+            let step = RunStep {
+                number: *number,
+                ops: (before, *op),
+                start: f64::INFINITY,
+                end: 0.0,
+            };
             by_last.insert(*op, step);
             before = *op;
         }
@@ -427,7 +511,11 @@ impl Merging {
             latest = step.end;
         }
         let kernels = run.kernels.iter().map(|kernel| kernel.end);
-        let pieces = run.pieces.iter().filter_map(Piece::on_its_way).map(|(_, end)| end);
+        let pieces = run
+            .pieces
+            .iter()
+            .filter_map(Piece::on_its_way)
+            .map(|(_, end)| end);
         run.end = kernels.chain(pieces).fold(0.0, f64::max);
         run
     }

@@ -13,7 +13,11 @@ impl Run {
         };
         let come = |piece: &&super::Piece| piece.to == process && piece.on_its_way().is_some();
         let end = |piece: &super::Piece| piece.on_its_way().map_or(0.0, |(_, end)| end);
-        let last = self.pieces_of(op).iter().filter(come).max_by(|a, b| end(a).total_cmp(&end(b)));
+        let last = self
+            .pieces_of(op)
+            .iter()
+            .filter(come)
+            .max_by(|a, b| end(a).total_cmp(&end(b)));
         let from = last.map_or(process, |piece| piece.from);
         let maker = self.made_by(operation, op, from);
         let Some((piece, (left, came))) = last.and_then(|piece| Some((piece, piece.on_its_way()?)))
@@ -23,7 +27,10 @@ impl Run {
         // True if the transfer took more than half of the wait.
         let moving = came - left.max(since);
         match moving > 0.5 * (came - since) {
-            true => format!("{} on its way from process {from}: {maker}", bytes(piece.bytes)),
+            true => format!(
+                "{} on its way from process {from}: {maker}",
+                bytes(piece.bytes)
+            ),
             false => format!("{maker} on process {from}"),
         }
     }
@@ -34,10 +41,15 @@ impl Run {
         if let Some(input) = kernel.waited_for {
             return self.reason(kernel.process, input, idle);
         }
-        let issued =
-            self.operation(kernel.process, kernel.op).map_or(0.0, |operation| operation.issued);
+        let issued = self
+            .operation(kernel.process, kernel.op)
+            .map_or(0.0, |operation| operation.issued);
         if issued <= idle {
-            return why_thread(kernel, &self.device_name(kernel.process, kernel.device), idle);
+            return why_thread(
+                kernel,
+                &self.device_name(kernel.process, kernel.device),
+                idle,
+            );
         }
         let overlap = |wait: &&super::Wait| wait.end.min(issued) - wait.start.max(idle);
         // Waits of one process do not overlap, so they are also sorted by their ends.
@@ -54,9 +66,12 @@ impl Run {
     /// Describes the operation that made the values of operation `op`: `op` itself, or for a move
     /// the operation of process `from` that made the array.
     fn made_by(&self, operation: &Operation, op: u64, from: u32) -> String {
-        let source =
-            operation.source.and_then(|source| Some((source, self.operation(from, source)?)));
-        let label = source.and_then(|(_, source)| source.label).or(operation.label.map(made));
+        let source = operation
+            .source
+            .and_then(|source| Some((source, self.operation(from, source)?)));
+        let label = source
+            .and_then(|(_, source)| source.label)
+            .or(operation.label.map(made));
         match (label, source) {
             (Some(label), _) => label.to_string(),
             (None, Some((source, operation))) => {
@@ -90,7 +105,9 @@ fn made(label: Label) -> Label {
 
 /// Returns an operation's description without its mesh, shardings and types.
 pub(super) fn short(description: &str) -> &str {
-    let kernel = description.strip_prefix("jit ").and_then(|rest| rest.split(" on ").next());
+    let kernel = description
+        .strip_prefix("jit ")
+        .and_then(|rest| rest.split(" on ").next());
     kernel.unwrap_or_else(|| description.split(" from ").next().unwrap_or(description))
 }
 

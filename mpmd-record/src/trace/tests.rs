@@ -24,7 +24,13 @@ impl Writing {
             monotonic: begins * MILLI,
             ..About::default()
         };
-        Self { trace: ProcessTrace { about, ended: true, ..ProcessTrace::default() } }
+        Self {
+            trace: ProcessTrace {
+                about,
+                ended: true,
+                ..ProcessTrace::default()
+            },
+        }
     }
 
     fn text(&mut self, text: &str) -> u32 {
@@ -33,24 +39,62 @@ impl Writing {
     }
 
     fn note(&mut self, at: u64, what: What) {
-        self.trace.events.push(Event { at: at * MILLI, what });
+        self.trace.events.push(Event {
+            at: at * MILLI,
+            what,
+        });
     }
 
     fn issued(&mut self, at: u64, op: u64, what: &str, label: Option<Label>, source: u64) {
         let (text, line) = (self.text(what), self.text(&format!("main.rs:{op}:1")));
-        self.note(at, What::Issued { op, label, text, line, source });
+        self.note(
+            at,
+            What::Issued {
+                op,
+                label,
+                text,
+                line,
+                source,
+            },
+        );
     }
 
     fn kernel(&mut self, (since, start, end): (u64, u64, u64), op: u64, input: u64) {
         let since = since * MILLI;
-        self.note(start, What::Started { op, device: 0, since, input, memory: 100 * op });
-        self.note(end, What::Ended { op, device: 0, memory: 50 });
+        self.note(
+            start,
+            What::Started {
+                op,
+                device: 0,
+                since,
+                input,
+                memory: 100 * op,
+            },
+        );
+        self.note(
+            end,
+            What::Ended {
+                op,
+                device: 0,
+                memory: 50,
+            },
+        );
         self.note(end, What::Over { op });
     }
 
     fn piece(&mut self, at: u64, step: PieceStep, op: u64, peer: u32) {
         let ticket = u64::from(step == PieceStep::Posted) * op;
-        self.note(at, What::Piece { step, op, piece: 0, peer, bytes: 2048, ticket });
+        self.note(
+            at,
+            What::Piece {
+                step,
+                op,
+                piece: 0,
+                peer,
+                bytes: 2048,
+                ticket,
+            },
+        );
     }
 
     fn end(mut self) -> ProcessTrace {
@@ -60,7 +104,11 @@ impl Writing {
 }
 
 fn label(stage: u32, microbatch: u32, role: Role) -> Option<Label> {
-    Some(Label { stage, microbatch: Some(microbatch), role })
+    Some(Label {
+        stage,
+        microbatch: Some(microbatch),
+        role,
+    })
 }
 
 /// Returns the traces of two processes that run two steps: see [`steps_of_two_stages`].
@@ -77,7 +125,13 @@ fn steps_of_two_stages(steps: u64) -> Vec<ProcessTrace> {
         let (op, at) = (10 * (step - 1), 100 * step - 90);
         // The same time on the second process's clock.
         let there = at - 5;
-        front.issued(at - 9, op + 1, "jit Up on mesh of (f32)", label(0, 0, Role::Forward), 0);
+        front.issued(
+            at - 9,
+            op + 1,
+            "jit Up on mesh of (f32)",
+            label(0, 0, Role::Forward),
+            0,
+        );
         front.kernel((at, at, at + 10), op + 1, 0);
         for process in [&mut front, &mut back] {
             process.issued(
@@ -96,7 +150,13 @@ fn steps_of_two_stages(steps: u64) -> Vec<ProcessTrace> {
         back.piece(there, PieceStep::Expected, op + 2, 0);
         back.piece(there + 12, PieceStep::Arrived, op + 2, 0);
         back.piece(there + 12, PieceStep::Taken, op + 2, 0);
-        back.issued(at - 5, op + 3, "jit Down on mesh of (f32)", label(1, 0, Role::Forward), 0);
+        back.issued(
+            at - 5,
+            op + 3,
+            "jit Down on mesh of (f32)",
+            label(1, 0, Role::Forward),
+            0,
+        );
         back.kernel((there, there + 12, there + 22), op + 3, op + 2);
         back.issued(
             at - 5,
@@ -152,7 +212,14 @@ fn steps_of_two_stages(steps: u64) -> Vec<ProcessTrace> {
     }
     // The program of process 0 waits before the second step.
     let (text, line) = (front.text("a read of an array"), front.text("main.rs:77:5"));
-    front.note(100, What::Waited { since: 60 * MILLI, text, line });
+    front.note(
+        100,
+        What::Waited {
+            since: 60 * MILLI,
+            text,
+            line,
+        },
+    );
     vec![front.end(), back.end()]
 }
 
@@ -163,9 +230,16 @@ fn near(a: f64, b: f64) -> bool {
 #[test]
 fn merged_processes_share_a_clock_and_have_reasons() {
     let run = Run::merge(&two_stages(), Vec::new());
-    assert_eq!((run.problems.len(), run.bound, &*run.title), (0, 0.0, "written"));
+    assert_eq!(
+        (run.problems.len(), run.bound, &*run.title),
+        (0, 0.0, "written")
+    );
     // The run begins with the first issue: 1 ms after the trace of process 0.
-    let steps: Vec<_> = run.steps.iter().map(|step| (step.number, step.start, step.end)).collect();
+    let steps: Vec<_> = run
+        .steps
+        .iter()
+        .map(|step| (step.number, step.start, step.end))
+        .collect();
     assert!(
         near(steps[0].1, 0.009) && near(steps[0].2, 0.056) && near(steps[1].1, 0.109),
         "{steps:?}"
@@ -180,18 +254,36 @@ fn merged_processes_share_a_clock_and_have_reasons() {
     let bars: Vec<&str> = timeline.rows[1].bars.iter().map(|bar| &*bar.name).collect();
     assert_eq!(bars, ["1F0", "1I0", "1W0", "1F0", "1I0", "1W0"]);
     let first = &timeline.rows[1].bars[0];
-    assert_eq!((first.kind, first.stage, first.op), (Kind::Forward, Some(1), Some(3)));
-    assert_eq!(first.waited_for.as_deref(), Some("stage 0, microbatch 0, forward on process 0"));
+    assert_eq!(
+        (first.kind, first.stage, first.op),
+        (Kind::Forward, Some(1), Some(3))
+    );
+    assert_eq!(
+        first.waited_for.as_deref(),
+        Some("stage 0, microbatch 0, forward on process 0")
+    );
     assert_eq!(first.at.as_deref(), Some("main.rs:3:1"));
-    let moves: Vec<_> =
-        timeline.rows[0].moves.iter().map(|bar| (&*bar.name, bar.bytes, bar.to)).collect();
+    let moves: Vec<_> = timeline.rows[0]
+        .moves
+        .iter()
+        .map(|bar| (&*bar.name, bar.bytes, bar.to))
+        .collect();
     assert_eq!(moves, [("0F0 to process 1", Some(2048), Some(1)); 2]);
-    let gaps: Vec<&str> = timeline.rows[0].gaps.iter().map(|gap| &*gap.waits_for).collect();
+    let gaps: Vec<&str> = timeline.rows[0]
+        .gaps
+        .iter()
+        .map(|gap| &*gap.waits_for)
+        .collect();
     let back = "stage 1, microbatch 0, input gradient on process 1";
     let read = "the program, which waited in a read of an array at main.rs:77:5";
     let thread = "the thread of cpu 0, which handed over earlier outputs or had no core";
     assert_eq!(gaps, [thread, back, read, back]);
-    assert!(timeline.rows[0].memory.iter().any(|point| point.used == 700.0));
+    assert!(
+        timeline.rows[0]
+            .memory
+            .iter()
+            .any(|point| point.used == 700.0)
+    );
 }
 
 #[test]
@@ -199,14 +291,21 @@ fn slow_transfer_is_named_as_the_reason() {
     let mut traces = two_stages();
     // The bytes of the first move were ready at once, so the transfer took long.
     for event in &mut traces[0].events {
-        if let What::Piece { step: PieceStep::Offered | PieceStep::Posted, op: 2, .. } = event.what
+        if let What::Piece {
+            step: PieceStep::Offered | PieceStep::Posted,
+            op: 2,
+            ..
+        } = event.what
         {
             event.at = 11 * MILLI;
         }
     }
     let timeline = Run::merge(&traces, Vec::new()).timeline();
     let gap = &timeline.rows[1].gaps[0];
-    assert_eq!(gap.waits_for, "2.0 KiB on its way from process 0: stage 0, microbatch 0, forward");
+    assert_eq!(
+        gap.waits_for,
+        "2.0 KiB on its way from process 0: stage 0, microbatch 0, forward"
+    );
 }
 
 #[test]
@@ -219,8 +318,15 @@ fn late_thread_is_named_with_its_work() {
         }
     }
     let timeline = Run::merge(&traces, Vec::new()).timeline();
-    let gap = timeline.rows[0].gaps.iter().find(|gap| near(gap.start, 0.049)).unwrap();
-    assert_eq!(gap.waits_for, "the thread of cpu 0, which collected the inputs or had no core");
+    let gap = timeline.rows[0]
+        .gaps
+        .iter()
+        .find(|gap| near(gap.start, 0.049))
+        .unwrap();
+    assert_eq!(
+        gap.waits_for,
+        "the thread of cpu 0, which collected the inputs or had no core"
+    );
 }
 
 #[test]
@@ -236,7 +342,10 @@ fn no_step_ends_before_the_one_before() {
     let ends: Vec<f64> = run.steps.iter().map(|step| step.end).collect();
     assert!(ends[0] > 0.2 && near(ends[0], ends[1]), "{ends:?}");
     let said = run.summary();
-    let steps = said.lines().find(|line| line.starts_with("steps 1 to 2: ")).unwrap();
+    let steps = said
+        .lines()
+        .find(|line| line.starts_with("steps 1 to 2: "))
+        .unwrap();
     assert!(!steps.contains('-'), "{steps}");
 }
 
@@ -247,8 +356,16 @@ fn work_after_the_last_step_is_no_part_of_it() {
     // An evaluation after the steps: a forward pass of each stage, far longer than a step.
     for (process, stage) in [(0, 0), (1, 1)] {
         let op = 21 + u64::from(stage);
-        let mut writing = Writing { trace: traces.remove(process) };
-        writing.issued(160, op, "jit Test on mesh of (f32)", label(stage, 0, Role::Forward), 0);
+        let mut writing = Writing {
+            trace: traces.remove(process),
+        };
+        writing.issued(
+            160,
+            op,
+            "jit Test on mesh of (f32)",
+            label(stage, 0, Role::Forward),
+            0,
+        );
         writing.kernel((160, 160, 2160), op, 0);
         traces.insert(process, writing.end());
     }
@@ -261,16 +378,29 @@ fn work_after_the_last_step_is_no_part_of_it() {
         end: 0.5,
         ..Bar::default()
     };
-    let plan =
-        Timeline { rows: vec![Row { bars: vec![bar], ..Row::default() }], ..Timeline::default() };
+    let plan = Timeline {
+        rows: vec![Row {
+            bars: vec![bar],
+            ..Row::default()
+        }],
+        ..Timeline::default()
+    };
     let timeline = run.timeline_beside(&plan);
     let ends: Vec<f64> = timeline.marks.iter().filter_map(|mark| mark.end).collect();
     assert!(near(ends[0], 0.056) && near(ends[1], 0.156), "{ends:?}");
     let takes: Vec<f64> = timeline.steps().iter().map(|step| step.takes).collect();
     assert!(near(takes[0], 0.047) && near(takes[1], 0.1), "{takes:?}");
-    let planned =
-        |row: usize| timeline.rows[row].bars.iter().filter(|bar| bar.planned.is_some()).count();
-    assert_eq!((planned(0), timeline.rows[0].bars.last().unwrap().planned), (2, None));
+    let planned = |row: usize| {
+        timeline.rows[row]
+            .bars
+            .iter()
+            .filter(|bar| bar.planned.is_some())
+            .count()
+    };
+    assert_eq!(
+        (planned(0), timeline.rows[0].bars.last().unwrap().planned),
+        (2, None)
+    );
     assert_eq!(run.costs(), whole.costs());
 }
 
@@ -292,14 +422,24 @@ fn costs_are_the_medians_without_the_first_step() {
     );
     assert!(near(front.send_forward, 0.002) && near(back.send_backward, 0.001));
     assert_eq!((front.send_backward, back.send_forward), (0.0, 0.0));
-    assert_eq!((front.output_bytes, front.gradient_bytes, back.gradient_bytes), (2048, 0, 2048));
+    assert_eq!(
+        (
+            front.output_bytes,
+            front.gradient_bytes,
+            back.gradient_bytes
+        ),
+        (2048, 0, 2048)
+    );
     let mut without = run.clone();
     without.kernels.retain(|kernel| kernel.op % 10 != 5);
     let fused = without.costs().unwrap().stage[1];
     assert!(near(fused.backward_input, 0.004) && near(fused.backward_weight, 0.004));
     without.kernels.retain(|kernel| kernel.op % 10 != 4);
     let error = without.costs().unwrap_err();
-    assert_eq!(error.to_string(), "the run has no input gradient of stage 1");
+    assert_eq!(
+        error.to_string(),
+        "the run has no input gradient of stage 1"
+    );
     without.kernels.clear();
     assert_eq!(without.costs(), Err(CostsError::NoPasses));
 }
@@ -314,24 +454,46 @@ fn bars_get_their_planned_times() {
         end,
         ..Bar::default()
     };
-    let bars = vec![bar(Kind::Forward, 0, 0.0, 1.0), bar(Kind::Backward, 0, 3.0, 3.016)];
-    let plan = Timeline { rows: vec![Row { bars, ..Row::default() }], ..Timeline::default() };
+    let bars = vec![
+        bar(Kind::Forward, 0, 0.0, 1.0),
+        bar(Kind::Backward, 0, 3.0, 3.016),
+    ];
+    let plan = Timeline {
+        rows: vec![Row {
+            bars,
+            ..Row::default()
+        }],
+        ..Timeline::default()
+    };
     let timeline = Run::merge(&two_stages(), Vec::new()).timeline_beside(&plan);
-    let planned: Vec<_> = timeline.rows[0].bars.iter().map(|bar| bar.planned.unwrap()).collect();
+    let planned: Vec<_> = timeline.rows[0]
+        .bars
+        .iter()
+        .map(|bar| bar.planned.unwrap())
+        .collect();
     for (at, (start, end)) in [(0, (0.0, 1.0)), (1, (3.0, 3.009)), (2, (3.009, 3.016))] {
         for (step, begin) in [(0, 0.009), (1, 0.109)] {
             let found = planned[3 * step + at];
-            assert!(near(found.0, begin + start) && near(found.1, begin + end), "{planned:?}");
+            assert!(
+                near(found.0, begin + start) && near(found.1, begin + end),
+                "{planned:?}"
+            );
         }
     }
-    assert!(timeline.rows[1].bars.iter().all(|bar| bar.planned.is_none()));
+    assert!(
+        timeline.rows[1]
+            .bars
+            .iter()
+            .all(|bar| bar.planned.is_none())
+    );
 }
 
 #[test]
 fn plan_simulates_the_schedule_with_measured_costs() {
     let mut run = Run::merge(&two_stages(), Vec::new());
     assert!(matches!(run.plan(), Err(NoPlan::NoSchedule)));
-    run.schedules.push(("two".to_owned(), "0F0,0I0,0W0\n1F0,1I0,1W0".to_owned()));
+    run.schedules
+        .push(("two".to_owned(), "0F0,0I0,0W0\n1F0,1I0,1W0".to_owned()));
     // The sum is 10 + 2 + 10 + 8 + 1 + 9 + 7 ms, without idle time.
     assert!(near(run.plan().unwrap().end, 0.047));
     let timeline = run.timeline_with_plan();
@@ -356,12 +518,22 @@ fn incomplete_trace_is_reported_and_used() {
     traces[1].dropped = 3;
     // It was killed during a computation.
     traces[1].events.retain(|event| event.at <= 130 * MILLI);
-    let run = Run::merge(&traces, vec!["the trace of process 2 is missing".to_owned()]);
+    let run = Run::merge(
+        &traces,
+        vec!["the trace of process 2 is missing".to_owned()],
+    );
     assert_eq!(run.problems.len(), 3);
     let last = run.kernels.last().unwrap();
     assert!(!last.ended && last.end >= last.start);
     let timeline = run.timeline();
-    assert!(timeline.rows[1].bars.last().unwrap().name.ends_with("(did not end)"));
+    assert!(
+        timeline.rows[1]
+            .bars
+            .last()
+            .unwrap()
+            .name
+            .ends_with("(did not end)")
+    );
     let summary = run.summary();
     for text in [
         "process 2 is missing",
@@ -395,8 +567,14 @@ fn beyond_all_bounds() -> Vec<ProcessTrace> {
     for (trace, clock) in traces.iter_mut().zip(["here", "there"]) {
         trace.about.clock = clock.to_owned();
         trace.about.monotonic_bound = u64::MAX;
-        let samples = [(0, i64::MIN, u64::MAX), (u64::MAX, i64::MAX, u64::MAX), (1 << 63, 0, 0)];
-        trace.clocks = samples.map(|(at, server, bound)| Clock { at, server, bound }).to_vec();
+        let samples = [
+            (0, i64::MIN, u64::MAX),
+            (u64::MAX, i64::MAX, u64::MAX),
+            (1 << 63, 0, 0),
+        ];
+        trace.clocks = samples
+            .map(|(at, server, bound)| Clock { at, server, bound })
+            .to_vec();
         for event in &mut trace.events {
             match &mut event.what {
                 What::Piece { bytes, .. } => *bytes = u64::MAX,
@@ -414,10 +592,19 @@ fn extreme_times_and_sizes_do_not_overflow() {
     let mut traces = beyond_all_bounds();
     let run = Run::merge(&traces, Vec::new());
     assert!(run.summary().contains("pieces sent"));
-    assert_eq!(run.costs(), Err(CostsError::NoPasses), "no operation lies in a step");
+    assert_eq!(
+        run.costs(),
+        Err(CostsError::NoPasses),
+        "no operation lies in a step"
+    );
     let is_end = |event: &Event| matches!(event.what, What::StepEnd { .. });
-    traces.iter_mut().for_each(|trace| trace.events.retain(|event| !is_end(event)));
-    assert_eq!(Run::merge(&traces, Vec::new()).costs().unwrap().stage[0].output_bytes, u64::MAX);
+    traces
+        .iter_mut()
+        .for_each(|trace| trace.events.retain(|event| !is_end(event)));
+    assert_eq!(
+        Run::merge(&traces, Vec::new()).costs().unwrap().stage[0].output_bytes,
+        u64::MAX
+    );
     assert!(run.kernels.iter().any(|kernel| kernel.device == u32::MAX));
 }
 
@@ -425,14 +612,24 @@ fn extreme_times_and_sizes_do_not_overflow() {
 fn file_of(trace: &ProcessTrace) -> Vec<u8> {
     let mut bytes = file::beginning(&trace.about).unwrap();
     for (number, text) in (0..).zip(&trace.texts) {
-        file::Chunk::Text { number, text: text.clone() }.write(&mut bytes);
+        file::Chunk::Text {
+            number,
+            text: text.clone(),
+        }
+        .write(&mut bytes);
     }
     file::write_events(&trace.events, &mut bytes);
-    trace.clocks.iter().for_each(|clock| file::Chunk::Clock(*clock).write(&mut bytes));
+    trace
+        .clocks
+        .iter()
+        .for_each(|clock| file::Chunk::Clock(*clock).write(&mut bytes));
     for (name, rows) in trace.schedules.iter().cloned() {
         file::Chunk::Schedule { name, rows }.write(&mut bytes);
     }
-    file::Chunk::Dropped { events: trace.dropped }.write(&mut bytes);
+    file::Chunk::Dropped {
+        events: trace.dropped,
+    }
+    .write(&mut bytes);
     file::Chunk::End.write(&mut bytes);
     bytes
 }
@@ -443,14 +640,22 @@ fn fuzz_trace_files() {
     for (trace, clock) in traces.iter_mut().zip(["here", "there"]) {
         trace.about.clock = clock.to_owned();
         let samples = [(0, 7, 3), (1 << 40, 7 + (1 << 40), 9)];
-        trace.clocks = samples.map(|(at, server, bound)| Clock { at, server, bound }).to_vec();
+        trace.clocks = samples
+            .map(|(at, server, bound)| Clock { at, server, bound })
+            .to_vec();
         trace.schedules = vec![("written".to_owned(), "0F0,0B0\n1F0,1B0".to_owned())];
     }
-    let samples: Vec<Vec<u8>> = traces.iter().chain(&beyond_all_bounds()).map(file_of).collect();
+    let samples: Vec<Vec<u8>> = traces
+        .iter()
+        .chain(&beyond_all_bounds())
+        .map(file_of)
+        .collect();
     assert_eq!(ProcessTrace::of_bytes(&samples[1]).as_ref(), Ok(&traces[1]));
     let known = traces.swap_remove(1);
     mpmd_fuzz::bytes("trace-files", &samples, |bytes| {
-        let Ok(trace) = ProcessTrace::of_bytes(bytes) else { return };
+        let Ok(trace) = ProcessTrace::of_bytes(bytes) else {
+            return;
+        };
         let run = Run::merge(&[trace, known.clone()], Vec::new());
         match bytes.len() % 3 {
             0 => drop(run.timeline_with_plan()),

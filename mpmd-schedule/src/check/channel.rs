@@ -47,7 +47,9 @@ impl FromStr for Channel {
     type Err = NoChannel;
 
     fn from_str(text: &str) -> Result<Self, NoChannel> {
-        let found = Self::ALL.into_iter().find(|channel| channel.to_string() == text);
+        let found = Self::ALL
+            .into_iter()
+            .find(|channel| channel.to_string() == text);
         found.ok_or_else(|| NoChannel(text.to_owned()))
     }
 }

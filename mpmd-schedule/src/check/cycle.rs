@@ -130,7 +130,10 @@ impl Missing {
 pub(super) fn missing(engine: &Engine) -> Vec<Missing> {
     let transfers = engine.flow.transfers.iter().zip(0..);
     let lacking = transfers.filter_map(|(transfer, number)| {
-        let (send, receive) = (engine.is_posted(number * 2), engine.is_posted(number * 2 + 1));
+        let (send, receive) = (
+            engine.is_posted(number * 2),
+            engine.is_posted(number * 2 + 1),
+        );
         (!(send && receive)).then_some(Missing {
             transfer: number,
             tag: transfer.tag,
@@ -190,7 +193,9 @@ pub(super) fn shortest(engine: &Engine) -> Vec<Wait> {
             }
         }
     }
-    best.into_iter().map(|(item, why)| graph.wait(item, why)).collect()
+    best.into_iter()
+        .map(|(item, why)| graph.wait(item, why))
+        .collect()
 }
 
 /// The graph of waits. Items have numbers: nodes first, then ends of transfers.
@@ -215,16 +220,26 @@ impl<'e, 'f> Graph<'e, 'f> {
         let queues = engine.queues.as_ref();
         let first = |queue: u32| {
             let ends = queues.map_or(&[][..], |queues| queues.ends(queue));
-            ends.iter().copied().find(|end| !engine.is_sent(*end / 2)).unwrap_or(NONE)
+            ends.iter()
+                .copied()
+                .find(|end| !engine.is_sent(*end / 2))
+                .unwrap_or(NONE)
         };
         let queue_front = (0..queues.map_or(0, Queues::len)).map(first).collect();
-        Self { engine, nodes: engine.flow.nodes.len() as u32, lane_front, queue_front }
+        Self {
+            engine,
+            nodes: engine.flow.nodes.len() as u32,
+            lane_front,
+            queue_front,
+        }
     }
 
     fn fronts(&self) -> Vec<u32> {
         let nodes = self.lane_front.iter().copied();
-        let ends =
-            self.queue_front.iter().map(|end| if *end == NONE { NONE } else { self.nodes + end });
+        let ends = self
+            .queue_front
+            .iter()
+            .map(|end| if *end == NONE { NONE } else { self.nodes + end });
         nodes.chain(ends).filter(|item| *item != NONE).collect()
     }
 
@@ -233,9 +248,15 @@ impl<'e, 'f> Graph<'e, 'f> {
         let (engine, flow): (_, &Flow) = (self.engine, self.engine.flow);
         let end = |transfer: u32, receive: u32| self.nodes + transfer * 2 + receive;
         if item < self.nodes {
-            let takes = flow.takes_of(item).iter().filter(|taken| !engine.is_sent(**taken));
+            let takes = flow
+                .takes_of(item)
+                .iter()
+                .filter(|taken| !engine.is_sent(**taken));
             edges.extend(takes.map(|taken| (end(*taken, 1), Why::Take)));
-            let needs = flow.needs_of(item).iter().filter(|need| !engine.ended[**need as usize]);
+            let needs = flow
+                .needs_of(item)
+                .iter()
+                .filter(|need| !engine.ended[**need as usize]);
             edges.extend(needs.map(|need| (*need, Why::Need)));
             let front = self.lane_front[flow.nodes[item as usize].lane as usize];
             if front != item {
@@ -264,7 +285,12 @@ impl<'e, 'f> Graph<'e, 'f> {
         let flow = self.engine.flow;
         if item < self.nodes {
             let tag = flow.nodes[item as usize].tag;
-            return Wait { item: Item::Node(item), process: flow.process_of(item), tag, why };
+            return Wait {
+                item: Item::Node(item),
+                process: flow.process_of(item),
+                tag,
+                why,
+            };
         }
         let number = (item - self.nodes) / 2;
         let transfer = flow.transfers[number as usize];
@@ -272,6 +298,11 @@ impl<'e, 'f> Graph<'e, 'f> {
             0 => (Item::Send(number), transfer.from),
             _ => (Item::Receive(number), transfer.to),
         };
-        Wait { item, process, tag: transfer.tag, why }
+        Wait {
+            item,
+            process,
+            tag: transfer.tag,
+            why,
+        }
     }
 }

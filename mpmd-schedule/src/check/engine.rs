@@ -97,7 +97,11 @@ impl<'a> Engine<'a> {
             all().flat_map(|node| flow.needs_of(node).iter().map(move |need| (*need, node)));
         let takes =
             all().flat_map(|node| flow.takes_of(node).iter().map(move |taken| (*taken, node)));
-        let made = flow.transfers.iter().zip(0..).filter(|(transfer, _)| transfer.after != NONE);
+        let made = flow
+            .transfers
+            .iter()
+            .zip(0..)
+            .filter(|(transfer, _)| transfer.after != NONE);
         let causes = with_causes.then(|| Causes {
             node: vec![NONE; nodes],
             transfer: vec![NONE; transfers],
@@ -110,7 +114,10 @@ impl<'a> Engine<'a> {
             after,
             needed_by: Lists::new(nodes, needs),
             taken_by: Lists::new(transfers, takes),
-            makes: Lists::new(nodes, made.map(|(transfer, number)| (transfer.after, number))),
+            makes: Lists::new(
+                nodes,
+                made.map(|(transfer, number)| (transfer.after, number)),
+            ),
             state: vec![0; transfers],
             queues: queues(flow, channel),
             fresh: Vec::new(),
@@ -131,7 +138,10 @@ impl<'a> Engine<'a> {
                 Post::Receive(transfer) => (transfer, RECEIVE_POSTED),
             };
             let state = &mut self.state[transfer as usize];
-            assert!(*state & bit == 0, "an end of transfer {transfer} is posted twice");
+            assert!(
+                *state & bit == 0,
+                "an end of transfer {transfer} is posted twice"
+            );
             *state |= bit;
         }
         for (transfer, state) in flow.transfers.iter().zip(&mut self.state) {
@@ -143,7 +153,9 @@ impl<'a> Engine<'a> {
                     self.fresh.extend(queues.advance(queue));
                 }
             }
-            None => self.fresh.extend(flow.posts.iter().flatten().map(|post| end_of(*post))),
+            None => self
+                .fresh
+                .extend(flow.posts.iter().flatten().map(|post| end_of(*post))),
         }
         for node in 0..self.waits.len() {
             if self.waits[node] == 0 {
@@ -184,7 +196,11 @@ impl<'a> Engine<'a> {
         self.transfers_left -= 1;
         if let Some(queues) = &mut self.queues {
             let left = [transfer * 2, transfer * 2 + 1].map(|end| queues.queue_of(end));
-            self.fresh.extend(left.into_iter().flatten().filter_map(|queue| queues.advance(queue)));
+            self.fresh.extend(
+                left.into_iter()
+                    .flatten()
+                    .filter_map(|queue| queues.advance(queue)),
+            );
         }
         let cause = self.flow.nodes.len() as u32 + transfer;
         for at in self.taken_by.range(transfer) {
@@ -221,7 +237,11 @@ impl<'a> Engine<'a> {
     /// Processes all ends that have come to the front.
     fn settle(&mut self) {
         while let Some(end) = self.fresh.pop() {
-            let front = if end.is_multiple_of(2) { SEND_FRONT } else { RECEIVE_FRONT };
+            let front = if end.is_multiple_of(2) {
+                SEND_FRONT
+            } else {
+                RECEIVE_FRONT
+            };
             self.state[end as usize / 2] |= front;
             self.try_begin(end / 2);
         }
@@ -238,13 +258,21 @@ impl<'a> Engine<'a> {
     /// Returns true if the end of a transfer with the number `end` is posted.
     pub(super) fn is_posted(&self, end: u32) -> bool {
         self.state[end as usize / 2]
-            & if end.is_multiple_of(2) { SEND_POSTED } else { RECEIVE_POSTED }
+            & if end.is_multiple_of(2) {
+                SEND_POSTED
+            } else {
+                RECEIVE_POSTED
+            }
             != 0
     }
 
     pub(super) fn is_at_front(&self, end: u32) -> bool {
         self.state[end as usize / 2]
-            & if end.is_multiple_of(2) { SEND_FRONT } else { RECEIVE_FRONT }
+            & if end.is_multiple_of(2) {
+                SEND_FRONT
+            } else {
+                RECEIVE_FRONT
+            }
             != 0
     }
 }
@@ -279,7 +307,10 @@ fn queues(flow: &Flow, channel: Channel) -> Option<Queues> {
     let (keys, count) = numbered(flow, key);
     let ends = all_posts(flow).map(|(process, post)| {
         let (first, keys) = &keys[process];
-        (first + keys.partition_point(|known| *known < key(post)) as u32, end_of(post))
+        (
+            first + keys.partition_point(|known| *known < key(post)) as u32,
+            end_of(post),
+        )
     });
     Some(Queues::new(count, flow.transfers.len() * 2, ends))
 }

@@ -53,9 +53,15 @@ impl Queues {
         pairs: impl Iterator<Item = (u32, u32)> + Clone,
     ) -> Self {
         let mut queue_of = vec![NONE; ends];
-        pairs.clone().for_each(|(queue, end)| queue_of[end as usize] = queue);
+        pairs
+            .clone()
+            .for_each(|(queue, end)| queue_of[end as usize] = queue);
         let lists = Lists::new(count as usize, pairs);
-        Self { lists, queue_of, entered: vec![0; count as usize] }
+        Self {
+            lists,
+            queue_of,
+            entered: vec![0; count as usize],
+        }
     }
 
     pub(super) fn len(&self) -> u32 {
@@ -69,7 +75,10 @@ impl Queues {
 
     /// Returns the queue of an end; `None` if the end is not posted.
     pub(super) fn queue_of(&self, end: u32) -> Option<u32> {
-        self.queue_of.get(end as usize).copied().filter(|queue| *queue != NONE)
+        self.queue_of
+            .get(end as usize)
+            .copied()
+            .filter(|queue| *queue != NONE)
     }
 
     /// Lets the next end of a queue come to its front, and returns it.

@@ -67,10 +67,24 @@ pub(super) fn verdict(engine: &Engine, channel: Channel) -> Result<Proof, Deadlo
     let undone = (engine.nodes_left, engine.transfers_left);
     let missing = cycle::missing(engine);
     if !missing.is_empty() {
-        return Err(Deadlock { channel, cycle: Vec::new(), missing, undone });
+        return Err(Deadlock {
+            channel,
+            cycle: Vec::new(),
+            missing,
+            undone,
+        });
     }
     if undone != (0, 0) {
-        return Err(Deadlock { channel, cycle: cycle::shortest(engine), missing, undone });
+        return Err(Deadlock {
+            channel,
+            cycle: cycle::shortest(engine),
+            missing,
+            undone,
+        });
     }
-    Ok(Proof { channel, nodes: engine.flow.nodes.len(), transfers: engine.flow.transfers.len() })
+    Ok(Proof {
+        channel,
+        nodes: engine.flow.nodes.len(),
+        transfers: engine.flow.transfers.len(),
+    })
 }

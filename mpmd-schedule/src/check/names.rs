@@ -25,12 +25,19 @@ pub trait Names {
 
     /// Returns the bar of a node in a timeline, without times.
     fn bar(&self, tag: u32) -> Bar {
-        Bar { name: self.node(tag), ..Bar::default() }
+        Bar {
+            name: self.node(tag),
+            ..Bar::default()
+        }
     }
 
     /// Returns the bar of a transfer in a timeline, without times and bytes.
     fn moved(&self, tag: u32) -> Bar {
-        Bar { kind: Kind::Move, name: self.transfer(tag), ..Bar::default() }
+        Bar {
+            kind: Kind::Move,
+            name: self.transfer(tag),
+            ..Bar::default()
+        }
     }
 
     /// Returns true if a node continues the node before it in its lane. Timelines show both as one
@@ -64,7 +71,13 @@ impl Names for StepNames {
             _ => Kind::Move,
         };
         let (stage, microbatch) = (Some(step.stage), Some(step.microbatch));
-        Bar { kind, name: step.to_string(), stage, microbatch, ..Bar::default() }
+        Bar {
+            kind,
+            name: step.to_string(),
+            stage,
+            microbatch,
+            ..Bar::default()
+        }
     }
 
     fn moved(&self, tag: u32) -> Bar {

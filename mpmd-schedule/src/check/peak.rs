@@ -39,24 +39,37 @@ impl<'a> Ledger<'a> {
     pub(crate) fn new(flow: &Flow, names: StepNames, costs: Option<&'a Costs>) -> Self {
         let is_backward = |tag| names.step(tag).kind != StepKind::Compute(ActionKind::Forward);
         let has_backward = flow.nodes.iter().any(|node| is_backward(node.tag));
-        Self { names, costs, has_backward }
+        Self {
+            names,
+            costs,
+            has_backward,
+        }
     }
 
     /// Returns bytes if the costs have any, else activations.
     pub(crate) fn unit(&self) -> Unit {
         let says = |costs: &Costs| costs.says_bytes();
-        if self.costs.is_some_and(says) { Unit::Bytes } else { Unit::Activations }
+        if self.costs.is_some_and(says) {
+            Unit::Bytes
+        } else {
+            Unit::Activations
+        }
     }
 
     /// Returns (change at the start, change at the end) of a rank's memory through the node with
     /// this tag.
     pub(crate) fn change(&self, tag: u32, unit: Unit) -> (i64, i64) {
         let step = self.names.step(tag);
-        let stage = self.costs.and_then(|costs| costs.stage.get(step.stage as usize));
+        let stage = self
+            .costs
+            .and_then(|costs| costs.stage.get(step.stage as usize));
         let (activation, residual) = match unit {
             Unit::Activations => (1, 0),
             Unit::Bytes => stage.map_or((0, 0), |stage| {
-                (bytes(stage.activation_bytes), bytes(stage.weight_residual_bytes))
+                (
+                    bytes(stage.activation_bytes),
+                    bytes(stage.weight_residual_bytes),
+                )
             }),
         };
         let is_rest = self.names.is_second_half(tag);
@@ -83,10 +96,15 @@ impl<'a> Ledger<'a> {
         for node in &flow.nodes {
             let lane = node.lane as usize;
             let (peak, kept) = (&mut peaks[lane], &mut kept[lane]);
-            let (activations, bytes) =
-                (self.change(node.tag, Unit::Activations), self.change(node.tag, Unit::Bytes));
+            let (activations, bytes) = (
+                self.change(node.tag, Unit::Activations),
+                self.change(node.tag, Unit::Bytes),
+            );
             *kept = (kept.0 + activations.0, kept.1.saturating_add(bytes.0));
-            let now = (u64::try_from(kept.0).unwrap_or(0), u64::try_from(kept.1).unwrap_or(0));
+            let now = (
+                u64::try_from(kept.0).unwrap_or(0),
+                u64::try_from(kept.1).unwrap_or(0),
+            );
             if now.0 > peak.activations {
                 (peak.activations, peak.at.0) = (now.0, node.tag);
             }

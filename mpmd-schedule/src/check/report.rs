@@ -85,10 +85,20 @@ impl Problem {
             Self::Deadlock(deadlock) => return deadlock.lines(names),
             Self::Schedule(error) => error.to_string(),
             Self::More(count) => format!("and {count} more"),
-            Self::Budget { rank, peak, budget: Budget::Activations(most), at } => {
+            Self::Budget {
+                rank,
+                peak,
+                budget: Budget::Activations(most),
+                at,
+            } => {
                 format!("rank {rank} keeps {peak} activations at {at}; it may keep {most}")
             }
-            Self::Budget { rank, peak, budget: Budget::Bytes(most), at } => {
+            Self::Budget {
+                rank,
+                peak,
+                budget: Budget::Bytes(most),
+                at,
+            } => {
                 format!("rank {rank} keeps {peak} bytes at {at}; it may keep {most}")
             }
         };
@@ -128,8 +138,12 @@ pub fn check_lowered(rows: &Lowered, limits: Limits) -> Report {
     let faults = places.faults(&actions);
     if !faults.is_empty() {
         let more = faults.len().saturating_sub(NAMED);
-        report.problems.extend(faults.into_iter().take(NAMED).map(Problem::Fault));
-        report.problems.extend((more > 0).then_some(Problem::More(more)));
+        report
+            .problems
+            .extend(faults.into_iter().take(NAMED).map(Problem::Fault));
+        report
+            .problems
+            .extend((more > 0).then_some(Problem::More(more)));
         report.circle(&actions, &places);
         return report;
     }
@@ -167,7 +181,10 @@ impl Report {
                 .map(|(_, action)| *action)
                 .filter(|action| {
                     // If a `B` has its parts beside it, only the `B` counts.
-                    let both = Action { kind: ActionKind::Backward, ..*action };
+                    let both = Action {
+                        kind: ActionKind::Backward,
+                        ..*action
+                    };
                     matches!(action.kind, ActionKind::Forward | ActionKind::Backward)
                         || places.of(both).is_none()
                 })
@@ -214,7 +231,12 @@ impl Report {
             if let (true, Some(at), Some(budget)) =
                 (kept > most, names.step(tag).action(), limits.budget)
             {
-                self.problems.push(Problem::Budget { rank, peak: kept, budget, at });
+                self.problems.push(Problem::Budget {
+                    rank,
+                    peak: kept,
+                    budget,
+                    at,
+                });
             }
         }
     }
@@ -230,12 +252,20 @@ fn links(flow: &Flow) -> Vec<Link> {
     pairs.sort_unstable();
     let mut links: Vec<Link> = Vec::new();
     for (from, to, bytes) in pairs {
-        match links.last_mut().filter(|link| (link.from, link.to) == (from, to)) {
+        match links
+            .last_mut()
+            .filter(|link| (link.from, link.to) == (from, to))
+        {
             Some(link) => {
                 link.transfers += 1;
                 link.bytes += bytes;
             }
-            None => links.push(Link { from, to, transfers: 1, bytes }),
+            None => links.push(Link {
+                from,
+                to,
+                transfers: 1,
+                bytes,
+            }),
         }
     }
     links
@@ -246,8 +276,12 @@ mod tests {
     use super::*;
     use crate::{Builtin, Step, StepKind};
 
-    const LIMITS: Limits =
-        Limits { channel: Channel::Tags, leaves: Leaves::AtOnce, costs: None, budget: None };
+    const LIMITS: Limits = Limits {
+        channel: Channel::Tags,
+        leaves: Leaves::AtOnce,
+        costs: None,
+        budget: None,
+    };
 
     fn steps(schedule: &Schedule) -> Vec<Vec<Step>> {
         schedule
@@ -259,7 +293,11 @@ mod tests {
 
     fn lines(report: &Report, microbatches: usize) -> Vec<String> {
         let names = StepNames::new(microbatches);
-        report.problems.iter().flat_map(|problem| problem.lines(&names)).collect()
+        report
+            .problems
+            .iter()
+            .flat_map(|problem| problem.lines(&names))
+            .collect()
     }
 
     #[test]
@@ -273,7 +311,10 @@ mod tests {
         for wild in ["4000000000F0\n", "4000000000F4000000000\n"] {
             let report = of(wild);
             assert!(
-                matches!(report.problems[..], [Problem::Fault(Fault::Numbers { actions: 1, .. })]),
+                matches!(
+                    report.problems[..],
+                    [Problem::Fault(Fault::Numbers { actions: 1, .. })]
+                ),
                 "{report:?}"
             );
         }
@@ -281,13 +322,24 @@ mod tests {
 
     #[test]
     fn half_of_a_backward_pass_lacks_the_other_half() {
-        for (text, lacks) in
-            [("0F0,0I0\n", ActionKind::BackwardWeight), ("0F0,0W0\n", ActionKind::BackwardInput)]
-        {
+        for (text, lacks) in [
+            ("0F0,0I0\n", ActionKind::BackwardWeight),
+            ("0F0,0W0\n", ActionKind::BackwardInput),
+        ] {
             let text = crate::Text::parse(text, None).unwrap();
             let report = check_lowered(&Lowered::of_text(&text), LIMITS);
-            let action = Action { stage: 0, kind: lacks, microbatch: 0 };
-            assert_eq!(report.problems, [Problem::Fault(Fault::Missing { action, rank: Some(0) })]);
+            let action = Action {
+                stage: 0,
+                kind: lacks,
+                microbatch: 0,
+            };
+            assert_eq!(
+                report.problems,
+                [Problem::Fault(Fault::Missing {
+                    action,
+                    rank: Some(0)
+                })]
+            );
         }
     }
 
@@ -296,8 +348,17 @@ mod tests {
         let text = "0F0,0B0,0SEND_F0,0RECV_B0\n1RECV_F0,1F0,1B0,1SEND_B0\n";
         let rows = Lowered::of_text(&crate::Text::parse(text, None).unwrap());
         assert!(check_lowered(&rows, LIMITS).is_fit());
-        let in_order = check_lowered(&rows, Limits { leaves: Leaves::InOrder, ..LIMITS });
-        assert!(matches!(in_order.problems[..], [Problem::Deadlock(_)]), "{in_order:?}");
+        let in_order = check_lowered(
+            &rows,
+            Limits {
+                leaves: Leaves::InOrder,
+                ..LIMITS
+            },
+        );
+        assert!(
+            matches!(in_order.problems[..], [Problem::Deadlock(_)]),
+            "{in_order:?}"
+        );
     }
 
     #[test]
@@ -330,14 +391,21 @@ mod tests {
 
     #[test]
     fn split_gradients_beside_b_or_incomplete_are_reported() {
-        let step = |kind| Step { stage: 0, kind: StepKind::Compute(kind), microbatch: 0 };
+        let step = |kind| Step {
+            stage: 0,
+            kind: StepKind::Compute(kind),
+            microbatch: 0,
+        };
         use ActionKind::{Backward, BackwardInput, BackwardWeight, Forward};
         let report = check_lowered(
             &vec![vec![step(Forward), step(Backward), step(BackwardInput)]].into(),
             LIMITS,
         );
         assert_eq!(lines(&report, 1), ["0B0 already computes 0I0"]);
-        let report = check_lowered(&vec![vec![step(Forward), step(BackwardWeight)]].into(), LIMITS);
+        let report = check_lowered(
+            &vec![vec![step(Forward), step(BackwardWeight)]].into(),
+            LIMITS,
+        );
         assert_eq!(lines(&report, 1), ["0I0 is missing; stage 0 is on rank 0"]);
         assert_eq!(
             lines(&check_lowered(&vec![vec![]].into(), LIMITS), 1),
@@ -376,18 +444,44 @@ mod tests {
             (stage.activation_bytes, stage.weight_residual_bytes) = (100, 10);
             (stage.output_bytes, stage.gradient_bytes) = (7, 5);
         }
-        let limits = Limits { costs: Some(&costs), budget: Some(Budget::Bytes(250)), ..LIMITS };
+        let limits = Limits {
+            costs: Some(&costs),
+            budget: Some(Budget::Bytes(250)),
+            ..LIMITS
+        };
         let report = check_schedule(&schedule, limits);
         // Three forward passes, and at the first backward pass the residuals of its weight
         // gradient.
         let bytes: Vec<u64> = report.peaks.iter().map(|peak| peak.bytes).collect();
         assert_eq!(bytes, [310, 210, 110]);
-        assert_eq!(lines(&report, 6), ["rank 0 keeps 310 bytes at 0B0; it may keep 250"]);
-        let link = |from, to, bytes| Link { from, to, transfers: 6, bytes };
-        assert_eq!(report.links, [link(0, 1, 42), link(1, 0, 30), link(1, 2, 42), link(2, 1, 30)]);
-        let limits = Limits { budget: Some(Budget::Activations(2)), ..LIMITS };
+        assert_eq!(
+            lines(&report, 6),
+            ["rank 0 keeps 310 bytes at 0B0; it may keep 250"]
+        );
+        let link = |from, to, bytes| Link {
+            from,
+            to,
+            transfers: 6,
+            bytes,
+        };
+        assert_eq!(
+            report.links,
+            [
+                link(0, 1, 42),
+                link(1, 0, 30),
+                link(1, 2, 42),
+                link(2, 1, 30)
+            ]
+        );
+        let limits = Limits {
+            budget: Some(Budget::Activations(2)),
+            ..LIMITS
+        };
         let report = check_schedule(&schedule, limits);
-        assert_eq!(lines(&report, 6), ["rank 0 keeps 3 activations at 0F2; it may keep 2"]);
+        assert_eq!(
+            lines(&report, 6),
+            ["rank 0 keeps 3 activations at 0F2; it may keep 2"]
+        );
     }
 
     #[test]
@@ -398,7 +492,13 @@ mod tests {
         for stage in &mut costs.stage {
             (stage.activation_bytes, stage.weight_residual_bytes) = (10, 100);
         }
-        let report = check_schedule(&schedule, Limits { costs: Some(&costs), ..LIMITS });
+        let report = check_schedule(
+            &schedule,
+            Limits {
+                costs: Some(&costs),
+                ..LIMITS
+            },
+        );
         for (row, peak) in steps(&schedule).iter().zip(&report.peaks) {
             let (mut kept, mut most) = (0u64, 0);
             for step in row {
@@ -423,7 +523,9 @@ mod tests {
         // 0F0 0B0 0F1 0B1 beside 1F0 1F1 1B0 1B1.
         rows[0].swap(1, 2);
         let report = check_lowered(&rows.into(), LIMITS);
-        let [Problem::Deadlock(deadlock)] = &report.problems[..] else { panic!("{report:?}") };
+        let [Problem::Deadlock(deadlock)] = &report.problems[..] else {
+            panic!("{report:?}")
+        };
         assert_eq!(deadlock.cycle.len(), 8);
     }
 }

@@ -31,8 +31,9 @@ fn crossed_receives_are_a_cycle_of_four() {
     let schedule = Schedule::gpipe(2, 2).unwrap();
     let mut rows = lower(&schedule).unwrap().steps;
     let names = StepNames::of_lowered(&rows);
-    let receives: Vec<usize> =
-        (0..rows[1].len()).filter(|at| rows[1][*at].kind == StepKind::ReceiveForward).collect();
+    let receives: Vec<usize> = (0..rows[1].len())
+        .filter(|at| rows[1][*at].kind == StepKind::ReceiveForward)
+        .collect();
     rows[1].swap(receives[0], receives[1]);
     let flow = Flow::of_lowered(&rows.into(), Leaves::AtOnce).unwrap();
     assert!(check(&flow, Channel::Tags).is_ok());
@@ -53,15 +54,32 @@ fn crossed_receives_are_a_cycle_of_four() {
 fn conflicting_orders_deadlock_over_every_channel() {
     use crate::Action;
     use crate::ActionKind::{Backward, Forward};
-    let a = |stage, kind, microbatch| Action { stage, kind, microbatch };
+    let a = |stage, kind, microbatch| Action {
+        stage,
+        kind,
+        microbatch,
+    };
     let rows = vec![
-        vec![a(0, Forward, 0), a(0, Backward, 0), a(0, Forward, 1), a(0, Backward, 1)],
-        vec![a(1, Forward, 0), a(1, Forward, 1), a(1, Backward, 0), a(1, Backward, 1)],
+        vec![
+            a(0, Forward, 0),
+            a(0, Backward, 0),
+            a(0, Forward, 1),
+            a(0, Backward, 1),
+        ],
+        vec![
+            a(1, Forward, 0),
+            a(1, Forward, 1),
+            a(1, Backward, 0),
+            a(1, Backward, 1),
+        ],
     ];
     let steps = lower_late(&rows);
     let names = StepNames::of_lowered(&steps);
-    let deadlock = check(&Flow::of_lowered(&steps.into(), Leaves::AtOnce).unwrap(), Channel::Tags)
-        .unwrap_err();
+    let deadlock = check(
+        &Flow::of_lowered(&steps.into(), Leaves::AtOnce).unwrap(),
+        Channel::Tags,
+    )
+    .unwrap_err();
     assert_eq!(
         deadlock.lines(&names),
         [
@@ -81,14 +99,26 @@ fn conflicting_orders_deadlock_over_every_channel() {
 fn the_shortest_of_two_cycles_is_reported() {
     // Processes 0 to 2 wait for each other around a ring, and so do 3 and 4.
     let before = [2u32, 0, 1, 4, 3];
-    let node =
-        |process: u32| Node { lane: process, needs: (0, 0), takes: (process, 1), tag: process };
+    let node = |process: u32| Node {
+        lane: process,
+        needs: (0, 0),
+        takes: (process, 1),
+        tag: process,
+    };
     let transfer = |process: u32| {
         let from = before[process as usize];
-        Transfer { from, to: process, after: from, bytes: 1, tag: process }
+        Transfer {
+            from,
+            to: process,
+            after: from,
+            bytes: 1,
+            tag: process,
+        }
     };
     let posts = |process: u32| {
-        let sends = (0..5).filter(|to| before[*to as usize] == process).map(Post::Send);
+        let sends = (0..5)
+            .filter(|to| before[*to as usize] == process)
+            .map(Post::Send);
         [Post::Receive(process)].into_iter().chain(sends).collect()
     };
     let flow = Flow {
@@ -112,18 +142,29 @@ fn transfers_with_a_missing_end_are_reported() {
     let names = StepNames::of_lowered(&rows);
     let without = |kinds: &[StepKind]| {
         let keep = |row: &Vec<Step>| {
-            row.iter().filter(|step| !kinds.contains(&step.kind)).copied().collect()
+            row.iter()
+                .filter(|step| !kinds.contains(&step.kind))
+                .copied()
+                .collect()
         };
-        let flow =
-            Flow::of_lowered(&rows.iter().map(keep).collect::<Vec<_>>().into(), Leaves::AtOnce)
-                .unwrap();
+        let flow = Flow::of_lowered(
+            &rows.iter().map(keep).collect::<Vec<_>>().into(),
+            Leaves::AtOnce,
+        )
+        .unwrap();
         let deadlock = check(&flow, Channel::Tags).unwrap_err();
         assert!(deadlock.cycle.is_empty());
         deadlock.lines(&names)
     };
     use StepKind::{ReceiveBackward, ReceiveForward, SendBackward, SendForward};
-    assert_eq!(without(&[SendForward]), ["rank 1 receives 0SEND_F0, which rank 0 never sends"]);
-    assert_eq!(without(&[ReceiveBackward]), ["rank 1 sends 1SEND_B0, which rank 0 never receives"]);
+    assert_eq!(
+        without(&[SendForward]),
+        ["rank 1 receives 0SEND_F0, which rank 0 never sends"]
+    );
+    assert_eq!(
+        without(&[ReceiveBackward]),
+        ["rank 1 sends 1SEND_B0, which rank 0 never receives"]
+    );
     assert_eq!(
         without(&[SendForward, ReceiveForward, SendBackward]),
         [
@@ -143,7 +184,10 @@ fn lowered_schedules_end_over_every_channel() {
             let (name, ranks, microbatches) =
                 (schedule.name(), schedule.ranks(), schedule.microbatches());
             let proof = check(&flow, channel);
-            assert!(proof.is_ok(), "{name} {ranks} {microbatches} {channel}: {proof:?}");
+            assert!(
+                proof.is_ok(),
+                "{name} {ranks} {microbatches} {channel}: {proof:?}"
+            );
         }
     }
     assert!(configurations > 200, "{configurations}");
@@ -167,8 +211,14 @@ fn late_receives_deadlock_more_over_poorer_channels() {
     let shares = (tags, direction, pair, single, configurations);
     assert_eq!(tags, 0);
     // Of 451 similar configurations, 73, 343 and 421 deadlocked.
-    assert!(0 < direction && direction * 100 < configurations * 30, "{shares:?}");
-    assert!(pair * 100 > configurations * 60 && pair < single, "{shares:?}");
+    assert!(
+        0 < direction && direction * 100 < configurations * 30,
+        "{shares:?}"
+    );
+    assert!(
+        pair * 100 > configurations * 60 && pair < single,
+        "{shares:?}"
+    );
     assert!(single * 100 > configurations * 80, "{shares:?}");
 }
 
@@ -177,8 +227,12 @@ fn flows() -> impl Strategy<Value = Flow> {
     let nodes = prop::collection::vec((0u32..3, any::<u16>()), 1..6);
     let transfers = prop::collection::vec((0u32..3, 1u32..3, any::<u16>(), any::<u16>()), 0..5);
     (nodes, transfers, any::<u64>()).prop_map(|(nodes, transfers, seed)| {
-        let mut flow =
-            Flow { lanes: vec![0, 1, 2], processes: 3, posts: vec![vec![]; 3], ..Flow::default() };
+        let mut flow = Flow {
+            lanes: vec![0, 1, 2],
+            processes: 3,
+            posts: vec![vec![]; 3],
+            ..Flow::default()
+        };
         let mut taken = vec![Vec::new(); nodes.len()];
         let on = |process: u32| {
             (0..nodes.len() as u32)
@@ -188,17 +242,29 @@ fn flows() -> impl Strategy<Value = Flow> {
         for (number, (from, step, makes, takes)) in transfers.iter().enumerate() {
             let to = (from + step) % 3;
             // One in four exists from the beginning.
-            let made = on(*from).get(*makes as usize % 4).copied().unwrap_or(u32::MAX);
+            let made = on(*from)
+                .get(*makes as usize % 4)
+                .copied()
+                .unwrap_or(u32::MAX);
             let takers = on(to);
             if !takers.is_empty() {
                 taken[takers[*takes as usize % takers.len()] as usize].push(number as u32);
             }
-            let transfer = Transfer { from: *from, to, after: made, bytes: 1, tag: number as u32 };
+            let transfer = Transfer {
+                from: *from,
+                to,
+                after: made,
+                bytes: 1,
+                tag: number as u32,
+            };
             flow.transfers.push(transfer);
         }
         for (number, (lane, need)) in nodes.iter().enumerate() {
             let own = on(*lane);
-            let before: Vec<u32> = own.into_iter().filter(|node| *node < number as u32).collect();
+            let before: Vec<u32> = own
+                .into_iter()
+                .filter(|node| *node < number as u32)
+                .collect();
             let need = before.get(*need as usize % 4).copied();
             let (first, first_taken) = (flow.needs.len() as u32, flow.takes.len() as u32);
             flow.needs.extend(need);
@@ -219,9 +285,10 @@ fn flows() -> impl Strategy<Value = Flow> {
         };
         for number in 0..flow.transfers.len() {
             let Transfer { from, to, .. } = flow.transfers[number];
-            for (process, post) in
-                [(from, Post::Send(number as u32)), (to, Post::Receive(number as u32))]
-            {
+            for (process, post) in [
+                (from, Post::Send(number as u32)),
+                (to, Post::Receive(number as u32)),
+            ] {
                 let posts = &mut flow.posts[process as usize];
                 posts.insert(next(posts.len() + 1), post);
             }
@@ -259,7 +326,9 @@ impl Happened {
             Channel::PerPair => peer(other) == peer(post),
             Channel::PerDirection => peer(other) == peer(post) && is_send(other) == is_send(post),
         };
-        let mut before = flow.posts[process as usize].iter().take_while(|other| **other != post);
+        let mut before = flow.posts[process as usize]
+            .iter()
+            .take_while(|other| **other != post);
         before.all(|other| !together(*other) || self.is_post_done(*other))
     }
 
@@ -271,8 +340,14 @@ impl Happened {
             let before = (0..number).all(|other| {
                 flow.nodes[other as usize].lane != node.lane || self.nodes.contains(&other)
             });
-            let needs = flow.needs_of(number).iter().all(|need| self.nodes.contains(need));
-            let takes = flow.takes_of(number).iter().all(|taken| self.receives.contains(taken));
+            let needs = flow
+                .needs_of(number)
+                .iter()
+                .all(|need| self.nodes.contains(need));
+            let takes = flow
+                .takes_of(number)
+                .iter()
+                .all(|taken| self.receives.contains(taken));
             if before && needs && takes && !self.nodes.contains(&number) {
                 let mut then = self.clone();
                 then.nodes.insert(number);

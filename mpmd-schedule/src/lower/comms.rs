@@ -26,8 +26,10 @@ pub(crate) fn lower_comms(schedule: &Schedule) -> Result<Vec<Vec<Cell>>, LowerEr
         with_reductions(gathered, schedule)
     });
     let rows: Vec<Vec<Cell>> = rows.collect();
-    let actions: Vec<Vec<Action>> =
-        rows.iter().map(|row| row.iter().flat_map(|cell| cell.actions()).collect()).collect();
+    let actions: Vec<Vec<Action>> = rows
+        .iter()
+        .map(|row| row.iter().flat_map(|cell| cell.actions()).collect())
+        .collect();
     let slices: Vec<Vec<&[Action]>> = rows
         .iter()
         .zip(&actions)
@@ -67,9 +69,9 @@ impl Text {
     /// If the transfers cannot be put in order. This does not happen for a valid schedule.
     pub fn of(schedule: &Schedule, flavour: Dialect) -> Result<Self, LowerError> {
         let rows = match flavour {
-            Dialect::ComputeOnly => {
-                (0..schedule.ranks()).map(|rank| cells(schedule, rank)).collect()
-            }
+            Dialect::ComputeOnly => (0..schedule.ranks())
+                .map(|rank| cells(schedule, rank))
+                .collect(),
             Dialect::ComputeComms => lower_comms(schedule)?,
         };
         Ok(Self { flavour, rows })
@@ -99,8 +101,10 @@ fn next_stages(row: &[Cell]) -> Vec<Vec<u32>> {
             if found >= GATHERED {
                 break;
             }
-            let others: Vec<u32> =
-                group.into_iter().filter(|stage| !kept[0].contains(stage)).collect();
+            let others: Vec<u32> = group
+                .into_iter()
+                .filter(|stage| !kept[0].contains(stage))
+                .collect();
             found += others.len();
             if !others.is_empty() {
                 kept.push(others);
@@ -138,7 +142,11 @@ fn with_gathers(row: &[Cell], all: usize) -> Vec<Cell> {
         cells.push(*cell);
     }
     active.sort_unstable();
-    cells.extend(active.into_iter().map(|stage| Cell::One(Entry::Reshard(stage))));
+    cells.extend(
+        active
+            .into_iter()
+            .map(|stage| Cell::One(Entry::Reshard(stage))),
+    );
     cells
 }
 
@@ -166,7 +174,11 @@ mod tests {
 
     fn gathers(line: &str) -> String {
         let text = Text::parse(line, Some(Dialect::ComputeOnly)).unwrap();
-        with_gathers(&text.rows[0], 9).iter().map(ToString::to_string).collect::<Vec<_>>().join(" ")
+        with_gathers(&text.rows[0], 9)
+            .iter()
+            .map(ToString::to_string)
+            .collect::<Vec<_>>()
+            .join(" ")
     }
 
     #[test]
@@ -214,8 +226,9 @@ mod tests {
                 0 => format!("({one}F0;{other}B0)OVERLAP_F_B"),
                 _ => format!("{one}F0"),
             };
-            let line: Vec<String> =
-                (0..12).map(|_| cell((random(3), random(6), random(6)))).collect();
+            let line: Vec<String> = (0..12)
+                .map(|_| cell((random(3), random(6), random(6))))
+                .collect();
             let text = Text::parse(&line.join(","), None).unwrap();
             let row = &text.rows[0];
             let expected: Vec<Vec<u32>> = (0..row.len()).map(|at| ahead(&row[at..])).collect();

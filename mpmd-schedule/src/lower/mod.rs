@@ -69,7 +69,10 @@ impl Lowered {
 
     /// Returns true if any step is a send or a receive.
     pub fn has_moves(&self) -> bool {
-        self.steps.iter().flatten().any(|step| !matches!(step.kind, StepKind::Compute(_)))
+        self.steps
+            .iter()
+            .flatten()
+            .any(|step| !matches!(step.kind, StepKind::Compute(_)))
     }
 
     /// Returns (actions, pairs), both indexed by rank. `actions` are the computations in order.
@@ -108,7 +111,14 @@ pub fn lower(schedule: &Schedule) -> Result<Lowered, LowerError> {
     // With one stage on each rank, weights are gathered before all else. The turns are the same
     // without gathering.
     let cells = |row| Vec::from_iter(<[Action]>::iter(row).map(std::slice::from_ref));
-    Ok(lower_cells(&schedule.rows().iter().map(|row| cells(row)).collect::<Vec<_>>())?.into())
+    Ok(lower_cells(
+        &schedule
+            .rows()
+            .iter()
+            .map(|row| cells(row))
+            .collect::<Vec<_>>(),
+    )?
+    .into())
 }
 
 /// Converts rows of cells to steps, in torch's order. Rows are indexed by rank. A cell is one turn
@@ -143,8 +153,13 @@ pub(super) fn lower_turns(rows: &[Vec<&[Action]>]) -> Result<Turns, LowerError> 
         Vec::with_capacity(row.iter().map(|cell| cell.len()).sum::<usize>() * 3)
     };
     let mut steps: Vec<Vec<Step>> = rows.iter().map(moves).collect();
-    let mut turns: Vec<Vec<usize>> = rows.iter().map(|row| Vec::with_capacity(row.len())).collect();
-    let mut open: Vec<usize> = (0..rows.len()).filter(|rank| !rows[*rank].is_empty()).collect();
+    let mut turns: Vec<Vec<usize>> = rows
+        .iter()
+        .map(|row| Vec::with_capacity(row.len()))
+        .collect();
+    let mut open: Vec<usize> = (0..rows.len())
+        .filter(|rank| !rows[*rank].is_empty())
+        .collect();
     while !open.is_empty() {
         let mut progress = false;
         for &rank in &open {
@@ -158,7 +173,9 @@ pub(super) fn lower_turns(rows: &[Vec<&[Action]>]) -> Result<Turns, LowerError> 
             steps[rank].extend(cell.iter().map(|action| Step::of_action(*action)));
             for action in cell {
                 there.done(*action);
-                let Some((send, receive)) = there.moves(*action) else { continue };
+                let Some((send, receive)) = there.moves(*action) else {
+                    continue;
+                };
                 steps[rank].push(send);
                 steps[there.rank_of_stage[receive.stage as usize] as usize].push(receive);
             }
@@ -178,8 +195,10 @@ pub(super) fn lower_turns(rows: &[Vec<&[Action]>]) -> Result<Turns, LowerError> 
 /// Accepts any rows. Data that no rank computes is not received, and data that no rank needs is not
 /// sent.
 pub(crate) fn lower_late(rows: &[Vec<Action>]) -> Vec<Vec<Step>> {
-    let cells: Vec<Vec<&[Action]>> =
-        rows.iter().map(|row| row.iter().map(std::slice::from_ref).collect()).collect();
+    let cells: Vec<Vec<&[Action]>> = rows
+        .iter()
+        .map(|row| row.iter().map(std::slice::from_ref).collect())
+        .collect();
     let mut all = There::new(&cells);
     rows.iter().flatten().for_each(|action| all.done(*action));
     let late = |row: &Vec<Action>| {
@@ -216,7 +235,10 @@ impl There {
     fn new(rows: &[Vec<&[Action]>]) -> Self {
         let actions = || rows.iter().flatten().flat_map(|cell| cell.iter());
         let stages = actions().map(|action| action.stage + 1).max().unwrap_or(0);
-        let microbatches = actions().map(|action| action.microbatch + 1).max().unwrap_or(0);
+        let microbatches = actions()
+            .map(|action| action.microbatch + 1)
+            .max()
+            .unwrap_or(0);
         let mut rank_of_stage = vec![NOWHERE; stages];
         for (rank, row) in rows.iter().enumerate() {
             for action in row.iter().flat_map(|cell| cell.iter()) {
@@ -224,7 +246,11 @@ impl There {
                 *on = (*on).min(rank as u32);
             }
         }
-        Self { microbatches, rank_of_stage, done: vec![0; stages * microbatches] }
+        Self {
+            microbatches,
+            rank_of_stage,
+            done: vec![0; stages * microbatches],
+        }
     }
 
     fn at(&self, stage: usize, microbatch: usize) -> usize {
@@ -261,12 +287,16 @@ impl There {
     /// result.
     fn moves(&self, action: Action) -> Option<(Step, Step)> {
         let (to, send, receive) = match action.kind {
-            ActionKind::Forward => {
-                (action.stage + 1, StepKind::SendForward, StepKind::ReceiveForward)
-            }
-            ActionKind::BackwardInput | ActionKind::Backward => {
-                (action.stage.checked_sub(1)?, StepKind::SendBackward, StepKind::ReceiveBackward)
-            }
+            ActionKind::Forward => (
+                action.stage + 1,
+                StepKind::SendForward,
+                StepKind::ReceiveForward,
+            ),
+            ActionKind::BackwardInput | ActionKind::Backward => (
+                action.stage.checked_sub(1)?,
+                StepKind::SendBackward,
+                StepKind::ReceiveBackward,
+            ),
             ActionKind::BackwardWeight => return None,
         };
         let rank = *self.rank_of_stage.get(to)?;
@@ -274,7 +304,14 @@ impl There {
             return None;
         }
         let step = Step::of_action(action);
-        Some((Step { kind: send, ..step }, Step { kind: receive, stage: to as u32, ..step }))
+        Some((
+            Step { kind: send, ..step },
+            Step {
+                kind: receive,
+                stage: to as u32,
+                ..step
+            },
+        ))
     }
 
     /// Returns the receive that an action needs. `None` if no other rank computes the data.
@@ -282,33 +319,49 @@ impl There {
         let (from, bit) = self.need(action)?;
         let (here, there) = (self.rank_of_stage[action.stage], self.rank_of_stage[from]);
         let made = there != here && self.done[self.at(from, action.microbatch)] & bit != 0;
-        let kind =
-            if bit == FORWARD { StepKind::ReceiveForward } else { StepKind::ReceiveBackward };
-        made.then_some(Step { kind, ..Step::of_action(action) })
+        let kind = if bit == FORWARD {
+            StepKind::ReceiveForward
+        } else {
+            StepKind::ReceiveBackward
+        };
+        made.then_some(Step {
+            kind,
+            ..Step::of_action(action)
+        })
     }
 
     /// Returns true if a rank has the action that reads the received data.
     fn is_wanted(&self, receive: Step) -> bool {
-        let bit = if receive.kind == StepKind::ReceiveForward { FORWARD } else { INPUT };
+        let bit = if receive.kind == StepKind::ReceiveForward {
+            FORWARD
+        } else {
+            INPUT
+        };
         self.done[self.at(receive.stage as usize, receive.microbatch as usize)] & bit != 0
     }
 
     fn stuck(&self, rows: &[Vec<&[Action]>], next: &[usize]) -> LowerError {
-        let heads = rows.iter().zip(next).enumerate().filter_map(|(rank, (row, next))| {
-            let cell = row.get(*next)?;
-            let action = *cell.iter().find(|action| !self.is_ready(**action))?;
-            let (stage, bit) = self.need(action)?;
-            let letter = if bit == FORWARD { 'F' } else { 'I' };
-            let on = match self.rank_of_stage[stage] {
-                NOWHERE => "no rank".to_owned(),
-                rank => format!("rank {rank}"),
-            };
-            Some(format!(
-                "rank {rank} is at {action}, which waits for {stage}{letter}{} on {on}",
-                action.microbatch
-            ))
-        });
-        LowerError::Stuck { heads: heads.collect() }
+        let heads = rows
+            .iter()
+            .zip(next)
+            .enumerate()
+            .filter_map(|(rank, (row, next))| {
+                let cell = row.get(*next)?;
+                let action = *cell.iter().find(|action| !self.is_ready(**action))?;
+                let (stage, bit) = self.need(action)?;
+                let letter = if bit == FORWARD { 'F' } else { 'I' };
+                let on = match self.rank_of_stage[stage] {
+                    NOWHERE => "no rank".to_owned(),
+                    rank => format!("rank {rank}"),
+                };
+                Some(format!(
+                    "rank {rank} is at {action}, which waits for {stage}{letter}{} on {on}",
+                    action.microbatch
+                ))
+            });
+        LowerError::Stuck {
+            heads: heads.collect(),
+        }
     }
 }
 
@@ -317,8 +370,12 @@ mod tests {
     use super::*;
 
     fn text(rows: &[Vec<Step>]) -> Vec<String> {
-        let row =
-            |row: &Vec<Step>| row.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
+        let row = |row: &Vec<Step>| {
+            row.iter()
+                .map(ToString::to_string)
+                .collect::<Vec<_>>()
+                .join(" ")
+        };
         rows.iter().map(row).collect()
     }
 
@@ -351,7 +408,11 @@ mod tests {
 
     #[test]
     fn stages_of_one_rank_send_nothing_to_each_other() {
-        let a = |stage, kind| Action { stage, kind, microbatch: 0 };
+        let a = |stage, kind| Action {
+            stage,
+            kind,
+            microbatch: 0,
+        };
         use ActionKind::{Backward, Forward};
         // A V: stages 0 and 3 on rank 0, 1 and 2 on rank 1.
         let rows = vec![
@@ -370,7 +431,11 @@ mod tests {
 
     #[test]
     fn overlapped_actions_take_one_turn_and_turns_may_be_empty() {
-        let a = |stage, kind, microbatch| Action { stage, kind, microbatch };
+        let a = |stage, kind, microbatch| Action {
+            stage,
+            kind,
+            microbatch,
+        };
         use ActionKind::{Backward, Forward};
         let (f0, f1) = ([a(0, Forward, 0)], [a(0, Forward, 1)]);
         let (b0, b1) = ([a(0, Backward, 0)], [a(0, Backward, 1)]);
@@ -389,16 +454,38 @@ mod tests {
 
     #[test]
     fn ranks_that_wait_for_each_other_are_named() {
-        let a = |stage, kind, microbatch| Action { stage, kind, microbatch };
+        let a = |stage, kind, microbatch| Action {
+            stage,
+            kind,
+            microbatch,
+        };
         use ActionKind::{Backward, Forward};
         let rows = [
-            [[a(0, Forward, 0)], [a(0, Backward, 0)], [a(0, Forward, 1)], [a(0, Backward, 1)]],
-            [[a(1, Forward, 0)], [a(1, Forward, 1)], [a(1, Backward, 0)], [a(1, Backward, 1)]],
+            [
+                [a(0, Forward, 0)],
+                [a(0, Backward, 0)],
+                [a(0, Forward, 1)],
+                [a(0, Backward, 1)],
+            ],
+            [
+                [a(1, Forward, 0)],
+                [a(1, Forward, 1)],
+                [a(1, Backward, 0)],
+                [a(1, Backward, 1)],
+            ],
         ];
-        let cells: Vec<Vec<&[Action]>> =
-            rows.iter().map(|row| row.iter().map(|cell| &cell[..]).collect()).collect();
+        let cells: Vec<Vec<&[Action]>> = rows
+            .iter()
+            .map(|row| row.iter().map(|cell| &cell[..]).collect())
+            .collect();
         let stuck = lower_cells(&cells).unwrap_err().to_string();
-        assert!(stuck.contains("rank 0 is at 0B0, which waits for 1I0 on rank 1"), "{stuck}");
-        assert!(stuck.contains("rank 1 is at 1F1, which waits for 0F1 on rank 0"), "{stuck}");
+        assert!(
+            stuck.contains("rank 0 is at 0B0, which waits for 1I0 on rank 1"),
+            "{stuck}"
+        );
+        assert!(
+            stuck.contains("rank 1 is at 1F1, which waits for 0F1 on rank 0"),
+            "{stuck}"
+        );
     }
 }

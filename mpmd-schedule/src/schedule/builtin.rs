@@ -99,7 +99,11 @@ impl Builtin {
             "forward" => Some(Self::ForwardOnly),
             _ => None,
         };
-        short.or_else(|| Self::ALL.into_iter().find(|builtin| plain(builtin.name()) == asked))
+        short.or_else(|| {
+            Self::ALL
+                .into_iter()
+                .find(|builtin| plain(builtin.name()) == asked)
+        })
     }
 
     /// Returns all names as a list for messages.
@@ -137,10 +141,19 @@ impl Builtin {
         chunks: usize,
     ) -> Result<Schedule, ScheduleError> {
         if ranks == 0 || microbatches == 0 {
-            return Err(ScheduleError::Empty { ranks, microbatches });
+            return Err(ScheduleError::Empty {
+                ranks,
+                microbatches,
+            });
         }
         let refuse = |rule: String| {
-            Err(ScheduleError::Rule { schedule: self.name(), ranks, microbatches, chunks, rule })
+            Err(ScheduleError::Rule {
+                schedule: self.name(),
+                ranks,
+                microbatches,
+                chunks,
+                rule,
+            })
         };
         match self {
             Self::GPipe | Self::GPipeReversed | Self::OneFOneB | Self::Eager1F1B | Self::ZbH1
@@ -154,16 +167,22 @@ impl Builtin {
             _ if chunks == 0 => return refuse("a rank needs a stage".to_owned()),
             _ => {}
         }
-        let passes = [ranks, microbatches, chunks, 3].into_iter().try_fold(1, usize::checked_mul);
+        let passes = [ranks, microbatches, chunks, 3]
+            .into_iter()
+            .try_fold(1, usize::checked_mul);
         if passes.is_none_or(|passes| passes > MOST_ACTIONS) {
             return refuse(format!("that is more than {MOST_ACTIONS} actions"));
         }
         let rounds = (microbatches / ranks).max(1);
-        if matches!(self, Self::Interleaved1F1B | Self::InterleavedZeroBubble | Self::ZbH1)
-            && chunks > 1
+        if matches!(
+            self,
+            Self::Interleaved1F1B | Self::InterleavedZeroBubble | Self::ZbH1
+        ) && chunks > 1
             && !microbatches.is_multiple_of(rounds)
         {
-            let below = (1..microbatches).rev().find(|m| m.is_multiple_of((m / ranks).max(1)));
+            let below = (1..microbatches)
+                .rev()
+                .find(|m| m.is_multiple_of((m / ranks).max(1)));
             return refuse(format!(
                 "its microbatches go in {rounds} rounds (microbatches / ranks) of equally many, \
                  and {rounds} does \
@@ -180,7 +199,11 @@ impl Builtin {
                 2 * ranks
             ));
         }
-        let size = Size { ranks, microbatches, chunks };
+        let size = Size {
+            ranks,
+            microbatches,
+            chunks,
+        };
         let mut rows = Vec::with_capacity(ranks);
         let mut overlaps = Vec::with_capacity(ranks);
         for rank in 0..ranks {
@@ -215,11 +238,18 @@ struct Row {
 
 impl Row {
     fn new(capacity: usize) -> Self {
-        Self { actions: Vec::with_capacity(capacity), overlaps: Vec::new() }
+        Self {
+            actions: Vec::with_capacity(capacity),
+            overlaps: Vec::new(),
+        }
     }
 
     fn push(&mut self, stage: usize, kind: ActionKind, microbatch: usize) {
-        self.actions.push(Action { stage, kind, microbatch });
+        self.actions.push(Action {
+            stage,
+            kind,
+            microbatch,
+        });
     }
 }
 
@@ -245,7 +275,11 @@ impl Size {
     /// Returns (stage, microbatch) of the `n`-th pass of a rank, from 0, if chunks go round. It
     /// counts forward passes if `forward`, else backward passes, with descending chunks.
     fn nth(self, rank: usize, n: usize, forward: bool) -> (usize, usize) {
-        let Self { ranks, microbatches, chunks } = self;
+        let Self {
+            ranks,
+            microbatches,
+            chunks,
+        } = self;
         if chunks == 1 {
             // Also valid if microbatches do not divide into equal rounds.
             return (rank, n);
@@ -264,7 +298,11 @@ impl Size {
             row.push(rank, Forward, microbatch);
         }
         for n in 0..microbatches {
-            row.push(rank, Backward, if reversed { microbatches - 1 - n } else { n });
+            row.push(
+                rank,
+                Backward,
+                if reversed { microbatches - 1 - n } else { n },
+            );
         }
     }
 
@@ -340,7 +378,11 @@ impl Size {
     }
 
     fn zbv(self, rank: usize, row: &mut Row) {
-        let Self { ranks, microbatches, .. } = self;
+        let Self {
+            ranks,
+            microbatches,
+            ..
+        } = self;
         // The rule assumes at least this many microbatches; passes of nonexistent ones are left
         // out.
         let all = microbatches.max(2 * ranks - 1);
@@ -378,7 +420,11 @@ impl Size {
     }
 
     fn dual_pipe_v(self, rank: usize, row: &mut Row) {
-        let Self { ranks, microbatches, .. } = self;
+        let Self {
+            ranks,
+            microbatches,
+            ..
+        } = self;
         let after = ranks - 1 - rank;
         let mut v = V::new(self, rank);
         for _ in 0..2 * after {
@@ -476,7 +522,9 @@ impl V {
 
     /// Adds the leg's next input gradient to `row`; its weight gradient waits for `oldest`.
     fn input(&mut self, leg: Leg, row: &mut Row) {
-        self.waiting.0.push((self.stages[leg as usize], self.count(leg, BackwardInput)));
+        self.waiting
+            .0
+            .push((self.stages[leg as usize], self.count(leg, BackwardInput)));
         self.next(leg, BackwardInput, row);
     }
 
@@ -485,13 +533,19 @@ impl V {
     }
 
     fn whole_or_input(&mut self, leg: Leg, input: bool, row: &mut Row) {
-        if input { self.input(leg, row) } else { self.both(leg, row) }
+        if input {
+            self.input(leg, row)
+        } else {
+            self.both(leg, row)
+        }
     }
 
     /// Adds the oldest waiting weight gradient to `row`. Returns false if there is none.
     fn oldest(&mut self, row: &mut Row) -> bool {
         let (waiting, taken) = &mut self.waiting;
-        let Some((stage, microbatch)) = waiting.get(*taken).copied() else { return false };
+        let Some((stage, microbatch)) = waiting.get(*taken).copied() else {
+            return false;
+        };
         *taken += 1;
         row.push(stage, BackwardWeight, microbatch);
         true
@@ -513,7 +567,9 @@ mod tests {
     use super::*;
 
     fn text(schedule: &Schedule) -> Vec<String> {
-        (0..schedule.ranks()).map(|rank| schedule.cells(rank).join(" ")).collect()
+        (0..schedule.ranks())
+            .map(|rank| schedule.cells(rank).join(" "))
+            .collect()
     }
 
     #[test]
@@ -521,22 +577,36 @@ mod tests {
         let of = |name, ranks, microbatches| {
             text(&Schedule::named(name, ranks, microbatches, None).unwrap())
         };
-        assert_eq!(of("1f1b", 2, 3), ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]);
+        assert_eq!(
+            of("1f1b", 2, 3),
+            ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
+        );
         assert_eq!(of("eager-1f1b", 2, 4)[0], "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3");
         assert_eq!(of("GPipe reversed", 1, 3), ["0F0 0F1 0F2 0B2 0B1 0B0"]);
-        assert_eq!(of("zb-h1", 2, 2), ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"]);
+        assert_eq!(
+            of("zb-h1", 2, 2),
+            ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"]
+        );
         let forward = Schedule::named("forward", 2, 3, Some(2)).unwrap();
-        assert_eq!(text(&forward), ["0F0 0F1 2F0 2F1 0F2 2F2", "1F0 1F1 3F0 3F1 1F2 3F2"]);
-        assert_eq!(text(&Schedule::one_f_one_b(4, 2).unwrap())[0], "0F0 0F1 0B0 0B1");
+        assert_eq!(
+            text(&forward),
+            ["0F0 0F1 2F0 2F1 0F2 2F2", "1F0 1F1 3F0 3F1 1F2 3F2"]
+        );
+        assert_eq!(
+            text(&Schedule::one_f_one_b(4, 2).unwrap())[0],
+            "0F0 0F1 0B0 0B1"
+        );
     }
 
     #[test]
     fn every_name_is_known_in_any_spelling() {
         for builtin in Builtin::ALL {
             let name = builtin.name();
-            for spelled in
-                [name.to_owned(), name.to_uppercase(), name.to_lowercase().replace('-', "_")]
-            {
+            for spelled in [
+                name.to_owned(),
+                name.to_uppercase(),
+                name.to_lowercase().replace('-', "_"),
+            ] {
                 assert_eq!(Builtin::named(&spelled), Some(builtin), "{spelled}");
             }
         }
@@ -560,7 +630,10 @@ mod tests {
         for ranks in 1..6 {
             for microbatches in 1..12 {
                 let of = |builtin: Builtin| builtin.schedule(ranks, microbatches, 1).unwrap();
-                assert_eq!(of(Builtin::ZbH1).rows(), of(Builtin::InterleavedZeroBubble).rows());
+                assert_eq!(
+                    of(Builtin::ZbH1).rows(),
+                    of(Builtin::InterleavedZeroBubble).rows()
+                );
             }
         }
     }
@@ -600,7 +673,9 @@ mod tests {
     #[test]
     fn errors_say_what_is_allowed() {
         let error = |name, ranks, microbatches, chunks| {
-            Schedule::named(name, ranks, microbatches, chunks).unwrap_err().to_string()
+            Schedule::named(name, ranks, microbatches, chunks)
+                .unwrap_err()
+                .to_string()
         };
         let found = error("interleaved", 2, 5, None);
         let expected = "Interleaved1F1B with 2 ranks, 5 microbatches and 2 stages a rank: its \

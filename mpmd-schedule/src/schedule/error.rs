@@ -72,5 +72,9 @@ pub enum ScheduleError {
 }
 
 fn and_more(more: &usize) -> String {
-    if *more == 0 { String::new() } else { format!("; and {more} more") }
+    if *more == 0 {
+        String::new()
+    } else {
+        format!("; and {more} more")
+    }
 }

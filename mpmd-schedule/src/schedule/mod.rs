@@ -130,8 +130,11 @@ impl Schedule {
     ) -> Result<Self, ScheduleError> {
         let name = name.into();
         whole::check_overlaps(&name, &rows, &overlaps)?;
-        let whole::Whole { microbatches, rank_of_stage, has_backward } =
-            whole::check(&name, &rows)?;
+        let whole::Whole {
+            microbatches,
+            rank_of_stage,
+            has_backward,
+        } = whole::check(&name, &rows)?;
         let schedule = Self {
             name,
             microbatches,
@@ -160,9 +163,15 @@ impl Schedule {
         chunks: Option<usize>,
     ) -> Result<Self, ScheduleError> {
         let Some(builtin) = Builtin::named(name) else {
-            return Err(ScheduleError::Unknown { name: name.to_owned() });
+            return Err(ScheduleError::Unknown {
+                name: name.to_owned(),
+            });
         };
-        builtin.schedule(ranks, microbatches, chunks.unwrap_or(builtin.default_chunks()))
+        builtin.schedule(
+            ranks,
+            microbatches,
+            chunks.unwrap_or(builtin.default_chunks()),
+        )
     }
 
     /// Creates a GPipe schedule: every forward pass, then every backward pass, in ascending order
@@ -282,7 +291,11 @@ impl Schedule {
         let mut pairs = self.overlaps[rank].iter().copied().peekable();
         std::iter::from_fn(move || {
             let (at, action) = row.next()?;
-            let other = if pairs.next_if_eq(&at).is_some() { row.next() } else { None };
+            let other = if pairs.next_if_eq(&at).is_some() {
+                row.next()
+            } else {
+                None
+            };
             Some((action, other.map(|(_, other)| other)))
         })
     }
@@ -290,8 +303,18 @@ impl Schedule {
     /// Returns the actions that an action needs. `I` stands for the input gradient, even if a `B`
     /// computes it.
     pub(super) fn needs(&self, action: Action) -> impl Iterator<Item = Action> + use<> {
-        let Action { stage, kind, microbatch } = action;
-        let of = |stage, kind| Some(Action { stage, kind, microbatch });
+        let Action {
+            stage,
+            kind,
+            microbatch,
+        } = action;
+        let of = |stage, kind| {
+            Some(Action {
+                stage,
+                kind,
+                microbatch,
+            })
+        };
         let needs = match kind {
             ActionKind::Forward if stage == 0 => [None, None],
             ActionKind::Forward => [of(stage - 1, ActionKind::Forward), None],
@@ -314,7 +337,11 @@ mod tests {
     use super::*;
 
     fn a(stage: usize, kind: ActionKind, microbatch: usize) -> Action {
-        Action { stage, kind, microbatch }
+        Action {
+            stage,
+            kind,
+            microbatch,
+        }
     }
 
     #[test]
@@ -333,7 +360,12 @@ mod tests {
 
     #[test]
     fn overlapped_pairs_are_cells_and_checked() {
-        let row = vec![a(0, Forward, 0), a(0, Forward, 1), a(0, Backward, 0), a(0, Backward, 1)];
+        let row = vec![
+            a(0, Forward, 0),
+            a(0, Forward, 1),
+            a(0, Backward, 0),
+            a(0, Backward, 1),
+        ];
         let with = |pairs: Vec<usize>| Schedule::with_overlaps("x", vec![row.clone()], vec![pairs]);
         let schedule = with(vec![1]).unwrap();
         assert_eq!(schedule.cells(0), ["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]);
@@ -354,16 +386,26 @@ mod tests {
         let schedule =
             Schedule::new("x", vec![vec![a(0, Forward, 0)], vec![a(1, Forward, 0)]]).unwrap();
         assert!(!schedule.has_backward());
-        let rows = vec![vec![a(0, Forward, 0)], vec![a(1, Forward, 0), a(1, Backward, 0)]];
+        let rows = vec![
+            vec![a(0, Forward, 0)],
+            vec![a(1, Forward, 0), a(1, Backward, 0)],
+        ];
         let error = Schedule::new("x", rows).unwrap_err().to_string();
-        assert!(error.contains("0B0 is missing; stage 0 is on rank 0"), "{error}");
+        assert!(
+            error.contains("0B0 is missing; stage 0 is on rank 0"),
+            "{error}"
+        );
     }
 
     #[test]
     fn actions_need_their_neighbour_stages() {
         let schedule = Schedule::gpipe(2, 1).unwrap();
-        let needs =
-            |action| schedule.needs(action).map(|need| need.to_string()).collect::<Vec<_>>();
+        let needs = |action| {
+            schedule
+                .needs(action)
+                .map(|need| need.to_string())
+                .collect::<Vec<_>>()
+        };
         assert!(needs(a(0, Forward, 0)).is_empty());
         assert_eq!(needs(a(1, Forward, 0)), ["0F0"]);
         assert_eq!(needs(a(0, Backward, 0)), ["0F0", "1I0"]);

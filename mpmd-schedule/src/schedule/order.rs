@@ -48,7 +48,10 @@ impl Schedule {
             for &rank in &asked {
                 is_asked[rank] = false;
                 let head = self.head(rank, next[rank], together.then_some(pairs[rank]));
-                if head.iter().all(|action| self.needs(*action).all(|need| done.has(need))) {
+                if head
+                    .iter()
+                    .all(|action| self.needs(*action).all(|need| done.has(need)))
+                {
                     order.extend_from_slice(head);
                     next[rank] += head.len();
                     pairs[rank] += usize::from(head.len() == 2);
@@ -117,7 +120,11 @@ impl Schedule {
             )
         });
         let waiting = waits.iter().filter(|needs| !needs.is_empty()).count();
-        ScheduleError::Stuck { schedule: self.name.clone(), cycle: said.collect(), ranks: waiting }
+        ScheduleError::Stuck {
+            schedule: self.name.clone(),
+            cycle: said.collect(),
+            ranks: waiting,
+        }
     }
 
     /// Returns a shortest cycle through rank `start`: (rank, the action that it waits for) for each
@@ -155,7 +162,10 @@ impl Schedule {
     /// Returns the action of the schedule that computes a needed result: `need`, or the `B` that
     /// contains this input gradient.
     fn made_by(&self, need: Action) -> Action {
-        let both = Action { kind: ActionKind::Backward, ..need };
+        let both = Action {
+            kind: ActionKind::Backward,
+            ..need
+        };
         if need.kind == ActionKind::BackwardInput && place(&self.rows, need).is_none() {
             both
         } else {
@@ -174,7 +184,10 @@ struct Done {
 impl Done {
     fn new(schedule: &Schedule) -> Self {
         let microbatches = schedule.microbatches;
-        Self { microbatches, passes: vec![0; schedule.stages() * microbatches] }
+        Self {
+            microbatches,
+            passes: vec![0; schedule.stages() * microbatches],
+        }
     }
 
     fn bit(kind: ActionKind) -> u8 {
@@ -210,11 +223,16 @@ mod tests {
         loop {
             let mut ready = Vec::new();
             for (row, next) in schedule.rows().iter().zip(&mut next) {
-                let Some(&action) = row.get(*next) else { continue };
+                let Some(&action) = row.get(*next) else {
+                    continue;
+                };
                 let is_done = |need: Action| {
                     done.contains(&need)
                         || need.kind == ActionKind::BackwardInput
-                            && done.contains(&Action { kind: Backward, ..need })
+                            && done.contains(&Action {
+                                kind: Backward,
+                                ..need
+                            })
                 };
                 if schedule.needs(action).all(is_done) {
                     *next += 1;
@@ -255,14 +273,35 @@ mod tests {
 
     #[test]
     fn shortest_cycle_is_reported() {
-        let a = |stage, kind, microbatch| Action { stage, kind, microbatch };
+        let a = |stage, kind, microbatch| Action {
+            stage,
+            kind,
+            microbatch,
+        };
         let circle = vec![
-            vec![a(0, Forward, 0), a(0, Backward, 0), a(0, Forward, 1), a(0, Backward, 1)],
-            vec![a(1, Forward, 0), a(1, Forward, 1), a(1, Backward, 0), a(1, Backward, 1)],
-            vec![a(2, Forward, 0), a(2, Forward, 1), a(2, Backward, 0), a(2, Backward, 1)],
+            vec![
+                a(0, Forward, 0),
+                a(0, Backward, 0),
+                a(0, Forward, 1),
+                a(0, Backward, 1),
+            ],
+            vec![
+                a(1, Forward, 0),
+                a(1, Forward, 1),
+                a(1, Backward, 0),
+                a(1, Backward, 1),
+            ],
+            vec![
+                a(2, Forward, 0),
+                a(2, Forward, 1),
+                a(2, Backward, 0),
+                a(2, Backward, 1),
+            ],
         ];
         let error = Schedule::new("x", circle).unwrap_err();
-        let ScheduleError::Stuck { cycle, ranks, .. } = &error else { panic!("{error}") };
+        let ScheduleError::Stuck { cycle, ranks, .. } = &error else {
+            panic!("{error}")
+        };
         assert_eq!((cycle.len(), *ranks), (2, 3));
         let text = error.to_string();
         let first = "rank 0 is at 0B0, position 1, which waits for 1B0 on rank 1, position 2, \
@@ -274,15 +313,30 @@ mod tests {
 
     #[test]
     fn pair_that_cannot_begin_together_is_refused() {
-        let a = |stage, kind, microbatch| Action { stage, kind, microbatch };
+        let a = |stage, kind, microbatch| Action {
+            stage,
+            kind,
+            microbatch,
+        };
         // One after the other it works: 0B0 needs 1B0, which comes after 1F1. And 1F1 needs 0F1.
         let rows = vec![
-            vec![a(0, Forward, 0), a(0, Forward, 1), a(0, Backward, 0), a(0, Backward, 1)],
-            vec![a(1, Forward, 0), a(1, Forward, 1), a(1, Backward, 0), a(1, Backward, 1)],
+            vec![
+                a(0, Forward, 0),
+                a(0, Forward, 1),
+                a(0, Backward, 0),
+                a(0, Backward, 1),
+            ],
+            vec![
+                a(1, Forward, 0),
+                a(1, Forward, 1),
+                a(1, Backward, 0),
+                a(1, Backward, 1),
+            ],
         ];
         assert!(Schedule::new("x", rows.clone()).is_ok());
-        let error =
-            Schedule::with_overlaps("x", rows, vec![vec![1], vec![]]).unwrap_err().to_string();
+        let error = Schedule::with_overlaps("x", rows, vec![vec![1], vec![]])
+            .unwrap_err()
+            .to_string();
         let expected = "rank 0 is at (0F1;0B0)OVERLAP_F_B, position 1, which waits for 1B0 on \
             rank 1, position 2, \
                         behind 1F1 at position 1";
@@ -291,9 +345,14 @@ mod tests {
 
     #[test]
     fn a_rank_can_wait_for_itself() {
-        let a = |kind| Action { stage: 0, kind, microbatch: 0 };
-        let error =
-            Schedule::new("x", vec![vec![a(Backward), a(Forward)]]).unwrap_err().to_string();
+        let a = |kind| Action {
+            stage: 0,
+            kind,
+            microbatch: 0,
+        };
+        let error = Schedule::new("x", vec![vec![a(Backward), a(Forward)]])
+            .unwrap_err()
+            .to_string();
         assert!(
             error.contains(
                 "rank 0 is at 0B0, position 0, which waits for 0F0 on rank 0, position 1"

@@ -19,7 +19,11 @@ pub enum Fault {
         rank: Option<usize>,
     },
     /// An action appears more than once.
-    #[error("{action} appears twice: {} and {}", place_text(first), place_text(other))]
+    #[error(
+        "{action} appears twice: {} and {}",
+        place_text(first),
+        place_text(other)
+    )]
     Twice {
         /// The action.
         action: Action,
@@ -29,7 +33,10 @@ pub enum Fault {
         other: (usize, usize),
     },
     /// An action is on another rank than its stage.
-    #[error("{action} is on {}, but its stage is on rank {stage_on}", place_text(at))]
+    #[error(
+        "{action} is on {}, but its stage is on rank {stage_on}",
+        place_text(at)
+    )]
     Elsewhere {
         /// The action.
         action: Action,
@@ -125,14 +132,21 @@ pub(super) fn check_overlaps(
             free = at.saturating_add(2);
         }
     }
-    if problems.is_empty() { Ok(()) } else { Err(refused(name, &problems)) }
+    if problems.is_empty() {
+        Ok(())
+    } else {
+        Err(refused(name, &problems))
+    }
 }
 
 /// Checks that each action appears once and each stage is on one rank. Returns the properties of
 /// the rows.
 pub(super) fn check(name: &str, rows: &[Vec<Action>]) -> Result<Whole, ScheduleError> {
     if rows.iter().all(Vec::is_empty) {
-        return Err(ScheduleError::Empty { ranks: rows.len(), microbatches: 0 });
+        return Err(ScheduleError::Empty {
+            ranks: rows.len(),
+            microbatches: 0,
+        });
     }
     let places = Places::new(rows).map_err(|fault| refused(name, &[fault]))?;
     let mut faults = places.faults(rows);
@@ -142,25 +156,45 @@ pub(super) fn check(name: &str, rows: &[Vec<Action>]) -> Result<Whole, ScheduleE
         return Err(refused(name, &faults));
     }
     let has_backward = has_backward(rows);
-    let rank_of_stage = places.rank_of_stage.into_iter().map(Option::unwrap_or_default).collect();
-    Ok(Whole { microbatches: places.microbatches, rank_of_stage, has_backward })
+    let rank_of_stage = places
+        .rank_of_stage
+        .into_iter()
+        .map(Option::unwrap_or_default)
+        .collect();
+    Ok(Whole {
+        microbatches: places.microbatches,
+        rank_of_stage,
+        has_backward,
+    })
 }
 
 /// Returns the error with the first of these problems.
 fn refused(schedule: &str, problems: &[impl ToString]) -> ScheduleError {
-    let named: Vec<String> = problems.iter().take(NAMED).map(ToString::to_string).collect();
+    let named: Vec<String> = problems
+        .iter()
+        .take(NAMED)
+        .map(ToString::to_string)
+        .collect();
     let more = problems.len() - named.len();
-    ScheduleError::Actions { schedule: schedule.to_owned(), problems: named, more }
+    ScheduleError::Actions {
+        schedule: schedule.to_owned(),
+        problems: named,
+        more,
+    }
 }
 
 fn has_backward(rows: &[Vec<Action>]) -> bool {
-    rows.iter().flatten().any(|action| action.kind != ActionKind::Forward)
+    rows.iter()
+        .flatten()
+        .any(|action| action.kind != ActionKind::Forward)
 }
 
 /// Returns the first (rank, position) of an action. It is a linear search, for errors only.
 pub(super) fn place(rows: &[Vec<Action>], action: Action) -> Option<(usize, usize)> {
     let position = |row: &Vec<Action>| row.iter().position(|other| *other == action);
-    rows.iter().enumerate().find_map(|(rank, row)| Some((rank, position(row)?)))
+    rows.iter()
+        .enumerate()
+        .find_map(|(rank, row)| Some((rank, position(row)?)))
 }
 
 const KINDS: [ActionKind; 4] = [
@@ -188,16 +222,32 @@ impl Places {
     /// the number of actions.
     pub(crate) fn new(rows: &[Vec<Action>]) -> Result<Self, Fault> {
         let actions = || rows.iter().flatten();
-        let stages = actions().map(|action| action.stage.saturating_add(1)).max().unwrap_or(0);
-        let microbatches =
-            actions().map(|action| action.microbatch.saturating_add(1)).max().unwrap_or(0);
+        let stages = actions()
+            .map(|action| action.stage.saturating_add(1))
+            .max()
+            .unwrap_or(0);
+        let microbatches = actions()
+            .map(|action| action.microbatch.saturating_add(1))
+            .max()
+            .unwrap_or(0);
         let count: usize = rows.iter().map(Vec::len).sum();
         // A complete schedule has at least one action for each.
         let most = count.saturating_mul(4).saturating_add(1 << 16);
-        let cells = stages.checked_mul(microbatches).filter(|cells| *cells <= most);
-        let cells = cells.ok_or(Fault::Numbers { stages, microbatches, actions: count })?;
+        let cells = stages
+            .checked_mul(microbatches)
+            .filter(|cells| *cells <= most);
+        let cells = cells.ok_or(Fault::Numbers {
+            stages,
+            microbatches,
+            actions: count,
+        })?;
         let (rank_of_stage, first) = (vec![None; stages], vec![NONE; cells * KINDS.len()]);
-        let mut places = Self { stages, microbatches, rank_of_stage, first };
+        let mut places = Self {
+            stages,
+            microbatches,
+            rank_of_stage,
+            first,
+        };
         for (rank, row) in rows.iter().enumerate() {
             for (place, action) in row.iter().enumerate() {
                 if *places.rank_of_stage[action.stage].get_or_insert(rank) == rank {
@@ -210,7 +260,10 @@ impl Places {
     }
 
     fn at(&self, action: Action) -> usize {
-        let kind = KINDS.iter().position(|kind| *kind == action.kind).unwrap_or_default();
+        let kind = KINDS
+            .iter()
+            .position(|kind| *kind == action.kind)
+            .unwrap_or_default();
         (action.stage * self.microbatches + action.microbatch) * KINDS.len() + kind
     }
 
@@ -233,9 +286,17 @@ impl Places {
                 let (at, stage_on) = ((rank, place), self.rank_of_stage[action.stage]);
                 let first = self.of(action).unwrap_or(at);
                 if let Some(stage_on) = stage_on.filter(|stage_on| *stage_on != rank) {
-                    faults.push(Fault::Elsewhere { action, at, stage_on });
+                    faults.push(Fault::Elsewhere {
+                        action,
+                        at,
+                        stage_on,
+                    });
                 } else if first != at {
-                    faults.push(Fault::Twice { action, first, other: at });
+                    faults.push(Fault::Twice {
+                        action,
+                        first,
+                        other: at,
+                    });
                 }
             }
         }
@@ -256,10 +317,17 @@ impl Places {
         faults: &mut Vec<Fault>,
     ) {
         use ActionKind::{Backward, BackwardInput, BackwardWeight, Forward};
-        let of = |kind| Action { stage, kind, microbatch };
+        let of = |kind| Action {
+            stage,
+            kind,
+            microbatch,
+        };
         let [forward, input, weight, both] = KINDS.map(|kind| self.of(of(kind)));
         let rank = self.rank_of_stage[stage];
-        let missing = |kind| Fault::Missing { action: of(kind), rank };
+        let missing = |kind| Fault::Missing {
+            action: of(kind),
+            rank,
+        };
         if forward.is_none() {
             faults.push(missing(Forward));
         }
@@ -269,7 +337,10 @@ impl Places {
             (None, Some(_), None) => faults.push(missing(BackwardWeight)),
             (Some(_), _, _) => {
                 for (part, kind) in [(input, BackwardInput), (weight, BackwardWeight)] {
-                    let both = Fault::Both { both: of(Backward), part: of(kind) };
+                    let both = Fault::Both {
+                        both: of(Backward),
+                        part: of(kind),
+                    };
                     faults.extend(part.map(|_| both));
                 }
             }
@@ -281,7 +352,11 @@ impl Places {
                 && needs.1 > action.1
             {
                 let (rank, action) = (action.0, (then, action.1));
-                faults.push(Fault::Order { rank, action, needs: (first, needs.1) });
+                faults.push(Fault::Order {
+                    rank,
+                    action,
+                    needs: (first, needs.1),
+                });
             }
         };
         for input in [BackwardInput, Backward] {
@@ -289,10 +364,22 @@ impl Places {
         }
         after(of(BackwardInput), of(BackwardWeight));
         if stage > 0 {
-            after(Action { stage: stage - 1, ..of(Forward) }, of(Forward));
+            after(
+                Action {
+                    stage: stage - 1,
+                    ..of(Forward)
+                },
+                of(Forward),
+            );
             for first in [BackwardInput, Backward] {
                 for then in [BackwardInput, Backward] {
-                    after(of(first), Action { stage: stage - 1, ..of(then) });
+                    after(
+                        of(first),
+                        Action {
+                            stage: stage - 1,
+                            ..of(then)
+                        },
+                    );
                 }
             }
         }
@@ -306,7 +393,11 @@ mod tests {
     use super::*;
 
     fn a(stage: usize, kind: ActionKind, microbatch: usize) -> Action {
-        Action { stage, kind, microbatch }
+        Action {
+            stage,
+            kind,
+            microbatch,
+        }
     }
 
     fn error(rows: Vec<Vec<Action>>) -> String {
@@ -315,17 +406,31 @@ mod tests {
 
     #[test]
     fn each_fault_is_reported_with_its_place() {
-        let twice = error(vec![vec![a(0, Forward, 0), a(0, Backward, 0), a(0, Forward, 0)]]);
+        let twice = error(vec![vec![
+            a(0, Forward, 0),
+            a(0, Backward, 0),
+            a(0, Forward, 0),
+        ]]);
         assert!(
             twice.contains("0F0 appears twice: rank 0, place 0 and rank 0, place 2"),
             "{twice}"
         );
-        let both = error(vec![vec![a(0, Forward, 0), a(0, BackwardInput, 0), a(0, Backward, 0)]]);
+        let both = error(vec![vec![
+            a(0, Forward, 0),
+            a(0, BackwardInput, 0),
+            a(0, Backward, 0),
+        ]]);
         assert!(both.contains("0B0 already computes 0I0"), "{both}");
         let half = error(vec![vec![a(0, Forward, 0), a(0, BackwardInput, 0)]]);
-        assert!(half.contains("0W0 is missing; stage 0 is on rank 0"), "{half}");
+        assert!(
+            half.contains("0W0 is missing; stage 0 is on rank 0"),
+            "{half}"
+        );
         let half = error(vec![vec![a(0, Forward, 0), a(0, BackwardWeight, 0)]]);
-        assert!(half.contains("0I0 is missing; stage 0 is on rank 0"), "{half}");
+        assert!(
+            half.contains("0I0 is missing; stage 0 is on rank 0"),
+            "{half}"
+        );
         let elsewhere = error(vec![
             vec![a(0, Forward, 0), a(1, Forward, 0), a(0, Backward, 0)],
             vec![a(1, Forward, 1), a(1, Backward, 1), a(1, Backward, 0)],
@@ -358,8 +463,11 @@ mod tests {
         let huge = usize::MAX;
         let far = error(vec![vec![a(huge, Forward, 0)]]);
         assert!(far.contains("but only 1 actions"), "{far}");
-        let far =
-            error(vec![vec![a(0, Forward, 0), a(0, Forward, huge), a(3, Backward, huge - 1)]]);
+        let far = error(vec![vec![
+            a(0, Forward, 0),
+            a(0, Forward, huge),
+            a(3, Backward, huge - 1),
+        ]]);
         assert!(far.contains("but only 3 actions"), "{far}");
         assert!(matches!(
             Schedule::new("x", vec![Vec::new()]),

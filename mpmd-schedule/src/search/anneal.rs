@@ -11,7 +11,9 @@ impl Shop<'_> {
         tries: usize,
         random: &mut Random,
     ) -> (f64, Rows) {
-        let Some(mut run) = self.run(&rows) else { return (makespan, rows) };
+        let Some(mut run) = self.run(&rows) else {
+            return (makespan, rows);
+        };
         let mut now = rows.clone();
         let mut best = (makespan, rows);
         // At the beginning, a step that adds this much to the makespan is accepted once in e times.
@@ -30,7 +32,11 @@ impl Shop<'_> {
                 self.shift(row, place + 1, far, false)
             };
             let Some((from, to)) = moved else { continue };
-            let tried = if self.holds(&now[rank]) { self.run(&now) } else { None };
+            let tried = if self.holds(&now[rank]) {
+                self.run(&now)
+            } else {
+                None
+            };
             let warmth = warm * (1.0 - step as f64 / tries as f64);
             match tried {
                 Some(tried)
@@ -59,8 +65,14 @@ impl Shop<'_> {
     ) -> Option<(usize, usize)> {
         let mut at = place;
         for _ in 0..far {
-            let other = if later { Some(at + 1) } else { at.checked_sub(1) };
-            let Some(other) = other.filter(|other| *other < row.len()) else { break };
+            let other = if later {
+                Some(at + 1)
+            } else {
+                at.checked_sub(1)
+            };
+            let Some(other) = other.filter(|other| *other < row.len()) else {
+                break;
+            };
             if !self.may_swap(row[at.min(other)], row[at.max(other)]) {
                 break;
             }

@@ -45,7 +45,10 @@ pub fn by_cost(
     })?;
     let units = Costs::units(first.stages());
     let costs = costs.unwrap_or(&units);
-    let options = SearchOptions { budget, ..SearchOptions::default() };
+    let options = SearchOptions {
+        budget,
+        ..SearchOptions::default()
+    };
     let mut best: Option<SearchResult> = None;
     let mut refused = None;
     let mut placements: Vec<&[usize]> = Vec::new();
@@ -55,10 +58,17 @@ pub fn by_cost(
             continue;
         }
         placements.push(placement);
-        let alike: Vec<Schedule> =
-            known.iter().filter(|other| other.ranks_of_stages() == placement).cloned().collect();
+        let alike: Vec<Schedule> = known
+            .iter()
+            .filter(|other| other.ranks_of_stages() == placement)
+            .cloned()
+            .collect();
         match search(&alike, costs, &options) {
-            Ok(found) if best.as_ref().is_none_or(|best| found.makespan < best.makespan) => {
+            Ok(found)
+                if best
+                    .as_ref()
+                    .is_none_or(|best| found.makespan < best.makespan) =>
+            {
                 best = Some(found)
             }
             Ok(_) => {}
@@ -80,9 +90,13 @@ mod tests {
         let two = by_cost(2, 4, Some(2), None, None).unwrap();
         assert_eq!(two.schedule.stages(), 4);
         let costs = Costs::units(3);
-        let wrong = by_cost(2, 4, Some(1), Some(&costs), None).unwrap_err().to_string();
+        let wrong = by_cost(2, 4, Some(1), Some(&costs), None)
+            .unwrap_err()
+            .to_string();
         assert!(wrong.contains("costs of 3 stages, for 2"), "{wrong}");
-        let none = by_cost(2, 4, None, None, Some(Budget::Activations(0))).unwrap_err().to_string();
+        let none = by_cost(2, 4, None, None, Some(Budget::Activations(0)))
+            .unwrap_err()
+            .to_string();
         assert!(none.contains("holds at most 0 activations"), "{none}");
     }
 }

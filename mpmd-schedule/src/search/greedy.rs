@@ -20,11 +20,13 @@ impl Rules {
         let fits = [0.0, 0.5, 1.0];
         fits.into_iter().flat_map(|fits| {
             [true, false].into_iter().flat_map(move |inputs_first| {
-                [0, 1, 2, 4, usize::MAX / 2].into_iter().map(move |ahead| Self {
-                    fits,
-                    inputs_first,
-                    ahead,
-                })
+                [0, 1, 2, 4, usize::MAX / 2]
+                    .into_iter()
+                    .map(move |ahead| Self {
+                        fits,
+                        inputs_first,
+                        ahead,
+                    })
             })
         })
     }
@@ -37,7 +39,10 @@ impl Shop<'_> {
         let stages = self.placement.len();
         let mut rows: Rows = vec![Vec::new(); self.ranks];
         let mut of_rank: Vec<Vec<usize>> = vec![Vec::new(); self.ranks];
-        self.placement.iter().enumerate().for_each(|(stage, rank)| of_rank[*rank].push(stage));
+        self.placement
+            .iter()
+            .enumerate()
+            .for_each(|(stage, rank)| of_rank[*rank].push(stage));
         let mut ends = vec![f64::NAN; 3 * stages * self.microbatches];
         let mut next = vec![[0usize; 3]; stages];
         let mut free = vec![0.0f64; self.ranks];
@@ -81,7 +86,11 @@ impl Shop<'_> {
             let next = at.next[*stage];
             for kind in [INPUT, FORWARD, WEIGHT] {
                 let microbatch = next[kind as usize];
-                let before = if kind == FORWARD { usize::MAX } else { next[kind as usize - 1] };
+                let before = if kind == FORWARD {
+                    usize::MAX
+                } else {
+                    next[kind as usize - 1]
+                };
                 if microbatch >= self.microbatches || microbatch >= before {
                     continue;
                 }

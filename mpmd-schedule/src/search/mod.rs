@@ -39,7 +39,11 @@ pub struct SearchOptions {
 
 impl Default for SearchOptions {
     fn default() -> Self {
-        Self { budget: None, tries: 20_000, seed: 0 }
+        Self {
+            budget: None,
+            tries: 20_000,
+            seed: 0,
+        }
     }
 }
 
@@ -83,7 +87,9 @@ pub fn search(
         ));
     };
     let rank_of = |schedule: &Schedule| {
-        (0..schedule.stages()).map(|s| schedule.rank_of(s)).collect::<Vec<_>>()
+        (0..schedule.stages())
+            .map(|s| schedule.rank_of(s))
+            .collect::<Vec<_>>()
     };
     let placement = rank_of(first);
     if let Some(other) = fixed.iter().find(|other| {
@@ -119,9 +125,15 @@ pub fn search(
             send_backward,
             ..
         } = *cost;
-        if let Some(cost) = [forward, backward_input, backward_weight, send_forward, send_backward]
-            .iter()
-            .find(|cost| bad(cost))
+        if let Some(cost) = [
+            forward,
+            backward_input,
+            backward_weight,
+            send_forward,
+            send_backward,
+        ]
+        .iter()
+        .find(|cost| bad(cost))
         {
             return Err(wrong(format!("stage {stage} costs {cost}")));
         }
@@ -179,8 +191,15 @@ pub fn search(
     let Some((makespan, rows)) = improved.min_by(|a, b| a.0.total_cmp(&b.0)) else {
         return Err(wrong("nothing was tried".to_owned()));
     };
-    let rows = rows.iter().map(|row| row.iter().map(|id| shop.action(*id)).collect()).collect();
-    Ok(SearchResult { schedule: Schedule::new("by cost", rows)?, makespan, fixed: known })
+    let rows = rows
+        .iter()
+        .map(|row| row.iter().map(|id| shop.action(*id)).collect())
+        .collect();
+    Ok(SearchResult {
+        schedule: Schedule::new("by cost", rows)?,
+        makespan,
+        fixed: known,
+    })
 }
 
 #[cfg(test)]
@@ -197,7 +216,10 @@ mod tests {
             backward_weight: *backward_weight,
             ..StageCosts::default()
         };
-        Costs { unit: "unit".to_owned(), stage: stages.iter().map(stage).collect() }
+        Costs {
+            unit: "unit".to_owned(),
+            stage: stages.iter().map(stage).collect(),
+        }
     }
 
     fn one_f_one_b(ranks: usize, microbatches: usize) -> Schedule {
@@ -205,7 +227,11 @@ mod tests {
     }
 
     fn best(fixed: &Schedule, costs: &Costs, budget: impl Into<Option<Budget>>) -> SearchResult {
-        let options = SearchOptions { budget: budget.into(), tries: 3000, seed: 1 };
+        let options = SearchOptions {
+            budget: budget.into(),
+            tries: 3000,
+            seed: 1,
+        };
         search(std::slice::from_ref(fixed), costs, &options).unwrap()
     }
 
@@ -227,9 +253,16 @@ mod tests {
 
     #[test]
     fn a_slow_stage_is_kept_busy() {
-        let unequal = costs(&[[1.0, 1.0, 4.0], [1.0, 1.0, 1.0], [1.0, 2.0, 1.0], [1.0, 1.0, 1.0]]);
+        let unequal = costs(&[
+            [1.0, 1.0, 4.0],
+            [1.0, 1.0, 1.0],
+            [1.0, 2.0, 1.0],
+            [1.0, 1.0, 1.0],
+        ]);
         let found = best(&one_f_one_b(4, 8), &unequal, Budget::Activations(8));
-        let Some(fixed) = found.fixed[0].1 else { panic!("1F1B holds 4") };
+        let Some(fixed) = found.fixed[0].1 else {
+            panic!("1F1B holds 4")
+        };
         // Stage 0 works for 48. With only four forward passes ahead, it would wait for the first
         // gradient.
         assert!(
@@ -243,15 +276,25 @@ mod tests {
     fn empty_budgets_and_invalid_costs_are_refused() {
         let fixed = one_f_one_b(2, 4);
         let refused = |costs: &Costs, budget: Option<Budget>| {
-            let options = SearchOptions { budget, ..SearchOptions::default() };
-            search(std::slice::from_ref(&fixed), costs, &options).unwrap_err().to_string()
+            let options = SearchOptions {
+                budget,
+                ..SearchOptions::default()
+            };
+            search(std::slice::from_ref(&fixed), costs, &options)
+                .unwrap_err()
+                .to_string()
         };
         let none = refused(&Costs::units(2), Some(Budget::Activations(0)));
-        assert!(none.contains("none was found that holds at most 0 activations"), "{none}");
+        assert!(
+            none.contains("none was found that holds at most 0 activations"),
+            "{none}"
+        );
         assert!(refused(&Costs::units(3), None).contains("costs of 3 stages, for 2"));
         let negative = costs(&[[1.0, -1.0, 1.0], [1.0; 3]]);
         assert!(refused(&negative, None).contains("stage 0 costs -1"));
-        let nothing = search(&[], &negative, &SearchOptions::default()).unwrap_err().to_string();
+        let nothing = search(&[], &negative, &SearchOptions::default())
+            .unwrap_err()
+            .to_string();
         assert!(nothing.contains("no schedule is given"), "{nothing}");
     }
 
@@ -287,8 +330,14 @@ mod tests {
             unequal.stage[3].backward_weight = 3.0;
             unequal.stage[6].forward = 2.0;
             let found = best(&fixed, &unequal, None);
-            let Some(before) = found.fixed[0].1 else { panic!("there is no budget") };
-            assert!(found.makespan < before, "{name}: {} of {before}", found.makespan);
+            let Some(before) = found.fixed[0].1 else {
+                panic!("there is no budget")
+            };
+            assert!(
+                found.makespan < before,
+                "{name}: {} of {before}",
+                found.makespan
+            );
         }
     }
 

@@ -48,7 +48,11 @@ impl Shop<'_> {
             INPUT => ActionKind::BackwardInput,
             _ => ActionKind::BackwardWeight,
         };
-        Action { stage, kind, microbatch }
+        Action {
+            stage,
+            kind,
+            microbatch,
+        }
     }
 
     pub(super) fn rows_of(&self, schedule: &Schedule) -> Rows {
@@ -61,13 +65,22 @@ impl Shop<'_> {
                 ActionKind::Backward => vec![id(INPUT), id(WEIGHT)],
             }
         };
-        schedule.rows().iter().map(|row| row.iter().flat_map(ids).collect()).collect()
+        schedule
+            .rows()
+            .iter()
+            .map(|row| row.iter().flat_map(ids).collect())
+            .collect()
     }
 
     /// Returns the duration of an action, in the unit of the costs.
     pub(super) fn cost(&self, id: u32) -> f64 {
         let (stage, kind, _) = self.parts(id);
-        let StageCosts { forward, backward_input, backward_weight, .. } = self.costs.stage[stage];
+        let StageCosts {
+            forward,
+            backward_input,
+            backward_weight,
+            ..
+        } = self.costs.stage[stage];
         match kind {
             FORWARD => forward,
             INPUT => backward_input,
@@ -80,7 +93,11 @@ impl Shop<'_> {
     pub(super) fn need(&self, id: u32) -> Option<(u32, f64)> {
         let (stage, kind, microbatch) = self.parts(id);
         let way = |from: usize, cost: f64| {
-            if self.placement[from] == self.placement[stage] { 0.0 } else { cost }
+            if self.placement[from] == self.placement[stage] {
+                0.0
+            } else {
+                cost
+            }
         };
         match kind {
             FORWARD if stage > 0 => {
@@ -111,7 +128,11 @@ impl Shop<'_> {
     /// budget is in bytes, else activations.
     pub(super) fn memory(&self, id: u32) -> (u64, u64) {
         let (stage, kind, _) = self.parts(id);
-        let StageCosts { activation_bytes, weight_residual_bytes, .. } = self.costs.stage[stage];
+        let StageCosts {
+            activation_bytes,
+            weight_residual_bytes,
+            ..
+        } = self.costs.stage[stage];
         match (self.budget, kind) {
             (Some(Budget::Bytes(_)), FORWARD) => (activation_bytes, 0),
             (Some(Budget::Bytes(_)), INPUT) => (weight_residual_bytes, activation_bytes),
@@ -201,7 +222,10 @@ impl Shop<'_> {
             return None;
         }
         let last = (0..self.ranks).max_by(|a, b| free[*a].total_cmp(&free[*b]))?;
-        Some(Run { makespan: free[last], critical: self.critical(rows, &ends, last) })
+        Some(Run {
+            makespan: free[last],
+            critical: self.critical(rows, &ends, last),
+        })
     }
 
     /// Follows the critical path back from the last action of rank `last`. Returns the pairs of
@@ -209,10 +233,14 @@ impl Shop<'_> {
     pub(super) fn critical(&self, rows: &Rows, ends: &[f64], last: usize) -> Vec<(usize, usize)> {
         let mut places = vec![0u32; ends.len()];
         for row in rows {
-            row.iter().enumerate().for_each(|(place, id)| places[*id as usize] = place as u32);
+            row.iter()
+                .enumerate()
+                .for_each(|(place, id)| places[*id as usize] = place as u32);
         }
         let mut found = Vec::new();
-        let Some(mut id) = rows[last].last().copied() else { return found };
+        let Some(mut id) = rows[last].last().copied() else {
+            return found;
+        };
         loop {
             let rank = self.placement[self.parts(id).0];
             let place = places[id as usize] as usize;

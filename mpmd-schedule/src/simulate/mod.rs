@@ -85,12 +85,21 @@ impl LaneTime {
 /// [`check`](super::check::check).
 pub fn simulate(flow: &Flow, times: &Times, channel: Channel) -> Result<Simulated, Deadlock> {
     assert_eq!(times.nodes.len(), flow.nodes.len(), "times of nodes");
-    assert_eq!(times.transfers.len(), flow.transfers.len(), "times of transfers");
+    assert_eq!(
+        times.transfers.len(),
+        flow.transfers.len(),
+        "times of transfers"
+    );
     let mut engine = Engine::new(flow, channel, true);
     let mut nodes = vec![Span::default(); flow.nodes.len()];
     let mut transfers = vec![Span::default(); flow.transfers.len()];
-    let mut lanes =
-        vec![LaneTime { first: f64::INFINITY, ..LaneTime::default() }; flow.lanes.len()];
+    let mut lanes = vec![
+        LaneTime {
+            first: f64::INFINITY,
+            ..LaneTime::default()
+        };
+        flow.lanes.len()
+    ];
     // Running items, by their end. At equal times nodes go first, each kind in the order of
     // numbers.
     let mut under_way = BinaryHeap::new();
@@ -119,7 +128,9 @@ pub fn simulate(flow: &Flow, times: &Times, channel: Channel) -> Result<Simulate
         let item = match at_once.pop() {
             Some(item) => item,
             None => {
-                let Some(Reverse((Moment(at), item))) = under_way.pop() else { break };
+                let Some(Reverse((Moment(at), item))) = under_way.pop() else {
+                    break;
+                };
                 now = at;
                 item
             }
@@ -142,7 +153,14 @@ pub fn simulate(flow: &Flow, times: &Times, channel: Channel) -> Result<Simulate
         lane.first = lane.first.min(lane.last);
     }
     let causes = engine.causes.take().unwrap_or_default();
-    Ok(Simulated { channel, nodes, transfers, lanes, makespan: now, causes })
+    Ok(Simulated {
+        channel,
+        nodes,
+        transfers,
+        lanes,
+        makespan: now,
+        causes,
+    })
 }
 
 impl Simulated {
@@ -166,7 +184,10 @@ impl Simulated {
 pub fn channel_costs(flow: &Flow, times: &Times) -> Vec<(Channel, Result<f64, Deadlock>)> {
     Channel::ALL
         .map(|channel| {
-            (channel, simulate(flow, times, channel).map(|simulated| simulated.makespan))
+            (
+                channel,
+                simulate(flow, times, channel).map(|simulated| simulated.makespan),
+            )
         })
         .into()
 }

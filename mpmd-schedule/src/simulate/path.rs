@@ -38,7 +38,12 @@ impl Simulated {
                     transfer => Some(Item::Receive(transfer - count)),
                 };
                 let (start, end) = (until[lane], span.start);
-                pauses[lane].push(Pause { start, end, node: Some(number as u32), waits_for });
+                pauses[lane].push(Pause {
+                    start,
+                    end,
+                    node: Some(number as u32),
+                    waits_for,
+                });
             }
             until[lane] = span.end;
         }
@@ -65,7 +70,11 @@ impl Simulated {
                 return format!("{} of {process}", names.node(flow.nodes[item as usize].tag));
             }
             let transfer = flow.transfers[(item - count) as usize];
-            format!("{} of {}", names.transfer(transfer.tag), names.process(transfer.from))
+            format!(
+                "{} of {}",
+                names.transfer(transfer.tag),
+                names.process(transfer.from)
+            )
         };
         match (pause.node, pause.waits_for) {
             (None, _) => "nothing more to do".to_owned(),

@@ -35,7 +35,11 @@ pub enum SimulateError {
 }
 
 fn lines(deadlock: &Deadlock) -> String {
-    format!("{} wait for each other, {} are missing", deadlock.cycle.len(), deadlock.missing.len())
+    format!(
+        "{} wait for each other, {} are missing",
+        deadlock.cycle.len(),
+        deadlock.missing.len()
+    )
 }
 
 /// A simulated schedule, with the flow and times that it was simulated from.
@@ -87,10 +91,18 @@ pub fn simulate_lowered(
     leaves: Leaves,
     channel: Channel,
 ) -> Result<SimulatedSchedule, SimulateError> {
-    let expected =
-        rows.steps.iter().flatten().map(|step| step.stage as usize + 1).max().unwrap_or(0);
+    let expected = rows
+        .steps
+        .iter()
+        .flatten()
+        .map(|step| step.stage as usize + 1)
+        .max()
+        .unwrap_or(0);
     if costs.stage.len() != expected {
-        return Err(SimulateError::Stages { expected, found: costs.stage.len() });
+        return Err(SimulateError::Stages {
+            expected,
+            found: costs.stage.len(),
+        });
     }
     for (stage, cost) in costs.stage.iter().enumerate() {
         let all = [
@@ -100,7 +112,10 @@ pub fn simulate_lowered(
             cost.send_forward,
             cost.send_backward,
         ];
-        if let Some(cost) = all.into_iter().find(|cost| !cost.is_finite() || *cost < 0.0) {
+        if let Some(cost) = all
+            .into_iter()
+            .find(|cost| !cost.is_finite() || *cost < 0.0)
+        {
             return Err(SimulateError::Cost { stage, cost });
         }
     }
@@ -112,7 +127,14 @@ pub fn simulate_lowered(
     let ledger = Ledger::new(&flow, names, Some(costs));
     let memory_is_bytes = ledger.unit() == Unit::Bytes;
     let memory = memory(&flow, &ledger, &simulated);
-    Ok(SimulatedSchedule { flow, names, times, simulated, memory, memory_is_bytes })
+    Ok(SimulatedSchedule {
+        flow,
+        names,
+        times,
+        simulated,
+        memory,
+        memory_is_bytes,
+    })
 }
 
 impl SimulatedSchedule {
@@ -125,12 +147,24 @@ impl SimulatedSchedule {
     /// Converts the simulation to a timeline with bars, transfers, gaps and memory. `unit` is the
     /// unit of the costs: `s` or `unit`.
     pub fn timeline(&self, title: &str, unit: &str) -> Timeline {
-        let mut timeline = self.simulated.timeline(&self.flow, &self.names, title, unit);
-        timeline.memory_unit = if self.memory_is_bytes { "B" } else { "activations" }.to_owned();
+        let mut timeline = self
+            .simulated
+            .timeline(&self.flow, &self.names, title, unit);
+        timeline.memory_unit = if self.memory_is_bytes {
+            "B"
+        } else {
+            "activations"
+        }
+        .to_owned();
         for (row, memory) in timeline.rows.iter_mut().zip(&self.memory) {
             row.memory.clone_from(memory);
         }
-        timeline.memory_unit = if self.memory_is_bytes { "B" } else { "activations" }.to_owned();
+        timeline.memory_unit = if self.memory_is_bytes {
+            "B"
+        } else {
+            "activations"
+        }
+        .to_owned();
         timeline
     }
 }
@@ -149,7 +183,11 @@ fn times(flow: &Flow, names: StepNames, costs: &Costs) -> Times {
     let transfer = |tag| {
         let step = names.step(tag);
         let stage = costs.stage[step.stage as usize];
-        if step.kind == StepKind::SendForward { stage.send_forward } else { stage.send_backward }
+        if step.kind == StepKind::SendForward {
+            stage.send_forward
+        } else {
+            stage.send_backward
+        }
     };
     Times {
         nodes: flow.nodes.iter().map(|of| node(of.tag)).collect(),
@@ -167,7 +205,10 @@ fn memory(flow: &Flow, ledger: &Ledger, simulated: &Simulated) -> Vec<Vec<Memory
             if change != 0 {
                 // The costs may come from a file and have any values.
                 kept[lane] = kept[lane].saturating_add(change);
-                curves[lane].push(MemoryPoint { at, used: kept[lane] as f64 });
+                curves[lane].push(MemoryPoint {
+                    at,
+                    used: kept[lane] as f64,
+                });
             }
         }
     }

@@ -38,7 +38,11 @@ impl Simulated {
                 last.end = span.end;
                 continue;
             }
-            let mut bar = Bar { start: span.start, end: span.end, ..names.bar(node.tag) };
+            let mut bar = Bar {
+                start: span.start,
+                end: span.end,
+                ..names.bar(node.tag)
+            };
             let pause = pauses[lane].get(next[lane]);
             if pause.is_some_and(|pause| pause.node == Some(number as u32)) {
                 bar.waited_for = Some(gaps[lane][next[lane]].waits_for.clone());
@@ -51,10 +55,15 @@ impl Simulated {
         }
         for (transfer, span) in flow.transfers.iter().zip(&self.transfers) {
             let lane = match transfer.after {
-                u32::MAX => flow.lanes.iter().position(|process| *process == transfer.from),
+                u32::MAX => flow
+                    .lanes
+                    .iter()
+                    .position(|process| *process == transfer.from),
                 node => Some(flow.nodes[node as usize].lane as usize),
             };
-            let Some(row) = lane.and_then(|lane| rows.get_mut(lane)) else { continue };
+            let Some(row) = lane.and_then(|lane| rows.get_mut(lane)) else {
+                continue;
+            };
             let bytes = (transfer.bytes > 0).then_some(transfer.bytes);
             let to = flow
                 .lanes
@@ -70,7 +79,8 @@ impl Simulated {
             });
         }
         for row in &mut rows {
-            row.moves.sort_by(|a, b| a.start.total_cmp(&b.start).then(a.end.total_cmp(&b.end)));
+            row.moves
+                .sort_by(|a, b| a.start.total_cmp(&b.start).then(a.end.total_cmp(&b.end)));
         }
         Timeline {
             title: title.to_owned(),

@@ -241,7 +241,10 @@ mod tests {
     #[test]
     fn lines_equal_those_of_pythons_csv_module() {
         let one = |text: &str| Text::parse(text, None).unwrap();
-        assert_eq!(one("0F0,,0B0\n,1F0 , 1B0,\n").to_csv(), "0F0,,0B0\r\n,1F0,1B0,\r\n");
+        assert_eq!(
+            one("0F0,,0B0\n,1F0 , 1B0,\n").to_csv(),
+            "0F0,,0B0\r\n,1F0,1B0,\r\n"
+        );
         assert_eq!(one("\"\"\r\n\"0F0\",0B0").to_csv(), "\"\"\r\n0F0,0B0\r\n");
         assert_eq!(one("0F0\r1F0\r").lines(), ["0F0", "1F0"]);
     }
@@ -255,8 +258,12 @@ mod tests {
         let text = text.unwrap();
         assert_eq!(text.flavour, Dialect::ComputeComms);
         let steps = text.steps();
-        let said =
-            |row: &Vec<Step>| row.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
+        let said = |row: &Vec<Step>| {
+            row.iter()
+                .map(ToString::to_string)
+                .collect::<Vec<_>>()
+                .join(" ")
+        };
         assert_eq!(said(&steps[0]), "0F0 0SEND_F0 0RECV_B0 0B0");
         assert_eq!(said(&steps[1]), "1RECV_F0 1F0 1B0 1SEND_B0");
         assert_eq!(text.schedule("x").unwrap().cells(0), ["0F0", "0B0"]);

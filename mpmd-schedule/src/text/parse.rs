@@ -41,7 +41,13 @@ pub struct CellFault {
 
 impl fmt::Display for CellFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { line, column, byte, cell, problem } = self;
+        let Self {
+            line,
+            column,
+            byte,
+            cell,
+            problem,
+        } = self;
         write!(
             f,
             "line {line}, column {column} (byte {byte}), `{}`: {problem}",
@@ -51,7 +57,11 @@ impl fmt::Display for CellFault {
 }
 
 fn and_more(more: &usize) -> String {
-    if *more == 0 { String::new() } else { format!("; and {more} more") }
+    if *more == 0 {
+        String::new()
+    } else {
+        format!("; and {more} more")
+    }
 }
 
 pub(super) fn parse(text: &str, asked: Option<Dialect>) -> Result<Text, TextError> {
@@ -61,7 +71,11 @@ pub(super) fn parse(text: &str, asked: Option<Dialect>) -> Result<Text, TextErro
     // The first empty cell of each line, for `compute_comms`.
     let mut empty = Vec::new();
     for (line, (start, content)) in lines(text).enumerate() {
-        let mut place = TextPosition { line: line + 1, column: 1, byte: start };
+        let mut place = TextPosition {
+            line: line + 1,
+            column: 1,
+            byte: start,
+        };
         if content.is_empty() {
             let problem = "an empty line is, to torch, a rank that does nothing; remove it";
             faults.add(place, content, problem.to_owned());
@@ -97,12 +111,20 @@ pub(super) fn parse(text: &str, asked: Option<Dialect>) -> Result<Text, TextErro
     }
     if rows.is_empty() {
         faults.add(
-            TextPosition { line: 1, column: 1, byte: 0 },
+            TextPosition {
+                line: 1,
+                column: 1,
+                byte: 0,
+            },
             "",
             "there are no lines".to_owned(),
         );
     }
-    let found = if moves { Dialect::ComputeComms } else { Dialect::ComputeOnly };
+    let found = if moves {
+        Dialect::ComputeComms
+    } else {
+        Dialect::ComputeOnly
+    };
     let flavour = asked.unwrap_or(found);
     if flavour == Dialect::ComputeComms {
         for (place, padding) in empty {
@@ -129,7 +151,11 @@ fn lines(text: &str) -> impl Iterator<Item = (usize, &str)> {
     std::iter::from_fn(move || {
         let rest = text.get(start..).filter(|rest| !rest.is_empty())?;
         let end = rest.find(['\r', '\n']).unwrap_or(rest.len());
-        let ends = if rest[end..].starts_with("\r\n") { 2 } else { 1 };
+        let ends = if rest[end..].starts_with("\r\n") {
+            2
+        } else {
+            1
+        };
         let line = (start, &rest[..end]);
         start += end + ends;
         Some(line)
@@ -145,22 +171,32 @@ fn is_move(cell: Cell) -> bool {
 }
 
 fn cell(raw: &str) -> Result<Cell, String> {
-    let unquoted = raw.strip_prefix('"').and_then(|rest| rest.strip_suffix('"')).unwrap_or(raw);
+    let unquoted = raw
+        .strip_prefix('"')
+        .and_then(|rest| rest.strip_suffix('"'))
+        .unwrap_or(raw);
     let cell = unquoted.trim();
     if cell.is_empty() {
         return Ok(Cell::Empty);
     }
-    let Some(rest) = cell.strip_prefix('(') else { return entry(cell).map(Cell::One) };
+    let Some(rest) = cell.strip_prefix('(') else {
+        return entry(cell).map(Cell::One);
+    };
     let Some((inner, kind)) = rest.split_once(')') else {
         return Err("a `)` is missing".to_owned());
     };
     if kind != "OVERLAP_F_B" {
-        return Err(format!("`OVERLAP_F_B` must stand after `)`, not `{}`", shown(kind)));
+        return Err(format!(
+            "`OVERLAP_F_B` must stand after `)`, not `{}`",
+            shown(kind)
+        ));
     }
     let halves: Vec<Action> = inner
         .split(';')
         .map(|half| match entry(half.trim())? {
-            Entry::Step(step) => step.action().ok_or_else(|| format!("{step} is not computed")),
+            Entry::Step(step) => step
+                .action()
+                .ok_or_else(|| format!("{step} is not computed")),
             other => Err(format!("{other} is not computed")),
         })
         .collect::<Result<_, _>>()
@@ -171,7 +207,9 @@ fn cell(raw: &str) -> Result<Cell, String> {
         {
             Ok(Cell::Overlapped(one, other))
         }
-        [one, other] => Err(format!("{one} and {other} are not a forward and a backward pass")),
+        [one, other] => Err(format!(
+            "{one} and {other} are not a forward and a backward pass"
+        )),
         _ => Err(format!("two actions overlap, not {}", halves.len())),
     }
 }
@@ -186,7 +224,9 @@ fn entry(text: &str) -> Result<Entry, String> {
         return Err("an action begins with the number of its stage".to_owned());
     }
     let number = |field: &str, digits: &str| {
-        digits.parse::<u32>().map_err(|_| format!("{field} {} is too large", shown(digits)))
+        digits
+            .parse::<u32>()
+            .map_err(|_| format!("{field} {} is too large", shown(digits)))
     };
     let stage_number = number("stage", stage)?;
     let moved = match kind {
@@ -232,13 +272,19 @@ fn entry(text: &str) -> Result<Entry, String> {
         }
     };
     if microbatch.is_empty() {
-        return Err(format!("{kind} is for one microbatch, and its number is missing"));
+        return Err(format!(
+            "{kind} is for one microbatch, and its number is missing"
+        ));
     }
     if !rest.is_empty() {
         return Err(format!("`{}` stands after the action", shown(rest)));
     }
     let microbatch = number("microbatch", microbatch)?;
-    Ok(Entry::Step(Step { stage: stage_number, kind: moved, microbatch }))
+    Ok(Entry::Step(Step {
+        stage: stage_number,
+        kind: moved,
+        microbatch,
+    }))
 }
 
 const KINDS: [&str; 11] = [
@@ -281,7 +327,13 @@ impl Faults {
     fn add(&mut self, place: TextPosition, cell: &str, problem: String) {
         let TextPosition { line, column, byte } = place;
         if self.named.len() < NAMED {
-            self.named.push(CellFault { line, column, byte, cell: shown(cell), problem });
+            self.named.push(CellFault {
+                line,
+                column,
+                byte,
+                cell: shown(cell),
+                problem,
+            });
         } else {
             self.more += 1;
         }
@@ -291,7 +343,10 @@ impl Faults {
         if self.named.is_empty() {
             Ok(())
         } else {
-            Err(TextError { faults: self.named, more: self.more })
+            Err(TextError {
+                faults: self.named,
+                more: self.more,
+            })
         }
     }
 }
@@ -311,7 +366,10 @@ mod tests {
     #[test]
     fn each_malformed_cell_is_refused_with_its_problem() {
         for (cell, expected) in [
-            ("2BW0", "today these are B and I: 2B0 here, and 2I for 2B elsewhere"),
+            (
+                "2BW0",
+                "today these are B and I: 2B0 here, and 2I for 2B elsewhere",
+            ),
             ("0F1junk", "`junk` stands after the action"),
             ("0F", "F is for one microbatch, and its number is missing"),
             ("0SEND_F", "SEND_F is for one microbatch"),
@@ -331,7 +389,10 @@ mod tests {
             ("(0F0;0B0)", "`OVERLAP_F_B` must stand after `)`"),
             ("(0F0;0B0)OVERLAP_F_B1", "not `OVERLAP_F_B1`"),
             ("(0F0)OVERLAP_F_B", "two actions overlap, not 1"),
-            ("(0F0;1F0)OVERLAP_F_B", "0F0 and 1F0 are not a forward and a backward pass"),
+            (
+                "(0F0;1F0)OVERLAP_F_B",
+                "0F0 and 1F0 are not a forward and a backward pass",
+            ),
             ("(0F0;1BW0)OVERLAP_F_B", "in the pair: BW is of old files"),
             ("(0F0;1SEND_B0)OVERLAP_F_B", "1SEND_B0 is not computed"),
             ("(0F0;1UNSHARD)OVERLAP_F_B", "1UNSHARD is not computed"),
@@ -350,8 +411,11 @@ mod tests {
     #[test]
     fn faults_give_line_column_and_byte() {
         let error = Text::parse("0F0,0B0\r\n1F0, 1BW0,1X\r\n", None).unwrap_err();
-        let places: Vec<_> =
-            error.faults.iter().map(|f| (f.line, f.column, f.byte, f.cell.as_str())).collect();
+        let places: Vec<_> = error
+            .faults
+            .iter()
+            .map(|f| (f.line, f.column, f.byte, f.cell.as_str()))
+            .collect();
         assert_eq!(places, [(2, 2, 13, " 1BW0"), (2, 3, 19, "1X")]);
         let many = Text::parse(&vec!["x"; 100].join(","), None).unwrap_err();
         assert_eq!((many.faults.len(), many.more), (8, 92));
@@ -367,16 +431,22 @@ mod tests {
     fn only_compute_only_allows_empty_cells() {
         let padded = fault("0UNSHARD,0F0,0B0,,\n1F0,,1B0");
         assert!(padded.contains("line 1, column 4 (byte 17)"), "{padded}");
-        assert!(padded.contains("this line ends with 2: a spreadsheet"), "{padded}");
+        assert!(
+            padded.contains("this line ends with 2: a spreadsheet"),
+            "{padded}"
+        );
         assert!(
             padded.contains("line 2, column 2 (byte 23), ``: a compute_comms text has no empty"),
             "{padded}"
         );
-        let asked = Text::parse("0F0,,0B0", Some(Dialect::ComputeComms)).unwrap_err().to_string();
+        let asked = Text::parse("0F0,,0B0", Some(Dialect::ComputeComms))
+            .unwrap_err()
+            .to_string();
         assert!(asked.contains("a wait is not written"), "{asked}");
         assert!(Text::parse("0F0,0B0", Some(Dialect::ComputeComms)).is_ok());
-        let moves =
-            Text::parse("0F0,0SEND_F0", Some(Dialect::ComputeOnly)).unwrap_err().to_string();
+        let moves = Text::parse("0F0,0SEND_F0", Some(Dialect::ComputeOnly))
+            .unwrap_err()
+            .to_string();
         assert!(moves.contains("read it as compute_comms"), "{moves}");
         let reduced = Text::parse("0F0,,0B0,0REDUCE_GRAD", None).unwrap();
         assert_eq!(reduced.flavour, Dialect::ComputeOnly);
@@ -434,11 +504,17 @@ mod tests {
     /// invalid.
     fn cells() -> impl Strategy<Value = String> {
         let kind = prop::sample::select(KINDS.to_vec());
-        let one = (0..30_u32, kind.clone(), prop::option::weighted(0.8, 0..30_u32)).prop_map(
-            |(stage, kind, mb)| {
-                format!("{stage}{kind}{}", mb.map(|mb| mb.to_string()).unwrap_or_default())
-            },
-        );
+        let one = (
+            0..30_u32,
+            kind.clone(),
+            prop::option::weighted(0.8, 0..30_u32),
+        )
+            .prop_map(|(stage, kind, mb)| {
+                format!(
+                    "{stage}{kind}{}",
+                    mb.map(|mb| mb.to_string()).unwrap_or_default()
+                )
+            });
         let pair = (one.clone(), one.clone())
             .prop_map(|(one, other)| format!("({one};{other})OVERLAP_F_B"));
         prop_oneof![4 => one, 1 => pair, 4 => pieces()]
@@ -496,7 +572,11 @@ mod tests {
         samples.push(b"0F0,0B0,0F1,0B1\r\n1F0,1B0,1F1,1B1\r\n".to_vec());
         mpmd_fuzz::bytes("schedule-text", &samples, |bytes| {
             let text = String::from_utf8_lossy(bytes);
-            for flavour in [None, Some(Dialect::ComputeOnly), Some(Dialect::ComputeComms)] {
+            for flavour in [
+                None,
+                Some(Dialect::ComputeOnly),
+                Some(Dialect::ComputeComms),
+            ] {
                 match Text::parse(&text, flavour) {
                     Ok(read) => {
                         let again = Text::parse(&read.to_csv(), Some(read.flavour)).unwrap();
@@ -508,7 +588,12 @@ mod tests {
                         }
                     }
                     Err(error) => {
-                        assert!(error.faults.iter().all(|fault| text.is_char_boundary(fault.byte)));
+                        assert!(
+                            error
+                                .faults
+                                .iter()
+                                .all(|fault| text.is_char_boundary(fault.byte))
+                        );
                         assert!(error.to_string().len() < 8000);
                     }
                 }

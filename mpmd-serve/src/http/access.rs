@@ -25,7 +25,11 @@ pub(super) enum Access {
 impl Access {
     /// Reads the keys of a file, one on each line. Nobody but its user may read it.
     pub(super) fn keys(file: KeyFile, path: &Path) -> Result<Self, FrontError> {
-        let invalid = |expected| FrontError::InvalidKeys { file, path: path.to_owned(), expected };
+        let invalid = |expected| FrontError::InvalidKeys {
+            file,
+            path: path.to_owned(),
+            expected,
+        };
         let name = path.to_str().ok_or_else(|| invalid("a path in UTF-8"))?;
         let text = read_private(name, file.setting(), LARGEST_FILE)
             .map_err(|why| FrontError::UnreadableKeys { file, why })?;
@@ -62,11 +66,20 @@ impl Access {
 
 /// Compares a request's key with all keys, in a time that does not depend on their characters.
 fn check_key(keys: &[String], headers: &HeaderMap) -> Result<(), Failure> {
-    let given = headers.get(header::AUTHORIZATION).map_or(&[][..], |value| value.as_bytes());
+    let given = headers
+        .get(header::AUTHORIZATION)
+        .map_or(&[][..], |value| value.as_bytes());
     let (scheme, key) = given.split_at(given.len().min("Bearer ".len()));
-    let key = if scheme.eq_ignore_ascii_case(b"Bearer ") { key } else { &[] };
+    let key = if scheme.eq_ignore_ascii_case(b"Bearer ") {
+        key
+    } else {
+        &[]
+    };
     let equal = keys.iter().map(|own| own.as_bytes().ct_eq(key));
-    match equal.fold(Choice::from(0), |any, is_equal| any | is_equal).into() {
+    match equal
+        .fold(Choice::from(0), |any, is_equal| any | is_equal)
+        .into()
+    {
         true => Ok(()),
         false => {
             let why = "expected a key of this server for the endpoint in the header \
@@ -79,13 +92,23 @@ fn check_key(keys: &[String], headers: &HeaderMap) -> Result<(), Failure> {
 /// Refuses requests that a browser on this host sends for a page of another server. Such a request
 /// has the page's origin, or as its host a name that the page has pointed at this host.
 fn check_host(headers: &HeaderMap) -> Result<(), Failure> {
-    let text = |name| headers.get(name).map(|value| value.to_str().unwrap_or_default());
-    let Some(host) = text(header::HOST) else { return Ok(()) };
-    let name = host.rsplit_once(':').filter(|(_, port)| port.parse::<u16>().is_ok());
+    let text = |name| {
+        headers
+            .get(name)
+            .map(|value| value.to_str().unwrap_or_default())
+    };
+    let Some(host) = text(header::HOST) else {
+        return Ok(());
+    };
+    let name = host
+        .rsplit_once(':')
+        .filter(|(_, port)| port.parse::<u16>().is_ok());
     let name = name.map_or(host, |(name, _)| name);
     let address = name.trim_start_matches('[').trim_end_matches(']');
     let is_own = name.eq_ignore_ascii_case("localhost")
-        || address.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback());
+        || address
+            .parse::<std::net::IpAddr>()
+            .is_ok_and(|address| address.is_loopback());
     let origin = text(header::ORIGIN).map(|origin| origin.split_once("://").unwrap_or_default().1);
     match is_own && origin.is_none_or(|origin| origin.eq_ignore_ascii_case(host)) {
         true => Ok(()),

@@ -91,10 +91,27 @@ impl Ask {
             );
             return Err(Failure::field(param, why).code("context_length_exceeded"));
         }
-        let own = if form == Form::Chat { most } else { most.min(COMPLETION) };
+        let own = if form == Form::Chat {
+            most
+        } else {
+            most.min(COMPLETION)
+        };
         let max_tokens = limit.unwrap_or(own);
-        let request = Request { prompt, max_tokens, sampling, ends, logprobs };
-        Ok(Self { form, request, stops, streams, has_usage, has_ids })
+        let request = Request {
+            prompt,
+            max_tokens,
+            sampling,
+            ends,
+            logprobs,
+        };
+        Ok(Self {
+            form,
+            request,
+            stops,
+            streams,
+            has_usage,
+            has_ids,
+        })
     }
 }
 
@@ -113,11 +130,12 @@ pub(super) fn check_model(fields: &mut Fields<'_>, model: &Model) -> Result<(), 
 fn sampling(fields: &mut Fields<'_>, model: &Model) -> Result<Sampling, Failure> {
     let own = model.sampling;
     // vLLM's clients write all tokens as -1.
-    let top_k =
-        fields.take("top_k", "a whole number, -1 or more", |value| match value.as_i64() {
+    let top_k = fields.take("top_k", "a whole number, -1 or more", |value| {
+        match value.as_i64() {
             Some(-1) => Some(0),
             count => usize::try_from(count?).ok(),
-        })?;
+        }
+    })?;
     let seed = fields.take("seed", "a whole number", |value| {
         value.as_u64().or(value.as_i64().map(i64::cast_unsigned))
     })?;
@@ -131,21 +149,43 @@ fn sampling(fields: &mut Fields<'_>, model: &Model) -> Result<Sampling, Failure>
         frequency_penalty: fields.number("frequency_penalty", own.frequency_penalty)?,
         seed: seed.unwrap_or_else(random),
     };
-    let Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } = sampling;
+    let Sampling {
+        repetition_penalty,
+        presence_penalty,
+        frequency_penalty,
+        ..
+    } = sampling;
     // Beyond them logits overflow.
     let limits = [
-        ("repetition_penalty", repetition_penalty, 0.01..=100.0, "0.01 to 100"),
+        (
+            "repetition_penalty",
+            repetition_penalty,
+            0.01..=100.0,
+            "0.01 to 100",
+        ),
         ("presence_penalty", presence_penalty, -2.0..=2.0, "-2 to 2"),
-        ("frequency_penalty", frequency_penalty, -2.0..=2.0, "-2 to 2"),
+        (
+            "frequency_penalty",
+            frequency_penalty,
+            -2.0..=2.0,
+            "-2 to 2",
+        ),
     ];
     for (name, found, range, expected) in limits {
         if !range.contains(&found) {
-            return Err(Failure::field(name, format!("expected {expected}, found {found}")));
+            return Err(Failure::field(
+                name,
+                format!("expected {expected}, found {found}"),
+            ));
         }
     }
-    sampling.check().map(|()| sampling).map_err(|InvalidSetting { setting, expected, found }| {
-        Failure::field(setting, format!("expected {expected}, found {found}"))
-    })
+    sampling.check().map(|()| sampling).map_err(
+        |InvalidSetting {
+             setting,
+             expected,
+             found,
+         }| { Failure::field(setting, format!("expected {expected}, found {found}")) },
+    )
 }
 
 /// Returns a number that a client cannot guess.
@@ -156,11 +196,19 @@ pub(super) fn random() -> u64 {
 fn usage(fields: &mut Fields<'_>, streams: bool) -> Result<bool, Failure> {
     let options = fields.take("stream_options", "an object with include_usage", |value| {
         let options = value.as_object()?;
-        let usage = options.get("include_usage").map_or(Some(false), Value::as_bool)?;
-        options.keys().all(|key| key == "include_usage").then_some(usage)
+        let usage = options
+            .get("include_usage")
+            .map_or(Some(false), Value::as_bool)?;
+        options
+            .keys()
+            .all(|key| key == "include_usage")
+            .then_some(usage)
     })?;
     match options {
-        Some(_) if !streams => Err(Failure::field("stream_options", "only with \"stream\": true")),
+        Some(_) if !streams => Err(Failure::field(
+            "stream_options",
+            "only with \"stream\": true",
+        )),
         options => Ok(options.unwrap_or(false)),
     }
 }
@@ -184,7 +232,10 @@ fn chat_logprobs(fields: &mut Fields<'_>) -> Result<Option<usize>, Failure> {
     let wanted = fields.flag("logprobs", false)?;
     let top = fields.count("top_logprobs", (0, LOGPROBS))?;
     match top {
-        Some(1..) if !wanted => Err(Failure::field("top_logprobs", "only with \"logprobs\": true")),
+        Some(1..) if !wanted => Err(Failure::field(
+            "top_logprobs",
+            "only with \"logprobs\": true",
+        )),
         top => Ok(wanted.then_some(top.unwrap_or(0))),
     }
 }
@@ -198,7 +249,11 @@ pub(super) enum Source {
 
 fn text_source(fields: &mut Fields<'_>) -> Result<Source, Failure> {
     fields
-        .take("prompt", "a text, a list of tokens, or a list of one of these", read_prompt)?
+        .take(
+            "prompt",
+            "a text, a list of tokens, or a list of one of these",
+            read_prompt,
+        )?
         .ok_or_else(|| Failure::field("prompt", "expected a prompt, found none"))
 }
 
@@ -234,7 +289,11 @@ pub(super) fn chat_source(fields: &mut Fields<'_>) -> Result<Source, Failure> {
         read.push(message_of(at, message)?);
     }
     let ordered = fields.message_keys()?.into_iter().zip(read);
-    Ok(Source::Messages(ordered.map(|(keys, texts)| in_order(&keys, texts)).collect()))
+    Ok(Source::Messages(
+        ordered
+            .map(|(keys, texts)| in_order(&keys, texts))
+            .collect(),
+    ))
 }
 
 /// Returns the texts of a message: role, content and perhaps name.
@@ -312,10 +371,16 @@ pub(super) fn tokens(
     };
     let vocab = model.vocab;
     if let Some(token) = tokens.iter().find(|token| **token as usize >= vocab) {
-        return Err(Failure::field(name, format!("expected tokens below {vocab}, found {token}")));
+        return Err(Failure::field(
+            name,
+            format!("expected tokens below {vocab}, found {token}"),
+        ));
     }
     match tokens.is_empty() {
-        true => Err(Failure::field(name, "expected at least one token, found none")),
+        true => Err(Failure::field(
+            name,
+            "expected at least one token, found none",
+        )),
         false => Ok(tokens),
     }
 }
@@ -338,8 +403,12 @@ mod tests {
     fn model_with(template: &str) -> Model {
         let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../mpmd-models/tests/folders/plain");
         let folder = tempfile::tempdir().unwrap();
-        for file in ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
-        {
+        for file in [
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "tokenizer.json",
+        ] {
             std::fs::copy(from.join(file), folder.path().join(file)).unwrap();
         }
         std::fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
@@ -350,8 +419,14 @@ mod tests {
     fn messages_keep_the_order_of_their_keys() {
         let model = model_with("{{ messages | tojson }}");
         for (message, expected) in [
-            (r#"{"role": "user", "content": "x"}"#, r#"[{"role": "user", "content": "x"}]"#),
-            (r#"{"content": "x", "role": "user"}"#, r#"[{"content": "x", "role": "user"}]"#),
+            (
+                r#"{"role": "user", "content": "x"}"#,
+                r#"[{"role": "user", "content": "x"}]"#,
+            ),
+            (
+                r#"{"content": "x", "role": "user"}"#,
+                r#"[{"content": "x", "role": "user"}]"#,
+            ),
             (
                 r#"{"tool_calls": null, "name": "me", "role": "user",
                     "content": [{"text": "x", "type": "text"}]}"#,
@@ -383,10 +458,14 @@ mod tests {
         ];
         for form in [Form::Completion, Form::Chat] {
             assert!(
-                samples.iter().any(|body| Ask::of(body.as_bytes(), form, &model, None).is_ok())
+                samples
+                    .iter()
+                    .any(|body| Ask::of(body.as_bytes(), form, &model, None).is_ok())
             );
         }
-        mpmd_fuzz::bytes("requests", &samples.map(String::into_bytes), |body| check(body, &model));
+        mpmd_fuzz::bytes("requests", &samples.map(String::into_bytes), |body| {
+            check(body, &model)
+        });
     }
 
     #[test]
@@ -451,13 +530,25 @@ mod tests {
     /// Checks that a request is refused or within all bounds.
     fn check(body: &[u8], model: &Model) {
         for form in [Form::Completion, Form::Chat] {
-            let Ok(ask) = Ask::of(body, form, model, Some(40)) else { continue };
-            let Request { prompt, max_tokens, sampling, logprobs, .. } = ask.request;
+            let Ok(ask) = Ask::of(body, form, model, Some(40)) else {
+                continue;
+            };
+            let Request {
+                prompt,
+                max_tokens,
+                sampling,
+                logprobs,
+                ..
+            } = ask.request;
             assert!(!prompt.is_empty() && prompt.iter().all(|id| (*id as usize) < model.vocab));
             assert!((1..=40).contains(&max_tokens) && prompt.len() + max_tokens <= POSITIONS);
             assert!(sampling.check().is_ok() && logprobs.unwrap_or(0) <= 20);
             assert!(ask.stops.len() <= STOPS.0 && ask.streams >= ask.has_usage);
-            assert!(ask.stops.iter().all(|stop| (1..=STOPS.1).contains(&stop.len())));
+            assert!(
+                ask.stops
+                    .iter()
+                    .all(|stop| (1..=STOPS.1).contains(&stop.len()))
+            );
         }
     }
 }

@@ -42,7 +42,9 @@ const OTHERS: u64 = 64;
 /// Raises the process's limit of descriptors, where that is needed, so that there may be this
 /// number of connections beside all else.
 pub(super) fn reserve_descriptors(connections: usize) -> Result<(), FrontError> {
-    let open = std::fs::read_dir("/proc/self/fd").map_err(FrontError::Start)?.count() as u64;
+    let open = std::fs::read_dir("/proc/self/fd")
+        .map_err(FrontError::Start)?
+        .count() as u64;
     let others = open + OTHERS;
     let needed = others + connections as u64;
     // A limit is absent where there is none.
@@ -52,10 +54,21 @@ pub(super) fn reserve_descriptors(connections: usize) -> Result<(), FrontError> 
     }
 
     if let Some(limit) = maximum.filter(|maximum| *maximum < needed) {
-        return Err(FrontError::Descriptors { connections, needed, others, limit });
+        return Err(FrontError::Descriptors {
+            connections,
+            needed,
+            others,
+            limit,
+        });
     }
-    setrlimit(Resource::Nofile, Rlimit { current: Some(needed), maximum })
-        .map_err(|why| FrontError::Start(why.into()))
+    setrlimit(
+        Resource::Nofile,
+        Rlimit {
+            current: Some(needed),
+            maximum,
+        },
+    )
+    .map_err(|why| FrontError::Start(why.into()))
 }
 
 /// Accepts the connections that `next` returns until the sender of `ended` is dropped. Then waits
@@ -97,7 +110,11 @@ pub(super) async fn accept(
         }
     }
     drop(next);
-    _ = timeout(LAST, permits.acquire_many(u32::try_from(most).unwrap_or(u32::MAX))).await;
+    _ = timeout(
+        LAST,
+        permits.acquire_many(u32::try_from(most).unwrap_or(u32::MAX)),
+    )
+    .await;
 }
 
 async fn connection(stream: TcpStream, routes: Router, mut ended: watch::Receiver<()>) {
@@ -141,7 +158,10 @@ async fn answer(
     request.extensions_mut().insert(peer.clone());
     let answer = async {
         match check_head(&request) {
-            Ok(()) => routes.call(request).await.unwrap_or_else(|never: Infallible| match never {}),
+            Ok(()) => routes
+                .call(request)
+                .await
+                .unwrap_or_else(|never: Infallible| match never {}),
             Err(failure) => failure.into_response(),
         }
     };
@@ -162,14 +182,22 @@ fn check_head(request: &Request<Incoming>) -> Result<(), Failure> {
     let headers = request.headers();
     let hosts = headers.get_all(header::HOST).iter().count();
     if hosts > 1 || hosts == 0 && request.version() >= Version::HTTP_11 {
-        return Err(Failure::invalid(format!("expected one header `Host`, found {hosts}")));
+        return Err(Failure::invalid(format!(
+            "expected one header `Host`, found {hosts}"
+        )));
     }
 
     let most = HEADERS.1;
-    let path = request.uri().path_and_query().map_or(0, |path| path.as_str().len());
+    let path = request
+        .uri()
+        .path_and_query()
+        .map_or(0, |path| path.as_str().len());
     if path + head_bytes(headers) > most {
         let why = format!("expected a path and headers of at most {most} bytes");
-        return Err(Failure::new(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, why));
+        return Err(Failure::new(
+            StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
+            why,
+        ));
     }
     Ok(())
 }
@@ -177,7 +205,10 @@ fn check_head(request: &Request<Incoming>) -> Result<(), Failure> {
 /// Returns the number of bytes that headers take, with a colon, a blank and the end of the line for
 /// each.
 fn head_bytes(headers: &HeaderMap) -> usize {
-    headers.iter().map(|(name, value)| name.as_str().len() + value.len() + 4).sum()
+    headers
+        .iter()
+        .map(|(name, value)| name.as_str().len() + value.len() + 4)
+        .sum()
 }
 
 #[cfg(test)]
@@ -203,8 +234,11 @@ mod tests {
     async fn failed_accepts_are_followed_by_others() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let mut failures: VecDeque<io::Error> =
-            [io::Error::from_raw_os_error(24), io::ErrorKind::ConnectionAborted.into()].into();
+        let mut failures: VecDeque<io::Error> = [
+            io::Error::from_raw_os_error(24),
+            io::ErrorKind::ConnectionAborted.into(),
+        ]
+        .into();
         let next = move |cx: &mut Context<'_>| match failures.pop_front() {
             Some(why) => Poll::Ready(Err(why)),
             None => listener.poll_accept(cx).map_ok(|(stream, _)| stream),
@@ -218,7 +252,10 @@ mod tests {
             assert_eq!(found.expect("an answer"), "HTTP/1.1 200 OK");
         }
         drop(end);
-        timeout(Duration::from_secs(60), accept).await.expect("it ends").unwrap();
+        timeout(Duration::from_secs(60), accept)
+            .await
+            .expect("it ends")
+            .unwrap();
     }
 
     #[test]
@@ -226,6 +263,9 @@ mod tests {
         assert!(reserve_descriptors(1).is_ok());
         let limit = getrlimit(Resource::Nofile).maximum.unwrap_or(1 << 40);
         let error = reserve_descriptors(limit as usize).unwrap_err().to_string();
-        assert!(error.contains("raise it (`ulimit -n`), or give fewer connections"), "{error}");
+        assert!(
+            error.contains("raise it (`ulimit -n`), or give fewer connections"),
+            "{error}"
+        );
     }
 }

@@ -30,7 +30,12 @@ impl From<Denied> for Failure {
 /// Pauses the server. Answers once the pause is in force.
 pub(super) async fn pause(State(shared): Shares, uri: Uri, body: Body) -> Answer {
     let mut mode = None;
-    for pair in uri.query().unwrap_or_default().split('&').filter(|pair| !pair.is_empty()) {
+    for pair in uri
+        .query()
+        .unwrap_or_default()
+        .split('&')
+        .filter(|pair| !pair.is_empty())
+    {
         let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
         if name != "mode" {
             let failure = Failure::field(name, "not supported by this server");
@@ -70,7 +75,14 @@ pub(super) async fn is_paused(State(shared): Shares) -> Json<Value> {
 }
 
 pub(super) async fn weight_info(State(shared): Shares) -> Json<Value> {
-    let WeightInfo { version, label, old, requests, failure, publisher } = shared.queue.weights();
+    let WeightInfo {
+        version,
+        label,
+        old,
+        requests,
+        failure,
+        publisher,
+    } = shared.queue.weights();
     let one = |version: u64, label: &str, requests: usize| {
         let mut one = json!({ "version": version, "requests": requests });
         one["weight_version"] = label.into();
@@ -80,7 +92,10 @@ pub(super) async fn weight_info(State(shared): Shares) -> Json<Value> {
     info["old"] = old.map_or(Value::Null, |(old, label)| one(old, &label, requests[1]));
     info["failure"] = failure.into();
     if let Some(publisher) = publisher {
-        info["publisher"] = publisher.err().unwrap_or_else(|| "linked".to_owned()).into();
+        info["publisher"] = publisher
+            .err()
+            .unwrap_or_else(|| "linked".to_owned())
+            .into();
     }
     Json(info)
 }
@@ -123,6 +138,11 @@ fn allowed(path: &str, folders: &[PathBuf]) -> Result<String, Failure> {
     let found = Path::new(path).canonicalize().ok();
     let found = found.filter(|path| is_in(path) && path.is_dir());
     let found = found.and_then(|path| path.into_os_string().into_string().ok());
-    let wrong = || Failure::field("path", "expected a folder within those that the server allows");
+    let wrong = || {
+        Failure::field(
+            "path",
+            "expected a folder within those that the server allows",
+        )
+    };
     found.ok_or_else(wrong)
 }

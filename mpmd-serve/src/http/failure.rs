@@ -25,7 +25,13 @@ pub(super) struct Failure {
 
 impl Failure {
     pub(super) fn new(status: StatusCode, message: impl Into<String>) -> Self {
-        Self { status, message: message.into(), param: None, code: None, retry: None }
+        Self {
+            status,
+            message: message.into(),
+            param: None,
+            code: None,
+            retry: None,
+        }
     }
 
     /// Returns the failure of a request that is invalid as a whole.
@@ -36,7 +42,10 @@ impl Failure {
     /// Returns the failure of a request with an invalid field.
     pub(super) fn field(param: impl Into<String>, why: impl Display) -> Self {
         let param = param.into();
-        Self { param: Some(param.clone()), ..Self::invalid(format!("{param}: {why}")) }
+        Self {
+            param: Some(param.clone()),
+            ..Self::invalid(format!("{param}: {why}"))
+        }
     }
 
     /// Returns the failure of something in the server, for this reason.
@@ -53,7 +62,10 @@ impl Failure {
     /// Returns the failure of a request for which there is no room now.
     pub(super) fn busy(message: impl Into<String>) -> Self {
         let failure = Self::new(StatusCode::TOO_MANY_REQUESTS, message);
-        Self { retry: Some(Duration::from_secs(1)), ..failure.code("rate_limit_exceeded") }
+        Self {
+            retry: Some(Duration::from_secs(1)),
+            ..failure.code("rate_limit_exceeded")
+        }
     }
 
     pub(super) fn status(self, status: StatusCode) -> Self {
@@ -61,7 +73,10 @@ impl Failure {
     }
 
     pub(super) fn code(self, code: &'static str) -> Self {
-        Self { code: Some(code), ..self }
+        Self {
+            code: Some(code),
+            ..self
+        }
     }
 
     /// Returns the object that clients expect. Its texts may be of the request or of the model's
@@ -73,7 +88,12 @@ impl Failure {
             status if status.is_server_error() => "server_error",
             _ => "invalid_request_error",
         };
-        let Self { message, param, code, .. } = self;
+        let Self {
+            message,
+            param,
+            code,
+            ..
+        } = self;
         let message = printable(message);
         let param = param.as_deref().map(printable);
         json!({ "error": { "message": message, "type": kind, "param": param, "code": code } })
@@ -86,11 +106,16 @@ impl From<Refused> for Failure {
             Refused::Requests { retry, .. } | Refused::Tokens { retry, .. } => {
                 (StatusCode::TOO_MANY_REQUESTS, "rate_limit_exceeded", retry)
             }
-            Refused::Starting | Refused::Draining => {
-                (StatusCode::SERVICE_UNAVAILABLE, "unavailable", Duration::from_secs(5))
-            }
+            Refused::Starting | Refused::Draining => (
+                StatusCode::SERVICE_UNAVAILABLE,
+                "unavailable",
+                Duration::from_secs(5),
+            ),
         };
-        Self { retry: Some(retry), ..Self::new(status, refused.to_string()).code(code) }
+        Self {
+            retry: Some(retry),
+            ..Self::new(status, refused.to_string()).code(code)
+        }
     }
 }
 

@@ -60,11 +60,15 @@ impl<'a> Fields<'a> {
     }
 
     pub(super) fn flag(&mut self, name: &str, default: bool) -> Result<bool, Failure> {
-        Ok(self.take(name, "true or false", Value::as_bool)?.unwrap_or(default))
+        Ok(self
+            .take(name, "true or false", Value::as_bool)?
+            .unwrap_or(default))
     }
 
     pub(super) fn number(&mut self, name: &str, default: f64) -> Result<f64, Failure> {
-        Ok(self.take(name, "a number", Value::as_f64)?.unwrap_or(default))
+        Ok(self
+            .take(name, "a number", Value::as_f64)?
+            .unwrap_or(default))
     }
 
     pub(super) fn text(&mut self, name: &str) -> Result<Option<String>, Failure> {
@@ -83,7 +87,10 @@ impl<'a> Fields<'a> {
         };
         let is_in = |count: &u64| (least..=most).contains(count);
         self.take(name, &expected, |value| {
-            value.as_u64().filter(is_in).and_then(|count| usize::try_from(count).ok())
+            value
+                .as_u64()
+                .filter(is_in)
+                .and_then(|count| usize::try_from(count).ok())
         })
     }
 
@@ -99,7 +106,11 @@ impl<'a> Fields<'a> {
             "response_format" => *value == json!({ "type": "text" }),
             _ => HARMLESS.contains(&name) || value.is_null(),
         };
-        match self.fields.iter().find(|(name, value)| !value.is_null() && !neutral(name, value)) {
+        match self
+            .fields
+            .iter()
+            .find(|(name, value)| !value.is_null() && !neutral(name, value))
+        {
             None => Ok(()),
             Some((name, value)) => {
                 let found: String = value.to_string().chars().take(SHOWN).collect();

@@ -123,9 +123,16 @@ impl Front {
             _ = runtime.block_on(accept);
             runtime.shutdown_timeout(LAST);
         };
-        let thread = std::thread::Builder::new().name("front".to_owned()).spawn(serve);
+        let thread = std::thread::Builder::new()
+            .name("front".to_owned())
+            .spawn(serve);
         let thread = thread.map_err(FrontError::Start)?;
-        Ok(Self { address, signals, uncaught, thread })
+        Ok(Self {
+            address,
+            signals,
+            uncaught,
+            thread,
+        })
     }
 
     /// Has SIGTERM and SIGINT drain the server from now on; a second one also ends the open
@@ -135,7 +142,9 @@ impl Front {
     ///
     /// If the system refuses it.
     pub fn catch_signals(&mut self) -> io::Result<()> {
-        let Some(threads) = self.uncaught.take() else { return Ok(()) };
+        let Some(threads) = self.uncaught.take() else {
+            return Ok(());
+        };
         catch_signals(&threads, &self.signals)
     }
 
@@ -160,7 +169,11 @@ impl Front {
 /// Returns a socket with this address.
 fn bind(address: SocketAddr) -> Result<TcpSocket, FrontError> {
     let bind = || -> io::Result<TcpSocket> {
-        let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+        let socket = if address.is_ipv4() {
+            TcpSocket::new_v4()
+        } else {
+            TcpSocket::new_v6()
+        }?;
         socket.set_reuseaddr(true)?;
         // Connections inherit it.
         socket.set_send_buffer_size(BUFFER)?;

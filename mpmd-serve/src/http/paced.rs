@@ -28,7 +28,13 @@ pub(super) struct Paced {
 
 impl Paced {
     pub(super) fn new(peer: Arc<Peer>, longest: Duration) -> Self {
-        Self { peer, longest, end: Box::pin(sleep(longest)), waits: false, is_shut: false }
+        Self {
+            peer,
+            longest,
+            end: Box::pin(sleep(longest)),
+            waits: false,
+            is_shut: false,
+        }
     }
 
     /// Returns the result of a write, or an error once the wait has been too long.
@@ -45,7 +51,10 @@ impl Paced {
             self.end.set(sleep(self.longest));
         }
         ready!(self.end.as_mut().poll(cx));
-        Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client does not read")))
+        Poll::Ready(Err(io::Error::new(
+            io::ErrorKind::TimedOut,
+            "the client does not read",
+        )))
     }
 }
 
@@ -74,7 +83,9 @@ impl AsyncWrite for Paced {
         cx: &mut Context<'_>,
         from: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        let result = self.peer.poll_write(cx, |stream| stream.try_write_vectored(from));
+        let result = self
+            .peer
+            .poll_write(cx, |stream| stream.try_write_vectored(from));
         self.pace(result, cx)
     }
 

@@ -31,7 +31,11 @@ pub(super) struct Peer {
 
 impl Peer {
     pub(super) fn new(stream: TcpStream) -> Self {
-        Self { stream, is_flushed: AtomicBool::new(true), has_unread: AtomicBool::new(false) }
+        Self {
+            stream,
+            is_flushed: AtomicBool::new(true),
+            has_unread: AtomicBool::new(false),
+        }
     }
 
     /// Reads what has come. Returns no byte at the end.
@@ -101,7 +105,10 @@ impl Peer {
 
         // Else bytes of the answer before are on their way, which ask the client as well.
         if self.is_flushed.load(Ordering::Relaxed)
-            && self.stream.try_write(CONTINUE).is_ok_and(|written| written < CONTINUE.len())
+            && self
+                .stream
+                .try_write(CONTINUE)
+                .is_ok_and(|written| written < CONTINUE.len())
         {
             return;
         }

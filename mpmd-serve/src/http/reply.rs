@@ -53,10 +53,24 @@ struct Piece {
 impl Reply {
     pub(super) fn new(model: Arc<Model>, ask: Ask, stream: Stream) -> Self {
         let text = Text::new(model.tokenizer.clone(), ask.stops.clone());
-        let prefix = if ask.form == Form::Chat { "chatcmpl" } else { "cmpl" };
+        let prefix = if ask.form == Form::Chat {
+            "chatcmpl"
+        } else {
+            "cmpl"
+        };
         let (id, created) = (format!("{prefix}-{:016x}", random()), unix_seconds());
         let (stream, versions) = (Some(stream), Vec::new());
-        Self { model, ask, stream, text, count: 0, offset: 0, id, created, versions }
+        Self {
+            model,
+            ask,
+            stream,
+            text,
+            count: 0,
+            offset: 0,
+            id,
+            created,
+            versions,
+        }
     }
 
     /// Waits for the next part that a client would see. `None` after the last.
@@ -68,7 +82,11 @@ impl Reply {
                 Event::Token(token) => {
                     self.count += 1;
                     let is_end = self.ask.request.ends.contains(&token.id);
-                    let added = if is_end { Ok("") } else { self.text.push(token.id) };
+                    let added = if is_end {
+                        Ok("")
+                    } else {
+                        self.text.push(token.id)
+                    };
                     piece.tokens.push(token);
                     added
                 }
@@ -115,7 +133,11 @@ impl Reply {
     pub(super) async fn whole(mut self) -> Result<Response, Failure> {
         let mut whole = Piece::default();
         while let Some(piece) = self.next().await {
-            let Piece { text, tokens, finish } = piece?;
+            let Piece {
+                text,
+                tokens,
+                finish,
+            } = piece?;
             whole.text += &text;
             whole.tokens.extend(tokens);
             whole.finish = finish;
@@ -129,7 +151,11 @@ impl Reply {
             }
             false => choice["text"] = text.into(),
         }
-        let object = if is_chat { "chat.completion" } else { "text_completion" };
+        let object = if is_chat {
+            "chat.completion"
+        } else {
+            "text_completion"
+        };
         let mut reply = self.frame(object, vec![choice]);
         self.add_prompt(&mut reply);
         self.add_versions(&mut reply);
@@ -140,7 +166,11 @@ impl Reply {
     /// Returns the reply as server-sent events. A client that sends nothing more gets a comment,
     /// which shows if it has left.
     pub(super) fn events(self, peer: Arc<Peer>) -> Response {
-        let at = if self.ask.form == Form::Chat { Part::Role } else { Part::Piece };
+        let at = if self.ask.form == Form::Chat {
+            Part::Role
+        } else {
+            Part::Piece
+        };
         let next = async |(mut reply, at): (Self, Part)| {
             let (data, at) = reply.event(at).await?;
             Some((Ok::<_, Infallible>(Sent::default().data(data)), (reply, at)))
@@ -155,7 +185,9 @@ impl Reply {
             }
             events.as_mut().poll_next(cx)
         });
-        Sse::new(events).keep_alive(KeepAlive::new().interval(KEEP_ALIVE)).into_response()
+        Sse::new(events)
+            .keep_alive(KeepAlive::new().interval(KEEP_ALIVE))
+            .into_response()
     }
 
     /// Waits for the next event. Returns its data, and the part after it.
@@ -191,7 +223,11 @@ impl Reply {
                     }
                     Some(Err(failure)) => (failure.body(), Part::Done),
                     None => {
-                        at = if self.ask.has_usage { Part::Usage } else { Part::Done };
+                        at = if self.ask.has_usage {
+                            Part::Usage
+                        } else {
+                            Part::Done
+                        };
                         continue;
                     }
                 },
@@ -209,7 +245,9 @@ impl Reply {
 
     /// Returns the fields that all objects of a reply have.
     fn frame(&self, object: &str, choices: Vec<Value>) -> Value {
-        let Self { id, created, model, .. } = self;
+        let Self {
+            id, created, model, ..
+        } = self;
         let model = &model.name;
         json!({ "id": id, "object": object, "created": created, "model": model,
             "choices": choices })
@@ -217,7 +255,11 @@ impl Reply {
 
     fn chunk(&self, choices: Vec<Value>) -> Value {
         let is_chat = self.ask.form == Form::Chat;
-        let object = if is_chat { "chat.completion.chunk" } else { "text_completion" };
+        let object = if is_chat {
+            "chat.completion.chunk"
+        } else {
+            "text_completion"
+        };
         let mut chunk = self.frame(object, choices);
         if self.ask.has_usage {
             chunk["usage"] = Value::Null;
@@ -254,7 +296,12 @@ impl Reply {
 
     /// Returns the choice of a part, without its text.
     fn choice(&mut self, piece: &Piece) -> Value {
-        let logprobs = match self.ask.request.logprobs.filter(|_| !piece.tokens.is_empty()) {
+        let logprobs = match self
+            .ask
+            .request
+            .logprobs
+            .filter(|_| !piece.tokens.is_empty())
+        {
             Some(_) if self.ask.form == Form::Chat => self.chat_logprobs(&piece.tokens),
             Some(_) => self.text_logprobs(&piece.tokens),
             None => Value::Null,
@@ -274,7 +321,10 @@ impl Reply {
         };
         let content = tokens.iter().filter_map(|token| {
             let logprobs = token.logprobs.as_ref()?;
-            let top = logprobs.top.iter().map(|(id, logprob)| entry(*id, *logprob));
+            let top = logprobs
+                .top
+                .iter()
+                .map(|(id, logprob)| entry(*id, *logprob));
             let mut content = entry(token.id, logprobs.chosen);
             content["top_logprobs"] = top.collect();
             Some(content)
@@ -285,11 +335,16 @@ impl Reply {
     fn text_logprobs(&mut self, tokens: &[Token]) -> Value {
         let (mut texts, mut chosen, mut tops, mut offsets) = (vec![], vec![], vec![], vec![]);
         for token in tokens {
-            let Some(logprobs) = &token.logprobs else { continue };
+            let Some(logprobs) = &token.logprobs else {
+                continue;
+            };
             let text = self.token_text(token.id);
             offsets.push(self.offset);
             self.offset += text.chars().count();
-            let top = logprobs.top.iter().map(|(id, logprob)| (self.token_text(*id), *logprob));
+            let top = logprobs
+                .top
+                .iter()
+                .map(|(id, logprob)| (self.token_text(*id), *logprob));
             let top = top.chain([(text.clone(), logprobs.chosen)]);
             tops.push(
                 top.map(|(text, logprob)| (text, logprob.max(NEVER).into()))

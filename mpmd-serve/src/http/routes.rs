@@ -84,7 +84,11 @@ pub(super) fn routes(shared: Shared) -> Router {
         .route("/update_weight_version", post(update_weight_version))
         .route("/load_weights", post(load_weights))
         .route_layer(from_fn_with_state(shared.clone(), guard_control));
-    let guarded = if shared.control.is_some() { guarded.merge(control) } else { guarded };
+    let guarded = if shared.control.is_some() {
+        guarded.merge(control)
+    } else {
+        guarded
+    };
     let page = [(header::CONTENT_SECURITY_POLICY, PAGE_POLICY)];
     let version = json!({ "version": env!("CARGO_PKG_VERSION") });
     guarded
@@ -129,11 +133,19 @@ async fn ready(State(shared): Shares) -> (StatusCode, Json<Value>) {
 }
 
 async fn metrics(State(shared): Shares) -> impl IntoResponse {
-    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], shared.queue.metrics())
+    (
+        [(header::CONTENT_TYPE, "text/plain; version=0.0.4")],
+        shared.queue.metrics(),
+    )
 }
 
 async fn models(State(shared): Shares) -> Json<Value> {
-    let Model { name, created, positions, .. } = &*shared.model;
+    let Model {
+        name,
+        created,
+        positions,
+        ..
+    } = &*shared.model;
     let mut model = json!({ "id": name, "object": "model", "created": created,
         "owned_by": "mpmd", "max_model_len": positions });
     if let Some(description) = &shared.description {
@@ -154,11 +166,18 @@ async fn chat(shared: Shares, client: Client, body: Body) -> Answer {
 
 async fn reply(State(shared): Shares, Extension(client): Client, body: Body, form: Form) -> Answer {
     let most = shared.most;
-    let ask = parse(&shared, body, move |body, model| Ask::of(body, form, model, most)).await?;
+    let ask = parse(&shared, body, move |body, model| {
+        Ask::of(body, form, model, most)
+    })
+    .await?;
     let stream = shared.queue.submit(ask.request.clone())?;
     let streams = ask.streams;
     let reply = Reply::new(shared.model.clone(), ask, stream);
-    if streams { Ok(reply.events(client)) } else { reply.whole().await }
+    if streams {
+        Ok(reply.events(client))
+    } else {
+        reply.whole().await
+    }
 }
 
 async fn tokenize(State(shared): Shares, body: Body) -> Answer {
@@ -192,7 +211,9 @@ async fn detokenize(State(shared): Shares, body: Body) -> Answer {
             let why = format!("expected tokens of the model's tokenizer, found {token}");
             return Err(Failure::field("tokens", why));
         }
-        let text = model.decode(&tokens).map_err(|why| Failure::field("tokens", why))?;
+        let text = model
+            .decode(&tokens)
+            .map_err(|why| Failure::field("tokens", why))?;
         Ok(json!({ "prompt": text }))
     };
     Ok(Json(parse(&shared, body, text).await?).into_response())

@@ -194,22 +194,40 @@ impl FrontSettings {
         let address = self.address()?;
         let access = self.access(address)?;
         let control = self.control_key_file.as_deref();
-        let control = control.map(|path| Access::keys(KeyFile::Control, path)).transpose()?;
-        if control.as_ref().is_some_and(|control| control.shares_a_key_with(&access)) {
+        let control = control
+            .map(|path| Access::keys(KeyFile::Control, path))
+            .transpose()?;
+        if control
+            .as_ref()
+            .is_some_and(|control| control.shares_a_key_with(&access))
+        {
             return Err(FrontError::SharedKey);
         }
         let mut weights = Vec::new();
         for path in &self.weight_folders {
-            let failed = |why| FrontError::WeightFolder { path: path.clone(), why };
+            let failed = |why| FrontError::WeightFolder {
+                path: path.clone(),
+                why,
+            };
             weights.push(path.canonicalize().map_err(failed)?);
         }
-        Ok(Doors { address, access, control, weights })
+        Ok(Doors {
+            address,
+            access,
+            control,
+            weights,
+        })
     }
 
     /// Returns the address to listen on.
     fn address(&self) -> Result<SocketAddr, FrontError> {
-        let failed = |why| FrontError::Host { host: self.host.clone(), why };
-        let mut found = (self.host.as_str(), self.port).to_socket_addrs().map_err(failed)?;
+        let failed = |why| FrontError::Host {
+            host: self.host.clone(),
+            why,
+        };
+        let mut found = (self.host.as_str(), self.port)
+            .to_socket_addrs()
+            .map_err(failed)?;
         let none = || io::Error::new(io::ErrorKind::NotFound, "it has no address");
         found.next().ok_or_else(|| failed(none()))
     }
@@ -223,7 +241,9 @@ impl FrontSettings {
         } else if self.allow_all {
             Ok(Access::All)
         } else {
-            Err(FrontError::Unprotected { host: self.host.clone() })
+            Err(FrontError::Unprotected {
+                host: self.host.clone(),
+            })
         }
     }
 }

@@ -137,7 +137,9 @@ impl Queue {
     /// If the server starts or ends, or [`resume`](Self::resume) was called meanwhile.
     pub async fn pause(&self, mode: PauseMode) -> Result<(), Denied> {
         let mut pause = self.ask_for_pause(mode)?;
-        let known = pause.wait_for(|pause| !matches!(pause, Pause::Asked(_))).await;
+        let known = pause
+            .wait_for(|pause| !matches!(pause, Pause::Asked(_)))
+            .await;
         match known.as_deref() {
             Ok(Pause::InForce(_)) => Ok(()),
             _ => Err(Denied::Resumed),
@@ -156,13 +158,16 @@ impl Queue {
         state.has_news = true;
         drop(state);
         self.0.changed.notify_all();
-        aborted.into_iter().for_each(|arrival| arrival.sender.abort());
+        aborted
+            .into_iter()
+            .for_each(|arrival| arrival.sender.abort());
         Ok(self.0.pause.subscribe())
     }
 
     /// Ends a pause, if there is one.
     pub fn resume(&self) {
-        self.0.change(|_| _ = self.0.pause.send_replace(Pause::None));
+        self.0
+            .change(|_| _ = self.0.pause.send_replace(Pause::None));
     }
 
     /// True if a pause is in force.
@@ -177,7 +182,9 @@ impl Queue {
         WeightInfo {
             version: version_number(weights.newest),
             label: weights.label(),
-            old: weights.old.map(|old| (version_number(old), weights.label_of(old))),
+            old: weights
+                .old
+                .map(|old| (version_number(old), weights.label_of(old))),
             requests,
             failure: weights.versions.failure(),
             publisher: weights.versions.publisher(),
@@ -204,11 +211,16 @@ impl Queue {
             if state.weights.load.is_some() {
                 return Err(Denied::Busy);
             }
-            state.weights.load = Some(Load { path: Some(path), reply });
+            state.weights.load = Some(Load {
+                path: Some(path),
+                reply,
+            });
             state.has_news = true;
         }
         self.0.changed.notify_all();
-        answer.await.unwrap_or(Err(Denied::Refused(Refused::Draining)))
+        answer
+            .await
+            .unwrap_or(Err(Denied::Refused(Refused::Draining)))
     }
 }
 
@@ -232,7 +244,11 @@ impl Arrivals {
             arrived: std::mem::take(&mut state.arrived),
             aborts: std::mem::take(&mut state.aborts),
             pause,
-            load: state.weights.load.as_mut().and_then(|load| load.path.take()),
+            load: state
+                .weights
+                .load
+                .as_mut()
+                .and_then(|load| load.path.take()),
         }
     }
 
@@ -257,13 +273,19 @@ impl Arrivals {
     pub(crate) fn set_weights(&self, newest: u64, old: Option<u64>) {
         let weights = &mut self.0.state.lock().weights;
         (weights.newest, weights.old) = (newest, old);
-        weights.labels.retain(|version, _| *version == newest || Some(*version) == old);
+        weights
+            .labels
+            .retain(|version, _| *version == newest || Some(*version) == old);
     }
 
     /// Ends the loading of weights, with the version or the reason why there is none.
     pub(crate) fn loaded(&self, result: Result<u64, String>) {
         let number = result.map(version_number);
-        self.0.state.lock().weights.loaded(number.map_err(Denied::Weights));
+        self.0
+            .state
+            .lock()
+            .weights
+            .loaded(number.map_err(Denied::Weights));
     }
 
     /// Returns the way to wake the engine.
@@ -279,7 +301,11 @@ impl Arrivals {
 
 impl Drop for Arrivals {
     fn drop(&mut self) {
-        self.0.state.lock().weights.loaded(Err(Refused::Draining.into()));
+        self.0
+            .state
+            .lock()
+            .weights
+            .loaded(Err(Refused::Draining.into()));
         self.0.pause.send_replace(Pause::None);
     }
 }

@@ -38,7 +38,10 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { requests: 256, tokens: 1 << 18 }
+        Self {
+            requests: 256,
+            tokens: 1 << 18,
+        }
     }
 }
 
@@ -199,7 +202,13 @@ impl Queue {
         self.0.changed.notify_all();
         let cut = self.0.cut.subscribe();
         let (shared, versions) = (self.0.clone(), Vec::new());
-        Ok(Stream { shared, events: received, cut, end: None, versions })
+        Ok(Stream {
+            shared,
+            events: received,
+            cut,
+            end: None,
+            versions,
+        })
     }
 
     fn admit(&self, state: &State, tokens: usize) -> Result<(), Refused> {
@@ -207,11 +216,15 @@ impl Queue {
         match state.phase {
             Phase::Starting => Err(Refused::Starting),
             Phase::Draining => Err(Refused::Draining),
-            Phase::Ready if requests >= limits.requests => {
-                Err(Refused::Requests { waiting: requests, retry: retry(state) })
-            }
+            Phase::Ready if requests >= limits.requests => Err(Refused::Requests {
+                waiting: requests,
+                retry: retry(state),
+            }),
             Phase::Ready if requests > 0 && prompts + tokens > limits.tokens => {
-                Err(Refused::Tokens { waiting: prompts, retry: retry(state) })
+                Err(Refused::Tokens {
+                    waiting: prompts,
+                    retry: retry(state),
+                })
             }
             Phase::Ready => Ok(()),
         }
@@ -251,7 +264,9 @@ impl Queue {
         let state = self.0.state.lock();
         let (waiting, running) = (state.waiting.0, state.running);
         drop(state);
-        self.0.metrics.text([waiting, running, self.is_paused().into()])
+        self.0
+            .metrics
+            .text([waiting, running, self.is_paused().into()])
     }
 }
 
@@ -421,7 +436,9 @@ impl Sender {
     /// Notes that the request has left the waiting line. A second call does nothing.
     pub fn start(&mut self) {
         if std::mem::take(&mut self.is_waiting) {
-            self.shared.metrics.start(self.tokens, since(self.submitted));
+            self.shared
+                .metrics
+                .start(self.tokens, since(self.submitted));
             self.leave_line(&mut self.shared.state.lock());
             self.tell_version();
         }

@@ -10,7 +10,13 @@ const SECOND: Duration = Duration::from_secs(1);
 
 fn request(tokens: usize) -> Request {
     let (prompt, sampling) = (vec![1; tokens], Sampling::default());
-    Request { prompt, max_tokens: 9, sampling, ends: Vec::new(), logprobs: None }
+    Request {
+        prompt,
+        max_tokens: 9,
+        sampling,
+        ends: Vec::new(),
+        logprobs: None,
+    }
 }
 
 /// Waits for the next event of a client.
@@ -35,13 +41,34 @@ fn refused(queue: &Queue, tokens: usize) -> Refused {
 #[test]
 fn both_limits_count_requests_until_they_start() {
     let (queue, arrivals) = ready(2, 10);
-    let _clients = [queue.submit(request(4)).unwrap(), queue.submit(request(6)).unwrap()];
-    assert_eq!(refused(&queue, 1), Refused::Requests { waiting: 2, retry: SECOND });
+    let _clients = [
+        queue.submit(request(4)).unwrap(),
+        queue.submit(request(6)).unwrap(),
+    ];
+    assert_eq!(
+        refused(&queue, 1),
+        Refused::Requests {
+            waiting: 2,
+            retry: SECOND
+        }
+    );
     let mut taken = arrivals.take();
-    assert_eq!(refused(&queue, 1), Refused::Requests { waiting: 2, retry: SECOND });
+    assert_eq!(
+        refused(&queue, 1),
+        Refused::Requests {
+            waiting: 2,
+            retry: SECOND
+        }
+    );
     taken[0].sender.start();
     taken[0].sender.start();
-    assert_eq!(refused(&queue, 5), Refused::Tokens { waiting: 6, retry: SECOND });
+    assert_eq!(
+        refused(&queue, 5),
+        Refused::Tokens {
+            waiting: 6,
+            retry: SECOND
+        }
+    );
     let third = queue.submit(request(4)).unwrap();
     taken.remove(1);
     // A prompt of any length is taken if it would not wait behind another.
@@ -55,7 +82,9 @@ fn retry_follows_the_rate_of_ends() {
     let _clients: Vec<_> = (0..40).map(|_| queue.submit(request(1)).unwrap()).collect();
     let at = |count: u32, seconds| {
         let mut state = queue.0.state.lock();
-        state.ends = (0..count).map(|_| now() - Duration::from_secs(seconds)).collect();
+        state.ends = (0..count)
+            .map(|_| now() - Duration::from_secs(seconds))
+            .collect();
         retry(&state)
     };
     assert_eq!(at(0, 0), 20 * SECOND);
@@ -72,11 +101,18 @@ fn no_request_is_taken_before_start_and_after_drain() {
     let client = queue.submit(request(1)).unwrap();
     queue.drain();
     arrivals.open();
-    assert_eq!((refused(&queue, 1), queue.phase()), (Refused::Draining, Phase::Draining));
+    assert_eq!(
+        (refused(&queue, 1), queue.phase()),
+        (Refused::Draining, Phase::Draining)
+    );
     assert!(!arrivals.is_over());
     drop(client);
     assert!(arrivals.is_over());
-    assert!(queue.metrics().contains("mpmd_requests_rejected_total{reason=\"draining\"} 1"));
+    assert!(
+        queue
+            .metrics()
+            .contains("mpmd_requests_rejected_total{reason=\"draining\"} 1")
+    );
 }
 
 #[test]
@@ -102,7 +138,10 @@ fn events_end_once_however_a_request_ends() {
         let mut client = queue.submit(request(1)).unwrap();
         let mut sender = arrivals.take().remove(0).sender;
         sender.start();
-        sender.send(Event::Token(Token { id: 7, logprobs: None }));
+        sender.send(Event::Token(Token {
+            id: 7,
+            logprobs: None,
+        }));
         end(sender);
         let events: Vec<Event> = std::iter::from_fn(|| next(&mut client)).collect();
         assert!(next(&mut client).is_none());
@@ -145,7 +184,11 @@ fn request_with_its_last_event_runs_no_more() {
 #[test]
 fn figures_of_the_engine_are_shown_by_stage() {
     let (queue, arrivals) = ready(9, 99);
-    let stage = StageFigures { busy: SECOND, handed_bytes: 5, handed: 2 * SECOND };
+    let stage = StageFigures {
+        busy: SECOND,
+        handed_bytes: 5,
+        handed: 2 * SECOND,
+    };
     arrivals.report(Figures {
         blocks: 8,
         stages: vec![stage, StageFigures::default()],
@@ -197,7 +240,10 @@ fn pause_is_in_force_when_the_engine_says_so() {
     queue.drain();
     assert_eq!(asked.join().unwrap(), Err(Denied::Resumed));
     assert_eq!(arrivals.news().pause, None, "a drain ends it");
-    assert_eq!(result(queue.pause(PauseMode::Keep)), Err(Refused::Draining.into()));
+    assert_eq!(
+        result(queue.pause(PauseMode::Keep)),
+        Err(Refused::Draining.into())
+    );
 }
 
 #[test]
@@ -217,7 +263,11 @@ fn pause_aborts_earlier_requests_alone() {
     arrivals.paused(PauseMode::Abort);
     assert_eq!(asked.join().unwrap(), Ok(()));
     drop(earlier);
-    assert!(queue.metrics().contains("mpmd_requests_ended_total{end=\"abort\"} 1"));
+    assert!(
+        queue
+            .metrics()
+            .contains("mpmd_requests_ended_total{end=\"abort\"} 1")
+    );
 }
 
 #[test]
@@ -235,17 +285,31 @@ fn requests_keep_the_label_with_which_they_start() {
     senders.push(start());
     arrivals.set_weights(3, Some(0));
     let info = queue.weights();
-    assert_eq!((info.version, &*info.label, info.old), (3, "3", Some((0, "base".into()))));
+    assert_eq!(
+        (info.version, &*info.label, info.old),
+        (3, "3", Some((0, "base".into())))
+    );
     senders.push(start());
     queue.set_label("step-3");
     senders[0].tell_version();
     arrivals.set_weights(3, None);
     arrivals.set_weights(0, None);
-    assert_eq!(&*queue.weights().label, "default", "labels end with their versions");
-    senders.into_iter().for_each(|mut sender| sender.send(Event::End(Finish::Stop)));
+    assert_eq!(
+        &*queue.weights().label,
+        "default",
+        "labels end with their versions"
+    );
+    senders
+        .into_iter()
+        .for_each(|mut sender| sender.send(Event::End(Finish::Stop)));
     let labels = clients.iter_mut().map(|client| {
         next(client);
-        client.versions().iter().map(|label| label.to_string()).collect::<Vec<_>>().join(", ")
+        client
+            .versions()
+            .iter()
+            .map(|label| label.to_string())
+            .collect::<Vec<_>>()
+            .join(", ")
     });
     assert_eq!(labels.collect::<Vec<_>>(), ["default, step-3", "base", "3"]);
 }
@@ -257,9 +321,10 @@ fn weights_are_loaded_one_after_the_other() {
         let (queue, path) = (queue.clone(), path.to_owned());
         std::thread::spawn(move || result(queue.load(path)))
     };
-    for (said, expected) in
-        [(Ok(5), Ok(5)), (Err("no".to_owned()), Err(Denied::Weights("no".to_owned())))]
-    {
+    for (said, expected) in [
+        (Ok(5), Ok(5)),
+        (Err("no".to_owned()), Err(Denied::Weights("no".to_owned()))),
+    ] {
         let first = load("one");
         let path = loop {
             if let Some(path) = arrivals.news().load {

@@ -103,7 +103,9 @@ impl Blocks {
     /// Says that a block is full of these tokens after a beginning. Returns the beginning that ends
     /// with them.
     pub(super) fn fill(&mut self, block: u32, beginning: u64, tokens: &[u32]) -> u64 {
-        let Ok(tokens) = <[u32; BLOCK]>::try_from(tokens) else { return beginning };
+        let Ok(tokens) = <[u32; BLOCK]>::try_from(tokens) else {
+            return beginning;
+        };
         let key = (beginning, tokens);
         if let Some(other) = self.known.get(&key)
             && let Some((_, next)) = &self.blocks[*other as usize].content
@@ -141,7 +143,10 @@ impl Scheduler {
             if let Some(block) = self.blocks.take() {
                 return Some(block);
             }
-            let running = self.sequences.iter().filter(|(_, sequence)| sequence.place.is_some());
+            let running = self
+                .sequences
+                .iter()
+                .filter(|(_, sequence)| sequence.place.is_some());
             let last = running.map(|(id, _)| *id).next_back()?;
             self.counts.preemptions += 1;
             self.give_up_place(last);
@@ -154,13 +159,20 @@ impl Scheduler {
 
     /// Makes the full blocks of a sequence known, as far as its tokens are.
     pub(super) fn fill(&mut self, id: u64) {
-        let Some(sequence) = self.sequences.get_mut(&id) else { return };
-        let Some(place) = &mut sequence.place else { return };
+        let Some(sequence) = self.sequences.get_mut(&id) else {
+            return;
+        };
+        let Some(place) = &mut sequence.place else {
+            return;
+        };
         let full = place.computed.min(sequence.tokens.len()) / BLOCK;
         while place.filled.0 < full {
             let (at, beginning) = place.filled;
             let tokens = &sequence.tokens[at * BLOCK..][..BLOCK];
-            place.filled = (at + 1, self.blocks.fill(place.blocks[at], beginning, tokens));
+            place.filled = (
+                at + 1,
+                self.blocks.fill(place.blocks[at], beginning, tokens),
+            );
         }
     }
 }
@@ -178,12 +190,22 @@ mod tests {
         let one = blocks.fill(first, start, &a);
         let second = blocks.take().unwrap();
         let two = blocks.fill(second, one, &b);
-        assert_eq!(blocks.share(start, &b), None, "the tokens after another beginning");
+        assert_eq!(
+            blocks.share(start, &b),
+            None,
+            "the tokens after another beginning"
+        );
         assert_eq!(blocks.share(start, &a), Some((first, one)));
         assert_eq!((blocks.used(), blocks.available()), (2, 1));
-        [first, second, first].into_iter().for_each(|block| blocks.release(block));
+        [first, second, first]
+            .into_iter()
+            .for_each(|block| blocks.release(block));
         assert_eq!(blocks.available(), 3);
-        assert_eq!(blocks.share(one, &b), Some((second, two)), "known without users");
+        assert_eq!(
+            blocks.share(one, &b),
+            Some((second, two)),
+            "known without users"
+        );
         // The empty block goes first, then the unused one; the used one stays.
         let third = blocks.take().unwrap();
         assert!(third != first && third != second);

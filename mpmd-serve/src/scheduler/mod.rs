@@ -216,16 +216,33 @@ impl Scheduler {
     /// If there is no lane, no place for each lane, no token for a chunk, or not as many blocks as
     /// a sequence may need.
     pub fn new(sizes: Sizes) -> Self {
-        let Sizes { lanes, sequences, blocks, chunk, positions } = sizes;
+        let Sizes {
+            lanes,
+            sequences,
+            blocks,
+            chunk,
+            positions,
+        } = sizes;
         assert!(lanes > 0 && sequences >= lanes && chunk > 0, "{sizes:?}");
-        assert!(positions.div_ceil(BLOCK) <= blocks && positions > 1, "{sizes:?}");
+        assert!(
+            positions.div_ceil(BLOCK) <= blocks && positions > 1,
+            "{sizes:?}"
+        );
         let places = |lane: usize| vec![None; (sequences - lane).div_ceil(lanes)];
         Self {
-            sizes: Sizes { chunk: chunk.min(MOST_TOKENS), ..sizes },
+            sizes: Sizes {
+                chunk: chunk.min(MOST_TOKENS),
+                ..sizes
+            },
             sequences: BTreeMap::new(),
             waiting: VecDeque::new(),
             lanes: (0..lanes)
-                .map(|lane| Lane { places: places(lane), open: 0, version: 0, turns: [0; 2] })
+                .map(|lane| Lane {
+                    places: places(lane),
+                    open: 0,
+                    version: 0,
+                    turns: [0; 2],
+                })
                 .collect(),
             next: 0,
             open: VecDeque::new(),
@@ -251,7 +268,12 @@ impl Scheduler {
     pub fn counts(&self) -> Counts {
         let running = self.sequences.len() - self.waiting.len();
         let (waiting, blocks_used) = (self.waiting.len(), self.blocks.used());
-        Counts { running, waiting, blocks_used, ..self.counts }
+        Counts {
+            running,
+            waiting,
+            blocks_used,
+            ..self.counts
+        }
     }
 
     /// Returns the number of passes that have not ended.
@@ -268,8 +290,14 @@ impl Scheduler {
     /// and fewer than there are positions.
     pub fn arrive(&mut self, id: u64, request: Request) {
         let tokens = request.prompt.clone();
-        let sequence =
-            Sequence { request, tokens, starts: 0, version: None, place: None, is_suspect: false };
+        let sequence = Sequence {
+            request,
+            tokens,
+            starts: 0,
+            version: None,
+            place: None,
+            is_suspect: false,
+        };
         self.sequences.insert(id, sequence);
         self.waiting.push_back(id);
     }
@@ -310,8 +338,15 @@ impl Scheduler {
                 if !pass.chunks.is_empty() {
                     self.lanes[lane].open += 1;
                     self.lanes[lane].version = version;
-                    self.open.push_back(Open { lane, version, members });
-                    return Some(Decision { lane: lane as u32, pass });
+                    self.open.push_back(Open {
+                        lane,
+                        version,
+                        members,
+                    });
+                    return Some(Decision {
+                        lane: lane as u32,
+                        pass,
+                    });
                 }
             }
         }
@@ -321,7 +356,9 @@ impl Scheduler {
     /// Takes the choices of the oldest open pass, by place. Returns what its sequences' clients
     /// get.
     pub fn end(&mut self, choices: &[Option<Choice>]) -> Vec<(u64, Event)> {
-        let Some(Open { lane, members, .. }) = self.open.pop_front() else { return Vec::new() };
+        let Some(Open { lane, members, .. }) = self.open.pop_front() else {
+            return Vec::new();
+        };
         self.lanes[lane].open -= 1;
         let mut events = Vec::new();
         for member in members.into_iter().filter(|member| member.samples) {
@@ -338,7 +375,10 @@ impl Scheduler {
     /// ended. Several are computed again, each alone. The stages have lost what they had: as
     /// [`restart`](Self::restart).
     pub fn fail(&mut self) -> Option<u64> {
-        let members = self.open.pop_front().map_or(Vec::new(), |pass| pass.members);
+        let members = self
+            .open
+            .pop_front()
+            .map_or(Vec::new(), |pass| pass.members);
         // Also one that had to give up its place since: it would fail at the same token again.
         let ended = match members[..] {
             [Member { id, .. }] => Some(id).filter(|id| self.sequences.contains_key(id)),
@@ -366,12 +406,20 @@ impl Scheduler {
 
     /// Adds a token to a sequence.
     fn choose(&mut self, id: u64, choice: Option<Choice>) -> Vec<(u64, Event)> {
-        let Some(sequence) = self.sequences.get_mut(&id) else { return Vec::new() };
-        let Some(place) = &mut sequence.place else { return Vec::new() };
+        let Some(sequence) = self.sequences.get_mut(&id) else {
+            return Vec::new();
+        };
+        let Some(place) = &mut sequence.place else {
+            return Vec::new();
+        };
         place.open -= 1;
         sequence.is_suspect = false;
 
-        let Choice { token, logprob, top } = choice.unwrap_or_else(|| Unchosen::OutOfOrder.into());
+        let Choice {
+            token,
+            logprob,
+            top,
+        } = choice.unwrap_or_else(|| Unchosen::OutOfOrder.into());
         let token = match token {
             Ok(token) => token,
             Err(why) => {
@@ -382,7 +430,13 @@ impl Scheduler {
         sequence.tokens.push(token);
         self.counts.generated_tokens += 1;
         let logprobs = logprob.map(|chosen| Logprobs { chosen, top });
-        let mut events = vec![(id, Event::Token(Token { id: token, logprobs }))];
+        let mut events = vec![(
+            id,
+            Event::Token(Token {
+                id: token,
+                logprobs,
+            }),
+        )];
         let (known, request) = (sequence.tokens.len(), &sequence.request);
         let text = known - request.prompt.len();
         let finish = match request.ends.contains(&token) {
@@ -402,11 +456,17 @@ impl Scheduler {
 
     fn give_up_place(&mut self, id: u64) {
         let sequence = self.sequences.get_mut(&id);
-        let Some(place) = sequence.and_then(|sequence| sequence.place.take()) else { return };
+        let Some(place) = sequence.and_then(|sequence| sequence.place.take()) else {
+            return;
+        };
         let lanes = self.sizes.lanes;
         self.lanes[place.lane].places[place.slot / lanes] = None;
         // The later blocks are forgotten first.
-        place.blocks.into_iter().rev().for_each(|block| self.blocks.release(block));
+        place
+            .blocks
+            .into_iter()
+            .rev()
+            .for_each(|block| self.blocks.release(block));
     }
 
     /// Gives places of a lane to sequences that wait.
@@ -416,8 +476,12 @@ impl Scheduler {
             let own = count(&self.lanes[lane]);
             let is_shortest = self.lanes.iter().all(|other| own <= count(other));
             let free = self.lanes[lane].places.iter().position(Option::is_none);
-            let (Some(free), true) = (free, is_shortest) else { return };
-            let Some(sequence) = self.sequences.get(&id) else { return };
+            let (Some(free), true) = (free, is_shortest) else {
+                return;
+            };
+            let Some(sequence) = self.sequences.get(&id) else {
+                return;
+            };
             if self.is_closed && sequence.version.is_none() {
                 return;
             }
@@ -435,7 +499,9 @@ impl Scheduler {
 
     /// Gives a place to a sequence, with the blocks of its beginning that are known.
     fn start(&mut self, id: u64, lane: usize, slot: usize) {
-        let Some(sequence) = self.sequences.get_mut(&id) else { return };
+        let Some(sequence) = self.sequences.get_mut(&id) else {
+            return;
+        };
         let version = *sequence.version.get_or_insert(self.versions.newest);
         let start = self.blocks.start(version);
         let (given, mut blocks, mut filled) = (sequence.tokens.len(), Vec::new(), (0, start));
@@ -444,7 +510,9 @@ impl Scheduler {
             // One token is left to compute.
             let most = sequence.request.prompt.len().min(given - 1);
             for tokens in sequence.tokens[..most].chunks_exact(BLOCK) {
-                let Some((block, beginning)) = self.blocks.share(filled.1, tokens) else { break };
+                let Some((block, beginning)) = self.blocks.share(filled.1, tokens) else {
+                    break;
+                };
                 blocks.push(block);
                 filled = (filled.0 + 1, beginning);
             }
@@ -453,15 +521,25 @@ impl Scheduler {
         self.counts.known_tokens += computed as u64;
         sequence.starts += 1;
         let (open, has_begun) = (0, false);
-        sequence.place =
-            Some(Place { lane, slot, given, computed, open, blocks, has_begun, filled });
+        sequence.place = Some(Place {
+            lane,
+            slot,
+            given,
+            computed,
+            open,
+            blocks,
+            has_begun,
+            filled,
+        });
     }
 
     /// Returns the next pass of a lane with a version, and its sequences: one token of each text,
     /// then prompts as far as there is room.
     fn pass_of(&mut self, lane: usize, version: u64) -> (Pass, Vec<Member>) {
         let ids = self.lanes[lane].places.iter().flatten().copied();
-        let mut ids: Vec<u64> = ids.filter(|id| self.version(*id) == Some(version)).collect();
+        let mut ids: Vec<u64> = ids
+            .filter(|id| self.version(*id) == Some(version))
+            .collect();
         // Where there is no room for all, each comes first in turn.
         let turn = &mut self.lanes[lane].turns[usize::from(version != self.versions.newest)];
         *turn = turn.wrapping_add(1);
@@ -469,22 +547,39 @@ impl Scheduler {
         ids.rotate_left(first);
         let is_text = |id: &u64| {
             let sequence = &self.sequences[id];
-            sequence.place.as_ref().is_some_and(|place| place.computed + 1 >= place.given)
+            sequence
+                .place
+                .as_ref()
+                .is_some_and(|place| place.computed + 1 >= place.given)
         };
         let (texts, prompts): (Vec<u64>, Vec<u64>) = ids.into_iter().partition(is_text);
-        let (suspects, others): (Vec<u64>, Vec<u64>) =
-            texts.into_iter().chain(prompts).partition(|id| self.sequences[id].is_suspect);
+        let (suspects, others): (Vec<u64>, Vec<u64>) = texts
+            .into_iter()
+            .chain(prompts)
+            .partition(|id| self.sequences[id].is_suspect);
 
-        let mut room = PassRoom { tokens: self.sizes.chunk, words: self.words };
-        let mut pass = Pass { version, chunks: Vec::new() };
+        let mut room = PassRoom {
+            tokens: self.sizes.chunk,
+            words: self.words,
+        };
+        let mut pass = Pass {
+            version,
+            chunks: Vec::new(),
+        };
         let mut members = Vec::new();
         for id in suspects.into_iter().chain(others) {
-            let is_suspect = self.sequences.get(&id).is_some_and(|sequence| sequence.is_suspect);
+            let is_suspect = self
+                .sequences
+                .get(&id)
+                .is_some_and(|sequence| sequence.is_suspect);
             let chunk = match self.next(id, room) {
                 Next::Chunk(chunk) => chunk,
                 Next::Nothing => continue,
                 Next::NoRoom => {
-                    let has_place = self.sequences.get(&id).is_some_and(|one| one.place.is_some());
+                    let has_place = self
+                        .sequences
+                        .get(&id)
+                        .is_some_and(|one| one.place.is_some());
                     let is_alone = pass.chunks.is_empty();
                     debug_assert!(!(has_place && is_alone), "a sequence that will never fit");
                     continue;
@@ -493,7 +588,12 @@ impl Scheduler {
             room.tokens -= chunk.tokens();
             room.words -= chunk.words();
             let (starts, slot) = (self.sequences[&id].starts, chunk.slot as usize);
-            members.push(Member { id, starts, slot, samples: chunk.samples });
+            members.push(Member {
+                id,
+                starts,
+                slot,
+                samples: chunk.samples,
+            });
             pass.chunks.push(chunk);
             if is_suspect {
                 break;
@@ -512,8 +612,12 @@ impl Scheduler {
 
     /// Decides on the next tokens of a sequence, for a pass with this room.
     fn next(&mut self, id: u64, room: PassRoom) -> Next {
-        let Some(sequence) = self.sequences.get(&id) else { return Next::Nothing };
-        let Some(place) = &sequence.place else { return Next::Nothing };
+        let Some(sequence) = self.sequences.get(&id) else {
+            return Next::Nothing;
+        };
+        let Some(place) = &sequence.place else {
+            return Next::Nothing;
+        };
         let start = place.computed;
         let len = sequence.len();
         let is_done = sequence.text_len() >= sequence.request.max_tokens;
@@ -529,34 +633,54 @@ impl Scheduler {
         if end == start {
             return Next::NoRoom;
         }
-        let given = sequence.tokens.get(start..end.min(place.given)).unwrap_or_default().to_vec();
+        let given = sequence
+            .tokens
+            .get(start..end.min(place.given))
+            .unwrap_or_default()
+            .to_vec();
         let has_room = self.grow(id, end.div_ceil(BLOCK));
 
         let Some(sequence) = self.sequences.get_mut(&id).filter(|_| has_room) else {
             return Next::NoRoom;
         };
         let prompt = sequence.request.prompt.len();
-        let Some(place) = &mut sequence.place else { return Next::NoRoom };
+        let Some(place) = &mut sequence.place else {
+            return Next::NoRoom;
+        };
         self.counts.prompt_tokens += end.min(prompt).saturating_sub(start) as u64;
         let samples = end == len;
         place.computed = end;
         place.has_begun = true;
         place.open += usize::from(samples);
         let blocks = place.blocks[..end.div_ceil(BLOCK)].to_vec();
-        Next::Chunk(Chunk { given, samples, blocks, ..head })
+        Next::Chunk(Chunk {
+            given,
+            samples,
+            blocks,
+            ..head
+        })
     }
 
     /// Takes blocks for a sequence until it has this number. Returns false if there are not as
     /// many: the sequence has given up its place.
     fn grow(&mut self, id: u64, blocks: usize) -> bool {
         loop {
-            let Some(sequence) = self.sequences.get(&id) else { return false };
-            let Some(place) = &sequence.place else { return false };
+            let Some(sequence) = self.sequences.get(&id) else {
+                return false;
+            };
+            let Some(place) = &sequence.place else {
+                return false;
+            };
             if place.blocks.len() >= blocks {
                 return true;
             }
-            let Some(block) = self.take_block(id) else { return false };
-            let place = self.sequences.get_mut(&id).and_then(|sequence| sequence.place.as_mut());
+            let Some(block) = self.take_block(id) else {
+                return false;
+            };
+            let place = self
+                .sequences
+                .get_mut(&id)
+                .and_then(|sequence| sequence.place.as_mut());
             let Some(place) = place else { return false };
             place.blocks.push(block);
         }

@@ -22,7 +22,9 @@ fn mixed(hash: u64, token: u32) -> u64 {
 
 /// Returns the token that a version of the weights chooses.
 fn next_token(hash: u64, version: u64) -> u32 {
-    (mixed(hash, version as u32) >> 7).checked_rem(VOCABULARY).unwrap_or(0) as u32
+    (mixed(hash, version as u32) >> 7)
+        .checked_rem(VOCABULARY)
+        .unwrap_or(0) as u32
 }
 
 /// A model of which the next token depends on all before it. Its cache has the hash of the tokens
@@ -57,7 +59,11 @@ impl Toy {
     }
 
     fn try_run(&mut self, pass: &Pass) -> Result<Vec<Option<Choice>>, PassFailed> {
-        if pass.chunks.iter().any(|chunk| chunk.given.contains(&POISON)) {
+        if pass
+            .chunks
+            .iter()
+            .any(|chunk| chunk.given.contains(&POISON))
+        {
             return Err(PassFailed);
         }
         let mut choices = vec![None; self.last.len()];
@@ -70,7 +76,10 @@ impl Toy {
                     1.0 => begin.prompt,
                     _ => 0,
                 };
-                assert!(chunk.start <= needed, "tokens that the choice depends on are given");
+                assert!(
+                    chunk.start <= needed,
+                    "tokens that the choice depends on are given"
+                );
             }
             assert!(self.begun[slot].is_some(), "a sequence that has begun");
             let place = |at: usize| (chunk.blocks[at / BLOCK] as usize, at % BLOCK);
@@ -79,12 +88,18 @@ impl Toy {
                 true => vec![self.last[slot]],
                 false => chunk.given.clone(),
             };
-            assert!(chunk.blocks.len() >= (start + given.len()).div_ceil(BLOCK), "blocks");
+            assert!(
+                chunk.blocks.len() >= (start + given.len()).div_ceil(BLOCK),
+                "blocks"
+            );
             let key = |at: usize| {
                 let (block, of_block) = place(at);
                 let key = self.cache[block][of_block].expect("keys of all tokens before");
                 let (hash, version) = key;
-                assert_eq!(version, pass.version, "position {at}: keys of another version");
+                assert_eq!(
+                    version, pass.version,
+                    "position {at}: keys of another version"
+                );
                 hash
             };
             let mut hash = start.checked_sub(1).map_or(0, key);
@@ -113,7 +128,11 @@ impl Toy {
             } else if chunk.samples {
                 let token = next_token(hash, pass.version);
                 self.last[slot] = token;
-                choices[slot] = Some(Choice { token: Ok(token), logprob: None, top: Vec::new() });
+                choices[slot] = Some(Choice {
+                    token: Ok(token),
+                    logprob: None,
+                    top: Vec::new(),
+                });
             }
         }
         Ok(choices)
@@ -134,7 +153,10 @@ fn alone(request: &Request, positions: usize, versions: &[(usize, u64)]) -> Vec<
     loop {
         let hash = tokens.iter().fold(0, |hash, token| mixed(hash, *token));
         let text = tokens.len() - request.prompt.len();
-        let version = versions.iter().rfind(|(from, _)| *from <= text).map_or(0, |of| of.1);
+        let version = versions
+            .iter()
+            .rfind(|(from, _)| *from <= text)
+            .map_or(0, |of| of.1);
         let id = next_token(hash, version);
         tokens.push(id);
         events.push(Event::Token(Token { id, logprobs: None }));
@@ -191,9 +213,20 @@ impl World {
         let mut scheduler = Scheduler::new(sizes);
         // As few as one sequence needs, or some more.
         let blocks = vec![0; positions.div_ceil(BLOCK)];
-        let begin = Begin { sampling: Sampling::default(), prompt: 1, top: None };
+        let begin = Begin {
+            sampling: Sampling::default(),
+            prompt: 1,
+            top: None,
+        };
         let (given, new) = (vec![0], Some(begin));
-        let chunk = Chunk { slot: 0, start: 0, given, samples: true, blocks, new };
+        let chunk = Chunk {
+            slot: 0,
+            start: 0,
+            given,
+            samples: true,
+            blocks,
+            new,
+        };
         scheduler.words = chunk.words() + draw(200) as usize;
         Self {
             random,
@@ -224,7 +257,13 @@ impl World {
         // Many have a common beginning.
         let common = self.draw(2) * self.draw(len + 1);
         let mut prompt: Vec<u32> = (0..len)
-            .map(|at| if at < common { at as u32 % 3 } else { self.draw(VOCABULARY) as u32 })
+            .map(|at| {
+                if at < common {
+                    at as u32 % 3
+                } else {
+                    self.draw(VOCABULARY) as u32
+                }
+            })
             .collect();
         if let bad @ (POISON | NOT_FINITE) = POISON + self.draw(16) as u32 {
             let at = self.draw(len) as usize;
@@ -234,8 +273,13 @@ impl World {
         let request = Request {
             prompt,
             max_tokens: 1 + self.draw(40) as usize,
-            sampling: Sampling { repetition_penalty, ..Sampling::default() },
-            ends: (0..self.draw(2)).map(|_| self.draw(VOCABULARY) as u32).collect(),
+            sampling: Sampling {
+                repetition_penalty,
+                ..Sampling::default()
+            },
+            ends: (0..self.draw(2))
+                .map(|_| self.draw(VOCABULARY) as u32)
+                .collect(),
             logprobs: None,
         };
         self.scheduler.arrive(id, request.clone());
@@ -244,8 +288,13 @@ impl World {
 
     /// Takes the result of the oldest pass.
     fn end_pass(&mut self) {
-        let Some(pass) = self.passes.pop_front() else { return };
-        assert!(self.known.contains(&pass.version), "the stages have the version");
+        let Some(pass) = self.passes.pop_front() else {
+            return;
+        };
+        assert!(
+            self.known.contains(&pass.version),
+            "the stages have the version"
+        );
         let Ok(choices) = self.toy.try_run(&pass) else {
             return self.fail(&pass);
         };
@@ -273,7 +322,11 @@ impl World {
         for id in self.requests.keys() {
             let version = self.scheduler.version(*id);
             if let (Some(version), false) = (version, self.versions.contains_key(id)) {
-                assert_eq!(Some(&version), self.known.last(), "the newest when it begins");
+                assert_eq!(
+                    Some(&version),
+                    self.known.last(),
+                    "the newest when it begins"
+                );
                 assert!(!self.is_closed, "one that has not begun waits");
                 self.versions.insert(*id, vec![(0, version)]);
             }
@@ -281,7 +334,10 @@ impl World {
         let Some(Decision { pass, lane }) = decision else {
             let can_go_on = self.scheduler.counts().running > 0
                 || self.scheduler.counts().waiting > 0 && !self.is_closed;
-            assert!(!self.passes.is_empty() || !can_go_on, "some open sequence can always go on");
+            assert!(
+                !self.passes.is_empty() || !can_go_on,
+                "some open sequence can always go on"
+            );
             return false;
         };
         let words: usize = pass.chunks.iter().map(Chunk::words).sum();
@@ -324,14 +380,21 @@ impl World {
     }
 
     fn retire(&mut self) {
-        let Some(version) = self.scheduler.retired() else { return };
-        assert_eq!((self.known.len(), self.known[0]), (2, version), "the older one");
+        let Some(version) = self.scheduler.retired() else {
+            return;
+        };
+        assert_eq!(
+            (self.known.len(), self.known[0]),
+            (2, version),
+            "the older one"
+        );
         self.known.remove(0);
         let is_open = |pass: &Pass| pass.version == version;
         assert!(!self.passes.iter().any(is_open), "an open pass needs it");
         assert_eq!(self.scheduler.retired(), None, "it is told once");
         let keys = self.toy.cache.iter_mut().flatten();
-        keys.filter(|key| key.is_some_and(|(_, of)| of == version)).for_each(|key| *key = None);
+        keys.filter(|key| key.is_some_and(|(_, of)| of == version))
+            .for_each(|key| *key = None);
     }
 
     fn step(&mut self) {
@@ -341,8 +404,10 @@ impl World {
             4 => {
                 let id = self.draw(self.requests.len() as u64 + 1);
                 let is_last = |event: &Event| !matches!(event, Event::Token(_));
-                let has_ended =
-                    self.events.get(&id).is_some_and(|all| all.last().is_some_and(is_last));
+                let has_ended = self
+                    .events
+                    .get(&id)
+                    .is_some_and(|all| all.last().is_some_and(is_last));
                 let has_ended = has_ended || self.failed.contains(&id);
                 if !has_ended && self.requests.contains_key(&id) {
                     self.scheduler.leave(id);
@@ -388,10 +453,16 @@ impl World {
         world.retire();
         assert_eq!(world.known.len(), 1, "nothing uses an older version");
         let counts = world.scheduler.counts();
-        assert_eq!((counts.running, counts.waiting, counts.blocks_used), (0, 0, 0));
+        assert_eq!(
+            (counts.running, counts.waiting, counts.blocks_used),
+            (0, 0, 0)
+        );
         let poisoned = |id: &u64| world.requests[id].prompt.contains(&POISON);
         let ended_well = world.failed.iter().filter(|id| !poisoned(id)).count();
-        assert!(ended_well <= world.by_chance, "a request has ended by the fault of another");
+        assert!(
+            ended_well <= world.by_chance,
+            "a request has ended by the fault of another"
+        );
         for (id, request) in &world.requests {
             let found = world.events.remove(id).unwrap_or_default();
             let versions = world.versions.remove(id).unwrap_or_default();
@@ -430,10 +501,22 @@ fn fuzz_scheduler() {
 
 fn request(prompt: Vec<u32>, max_tokens: usize) -> Request {
     let sampling = Sampling::default();
-    Request { prompt, max_tokens, sampling, ends: Vec::new(), logprobs: None }
+    Request {
+        prompt,
+        max_tokens,
+        sampling,
+        ends: Vec::new(),
+        logprobs: None,
+    }
 }
 
-const SIZES: Sizes = Sizes { lanes: 1, sequences: 4, blocks: 100, chunk: 32, positions: 400 };
+const SIZES: Sizes = Sizes {
+    lanes: 1,
+    sequences: 4,
+    blocks: 100,
+    chunk: 32,
+    positions: 400,
+};
 
 #[test]
 fn long_prompt_delays_texts_by_one_chunk() {
@@ -449,7 +532,10 @@ fn long_prompt_delays_texts_by_one_chunk() {
     let mut chunks = 0;
     loop {
         let (pass, events) = run(&mut scheduler);
-        assert!(events.iter().any(|(id, _)| *id == 0), "a token of the text in each pass");
+        assert!(
+            events.iter().any(|(id, _)| *id == 0),
+            "a token of the text in each pass"
+        );
         assert!(pass.tokens() <= 32);
         chunks += 1;
         if events.iter().any(|(id, _)| *id == 1) {
@@ -490,7 +576,10 @@ fn equal_prompts_are_computed_once() {
     }
     // Six full blocks; the last token is computed in any case.
     let counts = scheduler.counts();
-    assert_eq!((counts.prompt_tokens, counts.known_tokens), (100 + 4 + 4, 96 + 96));
+    assert_eq!(
+        (counts.prompt_tokens, counts.known_tokens),
+        (100 + 4 + 4, 96 + 96)
+    );
 }
 
 #[test]
@@ -515,28 +604,45 @@ fn versions_of_a_lane_alternate() {
         let of_version = computed.iter().filter(|(own, _)| *own == version);
         of_version.map(|(_, id)| *id).collect::<Vec<u64>>()
     });
-    assert!(computed.windows(2).all(|two| two[0].0 != two[1].0), "{computed:?}");
+    assert!(
+        computed.windows(2).all(|two| two[0].0 != two[1].0),
+        "{computed:?}"
+    );
     old.sort_unstable();
     new.sort_unstable();
-    assert_eq!((old, new), (vec![0, 0, 1, 1], vec![2, 2, 3, 3]), "each comes first in turn");
+    assert_eq!(
+        (old, new),
+        (vec![0, 0, 1, 1], vec![2, 2, 3, 3]),
+        "each comes first in turn"
+    );
     assert_eq!(scheduler.retired(), None);
     assert_eq!(scheduler.upgrade(), [0, 1]);
     assert_eq!(scheduler.retired(), Some(0));
     assert_eq!((scheduler.count(7), scheduler.old()), (4, None));
-    assert!(run(&mut scheduler, 20).iter().all(|(version, _)| *version == 7));
+    assert!(
+        run(&mut scheduler, 20)
+            .iter()
+            .all(|(version, _)| *version == 7)
+    );
 }
 
 #[test]
 fn closed_scheduler_computes_only_what_has_begun() {
     // Both sequences do not fit at once: the second gives its place up.
-    let sizes = Sizes { blocks: 3, positions: 48, ..SIZES };
+    let sizes = Sizes {
+        blocks: 3,
+        positions: 48,
+        ..SIZES
+    };
     let (mut scheduler, mut toy) = (Scheduler::new(sizes), Toy::new(sizes));
     (0..2).for_each(|id| scheduler.arrive(id, request(vec![1; 10], 30)));
     let mut run = |scheduler: &mut Scheduler| {
         let mut ended = Vec::new();
         while let Some(Decision { pass, .. }) = scheduler.decide() {
             let events = scheduler.end(&toy.run(&pass));
-            let ends = events.iter().filter(|(_, event)| matches!(event, Event::End(_)));
+            let ends = events
+                .iter()
+                .filter(|(_, event)| matches!(event, Event::End(_)));
             ended.extend(ends.map(|(id, _)| *id));
             if scheduler.count(0) == 2 && scheduler.counts().waiting == 0 {
                 scheduler.close(true);
@@ -546,7 +652,11 @@ fn closed_scheduler_computes_only_what_has_begun() {
         ended
     };
     assert_eq!(run(&mut scheduler), [0, 1]);
-    assert!(scheduler.counts().preemptions > 0, "{:?}", scheduler.counts());
+    assert!(
+        scheduler.counts().preemptions > 0,
+        "{:?}",
+        scheduler.counts()
+    );
     assert_eq!((scheduler.count(0), scheduler.counts().waiting), (0, 1));
     scheduler.close(false);
     assert_eq!(run(&mut scheduler), [2]);

@@ -16,7 +16,11 @@ impl Versions {
     /// pass.
     pub(super) fn after(self, last: u64) -> impl Iterator<Item = u64> {
         let (newest, old) = (Some(self.newest), self.old);
-        let order = if last == self.newest { [old, newest] } else { [newest, old] };
+        let order = if last == self.newest {
+            [old, newest]
+        } else {
+            [newest, old]
+        };
         order.into_iter().flatten()
     }
 }
@@ -39,7 +43,10 @@ impl Scheduler {
 
     /// Returns the number of requests that have begun with a version, and have not ended.
     pub fn count(&self, version: u64) -> usize {
-        self.sequences.values().filter(|sequence| sequence.version == Some(version)).count()
+        self.sequences
+            .values()
+            .filter(|sequence| sequence.version == Some(version))
+            .count()
     }
 
     /// Has sequences that begin from now on computed by another version.
@@ -52,7 +59,10 @@ impl Scheduler {
             return;
         }
         let old = self.versions.old;
-        assert!(old.is_none(), "version {version} begins while version {old:?} is in use");
+        assert!(
+            old.is_none(),
+            "version {version} begins while version {old:?} is in use"
+        );
         self.versions.old = Some(std::mem::replace(&mut self.versions.newest, version));
     }
 
@@ -69,11 +79,18 @@ impl Scheduler {
     /// Has the sequences of the older version computed again on the newest, from their tokens so
     /// far. Returns them.
     pub fn upgrade(&mut self) -> Vec<u64> {
-        let Some(old) = self.versions.old else { return Vec::new() };
-        let ids = self.sequences.iter().filter(|(_, one)| one.version == Some(old));
+        let Some(old) = self.versions.old else {
+            return Vec::new();
+        };
+        let ids = self
+            .sequences
+            .iter()
+            .filter(|(_, one)| one.version == Some(old));
         let ids: Vec<u64> = ids.map(|(id, _)| *id).collect();
         for id in ids.iter().rev() {
-            let Some(sequence) = self.sequences.get_mut(id) else { continue };
+            let Some(sequence) = self.sequences.get_mut(id) else {
+                continue;
+            };
             sequence.version = Some(self.versions.newest);
             if sequence.place.is_some() {
                 self.give_up_place(*id);

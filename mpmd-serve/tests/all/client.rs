@@ -32,7 +32,10 @@ impl Answer {
     pub(crate) fn chunks(&self) -> Vec<Value> {
         let mut events = self.events();
         assert_eq!(events.pop().as_deref(), Some("[DONE]"));
-        events.iter().map(|event| serde_json::from_str(event).unwrap()).collect()
+        events
+            .iter()
+            .map(|event| serde_json::from_str(event).unwrap())
+            .collect()
     }
 
     pub(crate) fn header(&self, name: &str) -> Option<&str> {
@@ -77,8 +80,17 @@ pub(crate) fn read(stream: TcpStream) -> Answer {
         // The connection may be reset behind a refusal.
         _ = from.read_to_end(&mut rest);
     }
-    let status = head.split(' ').nth(1).unwrap_or_default().parse().unwrap_or(0);
-    Answer { status, head, body: String::from_utf8(rest).unwrap() }
+    let status = head
+        .split(' ')
+        .nth(1)
+        .unwrap_or_default()
+        .parse()
+        .unwrap_or(0);
+    Answer {
+        status,
+        head,
+        body: String::from_utf8(rest).unwrap(),
+    }
 }
 
 /// Reads the lines before the body.

@@ -11,7 +11,12 @@ use tempfile::{NamedTempFile, TempDir};
 use crate::client::{Answer, LONG, send};
 use crate::server::{Act, Server, settings};
 
-const ENDPOINTS: [&str; 4] = ["/pause", "/resume", "/update_weight_version", "/load_weights"];
+const ENDPOINTS: [&str; 4] = [
+    "/pause",
+    "/resume",
+    "/update_weight_version",
+    "/load_weights",
+];
 
 /// Returns a file with a key.
 pub(crate) fn key_file(key: &str) -> NamedTempFile {
@@ -23,12 +28,19 @@ pub(crate) fn key_file(key: &str) -> NamedTempFile {
 fn start(settings: FrontSettings) -> (Server, NamedTempFile) {
     let key = key_file("control");
     let control_key_file = Some(key.path().to_owned());
-    let settings = FrontSettings { control_key_file, ..settings };
+    let settings = FrontSettings {
+        control_key_file,
+        ..settings
+    };
     (Server::start_with(settings, |_| Act::Echo), key)
 }
 
 fn post(server: &Server, path: &str, key: &str, body: &str) -> Answer {
-    let key = if key.is_empty() { "" } else { &format!("Authorization: Bearer {key}\r\n") };
+    let key = if key.is_empty() {
+        ""
+    } else {
+        &format!("Authorization: Bearer {key}\r\n")
+    };
     let head = format!("POST {path} HTTP/1.1\r\nHost: localhost\r\n{key}");
     send(server.address, &head, body.as_bytes())
 }
@@ -39,10 +51,16 @@ fn without_a_control_key_no_endpoint_controls() {
     for path in ENDPOINTS {
         for answer in [server.post(path, &json!({})), server.get(path)] {
             assert_eq!(answer.status, 404);
-            assert_eq!(answer.json()["error"]["message"], "there is no such endpoint");
+            assert_eq!(
+                answer.json()["error"]["message"],
+                "there is no such endpoint"
+            );
         }
     }
-    assert_eq!(server.get("/is_paused").json(), json!({ "is_paused": false }));
+    assert_eq!(
+        server.get("/is_paused").json(),
+        json!({ "is_paused": false })
+    );
     let info = json!({ "version": 0, "weight_version": "default", "requests": 0, "old": null,
         "failure": null });
     assert_eq!(server.get("/weight_info").json(), info);
@@ -51,11 +69,17 @@ fn without_a_control_key_no_endpoint_controls() {
 #[test]
 fn control_has_a_key_of_its_own() {
     let api = key_file("api");
-    let (server, _key) =
-        start(FrontSettings { api_key_file: Some(api.path().to_owned()), ..settings() });
+    let (server, _key) = start(FrontSettings {
+        api_key_file: Some(api.path().to_owned()),
+        ..settings()
+    });
     for path in ENDPOINTS {
         for key in ["", "api", "contro", "control2"] {
-            assert_eq!(post(&server, path, key, "{}").status, 401, "{path} with {key:?}");
+            assert_eq!(
+                post(&server, path, key, "{}").status,
+                401,
+                "{path} with {key:?}"
+            );
         }
         assert_ne!(post(&server, path, "control", "[]").status, 401, "{path}");
     }
@@ -69,7 +93,10 @@ fn control_has_a_key_of_its_own() {
         assert_eq!((get("api"), get("control"), get("")), (200, 401, 401));
     }
     let body = json!({ "prompt": "a" }).to_string();
-    assert_eq!(post(&server, "/v1/completions", "control", &body).status, 401);
+    assert_eq!(
+        post(&server, "/v1/completions", "control", &body).status,
+        401
+    );
 }
 
 #[test]
@@ -83,12 +110,28 @@ fn wrong_fields_of_control_are_named() {
         ("/pause", json!({ "mode": 7 }), "mode"),
         ("/pause", json!({ "mod": "keep" }), "mod"),
         ("/update_weight_version", json!({}), "weight_version"),
-        ("/update_weight_version", json!({ "weight_version": "" }), "weight_version"),
-        ("/update_weight_version", json!({ "weight_version": 42 }), "weight_version"),
-        ("/update_weight_version", json!({ "weight_version": "é".repeat(257) }), "weight_version"),
+        (
+            "/update_weight_version",
+            json!({ "weight_version": "" }),
+            "weight_version",
+        ),
+        (
+            "/update_weight_version",
+            json!({ "weight_version": 42 }),
+            "weight_version",
+        ),
+        (
+            "/update_weight_version",
+            json!({ "weight_version": "é".repeat(257) }),
+            "weight_version",
+        ),
         ("/load_weights", json!({}), "path"),
         ("/load_weights", json!({ "path": "/" }), "path"),
-        ("/load_weights", json!({ "path": "/", "version": 7 }), "version"),
+        (
+            "/load_weights",
+            json!({ "path": "/", "version": 7 }),
+            "version",
+        ),
     ] {
         let answer = post(&server, path, "control", &body.to_string());
         assert_eq!(
@@ -103,7 +146,9 @@ fn wrong_fields_of_control_are_named() {
 fn labels_name_the_weights_of_later_answers() {
     let (server, _key) = start(settings());
     let version = || {
-        let reply = server.post("/v1/completions", &json!({ "prompt": "a" })).json();
+        let reply = server
+            .post("/v1/completions", &json!({ "prompt": "a" }))
+            .json();
         assert!(reply.get("weight_versions").is_none());
         reply["weight_version"].clone()
     };
@@ -111,7 +156,12 @@ fn labels_name_the_weights_of_later_answers() {
     let label = "é".repeat(256);
     for label in ["step-42", &label] {
         let body = json!({ "weight_version": label });
-        let answer = post(&server, "/update_weight_version", "control", &body.to_string());
+        let answer = post(
+            &server,
+            "/update_weight_version",
+            "control",
+            &body.to_string(),
+        );
         assert_eq!(answer.json(), body);
         assert_eq!(version(), label);
         assert_eq!(server.get("/weight_info").json()["weight_version"], label);
@@ -135,8 +185,10 @@ fn weights_outside_the_allowed_folders_are_refused() {
     std::os::unix::fs::symlink(other, allowed.join("link")).unwrap();
     std::os::unix::fs::symlink(allowed, other.join("back")).unwrap();
     let sibling = format!("{}2", allowed.display());
-    let (server, _key) =
-        start(FrontSettings { weight_folders: vec![allowed.to_owned()], ..settings() });
+    let (server, _key) = start(FrontSettings {
+        weight_folders: vec![allowed.to_owned()],
+        ..settings()
+    });
     let (name, of_other) = (allowed.file_name().unwrap(), other.file_name().unwrap());
     for path in [
         other,

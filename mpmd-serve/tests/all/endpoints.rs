@@ -10,7 +10,10 @@ use crate::server::{Act, POSITIONS, Server, greedy};
 fn comparable(mut reply: Value) -> Value {
     for (key, prefix) in [("id", "c"), ("created", "")] {
         let removed = reply.as_object_mut().unwrap().remove(key).unwrap();
-        assert!(removed.is_u64() || removed.as_str().unwrap().starts_with(prefix), "{removed}");
+        assert!(
+            removed.is_u64() || removed.as_str().unwrap().starts_with(prefix),
+            "{removed}"
+        );
     }
     reply
 }
@@ -20,33 +23,61 @@ fn endpoints_without_a_model_answer() {
     let server = Server::echo();
     assert_eq!(server.get("/health").status, 200);
     let version = server.get("/version");
-    assert_eq!(version.json(), json!({ "version": env!("CARGO_PKG_VERSION") }));
+    assert_eq!(
+        version.json(),
+        json!({ "version": env!("CARGO_PKG_VERSION") })
+    );
     assert_eq!(server.get("/ready").status, 200);
     let models = server.get("/v1/models").json();
-    assert_eq!((&models["object"], &models["data"][0]["id"]), (&json!("list"), &json!("toy")));
+    assert_eq!(
+        (&models["object"], &models["data"][0]["id"]),
+        (&json!("list"), &json!("toy"))
+    );
     assert_eq!(models["data"][0]["max_model_len"], POSITIONS);
     let page = server.get("/");
-    assert!(page.header("content-security-policy").unwrap().contains("default-src 'none'"));
+    assert!(
+        page.header("content-security-policy")
+            .unwrap()
+            .contains("default-src 'none'")
+    );
     assert!(page.body.contains("</html>") && !page.body.contains("https://"));
     let metrics = server.get("/metrics");
-    assert!(metrics.header("content-type").unwrap().starts_with("text/plain; version=0.0.4"));
-    assert!(metrics.body.contains("mpmd_requests_running 0"), "{}", metrics.body);
+    assert!(
+        metrics
+            .header("content-type")
+            .unwrap()
+            .starts_with("text/plain; version=0.0.4")
+    );
+    assert!(
+        metrics.body.contains("mpmd_requests_running 0"),
+        "{}",
+        metrics.body
+    );
 }
 
 #[test]
 fn texts_become_tokens_and_texts_again() {
     let server = Server::echo();
-    let tokens = server.post("/tokenize", &json!({ "prompt": "one two" })).json();
+    let tokens = server
+        .post("/tokenize", &json!({ "prompt": "one two" }))
+        .json();
     let plain = json!({ "model": "toy", "prompt": "one two", "add_special_tokens": false });
     let plain = server.post("/tokenize", &plain).json();
     let list = plain["tokens"].as_array().unwrap();
     assert_eq!(tokens["tokens"].as_array().unwrap()[1..], list[..]);
-    assert_eq!((&plain["count"], &plain["max_model_len"]), (&json!(list.len()), &json!(POSITIONS)));
-    let text = server.post("/detokenize", &json!({ "tokens": tokens["tokens"] })).json();
+    assert_eq!(
+        (&plain["count"], &plain["max_model_len"]),
+        (&json!(list.len()), &json!(POSITIONS))
+    );
+    let text = server
+        .post("/detokenize", &json!({ "tokens": tokens["tokens"] }))
+        .json();
     assert_eq!(text, json!({ "prompt": "<s>one two" }));
     let chat = json!({ "messages": [{ "role": "user", "content": "Hi" }] });
     let chat = server.post("/tokenize", &chat).json();
-    let text = server.post("/detokenize", &json!({ "tokens": chat["tokens"] })).json();
+    let text = server
+        .post("/detokenize", &json!({ "tokens": chat["tokens"] }))
+        .json();
     assert_eq!(text["prompt"], "<user>Hi<assistant>");
 }
 
@@ -127,7 +158,11 @@ fn chat_has_the_form_of_openai() {
 #[test]
 fn logprobs_have_the_two_forms_of_openai() {
     let server = Server::start(|_| Act::Send(vec![69, 71], Finish::Length));
-    let text = |id: u32| server.post("/detokenize", &json!({ "tokens": [id] })).json();
+    let text = |id: u32| {
+        server
+            .post("/detokenize", &json!({ "tokens": [id] }))
+            .json()
+    };
     let text = |id: u32| text(id)["prompt"].as_str().unwrap().to_owned();
     let (first, second, top) = (text(69), text(71), text(70));
     let body = json!({ "prompt": "a", "logprobs": 1 });
@@ -164,7 +199,10 @@ fn logprobs_have_the_two_forms_of_openai() {
 fn settings_reach_the_engine() {
     let server = Server::echo();
     server.post("/v1/completions", &json!({ "prompt": [5], "seed": 3 }));
-    server.post("/v1/completions", &json!({ "prompt": [5], "seed": -1, "ignore_eos": true }));
+    server.post(
+        "/v1/completions",
+        &json!({ "prompt": [5], "seed": -1, "ignore_eos": true }),
+    );
     server.post("/v1/completions", &json!({ "prompt": [5] }));
     server.post("/v1/completions", &json!({ "prompt": [5] }));
     let all = json!({
@@ -198,7 +236,14 @@ fn settings_reach_the_engine() {
         logprobs: None,
     };
     assert_eq!(seen[0], first);
-    assert_eq!(seen[1], Request { sampling: greedy(u64::MAX), ends: Vec::new(), ..first });
+    assert_eq!(
+        seen[1],
+        Request {
+            sampling: greedy(u64::MAX),
+            ends: Vec::new(),
+            ..first
+        }
+    );
     assert_ne!(seen[2].sampling.seed, seen[3].sampling.seed);
     assert_eq!((seen[4].max_tokens, seen[4].logprobs), (3, Some(20)));
     assert_eq!(

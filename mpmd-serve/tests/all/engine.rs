@@ -34,7 +34,13 @@ fn request(prompt: &[u32], max_tokens: usize, seed: Option<u64>) -> Request {
         seed,
         ..greedy
     });
-    Request { prompt: prompt.to_vec(), max_tokens, sampling, ends: Vec::new(), logprobs: None }
+    Request {
+        prompt: prompt.to_vec(),
+        max_tokens,
+        sampling,
+        ends: Vec::new(),
+        logprobs: None,
+    }
 }
 
 /// Returns the tokens of a request.
@@ -82,7 +88,10 @@ fn serve_folder(
         let job = job.settings(|settings| settings.devices_by_process(devices));
         let results = job.run(|p| {
             let meshes = model.meshes(|stage| stage)?;
-            let room = Room { blocks: sizes.blocks, sequences: sizes.sequences };
+            let room = Room {
+                blocks: sizes.blocks,
+                sequences: sizes.sequences,
+            };
             let mut inference = model.inference(p, &meshes, room, false)?;
             let own = || engine.lock().unwrap().take();
             let mut own = (p.process() == ProcessId(0)).then(own).flatten();
@@ -93,7 +102,11 @@ fn serve_folder(
             let plans = p.metrics().plan_cache.misses;
             run(p, &mut inference, devices.len(), own.as_mut())?;
             if queue.metrics().contains("mpmd_failed_passes_total 0") {
-                assert_eq!(p.metrics().plan_cache.misses, plans, "no request needs a new plan");
+                assert_eq!(
+                    p.metrics().plan_cache.misses,
+                    plans,
+                    "no request needs a new plan"
+                );
             }
             Ok(())
         });
@@ -110,14 +123,23 @@ impl Drop for Drain<'_> {
     }
 }
 
-const SIZES: Sizes = Sizes { lanes: 1, sequences: 16, blocks: 60, chunk: 24, positions: 128 };
+const SIZES: Sizes = Sizes {
+    lanes: 1,
+    sequences: 16,
+    blocks: 60,
+    chunk: 24,
+    positions: 128,
+};
 
 #[test]
 fn greedy_tokens_equal_those_of_transformers_among_others() {
     for name in ["plain", "qwen3-window", "gemma2", "gpt2", "mixtral"] {
         let Expected { prompt, greedy } = expected(name);
         for devices in [&[1][..], &[1, 1], &[1, 1, 1, 1]] {
-            let sizes = Sizes { lanes: devices.len(), ..SIZES };
+            let sizes = Sizes {
+                lanes: devices.len(),
+                ..SIZES
+            };
             serve(name, devices, sizes, |queue| {
                 let alone = tokens(queue.submit(request(&prompt, greedy.len(), None)).unwrap());
                 assert_eq!(alone, greedy, "{name} over {devices:?}, alone");
@@ -158,15 +180,24 @@ fn greedy_tokens_equal_those_of_transformers_among_others() {
 fn drawn_tokens_depend_on_request_and_seed_alone() {
     let Expected { prompt, .. } = expected("llama3");
     let found = Mutex::new(Vec::new());
-    for (devices, blocks, chunk) in
-        [(&[1][..], 60, 24), (&[1, 1], 9, 3), (&[1, 1, 1], 60, 512), (&[2, 1], 60, 24)]
-    {
-        let sizes = Sizes { lanes: devices.len(), blocks, chunk, ..SIZES };
+    for (devices, blocks, chunk) in [
+        (&[1][..], 60, 24),
+        (&[1, 1], 9, 3),
+        (&[1, 1, 1], 60, 512),
+        (&[2, 1], 60, 24),
+    ] {
+        let sizes = Sizes {
+            lanes: devices.len(),
+            blocks,
+            chunk,
+            ..SIZES
+        };
         serve("llama3", devices, sizes, |queue| {
             let drawn = |seed| request(&prompt, 50, Some(seed));
             // Some have to give up their places, where there are few blocks.
-            let streams: Vec<Stream> =
-                (0..6).map(|seed| queue.submit(drawn(seed)).unwrap()).collect();
+            let streams: Vec<Stream> = (0..6)
+                .map(|seed| queue.submit(drawn(seed)).unwrap())
+                .collect();
             let texts: Vec<Vec<u32>> = streams.into_iter().map(tokens).collect();
             assert_ne!(texts[0], texts[1]);
             found.lock().unwrap().push(texts);
@@ -203,7 +234,10 @@ fn texts_end_at_end_tokens_and_tell_probabilities() {
                 Event::Failed(why) => panic!("{why}"),
             }
         }
-        assert_eq!((found, finish), (greedy[..=until].to_vec(), Some(Finish::Stop)));
+        assert_eq!(
+            (found, finish),
+            (greedy[..=until].to_vec(), Some(Finish::Stop))
+        );
     });
 }
 
@@ -212,7 +246,10 @@ fn long_sequences_need_no_plans_after_a_warm_up_with_few_tokens() {
     let folder = Folder::open(path("plain")).unwrap();
     let model = Stages::new(&folder, 2, SIZES.positions).unwrap();
     let results = Simulation::new(2, 2).run(|p| {
-        let room = Room { blocks: SIZES.blocks, sequences: SIZES.sequences };
+        let room = Room {
+            blocks: SIZES.blocks,
+            sequences: SIZES.sequences,
+        };
         let meshes = model.meshes(|stage| stage)?;
         let mut inference = model.inference(p, &meshes, room, false)?;
         inference.warm_up(p, |tokens, _| tokens >= 8)?;
@@ -220,10 +257,20 @@ fn long_sequences_need_no_plans_after_a_warm_up_with_few_tokens() {
         let mut last = None;
         for count in [1, 600, 3000, 5000] {
             let (given, blocks) = (vec![1], vec![0; count]);
-            let chunk = Chunk { slot: 0, start: 0, given, samples: false, blocks, new: None };
+            let chunk = Chunk {
+                slot: 0,
+                start: 0,
+                given,
+                samples: false,
+                blocks,
+                new: None,
+            };
             last = Some(inference.pass(
                 p,
-                &Pass { version: 0, chunks: vec![chunk] },
+                &Pass {
+                    version: 0,
+                    chunks: vec![chunk],
+                },
                 last.as_ref(),
             )?);
             p.sync()?;
@@ -241,14 +288,19 @@ fn logits_that_are_not_finite_end_their_request() {
     for (token, devices) in [(7, &[1][..]), (7, &[1, 1, 1]), (0, &[2, 1]), (160, &[2])] {
         let folder = with_poisoned_token("plain", token);
         assert!(!prompt.contains(&token) && !greedy.contains(&token));
-        let sizes = Sizes { lanes: devices.len(), ..SIZES };
+        let sizes = Sizes {
+            lanes: devices.len(),
+            ..SIZES
+        };
         serve_folder(folder.path(), devices, sizes, |queue, _| {
             let submit =
                 |prompt: &[u32], tokens| queue.submit(request(prompt, tokens, None)).unwrap();
             let others: Vec<Stream> = (0..4).map(|_| submit(&prompt, greedy.len())).collect();
             for round in 0..3 {
                 let mut bad = submit(&[token], 20);
-                let Some(Event::Failed(why)) = block_on(bad.next()) else { panic!("no error") };
+                let Some(Event::Failed(why)) = block_on(bad.next()) else {
+                    panic!("no error")
+                };
                 assert!(why.contains("logits are not finite"), "{round}: {why}");
             }
             for other in others {
@@ -264,7 +316,10 @@ fn logits_that_are_not_finite_end_their_request() {
 fn failed_pass_has_its_requests_computed_alone() {
     let Expected { prompt, greedy } = expected("plain");
     for devices in [&[1][..], &[1, 1, 1]] {
-        let sizes = Sizes { lanes: devices.len(), ..SIZES };
+        let sizes = Sizes {
+            lanes: devices.len(),
+            ..SIZES
+        };
         serve_folder(&path("plain"), devices, sizes, |queue, versions| {
             let submit = |tokens| queue.submit(request(&prompt, tokens, None)).unwrap();
             let mut others: Vec<Stream> = (0..4).map(|_| submit(greedy.len())).collect();
@@ -277,11 +332,15 @@ fn failed_pass_has_its_requests_computed_alone() {
             }
             let bad: Vec<Stream> = (0..3).map(|_| submit(4)).collect();
             for mut bad in bad {
-                let Some(Event::Failed(why)) = block_on(bad.next()) else { panic!("no error") };
+                let Some(Event::Failed(why)) = block_on(bad.next()) else {
+                    panic!("no error")
+                };
                 assert!(why.contains("the model has failed"), "{why}");
             }
             for (other, first) in others.into_iter().zip(firsts) {
-                let Some(Event::Token(first)) = first else { panic!("no token") };
+                let Some(Event::Token(first)) = first else {
+                    panic!("no token")
+                };
                 let found = [vec![first.id], tokens(other)].concat();
                 assert_eq!(found, greedy, "over {devices:?}");
             }
@@ -298,7 +357,9 @@ fn token_without_a_row_ends_its_request() {
         let submit = |prompt: &[u32], tokens| queue.submit(request(prompt, tokens, None)).unwrap();
         let other = submit(&prompt, greedy.len());
         let mut wrong = submit(&[1_000_000], 4);
-        let Some(Event::Failed(why)) = block_on(wrong.next()) else { panic!("no error") };
+        let Some(Event::Failed(why)) = block_on(wrong.next()) else {
+            panic!("no error")
+        };
         assert!(why.contains("token 1000000 has no row"), "{why}");
         assert_eq!(tokens(other), greedy);
         let metrics = queue.metrics();
@@ -311,7 +372,10 @@ fn invalid_chunks_are_refused_before_issue() {
     let folder = Folder::open(path("plain")).unwrap();
     let model = Stages::new(&folder, 2, SIZES.positions).unwrap();
     let results = Simulation::new(2, 2).run(|p| {
-        let room = Room { blocks: SIZES.blocks, sequences: SIZES.sequences };
+        let room = Room {
+            blocks: SIZES.blocks,
+            sequences: SIZES.sequences,
+        };
         let meshes = model.meshes(|stage| stage)?;
         let mut inference = model.inference(p, &meshes, room, false)?;
         let good = Chunk {
@@ -323,19 +387,60 @@ fn invalid_chunks_are_refused_before_issue() {
             new: None,
         };
         let wrong = [
-            (Chunk { slot: 16, ..good.clone() }, "place 16 of 16"),
-            (Chunk { start: 127, blocks: vec![0; 9], ..good.clone() }, "129 tokens, where 128"),
-            (Chunk { start: 15, ..good.clone() }, "1 blocks for 17 tokens"),
-            (Chunk { blocks: vec![60], ..good.clone() }, "block 60 of 60"),
-            (Chunk { given: vec![1, 9999], ..good.clone() }, "token 9999 has no row"),
+            (
+                Chunk {
+                    slot: 16,
+                    ..good.clone()
+                },
+                "place 16 of 16",
+            ),
+            (
+                Chunk {
+                    start: 127,
+                    blocks: vec![0; 9],
+                    ..good.clone()
+                },
+                "129 tokens, where 128",
+            ),
+            (
+                Chunk {
+                    start: 15,
+                    ..good.clone()
+                },
+                "1 blocks for 17 tokens",
+            ),
+            (
+                Chunk {
+                    blocks: vec![60],
+                    ..good.clone()
+                },
+                "block 60 of 60",
+            ),
+            (
+                Chunk {
+                    given: vec![1, 9999],
+                    ..good.clone()
+                },
+                "token 9999 has no row",
+            ),
         ];
         for (chunk, expected) in wrong {
-            let pass = Pass { version: 0, chunks: vec![good.clone(), chunk] };
+            let pass = Pass {
+                version: 0,
+                chunks: vec![good.clone(), chunk],
+            };
             let said = inference.pass(p, &pass, None).unwrap_err().to_string();
             assert!(said.contains(expected), "{said}");
         }
         // Nothing was issued: the job goes on. A sequence that never began is a value.
-        let choices = inference.pass(p, &Pass { version: 0, chunks: vec![good] }, None)?;
+        let choices = inference.pass(
+            p,
+            &Pass {
+                version: 0,
+                chunks: vec![good],
+            },
+            None,
+        )?;
         if let Some(choices) = inference.read(&choices)? {
             let choice = choices[0].as_ref().unwrap();
             assert_eq!(choice.token, Err(Unchosen::OutOfOrder));
@@ -350,10 +455,18 @@ fn prompts_without_room_fail_alone() {
     let Expected { prompt, greedy } = expected("plain");
     serve("plain", &[1], SIZES, |queue| {
         let mut long = queue.submit(request(&[1; 128], 1, None)).unwrap();
-        let Some(Event::Failed(why)) = block_on(long.next()) else { panic!("no room") };
-        assert!(why.contains("a prompt of 128 tokens: from 1 to 127 have room"), "{why}");
+        let Some(Event::Failed(why)) = block_on(long.next()) else {
+            panic!("no room")
+        };
+        assert!(
+            why.contains("a prompt of 128 tokens: from 1 to 127 have room"),
+            "{why}"
+        );
         // As many as there are positions.
-        assert_eq!(tokens(queue.submit(request(&[1; 100], 64, None)).unwrap()).len(), 28);
+        assert_eq!(
+            tokens(queue.submit(request(&[1; 100], 64, None)).unwrap()).len(),
+            28
+        );
         let found = tokens(queue.submit(request(&prompt, 64, None)).unwrap());
         assert_eq!(found, greedy);
     });

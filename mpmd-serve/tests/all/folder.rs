@@ -8,13 +8,18 @@ use tempfile::TempDir;
 
 /// Returns the path of a folder of this name.
 pub(crate) fn path(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../mpmd-models/tests/folders").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../mpmd-models/tests/folders")
+        .join(name)
 }
 
 /// Copies the files of a folder.
 pub(crate) fn copied(name: &str) -> TempDir {
     let folder = tempfile::tempdir().unwrap();
-    for file in fs::read_dir(path(name)).unwrap().map(|file| file.unwrap().path()) {
+    for file in fs::read_dir(path(name))
+        .unwrap()
+        .map(|file| file.unwrap().path())
+    {
         fs::copy(&file, folder.path().join(file.file_name().unwrap())).unwrap();
     }
     folder
@@ -32,7 +37,10 @@ pub(crate) fn with_poisoned_token(name: &str, token: u32) -> TempDir {
     let width = table["shape"][1].as_u64().unwrap() as usize;
     let start = 8 + header + table["data_offsets"][0].as_u64().unwrap() as usize;
     let row = &mut bytes[start + token as usize * width * 4..][..width * 4];
-    row.as_chunks_mut().0.iter_mut().for_each(|value| *value = f32::NAN.to_le_bytes());
+    row.as_chunks_mut()
+        .0
+        .iter_mut()
+        .for_each(|value| *value = f32::NAN.to_le_bytes());
     fs::write(weights, bytes).unwrap();
     folder
 }

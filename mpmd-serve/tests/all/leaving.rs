@@ -25,7 +25,10 @@ const COMPLETIONS: &str = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 #[test]
 fn client_that_leaves_ends_its_request() {
     let server = Server::start(|request| Act::Stall(request.prompt.clone()));
-    for body in [json!({ "prompt": "ab", "stream": true }), json!({ "prompt": "ab" })] {
+    for body in [
+        json!({ "prompt": "ab", "stream": true }),
+        json!({ "prompt": "ab" }),
+    ] {
         let mut stream = connect(server.address);
         write(&mut stream, COMPLETIONS, body.to_string().as_bytes());
         until("the request is taken", || server.queue.open() == 1);
@@ -35,7 +38,12 @@ fn client_that_leaves_ends_its_request() {
     until("the engine has dropped both", || {
         server.queue.metrics().contains("mpmd_requests_running 0")
     });
-    assert!(server.queue.metrics().contains("mpmd_requests_ended_total{end=\"left\"} 2"));
+    assert!(
+        server
+            .queue
+            .metrics()
+            .contains("mpmd_requests_ended_total{end=\"left\"} 2")
+    );
 }
 
 #[test]
@@ -44,7 +52,10 @@ fn client_that_leaves_unread_bytes_is_noticed() {
     for (body, more) in [
         (json!({ "prompt": "ab" }), "\r\n"),
         (json!({ "prompt": "ab", "stream": true }), "\r\n"),
-        (json!({ "prompt": "ab" }), "GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+        (
+            json!({ "prompt": "ab" }),
+            "GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        ),
     ] {
         let mut stream = connect(server.address);
         write_on(&mut stream, &body, more);
@@ -52,14 +63,21 @@ fn client_that_leaves_unread_bytes_is_noticed() {
         drop(stream);
         until("the client is noticed", || server.queue.open() == 0);
     }
-    assert!(server.queue.metrics().contains("mpmd_requests_ended_total{end=\"left\"} 3"));
+    assert!(
+        server
+            .queue
+            .metrics()
+            .contains("mpmd_requests_ended_total{end=\"left\"} 3")
+    );
 }
 
 /// Writes a request on a connection that is kept, and more bytes behind it.
 fn write_on(stream: &mut TcpStream, body: &serde_json::Value, more: &str) {
     let body = body.to_string();
     let head = format!("{COMPLETIONS}Content-Length: {}\r\n\r\n", body.len());
-    stream.write_all(format!("{head}{body}{more}").as_bytes()).unwrap();
+    stream
+        .write_all(format!("{head}{body}{more}").as_bytes())
+        .unwrap();
 }
 
 #[test]
@@ -67,7 +85,10 @@ fn half_closed_client_gets_its_answer() {
     // The engine ends the requests once the clients were asked.
     let server = Server::start(|_| Act::Ignore);
     let mut clients = Vec::new();
-    for body in [json!({ "prompt": "ab" }), json!({ "prompt": "ab", "stream": true })] {
+    for body in [
+        json!({ "prompt": "ab" }),
+        json!({ "prompt": "ab", "stream": true }),
+    ] {
         let mut stream = connect(server.address);
         write_on(&mut stream, &body, "");
         stream.shutdown(Shutdown::Write).unwrap();
@@ -83,9 +104,15 @@ fn half_closed_client_gets_its_answer() {
     server.queue.fail("the end");
     let mut whole = String::new();
     clients[0].read_to_string(&mut whole).unwrap();
-    assert!(whole.starts_with("HTTP/1.1 500") && whole.contains("the end"), "{whole}");
+    assert!(
+        whole.starts_with("HTTP/1.1 500") && whole.contains("the end"),
+        "{whole}"
+    );
     let event = read_chunk(&mut clients[1]).unwrap();
-    assert!(String::from_utf8_lossy(&event).contains("the end"), "{event:?}");
+    assert!(
+        String::from_utf8_lossy(&event).contains("the end"),
+        "{event:?}"
+    );
     // A quick answer comes alone.
     let echo = Server::echo();
     let mut stream = connect(echo.address);
@@ -126,7 +153,9 @@ fn connection_serves_several_requests() {
     let server = Server::echo();
     let mut stream = connect(server.address);
     for _ in 0..3 {
-        stream.write_all(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
+        stream
+            .write_all(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            .unwrap();
         let mut bytes = [0; 1024];
         let count = stream.read(&mut bytes).unwrap();
         assert!(bytes[..count].starts_with(b"HTTP/1.1 200"));
@@ -135,11 +164,20 @@ fn connection_serves_several_requests() {
 
 #[test]
 fn connections_beyond_the_limit_wait_for_others() {
-    let server =
-        Server::start_with(FrontSettings { max_connections: 2, ..settings() }, |_| Act::Echo);
+    let server = Server::start_with(
+        FrontSettings {
+            max_connections: 2,
+            ..settings()
+        },
+        |_| Act::Echo,
+    );
     let held = [connect(server.address), connect(server.address)];
     let mut third = connect(server.address);
-    write(&mut third, "GET /health HTTP/1.1\r\nHost: localhost\r\n", b"");
+    write(
+        &mut third,
+        "GET /health HTTP/1.1\r\nHost: localhost\r\n",
+        b"",
+    );
     drop(held);
     assert_eq!(read(third).status, 200);
 }
@@ -155,12 +193,23 @@ fn draining_server_answers_open_requests_and_no_new_ones() {
     write(&mut open, COMPLETIONS, body.to_string().as_bytes());
     until("the request is taken", || server.queue.open() == 1);
     server.front().drain();
-    until("the server drains", || server.queue.phase() == Phase::Draining);
+    until("the server drains", || {
+        server.queue.phase() == Phase::Draining
+    });
     let ready = server.get("/ready");
-    assert_eq!((ready.status, &ready.json()["status"]), (503, &json!("draining")));
+    assert_eq!(
+        (ready.status, &ready.json()["status"]),
+        (503, &json!("draining"))
+    );
     let refused = server.post("/v1/completions", &json!({ "prompt": "a" }));
-    assert_eq!((refused.status, refused.header("retry-after")), (503, Some("5")));
-    assert_eq!(refused.json()["error"]["message"], "the server is shutting down");
+    assert_eq!(
+        (refused.status, refused.header("retry-after")),
+        (503, Some("5"))
+    );
+    assert_eq!(
+        refused.json()["error"]["message"],
+        "the server is shutting down"
+    );
     // A second request to end fails the open one.
     server.front().drain();
     let error = &read(open).chunks()[0]["error"]["message"];
@@ -170,14 +219,25 @@ fn draining_server_answers_open_requests_and_no_new_ones() {
 
 #[test]
 fn drain_fails_open_requests_after_its_time() {
-    let server = Server::start_with(FrontSettings { drain: Duration::ZERO, ..settings() }, |_| {
-        Act::Stall(Vec::new())
-    });
+    let server = Server::start_with(
+        FrontSettings {
+            drain: Duration::ZERO,
+            ..settings()
+        },
+        |_| Act::Stall(Vec::new()),
+    );
     let mut open = connect(server.address);
-    write(&mut open, COMPLETIONS, json!({ "prompt": "a" }).to_string().as_bytes());
+    write(
+        &mut open,
+        COMPLETIONS,
+        json!({ "prompt": "a" }).to_string().as_bytes(),
+    );
     until("the request is taken", || server.queue.open() == 1);
     Front::drain(server.front());
     let reply = read(open);
     assert_eq!(reply.status, 500);
-    assert_eq!(reply.json()["error"]["message"], "the server is shutting down");
+    assert_eq!(
+        reply.json()["error"]["message"],
+        "the server is shutting down"
+    );
 }

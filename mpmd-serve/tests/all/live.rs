@@ -36,7 +36,13 @@ struct Reply {
 
 fn ask(queue: &Queue, prompt: &[u32], max_tokens: usize) -> Reply {
     let (prompt, sampling, ends) = (prompt.to_vec(), Sampling::default(), Vec::new());
-    let request = Request { prompt, max_tokens, sampling, ends, logprobs: Some(0) };
+    let request = Request {
+        prompt,
+        max_tokens,
+        sampling,
+        ends,
+        logprobs: Some(0),
+    };
     let mut stream = queue.submit(request).unwrap();
     let (mut tokens, mut probabilities) = (Vec::new(), Vec::new());
     while let Some(event) = block_on(stream.next()) {
@@ -50,7 +56,11 @@ fn ask(queue: &Queue, prompt: &[u32], max_tokens: usize) -> Reply {
         }
     }
     let versions = stream.versions().iter().map(ToString::to_string).collect();
-    Reply { tokens, probabilities, versions }
+    Reply {
+        tokens,
+        probabilities,
+        versions,
+    }
 }
 
 /// A model that the first processes serve and the others train.
@@ -69,12 +79,27 @@ impl Both {
         let lanes = devices.len();
         let training = training.after(devices.iter().sum());
         devices.extend(training.devices(|stage| stage).unwrap());
-        let sizes = Sizes { lanes, sequences: 6, blocks: 90, chunk: 32, positions };
-        Self { serving, training, devices, sizes, in_half }
+        let sizes = Sizes {
+            lanes,
+            sequences: 6,
+            blocks: 90,
+            chunk: 32,
+            positions,
+        };
+        Self {
+            serving,
+            training,
+            devices,
+            sizes,
+            in_half,
+        }
     }
 
     fn inference(&self, p: &mut Program) -> Result<Inference> {
-        let room = Room { blocks: self.sizes.blocks, sequences: self.sizes.sequences };
+        let room = Room {
+            blocks: self.sizes.blocks,
+            sequences: self.sizes.sequences,
+        };
         let meshes = self.serving.meshes(|stage| stage)?;
         self.serving.inference(p, &meshes, room, self.in_half)
     }
@@ -119,7 +144,11 @@ impl Both {
         inference: &Inference,
     ) -> Result<(WeightPublisher, mpmd::weights::Subscription)> {
         let token = Token::new([9; 32]);
-        let held = if self.in_half { WeightType::Bf16 } else { WeightType::F32 };
+        let held = if self.in_half {
+            WeightType::Bf16
+        } else {
+            WeightType::F32
+        };
         let publication = Publication::new("model", token.clone());
         let config = folder.config();
         let weights = WeightPublisher::new(p, publication, pipeline, config, None, held)?;
@@ -156,8 +185,18 @@ fn each_version_gives_the_tokens_of_its_checkpoint() {
     let checkpoints = tempfile::tempdir().unwrap();
     let folder = Folder::open(path("plain")).unwrap();
     let prompt = expected("plain").prompt;
-    let serving = || Stages::new(&folder, 1, 128).unwrap().tensor_parallel(&[2]).unwrap();
-    let both = Both::new(serving(), Stages::new(&folder, 2, TIME).unwrap(), 128, false);
+    let serving = || {
+        Stages::new(&folder, 1, 128)
+            .unwrap()
+            .tensor_parallel(&[2])
+            .unwrap()
+    };
+    let both = Both::new(
+        serving(),
+        Stages::new(&folder, 2, TIME).unwrap(),
+        128,
+        false,
+    );
     // The newest version that has answered a request.
     let answered = AtomicU64::new(0);
     let replies = Mutex::new(Vec::new());
@@ -215,7 +254,11 @@ fn each_version_gives_the_tokens_of_its_checkpoint() {
     for version in 0..=VERSIONS {
         let own = |(_, reply): &&(usize, Reply)| {
             reply.versions
-                == [if version == 0 { "default".to_owned() } else { version.to_string() }]
+                == [if version == 0 {
+                    "default".to_owned()
+                } else {
+                    version.to_string()
+                }]
         };
         let own: Vec<&(usize, Reply)> = replies.iter().filter(own).collect();
         let of = match version {
@@ -225,19 +268,31 @@ fn each_version_gives_the_tokens_of_its_checkpoint() {
         let expected = replies_of(&of, &both, &prompt);
         for (client, reply) in &own {
             assert_eq!(reply.tokens, expected[*client].tokens, "version {version}");
-            assert_eq!(reply.probabilities, expected[*client].probabilities, "version {version}");
+            assert_eq!(
+                reply.probabilities, expected[*client].probabilities,
+                "version {version}"
+            );
         }
         checked += usize::from(!own.is_empty());
     }
-    assert!(checked >= VERSIONS as usize, "{checked} versions have answered");
+    assert!(
+        checked >= VERSIONS as usize,
+        "{checked} versions have answered"
+    );
 }
 
 /// Returns the replies of a folder's weights to the clients, in the same layout.
 fn replies_of(folder: &Path, both: &Both, prompt: &[u32]) -> Vec<Reply> {
     let folder = Folder::open(folder).unwrap();
-    let serving = Stages::new(&folder, 1, 128).unwrap().tensor_parallel(&[2]).unwrap();
+    let serving = Stages::new(&folder, 1, 128)
+        .unwrap()
+        .tensor_parallel(&[2])
+        .unwrap();
     let training = Stages::new(&folder, 1, TIME).unwrap();
-    let alone = Both { sizes: both.sizes, ..Both::new(serving, training, 128, both.in_half) };
+    let alone = Both {
+        sizes: both.sizes,
+        ..Both::new(serving, training, 128, both.in_half)
+    };
     let found = Mutex::new(Vec::new());
     let program = |p: &mut Program, engine: Option<&mut Engine>| {
         let mut inference = alone.inference(p)?;
@@ -266,7 +321,10 @@ fn any_layout_of_the_training_gives_the_servers_bits() {
         ("gpt2", &[1], &[1, 1], None),
     ] {
         // In f32, as in the other test, only the first.
-        for in_half in [false, true].into_iter().filter(|half| *half || name == "plain") {
+        for in_half in [false, true]
+            .into_iter()
+            .filter(|half| *half || name == "plain")
+        {
             let folder = Folder::open(path(name)).unwrap();
             let stages = |devices: &[usize], experts: Option<usize>, time: usize| {
                 let stages = Stages::new(&folder, devices.len(), time).unwrap();

@@ -24,7 +24,9 @@ fn say(browser: &mut Chromium, text: &str) {
 
 #[test]
 fn page_chats_by_the_keyboard() {
-    let Some(mut browser) = Chromium::start() else { return };
+    let Some(mut browser) = Chromium::start() else {
+        return;
+    };
     let server = Server::echo();
     let busy = |millis| StageFigures {
         busy: Duration::from_millis(millis),
@@ -51,10 +53,19 @@ fn page_chats_by_the_keyboard() {
             // The conversation so far is asked about.
             say(&mut browser, "And");
             browser.until(&format!("({LAST}).includes('<user>And<assistant>')"));
-            assert_eq!(browser.number("document.querySelectorAll('#log li').length"), 4.0);
+            assert_eq!(
+                browser.number("document.querySelectorAll('#log li').length"),
+                4.0
+            );
             browser.until("document.querySelectorAll('#stages li').length === 2");
-            assert_eq!(browser.text("document.getElementById('flight').textContent"), "3");
-            assert_eq!(browser.text("document.getElementById('cache').textContent"), "25 %");
+            assert_eq!(
+                browser.text("document.getElementById('flight').textContent"),
+                "3"
+            );
+            assert_eq!(
+                browser.text("document.getElementById('cache').textContent"),
+                "25 %"
+            );
             let wide = "document.documentElement.scrollWidth > window.innerWidth";
             assert_eq!(browser.value(wide), false, "{window:?}");
             browser.picture(&format!("chat-{scheme}-{}", window[0]));
@@ -70,7 +81,9 @@ fn page_chats_by_the_keyboard() {
 
 #[test]
 fn page_stops_replies_and_tells_failures() {
-    let Some(mut browser) = Chromium::start() else { return };
+    let Some(mut browser) = Chromium::start() else {
+        return;
+    };
     let server = Server::start(|request| match request.sampling.temperature == 1.0 {
         true => Act::Fail,
         false => Act::Stall(vec![40, 41]),

@@ -20,7 +20,10 @@ fn param(answer: &Answer, status: u16) -> Option<String> {
     assert_eq!(keys, ["code", "message", "param", "type"]);
     let message = error["message"].as_str().unwrap();
     let param = error["param"].as_str().map(str::to_owned);
-    assert!(param.iter().all(|param| message.starts_with(param)), "{body}");
+    assert!(
+        param.iter().all(|param| message.starts_with(param)),
+        "{body}"
+    );
     param
 }
 
@@ -28,10 +31,28 @@ fn param(answer: &Answer, status: u16) -> Option<String> {
 fn bodies_that_are_no_object_are_refused() {
     let server = Server::echo();
     let nested = "[".repeat(100_000);
-    for body in ["", "{", "[]", "7", "\"a\"", "{\"prompt\": \"a\"} x", "\u{0}", "{'a': 1}", &nested]
-    {
-        for path in ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"] {
-            assert_eq!(param(&server.post_bytes(path, body.as_bytes()), 400), None, "{body:.9}");
+    for body in [
+        "",
+        "{",
+        "[]",
+        "7",
+        "\"a\"",
+        "{\"prompt\": \"a\"} x",
+        "\u{0}",
+        "{'a': 1}",
+        &nested,
+    ] {
+        for path in [
+            "/v1/completions",
+            "/v1/chat/completions",
+            "/tokenize",
+            "/detokenize",
+        ] {
+            assert_eq!(
+                param(&server.post_bytes(path, body.as_bytes()), 400),
+                None,
+                "{body:.9}"
+            );
         }
     }
     let latin = server.post_bytes("/v1/completions", b"{\"prompt\": \"\xff\"}");
@@ -109,8 +130,13 @@ fn fields_that_are_wrong_are_named() {
 
 #[test]
 fn fields_of_chats_that_are_wrong_are_named() {
-    let server =
-        Server::start_with(FrontSettings { max_tokens: Some(9), ..settings() }, |_| Act::Echo);
+    let server = Server::start_with(
+        FrontSettings {
+            max_tokens: Some(9),
+            ..settings()
+        },
+        |_| Act::Echo,
+    );
     let message = |role: &str, content: Value| json!([{ "role": role, "content": content }]);
     for (field, name, value) in [
         ("messages", "messages", json!([])),
@@ -119,25 +145,53 @@ fn fields_of_chats_that_are_wrong_are_named() {
         ("messages", "messages[0]", json!(["Hi"])),
         ("messages", "messages[0].role", json!([{ "content": "Hi" }])),
         ("messages", "messages[0].role", message("king", json!("Hi"))),
-        ("messages", "messages[0].content", message("user", Value::Null)),
+        (
+            "messages",
+            "messages[0].content",
+            message("user", Value::Null),
+        ),
         ("messages", "messages[0].content", message("user", json!(7))),
-        ("messages", "messages[0].content", message("user", json!([{ "type": "image_url" }]))),
-        ("messages", "messages[0].content", message("user", json!([{ "text": "Hi" }]))),
-        ("messages", "messages", message("tool", json!("the template raises an error"))),
-        ("messages", "messages", message("user", json!("long ".repeat(100)))),
+        (
+            "messages",
+            "messages[0].content",
+            message("user", json!([{ "type": "image_url" }])),
+        ),
+        (
+            "messages",
+            "messages[0].content",
+            message("user", json!([{ "text": "Hi" }])),
+        ),
+        (
+            "messages",
+            "messages",
+            message("tool", json!("the template raises an error")),
+        ),
+        (
+            "messages",
+            "messages",
+            message("user", json!("long ".repeat(100))),
+        ),
         (
             "messages",
             "messages[0].tool_calls",
             json!([{ "role": "assistant", "content": "", "tool_calls": [1] }]),
         ),
-        ("messages", "messages[0].name", json!([{ "role": "user", "content": "", "name": 1 }])),
+        (
+            "messages",
+            "messages[0].name",
+            json!([{ "role": "user", "content": "", "name": 1 }]),
+        ),
         ("max_tokens", "max_tokens", json!(10)),
         ("max_completion_tokens", "max_completion_tokens", json!(10)),
         ("top_logprobs", "top_logprobs", json!(2)),
         ("logprobs", "logprobs", json!(2)),
         ("tools", "tools", json!([{ "type": "function" }])),
         ("tool_choice", "tool_choice", json!("required")),
-        ("response_format", "response_format", json!({ "type": "json_object" })),
+        (
+            "response_format",
+            "response_format",
+            json!({ "type": "json_object" }),
+        ),
         ("prompt", "prompt", json!("a")),
         ("functions", "functions", json!([])),
     ] {
@@ -164,8 +218,17 @@ fn other_models_and_endpoints_are_not_found() {
 
 #[test]
 fn full_line_is_429_with_a_time() {
-    let waiting = Limits { requests: 2, tokens: 50 };
-    let server = Server::start_with(FrontSettings { waiting, ..settings() }, |_| Act::Ignore);
+    let waiting = Limits {
+        requests: 2,
+        tokens: 50,
+    };
+    let server = Server::start_with(
+        FrontSettings {
+            waiting,
+            ..settings()
+        },
+        |_| Act::Ignore,
+    );
     let body = |count: usize| json!({ "prompt": vec![5; count], "stream": true }).to_string();
     let head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n";
     let open = |count: usize| {
@@ -181,12 +244,25 @@ fn full_line_is_429_with_a_time() {
     let _first = open(40);
     let refused = server.post_bytes("/v1/completions", body(11).as_bytes());
     assert_eq!(param(&refused, 429), None);
-    assert!(refused.header("retry-after").unwrap().parse::<u64>().unwrap() >= 1);
+    assert!(
+        refused
+            .header("retry-after")
+            .unwrap()
+            .parse::<u64>()
+            .unwrap()
+            >= 1
+    );
     assert_eq!(refused.json()["error"]["code"], "rate_limit_exceeded");
     let _second = open(10);
     let refused = server.post_bytes("/v1/completions", body(1).as_bytes());
-    let error = refused.json()["error"]["message"].as_str().unwrap().to_owned();
-    assert!(refused.status == 429 && error.contains("2 requests are waiting"), "{error}");
+    let error = refused.json()["error"]["message"]
+        .as_str()
+        .unwrap()
+        .to_owned();
+    assert!(
+        refused.status == 429 && error.contains("2 requests are waiting"),
+        "{error}"
+    );
     let metrics = server.get("/metrics").body;
     for reason in ["requests", "tokens"] {
         let line = format!("mpmd_requests_rejected_total{{reason=\"{reason}\"}} 1");
@@ -206,8 +282,16 @@ fn refusals_have_no_control_characters_of_strangers() {
         let answer = server.post("/v1/chat/completions", &body);
         let error = &answer.json()["error"];
         let texts = [&error["message"], &error["param"]].map(|text| text.as_str().unwrap());
-        assert!(answer.status == 400 && texts[0].contains("\\u009b"), "{texts:?}");
-        assert!(!texts.concat().contains(|c: char| c.is_control() || c == '\u{202e}'), "{texts:?}");
+        assert!(
+            answer.status == 400 && texts[0].contains("\\u009b"),
+            "{texts:?}"
+        );
+        assert!(
+            !texts
+                .concat()
+                .contains(|c: char| c.is_control() || c == '\u{202e}'),
+            "{texts:?}"
+        );
     }
 }
 
@@ -217,7 +301,10 @@ fn requests_without_exactly_one_host_are_refused() {
     for (head, expected) in [
         ("GET /version HTTP/1.1\r\nHost: localhost\r\n", 200),
         ("GET /version HTTP/1.1\r\n", 400),
-        ("GET /version HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n", 400),
+        (
+            "GET /version HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n",
+            400,
+        ),
         ("GET /version HTTP/1.0\r\n", 200),
         ("GET /version HTTP/1.0\r\nHost: a\r\nHost: b\r\n", 400),
     ] {
@@ -227,8 +314,13 @@ fn requests_without_exactly_one_host_are_refused() {
 
 #[test]
 fn body_that_is_announced_as_too_long_is_not_awaited() {
-    let server =
-        Server::start_with(FrontSettings { max_body: 1 << 10, ..settings() }, |_| Act::Echo);
+    let server = Server::start_with(
+        FrontSettings {
+            max_body: 1 << 10,
+            ..settings()
+        },
+        |_| Act::Echo,
+    );
     let head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1025\r\n";
     for more in ["", "Expect: 100-continue\r\n"] {
         let mut stream = connect(server.address);
@@ -250,19 +342,37 @@ fn tokens_that_the_tokenizer_lacks_are_named() {
 
 #[test]
 fn large_bodies_and_heads_are_refused() {
-    let server =
-        Server::start_with(FrontSettings { max_body: 1 << 10, ..settings() }, |_| Act::Echo);
+    let server = Server::start_with(
+        FrontSettings {
+            max_body: 1 << 10,
+            ..settings()
+        },
+        |_| Act::Echo,
+    );
     let body = json!({ "prompt": "a".repeat(1024) });
     assert_eq!(server.post("/v1/completions", &body).status, 413);
     let head = "GET /version HTTP/1.1\r\nHost: localhost\r\n";
     let long = format!("{head}X: {}\r\n", "x".repeat(100_000));
     assert_eq!(send(server.address, &long, b"").status, 431);
-    let several: String = (0..4).map(|at| format!("X-{at}: {}\r\n", "x".repeat(9_000))).collect();
-    assert_eq!(send(server.address, &format!("{head}{several}"), b"").status, 431);
-    let less: String = (0..3).map(|at| format!("X-{at}: {}\r\n", "x".repeat(9_000))).collect();
-    assert_eq!(send(server.address, &format!("{head}{less}"), b"").status, 200);
+    let several: String = (0..4)
+        .map(|at| format!("X-{at}: {}\r\n", "x".repeat(9_000)))
+        .collect();
+    assert_eq!(
+        send(server.address, &format!("{head}{several}"), b"").status,
+        431
+    );
+    let less: String = (0..3)
+        .map(|at| format!("X-{at}: {}\r\n", "x".repeat(9_000)))
+        .collect();
+    assert_eq!(
+        send(server.address, &format!("{head}{less}"), b"").status,
+        200
+    );
     let many: String = (0..100).map(|at| format!("X-{at}: x\r\n")).collect();
-    assert_eq!(send(server.address, &format!("{head}{many}"), b"").status, 431);
+    assert_eq!(
+        send(server.address, &format!("{head}{many}"), b"").status,
+        431
+    );
     let mut stream = connect(server.address);
     std::io::Write::write_all(&mut stream, b"no HTTP\r\n\r\n").unwrap();
     assert_eq!(read(stream).status, 400);
@@ -274,7 +384,10 @@ fn long_text_is_refused_by_its_first_tokens() {
     let text = "ab ".repeat(100_000);
     for (path, body) in [
         ("/v1/completions", json!({ "prompt": text })),
-        ("/v1/chat/completions", json!({ "messages": [{ "role": "user", "content": text }] })),
+        (
+            "/v1/chat/completions",
+            json!({ "messages": [{ "role": "user", "content": text }] }),
+        ),
     ] {
         let answer = server.post(path, &body);
         assert!(param(&answer, 400).is_some());
@@ -291,9 +404,19 @@ fn keys_are_demanded_where_a_file_has_some() {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), "key-one\n\n  key-two \n").unwrap();
     let api_key_file = Some(file.path().to_owned());
-    let server = Server::start_with(FrontSettings { api_key_file, ..settings() }, |_| Act::Echo);
+    let server = Server::start_with(
+        FrontSettings {
+            api_key_file,
+            ..settings()
+        },
+        |_| Act::Echo,
+    );
     let get = |path: &str, header: &str| {
-        send(server.address, &format!("GET {path} HTTP/1.1\r\nHost: x\r\n{header}"), b"")
+        send(
+            server.address,
+            &format!("GET {path} HTTP/1.1\r\nHost: x\r\n{header}"),
+            b"",
+        )
     };
     for header in [
         "",
@@ -309,7 +432,10 @@ fn keys_are_demanded_where_a_file_has_some() {
             assert_eq!(answer.header("www-authenticate"), Some("Bearer"));
         }
     }
-    for header in ["Authorization: Bearer key-one\r\n", "Authorization: bearer key-two\r\n"] {
+    for header in [
+        "Authorization: Bearer key-one\r\n",
+        "Authorization: bearer key-two\r\n",
+    ] {
         assert_eq!(get("/v1/models", header).status, 200);
     }
     for path in ["/", "/health", "/ready", "/version"] {
@@ -321,16 +447,30 @@ fn keys_are_demanded_where_a_file_has_some() {
 fn pages_of_other_servers_are_refused_without_keys() {
     let server = Server::echo();
     let status = |headers: &str| {
-        send(server.address, &format!("GET /v1/models HTTP/1.1\r\n{headers}"), b"").status
+        send(
+            server.address,
+            &format!("GET /v1/models HTTP/1.1\r\n{headers}"),
+            b"",
+        )
+        .status
     };
     for (headers, expected) in [
         ("Host: localhost:8000\r\n", 200),
-        ("Host: 127.0.0.1:8000\r\nOrigin: http://127.0.0.1:8000\r\n", 200),
+        (
+            "Host: 127.0.0.1:8000\r\nOrigin: http://127.0.0.1:8000\r\n",
+            200,
+        ),
         ("Host: [::1]:8000\r\n", 200),
         ("Host: evil.example:8000\r\n", 403),
         ("Host: 192.0.2.7\r\n", 403),
-        ("Host: localhost:8000\r\nOrigin: http://evil.example\r\n", 403),
-        ("Host: localhost:8000\r\nOrigin: http://localhost:9000\r\n", 403),
+        (
+            "Host: localhost:8000\r\nOrigin: http://evil.example\r\n",
+            403,
+        ),
+        (
+            "Host: localhost:8000\r\nOrigin: http://localhost:9000\r\n",
+            403,
+        ),
         ("Host: localhost:8000\r\nOrigin: null\r\n", 403),
     ] {
         assert_eq!(status(headers), expected, "{headers}");
@@ -353,38 +493,80 @@ fn settings_that_let_strangers_in_are_refused() {
     let empty = file("", 0o600);
     let one = file("key-one\n", 0o600);
     let readable = file("key-two\n", 0o644);
-    let all_hosts = || FrontSettings { host: "0.0.0.0".to_owned(), ..settings() };
-    let with_keys = |path: &Path| FrontSettings { api_key_file: Some(path.into()), ..settings() };
-    let controlled =
-        |path: &Path| FrontSettings { control_key_file: Some(path.into()), ..settings() };
+    let all_hosts = || FrontSettings {
+        host: "0.0.0.0".to_owned(),
+        ..settings()
+    };
+    let with_keys = |path: &Path| FrontSettings {
+        api_key_file: Some(path.into()),
+        ..settings()
+    };
+    let controlled = |path: &Path| FrontSettings {
+        control_key_file: Some(path.into()),
+        ..settings()
+    };
     for (settings, expected) in [
         (all_hosts(), "host 0.0.0.0: other hosts can connect"),
         (
-            FrontSettings { api_key_file: Some(empty.path().into()), ..all_hosts() },
+            FrontSettings {
+                api_key_file: Some(empty.path().into()),
+                ..all_hosts()
+            },
             "expected a key on a line, found none",
         ),
-        (with_keys(Path::new("/nowhere")), "api_key_file=/nowhere: No such file"),
-        (with_keys(Path::new("/dev/null")), "api_key_file=/dev/null: it is no regular file"),
-        (with_keys(readable.path()), "others can use it, its mode is 0644; make that 0600"),
-        (controlled(readable.path()), "others can use it, its mode is 0644; make that 0600"),
         (
-            FrontSettings { api_key_file: Some(one.path().into()), ..controlled(one.path()) },
+            with_keys(Path::new("/nowhere")),
+            "api_key_file=/nowhere: No such file",
+        ),
+        (
+            with_keys(Path::new("/dev/null")),
+            "api_key_file=/dev/null: it is no regular file",
+        ),
+        (
+            with_keys(readable.path()),
+            "others can use it, its mode is 0644; make that 0600",
+        ),
+        (
+            controlled(readable.path()),
+            "others can use it, its mode is 0644; make that 0600",
+        ),
+        (
+            FrontSettings {
+                api_key_file: Some(one.path().into()),
+                ..controlled(one.path())
+            },
             "found one in both",
         ),
         (
-            FrontSettings { max_connections: 1 << 30, ..settings() },
+            FrontSettings {
+                max_connections: 1 << 30,
+                ..settings()
+            },
             "raise it (`ulimit -n`), or give fewer connections",
         ),
         (
-            FrontSettings { weight_folders: vec!["/nowhere".into()], ..settings() },
+            FrontSettings {
+                weight_folders: vec!["/nowhere".into()],
+                ..settings()
+            },
             "weight_folders /nowhere: No such file",
         ),
-        (FrontSettings { host: "no such host".to_owned(), ..settings() }, "host no such host"),
+        (
+            FrontSettings {
+                host: "no such host".to_owned(),
+                ..settings()
+            },
+            "host no such host",
+        ),
     ] {
         let error = start(settings).err().unwrap();
         assert!(error.contains(expected), "{error}");
     }
-    let front = start(FrontSettings { allow_all: true, ..all_hosts() }).unwrap();
+    let front = start(FrontSettings {
+        allow_all: true,
+        ..all_hosts()
+    })
+    .unwrap();
     front.drain();
     front.join();
 }

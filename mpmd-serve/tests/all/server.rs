@@ -20,7 +20,10 @@ pub(crate) const POSITIONS: usize = 200;
 
 /// Returns the settings of a front on any free port.
 pub(crate) fn settings() -> FrontSettings {
-    FrontSettings { port: 0, ..FrontSettings::default() }
+    FrontSettings {
+        port: 0,
+        ..FrontSettings::default()
+    }
 }
 
 /// The engine's way with a request.
@@ -65,8 +68,12 @@ impl Server {
 
     pub(crate) fn start_with(settings: FrontSettings, act: fn(&Request) -> Act) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        for file in ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
-        {
+        for file in [
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "tokenizer.json",
+        ] {
             std::fs::copy(plain().join(file), folder.path().join(file)).unwrap();
         }
         let template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}\
@@ -95,11 +102,22 @@ impl Server {
         });
         let address = front.address();
         let (front, engine) = (Some(front), Some(engine));
-        Self { address, queue, arrivals: own, front, engine, _folder: folder }
+        Self {
+            address,
+            queue,
+            arrivals: own,
+            front,
+            engine,
+            _folder: folder,
+        }
     }
 
     pub(crate) fn get(&self, path: &str) -> Answer {
-        send(self.address, &format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n"), b"")
+        send(
+            self.address,
+            &format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n"),
+            b"",
+        )
     }
 
     pub(crate) fn post(&self, path: &str, body: &Value) -> Answer {
@@ -107,7 +125,11 @@ impl Server {
     }
 
     pub(crate) fn post_bytes(&self, path: &str, body: &[u8]) -> Answer {
-        send(self.address, &format!("POST {path} HTTP/1.1\r\nHost: localhost\r\n"), body)
+        send(
+            self.address,
+            &format!("POST {path} HTTP/1.1\r\nHost: localhost\r\n"),
+            body,
+        )
     }
 
     /// Sets the figures of the engine.
@@ -125,7 +147,9 @@ impl Server {
     }
 
     fn finish(&mut self) -> Vec<Request> {
-        let Some(front) = self.front.take() else { return Vec::new() };
+        let Some(front) = self.front.take() else {
+            return Vec::new();
+        };
         front.drain();
         front.drain();
         front.join();
@@ -145,9 +169,14 @@ fn answer(mut arrival: Arrival, act: Act) -> Option<Arrival> {
     let token = |id| {
         let wanted = |top| Logprobs {
             chosen: -0.5,
-            top: (0..top as u32).map(|at| (70 + at, -1.0 - at as f32)).collect(),
+            top: (0..top as u32)
+                .map(|at| (70 + at, -1.0 - at as f32))
+                .collect(),
         };
-        Event::Token(Token { id, logprobs: request.logprobs.map(wanted) })
+        Event::Token(Token {
+            id,
+            logprobs: request.logprobs.map(wanted),
+        })
     };
     if !matches!(act, Act::Ignore) {
         sender.start();
@@ -161,7 +190,11 @@ fn answer(mut arrival: Arrival, act: Act) -> Option<Arrival> {
             let tokens = request.prompt.iter().take(request.max_tokens);
             tokens.for_each(|id| sender.send(token(*id)));
             let is_all = request.prompt.len() <= request.max_tokens;
-            sender.send(Event::End(if is_all { Finish::Stop } else { Finish::Length }));
+            sender.send(Event::End(if is_all {
+                Finish::Stop
+            } else {
+                Finish::Length
+            }));
         }
         Act::Stall(tokens) => {
             tokens.into_iter().for_each(|id| sender.send(token(id)));
@@ -179,5 +212,8 @@ fn answer(mut arrival: Arrival, act: Act) -> Option<Arrival> {
 
 /// Returns how a request chooses tokens if it says nothing, with its seed.
 pub(crate) fn greedy(seed: u64) -> Sampling {
-    Sampling { seed, ..Sampling::default() }
+    Sampling {
+        seed,
+        ..Sampling::default()
+    }
 }

@@ -18,7 +18,13 @@ fn other_work_reaches_all_processes_at_once() {
     const WORK: u32 = 12;
     let Expected { prompt, greedy } = expected("plain");
     let folder = Folder::open(path("plain")).unwrap();
-    let sizes = Sizes { lanes: 2, sequences: 4, blocks: 60, chunk: 24, positions: 128 };
+    let sizes = Sizes {
+        lanes: 2,
+        sequences: 4,
+        blocks: 60,
+        chunk: 24,
+        positions: 128,
+    };
     let model = Stages::new(&folder, 2, sizes.positions).unwrap();
     let (queue, arrivals) = queue(Limits::default());
     let engine = Engine::new(sizes, arrivals);
@@ -41,10 +47,20 @@ fn other_work_reaches_all_processes_at_once() {
                 }
             }
             // An engine that nobody wakes looks for work each second.
-            assert!(start.elapsed().as_secs() < u64::from(WORK) / 2, "{:?}", start.elapsed());
+            assert!(
+                start.elapsed().as_secs() < u64::from(WORK) / 2,
+                "{:?}",
+                start.elapsed()
+            );
             let (max_tokens, sampling) = (greedy.len(), Sampling::default());
             let (prompt, ends) = (prompt.clone(), Vec::new());
-            let request = Request { prompt, max_tokens, sampling, ends, logprobs: None };
+            let request = Request {
+                prompt,
+                max_tokens,
+                sampling,
+                ends,
+                logprobs: None,
+            };
             let mut stream = queue.submit(request).unwrap();
             work.lock().unwrap().extend(WORK..2 * WORK);
             let mut tokens = Vec::new();
@@ -56,7 +72,10 @@ fn other_work_reaches_all_processes_at_once() {
         });
         let results = Simulation::new(2, 2).run(|p| {
             let meshes = model.meshes(|stage| stage)?;
-            let room = Room { blocks: sizes.blocks, sequences: sizes.sequences };
+            let room = Room {
+                blocks: sizes.blocks,
+                sequences: sizes.sequences,
+            };
             let mut inference = model.inference(p, &meshes, room, false)?;
             let own = || engine.lock().unwrap().take();
             let mut own = (p.process() == ProcessId(0)).then(own).flatten();
@@ -75,7 +94,13 @@ fn other_work_reaches_all_processes_at_once() {
     });
     let done = done.into_inner().unwrap();
     for process in 0..2 {
-        let own = done.iter().filter(|(of, _)| *of == process).map(|(_, number)| *number);
-        assert_eq!(own.collect::<Vec<u32>>(), (0..2 * WORK).collect::<Vec<u32>>());
+        let own = done
+            .iter()
+            .filter(|(of, _)| *of == process)
+            .map(|(_, number)| *number);
+        assert_eq!(
+            own.collect::<Vec<u32>>(),
+            (0..2 * WORK).collect::<Vec<u32>>()
+        );
     }
 }

@@ -18,7 +18,13 @@ use crate::control::key_file;
 use crate::folder::{copied, path, with_poisoned_token};
 use crate::server::settings;
 
-const SIZES: Sizes = Sizes { lanes: 2, sequences: 4, blocks: 200, chunk: 24, positions: 800 };
+const SIZES: Sizes = Sizes {
+    lanes: 2,
+    sequences: 4,
+    blocks: 200,
+    chunk: 24,
+    positions: 800,
+};
 
 /// A server of a model over two processes.
 struct Live {
@@ -37,7 +43,11 @@ impl Live {
     fn start_with(grace: Duration, weight_folders: Vec<PathBuf>) -> Self {
         let key = key_file("control");
         let control_key_file = Some(key.path().to_owned());
-        let settings = FrontSettings { control_key_file, weight_folders, ..settings() };
+        let settings = FrontSettings {
+            control_key_file,
+            weight_folders,
+            ..settings()
+        };
         let folder = Folder::open(path("plain")).unwrap();
         let model = Model::of(&folder, None, SIZES.positions).unwrap();
         let (queue, arrivals) = queue(settings.waiting);
@@ -48,7 +58,10 @@ impl Live {
             let model = Stages::new(&folder, SIZES.lanes, SIZES.positions).unwrap();
             let results = Simulation::new(SIZES.lanes, SIZES.lanes).run(|p| {
                 let meshes = model.meshes(|stage| stage)?;
-                let room = Room { blocks: SIZES.blocks, sequences: SIZES.sequences };
+                let room = Room {
+                    blocks: SIZES.blocks,
+                    sequences: SIZES.sequences,
+                };
                 let mut inference = model.inference(p, &meshes, room, false)?;
                 // Those that the tests announce have the same weights.
                 for version in [1, 3] {
@@ -65,8 +78,16 @@ impl Live {
         });
         let versions = versions.recv_timeout(LONG).unwrap();
         let (address, front, job) = (front.address(), Some(front), Some(job));
-        let live = Self { address, queue, versions, front, job };
-        live.until("requests are taken", || live.get("/ready")["status"] == "ready");
+        let live = Self {
+            address,
+            queue,
+            versions,
+            front,
+            job,
+        };
+        live.until("requests are taken", || {
+            live.get("/ready")["status"] == "ready"
+        });
         live
     }
 
@@ -79,7 +100,12 @@ impl Live {
     }
 
     fn get(&self, path: &str) -> Value {
-        send(self.address, &format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n"), b"").json()
+        send(
+            self.address,
+            &format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n"),
+            b"",
+        )
+        .json()
     }
 
     fn post(&self, path: &str, body: &Value) -> Answer {
@@ -98,7 +124,9 @@ impl Live {
     /// Returns the number of requests that are being answered.
     fn running(&self) -> usize {
         let metrics = self.queue.metrics();
-        let count = metrics.lines().find_map(|line| line.strip_prefix("mpmd_requests_running "));
+        let count = metrics
+            .lines()
+            .find_map(|line| line.strip_prefix("mpmd_requests_running "));
         count.unwrap().parse().unwrap()
     }
 
@@ -106,7 +134,12 @@ impl Live {
     fn generated(&self) -> usize {
         let metrics = self.queue.metrics();
         let name = "mpmd_generated_tokens_total ";
-        metrics.lines().find_map(|line| line.strip_prefix(name)).unwrap().parse().unwrap()
+        metrics
+            .lines()
+            .find_map(|line| line.strip_prefix(name))
+            .unwrap()
+            .parse()
+            .unwrap()
     }
 
     /// Waits until the only request, or all of them, have got some tokens.
@@ -140,12 +173,16 @@ fn body(first: usize, count: usize) -> Value {
 }
 
 fn tokens(reply: &Value) -> Vec<u64> {
-    let tokens = reply["choices"][0]["token_ids"].as_array().unwrap_or_else(|| panic!("{reply}"));
+    let tokens = reply["choices"][0]["token_ids"]
+        .as_array()
+        .unwrap_or_else(|| panic!("{reply}"));
     tokens.iter().map(|token| token.as_u64().unwrap()).collect()
 }
 
 fn finish(reply: &Value) -> &str {
-    reply["choices"][0]["finish_reason"].as_str().unwrap_or_else(|| panic!("{reply}"))
+    reply["choices"][0]["finish_reason"]
+        .as_str()
+        .unwrap_or_else(|| panic!("{reply}"))
 }
 
 const NEVER: Duration = Duration::from_secs(1 << 20);
@@ -157,14 +194,20 @@ fn requests_go_on_after_a_pause_that_keeps_them() {
     let client = live.ask(5, 600);
     live.until_some_tokens();
     let paused = live.post("/pause?mode=keep", &json!({}));
-    assert_eq!((paused.status, paused.json()), (200, json!({ "status": "paused" })));
+    assert_eq!(
+        (paused.status, paused.json()),
+        (200, json!({ "status": "paused" }))
+    );
     assert_eq!(live.get("/is_paused"), json!({ "is_paused": true }));
     let before = live.generated();
     let later = live.ask(6, 5);
     sleep(Duration::from_millis(200));
     assert_eq!(live.generated(), before, "nothing is computed");
     assert!(live.queue.metrics().contains("mpmd_requests_waiting 1"));
-    assert_eq!(live.post("/resume", &json!({})).json(), json!({ "status": "resumed" }));
+    assert_eq!(
+        live.post("/resume", &json!({})).json(),
+        json!({ "status": "resumed" })
+    );
     assert_eq!(live.get("/is_paused"), json!({ "is_paused": false }));
     assert_eq!(tokens(&client.join().unwrap()), undisturbed);
     assert_eq!(tokens(&later.join().unwrap()).len(), 5);
@@ -200,7 +243,10 @@ fn pause_that_aborts_ends_open_requests_with_what_they_have() {
     assert_eq!(live.get("/weight_info")["requests"], 0);
     for reply in clients.into_iter().map(|client| client.join().unwrap()) {
         let tokens = tokens(&reply);
-        assert_eq!((finish(&reply), &reply["weight_version"]), ("abort", &json!("default")));
+        assert_eq!(
+            (finish(&reply), &reply["weight_version"]),
+            ("abort", &json!("default"))
+        );
         assert!(tokens.len() < 700 && undisturbed.starts_with(&tokens));
     }
     live.until("all have left", || live.queue.open() == 0);
@@ -242,18 +288,38 @@ fn requests_keep_the_version_with_which_they_began() {
     live.until("it runs", || live.get("/weight_info")["requests"] == 1);
     let info = live.get("/weight_info");
     let old = json!({ "version": 0, "weight_version": "default", "requests": 1 });
-    assert_eq!((&info["weight_version"], &info["old"]), (&json!("1"), &old), "{info}");
-    live.post("/update_weight_version", &json!({ "weight_version": "step-9" }));
+    assert_eq!(
+        (&info["weight_version"], &info["old"]),
+        (&json!("1"), &old),
+        "{info}"
+    );
+    live.post(
+        "/update_weight_version",
+        &json!({ "weight_version": "step-9" }),
+    );
     let third = live.post("/v1/completions", &body(7, 3)).json();
     let replies = [first.join().unwrap(), second.join().unwrap(), third];
-    let versions = replies.each_ref().map(|reply| reply["weight_version"].as_str().unwrap());
+    let versions = replies
+        .each_ref()
+        .map(|reply| reply["weight_version"].as_str().unwrap());
     assert_eq!(versions, ["default", "1", "step-9"]);
-    assert!(replies.iter().all(|reply| reply.get("weight_versions").is_none()));
+    assert!(
+        replies
+            .iter()
+            .all(|reply| reply.get("weight_versions").is_none())
+    );
     live.until("the older one has retired", || live.versions.has_room());
     assert_eq!(live.get("/weight_info")["old"], Value::Null);
     let metrics = live.queue.metrics();
-    for line in ["weight_version 1", "weight_versions_total 1", "upgraded_requests_total 0"] {
-        assert!(metrics.contains(&format!("mpmd_{line}\n")), "{line} in {metrics}");
+    for line in [
+        "weight_version 1",
+        "weight_versions_total 1",
+        "upgraded_requests_total 0",
+    ] {
+        assert!(
+            metrics.contains(&format!("mpmd_{line}\n")),
+            "{line} in {metrics}"
+        );
     }
     live.end();
 }
@@ -275,8 +341,15 @@ fn requests_are_computed_again_when_the_grace_is_over() {
     assert_eq!(reply["weight_version"], "default");
     assert_eq!(reply["weight_versions"], json!(["default", "3"]));
     let later = live.post("/v1/completions", &body(5, 1)).json();
-    assert_eq!((&later["weight_version"], later.get("weight_versions")), (&json!("3"), None));
-    assert!(live.queue.metrics().contains("mpmd_upgraded_requests_total 1\n"));
+    assert_eq!(
+        (&later["weight_version"], later.get("weight_versions")),
+        (&json!("3"), None)
+    );
+    assert!(
+        live.queue
+            .metrics()
+            .contains("mpmd_upgraded_requests_total 1\n")
+    );
     live.end();
 }
 
@@ -294,7 +367,11 @@ fn idle_server_takes_and_retires_versions() {
             info["version"] == version && info["old"].is_null() && live.versions.has_room()
         });
     }
-    assert!(live.queue.metrics().contains("mpmd_weight_versions_total 3\n"));
+    assert!(
+        live.queue
+            .metrics()
+            .contains("mpmd_weight_versions_total 3\n")
+    );
     live.end();
 }
 
@@ -308,14 +385,27 @@ fn failed_pass_spares_requests_of_the_other_version() {
     live.versions.arrive(9);
     live.until("it has begun", || live.get("/weight_info")["version"] == 9);
     let (prompt, sampling, ends) = (vec![1], Sampling::default(), Vec::new());
-    let request = Request { prompt, max_tokens: 4, sampling, ends, logprobs: None };
+    let request = Request {
+        prompt,
+        max_tokens: 4,
+        sampling,
+        ends,
+        logprobs: None,
+    };
     let mut wrong = live.queue.submit(request).unwrap();
     assert!(matches!(block_on(wrong.next()), Some(Event::Failed(_))));
     drop(wrong);
     let reply = first.join().unwrap();
-    assert_eq!((tokens(&reply), &reply["weight_version"]), (undisturbed, &json!("default")));
+    assert_eq!(
+        (tokens(&reply), &reply["weight_version"]),
+        (undisturbed, &json!("default"))
+    );
     live.until("the older one has retired", || live.versions.has_room());
-    assert!(live.queue.metrics().contains("mpmd_failed_passes_total 1\n"));
+    assert!(
+        live.queue
+            .metrics()
+            .contains("mpmd_failed_passes_total 1\n")
+    );
     live.end();
 }
 
@@ -331,7 +421,10 @@ fn weights_that_cannot_be_loaded_are_refused() {
         live.until("there is room again", || live.versions.has_room());
     }
     assert_eq!(live.get("/weight_info")["version"], 0);
-    assert_eq!(tokens(&live.post("/v1/completions", &body(5, 9)).json()).len(), 9);
+    assert_eq!(
+        tokens(&live.post("/v1/completions", &body(5, 9)).json()).len(),
+        9
+    );
     live.end();
 }
 
@@ -339,10 +432,16 @@ fn weights_that_cannot_be_loaded_are_refused() {
 fn weights_that_are_not_finite_are_no_version() {
     let folder = with_poisoned_token("plain", 7);
     let live = Live::start_with(NEVER, vec![folder.path().to_owned()]);
-    let answer = live.post("/load_weights", &json!({ "path": folder.path().to_str().unwrap() }));
+    let answer = live.post(
+        "/load_weights",
+        &json!({ "path": folder.path().to_str().unwrap() }),
+    );
     assert_eq!(answer.status, 400, "{answer:?}");
     assert!(answer.body.contains("embed_tokens"), "{answer:?}");
-    assert!(answer.body.contains("values that are not finite"), "{answer:?}");
+    assert!(
+        answer.body.contains("values that are not finite"),
+        "{answer:?}"
+    );
     assert_eq!(live.get("/weight_info")["version"], 0);
     live.end();
 }
@@ -351,10 +450,16 @@ fn weights_that_are_not_finite_are_no_version() {
 fn weights_of_a_folder_become_a_version() {
     let model = copied("plain");
     let other = tempfile::tempdir().unwrap();
-    let live = Live::start_with(NEVER, vec![model.path().to_owned(), other.path().to_owned()]);
+    let live = Live::start_with(
+        NEVER,
+        vec![model.path().to_owned(), other.path().to_owned()],
+    );
     let first = live.ask(5, 700);
     live.until_some_tokens();
-    let answer = live.post("/load_weights", &json!({ "path": model.path().to_str().unwrap() }));
+    let answer = live.post(
+        "/load_weights",
+        &json!({ "path": model.path().to_str().unwrap() }),
+    );
     assert_eq!(answer.status, 200, "{answer:?}");
     assert_eq!(live.get("/weight_info")["version"], 1);
     let second = live.post("/v1/completions", &body(5, 700)).json();
@@ -366,7 +471,10 @@ fn weights_of_a_folder_become_a_version() {
     );
     live.until("the older one has retired", || live.versions.has_room());
     // It has no model.
-    let answer = live.post("/load_weights", &json!({ "path": other.path().to_str().unwrap() }));
+    let answer = live.post(
+        "/load_weights",
+        &json!({ "path": other.path().to_str().unwrap() }),
+    );
     assert_eq!(answer.status, 400, "{answer:?}");
     live.end();
 }

@@ -37,8 +37,9 @@ pub(super) fn list(process: usize) -> String {
 pub(super) fn steps(folder: &Path) -> Result<Vec<u64>> {
     let names = names(folder)?;
     let files = names.iter().filter(|name| folder.join(name).is_file());
-    let mut steps: Vec<u64> =
-        files.filter_map(|name| step_of(name.strip_suffix(".json")?)).collect();
+    let mut steps: Vec<u64> = files
+        .filter_map(|name| step_of(name.strip_suffix(".json")?))
+        .collect();
     steps.sort_unstable();
     Ok(steps)
 }
@@ -60,7 +61,9 @@ fn names(folder: &Path) -> Result<Vec<String>> {
 /// else's files.
 fn step_of(name: &str) -> Option<u64> {
     let text = name.strip_prefix("step-")?;
-    text.parse().ok().filter(|step: &u64| format!("{step:08}") == text)
+    text.parse()
+        .ok()
+        .filter(|step: &u64| format!("{step:08}") == text)
 }
 
 /// Returns the step and the epoch in the name of a folder that [`files`] gives.
@@ -132,7 +135,11 @@ fn place(
     epoch: u64,
     link: impl Fn(&Path, &Path) -> io::Result<()>,
 ) -> io::Result<()> {
-    let id = |path| fs::symlink_metadata(path).map(|found| (found.dev(), found.ino())).ok();
+    let id = |path| {
+        fs::symlink_metadata(path)
+            .map(|found| (found.dev(), found.ino()))
+            .ok()
+    };
     match link(partial, path) {
         Ok(()) => Ok(()),
         // NFS repeats a request whose answer is lost, and then finds the link that it has made.
@@ -148,7 +155,9 @@ fn place(
 /// Files of others in their folders are kept, with the folder.
 pub(super) fn remove_old(folder: &Path, keep: usize) -> Result<()> {
     let steps = steps(folder)?;
-    let Some(newest) = steps.last() else { return Ok(()) };
+    let Some(newest) = steps.last() else {
+        return Ok(());
+    };
     let (old, kept) = steps.split_at(steps.len().saturating_sub(keep.max(1)));
     for step in old {
         remove(&manifest(folder, *step))?;
@@ -171,13 +180,21 @@ fn remove_save(folder: &Path) -> Result<()> {
         return Ok(());
     }
     let is_list = |name: &String| {
-        let number = name.strip_prefix("pieces-").and_then(|name| name.strip_suffix(".json"));
-        number.and_then(|number| number.parse().ok()).is_some_and(|number| list(number) == *name)
+        let number = name
+            .strip_prefix("pieces-")
+            .and_then(|name| name.strip_suffix(".json"));
+        number
+            .and_then(|number| number.parse().ok())
+            .is_some_and(|number| list(number) == *name)
     };
     let lists = names(folder)?.into_iter().filter(is_list);
     // The index names the others, so it is the last.
-    let all = indexed(folder).into_iter().chain(lists).chain([MODEL, INDEX].map(str::to_owned));
-    all.into_iter().try_for_each(|name| remove(&folder.join(name)))?;
+    let all = indexed(folder)
+        .into_iter()
+        .chain(lists)
+        .chain([MODEL, INDEX].map(str::to_owned));
+    all.into_iter()
+        .try_for_each(|name| remove(&folder.join(name)))?;
     match fs::remove_dir(folder) {
         Err(error) if error.kind() != ErrorKind::DirectoryNotEmpty => Err(failed(folder, &error)),
         _ => Ok(()),
@@ -237,8 +254,11 @@ mod tests {
         fs::write(folder.join("step-1.json"), "of somebody else").unwrap();
         remove_old(folder, 2).unwrap();
         assert_eq!(steps(folder).unwrap(), [7, 8]);
-        let mut folders: Vec<_> =
-            names(folder).unwrap().iter().filter_map(|n| step_of(n)).collect();
+        let mut folders: Vec<_> = names(folder)
+            .unwrap()
+            .iter()
+            .filter_map(|n| step_of(n))
+            .collect();
         folders.sort_unstable();
         assert_eq!(folders, [7, 8, 9]);
         assert!(folder.join("step-1.json").exists());
@@ -262,14 +282,21 @@ mod tests {
             folder.join("step-00000002-epoch-1").join(MODEL),
             folder.join("step-00000002-epoch-02").join(MODEL),
         ];
-        foreign.iter().for_each(|path| fs::create_dir_all(path.parent().unwrap()).unwrap());
-        foreign.iter().for_each(|path| fs::write(path, "of somebody else").unwrap());
+        foreign
+            .iter()
+            .for_each(|path| fs::create_dir_all(path.parent().unwrap()).unwrap());
+        foreign
+            .iter()
+            .for_each(|path| fs::write(path, "of somebody else").unwrap());
         let target = tempfile::tempdir().unwrap();
         fs::write(target.path().join(MODEL), "of somebody else").unwrap();
         std::os::unix::fs::symlink(target.path(), &elsewhere).unwrap();
         commit(folder, 9, 1, b"manifest").unwrap();
         remove_old(folder, 1).unwrap();
-        assert!(!parts.exists() && foreign.iter().all(|path| path.exists()), "{foreign:?}");
+        assert!(
+            !parts.exists() && foreign.iter().all(|path| path.exists()),
+            "{foreign:?}"
+        );
         assert_eq!(names(&other).unwrap().len(), 3);
         assert!(target.path().join(MODEL).exists());
         // A save of the step goes into the folder, but through no link.

@@ -52,7 +52,10 @@ impl Checkpoint {
         let names = manifest.files.iter().map(|file| &file.name);
         let mut names = names.chain(manifest.lists.iter().map(|list| &list.name));
         if let Some(name) = names.find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
-            return Err(failed(&path, &format!("the name of a file is expected, {name:?} found")));
+            return Err(failed(
+                &path,
+                &format!("the name of a file is expected, {name:?} found"),
+            ));
         }
         let mut lists: HashMap<String, Vec<(Region, String)>> = HashMap::new();
         for list in &manifest.lists {
@@ -67,7 +70,10 @@ impl Checkpoint {
                 let pieces = lists.remove(&name).unwrap_or_default();
                 check_pieces(file.aval(&name)?.shape(), &pieces)
                     .map_err(|why| failed(file.path(), &format!("{name}: {why}")))?;
-                let array = SavedArray { file: file.clone(), pieces };
+                let array = SavedArray {
+                    file: file.clone(),
+                    pieces,
+                };
                 if let Some(other) = arrays.insert(name.clone(), array) {
                     let problem = format!("{name}: {} has it, too", other.file.path().display());
                     return Err(failed(file.path(), &problem));
@@ -75,14 +81,27 @@ impl Checkpoint {
             }
         }
         if let Some(name) = lists.keys().min() {
-            return Err(failed(&path, &format!("{name}: no file has this array of the lists")));
+            return Err(failed(
+                &path,
+                &format!("{name}: no file has this array of the lists"),
+            ));
         }
-        Ok(Self { path, manifest, arrays, bytes_read: AtomicU64::new(0) })
+        Ok(Self {
+            path,
+            manifest,
+            arrays,
+            bytes_read: AtomicU64::new(0),
+        })
     }
 
     /// Compares the settings and arrays of the checkpoint with those of a training.
     fn check(&self, from: &Checkpoints, contents: &Contents) -> Result<()> {
-        let Manifest { by_stage, stages, settings, .. } = &self.manifest;
+        let Manifest {
+            by_stage,
+            stages,
+            settings,
+            ..
+        } = &self.manifest;
         let (by_stage, stages) = (*by_stage, *stages);
         for (name, expected) in &from.settings {
             let found = settings.get(name).map_or("none", String::as_str);
@@ -138,10 +157,13 @@ impl Checkpoint {
         let item = aval.dtype().size();
         let mut buffer = Vec::new();
         for (piece, expected) in pieces {
-            let Some(common) = piece.intersect(region) else { continue };
+            let Some(common) = piece.intersect(region) else {
+                continue;
+            };
             buffer.resize(piece.elements() * item, 0);
             file.read(name, piece, &mut buffer)?;
-            self.bytes_read.fetch_add(buffer.len() as u64, Ordering::Relaxed);
+            self.bytes_read
+                .fetch_add(buffer.len() as u64, Ordering::Relaxed);
             let found = hash(&buffer);
             if found != *expected {
                 let why = format!("damaged: hash {expected} is expected, {found} found");
@@ -158,7 +180,8 @@ fn open_file(path: PathBuf, entry: &FileEntry) -> Result<TensorFile> {
     let mut header = Vec::new();
     let read = open_regular(&path).and_then(|file| {
         let bytes = file.metadata()?.len();
-        file.take(entry.header_bytes.min(8 + LONGEST_HEADER)).read_to_end(&mut header)?;
+        file.take(entry.header_bytes.min(8 + LONGEST_HEADER))
+            .read_to_end(&mut header)?;
         Ok(bytes)
     });
     let found = read.map_err(|error| failed(&path, &error))?;
@@ -206,7 +229,9 @@ pub(crate) fn load(
         None => error,
     };
     let opened = Checkpoint::open(from, step).map_err(advice);
-    let own = opened.as_ref().map_or(Ok(String::new()), |opened| opened.manifest.hash());
+    let own = opened
+        .as_ref()
+        .map_or(Ok(String::new()), |opened| opened.manifest.hash());
     let first = on_first(p, String::new(), || own.clone())?;
     let checked = opened.and_then(|opened| {
         opened.check(from, contents)?;
@@ -236,7 +261,10 @@ fn read_arrays(
     let once = MoveOptions::default().donate(true).cache_plans(false);
     let mut arrays = Vec::with_capacity(like.len());
     for (place, (name, like)) in like.iter().enumerate() {
-        let to = like.sharding().cloned().unwrap_or_else(|| Sharding::single_device(first));
+        let to = like
+            .sharding()
+            .cloned()
+            .unwrap_or_else(|| Sharding::single_device(first));
         let (checkpoint, problem, name) = (checkpoint.clone(), problem.clone(), name.clone());
         let owned = owners(like.aval(), &to)?;
         let array = p.array_from_fn(like.aval().clone(), &owned, move |region, mut values| {
@@ -257,7 +285,10 @@ fn read_arrays(
         read = read.and(array.block_until_ready().map(drop));
     }
     let problem = problem.lock().take();
-    agree(p, read.and(problem.map_or(Ok(()), |(_, _, error)| Err(error))))?;
+    agree(
+        p,
+        read.and(problem.map_or(Ok(()), |(_, _, error)| Err(error))),
+    )?;
     Ok(arrays)
 }
 
@@ -284,13 +315,22 @@ mod tests {
     ) -> Result<Contents> {
         let to = sharding(&p.mesh(&[("a", 2), ("b", 2)])?);
         let fill = move |region: &Region, mut values: ViewMut<'_>| {
-            let values = values.as_mut_slice::<f32>()?.iter_mut().zip(region.indices(&SHAPE));
+            let values = values
+                .as_mut_slice::<f32>()?
+                .iter_mut()
+                .zip(region.indices(&SHAPE));
             values.for_each(|(value, index)| *value = index as f32 * factor);
             Ok(())
         };
         let w = p.array_from_fn(f32s(SHAPE), &to, fill)?;
         let arrays = vec![("w".to_owned(), w)];
-        Ok(Contents { step: 1, seed: 2, stages: 1, by_stage: false, arrays })
+        Ok(Contents {
+            step: 1,
+            seed: 2,
+            stages: 1,
+            by_stage: false,
+            arrays,
+        })
     }
 
     /// Saves with one sharding on two processes, and loads with another on four. Returns the bytes
@@ -330,11 +370,15 @@ mod tests {
             Saving::begin(p, &to, contents, &SaveStatus::default())?.finish(p)
         });
         results.into_iter().for_each(|result| result.unwrap());
-        let (path, files) =
-            (folder::manifest(folder.path(), 1), folder::files(folder.path(), 1, 1));
+        let (path, files) = (
+            folder::manifest(folder.path(), 1),
+            folder::files(folder.path(), 1, 1),
+        );
         let mut manifest = Manifest::parse(&std::fs::read(&path).unwrap()).unwrap();
         let mut arrays = read_list(&files, &manifest.lists[0]).unwrap();
-        let [first, second, ..] = &mut arrays[0].pieces[..] else { panic!("several pieces") };
+        let [first, second, ..] = &mut arrays[0].pieces[..] else {
+            panic!("several pieces")
+        };
         // As many elements as before.
         assert_eq!(first.0.elements(), second.0.elements());
         second.clone_from(first);

@@ -50,7 +50,12 @@ impl FolderLock {
     pub(super) fn take(folder: &Path, run: u128, epoch: u64) -> Result<Self> {
         let path = folder.join(NAME);
         let (process, run) = (std::process::id(), format!("{run:032x}"));
-        let holder = Holder { process, host: host(), run, epoch };
+        let holder = Holder {
+            process,
+            host: host(),
+            run,
+            epoch,
+        };
         let refused = |why: &dyn std::fmt::Display| failed(&path, why);
         loop {
             let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
@@ -71,7 +76,10 @@ impl FolderLock {
                 Err(Errno::WOULDBLOCK) => {}
                 // Some file systems have no locks; there the file only says who saves.
                 Ok(()) if !is_own => {
-                    return holder.take_over(&path).map(Self).map_err(|error| refused(&error));
+                    return holder
+                        .take_over(&path)
+                        .map(Self)
+                        .map_err(|error| refused(&error));
                 }
                 Ok(()) | Err(Errno::NOLCK | Errno::NOSYS | Errno::OPNOTSUPP | Errno::INVAL) => {
                     return holder
@@ -82,10 +90,15 @@ impl FolderLock {
                 Err(error) => return Err(refused(&error)),
             }
             let Some(other) = Holder::read(&file) else {
-                return Err(refused(&"another job is just taking this folder: save elsewhere"));
+                return Err(refused(
+                    &"another job is just taking this folder: save elsewhere",
+                ));
             };
             if other.run == holder.run && other.epoch < epoch {
-                return holder.take_over(&path).map(Self).map_err(|error| refused(&error));
+                return holder
+                    .take_over(&path)
+                    .map(Self)
+                    .map_err(|error| refused(&error));
             }
             let Holder { process, host, .. } = other;
             return Err(failed(
@@ -122,7 +135,11 @@ impl Holder {
     /// Puts a locked file in the place of one that a lost process has locked.
     fn take_over(&self, path: &Path) -> std::io::Result<File> {
         let new = beside(path);
-        let file = File::options().read(true).write(true).create_new(true).open(&new)?;
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .open(&new)?;
         let placed = flock(&file, FlockOperation::NonBlockingLockExclusive)
             .map_err(Into::into)
             .and_then(|()| self.write(&file))
@@ -149,10 +166,15 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let first = FolderLock::take(folder.path(), 7, 1).unwrap();
         for (run, epoch) in [(8, 1), (8, 2)] {
-            let said = FolderLock::take(folder.path(), run, epoch).unwrap_err().to_string();
+            let said = FolderLock::take(folder.path(), run, epoch)
+                .unwrap_err()
+                .to_string();
             let expected = format!("process {} on {} saves", std::process::id(), host());
             assert!(said.contains(&expected), "{said}");
-            assert!(said.starts_with(&folder.path().display().to_string()), "{said}");
+            assert!(
+                said.starts_with(&folder.path().display().to_string()),
+                "{said}"
+            );
         }
         assert!(first.is_of(folder.path()));
         drop(first);
@@ -165,7 +187,10 @@ mod tests {
         let lost = FolderLock::take(folder.path(), 7, 1).unwrap();
         let later = FolderLock::take(folder.path(), 7, 2).unwrap();
         assert!(!lost.is_of(folder.path()) && later.is_of(folder.path()));
-        assert!(FolderLock::take(folder.path(), 7, 1).is_err(), "an ended epoch gets no lock");
+        assert!(
+            FolderLock::take(folder.path(), 7, 1).is_err(),
+            "an ended epoch gets no lock"
+        );
         drop(lost);
         let other = FolderLock::take(folder.path(), 8, 1);
         assert!(other.is_err(), "the later epoch's lock still holds");

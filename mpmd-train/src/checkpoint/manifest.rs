@@ -83,8 +83,13 @@ impl Manifest {
     /// Returns the content of the manifest's file.
     pub(super) fn seal(self) -> Result<Vec<u8>> {
         let hash = self.hash()?;
-        let sealed = serde_json::to_string_pretty(&Sealed { manifest: self, hash });
-        sealed.map(|text| (text + "\n").into_bytes()).map_err(invalid)
+        let sealed = serde_json::to_string_pretty(&Sealed {
+            manifest: self,
+            hash,
+        });
+        sealed
+            .map(|text| (text + "\n").into_bytes())
+            .map_err(invalid)
     }
 
     /// Reads a manifest. The error says why it is invalid.
@@ -93,7 +98,10 @@ impl Manifest {
             .map_err(|error| format!("no valid manifest of a checkpoint ({error})"))?;
         let Sealed { manifest, hash } = sealed;
         if manifest.format != FORMAT {
-            return Err(format!("format {FORMAT} is expected, {} found", manifest.format));
+            return Err(format!(
+                "format {FORMAT} is expected, {} found",
+                manifest.format
+            ));
         }
         match manifest.hash() {
             Ok(expected) if expected == hash => Ok(manifest),
@@ -103,7 +111,9 @@ impl Manifest {
 
     /// Returns the hash of the manifest, which changes with every field.
     pub(super) fn hash(&self) -> Result<String> {
-        serde_json::to_vec(self).map(|text| hash(&text)).map_err(invalid)
+        serde_json::to_vec(self)
+            .map(|text| hash(&text))
+            .map_err(invalid)
     }
 }
 
@@ -112,7 +122,10 @@ pub(super) fn read_list(folder: &Path, list: &ListEntry) -> Result<Vec<ArrayPiec
     let path = folder.join(&list.name);
     let bytes = read_regular(&path, LARGEST).map_err(|error| failed(&path, &error))?;
     if hash(&bytes) != list.hash {
-        return Err(failed(&path, &"damaged: it does not have the hash in the manifest"));
+        return Err(failed(
+            &path,
+            &"damaged: it does not have the hash in the manifest",
+        ));
     }
     serde_json::from_slice(&bytes)
         .map_err(|error| failed(&path, &format!("no valid list of pieces ({error})")))
@@ -138,12 +151,26 @@ mod tests {
             header_bytes: 96,
             header_hash: hash(b"header"),
         };
-        let list = ListEntry { name: "pieces-0.json".to_owned(), hash: hash(b"list") };
+        let list = ListEntry {
+            name: "pieces-0.json".to_owned(),
+            hash: hash(b"list"),
+        };
         let (files, lists) = (vec![file], vec![list]);
         let (step, epoch, seed, processes, stages) = (100, 2, u64::MAX, 4, 2);
         let settings = BTreeMap::from([("heads".to_owned(), "4".to_owned())]);
         let (format, by_stage) = (FORMAT, false);
-        Manifest { format, step, epoch, seed, processes, stages, by_stage, settings, files, lists }
+        Manifest {
+            format,
+            step,
+            epoch,
+            seed,
+            processes,
+            stages,
+            by_stage,
+            settings,
+            files,
+            lists,
+        }
     }
 
     #[test]
@@ -155,7 +182,10 @@ mod tests {
         let said = Manifest::parse(text.replace("\"format\": 1", "\"format\": 2").as_bytes());
         assert_eq!(said.unwrap_err(), "format 1 is expected, 2 found");
         let said = Manifest::parse(&text.as_bytes()[..100]).unwrap_err();
-        assert!(said.starts_with("no valid manifest of a checkpoint"), "{said}");
+        assert!(
+            said.starts_with("no valid manifest of a checkpoint"),
+            "{said}"
+        );
     }
 
     #[test]

@@ -186,7 +186,11 @@ impl Checkpoints {
     /// checkpoint, if another job saves there, or if there is a checkpoint of a later step, which
     /// the training would meet. After the first epoch those are its own.
     pub(crate) fn claim(&self, p: &mut Program, contents: &Contents) -> Result<()> {
-        let bytes = contents.arrays.iter().map(|(_, array)| array.aval().bytes() as u64).sum();
+        let bytes = contents
+            .arrays
+            .iter()
+            .map(|(_, array)| array.aval().bytes() as u64)
+            .sum();
         check_folder(p, &self.folder, bytes)?;
         let step = contents.step;
         let (run, epoch) = (p.run_id(), p.epoch());

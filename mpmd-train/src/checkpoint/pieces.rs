@@ -14,14 +14,25 @@ pub(super) fn check_pieces<T>(shape: &[usize], pieces: &[(Region, T)]) -> Result
     let full = Region::full(shape);
     let is_within = |piece: &Region| piece.ndim() == full.ndim() && full.contains(piece);
     let pieces = pieces.iter().map(|(piece, _)| piece);
-    if let Some(piece) = pieces.clone().find(|piece| !is_within(piece) || piece.is_empty()) {
-        return Err(format!("damaged: piece {piece} is empty or not within the array"));
+    if let Some(piece) = pieces
+        .clone()
+        .find(|piece| !is_within(piece) || piece.is_empty())
+    {
+        return Err(format!(
+            "damaged: piece {piece} is empty or not within the array"
+        ));
     }
-    let is_whole = |dim: &usize| pieces.clone().all(|piece| piece.range(*dim) == full.range(*dim));
+    let is_whole = |dim: &usize| {
+        pieces
+            .clone()
+            .all(|piece| piece.range(*dim) == full.range(*dim))
+    };
     let divided: Vec<usize> = (0..full.ndim()).filter(|dim| !is_whole(dim)).collect();
     if divided.len() > MOST_DIVIDED {
         let count = divided.len();
-        return Err(format!("it is divided along {count} dimensions, more than {MOST_DIVIDED}"));
+        return Err(format!(
+            "it is divided along {count} dimensions, more than {MOST_DIVIDED}"
+        ));
     }
     // The corners of a box, each with the product of +1 for a start and -1 for an end, are the
     // differences of the function that is 1 in the box. So two sets of boxes cover the elements
@@ -30,11 +41,18 @@ pub(super) fn check_pieces<T>(shape: &[usize], pieces: &[(Region, T)]) -> Result
     let whole = (!full.is_empty()).then_some((&full, -1));
     for (region, sign) in pieces.clone().map(|piece| (piece, 1)).chain(whole) {
         for corner in 0..1_usize << divided.len() {
-            let at = divided.iter().enumerate().map(|(bit, dim)| match corner >> bit & 1 {
-                0 => region.range(*dim).start,
-                _ => region.range(*dim).end,
-            });
-            let sign = if corner.count_ones().is_multiple_of(2) { sign } else { -sign };
+            let at = divided
+                .iter()
+                .enumerate()
+                .map(|(bit, dim)| match corner >> bit & 1 {
+                    0 => region.range(*dim).start,
+                    _ => region.range(*dim).end,
+                });
+            let sign = if corner.count_ones().is_multiple_of(2) {
+                sign
+            } else {
+                -sign
+            };
             *corners.entry(at.collect()).or_default() += sign;
         }
     }
@@ -95,7 +113,9 @@ mod tests {
                 let piece = Region::new(vec![range(shape[0]), range(shape[1])]);
                 let is_new = all.iter().all(|other| other.intersect(&piece).is_none());
                 if !piece.is_empty() && (is_new || seed % 7 == 0 && all.len() < 2) {
-                    piece.indices(&shape).for_each(|element| count[element as usize] += 1);
+                    piece
+                        .indices(&shape)
+                        .for_each(|element| count[element as usize] += 1);
                     all.push(piece);
                 }
             }
@@ -110,11 +130,23 @@ mod tests {
     fn wild_pieces_are_refused_without_much_memory() {
         let max = usize::MAX;
         let wild = Region::new(vec![0..max, 0..max, 0..max]);
-        assert!(check(&[2, 2, 2], &[wild]).unwrap_err().contains("not within"));
+        assert!(
+            check(&[2, 2, 2], &[wild])
+                .unwrap_err()
+                .contains("not within")
+        );
         let wild = Region::new(vec![0..max, 0..max, 5..5]);
         assert!(check(&[2, 2, 2], &[wild]).unwrap_err().contains("empty"));
-        assert!(check(&[2], &[Region::full(&[2, 2])]).unwrap_err().contains("not within"));
+        assert!(
+            check(&[2], &[Region::full(&[2, 2])])
+                .unwrap_err()
+                .contains("not within")
+        );
         let corner = Region::new(vec![0..1; 60]);
-        assert!(check(&[2; 60], &[corner]).unwrap_err().contains("60 dimensions"));
+        assert!(
+            check(&[2; 60], &[corner])
+                .unwrap_err()
+                .contains("60 dimensions")
+        );
     }
 }

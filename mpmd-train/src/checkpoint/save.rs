@@ -49,7 +49,12 @@ impl SaveStatus {
 
     /// Reads the words of a report.
     pub(crate) fn read([step, phase]: [i64; 2]) -> (u64, Phase) {
-        let phases = [Phase::Failed, Phase::Writing, Phase::Written, Phase::Committed];
+        let phases = [
+            Phase::Failed,
+            Phase::Writing,
+            Phase::Written,
+            Phase::Committed,
+        ];
         let phase = phases.into_iter().find(|known| *known as i64 == phase);
         (step.cast_unsigned(), phase.unwrap_or_default())
     }
@@ -74,9 +79,17 @@ impl Saving {
         contents: Contents,
         status: &SaveStatus,
     ) -> Result<Self> {
-        let Contents { step, seed, stages, by_stage, arrays } = contents;
-        let avals: Vec<_> =
-            arrays.iter().map(|(name, array)| (name.clone(), array.aval().clone())).collect();
+        let Contents {
+            step,
+            seed,
+            stages,
+            by_stage,
+            arrays,
+        } = contents;
+        let avals: Vec<_> = arrays
+            .iter()
+            .map(|(name, array)| (name.clone(), array.aval().clone()))
+            .collect();
         let metadata = BTreeMap::from([("step".to_owned(), step.to_string())]);
         let plan = Files::plan(&avals, to.file_bytes, &metadata)?;
         let hosts = arrays.iter().map(|(_, array)| host_owners(p, array));
@@ -88,7 +101,12 @@ impl Saving {
         };
         if !on_first(p, true, prepare)? {
             *status.0.lock() = (step, Phase::Committed);
-            return Ok(Self { step, written: None, commit: None, thread: None });
+            return Ok(Self {
+                step,
+                written: None,
+                commit: None,
+                thread: None,
+            });
         }
         // Later steps change the arrays in place, so the copies must not share their memory.
         let options = MoveOptions::default().may_alias(false);
@@ -98,7 +116,12 @@ impl Saving {
         }
         *status.0.lock() = (step, Phase::Writing);
         if p.is_dry_run() {
-            return Ok(Self { step, written: None, commit: None, thread: None });
+            return Ok(Self {
+                step,
+                written: None,
+                commit: None,
+                thread: None,
+            });
         }
         let file = |file: &PlannedFile| FileEntry {
             name: file.name.clone(),
@@ -141,7 +164,12 @@ impl Saving {
             let problem = format!("cannot start the thread of a save: {error}");
             let _ = tell.send(Err(Error::Environment(problem)));
         }
-        Ok(Self { step, written: Some(written), commit: Some(commit), thread: thread.ok() })
+        Ok(Self {
+            step,
+            written: Some(written),
+            commit: Some(commit),
+            thread: thread.ok(),
+        })
     }
 
     /// Takes the phases of all processes from a report, which is the same on every process. Returns
@@ -174,9 +202,16 @@ impl Saving {
     ///
     /// As for [`Saving::report`].
     pub(crate) fn finish(&mut self, p: &mut Program) -> Result<()> {
-        let ended = || Err(Error::Environment("the thread of a save has panicked".to_owned()));
+        let ended = || {
+            Err(Error::Environment(
+                "the thread of a save has panicked".to_owned(),
+            ))
+        };
         let written = self.written.take();
-        agree(p, written.map_or(Ok(()), |written| written.recv().unwrap_or_else(|_| ended())))?;
+        agree(
+            p,
+            written.map_or(Ok(()), |written| written.recv().unwrap_or_else(|_| ended())),
+        )?;
         let (commit, thread) = (self.commit.take(), self.thread.take());
         on_first(p, (), || {
             if let Some(commit) = commit {
@@ -208,7 +243,11 @@ impl Writer {
         committing: &mpsc::Receiver<()>,
     ) -> Result<()> {
         let written = self.write();
-        self.note(if written.is_ok() { Phase::Written } else { Phase::Failed });
+        self.note(if written.is_ok() {
+            Phase::Written
+        } else {
+            Phase::Failed
+        });
         // Without a receiver the training has ended with an error.
         let _ = told.send(written.clone());
         written?;
@@ -216,7 +255,11 @@ impl Writer {
             return Ok(());
         }
         let committed = self.commit();
-        self.note(if committed.is_ok() { Phase::Committed } else { Phase::Failed });
+        self.note(if committed.is_ok() {
+            Phase::Committed
+        } else {
+            Phase::Failed
+        });
         committed
     }
 
@@ -249,7 +292,10 @@ impl Writer {
                     hashes.push((piece, hash(bytes)));
                 }
             }
-            lists.push(ArrayPieces { array: name, pieces: hashes });
+            lists.push(ArrayPieces {
+                array: name,
+                pieces: hashes,
+            });
         }
         files.sync(self.process == ProcessId(0))?;
         let path = folder.join(folder::list(self.process.index()));
@@ -267,11 +313,15 @@ impl Writer {
             let name = folder::list(process);
             let path = folder.join(&name);
             let list = read_regular(&path, LARGEST).map_err(|error| failed(&path, &error))?;
-            manifest.lists.push(ListEntry { name, hash: hash(&list) });
+            manifest.lists.push(ListEntry {
+                name,
+                hash: hash(&list),
+            });
         }
         // A manifest must not outlive its files. Each process has done the same for their folder.
         sync_folder(&self.folder)?;
         folder::commit(&self.folder, step, epoch, &manifest.seal()?)?;
-        self.keep.map_or(Ok(()), |keep| folder::remove_old(&self.folder, keep))
+        self.keep
+            .map_or(Ok(()), |keep| folder::remove_old(&self.folder, keep))
     }
 }

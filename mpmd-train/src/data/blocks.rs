@@ -24,13 +24,18 @@ pub(super) struct Blocks {
 impl Blocks {
     /// Returns the held-out blocks, as ranges of indices.
     pub(super) fn held_out(self) -> impl Iterator<Item = Range<usize>> {
-        let starts = (0..self.len).step_by(BLOCK).skip(HELD_OUT_EVERY - 1).step_by(HELD_OUT_EVERY);
+        let starts = (0..self.len)
+            .step_by(BLOCK)
+            .skip(HELD_OUT_EVERY - 1)
+            .step_by(HELD_OUT_EVERY);
         starts.map(move |start| start..self.len.min(start + BLOCK))
     }
 
     /// Returns the number of sequences of `time` training tokens and the token after each.
     pub(super) fn sequences(self, time: usize) -> usize {
-        let (period, room) = (BLOCK * HELD_OUT_EVERY, |run: usize| run.saturating_sub(time));
+        let (period, room) = (BLOCK * HELD_OUT_EVERY, |run: usize| {
+            run.saturating_sub(time)
+        });
         if self.is_whole {
             return room(self.len);
         }
@@ -57,7 +62,9 @@ impl Blocks {
     /// block. Returns the index of each piece's first token.
     pub(super) fn held_out_starts(self, time: usize) -> impl Iterator<Item = usize> {
         let cut = move |block: Range<usize>| {
-            (block.start..block.end).step_by(time).filter(move |start| start + time < block.end)
+            (block.start..block.end)
+                .step_by(time)
+                .filter(move |start| start + time < block.end)
         };
         self.held_out().flat_map(cut)
     }
@@ -83,7 +90,10 @@ mod tests {
             (30, 3000, 3 * run + 3000 - 16),
         ];
         for (count, rest, expected) in cases {
-            let blocks = Blocks { len: count * BLOCK + rest, is_whole: false };
+            let blocks = Blocks {
+                len: count * BLOCK + rest,
+                is_whole: false,
+            };
             assert_eq!(blocks.sequences(16), expected, "{count} blocks, {rest}");
             let starts: BTreeSet<usize> = (0..expected as u128)
                 .map(|i| {
@@ -96,7 +106,11 @@ mod tests {
             let blocks_of = |start: usize| [start / BLOCK % 10, (start + 16) / BLOCK % 10];
             assert!(starts.iter().all(|start| !blocks_of(*start).contains(&9)));
             assert!(starts.iter().all(|start| start + 16 < blocks.len));
-            assert!(blocks.held_out_starts(16).all(|start| blocks_of(start) == [9; 2]));
+            assert!(
+                blocks
+                    .held_out_starts(16)
+                    .all(|start| blocks_of(start) == [9; 2])
+            );
         }
         let start = |len, time, is_whole| Blocks { len, is_whole }.sequence_start(u64::MAX, time);
         assert_eq!(start(16, 16, false), None);

@@ -29,6 +29,8 @@ pub fn hash_files(paths: &[impl AsRef<Path>]) -> Result<u64> {
         hash.map_err(|error| failed(path, &error))
     };
     let start = Key(paths.len() as u64);
-    let all = paths.iter().try_fold(start, |key, path| Ok(key.fold_in(hash(path.as_ref())?)));
+    let all = paths
+        .iter()
+        .try_fold(start, |key, path| Ok(key.fold_in(hash(path.as_ref())?)));
     all.map(|key| key.0)
 }

@@ -44,7 +44,13 @@ impl At {
     pub fn new(seed: u64, step: u64, microbatch: usize, count: usize) -> Self {
         let key = Key(seed).fold_in(step).fold_in(microbatch as u64);
         let before = step.saturating_sub(1) * count as u64 + microbatch as u64;
-        Self { step, microbatch, before, seed, key }
+        Self {
+            step,
+            microbatch,
+            before,
+            seed,
+            key,
+        }
     }
 }
 
@@ -84,6 +90,8 @@ pub trait Data<In> {
     /// As [`Program::array_from_fn`]. If there is no such microbatch.
     fn held_out(&self, p: &mut Program, meshes: &[Mesh], index: usize) -> Result<Microbatch<In>> {
         let _ = (p, meshes);
-        Err(Error::kernel(format!("there is no held-out microbatch {index}")))
+        Err(Error::kernel(format!(
+            "there is no held-out microbatch {index}"
+        )))
     }
 }

@@ -72,8 +72,10 @@ impl Packed {
         };
         let all = own + held_out.as_ref().map_or(0, Vec::len);
         let (evaluated, trained): (Vec<usize>, Vec<usize>) = (0..all).partition(is_held_out);
-        let sequences: Vec<Sequence> =
-            training.into_iter().chain(held_out.into_iter().flatten()).collect();
+        let sequences: Vec<Sequence> = training
+            .into_iter()
+            .chain(held_out.into_iter().flatten())
+            .collect();
         for (index, sequence) in sequences.iter().enumerate() {
             let tokens = sequence.len();
             if tokens > time + 1 || !sequence.iter().skip(1).any(|(_, has_loss)| *has_loss) {
@@ -86,12 +88,21 @@ impl Packed {
         }
         if trained.is_empty() || rows == 0 {
             let trained = trained.len();
-            return Err(Error::Environment(format!("{trained} sequences in {rows} rows")));
+            return Err(Error::Environment(format!(
+                "{trained} sequences in {rows} rows"
+            )));
         }
         let pack = |members| pack(&sequences, members, time);
         let (training, held_out) = (pack(trained).into(), pack(evaluated).into());
         let spec = Spec::default();
-        Ok(Self { time, rows, spec, training, held_out, sequences: sequences.into() })
+        Ok(Self {
+            time,
+            rows,
+            spec,
+            training,
+            held_out,
+            sequences: sequences.into(),
+        })
     }
 
     /// Sets the sharding of the arrays over the stages' meshes, for instance `spec!["data"]`.
@@ -122,7 +133,10 @@ impl Packed {
             if stage == meshes.len() - 1 {
                 let targets = self.array(p, mesh, members.clone(), |token| token.target)?;
                 let weights = self.array(p, mesh, members.clone(), |token| token.weight)?;
-                side.extend([("targets".to_owned(), targets), ("weights".to_owned(), weights)]);
+                side.extend([
+                    ("targets".to_owned(), targets),
+                    ("weights".to_owned(), weights),
+                ]);
             }
             microbatch = microbatch.side(stage, side);
         }
@@ -140,7 +154,10 @@ impl Packed {
         let sharding = mesh.sharding(self.spec.clone());
         array_of_rows::<T>(p, &sharding, shape, move |row, columns, values| {
             let tokens = tokens(&all, &members(row)).skip(columns.start);
-            values.iter_mut().zip(tokens).for_each(|(to, token)| *to = value(token));
+            values
+                .iter_mut()
+                .zip(tokens)
+                .for_each(|(to, token)| *to = value(token));
             Ok(())
         })
     }
@@ -153,11 +170,21 @@ fn tokens(all: &[Sequence], members: &[usize]) -> impl Iterator<Item = Token> + 
         let start = row.len() as u32;
         row.extend(sequence.windows(2).map(|pair| {
             let [(input, _), (target, has_loss)] = [pair[0], pair[1]];
-            Token { input, start, target, weight: f32::from(u8::from(has_loss)) }
+            Token {
+                input,
+                start,
+                target,
+                weight: f32::from(u8::from(has_loss)),
+            }
         }));
     }
     let end = row.len() as u32;
-    let fill = |start| Token { input: 0, start, target: 0, weight: 0.0 };
+    let fill = |start| Token {
+        input: 0,
+        start,
+        target: 0,
+        weight: 0.0,
+    };
     row.into_iter().chain((end..).map(fill))
 }
 
@@ -181,13 +208,20 @@ fn pack(sequences: &[Sequence], mut members: Vec<usize>, time: usize) -> Vec<Vec
 
 impl Data<MpmdArray> for Packed {
     fn compare(&self, p: &mut Program) -> Result<()> {
-        let hash = self.sequences.iter().fold(Key(self.training.len() as u64), |key, sequence| {
-            let key = key.fold_in(sequence.len() as u64);
-            let word =
-                |(token, has_loss): &(u32, bool)| u64::from(*token) << 1 | u64::from(*has_loss);
-            sequence.iter().map(word).fold(key, Key::fold_in)
-        });
-        p.assert_same(format!("{} sequences, with hash {:016x}", self.sequences.len(), hash.0))
+        let hash = self
+            .sequences
+            .iter()
+            .fold(Key(self.training.len() as u64), |key, sequence| {
+                let key = key.fold_in(sequence.len() as u64);
+                let word =
+                    |(token, has_loss): &(u32, bool)| u64::from(*token) << 1 | u64::from(*has_loss);
+                sequence.iter().map(word).fold(key, Key::fold_in)
+            });
+        p.assert_same(format!(
+            "{} sequences, with hash {:016x}",
+            self.sequences.len(),
+            hash.0
+        ))
     }
 
     fn training(&self, p: &mut Program, meshes: &[Mesh], at: At) -> Result<Microbatch<MpmdArray>> {
@@ -212,7 +246,9 @@ impl Data<MpmdArray> for Packed {
         index: usize,
     ) -> Result<Microbatch<MpmdArray>> {
         if index >= self.held_out_len() {
-            return Err(Error::kernel(format!("there is no held-out microbatch {index}")));
+            return Err(Error::kernel(format!(
+                "there is no held-out microbatch {index}"
+            )));
         }
         let (held_out, first) = (self.held_out.clone(), index * self.rows);
         self.microbatch(p, meshes, move |row| {
@@ -227,7 +263,9 @@ mod tests {
 
     /// Returns a sequence whose tokens after the prompt have a loss.
     fn sequence(prompt: usize, reply: usize) -> Sequence {
-        (0..prompt + reply).map(|at| (at as u32 + 1, at >= prompt)).collect()
+        (0..prompt + reply)
+            .map(|at| (at as u32 + 1, at >= prompt))
+            .collect()
     }
 
     #[test]
@@ -235,7 +273,10 @@ mod tests {
         let lengths = [3, 9, 4, 6, 2, 5, 3];
         let sequences = lengths.map(|tokens| sequence(1, tokens - 1)).to_vec();
         let packed = Packed::new(sequences.clone(), None, 8, 2).unwrap();
-        assert_eq!(*packed.training, [vec![1], vec![3, 2], vec![5, 0, 6], vec![4]]);
+        assert_eq!(
+            *packed.training,
+            [vec![1], vec![3, 2], vec![5, 0, 6], vec![4]]
+        );
         let row: Vec<_> = tokens(&sequences, &[2, 4]).take(6).collect();
         let of = |field: fn(&Token) -> u32| row.iter().map(field).collect::<Vec<_>>();
         assert_eq!(of(|token| token.input), [1, 2, 3, 1, 0, 0]);
@@ -261,7 +302,12 @@ mod tests {
 
     #[test]
     fn sequences_that_cannot_be_trained_on_are_refused() {
-        for wrong in [vec![sequence(2, 8)], vec![sequence(3, 0)], vec![sequence(0, 1)], vec![]] {
+        for wrong in [
+            vec![sequence(2, 8)],
+            vec![sequence(3, 0)],
+            vec![sequence(0, 1)],
+            vec![],
+        ] {
             assert!(Packed::new(wrong.clone(), None, 8, 1).is_err(), "{wrong:?}");
         }
         assert!(Packed::new(vec![sequence(2, 7)], None, 8, 1).is_ok());

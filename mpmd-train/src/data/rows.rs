@@ -18,7 +18,9 @@ pub(super) fn array_of_rows<T: Element>(
     let aval = ShapedArray::new(&shape, T::DTYPE);
     p.array_from_fn(aval, sharding, move |region, mut values| {
         let columns = region.range(1);
-        let rows = values.as_mut_slice::<T>()?.chunks_exact_mut(columns.len().max(1));
+        let rows = values
+            .as_mut_slice::<T>()?
+            .chunks_exact_mut(columns.len().max(1));
         let mut rows = region.range(0).zip(rows);
         rows.try_for_each(|(row, values)| fill(row, columns.clone(), values))
     })
@@ -37,7 +39,10 @@ pub(super) fn below(random: u64, end: usize) -> usize {
 /// If there is no mesh.
 pub(super) fn ends(meshes: &[Mesh], spec: &Spec) -> (Sharding, Sharding) {
     let last = &meshes[meshes.len() - 1];
-    (meshes[0].sharding(spec.clone()), last.sharding(spec.clone()))
+    (
+        meshes[0].sharding(spec.clone()),
+        last.sharding(spec.clone()),
+    )
 }
 
 /// The side inputs of a stage, by name.

@@ -91,7 +91,10 @@ impl Text {
             bytes.extend_from_slice(file);
             bytes.push(SEPARATOR);
         }
-        Ok(Self { bytes: bytes.into(), files: files.len() })
+        Ok(Self {
+            bytes: bytes.into(),
+            files: files.len(),
+        })
     }
 
     /// Returns all bytes.
@@ -111,7 +114,10 @@ impl Text {
             word[..chunk.len()].copy_from_slice(chunk);
             key.fold_in(u64::from_le_bytes(word))
         };
-        self.bytes.chunks(8).fold(Key(self.bytes.len() as u64), word).0
+        self.bytes
+            .chunks(8)
+            .fold(Key(self.bytes.len() as u64), word)
+            .0
     }
 
     /// Makes the processes compare their texts. Does not block; if they differ, the programs have
@@ -122,7 +128,9 @@ impl Text {
     /// If this call is within a captured step.
     pub fn compare(&self, p: &mut Program) -> Result<()> {
         let (bytes, files, hash) = (self.bytes.len(), self.files, self.fingerprint());
-        p.assert_same(format!("a text of {bytes} bytes in {files} files, with hash {hash:016x}"))
+        p.assert_same(format!(
+            "a text of {bytes} bytes in {files} files, with hash {hash:016x}"
+        ))
     }
 }
 
@@ -134,14 +142,25 @@ fn unreadable(path: &Path, error: io::Error) -> Error {
 /// Runs `git` to list the files that it tracks under `root`, and returns them sorted. `None`
 /// without git, without a repository, or if a name is not UTF-8.
 fn tracked_files(root: &Path) -> Option<Vec<PathBuf>> {
-    let output = Command::new("git").arg("-C").arg(root).args(["ls-files", "-z"]).output().ok()?;
+    let output = Command::new("git")
+        .arg("-C")
+        .arg(root)
+        .args(["ls-files", "-z"])
+        .output()
+        .ok()?;
     if !output.status.success() || output.stdout.is_empty() {
         return None;
     }
     let names = String::from_utf8(output.stdout).ok()?;
     // A set, because a file in conflict is listed several times.
     let names: BTreeSet<_> = names.split('\0').filter(|name| !name.is_empty()).collect();
-    Some(names.into_iter().map(|name| root.join(name)).filter(|file| is_plain(file)).collect())
+    Some(
+        names
+            .into_iter()
+            .map(|name| root.join(name))
+            .filter(|file| is_plain(file))
+            .collect(),
+    )
 }
 
 /// True if `file` is a regular file: tracked links, submodules and deleted files are not read.
@@ -164,7 +183,9 @@ impl Found {
         for entry in entries {
             // The type of the entry, not of a link's target.
             let kind = entry.file_type()?;
-            let skipped = SKIPPED_FOLDERS.iter().any(|name| entry.file_name() == *name);
+            let skipped = SKIPPED_FOLDERS
+                .iter()
+                .any(|name| entry.file_name() == *name);
             if kind.is_dir() && !skipped {
                 self.walk(&entry.path())?;
             } else if kind.is_file() {
@@ -193,7 +214,11 @@ impl Found {
         }
         if texts.is_empty() {
             let (folder, files, links) = (folder.display(), self.files.len(), self.links);
-            let advice = if links > 0 { ": name the files that they lead to" } else { "" };
+            let advice = if links > 0 {
+                ": name the files that they lead to"
+            } else {
+                ""
+            };
             return Err(Error::Environment(format!(
                 "{folder}: no text: none of its files ({files}) is UTF-8 text of at most \
                  {LARGEST_FILE} bytes, and its links ({links}) are skipped{advice}"
@@ -209,7 +234,10 @@ fn why_binary(bytes: &[u8]) -> Option<String> {
         return Some(format!("byte {at} is a NUL, which separates files"));
     }
     let error = std::str::from_utf8(bytes).err()?;
-    Some(format!("it is not UTF-8 from byte {} on", error.valid_up_to()))
+    Some(format!(
+        "it is not UTF-8 from byte {} on",
+        error.valid_up_to()
+    ))
 }
 
 #[cfg(test)]
@@ -242,17 +270,26 @@ mod tests {
         mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
         let pipes = [Text::of(&[&pipe]), Text::of(&["/dev/zero"])];
         let errors = ["a/latin1", "a/nul", "absent"].map(|name| Text::of(&[folder.join(name)]));
-        write("pointers/weights", b"version https://git-lfs.github.com/spec/v1\nsize 9\n");
+        write(
+            "pointers/weights",
+            b"version https://git-lfs.github.com/spec/v1\nsize 9\n",
+        );
         symlink("../b.txt", folder.join("pointers/link")).unwrap();
         let [pointer, none] = ["pointers/weights", "pointers"]
             .map(|name| Text::of(&[folder.join(name)]).unwrap_err().to_string());
         fs::remove_dir_all(&folder).unwrap();
 
         let walked = walked.unwrap();
-        assert_eq!(walked.bytes(), b"first file, of the folder\0second file, after the folder\0");
+        assert_eq!(
+            walked.bytes(),
+            b"first file, of the folder\0second file, after the folder\0"
+        );
         assert_eq!(walked.files(), 2);
         let named = named.unwrap();
-        assert_eq!(named.bytes(), b"second file, after the folder\0first file, of the folder\0");
+        assert_eq!(
+            named.bytes(),
+            b"second file, after the folder\0first file, of the folder\0"
+        );
         assert_ne!(walked.fingerprint(), named.fingerprint());
         assert_eq!(large.unwrap().files(), 1);
         let why = [
@@ -281,6 +318,9 @@ mod tests {
     fn repository_text_is_the_same_at_each_reading() {
         let text = Text::of_this_repository().unwrap();
         assert!(text.files() > 10);
-        assert_eq!(text.fingerprint(), Text::of_this_repository().unwrap().fingerprint());
+        assert_eq!(
+            text.fingerprint(),
+            Text::of_this_repository().unwrap().fingerprint()
+        );
     }
 }

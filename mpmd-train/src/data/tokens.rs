@@ -36,7 +36,10 @@ impl TokenSource for Text {
         let bytes = self.bytes().get(start..start + tokens.len());
         let bytes =
             bytes.ok_or_else(|| Error::kernel(format!("byte {start} is the text's end")))?;
-        tokens.iter_mut().zip(bytes).for_each(|(token, byte)| *token = u32::from(*byte));
+        tokens
+            .iter_mut()
+            .zip(bytes)
+            .for_each(|(token, byte)| *token = u32::from(*byte));
         Ok(())
     }
 

@@ -47,7 +47,10 @@ impl Windows {
     ///
     /// If a size is zero, or the source has no training sequence of `time` tokens.
     pub fn new(source: &(impl TokenSource + Clone), time: usize, rows: usize) -> Result<Self> {
-        let blocks = Blocks { len: source.tokens(), is_whole: false };
+        let blocks = Blocks {
+            len: source.tokens(),
+            is_whole: false,
+        };
         if time == 0 || rows == 0 || blocks.sequences(time) == 0 {
             return Err(Error::Environment(format!(
                 "the training text has {} tokens: a window of {time} and one more are needed",
@@ -140,27 +143,40 @@ impl Windows {
         start: impl Fn(usize) -> usize + Send + Sync + 'static,
     ) -> Result<MpmdArray> {
         let source = source.clone();
-        array_of_rows::<T>(p, sharding, [self.rows, self.time], move |row, columns, values| {
-            let mut tokens = vec![0; values.len()];
-            source.read(start(row) + columns.start, &mut tokens)?;
-            for (value, token) in values.iter_mut().zip(tokens) {
-                let other = |_| Error::kernel(format!("token {token} does not fit {}", T::DTYPE));
-                *value = T::try_from(token).map_err(other)?;
-            }
-            Ok(())
-        })
+        array_of_rows::<T>(
+            p,
+            sharding,
+            [self.rows, self.time],
+            move |row, columns, values| {
+                let mut tokens = vec![0; values.len()];
+                source.read(start(row) + columns.start, &mut tokens)?;
+                for (value, token) in values.iter_mut().zip(tokens) {
+                    let other =
+                        |_| Error::kernel(format!("token {token} does not fit {}", T::DTYPE));
+                    *value = T::try_from(token).map_err(other)?;
+                }
+                Ok(())
+            },
+        )
     }
 
     /// Returns the blocks of the source for training.
     fn blocks(&self) -> Blocks {
-        Blocks { len: self.source.tokens(), is_whole: self.other.is_some() }
+        Blocks {
+            len: self.source.tokens(),
+            is_whole: self.other.is_some(),
+        }
     }
 
     /// Returns a function from a row of a training microbatch to the index of its first token.
     fn training_start(&self, at: At) -> impl Fn(usize) -> usize + Clone + Send + Sync + 'static {
         let (blocks, time) = (self.blocks(), self.time);
         // `new` has found a training window.
-        move |row| blocks.sequence_start(random::bits(at.key, row as u64), time).unwrap_or(0)
+        move |row| {
+            blocks
+                .sequence_start(random::bits(at.key, row as u64), time)
+                .unwrap_or(0)
+        }
     }
 }
 
@@ -193,7 +209,9 @@ impl Data<MpmdArray> for Windows {
         index: usize,
     ) -> Result<Microbatch<MpmdArray>> {
         if index >= self.held_out_len() {
-            return Err(Error::kernel(format!("there is no held-out microbatch {index}")));
+            return Err(Error::kernel(format!(
+                "there is no held-out microbatch {index}"
+            )));
         }
         let (held_out, first) = (self.held_out.clone(), index * self.rows);
         let source = self.other.as_ref().unwrap_or(&self.source);
@@ -226,7 +244,9 @@ mod tests {
             let to = Sharding::single_device(p.topology().device_ids()[0]);
             let arrays = p.device_put(&(inputs, targets), to)?;
             let host = |array: &MpmdArray| -> Result<Vec<u32>> {
-                Ok(array.to_host()?.map_or(Ok(Vec::new()), |host| host.to_vec())?)
+                Ok(array
+                    .to_host()?
+                    .map_or(Ok(Vec::new()), |host| host.to_vec())?)
             };
             Ok((host(&arrays.0)?, host(&arrays.1)?))
         });
@@ -257,13 +277,21 @@ mod tests {
     #[test]
     fn another_source_is_for_evaluation_alone() {
         let other = Text::of_files(&[vec![b'x'; 50]]).unwrap();
-        let windows = Windows::new(&text(), 8, 3).unwrap().evaluated_on(&other).unwrap();
+        let windows = Windows::new(&text(), 8, 3)
+            .unwrap()
+            .evaluated_on(&other)
+            .unwrap();
         // The file ends with a separator: 51 tokens.
         assert_eq!(*windows.held_out, [0, 8, 16, 24, 32, 40]);
         assert_eq!(windows.held_out_len(), 2);
         assert_eq!(windows.blocks().sequences(8), text().bytes().len() - 8);
         let short = Windows::new(&text(), 8, 7).unwrap().evaluated_on(&other);
-        assert!(short.unwrap_err().to_string().contains("evaluation has 51 tokens"));
+        assert!(
+            short
+                .unwrap_err()
+                .to_string()
+                .contains("evaluation has 51 tokens")
+        );
     }
 
     #[test]

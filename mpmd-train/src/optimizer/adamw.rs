@@ -19,7 +19,12 @@ pub struct AdamW {
 
 impl Default for AdamW {
     fn default() -> Self {
-        Self { beta1: 0.9, beta2: 0.99, epsilon: 1e-8, decay: 0.1 }
+        Self {
+            beta1: 0.9,
+            beta2: 0.99,
+            epsilon: 1e-8,
+            decay: 0.1,
+        }
     }
 }
 
@@ -71,8 +76,16 @@ impl AdamW {
             (len, len, len),
             "state and gradient"
         );
-        let AdamFactors { rate, root, keep, beta1, fresh1, beta2, fresh2, epsilon } =
-            self.factors(step);
+        let AdamFactors {
+            rate,
+            root,
+            keep,
+            beta1,
+            fresh1,
+            beta2,
+            fresh2,
+            epsilon,
+        } = self.factors(step);
         let factor = T::from_double(step.gradient_factor);
         let state = mean.iter_mut().zip(square.iter_mut());
         for ((w, (mean, square)), gradient) in w.iter_mut().zip(state).zip(gradient) {
@@ -107,21 +120,38 @@ mod tests {
 
     #[test]
     fn updates_equal_the_definition() {
-        let adamw = AdamW { beta1: 0.75, beta2: 0.9, epsilon: 1e-3, decay: 0.5 };
+        let adamw = AdamW {
+            beta1: 0.75,
+            beta2: 0.9,
+            epsilon: 1e-3,
+            decay: 0.5,
+        };
         let (mut w, mut mean, mut square) = (vec![1.0, -2.0], vec![0.0; 2], vec![0.0; 2]);
         let (mut expected, mut m, mut v) = ([1.0f64, -2.0], [0.0f64; 2], [0.0f64; 2]);
-        for (number, gradient) in [[4.0, -0.01], [0.0, 3.0], [-1.0, 2.0]].into_iter().enumerate() {
-            let step = AdamStep { number: number as u64 + 1, rate: 0.1, gradient_factor: 0.5 };
+        for (number, gradient) in [[4.0, -0.01], [0.0, 3.0], [-1.0, 2.0]]
+            .into_iter()
+            .enumerate()
+        {
+            let step = AdamStep {
+                number: number as u64 + 1,
+                rate: 0.1,
+                gradient_factor: 0.5,
+            };
             adamw.update(step, &mut w, &mut mean, &mut square, &gradient);
             for i in 0..2 {
                 let g: f64 = gradient[i] / 2.0;
                 m[i] = 0.75 * m[i] + 0.25 * g;
                 v[i] = 0.9 * v[i] + 0.1 * g * g;
                 let power = number as i32 + 1;
-                let (m_hat, v_hat) =
-                    (m[i] / (1.0 - 0.75f64.powi(power)), v[i] / (1.0 - 0.9f64.powi(power)));
+                let (m_hat, v_hat) = (
+                    m[i] / (1.0 - 0.75f64.powi(power)),
+                    v[i] / (1.0 - 0.9f64.powi(power)),
+                );
                 expected[i] -= 0.1 * (m_hat / (v_hat.sqrt() + 1e-3) + 0.5 * expected[i]);
-                assert!((w[i] - expected[i]).abs() < 1e-13, "step {power}: {w:?} {expected:?}");
+                assert!(
+                    (w[i] - expected[i]).abs() < 1e-13,
+                    "step {power}: {w:?} {expected:?}"
+                );
             }
         }
     }

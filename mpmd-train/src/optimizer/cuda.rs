@@ -72,24 +72,42 @@ pub(super) fn figures(
     let state = cuda.scratch(DType::F64, 2)?;
     let add = |sums: Part<'_>, count: usize, stage: f64, first: bool| {
         let first = i32::from(first);
-        let args = [count.into(), sums.into(), stage.into(), first.into(), (&state).into()];
+        let args = [
+            count.into(),
+            sums.into(),
+            stage.into(),
+            first.into(),
+            (&state).into(),
+        ];
         cuda.launch(&UPDATE, "figure_sums", one, &args)
     };
     if sums.is_empty() {
         add(state.at(0), 0, 0.0, true)?;
     }
     for (at, (stage, sums)) in stages.iter().zip(sums).enumerate() {
-        add(sums.into(), sums.region().elements(), *stage as f64, at == 0)?;
+        add(
+            sums.into(),
+            sums.region().elements(),
+            *stage as f64,
+            at == 0,
+        )?;
     }
     let metrics = loss.metrics.len();
     let doubles = cuda.scratch(DType::F64, 2 + metrics)?;
-    let scalars = [&loss.sum, &loss.weight].into_iter().chain(loss.metrics.values());
+    let scalars = [&loss.sum, &loss.weight]
+        .into_iter()
+        .chain(loss.metrics.values());
     for (at, scalar) in scalars.enumerate() {
         let function = match scalar.global().dtype() {
             DType::F64 => "figure_f64",
             _ => "figure_f32",
         };
-        cuda.launch(&UPDATE, function, one, &[scalar.into(), (&doubles).into(), at.into()])?;
+        cuda.launch(
+            &UPDATE,
+            function,
+            one,
+            &[scalar.into(), (&doubles).into(), at.into()],
+        )?;
     }
     debug_assert_eq!(y.figures.shape(), [FIGURES + MOST_METRICS]);
     let args = [
@@ -118,8 +136,16 @@ pub(super) fn update<T: Float>(
     let of = |value: f64| -> Arg<'_> { T::from_double(value).into() };
     let (name, state, constants): (_, Vec<Arg<'_>>, Vec<Arg<'_>>) = match (rule, state) {
         (UpdateRule::AdamW(adamw), [mean, square]) => {
-            let AdamFactors { rate, root, keep, beta1, fresh1, beta2, fresh2, epsilon } =
-                adamw.factors::<T>(step);
+            let AdamFactors {
+                rate,
+                root,
+                keep,
+                beta1,
+                fresh1,
+                beta2,
+                fresh2,
+                epsilon,
+            } = adamw.factors::<T>(step);
             let constants = [rate, root, keep, beta1, fresh1, beta2, fresh2, epsilon];
             let kept = vec![(&mut **mean).into(), (&mut **square).into()];
             ("adamw", kept, constants.map(Into::into).into())
@@ -127,9 +153,20 @@ pub(super) fn update<T: Float>(
         (UpdateRule::Sgd(Sgd { decay, .. }), []) => {
             ("sgd", Vec::new(), vec![of(step.rate), of(decay)])
         }
-        (UpdateRule::Sgd(Sgd { decay, momentum, nesterov }), [sum]) => {
-            let constants =
-                vec![of(step.rate), of(decay), of(momentum), i32::from(nesterov).into()];
+        (
+            UpdateRule::Sgd(Sgd {
+                decay,
+                momentum,
+                nesterov,
+            }),
+            [sum],
+        ) => {
+            let constants = vec![
+                of(step.rate),
+                of(decay),
+                of(momentum),
+                i32::from(nesterov).into(),
+            ];
             ("sgd_momentum", vec![(&mut **sum).into()], constants)
         }
         (rule, state) => return Err(wrong_state(rule, state.len())),
@@ -139,5 +176,10 @@ pub(super) fn update<T: Float>(
     args.extend(state);
     args.extend([gradient.into(), factor.into()]);
     args.extend(constants);
-    cuda.launch(&UPDATE, &format!("{name}_{suffix}"), Grid::over(elements), &args)
+    cuda.launch(
+        &UPDATE,
+        &format!("{name}_{suffix}"),
+        Grid::over(elements),
+        &args,
+    )
 }

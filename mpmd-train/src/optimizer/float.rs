@@ -62,12 +62,17 @@ fn block_sums<T: Copy>(array: &[T], term: impl Fn(T) -> f64) -> Vec<f64> {
     let sum = |block: &[T]| {
         let mut lanes = [0.0; LANES];
         for row in block.chunks(LANES) {
-            lanes.iter_mut().zip(row).for_each(|(lane, x)| *lane += term(*x));
+            lanes
+                .iter_mut()
+                .zip(row)
+                .for_each(|(lane, x)| *lane += term(*x));
         }
         let mut half = LANES / 2;
         while half > 0 {
             let (low, high) = lanes.split_at_mut(half);
-            low.iter_mut().zip(high).for_each(|(low, high)| *low += *high);
+            low.iter_mut()
+                .zip(high)
+                .for_each(|(low, high)| *low += *high);
             half /= 2;
         }
         lanes[0]

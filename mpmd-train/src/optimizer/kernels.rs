@@ -20,9 +20,9 @@ pub(crate) fn double(view: &View<'_>) -> Result<f64> {
     match view.global().dtype() {
         DType::F32 => Ok(f64::from(view.scalar::<f32>()?)),
         DType::F64 => Ok(view.scalar::<f64>()?),
-        other => {
-            Err(Error::kernel(format!("a loss or a metric of {other}: it must be f32 or f64")))
-        }
+        other => Err(Error::kernel(format!(
+            "a loss or a metric of {other}: it must be f32 or f64"
+        ))),
     }
 }
 
@@ -46,7 +46,9 @@ impl Kernel for SquareSums {
     fn infer(&self, gradients: &Vec<ShapedArray>) -> Result<Signature<ShapedArray>> {
         let (found, expected) = (gradients.len(), self.counting.len());
         if found != expected {
-            return Err(Error::kernel(format!("{found} gradients of {expected} parameters")));
+            return Err(Error::kernel(format!(
+                "{found} gradients of {expected} parameters"
+            )));
         }
         Ok(Signature::new(f64s([found])))
     }
@@ -57,11 +59,18 @@ impl Kernel for SquareSums {
         gradients: Vec<View<'_>>,
         mut sums: ViewMut<'_>,
     ) -> Result<()> {
-        let counted = self.counting.iter().map(|devices| devices.contains(&cx.device()));
+        let counted = self
+            .counting
+            .iter()
+            .map(|devices| devices.contains(&cx.device()));
         if let Some(cuda) = cx.cuda() {
             return cuda::square_sums(&cuda, &gradients, counted, &mut sums);
         }
-        let leaves = sums.as_mut_slice::<f64>()?.iter_mut().zip(&gradients).zip(counted);
+        let leaves = sums
+            .as_mut_slice::<f64>()?
+            .iter_mut()
+            .zip(&gradients)
+            .zip(counted);
         for ((sum, gradient), counted) in leaves {
             *sum = match (counted, gradient.global().dtype()) {
                 (false, _) => 0.0,
@@ -126,7 +135,9 @@ pub(crate) fn check_metrics(loss: &Loss<ShapedArray>) -> Result<()> {
     loss.check()?;
     let count = loss.metrics.len();
     if count > MOST_METRICS {
-        return Err(Error::kernel(format!("a loss with {count} metrics: at most {MOST_METRICS}")));
+        return Err(Error::kernel(format!(
+            "a loss with {count} metrics: at most {MOST_METRICS}"
+        )));
     }
     Ok(())
 }
@@ -137,7 +148,10 @@ impl Kernel for Figures {
 
     fn infer(&self, x: &FiguresIn<ShapedArray>) -> Result<Signature<FiguresOut<ShapedArray>>> {
         check_metrics(&x.loss)?;
-        Ok(Signature::new(FiguresOut { factor: f64s([]), figures: f64s([STEP_FIGURES]) }))
+        Ok(Signature::new(FiguresOut {
+            factor: f64s([]),
+            figures: f64s([STEP_FIGURES]),
+        }))
     }
 
     fn run(
@@ -164,7 +178,11 @@ impl Kernel for Figures {
         let items = if weight == 0.0 { 1.0 } else { weight };
         // The sums are of gradients that are not yet divided by the weight.
         let (factor, norm) = clip_factor(sums, limit * items);
-        y.factor.fill(if norm.is_finite() { factor / items } else { f64::NAN })?;
+        y.factor.fill(if norm.is_finite() {
+            factor / items
+        } else {
+            f64::NAN
+        })?;
         let figures = y.figures.as_mut_slice::<f64>()?;
         let (first, metrics) = figures.split_at_mut(FIGURES);
         first.copy_from_slice(&[sum / items, weight, norm / items, not_finite]);
@@ -217,18 +235,29 @@ impl Kernel for Update {
     type Out = State<MpmdArray>;
 
     fn infer(&self, x: &UpdateIn<ShapedArray>) -> Result<Signature<State<ShapedArray>>> {
-        let UpdateIn { state: State { params, kept }, gradients, .. } = x;
+        let UpdateIn {
+            state: State { params, kept },
+            gradients,
+            ..
+        } = x;
         if gradients != params
             || kept.iter().any(|kept| kept != params)
             || params.len() != self.decays.len()
         {
-            return Err(Error::kernel("parameters, gradients and state differ in shape"));
+            return Err(Error::kernel(
+                "parameters, gradients and state differ in shape",
+            ));
         }
-        let state = State { params: params.clone(), kept: kept.clone() };
+        let state = State {
+            params: params.clone(),
+            kept: kept.clone(),
+        };
         let paths = state.structure().paths();
-        Ok(paths.into_iter().fold(Signature::new(state), |signature, path| {
-            signature.alias(format!("state/{path}"), path)
-        }))
+        Ok(paths
+            .into_iter()
+            .fold(Signature::new(state), |signature, path| {
+                signature.alias(format!("state/{path}"), path)
+            }))
     }
 
     fn run(
@@ -261,15 +290,27 @@ impl Update {
         let (number, rate) = (x.number.scalar()?, x.rate.scalar()?);
         let on_cuda = cx.cuda();
         // On a CUDA device the factor is in its memory.
-        let gradient_factor = if on_cuda.is_some() { 1.0 } else { x.factor.scalar::<f64>()? };
-        let step = AdamStep { number, rate, gradient_factor };
+        let gradient_factor = if on_cuda.is_some() {
+            1.0
+        } else {
+            x.factor.scalar::<f64>()?
+        };
+        let step = AdamStep {
+            number,
+            rate,
+            gradient_factor,
+        };
         if gradient_factor.is_nan() {
             // Gradients that are not finite would spoil all parameters.
             return Ok(());
         }
         let mut kept: Vec<_> = y.kept.iter_mut().map(|kept| kept.iter_mut()).collect();
         for ((w, gradient), decays) in y.params.iter_mut().zip(&x.gradients).zip(&self.decays) {
-            let rule = if *decays { self.rule } else { self.rule.without_decay() };
+            let rule = if *decays {
+                self.rule
+            } else {
+                self.rule.without_decay()
+            };
             let mut state: Vec<&mut ViewMut<'_>> =
                 kept.iter_mut().flat_map(|kept| kept.next()).collect();
             let is_double = gradient.global().dtype() == DType::F64;
@@ -299,7 +340,13 @@ fn update<T: Float>(
     let (w, gradient) = (w.as_mut_slice::<T>()?, gradient.as_slice::<T>()?);
     match (rule, state) {
         (UpdateRule::AdamW(adamw), [mean, square]) => {
-            adamw.update(step, w, mean.as_mut_slice()?, square.as_mut_slice()?, gradient);
+            adamw.update(
+                step,
+                w,
+                mean.as_mut_slice()?,
+                square.as_mut_slice()?,
+                gradient,
+            );
         }
         (UpdateRule::Sgd(sgd), []) => {
             sgd.update((step.rate, step.gradient_factor), w, None, gradient);
@@ -337,11 +384,22 @@ mod tests {
                 HostArray::from_slice(&[2], &[1.0, x]).unwrap(),
                 HostArray::from_slice(&[2], &[1.0, f64::from(x)]).unwrap(),
             ];
-            let sums = run_here(SquareSums { counting: vec![vec![DeviceId(0)]; 4] }, &x).unwrap();
+            let sums = run_here(
+                SquareSums {
+                    counting: vec![vec![DeviceId(0)]; 4],
+                },
+                &x,
+            )
+            .unwrap();
             sums.to_vec::<f64>().unwrap()
         };
         assert_eq!(sums(3.0), [10.0; 4]);
-        assert!([f32::NAN, f32::INFINITY].into_iter().flat_map(sums).all(|sum| !sum.is_finite()));
+        assert!(
+            [f32::NAN, f32::INFINITY]
+                .into_iter()
+                .flat_map(sums)
+                .all(|sum| !sum.is_finite())
+        );
     }
 
     /// Elements of the parameters: one block of a sum, the edges of one, and several.
@@ -369,13 +427,32 @@ mod tests {
             LENGTHS.iter().map(|length| put(p, *length, zero)).collect()
         };
         let params = all(&mut p, false);
-        let kept = rule.state_names().iter().map(|_| all(&mut p, true)).collect();
+        let kept = rule
+            .state_names()
+            .iter()
+            .map(|_| all(&mut p, true))
+            .collect();
         let mut state = State { params, kept };
         let counting = vec![vec![mesh.devices()[0]]; LENGTHS.len()];
-        let sums = p.jit(SquareSums { counting }).on(&mesh).outputs(&whole).build().unwrap();
-        let figures = p.jit(Figures { stages: vec![3] }).on(&mesh).outputs(&whole).build().unwrap();
+        let sums = p
+            .jit(SquareSums { counting })
+            .on(&mesh)
+            .outputs(&whole)
+            .build()
+            .unwrap();
+        let figures = p
+            .jit(Figures { stages: vec![3] })
+            .on(&mesh)
+            .outputs(&whole)
+            .build()
+            .unwrap();
         let decays = (0..LENGTHS.len()).map(|leaf| leaf % 2 == 1).collect();
-        let update = p.jit(Update { rule, decays }).on(&mesh).outputs(&whole).build().unwrap();
+        let update = p
+            .jit(Update { rule, decays })
+            .on(&mesh)
+            .outputs(&whole)
+            .build()
+            .unwrap();
         let mut found = Vec::new();
         for number in 1..=3u64 {
             let gradients = match number {
@@ -396,7 +473,11 @@ mod tests {
             let loss = Loss::new(scalar(&mut p, 5.0), scalar(&mut p, 7.0));
             let loss = loss.metric("right", scalar(&mut p, 3.0));
             let limit = MpmdArray::scalar(clip);
-            let x = FiguresIn { sums: vec![sum.clone()], loss, limit };
+            let x = FiguresIn {
+                sums: vec![sum.clone()],
+                loss,
+                limit,
+            };
             let y = figures.call(&mut p, x).unwrap();
             let x = UpdateIn {
                 state,
@@ -421,10 +502,24 @@ mod tests {
         if softcuda::again!() {
             return;
         }
-        let sgd = Sgd { momentum: 0.9, decay: 0.01, nesterov: true };
-        let rules: [UpdateRule; 3] =
-            [AdamW::default().into(), sgd.into(), Sgd { momentum: 0.0, ..sgd }.into()];
-        for (rule, double) in rules.into_iter().flat_map(|rule| [(rule, false), (rule, true)]) {
+        let sgd = Sgd {
+            momentum: 0.9,
+            decay: 0.01,
+            nesterov: true,
+        };
+        let rules: [UpdateRule; 3] = [
+            AdamW::default().into(),
+            sgd.into(),
+            Sgd {
+                momentum: 0.0,
+                ..sgd
+            }
+            .into(),
+        ];
+        for (rule, double) in rules
+            .into_iter()
+            .flat_map(|rule| [(rule, false), (rule, true)])
+        {
             for clip in [0.5, f64::INFINITY] {
                 let [cuda, cpu] = [DeviceKind::Cuda, DeviceKind::Cpu]
                     .map(|kind| computed(kind, rule, double, clip));
@@ -434,7 +529,10 @@ mod tests {
                     let finite = !cpu
                         .chunks_exact(8)
                         .any(|word| !f64::from_ne_bytes(word.try_into().unwrap()).is_finite());
-                    assert!(cuda == cpu || (at < 6 && !finite), "{rule:?}, {double}, {clip}: {at}");
+                    assert!(
+                        cuda == cpu || (at < 6 && !finite),
+                        "{rule:?}, {double}, {clip}: {at}"
+                    );
                 }
             }
         }

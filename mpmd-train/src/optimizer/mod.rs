@@ -80,14 +80,26 @@ impl Optimizer {
         let stages = (0..pipeline.stages()).map(|stage| {
             let params = params(pipeline, stage, true);
             let new = |params| StageOptimizer::new(p, pipeline.mesh(stage), params, &settings);
-            Some(params).filter(|params| !params.is_empty()).map(new).transpose()
+            Some(params)
+                .filter(|params| !params.is_empty())
+                .map(new)
+                .transpose()
         });
         let stages: Vec<Option<StageOptimizer>> = stages.collect::<Result<_>>()?;
-        let trained = (0..stages.len()).filter(|stage| stages[*stage].is_some()).collect();
+        let trained = (0..stages.len())
+            .filter(|stage| stages[*stage].is_some())
+            .collect();
         let figures = p.jit(Figures { stages: trained });
         let figures = figures.on(&last).outputs(last.replicated()).build()?;
         let OptimizerSettings { rule, clip, .. } = settings;
-        Ok(Self { rule, clip, updates: 0, figures, last, stages })
+        Ok(Self {
+            rule,
+            clip,
+            updates: 0,
+            figures,
+            last,
+            stages,
+        })
     }
 
     /// Sets the limit of the norm of the mean gradient; `None` for no limit.
@@ -130,7 +142,9 @@ impl Optimizer {
     where
         In: Tree<Leaf = MpmdArray>,
     {
-        let StepOutput { loss, gradients, .. } = output;
+        let StepOutput {
+            loss, gradients, ..
+        } = output;
         let mut sorted = Vec::with_capacity(self.stages.len());
         let mut sums = Vec::with_capacity(self.stages.len());
         for (index, (stage, gradients)) in self.stages.iter().zip(gradients).enumerate() {
@@ -145,12 +159,17 @@ impl Optimizer {
             self.figures.call(p, FiguresIn { sums, loss, limit })?;
         let number = self.updates + 1;
         for (index, gradients) in sorted {
-            let Some(stage) = &mut self.stages[index] else { continue };
+            let Some(stage) = &mut self.stages[index] else {
+                continue;
+            };
             let mut all = pipeline.params(index);
             let places = places(&all, &stage.paths)?;
             let params = places.iter().map(|place| all[*place].1.clone()).collect();
             let input = UpdateIn {
-                state: State { params, kept: stage.kept.clone() },
+                state: State {
+                    params,
+                    kept: stage.kept.clone(),
+                },
                 gradients,
                 factor: p.device_put(&factor, stage.mesh.replicated())?,
                 number: MpmdArray::scalar(number),
@@ -158,7 +177,10 @@ impl Optimizer {
             };
             let State { params, kept } = stage.update.call(p, input)?;
             stage.kept = kept;
-            places.into_iter().zip(params).for_each(|(place, param)| all[place].1 = param);
+            places
+                .into_iter()
+                .zip(params)
+                .for_each(|(place, param)| all[place].1 = param);
             pipeline.set_params(index, all.into_iter().map(|(_, param)| param).collect())?;
         }
         self.updates = number;
@@ -205,7 +227,10 @@ impl Optimizer {
         let mut sums = Vec::new();
         for stage in 0..pipeline.stages() {
             let is_float = |array: &MpmdArray| {
-                matches!(array.dtype(), DType::F32 | DType::F64 | DType::Bf16 | DType::F16)
+                matches!(
+                    array.dtype(),
+                    DType::F32 | DType::F64 | DType::Bf16 | DType::F16
+                )
             };
             let mut frozen = params(pipeline, stage, false);
             frozen.retain(|(_, array)| is_float(array) && array.sharding().is_some());
@@ -228,7 +253,9 @@ impl Optimizer {
     ///
     /// If there is no such stage.
     pub fn state(&self, stage: usize) -> Vec<(String, MpmdArray)> {
-        let Some(stage) = &self.stages[stage] else { return Vec::new() };
+        let Some(stage) = &self.stages[stage] else {
+            return Vec::new();
+        };
         let named = self.rule.state_names().iter().zip(&stage.kept);
         let arrays = named.flat_map(|(name, arrays)| {
             let named = stage.paths.iter().zip(arrays);
@@ -254,7 +281,9 @@ impl Optimizer {
         let mut arrays = Vec::with_capacity(expected.len());
         for (name, old) in expected {
             let new = found.remove(&name).ok_or_else(|| {
-                Error::kernel(format!("set_state of stage {stage}: there is no array {name:?}"))
+                Error::kernel(format!(
+                    "set_state of stage {stage}: there is no array {name:?}"
+                ))
             })?;
             if new.aval() != old.aval() || new.sharding() != old.sharding() {
                 let problem = format!(
@@ -292,10 +321,17 @@ impl StageOptimizer {
         let shardings = params.iter().map(sharding).collect::<Result<Vec<_>>>()?;
         let square_sums = square_sums(p, mesh, &params)?;
         let names = settings.rule.state_names();
-        let decays = params.iter().map(|(path, param)| (settings.decays)(path, param.shape()));
-        let update = Update { rule: settings.rule, decays: decays.collect() };
-        let outputs =
-            State { params: shardings.clone(), kept: vec![shardings.clone(); names.len()] };
+        let decays = params
+            .iter()
+            .map(|(path, param)| (settings.decays)(path, param.shape()));
+        let update = Update {
+            rule: settings.rule,
+            decays: decays.collect(),
+        };
+        let outputs = State {
+            params: shardings.clone(),
+            kept: vec![shardings.clone(); names.len()],
+        };
         let update = p.jit(update).on(mesh).outputs(PrefixTree::of(&outputs));
         let update = update.donate("state").donate("gradients").build()?;
 
@@ -310,7 +346,13 @@ impl StageOptimizer {
             kept.push(zeros.collect::<Result<Vec<_>>>()?);
         }
         let paths = params.into_iter().map(|(path, _)| path).collect();
-        Ok(Self { mesh: mesh.clone(), paths, kept, square_sums, update })
+        Ok(Self {
+            mesh: mesh.clone(),
+            paths,
+            kept,
+            square_sums,
+            update,
+        })
     }
 
     /// Returns the gradients in the order of the trainable parameters.
@@ -324,7 +366,10 @@ impl StageOptimizer {
             return Err(Error::kernel(problem));
         }
         let places = places(&gradients, &self.paths)?;
-        Ok(places.into_iter().map(|place| gradients[place].1.clone()).collect())
+        Ok(places
+            .into_iter()
+            .map(|place| gradients[place].1.clone())
+            .collect())
     }
 }
 
@@ -338,8 +383,13 @@ where
     In: Tree<Leaf = MpmdArray>,
     Out: Tree<Leaf = MpmdArray>,
 {
-    let params = pipeline.params(stage).into_iter().zip(pipeline.trainable(stage));
-    params.filter_map(|(param, is_trained)| (is_trained == trained).then_some(param)).collect()
+    let params = pipeline
+        .params(stage)
+        .into_iter()
+        .zip(pipeline.trainable(stage));
+    params
+        .filter_map(|(param, is_trained)| (is_trained == trained).then_some(param))
+        .collect()
 }
 
 /// Creates the kernel of the sums of squares of some parameters of a stage.
@@ -355,14 +405,19 @@ fn square_sums(
     let counting = counting.collect::<std::result::Result<Vec<_>, _>>()?;
     let partial: Vec<&str> = mesh.axis_names().iter().map(String::as_str).collect();
     let sums = mesh.replicated().unreduced(&partial)?;
-    p.jit(SquareSums { counting }).on(mesh).outputs(sums).build()
+    p.jit(SquareSums { counting })
+        .on(mesh)
+        .outputs(sums)
+        .build()
 }
 
 /// Returns (stage, path) of the first parameter whose squares have no finite sum: it has a value
 /// that is not finite. `sums` are (stage, paths, sums of these parameters).
 fn first_not_finite(sums: Vec<(usize, Vec<String>, MpmdArray)>) -> Result<Option<(usize, String)>> {
     for (stage, paths, sums) in sums {
-        let Some(sums) = sums.to_host()? else { continue };
+        let Some(sums) = sums.to_host()? else {
+            continue;
+        };
         let mut found = sums.as_slice::<f64>()?.iter().zip(paths);
         if let Some((_, path)) = found.find(|(sum, _)| !sum.is_finite()) {
             return Ok(Some((stage, path)));

@@ -27,7 +27,10 @@ impl UpdateRule {
     /// Returns the rule for a parameter without weight decay.
     pub(super) fn without_decay(self) -> Self {
         match self {
-            Self::AdamW(adamw) => Self::AdamW(AdamW { decay: 0.0, ..adamw }),
+            Self::AdamW(adamw) => Self::AdamW(AdamW {
+                decay: 0.0,
+                ..adamw
+            }),
             Self::Sgd(sgd) => Self::Sgd(Sgd { decay: 0.0, ..sgd }),
         }
     }
@@ -35,10 +38,19 @@ impl UpdateRule {
     /// Returns the constants as words, which the processes compare.
     pub(super) fn words(&self) -> Vec<u64> {
         match *self {
-            Self::AdamW(AdamW { beta1, beta2, epsilon, decay }) => {
-                [0.0, beta1, beta2, epsilon, decay].map(f64::to_bits).to_vec()
-            }
-            Self::Sgd(Sgd { momentum, decay, nesterov }) => {
+            Self::AdamW(AdamW {
+                beta1,
+                beta2,
+                epsilon,
+                decay,
+            }) => [0.0, beta1, beta2, epsilon, decay]
+                .map(f64::to_bits)
+                .to_vec(),
+            Self::Sgd(Sgd {
+                momentum,
+                decay,
+                nesterov,
+            }) => {
                 vec![1, momentum.to_bits(), decay.to_bits(), u64::from(nesterov)]
             }
         }
@@ -72,7 +84,11 @@ pub struct OptimizerSettings {
 impl OptimizerSettings {
     /// Creates the default settings with this rule.
     pub fn new(rule: impl Into<UpdateRule>) -> Self {
-        Self { rule: rule.into(), clip: None, decays: Box::new(|_, shape| shape.len() >= 2) }
+        Self {
+            rule: rule.into(),
+            clip: None,
+            decays: Box::new(|_, shape| shape.len() >= 2),
+        }
     }
 
     /// Sets the limit of the norm of the mean gradient over all parameters. A larger gradient is

@@ -47,7 +47,11 @@ impl Sgd {
         for ((w, gradient), sum) in pairs.zip(sum) {
             let gradient = factor * *gradient + decay * *w;
             *sum = momentum * *sum + gradient;
-            let along = if self.nesterov { gradient + momentum * *sum } else { *sum };
+            let along = if self.nesterov {
+                gradient + momentum * *sum
+            } else {
+                *sum
+            };
             *w = *w - rate * along;
         }
     }
@@ -59,9 +63,18 @@ mod tests {
 
     #[test]
     fn updates_equal_the_definition() {
-        let cases = [(0.0, 0.0, false), (0.0, 0.25, false), (0.5, 0.25, false), (0.5, 0.0, true)];
+        let cases = [
+            (0.0, 0.0, false),
+            (0.0, 0.25, false),
+            (0.5, 0.25, false),
+            (0.5, 0.0, true),
+        ];
         for (momentum, decay, nesterov) in cases {
-            let sgd = Sgd { momentum, decay, nesterov };
+            let sgd = Sgd {
+                momentum,
+                decay,
+                nesterov,
+            };
             let (mut w, mut sum) = ([1.0f64], [0.0f64]);
             let (mut expected, mut m) = (1.0f64, 0.0f64);
             for gradient in [4.0, -2.0, 0.5] {

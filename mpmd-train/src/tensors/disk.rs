@@ -30,7 +30,10 @@ pub fn check_folder(p: &mut Program, folder: &Path, bytes: u64) -> Result<()> {
         true => try_folder(folder).and_then(|()| find_room(folder, bytes)),
         false => Err(failed(
             folder,
-            &format!("process 0 names another folder, {}: name the same", first.display()),
+            &format!(
+                "process 0 names another folder, {}: name the same",
+                first.display()
+            ),
         )),
     };
     agree(p, own)
@@ -45,7 +48,9 @@ fn try_folder(folder: &Path) -> Result<()> {
 /// Checks that the disk of a folder has room for so many bytes. Some file systems say nothing of
 /// that.
 fn find_room(folder: &Path, bytes: u64) -> Result<()> {
-    let Ok(disk) = statvfs(folder) else { return Ok(()) };
+    let Ok(disk) = statvfs(folder) else {
+        return Ok(());
+    };
     let free = disk.f_bavail.saturating_mul(disk.f_frsize);
     match disk.f_blocks == 0 || free >= bytes {
         true => Ok(()),
@@ -105,10 +110,14 @@ pub(crate) fn beside(path: &Path) -> PathBuf {
 
 /// Creates a folder and those above it, if they are missing.
 pub(crate) fn create_folder(folder: &Path) -> Result<()> {
-    let above = folder.ancestors().filter(|folder| !folder.as_os_str().is_empty());
+    let above = folder
+        .ancestors()
+        .filter(|folder| !folder.as_os_str().is_empty());
     let missing: Vec<&Path> = above.take_while(|folder| !folder.exists()).collect();
     fs::create_dir_all(folder).map_err(|error| failed(folder, &error))?;
-    missing.into_iter().try_for_each(|folder| sync_folder(parent(folder)))
+    missing
+        .into_iter()
+        .try_for_each(|folder| sync_folder(parent(folder)))
 }
 
 /// Blocks until the names in a folder are on the disk.
@@ -119,7 +128,9 @@ pub(crate) fn sync_folder(folder: &Path) -> Result<()> {
 
 /// Returns the folder that has this file or folder.
 fn parent(path: &Path) -> &Path {
-    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    let parent = path
+        .parent()
+        .filter(|parent| !parent.as_os_str().is_empty());
     parent.unwrap_or(Path::new("."))
 }
 
@@ -142,9 +153,16 @@ mod tests {
         }
         assert_eq!(fs::read(&file).unwrap(), b"of somebody else");
         assert!(replace(folder.path(), b"no folder is replaced").is_err());
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 3, "no partial file is left");
+        assert_eq!(
+            fs::read_dir(folder.path()).unwrap().count(),
+            3,
+            "no partial file is left"
+        );
         let above = folder.path().parent().unwrap();
-        let left = fs::read_dir(above).unwrap().flatten().map(|entry| entry.path());
+        let left = fs::read_dir(above)
+            .unwrap()
+            .flatten()
+            .map(|entry| entry.path());
         let name = folder.path().display().to_string();
         let left = left.filter(|path| path.display().to_string().starts_with(&name));
         assert_eq!(left.count(), 1, "nor beside a folder");
@@ -155,7 +173,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         find_room(folder.path(), 1).unwrap();
         let said = find_room(folder.path(), 1 << 62).unwrap_err().to_string();
-        assert!(said.contains(": 4.0 EiB are to be saved there, and its disk has room"), "{said}");
+        assert!(
+            said.contains(": 4.0 EiB are to be saved there, and its disk has room"),
+            "{said}"
+        );
         // It tells no size.
         find_room(Path::new("/proc"), 1 << 62).unwrap();
     }

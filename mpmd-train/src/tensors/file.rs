@@ -42,10 +42,18 @@ impl TensorFile {
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         let file = open_regular(&path).map_err(|error| failed(&path, &error))?;
-        let found = file.metadata().map_err(|error| failed(&path, &error))?.len();
+        let found = file
+            .metadata()
+            .map_err(|error| failed(&path, &error))?
+            .len();
         refuse_pointer(&path, found).map_err(|error| failed(&path, &error))?;
         let (header, start) = read_header(&file, found).map_err(|why| failed(&path, &why))?;
-        Ok(Self { path: path.into(), file: Arc::new(file), header: Arc::new(header), start })
+        Ok(Self {
+            path: path.into(),
+            file: Arc::new(file),
+            header: Arc::new(header),
+            start,
+        })
     }
 
     /// Returns the path of the file.
@@ -55,7 +63,11 @@ impl TensorFile {
 
     /// Returns the value of a metadata key. `None` if the file does not have the key.
     pub fn metadata(&self, key: &str) -> Option<&str> {
-        self.header.metadata().as_ref()?.get(key).map(String::as_str)
+        self.header
+            .metadata()
+            .as_ref()?
+            .get(key)
+            .map(String::as_str)
     }
 
     /// Returns the names of the arrays, in the order of their values in the file.
@@ -70,8 +82,9 @@ impl TensorFile {
     /// If the file has no such array, or one of a dtype that this project lacks.
     pub fn aval(&self, name: &str) -> Result<ShapedArray> {
         let info = self.info(name)?;
-        let known =
-            DType::ALL.into_iter().find(|known| safetensors_dtype(*known) == Some(info.dtype));
+        let known = DType::ALL
+            .into_iter()
+            .find(|known| safetensors_dtype(*known) == Some(info.dtype));
         let known = known
             .ok_or_else(|| self.failed(name, &format!("dtype {:?} is unknown", info.dtype)))?;
         Ok(ShapedArray::try_new(&info.shape, known)?)
@@ -89,12 +102,18 @@ impl TensorFile {
     /// If `bytes` does not have the region's size.
     pub fn read(&self, name: &str, region: &Region, bytes: &mut [u8]) -> Result<()> {
         let (info, item) = (self.info(name)?, self.aval(name)?.dtype().size());
-        assert_eq!(bytes.len(), region.elements() * item, "{region:?} of {name:?}");
+        assert_eq!(
+            bytes.len(),
+            region.elements() * item,
+            "{region:?} of {name:?}"
+        );
         let start = self.start + info.data_offsets.0 as u64;
         let mut done = 0;
         for run in runs(&info.shape, region, item) {
             let len = (run.end - run.start) as usize;
-            let read = self.file.read_exact_at(&mut bytes[done..done + len], start + run.start);
+            let read = self
+                .file
+                .read_exact_at(&mut bytes[done..done + len], start + run.start);
             read.map_err(|error| self.failed(name, &format!("region {region:?}: {error}")))?;
             done += len;
         }
@@ -114,11 +133,16 @@ impl TensorFile {
         let hash = hash_samples(&self.file, start..end, samples);
         let hash = hash.map_err(|error| self.failed(name, &error))?;
         let form = format!("{:?} {:?}", info.dtype, info.shape);
-        Ok(form.bytes().fold(Key(hash), |key, byte| key.fold_in(byte.into())).0)
+        Ok(form
+            .bytes()
+            .fold(Key(hash), |key, byte| key.fold_in(byte.into()))
+            .0)
     }
 
     fn info(&self, name: &str) -> Result<&TensorInfo> {
-        self.header.info(name).ok_or_else(|| self.failed(name, &"there is no such array"))
+        self.header
+            .info(name)
+            .ok_or_else(|| self.failed(name, &"there is no such array"))
     }
 
     fn failed(&self, name: &str, why: &dyn fmt::Display) -> Error {
@@ -128,7 +152,9 @@ impl TensorFile {
 
 impl fmt::Debug for TensorFile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TensorFile").field("path", &self.path).finish_non_exhaustive()
+        f.debug_struct("TensorFile")
+            .field("path", &self.path)
+            .finish_non_exhaustive()
     }
 }
 
@@ -156,9 +182,19 @@ pub fn header(
             Error::kernel(format!("{name}: safetensors has no dtype {}", aval.dtype()))
         })?;
         let (shape, data_offsets) = (aval.shape().to_vec(), (start, offset));
-        tensors.push((name.clone(), TensorInfo { dtype, shape, data_offsets }));
+        tensors.push((
+            name.clone(),
+            TensorInfo {
+                dtype,
+                shape,
+                data_offsets,
+            },
+        ));
     }
-    let offsets: Vec<usize> = tensors.iter().map(|(_, info)| info.data_offsets.0).collect();
+    let offsets: Vec<usize> = tensors
+        .iter()
+        .map(|(_, info)| info.data_offsets.0)
+        .collect();
     let metadata: HashMap<String, String> = metadata.clone().into_iter().collect();
     let wrong = |error: String| Error::kernel(format!("the header of a safetensors file: {error}"));
     let header =
@@ -167,7 +203,10 @@ pub fn header(
     // Aligns the values to a multiple of eight bytes.
     text.resize(text.len().next_multiple_of(8), b' ');
     let start = [&(text.len() as u64).to_le_bytes()[..], &text].concat();
-    let offsets = offsets.into_iter().map(|offset| (start.len() + offset) as u64).collect();
+    let offsets = offsets
+        .into_iter()
+        .map(|offset| (start.len() + offset) as u64)
+        .collect();
     Ok((start, offsets))
 }
 
@@ -175,10 +214,13 @@ pub fn header(
 /// the file, in bytes. The error says why the file is invalid.
 fn read_header(mut file: impl Read, found: u64) -> Result<(Metadata, u64), String> {
     let mut length = [0; 8];
-    file.read_exact(&mut length).map_err(|_| "no safetensors file: it has no header")?;
+    file.read_exact(&mut length)
+        .map_err(|_| "no safetensors file: it has no header")?;
     let length = u64::from_le_bytes(length);
     if length > LONGEST_HEADER {
-        return Err(format!("no safetensors file: its header would have {length} bytes"));
+        return Err(format!(
+            "no safetensors file: its header would have {length} bytes"
+        ));
     }
     let mut text = Vec::new();
     let read = file.take(length).read_to_end(&mut text);
@@ -223,7 +265,10 @@ mod tests {
 
     /// Returns a file with a matrix `w` `[3, 2]` of f32 and a scalar `step` of f64.
     fn sample() -> Vec<u8> {
-        let arrays = [("w".to_owned(), f32s([3, 2])), ("step".to_owned(), f64s([]))];
+        let arrays = [
+            ("w".to_owned(), f32s([3, 2])),
+            ("step".to_owned(), f64s([])),
+        ];
         let metadata = BTreeMap::from([("kind".to_owned(), "test".to_owned())]);
         let (mut file, offsets) = header(&arrays, &metadata).unwrap();
         assert_eq!(offsets, [file.len() as u64, file.len() as u64 + 24]);
@@ -238,13 +283,20 @@ mod tests {
         let path = folder.path().join("model.safetensors");
         std::fs::write(&path, sample()).unwrap();
         let file = TensorFile::open(&path).unwrap();
-        assert_eq!((file.metadata("kind"), file.names().len()), (Some("test"), 2));
+        assert_eq!(
+            (file.metadata("kind"), file.names().len()),
+            (Some("test"), 2)
+        );
         assert_eq!(file.aval("w").unwrap(), f32s([3, 2]));
         let mut bytes = [0; 8];
-        file.read("w", &Region::new(vec![1..3, 1..2]), &mut bytes).unwrap();
+        file.read("w", &Region::new(vec![1..3, 1..2]), &mut bytes)
+            .unwrap();
         assert_eq!(bytes, [3f32.to_le_bytes(), 5f32.to_le_bytes()].concat()[..]);
         let missing = file.aval("v").unwrap_err().to_string();
-        assert!(missing.contains("model.safetensors: v: there is no such array"), "{missing}");
+        assert!(
+            missing.contains("model.safetensors: v: there is no such array"),
+            "{missing}"
+        );
     }
 
     #[test]
@@ -259,7 +311,12 @@ mod tests {
     fn broken_headers_are_errors() {
         let all = usize::MAX;
         let text = format!(r#"{{"w":{{"dtype":"U8","shape":[{all}],"data_offsets":[0,{all}]}}}}"#);
-        let file = [&(text.len() as u64).to_le_bytes()[..], text.as_bytes(), b"values"].concat();
+        let file = [
+            &(text.len() as u64).to_le_bytes()[..],
+            text.as_bytes(),
+            b"values",
+        ]
+        .concat();
         let said = read_header(&file[..], file.len() as u64).unwrap_err();
         assert!(
             said.starts_with("no safetensors file") || said.starts_with("cut off: it has"),
@@ -267,13 +324,18 @@ mod tests {
         );
         let whole = sample();
         for end in 0..whole.len() {
-            assert!(read_header(&whole[..end], end as u64).is_err(), "cut off at {end}");
+            assert!(
+                read_header(&whole[..end], end as u64).is_err(),
+                "cut off at {end}"
+            );
         }
     }
     #[test]
     fn fuzz_tensor_files() {
         mpmd_fuzz::bytes("tensor-files", &[sample()], |bytes| {
-            let Ok((header, start)) = read_header(bytes, bytes.len() as u64) else { return };
+            let Ok((header, start)) = read_header(bytes, bytes.len() as u64) else {
+                return;
+            };
             for (name, info) in header.tensors() {
                 let (from, until) = info.data_offsets;
                 let values = &bytes[start as usize..][from..until];

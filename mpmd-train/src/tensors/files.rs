@@ -66,7 +66,9 @@ impl Files {
     ) -> Result<Self> {
         let mut names = BTreeSet::new();
         if let Some((name, _)) = arrays.iter().find(|(name, _)| !names.insert(name)) {
-            return Err(Error::kernel(format!("two arrays to be saved have the name {name:?}")));
+            return Err(Error::kernel(format!(
+                "two arrays to be saved have the name {name:?}"
+            )));
         }
         let mut groups: Vec<&[(String, ShapedArray)]> = Vec::new();
         let (mut start, mut bytes) = (0, 0);
@@ -79,16 +81,28 @@ impl Files {
         }
         groups.push(&arrays[start..]);
         let count = groups.len();
-        let mut plan = Self { files: Vec::with_capacity(count), arrays: Vec::new() };
+        let mut plan = Self {
+            files: Vec::with_capacity(count),
+            arrays: Vec::new(),
+        };
         for (file, group) in groups.into_iter().enumerate() {
             let (start, offsets) = header(group, metadata)?;
             let values: usize = group.iter().map(|(_, aval)| aval.bytes()).sum();
             let bytes = (start.len() + values) as u64;
             let name = file_name(file, count, 1);
             plan.files.push(PlannedFile { name, start, bytes });
-            plan.arrays.extend(group.iter().zip(offsets).map(|((name, aval), offset)| {
-                PlannedArray { name: name.clone(), aval: aval.clone(), file, offset }
-            }));
+            plan.arrays
+                .extend(
+                    group
+                        .iter()
+                        .zip(offsets)
+                        .map(|((name, aval), offset)| PlannedArray {
+                            name: name.clone(),
+                            aval: aval.clone(),
+                            file,
+                            offset,
+                        }),
+                );
         }
         Ok(plan)
     }
@@ -97,7 +111,9 @@ impl Files {
     /// numbered from 1, so that a new model can be complete beside an older one.
     pub(crate) fn names(&self, list: usize) -> Vec<String> {
         let count = self.files.len();
-        (0..count).map(|file| file_name(file, count, list)).collect()
+        (0..count)
+            .map(|file| file_name(file, count, list))
+            .collect()
     }
 
     /// Returns the content of the index, which says by array which of the files `names` has it.
@@ -107,7 +123,10 @@ impl Files {
             return None;
         }
         let values: usize = self.arrays.iter().map(|array| array.aval.bytes()).sum();
-        let files = self.arrays.iter().map(|array| (&array.name, &names[array.file]));
+        let files = self
+            .arrays
+            .iter()
+            .map(|array| (&array.name, &names[array.file]));
         let map: BTreeMap<&String, &String> = files.collect();
         let index = json!({ "metadata": { "total_size": values }, "weight_map": map });
         Some(format!("{index:#}\n").into_bytes())
@@ -135,8 +154,14 @@ impl Files {
     /// Opens the files in `folder`, which [`Files::create`] has made with the same `suffix`, when
     /// they are first written to.
     pub(crate) fn writer(&self, folder: &Path, suffix: &str) -> FilesWriter<'_> {
-        let paths = self.files.iter().map(|file| folder.join(file.name.clone() + suffix));
-        FilesWriter { plan: self, files: paths.map(|path| (path, None)).collect() }
+        let paths = self
+            .files
+            .iter()
+            .map(|file| folder.join(file.name.clone() + suffix));
+        FilesWriter {
+            plan: self,
+            files: paths.map(|path| (path, None)).collect(),
+        }
     }
 }
 
@@ -149,7 +174,12 @@ pub(crate) struct FilesWriter<'a> {
 impl FilesWriter<'_> {
     /// Writes a region of the array at index `array`. `bytes` are its elements in row-major order.
     pub(crate) fn write(&mut self, array: usize, region: &Region, bytes: &[u8]) -> Result<()> {
-        let PlannedArray { name, aval, file, offset } = &self.plan.arrays[array];
+        let PlannedArray {
+            name,
+            aval,
+            file,
+            offset,
+        } = &self.plan.arrays[array];
         let (path, open) = &mut self.files[*file];
         let file = opened(path, open)?;
         let mut rest = bytes;
@@ -205,7 +235,9 @@ pub(crate) fn indexed(folder: &Path) -> BTreeSet<String> {
 
     let text = read_regular(&folder.join(INDEX), LARGEST_INDEX).unwrap_or_default();
     let index = serde_json::from_slice::<Index>(&text);
-    let names = index.map_or_else(|_| BTreeMap::new(), |index| index.weight_map).into_values();
+    let names = index
+        .map_or_else(|_| BTreeMap::new(), |index| index.weight_map)
+        .into_values();
     let is_own = |name: &String| {
         name.ends_with(".safetensors") && Path::new(name).file_name() == Some(name.as_ref())
     };

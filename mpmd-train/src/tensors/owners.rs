@@ -30,7 +30,11 @@ pub(crate) fn pieces(region: &Region, item: usize, bytes: usize) -> Vec<Region> 
     let size = region.elements() * item;
     let longest = (0..region.ndim()).find(|dim| region.range(*dim).len() > 1);
     let (Some(dim), true) = (longest, size > bytes) else {
-        return if region.is_empty() { Vec::new() } else { vec![region.clone()] };
+        return if region.is_empty() {
+            Vec::new()
+        } else {
+            vec![region.clone()]
+        };
     };
     let range = region.range(dim);
     let rows = (bytes / (size / range.len())).max(1);
@@ -38,11 +42,19 @@ pub(crate) fn pieces(region: &Region, item: usize, bytes: usize) -> Vec<Region> 
         let block = start..range.end.min(start + rows);
         Region::new(
             (0..region.ndim())
-                .map(|d| if d == dim { block.clone() } else { region.range(d) })
+                .map(|d| {
+                    if d == dim {
+                        block.clone()
+                    } else {
+                        region.range(d)
+                    }
+                })
                 .collect(),
         )
     });
-    blocks.flat_map(|block| pieces(&block, item, bytes)).collect()
+    blocks
+        .flat_map(|block| pieces(&block, item, bytes))
+        .collect()
 }
 
 #[cfg(test)]
@@ -73,12 +85,17 @@ mod tests {
     #[test]
     fn pieces_are_the_region_in_order_within_the_limit() {
         let shape = [7, 5, 6];
-        for region in
-            [Region::full(&shape), Region::new(vec![2..6, 1..2, 0..6]), Region::full(&[0; 3])]
-        {
+        for region in [
+            Region::full(&shape),
+            Region::new(vec![2..6, 1..2, 0..6]),
+            Region::full(&[0; 3]),
+        ] {
             for bytes in [1, 8, 30, 100, 240, 10_000] {
                 let all = pieces(&region, 4, bytes);
-                assert!(all.iter().all(|piece| piece.elements() * 4 <= bytes.max(4)), "{all:?}");
+                assert!(
+                    all.iter().all(|piece| piece.elements() * 4 <= bytes.max(4)),
+                    "{all:?}"
+                );
                 let found: Vec<u64> = all.iter().flat_map(|piece| piece.indices(&shape)).collect();
                 assert_eq!(found, region.indices(&shape).collect::<Vec<_>>(), "{bytes}");
             }

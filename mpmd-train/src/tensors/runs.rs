@@ -20,11 +20,22 @@ pub fn runs(
     }
     let split = inner.saturating_sub(1);
     let stride = |dim: usize| shape[dim + 1..].iter().product::<usize>();
-    let outer: Vec<(Range<usize>, usize)> =
-        (0..split).map(|dim| (region.range(dim), stride(dim))).collect();
-    let len: usize = (split..shape.len()).map(|dim| region.range(dim).len()).product();
-    let first = if shape.is_empty() { 0 } else { region.range(split).start * stride(split) };
-    let count = if len == 0 { 0 } else { outer.iter().map(|(range, _)| range.len()).product() };
+    let outer: Vec<(Range<usize>, usize)> = (0..split)
+        .map(|dim| (region.range(dim), stride(dim)))
+        .collect();
+    let len: usize = (split..shape.len())
+        .map(|dim| region.range(dim).len())
+        .product();
+    let first = if shape.is_empty() {
+        0
+    } else {
+        region.range(split).start * stride(split)
+    };
+    let count = if len == 0 {
+        0
+    } else {
+        outer.iter().map(|(range, _)| range.len()).product()
+    };
     (0..count).map(move |index| {
         // The position of the run's first element, from the last outer dimension to the first.
         let (mut rest, mut start) = (index, first);

@@ -54,7 +54,10 @@ pub fn save(
     // The saved arrays, and the place of each array's first one.
     let (mut planned, mut first) = (Vec::with_capacity(arrays.len()), Vec::new());
     for (name, array, dtype) in arrays {
-        let halves = matches!((array.dtype(), dtype), (DType::F32, DType::Bf16 | DType::F16));
+        let halves = matches!(
+            (array.dtype(), dtype),
+            (DType::F32, DType::Bf16 | DType::F16)
+        );
         if array.dtype() != *dtype && !halves {
             let problem = format!("{name}: {} cannot be saved as {dtype}", array.aval());
             return Err(Error::kernel(problem));
@@ -71,8 +74,10 @@ pub fn save(
         }
     }
     let files = Files::plan(&planned, file_bytes, metadata)?;
-    let shardings: Vec<Sharding> =
-        arrays.iter().map(|(_, array, _)| host_owners(p, array)).collect::<Result<_>>()?;
+    let shardings: Vec<Sharding> = arrays
+        .iter()
+        .map(|(_, array, _)| host_owners(p, array))
+        .collect::<Result<_>>()?;
     let mut rests = None;
     let suffix = on_first(p, String::new(), || {
         create_folder(folder)?;
@@ -137,7 +142,9 @@ fn write(
         };
         let region = Region::new(ranges);
         for (place, piece) in saved.flat_map(|place| {
-            pieces(&region, item, PIECE_BYTES).into_iter().map(move |piece| (place, piece))
+            pieces(&region, item, PIECE_BYTES)
+                .into_iter()
+                .map(move |piece| (place, piece))
         }) {
             let (bytes, later) = rest.split_at(piece.elements() * item);
             rest = later;
@@ -149,11 +156,19 @@ fn write(
 
 /// Converts elements of dtype `from`, which [`save`] has checked.
 fn converted(bytes: &[u8], from: DType, to: DType) -> Cow<'_, [u8]> {
-    let singles = bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
+    let singles = bytes
+        .as_chunks::<4>()
+        .0
+        .iter()
+        .map(|bytes| f32::from_le_bytes(*bytes));
     match to {
         _ if from == to => Cow::Borrowed(bytes),
-        DType::F16 => singles.flat_map(|x| f16::from_f32(x).to_le_bytes()).collect(),
-        _ => singles.flat_map(|x| bf16::from_f32(x).to_le_bytes()).collect(),
+        DType::F16 => singles
+            .flat_map(|x| f16::from_f32(x).to_le_bytes())
+            .collect(),
+        _ => singles
+            .flat_map(|x| bf16::from_f32(x).to_le_bytes())
+            .collect(),
     }
 }
 
@@ -183,7 +198,9 @@ fn commit(files: &Files, folder: &Path, suffix: &str, mut before: impl FnMut()) 
     // The new index may have its name already.
     let published = indexed(folder);
     if placed.is_err() && names.len() > 1 && !names.iter().all(|name| published.contains(name)) {
-        names.iter().for_each(|name| _ = fs::remove_file(folder.join(name)));
+        names
+            .iter()
+            .for_each(|name| _ = fs::remove_file(folder.join(name)));
     }
     placed?;
     before();
@@ -213,8 +230,12 @@ fn reserve(files: &Files, folder: &Path, before: &mut impl FnMut()) -> Result<Ve
             let created = File::create_new(&path).inspect(|_| taken += 1);
             Some((path, created.err()?))
         });
-        let Some((path, error)) = refused else { return Ok(names) };
-        names[..taken].iter().for_each(|name| _ = fs::remove_file(folder.join(name)));
+        let Some((path, error)) = refused else {
+            return Ok(names);
+        };
+        names[..taken]
+            .iter()
+            .for_each(|name| _ = fs::remove_file(folder.join(name)));
         if error.kind() != ErrorKind::AlreadyExists {
             return Err(failed(&path, &error));
         }
@@ -279,7 +300,10 @@ mod tests {
             file.read(name, &Region::full(&[2]), &mut bytes).unwrap();
             f32::from_le_bytes(*bytes.first_chunk().unwrap())
         });
-        assert!(values.iter().all(|value| *value == values[0]), "a mixture: {values:?}");
+        assert!(
+            values.iter().all(|value| *value == values[0]),
+            "a mixture: {values:?}"
+        );
         values[0]
     }
 

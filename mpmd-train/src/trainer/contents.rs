@@ -18,9 +18,18 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     pub(super) fn contents(&self, trained_only: bool) -> Contents {
         let (pipeline, optimizer) = (&self.pipeline, &self.optimizer);
         let stages = pipeline.stages();
-        let whole = |path: &str| if path.is_empty() { WHOLE.to_owned() } else { path.to_owned() };
+        let whole = |path: &str| {
+            if path.is_empty() {
+                WHOLE.to_owned()
+            } else {
+                path.to_owned()
+            }
+        };
         let params = (0..stages).flat_map(|stage| {
-            let named = pipeline.params(stage).into_iter().zip(pipeline.trainable(stage));
+            let named = pipeline
+                .params(stage)
+                .into_iter()
+                .zip(pipeline.trainable(stage));
             let named = named.filter(move |(_, trained)| *trained || !trained_only);
             named.map(move |((path, array), _)| (stage, whole(&path), array))
         });
@@ -35,18 +44,32 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         let mut seen = HashSet::new();
         let by_stage = !all.iter().all(|(_, name, _)| seen.insert(name));
         let name = |(stage, name, array): &(usize, String, MpmdArray)| {
-            let stage = if by_stage { format!("stage.{stage}.") } else { String::new() };
+            let stage = if by_stage {
+                format!("stage.{stage}.")
+            } else {
+                String::new()
+            };
             (stage + name, array.clone())
         };
         let arrays = all.iter().map(name).collect();
-        Contents { step: self.steps(), seed: self.seed, stages, by_stage, arrays }
+        Contents {
+            step: self.steps(),
+            seed: self.seed,
+            stages,
+            by_stage,
+            arrays,
+        }
     }
 
     /// Replaces all arrays of [`Trainer::contents`] by `arrays`, which are in its order.
     pub(super) fn set_arrays(&mut self, arrays: Vec<MpmdArray>, trained_only: bool) -> Result<()> {
         let mut arrays = arrays.into_iter();
         for stage in 0..self.pipeline.stages() {
-            let own = self.pipeline.params(stage).into_iter().zip(self.pipeline.trainable(stage));
+            let own = self
+                .pipeline
+                .params(stage)
+                .into_iter()
+                .zip(self.pipeline.trainable(stage));
             let one = |((_, array), trained)| match trained || !trained_only {
                 true => arrays.next().unwrap_or(array),
                 false => array,
@@ -55,7 +78,11 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             self.pipeline.set_params(stage, params)?;
         }
         for stage in 0..self.pipeline.stages() {
-            let names = self.optimizer.state(stage).into_iter().map(|(name, _)| name);
+            let names = self
+                .optimizer
+                .state(stage)
+                .into_iter()
+                .map(|(name, _)| name);
             let state = names.zip(arrays.by_ref()).collect();
             self.optimizer.set_state(stage, state)?;
         }

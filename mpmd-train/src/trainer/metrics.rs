@@ -27,16 +27,30 @@ impl Metrics {
     pub(super) fn open(path: &Path, append: bool) -> Result<Self> {
         let mut options = OpenOptions::new();
         options.create(true).write(true);
-        let options = if append { options.append(true) } else { options.truncate(true) };
-        let text =
-            if append { std::fs::read_to_string(path).unwrap_or_default() } else { String::new() };
-        let file = options.open(path).map_err(|error| unwritable(path, &error))?;
+        let options = if append {
+            options.append(true)
+        } else {
+            options.truncate(true)
+        };
+        let text = if append {
+            std::fs::read_to_string(path).unwrap_or_default()
+        } else {
+            String::new()
+        };
+        let file = options
+            .open(path)
+            .map_err(|error| unwritable(path, &error))?;
         Ok(Self::of(file, path, &text))
     }
 
     /// Returns the metrics that go on in a file with this text.
     fn of(file: File, path: &Path, text: &str) -> Self {
-        Self { file, path: path.to_owned(), has_warned: false, before: last_seconds(text) }
+        Self {
+            file,
+            path: path.to_owned(),
+            has_warned: false,
+            before: last_seconds(text),
+        }
     }
 
     /// Opens the file in a later epoch of a job, in which steps come again from `step` on and
@@ -50,19 +64,28 @@ impl Metrics {
             text => text.map_err(|error| refused(&error))?,
         };
         let is_kept = |line: &&str| {
-            let line = line.strip_suffix('\n').map(serde_json::from_str::<serde_json::Value>);
+            let line = line
+                .strip_suffix('\n')
+                .map(serde_json::from_str::<serde_json::Value>);
             let Some(Ok(line)) = line else { return false };
             if line.get("recovery").is_some() {
                 return true;
             }
-            let end = if line.get("evaluation").is_some() { evaluation } else { step };
-            line.get("step").and_then(|step| step.as_u64()).is_some_and(|step| step < end)
+            let end = if line.get("evaluation").is_some() {
+                evaluation
+            } else {
+                step
+            };
+            line.get("step")
+                .and_then(|step| step.as_u64())
+                .is_some_and(|step| step < end)
         };
         let kept: String = text.split_inclusive('\n').filter(is_kept).collect();
         // An older process may be about to do the same.
         let new = beside(path);
         let mut file = File::create_new(&new).map_err(|error| refused(&error))?;
-        file.write_all(kept.as_bytes()).map_err(|error| refused(&error))?;
+        file.write_all(kept.as_bytes())
+            .map_err(|error| refused(&error))?;
         std::fs::rename(&new, path).map_err(|error| refused(&error))?;
         Ok(Self::of(file, path, &kept))
     }
@@ -70,7 +93,14 @@ impl Metrics {
     /// Writes the figures of a step. `seconds` is the time since the start of the run. `tokens` is
     /// the step's weight.
     pub(super) fn step(&mut self, report: &StepReport, seconds: f64) {
-        let StepReport { step, loss, weight, norm, rate, .. } = report;
+        let StepReport {
+            step,
+            loss,
+            weight,
+            norm,
+            rate,
+            ..
+        } = report;
         let mut line = json!({
             "step": step, "loss": loss, "norm": norm, "rate": rate,
             "seconds": self.before + seconds, "tokens": weight,
@@ -94,7 +124,15 @@ impl Metrics {
 
     /// Writes the recovery after which the training goes on from `step` updates.
     pub(super) fn recovery(&mut self, step: u64, recovery: &Recovery) {
-        let Recovery { epoch, reached, seconds, useful, new, failure, .. } = recovery;
+        let Recovery {
+            epoch,
+            reached,
+            seconds,
+            useful,
+            new,
+            failure,
+            ..
+        } = recovery;
         let new: Vec<u32> = new.iter().map(|(process, _)| process.0).collect();
         self.line(&json!({
             "step": step, "recovery": epoch, "reached": reached, "seconds": seconds,
@@ -106,7 +144,9 @@ impl Metrics {
     /// fails.
     fn line(&mut self, value: &serde_json::Value) {
         let whole = self.file.metadata().map(|file| file.len());
-        let Err(error) = self.file.write_all(format!("{value}\n").as_bytes()) else { return };
+        let Err(error) = self.file.write_all(format!("{value}\n").as_bytes()) else {
+            return;
+        };
         // A part of the line may be there. Neither has to succeed, as on a pipe.
         if let Ok(whole) = whole {
             _ = self.file.set_len(whole);
@@ -114,20 +154,30 @@ impl Metrics {
         _ = self.file.seek(SeekFrom::End(0));
         if !std::mem::replace(&mut self.has_warned, true) {
             let why = unwritable(&self.path, &error);
-            say(&format!("warning: {why}. The training goes on, and lines are missing there"));
+            say(&format!(
+                "warning: {why}. The training goes on, and lines are missing there"
+            ));
         }
     }
 }
 
 /// Returns the seconds of the last step or evaluation in a file's text, or 0.
 fn last_seconds(text: &str) -> f64 {
-    let lines = text.lines().rev().filter_map(|line| serde_json::from_str(line).ok());
+    let lines = text
+        .lines()
+        .rev()
+        .filter_map(|line| serde_json::from_str(line).ok());
     let mut of_runs = lines.filter(|line: &serde_json::Value| line.get("recovery").is_none());
-    of_runs.find_map(|line| line.get("seconds")?.as_f64()).unwrap_or(0.0)
+    of_runs
+        .find_map(|line| line.get("seconds")?.as_f64())
+        .unwrap_or(0.0)
 }
 
 fn unwritable(path: &Path, error: &std::io::Error) -> Error {
-    Error::Environment(format!("cannot write the metrics to {}: {error}", path.display()))
+    Error::Environment(format!(
+        "cannot write the metrics to {}: {error}",
+        path.display()
+    ))
 }
 
 #[cfg(test)]
@@ -149,6 +199,9 @@ mod tests {
         let expected = "{\"step\":1}\n{\"step\":3}\n";
         assert_eq!(std::fs::read_to_string(&path).unwrap(), expected);
         let gone = Metrics::open(&folder.path().join("none/metrics.jsonl"), false);
-        assert_eq!(gone.err().map(|why| why.to_string().contains("none")), Some(true));
+        assert_eq!(
+            gone.err().map(|why| why.to_string().contains("none")),
+            Some(true)
+        );
     }
 }

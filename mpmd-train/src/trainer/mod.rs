@@ -197,7 +197,9 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
 
     /// Returns the meshes of the stages, in order.
     pub fn meshes(&self) -> Vec<Mesh> {
-        (0..self.pipeline.stages()).map(|stage| self.pipeline.mesh(stage).clone()).collect()
+        (0..self.pipeline.stages())
+            .map(|stage| self.pipeline.mesh(stage).clone())
+            .collect()
     }
 
     /// Issues one training step: the passes of all microbatches, the update, and the move of its
@@ -235,7 +237,12 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         let figures = self.optimizer.step(p, &mut self.pipeline, output, rate)?;
         let figures = self.reporter.report(p, &figures, &self.status)?;
         p.step_end()?;
-        let step = StepHandle { step, rate, names, figures };
+        let step = StepHandle {
+            step,
+            rate,
+            names,
+            figures,
+        };
         self.keep_recent(&step);
         Ok(step)
     }
@@ -258,10 +265,17 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         for microbatch in microbatches {
             losses.push(self.pipeline.forward(p, microbatch)?);
         }
-        let names = losses.first().map(|loss| self.metric_names(loss)).unwrap_or_default();
+        let names = losses
+            .first()
+            .map(|loss| self.metric_names(loss))
+            .unwrap_or_default();
         let sums = self.reporter.sum(p, losses)?;
         let figures = self.reporter.report(p, &sums, &self.status)?;
-        Ok(EvaluationHandle { step: self.steps(), names, figures })
+        Ok(EvaluationHandle {
+            step: self.steps(),
+            names,
+            figures,
+        })
     }
 
     /// Issues forward passes of all held-out microbatches of `data` with `last` in place of the

@@ -18,14 +18,19 @@ pub(super) struct NotFinite {
 }
 
 /// Nothing is known, of a figure with some weight.
-pub(super) const UNKNOWN: NotFinite =
-    NotFinite { trained: None, frozen: None, gradients: None, weight: 1.0 };
+pub(super) const UNKNOWN: NotFinite = NotFinite {
+    trained: None,
+    frozen: None,
+    gradients: None,
+    weight: 1.0,
+};
 
 impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// Returns (stage, path) of the first trained parameter with a value that is not finite. Blocks
     /// until every process has the result.
     pub(super) fn spoiled(&self, p: &mut Program) -> Result<Option<(usize, String)>> {
-        self.optimizer.not_finite(p, &self.pipeline, &self.reporter.everywhere())
+        self.optimizer
+            .not_finite(p, &self.pipeline, &self.reporter.everywhere())
     }
 
     /// Creates the error of a figure that is not finite. `what` names the figure and its step.
@@ -52,11 +57,17 @@ impl NotFinite {
     /// Names the stage at fault, and the remedy. `last` is the last stage.
     fn why(&self, last: usize) -> String {
         match self {
-            Self { trained: Some((stage, path)), .. } => format!(
+            Self {
+                trained: Some((stage, path)),
+                ..
+            } => format!(
                 "a value of parameter {path:?} of stage {stage} is not finite: lower the learning \
                  rate, clip the gradients, or look at the weights that the training began with"
             ),
-            Self { frozen: Some((stage, path)), .. } => format!(
+            Self {
+                frozen: Some((stage, path)),
+                ..
+            } => format!(
                 "a value of parameter {path:?} of stage {stage} is not finite, and it is not \
                  trained: look at the weights that the training began with"
             ),
@@ -64,7 +75,10 @@ impl NotFinite {
                 "its weight is 0, so it has padding alone: leave it out, or make the loss of stage \
                  {last} 0 where the weight is 0"
             ),
-            Self { gradients: Some(stage), .. } => format!(
+            Self {
+                gradients: Some(stage),
+                ..
+            } => format!(
                 "the gradients of stage {stage} are not finite, though its parameters are: look at \
                  its backward pass, lower the learning rate, or clip the gradients"
             ),
@@ -84,16 +98,48 @@ mod tests {
     #[test]
     fn reasons_name_the_stage_and_fit_the_cause() {
         let at = Some((1, "w".to_owned()));
-        let why = NotFinite { trained: at.clone(), ..UNKNOWN }.why(3);
-        assert!(why.starts_with("a value of parameter \"w\" of stage 1 is not"), "{why}");
-        let why = NotFinite { frozen: at, weight: 0.0, ..UNKNOWN }.why(3);
-        assert!(why.starts_with("a value of parameter \"w\" of stage 1 is not"), "{why}");
-        assert!(why.contains("not trained") && !why.contains("rate"), "{why}");
-        let why = NotFinite { weight: 0.0, ..UNKNOWN }.why(3);
-        assert!(why.contains("padding alone") && why.contains("the loss of stage 3"), "{why}");
+        let why = NotFinite {
+            trained: at.clone(),
+            ..UNKNOWN
+        }
+        .why(3);
+        assert!(
+            why.starts_with("a value of parameter \"w\" of stage 1 is not"),
+            "{why}"
+        );
+        let why = NotFinite {
+            frozen: at,
+            weight: 0.0,
+            ..UNKNOWN
+        }
+        .why(3);
+        assert!(
+            why.starts_with("a value of parameter \"w\" of stage 1 is not"),
+            "{why}"
+        );
+        assert!(
+            why.contains("not trained") && !why.contains("rate"),
+            "{why}"
+        );
+        let why = NotFinite {
+            weight: 0.0,
+            ..UNKNOWN
+        }
+        .why(3);
+        assert!(
+            why.contains("padding alone") && why.contains("the loss of stage 3"),
+            "{why}"
+        );
         assert!(!why.contains("rate"), "{why}");
-        let why = NotFinite { gradients: Some(2), ..UNKNOWN }.why(3);
-        assert!(why.starts_with("the gradients of stage 2 are not finite"), "{why}");
+        let why = NotFinite {
+            gradients: Some(2),
+            ..UNKNOWN
+        }
+        .why(3);
+        assert!(
+            why.starts_with("the gradients of stage 2 are not finite"),
+            "{why}"
+        );
         let why = UNKNOWN.why(3);
         assert!(why.contains("on the way to the loss of stage 3"), "{why}");
     }

@@ -34,23 +34,41 @@ impl Progress {
         let bar = ProgressBar::new(seconds.map_or(steps.1, |seconds| seconds as u64));
         let style = ProgressStyle::with_template("{bar:30} {msg}  {eta} left");
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        Self { bar, steps, seconds, start, tokens: 0.0, tenth: None, said: start }
+        Self {
+            bar,
+            steps,
+            seconds,
+            start,
+            tokens: 0.0,
+            tenth: None,
+            said: start,
+        }
     }
 
     /// Shows a step's number and loss, and the rate so far in tokens per second. It must be called
     /// once for each step of this run.
     pub(super) fn step(&mut self, report: &StepReport) {
-        let StepReport { step, loss, weight, .. } = report;
+        let StepReport {
+            step, loss, weight, ..
+        } = report;
         let (done, end) = self.steps;
         self.tokens += weight;
         let elapsed = self.start.elapsed().as_secs_f64();
         let rate = self.tokens / elapsed.max(1e-9);
-        let of = if self.seconds.is_none() { format!("/{end}") } else { String::new() };
+        let of = if self.seconds.is_none() {
+            format!("/{end}")
+        } else {
+            String::new()
+        };
         let metrics = text(&report.metrics, 3);
         let message = format!("step {step}{of}  loss {loss:.3}{metrics}  {rate:.0} tokens/s");
         if !self.bar.is_hidden() {
             self.bar.set_message(message);
-            self.bar.set_position(if self.seconds.is_some() { elapsed as u64 } else { *step });
+            self.bar.set_position(if self.seconds.is_some() {
+                elapsed as u64
+            } else {
+                *step
+            });
             return;
         }
         let share = match self.seconds {
@@ -60,13 +78,17 @@ impl Progress {
         let tenth = Some((10.0 * share) as u64);
         if tenth > self.tenth || self.said.elapsed().as_secs() >= SILENT {
             (self.tenth, self.said) = (tenth, Instant::now());
-            say(&format!("{message}  {:.0} s left", elapsed * (1.0 / share - 1.0)));
+            say(&format!(
+                "{message}  {:.0} s left",
+                elapsed * (1.0 / share - 1.0)
+            ));
         }
     }
 
     /// Shows that `done` of `all` held-out microbatches are evaluated. Only a bar shows it.
     pub(super) fn evaluating(&self, done: usize, all: usize) {
-        self.bar.set_message(format!("evaluation: {done} of {all} microbatches"));
+        self.bar
+            .set_message(format!("evaluation: {done} of {all} microbatches"));
     }
 
     /// Shows the mean loss and metrics of an evaluation.
@@ -82,7 +104,10 @@ impl Progress {
 
 /// Returns metrics as text that follows a loss.
 fn text(metrics: &BTreeMap<String, f64>, digits: usize) -> String {
-    metrics.iter().map(|(name, value)| format!("  {name} {value:.digits$}")).collect()
+    metrics
+        .iter()
+        .map(|(name, value)| format!("  {name} {value:.digits$}"))
+        .collect()
 }
 
 /// Prints a line to stderr. Does nothing if nobody reads it any more: the training goes on, and

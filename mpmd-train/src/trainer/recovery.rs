@@ -45,7 +45,13 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         files: Option<&Checkpoints>,
     ) -> Result<u64> {
         self.recent = (0..RECENT)
-            .map(|_| Ok(Recent { step: 0, rate: 0.0, values: self.reporter.no_figures(p)? }))
+            .map(|_| {
+                Ok(Recent {
+                    step: 0,
+                    rate: 0.0,
+                    values: self.reporter.no_figures(p)?,
+                })
+            })
             .collect::<Result<_>>()?;
         self.commits = Some(commits.clone());
         let restored = commits.restore(p, self);
@@ -57,7 +63,11 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
                 step => return Ok(step),
             },
         };
-        match files.map(|files| self.restore(p, files)).transpose()?.flatten() {
+        match files
+            .map(|files| self.restore(p, files))
+            .transpose()?
+            .flatten()
+        {
             Some(step) => Ok(step),
             None => committed,
         }
@@ -66,7 +76,12 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// Keeps the figures of a step for the commits of a training that may resume.
     pub(super) fn keep_recent(&mut self, step: &StepHandle) {
         if self.recent.pop_front().is_some() {
-            let StepHandle { step, rate, figures, .. } = step;
+            let StepHandle {
+                step,
+                rate,
+                figures,
+                ..
+            } = step;
             let (step, rate, values) = (*step, *rate, figures.values().clone());
             self.recent.push_back(Recent { step, rate, values });
         }
@@ -77,12 +92,22 @@ impl<In: Tree<Leaf = MpmdArray>> Committed for Trainer<In> {
     /// Returns the parameters and the optimiser's state, in the order of a checkpoint, then the
     /// figures of the last steps.
     fn arrays(&self) -> Vec<MpmdArray> {
-        let state = self.contents(false).arrays.into_iter().map(|(_, array)| array);
-        state.chain(self.recent.iter().map(|recent| recent.values.clone())).collect()
+        let state = self
+            .contents(false)
+            .arrays
+            .into_iter()
+            .map(|(_, array)| array);
+        state
+            .chain(self.recent.iter().map(|recent| recent.values.clone()))
+            .collect()
     }
 
     fn names(&self) -> Vec<String> {
-        let state = self.contents(false).arrays.into_iter().map(|(name, _)| name);
+        let state = self
+            .contents(false)
+            .arrays
+            .into_iter()
+            .map(|(name, _)| name);
         let figures = (0..self.recent.len()).map(|at| format!("figures of recent step {at}"));
         state.chain(figures).collect()
     }
@@ -90,19 +115,28 @@ impl<In: Tree<Leaf = MpmdArray>> Committed for Trainer<In> {
     /// Returns the step, the seed, and the number and rate of each of the last steps, then the
     /// names of their metrics.
     fn values(&self) -> Vec<u8> {
-        let recent = self.recent.iter().flat_map(|recent| [recent.step, recent.rate.to_bits()]);
+        let recent = self
+            .recent
+            .iter()
+            .flat_map(|recent| [recent.step, recent.rate.to_bits()]);
         let words = [self.steps(), self.seed].into_iter().chain(recent);
-        words.flat_map(u64::to_le_bytes).chain(self.metrics.join("\n").into_bytes()).collect()
+        words
+            .flat_map(u64::to_le_bytes)
+            .chain(self.metrics.join("\n").into_bytes())
+            .collect()
     }
 
     fn restore(&mut self, mut arrays: Vec<MpmdArray>, values: &[u8]) -> Result<()> {
         let count = self.recent.len();
-        let (words, names) =
-            values.split_at_checked(8 * (2 + 2 * count)).ok_or_else(|| other(values))?;
+        let (words, names) = values
+            .split_at_checked(8 * (2 + 2 * count))
+            .ok_or_else(|| other(values))?;
         let (words, _) = words.as_chunks::<8>();
         let words: Vec<u64> = words.iter().map(|word| u64::from_le_bytes(*word)).collect();
         let names = str::from_utf8(names).map_err(|_| other(values))?;
-        let [step, seed, ref recent @ ..] = words[..] else { return Err(other(values)) };
+        let [step, seed, ref recent @ ..] = words[..] else {
+            return Err(other(values));
+        };
         if recent.len() != 2 * count || arrays.len() < count {
             return Err(other(values));
         }
@@ -111,11 +145,14 @@ impl<In: Tree<Leaf = MpmdArray>> Committed for Trainer<In> {
         self.optimizer.set_updates(step);
         self.seed = seed;
         self.metrics = names.lines().map(str::to_owned).collect();
-        let recent = recent.chunks_exact(2).zip(figures).map(|(words, values)| Recent {
-            step: words[0],
-            rate: f64::from_bits(words[1]),
-            values,
-        });
+        let recent = recent
+            .chunks_exact(2)
+            .zip(figures)
+            .map(|(words, values)| Recent {
+                step: words[0],
+                rate: f64::from_bits(words[1]),
+                values,
+            });
         self.recent = recent.collect::<VecDeque<_>>();
         self.is_resumed = true;
         Ok(())
@@ -131,6 +168,9 @@ impl Recent {
 
 /// The error of a commit with values of another form.
 fn other(values: &[u8]) -> Error {
-    let problem = format!("a commit of a trainer of another kind, with {} bytes", values.len());
+    let problem = format!(
+        "a commit of a trainer of another kind, with {} bytes",
+        values.len()
+    );
     Error::kernel(problem)
 }

@@ -121,9 +121,19 @@ impl Sums {
 
     /// Returns the report of the model after `step` updates.
     pub(super) fn report(self, step: u64, stop: Option<i32>) -> EvaluationReport {
-        let Self { sum, weight, mut metrics } = self;
+        let Self {
+            sum,
+            weight,
+            mut metrics,
+        } = self;
         metrics.values_mut().for_each(|metric| *metric /= weight);
-        EvaluationReport { step, sum, weight, metrics, stop }
+        EvaluationReport {
+            step,
+            sum,
+            weight,
+            metrics,
+            stop,
+        }
     }
 }
 
@@ -156,7 +166,12 @@ impl Default for Status {
     /// Creates the status of a trainer that is created now.
     fn default() -> Self {
         let (stop, save) = (StopFlag::default(), SaveStatus::default());
-        Self { stop, leaves: false, start: Instant::now(), save }
+        Self {
+            stop,
+            leaves: false,
+            start: Instant::now(),
+            save,
+        }
     }
 }
 
@@ -172,7 +187,11 @@ impl Status {
 
     /// True if a signal asks this process alone to end, and the others may go on without it.
     pub(super) fn asks_to_leave(&self) -> bool {
-        self.leaves && self.stop.signal().is_some_and(|signal| [SIGTERM, SIGUSR1].contains(&signal))
+        self.leaves
+            && self
+                .stop
+                .signal()
+                .is_some_and(|signal| [SIGTERM, SIGUSR1].contains(&signal))
     }
 }
 
@@ -216,7 +235,9 @@ impl StepHandle {
     pub fn read(self) -> Result<StepReport> {
         let is_dry_run = self.figures.values.to_host()?.is_none();
         let report = self.read_all()?.0;
-        let StepReport { step, loss, norm, .. } = report;
+        let StepReport {
+            step, loss, norm, ..
+        } = report;
         match is_dry_run || (loss.is_finite() && norm.is_finite()) {
             true => Ok(report),
             false => Err(Error::kernel(format!(
@@ -229,12 +250,37 @@ impl StepHandle {
 
     /// As [`StepHandle::read`], with what the trainer alone looks at.
     pub(super) fn read_all(self) -> Result<AllOfReport> {
-        let Self { step, rate, names, figures } = self;
-        let (figures, Statuses { stop, seconds, saves }) = figures.read::<STEP_FIGURES>()?;
+        let Self {
+            step,
+            rate,
+            names,
+            figures,
+        } = self;
+        let (
+            figures,
+            Statuses {
+                stop,
+                seconds,
+                saves,
+            },
+        ) = figures.read::<STEP_FIGURES>()?;
         let [loss, weight, norm, stage, ref metrics @ ..] = figures;
         let metrics = by_name(&names, metrics);
         let stage = (stage >= 0.0).then_some(stage as usize);
-        Ok((StepReport { step, loss, weight, metrics, norm, rate, seconds, stop }, stage, saves))
+        Ok((
+            StepReport {
+                step,
+                loss,
+                weight,
+                metrics,
+                norm,
+                rate,
+                seconds,
+                stop,
+            },
+            stage,
+            saves,
+        ))
     }
 }
 
@@ -254,14 +300,24 @@ impl EvaluationHandle {
     /// Blocks until the evaluation has finished, and returns its sums and the signal to stop.
     pub(super) fn read_sums(self) -> Result<(Sums, Option<i32>)> {
         let ([sum, weight, metrics @ ..], statuses) = self.figures.read::<SUMS>()?;
-        Ok((Sums { sum, weight, metrics: by_name(&self.names, &metrics) }, statuses.stop))
+        Ok((
+            Sums {
+                sum,
+                weight,
+                metrics: by_name(&self.names, &metrics),
+            },
+            statuses.stop,
+        ))
     }
 }
 
 impl Figures {
     /// Returns figures that a commit had. Nobody stops by them, and they have no time.
     pub(super) fn of_recent(values: MpmdArray) -> Self {
-        Self { values, statuses: None }
+        Self {
+            values,
+            statuses: None,
+        }
     }
 
     /// The figures on one device of each process.
@@ -270,18 +326,41 @@ impl Figures {
     }
 
     fn read<const N: usize>(self) -> Result<([f64; N], Statuses)> {
-        let none = Statuses { stop: None, seconds: f64::NAN, saves: Vec::new() };
-        let Some(values) = self.values.to_host()? else { return Ok(([f64::NAN; N], none)) };
+        let none = Statuses {
+            stop: None,
+            seconds: f64::NAN,
+            saves: Vec::new(),
+        };
+        let Some(values) = self.values.to_host()? else {
+            return Ok(([f64::NAN; N], none));
+        };
         let values = values.as_slice::<f64>()?;
         let other = |_| Error::kernel(format!("{} figures in place of {N}", values.len()));
-        let statuses = self.statuses.map(|statuses| statuses.to_host()).transpose()?.flatten();
-        let Some(statuses) = statuses else { return Ok((values.try_into().map_err(other)?, none)) };
+        let statuses = self
+            .statuses
+            .map(|statuses| statuses.to_host())
+            .transpose()?
+            .flatten();
+        let Some(statuses) = statuses else {
+            return Ok((values.try_into().map_err(other)?, none));
+        };
         let (statuses, _) = statuses.as_slice::<i64>()?.as_chunks::<WORDS>();
         let signal = statuses.iter().map(|[signal, ..]| *signal as i32).max();
-        let seconds = statuses.first().map_or(f64::NAN, |[_, nanos, ..]| *nanos as f64 * 1e-9);
-        let saves = statuses.iter().map(|[.., step, phase]| SaveStatus::read([*step, *phase]));
+        let seconds = statuses
+            .first()
+            .map_or(f64::NAN, |[_, nanos, ..]| *nanos as f64 * 1e-9);
+        let saves = statuses
+            .iter()
+            .map(|[.., step, phase]| SaveStatus::read([*step, *phase]));
         let stop = signal.filter(|signal| *signal != 0);
-        Ok((values.try_into().map_err(other)?, Statuses { stop, seconds, saves: saves.collect() }))
+        Ok((
+            values.try_into().map_err(other)?,
+            Statuses {
+                stop,
+                seconds,
+                saves: saves.collect(),
+            },
+        ))
     }
 }
 
@@ -296,7 +375,11 @@ impl Reporter {
             return Err(Error::Environment(problem.to_owned()));
         }
         let everywhere = p.mesh_of(&[(PROCESS, devices.len())], &devices)?;
-        let sum = p.jit(SumLosses).on(last).outputs(last.replicated()).build()?;
+        let sum = p
+            .jit(SumLosses)
+            .on(last)
+            .outputs(last.replicated())
+            .build()?;
         Ok(Self { everywhere, sum })
     }
 
@@ -317,11 +400,16 @@ impl Reporter {
         let processes = ShapedArray::new(&[p.processes(), WORDS], DType::I64);
         let own = self.everywhere.sharding(spec![PROCESS]);
         let statuses = p.array_from_fn(processes, &own, move |_, mut words| {
-            words.as_mut_slice::<i64>()?.copy_from_slice(&status.words());
+            words
+                .as_mut_slice::<i64>()?
+                .copy_from_slice(&status.words());
             Ok(())
         })?;
         let statuses = p.device_put(&statuses, self.everywhere.replicated())?;
-        Ok(Figures { values, statuses: Some(statuses) })
+        Ok(Figures {
+            values,
+            statuses: Some(statuses),
+        })
     }
 
     /// Returns the place of a step's figures on every process.
@@ -347,7 +435,10 @@ impl Kernel for SumLosses {
     fn infer(&self, losses: &Vec<Loss<ShapedArray>>) -> Result<Signature<ShapedArray>> {
         losses.iter().try_for_each(check_metrics)?;
         let names = |loss: &Loss<ShapedArray>| loss.metrics.keys().cloned().collect::<Vec<_>>();
-        if let Some(pair) = losses.windows(2).find(|pair| names(&pair[0]) != names(&pair[1])) {
+        if let Some(pair) = losses
+            .windows(2)
+            .find(|pair| names(&pair[0]) != names(&pair[1]))
+        {
             let [one, other] = [names(&pair[0]), names(&pair[1])];
             let problem = format!("one microbatch has the metrics {one:?}, another {other:?}");
             return Err(Error::kernel(problem));
@@ -365,7 +456,9 @@ impl Kernel for SumLosses {
             let sums = sums.as_mut_slice::<f64>()?;
             sums.fill(0.0);
             for loss in &losses {
-                let figures = [&loss.sum, &loss.weight].into_iter().chain(loss.metrics.values());
+                let figures = [&loss.sum, &loss.weight]
+                    .into_iter()
+                    .chain(loss.metrics.values());
                 for (sum, figure) in sums.iter_mut().zip(figures) {
                     *sum += double(figure)?;
                 }

@@ -223,7 +223,14 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         run: Run<'_>,
         data: &D,
     ) -> Result<Outcome> {
-        let Run { mut steps, seconds, evaluate_every, metrics, progress, .. } = run;
+        let Run {
+            mut steps,
+            seconds,
+            evaluate_every,
+            metrics,
+            progress,
+            ..
+        } = run;
         let (on_step, on_evaluation) = (run.on_step, run.on_evaluation);
         data.compare(p)?;
         let is_saved = run.checkpoints.is_some();
@@ -245,22 +252,34 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         let first = p.process() == ProcessId(0) && !p.is_dry_run();
         let open = |path: &PathBuf| {
             let done = self.steps();
-            let repeated = self.recent.iter().map(|recent| recent.step).filter(|step| *step > 0);
+            let repeated = self
+                .recent
+                .iter()
+                .map(|recent| recent.step)
+                .filter(|step| *step > 0);
             let resumed = match (self.is_resumed, p.epoch() > 1) {
                 (true, _) => Metrics::resume(path, repeated.min().unwrap_or(done + 1), done),
                 (false, true) => Metrics::resume(path, done + 1, steps.min(done + 1)),
                 (false, false) => return Metrics::open(path, done > 0).map(Some),
             };
             // The training has begun before, so it goes on.
-            let unwritten =
-                |why: &Error| say(&format!("warning: {why}. The training goes on without them"));
+            let unwritten = |why: &Error| {
+                say(&format!(
+                    "warning: {why}. The training goes on without them"
+                ))
+            };
             Ok(resumed.inspect_err(unwritten).ok())
         };
         let mut observer = Observer {
             is_dry_run: p.is_dry_run(),
             saves,
             start,
-            metrics: metrics.as_ref().filter(|_| first).map(open).transpose()?.flatten(),
+            metrics: metrics
+                .as_ref()
+                .filter(|_| first)
+                .map(open)
+                .transpose()?
+                .flatten(),
             progress: (first && progress)
                 .then(|| Progress::new((self.steps(), steps), seconds, start)),
             limit: seconds.map(|seconds| (began, seconds)),
@@ -288,18 +307,36 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         if observer.stopped.is_none() && !observer.evaluation.as_ref().is_some_and(is_evaluated) {
             self.evaluate_held_out(p, data, &mut observer)?;
         }
-        let Observer { mut saves, progress: bar, last, stopped, evaluation, .. } = observer;
+        let Observer {
+            mut saves,
+            progress: bar,
+            last,
+            stopped,
+            evaluation,
+            ..
+        } = observer;
         saves.finish(p)?;
         // Its end draws it once more.
         drop(bar);
         if let Some(signal) = stopped.filter(|_| first && progress) {
             let saved = if is_saved { ", saved" } else { "" };
-            say(&format!("stopped by {} after step {}{saved}", stop_name(signal), self.steps()));
+            say(&format!(
+                "stopped by {} after step {}{saved}",
+                stop_name(signal),
+                self.steps()
+            ));
         }
-        let (evaluation, metrics) =
-            evaluation.map(|report| (report.loss(), report.metrics)).unzip();
+        let (evaluation, metrics) = evaluation
+            .map(|report| (report.loss(), report.metrics))
+            .unzip();
         let metrics = metrics.unwrap_or_default();
-        Ok(Outcome { steps: self.steps(), last, stopped, evaluation, metrics })
+        Ok(Outcome {
+            steps: self.steps(),
+            last,
+            stopped,
+            evaluation,
+            metrics,
+        })
     }
 
     /// Passes on the reports of the steps that a resumed training has in its commit: perhaps nobody
@@ -310,8 +347,22 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         for recent in self.recent.clone().iter().filter(|recent| recent.step > 0) {
             let (step, rate, figures) = (recent.step, recent.rate, recent.figures());
             let names = self.metrics.clone();
-            let (report, gradients, _) = StepHandle { step, rate, names, figures }.read_all()?;
-            self.observe(p, observer, StepReport { seconds: 0.0, ..report }, gradients)?;
+            let (report, gradients, _) = StepHandle {
+                step,
+                rate,
+                names,
+                figures,
+            }
+            .read_all()?;
+            self.observe(
+                p,
+                observer,
+                StepReport {
+                    seconds: 0.0,
+                    ..report
+                },
+                gradients,
+            )?;
         }
         observer.progress = progress;
         Ok(())
@@ -355,10 +406,16 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             }
             if observer.saves.is_due(self.steps()) {
                 // They show if the save before, which is complete then, has a model of use.
-                pending.drain(..).try_for_each(|step| self.read(p, observer, step))?;
+                pending
+                    .drain(..)
+                    .try_for_each(|step| self.read(p, observer, step))?;
                 self.begin_save_if_finite(p, observer)?;
             }
-            if let Some(commits) = self.commits.as_ref().filter(|_| self.status.asks_to_leave()) {
+            if let Some(commits) = self
+                .commits
+                .as_ref()
+                .filter(|_| self.status.asks_to_leave())
+            {
                 commits.ask_to_leave();
             }
             // Does nothing unless the program recovers.
@@ -376,7 +433,9 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
                 self.evaluate_held_out(p, data, observer)?;
             }
         }
-        pending.into_iter().try_for_each(|step| self.read(p, observer, step))
+        pending
+            .into_iter()
+            .try_for_each(|step| self.read(p, observer, step))
     }
 
     /// Begins to save the last step, if there are checkpoints and that is not done. Fails if a
@@ -384,7 +443,10 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     fn begin_save_if_finite(&mut self, p: &mut Program, observer: &mut Observer<'_>) -> Result<()> {
         if let Some(parameter) = self.spoiled(p)? {
             let what = format!("the model after step {} cannot be used", self.steps());
-            let figure = NotFinite { trained: Some(parameter), ..UNKNOWN };
+            let figure = NotFinite {
+                trained: Some(parameter),
+                ..UNKNOWN
+            };
             return self.fail(p, observer, &what, figure);
         }
         observer.saves.begin(p, self)
@@ -400,7 +462,10 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         figure: NotFinite,
     ) -> Result<()> {
         // A finite evaluation says of its model what the loss of the next step would.
-        let evaluated = observer.evaluation.as_ref().map_or(0, |report| report.step + 1);
+        let evaluated = observer
+            .evaluation
+            .as_ref()
+            .map_or(0, |report| report.step + 1);
         let last = observer.last.as_ref().map_or(0, |last| last.step);
         observer.saves.end(p, self, last.max(evaluated));
         Err(self.not_finite(p, what, figure)?)
@@ -417,7 +482,9 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     ) -> Result<()> {
         let group = self.schedule.microbatches();
         // All groups of a dry run are equal.
-        let count = data.held_out_len().min(if p.is_dry_run() { group } else { usize::MAX });
+        let count = data
+            .held_out_len()
+            .min(if p.is_dry_run() { group } else { usize::MAX });
         if count == 0 {
             return Ok(());
         }
@@ -485,7 +552,16 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             format!("step {step} of the training has loss {loss} and gradients of norm {norm}");
         // A loss that is not finite has no finite gradients.
         let gradients = gradients.filter(|_| loss.is_finite());
-        self.fail(p, observer, &what, NotFinite { gradients, weight, ..UNKNOWN })
+        self.fail(
+            p,
+            observer,
+            &what,
+            NotFinite {
+                gradients,
+                weight,
+                ..UNKNOWN
+            },
+        )
     }
 }
 
@@ -515,7 +591,11 @@ impl Observer<'_> {
         let (began, limit) = self.limit?;
         let seconds = self.last.as_ref().map_or(0.0, |last| last.seconds - began);
         // A dry run has no time.
-        Some(if seconds.is_nan() { 0.0 } else { seconds / limit })
+        Some(if seconds.is_nan() {
+            0.0
+        } else {
+            seconds / limit
+        })
     }
 
     /// True unless a process was asked to stop, or a function that sees reports ends the training.
@@ -549,14 +629,18 @@ impl Observer<'_> {
     }
 
     fn evaluating(&self, done: usize, all: usize) {
-        self.progress.iter().for_each(|progress| progress.evaluating(done, all));
+        self.progress
+            .iter()
+            .for_each(|progress| progress.evaluating(done, all));
     }
 
     fn evaluated(&mut self, report: EvaluationReport) {
         if let Some(metrics) = &mut self.metrics {
             metrics.evaluation(&report, self.start.elapsed().as_secs_f64());
         }
-        self.progress.iter().for_each(|progress| progress.evaluated(&report));
+        self.progress
+            .iter()
+            .for_each(|progress| progress.evaluated(&report));
         if (self.on_evaluation)(&report) == Next::Stop {
             self.next = Next::Stop;
         }

@@ -23,7 +23,12 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
 
     /// Begins to save a checkpoint: see [`Saving::begin`].
     fn begin_save(&mut self, p: &mut Program, to: &Checkpoints) -> Result<Saving> {
-        let saving = Saving::begin(p, to, self.contents(to.is_trained_only()), &self.status.save)?;
+        let saving = Saving::begin(
+            p,
+            to,
+            self.contents(to.is_trained_only()),
+            &self.status.save,
+        )?;
         self.saved = Some((to.folder().to_owned(), self.steps()));
         Ok(saving)
     }
@@ -56,7 +61,9 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// an older one, if there is one.
     pub fn restore(&mut self, p: &mut Program, from: &Checkpoints) -> Result<Option<u64>> {
         let trained_only = from.is_trained_only();
-        let Some(loaded) = load(p, from, &self.contents(trained_only))? else { return Ok(None) };
+        let Some(loaded) = load(p, from, &self.contents(trained_only))? else {
+            return Ok(None);
+        };
         let Loaded { step, seed, arrays } = loaded;
         self.set_arrays(arrays, trained_only)?;
         self.optimizer.set_updates(step);
@@ -87,7 +94,11 @@ impl Saves {
             let problem = "`Run::save_every` needs a folder: set it by `Run::checkpoints`";
             return Err(Error::kernel(problem));
         }
-        Ok(Self { to, every, current: None })
+        Ok(Self {
+            to,
+            every,
+            current: None,
+        })
     }
 
     /// True if a save is due after `step`.
@@ -111,7 +122,9 @@ impl Saves {
         p: &mut Program,
         trainer: &mut Trainer<In>,
     ) -> Result<()> {
-        let Some(to) = self.to.clone() else { return Ok(()) };
+        let Some(to) = self.to.clone() else {
+            return Ok(());
+        };
         if trainer.is_saved(&to) {
             return Ok(());
         }
@@ -122,7 +135,9 @@ impl Saves {
 
     /// Blocks until the save under way is complete.
     pub(super) fn finish(&mut self, p: &mut Program) -> Result<()> {
-        self.current.take().map_or(Ok(()), |mut saving| saving.finish(p))
+        self.current
+            .take()
+            .map_or(Ok(()), |mut saving| saving.finish(p))
     }
 
     /// Ends the saves after a figure that is not finite. `good` is the last step with finite ones.
@@ -134,7 +149,11 @@ impl Saves {
         trainer: &mut Trainer<In>,
         good: u64,
     ) {
-        if self.current.as_ref().is_some_and(|saving| saving.step < good) {
+        if self
+            .current
+            .as_ref()
+            .is_some_and(|saving| saving.step < good)
+        {
             // The error of the figure is more to the point.
             let _ = self.finish(p);
         } else if self.current.take().is_some() {

@@ -35,13 +35,21 @@ struct Last {
 /// Returns the input of each layer, and the output, each of shape `[tokens, WIDTH]`.
 fn activations(first: bool, layers: &Layers<View<'_>>, x: &View<'_>) -> Result<Vec<Vec<f32>>> {
     let mut all = vec![match first {
-        true => x.as_slice::<u32>()?.iter().flat_map(|token| [number(*token); WIDTH]).collect(),
+        true => x
+            .as_slice::<u32>()?
+            .iter()
+            .flat_map(|token| [number(*token); WIDTH])
+            .collect(),
         false => x.as_slice::<f32>()?.to_vec(),
     }];
     for w in layers.values() {
         let w = w.as_slice::<f32>()?;
         let last = &all[all.len() - 1];
-        all.push(last.chunks(WIDTH).flat_map(|x| x.iter().zip(w).map(|(x, w)| x * w)).collect());
+        all.push(
+            last.chunks(WIDTH)
+                .flat_map(|x| x.iter().zip(w).map(|(x, w)| x * w))
+                .collect(),
+        );
     }
     Ok(all)
 }
@@ -56,10 +64,15 @@ fn backward(
     for ((name, w), x) in layers.iter().zip(activations).rev() {
         let gradient = gradients.get_mut(name).unwrap().as_mut_slice::<f32>()?;
         for (x, dy) in x.chunks(WIDTH).zip(dy.chunks(WIDTH)) {
-            gradient.iter_mut().zip(x).zip(dy).for_each(|((sum, x), dy)| *sum += x * dy);
+            gradient
+                .iter_mut()
+                .zip(x)
+                .zip(dy)
+                .for_each(|((sum, x), dy)| *sum += x * dy);
         }
         let w = w.as_slice::<f32>()?;
-        dy.chunks_mut(WIDTH).for_each(|dy| dy.iter_mut().zip(w).for_each(|(dy, w)| *dy *= w));
+        dy.chunks_mut(WIDTH)
+            .for_each(|dy| dy.iter_mut().zip(w).for_each(|(dy, w)| *dy *= w));
     }
     Ok(dy)
 }
@@ -79,7 +92,11 @@ impl Stage for Part {
         x: &ShapedArray,
         _: &SideShapes,
     ) -> Result<StageSignature<ShapedArray>> {
-        Ok(StageSignature::new(f32s([x.shape()[0], x.shape()[1], WIDTH])))
+        Ok(StageSignature::new(f32s([
+            x.shape()[0],
+            x.shape()[1],
+            WIDTH,
+        ])))
     }
 
     fn forward(
@@ -104,7 +121,12 @@ impl Stage for Part {
     ) -> Result<()> {
         let x: View<'_> = cx.input()?;
         let all = activations(self.first, &layers, &x)?;
-        let found = backward(&layers, &all, dy.as_slice::<f32>()?.to_vec(), &mut gradients)?;
+        let found = backward(
+            &layers,
+            &all,
+            dy.as_slice::<f32>()?.to_vec(),
+            &mut gradients,
+        )?;
         if let Some(mut dx) = dx {
             dx.as_mut_slice::<f32>()?.copy_from_slice(&found);
         }
@@ -148,7 +170,8 @@ impl Stage for Last {
     ) -> Result<()> {
         let all = activations(self.first, &layers, &x)?;
         let errors = Self::errors(&all[layers.len()], &cx.side()?)?;
-        loss.sum.fill(errors.iter().map(|error| error * error).sum::<f32>())?;
+        loss.sum
+            .fill(errors.iter().map(|error| error * error).sum::<f32>())?;
         Ok(loss.weight.fill(errors.len() as f32)?)
     }
 
@@ -164,7 +187,10 @@ impl Stage for Last {
         let all = activations(self.first, &layers, &x)?;
         let errors = Self::errors(&all[layers.len()], &cx.side()?)?;
         let dloss = dloss.sum.scalar::<f32>()?;
-        let dy = errors.iter().flat_map(|error| [2.0 * error * dloss; WIDTH]).collect();
+        let dy = errors
+            .iter()
+            .flat_map(|error| [2.0 * error * dloss; WIDTH])
+            .collect();
         let found = backward(&layers, &all, dy, &mut gradients)?;
         if let Some(mut dx) = dx {
             dx.as_mut_slice::<f32>()?.copy_from_slice(&found);
@@ -187,7 +213,10 @@ fn layers(
             values.for_each(|(v, i)| *v = 0.5 + uniform_f32(Key(layer as u64), i as u64));
             Ok(())
         };
-        params.insert(name(layer), p.array_from_fn(f32s([WIDTH]), mesh.replicated(), values)?);
+        params.insert(
+            name(layer),
+            p.array_from_fn(f32s([WIDTH]), mesh.replicated(), values)?,
+        );
     }
     Ok(params)
 }
@@ -198,7 +227,10 @@ pub(crate) fn chain(p: &mut Program, stages: usize, local: bool) -> Result<Train
     let pipeline = pipeline(p, stages, local)?;
     let schedule = Schedule::one_f_one_b(stages, MICROBATCHES)?;
     let trainer = Trainer::new(p, pipeline, schedule, AdamW::default())?;
-    Ok(trainer.rate(Rate::Constant(0.02)).clip(1.0).stop_on(&StopFlag::default()))
+    Ok(trainer
+        .rate(Rate::Constant(0.02))
+        .clip(1.0)
+        .stop_on(&StopFlag::default()))
 }
 
 pub(crate) fn pipeline(
@@ -206,7 +238,9 @@ pub(crate) fn pipeline(
     stages: usize,
     local: bool,
 ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
-    let meshes = p.mesh(&[("stage", stages), ("data", 4 / stages)])?.split("stage")?;
+    let meshes = p
+        .mesh(&[("stage", stages), ("data", 4 / stages)])?
+        .split("stage")?;
     let each = LAYERS / stages;
     let own = |p: &mut Program, stage: usize| {
         let name = |layer| format!("layers.{}", if local { layer % each } else { layer });

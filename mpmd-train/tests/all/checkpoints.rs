@@ -35,7 +35,10 @@ fn on_all<T: std::fmt::Debug + PartialEq + Send>(
 ) -> T {
     let results = Simulation::new(processes, 4).run(|p| program(p));
     let mut results: Vec<T> = results.into_iter().map(Result::unwrap).collect();
-    assert!(results.iter().all(|result| *result == results[0]), "{results:?}");
+    assert!(
+        results.iter().all(|result| *result == results[0]),
+        "{results:?}"
+    );
     results.remove(0)
 }
 
@@ -68,14 +71,26 @@ fn seed_of_the_checkpoint_continues_the_random_keys() {
     let folder = tempfile::tempdir().unwrap();
     let to = Checkpoints::new(folder.path());
     let trainer = |p: &mut Program, seed: u64| -> Result<_> {
-        let pipeline = pipeline_of(p, Embed { frozen: false, draws: true }, true)?;
+        let pipeline = pipeline_of(
+            p,
+            Embed {
+                frozen: false,
+                draws: true,
+            },
+            true,
+        )?;
         let schedule = Schedule::one_f_one_b(2, MICROBATCHES)?;
-        let settings = Sgd { momentum: 0.5, ..Sgd::default() };
+        let settings = Sgd {
+            momentum: 0.5,
+            ..Sgd::default()
+        };
         let trainer = Trainer::new(p, pipeline, schedule, settings)?.seed(seed);
         Ok(trainer.stop_on(&StopFlag::default()))
     };
     let expected = on_all(1, |p| train(&mut trainer(p, 5)?, p, 6, |run| run));
-    on_all(2, |p| train(&mut trainer(p, 5)?, p, 3, |run| run.checkpoints(to.clone())));
+    on_all(2, |p| {
+        train(&mut trainer(p, 5)?, p, 3, |run| run.checkpoints(to.clone()))
+    });
     let found = on_all(4, |p| {
         let mut trainer = trainer(p, 6)?;
         trainer.restore(p, &to)?;
@@ -89,7 +104,10 @@ fn other_shardings_have_equal_values_and_close_losses() {
     let folder = tempfile::tempdir().unwrap();
     let new = |p: &mut Program, sharded: bool| -> Result<_> {
         let trainer = trainer(p, sharded, AdamW::default())?;
-        Ok(trainer.rate(Rate::Constant(0.01)).clip(0.5).stop_on(&StopFlag::default()))
+        Ok(trainer
+            .rate(Rate::Constant(0.01))
+            .clip(0.5)
+            .stop_on(&StopFlag::default()))
     };
     for (from, into) in [(false, true), (true, false)] {
         let to = Checkpoints::new(folder.path().join(from.to_string()));
@@ -110,7 +128,11 @@ fn other_shardings_have_equal_values_and_close_losses() {
         assert_eq!(found.1.len(), 50);
         for (found, expected) in found.1.iter().zip(&expected.1) {
             let [loss, other] = [found.1, expected.1].map(f64::from_bits);
-            assert!((loss - other).abs() < 1e-5, "step {}: {loss} and {other}", found.0);
+            assert!(
+                (loss - other).abs() < 1e-5,
+                "step {}: {loss} and {other}",
+                found.0
+            );
         }
     }
 }
@@ -127,7 +149,9 @@ fn tied_parameters_are_saved_once_and_restored() {
         Ok(trainer.stop_on(&StopFlag::default()))
     };
     let expected = on_all(2, |p| train(&mut tied(p)?, p, 6, |run| run));
-    on_all(4, |p| train(&mut tied(p)?, p, 3, |run| run.checkpoints(to.clone())));
+    on_all(4, |p| {
+        train(&mut tied(p)?, p, 3, |run| run.checkpoints(to.clone()))
+    });
     let found = on_all(2, |p| {
         let mut trainer = tied(p)?;
         trainer.restore(p, &to)?;
@@ -173,7 +197,10 @@ fn several_files_are_read_by_the_safetensors_crate() {
         let file = SafeTensors::deserialize(&bytes).unwrap();
         let found = file.tensor(&name).unwrap();
         let (found, _) = found.data().as_chunks::<4>();
-        let found: Vec<f32> = found.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect();
+        let found: Vec<f32> = found
+            .iter()
+            .map(|bytes| f32::from_le_bytes(*bytes))
+            .collect();
         assert_eq!(Some(found), expected, "{name}");
     }
 }
@@ -185,15 +212,22 @@ fn run_saves_while_it_trains_and_keeps_the_newest() {
         let to = Checkpoints::new(folder.path().join(processes.to_string())).keep(2);
         let expected = on_all(1, |p| train(&mut chain(p, 4, false)?, p, 13, |run| run));
         let found = on_all(processes, |p| {
-            train(&mut chain(p, 4, false)?.replay(processes == 2), p, 13, |run| {
-                run.checkpoints(to.clone()).save_every(every)
-            })
+            train(
+                &mut chain(p, 4, false)?.replay(processes == 2),
+                p,
+                13,
+                |run| run.checkpoints(to.clone()).save_every(every),
+            )
         });
         assert_eq!(found, expected);
         let last = 12 / every * every;
         assert_eq!(to.steps().unwrap(), [last, 13]);
         let entries = std::fs::read_dir(folder.path().join(processes.to_string())).unwrap();
-        assert_eq!(entries.count(), 5, "two manifests, two folders and the lock");
+        assert_eq!(
+            entries.count(),
+            5,
+            "two manifests, two folders and the lock"
+        );
         // An older step restores too.
         on_all(2, |p| {
             let mut trainer = chain(p, 1, false)?;
@@ -213,11 +247,14 @@ fn stopped_run_saves_its_last_step() {
         let stop = StopFlag::default();
         let me = p.process() == ProcessId(2);
         let mut trainer = chain(p, 4, false)?.stop_on(&stop);
-        let run = Run::steps(1000).progress(false).checkpoints(to.clone()).on_step(|report| {
-            if me && report.step == 3 {
-                stop.set(15);
-            }
-        });
+        let run = Run::steps(1000)
+            .progress(false)
+            .checkpoints(to.clone())
+            .on_step(|report| {
+                if me && report.step == 3 {
+                    stop.set(15);
+                }
+            });
         let outcome = trainer.run(p, run, &windows())?;
         assert_eq!(outcome.stopped, Some(15));
         Ok(outcome.steps)
@@ -230,7 +267,11 @@ fn equal_paths_in_two_stages_are_named_by_stage() {
     let folder = tempfile::tempdir().unwrap();
     let to = Checkpoints::new(folder.path());
     let expected = on_all(2, |p| train(&mut chain(p, 2, true)?, p, 4, |run| run));
-    on_all(1, |p| train(&mut chain(p, 2, true)?, p, 2, |run| run.checkpoints(to.clone())));
+    on_all(1, |p| {
+        train(&mut chain(p, 2, true)?, p, 2, |run| {
+            run.checkpoints(to.clone())
+        })
+    });
     let found = on_all(2, |p| {
         let mut trainer = chain(p, 2, true)?;
         trainer.restore(p, &to)?;
@@ -238,7 +279,10 @@ fn equal_paths_in_two_stages_are_named_by_stage() {
     });
     assert_eq!(found, expected[2..]);
     let names = saved_names(&folder.path().join("step-00000002/model.safetensors"));
-    assert!(names.contains(&"stage.1.optimizer/mean/layers.0".to_owned()), "{names:?}");
+    assert!(
+        names.contains(&"stage.1.optimizer/mean/layers.0".to_owned()),
+        "{names:?}"
+    );
     let said = on_all(2, |p| {
         let error = chain(p, 4, true)?.restore(p, &to).unwrap_err();
         Ok(error.to_string())
@@ -284,12 +328,22 @@ fn save_needs_a_folder_without_later_steps() {
         train(&mut old, p, 3, |run| run.checkpoints(to.clone()))?;
         let before = p.operations();
         let again = old.save(p, &to).unwrap_err().to_string();
-        assert_eq!(p.operations(), before + 1, "found before anything is copied");
-        let other = train(&mut chain(p, 2, false)?, p, 9, |run| run.checkpoints(to.clone()));
+        assert_eq!(
+            p.operations(),
+            before + 1,
+            "found before anything is copied"
+        );
+        let other = train(&mut chain(p, 2, false)?, p, 9, |run| {
+            run.checkpoints(to.clone())
+        });
         let every = train(&mut old, p, 9, |run| run.save_every(2));
         // The job has not failed, and goes on.
         train(&mut old, p, 4, |run| run.checkpoints(to.clone()))?;
-        Ok([again, other.unwrap_err().to_string(), every.unwrap_err().to_string()])
+        Ok([
+            again,
+            other.unwrap_err().to_string(),
+            every.unwrap_err().to_string(),
+        ])
     });
     let manifest = folder.path().join("step-00000003.json");
     let manifest = manifest.display();
@@ -298,8 +352,14 @@ fn save_needs_a_folder_without_later_steps() {
         format!("{manifest}: there is a checkpoint of step 3 already, which is kept")
     );
     let problem = "there is a checkpoint of step 3, and this training continues after step 0.";
-    assert!(said[1].starts_with(&format!("{manifest}: {problem}")), "{said:?}");
-    assert_eq!(said[2], "`Run::save_every` needs a folder: set it by `Run::checkpoints`");
+    assert!(
+        said[1].starts_with(&format!("{manifest}: {problem}")),
+        "{said:?}"
+    );
+    assert_eq!(
+        said[2],
+        "`Run::save_every` needs a folder: set it by `Run::checkpoints`"
+    );
     assert_eq!(to.steps().unwrap(), [3, 4]);
 }
 
@@ -325,5 +385,8 @@ fn save_is_completed_while_the_training_goes_on() {
         trainer.run(p, run.checkpoints(to.clone()).save_every(FIRST), &windows())?;
         Ok(seen)
     });
-    assert!(results.into_iter().next().unwrap().unwrap(), "the save was not completed");
+    assert!(
+        results.into_iter().next().unwrap().unwrap(),
+        "the save was not completed"
+    );
 }

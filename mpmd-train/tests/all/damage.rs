@@ -22,10 +22,15 @@ fn saved(file_bytes: u64) -> (TempDir, Checkpoints) {
     let folder = tempfile::tempdir().unwrap();
     let to = Checkpoints::new(folder.path()).file_bytes(file_bytes);
     let results = Simulation::new(2, 4).run(|p| {
-        let run = Run::steps(4).progress(false).checkpoints(to.clone()).save_every(2);
+        let run = Run::steps(4)
+            .progress(false)
+            .checkpoints(to.clone())
+            .save_every(2);
         chain(p, 2, false)?.run(p, run, &windows())
     });
-    results.into_iter().for_each(|result| assert_eq!(result.unwrap().steps, 4));
+    results
+        .into_iter()
+        .for_each(|result| assert_eq!(result.unwrap().steps, 4));
     (folder, to)
 }
 
@@ -42,13 +47,19 @@ fn refused(to: &Checkpoints) -> String {
     });
     let said: Vec<String> = results.into_iter().map(Result::unwrap).collect();
     assert!(said.iter().all(|other| *other == said[0]), "{said:?}");
-    let (said, advice) = said[0].split_once(". There is an older checkpoint: ").unwrap();
-    let damaged = advice.strip_prefix("to continue after step 2, remove ").unwrap();
+    let (said, advice) = said[0]
+        .split_once(". There is an older checkpoint: ")
+        .unwrap();
+    let damaged = advice
+        .strip_prefix("to continue after step 2, remove ")
+        .unwrap();
     // The advice leads to the older one.
     let hidden = format!("{damaged}.hidden");
     fs::rename(damaged, &hidden).unwrap();
     let results = Simulation::new(4, 4).run(|p| chain(p, 2, false)?.restore(p, to));
-    results.into_iter().for_each(|result| assert_eq!(result.unwrap(), Some(2)));
+    results
+        .into_iter()
+        .for_each(|result| assert_eq!(result.unwrap(), Some(2)));
     fs::rename(hidden, damaged).unwrap();
     said.to_owned()
 }
@@ -72,7 +83,10 @@ fn flipped_bit_names_file_array_and_region() {
     change(&path, |bytes| *bytes.last_mut().unwrap() ^= 4);
     let said = refused(&to);
     let problem = "optimizer/square/layers.3: region [0..8]: damaged: hash ";
-    assert!(said.starts_with(&format!("{}: {problem}", path.display())), "{said}");
+    assert!(
+        said.starts_with(&format!("{}: {problem}", path.display())),
+        "{said}"
+    );
     assert!(said.contains(" is expected, "), "{said}");
 }
 
@@ -94,7 +108,10 @@ fn flipped_bit_anywhere_is_found() {
                 Ok(step) => assert!(harmless && step == Some(4), "{path:?} at {place}"),
                 Err(error) => {
                     let said = error.to_string();
-                    assert!(said.starts_with(&path.display().to_string()), "{place}: {said}");
+                    assert!(
+                        said.starts_with(&path.display().to_string()),
+                        "{place}: {said}"
+                    );
                 }
             }
             fs::write(&path, &whole).unwrap();
@@ -118,7 +135,9 @@ fn other_setting_is_refused() {
          folder of checkpoints",
         manifest.display()
     );
-    results.into_iter().for_each(|said| assert_eq!(said.unwrap(), expected));
+    results
+        .into_iter()
+        .for_each(|said| assert_eq!(said.unwrap(), expected));
 }
 
 #[test]
@@ -127,8 +146,11 @@ fn truncated_and_missing_files_are_named() {
     let path = file(&folder, "model-00001-of-00004.safetensors");
     let bytes = fs::read(&path).unwrap().len();
     change(&path, |bytes| bytes.truncate(bytes.len() - 3));
-    let expected =
-        format!("{}: damaged: {bytes} bytes are expected, {} found", path.display(), bytes - 3);
+    let expected = format!(
+        "{}: damaged: {bytes} bytes are expected, {} found",
+        path.display(),
+        bytes - 3
+    );
     assert_eq!(refused(&to), expected);
     fs::remove_file(&path).unwrap();
     let missing = format!("{}: No such file or directory (os error 2)", path.display());
@@ -152,9 +174,14 @@ fn arrays_of_another_training_are_named() {
         let run = Run::steps(1).progress(false).checkpoints(to.clone());
         trainer(p, true, Sgd::default())?.run(p, run, &windows())?;
         let other = chain(p, 2, false)?.restore(p, &to).unwrap_err();
-        let momentum = Sgd { momentum: 0.5, ..Sgd::default() };
+        let momentum = Sgd {
+            momentum: 0.5,
+            ..Sgd::default()
+        };
         let more = trainer(p, true, momentum)?.restore(p, &to).unwrap_err();
-        let step = trainer(p, true, Sgd::default())?.restore(p, &to.clone().at(7)).unwrap_err();
+        let step = trainer(p, true, Sgd::default())?
+            .restore(p, &to.clone().at(7))
+            .unwrap_err();
         Ok([other, more, step].map(|error| error.to_string()))
     });
     let manifest = folder.path().join("step-00000001.json");
@@ -177,7 +204,9 @@ const FOLDER: &str = "MPMD_TEST_FULL_DISK";
 /// the test itself runs.
 #[test]
 fn full_disk_process() {
-    let Ok(folder) = std::env::var(FOLDER) else { return };
+    let Ok(folder) = std::env::var(FOLDER) else {
+        return;
+    };
     let error = Program::builder().devices(4).run(|p| -> Result<()> {
         let mut trainer = chain(p, 2, false)?;
         let limited = p.process().0 == 1;
@@ -186,7 +215,10 @@ fn full_disk_process() {
                 // With a handler for the signal, the limit is an error of the write.
                 let flag = Arc::new(AtomicBool::new(false));
                 signal_hook::flag::register(SIGXFSZ, flag).unwrap();
-                let limit = Rlimit { current: Some(1000), maximum: None };
+                let limit = Rlimit {
+                    current: Some(1000),
+                    maximum: None,
+                };
                 setrlimit(Resource::Fsize, limit).unwrap();
             }
         });
@@ -206,12 +238,21 @@ fn full_disk_of_one_process_stops_all_with_its_message() {
         .env("MPMD_TRANSPORT", "tcp");
     let mut job = processes.start().unwrap();
     let ends = job.wait().unwrap();
-    let line = |text: &str| text.lines().find(|line| line.contains("refused: ")).map(str::to_owned);
+    let line = |text: &str| {
+        text.lines()
+            .find(|line| line.contains("refused: "))
+            .map(str::to_owned)
+    };
     let said: Vec<Option<String>> = ends.iter().map(|end| line(&end.stdout)).collect();
     let path = folder.path().join("step-00000005/model.safetensors");
     let problem = "region [0..8]: File too large (os error 27)";
-    let first = said[0].clone().unwrap_or_else(|| panic!("{}", job.report()));
-    assert!(first.contains(&path.display().to_string()) && first.ends_with(problem), "{first}");
+    let first = said[0]
+        .clone()
+        .unwrap_or_else(|| panic!("{}", job.report()));
+    assert!(
+        first.contains(&path.display().to_string()) && first.ends_with(problem),
+        "{first}"
+    );
     assert_eq!(said[1].as_ref(), Some(&first));
     assert!(!folder.path().join("step-00000005.json").exists());
 }
@@ -238,7 +279,10 @@ fn manifest_that_cannot_be_written_stops_all() {
     }
     assert_eq!(to.steps().unwrap(), [0; 0]);
     let left = fs::read_dir(folder.path()).unwrap().count();
-    assert_eq!(left, 3, "the lock, the files and the folder in the manifest's place");
+    assert_eq!(
+        left, 3,
+        "the lock, the files and the folder in the manifest's place"
+    );
 }
 
 /// Runs a training that must fail before its first step. Returns the error, which must be the same
@@ -246,8 +290,11 @@ fn manifest_that_cannot_be_written_stops_all() {
 fn refused_before_the_first_step(to: &Checkpoints) -> String {
     let results = Simulation::new(3, 3).run(|p| {
         let mut trainer = chain(p, 3, false)?;
-        let said =
-            trainer.run(p, Run::steps(3).progress(false).checkpoints(to.clone()), &windows());
+        let said = trainer.run(
+            p,
+            Run::steps(3).progress(false).checkpoints(to.clone()),
+            &windows(),
+        );
         assert_eq!(trainer.steps(), 0);
         Ok(said.unwrap_err().to_string())
     });
@@ -260,11 +307,17 @@ fn refused_before_the_first_step(to: &Checkpoints) -> String {
 fn folder_without_room_for_files_stops_before_the_first_step() {
     // Nobody can create files there, not even root.
     let said = refused_before_the_first_step(&Checkpoints::new("/proc"));
-    assert!(said.starts_with("/proc: no file can be created there: "), "{said}");
+    assert!(
+        said.starts_with("/proc: no file can be created there: "),
+        "{said}"
+    );
     let file = tempfile::NamedTempFile::new().unwrap();
     let folder = file.path().join("checkpoints");
     let said = refused_before_the_first_step(&Checkpoints::new(&folder));
-    assert_eq!(said, format!("{}: Not a directory (os error 20)", folder.display()));
+    assert_eq!(
+        said,
+        format!("{}: Not a directory (os error 20)", folder.display())
+    );
 }
 
 #[test]
@@ -278,7 +331,9 @@ fn second_job_on_a_folder_is_refused_at_its_start() {
         let first = p.process().0 == 0;
         let run = Run::steps(4).progress(false).on_step(|report| {
             if first && report.step == 2 {
-                said = Some(refused_before_the_first_step(&Checkpoints::new(folder.path())));
+                said = Some(refused_before_the_first_step(&Checkpoints::new(
+                    folder.path(),
+                )));
             }
         });
         trainer.run(p, run.checkpoints(to.clone()).save_every(1), &windows())?;
@@ -286,8 +341,14 @@ fn second_job_on_a_folder_is_refused_at_its_start() {
     });
     let said = results.into_iter().next().unwrap().unwrap().unwrap();
     let holder = format!("process {} on ", std::process::id());
-    assert!(said.starts_with(&format!("{}: {holder}", folder.path().display())), "{said}");
-    assert!(said.contains("saves the checkpoints of another job there"), "{said}");
+    assert!(
+        said.starts_with(&format!("{}: {holder}", folder.path().display())),
+        "{said}"
+    );
+    assert!(
+        said.contains("saves the checkpoints of another job there"),
+        "{said}"
+    );
     assert_eq!(to.steps().unwrap(), [1, 2, 3, 4]);
     // It ends with the first job.
     drop(to);

@@ -19,7 +19,9 @@ fn sequences(count: u64) -> Vec<Vec<u32>> {
     let one = |i: u64| {
         let key = random::Key(i);
         let tokens = 2 + random::bits(key, 0) % 12;
-        (1..=tokens).map(|at| (random::bits(key, at) % TOKENS as u64) as u32).collect()
+        (1..=tokens)
+            .map(|at| (random::bits(key, at) % TOKENS as u64) as u32)
+            .collect()
     };
     (0..count).map(one).collect()
 }
@@ -34,15 +36,25 @@ struct Padded {
 
 impl Padded {
     fn new(sequences: Vec<Vec<u32>>, lengths: &[usize], rows: usize) -> Self {
-        Self { sequences, lengths: lengths.to_vec(), rows }
+        Self {
+            sequences,
+            lengths: lengths.to_vec(),
+            rows,
+        }
     }
 
     /// Returns, for each length, the training sequences or the held-out ones.
     fn members(&self, held_out: bool) -> Vec<(usize, Vec<Vec<u32>>)> {
-        let mut members: Vec<_> = self.lengths.iter().map(|length| (*length, Vec::new())).collect();
+        let mut members: Vec<_> = self
+            .lengths
+            .iter()
+            .map(|length| (*length, Vec::new()))
+            .collect();
         for (i, sequence) in self.sequences.iter().enumerate() {
             if (i % 10 == 9) == held_out {
-                let at = self.lengths.partition_point(|length| length + 1 < sequence.len());
+                let at = self
+                    .lengths
+                    .partition_point(|length| length + 1 < sequence.len());
                 members[at].1.push(sequence.clone());
             }
         }
@@ -83,11 +95,15 @@ fn filled<T: Element>(
     shape: [usize; 2],
     value: impl Fn(usize, usize) -> T + Send + Sync + 'static,
 ) -> Result<MpmdArray> {
-    p.array_from_fn(ShapedArray::new(&shape, T::DTYPE), mesh.replicated(), move |_, mut values| {
-        let values = values.as_mut_slice::<T>()?.iter_mut().enumerate();
-        values.for_each(|(i, to)| *to = value(i / shape[1], i % shape[1]));
-        Ok(())
-    })
+    p.array_from_fn(
+        ShapedArray::new(&shape, T::DTYPE),
+        mesh.replicated(),
+        move |_, mut values| {
+            let values = values.as_mut_slice::<T>()?.iter_mut().enumerate();
+            values.for_each(|(i, to)| *to = value(i / shape[1], i % shape[1]));
+            Ok(())
+        },
+    )
 }
 
 impl Data<MpmdArray> for Padded {
@@ -102,7 +118,10 @@ impl Data<MpmdArray> for Padded {
 
     fn held_out_len(&self) -> usize {
         let members = self.members(true);
-        members.iter().map(|(_, sequences)| sequences.len().div_ceil(self.rows)).sum()
+        members
+            .iter()
+            .map(|(_, sequences)| sequences.len().div_ceil(self.rows))
+            .sum()
     }
 
     fn held_out(
@@ -113,7 +132,9 @@ impl Data<MpmdArray> for Padded {
     ) -> Result<Microbatch<MpmdArray>> {
         let members = self.members(true);
         let mut all = members.iter().flat_map(|(length, sequences)| {
-            sequences.chunks(self.rows).map(|rows| (*length, rows.to_vec()))
+            sequences
+                .chunks(self.rows)
+                .map(|rows| (*length, rows.to_vec()))
         });
         let (length, rows) = all.nth(index).expect("the index is below the number");
         self.microbatch(p, meshes, length, rows)
@@ -179,25 +200,48 @@ fn steps_of_several_forms_train_and_replay() {
 /// The number of steps depends on the time, but all processes agree on it, and on the rates.
 #[test]
 fn training_by_seconds_ends_alike_on_all_processes() {
-    let rate = Rate::WarmupLinear { peak: 0.02, floor: 0.0, warmup: 0, total: 1 << 40 };
+    let rate = Rate::WarmupLinear {
+        peak: 0.02,
+        floor: 0.0,
+        warmup: 0,
+        total: 1 << 40,
+    };
     let results = Simulation::new(2, 4).run(|p| {
         let padded = Padded::new(sequences(40), &[12], 2);
         let mut trainer = trainer(p, false, AdamW::default())?.rate(rate);
         trainer = trainer.stop_on(&StopFlag::default());
         let mut reports: Vec<StepReport> = Vec::new();
         let run = Run::steps(1 << 40).seconds(0.3).progress(false);
-        let outcome =
-            trainer.run(p, run.on_step(|report| reports.push(report.clone())), &padded)?;
+        let outcome = trainer.run(
+            p,
+            run.on_step(|report| reports.push(report.clone())),
+            &padded,
+        )?;
         Ok((outcome.steps, reports))
     });
     let mut results = results.into_iter().map(Result::unwrap);
     let (steps, reports) = results.next().unwrap();
     assert_eq!(results.next().unwrap(), (steps, reports.clone()));
     assert_eq!(reports.len() as u64, steps);
-    assert!(reports.windows(2).all(|pair| pair[0].rate >= pair[1].rate), "{reports:?}");
+    assert!(
+        reports.windows(2).all(|pair| pair[0].rate >= pair[1].rate),
+        "{reports:?}"
+    );
     // The first three steps are issued before any report is read. Later rates follow the reports.
-    assert!(reports.iter().take(3).all(|report| report.rate == rate.at(1)), "{reports:?}");
-    assert!(reports.iter().skip(3).all(|report| report.rate < rate.at(1)), "{reports:?}");
+    assert!(
+        reports
+            .iter()
+            .take(3)
+            .all(|report| report.rate == rate.at(1)),
+        "{reports:?}"
+    );
+    assert!(
+        reports
+            .iter()
+            .skip(3)
+            .all(|report| report.rate < rate.at(1)),
+        "{reports:?}"
+    );
 }
 
 #[test]
@@ -218,17 +262,26 @@ fn gradient_of_unequal_weights_is_that_of_one_batch() {
     };
     let (whole, parts) = (norm(MICROBATCHES, 1), norm(1, MICROBATCHES));
     assert_eq!(whole.weight, parts.weight);
-    assert!((whole.loss - parts.loss).abs() < 1e-6 * whole.loss, "{whole:?} {parts:?}");
-    assert!((whole.norm - parts.norm).abs() < 1e-5 * whole.norm, "{whole:?} {parts:?}");
+    assert!(
+        (whole.loss - parts.loss).abs() < 1e-6 * whole.loss,
+        "{whole:?} {parts:?}"
+    );
+    assert!(
+        (whole.norm - parts.norm).abs() < 1e-5 * whole.norm,
+        "{whole:?} {parts:?}"
+    );
 }
 
 #[test]
 fn keys_differ_by_seed_step_and_microbatch() {
     let at = At::new(1, 2, 3, 4);
     assert_eq!(at, At::new(1, 2, 3, 4));
-    for other in
-        [At::new(2, 2, 3, 4), At::new(1, 3, 3, 4), At::new(1, 2, 4, 4), At::new(1, 3, 2, 4)]
-    {
+    for other in [
+        At::new(2, 2, 3, 4),
+        At::new(1, 3, 3, 4),
+        At::new(1, 2, 4, 4),
+        At::new(1, 3, 2, 4),
+    ] {
         assert_ne!(at.key, other.key);
     }
 }

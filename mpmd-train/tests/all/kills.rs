@@ -21,7 +21,9 @@ const KILLS: &str = "MPMD_TEST_KILLS";
 /// test itself runs.
 #[test]
 fn killed_process() {
-    let Ok(folder) = std::env::var(FOLDER) else { return };
+    let Ok(folder) = std::env::var(FOLDER) else {
+        return;
+    };
     let result = Program::builder().devices(4).run(|p| -> Result<()> {
         let mut trainer = chain(p, 2, false)?;
         let to = Checkpoints::new(&folder).keep(3);
@@ -29,7 +31,10 @@ fn killed_process() {
         if p.process().0 == 0 {
             println!("training");
         }
-        let run = Run::steps(1 << 40).progress(false).checkpoints(to).save_every(1);
+        let run = Run::steps(1 << 40)
+            .progress(false)
+            .checkpoints(to)
+            .save_every(1);
         trainer.run(p, run, &windows()).map(drop)
     });
     result.unwrap();
@@ -43,8 +48,12 @@ fn kill_once(folder: &Path, rng: &mut fastrand::Rng) {
         .env(FOLDER, folder)
         .peer_timeout(Duration::from_secs(20));
     let mut job = processes.start().unwrap();
-    job.wait_for_output_of(0, "training\n").unwrap_or_else(|e| panic!("{e}\n{}", job.report()));
-    let (to, deadline) = (Checkpoints::new(folder), Instant::now() + Duration::from_secs(60));
+    job.wait_for_output_of(0, "training\n")
+        .unwrap_or_else(|e| panic!("{e}\n{}", job.report()));
+    let (to, deadline) = (
+        Checkpoints::new(folder),
+        Instant::now() + Duration::from_secs(60),
+    );
     while to.steps().unwrap().is_empty() {
         assert!(Instant::now() < deadline, "no checkpoint: {}", job.report());
         std::thread::sleep(Duration::from_millis(5));
@@ -55,7 +64,8 @@ fn kill_once(folder: &Path, rng: &mut fastrand::Rng) {
     if rng.bool() {
         job.kill(1 - first).unwrap();
     }
-    job.wait().unwrap_or_else(|error| panic!("{error}\n{}", job.report()));
+    job.wait()
+        .unwrap_or_else(|error| panic!("{error}\n{}", job.report()));
 }
 
 #[test]
@@ -69,8 +79,14 @@ fn last_complete_checkpoint_loads_after_every_kill() {
         let (mut loaded, mut broken) = (0, 0);
         for _ in 0..kills {
             kill_once(folder.path(), &mut rng);
-            let Some(newest) = to.steps()?.pop() else { continue };
-            assert!(newest >= expected.steps(), "{newest} after {}", expected.steps());
+            let Some(newest) = to.steps()?.pop() else {
+                continue;
+            };
+            assert!(
+                newest >= expected.steps(),
+                "{newest} after {}",
+                expected.steps()
+            );
             // Training from the start, without a kill, must give the same bits.
             expected.run(p, Run::steps(newest).progress(false), &windows())?;
             let mut found = chain(p, 1, false)?;
@@ -90,9 +106,15 @@ fn last_complete_checkpoint_loads_after_every_kill() {
 
 /// Returns the bytes of all parameters and of the optimiser's state.
 fn values(trainer: &Trainer<MpmdArray>) -> Result<Vec<Vec<u8>>> {
-    let arrays = trainer.pipeline().params(0).into_iter().chain(trainer.optimizer().state(0));
+    let arrays = trainer
+        .pipeline()
+        .params(0)
+        .into_iter()
+        .chain(trainer.optimizer().state(0));
     let bytes = |(_, array): (String, MpmdArray)| {
-        Ok(array.to_host()?.map_or_else(Vec::new, |values| values.bytes().to_vec()))
+        Ok(array
+            .to_host()?
+            .map_or_else(Vec::new, |values| values.bytes().to_vec()))
     };
     arrays.map(bytes).collect()
 }

@@ -44,7 +44,10 @@ impl Stage for Errors {
         mut y: ViewMut<'_>,
     ) -> Result<()> {
         let errors = Head::errors(&params, &x, &cx.side()?)?;
-        y.as_mut_slice::<f32>()?.iter_mut().zip(errors).for_each(|(y, (_, error))| *y = error);
+        y.as_mut_slice::<f32>()?
+            .iter_mut()
+            .zip(errors)
+            .for_each(|(y, (_, error))| *y = error);
         Ok(())
     }
 
@@ -74,7 +77,9 @@ fn outcomes(processes: usize, options: impl Fn() -> Run<'static> + Sync) -> Vec<
 
 fn lines(path: &Path) -> Vec<Value> {
     let text = fs::read_to_string(path).unwrap();
-    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    text.lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect()
 }
 
 #[test]
@@ -84,9 +89,12 @@ fn metrics_are_means_alike_in_file_reports_and_outcome() {
     for processes in [1, 2, 4] {
         let file = folder.path().join(format!("{processes}.jsonl"));
         let options = || {
-            Run::steps(4).evaluate_every(2).metrics(&file).on_step(|report| {
-                assert!((0.0..=1.0).contains(&report.metrics["near"]), "{report:?}");
-            })
+            Run::steps(4)
+                .evaluate_every(2)
+                .metrics(&file)
+                .on_step(|report| {
+                    assert!((0.0..=1.0).contains(&report.metrics["near"]), "{report:?}");
+                })
         };
         let all = outcomes(processes, options);
         let near = all[0].metrics["near"];
@@ -98,11 +106,17 @@ fn metrics_are_means_alike_in_file_reports_and_outcome() {
                 all[0].last.as_ref().unwrap().metrics
             );
         }
-        let found: Vec<Value> =
-            lines(&file).into_iter().map(|line| line["metrics"]["near"].clone()).collect();
+        let found: Vec<Value> = lines(&file)
+            .into_iter()
+            .map(|line| line["metrics"]["near"].clone())
+            .collect();
         assert_eq!(found.len(), 6);
         assert_eq!(found[5].as_f64(), Some(near));
-        assert_eq!(first.get_or_insert(found.clone()), &found, "{processes} processes");
+        assert_eq!(
+            first.get_or_insert(found.clone()),
+            &found,
+            "{processes} processes"
+        );
     }
 }
 
@@ -116,16 +130,26 @@ fn reports_end_a_training_on_every_process() {
             })
         };
         for outcome in outcomes(processes, by_step) {
-            assert_eq!((outcome.steps, outcome.stopped), (6, None), "two more were issued");
+            assert_eq!(
+                (outcome.steps, outcome.stopped),
+                (6, None),
+                "two more were issued"
+            );
             assert!(outcome.evaluation.is_some());
         }
         let mut evaluated = 0;
         let by_evaluation = move || {
-            Run::steps(20).evaluate_every(3).on_evaluation(move |report| {
-                evaluated += 1;
-                assert_eq!(report.step, 3 * evaluated, "each model once");
-                if evaluated < 2 { Next::Continue } else { Next::Stop }
-            })
+            Run::steps(20)
+                .evaluate_every(3)
+                .on_evaluation(move |report| {
+                    evaluated += 1;
+                    assert_eq!(report.step, 3 * evaluated, "each model once");
+                    if evaluated < 2 {
+                        Next::Continue
+                    } else {
+                        Next::Stop
+                    }
+                })
         };
         for outcome in outcomes(processes, by_evaluation) {
             assert_eq!((outcome.steps, outcome.last.unwrap().step), (6, 6));
@@ -148,8 +172,14 @@ fn predictions_are_of_the_trained_parameters() {
             let batch = (0..4).map(|m| data.training(p, &meshes, At::new(0, 1, m, 4)));
             let batch = batch.collect::<Result<Vec<_>>>()?;
             let mut other = trainer.pipeline().with_last(Head)?;
-            let error = other.train_step(p, &schedule, batch).unwrap_err().to_string();
-            assert!(error.contains("made by `with_last` is not trained"), "{error}");
+            let error = other
+                .train_step(p, &schedule, batch)
+                .unwrap_err()
+                .to_string();
+            assert!(
+                error.contains("made by `with_last` is not trained"),
+                "{error}"
+            );
             let mut all = Vec::new();
             for errors in &errors {
                 all.extend(read(p, errors)?.unwrap_or_default());
@@ -167,10 +197,23 @@ fn predictions_are_of_the_trained_parameters() {
 fn metric_that_is_no_float_scalar_is_refused_by_name() {
     let loss = || Loss::new(f32s([]), f32s([])).metric("near", f32s([]));
     loss().check().unwrap();
-    for (aval, found) in [(f32s([16]), "f32[16]"), (ShapedArray::new(&[], DType::U8), "u8[]")] {
-        let error = loss().metric("right", aval).check().unwrap_err().to_string();
-        assert!(error.contains("metric \"right\" of the loss is "), "{error}");
-        assert!(error.contains(&format!("{found}: it must be a scalar of f32 or f64")), "{error}");
+    for (aval, found) in [
+        (f32s([16]), "f32[16]"),
+        (ShapedArray::new(&[], DType::U8), "u8[]"),
+    ] {
+        let error = loss()
+            .metric("right", aval)
+            .check()
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("metric \"right\" of the loss is "),
+            "{error}"
+        );
+        assert!(
+            error.contains(&format!("{found}: it must be a scalar of f32 or f64")),
+            "{error}"
+        );
     }
 }
 
@@ -180,7 +223,9 @@ fn folders_that_differ_by_process_are_refused() {
     let results = Simulation::new(2, 4).run(|p| {
         let mut trainer = trainer(p, true, AdamW::default())?.stop_on(&StopFlag::default());
         let own = folder.path().join(p.process().to_string());
-        let run = Run::steps(1).progress(false).checkpoints(Checkpoints::new(own));
+        let run = Run::steps(1)
+            .progress(false)
+            .checkpoints(Checkpoints::new(own));
         trainer.run(p, run, &windows())
     });
     for result in results {
@@ -196,13 +241,19 @@ fn seconds_of_a_metrics_file_never_fall() {
     let results = Simulation::new(1, 4).run(|p| {
         let mut trainer = trainer(p, true, AdamW::default())?.stop_on(&StopFlag::default());
         for steps in [20, 24] {
-            trainer.run(p, Run::steps(steps).progress(false).metrics(&file), &windows())?;
+            trainer.run(
+                p,
+                Run::steps(steps).progress(false).metrics(&file),
+                &windows(),
+            )?;
         }
         Ok(())
     });
     results.into_iter().for_each(|result| result.unwrap());
-    let seconds: Vec<f64> =
-        lines(&file).iter().map(|line| line["seconds"].as_f64().unwrap()).collect();
+    let seconds: Vec<f64> = lines(&file)
+        .iter()
+        .map(|line| line["seconds"].as_f64().unwrap())
+        .collect();
     assert_eq!(seconds.len(), 26);
     assert!(seconds.is_sorted(), "{seconds:?}");
 }
@@ -211,11 +262,17 @@ fn seconds_of_a_metrics_file_never_fall() {
 fn full_disk_under_the_metrics_ends_no_training() {
     let results = Simulation::new(2, 4).run(|p| {
         let mut trainer = trainer(p, true, AdamW::default())?.stop_on(&StopFlag::default());
-        let run = Run::steps(6).evaluate_every(2).progress(false).metrics("/dev/full");
+        let run = Run::steps(6)
+            .evaluate_every(2)
+            .progress(false)
+            .metrics("/dev/full");
         trainer.run(p, run, &windows())
     });
     for outcome in results {
         let outcome = outcome.unwrap();
-        assert!(outcome.steps == 6 && outcome.evaluation.is_some(), "{outcome:?}");
+        assert!(
+            outcome.steps == 6 && outcome.evaluation.is_some(),
+            "{outcome:?}"
+        );
     }
 }

@@ -19,11 +19,18 @@ fn value(element: u64) -> f32 {
 /// and an uncommitted scalar `step`.
 fn save_sample(p: &mut Program, folder: &Path, file_bytes: u64) -> Result<()> {
     let mesh = p.mesh(&[("a", 2), ("b", 2)])?;
-    let w = p.array_from_fn(f32s([8, 6]), mesh.sharding(spec!["b", "a"]), |region, mut view| {
-        let values = view.as_mut_slice::<f32>()?.iter_mut().zip(region.indices(&[8, 6]));
-        values.for_each(|(v, element)| *v = value(element));
-        Ok(())
-    })?;
+    let w = p.array_from_fn(
+        f32s([8, 6]),
+        mesh.sharding(spec!["b", "a"]),
+        |region, mut view| {
+            let values = view
+                .as_mut_slice::<f32>()?
+                .iter_mut()
+                .zip(region.indices(&[8, 6]));
+            values.for_each(|(v, element)| *v = value(element));
+            Ok(())
+        },
+    )?;
     let half = p.device_put(&w, mesh.sharding(spec!["a"]))?;
     let arrays = [
         ("w".to_owned(), w, DType::F32),
@@ -39,25 +46,38 @@ fn contents(path: &Path) -> BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)> {
     let bytes = std::fs::read(path).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
     let array = |(name, tensor): (String, safetensors::tensor::TensorView<'_>)| {
-        (name, (tensor.dtype(), tensor.shape().to_vec(), tensor.data().to_vec()))
+        (
+            name,
+            (
+                tensor.dtype(),
+                tensor.shape().to_vec(),
+                tensor.data().to_vec(),
+            ),
+        )
     };
     file.tensors().into_iter().map(array).collect()
 }
 
 fn expected() -> BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)> {
     let w = (0..48).flat_map(|i| value(i).to_le_bytes()).collect();
-    let half = (0..48).flat_map(|i| bf16::from_f32(value(i)).to_le_bytes()).collect();
+    let half = (0..48)
+        .flat_map(|i| bf16::from_f32(value(i)).to_le_bytes())
+        .collect();
     BTreeMap::from([
         ("half".to_owned(), (Dtype::BF16, vec![8, 6], half)),
-        ("step".to_owned(), (Dtype::U64, vec![], 7u64.to_le_bytes().to_vec())),
+        (
+            "step".to_owned(),
+            (Dtype::U64, vec![], 7u64.to_le_bytes().to_vec()),
+        ),
         ("w".to_owned(), (Dtype::F32, vec![8, 6], w)),
     ])
 }
 
 fn names(folder: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).unwrap();
-    let mut names: Vec<String> =
-        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    let mut names: Vec<String> = entries
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
     names.sort_unstable();
     names
 }
@@ -73,7 +93,10 @@ fn any_number_of_processes_writes_the_same_file() {
         assert_eq!(names(&folder), ["model.safetensors"]);
         let path = folder.join("model.safetensors");
         assert_eq!(contents(&path), expected());
-        assert_eq!(TensorFile::open(&path).unwrap().metadata("format"), Some("pt"));
+        assert_eq!(
+            TensorFile::open(&path).unwrap().metadata("format"),
+            Some("pt")
+        );
         files.push(std::fs::read(path).unwrap());
     }
     assert!(files.iter().all(|file| *file == files[0]));
@@ -130,8 +153,13 @@ fn array_with_a_star_in_its_name_becomes_several() {
         let found = contents(&folder.path().join("model.safetensors"));
         assert_eq!(found.len(), 4);
         for (index, first) in (0..48).step_by(12).enumerate() {
-            let values = (first..first + 12).flat_map(|i| value(i).to_le_bytes()).collect();
-            assert_eq!(found[&format!("w.{index}.of")], (Dtype::F32, vec![2, 6], values));
+            let values = (first..first + 12)
+                .flat_map(|i| value(i).to_le_bytes())
+                .collect();
+            assert_eq!(
+                found[&format!("w.{index}.of")],
+                (Dtype::F32, vec![2, 6], values)
+            );
         }
     }
 }
@@ -140,7 +168,9 @@ fn array_with_a_star_in_its_name_becomes_several() {
 fn saved_models_change_no_file_of_others() {
     let cache = tempfile::tempdir().unwrap();
     let [folder, blobs] = ["snapshots/1f", "blobs"].map(|name| cache.path().join(name));
-    [&folder, &blobs].into_iter().for_each(|folder| std::fs::create_dir_all(folder).unwrap());
+    [&folder, &blobs]
+        .into_iter()
+        .for_each(|folder| std::fs::create_dir_all(folder).unwrap());
     let blob = blobs.join("4a");
     for file_bytes in [1 << 30, 1] {
         std::fs::write(&blob, "of another model").unwrap();
@@ -157,14 +187,21 @@ fn saved_models_change_no_file_of_others() {
         let results = Simulation::new(2, 4).run(|p| save_sample(p, &folder, file_bytes));
         results.into_iter().for_each(|result| result.unwrap());
         assert_eq!(std::fs::read(&blob).unwrap(), b"of another model");
-        assert_eq!(std::fs::read(&hard).unwrap(), b"of another model", "no index names it");
+        assert_eq!(
+            std::fs::read(&hard).unwrap(),
+            b"of another model",
+            "no index names it"
+        );
         assert!(folder.join("model-large.safetensors").exists());
         assert_eq!(folder.join("model.safetensors").exists(), file_bytes > 1);
     }
     let index = std::fs::read(folder.join("model.safetensors.index.json")).unwrap();
     let index: serde_json::Value = serde_json::from_slice(&index).unwrap();
     // The names without this number were taken.
-    assert_eq!(index["weight_map"]["w"], "model-2-00001-of-00003.safetensors");
+    assert_eq!(
+        index["weight_map"]["w"],
+        "model-2-00001-of-00003.safetensors"
+    );
 }
 
 #[test]
@@ -176,7 +213,10 @@ fn dtype_that_is_not_offered_is_refused_everywhere() {
         save(p, &path, &arrays, 1 << 30, &BTreeMap::new())
     });
     for result in results {
-        assert_eq!(result.unwrap_err().to_string(), "w: f32[] cannot be saved as f64");
+        assert_eq!(
+            result.unwrap_err().to_string(),
+            "w: f32[] cannot be saved as f64"
+        );
     }
     assert!(!path.exists());
 }
@@ -187,10 +227,15 @@ fn folder_that_cannot_be_made_is_the_same_error_everywhere() {
     let file = folder.path().join("file");
     std::fs::write(&file, "no folder").unwrap();
     let results = Simulation::new(2, 4).run(|p| save_sample(p, &file.join("model"), 1 << 30));
-    let said: Vec<String> =
-        results.into_iter().map(|result| result.unwrap_err().to_string()).collect();
+    let said: Vec<String> = results
+        .into_iter()
+        .map(|result| result.unwrap_err().to_string())
+        .collect();
     assert_eq!(said[0], said[1]);
-    assert!(said[0].ends_with("file/model: Not a directory (os error 20)"), "{said:?}");
+    assert!(
+        said[0].ends_with("file/model: Not a directory (os error 20)"),
+        "{said:?}"
+    );
 }
 
 #[test]

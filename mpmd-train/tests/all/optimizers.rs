@@ -16,7 +16,11 @@ use crate::stages::{
     Embed, MICROBATCHES, meshes, params, pipeline, pipeline_of, read, trainer, untimed, windows,
 };
 
-const SGD: Sgd = Sgd { momentum: 0.9, decay: 0.01, nesterov: true };
+const SGD: Sgd = Sgd {
+    momentum: 0.9,
+    decay: 0.01,
+    nesterov: true,
+};
 
 /// Returns the parameters after three steps of the optimiser, and those of plain loops over whole
 /// arrays with the same gradients. Both are from process 0.
@@ -48,9 +52,13 @@ fn updated(rule: UpdateRule, clip: f64) -> [Vec<Vec<f32>>; 2] {
                     found.extend(read(p, &param)?);
                 }
             }
-            let Some(weight) = weight.map(|weight| f64::from(weight[0])) else { continue };
-            let before: Vec<(Vec<f32>, Vec<f32>)> =
-                before.into_iter().map(|(w, g)| (w.unwrap(), g.unwrap())).collect();
+            let Some(weight) = weight.map(|weight| f64::from(weight[0])) else {
+                continue;
+            };
+            let before: Vec<(Vec<f32>, Vec<f32>)> = before
+                .into_iter()
+                .map(|(w, g)| (w.unwrap(), g.unwrap()))
+                .collect();
             let sums = before.iter().map(|(_, gradient)| square_sum(gradient));
             let factor = clip_factor(sums, clip * weight).0 / weight;
             state.resize(before.len(), [Vec::new(), Vec::new()]);
@@ -64,7 +72,11 @@ fn updated(rule: UpdateRule, clip: f64) -> [Vec<Vec<f32>>; 2] {
                 match rule {
                     UpdateRule::AdamW(adamw) => {
                         let decay = if decays { adamw.decay } else { 0.0 };
-                        let step = AdamStep { number: step, rate: 0.01, gradient_factor: factor };
+                        let step = AdamStep {
+                            number: step,
+                            rate: 0.01,
+                            gradient_factor: factor,
+                        };
                         AdamW { decay, ..adamw }.update(step, w, one, two, gradient);
                     }
                     UpdateRule::Sgd(sgd) => {
@@ -115,7 +127,11 @@ fn sharded_parameters_get_the_same_bits() {
         let whole = run(1, false, rule);
         assert!(whole.iter().all(Option::is_some));
         for processes in [1, 2, 4] {
-            assert_eq!(run(processes, true, rule), whole, "{processes} processes, {rule:?}");
+            assert_eq!(
+                run(processes, true, rule),
+                whole,
+                "{processes} processes, {rule:?}"
+            );
         }
     }
 }
@@ -140,7 +156,11 @@ fn state_is_named_and_continues_a_training() {
         steps(p, &mut first, 1..3)?;
         let mut second = trainer(p, true, AdamW::default())?;
         for stage in 0..2 {
-            let arrays = first.pipeline().params(stage).into_iter().map(|(_, array)| array);
+            let arrays = first
+                .pipeline()
+                .params(stage)
+                .into_iter()
+                .map(|(_, array)| array);
             second.pipeline_mut().set_params(stage, arrays.collect())?;
             let mut state = first.optimizer().state(stage);
             state.reverse();
@@ -151,9 +171,16 @@ fn state_is_named_and_continues_a_training() {
         assert_eq!(params(p, &second)?, expected);
         assert_eq!(second.steps(), 3);
 
-        let names: Vec<String> =
-            second.optimizer().state(1).into_iter().map(|(name, _)| name).collect();
-        let wrong = vec![("mean/x".to_owned(), second.pipeline().params(1)[0].1.clone())];
+        let names: Vec<String> = second
+            .optimizer()
+            .state(1)
+            .into_iter()
+            .map(|(name, _)| name)
+            .collect();
+        let wrong = vec![(
+            "mean/x".to_owned(),
+            second.pipeline().params(1)[0].1.clone(),
+        )];
         let error = second.optimizer_mut().set_state(1, wrong).unwrap_err();
         Ok((names, error.to_string()))
     });
@@ -168,7 +195,10 @@ fn state_is_named_and_continues_a_training() {
 fn predicate_chooses_the_decaying_parameters() {
     let after_a_step = |decay: f64, decays: fn(&str, &[usize]) -> bool| {
         let results = Simulation::new(1, 4).run(|p| {
-            let adamw = AdamW { decay, ..AdamW::default() };
+            let adamw = AdamW {
+                decay,
+                ..AdamW::default()
+            };
             let settings = OptimizerSettings::new(adamw).decays(decays);
             let mut trainer = trainer(p, false, settings)?;
             let (data, meshes) = (windows(), meshes(p)?);
@@ -192,16 +222,24 @@ fn other_dtypes_are_refused() {
         let table = MpmdArray::from_slice(&[2], &[1i32, 2])?;
         let table = p.device_put(&table, meshes[0].replicated())?;
         let pipeline = mpmd_core::pipeline::Pipeline::first(Embed::default(), &meshes[0], table)?;
-        Ok(Optimizer::new(p, &pipeline, AdamW::default()).unwrap_err().to_string())
+        Ok(Optimizer::new(p, &pipeline, AdamW::default())
+            .unwrap_err()
+            .to_string())
     });
     let error = results.into_iter().next().unwrap().unwrap();
-    assert!(error.contains("i32[2]") && error.contains("f32 and f64"), "{error}");
+    assert!(
+        error.contains("i32[2]") && error.contains("f32 and f64"),
+        "{error}"
+    );
 }
 
 #[test]
 fn frozen_parameters_have_no_state_and_stay() {
     let results = Simulation::new(2, 4).run(|p| {
-        let embed = Embed { frozen: true, draws: false };
+        let embed = Embed {
+            frozen: true,
+            draws: false,
+        };
         let pipeline = pipeline_of(p, embed, true)?;
         let schedule = Schedule::one_f_one_b(2, MICROBATCHES)?;
         let trainer = Trainer::new(p, pipeline, schedule, AdamW::default())?;
@@ -210,8 +248,9 @@ fn frozen_parameters_have_no_state_and_stay() {
         let mut trainer = trainer.stop_on(&StopFlag::default());
         trainer.run(p, run, &windows())?;
         let after = params(p, &trainer)?;
-        let names: Vec<usize> =
-            (0..2).map(|stage| trainer.optimizer().state(stage).len()).collect();
+        let names: Vec<usize> = (0..2)
+            .map(|stage| trainer.optimizer().state(stage).len())
+            .collect();
         Ok((before, after, names))
     });
     let (before, after, names) = results.into_iter().next().unwrap().unwrap();
@@ -223,11 +262,24 @@ fn frozen_parameters_have_no_state_and_stay() {
 fn stage_that_draws_gets_a_key_in_every_microbatch() {
     let run = |processes: usize, replay: bool, seed: u64| {
         let results = Simulation::new(processes, 4).run(|p| {
-            let pipeline = pipeline_of(p, Embed { frozen: false, draws: true }, false)?;
+            let pipeline = pipeline_of(
+                p,
+                Embed {
+                    frozen: false,
+                    draws: true,
+                },
+                false,
+            )?;
             let schedule = Schedule::one_f_one_b(2, MICROBATCHES)?;
             let trainer = Trainer::new(p, pipeline, schedule, AdamW::default())?;
-            let mut trainer = trainer.seed(seed).replay(replay).stop_on(&StopFlag::default());
-            Ok(trainer.run(p, Run::steps(3).progress(false), &windows())?.last.map(untimed))
+            let mut trainer = trainer
+                .seed(seed)
+                .replay(replay)
+                .stop_on(&StopFlag::default());
+            Ok(trainer
+                .run(p, Run::steps(3).progress(false), &windows())?
+                .last
+                .map(untimed))
         });
         results.into_iter().next().unwrap().unwrap()
     };
@@ -259,11 +311,24 @@ fn step_without_items_has_gradients_of_zero() {
         });
         results.into_iter().next().unwrap().unwrap()
     };
-    let rules: [UpdateRule; 2] =
-        [AdamW { decay: 0.0, ..AdamW::default() }.into(), Sgd::default().into()];
-    for (rule, clip) in rules.into_iter().flat_map(|rule| [(rule, f64::INFINITY), (rule, 1.0)]) {
+    let rules: [UpdateRule; 2] = [
+        AdamW {
+            decay: 0.0,
+            ..AdamW::default()
+        }
+        .into(),
+        Sgd::default().into(),
+    ];
+    for (rule, clip) in rules
+        .into_iter()
+        .flat_map(|rule| [(rule, f64::INFINITY), (rule, 1.0)])
+    {
         let (before, after, report) = run(rule, clip);
-        assert_eq!((report.loss, report.weight, report.norm), (0.0, 0.0, 0.0), "{rule:?}");
+        assert_eq!(
+            (report.loss, report.weight, report.norm),
+            (0.0, 0.0, 0.0),
+            "{rule:?}"
+        );
         assert_eq!(after, before, "{rule:?}, {clip}");
     }
 }

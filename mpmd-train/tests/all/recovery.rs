@@ -37,18 +37,26 @@ fn train(p: &mut Program, commits: &Commits, folder: &Path) -> Result<Found> {
         let before = losses.borrow_mut().insert(step, loss.to_bits());
         assert_eq!(before, None, "step {step} is reported twice");
     };
-    let run = Run::steps(STEPS).progress(false).on_step(|report| note(report.step, report.loss));
+    let run = Run::steps(STEPS)
+        .progress(false)
+        .on_step(|report| note(report.step, report.loss));
     let run = run.metrics(folder.join("metrics")).evaluate_every(5);
     let outcome = trainer.run(p, run.checkpoints(checkpoints).save_every(4), &windows())?;
     assert!(outcome.evaluation.is_some());
-    Ok(Found { first, losses: losses.into_inner(), params: params(p, &trainer)? })
+    Ok(Found {
+        first,
+        losses: losses.into_inner(),
+        params: params(p, &trainer)?,
+    })
 }
 
 /// Returns the numbers of the steps, of the evaluations, and of the epochs that began with a
 /// recovery, in a file of metrics.
 fn lines(folder: &Path) -> (Vec<u64>, Vec<u64>, Vec<u64>) {
     let text = std::fs::read_to_string(folder.join("metrics")).unwrap();
-    let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    let lines = text
+        .lines()
+        .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
     let (mut steps, mut evaluations, mut epochs) = (Vec::new(), Vec::new(), Vec::new());
     for line in lines {
         let step = line["step"].as_u64().unwrap();
@@ -73,15 +81,26 @@ fn lines(folder: &Path) -> (Vec<u64>, Vec<u64>, Vec<u64>) {
 fn goes_on_with(faults: impl Fn(Simulation) -> Simulation) -> (u64, u64) {
     let run = |simulation: Simulation| {
         let folder = tempfile::tempdir().unwrap();
-        let (results, report) =
-            simulation.seed(1).run_recovering(1, |p, commits| train(p, commits, folder.path()));
+        let (results, report) = simulation
+            .seed(1)
+            .run_recovering(1, |p, commits| train(p, commits, folder.path()));
         assert_eq!(report.left, [""; 0]);
-        let errors: Vec<_> = results.iter().filter_map(|result| result.as_ref().err()).collect();
+        let errors: Vec<_> = results
+            .iter()
+            .filter_map(|result| result.as_ref().err())
+            .collect();
         let errors = format!("{errors:?}");
-        let found: Vec<Found> = results.into_iter().filter_map(|result| result.ok()?).collect();
+        let found: Vec<Found> = results
+            .into_iter()
+            .filter_map(|result| result.ok()?)
+            .collect();
         assert_eq!(found.len(), PROCESSES, "{errors}");
         let saved = Checkpoints::new(folder.path()).steps().unwrap();
-        assert_eq!(saved.last(), Some(&STEPS), "a save may have been broken off: {saved:?}");
+        assert_eq!(
+            saved.last(),
+            Some(&STEPS),
+            "a save may have been broken off: {saved:?}"
+        );
         let every: Vec<u64> = (1..=STEPS).collect();
         let (steps, evaluations, epochs) = lines(folder.path());
         assert_eq!((steps, evaluations), (every, vec![5, 10, 12]));
@@ -92,10 +111,16 @@ fn goes_on_with(faults: impl Fn(Simulation) -> Simulation) -> (u64, u64) {
     let (mut found, epochs) = run(faults(simulation()));
     assert_eq!((no_epochs, epochs.first()), (vec![], Some(&2)));
     let all = expected[0].losses.clone();
-    assert_eq!(all.keys().copied().collect::<Vec<_>>(), (1..=STEPS).collect::<Vec<_>>());
+    assert_eq!(
+        all.keys().copied().collect::<Vec<_>>(),
+        (1..=STEPS).collect::<Vec<_>>()
+    );
     let (first, repeated) = (found[0].first, *found[0].losses.keys().next().unwrap());
     for Found { losses, .. } in &found {
-        assert!(losses.iter().eq(all.range(repeated..)), "{losses:?}, {all:?}");
+        assert!(
+            losses.iter().eq(all.range(repeated..)),
+            "{losses:?}, {all:?}"
+        );
     }
     let sorted = |found: &mut Vec<Found>| {
         let mut params: Vec<_> = found.drain(..).map(|found| found.params).collect();
@@ -109,7 +134,8 @@ fn goes_on_with(faults: impl Fn(Simulation) -> Simulation) -> (u64, u64) {
 #[test]
 fn training_loses_a_process_and_goes_on_with_the_same_bits() {
     let (first, repeated) = goes_on_with(|s| {
-        s.lose_after(ProcessId(2), Duration::from_millis(60)).spare_after(Duration::ZERO)
+        s.lose_after(ProcessId(2), Duration::from_millis(60))
+            .spare_after(Duration::ZERO)
     });
     // The commit has the last steps.
     assert!(first > 2 && repeated == first - 2, "{first}, {repeated}");
@@ -123,5 +149,9 @@ fn training_loses_both_copies_and_goes_on_from_a_checkpoint() {
         let all = (0..4).fold(s, |s, _| s.spare_after(Duration::ZERO));
         (1..4).fold(all, |s, process| s.lose_after(ProcessId(process), at))
     });
-    assert_eq!((first % 4, repeated), (0, first + 1), "a checkpoint each fourth step");
+    assert_eq!(
+        (first % 4, repeated),
+        (0, first + 1),
+        "a checkpoint each fourth step"
+    );
 }

@@ -53,7 +53,11 @@ fn run(
 ) -> Vec<(Outcome, Vec<Option<Vec<f32>>>)> {
     let results = Simulation::new(processes, 4).run(|p| {
         let trainer = trainer(p, true, AdamW::default())?;
-        let trainer = trainer.rate(Rate::Constant(0.02)).clip(1.0).seed(4).replay(replay);
+        let trainer = trainer
+            .rate(Rate::Constant(0.02))
+            .clip(1.0)
+            .seed(4)
+            .replay(replay);
         let mut trainer = trainer.stop_on(&StopFlag::default());
         let outcome = trainer.run(p, options().progress(false), &windows())?;
         Ok((without_time(outcome), params(p, &trainer)?))
@@ -76,7 +80,10 @@ fn outcome_is_the_same_on_any_number_of_processes() {
     assert!(expected.evaluation.unwrap() > 0.0);
     for (processes, replay) in [(1, true), (2, false), (2, true), (4, false)] {
         let all = run(processes, replay, options);
-        assert!(all.iter().all(|(outcome, _)| *outcome == expected), "{processes}, {replay}");
+        assert!(
+            all.iter().all(|(outcome, _)| *outcome == expected),
+            "{processes}, {replay}"
+        );
         assert_eq!(all[0].1, values, "{processes} processes, replay {replay}");
     }
 }
@@ -87,13 +94,22 @@ fn metrics_are_lines_of_json() {
     let file = folder.path().join("metrics.jsonl");
     run(2, false, || Run::steps(4).evaluate_every(2).metrics(&file));
     let text = std::fs::read_to_string(&file).unwrap();
-    let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let lines: Vec<Value> = text
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
     let steps: Vec<&Value> = lines.iter().filter(|line| line["loss"].is_f64()).collect();
-    let numbers: Vec<u64> = steps.iter().filter_map(|line| line["step"].as_u64()).collect();
+    let numbers: Vec<u64> = steps
+        .iter()
+        .filter_map(|line| line["step"].as_u64())
+        .collect();
     assert_eq!(numbers, [1, 2, 3, 4]);
     for line in &steps {
         assert!(line["norm"].is_f64() && line["seconds"].is_f64(), "{line}");
-        assert_eq!((line["rate"].as_f64(), line["tokens"].as_f64()), (Some(0.02), Some(48.0)));
+        assert_eq!(
+            (line["rate"].as_f64(), line["tokens"].as_f64()),
+            (Some(0.02), Some(48.0))
+        );
     }
     let evaluations: Vec<u64> = lines
         .iter()
@@ -123,8 +139,14 @@ fn flag_of_one_process_stops_all_after_the_same_step() {
             Ok(without_time(outcome))
         });
         let outcomes: Vec<Outcome> = results.into_iter().map(Result::unwrap).collect();
-        assert!(outcomes.iter().all(|outcome| *outcome == outcomes[0]), "{outcomes:?}");
-        assert_eq!((outcomes[0].stopped, outcomes[0].evaluation), (Some(SIGTERM), None));
+        assert!(
+            outcomes.iter().all(|outcome| *outcome == outcomes[0]),
+            "{outcomes:?}"
+        );
+        assert_eq!(
+            (outcomes[0].stopped, outcomes[0].evaluation),
+            (Some(SIGTERM), None)
+        );
         // The report of a step is read after two further steps are issued.
         assert!((6..20).contains(&outcomes[0].steps), "{outcomes:?}");
     }
@@ -135,7 +157,11 @@ fn flag_set_in_an_evaluation_stops_all_after_the_same_step() {
     let results = Simulation::new(4, 4).run(|p| {
         let stop = StopFlag::default();
         let here = p.process() == ProcessId(2);
-        let data = Stopping { data: windows(), at: 20, stop: here.then(|| stop.clone()) };
+        let data = Stopping {
+            data: windows(),
+            at: 20,
+            stop: here.then(|| stop.clone()),
+        };
         let mut trainer = trainer(p, false, AdamW::default())?.stop_on(&stop);
         trainer.run(p, Run::steps(1000).evaluate_every(5).progress(false), &data)
     });
@@ -172,9 +198,16 @@ fn spoiled(
         let trainer = trainer(p, false, AdamW::default())?.rate(rate);
         let mut trainer = trainer.stop_on(&StopFlag::default());
         before(p, &mut trainer)?;
-        trainer.run(p, options().progress(false).checkpoints(to.clone()), &windows())
+        trainer.run(
+            p,
+            options().progress(false).checkpoints(to.clone()),
+            &windows(),
+        )
     });
-    let mut errors: Vec<String> = results.into_iter().map(|r| r.unwrap_err().to_string()).collect();
+    let mut errors: Vec<String> = results
+        .into_iter()
+        .map(|r| r.unwrap_err().to_string())
+        .collect();
     // A process that hears of the other's end first says so before that error.
     errors.sort_by_key(String::len);
     assert!(errors[1].ends_with(&errors[0]), "{errors:?}");
@@ -183,7 +216,12 @@ fn spoiled(
 
 /// Returns a rate that is small up to step 4, and then `rate`.
 fn small_then(rate: f64) -> Rate {
-    Rate::WarmupCosine { peak: 0.01, floor: rate, warmup: 4, total: 5 }
+    Rate::WarmupCosine {
+        peak: 0.01,
+        floor: rate,
+        warmup: 4,
+        total: 5,
+    }
 }
 
 fn spoil_last_stage(p: &mut Program, trainer: &mut Trainer<MpmdArray>) -> Result<()> {
@@ -192,10 +230,16 @@ fn spoil_last_stage(p: &mut Program, trainer: &mut Trainer<MpmdArray>) -> Result
 
 /// Fills the parameters of a stage with NaN.
 fn fill_with_nan(p: &mut Program, trainer: &mut Trainer<MpmdArray>, stage: usize) -> Result<()> {
-    let params = trainer.pipeline().params(stage).into_iter().map(|(_, array)| {
-        let sharding = array.sharding().expect("it is on devices").clone();
-        p.array_from_fn(array.aval().clone(), &sharding, |_, mut v| Ok(v.fill(f32::NAN)?))
-    });
+    let params = trainer
+        .pipeline()
+        .params(stage)
+        .into_iter()
+        .map(|(_, array)| {
+            let sharding = array.sharding().expect("it is on devices").clone();
+            p.array_from_fn(array.aval().clone(), &sharding, |_, mut v| {
+                Ok(v.fill(f32::NAN)?)
+            })
+        });
     let params = params.collect::<Result<Vec<_>>>()?;
     trainer.pipeline_mut().set_params(stage, params)
 }
@@ -204,7 +248,10 @@ fn fill_with_nan(p: &mut Program, trainer: &mut Trainer<MpmdArray>, stage: usize
 fn last_update_that_spoils_the_model_is_an_error_and_not_saved() {
     // The loss of the only step is from before its update.
     let (error, saves) = spoiled(|| Run::steps(1), Rate::Constant(1e39), |_, _| Ok(()));
-    assert!(error.contains("the model after step 1 cannot be used"), "{error}");
+    assert!(
+        error.contains("the model after step 1 cannot be used"),
+        "{error}"
+    );
     assert!(error.contains("of stage 0 is not finite"), "{error}");
     assert_eq!(saves, [0; 0]);
 }
@@ -213,14 +260,23 @@ fn last_update_that_spoils_the_model_is_an_error_and_not_saved() {
 fn last_model_of_no_use_gets_no_checkpoint() {
     // Its parameters are finite, and no loss is.
     let (error, saves) = spoiled(|| Run::steps(1), Rate::Constant(1e30), |_, _| Ok(()));
-    assert!(error.contains("the evaluation after step 1 has loss"), "{error}");
-    assert!(error.contains("the parameters of all stages are finite"), "{error}");
+    assert!(
+        error.contains("the evaluation after step 1 has loss"),
+        "{error}"
+    );
+    assert!(
+        error.contains("the parameters of all stages are finite"),
+        "{error}"
+    );
     assert_eq!(saves, [0; 0]);
 }
 
 #[test]
 fn spoiled_model_replaces_no_good_checkpoint() {
-    for (rate, said) in [(1e39, "the model after step 5 cannot be used"), (1e30, "step 6 of the")] {
+    for (rate, said) in [
+        (1e39, "the model after step 5 cannot be used"),
+        (1e30, "step 6 of the"),
+    ] {
         let options = || Run::steps(50).save_every(1);
         let (error, saves) = spoiled(options, small_then(rate), |_, _| Ok(()));
         assert!(error.contains(said), "{error}");
@@ -239,7 +295,14 @@ fn good_save_under_way_is_complete_after_an_error() {
 #[test]
 fn frozen_parameter_that_is_not_finite_is_named() {
     let results = Simulation::new(2, 4).run(|p| {
-        let pipeline = pipeline_of(p, Embed { frozen: true, draws: false }, false)?;
+        let pipeline = pipeline_of(
+            p,
+            Embed {
+                frozen: true,
+                draws: false,
+            },
+            false,
+        )?;
         let schedule = Schedule::one_f_one_b(2, MICROBATCHES)?;
         let trainer = Trainer::new(p, pipeline, schedule, AdamW::default())?;
         let mut trainer = trainer.stop_on(&StopFlag::default());
@@ -248,8 +311,14 @@ fn frozen_parameter_that_is_not_finite_is_named() {
     });
     for result in results {
         let error = result.unwrap_err().to_string();
-        assert!(error.contains("step 1 of the training has loss NaN"), "{error}");
-        assert!(error.contains("of stage 0 is not finite, and it is not trained"), "{error}");
+        assert!(
+            error.contains("step 1 of the training has loss NaN"),
+            "{error}"
+        );
+        assert!(
+            error.contains("of stage 0 is not finite, and it is not trained"),
+            "{error}"
+        );
     }
 }
 
@@ -257,12 +326,18 @@ fn frozen_parameter_that_is_not_finite_is_named() {
 fn evaluation_that_is_not_finite_names_step_and_stage() {
     let options = || Run::steps(4).evaluate_every(2);
     let (error, saves) = spoiled(options, Rate::Constant(1e39), |_, _| Ok(()));
-    assert!(error.contains("the evaluation after step 2 has loss"), "{error}");
+    assert!(
+        error.contains("the evaluation after step 2 has loss"),
+        "{error}"
+    );
     assert!(error.contains("of stage 0 is not finite"), "{error}");
     assert_eq!(saves, [0; 0]);
     let options = || Run::steps(4).evaluate_every(1);
     let (error, _) = spoiled(options, Rate::Constant(0.01), spoil_last_stage);
-    assert!(error.contains("the evaluation after step 1 has loss NaN"), "{error}");
+    assert!(
+        error.contains("the evaluation after step 1 has loss NaN"),
+        "{error}"
+    );
     assert!(error.contains("of stage 1 is not finite"), "{error}");
 }
 
@@ -270,7 +345,10 @@ fn evaluation_that_is_not_finite_names_step_and_stage() {
 fn gradients_that_are_not_finite_change_no_parameter() {
     // So the stage that had them first is found.
     let (error, saves) = spoiled(|| Run::steps(4), Rate::Constant(0.01), spoil_last_stage);
-    assert!(error.contains("step 1 of the training has loss NaN"), "{error}");
+    assert!(
+        error.contains("step 1 of the training has loss NaN"),
+        "{error}"
+    );
     assert!(error.contains("of stage 1 is not finite"), "{error}");
     assert_eq!(saves, [0; 0]);
 }
@@ -288,7 +366,14 @@ fn run_continues_after_earlier_updates() {
         let none = trainer.run(p, Run::steps(5).progress(false), &windows())?;
         Ok([first.steps, second.steps, none.steps])
     });
-    assert!(results.into_iter().all(|result| result.unwrap() == [3, 5, 5]));
+    assert!(
+        results
+            .into_iter()
+            .all(|result| result.unwrap() == [3, 5, 5])
+    );
     // Two evaluations follow the steps.
-    assert_eq!(std::fs::read_to_string(&file).unwrap().lines().count(), 5 + 2);
+    assert_eq!(
+        std::fs::read_to_string(&file).unwrap().lines().count(),
+        5 + 2
+    );
 }

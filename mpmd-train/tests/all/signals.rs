@@ -39,17 +39,23 @@ impl Data<MpmdArray> for Endless {
         if index == 30 {
             println!("evaluating");
         }
-        self.windows.held_out(p, meshes, index % self.windows.held_out_len())
+        self.windows
+            .held_out(p, meshes, index % self.windows.held_out_len())
     }
 }
 
 /// The program of each process. Does nothing if the test itself runs.
 #[test]
 fn child_process() {
-    let Ok(work) = std::env::var(WORK) else { return };
+    let Ok(work) = std::env::var(WORK) else {
+        return;
+    };
     let held_out = if work == "evaluate" { 1 << 40 } else { 0 };
     let result = Program::builder().devices(4).run(|p| -> Result<()> {
-        let data = Endless { windows: windows(), held_out };
+        let data = Endless {
+            windows: windows(),
+            held_out,
+        };
         let mut trainer = trainer(p, true, AdamW::default())?;
         let run = Run::steps(1 << 40).evaluate_every(7).on_step(|report| {
             if report.step == 3 {
@@ -57,7 +63,10 @@ fn child_process() {
             }
         });
         let outcome = trainer.run(p, run, &data)?;
-        println!("outcome: {:?} after {} steps", outcome.stopped, outcome.steps);
+        println!(
+            "outcome: {:?} after {} steps",
+            outcome.stopped, outcome.steps
+        );
         Ok(())
     });
     result.unwrap();
@@ -72,7 +81,8 @@ fn start(first: &str, work: &str, one: usize, text: &str) -> RunningProcesses {
         .args(["-c".as_ref(), shell.as_ref(), program.as_os_str()])
         .env(WORK, work);
     let mut job = processes.start().unwrap();
-    job.wait_for_output_of(one, text).unwrap_or_else(|error| panic!("{error}\n{}", job.report()));
+    job.wait_for_output_of(one, text)
+        .unwrap_or_else(|error| panic!("{error}\n{}", job.report()));
     job
 }
 
@@ -98,7 +108,10 @@ fn sigterm_to_one_process_stops_all_after_the_same_step() {
     assert!(ends.iter().all(|end| end.code() == 0), "{}", job.report());
     let outcomes = outcomes(&ends);
     assert!(outcomes[0].contains("Some(15) after"), "{outcomes:?}");
-    assert!(outcomes.iter().all(|outcome| *outcome == outcomes[0]), "{outcomes:?}");
+    assert!(
+        outcomes.iter().all(|outcome| *outcome == outcomes[0]),
+        "{outcomes:?}"
+    );
 }
 
 #[test]
@@ -118,5 +131,9 @@ fn sigint_that_a_shell_has_ignored_stops_the_training() {
     signal(&job, 1, Signal::INT);
     let ends = job.wait().unwrap();
     assert!(ends.iter().all(|end| end.code() == 0), "{}", job.report());
-    assert!(outcomes(&ends)[0].contains("Some(2) after"), "{}", job.report());
+    assert!(
+        outcomes(&ends)[0].contains("Some(2) after"),
+        "{}",
+        job.report()
+    );
 }

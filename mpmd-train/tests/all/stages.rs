@@ -71,7 +71,11 @@ impl Stage for Embed {
     ) -> Result<()> {
         let (table, tokens) = (table.as_slice::<f32>()?, tokens.as_slice::<u32>()?);
         let draws = self.draws && cx.is_training();
-        let scale = if draws { 1.0 + uniform_f32(cx.key()?, 0) } else { 1.0 };
+        let scale = if draws {
+            1.0 + uniform_f32(cx.key()?, 0)
+        } else {
+            1.0
+        };
         let y = y.as_mut_slice::<f32>()?.chunks_mut(WIDTH);
         for (y, token) in y.zip(tokens) {
             let row = &table[*token as usize * WIDTH..][..WIDTH];
@@ -111,11 +115,17 @@ impl Head {
     ) -> Result<Vec<(f32, f32)>> {
         let (w, b) = (params.w.as_slice::<f32>()?, params.b.as_slice::<f32>()?[0]);
         let targets = side["targets"].as_slice::<u32>()?;
-        let weights = side.get("weights").map(|weights| weights.as_slice::<f32>()).transpose()?;
+        let weights = side
+            .get("weights")
+            .map(|weights| weights.as_slice::<f32>())
+            .transpose()?;
         let x = x.as_slice::<f32>()?.chunks(WIDTH);
         let errors = x.zip(targets).enumerate().map(|(i, (x, target))| {
             let y: f32 = x.iter().zip(w).map(|(x, w)| x * w).sum::<f32>() + b;
-            (weights.map_or(1.0, |weights| weights[i]), y - *target as f32 / TOKENS as f32)
+            (
+                weights.map_or(1.0, |weights| weights[i]),
+                y - *target as f32 / TOKENS as f32,
+            )
         });
         Ok(errors.collect())
     }
@@ -132,7 +142,9 @@ impl Stage for Head {
         _: &ShapedArray,
         _: &SideShapes,
     ) -> Result<StageSignature<Loss<ShapedArray>>> {
-        Ok(StageSignature::new(Loss::new(f32s([]), f32s([])).metric("near", f32s([]))))
+        Ok(StageSignature::new(
+            Loss::new(f32s([]), f32s([])).metric("near", f32s([])),
+        ))
     }
 
     fn side(&self) -> SideInput {
@@ -147,13 +159,20 @@ impl Stage for Head {
         mut loss: Loss<ViewMut<'_>>,
     ) -> Result<()> {
         let errors = Self::errors(&params, &x, &cx.side()?)?;
-        loss.sum.fill(errors.iter().map(|(weight, error)| weight * error * error).sum::<f32>())?;
+        loss.sum.fill(
+            errors
+                .iter()
+                .map(|(weight, error)| weight * error * error)
+                .sum::<f32>(),
+        )?;
         let near = errors.iter().filter(|(_, error)| error.abs() < NEAR);
         loss.metrics
             .get_mut("near")
             .expect("it is declared")
             .fill(near.map(|(weight, _)| weight).sum::<f32>())?;
-        Ok(loss.weight.fill(errors.iter().map(|(weight, _)| weight).sum::<f32>())?)
+        Ok(loss
+            .weight
+            .fill(errors.iter().map(|(weight, _)| weight).sum::<f32>())?)
     }
 
     fn backward(
@@ -167,9 +186,14 @@ impl Stage for Head {
         let x: View<'_> = cx.input()?;
         let errors = Self::errors(&params, &x, &cx.side()?)?;
         let (x, dloss) = (x.as_slice::<f32>()?, dloss.sum.scalar::<f32>()?);
-        let slopes = errors.iter().map(|(weight, error)| 2.0 * weight * error * dloss);
+        let slopes = errors
+            .iter()
+            .map(|(weight, error)| 2.0 * weight * error * dloss);
         let slopes: Vec<f32> = slopes.collect();
-        let (w, dw) = (params.w.as_slice::<f32>()?, gradient.w.as_mut_slice::<f32>()?);
+        let (w, dw) = (
+            params.w.as_slice::<f32>()?,
+            gradient.w.as_mut_slice::<f32>()?,
+        );
         for (x, slope) in x.chunks(WIDTH).zip(&slopes) {
             dw.iter_mut().zip(x).for_each(|(dw, x)| *dw += slope * x);
         }
@@ -228,7 +252,10 @@ pub(crate) fn pipeline_of(
 ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
     let meshes = meshes(p)?;
     let places = |mesh: &Mesh| match sharded {
-        true => [mesh.sharding(spec![None, "data"]), mesh.sharding(spec!["data"])],
+        true => [
+            mesh.sharding(spec![None, "data"]),
+            mesh.sharding(spec!["data"]),
+        ],
         false => [mesh.replicated(), mesh.replicated()],
     };
     let table = random(p, &[TOKENS, WIDTH], &places(&meshes[0])[0], 1)?;
@@ -237,7 +264,10 @@ pub(crate) fn pipeline_of(
     let mut pipeline =
         Pipeline::first(embed, &meshes[0], table)?.then(Head, &meshes[1], HeadParams { w, b })?;
     for (stage, mesh) in meshes.iter().enumerate() {
-        pipeline.store(stage, ParamSharding::new(vec![mesh.replicated(); 1 + stage]))?;
+        pipeline.store(
+            stage,
+            ParamSharding::new(vec![mesh.replicated(); 1 + stage]),
+        )?;
     }
     Ok(pipeline)
 }
@@ -249,19 +279,30 @@ pub(crate) fn trainer(
     settings: impl Into<OptimizerSettings>,
 ) -> Result<Trainer<MpmdArray>> {
     let pipeline = pipeline(p, sharded)?;
-    Trainer::new(p, pipeline, Schedule::one_f_one_b(2, MICROBATCHES)?, settings)
+    Trainer::new(
+        p,
+        pipeline,
+        Schedule::one_f_one_b(2, MICROBATCHES)?,
+        settings,
+    )
 }
 
 /// Returns a report with a time of zero, to compare runs.
 pub(crate) fn untimed(report: StepReport) -> StepReport {
-    StepReport { seconds: 0.0, ..report }
+    StepReport {
+        seconds: 0.0,
+        ..report
+    }
 }
 
 /// Returns the values of an array on every process that has the job's first device.
 pub(crate) fn read(p: &mut Program, array: &MpmdArray) -> Result<Option<Vec<f32>>> {
     let first = Sharding::single_device(p.topology().device_ids()[0]);
     let array = p.device_put(array, first)?;
-    Ok(array.to_host()?.map(|host| host.to_vec::<f32>()).transpose()?)
+    Ok(array
+        .to_host()?
+        .map(|host| host.to_vec::<f32>())
+        .transpose()?)
 }
 
 /// Returns the values of all parameters, on the process that has the job's first device.
@@ -269,7 +310,9 @@ pub(crate) fn params(
     p: &mut Program,
     trainer: &Trainer<MpmdArray>,
 ) -> Result<Vec<Option<Vec<f32>>>> {
-    let arrays: Vec<MpmdArray> =
-        (0..2).flat_map(|stage| trainer.pipeline().params(stage)).map(|(_, array)| array).collect();
+    let arrays: Vec<MpmdArray> = (0..2)
+        .flat_map(|stage| trainer.pipeline().params(stage))
+        .map(|(_, array)| array)
+        .collect();
     arrays.iter().map(|array| read(p, array)).collect()
 }

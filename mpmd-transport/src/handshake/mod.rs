@@ -130,19 +130,51 @@ impl Handshake {
     ///
     /// If `facts` do not have the protocol's length; also [`answer`](Self::answer).
     pub(crate) fn call(protocol: Protocol, token: Token, nonce: [u8; 32], facts: &[u8]) -> Self {
-        assert_eq!(facts.len(), protocol.facts[0], "facts have the protocol's length");
-        let said = [&protocol.magic[..], &protocol.version.to_le_bytes(), &nonce, facts].concat();
+        assert_eq!(
+            facts.len(),
+            protocol.facts[0],
+            "facts have the protocol's length"
+        );
+        let said = [
+            &protocol.magic[..],
+            &protocol.version.to_le_bytes(),
+            &nonce,
+            facts,
+        ]
+        .concat();
         let (awaits, reply) = (Awaits::Answer, said.clone());
-        Self { protocol, token, is_caller: true, awaits, said, heard: Vec::new(), reply }
+        Self {
+            protocol,
+            token,
+            is_caller: true,
+            awaits,
+            said,
+            heard: Vec::new(),
+            reply,
+        }
     }
 
     /// Creates the answerer's end. `nonce` is as for [`call`](Self::call).
     pub(crate) fn answer(protocol: Protocol, token: Token, nonce: [u8; 32], facts: &[u8]) -> Self {
-        assert_eq!(facts.len(), protocol.facts[1], "facts have the protocol's length");
-        let head = [SAME_VERSION, protocol.version].map(u16::to_le_bytes).concat();
+        assert_eq!(
+            facts.len(),
+            protocol.facts[1],
+            "facts have the protocol's length"
+        );
+        let head = [SAME_VERSION, protocol.version]
+            .map(u16::to_le_bytes)
+            .concat();
         let said = [&protocol.magic[..], &head, &nonce, facts].concat();
         let (awaits, heard, reply) = (Awaits::Hello, Vec::new(), Vec::new());
-        Self { protocol, token, is_caller: false, awaits, said, heard, reply }
+        Self {
+            protocol,
+            token,
+            is_caller: false,
+            awaits,
+            said,
+            heard,
+            reply,
+        }
     }
 
     /// Takes the bytes that are to be sent to the other end now.
@@ -282,7 +314,9 @@ impl Handshake {
     fn check_head(&mut self) -> Result<(), Refusal> {
         let Protocol { magic, version, .. } = self.protocol;
         let (found, numbers) = self.heard.split_at(magic.len());
-        let numbers = numbers.chunks_exact(2).map(|bytes| u16::from_le_bytes([bytes[0], bytes[1]]));
+        let numbers = numbers
+            .chunks_exact(2)
+            .map(|bytes| u16::from_le_bytes([bytes[0], bytes[1]]));
         let numbers: Vec<u16> = numbers.collect();
         match numbers[..] {
             _ if found != magic => Err(Refusal::Stranger),
@@ -305,6 +339,8 @@ impl Handshake {
 
     fn verify(&self, label: &[u8], shown: &[u8]) -> Result<(), Refusal> {
         let shown = shown.first_chunk().ok_or(Refusal::Stranger)?;
-        are_equal(&self.proof(label), shown).then_some(()).ok_or(Refusal::WrongProof)
+        are_equal(&self.proof(label), shown)
+            .then_some(())
+            .ok_or(Refusal::WrongProof)
     }
 }

@@ -18,8 +18,12 @@ const FACTS: [usize; 2] = [24, 16];
 
 /// Length of a hello in bytes.
 #[cfg(feature = "ucx")]
-pub(crate) const HELLO_BYTES: usize =
-    Protocol { magic: [0; 8], version: 0, facts: FACTS }.hello_bytes();
+pub(crate) const HELLO_BYTES: usize = Protocol {
+    magic: [0; 8],
+    version: 0,
+    facts: FACTS,
+}
+.hello_bytes();
 
 /// A process as one end of its handshakes with its peers. In each pair the higher process calls.
 #[derive(Clone)]
@@ -41,8 +45,18 @@ impl Party {
         epoch: u64,
         token: [u8; 32],
     ) -> Self {
-        let protocol = Protocol { magic: protocol.0, version: protocol.1, facts: FACTS };
-        Self { protocol, process, processes: processes as u32, epoch, token: Token::new(token) }
+        let protocol = Protocol {
+            magic: protocol.0,
+            version: protocol.1,
+            facts: FACTS,
+        };
+        Self {
+            protocol,
+            process,
+            processes: processes as u32,
+            epoch,
+            token: Token::new(token),
+        }
     }
 
     /// Creates this process's end of a connection that it opens to `to`.
@@ -134,8 +148,18 @@ impl Party {
     }
 
     fn facts(&self) -> Vec<u8> {
-        let Self { process, processes, epoch, .. } = self;
-        [&process.0.to_le_bytes()[..], &processes.to_le_bytes(), &epoch.to_le_bytes()].concat()
+        let Self {
+            process,
+            processes,
+            epoch,
+            ..
+        } = self;
+        [
+            &process.0.to_le_bytes()[..],
+            &processes.to_le_bytes(),
+            &epoch.to_le_bytes(),
+        ]
+        .concat()
     }
 }
 

@@ -4,9 +4,20 @@ use super::party::Party;
 use super::*;
 use mpmd_proto::wire::ProcessId;
 
-const PROTOCOL: Protocol = Protocol { magic: *b"MPMDTEST", version: 3, facts: [2, 4] };
-const OTHER: Protocol = Protocol { magic: *b"MPMDELSE", ..PROTOCOL };
-const NEWER: Protocol = Protocol { version: 0x0104, facts: [9, 9], ..PROTOCOL };
+const PROTOCOL: Protocol = Protocol {
+    magic: *b"MPMDTEST",
+    version: 3,
+    facts: [2, 4],
+};
+const OTHER: Protocol = Protocol {
+    magic: *b"MPMDELSE",
+    ..PROTOCOL
+};
+const NEWER: Protocol = Protocol {
+    version: 0x0104,
+    facts: [9, 9],
+    ..PROTOCOL
+};
 
 fn token() -> Token {
     Token::new([7; 32])
@@ -46,7 +57,9 @@ fn talk(
 /// Returns the messages of a handshake that ends well.
 fn messages(caller: &mut Handshake, answerer: &mut Handshake) -> Vec<Vec<u8>> {
     let mut messages = Vec::new();
-    let refused = talk(caller, answerer, |_, message| messages.push(message.clone()));
+    let refused = talk(caller, answerer, |_, message| {
+        messages.push(message.clone())
+    });
     assert_eq!(refused, [None; 2]);
     assert!(caller.is_done() && answerer.is_done());
     messages
@@ -61,8 +74,14 @@ fn ends_with_the_same_token_meet_and_know_the_facts() {
     assert_eq!((caller.wants(), answerer.wants()), (0, 0));
     let lengths: Vec<_> = messages.iter().map(Vec::len).collect();
     assert_eq!(lengths, [44, 80, 32, 32]);
-    assert_eq!(messages[0], [&b"MPMDTEST\x03\0"[..], &[1; 32], b"ca"].concat());
-    assert_eq!(messages[1][..48], [&b"MPMDTEST\0\0\x03\0"[..], &[2; 32], b"answ"].concat());
+    assert_eq!(
+        messages[0],
+        [&b"MPMDTEST\x03\0"[..], &[1; 32], b"ca"].concat()
+    );
+    assert_eq!(
+        messages[1][..48],
+        [&b"MPMDTEST\0\0\x03\0"[..], &[2; 32], b"answ"].concat()
+    );
     // The documented proofs, and no byte of the token.
     let said = [&messages[0][..], &messages[1][..48]].concat();
     let proof = |label: &str| token().mac(&[b"mpmd handshake: ", label.as_bytes(), &[0], &said]);
@@ -89,7 +108,11 @@ fn wrong_token_is_refused_by_either_end() {
         let answer = answers.say();
         let mut again = answers.clone();
         assert_eq!(answers.take(&shown), Err(Refusal::WrongProof));
-        assert_eq!(again.take(&answer[48..]), Err(Refusal::WrongProof), "its own proof");
+        assert_eq!(
+            again.take(&answer[48..]),
+            Err(Refusal::WrongProof),
+            "its own proof"
+        );
         assert!(answers.say().is_empty() && again.say().is_empty());
         assert!(answers.proved_facts().is_none() && !answers.is_done());
         assert_eq!(answers.take(&[0; 1]), Err(Refusal::Stranger), "it is over");
@@ -148,7 +171,10 @@ fn proof_for_another_protocol_is_refused() {
         1 => message[..8].copy_from_slice(&PROTOCOL.magic),
         _ => {}
     };
-    assert_eq!(talk(&mut calls, &mut answers, &mut bend), [Some(Refusal::WrongProof), None]);
+    assert_eq!(
+        talk(&mut calls, &mut answers, &mut bend),
+        [Some(Refusal::WrongProof), None]
+    );
     assert!(!answers.is_done());
 }
 
@@ -163,13 +189,23 @@ fn other_versions_are_told_without_the_token() {
     assert!(calls.say().is_empty() && answers.say().is_empty());
 
     let mut answers = answerer(2);
-    assert!(answers.take(b"MPMDTEST\x04\x01").is_err(), "before the rest of the hello");
+    assert!(
+        answers.take(b"MPMDTEST\x04\x01").is_err(),
+        "before the rest of the hello"
+    );
     assert_eq!(answers.say(), b"MPMDTEST\x01\0\x03\0\0\0\0\0");
 
     // An answer of another version need not have this one's length.
     let mut calls = caller(1);
-    assert_eq!(calls.take(b"MPMDTEST\0\0\x02\0"), Err(Refusal::OtherVersion { theirs: 2 }));
-    for nonsense in [b"MPMDTEST\x01\0\x03\0", b"MPMDTEST\x02\0\x04\0", b"SSH-2.0-Open"] {
+    assert_eq!(
+        calls.take(b"MPMDTEST\0\0\x02\0"),
+        Err(Refusal::OtherVersion { theirs: 2 })
+    );
+    for nonsense in [
+        b"MPMDTEST\x01\0\x03\0",
+        b"MPMDTEST\x02\0\x04\0",
+        b"SSH-2.0-Open",
+    ] {
         assert_eq!(caller(1).take(nonsense), Err(Refusal::Stranger));
     }
 }
@@ -191,19 +227,34 @@ fn bytes_may_come_in_any_pieces() {
             }
         }
         assert!(calls.is_done() && answers.is_done());
-        assert_eq!(answers.take(b"x"), Err(Refusal::Stranger), "more than the handshake has");
+        assert_eq!(
+            answers.take(b"x"),
+            Err(Refusal::Stranger),
+            "more than the handshake has"
+        );
     }
 }
 
 #[test]
 fn packets_that_are_not_one_message_are_refused() {
     let hello = caller(1).say();
-    assert!(answerer(2).take_packet(&hello).is_ok_and(|answer| answer.len() == 80));
+    assert!(
+        answerer(2)
+            .take_packet(&hello)
+            .is_ok_and(|answer| answer.len() == 80)
+    );
     for length in 0..hello.len() {
-        assert_eq!(answerer(2).take_packet(&hello[..length]), Err(Refusal::Stranger), "{length}");
+        assert_eq!(
+            answerer(2).take_packet(&hello[..length]),
+            Err(Refusal::Stranger),
+            "{length}"
+        );
     }
     let mut answers = answerer(2);
-    assert_eq!(answers.take_packet(&[&hello[..], &[0]].concat()), Err(Refusal::Stranger));
+    assert_eq!(
+        answers.take_packet(&[&hello[..], &[0]].concat()),
+        Err(Refusal::Stranger)
+    );
     assert!(answers.say().is_empty());
 }
 
@@ -220,7 +271,11 @@ fn every_flipped_bit_is_refused() {
             });
             assert!(!calls.is_done(), "bit {bit} of message {number}");
             // Only the welcome comes after the caller has proved itself.
-            assert_eq!(answers.is_done(), number == 3, "bit {bit} of message {number}");
+            assert_eq!(
+                answers.is_done(),
+                number == 3,
+                "bit {bit} of message {number}"
+            );
             assert!(refused.iter().any(Option::is_some));
         }
     }
@@ -234,19 +289,45 @@ fn party(process: u32, processes: usize, epoch: u64) -> Party {
 #[test]
 fn misfits_are_named_on_both_sides() {
     let meet = |caller: Party, to: u32, channel: u32, answerer: Party| {
-        let (mut calls, mut answers) =
-            (caller.call(ProcessId(to), channel, [1; 32]), answerer.answer([2; 32]));
+        let (mut calls, mut answers) = (
+            caller.call(ProcessId(to), channel, [1; 32]),
+            answerer.answer([2; 32]),
+        );
         messages(&mut calls, &mut answers);
         let found = answerer.check_caller(answers.proved_facts().unwrap(), 2);
         let here = caller.check_answerer(calls.proved_facts().unwrap(), ProcessId(to));
-        (found.map_err(|error| error.to_string()), here.map_err(|error| error.to_string()))
+        (
+            found.map_err(|error| error.to_string()),
+            here.map_err(|error| error.to_string()),
+        )
     };
     let (far, fine) = (1 << 40, party(0, 4, 1 << 40));
-    assert_eq!(meet(party(3, 4, far), 0, 1, fine.clone()), (Ok((ProcessId(3), 1)), Ok(())));
+    assert_eq!(
+        meet(party(3, 4, far), 0, 1, fine.clone()),
+        (Ok((ProcessId(3), 1)), Ok(()))
+    );
     for (caller, to, channel, says, hears) in [
-        (party(3, 4, 9), 0, 1, "belongs to epoch 9 of the job, this process to", "epoch 1099511"),
-        (party(3, 5, far), 0, 1, "a job of 5 processes", "a job of 4 processes"),
-        (party(3, 4, far), 2, 1, "expects process 2 here", "process 0 is at its address"),
+        (
+            party(3, 4, 9),
+            0,
+            1,
+            "belongs to epoch 9 of the job, this process to",
+            "epoch 1099511",
+        ),
+        (
+            party(3, 5, far),
+            0,
+            1,
+            "a job of 5 processes",
+            "a job of 4 processes",
+        ),
+        (
+            party(3, 4, far),
+            2,
+            1,
+            "expects process 2 here",
+            "process 0 is at its address",
+        ),
         (party(0, 4, far), 0, 1, "expects process 0 here", ""),
         (party(9, 4, far), 0, 1, "process 9 expects", ""),
         (party(3, 4, far), 0, 2, "unknown channel 2", ""),
@@ -254,10 +335,17 @@ fn misfits_are_named_on_both_sides() {
         let (found, here) = meet(caller, to, channel, fine.clone());
         let found = found.unwrap_err();
         assert!(found.contains(says), "{found}");
-        assert!(here.map_or_else(|here| here.contains(hears), |()| hears.is_empty()), "{hears}");
+        assert!(
+            here.map_or_else(|here| here.contains(hears), |()| hears.is_empty()),
+            "{hears}"
+        );
     }
     let (found, _) = meet(party(0, 4, far), 2, 0, party(2, 4, far));
-    assert!(found.unwrap_err().contains("does not connect to the higher"));
+    assert!(
+        found
+            .unwrap_err()
+            .contains("does not connect to the higher")
+    );
 }
 
 #[test]

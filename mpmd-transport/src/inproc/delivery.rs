@@ -24,7 +24,14 @@ pub(super) fn start(core: &Arc<Core>, process: ProcessId, handler: Arc<dyn Handl
     let core = core.clone();
     thread::Builder::new()
         .name(format!("mpmd-inproc-{process}"))
-        .spawn(move || Delivery { core, process, handler: Some(handler) }.run())
+        .spawn(move || {
+            Delivery {
+                core,
+                process,
+                handler: Some(handler),
+            }
+            .run()
+        })
         .expect("the system gives a thread for deliveries");
 }
 
@@ -40,14 +47,28 @@ impl Delivery {
         self.core.introduce(self.process);
         while let (Some(handler), Some(event)) = (&self.handler, self.core.next(self.process)) {
             match event {
-                Event::Arrival { from, message, header } => {
-                    let (me, Header { kind, op, piece, .. }) = (self.process, header);
-                    note(format_args!("{me} gets from {from}: {kind:?} {op}, piece {piece}"));
+                Event::Arrival {
+                    from,
+                    message,
+                    header,
+                } => {
+                    let (
+                        me,
+                        Header {
+                            kind, op, piece, ..
+                        },
+                    ) = (self.process, header);
+                    note(format_args!(
+                        "{me} gets from {from}: {kind:?} {op}, piece {piece}"
+                    ));
                     self.arrival(handler.as_ref(), from, message, header)
                 }
-                Event::Copy { from, message, into, then } => {
-                    copy(&self.core, from, message, into, then)
-                }
+                Event::Copy {
+                    from,
+                    message,
+                    into,
+                    then,
+                } => copy(&self.core, from, message, into, then),
                 Event::Done(ticket, result) => handler.done(ticket, result),
                 Event::Down(peer, why) => handler.peer_down(peer, why),
             }
@@ -70,20 +91,33 @@ impl Delivery {
             return;
         }
         // An error means that the sender was killed just now: its message is lost.
-        let Ok(payload) = self.core.deliver(from, message) else { return };
-        let payload =
-            payload.filter(|bytes| !bytes.is_empty()).map_or(Payload::Empty, Payload::Inline);
+        let Ok(payload) = self.core.deliver(from, message) else {
+            return;
+        };
+        let payload = payload
+            .filter(|bytes| !bytes.is_empty())
+            .map_or(Payload::Empty, Payload::Inline);
         handler.arrived(from, header, payload);
         self.core.end(from, message);
     }
 
     fn lend(&self, handler: &dyn Handler, from: ProcessId, message: u64, header: Header) {
-        let Ok(payload) = self.core.deliver(from, message) else { return };
+        let Ok(payload) = self.core.deliver(from, message) else {
+            return;
+        };
         let is_empty = payload.as_ref().is_none_or(SharedBuffer::is_empty);
         // The fences are shared with the sender, since all are in one process.
-        let ready = payload.as_ref().map(|payload| payload.ready().clone()).unwrap_or_default();
+        let ready = payload
+            .as_ref()
+            .map(|payload| payload.ready().clone())
+            .unwrap_or_default();
         let verdict = payload.as_ref().and_then(SharedBuffer::verdict);
-        let loan = Lent { core: self.core.clone(), from, message, payload };
+        let loan = Lent {
+            core: self.core.clone(),
+            from,
+            message,
+            payload,
+        };
         let payload = SharedBuffer::lent_later(Box::new(loan), ready);
         let payload = match verdict {
             Some(verdict) => payload.with_verdict(verdict),
@@ -93,7 +127,11 @@ impl Delivery {
         handler.arrived(
             from,
             header,
-            if is_empty { Payload::Empty } else { Payload::Lent(payload) },
+            if is_empty {
+                Payload::Empty
+            } else {
+                Payload::Lent(payload)
+            },
         );
         self.core.kept(from, message);
     }
@@ -164,8 +202,15 @@ impl Fetch for Waiting {
             self.bytes,
             "a payload is fetched into a buffer of its length"
         );
-        let Some(message) = self.message.take() else { return };
-        let event = Event::Copy { from: self.from, message, into, then };
+        let Some(message) = self.message.take() else {
+            return;
+        };
+        let event = Event::Copy {
+            from: self.from,
+            message,
+            into,
+            then,
+        };
         if let Err(Event::Copy { then, .. }) = self.core.copy_later(self.on, event) {
             // The delivery thread has ended, so the callback runs here.
             self.core.end(self.from, message);

@@ -65,7 +65,10 @@ enum Life {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Thread {
     NotStarted,
-    Running { stop: bool, id: Option<thread::ThreadId> },
+    Running {
+        stop: bool,
+        id: Option<thread::ThreadId>,
+    },
     Ended,
 }
 
@@ -86,8 +89,17 @@ struct Open {
 
 /// An event for a delivery thread.
 pub(super) enum Event {
-    Arrival { from: ProcessId, message: u64, header: Header },
-    Copy { from: ProcessId, message: u64, into: OwnedBuffer, then: FetchDone },
+    Arrival {
+        from: ProcessId,
+        message: u64,
+        header: Header,
+    },
+    Copy {
+        from: ProcessId,
+        message: u64,
+        into: OwnedBuffer,
+        then: FetchDone,
+    },
     Done(Ticket, Result<(), TransportError>),
     Down(ProcessId, TransportError),
 }
@@ -108,9 +120,16 @@ impl Core {
             held: vec![None; processes],
             thread: Thread::NotStarted,
         };
-        let state = State { nodes: (0..processes).map(node).collect(), next: 0 };
+        let state = State {
+            nodes: (0..processes).map(node).collect(),
+            next: 0,
+        };
         let changed = (0..processes).map(|_| Condvar::new()).collect();
-        Self { faults, state: Mutex::new(state), changed }
+        Self {
+            faults,
+            state: Mutex::new(state),
+            changed,
+        }
     }
 
     pub(super) fn processes(&self) -> usize {
@@ -131,7 +150,11 @@ impl Core {
             return 0;
         }
         let state = self.state.lock();
-        let open = state.nodes.get(from.index()).into_iter().flat_map(|node| node.open.values());
+        let open = state
+            .nodes
+            .get(from.index())
+            .into_iter()
+            .flat_map(|node| node.open.values());
         open.filter(|open| open.to == to && open.is_data)
             .filter_map(|open| open.payload.as_ref())
             .map(|payload| payload.len() as u64)
@@ -146,8 +169,12 @@ impl Core {
         payload: Option<SharedBuffer>,
         ticket: Ticket,
     ) {
-        let Header { kind, op, piece, .. } = header;
-        note(format_args!("{from} posts to {to}: {kind:?} of operation {op}, piece {piece}"));
+        let Header {
+            kind, op, piece, ..
+        } = header;
+        note(format_args!(
+            "{from} posts to {to}: {kind:?} of operation {op}, piece {piece}"
+        ));
         let mut state = self.state.lock();
         let refused = match (state.node(from).life, state.node(to).life) {
             (Life::Closing | Life::Closed, _) => Some(TransportError::Closed),
@@ -181,10 +208,26 @@ impl Core {
         let due = sent + self.faults.delay_of(from, to, sequence);
         let message = state.next;
         let is_data = header.kind == Kind::Data;
-        let open =
-            Open { to, ticket, payload, is_data, delivered: false, kept: false, ending: false };
+        let open = Open {
+            to,
+            ticket,
+            payload,
+            is_data,
+            delivered: false,
+            kept: false,
+            ending: false,
+        };
         state.node(from).open.insert(message, open);
-        self.push(&mut state, to, due, Event::Arrival { from, message, header });
+        self.push(
+            &mut state,
+            to,
+            due,
+            Event::Arrival {
+                from,
+                message,
+                header,
+            },
+        );
     }
 
     /// Returns the payload of `from`'s message, or `None` if it carries none. Fails if the message
@@ -197,7 +240,10 @@ impl Core {
         let mut state = self.state.lock();
         match state.node(from).open.get(&message) {
             Some(open) if !open.ending => Ok(open.payload.clone()),
-            _ => Err(gone(from, "the process ended before its payload was fetched")),
+            _ => Err(gone(
+                from,
+                "the process ended before its payload was fetched",
+            )),
         }
     }
 
@@ -256,7 +302,12 @@ impl Core {
     }
 
     pub(super) fn under_way(&self) -> usize {
-        self.state.lock().nodes.iter().map(|node| node.open.len()).sum()
+        self.state
+            .lock()
+            .nodes
+            .iter()
+            .map(|node| node.open.len())
+            .sum()
     }
 
     pub(super) fn kill(&self, process: ProcessId) {
@@ -276,10 +327,17 @@ impl Core {
         // network outlast a stop of the whole job.
         let mut left = deadline;
         while !left.is_zero()
-            && state.node(process).open.values().any(|open| !open.kept || open.ending)
+            && state
+                .node(process)
+                .open
+                .values()
+                .any(|open| !open.kept || open.ending)
         {
             let slice = left.min(FLUSH_SLICE);
-            if changed.wait_until(&mut state, after(now(), slice)).timed_out() {
+            if changed
+                .wait_until(&mut state, after(now(), slice))
+                .timed_out()
+            {
                 left -= slice;
             }
         }
@@ -322,8 +380,9 @@ impl Core {
                     !matches!(queued.event, Event::Arrival { .. } | Event::Down(..))
                 });
                 ended.extend(node.open.iter_mut().map(|(message, open)| {
-                    let error =
-                        own.clone().unwrap_or_else(|| gone(open.to, "this process was killed"));
+                    let error = own
+                        .clone()
+                        .unwrap_or_else(|| gone(open.to, "this process was killed"));
                     open.ending = true;
                     (other, *message, open.payload.take(), error)
                 }));
@@ -411,7 +470,10 @@ impl Core {
         let node = state.node(process);
         let first = node.thread == Thread::NotStarted;
         if first {
-            node.thread = Thread::Running { stop: false, id: None };
+            node.thread = Thread::Running {
+                stop: false,
+                id: None,
+            };
         }
         first
     }
@@ -469,12 +531,18 @@ impl State {
 
 impl Faults {
     fn delay_of(&self, from: ProcessId, to: ProcessId, sequence: u64) -> Duration {
-        let Some(range) = &self.delay else { return Duration::ZERO };
+        let Some(range) = &self.delay else {
+            return Duration::ZERO;
+        };
         let width = range.end().saturating_sub(*range.start()).as_nanos() as u64;
         let pair = (u64::from(from.0) << 32) | u64::from(to.0);
         let drawn = mix(mix(mix(self.seed) ^ pair) ^ sequence);
         *range.start()
-            + Duration::from_nanos(if width == u64::MAX { drawn } else { drawn % (width + 1) })
+            + Duration::from_nanos(if width == u64::MAX {
+                drawn
+            } else {
+                drawn % (width + 1)
+            })
     }
 }
 
@@ -488,7 +556,10 @@ fn mix(x: u64) -> u64 {
 }
 
 pub(super) fn gone(peer: ProcessId, why: &str) -> TransportError {
-    TransportError::PeerGone { peer, why: why.to_owned() }
+    TransportError::PeerGone {
+        peer,
+        why: why.to_owned(),
+    }
 }
 
 /// Orders events so that the heap returns the earliest first, and of equal times the one with the
@@ -519,23 +590,39 @@ mod tests {
 
     fn faults(seed: u64) -> Faults {
         let delay = Some(Duration::from_millis(1)..=Duration::from_millis(3));
-        Faults { seed, delay, ..Faults::default() }
+        Faults {
+            seed,
+            delay,
+            ..Faults::default()
+        }
     }
 
     #[test]
     fn delays_depend_on_seed_pair_and_number() {
         let delays = |seed, from, to| -> Vec<Duration> {
-            (0..100).map(|n| faults(seed).delay_of(ProcessId(from), ProcessId(to), n)).collect()
+            (0..100)
+                .map(|n| faults(seed).delay_of(ProcessId(from), ProcessId(to), n))
+                .collect()
         };
         assert_eq!(delays(7, 0, 1), delays(7, 0, 1));
         assert_ne!(delays(7, 0, 1), delays(8, 0, 1));
         assert_ne!(delays(7, 0, 1), delays(7, 1, 0));
-        assert!(delays(7, 0, 1).iter().all(|delay| (1..=3).contains(&delay.as_millis())));
-        assert!(!delays(7, 0, 1).is_sorted(), "some message overtakes another");
+        assert!(
+            delays(7, 0, 1)
+                .iter()
+                .all(|delay| (1..=3).contains(&delay.as_millis()))
+        );
+        assert!(
+            !delays(7, 0, 1).is_sorted(),
+            "some message overtakes another"
+        );
     }
 
     #[test]
     fn default_faults_add_no_delay() {
-        assert_eq!(Faults::default().delay_of(ProcessId(0), ProcessId(1), 9), Duration::ZERO);
+        assert_eq!(
+            Faults::default().delay_of(ProcessId(0), ProcessId(1), 9),
+            Duration::ZERO
+        );
     }
 }

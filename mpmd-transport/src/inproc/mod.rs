@@ -41,9 +41,15 @@ impl Fabric {
     pub fn new(processes: usize, faults: Faults) -> Self {
         let count = u32::try_from(processes).expect("the number of processes fits a process id");
         let core = Arc::new(Core::new(processes, faults));
-        let endpoint =
-            |process| Arc::new(Inproc { core: core.clone(), process: ProcessId(process) });
-        Self { endpoints: (0..count).map(endpoint).collect() }
+        let endpoint = |process| {
+            Arc::new(Inproc {
+                core: core.clone(),
+                process: ProcessId(process),
+            })
+        };
+        Self {
+            endpoints: (0..count).map(endpoint).collect(),
+        }
     }
 
     /// Returns the endpoint of `process`: the same one at every call.
@@ -65,7 +71,10 @@ impl Fabric {
     ///
     /// If the job has no such process.
     pub fn kill(&self, process: ProcessId) {
-        assert!(process.index() < self.endpoints.len(), "no process {process} to kill");
+        assert!(
+            process.index() < self.endpoints.len(),
+            "no process {process} to kill"
+        );
         if let Some(endpoint) = self.endpoints.first() {
             endpoint.core.kill(process);
         }
@@ -85,7 +94,9 @@ impl Fabric {
 
     /// Returns the number of messages that were posted and have not ended.
     pub fn under_way(&self) -> usize {
-        self.endpoints.first().map_or(0, |endpoint| endpoint.core.under_way())
+        self.endpoints
+            .first()
+            .map_or(0, |endpoint| endpoint.core.under_way())
     }
 }
 
@@ -179,6 +190,11 @@ impl Drop for Inproc {
 
 impl fmt::Debug for Inproc {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Inproc(process {} of {})", self.process, self.processes())
+        write!(
+            f,
+            "Inproc(process {} of {})",
+            self.process,
+            self.processes()
+        )
     }
 }

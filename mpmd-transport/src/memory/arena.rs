@@ -89,10 +89,22 @@ impl Arena {
     /// of memory, it reclaims the blocks that peers have finished with in the same way.
     pub fn device_beside(&self, allocator: Arc<dyn DeviceAllocator>) -> Self {
         let (next, retired, pin, on_segment) = Default::default();
-        let Inner { reclaim, leaving, .. } = &*self.inner;
+        let Inner {
+            reclaim, leaving, ..
+        } = &*self.inner;
         let (kind, reclaim, leaving) = (Kind::Device(allocator), reclaim.clone(), leaving.clone());
-        let inner = Inner { kind, next, retired, reclaim, on_segment, leaving, pin };
-        Self { inner: Arc::new(inner) }
+        let inner = Inner {
+            kind,
+            next,
+            retired,
+            reclaim,
+            on_segment,
+            leaving,
+            pin,
+        };
+        Self {
+            inner: Arc::new(inner),
+        }
     }
 
     /// Creates an arena of host memory that other processes can map.
@@ -108,8 +120,18 @@ impl Arena {
 
     fn new(kind: Kind) -> Self {
         let (next, retired, reclaim, on_segment, leaving, pin) = Default::default();
-        let inner = Inner { kind, next, retired, reclaim, on_segment, leaving, pin };
-        Self { inner: Arc::new(inner) }
+        let inner = Inner {
+            kind,
+            next,
+            retired,
+            reclaim,
+            on_segment,
+            leaving,
+            pin,
+        };
+        Self {
+            inner: Arc::new(inner),
+        }
     }
 
     /// Maps a new segment of `bytes` bytes of the arena's kind of memory. Host memory is pinned if
@@ -198,7 +220,10 @@ impl Inner {
     pub(super) fn retire(&self, number: u32, memory: Option<Box<dyn DeviceMemory>>) {
         let memory = memory.map(|memory| {
             self.leaving.fetch_add(1, Ordering::Relaxed);
-            Leaving { memory: Some(memory), count: self.leaving.clone() }
+            Leaving {
+                memory: Some(memory),
+                count: self.leaving.clone(),
+            }
         });
         self.retired.lock().push(Retired { number, memory });
     }
@@ -208,7 +233,10 @@ impl Drop for Inner {
     fn drop(&mut self) {
         // No transport is left that could hear that peers have closed it. The process is about to
         // end, which frees it.
-        self.retired.get_mut().drain(..).for_each(|segment| std::mem::forget(segment.memory));
+        self.retired
+            .get_mut()
+            .drain(..)
+            .for_each(|segment| std::mem::forget(segment.memory));
     }
 }
 
@@ -219,6 +247,8 @@ impl fmt::Debug for Arena {
             Kind::Shared => "shared",
             Kind::Device(_) => "device",
         };
-        f.debug_struct("Arena").field("kind", &kind).finish_non_exhaustive()
+        f.debug_struct("Arena")
+            .field("kind", &kind)
+            .finish_non_exhaustive()
     }
 }

@@ -51,7 +51,8 @@ impl Fences {
     /// fences that are over or that `fence` covers. [Lost](Fence::is_lost) fences are always added
     /// and kept: their memory must never be reused.
     pub fn add(&mut self, fence: Arc<dyn Fence>) {
-        self.0.retain(|known| known.is_lost() || (!known.is_over() && !fence.covers(&**known)));
+        self.0
+            .retain(|known| known.is_lost() || (!known.is_over() && !fence.covers(&**known)));
         // Two threads may add their fences in another order than they issued them.
         let is_open = !fence.is_over() && !self.0.iter().any(|known| known.covers(&*fence));
         if is_open || fence.is_lost() {
@@ -92,7 +93,9 @@ impl Fences {
 
     /// True if the memory may be reused: all fences are over, and none is [lost](Fence::is_lost).
     pub(super) fn are_done(&self) -> bool {
-        self.0.iter().all(|fence| fence.is_over() && !fence.is_lost())
+        self.0
+            .iter()
+            .all(|fence| fence.is_over() && !fence.is_lost())
     }
 
     /// Returns the error of the first failed fence, or `None` if no failure is known.

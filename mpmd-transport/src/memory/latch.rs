@@ -46,7 +46,15 @@ impl Latch {
 
 impl fmt::Debug for Latch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Latch({})", if self.is_passed() { "passed" } else { "not passed" })
+        write!(
+            f,
+            "Latch({})",
+            if self.is_passed() {
+                "passed"
+            } else {
+                "not passed"
+            }
+        )
     }
 }
 
@@ -68,7 +76,10 @@ mod tests {
         latch.on_pass(call(2));
         assert!(!latch.is_passed() && called.lock().is_empty());
         let waiting = latch.pass();
-        assert!(latch.is_passed() && called.lock().is_empty(), "the caller runs the callbacks");
+        assert!(
+            latch.is_passed() && called.lock().is_empty(),
+            "the caller runs the callbacks"
+        );
         latch.on_pass(call(3));
         waiting.into_iter().for_each(|then| then());
         assert_eq!(*called.lock(), [3, 1, 2]);

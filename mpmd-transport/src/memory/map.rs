@@ -43,5 +43,10 @@ pub(crate) fn map(
 pub(crate) unsafe fn unmap(start: NonNull<u8>, bytes: usize) {
     // SAFETY: the caller answers for the range.
     let result = unsafe { libc::munmap(start.as_ptr().cast(), bytes) };
-    debug_assert_eq!(result, 0, "a mapping can be unmapped: {}", io::Error::last_os_error());
+    debug_assert_eq!(
+        result,
+        0,
+        "a mapping can be unmapped: {}",
+        io::Error::last_os_error()
+    );
 }

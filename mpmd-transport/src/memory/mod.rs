@@ -68,15 +68,21 @@ impl OwnedBuffer {
     pub fn freeze(self) -> SharedBuffer {
         let range = 0..self.len;
         let whole = Arc::new(Whole::new(Memory::Owned(self)));
-        SharedBuffer { whole, range, verdict: None, counted: None }
+        SharedBuffer {
+            whole,
+            range,
+            verdict: None,
+            counted: None,
+        }
     }
 
     /// The place of the bytes in device memory, or `None` if they are host memory.
     pub fn device(&self) -> Option<DevicePlace> {
         match &self.backing {
-            Backing::Block(block) => {
-                block.device().map(|place| DevicePlace { bytes: self.len, ..place })
-            }
+            Backing::Block(block) => block.device().map(|place| DevicePlace {
+                bytes: self.len,
+                ..place
+            }),
             Backing::Part(_) | Backing::Vec(_) => None,
         }
     }
@@ -137,7 +143,11 @@ impl OwnedBuffer {
 
     fn of_block(block: Block, len: usize) -> Self {
         debug_assert!(len <= block.capacity());
-        Self { backing: Backing::Block(block), len, fences: Fences::default() }
+        Self {
+            backing: Backing::Block(block),
+            len,
+            fences: Fences::default(),
+        }
     }
 }
 
@@ -154,7 +164,11 @@ impl Drop for OwnedBuffer {
 impl From<Vec<u8>> for OwnedBuffer {
     fn from(bytes: Vec<u8>) -> Self {
         let len = bytes.len();
-        Self { backing: Backing::Vec(bytes), len, fences: Fences::default() }
+        Self {
+            backing: Backing::Vec(bytes),
+            len,
+            fences: Fences::default(),
+        }
     }
 }
 
@@ -232,7 +246,10 @@ pub struct SegmentPosition {
 
 impl SegmentPosition {
     fn plus(self, bytes: usize) -> Self {
-        Self { offset: self.offset + bytes, ..self }
+        Self {
+            offset: self.offset + bytes,
+            ..self
+        }
     }
 }
 
@@ -271,7 +288,11 @@ impl Whole {
             Memory::Owned(buffer) => take(&mut buffer.fences),
             Memory::Lent(_) | Memory::Gone => Fences::default(),
         };
-        Self { memory, reads: Mutex::default(), ready }
+        Self {
+            memory,
+            reads: Mutex::default(),
+            ready,
+        }
     }
 
     /// Takes the memory out, with the fences of all unfinished work on it.
@@ -286,7 +307,10 @@ impl Whole {
         match &self.memory {
             Memory::Owned(buffer) => buffer,
             Memory::Lent(loan) => {
-                assert!(loan.device().is_none(), "device memory cannot be accessed as host memory");
+                assert!(
+                    loan.device().is_none(),
+                    "device memory cannot be accessed as host memory"
+                );
                 loan.bytes()
             }
             Memory::Gone => &[],
@@ -313,9 +337,20 @@ impl SharedBuffer {
     /// Wraps memory of another owner, as [`SharedBuffer::lent`] does. The bytes are valid once all
     /// fences in `ready` are over.
     pub(crate) fn lent_later(loan: Box<dyn Loan>, ready: Fences) -> Self {
-        let bytes = loan.device().map_or_else(|| loan.bytes().len(), |place| place.bytes);
-        let whole = Whole { memory: Memory::Lent(loan), reads: Mutex::default(), ready };
-        Self { whole: Arc::new(whole), range: 0..bytes, verdict: None, counted: None }
+        let bytes = loan
+            .device()
+            .map_or_else(|| loan.bytes().len(), |place| place.bytes);
+        let whole = Whole {
+            memory: Memory::Lent(loan),
+            reads: Mutex::default(),
+            ready,
+        };
+        Self {
+            whole: Arc::new(whole),
+            range: 0..bytes,
+            verdict: None,
+            counted: None,
+        }
     }
 
     /// Returns the [value](Loan::value) that these bytes stand for, if there is one.
@@ -390,7 +425,10 @@ impl SharedBuffer {
     /// [`ready`](Self::ready) alone is not enough: the work may have succeeded on invalid input. A
     /// peer that is lent the bytes before they are written gets this result too.
     pub fn with_verdict(self, verdict: Arc<dyn Fence>) -> Self {
-        Self { verdict: Some(verdict), ..self }
+        Self {
+            verdict: Some(verdict),
+            ..self
+        }
     }
 
     /// Returns the fence given by [`with_verdict`](Self::with_verdict), if there is one.
@@ -411,9 +449,13 @@ impl SharedBuffer {
     pub fn on_made(&self, then: Box<dyn FnOnce(Option<String>) + Send>) {
         let (ready, verdict) = (self.ready().clone(), self.verdict.clone());
         self.ready().clone().on_over(Box::new(move || {
-            let Some(verdict) = verdict else { return then(ready.failure()) };
+            let Some(verdict) = verdict else {
+                return then(ready.failure());
+            };
             let known = verdict.clone();
-            verdict.on_over(Box::new(move || then(known.failure().or_else(|| ready.failure()))));
+            verdict.on_over(Box::new(move || {
+                then(known.failure().or_else(|| ready.failure()))
+            }));
         }));
     }
 
@@ -436,7 +478,10 @@ impl SharedBuffer {
             self.len()
         );
         let start = self.range.start + range.start;
-        Self { range: start..start + range.len(), ..self.clone() }
+        Self {
+            range: start..start + range.len(),
+            ..self.clone()
+        }
     }
 
     /// Drops this holder of memory that other processes may read for as long as they like. It is
@@ -461,12 +506,19 @@ impl SharedBuffer {
     /// Returns `self` if there are other holders, if the bytes are borrowed, or if this is only a
     /// part. Also if [lost](Fence::is_lost) work or another process may still use them.
     pub fn into_owned(self) -> Result<OwnedBuffer, Self> {
-        let Memory::Owned(buffer) = &self.whole.memory else { return Err(self) };
+        let Memory::Owned(buffer) = &self.whole.memory else {
+            return Err(self);
+        };
         let is_lost = self.whole.ready.has_lost() || self.whole.reads.lock().has_lost();
         if is_lost || self.range != (0..buffer.len) {
             return Err(self);
         }
-        let Self { whole, range, verdict, counted } = self;
+        let Self {
+            whole,
+            range,
+            verdict,
+            counted,
+        } = self;
         match Arc::try_unwrap(whole) {
             Ok(mut whole) => match whole.take() {
                 // A block is retired before its last other holder is dropped.
@@ -477,11 +529,25 @@ impl SharedBuffer {
                     Ok(buffer)
                 }
                 (memory, ready) => {
-                    let whole = Whole { memory, reads: Mutex::default(), ready };
-                    Err(Self { whole: Arc::new(whole), range, verdict, counted })
+                    let whole = Whole {
+                        memory,
+                        reads: Mutex::default(),
+                        ready,
+                    };
+                    Err(Self {
+                        whole: Arc::new(whole),
+                        range,
+                        verdict,
+                        counted,
+                    })
                 }
             },
-            Err(whole) => Err(Self { whole, range, verdict, counted }),
+            Err(whole) => Err(Self {
+                whole,
+                range,
+                verdict,
+                counted,
+            }),
         }
     }
 
@@ -489,13 +555,18 @@ impl SharedBuffer {
     /// run short of memory, so a borrower copies them and gives them back.
     pub fn is_limited(&self) -> bool {
         let of_memory = match &self.whole.memory {
-            Memory::Owned(OwnedBuffer { backing: Backing::Block(block), .. }) => {
-                block.pool().limit().is_some()
-            }
+            Memory::Owned(OwnedBuffer {
+                backing: Backing::Block(block),
+                ..
+            }) => block.pool().limit().is_some(),
             Memory::Lent(loan) => loan.is_limited(),
             _ => false,
         };
-        of_memory || self.counted.as_ref().is_some_and(|held| held.pool().limit().is_some())
+        of_memory
+            || self
+                .counted
+                .as_ref()
+                .is_some_and(|held| held.pool().limit().is_some())
     }
 
     /// True if `pool` counts these bytes: they are one of its blocks or a part of one, or it
@@ -506,7 +577,9 @@ impl SharedBuffer {
             Memory::Lent(_) | Memory::Gone => None,
         };
         let pools = block.map(Block::pool).into_iter();
-        pools.chain(self.counted.as_ref().map(|held| held.pool())).any(|one| one.is_same(pool))
+        pools
+            .chain(self.counted.as_ref().map(|held| held.pool()))
+            .any(|one| one.is_same(pool))
     }
 
     /// Takes the bytes that a pool [holds](Reservation::hold_for) for this buffer, as a reservation
@@ -546,7 +619,9 @@ impl SharedBuffer {
             Memory::Lent(loan) => loan.place(),
             Memory::Gone => None,
         };
-        place.map(|place| place.plus(self.range.start)).filter(|place| place.segment.is_shareable())
+        place
+            .map(|place| place.plus(self.range.start))
+            .filter(|place| place.segment.is_shareable())
     }
 
     /// Returns the part of these bytes that is at `offset` of their segment and has `bytes` bytes.
@@ -758,11 +833,17 @@ mod tests {
         let [first, second] = [(); 2].map(|()| pool.allocate(1000).unwrap());
         let (first_place, second_place) = (first.device().unwrap(), second.device().unwrap());
         assert_eq!((first_place.device, first_place.bytes), (3, 1000));
-        assert_eq!(second_place.address - first_place.address, Pool::rounded(1000));
+        assert_eq!(
+            second_place.address - first_place.address,
+            Pool::rounded(1000)
+        );
         let shared = second.freeze().slice(100..300);
         assert_eq!(shared.len(), 200);
         let place = shared.device().unwrap();
-        assert_eq!((place.address, place.bytes), (second_place.address + 100, 200));
+        assert_eq!(
+            (place.address, place.bytes),
+            (second_place.address + 100, 200)
+        );
         assert!(!shared.is_pinned() && shared.place().is_none());
         let look = std::panic::AssertUnwindSafe(|| shared[0]);
         assert!(std::panic::catch_unwind(look).is_err());
@@ -805,12 +886,17 @@ mod tests {
     #[test]
     fn allocation_waits_for_peers_to_close_memory() {
         let base = Arena::private();
-        let pool =
-            Pool::in_arena("test", None, &base.device_beside(Arc::new(OneAtATime(Arc::default()))));
+        let pool = Pool::in_arena(
+            "test",
+            None,
+            &base.device_beside(Arc::new(OneAtATime(Arc::default()))),
+        );
         // Each is large enough for a segment of its own.
         let first = pool.allocate(4 << 20).unwrap().freeze();
         // From here on a peer knows the segment.
-        let Memory::Owned(buffer) = &first.whole.memory else { panic!("it is owned") };
+        let Memory::Owned(buffer) = &first.whole.memory else {
+            panic!("it is owned")
+        };
         buffer.place().unwrap().segment.number(&base);
         assert!(pool.allocate(8 << 20).is_err(), "it is in use");
         drop(first);

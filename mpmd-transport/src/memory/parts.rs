@@ -42,7 +42,10 @@ impl Divided {
     /// Divides `buffer`; no part has been handed out yet. Panics if `buffer` is device memory.
     pub fn new(mut buffer: OwnedBuffer) -> Self {
         let start = NonNull::from(&mut buffer[..]).cast();
-        Self { whole: Arc::new(Whole { buffer, start }), given: Vec::new() }
+        Self {
+            whole: Arc::new(Whole { buffer, start }),
+            given: Vec::new(),
+        }
     }
 
     /// Hands out the part at `range`, in bytes, with the buffer's present content. Returns `None`
@@ -54,12 +57,19 @@ impl Divided {
         }
         if !range.is_empty() {
             let at = self.given.partition_point(|given| given.end <= range.start);
-            if self.given.get(at).is_some_and(|given| given.start < range.end) {
+            if self
+                .given
+                .get(at)
+                .is_some_and(|given| given.start < range.end)
+            {
                 return None;
             }
             self.given.insert(at, range.clone());
         }
-        let part = Part { whole: self.whole.clone(), start: range.start };
+        let part = Part {
+            whole: self.whole.clone(),
+            start: range.start,
+        };
         Some(OwnedBuffer {
             backing: Backing::Part(part),
             len: range.len(),
@@ -74,13 +84,18 @@ impl Divided {
     /// Returns `self` while there are parts.
     pub fn join(self) -> Result<OwnedBuffer, Self> {
         let Self { whole, given } = self;
-        Arc::try_unwrap(whole).map(|whole| whole.buffer).map_err(|whole| Self { whole, given })
+        Arc::try_unwrap(whole)
+            .map(|whole| whole.buffer)
+            .map_err(|whole| Self { whole, given })
     }
 }
 
 impl Part {
     pub(super) fn place(&self) -> Option<SegmentPosition> {
-        self.whole.buffer.place().map(|place| place.plus(self.start))
+        self.whole
+            .buffer
+            .place()
+            .map(|place| place.plus(self.start))
     }
 
     pub(super) fn is_pinned(&self) -> bool {
@@ -108,7 +123,12 @@ impl Part {
 
 impl fmt::Debug for Divided {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Divided({} bytes, {} parts given out)", self.whole.buffer.len, self.given.len())
+        write!(
+            f,
+            "Divided({} bytes, {} parts given out)",
+            self.whole.buffer.len,
+            self.given.len()
+        )
     }
 }
 
@@ -120,17 +140,27 @@ mod tests {
     #[test]
     fn parts_written_at_once_make_a_whole() {
         let pool = Pool::new("test", None);
-        for buffer in [pool.allocate(1000).unwrap(), OwnedBuffer::from(vec![9; 1000])] {
+        for buffer in [
+            pool.allocate(1000).unwrap(),
+            OwnedBuffer::from(vec![9; 1000]),
+        ] {
             let mut divided = Divided::new(buffer);
-            let parts: Vec<OwnedBuffer> =
-                (0..10).rev().map(|i| divided.part(i * 100..(i + 1) * 100).unwrap()).collect();
+            let parts: Vec<OwnedBuffer> = (0..10)
+                .rev()
+                .map(|i| divided.part(i * 100..(i + 1) * 100).unwrap())
+                .collect();
             std::thread::scope(|scope| {
                 for (i, mut part) in parts.into_iter().rev().enumerate() {
                     scope.spawn(move || part.fill(i as u8));
                 }
             });
             let whole = divided.join().unwrap();
-            assert!(whole.iter().enumerate().all(|(i, byte)| usize::from(*byte) == i / 100));
+            assert!(
+                whole
+                    .iter()
+                    .enumerate()
+                    .all(|(i, byte)| usize::from(*byte) == i / 100)
+            );
         }
         assert_eq!(pool.stats().live, 0);
     }
@@ -139,7 +169,16 @@ mod tests {
     fn overlapping_and_out_of_range_parts_are_refused() {
         let mut divided = Divided::new(vec![0; 100].into());
         let first = divided.part(20..40).unwrap();
-        for range in [20..40, 0..21, 39..41, 25..30, 10..50, 0..100, 90..101, 101..101] {
+        for range in [
+            20..40,
+            0..21,
+            39..41,
+            25..30,
+            10..50,
+            0..100,
+            90..101,
+            101..101,
+        ] {
             assert!(divided.part(range.clone()).is_none(), "{range:?}");
         }
         let beside = [

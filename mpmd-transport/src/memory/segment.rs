@@ -33,8 +33,10 @@ const POPULATED: usize = 4 << 20;
 /// pages under a reader, which would kill it. Without FUTURE_WRITE a reader could reopen the
 /// descriptor for writing. Without SEAL more seals could be added, such as one that forbids the
 /// owner's own writes.
-const SEALS: SealFlags =
-    SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::FUTURE_WRITE).union(SealFlags::SEAL);
+const SEALS: SealFlags = SealFlags::SHRINK
+    .union(SealFlags::GROW)
+    .union(SealFlags::FUTURE_WRITE)
+    .union(SealFlags::SEAL);
 
 /// The identity of a segment's file: its device and its inode number.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
@@ -87,7 +89,11 @@ impl Segment {
         let descriptor = memory_file("mpmd", bytes)?;
         // The file belongs to this function and has `bytes` bytes, and it is sealed below: no
         // process can shorten it then.
-        let start = map(bytes, ProtFlags::READ | ProtFlags::WRITE, Some(descriptor.as_fd()))?;
+        let start = map(
+            bytes,
+            ProtFlags::READ | ProtFlags::WRITE,
+            Some(descriptor.as_fd()),
+        )?;
         let segment = Self::at(start, bytes, Some(descriptor));
         if bytes >= HUGE {
             // If the kernel does not allow huge pages it returns an error, and small pages will do.
@@ -115,8 +121,9 @@ impl Segment {
     pub(crate) fn foreign(descriptor: OwnedFd, bytes: u64) -> io::Result<Self> {
         let found = fstat(&descriptor)?;
         let length = u64::try_from(found.st_size).unwrap_or(0);
-        let bytes =
-            usize::try_from(bytes).ok().filter(|bytes| *bytes > 0 && length == *bytes as u64);
+        let bytes = usize::try_from(bytes)
+            .ok()
+            .filter(|bytes| *bytes > 0 && length == *bytes as u64);
         let Some(bytes) = bytes else {
             return Err(io::Error::other(format!(
                 "a segment has {length} bytes, but another length was announced"
@@ -134,7 +141,10 @@ impl Segment {
     /// microseconds for each of its megabytes.
     pub(crate) fn populate(&self) {
         let has_pages = self.fd().and_then(|fd| Ok(fstat(fd)?)).is_ok_and(|found| {
-            u64::try_from(found.st_blocks).unwrap_or(0).saturating_mul(512) >= self.bytes as u64
+            u64::try_from(found.st_blocks)
+                .unwrap_or(0)
+                .saturating_mul(512)
+                >= self.bytes as u64
         });
         // On a file without pages this would allocate as many as the peer claims.
         for at in (0..self.bytes).step_by(POPULATED).filter(|_| has_pages) {
@@ -142,7 +152,11 @@ impl Segment {
             // SAFETY: the range lies within this segment's own mapping. The advice changes no
             // content.
             let done = unsafe {
-                madvise(self.start.as_ptr().add(at).cast(), bytes, Advice::LinuxPopulateRead)
+                madvise(
+                    self.start.as_ptr().add(at).cast(),
+                    bytes,
+                    Advice::LinuxPopulateRead,
+                )
             };
             // Older kernels lack it. Pages are then mapped at their first access.
             if done.is_err() {
@@ -155,7 +169,10 @@ impl Segment {
     /// mapped somewhere.
     pub(crate) fn file(descriptor: BorrowedFd<'_>) -> io::Result<File> {
         let found = fstat(descriptor)?;
-        Ok(File { device: found.st_dev, number: found.st_ino })
+        Ok(File {
+            device: found.st_dev,
+            number: found.st_ino,
+        })
     }
 
     fn at(start: NonNull<u8>, bytes: usize, descriptor: Option<OwnedFd>) -> Self {
@@ -238,7 +255,10 @@ impl Segment {
 
     /// True if other processes can map the segment, or open its device memory.
     pub(crate) fn is_shareable(&self) -> bool {
-        self.descriptor.is_some() || self.device().is_some_and(|memory| memory.export().is_some())
+        self.descriptor.is_some()
+            || self
+                .device()
+                .is_some_and(|memory| memory.export().is_some())
     }
 
     /// True if `range`, in bytes, lies within the segment.
@@ -266,7 +286,8 @@ impl Segment {
     }
 
     fn fd(&self) -> io::Result<BorrowedFd<'_>> {
-        self.descriptor().ok_or_else(|| io::Error::other("a segment without a descriptor"))
+        self.descriptor()
+            .ok_or_else(|| io::Error::other("a segment without a descriptor"))
     }
 
     fn advise(&self, advice: Advice) -> Result<(), Errno> {
@@ -291,7 +312,9 @@ pub(crate) fn memory_file(name: &str, bytes: usize) -> io::Result<OwnedFd> {
 
 /// Makes the system allocate the pages of the first `bytes` bytes of a file in memory now.
 pub(crate) fn take_pages(file: BorrowedFd<'_>, bytes: usize) -> io::Result<()> {
-    in_pieces(bytes as u64, |at, bytes| fallocate(file, FallocateFlags::empty(), at, bytes))
+    in_pieces(bytes as u64, |at, bytes| {
+        fallocate(file, FallocateFlags::empty(), at, bytes)
+    })
 }
 
 /// Calls `take` with (offset, length in bytes) until all calls together have covered `bytes` bytes.
@@ -360,7 +383,12 @@ mod tests {
         let descriptor = segment.fd().unwrap().try_clone_to_owned().unwrap();
         let foreign = Segment::foreign(descriptor, 8192).unwrap();
         assert_eq!(foreign.lent(4999..5001).unwrap(), [0, 7]);
-        for range in [0..8193, 8193..8193, usize::MAX - 1..usize::MAX, Range { start: 2, end: 1 }] {
+        for range in [
+            0..8193,
+            8193..8193,
+            usize::MAX - 1..usize::MAX,
+            Range { start: 2, end: 1 },
+        ] {
             assert!(foreign.lent(range).is_none());
         }
         // Writing fails in every way: by the descriptor, by reopening it, by truncation, and by a
@@ -372,13 +400,20 @@ mod tests {
         let again = std::fs::OpenOptions::new().write(true).open(path);
         assert!(again.is_err() || again.unwrap().write(&[1]).is_err());
         let writable = map(8192, ProtFlags::WRITE, Some(fd));
-        assert_eq!(writable.unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+        assert_eq!(
+            writable.unwrap_err().kind(),
+            io::ErrorKind::PermissionDenied
+        );
         // The owner continues to write, and readers see it. SAFETY: `lent` returned no slice that
         // is still alive.
         unsafe { segment.start().as_ptr().write(9) };
         assert_eq!(foreign.lent(0..1).unwrap(), [9]);
         drop(segment);
-        assert_eq!(foreign.lent(0..1).unwrap(), [9], "it outlives its owner's mapping");
+        assert_eq!(
+            foreign.lent(0..1).unwrap(),
+            [9],
+            "it outlives its owner's mapping"
+        );
     }
 
     #[test]

@@ -63,7 +63,12 @@ impl Rendezvous {
 
     fn open(config: JoinConfig, is_started: bool) -> Result<Self, RendezvousError> {
         let (link, local) = open(&config, is_started)?;
-        let mut this = Self { link, config, local, clock_offset: 0 };
+        let mut this = Self {
+            link,
+            config,
+            local,
+            clock_offset: 0,
+        };
         this.clock_offset = this.compare_clocks()?.offset;
         Ok(this)
     }
@@ -94,7 +99,9 @@ impl Rendezvous {
     /// the processes concerned. [`ServerGone`](RendezvousError::ServerGone) if the connection has
     /// ended.
     pub fn join(&self, member: Member) -> Result<Joined, RendezvousError> {
-        let JoinConfig { process, processes, .. } = self.config;
+        let JoinConfig {
+            process, processes, ..
+        } = self.config;
         if process.index() >= processes {
             return Err(RendezvousError::NoSuchProcess { process, processes });
         }
@@ -143,7 +150,12 @@ impl Rendezvous {
         identity: Identity,
         waits: bool,
     ) -> Result<(Answer, Option<Joined>), RendezvousError> {
-        let JoinConfig { process, processes, peer_timeout, .. } = self.config;
+        let JoinConfig {
+            process,
+            processes,
+            peer_timeout,
+            ..
+        } = self.config;
         let processes = processes as u64;
         let join = |ask| Request::Join {
             ask,
@@ -159,11 +171,23 @@ impl Rendezvous {
         let answer_within = if waits { Duration::MAX } else { peer_timeout };
         let answer = self.link.ask(answer_within, join)?.1;
         let joined = match &answer {
-            &Answer::Members { process, epoch, run, ref members, standing, .. }
-                if (epoch > 1 || members.len() as u64 == processes)
-                    && process.index() < members.len() =>
+            &Answer::Members {
+                process,
+                epoch,
+                run,
+                ref members,
+                standing,
+                ..
+            } if (epoch > 1 || members.len() as u64 == processes)
+                && process.index() < members.len() =>
             {
-                Some(Joined { process, epoch, run, members: members.to_vec(), standing })
+                Some(Joined {
+                    process,
+                    epoch,
+                    run,
+                    members: members.to_vec(),
+                    standing,
+                })
             }
             _ => None,
         };
@@ -206,9 +230,19 @@ impl Rendezvous {
         let key = key.into();
         if value.len() > protocol::MAX_VALUE_BYTES {
             let (what, limit) = (format!("the value of {key:?}"), protocol::MAX_VALUE_BYTES);
-            return Err(RendezvousError::TooLong { what, bytes: value.len(), limit });
+            return Err(RendezvousError::TooLong {
+                what,
+                bytes: value.len(),
+                limit,
+            });
         }
-        self.link.ask(self.config.peer_timeout, |ask| Request::Set { ask, key, value }).map(drop)
+        self.link
+            .ask(self.config.peer_timeout, |ask| Request::Set {
+                ask,
+                key,
+                value,
+            })
+            .map(drop)
     }
 
     /// Returns the value under `key`. Blocks until a process sets one, at most `peer_timeout` plus
@@ -226,7 +260,15 @@ impl Rendezvous {
         peer_timeout: Duration,
     ) -> Result<Vec<u8>, RendezvousError> {
         let key = key.into();
-        match self.link.ask(peer_timeout, |ask| Request::Get { ask, key, peer_timeout })?.1 {
+        match self
+            .link
+            .ask(peer_timeout, |ask| Request::Get {
+                ask,
+                key,
+                peer_timeout,
+            })?
+            .1
+        {
             Answer::Value(value) => Ok(value),
             other => Err(self.link.senseless(&other)),
         }
@@ -249,7 +291,13 @@ impl Rendezvous {
         peer_timeout: Duration,
     ) -> Result<(), RendezvousError> {
         let name = name.into();
-        self.link.ask(peer_timeout, |ask| Request::Barrier { ask, name, peer_timeout }).map(drop)
+        self.link
+            .ask(peer_timeout, |ask| Request::Barrier {
+                ask,
+                name,
+                peer_timeout,
+            })
+            .map(drop)
     }
 
     /// Sets the function that is called for every process, and for the server, if it goes without
@@ -298,7 +346,9 @@ impl Rendezvous {
     /// [`OutOfTurn`](RendezvousError::OutOfTurn) before [`join`](Self::join);
     /// [`ServerGone`](RendezvousError::ServerGone) if no answer comes.
     pub fn report(&self, report: Report) -> Result<(), RendezvousError> {
-        self.link.ask(REPORT_WITHIN, |ask| Request::Report { ask, report }).map(drop)
+        self.link
+            .ask(REPORT_WITHIN, |ask| Request::Report { ask, report })
+            .map(drop)
     }
 
     /// Returns true if the server answers a new connection, within about a second. After a loss of
@@ -369,7 +419,10 @@ impl Rendezvous {
     fn leave_and(&self, how: Leaving) -> Result<(), RendezvousError> {
         self.link.state.lock().leaving = true;
         let peer_timeout = self.config.peer_timeout.min(LEAVE_WITHIN);
-        let left = self.link.ask(peer_timeout, |ask| Request::Leave { ask, how }).map(drop);
+        let left = self
+            .link
+            .ask(peer_timeout, |ask| Request::Leave { ask, how })
+            .map(drop);
         if left.is_ok() {
             // The server closes after its answer, and the listening thread may already have
             // recorded that.
@@ -389,7 +442,10 @@ impl Rendezvous {
         let mut trips = Vec::with_capacity(TRIPS);
         for _ in 0..TRIPS {
             let asked = clock();
-            match self.link.ask(self.config.peer_timeout, |ask| Request::Clock { ask })? {
+            match self
+                .link
+                .ask(self.config.peer_timeout, |ask| Request::Clock { ask })?
+            {
                 (answered, Answer::Clock(server)) => trips.push((asked, server, answered)),
                 (_, other) => return Err(self.link.senseless(&other)),
             }
@@ -408,7 +464,15 @@ impl Drop for Rendezvous {
 
 impl fmt::Debug for Rendezvous {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let JoinConfig { process, processes, server, .. } = &self.config;
-        write!(f, "Rendezvous(process {process} of {processes} at {server})")
+        let JoinConfig {
+            process,
+            processes,
+            server,
+            ..
+        } = &self.config;
+        write!(
+            f,
+            "Rendezvous(process {process} of {processes} at {server})"
+        )
     }
 }

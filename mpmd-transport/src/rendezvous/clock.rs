@@ -13,7 +13,9 @@ pub struct ClockOffset {
 
 /// Returns the time by this process's clock, in nanoseconds since 1970.
 pub(super) fn clock() -> i64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let now = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
     i64::try_from(now.as_nanos()).unwrap_or(i64::MAX)
 }
 
@@ -22,14 +24,18 @@ pub(super) fn clock() -> i64 {
 /// offset is 0 and its bound huge.
 pub(super) fn quickest(trips: &[(i64, i64, i64)]) -> ClockOffset {
     // A clock that was set back meanwhile makes the trip useless.
-    let found = trips.iter().filter(|(asked, _, answered)| answered >= asked).map(
-        |(asked, server, answered)| {
+    let found = trips
+        .iter()
+        .filter(|(asked, _, answered)| answered >= asked)
+        .map(|(asked, server, answered)| {
             let trip = answered.saturating_sub(*asked);
             (trip, server.saturating_sub(asked.saturating_add(trip / 2)))
-        },
-    );
+        });
     let (trip, offset) = found.min().unwrap_or((i64::MAX, 0));
-    ClockOffset { offset, bound: (trip / 2 + 1).unsigned_abs() }
+    ClockOffset {
+        offset,
+        bound: (trip / 2 + 1).unsigned_abs(),
+    }
 }
 
 #[cfg(test)]
@@ -42,10 +48,23 @@ mod tests {
         let trip = |asked: i64, there: i64, back: i64| {
             (asked, asked + there + 1_000_000_000, asked + there + back)
         };
-        let found = quickest(&[trip(0, 900, 100), trip(5_000, 40, 60), trip(9_000, 10, 4_000)]);
-        assert_eq!(found, ClockOffset { offset: 999_999_990, bound: 51 });
+        let found = quickest(&[
+            trip(0, 900, 100),
+            trip(5_000, 40, 60),
+            trip(9_000, 10, 4_000),
+        ]);
+        assert_eq!(
+            found,
+            ClockOffset {
+                offset: 999_999_990,
+                bound: 51
+            }
+        );
         // A trip during which the clock was set back is ignored.
-        assert_eq!(quickest(&[(10, 7, 4), trip(5_000, 40, 60)]), quickest(&[trip(5_000, 40, 60)]));
+        assert_eq!(
+            quickest(&[(10, 7, 4), trip(5_000, 40, 60)]),
+            quickest(&[trip(5_000, 40, 60)])
+        );
         assert!(quickest(&[(10, 7, 4)]).bound > 1 << 60);
     }
 }

@@ -43,7 +43,10 @@ impl Identity {
     ///
     /// [`Environment`](RendezvousError::Environment) if the system gives no random numbers.
     pub fn random() -> Result<Self, RendezvousError> {
-        Ok(Self { key: random()?, run: None })
+        Ok(Self {
+            key: random()?,
+            run: None,
+        })
     }
 
     /// Returns a number by which others can know this process again: it follows from the key, and

@@ -57,7 +57,11 @@ fn reach(
         let left = until.saturating_duration_since(Instant::now());
         if left.is_zero() || (is_started && error.kind() == ErrorKind::ConnectionRefused) {
             let why = error.to_string();
-            return Err(RendezvousError::Unreachable { server: server.into(), peer_timeout, why });
+            return Err(RendezvousError::Unreachable {
+                server: server.into(),
+                peer_timeout,
+                why,
+            });
         }
         std::thread::sleep(pause.min(left));
         pause = (pause * 2).min(Duration::from_millis(500));
@@ -153,7 +157,9 @@ fn addresses(server: &str) -> std::io::Result<Vec<SocketAddr>> {
     }
     // The service listens there, even if the name has another address.
     let here = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
-    Ok(in_order(found.unwrap_or_default().into_iter().chain([here])))
+    Ok(in_order(
+        found.unwrap_or_default().into_iter().chain([here]),
+    ))
 }
 
 fn in_order(addresses: impl Iterator<Item = SocketAddr>) -> Vec<SocketAddr> {
@@ -165,7 +171,10 @@ fn in_order(addresses: impl Iterator<Item = SocketAddr>) -> Vec<SocketAddr> {
 /// Returns host, without brackets, and port. `None` if the address is not `host:port`.
 pub fn split_address(address: &str) -> Option<(&str, u16)> {
     let (host, port) = address.rsplit_once(':')?;
-    let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+    let host = host
+        .strip_prefix('[')
+        .and_then(|host| host.strip_suffix(']'))
+        .unwrap_or(host);
     (!host.is_empty()).then_some((host, port.parse().ok()?))
 }
 
@@ -187,20 +196,27 @@ fn greet(
             peer_timeout: config.peer_timeout,
             why: "a program accepts connections there, but does not answer".into(),
         },
-        _ => RendezvousError::ServerGone { server: server(), why: e.to_string() },
+        _ => RendezvousError::ServerGone {
+            server: server(),
+            why: e.to_string(),
+        },
     };
     let refused = |refusal| match refusal {
         Refusal::Stranger => RendezvousError::Stranger { server: server() },
         Refusal::WrongProof => RendezvousError::Token { server: server() },
-        Refusal::OtherVersion { theirs } => {
-            RendezvousError::Version { server: server(), theirs, ours: VERSION }
-        }
+        Refusal::OtherVersion { theirs } => RendezvousError::Version {
+            server: server(),
+            theirs,
+            ours: VERSION,
+        },
     };
     let nonce = random_bytes().map_err(failed)?;
     let mut handshake = Handshake::call(HANDSHAKE, config.token.clone(), nonce, &[]);
     let mut bytes = [0; 128];
     loop {
-        let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(10));
+        let left = until
+            .saturating_duration_since(Instant::now())
+            .max(Duration::from_millis(10));
         stream.set_read_timeout(Some(left)).map_err(failed)?;
         stream.set_write_timeout(Some(left)).map_err(failed)?;
         stream.write_all(&handshake.say()).map_err(failed)?;
@@ -225,12 +241,28 @@ mod tests {
 
     #[test]
     fn addresses_that_all_hosts_can_use_come_first() {
-        let found = ["[fe80::1%2]:7", "[2001:db8::1]:7", "10.0.0.2:7", "10.0.0.1:7"];
+        let found = [
+            "[fe80::1%2]:7",
+            "[2001:db8::1]:7",
+            "10.0.0.2:7",
+            "10.0.0.1:7",
+        ];
         let sorted = in_order(found.map(|address| address.parse().unwrap()).into_iter());
-        let expected = ["10.0.0.2:7", "10.0.0.1:7", "[fe80::1%2]:7", "[2001:db8::1]:7"];
-        assert_eq!(sorted.iter().map(ToString::to_string).collect::<Vec<_>>(), expected);
+        let expected = [
+            "10.0.0.2:7",
+            "10.0.0.1:7",
+            "[fe80::1%2]:7",
+            "[2001:db8::1]:7",
+        ];
+        assert_eq!(
+            sorted.iter().map(ToString::to_string).collect::<Vec<_>>(),
+            expected
+        );
         let here = addresses("localhost:7").unwrap();
-        assert!(here.is_sorted_by_key(|address| !address.is_ipv4()), "{here:?}");
+        assert!(
+            here.is_sorted_by_key(|address| !address.is_ipv4()),
+            "{here:?}"
+        );
         assert!(here.contains(&"127.0.0.1:7".parse().unwrap()), "{here:?}");
     }
 }

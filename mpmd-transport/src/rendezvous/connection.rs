@@ -30,7 +30,9 @@ pub(super) fn open(
         doing: format!("{doing} the connection to the rendezvous service"),
         why: e.to_string(),
     };
-    let local = stream.local_addr().map_err(|e| environment("asking for the address of", e))?;
+    let local = stream
+        .local_addr()
+        .map_err(|e| environment("asking for the address of", e))?;
     // The server pings at an interval that follows its own peer timeout. A shorter one here
     // must not expire between two pings.
     let silence = config.peer_timeout.max(ping.saturating_mul(4));
@@ -45,7 +47,10 @@ pub(super) fn open(
     let read = stream.try_clone().map_err(|e| environment("sharing", e))?;
     let link = Arc::new(Connection {
         server: config.server.clone(),
-        wire: Wire::Tcp { stream, writing: Mutex::new(()) },
+        wire: Wire::Tcp {
+            stream,
+            writing: Mutex::new(()),
+        },
         state: Mutex::new(State::new(config.peer_timeout)),
         changed: Condvar::new(),
     });
@@ -187,8 +192,10 @@ impl Connection {
         self.state.lock().asks.remove(&ask);
         match answered {
             Ok((when, result)) => result.map(|answer| (when, answer)),
-            Err(RecvTimeoutError::Timeout) => Err(self
-                .gone(format!("it has not answered for {:?}", peer_timeout.saturating_add(SLACK)))),
+            Err(RecvTimeoutError::Timeout) => Err(self.gone(format!(
+                "it has not answered for {:?}",
+                peer_timeout.saturating_add(SLACK)
+            ))),
             Err(RecvTimeoutError::Disconnected) => Err(self.gone("the connection ended".into())),
         }
     }
@@ -325,7 +332,10 @@ impl Connection {
         if !state.joined {
             return false;
         }
-        let error = state.silent.get_or_insert_with(|| self.gone(why.to_owned())).clone();
+        let error = state
+            .silent
+            .get_or_insert_with(|| self.gone(why.to_owned()))
+            .clone();
         let waiting = std::mem::take(&mut state.asks);
         drop(state);
         for asker in waiting.into_values() {
@@ -355,11 +365,19 @@ impl Connection {
                 let status = status.ok_or("it is starting".to_owned());
                 self.say(Request::Status { look, status })?;
             }
-            Reply::Busy { epoch, processes, waited } => {
+            Reply::Busy {
+                epoch,
+                processes,
+                waited,
+            } => {
                 let tell = self.state.lock().tell_busy.clone();
                 tell.iter().for_each(|tell| tell(epoch, &processes, waited));
             }
-            Reply::Status { ask, process, status } => {
+            Reply::Status {
+                ask,
+                process,
+                status,
+            } => {
                 let mut state = self.state.lock();
                 // A look that has timed out is no longer open.
                 if state.asks.contains_key(&ask)
@@ -394,7 +412,9 @@ impl Connection {
             Reply::Down { process, why } => {
                 let processes = self.state.lock().sizes.0;
                 if process.index() >= processes {
-                    return Err(format!("it says that process {process} is down, of {processes}"));
+                    return Err(format!(
+                        "it says that process {process} is down, of {processes}"
+                    ));
                 }
                 self.tell(Down::Process(process, why));
             }
@@ -405,7 +425,10 @@ impl Connection {
             }
             Reply::Dropped { why } => {
                 self.state.lock().contact.is_given_up(&why);
-                let given_up = RendezvousError::GivenUp { server: self.server.clone(), why };
+                let given_up = RendezvousError::GivenUp {
+                    server: self.server.clone(),
+                    why,
+                };
                 self.end(given_up.clone());
                 self.tell_loss(given_up.to_string());
             }
@@ -432,7 +455,14 @@ impl Connection {
             Wire::Local(_) => true,
             Wire::Tcp { .. } => {
                 let peer_timeout = Duration::from_secs(1);
-                meet(&JoinConfig { peer_timeout, ..config.clone() }, true).is_ok()
+                meet(
+                    &JoinConfig {
+                        peer_timeout,
+                        ..config.clone()
+                    },
+                    true,
+                )
+                .is_ok()
             }
         }
     }
@@ -454,7 +484,10 @@ impl Connection {
     }
 
     fn gone(&self, why: String) -> RendezvousError {
-        RendezvousError::ServerGone { server: self.server.clone(), why }
+        RendezvousError::ServerGone {
+            server: self.server.clone(),
+            why,
+        }
     }
 
     pub(super) fn senseless(&self, answer: &Answer) -> RendezvousError {

@@ -105,7 +105,10 @@ impl Contact {
     pub(super) fn is_cut(&mut self, now: Duration, is_refused: bool) {
         self.runs(now);
         let silent = now.saturating_sub(self.heard);
-        if self.woke.is_some_and(|woke| now.saturating_sub(woke) <= SEEN_WITHIN) {
+        if self
+            .woke
+            .is_some_and(|woke| now.saturating_sub(woke) <= SEEN_WITHIN)
+        {
             self.doubts("it was stopped when its connection was closed".to_owned());
         } else if silent > self.peer_timeout {
             self.doubts(format!("it had heard nothing of the job for {silent:.1?}"));
@@ -132,7 +135,11 @@ impl Parting {
             Some(Self(before)) if !self.0.has_place => {
                 let is_cut_off = before.is_cut_off || self.0.is_cut_off;
                 let doubt = before.doubt.or(self.0.doubt);
-                Self(Contact { is_cut_off, doubt, ..before })
+                Self(Contact {
+                    is_cut_off,
+                    doubt,
+                    ..before
+                })
             }
             _ => self,
         }
@@ -142,7 +149,11 @@ impl Parting {
     /// leaves the job.
     #[must_use]
     pub(super) fn handed_over(self) -> Self {
-        Self(Contact { is_handed_over: true, service_died: true, ..self.0 })
+        Self(Contact {
+            is_handed_over: true,
+            service_died: true,
+            ..self.0
+        })
     }
 
     /// Checks that the others cannot have ended the job without this process. `is_first` is true on
@@ -194,9 +205,15 @@ mod tests {
         let mut contact = heard_until(5);
         contact.is_cut(at(6), true);
         assert!(is_allowed(&contact, true, at(6)));
-        assert!(is_allowed(&contact, true, at(6000)), "the others wait for it");
+        assert!(
+            is_allowed(&contact, true, at(6000)),
+            "the others wait for it"
+        );
         assert!(is_allowed(&contact, false, at(15)));
-        assert!(!is_allowed(&contact, false, at(16)), "the first one may have gone on");
+        assert!(
+            !is_allowed(&contact, false, at(16)),
+            "the first one may have gone on"
+        );
     }
 
     #[test]
@@ -206,7 +223,10 @@ mod tests {
         let mut other = Contact::new(TIMEOUT, at(7));
         other.is_cut(at(8), true);
         let parting = Parting::new(other.clone()).after(Some(Parting::new(cut.clone())));
-        assert!(parting.check(true, at(9)).is_err(), "its place may have been another's");
+        assert!(
+            parting.check(true, at(9)).is_err(),
+            "its place may have been another's"
+        );
         other.has_place();
         let parting = Parting::new(other).after(Some(Parting::new(cut)));
         assert!(parting.check(true, at(9)).is_ok());
@@ -220,11 +240,19 @@ mod tests {
         assert!(parting.clone().check(true, at(6)).is_err());
         let parting = parting.handed_over();
         assert!(parting.check(true, at(6)).is_ok() && parting.check(false, at(7)).is_ok());
-        assert!(parting.check(false, at(16)).is_err(), "the first one may have gone on");
+        assert!(
+            parting.check(false, at(16)).is_err(),
+            "the first one may have gone on"
+        );
         // It has asked at the old service once more.
         let mut again = Contact::new(TIMEOUT, at(7));
         again.is_cut(at(8), false);
-        assert!(Parting::new(again).after(Some(parting)).check(true, at(8)).is_ok());
+        assert!(
+            Parting::new(again)
+                .after(Some(parting))
+                .check(true, at(8))
+                .is_ok()
+        );
     }
 
     #[test]

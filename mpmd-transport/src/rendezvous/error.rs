@@ -294,7 +294,11 @@ pub enum RendezvousError {
 /// Formats missing processes as "processes 2 and 5 of 8 have". Long lists are cut.
 fn have(missing: &[ProcessId], of: usize) -> String {
     const SHOWN: usize = 16;
-    let mut names: Vec<String> = missing.iter().take(SHOWN).map(ToString::to_string).collect();
+    let mut names: Vec<String> = missing
+        .iter()
+        .take(SHOWN)
+        .map(ToString::to_string)
+        .collect();
     if missing.len() > SHOWN {
         names.push(format!("{} more", missing.len() - SHOWN));
     }
@@ -311,15 +315,25 @@ mod tests {
 
     fn missing(who: impl IntoIterator<Item = u32>, processes: usize) -> String {
         let missing = who.into_iter().map(ProcessId).collect();
-        RendezvousError::Missing { missing, processes, peer_timeout: Duration::from_secs(60) }
-            .to_string()
+        RendezvousError::Missing {
+            missing,
+            processes,
+            peer_timeout: Duration::from_secs(60),
+        }
+        .to_string()
     }
 
     #[test]
     fn missing_processes_read_like_a_sentence() {
         assert_eq!(missing([2], 8), "process 2 of 8 has not joined after 60s");
-        assert_eq!(missing([2, 5], 8), "processes 2 and 5 of 8 have not joined after 60s");
-        assert_eq!(missing([1, 2, 5], 8), "processes 1, 2 and 5 of 8 have not joined after 60s");
+        assert_eq!(
+            missing([2, 5], 8),
+            "processes 2 and 5 of 8 have not joined after 60s"
+        );
+        assert_eq!(
+            missing([1, 2, 5], 8),
+            "processes 1, 2 and 5 of 8 have not joined after 60s"
+        );
         let many = missing(0..100, 128);
         assert!(many.contains("14, 15 and 84 more of 128 have"), "{many}");
     }

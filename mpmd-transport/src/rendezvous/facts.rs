@@ -29,7 +29,11 @@ pub struct Fact {
 impl Fact {
     /// Creates a fact without a note.
     pub fn new(name: impl Into<String>, value: impl Into<String>) -> Self {
-        Self { name: name.into(), value: Some(value.into()), note: String::new() }
+        Self {
+            name: name.into(),
+            value: Some(value.into()),
+            note: String::new(),
+        }
     }
 
     /// Returns the value for a message, with the note unless it is the one that was shown last.
@@ -59,8 +63,13 @@ impl Difference {
     /// with the same note, such as parts of one file, the first shows it.
     pub fn between(first: &[Fact], second: &[Fact]) -> Vec<Self> {
         let [of_first, of_second] = [first, second].map(by_name);
-        let only_second = second.iter().filter(|fact| !of_first.contains_key(&*fact.name));
-        let names = first.iter().chain(only_second).map(|fact| fact.name.as_str());
+        let only_second = second
+            .iter()
+            .filter(|fact| !of_first.contains_key(&*fact.name));
+        let names = first
+            .iter()
+            .chain(only_second)
+            .map(|fact| fact.name.as_str());
         let mut last_notes = [""; 2];
         let differs = |name: &str| {
             let pair = [of_first.get(name), of_second.get(name)];
@@ -69,21 +78,31 @@ impl Difference {
             if is_unknown || first == second {
                 return None;
             }
-            let mut shown = pair.iter().zip(&mut last_notes).map(|(fact, last_note)| match fact {
-                Some(fact) => fact.shown(last_note),
-                None => "none".to_owned(),
-            });
+            let mut shown = pair
+                .iter()
+                .zip(&mut last_notes)
+                .map(|(fact, last_note)| match fact {
+                    Some(fact) => fact.shown(last_note),
+                    None => "none".to_owned(),
+                });
             let first = shown.next().unwrap_or_default();
             let second = shown.next().unwrap_or_default();
             drop(shown);
-            Some(Self { name: name.to_owned(), first, second })
+            Some(Self {
+                name: name.to_owned(),
+                first,
+                second,
+            })
         };
         names.filter_map(differs).collect()
     }
 }
 
 fn by_name(facts: &[Fact]) -> BTreeMap<&str, &Fact> {
-    facts.iter().map(|fact| (fact.name.as_str(), fact)).collect()
+    facts
+        .iter()
+        .map(|fact| (fact.name.as_str(), fact))
+        .collect()
 }
 
 /// Formats the facts that differ on two processes, those of the smaller number first.
@@ -91,21 +110,26 @@ pub(super) fn on_two(
     facts: &[Difference],
     (process, other): (ProcessId, ProcessId),
 ) -> impl fmt::Display {
-    list(facts, move |Difference { first, second, .. }| match process <= other {
-        true => format!("process {process} has {first}, process {other} has {second}"),
-        false => format!("process {other} has {second}, process {process} has {first}"),
+    list(facts, move |Difference { first, second, .. }| {
+        match process <= other {
+            true => format!("process {process} has {first}, process {other} has {second}"),
+            false => format!("process {other} has {second}, process {process} has {first}"),
+        }
     })
 }
 
 /// Formats the facts of a process that have changed.
 pub(super) fn over_time(facts: &[Difference]) -> impl fmt::Display {
-    list(facts, |Difference { first, second, .. }| format!("it was {first}, and is {second}"))
+    list(facts, |Difference { first, second, .. }| {
+        format!("it was {first}, and is {second}")
+    })
 }
 
 fn list(facts: &[Difference], values: impl Fn(&Difference) -> String) -> String {
     let shown = facts.iter().take(SHOWN);
-    let mut parts: Vec<String> =
-        shown.map(|fact| format!("{}: {}", fact.name, values(fact))).collect();
+    let mut parts: Vec<String> = shown
+        .map(|fact| format!("{}: {}", fact.name, values(fact)))
+        .collect();
     if facts.len() > SHOWN {
         parts.push(format!("and {} more", facts.len() - SHOWN));
     }
@@ -121,13 +145,25 @@ mod tests {
     }
 
     fn file(value: Option<&str>, note: &str) -> Fact {
-        Fact { name: "--data".into(), value: value.map(str::to_owned), note: note.into() }
+        Fact {
+            name: "--data".into(),
+            value: value.map(str::to_owned),
+            note: note.into(),
+        }
     }
 
     #[test]
     fn differing_facts_are_named_with_both_values() {
-        let first = [seed("1"), file(Some("hash 7"), "/a, 3 B"), Fact::new("--lr", "0.1")];
-        let second = [file(Some("hash 8"), "/b, 3 B"), seed("2"), Fact::new("--clip", "1")];
+        let first = [
+            seed("1"),
+            file(Some("hash 7"), "/a, 3 B"),
+            Fact::new("--lr", "0.1"),
+        ];
+        let second = [
+            file(Some("hash 8"), "/b, 3 B"),
+            seed("2"),
+            Fact::new("--clip", "1"),
+        ];
         let found = Difference::between(&first, &second);
         assert_eq!(
             on_two(&found, (ProcessId(2), ProcessId(0))).to_string(),
@@ -136,21 +172,37 @@ mod tests {
              process 0 has 1, process 2 has none"
         );
         let changed = Difference::between(&[seed("1")], &[seed("2")]);
-        assert_eq!(over_time(&changed).to_string(), "--seed: it was 1, and is 2");
+        assert_eq!(
+            over_time(&changed).to_string(),
+            "--seed: it was 1, and is 2"
+        );
     }
 
     #[test]
     fn unknown_values_and_other_notes_are_no_difference() {
-        assert_eq!(Difference::between(&[file(None, "")], &[file(Some("hash 7"), "/a")]), []);
-        assert_eq!(Difference::between(&[file(Some("7"), "/b")], &[file(Some("7"), "/a")]), []);
-        assert_eq!(Difference::between(&[], &[file(Some("7"), "")]).len(), 1, "it is not given");
+        assert_eq!(
+            Difference::between(&[file(None, "")], &[file(Some("hash 7"), "/a")]),
+            []
+        );
+        assert_eq!(
+            Difference::between(&[file(Some("7"), "/b")], &[file(Some("7"), "/a")]),
+            []
+        );
+        assert_eq!(
+            Difference::between(&[], &[file(Some("7"), "")]).len(),
+            1,
+            "it is not given"
+        );
     }
 
     #[test]
     fn note_of_several_facts_is_shown_by_the_first_that_differs() {
         let facts = |values: [&str; 3]| {
             let names = ["a", "b", "c"].into_iter().zip(values);
-            let fact = |(name, value)| Fact { note: "/m, 3 B".into(), ..Fact::new(name, value) };
+            let fact = |(name, value)| Fact {
+                note: "/m, 3 B".into(),
+                ..Fact::new(name, value)
+            };
             names.map(fact).collect::<Vec<_>>()
         };
         let found = Difference::between(&facts(["1", "2", "3"]), &facts(["1", "4", "5"]));
@@ -163,7 +215,9 @@ mod tests {
     #[test]
     fn long_lists_of_differences_are_cut() {
         let facts = |value: &str| -> Vec<Fact> {
-            (0..100).map(|layer| Fact::new(format!("layer {layer}"), value)).collect()
+            (0..100)
+                .map(|layer| Fact::new(format!("layer {layer}"), value))
+                .collect()
         };
         let found = Difference::between(&facts("a"), &facts("b"));
         let said = on_two(&found, (ProcessId(0), ProcessId(1))).to_string();

@@ -25,7 +25,8 @@ impl Line {
     }
 
     pub(super) fn say(&self, request: Request) {
-        self.hub.with(|state| state.job.said(self.link, request, now()));
+        self.hub
+            .with(|state| state.job.said(self.link, request, now()));
     }
 
     pub(super) fn hang_up(&self) {
@@ -54,8 +55,18 @@ struct HubState {
 impl Hub {
     pub(super) fn new(processes: usize, peer_timeout: Duration, run: u128) -> Self {
         let job = Job::new(processes, peer_timeout, run, now());
-        let state = HubState { job, replies: BTreeMap::new(), links: 0, is_stopped: false };
-        Self { state: Mutex::new(state), changed: Condvar::new(), processes, peer_timeout }
+        let state = HubState {
+            job,
+            replies: BTreeMap::new(),
+            links: 0,
+            is_stopped: false,
+        };
+        Self {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            processes,
+            peer_timeout,
+        }
     }
 
     /// Handles all that is due, until [`stop`](Self::stop).

@@ -57,7 +57,11 @@ struct Client {
 impl Job {
     /// Creates the job of the run with this identity, which differs from that of every other run.
     pub(super) fn new(processes: usize, peer_timeout: Duration, run: u128, now: Instant) -> Self {
-        Self::of(Epochs::new(processes, peer_timeout, run, now), peer_timeout, now)
+        Self::of(
+            Epochs::new(processes, peer_timeout, run, now),
+            peer_timeout,
+            now,
+        )
     }
 
     /// Creates the job that goes on after the epoch `past`, of which another service knew. The job
@@ -68,7 +72,11 @@ impl Job {
         past: (&Joined, &[bool]),
         now: Instant,
     ) -> Self {
-        Self::of(Epochs::resumed(launched, peer_timeout, past, now), peer_timeout, now)
+        Self::of(
+            Epochs::resumed(launched, peer_timeout, past, now),
+            peer_timeout,
+            now,
+        )
     }
 
     fn of(epochs: Epochs, peer_timeout: Duration, now: Instant) -> Self {
@@ -104,7 +112,14 @@ impl Job {
     /// Adds a client that has proved to know the token. It must join within the peer timeout.
     pub(super) fn opened(&mut self, link: Link, now: Instant) {
         let (ping_at, join_by) = (after(now, self.ping), after(now, self.peer_timeout));
-        self.clients.insert(link, Client { heard: now, ping_at, join_by });
+        self.clients.insert(
+            link,
+            Client {
+                heard: now,
+                ping_at,
+                join_by,
+            },
+        );
     }
 
     /// Handles the end of a client's connection: drops its requests. If it had joined, its process
@@ -117,7 +132,9 @@ impl Job {
 
     /// Handles a request of a client.
     pub(super) fn said(&mut self, link: Link, request: Request, now: Instant) {
-        let Some(client) = self.clients.get_mut(&link) else { return };
+        let Some(client) = self.clients.get_mut(&link) else {
+            return;
+        };
         client.heard = now;
         // No answer yet if a request has to wait.
         let (ask, answer) = match request {
@@ -136,7 +153,10 @@ impl Job {
             } => {
                 let wait = Wait::new(ask, now, peer_timeout);
                 // A service that goes on knows nothing but marks.
-                let identity = Identity { key: identity.mark(), ..identity };
+                let identity = Identity {
+                    key: identity.mark(),
+                    ..identity
+                };
                 let wish = Wish {
                     process,
                     processes: processes as usize,
@@ -145,16 +165,32 @@ impl Job {
                     waits,
                     leaves: waits && member.leaves,
                 };
-                (ask, self.join(link, &wish, *member, wait, now).map(|()| None))
+                (
+                    ask,
+                    self.join(link, &wish, *member, wait, now).map(|()| None),
+                )
             }
-            Request::Set { ask, key, value } => {
-                (ask, self.values.set(key, value, &mut self.actions).map(Some))
-            }
-            Request::Get { ask, key, peer_timeout } => {
+            Request::Set { ask, key, value } => (
+                ask,
+                self.values.set(key, value, &mut self.actions).map(Some),
+            ),
+            Request::Get {
+                ask,
+                key,
+                peer_timeout,
+            } => {
                 let wait = Wait::new(ask, now, peer_timeout);
-                (ask, self.values.get(link, key, wait, || self.epochs.lost_for(link)))
+                (
+                    ask,
+                    self.values
+                        .get(link, key, wait, || self.epochs.lost_for(link)),
+                )
             }
-            Request::Barrier { ask, name, peer_timeout } => {
+            Request::Barrier {
+                ask,
+                name,
+                peer_timeout,
+            } => {
                 let wait = Wait::new(ask, now, peer_timeout);
                 (ask, self.barrier(link, name, wait).map(|()| None))
             }
@@ -199,12 +235,19 @@ impl Job {
         self.watch(now);
         self.epochs.tick(now, &mut self.actions);
         self.values.expire(now, &mut self.actions);
-        self.barriers.expire(now, self.epochs.places(), &mut self.actions);
+        self.barriers
+            .expire(now, self.epochs.places(), &mut self.actions);
         self.looks.expire(now, &mut self.actions);
-        let requests = self.values.due().chain(self.barriers.due()).chain(self.looks.due());
+        let requests = self
+            .values
+            .due()
+            .chain(self.barriers.due())
+            .chain(self.looks.due());
         // Often enough for pings even if nothing else is due, and to notice that the server was
         // stopped.
-        requests.chain(self.epochs.due()).fold(after(now, self.ping), Instant::min)
+        requests
+            .chain(self.epochs.due())
+            .fold(after(now, self.ping), Instant::min)
     }
 
     /// Sends pings, and drops clients that no longer answer.
@@ -217,9 +260,15 @@ impl Job {
         let mut silent = Vec::new();
         for (&link, client) in &mut self.clients {
             if now.saturating_duration_since(client.heard) > self.peer_timeout {
-                silent.push((link, format!("it has been silent for {:?}", self.peer_timeout)));
+                silent.push((
+                    link,
+                    format!("it has been silent for {:?}", self.peer_timeout),
+                ));
             } else if !self.epochs.has_joined(link) && now >= client.join_by {
-                silent.push((link, format!("it has not joined within {:?}", self.peer_timeout)));
+                silent.push((
+                    link,
+                    format!("it has not joined within {:?}", self.peer_timeout),
+                ));
             } else if now >= client.ping_at {
                 client.ping_at = after(now, self.ping);
                 self.actions.say(link, Reply::Ping);
@@ -265,13 +314,17 @@ impl Job {
             };
             self.barriers.fail(error, &mut self.actions);
         }
-        let entry = self.epochs.join(link, wish, member, wait, now, &mut self.actions)?;
+        let entry = self
+            .epochs
+            .join(link, wish, member, wait, now, &mut self.actions)?;
         if matches!(entry, Entry::HasPlace { .. }) && wish.waits {
             self.actions.say(link, Reply::Place);
         }
         match entry {
             Entry::HasPlace { instead_of: None } => {}
-            Entry::HasPlace { instead_of: Some(before) } => {
+            Entry::HasPlace {
+                instead_of: Some(before),
+            } => {
                 self.forget(before);
                 self.actions.close(before);
             }
@@ -284,7 +337,8 @@ impl Job {
         check_name("the name of a barrier", &name)?;
         let process = self.epochs.place_at_barrier(link, &name)?;
         let count = self.epochs.places();
-        self.barriers.arrive((process, link), name, wait, count, &mut self.actions)
+        self.barriers
+            .arrive((process, link), name, wait, count, &mut self.actions)
     }
 
     fn look(
@@ -294,7 +348,9 @@ impl Job {
         now: Instant,
     ) -> Result<Option<Answer>, RendezvousError> {
         let statuses = self.epochs.statuses()?;
-        let answer = self.looks.begin((link, ask), words, statuses, now, &mut self.actions)?;
+        let answer = self
+            .looks
+            .begin((link, ask), words, statuses, now, &mut self.actions)?;
         self.stays(link, now);
         Ok(answer)
     }
@@ -318,19 +374,32 @@ impl Job {
     /// Handles the end of a process. If its epoch runs, fails all that waits for it, and tells the
     /// others if it died.
     fn end(&mut self, link: Link, process: ProcessId, why: &str, how: HowEnded) {
-        if !self.epochs.end(link, process, (why, how), self.ticked, &mut self.actions) {
+        if !self
+            .epochs
+            .end(link, process, (why, how), self.ticked, &mut self.actions)
+        {
             return;
         }
         self.looks.ended(process, why, &mut self.actions);
         if how == HowEnded::Died {
             for other in self.epochs.joined() {
-                self.actions.say(other, Reply::Down { process, why: why.to_owned() });
+                self.actions.say(
+                    other,
+                    Reply::Down {
+                        process,
+                        why: why.to_owned(),
+                    },
+                );
             }
         }
         if how != HowEnded::Left {
             self.fail_gets(process, why);
         }
-        let error = |name| RendezvousError::BarrierBroken { name, process, why: why.to_owned() };
+        let error = |name| RendezvousError::BarrierBroken {
+            name,
+            process,
+            why: why.to_owned(),
+        };
         self.barriers.fail(error, &mut self.actions);
         self.epochs.dismiss_spares(self.ticked, &mut self.actions);
     }
@@ -338,7 +407,8 @@ impl Job {
     /// Fails the requests of this epoch's processes for values that nobody may set any more.
     fn fail_gets(&mut self, process: ProcessId, why: &str) {
         let is_of_epoch = |link| self.epochs.has_joined(link);
-        self.values.fail(is_of_epoch, process, why, &mut self.actions);
+        self.values
+            .fail(is_of_epoch, process, why, &mut self.actions);
     }
 }
 

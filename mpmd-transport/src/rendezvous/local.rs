@@ -42,7 +42,10 @@ impl LocalServer {
         let ticks = hub.clone();
         let builder = thread::Builder::new().name("mpmd-rendezvous-server".to_owned());
         let thread = builder.spawn(move || ticks.run())?;
-        Ok(Self { hub, thread: Some(thread) })
+        Ok(Self {
+            hub,
+            thread: Some(thread),
+        })
     }
 
     /// Connects a process to the service. Starts a thread that hears its replies. The process ends
@@ -53,11 +56,29 @@ impl LocalServer {
     ///
     /// If the system gives no thread.
     pub fn connect(&self, process: ProcessId) -> io::Result<(Rendezvous, LocalLink)> {
-        let Hub { processes, peer_timeout, .. } = *self.hub;
+        let Hub {
+            processes,
+            peer_timeout,
+            ..
+        } = *self.hub;
         let (connection, link) = self.open()?;
         let (server, token) = (connection.server.clone(), Token::new([0; 32]));
-        let config = JoinConfig { server, process, processes, token, peer_timeout };
-        Ok((Rendezvous { link: connection, config, local: HERE, clock_offset: 0 }, link))
+        let config = JoinConfig {
+            server,
+            process,
+            processes,
+            token,
+            peer_timeout,
+        };
+        Ok((
+            Rendezvous {
+                link: connection,
+                config,
+                local: HERE,
+                clock_offset: 0,
+            },
+            link,
+        ))
     }
 
     /// Connects an observer to the service, as [`connect`](Self::connect) does a process.

@@ -64,7 +64,14 @@ impl Observer {
         timeout: Duration,
     ) -> Result<BTreeMap<ProcessId, Result<Vec<u8>, String>>, RendezvousError> {
         self.link.state.lock().statuses.clear();
-        match self.link.ask(timeout, |ask| Request::Look { ask, words: words.into() })?.1 {
+        match self
+            .link
+            .ask(timeout, |ask| Request::Look {
+                ask,
+                words: words.into(),
+            })?
+            .1
+        {
             Answer::Done => Ok(std::mem::take(&mut self.link.state.lock().statuses)),
             other => Err(self.link.senseless(&other)),
         }

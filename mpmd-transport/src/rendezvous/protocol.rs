@@ -27,12 +27,18 @@ pub(super) const MAX_KEY_BYTES: usize = 1024;
 const MAX_FRAME_BYTES: usize = MAX_CONTROL_BYTES as usize;
 
 /// The handshake that a connection begins with.
-pub(super) const HANDSHAKE: Protocol =
-    Protocol { magic: *b"MPMDMEET", version: VERSION, facts: [0, 4] };
+pub(super) const HANDSHAKE: Protocol = Protocol {
+    magic: *b"MPMDMEET",
+    version: VERSION,
+    facts: [0, 4],
+};
 
 /// Encodes the interval of the server's pings, the fact of its handshake.
 pub(super) fn encode_ping(ping: Duration) -> [u8; 4] {
-    u32::try_from(ping.as_millis()).unwrap_or(u32::MAX).max(1).to_le_bytes()
+    u32::try_from(ping.as_millis())
+        .unwrap_or(u32::MAX)
+        .max(1)
+        .to_le_bytes()
 }
 
 /// Decodes the interval of the server's pings. `None` if there are not 4 bytes.
@@ -190,11 +196,26 @@ pub(super) enum Answer {
 
 /// Splits a reply into messages, lazily: all members of a large job do not fit one message.
 pub(super) fn parts(reply: Reply) -> Box<dyn Iterator<Item = Reply> + Send> {
-    let Reply::Answer { ask, result: Ok(answer) } = reply else {
+    let Reply::Answer {
+        ask,
+        result: Ok(answer),
+    } = reply
+    else {
         return Box::new(iter::once(reply));
     };
-    let Answer::Members { process, epoch, run, members, standing, more: false } = answer else {
-        return Box::new(iter::once(Reply::Answer { ask, result: Ok(answer) }));
+    let Answer::Members {
+        process,
+        epoch,
+        run,
+        members,
+        standing,
+        more: false,
+    } = answer
+    else {
+        return Box::new(iter::once(Reply::Answer {
+            ask,
+            result: Ok(answer),
+        }));
     };
     let mut next = Some(0);
     Box::new(iter::from_fn(move || {
@@ -209,7 +230,14 @@ pub(super) fn parts(reply: Reply) -> Box<dyn Iterator<Item = Reply> + Send> {
         let more = end < members.len();
         next = more.then_some(end);
         let members = members[first..end].into();
-        let result = Ok(Answer::Members { process, epoch, run, members, standing, more });
+        let result = Ok(Answer::Members {
+            process,
+            epoch,
+            run,
+            members,
+            standing,
+            more,
+        });
         Some(Reply::Answer { ask, result })
     }))
 }
@@ -223,7 +251,9 @@ pub(super) fn frame<T: Serialize>(message: &T) -> Result<Vec<u8>, RendezvousErro
         limit: MAX_FRAME_BYTES,
     };
     let payload = control::encode(message).map_err(|_| too_long(MAX_FRAME_BYTES + 1))?;
-    let Some(length) = u32::try_from(payload.len()).ok().filter(|&n| n as usize <= MAX_FRAME_BYTES)
+    let Some(length) = u32::try_from(payload.len())
+        .ok()
+        .filter(|&n| n as usize <= MAX_FRAME_BYTES)
     else {
         return Err(too_long(payload.len()));
     };
@@ -251,14 +281,18 @@ impl Frames {
     /// description of the fault if the bytes are invalid.
     pub(super) fn next<T: DeserializeOwned>(&mut self) -> Result<Option<T>, String> {
         let rest = &self.bytes[self.taken..];
-        let Some((length, rest)) = rest.split_first_chunk::<4>() else { return Ok(None) };
+        let Some((length, rest)) = rest.split_first_chunk::<4>() else {
+            return Ok(None);
+        };
         let length = u32::from_le_bytes(*length) as usize;
         if length == 0 || length > MAX_FRAME_BYTES {
             return Err(format!(
                 "a message announces {length} bytes; 1 to {MAX_FRAME_BYTES} are allowed"
             ));
         }
-        let Some(payload) = rest.get(..length) else { return Ok(None) };
+        let Some(payload) = rest.get(..length) else {
+            return Ok(None);
+        };
         let message = control::decode(payload).map_err(|e| e.to_string())?;
         self.taken += 4 + length;
         Ok(Some(message))
@@ -273,10 +307,16 @@ mod tests {
     #[test]
     fn messages_are_decoded_from_any_chunks() {
         let sent: Vec<Reply> = (0..5)
-            .map(|ask| Reply::Answer { ask, result: Ok(Answer::Value(vec![ask as u8; 100])) })
+            .map(|ask| Reply::Answer {
+                ask,
+                result: Ok(Answer::Value(vec![ask as u8; 100])),
+            })
             .chain([Reply::Ping])
             .collect();
-        let bytes: Vec<u8> = sent.iter().flat_map(|reply| frame(reply).unwrap()).collect();
+        let bytes: Vec<u8> = sent
+            .iter()
+            .flat_map(|reply| frame(reply).unwrap())
+            .collect();
         for size in [1, 3, 50, 113, bytes.len()] {
             let mut frames = Frames::default();
             let mut found = Vec::new();
@@ -302,12 +342,24 @@ mod tests {
             let members: Arc<[Member]> = (0..processes).map(member).collect();
             let (process, epoch, run) = (ProcessId(1), 2, 1 << 99);
             let all = members.clone();
-            let standing = CommitStanding { whole: Some(1), leavers: 2 };
-            let answer =
-                Answer::Members { process, epoch, run, members: all, standing, more: false };
+            let standing = CommitStanding {
+                whole: Some(1),
+                leavers: 2,
+            };
+            let answer = Answer::Members {
+                process,
+                epoch,
+                run,
+                members: all,
+                standing,
+                more: false,
+            };
             let mut heard = Vec::new();
             let mut last = false;
-            for part in parts(Reply::Answer { ask: 3, result: Ok(answer) }) {
+            for part in parts(Reply::Answer {
+                ask: 3,
+                result: Ok(answer),
+            }) {
                 assert!(!last, "nothing follows the last part");
                 assert!(frame(&part).is_ok());
                 let Reply::Answer {
@@ -318,7 +370,11 @@ mod tests {
                             epoch: 2,
                             run: told,
                             members,
-                            standing: CommitStanding { whole: Some(1), leavers: 2 },
+                            standing:
+                                CommitStanding {
+                                    whole: Some(1),
+                                    leavers: 2,
+                                },
                             more,
                         }),
                 } = part
@@ -359,14 +415,21 @@ mod tests {
             host: "left".into(),
             pid: 7,
             devices: 2,
-            addresses: vec![("tcp".into(), "10.0.0.1:77".into()), ("shm".into(), "shm/1".into())],
+            addresses: vec![
+                ("tcp".into(), "10.0.0.1:77".into()),
+                ("shm".into(), "shm/1".into()),
+            ],
             program: "p".into(),
             facts: Box::new([Fact::new("--seed", "1")]),
             trouble: Some("none".into()),
             sizes: SizeRange::of([1, 2, 4]),
             is_added: true,
             leaves: true,
-            heir: Some(Heir { address: "10.0.0.1:78".into(), mark: 1 << 80, since: 2 }),
+            heir: Some(Heir {
+                address: "10.0.0.1:78".into(),
+                mark: 1 << 80,
+                since: 2,
+            }),
         };
         let (epoch, waits, processes) = (1, true, 2);
         let joining = member.clone();
@@ -375,28 +438,62 @@ mod tests {
             process,
             processes,
             epoch,
-            identity: Identity { key: 3 << 90, run: Some(1 << 100) },
+            identity: Identity {
+                key: 3 << 90,
+                run: Some(1 << 100),
+            },
             waits,
             peer_timeout,
             member: Box::new(joining),
         };
         let requests = [
             join,
-            Request::Set { ask: 2, key: "k".into(), value: vec![7; 20] },
-            Request::Get { ask: 300, key: "k".into(), peer_timeout },
-            Request::Barrier { ask: 4, name: "b".into(), peer_timeout },
+            Request::Set {
+                ask: 2,
+                key: "k".into(),
+                value: vec![7; 20],
+            },
+            Request::Get {
+                ask: 300,
+                key: "k".into(),
+                peer_timeout,
+            },
+            Request::Barrier {
+                ask: 4,
+                name: "b".into(),
+                peer_timeout,
+            },
             Request::Clock { ask: 70_000 },
-            Request::Leave { ask: 6, how: Leaving::Returns },
+            Request::Leave {
+                ask: 6,
+                how: Leaving::Returns,
+            },
             Request::Pong,
             Request::Whole,
-            Request::Look { ask: 7, words: vec![5; 9] },
-            Request::Status { look: 8, status: Ok(vec![3; 25]) },
-            Request::Status { look: 9, status: Err("it starts".into()) },
+            Request::Look {
+                ask: 7,
+                words: vec![5; 9],
+            },
+            Request::Status {
+                look: 8,
+                status: Ok(vec![3; 25]),
+            },
+            Request::Status {
+                look: 9,
+                status: Err("it starts".into()),
+            },
         ];
         let (name, why) = ("b".to_owned(), "it has gone".to_owned());
-        let missing =
-            RendezvousError::Barrier { name, missing: vec![process], processes: 2, peer_timeout };
-        let answer = |result| Reply::Answer { ask: 1 << 40, result };
+        let missing = RendezvousError::Barrier {
+            name,
+            missing: vec![process],
+            processes: 2,
+            peer_timeout,
+        };
+        let answer = |result| Reply::Answer {
+            ask: 1 << 40,
+            result,
+        };
         let replies = [
             answer(Ok(Answer::Done)),
             answer(Ok(Answer::Members {
@@ -404,25 +501,51 @@ mod tests {
                 epoch: 3,
                 run: 5,
                 members: vec![member; 2].into(),
-                standing: CommitStanding { whole: Some(2), leavers: 1 },
+                standing: CommitStanding {
+                    whole: Some(2),
+                    leavers: 1,
+                },
                 more: true,
             })),
             answer(Ok(Answer::Value(vec![1; 30]))),
             answer(Ok(Answer::Clock(-1))),
             answer(Err(missing)),
             Reply::Ping,
-            Reply::Down { process, why: why.clone() },
+            Reply::Down {
+                process,
+                why: why.clone(),
+            },
             Reply::Place,
             Reply::CouldHave { processes: 3 },
-            Reply::Busy { epoch: 2, processes: vec![process; 3], waited: peer_timeout },
-            Reply::Look { look: 8, words: vec![5; 9] },
-            Reply::Status { ask: 7, process, status: Ok(vec![3; 25]) },
-            Reply::Status { ask: 7, process, status: Err(why.clone()) },
+            Reply::Busy {
+                epoch: 2,
+                processes: vec![process; 3],
+                waited: peer_timeout,
+            },
+            Reply::Look {
+                look: 8,
+                words: vec![5; 9],
+            },
+            Reply::Status {
+                ask: 7,
+                process,
+                status: Ok(vec![3; 25]),
+            },
+            Reply::Status {
+                ask: 7,
+                process,
+                status: Err(why.clone()),
+            },
             Reply::Dropped { why },
-            Reply::Heirs { run: 5, addresses: vec!["10.0.0.1:78".into(); 2] },
+            Reply::Heirs {
+                run: 5,
+                addresses: vec!["10.0.0.1:78".into(); 2],
+            },
         ];
-        let mut samples: Vec<Vec<u8>> =
-            requests.iter().map(|request| frame(request).unwrap()).collect();
+        let mut samples: Vec<Vec<u8>> = requests
+            .iter()
+            .map(|request| frame(request).unwrap())
+            .collect();
         samples.extend(replies.iter().map(|reply| frame(reply).unwrap()));
         samples.extend([samples[..7].concat(), samples[7..].concat()]);
         mpmd_fuzz::bytes("rendezvous-frames", &samples, |bytes| {
@@ -432,8 +555,9 @@ mod tests {
             let (replies, why) = heard::<Reply>(bytes, usize::MAX);
             assert_eq!(heard(bytes, 7), (replies.clone(), why));
             for reply in replies {
-                let said: Vec<u8> =
-                    parts(reply.clone()).flat_map(|part| frame(&part).unwrap()).collect();
+                let said: Vec<u8> = parts(reply.clone())
+                    .flat_map(|part| frame(&part).unwrap())
+                    .collect();
                 assert_eq!(heard(&said, usize::MAX), (vec![reply], None));
             }
         });
@@ -447,10 +571,15 @@ mod tests {
         let mut frames = Frames::default();
         frames.push(&[3, 0, 0, 0, 200, 200, 200]);
         assert!(frames.next::<Reply>().is_err());
-        let long = Reply::Answer { ask: 1, result: Ok(Answer::Value(vec![0; MAX_FRAME_BYTES])) };
+        let long = Reply::Answer {
+            ask: 1,
+            result: Ok(Answer::Value(vec![0; MAX_FRAME_BYTES])),
+        };
         assert!(matches!(frame(&long), Err(RendezvousError::TooLong { .. })));
-        let most =
-            Reply::Answer { ask: u64::MAX, result: Ok(Answer::Value(vec![0; MAX_VALUE_BYTES])) };
+        let most = Reply::Answer {
+            ask: u64::MAX,
+            result: Ok(Answer::Value(vec![0; MAX_VALUE_BYTES])),
+        };
         assert!(frame(&most).is_ok());
     }
 }

@@ -42,7 +42,11 @@ impl Seeker {
     /// on with the service itself.
     pub fn part(&mut self, parting: Parting) {
         let parting = parting.after(self.parting.take());
-        self.parting = Some(if self.is_left { parting.handed_over() } else { parting });
+        self.parting = Some(if self.is_left {
+            parting.handed_over()
+        } else {
+            parting
+        });
     }
 
     /// Notes who can go on with the service. Those that this process has heard of while it waited
@@ -97,7 +101,11 @@ impl Seeker {
             None => Deputy::bind(at)?,
         };
         let address = self.deputy.insert(deputy).address();
-        Ok(Some(Heir { address, mark: identity.mark(), since: 0 }))
+        Ok(Some(Heir {
+            address,
+            mark: identity.mark(),
+            since: 0,
+        }))
     }
 
     /// Connects to the service. If its process is gone, connects to the one that goes on with it.
@@ -123,7 +131,10 @@ impl Seeker {
             if std::mem::take(&mut self.is_left) {
                 self.find(config, server, own.as_ref())?;
             }
-            let config = JoinConfig { server: self.service.clone(), ..config.clone() };
+            let config = JoinConfig {
+                server: self.service.clone(),
+                ..config.clone()
+            };
             let is_here = server.is_some() && own.as_ref().is_none_or(|own| *own == self.service);
             let Some(succession) = self.succession.as_ref().filter(|_| !is_here) else {
                 return Rendezvous::connect(config);
@@ -146,7 +157,10 @@ impl Seeker {
             Some(parting) => parting.check(is_first, system_time()),
             None => Err("it has not been in contact with it".to_owned()),
         };
-        parted.map_err(|why| RendezvousError::Outlived { server: self.service.clone(), why })
+        parted.map_err(|why| RendezvousError::Outlived {
+            server: self.service.clone(),
+            why,
+        })
     }
 
     /// Finds the place where the service goes on: at the earlier one, if that is `here`, should no
@@ -158,13 +172,25 @@ impl Seeker {
         here: Option<&String>,
     ) -> Result<(), RendezvousError> {
         let own = self.deputy.as_ref().map(Deputy::address);
-        let place = self.succession.as_ref().map(|succession| succession.find(own.as_deref()));
+        let place = self
+            .succession
+            .as_ref()
+            .map(|succession| succession.find(own.as_deref()));
         match (place, &self.succession) {
             (Some(Place::At(address)), _) => self.service = address,
             (Some(Place::Here), Some(succession)) => {
                 self.may_go_on(succession.is_first(own.as_deref()))?;
-                let JoinConfig { processes, ref token, peer_timeout, .. } = *config;
-                let config = ServerConfig { processes, token: token.clone(), peer_timeout };
+                let JoinConfig {
+                    processes,
+                    ref token,
+                    peer_timeout,
+                    ..
+                } = *config;
+                let config = ServerConfig {
+                    processes,
+                    token: token.clone(),
+                    peer_timeout,
+                };
                 let deputy = self.deputy.take();
                 let host_lives = std::mem::take(&mut self.host_lives);
                 let resume = |deputy| Server::resume(deputy, (succession, host_lives), config);

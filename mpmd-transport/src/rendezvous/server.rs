@@ -67,7 +67,11 @@ impl Server {
     /// [`RendezvousError::Environment`] if the thread cannot be started, or if the system gives no
     /// random numbers.
     pub fn bind(address: SocketAddr, config: ServerConfig) -> Result<Self, RendezvousError> {
-        let ServerConfig { processes, peer_timeout, .. } = config;
+        let ServerConfig {
+            processes,
+            peer_timeout,
+            ..
+        } = config;
         let job = Job::new(processes, peer_timeout, random()?, Instant::now());
         Self::start(address, config, job, || bind(address))
     }
@@ -81,10 +85,13 @@ impl Server {
         (succession, host_lives): (&Succession, bool),
         config: ServerConfig,
     ) -> Result<Self, RendezvousError> {
-        let past = succession.past.as_ref().ok_or_else(|| RendezvousError::OutOfTurn {
-            what: "going on with the rendezvous service".into(),
-            when: "for a process that had a place".into(),
-        })?;
+        let past = succession
+            .past
+            .as_ref()
+            .ok_or_else(|| RendezvousError::OutOfTurn {
+                what: "going on with the rendezvous service".into(),
+                when: "for a process that had a place".into(),
+            })?;
         let lives = deputy.lives(past, host_lives);
         let Deputy { listener, address } = deputy;
         tracing::info!(%address, past.epoch, ?lives, "goes on with the rendezvous service");
@@ -124,7 +131,12 @@ impl Server {
             .name("mpmd-rendezvous-server".into())
             .spawn(move || runtime.block_on(hub.run(listener, stopped)))
             .map_err(|e| environment("starting the rendezvous service's thread", e))?;
-        Ok(Self { address, stage, stop: Some(stop), thread: Some(thread) })
+        Ok(Self {
+            address,
+            stage,
+            stop: Some(stop),
+            thread: Some(thread),
+        })
     }
 
     /// The address at which the service listens, with its actual port.
@@ -215,7 +227,9 @@ impl Server {
     pub fn refusal(&self, number: ProcessId) -> Option<String> {
         let state = self.stage.state.lock();
         let mut refused = state.refused.iter().rev();
-        refused.find(|(process, _)| *process == number).map(|(_, why)| why.clone())
+        refused
+            .find(|(process, _)| *process == number)
+            .map(|(_, why)| why.clone())
     }
 
     /// Blocks until the job is over: it was complete, and no process is left in it. At most for
@@ -276,7 +290,9 @@ fn bind(address: SocketAddr) -> std::io::Result<TcpListener> {
     };
     let without_ipv6 = |error: &std::io::Error| {
         let of_ipv6 = [Errno::AFNOSUPPORT, Errno::ADDRNOTAVAIL].map(Errno::raw_os_error);
-        error.raw_os_error().is_some_and(|error| of_ipv6.contains(&error))
+        error
+            .raw_os_error()
+            .is_some_and(|error| of_ipv6.contains(&error))
     };
     match both() {
         Err(error) if address.ip().is_unspecified() && without_ipv6(&error) => {
@@ -349,7 +365,13 @@ struct Hub {
 
 impl Hub {
     fn new(config: ServerConfig, job: Job, stage: Arc<Stage>) -> Self {
-        Self { config, stage, job, says: HashMap::new(), tasks: JoinSet::new() }
+        Self {
+            config,
+            stage,
+            job,
+            says: HashMap::new(),
+            tasks: JoinSet::new(),
+        }
     }
 
     async fn run(mut self, listener: TcpListener, mut stopped: oneshot::Receiver<()>) {
@@ -360,7 +382,8 @@ impl Hub {
         let strangers = Arc::new(Strangers::new(64 + 2 * self.config.processes));
         let mut next_link: Link = 0;
         loop {
-            self.job.owner_starts(self.stage.owner_starts.load(Ordering::Relaxed));
+            self.job
+                .owner_starts(self.stage.owner_starts.load(Ordering::Relaxed));
             let due = self.job.tick(Instant::now());
             self.act();
             tokio::select! {
@@ -449,7 +472,12 @@ impl Hub {
         let may_shrink = complete && epochs.may_shrink();
         let mut state = self.stage.state.lock();
         let reports = epochs.reports();
-        let known = (state.complete, state.failed.as_ref(), state.reports.len(), &state.parts);
+        let known = (
+            state.complete,
+            state.failed.as_ref(),
+            state.reports.len(),
+            &state.parts,
+        );
         if known != (complete, failed, reports.len(), &parts)
             || (state.present, state.wanted, state.is_over) != (present, wanted, is_over)
             || (state.places, state.refused.len()) != (places, epochs.refused().len())
@@ -547,10 +575,16 @@ async fn listen(
                     if let Request::Clock { ask } = request
                         && let Some(says) = clock_says.upgrade()
                     {
-                        let _ =
-                            says.send(Reply::Answer { ask, result: Ok(Answer::Clock(clock())) });
+                        let _ = says.send(Reply::Answer {
+                            ask,
+                            result: Ok(Answer::Clock(clock())),
+                        });
                     }
-                    if events.send(Event::Said(link, Box::new(request))).await.is_err() {
+                    if events
+                        .send(Event::Said(link, Box::new(request)))
+                        .await
+                        .is_err()
+                    {
                         return "the rendezvous service has ended".into();
                     }
                 }
@@ -567,10 +601,15 @@ mod tests {
 
     #[test]
     fn other_version_stays_a_stranger_until_closed() {
-        let runtime = runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let runtime = runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
         runtime.block_on(async {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-            let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+            let mut client = TcpStream::connect(listener.local_addr().unwrap())
+                .await
+                .unwrap();
             let (stream, _) = listener.accept().await.unwrap();
             let strangers = Arc::new(Strangers::new(1));
             let (greeted, token) = (strangers.clone(), Token::new([42; 32]));

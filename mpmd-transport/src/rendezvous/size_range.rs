@@ -18,7 +18,10 @@ impl SizeRange {
         for size in sizes {
             match ranges.last_mut() {
                 Some(range) if range.last.checked_add(1) == Some(size) => range.last = size,
-                _ => ranges.push(Self { first: size, last: size }),
+                _ => ranges.push(Self {
+                    first: size,
+                    last: size,
+                }),
             }
         }
         ranges
@@ -27,7 +30,9 @@ impl SizeRange {
     /// Returns the largest number of the range that is at most `most`. `None` if all are larger.
     pub(super) fn largest_up_to(self, most: usize) -> Option<usize> {
         let largest = most.min(self.last as usize);
-        (self.first as usize..=largest).contains(&largest).then_some(largest)
+        (self.first as usize..=largest)
+            .contains(&largest)
+            .then_some(largest)
     }
 }
 
@@ -40,7 +45,10 @@ mod tests {
         let range = |first, last| SizeRange { first, last };
         assert_eq!(SizeRange::of([]), []);
         assert_eq!(SizeRange::of(1..=4000), [range(1, 4000)]);
-        assert_eq!(SizeRange::of([1, 2, 4, 5, 6, 9]), [range(1, 2), range(4, 6), range(9, 9)]);
+        assert_eq!(
+            SizeRange::of([1, 2, 4, 5, 6, 9]),
+            [range(1, 2), range(4, 6), range(9, 9)]
+        );
         let last = range(u32::MAX - 1, u32::MAX);
         assert_eq!(SizeRange::of([u32::MAX - 1, u32::MAX]), [last]);
     }

@@ -74,18 +74,29 @@ impl Succession {
     pub fn of(joined: &Joined) -> Option<Self> {
         let addresses = in_order(&joined.members);
         let past = Some(joined.clone());
-        (!addresses.is_empty()).then_some(Self { run: joined.run, addresses, past })
+        (!addresses.is_empty()).then_some(Self {
+            run: joined.run,
+            addresses,
+            past,
+        })
     }
 
     /// Creates that of a process that waits for a place.
     pub(super) fn told(run: u128, addresses: Vec<String>) -> Self {
-        Self { run, addresses, past: None }
+        Self {
+            run,
+            addresses,
+            past: None,
+        }
     }
 
     /// Notes that a commit of the epoch is whole on all its processes.
     pub fn commit_is_whole(&mut self) {
         if let Some(past) = &mut self.past {
-            past.standing = CommitStanding { whole: Some(past.epoch), leavers: 0 };
+            past.standing = CommitStanding {
+                whole: Some(past.epoch),
+                leavers: 0,
+            };
         }
     }
 
@@ -120,7 +131,9 @@ impl Succession {
     /// Returns the process that ran the service in the epoch: it is no heir.
     pub fn host(&self) -> Option<ProcessId> {
         let mut members = (0..).zip(&self.past.as_ref()?.members);
-        members.find(|(_, member)| member.heir.is_none()).map(|(process, _)| ProcessId(process))
+        members
+            .find(|(_, member)| member.heir.is_none())
+            .map(|(process, _)| ProcessId(process))
     }
 
     /// Returns the place where the service goes on. `own` is the address of this process's deputy.
@@ -138,7 +151,10 @@ impl Succession {
 
 /// Returns the addresses of the members that can go on with a service, the first ones first.
 pub(super) fn in_order(members: &[Member]) -> Vec<String> {
-    let mut heirs: Vec<&Heir> = members.iter().filter_map(|member| member.heir.as_ref()).collect();
+    let mut heirs: Vec<&Heir> = members
+        .iter()
+        .filter_map(|member| member.heir.as_ref())
+        .collect();
     heirs.sort_by_key(|heir| heir.since);
     heirs.into_iter().map(|heir| heir.address.clone()).collect()
 }
@@ -175,6 +191,9 @@ impl Deputy {
         let (own, until) = (self.address(), after(Instant::now(), ASK_WITHIN));
         let lives =
             |heir: &Heir| heir.address == own || probe(&heir.address, until) != Probe::Refused;
-        past.members.iter().map(|member| member.heir.as_ref().map_or(host_lives, lives)).collect()
+        past.members
+            .iter()
+            .map(|member| member.heir.as_ref().map_or(host_lives, lives))
+            .collect()
     }
 }

@@ -30,7 +30,9 @@ pub(super) struct Address {
 impl Address {
     /// Returns this process's address, with a new random name.
     pub(super) fn of_this_process() -> std::io::Result<Self> {
-        let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_owned();
+        let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?
+            .trim()
+            .to_owned();
         let mut name = [0; NAME_BYTES];
         std::io::Read::read_exact(&mut std::fs::File::open("/dev/urandom")?, &mut name)?;
         let namespace = |which| {
@@ -92,8 +94,19 @@ pub fn no_address(why: &str) -> String {
 
 impl fmt::Display for Address {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { version, boot, network, processes, user, name } = self;
-        write!(f, "{NAME}/{version}/{boot}/{network}/{processes}/{user}/{}", hex(name))
+        let Self {
+            version,
+            boot,
+            network,
+            processes,
+            user,
+            name,
+        } = self;
+        write!(
+            f,
+            "{NAME}/{version}/{boot}/{network}/{processes}/{user}/{}",
+            hex(name)
+        )
     }
 }
 
@@ -144,21 +157,30 @@ mod tests {
 
     #[test]
     fn addresses_parse_and_are_unique() {
-        let (one, other) =
-            (Address::of_this_process().unwrap(), Address::of_this_process().unwrap());
+        let (one, other) = (
+            Address::of_this_process().unwrap(),
+            Address::of_this_process().unwrap(),
+        );
         assert_eq!(one.to_string().parse(), Ok(one.clone()));
         assert_ne!(one, other);
         assert_eq!(why_apart(&one.to_string(), &other.to_string()), None);
-        for wrong in
-            ["", "shm", "shm/1/a/2/3/4", "tcp/1/a/2/3/4/00", "shm/1/a/2/3/4/xyz", "1.2.3.4:5"]
-        {
+        for wrong in [
+            "",
+            "shm",
+            "shm/1/a/2/3/4",
+            "tcp/1/a/2/3/4/00",
+            "shm/1/a/2/3/4/xyz",
+            "1.2.3.4:5",
+        ] {
             assert!(wrong.parse::<Address>().is_err(), "{wrong}");
         }
         let signed = format!("shm/1/a/2/3/4/+1{}", "0".repeat(30));
         assert!(signed.parse::<Address>().is_err(), "a sign is no digit");
         let tampered = format!("{one}0");
         assert!(
-            why_apart(&tampered, &one.to_string()).unwrap().contains("no address of shared memory")
+            why_apart(&tampered, &one.to_string())
+                .unwrap()
+                .contains("no address of shared memory")
         );
     }
 
@@ -180,17 +202,53 @@ mod tests {
     fn why_apart_is_symmetric_and_names_the_reason() {
         let here = Address::of_this_process().unwrap();
         for (other, why) in [
-            (Address { version: VERSION + 1, ..here.clone() }, "different builds"),
-            (Address { boot: "elsewhere".into(), ..here.clone() }, "different machines"),
-            (Address { user: here.user + 1, ..here.clone() }, "different users"),
-            (Address { network: 1, ..here.clone() }, "network namespaces"),
-            (Address { processes: 1, ..here.clone() }, "process namespaces"),
+            (
+                Address {
+                    version: VERSION + 1,
+                    ..here.clone()
+                },
+                "different builds",
+            ),
+            (
+                Address {
+                    boot: "elsewhere".into(),
+                    ..here.clone()
+                },
+                "different machines",
+            ),
+            (
+                Address {
+                    user: here.user + 1,
+                    ..here.clone()
+                },
+                "different users",
+            ),
+            (
+                Address {
+                    network: 1,
+                    ..here.clone()
+                },
+                "network namespaces",
+            ),
+            (
+                Address {
+                    processes: 1,
+                    ..here.clone()
+                },
+                "process namespaces",
+            ),
         ] {
             let found = why_apart(&here.to_string(), &other.to_string()).unwrap();
             assert!(found.contains(why), "{found}");
-            assert_eq!(why_apart(&other.to_string(), &here.to_string()), Some(found));
+            assert_eq!(
+                why_apart(&other.to_string(), &here.to_string()),
+                Some(found)
+            );
         }
         let without = no_address("memfd_create is not allowed");
-        assert_eq!(why_apart(&here.to_string(), &without).unwrap(), "memfd_create is not allowed");
+        assert_eq!(
+            why_apart(&here.to_string(), &without).unwrap(),
+            "memfd_create is not allowed"
+        );
     }
 }

@@ -41,8 +41,11 @@ impl Shared {
         peer_timeout: Duration,
     ) -> Result<(), TransportError> {
         let deadline = after(Instant::now(), peer_timeout);
-        let asked =
-            |(index, peer)| with.get(index).is_some_and(|with| *with).then_some((index, peer));
+        let asked = |(index, peer)| {
+            with.get(index)
+                .is_some_and(|with| *with)
+                .then_some((index, peer))
+        };
         let peers = self
             .peers
             .iter()
@@ -130,7 +133,9 @@ fn try_all(
     let mut why = None;
     for _ in 0..MOST_SAMPLES {
         let packet = peer.socket.receive_until(deadline)?.bytes;
-        let Some((kind, rest)) = packet.split_first_chunk::<4>() else { return Err(nonsense()) };
+        let Some((kind, rest)) = packet.split_first_chunk::<4>() else {
+            return Err(nonsense());
+        };
         match *kind {
             SAMPLE => note(&mut why, sharing.try_sample(rest).err()),
             NO_MORE => {

@@ -51,7 +51,11 @@ impl BareWord {
     /// The path by which another process of this host can [open](Self::open) the counter, as long
     /// as this process lives.
     pub fn path(&self) -> String {
-        format!("/proc/{}/fd/{}", std::process::id(), self.memory.as_fd().as_raw_fd())
+        format!(
+            "/proc/{}/fd/{}",
+            std::process::id(),
+            self.memory.as_fd().as_raw_fd()
+        )
     }
 
     /// The value of the counter.

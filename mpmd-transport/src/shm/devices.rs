@@ -56,7 +56,13 @@ impl Devices {
     pub(super) fn new(processes: usize) -> Self {
         let gone = (0..processes).map(|_| AtomicBool::new(false)).collect();
         let (sharing, held, partings) = Default::default();
-        Self { sharing, gone, held, partings, reaper: Reaper::new() }
+        Self {
+            sharing,
+            gone,
+            held,
+            partings,
+            reaper: Reaper::new(),
+        }
     }
 
     /// Records that a process has provably exited: the memory of its devices is lost.
@@ -79,14 +85,21 @@ impl Devices {
     pub(super) fn part(&self, segment: Retired, awaited: Vec<usize>) {
         let Retired { number, memory } = segment;
         if memory.is_some() {
-            self.partings.lock().push(Parting { number, memory, awaited });
+            self.partings.lock().push(Parting {
+                number,
+                memory,
+                awaited,
+            });
         }
     }
 
     /// Records that a process has closed segments that it was given.
     pub(super) fn note_closed(&self, process: usize, numbers: &[u32]) {
-        for parting in
-            self.partings.lock().iter_mut().filter(|parting| numbers.contains(&parting.number))
+        for parting in self
+            .partings
+            .lock()
+            .iter_mut()
+            .filter(|parting| numbers.contains(&parting.number))
         {
             parting.awaited.retain(|awaited| *awaited != process);
         }
@@ -97,9 +110,13 @@ impl Devices {
         let over = {
             let mut partings = self.partings.lock();
             for parting in partings.iter_mut() {
-                parting.awaited.retain(|awaited| !self.gone[*awaited].load(Ordering::Acquire));
+                parting
+                    .awaited
+                    .retain(|awaited| !self.gone[*awaited].load(Ordering::Acquire));
             }
-            partings.extract_if(.., |parting| parting.awaited.is_empty()).collect::<Vec<_>>()
+            partings
+                .extract_if(.., |parting| parting.awaited.is_empty())
+                .collect::<Vec<_>>()
         };
         for mut parting in over {
             let memory = parting.memory.take();

@@ -78,13 +78,17 @@ impl Doorbell {
     /// If `first` is not aligned to 4 bytes.
     pub(super) unsafe fn at(first: NonNull<u8>, keep: Arc<dyn Send + Sync>) -> Self {
         // SAFETY: The caller's promise is that of `Words::at`; any bytes are valid atomics.
-        Self { words: unsafe { Words::at(first, WORDS, keep) } }
+        Self {
+            words: unsafe { Words::at(first, WORDS, keep) },
+        }
     }
 
     /// Creates a doorbell in memory of its own.
     #[cfg(test)]
     pub(super) fn alone() -> Self {
-        Self { words: Words::alone(WORDS) }
+        Self {
+            words: Words::alone(WORDS),
+        }
     }
 
     /// Wakes the doorbell's process if none of its threads is awake to look: all parked threads, or

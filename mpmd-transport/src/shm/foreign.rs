@@ -33,7 +33,12 @@ enum Open {
 
 impl DeviceGiven {
     pub(super) fn new(words: Vec<u8>, bytes: u64, owner: ProcessId) -> Self {
-        Self { words, bytes, owner, open: Open::No }
+        Self {
+            words,
+            bytes,
+            owner,
+            open: Open::No,
+        }
     }
 
     /// Returns the segment, which its giver knows by `number`, and opens it if it is not open. The
@@ -55,13 +60,18 @@ impl DeviceGiven {
         }
         let bytes = usize::try_from(self.bytes).map_err(|error| error.to_string())?;
         let gone = |process: ProcessId| {
-            devices.gone.get(process.index()).is_some_and(|it| it.load(Ordering::Acquire))
+            devices
+                .gone
+                .get(process.index())
+                .is_some_and(|it| it.load(Ordering::Acquire))
         };
         if gone(self.owner) {
             return Err(lost(self.owner));
         }
-        let sharing =
-            devices.sharing.get().ok_or("this process has no devices that share memory")?;
+        let sharing = devices
+            .sharing
+            .get()
+            .ok_or("this process has no devices that share memory")?;
         let make = || {
             let memory = sharing.open(&self.words, bytes)?;
             let foreign = Foreign {
@@ -74,10 +84,14 @@ impl DeviceGiven {
             };
             Segment::of_device(Box::new(foreign)).map(Arc::new)
         };
-        let (segment, is_new) =
-            mappings.opened(&self.words, make).map_err(|error| error.to_string())?;
+        let (segment, is_new) = mappings
+            .opened(&self.words, make)
+            .map_err(|error| error.to_string())?;
         if segment.bytes() != bytes {
-            return Err(format!("it has {} bytes and is announced with {bytes}", segment.bytes()));
+            return Err(format!(
+                "it has {} bytes and is announced with {bytes}",
+                segment.bytes()
+            ));
         }
         let is_first = is_new && matches!(self.open, Open::No);
         self.open = if is_first {
@@ -129,7 +143,10 @@ impl Foreign {
     /// any other segment.
     pub(super) fn life(segment: &Segment) -> Option<Arc<dyn Fence>> {
         let Self { owner, gone, .. } = Self::of(segment)?;
-        Some(Arc::new(Life { owner: *owner, gone: gone.clone() }))
+        Some(Arc::new(Life {
+            owner: *owner,
+            gone: gone.clone(),
+        }))
     }
 
     fn of(segment: &Segment) -> Option<&Self> {
@@ -173,7 +190,9 @@ impl DeviceMemory for Foreign {
     }
 
     fn device(&self) -> u32 {
-        self.memory.as_ref().map_or(u32::MAX, |memory| memory.device())
+        self.memory
+            .as_ref()
+            .map_or(u32::MAX, |memory| memory.device())
     }
 
     fn export(&self) -> Option<&[u8]> {
@@ -195,7 +214,9 @@ impl Drop for Foreign {
         let (memory, givers) = (self.memory.take(), std::mem::take(self.givers.get_mut()));
         self.reaper.later(move || {
             drop(memory);
-            givers.into_iter().for_each(|(returns, number)| returns.say_closed(number));
+            givers
+                .into_iter()
+                .for_each(|(returns, number)| returns.say_closed(number));
         });
     }
 }

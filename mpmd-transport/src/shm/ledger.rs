@@ -71,8 +71,15 @@ pub(super) type Ended = (SharedBuffer, Ticket);
 impl Ledger {
     /// Creates an empty ledger over the rings of returns, by process.
     pub(super) fn new(returns: impl IntoIterator<Item = Option<Consumer>>) -> Self {
-        let accounts = returns.into_iter().map(|ring| ring.map(Account::new)).collect();
-        Self { accounts, unread: 0, round: 0 }
+        let accounts = returns
+            .into_iter()
+            .map(|ring| ring.map(Account::new))
+            .collect();
+        Self {
+            accounts,
+            unread: 0,
+            round: 0,
+        }
     }
 
     /// Enters a loan of this process's memory to `to`. It must be entered before the borrower can
@@ -97,8 +104,11 @@ impl Ledger {
         self.unread = 0;
         let mut ended = Vec::new();
         let most = |account: &Account| account.returns.most();
-        let mut left: Vec<usize> =
-            self.accounts.iter().map(|account| account.as_ref().map_or(0, most)).collect();
+        let mut left: Vec<usize> = self
+            .accounts
+            .iter()
+            .map(|account| account.as_ref().map_or(0, most))
+            .collect();
         loop {
             self.round += 1;
             let mut is_cut = false;
@@ -126,7 +136,9 @@ impl Ledger {
     fn read(&mut self, borrower: ProcessId, left: &mut usize, ended: &mut Vec<Ended>) -> bool {
         let round = self.round;
         loop {
-            let Some(account) = self.account(borrower) else { return false };
+            let Some(account) = self.account(borrower) else {
+                return false;
+            };
             if account.corrupt.is_some() {
                 return false;
             }
@@ -159,7 +171,9 @@ impl Ledger {
         let mut any = false;
         for borrower in 0..self.accounts.len() {
             let borrower = ProcessId(borrower as u32);
-            let early = self.account(borrower).map(|account| std::mem::take(&mut account.early));
+            let early = self
+                .account(borrower)
+                .map(|account| std::mem::take(&mut account.early));
             let mut early = early.unwrap_or_default();
             let before = early.len();
             early.retain(|(_, note)| !self.take(borrower, *note, ended));
@@ -174,17 +188,32 @@ impl Ledger {
     /// Carries out a note of a borrower. Returns false, and does nothing, if it names an unknown
     /// loan.
     fn take(&mut self, borrower: ProcessId, note: Note, ended: &mut Vec<Ended>) -> bool {
-        let Some(account) = self.account(borrower) else { return true };
+        let Some(account) = self.account(borrower) else {
+            return true;
+        };
         match note {
             Note::Returned { loan, to_owner } => {
-                let Some(open) = account.open.get_mut(&loan) else { return false };
+                let Some(open) = account.open.get_mut(&loan) else {
+                    return false;
+                };
                 open.posted.get_or_insert(to_owner);
                 ended.extend(account.end_if_over(loan));
             }
-            Note::PassedOn { loan, to, number, offset, bytes } => {
-                let Some(open) = account.open.get(&loan) else { return false };
+            Note::PassedOn {
+                loan,
+                to,
+                number,
+                offset,
+                bytes,
+            } => {
+                let Some(open) = account.open.get(&loan) else {
+                    return false;
+                };
                 let (part, is_copied) = (open.buffer.part_at(offset, bytes), open.is_copied);
-                let loan = LoanId { lender: borrower, number };
+                let loan = LoanId {
+                    lender: borrower,
+                    number,
+                };
                 if let (Some(part), Some(account)) = (part, self.account(to))
                     && to != borrower
                     && account.may_get(loan)
@@ -212,10 +241,16 @@ impl Ledger {
         offset: u64,
         bytes: u64,
     ) -> (Option<SharedBuffer>, Vec<Ended>) {
-        let is_known = self.account(from).is_some_and(|account| account.open.contains_key(&loan));
+        let is_known = self
+            .account(from)
+            .is_some_and(|account| account.open.contains_key(&loan));
         let mut ended = if is_known { Vec::new() } else { self.collect() };
-        let Some(account) = self.account(from) else { return (None, ended) };
-        let Some(open) = account.open.get_mut(&loan) else { return (None, ended) };
+        let Some(account) = self.account(from) else {
+            return (None, ended);
+        };
+        let Some(open) = account.open.get_mut(&loan) else {
+            return (None, ended);
+        };
         let part = open.buffer.part_at(offset, bytes);
         open.taken += 1;
         ended.extend(account.end_if_over(loan));
@@ -225,11 +260,16 @@ impl Ledger {
     /// Notes that no more messages of a borrower are taken. Returns the loans that only waited for
     /// such messages, and the tickets of all others. The memory of those stays lent.
     pub(super) fn note_end(&mut self, borrower: ProcessId) -> (Vec<Ended>, Vec<Ticket>) {
-        let Some(account) = self.account(borrower) else { return Default::default() };
+        let Some(account) = self.account(borrower) else {
+            return Default::default();
+        };
         account.has_ended = true;
         let over = |(loan, open): (&LoanId, &Open)| open.posted.is_some().then_some(*loan);
         let over: Vec<LoanId> = account.open.iter().filter_map(over).collect();
-        let ended = over.into_iter().filter_map(|loan| account.end(loan)).collect();
+        let ended = over
+            .into_iter()
+            .filter_map(|loan| account.end(loan))
+            .collect();
         (ended, self.take_tickets(borrower))
     }
 
@@ -251,7 +291,12 @@ impl Ledger {
             && account.early.is_empty()
         {
             account.has_exited = true;
-            ended.extend(account.open.drain().map(|(_, open)| (open.buffer, open.ticket)));
+            ended.extend(
+                account
+                    .open
+                    .drain()
+                    .map(|(_, open)| (open.buffer, open.ticket)),
+            );
             (account.bytes, account.copied) = (0, 0);
         }
         ended
@@ -260,7 +305,10 @@ impl Ledger {
     /// [Retires](SharedBuffer::retire) all lent memory: its return would not be noticed.
     pub(super) fn retire(&mut self) {
         for account in self.accounts.iter_mut().flatten() {
-            account.open.drain().for_each(|(_, open)| open.buffer.retire());
+            account
+                .open
+                .drain()
+                .for_each(|(_, open)| open.buffer.retire());
             (account.bytes, account.copied) = (0, 0);
         }
     }
@@ -268,7 +316,9 @@ impl Ledger {
     /// Takes the tickets of all loans to a borrower, so that nothing waits for their end any more.
     /// The memory stays lent.
     pub(super) fn take_tickets(&mut self, borrower: ProcessId) -> Vec<Ticket> {
-        let Some(account) = self.account(borrower) else { return Vec::new() };
+        let Some(account) = self.account(borrower) else {
+            return Vec::new();
+        };
         account.copied = 0;
         let take = |open: &mut Open| {
             open.is_copied = false;
@@ -288,20 +338,35 @@ impl Ledger {
 
     /// The fault in a borrower's ring of returns, if any.
     pub(super) fn corrupt(&self, borrower: ProcessId) -> Option<&Corrupt> {
-        self.accounts.get(borrower.index())?.as_ref()?.corrupt.as_ref()
+        self.accounts
+            .get(borrower.index())?
+            .as_ref()?
+            .corrupt
+            .as_ref()
     }
 
     /// True if a borrower must still copy and return some loans.
     pub(super) fn is_awaited(&self) -> bool {
-        self.accounts.iter().flatten().any(|account| account.copied > 0)
+        self.accounts
+            .iter()
+            .flatten()
+            .any(|account| account.copied > 0)
     }
 
     /// True if the rings should be [read](Self::collect): an awaited loan may have come back, or a
     /// ring fills up.
     pub(super) fn has_news(&self) -> bool {
-        self.accounts.iter().flatten().any(|Account { copied, corrupt, returns, .. }| {
-            corrupt.is_none() && (returns.is_half_full() || (*copied > 0 && !returns.is_empty()))
-        })
+        self.accounts.iter().flatten().any(
+            |Account {
+                 copied,
+                 corrupt,
+                 returns,
+                 ..
+             }| {
+                corrupt.is_none()
+                    && (returns.is_half_full() || (*copied > 0 && !returns.is_empty()))
+            },
+        )
     }
 
     /// Number of bytes that are lent to a borrower now.
@@ -313,7 +378,11 @@ impl Ledger {
     /// Number of open loans.
     #[cfg(test)]
     pub(super) fn open(&self) -> usize {
-        self.accounts.iter().flatten().map(|account| account.open.len()).sum()
+        self.accounts
+            .iter()
+            .flatten()
+            .map(|account| account.open.len())
+            .sum()
     }
 
     fn account(&mut self, borrower: ProcessId) -> Option<&mut Account> {
@@ -339,7 +408,10 @@ impl Account {
 
     /// True if a re-lent part may reach the borrower, and is not entered yet.
     fn may_get(&self, loan: LoanId) -> bool {
-        let is_lost = self.last.get(&loan.lender).is_some_and(|last| loan.number > *last);
+        let is_lost = self
+            .last
+            .get(&loan.lender)
+            .is_some_and(|last| loan.number > *last);
         !self.has_exited && !is_lost && !self.open.contains_key(&loan)
     }
 
@@ -348,11 +420,25 @@ impl Account {
         let is_copied = is_copied && !self.has_ended;
         self.bytes += buffer.len() as u64;
         self.copied += usize::from(is_copied);
-        self.open.insert(loan, Open { buffer, ticket, is_copied, taken: 0, posted: None });
+        self.open.insert(
+            loan,
+            Open {
+                buffer,
+                ticket,
+                is_copied,
+                taken: 0,
+                posted: None,
+            },
+        );
     }
 
     fn end(&mut self, loan: LoanId) -> Option<Ended> {
-        let Open { buffer, ticket, is_copied, .. } = self.open.remove(&loan)?;
+        let Open {
+            buffer,
+            ticket,
+            is_copied,
+            ..
+        } = self.open.remove(&loan)?;
         self.bytes -= buffer.len() as u64;
         self.copied -= usize::from(is_copied);
         Some((buffer, ticket))
@@ -361,7 +447,9 @@ impl Account {
     /// Ends a loan that was returned, if no message with parts of it is still to be taken.
     fn end_if_over(&mut self, loan: LoanId) -> Option<Ended> {
         let open = self.open.get(&loan)?;
-        let is_over = open.posted.is_some_and(|posted| self.has_ended || open.taken >= posted);
+        let is_over = open
+            .posted
+            .is_some_and(|posted| self.has_ended || open.taken >= posted);
         if is_over { self.end(loan) } else { None }
     }
 }

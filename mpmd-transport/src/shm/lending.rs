@@ -84,12 +84,24 @@ impl Shared {
             Some(bytes) if bytes.device().is_some() => {
                 return self.lend_device(to, peer, header, bytes, ticket);
             }
-            Some(bytes) if bytes.len() > LARGEST_INLINE => {
-                self.lend_host(peer, &Message { to, header, ticket, is_later: false }, bytes)?
-            }
+            Some(bytes) if bytes.len() > LARGEST_INLINE => self.lend_host(
+                peer,
+                &Message {
+                    to,
+                    header,
+                    ticket,
+                    is_later: false,
+                },
+                bytes,
+            )?,
             payload => {
                 let bytes = payload.as_deref().unwrap_or_default();
-                peer.send(&mut *peer.open()?, INLINE, &[&header.encode()[..], bytes], None);
+                peer.send(
+                    &mut *peer.open()?,
+                    INLINE,
+                    &[&header.encode()[..], bytes],
+                    None,
+                );
                 IsLent(false)
             }
         };
@@ -111,8 +123,12 @@ impl Shared {
                 self.lend(peer, &mut *peer.open()?, message, copy)
             }
         };
-        lent.map(Lending::is_lent)
-            .map_err(|_| gone(message.to, "memory that was made for lending cannot be lent"))
+        lent.map(Lending::is_lent).map_err(|_| {
+            gone(
+                message.to,
+                "memory that was made for lending cannot be lent",
+            )
+        })
     }
 
     /// Sends a message without moving its payload, which is lent, re-lent, or the receiver's own.
@@ -125,8 +141,15 @@ impl Shared {
         message: &Message<'_>,
         bytes: SharedBuffer,
     ) -> Result<Lending, SharedBuffer> {
-        let Message { to, header, ticket, is_later } = message;
-        let Some(place) = bytes.place() else { return Err(bytes) };
+        let Message {
+            to,
+            header,
+            ticket,
+            is_later,
+        } = message;
+        let Some(place) = bytes.place() else {
+            return Err(bytes);
+        };
         let borrowed = match bytes.loan() {
             None => None,
             Some(loan) => match self.borrowed(loan) {
@@ -144,7 +167,12 @@ impl Shared {
                 bytes: size.into(),
                 lender: lender.0.into(),
             };
-            peer.send(out, TO_OWNER, &[&header.encode()[..], part.as_bytes()], None);
+            peer.send(
+                out,
+                TO_OWNER,
+                &[&header.encode()[..], part.as_bytes()],
+                None,
+            );
             return Ok(Lending::ToOwner);
         }
         let number = out.next_loan;
@@ -166,8 +194,13 @@ impl Shared {
             owner: owner.unwrap_or(self.process).0.into(),
         };
         let is_due = owner.is_none() && {
-            let loan = LoanId { lender: self.process, number };
-            self.ledger.lock().lend(*to, loan, bytes, *ticket, is_copied)
+            let loan = LoanId {
+                lender: self.process,
+                number,
+            };
+            self.ledger
+                .lock()
+                .lend(*to, loan, bytes, *ticket, is_copied)
         };
         let parts = [&header.encode()[..], lent.as_bytes()];
         peer.send(out, LENT, &parts, Some((segment, &place.segment)));
@@ -199,15 +232,20 @@ impl Shared {
     /// Copies bytes that cannot be lent where they are, such as those of a `Vec`.
     fn lendable(&self, bytes: &[u8]) -> Result<SharedBuffer, TransportError> {
         let mut copy =
-            self.pool.allocate(bytes.len()).map_err(|error| TransportError::Environment {
-                doing: format!("lending {} bytes", bytes.len()),
-                why: error.to_string(),
-            })?;
+            self.pool
+                .allocate(bytes.len())
+                .map_err(|error| TransportError::Environment {
+                    doing: format!("lending {} bytes", bytes.len()),
+                    why: error.to_string(),
+                })?;
         copy.copy_from_slice(bytes);
         Ok(copy.freeze())
     }
 }
 
 fn gone(peer: ProcessId, why: &str) -> TransportError {
-    TransportError::PeerGone { peer, why: why.to_owned() }
+    TransportError::PeerGone {
+        peer,
+        why: why.to_owned(),
+    }
 }

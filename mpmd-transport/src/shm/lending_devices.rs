@@ -38,18 +38,39 @@ impl Shared {
         let borrowed = bytes.loan().and_then(|loan| self.borrowed(loan));
         let is_owner = borrowed.is_some_and(|borrowed| borrowed.owner() == to);
         if !is_owner && !ready.are_over() {
-            self.hold_back(Held { to, header: *header, bytes, ticket }, Some(ready));
+            self.hold_back(
+                Held {
+                    to,
+                    header: *header,
+                    bytes,
+                    ticket,
+                },
+                Some(ready),
+            );
             return Ok(IsLent(true));
         }
         let made = bytes.clone();
         let is_later = !is_owner && !made.is_made();
-        let message = Message { to, header, ticket, is_later };
+        let message = Message {
+            to,
+            header,
+            ticket,
+            is_later,
+        };
         let lent = self.lend(peer, &mut *peer.open()?, &message, bytes);
         let lent = match lent {
             Ok(lent) => lent,
             // The owner cannot be told now that another process reads it, so it is sent later.
             Err(bytes) => {
-                self.hold_back(Held { to, header: *header, bytes, ticket }, None);
+                self.hold_back(
+                    Held {
+                        to,
+                        header: *header,
+                        bytes,
+                        ticket,
+                    },
+                    None,
+                );
                 return Ok(IsLent(true));
             }
         };
@@ -84,18 +105,31 @@ impl Shared {
     pub(super) fn post_held(&self) {
         let is_due = |held: &mut Held| held.bytes.ready().are_over();
         let due: Vec<_> = self.devices.held.lock().extract_if(.., is_due).collect();
-        for Held { to, header, bytes, ticket } in due {
+        for Held {
+            to,
+            header,
+            bytes,
+            ticket,
+        } in due
+        {
             self.post(to, &header, Some(bytes), ticket);
         }
     }
 
     /// Tells the borrower of loan `loan` that its memory is valid, or why it is not.
     fn say_landed(&self, to: ProcessId, loan: u64, failure: Option<String>) {
-        let Some(Some(peer)) = self.peers.get(to.index()) else { return };
+        let Some(Some(peer)) = self.peers.get(to.index()) else {
+            return;
+        };
         let mut out = peer.outbound.lock();
         if out.closed.is_none() {
             let text = cut(failure.as_deref().unwrap_or_default());
-            peer.send(&mut out, LANDED, &[&loan.to_le_bytes(), text.as_bytes()], None);
+            peer.send(
+                &mut out,
+                LANDED,
+                &[&loan.to_le_bytes(), text.as_bytes()],
+                None,
+            );
         }
         drop(out);
         peer.door.ring(&SystemFutex);
@@ -105,7 +139,12 @@ impl Shared {
     fn break_off(&self, peer: &Peer, header: &Header, why: &str) {
         let mut out = peer.outbound.lock();
         if out.closed.is_none() {
-            peer.send(&mut out, BROKEN, &[&header.encode(), cut(why).as_bytes()], None);
+            peer.send(
+                &mut out,
+                BROKEN,
+                &[&header.encode(), cut(why).as_bytes()],
+                None,
+            );
         }
         drop(out);
         peer.door.ring(&SystemFutex);
@@ -114,6 +153,8 @@ impl Shared {
 
 /// Cuts a text to [`MOST_TEXT`] bytes, or a little less to keep its last character whole.
 fn cut(text: &str) -> &str {
-    let end = (0..=text.len().min(MOST_TEXT)).rev().find(|end| text.is_char_boundary(*end));
+    let end = (0..=text.len().min(MOST_TEXT))
+        .rev()
+        .find(|end| text.is_char_boundary(*end));
     &text[..end.unwrap_or(0)]
 }

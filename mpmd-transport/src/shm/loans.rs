@@ -38,12 +38,17 @@ impl Borrowed {
         if !segment.has(&(start..end)) {
             return None;
         }
-        returns.borrowed.fetch_add(lent.bytes.get(), Ordering::Relaxed);
+        returns
+            .borrowed
+            .fetch_add(lent.bytes.get(), Ordering::Relaxed);
         Some(Self {
             segment,
             range: start..end,
             owner: ProcessId(lent.owner.get()),
-            loan: LoanId { lender, number: lent.loan.get() },
+            loan: LoanId {
+                lender,
+                number: lent.loan.get(),
+            },
             is_awaited: lent.flags.get() & COPY != 0,
             to_owner: AtomicU64::new(0),
             returns: returns.clone(),
@@ -93,7 +98,11 @@ impl Loan for Borrowed {
     fn device(&self) -> Option<DevicePlace> {
         let memory = self.segment.device()?;
         let address = memory.address() + self.range.start as u64;
-        Some(DevicePlace { device: memory.device(), address, bytes: self.range.len() })
+        Some(DevicePlace {
+            device: memory.device(),
+            address,
+            bytes: self.range.len(),
+        })
     }
 
     fn is_far(&self) -> bool {
@@ -105,13 +114,19 @@ impl Loan for Borrowed {
     }
 
     fn place(&self) -> Option<SegmentPosition> {
-        Some(SegmentPosition { segment: self.segment.clone(), offset: self.range.start })
+        Some(SegmentPosition {
+            segment: self.segment.clone(),
+            offset: self.range.start,
+        })
     }
 }
 
 impl Drop for Borrowed {
     fn drop(&mut self) {
-        self.returns.borrowed.fetch_sub(self.range.len() as u64, Ordering::Relaxed);
-        self.returns.give_back(self.loan, *self.to_owner.get_mut(), self.is_awaited);
+        self.returns
+            .borrowed
+            .fetch_sub(self.range.len() as u64, Ordering::Relaxed);
+        self.returns
+            .give_back(self.loan, *self.to_owner.get_mut(), self.is_awaited);
     }
 }

@@ -10,7 +10,9 @@ use rustix::mm::ProtFlags;
 use crate::memory::{map, memory_file, take_pages, unmap};
 
 /// Seals that keep the length: no process can shorten it under a reader.
-const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+const SEALS: SealFlags = SealFlags::SHRINK
+    .union(SealFlags::GROW)
+    .union(SealFlags::SEAL);
 
 /// A mapping that other processes may write at any time. All access must be by atomics.
 pub(super) struct Mapped {
@@ -53,7 +55,11 @@ impl Mapped {
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // The file has `bytes` bytes, and its seal keeps them.
         let start = map(bytes, access, Some(descriptor.as_fd()))?;
-        Ok(Self { start, bytes, descriptor })
+        Ok(Self {
+            start,
+            bytes,
+            descriptor,
+        })
     }
 
     /// Returns the address of `bytes` bytes at `offset`.
@@ -62,7 +68,11 @@ impl Mapped {
     ///
     /// If they are not within the mapping.
     pub(super) fn at(&self, offset: usize, bytes: usize) -> NonNull<u8> {
-        assert!(offset.checked_add(bytes).is_some_and(|end| end <= self.bytes));
+        assert!(
+            offset
+                .checked_add(bytes)
+                .is_some_and(|end| end <= self.bytes)
+        );
         // SAFETY: the assertion shows that it is within the mapping.
         unsafe { self.start.add(offset) }
     }

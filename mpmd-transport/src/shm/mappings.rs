@@ -25,7 +25,11 @@ pub(super) enum Given {
     First(Arc<Segment>),
     /// Another peer had given the segment before. This entry does not keep it mapped: otherwise two
     /// processes that have given each other a segment would both wait for the other to release it.
-    Again { descriptor: OwnedFd, bytes: u64, segment: Weak<Segment> },
+    Again {
+        descriptor: OwnedFd,
+        bytes: u64,
+        segment: Weak<Segment>,
+    },
 }
 
 impl Mappings {
@@ -37,7 +41,11 @@ impl Mappings {
         let file = Segment::file(descriptor.as_fd())?;
         let found = mapped.get(&file).and_then(Weak::upgrade);
         if let Some(segment) = found.filter(|segment| segment.bytes() as u64 == bytes) {
-            return Ok(Given::Again { descriptor, bytes, segment: Arc::downgrade(&segment) });
+            return Ok(Given::Again {
+                descriptor,
+                bytes,
+                segment: Arc::downgrade(&segment),
+            });
         }
         let segment = Arc::new(Segment::foreign(descriptor, bytes)?);
         mapped.retain(|_, segment| segment.strong_count() > 0);
@@ -68,7 +76,11 @@ impl Given {
     pub(super) fn segment(&mut self, mappings: &Mappings) -> io::Result<Arc<Segment>> {
         match self {
             Self::First(segment) => Ok(segment.clone()),
-            Self::Again { descriptor, bytes, segment } => {
+            Self::Again {
+                descriptor,
+                bytes,
+                segment,
+            } => {
                 if let Some(segment) = segment.upgrade() {
                     return Ok(segment);
                 }
@@ -99,13 +111,26 @@ mod tests {
     #[test]
     fn segment_is_mapped_once_and_kept_by_first_giver() {
         let pool = Pool::in_arena("test", None, &Arena::shared().unwrap());
-        let owner = pool.allocate(100).unwrap().freeze().place().unwrap().segment;
-        let give =
-            || (owner.descriptor().unwrap().try_clone_to_owned().unwrap(), owner.bytes() as u64);
+        let owner = pool
+            .allocate(100)
+            .unwrap()
+            .freeze()
+            .place()
+            .unwrap()
+            .segment;
+        let give = || {
+            (
+                owner.descriptor().unwrap().try_clone_to_owned().unwrap(),
+                owner.bytes() as u64,
+            )
+        };
         let mappings = Mappings::default();
         let given = |(descriptor, bytes)| mappings.given(descriptor, bytes).unwrap();
         let (mut first, mut again) = (given(give()), given(give()));
-        assert!(matches!((&first, &again), (Given::First(_), Given::Again { .. })));
+        assert!(matches!(
+            (&first, &again),
+            (Given::First(_), Given::Again { .. })
+        ));
         let segment = first.segment(&mappings).unwrap();
         assert!(Arc::ptr_eq(&segment, &again.segment(&mappings).unwrap()));
         assert!(mappings.given(give().0, 64).is_err(), "it is longer");

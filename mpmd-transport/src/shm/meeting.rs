@@ -53,7 +53,10 @@ pub(super) struct OwnDoor {
 impl OwnDoor {
     pub(super) fn new() -> io::Result<Self> {
         let memory = Arc::new(Mapped::new(Doorbell::BYTES)?);
-        Ok(Self { door: door(&memory), memory })
+        Ok(Self {
+            door: door(&memory),
+            memory,
+        })
     }
 
     /// The descriptor by which a peer maps the doorbell's memory.
@@ -80,7 +83,10 @@ pub(super) fn meet(
     let mut peers: Vec<Option<Met>> = config.peers.iter().map(|_| None).collect();
     let mut called = meeting.call_lower()?;
     let with = |error: io::Error| {
-        environment("waiting for the job's processes over shared memory".to_owned(), &error)
+        environment(
+            "waiting for the job's processes over shared memory".to_owned(),
+            &error,
+        )
     };
     // Callers that have not proved themselves. Nothing waits for them.
     let mut strangers: Vec<End> = Vec::new();
@@ -119,17 +125,25 @@ pub(super) fn meet(
                 && peers[*index].is_none()
                 && failed.iter().all(|(peer, _)| peer.index() != *index)
         };
-        let missing: Vec<String> =
-            (0..peers.len()).filter(is_missing).map(|index| index.to_string()).collect();
+        let missing: Vec<String> = (0..peers.len())
+            .filter(is_missing)
+            .map(|index| index.to_string())
+            .collect();
         if missing.is_empty() {
-            return failed.into_iter().next().map_or(Ok(peers), |(_, error)| Err(error));
+            return failed
+                .into_iter()
+                .next()
+                .map_or(Ok(peers), |(_, error)| Err(error));
         }
         let (listening, until) = match is_refused {
             false => (Some(listener.as_fd()), meeting.deadline),
             true => (None, meeting.deadline.min(Instant::now() + ACCEPT_AGAIN)),
         };
         let ends = strangers.iter().chain(called.iter().map(|(_, end)| end));
-        let fds: Vec<_> = listening.into_iter().chain(ends.map(|end| end.socket.as_fd())).collect();
+        let fds: Vec<_> = listening
+            .into_iter()
+            .chain(ends.map(|end| end.socket.as_fd()))
+            .collect();
         if !something_comes(&fds, until).map_err(with)? && Instant::now() >= meeting.deadline {
             if let Some((_, error)) = failed.into_iter().next() {
                 return Err(error);
@@ -150,7 +164,13 @@ pub(super) fn meet(
 
 /// This process as the end of handshakes over shared memory.
 pub(super) fn party(config: &ShmConfig) -> Party {
-    let ShmConfig { process, peers, epoch, token, .. } = config;
+    let ShmConfig {
+        process,
+        peers,
+        epoch,
+        token,
+        ..
+    } = config;
     Party::new((MAGIC, VERSION), *process, peers.len(), *epoch, *token)
 }
 
@@ -180,9 +200,14 @@ struct Meeting<'a> {
 impl Meeting<'_> {
     /// Connects to all lower processes and says hello to them.
     fn call_lower(&self) -> Result<Vec<(ProcessId, End)>, TransportError> {
-        let lower = (0..).map(ProcessId).zip(&self.config.peers).take(self.config.process.index());
+        let lower = (0..)
+            .map(ProcessId)
+            .zip(&self.config.peers)
+            .take(self.config.process.index());
         let called = lower.filter_map(|(peer, address)| Some((peer, address.as_ref()?)));
-        called.map(|(peer, address)| Ok((peer, self.call(peer, address)?))).collect()
+        called
+            .map(|(peer, address)| Ok((peer, self.call(peer, address)?)))
+            .collect()
     }
 
     fn call(&self, peer: ProcessId, address: &str) -> Result<End, TransportError> {
@@ -192,10 +217,15 @@ impl Meeting<'_> {
         // Another program may have taken the name.
         let user = socket.peer().map_err(with)?;
         if user.uid != getuid() {
-            return Err(protocol(peer, format!("it belongs to user {}", user.uid.as_raw())));
+            return Err(protocol(
+                peer,
+                format!("it belongs to user {}", user.uid.as_raw()),
+            ));
         }
         let mut handshake = self.party.call(peer, 0, random_bytes().map_err(with)?);
-        socket.send_until(&handshake.say(), &[], self.deadline).map_err(with)?;
+        socket
+            .send_until(&handshake.say(), &[], self.deadline)
+            .map_err(with)?;
         Ok(End { socket, handshake })
     }
 
@@ -257,14 +287,21 @@ impl Meeting<'_> {
         };
         let Some(facts) = end.handshake.proved_facts() else {
             let is_sent = end.socket.send(&reply, &[]);
-            return Ok(if let Ok(true) = is_sent { Heard::Nothing(end) } else { Heard::End });
+            return Ok(if let Ok(true) = is_sent {
+                Heard::Nothing(end)
+            } else {
+                Heard::End
+            });
         };
         let peer = party::process(facts);
-        self.party.check_caller(facts, 1).map_err(|error| (peer, error))?;
+        self.party
+            .check_caller(facts, 1)
+            .map_err(|error| (peer, error))?;
         if self.config.peers[peer.index()].is_none() || peers[peer.index()].is_some() {
             return Ok(Heard::End);
         }
-        self.welcome(peer, end, packet, &reply).map_err(|error| (peer, error))
+        self.welcome(peer, end, packet, &reply)
+            .map_err(|error| (peer, error))
     }
 
     /// Gives the descriptors to a process that has proved itself, and takes its own.
@@ -280,7 +317,9 @@ impl Meeting<'_> {
         let bytes = CAPACITIES.iter().copied().map(Ring::bytes).sum();
         let memory = Arc::new(Mapped::new(bytes).map_err(with)?);
         let give = [self.own.memory.as_fd(), memory.as_fd()];
-        end.socket.send_until(reply, &give, self.deadline).map_err(with)?;
+        end.socket
+            .send_until(reply, &give, self.deadline)
+            .map_err(with)?;
         let met = pair(self.config.process, end.socket, door, &memory, true).map_err(with)?;
         Ok(Heard::Met(peer, Box::new(met)))
     }
@@ -292,7 +331,12 @@ impl Meeting<'_> {
         let packet = match end.socket.receive() {
             Ok(None) => return Ok(Heard::Nothing(end)),
             Ok(Some(packet)) => packet,
-            Err(error) => return Err(TransportError::PeerGone { peer, why: error.to_string() }),
+            Err(error) => {
+                return Err(TransportError::PeerGone {
+                    peer,
+                    why: error.to_string(),
+                });
+            }
         };
         let heard = end.handshake.take_packet(&packet.bytes);
         let reply = heard.map_err(|refusal| protocol(peer, self.party.why(refusal)))?;
@@ -303,7 +347,9 @@ impl Meeting<'_> {
             let door = [self.own.memory.as_fd()];
             let give = if checked.is_ok() { &door[..] } else { &[] };
             let said = end.socket.send_until(&reply, give, self.deadline);
-            return checked.and(said.map_err(with)).map(|()| Heard::Nothing(end));
+            return checked
+                .and(said.map_err(with))
+                .map(|()| Heard::Nothing(end));
         }
         let [door, rings] = descriptors(peer, packet)?;
         let bytes = CAPACITIES.iter().copied().map(Ring::bytes).sum();

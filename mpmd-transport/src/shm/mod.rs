@@ -152,5 +152,8 @@ impl fmt::Debug for ShmConfig {
 }
 
 fn environment(doing: String, error: &std::io::Error) -> TransportError {
-    TransportError::Environment { doing, why: error.to_string() }
+    TransportError::Environment {
+        doing,
+        why: error.to_string(),
+    }
 }

@@ -28,7 +28,13 @@ pub(super) enum Note {
     Returned { loan: LoanId, to_owner: u64 },
     /// The borrower re-lends the part at `offset` of the segment to process `to`, with the loan
     /// number `number`.
-    PassedOn { loan: LoanId, to: ProcessId, number: u64, offset: u64, bytes: u64 },
+    PassedOn {
+        loan: LoanId,
+        to: ProcessId,
+        number: u64,
+        offset: u64,
+        bytes: u64,
+    },
     /// No more loans of `lender` reach the borrower. Those with higher numbers were lost.
     Last(LoanId),
     /// The borrower has closed a freed device segment.
@@ -44,9 +50,19 @@ impl Note {
                 let [lender, number] = id(loan);
                 (RETURNED, [lender, number, to_owner, 0, 0, 0], 3)
             }
-            Self::PassedOn { loan, to, number: new, offset, bytes } => {
+            Self::PassedOn {
+                loan,
+                to,
+                number: new,
+                offset,
+                bytes,
+            } => {
                 let [lender, number] = id(loan);
-                (PASSED_ON, [lender, number, u64::from(to.0), new, offset, bytes], 6)
+                (
+                    PASSED_ON,
+                    [lender, number, u64::from(to.0), new, offset, bytes],
+                    6,
+                )
             }
             Self::Last(loan) => {
                 let [lender, number] = id(loan);
@@ -65,7 +81,9 @@ impl Note {
 
     /// Decodes a record. Returns `None` for any other record.
     pub(super) fn read(kind: u32, bytes: &[u8]) -> Option<Self> {
-        let (chunks, []) = bytes.as_chunks::<8>() else { return None };
+        let (chunks, []) = bytes.as_chunks::<8>() else {
+            return None;
+        };
         if chunks.len() > MOST_WORDS {
             return None;
         }
@@ -74,14 +92,26 @@ impl Note {
             *word = u64::from_le_bytes(*chunk);
         }
         let process = |word: u64| u32::try_from(word).ok().map(ProcessId);
-        let id = |lender, number| Some(LoanId { lender: process(lender)?, number });
+        let id = |lender, number| {
+            Some(LoanId {
+                lender: process(lender)?,
+                number,
+            })
+        };
         Some(match (kind, &words[..chunks.len()]) {
-            (RETURNED, &[lender, number, to_owner]) => {
-                Self::Returned { loan: id(lender, number)?, to_owner }
-            }
+            (RETURNED, &[lender, number, to_owner]) => Self::Returned {
+                loan: id(lender, number)?,
+                to_owner,
+            },
             (PASSED_ON, &[lender, number, to, new, offset, bytes]) => {
                 let (loan, to) = (id(lender, number)?, process(to)?);
-                Self::PassedOn { loan, to, number: new, offset, bytes }
+                Self::PassedOn {
+                    loan,
+                    to,
+                    number: new,
+                    offset,
+                    bytes,
+                }
             }
             (LAST, &[lender, number]) => Self::Last(id(lender, number)?),
             (CLOSED, &[segment]) => Self::Closed(u32::try_from(segment).ok()?),
@@ -96,10 +126,19 @@ mod tests {
 
     #[test]
     fn notes_are_read_as_written_and_others_are_not() {
-        let loan = LoanId { lender: ProcessId(3), number: u64::MAX };
+        let loan = LoanId {
+            lender: ProcessId(3),
+            number: u64::MAX,
+        };
         let notes = [
             Note::Returned { loan, to_owner: 9 },
-            Note::PassedOn { loan, to: ProcessId(7), number: 8, offset: 1 << 40, bytes: 5 },
+            Note::PassedOn {
+                loan,
+                to: ProcessId(7),
+                number: 8,
+                offset: 1 << 40,
+                bytes: 5,
+            },
             Note::Last(loan),
             Note::Closed(u32::MAX),
         ];
@@ -111,6 +150,10 @@ mod tests {
             assert_eq!(Note::read(99, &bytes), None);
         }
         assert_eq!(Note::read(CLOSED, &u64::MAX.to_le_bytes()), None);
-        assert_eq!(Note::read(LAST, &[0xff; 16]), None, "no process has this id");
+        assert_eq!(
+            Note::read(LAST, &[0xff; 16]),
+            None,
+            "no process has this id"
+        );
     }
 }

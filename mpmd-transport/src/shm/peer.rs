@@ -92,7 +92,15 @@ impl Outbound {
     pub(super) fn new(ring: Producer) -> Self {
         let (outbox, given) = Default::default();
         let announced = HashMap::new();
-        Self { ring, outbox, given, announced, next_loan: 1, obstacle: None, closed: None }
+        Self {
+            ring,
+            outbox,
+            given,
+            announced,
+            next_loan: 1,
+            obstacle: None,
+            closed: None,
+        }
     }
 }
 
@@ -133,22 +141,41 @@ impl Peer {
             }
         }
         let segment = segment.map(|(number, segment)| (number, segment.clone()));
-        out.outbox.push_back(Late { kind, bytes: parts.concat(), segment });
+        out.outbox.push_back(Late {
+            kind,
+            bytes: parts.concat(),
+            segment,
+        });
         self.is_waiting.store(true, Ordering::Release);
     }
 
     /// Announces a new segment to the peer, which can then map it before a message lends memory in
     /// it. Does nothing if that would have to wait, or if the peer has enough of such segments.
     pub(super) fn announce(&self, number: u32, segment: &Segment) {
-        let Some(mut out) = self.outbound.try_lock() else { return };
-        let Outbound { ring, outbox, given, announced, closed, .. } = &mut *out;
-        let bytes = announced.values().sum::<usize>().saturating_add(segment.bytes());
+        let Some(mut out) = self.outbound.try_lock() else {
+            return;
+        };
+        let Outbound {
+            ring,
+            outbox,
+            given,
+            announced,
+            closed,
+            ..
+        } = &mut *out;
+        let bytes = announced
+            .values()
+            .sum::<usize>()
+            .saturating_add(segment.bytes());
         let has_enough = announced.len() >= MOST_ANNOUNCED || bytes > MOST_ANNOUNCED_BYTES;
         if closed.is_some() || !outbox.is_empty() || has_enough {
             return;
         }
         let record = number.to_le_bytes();
-        if self.try_send(ring, given, ANNOUNCED, &[&record], Some((number, segment))).is_none() {
+        if self
+            .try_send(ring, given, ANNOUNCED, &[&record], Some((number, segment)))
+            .is_none()
+        {
             announced.insert(number, segment.bytes());
             drop(out);
             self.door.ring(&SystemFutex);
@@ -161,10 +188,23 @@ impl Peer {
             return false;
         }
         let mut out = self.outbound.lock();
-        let Outbound { ring, outbox, given, obstacle, .. } = &mut *out;
+        let Outbound {
+            ring,
+            outbox,
+            given,
+            obstacle,
+            ..
+        } = &mut *out;
         let mut any = false;
-        while let Some(Late { kind, bytes, segment }) = outbox.front() {
-            let segment = segment.as_ref().map(|(number, segment)| (*number, &**segment));
+        while let Some(Late {
+            kind,
+            bytes,
+            segment,
+        }) = outbox.front()
+        {
+            let segment = segment
+                .as_ref()
+                .map(|(number, segment)| (*number, &**segment));
             *obstacle = self.try_send(ring, given, *kind, &[bytes], segment);
             if obstacle.is_some() {
                 break;
@@ -226,15 +266,19 @@ impl Peer {
             return true;
         }
         let (number_bytes, bytes) = (number.to_le_bytes(), (segment.bytes() as u64).to_le_bytes());
-        let sent = match (segment.descriptor(), segment.device().and_then(|memory| memory.export()))
-        {
-            (Some(descriptor), _) => {
-                self.socket.send(&[&GIVE[..], &number_bytes, &bytes].concat(), &[descriptor])
-            }
+        let sent = match (
+            segment.descriptor(),
+            segment.device().and_then(|memory| memory.export()),
+        ) {
+            (Some(descriptor), _) => self
+                .socket
+                .send(&[&GIVE[..], &number_bytes, &bytes].concat(), &[descriptor]),
             (None, Some(words)) => {
                 let owner = Foreign::owner(segment).unwrap_or(self.own).0.to_le_bytes();
-                self.socket
-                    .send(&[&GIVE_DEVICE[..], &number_bytes, &bytes, &owner, words].concat(), &[])
+                self.socket.send(
+                    &[&GIVE_DEVICE[..], &number_bytes, &bytes, &owner, words].concat(),
+                    &[],
+                )
             }
             (None, None) => return false,
         };
@@ -251,7 +295,11 @@ impl Outbound {
     /// Forgets freed segments, by their numbers. Returns the numbers of those that the peer knows.
     pub(super) fn retire(&mut self, numbers: &[u32]) -> Vec<u32> {
         self.announced.retain(|number, _| !numbers.contains(number));
-        numbers.iter().copied().filter(|number| self.given.remove(number)).collect()
+        numbers
+            .iter()
+            .copied()
+            .filter(|number| self.given.remove(number))
+            .collect()
     }
 }
 
@@ -285,7 +333,13 @@ pub(super) enum NoSegment {
 impl Inbound {
     pub(super) fn new(ring: Consumer) -> Self {
         let (segments, landing) = Default::default();
-        Self { ring, segments, landing, last_loan: 0, has_ended: false }
+        Self {
+            ring,
+            segments,
+            landing,
+            last_loan: 0,
+            has_ended: false,
+        }
     }
 
     /// Returns the segment `number`, which the peer must have given before. The segment is opened
@@ -307,7 +361,8 @@ impl Inbound {
                     return given.segment(mappings).map_err(NoSegment::Fault);
                 }
                 None => {
-                    self.hear_of_one(number, peer, mappings, true).map_err(NoSegment::Fault)?;
+                    self.hear_of_one(number, peer, mappings, true)
+                        .map_err(NoSegment::Fault)?;
                 }
             }
         }
@@ -344,7 +399,9 @@ impl Inbound {
         is_needed: bool,
     ) -> io::Result<()> {
         let Some(packet) = peer.socket.receive()? else {
-            return Err(io::Error::other(format!("segment {wanted} was never given")));
+            return Err(io::Error::other(format!(
+                "segment {wanted} was never given"
+            )));
         };
         if packet.bytes.starts_with(&GIVE_DEVICE) {
             return self.hear_of_device(&packet.bytes, peer);
@@ -359,9 +416,14 @@ impl Inbound {
             return Err(io::Error::other("a packet of another kind"));
         }
         let number = u32::from_le_bytes([packet[4], packet[5], packet[6], packet[7]]);
-        let bytes = packet[8..].iter().rev().fold(0, |sum: u64, byte| sum << 8 | u64::from(*byte));
+        let bytes = packet[8..]
+            .iter()
+            .rev()
+            .fold(0, |sum: u64, byte| sum << 8 | u64::from(*byte));
         if self.segments.contains_key(&number) {
-            return Err(io::Error::other(format!("segment {number} was given before")));
+            return Err(io::Error::other(format!(
+                "segment {number} was given before"
+            )));
         }
         let given = mappings.given(descriptor, bytes)?;
         if let Given::First(segment) = &given
@@ -375,7 +437,9 @@ impl Inbound {
 
     fn hear_of_device(&mut self, packet: &[u8], peer: &Peer) -> io::Result<()> {
         let Some((fields, words)) = packet.split_first_chunk::<GIVE_DEVICE_BYTES>() else {
-            return Err(io::Error::other("a packet that gives no memory of a device"));
+            return Err(io::Error::other(
+                "a packet that gives no memory of a device",
+            ));
         };
         if !peer.shares_devices() {
             return Err(io::Error::other(
@@ -387,10 +451,14 @@ impl Inbound {
         };
         let (number, bytes) = (word(4), u64::from(word(8)) | u64::from(word(12)) << 32);
         if words.is_empty() || words.len() > MOST_WORDS || bytes == 0 {
-            return Err(io::Error::other("a packet that gives no memory of a device"));
+            return Err(io::Error::other(
+                "a packet that gives no memory of a device",
+            ));
         }
         if self.segments.contains_key(&number) {
-            return Err(io::Error::other(format!("segment {number} was given before")));
+            return Err(io::Error::other(format!(
+                "segment {number} was given before"
+            )));
         }
         let given = DeviceGiven::new(words.to_vec(), bytes, ProcessId(word(16)));
         self.segments.insert(number, Known::Device(given));
@@ -410,7 +478,9 @@ impl Inbound {
     /// Handles the news that a loan is written, or has failed. Returns false if it was not
     /// expected.
     pub(super) fn land(&mut self, loan: u64, failure: Option<String>) -> bool {
-        let Some(arriving) = self.landing.remove(&loan) else { return false };
+        let Some(arriving) = self.landing.remove(&loan) else {
+            return false;
+        };
         if let Some(arriving) = arriving {
             arriving.pass(failure.map_or(Ok(()), Err));
         }
@@ -422,7 +492,10 @@ impl Inbound {
     pub(super) fn end(&mut self) -> Vec<Arc<Landing>> {
         self.has_ended = true;
         self.segments.clear();
-        std::mem::take(&mut self.landing).into_values().flatten().collect()
+        std::mem::take(&mut self.landing)
+            .into_values()
+            .flatten()
+            .collect()
     }
 
     /// Forgets the segments `numbers`, which the peer has freed. Borrowed memory stays until it is

@@ -70,7 +70,12 @@ impl Opened {
             // If it fails, there is room for fewer segments.
             let _ = setrlimit(Resource::Nofile, limit);
         }
-        Ok(Self { address, listener, door, arena })
+        Ok(Self {
+            address,
+            listener,
+            door,
+            arena,
+        })
     }
 
     /// Returns the address that peers need to reach this process.
@@ -90,7 +95,11 @@ impl Opened {
     ///
     /// If `config.peers` has no entry for `config.process`.
     pub fn connect(self, config: &ShmConfig) -> Result<Arc<Shm>, TransportError> {
-        assert!(config.process.index() < config.peers.len(), "no process {}", config.process);
+        assert!(
+            config.process.index() < config.peers.len(),
+            "no process {}",
+            config.process
+        );
         let peers = meet(&self.listener, &self.door, config)?;
         let shared = Shared::new(config.process, peers, self.door.door, self.arena.clone());
         let weak = Arc::downgrade(&shared);
@@ -111,7 +120,12 @@ impl Opened {
             .name(format!("mpmd-shm-{}", config.process))
             .spawn(move || run(&engine, &told))
             .map_err(|error| environment("starting the transport's thread".to_owned(), &error))?;
-        Ok(Arc::new(Shm { shared, arena: self.arena, stop, engine: Mutex::new(Some(engine)) }))
+        Ok(Arc::new(Shm {
+            shared,
+            arena: self.arena,
+            stop,
+            engine: Mutex::new(Some(engine)),
+        }))
     }
 }
 
@@ -180,7 +194,10 @@ impl Transport for Shm {
     }
 
     fn zero_copy(&self, peer: ProcessId) -> bool {
-        self.shared.peers.get(peer.index()).is_some_and(Option::is_some)
+        self.shared
+            .peers
+            .get(peer.index())
+            .is_some_and(Option::is_some)
     }
 
     fn carries_device_memory(&self, peer: ProcessId) -> bool {
@@ -232,11 +249,15 @@ impl Transport for Shm {
 
     fn park(&self, parking: Parking, deadline: Instant) {
         // A faulty peer may suppress a wake-up, so the wait is bounded.
-        let timeout = deadline.saturating_duration_since(Instant::now()).min(2 * ROUND);
+        let timeout = deadline
+            .saturating_duration_since(Instant::now())
+            .min(2 * ROUND);
         let driver = self
             .shared
             .door
-            .park(&SystemFutex, parking.0, Some(timeout), || self.shared.has_work());
+            .park(&SystemFutex, parking.0, Some(timeout), || {
+                self.shared.has_work()
+            });
         driver.leave(|| self.shared.progress_to_the_end());
     }
 
@@ -245,7 +266,9 @@ impl Transport for Shm {
     }
 
     fn shutdown(&self, deadline: Duration) {
-        let Some(engine) = self.engine.lock().take() else { return };
+        let Some(engine) = self.engine.lock().take() else {
+            return;
+        };
         let until = after(Instant::now(), deadline);
         self.shared.say_goodbye();
         while !self.shared.is_flushed() && Instant::now() < until {
@@ -256,10 +279,11 @@ impl Transport for Shm {
         self.shared.door.rouse(&SystemFutex);
         // The thread ends as soon as a handler call that is under way returns.
         let _ = engine.join();
-        self.shared
-            .devices
-            .reaper
-            .settle(until.saturating_duration_since(Instant::now()).min(MOST_CLOSING));
+        self.shared.devices.reaper.settle(
+            until
+                .saturating_duration_since(Instant::now())
+                .min(MOST_CLOSING),
+        );
     }
 }
 

@@ -90,14 +90,18 @@ pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<Record<'_>, String> {
         let (header, rest) = bytes
             .split_first_chunk::<HEADER_BYTES>()
             .ok_or_else(|| format!("a record of {} bytes", bytes.len()))?;
-        Header::decode(header).map(|header| (header, rest)).map_err(|error| error.to_string())
+        Header::decode(header)
+            .map(|header| (header, rest))
+            .map_err(|error| error.to_string())
     };
     let fits = |header: &Header, bytes: u64| {
         let announced = header.payload_bytes();
         if announced == bytes {
             Ok(())
         } else {
-            Err(format!("{bytes} bytes of payload where {announced} are announced"))
+            Err(format!(
+                "{bytes} bytes of payload where {announced} are announced"
+            ))
         }
     };
     match kind {
@@ -139,19 +143,30 @@ pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<Record<'_>, String> {
         BROKEN => {
             let (header, why) = header()?;
             if !matches!(header.kind, Kind::Data | Kind::Eager) {
-                return Err(format!("a message of kind {:?} that cannot be had", header.kind));
+                return Err(format!(
+                    "a message of kind {:?} that cannot be had",
+                    header.kind
+                ));
             }
-            Ok(Record::Broken(header, String::from_utf8_lossy(why).into_owned()))
+            Ok(Record::Broken(
+                header,
+                String::from_utf8_lossy(why).into_owned(),
+            ))
         }
         RETIRED if bytes.len().is_multiple_of(4) => {
             let numbers = bytes.as_chunks::<4>().0.iter();
-            Ok(Record::Retired(numbers.map(|number| u32::from_le_bytes(*number)).collect()))
+            Ok(Record::Retired(
+                numbers.map(|number| u32::from_le_bytes(*number)).collect(),
+            ))
         }
-        ANNOUNCED if bytes.len() == 4 => {
-            Ok(Record::Announced(u32::from_le_bytes(bytes.as_chunks().0[0])))
-        }
+        ANNOUNCED if bytes.len() == 4 => Ok(Record::Announced(u32::from_le_bytes(
+            bytes.as_chunks().0[0],
+        ))),
         GOODBYE => Ok(Record::Goodbye),
-        kind => Err(format!("a record of kind {kind} with {} bytes", bytes.len())),
+        kind => Err(format!(
+            "a record of kind {kind} with {} bytes",
+            bytes.len()
+        )),
     }
 }
 
@@ -161,7 +176,11 @@ mod tests {
 
     #[test]
     fn records_are_read_as_written() {
-        let header = Header { bytes: 3, op: 7, ..Header::new(Kind::Data) };
+        let header = Header {
+            bytes: 3,
+            op: 7,
+            ..Header::new(Kind::Data)
+        };
         let bytes = [&header.encode()[..], &[1, 2, 3]].concat();
         assert_eq!(read(INLINE, &bytes), Ok(Record::Inline(header, &[1, 2, 3])));
         let lent = Lent {
@@ -172,41 +191,85 @@ mod tests {
             flags: COPY.into(),
             owner: 5.into(),
         };
-        let header = Header { bytes: 1 << 32, ..header };
+        let header = Header {
+            bytes: 1 << 32,
+            ..header
+        };
         let bytes = [&header.encode()[..], lent.as_bytes()].concat();
         assert_eq!(read(LENT, &bytes), Ok(Record::Lent(header, lent)));
-        let part =
-            ToOwner { loan: 1.into(), offset: 2.into(), bytes: (1 << 32).into(), lender: 4.into() };
+        let part = ToOwner {
+            loan: 1.into(),
+            offset: 2.into(),
+            bytes: (1 << 32).into(),
+            lender: 4.into(),
+        };
         let bytes = [&header.encode()[..], part.as_bytes()].concat();
         assert_eq!(read(TO_OWNER, &bytes), Ok(Record::ToOwner(header, part)));
-        assert_eq!(read(LANDED, &7u64.to_le_bytes()), Ok(Record::Landed(7, None)));
+        assert_eq!(
+            read(LANDED, &7u64.to_le_bytes()),
+            Ok(Record::Landed(7, None))
+        );
         let failed = [&7u64.to_le_bytes()[..], b"it broke"].concat();
-        assert_eq!(read(LANDED, &failed), Ok(Record::Landed(7, Some("it broke".into()))));
+        assert_eq!(
+            read(LANDED, &failed),
+            Ok(Record::Landed(7, Some("it broke".into())))
+        );
         let bytes = [&header.encode()[..], b"no"].concat();
-        assert_eq!(read(BROKEN, &bytes), Ok(Record::Broken(header, "no".into())));
-        assert_eq!(read(RETIRED, &[1, 0, 0, 0, 2, 0, 0, 0]), Ok(Record::Retired(vec![1, 2])));
-        assert_eq!(read(ANNOUNCED, &[7, 0, 0, 1]), Ok(Record::Announced((1 << 24) + 7)));
+        assert_eq!(
+            read(BROKEN, &bytes),
+            Ok(Record::Broken(header, "no".into()))
+        );
+        assert_eq!(
+            read(RETIRED, &[1, 0, 0, 0, 2, 0, 0, 0]),
+            Ok(Record::Retired(vec![1, 2]))
+        );
+        assert_eq!(
+            read(ANNOUNCED, &[7, 0, 0, 1]),
+            Ok(Record::Announced((1 << 24) + 7))
+        );
         assert_eq!(read(GOODBYE, &[]), Ok(Record::Goodbye));
     }
 
     #[test]
     fn inconsistent_records_are_refused() {
-        let header = Header { bytes: 3, ..Header::new(Kind::Data) };
+        let header = Header {
+            bytes: 3,
+            ..Header::new(Kind::Data)
+        };
         let with = |rest: &[u8]| [&header.encode()[..], rest].concat();
-        assert!(read(INLINE, &with(&[1, 2])).unwrap_err().contains("2 bytes of payload where 3"));
+        assert!(
+            read(INLINE, &with(&[1, 2]))
+                .unwrap_err()
+                .contains("2 bytes of payload where 3")
+        );
         assert!(read(INLINE, &with(&[1, 2])[..40]).is_err());
         assert!(read(LENT, &with(&[0; 35])).is_err() && read(LENT, &with(&[0; 37])).is_err());
-        assert!(read(LENT, &with(&[0; 36])).unwrap_err().contains("0 bytes of payload where 3"));
+        assert!(
+            read(LENT, &with(&[0; 36]))
+                .unwrap_err()
+                .contains("0 bytes of payload where 3")
+        );
         assert!(
             read(TO_OWNER, &with(&[0; 27])).is_err() && read(TO_OWNER, &with(&[0; 29])).is_err()
         );
-        assert!(read(TO_OWNER, &with(&[0; 28])).unwrap_err().contains("0 bytes of payload where"));
+        assert!(
+            read(TO_OWNER, &with(&[0; 28]))
+                .unwrap_err()
+                .contains("0 bytes of payload where")
+        );
         assert!(read(RETIRED, &[1, 2, 3]).is_err() && read(ANNOUNCED, &[1; 8]).is_err());
         assert!(read(99, &[]).is_err());
-        let grant = Header { bytes: 4096, ..Header::new(Kind::Grant) }.encode();
+        let grant = Header {
+            bytes: 4096,
+            ..Header::new(Kind::Grant)
+        }
+        .encode();
         for (kind, bytes) in [(LENT, 36), (TO_OWNER, 28)] {
             let loan = [&grant[..], &vec![0; bytes]].concat();
-            assert_eq!(read(kind, &loan), Err("a message of kind Grant with a loan".to_owned()));
+            assert_eq!(
+                read(kind, &loan),
+                Err("a message of kind Grant with a loan".to_owned())
+            );
         }
         assert_eq!(
             read(BROKEN, &grant),
@@ -217,7 +280,11 @@ mod tests {
 
     #[test]
     fn fuzz_shm_records() {
-        let header = Header { bytes: 3, op: 7, ..Header::new(Kind::Data) };
+        let header = Header {
+            bytes: 3,
+            op: 7,
+            ..Header::new(Kind::Data)
+        };
         let lent = |flags: u32| Lent {
             loan: 1.into(),
             offset: 64.into(),
@@ -226,7 +293,12 @@ mod tests {
             flags: flags.into(),
             owner: 5.into(),
         };
-        let part = ToOwner { loan: 1.into(), offset: 64.into(), bytes: 3.into(), lender: 4.into() };
+        let part = ToOwner {
+            loan: 1.into(),
+            offset: 64.into(),
+            bytes: 3.into(),
+            lender: 4.into(),
+        };
         let with = |kind: u32, parts: &[&[u8]]| [&[kind as u8], parts.concat().as_slice()].concat();
         let samples = [
             with(INLINE, &[&header.encode(), &[1, 2, 3]]),
@@ -240,7 +312,9 @@ mod tests {
             with(BROKEN, &[&header.encode(), b"no"]),
         ];
         mpmd_fuzz::bytes("shm-records", &samples, |bytes| {
-            let Some((kind, bytes)) = bytes.split_first() else { return };
+            let Some((kind, bytes)) = bytes.split_first() else {
+                return;
+            };
             match read(u32::from(*kind), bytes) {
                 Ok(Record::Inline(header, payload)) => {
                     assert_eq!(header.payload_bytes(), payload.len() as u64);

@@ -30,8 +30,15 @@ struct State {
 
 impl Returns {
     pub(super) fn new(ring: Producer, door: Doorbell) -> Arc<Self> {
-        let state = Mutex::new(State { ring, late: VecDeque::new() });
-        Arc::new(Self { state, door, borrowed: AtomicU64::new(0) })
+        let state = Mutex::new(State {
+            ring,
+            late: VecDeque::new(),
+        });
+        Arc::new(Self {
+            state,
+            door,
+            borrowed: AtomicU64::new(0),
+        })
     }
 
     /// Gives a loan back, of which parts were posted to the owner in `to_owner` messages. Rings the
@@ -63,7 +70,13 @@ impl Returns {
         let (offset, bytes) = (range.start as u64, range.len() as u64);
         let mut state = self.state.lock();
         state.flush();
-        let note = Note::PassedOn { loan, to, number, offset, bytes };
+        let note = Note::PassedOn {
+            loan,
+            to,
+            number,
+            offset,
+            bytes,
+        };
         let has_room = state.late.is_empty() && state.push(&note);
         self.unlock(state, false);
         has_room

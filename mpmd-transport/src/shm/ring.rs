@@ -73,7 +73,10 @@ impl Ring {
         keep: Arc<dyn Send + Sync>,
     ) -> Self {
         // SAFETY: The caller's promise is that of `Words::at`; any bytes are valid atomics.
-        Self::of(unsafe { Words::at(first, Self::bytes(capacity) / WORD_BYTES, keep) }, capacity)
+        Self::of(
+            unsafe { Words::at(first, Self::bytes(capacity) / WORD_BYTES, keep) },
+            capacity,
+        )
     }
 
     /// Creates a ring in memory of its own.
@@ -108,7 +111,13 @@ impl Ring {
     /// The end that pops. Nothing must have been popped before.
     pub(super) fn consumer(&self) -> Consumer {
         let (words, copy) = (self.words.clone(), Vec::new());
-        Consumer { words, capacity: self.capacity, head: 0, tail: 0, copy }
+        Consumer {
+            words,
+            capacity: self.capacity,
+            head: 0,
+            tail: 0,
+            copy,
+        }
     }
 
     /// The memory itself, for tests that write invalid values.
@@ -144,7 +153,10 @@ impl Producer {
     pub(super) fn push(&mut self, kind: u32, parts: &[&[u8]]) -> bool {
         let len = parts.iter().map(|part| part.len()).sum::<usize>();
         let largest = Ring::largest(self.capacity);
-        assert!(len <= largest, "a record of {len} bytes in a ring that takes {largest}");
+        assert!(
+            len <= largest,
+            "a record of {len} bytes in a ring that takes {largest}"
+        );
         assert_ne!(kind, PADDING, "this kind is the ring's own");
 
         let size = record_bytes(len);
@@ -291,7 +303,9 @@ impl Consumer {
         }
         let largest = Ring::largest(self.capacity);
         if len > largest {
-            return Err(Corrupt(format!("a record of {len} bytes in a ring that takes {largest}")));
+            return Err(Corrupt(format!(
+                "a record of {len} bytes in a ring that takes {largest}"
+            )));
         }
         let size = record_bytes(len);
         if size > used || size > self.capacity - start {
@@ -303,7 +317,8 @@ impl Consumer {
 
         self.copy.clear();
         let payload = &records[start / WORD_BYTES + 1..][..len.div_ceil(WORD_BYTES)];
-        self.copy.extend(payload.iter().map(|word| word.load(Ordering::Relaxed)));
+        self.copy
+            .extend(payload.iter().map(|word| word.load(Ordering::Relaxed)));
         self.head = head.wrapping_add(size as u64);
         self.words[HEAD].store(self.head, Ordering::Release);
         Ok(Some(f(kind, &self.copy.as_bytes()[..len])))
@@ -391,6 +406,8 @@ fn copy_in(words: &[AtomicU64], parts: &[&[u8]]) {
 }
 
 fn store(words: &mut std::slice::Iter<'_, AtomicU64>, bytes: [u8; WORD_BYTES]) {
-    let word = words.next().expect("a record's memory has room for its payload");
+    let word = words
+        .next()
+        .expect("a record's memory has room for its payload");
     word.store(u64::from_ne_bytes(bytes), Ordering::Relaxed);
 }

@@ -63,7 +63,9 @@ impl Shared {
         arena: Arena,
     ) -> Arc<Self> {
         let apart = |met: Option<Met>| {
-            let (peer, rings) = met.map(|(peer, inbound, back)| (peer, (inbound, back))).unzip();
+            let (peer, rings) = met
+                .map(|(peer, inbound, back)| (peer, (inbound, back)))
+                .unzip();
             let (inbound, back) = rings.unzip();
             (peer, (inbound, back))
         };
@@ -105,7 +107,10 @@ impl Shared {
         &self,
         ended: impl IntoIterator<Item = (Ticket, Result<(), TransportError>)>,
     ) {
-        let mut ended = ended.into_iter().filter(|(ticket, _)| *ticket != Ticket::NONE).peekable();
+        let mut ended = ended
+            .into_iter()
+            .filter(|(ticket, _)| *ticket != Ticket::NONE)
+            .peekable();
         if ended.peek().is_none() {
             return;
         }
@@ -141,7 +146,10 @@ impl Shared {
         }
         self.has_done.load(Ordering::Acquire)
             || self.ledger.lock().has_news()
-            || duty.iter().flatten().any(|inbound| !inbound.has_ended && !inbound.ring.is_empty())
+            || duty
+                .iter()
+                .flatten()
+                .any(|inbound| !inbound.has_ended && !inbound.ring.is_empty())
             || self
                 .peers
                 .iter()
@@ -150,7 +158,9 @@ impl Shared {
     }
 
     fn look(&self, mut duty: MutexGuard<'_, Vec<Option<Inbound>>>) -> bool {
-        let Some(handler) = self.handler.get() else { return false };
+        let Some(handler) = self.handler.get() else {
+            return false;
+        };
         if self.is_over.load(Ordering::Acquire) {
             return false;
         }
@@ -185,9 +195,18 @@ impl Shared {
         let landing = inbound.end();
         peer.close(&why);
         // Other owners may have entered loans of which the messages were lost.
-        let last = LoanId { lender: from, number: inbound.last_loan };
-        let others = self.peers.iter().enumerate().filter(|(index, _)| *index != from.index());
-        others.filter_map(|(_, peer)| peer.as_ref()).for_each(|peer| peer.returns.say_last(last));
+        let last = LoanId {
+            lender: from,
+            number: inbound.last_loan,
+        };
+        let others = self
+            .peers
+            .iter()
+            .enumerate()
+            .filter(|(index, _)| *index != from.index());
+        others
+            .filter_map(|(_, peer)| peer.as_ref())
+            .for_each(|peer| peer.returns.say_last(last));
         // Loans that it returned before its end have ended well.
         self.reclaim();
         let (ended, tickets) = self.ledger.lock().note_end(from);
@@ -200,7 +219,9 @@ impl Shared {
         };
         handler.peer_down(from, why);
         // Their waiters may ask if the peer is gone, so this comes after `peer_down`.
-        landing.into_iter().for_each(|arriving| arriving.pass(Err(failure.clone())));
+        landing
+            .into_iter()
+            .for_each(|arriving| arriving.pass(Err(failure.clone())));
     }
 
     /// Ends the connection of a peer that sent an invalid record. The peer gets no reason.
@@ -212,7 +233,13 @@ impl Shared {
         peer: &Peer,
         handler: &Arc<dyn Handler>,
     ) {
-        self.end(TransportError::Protocol { peer: from, why }, from, inbound, peer, handler);
+        self.end(
+            TransportError::Protocol { peer: from, why },
+            from,
+            inbound,
+            peer,
+            handler,
+        );
         peer.socket.close();
     }
 
@@ -282,7 +309,9 @@ impl Shared {
     /// Finds closed connections and exited processes, and ends their connections. Messages sent
     /// before the end are delivered first.
     pub(super) fn watch(&self) {
-        let Some(handler) = self.handler.get() else { return };
+        let Some(handler) = self.handler.get() else {
+            return;
+        };
         let mut duty = self.duty.lock();
         if self.is_over.load(Ordering::Acquire) {
             return;
@@ -293,11 +322,15 @@ impl Shared {
             .enumerate()
             .filter_map(|(i, peer)| Some((i, peer.as_ref()?)))
             .collect();
-        let sockets: Vec<_> =
-            watched.iter().map(|(_, peer)| std::os::fd::AsFd::as_fd(*peer)).collect();
+        let sockets: Vec<_> = watched
+            .iter()
+            .map(|(_, peer)| std::os::fd::AsFd::as_fd(*peer))
+            .collect();
         let Ok(closed) = ended(&sockets) else { return };
         for ((index, peer), closed) in watched.into_iter().zip(closed) {
-            let Some(Some(inbound)) = duty.get_mut(index) else { continue };
+            let Some(Some(inbound)) = duty.get_mut(index) else {
+                continue;
+            };
             let from = ProcessId(index as u32);
             // Checked before the ring: everything that it sent before its exit is then in the ring.
             let exited = has_exited(std::os::fd::AsFd::as_fd(&peer.exit));
@@ -309,9 +342,15 @@ impl Shared {
                 self.take(from, inbound, peer, handler, most);
             }
             if closed && !inbound.has_ended {
-                let why =
-                    if exited { "its process has ended" } else { "it has closed its connection" };
-                let why = TransportError::PeerGone { peer: from, why: why.to_owned() };
+                let why = if exited {
+                    "its process has ended"
+                } else {
+                    "it has closed its connection"
+                };
+                let why = TransportError::PeerGone {
+                    peer: from,
+                    why: why.to_owned(),
+                };
                 self.end(why, from, inbound, peer, handler);
             }
             let nonsense = self.ledger.lock().corrupt(from).map(ToString::to_string);
@@ -360,10 +399,17 @@ impl Shared {
     pub(super) fn finish(&self) {
         // In an orderly end, loans have been sent; their memory stays valid for readers.
         let in_order = self.is_closing.swap(true, Ordering::AcqRel);
-        let end = if in_order { Ok(()) } else { Err(TransportError::Closed) };
+        let end = if in_order {
+            Ok(())
+        } else {
+            Err(TransportError::Closed)
+        };
         let _duty = self.duty.lock();
         let held = self.devices.take_tickets();
-        self.note_done(held.into_iter().map(|ticket| (ticket, Err(TransportError::Closed))));
+        self.note_done(
+            held.into_iter()
+                .map(|ticket| (ticket, Err(TransportError::Closed))),
+        );
         for process in 0..self.peers.len() as u32 {
             let tickets = self.ledger.lock().take_tickets(ProcessId(process));
             self.note_done(tickets.into_iter().map(|ticket| (ticket, end.clone())));
@@ -382,7 +428,8 @@ impl Shared {
     /// Puts the engine to sleep until there is work that no other thread takes, `stop` returns
     /// true, or `timeout` is over.
     pub(super) fn sleep(&self, timeout: Duration, stop: impl Fn() -> bool) {
-        self.door.sleep(&SystemFutex, Some(timeout), || stop() || self.has_work());
+        self.door
+            .sleep(&SystemFutex, Some(timeout), || stop() || self.has_work());
     }
 }
 
@@ -391,7 +438,10 @@ impl Drop for Shared {
         let ledger = self.ledger.get_mut();
         drop(ledger.collect());
         for (index, peer) in self.peers.iter().enumerate() {
-            if peer.as_ref().is_some_and(|peer| has_exited(std::os::fd::AsFd::as_fd(&peer.exit))) {
+            if peer
+                .as_ref()
+                .is_some_and(|peer| has_exited(std::os::fd::AsFd::as_fd(&peer.exit)))
+            {
                 drop(ledger.note_exit(ProcessId(index as u32)));
             }
         }

@@ -104,8 +104,12 @@ impl Socket {
             return Err(io::Error::other("too many descriptors for a packet"));
         }
         loop {
-            return match sendmsg(&self.0, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)
-            {
+            return match sendmsg(
+                &self.0,
+                &[IoSlice::new(bytes)],
+                &mut control,
+                SendFlags::NOSIGNAL,
+            ) {
                 Ok(_) => Ok(true),
                 Err(Errno::AGAIN | Errno::NOBUFS | Errno::TOOMANYREFS) => Ok(false),
                 Err(Errno::INTR) => continue,
@@ -156,7 +160,10 @@ impl Socket {
                  more (RLIMIT_NOFILE)",
             ));
         }
-        Ok(Some(Packet { bytes: bytes[..received.bytes].to_vec(), descriptors }))
+        Ok(Some(Packet {
+            bytes: bytes[..received.bytes].to_vec(),
+            descriptors,
+        }))
     }
 
     /// Blocks until a packet arrives, and returns it. Fails with `TimedOut` at `deadline`, and with
@@ -220,7 +227,12 @@ impl AsFd for Socket {
 
 fn new_socket() -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    Ok(socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
+    Ok(socket_with(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        flags,
+        None,
+    )?)
 }
 
 /// Blocks until one of the descriptors can be read, and returns true; false if `deadline` comes
@@ -232,7 +244,10 @@ pub(super) fn something_comes(fds: &[BorrowedFd<'_>], deadline: Instant) -> io::
 /// Blocks until one of the descriptors has one of the given events, and returns true; false if
 /// `deadline` comes first.
 fn wait(fds: &[BorrowedFd<'_>], what: PollFlags, deadline: Instant) -> io::Result<bool> {
-    let mut looks: Vec<_> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, what)).collect();
+    let mut looks: Vec<_> = fds
+        .iter()
+        .map(|fd| PollFd::from_borrowed_fd(*fd, what))
+        .collect();
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         match poll(&mut looks, Some(&timespec(left))) {
@@ -257,7 +272,10 @@ pub(super) fn ended(descriptors: &[BorrowedFd<'_>]) -> io::Result<Vec<bool>> {
         Err(error) => return Err(error.into()),
     }
     let over = PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR;
-    Ok(looks.iter().map(|look| look.revents().intersects(over)).collect())
+    Ok(looks
+        .iter()
+        .map(|look| look.revents().intersects(over))
+        .collect())
 }
 
 /// True if the process of a pidfd has exited. Only this proves that it reads no memory any more.
@@ -268,7 +286,10 @@ pub(super) fn has_exited(pidfd: BorrowedFd<'_>) -> bool {
 }
 
 fn timespec(duration: Duration) -> Timespec {
-    Timespec::try_from(duration).unwrap_or(Timespec { tv_sec: i64::MAX, tv_nsec: 0 })
+    Timespec::try_from(duration).unwrap_or(Timespec {
+        tv_sec: i64::MAX,
+        tv_nsec: 0,
+    })
 }
 
 #[cfg(test)]
@@ -292,18 +313,31 @@ mod tests {
         assert!(something_comes(&[listener.as_fd()], soon()).unwrap());
         let there = listener.accept().unwrap().unwrap();
         let user = there.peer().unwrap();
-        assert_eq!((user.uid, user.pid), (rustix::process::getuid(), rustix::process::getpid()));
+        assert_eq!(
+            (user.uid, user.pid),
+            (rustix::process::getuid(), rustix::process::getpid())
+        );
         assert!(there.receive().unwrap().is_none());
         let file = memfd_create("test", MemfdFlags::CLOEXEC).unwrap();
-        here.send_until(b"take it", &[file.as_fd()], soon()).unwrap();
+        here.send_until(b"take it", &[file.as_fd()], soon())
+            .unwrap();
         let packet = there.receive_until(soon()).unwrap();
-        assert_eq!((&packet.bytes[..], packet.descriptors.len()), (&b"take it"[..], 1));
-        assert_eq!(ended(&[here.as_fd(), there.as_fd()]).unwrap(), [false, false]);
+        assert_eq!(
+            (&packet.bytes[..], packet.descriptors.len()),
+            (&b"take it"[..], 1)
+        );
+        assert_eq!(
+            ended(&[here.as_fd(), there.as_fd()]).unwrap(),
+            [false, false]
+        );
         here.send_until(b"the last", &[], soon()).unwrap();
         here.close();
         assert_eq!(ended(&[there.as_fd()]).unwrap(), [true]);
         assert_eq!(there.receive().unwrap().unwrap().bytes, b"the last");
-        assert_eq!(there.receive().map(drop).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+        assert_eq!(
+            there.receive().map(drop).unwrap_err().kind(),
+            io::ErrorKind::UnexpectedEof
+        );
     }
 
     #[test]
@@ -316,7 +350,10 @@ mod tests {
         there.send_until(b"the last", &[], soon()).unwrap();
         drop(there);
         assert_eq!(here.receive().unwrap().unwrap().bytes, b"the last");
-        assert_eq!(here.receive().map(drop).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+        assert_eq!(
+            here.receive().map(drop).unwrap_err().kind(),
+            io::ErrorKind::UnexpectedEof
+        );
     }
 
     #[test]
@@ -335,7 +372,10 @@ mod tests {
 
     #[test]
     fn has_exited_is_true_only_after_exit() {
-        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let mut child = std::process::Command::new("sleep")
+            .arg("60")
+            .spawn()
+            .unwrap();
         let pid = Pid::from_raw(child.id() as i32).unwrap();
         let pidfd = pidfd_open(pid, PidfdFlags::empty()).unwrap();
         assert!(!has_exited(pidfd.as_fd()));

@@ -30,8 +30,9 @@ impl Shared {
             }
             // Inline payloads are copied to their buffer here; other payloads are only named.
             let mut record = None;
-            let popped =
-                inbound.ring.pop(|kind, bytes| record = Some(self.understand(kind, bytes)));
+            let popped = inbound
+                .ring
+                .pop(|kind, bytes| record = Some(self.understand(kind, bytes)));
             let result = match (popped, record) {
                 (Err(corrupt), _) => Err(Fault::Theirs(corrupt.to_string())),
                 (Ok(_), None) => return,
@@ -108,14 +109,18 @@ impl Shared {
             }
             Event::Retired(numbers) => inbound.retire(&numbers, peer),
             Event::Announced(number) => {
-                if let Some(segment) =
-                    inbound.hear_of(number, peer, &self.mappings).map_err(Fault::of)?
+                if let Some(segment) = inbound
+                    .hear_of(number, peer, &self.mappings)
+                    .map_err(Fault::of)?
                 {
                     self.devices.reaper.later(move || segment.populate());
                 }
             }
             Event::Goodbye => {
-                let why = TransportError::PeerGone { peer: from, why: "it has left".to_owned() };
+                let why = TransportError::PeerGone {
+                    peer: from,
+                    why: "it has left".to_owned(),
+                };
                 self.end(why, from, inbound, peer, handler);
             }
         }
@@ -125,7 +130,10 @@ impl Shared {
     /// Returns the part of this process's own memory that a borrower has sent, as the payload. No
     /// loan and no mapping is involved.
     fn take_part(&self, from: ProcessId, header: &Header, part: ToOwner) -> Result<Payload, Fault> {
-        let loan = LoanId { lender: ProcessId(part.lender.get()), number: part.loan.get() };
+        let loan = LoanId {
+            lender: ProcessId(part.lender.get()),
+            number: part.loan.get(),
+        };
         let (offset, bytes) = (part.offset.get(), part.bytes.get());
         let (found, ended) = self.ledger.lock().take_part(from, loan, offset, bytes);
         self.note_ended(ended);
@@ -173,7 +181,10 @@ impl Shared {
                 if is_later {
                     inbound.note_landing(loan, None);
                 }
-                let loan = LoanId { lender: from, number: loan };
+                let loan = LoanId {
+                    lender: from,
+                    number: loan,
+                };
                 returns.give_back(loan, 0, is_copied);
                 return Ok(Unreadable::payload(from, header, why));
             }
@@ -189,7 +200,9 @@ impl Shared {
         }
         let borrowed = Borrowed::new(segment, from, &lent, returns).ok_or_else(|| {
             let (offset, bytes) = (lent.offset.get(), lent.bytes.get());
-            Fault::Theirs(format!("{bytes} bytes at {offset} of segment {number} are not there"))
+            Fault::Theirs(format!(
+                "{bytes} bytes at {offset} of segment {number} are not there"
+            ))
         })?;
         inbound.last_loan = inbound.last_loan.max(loan);
         if !is_device {
@@ -224,7 +237,10 @@ impl Fault {
     /// peer's.
     fn of(error: std::io::Error) -> Self {
         let lacking = [Errno::NOMEM, Errno::MFILE, Errno::NFILE].map(Errno::raw_os_error);
-        if error.raw_os_error().is_some_and(|code| lacking.contains(&code)) {
+        if error
+            .raw_os_error()
+            .is_some_and(|code| lacking.contains(&code))
+        {
             Self::Ours(error.to_string())
         } else {
             Self::Theirs(error.to_string())
@@ -240,7 +256,9 @@ fn twice(loan: u64) -> Fault {
 fn check_device_kind(header: &Header) -> Result<(), Fault> {
     match header.kind {
         Kind::Data | Kind::Eager => Ok(()),
-        kind => Err(Fault::Theirs(format!("a message of kind {kind:?} in a device's memory"))),
+        kind => Err(Fault::Theirs(format!(
+            "a message of kind {kind:?} in a device's memory"
+        ))),
     }
 }
 
@@ -267,7 +285,10 @@ impl Unreadable {
     fn payload(from: ProcessId, header: &Header, why: String) -> Payload {
         let doing = format!("taking memory of a device of process {from}");
         let why = TransportError::Environment { doing, why };
-        Payload::Waiting(Box::new(Self { bytes: header.bytes, why }))
+        Payload::Waiting(Box::new(Self {
+            bytes: header.bytes,
+            why,
+        }))
     }
 }
 

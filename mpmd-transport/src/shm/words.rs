@@ -82,6 +82,10 @@ impl<W> Deref for Words<W> {
 
 impl<W> Clone for Words<W> {
     fn clone(&self) -> Self {
-        Self { first: self.first, count: self.count, keep: self.keep.clone() }
+        Self {
+            first: self.first,
+            count: self.count,
+            keep: self.keep.clone(),
+        }
     }
 }

@@ -63,7 +63,9 @@ impl Listener {
         let doing = || format!("listening on {}", at.ip());
         let socket = std::net::TcpListener::bind(at).map_err(|e| environment(doing(), &e))?;
         rustix::net::listen(&socket, BACKLOG).map_err(|e| environment(doing(), &e))?;
-        socket.set_nonblocking(true).map_err(|e| environment(doing(), &e))?;
+        socket
+            .set_nonblocking(true)
+            .map_err(|e| environment(doing(), &e))?;
         let address = socket.local_addr().map_err(|e| environment(doing(), &e))?;
         Ok(Self { socket, address })
     }
@@ -111,15 +113,20 @@ fn drive(
     config: TcpConfig,
     connected: &std::sync::mpsc::Sender<Result<Arc<Tcp>, TransportError>>,
 ) {
-    let runtime =
-        match tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build() {
-            Ok(runtime) => runtime,
-            Err(e) => {
-                let _ = connected
-                    .send(Err(environment("starting the transport's runtime".to_owned(), &e)));
-                return;
-            }
-        };
+    let runtime = match tokio::runtime::Builder::new_current_thread()
+        .enable_io()
+        .enable_time()
+        .build()
+    {
+        Ok(runtime) => runtime,
+        Err(e) => {
+            let _ = connected.send(Err(environment(
+                "starting the transport's runtime".to_owned(),
+                &e,
+            )));
+            return;
+        }
+    };
     runtime.block_on(async {
         let (process, pool) = (config.process, config.pool.clone());
         let pairs = match connect_all(listener, config).await {
@@ -169,7 +176,14 @@ async fn connect_all(
     config: TcpConfig,
 ) -> Result<Vec<Option<Pair>>, TransportError> {
     let deadline: Instant = after(std::time::Instant::now(), config.peer_timeout).into();
-    let TcpConfig { process, peers, token, epoch, peer_timeout, .. } = config;
+    let TcpConfig {
+        process,
+        peers,
+        token,
+        epoch,
+        peer_timeout,
+        ..
+    } = config;
     let party = Party::new((MAGIC, VERSION), process, peers.len(), epoch, token);
     let own = listener.address;
     let listener = tokio::net::TcpListener::from_std(listener.socket)
@@ -242,7 +256,9 @@ async fn connect_all(
             },
         }
     }
-    let pairs = found.into_iter().map(|[control, bulk]| Some([control?, bulk?]));
+    let pairs = found
+        .into_iter()
+        .map(|[control, bulk]| Some([control?, bulk?]));
     Ok(pairs.collect())
 }
 
@@ -273,21 +289,24 @@ async fn call_once(party: &Party, peer: ProcessId, address: SocketAddr, channel:
         let mut handshake = party.call(peer, channel, random_bytes()?);
         let shaken = shake_hands(&mut stream, &mut handshake).await;
         // A process that finds a misfit may close without a welcome.
-        if let Some(Err(misfit)) =
-            handshake.proved_facts().map(|facts| party.check_answerer(facts, peer))
+        if let Some(Err(misfit)) = handshake
+            .proved_facts()
+            .map(|facts| party.check_answerer(facts, peer))
         {
             return Ok::<_, io::Error>(Met::Misfit(misfit));
         }
         Ok(match shaken? {
             Ok(()) => Met::Peer(peer, channel, stream),
             // It listens where the job says that the peer does.
-            Err(refusal @ Refusal::OtherVersion { .. }) => {
-                Met::Misfit(TransportError::Protocol { peer, why: party.why(refusal) })
-            }
+            Err(refusal @ Refusal::OtherVersion { .. }) => Met::Misfit(TransportError::Protocol {
+                peer,
+                why: party.why(refusal),
+            }),
             Err(refusal) => Met::Stranger(party.why(refusal)),
         })
     };
-    meet.await.unwrap_or_else(|error| Met::Stranger(word(&error)))
+    meet.await
+        .unwrap_or_else(|error| Met::Stranger(word(&error)))
 }
 
 /// Returns the reason for the end of a handshake in words.
@@ -314,7 +333,9 @@ async fn greet(party: Party, mut stream: TcpStream, link: Link, strangers: Arc<S
     let why = match met {
         Ok(Ok(Ok(handshake))) if stays => {
             // The other process learns from the facts of this one why it does not fit.
-            let caller = handshake.proved_facts().map(|facts| party.check_caller(facts, CHANNELS));
+            let caller = handshake
+                .proved_facts()
+                .map(|facts| party.check_caller(facts, CHANNELS));
             match caller {
                 Some(Ok((from, channel))) => return Met::Peer(from, channel, stream),
                 Some(Err(misfit)) => return Met::Misfit(misfit),
@@ -338,16 +359,23 @@ fn is_open(stream: &TcpStream) -> bool {
 /// an answer, and connect again.
 fn halves(found: &[[Option<TcpStream>; 2]], process: ProcessId) -> Vec<ProcessId> {
     let is_half = |pair: &[Option<TcpStream>; 2]| {
-        let [control, bulk] = pair.each_ref().map(|place| place.as_ref().is_some_and(is_open));
+        let [control, bulk] = pair
+            .each_ref()
+            .map(|place| place.as_ref().is_some_and(is_open));
         control != bulk
     };
     let peers = (0..).map(ProcessId).zip(found);
-    peers.filter(|(peer, pair)| *peer > process && is_half(pair)).map(|(peer, _)| peer).collect()
+    peers
+        .filter(|(peer, pair)| *peer > process && is_half(pair))
+        .map(|(peer, _)| peer)
+        .collect()
 }
 
 fn missing(found: &[[Option<TcpStream>; 2]], own: ProcessId) -> Vec<ProcessId> {
     let ids = (0..).map(ProcessId);
-    let pairs = ids.zip(found).filter(|(id, pair)| *id != own && pair.iter().any(Option::is_none));
+    let pairs = ids
+        .zip(found)
+        .filter(|(id, pair)| *id != own && pair.iter().any(Option::is_none));
     pairs.map(|(id, _)| id).collect()
 }
 
@@ -378,7 +406,10 @@ fn name_missing(
 }
 
 fn environment(doing: String, error: &dyn std::error::Error) -> TransportError {
-    TransportError::Environment { doing, why: error.to_string() }
+    TransportError::Environment {
+        doing,
+        why: error.to_string(),
+    }
 }
 
 #[cfg(test)]
@@ -400,7 +431,12 @@ mod tests {
 
     #[test]
     fn timeout_names_missing_peers_with_their_last_error() {
-        let words = vec![String::new(), "refused".to_owned(), String::new(), String::new()];
+        let words = vec![
+            String::new(),
+            "refused".to_owned(),
+            String::new(),
+            String::new(),
+        ];
         let named = |missing: &[u32]| {
             let missing: Vec<_> = missing.iter().map(|id| ProcessId(*id)).collect();
             name_missing(&missing, 4, &words, "")

@@ -65,8 +65,17 @@ struct Message {
 
 impl Connection {
     pub(super) fn new(half: OwnedWriteHalf) -> Self {
-        let state = State { half: Some(half), turn: false, queue: VecDeque::new(), end: End::Open };
-        Self { state: Mutex::new(state), wake: Notify::new(), progress: AtomicU64::new(0) }
+        let state = State {
+            half: Some(half),
+            turn: false,
+            queue: VecDeque::new(),
+            end: End::Open,
+        };
+        Self {
+            state: Mutex::new(state),
+            wake: Notify::new(),
+            progress: AtomicU64::new(0),
+        }
     }
 
     /// Queues a message. Writes it at once if `direct` is true, the message is small, and nothing
@@ -79,7 +88,12 @@ impl Connection {
         direct: bool,
         endings: &Endings,
     ) {
-        let message = Message { header: header.encode(), payload, ticket, written: 0 };
+        let message = Message {
+            header: header.encode(),
+            payload,
+            ticket,
+            written: 0,
+        };
         let direct = direct && message.len() <= DIRECT_BYTES;
         let mut state = self.state.lock();
         if let End::Last(error) | End::Now(error) = &state.end {
@@ -96,7 +110,13 @@ impl Connection {
                 state.turn = true;
                 drop(state);
                 // Anything left over is for the writer task, which the end of the turn wakes.
-                let _ = Turn { line: self, half: Some(half), queue, endings }.write();
+                let _ = Turn {
+                    line: self,
+                    half: Some(half),
+                    queue,
+                    endings,
+                }
+                .write();
             }
             half => {
                 // If a turn is taken, its end sees the message.
@@ -156,7 +176,11 @@ impl Connection {
         while !self.is_ended() && still < peer_timeout {
             tokio::time::sleep(step).await;
             let now = self.progress.load(Ordering::Relaxed);
-            still = if now == seen { still + step } else { Duration::ZERO };
+            still = if now == seen {
+                still + step
+            } else {
+                Duration::ZERO
+            };
             seen = now;
         }
     }
@@ -187,11 +211,18 @@ impl Connection {
         if matches!(state.end, End::Now(_)) {
             return Next::End;
         }
-        let Some(half) = state.half.take() else { return Next::Wait };
+        let Some(half) = state.half.take() else {
+            return Next::Wait;
+        };
         if !state.queue.is_empty() {
             let queue = std::mem::take(&mut state.queue);
             state.turn = true;
-            return Next::Write(Turn { line: self, half: Some(half), queue, endings });
+            return Next::Write(Turn {
+                line: self,
+                half: Some(half),
+                queue,
+                endings,
+            });
         }
         if let End::Last(error) = &state.end {
             state.end = End::Now(error.clone());
@@ -226,7 +257,9 @@ impl Turn<'_> {
                 Ok(written) if written >= WRITE_BYTES / 2 => tokio::task::yield_now().await,
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    let Some(half) = &self.half else { return Ok(()) };
+                    let Some(half) = &self.half else {
+                        return Ok(());
+                    };
                     tokio::select! {
                         ready = half.writable() => ready?,
                         () = self.line.wake.notified() => {}
@@ -343,7 +376,10 @@ pub(super) enum Ending {
 
 impl Endings {
     pub(super) fn new() -> Self {
-        Self { waiting: Mutex::new(Some(Vec::new())), wake: Notify::new() }
+        Self {
+            waiting: Mutex::new(Some(Vec::new())),
+            wake: Notify::new(),
+        }
     }
 
     pub(super) fn ticket(&self, ticket: Ticket, result: Result<(), TransportError>) {
@@ -363,7 +399,9 @@ impl Endings {
 
     fn push(&self, ending: Ending) -> Result<(), Ending> {
         let mut waiting = self.waiting.lock();
-        let Some(list) = waiting.as_mut() else { return Err(ending) };
+        let Some(list) = waiting.as_mut() else {
+            return Err(ending);
+        };
         list.push(ending);
         let first = list.len() == 1;
         drop(waiting);
@@ -398,10 +436,18 @@ mod tests {
     #[test]
     fn unwritten_parts_are_right_at_every_offset() {
         let payload = SharedBuffer::from(vec![5; 10]);
-        let header = Header { bytes: 10, ..Header::new(Kind::Eager) }.encode();
+        let header = Header {
+            bytes: 10,
+            ..Header::new(Kind::Eager)
+        }
+        .encode();
         let whole: Vec<u8> = header.iter().chain(payload.iter()).copied().collect();
-        let mut message =
-            Message { header, payload: Some(payload), ticket: Ticket::NONE, written: 0 };
+        let mut message = Message {
+            header,
+            payload: Some(payload),
+            ticket: Ticket::NONE,
+            written: 0,
+        };
         for written in 0..=whole.len() {
             message.written = written;
             assert_eq!(message.left().concat(), whole[written..]);
@@ -415,7 +461,11 @@ mod tests {
         endings.ticket(Ticket(1), Ok(()));
         assert_eq!(endings.take(true).len(), 1, "nobody wants to hear of NONE");
         endings.ticket(Ticket(2), Ok(()));
-        assert_eq!(endings.take(true).len(), 1, "not refused before all are taken");
+        assert_eq!(
+            endings.take(true).len(),
+            1,
+            "not refused before all are taken"
+        );
         assert!(endings.take(true).is_empty());
         let (told, hears) = std::sync::mpsc::channel();
         endings.fetch(

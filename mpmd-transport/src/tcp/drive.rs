@@ -45,7 +45,10 @@ impl Drive {
             let (control_read, control) = control.into_split();
             let (bulk_read, bulk) = bulk.into_split();
             halves.push((ProcessId(id), [control_read, bulk_read]));
-            Some(Peer { control: Connection::new(control), bulk: Connection::new(bulk) })
+            Some(Peer {
+                control: Connection::new(control),
+                bulk: Connection::new(bulk),
+            })
         });
         let peers = peers.collect();
         let shared = Shared {
@@ -55,7 +58,10 @@ impl Drive {
             peers,
             closing: AtomicBool::new(false),
         };
-        Self { shared: Arc::new(shared), halves }
+        Self {
+            shared: Arc::new(shared),
+            halves,
+        }
     }
 
     pub(super) fn shared(&self) -> Arc<Shared> {
@@ -145,9 +151,18 @@ impl Drop for FailAll<'_> {
 }
 
 async fn write(shared: Arc<Shared>, peer: ProcessId, channel: usize) {
-    let Some(lines) = &shared.peers[peer.index()] else { return };
-    let line = if channel == 0 { &lines.control } else { &lines.bulk };
-    line.write(&shared.endings, |error| shared.lost(peer, &error.to_string())).await;
+    let Some(lines) = &shared.peers[peer.index()] else {
+        return;
+    };
+    let line = if channel == 0 {
+        &lines.control
+    } else {
+        &lines.bulk
+    };
+    line.write(&shared.endings, |error| {
+        shared.lost(peer, &error.to_string())
+    })
+    .await;
 }
 
 async fn read(
@@ -157,13 +172,18 @@ async fn read(
     handler: Arc<dyn Handler>,
 ) {
     let end = read::read(&shared, peer, &handler, control, bulk).await;
-    let Some(lines) = &shared.peers[peer.index()] else { return };
+    let Some(lines) = &shared.peers[peer.index()] else {
+        return;
+    };
     let lines = [&lines.control, &lines.bulk];
     let (down, polite) = match end {
         End::Closed(why) => (TransportError::PeerGone { peer, why }, true),
         End::Protocol(why) => (TransportError::Protocol { peer, why }, false),
     };
-    let gone = TransportError::PeerGone { peer, why: down.to_string() };
+    let gone = TransportError::PeerGone {
+        peer,
+        why: down.to_string(),
+    };
     let gone = if polite { down.clone() } else { gone };
     for line in lines {
         if polite {

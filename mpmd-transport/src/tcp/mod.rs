@@ -108,7 +108,9 @@ impl Transport for Tcp {
     }
 
     fn shutdown(&self, deadline: Duration) {
-        let Some(close) = self.close.lock().take() else { return };
+        let Some(close) = self.close.lock().take() else {
+            return;
+        };
         let (closed, wait) = std::sync::mpsc::channel();
         if close.send(Close { deadline, closed }).is_ok() {
             // The thread keeps the deadline itself; the extra time is for a handler call in

@@ -47,7 +47,12 @@ pub(super) async fn read(
     control: OwnedReadHalf,
     bulk: OwnedReadHalf,
 ) -> End {
-    let reader = Reader { shared, peer, handler, progress: AtomicU64::new(0) };
+    let reader = Reader {
+        shared,
+        peer,
+        handler,
+        progress: AtomicU64::new(0),
+    };
     let mut control = std::pin::pin!(reader.control(control));
     let mut bulk = std::pin::pin!(reader.bulk(bulk));
     // Control goes first: it is small, and grants wait in it.
@@ -123,7 +128,11 @@ impl Reader<'_> {
     }
 
     async fn control(&self, half: impl Half) -> End {
-        let mut ahead = Ahead { bytes: vec![0; AHEAD_BYTES], start: 0, end: 0 };
+        let mut ahead = Ahead {
+            bytes: vec![0; AHEAD_BYTES],
+            start: 0,
+            end: 0,
+        };
         for number in 1.. {
             if let Err(end) = self.control_message(&half, &mut ahead).await {
                 return end;
@@ -191,7 +200,8 @@ impl Reader<'_> {
             bytes: header.bytes,
             asks: Some(asks),
         };
-        self.handler.arrived(self.peer, header, Payload::Waiting(Box::new(waiting)));
+        self.handler
+            .arrived(self.peer, header, Payload::Waiting(Box::new(waiting)));
         match answer.await {
             Ok(mut place) => match place.given.take() {
                 Some((into, then)) => self.fill(half, into, then).await,
@@ -209,8 +219,12 @@ impl Reader<'_> {
         mut into: OwnedBuffer,
         then: FetchDone,
     ) -> Result<(), End> {
-        let mut filling =
-            Filling { shared: self.shared, peer: self.peer, why: "", then: Some(then) };
+        let mut filling = Filling {
+            shared: self.shared,
+            peer: self.peer,
+            why: "",
+            then: Some(then),
+        };
         match self.all(half, &mut into).await {
             Ok(()) => {
                 if let Some(then) = filling.then.take() {
@@ -290,7 +304,8 @@ fn ended(within: usize) -> End {
 /// outside the pool: control messages tell the peers about that exhaustion. There is one at a time
 /// for each peer.
 fn control_buffer(pool: &Pool, bytes: usize) -> OwnedBuffer {
-    pool.allocate(bytes).unwrap_or_else(|_| OwnedBuffer::from(vec![0; bytes]))
+    pool.allocate(bytes)
+        .unwrap_or_else(|_| OwnedBuffer::from(vec![0; bytes]))
 }
 
 /// Bytes that were read ahead of the current message.
@@ -362,8 +377,10 @@ impl Drop for PayloadTarget {
     fn drop(&mut self) {
         if let Some((into, then)) = self.given.take() {
             drop(into);
-            let error =
-                self.shared.lost(self.peer, "its connection ended before the payload was fetched");
+            let error = self.shared.lost(
+                self.peer,
+                "its connection ended before the payload was fetched",
+            );
             self.shared.endings.fetch(then, error);
         }
     }

@@ -35,7 +35,9 @@ impl Shared {
         payload: Option<SharedBuffer>,
         ticket: Ticket,
     ) {
-        let Some(peer) = &self.peers[to.index()] else { return };
+        let Some(peer) = &self.peers[to.index()] else {
+            return;
+        };
         let data = header.kind == Kind::Data;
         let line = if data { &peer.bulk } else { &peer.control };
         line.post(&header, payload, ticket, !data, &self.endings);
@@ -47,12 +49,18 @@ impl Shared {
         if self.closing.load(Ordering::Acquire) {
             TransportError::Closed
         } else {
-            TransportError::PeerGone { peer, why: why.to_owned() }
+            TransportError::PeerGone {
+                peer,
+                why: why.to_owned(),
+            }
         }
     }
 
     pub(super) fn lines(&self) -> impl Iterator<Item = &Connection> {
-        self.peers.iter().flatten().flat_map(|peer| [&peer.control, &peer.bulk])
+        self.peers
+            .iter()
+            .flatten()
+            .flat_map(|peer| [&peer.control, &peer.bulk])
     }
 
     pub(super) fn fail_all(&self) {

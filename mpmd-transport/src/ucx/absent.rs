@@ -79,7 +79,10 @@ impl Transport for Ucx {
 
 fn not_compiled_in() -> TransportError {
     let why = "this program was built without it; build it with `--features ucx`".to_owned();
-    TransportError::Unavailable { transport: NAME, why }
+    TransportError::Unavailable {
+        transport: NAME,
+        why,
+    }
 }
 
 #[cfg(test)]
@@ -90,6 +93,9 @@ mod tests {
     fn error_names_the_missing_cargo_feature() {
         let said = Opened::open(2).unwrap_err().to_string();
         assert_eq!(said, examine().unwrap_err().to_string());
-        assert!(said.contains("ucx is not available") && said.contains("--features ucx"), "{said}");
+        assert!(
+            said.contains("ucx is not available") && said.contains("--features ucx"),
+            "{said}"
+        );
     }
 }

@@ -33,7 +33,9 @@ impl Address {
 
     /// Returns this process's text about UCX that all processes must share.
     pub(super) fn common() -> String {
-        let version = sys::library().map(sys::Library::version).unwrap_or_default();
+        let version = sys::library()
+            .map(sys::Library::version)
+            .unwrap_or_default();
         settings::common(&version, |variable| std::env::var(variable).ok())
     }
 
@@ -85,7 +87,10 @@ fn bytes(hex: &str) -> Option<Vec<u8>> {
     {
         return None;
     }
-    (0..hex.len()).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).ok()).collect()
+    (0..hex.len())
+        .step_by(2)
+        .map(|at| u8::from_str_radix(&hex[at..at + 2], 16).ok())
+        .collect()
 }
 
 #[cfg(test)]
@@ -100,7 +105,10 @@ mod tests {
         assert_eq!(with_cuda, format!("{text}/cuda"));
         for (text, moves_cuda) in [(&text, false), (&with_cuda, true)] {
             let address = Address::parse(text, ProcessId(3)).unwrap();
-            assert_eq!((address.worker, address.moves_cuda), (vec![0, 255, 16], moves_cuda));
+            assert_eq!(
+                (address.worker, address.moves_cuda),
+                (vec![0, 255, 16], moves_cuda)
+            );
         }
         assert!(
             text.starts_with(&format!("{VERSION}/{own}/")) && text.ends_with("/00ff10"),
@@ -121,7 +129,10 @@ mod tests {
         }
         let signed = Address::format(&[7], &own, false).replace("/07", "/+7");
         assert!(says(&signed).contains("garbled"), "a sign is no digit");
-        assert!(says(&text[..text.len() - 2]).contains("garbled"), "cut short");
+        assert!(
+            says(&text[..text.len() - 2]).contains("garbled"),
+            "cut short"
+        );
         assert!(says("nonsense").contains("no address"));
     }
 

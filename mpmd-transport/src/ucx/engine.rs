@@ -51,12 +51,13 @@ pub(super) fn start(processes: usize) -> Result<(String, Arc<Queue>), TransportE
             let _ = tell.send(Err(error));
         }
     };
-    std::thread::Builder::new().name("mpmd-ucx".to_owned()).spawn(run).map_err(|error| {
-        TransportError::Environment {
+    std::thread::Builder::new()
+        .name("mpmd-ucx".to_owned())
+        .spawn(run)
+        .map_err(|error| TransportError::Environment {
             doing: "starting UCX's thread".to_owned(),
             why: error.to_string(),
-        }
-    })?;
+        })?;
     told.recv().unwrap_or(Err(TransportError::Closed))
 }
 
@@ -77,8 +78,11 @@ impl Engine {
         let wrong = |error: super::result::UcxError| error.environment("opening UCX");
         worker.descriptor().map_err(wrong)?;
         let moves_cuda = worker.moves_cuda();
-        let address =
-            Address::format(&worker.address().map_err(wrong)?, &Address::common(), moves_cuda);
+        let address = Address::format(
+            &worker.address().map_err(wrong)?,
+            &Address::common(),
+            moves_cuda,
+        );
         let engine = Self {
             queue: Arc::new(Queue::new(worker.signal())),
             worker,
@@ -135,7 +139,9 @@ impl Engine {
                 }
                 continue;
             }
-            let gap = self.gap.get_or_insert_with(|| self.policy.begin(Instant::now()));
+            let gap = self
+                .gap
+                .get_or_insert_with(|| self.policy.begin(Instant::now()));
             if !gap.wait() {
                 self.sleep();
             }
@@ -154,7 +160,10 @@ impl Engine {
                 let hurry =
                     self.meeting.is_some() || self.leaving.is_some() || self.roll_call.is_some();
                 let sleep = if hurry { SHORT_SLEEP } else { LONGEST_SLEEP };
-                let sleep = Timespec { tv_sec: 0, tv_nsec: i64::from(sleep.subsec_nanos()) };
+                let sleep = Timespec {
+                    tv_sec: 0,
+                    tv_nsec: i64::from(sleep.subsec_nanos()),
+                };
                 // Interrupted or not, the next turn polls.
                 let _ = poll(&mut [PollFd::new(&descriptor, PollFlags::IN)], Some(&sleep));
             }
@@ -175,10 +184,18 @@ impl Engine {
         match command {
             Command::Connect(config, reply) => self.connect(*config, reply),
             Command::Start(handler) => self.start_handler(handler),
-            Command::Post { to, header, payload, ticket } => {
-                self.post(to, &header, payload, ticket)
-            }
-            Command::Fetch { payload, from, into, then } => self.fetch(payload, from, into, then),
+            Command::Post {
+                to,
+                header,
+                payload,
+                ticket,
+            } => self.post(to, &header, payload, ticket),
+            Command::Fetch {
+                payload,
+                from,
+                into,
+                then,
+            } => self.fetch(payload, from, into, then),
             Command::Discard { payload } => self.discard(payload),
             Command::GiveUp { peer, why } => {
                 self.shut_out(peer, TransportError::PeerGone { peer, why })
@@ -190,12 +207,18 @@ impl Engine {
 
     fn happened(&mut self, event: Event) {
         match event {
-            Event::Message { id: id::MEET, header: (header, bytes), body } => {
+            Event::Message {
+                id: id::MEET,
+                header: (header, bytes),
+                body,
+            } => {
                 self.greeted(&header[..bytes], body);
             }
-            Event::Message { id, header: (header, bytes), body } => {
-                self.arrived(id, &header[..bytes], body)
-            }
+            Event::Message {
+                id,
+                header: (header, bytes),
+                body,
+            } => self.arrived(id, &header[..bytes], body),
             Event::Ended(op, result, held) => self.ended(op, result, held),
             Event::Failed(endpoint, why) => {
                 if let Some(peer) = self.processes.get(&endpoint).copied() {
@@ -223,7 +246,11 @@ impl Drop for Engine {
                     then(Err(TransportError::Closed));
                 }
             }
-            let waiting = self.operations.iter_mut().flatten().filter_map(Operation::take_fetch);
+            let waiting = self
+                .operations
+                .iter_mut()
+                .flatten()
+                .filter_map(Operation::take_fetch);
             for then in waiting.collect::<Vec<_>>() {
                 then(Err(TransportError::Closed));
             }

@@ -14,7 +14,10 @@ pub fn examine() -> Result<Report, TransportError> {
         transport: super::NAME,
         why: why.to_owned(),
     })?;
-    Ok(Report { version: library.version(), library: library.path.clone() })
+    Ok(Report {
+        version: library.version(),
+        library: library.path.clone(),
+    })
 }
 
 #[cfg(test)]

@@ -41,7 +41,12 @@ impl Engine {
             Some(leaving) => leaving.closed = leaving.closed.take().or(closed),
             None => {
                 let until = after(Instant::now(), within);
-                self.leaving = Some(Leaving { until, goodbye: None, closing: None, closed });
+                self.leaving = Some(Leaving {
+                    until,
+                    goodbye: None,
+                    closing: None,
+                    closed,
+                });
             }
         }
     }
@@ -76,12 +81,16 @@ impl Engine {
     /// Does the next step of the shutdown without waiting. Returns true once the shutdown is done.
     pub(super) fn leave(&mut self) -> bool {
         let now = Instant::now();
-        let Some(mut leaving) = self.leaving.take() else { return false };
+        let Some(mut leaving) = self.leaving.take() else {
+            return false;
+        };
         let mut done = false;
         match (leaving.goodbye, leaving.closing) {
             (None, _) => {
-                let busy =
-                    self.peers.iter().any(|p| p.down.is_none() && p.sending + p.fetching > 0);
+                let busy = self
+                    .peers
+                    .iter()
+                    .any(|p| p.down.is_none() && p.sending + p.fetching > 0);
                 if !busy || now >= leaving.until {
                     leaving.goodbye = Some(now.max(leaving.until.min(now + LAST_CALL)) + LAST_CALL);
                     self.leaving = Some(leaving);
@@ -139,10 +148,14 @@ impl Engine {
         let mut all_closed = Vec::from_iter(closed);
         // Bounded, because a handler may keep sending commands.
         for _ in 0..LAST_ROUNDS {
-            let Some(commands) = queue.take_or_end() else { break };
+            let Some(commands) = queue.take_or_end() else {
+                break;
+            };
             for command in commands {
                 match command {
-                    Command::Post { ticket, payload, .. } => {
+                    Command::Post {
+                        ticket, payload, ..
+                    } => {
                         drop(payload);
                         if let (Some(handler), true) = (&handler, ticket != Ticket::NONE) {
                             handler.done(ticket, Err(TransportError::Closed));

@@ -61,12 +61,27 @@ impl Engine {
                 in_reach: true,
             })
             .collect();
-        let UcxConfig { process, epoch, token, .. } = config;
+        let UcxConfig {
+            process,
+            epoch,
+            token,
+            ..
+        } = config;
         let party = Party::new((MAGIC, VERSION), process, config.peers.len(), epoch, token);
         let failed = self.call_all(&config, &party).err();
-        let limit = if failed.is_some() { LAST_WORDS } else { config.peer_timeout };
+        let limit = if failed.is_some() {
+            LAST_WORDS
+        } else {
+            config.peer_timeout
+        };
         let until = after(Instant::now(), limit);
-        self.meeting = Some(Meeting { config, party, reply, until, failed });
+        self.meeting = Some(Meeting {
+            config,
+            party,
+            reply,
+            until,
+            failed,
+        });
         for (from, hello) in std::mem::take(&mut self.hellos) {
             self.heard(from, &hello);
         }
@@ -74,8 +89,10 @@ impl Engine {
 
     /// Connects to all peers, and calls the lower ones.
     fn call_all(&mut self, config: &UcxConfig, party: &Party) -> Result<(), TransportError> {
-        let peers =
-            (0..).map(ProcessId).zip(&config.peers).filter(|(peer, _)| *peer != config.process);
+        let peers = (0..)
+            .map(ProcessId)
+            .zip(&config.peers)
+            .filter(|(peer, _)| *peer != config.process);
         // All addresses are parsed before any is used, so that every process reports a peer with
         // another version.
         let addresses: Vec<_> = peers
@@ -87,14 +104,19 @@ impl Engine {
                 why: error.to_string(),
             })?;
             let endpoint =
-                self.worker.connect(&address.worker).map_err(|error| TransportError::PeerGone {
-                    peer,
-                    why: format!("no way leads there from here; UCX says {error}"),
-                })?;
+                self.worker
+                    .connect(&address.worker)
+                    .map_err(|error| TransportError::PeerGone {
+                        peer,
+                        why: format!("no way leads there from here; UCX says {error}"),
+                    })?;
             self.processes.insert(endpoint, peer);
             let is_called = peer < self.me;
-            let mut handshake =
-                if is_called { party.call(peer, 0, nonce) } else { party.answer(nonce) };
+            let mut handshake = if is_called {
+                party.call(peer, 0, nonce)
+            } else {
+                party.answer(nonce)
+            };
             let hello = handshake.say();
             let state = &mut self.peers[peer.index()];
             state.endpoint = Some(endpoint);
@@ -151,8 +173,13 @@ impl Engine {
         from: ProcessId,
         bytes: &[u8],
     ) -> Result<Result<(), Refusal>, TransportError> {
-        let known = self.peers.get(from.index()).and_then(|peer| peer.handshake.clone());
-        let Some(mut handshake) = known else { return Ok(Err(Refusal::Stranger)) };
+        let known = self
+            .peers
+            .get(from.index())
+            .and_then(|peer| peer.handshake.clone());
+        let Some(mut handshake) = known else {
+            return Ok(Err(Refusal::Stranger));
+        };
         let calls = from > self.me;
         let (first, proof) = bytes.split_at(bytes.len().min(if calls { HELLO_BYTES } else { !0 }));
         let mut taken = handshake.take_packet(first);
@@ -194,8 +221,11 @@ impl Engine {
         let secret = handshake.secret();
         let [of_caller, of_answerer] =
             [0, 4].map(|at| u32::from_le_bytes([0, 1, 2, 3].map(|byte| secret[at + byte])));
-        let (pass, expected) =
-            if calls { (of_answerer, of_caller) } else { (of_caller, of_answerer) };
+        let (pass, expected) = if calls {
+            (of_answerer, of_caller)
+        } else {
+            (of_caller, of_answerer)
+        };
         let peer = &mut self.peers[from.index()];
         (peer.pass, peer.expected) = (Some(pass), Some(expected));
         peer.handshake = Some(handshake);
@@ -204,17 +234,28 @@ impl Engine {
 
     /// Ends the connecting if all peers have been met, if it has failed, or if the time is over.
     pub(super) fn meet(&mut self) {
-        let Some(mut meeting) = self.meeting.take() else { return };
-        let others = || self.peers.iter().zip(0..).filter(|(_, id)| ProcessId(*id) != self.me);
+        let Some(mut meeting) = self.meeting.take() else {
+            return;
+        };
+        let others = || {
+            self.peers
+                .iter()
+                .zip(0..)
+                .filter(|(_, id)| ProcessId(*id) != self.me)
+        };
         // A peer that has sent its goodbye counts as met: it was only faster.
         let has_left = |peer: &Peer| peer.heard_bye && peer.pass.is_some();
         let is_done = |peer: &Peer| peer.handshake.as_ref().is_some_and(|end| end.is_done());
-        let lost = others().map(|(peer, _)| peer).filter(|peer| !has_left(peer));
+        let lost = others()
+            .map(|(peer, _)| peer)
+            .filter(|peer| !has_left(peer));
         let lost = lost.filter_map(|peer| peer.down.clone()).next();
         let waits = |peer: &Peer| {
             !is_done(peer) && !has_left(peer) || (peer.sending > 0 && peer.down.is_none())
         };
-        let silent = others().filter(|(peer, _)| waits(peer)).map(|(_, id)| ProcessId(id));
+        let silent = others()
+            .filter(|(peer, _)| waits(peer))
+            .map(|(_, id)| ProcessId(id));
         let silent: Vec<_> = silent.collect();
         let said = others().all(|(peer, _)| peer.sending == 0 || peer.down.is_some());
         if let Some(error) = lost {
@@ -246,15 +287,22 @@ impl Engine {
     }
 
     fn met(&self) -> Met {
-        let moves_cuda = self.peers.iter().map(|peer| self.moves_cuda && peer.moves_cuda);
-        Met { lanes: self.lanes(), moves_cuda: moves_cuda.collect() }
+        let moves_cuda = self
+            .peers
+            .iter()
+            .map(|peer| self.moves_cuda && peer.moves_cuda);
+        Met {
+            lanes: self.lanes(),
+            moves_cuda: moves_cuda.collect(),
+        }
     }
 
     /// Returns UCX's description of the lanes to each peer, by process; empty for this process.
     fn lanes(&self) -> Vec<String> {
         let lanes = self.peers.iter().zip(0..).map(|(peer, id)| {
-            let lanes =
-                peer.endpoint.map_or_else(String::new, |endpoint| self.worker.lanes(endpoint));
+            let lanes = peer
+                .endpoint
+                .map_or_else(String::new, |endpoint| self.worker.lanes(endpoint));
             if peer.endpoint.is_some() {
                 tracing::debug!(peer = id, "UCX's choice of lanes\n{lanes}");
             }
@@ -266,7 +314,10 @@ impl Engine {
 
 /// Returns a text such as "waiting for process 2 and process 5 of 8 to connect over UCX".
 fn name_missing(missing: &[ProcessId], processes: usize) -> String {
-    let names: Vec<_> = missing.iter().map(|peer| format!("process {peer}")).collect();
+    let names: Vec<_> = missing
+        .iter()
+        .map(|peer| format!("process {peer}"))
+        .collect();
     let names = match names.as_slice() {
         [rest @ .., last] if !rest.is_empty() => format!("{} and {last}", rest.join(", ")),
         names => names.concat(),

@@ -36,7 +36,10 @@ impl Opened {
     /// If there is no library, if it is too old, or if UCX finds nothing that it can use.
     pub fn open(processes: usize) -> Result<Self, TransportError> {
         let (address, queue) = engine::start(processes)?;
-        Ok(Self { address, queue: Some(queue) })
+        Ok(Self {
+            address,
+            queue: Some(queue),
+        })
     }
 
     /// Returns the address by which peers reach this process: some hundred characters.
@@ -52,14 +55,26 @@ impl Opened {
     /// If a peer has another version of UCX or of this library, or another epoch. If it cannot be
     /// reached, or is silent for the peer timeout. The error names the peer.
     pub fn connect(mut self, config: UcxConfig) -> Result<Arc<Ucx>, TransportError> {
-        let Some(queue) = self.queue.take() else { return Err(TransportError::Closed) };
+        let Some(queue) = self.queue.take() else {
+            return Err(TransportError::Closed);
+        };
         let (process, processes) = (config.process, config.peers.len());
         let (reply, outcome) = mpsc::channel();
         // If this fails, the drop ends the engine.
         let started = AtomicBool::new(false);
-        let mut ucx =
-            Ucx { queue, process, processes, lanes: Vec::new(), moves_cuda: Vec::new(), started };
-        if ucx.queue.push(Command::Connect(Box::new(config), reply)).is_err() {
+        let mut ucx = Ucx {
+            queue,
+            process,
+            processes,
+            lanes: Vec::new(),
+            moves_cuda: Vec::new(),
+            started,
+        };
+        if ucx
+            .queue
+            .push(Command::Connect(Box::new(config), reply))
+            .is_err()
+        {
             return Err(TransportError::Closed);
         }
         match outcome.recv().unwrap_or(Err(TransportError::Closed)) {
@@ -141,7 +156,10 @@ impl Transport for Ucx {
     }
 
     fn start(&self, handler: Arc<dyn Handler>) {
-        assert!(!self.started.swap(true, Ordering::Relaxed), "start is called once");
+        assert!(
+            !self.started.swap(true, Ordering::Relaxed),
+            "start is called once"
+        );
         // After the engine's end nothing arrives.
         let _ = self.queue.push(Command::Start(handler));
     }
@@ -149,11 +167,19 @@ impl Transport for Ucx {
     fn post(&self, to: ProcessId, header: Header, payload: Option<SharedBuffer>, ticket: Ticket) {
         check_post(self, to, &header, payload.as_ref());
         // After the engine's end no ticket is waited for.
-        let _ = self.queue.push(Command::Post { to, header, payload, ticket });
+        let _ = self.queue.push(Command::Post {
+            to,
+            header,
+            payload,
+            ticket,
+        });
     }
 
     fn give_up(&self, peer: ProcessId, why: &str) {
-        let _ = self.queue.push(Command::GiveUp { peer, why: why.to_owned() });
+        let _ = self.queue.push(Command::GiveUp {
+            peer,
+            why: why.to_owned(),
+        });
     }
 
     fn shutdown(&self, deadline: Duration) {

@@ -85,8 +85,16 @@ thread_local! {
 
 impl Queue {
     pub(super) fn new(signal: Signal) -> Self {
-        let list = Mutex::new(List { commands: Vec::new(), ended: false });
-        Self { list, some: AtomicBool::new(false), asleep: AtomicBool::new(false), signal }
+        let list = Mutex::new(List {
+            commands: Vec::new(),
+            ended: false,
+        });
+        Self {
+            list,
+            some: AtomicBool::new(false),
+            asleep: AtomicBool::new(false),
+            signal,
+        }
     }
 
     /// Makes this thread the engine's: its own commands need no lock from here on.
@@ -109,7 +117,9 @@ impl Queue {
     pub(super) fn push(&self, command: Command) -> Result<(), Command> {
         let mut command = Some(command);
         self.on_own(|commands| commands.extend(command.take()));
-        let Some(command) = command else { return Ok(()) };
+        let Some(command) = command else {
+            return Ok(());
+        };
         let mut list = self.list.lock();
         if list.ended {
             return Err(command);
@@ -141,7 +151,10 @@ impl Queue {
     /// Announces that the engine is about to sleep. Returns false, and announces nothing, if there
     /// are commands.
     pub(super) fn rest(&self) -> bool {
-        if self.on_own(|commands| !commands.is_empty()).unwrap_or(false) {
+        if self
+            .on_own(|commands| !commands.is_empty())
+            .unwrap_or(false)
+        {
             return false;
         }
         self.asleep.store(true, Ordering::SeqCst);
@@ -211,9 +224,18 @@ impl Fetch for Waiting {
     }
 
     fn fetch(mut self: Box<Self>, into: OwnedBuffer, then: FetchDone) {
-        assert_eq!(into.len() as u64, self.bytes, "the place for a payload has its length");
+        assert_eq!(
+            into.len() as u64,
+            self.bytes,
+            "the place for a payload has its length"
+        );
         self.taken = true;
-        let command = Command::Fetch { payload: self.payload, from: self.from, into, then };
+        let command = Command::Fetch {
+            payload: self.payload,
+            from: self.from,
+            into,
+            then,
+        };
         if let Err(Command::Fetch { then, .. }) = self.queue.push(command) {
             then(Err(TransportError::Closed));
         }
@@ -224,7 +246,9 @@ impl Drop for Waiting {
     fn drop(&mut self) {
         if !self.taken {
             // After the engine's end there is nothing left to discard.
-            let _ = self.queue.push(Command::Discard { payload: self.payload });
+            let _ = self.queue.push(Command::Discard {
+                payload: self.payload,
+            });
         }
     }
 }
@@ -249,12 +273,22 @@ mod tests {
     fn commands_of_the_engines_thread_need_no_lock() {
         let queue = Queue::new(Signal::default());
         assert!(discard(&queue, 1));
-        assert_eq!(queue.list.lock().commands.len(), 1, "no engine runs on this thread yet");
+        assert_eq!(
+            queue.list.lock().commands.len(),
+            1,
+            "no engine runs on this thread yet"
+        );
         queue.adopt_thread();
         assert!(discard(&queue, 2));
         let other = Queue::new(Signal::default());
         assert!(discard(&other, 3));
-        assert_eq!((queue.list.lock().commands.len(), other.list.lock().commands.len()), (1, 1));
+        assert_eq!(
+            (
+                queue.list.lock().commands.len(),
+                other.list.lock().commands.len()
+            ),
+            (1, 1)
+        );
         std::thread::scope(|scope| {
             scope.spawn(|| assert!(discard(&queue, 4)));
         });
@@ -288,7 +322,10 @@ mod tests {
             if by_force {
                 assert_eq!(payloads(&queue.end()), [1]);
             } else {
-                assert_eq!(queue.take_or_end().map(|commands| payloads(&commands)), Some(vec![1]));
+                assert_eq!(
+                    queue.take_or_end().map(|commands| payloads(&commands)),
+                    Some(vec![1])
+                );
                 assert!(queue.take_or_end().is_none());
             }
             assert!(!discard(&queue, 2));

@@ -32,7 +32,10 @@ impl UcxError {
 
     /// Converts the error into a fault of this process during the action `doing`.
     pub(super) fn environment(&self, doing: impl Into<String>) -> TransportError {
-        TransportError::Environment { doing: doing.into(), why: self.to_string() }
+        TransportError::Environment {
+            doing: doing.into(),
+            why: self.to_string(),
+        }
     }
 }
 
@@ -40,7 +43,9 @@ type Result<T> = std::result::Result<T, UcxError>;
 
 /// Returns UCX's text for a status, with its number.
 pub(super) fn describe(status: Status) -> String {
-    let Ok(library) = sys::library() else { return format!("status {}", status.0) };
+    let Ok(library) = sys::library() else {
+        return format!("status {}", status.0);
+    };
     // UCX writes texts of unknown values into one static buffer.
     static ONE_AT_A_TIME: parking_lot::Mutex<()> = parking_lot::Mutex::new(());
     let _alone = ONE_AT_A_TIME.lock();
@@ -62,7 +67,11 @@ fn functions() -> &'static Functions {
 }
 
 fn check(call: &'static str, status: Status) -> Result<()> {
-    if status == Status::OK { Ok(()) } else { Err(UcxError { call, status }) }
+    if status == Status::OK {
+        Ok(())
+    } else {
+        Err(UcxError { call, status })
+    }
 }
 
 /// The state of an operation after its start.
@@ -91,7 +100,9 @@ pub(super) unsafe fn init(processes: usize, settings: &[(&str, &str)]) -> Result
     let mut config = null_mut();
     // SAFETY: with neither prefix nor file, UCX reads the variables `UCX_*`. `config` is a local
     // variable.
-    check("ucp_config_read", unsafe { (ucx.ucp_config_read)(null(), null(), &mut config) })?;
+    check("ucp_config_read", unsafe {
+        (ucx.ucp_config_read)(null(), null(), &mut config)
+    })?;
     for (name, value) in settings {
         if let (Ok(name), Ok(value)) = (CString::new(*name), CString::new(*value)) {
             // SAFETY: `config` was read above, and both strings outlive the call.
@@ -148,7 +159,10 @@ pub(super) type Worker = ucx1_sys::ucp_worker;
 pub(super) type Endpoint = ucx1_sys::ucp_ep;
 
 fn made<T>(call: &'static str, pointer: *mut T) -> Result<NonNull<T>> {
-    NonNull::new(pointer).ok_or(UcxError { call, status: Status(-3) })
+    NonNull::new(pointer).ok_or(UcxError {
+        call,
+        status: Status(-3),
+    })
 }
 
 /// Destroys a context.
@@ -242,7 +256,9 @@ pub(super) unsafe fn worker_arm(worker: NonNull<Worker>) -> Result<bool> {
 pub(super) unsafe fn worker_signal(worker: NonNull<Worker>) -> Result<()> {
     // SAFETY: the caller guarantees that the worker is alive; UCX documents the call as safe from
     // any thread.
-    check("ucp_worker_signal", unsafe { (functions().ucp_worker_signal)(worker.as_ptr()) })
+    check("ucp_worker_signal", unsafe {
+        (functions().ucp_worker_signal)(worker.as_ptr())
+    })
 }
 
 /// Lets UCX work once. Returns true if it did anything.

@@ -27,7 +27,10 @@ impl Engine {
                 self.send(to, id::PING, &header);
             }
         }
-        self.roll_call = Some(RollCall { dead, until: Instant::now() + ANSWER_WITHIN });
+        self.roll_call = Some(RollCall {
+            dead,
+            until: Instant::now() + ANSWER_WITHIN,
+        });
     }
 
     /// Answers a ping of the peer `to`.
@@ -42,10 +45,15 @@ impl Engine {
     /// Ends the roll call once all peers have answered or the time is over. Shuts out the silent
     /// peers.
     pub(super) fn call_the_roll(&mut self) {
-        let Some(RollCall { dead, until }) = &self.roll_call else { return };
+        let Some(RollCall { dead, until }) = &self.roll_call else {
+            return;
+        };
         let (dead, until) = (*dead, *until);
-        let missing =
-            self.peers.iter().zip(0..).filter(|(peer, _)| peer.down.is_none() && !peer.in_reach);
+        let missing = self
+            .peers
+            .iter()
+            .zip(0..)
+            .filter(|(peer, _)| peer.down.is_none() && !peer.in_reach);
         let missing: Vec<_> = missing.map(|(_, id)| ProcessId(id)).collect();
         if !missing.is_empty() && Instant::now() < until {
             return;

@@ -11,15 +11,24 @@ struct Setting {
 }
 
 /// Makes UCX notice a dead peer in seconds instead of minutes.
-const KEEPALIVE: Setting =
-    Setting { key: "KEEPALIVE_INTERVAL", value: "2s", variables: &["UCX_KEEPALIVE_INTERVAL"] };
+const KEEPALIVE: Setting = Setting {
+    key: "KEEPALIVE_INTERVAL",
+    value: "2s",
+    variables: &["UCX_KEEPALIVE_INTERVAL"],
+};
 
 /// Makes UCX use its POSIX shared memory. By default that says that it cannot detect failures, and
 /// UCX leaves it out silently.
-const POSIX: Setting =
-    Setting { key: "POSIX_ERROR_HANDLING", value: "y", variables: &["UCX_POSIX_ERROR_HANDLING"] };
-const SYSV: Setting =
-    Setting { key: "SYSV_ERROR_HANDLING", value: "y", variables: &["UCX_SYSV_ERROR_HANDLING"] };
+const POSIX: Setting = Setting {
+    key: "POSIX_ERROR_HANDLING",
+    value: "y",
+    variables: &["UCX_POSIX_ERROR_HANDLING"],
+};
+const SYSV: Setting = Setting {
+    key: "SYSV_ERROR_HANDLING",
+    value: "y",
+    variables: &["UCX_SYSV_ERROR_HANDLING"],
+};
 /// Before UCX 1.17, the settings of both shared memory transports go by the prefix of their common
 /// table. This one setting is for both.
 const SHARED_MEMORY: Setting = Setting {
@@ -30,10 +39,16 @@ const SHARED_MEMORY: Setting = Setting {
 
 /// Makes UCX send large payloads over TCP in parts of 256 KiB instead of 64. With failure detection
 /// UCX receives such payloads part by part, and each part costs system calls.
-const TCP_PARTS: Setting =
-    Setting { key: "TCP_RX_SEG_SIZE", value: "256k", variables: &["UCX_TCP_RX_SEG_SIZE"] };
+const TCP_PARTS: Setting = Setting {
+    key: "TCP_RX_SEG_SIZE",
+    value: "256k",
+    variables: &["UCX_TCP_RX_SEG_SIZE"],
+};
 /// Before UCX 1.17, the name has no prefix.
-const TCP_PARTS_BEFORE_1_17: Setting = Setting { key: "RX_SEG_SIZE", ..TCP_PARTS };
+const TCP_PARTS_BEFORE_1_17: Setting = Setting {
+    key: "RX_SEG_SIZE",
+    ..TCP_PARTS
+};
 
 /// Returns the settings to make, as (name, value), for a library of `version` (major, minor,
 /// patch). `variable` looks up an environment variable.
@@ -43,17 +58,28 @@ pub(super) fn unless_set(
 ) -> Vec<(&'static str, &'static str)> {
     let transports = variable("UCX_TLS");
     // UCX warns about settings that nothing uses.
-    let uses = |names: &[&str]| transports.as_ref().is_none_or(|allowed| allows(allowed, names));
+    let uses = |names: &[&str]| {
+        transports
+            .as_ref()
+            .is_none_or(|allowed| allows(allowed, names))
+    };
     let (shared_memory, tcp): (&[Setting], &[Setting]) = match version < (1, 17, 0) {
         true => (&[SHARED_MEMORY], &[TCP_PARTS_BEFORE_1_17]),
         false => (&[POSIX, SYSV], &[TCP_PARTS]),
     };
-    let shared_memory: &[Setting] =
-        if uses(&["mm", "posix", "shm", "sm", "sysv"]) { shared_memory } else { &[] };
+    let shared_memory: &[Setting] = if uses(&["mm", "posix", "shm", "sm", "sysv"]) {
+        shared_memory
+    } else {
+        &[]
+    };
     let tcp: &[Setting] = if uses(&["tcp"]) { tcp } else { &[] };
     let settings = shared_memory.iter().chain(tcp).chain([&KEEPALIVE]);
-    let free =
-        settings.filter(|setting| setting.variables.iter().all(|name| variable(name).is_none()));
+    let free = settings.filter(|setting| {
+        setting
+            .variables
+            .iter()
+            .all(|name| variable(name).is_none())
+    });
     free.map(|setting| (setting.key, setting.value)).collect()
 }
 
@@ -83,8 +109,9 @@ mod tests {
     #[test]
     fn settings_of_the_user_are_not_changed() {
         let names = |version, set: &[&str]| {
-            let settings =
-                unless_set(version, |variable| set.contains(&variable).then(|| "all".to_owned()));
+            let settings = unless_set(version, |variable| {
+                set.contains(&variable).then(|| "all".to_owned())
+            });
             settings.into_iter().map(|(key, _)| key).collect::<Vec<_>>()
         };
         let older = ["MM_ERROR_HANDLING", "RX_SEG_SIZE", "KEEPALIVE_INTERVAL"];
@@ -98,17 +125,26 @@ mod tests {
         ];
         assert_eq!(names((1, 17, 0), &["UCX_TLS"]), newer);
         assert_eq!(
-            names((1, 22, 0), &["UCX_POSIX_ERROR_HANDLING", "UCX_KEEPALIVE_INTERVAL"]),
+            names(
+                (1, 22, 0),
+                &["UCX_POSIX_ERROR_HANDLING", "UCX_KEEPALIVE_INTERVAL"]
+            ),
             newer[1..3]
         );
-        assert_eq!(names((1, 12, 1), &["UCX_TCP_RX_SEG_SIZE"]), [older[0], older[2]]);
+        assert_eq!(
+            names((1, 12, 1), &["UCX_TCP_RX_SEG_SIZE"]),
+            [older[0], older[2]]
+        );
     }
 
     #[test]
     fn size_of_tcp_parts_is_common_to_all() {
         let size = |name: &str| (name == "UCX_TCP_RX_SEG_SIZE").then(|| "64/k".to_owned());
         assert_eq!(common("1.13.1", |_| None), "1.13.1");
-        assert_eq!(common("1.13.1", size), "1.13.1 with UCX_TCP_RX_SEG_SIZE=64_k");
+        assert_eq!(
+            common("1.13.1", size),
+            "1.13.1 with UCX_TCP_RX_SEG_SIZE=64_k"
+        );
     }
 
     #[test]

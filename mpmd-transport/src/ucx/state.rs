@@ -98,8 +98,14 @@ pub(super) struct Engine {
 
 /// The purpose of an operation of UCX.
 pub(super) enum Operation {
-    Send { to: ProcessId, ticket: Option<Ticket> },
-    Fetch { from: ProcessId, then: Option<FetchDone> },
+    Send {
+        to: ProcessId,
+        ticket: Option<Ticket>,
+    },
+    Fetch {
+        from: ProcessId,
+        then: Option<FetchDone>,
+    },
 }
 
 impl Operation {

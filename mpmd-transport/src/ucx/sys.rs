@@ -143,7 +143,10 @@ pub(super) struct Library {
 /// Returns the library, which the first call loads, or the reason why there is none.
 pub(super) fn library() -> Result<&'static Library, &'static str> {
     static LOADED: OnceLock<Result<Library, String>> = OnceLock::new();
-    LOADED.get_or_init(Library::load).as_ref().map_err(String::as_str)
+    LOADED
+        .get_or_init(Library::load)
+        .as_ref()
+        .map_err(String::as_str)
 }
 
 impl Library {
@@ -151,15 +154,19 @@ impl Library {
     /// system's loader, then looks at the build's own copies beside the program.
     fn load() -> Result<Self, String> {
         let mut tried = Vec::new();
-        let named =
-            env::var_os(LIBRARY_VARIABLE).filter(|name| !name.is_empty()).map(PathBuf::from);
+        let named = env::var_os(LIBRARY_VARIABLE)
+            .filter(|name| !name.is_empty())
+            .map(PathBuf::from);
         let places = match named {
             Some(name) => vec![name],
             None => {
-                let (built, refused) =
-                    env::current_exe().map(|program| built(&program)).unwrap_or_default();
+                let (built, refused) = env::current_exe()
+                    .map(|program| built(&program))
+                    .unwrap_or_default();
                 tried.extend(refused);
-                std::iter::once(PathBuf::from(LIBRARY)).chain(built).collect()
+                std::iter::once(PathBuf::from(LIBRARY))
+                    .chain(built)
+                    .collect()
             }
         };
         for place in places {
@@ -204,7 +211,12 @@ impl Library {
                 part.display()
             ));
         }
-        Ok(Self { functions, version: (major, minor, patch), path, _library: library })
+        Ok(Self {
+            functions,
+            version: (major, minor, patch),
+            path,
+            _library: library,
+        })
     }
 
     /// Returns the version in the form `1.12.1`.
@@ -218,7 +230,11 @@ impl Library {
 /// left, the newest first. A copy is refused if another user could have put it there; the reason
 /// stands with it.
 fn built(program: &Path) -> (Vec<PathBuf>, Vec<String>) {
-    let folders = program.ancestors().skip(1).take(2).map(|folder| folder.join("build"));
+    let folders = program
+        .ancestors()
+        .skip(1)
+        .take(2)
+        .map(|folder| folder.join("build"));
     let mut found: Vec<_> = folders
         .filter_map(|folder| std::fs::read_dir(folder).ok())
         .flatten()
@@ -247,15 +263,19 @@ fn out_of_others_reach(file: &Path) -> Result<PathBuf, String> {
     let file = file.canonicalize().map_err(|error| error.to_string())?;
     let own = geteuid().as_raw();
     for (height, path) in file.ancestors().enumerate() {
-        let data =
-            path.symlink_metadata().map_err(|error| format!("{}: {error}", path.display()))?;
+        let data = path
+            .symlink_metadata()
+            .map_err(|error| format!("{}: {error}", path.display()))?;
         if data.uid() != 0 && data.uid() != own {
             return Err(format!("{} belongs to user {}", path.display(), data.uid()));
         }
         // In a sticky folder such as /tmp, only the owner of an entry can replace it.
         let keeps_entries = height > 1 && data.mode() & STICKY != 0;
         if data.mode() & WRITABLE_BY_OTHERS != 0 && !keeps_entries {
-            return Err(format!("{} can be written by others than its owner", path.display()));
+            return Err(format!(
+                "{} can be written by others than its owner",
+                path.display()
+            ));
         }
     }
     Ok(file)
@@ -271,7 +291,11 @@ fn mapped(name: &str) -> Option<PathBuf> {
     let stem = name.split(".so").next()?.to_owned() + ".so";
     maps.lines().find_map(|line| {
         let path = &line[line.find('/')?..];
-        Path::new(path).file_name()?.to_str()?.starts_with(&stem).then(|| PathBuf::from(path))
+        Path::new(path)
+            .file_name()?
+            .to_str()?
+            .starts_with(&stem)
+            .then(|| PathBuf::from(path))
     })
 }
 
@@ -282,9 +306,15 @@ mod tests {
     #[test]
     fn status_of_pointer_is_none_for_requests_only() {
         assert_eq!(Status::of_pointer(std::ptr::null_mut()), Some(Status::OK));
-        assert_eq!(Status::of_pointer(-25isize as *mut c_void), Some(Status(-25)));
+        assert_eq!(
+            Status::of_pointer(-25isize as *mut c_void),
+            Some(Status(-25))
+        );
         // A value that the bindings do not know is an error like the others.
-        assert_eq!(Status::of_pointer(-99isize as *mut c_void), Some(Status(-99)));
+        assert_eq!(
+            Status::of_pointer(-99isize as *mut c_void),
+            Some(Status(-99))
+        );
         assert_eq!(Status::of_pointer(-101isize as *mut c_void), None);
         assert_eq!(Status::of_pointer(0x1000 as *mut c_void), None);
     }

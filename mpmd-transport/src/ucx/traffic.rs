@@ -65,12 +65,19 @@ impl Engine {
         bytes[PREFIX_BYTES..].copy_from_slice(&header.encode());
         let payload = payload.filter(|payload| !payload.is_empty());
         let bulk = header.kind == Kind::Data
-            && payload.as_ref().is_some_and(|payload| payload.len() >= RENDEZVOUS_BYTES);
+            && payload
+                .as_ref()
+                .is_some_and(|payload| payload.len() >= RENDEZVOUS_BYTES);
         let way = if bulk { Way::Rendezvous } else { Way::Eager };
         match peer.endpoint {
             Some(endpoint) => {
                 let op = self.worker.store(endpoint, &bytes, payload);
-                self.stored.push(Stored { to, op, way, ticket });
+                self.stored.push(Stored {
+                    to,
+                    op,
+                    way,
+                    ticket,
+                });
             }
             None => self.done(ticket, Err(TransportError::Closed)),
         }
@@ -86,17 +93,24 @@ impl Engine {
             return;
         }
         let mut stored = std::mem::take(&mut self.stored);
-        stored.retain(|Stored { to, op, way, ticket }| {
-            match self.worker.send(*op, id::MESSAGE, *way) {
-                Sent::Gone => return true,
-                Sent::UnderWay => self.note_send(*to, *op, Some(*ticket)),
-                Sent::Closed => {
-                    drop(self.worker.take_back(*op));
-                    self.done(*ticket, Err(TransportError::Closed));
+        stored.retain(
+            |Stored {
+                 to,
+                 op,
+                 way,
+                 ticket,
+             }| {
+                match self.worker.send(*op, id::MESSAGE, *way) {
+                    Sent::Gone => return true,
+                    Sent::UnderWay => self.note_send(*to, *op, Some(*ticket)),
+                    Sent::Closed => {
+                        drop(self.worker.take_back(*op));
+                        self.done(*ticket, Err(TransportError::Closed));
+                    }
                 }
-            }
-            false
-        });
+                false
+            },
+        );
         for Stored { op, ticket, .. } in stored.drain(..) {
             // The payload is dropped before the handler hears of the end.
             drop(self.worker.take_back(op));
@@ -118,7 +132,9 @@ impl Engine {
         header: &[u8],
         payload: Option<SharedBuffer>,
     ) {
-        let Some(endpoint) = self.peers[to.index()].endpoint else { return };
+        let Some(endpoint) = self.peers[to.index()].endpoint else {
+            return;
+        };
         let op = self.worker.store(endpoint, header, payload);
         match self.worker.send(op, id, Way::Eager) {
             Sent::UnderWay => self.note_send(to, op, None),
@@ -197,15 +213,22 @@ impl Engine {
                 self.payloads.insert(payload, (from, descriptor, bytes));
                 let queue = self.queue.clone();
                 let bytes = bytes as u64;
-                Payload::Waiting(Box::new(Waiting { queue, payload, from, bytes, taken: false }))
+                Payload::Waiting(Box::new(Waiting {
+                    queue,
+                    payload,
+                    from,
+                    bytes,
+                    taken: false,
+                }))
             }
         };
         self.say(Said::Arrived(from, header, payload));
     }
 
     fn read(&self, header: &[u8], body: &Body) -> Result<Header, String> {
-        let header: &[u8; HEADER_BYTES] =
-            header.try_into().map_err(|_| format!("a header of {} bytes", header.len()))?;
+        let header: &[u8; HEADER_BYTES] = header
+            .try_into()
+            .map_err(|_| format!("a header of {} bytes", header.len()))?;
         let header = Header::decode(header).map_err(|error| error.to_string())?;
         let bytes = match body {
             Body::Empty => 0,
@@ -239,11 +262,19 @@ impl Engine {
             (Some((_, descriptor, bytes)), Some(endpoint)) => {
                 peer.fetching += 1;
                 let op = self.worker.fetch(endpoint, descriptor, bytes, into);
-                self.note(op, Operation::Fetch { from, then: Some(then) });
+                self.note(
+                    op,
+                    Operation::Fetch {
+                        from,
+                        then: Some(then),
+                    },
+                );
             }
             _ => {
-                let error =
-                    peer.down.as_ref().map_or(TransportError::Closed, |why| gone(from, why));
+                let error = peer
+                    .down
+                    .as_ref()
+                    .map_or(TransportError::Closed, |why| gone(from, why));
                 then(Err(error));
             }
         }
@@ -294,7 +325,10 @@ impl Engine {
     fn gone_for(&self, peer: ProcessId, error: &UcxError) -> TransportError {
         match &self.peers[peer.index()].down {
             Some(why) => gone(peer, why),
-            None => TransportError::PeerGone { peer, why: format!("UCX says {error}") },
+            None => TransportError::PeerGone {
+                peer,
+                why: format!("UCX says {error}"),
+            },
         }
     }
 
@@ -314,7 +348,14 @@ impl Engine {
         if let Some(endpoint) = self.peers[peer.index()].endpoint {
             self.worker.is_done_with(endpoint);
         }
-        self.down(peer, TransportError::PeerGone { peer, why: format!("UCX says {why}") }, true);
+        self.down(
+            peer,
+            TransportError::PeerGone {
+                peer,
+                why: format!("UCX says {why}"),
+            },
+            true,
+        );
     }
 
     /// Marks a peer as gone: fails all operations with it, then tells the handler. With `by_force`,
@@ -330,8 +371,11 @@ impl Engine {
             return;
         }
         state.down = Some(why.clone());
-        let of_peer =
-            self.payloads.iter().filter(|(_, (from, ..))| *from == peer).map(|(id, _)| *id);
+        let of_peer = self
+            .payloads
+            .iter()
+            .filter(|(_, (from, ..))| *from == peer)
+            .map(|(id, _)| *id);
         for payload in of_peer.collect::<Vec<_>>() {
             self.discard(payload);
         }
@@ -380,6 +424,9 @@ pub(super) fn prefix(me: ProcessId, pass: Option<u32>) -> [u8; PREFIX_BYTES] {
 fn gone(peer: ProcessId, why: &TransportError) -> TransportError {
     match why {
         TransportError::PeerGone { .. } => why.clone(),
-        other => TransportError::PeerGone { peer, why: other.to_string() },
+        other => TransportError::PeerGone {
+            peer,
+            why: other.to_string(),
+        },
     }
 }

@@ -26,7 +26,10 @@ pub(crate) fn payloads_of_every_size_arrive_intact(kind: Kind) {
     cluster.post(0, 1, MessageKind::Grant, LARGE);
     let arrived = cluster.recorders[1].wait_complete(control.len() + 1);
     assert!(arrived.iter().all(|message| message.from == id(0)));
-    let mut sizes: Vec<_> = arrived.iter().map(|message| message.header.bytes as usize).collect();
+    let mut sizes: Vec<_> = arrived
+        .iter()
+        .map(|message| message.header.bytes as usize)
+        .collect();
     sizes.sort_unstable();
     assert_eq!(sizes, [0, 1, 16 << 10, MIB, LARGE]);
     cluster.recorders[0].wait_complete(bulk.len());
@@ -45,7 +48,10 @@ pub(crate) fn payloads_above_four_gib_are_announced_without_taking_memory(kind: 
             return;
         }
     };
-    let header = Header { bytes: BYTES, ..Header::new(MessageKind::Data) };
+    let header = Header {
+        bytes: BYTES,
+        ..Header::new(MessageKind::Data)
+    };
     let ticket = cluster.post_payload(0, 1, header, payload);
     cluster.recorders[1].wait_held(1);
     cluster.recorders[1].read(|seen| assert_eq!(seen.held[0].2.bytes(), BYTES));
@@ -85,7 +91,10 @@ pub(crate) fn eight_processes_all_to_all(kind: Kind) {
     for recorder in &cluster.recorders {
         let arrived = recorder.wait_complete(4 * 2 * 7);
         for from in 0..8 {
-            let count = arrived.iter().filter(|message| message.from == id(from)).count();
+            let count = arrived
+                .iter()
+                .filter(|message| message.from == id(from))
+                .count();
             assert!(count == 0 || count == 8, "{count} messages of {from}");
         }
     }
@@ -95,18 +104,26 @@ pub(crate) fn eight_processes_all_to_all(kind: Kind) {
 pub(crate) fn payload_buffers_are_released_when_done(kind: Kind) {
     let mut cluster = Cluster::new(kind, 2, Manner::Fetch);
     let pool = Pool::new("sender", None);
-    for (message, bytes) in
-        [(MessageKind::Eager, 1), (MessageKind::Eager, MIB), (MessageKind::Data, 8 * MIB)]
-    {
+    for (message, bytes) in [
+        (MessageKind::Eager, 1),
+        (MessageKind::Eager, MIB),
+        (MessageKind::Data, 8 * MIB),
+    ] {
         for manner in [Manner::Fetch, Manner::Discard] {
             cluster.recorders[1].set_manner(manner);
             let mut buffer = pool.allocate(bytes).unwrap();
             buffer.fill(0);
             let payload = buffer.freeze();
-            let header = Header { bytes: bytes as u64, ..Header::new(message) };
+            let header = Header {
+                bytes: bytes as u64,
+                ..Header::new(message)
+            };
             let ticket = cluster.post_payload(0, 1, header, payload.clone());
             assert_eq!(cluster.recorders[0].wait_done(ticket), Ok(()));
-            assert!(payload.into_owned().is_ok(), "{bytes} bytes are still held after their end");
+            assert!(
+                payload.into_owned().is_ok(),
+                "{bytes} bytes are still held after their end"
+            );
         }
     }
     assert_eq!(pool.stats().live, 0);
@@ -154,7 +171,9 @@ pub(crate) fn a_dead_sender_ends_its_payloads(kind: Kind) {
 
 pub(crate) fn a_dead_receiver_ends_all_tickets_towards_it(kind: Kind) {
     let mut cluster = Cluster::new(kind, 3, Manner::Hold);
-    let open: Vec<_> = (0..3).map(|_| cluster.post(0, 1, MessageKind::Data, LARGE)).collect();
+    let open: Vec<_> = (0..3)
+        .map(|_| cluster.post(0, 1, MessageKind::Data, LARGE))
+        .collect();
     cluster.recorders[1].wait_held(1);
     cluster.kill(1);
     for ticket in open {
@@ -205,7 +224,9 @@ pub(crate) fn after_a_discarded_payload_the_next_arrives_right(kind: Kind) {
         let discarded = cluster.post(0, 1, MessageKind::Data, bytes);
         assert_eq!(cluster.recorders[0].wait_done(discarded), Ok(()));
     }
-    cluster.recorders[1].wait("two or three discarded", |seen| (seen.discarded >= 2).then_some(()));
+    cluster.recorders[1].wait("two or three discarded", |seen| {
+        (seen.discarded >= 2).then_some(())
+    });
     cluster.recorders[1].wait("all three heard of", |seen| {
         (seen.discarded + seen.complete.len() == 3).then_some(())
     });
@@ -229,7 +250,10 @@ pub(crate) fn what_is_posted_before_peers_start_is_kept(kind: Kind) {
     // A zero-copy payload counts as sent once its place was announced.
     let has_left = cluster.transport(0).zero_copy(id(1));
     assert!(has_left || cluster.recorders[0].read(|seen| !seen.done.contains_key(&large)));
-    assert!(cluster.recorders[1].read(|seen| seen.log.is_empty()), "heard before it was started");
+    assert!(
+        cluster.recorders[1].read(|seen| seen.log.is_empty()),
+        "heard before it was started"
+    );
     cluster.start(1);
     cluster.recorders[1].wait_complete(3);
     cluster.finish_fine();
@@ -237,11 +261,18 @@ pub(crate) fn what_is_posted_before_peers_start_is_kept(kind: Kind) {
 
 pub(crate) fn many_small_messages_keep_their_order(kind: Kind) {
     let mut cluster = Cluster::new(kind, 2, Manner::Fetch);
-    let posted: Vec<_> =
-        (0..5000).map(|n| cluster.post(0, 1, MessageKind::Eager, n % 300).0).collect();
+    let posted: Vec<_> = (0..5000)
+        .map(|n| cluster.post(0, 1, MessageKind::Eager, n % 300).0)
+        .collect();
     let arrived = cluster.recorders[1].wait_complete(posted.len());
     // No fault is set, so nothing has a reason to overtake.
-    assert_eq!(arrived.iter().map(|message| message.header.op).collect::<Vec<_>>(), posted);
+    assert_eq!(
+        arrived
+            .iter()
+            .map(|message| message.header.op)
+            .collect::<Vec<_>>(),
+        posted
+    );
     cluster.finish_fine();
 }
 
@@ -258,22 +289,39 @@ pub(crate) fn shutdown_sends_what_was_posted(kind: Kind) {
     cluster.recorders[1].read(|seen| assert_eq!(seen.log.last(), Some(&"down")));
     // Too late for both: one has left, the other is gone.
     let late = cluster.post(1, 0, MessageKind::Eager, 1);
-    assert!(is_gone(&cluster.recorders[1].wait_done(late).unwrap_err(), 0));
+    assert!(is_gone(
+        &cluster.recorders[1].wait_done(late).unwrap_err(),
+        0
+    ));
     let payload = SharedBuffer::from(vec![1]);
-    let header = Header { bytes: 1, ..Header::new(MessageKind::Eager) };
-    cluster.transport(0).post(id(1), header, Some(payload.clone()), Ticket(u64::MAX));
-    assert!(payload.into_owned().is_ok(), "a payload posted after shutdown is dropped");
+    let header = Header {
+        bytes: 1,
+        ..Header::new(MessageKind::Eager)
+    };
+    cluster
+        .transport(0)
+        .post(id(1), header, Some(payload.clone()), Ticket(u64::MAX));
+    assert!(
+        payload.into_owned().is_ok(),
+        "a payload posted after shutdown is dropped"
+    );
     cluster.finish();
 }
 
 pub(crate) fn shutdown_keeps_its_deadline_and_ends_every_ticket(kind: Kind) {
     let mut cluster = Cluster::new(kind, 2, Manner::Hold);
-    let tickets: Vec<_> = (0..3).map(|_| cluster.post(0, 1, MessageKind::Data, LARGE)).collect();
+    let tickets: Vec<_> = (0..3)
+        .map(|_| cluster.post(0, 1, MessageKind::Data, LARGE))
+        .collect();
     // Lent payloads count as sent; nothing more is in flight.
     cluster.recorders[1].wait_held(if kind.lends() { tickets.len() } else { 1 });
     let began = Instant::now();
     cluster.transport(0).shutdown(Duration::from_millis(50));
-    assert!(began.elapsed() < Duration::from_secs(20), "took {:?}", began.elapsed());
+    assert!(
+        began.elapsed() < Duration::from_secs(20),
+        "took {:?}",
+        began.elapsed()
+    );
     cluster.recorders[0].read(|seen| {
         for ticket in &tickets {
             // A lent payload counts as sent, though it has not come back.

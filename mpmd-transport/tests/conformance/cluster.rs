@@ -64,8 +64,9 @@ impl Cluster {
 
     pub(crate) fn inproc(processes: usize, faults: Faults, manner: Manner) -> Self {
         let fabric = Fabric::new(processes, faults);
-        let endpoints: Vec<_> =
-            (0..processes).map(|p| fabric.endpoint(id(p)) as Arc<dyn Transport>).collect();
+        let endpoints: Vec<_> = (0..processes)
+            .map(|p| fabric.endpoint(id(p)) as Arc<dyn Transport>)
+            .collect();
         Self::of(Some(fabric), endpoints, manner)
     }
 
@@ -77,15 +78,24 @@ impl Cluster {
         let transports: Vec<_> = transports.into_iter().map(Some).collect();
         let recorders = transports.iter().map(|_| Recorder::new(manner)).collect();
         let posted = vec![Vec::new(); transports.len()];
-        Self { fabric, transports, recorders, posted, next: 1 }
+        Self {
+            fabric,
+            transports,
+            recorders,
+            posted,
+            next: 1,
+        }
     }
 
     pub(crate) fn start(&self, process: usize) {
-        self.transport(process).start(self.recorders[process].clone());
+        self.transport(process)
+            .start(self.recorders[process].clone());
     }
 
     pub(crate) fn transport(&self, process: usize) -> &Arc<dyn Transport> {
-        self.transports[process].as_ref().expect("the process is alive")
+        self.transports[process]
+            .as_ref()
+            .expect("the process is alive")
     }
 
     /// Posts a message of `bytes` bytes, with the pattern that belongs to it. Returns its ticket.
@@ -97,9 +107,15 @@ impl Cluster {
         bytes: usize,
     ) -> Ticket {
         let ticket = self.ticket(from);
-        let header = Header { op: ticket.0, bytes: bytes as u64, ..Header::new(kind) };
-        let payload =
-            header.kind.carries_payload().then(|| SharedBuffer::from(pattern(id(from), &header)));
+        let header = Header {
+            op: ticket.0,
+            bytes: bytes as u64,
+            ..Header::new(kind)
+        };
+        let payload = header
+            .kind
+            .carries_payload()
+            .then(|| SharedBuffer::from(pattern(id(from), &header)));
         self.transport(from).post(id(to), header, payload, ticket);
         ticket
     }
@@ -113,7 +129,8 @@ impl Cluster {
         payload: SharedBuffer,
     ) -> Ticket {
         let ticket = self.ticket(from);
-        self.transport(from).post(id(to), header, Some(payload), ticket);
+        self.transport(from)
+            .post(id(to), header, Some(payload), ticket);
         ticket
     }
 
@@ -156,7 +173,11 @@ impl Cluster {
                     "process {process} heard of tickets it has not"
                 );
                 for peer in 0..self.recorders.len() {
-                    let downs = seen.down.iter().filter(|(down, _)| *down == id(peer)).count();
+                    let downs = seen
+                        .down
+                        .iter()
+                        .filter(|(down, _)| *down == id(peer))
+                        .count();
                     assert!(downs <= 1, "process {process} lost {peer} {downs} times");
                 }
             });
@@ -169,14 +190,22 @@ impl Cluster {
         self.finish();
         for recorder in recorders {
             recorder.read(|seen| {
-                assert!(seen.done.values().flatten().all(Result::is_ok), "{:?}", seen.done);
+                assert!(
+                    seen.done.values().flatten().all(Result::is_ok),
+                    "{:?}",
+                    seen.done
+                );
                 assert!(seen.lost.is_empty(), "{:?}", seen.lost);
             });
         }
     }
 
     fn shut_down(&mut self) {
-        let alive: Vec<_> = self.transports.iter_mut().filter_map(Option::take).collect();
+        let alive: Vec<_> = self
+            .transports
+            .iter_mut()
+            .filter_map(Option::take)
+            .collect();
         std::thread::scope(|scope| {
             for transport in &alive {
                 scope.spawn(move || transport.shutdown(Duration::from_secs(10)));
@@ -194,29 +223,49 @@ impl Drop for Cluster {
 
 /// Returns a configuration without faults, and with all processes on one host.
 fn lending(processes: usize) -> Faults {
-    Faults { hosts: vec![0; processes], ..Faults::default() }
+    Faults {
+        hosts: vec![0; processes],
+        ..Faults::default()
+    }
 }
 
 /// Returns `processes` connected transports of a kind, not started.
 pub(crate) fn connected(kind: Kind, processes: usize) -> Vec<Arc<dyn Transport>> {
     match kind {
         Kind::Inproc | Kind::InprocLends => {
-            let faults = if kind.lends() { lending(processes) } else { Faults::default() };
+            let faults = if kind.lends() {
+                lending(processes)
+            } else {
+                Faults::default()
+            };
             let fabric = Fabric::new(processes, faults);
-            (0..processes).map(|process| fabric.endpoint(id(process)) as _).collect()
+            (0..processes)
+                .map(|process| fabric.endpoint(id(process)) as _)
+                .collect()
         }
-        Kind::Shm => connect_shm(processes).into_iter().map(|shm| shm as _).collect(),
+        Kind::Shm => connect_shm(processes)
+            .into_iter()
+            .map(|shm| shm as _)
+            .collect(),
         Kind::Tcp => connect(processes).into_iter().map(|tcp| tcp as _).collect(),
         #[cfg(feature = "ucx")]
-        Kind::Ucx => connect_ucx(processes).into_iter().map(|ucx| ucx as _).collect(),
+        Kind::Ucx => connect_ucx(processes)
+            .into_iter()
+            .map(|ucx| ucx as _)
+            .collect(),
     }
 }
 
 /// Returns `processes` connected transports over UCX, not started.
 #[cfg(feature = "ucx")]
 fn connect_ucx(processes: usize) -> Vec<Arc<Ucx>> {
-    let opened: Vec<_> = (0..processes).map(|_| Opened::open(processes).unwrap()).collect();
-    let peers: Vec<_> = opened.iter().map(|opened| opened.address().to_owned()).collect();
+    let opened: Vec<_> = (0..processes)
+        .map(|_| Opened::open(processes).unwrap())
+        .collect();
+    let peers: Vec<_> = opened
+        .iter()
+        .map(|opened| opened.address().to_owned())
+        .collect();
     let connecting = opened.into_iter().enumerate().map(|(process, opened)| {
         let config = UcxConfig {
             process: id(process),
@@ -231,12 +280,17 @@ fn connect_ucx(processes: usize) -> Vec<Arc<Ucx>> {
         std::thread::spawn(move || opened.connect(config))
     });
     let connecting: Vec<_> = connecting.collect();
-    connecting.into_iter().map(|thread| thread.join().unwrap().unwrap()).collect()
+    connecting
+        .into_iter()
+        .map(|thread| thread.join().unwrap().unwrap())
+        .collect()
 }
 
 /// Returns `processes` connected transports over shared memory, not started.
 pub(crate) fn connect_shm(processes: usize) -> Vec<Arc<Shm>> {
-    let opened: Vec<_> = (0..processes).map(|_| shm::Opened::open().unwrap()).collect();
+    let opened: Vec<_> = (0..processes)
+        .map(|_| shm::Opened::open().unwrap())
+        .collect();
     let peers: Vec<_> = opened.iter().map(|opened| Some(opened.address())).collect();
     let connecting = opened.into_iter().enumerate().map(|(process, opened)| {
         let config = ShmConfig {
@@ -249,19 +303,28 @@ pub(crate) fn connect_shm(processes: usize) -> Vec<Arc<Shm>> {
         std::thread::spawn(move || opened.connect(&config))
     });
     let connecting: Vec<_> = connecting.collect();
-    connecting.into_iter().map(|thread| thread.join().unwrap().unwrap()).collect()
+    connecting
+        .into_iter()
+        .map(|thread| thread.join().unwrap().unwrap())
+        .collect()
 }
 
 /// Returns `processes` connected TCP transports, not started.
 pub(crate) fn connect(processes: usize) -> Vec<Arc<Tcp>> {
     let listeners: Vec<_> = (0..processes).map(|_| listen()).collect();
     let peers: Vec<_> = listeners.iter().map(Listener::address).collect();
-    let connecting = listeners.into_iter().enumerate().map(|(process, listener)| {
-        let config = config(process, peers.clone());
-        std::thread::spawn(move || listener.connect(config))
-    });
+    let connecting = listeners
+        .into_iter()
+        .enumerate()
+        .map(|(process, listener)| {
+            let config = config(process, peers.clone());
+            std::thread::spawn(move || listener.connect(config))
+        });
     let connecting: Vec<_> = connecting.collect();
-    connecting.into_iter().map(|thread| thread.join().unwrap().unwrap()).collect()
+    connecting
+        .into_iter()
+        .map(|thread| thread.join().unwrap().unwrap())
+        .collect()
 }
 
 pub(crate) fn listen() -> Listener {
@@ -290,8 +353,9 @@ pub(crate) fn is_gone(error: &TransportError, peer: usize) -> bool {
 /// Returns a payload that differs from that of every other message, and in each of its parts.
 pub(crate) fn pattern(from: ProcessId, header: &Header) -> Vec<u8> {
     let bytes = usize::try_from(header.payload_bytes()).unwrap();
-    let mut pattern: Vec<u8> =
-        (0..bytes.div_ceil(8) as u64).flat_map(|at| word(from, header, at).to_le_bytes()).collect();
+    let mut pattern: Vec<u8> = (0..bytes.div_ceil(8) as u64)
+        .flat_map(|at| word(from, header, at).to_le_bytes())
+        .collect();
     pattern.truncate(bytes);
     pattern
 }
@@ -305,5 +369,7 @@ pub(crate) fn pattern_is_intact(from: ProcessId, header: &Header, bytes: &[u8]) 
 
 fn word(from: ProcessId, header: &Header, at: u64) -> u64 {
     let seed = (u64::from(from.0) << 48) ^ (header.op << 24) ^ at;
-    seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29).wrapping_mul(0xbf58_476d_1ce4_e5b9)
+    seed.wrapping_mul(0x9e37_79b9_7f4a_7c15)
+        .rotate_left(29)
+        .wrapping_mul(0xbf58_476d_1ce4_e5b9)
 }

@@ -20,7 +20,13 @@ pub(crate) type Reply<'a> = &'a dyn Fn(&[u8]) -> Vec<u8>;
 impl End {
     /// Returns the caller's hello. Its nonce is always the same.
     pub(crate) fn hello(self, facts: &[u8]) -> Vec<u8> {
-        [&self.magic[..], &self.version.to_le_bytes(), &[1; 32], facts].concat()
+        [
+            &self.magic[..],
+            &self.version.to_le_bytes(),
+            &[1; 32],
+            facts,
+        ]
+        .concat()
     }
 
     /// Calls the other end, about which there are `bytes` bytes of facts. Returns them.
@@ -55,7 +61,9 @@ impl End {
 
     fn proof(self, label: &str, said: &[u8]) -> [u8; 32] {
         let mac = Hmac::<Sha256>::new_from_slice(&self.token).unwrap();
-        let mac = mac.chain_update(format!("mpmd handshake: {label}\0")).chain_update(said);
+        let mac = mac
+            .chain_update(format!("mpmd handshake: {label}\0"))
+            .chain_update(said);
         mac.finalize().into_bytes().into()
     }
 }

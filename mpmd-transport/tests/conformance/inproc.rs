@@ -18,30 +18,44 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// Returns faults with delays so far apart that they decide the order, not the machine's speed.
 fn faults(seed: u64) -> Faults {
     let delay = Some(Duration::from_millis(100)..=Duration::from_secs(1));
-    Faults { seed, delay, ..Faults::default() }
+    Faults {
+        seed,
+        delay,
+        ..Faults::default()
+    }
 }
 
 /// Posts three messages and returns the order in which they arrive, as their indices.
 fn order(seed: u64) -> Vec<usize> {
     let mut cluster = Cluster::inproc(2, faults(seed), Manner::Fetch);
-    let posted: Vec<_> = (0..3).map(|_| cluster.post(0, 1, MessageKind::Eager, 3)).collect();
+    let posted: Vec<_> = (0..3)
+        .map(|_| cluster.post(0, 1, MessageKind::Eager, 3))
+        .collect();
     cluster.start(0);
     cluster.start(1);
     let arrived = cluster.recorders[1].wait_complete(3);
     cluster.finish_fine();
     let place = |op| posted.iter().position(|ticket| ticket.0 == op).unwrap();
-    arrived.iter().map(|message| place(message.header.op)).collect()
+    arrived
+        .iter()
+        .map(|message| place(message.header.op))
+        .collect()
 }
 
 #[test]
 fn delayed_messages_overtake_each_other_by_seed() {
     within(LIMIT, || {
         let orders: Vec<_> = std::thread::scope(|scope| {
-            let runs: Vec<_> = (0..8).map(|seed| scope.spawn(move || order(seed))).collect();
+            let runs: Vec<_> = (0..8)
+                .map(|seed| scope.spawn(move || order(seed)))
+                .collect();
             runs.into_iter().map(|run| run.join().unwrap()).collect()
         });
         assert!(orders.iter().any(|order| *order != [0, 1, 2]), "{orders:?}");
-        assert!(orders.iter().any(|order| *order != orders[0]), "the seed decides: {orders:?}");
+        assert!(
+            orders.iter().any(|order| *order != orders[0]),
+            "the seed decides: {orders:?}"
+        );
     });
 }
 
@@ -49,7 +63,11 @@ fn delayed_messages_overtake_each_other_by_seed() {
 fn killed_process_loses_messages_in_flight() {
     within(LIMIT, || {
         let delay = Some(Duration::from_secs(20)..=Duration::from_secs(20));
-        let faults = Faults { seed: 1, delay, ..Faults::default() };
+        let faults = Faults {
+            seed: 1,
+            delay,
+            ..Faults::default()
+        };
         let mut cluster = Cluster::inproc(3, faults, Manner::Fetch);
         for process in 0..3 {
             cluster.start(process);
@@ -57,13 +75,22 @@ fn killed_process_loses_messages_in_flight() {
         let own = cluster.post(0, 1, MessageKind::Eager, 10);
         let towards = cluster.post(2, 0, MessageKind::Data, 100_000);
         cluster.kill(0);
-        assert!(is_gone(&cluster.recorders[0].wait_done(own).unwrap_err(), 1));
-        assert!(is_gone(&cluster.recorders[2].wait_done(towards).unwrap_err(), 0));
+        assert!(is_gone(
+            &cluster.recorders[0].wait_done(own).unwrap_err(),
+            1
+        ));
+        assert!(is_gone(
+            &cluster.recorders[2].wait_done(towards).unwrap_err(),
+            0
+        ));
         for survivor in [1, 2] {
             assert!(is_gone(&cluster.recorders[survivor].wait_down(id(0)), 0));
             assert!(cluster.recorders[survivor].read(|seen| seen.complete.is_empty()));
         }
-        assert!(cluster.recorders[0].read(|seen| seen.down.is_empty()), "the dead hear of nobody");
+        assert!(
+            cluster.recorders[0].read(|seen| seen.down.is_empty()),
+            "the dead hear of nobody"
+        );
         cluster.finish();
     });
 }
@@ -80,8 +107,9 @@ fn handlers_are_never_called_on_the_posters_thread() {
         let header = Header::new(MessageKind::Heartbeat);
         let endpoint = fabric.endpoint(ProcessId(0));
         endpoint.post(ProcessId(1), header, None, Ticket(1));
-        let mut heard: Vec<String> =
-            (0..2).map(|_| hears.recv_timeout(Duration::from_secs(20)).unwrap()).collect();
+        let mut heard: Vec<String> = (0..2)
+            .map(|_| hears.recv_timeout(Duration::from_secs(20)).unwrap())
+            .collect();
         heard.sort();
         assert_eq!(heard, ["mpmd-inproc-0", "mpmd-inproc-1"]);
     });
@@ -91,7 +119,13 @@ fn handlers_are_never_called_on_the_posters_thread() {
 fn relent_memory_returns_after_the_last_borrowers_drop() {
     within(LIMIT, || {
         for order in [[1, 2], [2, 1]] {
-            let fabric = Fabric::new(3, Faults { hosts: vec![0; 3], ..Faults::default() });
+            let fabric = Fabric::new(
+                3,
+                Faults {
+                    hosts: vec![0; 3],
+                    ..Faults::default()
+                },
+            );
             let ends: Vec<_> = (0..3).map(|_| Arc::new(Borrower::default())).collect();
             for (process, end) in ends.iter().enumerate() {
                 fabric.endpoint(id(process)).start(end.clone());
@@ -101,20 +135,33 @@ fn relent_memory_returns_after_the_last_borrowers_drop() {
             );
             let payload = SharedBuffer::from(vec![7; 100_000]);
             let place = payload.as_ptr();
-            let header = Header { bytes: 100_000, ..Header::new(MessageKind::Data) };
-            fabric.endpoint(id(0)).post(id(1), header, Some(payload), Ticket(1));
+            let header = Header {
+                bytes: 100_000,
+                ..Header::new(MessageKind::Data)
+            };
+            fabric
+                .endpoint(id(0))
+                .post(id(1), header, Some(payload), Ticket(1));
             let lent = ends[1].borrowed();
-            fabric.endpoint(id(1)).post(id(2), header, Some(lent.clone()), Ticket(2));
+            fabric
+                .endpoint(id(1))
+                .post(id(2), header, Some(lent.clone()), Ticket(2));
             let mut held = [None, Some(lent), Some(ends[2].borrowed())];
             for lent in held.iter().flatten() {
-                assert!(lent.is_lent() && lent.as_ptr() == place, "nothing was copied");
+                assert!(
+                    lent.is_lent() && lent.as_ptr() == place,
+                    "nothing was copied"
+                );
             }
             held[order[0]] = None;
             if order[0] == 2 {
                 assert_eq!(ends[1].done(), Ticket(2));
             }
             assert!(ends[0].told.lock().is_empty(), "somebody still has it");
-            assert_eq!(held[order[1]].as_deref().map(|bytes| bytes[99_999]), Some(7));
+            assert_eq!(
+                held[order[1]].as_deref().map(|bytes| bytes[99_999]),
+                Some(7)
+            );
             held[order[1]] = None;
             assert_eq!(ends[0].done(), Ticket(1));
         }
@@ -151,7 +198,9 @@ impl Borrower {
 
 impl Handler for Borrower {
     fn arrived(&self, _: ProcessId, _: Header, payload: Payload) {
-        let Payload::Lent(bytes) = payload else { panic!("data is lent") };
+        let Payload::Lent(bytes) = payload else {
+            panic!("data is lent")
+        };
         self.lent.lock().push(bytes);
         self.changed.notify_all();
     }
@@ -172,7 +221,9 @@ struct Names {
 
 impl Names {
     fn tell(&self) {
-        let _ = self.told.send(std::thread::current().name().unwrap_or_default().to_owned());
+        let _ = self
+            .told
+            .send(std::thread::current().name().unwrap_or_default().to_owned());
     }
 }
 

@@ -73,7 +73,10 @@ impl Recorder {
         Arc::new_cyclic(|me| Self {
             me: me.clone(),
             pool: Pool::new("recorder", None),
-            seen: Mutex::new(Seen { manner: Some(manner), ..Seen::default() }),
+            seen: Mutex::new(Seen {
+                manner: Some(manner),
+                ..Seen::default()
+            }),
             changed: Condvar::new(),
         })
     }
@@ -105,13 +108,18 @@ impl Recorder {
         let complete = self.wait("a message", |seen| {
             (seen.complete.len() >= count).then(|| seen.complete.clone())
         });
-        assert!(complete.iter().all(|message| message.intact), "{complete:?}");
+        assert!(
+            complete.iter().all(|message| message.intact),
+            "{complete:?}"
+        );
         assert_eq!(complete.len(), count, "{complete:?}");
         complete
     }
 
     pub(crate) fn wait_held(&self, count: usize) {
-        self.wait("a payload to hold", |seen| (seen.held.len() >= count).then_some(()));
+        self.wait("a payload to hold", |seen| {
+            (seen.held.len() >= count).then_some(())
+        });
     }
 
     pub(crate) fn wait_done(&self, ticket: Ticket) -> Result<(), TransportError> {
@@ -122,7 +130,10 @@ impl Recorder {
 
     pub(crate) fn wait_down(&self, peer: ProcessId) -> TransportError {
         self.wait("the end of a peer", |seen| {
-            seen.down.iter().find(|(down, _)| *down == peer).map(|(_, why)| why.clone())
+            seen.down
+                .iter()
+                .find(|(down, _)| *down == peer)
+                .map(|(_, why)| why.clone())
         })
     }
 
@@ -152,7 +163,10 @@ impl Recorder {
     }
 
     fn fetch(&self, from: ProcessId, header: Header, fetch: Box<dyn Fetch>) {
-        let into = self.pool.allocate(usize::try_from(fetch.bytes()).unwrap()).unwrap();
+        let into = self
+            .pool
+            .allocate(usize::try_from(fetch.bytes()).unwrap())
+            .unwrap();
         let me = self.me.clone();
         fetch.fetch(
             into,
@@ -169,7 +183,13 @@ impl Recorder {
     fn complete(&self, from: ProcessId, header: Header, bytes: &[u8]) {
         let intact =
             bytes.len() as u64 == header.payload_bytes() && pattern_is_intact(from, &header, bytes);
-        self.note("complete", |seen| seen.complete.push(Arrived { from, header, intact }));
+        self.note("complete", |seen| {
+            seen.complete.push(Arrived {
+                from,
+                header,
+                intact,
+            })
+        });
     }
 
     /// Reads, holds or discards a payload that can be fetched later, as the manner says.
@@ -205,7 +225,9 @@ impl Handler for Recorder {
     }
 
     fn done(&self, ticket: Ticket, result: Result<(), TransportError>) {
-        self.note("done", |seen| seen.done.entry(ticket).or_default().push(result));
+        self.note("done", |seen| {
+            seen.done.entry(ticket).or_default().push(result)
+        });
     }
 
     fn peer_down(&self, peer: ProcessId, why: TransportError) {

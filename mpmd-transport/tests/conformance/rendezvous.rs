@@ -1,5 +1,7 @@
 //! Rendezvous over real sockets: processes that come, processes that are missing, and strangers.
 
+mod strangers;
+
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
@@ -22,7 +24,11 @@ const LONG: Duration = Duration::from_secs(30);
 const SHORT: Duration = Duration::from_millis(400);
 
 /// An end of a handshake that a test plays.
-const END: End = End { magic: b"MPMDMEET", version: VERSION, token: [42; 32] };
+const END: End = End {
+    magic: b"MPMDMEET",
+    version: VERSION,
+    token: [42; 32],
+};
 
 fn token() -> Token {
     Token::new([42; 32])
@@ -30,7 +36,15 @@ fn token() -> Token {
 
 fn server(processes: usize, peer_timeout: Duration) -> Server {
     let any = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-    Server::bind(any, ServerConfig { processes, token: token(), peer_timeout }).unwrap()
+    Server::bind(
+        any,
+        ServerConfig {
+            processes,
+            token: token(),
+            peer_timeout,
+        },
+    )
+    .unwrap()
 }
 
 fn config(server: &Server, process: u32, processes: usize) -> JoinConfig {
@@ -77,12 +91,18 @@ fn join_all(
             thread::spawn(move || join(config))
         })
         .collect();
-    threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    threads
+        .into_iter()
+        .map(|thread| thread.join().unwrap())
+        .collect()
 }
 
 fn meet(server: &Server, processes: usize) -> Vec<Rendezvous> {
     let who: Vec<u32> = (0..processes as u32).collect();
-    join_all(server, &who, processes).into_iter().map(|joined| joined.unwrap().0).collect()
+    join_all(server, &who, processes)
+        .into_iter()
+        .map(|joined| joined.unwrap().0)
+        .collect()
 }
 
 /// Lets all processes join the first epoch of a job that recovers.
@@ -92,13 +112,18 @@ fn join_first_epoch(server: &Server, processes: usize) -> Vec<(Rendezvous, Ident
         thread::spawn(move || {
             let identity = Identity::random().unwrap();
             let rendezvous = Rendezvous::connect(config).unwrap();
-            let joined = rendezvous.join_epoch(member(process as u32), 1, identity).unwrap();
+            let joined = rendezvous
+                .join_epoch(member(process as u32), 1, identity)
+                .unwrap();
             let run = Some(joined.expect("there is a place").run);
             (rendezvous, Identity { run, ..identity })
         })
     });
     let threads: Vec<_> = threads.collect();
-    threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    threads
+        .into_iter()
+        .map(|thread| thread.join().unwrap())
+        .collect()
 }
 
 fn downs(rendezvous: &Rendezvous) -> Receiver<Down> {
@@ -115,9 +140,15 @@ fn all_processes_get_the_same_list_of_members() {
     for result in &joined {
         let (rendezvous, joined) = result.as_ref().unwrap();
         assert_eq!(joined.members, expected);
-        assert_eq!(rendezvous.local_address().ip(), IpAddr::V4(Ipv4Addr::LOCALHOST));
+        assert_eq!(
+            rendezvous.local_address().ip(),
+            IpAddr::V4(Ipv4Addr::LOCALHOST)
+        );
         let offset = Duration::from_nanos(rendezvous.clock_offset().unsigned_abs());
-        assert!(offset < LONG, "one host has one clock; it is off by {offset:?}");
+        assert!(
+            offset < LONG,
+            "one host has one clock; it is off by {offset:?}"
+        );
     }
     assert_eq!(server.wait_complete(LONG), Ok(()));
     assert!(!server.wait_empty(Duration::ZERO));
@@ -130,13 +161,20 @@ fn all_processes_get_the_same_list_of_members() {
 #[test]
 fn service_at_all_addresses_is_reached_by_both_kinds() {
     let any = SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0));
-    let service = ServerConfig { processes: 2, token: token(), peer_timeout: LONG };
+    let service = ServerConfig {
+        processes: 2,
+        token: token(),
+        peer_timeout: LONG,
+    };
     let server = Server::bind(any, service).unwrap();
     let port = server.address().port();
     let has_ipv6 = TcpListener::bind((Ipv6Addr::LOCALHOST, 0)).is_ok();
     let hosts = ["127.0.0.1", if has_ipv6 { "[::1]" } else { "localhost" }];
     let joins = hosts.into_iter().zip(0..).map(|(host, process)| {
-        let config = JoinConfig { server: format!("{host}:{port}"), ..config(&server, process, 2) };
+        let config = JoinConfig {
+            server: format!("{host}:{port}"),
+            ..config(&server, process, 2)
+        };
         thread::spawn(move || {
             let rendezvous = Rendezvous::connect(config).unwrap();
             let members = rendezvous.join(member(process)).unwrap().members.len();
@@ -189,9 +227,15 @@ fn the_server_may_come_up_later() {
     };
     let joining = thread::spawn(move || join(late).map(drop));
     thread::sleep(Duration::from_millis(100));
-    let _server =
-        Server::bind(address, ServerConfig { processes: 1, token: token(), peer_timeout: LONG })
-            .unwrap();
+    let _server = Server::bind(
+        address,
+        ServerConfig {
+            processes: 1,
+            token: token(),
+            peer_timeout: LONG,
+        },
+    )
+    .unwrap();
     joining.join().unwrap().unwrap();
 }
 
@@ -209,11 +253,18 @@ fn values_are_shared_and_waited_for() {
     let unset = all[0].get("nobody sets this", SHORT).unwrap_err();
     assert_eq!(
         unset,
-        RendezvousError::Unset { key: "nobody sets this".into(), peer_timeout: SHORT }
+        RendezvousError::Unset {
+            key: "nobody sets this".into(),
+            peer_timeout: SHORT
+        }
     );
     let long = all[0].set("long", vec![0; MAX_VALUE_BYTES + 1]);
     assert!(matches!(long, Err(RendezvousError::TooLong { .. })));
-    assert_eq!(all[0].get("weights", LONG), Ok(vec![]), "an error of the caller harms nothing");
+    assert_eq!(
+        all[0].get("weights", LONG),
+        Ok(vec![]),
+        "an error of the caller harms nothing"
+    );
 }
 
 #[test]
@@ -226,7 +277,11 @@ fn barrier_waits_for_all_and_names_the_missing() {
                 .iter()
                 .map(|rendezvous| scope.spawn(|| rendezvous.barrier("step", LONG)))
                 .collect();
-            assert!(waiting.into_iter().all(|thread| thread.join().unwrap() == Ok(())));
+            assert!(
+                waiting
+                    .into_iter()
+                    .all(|thread| thread.join().unwrap() == Ok(()))
+            );
         });
     }
     let error = all[1].barrier("alone", SHORT).unwrap_err();
@@ -234,15 +289,31 @@ fn barrier_waits_for_all_and_names_the_missing() {
     let name = "alone".to_owned();
     assert_eq!(
         error,
-        RendezvousError::Barrier { name, missing, processes: 3, peer_timeout: SHORT }
+        RendezvousError::Barrier {
+            name,
+            missing,
+            processes: 3,
+            peer_timeout: SHORT
+        }
     );
-    assert!(error.to_string().contains("processes 0 and 2 of 3 have not arrived"), "{error}");
+    assert!(
+        error
+            .to_string()
+            .contains("processes 0 and 2 of 3 have not arrived"),
+        "{error}"
+    );
     thread::scope(|scope| {
         let waiting = scope.spawn(|| all[1].barrier("left", LONG));
         all[2].leave().unwrap();
         let broken = waiting.join().unwrap().unwrap_err();
         assert!(
-            matches!(broken, RendezvousError::BarrierBroken { process: ProcessId(2), .. }),
+            matches!(
+                broken,
+                RendezvousError::BarrierBroken {
+                    process: ProcessId(2),
+                    ..
+                }
+            ),
             "{broken}"
         );
     });
@@ -266,8 +337,14 @@ fn death_is_reported_to_peers_and_leaving_is_not() {
     assert!(heard[0].try_recv().is_err(), "process 2 left in order");
     drop(server);
     assert!(matches!(heard[0].recv_timeout(LONG), Ok(Down::Server(_))));
-    assert!(matches!(all[0].get("x", LONG), Err(RendezvousError::ServerGone { .. })));
-    assert!(heard[2].try_recv().is_err(), "a process that has left is told nothing");
+    assert!(matches!(
+        all[0].get("x", LONG),
+        Err(RendezvousError::ServerGone { .. })
+    ));
+    assert!(
+        heard[2].try_recv().is_err(),
+        "a process that has left is told nothing"
+    );
 }
 
 #[test]
@@ -276,14 +353,20 @@ fn the_first_report_of_each_process_is_kept_for_the_owner() {
     let all = meet(&server, 2);
     let report = |process, message: &str| {
         let failure = Failure::new(FailureKind::Kernel, ProcessId(process), 7, message);
-        Report { failure, hash: Some(3) }
+        Report {
+            failure,
+            hash: Some(3),
+        }
     };
     assert!(server.reports().is_empty());
     all[1].report(report(0, "first")).unwrap();
     all[1].report(report(0, "second")).unwrap();
     all[0].report(report(0, "third")).unwrap();
     all[1].leave().unwrap();
-    let expected = [(ProcessId(1), report(0, "first")), (ProcessId(0), report(0, "third"))];
+    let expected = [
+        (ProcessId(1), report(0, "first")),
+        (ProcessId(0), report(0, "third")),
+    ];
     assert_eq!(server.reports(), expected);
     let late = all[1].report(report(1, "late"));
     assert_eq!(late, Err(RendezvousError::Left));
@@ -296,7 +379,13 @@ fn deaths_before_the_first_listener_are_kept() {
     drop(all.pop());
     let broken = all[0].barrier("b", LONG).unwrap_err();
     assert!(
-        matches!(broken, RendezvousError::BarrierBroken { process: ProcessId(1), .. }),
+        matches!(
+            broken,
+            RendezvousError::BarrierBroken {
+                process: ProcessId(1),
+                ..
+            }
+        ),
         "{broken}"
     );
     let down = downs(&all[0]).recv_timeout(LONG).unwrap();
@@ -316,7 +405,9 @@ fn silent_client_is_given_up_and_a_pinging_one_is_not() {
     // Join {ask 1, process 1, processes 2, epoch 1, identity {key 7, run None}, waits false,
     // peer_timeout 30 s, member of empty fields}, in bincode's standard form.
     stopped
-        .write_all(&[21, 0, 0, 0, 0, 1, 1, 2, 1, 7, 0, 0, 30, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
+        .write_all(&[
+            21, 0, 0, 0, 0, 1, 1, 2, 1, 7, 0, 0, 30, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+        ])
         .unwrap();
     let mut mine = config(&server, 0, 2);
     mine.peer_timeout = LONG;
@@ -343,21 +434,32 @@ fn a_silent_server_is_noticed() {
         let mut request = [0; 6];
         while stream.read_exact(&mut request).is_ok() {
             // Answer {ask, Ok(Clock(0))}
-            if stream.write_all(&[5, 0, 0, 0, 0, request[5], 0, 3, 0]).is_err() {
+            if stream
+                .write_all(&[5, 0, 0, 0, 0, request[5], 0, 3, 0])
+                .is_err()
+            {
                 break;
             }
         }
         drop(wait);
     });
     let (process, processes, token) = (ProcessId(0), 1, token());
-    let rendezvous =
-        Rendezvous::connect(JoinConfig { server, process, processes, token, peer_timeout: SHORT })
-            .unwrap();
+    let rendezvous = Rendezvous::connect(JoinConfig {
+        server,
+        process,
+        processes,
+        token,
+        peer_timeout: SHORT,
+    })
+    .unwrap();
     match downs(&rendezvous).recv_timeout(LONG).unwrap() {
         Down::Server(why) => assert!(why.contains("silent"), "{why}"),
         other => panic!("{other:?}"),
     }
-    assert!(matches!(rendezvous.set("k", vec![]), Err(RendezvousError::ServerGone { .. })));
+    assert!(matches!(
+        rendezvous.set("k", vec![]),
+        Err(RendezvousError::ServerGone { .. })
+    ));
     silent.join().unwrap();
     drop(done);
 }
@@ -398,7 +500,11 @@ impl Relay {
             }
             sender.send(near).unwrap();
         });
-        Self { address, ends, still }
+        Self {
+            address,
+            ends,
+            still,
+        }
     }
 
     /// Holds back all bytes, or lets them through again.
@@ -408,7 +514,11 @@ impl Relay {
 
     /// Cuts the client's end.
     fn cut(&self) {
-        self.ends.recv_timeout(LONG).unwrap().shutdown(std::net::Shutdown::Both).unwrap();
+        self.ends
+            .recv_timeout(LONG)
+            .unwrap()
+            .shutdown(std::net::Shutdown::Both)
+            .unwrap();
     }
 }
 
@@ -418,8 +528,13 @@ fn alone_behind_relay(server: &Server) -> (Rendezvous, Relay) {
     let relay = Relay::to(server);
     let server = relay.address.to_string();
     let (process, processes, token) = (ProcessId(0), 1, token());
-    let config =
-        JoinConfig { server, process, processes, token, peer_timeout: Duration::from_secs(1) };
+    let config = JoinConfig {
+        server,
+        process,
+        processes,
+        token,
+        peer_timeout: Duration::from_secs(1),
+    };
     let rendezvous = Rendezvous::connect(config).unwrap();
     rendezvous.join(member(0)).unwrap();
     (rendezvous, relay)
@@ -434,7 +549,10 @@ fn silent_server_is_reported_once_and_may_come_back() {
     relay.stand_still(true);
     assert!(matches!(heard.recv_timeout(LONG), Ok(Down::Server(why)) if why.contains("silent")));
     let error = rendezvous.set("k", vec![1]).unwrap_err();
-    assert!(matches!(error, RendezvousError::ServerGone { .. }), "{error}");
+    assert!(
+        matches!(error, RendezvousError::ServerGone { .. }),
+        "{error}"
+    );
     relay.stand_still(false);
     // Messages from the time of silence have arrived, too.
     while rendezvous.get("k", LONG) != Ok(vec![1]) {
@@ -457,7 +575,10 @@ fn cut_connection_is_reported_and_leaving_is_quick() {
     let heard = downs(&rendezvous);
     relay.cut();
     assert!(matches!(heard.recv_timeout(LONG), Ok(Down::Server(_))));
-    assert!(matches!(rendezvous.leave(), Err(RendezvousError::ServerGone { .. })));
+    assert!(matches!(
+        rendezvous.leave(),
+        Err(RendezvousError::ServerGone { .. })
+    ));
 }
 
 #[test]
@@ -475,9 +596,15 @@ fn client_that_is_closed_without_a_word_tries_again() {
     // Like a server that closes the oldest silent connection to make room.
     drop(listener.accept().unwrap());
     drop(listener);
-    let _server =
-        Server::bind(address, ServerConfig { processes: 1, token: token(), peer_timeout: LONG })
-            .unwrap();
+    let _server = Server::bind(
+        address,
+        ServerConfig {
+            processes: 1,
+            token: token(),
+            peer_timeout: LONG,
+        },
+    )
+    .unwrap();
     joining.join().unwrap().unwrap();
 }
 
@@ -495,7 +622,11 @@ fn missing_processes_are_named_to_members_and_owner() {
     }
     assert_eq!(server.wait_complete(LONG), Err(missing.clone()));
     assert_eq!(server.failure(), Some(missing.clone()));
-    assert_eq!(join(config(&server, 1, 4)).unwrap_err(), missing, "a late process gets the reason");
+    assert_eq!(
+        join(config(&server, 1, 4)).unwrap_err(),
+        missing,
+        "a late process gets the reason"
+    );
 }
 
 #[test]
@@ -509,12 +640,23 @@ fn duplicate_is_refused_with_the_holder_and_job_goes_on() {
             thread::sleep(Duration::from_millis(2));
         }
         let other = Rendezvous::connect(config(&server, 1, 2)).unwrap();
-        let error = other.join(Member { pid: 7, ..member(1) }).unwrap_err();
-        let held =
-            RendezvousError::Duplicate { process: ProcessId(1), host: "host1".into(), pid: 1001 };
+        let error = other
+            .join(Member {
+                pid: 7,
+                ..member(1)
+            })
+            .unwrap_err();
+        let held = RendezvousError::Duplicate {
+            process: ProcessId(1),
+            host: "host1".into(),
+            pid: 1001,
+        };
         assert_eq!(error, held);
         let (_other, joined) = join(config(&server, 0, 2)).unwrap();
-        let expected = Joined { process: ProcessId(1), ..joined };
+        let expected = Joined {
+            process: ProcessId(1),
+            ..joined
+        };
         assert_eq!(waiting.join().unwrap().unwrap(), expected);
     });
     let after = join(config(&server, 1, 2)).unwrap_err();
@@ -532,16 +674,35 @@ fn complete_job_accepts_no_process_even_after_a_death() {
     drop(all.pop());
     heard.recv_timeout(LONG).unwrap();
     let error = join(config(&server, 1, 2)).unwrap_err();
-    assert_eq!(error, RendezvousError::Complete { process: ProcessId(1), processes: 2 });
+    assert_eq!(
+        error,
+        RendezvousError::Complete {
+            process: ProcessId(1),
+            processes: 2
+        }
+    );
 }
 
 #[test]
 fn another_job_size_is_refused_with_both_sizes() {
     let server = server(2, LONG);
     let error = join(config(&server, 2, 3)).unwrap_err();
-    assert_eq!(error, RendezvousError::Count { process: ProcessId(2), believes: 3, job: 2 });
+    assert_eq!(
+        error,
+        RendezvousError::Count {
+            process: ProcessId(2),
+            believes: 3,
+            job: 2
+        }
+    );
     let error = join(config(&server, 3, 3)).unwrap_err();
-    assert_eq!(error, RendezvousError::NoSuchProcess { process: ProcessId(3), processes: 3 });
+    assert_eq!(
+        error,
+        RendezvousError::NoSuchProcess {
+            process: ProcessId(3),
+            processes: 3
+        }
+    );
     meet(&server, 2);
 }
 
@@ -554,7 +715,10 @@ fn different_programs_are_named_to_all() {
             let program = program.to_owned();
             Rendezvous::connect(config)
                 .unwrap()
-                .join(Member { program, ..member(process) })
+                .join(Member {
+                    program,
+                    ..member(process)
+                })
                 .unwrap_err()
         })
     });
@@ -567,15 +731,24 @@ fn different_programs_are_named_to_all() {
             "{said}"
         );
     }
-    assert!(matches!(server.wait_complete(LONG), Err(RendezvousError::Program { .. })));
+    assert!(matches!(
+        server.wait_complete(LONG),
+        Err(RendezvousError::Program { .. })
+    ));
 }
 
 #[test]
 fn a_taken_port_and_an_unreachable_server_are_named() {
     let first = server(1, LONG);
     let address = first.address();
-    let second =
-        Server::bind(address, ServerConfig { processes: 1, token: token(), peer_timeout: LONG });
+    let second = Server::bind(
+        address,
+        ServerConfig {
+            processes: 1,
+            token: token(),
+            peer_timeout: LONG,
+        },
+    );
     let taken = second.unwrap_err();
     assert!(
         matches!(&taken, RendezvousError::Bind { address: a, .. } if *a == address.to_string())
@@ -584,131 +757,15 @@ fn a_taken_port_and_an_unreachable_server_are_named() {
     nowhere.peer_timeout = SHORT;
     drop(first);
     match Rendezvous::connect(nowhere).unwrap_err() {
-        RendezvousError::Unreachable { server, peer_timeout: SHORT, why } => {
+        RendezvousError::Unreachable {
+            server,
+            peer_timeout: SHORT,
+            why,
+        } => {
             assert_eq!(server, address.to_string());
             assert!(why.contains("refused"), "{why}");
         }
         other => panic!("{other}"),
-    }
-}
-
-#[test]
-fn a_wrong_token_and_another_version_are_told_apart() {
-    let server = server(1, LONG);
-    let mut wrong = config(&server, 0, 1);
-    wrong.token = Token::new([41; 32]);
-    let error = Rendezvous::connect(wrong).unwrap_err();
-    assert!(error.to_string().contains("the job token is probably wrong"), "{error}");
-    // A server of another version refuses before it looks at the token.
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let mut other = config(&server, 0, 1);
-    other.server = listener.local_addr().unwrap().to_string();
-    let newer = thread::spawn(move || {
-        let (mut stream, _) = listener.accept().unwrap();
-        stream.read_exact(&mut [0; 42]).unwrap();
-        stream.write_all(b"MPMDMEET\x01\0\x0c\0\0\0\0\0").unwrap();
-    });
-    let error = Rendezvous::connect(other).unwrap_err();
-    newer.join().unwrap();
-    assert!(matches!(error, RendezvousError::Version { theirs: 12, ours: VERSION, .. }), "{error}");
-    meet(&server, 1);
-}
-
-#[test]
-fn strangers_learn_nothing_and_hold_no_place() {
-    let server = server(1, LONG);
-    // Silent ones first: far more than may wait at once. Each would otherwise hold a place.
-    let silent: Vec<_> = (0..200).map(|_| TcpStream::connect(server.address()).unwrap()).collect();
-    meet(&server, 1);
-    drop(silent);
-    for said in [b"GET / HTTP/1.1\r\n\r\n".to_vec(), END.hello(&[])[..41].to_vec()] {
-        assert_eq!(answer(&server, &said), b"", "{said:?}");
-    }
-    // A hello gets an answer, but no proof that follows from it lets a stranger in.
-    let heard = answer(&server, &END.hello(&[]));
-    assert_eq!((heard.len(), &heard[..10]), (80, &b"MPMDMEET\0\0"[..]));
-    assert!(!heard.windows(4).any(|part| part == [42; 4]));
-    for shown in [[0; 32], *heard.last_chunk().unwrap(), [42; 32]] {
-        let said = [&END.hello(&[])[..], &shown].concat();
-        assert_eq!(answer(&server, &said).len(), 80, "no welcome");
-    }
-    // Another version is answered with ours, with any token.
-    let mut refusal = b"MPMDMEET\x01\0".to_vec();
-    refusal.extend(VERSION.to_le_bytes());
-    refusal.extend([0; 4]);
-    let other = End { version: VERSION + 1, token: [0; 32], ..END };
-    assert_eq!(answer(&server, &other.hello(&[])), refusal);
-    // The first bytes of clients of the versions that showed the token.
-    let old = [&b"MPMDMEET\x06\0"[..], &[42; 32]].concat();
-    assert_eq!(answer(&server, &old), refusal);
-}
-
-#[test]
-fn squatter_learns_nothing_that_lets_it_in() {
-    let server = server(1, LONG);
-    let earlier = answer(&server, &END.hello(&[]));
-    let reply: [Reply<'_>; 4] = [
-        &|_| earlier.clone(),
-        &|hello| hello.to_vec(),
-        &|_| [&earlier[..48], &[0; 32]].concat(),
-        &|_| Vec::new(),
-    ];
-    for reply in reply {
-        let squatter = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-        let mut config = config(&server, 0, 1);
-        config.server = squatter.local_addr().unwrap().to_string();
-        config.peer_timeout = SHORT;
-        let joining = thread::spawn(move || Rendezvous::connect(config).map(drop));
-        let (mut stream, _) = squatter.accept().unwrap();
-        let mut heard = vec![0; 42];
-        stream.read_exact(&mut heard).unwrap();
-        stream.write_all(&reply(&heard)).unwrap();
-        let _ = stream.read_to_end(&mut heard);
-        drop(squatter);
-        assert!(joining.join().unwrap().is_err());
-        assert_eq!(heard.len(), 42, "it proves nothing to a stranger");
-        assert!(!heard.windows(4).any(|part| part == [42; 4]));
-        // The bytes that it has heard do not let it in at the real server.
-        for shown in [&heard[10..42], &earlier[48..]] {
-            assert_eq!(answer(&server, &[&heard[..], shown].concat()).len(), 80, "no welcome");
-        }
-    }
-    meet(&server, 1);
-}
-
-#[test]
-fn senseless_messages_end_the_connection_and_nothing_else() {
-    let server = server(2, LONG);
-    let all = meet(&server, 2);
-    for said in [&[255, 255, 255, 255][..], &[0, 0, 0, 0], &[4, 0, 0, 0, 99, 99, 99, 99]] {
-        let mut stream = TcpStream::connect(server.address()).unwrap();
-        stream.set_read_timeout(Some(LONG)).unwrap();
-        END.call(&mut stream, &[], 4).unwrap();
-        stream.write_all(said).unwrap();
-        assert!(matches!(stream.read(&mut [0; 1]), Ok(0)), "it is closed");
-    }
-    all[0].set("still", vec![1]).unwrap();
-    assert_eq!(all[1].get("still", LONG), Ok(vec![1]));
-}
-
-/// Sends `bytes` to the server. Returns all bytes that it answers until it closes.
-fn answer(server: &Server, bytes: &[u8]) -> Vec<u8> {
-    let mut stream = TcpStream::connect(server.address()).unwrap();
-    stream.set_read_timeout(Some(LONG)).unwrap();
-    stream.write_all(bytes).unwrap();
-    // No longer connected if the server was faster to close.
-    let shut = stream.shutdown(std::net::Shutdown::Write);
-    assert!(shut.is_ok() || shut.is_err_and(|error| error.kind() == ErrorKind::NotConnected));
-    let mut said = Vec::new();
-    let mut chunk = [0; 256];
-    loop {
-        match stream.read(&mut chunk) {
-            Ok(0) => return said,
-            Ok(n) => said.extend(&chunk[..n]),
-            // The server closed without reading all bytes.
-            Err(e) if e.kind() == ErrorKind::ConnectionReset => return said,
-            Err(e) => panic!("the server neither answers nor closes: {e}"),
-        }
     }
 }
 
@@ -718,7 +775,10 @@ fn observer_looks_at_a_running_job_and_sees_its_end() {
     let address = server.address().to_string();
     let mut processes = meet(&server, 2);
     let wrong = Observer::connect(&address, Token::new([1; 32]), LONG);
-    assert!(matches!(wrong, Err(RendezvousError::Token { .. })), "{wrong:?}");
+    assert!(
+        matches!(wrong, Err(RendezvousError::Token { .. })),
+        "{wrong:?}"
+    );
     let observer = Observer::connect(&address, token(), LONG).unwrap();
     processes[0].on_look(|words| [b"fine: ", words].concat());
     let seen = observer.look(b"how?", LONG).unwrap();
@@ -726,12 +786,17 @@ fn observer_looks_at_a_running_job_and_sees_its_end() {
     assert_eq!(seen[&ProcessId(1)], Err("it is starting".to_owned()));
     drop(processes.pop());
     let gone = downs(&processes[0]).recv_timeout(LONG).unwrap();
-    let Down::Process(ProcessId(1), why) = gone else { panic!("{gone:?}") };
+    let Down::Process(ProcessId(1), why) = gone else {
+        panic!("{gone:?}")
+    };
     assert_eq!(observer.look(&[], LONG).unwrap()[&ProcessId(1)], Err(why));
     processes[0].leave().unwrap();
     drop(server);
     let ended = observer.look(&[], LONG);
-    assert!(matches!(ended, Err(RendezvousError::ServerGone { .. })), "{ended:?}");
+    assert!(
+        matches!(ended, Err(RendezvousError::ServerGone { .. })),
+        "{ended:?}"
+    );
 }
 
 #[test]
@@ -750,9 +815,13 @@ fn job_goes_on_with_a_spare_in_the_next_epoch() {
     let spares = [3, 4].map(|number| join_epoch(number, 1, Identity::random().unwrap()));
     let heard = downs(&all[0]);
     drop(all.remove(1));
-    assert!(matches!(heard.recv_timeout(LONG), Ok(Down::Process(ProcessId(1), _))));
+    assert!(matches!(
+        heard.recv_timeout(LONG),
+        Ok(Down::Process(ProcessId(1), _))
+    ));
     assert!(server.wanted() <= 1, "a spare may still be on its way");
-    all.iter().for_each(|survivor| survivor.leave_epoch().unwrap());
+    all.iter()
+        .for_each(|survivor| survivor.leave_epoch().unwrap());
     let survivors = [0, 2].map(|number| join_epoch(number, 2, identities[number as usize]));
     let mut joined: Vec<_> = survivors.map(|one| one.join().unwrap().unwrap()).into();
     // Either spare may be the first; the other waits until all have left.
@@ -762,15 +831,35 @@ fn job_goes_on_with_a_spare_in_the_next_epoch() {
         thread::spawn(move || drop(sender.send(spare.join().unwrap().unwrap())));
     }
     joined.push(ends.recv_timeout(LONG).unwrap());
-    let places: Vec<_> = joined.iter().map(|(_, joined)| joined.as_ref().unwrap()).collect();
-    let numbers: Vec<_> = places.iter().map(|joined| (joined.process.0, joined.epoch)).collect();
+    let places: Vec<_> = joined
+        .iter()
+        .map(|(_, joined)| joined.as_ref().unwrap())
+        .collect();
+    let numbers: Vec<_> = places
+        .iter()
+        .map(|joined| (joined.process.0, joined.epoch))
+        .collect();
     assert_eq!(numbers, [(0, 2), (2, 2), (1, 2)]);
-    assert!(places.iter().all(|joined| joined.members == places[0].members));
-    assert!(places.iter().all(|joined| Some(joined.run) == identities[0].run));
+    assert!(
+        places
+            .iter()
+            .all(|joined| joined.members == places[0].members)
+    );
+    assert!(
+        places
+            .iter()
+            .all(|joined| Some(joined.run) == identities[0].run)
+    );
     assert!(places[0].members[1].host.starts_with("host"));
     assert_eq!(server.wanted(), 0);
-    joined.iter().for_each(|(rendezvous, _)| rendezvous.leave().unwrap());
-    assert_eq!(ends.recv_timeout(LONG).unwrap().1, None, "the job ends without the other spare");
+    joined
+        .iter()
+        .for_each(|(rendezvous, _)| rendezvous.leave().unwrap());
+    assert_eq!(
+        ends.recv_timeout(LONG).unwrap().1,
+        None,
+        "the job ends without the other spare"
+    );
     assert!(server.wait_empty(LONG));
 }
 
@@ -784,35 +873,12 @@ fn survivor_of_a_run_is_refused_by_the_next() {
     let second = server(1, LONG);
     let survivor = Rendezvous::connect(config(&second, 0, 1)).unwrap();
     let error = survivor.join_epoch(member(0), 2, identity).unwrap_err();
-    assert_eq!(error, RendezvousError::OtherRun { process: ProcessId(0) });
+    assert_eq!(
+        error,
+        RendezvousError::OtherRun {
+            process: ProcessId(0)
+        }
+    );
     let (_new, joined) = join(config(&second, 0, 1)).unwrap();
     assert_ne!(Some(joined.run), identity.run);
-}
-
-/// It shows the token, but was never in the job.
-#[test]
-fn stranger_with_the_token_does_not_end_the_epoch() {
-    let server = server(2, LONG);
-    let all = join_first_epoch(&server, 2);
-    let heard = downs(&all[0].0);
-    let stranger = Rendezvous::connect(config(&server, 1, 2)).unwrap();
-    let run = all[0].1.run;
-    let identity = Identity { run, ..Identity::random().unwrap() };
-    let stranger = thread::spawn(move || stranger.join_epoch(member(1), 2, identity));
-    let waits = |(_, part): &(ProcessId, Part)| *part == Part::Waits;
-    let until = Instant::now() + LONG;
-    while !server.parts().iter().any(waits) {
-        assert!(Instant::now() < until, "{:?}", server.parts());
-        thread::sleep(Duration::from_millis(2));
-    }
-    // A barrier of an epoch that has ended fails.
-    thread::scope(|scope| {
-        let arrivals = all.iter().map(|(one, _)| scope.spawn(|| one.barrier("end", LONG)));
-        for arrival in arrivals.collect::<Vec<_>>() {
-            assert_eq!(arrival.join().unwrap(), Ok(()));
-        }
-    });
-    all.iter().for_each(|(one, _)| one.leave().unwrap());
-    assert_eq!(heard.try_iter().count(), 0);
-    assert_eq!(stranger.join().unwrap(), Ok(None), "the job has ended without it");
 }

@@ -31,7 +31,10 @@ impl Drop for Ending {
 /// Runs a command and waits for its end; kills it after [`LIMIT`]. Returns its exit code and
 /// output.
 fn run(mut command: Command) -> Ended {
-    let piped = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let piped = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
     let mut child = Ending(piped.spawn().expect("this program can be started again"));
     fn collect(mut from: impl Read + Send + 'static) -> std::thread::JoinHandle<String> {
         std::thread::spawn(move || {
@@ -54,8 +57,14 @@ fn run(mut command: Command) -> Ended {
     };
     // The process has certainly ended, so its output has an end too.
     drop(child);
-    let said = [out, errors].into_iter().flatten().map(|said| said.join().unwrap_or_default());
-    Ended { code, said: said.collect::<Vec<_>>().join("\n") }
+    let said = [out, errors]
+        .into_iter()
+        .flatten()
+        .map(|said| said.join().unwrap_or_default());
+    Ended {
+        code,
+        said: said.collect::<Vec<_>>().join("\n"),
+    }
 }
 
 fn this_program() -> std::path::PathBuf {
@@ -64,7 +73,10 @@ fn this_program() -> std::path::PathBuf {
 
 /// Runs one test of this program under valgrind; `None` if valgrind is not installed.
 fn under_valgrind(test: &[&str], environment: &[(&str, &str)]) -> Option<Ended> {
-    let version = Command::new("valgrind").arg("--version").stdin(Stdio::null()).output();
+    let version = Command::new("valgrind")
+        .arg("--version")
+        .stdin(Stdio::null())
+        .output();
     if !version.is_ok_and(|version| version.status.success()) {
         println!("skipped: valgrind is not installed");
         return None;
@@ -77,21 +89,35 @@ fn under_valgrind(test: &[&str], environment: &[(&str, &str)]) -> Option<Ended> 
     ]);
     // Fair scheduling: otherwise a thread that polls may keep the others from ever running.
     command.args([&format!("--error-exitcode={FOUND}"), "--fair-sched=yes"]);
-    command.arg(this_program()).args(["--exact", "--test-threads=1", "--nocapture"]).args(test);
+    command
+        .arg(this_program())
+        .args(["--exact", "--test-threads=1", "--nocapture"])
+        .args(test);
     command.envs(environment.iter().copied());
     Some(run(command))
 }
 
 fn has_no_errors(test: &str, environment: &[(&str, &str)]) {
-    let Some(ended) = under_valgrind(&[test], environment) else { return };
-    assert_ne!(ended.code, Some(FOUND), "valgrind has found errors:\n{}", ended.said);
+    let Some(ended) = under_valgrind(&[test], environment) else {
+        return;
+    };
+    assert_ne!(
+        ended.code,
+        Some(FOUND),
+        "valgrind has found errors:\n{}",
+        ended.said
+    );
     assert_eq!(
         ended.code,
         Some(0),
         "the test failed, or took more than {LIMIT:?}:\n{}",
         ended.said
     );
-    assert!(ended.said.contains("1 passed"), "not one test has run:\n{}", ended.said);
+    assert!(
+        ended.said.contains("1 passed"),
+        "not one test has run:\n{}",
+        ended.said
+    );
 }
 
 #[test]
@@ -103,15 +129,24 @@ fn valgrind_finds_nothing_over_tcp() {
 #[test]
 fn valgrind_finds_nothing_over_ucx() {
     // UCX hooks functions of the C library by writing into their code, which valgrind does not see.
-    has_no_errors("over_ucx::payloads_are_dropped_at_any_time", &[("UCX_MEM_EVENTS", "no")]);
+    has_no_errors(
+        "over_ucx::payloads_are_dropped_at_any_time",
+        &[("UCX_MEM_EVENTS", "no")],
+    );
 }
 
 #[test]
 fn valgrind_finds_a_leak() {
     let leaks = ["rerun::leaks", "--ignored"];
-    let Some(ended) = under_valgrind(&leaks, &[]) else { return };
+    let Some(ended) = under_valgrind(&leaks, &[]) else {
+        return;
+    };
     assert_eq!(ended.code, Some(FOUND), "{}", ended.said);
-    assert!(ended.said.contains("definitely lost: 1,000 bytes"), "{}", ended.said);
+    assert!(
+        ended.said.contains("definitely lost: 1,000 bytes"),
+        "{}",
+        ended.said
+    );
 }
 
 #[test]
@@ -125,7 +160,9 @@ fn leaks() {
 #[cfg(feature = "ucx")]
 fn passes_over_ucx_by(ways: &str) {
     let mut command = Command::new(this_program());
-    command.args(["over_ucx::", "huge_over_ucx::", "--test-threads=2"]).env("UCX_TLS", ways);
+    command
+        .args(["over_ucx::", "huge_over_ucx::", "--test-threads=2"])
+        .env("UCX_TLS", ways);
     let ended = run(command);
     assert_eq!(
         ended.code,
@@ -133,7 +170,11 @@ fn passes_over_ucx_by(ways: &str) {
         "a check failed, or all took more than {LIMIT:?}:\n{}",
         ended.said
     );
-    assert!(!ended.said.contains(" 0 passed"), "no check has run:\n{}", ended.said);
+    assert!(
+        !ended.said.contains(" 0 passed"),
+        "no check has run:\n{}",
+        ended.said
+    );
 }
 
 #[cfg(feature = "ucx")]

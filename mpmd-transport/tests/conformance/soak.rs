@@ -50,8 +50,16 @@ pub(crate) fn payloads_are_dropped_at_any_time(kind: Kind) {
                 1 + random.usize(..1 << order)
             }
         };
-        let message = if random.u64(..4) == 0 { MessageKind::Eager } else { MessageKind::Data };
-        let header = Header { op: number, bytes: bytes as u64, ..Header::new(message) };
+        let message = if random.u64(..4) == 0 {
+            MessageKind::Eager
+        } else {
+            MessageKind::Data
+        };
+        let header = Header {
+            op: number,
+            bytes: bytes as u64,
+            ..Header::new(message)
+        };
         let mut payload = pools[from].allocate(bytes).expect("a pool without limit");
         payload.copy_from_slice(&pattern(id(from), &header));
         let payload = payload.freeze();
@@ -61,12 +69,20 @@ pub(crate) fn payloads_are_dropped_at_any_time(kind: Kind) {
             ends[from].keep(payload.clone());
         }
         transports[from].post(id(1 - from), header, Some(payload), Ticket(number));
-        wait(&ends, from, "room for more", |seen| seen.posted - seen.done.len() < LEAD);
+        wait(&ends, from, "room for more", |seen| {
+            seen.posted - seen.done.len() < LEAD
+        });
     }
     for (from, end) in ends.iter().enumerate() {
-        wait(&ends, from, "the end of all that was posted", |seen| seen.done.len() == seen.posted);
+        wait(&ends, from, "the end of all that was posted", |seen| {
+            seen.done.len() == seen.posted
+        });
         end.read(|seen| {
-            assert!(seen.done.values().all(|ended| *ended == [Ok(())]), "{:?}", seen.done)
+            assert!(
+                seen.done.values().all(|ended| *ended == [Ok(())]),
+                "{:?}",
+                seen.done
+            )
         });
     }
     for (to, end) in ends.iter().enumerate() {
@@ -82,7 +98,11 @@ pub(crate) fn payloads_are_dropped_at_any_time(kind: Kind) {
     for (from, transport) in transports.iter().enumerate() {
         for number in 1..=10 {
             let op = MESSAGES + 10 * from as u64 + number;
-            let header = Header { op, bytes: LARGE_BYTES as u64, ..Header::new(MessageKind::Data) };
+            let header = Header {
+                op,
+                bytes: LARGE_BYTES as u64,
+                ..Header::new(MessageKind::Data)
+            };
             ends[from].posted();
             let payload = SharedBuffer::from(vec![7; LARGE_BYTES]);
             transport.post(id(1 - from), header, Some(payload), Ticket(op));
@@ -94,15 +114,23 @@ pub(crate) fn payloads_are_dropped_at_any_time(kind: Kind) {
     first.shutdown(Duration::from_millis(100));
     drop((first, second));
     for (from, end) in ends.iter().enumerate() {
-        wait(&ends, from, "the end of every ticket", |seen| seen.done.len() == seen.posted);
+        wait(&ends, from, "the end of every ticket", |seen| {
+            seen.done.len() == seen.posted
+        });
         end.read(|seen| {
-            assert!(seen.done.values().all(|ended| ended.len() == 1), "{:?}", seen.done)
+            assert!(
+                seen.done.values().all(|ended| ended.len() == 1),
+                "{:?}",
+                seen.done
+            )
         });
         // Fetched or dropped: the sender is gone, so no payload can arrive.
         end.seen.lock().holds_all = false;
     }
     for (to, end) in ends.iter().enumerate() {
-        wait(&ends, to, "the end of every payload", |seen| seen.held.is_empty() && seen.open == 0);
+        wait(&ends, to, "the end of every payload", |seen| {
+            seen.held.is_empty() && seen.open == 0
+        });
         end.read(|seen| assert_eq!(seen.wrong, 0));
         end.forget();
     }
@@ -121,7 +149,10 @@ pub(crate) fn payloads_are_dropped_at_any_time(kind: Kind) {
 
 /// Returns the number of transports' threads in this process. Other tests may have started some.
 fn engines() -> usize {
-    let threads = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+    let threads = std::fs::read_dir("/proc/self/task")
+        .into_iter()
+        .flatten()
+        .flatten();
     let names =
         threads.filter_map(|thread| std::fs::read_to_string(thread.path().join("comm")).ok());
     names.filter(|name| name.starts_with("mpmd-")).count()
@@ -141,7 +172,9 @@ fn wait(ends: &[Arc<End>; 2], which: usize, event: &str, enough: impl Fn(&Seen) 
         let state = || format!("{done} of {posted} have ended, {open} fetches are open");
         assert!(Instant::now() < until, "{event} has not come: {}", state());
         // A held payload may delay those behind it, without any event.
-        ends[which].changed.wait_for(&mut seen, Duration::from_millis(2));
+        ends[which]
+            .changed
+            .wait_for(&mut seen, Duration::from_millis(2));
     }
 }
 
@@ -235,13 +268,19 @@ impl End {
     /// Drops all buffers that were read, and all kept payloads.
     fn forget(&self) {
         let mut seen = self.seen.lock();
-        let kept = (std::mem::take(&mut seen.kept), std::mem::take(&mut seen.read));
+        let kept = (
+            std::mem::take(&mut seen.kept),
+            std::mem::take(&mut seen.read),
+        );
         drop(seen);
         drop(kept);
     }
 
     fn fetch(&self, from: ProcessId, header: Header, fetch: Box<dyn Fetch>) {
-        let into = self.pool.allocate(header.bytes as usize).expect("a pool without limit");
+        let into = self
+            .pool
+            .allocate(header.bytes as usize)
+            .expect("a pool without limit");
         self.seen.lock().open += 1;
         let me = self.me.clone();
         let then = move |result: Result<OwnedBuffer, TransportError>| {
@@ -302,7 +341,12 @@ impl Handler for End {
     }
 
     fn done(&self, ticket: Ticket, result: Result<(), TransportError>) {
-        self.seen.lock().done.entry(ticket).or_default().push(result);
+        self.seen
+            .lock()
+            .done
+            .entry(ticket)
+            .or_default()
+            .push(result);
         self.changed.notify_all();
     }
 

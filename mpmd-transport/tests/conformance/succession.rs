@@ -39,16 +39,30 @@ impl Process {
     fn host(sizes: &[u32]) -> Self {
         let any = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
         let (token, processes) = (Token::new([42; 32]), PROCESSES);
-        let config = ServerConfig { processes, token, peer_timeout: LONG };
+        let config = ServerConfig {
+            processes,
+            token,
+            peer_timeout: LONG,
+        };
         let server = Server::bind(any, config).unwrap();
         let at = server.address().to_string();
-        Self { server: Some(server), ..Self::new(0, &at, sizes) }
+        Self {
+            server: Some(server),
+            ..Self::new(0, &at, sizes)
+        }
     }
 
     fn new(number: u32, service: &str, sizes: &[u32]) -> Self {
         let (identity, seeker) = (Identity::random().unwrap(), Seeker::new(service.to_owned()));
         let (sizes, peer_timeout) = (SizeRange::of(sizes.iter().copied()), LONG);
-        Self { number, identity, seeker, server: None, sizes, peer_timeout }
+        Self {
+            number,
+            identity,
+            seeker,
+            server: None,
+            sizes,
+            peer_timeout,
+        }
     }
 
     fn connect(&mut self) -> Result<Rendezvous, RendezvousError> {
@@ -69,12 +83,21 @@ impl Process {
             let at = rendezvous.local_address();
             let heir = self.seeker.heir(at, &self.identity, self.server.as_ref())?;
             let (pid, sizes) = (self.number, self.sizes.clone());
-            let member = Member { pid, heir, sizes, ..Member::default() };
+            let member = Member {
+                pid,
+                heir,
+                sizes,
+                ..Member::default()
+            };
             match rendezvous.join_epoch(member, epoch, self.identity) {
                 Ok(Some(joined)) => {
                     self.identity.run = Some(joined.run);
                     self.seeker.hear(Succession::of(&joined));
-                    return Ok(Part { process: self, rendezvous, joined });
+                    return Ok(Part {
+                        process: self,
+                        rendezvous,
+                        joined,
+                    });
                 }
                 Ok(None) => panic!("the job goes on"),
                 Err(RendezvousError::ServerGone { .. }) => {
@@ -96,21 +119,33 @@ impl Process {
 impl Part {
     /// Leaves the epoch, and joins the next one.
     fn go_on(self) -> Receiver<Result<Part, RendezvousError>> {
-        let Self { mut process, rendezvous, joined } = self;
+        let Self {
+            mut process,
+            rendezvous,
+            joined,
+        } = self;
         let _ = rendezvous.leave_epoch();
         process.seeker.part(rendezvous.parting());
         process.join_later(joined.epoch + 1)
     }
 
     fn place(&self) -> (u32, u32, u64, usize) {
-        let Joined { process, epoch, ref members, .. } = self.joined;
+        let Joined {
+            process,
+            epoch,
+            ref members,
+            ..
+        } = self.joined;
         (self.process.number, process.0, epoch, members.len())
     }
 }
 
 /// Waits for processes that join. Returns those.
 fn wait(joining: Vec<Receiver<Result<Part, RendezvousError>>>) -> Vec<Part> {
-    joining.into_iter().map(|joined| joined.recv_timeout(LONG).unwrap().unwrap()).collect()
+    joining
+        .into_iter()
+        .map(|joined| joined.recv_timeout(LONG).unwrap().unwrap())
+        .collect()
 }
 
 /// Starts a job.
@@ -118,7 +153,10 @@ fn start(sizes: &[u32]) -> (Vec<Part>, String) {
     let host = Process::host(sizes);
     let at = host.server.as_ref().unwrap().address().to_string();
     let others = (1..PROCESSES as u32).map(|number| Process::new(number, &at, sizes));
-    let parts: Vec<_> = std::iter::once(host).chain(others).map(|p| p.join_later(1)).collect();
+    let parts: Vec<_> = std::iter::once(host)
+        .chain(others)
+        .map(|p| p.join_later(1))
+        .collect();
     (wait(parts), at)
 }
 
@@ -157,14 +195,23 @@ fn service_goes_on_from_process_to_process_and_spares_find_it() {
         }
     };
     assert_eq!(got.joined.process, ProcessId(0));
-    assert!(parts[0].process.server.is_some(), "process 1 runs the service");
+    assert!(
+        parts[0].process.server.is_some(),
+        "process 1 runs the service"
+    );
     drop(parts.remove(0));
     // The spare in place 0 came later than process 2.
     let next = wait(vec![got.go_on(), parts.pop().unwrap().go_on(), waits]);
     let found: Vec<u32> = next.iter().map(|part| part.joined.process.0).collect();
     assert_eq!(found, [0, 2, 1]);
-    assert!(next.iter().all(|part| part.joined.run == run && part.joined.epoch == 3));
-    let serves: Vec<bool> = next.iter().map(|part| part.process.server.is_some()).collect();
+    assert!(
+        next.iter()
+            .all(|part| part.joined.run == run && part.joined.epoch == 3)
+    );
+    let serves: Vec<bool> = next
+        .iter()
+        .map(|part| part.process.server.is_some())
+        .collect();
     assert_eq!(serves, [false, true, false]);
 }
 
@@ -219,7 +266,10 @@ fn nobody_goes_on_for_a_service_that_is_only_silent() {
     last.process.seeker = seeker;
     last.process.peer_timeout = Duration::from_millis(300);
     let error = last.process.connect().unwrap_err();
-    assert!(matches!(error, RendezvousError::Unreachable { .. }), "{error}");
+    assert!(
+        matches!(error, RendezvousError::Unreachable { .. }),
+        "{error}"
+    );
     assert!(last.process.server.is_none());
 }
 
@@ -229,5 +279,8 @@ fn process_left_alone_without_a_part_hears_that_all_are_gone() {
     let spare = spare(3, &at);
     drop(parts);
     let error = spare.recv_timeout(LONG).unwrap().err().unwrap();
-    assert!(error.to_string().contains("all that could go on with it"), "{error}");
+    assert!(
+        error.to_string().contains("all that could go on with it"),
+        "{error}"
+    );
 }

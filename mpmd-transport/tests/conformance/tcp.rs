@@ -35,12 +35,22 @@ struct Call {
     channel: u32,
 }
 
-const CALL: Call =
-    Call { version: VERSION, token: TOKEN, epoch: EPOCH, from: 1, to: 0, channel: 0 };
+const CALL: Call = Call {
+    version: VERSION,
+    token: TOKEN,
+    epoch: EPOCH,
+    from: 1,
+    to: 0,
+    channel: 0,
+};
 
 impl Call {
     fn end(self) -> End {
-        End { magic: b"MPMDTCP\0", version: self.version, token: self.token }
+        End {
+            magic: b"MPMDTCP\0",
+            version: self.version,
+            token: self.token,
+        }
     }
 
     /// Returns the facts about this process in a job of `processes`.
@@ -61,8 +71,15 @@ impl Call {
     /// Runs the handshake with a process of a job of `processes` at `address`. Returns the socket.
     fn meet_in(self, processes: u32, address: SocketAddr) -> TcpStream {
         let mut stream = dial(address);
-        let facts = self.end().call(&mut stream, &self.facts(processes), 16).unwrap();
-        assert_eq!(facts[..4], self.to.to_le_bytes(), "the answer has the id of this process");
+        let facts = self
+            .end()
+            .call(&mut stream, &self.facts(processes), 16)
+            .unwrap();
+        assert_eq!(
+            facts[..4],
+            self.to.to_le_bytes(),
+            "the answer has the id of this process"
+        );
         stream
     }
 
@@ -73,7 +90,9 @@ impl Call {
 
 fn dial(address: SocketAddr) -> TcpStream {
     let stream = TcpStream::connect(address).unwrap();
-    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    stream
+        .set_read_timeout(Some(Duration::from_secs(20)))
+        .unwrap();
     stream
 }
 
@@ -97,7 +116,11 @@ fn against_bare_sockets(manner: Manner) -> (Cluster, [TcpStream; 2]) {
 }
 
 fn heartbeat(op: u64) -> [u8; 64] {
-    Header { op, ..Header::new(MessageKind::Heartbeat) }.encode()
+    Header {
+        op,
+        ..Header::new(MessageKind::Heartbeat)
+    }
+    .encode()
 }
 
 fn assert_protocol(error: &TransportError, peer: usize, says: &str) {
@@ -123,7 +146,15 @@ fn a_bad_header(channel: usize, bytes: [u8; 64], says: &'static str) {
         for (to, address) in (0..).zip(&addresses) {
             bare.push(
                 [0, 1]
-                    .map(|channel| Call { from: 2, to, channel, ..CALL }.meet_in(3, *address))
+                    .map(|channel| {
+                        Call {
+                            from: 2,
+                            to,
+                            channel,
+                            ..CALL
+                        }
+                        .meet_in(3, *address)
+                    })
                     .into(),
             );
         }
@@ -166,13 +197,19 @@ fn a_header_of_another_version_ends_its_sender_alone() {
 
 #[test]
 fn oversized_control_message_ends_its_sender_alone() {
-    let long = Header { bytes: 1 << 40, ..Header::new(MessageKind::Eager) };
+    let long = Header {
+        bytes: 1 << 40,
+        ..Header::new(MessageKind::Eager)
+    };
     a_bad_header(0, long.encode(), "announces 1099511627776 bytes");
 }
 
 #[test]
 fn a_message_on_the_wrong_connection_ends_its_sender_alone() {
-    let data = Header { bytes: 10, ..Header::new(MessageKind::Data) };
+    let data = Header {
+        bytes: 10,
+        ..Header::new(MessageKind::Data)
+    };
     a_bad_header(0, data.encode(), "wrong connection");
     a_bad_header(1, heartbeat(1), "wrong connection");
 }
@@ -212,7 +249,10 @@ fn one_broken_connection_ends_the_peer() {
 fn a_fetch_that_is_cut_off_ends_before_its_peer_does() {
     within(LIMIT, || {
         let (cluster, [control, mut bulk]) = against_bare_sockets(Manner::Fetch);
-        let header = Header { bytes: 1 << 20, ..Header::new(MessageKind::Data) };
+        let header = Header {
+            bytes: 1 << 20,
+            ..Header::new(MessageKind::Data)
+        };
         bulk.write_all(&header.encode()).unwrap();
         bulk.write_all(&[7; 1000]).unwrap();
         // The payload is being read once it has a buffer.
@@ -257,7 +297,10 @@ fn strangers_are_turned_away_and_do_not_delay_peers() {
         cluster.post(0, 1, MessageKind::Eager, 9);
         cluster.recorders[1].wait_complete(1);
         for stranger in silent.into_iter().chain([short]) {
-            assert!(is_turned_away(stranger), "nobody is left waiting once all peers are there");
+            assert!(
+                is_turned_away(stranger),
+                "nobody is left waiting once all peers are there"
+            );
         }
         cluster.finish_fine();
     });
@@ -296,8 +339,18 @@ fn another_version_is_reported_on_both_sides() {
         let listener = listen();
         let address = listener.address();
         let peer_timeout = Duration::from_secs(2);
-        let zero = connecting(listener, TcpConfig { peer_timeout, ..config(0, vec![address; 2]) });
-        let mut other = Call { version: 55, ..CALL }.say(address);
+        let zero = connecting(
+            listener,
+            TcpConfig {
+                peer_timeout,
+                ..config(0, vec![address; 2])
+            },
+        );
+        let mut other = Call {
+            version: 55,
+            ..CALL
+        }
+        .say(address);
         let mut told = Vec::new();
         other.read_to_end(&mut told).unwrap();
         let expected = [&b"MPMDTCP\0\x01\0"[..], &VERSION.to_le_bytes(), &[0; 4]].concat();
@@ -337,7 +390,10 @@ fn squatter_learns_nothing_that_lets_it_in() {
         for reply in reply {
             let (listener, squatter) = (listen(), TcpListener::bind("127.0.0.1:0").unwrap());
             let peers = vec![squatter.local_addr().unwrap(), listener.address()];
-            let of_one = TcpConfig { peer_timeout: Duration::from_secs(1), ..config(1, peers) };
+            let of_one = TcpConfig {
+                peer_timeout: Duration::from_secs(1),
+                ..config(1, peers)
+            };
             let one = connecting(listener, of_one);
             let (mut stream, _) = squatter.accept().unwrap();
             let mut heard = vec![0; 66];
@@ -369,10 +425,18 @@ fn another_list_of_addresses_is_reported() {
         let listener = listen();
         let address = listener.address();
         let zero = connecting(listener, config(0, vec![address; 2]));
-        let call = Call { from: 1, to: 1, ..CALL };
+        let call = Call {
+            from: 1,
+            to: 1,
+            ..CALL
+        };
         let mut lost = dial(address);
         call.end().call(&mut lost, &call.facts(2), 16).unwrap();
-        assert_protocol(&zero.join().unwrap().unwrap_err(), 1, "expects process 1 here");
+        assert_protocol(
+            &zero.join().unwrap().unwrap_err(),
+            1,
+            "expects process 1 here",
+        );
     });
 }
 
@@ -407,11 +471,24 @@ fn missing_processes_are_named_after_peer_timeout() {
     within(LIMIT, || {
         let listener = listen();
         let gone = listen().address();
-        let peers = vec![gone, listener.address(), listener.address(), listener.address()];
-        let waits = TcpConfig { peer_timeout: Duration::from_secs(1), ..config(1, peers.clone()) };
+        let peers = vec![
+            gone,
+            listener.address(),
+            listener.address(),
+            listener.address(),
+        ];
+        let waits = TcpConfig {
+            peer_timeout: Duration::from_secs(1),
+            ..config(1, peers.clone())
+        };
         let waits = connecting(listener, waits);
         // Process 2 opens only one of its two connections.
-        let _half = Call { from: 2, to: 1, ..CALL }.meet_in(4, peers[1]);
+        let _half = Call {
+            from: 2,
+            to: 1,
+            ..CALL
+        }
+        .meet_in(4, peers[1]);
         let error = waits.join().unwrap().unwrap_err();
         assert!(matches!(error, TransportError::TimedOut { .. }), "{error}");
         let said = error.to_string();
@@ -430,12 +507,24 @@ fn wrong_token_is_suggested_as_the_cause() {
         let peers: Vec<_> = listeners.iter().map(Listener::address).collect();
         let [zero, one] = listeners;
         let peer_timeout = Duration::from_secs(2);
-        let zero = connecting(zero, TcpConfig { peer_timeout, ..config(0, peers.clone()) });
+        let zero = connecting(
+            zero,
+            TcpConfig {
+                peer_timeout,
+                ..config(0, peers.clone())
+            },
+        );
         // Gives up first, while process 0 still refuses its connections.
-        let wrong =
-            TcpConfig { token: [9; 32], peer_timeout: peer_timeout / 2, ..config(1, peers) };
+        let wrong = TcpConfig {
+            token: [9; 32],
+            peer_timeout: peer_timeout / 2,
+            ..config(1, peers)
+        };
         let error = one.connect(wrong).unwrap_err().to_string();
-        assert!(error.contains("process 0") && error.contains("token"), "{error}");
+        assert!(
+            error.contains("process 0") && error.contains("token"),
+            "{error}"
+        );
         let error = zero.join().unwrap().unwrap_err().to_string();
         assert!(error.contains("waiting for process 1 of 2"), "{error}");
     });
@@ -447,7 +536,10 @@ fn a_dropped_transport_closes_without_blocking() {
         let (cluster, sockets) = against_bare_sockets(Manner::Fetch);
         let zero = cluster.transport(0).clone();
         let open = mpmd_transport::Ticket(77);
-        let header = Header { bytes: 64 << 20, ..Header::new(MessageKind::Data) };
+        let header = Header {
+            bytes: 64 << 20,
+            ..Header::new(MessageKind::Data)
+        };
         let payload = mpmd_transport::SharedBuffer::from(vec![0; 64 << 20]);
         zero.post(id(1), header, Some(payload), open);
         drop(zero);

@@ -74,11 +74,21 @@ fn process_with_a_wrong_token_is_reported_missing() {
         let [zero, one] = [Opened::open(2).unwrap(), Opened::open(2).unwrap()];
         let peers = vec![zero.address().to_owned(), one.address().to_owned()];
         let peer_timeout = Duration::from_secs(1);
-        let first = UcxConfig { peer_timeout, ..config(0, peers.clone()) };
-        let second = UcxConfig { peer_timeout, token: [1; 32], ..config(1, peers) };
+        let first = UcxConfig {
+            peer_timeout,
+            ..config(0, peers.clone())
+        };
+        let second = UcxConfig {
+            peer_timeout,
+            token: [1; 32],
+            ..config(1, peers)
+        };
         let zero = std::thread::spawn(move || zero.connect(first));
         let one = one.connect(second);
-        for (end, missed) in [(zero.join().unwrap(), "process 1 of 2"), (one, "process 0 of 2")] {
+        for (end, missed) in [
+            (zero.join().unwrap(), "process 1 of 2"),
+            (one, "process 0 of 2"),
+        ] {
             assert!(
                 said(&end).contains(missed) && said(&end).contains("longer than 1s"),
                 "{end:?}"
@@ -95,9 +105,18 @@ fn another_ucx_version_is_refused_before_connecting() {
         let (wire, rest) = own.split_once('/').unwrap();
         let (version, worker) = rest.split_once('/').unwrap();
         let other = format!("{wire}/1.99.0/{worker}");
-        let said = opened.connect(config(0, vec![own.clone(), other])).unwrap_err().to_string();
-        assert!(said.contains("process 1") && said.contains("UCX 1.99.0"), "{said}");
-        assert!(said.contains(version) && said.contains("LD_LIBRARY_PATH"), "{said}");
+        let said = opened
+            .connect(config(0, vec![own.clone(), other]))
+            .unwrap_err()
+            .to_string();
+        assert!(
+            said.contains("process 1") && said.contains("UCX 1.99.0"),
+            "{said}"
+        );
+        assert!(
+            said.contains(version) && said.contains("LD_LIBRARY_PATH"),
+            "{said}"
+        );
     });
 }
 
@@ -105,14 +124,22 @@ fn another_ucx_version_is_refused_before_connecting() {
 fn missing_processes_are_named_after_timeout() {
     within(LIMIT, || {
         let opened: Vec<_> = (0..3).map(|_| Opened::open(3).unwrap()).collect();
-        let peers: Vec<_> = opened.iter().map(|opened| opened.address().to_owned()).collect();
+        let peers: Vec<_> = opened
+            .iter()
+            .map(|opened| opened.address().to_owned())
+            .collect();
         let mut opened = opened.into_iter();
         let waits = opened.next().unwrap();
-        let waits =
-            waits.connect(UcxConfig { peer_timeout: Duration::from_secs(1), ..config(0, peers) });
+        let waits = waits.connect(UcxConfig {
+            peer_timeout: Duration::from_secs(1),
+            ..config(0, peers)
+        });
         let error = waits.unwrap_err();
         assert!(matches!(error, TransportError::TimedOut { .. }), "{error}");
-        assert!(error.to_string().contains("process 1 and process 2 of 3"), "{error}");
+        assert!(
+            error.to_string().contains("process 1 and process 2 of 3"),
+            "{error}"
+        );
     });
 }
 
@@ -135,7 +162,9 @@ fn given_up_peer_fails_its_operations_at_once() {
         let mut cluster = Cluster::new(Kind::Ucx, 3, Manner::Hold);
         let open = cluster.post(0, 1, MessageKind::Data, 1 << 20);
         cluster.recorders[1].wait_held(1);
-        cluster.transport(0).give_up(id(1), "the rendezvous says so");
+        cluster
+            .transport(0)
+            .give_up(id(1), "the rendezvous says so");
         let error = cluster.recorders[0].wait_done(open).unwrap_err();
         assert!(
             is_gone(&error, 1) && error.to_string().contains("the rendezvous says so"),
@@ -171,12 +200,19 @@ fn silent_peer_is_lost_after_another_peers_death() {
         for process in [0, 1, 2] {
             cluster.start(process);
         }
-        cluster.transport(3).start(Arc::new(StandsStill(Duration::from_secs(5))));
+        cluster
+            .transport(3)
+            .start(Arc::new(StandsStill(Duration::from_secs(5))));
         cluster.post(0, 3, MessageKind::Heartbeat, 0);
         std::thread::sleep(Duration::from_millis(200));
-        cluster.transport(0).give_up(id(1), "the rendezvous says so");
+        cluster
+            .transport(0)
+            .give_up(id(1), "the rendezvous says so");
         let why = cluster.recorders[0].wait_down(id(3)).to_string();
-        assert!(why.contains("process 1 is gone") && why.contains("process 3"), "{why}");
+        assert!(
+            why.contains("process 1 is gone") && why.contains("process 3"),
+            "{why}"
+        );
         // A process that answers is still connected.
         cluster.post(0, 2, MessageKind::Eager, 10);
         cluster.recorders[2].wait_complete(1);
@@ -190,10 +226,21 @@ fn a_dropped_transport_ends_its_tickets_without_blocking() {
     within(LIMIT, || {
         let mut cluster = Cluster::new(Kind::Ucx, 2, Manner::Hold);
         let open = cluster.ticket(0);
-        let header = Header { bytes: 64 << 20, ..Header::new(MessageKind::Data) };
-        cluster.transport(0).post(id(1), header, Some(SharedBuffer::from(vec![0; 64 << 20])), open);
+        let header = Header {
+            bytes: 64 << 20,
+            ..Header::new(MessageKind::Data)
+        };
+        cluster.transport(0).post(
+            id(1),
+            header,
+            Some(SharedBuffer::from(vec![0; 64 << 20])),
+            open,
+        );
         cluster.kill(0);
-        assert_eq!(cluster.recorders[0].wait_done(open), Err(TransportError::Closed));
+        assert_eq!(
+            cluster.recorders[0].wait_done(open),
+            Err(TransportError::Closed)
+        );
         assert!(is_gone(&cluster.recorders[1].wait_down(id(0)), 0));
         cluster.finish();
     });
@@ -220,13 +267,26 @@ fn lanes_between_processes(ways: Option<&str>) -> String {
     let own = opened.address().to_owned();
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
-        .args(["--exact", "ucx::the_other_process", "--ignored", "--nocapture"])
+        .args([
+            "--exact",
+            "ucx::the_other_process",
+            "--ignored",
+            "--nocapture",
+        ])
         .env(PARENT, &own);
     if let Some(ways) = ways {
         command.env("UCX_TLS", ways);
     }
-    let mut child = Ending(command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap());
-    let mut lines = BufReader::new(child.0.stdout.take().unwrap()).lines().map_while(Result::ok);
+    let mut child = Ending(
+        command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap(),
+    );
+    let mut lines = BufReader::new(child.0.stdout.take().unwrap())
+        .lines()
+        .map_while(Result::ok);
     let address =
         lines.find_map(|line| line.split_once(MARK).map(|(_, address)| address.to_owned()));
     let address = address.expect("the other process says its address");
@@ -235,7 +295,10 @@ fn lanes_between_processes(ways: Option<&str>) -> String {
     drop(child.0.stdin.take());
     transport.shutdown(Duration::from_secs(10));
     let left = lines.count();
-    assert!(child.0.wait().unwrap().success(), "the other process has failed, {left} lines after");
+    assert!(
+        child.0.wait().unwrap().success(),
+        "the other process has failed, {left} lines after"
+    );
     lanes
 }
 
@@ -257,13 +320,20 @@ fn the_other_process() {
 fn processes_of_one_host_do_not_use_tcp() {
     within(LIMIT, || {
         let lanes = lanes_between_processes(None);
-        let used: Vec<_> = lanes.lines().filter(|line| line.contains("lane[")).collect();
+        let used: Vec<_> = lanes
+            .lines()
+            .filter(|line| line.contains("lane["))
+            .collect();
         assert!(
-            used.iter().any(|lane| lane.contains("posix/") || lane.contains("sysv/")),
+            used.iter()
+                .any(|lane| lane.contains("posix/") || lane.contains("sysv/")),
             "{lanes}"
         );
         // Failure detection may use a socket; messages may not.
-        for lane in used.iter().filter(|lane| lane.contains("am ") || lane.contains("rma_bw")) {
+        for lane in used
+            .iter()
+            .filter(|lane| lane.contains("am ") || lane.contains("rma_bw"))
+        {
             assert!(!lane.contains("tcp/"), "{lanes}");
         }
     });
@@ -316,7 +386,9 @@ fn ucx_notices_the_unmapping_of_segments() {
         for arena in [Arena::private(), Arena::shared().unwrap()] {
             let pool = Pool::in_arena("unmapped", None, &arena);
             let buffer = pool.allocate(64 << 20).unwrap();
-            watched.address.store(buffer.as_ptr().addr(), Ordering::Relaxed);
+            watched
+                .address
+                .store(buffer.as_ptr().addr(), Ordering::Relaxed);
             watched.unmaps.store(0, Ordering::Relaxed);
             drop(buffer);
             pool.trim();

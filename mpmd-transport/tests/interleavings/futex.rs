@@ -17,7 +17,9 @@ pub(crate) struct ModelFutex {
 
 impl ModelFutex {
     pub(crate) fn new() -> Self {
-        Self { sleepers: Mutex::new(BTreeMap::new()) }
+        Self {
+            sleepers: Mutex::new(BTreeMap::new()),
+        }
     }
 }
 
@@ -27,7 +29,10 @@ impl Futex for ModelFutex {
         let mut sleepers = self.sleepers.lock().unwrap();
         if word.load(Ordering::Relaxed) == expected {
             let place = std::ptr::from_ref(word).addr();
-            let here = sleepers.entry(place).or_insert_with(|| Arc::new(Condvar::new())).clone();
+            let here = sleepers
+                .entry(place)
+                .or_insert_with(|| Arc::new(Condvar::new()))
+                .clone();
             drop(here.wait(sleepers).unwrap());
         }
     }

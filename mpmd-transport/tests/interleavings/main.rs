@@ -236,6 +236,8 @@ fn two_parked_threads_are_each_woken() {
         let pushing = thread::spawn(move || peer.send(0));
         process.end();
         pushing.join().unwrap();
-        waiting.into_iter().for_each(|thread| thread.join().unwrap());
+        waiting
+            .into_iter()
+            .for_each(|thread| thread.join().unwrap());
     });
 }

@@ -56,11 +56,18 @@ impl Process {
     pub(crate) fn with_peer() -> (Arc<Self>, Peer) {
         let ring = Ring::alone(SMALL);
         let (door, futex) = (Doorbell::alone(), Arc::new(ModelFutex::new()));
-        let peer = Peer { ring: ring.producer(), door: door.clone(), futex: futex.clone() };
+        let peer = Peer {
+            ring: ring.producer(),
+            door: door.clone(),
+            futex: futex.clone(),
+        };
         let process = Self {
             door,
             futex,
-            inbox: Mutex::new(Inbox { ring: ring.consumer(), arrived: 0 }),
+            inbox: Mutex::new(Inbox {
+                ring: ring.consumer(),
+                arrived: 0,
+            }),
             more: Condvar::new(),
             slots: [AtomicBool::new(false), AtomicBool::new(false)],
             stop: AtomicBool::new(false),
@@ -117,7 +124,9 @@ impl Process {
             if self.slots[slot as usize].load(Ordering::Relaxed) {
                 return;
             }
-            let driver = self.door.park(&*self.futex, parking, None, || self.anything());
+            let driver = self
+                .door
+                .park(&*self.futex, parking, None, || self.anything());
             self.drain();
             driver.leave(|| self.drain());
         }
@@ -137,8 +146,9 @@ impl Process {
             if done() {
                 return;
             }
-            self.door
-                .sleep(&*self.futex, None, || self.anything() || self.stop.load(Ordering::Relaxed));
+            self.door.sleep(&*self.futex, None, || {
+                self.anything() || self.stop.load(Ordering::Relaxed)
+            });
         }
     }
 

@@ -29,14 +29,20 @@ pub enum Run {
 impl Broken {
     /// Returns the value of a label. `None` if the program does not have it.
     pub fn label(&self, name: &str) -> Option<&'static str> {
-        let lines = self.source.lines().filter_map(|line| line.strip_prefix("//! "));
+        let lines = self
+            .source
+            .lines()
+            .filter_map(|line| line.strip_prefix("//! "));
         let mut values = lines.filter_map(|line| line.strip_prefix(name)?.strip_prefix(": "));
         values.next()
     }
 
     /// Returns the line at fault, from 1. `None` if messages name none.
     pub fn line_at_fault(&self) -> Option<usize> {
-        let at = self.source.lines().position(|line| line.ends_with("// at fault"))?;
+        let at = self
+            .source
+            .lines()
+            .position(|line| line.ends_with("// at fault"))?;
         Some(at + 1)
     }
 }

@@ -16,29 +16,42 @@ fn check(name: &str) -> (Option<i32>, String) {
     let args = ["check", "-n", "2", "--", broken, name];
     let done = command.args(args).output().expect("mpmd is there");
     let text = [done.stdout, done.stderr].concat();
-    (done.status.code(), String::from_utf8_lossy(&text).into_owned())
+    (
+        done.status.code(),
+        String::from_utf8_lossy(&text).into_owned(),
+    )
 }
 
 /// Returns the label, or fails with the name of the program.
 fn label(broken: &Broken, name: &str) -> &'static str {
-    broken.label(name).unwrap_or_else(|| panic!("{}: no label `{name}`", broken.name))
+    broken
+        .label(name)
+        .unwrap_or_else(|| panic!("{}: no label `{name}`", broken.name))
 }
 
 #[test]
 fn every_file_is_a_program_with_labels() {
     let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
-    let folders = std::fs::read_dir(src).unwrap().map(|entry| entry.unwrap().path());
+    let folders = std::fs::read_dir(src)
+        .unwrap()
+        .map(|entry| entry.unwrap().path());
     let mut files = BTreeSet::new();
     for folder in folders.filter(|path| path.is_dir()) {
         for file in std::fs::read_dir(&folder).unwrap() {
             let file = file.unwrap().path();
             let stem = file.file_stem().unwrap().to_str().unwrap();
             if stem != "mod" {
-                files.insert(format!("{}/{stem}", folder.file_name().unwrap().to_str().unwrap()));
+                files.insert(format!(
+                    "{}/{stem}",
+                    folder.file_name().unwrap().to_str().unwrap()
+                ));
             }
         }
     }
-    let listed: BTreeSet<String> = PROGRAMS.iter().map(|broken| broken.name.to_owned()).collect();
+    let listed: BTreeSet<String> = PROGRAMS
+        .iter()
+        .map(|broken| broken.name.to_owned())
+        .collect();
     assert_eq!(files, listed);
     for broken in PROGRAMS {
         for name in ["kind", "found by", "named", "says"] {
@@ -79,10 +92,18 @@ fn runs_end_with_what_the_labels_say() {
             assert_eq!(end.code(), 1, "{}: {report}", broken.name);
         }
         let texts = || ended.iter().map(|end| &end.stderr);
-        assert!(texts().any(|text| text.contains(says)), "{}: {says}: {report}", broken.name);
+        assert!(
+            texts().any(|text| text.contains(says)),
+            "{}: {says}: {report}",
+            broken.name
+        );
         if let Some(line) = broken.line_at_fault() {
             let line = format!("tests/broken/src/{}.rs:{line}", broken.name);
-            assert!(texts().all(|text| text.contains(&line)), "{}: {line}: {report}", broken.name);
+            assert!(
+                texts().all(|text| text.contains(&line)),
+                "{}: {line}: {report}",
+                broken.name
+            );
         }
         let named = label(broken, "named");
         if named != "all" {

@@ -51,11 +51,19 @@ impl Chromium {
             println!("skipped: Chromium is not installed");
             return None;
         };
-        let profile = tempfile::Builder::new().prefix("mpmd-chromium-").tempdir().unwrap();
+        let profile = tempfile::Builder::new()
+            .prefix("mpmd-chromium-")
+            .tempdir()
+            .unwrap();
         // The browser reads descriptor 3 and writes descriptor 4. The shell sets up these pipes and
         // then executes the browser.
         let mut command = Command::new("sh");
-        command.args(["-c", r#"exec "$@" 3<&0 4>&1 </dev/null >/dev/null"#, "sh", name]);
+        command.args([
+            "-c",
+            r#"exec "$@" 3<&0 4>&1 </dev/null >/dev/null"#,
+            "sh",
+            name,
+        ]);
         command.args([
             "--headless=new",
             "--remote-debugging-pipe",
@@ -80,29 +88,54 @@ impl Chromium {
             "--no-proxy-server",
         ]);
         command
-            .arg(format!("--user-data-dir={}", profile.path().join("profile").display()))
+            .arg(format!(
+                "--user-data-dir={}",
+                profile.path().join("profile").display()
+            ))
             .arg("about:blank");
         // All files of the browser go into this folder.
-        command.env("HOME", profile.path()).env("XDG_CONFIG_HOME", profile.path());
-        command.env("XDG_CACHE_HOME", profile.path()).env("TMPDIR", profile.path());
-        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()).process_group(0);
+        command
+            .env("HOME", profile.path())
+            .env("XDG_CONFIG_HOME", profile.path());
+        command
+            .env("XDG_CACHE_HOME", profile.path())
+            .env("TMPDIR", profile.path());
+        command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .process_group(0);
         let mut child = command.spawn().expect("a shell");
         let (ask, out) = (child.stdin.take(), child.stdout.take().expect("piped"));
         let (sender, said) = channel();
         thread::spawn(move || {
             for message in BufReader::new(out).split(0).map_while(Result::ok) {
-                let Ok(message) = serde_json::from_slice(&message) else { break };
+                let Ok(message) = serde_json::from_slice(&message) else {
+                    break;
+                };
                 if sender.send(message).is_err() {
                     break;
                 }
             }
         });
         let (events, session, origin) = (VecDeque::new(), String::new(), String::new());
-        let mut this = Self { child, ask, said, events, session, origin, next: 0, profile };
+        let mut this = Self {
+            child,
+            ask,
+            said,
+            events,
+            session,
+            origin,
+            next: 0,
+            profile,
+        };
         let target = this.call("Target.createTarget", json!({"url": "about:blank"}));
         let attach = json!({"targetId": target["targetId"], "flatten": true});
         let attached = this.call("Target.attachToTarget", attach);
-        this.session = attached["sessionId"].as_str().expect("a session").to_owned();
+        this.session = attached["sessionId"]
+            .as_str()
+            .expect("a session")
+            .to_owned();
         for domain in ["Page", "Runtime", "Log", "Network"] {
             this.call(&format!("{domain}.enable"), json!({}));
         }
@@ -119,12 +152,20 @@ impl Chromium {
         }
         let mut line = message.to_string().into_bytes();
         line.push(0);
-        self.ask.as_mut().expect("still running").write_all(&line).expect("the browser has ended");
+        self.ask
+            .as_mut()
+            .expect("still running")
+            .write_all(&line)
+            .expect("the browser has ended");
         let until = Instant::now() + LONG;
         loop {
             let mut message = self.receive(until, method);
             if message["id"] == self.next {
-                assert!(message.get("error").is_none(), "{method}: {}", message["error"]);
+                assert!(
+                    message.get("error").is_none(),
+                    "{method}: {}",
+                    message["error"]
+                );
                 return message["result"].take();
             }
             self.events.push_back(message);
@@ -174,7 +215,10 @@ impl Chromium {
     pub fn until(&mut self, expression: &str) {
         let until = Instant::now() + LONG;
         while self.value(expression) != true {
-            assert!(Instant::now() < until, "{expression} is never true within {LONG:?}");
+            assert!(
+                Instant::now() < until,
+                "{expression} is never true within {LONG:?}"
+            );
             thread::sleep(Duration::from_millis(20));
         }
     }
@@ -201,20 +245,28 @@ impl Chromium {
     pub fn value(&mut self, expression: &str) -> Value {
         let ask = json!({"expression": expression, "returnByValue": true, "awaitPromise": true});
         let mut answer = self.call("Runtime.evaluate", ask);
-        assert!(answer.get("exceptionDetails").is_none(), "{expression}: {answer}");
+        assert!(
+            answer.get("exceptionDetails").is_none(),
+            "{expression}: {answer}"
+        );
         answer["result"]["value"].take()
     }
 
     /// Evaluates an expression in the page and returns its value, which must be a number.
     pub fn number(&mut self, expression: &str) -> f64 {
         let value = self.value(expression);
-        value.as_f64().unwrap_or_else(|| panic!("{expression} is {value}"))
+        value
+            .as_f64()
+            .unwrap_or_else(|| panic!("{expression} is {value}"))
     }
 
     /// Evaluates an expression in the page and returns its value, which must be a text.
     pub fn text(&mut self, expression: &str) -> String {
         let value = self.value(expression);
-        value.as_str().unwrap_or_else(|| panic!("{expression} is {value}")).to_owned()
+        value
+            .as_str()
+            .unwrap_or_else(|| panic!("{expression} is {value}"))
+            .to_owned()
     }
 
     /// Sends a mouse event of the DevTools protocol (as `mousePressed`) at a position (x, y) in
@@ -238,13 +290,20 @@ impl Chromium {
 
     /// Presses and releases a key, as `ArrowRight` or a letter. Waits until changes are drawn.
     pub fn key(&mut self, key: &str) {
-        let text = if key.len() == 1 { json!(key) } else { Value::Null };
+        let text = if key.len() == 1 {
+            json!(key)
+        } else {
+            Value::Null
+        };
         let mut down = json!({"type": "keyDown", "key": key});
         if !text.is_null() {
             down["text"] = text;
         }
         self.call("Input.dispatchKeyEvent", down);
-        self.call("Input.dispatchKeyEvent", json!({"type": "keyUp", "key": key}));
+        self.call(
+            "Input.dispatchKeyEvent",
+            json!({"type": "keyUp", "key": key}),
+        );
         self.settle();
     }
 
@@ -279,18 +338,25 @@ impl Chromium {
     /// Writes a screenshot of the page to `name.png` in the folder in `MPMD_SCREENSHOTS`. Does
     /// nothing if the variable is not set.
     pub fn picture(&mut self, name: &str) {
-        let Some(folder) = std::env::var_os("MPMD_SCREENSHOTS").map(PathBuf::from) else { return };
+        let Some(folder) = std::env::var_os("MPMD_SCREENSHOTS").map(PathBuf::from) else {
+            return;
+        };
         fs::create_dir_all(&folder).unwrap();
         let answer = self.call("Page.captureScreenshot", json!({"format": "png"}));
-        fs::write(folder.join(format!("{name}.png")), decoded(answer["data"].as_str().unwrap()))
-            .unwrap();
+        fs::write(
+            folder.join(format!("{name}.png")),
+            decoded(answer["data"].as_str().unwrap()),
+        )
+        .unwrap();
     }
 
     /// Prints the page and returns the PDF. Also writes the PDF to `name.pdf` in the folder in
     /// `MPMD_SCREENSHOTS`, if that is set.
     pub fn paper(&mut self, name: &str) -> Vec<u8> {
-        let answer = self
-            .call("Page.printToPDF", json!({"preferCSSPageSize": true, "printBackground": false}));
+        let answer = self.call(
+            "Page.printToPDF",
+            json!({"preferCSSPageSize": true, "printBackground": false}),
+        );
         let paper = decoded(answer["data"].as_str().unwrap());
         if let Some(folder) = std::env::var_os("MPMD_SCREENSHOTS").map(PathBuf::from) {
             fs::write(folder.join(format!("{name}.pdf")), &paper).unwrap();
@@ -314,10 +380,23 @@ impl Chromium {
     /// Returns the ids of running processes with this browser's profile folder in their command
     /// line.
     fn left(&self) -> Vec<u32> {
-        let profile = self.profile.path().to_str().expect("a name of ours").as_bytes();
+        let profile = self
+            .profile
+            .path()
+            .to_str()
+            .expect("a name of ours")
+            .as_bytes();
         let mut left = Vec::new();
-        for entry in fs::read_dir("/proc").into_iter().flatten().filter_map(Result::ok) {
-            let Some(id) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
+        for entry in fs::read_dir("/proc")
+            .into_iter()
+            .flatten()
+            .filter_map(Result::ok)
+        {
+            let Some(id) = entry
+                .file_name()
+                .to_str()
+                .and_then(|name| name.parse().ok())
+            else {
                 continue;
             };
             let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
@@ -355,7 +434,9 @@ fn decoded(text: &str) -> Vec<u8> {
     };
     let mut bytes = Vec::with_capacity(text.len() / 4 * 3);
     for four in text.trim_end_matches('=').as_bytes().chunks(4) {
-        let bits = four.iter().fold(0u32, |bits, c| bits << 6 | u32::from(digit(*c)))
+        let bits = four
+            .iter()
+            .fold(0u32, |bits, c| bits << 6 | u32::from(digit(*c)))
             << (6 * (4 - four.len()));
         bytes.extend(&bits.to_be_bytes()[1..four.len()]);
     }

@@ -96,13 +96,23 @@ impl Case {
         let is_short = random.u8(..4) == 0;
         let steps = program(of_program, devices);
         let faults = match seed.is_multiple_of(FAULTY) {
-            true => {
-                (0..random.usize(1..3)).map(|_| Fault::random(&mut random, processes)).collect()
-            }
+            true => (0..random.usize(1..3))
+                .map(|_| Fault::random(&mut random, processes))
+                .collect(),
             false => Vec::new(),
         };
         let removed = BTreeSet::new();
-        Self { seed, devices, processes, hosts, zero_copy, is_short, steps, faults, removed }
+        Self {
+            seed,
+            devices,
+            processes,
+            hosts,
+            zero_copy,
+            is_short,
+            steps,
+            faults,
+            removed,
+        }
     }
 
     /// Checks the results of a run, and that it left no object.
@@ -140,7 +150,11 @@ impl Case {
         }
         let is_whole = found.len() == self.processes;
         check_shards(found, alone, is_whole)?;
-        let longest = if self.faults.is_empty() { USUAL } else { LONGEST };
+        let longest = if self.faults.is_empty() {
+            USUAL
+        } else {
+            LONGEST
+        };
         check_end(report, longest)?;
         match objects {
             0 => Ok(()),
@@ -162,7 +176,9 @@ impl Case {
                 Fault::LoseAfter(process, after) => simulation.lose_after(process, after),
                 Fault::Stop(process, after, time) => simulation.stop_after(process, after, time),
                 Fault::StopAll(after, time) => (0..self.processes as u32)
-                    .fold(simulation, |all, i| all.stop_after(ProcessId(i), after, time)),
+                    .fold(simulation, |all, i| {
+                        all.stop_after(ProcessId(i), after, time)
+                    }),
                 Fault::Hold(from, to, after, time) => simulation.hold_after(from, to, after, time),
                 Fault::Memory(bytes) => simulation.settings(|s| s.device_memory(bytes)),
                 Fault::Kernel(..) | Fault::Diverge(..) => simulation,
@@ -221,7 +237,9 @@ impl Job for Case {
 /// Returns a number of processes for these devices, the host of each process, and the groups with
 /// zero-copy transfers; none if that is empty.
 pub(crate) fn processes_of(random: &mut Rng, devices: usize) -> (usize, Vec<usize>, Vec<usize>) {
-    let counts: Vec<usize> = (2..=devices).filter(|n| devices.is_multiple_of(*n)).collect();
+    let counts: Vec<usize> = (2..=devices)
+        .filter(|n| devices.is_multiple_of(*n))
+        .collect();
     let processes = counts[random.usize(..counts.len())];
     // All on one host, in pairs, or each on its own.
     let kind = random.usize(..3);
@@ -256,7 +274,11 @@ impl Fault {
             }
             5 => Self::Memory(1 << random.u32(9..20)),
             6 => {
-                let failing = if random.bool() { Failing::Error } else { Failing::Panic };
+                let failing = if random.bool() {
+                    Failing::Error
+                } else {
+                    Failing::Panic
+                };
                 Self::Kernel(step, failing)
             }
             7 => Self::Diverge(process, step),
@@ -266,7 +288,10 @@ impl Fault {
 
     /// True if all processes must hear of the fault.
     fn is_heard_of(&self) -> bool {
-        matches!(self, Self::Memory(_) | Self::Kernel(..) | Self::Diverge(..) | Self::StopAll(..))
+        matches!(
+            self,
+            Self::Memory(_) | Self::Kernel(..) | Self::Diverge(..) | Self::StopAll(..)
+        )
     }
 
     /// True if this fault may be the cause of an error on process `on`. The job bears stops and
@@ -304,10 +329,16 @@ pub(crate) fn check_shards(
     let mut seen = HashSet::new();
     for (key, bytes) in found.into_iter().flatten() {
         if !seen.insert(key) {
-            return Err(format!("array {} has two owners of device {}", key.0, key.1));
+            return Err(format!(
+                "array {} has two owners of device {}",
+                key.0, key.1
+            ));
         }
         if alone.get(&key) != Some(&bytes) {
-            return Err(format!("array {} has other bits on device {}", key.0, key.1));
+            return Err(format!(
+                "array {} has other bits on device {}",
+                key.0, key.1
+            ));
         }
     }
     match is_whole && seen.len() != alone.len() {
@@ -320,11 +351,29 @@ impl fmt::Display for Case {
     /// Shows the job: its processes, its faults and the steps that are left.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (processes, devices) = (self.processes, self.devices);
-        write!(f, "{processes} processes with {devices} devices on hosts {:?}", self.hosts)?;
+        write!(
+            f,
+            "{processes} processes with {devices} devices on hosts {:?}",
+            self.hosts
+        )?;
         write!(f, ", zero-copy {:?}", self.zero_copy)?;
-        write!(f, "{}", if self.is_short { ", 3 operations ahead" } else { "" })?;
-        self.faults.iter().try_for_each(|fault| write!(f, "\n  fault: {fault:?}"))?;
-        let steps = self.steps.iter().enumerate().filter(|(i, _)| !self.removed.contains(i));
+        write!(
+            f,
+            "{}",
+            if self.is_short {
+                ", 3 operations ahead"
+            } else {
+                ""
+            }
+        )?;
+        self.faults
+            .iter()
+            .try_for_each(|fault| write!(f, "\n  fault: {fault:?}"))?;
+        let steps = self
+            .steps
+            .iter()
+            .enumerate()
+            .filter(|(i, _)| !self.removed.contains(i));
         let mut steps = steps;
         steps.try_for_each(|(i, step)| write!(f, "\n  step {i}: {step:?}"))
     }

@@ -61,8 +61,13 @@ struct Worker(Child);
 impl Worker {
     fn start(arguments: &Arguments, core: usize) -> anyhow::Result<Self> {
         let mut command = Command::new(std::env::current_exe()?);
-        let joined =
-            |numbers: &[usize]| numbers.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
+        let joined = |numbers: &[usize]| {
+            numbers
+                .iter()
+                .map(usize::to_string)
+                .collect::<Vec<_>>()
+                .join(",")
+        };
         command.arg(format!("--worker={core}"));
         command.arg(format!("--from={}", arguments.from));
         command.arg(format!("--seeds={}", arguments.seeds));
@@ -78,14 +83,18 @@ impl Worker {
         if let Some(file) = &arguments.log {
             command.arg("--log").arg(file);
         }
-        for (name, numbers) in
-            [("without", &arguments.without), ("without-faults", &arguments.without_faults)]
-        {
+        for (name, numbers) in [
+            ("without", &arguments.without),
+            ("without-faults", &arguments.without_faults),
+        ] {
             if !numbers.is_empty() {
                 command.arg(format!("--{name}={}", joined(numbers)));
             }
         }
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
         Ok(Self(command.spawn().context("cannot start a worker")?))
     }
 }

@@ -43,14 +43,24 @@ pub(crate) fn execute(
     wrongs: &Wrongs,
     alive: &Arc<AtomicUsize>,
 ) -> Result<Shards> {
-    let mut execution = Execution { arrays: Vec::new(), objects: Vec::new(), alive };
+    let mut execution = Execution {
+        arrays: Vec::new(),
+        objects: Vec::new(),
+        alive,
+    };
     for (number, step) in steps.iter().enumerate() {
         let is_left_out = step.is_operation() && wrongs.leaves_out == Some((p.process(), number));
-        let has_arrays = step.uses().into_iter().all(|used| execution.arrays[used].is_some());
+        let has_arrays = step
+            .uses()
+            .into_iter()
+            .all(|used| execution.arrays[used].is_some());
         if removed.contains(&number) || is_left_out || !has_arrays {
             execution.skip(step);
         } else {
-            let fails = wrongs.fails.filter(|(at, _)| *at == number).map(|(_, failing)| failing);
+            let fails = wrongs
+                .fails
+                .filter(|(at, _)| *at == number)
+                .map(|(_, failing)| failing);
             execution.step(p, step, fails)?;
         }
     }
@@ -61,7 +71,9 @@ pub(crate) fn execute(
 pub(crate) fn shards_of<'a>(arrays: impl Iterator<Item = Option<&'a MpmdArray>>) -> Result<Shards> {
     let mut shards = Shards::new();
     for (i, array) in arrays.enumerate() {
-        let Some(array) = array.filter(|array| !array.is_fully_remote()) else { continue };
+        let Some(array) = array.filter(|array| !array.is_fully_remote()) else {
+            continue;
+        };
         for shard in array.addressable_shards()? {
             let twice = shards.insert((i, shard.device), shard.data.bytes().to_vec());
             assert!(twice.is_none());
@@ -78,10 +90,13 @@ pub(crate) fn made(
     key: u64,
 ) -> Result<MpmdArray> {
     p.array_from_fn(f32s([rows, columns]), to, move |region, mut view| {
-        let elements =
-            region.range(0).flat_map(|i| region.range(1).map(move |j| (i * columns + j) as u64));
+        let elements = region
+            .range(0)
+            .flat_map(|i| region.range(1).map(move |j| (i * columns + j) as u64));
         let values = view.as_mut_slice::<f32>()?.iter_mut();
-        values.zip(elements).for_each(|(value, i)| *value = uniform_f32(Key(key), i));
+        values
+            .zip(elements)
+            .for_each(|(value, i)| *value = uniform_f32(Key(key), i));
         Ok(())
     })
 }
@@ -109,7 +124,11 @@ impl Execution<'_> {
                 let host = MpmdArray::from_slice(shape, &values)?;
                 self.arrays.push(Some(p.device_put(&host, to)?));
             }
-            Step::Put { source, to, options } => {
+            Step::Put {
+                source,
+                to,
+                options,
+            } => {
                 let moved = p.device_put_with(&self.array(*source), to, *options)?;
                 self.arrays.push(Some(moved));
                 if options.donate {
@@ -118,7 +137,8 @@ impl Execution<'_> {
             }
             Step::PutTree { sources, to } => {
                 let tree: Vec<MpmdArray> = sources.iter().map(|i| self.array(*i)).collect();
-                self.arrays.extend(p.device_put(&tree, to)?.into_iter().map(Some));
+                self.arrays
+                    .extend(p.device_put(&tree, to)?.into_iter().map(Some));
             }
             Step::Scale { source, factor } => {
                 let inputs = vec![self.array(*source), MpmdArray::scalar(*factor)];
@@ -129,7 +149,11 @@ impl Execution<'_> {
                 // Every device calls it with the declared number of elements: all of its part.
                 let layout = bound(&x).1.layout(x.shape()).expect("it has a layout");
                 let part = layout.regions()[0].shape();
-                let op = Op::Reduce { axis: axis.clone(), size: *size, part };
+                let op = Op::Reduce {
+                    axis: axis.clone(),
+                    size: *size,
+                    part,
+                };
                 self.call(p, op, vec![x], false, fails)?;
             }
             Step::Update { source, donate } => {
@@ -146,7 +170,11 @@ impl Execution<'_> {
                 let parts = self.array(*source).microbatches(p, 0, *m)?;
                 self.arrays.extend(parts.into_iter().map(Some));
             }
-            Step::Replay { source, through, times } => {
+            Step::Replay {
+                source,
+                through,
+                times,
+            } => {
                 let x = self.array(*source);
                 self.arrays.push(Some(replayed(p, x, through, *times)?));
             }
@@ -155,7 +183,11 @@ impl Execution<'_> {
                 let object = p.object(&mesh, move |_| Ok(Total::new(&alive)))?;
                 self.objects.push(Some((mesh, object)));
             }
-            Step::Append { object, value, shape } => {
+            Step::Append {
+                object,
+                value,
+                shape,
+            } => {
                 let appended = self.append(p, *object, (*value, *shape), fails)?;
                 self.arrays.push(appended);
             }
@@ -166,7 +198,10 @@ impl Execution<'_> {
             Step::Agree { from, value, count } => {
                 let from = ProcessId(from % p.processes() as u32);
                 let values = vec![*value; *count];
-                assert_eq!(p.broadcast_value(from, values.clone(), || Ok(values.clone()))?, values);
+                assert_eq!(
+                    p.broadcast_value(from, values.clone(), || Ok(values.clone()))?,
+                    values
+                );
             }
             Step::Compare => p.step_end()?,
         }
@@ -188,8 +223,13 @@ impl Execution<'_> {
         if inputs.len() > 1 {
             jit = jit.inputs((&sharding, &sharding));
         }
-        let jit = if donate { jit.donate("0").build()? } else { jit.build()? };
-        self.arrays.extend(jit.call(p, inputs)?.into_iter().map(Some));
+        let jit = if donate {
+            jit.donate("0").build()?
+        } else {
+            jit.build()?
+        };
+        self.arrays
+            .extend(jit.call(p, inputs)?.into_iter().map(Some));
         Ok(())
     }
 
@@ -200,7 +240,9 @@ impl Execution<'_> {
         (value, shape): (f32, [usize; 2]),
         fails: Option<Failing>,
     ) -> Result<Option<MpmdArray>> {
-        let Some((mesh, object)) = &self.objects[object] else { return Ok(None) };
+        let Some((mesh, object)) = &self.objects[object] else {
+            return Ok(None);
+        };
         let append = method(
             move |_: &ShapedArray| f32s(shape),
             move |total: &mut Total, x: View<f32>, mut y: mpmd_core::kernel::ViewMut<f32>| {

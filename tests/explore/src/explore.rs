@@ -59,7 +59,8 @@ pub(crate) fn explore(arguments: &Arguments) -> anyhow::Result<ExitCode> {
                 eprintln!("{} seeds, {} red", found.seeds, found.red.len());
             }
         }
-        ends.into_iter().try_for_each(|end| end.join().expect("a worker thread does not panic"))
+        ends.into_iter()
+            .try_for_each(|end| end.join().expect("a worker thread does not panic"))
     })?;
     let found = found.into_inner().expect("no worker thread panicked");
     let mut red = found.red;
@@ -87,7 +88,11 @@ pub(crate) fn explore(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         found.histories.len(),
         found.switches,
     );
-    Ok(if red.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if red.is_empty() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
 }
 
 /// Runs a range of seeds in a worker, and in further ones when it dies.
@@ -100,7 +105,11 @@ fn run_range(
 ) -> anyhow::Result<()> {
     let mut next = seeds.start;
     while next < seeds.end && !stopped.load(Ordering::Relaxed) {
-        let range = Arguments { from: next, seeds: seeds.end - next, ..arguments.clone() };
+        let range = Arguments {
+            from: next,
+            seeds: seeds.end - next,
+            ..arguments.clone()
+        };
         let died = run_worker(&range, core, |line| {
             let mut found = found.lock().expect("no worker thread panicked");
             match line {

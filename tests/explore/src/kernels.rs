@@ -41,7 +41,11 @@ pub(crate) enum Op {
     /// The product of an array and a host value.
     Scale,
     /// The mean over a mesh axis of `size` devices. `part` is the shape of a device's part.
-    Reduce { axis: String, size: usize, part: Vec<usize> },
+    Reduce {
+        axis: String,
+        size: usize,
+        part: Vec<usize>,
+    },
     /// A change of an array in place.
     Update,
     /// The mean of two arrays.
@@ -71,7 +75,9 @@ impl Kernel for Work {
                 // Devices run at different speeds.
                 thread::sleep(Duration::from_micros(u64::from(cx.device().0 % 3) * 200));
                 let factor = x[1].scalar::<f32>()?;
-                y.iter_mut().zip(x[0].as_slice::<f32>()?).for_each(|(y, x)| *y = x * factor);
+                y.iter_mut()
+                    .zip(x[0].as_slice::<f32>()?)
+                    .for_each(|(y, x)| *y = x * factor);
             }
             Op::Reduce { axis, size, .. } => {
                 y.copy_from_slice(x[0].as_slice()?);
@@ -81,7 +87,9 @@ impl Kernel for Work {
             Op::Update => y.iter_mut().for_each(|y| *y = 1.0 - *y / 3.0),
             Op::Add => {
                 let sums = x[0].as_slice::<f32>()?.iter().zip(x[1].as_slice::<f32>()?);
-                y.iter_mut().zip(sums).for_each(|(y, (a, b))| *y = (a + b) / 2.0);
+                y.iter_mut()
+                    .zip(sums)
+                    .for_each(|(y, (a, b))| *y = (a + b) / 2.0);
             }
         }
         Ok(())
@@ -106,7 +114,10 @@ pub(crate) struct Total {
 impl Total {
     pub(crate) fn new(alive: &Arc<AtomicUsize>) -> Self {
         alive.fetch_add(1, Ordering::Relaxed);
-        Self { sum: 0.0, alive: alive.clone() }
+        Self {
+            sum: 0.0,
+            alive: alive.clone(),
+        }
     }
 }
 

@@ -19,17 +19,33 @@ pub(crate) const STEPS: usize = 40;
 #[derive(Clone, Debug)]
 pub(crate) enum Step {
     /// Makes an array on its devices.
-    Make { shape: [usize; 2], to: Sharding, key: u64 },
+    Make {
+        shape: [usize; 2],
+        to: Sharding,
+        key: u64,
+    },
     /// Moves a value of every process to devices.
-    Host { shape: [usize; 2], to: Sharding, value: f32 },
+    Host {
+        shape: [usize; 2],
+        to: Sharding,
+        value: f32,
+    },
     /// Moves an array.
-    Put { source: usize, to: Sharding, options: MoveOptions },
+    Put {
+        source: usize,
+        to: Sharding,
+        options: MoveOptions,
+    },
     /// Moves several arrays in one call.
     PutTree { sources: Vec<usize>, to: Sharding },
     /// Multiplies by a host value.
     Scale { source: usize, factor: f32 },
     /// Sums over an axis of the array's mesh, and divides by its size.
-    Reduce { source: usize, axis: String, size: usize },
+    Reduce {
+        source: usize,
+        axis: String,
+        size: usize,
+    },
     /// Changes an array in place, if it is donated and nothing else reads it.
     Update { source: usize, donate: bool },
     /// Adds two arrays with the same sharding.
@@ -37,11 +53,19 @@ pub(crate) enum Step {
     /// Divides the rows of an array.
     Microbatches { source: usize, m: usize },
     /// Captures a step that moves an array and back, and replays it.
-    Replay { source: usize, through: Sharding, times: usize },
+    Replay {
+        source: usize,
+        through: Sharding,
+        times: usize,
+    },
     /// Makes an object on a device.
     Object { device: DeviceId },
     /// Calls a method of an object, which returns an array.
-    Append { object: usize, value: f32, shape: [usize; 2] },
+    Append {
+        object: usize,
+        value: f32,
+        shape: [usize; 2],
+    },
     /// Drops the last handle of an object.
     DropObject { object: usize },
     /// Has a closure called when an array is there.
@@ -114,7 +138,13 @@ struct Known {
 pub(crate) fn program(seed: u64, devices: usize) -> Vec<Step> {
     let random = Rng::with_seed(seed);
     let columns = COLUMNS[usize::from(seed % 8 == 7)];
-    let mut maker = Maker { random, devices, columns, arrays: Vec::new(), objects: Vec::new() };
+    let mut maker = Maker {
+        random,
+        devices,
+        columns,
+        arrays: Vec::new(),
+        objects: Vec::new(),
+    };
     let mut steps = Vec::new();
     while steps.len() < STEPS {
         steps.extend(maker.step());
@@ -129,7 +159,13 @@ pub(crate) fn shardings(
     columns: usize,
     count: usize,
 ) -> Vec<Sharding> {
-    let mut maker = Maker { random, devices, columns, arrays: Vec::new(), objects: Vec::new() };
+    let mut maker = Maker {
+        random,
+        devices,
+        columns,
+        arrays: Vec::new(),
+        objects: Vec::new(),
+    };
     (0..count).map(|_| maker.sharding(ROWS)).collect()
 }
 
@@ -146,8 +182,9 @@ struct Maker {
 impl Maker {
     /// Returns a random step, if it is possible.
     fn step(&mut self) -> Option<Step> {
-        let alive: Vec<usize> =
-            (0..self.arrays.len()).filter(|i| self.arrays[*i].is_some()).collect();
+        let alive: Vec<usize> = (0..self.arrays.len())
+            .filter(|i| self.arrays[*i].is_some())
+            .collect();
         if alive.len() < 3 {
             return Some(self.new_array());
         }
@@ -158,14 +195,24 @@ impl Maker {
             (0..5, _) => {
                 let to = self.sharding(known.rows);
                 let (donate, may_alias) = (self.random.u8(..4) == 0, self.random.u8(..4) != 0);
-                self.adds(Known { rows: known.rows, sharding: to.clone() });
+                self.adds(Known {
+                    rows: known.rows,
+                    sharding: to.clone(),
+                });
                 self.gives(source, donate);
                 let options = MoveOptions::default().donate(donate).may_alias(may_alias);
-                Step::Put { source, to, options }
+                Step::Put {
+                    source,
+                    to,
+                    options,
+                }
             }
             (5..7, Some(_)) => {
                 self.adds(known);
-                Step::Scale { source, factor: f32::from(self.random.u8(1..8)) / 8.0 }
+                Step::Scale {
+                    source,
+                    factor: f32::from(self.random.u8(1..8)) / 8.0,
+                }
             }
             (7..9, Some(mesh)) => {
                 let axis = self.random.choice(mesh.axis_names())?.clone();
@@ -182,7 +229,10 @@ impl Maker {
             (11, Some(_)) => {
                 let right = *self.random.choice(&self.alike(&alive, &known))?;
                 self.adds(known);
-                Step::Add { left: source, right }
+                Step::Add {
+                    left: source,
+                    right,
+                }
             }
             (12, _) => self.microbatches(source, &known)?,
             (13, _) => {
@@ -200,18 +250,28 @@ impl Maker {
                 _ => Step::Compare,
             },
             (15, _) => {
-                let sources: Vec<usize> =
-                    alive.iter().copied().filter(|i| self.rows(*i) == known.rows).collect();
+                let sources: Vec<usize> = alive
+                    .iter()
+                    .copied()
+                    .filter(|i| self.rows(*i) == known.rows)
+                    .collect();
                 let to = self.sharding(known.rows);
                 for _ in &sources {
-                    self.adds(Known { rows: known.rows, sharding: to.clone() });
+                    self.adds(Known {
+                        rows: known.rows,
+                        sharding: to.clone(),
+                    });
                 }
                 Step::PutTree { sources, to }
             }
             (16, Some(_)) => {
                 let through = self.sharding(known.rows);
                 self.adds(known);
-                Step::Replay { source, through, times: self.random.usize(1..4) }
+                Step::Replay {
+                    source,
+                    through,
+                    times: self.random.usize(1..4),
+                }
             }
             (17..20, _) => self.of_objects(),
             _ => return None,
@@ -219,19 +279,30 @@ impl Maker {
     }
 
     fn new_array(&mut self) -> Step {
-        let (rows, key) = ([ROWS, ROWS / 2][self.random.usize(..2)], self.random.u64(..1000));
+        let (rows, key) = (
+            [ROWS, ROWS / 2][self.random.usize(..2)],
+            self.random.u64(..1000),
+        );
         let to = self.sharding(rows);
-        self.adds(Known { rows, sharding: to.clone() });
+        self.adds(Known {
+            rows,
+            sharding: to.clone(),
+        });
         let shape = [rows, self.columns];
         match self.random.u8(..3) {
-            0 => Step::Host { shape, to, value: key as f32 },
+            0 => Step::Host {
+                shape,
+                to,
+                value: key as f32,
+            },
             _ => Step::Make { shape, to, key },
         }
     }
 
     fn of_objects(&mut self) -> Step {
-        let alive: Vec<usize> =
-            (0..self.objects.len()).filter(|i| self.objects[*i].is_some()).collect();
+        let alive: Vec<usize> = (0..self.objects.len())
+            .filter(|i| self.objects[*i].is_some())
+            .collect();
         match (self.random.choice(alive), self.random.u8(..8)) {
             (Some(object), 0) => {
                 self.objects[object] = None;
@@ -239,9 +310,16 @@ impl Maker {
             }
             (Some(object), 1..7) => {
                 let device = self.objects[object].expect("it is alive");
-                self.adds(Known { rows: ROWS, sharding: alone(device).replicated() });
+                self.adds(Known {
+                    rows: ROWS,
+                    sharding: alone(device).replicated(),
+                });
                 let (value, shape) = (f32::from(self.random.u8(..)), [ROWS, self.columns]);
-                Step::Append { object, value, shape }
+                Step::Append {
+                    object,
+                    value,
+                    shape,
+                }
             }
             _ => {
                 let device = DeviceId(self.random.u32(..self.devices as u32));
@@ -263,7 +341,12 @@ impl Maker {
         {
             return None;
         }
-        (0..m).for_each(|_| self.adds(Known { rows, sharding: known.sharding.clone() }));
+        (0..m).for_each(|_| {
+            self.adds(Known {
+                rows,
+                sharding: known.sharding.clone(),
+            })
+        });
         Some(Step::Microbatches { source, m })
     }
 

@@ -134,20 +134,40 @@ impl Training {
             let count = random.usize(1..4);
             let on = |devices: usize, fork: Rng| {
                 let any = shardings(fork, devices, columns, 20);
-                let (homes, ways): (Vec<_>, Vec<_>) =
-                    any.into_iter().partition(|sharding| sharding.mesh().is_some());
+                let (homes, ways): (Vec<_>, Vec<_>) = any
+                    .into_iter()
+                    .partition(|sharding| sharding.mesh().is_some());
                 // Few devices have few meshes.
                 let homes = homes[..count.min(homes.len())].to_vec();
-                (devices, Shardings { ways: [ways, homes.clone()].concat(), homes })
+                (
+                    devices,
+                    Shardings {
+                        ways: [ways, homes.clone()].concat(),
+                        homes,
+                    },
+                )
             };
             let others = others.iter().map(|devices| on(*devices, fork.clone()));
             let on = others.chain([on(devices, fork.clone())]).collect();
-            Trained { key: random.u64(..1000), on, is_donated: random.bool() }
+            Trained {
+                key: random.u64(..1000),
+                on,
+                is_donated: random.bool(),
+            }
         };
-        let arrays = (0..random.usize(1..4)).map(|_| array(&mut random)).collect();
+        let arrays = (0..random.usize(1..4))
+            .map(|_| array(&mut random))
+            .collect();
         let (steps, every) = (random.u64(3..9), random.u64(1..4));
         let commits = [At::End, At::Start, At::Halves, At::Never][random.usize(..4)];
-        Self { steps, every, commits, columns, arrays, elastic }
+        Self {
+            steps,
+            every,
+            commits,
+            columns,
+            arrays,
+            elastic,
+        }
     }
 
     /// Runs the training in an epoch. Returns the shards of this process at the end.
@@ -157,10 +177,15 @@ impl Training {
             let homes = &trained.on[&devices].homes;
             homes[(epoch - 1) as usize % homes.len()].clone()
         };
-        let mut state = State { arrays: Vec::new(), is_half: false };
+        let mut state = State {
+            arrays: Vec::new(),
+            is_half: false,
+        };
         for trained in &self.arrays {
             let shape = [ROWS, self.columns];
-            state.arrays.push(made(p, shape, &home(trained, p.epoch()), trained.key)?);
+            state
+                .arrays
+                .push(made(p, shape, &home(trained, p.epoch()), trained.key)?);
         }
         let first = match (self.restore(p, commits, &mut state, issued)?, self.commits) {
             (halves, At::Halves) => halves / 2,
@@ -237,7 +262,9 @@ impl Training {
             Err(Error::CommitsLost { lost: commits })
                 if lost == 1 && most(&issued.lock()) >= SURELY_WHOLE =>
             {
-                Err(Error::kernel(format!("one loss took all commits: {commits:?}")))
+                Err(Error::kernel(format!(
+                    "one loss took all commits: {commits:?}"
+                )))
             }
             restored => restored,
         }
@@ -255,8 +282,19 @@ impl Training {
     fn work(&self, p: &mut Program, state: &mut State, way: u64) -> Result<()> {
         for (x, trained) in state.arrays.iter_mut().zip(&self.arrays) {
             let (mesh, sharding) = bound(x);
-            let jit = p.jit(Work { op: Op::Update, fails: None }).on(&mesh).outputs(&sharding);
-            let update = if trained.is_donated { jit.donate("0") } else { jit }.build()?;
+            let jit = p
+                .jit(Work {
+                    op: Op::Update,
+                    fails: None,
+                })
+                .on(&mesh)
+                .outputs(&sharding);
+            let update = if trained.is_donated {
+                jit.donate("0")
+            } else {
+                jit
+            }
+            .build()?;
             *x = update.call(p, vec![x.clone()])?.remove(0);
             let ways = &trained.on[&p.topology().device_ids().len()].ways;
             let there = p.device_put(&*x, &ways[way as usize % ways.len()])?;
@@ -286,12 +324,17 @@ impl Recovery {
             let refused = (random.u8(..4) == 0).then(|| random.usize(1..=processes));
             let place = ProcessId(random.u32(..processes as u32));
             let leaver = (random.u8(..3) == 0).then(|| (place, random.u64(1..3), random.u64(..4)));
-            Elastic { refused, leaver, keeps_devices: random.bool() }
+            Elastic {
+                refused,
+                leaver,
+                keeps_devices: random.bool(),
+            }
         });
         let others: Vec<usize> = match &elastic {
-            Some(Elastic { keeps_devices: false, .. }) => {
-                (1..processes).map(|size| size * each).collect()
-            }
+            Some(Elastic {
+                keeps_devices: false,
+                ..
+            }) => (1..processes).map(|size| size * each).collect(),
             _ => Vec::new(),
         };
         let training = Training::of(seed / ORDERS, devices, &others, elastic.clone());
@@ -300,8 +343,20 @@ impl Recovery {
         let faults = (0..count).map(|_| Fault::random(&mut random, processes as u32, all));
         let faults: Vec<_> = faults.collect();
         // Some come while nobody is lost yet, others let the job wait.
-        let spares = (0..count).map(|_| Duration::from_micros(1 << random.u32(4..24))).collect();
-        Self { seed, devices, processes, hosts, zero_copy, training, faults, spares, elastic }
+        let spares = (0..count)
+            .map(|_| Duration::from_micros(1 << random.u32(4..24)))
+            .collect();
+        Self {
+            seed,
+            devices,
+            processes,
+            hosts,
+            zero_copy,
+            training,
+            faults,
+            spares,
+            elastic,
+        }
     }
 
     fn simulation(&self, processes: usize) -> Simulation {
@@ -319,7 +374,12 @@ impl Recovery {
                     }
                 };
             }
-            if let Some(Elastic { refused, keeps_devices, .. }) = self.elastic {
+            if let Some(Elastic {
+                refused,
+                keeps_devices,
+                ..
+            }) = self.elastic
+            {
                 let (all, each) = (self.devices, self.devices / processes);
                 simulation = simulation.shrink(move |size| match size <= processes {
                     true if Some(size) == refused => Err("refused".to_owned()),
@@ -328,7 +388,10 @@ impl Recovery {
                     false => Err("more than at the start".to_owned()),
                 });
             }
-            simulation = self.spares.iter().fold(simulation, |all, after| all.spare_after(*after));
+            simulation = self
+                .spares
+                .iter()
+                .fold(simulation, |all, after| all.spare_after(*after));
         }
         simulation
     }
@@ -353,13 +416,21 @@ impl Recovery {
         }
         // Both processes with copies of a region may be lost, or all of the job.
         let losses = self.faults.iter().filter(|fault| fault.is_loss()).count();
-        let leaves = self.elastic.as_ref().is_some_and(|elastic| elastic.leaver.is_some());
-        let refused = self.elastic.as_ref().is_some_and(|elastic| elastic.refused.is_some());
+        let leaves = self
+            .elastic
+            .as_ref()
+            .is_some_and(|elastic| elastic.leaver.is_some());
+        let refused = self
+            .elastic
+            .as_ref()
+            .is_some_and(|elastic| elastic.refused.is_some());
         let gone = losses + usize::from(leaves);
         let is_explained = |error: &String| {
             gone >= 2 && error.contains("no commit is whole")
                 || (gone >= self.processes || refused && gone > 0)
-                    && ["not joined after", "of the job are lost"].iter().any(|t| error.contains(t))
+                    && ["not joined after", "of the job are lost"]
+                        .iter()
+                        .any(|t| error.contains(t))
         };
         if !errors.iter().all(is_explained) {
             return Err(errors.join("\n  "));
@@ -371,13 +442,20 @@ impl Recovery {
                 return Err(format!("no process ended well, and {dead} were lost"));
             }
             if let Some(wrong) = found.iter().find(|shards| *shards != alone) {
-                let wrong = wrong.iter().find(|(key, bytes)| alone.get(key) != Some(bytes));
-                return Err(format!("array {} has other bits", wrong.map_or(0, |(key, _)| key.0)));
+                let wrong = wrong
+                    .iter()
+                    .find(|(key, bytes)| alone.get(key) != Some(bytes));
+                return Err(format!(
+                    "array {} has other bits",
+                    wrong.map_or(0, |(key, _)| key.0)
+                ));
             }
             return check_end(report, LONGEST);
         }
         if errors.is_empty() && ended + dead < self.processes && !is_over {
-            return Err(format!("{ended} processes ended well, and {dead} were lost"));
+            return Err(format!(
+                "{ended} processes ended well, and {dead} were lost"
+            ));
         }
         check_shards(found, alone, ended == self.processes)?;
         check_end(report, LONGEST)
@@ -396,9 +474,12 @@ impl Job for Recovery {
 
     fn run_alone(&self) -> Result<Shards, String> {
         let simulation = self.simulation(1);
-        let (mut results, _) = simulation
-            .run_recovering(1, |p, commits| self.training.run(p, commits, &Issued::default()));
-        let result = results.remove(0).map_err(|error| format!("alone: {error}"))?;
+        let (mut results, _) = simulation.run_recovering(1, |p, commits| {
+            self.training.run(p, commits, &Issued::default())
+        });
+        let result = results
+            .remove(0)
+            .map_err(|error| format!("alone: {error}"))?;
         result.ok_or_else(|| "alone: it had no place".to_owned())
     }
 
@@ -418,13 +499,21 @@ impl Fault {
     /// Returns a fault of one of `processes` processes, or, less often, of one of `all`, which
     /// counts the spares.
     fn random(random: &mut Rng, processes: u32, all: u32) -> Self {
-        let process = if random.u8(..4) == 0 { random.u32(..all) } else { random.u32(..processes) };
+        let process = if random.u8(..4) == 0 {
+            random.u32(..all)
+        } else {
+            random.u32(..processes)
+        };
         let process = ProcessId(process);
         let after = Duration::from_micros(1 << random.u32(4..17)).mul_f64(1.0 + random.f64());
         match random.u8(..8) {
             0..3 => Self::LoseAt(process, random.u64(1..4), random.u64(..60)),
             3..6 => Self::LoseAfter(process, after),
-            6 => Self::Stop(process, after, Duration::from_micros(1 << random.u32(4..24))),
+            6 => Self::Stop(
+                process,
+                after,
+                Duration::from_micros(1 << random.u32(4..24)),
+            ),
             _ => Self::Stop(process, after, PEER_TIMEOUT * random.u32(1..4)),
         }
     }
@@ -442,15 +531,33 @@ impl Fault {
 impl fmt::Display for Recovery {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (processes, devices) = (self.processes, self.devices);
-        write!(f, "{processes} processes with {devices} devices on hosts {:?}", self.hosts)?;
-        write!(f, ", zero-copy {:?}, spares after {:?}", self.zero_copy, self.spares)?;
-        let Training { steps, every, commits, ref arrays, .. } = self.training;
+        write!(
+            f,
+            "{processes} processes with {devices} devices on hosts {:?}",
+            self.hosts
+        )?;
+        write!(
+            f,
+            ", zero-copy {:?}, spares after {:?}",
+            self.zero_copy, self.spares
+        )?;
+        let Training {
+            steps,
+            every,
+            commits,
+            ref arrays,
+            ..
+        } = self.training;
         write!(
             f,
             "\n  {} arrays, {steps} steps, commits every {every}: {commits:?}",
             arrays.len()
         )?;
-        self.elastic.iter().try_for_each(|elastic| write!(f, "\n  {elastic:?}"))?;
-        self.faults.iter().try_for_each(|fault| write!(f, "\n  fault: {fault:?}"))
+        self.elastic
+            .iter()
+            .try_for_each(|elastic| write!(f, "\n  {elastic:?}"))?;
+        self.faults
+            .iter()
+            .try_for_each(|fault| write!(f, "\n  fault: {fault:?}"))
     }
 }

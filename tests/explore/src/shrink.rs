@@ -7,7 +7,12 @@ use crate::worker::{Line, job_of};
 
 /// Leaves out faults and steps of a red seed's job, and prints the smallest job that is red.
 pub(crate) fn shrink(arguments: &Arguments, seed: u64) -> anyhow::Result<()> {
-    let mut job = Arguments { from: seed, seeds: 1, first: false, ..arguments.clone() };
+    let mut job = Arguments {
+        from: seed,
+        seeds: 1,
+        first: false,
+        ..arguments.clone()
+    };
     for fault in 0..job_of(&job, seed).faults() {
         let mut less = job.clone();
         less.without_faults.push(fault);
@@ -16,7 +21,11 @@ pub(crate) fn shrink(arguments: &Arguments, seed: u64) -> anyhow::Result<()> {
         }
     }
     // First large parts, then single steps.
-    let mut size = if arguments.kind().is_empty() { STEPS / 2 } else { 0 };
+    let mut size = if arguments.kind().is_empty() {
+        STEPS / 2
+    } else {
+        0
+    };
     while size > 0 {
         for from in (0..STEPS).step_by(size) {
             let steps = (from..STEPS.min(from + size)).filter(|step| !job.without.contains(step));
@@ -30,7 +39,10 @@ pub(crate) fn shrink(arguments: &Arguments, seed: u64) -> anyhow::Result<()> {
         size /= 2;
     }
     let case = job_of(&job, seed);
-    println!("{case}\n  again: cargo xtask explore --from {seed} --seeds 1{}", without(&job));
+    println!(
+        "{case}\n  again: cargo xtask explore --from {seed} --seeds 1{}",
+        without(&job)
+    );
     Ok(())
 }
 

@@ -9,7 +9,10 @@ fn all_green<J: Job>(seeds: impl IntoIterator<Item = u64>, job: impl Fn(u64) -> 
     let mut alone = None;
     for seed in seeds {
         let case = job(seed);
-        if alone.as_ref().is_none_or(|(program, _)| *program != seed / ORDERS) {
+        if alone
+            .as_ref()
+            .is_none_or(|(program, _)| *program != seed / ORDERS)
+        {
             alone = Some((seed / ORDERS, case.run_alone().unwrap()));
         }
         let (report, checked) = case.run(&alone.as_ref().unwrap().1, false);
@@ -75,8 +78,11 @@ fn equal_seeds_have_equal_logs() {
 
 #[test]
 fn lines_of_workers_are_read_back() {
-    let lines =
-        [Line::Start(7), Line::Done(7, (u64::MAX, 1, 2)), Line::Red(8, "two\nlines here".into())];
+    let lines = [
+        Line::Start(7),
+        Line::Done(7, (u64::MAX, 1, 2)),
+        Line::Red(8, "two\nlines here".into()),
+    ];
     for line in lines {
         assert_eq!(Line::parse(&line.to_string()), Some(line));
     }

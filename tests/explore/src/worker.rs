@@ -76,7 +76,10 @@ fn on_panic(info: &PanicHookInfo<'_>) {
 pub(crate) fn work(arguments: &Arguments, core: usize) -> anyhow::Result<ExitCode> {
     // A change of threads on the same core takes half the time.
     let cores = sched_getaffinity(None)?;
-    let of_worker = (0..CpuSet::MAX_CPU).filter(|core| cores.is_set(*core)).cycle().nth(core);
+    let of_worker = (0..CpuSet::MAX_CPU)
+        .filter(|core| cores.is_set(*core))
+        .cycle()
+        .nth(core);
     let mut own = CpuSet::new();
     own.set(of_worker.context("this process has a core")?);
     sched_setaffinity(None, &own)?;
@@ -85,11 +88,19 @@ pub(crate) fn work(arguments: &Arguments, core: usize) -> anyhow::Result<ExitCod
     for seed in arguments.from..arguments.from + arguments.seeds {
         say(&Line::Start(seed))?;
         let case = job_of(arguments, seed);
-        if alone.as_ref().is_none_or(|(program, _)| *program != seed / ORDERS) {
+        if alone
+            .as_ref()
+            .is_none_or(|(program, _)| *program != seed / ORDERS)
+        {
             alone = Some((seed / ORDERS, case.run_alone()));
         }
-        let of_one = alone.as_ref().map(|(_, shards)| shards.as_ref()).expect("it was set");
-        let ran = of_one.map_err(Clone::clone).and_then(|shards| run(&*case, shards, arguments));
+        let of_one = alone
+            .as_ref()
+            .map(|(_, shards)| shards.as_ref())
+            .expect("it was set");
+        let ran = of_one
+            .map_err(Clone::clone)
+            .and_then(|shards| run(&*case, shards, arguments));
         say(&match ran {
             Ok(report) => {
                 let nanos = u64::try_from(report.time.as_nanos())?;
@@ -130,7 +141,11 @@ fn run(case: &dyn Job, alone: &Shards, arguments: &Arguments) -> Result<Simulati
     if arguments.twice {
         let again = case.run(alone, true).0;
         if again != report {
-            let same = report.log.lines().zip(again.log.lines()).take_while(|(a, b)| a == b);
+            let same = report
+                .log
+                .lines()
+                .zip(again.log.lines())
+                .take_while(|(a, b)| a == b);
             return Err(format!("two runs differ from event {} on", same.count()));
         }
     }

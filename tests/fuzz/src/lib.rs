@@ -121,7 +121,9 @@ fn watch(target: &str, current: &AtomicU64, ended: &std::sync::mpsc::Receiver<()
 
 /// True if the environment shows that this process runs one target and nothing else.
 fn is_alone() -> bool {
-    ["NEXTEST", "MPMD_FUZZ_INPUTS"].iter().any(|variable| std::env::var_os(variable).is_some())
+    ["NEXTEST", "MPMD_FUZZ_INPUTS"]
+        .iter()
+        .any(|variable| std::env::var_os(variable).is_some())
 }
 
 /// Replaces the panic hook by one that shows only the first panics. With a million failing inputs,
@@ -139,27 +141,40 @@ fn limit_output() {
 /// from an input can then not take all memory.
 fn limit_memory() {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let size = status
-        .lines()
-        .find_map(|line| line.strip_prefix("VmSize:")?.strip_suffix("kB")?.trim().parse().ok());
+    let size = status.lines().find_map(|line| {
+        line.strip_prefix("VmSize:")?
+            .strip_suffix("kB")?
+            .trim()
+            .parse()
+            .ok()
+    });
     let most = size.map_or(u64::MAX, |kib: u64| kib * 1024 + MEMORY);
     let limit = getrlimit(Resource::As);
     if limit.current.is_none_or(|current| current > most) {
-        setrlimit(Resource::As, Rlimit { current: Some(most), ..limit })
-            .expect("the limit only gets lower");
+        setrlimit(
+            Resource::As,
+            Rlimit {
+                current: Some(most),
+                ..limit
+            },
+        )
+        .expect("the limit only gets lower");
     }
 }
 
 fn number(variable: &str, default: u64) -> u64 {
     match std::env::var(variable) {
-        Ok(text) => text.parse().unwrap_or_else(|_| panic!("{variable}={text} is not a number")),
+        Ok(text) => text
+            .parse()
+            .unwrap_or_else(|_| panic!("{variable}={text} is not a number")),
         Err(_) => default,
     }
 }
 
 fn message(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str);
-    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("a panic without a message")
+    text.or_else(|| panic.downcast_ref::<&str>().copied())
+        .unwrap_or("a panic without a message")
 }
 
 #[cfg(test)]

@@ -55,7 +55,10 @@ pub fn mutate(rng: &mut Rng, input: &mut Vec<u8>) {
         }
         _ => {
             let at = at + input[at..].iter().position(u8::is_ascii_digit).unwrap_or(0);
-            let digits = input[at..].iter().take_while(|byte| byte.is_ascii_digit()).count();
+            let digits = input[at..]
+                .iter()
+                .take_while(|byte| byte.is_ascii_digit())
+                .count();
             let number = integer(rng).to_string();
             input.splice(at..at + digits, number.into_bytes());
         }
@@ -67,7 +70,9 @@ pub fn mutate(rng: &mut Rng, input: &mut Vec<u8>) {
 pub fn integer(rng: &mut Rng) -> u64 {
     match rng.u8(..4) {
         0 => rng.u64(..16),
-        1 => (1u64 << rng.u32(..64)).wrapping_add(rng.u64(..3)).wrapping_sub(1),
+        1 => (1u64 << rng.u32(..64))
+            .wrapping_add(rng.u64(..3))
+            .wrapping_sub(1),
         2 => u64::MAX - rng.u64(..16),
         _ => rng.u64(..),
     }

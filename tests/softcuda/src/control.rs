@@ -123,6 +123,9 @@ impl Driver {
         let text = CString::new(kind).expect("a name without zeros");
         // SAFETY: a text.
         let understood = unsafe { (self.fail)(text.as_ptr(), nth) };
-        assert_eq!(understood, 0, "unknown kind of call, or nth is 0: {kind}:{nth}");
+        assert_eq!(
+            understood, 0,
+            "unknown kind of call, or nth is 0: {kind}:{nth}"
+        );
     }
 }

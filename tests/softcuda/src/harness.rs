@@ -20,7 +20,12 @@ const TOLD: [&str; 3] = ["SOFTCUDA_FAIL", "SOFTCUDA_MEMORY", "SOFTCUDA_SHARED"];
 /// The names that the driver and the newest packages of CUDA's libraries have, without the plain
 /// ones of packages for developers. All are links to one file, so that the loader loads one library
 /// with one state.
-const NAMES: [&str; 4] = ["libcuda.so.1", "libnvrtc.so.13", "libcublas.so.13", "libnccl.so.2"];
+const NAMES: [&str; 4] = [
+    "libcuda.so.1",
+    "libnvrtc.so.13",
+    "libcublas.so.13",
+    "libnccl.so.2",
+];
 
 /// Returns the path of the driver library that cargo built. Looks in the folder of the running
 /// program, in the one above, and in `deps` in either.
@@ -34,18 +39,23 @@ pub fn library() -> io::Result<PathBuf> {
     let above = folder.parent().unwrap_or(folder);
     // A test lies in `deps`, a program in the folder above. The library in `deps` is the one built
     // last.
-    [folder.join("deps"), folder.to_owned(), above.join("deps"), above.to_owned()]
-        .iter()
-        .map(|folder| folder.join("libsoftcuda_driver.so"))
-        .find(|path| path.is_file())
-        .ok_or_else(|| {
-            let looked = folder.display();
-            let say = format!(
-                "libsoftcuda_driver.so is not in {looked} or beside it: run `cargo build -p \
+    [
+        folder.join("deps"),
+        folder.to_owned(),
+        above.join("deps"),
+        above.to_owned(),
+    ]
+    .iter()
+    .map(|folder| folder.join("libsoftcuda_driver.so"))
+    .find(|path| path.is_file())
+    .ok_or_else(|| {
+        let looked = folder.display();
+        let say = format!(
+            "libsoftcuda_driver.so is not in {looked} or beside it: run `cargo build -p \
                  softcuda-driver`"
-            );
-            io::Error::new(io::ErrorKind::NotFound, say)
-        })
+        );
+        io::Error::new(io::ErrorKind::NotFound, say)
+    })
 }
 
 thread_local! {
@@ -169,7 +179,13 @@ pub fn run_anew(function: &str, prepare: impl FnOnce(&mut Command)) -> Option<St
     let output = folder.path().join("output");
     let file = std::fs::File::create(&output).expect("a file for the output");
     let mut command = Command::new(std::env::current_exe().expect("the path of this program"));
-    command.args(["--exact", name, "--nocapture", "--include-ignored", "--test-threads=1"]);
+    command.args([
+        "--exact",
+        name,
+        "--nocapture",
+        "--include-ignored",
+        "--test-threads=1",
+    ]);
     prepare(&mut command);
     command.env(MARK, "1");
     let errors = file.try_clone().expect("the file once more");
@@ -192,7 +208,9 @@ pub fn run_anew(function: &str, prepare: impl FnOnce(&mut Command)) -> Option<St
         }
     };
     let output = String::from_utf8_lossy(&std::fs::read(&output).unwrap_or_default()).into_owned();
-    let ended = status.map_or("did not end in time".to_owned(), |status| status.to_string());
+    let ended = status.map_or("did not end in time".to_owned(), |status| {
+        status.to_string()
+    });
     let ran = output.contains("1 passed");
     assert!(
         status.is_some_and(|status| status.success()) && ran,

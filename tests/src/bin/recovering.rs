@@ -21,7 +21,10 @@ const WARM: u64 = 20;
 const PAUSE: Duration = Duration::from_millis(2);
 
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
-    let steps: u64 = std::env::args().nth(1).ok_or("the number of steps is missing")?.parse()?;
+    let steps: u64 = std::env::args()
+        .nth(1)
+        .ok_or("the number of steps is missing")?
+        .parse()?;
     let mode = std::env::args().nth(2).unwrap_or_default();
     let shrinks = !mode.is_empty();
     let leaver = match &*mode {
@@ -29,15 +32,28 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
         "hold" => Some(1),
         _ => None,
     };
-    let on_loss = if shrinks { OnLoss::Shrink } else { OnLoss::Wait };
+    let on_loss = if shrinks {
+        OnLoss::Shrink
+    } else {
+        OnLoss::Wait
+    };
     let builder = Program::builder().spares(1).on_loss(on_loss);
     let sum = builder.run(|p, commits| -> Result<Option<f64>> {
-        println!("process {} has pid {} in epoch {}", p.process(), std::process::id(), p.epoch());
+        println!(
+            "process {} has pid {} in epoch {}",
+            p.process(),
+            std::process::id(),
+            p.epoch()
+        );
         let n = p.topology().devices().len() as u32;
         let mesh = p.mesh(&[("x", n as usize)])?;
         let here = mesh.sharding(spec!["x"]);
-        let turned = (0..n).map(|device| DeviceId((device + 1) % n)).collect::<Vec<_>>();
-        let there = p.mesh_of(&[("x", n as usize)], &turned)?.sharding(spec!["x"]);
+        let turned = (0..n)
+            .map(|device| DeviceId((device + 1) % n))
+            .collect::<Vec<_>>();
+        let there = p
+            .mesh_of(&[("x", n as usize)], &turned)?
+            .sharding(spec!["x"]);
         let mut state =
             p.array_from_fn(f32s([n as usize * EACH]), &here, |region, mut values| {
                 Ok(values.fill(region.range(0).start as f32)?)
@@ -87,5 +103,9 @@ fn mapped() -> Result<u64> {
         let [from, to] = [from, to].map(|at| u64::from_str_radix(at, 16).ok());
         Some(to? - from?)
     };
-    Ok(maps.lines().filter(|line| line.contains("memfd:mpmd")).filter_map(bytes).sum())
+    Ok(maps
+        .lines()
+        .filter(|line| line.contains("memfd:mpmd"))
+        .filter_map(bytes)
+        .sum())
 }

@@ -35,12 +35,18 @@ impl Kernel for Slow {
 
 fn main() -> Result<(), AnyError> {
     let args: Vec<String> = std::env::args().skip(1).collect();
-    let [how, who] = args.as_slice() else { return Err("unfinished HOW PROCESS".into()) };
+    let [how, who] = args.as_slice() else {
+        return Err("unfinished HOW PROCESS".into());
+    };
     let who = ProcessId(who.parse()?);
     match how.as_str() {
         "error" => Program::run(|p| -> Result<(), AnyError> {
             work(p, who, false)?;
-            if p.process() == who { Err("the disk is full".into()) } else { Ok(()) }
+            if p.process() == who {
+                Err("the disk is full".into())
+            } else {
+                Ok(())
+            }
         }),
         "panic" => Program::run(|p| -> Result<(), AnyError> {
             work(p, who, false)?;
@@ -67,12 +73,21 @@ fn main() -> Result<(), AnyError> {
 /// Issues a slow kernel on one process, which prints later if the work ended well or badly.
 fn work(p: &mut Program, who: ProcessId, fails: bool) -> Result<()> {
     let mesh = p.mesh_of(&[("one", 1)], &p.topology().devices_of(who)[..1])?;
-    let slow = p.jit(Slow { fails }).on(&mesh).outputs(mesh.replicated()).build()?;
-    let x = p.array_from_fn(f32s([1]), mesh.replicated(), |_, mut view| Ok(view.fill(0.0f32)?))?;
+    let slow = p
+        .jit(Slow { fails })
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .build()?;
+    let x = p.array_from_fn(f32s([1]), mesh.replicated(), |_, mut view| {
+        Ok(view.fill(0.0f32)?)
+    })?;
     let done = slow.call(p, x)?;
     if p.process() == who {
         done.then(|ended| {
-            println!("the work ended {}", if ended.is_ok() { "well" } else { "badly" })
+            println!(
+                "the work ended {}",
+                if ended.is_ok() { "well" } else { "badly" }
+            )
         });
     }
     Ok(())

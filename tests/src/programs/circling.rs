@@ -41,8 +41,9 @@ pub(super) fn circle(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Resul
 }
 
 fn go_around(p: &mut Program, rounds: usize, say: &mut Say<'_>) -> Result<()> {
-    let on: Vec<Sharding> =
-        (0..p.processes() as u32).map(|device| Sharding::single_device(DeviceId(device))).collect();
+    let on: Vec<Sharding> = (0..p.processes() as u32)
+        .map(|device| Sharding::single_device(DeviceId(device)))
+        .collect();
     let mut x = p.array_from_fn(u8s([BYTES]), &on[0], |_, mut view| {
         let values = view.as_mut_slice::<u8>()?.iter_mut().enumerate();
         values.for_each(|(at, value)| *value = expected(at));
@@ -55,10 +56,13 @@ fn go_around(p: &mut Program, rounds: usize, say: &mut Say<'_>) -> Result<()> {
             let Some(values) = x.to_host()? else { continue };
             let values = values.bytes();
             let step = if is_look { 1 } else { BYTES / 8 - 1 };
-            if let Some(at) =
-                (0..BYTES).step_by(step).find(|at| values.get(*at) != Some(&expected(*at)))
+            if let Some(at) = (0..BYTES)
+                .step_by(step)
+                .find(|at| values.get(*at) != Some(&expected(*at)))
             {
-                return Err(Error::kernel(format!("WRONG data at {at} in round {round}")));
+                return Err(Error::kernel(format!(
+                    "WRONG data at {at} in round {round}"
+                )));
             }
         }
         if round == 10 {
@@ -66,7 +70,10 @@ fn go_around(p: &mut Program, rounds: usize, say: &mut Say<'_>) -> Result<()> {
         }
         if is_look {
             let lent: u64 = p.metrics().lent_to.iter().sum();
-            say(format!("round {round}: mapped {} lent {lent}", p.memory().mapped));
+            say(format!(
+                "round {round}: mapped {} lent {lent}",
+                p.memory().mapped
+            ));
         }
     }
     Ok(())

@@ -32,7 +32,11 @@ struct Counter {
 impl Counter {
     fn new(calls: u32, alive: &Arc<AtomicUsize>) -> Self {
         alive.fetch_add(1, Ordering::Relaxed);
-        Self { calls, _memory: vec![1; 16 << 10], alive: alive.clone() }
+        Self {
+            calls,
+            _memory: vec![1; 16 << 10],
+            alive: alive.clone(),
+        }
     }
 }
 
@@ -61,7 +65,9 @@ fn copy() -> impl Method<
     Outputs = Empty<MpmdArray>,
     Made = Made<Counter>,
 > {
-    method((), |counter: &mut Counter| Made::new(Counter::new(counter.calls, &counter.alive)))
+    method((), |counter: &mut Counter| {
+        Made::new(Counter::new(counter.calls, &counter.alive))
+    })
 }
 
 /// The objects and methods of one device.
@@ -80,8 +86,10 @@ struct Place<C: Method, D: Method> {
 /// fails, its errors are compared, and the calls end. Prints `calls N` every now and then, and at
 /// the end the number of values that are left, and the resident bytes before and after.
 pub(super) fn count_calls(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
-    let number =
-        |text: &&str| text.parse::<usize>().map_err(|error| Error::kernel(error.to_string()));
+    let number = |text: &&str| {
+        text.parse::<usize>()
+            .map_err(|error| Error::kernel(error.to_string()))
+    };
     let numbers = args.iter().map(number).collect::<Result<Vec<usize>>>()?;
     let (calls, seed) = (numbers[0], numbers[1]);
     let panic_at = numbers.get(2).copied().unwrap_or(usize::MAX);
@@ -97,7 +105,15 @@ pub(super) fn count_calls(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> 
         let (count, copy) = (p.method(count()).on(&mesh), p.method(copy()).on(&mesh));
         let (object, last) = (new(p, &mesh)?, MpmdArray::scalar(0.0f32));
         let (count, copy) = (count.build()?, copy.build()?);
-        places.push(Place { mesh, count, copy, object, calls: 0, kept: Vec::new(), last });
+        places.push(Place {
+            mesh,
+            count,
+            copy,
+            object,
+            calls: 0,
+            kept: Vec::new(),
+            last,
+        });
     }
     let mut warm = 0;
     for i in 0..calls {
@@ -135,7 +151,11 @@ pub(super) fn count_calls(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> 
         }
         if (i + 1) % PERIOD == 0 {
             for place in &places {
-                let found = place.last.to_host()?.map(|y| y.to_vec::<f32>()).transpose()?;
+                let found = place
+                    .last
+                    .to_host()?
+                    .map(|y| y.to_vec::<f32>())
+                    .transpose()?;
                 let wrong = found.filter(|found| place.calls > 0 && found[0] != place.calls as f32);
                 if let Some(found) = wrong {
                     return Err(Error::kernel(format!("{found:?} of {} calls", place.calls)));
@@ -155,7 +175,11 @@ pub(super) fn count_calls(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> 
     while alive.load(Ordering::Relaxed) > 0 && Instant::now() < until {
         std::thread::sleep(Duration::from_millis(5));
     }
-    say(format!("left {} resident {warm} {}", alive.load(Ordering::Relaxed), resident_bytes()));
+    say(format!(
+        "left {} resident {warm} {}",
+        alive.load(Ordering::Relaxed),
+        resident_bytes()
+    ));
     Ok(())
 }
 
@@ -167,12 +191,20 @@ where
 {
     let mut errors = Vec::new();
     for input in [-1.0f32, 1.0, 2.0] {
-        let y = place.count.call(p, &place.object, MpmdArray::scalar(input))?;
+        let y = place
+            .count
+            .call(p, &place.object, MpmdArray::scalar(input))?;
         if let Err(error) = y.to_host() {
             errors.push(error.to_string());
         }
     }
     let same = errors.iter().all(|error| *error == errors[0]);
-    let first = errors.first().cloned().unwrap_or_else(|| "elsewhere".to_owned());
-    Ok(format!("failed {} times, same {same}: {first}", errors.len()))
+    let first = errors
+        .first()
+        .cloned()
+        .unwrap_or_else(|| "elsewhere".to_owned());
+    Ok(format!(
+        "failed {} times, same {same}: {first}",
+        errors.len()
+    ))
 }

@@ -19,8 +19,10 @@ pub(super) fn pipeline(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Res
     let [how, who, elements] = args else {
         return Err(Error::kernel("three arguments are needed"));
     };
-    let number =
-        |text: &str| text.parse::<usize>().map_err(|error| Error::kernel(error.to_string()));
+    let number = |text: &str| {
+        text.parse::<usize>()
+            .map_err(|error| Error::kernel(error.to_string()))
+    };
     let astray = p.process() == ProcessId(number(who)? as u32);
     let shape = [number(elements)?];
     let stages = p.mesh(&[("stage", 4)])?.split("stage")?;
@@ -28,10 +30,30 @@ pub(super) fn pipeline(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Res
     let mut run: Vec<Jit<Each>> = Vec::new();
     let mut aside: Vec<Jit<Each>> = Vec::new();
     for (stage, whole) in stages.iter().zip(&whole) {
-        run.push(p.jit(Each { name: "Forward", f: |x| x + 1.0 }).on(stage).outputs(whole).build()?);
-        aside.push(p.jit(Each { name: "Aside", f: |x| -x }).on(stage).outputs(whole).build()?);
+        run.push(
+            p.jit(Each {
+                name: "Forward",
+                f: |x| x + 1.0,
+            })
+            .on(stage)
+            .outputs(whole)
+            .build()?,
+        );
+        aside.push(
+            p.jit(Each {
+                name: "Aside",
+                f: |x| -x,
+            })
+            .on(stage)
+            .outputs(whole)
+            .build()?,
+        );
     }
-    let steps = if astray && *how == "end-early" { STEPS - 1 } else { STEPS };
+    let steps = if astray && *how == "end-early" {
+        STEPS - 1
+    } else {
+        STEPS
+    };
     for step in 0..steps {
         let mut results = Vec::new();
         for microbatch in 0..MICROBATCHES {
@@ -40,8 +62,9 @@ pub(super) fn pipeline(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Res
                 continue;
             }
             let value = (step * 10 + microbatch) as f32;
-            let mut x =
-                p.array_from_fn(f32s(shape), &whole[0], move |_, mut view| Ok(view.fill(value)?))?;
+            let mut x = p.array_from_fn(f32s(shape), &whole[0], move |_, mut view| {
+                Ok(view.fill(value)?)
+            })?;
             for stage in 0..stages.len() {
                 if stage == 3 && !(now && *how == "skip-aside") {
                     // Used by nothing; only process 3 takes part.
@@ -66,8 +89,13 @@ pub(super) fn pipeline(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Res
             results.push((microbatch, x));
         }
         if how.ends_with("-value") {
-            let value = if astray && *how == "other-value" { 2.0f32 } else { 1.0 };
-            p.device_put(&MpmdArray::scalar(value), &whole[0])?.block_until_ready()?;
+            let value = if astray && *how == "other-value" {
+                2.0f32
+            } else {
+                1.0
+            };
+            p.device_put(&MpmdArray::scalar(value), &whole[0])?
+                .block_until_ready()?;
         }
         p.step_end()?;
         for (microbatch, x) in results {

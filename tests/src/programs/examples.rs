@@ -37,7 +37,11 @@ fn say_all_are(value: f32, x: &MpmdArray, say: &mut Say<'_>) -> Result<()> {
         say(format!(
             "{} {}",
             shard.device,
-            if right { "all right".to_owned() } else { format!("{found:?}") }
+            if right {
+                "all right".to_owned()
+            } else {
+                format!("{found:?}")
+            }
         ));
     }
     Ok(())
@@ -62,10 +66,22 @@ pub(super) fn across_meshes(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> R
 /// values are right.
 pub(super) fn jit_and_transfer(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let (front, back) = halves(p)?;
-    let first =
-        p.jit(Each { name: "AddOne", f: |x| x + 1.0 }).on(&front).outputs(rows(&front)).build()?;
-    let second =
-        p.jit(Each { name: "Double", f: |x| x * 2.0 }).on(&back).outputs(rows(&back)).build()?;
+    let first = p
+        .jit(Each {
+            name: "AddOne",
+            f: |x| x + 1.0,
+        })
+        .on(&front)
+        .outputs(rows(&front))
+        .build()?;
+    let second = p
+        .jit(Each {
+            name: "Double",
+            f: |x| x * 2.0,
+        })
+        .on(&back)
+        .outputs(rows(&back))
+        .build()?;
     let x = p.device_put(&ones()?, rows(&front))?;
     let x = first.call(p, x)?;
     let x = p.device_put(&x, rows(&back))?;

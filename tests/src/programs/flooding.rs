@@ -28,7 +28,9 @@ pub(super) fn short_lead(builder: Builder) -> Builder {
 /// compared while the next transfer is in flight.
 pub(super) fn flood(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let wrong = || Error::kernel("flooding sends|receives PROCESS");
-    let [how, who] = args else { return Err(wrong()) };
+    let [how, who] = args else {
+        return Err(wrong());
+    };
     let who: usize = who.parse().map_err(|_| wrong())?;
     let others = (0..p.processes()).filter(|other| *other != who);
     let ways: Vec<(usize, usize)> = match *how {
@@ -43,7 +45,8 @@ pub(super) fn flood(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result
     for process in 0..p.processes() {
         let pattern = pattern.clone();
         let fill = move |_: &Region, mut view: ViewMut<'_>| -> Result<()> {
-            view.as_mut_slice::<u8>()?.copy_from_slice(&pattern[process..process + BYTES]);
+            view.as_mut_slice::<u8>()?
+                .copy_from_slice(&pattern[process..process + BYTES]);
             Ok(())
         };
         sources.push(p.array_from_fn(u8s([BYTES]), on(process), fill)?);
@@ -56,7 +59,9 @@ pub(super) fn flood(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result
         }
         for (from, x) in std::mem::replace(&mut before, moved) {
             let right = &pattern[from..from + BYTES];
-            if x.to_host()?.is_some_and(|found| found.bytes()[..] != *right) {
+            if x.to_host()?
+                .is_some_and(|found| found.bytes()[..] != *right)
+            {
                 say(format!("WRONG data of process {from} before round {round}"));
             }
         }

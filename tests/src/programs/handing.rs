@@ -47,7 +47,9 @@ impl Kernel for Never {
     }
 
     fn run(&self, cx: &mut Context<'_>, _: View<'_>, mut y: ViewMut<'_>) -> Result<()> {
-        let cuda = cx.cuda().ok_or_else(|| Error::kernel("it needs a CUDA device"))?;
+        let cuda = cx
+            .cuda()
+            .ok_or_else(|| Error::kernel("it needs a CUDA device"))?;
         cuda.launch(&NEVER, "never", Grid::over(1), &[(&mut y).into()])
     }
 
@@ -73,7 +75,11 @@ impl Kernel for Add {
             let args = [n.into(), self.0.into(), (&x).into(), (&mut y).into()];
             return cuda.launch(&ADD, "add", Grid::over(n), &args);
         }
-        for (y, x) in y.as_mut_slice::<f32>()?.iter_mut().zip(x.as_slice::<f32>()?) {
+        for (y, x) in y
+            .as_mut_slice::<f32>()?
+            .iter_mut()
+            .zip(x.as_slice::<f32>()?)
+        {
             *y = x + self.0;
         }
         Ok(())
@@ -111,10 +117,12 @@ pub(super) fn hand(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
             for round in 0..rounds {
                 home.push((round, hand.once_around(p, round)?));
                 if home.len() == 10 {
-                    home.drain(..).try_for_each(|(round, x)| hand.check(p, round, &x))?;
+                    home.drain(..)
+                        .try_for_each(|(round, x)| hand.check(p, round, &x))?;
                 }
             }
-            home.drain(..).try_for_each(|(round, x)| hand.check(p, round, &x))?;
+            home.drain(..)
+                .try_for_each(|(round, x)| hand.check(p, round, &x))?;
         }
         ["parts"] => parts(p)?,
         ["at-once"] => hand.at_once(p)?,
@@ -138,9 +146,16 @@ pub(super) fn hand(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
         p.broadcast_value(ProcessId(process), 0u8, || Ok(0))?;
     }
     let after = counted();
-    let names = ["memory opened", "memory opened later", "bytes copied on the device"];
+    let names = [
+        "memory opened",
+        "memory opened later",
+        "bytes copied on the device",
+    ];
     let figures = [after[0], after[0] - before[0], after[1] - before[1]];
-    names.iter().zip(figures).for_each(|(name, figure)| say(format!("{name}: {figure}")));
+    names
+        .iter()
+        .zip(figures)
+        .for_each(|(name, figure)| say(format!("{name}: {figure}")));
     Ok(())
 }
 
@@ -161,9 +176,17 @@ impl Hand {
         let meshes = p.mesh(&[("process", p.processes())])?.split("process")?;
         let mut add = Vec::new();
         for mesh in &meshes {
-            add.push(p.jit(Add(1.0)).on(mesh).outputs(mesh.replicated()).build()?);
+            add.push(
+                p.jit(Add(1.0))
+                    .on(mesh)
+                    .outputs(mesh.replicated())
+                    .build()?,
+            );
         }
-        Ok(Self { on: meshes.iter().map(|mesh| mesh.replicated()).collect(), add })
+        Ok(Self {
+            on: meshes.iter().map(|mesh| mesh.replicated()).collect(),
+            add,
+        })
     }
 
     /// Sends an array around all processes, each of which adds 1 to it. Returns the array at each
@@ -186,7 +209,8 @@ impl Hand {
 
     fn once_around(&mut self, p: &mut Program, number: usize) -> Result<MpmdArray> {
         let mut seen = self.around(p, number)?;
-        seen.pop().ok_or_else(|| Error::kernel("there are no processes"))
+        seen.pop()
+            .ok_or_else(|| Error::kernel("there are no processes"))
     }
 
     fn round(&mut self, p: &mut Program, number: usize) -> Result<()> {
@@ -195,7 +219,9 @@ impl Hand {
     }
 
     fn check(&self, p: &Program, number: usize, x: &MpmdArray) -> Result<()> {
-        let Some(values) = x.to_host()? else { return Ok(()) };
+        let Some(values) = x.to_host()? else {
+            return Ok(());
+        };
         let added = number + p.processes();
         let expected = (0..ELEMENTS).map(|i| (added + i % 100) as f32);
         match values
@@ -205,7 +231,9 @@ impl Hand {
             .position(|(found, wanted)| found != wanted)
         {
             None => Ok(()),
-            Some(at) => Err(Error::kernel(format!("WRONG value in round {number} at {at}"))),
+            Some(at) => Err(Error::kernel(format!(
+                "WRONG value in round {number} at {at}"
+            ))),
         }
     }
 
@@ -213,7 +241,10 @@ impl Hand {
         let ones = |p: &mut Program, on: &Sharding| {
             p.array_from_fn(f32s([ELEMENTS]), on, |_, mut view| Ok(view.fill(1f32)?))
         };
-        let mesh = p.mesh(&[("process", p.processes())])?.split("process")?.remove(0);
+        let mesh = p
+            .mesh(&[("process", p.processes())])?
+            .split("process")?
+            .remove(0);
         let never = p.jit(Never).on(&mesh).outputs(mesh.replicated()).build()?;
         let x = ones(p, &self.on[0])?;
         let x = never.call(p, x)?;
@@ -222,7 +253,9 @@ impl Hand {
         let local = ones(p, &self.on[1])?;
         say("issued".to_owned());
         if let Ok(Some(_)) = y.to_host() {
-            return Err(Error::kernel("WRONG: an array that is never finished was read"));
+            return Err(Error::kernel(
+                "WRONG: an array that is never finished was read",
+            ));
         }
         let z = self.add[1].call(p, local)?;
         if let Some(values) = z.to_host()? {
@@ -251,7 +284,11 @@ impl Hand {
         for (number, arrays) in all {
             for x in arrays {
                 let Some(values) = x.to_host()? else { continue };
-                if values.to_vec::<f32>()?.iter().any(|value| *value != number as f32 + 1.0) {
+                if values
+                    .to_vec::<f32>()?
+                    .iter()
+                    .any(|value| *value != number as f32 + 1.0)
+                {
                     return Err(Error::kernel(format!("WRONG value in array {number}")));
                 }
             }
@@ -270,7 +307,10 @@ fn parts(p: &mut Program) -> Result<()> {
     let x = p.array_from_fn(f32s(shape), &rows, |region, mut view| {
         let (rows, columns) = (region.range(0), region.range(1));
         let values = rows.flat_map(|i| columns.clone().map(move |j| (i * ROWS + j) as f32));
-        view.as_mut_slice::<f32>()?.iter_mut().zip(values).for_each(|(to, value)| *to = value);
+        view.as_mut_slice::<f32>()?
+            .iter_mut()
+            .zip(values)
+            .for_each(|(to, value)| *to = value);
         Ok(())
     })?;
     let columns = p.device_put(&x, mesh.sharding(spec![None, "x"]))?;

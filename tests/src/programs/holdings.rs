@@ -30,7 +30,9 @@ pub(super) fn three(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()
         p.device_put(&second, on(2))?,
     ];
     drop((first, second));
-    there.iter().try_for_each(|array| array.block_until_ready().map(drop))?;
+    there
+        .iter()
+        .try_for_each(|array| array.block_until_ready().map(drop))?;
     let bytes = 4 * ELEMENTS as u64;
     meet(p)?;
     settled(p, [[2 * bytes, 0], [bytes, bytes], [0, 2 * bytes]][me], say);
@@ -41,8 +43,10 @@ pub(super) fn three(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()
 }
 
 fn meet(p: &mut Program) -> Result<()> {
-    (0..p.processes() as u32)
-        .try_for_each(|process| p.broadcast_value(ProcessId(process), 0u8, || Ok(0)).map(drop))
+    (0..p.processes() as u32).try_for_each(|process| {
+        p.broadcast_value(ProcessId(process), 0u8, || Ok(0))
+            .map(drop)
+    })
 }
 
 fn settled(p: &Program, expected: [u64; 2], say: &mut Say<'_>) {

@@ -34,13 +34,22 @@ impl Kernel for Sum {
     type Out = MpmdArray;
 
     fn infer(&self, x: &ShapedArray) -> Result<Signature<ShapedArray>> {
-        Ok(Signature::new(x.clone()).alias("", "").all_reduce("x", f32s([EACH])))
+        Ok(Signature::new(x.clone())
+            .alias("", "")
+            .all_reduce("x", f32s([EACH])))
     }
 
     fn run(&self, cx: &mut Context<'_>, _: View<'_>, mut y: ViewMut<'_>) -> Result<()> {
-        let Some(cuda) = cx.cuda() else { return cx.all_reduce("x", y.as_mut_slice::<f32>()?) };
+        let Some(cuda) = cx.cuda() else {
+            return cx.all_reduce("x", y.as_mut_slice::<f32>()?);
+        };
         if self.slow == Some(cx.axis_index("x")?) {
-            cuda.launch(&SLOW, "slow", Grid::new(1, 1), &[TURNS.into(), (&mut y).into()])?;
+            cuda.launch(
+                &SLOW,
+                "slow",
+                Grid::new(1, 1),
+                &[TURNS.into(), (&mut y).into()],
+            )?;
         }
         cx.all_reduce_on_cuda("x", &mut y)
     }
@@ -64,7 +73,12 @@ pub(super) fn join(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
         ["steps", slow] => slow.parse().ok(),
         _ => None,
     };
-    let sum = p.jit(Sum { slow }).on(&mesh).outputs(to.clone()).donate("").build()?;
+    let sum = p
+        .jit(Sum { slow })
+        .on(&mesh)
+        .outputs(to.clone())
+        .donate("")
+        .build()?;
     let ones = MpmdArray::from_slice(&[EACH * devices], &vec![1.0_f32; EACH * devices])?;
     let step = |p: &mut Program, sum: &Jit<Sum>, times: u32| -> Result<()> {
         let mut x = p.device_put(&ones, to.clone())?;
@@ -73,7 +87,12 @@ pub(super) fn join(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
         }
         for shard in x.addressable_shards()? {
             let expected = (devices as f32).powi(times as i32);
-            if shard.data.to_vec::<f32>()?.iter().any(|value| *value != expected) {
+            if shard
+                .data
+                .to_vec::<f32>()?
+                .iter()
+                .any(|value| *value != expected)
+            {
                 return Err(Error::kernel("the sum is another"));
             }
         }
@@ -99,10 +118,14 @@ pub(super) fn join(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
     for process in 0..p.processes() as u32 {
         p.broadcast_value(ProcessId(process), 0u8, || Ok(0))?;
     }
-    for (name, function) in
-        [("reductions by NCCL", "ncclAllReduce"), ("groups joined", "ncclCommInitRankConfig")]
-    {
-        say(format!("{name}: {}", softcuda::calls(function).unwrap_or(0)));
+    for (name, function) in [
+        ("reductions by NCCL", "ncclAllReduce"),
+        ("groups joined", "ncclCommInitRankConfig"),
+    ] {
+        say(format!(
+            "{name}: {}",
+            softcuda::calls(function).unwrap_or(0)
+        ));
     }
     Ok(())
 }

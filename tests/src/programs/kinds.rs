@@ -15,7 +15,10 @@ fn chunks(dim: isize, devices: &[u32]) -> Result<Sharding> {
 
 fn listed(shards: &[(u32, [(usize, usize); 2])]) -> Result<Sharding> {
     let shard = |(device, bounds): &(u32, [(usize, usize); 2])| {
-        (DeviceId(*device), bounds.iter().copied().collect::<Region>())
+        (
+            DeviceId(*device),
+            bounds.iter().copied().collect::<Region>(),
+        )
     };
     Sharding::enumerated(shards.iter().map(shard).collect())
         .map_err(|error| Error::kernel(error.to_string()))
@@ -28,8 +31,16 @@ fn orders(devices: &[u32]) -> Vec<Vec<u32>> {
     }
     let mut all = Vec::new();
     for first in devices {
-        let others: Vec<u32> = devices.iter().copied().filter(|other| other != first).collect();
-        all.extend(orders(&others).into_iter().map(|others| [vec![*first], others].concat()));
+        let others: Vec<u32> = devices
+            .iter()
+            .copied()
+            .filter(|other| other != first)
+            .collect();
+        all.extend(
+            orders(&others)
+                .into_iter()
+                .map(|others| [vec![*first], others].concat()),
+        );
     }
     all
 }
@@ -90,7 +101,10 @@ fn parts_of_a_mesh(p: &mut Program, say: &mut Say<'_>) -> Result<()> {
     let grid = p.mesh(&[("x", 4), ("y", 2)])?;
     let x = p.array_from_fn(f32s([8, 6]), grid.sharding(spec!["x", "y"]), numbered(3))?;
     let parts = p.split_by_mesh_axis(&x, "x", Sections::Each, SplitOptions::default())?;
-    let places: Vec<Sharding> = parts.iter().filter_map(|part| part.sharding().cloned()).collect();
+    let places: Vec<Sharding> = parts
+        .iter()
+        .filter_map(|part| part.sharding().cloned())
+        .collect();
     let mut turned = Vec::new();
     for (i, part) in parts.iter().enumerate() {
         say_shards(&format!("part {i}"), part, say)?;

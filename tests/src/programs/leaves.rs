@@ -29,10 +29,16 @@ pub(super) fn moves(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()
     let make = |leaf: usize| p.array_from_fn(f32s(shape(leaf)), &first, numbered(leaf as u64));
     let mut x: Vec<MpmdArray> = (0..LEAVES).map(make).collect::<Result<_>>()?;
     let all = p.mesh(&[("x", 8)])?.replicated();
-    for (stop, to) in [chunks(&[3, 4])?, all, chunks(&[6])?].into_iter().enumerate() {
+    for (stop, to) in [chunks(&[3, 4])?, all, chunks(&[6])?]
+        .into_iter()
+        .enumerate()
+    {
         let before = p.operations();
         x = p.device_put(&x, &to)?;
-        say(format!("stop {stop} took {} operations", p.operations() - before));
+        say(format!(
+            "stop {stop} took {} operations",
+            p.operations() - before
+        ));
         for (leaf, x) in x.iter().enumerate() {
             say_shards(&format!("stop {stop} leaf {leaf}"), x, say)?;
         }

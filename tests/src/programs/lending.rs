@@ -50,8 +50,10 @@ pub(super) fn long_lead(builder: Builder) -> Builder {
 /// of arrays checked here and by all processes. Wrong data is printed as `WRONG`, even if the
 /// program ends with another error.
 pub(super) fn lend(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
-    let number =
-        |text: &&str| text.parse::<usize>().map_err(|error| Error::kernel(error.to_string()));
+    let number = |text: &&str| {
+        text.parse::<usize>()
+            .map_err(|error| Error::kernel(error.to_string()))
+    };
     let numbers = args.iter().map(number).collect::<Result<Vec<usize>>>()?;
     let [hand_overs, seed, peer_timeout] = numbers[..] else {
         return Err(Error::kernel("lending HAND-OVERS SEED TIME_LIMIT"));
@@ -121,7 +123,13 @@ impl Lending {
         let meshes = p.mesh(&[("process", p.processes())])?.split("process")?;
         let mut flip = Vec::new();
         for mesh in &meshes {
-            flip.push(p.jit(Flip).on(mesh).outputs(mesh.replicated()).donate("").build()?);
+            flip.push(
+                p.jit(Flip)
+                    .on(mesh)
+                    .outputs(mesh.replicated())
+                    .donate("")
+                    .build()?,
+            );
         }
         Ok(Self {
             random,
@@ -158,7 +166,11 @@ impl Lending {
                 }
             }
         }
-        say(format!("looked at {} of {}", self.looked_at.load(Ordering::Relaxed), self.awaited));
+        say(format!(
+            "looked at {} of {}",
+            self.looked_at.load(Ordering::Relaxed),
+            self.awaited
+        ));
         Ok(())
     }
 
@@ -185,7 +197,10 @@ impl Lending {
             at = (at + 1 + self.random.usize(..processes - 1)) % processes;
             let next = p.device_put(&x, &self.on[at])?;
             self.handed_over += 1;
-            let before = Kept { x: std::mem::replace(&mut x, next), expected: expected.clone() };
+            let before = Kept {
+                x: std::mem::replace(&mut x, next),
+                expected: expected.clone(),
+            };
             match self.random.usize(..4) {
                 0 => self.kept.push(before),
                 1 => self.look_when_there(&before),
@@ -197,7 +212,10 @@ impl Lending {
             // Its owner and others may still have it: none of them sees the change.
             let Kept { x, mut expected } = here;
             expected.flips += 1;
-            here = Kept { x: self.flip[at].call(p, x)?, expected };
+            here = Kept {
+                x: self.flip[at].call(p, x)?,
+                expected,
+            };
         }
         match self.random.usize(..10) {
             0..3 => drop(here),
@@ -235,7 +253,9 @@ impl Lending {
     fn look(&mut self, kept: Kept) -> Result<()> {
         self.awaited += 1;
         self.awaited_here += usize::from(!kept.x.is_fully_remote());
-        let Some(values) = kept.x.to_host()? else { return Ok(()) };
+        let Some(values) = kept.x.to_host()? else {
+            return Ok(());
+        };
         kept.expected.check(values.bytes())?;
         self.looked_at.fetch_add(1, Ordering::Relaxed);
         Ok(())
@@ -247,7 +267,10 @@ impl Lending {
         let (expected, looked_at) = (kept.expected.clone(), self.looked_at.clone());
         kept.x.then(move |values| {
             // A wrong array is missing in the count, and `settle` waits for it in vain.
-            if values.as_ref().is_ok_and(|values| expected.check(values.bytes()).is_ok()) {
+            if values
+                .as_ref()
+                .is_ok_and(|values| expected.check(values.bytes()).is_ok())
+            {
                 looked_at.fetch_add(1, Ordering::Relaxed);
             }
         });
@@ -289,17 +312,26 @@ impl Expected {
 
     fn check(&self, found: &[u8]) -> Result<()> {
         let expected = self.unchanged();
-        let mask = if self.flips.is_multiple_of(2) { 0 } else { 0xff };
+        let mask = if self.flips.is_multiple_of(2) {
+            0
+        } else {
+            0xff
+        };
         let is_right = |found: u8, expected: u8| found == expected ^ mask;
         let mut pairs = found.iter().zip(expected);
         if found.len() == expected.len()
-            && pairs.clone().all(|(found, expected)| is_right(*found, *expected))
+            && pairs
+                .clone()
+                .all(|(found, expected)| is_right(*found, *expected))
         {
             return Ok(());
         }
         let at = pairs.position(|(found, expected)| !is_right(*found, *expected));
-        let wrong =
-            format!("WRONG data at {at:?} of {} bytes, expected {}", found.len(), expected.len());
+        let wrong = format!(
+            "WRONG data at {at:?} of {} bytes, expected {}",
+            found.len(),
+            expected.len()
+        );
         // Printed here too: the error of a callback goes nowhere, and another error may end the
         // program.
         eprintln!("{wrong}");
@@ -319,7 +351,9 @@ impl Kernel for Flip {
     }
 
     fn run(&self, _: &mut Context<'_>, _: View<'_>, mut y: ViewMut<'_>) -> Result<()> {
-        y.as_mut_slice::<u8>()?.iter_mut().for_each(|byte| *byte = !*byte);
+        y.as_mut_slice::<u8>()?
+            .iter_mut()
+            .for_each(|byte| *byte = !*byte);
         Ok(())
     }
 }
@@ -329,11 +363,14 @@ impl Kernel for Flip {
 pub(super) fn hold(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let pattern = Arc::new(random::bytes(8, MOST_BYTES));
     let fill = pattern.clone();
-    let x =
-        p.array_from_fn(u8s([MOST_BYTES]), on(0), move |_: &Region, mut view: ViewMut<'_>| {
+    let x = p.array_from_fn(
+        u8s([MOST_BYTES]),
+        on(0),
+        move |_: &Region, mut view: ViewMut<'_>| {
             view.as_mut_slice::<u8>()?.copy_from_slice(&fill);
             Ok(())
-        })?;
+        },
+    )?;
     // Lent before the first look: on a busy machine the owner would otherwise find nothing lent
     // yet, and report that all is back.
     x.block_until_ready()?;
@@ -346,7 +383,10 @@ pub(super) fn hold(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()>
             Some(_) => say(format!("look {look}: WRONG")),
             None => {
                 let memory = p.memory();
-                say(format!("look {look}: live {} lent {}", memory.live, memory.lent));
+                say(format!(
+                    "look {look}: live {} lent {}",
+                    memory.live, memory.lent
+                ));
                 if look > 0 && memory.live + memory.lent == 0 {
                     say("all is back".to_owned());
                     break;
@@ -361,18 +401,30 @@ pub(super) fn hold(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()>
 fn memory_use(fifth: usize, p: &Program) -> String {
     let memory = p.memory();
     let (resident, segments) = (resident_bytes(), segments());
-    format!("memory {fifth}: mapped {} resident {resident} segments {segments}", memory.mapped)
+    format!(
+        "memory {fifth}: mapped {} resident {resident} segments {segments}",
+        memory.mapped
+    )
 }
 
 /// Returns the number of mappings and descriptors of shared memory, this process's own and those of
 /// other processes.
 fn segments() -> usize {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
-    let mapped = maps.lines().filter(|line| line.contains("memfd:mpmd")).count();
-    let open = std::fs::read_dir("/proc/self/fd").into_iter().flatten().filter(|entry| {
-        let link = entry.as_ref().ok().and_then(|entry| std::fs::read_link(entry.path()).ok());
-        link.is_some_and(|link| link.to_string_lossy().contains("memfd:mpmd"))
-    });
+    let mapped = maps
+        .lines()
+        .filter(|line| line.contains("memfd:mpmd"))
+        .count();
+    let open = std::fs::read_dir("/proc/self/fd")
+        .into_iter()
+        .flatten()
+        .filter(|entry| {
+            let link = entry
+                .as_ref()
+                .ok()
+                .and_then(|entry| std::fs::read_link(entry.path()).ok());
+            link.is_some_and(|link| link.to_string_lossy().contains("memfd:mpmd"))
+        });
     mapped + open.count()
 }
 

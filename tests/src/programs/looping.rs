@@ -34,17 +34,30 @@ pub(super) fn ring(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
     let stages = p.mesh(&[("stage", 4)])?.split("stage")?;
     let mut steps = Vec::new();
     for stage in &stages {
-        let each = Each { name: "Step", f: |x| x * 0.5 + 1.0 };
+        let each = Each {
+            name: "Step",
+            f: |x| x * 0.5 + 1.0,
+        };
         steps.push(p.jit(each).on(stage).outputs(stage.replicated()).build()?);
     }
     let mut batch = Vec::new();
     let large = args.contains(&"large");
-    for shape in if large { [LARGE; MICROBATCHES] } else { [WIDE, NARROW, WIDE] } {
-        batch.push(p.array_from_fn(f32s(shape), stages[0].replicated(), |_, mut view| {
-            Ok(view.fill(0.0f32)?)
-        })?);
+    for shape in if large {
+        [LARGE; MICROBATCHES]
+    } else {
+        [WIDE, NARROW, WIDE]
+    } {
+        batch.push(
+            p.array_from_fn(f32s(shape), stages[0].replicated(), |_, mut view| {
+                Ok(view.fill(0.0f32)?)
+            })?,
+        );
     }
-    for step in 0..args.iter().find_map(|arg| arg.parse().ok()).unwrap_or(STEPS) {
+    for step in 0..args
+        .iter()
+        .find_map(|arg| arg.parse().ok())
+        .unwrap_or(STEPS)
+    {
         for x in &mut batch {
             for (i, stage) in steps.iter().enumerate() {
                 let y = stage.call(p, x.clone())?;

@@ -44,8 +44,18 @@ pub struct Named {
 }
 
 const ALL: &[Named] = &[
-    Named { name: "hello", settings: |b| b, devices: 0, run: parts::hello },
-    Named { name: "transport", settings: |b| b, devices: 0, run: parts::transport },
+    Named {
+        name: "hello",
+        settings: |b| b,
+        devices: 0,
+        run: parts::hello,
+    },
+    Named {
+        name: "transport",
+        settings: |b| b,
+        devices: 0,
+        run: parts::transport,
+    },
     Named {
         name: "device_put_uncommitted",
         settings: |b| b,
@@ -64,30 +74,150 @@ const ALL: &[Named] = &[
         devices: 8,
         run: examples::jit_and_transfer,
     },
-    Named { name: "transfers", settings: |b| b, devices: 8, run: transfers::shapes },
-    Named { name: "routing", settings: |b| b, devices: 4, run: routing::table },
-    Named { name: "kinds", settings: |b| b, devices: 8, run: kinds::moves },
-    Named { name: "leaves", settings: |b| b, devices: 8, run: leaves::moves },
-    Named { name: "eager_limit", settings: |b| b, devices: 8, run: transfers::eager_limit },
-    Named { name: "large", settings: |b| b, devices: 8, run: transfers::large },
-    Named { name: "crossing", settings: |b| b, devices: 2, run: tight::crossing },
-    Named { name: "budget", settings: tight::small_memory, devices: 3, run: tight::budget },
-    Named { name: "looping", settings: looping::short_lead, devices: 4, run: looping::ring },
-    Named { name: "flooding", settings: flooding::short_lead, devices: 0, run: flooding::flood },
-    Named { name: "holdings", settings: |b| b, devices: 3, run: holdings::three },
-    Named { name: "traced", settings: |b| b, devices: 4, run: traced::steps },
-    Named { name: "sending", settings: |b| b, devices: 0, run: sending::send },
-    Named { name: "soak", settings: soak::long_lead, devices: 0, run: soak::soak },
-    Named { name: "counters", settings: |b| b, devices: 0, run: counters::count_calls },
-    Named { name: "lending", settings: lending::long_lead, devices: 0, run: lending::lend },
-    Named { name: "holding", settings: |b| b, devices: 0, run: lending::hold },
-    Named { name: "circling", settings: |b| b, devices: 0, run: circling::circle },
-    Named { name: "handing", settings: |b| b, devices: 0, run: handing::hand },
-    Named { name: "joining", settings: |b| b, devices: 0, run: joining::join },
-    Named { name: "stuck", settings: |b| b, devices: 4, run: stuck::pipeline },
-    Named { name: "publishing", settings: |b| b, devices: 0, run: publishing::publish },
-    Named { name: "subscribing", settings: |b| b, devices: 0, run: publishing::subscribe },
-    Named { name: "diverging", settings: |b| b, devices: 4, run: diverging::pipeline },
+    Named {
+        name: "transfers",
+        settings: |b| b,
+        devices: 8,
+        run: transfers::shapes,
+    },
+    Named {
+        name: "routing",
+        settings: |b| b,
+        devices: 4,
+        run: routing::table,
+    },
+    Named {
+        name: "kinds",
+        settings: |b| b,
+        devices: 8,
+        run: kinds::moves,
+    },
+    Named {
+        name: "leaves",
+        settings: |b| b,
+        devices: 8,
+        run: leaves::moves,
+    },
+    Named {
+        name: "eager_limit",
+        settings: |b| b,
+        devices: 8,
+        run: transfers::eager_limit,
+    },
+    Named {
+        name: "large",
+        settings: |b| b,
+        devices: 8,
+        run: transfers::large,
+    },
+    Named {
+        name: "crossing",
+        settings: |b| b,
+        devices: 2,
+        run: tight::crossing,
+    },
+    Named {
+        name: "budget",
+        settings: tight::small_memory,
+        devices: 3,
+        run: tight::budget,
+    },
+    Named {
+        name: "looping",
+        settings: looping::short_lead,
+        devices: 4,
+        run: looping::ring,
+    },
+    Named {
+        name: "flooding",
+        settings: flooding::short_lead,
+        devices: 0,
+        run: flooding::flood,
+    },
+    Named {
+        name: "holdings",
+        settings: |b| b,
+        devices: 3,
+        run: holdings::three,
+    },
+    Named {
+        name: "traced",
+        settings: |b| b,
+        devices: 4,
+        run: traced::steps,
+    },
+    Named {
+        name: "sending",
+        settings: |b| b,
+        devices: 0,
+        run: sending::send,
+    },
+    Named {
+        name: "soak",
+        settings: soak::long_lead,
+        devices: 0,
+        run: soak::soak,
+    },
+    Named {
+        name: "counters",
+        settings: |b| b,
+        devices: 0,
+        run: counters::count_calls,
+    },
+    Named {
+        name: "lending",
+        settings: lending::long_lead,
+        devices: 0,
+        run: lending::lend,
+    },
+    Named {
+        name: "holding",
+        settings: |b| b,
+        devices: 0,
+        run: lending::hold,
+    },
+    Named {
+        name: "circling",
+        settings: |b| b,
+        devices: 0,
+        run: circling::circle,
+    },
+    Named {
+        name: "handing",
+        settings: |b| b,
+        devices: 0,
+        run: handing::hand,
+    },
+    Named {
+        name: "joining",
+        settings: |b| b,
+        devices: 0,
+        run: joining::join,
+    },
+    Named {
+        name: "stuck",
+        settings: |b| b,
+        devices: 4,
+        run: stuck::pipeline,
+    },
+    Named {
+        name: "publishing",
+        settings: |b| b,
+        devices: 0,
+        run: publishing::publish,
+    },
+    Named {
+        name: "subscribing",
+        settings: |b| b,
+        devices: 0,
+        run: publishing::subscribe,
+    },
+    Named {
+        name: "diverging",
+        settings: |b| b,
+        devices: 4,
+        run: diverging::pipeline,
+    },
 ];
 
 /// Returns the program with this name.
@@ -108,15 +238,21 @@ pub fn find(name: &str) -> &'static Named {
 /// If one of them fails.
 pub fn simulated(name: &str, processes: usize, args: &[&str]) -> Vec<String> {
     let named = find(name);
-    let devices = if named.devices == 0 { processes } else { named.devices };
-    let results = Simulation::new(processes, devices).settings(named.settings).run(|p| {
-        let mut said = String::new();
-        (named.run)(p, args, &mut |line| {
-            said.push_str(&line);
-            said.push('\n');
-        })?;
-        Ok(said)
-    });
+    let devices = if named.devices == 0 {
+        processes
+    } else {
+        named.devices
+    };
+    let results = Simulation::new(processes, devices)
+        .settings(named.settings)
+        .run(|p| {
+            let mut said = String::new();
+            (named.run)(p, args, &mut |line| {
+                said.push_str(&line);
+                said.push('\n');
+            })?;
+            Ok(said)
+        });
     let said = |(process, result): (usize, Result<String>)| {
         result.unwrap_or_else(|error| panic!("{name}: process {process} of {processes}: {error}"))
     };

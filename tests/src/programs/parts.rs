@@ -9,7 +9,11 @@ use super::Say;
 /// The smallest program: sends one value from process 0 to all, which print it.
 pub(super) fn hello(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let value = p.broadcast_value(mpmd_core::ProcessId(0), 0, || Ok(42))?;
-    say(format!("hello from process {} of {}: {value}", p.process(), p.processes()));
+    say(format!(
+        "hello from process {} of {}: {value}",
+        p.process(),
+        p.processes()
+    ));
     Ok(())
 }
 
@@ -34,7 +38,11 @@ impl Kernel for Each {
     }
 
     fn run(&self, _: &mut Context<'_>, x: View<'_>, mut y: ViewMut<'_>) -> Result<()> {
-        for (y, x) in y.as_mut_slice::<f32>()?.iter_mut().zip(x.as_slice::<f32>()?) {
+        for (y, x) in y
+            .as_mut_slice::<f32>()?
+            .iter_mut()
+            .zip(x.as_slice::<f32>()?)
+        {
             *y = (self.f)(*x);
         }
         Ok(())
@@ -64,7 +72,10 @@ pub(super) fn numbered(salt: u64) -> impl Fn(&Region, ViewMut<'_>) -> Result<()>
         let shape = view.global().shape().to_vec();
         let mut at: Vec<usize> = region.ranges().map(|range| range.start).collect();
         for value in view.as_mut_slice::<f32>()? {
-            let index = at.iter().zip(&shape).fold(0, |index, (at, size)| index * size + at) as u64;
+            let index = at
+                .iter()
+                .zip(&shape)
+                .fold(0, |index, (at, size)| index * size + at) as u64;
             *value = ((index * 7 + salt * 1013) % 65_521) as f32;
             // The next element, row-major.
             for dim in (0..at.len()).rev() {

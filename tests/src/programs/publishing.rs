@@ -20,14 +20,20 @@ fn token() -> Token {
 
 /// Returns an element of a version: one in 50 changes with it.
 fn element(version: u64, leaf: usize, index: u64) -> f32 {
-    let own = if (index + version).is_multiple_of(50) { version } else { version / 8 };
+    let own = if (index + version).is_multiple_of(50) {
+        version
+    } else {
+        version / 8
+    };
     ((index * 31 + own * 7 + leaf as u64) % 251) as f32
 }
 
 /// Publishes versions from a number on. Arguments: the address, and the first version.
 pub(super) fn publish(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let wrong = |what: &str| Error::Environment(what.to_owned());
-    let [address, first] = args else { return Err(wrong("publishing ADDRESS VERSION")) };
+    let [address, first] = args else {
+        return Err(wrong("publishing ADDRESS VERSION"));
+    };
     let address = address.parse().map_err(|_| wrong("the address"))?;
     let mut version: u64 = first.parse().map_err(|_| wrong("the version"))?;
     let rows = p.mesh(&[("x", -1)])?.sharding(spec!["x"]);
@@ -38,8 +44,10 @@ pub(super) fn publish(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Resu
                 _ => rows.clone(),
             };
             p.array_from_fn(f32s(*shape), on, move |region, mut view| {
-                for (to, index) in
-                    view.as_mut_slice::<f32>()?.iter_mut().zip(region.indices(&SHAPES[leaf]))
+                for (to, index) in view
+                    .as_mut_slice::<f32>()?
+                    .iter_mut()
+                    .zip(region.indices(&SHAPES[leaf]))
                 {
                     *to = element(version, leaf, index);
                 }
@@ -49,7 +57,9 @@ pub(super) fn publish(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Resu
         SHAPES.iter().enumerate().map(leaf).collect()
     };
     let leaves = tree(p, version)?;
-    let publication = Publication::new("test", token()).listen(address).dtype(DType::Bf16);
+    let publication = Publication::new("test", token())
+        .listen(address)
+        .dtype(DType::Bf16);
     let mut publisher = p.publish(publication, &leaves)?;
     loop {
         let leaves = tree(p, version)?;
@@ -65,13 +75,19 @@ pub(super) fn publish(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Resu
 /// `whole`.
 pub(super) fn subscribe(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let [address, transport, how] = args else {
-        return Err(Error::Environment("subscribing ADDRESS TRANSPORT HOW".to_owned()));
+        return Err(Error::Environment(
+            "subscribing ADDRESS TRANSPORT HOW".to_owned(),
+        ));
     };
     let mesh = p.mesh(&[("y", -1)])?;
     let bf16 = |shape: [usize; 2]| ShapedArray::new(&shape, DType::Bf16);
     let rows = |at: usize| {
         let region = Region::new(vec![at..at + 512, 0..768]);
-        Part { from: "2".to_owned(), region: Some(region), at: vec![0, 0] }
+        Part {
+            from: "2".to_owned(),
+            region: Some(region),
+            at: vec![0, 0],
+        }
     };
     let wanted = vec![
         Wanted::new("0", bf16(SHAPES[0]), mesh.sharding(spec![None, "y"])),

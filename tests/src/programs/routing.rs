@@ -12,10 +12,21 @@ use super::parts::numbered;
 /// Returns shardings over some or all of four devices, for arrays of 4 rows and 8 columns.
 fn shardings(p: &Program) -> Result<Vec<Sharding>> {
     let mut all = Vec::new();
-    for devices in [&[0u32, 1][..], &[2, 3], &[1, 2], &[1, 0], &[0, 1, 2, 3], &[3, 0, 2, 1]] {
+    for devices in [
+        &[0u32, 1][..],
+        &[2, 3],
+        &[1, 2],
+        &[1, 0],
+        &[0, 1, 2, 3],
+        &[3, 0, 2, 1],
+    ] {
         let devices: Vec<DeviceId> = devices.iter().copied().map(DeviceId).collect();
         let mesh = p.mesh_of(&[("x", devices.len())], &devices)?;
-        all.extend([mesh.replicated(), mesh.sharding(spec!["x"]), mesh.sharding(spec![None, "x"])]);
+        all.extend([
+            mesh.replicated(),
+            mesh.sharding(spec!["x"]),
+            mesh.sharding(spec![None, "x"]),
+        ]);
     }
     let grid = p.mesh(&[("x", 2), ("y", 2)])?;
     let specs = [
@@ -34,7 +45,12 @@ fn shardings(p: &Program) -> Result<Vec<Sharding>> {
 /// Returns where the devices of a sharding are, seen from this process.
 fn place(p: &Program, sharding: &Sharding) -> &'static str {
     let here = p.topology().devices_of(p.process());
-    match sharding.devices().iter().filter(|device| here.contains(device)).count() {
+    match sharding
+        .devices()
+        .iter()
+        .filter(|device| here.contains(device))
+        .count()
+    {
         0 => "remote",
         n if n == sharding.devices().len() => "local",
         _ => "partial",
@@ -54,11 +70,15 @@ fn check(x: &MpmdArray, whole: &[f32]) -> Result<()> {
             _ => {
                 let rows = shard.region.range(0);
                 let columns = || shard.region.range(1);
-                rows.flat_map(|row| columns().map(move |column| whole[row * 8 + column])).collect()
+                rows.flat_map(|row| columns().map(move |column| whole[row * 8 + column]))
+                    .collect()
             }
         };
         if shard.data.to_vec::<f32>()? != expected {
-            return Err(Error::kernel(format!("{x:?} has wrong values on {}", shard.device)));
+            return Err(Error::kernel(format!(
+                "{x:?} has wrong values on {}",
+                shard.device
+            )));
         }
     }
     Ok(())
@@ -72,7 +92,11 @@ pub(super) fn table(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()
     let host = MpmdArray::from_slice(&[4, 8], &whole)?;
     for from in shardings(p)? {
         let x = p.array_from_fn(f32s([4, 8]), &from, numbered(0))?;
-        let kind = if from.mesh().is_none() { "single device" } else { "mesh" };
+        let kind = if from.mesh().is_none() {
+            "single device"
+        } else {
+            "mesh"
+        };
         for to in shardings(p)? {
             check(&p.device_put(&x, &to)?, &whole)?;
             seen.insert(format!("{kind}, {} to {}", place(p, &from), place(p, &to)));

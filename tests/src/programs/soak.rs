@@ -45,8 +45,10 @@ pub(super) fn long_lead(builder: Builder) -> Builder {
 /// the end, prints the bytes in use, mapped by pools, and resident, and the numbers of open files
 /// and threads. At the end, also prints the number of arrays checked here and by all processes.
 pub(super) fn soak(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
-    let number =
-        |text: &&str| text.parse::<usize>().map_err(|error| Error::kernel(error.to_string()));
+    let number = |text: &&str| {
+        text.parse::<usize>()
+            .map_err(|error| Error::kernel(error.to_string()))
+    };
     let numbers = args.iter().map(number).collect::<Result<Vec<usize>>>()?;
     let [transfers, seed, seconds] = numbers[..] else {
         return Err(Error::kernel("soak TRANSFERS SEED SECONDS"));
@@ -82,7 +84,11 @@ pub(super) fn soak(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
     }
     soak.settle(p)?;
     say(memory_use("end", p));
-    say(format!("looked at {} of {}", soak.looked_at.load(Ordering::Relaxed), soak.awaited));
+    say(format!(
+        "looked at {} of {}",
+        soak.looked_at.load(Ordering::Relaxed),
+        soak.awaited
+    ));
     Ok(())
 }
 
@@ -147,7 +153,8 @@ impl Soak {
         let place = self.random.usize(..PLACES);
         let pattern = self.pattern.clone();
         let fill = move |_: &Region, mut view: ViewMut<'_>| -> Result<()> {
-            view.as_mut_slice::<u8>()?.copy_from_slice(&pattern[place..place + bytes]);
+            view.as_mut_slice::<u8>()?
+                .copy_from_slice(&pattern[place..place + bytes]);
             Ok(())
         };
         let source = p.array_from_fn(u8s([bytes]), on(from), fill)?;
@@ -185,18 +192,27 @@ impl Soak {
 
     /// Makes an object on a random process, adds numbers to it, and drops it. Checks the last sum.
     fn object(&mut self, p: &mut Program) -> Result<()> {
-        let mesh =
-            Mesh::new(&[("x", 1)], vec![DeviceId(self.random.usize(..p.processes()) as u32)])
-                .map_err(|error| Error::kernel(error.to_string()))?;
+        let mesh = Mesh::new(
+            &[("x", 1)],
+            vec![DeviceId(self.random.usize(..p.processes()) as u32)],
+        )
+        .map_err(|error| Error::kernel(error.to_string()))?;
         let total = p.object(&mesh, |_| Ok(0.0f32))?;
-        let add = method(like_input, |total: &mut f32, x: View<f32>, mut y: ViewMut<f32>| {
-            *total += x[0];
-            y[0] = *total;
-        });
+        let add = method(
+            like_input,
+            |total: &mut f32, x: View<f32>, mut y: ViewMut<f32>| {
+                *total += x[0];
+                y[0] = *total;
+            },
+        );
         let add = p.method(add).on(&mesh).build()?;
         let sums = (1..=10).map(|i| add.call(p, &total, MpmdArray::scalar(i as f32)));
         let sums = sums.collect::<Result<Vec<_>>>()?;
-        match sums[9].to_host()?.map(|sum| sum.to_vec::<f32>()).transpose()? {
+        match sums[9]
+            .to_host()?
+            .map(|sum| sum.to_vec::<f32>())
+            .transpose()?
+        {
             Some(sum) if sum != [55.0] => Err(Error::kernel(format!("the sum is {sum:?}"))),
             _ => Ok(()),
         }
@@ -223,7 +239,9 @@ impl Soak {
             (Kept::Future(mut future, moved), _) => {
                 // The handle goes first: the future alone holds the array.
                 drop(moved);
-                let _ = future.as_mut().poll(&mut TaskContext::from_waker(Waker::noop()));
+                let _ = future
+                    .as_mut()
+                    .poll(&mut TaskContext::from_waker(Waker::noop()));
                 Ok(())
             }
             (Kept::Handle(_) | Kept::Source { .. }, _) => Ok(()),
@@ -235,7 +253,9 @@ impl Soak {
         self.awaited_here += usize::from(!moved.x.is_fully_remote());
         let Moved { x, place, bytes } = moved;
         let x = block_on(x.into_future())?;
-        let Some(values) = x.to_host()? else { return Ok(()) };
+        let Some(values) = x.to_host()? else {
+            return Ok(());
+        };
         check(values.bytes(), &self.pattern[place..place + bytes])?;
         self.looked_at.fetch_add(1, Ordering::Relaxed);
         Ok(())
@@ -289,7 +309,11 @@ fn polled(moved: &Moved, times: usize) -> Pin<Box<ArrayFuture>> {
     let mut future = Box::pin(moved.x.clone().into_future());
     for _ in 0..times {
         // A future that has ended must not be polled again.
-        if future.as_mut().poll(&mut TaskContext::from_waker(Waker::noop())).is_ready() {
+        if future
+            .as_mut()
+            .poll(&mut TaskContext::from_waker(Waker::noop()))
+            .is_ready()
+        {
             break;
         }
         std::thread::yield_now();
@@ -301,7 +325,12 @@ fn check(found: &[u8], expected: &[u8]) -> Result<()> {
     if found == expected {
         return Ok(());
     }
-    let at = found.iter().zip(expected).position(|(found, expected)| found != expected);
+    let at = found
+        .iter()
+        .zip(expected)
+        .position(|(found, expected)| found != expected);
     let (found, expected) = (found.len(), expected.len());
-    Err(Error::kernel(format!("WRONG data at {at:?} of {found} bytes, expected {expected}")))
+    Err(Error::kernel(format!(
+        "WRONG data at {at:?} of {found} bytes, expected {expected}"
+    )))
 }

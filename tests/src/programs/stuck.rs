@@ -38,12 +38,23 @@ pub(super) fn pipeline(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Res
     let stages = p.mesh(&[("stage", 4)])?.split("stage")?;
     let mut passes = Vec::new();
     for stage in &stages {
-        let each = Each { name: "Pass", f: |x| x * 0.5 + 1.0 };
+        let each = Each {
+            name: "Pass",
+            f: |x| x * 0.5 + 1.0,
+        };
         passes.push(p.jit(each).on(stage).outputs(stage.replicated()).build()?);
     }
-    let stuck = p.jit(Stuck).on(&stages[STUCK.0]).outputs(stages[STUCK.0].replicated()).build()?;
+    let stuck = p
+        .jit(Stuck)
+        .on(&stages[STUCK.0])
+        .outputs(stages[STUCK.0].replicated())
+        .build()?;
     let label = |p: &mut Program, stage: usize, microbatch: u32, role: Role| {
-        p.set_label(Some(Label { stage: stage as u32, microbatch: Some(microbatch), role }));
+        p.set_label(Some(Label {
+            stage: stage as u32,
+            microbatch: Some(microbatch),
+            role,
+        }));
     };
     let mut outputs = Vec::new();
     for microbatch in 0..MICROBATCHES {
@@ -53,7 +64,11 @@ pub(super) fn pipeline(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Res
         })?;
         for (stage, pass) in passes.iter().enumerate() {
             label(p, stage, microbatch, Role::Forward);
-            x = if (stage, microbatch) == STUCK { stuck.call(p, x)? } else { pass.call(p, x)? };
+            x = if (stage, microbatch) == STUCK {
+                stuck.call(p, x)?
+            } else {
+                pass.call(p, x)?
+            };
             if let Some(next) = stages.get(stage + 1) {
                 label(p, stage, microbatch, Role::SendForward);
                 x = p.device_put(&x, next.replicated())?;
@@ -61,7 +76,11 @@ pub(super) fn pipeline(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Res
         }
         outputs.push(x);
     }
-    let back = if args.contains(&"sending") { 0 } else { MICROBATCHES };
+    let back = if args.contains(&"sending") {
+        0
+    } else {
+        MICROBATCHES
+    };
     for (microbatch, mut dy) in (0..back).zip(outputs.clone()) {
         for (stage, pass) in passes.iter().enumerate().rev() {
             label(p, stage, microbatch, Role::BackwardInput);
@@ -75,5 +94,7 @@ pub(super) fn pipeline(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Res
     }
     p.set_label(None);
     say("issued".to_owned());
-    outputs.iter().try_for_each(|output| output.block_until_ready().map(drop))
+    outputs
+        .iter()
+        .try_for_each(|output| output.block_until_ready().map(drop))
 }

@@ -29,7 +29,10 @@ fn slowly(salt: u64) -> impl Fn(&Region, ViewMut<'_>) -> Result<()> + Send + Syn
 /// Moves arrays between two devices in both directions at once: first arrays with late data, then
 /// arrays with data that is ready. Prints the results.
 pub(super) fn crossing(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
-    let ends = [Sharding::single_device(DeviceId(0)), Sharding::single_device(DeviceId(1))];
+    let ends = [
+        Sharding::single_device(DeviceId(0)),
+        Sharding::single_device(DeviceId(1)),
+    ];
     let mut ready = Vec::new();
     for (salt, end) in (0..).zip(&ends) {
         ready.push(p.array_from_fn(f32s([ELEMENTS]), end, numbered(salt))?);

@@ -19,11 +19,19 @@ const SHAPES: [[usize; 2]; 2] = [[256, 128], [8, 2]];
 pub(super) fn steps(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let halves = p.mesh(&[("half", 2), ("x", 2)])?.split("half")?;
     let (front, back) = (&halves[0], &halves[1]);
-    let there =
-        p.jit(Each { name: "There", f: |x| x + 1.0 }).on(front).outputs(front.sharding(spec!["x"]));
+    let there = p
+        .jit(Each {
+            name: "There",
+            f: |x| x + 1.0,
+        })
+        .on(front)
+        .outputs(front.sharding(spec!["x"]));
     let there = there.build()?;
     let again = p
-        .jit(Each { name: "Again", f: |x| x * 0.5 })
+        .jit(Each {
+            name: "Again",
+            f: |x| x * 0.5,
+        })
         .on(back)
         .outputs(back.sharding(spec![None, "x"]));
     let again = again.build()?;
@@ -33,7 +41,13 @@ pub(super) fn steps(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()
         say(p.operations(), "front");
         let step = |p: &mut Program, mut x: MpmdArray, say: &mut dyn FnMut(u64, &str)| {
             for microbatch in 0..MICROBATCHES {
-                let label = |stage, role| Some(Label { stage, microbatch: Some(microbatch), role });
+                let label = |stage, role| {
+                    Some(Label {
+                        stage,
+                        microbatch: Some(microbatch),
+                        role,
+                    })
+                };
                 p.set_label(label(0, Role::Forward));
                 let y = there.call(p, x)?;
                 say(p.operations(), "front");

@@ -29,24 +29,54 @@ pub(super) fn shapes(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<(
             all.sharding(by_rows.clone()),
             all.sharding(by_columns.clone()),
         ),
-        ("grid turned", &[8, 8], grid.sharding(spec!["a", "b"]), grid.sharding(spec!["b", "a"])),
-        ("grid to rows", &[8, 8], grid.sharding(spec!["b"]), all.sharding(by_rows.clone())),
+        (
+            "grid turned",
+            &[8, 8],
+            grid.sharding(spec!["a", "b"]),
+            grid.sharding(spec!["b", "a"]),
+        ),
+        (
+            "grid to rows",
+            &[8, 8],
+            grid.sharding(spec!["b"]),
+            all.sharding(by_rows.clone()),
+        ),
         (
             "both axes on one dimension",
             &[8, 3],
             grid.sharding(spec![("b", "a")]),
             grid.replicated(),
         ),
-        ("four to two", &[8, 6], front.sharding(by_rows.clone()), last.sharding(by_rows.clone())),
+        (
+            "four to two",
+            &[8, 6],
+            front.sharding(by_rows.clone()),
+            last.sharding(by_rows.clone()),
+        ),
         (
             "two to four",
             &[8, 8],
             first.sharding(by_rows.clone()),
             back.sharding(by_columns.clone()),
         ),
-        ("replicated to rows", &[8, 5], front.replicated(), back.sharding(by_rows.clone())),
-        ("rows to replicated", &[8, 5], front.sharding(by_rows.clone()), back.replicated()),
-        ("everywhere", &[8, 5], last.sharding(by_rows.clone()), all.replicated()),
+        (
+            "replicated to rows",
+            &[8, 5],
+            front.replicated(),
+            back.sharding(by_rows.clone()),
+        ),
+        (
+            "rows to replicated",
+            &[8, 5],
+            front.sharding(by_rows.clone()),
+            back.replicated(),
+        ),
+        (
+            "everywhere",
+            &[8, 5],
+            last.sharding(by_rows.clone()),
+            all.replicated(),
+        ),
         (
             "overlapping meshes",
             &[4, 4],
@@ -59,11 +89,36 @@ pub(super) fn shapes(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<(
             all.sharding(by_rows.clone()),
             reversed.sharding(by_rows.clone()),
         ),
-        ("nothing at all", &[8, 0], all.sharding(by_rows.clone()), back.sharding(spec![])),
-        ("no rows", &[0, 8], front.replicated(), back.sharding(by_columns.clone())),
-        ("scalar", &[], front.replicated(), Sharding::single_device(DeviceId(7))),
-        ("one element", &[1], Sharding::single_device(DeviceId(0)), back.replicated()),
-        ("a refused cut", &[4, 6, 8], front.sharding(by_columns.clone()), back.replicated()),
+        (
+            "nothing at all",
+            &[8, 0],
+            all.sharding(by_rows.clone()),
+            back.sharding(spec![]),
+        ),
+        (
+            "no rows",
+            &[0, 8],
+            front.replicated(),
+            back.sharding(by_columns.clone()),
+        ),
+        (
+            "scalar",
+            &[],
+            front.replicated(),
+            Sharding::single_device(DeviceId(7)),
+        ),
+        (
+            "one element",
+            &[1],
+            Sharding::single_device(DeviceId(0)),
+            back.replicated(),
+        ),
+        (
+            "a refused cut",
+            &[4, 6, 8],
+            front.sharding(by_columns.clone()),
+            back.replicated(),
+        ),
     ];
     // The last case cuts a dimension of 6 in 4. It is refused when it is issued, equally on every
     // process, and the program goes on.
@@ -84,7 +139,11 @@ pub(super) fn shapes(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<(
 
     let start = p.array_from_fn(f32s([16, 24]), all.sharding(by_rows), numbered(99))?;
     let mut x = start.clone();
-    for to in [back.sharding(by_columns), first.replicated(), grid.sharding(spec!["b", "a"])] {
+    for to in [
+        back.sharding(by_columns),
+        first.replicated(),
+        grid.sharding(spec!["b", "a"]),
+    ] {
         x = p.device_put(&x, to)?;
     }
     x = p.device_put(&x, all.sharding(spec!["d"]))?;
@@ -102,7 +161,10 @@ pub(super) fn shapes(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<(
 /// of them than the eager credit allows. Prints the received shards.
 pub(super) fn eager_limit(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     const LIMIT: usize = mpmd_proto::router::EAGER_BYTES as usize;
-    let ends = [Sharding::single_device(DeviceId(0)), Sharding::single_device(DeviceId(7))];
+    let ends = [
+        Sharding::single_device(DeviceId(0)),
+        Sharding::single_device(DeviceId(7)),
+    ];
     let fill = |region: &Region, mut view: ViewMut<'_>| -> Result<()> {
         for (value, index) in view.as_mut_slice::<u8>()?.iter_mut().zip(region.range(0)) {
             *value = (index % 251) as u8;

@@ -15,7 +15,9 @@ const TIME_LIMIT: Duration = Duration::from_secs(2);
 const PROMPT: Duration = Duration::from_secs(20);
 
 fn options(processes: usize) -> Processes {
-    Carrier::TCP.processes(env!("CARGO_BIN_EXE_named"), processes).peer_timeout(TIME_LIMIT)
+    Carrier::TCP
+        .processes(env!("CARGO_BIN_EXE_named"), processes)
+        .peer_timeout(TIME_LIMIT)
 }
 
 /// Runs a process without a launcher, with these variables.
@@ -23,14 +25,21 @@ fn alone(vars: &[(&str, &str)]) -> ProcessEnd {
     let site = Sandbox::new().unwrap();
     let mut command = site.command(env!("CARGO_BIN_EXE_named"));
     command.arg("hello").envs(vars.iter().copied());
-    site.start(command, "process").unwrap().wait(Instant::now() + PROMPT).unwrap()
+    site.start(command, "process")
+        .unwrap()
+        .wait(Instant::now() + PROMPT)
+        .unwrap()
 }
 
 fn refused(vars: &[(&str, &str)], expected: &[&str]) {
     let end = alone(vars);
     assert_eq!(end.code(), 1, "{end:?}");
     for expected in expected {
-        assert!(end.stderr.contains(expected), "{expected:?} is not in: {}", end.stderr);
+        assert!(
+            end.stderr.contains(expected),
+            "{expected:?} is not in: {}",
+            end.stderr
+        );
     }
     assert!(!end.stderr.contains("panicked"), "{}", end.stderr);
 }
@@ -70,7 +79,10 @@ fn ipv6_hosts() -> Vec<String> {
         let bits = u128::from_str_radix(&line[..32], 16).unwrap();
         format!("[{}%{name}]", std::net::Ipv6Addr::from_bits(bits))
     });
-    let loopback = interfaces.lines().any(|line| line.ends_with(" lo")).then(|| "[::1]".to_owned());
+    let loopback = interfaces
+        .lines()
+        .any(|line| line.ends_with(" lo"))
+        .then(|| "[::1]".to_owned());
     loopback.into_iter().chain(link_local).collect()
 }
 
@@ -82,7 +94,9 @@ fn hosted_by_process_0(host: &str) {
     // The process that the others look for comes last.
     for process in [2, 1, 0] {
         let mut command = hello(job.command(process));
-        command.env_remove(variables::HOSTED).env(variables::COORDINATOR, &coordinator);
+        command
+            .env_remove(variables::HOSTED)
+            .env(variables::COORDINATOR, &coordinator);
         job.spawn(command);
     }
     let said = job.wait_well().concat();
@@ -113,11 +127,18 @@ fn wrong_token_is_refused_and_the_job_goes_on() {
     let first = hello(job.command(0));
     job.spawn(first);
     let mut stranger = hello(job.command(1));
-    stranger.env(variables::JOB_TOKEN, Token::random().expect("random numbers").to_hex());
+    stranger.env(
+        variables::JOB_TOKEN,
+        Token::random().expect("random numbers").to_hex(),
+    );
     let place = job.spawn(stranger);
     let end = job.wait_for(place).unwrap();
     assert_eq!(end.code(), 1, "{end:?}");
-    assert!(end.stderr.contains("the job token is probably wrong"), "{}", end.stderr);
+    assert!(
+        end.stderr.contains("the job token is probably wrong"),
+        "{}",
+        end.stderr
+    );
     let second = hello(job.command(1));
     job.spawn(second);
     let codes: Vec<i32> = job.wait().iter().map(|end| end.code()).collect();
@@ -134,7 +155,8 @@ fn missing_processes_are_named_by_all_others() {
     for end in job.wait() {
         assert_eq!(end.code(), 1, "{end:?}");
         assert!(
-            end.stderr.contains("processes 1 and 3 of 4 have not joined after 2s"),
+            end.stderr
+                .contains("processes 1 and 3 of 4 have not joined after 2s"),
             "{}",
             end.stderr
         );
@@ -166,13 +188,21 @@ fn duplicate_process_is_refused_and_the_job_goes_on() {
     let second = hello(job.command(0));
     job.spawn(second);
     while !(0..2).any(|process| job.has_ended(process).unwrap()) {
-        assert!(Instant::now() < deadline, "neither is refused\n{}", job.report());
+        assert!(
+            Instant::now() < deadline,
+            "neither is refused\n{}",
+            job.report()
+        );
         std::thread::sleep(Duration::from_millis(5));
     }
     let refused = usize::from(job.has_ended(1).unwrap());
     let end = job.wait_for(refused).unwrap();
     assert_eq!(end.code(), 1, "{end:?}");
-    assert!(end.stderr.contains("process 0 is already in the job"), "{}", end.stderr);
+    assert!(
+        end.stderr.contains("process 0 is already in the job"),
+        "{}",
+        end.stderr
+    );
     let pid = format!("with pid {}", job.pids()[1 - refused]);
     assert!(end.stderr.contains(&pid), "{pid}: {}", end.stderr);
     let other = hello(job.command(1));
@@ -191,7 +221,8 @@ fn process_with_another_job_size_is_refused() {
     let end = job.wait().remove(0);
     assert_eq!(end.code(), 1, "{end:?}");
     assert!(
-        end.stderr.contains("was started for a job of 3 processes, but this job has 2"),
+        end.stderr
+            .contains("was started for a job of 3 processes, but this job has 2"),
         "{}",
         end.stderr
     );
@@ -199,11 +230,20 @@ fn process_with_another_job_size_is_refused() {
 
 #[test]
 fn incomplete_variables_are_named() {
-    refused(&[(variables::RANK, "0")], &[variables::WORLD_SIZE, "is not set", "MPMD_RANK=0"]);
-    refused(&[(variables::WORLD_SIZE, "2")], &[variables::RANK, "is not set"]);
+    refused(
+        &[(variables::RANK, "0")],
+        &[variables::WORLD_SIZE, "is not set", "MPMD_RANK=0"],
+    );
+    refused(
+        &[(variables::WORLD_SIZE, "2")],
+        &[variables::RANK, "is not set"],
+    );
     let no_coordinator = [(variables::RANK, "0"), (variables::WORLD_SIZE, "2")];
     refused(&no_coordinator, &[variables::COORDINATOR, "is not set"]);
-    refused(&[("RANK", "0"), ("WORLD_SIZE", "2")], &["torchrun", "MASTER_ADDR", "is not set"]);
+    refused(
+        &[("RANK", "0"), ("WORLD_SIZE", "2")],
+        &["torchrun", "MASTER_ADDR", "is not set"],
+    );
 }
 
 #[test]
@@ -232,7 +272,10 @@ fn invalid_values_are_shown() {
         refused(&with(name, value), &[name, value]);
     }
     for (name, value) in [(variables::RANK, "2"), (variables::WORLD_SIZE, "0")] {
-        refused(&with(name, value), &[variables::RANK, "below the number of processes"]);
+        refused(
+            &with(name, value),
+            &[variables::RANK, "below the number of processes"],
+        );
     }
     refused(&with(variables::JOB_TOKEN, "abc"), &[variables::JOB_TOKEN]);
 }
@@ -247,7 +290,11 @@ fn unknown_transport_is_named_by_every_process() {
     }
     for end in job.wait() {
         assert_eq!(end.code(), 1, "{end:?}");
-        assert!(end.stderr.contains("MPMD_TRANSPORT=pigeon"), "{}", end.stderr);
+        assert!(
+            end.stderr.contains("MPMD_TRANSPORT=pigeon"),
+            "{}",
+            end.stderr
+        );
     }
 }
 
@@ -262,7 +309,9 @@ fn with_transports(names: &[&str], hosted: bool) -> Vec<ProcessEnd> {
         let mut command = hello(job.command(process));
         command.env(variables::TRANSPORT, name);
         if !hosted {
-            command.env_remove(variables::HOSTED).env(variables::COORDINATOR, &coordinator);
+            command
+                .env_remove(variables::HOSTED)
+                .env(variables::COORDINATOR, &coordinator);
         }
         job.spawn(command);
     }
@@ -286,7 +335,8 @@ fn different_transports_are_reported_by_all() {
         for end in with_transports(&["pigeon", "tcp"], hosted) {
             assert_eq!(end.code(), 1, "{end:?}");
             assert!(
-                end.stderr.contains("process 0 says pigeon, process 1 says tcp"),
+                end.stderr
+                    .contains("process 0 says pigeon, process 1 says tcp"),
                 "{}",
                 end.stderr
             );
@@ -301,7 +351,11 @@ fn a_transport_that_is_not_compiled_in_ends_the_job_at_once() {
         for end in with_transports(&["ucx", "ucx", "ucx"], hosted) {
             assert_eq!(end.code(), 1, "{end:?}");
             for expected in ["the transport ucx is not available", "--features ucx"] {
-                assert!(end.stderr.contains(expected), "{expected:?} is not in: {}", end.stderr);
+                assert!(
+                    end.stderr.contains(expected),
+                    "{expected:?} is not in: {}",
+                    end.stderr
+                );
             }
         }
     }
@@ -312,7 +366,10 @@ fn a_transport_that_is_not_compiled_in_ends_the_job_at_once() {
 fn another_build(folder: &std::path::Path) -> std::path::PathBuf {
     let mut bytes = std::fs::read(env!("CARGO_BIN_EXE_named")).expect("the program is there");
     let note = [3, 0, 0, 0, b'G', b'N', b'U', 0];
-    match bytes[..64 << 10].windows(note.len()).position(|found| found == note) {
+    match bytes[..64 << 10]
+        .windows(note.len())
+        .position(|found| found == note)
+    {
         Some(at) => bytes[at + note.len()] ^= 1,
         None => bytes.push(1),
     }
@@ -336,8 +393,10 @@ fn another_build_or_device_count_is_reported_by_all() {
                     .get_envs()
                     .map(|(k, v)| (k.to_owned(), v.map(ToOwned::to_owned)))
                     .collect();
-                let place =
-                    command.get_current_dir().map(ToOwned::to_owned).expect("the job's folder");
+                let place = command
+                    .get_current_dir()
+                    .map(ToOwned::to_owned)
+                    .expect("the job's folder");
                 command = hello(Command::new(&other));
                 command.current_dir(place);
                 for (name, value) in vars {
@@ -354,7 +413,12 @@ fn another_build_or_device_count_is_reported_by_all() {
         let ended = job.wait();
         for end in &ended {
             assert_eq!(end.code(), 1, "{end:?}");
-            assert_eq!(end.stderr.matches("named, build ").count(), 2, "{}", end.stderr);
+            assert_eq!(
+                end.stderr.matches("named, build ").count(),
+                2,
+                "{}",
+                end.stderr
+            );
             assert!(end.stderr.contains("process 1 on host "), "{}", end.stderr);
             let both = end.stderr.contains(", 3 devices\"") && end.stderr.contains(", 6 devices\"");
             assert_eq!(both, !by_build, "{}", end.stderr);

@@ -16,9 +16,15 @@ over_each_carrier! {
 fn launched(carrier: Carrier, processes: usize, program: &[&str]) -> ProcessEnd {
     let site = Sandbox::new().unwrap();
     let mut command = site.command(package_program("mpmd-cli", "mpmd"));
-    carrier.set(command.args(["run", "-n", &processes.to_string(), "--"]).args(program));
+    carrier.set(
+        command
+            .args(["run", "-n", &processes.to_string(), "--"])
+            .args(program),
+    );
     let mut launcher = site.start(command, "launcher").unwrap();
-    launcher.wait(Instant::now() + Duration::from_secs(60)).unwrap()
+    launcher
+        .wait(Instant::now() + Duration::from_secs(60))
+        .unwrap()
 }
 
 /// Fails unless the launcher's last line begins with `mpmd: ` and `expected`, and its exit code is
@@ -38,7 +44,11 @@ fn the_process_that_diverged_is_named(carrier: Carrier) {
         let end = launched(
             carrier,
             4,
-            &[env!("CARGO_BIN_EXE_unfinished"), "diverged", &culprit.to_string()],
+            &[
+                env!("CARGO_BIN_EXE_unfinished"),
+                "diverged",
+                &culprit.to_string(),
+            ],
         );
         let first = format!(
             "process {culprit} failed first: it ended with exit code 1; the programs diverged"
@@ -48,13 +58,25 @@ fn the_process_that_diverged_is_named(carrier: Carrier) {
 }
 
 fn a_divergence_found_on_the_way_blames_no_other(carrier: Carrier) {
-    let ways =
-        ["extra-put", "skip-aside", "extra-jit", "skip-microbatch", "end-early", "extra-at-end"];
+    let ways = [
+        "extra-put",
+        "skip-aside",
+        "extra-jit",
+        "skip-microbatch",
+        "end-early",
+        "extra-at-end",
+    ];
     let number = if carrier.is_thorough() { ways.len() } else { 3 };
     for (place, how) in ways.into_iter().enumerate().take(number) {
         // The skipped operation runs on process 3 only.
         let culprit = if how == "skip-aside" { 3 } else { place % 4 };
-        let program = [env!("CARGO_BIN_EXE_named"), "diverging", how, &culprit.to_string(), "16"];
+        let program = [
+            env!("CARGO_BIN_EXE_named"),
+            "diverging",
+            how,
+            &culprit.to_string(),
+            "16",
+        ];
         let end = launched(carrier, 4, &program);
         let last = end.stderr.lines().last().unwrap_or_default();
         if !last.starts_with("mpmd: processes ") {
@@ -63,7 +85,9 @@ fn a_divergence_found_on_the_way_blames_no_other(carrier: Carrier) {
         }
         // Before the other processes reach the operation, it is not known which of the two is
         // right.
-        let (both, _) = last.split_once(" failed first; the programs diverged").unwrap_or_default();
+        let (both, _) = last
+            .split_once(" failed first; the programs diverged")
+            .unwrap_or_default();
         assert!(
             both.split(' ').any(|word| word == culprit.to_string()),
             "{how}, {culprit}: {}",
@@ -73,14 +97,23 @@ fn a_divergence_found_on_the_way_blames_no_other(carrier: Carrier) {
 }
 
 fn two_processes_that_diverged_are_both_named(carrier: Carrier) {
-    let program = [env!("CARGO_BIN_EXE_named"), "diverging", "extra-jit", "1", "16"];
+    let program = [
+        env!("CARGO_BIN_EXE_named"),
+        "diverging",
+        "extra-jit",
+        "1",
+        "16",
+    ];
     let end = launched(carrier, 2, &program);
     check_cause(
         &end,
         "processes 0 and 1 failed first; the programs diverged: they first differ at operation",
     );
     assert!(
-        end.stderr.lines().last().is_some_and(|line| line.contains("diverging.rs:")),
+        end.stderr
+            .lines()
+            .last()
+            .is_some_and(|line| line.contains("diverging.rs:")),
         "{}",
         end.stderr
     );
@@ -89,37 +122,68 @@ fn two_processes_that_diverged_are_both_named(carrier: Carrier) {
 fn a_program_without_finish_fails_the_job(carrier: Carrier) {
     let ended =
         "process 1 ended before its program finished: its `Program` was dropped without `finish`";
-    for (how, work, why) in
-        [("dropped", "well", ended), ("failed", "badly", "the kernel is out of paper")]
-    {
+    for (how, work, why) in [
+        ("dropped", "well", ended),
+        ("failed", "badly", "the kernel is out of paper"),
+    ] {
         let end = launched(carrier, 3, &[env!("CARGO_BIN_EXE_unfinished"), how, "1"]);
         check_cause(&end, "process 1 failed first: it ended with exit code 0; ");
-        assert_eq!(end.stdout, format!("[1] the work ended {work}\n"), "{}", end.stderr);
+        assert_eq!(
+            end.stdout,
+            format!("[1] the work ended {work}\n"),
+            "{}",
+            end.stderr
+        );
         let last = end.stderr.lines().last().unwrap_or_default();
         assert!(last.contains(why), "{}", end.stderr);
         // The process itself reports it; the others repeat it, which is not shown.
         let mut said = end.stderr.lines().filter(|line| line.contains(why));
-        assert!(said.next().is_some_and(|line| line.starts_with("[1] ")), "{}", end.stderr);
+        assert!(
+            said.next().is_some_and(|line| line.starts_with("[1] ")),
+            "{}",
+            end.stderr
+        );
         assert!(said.eq([last]), "{}", end.stderr);
     }
 }
 
 fn an_error_of_the_program_reaches_all(carrier: Carrier) {
-    let end = launched(carrier, 3, &[env!("CARGO_BIN_EXE_unfinished"), "error", "1"]);
+    let end = launched(
+        carrier,
+        3,
+        &[env!("CARGO_BIN_EXE_unfinished"), "error", "1"],
+    );
     let why = "process 1 ended before its program finished: the disk is full";
-    check_cause(&end, &format!("process 1 failed first: it ended with exit code 1; {why}"));
+    check_cause(
+        &end,
+        &format!("process 1 failed first: it ended with exit code 1; {why}"),
+    );
     // The processes print it too, but it is shown once.
-    assert_eq!(end.stderr.matches("the disk is full").count(), 1, "{}", end.stderr);
+    assert_eq!(
+        end.stderr.matches("the disk is full").count(),
+        1,
+        "{}",
+        end.stderr
+    );
 }
 
 #[test]
 fn panic_of_all_processes_is_shown_once() {
-    let end = launched(Carrier::SHM, 3, &[env!("CARGO_BIN_EXE_unfinished"), "panic", "0"]);
+    let end = launched(
+        Carrier::SHM,
+        3,
+        &[env!("CARGO_BIN_EXE_unfinished"), "panic", "0"],
+    );
     assert_eq!(end.code(), 101, "{}", end.stderr);
     let shared = "mpmd: all 3 processes failed: they ended with exit code 101; thread 'main' \
                   panicked at tests/src/bin/unfinished.rs:";
     assert!(end.stderr.contains(shared), "{}", end.stderr);
-    assert_eq!(end.stderr.matches("the printer burns").count(), 1, "{}", end.stderr);
+    assert_eq!(
+        end.stderr.matches("the printer burns").count(),
+        1,
+        "{}",
+        end.stderr
+    );
 }
 
 #[test]
@@ -127,11 +191,23 @@ fn spares_and_restarts_need_a_program_that_recovers() {
     let program = [env!("CARGO_BIN_EXE_named"), "hello"];
     let site = Sandbox::new().unwrap();
     let mut command = site.command(package_program("mpmd-cli", "mpmd"));
-    command.args(["run", "-n", "2", "--spares", "1", "--"]).args(program);
+    command
+        .args(["run", "-n", "2", "--spares", "1", "--"])
+        .args(program);
     let mut launcher = site.start(command, "launcher").unwrap();
-    let end = launcher.wait(Instant::now() + Duration::from_secs(60)).unwrap();
+    let end = launcher
+        .wait(Instant::now() + Duration::from_secs(60))
+        .unwrap();
     let why = "the job has spares or restarts (--spares, --restart of mpmd run), but this program";
-    check_cause(&end, &format!("all 2 processes failed: they ended with exit code 1; {why}"));
-    assert_eq!((end.code(), end.stderr.matches(why).count()), (1, 1), "{}", end.stderr);
+    check_cause(
+        &end,
+        &format!("all 2 processes failed: they ended with exit code 1; {why}"),
+    );
+    assert_eq!(
+        (end.code(), end.stderr.matches(why).count()),
+        (1, 1),
+        "{}",
+        end.stderr
+    );
     assert_eq!(end.stdout, "", "{}", end.stderr);
 }

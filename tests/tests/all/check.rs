@@ -8,7 +8,11 @@ use mpmd_tests::{bare_command, package_program};
 
 fn check(args: &[&str]) -> Output {
     let mut command: Command = bare_command(package_program("mpmd-cli", "mpmd"));
-    command.arg("check").args(args).output().expect("mpmd is there")
+    command
+        .arg("check")
+        .args(args)
+        .output()
+        .expect("mpmd is there")
 }
 
 fn named(program: &str) -> [&str; 3] {
@@ -28,16 +32,28 @@ fn endless_program_is_proved_by_two_equal_steps() {
     let (said, errors) = (text(&done.stdout), text(&done.stderr));
     assert_eq!(done.status.code(), Some(0), "{said}{errors}");
     assert!(said.contains(" are equal, 24 operations each"), "{said}");
-    assert!(said.contains("issue    all 4 processes issue the same operations\n"), "{said}");
-    assert!(said.contains("ends over tags, direction, pair, single"), "{said}");
+    assert!(
+        said.contains("issue    all 4 processes issue the same operations\n"),
+        "{said}"
+    );
+    assert!(
+        said.contains("ends over tags, direction, pair, single"),
+        "{said}"
+    );
     // Three microbatches on their way around the ring.
     let bytes = 2 * 128 * 256 * 4 + 4 * 8 * 4;
     let link = format!("3 to 0: {:.1} KiB in 3 messages", f64::from(bytes) / 1024.0);
     assert!(said.contains(&link), "{link}: {said}");
     let dry_run = DryRun::read(&out).expect("it was kept");
-    assert_eq!((dry_run.end, dry_run.processes, dry_run.devices.len()), (End::Steady, 4, 4));
+    assert_eq!(
+        (dry_run.end, dry_run.processes, dry_run.devices.len()),
+        (End::Steady, 4, 4)
+    );
     assert!(
-        dry_run.lines.iter().any(|line| line.starts_with("tests/src/programs/looping.rs:")),
+        dry_run
+            .lines
+            .iter()
+            .any(|line| line.starts_with("tests/src/programs/looping.rs:")),
         "{:?}",
         dry_run.lines
     );
@@ -45,12 +61,20 @@ fn endless_program_is_proved_by_two_equal_steps() {
 
 #[test]
 fn memory_above_budget_and_unequal_steps_are_reported() {
-    let done =
-        check(&[&["-n", "2", "--steps", "1", "--budget", "64KiB"][..], &named("looping")].concat());
+    let done = check(
+        &[
+            &["-n", "2", "--steps", "1", "--budget", "64KiB"][..],
+            &named("looping"),
+        ]
+        .concat(),
+    );
     let said = text(&done.stdout);
     assert_eq!(done.status.code(), Some(1), "{said}{}", text(&done.stderr));
     assert!(said.contains("1 run, no two in succession equal"), "{said}");
-    assert!(said.contains("above the budget of 64.0 KiB, in operation "), "{said}");
+    assert!(
+        said.contains("above the budget of 64.0 KiB, in operation "),
+        "{said}"
+    );
     assert!(said.contains("tests/src/programs/looping.rs:"), "{said}");
 }
 
@@ -76,36 +100,58 @@ fn diverging_process_fails_the_check() {
             said.contains("issue    processes 0, 2 to 3 issue the same operations\n"),
             "{how}: {said}"
         );
-        let (_, shown) =
-            said.split_once("issue    process 1 parts from process 0 at operation ").expect(how);
+        let (_, shown) = said
+            .split_once("issue    process 1 parts from process 0 at operation ")
+            .expect(how);
         let shown: Vec<&str> = shown.lines().take(3).collect();
         for (line, process) in shown[1..].iter().zip(["process 0: ", "process 1: "]) {
             assert!(line.trim_start().starts_with(process), "{how}: {said}");
-            assert!(line.contains(&format!("operation {} (", shown[0])), "{how}: {said}");
-            assert!(line.contains("tests/src/programs/diverging.rs:"), "{how}: {said}");
+            assert!(
+                line.contains(&format!("operation {} (", shown[0])),
+                "{how}: {said}"
+            );
+            assert!(
+                line.contains("tests/src/programs/diverging.rs:"),
+                "{how}: {said}"
+            );
         }
         assert!(shown[2].contains(what), "{how}: {said}");
     }
     // If two processes differ, neither is known to be right: process 0 may be the wrong one.
     let (code, said, _) = diverging("extra-jit", "0");
     assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("issue    processes 1 to 3 part from process 0 at operation "), "{said}");
+    assert!(
+        said.contains("issue    processes 1 to 3 part from process 0 at operation "),
+        "{said}"
+    );
 }
 
 #[test]
 fn same_operations_by_other_code_pass() {
     let (code, said, errors) = diverging("same-value", "1");
     assert_eq!(code, Some(0), "{said}{errors}");
-    assert!(said.contains("issue    all 4 processes issue the same operations\n"), "{said}");
+    assert!(
+        said.contains("issue    all 4 processes issue the same operations\n"),
+        "{said}"
+    );
 }
 
 #[test]
 fn a_process_that_fails_its_dry_run_is_named() {
     let (code, said, errors) = diverging("unguarded-read", "3");
     assert_eq!(code, Some(2), "{said}{errors}");
-    assert!(errors.contains("failed in its dry run (exit status: "), "{errors}");
-    assert!(errors.contains(" as process 3; as process 0 its dry run ended"), "{errors}");
-    assert!(errors.contains("the last stage's values are not here"), "{errors}");
+    assert!(
+        errors.contains("failed in its dry run (exit status: "),
+        "{errors}"
+    );
+    assert!(
+        errors.contains(" as process 3; as process 0 its dry run ended"),
+        "{errors}"
+    );
+    assert!(
+        errors.contains("the last stage's values are not here"),
+        "{errors}"
+    );
 }
 
 #[test]
@@ -113,19 +159,37 @@ fn a_checked_training_writes_no_file() {
     let folder = tempfile::tempdir().expect("a folder for the test");
     let losses = folder.path().join("losses");
     let train = package_program("mpmd-examples", "train_gpt");
-    let words = ["-n", "2", "--", train.to_str().expect("its name is plain"), "--losses-out"];
+    let words = [
+        "-n",
+        "2",
+        "--",
+        train.to_str().expect("its name is plain"),
+        "--losses-out",
+    ];
     let done = check(&[&words[..], &[losses.to_str().expect("its name is plain")]].concat());
     let said = text(&done.stdout);
     assert_eq!(done.status.code(), Some(0), "{said}{}", text(&done.stderr));
-    assert!(said.contains("issue    all 2 processes issue the same operations\n"), "{said}");
-    assert!(!losses.exists(), "a dry run as process 0 has written the losses");
+    assert!(
+        said.contains("issue    all 2 processes issue the same operations\n"),
+        "{said}"
+    );
+    assert!(
+        !losses.exists(),
+        "a dry run as process 0 has written the losses"
+    );
 }
 
 #[test]
 fn failed_dry_run_shows_the_programs_error() {
     for (args, expected) in [
-        (&["-n", "2", "--", "true"][..], "true ended without writing a dry run"),
-        (&["-n", "2", "--", "mpmd-no-such-program"], "there is no program mpmd-no-such-program"),
+        (
+            &["-n", "2", "--", "true"][..],
+            "true ended without writing a dry run",
+        ),
+        (
+            &["-n", "2", "--", "mpmd-no-such-program"],
+            "there is no program mpmd-no-such-program",
+        ),
         (
             &["-n", "2", "--peer-timeout", "0.2", "--", "sleep", "20"],
             "sleep has not ended its dry run after 200ms",

@@ -10,7 +10,9 @@ const BYTES: u64 = 64 << 10;
 
 fn options(processes: usize) -> Processes {
     let limit = Duration::from_secs(300);
-    Carrier::SHM.processes(env!("CARGO_BIN_EXE_named"), processes).deadline(limit)
+    Carrier::SHM
+        .processes(env!("CARGO_BIN_EXE_named"), processes)
+        .deadline(limit)
 }
 
 /// Returns (mapped bytes, lent bytes) after each tenth of the rounds.
@@ -31,14 +33,23 @@ fn array_goes_around_with_flat_loans_and_memory() {
             let looks = looks(&said);
             assert_eq!(looks.len(), 10, "process {process} of {processes}\n{said}");
             for (mapped, lent) in &looks {
-                assert_eq!(*mapped, looks[0].0, "process {process} of {processes}\n{said}");
+                assert_eq!(
+                    *mapped, looks[0].0,
+                    "process {process} of {processes}\n{said}"
+                );
                 // At most once to each other process.
                 let most = BYTES * (processes as u64 - 1);
                 assert!(*lent <= most, "process {process} of {processes}\n{said}");
                 // Only the array's owner has lent it: no other process has made a copy.
-                assert!(process == 0 || *lent == 0, "process {process} of {processes}\n{said}");
+                assert!(
+                    process == 0 || *lent == 0,
+                    "process {process} of {processes}\n{said}"
+                );
             }
-            assert!(said.ends_with("all is back\n"), "process {process} of {processes}\n{said}");
+            assert!(
+                said.ends_with("all is back\n"),
+                "process {process} of {processes}\n{said}"
+            );
         }
     }
 }
@@ -52,12 +63,24 @@ fn memory_comes_back_when_a_process_of_the_ring_dies() {
         std::thread::sleep(Duration::from_micros(random.usize(..300_000) as u64));
         job.kill(victim).unwrap();
         let ended = job.wait();
-        for (process, end) in ended.iter().enumerate().filter(|(process, _)| *process != victim) {
+        for (process, end) in ended
+            .iter()
+            .enumerate()
+            .filter(|(process, _)| *process != victim)
+        {
             assert_eq!(end.code(), 1, "process {process}\n{}", job.report());
             let is_named = end.stderr.contains(&format!("process {victim} is gone"));
             assert!(is_named, "process {process}\n{}", job.report());
-            assert!(!end.stderr.contains("WRONG"), "process {process}\n{}", job.report());
-            assert!(end.stdout.ends_with("all is back\n"), "{process}\n{}", job.report());
+            assert!(
+                !end.stderr.contains("WRONG"),
+                "process {process}\n{}",
+                job.report()
+            );
+            assert!(
+                end.stdout.ends_with("all is back\n"),
+                "{process}\n{}",
+                job.report()
+            );
         }
     }
 }

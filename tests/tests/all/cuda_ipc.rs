@@ -51,8 +51,11 @@ fn start_with<'a>(
 
 /// Returns the number that a process printed for `name` at its end.
 fn figure(said: &str, name: &str) -> u64 {
-    let line = said.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(": "));
-    line.and_then(|number| number.parse().ok()).unwrap_or_else(|| panic!("no {name} in {said}"))
+    let line = said
+        .lines()
+        .find_map(|line| line.strip_prefix(name)?.strip_prefix(": "));
+    line.and_then(|number| number.parse().ok())
+        .unwrap_or_else(|| panic!("no {name} in {said}"))
 }
 
 #[test]
@@ -61,9 +64,12 @@ fn whole_shards_are_not_copied_and_memory_is_opened_once() {
     let pace = |pace| vec![("SOFTCUDA_PACE", pace)];
     // Blocks of the driver that hold several segments, and no interprocess events at all.
     let sharing = vec![("SOFTCUDA_BLOCK", "16777216"), ("SOFTCUDA_IPC_EVENTS", "0")];
-    for (processes, settings) in
-        [(2, pace("eager")), (3, pace("seed:7")), (2, pace("lazy:20")), (3, sharing)]
-    {
+    for (processes, settings) in [
+        (2, pace("eager")),
+        (3, pace("seed:7")),
+        (2, pace("lazy:20")),
+        (3, sharing),
+    ] {
         let (mut job, _folder) = start(processes, &["whole", "100"], &settings);
         for said in job.wait_well() {
             if softcuda::real() {
@@ -91,7 +97,11 @@ fn parts_of_shards_are_copied_once() {
             // any source.
             let whole = 96 * 48 * 4;
             let part = whole / processes as u64;
-            assert_eq!(figure(&said, "bytes copied on the device"), 2 * part + whole, "{said}");
+            assert_eq!(
+                figure(&said, "bytes copied on the device"),
+                2 * part + whole,
+                "{said}"
+            );
         }
     }
 }
@@ -102,7 +112,10 @@ fn many_arrays_are_lent_and_relent_at_once() {
     for processes in [2, 3] {
         let (mut job, _folder) = start(processes, &["at-once"], &[]);
         for said in job.wait_well() {
-            assert!(softcuda::real() || figure(&said, "bytes copied on the device") == 0, "{said}");
+            assert!(
+                softcuda::real() || figure(&said, "bytes copied on the device") == 0,
+                "{said}"
+            );
         }
     }
 }
@@ -117,10 +130,17 @@ fn inject_fault(processes: usize, victim: usize, pace: &str) -> FaultOutcome {
 #[test]
 fn killed_process_with_lent_memory_is_named_by_the_others() {
     softcuda::registered!();
-    for (processes, victim, pace) in
-        [(2, 0, "eager"), (2, 1, "seed:5"), (3, 1, "eager"), (3, 2, "seed:9")]
-    {
-        let FaultOutcome { ended, took, report } = inject_fault(processes, victim, pace);
+    for (processes, victim, pace) in [
+        (2, 0, "eager"),
+        (2, 1, "seed:5"),
+        (3, 1, "eager"),
+        (3, 2, "seed:9"),
+    ] {
+        let FaultOutcome {
+            ended,
+            took,
+            report,
+        } = inject_fault(processes, victim, pace);
         for end in ended {
             assert_eq!(end.code(), 1, "{report}");
             // With three processes, one may first hear that the other has left because of the
@@ -133,7 +153,10 @@ fn killed_process_with_lent_memory_is_named_by_the_others() {
             assert!(named, "{report}");
             assert!(!end.stderr.contains("panicked"), "{report}");
         }
-        assert!(took <= SOON, "{processes} processes without {victim}: {took:?}\n{report}");
+        assert!(
+            took <= SOON,
+            "{processes} processes without {victim}: {took:?}\n{report}"
+        );
     }
 }
 
@@ -147,8 +170,15 @@ fn device_of_survivor_works_after_unfinished_loan() {
         let (mut job, _folder) = start(2, &["unfinished"], &settings);
         job.wait_for_output("issued\n").unwrap();
         std::thread::sleep(Duration::from_secs(1));
-        let FaultOutcome { ended, took, report } = job.inject_fault(0, Signal::KILL);
-        assert!(ended[0].stdout.contains("the device works: true"), "{report}");
+        let FaultOutcome {
+            ended,
+            took,
+            report,
+        } = job.inject_fault(0, Signal::KILL);
+        assert!(
+            ended[0].stdout.contains("the device works: true"),
+            "{report}"
+        );
         assert!(took <= SOON, "{took:?}\n{report}");
     }
 }
@@ -176,7 +206,8 @@ fn stop_shorter_than_peer_timeout_is_no_failure() {
     std::thread::sleep(Duration::from_secs(1));
     job.resume(1).unwrap();
     let steps = job.output(0).unwrap().lines().count();
-    job.wait_for_output(&format!("step {}\n", steps + 10)).unwrap();
+    job.wait_for_output(&format!("step {}\n", steps + 10))
+        .unwrap();
     job.end();
 }
 
@@ -187,7 +218,12 @@ fn run_apart<'a>(settings: impl Fn(usize) -> &'a [(&'a str, &'a str)]) -> Vec<St
     let ended = job.wait();
     for end in &ended {
         assert_eq!(end.code(), 0, "{}", job.report());
-        assert_eq!(figure(&end.stdout, "memory opened later"), 0, "{}", end.stdout);
+        assert_eq!(
+            figure(&end.stdout, "memory opened later"),
+            0,
+            "{}",
+            end.stdout
+        );
     }
     ended.into_iter().map(|end| end.stderr).collect()
 }
@@ -218,10 +254,16 @@ fn refused_ipc_handles_are_reported_once_with_reason_and_cost() {
     for said in run_apart(|process| &refused[..process]) {
         assert_eq!(said.matches(REFUSED).count(), 1, "{said}");
         let (_, why) = said.split_once(REFUSED).expect("found above");
-        assert!(why.starts_with("opening memory of another process's CUDA device"), "{said}");
+        assert!(
+            why.starts_with("opening memory of another process's CUDA device"),
+            "{said}"
+        );
         assert!(why.contains("copied through host memory"), "{said}");
     }
     let off = [(variables::CUDA_IPC, "0")];
     let said = run_apart(|process| &off[..process]);
-    assert!(said[0].contains("MPMD_CUDA_IPC=0 turns it off"), "the other has not: {said:?}");
+    assert!(
+        said[0].contains("MPMD_CUDA_IPC=0 turns it off"),
+        "the other has not: {said:?}"
+    );
 }

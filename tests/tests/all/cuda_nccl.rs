@@ -23,7 +23,9 @@ fn start(
 ) -> (Job, tempfile::TempDir) {
     let processes = ways.len();
     let options = carrier.processes(package_program("mpmd-tests", "named"), processes);
-    let options = options.peer_timeout(Duration::from_secs(30)).deadline(Duration::from_secs(100));
+    let options = options
+        .peer_timeout(Duration::from_secs(30))
+        .deadline(Duration::from_secs(100));
     let folder = tempfile::tempdir().expect("a folder for the driver");
     let driver = softcuda::install(folder.path()).expect("the driver is built");
     let mut job = Job::prepare(options);
@@ -35,7 +37,9 @@ fn start(
             .env(variables::DEVICE, "cuda")
             .env(variables::CUDA_COLLECTIVES, way);
         softcuda::environment(&mut command, &driver);
-        command.env("SOFTCUDA_DEVICES", processes.to_string()).envs(settings.iter().copied());
+        command
+            .env("SOFTCUDA_DEVICES", processes.to_string())
+            .envs(settings.iter().copied());
         job.spawn(command);
     }
     (job, folder)
@@ -43,8 +47,11 @@ fn start(
 
 /// Returns the number that a process printed for `name` at its end.
 fn figure(said: &str, name: &str) -> u64 {
-    let line = said.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(": "));
-    line.and_then(|number| number.parse().ok()).unwrap_or_else(|| panic!("no {name} in {said}"))
+    let line = said
+        .lines()
+        .find_map(|line| line.strip_prefix(name)?.strip_prefix(": "));
+    line.and_then(|number| number.parse().ok())
+        .unwrap_or_else(|| panic!("no {name} in {said}"))
 }
 
 /// Waits for the end of all processes, which must come within [`SOON`]. Returns their results and
@@ -61,8 +68,12 @@ fn ends(job: &mut Job) -> (Vec<ProcessEnd>, String) {
 fn nccl_works_over_every_transport() {
     softcuda::registered!();
     for (carrier, pace) in [(Carrier::SHM, "eager"), (Carrier::TCP, "seed:6")] {
-        let (mut job, _folder) =
-            start(carrier, &["nccl"; 3], &["sums", "12"], &[("SOFTCUDA_PACE", pace)]);
+        let (mut job, _folder) = start(
+            carrier,
+            &["nccl"; 3],
+            &["sums", "12"],
+            &[("SOFTCUDA_PACE", pace)],
+        );
         for said in job.wait_well() {
             assert_eq!(figure(&said, "groups joined"), 1, "{said}");
             assert_eq!(figure(&said, "reductions by NCCL"), 33, "{said}");
@@ -74,8 +85,12 @@ fn nccl_works_over_every_transport() {
 fn processes_that_share_a_gpu_use_the_host() {
     softcuda::registered!();
     for (ways, gpus) in [(["nccl"; 3], "2"), (["host"; 3], "3")] {
-        let (mut job, _folder) =
-            start(Carrier::SHM, &ways, &["sums", "3"], &[("SOFTCUDA_DEVICES", gpus)]);
+        let (mut job, _folder) = start(
+            Carrier::SHM,
+            &ways,
+            &["sums", "3"],
+            &[("SOFTCUDA_DEVICES", gpus)],
+        );
         for said in job.wait_well() {
             assert_eq!(
                 figure(&said, "groups joined") + figure(&said, "reductions by NCCL"),
@@ -89,21 +104,33 @@ fn processes_that_share_a_gpu_use_the_host() {
 #[test]
 fn killed_process_is_named_by_those_waiting_in_nccl() {
     softcuda::registered!();
-    for (processes, victim, carrier) in
-        [(2, 0, Carrier::SHM), (3, 2, Carrier::SHM), (3, 1, Carrier::TCP)]
-    {
+    for (processes, victim, carrier) in [
+        (2, 0, Carrier::SHM),
+        (3, 2, Carrier::SHM),
+        (3, 1, Carrier::TCP),
+    ] {
         // The victim's device is slow, so that the others' devices wait for it when it is killed.
         let args = ["steps", &victim.to_string()];
         let (mut job, _folder) = start(carrier, &vec!["nccl"; processes], &args, &[]);
         job.wait_for_output("step 2\n").unwrap();
         std::thread::sleep(Duration::from_millis(50));
-        let FaultOutcome { ended, took, report } = job.inject_fault(victim, Signal::KILL);
+        let FaultOutcome {
+            ended,
+            took,
+            report,
+        } = job.inject_fault(victim, Signal::KILL);
         for end in ended {
             assert_eq!(end.code(), 1, "{report}");
-            assert!(end.stderr.contains(&format!("process {victim} is gone")), "{report}");
+            assert!(
+                end.stderr.contains(&format!("process {victim} is gone")),
+                "{report}"
+            );
             assert!(!end.stderr.contains("panicked"), "{report}");
         }
-        assert!(took <= SOON, "{processes} processes without {victim}: {took:?}\n{report}");
+        assert!(
+            took <= SOON,
+            "{processes} processes without {victim}: {took:?}\n{report}"
+        );
     }
 }
 
@@ -114,7 +141,10 @@ fn different_or_unknown_collectives_setting_is_an_error() {
     let (ended, report) = ends(&mut job);
     for end in ended {
         assert!(
-            end.code() == 1 && end.stderr.contains("2 devices of kind cuda, collectives by nccl"),
+            end.code() == 1
+                && end
+                    .stderr
+                    .contains("2 devices of kind cuda, collectives by nccl"),
             "{report}"
         );
     }
@@ -141,7 +171,10 @@ fn process_without_nccl_is_named_by_all() {
         .deadline(Duration::from_secs(60));
     let mut job = Job::prepare(options);
     let rich = tempfile::tempdir().expect("a folder");
-    let rich = (softcuda::install(rich.path()).expect("the driver is built"), rich);
+    let rich = (
+        softcuda::install(rich.path()).expect("the driver is built"),
+        rich,
+    );
     for process in 0..2 {
         let mut command = job.command(process);
         command
@@ -153,10 +186,18 @@ fn process_without_nccl_is_named_by_all() {
     }
     let (ended, report) = ends(&mut job);
     assert!(ended.iter().all(|end| end.code() == 1), "{report}");
-    assert!(ended[1].stderr.contains("no NCCL found: looked for libnccl.so"), "{report}");
+    assert!(
+        ended[1]
+            .stderr
+            .contains("no NCCL found: looked for libnccl.so"),
+        "{report}"
+    );
     let named = [
         "process 1 on host ",
         "has no NCCL, which was asked for: no NCCL found: looked for libnccl.so",
     ];
-    assert!(named.iter().all(|part| ended[0].stderr.contains(part)), "{report}");
+    assert!(
+        named.iter().all(|part| ended[0].stderr.contains(part)),
+        "{report}"
+    );
 }

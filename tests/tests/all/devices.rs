@@ -27,13 +27,19 @@ fn start_and_wait(command: Command) -> ProcessEnd {
 
 fn wait_within(limit: Duration, command: Command) -> ProcessEnd {
     let site = Sandbox::new().unwrap();
-    site.start(command, "process").unwrap().wait(Instant::now() + limit).unwrap()
+    site.start(command, "process")
+        .unwrap()
+        .wait(Instant::now() + limit)
+        .unwrap()
 }
 
 /// Returns how often `stderr` reports that there are no such devices here.
 fn complaints(stderr: &str) -> usize {
     let begin = "this process cannot have its devices of kind cuda: ";
-    stderr.match_indices(begin).filter(|(at, _)| is_reason(&stderr[at + begin.len()..])).count()
+    stderr
+        .match_indices(begin)
+        .filter(|(at, _)| is_reason(&stderr[at + begin.len()..]))
+        .count()
 }
 
 fn is_reason(text: &str) -> bool {
@@ -46,7 +52,16 @@ fn is_reason(text: &str) -> bool {
 fn missing_devices_are_reported_once() {
     for processes in ["1", "2"] {
         let mut command = bare_command(package_program("mpmd-cli", "mpmd"));
-        command.args(["run", "-n", processes, "--device", "cuda", "--peer-timeout", "600", "--"]);
+        command.args([
+            "run",
+            "-n",
+            processes,
+            "--device",
+            "cuda",
+            "--peer-timeout",
+            "600",
+            "--",
+        ]);
         without_gpus(command.arg(env!("CARGO_BIN_EXE_named")).arg("hello"));
         let end = start_and_wait(command);
         assert_eq!(end.code(), 1, "{end:?}");
@@ -74,10 +89,15 @@ fn device_kinds_come_from_the_environment_without_launcher() {
         (0, "hello from process 0 of 1: 42\n"),
         "{end:?}"
     );
-    for (wrong, expected) in [("gpu", "cpu or cuda"), ("cpu,cuda", "at most as many kinds")] {
+    for (wrong, expected) in [
+        ("gpu", "cpu or cuda"),
+        ("cpu,cuda", "at most as many kinds"),
+    ] {
         let end = with(wrong);
         assert_eq!(end.code(), 1, "{end:?}");
-        let named = end.stderr.contains(&format!("MPMD_DEVICE={wrong} makes no sense"));
+        let named = end
+            .stderr
+            .contains(&format!("MPMD_DEVICE={wrong} makes no sense"));
         assert!(named && end.stderr.contains(expected), "{}", end.stderr);
     }
 }
@@ -96,7 +116,9 @@ fn job(kinds: &[&str], hosted: bool) -> Vec<ProcessEnd> {
         let mut command = job.command(process);
         without_gpus(command.arg("hello").env(variables::DEVICE, kind));
         if !hosted {
-            command.env_remove(variables::HOSTED).env(variables::COORDINATOR, &coordinator);
+            command
+                .env_remove(variables::HOSTED)
+                .env(variables::COORDINATOR, &coordinator);
         }
         job.spawn(command);
     }
@@ -114,9 +136,15 @@ fn process_without_driver_is_named_to_the_others() {
                 assert_eq!(complaints(&end.stderr), 1, "{}", end.stderr);
                 continue;
             }
-            let (who, why) =
-                end.stderr.split_once(" has no devices of kind cuda: ").expect(&end.stderr);
-            assert!(who.contains("process 1 on host ") && is_reason(why), "{}", end.stderr);
+            let (who, why) = end
+                .stderr
+                .split_once(" has no devices of kind cuda: ")
+                .expect(&end.stderr);
+            assert!(
+                who.contains("process 1 on host ") && is_reason(why),
+                "{}",
+                end.stderr
+            );
         }
     }
 }
@@ -125,7 +153,10 @@ fn process_without_driver_is_named_to_the_others() {
 fn different_device_kinds_are_reported_by_all() {
     for end in job(&["cpu", "cpu,cuda"], true) {
         assert_eq!(end.code(), 1, "{end:?}");
-        for expected in [", 2 devices\"", ", 2 devices, of kind cpu 0, of kind cuda 1\""] {
+        for expected in [
+            ", 2 devices\"",
+            ", 2 devices, of kind cpu 0, of kind cuda 1\"",
+        ] {
             assert!(end.stderr.contains(expected), "{expected}: {}", end.stderr);
         }
     }
@@ -134,7 +165,14 @@ fn different_device_kinds_are_reported_by_all() {
 #[test]
 fn dry_run_needs_no_driver() {
     let mut command = bare_command(package_program("mpmd-cli", "mpmd"));
-    command.args(["check", "-n", "2", "--", env!("CARGO_BIN_EXE_named"), "hello"]);
+    command.args([
+        "check",
+        "-n",
+        "2",
+        "--",
+        env!("CARGO_BIN_EXE_named"),
+        "hello",
+    ]);
     without_gpus(command.env(variables::DEVICE, "cpu,cuda"));
     let end = start_and_wait(command);
     assert_eq!(end.code(), 0, "{end:?}");
@@ -153,12 +191,19 @@ fn library_that_is_no_driver_is_reported() {
     std::os::unix::fs::symlink(libc, folder.path().join("libcuda.so.1"))
         .expect("the folder is ours");
     let mut command = bare_command(env!("CARGO_BIN_EXE_named"));
-    command.arg("hello").env(variables::DEVICE, "cuda").env("LD_LIBRARY_PATH", folder.path());
+    command
+        .arg("hello")
+        .env(variables::DEVICE, "cuda")
+        .env("LD_LIBRARY_PATH", folder.path());
     let end = start_and_wait(command);
     assert_eq!(end.code(), 1, "{end:?}");
     let expected =
         "no CUDA driver found that can be used: the library here has no cuInit, cuDriverGetVersion";
-    assert!(end.stderr.contains(expected) && !end.stderr.contains("panicked"), "{}", end.stderr);
+    assert!(
+        end.stderr.contains(expected) && !end.stderr.contains("panicked"),
+        "{}",
+        end.stderr
+    );
 }
 
 /// Programs that find a driver: the tests' own.
@@ -189,10 +234,17 @@ mod with_a_driver_in_software {
         for (devices, turns) in [
             ("1", "all processes of this host share 0"),
             ("2", "2 processes of a device each get 0, 1; 3 get 0, 1, 0"),
-            ("3", "3 processes of a device each get 0, 1, 2; 4 get 0, 1, 2, 0"),
+            (
+                "3",
+                "3 processes of a device each get 0, 1, 2; 4 get 0, 1, 2, 0",
+            ),
         ] {
             let mut command = bare_command(package_program("mpmd-cli", "mpmd"));
-            on(folder.path(), devices, command.args(["doctor", "--json", "--device", "cuda"]));
+            on(
+                folder.path(),
+                devices,
+                command.args(["doctor", "--json", "--device", "cuda"]),
+            );
             let end = start_and_wait(command);
             assert_eq!(end.code(), 0, "{end:?}");
             assert!(end.stdout.contains(turns), "{}", end.stdout);
@@ -215,7 +267,11 @@ mod with_a_driver_in_software {
                 assert_eq!(end.code(), 0, "{kinds} over {devices}: {end:?}");
                 for process in 0..2 {
                     let line = format!("[{process}] hello from process {process} of 2: 42");
-                    assert!(end.stdout.contains(&line), "{kinds} over {devices}: {}", end.stdout);
+                    assert!(
+                        end.stdout.contains(&line),
+                        "{kinds} over {devices}: {}",
+                        end.stdout
+                    );
                 }
             }
         }
@@ -225,12 +281,19 @@ mod with_a_driver_in_software {
     fn bench(arguments: &str, settings: &[(&str, &str)]) -> Vec<Value> {
         let folder = tempfile::tempdir().expect("a folder for the test");
         let mut command = bare_command(package_program("mpmd-cli", "mpmd"));
-        command.arg("bench").args(arguments.split(' ')).args(["--device", "cuda", "--json"]);
+        command
+            .arg("bench")
+            .args(arguments.split(' '))
+            .args(["--device", "cuda", "--json"]);
         on(folder.path(), "1", &mut command);
         command.envs(settings.iter().copied());
         let end = wait_within(LONG, command);
         assert_eq!(end.code(), 0, "{arguments}: {end:?}");
-        let lines = end.stdout.lines().map(serde_json::from_str).collect::<Result<_, _>>();
+        let lines = end
+            .stdout
+            .lines()
+            .map(serde_json::from_str)
+            .collect::<Result<_, _>>();
         lines.unwrap_or_else(|error| panic!("{error}: {}", end.stdout))
     }
 
@@ -245,7 +308,10 @@ mod with_a_driver_in_software {
     fn cuda_benchmarks_print_every_expected_figure() {
         softcuda::registered!();
         for (arguments, expected) in [
-            ("dispatch --repeats 2", &[("jit issue", "over_launch_us"), ("launch", "p90")][..]),
+            (
+                "dispatch --repeats 2",
+                &[("jit issue", "over_launch_us"), ("launch", "p90")][..],
+            ),
             (
                 "reshard --mib 1 --processes 1 --repeats 2",
                 &[
@@ -265,9 +331,15 @@ mod with_a_driver_in_software {
             let lines = bench(arguments, &[]);
             for (name, field) in expected {
                 let found = named(&lines, name)[0];
-                assert!(found[field].as_f64().is_some_and(f64::is_finite), "{field} of {found}");
+                assert!(
+                    found[field].as_f64().is_some_and(f64::is_finite),
+                    "{field} of {found}"
+                );
             }
-            assert!(lines.iter().all(|line| line["name"] != "memcpy"), "{lines:?}");
+            assert!(
+                lines.iter().all(|line| line["name"] != "memcpy"),
+                "{lines:?}"
+            );
         }
     }
 
@@ -276,9 +348,12 @@ mod with_a_driver_in_software {
         softcuda::registered!();
         let lines = bench("p2p --case handover --sizes 4Ki,64Ki --repeats 2", &[]);
         let figure = |line: &Value, field: &str| {
-            line[field].as_f64().filter(|figure| figure.is_finite()).unwrap_or_else(|| {
-                panic!("{field} of {line}");
-            })
+            line[field]
+                .as_f64()
+                .filter(|figure| figure.is_finite())
+                .unwrap_or_else(|| {
+                    panic!("{field} of {line}");
+                })
         };
         for (name, field) in [
             ("handover", "over_bare_ipc_us"),
@@ -296,13 +371,21 @@ mod with_a_driver_in_software {
             }
         }
         // Each size is printed before the next is measured.
-        let sizes: Vec<_> = lines.iter().filter_map(|line| line["bytes"].as_u64()).collect();
+        let sizes: Vec<_> = lines
+            .iter()
+            .filter_map(|line| line["bytes"].as_u64())
+            .collect();
         assert!(sizes.len() == lines.len() && sizes.is_sorted(), "{lines:?}");
         // Memory is known by its address on the device. The sender keeps 8 arrays.
-        for (steady, new) in named(&lines, "handover").iter().zip(named(&lines, "handover warm-up"))
+        for (steady, new) in named(&lines, "handover")
+            .iter()
+            .zip(named(&lines, "handover warm-up"))
         {
             let [steady, new] = [steady, &new].map(|line| figure(line, "repeats"));
-            assert!(steady + new == 16.0 && new > 8.0 && steady > 0.0, "{steady} and {new}");
+            assert!(
+                steady + new == 16.0 && new > 8.0 && steady > 0.0,
+                "{steady} and {new}"
+            );
         }
     }
 
@@ -311,11 +394,21 @@ mod with_a_driver_in_software {
         softcuda::registered!();
         let small = ("SOFTCUDA_MEMORY", "1073741824");
         let lines = bench("probe --events 50", &[small]);
-        assert!(lines.iter().all(|line| line.get("failed").is_none()), "{lines:?}");
-        assert!(named(&lines, "driver")[0]["version"].as_str().is_some_and(|it| it.contains('.')));
+        assert!(
+            lines.iter().all(|line| line.get("failed").is_none()),
+            "{lines:?}"
+        );
+        assert!(
+            named(&lines, "driver")[0]["version"]
+                .as_str()
+                .is_some_and(|it| it.contains('.'))
+        );
         let positive = |name: &str, path: &str| {
             for line in named(&lines, name) {
-                assert!(line.pointer(path).and_then(Value::as_f64) > Some(0.0), "{path} of {line}");
+                assert!(
+                    line.pointer(path).and_then(Value::as_f64) > Some(0.0),
+                    "{path} of {line}"
+                );
             }
         };
         positive("context", "/open_us");
@@ -323,20 +416,37 @@ mod with_a_driver_in_software {
         positive("event recorded and waited for", "/us/median");
         assert_eq!(named(&lines, "event recorded and waited for").len(), 3);
         let pinned = named(&lines, "host memory");
-        assert!(pinned.len() == 3 && pinned.iter().all(|line| line["pin"] == "ok"), "{pinned:?}");
+        assert!(
+            pinned.len() == 3 && pinned.iter().all(|line| line["pin"] == "ok"),
+            "{pinned:?}"
+        );
         positive("host memory", "/in/gb_per_s");
         positive("host memory", "/out/gb_per_s");
         let last = *named(&lines, "ipc memory").last().expect("it is there");
-        assert_eq!([&last["first"]["open"], &last["second"]["open"]], ["ok"; 2], "{last}");
-        assert_eq!([&last["first"]["first_byte"], &last["second"]["first_byte"]], [17, 34]);
+        assert_eq!(
+            [&last["first"]["open"], &last["second"]["open"]],
+            ["ok"; 2],
+            "{last}"
+        );
+        assert_eq!(
+            [&last["first"]["first_byte"], &last["second"]["first_byte"]],
+            [17, 34]
+        );
         assert_ne!(last["same_process"], "ok", "{last}");
         positive("ipc memory", "/allocate_us");
         positive("ipc event", "/idle_us/median");
         let event = named(&lines, "ipc event")[0];
-        assert_eq!([&event["opened"]["open"], &event["last"]["wait"]], ["ok"; 2], "{event}");
+        assert_eq!(
+            [&event["opened"]["open"], &event["last"]["wait"]],
+            ["ok"; 2],
+            "{event}"
+        );
         assert_eq!(named(&lines, "interprocess events")[0]["made"], 50);
         let garbage = named(&lines, "garbage handles")[0];
-        assert!(garbage["memory"] != "ok" && garbage["event"] != "ok", "{garbage}");
+        assert!(
+            garbage["memory"] != "ok" && garbage["event"] != "ok",
+            "{garbage}"
+        );
         if softcuda::real() {
             return;
         }
@@ -344,8 +454,15 @@ mod with_a_driver_in_software {
         let fail = "cuMemHostRegister_v2=801:1,cuIpcGetEventHandle=801:1";
         let refused = bench("probe --events 50", &[small, ("SOFTCUDA_FAIL", fail)]);
         assert_eq!(refused.len(), lines.len(), "{refused:?}");
-        assert_eq!(named(&refused, "host memory")[0]["pin"], "CUDA_ERROR_NOT_SUPPORTED");
+        assert_eq!(
+            named(&refused, "host memory")[0]["pin"],
+            "CUDA_ERROR_NOT_SUPPORTED"
+        );
         let event = named(&refused, "ipc event")[0];
-        assert!(event["failed"].as_str().is_some_and(|why| why.contains("NOT_SUPPORTED")));
+        assert!(
+            event["failed"]
+                .as_str()
+                .is_some_and(|why| why.contains("NOT_SUPPORTED"))
+        );
     }
 }

@@ -31,12 +31,26 @@ fn errors(carrier: Carrier, how: &str, culprit: usize, elements: usize) -> Vec<S
     let ended = job.wait();
     let report = job.report();
     for (process, end) in ended.iter().enumerate() {
-        assert_eq!(end.code(), 1, "process {process} must end with an error:\n{report}");
+        assert_eq!(
+            end.code(),
+            1,
+            "process {process} must end with an error:\n{report}"
+        );
         // Operations before the difference deliver right values. A skipped microbatch looks like a
         // later one, so the difference is found at the end of its step.
-        let delivered = if how == "skip-microbatch" { "step 2" } else { "WRONG" };
-        assert!(!end.stdout.contains(delivered), "process {process} got wrong data:\n{report}");
-        assert!(end.stderr.contains("the programs diverged"), "process {process}:\n{report}");
+        let delivered = if how == "skip-microbatch" {
+            "step 2"
+        } else {
+            "WRONG"
+        };
+        assert!(
+            !end.stdout.contains(delivered),
+            "process {process} got wrong data:\n{report}"
+        );
+        assert!(
+            end.stderr.contains("the programs diverged"),
+            "process {process}:\n{report}"
+        );
         assert!(
             !end.stderr.contains("still waiting"),
             "process {process} waited too long:\n{report}"
@@ -47,7 +61,10 @@ fn errors(carrier: Carrier, how: &str, culprit: usize, elements: usize) -> Vec<S
 
 /// Checks that both sides of the difference are shown, with the operations and their lines.
 fn check_both_shown(carrier: Carrier, how: &str, culprit: usize, elements: usize) {
-    for (process, error) in errors(carrier, how, culprit, elements).into_iter().enumerate() {
+    for (process, error) in errors(carrier, how, culprit, elements)
+        .into_iter()
+        .enumerate()
+    {
         let shown = error.matches("issued operation ").count();
         let lines = error.matches("tests/src/programs/diverging.rs:").count();
         assert!(
@@ -97,8 +114,9 @@ fn extra_operation_without_messages_is_found(carrier: Carrier) {
 
 fn skipped_microbatch_is_found_with_the_step(carrier: Carrier) {
     for culprit in [0, 2, 3] {
-        for (process, error) in
-            errors(carrier, "skip-microbatch", culprit, 16).into_iter().enumerate()
+        for (process, error) in errors(carrier, "skip-microbatch", culprit, 16)
+            .into_iter()
+            .enumerate()
         {
             let lines = error.matches("tests/src/programs/diverging.rs:").count();
             let steps = error.contains(" after 2 steps") && error.contains(" after 1 steps");

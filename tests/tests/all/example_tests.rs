@@ -14,8 +14,11 @@ fn run(carrier: Carrier, name: &str, processes: usize) -> (Vec<String>, usize) {
     let mut job = Job::start(options, &[name]);
     let said = job.wait_well().concat();
     let remote = said.lines().filter(|line| *line == "remote").count();
-    let mut owners: Vec<String> =
-        said.lines().filter(|line| *line != "remote").map(str::to_owned).collect();
+    let mut owners: Vec<String> = said
+        .lines()
+        .filter(|line| *line != "remote")
+        .map(str::to_owned)
+        .collect();
     owners.sort();
     (owners, remote)
 }
@@ -23,11 +26,19 @@ fn run(carrier: Carrier, name: &str, processes: usize) -> (Vec<String>, usize) {
 /// Checks that devices `first` to `first + 3` have the right values, and that other processes
 /// report no shards.
 fn check(carrier: Carrier, name: &str, first: usize) {
-    let expected: Vec<String> =
-        (first..first + 4).map(|device| format!("{device} all right")).collect();
-    for processes in [1, 2, 4].into_iter().filter(|processes| carrier.takes(*processes)) {
+    let expected: Vec<String> = (first..first + 4)
+        .map(|device| format!("{device} all right"))
+        .collect();
+    for processes in [1, 2, 4]
+        .into_iter()
+        .filter(|processes| carrier.takes(*processes))
+    {
         let found = run(carrier, name, processes);
-        assert_eq!(found, (expected.clone(), processes / 2), "{name}, {processes} processes");
+        assert_eq!(
+            found,
+            (expected.clone(), processes / 2),
+            "{name}, {processes} processes"
+        );
     }
 }
 

@@ -51,8 +51,13 @@ fn inject_faults(
             let victim = random.usize(..processes);
             let delay = Duration::from_micros(random.usize(..1000 * WITHIN_MILLIS) as u64);
             let options = carrier.processes(env!("CARGO_BIN_EXE_named"), processes);
-            let outcome =
-                inject_fault(options.peer_timeout(peer_timeout), how, victim, delay, signal);
+            let outcome = inject_fault(
+                options.peer_timeout(peer_timeout),
+                how,
+                victim,
+                delay,
+                signal,
+            );
             let told = format!("process {victim} of {processes} {how}, struck after {delay:?}");
             println!("{told}: all had ended after {:?}", outcome.took);
             for end in &outcome.ended {
@@ -64,7 +69,11 @@ fn inject_faults(
                 );
                 let named = end.stderr.contains(&format!("process {victim} is gone"));
                 assert!(named, "{told}: it is not named\n{}", outcome.report);
-                assert!(!end.stdout.contains("WRONG"), "{told}: wrong data\n{}", outcome.report);
+                assert!(
+                    !end.stdout.contains("WRONG"),
+                    "{told}: wrong data\n{}",
+                    outcome.report
+                );
                 waited += usize::from(end.stderr.contains("tests/src/programs/flooding.rs:"));
             }
             longest = longest.max(outcome.took);

@@ -38,22 +38,42 @@ fn lay(kit: &Path, tests: &[&str]) {
     for (package, program) in PROGRAMS {
         put(&package_program(package, program), program);
     }
-    put(&softcuda::library().expect("the driver is built"), "libsoftcuda_driver.so");
-    put(&std::env::current_exe().expect("a test knows its own file"), "deps/tests-all");
-    let tests: String = tests.iter().map(|test| format!("deps/tests-all {test}\n")).collect();
-    fs::write(kit.join("manifest"), format!("commit 0123\nkit framework\n{tests}"))
-        .expect("a manifest");
+    put(
+        &softcuda::library().expect("the driver is built"),
+        "libsoftcuda_driver.so",
+    );
+    put(
+        &std::env::current_exe().expect("a test knows its own file"),
+        "deps/tests-all",
+    );
+    let tests: String = tests
+        .iter()
+        .map(|test| format!("deps/tests-all {test}\n"))
+        .collect();
+    fs::write(
+        kit.join("manifest"),
+        format!("commit 0123\nkit framework\n{tests}"),
+    )
+    .expect("a manifest");
 }
 
 /// Runs stages of the kit with nothing but a C++ compiler in `PATH`.
 fn staged(folder: &Path, stages: &str, more: &[&str]) -> ProcessEnd {
     let kit = folder.join("kit");
     let mut command = bare_command(kit.join("xtask"));
-    command.args(["gpu", "--software", "--stage", stages, "--prebuilt"]).arg(&kit).args(more);
-    command.env("PATH", folder.join("bin")).env_remove("OUT").env_remove("CARGO");
+    command
+        .args(["gpu", "--software", "--stage", stages, "--prebuilt"])
+        .arg(&kit)
+        .args(more);
+    command
+        .env("PATH", folder.join("bin"))
+        .env_remove("OUT")
+        .env_remove("CARGO");
     let site = Sandbox::new().expect("a folder for the output");
     let until = Instant::now() + Duration::from_secs(240);
-    site.start(command, "stages").and_then(|mut stages| stages.wait(until)).expect("an end")
+    site.start(command, "stages")
+        .and_then(|mut stages| stages.wait(until))
+        .expect("an end")
 }
 
 #[test]
@@ -62,17 +82,30 @@ fn kit_runs_its_stages_without_cargo_and_python() {
     let folder = folder.path();
     fs::create_dir(folder.join("bin")).expect("a folder for the compiler");
     for (program, package) in COMPILER {
-        let Some(path) = system_program(program, package) else { return };
+        let Some(path) = system_program(program, package) else {
+            return;
+        };
         symlink(path, folder.join("bin").join(program)).expect("a link");
     }
     let kit = folder.join("kit");
     lay(&kit, &TESTS);
-    let end = staged(folder, "facts,doctor,kernel,tests,kills", &["--limit", "200"]);
+    let end = staged(
+        folder,
+        "facts,doctor,kernel,tests,kills",
+        &["--limit", "200"],
+    );
     assert_eq!(end.code(), 0, "{end:?}");
     let summary = fs::read_to_string(kit.join("out/summary.txt")).expect("a summary");
-    assert!(end.stdout.contains(&summary), "it is printed last: {}\n{summary}", end.stdout);
-    for line in ["2 passed, 0 skipped, 0 failed", "1 passed, 0 skipped", "5 stages passed, 0 fail"]
-    {
+    assert!(
+        end.stdout.contains(&summary),
+        "it is printed last: {}\n{summary}",
+        end.stdout
+    );
+    for line in [
+        "2 passed, 0 skipped, 0 failed",
+        "1 passed, 0 skipped",
+        "5 stages passed, 0 fail",
+    ] {
         assert!(summary.contains(line), "{line}: {summary}");
     }
     let log = fs::read_to_string(kit.join("out/log.txt")).expect("a log");
@@ -88,5 +121,9 @@ fn kit_runs_its_stages_without_cargo_and_python() {
     assert!(end.stdout.contains(failed), "{}", end.stdout);
     let end = staged(folder, "tests,kills", &["--limit", "1"]);
     assert_eq!(end.code(), 1, "{end:?}");
-    assert!(end.stdout.contains("0 stages passed, 0 failed, 2 not run"), "{}", end.stdout);
+    assert!(
+        end.stdout.contains("0 stages passed, 0 failed, 2 not run"),
+        "{}",
+        end.stdout
+    );
 }

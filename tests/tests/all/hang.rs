@@ -27,11 +27,14 @@ fn reports(
     let find = |job: &mut Job, process: usize| {
         let said = job.error_output(process).unwrap();
         let mut reports = said.split("mpmd: still waiting").skip(1);
-        reports.find(|report| is_enough(process, report)).map(str::to_owned)
+        reports
+            .find(|report| is_enough(process, report))
+            .map(str::to_owned)
     };
     loop {
-        let found: Option<Vec<String>> =
-            (0..PROCESSES).map(|process| find(&mut job, process)).collect();
+        let found: Option<Vec<String>> = (0..PROCESSES)
+            .map(|process| find(&mut job, process))
+            .collect();
         if let Some(found) = found {
             return found;
         }
@@ -51,7 +54,9 @@ fn reports(
 /// time.
 fn names_the_root(report: &str) -> bool {
     report.lines().any(|line| {
-        let Some((_, root)) = line.split_once(ROOT) else { return false };
+        let Some((_, root)) = line.split_once(ROOT) else {
+            return false;
+        };
         root.contains("(jit Stuck on ")
             && root.contains("; stage 2, microbatch 1, forward) at tests/src/programs/stuck.rs:")
             && root.contains(", for ")
@@ -104,11 +109,16 @@ fn every_process_shows_the_chain_to_the_kernel_that_never_ends(carrier: Carrier)
 }
 
 fn ended_process_shows_the_chain_too(carrier: Carrier) {
-    let found = reports(carrier, &["stuck", "sending"], |_, report| names_the_root(report));
+    let found = reports(carrier, &["stuck", "sending"], |_, report| {
+        names_the_root(report)
+    });
     // The first two processes have sent all their data.
     for (process, report) in found[..2].iter().enumerate() {
         let ended = format!("process {process} has ended, and waits for others");
         let finishing = format!("process {process}: finish waits for ");
-        assert!(report.contains(&ended) || report.contains(&finishing), "{report}");
+        assert!(
+            report.contains(&ended) || report.contains(&finishing),
+            "{report}"
+        );
     }
 }

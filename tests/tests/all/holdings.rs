@@ -14,7 +14,10 @@ fn lent_and_borrowed_memory_is_reported_until_it_is_back() {
     let said = job.wait_well();
     const MIB: u64 = 1 << 20;
     let mib = |counts: [u64; 3]| counts.map(|count| count * MIB);
-    let [lent, borrowed] = [[[0, 1, 1], [0, 0, 1], [0, 0, 0]], [[0, 0, 0], [1, 0, 0], [1, 1, 0]]];
+    let [lent, borrowed] = [
+        [[0, 1, 1], [0, 0, 1], [0, 0, 0]],
+        [[0, 0, 0], [1, 0, 0], [1, 1, 0]],
+    ];
     for (process, said) in said.iter().enumerate() {
         let own = if process < 2 { MIB } else { 0 };
         let (lent, borrowed) = (mib(lent[process]), mib(borrowed[process]));
@@ -24,6 +27,9 @@ fn lent_and_borrowed_memory_is_reported_until_it_is_back() {
             )
         };
         let expected = [line(own, 0, lent, borrowed), line(0, own, [0; 3], [0; 3])];
-        assert!(said.lines().eq(expected.iter().map(String::as_str)), "{said}\n{expected:?}");
+        assert!(
+            said.lines().eq(expected.iter().map(String::as_str)),
+            "{said}\n{expected:?}"
+        );
     }
 }

@@ -27,7 +27,9 @@ fn names_an_operation(error: &str) -> bool {
 }
 
 fn options(carrier: Carrier, peer_timeout: Duration) -> Processes {
-    carrier.processes(env!("CARGO_BIN_EXE_named"), PROCESSES).peer_timeout(peer_timeout)
+    carrier
+        .processes(env!("CARGO_BIN_EXE_named"), PROCESSES)
+        .peer_timeout(peer_timeout)
 }
 
 /// Starts a job, sends a signal to process `victim` after step 6, and waits for the end of the
@@ -41,7 +43,11 @@ fn inject_fault(options: Processes, mode: &str, victim: usize, signal: Signal) -
 
 fn check_errors(victim: usize, ended: &[ProcessEnd], report: &str) {
     for end in ended {
-        assert_eq!(end.code(), 1, "victim {victim}: everybody else ends with an error\n{report}");
+        assert_eq!(
+            end.code(),
+            1,
+            "victim {victim}: everybody else ends with an error\n{report}"
+        );
         let gone = format!("process {victim} is gone");
         assert!(
             end.stderr.contains(&gone),
@@ -58,12 +64,19 @@ fn check_errors(victim: usize, ended: &[ProcessEnd], report: &str) {
 
 fn killed_process_is_named_by_all_others_in_five_seconds(carrier: Carrier) {
     let mut waited = 0;
-    let victims = if carrier.is_thorough() { 0..PROCESSES } else { 0..2 };
+    let victims = if carrier.is_thorough() {
+        0..PROCESSES
+    } else {
+        0..2
+    };
     for mode in ["reading", "running-ahead", "large"] {
         for victim in victims.clone() {
             let options = options(carrier, Duration::from_secs(30));
-            let FaultOutcome { ended, took, report } =
-                inject_fault(options, mode, victim, Signal::KILL);
+            let FaultOutcome {
+                ended,
+                took,
+                report,
+            } = inject_fault(options, mode, victim, Signal::KILL);
             println!("{mode}, victim {victim}: all had ended after {took:?}");
             check_errors(victim, &ended, &report);
             assert!(
@@ -88,12 +101,16 @@ fn stopped_process_is_named_by_all_others_after_timeout(carrier: Carrier) {
 }
 
 fn stop_shorter_than_peer_timeout_is_no_failure(carrier: Carrier) {
-    let mut job = Job::start(options(carrier, Duration::from_secs(20)), &["looping", "reading"]);
+    let mut job = Job::start(
+        options(carrier, Duration::from_secs(20)),
+        &["looping", "reading"],
+    );
     job.wait_for_output("step 5\n").unwrap();
     job.stop(1).unwrap();
     std::thread::sleep(Duration::from_secs(2));
     job.resume(1).unwrap();
     let steps = job.output(3).unwrap().lines().count();
-    job.wait_for_output(&format!("step {}\n", steps + 20)).unwrap();
+    job.wait_for_output(&format!("step {}\n", steps + 20))
+        .unwrap();
     job.end();
 }

@@ -39,7 +39,9 @@ impl Launched {
         let mut launcher = site.start(command, "launcher").unwrap();
         let deadline = Instant::now() + LONG;
         for process in 0..PROCESSES {
-            launcher.wait_for_output(&format!("[{process}] step 6\n"), deadline).unwrap();
+            launcher
+                .wait_for_output(&format!("[{process}] step 6\n"), deadline)
+                .unwrap();
         }
         Self { launcher, site }
     }
@@ -49,22 +51,31 @@ impl Launched {
         let all = self.site.processes();
         let find = |process: usize| {
             let variable = format!("MPMD_RANK={process}");
-            all.iter().find(|pid| has_variable(**pid, &variable)).copied()
+            all.iter()
+                .find(|pid| has_variable(**pid, &variable))
+                .copied()
         };
         let pids = (0..PROCESSES).map(find);
-        pids.map(|pid| pid.unwrap_or_else(|| panic!("not all of the job is in {all:?}"))).collect()
+        pids.map(|pid| pid.unwrap_or_else(|| panic!("not all of the job is in {all:?}")))
+            .collect()
     }
 
     fn steps(&self, process: usize) -> usize {
         let start = format!("[{process}] step ");
-        self.launcher.output().lines().filter(|line| line.starts_with(&start)).count()
+        self.launcher
+            .output()
+            .lines()
+            .filter(|line| line.starts_with(&start))
+            .count()
     }
 }
 
 /// Returns the number of faults in a test: `few`, or the value of `MPMD_TESTS_FAULTS`.
 fn faults(few: usize) -> usize {
     let many = std::env::var("MPMD_TESTS_FAULTS").ok();
-    many.map_or(few, |text| text.parse().expect("MPMD_TESTS_FAULTS is a number"))
+    many.map_or(few, |text| {
+        text.parse().expect("MPMD_TESTS_FAULTS is a number")
+    })
 }
 
 fn killed_process_is_named_first_and_nothing_is_left(carrier: Carrier) {
@@ -80,7 +91,10 @@ fn killed_process_is_named_first_and_nothing_is_left(carrier: Carrier) {
         let begin = Instant::now();
         send(pid, Signal::KILL);
         let end = job.launcher.wait(begin + LONG).unwrap();
-        let report = format!("{mode}, process {victim} after {delay:?}\n{}", job.launcher.report());
+        let report = format!(
+            "{mode}, process {victim} after {delay:?}\n{}",
+            job.launcher.report()
+        );
         assert_eq!(end.code(), 128 + Signal::KILL.as_raw(), "{report}");
         assert!(
             end.ended_at - begin <= SOON,
@@ -92,9 +106,13 @@ fn killed_process_is_named_first_and_nothing_is_left(carrier: Carrier) {
         for process in (0..PROCESSES).filter(|process| *process != victim) {
             // An error that several processes print is shown once: `[0,2] …`.
             let is_of = |line: &&str| {
-                let numbers = line.strip_prefix('[').and_then(|line| line.split_once("] "));
+                let numbers = line
+                    .strip_prefix('[')
+                    .and_then(|line| line.split_once("] "));
                 numbers.is_some_and(|(numbers, _)| {
-                    numbers.split(',').any(|number| number == process.to_string())
+                    numbers
+                        .split(',')
+                        .any(|number| number == process.to_string())
                 })
             };
             let said: String = end.stderr.lines().filter(is_of).collect();
@@ -108,7 +126,10 @@ fn killed_process_is_named_first_and_nothing_is_left(carrier: Carrier) {
         assert!(left.is_empty(), "processes {left:?} are left\n{report}");
     }
     // A process that waits for nothing at the moment of the death has no operation to name.
-    assert!(unnamed < times * (PROCESSES - 1), "no error names the operation that waited");
+    assert!(
+        unnamed < times * (PROCESSES - 1),
+        "no error names the operation that waited"
+    );
 }
 
 fn stopped_launcher_stops_and_continues_its_job(carrier: Carrier) {
@@ -133,7 +154,10 @@ fn stopped_launcher_stops_and_continues_its_job(carrier: Carrier) {
         let end = job.launcher.wait(Instant::now() + LONG).unwrap();
         let report = job.launcher.report();
         assert_eq!(end.code(), 128 + Signal::INT.as_raw(), "{report}");
-        assert!(!end.stderr.contains("is gone"), "a healthy job was lost\n{report}");
+        assert!(
+            !end.stderr.contains("is gone"),
+            "a healthy job was lost\n{report}"
+        );
         let left = job.site.processes();
         assert!(left.is_empty(), "processes {left:?} are left\n{report}");
     }
@@ -142,22 +166,32 @@ fn stopped_launcher_stops_and_continues_its_job(carrier: Carrier) {
 fn wait_until(job: &Launched, awaited: &str, condition: impl Fn() -> bool) {
     let deadline = Instant::now() + LONG;
     while !condition() {
-        assert!(Instant::now() < deadline, "not so in time: {awaited}\n{}", job.launcher.report());
+        assert!(
+            Instant::now() < deadline,
+            "not so in time: {awaited}\n{}",
+            job.launcher.report()
+        );
         std::thread::sleep(Duration::from_millis(5));
     }
 }
 
 fn send(pid: u32, signal: Signal) {
-    kill_process(Pid::from_raw(pid.cast_signed()).expect("no pid is 0"), signal)
-        .expect("it is running");
+    kill_process(
+        Pid::from_raw(pid.cast_signed()).expect("no pid is 0"),
+        signal,
+    )
+    .expect("it is running");
 }
 
 fn is_stopped(pid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    stat.rsplit_once(')').is_some_and(|(_, rest)| rest.trim_start().starts_with('T'))
+    stat.rsplit_once(')')
+        .is_some_and(|(_, rest)| rest.trim_start().starts_with('T'))
 }
 
 fn has_variable(pid: u32, variable: &str) -> bool {
     let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-    environment.split(|byte| *byte == 0).any(|found| found == variable.as_bytes())
+    environment
+        .split(|byte| *byte == 0)
+        .any(|found| found == variable.as_bytes())
 }

@@ -23,7 +23,10 @@ const FEW: u64 = 200;
 const SOON: Duration = Duration::from_secs(5);
 
 fn asked(variable: &str, default: usize) -> usize {
-    std::env::var(variable).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
+    std::env::var(variable)
+        .ok()
+        .and_then(|text| text.parse().ok())
+        .unwrap_or(default)
 }
 
 fn options(processes: usize) -> Processes {
@@ -54,7 +57,10 @@ fn zero_copy_arrays_are_right_and_memory_stays_flat() {
         let ([mapped_warm, resident_warm, segments_warm], [mapped, resident, segments]) =
             (&warm[..], &end[..])
         else {
-            panic!("process {process} does not print its memory use:\n{}", job.report())
+            panic!(
+                "process {process} does not print its memory use:\n{}",
+                job.report()
+            )
         };
         assert!(
             *mapped <= mapped_warm + LITTLE,
@@ -65,8 +71,13 @@ fn zero_copy_arrays_are_right_and_memory_stays_flat() {
             "process {process}: {resident_warm}, then {resident}"
         );
         let bounded = *segments <= segments_warm + FEW / 4 && *segments <= FEW;
-        assert!(bounded, "process {process}: {segments_warm}, then {segments} segments");
-        let [here, all] = numbers("looked at ")[..] else { panic!("{}", job.report()) };
+        assert!(
+            bounded,
+            "process {process}: {segments_warm}, then {segments} segments"
+        );
+        let [here, all] = numbers("looked at ")[..] else {
+            panic!("{}", job.report())
+        };
         looked_at += here;
         to_look_at.push(all);
     }
@@ -74,7 +85,10 @@ fn zero_copy_arrays_are_right_and_memory_stays_flat() {
         to_look_at, [looked_at; PROCESSES],
         "every array is looked at, on exactly one process"
     );
-    assert!(looked_at as usize > hand_overs / 4, "only {looked_at} of {hand_overs} are looked at");
+    assert!(
+        looked_at as usize > hand_overs / 4,
+        "only {looked_at} of {hand_overs} are looked at"
+    );
 }
 
 #[test]
@@ -92,7 +106,11 @@ fn killed_lender_is_named_and_no_data_is_wrong() {
         // Also checks that nothing is left.
         let ended = job.wait();
         let told = format!("process {victim}, killed after {delay:?}, seed {seed}");
-        for (process, end) in ended.iter().enumerate().filter(|(process, _)| *process != victim) {
+        for (process, end) in ended
+            .iter()
+            .enumerate()
+            .filter(|(process, _)| *process != victim)
+        {
             assert_eq!(
                 end.code(),
                 1,
@@ -100,11 +118,23 @@ fn killed_lender_is_named_and_no_data_is_wrong() {
                 job.report()
             );
             let named = end.stderr.contains(&format!("process {victim} is gone"));
-            assert!(named, "{told}: process {process} does not name it\n{}", job.report());
-            assert!(!end.stderr.contains("WRONG"), "{told}: process {process}\n{}", job.report());
+            assert!(
+                named,
+                "{told}: process {process} does not name it\n{}",
+                job.report()
+            );
+            assert!(
+                !end.stderr.contains("WRONG"),
+                "{told}: process {process}\n{}",
+                job.report()
+            );
             longest = longest.max(end.ended_at - begin);
         }
-        assert!(longest <= SOON, "{told}: the last ended after {longest:?}\n{}", job.report());
+        assert!(
+            longest <= SOON,
+            "{told}: the last ended after {longest:?}\n{}",
+            job.report()
+        );
     }
     println!("the last ended {longest:?} after a death at most");
 }
@@ -116,13 +146,19 @@ fn memory_lent_to_a_stopped_process_returns_at_its_death() {
     job.stop(1).unwrap();
     // Twenty times the time that it takes to notice an end.
     let looks = job.output(0).unwrap().lines().count();
-    job.wait_for_output_of(0, &format!("look {}: ", looks + 100)).unwrap();
+    job.wait_for_output_of(0, &format!("look {}: ", looks + 100))
+        .unwrap();
     let lent = format!("live {} lent {}", 4 << 20, 4 << 20);
     let said = job.output(0).unwrap();
-    assert!(said.lines().skip(1).all(|line| line.ends_with(&lent)), "{}", job.report());
+    assert!(
+        said.lines().skip(1).all(|line| line.ends_with(&lent)),
+        "{}",
+        job.report()
+    );
     let looks = job.output(1).unwrap().lines().count();
     job.resume(1).unwrap();
-    job.wait_for_output_of(1, &format!("look {}: right\n", looks + 5)).unwrap();
+    job.wait_for_output_of(1, &format!("look {}: right\n", looks + 5))
+        .unwrap();
     job.stop(1).unwrap();
     job.kill(1).unwrap();
     job.wait_for_output_of(0, "all is back\n").unwrap();

@@ -39,21 +39,33 @@ impl Relay {
     fn to(service: String) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
         let address = listener.local_addr().expect("it is bound");
-        let relay = Self { address, is_still: Arc::default(), ends: Arc::default() };
+        let relay = Self {
+            address,
+            is_still: Arc::default(),
+            ends: Arc::default(),
+        };
         let of_thread = relay.clone();
         std::thread::spawn(move || {
             for near in listener.incoming().map_while(Result::ok) {
-                let Ok(far) = TcpStream::connect(&service) else { continue };
+                let Ok(far) = TcpStream::connect(&service) else {
+                    continue;
+                };
                 of_thread.carry(near.try_clone(), far.try_clone());
                 of_thread.carry(far.try_clone(), near.try_clone());
-                of_thread.ends.lock().unwrap_or_else(PoisonError::into_inner).extend([near, far]);
+                of_thread
+                    .ends
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .extend([near, far]);
             }
         });
         relay
     }
 
     fn carry(&self, from: std::io::Result<TcpStream>, to: std::io::Result<TcpStream>) {
-        let (Ok(mut from), Ok(mut to)) = (from, to) else { return };
+        let (Ok(mut from), Ok(mut to)) = (from, to) else {
+            return;
+        };
         let is_still = self.is_still.clone();
         std::thread::spawn(move || {
             let mut bytes = [0; 4096];
@@ -70,7 +82,12 @@ impl Relay {
     }
 
     fn cut(&self) {
-        for end in self.ends.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
+        for end in self
+            .ends
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .drain(..)
+        {
             // The other end may have been faster.
             let _ = end.shutdown(Shutdown::Both);
         }
@@ -81,9 +98,12 @@ impl Relay {
 fn start(options: Processes, args: &[&str], by_relay: &[usize]) -> (Job, Relay) {
     let mut job = Job::prepare(options);
     let command = job.command(0);
-    let service = command.get_envs().find(|(name, _)| *name == variables::COORDINATOR);
-    let service =
-        service.and_then(|(_, address)| address?.to_str()).expect("the service's address");
+    let service = command
+        .get_envs()
+        .find(|(name, _)| *name == variables::COORDINATOR);
+    let service = service
+        .and_then(|(_, address)| address?.to_str())
+        .expect("the service's address");
     let relay = Relay::to(service.to_owned());
     for process in 0..PROCESSES {
         let mut command = job.command(process);
@@ -98,7 +118,8 @@ fn start(options: Processes, args: &[&str], by_relay: &[usize]) -> (Job, Relay) 
 
 /// Returns the number of warnings in the output of a process.
 fn warnings(said: &str) -> usize {
-    said.matches("has lost the rendezvous service of the job").count()
+    said.matches("has lost the rendezvous service of the job")
+        .count()
 }
 
 fn cut_connection_is_a_warning_and_the_job_ends_well(carrier: Carrier) {
@@ -110,7 +131,12 @@ fn cut_connection_is_a_warning_and_the_job_ends_well(carrier: Carrier) {
     let ended = job.wait();
     for (process, end) in ended.iter().enumerate() {
         assert_eq!(end.code(), 0, "process {process}\n{}", job.report());
-        assert_eq!(warnings(&end.stderr), usize::from(process == 1), "{}", job.report());
+        assert_eq!(
+            warnings(&end.stderr),
+            usize::from(process == 1),
+            "{}",
+            job.report()
+        );
     }
 }
 
@@ -120,14 +146,24 @@ fn silent_service_is_a_warning_and_the_job_goes_on(carrier: Carrier) {
     job.wait_for_output("step 6\n").unwrap();
     relay.is_still.store(true, Ordering::Relaxed);
     while !(0..PROCESSES).all(|process| warnings(&job.error_output(process).unwrap()) == 1) {
-        assert!(Instant::now() < job.deadline(), "not all warn\n{}", job.report());
+        assert!(
+            Instant::now() < job.deadline(),
+            "not all warn\n{}",
+            job.report()
+        );
         std::thread::sleep(LOOK);
     }
-    let steps: Vec<usize> =
-        (0..PROCESSES).map(|process| job.output(process).unwrap().lines().count()).collect();
+    let steps: Vec<usize> = (0..PROCESSES)
+        .map(|process| job.output(process).unwrap().lines().count())
+        .collect();
     for (process, steps) in steps.into_iter().enumerate() {
-        job.wait_for_output_of(process, &format!("step {}\n", steps + 20)).unwrap();
+        job.wait_for_output_of(process, &format!("step {}\n", steps + 20))
+            .unwrap();
     }
     let ended = job.end();
-    assert!(ended.iter().all(|end| warnings(&end.stderr) == 1), "once each\n{}", job.report());
+    assert!(
+        ended.iter().all(|end| warnings(&end.stderr) == 1),
+        "once each\n{}",
+        job.report()
+    );
 }

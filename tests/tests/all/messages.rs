@@ -7,7 +7,12 @@ use std::path::Path;
 use mpmd_tests::{bare_command, package_program};
 
 /// A mistake: the program, its arguments, the exit code, and parts of its message.
-type Mistake = (Program, &'static [&'static str], i32, &'static [&'static str]);
+type Mistake = (
+    Program,
+    &'static [&'static str],
+    i32,
+    &'static [&'static str],
+);
 
 /// (package, program)
 type Program = (&'static str, &'static str);
@@ -22,7 +27,10 @@ const MISTAKES: [Mistake; 17] = [
         MPMD,
         &["top", "4194303"],
         1,
-        &["no process 4194303 runs on this machine", "or nothing if it is the only one"],
+        &[
+            "no process 4194303 runs on this machine",
+            "or nothing if it is the only one",
+        ],
     ),
     (
         MPMD,
@@ -30,7 +38,12 @@ const MISTAKES: [Mistake; 17] = [
         2,
         &["is TOML, and no text of a schedule", "such as 0F0,0B0"],
     ),
-    (MPMD, &["schedule", "1f1b"], 2, &["needs --ranks and --microbatches"]),
+    (
+        MPMD,
+        &["schedule", "1f1b"],
+        2,
+        &["needs --ranks and --microbatches"],
+    ),
     (
         MPMD,
         &["run", "-n", "2", "--", "/etc/passwd"],
@@ -41,7 +54,10 @@ const MISTAKES: [Mistake; 17] = [
         MPMD,
         &["run", "-n", "2", "--", "/bin/true"],
         0,
-        &["no process has joined the job", "has ended before `Program::run`"],
+        &[
+            "no process has joined the job",
+            "has ended before `Program::run`",
+        ],
     ),
     (MPMD, &["trace", "."], 1, &["has no file process-<n>.trace"]),
     (
@@ -52,9 +68,22 @@ const MISTAKES: [Mistake; 17] = [
     ),
     (
         TRAIN_GPT,
-        &["--stages", "2", "--processes", "2", "--steps", "1", "--save", "/proc", "text"],
+        &[
+            "--stages",
+            "2",
+            "--processes",
+            "2",
+            "--steps",
+            "1",
+            "--save",
+            "/proc",
+            "text",
+        ],
         1,
-        &["all 2 processes failed", "/proc: no file can be created there"],
+        &[
+            "all 2 processes failed",
+            "/proc: no file can be created there",
+        ],
     ),
     (
         TRAIN_GPT,
@@ -72,16 +101,29 @@ const MISTAKES: [Mistake; 17] = [
         TRAIN_GPT,
         &["--steps", "1", "links"],
         1,
-        &["no text", "its links (1) are skipped: name the files that they lead to"],
+        &[
+            "no text",
+            "its links (1) are skipped: name the files that they lead to",
+        ],
     ),
-    (TRAIN_GPT, &["--steps", "1", "nul"], 1, &["is not text: byte 1 is a NUL"]),
+    (
+        TRAIN_GPT,
+        &["--steps", "1", "nul"],
+        1,
+        &["is not text: byte 1 is a NUL"],
+    ),
     (
         TRAIN_GPT,
         &["--steps", "1", "/dev/stdin"],
         1,
         &["cannot read /dev/stdin: it is no regular file"],
     ),
-    (TRAIN_GPT, &["--steps", "1", "missing"], 1, &["missing", "No such file or directory"]),
+    (
+        TRAIN_GPT,
+        &["--steps", "1", "missing"],
+        1,
+        &["missing", "No such file or directory"],
+    ),
     (
         TRAIN_GPT,
         &["--schedule", "zpv"],
@@ -92,9 +134,17 @@ const MISTAKES: [Mistake; 17] = [
         PIPELINE,
         &["--processes", "3"],
         2,
-        &["8 devices cannot be spread evenly over 3 processes", "--processes may be 1, 2, 4, 8"],
+        &[
+            "8 devices cannot be spread evenly over 3 processes",
+            "--processes may be 1, 2, 4, 8",
+        ],
     ),
-    (PIPELINE, &["--device", "gpu"], 2, &["invalid value 'gpu'", "it must be cpu or cuda"]),
+    (
+        PIPELINE,
+        &["--device", "gpu"],
+        2,
+        &["invalid value 'gpu'", "it must be cpu or cuda"],
+    ),
 ];
 
 /// Makes the files of [`MISTAKES`].

@@ -36,7 +36,10 @@ impl Ends {
 /// Returns the last number that a process has said after this word.
 fn last(job: &mut Job, process: usize, word: &str) -> u64 {
     let output = job.output(process).unwrap();
-    let said = output.lines().rev().find_map(|line| line.strip_prefix(word)?.trim().parse().ok());
+    let said = output
+        .lines()
+        .rev()
+        .find_map(|line| line.strip_prefix(word)?.trim().parse().ok());
     said.unwrap_or(0)
 }
 
@@ -45,18 +48,33 @@ fn wait_for(job: &mut Job, word: &str, least: u64) {
     let start = Instant::now();
     while (0..2).any(|process| last(job, process, word) < least) {
         let gone = (0..2).any(|process| job.has_ended(process).unwrap());
-        assert!(!gone && start.elapsed() < SOON, "{word} {least}:\n{}", job.report());
+        assert!(
+            !gone && start.elapsed() < SOON,
+            "{word} {least}:\n{}",
+            job.report()
+        );
         std::thread::sleep(Duration::from_millis(10));
     }
 }
 
 fn kill_at_random(transport: &'static str, how: &'static str) {
-    let kills = std::env::var("MPMD_TEST_KILLS").ok().and_then(|kills| kills.parse().ok());
+    let kills = std::env::var("MPMD_TEST_KILLS")
+        .ok()
+        .and_then(|kills| kills.parse().ok());
     let kills = kills.unwrap_or(KILLS);
     let mut random = rng_of_this_run();
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port();
     let address = format!("127.0.0.1:{port}");
-    let ends = Ends { address, transport, how, kills: kills as u32 };
+    let ends = Ends {
+        address,
+        transport,
+        how,
+        kills: kills as u32,
+    };
     let mut first = 1;
     let (mut publisher, mut subscriber) = (ends.publisher(first), ends.subscriber());
     wait_for(&mut subscriber, "version", first);

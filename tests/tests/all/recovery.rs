@@ -28,7 +28,9 @@ pub(crate) const LONG: Duration = Duration::from_secs(100);
 /// Starts the program under `mpmd run` with these options.
 fn start(carrier: Carrier, site: &Sandbox, options: &[&str]) -> Watched {
     let mut command = site.command(package_program("mpmd-cli", "mpmd"));
-    command.args(["run", "-n", &PROCESSES.to_string(), "--no-prefix"]).args(options);
+    command
+        .args(["run", "-n", &PROCESSES.to_string(), "--no-prefix"])
+        .args(options);
     command.args(["--", env!("CARGO_BIN_EXE_recovering"), &STEPS.to_string()]);
     carrier.set(&mut command);
     site.start(command, "launcher").unwrap()
@@ -65,7 +67,12 @@ fn process_that_leaves_is_called_back_by_a_death(carrier: Carrier) {
     let site = Sandbox::new().unwrap();
     let mut command = site.command(package_program("mpmd-cli", "mpmd"));
     command.args(["run", "-n", &PROCESSES.to_string(), "--no-prefix"]);
-    command.args(["--", env!("CARGO_BIN_EXE_recovering"), &STEPS.to_string(), "hold"]);
+    command.args([
+        "--",
+        env!("CARGO_BIN_EXE_recovering"),
+        &STEPS.to_string(),
+        "hold",
+    ]);
     carrier.set(&mut command);
     let (sums, errors) = wait(&mut site.start(command, "launcher").unwrap(), &site);
     assert_eq!(sums, expected(STEPS)[..1], "{errors}");
@@ -78,22 +85,37 @@ fn added_process_without_a_device_waits_and_ends_nothing(carrier: Carrier) {
     let mpmd = |options: &[&str]| {
         let mut command = site.command(package_program("mpmd-cli", "mpmd"));
         command.arg("run").args(options).arg("--no-prefix");
-        command.args(["--", env!("CARGO_BIN_EXE_recovering"), &STEPS.to_string(), "shrink"]);
+        command.args([
+            "--",
+            env!("CARGO_BIN_EXE_recovering"),
+            &STEPS.to_string(),
+            "shrink",
+        ]);
         carrier.set(&mut command);
         command
     };
     let job = mpmd(&["-n", &PROCESSES.to_string()]);
     let mut launcher = site.start(job, "launcher").unwrap();
-    launcher.wait_for_output(" in epoch 1\n", Instant::now() + LONG).unwrap();
+    launcher
+        .wait_for_output(" in epoch 1\n", Instant::now() + LONG)
+        .unwrap();
     let name = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/comm"));
     let is_one = |pid: &u32| name(*pid).is_ok_and(|name| name.trim() == "recovering");
-    let one = site.processes().into_iter().find(is_one).expect("the job runs");
+    let one = site
+        .processes()
+        .into_iter()
+        .find(is_one)
+        .expect("the job runs");
     let added = mpmd(&["--add", "1", "--job", &one.to_string()]);
     let mut added = site.start(added, "added").unwrap();
     let ends = [&mut launcher, &mut added].map(|one| one.wait(Instant::now() + LONG).unwrap());
     let [job, end] = &ends;
     assert_eq!([job.code(), end.code()], [0, 0], "{ends:?}");
-    let sums: Vec<&str> = job.stdout.lines().filter(|line| line.starts_with("sum ")).collect();
+    let sums: Vec<&str> = job
+        .stdout
+        .lines()
+        .filter(|line| line.starts_with("sum "))
+        .collect();
     assert_eq!(sums, expected(STEPS), "{job:?}");
     assert!(end.stdout.contains("it was not needed"), "{end:?}");
     assert!(end.stderr.contains("at most 3 processes"), "{end:?}");
@@ -148,7 +170,10 @@ pub(crate) fn kill_in_turn(launcher: &mut Watched, site: &Sandbox, program: &str
     let waits = |launcher: &mut Watched, text: &str| {
         while !launcher.error_output().contains(text) {
             let report = launcher.report();
-            assert!(Instant::now() < until && !launcher.has_ended(), "{text}: {report}");
+            assert!(
+                Instant::now() < until && !launcher.has_ended(),
+                "{text}: {report}"
+            );
             std::thread::sleep(Duration::from_millis(10));
         }
         std::thread::sleep(UNTIL_COPIED);
@@ -177,13 +202,20 @@ fn memory_of_an_epoch_ends_with_it() {
         let waits = format!("epoch {epoch}: ");
         while launcher.output().matches(&waits).count() < PROCESSES {
             let report = launcher.report();
-            assert!(Instant::now() < until && !launcher.has_ended(), "{waits}: {report}");
+            assert!(
+                Instant::now() < until && !launcher.has_ended(),
+                "{waits}: {report}"
+            );
             std::thread::sleep(Duration::from_millis(10));
         }
         // Processes 0 and 1 are in all epochs.
         let said = launcher.output();
-        let mut last = said.lines().filter_map(|line| line.strip_prefix("process 2 has pid "));
-        let pid = last.next_back().and_then(|rest| rest.split(' ').next()?.parse().ok());
+        let mut last = said
+            .lines()
+            .filter_map(|line| line.strip_prefix("process 2 has pid "));
+        let pid = last
+            .next_back()
+            .and_then(|rest| rest.split(' ').next()?.parse().ok());
         let pid = Pid::from_raw(pid.expect("the line is whole")).expect("no pid is 0");
         kill_process(pid, Signal::KILL).unwrap();
     }
@@ -191,8 +223,14 @@ fn memory_of_an_epoch_ends_with_it() {
     assert_eq!(end.code(), 0, "{end:?}");
     let most = |epoch: u64| {
         let prefix = format!("epoch {epoch}: ");
-        let lines = end.stdout.lines().filter_map(|line| line.strip_prefix(&prefix));
-        lines.filter_map(|line| line.split(' ').next()?.parse::<u64>().ok()).max().unwrap()
+        let lines = end
+            .stdout
+            .lines()
+            .filter_map(|line| line.strip_prefix(&prefix));
+        lines
+            .filter_map(|line| line.split(' ').next()?.parse::<u64>().ok())
+            .max()
+            .unwrap()
     };
     let mapped: Vec<u64> = (1..=LOSSES + 1).map(most).collect();
     assert!(mapped[LOSSES as usize] <= 2 * mapped[1], "{mapped:?}");
@@ -204,7 +242,9 @@ fn stopped_process_is_replaced_and_changes_nothing_when_it_wakes(carrier: Carrie
     let until = Instant::now() + LONG;
     launcher.wait_for_output(" in epoch 1\n", until).unwrap();
     let said = launcher.output();
-    let stopped = said.lines().find_map(|line| line.strip_suffix(" in epoch 1"));
+    let stopped = said
+        .lines()
+        .find_map(|line| line.strip_suffix(" in epoch 1"));
     let pid = stopped.and_then(|line| line.rsplit(' ').next()?.parse().ok());
     let pid = Pid::from_raw(pid.expect("the line is whole")).expect("no pid is 0");
     kill_process(pid, Signal::STOP).unwrap();

@@ -12,7 +12,11 @@ fn check(carrier: Carrier, name: &str, processes: usize, lines: usize) {
     let options = carrier.processes(env!("CARGO_BIN_EXE_named"), processes);
     let mut job = Job::start(options, &[name]);
     let said = job.wait_well();
-    assert_eq!(said.iter().flat_map(|said| said.lines()).count(), lines, "{said:#?}");
+    assert_eq!(
+        said.iter().flat_map(|said| said.lines()).count(),
+        lines,
+        "{said:#?}"
+    );
     assert_eq!(said, simulated(name, processes, &[]));
 }
 

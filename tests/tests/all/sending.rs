@@ -13,7 +13,9 @@ over_each_carrier! {
 /// Starts a job of two processes, stops the second, and lets the first send to it. Returns once the
 /// first has found its handle pending.
 fn pending(carrier: Carrier, peer_timeout: Duration) -> Job {
-    let processes = carrier.processes(env!("CARGO_BIN_EXE_named"), 2).peer_timeout(peer_timeout);
+    let processes = carrier
+        .processes(env!("CARGO_BIN_EXE_named"), 2)
+        .peer_timeout(peer_timeout);
     let mut job = Job::start(processes, &["sending"]);
     job.wait_for_output("ready\n").unwrap();
     job.stop(1).unwrap();
@@ -26,8 +28,15 @@ fn send_to_a_stopped_process_fails_and_names_it(carrier: Carrier) {
     let mut job = pending(carrier, Duration::from_secs(3));
     let end = job.wait_for(0).unwrap();
     assert_eq!(end.code(), 1, "{}", job.report());
-    let said = end.stdout.lines().find_map(|line| line.strip_prefix("failed: "));
-    assert!(said.is_some_and(|said| said.contains("process 1 is gone")), "{}", job.report());
+    let said = end
+        .stdout
+        .lines()
+        .find_map(|line| line.strip_prefix("failed: "));
+    assert!(
+        said.is_some_and(|said| said.contains("process 1 is gone")),
+        "{}",
+        job.report()
+    );
     job.kill(1).unwrap();
     job.wait();
 }

@@ -37,7 +37,9 @@ over_each_carrier! {
 fn transfers_dropped_at_any_time_leave_nothing(carrier: Carrier) {
     let seconds = std::env::var(SECONDS).map_or(0, |text| text.parse().expect("seconds"));
     let deadline = LONG + 2 * Duration::from_secs(seconds);
-    let options = carrier.processes(env!("CARGO_BIN_EXE_named"), PROCESSES).deadline(deadline);
+    let options = carrier
+        .processes(env!("CARGO_BIN_EXE_named"), PROCESSES)
+        .deadline(deadline);
     let begin = Instant::now();
     let numbers = [TRANSFERS.to_string(), SEED.to_string(), seconds.to_string()];
     let mut job = Job::start(options, &["soak", &numbers[0], &numbers[1], &numbers[2]]);
@@ -58,7 +60,10 @@ fn transfers_dropped_at_any_time_leave_nothing(carrier: Carrier) {
             [live, mapped, resident, files, threads],
         ) = (&warm[..], &end[..])
         else {
-            panic!("process {process} does not print its memory use:\n{}", job.report())
+            panic!(
+                "process {process} does not print its memory use:\n{}",
+                job.report()
+            )
         };
         assert_eq!(*live, 0, "process {process}");
         // Pools that grow have more segments, each with a file.
@@ -79,7 +84,9 @@ fn transfers_dropped_at_any_time_leave_nothing(carrier: Carrier) {
             *resident <= resident_warm + more_resident,
             "process {process}: {resident_warm}, then {resident}"
         );
-        let [here, all] = numbers("looked at ")[..] else { panic!("{}", job.report()) };
+        let [here, all] = numbers("looked at ")[..] else {
+            panic!("{}", job.report())
+        };
         looked_at += here;
         to_look_at.push(all);
     }
@@ -87,5 +94,8 @@ fn transfers_dropped_at_any_time_leave_nothing(carrier: Carrier) {
         to_look_at, [looked_at; PROCESSES],
         "every array is looked at, on exactly one process"
     );
-    assert!(looked_at as usize > TRANSFERS / 4, "only {looked_at} of {TRANSFERS} are looked at");
+    assert!(
+        looked_at as usize > TRANSFERS / 4,
+        "only {looked_at} of {TRANSFERS} are looked at"
+    );
 }

@@ -46,12 +46,20 @@ impl Ranks {
             site.start(command, &format!("rank-{rank}")).unwrap()
         };
         let ranks: Vec<Watched> = (0..PROCESSES + spares).map(start).collect();
-        Self { ranks, until: Instant::now() + LONG * (steps / STEPS) as u32, site }
+        Self {
+            ranks,
+            until: Instant::now() + LONG * (steps / STEPS) as u32,
+            site,
+        }
     }
 
     fn said(&self) -> String {
         let said = |rank: &Watched| rank.output() + &rank.error_output();
-        self.ranks.iter().map(said).collect::<Vec<_>>().join("\n--\n")
+        self.ranks
+            .iter()
+            .map(said)
+            .collect::<Vec<_>>()
+            .join("\n--\n")
     }
 
     /// Waits until some process has said this.
@@ -73,11 +81,18 @@ impl Ranks {
             let place: u32 = before.rsplit(' ').next()?.parse().ok()?;
             Some((after.lines().next()?.parse::<u64>().ok()?, place))
         };
-        let alive = self.ranks.iter_mut().enumerate().filter_map(|(rank, process)| {
-            let since = first(process.pid()).filter(|_| !process.has_ended())?;
-            Some((since, rank))
-        });
-        alive.min().map(|(_, rank)| rank).expect("some are in the job")
+        let alive = self
+            .ranks
+            .iter_mut()
+            .enumerate()
+            .filter_map(|(rank, process)| {
+                let since = first(process.pid()).filter(|_| !process.has_ended())?;
+                Some((since, rank))
+            });
+        alive
+            .min()
+            .map(|(_, rank)| rank)
+            .expect("some are in the job")
     }
 
     /// Kills a process, and waits until the others are in this epoch.
@@ -90,7 +105,11 @@ impl Ranks {
     /// Waits for the end of all processes. Returns the sums of those that end well.
     fn sums(mut self) -> (Vec<String>, String) {
         let until = self.until;
-        let ends: Vec<_> = self.ranks.iter_mut().map(|rank| rank.wait(until).unwrap()).collect();
+        let ends: Vec<_> = self
+            .ranks
+            .iter_mut()
+            .map(|rank| rank.wait(until).unwrap())
+            .collect();
         let said = self.said();
         assert_eq!(self.site.processes(), [0; 0], "nothing is left");
         let well = ends.iter().filter(|end| end.code() == 0);
@@ -102,7 +121,9 @@ impl Ranks {
 /// With as many kills as processes only spares are left at the end. MPMD_TEST_KILLS sets their
 /// number.
 fn each_process_that_runs_the_service_is_killed(carrier: Carrier) {
-    let kills = std::env::var("MPMD_TEST_KILLS").ok().and_then(|text| text.parse().ok());
+    let kills = std::env::var("MPMD_TEST_KILLS")
+        .ok()
+        .and_then(|text| text.parse().ok());
     let kills: usize = kills.unwrap_or(PROCESSES);
     let steps = STEPS * kills.div_ceil(PROCESSES);
     let mut job = Ranks::start(carrier, kills, steps, &[]);
@@ -138,7 +159,10 @@ fn process_that_wakes_after_the_end_runs_nothing(carrier: Carrier) {
     sleeper.signal(Signal::CONT).unwrap();
     let end = sleeper.wait(job.until).unwrap();
     assert_eq!(end.code(), 1, "{end:?}");
-    assert!(end.stderr.contains("they may have ended the job"), "{end:?}");
+    assert!(
+        end.stderr.contains("they may have ended the job"),
+        "{end:?}"
+    );
     assert!(!end.stdout.contains("sum "), "{end:?}");
     assert_eq!(job.site.processes(), [0; 0], "nothing is left");
 }

@@ -18,7 +18,9 @@ fn start(carrier: Carrier, processes: usize, args: &[&str]) -> Job {
     let mut job = Job::prepare(options);
     for process in 0..processes {
         let mut command = job.command(process);
-        command.args(args).env(variables::TRACE, job.folder().join("traces"));
+        command
+            .args(args)
+            .env(variables::TRACE, job.folder().join("traces"));
         job.spawn(command);
     }
     job
@@ -30,7 +32,11 @@ fn every_operation_is_in_the_traces_of_its_processes(carrier: Carrier) {
         let said = job.wait_well();
         assert!(said.iter().all(|other| *other == said[0]), "{said:?}");
         let (traces, problems) = ProcessTrace::read_all(&job.folder().join("traces")).unwrap();
-        assert_eq!((traces.len(), problems.len()), (processes, 0), "{problems:?}");
+        assert_eq!(
+            (traces.len(), problems.len()),
+            (processes, 0),
+            "{problems:?}"
+        );
         let mut issued: BTreeSet<(usize, u64)> = BTreeSet::new();
         for line in said[0].lines() {
             let mut words = line.split(' ').skip(1);
@@ -76,8 +82,13 @@ fn check_order(process: usize, trace: &ProcessTrace) -> BTreeSet<(usize, u64)> {
             What::Issued { op, .. } => {
                 assert_eq!(issued.insert(op, event.at), None, "operation {op}")
             }
-            What::Started { op, device, since, .. } => {
-                assert!(issued[&op] <= event.at && since <= event.at, "operation {op}");
+            What::Started {
+                op, device, since, ..
+            } => {
+                assert!(
+                    issued[&op] <= event.at && since <= event.at,
+                    "operation {op}"
+                );
                 started.insert((op, device), event.at);
             }
             What::Ended { op, device, .. } => {
@@ -86,7 +97,10 @@ fn check_order(process: usize, trace: &ProcessTrace) -> BTreeSet<(usize, u64)> {
             What::Over { op } => {
                 assert!(issued[&op] <= event.at && over.insert(op), "operation {op}");
                 let mine = started.range((op, 0)..=(op, u32::MAX));
-                assert!(mine.into_iter().all(|(_, at)| *at <= event.at), "operation {op}");
+                assert!(
+                    mine.into_iter().all(|(_, at)| *at <= event.at),
+                    "operation {op}"
+                );
             }
             _ => {}
         }
@@ -97,14 +111,22 @@ fn check_order(process: usize, trace: &ProcessTrace) -> BTreeSet<(usize, u64)> {
 
 fn check_merged(run: &Run, processes: usize) {
     assert_eq!(run.steps.len(), 8);
-    assert!(run.bound > 0.0 && run.problems.is_empty(), "{}: {:?}", run.bound, run.problems);
+    assert!(
+        run.bound > 0.0 && run.problems.is_empty(),
+        "{}: {:?}",
+        run.bound,
+        run.problems
+    );
     assert_eq!(run.pieces.is_empty(), processes == 1);
     for piece in &run.pieces {
         let times = (piece.posted, piece.arrived, piece.taken, piece.expected);
         let (Some(posted), Some(arrived), Some(taken), Some(_)) = times else {
             panic!("a piece has but one end: {piece:?}");
         };
-        assert!(arrived >= posted - run.bound && taken >= arrived, "{piece:?}");
+        assert!(
+            arrived >= posted - run.bound && taken >= arrived,
+            "{piece:?}"
+        );
         assert_ne!(piece.from, piece.to);
     }
     for ((process, op), operation) in &run.operations {
@@ -113,16 +135,26 @@ fn check_merged(run: &Run, processes: usize) {
             operation.issued <= operation.started && operation.started <= ended,
             "{process}, {op}"
         );
-        assert!(operation.at.contains("tests/src/programs/traced.rs:"), "{operation:?}");
+        assert!(
+            operation.at.contains("tests/src/programs/traced.rs:"),
+            "{operation:?}"
+        );
     }
     let timeline = run.timeline();
     assert_eq!(timeline.rows.len(), 4);
     for row in &timeline.rows {
-        assert!(row.bars.windows(2).all(|pair| pair[0].end <= pair[1].start), "{}", row.name);
+        assert!(
+            row.bars.windows(2).all(|pair| pair[0].end <= pair[1].start),
+            "{}",
+            row.name
+        );
         assert!(row.memory.iter().any(|point| point.used > 0.0));
     }
-    let labelled =
-        timeline.rows.iter().flat_map(|row| &row.bars).filter(|bar| bar.microbatch.is_some());
+    let labelled = timeline
+        .rows
+        .iter()
+        .flat_map(|row| &row.bars)
+        .filter(|bar| bar.microbatch.is_some());
     // Of 8 steps with 3 microbatches, on 2 devices of each of 2 stages.
     assert_eq!(labelled.count(), 8 * 3 * 2 * 2);
 }
@@ -143,15 +175,37 @@ fn killed_process_leaves_its_trace_so_far(carrier: Carrier) {
     job.wait();
     let (traces, problems) = ProcessTrace::read_all(&folder).unwrap();
     assert_eq!((traces.len(), problems.len()), (2, 0));
-    assert!(!traces[1].ended && traces[1].events.len() > 1_000, "{}", traces[1].events.len());
+    assert!(
+        !traces[1].ended && traces[1].events.len() > 1_000,
+        "{}",
+        traces[1].events.len()
+    );
     // The other process fails, and writes its complete trace before it ends.
     assert!(traces[0].ended);
     let run = Run::merge(&traces, problems);
-    assert!(run.problems.iter().any(|problem| problem.contains("process 1")), "{:?}", run.problems);
+    assert!(
+        run.problems
+            .iter()
+            .any(|problem| problem.contains("process 1")),
+        "{:?}",
+        run.problems
+    );
     assert!(run.steps.len() > 1 && run.kernels.iter().any(|kernel| kernel.process == 1));
     let posted = |trace: &ProcessTrace| {
-        let posted = |what: &What| matches!(what, What::Piece { step: PieceStep::Posted, .. });
-        trace.events.iter().filter(|event| posted(&event.what)).count()
+        let posted = |what: &What| {
+            matches!(
+                what,
+                What::Piece {
+                    step: PieceStep::Posted,
+                    ..
+                }
+            )
+        };
+        trace
+            .events
+            .iter()
+            .filter(|event| posted(&event.what))
+            .count()
     };
     assert!(posted(&traces[1]) > 0);
     drop(run.timeline());

@@ -61,7 +61,11 @@ fn run_over(carrier: Carrier, folder: &Sandbox, args: &[&str]) -> String {
     let end = process.wait(Instant::now() + LONG).unwrap();
     assert_eq!(end.code(), 0, "{args:?}:\n{}\n{}", end.stdout, end.stderr);
     let left = folder.processes();
-    assert!(left.is_empty(), "processes {left:?} are left\n{}", process.report());
+    assert!(
+        left.is_empty(),
+        "processes {left:?} are left\n{}",
+        process.report()
+    );
     end.stdout
 }
 
@@ -71,7 +75,11 @@ fn losses(folder: &Sandbox, args: &[&str]) -> Vec<String> {
 }
 
 fn losses_over(carrier: Carrier, folder: &Sandbox, args: &[&str]) -> Vec<String> {
-    run_over(carrier, folder, &[args, &["--losses-out", "losses"]].concat());
+    run_over(
+        carrier,
+        folder,
+        &[args, &["--losses-out", "losses"]].concat(),
+    );
     let losses =
         std::fs::read_to_string(folder.path().join("losses")).expect("the program writes them");
     losses.lines().map(str::to_owned).collect()
@@ -83,7 +91,11 @@ fn losses_are_bit_identical_at_any_schedule_and_carrier(carrier: Carrier) {
     let folder = folder();
     let alone = losses(&folder, &[&STEPS[..], &["--processes", "1"]].concat());
     assert_eq!(alone.len(), 5, "{alone:?}");
-    let schedules = if carrier.is_thorough() { &["gpipe", "1f1b"][..] } else { &["1f1b"] };
+    let schedules = if carrier.is_thorough() {
+        &["gpipe", "1f1b"][..]
+    } else {
+        &["1f1b"]
+    };
     for processes in ["2", "4"] {
         for schedule in schedules {
             let transport = ["--transport", carrier.transport];
@@ -101,8 +113,14 @@ fn losses_match_as_threads_and_nearly_in_tensor_parallel() {
     let alone = with(&["--processes", "1"]);
     for processes in ["2", "4"] {
         for schedule in ["gpipe", "1f1b"] {
-            let found =
-                with(&["--processes", processes, "--transport", "inproc", "--schedule", schedule]);
+            let found = with(&[
+                "--processes",
+                processes,
+                "--transport",
+                "inproc",
+                "--schedule",
+                schedule,
+            ]);
             assert_eq!(found, alone, "{processes} processes as threads, {schedule}");
         }
     }
@@ -117,7 +135,10 @@ fn losses_match_as_threads_and_nearly_in_tensor_parallel() {
     ] {
         let split = with(&[flags, &["--processes", "4"]].concat());
         for (split, alone) in values(&split).into_iter().zip(values(&alone)) {
-            assert!((split - alone).abs() < 1e-5 * alone, "{flags:?}: {split} {alone}");
+            assert!(
+                (split - alone).abs() < 1e-5 * alone,
+                "{flags:?}: {split} {alone}"
+            );
         }
         assert_eq!(values(&split).len(), 5);
     }
@@ -155,44 +176,91 @@ fn training_saved_sharded_resumes_unsharded() {
     let save = ["--steps", "6", "--stop-after", "3", "--save", "saved"];
     let first = losses(
         &folder,
-        &[&save[..], &["--stages", "2", "--fsdp", "2", "--processes", "2"]].concat(),
+        &[
+            &save[..],
+            &["--stages", "2", "--fsdp", "2", "--processes", "2"],
+        ]
+        .concat(),
     );
-    let load = ["--steps", "6", "--stages", "1", "--processes", "1", "--load", "saved"];
+    let load = [
+        "--steps",
+        "6",
+        "--stages",
+        "1",
+        "--processes",
+        "1",
+        "--load",
+        "saved",
+    ];
     let second = losses(&folder, &load);
     let value = |line: &String| -> f64 {
-        line.split(' ').nth(1).expect("a loss").parse().expect("a number")
+        line.split(' ')
+            .nth(1)
+            .expect("a loss")
+            .parse()
+            .expect("a number")
     };
     assert_eq!((first.len(), second.len()), (3, 3));
     for (found, expected) in first.iter().chain(&second).zip(&whole) {
         let (found, expected) = (value(found), value(expected));
-        assert!((found - expected).abs() < 1e-5 * expected, "{found} {expected}");
+        assert!(
+            (found - expected).abs() < 1e-5 * expected,
+            "{found} {expected}"
+        );
     }
 }
 
 #[test]
 fn sharding_is_shown_and_user_strategy_is_read() {
     let folder = folder();
-    let table = run(&folder, &["--fsdp", "2", "--tensor-parallel", "2", "--show-sharding"]);
-    let has =
-        |words: [&str; 2]| table.lines().any(|line| words.iter().all(|word| line.contains(word)));
+    let table = run(
+        &folder,
+        &["--fsdp", "2", "--tensor-parallel", "2", "--show-sharding"],
+    );
+    let has = |words: [&str; 2]| {
+        table
+            .lines()
+            .any(|line| words.iter().all(|word| line.contains(word)))
+    };
     assert!(
         has(["blocks.3.qkv.weight", "P(model, data)"]) && has(["head.weight", "P(data, None)"]),
         "{table}"
     );
-    assert!(table.contains("stage 3, as its parameters are stored"), "{table}");
+    assert!(
+        table.contains("stage 3, as its parameters are stored"),
+        "{table}"
+    );
     std::fs::write(folder.path().join("rules.json"), r#"[[".*", "replicate"]]"#)
         .expect("the test's folder");
-    let table = run(&folder, &["--fsdp", "2", "--strategy", "rules.json", "--show-sharding"]);
-    assert!(table.contains("blocks.3.qkv.weight") && !table.contains("P(data"), "{table}");
+    let table = run(
+        &folder,
+        &["--fsdp", "2", "--strategy", "rules.json", "--show-sharding"],
+    );
+    assert!(
+        table.contains("blocks.3.qkv.weight") && !table.contains("P(data"),
+        "{table}"
+    );
 }
 
 #[test]
 fn training_saved_at_four_stages_resumes_at_two() {
     let folder = folder();
     let whole = losses(&folder, &["--steps", "8"]);
-    let first = losses(&folder, &["--steps", "8", "--stop-after", "4", "--save", "saved"]);
+    let first = losses(
+        &folder,
+        &["--steps", "8", "--stop-after", "4", "--save", "saved"],
+    );
     assert_eq!(first, whole[..4]);
-    let loaded = ["--steps", "8", "--stages", "2", "--processes", "2", "--load", "saved"];
+    let loaded = [
+        "--steps",
+        "8",
+        "--stages",
+        "2",
+        "--processes",
+        "2",
+        "--load",
+        "saved",
+    ];
     assert_eq!(losses(&folder, &loaded), whole[4..]);
 }
 
@@ -203,9 +271,20 @@ fn start_without_end(folder: &Sandbox, by_launcher: bool, args: &[&str]) -> Watc
     let mut command = folder.command(&program);
     if by_launcher {
         command = folder.command(package_program("mpmd-cli", "mpmd"));
-        command.args(["run", "-n", "4", "--grace", "60"]).arg(&program);
+        command
+            .args(["run", "-n", "4", "--grace", "60"])
+            .arg(&program);
     }
-    command.args(["--width", "16", "--heads", "2", "--time", "8", "--sample", "100000000"]);
+    command.args([
+        "--width",
+        "16",
+        "--heads",
+        "2",
+        "--time",
+        "8",
+        "--sample",
+        "100000000",
+    ]);
     command.args(args).arg("text");
     folder.start(command, "train_gpt").unwrap()
 }
@@ -243,7 +322,14 @@ fn is_evaluated(report: &str) -> bool {
 fn signal_while_training_saves_and_skips_what_follows() {
     for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143)] {
         let folder = folder();
-        let args = ["--steps", "1000000", "--save", "saved", "--losses-out", "losses"];
+        let args = [
+            "--steps",
+            "1000000",
+            "--save",
+            "saved",
+            "--losses-out",
+            "losses",
+        ];
         let process = start_without_end(&folder, false, &args);
         let is_time = |report: &str| report.contains("step 1/1000000");
         let (stdout, found) = stopped(process, &folder, is_time, signal);
@@ -265,7 +351,11 @@ fn failed_save_after_a_signal_fails_the_job() {
     let mut process = start_without_end(&folder, true, &["--steps", "1000000", "--save", "saved"]);
     let deadline = Instant::now() + LONG;
     while !process.report().contains("step 1/1000000") {
-        assert!(Instant::now() < deadline && !process.has_ended(), "{}", process.report());
+        assert!(
+            Instant::now() < deadline && !process.has_ended(),
+            "{}",
+            process.report()
+        );
         std::thread::sleep(Duration::from_millis(20));
     }
     let saved = folder.path().join("saved");
@@ -275,7 +365,11 @@ fn failed_save_after_a_signal_fails_the_job() {
     let end = process.wait(Instant::now() + LONG).unwrap();
     let expected = "mpmd: all 4 processes failed: they ended with exit code 1; ";
     let last = end.stderr.lines().last().unwrap_or_default();
-    assert!(last.starts_with(expected) && last.contains("saved"), "{}", process.report());
+    assert!(
+        last.starts_with(expected) && last.contains("saved"),
+        "{}",
+        process.report()
+    );
     assert_eq!(end.code(), 1, "{}", process.report());
     assert!(folder.processes().is_empty(), "{}", process.report());
 }
@@ -299,9 +393,10 @@ fn signal_while_evaluating_or_sampling_sets_exit_code() {
 
 #[test]
 fn launcher_and_threads_pass_the_code_of_a_signal_on() {
-    for (by_launcher, args) in
-        [(true, &["--steps", "1"][..]), (false, &["--steps", "1", "--transport", "inproc"])]
-    {
+    for (by_launcher, args) in [
+        (true, &["--steps", "1"][..]),
+        (false, &["--steps", "1", "--transport", "inproc"]),
+    ] {
         let folder = folder();
         let process = start_without_end(&folder, by_launcher, args);
         let (stdout, found) = stopped(process, &folder, is_evaluated, Signal::TERM);
@@ -318,7 +413,10 @@ fn elastic_training_has_the_same_losses_when_processes_are_killed() {
     assert_eq!(expected.len(), 400);
     let mut command = folder.command(package_program("mpmd-cli", "mpmd"));
     command.args(["run", "-n", "4", "--restart", "3", "--no-prefix", "--"]);
-    command.arg(package_program("mpmd-examples", "train_gpt")).args(SIZES).args(steps);
+    command
+        .arg(package_program("mpmd-examples", "train_gpt"))
+        .args(SIZES)
+        .args(steps);
     command.args(["--elastic", "--losses-out", "losses of survivors", "text"]);
     Carrier::SHM.set(&mut command);
     let mut launcher = folder.start(command, "elastic").unwrap();
@@ -337,17 +435,26 @@ fn wait_for_size(commands: &mut [Watched], processes: usize, epoch: &mut usize) 
     let has = format!("; it has {processes} processes, ");
     let epoch_of = |line: &str| -> Option<usize> {
         let (_, said) = line.split_once("mpmd: epoch ")?;
-        said.contains(&has).then(|| said.split(' ').next()?.parse().ok())?
+        said.contains(&has)
+            .then(|| said.split(' ').next()?.parse().ok())?
     };
     loop {
         let said: Vec<String> = commands.iter().map(Watched::error_output).collect();
-        let newest = said.iter().flat_map(|said| said.lines()).filter_map(epoch_of).max();
+        let newest = said
+            .iter()
+            .flat_map(|said| said.lines())
+            .filter_map(epoch_of)
+            .max();
         if let Some(newest) = newest.filter(|newest| *newest > *epoch) {
             *epoch = newest;
             break;
         }
         let is_over = Instant::now() >= until || commands[0].has_ended();
-        assert!(!is_over, "{processes} after epoch {epoch}:\n{}", said.join("\n"));
+        assert!(
+            !is_over,
+            "{processes} after epoch {epoch}:\n{}",
+            said.join("\n")
+        );
         std::thread::sleep(Duration::from_millis(10));
     }
     // A process is lost only after the state has two copies again.
@@ -359,28 +466,53 @@ fn wait_for_size(commands: &mut [Watched], processes: usize, epoch: &mut usize) 
 /// sets the number of changes.
 #[test]
 fn elastic_training_keeps_its_losses_as_processes_go_and_come() {
-    let changes = std::env::var("MPMD_TEST_CHANGES").ok().and_then(|text| text.parse().ok());
+    let changes = std::env::var("MPMD_TEST_CHANGES")
+        .ok()
+        .and_then(|text| text.parse().ok());
     let changes: usize = changes.unwrap_or(5);
     let folder = folder();
     let count = (800 + 250 * changes).to_string();
-    let steps = ["--steps", &count, "--schedule", "1f1b", "--stages", "2", "--fsdp", "2"];
+    let steps = [
+        "--steps",
+        &count,
+        "--schedule",
+        "1f1b",
+        "--stages",
+        "2",
+        "--fsdp",
+        "2",
+    ];
     let expected = losses(&folder, &[&steps[..], &["--processes", "1"]].concat());
     let program = package_program("mpmd-examples", "train_gpt");
     let mpmd = |args: &[&str]| {
         let mut command = folder.command(package_program("mpmd-cli", "mpmd"));
-        command.arg("run").args(args).arg("--").arg(&program).args(SIZES).args(steps);
+        command
+            .arg("run")
+            .args(args)
+            .arg("--")
+            .arg(&program)
+            .args(SIZES)
+            .args(steps);
         command.args(["--elastic", "--losses-out", "losses of survivors", "text"]);
         Carrier::SHM.set(&mut command);
         command
     };
-    let mut launcher = folder.start(mpmd(&["-n", "4", "--no-prefix"]), "elastic").unwrap();
-    launcher.wait_for_output("\n", Instant::now() + LONG).unwrap();
+    let mut launcher = folder
+        .start(mpmd(&["-n", "4", "--no-prefix"]), "elastic")
+        .unwrap();
+    launcher
+        .wait_for_output("\n", Instant::now() + LONG)
+        .unwrap();
     let (mut commands, mut epoch) = (vec![launcher], 1);
     std::thread::sleep(Duration::from_millis(300));
     let name = |pid: u32| std::fs::read_to_string(format!("/proc/{pid}/comm"));
     let pids = || {
         let is_one = |pid: &u32| name(*pid).is_ok_and(|name| name.trim() == "train_gpt");
-        folder.processes().into_iter().filter(is_one).collect::<Vec<u32>>()
+        folder
+            .processes()
+            .into_iter()
+            .filter(is_one)
+            .collect::<Vec<u32>>()
     };
     let mut random = rng_of_this_run();
     let (mut size, mut done) = (4, 0);
@@ -404,13 +536,25 @@ fn elastic_training_keeps_its_losses_as_processes_go_and_come() {
         // Two that are added may come in two epochs.
         wait_for_size(&mut commands, size, &mut epoch);
     }
-    let ends = commands.iter_mut().map(|command| command.wait(Instant::now() + LONG).unwrap());
+    let ends = commands
+        .iter_mut()
+        .map(|command| command.wait(Instant::now() + LONG).unwrap());
     let ends: Vec<_> = ends.collect();
     assert_eq!(ends[0].code(), 0, "{ends:?}");
     // That of a command whose process was killed is 1.
-    assert!(ends.iter().all(|end| [0, 1].contains(&end.code())), "{ends:?}");
+    assert!(
+        ends.iter().all(|end| [0, 1].contains(&end.code())),
+        "{ends:?}"
+    );
     let found = std::fs::read_to_string(folder.path().join("losses of survivors")).unwrap();
-    let wrong = found.lines().zip(&expected).find(|(found, expected)| found != expected);
-    assert_eq!((wrong, found.lines().count()), (None, expected.len()), "{ends:?}");
+    let wrong = found
+        .lines()
+        .zip(&expected)
+        .find(|(found, expected)| found != expected);
+    assert_eq!(
+        (wrong, found.lines().count()),
+        (None, expected.len()),
+        "{ends:?}"
+    );
     assert!(folder.processes().is_empty());
 }

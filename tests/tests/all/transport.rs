@@ -5,7 +5,11 @@ use mpmd_tests::programs::simulated;
 use mpmd_tests::{Carrier, Job};
 
 /// The transports of this build.
-const NAMES: &[&str] = if cfg!(feature = "ucx") { &["shm", "tcp", "ucx"] } else { &["shm", "tcp"] };
+const NAMES: &[&str] = if cfg!(feature = "ucx") {
+    &["shm", "tcp", "ucx"]
+} else {
+    &["shm", "tcp"]
+};
 
 /// Returns the output of the processes of a job with these variables.
 fn over(vars: &[(&str, &str)], processes: usize) -> Vec<String> {
@@ -24,7 +28,11 @@ fn job_uses_the_requested_transport_with_any_spin() {
     for name in NAMES {
         for spin in ["auto", "never", "always", "50"] {
             let said = over(&[(variables::TRANSPORT, name), (variables::SPIN, spin)], 2);
-            assert_eq!(said, [format!("over {name}\n"), format!("over {name}\n")], "{spin}");
+            assert_eq!(
+                said,
+                [format!("over {name}\n"), format!("over {name}\n")],
+                "{spin}"
+            );
         }
     }
 }

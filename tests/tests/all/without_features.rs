@@ -47,7 +47,9 @@ fn outside_crate_with_mpmd_alone_compiles_and_passes_its_tests() {
 /// Runs cargo in a copy of `tests/outside`, a crate that has `mpmd` as its only dependency. Returns
 /// the output.
 fn outside(arguments: &[&str]) -> String {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the tests have a workspace");
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .expect("the tests have a workspace");
     let copy = Path::new(env!("CARGO_TARGET_TMPDIR")).join("outside");
     let write = |file: &str, text: String| {
         let file = copy.join(file);
@@ -55,7 +57,11 @@ fn outside(arguments: &[&str]) -> String {
         // A new time would have cargo build it again.
         if std::fs::read_to_string(&file).ok().as_ref() != Some(&text) {
             // Other tests may read it meanwhile.
-            let new = copy.join(format!("new.{}.{:?}", process::id(), thread::current().id()));
+            let new = copy.join(format!(
+                "new.{}.{:?}",
+                process::id(),
+                thread::current().id()
+            ));
             std::fs::write(&new, text).expect("a file");
             std::fs::rename(new, file).expect("a file takes the place of another");
         }
@@ -63,12 +69,21 @@ fn outside(arguments: &[&str]) -> String {
     let read = |file: &str| std::fs::read_to_string(root.join(file)).expect("a file");
     let mpmd = root.join("mpmd");
     let manifest = read("tests/outside/Cargo.toml");
-    write("Cargo.toml", manifest.replace("../../mpmd", mpmd.to_str().expect("a path in Unicode")));
+    write(
+        "Cargo.toml",
+        manifest.replace("../../mpmd", mpmd.to_str().expect("a path in Unicode")),
+    );
     // The same versions as the workspace's, which are here already.
     write("Cargo.lock", read("Cargo.lock"));
     write("src/main.rs", read("tests/outside/src/main.rs"));
-    write("src/quickstart.rs", read("mpmd-examples/src/bin/quickstart.rs"));
-    write("tests/processes.rs", read("tests/outside/tests/processes.rs"));
+    write(
+        "src/quickstart.rs",
+        read("mpmd-examples/src/bin/quickstart.rs"),
+    );
+    write(
+        "tests/processes.rs",
+        read("tests/outside/tests/processes.rs"),
+    );
     let output = Command::new(env!("CARGO"))
         .current_dir(&copy)
         .args(arguments)
@@ -85,5 +100,8 @@ fn outside(arguments: &[&str]) -> String {
 /// Returns cargo's target folder. What the workspace built there of others' crates serves the crate
 /// too.
 fn target() -> PathBuf {
-    Path::new(env!("CARGO_TARGET_TMPDIR")).parent().expect("it lies in cargo's folder").to_owned()
+    Path::new(env!("CARGO_TARGET_TMPDIR"))
+        .parent()
+        .expect("it lies in cargo's folder")
+        .to_owned()
 }

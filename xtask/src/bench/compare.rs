@@ -5,7 +5,11 @@ use super::set::Better;
 /// Returns the order of the two sides in pair `pair`: A B B A, so that a machine that becomes
 /// slower or faster favours neither. True stands for the other commit.
 pub(super) fn order(pair: usize) -> [bool; 2] {
-    if pair.is_multiple_of(2) { [true, false] } else { [false, true] }
+    if pair.is_multiple_of(2) {
+        [true, false]
+    } else {
+        [false, true]
+    }
 }
 
 /// A median and the values at a tenth and at nine tenths of the sorted values.
@@ -25,7 +29,11 @@ impl Spread {
             let index = (share * sorted.len().saturating_sub(1) as f64).round() as usize;
             sorted.get(index).copied()
         };
-        Some(Self { median: at(0.5)?, p10: at(0.1)?, p90: at(0.9)? })
+        Some(Self {
+            median: at(0.5)?,
+            p10: at(0.1)?,
+            p90: at(0.9)?,
+        })
     }
 
     /// Returns the direction that the whole spread of a ratio shows.
@@ -68,7 +76,10 @@ impl Mark {
 /// over that of the other commit, or the other commit's rate over that of the working tree. So a
 /// ratio below 1 is an improvement for any figure.
 pub(super) fn ratios(tree: &[Option<f64>], against: &[Option<f64>], better: Better) -> Vec<f64> {
-    let both = tree.iter().zip(against).filter_map(|(tree, against)| Some(((*tree)?, (*against)?)));
+    let both = tree
+        .iter()
+        .zip(against)
+        .filter_map(|(tree, against)| Some(((*tree)?, (*against)?)));
     let positive = both.filter(|(tree, against)| *tree > 0.0 && *against > 0.0);
     let ratio = |(tree, against): (f64, f64)| match better {
         Better::Lower => tree / against,
@@ -105,7 +116,14 @@ mod tests {
     #[test]
     fn spread_of_seven_leaves_out_both_extremes() {
         let spread = Spread::of([1.3, 0.5, 1.2, 1.1, 9.0, 1.25, 1.4]).unwrap();
-        assert_eq!(spread, Spread { median: 1.25, p10: 1.1, p90: 1.4 });
+        assert_eq!(
+            spread,
+            Spread {
+                median: 1.25,
+                p10: 1.1,
+                p90: 1.4
+            }
+        );
         assert_eq!(Spread::of([]), None);
         assert_eq!((spread.mark(), spread.is_above(1.09)), (Mark::Slower, true));
         assert!(!spread.is_above(1.1));
@@ -113,8 +131,21 @@ mod tests {
 
     #[test]
     fn mark_needs_the_whole_spread_on_one_side() {
-        let mark = |p10, p90| Spread { median: 0.9, p10, p90 }.mark();
-        assert_eq!([mark(0.8, 0.99), mark(0.8, 1.0)], [Mark::Faster, Mark::Neither]);
-        assert_eq!([mark(1.01, 1.2), mark(1.0, 1.2)], [Mark::Slower, Mark::Neither]);
+        let mark = |p10, p90| {
+            Spread {
+                median: 0.9,
+                p10,
+                p90,
+            }
+            .mark()
+        };
+        assert_eq!(
+            [mark(0.8, 0.99), mark(0.8, 1.0)],
+            [Mark::Faster, Mark::Neither]
+        );
+        assert_eq!(
+            [mark(1.01, 1.2), mark(1.0, 1.2)],
+            [Mark::Slower, Mark::Neither]
+        );
     }
 }

@@ -87,8 +87,14 @@ pub(super) fn measure(
     let mut over = [false; 2];
     for pair in 0..pairs {
         for other in order(pair) {
-            let side = if other { sides.against } else { Some(sides.tree) };
-            let Some(programs) = side.filter(|_| !over[usize::from(other)]) else { continue };
+            let side = if other {
+                sides.against
+            } else {
+                Some(sides.tree)
+            };
+            let Some(programs) = side.filter(|_| !over[usize::from(other)]) else {
+                continue;
+            };
             if place.stop.load(Ordering::Relaxed) {
                 return rows;
             }
@@ -106,7 +112,11 @@ impl Row {
     /// Takes the result of one run. `at` is the place of this row's figure among those of the
     /// measurement.
     fn take(&mut self, ran: &Ran, at: usize, pair: usize, other: bool) {
-        let side = if other { "the other commit" } else { "the working tree" };
+        let side = if other {
+            "the other commit"
+        } else {
+            "the working tree"
+        };
         let value = match ran {
             Ran::Done(values) => values.get(at).copied().flatten(),
             Ran::Absent(_) | Ran::Failed(_) => None,
@@ -119,7 +129,11 @@ impl Row {
         };
         self.failed |= failed;
         self.why = self.why.take().or(why);
-        let values = if other { &mut self.against } else { &mut self.tree };
+        let values = if other {
+            &mut self.against
+        } else {
+            &mut self.tree
+        };
         // The places of pairs in which this side did not run stay empty.
         values.resize(pair, None);
         values.push(value);
@@ -131,15 +145,23 @@ fn run(measurement: &Measurement, programs: &Programs, place: &Place<'_>) -> Ran
         return Ran::Absent(format!("has no program {}", measurement.program));
     };
     let mut command = Command::new(program);
-    command.current_dir(place.root).args(measurement.arguments).env("TMPDIR", place.scratch);
+    command
+        .current_dir(place.root)
+        .args(measurement.arguments)
+        .env("TMPDIR", place.scratch);
     let said = match quiet(&mut command, RUN, place.stop) {
         Ok(said) => said,
         Err(error) => return Ran::Failed(format!("{error:#}")),
     };
     match said.code {
         Some(0) => {
-            let figures = measurement.figures.iter().map(|figure| figure.read(&said.stdout));
-            figures.collect::<Result<_, _>>().map_or_else(Ran::Failed, Ran::Done)
+            let figures = measurement
+                .figures
+                .iter()
+                .map(|figure| figure.read(&said.stdout));
+            figures
+                .collect::<Result<_, _>>()
+                .map_or_else(Ran::Failed, Ran::Done)
         }
         Some(USAGE) => Ran::Absent(format!("does not have it: {}", said.first_words())),
         _ => Ran::Failed(said.last_words()),
@@ -160,11 +182,21 @@ mod tests {
     fn handover(name: &str, tree: &str, against: Option<&str>) -> Vec<Row> {
         let there = Repository::new(name, tree);
         let of = |script: &str| Programs::from([("mpmd".to_owned(), there.root.join(script))]);
-        let measurement = SET.iter().find(|measurement| measurement.name == "handover").unwrap();
+        let measurement = SET
+            .iter()
+            .find(|measurement| measurement.name == "handover")
+            .unwrap();
         there.script("other", against.unwrap_or_default());
         let (tree, other) = (of("mpmd"), of("other"));
-        let sides = Sides { tree: &tree, against: against.map(|_| &other) };
-        let place = Place { root: &there.root, scratch: &there.root, stop: &there.stop };
+        let sides = Sides {
+            tree: &tree,
+            against: against.map(|_| &other),
+        };
+        let place = Place {
+            root: &there.root,
+            scratch: &there.root,
+            stop: &there.stop,
+        };
         measure(measurement, &sides, 3, &place)
     }
 
@@ -174,10 +206,20 @@ mod tests {
         let there = Repository::new("turns", &count("tree"));
         there.script("other", &count("other"));
         let of = |script: &str| Programs::from([("mpmd".to_owned(), there.root.join(script))]);
-        let measurement = SET.iter().find(|measurement| measurement.name == "handover").unwrap();
+        let measurement = SET
+            .iter()
+            .find(|measurement| measurement.name == "handover")
+            .unwrap();
         let (tree, other) = (of("mpmd"), of("other"));
-        let sides = Sides { tree: &tree, against: Some(&other) };
-        let place = Place { root: &there.root, scratch: &there.root, stop: &there.stop };
+        let sides = Sides {
+            tree: &tree,
+            against: Some(&other),
+        };
+        let place = Place {
+            root: &there.root,
+            scratch: &there.root,
+            stop: &there.stop,
+        };
         let rows = measure(measurement, &sides, 3, &place);
         let order = std::fs::read_to_string(there.root.join("order")).unwrap();
         assert_eq!(order, "other\ntree\ntree\nother\nother\ntree\n");
@@ -190,7 +232,10 @@ mod tests {
     #[test]
     fn working_tree_is_measured_alone() {
         let rows = handover("alone", HANDOVER, None);
-        assert_eq!((&rows[0].tree[..], rows[0].against.len()), (&[Some(20.0); 3][..], 0));
+        assert_eq!(
+            (&rows[0].tree[..], rows[0].against.len()),
+            (&[Some(20.0); 3][..], 0)
+        );
         assert_eq!(rows[0].ratios(), (Vec::new(), None));
     }
 
@@ -199,7 +244,10 @@ mod tests {
         let (first, _) = HANDOVER.split_once('\n').unwrap();
         let rows = handover("lacks", HANDOVER, Some(first));
         assert!(!rows[0].failed && rows[0].why.is_none() && !rows[1].failed);
-        assert_eq!(rows[1].why.as_deref(), Some("the other commit gives no such figure"));
+        assert_eq!(
+            rows[1].why.as_deref(),
+            Some("the other commit gives no such figure")
+        );
         assert_eq!(rows[1].ratios(), (Vec::new(), None));
         // The other way round it is one.
         let rows = handover("lacked", first, Some(HANDOVER));
@@ -218,7 +266,11 @@ mod tests {
 
     #[test]
     fn failed_program_says_why_and_runs_no_more() {
-        let rows = handover("fails", HANDOVER, Some("echo x >> failures; echo oh >&2; exit 7"));
+        let rows = handover(
+            "fails",
+            HANDOVER,
+            Some("echo x >> failures; echo oh >&2; exit 7"),
+        );
         let why = "the other commit: ended with status 7: oh";
         assert_eq!((rows[0].why.as_deref(), rows[0].failed), (Some(why), true));
         assert_eq!((rows[0].tree.len(), rows[0].against.len()), (3, 1));

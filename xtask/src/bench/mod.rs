@@ -45,7 +45,10 @@ pub(crate) fn bench(root: &Path, options: &Options) -> anyhow::Result<ExitCode> 
             println!("{:10}{} {}", measurement.name, measurement.program, {
                 measurement.arguments.join(" ")
             });
-            measurement.figures.iter().for_each(|figure| println!("{:12}{}", "", figure.item));
+            measurement
+                .figures
+                .iter()
+                .for_each(|figure| println!("{:12}{}", "", figure.item));
         }
         return Ok(ExitCode::SUCCESS);
     }
@@ -54,7 +57,12 @@ pub(crate) fn bench(root: &Path, options: &Options) -> anyhow::Result<ExitCode> 
         signal_hook::flag::register(signal, stop.clone()).context("listening for signals")?;
     }
     let folder = target()?.join("bench");
-    let builder = Builder { root, folder, cargo: cargo(), stop: &stop };
+    let builder = Builder {
+        root,
+        folder,
+        cargo: cargo(),
+        stop: &stop,
+    };
     match measured(&builder, options) {
         // The error, if any, is a consequence.
         _ if stop.load(Ordering::Relaxed) => {
@@ -71,22 +79,39 @@ pub(crate) fn bench(root: &Path, options: &Options) -> anyhow::Result<ExitCode> 
 fn measured(builder: &Builder<'_>, options: &Options) -> anyhow::Result<bool> {
     let (date, machine) = (machine::now(), Machine::look());
     // Without a repository the figures have no name, and can still be read.
-    let known = builder.commit("HEAD").and_then(|commit| Ok((commit, builder.has_changes()?)));
+    let known = builder
+        .commit("HEAD")
+        .and_then(|commit| Ok((commit, builder.has_changes()?)));
     if options.record {
-        let (_, changed) = known.as_ref().map_err(|error| anyhow::anyhow!("{error:#}"))?;
-        ensure!(!changed, "a record names a commit: commit your changes first");
+        let (_, changed) = known
+            .as_ref()
+            .map_err(|error| anyhow::anyhow!("{error:#}"))?;
+        ensure!(
+            !changed,
+            "a record names a commit: commit your changes first"
+        );
     }
     let (commit, changed) = known.unwrap_or_else(|_| ("unknown".to_owned(), true));
     let other = match &options.against {
         Some(rev) => Some((rev.as_str(), builder.commit(rev)?)),
         None => None,
     };
-    let mut names: Vec<&str> = options.only.iter().map(|measurement| measurement.program).collect();
+    let mut names: Vec<&str> = options
+        .only
+        .iter()
+        .map(|measurement| measurement.program)
+        .collect();
     names.sort_unstable();
     names.dedup();
     let tree = builder.here(&names)?;
-    let against = other.as_ref().map(|(_, hash)| builder.of(hash, &names)).transpose()?;
-    let sides = Sides { tree: &tree, against: against.as_ref() };
+    let against = other
+        .as_ref()
+        .map(|(_, hash)| builder.of(hash, &names))
+        .transpose()?;
+    let sides = Sides {
+        tree: &tree,
+        against: against.as_ref(),
+    };
     let rows = all(builder, options, &sides)?;
     ensure!(!builder.stop.load(Ordering::Relaxed), "interrupted");
     let run = Run {
@@ -104,9 +129,16 @@ fn measured(builder: &Builder<'_>, options: &Options) -> anyhow::Result<bool> {
     }
     if options.record {
         let docs = builder.root.join("docs");
-        let name = format!("{}-{}.json", date.get(..10).unwrap_or(&date), run.short_commit());
+        let name = format!(
+            "{}-{}.json",
+            date.get(..10).unwrap_or(&date),
+            run.short_commit()
+        );
         write(&docs.join("performance").join(&name), &json)?;
-        write(&docs.join("performance.md"), &report::page(&rows, &run, &name))?;
+        write(
+            &docs.join("performance.md"),
+            &report::page(&rows, &run, &name),
+        )?;
     }
     Ok(verdict(&rows, options.at_most))
 }
@@ -114,7 +146,11 @@ fn measured(builder: &Builder<'_>, options: &Options) -> anyhow::Result<bool> {
 /// Runs all measurements and prints a line for each.
 fn all(builder: &Builder<'_>, options: &Options, sides: &Sides<'_>) -> anyhow::Result<Vec<Row>> {
     let scratch = Scratch::make(builder.folder.join("temporary"))?;
-    let place = Place { root: builder.root, scratch: &scratch.0, stop: builder.stop };
+    let place = Place {
+        root: builder.root,
+        scratch: &scratch.0,
+        stop: builder.stop,
+    };
     let mut rows = Vec::new();
     for measurement in options.only.iter().copied() {
         let runs = options.pairs * (1 + usize::from(sides.against.is_some()));
@@ -208,7 +244,10 @@ mod tests {
     fn missing_commit_stops_before_a_build() {
         let there = Repository::new("missing", &HANDOVER.replace("FIRST", "20"));
         let error = measured(&there.builder(), &options("--against nowhere")).unwrap_err();
-        assert!(error.to_string().contains("there is no commit nowhere"), "{error:#}");
+        assert!(
+            error.to_string().contains("there is no commit nowhere"),
+            "{error:#}"
+        );
         assert!(!there.root.join("calls").exists());
     }
 
@@ -221,9 +260,15 @@ mod tests {
         let page = fs::read_to_string(there.root.join("docs/performance.md")).unwrap();
         let (_, name) = page.split_once("(performance/").unwrap();
         let (name, _) = name.split_once(')').unwrap();
-        assert!(there.root.join("docs/performance").join(name).is_file(), "{page}");
+        assert!(
+            there.root.join("docs/performance").join(name).is_file(),
+            "{page}"
+        );
         there.script("mpmd", "exit 0");
         let error = measured(&there.builder(), &options).unwrap_err();
-        assert!(error.to_string().contains("commit your changes first"), "{error:#}");
+        assert!(
+            error.to_string().contains("commit your changes first"),
+            "{error:#}"
+        );
     }
 }

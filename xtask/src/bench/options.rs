@@ -45,7 +45,11 @@ impl Options {
         };
         let mut rest = arguments.iter();
         while let Some(argument) = rest.next() {
-            let mut value = || rest.next().copied().ok_or(format!("{argument} takes a value"));
+            let mut value = || {
+                rest.next()
+                    .copied()
+                    .ok_or(format!("{argument} takes a value"))
+            };
             match *argument {
                 "--against" => options.against = Some(value()?.to_owned()),
                 "--pairs" => {
@@ -68,7 +72,9 @@ impl Options {
             }
         }
         if options.against.is_some() && options.pairs < FEWEST_PAIRS {
-            return Err(format!("a spread of ratios takes {FEWEST_PAIRS} pairs or more"));
+            return Err(format!(
+                "a spread of ratios takes {FEWEST_PAIRS} pairs or more"
+            ));
         }
         if options.against.is_none() && options.at_most.is_some() {
             return Err("--at-most limits ratios, which need --against".to_owned());
@@ -81,10 +87,15 @@ impl Options {
 }
 
 fn named(name: &str) -> Result<&'static Measurement, String> {
-    SET.iter().find(|measurement| measurement.name == name).ok_or_else(|| {
-        let names: Vec<&str> = SET.iter().map(|measurement| measurement.name).collect();
-        format!("there is no measurement {name:?}; there are {}", names.join(", "))
-    })
+    SET.iter()
+        .find(|measurement| measurement.name == name)
+        .ok_or_else(|| {
+            let names: Vec<&str> = SET.iter().map(|measurement| measurement.name).collect();
+            format!(
+                "there is no measurement {name:?}; there are {}",
+                names.join(", ")
+            )
+        })
 }
 
 #[cfg(test)]
@@ -94,13 +105,26 @@ mod tests {
     #[test]
     fn arguments_are_parsed() {
         let options = Options::parse(&[]).unwrap();
-        assert_eq!((options.against, options.pairs, options.only.len()), (None, 7, SET.len()));
+        assert_eq!(
+            (options.against, options.pairs, options.only.len()),
+            (None, 7, SET.len())
+        );
         let all =
             "--against HEAD~1 --pairs 3 --only reshard,dispatch --json x --at-most 1.1 --list";
         let options = Options::parse(&all.split(' ').collect::<Vec<_>>()).unwrap();
-        let names: Vec<&str> = options.only.iter().map(|measurement| measurement.name).collect();
-        assert_eq!((options.against.as_deref(), options.pairs), (Some("HEAD~1"), 3));
-        assert_eq!((names, options.at_most), (vec!["reshard", "dispatch"], Some(1.1)));
+        let names: Vec<&str> = options
+            .only
+            .iter()
+            .map(|measurement| measurement.name)
+            .collect();
+        assert_eq!(
+            (options.against.as_deref(), options.pairs),
+            (Some("HEAD~1"), 3)
+        );
+        assert_eq!(
+            (names, options.at_most),
+            (vec!["reshard", "dispatch"], Some(1.1))
+        );
         assert_eq!((options.json, options.list), (Some("x".into()), true));
         assert!(Options::parse(&["--record"]).unwrap().record);
     }
@@ -112,7 +136,10 @@ mod tests {
             ("--against", "--against takes a value"),
             ("--pairs 0", "--pairs 0 is no number"),
             ("--pairs 2 --against HEAD", "takes 3 pairs"),
-            ("--only reshard,planes", "no measurement \"planes\"; there are dispatch, "),
+            (
+                "--only reshard,planes",
+                "no measurement \"planes\"; there are dispatch, ",
+            ),
             ("--at-most 1.1", "need --against"),
             ("--against HEAD --at-most -1", "--at-most -1 is no ratio"),
             ("--record --only reshard", "leave --only out"),

@@ -43,14 +43,29 @@ impl Builder<'_> {
     /// If there is no such commit.
     pub(super) fn commit(&self, rev: &str) -> anyhow::Result<String> {
         let wanted = format!("{rev}^{{commit}}");
-        let found = self.git(&["rev-parse", "--verify", "--quiet", "--end-of-options", &wanted]);
-        Ok(found.with_context(|| format!("there is no commit {rev}"))?.trim().to_owned())
+        let found = self.git(&[
+            "rev-parse",
+            "--verify",
+            "--quiet",
+            "--end-of-options",
+            &wanted,
+        ]);
+        Ok(found
+            .with_context(|| format!("there is no commit {rev}"))?
+            .trim()
+            .to_owned())
     }
 
     /// Returns true if files of the working tree differ from its commit. Pages in `docs` do not
     /// count.
     pub(super) fn has_changes(&self) -> anyhow::Result<bool> {
-        let status = ["status", "--porcelain", "--untracked-files=no", "--", ":!docs"];
+        let status = [
+            "status",
+            "--porcelain",
+            "--untracked-files=no",
+            "--",
+            ":!docs",
+        ];
         Ok(!self.git(&status)?.trim().is_empty())
     }
 
@@ -80,10 +95,15 @@ impl Builder<'_> {
                     .with_context(|| format!("copying {}", program.display()))?;
             }
             built.extend(names);
-            fs::write(&known, [&[compiler.as_str()], &built[..]].concat().join("\n"))
-                .with_context(|| format!("writing {}", known.display()))?;
+            fs::write(
+                &known,
+                [&[compiler.as_str()], &built[..]].concat().join("\n"),
+            )
+            .with_context(|| format!("writing {}", known.display()))?;
         }
-        let found = names.iter().map(|name| ((*name).to_owned(), kept.join(name)));
+        let found = names
+            .iter()
+            .map(|name| ((*name).to_owned(), kept.join(name)));
         Ok(found.filter(|(_, program)| program.is_file()).collect())
     }
 
@@ -101,7 +121,9 @@ impl Builder<'_> {
         let metadata: Value = serde_json::from_str(&said).context("the metadata of cargo")?;
         let mut programs = Programs::new();
         for name in names {
-            let Some(package) = package_of(&metadata, name) else { continue };
+            let Some(package) = package_of(&metadata, name) else {
+                continue;
+            };
             let mut command = self.cargo_in(source);
             command.args(["build", "--release", "--package", package, "--bin", name]);
             command.args(["--message-format", "json-render-diagnostics"]);
@@ -125,7 +147,11 @@ impl Builder<'_> {
     fn compiler(&self) -> String {
         let said = quiet(Command::new("rustc").arg("--version"), GIT, self.stop);
         let flags = std::env::var("RUSTFLAGS").unwrap_or_default();
-        format!("{} {flags}", said.map(|said| said.stdout.trim().to_owned()).unwrap_or_default())
+        format!(
+            "{} {flags}",
+            said.map(|said| said.stdout.trim().to_owned())
+                .unwrap_or_default()
+        )
     }
 
     fn git(&self, arguments: &[&str]) -> anyhow::Result<String> {
@@ -151,12 +177,17 @@ fn ended_well(said: Said) -> anyhow::Result<String> {
 /// Returns the package that has a binary of this name.
 fn package_of<'a>(metadata: &'a Value, name: &str) -> Option<&'a str> {
     let is_it = |target: &Value| {
-        let kinds = target["kind"].as_array().map(Vec::as_slice).unwrap_or_default();
+        let kinds = target["kind"]
+            .as_array()
+            .map(Vec::as_slice)
+            .unwrap_or_default();
         target["name"] == name && kinds.iter().any(|kind| kind == "bin")
     };
     let mut packages = metadata["packages"].as_array()?.iter();
     let package = packages.find(|package| {
-        package["targets"].as_array().is_some_and(|targets| targets.iter().any(is_it))
+        package["targets"]
+            .as_array()
+            .is_some_and(|targets| targets.iter().any(is_it))
     })?;
     package["name"].as_str()
 }
@@ -165,7 +196,9 @@ fn package_of<'a>(metadata: &'a Value, name: &str) -> Option<&'a str> {
 fn executable(line: &str, name: &str) -> Option<PathBuf> {
     let message: Value = serde_json::from_str(line).ok()?;
     let is_it = message["reason"] == "compiler-artifact" && message["target"]["name"] == name;
-    is_it.then(|| message["executable"].as_str().map(PathBuf::from)).flatten()
+    is_it
+        .then(|| message["executable"].as_str().map(PathBuf::from))
+        .flatten()
 }
 
 /// A work tree of git. Dropping it removes it.
@@ -179,10 +212,16 @@ impl<'a> WorkTree<'a> {
     /// build of the dependencies.
     fn add(builder: &Builder<'a>, commit: &str) -> anyhow::Result<Self> {
         let folder = builder.folder.join("source");
-        let tree = Self { root: builder.root, folder };
+        let tree = Self {
+            root: builder.root,
+            folder,
+        };
         // A killed run may have left one.
         tree.remove();
-        let path = tree.folder.to_str().context("the target folder's name is not UTF-8")?;
+        let path = tree
+            .folder
+            .to_str()
+            .context("the target folder's name is not UTF-8")?;
         let added = builder.git(&["worktree", "add", "--detach", path, commit]);
         added.context("checking out the commit")?;
         Ok(tree)
@@ -192,7 +231,10 @@ impl<'a> WorkTree<'a> {
         // `--force` twice also removes a work tree that a killed git has locked. The command fails
         // if git knows no such work tree, which is fine.
         if let Some(path) = self.folder.to_str() {
-            let _ = run_git(self.root, &["worktree", "remove", "--force", "--force", path]);
+            let _ = run_git(
+                self.root,
+                &["worktree", "remove", "--force", "--force", path],
+            );
         }
         let _ = fs::remove_dir_all(&self.folder);
     }
@@ -225,7 +267,10 @@ pub(super) mod tests {
             let name = format!("mpmd-xtask-{name}-{}", std::process::id());
             let root = std::env::temp_dir().canonicalize().unwrap().join(name);
             fs::create_dir_all(&root).unwrap();
-            let this = Self { root, stop: AtomicBool::new(false) };
+            let this = Self {
+                root,
+                stop: AtomicBool::new(false),
+            };
             this.git(&["init", "--quiet"]);
             this.script("mpmd", program);
             this.commit("first");
@@ -280,7 +325,10 @@ pub(super) mod tests {
         /// Returns the number of builds of cargo.
         fn builds(&self) -> usize {
             let calls = fs::read_to_string(self.root.join("calls")).unwrap_or_default();
-            calls.lines().filter(|line| line.starts_with("build --release")).count()
+            calls
+                .lines()
+                .filter(|line| line.starts_with("build --release"))
+                .count()
         }
     }
 
@@ -301,13 +349,20 @@ pub(super) mod tests {
         for _ in 0..2 {
             let programs = builder.of(&commit, &["mpmd", "train_gpt"]).unwrap();
             let names: Vec<&str> = programs.keys().map(String::as_str).collect();
-            assert_eq!(names, ["mpmd"], "a program that the commit lacks is left out");
+            assert_eq!(
+                names,
+                ["mpmd"],
+                "a program that the commit lacks is left out"
+            );
             let said = Command::new(&programs["mpmd"]).output().unwrap();
             assert_eq!(said.stdout, b"first\n");
             assert_eq!((there.work_trees(), there.builds()), (1, 1));
         }
         let here = builder.here(&["mpmd"]).unwrap();
-        assert_eq!(Command::new(&here["mpmd"]).output().unwrap().stdout, b"second\n");
+        assert_eq!(
+            Command::new(&here["mpmd"]).output().unwrap().stdout,
+            b"second\n"
+        );
     }
 
     #[test]
@@ -316,13 +371,23 @@ pub(super) mod tests {
         let package = "[workspace]\n[package]\nname = \"cli\"\nedition = \"2024\"\n\
             [[bin]]\nname = \"mpmd\"\npath = \"main.rs\"\n";
         fs::write(there.root.join("Cargo.toml"), package).unwrap();
-        fs::write(there.root.join("main.rs"), "fn main() { println!(\"built\") }").unwrap();
+        fs::write(
+            there.root.join("main.rs"),
+            "fn main() { println!(\"built\") }",
+        )
+        .unwrap();
         there.commit("package");
-        let builder = Builder { cargo: crate::commands::cargo(), ..there.builder() };
+        let builder = Builder {
+            cargo: crate::commands::cargo(),
+            ..there.builder()
+        };
         let commit = builder.commit("HEAD").unwrap();
         let programs = builder.of(&commit, &["mpmd", "train_gpt"]).unwrap();
         assert_eq!(programs.len(), 1, "{programs:?}");
-        assert_eq!(Command::new(&programs["mpmd"]).output().unwrap().stdout, b"built\n");
+        assert_eq!(
+            Command::new(&programs["mpmd"]).output().unwrap().stdout,
+            b"built\n"
+        );
         assert_eq!(there.work_trees(), 1);
     }
 
@@ -331,7 +396,13 @@ pub(super) mod tests {
         let there = Repository::new("killed", "echo first");
         let builder = there.builder();
         let source = builder.folder.join("source");
-        there.git(&["worktree", "add", "--lock", "--detach", source.to_str().unwrap()]);
+        there.git(&[
+            "worktree",
+            "add",
+            "--lock",
+            "--detach",
+            source.to_str().unwrap(),
+        ]);
         fs::remove_dir_all(&source).unwrap();
         let commit = builder.commit("HEAD").unwrap();
         assert_eq!(builder.of(&commit, &["mpmd"]).unwrap().len(), 1);
@@ -342,7 +413,12 @@ pub(super) mod tests {
     fn missing_commit_is_named() {
         let there = Repository::new("none", "");
         let error = there.builder().commit("no-such-commit").unwrap_err();
-        assert!(error.to_string().contains("there is no commit no-such-commit"), "{error:#}");
+        assert!(
+            error
+                .to_string()
+                .contains("there is no commit no-such-commit"),
+            "{error:#}"
+        );
     }
 
     #[test]
@@ -353,7 +429,10 @@ pub(super) mod tests {
         let builder = there.builder();
         let commit = builder.commit("HEAD").unwrap();
         let error = builder.of(&commit, &["mpmd"]).unwrap_err();
-        assert!(error.to_string().contains("ended with status 101"), "{error:#}");
+        assert!(
+            error.to_string().contains("ended with status 101"),
+            "{error:#}"
+        );
         assert_eq!(there.work_trees(), 1);
         assert!(!builder.folder.join("source").exists());
     }

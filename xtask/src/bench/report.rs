@@ -38,7 +38,11 @@ impl Run<'_> {
         let how = match self.against {
             None => format!("Commit {tree}: medians of {} runs.", self.pairs),
             Some((rev, hash)) => {
-                let rev = if hash.starts_with(rev) { String::new() } else { format!(" ({rev})") };
+                let rev = if hash.starts_with(rev) {
+                    String::new()
+                } else {
+                    format!(" ({rev})")
+                };
                 format!(
                     "Commit {tree} against {}{rev}: medians of {} pairs of runs in turns. A ratio \
                      is that of the times, or the inverse of that of the rates: below 1 the \
@@ -80,8 +84,16 @@ fn table(rows: &[Row], run: &Run<'_>, markdown: bool) -> String {
             1..4
         }
         Some((_, hash)) => {
-            let heading =
-                ["figure", short(hash), "working tree", "ratio", "p10", "p90", "unit", ""];
+            let heading = [
+                "figure",
+                short(hash),
+                "working tree",
+                "ratio",
+                "p10",
+                "p90",
+                "unit",
+                "",
+            ];
             table.set_header(heading);
             1..6
         }
@@ -125,7 +137,11 @@ fn median_cell(spread: Option<Spread>) -> String {
 
 fn spread_cells(spread: Option<Spread>) -> [String; 3] {
     let cell = |of: fn(Spread) -> f64| spread.map_or_else(|| "-".to_owned(), |s| figure(of(s)));
-    [cell(|spread| spread.median), cell(|spread| spread.p10), cell(|spread| spread.p90)]
+    [
+        cell(|spread| spread.median),
+        cell(|spread| spread.p10),
+        cell(|spread| spread.p90),
+    ]
 }
 
 /// Formats a value with about three significant digits.
@@ -190,7 +206,14 @@ mod tests {
 
     fn run<'a>(machine: &'a Machine, against: Option<(&'a str, &'a str)>) -> Run<'a> {
         let commit = "0123456789abcdef";
-        Run { date: "today", machine, commit, changed: true, against, pairs: 3 }
+        Run {
+            date: "today",
+            machine,
+            commit,
+            changed: true,
+            against,
+            pairs: 3,
+        }
     }
 
     #[test]
@@ -203,9 +226,18 @@ mod tests {
         let said = text(&rows, &run(&machine, Some(("HEAD~1", "fedcba9876543210"))));
         let lines: Vec<&str> = said.lines().collect();
         let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
-        assert_eq!(words(lines[0]), "figure fedcba987 working tree ratio p10 p90 unit");
-        assert_eq!(words(lines[1]), "issue an empty `jit` call 4.00 2.00 0.50 0.49 0.51 us faster");
-        assert_eq!(words(lines[2]), "issue an empty `jit` call - 2.00 - - - us there is none");
+        assert_eq!(
+            words(lines[0]),
+            "figure fedcba987 working tree ratio p10 p90 unit"
+        );
+        assert_eq!(
+            words(lines[1]),
+            "issue an empty `jit` call 4.00 2.00 0.50 0.49 0.51 us faster"
+        );
+        assert_eq!(
+            words(lines[2]),
+            "issue an empty `jit` call - 2.00 - - - us there is none"
+        );
         assert!(
             said.contains("Commit 012345678 with changes against fedcba987 (HEAD~1)"),
             "{said}"
@@ -216,10 +248,17 @@ mod tests {
     #[test]
     fn page_is_a_table_of_markdown() {
         let machine = Machine::look();
-        let said = page(&[row([150.0, 160.0, 170.0], &[], None)], &run(&machine, None), "x.json");
+        let said = page(
+            &[row([150.0, 160.0, 170.0], &[], None)],
+            &run(&machine, None),
+            "x.json",
+        );
         assert!(said.contains("[x.json](performance/x.json)"), "{said}");
         let words = said.split_whitespace().collect::<Vec<_>>().join(" ");
-        assert!(words.contains("| issue an empty `jit` call | 160 | 150 | 170 | us |"), "{said}");
+        assert!(
+            words.contains("| issue an empty `jit` call | 160 | 150 | 170 | us |"),
+            "{said}"
+        );
     }
 
     #[test]
@@ -228,10 +267,16 @@ mod tests {
         let rows = [row([2.0, 3.0, 4.0], &[4.0, 6.0, 8.0], None)];
         let said = json(&rows, &run(&machine, Some(("v1", "fedcba"))));
         assert_eq!(said["against"], json!({"rev": "v1", "commit": "fedcba"}));
-        assert_eq!((&said["commit"], &said["pairs"]), (&json!("0123456789abcdef"), &json!(3)));
+        assert_eq!(
+            (&said["commit"], &said["pairs"]),
+            (&json!("0123456789abcdef"), &json!(3))
+        );
         let figure = &said["figures"][0];
         assert_eq!(figure["tree"]["values"], json!([2.0, 3.0, 4.0]));
-        assert_eq!(figure["ratio"]["spread"], json!({"median": 0.5, "p10": 0.5, "p90": 0.5}));
+        assert_eq!(
+            figure["ratio"]["spread"],
+            json!({"median": 0.5, "p10": 0.5, "p90": 0.5})
+        );
         assert_eq!(figure["command"], "mpmd bench dispatch --json");
         let alone = json(&rows, &run(&machine, None));
         assert!(alone["against"].is_null() && alone["figures"][0]["ratio"].is_null());

@@ -25,7 +25,10 @@ pub(super) struct Figure {
 /// The place of a figure in the output.
 enum At {
     /// The median of the first line of JSON that has this case and parameters with this start.
-    Median { case: &'static str, parameters: &'static str },
+    Median {
+        case: &'static str,
+        parameters: &'static str,
+    },
     /// The number before this word.
     Before(&'static str),
 }
@@ -49,17 +52,36 @@ const fn median(
     unit: &'static str,
     better: Better,
 ) -> Figure {
-    Figure { item, at: At::Median { case, parameters }, unit, better }
+    Figure {
+        item,
+        at: At::Median { case, parameters },
+        unit,
+        better,
+    }
 }
 
 /// Returns the rate that `train_gpt` prints.
 const fn tokens(item: &'static str) -> Figure {
-    Figure { item, at: At::Before("tokens/s"), unit: "tokens/s", better: Higher }
+    Figure {
+        item,
+        at: At::Before("tokens/s"),
+        unit: "tokens/s",
+        better: Higher,
+    }
 }
 
 /// The arguments of a short training. Each side reads the same text, which rarely changes.
 const fn training(processes: &'static str) -> [&'static str; 8] {
-    ["--steps", "30", "--sample", "0", "--processes", processes, "--", "LICENSE-APACHE"]
+    [
+        "--steps",
+        "30",
+        "--sample",
+        "0",
+        "--processes",
+        processes,
+        "--",
+        "LICENSE-APACHE",
+    ]
 }
 
 /// All measurements. Each takes a few seconds.
@@ -69,21 +91,77 @@ pub(super) const SET: &[Measurement] = &[
         program: "mpmd",
         arguments: &["bench", "dispatch", "--json"],
         figures: &[
-            median("issue an empty `jit` call", "jit issue", "empty, 1 leaf", "us", Lower),
-            median("issue one of 64 leaves in and out", "jit issue", "64 leaves", "us", Lower),
-            median("issue one without a part in it", "jit issue", "no part in it", "us", Lower),
-            median("the empty call until it has run", "jit complete", "empty, 1 leaf", "us", Lower),
+            median(
+                "issue an empty `jit` call",
+                "jit issue",
+                "empty, 1 leaf",
+                "us",
+                Lower,
+            ),
+            median(
+                "issue one of 64 leaves in and out",
+                "jit issue",
+                "64 leaves",
+                "us",
+                Lower,
+            ),
+            median(
+                "issue one without a part in it",
+                "jit issue",
+                "no part in it",
+                "us",
+                Lower,
+            ),
+            median(
+                "the empty call until it has run",
+                "jit complete",
+                "empty, 1 leaf",
+                "us",
+                Lower,
+            ),
         ],
     },
     Measurement {
         name: "latency",
         program: "mpmd",
-        arguments: &["bench", "p2p", "--json", "--case", "latency", "--sizes", "8,64Ki,1Mi,4Mi"],
+        arguments: &[
+            "bench",
+            "p2p",
+            "--json",
+            "--case",
+            "latency",
+            "--sizes",
+            "8,64Ki,1Mi,4Mi",
+        ],
         figures: &[
-            median("array of 8 B to and fro, one way", "latency", "8,", "us", Lower),
-            median("array of 64 KiB to and fro, one way", "latency", "64Ki,", "us", Lower),
-            median("array of 1 MiB to and fro, one way", "latency", "1Mi,", "us", Lower),
-            median("array of 4 MiB to and fro, one way", "latency", "4Mi,", "us", Lower),
+            median(
+                "array of 8 B to and fro, one way",
+                "latency",
+                "8,",
+                "us",
+                Lower,
+            ),
+            median(
+                "array of 64 KiB to and fro, one way",
+                "latency",
+                "64Ki,",
+                "us",
+                Lower,
+            ),
+            median(
+                "array of 1 MiB to and fro, one way",
+                "latency",
+                "1Mi,",
+                "us",
+                Lower,
+            ),
+            median(
+                "array of 4 MiB to and fro, one way",
+                "latency",
+                "4Mi,",
+                "us",
+                Lower,
+            ),
         ],
     },
     Measurement {
@@ -101,17 +179,31 @@ pub(super) const SET: &[Measurement] = &[
             "tcp",
         ],
         figures: &[
-            median("arrays of 64 MiB over tcp", "bandwidth", "64Mi,", "GB/s", Higher),
+            median(
+                "arrays of 64 MiB over tcp",
+                "bandwidth",
+                "64Mi,",
+                "GB/s",
+                Higher,
+            ),
             median("a plain copy of 64 MiB", "memcpy", "64Mi", "GB/s", Higher),
         ],
     },
     Measurement {
         name: "handover",
         program: "mpmd",
-        arguments: &["bench", "p2p", "--json", "--case", "handover", "--sizes", "64Mi"],
+        arguments: &[
+            "bench", "p2p", "--json", "--case", "handover", "--sizes", "64Mi",
+        ],
         figures: &[
             median("hand-over of 64 MiB", "handover", "64Mi,", "us", Lower),
-            median("the first hand-overs of it", "handover warm-up", "64Mi,", "us", Lower),
+            median(
+                "the first hand-overs of it",
+                "handover warm-up",
+                "64Mi,",
+                "us",
+                Lower,
+            ),
         ],
     },
     Measurement {
@@ -160,7 +252,9 @@ impl Figure {
                 let lines = lines.map_err(|line| format!("no JSON: {line}"))?;
                 let wanted = lines.iter().find(|line| {
                     line["name"] == case
-                        && line["parameters"].as_str().is_some_and(|p| p.starts_with(parameters))
+                        && line["parameters"]
+                            .as_str()
+                            .is_some_and(|p| p.starts_with(parameters))
                 });
                 wanted.and_then(|line| line["median"].as_f64())
             }
@@ -190,7 +284,10 @@ mod tests {
         assert_eq!(of("a", "1 MiB, 1 p"), Ok(Some(2.5)));
         assert_eq!(of("a", "1 MiB, 14"), Ok(Some(1.5)));
         // No such case, no such parameters, no number.
-        assert_eq!([of("c", ""), of("a", "2 MiB"), of("b", "x")], [Ok(None), Ok(None), Ok(None)]);
+        assert_eq!(
+            [of("c", ""), of("a", "2 MiB"), of("b", "x")],
+            [Ok(None), Ok(None), Ok(None)]
+        );
         let damaged = median("", "a", "", "", Lower).read("{\"name\":\"a\",");
         assert_eq!(damaged, Err("no JSON: {\"name\":\"a\",".to_owned()));
     }
@@ -198,15 +295,24 @@ mod tests {
     #[test]
     fn rate_is_the_number_before_its_unit() {
         let of = |text: &str| tokens("").read(text).unwrap();
-        assert_eq!(of("loss 1.7\n30 steps in 2.5 s: 22916 tokens/s\n"), Some(22916.0));
-        assert_eq!([of("tokens/s"), of("no tokens/s"), of("5 tokens")], [None; 3]);
+        assert_eq!(
+            of("loss 1.7\n30 steps in 2.5 s: 22916 tokens/s\n"),
+            Some(22916.0)
+        );
+        assert_eq!(
+            [of("tokens/s"), of("no tokens/s"), of("5 tokens")],
+            [None; 3]
+        );
     }
 
     #[test]
     fn names_of_measurements_and_figures_are_unique() {
         let names: Vec<&str> = SET.iter().map(|measurement| measurement.name).collect();
-        let items: Vec<&str> =
-            SET.iter().flat_map(|m| m.figures).map(|figure| figure.item).collect();
+        let items: Vec<&str> = SET
+            .iter()
+            .flat_map(|m| m.figures)
+            .map(|figure| figure.item)
+            .collect();
         for (all, kind) in [(names, "measurement"), (items, "figure")] {
             for (at, name) in all.iter().enumerate() {
                 assert!(!all[..at].contains(name), "two of {kind} {name}");

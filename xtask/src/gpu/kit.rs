@@ -176,14 +176,21 @@ impl Kit {
         let mut lines = text.lines();
         let commit = lines.next().and_then(|line| line.strip_prefix("commit "));
         let commit = commit.with_context(|| format!("{} names no commit", path.display()))?;
-        let name = lines.next().and_then(|line| line.strip_prefix("kit ")).unwrap_or_default();
+        let name = lines
+            .next()
+            .and_then(|line| line.strip_prefix("kit "))
+            .unwrap_or_default();
         let content = CONTENTS.into_iter().find(|content| content.name == name);
         let content =
             content.with_context(|| format!("{}: there is no kit {name:?}", path.display()))?;
         let tests = lines.map(|line| {
-            let (file, name) =
-                line.split_once(' ').with_context(|| format!("{}: {line:?}", path.display()))?;
-            Ok(Test { file: file.to_owned(), name: name.to_owned() })
+            let (file, name) = line
+                .split_once(' ')
+                .with_context(|| format!("{}: {line:?}", path.display()))?;
+            Ok(Test {
+                file: file.to_owned(),
+                name: name.to_owned(),
+            })
         });
         Ok(Self {
             commit: commit.to_owned(),
@@ -208,8 +215,15 @@ pub(super) fn lay(
     stop: &AtomicBool,
 ) -> anyhow::Result<Kit> {
     let mut command = Command::new(cargo());
-    command.current_dir(root).args(["build", "--profile", "gpu", "--lib", "--bins", "--tests"]);
-    command.args(content.packages.iter().flat_map(|package| ["--package", package]));
+    command
+        .current_dir(root)
+        .args(["build", "--profile", "gpu", "--lib", "--bins", "--tests"]);
+    command.args(
+        content
+            .packages
+            .iter()
+            .flat_map(|package| ["--package", package]),
+    );
     if let Some(features) = content.features {
         command.args(["--package", "softcuda-driver", "--features", features]);
         candle_cuda::prepare(root, &mut command, software)?;
@@ -219,11 +233,18 @@ pub(super) fn lay(
     let said = watched(&mut command, LONG, stop)?;
     ensure!(said.code == Some(0), "the build failed");
     let mut describe = Command::new("git");
-    describe.current_dir(root).args(["describe", "--always", "--abbrev=40", "--dirty"]);
+    describe
+        .current_dir(root)
+        .args(["describe", "--always", "--abbrev=40", "--dirty"]);
     describe.args(["--exclude", "*"]);
     // A copy without git's data has no commit.
-    let commit = quiet(&mut describe, LONG, stop).ok().filter(|said| said.code == Some(0));
-    let commit = commit.map_or_else(|| "unknown".to_owned(), |said| said.stdout.trim().to_owned());
+    let commit = quiet(&mut describe, LONG, stop)
+        .ok()
+        .filter(|said| said.code == Some(0));
+    let commit = commit.map_or_else(
+        || "unknown".to_owned(),
+        |said| said.stdout.trim().to_owned(),
+    );
     laid(&built(&said.stdout), content, &commit, root, folder, stop)
 }
 
@@ -231,18 +252,27 @@ pub(super) fn lay(
 fn built(said: &str) -> Built {
     let mut built = Built::default();
     for line in said.lines() {
-        let Ok(message) = serde_json::from_str::<Value>(line) else { continue };
+        let Ok(message) = serde_json::from_str::<Value>(line) else {
+            continue;
+        };
         let (target, files) = (&message["target"], message["filenames"].as_array());
-        let Some(name) = target["name"].as_str() else { continue };
+        let Some(name) = target["name"].as_str() else {
+            continue;
+        };
         let files = files.into_iter().flatten().filter_map(Value::as_str);
         if let Some(file) = files.into_iter().find(|file| file.ends_with(SOFTWARE)) {
             built.software = Some(file.into());
         }
-        let Some(executable) = message["executable"].as_str() else { continue };
+        let Some(executable) = message["executable"].as_str() else {
+            continue;
+        };
         if message["profile"]["test"] == true {
             // The package's folder says which of several targets `all` this is.
             let manifest = Path::new(message["manifest_path"].as_str().unwrap_or_default());
-            let package = manifest.parent().and_then(Path::file_name).unwrap_or_default();
+            let package = manifest
+                .parent()
+                .and_then(Path::file_name)
+                .unwrap_or_default();
             let file = format!("{}-{name}", package.to_string_lossy());
             built.tests.insert(file, executable.into());
         } else {
@@ -269,10 +299,16 @@ fn laid(
     let is_new = fs::read_dir(folder).is_ok_and(|entries| entries.count() == 1);
     ensure!(is_new, "{} is neither empty nor a kit", folder.display());
     for name in content.programs {
-        let program = built.programs.get(*name).with_context(|| format!("{name} was not built"))?;
+        let program = built
+            .programs
+            .get(*name)
+            .with_context(|| format!("{name} was not built"))?;
         link(program, &folder.join(name))?;
     }
-    let software = built.software.as_ref().with_context(|| format!("{SOFTWARE} was not built"))?;
+    let software = built
+        .software
+        .as_ref()
+        .with_context(|| format!("{SOFTWARE} was not built"))?;
     link(software, &folder.join(SOFTWARE))?;
     for (from, to) in content.data {
         link_all(&root.join(from), &folder.join(to))?;
@@ -289,8 +325,11 @@ fn laid(
             list.env("LD_LIBRARY_PATH", candle_cuda::toolkit()?);
         }
         let said = quiet(&mut list, LONG, stop)?;
-        let listed: Vec<&str> =
-            said.stdout.lines().filter_map(|line| line.strip_suffix(": test")).collect();
+        let listed: Vec<&str> = said
+            .stdout
+            .lines()
+            .filter_map(|line| line.strip_suffix(": test"))
+            .collect();
         let names = named(&listed, &registered)
             .map_err(|name| anyhow!("{} has no test {name}", path.display()))?;
         link(path, &folder.join("deps").join(file))?;
@@ -305,10 +344,16 @@ fn laid(
 fn registered(executable: &[u8]) -> BTreeSet<String> {
     let is_of_name = |byte: &u8| byte.is_ascii_alphanumeric() || b"_:".contains(byte);
     let mut found = BTreeSet::new();
-    for (end, _) in
-        executable.windows(REGISTERED.len()).enumerate().filter(|(_, bytes)| *bytes == REGISTERED)
+    for (end, _) in executable
+        .windows(REGISTERED.len())
+        .enumerate()
+        .filter(|(_, bytes)| *bytes == REGISTERED)
     {
-        let name = executable[..end].iter().rev().take_while(|byte| is_of_name(byte)).count();
+        let name = executable[..end]
+            .iter()
+            .rev()
+            .take_while(|byte| is_of_name(byte))
+            .count();
         let name = &executable[end - name..end];
         // The constant itself, in an executable that has this function.
         if !name.is_empty() {
@@ -324,10 +369,13 @@ fn named<'a>(listed: &[&'a str], registered: &BTreeSet<String>) -> Result<Vec<&'
     let mut names = BTreeSet::new();
     for full in registered {
         // The name of the crate comes first. A longer name may end with a shorter one.
-        let ends = listed
-            .iter()
-            .filter(|name| full.strip_suffix(**name).is_some_and(|before| before.ends_with("::")));
-        let name = ends.max_by_key(|name| name.len()).ok_or_else(|| full.clone())?;
+        let ends = listed.iter().filter(|name| {
+            full.strip_suffix(**name)
+                .is_some_and(|before| before.ends_with("::"))
+        });
+        let name = ends
+            .max_by_key(|name| name.len())
+            .ok_or_else(|| full.clone())?;
         names.insert(*name);
     }
     Ok(names.into_iter().collect())
@@ -367,23 +415,42 @@ pub(super) fn pack(kit: &Kit) -> anyhow::Result<String> {
     files.dedup();
     for file in &files {
         let mut dump = Command::new("objdump");
-        dump.args(["-p", "-T"]).arg(kit.folder.join(file)).env("LC_ALL", "C");
+        dump.args(["-p", "-T"])
+            .arg(kit.folder.join(file))
+            .env("LC_ALL", "C");
         let said = quiet(&mut dump, LONG, &never).context("objdump is part of binutils")?;
-        ensure!(said.code == Some(0), "objdump {}: {}", file.display(), said.first_words());
+        ensure!(
+            said.code == Some(0),
+            "objdump {}: {}",
+            file.display(),
+            said.first_words()
+        );
         let more = kit.content.features.map_or(&[][..], |_| &OF_CANDLE[..]);
         if let Some(need) = too_new(&said.stdout, GLIBC, more) {
-            bail!("{} needs {need}, which machines with GPUs may lack", file.display());
+            bail!(
+                "{} needs {need}, which machines with GPUs may lack",
+                file.display()
+            );
         }
     }
-    let name = kit.folder.file_name().context("the kit's folder has no name")?;
+    let name = kit
+        .folder
+        .file_name()
+        .context("the kit's folder has no name")?;
     let archive = kit.folder.with_extension("tar");
     let above = kit.folder.parent().context("the kit lies in no folder")?;
     let packed = kit.folder.join(PACKED);
     println!("packing {} files", files.len() + 2);
     let mut inner = Command::new("tar");
     // No machine has all of xz and zstd: the stages' program unpacks by itself.
-    inner.args(["-I", "zstd -q -9 -T0 --long=26", "-cf"]).arg(&packed).arg("-C");
-    inner.arg(&kit.folder).arg(MANIFEST).args(kit.content.data.iter().map(|(_, to)| to));
+    inner
+        .args(["-I", "zstd -q -9 -T0 --long=26", "-cf"])
+        .arg(&packed)
+        .arg("-C");
+    inner
+        .arg(&kit.folder)
+        .arg(MANIFEST)
+        .args(kit.content.data.iter().map(|(_, to)| to));
     inner.args(files.iter().filter(|file| *file != Path::new(RUNNER)));
     let mut outer = Command::new("tar");
     outer.arg("-cf").arg(&archive).arg("-C").arg(above);
@@ -403,7 +470,11 @@ pub(super) fn pack(kit: &Kit) -> anyhow::Result<String> {
     for (bytes, file) in &sizes {
         text += &format!("{:8.1} MB  {}\n", *bytes as f64 / 1e6, file.display());
     }
-    ensure!(bytes <= MOST, "{text}{} has {bytes} bytes, more than {MOST}", archive.display());
+    ensure!(
+        bytes <= MOST,
+        "{text}{} has {bytes} bytes, more than {MOST}",
+        archive.display()
+    );
     let (tests, name) = (kit.tests.len(), name.display());
     Ok(format!(
         "{text}{:8.1} MB packed: {}, {tests} tests, commit {}\nthere: tar xf {name}.tar && \
@@ -418,7 +489,10 @@ pub(super) fn pack(kit: &Kit) -> anyhow::Result<String> {
 fn unpack(packed: &Path, folder: &Path) -> anyhow::Result<()> {
     let mut plain = StreamingDecoder::new(BufReader::new(File::open(packed)?))?;
     let mut tar = Command::new("tar");
-    tar.arg("-C").arg(folder).args(["-xf", "-"]).stdin(Stdio::piped());
+    tar.arg("-C")
+        .arg(folder)
+        .args(["-xf", "-"])
+        .stdin(Stdio::piped());
     let mut tar = tar.spawn().context("tar cannot be started")?;
     let mut input = tar.stdin.take().context("tar takes no input")?;
     let copied = io::copy(&mut plain, &mut input);
@@ -435,12 +509,21 @@ fn too_new(dump: &str, newest: (u32, u32), more: &[&str]) -> Option<String> {
     dump.lines().find_map(|line| {
         let words: Vec<&str> = line.split_whitespace().collect();
         if let ["NEEDED", library] = words[..] {
-            let is_known = LIBRARIES.iter().chain(more).any(|known| library.starts_with(known));
+            let is_known = LIBRARIES
+                .iter()
+                .chain(more)
+                .any(|known| library.starts_with(known));
             return (!is_known).then(|| format!("the library {library}"));
         }
-        let version = words.iter().rev().nth(1).filter(|_| words.contains(&"*UND*"))?;
+        let version = words
+            .iter()
+            .rev()
+            .nth(1)
+            .filter(|_| words.contains(&"*UND*"))?;
         let version = version.trim_matches(['(', ')']).strip_prefix("GLIBC_")?;
-        let mut numbers = version.split('.').map(|number| number.parse().unwrap_or(u32::MAX));
+        let mut numbers = version
+            .split('.')
+            .map(|number| number.parse().unwrap_or(u32::MAX));
         let found = (numbers.next()?, numbers.next().unwrap_or(0));
         (found > newest).then(|| format!("{} of GLIBC_{version}", words[words.len() - 1]))
     })
@@ -484,7 +567,9 @@ pub(super) mod tests {
         fs::write(folder.0.join("README.md"), "text").unwrap();
         let programs = FRAMEWORK.programs.iter();
         Built {
-            programs: programs.map(|name| ((*name).to_owned(), small.clone())).collect(),
+            programs: programs
+                .map(|name| ((*name).to_owned(), small.clone()))
+                .collect(),
             tests: [("small".to_owned(), "/bin/true".into())].into(),
             software: Some(small),
         }
@@ -509,17 +594,36 @@ pub(super) mod tests {
             assert_eq!(kit.commit, "abc");
             assert!(!kit.folder.join("deps/small").exists());
         }
-        let mut poor = Built { software: None, ..fake(&folder) };
+        let mut poor = Built {
+            software: None,
+            ..fake(&folder)
+        };
         assert!(
-            lay(&poor).err().unwrap().to_string().contains("libsoftcuda_driver.so was not built")
+            lay(&poor)
+                .err()
+                .unwrap()
+                .to_string()
+                .contains("libsoftcuda_driver.so was not built")
         );
         fs::create_dir_all(&kit).unwrap();
         fs::write(kit.join("mine"), "").unwrap();
-        assert!(lay(&built).err().unwrap().to_string().contains("is neither empty nor a kit"));
+        assert!(
+            lay(&built)
+                .err()
+                .unwrap()
+                .to_string()
+                .contains("is neither empty nor a kit")
+        );
         assert!(kit.join("mine").exists());
         fs::remove_dir_all(&kit).unwrap();
         poor.programs.remove("named");
-        assert!(lay(&poor).err().unwrap().to_string().contains("named was not built"));
+        assert!(
+            lay(&poor)
+                .err()
+                .unwrap()
+                .to_string()
+                .contains("named was not built")
+        );
         let missing = Kit::read(&folder.0).err().unwrap();
         assert!(format!("{missing:#}").contains("no kit of `cargo xtask gpu --pack`"));
     }
@@ -530,9 +634,16 @@ pub(super) mod tests {
 {"reason":"compiler-artifact","manifest_path":"/w/a/Cargo.toml","target":{"name":"all"},"profile":{"test":true},"filenames":["/t/all-1"],"executable":"/t/all-1"}
 {"reason":"compiler-artifact","manifest_path":"/w/s/Cargo.toml","target":{"name":"s"},"profile":{"test":false},"filenames":["/t/libs.rlib","/t/libsoftcuda_driver.so"],"executable":null}
 {"reason":"build-finished","success":true}"#;
-        let Built { programs, tests, software } = built(said);
+        let Built {
+            programs,
+            tests,
+            software,
+        } = built(said);
         assert_eq!(programs, [("b".to_owned(), PathBuf::from("/t/b"))].into());
-        assert_eq!(tests, [("a-all".to_owned(), PathBuf::from("/t/all-1"))].into());
+        assert_eq!(
+            tests,
+            [("a-all".to_owned(), PathBuf::from("/t/all-1"))].into()
+        );
         assert_eq!(software, Some("/t/libsoftcuda_driver.so".into()));
     }
 
@@ -542,24 +653,39 @@ pub(super) mod tests {
         let program = PathBuf::from("/bin/true");
         let mut built = fake(&folder);
         built.software = Some(program.clone());
-        built.programs.values_mut().for_each(|file| file.clone_from(&program));
+        built
+            .programs
+            .values_mut()
+            .for_each(|file| file.clone_from(&program));
         let (to, never) = (folder.0.join("kit"), AtomicBool::new(false));
         let kit = laid(&built, &FRAMEWORK, "abc", &folder.0, &to, &never);
         let said = pack(&kit.unwrap()).unwrap();
-        assert!(said.contains("tar xf kit.tar && kit/xtask gpu --prebuilt kit"), "{said}");
+        assert!(
+            said.contains("tar xf kit.tar && kit/xtask gpu --prebuilt kit"),
+            "{said}"
+        );
         let there = folder.0.join("there");
         fs::create_dir(&there).unwrap();
         let mut tar = Command::new("tar");
-        tar.arg("-C").arg(&there).arg("-xf").arg(folder.0.join("kit.tar"));
+        tar.arg("-C")
+            .arg(&there)
+            .arg("-xf")
+            .arg(folder.0.join("kit.tar"));
         assert!(tar.status().unwrap().success());
         let there = there.join("kit");
         assert_eq!(fs::read_dir(&there).unwrap().count(), 2);
         for _ in 0..2 {
             assert_eq!(Kit::read(&there).unwrap().commit, "abc");
         }
-        assert_eq!(fs::read(there.join("mpmd")).unwrap(), fs::read(&program).unwrap());
+        assert_eq!(
+            fs::read(there.join("mpmd")).unwrap(),
+            fs::read(&program).unwrap()
+        );
         assert!(Command::new(there.join("mpmd")).status().unwrap().success());
-        assert_eq!(fs::read_dir(&there).unwrap().count(), FRAMEWORK.programs.len() + 3);
+        assert_eq!(
+            fs::read_dir(&there).unwrap().count(),
+            FRAMEWORK.programs.len() + 3
+        );
         fs::write(there.join(PACKED), "damaged").unwrap();
         let error = Kit::read(&there).err().unwrap();
         assert!(error.to_string().contains("unpacking "), "{error:#}");
@@ -577,7 +703,11 @@ pub(super) mod tests {
         assert_eq!(library.as_deref(), Some("the library libucp.so.0"));
         // The format of the installed objdump.
         let this = std::env::current_exe().unwrap();
-        let said = Command::new("objdump").args(["-p", "-T"]).arg(this).output().unwrap();
+        let said = Command::new("objdump")
+            .args(["-p", "-T"])
+            .arg(this)
+            .output()
+            .unwrap();
         let said = String::from_utf8(said.stdout).unwrap();
         assert_eq!(too_new(&said, GLIBC, &[]), None);
         let found = too_new(&said, (2, 1), &[]).unwrap_or_default();
@@ -593,12 +723,19 @@ pub(super) mod tests {
         let nested = "xy_z::a::two::needs_softcuda_driver";
         assert_eq!(
             found,
-            [&expected[..], &[nested]].concat().into_iter().map(String::from).collect()
+            [&expected[..], &[nested]]
+                .concat()
+                .into_iter()
+                .map(String::from)
+                .collect()
         );
         let listed = ["cuda::one", "one", "a::two", "two", "other"];
         let two = expected.map(String::from).into();
         assert_eq!(named(&listed, &two), Ok(vec!["a::two", "cuda::one"]));
-        assert_eq!(named(&listed[2..], &two), Err("wordsall::cuda::one".to_owned()));
+        assert_eq!(
+            named(&listed[2..], &two),
+            Err("wordsall::cuda::one".to_owned())
+        );
     }
 
     /// Returns the packages below a folder whose Rust files contain one of `words`.
@@ -626,7 +763,10 @@ pub(super) mod tests {
     /// Returns the name of the package that has a file.
     fn package_of(file: &Path) -> String {
         let manifest = file.ancestors().map(|folder| folder.join("Cargo.toml"));
-        let manifest = manifest.into_iter().find(|manifest| manifest.is_file()).unwrap();
+        let manifest = manifest
+            .into_iter()
+            .find(|manifest| manifest.is_file())
+            .unwrap();
         let text = fs::read_to_string(manifest).unwrap();
         let name = text.lines().find_map(|line| line.strip_prefix("name = "));
         name.unwrap().trim_matches('"').to_owned()
@@ -639,9 +779,14 @@ pub(super) mod tests {
         let mut using = packages_with(&words);
         // The driver's own tests need no device.
         assert!(using.remove("softcuda"));
-        let of_kits = CONTENTS.iter().flat_map(|content| content.packages.iter().copied());
+        let of_kits = CONTENTS
+            .iter()
+            .flat_map(|content| content.packages.iter().copied());
         let of_kits: BTreeSet<String> = of_kits.map(str::to_owned).collect();
         let missing: Vec<&String> = using.difference(&of_kits).collect();
-        assert!(using.len() > 5 && missing.is_empty(), "{missing:?} of {using:?}");
+        assert!(
+            using.len() > 5 && missing.is_empty(),
+            "{missing:?} of {using:?}"
+        );
     }
 }

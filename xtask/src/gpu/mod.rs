@@ -77,7 +77,11 @@ impl Options {
         };
         let mut rest = arguments.iter();
         while let Some(argument) = rest.next() {
-            let mut value = || rest.next().copied().ok_or(format!("{argument} takes a value"));
+            let mut value = || {
+                rest.next()
+                    .copied()
+                    .ok_or(format!("{argument} takes a value"))
+            };
             match *argument {
                 "--list" => options.way = Way::List,
                 "--pack" => options.way = Way::Pack(value()?.into()),
@@ -86,8 +90,9 @@ impl Options {
                 "--candle" => options.content = &CANDLE,
                 "--stage" => {
                     let names: Vec<&str> = value()?.split(',').collect();
-                    if let Some(name) =
-                        names.iter().find(|name| STAGES.iter().all(|stage| stage.name != **name))
+                    if let Some(name) = names
+                        .iter()
+                        .find(|name| STAGES.iter().all(|stage| stage.name != **name))
                     {
                         let all: Vec<&str> = STAGES.iter().map(|stage| stage.name).collect();
                         return Err(format!(
@@ -166,9 +171,15 @@ fn staged(kit: &Kit, options: &Options, stop: Arc<AtomicBool>) -> anyhow::Result
             until = end;
         }
         let mut turn = Turn::new(&place, until);
-        let missing = stage.programs.iter().find(|name| !kit.content.programs.contains(name));
+        let missing = stage
+            .programs
+            .iter()
+            .find(|name| !kit.content.programs.contains(name));
         if let Some(name) = missing {
-            turn.not_run(&format!("the kit {} has no program {name}", kit.content.name));
+            turn.not_run(&format!(
+                "the kit {} has no program {name}",
+                kit.content.name
+            ));
         } else if place.is_stopped() {
             turn.not_run("interrupted");
         } else if until.saturating_duration_since(Instant::now()) < WORTH_A_START {
@@ -193,16 +204,28 @@ mod options {
     #[test]
     fn arguments_are_parsed() {
         let all = parsed("").unwrap();
-        assert_eq!((all.way, all.stages.len(), all.software), (Way::Here, STAGES.len(), false));
+        assert_eq!(
+            (all.way, all.stages.len(), all.software),
+            (Way::Here, STAGES.len(), false)
+        );
         let some = parsed("--prebuilt kit --stage tests,facts --limit 30 --software").unwrap();
-        assert_eq!((some.way, some.software), (Way::Prebuilt("kit".into()), true));
+        assert_eq!(
+            (some.way, some.software),
+            (Way::Prebuilt("kit".into()), true)
+        );
         assert_eq!(some.limit, Duration::from_secs(30));
         // In the order of the list, which is that of their priority.
         let names: Vec<&str> = some.stages.iter().map(|stage| stage.name).collect();
         assert_eq!(names, ["facts", "tests"]);
         let pack = parsed("--pack kit").unwrap();
-        assert_eq!((pack.way, pack.content.name), (Way::Pack("kit".into()), "framework"));
-        assert_eq!(parsed("--pack kit --candle").unwrap().content.name, "candle");
+        assert_eq!(
+            (pack.way, pack.content.name),
+            (Way::Pack("kit".into()), "framework")
+        );
+        assert_eq!(
+            parsed("--pack kit --candle").unwrap().content.name,
+            "candle"
+        );
         assert_eq!(parsed("--list").unwrap().way, Way::List);
     }
 
@@ -212,7 +235,10 @@ mod options {
             ("--fast", "no argument --fast"),
             ("--pack", "--pack takes a value"),
             ("--limit 0", "--limit 0 is no number of seconds"),
-            ("--stage tests,test", "no stage \"test\"; there are facts, doctor, "),
+            (
+                "--stage tests,test",
+                "no stage \"test\"; there are facts, doctor, ",
+            ),
         ] {
             let why = parsed(arguments).err().unwrap_or_default();
             assert!(why.contains(reason), "{arguments}: {why}");

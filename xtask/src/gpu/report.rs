@@ -57,8 +57,10 @@ impl<'a> Report<'a> {
         if let (true, Some(failure)) = (detail.is_empty(), turn.failures.first()) {
             detail.clone_from(&failure.what);
         }
-        let line =
-            format!("{:10} {word:6} {took:6.1} s of {:3} s  {detail}", stage.name, stage.limit);
+        let line = format!(
+            "{:10} {word:6} {took:6.1} s of {:3} s  {detail}",
+            stage.name, stage.limit
+        );
         let line = format!("{}\n", line.trim_end());
         self.failures.extend(turn.failures);
         self.lines += &line;
@@ -76,7 +78,13 @@ impl<'a> Report<'a> {
                 text += last(output.trim(), each);
             }
         }
-        let Self { place, passed, failed, not_run, .. } = &self;
+        let Self {
+            place,
+            passed,
+            failed,
+            not_run,
+            ..
+        } = &self;
         let _ = writeln!(
             text,
             "\n{passed} stages passed, {failed} failed, {not_run} not run, in {:.0} s; commit {}{}",
@@ -89,13 +97,24 @@ impl<'a> Report<'a> {
             }
         );
         self.write(&text)?;
-        println!("\n{}{text}results are in {}", self.lines, place.out.display());
+        println!(
+            "\n{}{text}results are in {}",
+            self.lines,
+            place.out.display()
+        );
         let is_well = self.failed == 0 && !self.is_cut;
-        Ok(if is_well { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+        Ok(if is_well {
+            ExitCode::SUCCESS
+        } else {
+            ExitCode::FAILURE
+        })
     }
 
     fn write(&self, text: &str) -> anyhow::Result<()> {
-        let written = self.place.file(SUMMARY).and_then(|mut file| file.write_all(text.as_bytes()));
+        let written = self
+            .place
+            .file(SUMMARY)
+            .and_then(|mut file| file.write_all(text.as_bytes()));
         written.with_context(|| format!("writing {SUMMARY}"))
     }
 }

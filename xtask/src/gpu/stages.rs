@@ -20,28 +20,78 @@ pub(super) struct Stage {
 /// All stages. The limits of those of a kit together are at most ten minutes, the longest time that
 /// one command may take on some machines with GPUs.
 pub(super) const STAGES: [Stage; 13] = [
-    Stage { name: "facts", limit: 20, programs: &[], run: facts },
-    Stage { name: "doctor", limit: 30, programs: &["mpmd"], run: doctor },
-    Stage { name: "kernel", limit: 30, programs: &["cuda_kernel"], run: kernel },
-    Stage { name: "probe", limit: 60, programs: &["mpmd"], run: probe },
+    Stage {
+        name: "facts",
+        limit: 20,
+        programs: &[],
+        run: facts,
+    },
+    Stage {
+        name: "doctor",
+        limit: 30,
+        programs: &["mpmd"],
+        run: doctor,
+    },
+    Stage {
+        name: "kernel",
+        limit: 30,
+        programs: &["cuda_kernel"],
+        run: kernel,
+    },
+    Stage {
+        name: "probe",
+        limit: 60,
+        programs: &["mpmd"],
+        run: probe,
+    },
     Stage {
         name: "tests",
         limit: 120,
         programs: &[],
         run: |turn| tests::run(turn, Kind::Usual, 8),
     },
-    Stage { name: "hand-over", limit: 50, programs: &["mpmd"], run: hand_over },
-    Stage { name: "dispatch", limit: 25, programs: &["mpmd"], run: dispatch },
-    Stage { name: "reshard", limit: 40, programs: &["mpmd"], run: reshard },
-    Stage { name: "programs", limit: 50, programs: &["basic", "reshard"], run: programs },
-    Stage { name: "gpt", limit: 55, programs: &["train_gpt"], run: gpt },
+    Stage {
+        name: "hand-over",
+        limit: 50,
+        programs: &["mpmd"],
+        run: hand_over,
+    },
+    Stage {
+        name: "dispatch",
+        limit: 25,
+        programs: &["mpmd"],
+        run: dispatch,
+    },
+    Stage {
+        name: "reshard",
+        limit: 40,
+        programs: &["mpmd"],
+        run: reshard,
+    },
+    Stage {
+        name: "programs",
+        limit: 50,
+        programs: &["basic", "reshard"],
+        run: programs,
+    },
+    Stage {
+        name: "gpt",
+        limit: 55,
+        programs: &["train_gpt"],
+        run: gpt,
+    },
     Stage {
         name: "models",
         limit: 120,
         programs: &["generate", "finetune", "serve", "train_and_serve"],
         run: models,
     },
-    Stage { name: "memcheck", limit: 60, programs: &["mpmd", "cuda_kernel"], run: memcheck },
+    Stage {
+        name: "memcheck",
+        limit: 60,
+        programs: &["mpmd", "cuda_kernel"],
+        run: memcheck,
+    },
     // Last: a driver may wait for a dead process for ever.
     Stage {
         name: "kills",
@@ -71,8 +121,12 @@ pub(super) fn list() -> String {
 
 /// Returns the seconds that all stages of a kit may take together.
 fn limit_of(content: &Content) -> u64 {
-    let has_all =
-        |stage: &&Stage| stage.programs.iter().all(|name| content.programs.contains(name));
+    let has_all = |stage: &&Stage| {
+        stage
+            .programs
+            .iter()
+            .all(|name| content.programs.contains(name))
+    };
     STAGES.iter().filter(has_all).map(|stage| stage.limit).sum()
 }
 
@@ -114,7 +168,10 @@ fn hand_over(turn: &mut Turn<'_>) {
         let mut command = turn.bench(&arguments, &["--repeats", "2"]);
         // Both processes share one GPU, even if there are more.
         let visible = std::env::var(VISIBLE).unwrap_or_default();
-        let first = visible.split(',').map(str::trim).find(|name| !name.is_empty());
+        let first = visible
+            .split(',')
+            .map(str::trim)
+            .find(|name| !name.is_empty());
         command.env(VISIBLE, first.unwrap_or("0"));
         turn.run_measuring(command);
     }
@@ -127,7 +184,15 @@ fn dispatch(turn: &mut Turn<'_>) {
 
 fn reshard(turn: &mut Turn<'_>) {
     let (processes, mib, repeats) = turn.sized(("1,2", "64", "3"), ("1", "1", "2"));
-    let arguments = ["reshard", "--processes", processes, "--mib", mib, "--repeats", repeats];
+    let arguments = [
+        "reshard",
+        "--processes",
+        processes,
+        "--mib",
+        mib,
+        "--repeats",
+        repeats,
+    ];
     let command = turn.bench(&arguments, &[]);
     turn.run_measuring(command);
 }
@@ -157,29 +222,55 @@ fn gpt(turn: &mut Turn<'_>) {
     let text = turn.place.kit.folder.join("text");
     let text = text.to_string_lossy();
     let [kernels, cuda, cpu] = ["cuda --kernels", "cuda", "cpu"].map(|device| {
-        let losses = turn.place.scratch.join(format!("losses-{}", device.replace(' ', "")));
+        let losses = turn
+            .place
+            .scratch
+            .join(format!("losses-{}", device.replace(' ', "")));
         let out = losses.to_string_lossy();
-        let how = ["--processes", "2", "--stages", "2", "--losses-out", &out, "--device"];
-        let given = device.split(' ').chain(sizes.split(' ')).collect::<Vec<_>>();
+        let how = [
+            "--processes",
+            "2",
+            "--stages",
+            "2",
+            "--losses-out",
+            &out,
+            "--device",
+        ];
+        let given = device
+            .split(' ')
+            .chain(sizes.split(' '))
+            .collect::<Vec<_>>();
         turn.program("train_gpt", &[&how[..], &given, &[&text]].concat());
         std::fs::read_to_string(&losses).unwrap_or_default()
     });
     if cuda.is_empty() || cuda != cpu {
-        turn.failed("the losses on CUDA and CPU devices differ", &format!("{cuda}\n{cpu}"));
+        turn.failed(
+            "the losses on CUDA and CPU devices differ",
+            &format!("{cuda}\n{cpu}"),
+        );
     }
     let losses = |lines: &str| -> Vec<f64> {
-        lines.lines().filter_map(|line| line.split(' ').nth(1)?.parse().ok()).collect()
+        lines
+            .lines()
+            .filter_map(|line| line.split(' ').nth(1)?.parse().ok())
+            .collect()
     };
     let (near, far) = (losses(&kernels), losses(&cpu));
     let is_near = |(near, far): (&f64, &f64)| (near - far).abs() <= 1e-4 * far;
     if near.is_empty() || near.len() != far.len() || !near.iter().zip(&far).all(is_near) {
-        turn.failed("the losses of kernels are not those of the CPU", &format!("{kernels}\n{cpu}"));
+        turn.failed(
+            "the losses of kernels are not those of the CPU",
+            &format!("{kernels}\n{cpu}"),
+        );
     }
     if !turn.place.software {
         let large = "--kernels --width 1024 --layers 8 --heads 16 --time 512 --batch 8 \
                      --microbatches 4 --steps 12 --sample 0 --device cuda --stages 1 --processes 1";
         for compute in ["f32", "tf32", "bf16"] {
-            let given: Vec<&str> = large.split(' ').chain(["--compute", compute, &text]).collect();
+            let given: Vec<&str> = large
+                .split(' ')
+                .chain(["--compute", compute, &text])
+                .collect();
             turn.program("train_gpt", &given);
         }
     }
@@ -194,7 +285,14 @@ fn models(turn: &mut Turn<'_>) {
     let training = ["--steps", steps, "--time", "32", &text];
     turn.program("finetune", &[&on_cuda[..], &training].concat());
 
-    let prompt = ["--prompt", "A stage", "--tokens", turn.sized("64", "4"), "--temperature", "0"];
+    let prompt = [
+        "--prompt",
+        "A stage",
+        "--tokens",
+        turn.sized("64", "4"),
+        "--temperature",
+        "0",
+    ];
     let said = turn.program("generate", &[&on_cuda[..], &prompt].concat());
     if !said.contains("CUDA devices compute all passes") {
         turn.failed("generate does not compute on the device", &said);
@@ -228,11 +326,22 @@ fn memcheck(turn: &mut Turn<'_>) {
         return;
     };
     let handover = ["bench", "p2p", "--case", "handover", "--sizes", "64Ki"];
-    let handover = [&handover[..], &["--repeats", "2", "--device", "cuda", "--json"]].concat();
+    let handover = [
+        &handover[..],
+        &["--repeats", "2", "--device", "cuda", "--json"],
+    ]
+    .concat();
     for (program, arguments) in [("cuda_kernel", &[][..]), ("mpmd", &handover)] {
         let program = turn.place.kit.folder.join(program);
         let program = program.to_string_lossy();
-        let how = ["--tool", "memcheck", "--target-processes", "all", "--error-exitcode", FOUND];
+        let how = [
+            "--tool",
+            "memcheck",
+            "--target-processes",
+            "all",
+            "--error-exitcode",
+            FOUND,
+        ];
         let command = turn.command(&sanitizer, &[&how[..], &[&program], arguments].concat());
         turn.run(command);
     }
@@ -244,7 +353,9 @@ fn installed(program: &str) -> Option<PathBuf> {
     let home = std::env::var_os("CUDA_HOME").map(|home| Path::new(&home).join("bin"));
     let usual = [PathBuf::from("/usr/local/cuda/bin")];
     let folders = std::env::split_paths(&path).chain(home).chain(usual);
-    folders.map(|folder| folder.join(program)).find(|file| file.is_file())
+    folders
+        .map(|folder| folder.join(program))
+        .find(|file| file.is_file())
 }
 
 #[cfg(test)]
@@ -255,6 +366,10 @@ mod limits {
     fn limits_of_a_kit_are_ten_minutes_at_most() {
         let sums = CONTENTS.map(limit_of);
         assert!(sums.iter().all(|sum| (100..=600).contains(sum)), "{sums:?}");
-        assert!(list().ends_with(&format!("candle     {:4} s\n", sums[1])), "{}", list());
+        assert!(
+            list().ends_with(&format!("candle     {:4} s\n", sums[1])),
+            "{}",
+            list()
+        );
     }
 }

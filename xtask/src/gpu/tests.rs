@@ -38,8 +38,10 @@ enum Outcome {
 impl Kind {
     fn of(test: &Test) -> Self {
         const KILLS: [&str; 4] = ["killed_", "::stop_", "ended_process", "dead_process"];
-        const SOFTWARE: [(&str, &str); 2] =
-            [("", "with_a_driver_in_software::"), ("tests-all", "cuda_nccl::")];
+        const SOFTWARE: [(&str, &str); 2] = [
+            ("", "with_a_driver_in_software::"),
+            ("tests-all", "cuda_nccl::"),
+        ];
         let is_software =
             |(file, module): &(&str, &str)| test.file.ends_with(file) && test.name.contains(module);
         if SOFTWARE.iter().any(is_software) {
@@ -95,7 +97,9 @@ pub(super) fn run(turn: &mut Turn<'_>, kind: Kind, jobs: usize) {
                 turn.failed(&format!("{test}: {how}"), &output);
                 line += &format!("    {how}\n{output}\n\n");
             }
-            let written = place.file(TESTS).and_then(|mut file| file.write_all(line.as_bytes()));
+            let written = place
+                .file(TESTS)
+                .and_then(|mut file| file.write_all(line.as_bytes()));
             if let Err(error) = written {
                 turn.failed(TESTS, &error.to_string());
             }
@@ -127,8 +131,11 @@ fn one(place: &Place<'_>, test: &Test, number: usize, until: Instant) -> (Outcom
     let end = place.ended(command.stdout(stdout).stderr(stderr), until.min(now + EACH));
     let output = String::from_utf8_lossy(&fs::read(&path).unwrap_or_default()).into_owned();
     let _ = fs::remove_file(&path);
-    let is_skipped =
-        || output.lines().any(|line| line.trim_start().to_lowercase().starts_with("skipped"));
+    let is_skipped = || {
+        output
+            .lines()
+            .any(|line| line.trim_start().to_lowercase().starts_with("skipped"))
+    };
     let outcome = match end.failure() {
         Some(how) => Outcome::Failed(how),
         None if !output.contains("1 passed") => Outcome::Failed("there is no such test".to_owned()),
@@ -173,10 +180,16 @@ mod runs {
         whats.sort_unstable();
         assert_eq!(
             whats,
-            ["a cuda::bad: ended with exit status: 101", "a cuda::none: there is no such test"]
+            [
+                "a cuda::bad: ended with exit status: 101",
+                "a cuda::none: there is no such test"
+            ]
         );
         let written = fs::read_to_string(place.out.join(TESTS)).unwrap();
-        assert!(written.contains("\nwhy\n") && written.lines().count() == 10, "{written}");
+        assert!(
+            written.contains("\nwhy\n") && written.lines().count() == 10,
+            "{written}"
+        );
         let mut kills = Turn::new(&place, Instant::now() + Duration::from_secs(60));
         run(&mut kills, Kind::Kill, 2);
         assert_eq!(kills.detail, "1 passed, 0 skipped, 0 failed, 0 not run");

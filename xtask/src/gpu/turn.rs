@@ -69,7 +69,13 @@ impl<'a> Place<'a> {
                 symlink(&library, folder.join(name)).with_context(|| format!("linking {name}"))?;
             }
         }
-        Ok(Self { kit, software, out, scratch, stop })
+        Ok(Self {
+            kit,
+            software,
+            out,
+            scratch,
+            stop,
+        })
     }
 
     /// Gives a command the driver in software.
@@ -85,7 +91,11 @@ impl<'a> Place<'a> {
 
     /// Opens a file for results at its end. What is written is there at once.
     pub(super) fn file(&self, name: &str) -> std::io::Result<File> {
-        File::options().append(true).create(true).read(true).open(self.out.join(name))
+        File::options()
+            .append(true)
+            .create(true)
+            .read(true)
+            .open(self.out.join(name))
     }
 }
 
@@ -156,7 +166,10 @@ impl<'a> Turn<'a> {
 
     /// Notes a failure, with the output that shows it.
     pub(super) fn failed(&mut self, what: &str, output: &str) {
-        self.failures.push(Failure { what: what.to_owned(), output: output.to_owned() });
+        self.failures.push(Failure {
+            what: what.to_owned(),
+            output: output.to_owned(),
+        });
     }
 
     /// Returns a command that runs on the devices of this run.
@@ -173,7 +186,13 @@ impl<'a> Turn<'a> {
     /// driver in software.
     pub(super) fn bench(&self, arguments: &[&str], small: &[&str]) -> Command {
         let small = self.sized(&[][..], small);
-        let arguments = [&["bench"], arguments, small, &["--device", "cuda", "--json"]].concat();
+        let arguments = [
+            &["bench"],
+            arguments,
+            small,
+            &["--device", "cuda", "--json"],
+        ]
+        .concat();
         self.command(self.place.kit.folder.join("mpmd"), &arguments)
     }
 
@@ -231,14 +250,21 @@ impl Place<'_> {
     /// process that it has started is left then.
     pub(super) fn ended(&self, command: &mut Command, until: Instant) -> End {
         static RUNS: AtomicU64 = AtomicU64::new(0);
-        let mark = format!("{}-{}", std::process::id(), RUNS.fetch_add(1, Ordering::Relaxed));
+        let mark = format!(
+            "{}-{}",
+            std::process::id(),
+            RUNS.fetch_add(1, Ordering::Relaxed)
+        );
         // Without a real driver, tests install the one in software themselves.
         if self.software {
             command.env_remove("MPMD_TEST_GPU");
         } else {
             command.env("MPMD_TEST_GPU", "1");
         }
-        command.current_dir(&self.scratch).stdin(Stdio::null()).process_group(0);
+        command
+            .current_dir(&self.scratch)
+            .stdin(Stdio::null())
+            .process_group(0);
         command.env(MARK, &mark);
         let mut child = match command.spawn() {
             Ok(child) => child,
@@ -311,7 +337,9 @@ fn marked(wanted: &[u8]) -> Vec<Pid> {
     let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
     let is_it = |pid: &i32| {
         let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-        environment.windows(wanted.len()).any(|bytes| bytes == wanted)
+        environment
+            .windows(wanted.len())
+            .any(|bytes| bytes == wanted)
     };
     pids.filter(is_it).filter_map(Pid::from_raw).collect()
 }
@@ -331,12 +359,20 @@ mod places {
         let script = "(setsid sleep 71 &); sleep 72 & echo started; sleep 73";
         let said = turn.run(turn.command("/bin/sh", &["-c", script]));
         assert_eq!(said, "started\n");
-        assert!(turn.failures[0].what.ends_with("TIMEOUT, killed"), "{}", turn.failures[0].what);
+        assert!(
+            turn.failures[0].what.ends_with("TIMEOUT, killed"),
+            "{}",
+            turn.failures[0].what
+        );
         let mark = format!("{MARK}={}-", std::process::id());
         assert_eq!(marked(mark.as_bytes()), []);
         let missing = turn.run(turn.command("/no/such/program", &[]));
         assert_eq!((missing.as_str(), turn.failures.len()), ("", 2));
-        assert!(turn.failures[1].what.contains("cannot be started"), "{}", turn.failures[1].what);
+        assert!(
+            turn.failures[1].what.contains("cannot be started"),
+            "{}",
+            turn.failures[1].what
+        );
     }
 
     #[test]

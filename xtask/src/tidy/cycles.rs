@@ -37,8 +37,10 @@ type Graph = BTreeMap<String, BTreeMap<String, String>>;
 
 /// Finds all libraries and programs among the sources. Test targets are none.
 pub(crate) fn crates(sources: &[Source]) -> Vec<Crate<'_>> {
-    let by_path: BTreeMap<&str, &Source> =
-        sources.iter().map(|source| (source.path.as_str(), source)).collect();
+    let by_path: BTreeMap<&str, &Source> = sources
+        .iter()
+        .map(|source| (source.path.as_str(), source))
+        .collect();
     let is_root = |path: &str| {
         let is_program = |(_, name): (_, &str)| {
             !name.contains('/') || name.ends_with("/main.rs") && name.matches('/').count() == 1
@@ -47,7 +49,9 @@ pub(crate) fn crates(sources: &[Source]) -> Vec<Crate<'_>> {
             || path.ends_with("src/main.rs")
             || path.split_once("src/bin/").is_some_and(is_program)
     };
-    let roots = sources.iter().filter(|source| source.is_rust() && is_root(&source.path));
+    let roots = sources
+        .iter()
+        .filter(|source| source.is_rust() && is_root(&source.path));
     roots.map(|root| Crate::new(root, &by_path)).collect()
 }
 
@@ -74,7 +78,9 @@ pub(crate) fn check(crates: &[Crate<'_>]) -> Vec<String> {
         let files = krate.graph(|module| {
             let lengths = (1..=module.len()).rev();
             let mut prefixes = lengths.map(|length| &module[..length]);
-            prefixes.find(|prefix| of_file.contains(prefix)).map(|file| file.join("/"))
+            prefixes
+                .find(|prefix| of_file.contains(prefix))
+                .map(|file| file.join("/"))
         });
         let kind = format!("more than {MOST_FILES} files");
         findings.extend(cycles(&files, krate.root, &kind, MOST_FILES));
@@ -84,13 +90,21 @@ pub(crate) fn check(crates: &[Crate<'_>]) -> Vec<String> {
 
 impl<'a> Crate<'a> {
     fn new(root: &'a Source, by_path: &BTreeMap<&str, &'a Source>) -> Self {
-        let mut krate = Self { root: &root.path, files: Vec::new(), modules: BTreeMap::default() };
+        let mut krate = Self {
+            root: &root.path,
+            files: Vec::new(),
+            modules: BTreeMap::default(),
+        };
         let mut todo = vec![(ModulePath::new(), root)];
         while let Some((module, source)) = todo.pop() {
             let path = source.path.as_str();
             let (folder, name) = path.rsplit_once('/').unwrap_or((".", path));
             let has_folder = module.is_empty() || name == "mod.rs";
-            let folder = if has_folder { folder } else { path.trim_end_matches(".rs") };
+            let folder = if has_folder {
+                folder
+            } else {
+                path.trim_end_matches(".rs")
+            };
             for (scope, name) in &source.outline.declared {
                 let below = [&scope[..], std::slice::from_ref(name)].concat();
                 let base = format!("{folder}/{}", below.join("/"));
@@ -121,18 +135,31 @@ impl<'a> Crate<'a> {
         for (module, source) in &self.files {
             for path in &source.outline.paths {
                 let from = [&module[..], &path.scope].concat();
-                let Some(importer) = node(&from) else { continue };
+                let Some(importer) = node(&from) else {
+                    continue;
+                };
                 let Some(Target::Module(to) | Target::Item(to)) =
                     self.resolve(&from, &path.segments, &mut BTreeSet::new())
                 else {
                     continue;
                 };
                 let is_within = |other: &String| {
-                    importer.strip_prefix(other).is_some_and(|r| r.is_empty() || r.starts_with('/'))
+                    importer
+                        .strip_prefix(other)
+                        .is_some_and(|r| r.is_empty() || r.starts_with('/'))
                 };
                 if let Some(imported) = node(&to).filter(|imported| !is_within(imported)) {
-                    let by = format!("{}:{}: {}", source.path, path.line, path.segments.join("::"));
-                    graph.entry(importer).or_default().entry(imported).or_insert(by);
+                    let by = format!(
+                        "{}:{}: {}",
+                        source.path,
+                        path.line,
+                        path.segments.join("::")
+                    );
+                    graph
+                        .entry(importer)
+                        .or_default()
+                        .entry(imported)
+                        .or_insert(by);
                 }
             }
         }
@@ -188,40 +215,61 @@ impl<'a> Crate<'a> {
             let target = self.resolve(module, path, seen);
             return Some(target.unwrap_or_else(|| Target::Item(module.to_vec())));
         }
-        scope.globs.iter().find_map(|glob| match self.resolve(module, glob, seen)? {
-            Target::Module(globbed) => self.look_up(&globbed, name, seen),
-            Target::Item(_) => None,
-        })
+        scope
+            .globs
+            .iter()
+            .find_map(|glob| match self.resolve(module, glob, seen)? {
+                Target::Module(globbed) => self.look_up(&globbed, name, seen),
+                Target::Item(_) => None,
+            })
     }
 }
 
 /// Returns a description of one shortest cycle for each group of more than `most` nodes in `graph`
 /// that reach each other.
 fn cycles(graph: &Graph, root: &str, kind: &str, most: usize) -> Vec<String> {
-    let paths: BTreeMap<&str, BTreeMap<&str, Vec<&str>>> =
-        graph.keys().map(|node| (node.as_str(), shortest_paths(graph, node))).collect();
-    let reaches =
-        |from: &str, to: &str| paths.get(from).is_some_and(|to_all| to_all.contains_key(to));
+    let paths: BTreeMap<&str, BTreeMap<&str, Vec<&str>>> = graph
+        .keys()
+        .map(|node| (node.as_str(), shortest_paths(graph, node)))
+        .collect();
+    let reaches = |from: &str, to: &str| {
+        paths
+            .get(from)
+            .is_some_and(|to_all| to_all.contains_key(to))
+    };
     let mut findings = Vec::new();
     let mut reported: BTreeSet<&str> = BTreeSet::new();
     for node in paths.keys().filter(|node| reaches(node, node)) {
         if reported.contains(node) {
             continue;
         }
-        let group: Vec<&str> =
-            paths.keys().copied().filter(|m| reaches(node, m) && reaches(m, node)).collect();
+        let group: Vec<&str> = paths
+            .keys()
+            .copied()
+            .filter(|m| reaches(node, m) && reaches(m, node))
+            .collect();
         reported.extend(&group);
         if group.len() <= most {
             continue;
         }
-        let cycle = group.iter().map(|m| &paths[m][m]).min_by_key(|cycle| cycle.len());
+        let cycle = group
+            .iter()
+            .map(|m| &paths[m][m])
+            .min_by_key(|cycle| cycle.len());
         let cycle = cycle.map_or(&[][..], Vec::as_slice);
         let mut text = format!("{root}: {kind} import each other: {}", cycle.join(" -> "));
         for edge in cycle.windows(2) {
-            text += &format!("\n    {} -> {}: {}", edge[0], edge[1], graph[edge[0]][edge[1]]);
+            text += &format!(
+                "\n    {} -> {}: {}",
+                edge[0], edge[1], graph[edge[0]][edge[1]]
+            );
         }
         if cycle.len() <= group.len() {
-            text += &format!("\n    part of a knot of {}: {}", group.len(), group.join(", "));
+            text += &format!(
+                "\n    part of a knot of {}: {}",
+                group.len(),
+                group.join(", ")
+            );
         }
         findings.push(text);
     }
@@ -252,8 +300,10 @@ mod tests {
 
     /// Returns the findings on a crate with these files below `mpmd-core/src/`.
     fn found(files: &[(&str, &str)]) -> Vec<String> {
-        let sources: Vec<Source> =
-            files.iter().map(|(path, text)| Source::new(format!("{CORE}{path}"), *text)).collect();
+        let sources: Vec<Source> = files
+            .iter()
+            .map(|(path, text)| Source::new(format!("{CORE}{path}"), *text))
+            .collect();
         check(&crates(&sources))
     }
 
@@ -262,8 +312,12 @@ mod tests {
     #[test]
     fn cycle_of_imports_is_found() {
         let b = ("b.rs", "pub struct Y;\nuse crate::{x, a::{self as other}};");
-        let findings =
-            found(&[ROOT, ("a/mod.rs", "mod deep;"), ("a/deep.rs", "use crate::b::Y;"), b]);
+        let findings = found(&[
+            ROOT,
+            ("a/mod.rs", "mod deep;"),
+            ("a/deep.rs", "use crate::b::Y;"),
+            b,
+        ]);
         let expected = "mpmd-core/src/lib.rs: modules import each other: a -> b -> a\
             \n    a -> b: mpmd-core/src/a/deep.rs:1: crate::b::Y\
             \n    b -> a: mpmd-core/src/b.rs:2: crate::a";
@@ -273,11 +327,22 @@ mod tests {
     #[test]
     fn cycle_of_inline_paths_is_found() {
         let a = ("a.rs", "fn f() { vec![crate::b::g()] }");
-        let findings = found(&[ROOT, a, ("b.rs", "mod m { fn g() { super::super::a::f() } }")]);
+        let findings = found(&[
+            ROOT,
+            a,
+            ("b.rs", "mod m { fn g() { super::super::a::f() } }"),
+        ]);
         assert_eq!(findings.len(), 1);
         assert!(findings[0].ends_with("b -> a: mpmd-core/src/b.rs:1: super::super::a::f"));
-        let root = ("lib.rs", "mod a { use b::X; } mod b { use crate::*; use a::X; }");
-        assert_eq!(found(&[root]), [""; 0], "without `crate::` these are other crates");
+        let root = (
+            "lib.rs",
+            "mod a { use b::X; } mod b { use crate::*; use a::X; }",
+        );
+        assert_eq!(
+            found(&[root]),
+            [""; 0],
+            "without `crate::` these are other crates"
+        );
     }
 
     #[test]
@@ -288,9 +353,15 @@ mod tests {
         }
         // `a` offers `Y`, but `c` imports it from `b`.
         let root = ("lib.rs", "mod a; mod b; mod c;");
-        let files =
-            [root, ("a.rs", "pub use crate::b::*; use crate::c::f;"), ("b.rs", "struct Y;")];
-        assert_eq!(found(&[&files[..], &[("c.rs", "use crate::a::Y;")]].concat()), [""; 0]);
+        let files = [
+            root,
+            ("a.rs", "pub use crate::b::*; use crate::c::f;"),
+            ("b.rs", "struct Y;"),
+        ];
+        assert_eq!(
+            found(&[&files[..], &[("c.rs", "use crate::a::Y;")]].concat()),
+            [""; 0]
+        );
         let renamed = ("c.rs", "use crate::a as z; fn f() { z::g() }");
         assert_eq!(found(&[&files[..], &[renamed]].concat()).len(), 1);
     }
@@ -303,12 +374,18 @@ mod tests {
             #[cfg(all(test, feature = \"f\"))] fn f() { crate::b::g() }",
         );
         let tests = ("a/tests.rs", "use crate::b::Y;");
-        assert_eq!(found(&[ROOT, a, tests, ("b.rs", "use crate::a::f;")]), [""; 0]);
+        assert_eq!(
+            found(&[ROOT, a, tests, ("b.rs", "use crate::a::f;")]),
+            [""; 0]
+        );
     }
 
     #[test]
     fn paths_within_a_module_make_no_cycle() {
-        let a = ("a/mod.rs", "mod m; mod n { use super::m; } struct X; use self::m::Y;");
+        let a = (
+            "a/mod.rs",
+            "mod m; mod n { use super::m; } struct X; use self::m::Y;",
+        );
         let m = ("a/m.rs", "use super::X; use crate::a::n; use crate::Root;");
         assert_eq!(found(&[ROOT, a, m, ("b.rs", "use crate::a::X;")]), [""; 0]);
     }
@@ -323,7 +400,10 @@ mod tests {
         let findings = found(&[root, a, x, loose, y("struct Y; use crate::a::x::X;")]);
         assert_eq!(findings.len(), 1);
         assert!(findings[0].contains("folders import each other: a/x -> a/y -> a/x"));
-        assert_eq!(found(&[root, a, x, loose, y("struct Y; use super::loose::f;")]), [""; 0]);
+        assert_eq!(
+            found(&[root, a, x, loose, y("struct Y; use super::loose::f;")]),
+            [""; 0]
+        );
     }
 
     #[test]
@@ -340,8 +420,16 @@ mod tests {
         assert_eq!(findings.len(), 1);
         let expected = "files import each other: a/w -> a/x -> a/y -> a/z -> a/w\n";
         assert!(findings[0].contains(expected), "{}", findings[0]);
-        assert_eq!(knot("use super::x::X; struct Z;"), [""; 0], "three files may");
-        assert_eq!(knot("use super::A; struct Z;"), [""; 0], "a file may use its folder");
+        assert_eq!(
+            knot("use super::x::X; struct Z;"),
+            [""; 0],
+            "three files may"
+        );
+        assert_eq!(
+            knot("use super::A; struct Z;"),
+            [""; 0],
+            "a file may use its folder"
+        );
     }
 
     #[test]
@@ -362,7 +450,11 @@ mod tests {
         };
         let findings = knot("mod x; use x::X; struct A;");
         assert_eq!(findings.len(), 1);
-        assert!(findings[0].contains("m/a -> m/a/x -> m/b -> m/c -> m/a\n"), "{}", findings[0]);
+        assert!(
+            findings[0].contains("m/a -> m/a/x -> m/b -> m/c -> m/a\n"),
+            "{}",
+            findings[0]
+        );
         assert_eq!(knot("mod x; struct A;"), [""; 0]);
     }
 
@@ -375,18 +467,40 @@ mod tests {
         );
         let findings = found(&[root]);
         assert_eq!(findings.len(), 1);
-        assert!(findings[0].contains("import each other: b -> d -> b\n"), "{}", findings[0]);
-        assert!(findings[0].ends_with("part of a knot of 4: a, b, c, d"), "{}", findings[0]);
+        assert!(
+            findings[0].contains("import each other: b -> d -> b\n"),
+            "{}",
+            findings[0]
+        );
+        assert!(
+            findings[0].ends_with("part of a knot of 4: a, b, c, d"),
+            "{}",
+            findings[0]
+        );
     }
 
     #[test]
     fn each_program_is_a_crate() {
         let paths = ["c/src/main.rs", "c/src/bin/p.rs", "c/src/bin/q/main.rs"];
-        let others = ["c/src/bin/q/m.rs", "c/tests/t.rs", "c/src/lib.md", "c/src/m/x.rs"];
-        let sources: Vec<Source> =
-            paths.iter().chain(&others).map(|path| Source::new(*path, "mod m;")).collect();
+        let others = [
+            "c/src/bin/q/m.rs",
+            "c/tests/t.rs",
+            "c/src/lib.md",
+            "c/src/m/x.rs",
+        ];
+        let sources: Vec<Source> = paths
+            .iter()
+            .chain(&others)
+            .map(|path| Source::new(*path, "mod m;"))
+            .collect();
         let crates = crates(&sources);
-        assert_eq!(crates.iter().map(|krate| krate.root).collect::<Vec<_>>(), paths);
-        assert_eq!(crates[2].files().collect::<Vec<_>>(), ["c/src/bin/q/m.rs", paths[2]]);
+        assert_eq!(
+            crates.iter().map(|krate| krate.root).collect::<Vec<_>>(),
+            paths
+        );
+        assert_eq!(
+            crates[2].files().collect::<Vec<_>>(),
+            ["c/src/bin/q/m.rs", paths[2]]
+        );
     }
 }

@@ -40,8 +40,18 @@ pub(crate) struct PathUse {
     pub(crate) alias: Option<String>,
 }
 
-const ITEMS: &[&str] =
-    &["fn", "struct", "enum", "union", "trait", "type", "const", "static", "mod", "macro_rules"];
+const ITEMS: &[&str] = &[
+    "fn",
+    "struct",
+    "enum",
+    "union",
+    "trait",
+    "type",
+    "const",
+    "static",
+    "mod",
+    "macro_rules",
+];
 
 impl Outline {
     pub(crate) fn new(tokens: &[Token]) -> Self {
@@ -103,7 +113,12 @@ impl Outline {
                     // A name behind `>::` belongs to a type.
                     if at < 2 || texts[at - 2..at] != [">", "::"] {
                         let scope = scope.clone();
-                        outline.paths.push(PathUse { scope, segments, line, alias: None });
+                        outline.paths.push(PathUse {
+                            scope,
+                            segments,
+                            line,
+                            alias: None,
+                        });
                     }
                     at = end;
                 }
@@ -147,7 +162,12 @@ impl Outline {
                     let alias = renamed.or_else(|| segments.last().cloned());
                     let alias = alias.filter(|_| text != "*");
                     let (scope, line) = (scope.to_vec(), token.line);
-                    self.paths.push(PathUse { scope, segments, line, alias });
+                    self.paths.push(PathUse {
+                        scope,
+                        segments,
+                        line,
+                        alias,
+                    });
                     return;
                 }
             }
@@ -290,15 +310,24 @@ mod tests {
         let leaves = ["std::fs", "std::io", "std::io::Read as R", "std::io::*"];
         assert_eq!(paths(tree)[..4], leaves);
         assert_eq!(paths(tree)[4..], ["std::time::Duration"]);
-        assert_eq!(paths("use {a::b, ::c as d, self::e};"), ["a::b", "c as d", "self::e"]);
-        assert_eq!(paths("fn f() -> impl T + use<'a> { use super::x; }"), ["super::x"]);
+        assert_eq!(
+            paths("use {a::b, ::c as d, self::e};"),
+            ["a::b", "c as d", "self::e"]
+        );
+        assert_eq!(
+            paths("fn f() -> impl T + use<'a> { use super::x; }"),
+            ["super::x"]
+        );
     }
 
     #[test]
     fn paths_are_read_wherever_they_stand() {
         let code = "fn f(a: crate::b::C) { m!(x, super::d(1)); ::std::e::<u8>::g(); <T>::h::i() }";
         assert_eq!(paths(code), ["crate::b::C", "super::d", "std::e"]);
-        assert_eq!(paths("/// [`a::b`]\n#[derive(c::D)] struct E; \"f::g\""), ["c::D"]);
+        assert_eq!(
+            paths("/// [`a::b`]\n#[derive(c::D)] struct E; \"f::g\""),
+            ["c::D"]
+        );
     }
 
     #[test]
@@ -317,7 +346,10 @@ mod tests {
             assert_eq!(paths(code), ["x::y"], "{code}");
         }
         assert_eq!(paths("#![cfg(test)] use a::b;"), [""; 0]);
-        assert_eq!(paths("#[cfg(not(test))] use a::b; #[cfg(any(test, c))] use c::d;").len(), 2);
+        assert_eq!(
+            paths("#[cfg(not(test))] use a::b; #[cfg(any(test, c))] use c::d;").len(),
+            2
+        );
         assert_eq!(paths("#[cfg(all(c, not(test)))] use a::b;").len(), 1);
     }
 
@@ -327,12 +359,22 @@ mod tests {
             mod h; } macro_rules! m { () => {} } const fn i() {}";
         let outline = Source::new("a.rs", code).outline;
         let root = &outline.scopes[&[][..]];
-        assert!(["f", "b", "m", "i"].iter().all(|name| root.names.contains(*name)));
+        assert!(
+            ["f", "b", "m", "i"]
+                .iter()
+                .all(|name| root.names.contains(*name))
+        );
         assert!(!root.names.contains("inner") && root.imports.is_empty());
         let b = &outline.scopes[&["b".to_owned()][..]];
-        assert_eq!((b.imports["D"].join("::"), b.globs[0].join("::")), ("c::D".into(), "e".into()));
-        let declared: Vec<_> =
-            outline.declared.iter().map(|(scope, name)| (scope.join("::"), &**name)).collect();
+        assert_eq!(
+            (b.imports["D"].join("::"), b.globs[0].join("::")),
+            ("c::D".into(), "e".into())
+        );
+        let declared: Vec<_> = outline
+            .declared
+            .iter()
+            .map(|(scope, name)| (scope.join("::"), &**name))
+            .collect();
         assert_eq!(declared, [("".into(), "a"), ("b".into(), "h")]);
     }
 }

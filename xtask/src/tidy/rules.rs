@@ -17,8 +17,13 @@ pub(crate) struct Finding {
 type Rule = fn(&Source) -> Vec<Finding>;
 
 /// The rules on all files.
-pub(crate) const RULES: &[Rule] =
-    &[rust_can_be_read, lines_are_short, files_are_short, text_is_clean, bincode_in_one_module];
+pub(crate) const RULES: &[Rule] = &[
+    rust_can_be_read,
+    lines_are_short,
+    files_are_short,
+    text_is_clean,
+    bincode_in_one_module,
+];
 
 /// The rules on files of libraries and programs. Unit tests in them are exempt.
 pub(crate) const PRODUCTION_RULES: &[Rule] = &[
@@ -34,8 +39,11 @@ const MOST_LINES: usize = 1000;
 const MOST_COLUMNS: usize = 100;
 
 /// The modules that may use a transport: execution, and the program that connects it.
-const TRANSPORT_USERS: &[&str] =
-    &["mpmd-transport", "mpmd-core/src/exec", "mpmd-core/src/api/program"];
+const TRANSPORT_USERS: &[&str] = &[
+    "mpmd-transport",
+    "mpmd-core/src/exec",
+    "mpmd-core/src/api/program",
+];
 
 /// The names through which a transport is used.
 const TRANSPORTS: &[&str] = &[
@@ -51,8 +59,11 @@ const TRANSPORTS: &[&str] = &[
 const DEVICE_USERS: &[&str] = &["mpmd-core/src/exec"];
 
 /// The names of kinds of devices.
-const DEVICE_KINDS: &[&str] =
-    &["mpmd_device::cuda", "mpmd_layout::topology::DeviceKind::Cuda", "DeviceKind::Cuda"];
+const DEVICE_KINDS: &[&str] = &[
+    "mpmd_device::cuda",
+    "mpmd_layout::topology::DeviceKind::Cuda",
+    "DeviceKind::Cuda",
+];
 
 /// The crates that compute from their inputs alone.
 const PLANNERS: &[&str] = &["mpmd-layout/src", "mpmd-schedule/src"];
@@ -107,7 +118,9 @@ const BLOCKING: &[&str] = &[
 /// Finds Rust files with wrong tokens, which no other rule can check.
 fn rust_can_be_read(source: &Source) -> Vec<Finding> {
     let found = source.error.iter();
-    found.map(|(line, error)| finding(*line, format!("cannot be read as Rust: {error}"))).collect()
+    found
+        .map(|(line, error)| finding(*line, format!("cannot be read as Rust: {error}")))
+        .collect()
 }
 
 /// Finds lines of Rust with more than 100 columns. Raw strings are exempt.
@@ -115,7 +128,11 @@ fn lines_are_short(source: &Source) -> Vec<Finding> {
     if !source.is_rust() {
         return Vec::new();
     }
-    let lines = source.text.lines().map(|line| line.chars().count()).enumerate();
+    let lines = source
+        .text
+        .lines()
+        .map(|line| line.chars().count())
+        .enumerate();
     lines
         .filter(|(i, columns)| *columns > MOST_COLUMNS && !source.raw_lines.contains(&(i + 1)))
         .map(|(i, columns)| finding(i + 1, format!("{columns} columns: wrap at {MOST_COLUMNS}")))
@@ -144,7 +161,10 @@ fn text_is_clean(source: &Source) -> Vec<Finding> {
         .map(|(i, _)| finding(i + 1, "blanks at the end of the line"))
         .collect();
     if !source.text.is_empty() && !source.text.ends_with('\n') {
-        findings.push(finding(source.text.lines().count(), "no newline at the end of the file"));
+        findings.push(finding(
+            source.text.lines().count(),
+            "no newline at the end of the file",
+        ));
     }
     findings
 }
@@ -154,10 +174,18 @@ fn text_is_clean(source: &Source) -> Vec<Finding> {
 /// stands below the crates that know arrays, meshes and shapes. Dependencies of tests are exempt.
 pub(crate) fn crates_are_below(source: &Source, map: &[&str]) -> Vec<Finding> {
     let row = |name: &str| map.iter().position(|row| *row == name);
-    let package = source.path.strip_suffix("/Cargo.toml").filter(|package| is_ours(package));
-    let Some(package) = package else { return Vec::new() };
+    let package = source
+        .path
+        .strip_suffix("/Cargo.toml")
+        .filter(|package| is_ours(package));
+    let Some(package) = package else {
+        return Vec::new();
+    };
     let Some(own) = row(package) else {
-        return vec![finding(1, format!("{package} is not in the map of ARCHITECTURE.md"))];
+        return vec![finding(
+            1,
+            format!("{package} is not in the map of ARCHITECTURE.md"),
+        )];
     };
     let mut findings = Vec::new();
     let mut section = "";
@@ -166,9 +194,13 @@ pub(crate) fn crates_are_below(source: &Source, map: &[&str]) -> Vec<Finding> {
         let mut key = line;
         if let Some(header) = line.strip_prefix('[') {
             section = header;
-            key = header.rsplit_once("dependencies.").map_or("", |(_, name)| name);
+            key = header
+                .rsplit_once("dependencies.")
+                .map_or("", |(_, name)| name);
         }
-        let end = key.find(|c: char| !c.is_alphanumeric() && c != '-').unwrap_or(key.len());
+        let end = key
+            .find(|c: char| !c.is_alphanumeric() && c != '-')
+            .unwrap_or(key.len());
         let name = &key[..end];
         let is_used = section.contains("dependencies") && !section.contains("dev-dependencies");
         if is_used && is_ours(name) && row(name).is_none_or(|other| other <= own) {
@@ -186,7 +218,9 @@ fn is_ours(name: &str) -> bool {
 
 /// Returns the crates in the map of the architecture, from the highest.
 pub(crate) fn map(architecture: &str) -> Vec<&str> {
-    let rows = architecture.lines().filter_map(|line| line.strip_prefix("| `"));
+    let rows = architecture
+        .lines()
+        .filter_map(|line| line.strip_prefix("| `"));
     let names = rows.filter_map(|row| row.split_once('/').map(|(name, _)| name));
     let mut map: Vec<&str> = names.filter(|name| is_ours(name)).collect();
     map.dedup();
@@ -199,7 +233,10 @@ fn bincode_in_one_module(source: &Source) -> Vec<Finding> {
         return Vec::new();
     }
     let message = "bincode is for mpmd-proto/src/control.rs only";
-    source.lines_with("bincode").map(|line| finding(line, message)).collect()
+    source
+        .lines_with("bincode")
+        .map(|line| finding(line, message))
+        .collect()
 }
 
 /// Finds uses of a transport outside core's execution and the program that sets it up (invariant
@@ -211,7 +248,10 @@ fn one_way_in(source: &Source) -> Vec<Finding> {
     let named = names_of(source, TRANSPORTS).into_iter();
     named
         .map(|(line, path)| {
-            finding(line, format!("one-way-in: {path} is for exec and program only"))
+            finding(
+                line,
+                format!("one-way-in: {path} is for exec and program only"),
+            )
         })
         .collect()
 }
@@ -224,7 +264,10 @@ fn one_face_of_devices(source: &Source) -> Vec<Finding> {
     let named = names_of(source, DEVICE_KINDS).into_iter();
     named
         .map(|(line, path)| {
-            finding(line, format!("one-face: names {path}: take it from mpmd_device::accelerator"))
+            finding(
+                line,
+                format!("one-face: names {path}: take it from mpmd_device::accelerator"),
+            )
         })
         .collect()
 }
@@ -235,7 +278,9 @@ fn planners_are_pure(source: &Source) -> Vec<Finding> {
         return Vec::new();
     }
     let named = names_of(source, IMPURE).into_iter();
-    named.map(|(line, path)| finding(line, format!("planners-are-pure: names {path}"))).collect()
+    named
+        .map(|(line, path)| finding(line, format!("planners-are-pure: names {path}")))
+        .collect()
 }
 
 /// Finds threads, locks, channels and clocks that do not come from `mpmd_base::block`.
@@ -247,8 +292,10 @@ fn blocking_in_one_module(source: &Source) -> Vec<Finding> {
     let named = named
         .map(|(line, path)| finding(line, format!("names {path}: take it from mpmd_base::block")));
     // A time of a simulated clock must not be compared with the real one.
-    let elapsed =
-        source.tokens.windows(2).filter(|two| two[0].text == "." && two[1].text == "elapsed");
+    let elapsed = source
+        .tokens
+        .windows(2)
+        .filter(|two| two[0].text == "." && two[1].text == "elapsed");
     let elapsed =
         elapsed.map(|two| finding(two[0].line, "calls elapsed: use mpmd_base::block::since"));
     named.chain(elapsed).collect()
@@ -260,9 +307,16 @@ fn deadlines_have_a_limit(source: &Source) -> Vec<Finding> {
     if !source.path.starts_with("mpmd") {
         return Vec::new();
     }
-    let text = |at: usize| source.tokens.get(at).map_or("", |token| token.text.as_str());
+    let text = |at: usize| {
+        source
+            .tokens
+            .get(at)
+            .map_or("", |token| token.text.as_str())
+    };
     let is_tests = |at: &usize| text(*at) == "mod" && text(at + 1) == "tests";
-    let end = (0..source.tokens.len()).find(is_tests).unwrap_or(source.tokens.len());
+    let end = (0..source.tokens.len())
+        .find(is_tests)
+        .unwrap_or(source.tokens.len());
     let is_sum = |at: &usize| {
         let sum = ["now", "(", ")", "+"];
         let added = text(at + sum.len());
@@ -271,7 +325,10 @@ fn deadlines_have_a_limit(source: &Source) -> Vec<Finding> {
     };
     let remedy = "a time of a caller may be `Duration::MAX`: write \
                   `mpmd_transport::deadline::after(now(), time)`";
-    (0..end).filter(is_sum).map(|at| finding(source.tokens[at].line, remedy)).collect()
+    (0..end)
+        .filter(is_sum)
+        .map(|at| finding(source.tokens[at].line, remedy))
+        .collect()
 }
 
 /// Finds programs whose arguments lack `--version`.
@@ -299,8 +356,12 @@ fn is_in(source: &Source, places: &[&str]) -> bool {
 fn names_of(source: &Source, places: &[&str]) -> Vec<(usize, String)> {
     let leads_there = |path: &str| {
         places.iter().any(|place| {
-            let is_below = path.strip_prefix(place).is_some_and(|rest| rest.starts_with("::"));
-            let is_around = path.strip_suffix('*').is_some_and(|path| place.starts_with(path));
+            let is_below = path
+                .strip_prefix(place)
+                .is_some_and(|rest| rest.starts_with("::"));
+            let is_around = path
+                .strip_suffix('*')
+                .is_some_and(|path| place.starts_with(path));
             path == *place || is_below || is_around
         })
     };
@@ -315,7 +376,10 @@ fn names_of(source: &Source, places: &[&str]) -> Vec<(usize, String)> {
         let (first, rest) = (path.segments[0].as_str(), path.segments[1..].join("::"));
         let whole = path.segments.join("::");
         let followed = aliases.get(first).map(|import| format!("{import}::{rest}"));
-        if let Some(named) = [Some(whole), followed].into_iter().flatten().find(|p| leads_there(p))
+        if let Some(named) = [Some(whole), followed]
+            .into_iter()
+            .flatten()
+            .find(|p| leads_there(p))
         {
             found.push((path.line, named));
         }
@@ -324,7 +388,10 @@ fn names_of(source: &Source, places: &[&str]) -> Vec<(usize, String)> {
 }
 
 fn finding(line: usize, message: impl Into<String>) -> Finding {
-    Finding { line, message: message.into() }
+    Finding {
+        line,
+        message: message.into(),
+    }
 }
 
 #[cfg(test)]
@@ -333,17 +400,25 @@ mod tests {
 
     /// Returns the lines of `text`, at `path`, that break `rule`.
     fn broken(rule: Rule, path: &str, text: &str) -> Vec<usize> {
-        rule(&Source::new(path, text)).into_iter().map(|finding| finding.line).collect()
+        rule(&Source::new(path, text))
+            .into_iter()
+            .map(|finding| finding.line)
+            .collect()
     }
 
     const NONE: [usize; 0] = [];
 
     #[test]
     fn places_of_rules_exist() {
-        let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+        let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
+            .parent()
+            .unwrap();
         for place in [PLANNERS, SIMULATED].concat() {
             let path = root.join(place);
-            assert!(path.is_dir() || path.with_extension("rs").is_file(), "{place}");
+            assert!(
+                path.is_dir() || path.with_extension("rs").is_file(),
+                "{place}"
+            );
         }
     }
 
@@ -358,7 +433,10 @@ mod tests {
         let check = |path, text: &str| broken(lines_are_short, path, text);
         let fits = format!("// {}\n", "ö".repeat(97));
         assert_eq!(check("a.rs", &fits), NONE);
-        assert_eq!(check("a.rs", &format!("\n{}", fits.replacen('ö', "öö", 1))), [2]);
+        assert_eq!(
+            check("a.rs", &format!("\n{}", fits.replacen('ö', "öö", 1))),
+            [2]
+        );
         assert_eq!(check("a.md", &"x".repeat(101)), NONE);
         let long = format!("\n\"{}\";", "x".repeat(100));
         assert_eq!(check("a.rs", &long), [2]);
@@ -407,7 +485,13 @@ mod tests {
 
     #[test]
     fn bincode_elsewhere_is_found() {
-        let check = |path| broken(bincode_in_one_module, path, "// bincode\nuse bincode::config;");
+        let check = |path| {
+            broken(
+                bincode_in_one_module,
+                path,
+                "// bincode\nuse bincode::config;",
+            )
+        };
         assert_eq!(check("mpmd-proto/src/wire.rs"), [2]);
         assert_eq!(check("mpmd-core/src/exec/array.rs"), [2]);
         assert_eq!(check("mpmd-proto/src/control.rs"), NONE);
@@ -422,13 +506,18 @@ mod tests {
         assert_eq!(check("mpmd-core/src/api/device_put.rs"), [1, 2, 3, 5]);
         assert_eq!(check("mpmd-examples/src/bin/basic.rs"), [1, 2, 3, 5]);
         assert_eq!(check("mpmd-bench/src/links.rs"), [1, 2, 3, 5]);
-        for path in
-            ["mpmd-core/src/exec/mod.rs", "mpmd-core/src/api/program.rs", "tests/src/lib.rs"]
-        {
+        for path in [
+            "mpmd-core/src/exec/mod.rs",
+            "mpmd-core/src/api/program.rs",
+            "tests/src/lib.rs",
+        ] {
             assert_eq!(check(path), NONE, "{path}");
         }
         let good = "use mpmd_transport::memory::Pool;\nuse mpmd_proto::router::Failure;";
-        assert_eq!(broken(one_way_in, "mpmd-core/src/api/jit/call.rs", good), NONE);
+        assert_eq!(
+            broken(one_way_in, "mpmd-core/src/api/jit/call.rs", good),
+            NONE
+        );
     }
 
     #[test]
@@ -439,7 +528,10 @@ mod tests {
         assert_eq!(check("mpmd-core/src/exec/moves/reach.rs"), [1, 2, 4]);
         assert_eq!(check("mpmd-core/src/kernel/context.rs"), NONE);
         let good = "use mpmd_device::accelerator::Accelerator;\nfn f(k: DeviceKind) {}";
-        assert_eq!(broken(one_face_of_devices, "mpmd-core/src/exec/mod.rs", good), NONE);
+        assert_eq!(
+            broken(one_face_of_devices, "mpmd-core/src/exec/mod.rs", good),
+            NONE
+        );
     }
 
     #[test]
@@ -451,7 +543,10 @@ mod tests {
         assert_eq!(check("mpmd-schedule/src/text.rs"), [1, 2, 3]);
         assert_eq!(check("mpmd-core/src/pipeline/run.rs"), NONE);
         let good = "use std::{fmt, sync::Arc};\n#[cfg(test)]\nmod tests {\n    use std::fs;\n}";
-        assert_eq!(broken(planners_are_pure, "mpmd-layout/src/reshard/plan.rs", good), NONE);
+        assert_eq!(
+            broken(planners_are_pure, "mpmd-layout/src/reshard/plan.rs", good),
+            NONE
+        );
     }
 
     #[test]
@@ -459,7 +554,10 @@ mod tests {
         let text = "fn f() {\n let a = now() + timeout;\n let b = Instant::now() + self.longest;\n \
                     let c = now() + LIMIT + 2 * LIMIT;\n let d = after(now(), timeout);\n}\n\
                     #[cfg(test)]\nmod tests { fn f() { now() + timeout } }";
-        assert_eq!(broken(deadlines_have_a_limit, "mpmd-core/src/a.rs", text), [2, 3]);
+        assert_eq!(
+            broken(deadlines_have_a_limit, "mpmd-core/src/a.rs", text),
+            [2, 3]
+        );
     }
 
     #[test]
@@ -482,13 +580,22 @@ mod tests {
             use mpmd_base::block::Instant;\nfn h() { Instant::now() }\nfn i(t: T) { t.elapsed() }";
         let check = |path| broken(blocking_in_one_module, path, bad);
         assert_eq!(check("mpmd-core/src/exec/mod.rs"), [1, 2, 3, 4, 6, 8, 9]);
-        assert_eq!(check("mpmd-proto/src/router/peer.rs"), [1, 2, 3, 4, 6, 8, 9]);
-        assert_eq!(check("mpmd-transport/src/rendezvous/job.rs"), [1, 2, 3, 4, 6, 8, 9]);
+        assert_eq!(
+            check("mpmd-proto/src/router/peer.rs"),
+            [1, 2, 3, 4, 6, 8, 9]
+        );
+        assert_eq!(
+            check("mpmd-transport/src/rendezvous/job.rs"),
+            [1, 2, 3, 4, 6, 8, 9]
+        );
         assert_eq!(check("mpmd-transport/src/rendezvous/server.rs"), NONE);
         assert_eq!(check("mpmd-base/src/block.rs"), NONE);
         let good = "use mpmd_base::block::{Instant, Mutex};\nuse std::sync::{Arc, OnceLock};\n\
             use std::time::Duration;\nfn f() -> Instant { mpmd_base::block::now() }\n\
             fn g() { std::thread::panicking() }\n#[cfg(test)]\nmod tests { use std::thread; }";
-        assert_eq!(broken(blocking_in_one_module, "mpmd-core/src/exec/mod.rs", good), NONE);
+        assert_eq!(
+            broken(blocking_in_one_module, "mpmd-core/src/exec/mod.rs", good),
+            NONE
+        );
     }
 }

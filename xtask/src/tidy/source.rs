@@ -57,12 +57,17 @@ impl Source {
 
     /// Returns true if the file is `module` (a path without `.rs`), or lies in its folder.
     pub(crate) fn is_in_module(&self, module: &str) -> bool {
-        self.path.strip_prefix(module).is_some_and(|rest| rest == ".rs" || rest.starts_with('/'))
+        self.path
+            .strip_prefix(module)
+            .is_some_and(|rest| rest == ".rs" || rest.starts_with('/'))
     }
 
     /// Returns the line numbers of all tokens with this text.
     pub(crate) fn lines_with<'a>(&'a self, text: &'a str) -> impl Iterator<Item = usize> + 'a {
-        self.tokens.iter().filter(move |token| token.text == text).map(|token| token.line)
+        self.tokens
+            .iter()
+            .filter(move |token| token.text == text)
+            .map(|token| token.line)
     }
 
     /// Appends the tokens of `stream`, each delimiter as a token of its own.
@@ -105,7 +110,10 @@ impl Source {
     }
 
     fn push(&mut self, text: impl Into<String>, line: usize) {
-        self.tokens.push(Token { text: text.into(), line });
+        self.tokens.push(Token {
+            text: text.into(),
+            line,
+        });
     }
 }
 
@@ -125,14 +133,21 @@ mod tests {
     fn tokens(text: &str) -> String {
         let source = Source::new("a.rs", text);
         assert_eq!(source.error, None);
-        let texts: Vec<&str> = source.tokens.iter().map(|token| token.text.as_str()).collect();
+        let texts: Vec<&str> = source
+            .tokens
+            .iter()
+            .map(|token| token.text.as_str())
+            .collect();
         texts.join(" ")
     }
 
     #[test]
     fn comments_and_literals_are_no_tokens() {
         assert_eq!(tokens("a // hidden\nb /* h /* h */ h */ c"), "a b c");
-        assert_eq!(tokens(r##"a("h \" h", b"h", r#"h" h"#, 'x')"##), "a (  ,  ,  ,  )");
+        assert_eq!(
+            tokens(r##"a("h \" h", b"h", r#"h" h"#, 'x')"##),
+            "a (  ,  ,  ,  )"
+        );
         assert_eq!(tokens("a::b: c :: d<'a>"), "a :: b : c :: d < ' a >");
         let source = Source::new("a.rs", "a // ä\n/* ü\n ö */ b");
         assert_eq!(source.lines_with("b").collect::<Vec<_>>(), [3]);
@@ -141,7 +156,10 @@ mod tests {
     #[test]
     fn lines_of_raw_strings_are_known() {
         let source = Source::new("a.rs", "r; \"r\";\nf(r#\"\nx\n\"#);\nbr\"x\";\n");
-        assert_eq!(source.raw_lines.into_iter().collect::<Vec<_>>(), [2, 3, 4, 5]);
+        assert_eq!(
+            source.raw_lines.into_iter().collect::<Vec<_>>(),
+            [2, 3, 4, 5]
+        );
     }
 
     #[test]

@@ -23,12 +23,22 @@ struct Drawn {
 
 impl Drawn {
     fn new(timeline: &Timeline) -> Self {
-        let drawn = Self { folder: tempfile::tempdir().unwrap() };
+        let drawn = Self {
+            folder: tempfile::tempdir().unwrap(),
+        };
         fs::write(drawn.path("json"), serde_json::to_vec(timeline).unwrap()).unwrap();
         let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
-        command.arg("draw").arg(drawn.path("json")).arg("--output").arg(drawn.path("html"));
+        command
+            .arg("draw")
+            .arg(drawn.path("json"))
+            .arg("--output")
+            .arg(drawn.path("html"));
         let output = command.output().unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        assert!(
+            output.status.success(),
+            "{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
         drawn
     }
 
@@ -132,7 +142,9 @@ fn points_at(browser: &mut Chromium, at: [f64; 2]) -> String {
 
 #[test]
 fn pages_are_complete_in_light_and_dark_mode() {
-    let Some(mut browser) = Chromium::start() else { return };
+    let Some(mut browser) = Chromium::start() else {
+        return;
+    };
     for (name, timeline) in timelines() {
         let drawn = Drawn::new(&timeline);
         let mut grounds = Vec::new();
@@ -141,7 +153,10 @@ fn pages_are_complete_in_light_and_dark_mode() {
             assert_eq!(browser.complaints(), [""; 0], "{name}, {scheme}");
             browser.picture(&format!("{name}-{scheme}"));
             assert_eq!(browser.text(ASTRAY), "", "{name}, {scheme}");
-            assert_eq!(browser.text("document.querySelector('h1').innerText"), timeline.title);
+            assert_eq!(
+                browser.text("document.querySelector('h1').innerText"),
+                timeline.title
+            );
             // All ranks are visible without scrolling.
             let last = browser.number(
                 "Math.max(...[...document.querySelectorAll('#rows \
@@ -175,7 +190,9 @@ fn pages_are_complete_in_light_and_dark_mode() {
 
 #[test]
 fn head_shows_the_figures_of_the_timeline() {
-    let Some(mut browser) = Chromium::start() else { return };
+    let Some(mut browser) = Chromium::start() else {
+        return;
+    };
     let drawn = Drawn::new(&zero_bubble_v(4, 8));
     browser.open(&drawn.path("html"), WINDOW, "light");
     let figures =
@@ -191,17 +208,26 @@ fn head_shows_the_figures_of_the_timeline() {
         "forward input gradient weight gradient paler: a rank's later chunks bubble memory"
     );
     let ticks = browser.text("document.getElementById('ticks').innerText.replace(/\\s+/g, ' ')");
-    assert!(ticks.contains("10 units") && ticks.contains("50 units"), "{ticks}");
+    assert!(
+        ticks.contains("10 units") && ticks.contains("50 units"),
+        "{ticks}"
+    );
     browser.end();
 }
 
 #[test]
 fn tooltip_describes_bar_gap_and_move() {
-    let Some(mut browser) = Chromium::start() else { return };
+    let Some(mut browser) = Chromium::start() else {
+        return;
+    };
     let timeline = one_forward_one_backward(4, 8);
     let drawn = Drawn::new(&timeline);
     browser.open(&drawn.path("html"), WINDOW, "light");
-    let bar = timeline.rows[2].bars.iter().find(|bar| bar.name == "2B3").unwrap();
+    let bar = timeline.rows[2]
+        .bars
+        .iter()
+        .find(|bar| bar.name == "2B3")
+        .unwrap();
     let at = place(&mut browser, 2, (bar.start + bar.end) / 2.0);
     let text = points_at(&mut browser, at);
     browser.picture("1f1b-4-light-bar");
@@ -210,9 +236,15 @@ fn tooltip_describes_bar_gap_and_move() {
     for part in [
         "Backward \u{b7} stage 2 \u{b7} microbatch 3".to_owned(),
         "on rank 2, process 2 name 2B3".to_owned(),
-        format!("start {} ms", ms(bar.start)).chars().take(10).collect(),
+        format!("start {} ms", ms(bar.start))
+            .chars()
+            .take(10)
+            .collect(),
         "length".to_owned(),
-        format!("planned {}", ms(planned.0)).chars().take(11).collect(),
+        format!("planned {}", ms(planned.0))
+            .chars()
+            .take(11)
+            .collect(),
         " later".to_owned(),
         format!("waited for {}", bar.waited_for.as_ref().unwrap()),
         "issued".to_owned(),
@@ -233,7 +265,10 @@ fn tooltip_describes_bar_gap_and_move() {
     let text = points_at(&mut browser, at);
     browser.picture("1f1b-4-light-bubble");
     assert!(text.starts_with("Bubble \u{b7} rank 0 from "), "{text}");
-    assert!(text.ends_with(&format!("waited for {}", gap.waits_for)), "{text}");
+    assert!(
+        text.ends_with(&format!("waited for {}", gap.waits_for)),
+        "{text}"
+    );
 
     // Moves are below the bars once they are shown, with their destination.
     let [x, y] = middle(&mut browser, "show-moves");
@@ -245,7 +280,10 @@ fn tooltip_describes_bar_gap_and_move() {
     let text = points_at(&mut browser, [x, below]);
     browser.picture("1f1b-4-light-moves");
     let expected = "Move \u{b7} stage 1 \u{b7} microbatch 0 on rank 1, process 1 to rank 2";
-    assert!(text.starts_with(expected) && text.contains("moves 4.0 MiB, 9.3 GiB/s"), "{text}");
+    assert!(
+        text.starts_with(expected) && text.contains("moves 4.0 MiB, 9.3 GiB/s"),
+        "{text}"
+    );
 
     // There is no tooltip beside the bars.
     assert_eq!(points_at(&mut browser, [5.0, 400.0]), "");
@@ -255,14 +293,29 @@ fn tooltip_describes_bar_gap_and_move() {
 
 #[test]
 fn keys_select_neighbouring_bars() {
-    let Some(mut browser) = Chromium::start() else { return };
+    let Some(mut browser) = Chromium::start() else {
+        return;
+    };
     let drawn = Drawn::new(&zero_bubble_v(4, 8));
     browser.open(&drawn.path("html"), WINDOW, "dark");
     browser.value("document.getElementById('scroll').focus()");
-    let title =
-        |browser: &mut Chromium| told(browser).split(" on ").next().unwrap_or_default().to_owned();
+    let title = |browser: &mut Chromium| {
+        told(browser)
+            .split(" on ")
+            .next()
+            .unwrap_or_default()
+            .to_owned()
+    };
     let mut titles = Vec::new();
-    for key in ["ArrowRight", "ArrowRight", "End", "Home", "ArrowDown", "ArrowUp", "ArrowLeft"] {
+    for key in [
+        "ArrowRight",
+        "ArrowRight",
+        "End",
+        "Home",
+        "ArrowDown",
+        "ArrowUp",
+        "ArrowLeft",
+    ] {
         browser.key(key);
         titles.push(title(&mut browser));
     }
@@ -283,9 +336,15 @@ fn keys_select_neighbouring_bars() {
     assert_eq!(told(&mut browser), "");
     // Screen readers get the summary, and the rows in words.
     let summary = browser.text("document.getElementById('summary').textContent");
-    assert!(summary.starts_with("step time 53.6 units; bubble 10.4 %"), "{summary}");
+    assert!(
+        summary.starts_with("step time 53.6 units; bubble 10.4 %"),
+        "{summary}"
+    );
     let row = browser.text("document.querySelectorAll('table tbody tr')[3].textContent");
-    assert_eq!(row, "rank 310.4 %8 activations16 forward, 16 input gradient, 16 weight gradient");
+    assert_eq!(
+        row,
+        "rank 310.4 %8 activations16 forward, 16 input gradient, 16 weight gradient"
+    );
     browser.end();
 }
 
@@ -293,34 +352,57 @@ fn keys_select_neighbouring_bars() {
 /// as long as the three together follows.
 fn steps_and_an_evaluation() -> Timeline {
     let one = one_forward_one_backward(4, 8);
-    let mut timeline = Timeline { marks: Vec::new(), ..one.clone() };
-    timeline.rows.iter_mut().for_each(|row| (row.bars.clear(), row.gaps.clear()).0);
+    let mut timeline = Timeline {
+        marks: Vec::new(),
+        ..one.clone()
+    };
+    timeline
+        .rows
+        .iter_mut()
+        .for_each(|row| (row.bars.clear(), row.gaps.clear()).0);
     for (number, (from, times)) in [(0.0, 1.0), (1.0, 2.0), (3.0, 1.0)].into_iter().enumerate() {
         let moved = |time: f64| from * one.end + times * time;
         for (row, of_one) in timeline.rows.iter_mut().zip(&one.rows) {
-            row.bars.extend(of_one.bars.iter().map(|bar| Bar {
-                start: moved(bar.start),
-                end: moved(bar.end),
-                planned:
-                    bar.planned.map(|(start, end)| (from * one.end + start, from * one.end + end)),
-                ..bar.clone()
+            row.bars.extend(of_one.bars.iter().map(|bar| {
+                Bar {
+                    start: moved(bar.start),
+                    end: moved(bar.end),
+                    planned: bar
+                        .planned
+                        .map(|(start, end)| (from * one.end + start, from * one.end + end)),
+                    ..bar.clone()
+                }
             }));
         }
         let name = format!("step {}", number + 1);
-        timeline.marks.push(Mark { at: moved(0.0), end: Some(moved(one.end)), name });
+        timeline.marks.push(Mark {
+            at: moved(0.0),
+            end: Some(moved(one.end)),
+            name,
+        });
     }
     let (start, end) = (4.0 * one.end, 8.0 * one.end);
-    timeline.rows[0].bars.push(Bar { name: "Evaluate".to_owned(), start, end, ..Bar::default() });
+    timeline.rows[0].bars.push(Bar {
+        name: "Evaluate".to_owned(),
+        start,
+        end,
+        ..Bar::default()
+    });
     Timeline { end, ..timeline }
 }
 
 #[test]
 fn page_opens_at_one_step_and_counts_no_evaluation() {
-    let Some(mut browser) = Chromium::start() else { return };
+    let Some(mut browser) = Chromium::start() else {
+        return;
+    };
     let (one, timeline) = (one_forward_one_backward(4, 8), steps_and_an_evaluation());
     let drawn = Drawn::new(&timeline);
     browser.open(&drawn.path("html"), WINDOW, "light");
-    assert_eq!((browser.complaints(), browser.text(ASTRAY)), (vec![], String::new()));
+    assert_eq!(
+        (browser.complaints(), browser.text(ASTRAY)),
+        (vec![], String::new())
+    );
     browser.picture("steps-light");
     assert_eq!(shown(&mut browser), (0.0, one.end));
     let names = "[...document.querySelectorAll('#steps span')].map(it => it.textContent).join()";
@@ -329,8 +411,14 @@ fn page_opens_at_one_step_and_counts_no_evaluation() {
     assert!(browser.text(note).starts_with("This is one step"));
     let figures =
         browser.text("document.getElementById('figures').innerText.replace(/\\s+/g, ' ')");
-    assert!(figures.starts_with("a step ") && figures.contains("median of 3: "), "{figures}");
-    assert!(figures.contains("of all their time in the steps"), "{figures}");
+    assert!(
+        figures.starts_with("a step ") && figures.contains("median of 3: "),
+        "{figures}"
+    );
+    assert!(
+        figures.contains("of all their time in the steps"),
+        "{figures}"
+    );
     let reset = middle(&mut browser, "reset");
     browser.click(reset);
     assert_eq!(shown(&mut browser), (0.0, timeline.end));
@@ -342,14 +430,19 @@ fn page_opens_at_one_step_and_counts_no_evaluation() {
 
 #[test]
 fn zoom_changes_the_scale_and_reset_restores_it() {
-    let Some(mut browser) = Chromium::start() else { return };
+    let Some(mut browser) = Chromium::start() else {
+        return;
+    };
     let timeline = zero_bubble_v(64, 128);
     let drawn = Drawn::new(&timeline);
     browser.open(&drawn.path("html"), WINDOW, "light");
     let mode = "document.getElementById('chart').dataset.mode";
     let ticks = "document.getElementById('ticks').innerText";
     let (all, before) = (shown(&mut browser), browser.text(ticks));
-    assert_eq!((all, browser.text(mode)), ((0.0, timeline.end), "sums".to_owned()));
+    assert_eq!(
+        (all, browser.text(mode)),
+        ((0.0, timeline.end), "sums".to_owned())
+    );
 
     // The wheel keeps the time under the pointer in place. Wheels turn at whole pixels.
     let [x, y] = place(&mut browser, 20, 400.0);
@@ -365,13 +458,19 @@ fn zoom_changes_the_scale_and_reset_restores_it() {
     assert_ne!(browser.text(ticks), before);
     assert_eq!(browser.text(mode), "bars");
     browser.picture("zbv-64-light-zoomed");
-    let bar = timeline.rows[20].bars.iter().find(|bar| bar.start > 400.0).unwrap();
+    let bar = timeline.rows[20]
+        .bars
+        .iter()
+        .find(|bar| bar.start > 400.0)
+        .unwrap();
     let at = place(&mut browser, 20, (bar.start + bar.end) / 2.0);
     let text = points_at(&mut browser, at);
     browser.picture("zbv-64-light-bar");
     let (stage, microbatch) = (bar.stage.unwrap(), bar.microbatch.unwrap());
     assert!(
-        text.contains(&format!("stage {stage} \u{b7} microbatch {microbatch} on rank 20")),
+        text.contains(&format!(
+            "stage {stage} \u{b7} microbatch {microbatch} on rank 20"
+        )),
         "{text}"
     );
 
@@ -388,13 +487,19 @@ fn zoom_changes_the_scale_and_reset_restores_it() {
 
     let reset = middle(&mut browser, "reset");
     browser.click(reset);
-    assert_eq!((shown(&mut browser), browser.text(ticks)), (all, before.clone()));
+    assert_eq!(
+        (shown(&mut browser), browser.text(ticks)),
+        (all, before.clone())
+    );
 
     // Zooms by button and by key.
     let button = middle(&mut browser, "in");
     browser.click(button);
     let (from, until) = shown(&mut browser);
-    assert!((until - from - 0.6 * timeline.end).abs() < 1e-6, "{from} {until}");
+    assert!(
+        (until - from - 0.6 * timeline.end).abs() < 1e-6,
+        "{from} {until}"
+    );
     let button = middle(&mut browser, "out");
     browser.click(button);
     assert_eq!(shown(&mut browser), all);
@@ -407,19 +512,27 @@ fn zoom_changes_the_scale_and_reset_restores_it() {
     // Zooms to a part selected in the overview.
     let overview =
         browser.number("document.getElementById('overview').getBoundingClientRect().y") + 15.0;
-    let (begin, close) = (place(&mut browser, 0, 200.0)[0], place(&mut browser, 0, 300.0)[0]);
+    let (begin, close) = (
+        place(&mut browser, 0, 200.0)[0],
+        place(&mut browser, 0, 300.0)[0],
+    );
     browser.mouse("mousePressed", [begin, overview], left.clone());
     browser.mouse("mouseMoved", [close, overview], left.clone());
     browser.mouse("mouseReleased", [close, overview], left);
     let (from, until) = shown(&mut browser);
-    assert!((from - 200.0).abs() < 2.0 && (until - 300.0).abs() < 2.0, "{from} {until}");
+    assert!(
+        (from - 200.0).abs() < 2.0 && (until - 300.0).abs() < 2.0,
+        "{from} {until}"
+    );
     assert_eq!(browser.complaints(), [""; 0]);
     browser.end();
 }
 
 #[test]
 fn theme_can_be_chosen_and_pages_printed() {
-    let Some(mut browser) = Chromium::start() else { return };
+    let Some(mut browser) = Chromium::start() else {
+        return;
+    };
     let drawn = Drawn::new(&one_forward_one_backward(4, 8));
     browser.open(&drawn.path("html"), WINDOW, "light");
     let ground = "getComputedStyle(document.body).backgroundColor";
@@ -438,7 +551,10 @@ fn theme_can_be_chosen_and_pages_printed() {
     browser.call("Emulation.setEmulatedMedia", json!({"media": "print"}));
     let display = |id: &str| format!("getComputedStyle(document.getElementById('{id}')).display");
     assert_eq!(
-        (browser.text(&display("chart")), browser.text(&display("controls"))),
+        (
+            browser.text(&display("chart")),
+            browser.text(&display("controls"))
+        ),
         ("flex".to_owned(), "none".to_owned())
     );
     // Only the paper has its size and light colours.
@@ -450,17 +566,26 @@ fn theme_can_be_chosen_and_pages_printed() {
 
 #[test]
 fn schedules_are_drawn() {
-    let Some(mut browser) = Chromium::start() else { return };
+    let Some(mut browser) = Chromium::start() else {
+        return;
+    };
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("schedule.html");
     let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
     let words = "schedule ZBVZeroBubble --ranks 4 --microbatches 8 --format html --output";
     let output = command.args(words.split(' ')).arg(&path).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
     browser.open(&path, WINDOW, "light");
     browser.picture("schedule");
     let text = browser.text("document.querySelector('#figures').textContent");
-    assert!(text.contains("51 units") && text.contains("5.9 %"), "{text}");
+    assert!(
+        text.contains("51 units") && text.contains("5.9 %"),
+        "{text}"
+    );
     assert_eq!(browser.complaints(), [""; 0]);
     browser.end();
 }
@@ -469,12 +594,23 @@ fn schedules_are_drawn() {
 fn invalid_timelines_are_refused() {
     let file = tempfile::NamedTempFile::new().unwrap();
     fs::write(file.path(), "{\"title\": 3}").unwrap();
-    let ended =
-        Command::new(env!("CARGO_BIN_EXE_mpmd")).arg("draw").arg(file.path()).output().unwrap();
+    let ended = Command::new(env!("CARGO_BIN_EXE_mpmd"))
+        .arg("draw")
+        .arg(file.path())
+        .output()
+        .unwrap();
     let said = String::from_utf8_lossy(&ended.stderr);
-    assert!(!ended.status.success() && said.contains("this is not a timeline as JSON"), "{said}");
-    let ended =
-        Command::new(env!("CARGO_BIN_EXE_mpmd")).args(["draw", "/no/such/file"]).output().unwrap();
+    assert!(
+        !ended.status.success() && said.contains("this is not a timeline as JSON"),
+        "{said}"
+    );
+    let ended = Command::new(env!("CARGO_BIN_EXE_mpmd"))
+        .args(["draw", "/no/such/file"])
+        .output()
+        .unwrap();
     let said = String::from_utf8_lossy(&ended.stderr);
-    assert!(!ended.status.success() && said.contains("cannot read /no/such/file"), "{said}");
+    assert!(
+        !ended.status.success() && said.contains("cannot read /no/such/file"),
+        "{said}"
+    );
 }

@@ -52,7 +52,9 @@ pub(crate) fn one_forward_one_backward(ranks: u32, microbatches: u32) -> Timelin
             bar.at = Some(format!("examples/train.rs:{}", 40 + op % 7));
             op += 1;
         }
-        row.memory.iter_mut().for_each(|point| point.used = point.used * 48.5 * 1_048_576.0 + 3e8);
+        row.memory
+            .iter_mut()
+            .for_each(|point| point.used = point.used * 48.5 * 1_048_576.0 + 3e8);
     }
     ran.memory_unit = "B".to_owned();
     ran
@@ -117,7 +119,13 @@ pub(crate) fn zero_bubble_v(ranks: u32, microbatches: u32) -> Timeline {
         ranks,
         stages: 2 * ranks,
         orders: (0..ranks).map(order).collect(),
-        rank_of: |stage, ranks| if stage < ranks { stage } else { 2 * ranks - 1 - stage },
+        rank_of: |stage, ranks| {
+            if stage < ranks {
+                stage
+            } else {
+                2 * ranks - 1 - stage
+            }
+        },
         unit: "unit",
         one: 1.0,
         noise: 0.0,
@@ -129,7 +137,11 @@ pub(crate) fn zero_bubble_v(ranks: u32, microbatches: u32) -> Timeline {
 fn simulated(job: &Job) -> Timeline {
     let mut done = std::collections::BTreeMap::<Action, f64>::new();
     let mut rows: Vec<Row> = (0..job.ranks)
-        .map(|rank| Row { name: format!("rank {rank}"), process: Some(rank), ..Row::default() })
+        .map(|rank| Row {
+            name: format!("rank {rank}"),
+            process: Some(rank),
+            ..Row::default()
+        })
         .collect();
     let mut at = vec![0; job.orders.len()];
     let mut held = vec![0.0; job.orders.len()];
@@ -150,7 +162,15 @@ fn simulated(job: &Job) -> Timeline {
                 else {
                     break;
                 };
-                run(job, &mut rows, rank, *action, &needs, &mut done, &mut held[place]);
+                run(
+                    job,
+                    &mut rows,
+                    rank,
+                    *action,
+                    &needs,
+                    &mut done,
+                    &mut held[place],
+                );
                 at[place] += 1;
             }
         }
@@ -159,18 +179,27 @@ fn simulated(job: &Job) -> Timeline {
         }
     }
     assert!(
-        at.iter().zip(&job.orders).all(|(at, order)| *at == order.len()),
+        at.iter()
+            .zip(&job.orders)
+            .all(|(at, order)| *at == order.len()),
         "the orders deadlock"
     );
     let end = done.values().copied().fold(0.0, f64::max);
     for row in &mut rows {
         let last = row.bars.last().map_or(0.0, |bar| bar.end);
         if last < end {
-            row.gaps.push(Gap { start: last, end, waits_for: String::new() });
+            row.gaps.push(Gap {
+                start: last,
+                end,
+                waits_for: String::new(),
+            });
         }
         row.gaps.retain(|gap| gap.end - gap.start > 1e-9);
     }
-    let marks = vec![Mark { name: "step 0".to_owned(), ..Mark::default() }];
+    let marks = vec![Mark {
+        name: "step 0".to_owned(),
+        ..Mark::default()
+    }];
     Timeline {
         title: job.title.clone(),
         unit: job.unit.to_owned(),
@@ -184,8 +213,14 @@ fn simulated(job: &Job) -> Timeline {
 /// Returns (the action that must end before this one, its rank); `None` for the first stage's
 /// forward pass. No action needs two.
 fn needs(job: &Job, (kind, stage, number): Action) -> Option<(Action, u32)> {
-    let whole = job.orders[0].iter().any(|(kind, _, _)| *kind == Kind::Backward);
-    let back = if whole { Kind::Backward } else { Kind::BackwardInput };
+    let whole = job.orders[0]
+        .iter()
+        .any(|(kind, _, _)| *kind == Kind::Backward);
+    let back = if whole {
+        Kind::Backward
+    } else {
+        Kind::BackwardInput
+    };
     let needed = match kind {
         Kind::Forward if stage == 0 => return None,
         Kind::Forward => (kind, stage - 1, number),
@@ -212,7 +247,11 @@ fn run(
     let start = free.max(ready);
     let waited = (start > free).then_some(what.clone());
     if let Some(what) = &waited {
-        row.gaps.push(Gap { start: free, end: start, waits_for: what.clone() });
+        row.gaps.push(Gap {
+            start: free,
+            end: start,
+            waits_for: what.clone(),
+        });
     }
     // A pseudo-random number from the action, the same in every run.
     let random = f64::from(
@@ -240,11 +279,17 @@ fn run(
     match kind {
         Kind::Forward => {
             *held += 1.0;
-            row.memory.push(MemoryPoint { at: start, used: *held });
+            row.memory.push(MemoryPoint {
+                at: start,
+                used: *held,
+            });
         }
         Kind::Backward | Kind::BackwardWeight => {
             *held -= 1.0;
-            row.memory.push(MemoryPoint { at: end, used: *held });
+            row.memory.push(MemoryPoint {
+                at: end,
+                used: *held,
+            });
         }
         _ => {}
     }
@@ -253,10 +298,16 @@ fn run(
         Kind::BackwardWeight => None,
         _ => stage.checked_sub(1),
     };
-    if let Some(to) = next.map(|next| (job.rank_of)(next, job.ranks)).filter(|to| *to != rank) {
+    if let Some(to) = next
+        .map(|next| (job.rank_of)(next, job.ranks))
+        .filter(|to| *to != rank)
+    {
         row.moves.push(Bar {
             kind: Kind::Move,
-            name: format!("{stage}SEND_{}{number}", if kind == Kind::Forward { "F" } else { "B" }),
+            name: format!(
+                "{stage}SEND_{}{number}",
+                if kind == Kind::Forward { "F" } else { "B" }
+            ),
             stage: Some(stage),
             microbatch: Some(number),
             start: end,

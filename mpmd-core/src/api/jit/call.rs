@@ -115,12 +115,21 @@ impl<K: Kernel> DeviceCall<K> {
         context: &mut Context<'_>,
         memory: Memory,
     ) -> Fallible<()> {
-        let Self { inputs, arrived, outputs, made, held, .. } = self;
+        let Self {
+            inputs,
+            arrived,
+            outputs,
+            made,
+            held,
+            ..
+        } = self;
         let (runtime, seat) = (call.runtime(), call.seat);
         let asked = runtime.trace.now();
         let last = wait_for_inputs(inputs, arrived, seat.place.device, &runtime.parker)?;
         let started = runtime.trace.now();
-        runtime.status.device_starts(seat.local_index, call.op, seat.what.clone());
+        runtime
+            .status
+            .device_starts(seat.local_index, call.op, seat.what.clone());
         prepare_outputs(call, arrived, memory?, held, |mut buffer, fill, info| {
             match fill {
                 Fill::Anything => poison(&mut buffer),
@@ -136,7 +145,9 @@ impl<K: Kernel> DeviceCall<K> {
         let began = runtime.times_kernels.load(Ordering::Relaxed).then(now);
         let ran = call.run(context, arrived, outputs, made);
         if let Some(began) = began {
-            runtime.kernel_nanos.fetch_add(since(began).as_nanos() as u64, Ordering::Relaxed);
+            runtime
+                .kernel_nanos
+                .fetch_add(since(began).as_nanos() as u64, Ordering::Relaxed);
         }
         drop(span);
         arrived.clear();
@@ -146,17 +157,37 @@ impl<K: Kernel> DeviceCall<K> {
     /// Runs the call on a CPU device. Blocks for the inputs, runs the kernel, resolves the outputs
     /// with values or the failure, and releases this device's guard of the operation.
     fn run_here(mut self: Box<Self>, issued: Issued<K>) {
-        let Issued { bound, seat, op, at, label, mut resolvers, memory, guard, leftovers } = issued;
-        let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at, label };
+        let Issued {
+            bound,
+            seat,
+            op,
+            at,
+            label,
+            mut resolvers,
+            memory,
+            guard,
+            leftovers,
+        } = issued;
+        let call = Call {
+            bound: &bound,
+            seat: &bound.plan.seats[seat],
+            op,
+            at,
+            label,
+        };
         let (runtime, seat) = (call.runtime(), call.seat);
-        let exchange = Exchange { runtime: runtime.clone(), guard };
+        let exchange = Exchange {
+            runtime: runtime.clone(),
+            guard,
+        };
         let mut context = Context::new(&bound.plan.mesh, &seat.place, exchange, op);
         let result = self.compute(&call, &mut context, memory);
         runtime.status.device_ends(seat.local_index, op);
         runtime.trace_end(seat.local_index, op);
         match result {
             Ok(()) => runtime.send_together(|| {
-                self.results(&call).for_each(|buffer| resolvers.keep_next(Ok(buffer)));
+                self.results(&call)
+                    .for_each(|buffer| resolvers.keep_next(Ok(buffer)));
             }),
             Err(failure) => {
                 // Freed first: threads that wait for memory check it when operations end.
@@ -182,18 +213,26 @@ impl<K: Kernel> DeviceCall<K> {
         call: &Call<'a, K>,
     ) -> impl Iterator<Item = SharedBuffer> + 'a {
         let (runtime, seat) = (call.runtime(), call.seat);
-        let Self { outputs, made, held, .. } = self;
+        let Self {
+            outputs,
+            made,
+            held,
+            ..
+        } = self;
         let declared = &call.bound.plan.objects.bytes;
         let mut made = made.drain(..);
         let mut held = held.drain(..);
         let mut next = declared.iter().map(|(output, _)| *output).peekable();
-        outputs.drain(..).enumerate().map(move |(index, buffer)| match made.next().flatten() {
-            None => buffer.freeze(),
-            Some(object) => {
-                let memory = next.next_if_eq(&index).and_then(|_| held.next());
-                object.into_cell(memory, runtime, seat.local_index)
-            }
-        })
+        outputs
+            .drain(..)
+            .enumerate()
+            .map(move |(index, buffer)| match made.next().flatten() {
+                None => buffer.freeze(),
+                Some(object) => {
+                    let memory = next.next_if_eq(&index).and_then(|_| held.next());
+                    object.into_cell(memory, runtime, seat.local_index)
+                }
+            })
     }
 
     /// Drops all inputs and outputs with their buffers, and keeps the capacity of the lists.
@@ -210,9 +249,14 @@ impl<K: Kernel> DeviceCall<K> {
 
 impl<K: Kernel> Work for DeviceCall<K> {
     fn run(mut self: Box<Self>) {
-        let Some(issued) = self.issued.take() else { return };
+        let Some(issued) = self.issued.take() else {
+            return;
+        };
         let plan = &issued.bound.plan;
-        match plan.runtime.devices[plan.seats[issued.seat].local_index].accelerator.clone() {
+        match plan.runtime.devices[plan.seats[issued.seat].local_index]
+            .accelerator
+            .clone()
+        {
             None => self.run_here(issued),
             Some(accelerator) => self.run_on_cuda(&accelerator, issued),
         }
@@ -279,7 +323,11 @@ impl<'a, K: Kernel> Call<'a, K> {
     ) -> Fallible<()> {
         let Bound { kernel, plan, .. } = self.bound;
         let objects = &plan.objects;
-        for cell in objects.inputs.iter().filter_map(|index| cell_of(inputs, *index)) {
+        for cell in objects
+            .inputs
+            .iter()
+            .filter_map(|index| cell_of(inputs, *index))
+        {
             if let Some(failure) = cell.failure() {
                 return Err(failure.clone());
             }
@@ -302,7 +350,8 @@ impl<'a, K: Kernel> Call<'a, K> {
             Ok(Err(error)) => return Err(self.failure(&error)),
             Err(panic) => return Err(self.failure(&panic_text(&*panic))),
         }
-        self.check_objects(inputs, made).map_err(|why| self.failure(&why))
+        self.check_objects(inputs, made)
+            .map_err(|why| self.failure(&why))
     }
 
     /// Returns an error if the kernel has left out an object, or if an object reports more bytes
@@ -330,19 +379,33 @@ impl<'a, K: Kernel> Call<'a, K> {
     /// memory.
     pub(super) fn staging(&self, bytes: usize) -> Fallible<OwnedBuffer> {
         let runtime = self.runtime();
-        runtime.staging.allocate(bytes).map_err(|error| runtime.out_of_memory(self.op, &error))
+        runtime
+            .staging
+            .allocate(bytes)
+            .map_err(|error| runtime.out_of_memory(self.op, &error))
     }
 
     /// Creates the failure of this kernel for the reason `why`. The message has kernel, operation,
     /// label, line and device.
     pub(super) fn failure(&self, why: &dyn fmt::Display) -> Arc<Failure> {
-        let Self { bound, seat, op, at, label } = self;
+        let Self {
+            bound,
+            seat,
+            op,
+            at,
+            label,
+        } = self;
         let (kernel, device) = (bound.kernel.name(), seat.place.device);
         let part = label.map_or_else(String::new, |label| format!(" ({label})"));
         let message = format!(
             "kernel {kernel} of operation {op}{part} at {at} failed on device {device}: {why}"
         );
-        Arc::new(Failure::new(FailureKind::Kernel, self.runtime().me, *op, message))
+        Arc::new(Failure::new(
+            FailureKind::Kernel,
+            self.runtime().me,
+            *op,
+            message,
+        ))
     }
 }
 
@@ -367,8 +430,9 @@ fn wait_for_inputs(
                 slot.wait(parker)?
             }
             Input::Donated(placed) => {
-                let slot =
-                    placed.slot(device).expect("the plan has checked that the device has its part");
+                let slot = placed
+                    .slot(device)
+                    .expect("the plan has checked that the device has its part");
                 if !slot.has_ended() {
                     last = Some(placed.origin.op);
                 }
@@ -417,7 +481,12 @@ pub(super) fn prepare_outputs<K: Kernel>(
     match seat.fresh.len() {
         0 => drop(memory),
         1 => one = Some(memory.allocate().map_err(failed)?),
-        _ => several = memory.allocate_all(seat.fresh.iter().copied()).map_err(failed)?.into_iter(),
+        _ => {
+            several = memory
+                .allocate_all(seat.fresh.iter().copied())
+                .map_err(failed)?
+                .into_iter()
+        }
     }
     let mut fresh = |bytes: usize| {
         let reserved = one.take().or_else(|| several.next());
@@ -430,15 +499,25 @@ pub(super) fn prepare_outputs<K: Kernel>(
             .and_then(|index| Some((index, inputs[index].take()?)))
         {
             Some((index, input)) if takes_over => {
-                let (buffer, rest) =
-                    runtime.take_over(input, pool, op, &*plan.what).map_err(failed)?;
-                (buffer, rest.map_or(Fill::Own, |input| Fill::From(input, index)))
+                let (buffer, rest) = runtime
+                    .take_over(input, pool, op, &*plan.what)
+                    .map_err(failed)?;
+                (
+                    buffer,
+                    rest.map_or(Fill::Own, |input| Fill::From(input, index)),
+                )
             }
             input => {
                 let bytes = info.bytes();
-                let buffer =
-                    if takes_over { pool.allocate(bytes).map_err(failed) } else { fresh(bytes) };
-                (buffer?, input.map_or(Fill::Anything, |(index, input)| Fill::From(input, index)))
+                let buffer = if takes_over {
+                    pool.allocate(bytes).map_err(failed)
+                } else {
+                    fresh(bytes)
+                };
+                (
+                    buffer?,
+                    input.map_or(Fill::Anything, |(index, input)| Fill::From(input, index)),
+                )
             }
         };
         give(buffer, fill, info);
@@ -447,12 +526,23 @@ pub(super) fn prepare_outputs<K: Kernel>(
 }
 
 pub(super) fn copy_in(from: &[u8], region: &Region, to: &mut [u8], info: &ShardInfo) {
-    copy_region(from, region, to, &info.region, &info.region, info.global.dtype().size());
+    copy_region(
+        from,
+        region,
+        to,
+        &info.region,
+        &info.region,
+        info.global.dtype().size(),
+    );
 }
 
 /// Byte that fills outputs in debug builds, so that an output that the kernel leaves out shows. All
 /// ones is a NaN in every float type.
-pub(super) const POISON: Option<u8> = if cfg!(debug_assertions) { Some(0xff) } else { None };
+pub(super) const POISON: Option<u8> = if cfg!(debug_assertions) {
+    Some(0xff)
+} else {
+    None
+};
 
 fn poison(buffer: &mut OwnedBuffer) {
     if let Some(byte) = POISON {
@@ -469,19 +559,19 @@ fn run_kernel<K: Kernel>(
     outputs: &mut [OwnedBuffer],
     made: &mut [Option<NewObject>],
 ) -> Result<()> {
-    let views =
-        plan.inputs.iter().zip(inputs).zip(&seat.inputs).map(
-            |((input, bytes), info)| match bytes {
-                Some(bytes) if info.global.is_object() => {
-                    View::of_object(ObjectCell::of(bytes), info)
-                }
-                Some(bytes) if !input.in_place => match bytes.device() {
-                    Some(place) => View::on_device(place, info),
-                    None => View::new(bytes, info),
-                },
-                _ => View::in_place(info),
+    let views = plan
+        .inputs
+        .iter()
+        .zip(inputs)
+        .zip(&seat.inputs)
+        .map(|((input, bytes), info)| match bytes {
+            Some(bytes) if info.global.is_object() => View::of_object(ObjectCell::of(bytes), info),
+            Some(bytes) if !input.in_place => match bytes.device() {
+                Some(place) => View::on_device(place, info),
+                None => View::new(bytes, info),
             },
-        );
+            _ => View::in_place(info),
+        });
     let x = <Views<'_, K::In> as Tree>::from_leaves(&plan.input_structure, views)?;
     let mut made = made.iter_mut();
     let views = outputs.iter_mut().zip(&seat.outputs).map(|(bytes, info)| {
@@ -519,11 +609,19 @@ pub fn run_here<K: Kernel>(
     }
     let mut program = Program::builder().alone()?;
     let mesh = program.mesh(&axes)?;
-    let bound = program.jit(kernel).on(&mesh).outputs(mesh.replicated()).build()?;
-    let arrays = leaves.into_iter().map(|leaf| MpmdArray::from_host(leaf.clone()));
+    let bound = program
+        .jit(kernel)
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .build()?;
+    let arrays = leaves
+        .into_iter()
+        .map(|leaf| MpmdArray::from_host(leaf.clone()));
     let y = bound.call(&mut program, K::In::from_leaves(&structure, arrays)?)?;
     let values = y.leaves().into_iter().map(|array| {
-        array.to_host().map(|values| values.unwrap_or_else(|| HostArray::scalar(0u8)))
+        array
+            .to_host()
+            .map(|values| values.unwrap_or_else(|| HostArray::scalar(0u8)))
     });
     let values = values.collect::<Result<Vec<_>>>()?;
     let result = <<K::Out as Tree>::With<HostArray> as Tree>::from_leaves(&y.structure(), values)?;

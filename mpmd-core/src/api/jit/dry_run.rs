@@ -13,7 +13,9 @@ impl CallPlan {
                 _ => Memory::Own,
             };
             let mut shards =
-                dry_run::shards(&output.made.layout, output.made.aval.dtype().size(), |_| memory);
+                dry_run::shards(&output.made.layout, output.made.aval.dtype().size(), |_| {
+                    memory
+                });
             if let Some(bytes) = self.objects.declared(index) {
                 shards.iter_mut().for_each(|shard| shard.bytes = bytes);
             }

@@ -46,7 +46,11 @@ struct Kept<K: Kernel> {
 
 impl<K: Kernel> Default for Kept<K> {
     fn default() -> Self {
-        Self { plans: Vec::new(), lists: Lists::default(), checkers: Vec::new() }
+        Self {
+            plans: Vec::new(),
+            lists: Lists::default(),
+            checkers: Vec::new(),
+        }
     }
 }
 
@@ -175,11 +179,14 @@ impl<K: Kernel> JitBuilder<K> {
         let mesh = self.mesh.ok_or_else(|| {
             IssueProblem::Mesh("missing mesh: call `.on(&mesh)`".into()).at(at, &call)
         })?;
-        let outputs = self.outputs.ok_or_else(|| IssueProblem::MissingOutputs.at(at, &call))?;
+        let outputs = self
+            .outputs
+            .ok_or_else(|| IssueProblem::MissingOutputs.at(at, &call))?;
         plan::check_outputs(&outputs, &mesh).map_err(|problem| problem.at(at, &call))?;
         let runtime = self.program.upgrade();
-        let warm =
-            runtime.map(|runtime| Warm::start(&self.kernel, &mesh, &runtime)).unwrap_or_default();
+        let warm = runtime
+            .map(|runtime| Warm::start(&self.kernel, &mesh, &runtime))
+            .unwrap_or_default();
         Ok(Jit {
             warm: Arc::new(warm),
             kernel: Arc::new(self.kernel),
@@ -244,7 +251,10 @@ impl<K: Kernel> Jit<K> {
     ) -> Result<K::Out> {
         let wrong = |problem: IssueProblem| problem.at(at, format!("jit {}", self.kernel.name()));
         let mut kept = self.kept.lock();
-        let Lists { leaves, mut prepared } = std::mem::take(&mut kept.lists);
+        let Lists {
+            leaves,
+            mut prepared,
+        } = std::mem::take(&mut kept.lists);
         let mut leaves: Vec<&MpmdArray> = leaves;
         x.each_leaf(&mut |leaf| leaves.push(leaf));
         // Two different trees may have the same leaves.
@@ -255,11 +265,16 @@ impl<K: Kernel> Jit<K> {
             None => (self.new_plan(program, x).map_err(wrong)?, 0),
         };
         let on = (&leaves[..], same);
-        let op = self.issue_checked(program, &bound, on, &mut prepared, at).map_err(wrong)?;
+        let op = self
+            .issue_checked(program, &bound, on, &mut prepared, at)
+            .map_err(wrong)?;
         let arrays = bound.plan.arrays(&mut prepared.slots, op, at);
         let y = assemble::<K::Out>(&bound.plan.output_structure, arrays);
         prepared.start(&program.runtime);
-        self.kept.lock().lists = Lists { leaves: emptied(leaves), prepared };
+        self.kept.lock().lists = Lists {
+            leaves: emptied(leaves),
+            prepared,
+        };
         program.synced(at)?;
         let y = y.map_err(|error| wrong(IssueProblem::Tree(error)))?;
         if program.runtime.config.check_replicas {
@@ -297,7 +312,9 @@ impl<K: Kernel> Jit<K> {
             }
         };
         let on = (leaves, same);
-        let op = self.issue_checked(program, &bound, on, &mut prepared, at).map_err(wrong)?;
+        let op = self
+            .issue_checked(program, &bound, on, &mut prepared, at)
+            .map_err(wrong)?;
         let arrays: Vec<_> = bound.plan.arrays(&mut prepared.slots, op, at).collect();
         prepared.start(&program.runtime);
         self.kept.lock().lists.prepared = prepared;
@@ -324,15 +341,27 @@ impl<K: Kernel> Jit<K> {
         at: &'static Location<'static>,
     ) -> std::result::Result<u64, IssueProblem> {
         if !std::ptr::eq(self.program.as_ptr(), Arc::as_ptr(&program.runtime)) {
-            return Err(IssueProblem::Foreign { path: "the kernel".to_owned() });
+            return Err(IssueProblem::Foreign {
+                path: "the kernel".to_owned(),
+            });
         }
         let plan = &bound.plan;
         plan.check_donations(leaves)?;
-        let inputs = bound.unchanged.lock().check(plan, &program.runtime, leaves, same)?;
+        let inputs = bound
+            .unchanged
+            .lock()
+            .check(plan, &program.runtime, leaves, same)?;
         if program.capture.is_some() {
             plan.check_given_up(program, leaves)?;
         }
-        Ok(issue(program, bound, leaves, prepared, Numbering::New { inputs }, at))
+        Ok(issue(
+            program,
+            bound,
+            leaves,
+            prepared,
+            Numbering::New { inputs },
+            at,
+        ))
     }
 
     fn new_plan(
@@ -341,7 +370,9 @@ impl<K: Kernel> Jit<K> {
         x: &K::In,
     ) -> std::result::Result<Arc<Bound<K>>, IssueProblem> {
         if !std::ptr::eq(self.program.as_ptr(), Arc::as_ptr(&program.runtime)) {
-            return Err(IssueProblem::Foreign { path: "the kernel".to_owned() });
+            return Err(IssueProblem::Foreign {
+                path: "the kernel".to_owned(),
+            });
         }
         let plan = CallPlan::new(self, &program.runtime, x)?;
         let bound = Arc::new(Bound::new(self.kernel.clone(), plan, self.warm.clone()));
@@ -383,7 +414,11 @@ fn issue<K: Kernel>(
     let (op, guard) = program.issue_op(
         [plan.fingerprint, inputs as u64, (inputs >> 64) as u64],
         NewOp {
-            part: if plan.seats.is_empty() { Part::Idle } else { Part::Work(plan.bytes) },
+            part: if plan.seats.is_empty() {
+                Part::Idle
+            } else {
+                Part::Work(plan.bytes)
+            },
             takes: leaves,
             takes_host_values: plan.takes_host_values,
             donates: &|i| plan.inputs[i].donated,
@@ -414,24 +449,31 @@ fn prepare<K: Kernel>(
     let plan = &bound.plan;
     let runtime = &program.runtime;
     let mut guard = Some(guard);
-    let leftovers = (!plan.mesh.collectives.is_empty())
-        .then(|| Arc::new(Leftovers { runtime: runtime.clone(), op }));
+    let leftovers = (!plan.mesh.collectives.is_empty()).then(|| {
+        Arc::new(Leftovers {
+            runtime: runtime.clone(),
+            op,
+        })
+    });
     for (seat_index, seat) in plan.seats.iter().enumerate() {
-        let inputs = leaves.iter().zip(&plan.inputs).map(|(leaf, input)| match &leaf.repr {
-            Repr::Host(host) => Input::Host(host.bytes().clone()),
-            Repr::Placed(handle) if input.donated => Input::Donated(handle.clone()),
-            Repr::Placed(handle) => {
-                let placed: &Placed = handle;
-                match placed.slot(seat.place.device) {
-                    Some(slot) => Input::AsyncBuffer(slot.issue_use(), placed.origin.op),
-                    // Cannot happen: the plan has checked that every device has its part.
-                    None => {
-                        let empty = AsyncBuffer::filled(Vec::new().into());
-                        Input::AsyncBuffer(empty.issue_use(), 0)
+        let inputs = leaves
+            .iter()
+            .zip(&plan.inputs)
+            .map(|(leaf, input)| match &leaf.repr {
+                Repr::Host(host) => Input::Host(host.bytes().clone()),
+                Repr::Placed(handle) if input.donated => Input::Donated(handle.clone()),
+                Repr::Placed(handle) => {
+                    let placed: &Placed = handle;
+                    match placed.slot(seat.place.device) {
+                        Some(slot) => Input::AsyncBuffer(slot.issue_use(), placed.origin.op),
+                        // Cannot happen: the plan has checked that every device has its part.
+                        None => {
+                            let empty = AsyncBuffer::filled(Vec::new().into());
+                            Input::AsyncBuffer(empty.issue_use(), 0)
+                        }
                     }
                 }
-            }
-        });
+            });
         let memory = runtime.reserve_all(
             seat.local_index,
             MemoryKind::Device,
@@ -443,10 +485,15 @@ fn prepare<K: Kernel>(
         prepared.slots.push((seat.place.device, slots));
         let last = seat_index + 1 == plan.seats.len();
         let objects = plan.objects.inputs.iter().filter_map(|index| {
-            leaves[*index].shards().iter().find(|shard| shard.device == seat.place.device)
+            leaves[*index]
+                .shards()
+                .iter()
+                .find(|shard| shard.device == seat.place.device)
         });
         let objects = objects.map(|shard| shard.slot.clone());
-        let Some(guard) = (if last { guard.take() } else { guard.clone() }) else { break };
+        let Some(guard) = (if last { guard.take() } else { guard.clone() }) else {
+            break;
+        };
         let issued = Issued {
             bound: bound.clone(),
             seat: seat_index,
@@ -458,7 +505,10 @@ fn prepare<K: Kernel>(
             guard,
             leftovers: leftovers.clone(),
         };
-        prepared.calls.push((seat.local_index, bound.spare().issue(issued, inputs, objects)));
+        prepared.calls.push((
+            seat.local_index,
+            bound.spare().issue(issued, inputs, objects),
+        ));
     }
 }
 
@@ -471,7 +521,9 @@ fn assemble<T: Tree<Leaf = MpmdArray>>(
     let tree = T::build(structure, &mut leaves)?;
     match leaves.next() {
         None => Ok(tree),
-        Some(_) => Err(TreeError::TooManyLeaves { expected: structure.leaves() }),
+        Some(_) => Err(TreeError::TooManyLeaves {
+            expected: structure.leaves(),
+        }),
     }
 }
 
@@ -485,7 +537,14 @@ impl<K: Kernel> Again for Bound<K> {
         made: &mut Vec<MpmdArray>,
     ) {
         let mut prepared = std::mem::take(&mut *self.prepared.lock());
-        let op = issue(program, &self, x, &mut prepared, Numbering::Replayed(replayed), at);
+        let op = issue(
+            program,
+            &self,
+            x,
+            &mut prepared,
+            Numbering::Replayed(replayed),
+            at,
+        );
         made.extend(self.plan.arrays(&mut prepared.slots, op, at));
         prepared.start(&program.runtime);
         *self.prepared.lock() = prepared;

@@ -23,18 +23,40 @@ impl<K: Kernel> DeviceCall<K> {
     /// (inputs on the host: filled) and the kernel's code is compiled. Blocks for memory only as
     /// calls on CPU devices do. A failure resolves the outputs with it.
     pub(super) fn run_on_cuda(mut self: Box<Self>, gpu: &Arc<Gpu>, issued: Issued<K>) {
-        let Issued { bound, seat, op, at, label, resolvers, memory, guard, leftovers } = issued;
+        let Issued {
+            bound,
+            seat,
+            op,
+            at,
+            label,
+            resolvers,
+            memory,
+            guard,
+            leftovers,
+        } = issued;
         let objects = std::mem::take(&mut self.objects);
-        let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at, label };
+        let call = Call {
+            bound: &bound,
+            seat: &bound.plan.seats[seat],
+            op,
+            at,
+            label,
+        };
         let (runtime, place) = (call.runtime(), &call.seat.place);
         let local_index = call.seat.local_index;
         let call_memory = CallMemory::new(&runtime.devices[local_index].pool, &runtime.staging);
-        let exchange = Exchange { runtime: runtime.clone(), guard };
+        let exchange = Exchange {
+            runtime: runtime.clone(),
+            guard,
+        };
         let mut context = Context::new(&bound.plan.mesh, place, exchange, op);
         let since = runtime.trace.now();
         let prepared = self.take_inputs(gpu, &call).and_then(|last| {
             self.prepare(&call, memory)?;
-            bound.warm.result(local_index).map_err(|error| call.failure(&error))?;
+            bound
+                .warm
+                .result(local_index)
+                .map_err(|error| call.failure(&error))?;
             Ok(last)
         });
         let last = match prepared {
@@ -51,7 +73,9 @@ impl<K: Kernel> DeviceCall<K> {
                 return drop(context);
             }
         };
-        runtime.status.device_starts(local_index, op, call.seat.what.clone());
+        runtime
+            .status
+            .device_starts(local_index, op, call.seat.what.clone());
         let issuing = runtime.trace.now();
         let span = runtime.enter_kernel(op, place.device, "issued");
         let (result, ending) = self.issue_work(gpu, &call, &call_memory, &mut context);
@@ -80,7 +104,13 @@ impl<K: Kernel> DeviceCall<K> {
         call_memory.end(gpu.spare(), &ending.fence());
         let bound = bound.clone();
         ending.then(Box::new(move |Ended { result, times }| {
-            let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at, label };
+            let call = Call {
+                bound: &bound,
+                seat: &bound.plan.seats[seat],
+                op,
+                at,
+                label,
+            };
             let runtime = call.runtime().clone();
             runtime.log_ran(
                 op,
@@ -118,7 +148,12 @@ impl<K: Kernel> DeviceCall<K> {
     /// `arrived`. Returns the operation of the last input that was not filled by then, or `None`.
     /// Fails with the first input that failed.
     fn take_inputs(&mut self, gpu: &Gpu, call: &Call<'_, K>) -> Fallible<Option<u64>> {
-        let Self { inputs, arrived, unfilled, .. } = self;
+        let Self {
+            inputs,
+            arrived,
+            unfilled,
+            ..
+        } = self;
         let parker = &call.runtime().parker;
         let mut last = None;
         for input in inputs.drain(..) {
@@ -135,12 +170,19 @@ impl<K: Kernel> DeviceCall<K> {
                     let slot = placed
                         .slot(call.seat.place.device)
                         .expect("the plan has checked that the device has its part");
-                    let (ended, alone, op) =
-                        (slot.has_ended(), slot.ends_with_its_work(), placed.origin.op);
+                    let (ended, alone, op) = (
+                        slot.has_ended(),
+                        slot.ends_with_its_work(),
+                        placed.origin.op,
+                    );
                     on_device_or_filled(parker.wait_issued(slot)?, slot, parker)?;
-                    let buffer =
-                        slot.take_issued(placed.donated_failure()).expect("it is issued")?;
-                    (buffer, (!ended).then_some((op, alone, Unfilled::Donated(placed))))
+                    let buffer = slot
+                        .take_issued(placed.donated_failure())
+                        .expect("it is issued")?;
+                    (
+                        buffer,
+                        (!ended).then_some((op, alone, Unfilled::Donated(placed))),
+                    )
                 }
             };
             if let Some((op, alone, by)) = unfilled_by {
@@ -158,7 +200,13 @@ impl<K: Kernel> DeviceCall<K> {
     }
 
     fn prepare(&mut self, call: &Call<'_, K>, memory: Memory) -> Fallible<()> {
-        let Self { arrived, outputs, held, fills, .. } = self;
+        let Self {
+            arrived,
+            outputs,
+            held,
+            fills,
+            ..
+        } = self;
         prepare_outputs(call, arrived, memory?, held, |buffer, fill, _| {
             outputs.push(buffer);
             fills.push(fill);
@@ -175,20 +223,31 @@ impl<K: Kernel> DeviceCall<K> {
         memory: &'a CallMemory,
         context: &mut Context<'a>,
     ) -> (Fallible<()>, Ending) {
-        let Self { arrived, outputs, made, fills, .. } = self;
+        let Self {
+            arrived,
+            outputs,
+            made,
+            fills,
+            ..
+        } = self;
         let mut staged = Vec::new();
         let mut turn = gpu.compute().turn();
         let begun = come_after(&turn, arrived, outputs, fills).and_then(|()| turn.begin());
-        let result = begun.map_err(|error| call.failure(&error)).and_then(|stream| {
-            // The stream now orders all of that before the work below, and so before its fence.
-            outputs.iter_mut().for_each(OwnedBuffer::clear_fences);
-            fill(call, stream, outputs, fills, &mut staged)?;
-            Ok(stream)
-        });
+        let result = begun
+            .map_err(|error| call.failure(&error))
+            .and_then(|stream| {
+                // The stream now orders all of that before the work below, and so before its fence.
+                outputs.iter_mut().for_each(OwnedBuffer::clear_fences);
+                fill(call, stream, outputs, fills, &mut staged)?;
+                Ok(stream)
+            });
         let result = match result {
             Err(failure) => Err(failure),
             Ok(stream) => {
-                context.enter(OnCuda { cuda: Cuda::new(gpu, stream, memory), turn });
+                context.enter(OnCuda {
+                    cuda: Cuda::new(gpu, stream, memory),
+                    turn,
+                });
                 let ran = call.run(context, arrived, outputs, made);
                 turn = context.leave().turn;
                 ran
@@ -206,7 +265,10 @@ impl<K: Kernel> DeviceCall<K> {
                 input.add_read(fence.clone());
             }
         }
-        outputs.iter_mut().chain(&mut staged).for_each(|buffer| buffer.add_fence(fence.clone()));
+        outputs
+            .iter_mut()
+            .chain(&mut staged)
+            .for_each(|buffer| buffer.add_fence(fence.clone()));
         (result, ending)
     }
 }
@@ -232,8 +294,13 @@ fn come_after(
     outputs: &[OwnedBuffer],
     fills: &[Fill],
 ) -> Result<(), CudaError> {
-    inputs.iter().flatten().try_for_each(|input| turn.come_after(input.ready()))?;
-    outputs.iter().try_for_each(|output| turn.come_after(output.fences()))?;
+    inputs
+        .iter()
+        .flatten()
+        .try_for_each(|input| turn.come_after(input.ready()))?;
+    outputs
+        .iter()
+        .try_for_each(|output| turn.come_after(output.fences()))?;
     fills.iter().try_for_each(|fill| match fill {
         Fill::From(input, _) => turn.come_after(input.ready()),
         Fill::Anything | Fill::Own => Ok(()),
@@ -250,7 +317,9 @@ fn fill<K: Kernel>(
     staged: &mut Vec<OwnedBuffer>,
 ) -> Fallible<()> {
     for ((output, fill), info) in outputs.iter().zip(fills).zip(&call.seat.outputs) {
-        let Some(place) = output.device() else { continue };
+        let Some(place) = output.device() else {
+            continue;
+        };
         let filled = match fill {
             Fill::Own => Ok(()),
             Fill::Anything => POISON.map_or(Ok(()), |byte| stream.fill(place, [byte; 4], 1)),
@@ -273,7 +342,9 @@ fn fill<K: Kernel>(
 
 /// Returns the failure of an earlier call with this object, if there is one.
 fn check_object(object: &AsyncBuffer) -> Fallible<()> {
-    let Some(Ok(buffer)) = object.peek_issued() else { return Ok(()) };
+    let Some(Ok(buffer)) = object.peek_issued() else {
+        return Ok(());
+    };
     let failure = ObjectCell::of(&buffer).and_then(ObjectCell::failure);
     failure.map_or(Ok(()), |failure| Err(failure.clone()))
 }
@@ -286,7 +357,9 @@ fn settle<F: FnOnce(Fallible<()>) + Send + 'static>(
     result: Fallible<()>,
     then: F,
 ) {
-    let Some(next) = unfilled.pop() else { return then(result) };
+    let Some(next) = unfilled.pop() else {
+        return then(result);
+    };
     let filled = move |filled| settle(unfilled, device, result.and(filled), then);
     match &next {
         Unfilled::Use(slot) => slot.slot().on_completion(filled),

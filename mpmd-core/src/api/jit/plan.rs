@@ -53,7 +53,14 @@ pub(super) struct Bound<K: Kernel> {
 impl<K: Kernel> Bound<K> {
     pub(super) fn new(kernel: Arc<K>, plan: CallPlan, warm: Arc<Warm>) -> Self {
         let (spare, prepared) = (Mutex::new(Vec::new()), Mutex::default());
-        Self { kernel, plan, warm, spare, prepared, unchanged: Mutex::default() }
+        Self {
+            kernel,
+            plan,
+            warm,
+            spare,
+            prepared,
+            unchanged: Mutex::default(),
+        }
     }
 
     /// Returns an empty call: one that was kept, or a new one.
@@ -141,7 +148,10 @@ impl InputPlan {
 
 /// Returns another input that is the same array as input `i`.
 fn twin(leaves: &[&MpmdArray], i: usize) -> Option<usize> {
-    leaves.iter().enumerate().position(|(j, leaf)| j != i && leaf.is_same(leaves[i]))
+    leaves
+        .iter()
+        .enumerate()
+        .position(|(j, leaf)| j != i && leaf.is_same(leaves[i]))
 }
 
 pub(super) struct OutputPlan {
@@ -205,7 +215,10 @@ impl CallPlan {
     pub(super) fn check_donations(&self, leaves: &[&MpmdArray]) -> Problem<()> {
         let twins = match self.donated.len() {
             0 => None,
-            1..=FEW_DONATED => self.donated.iter().find_map(|i| Some((*i, twin(leaves, *i)?))),
+            1..=FEW_DONATED => self
+                .donated
+                .iter()
+                .find_map(|i| Some((*i, twin(leaves, *i)?))),
             _ => self.first_twins(leaves),
         };
         match twins {
@@ -224,16 +237,27 @@ impl CallPlan {
         origins.sort_unstable();
         // Seldom: the same array twice, donated or not, or arrays of several programs.
         let twice = origins.windows(2).any(|pair| pair[0] == pair[1]);
-        twice.then(|| self.donated.iter().find_map(|i| Some((*i, twin(leaves, *i)?)))).flatten()
+        twice
+            .then(|| {
+                self.donated
+                    .iter()
+                    .find_map(|i| Some((*i, twin(leaves, *i)?)))
+            })
+            .flatten()
     }
 
     /// While a step is captured, returns an error if the call donates an array that the step
     /// neither made nor has as an input.
     pub(super) fn check_given_up(&self, program: &Program, leaves: &[&MpmdArray]) -> Problem<()> {
-        let donated =
-            self.inputs.iter().zip(&self.paths).zip(leaves).filter(|((input, _), _)| input.donated);
-        let donated: Vec<(String, &MpmdArray)> =
-            donated.map(|((_, path), leaf)| (path.clone(), *leaf)).collect();
+        let donated = self
+            .inputs
+            .iter()
+            .zip(&self.paths)
+            .zip(leaves)
+            .filter(|((input, _), _)| input.donated);
+        let donated: Vec<(String, &MpmdArray)> = donated
+            .map(|((_, path), leaf)| (path.clone(), *leaf))
+            .collect();
         program.check_given_up(&donated)
     }
 
@@ -260,13 +284,24 @@ impl CallPlan {
         }
         let all = self.outputs.iter().enumerate().map(|(i, output)| {
             let next = |(device, slots): &mut (DeviceId, AsyncBuffers)| {
-                Some(LocalShard { device: *device, slot: slots.next()? })
+                Some(LocalShard {
+                    device: *device,
+                    slot: slots.next()?,
+                })
             };
             let shards = match &mut *slots {
                 [one] => next(one).map_or_else(|| Shards::Several(Vec::new()), Shards::One),
                 several => Shards::Several(several.iter_mut().filter_map(next).collect()),
             };
-            Placed::new(output.made.clone(), shards, Origin { op, leaf: i as u32, at })
+            Placed::new(
+                output.made.clone(),
+                shards,
+                Origin {
+                    op,
+                    leaf: i as u32,
+                    at,
+                },
+            )
         });
         Placed::arrays(all)
     }
@@ -278,16 +313,28 @@ impl CallPlan {
         jit.mesh
             .replicated()
             .check_devices(&runtime.topology)
-            .map_err(|why| IssueProblem::Sharding { path: String::new(), why })?;
+            .map_err(|why| IssueProblem::Sharding {
+                path: String::new(),
+                why,
+            })?;
         check_inputs(jit, &input_structure, &paths, &leaves)?;
 
         let shapes: Shapes<K::In> = x.map_ref(&mut |leaf| leaf.aval().clone());
-        let signature =
-            jit.kernel.infer(&shapes).map_err(|error| IssueProblem::Infer(Box::new(error)))?;
+        let signature = jit
+            .kernel
+            .infer(&shapes)
+            .map_err(|error| IssueProblem::Infer(Box::new(error)))?;
         let output_structure = signature.outputs.structure();
-        let output_paths: Vec<String> =
-            signature.outputs.leaves_with_paths().into_iter().map(|(path, _)| path).collect();
-        let shardings = jit.outputs.broadcast(&output_structure).map_err(IssueProblem::Tree)?;
+        let output_paths: Vec<String> = signature
+            .outputs
+            .leaves_with_paths()
+            .into_iter()
+            .map(|(path, _)| path)
+            .collect();
+        let shardings = jit
+            .outputs
+            .broadcast(&output_structure)
+            .map_err(IssueProblem::Tree)?;
         let names = leaves.iter().map(|leaf| match leaf.sharding() {
             Some(sharding) => match sharding.spec() {
                 Some(spec) if unusual(sharding).is_none() => format!("{} {spec}", leaf.aval()),
@@ -301,12 +348,17 @@ impl CallPlan {
             inputs: names.collect(),
         });
         let mut outputs = Vec::new();
-        for ((path, aval), sharding) in
-            output_paths.iter().zip(signature.outputs.leaves()).zip(shardings)
+        for ((path, aval), sharding) in output_paths
+            .iter()
+            .zip(signature.outputs.leaves())
+            .zip(shardings)
         {
             let layout = sharding
                 .layout(aval.shape())
-                .map_err(|why| IssueProblem::Sharding { path: format!("output {path}"), why })?;
+                .map_err(|why| IssueProblem::Sharding {
+                    path: format!("output {path}"),
+                    why,
+                })?;
             let (aval, what, runtime) = (aval.clone(), what.clone(), runtime.clone());
             outputs.push(OutputPlan {
                 made: Arc::new(Made::new(aval, sharding, layout, what, runtime)),
@@ -325,8 +377,10 @@ impl CallPlan {
                 in_place: false,
             })
             .collect();
-        if let Some(unknown) =
-            jit.donate.iter().find(|prefix| !paths.iter().any(|path| is_below(path, prefix)))
+        if let Some(unknown) = jit
+            .donate
+            .iter()
+            .find(|prefix| !paths.iter().any(|path| is_below(path, prefix)))
         {
             return Err(IssueProblem::Signature(format!(
                 "donate({unknown:?}) names none of the inputs"
@@ -366,7 +420,10 @@ impl CallPlan {
             )));
         }
 
-        let mesh = DeviceBindings { mesh: jit.mesh.clone(), collectives: signature.collectives };
+        let mesh = DeviceBindings {
+            mesh: jit.mesh.clone(),
+            collectives: signature.collectives,
+        };
         let seats = jit
             .mesh
             .devices()
@@ -374,17 +431,29 @@ impl CallPlan {
             .filter_map(|device| Some((runtime.local_index(*device)?, *device)))
             .map(|(local_index, device)| {
                 let of = (&leaves[..], &inputs[..], &outputs[..]);
-                seat((local_index, device), &what, &mesh, of, &objects, &runtime.topology)
+                seat(
+                    (local_index, device),
+                    &what,
+                    &mesh,
+                    of,
+                    &objects,
+                    &runtime.topology,
+                )
             })
             .collect::<Problem<Vec<_>>>()?;
         let held: u64 = objects.bytes.iter().map(|(_, bytes)| *bytes).sum();
-        let bytes = seats.iter().flat_map(|seat| &seat.outputs).map(|info| info.bytes() as u64);
+        let bytes = seats
+            .iter()
+            .flat_map(|seat| &seat.outputs)
+            .map(|info| info.bytes() as u64);
         let bytes = bytes.sum::<u64>() + held * seats.len() as u64;
         let fingerprint = fingerprint(&*jit.kernel, &mesh, &inputs, &outputs);
         let mut plan = Self {
             runtime: runtime.clone(),
             takes_host_values: inputs.iter().any(|input| input.made.is_none()),
-            donated: (0..inputs.len()).filter(|index| inputs[*index].donated).collect(),
+            donated: (0..inputs.len())
+                .filter(|index| inputs[*index].donated)
+                .collect(),
             inputs,
             made: outputs.iter().map(|output| output.made.clone()).collect(),
             outputs,
@@ -413,7 +482,10 @@ impl ObjectPlan {
 
     /// Returns the declared bytes of the new object that is output `output`, on one device.
     pub(super) fn declared(&self, output: usize) -> Option<u64> {
-        self.bytes.iter().find(|(index, _)| *index == output).map(|(_, bytes)| *bytes)
+        self.bytes
+            .iter()
+            .find(|(index, _)| *index == output)
+            .map(|(_, bytes)| *bytes)
     }
 
     fn new(
@@ -424,13 +496,19 @@ impl ObjectPlan {
     ) -> Problem<Self> {
         let inputs: Vec<&ShapedArray> = inputs.iter().map(|input| &input.aval).collect();
         let outputs: Vec<&ShapedArray> = outputs.iter().map(|output| &output.made.aval).collect();
-        if let Some(odd) =
-            inputs.iter().chain(&outputs).find(|aval| aval.is_object() && aval.ndim() > 0)
+        if let Some(odd) = inputs
+            .iter()
+            .chain(&outputs)
+            .find(|aval| aval.is_object() && aval.ndim() > 0)
         {
-            return Err(IssueProblem::Signature(format!("{odd}: objects have no dimensions")));
+            return Err(IssueProblem::Signature(format!(
+                "{odd}: objects have no dimensions"
+            )));
         }
         let objects = |avals: &[&ShapedArray]| {
-            (0..avals.len()).filter(|i| avals[*i].is_object()).collect::<Vec<_>>()
+            (0..avals.len())
+                .filter(|i| avals[*i].is_object())
+                .collect::<Vec<_>>()
         };
         let (inputs, outputs) = (objects(&inputs), objects(&outputs));
         let mut bytes = Vec::with_capacity(declared.len());
@@ -445,7 +523,11 @@ impl ObjectPlan {
         }
         bytes.retain(|(_, bytes)| *bytes > 0);
         bytes.sort_unstable();
-        Ok(Self { inputs, outputs, bytes })
+        Ok(Self {
+            inputs,
+            outputs,
+            bytes,
+        })
     }
 }
 
@@ -453,9 +535,9 @@ impl ObjectPlan {
 /// device memory.
 pub(super) fn check_outputs(prefix: &PrefixTree<Sharding>, mesh: &Mesh) -> Problem<()> {
     match prefix {
-        PrefixTree::Node(branches) => {
-            branches.iter().try_for_each(|(_, branch)| check_outputs(branch, mesh))
-        }
+        PrefixTree::Node(branches) => branches
+            .iter()
+            .try_for_each(|(_, branch)| check_outputs(branch, mesh)),
         PrefixTree::Leaf(sharding) => {
             if sharding.memory_kind() == MemoryKind::Host {
                 return Err(IssueProblem::Mesh(format!(
@@ -490,10 +572,14 @@ fn check_inputs<K: Kernel>(
         .transpose()
         .map_err(IssueProblem::Tree)?;
     for (i, leaf) in leaves.iter().enumerate() {
-        let Repr::Placed(placed) = &leaf.repr else { continue };
+        let Repr::Placed(placed) = &leaf.repr else {
+            continue;
+        };
         let path = paths[i].clone();
-        let everywhere =
-            mesh.devices().iter().all(|device| placed.made.layout.region_of(*device).is_some());
+        let everywhere = mesh
+            .devices()
+            .iter()
+            .all(|device| placed.made.layout.region_of(*device).is_some());
         if !everywhere {
             return Err(IssueProblem::InputMesh {
                 path,
@@ -505,7 +591,10 @@ fn check_inputs<K: Kernel>(
         match declared.as_ref().map(|declared| &declared[i]) {
             Some(expected) if *expected == placed.made.sharding => {}
             Some(expected) => {
-                let wrong = |why| IssueProblem::Sharding { path: path.clone(), why };
+                let wrong = |why| IssueProblem::Sharding {
+                    path: path.clone(),
+                    why,
+                };
                 // Only the layouts must be equal, unless memory kind or partial sums matter.
                 let differ = unusual.is_some()
                     || self::unusual(expected).is_some()
@@ -520,10 +609,16 @@ fn check_inputs<K: Kernel>(
             }
             None => {
                 let accepted = !placed.made.sharding.unreduced_axes().is_empty()
-                    && jit.partial_sums.is_some_and(|prefix| is_below(&path, prefix));
+                    && jit
+                        .partial_sums
+                        .is_some_and(|prefix| is_below(&path, prefix));
                 if let Some(what) = unusual.filter(|_| !accepted) {
                     let found = placed.made.sharding.to_string();
-                    return Err(IssueProblem::InputUndeclared { path, found, property: what });
+                    return Err(IssueProblem::InputUndeclared {
+                        path,
+                        found,
+                        property: what,
+                    });
                 }
             }
         }
@@ -561,7 +656,9 @@ fn check_alias(
     if input.aval == output.made.aval && layouts_agree {
         return Ok(());
     }
-    let sharding = input.sharding().map_or_else(|| "uncommitted".to_owned(), ToString::to_string);
+    let sharding = input
+        .sharding()
+        .map_or_else(|| "uncommitted".to_owned(), ToString::to_string);
     Err(IssueProblem::Signature(format!(
         "output {output_path:?} ({} {}) cannot be input {input_path:?} ({} {sharding}) updated in \
          place: shape, \
@@ -586,14 +683,19 @@ fn seat(
         .map_err(|error| IssueProblem::Signature(error.to_string()))?;
     let part = |aval: &ShapedArray, layout: Option<&Layout>| {
         let region = layout.and_then(|layout| layout.region_of(device).cloned());
-        ShardInfo::new(aval.clone(), region.unwrap_or_else(|| Region::full(aval.shape())))
+        ShardInfo::new(
+            aval.clone(),
+            region.unwrap_or_else(|| Region::full(aval.shape())),
+        )
     };
     let inputs = leaves.iter().map(|leaf| match &leaf.repr {
         Repr::Host(host) => part(host.aval(), None),
         Repr::Placed(placed) => part(&placed.made.aval, Some(&placed.made.layout)),
     });
-    let parts: Vec<ShardInfo> =
-        outputs.iter().map(|output| part(&output.made.aval, Some(&output.made.layout))).collect();
+    let parts: Vec<ShardInfo> = outputs
+        .iter()
+        .map(|output| part(&output.made.aval, Some(&output.made.layout)))
+        .collect();
     let fresh: Vec<usize> = outputs
         .iter()
         .zip(&parts)
@@ -625,14 +727,30 @@ fn group(
 ) -> Result<Group, MeshError> {
     let devices = mesh.group_of(device, &collective.axis)?;
     // The mesh's devices were checked against this topology.
-    let processes: Vec<ProcessId> =
-        devices.iter().filter_map(|device| topology.process_of(*device)).collect();
-    let rank = devices.iter().position(|other| *other == device).unwrap_or_default();
-    let places = devices.iter().filter_map(|device| mesh.place(*device)).collect();
+    let processes: Vec<ProcessId> = devices
+        .iter()
+        .filter_map(|device| topology.process_of(*device))
+        .collect();
+    let rank = devices
+        .iter()
+        .position(|other| *other == device)
+        .unwrap_or_default();
+    let places = devices
+        .iter()
+        .filter_map(|device| mesh.place(*device))
+        .collect();
     let joined = collective.is_joined(&devices, topology);
     let rounds = collective.rounds(&processes, joined);
     let most = collective.most_bytes() as u64;
-    Ok(Group { devices, places, processes, rank, joined, most, rounds })
+    Ok(Group {
+        devices,
+        places,
+        processes,
+        rank,
+        joined,
+        most,
+        rounds,
+    })
 }
 
 fn find(paths: &[String], path: &str, what: &str) -> Problem<usize> {
@@ -648,7 +766,9 @@ fn find(paths: &[String], path: &str, what: &str) -> Problem<usize> {
 fn is_below(path: &str, prefix: &str) -> bool {
     prefix.is_empty()
         || path == prefix
-        || path.strip_prefix(prefix).is_some_and(|rest| rest.starts_with('/'))
+        || path
+            .strip_prefix(prefix)
+            .is_some_and(|rest| rest.starts_with('/'))
 }
 
 fn fingerprint<K: Kernel>(
@@ -659,7 +779,11 @@ fn fingerprint<K: Kernel>(
 ) -> u64 {
     let text = |hash: Rolling, text: &str| hash.mix_bytes(text.as_bytes());
     let mut hash = text(Rolling::default(), kernel.name());
-    hash = kernel.statics().into_iter().fold(hash, Rolling::mix).mix(mesh.mesh.fingerprint());
+    hash = kernel
+        .statics()
+        .into_iter()
+        .fold(hash, Rolling::mix)
+        .mix(mesh.mesh.fingerprint());
     for input in inputs {
         hash = text(hash, &input.aval.to_string()).mix(u64::from(input.donated));
         hash = hash.mix(input.sharding().map_or(0, Sharding::fingerprint));

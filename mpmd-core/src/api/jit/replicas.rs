@@ -27,16 +27,29 @@ impl Program {
         at: &'static Location<'static>,
     ) -> Result<()> {
         for (path, output) in outputs {
-            let Some(sharding) = output.sharding() else { continue };
+            let Some(sharding) = output.sharding() else {
+                continue;
+            };
             let whole = sharding.unreduced_axes().is_empty() && !output.aval().is_object();
-            let problem = |why| IssueProblem::Sharding { path: path.clone(), why }.at(at, kernel);
+            let problem = |why| {
+                IssueProblem::Sharding {
+                    path: path.clone(),
+                    why,
+                }
+                .at(at, kernel)
+            };
             let layout = sharding.layout(output.shape()).map_err(problem)?;
             let compared = Replicas {
                 output: match path.as_str() {
                     "" => format!("the output of kernel {kernel} at {at}"),
                     path => format!("output {path:?} of kernel {kernel} at {at}"),
                 },
-                parts: layout.devices().iter().copied().zip(layout.regions().to_vec()).collect(),
+                parts: layout
+                    .devices()
+                    .iter()
+                    .copied()
+                    .zip(layout.regions().to_vec())
+                    .collect(),
             };
             if whole && compared.pairs().next().is_some() {
                 self.without_recomputing(|program| {
@@ -62,13 +75,21 @@ impl Program {
         };
         let (all, first) = (mesh(&devices)?, mesh(&devices[..1])?);
         let each = all.sharding(Spec::new(vec![DEVICE.into()]));
-        let hash = self.jit(HashPart { devices: devices.len() }).on(&all);
+        let hash = self
+            .jit(HashPart {
+                devices: devices.len(),
+            })
+            .on(&all);
         let hash = hash.inputs(sharding).outputs(each).build()?;
         let hashes = hash.call_at(self, output, at)?;
         let before = self.set_caller(Some(at));
         let hashes = self.put_list(&[(&hashes, &first.replicated())]);
         self.set_caller(before);
-        let compare = self.jit(compared).on(&first).outputs(first.replicated()).build()?;
+        let compare = self
+            .jit(compared)
+            .on(&first)
+            .outputs(first.replicated())
+            .build()?;
         // Nothing reads the result: a failed kernel fails the job.
         compare.call_at(self, &hashes?[0], at).map(drop)
     }
@@ -84,7 +105,10 @@ impl Kernel for HashPart {
     type Out = MpmdArray;
 
     fn infer(&self, _: &ShapedArray) -> Result<Signature<ShapedArray>> {
-        Ok(Signature::new(ShapedArray::new(&[self.devices], DType::U64)))
+        Ok(Signature::new(ShapedArray::new(
+            &[self.devices],
+            DType::U64,
+        )))
     }
 
     fn run(&self, cx: &mut Context<'_>, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
@@ -112,7 +136,10 @@ impl Replicas {
     fn pairs(&self) -> impl Iterator<Item = (usize, usize)> {
         (1..self.parts.len()).filter_map(|place| {
             let same = |(_, region): &(DeviceId, Region)| *region == self.parts[place].1;
-            self.parts[..place].iter().position(same).map(|first| (first, place))
+            self.parts[..place]
+                .iter()
+                .position(same)
+                .map(|first| (first, place))
         })
     }
 }

@@ -67,7 +67,9 @@ impl Unchanged {
                     placed.check_usable(plan.input_path(i))?;
                 }
                 if !Arc::ptr_eq(&placed.made().runtime, runtime) {
-                    return Err(IssueProblem::Foreign { path: plan.input_path(i).to_owned() });
+                    return Err(IssueProblem::Foreign {
+                        path: plan.input_path(i).to_owned(),
+                    });
                 }
             }
             self.words.push(leaf.word());
@@ -81,7 +83,11 @@ impl Unchanged {
     fn note(&mut self, leaves: &[&MpmdArray], known: usize) {
         let Self { words, others, .. } = &*self;
         let same = match known == self.leaves.len() {
-            true => words.iter().zip(others).take_while(|(word, last)| word == last).count(),
+            true => words
+                .iter()
+                .zip(others)
+                .take_while(|(word, last)| word == last)
+                .count(),
             // `others` begin elsewhere.
             false => 0,
         };
@@ -94,10 +100,15 @@ impl Unchanged {
             self.words.splice(..0, dropped);
         }
         let placed = |leaf: &&&MpmdArray| matches!(leaf.repr, Repr::Placed(_));
-        let more = leaves[known..known + same].iter().take_while(placed).count();
+        let more = leaves[known..known + same]
+            .iter()
+            .take_while(placed)
+            .count();
         let more = if more < FEWEST { 0 } else { more };
         for leaf in &leaves[known..known + more] {
-            let Repr::Placed(placed) = &leaf.repr else { break };
+            let Repr::Placed(placed) = &leaf.repr else {
+                break;
+            };
             placed.watch();
             self.leaves.push(placed.downgrade());
             self.hash = self.hash.mix(leaf.word());
@@ -135,14 +146,19 @@ mod tests {
             y.fill(0.0f32)?;
             for (x, weight) in x.iter().zip(1..) {
                 let y = y.as_mut_slice::<f32>()?.iter_mut();
-                y.zip(x.as_slice::<f32>()?).for_each(|(y, x)| *y += x * weight as f32);
+                y.zip(x.as_slice::<f32>()?)
+                    .for_each(|(y, x)| *y += x * weight as f32);
             }
             Ok(())
         }
     }
 
     fn weighted(p: &Program, mesh: &Mesh) -> Jit<Weighted> {
-        p.jit(Weighted).on(mesh).outputs(mesh.replicated()).build().unwrap()
+        p.jit(Weighted)
+            .on(mesh)
+            .outputs(mesh.replicated())
+            .build()
+            .unwrap()
     }
 
     /// Creates arrays of `elements` elements that are all `first`, `first + 1` and so on.
@@ -152,7 +168,10 @@ mod tests {
                 Ok(view.fill(value as f32)?)
             })
         };
-        (first..first + 6).map(array).collect::<Result<_>>().unwrap()
+        (first..first + 6)
+            .map(array)
+            .collect::<Result<_>>()
+            .unwrap()
     }
 
     /// Returns the number of inputs that the only plan of `jit` has noted as unchanged.
@@ -168,10 +187,26 @@ mod tests {
         let mixed = |from: usize| [&a[..from], &b[from..]].concat();
         let jit = weighted(&p, &mesh);
         let mut counts = Vec::new();
-        for x in [&a, &a, &mixed(5), &mixed(5), &mixed(2), &b, &mixed(5), &mixed(4), &mixed(4)] {
-            let y = jit.call(&mut p, x.clone()).unwrap().to_host().unwrap().unwrap();
-            let values =
-                x.iter().map(|x| x.to_host().unwrap().unwrap().to_vec::<f32>().unwrap()[0]);
+        for x in [
+            &a,
+            &a,
+            &mixed(5),
+            &mixed(5),
+            &mixed(2),
+            &b,
+            &mixed(5),
+            &mixed(4),
+            &mixed(4),
+        ] {
+            let y = jit
+                .call(&mut p, x.clone())
+                .unwrap()
+                .to_host()
+                .unwrap()
+                .unwrap();
+            let values = x
+                .iter()
+                .map(|x| x.to_host().unwrap().unwrap().to_vec::<f32>().unwrap()[0]);
             let expected: f32 = values.zip(1..).map(|(x, weight)| x * weight as f32).sum();
             assert_eq!(y.to_vec::<f32>().unwrap(), [expected]);
             counts.push(noted(&jit));
@@ -186,20 +221,30 @@ mod tests {
         let mesh = p.mesh(&[("x", 1)]).unwrap();
         let (a, b) = (group(&mut p, &mesh, 0, 1), group(&mut p, &mesh, 10, 1));
         let jit = weighted(&p, &mesh);
-        jit.call(&mut p, a.clone()).unwrap().block_until_ready().unwrap();
+        jit.call(&mut p, a.clone())
+            .unwrap()
+            .block_until_ready()
+            .unwrap();
         let plan = jit.kept.lock().plans[0].clone();
         let mut noted = Unchanged::default();
         let hash = |noted: &mut Unchanged, x: &[MpmdArray]| {
             let x: Vec<&MpmdArray> = x.iter().collect();
             let known = noted.count(&x);
-            noted.check(&plan.plan, &p.runtime, &x, known).unwrap().value()
+            noted
+                .check(&plan.plan, &p.runtime, &x, known)
+                .unwrap()
+                .value()
         };
         let mut hashes = Vec::new();
         let host = || MpmdArray::scalar(1.0f32);
         for from in [6, 6, 5, 5, 1, 6, 6, 0] {
             for last in [None, Some(host())] {
-                let x: Vec<MpmdArray> =
-                    a[..from].iter().chain(&b[from..]).cloned().chain(last).collect();
+                let x: Vec<MpmdArray> = a[..from]
+                    .iter()
+                    .chain(&b[from..])
+                    .cloned()
+                    .chain(last)
+                    .collect();
                 let fresh = hash(&mut Unchanged::default(), &x);
                 assert_eq!(hash(&mut noted, &x), fresh, "{from}");
                 hashes.push(fresh);
@@ -207,7 +252,11 @@ mod tests {
         }
         hashes.sort_unstable();
         hashes.dedup();
-        assert_eq!(hashes.len(), 8, "four lists of inputs, each with and without a host value");
+        assert_eq!(
+            hashes.len(),
+            8,
+            "four lists of inputs, each with and without a host value"
+        );
         p.finish().unwrap();
     }
 
@@ -218,13 +267,20 @@ mod tests {
         let a = group(&mut p, &mesh, 0, 1 << 16);
         let jit = weighted(&p, &mesh);
         for _ in 0..2 {
-            jit.call(&mut p, a.clone()).unwrap().block_until_ready().unwrap();
+            jit.call(&mut p, a.clone())
+                .unwrap()
+                .block_until_ready()
+                .unwrap();
         }
         assert_eq!(noted(&jit), 6);
         drop(a);
         // The device lets go of the inputs before its next call.
         let b = group(&mut p, &mesh, 0, 1);
-        weighted(&p, &mesh).call(&mut p, b.clone()).unwrap().block_until_ready().unwrap();
+        weighted(&p, &mesh)
+            .call(&mut p, b.clone())
+            .unwrap()
+            .block_until_ready()
+            .unwrap();
         assert!(p.memory().live < 1 << 16, "{}", p.memory().live);
         p.finish().unwrap();
     }

@@ -56,7 +56,12 @@ where
     A: 'static,
     B: 'static,
 {
-    let work = MethodClosures { shapes, run, bytes: None, types: PhantomData };
+    let work = MethodClosures {
+        shapes,
+        run,
+        bytes: None,
+        types: PhantomData,
+    };
     HostKernel::closure("method", Location::caller(), size_of::<F>() != 0, work)
 }
 
@@ -76,7 +81,10 @@ impl<S, F, A, B> HostKernel<MethodClosures<S, F, A, B>> {
     /// the inputs. They count until the object is dropped.
     #[must_use]
     pub fn makes(self, bytes: impl Fn(&[&ShapedArray]) -> u64 + Send + Sync + 'static) -> Self {
-        self.map_work(|work| MethodClosures { bytes: Some(Box::new(bytes)), ..work })
+        self.map_work(|work| MethodClosures {
+            bytes: Some(Box::new(bytes)),
+            ..work
+        })
     }
 }
 

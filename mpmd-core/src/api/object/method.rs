@@ -41,7 +41,10 @@ pub struct Made<T> {
 impl<T: Send + 'static> Made<T> {
     /// Returns `value` as a new object.
     pub fn new(value: T) -> Self {
-        Self { value, measure: None }
+        Self {
+            value,
+            measure: None,
+        }
     }
 
     /// Returns `value` as a new object. Its reported bytes are compared with the declared ones.
@@ -49,7 +52,10 @@ impl<T: Send + 'static> Made<T> {
     where
         T: ObjectBytes,
     {
-        Self { value, measure: Some(measure::<T>) }
+        Self {
+            value,
+            measure: Some(measure::<T>),
+        }
     }
 }
 
@@ -114,7 +120,12 @@ impl Program {
     ///
     /// Each output is replicated over the mesh unless `outputs` says otherwise.
     pub fn method<M: Method>(&self, method: M) -> MethodBuilder<M> {
-        MethodBuilder { jit: self.jit(method), mesh: None, inputs: None, outputs: None }
+        MethodBuilder {
+            jit: self.jit(method),
+            mesh: None,
+            inputs: None,
+            outputs: None,
+        }
     }
 }
 
@@ -160,7 +171,12 @@ impl<M: Method> MethodBuilder<M> {
     /// As for [`JitBuilder::build`].
     #[track_caller]
     pub fn build(self) -> Result<BoundMethod<M>> {
-        let Self { mut jit, mesh, inputs, outputs } = self;
+        let Self {
+            mut jit,
+            mesh,
+            inputs,
+            outputs,
+        } = self;
         let with = |pair: [PrefixTree<Sharding>; 2]| {
             let named = pair.into_iter().enumerate();
             PrefixTree::Node(named.map(|(i, tree)| (i.to_string(), tree)).collect())

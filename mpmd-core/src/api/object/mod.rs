@@ -97,9 +97,23 @@ impl Program {
         at: &'static Location<'static>,
     ) -> Result<MpmdObject<T>> {
         self.refuse_in_capture(at, "object")?;
-        let name = format!("object {} at {}:{}", short_name::<T>(), at.file(), at.line());
-        let kernel = Maker { make, bytes, measure, name };
-        let maker = self.jit(kernel).on(mesh).outputs(mesh.replicated()).build()?;
+        let name = format!(
+            "object {} at {}:{}",
+            short_name::<T>(),
+            at.file(),
+            at.line()
+        );
+        let kernel = Maker {
+            make,
+            bytes,
+            measure,
+            name,
+        };
+        let maker = self
+            .jit(kernel)
+            .on(mesh)
+            .outputs(mesh.replicated())
+            .build()?;
         Ok(MpmdObject::of(maker.call_at(self, &Empty::new(), at)?))
     }
 }
@@ -107,7 +121,10 @@ impl Program {
 impl<T> MpmdObject<T> {
     /// Returns a handle to the object that a kernel has made.
     pub(crate) fn of(array: MpmdArray) -> Self {
-        Self { array, object: PhantomData }
+        Self {
+            array,
+            object: PhantomData,
+        }
     }
 
     /// Returns the object as an array of [`ShapedArray::object`], which kernels take as an input

@@ -40,12 +40,17 @@ impl Program {
         // Cut into short pieces, so that the shown piece contains the difference.
         let mut rest = text.as_str();
         loop {
-            let end = (0..=SHOWN.min(rest.len())).rev().find(|end| rest.is_char_boundary(*end));
+            let end = (0..=SHOWN.min(rest.len()))
+                .rev()
+                .find(|end| rest.is_char_boundary(*end));
             let (piece, more) = rest.split_at(end.unwrap_or(rest.len()));
             let what = Arc::new(Compared(piece.to_owned()));
             let word = Rolling::default().mix_bytes(what.0.as_bytes()).word();
             let descriptor = || OpDescriptor::local(&what, Kind::AssertSame, Vec::new());
-            self.issue_op([0xc0a9a2e, word], NewOp::new(at, &|| what.clone(), &descriptor));
+            self.issue_op(
+                [0xc0a9a2e, word],
+                NewOp::new(at, &|| what.clone(), &descriptor),
+            );
             if more.is_empty() {
                 break;
             }
@@ -62,15 +67,23 @@ mod tests {
     #[test]
     fn error_shows_the_differing_part_of_a_long_text() {
         let results = Simulation::new(2, 2).run(|p| {
-            let end = if p.process() == ProcessId(1) { "0B8" } else { "0B9" };
+            let end = if p.process() == ProcessId(1) {
+                "0B8"
+            } else {
+                "0B9"
+            };
             p.assert_same("0F0 \u{2014} ".repeat(2000) + end)?;
             p.broadcast_value(ProcessId(0), 0u8, || Ok(1))
         });
-        let errors: Vec<String> =
-            results.into_iter().filter_map(|result| Some(result.err()?.to_string())).collect();
+        let errors: Vec<String> = results
+            .into_iter()
+            .filter_map(|result| Some(result.err()?.to_string()))
+            .collect();
         assert!(!errors.is_empty());
         assert!(
-            errors.iter().all(|error| error.contains("0B8") && error.contains("0B9")),
+            errors
+                .iter()
+                .all(|error| error.contains("0B8") && error.contains("0B9")),
             "{errors:?}"
         );
     }
@@ -79,7 +92,11 @@ mod tests {
     fn differing_texts_fail_and_equal_texts_pass() {
         let run = |other: &str| {
             let results = Simulation::new(3, 3).run(|p| {
-                let text = if p.process() == ProcessId(1) { other } else { "rank 0: 0F0 0B0" };
+                let text = if p.process() == ProcessId(1) {
+                    other
+                } else {
+                    "rank 0: 0F0 0B0"
+                };
                 p.assert_same(text)?;
                 p.broadcast_value(ProcessId(0), 0u8, || Ok(1))
             });
@@ -91,12 +108,17 @@ mod tests {
         assert_eq!(run("rank 0: 0F0 0B0"), vec![Ok(1); 3]);
         // The sending process does not wait; it gets the error when it ends.
         let differing = run("rank 0: 0F0 0F1");
-        let errors: Vec<&String> =
-            differing.iter().filter_map(|result| result.as_ref().err()).collect();
+        let errors: Vec<&String> = differing
+            .iter()
+            .filter_map(|result| result.as_ref().err())
+            .collect();
         assert!(errors.len() >= 2, "{differing:?}");
         for error in errors {
-            let shown =
-                ["assert_same rank 0: 0F0 0B0", "assert_same rank 0: 0F0 0F1", "assert_same.rs:"];
+            let shown = [
+                "assert_same rank 0: 0F0 0B0",
+                "assert_same rank 0: 0F0 0F1",
+                "assert_same.rs:",
+            ];
             assert!(shown.iter().all(|text| error.contains(text)), "{error}");
         }
     }

@@ -26,7 +26,11 @@ struct Agreement {
 
 impl fmt::Display for Agreement {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "broadcast_value of a {} from process {}", self.of, self.from)
+        write!(
+            f,
+            "broadcast_value of a {} from process {}",
+            self.of, self.from
+        )
     }
 }
 
@@ -59,16 +63,25 @@ impl Program {
             // Bounds how far a process that only sends values runs ahead of the receivers.
             self.admit(at);
         }
-        let what = Arc::new(Agreement { from, of: std::any::type_name::<T>() });
+        let what = Arc::new(Agreement {
+            from,
+            of: std::any::type_name::<T>(),
+        });
         let descriptor = || {
             let bytes = control::encode(&in_dry_run).map_or(0, |bytes| bytes.len() as u64);
-            let kind = Kind::BroadcastValue { from: from.0, bytes };
+            let kind = Kind::BroadcastValue {
+                from: from.0,
+                bytes,
+            };
             OpDescriptor::local(&what, kind, Vec::new())
         };
         let words = [0xa6ee, u64::from(from.0)];
         let (op, _) = self.issue_op(
             words,
-            NewOp { part: Part::Program, ..NewOp::new(at, &|| what.clone(), &descriptor) },
+            NewOp {
+                part: Part::Program,
+                ..NewOp::new(at, &|| what.clone(), &descriptor)
+            },
         );
         if self.is_dry_run() {
             return Ok(in_dry_run);
@@ -93,12 +106,19 @@ impl Program {
             });
             let size = bytes.as_ref().map_or(0, |bytes| bytes.len() as u64);
             let guard = runtime.in_flight.begin(op, self.hash_at_last(), size);
-            for to in (0..self.processes() as u32).map(ProcessId).filter(|to| *to != from) {
+            for to in (0..self.processes() as u32)
+                .map(ProcessId)
+                .filter(|to| *to != from)
+            {
                 let key = (op, u64::from(to.0));
                 match (&bytes, &failure) {
                     (Ok(bytes), _) => {
                         let (buffer, bytes) = (bytes.clone().into(), bytes.len() as u64);
-                        let outgoing = Outgoing { buffer, bytes, guard: guard.clone() };
+                        let outgoing = Outgoing {
+                            buffer,
+                            bytes,
+                            guard: guard.clone(),
+                        };
                         runtime.with_router(|router| {
                             router.announce(to, key, guard.hash(), bytes, outgoing)
                         });
@@ -126,7 +146,12 @@ impl Program {
                 key,
                 hash,
                 (0, MAX_CONTROL_BYTES),
-                Waiter::Bytes { resolver, from, op, piece: key.1 },
+                Waiter::Bytes {
+                    resolver,
+                    from,
+                    op,
+                    piece: key.1,
+                },
                 runtime.now(),
             );
         });

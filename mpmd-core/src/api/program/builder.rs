@@ -272,7 +272,11 @@ impl Builder {
     pub(super) fn checks(&self) -> Checks {
         let replicas = self.check_replicas.unwrap_or(false);
         let replay = self.check_replay.unwrap_or(0);
-        Checks { uncommitted: self.checks_uncommitted(), replicas, replay }
+        Checks {
+            uncommitted: self.checks_uncommitted(),
+            replicas,
+            replay,
+        }
     }
 
     /// Makes each process record its operations in a file `process-<n>.trace` in this folder, for
@@ -438,7 +442,13 @@ impl Builder {
         }
         let (processes, transport) = (runtime.topology.processes(), runtime.transport_name());
         let cuda = &runtime.config.ordinals;
-        tracing::debug!(process = me.0, processes, transport, ?cuda, "a program starts");
+        tracing::debug!(
+            process = me.0,
+            processes,
+            transport,
+            ?cuda,
+            "a program starts"
+        );
         Ok(runtime)
     }
 
@@ -456,7 +466,9 @@ impl Builder {
             let contradicted = self.devices.is_some_and(|devices| devices != all as usize)
                 || per_process.is_some_and(|each| counts.iter().any(|count| *count != each));
             if counts.len() != processes || all == 0 || contradicted {
-                let devices = self.devices.map(|all| format!(", `Builder::devices` says {all}"));
+                let devices = self
+                    .devices
+                    .map(|all| format!(", `Builder::devices` says {all}"));
                 let launched =
                     per_process.map(|each| format!(", --devices-per-process says {each}"));
                 return Err(Error::Environment(format!(
@@ -506,7 +518,10 @@ impl Builder {
         // Processes may have other numbers than in the first epoch. The members tell their hosts.
         self.hosts = None;
         self.kinds.iter_mut().for_each(|kinds| kinds.truncate(1));
-        let size = self.sizes.iter().find(|(size, _)| *size as usize == processes);
+        let size = self
+            .sizes
+            .iter()
+            .find(|(size, _)| *size as usize == processes);
         let all = topology.devices().len();
         // A replacement may have the place of a lost process whatever the layout says.
         let devices = size.map_or(all, |(_, devices)| *devices as usize);
@@ -532,10 +547,15 @@ impl Builder {
             ));
         }
         let all = topology.devices().len();
-        let asked = topology.processes().saturating_mul(MOST_TIMES).max(LEAST_ASKED);
+        let asked = topology
+            .processes()
+            .saturating_mul(MOST_TIMES)
+            .max(LEAST_ASKED);
         let largest = layout.map_or(all, |_| asked);
         let sizes = (1..=largest).filter_map(|size| {
-            let devices = layout.map_or(Ok(all), |layout| devices_of_size(layout, size)).ok()?;
+            let devices = layout
+                .map_or(Ok(all), |layout| devices_of_size(layout, size))
+                .ok()?;
             Some((size as u32, u32::try_from(devices).ok()?))
         });
         self.sizes = sizes.collect();
@@ -553,13 +573,18 @@ impl Builder {
             topology = topology.on_hosts(hosts)?;
         }
         topology = topology.with_cuda_collectives(self.collectives.unwrap_or_default());
-        Ok(self.links.map_or(topology.clone(), |links| topology.with_links(links)))
+        Ok(self
+            .links
+            .map_or(topology.clone(), |links| topology.with_links(links)))
     }
 
     /// Returns an error if this machine lacks CUDA or NCCL for the devices of all `processes`
     /// processes, which all run here.
     pub(super) fn can_have_devices(&self, processes: usize) -> Result<()> {
-        match self.kinds.as_ref().is_some_and(|kinds| kinds.contains(&DeviceKind::Cuda))
+        match self
+            .kinds
+            .as_ref()
+            .is_some_and(|kinds| kinds.contains(&DeviceKind::Cuda))
             && processes > 0
         {
             true => {
@@ -573,7 +598,9 @@ impl Builder {
     /// Returns the trace of this process, which has begun if the builder has a folder for it.
     fn begin_trace(&self, about: About) -> Result<Trace> {
         let trace = Trace::default();
-        let Some(folder) = &self.trace else { return Ok(trace) };
+        let Some(folder) = &self.trace else {
+            return Ok(trace);
+        };
         let folder = match self.epoch {
             1 => folder.clone(),
             epoch => folder.join(format!("epoch-{epoch}")),
@@ -613,16 +640,28 @@ impl Builder {
 fn about(me: ProcessId, topology: &Topology, transport: Option<&dyn Transport>) -> About {
     let program = std::env::current_exe().unwrap_or_default();
     let kind = |device: &DeviceId| {
-        topology.kind_of(*device).map_or_else(String::new, |kind| kind.to_string())
+        topology
+            .kind_of(*device)
+            .map_or_else(String::new, |kind| kind.to_string())
     };
     About {
         process: me.0,
         processes: topology.processes() as u32,
-        devices: topology.devices_of(me).iter().map(|device| device.0).collect(),
+        devices: topology
+            .devices_of(me)
+            .iter()
+            .map(|device| device.0)
+            .collect(),
         kinds: topology.devices_of(me).iter().map(kind).collect(),
-        transport: transport.map_or("none", |transport| transport.name()).to_owned(),
+        transport: transport
+            .map_or("none", |transport| transport.name())
+            .to_owned(),
         pid: std::process::id(),
-        program: program.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+        program: program
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned(),
         ..About::default()
     }
 }
@@ -651,7 +690,9 @@ fn has_nccl(way: CudaCollectives) -> Result<()> {
 /// Returns the ids of the GPUs of `process`, in the order of its devices of kind `cuda`. Looks them
 /// up among the GPUs that this process sees; empty without a CUDA driver.
 pub(super) fn gpus_of(process: ProcessId, topology: &Topology) -> Vec<GpuId> {
-    let Ok(driver) = cuda::found() else { return Vec::new() };
+    let Ok(driver) = cuda::found() else {
+        return Vec::new();
+    };
     let ordinals = topology.ordinals(process, driver.gpus.len() as u32);
     ordinals
         .into_iter()
@@ -667,14 +708,18 @@ fn with_gpus(topology: Topology) -> Topology {
         return topology;
     }
     let processes = (0..topology.processes() as u32).map(ProcessId);
-    processes.fold(topology, |topology, process| match topology.knows_gpus_of(process) {
-        true => topology,
-        false => topology.with_gpus_of(process, &gpus_of(process, &topology)),
+    processes.fold(topology, |topology, process| {
+        match topology.knows_gpus_of(process) {
+            true => topology,
+            false => topology.with_gpus_of(process, &gpus_of(process, &topology)),
+        }
     })
 }
 
 fn no_threads(error: std::io::Error) -> Error {
-    Error::Environment(format!("the threads of the runtime could not be started: {error}"))
+    Error::Environment(format!(
+        "the threads of the runtime could not be started: {error}"
+    ))
 }
 
 #[cfg(test)]
@@ -691,11 +736,23 @@ mod tests {
     fn device_kinds_apply_by_process() {
         use DeviceKind::{Cpu, Cuda};
         let builder = Builder::default().devices(4).device_kinds(&[Cuda, Cpu]);
-        let kinds: Vec<_> =
-            builder.topology(2, None).unwrap().devices().iter().map(|device| device.kind).collect();
+        let kinds: Vec<_> = builder
+            .topology(2, None)
+            .unwrap()
+            .devices()
+            .iter()
+            .map(|device| device.kind)
+            .collect();
         assert_eq!(kinds, [Cuda, Cuda, Cpu, Cpu]);
-        let said = builder.devices(3).topology(3, None).unwrap_err().to_string();
-        assert!(said.starts_with("2 kinds of devices are given for 3 processes"), "{said}");
+        let said = builder
+            .devices(3)
+            .topology(3, None)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            said.starts_with("2 kinds of devices are given for 3 processes"),
+            "{said}"
+        );
     }
 
     #[test]
@@ -724,15 +781,28 @@ mod tests {
 
     #[test]
     fn job_without_devices_is_refused_with_the_remedy() {
-        let said = Builder::default().devices(0).topology(2, None).unwrap_err().to_string();
-        assert!(said.ends_with("has no devices: give `Builder::devices` at least 1"), "{said}");
+        let said = Builder::default()
+            .devices(0)
+            .topology(2, None)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            said.ends_with("has no devices: give `Builder::devices` at least 1"),
+            "{said}"
+        );
     }
 
     #[test]
     fn cuda_devices_need_a_driver_only_on_their_owner() {
         let program = || Builder::default().device_kinds(&[DeviceKind::Cuda]);
         let dry_run = program().dry_run(2).unwrap();
-        assert!(dry_run.topology().devices().iter().all(|device| device.kind == DeviceKind::Cuda));
+        assert!(
+            dry_run
+                .topology()
+                .devices()
+                .iter()
+                .all(|device| device.kind == DeviceKind::Cuda)
+        );
         match (program().alone(), cuda::found()) {
             (Ok(program), Ok(_)) => assert_eq!(program.runtime.config.ordinals, [0]),
             (Err(Error::Cuda(error)), Err(why)) => assert_eq!(error, why),

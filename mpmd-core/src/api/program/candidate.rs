@@ -46,7 +46,10 @@ pub(crate) enum Start {
     /// The job has ended without this process.
     NoPlace,
     /// A process was lost before the epoch had begun. This one may return in the next epoch.
-    Lost { failure: Arc<Failure>, returning: Box<Returning> },
+    Lost {
+        failure: Arc<Failure>,
+        returning: Box<Returning>,
+    },
 }
 
 impl Candidate {
@@ -54,8 +57,12 @@ impl Candidate {
     /// are connected, or, for a process that [waits](Self::waits), until there is a place for it.
     pub(super) fn join(mut self, mut builder: Builder, topology: Topology) -> Result<Start> {
         let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
-        let (process, epoch, identity, member) =
-            (self.process, builder.epoch, self.identity, std::mem::take(&mut self.member));
+        let (process, epoch, identity, member) = (
+            self.process,
+            builder.epoch,
+            self.identity,
+            std::mem::take(&mut self.member),
+        );
         self.rendezvous.on_busy(move |epoch, busy, waited| {
             warn_user(&waits_for(process, epoch, busy, waited));
         });
@@ -82,7 +89,10 @@ impl Candidate {
                     parting: self.rendezvous.parting(),
                 };
                 let returning = Box::new(returning);
-                return Ok(Start::Lost { failure: Arc::new(failure), returning });
+                return Ok(Start::Lost {
+                    failure: Arc::new(failure),
+                    returning,
+                });
             }
             // A difference between the programs is reported before a missing transport or device.
             Err(error @ (RendezvousError::Program { .. } | RendezvousError::Differs { .. })) => {
@@ -90,7 +100,13 @@ impl Candidate {
             }
             Err(error) => return Err(self.opened.err().unwrap_or_else(|| wrong(error))),
         };
-        let Joined { process, epoch, run, ref members, standing } = joined;
+        let Joined {
+            process,
+            epoch,
+            run,
+            ref members,
+            standing,
+        } = joined;
         let has_waited = epoch > builder.epoch;
         if has_waited && let Some(facts) = &builder.facts {
             self.keep_place(facts)?;
@@ -98,11 +114,24 @@ impl Candidate {
         builder.epoch = epoch;
         let topology = builder.resized(topology, members.len())?;
         let neighbours = Arc::new(Neighbours::find(process, members));
-        let Self { rendezvous, server, waits, opened, token, .. } = self;
+        let Self {
+            rendezvous,
+            server,
+            waits,
+            opened,
+            token,
+            ..
+        } = self;
         let peer_timeout = builder.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT);
-        let identity = Identity { run: Some(run), ..identity };
+        let identity = Identity {
+            run: Some(run),
+            ..identity
+        };
         let rendezvous = Arc::new(rendezvous);
-        let places = members.iter().map(|member| (member.host.clone(), member.pid)).collect();
+        let places = members
+            .iter()
+            .map(|member| (member.host.clone(), member.pid))
+            .collect();
         let succession = Succession::of(&joined);
         let membership = Membership {
             rendezvous,
@@ -132,7 +161,10 @@ impl Candidate {
             Err(error) if returns(&error) => return Ok(membership.lost(process, epoch, &error)),
             Err(error) => {
                 // All peers must hear of it, also from a service that this process hosts.
-                membership.leave(Some(Report { failure: blame(process, &error), hash: None }));
+                membership.leave(Some(Report {
+                    failure: blame(process, &error),
+                    hash: None,
+                }));
                 return Err(error);
             }
         };
@@ -166,7 +198,10 @@ impl Membership {
     /// Leaves an epoch that could not begin, since a process was lost.
     fn lost(self, process: ProcessId, epoch: u64, error: &Error) -> Start {
         let failure = Arc::new(blame(process, error));
-        Start::Lost { failure, returning: Box::new(self.return_later(process, epoch)) }
+        Start::Lost {
+            failure,
+            returning: Box::new(self.return_later(process, epoch)),
+        }
     }
 }
 
@@ -186,8 +221,10 @@ fn waits_for(me: ProcessId, epoch: u64, busy: &[ProcessId], waited: Duration) ->
 fn is_loss(error: &Error) -> bool {
     match error {
         Error::Launch(LaunchError::Rendezvous(error)) => {
-            let never =
-                matches!(error, RendezvousError::NeverSet { .. } | RendezvousError::Unset { .. });
+            let never = matches!(
+                error,
+                RendezvousError::NeverSet { .. } | RendezvousError::Unset { .. }
+            );
             never || is_cut(error)
         }
         error => matches!(error, Error::Transport(TransportError::PeerGone { .. })),
@@ -197,7 +234,10 @@ fn is_loss(error: &Error) -> bool {
 /// True if the connection to the rendezvous is lost. Perhaps this process was given up, and the
 /// words that say so were lost with the connection.
 fn is_cut(error: &RendezvousError) -> bool {
-    matches!(error, RendezvousError::GivenUp { .. } | RendezvousError::ServerGone { .. })
+    matches!(
+        error,
+        RendezvousError::GivenUp { .. } | RendezvousError::ServerGone { .. }
+    )
 }
 
 /// Returns the rendezvous key of the GPU ids of a process in an epoch.
@@ -221,7 +261,10 @@ fn tell_gpus(
     topology: &Topology,
 ) -> Result<(), LaunchError> {
     match are_gpus_told(process, topology) {
-        true => Ok(rendezvous.set(gpus_key(process, epoch), gpus_of(process, topology).concat())?),
+        true => Ok(rendezvous.set(
+            gpus_key(process, epoch),
+            gpus_of(process, topology).concat(),
+        )?),
         false => Ok(()),
     }
 }
@@ -235,7 +278,9 @@ fn hear_gpus(
     peer_timeout: Duration,
 ) -> Result<Topology, LaunchError> {
     let processes = (0..topology.processes() as u32).map(ProcessId);
-    let told = processes.filter(|process| are_gpus_told(*process, &topology)).collect::<Vec<_>>();
+    let told = processes
+        .filter(|process| are_gpus_told(*process, &topology))
+        .collect::<Vec<_>>();
     told.into_iter().try_fold(topology, |topology, process| {
         let told = rendezvous.get(gpus_key(process, epoch), peer_timeout)?;
         let (gpus, _) = told.as_chunks::<{ size_of::<GpuId>() }>();

@@ -87,7 +87,11 @@ impl Capture {
             inputs: Vec::with_capacity(leaves.len()),
             placed: OriginMap::default(),
             uncommitted: HashMap::new(),
-            _held: leaves.iter().filter(|leaf| leaf.sharding().is_none()).cloned().collect(),
+            _held: leaves
+                .iter()
+                .filter(|leaf| leaf.sharding().is_none())
+                .cloned()
+                .collect(),
             constants: Vec::new(),
             constant: OriginMap::default(),
             others: Vec::new(),
@@ -102,13 +106,20 @@ impl Capture {
                 Repr::Host(host) => {
                     // Empty values have no address to recognize them by.
                     if !host.bytes().is_empty() {
-                        this.uncommitted.insert(host.bytes().as_ptr() as usize, place);
+                        this.uncommitted
+                            .insert(host.bytes().as_ptr() as usize, place);
                     }
                     place
                 }
             };
             let (aval, sharding) = (leaf.aval().clone(), leaf.sharding().cloned());
-            this.inputs.push(Input { path, aval, sharding, first, donated: None });
+            this.inputs.push(Input {
+                path,
+                aval,
+                sharding,
+                first,
+                donated: None,
+            });
         }
         this
     }
@@ -116,7 +127,9 @@ impl Capture {
     /// Returns an error if `array` is neither made by the step nor an input of it. Such an array
     /// cannot be donated: a replay would find it gone.
     fn check_given_up(&self, path: &str, array: &MpmdArray) -> Result<(), IssueProblem> {
-        let Repr::Placed(placed) = &array.repr else { return Ok(()) };
+        let Repr::Placed(placed) = &array.repr else {
+            return Ok(());
+        };
         let origin = placed.origin();
         if origin.0 > self.before || self.placed.contains_key(&origin) {
             return Ok(());
@@ -124,7 +137,11 @@ impl Capture {
         let problem = "is donated by a step that is captured, but is neither made by it nor an \
             input of it: a replay \
                        would find it gone; make it an input";
-        Err(IssueProblem::Capture(format!("{}{} {problem}", leaf(path), placed.describe())))
+        Err(IssueProblem::Capture(format!(
+            "{}{} {problem}",
+            leaf(path),
+            placed.describe()
+        )))
     }
 
     /// Captures operation `op`, which was issued with this label: the inputs that it donates and,
@@ -137,12 +154,21 @@ impl Capture {
             if let Some(ArrayOrigin::Input(input)) = source
                 && (new.donates)(i)
             {
-                self.inputs[input as usize].donated.get_or_insert((place, at));
+                self.inputs[input as usize]
+                    .donated
+                    .get_or_insert((place, at));
             }
             inputs.extend(source.filter(|_| again.is_some()));
         }
         if let Some(again) = again {
-            self.here.push(Noted { place, label, at, what: (new.what)(), again, inputs });
+            self.here.push(Noted {
+                place,
+                label,
+                at,
+                what: (new.what)(),
+                again,
+                inputs,
+            });
         }
     }
 
@@ -195,7 +221,9 @@ impl Program {
         at: &'static Location<'static>,
         call: &str,
     ) -> Result<()> {
-        let Some(capture) = &self.capture else { return Ok(()) };
+        let Some(capture) = &self.capture else {
+            return Ok(());
+        };
         let problem = format!("not within a step that is captured (at {})", capture.at);
         Err(IssueProblem::Capture(problem).at(at, call))
     }
@@ -206,7 +234,11 @@ impl Program {
         &self,
         leaves: &[(String, &MpmdArray)],
     ) -> std::result::Result<(), IssueProblem> {
-        let Some(capture) = &self.capture else { return Ok(()) };
-        leaves.iter().try_for_each(|(path, leaf)| capture.check_given_up(path, leaf))
+        let Some(capture) = &self.capture else {
+            return Ok(());
+        };
+        leaves
+            .iter()
+            .try_for_each(|(path, leaf)| capture.check_given_up(path, leaf))
     }
 }

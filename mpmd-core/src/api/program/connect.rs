@@ -49,7 +49,11 @@ impl Job {
             None => JobEnv::alone()?,
         };
         let seeker = Seeker::new(env.coordinator.clone());
-        Ok(Self { builder: with_env(builder, &env)?, env, seeker })
+        Ok(Self {
+            builder: with_env(builder, &env)?,
+            env,
+            seeker,
+        })
     }
 
     /// Lets later epochs have the numbers of processes that `layout` allows, each with the number
@@ -64,9 +68,14 @@ impl Job {
     /// first. Blocks until all processes are connected, on a spare until there is a place for it.
     pub(crate) fn join(&mut self, returning: Option<Returning>) -> Result<Start> {
         if self.env.dry_run.is_some() || (self.env.processes == 1 && !self.env.hosted) {
-            return Ok(Start::Program(Box::new(start(self.builder.clone(), &self.env)?)));
+            return Ok(Start::Program(Box::new(start(
+                self.builder.clone(),
+                &self.env,
+            )?)));
         }
-        let Some(mut returning) = returning else { return self.join_as(None) };
+        let Some(mut returning) = returning else {
+            return self.join_as(None);
+        };
         self.env.process = returning.process;
         self.builder.epoch = returning.epoch + 1;
         self.seeker.hear(returning.succession.take());
@@ -76,21 +85,37 @@ impl Job {
             returning.wait_for_others();
         }
         let run = returning.identity.run.or(self.seeker.run());
-        let identity = Identity { run, ..returning.identity };
+        let identity = Identity {
+            run,
+            ..returning.identity
+        };
         let Returning { server, leaves, .. } = returning;
-        match self.join_as(Some(Former { identity, server, leaves })) {
+        match self.join_as(Some(Former {
+            identity,
+            server,
+            leaves,
+        })) {
             // Process 0 was started again, and with it another service. That of this job is not it.
             Err(Error::Launch(LaunchError::Rendezvous(RendezvousError::OtherRun { .. })))
                 if self.seeker.leaves() =>
             {
-                self.join_as(Some(Former { identity, server: None, leaves }))
+                self.join_as(Some(Former {
+                    identity,
+                    server: None,
+                    leaves,
+                }))
             }
             started => started,
         }
     }
 
     fn join_as(&mut self, returning: Option<Former>) -> Result<Start> {
-        join(self.builder.clone(), &self.env, returning, Some(&mut self.seeker))
+        join(
+            self.builder.clone(),
+            &self.env,
+            returning,
+            Some(&mut self.seeker),
+        )
     }
 }
 
@@ -109,7 +134,10 @@ fn with_settings(mut builder: Builder) -> Result<Builder> {
     let folder =
         std::env::var_os(mpmd_launch::variables::TRACE).filter(|folder| !folder.is_empty());
     builder.trace = builder.trace.or(folder.map(PathBuf::from));
-    builder.sync = match (builder.sync, std::env::var(mpmd_launch::variables::SYNC).as_deref()) {
+    builder.sync = match (
+        builder.sync,
+        std::env::var(mpmd_launch::variables::SYNC).as_deref(),
+    ) {
         (None, Ok("1")) => Some(true),
         (None, Ok(value)) if !["", "0"].contains(&value) => {
             return Err(Error::Launch(LaunchError::Variable {
@@ -141,8 +169,9 @@ fn with_env(mut builder: Builder, env: &JobEnv) -> Result<Builder> {
     }
     builder.check_replay = builder.check_replay.or(env.check_replay);
     builder.spin = builder.spin.or(env.spin);
-    let peer_timeout =
-        *builder.peer_timeout.get_or_insert(env.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT));
+    let peer_timeout = *builder
+        .peer_timeout
+        .get_or_insert(env.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT));
     if peer_timeout.is_zero() {
         return Err(Error::Environment(
             "the peer timeout of the program's builder is zero: every peer would count as lost at \
@@ -172,7 +201,10 @@ fn start(builder: Builder, env: &JobEnv) -> Result<Program> {
 /// are on one host. The step end that completes the dry run writes it and exits the process.
 fn dry_run(builder: Builder, env: &JobEnv, asked: &DryRunEnv) -> Result<Program> {
     let topology = builder.topology(env.processes, env.devices_per_process)?;
-    let order = Order { file: asked.file.clone(), most_steps: asked.steps.unwrap_or(MOST_STEPS) };
+    let order = Order {
+        file: asked.file.clone(),
+        most_steps: asked.steps.unwrap_or(MOST_STEPS),
+    };
     builder.start_dry_run(env.process, topology, Some(order))
 }
 
@@ -208,7 +240,10 @@ fn join(
         ));
     }
     if env.is_added && returning.is_none() {
-        let largest = builder.sizes.last().map_or(env.processes, |(size, _)| *size as usize);
+        let largest = builder
+            .sizes
+            .last()
+            .map_or(env.processes, |(size, _)| *size as usize);
         if largest <= env.processes {
             warn_user(&format!(
                 "this process was added to a job that goes on with at most {largest} processes, as \
@@ -217,12 +252,20 @@ fn join(
             ));
         }
     }
-    let Former { identity, mut server, leaves } = match returning {
+    let Former {
+        identity,
+        mut server,
+        leaves,
+    } = match returning {
         Some(former) => former,
         None => {
             let hosts = !env.hosted && env.process.index() == 0;
             let server = hosts.then(|| host(env, peer_timeout)).transpose()?;
-            Former { identity: Identity::random().map_err(wrong)?, server, leaves: false }
+            Former {
+                identity: Identity::random().map_err(wrong)?,
+                server,
+                leaves: false,
+            }
         }
     };
     let config = JoinConfig {
@@ -236,7 +279,10 @@ fn join(
         Some(seeker) => {
             let rendezvous = seeker.connect(&config, &mut server).map_err(wrong)?;
             let at = rendezvous.local_address();
-            (rendezvous, seeker.heir(at, &identity, server.as_ref()).map_err(wrong)?)
+            (
+                rendezvous,
+                seeker.heir(at, &identity, server.as_ref()).map_err(wrong)?,
+            )
         }
         None => (Rendezvous::connect(config).map_err(wrong)?, None),
     };
@@ -251,7 +297,10 @@ fn join(
         devices: (topology.devices().len() / env.processes) as u32,
         addresses: transports::told(name, &opened),
         program: version::fingerprint(&topology, builder.checks(), &builder.sizes),
-        facts: builder.facts.as_ref().map_or_else(Box::default, |facts| facts.told().into()),
+        facts: builder
+            .facts
+            .as_ref()
+            .map_or_else(Box::default, |facts| facts.told().into()),
         trouble: opened.as_ref().err().map(lack),
         sizes: SizeRange::of(builder.sizes.iter().map(|(size, _)| *size)),
         is_added: env.is_added,
@@ -290,8 +339,10 @@ pub(crate) fn join_beside(
     (peer_timeout, over): (Duration, Option<SimulatedTransport>),
 ) -> Result<Program> {
     let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
-    let builder =
-        Builder::default().devices_by_process(devices).peer_timeout(peer_timeout).spin(Spin::Never);
+    let builder = Builder::default()
+        .devices_by_process(devices)
+        .peer_timeout(peer_timeout)
+        .spin(Spin::Never);
     let processes = devices.len();
     let topology = builder.topology(processes, None)?;
     let opened = match over {
@@ -335,7 +386,11 @@ fn lack(error: &Error) -> String {
 /// Starts the rendezvous service in this process, at the job's listen address.
 fn host(env: &JobEnv, peer_timeout: Duration) -> Result<Server> {
     let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
-    let config = ServerConfig { processes: env.processes, token: env.token.clone(), peer_timeout };
+    let config = ServerConfig {
+        processes: env.processes,
+        token: env.token.clone(),
+        peer_timeout,
+    };
     Server::bind(env.listen_address()?, config).map_err(wrong)
 }
 

@@ -14,8 +14,12 @@ impl Program {
     /// Ends a step. If the process was started to write its dry run and the dry run is
     /// complete, writes it and exits with code 0.
     pub(super) fn end_dry_step(&self) -> Result<()> {
-        let Some(dry_run) = &self.runtime.dry_run else { return Ok(()) };
-        let Some(end) = dry_run.step_end() else { return Ok(()) };
+        let Some(dry_run) = &self.runtime.dry_run else {
+            return Ok(());
+        };
+        let Some(end) = dry_run.step_end() else {
+            return Ok(());
+        };
         if dry_run.deliver(end)? {
             // Continuing has no use: later steps are known, and output from results that do not
             // exist would be wrong.

@@ -18,7 +18,10 @@ pub(crate) enum EpochEnd<T, E> {
     /// The job is over.
     Over(Result<T, E>),
     /// A process was lost, or the job changes. This one may return in the next epoch.
-    Lost { failure: Arc<Failure>, returning: Box<Returning> },
+    Lost {
+        failure: Arc<Failure>,
+        returning: Box<Returning>,
+    },
 }
 
 /// A change that the processes of an epoch have agreed on.
@@ -54,7 +57,10 @@ impl Program {
     /// Returns the random identity of the job's run, the same in all its epochs and on all
     /// processes. 0 for a job without a rendezvous.
     pub fn run_id(&self) -> u128 {
-        self.membership.as_ref().and_then(|membership| membership.identity.run).unwrap_or(0)
+        self.membership
+            .as_ref()
+            .and_then(|membership| membership.identity.run)
+            .unwrap_or(0)
     }
 
     /// Lets [`Program::commit`] keep its copies in `kept`. A job that `may_change` keeps them also
@@ -68,7 +74,9 @@ impl Program {
 
     /// True if a commit of an earlier epoch was whole on all its processes.
     pub(crate) fn had_whole_commit(&self) -> bool {
-        self.membership.as_ref().is_some_and(|membership| membership.standing.whole.is_some())
+        self.membership
+            .as_ref()
+            .is_some_and(|membership| membership.standing.whole.is_some())
     }
 
     /// Returns the function that tells the service that a commit of this epoch is whole on all its
@@ -76,7 +84,9 @@ impl Program {
     pub(crate) fn whole_teller(&self) -> Option<impl FnOnce() + Send + 'static> {
         let rendezvous = Arc::downgrade(&self.membership.as_ref()?.rendezvous);
         Some(move || {
-            let told = rendezvous.upgrade().map(|rendezvous| rendezvous.commit_is_whole());
+            let told = rendezvous
+                .upgrade()
+                .map(|rendezvous| rendezvous.commit_is_whole());
             if let Some(Err(error)) = told {
                 tracing::debug!(%error, "telling the service of a whole commit");
             }
@@ -86,7 +96,9 @@ impl Program {
     /// Returns the number of processes that the next epoch could have, as far as this process
     /// knows.
     pub(crate) fn could_have(&self) -> usize {
-        self.membership.as_ref().map_or(0, |membership| membership.rendezvous.could_have())
+        self.membership
+            .as_ref()
+            .map_or(0, |membership| membership.rendezvous.could_have())
     }
 
     /// Ends this process's part in an epoch, after the program has returned `result`. Finishes a
@@ -100,8 +112,11 @@ impl Program {
         let at = Location::caller();
         // A program that has returned a value is over, also if the others go on. An error of its
         // own ends the job.
-        let is_passed_on =
-            |change: &Change| result.as_ref().is_err_and(|error| change.is_passed_on_by(error));
+        let is_passed_on = |change: &Change| {
+            result
+                .as_ref()
+                .is_err_and(|error| change.is_passed_on_by(error))
+        };
         if let Some(change) = self.change.take().filter(is_passed_on) {
             let is_over = self.wait_for_end(at).and_then(|()| self.wait_for_all());
             return match is_over {
@@ -141,7 +156,10 @@ impl Program {
     ) -> EpochEnd<T, E> {
         let me = self.process();
         self.runtime.leave(failure.as_deref());
-        let host = self.membership.as_ref().and_then(|membership| membership.service_of(me));
+        let host = self
+            .membership
+            .as_ref()
+            .and_then(|membership| membership.service_of(me));
         let why = Failure::new(FailureKind::PeerLost, me, 0, change.why.to_string());
         let mut end = self.return_later(failure.unwrap_or_else(|| Arc::new(why)));
         if let EpochEnd::Lost { returning, .. } = &mut end {
@@ -159,7 +177,10 @@ impl Program {
         match self.runtime.wait_for_kernels() {
             Ok(()) => {
                 let returning = membership.return_later(self.process(), self.epoch());
-                EpochEnd::Lost { failure, returning: Box::new(returning) }
+                EpochEnd::Lost {
+                    failure,
+                    returning: Box::new(returning),
+                }
             }
             // The service hears that this process is gone, and gives its place to another.
             Err(error) => EpochEnd::Over(Err(error.into())),

@@ -20,7 +20,10 @@ pub(super) struct Facts {
 
 impl Facts {
     pub(super) fn new(find: impl Fn() -> Vec<Fact> + Send + Sync + 'static) -> Self {
-        Self { find: Arc::new(find), told: Arc::default() }
+        Self {
+            find: Arc::new(find),
+            told: Arc::default(),
+        }
     }
 
     /// Returns the facts as they were when this process joined its job first: so a process that
@@ -34,9 +37,9 @@ impl Facts {
         let facts = Difference::between(self.told(), &(self.find)());
         match facts.is_empty() {
             true => Ok(()),
-            false => {
-                Err(Error::Launch(LaunchError::Rendezvous(RendezvousError::Changed { facts })))
-            }
+            false => Err(Error::Launch(LaunchError::Rendezvous(
+                RendezvousError::Changed { facts },
+            ))),
         }
     }
 }

@@ -118,7 +118,13 @@ impl Program {
         words: impl IntoIterator<Item = u64>,
         new: NewOp<'_>,
     ) -> (u64, Option<OpGuard>) {
-        let NewOp { what, at, takes, donates, .. } = new;
+        let NewOp {
+            what,
+            at,
+            takes,
+            donates,
+            ..
+        } = new;
         if let Part::Work(_) = new.part {
             self.admit(at);
         }
@@ -134,7 +140,10 @@ impl Program {
             capture.note(op, self.label, &new);
         }
         if let Some(dry_run) = &self.runtime.dry_run {
-            let takes = takes.iter().enumerate().map(|(i, array)| (*array, donates(i)));
+            let takes = takes
+                .iter()
+                .enumerate()
+                .map(|(i, array)| (*array, donates(i)));
             let about = (self.label, at, self.hash.word());
             dry_run.operation(about, takes, new.known, new.descriptor);
         }
@@ -144,12 +153,24 @@ impl Program {
             Part::Idle => return (op, None),
         };
         if spans::are_on() {
-            let bytes = if let Part::Work(bytes) = new.part { bytes } else { 0 };
-            let issued = spans::Issued { op, label: self.label, what: &*what(), at, bytes };
+            let bytes = if let Part::Work(bytes) = new.part {
+                bytes
+            } else {
+                0
+            };
+            let issued = spans::Issued {
+                op,
+                label: self.label,
+                what: &*what(),
+                at,
+                bytes,
+            };
             let span = self.step_span.operation(self.steps + 1, &issued);
             self.runtime.in_flight.set_span(op, span);
         }
-        self.runtime.trace.issued(op, self.label, at, new.source, what);
+        self.runtime
+            .trace
+            .issued(op, self.label, at, new.source, what);
         (op, guard)
     }
 
@@ -164,7 +185,10 @@ impl Program {
     ) {
         let values = self.hash_values(takes);
         self.count += 1;
-        let (hash, values) = words.into_iter().fold(self.hash, Rolling::mix).mix_values(values);
+        let (hash, values) = words
+            .into_iter()
+            .fold(self.hash, Rolling::mix)
+            .mix_values(values);
         self.hash = hash;
         self.hash_at_last = hash.value();
         if let Some(hook) = &self.on_issue {
@@ -281,7 +305,9 @@ impl Program {
         }
         self.runtime.ask_taken(self.count);
         self.wait_for_operations(what, at, |counts| counts.ops == 0);
-        self.runtime.trouble().map_or(Ok(()), |failure| Err(Error::failed(failure)))
+        self.runtime
+            .trouble()
+            .map_or(Ok(()), |failure| Err(Error::failed(failure)))
     }
 
     /// Blocks until `enough` is true for the operations in flight. Reports a hang after the peer

@@ -28,7 +28,10 @@ impl Program {
     }
 
     fn count_local(&self, devices: &[DeviceId]) -> usize {
-        devices.iter().filter(|device| self.is_local_device(**device)).count()
+        devices
+            .iter()
+            .filter(|device| self.is_local_device(**device))
+            .count()
     }
 }
 
@@ -40,11 +43,19 @@ mod tests {
 
     /// Returns (fully remote, partially local, fully local) for a list of devices.
     fn of_devices(p: &Program, devices: &[DeviceId]) -> [bool; 3] {
-        [p.is_fully_remote(devices), p.is_partially_local(devices), p.is_fully_local(devices)]
+        [
+            p.is_fully_remote(devices),
+            p.is_partially_local(devices),
+            p.is_fully_local(devices),
+        ]
     }
 
     fn of_array(x: &MpmdArray) -> [bool; 3] {
-        [x.is_fully_remote(), x.is_partially_local(), x.is_fully_local()]
+        [
+            x.is_fully_remote(),
+            x.is_partially_local(),
+            x.is_fully_local(),
+        ]
     }
 
     const REMOTE: [bool; 3] = [true, false, false];
@@ -70,8 +81,16 @@ mod tests {
                 let mesh = p.mesh_of(&[("x", ids.len())], &ids)?;
                 let expected = expected[here];
                 let sharding = mesh.replicated();
-                assert_eq!(of_devices(p, mesh.devices()), expected, "{devices:?} on {here}");
-                assert_eq!(of_devices(p, sharding.devices()), expected, "{devices:?} on {here}");
+                assert_eq!(
+                    of_devices(p, mesh.devices()),
+                    expected,
+                    "{devices:?} on {here}"
+                );
+                assert_eq!(
+                    of_devices(p, sharding.devices()),
+                    expected,
+                    "{devices:?} on {here}"
+                );
                 let y = p.device_put(&x, &sharding)?;
                 assert_eq!(of_array(&y), expected, "{devices:?} on {here}");
             }

@@ -75,7 +75,9 @@ impl Membership {
             serde_json::to_vec(&activity.unwrap_or_default()).unwrap_or_default()
         });
         self.rendezvous.on_down(Box::new(move |down| {
-            let Some(runtime) = runtime.upgrade() else { return };
+            let Some(runtime) = runtime.upgrade() else {
+                return;
+            };
             match down {
                 Down::Process(process, why) if neighbours.has_ended(process) => {
                     runtime.peer_ended(process, &why);
@@ -108,7 +110,11 @@ impl Membership {
                 };
                 let best = (0..8).map(look).min_by_key(|(trip, ..)| *trip);
                 let (trip, at, unix) = best.unwrap_or_else(|| look(0));
-                trace.clock(at, unix.saturating_add(found.offset), found.bound + trip / 2);
+                trace.clock(
+                    at,
+                    unix.saturating_add(found.offset),
+                    found.bound + trip / 2,
+                );
             }
             // Other calls report the service's real problems.
             Err(error) => tracing::debug!(%error, "comparing clocks for a trace"),
@@ -119,12 +125,15 @@ impl Membership {
     /// a failure if one was lost before, or if the others have gone on without this process. The
     /// loss of the service is only logged if nobody can go on with it: then nobody returns.
     pub(super) fn wait_for_all(&self, me: ProcessId, epoch: u64) -> Option<Arc<Failure>> {
-        let waited = self.rendezvous.barrier(format!("mpmd.end.{epoch}"), self.peer_timeout);
+        let waited = self
+            .rendezvous
+            .barrier(format!("mpmd.end.{epoch}"), self.peer_timeout);
         let (process, why) = match waited {
             Ok(()) => return None,
-            Err(RendezvousError::BarrierBroken { process, why, .. }) => {
-                (process, format!("process {process} was lost at the end: {why}"))
-            }
+            Err(RendezvousError::BarrierBroken { process, why, .. }) => (
+                process,
+                format!("process {process} was lost at the end: {why}"),
+            ),
             Err(error @ (RendezvousError::ServerGone { .. } | RendezvousError::Stopped))
                 if !self.is_followed() && !self.rendezvous.is_server_alive() =>
             {
@@ -134,7 +143,12 @@ impl Membership {
             // The service has died with its process, or the others have gone on without this one.
             Err(error) => (me, error.to_string()),
         };
-        Some(Arc::new(Failure::new(FailureKind::PeerLost, process, 0, why)))
+        Some(Arc::new(Failure::new(
+            FailureKind::PeerLost,
+            process,
+            0,
+            why,
+        )))
     }
 
     /// Leaves the job in order, so that the peers do not see a death. First sends `report` to the
@@ -169,7 +183,12 @@ impl Membership {
         }
         let parting = self.rendezvous.parting();
         let is_whole = self.rendezvous.has_whole_commit();
-        let Self { identity, server, mut succession, .. } = self;
+        let Self {
+            identity,
+            server,
+            mut succession,
+            ..
+        } = self;
         if let Some(succession) = succession.as_mut().filter(|_| is_whole) {
             succession.commit_is_whole();
         }
@@ -187,7 +206,10 @@ impl Membership {
 
     /// Returns the other process that runs the service. `None` if that is none of the job, or this.
     pub(super) fn host(&self) -> Option<ProcessId> {
-        self.succession.as_ref().filter(|_| self.server.is_none())?.host()
+        self.succession
+            .as_ref()
+            .filter(|_| self.server.is_none())?
+            .host()
     }
 
     /// Returns the process that runs the service, of which `me` is this one. `None` if that is none
@@ -206,7 +228,10 @@ impl Membership {
     /// Sends `error` to the launcher and drops the connection without a goodbye, since this process
     /// could not start its part. The peers see that it is gone.
     pub(super) fn give_up(self, me: ProcessId, error: &Error) {
-        self.tell(Some(Report { failure: blame(me, error), hash: None }));
+        self.tell(Some(Report {
+            failure: blame(me, error),
+            hash: None,
+        }));
     }
 
     fn tell(&self, report: Option<Report>) {

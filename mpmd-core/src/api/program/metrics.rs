@@ -63,7 +63,10 @@ impl Program {
     /// Returns the current values of this process's counters.
     pub fn metrics(&self) -> Metrics {
         let values = |counters: &[AtomicU64]| {
-            counters.iter().map(|counter| counter.load(Ordering::Relaxed)).collect()
+            counters
+                .iter()
+                .map(|counter| counter.load(Ordering::Relaxed))
+                .collect()
         };
         Metrics {
             plan_cache: self.put_plans.metrics(),
@@ -78,11 +81,19 @@ impl Program {
     /// Memory that is borrowed from a peer is not included; [`Program::metrics`] reports lent and
     /// borrowed memory by peer.
     pub fn memory(&self) -> MemoryUse {
-        let stats = self.runtime.devices.iter().map(|device| device.pool.stats());
+        let stats = self
+            .runtime
+            .devices
+            .iter()
+            .map(|device| device.pool.stats());
         let host = self.runtime.host_memory.stats();
         let lent = self.runtime.in_flight.counts().lent;
         let staging = self.runtime.staging.stats();
-        let commits = self.kept.as_ref().map(|kept| kept.lock().memory.stats()).unwrap_or_default();
+        let commits = self
+            .kept
+            .as_ref()
+            .map(|kept| kept.lock().memory.stats())
+            .unwrap_or_default();
         let host = MemoryUse {
             host_live: host.live + commits.live,
             host_peak: host.peak + commits.peak,

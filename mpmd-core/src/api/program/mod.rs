@@ -194,7 +194,10 @@ impl Program {
     /// Returns the number of this process. In a [dry run](Self::is_dry_run) this is the process
     /// that the program stands for, or a number beyond those of the job.
     pub fn process(&self) -> ProcessId {
-        self.runtime.dry_run.as_ref().map_or(self.runtime.me, DryRunBuilder::process)
+        self.runtime
+            .dry_run
+            .as_ref()
+            .map_or(self.runtime.me, DryRunBuilder::process)
     }
 
     /// Returns the number of processes in the job.
@@ -254,7 +257,9 @@ impl Program {
 
     /// Returns the address of this process at the rendezvous of its job. `None` if it has none.
     pub(crate) fn rendezvous_address(&self) -> Option<SocketAddr> {
-        self.membership.as_ref().map(|membership| membership.rendezvous.local_address())
+        self.membership
+            .as_ref()
+            .map(|membership| membership.rendezvous.local_address())
     }
 
     /// Creates a mesh with these axes over all devices of the job, in row-major order. One size may
@@ -286,7 +291,9 @@ impl Program {
     /// Restarts [`MemoryUse::recent_peak`] from the memory in use now.
     pub fn forget_memory_peak(&self) {
         let pools = self.runtime.devices.iter().map(|device| &device.pool);
-        pools.chain([&self.runtime.staging]).for_each(Pool::forget_peak);
+        pools
+            .chain([&self.runtime.staging])
+            .for_each(Pool::forget_peak);
     }
 
     /// Ends a step, for dry runs and traces. At this point the processes compare the operations
@@ -319,8 +326,13 @@ impl Program {
         self.runtime.with_router(|router| router.step_end(step));
         self.end_dry_step()?;
         self.read_comparisons(false);
-        self.runtime.trace.note(|| What::StepEnd { step, op: self.count });
-        self.runtime.trouble().map_or(Ok(()), |failure| Err(Error::failed(failure)))
+        self.runtime.trace.note(|| What::StepEnd {
+            step,
+            op: self.count,
+        });
+        self.runtime
+            .trouble()
+            .map_or(Ok(()), |failure| Err(Error::failed(failure)))
     }
 
     /// Runs `f`, and records it as a range with this name: in the [trace](Builder::trace) on
@@ -380,7 +392,8 @@ impl Program {
         if let Some(failure) = self.runtime.trouble() {
             return Err(failure);
         }
-        self.runtime.with_router(|router| router.goodbye(None, self.runtime.now()));
+        self.runtime
+            .with_router(|router| router.goodbye(None, self.runtime.now()));
         self.runtime.wait_for_peers()
     }
 
@@ -411,7 +424,12 @@ impl Program {
         let me = self.runtime.me;
         // The peers get an earlier failure unchanged, so that they see the root cause.
         let failure = self.runtime.cause().unwrap_or_else(|| {
-            Arc::new(Failure::new(FailureKind::Left, me, self.count, format!("process {me} {how}")))
+            Arc::new(Failure::new(
+                FailureKind::Left,
+                me,
+                self.count,
+                format!("process {me} {how}"),
+            ))
         });
         tracing::debug!(%failure, "a program ends without `finish`");
         let report = self.runtime.report_of(&failure, false);
@@ -459,7 +477,10 @@ impl Drop for Program {
         if is_missed {
             warn_user(&match failure.kind {
                 FailureKind::Left if failure.process == self.process() => failure.to_string(),
-                _ => format!("process {} did not finish its program: {failure}", self.process()),
+                _ => format!(
+                    "process {} did not finish its program: {failure}",
+                    self.process()
+                ),
             });
         }
     }

@@ -30,8 +30,13 @@ impl Neighbours {
     /// Returns true if the process is known to have ended. Blocks for at most 100 ms: a process
     /// that dies closes its connections a little before it ends.
     pub(super) fn has_ended(&self, process: ProcessId) -> bool {
-        let Some(Some(handle)) = self.0.get(process.index()) else { return false };
-        let wait = Timespec { tv_sec: 0, tv_nsec: ENDING.subsec_nanos().into() };
+        let Some(Some(handle)) = self.0.get(process.index()) else {
+            return false;
+        };
+        let wait = Timespec {
+            tv_sec: 0,
+            tv_nsec: ENDING.subsec_nanos().into(),
+        };
         poll(&mut [PollFd::new(handle, PollFlags::IN)], Some(&wait)).is_ok_and(|ended| ended > 0)
     }
 }
@@ -44,18 +49,35 @@ mod tests {
 
     #[test]
     fn handle_reports_the_end_of_a_process() {
-        let start =
-            || Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+        let start = || {
+            Command::new("cat")
+                .stdin(Stdio::piped())
+                .stdout(Stdio::null())
+                .spawn()
+                .unwrap()
+        };
         let mut children: Vec<Child> = (0..2).map(|_| start()).collect();
-        let member = |pid, host: &str| Member { host: host.to_owned(), pid, ..Member::default() };
+        let member = |pid, host: &str| Member {
+            host: host.to_owned(),
+            pid,
+            ..Member::default()
+        };
         let [ends, stays] = [children[0].id(), children[1].id()];
-        let members = [member(1, "a"), member(ends, "a"), member(stays, "a"), member(ends, "b")];
+        let members = [
+            member(1, "a"),
+            member(ends, "a"),
+            member(stays, "a"),
+            member(ends, "b"),
+        ];
         let neighbours = Neighbours::find(ProcessId(0), &members);
         children[0].kill().unwrap();
         // A handle becomes ready before the process is waited for.
         assert!((0..50).any(|_| neighbours.has_ended(ProcessId(1))));
         assert!(!neighbours.has_ended(ProcessId(2)), "it runs");
-        assert!(!neighbours.has_ended(ProcessId(3)), "it is said to be on another host");
+        assert!(
+            !neighbours.has_ended(ProcessId(3)),
+            "it is said to be on another host"
+        );
         assert!(!neighbours.has_ended(ProcessId(4)), "there is none");
         for mut child in children {
             drop(child.stdin.take());

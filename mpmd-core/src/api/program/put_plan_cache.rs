@@ -47,12 +47,20 @@ impl PlanCache {
     pub(super) fn new(entries: usize) -> Self {
         let entries = NonZeroUsize::new(entries);
         let (plans, intermediates) = (entries.map(LruCache::new), entries.map(LruCache::new));
-        Self { plans, intermediates, metrics: PlanCacheMetrics::default() }
+        Self {
+            plans,
+            intermediates,
+            metrics: PlanCacheMetrics::default(),
+        }
     }
 
     /// Returns the plan of `key`, or `None` if it is not in the cache. Counts a hit or a miss.
     pub(crate) fn get(&mut self, key: &PutKey) -> Option<Arc<PutPlan>> {
-        let found = self.plans.as_mut().and_then(|plans| plans.get(key)).cloned();
+        let found = self
+            .plans
+            .as_mut()
+            .and_then(|plans| plans.get(key))
+            .cloned();
         match found {
             Some(_) => self.metrics.hits += 1,
             None => self.metrics.misses += 1,
@@ -84,7 +92,10 @@ impl PlanCache {
 
     /// Returns the counters.
     pub(super) fn metrics(&self) -> PlanCacheMetrics {
-        PlanCacheMetrics { entries: self.plans.as_ref().map_or(0, LruCache::len), ..self.metrics }
+        PlanCacheMetrics {
+            entries: self.plans.as_ref().map_or(0, LruCache::len),
+            ..self.metrics
+        }
     }
 }
 
@@ -94,7 +105,12 @@ mod tests {
     use crate::prelude::*;
 
     fn counts(p: &Program) -> (u64, u64, u64, usize) {
-        let PlanCacheMetrics { hits, misses, evictions, entries } = p.metrics().plan_cache;
+        let PlanCacheMetrics {
+            hits,
+            misses,
+            evictions,
+            entries,
+        } = p.metrics().plan_cache;
         (hits, misses, evictions, entries)
     }
 

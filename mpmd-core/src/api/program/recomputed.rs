@@ -129,8 +129,9 @@ impl Program {
         let turn = self.recomputed.checks.entry(owner).or_default();
         let process = others.get(*turn as usize % others.len().max(1))?;
         let devices = topology.devices_of(*process).iter();
-        let devices: Vec<_> =
-            devices.filter(|device| topology.kind_of(**device) == Some(kind)).collect();
+        let devices: Vec<_> = devices
+            .filter(|device| topology.kind_of(**device) == Some(kind))
+            .collect();
         let device = **devices.get(*turn as usize / others.len() % devices.len().max(1))?;
         *turn += 1;
         Some((device, [owner, *process], others.len() == 1))
@@ -155,22 +156,35 @@ impl Program {
     /// until they are there: seldom, since a whole step was issued after them.
     pub(super) fn read_comparisons(&mut self, all: bool) {
         let is_due = |comparison: &Comparison| all || comparison.call.step + 2 <= self.steps;
-        let due = self.recomputed.pending.iter().take_while(|comparison| is_due(comparison));
+        let due = self
+            .recomputed
+            .pending
+            .iter()
+            .take_while(|comparison| is_due(comparison));
         (0..due.count()).for_each(|_| self.read_comparison());
     }
 
     /// Reads the oldest comparison, and process 0 tells the user what it has shown. Ignores one
     /// that has failed: its failure ends the job, or was forgiven.
     fn read_comparison(&mut self) {
-        let Some(Comparison { call, hashes }) = self.recomputed.pending.pop_front() else { return };
+        let Some(Comparison { call, hashes }) = self.recomputed.pending.pop_front() else {
+            return;
+        };
         let read = |hash: &MpmdArray| hash.to_host().ok().flatten();
-        let [Some(first), Some(again)] = hashes.each_ref().map(read) else { return };
+        let [Some(first), Some(again)] = hashes.each_ref().map(read) else {
+            return;
+        };
         let differ = first.bytes()[..] != again.bytes()[..];
         let finding = self.recomputed.ledger.note(&call, differ);
         if self.process() != ProcessId(0) {
             return;
         }
-        let RecomputedCall { processes: [a, b], kernel, at, .. } = &call;
+        let RecomputedCall {
+            processes: [a, b],
+            kernel,
+            at,
+            ..
+        } = &call;
         let bits =
             format!("kernel {kernel} at {at}: processes {a} and {b} computed different bits");
         match finding {
@@ -183,7 +197,10 @@ impl Program {
                 self.place_of(*b)
             )),
             Finding::Convicted(Convicted { process, why, .. }) => {
-                warn_user(&format!("process {process} ({}) {why}", self.place_of(process)));
+                warn_user(&format!(
+                    "process {process} ({}) {why}",
+                    self.place_of(process)
+                ));
             }
         }
     }
@@ -205,7 +222,10 @@ impl Program {
 
     /// Describes where a process runs.
     fn place_of(&self, process: ProcessId) -> String {
-        let members = self.membership.as_ref().map(|membership| &membership.places);
+        let members = self
+            .membership
+            .as_ref()
+            .map(|membership| &membership.places);
         match members.and_then(|places| places.get(process.index())) {
             Some((host, pid)) => format!("pid {pid} on {host}"),
             None => "its host is not known".to_owned(),
@@ -225,7 +245,9 @@ pub(crate) fn checkers(topology: &Topology, device: DeviceId) -> Vec<ProcessId> 
         return Vec::new();
     }
     let others = (1..all).map(|after| ProcessId((owner.0 + after) % all));
-    others.filter(|process| topology.has_kind(*process, kind)).collect()
+    others
+        .filter(|process| topology.has_kind(*process, kind))
+        .collect()
 }
 
 impl Ledger {
@@ -251,7 +273,10 @@ impl Ledger {
         let mut times = 0;
         let [of_a, of_b] = [(a, b), (b, a)].map(|(process, other)| {
             let others = &mut self.records.entry(process).or_default().others;
-            times = *others.entry(other).and_modify(|times| *times += 1).or_insert(1);
+            times = *others
+                .entry(other)
+                .and_modify(|times| *times += 1)
+                .or_insert(1);
             others.len()
         });
         let found = match of_a.cmp(&of_b) {
@@ -286,7 +311,11 @@ impl Ledger {
         self.records.values_mut().for_each(|record| {
             record.others.remove(&process);
         });
-        let convicted = Convicted { process, why, first };
+        let convicted = Convicted {
+            process,
+            why,
+            first,
+        };
         self.convicted.push_back(convicted.clone());
         convicted
     }
@@ -298,7 +327,13 @@ mod tests {
 
     fn call(processes: [u32; 2], is_only_pair: bool) -> RecomputedCall {
         let (processes, kernel, at) = (processes.map(ProcessId), "k".into(), Location::caller());
-        RecomputedCall { processes, is_only_pair, kernel, at, step: 0 }
+        RecomputedCall {
+            processes,
+            is_only_pair,
+            kernel,
+            at,
+            step: 0,
+        }
     }
 
     /// Notes differences between these processes, in order. Returns the findings, with the
@@ -316,7 +351,10 @@ mod tests {
     fn process_that_differs_from_two_others_is_convicted_once() {
         use Finding::{First, Nothing};
         let found = differences(&[[0, 1], [2, 0], [0, 1], [3, 0], [1, 2]], false);
-        assert_eq!(found, [Err(First), Ok(0), Err(Nothing), Err(Nothing), Err(First)]);
+        assert_eq!(
+            found,
+            [Err(First), Ok(0), Err(Nothing), Err(Nothing), Err(First)]
+        );
         // The same pair again says nothing new: a third process must tell.
         let found = differences(&[[0, 1], [0, 1], [1, 0], [1, 2]], false);
         assert_eq!(found, [Err(First), Err(Nothing), Err(Nothing), Ok(1)]);
@@ -338,19 +376,30 @@ mod tests {
     fn two_processes_alone_are_told_once_and_never_convicted() {
         use Finding::{EitherOf, First, Nothing};
         let found = differences(&[[0, 1], [1, 0], [0, 1], [1, 0]], true);
-        assert_eq!(found, [Err(First), Err(EitherOf), Err(Nothing), Err(Nothing)]);
+        assert_eq!(
+            found,
+            [Err(First), Err(EitherOf), Err(Nothing), Err(Nothing)]
+        );
     }
 
     #[test]
     fn checkers_have_the_kind_and_every_process_has_a_device() {
         use mpmd_layout::topology::DeviceKind::{Cpu, Cuda};
         let checkers = |topology: &Topology, device| -> Vec<u32> {
-            checkers(topology, DeviceId(device)).iter().map(|process| process.0).collect()
+            checkers(topology, DeviceId(device))
+                .iter()
+                .map(|process| process.0)
+                .collect()
         };
         assert_eq!(checkers(&Topology::even(4, 2), 4), [3, 0, 1]);
         assert!(checkers(&Topology::even(1, 2), 0).is_empty());
-        let mixed = Topology::even(4, 1).of_kinds(&[Cpu, Cuda, Cpu, Cpu]).unwrap();
-        assert_eq!((checkers(&mixed, 0), checkers(&mixed, 1)), (vec![2, 3], vec![]));
+        let mixed = Topology::even(4, 1)
+            .of_kinds(&[Cpu, Cuda, Cpu, Cpu])
+            .unwrap();
+        assert_eq!(
+            (checkers(&mixed, 0), checkers(&mixed, 1)),
+            (vec![2, 3], vec![])
+        );
         assert!(checkers(&Topology::with_devices(&[1, 0, 1]), 0).is_empty());
     }
 }

@@ -79,7 +79,8 @@ impl Opened {
                 (AUTO, String::new()),
                 (
                     shm::NAME,
-                    shm.as_ref().map_or_else(|why| shm::no_address(why), shm::Opened::address),
+                    shm.as_ref()
+                        .map_or_else(|why| shm::no_address(why), shm::Opened::address),
                 ),
                 (TCP, tcp.address().to_string()),
             ],
@@ -88,7 +89,10 @@ impl Opened {
             Self::Ucx(opened) => vec![(ucx::NAME, opened.address().to_owned())],
             Self::Simulated(_) => vec![(SIMULATED, String::new())],
         };
-        pairs.into_iter().map(|(name, address)| (name.to_owned(), address)).collect()
+        pairs
+            .into_iter()
+            .map(|(name, address)| (name.to_owned(), address))
+            .collect()
     }
 
     /// Connects to all members and returns the transport. The members must have been checked with
@@ -100,7 +104,12 @@ impl Opened {
         peer_timeout: Duration,
         spin: Spin,
     ) -> Result<Arc<dyn Transport>> {
-        let Joined { process, epoch, ref members, .. } = *joined;
+        let Joined {
+            process,
+            epoch,
+            ref members,
+            ..
+        } = *joined;
         let tcp = |listener: Listener| -> Result<Arc<dyn Transport>> {
             let peers = members
                 .iter()
@@ -109,20 +118,36 @@ impl Opened {
                 Error::Environment("a process of the job has no address for tcp".to_owned())
             })?;
             let pool = Pool::new(TCP, None);
-            Ok(listener.connect(TcpConfig { process, peers, token, epoch, peer_timeout, pool })?)
+            Ok(listener.connect(TcpConfig {
+                process,
+                peers,
+                token,
+                epoch,
+                peer_timeout,
+                pool,
+            })?)
         };
         let shm = |opened: shm::Opened, is_near: &[bool]| -> Result<Arc<dyn Transport>> {
             let peer = |(member, near): (&Member, &bool)| {
                 near.then(|| address(member, shm::NAME).unwrap_or_default().to_owned())
             };
             let peers = members.iter().zip(is_near).map(peer).collect();
-            Ok(opened.connect(&ShmConfig { process, peers, token, epoch, peer_timeout })?)
+            Ok(opened.connect(&ShmConfig {
+                process,
+                peers,
+                token,
+                epoch,
+                peer_timeout,
+            })?)
         };
         match self {
             Self::Simulated(endpoint) => endpoint(joined),
             Self::Tcp(listener) => tcp(listener),
             Self::Shm(opened) => shm(opened, &vec![true; members.len()]),
-            Self::Auto { shm: opened, tcp: listener } => {
+            Self::Auto {
+                shm: opened,
+                tcp: listener,
+            } => {
                 if let Some(line) = fallback(members, process) {
                     warn_user(&line);
                 }
@@ -139,8 +164,14 @@ impl Opened {
             }
             Self::Ucx(opened) => {
                 let here = members.get(process.index()).map(|member| &member.host);
-                let neighbours = members.iter().filter(|member| Some(&member.host) == here).count();
-                let peers = members.iter().map(|member| asked(member).1.to_owned()).collect();
+                let neighbours = members
+                    .iter()
+                    .filter(|member| Some(&member.host) == here)
+                    .count();
+                let peers = members
+                    .iter()
+                    .map(|member| asked(member).1.to_owned())
+                    .collect();
                 let pool = Pool::new(ucx::NAME, None);
                 Ok(opened.connect(UcxConfig {
                     process,
@@ -160,7 +191,9 @@ impl Opened {
 /// Returns, for each member, true if `process` shares memory with it under transport `auto`. Both
 /// processes of a pair get the same result.
 fn near(members: &[Member], process: ProcessId) -> Vec<bool> {
-    let Some(me) = members.get(process.index()) else { return vec![false; members.len()] };
+    let Some(me) = members.get(process.index()) else {
+        return vec![false; members.len()];
+    };
     let near =
         |(i, member): (usize, &Member)| i != process.index() && why_not_near(me, member).is_none();
     members.iter().enumerate().map(near).collect()
@@ -194,7 +227,10 @@ fn fallback(members: &[Member], process: ProcessId) -> Option<String> {
 /// Returns the (transport, address) pairs that this process tells the rendezvous. If the transport
 /// could not be opened, returns only its name.
 pub(super) fn told(name: &str, opened: &Result<Opened>) -> Vec<(String, String)> {
-    opened.as_ref().map_or_else(|_| vec![(name.to_owned(), String::new())], Opened::addresses)
+    opened.as_ref().map_or_else(
+        |_| vec![(name.to_owned(), String::new())],
+        Opened::addresses,
+    )
 }
 
 /// Checks that all members ask for the same transport and have it. The result is the same on every
@@ -235,11 +271,20 @@ pub(super) fn agree(members: &[Member]) -> Result<(), LaunchError> {
         return Ok(());
     }
     // A comparison with the first member is enough: sharing memory is transitive.
-    let apart = members.iter().enumerate().skip(1).find_map(|(other, member)| {
-        let why = shm::why_apart(asked(&members[0]).1, asked(member).1)?;
-        let other = ProcessId(other as u32);
-        Some(LaunchError::Apart { one: ProcessId(0), other, why, variable: variables::TRANSPORT })
-    });
+    let apart = members
+        .iter()
+        .enumerate()
+        .skip(1)
+        .find_map(|(other, member)| {
+            let why = shm::why_apart(asked(&members[0]).1, asked(member).1)?;
+            let other = ProcessId(other as u32);
+            Some(LaunchError::Apart {
+                one: ProcessId(0),
+                other,
+                why,
+                variable: variables::TRANSPORT,
+            })
+        });
     apart.map_or(Ok(()), Err)
 }
 
@@ -251,15 +296,20 @@ fn address<'a>(member: &'a Member, transport: &str) -> Option<&'a str> {
 
 /// Returns (transport that a member asks for, its address there).
 fn asked(member: &Member) -> (&str, &str) {
-    member.addresses.first().map_or(("nothing", ""), |(name, address)| (name, address))
+    member
+        .addresses
+        .first()
+        .map_or(("nothing", ""), |(name, address)| (name, address))
 }
 
 /// Formats ascending numbers for a message: `0, 2-5 and 7`.
 pub(super) fn listed(numbers: &[usize]) -> String {
-    let runs = numbers.chunk_by(|a, b| a + 1 == *b).flat_map(|run| match run {
-        [first, .., last] if run.len() > 2 => vec![format!("{first}-{last}")],
-        _ => run.iter().map(ToString::to_string).collect(),
-    });
+    let runs = numbers
+        .chunk_by(|a, b| a + 1 == *b)
+        .flat_map(|run| match run {
+            [first, .., last] if run.len() > 2 => vec![format!("{first}-{last}")],
+            _ => run.iter().map(ToString::to_string).collect(),
+        });
     let mut runs: Vec<String> = runs.collect();
     match runs.pop() {
         Some(last) if !runs.is_empty() => format!("{} and {last}", runs.join(", ")),
@@ -288,7 +338,13 @@ mod tests {
     fn members_with_different_transports_get_an_error() {
         let (tcp, ucx) = (member("tcp", None), member("ucx", None));
         assert_eq!(agree(&[tcp.clone(), tcp.clone()]), Ok(()));
-        let said = wrong(&[tcp.clone(), ucx.clone(), tcp.clone(), tcp.clone(), tcp.clone()]);
+        let said = wrong(&[
+            tcp.clone(),
+            ucx.clone(),
+            tcp.clone(),
+            tcp.clone(),
+            tcp.clone(),
+        ]);
         let expected =
             "processes 0 and 2-4 say tcp, process 1 says ucx; MPMD_TRANSPORT must be the same";
         assert!(said.contains(expected), "{said}");
@@ -296,7 +352,10 @@ mod tests {
         let without = member("ucx", Some("no transport: it has no library"));
         assert!(wrong(&[tcp, without.clone()]).contains("process 0 says tcp, process 1 says ucx"));
         let said = wrong(&[ucx, without.clone(), without]);
-        assert_eq!(said, "process 1 on host left has no transport: it has no library");
+        assert_eq!(
+            said,
+            "process 1 on host left has no transport: it has no library"
+        );
         assert!(
             wrong(&[Member::default(), member("tcp", None)]).contains("process 0 says nothing")
         );
@@ -307,21 +366,38 @@ mod tests {
         let at = (std::net::Ipv4Addr::LOCALHOST, 0).into();
         let here = |host: &str| {
             let addresses = told(DEFAULT, &Opened::open(DEFAULT, 3, at));
-            Member { host: host.into(), addresses, ..Member::default() }
+            Member {
+                host: host.into(),
+                addresses,
+                ..Member::default()
+            }
         };
         let mut members = [here("left"), here("left"), here("right")];
         assert_eq!(agree(&members), Ok(()));
         let near_all = |members: &[Member]| [0, 1, 2].map(|i| near(members, ProcessId(i)));
-        assert_eq!(near_all(&members), [[false, true, false], [true, false, false], [false; 3]]);
+        assert_eq!(
+            near_all(&members),
+            [[false, true, false], [true, false, false], [false; 3]]
+        );
         let says = |members: &[Member]| [0, 1, 2].map(|i| fallback(members, ProcessId(i)));
-        assert_eq!(says(&members), [None, None, None], "other hosts are no reason to say anything");
+        assert_eq!(
+            says(&members),
+            [None, None, None],
+            "other hosts are no reason to say anything"
+        );
         members[1].addresses[1].1 = shm::no_address("memfd_create is not allowed");
         members[2].host = "left".into();
-        assert_eq!(near_all(&members), [[false, false, true], [false; 3], [true, false, false]]);
+        assert_eq!(
+            near_all(&members),
+            [[false, false, true], [false; 3], [true, false, false]]
+        );
         let [first, second, third] = says(&members);
         let expected =
             "processes 0 and 1 are on host left, but talk over tcp: memfd_create is not allowed";
-        assert_eq!((first.as_deref(), second, third), (Some(expected), None, None));
+        assert_eq!(
+            (first.as_deref(), second, third),
+            (Some(expected), None, None)
+        );
         // With `shm` requested by name, the same is an error on every process.
         let shm = |address: &str| Member {
             addresses: vec![("shm".into(), address.into())],
@@ -358,12 +434,20 @@ mod tests {
         ));
         let pigeon = Opened::open("pigeon", 2, at);
         assert!(pigeon.is_err());
-        assert_eq!(told("pigeon", &pigeon), [("pigeon".to_owned(), String::new())]);
+        assert_eq!(
+            told("pigeon", &pigeon),
+            [("pigeon".to_owned(), String::new())]
+        );
         #[cfg(not(feature = "ucx"))]
         {
-            let said =
-                Opened::open("ucx", 2, at).err().map(|error| error.to_string()).unwrap_or_default();
-            assert!(said.contains("built without it") && said.contains("--features ucx"), "{said}");
+            let said = Opened::open("ucx", 2, at)
+                .err()
+                .map(|error| error.to_string())
+                .unwrap_or_default();
+            assert!(
+                said.contains("built without it") && said.contains("--features ucx"),
+                "{said}"
+            );
         }
     }
 }

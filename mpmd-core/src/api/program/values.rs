@@ -30,7 +30,10 @@ impl LargeValueCalls {
     /// It also does so at some calls between, chosen by `hash`: where a loop puts several arrays
     /// of one size, each of them has its turn.
     fn count(&mut self, bytes: u64, hash: u64) -> bool {
-        let calls = self.counts.entry(Pool::rounded(bytes as usize)).or_default();
+        let calls = self
+            .counts
+            .entry(Pool::rounded(bytes as usize))
+            .or_default();
         *calls += 1;
         calls.is_power_of_two() || hash.is_multiple_of(*calls)
     }
@@ -78,7 +81,10 @@ impl Program {
         if let Some(decided) = self.large_value_calls.of_call {
             return decided;
         }
-        let bytes = arrays.iter().filter_map(|array| host_bytes(array)).map(<[u8]>::len);
+        let bytes = arrays
+            .iter()
+            .filter_map(|array| host_bytes(array))
+            .map(<[u8]>::len);
         let large: usize = bytes.filter(|bytes| *bytes > WHOLE).sum();
         let counted = large > 0 && self.large_value_calls.count(large as u64, self.hash.word());
         counted || self.runtime.config.check_uncommitted
@@ -109,7 +115,13 @@ impl Rolling {
     /// mixed hash, both hashes apart). The second is `None` without host values.
     pub(crate) fn mix_values(self, values: Option<u64>) -> (Self, Option<Values>) {
         match values {
-            Some(hash) => (self.mix(hash), Some(Values { call: self.word(), hash })),
+            Some(hash) => (
+                self.mix(hash),
+                Some(Values {
+                    call: self.word(),
+                    hash,
+                }),
+            ),
             None => (self, None),
         }
     }
@@ -133,7 +145,15 @@ mod tests {
 
     #[test]
     fn blocks_are_spread_from_the_first_byte_to_the_last() {
-        for bytes in [WHOLE + 1, WHOLE + 63, WHOLE + 64, 5000, 10_000, 1 << 20, (1 << 20) + 3] {
+        for bytes in [
+            WHOLE + 1,
+            WHOLE + 63,
+            WHOLE + 64,
+            5000,
+            10_000,
+            1 << 20,
+            (1 << 20) + 3,
+        ] {
             let values = vec![0u8; bytes];
             let place = |block: &[u8; BLOCK]| block.as_ptr().addr() - values.as_ptr().addr();
             let places: Vec<usize> = blocks(&values).map(place).collect();

@@ -38,8 +38,10 @@ pub(super) struct Checks {
 pub(super) fn fingerprint(topology: &Topology, checks: Checks, sizes: &[(u32, u32)]) -> String {
     let program = std::env::current_exe().ok();
     let name = program.as_ref().and_then(|program| program.file_name());
-    let name =
-        name.map_or_else(|| "a program".to_owned(), |name| name.to_string_lossy().into_owned());
+    let name = name.map_or_else(
+        || "a program".to_owned(),
+        |name| name.to_string_lossy().into_owned(),
+    );
     let name = name.trim_end_matches(" (deleted)");
     let build = build(Path::new(RUNNING)).unwrap_or_else(|error| format!("unknown: {error}"));
     // The default of a build needs no text: other builds have another build id.
@@ -48,7 +50,11 @@ pub(super) fn fingerprint(topology: &Topology, checks: Checks, sizes: &[(u32, u3
         (false, true) => ", small host values compared",
         _ => "",
     };
-    let replicas = if checks.replicas { ", replicas compared" } else { "" };
+    let replicas = if checks.replicas {
+        ", replicas compared"
+    } else {
+        ""
+    };
     let replay = match checks.replay {
         0 => String::new(),
         every => format!(", one kernel call in {every} recomputed"),
@@ -83,10 +89,15 @@ fn list_sizes(sizes: &[(u32, u32)]) -> String {
     let mut texts: Vec<String> = runs.iter().take(MOST_LISTED).map(|run| text(run)).collect();
     if runs.len() > MOST_LISTED {
         let mix = |hash: Rolling, (size, devices): &(u32, u32)| {
-            hash.mix_bytes(&size.to_le_bytes()).mix_bytes(&devices.to_le_bytes())
+            hash.mix_bytes(&size.to_le_bytes())
+                .mix_bytes(&devices.to_le_bytes())
         };
         let hash = sizes.iter().fold(Rolling::default(), mix);
-        texts.push(format!("{} others ({:032x})", runs.len() - MOST_LISTED, hash.value()));
+        texts.push(format!(
+            "{} others ({:032x})",
+            runs.len() - MOST_LISTED,
+            hash.value()
+        ));
     }
     texts.join(", ")
 }
@@ -113,8 +124,13 @@ fn devices(topology: &Topology) -> String {
 
 fn kinds(topology: &Topology) -> String {
     let of = |kind| {
-        let devices = topology.devices().iter().filter(|device| device.kind == kind);
-        devices.map(|device| device.id.0 as usize).collect::<Vec<_>>()
+        let devices = topology
+            .devices()
+            .iter()
+            .filter(|device| device.kind == kind);
+        devices
+            .map(|device| device.id.0 as usize)
+            .collect::<Vec<_>>()
     };
     let [cpu, cuda] = [of(DeviceKind::Cpu), of(DeviceKind::Cuda)];
     match (cpu.len(), cuda.len()) {
@@ -122,7 +138,11 @@ fn kinds(topology: &Topology) -> String {
         (0, cudas) => format!("{cudas} devices of kind cuda"),
         (..) => {
             let all = topology.devices().len();
-            format!("{all} devices, of kind cpu {}, of kind cuda {}", listed(&cpu), listed(&cuda))
+            format!(
+                "{all} devices, of kind cpu {}, of kind cuda {}",
+                listed(&cpu),
+                listed(&cuda)
+            )
         }
     }
 }
@@ -131,7 +151,9 @@ fn kinds(topology: &Topology) -> String {
 fn build(program: &Path) -> io::Result<String> {
     let mut file = File::open(program)?;
     let mut start = Vec::with_capacity(NEAR);
-    Read::by_ref(&mut file).take(NEAR as u64).read_to_end(&mut start)?;
+    Read::by_ref(&mut file)
+        .take(NEAR as u64)
+        .read_to_end(&mut start)?;
     if let Some(number) = number(&start) {
         return Ok(number.iter().map(|byte| format!("{byte:02x}")).collect());
     }
@@ -147,12 +169,16 @@ fn build(program: &Path) -> io::Result<String> {
 
 /// Finds the build id in the first bytes of an executable. `None` if there is none.
 fn number(start: &[u8]) -> Option<&[u8]> {
-    let at = start.windows(KIND_AND_NAME.len()).position(|bytes| bytes == KIND_AND_NAME)?;
+    let at = start
+        .windows(KIND_AND_NAME.len())
+        .position(|bytes| bytes == KIND_AND_NAME)?;
     let word =
         |at: usize| Some(u32::from_le_bytes(start.get(at..at + 4)?.try_into().ok()?) as usize);
     let (name, length) = (word(at.checked_sub(8)?)?, word(at.checked_sub(4)?)?);
     let begin = at + KIND_AND_NAME.len();
-    (name == 4 && (8..=64).contains(&length)).then(|| start.get(begin..begin + length)).flatten()
+    (name == 4 && (8..=64).contains(&length))
+        .then(|| start.get(begin..begin + length))
+        .flatten()
 }
 
 #[cfg(test)]
@@ -163,11 +189,18 @@ mod tests {
     fn fingerprint_depends_on_build_and_topology() {
         let topology = Topology::even(2, 3);
         let [one, other] = [[2, 1], [1, 2]].map(|counts| Topology::with_devices(&counts));
-        let checks = Checks { uncommitted: cfg!(debug_assertions), replicas: false, replay: 0 };
+        let checks = Checks {
+            uncommitted: cfg!(debug_assertions),
+            replicas: false,
+            replay: 0,
+        };
         let fingerprint = |topology| fingerprint(topology, checks, &[]);
         assert_ne!(fingerprint(&one), fingerprint(&other), "other owners");
         let ours = fingerprint(&topology);
-        assert!(ours.starts_with("mpmd_core") && ours.ends_with(", 6 devices"), "{ours}");
+        assert!(
+            ours.starts_with("mpmd_core") && ours.ends_with(", 6 devices"),
+            "{ours}"
+        );
         assert_eq!(ours, fingerprint(&topology));
         assert_ne!(ours, fingerprint(&Topology::even(2, 2)));
         let folder = std::env::temp_dir();
@@ -187,28 +220,48 @@ mod tests {
 
     #[test]
     fn sizes_are_listed_briefly_and_none_is_left_out() {
-        let each: Vec<_> =
-            (1..=3).map(|size| (size, 4)).chain((4..=4000).map(|n| (n, n))).collect();
+        let each: Vec<_> = (1..=3)
+            .map(|size| (size, 4))
+            .chain((4..=4000).map(|n| (n, n)))
+            .collect();
         let said = list_sizes(&each);
-        assert_eq!(said, "1 to 3 processes and 4 devices, 4 to 4000 processes of one device each");
+        assert_eq!(
+            said,
+            "1 to 3 processes and 4 devices, 4 to 4000 processes of one device each"
+        );
         let odd = |last: u32| -> Vec<_> { (1..last).step_by(2).map(|size| (size, 9000)).collect() };
         let [one, other] = [odd(8000), odd(8002)].map(|sizes| list_sizes(&sizes));
         assert!(one.len() < 512 && other.len() < 512, "{one}");
         assert_ne!(one, other);
-        assert_ne!(list_sizes(&[(3, 4), (4, 4), (5, 5)]), list_sizes(&[(3, 3), (4, 4), (5, 5)]));
+        assert_ne!(
+            list_sizes(&[(3, 4), (4, 4), (5, 5)]),
+            list_sizes(&[(3, 3), (4, 4), (5, 5)])
+        );
     }
 
     #[test]
     fn fingerprint_depends_on_the_checks() {
         let of = |uncommitted, replicas, replay| {
-            fingerprint(&Topology::even(2, 3), Checks { uncommitted, replicas, replay }, &[])
+            fingerprint(
+                &Topology::even(2, 3),
+                Checks {
+                    uncommitted,
+                    replicas,
+                    replay,
+                },
+                &[],
+            )
         };
         let [small, all] = [false, true].map(|check| of(check, false, 0));
         assert_ne!(of(true, true, 0), all);
         assert_ne!(of(true, false, 10), all);
         assert_ne!(of(true, false, 10), of(true, false, 11));
         assert_ne!(small, all);
-        assert!([small, all].iter().any(|program| program.contains("host values")));
+        assert!(
+            [small, all]
+                .iter()
+                .any(|program| program.contains("host values"))
+        );
     }
 
     #[test]
@@ -226,14 +279,20 @@ mod tests {
             .of_kinds(&[Cuda])
             .unwrap()
             .with_cuda_collectives(CudaCollectives::Nccl);
-        assert_eq!(devices(&joined), "2 devices of kind cuda, collectives by nccl");
+        assert_eq!(
+            devices(&joined),
+            "2 devices of kind cuda, collectives by nccl"
+        );
     }
 
     #[test]
     fn build_id_is_found_or_none() {
-        let note =
-            [&[9, 9, 4, 0, 0, 0, 8, 0, 0, 0][..], &KIND_AND_NAME, &[1, 2, 3, 4, 5, 6, 7, 8, 9]]
-                .concat();
+        let note = [
+            &[9, 9, 4, 0, 0, 0, 8, 0, 0, 0][..],
+            &KIND_AND_NAME,
+            &[1, 2, 3, 4, 5, 6, 7, 8, 9],
+        ]
+        .concat();
         assert_eq!(number(&note), Some(&[1, 2, 3, 4, 5, 6, 7, 8][..]));
         assert_eq!(number(&note[..20]), None, "cut off");
         assert_eq!(number(&KIND_AND_NAME), None);

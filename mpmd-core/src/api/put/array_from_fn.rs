@@ -37,16 +37,30 @@ impl Program {
     ) -> Result<MpmdArray> {
         let (at, sharding) = (Location::caller(), sharding.borrow());
         self.refuse_in_capture(at, "array_from_fn")?;
-        let wrong =
-            |why| IssueProblem::Sharding { path: String::new(), why }.at(at, "array_from_fn");
-        sharding.check_devices(&self.runtime.topology).map_err(wrong)?;
+        let wrong = |why| {
+            IssueProblem::Sharding {
+                path: String::new(),
+                why,
+            }
+            .at(at, "array_from_fn")
+        };
+        sharding
+            .check_devices(&self.runtime.topology)
+            .map_err(wrong)?;
         let layout = sharding.layout(aval.shape()).map_err(wrong)?;
         if !sharding.unreduced_axes().is_empty() {
             let (sharding, reduced) = (sharding.to_string(), sharding.reduced().to_string());
-            let problem = IssueProblem::Unreduced { path: String::new(), sharding, reduced };
+            let problem = IssueProblem::Unreduced {
+                path: String::new(),
+                sharding,
+                reduced,
+            };
             return Err(problem.at(at, "array_from_fn"));
         }
-        let what = Arc::new(MakeWhat { aval: aval.clone(), sharding: sharding.clone() });
+        let what = Arc::new(MakeWhat {
+            aval: aval.clone(),
+            sharding: sharding.clone(),
+        });
         let local: Vec<_> = layout
             .iter()
             .filter_map(|(device, region)| {
@@ -62,12 +76,21 @@ impl Program {
             OpDescriptor::local(&what, Kind::ArrayFromFn, results)
         };
         let (item, kind) = (aval.dtype().size(), sharding.memory_kind());
-        let bytes: usize = local.iter().map(|(_, _, region)| region.elements() * item).sum();
-        let word = Rolling::default().mix_bytes(aval.to_string().as_bytes()).word();
+        let bytes: usize = local
+            .iter()
+            .map(|(_, _, region)| region.elements() * item)
+            .sum();
+        let word = Rolling::default()
+            .mix_bytes(aval.to_string().as_bytes())
+            .word();
         let (op, guard) = self.issue_op(
             [0x3a4e, sharding.fingerprint(), word],
             NewOp {
-                part: if local.is_empty() { Part::Idle } else { Part::Work(bytes as u64) },
+                part: if local.is_empty() {
+                    Part::Idle
+                } else {
+                    Part::Work(bytes as u64)
+                },
                 ..NewOp::new(at, &|| what.clone(), &descriptor)
             },
         );
@@ -143,7 +166,11 @@ impl Program {
         let made = Made::new(aval, sharding.clone(), layout, what, runtime);
         drop(guard);
         self.synced(at)?;
-        Ok(Placed::array(Arc::new(made), shards, Origin { op, leaf: 0, at }))
+        Ok(Placed::array(
+            Arc::new(made),
+            shards,
+            Origin { op, leaf: 0, at },
+        ))
     }
 }
 

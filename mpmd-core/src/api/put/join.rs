@@ -30,9 +30,13 @@ pub(super) fn groups(moves: &[(&MpmdArray, &PutSteps)]) -> Vec<Vec<usize>> {
     for (place, (array, steps)) in moves.iter().enumerate() {
         if steps.first.is_none() && steps.last.is_joinable(SMALL_LEAF) {
             let from = array.sharding().map(|sharding| sharding.devices());
-            let group =
-                open.entry((from, steps.last.made.sharding.devices())).or_insert(usize::MAX);
-            if let Some(group) = groups.get_mut(*group).filter(|group| group.len() < MOST_JOINED) {
+            let group = open
+                .entry((from, steps.last.made.sharding.devices()))
+                .or_insert(usize::MAX);
+            if let Some(group) = groups
+                .get_mut(*group)
+                .filter(|group| group.len() < MOST_JOINED)
+            {
                 group.push(place);
                 continue;
             }
@@ -47,7 +51,10 @@ pub(super) fn groups(moves: &[(&MpmdArray, &PutSteps)]) -> Vec<Vec<usize>> {
 pub(super) fn what(plans: &[Arc<PutPlan>]) -> Arc<dyn fmt::Display + Send + Sync> {
     match plans {
         [plan] => plan.what.clone(),
-        _ => Arc::new(JoinedWhat { leaves: plans.len(), first: plans[0].what.clone() }),
+        _ => Arc::new(JoinedWhat {
+            leaves: plans.len(),
+            first: plans[0].what.clone(),
+        }),
     }
 }
 
@@ -60,7 +67,11 @@ struct JoinedWhat {
 
 impl fmt::Display for JoinedWhat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "device_put of {} leaves; the first: {}", self.leaves, self.first)
+        write!(
+            f,
+            "device_put of {} leaves; the first: {}",
+            self.leaves, self.first
+        )
     }
 }
 
@@ -75,7 +86,10 @@ pub(super) fn descriptor(plans: &[Arc<PutPlan>], may_alias: bool) -> OpDescripto
                 *input = leaf;
             }
         }
-        other.messages.iter_mut().for_each(|message| message.leaf = leaf);
+        other
+            .messages
+            .iter_mut()
+            .for_each(|message| message.leaf = leaf);
         all.results.append(&mut other.results);
         all.messages.append(&mut other.messages);
     }

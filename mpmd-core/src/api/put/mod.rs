@@ -76,14 +76,18 @@ impl Program {
         at: &'static Location<'static>,
     ) -> Result<T::With<MpmdArray>> {
         let wrong = |problem: IssueProblem| problem.at(at, "device_put");
-        let shardings =
-            to.broadcast(&x.structure()).map_err(|error| wrong(IssueProblem::Tree(error)))?;
+        let shardings = to
+            .broadcast(&x.structure())
+            .map_err(|error| wrong(IssueProblem::Tree(error)))?;
         let leaves = x.leaves_with_paths();
         // All leaves are checked before any is moved.
         let mut plans = Vec::with_capacity(leaves.len());
         for ((path, array), sharding) in leaves.iter().zip(&shardings) {
             array.check_usable(path).map_err(wrong)?;
-            plans.push(self.put_steps(path, array, sharding, options.cache_plans).map_err(wrong)?);
+            plans.push(
+                self.put_steps(path, array, sharding, options.cache_plans)
+                    .map_err(wrong)?,
+            );
         }
         if options.donate {
             refuse_twice(&leaves).map_err(wrong)?;
@@ -102,7 +106,9 @@ impl Program {
         let at = self.caller(Location::caller());
         let mut plans = Vec::with_capacity(moves.len());
         for (index, (array, to)) in moves.iter().enumerate() {
-            let plan = array.check_usable("").and_then(|()| self.put_steps("", array, to, true));
+            let plan = array
+                .check_usable("")
+                .and_then(|()| self.put_steps("", array, to, true));
             plans.push(plan.map_err(|mut problem| {
                 if let Some(path) = problem.path_mut() {
                     *path = index.to_string();
@@ -137,14 +143,22 @@ impl Program {
                     continue;
                 }
                 let arrays: Vec<&MpmdArray> = joined.iter().map(|place| all[*place]).collect();
-                let plans: Vec<_> =
-                    joined.iter().map(|place| moves[*place].1.last.clone()).collect();
+                let plans: Vec<_> = joined
+                    .iter()
+                    .map(|place| moves[*place].1.last.clone())
+                    .collect();
                 let mut made = Vec::with_capacity(joined.len());
                 program.issue_put(&arrays, &plans, options, None, None, at, &mut made);
-                joined.into_iter().zip(made).for_each(|(place, array)| moved[place] = Some(array));
+                joined
+                    .into_iter()
+                    .zip(made)
+                    .for_each(|(place, array)| moved[place] = Some(array));
             }
         });
-        moved.into_iter().map(|array| array.expect("every array is in one group")).collect()
+        moved
+            .into_iter()
+            .map(|array| array.expect("every array is in one group"))
+            .collect()
     }
 
     /// Issues the planned move of `array`, as one operation or two, and returns a handle to the
@@ -195,7 +209,9 @@ impl Program {
         at: &'static Location<'static>,
         moved: &mut Vec<MpmdArray>,
     ) {
-        let MoveOptions { donate, may_alias, .. } = options;
+        let MoveOptions {
+            donate, may_alias, ..
+        } = options;
         let flags = u64::from(donate) | u64::from(may_alias) << 1;
         let dry_run = self.is_dry_run();
         let is_idle = plans.iter().all(|plan| plan.is_idle());
@@ -205,7 +221,13 @@ impl Program {
             let lets_go = donate && arrays.iter().any(|array| !array.shards().is_empty());
             let here = lets_go || !is_idle || dry_run;
             let (plans, continues) = (plans.to_vec(), before.is_some());
-            here.then(|| Arc::new(PutAgain { plans, options, continues }) as Arc<dyn Again>)
+            here.then(|| {
+                Arc::new(PutAgain {
+                    plans,
+                    options,
+                    continues,
+                }) as Arc<dyn Again>
+            })
         };
         let words = arrays.iter().zip(plans).flat_map(|(array, plan)| {
             let (source, leaf) = array.origin().unwrap_or_default();
@@ -228,14 +250,18 @@ impl Program {
                 known,
                 again: &again,
                 replayed,
-                ..NewOp::new(at, &|| join::what(plans), &|| join::descriptor(plans, may_alias))
+                ..NewOp::new(at, &|| join::what(plans), &|| {
+                    join::descriptor(plans, may_alias)
+                })
             },
         );
         let runtime = self.runtime.clone();
         let guards: Vec<OpGuard> = match (&guard, plans) {
             (None, _) => Vec::new(),
             (Some(guard), [_]) => vec![guard.clone()],
-            (Some(guard), _) => (0..plans.len() as u32).map(|i| guard.of_result(i)).collect(),
+            (Some(guard), _) => (0..plans.len() as u32)
+                .map(|i| guard.of_result(i))
+                .collect(),
         };
         let parts = || arrays.iter().zip(plans).zip(&guards);
         let send = |((array, plan), guard): ((&&MpmdArray, &Arc<PutPlan>), &OpGuard)| {
@@ -258,11 +284,24 @@ impl Program {
             }
             let before = before.and_then(MpmdArray::sends).cloned();
             let sends = match left.next().flatten() {
-                Some(left) => Some(Sends { op, left, before: before.map(Box::new) }),
+                Some(left) => Some(Sends {
+                    op,
+                    left,
+                    before: before.map(Box::new),
+                }),
                 None => before,
             };
-            let origin = Origin { op, leaf: leaf as u32, at };
-            moved.push(Placed::array_after(sends, plan.made.clone(), shards, origin));
+            let origin = Origin {
+                op,
+                leaf: leaf as u32,
+                at,
+            };
+            moved.push(Placed::array_after(
+                sends,
+                plan.made.clone(),
+                shards,
+                origin,
+            ));
         }
     }
 }
@@ -292,7 +331,15 @@ impl Again for PutAgain {
         made: &mut Vec<MpmdArray>,
     ) {
         let before = x.first().copied().filter(|_| self.continues);
-        program.issue_put(x, &self.plans, self.options, before, Some(replayed), at, made);
+        program.issue_put(
+            x,
+            &self.plans,
+            self.options,
+            before,
+            Some(replayed),
+            at,
+            made,
+        );
     }
 }
 
@@ -300,7 +347,11 @@ impl Again for PutAgain {
 pub(crate) fn refuse_twice(
     leaves: &[(String, &MpmdArray)],
 ) -> std::result::Result<(), IssueProblem> {
-    let twin = |j: usize| leaves[..j].iter().position(|(_, leaf)| leaf.is_same(leaves[j].1));
+    let twin = |j: usize| {
+        leaves[..j]
+            .iter()
+            .position(|(_, leaf)| leaf.is_same(leaves[j].1))
+    };
     match (1..leaves.len()).find_map(|j| Some((twin(j)?, j))) {
         None => Ok(()),
         Some((first, second)) => {

@@ -18,7 +18,11 @@ pub struct MoveOptions {
 
 impl Default for MoveOptions {
     fn default() -> Self {
-        Self { donate: false, may_alias: true, cache_plans: true }
+        Self {
+            donate: false,
+            may_alias: true,
+            cache_plans: true,
+        }
     }
 }
 

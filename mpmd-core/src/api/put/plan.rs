@@ -37,14 +37,21 @@ impl Program {
         }
         // This direct plan reports all mistakes, also if the array moves in two steps.
         let last = self.put_plan(path, array, to, cache)?;
-        let sums = array.sharding().filter(|from| !from.unreduced_axes().is_empty() && *from != to);
+        let sums = array
+            .sharding()
+            .filter(|from| !from.unreduced_axes().is_empty() && *from != to);
         let through = sums.and_then(|from| {
             scattered(from, array.shape(), &last.made.layout, array.dtype().size())
         });
-        let Some(through) = through else { return Ok(PutSteps { first: None, last }) };
+        let Some(through) = through else {
+            return Ok(PutSteps { first: None, last });
+        };
         let first = self.put_plan(path, array, &through, cache)?;
         let last = self.put_plan_between(path, array.aval(), Some(&through), to, cache)?;
-        Ok(PutSteps { first: Some(first), last })
+        Ok(PutSteps {
+            first: Some(first),
+            last,
+        })
     }
 
     /// Returns the plan of the direct move of an array to a sharding. With `cache`, looks it up in
@@ -60,7 +67,9 @@ impl Program {
         if let Repr::Placed(placed) = &array.repr
             && !Arc::ptr_eq(&placed.made.runtime, &self.runtime)
         {
-            return Err(IssueProblem::Foreign { path: path.to_owned() });
+            return Err(IssueProblem::Foreign {
+                path: path.to_owned(),
+            });
         }
         self.put_plan_between(path, array.aval(), array.sharding(), to, cache)
     }
@@ -75,14 +84,24 @@ impl Program {
         to: &Sharding,
         cache: bool,
     ) -> std::result::Result<Arc<PutPlan>, IssueProblem> {
-        let wrong = |why| IssueProblem::Sharding { path: path.to_owned(), why };
-        let key = PutKey { aval: aval.clone(), from: from.cloned(), to: to.clone() };
+        let wrong = |why| IssueProblem::Sharding {
+            path: path.to_owned(),
+            why,
+        };
+        let key = PutKey {
+            aval: aval.clone(),
+            from: from.cloned(),
+            to: to.clone(),
+        };
         if cache && let Some(plan) = self.put_plans.get(&key) {
             return Ok(plan);
         }
         to.check_devices(&self.runtime.topology).map_err(wrong)?;
         let layout = to.layout(aval.shape()).map_err(wrong)?;
-        let source = from.map(|from| from.layout(aval.shape())).transpose().map_err(wrong)?;
+        let source = from
+            .map(|from| from.layout(aval.shape()))
+            .transpose()
+            .map_err(wrong)?;
         let from = from.zip(source.as_deref());
         check_partial_sums(path, aval, from, &layout)?;
         let plan = PutPlan::new(&self.runtime, aval, from, to, layout)
@@ -102,11 +121,17 @@ fn check_partial_sums(
     from: Option<(&Sharding, &Layout)>,
     to: &Layout,
 ) -> std::result::Result<(), IssueProblem> {
-    let Some((from, layout)) = from else { return Ok(()) };
+    let Some((from, layout)) = from else {
+        return Ok(());
+    };
     if from.unreduced_axes().is_empty() || layout == to || aval.dtype() != DType::Bool {
         return Ok(());
     }
-    let leaf = if path.is_empty() { String::new() } else { format!("{path:?}: ") };
+    let leaf = if path.is_empty() {
+        String::new()
+    } else {
+        format!("{path:?}: ")
+    };
     Err(IssueProblem::Signature(format!(
         "{leaf}partial sums of booleans cannot be added up: {aval} as {from}"
     )))

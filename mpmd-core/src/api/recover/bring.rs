@@ -60,12 +60,23 @@ pub(super) fn bring(
     let (mut moved, mut copied, mut coming) = (Vec::new(), Vec::new(), Vec::new());
     for (number, sources) in sources.into_iter().enumerate() {
         for source in sources {
-            let Source { region, holder, hash } = source;
+            let Source {
+                region,
+                holder,
+                hash,
+            } = source;
             let bytes = here[number].remove(&region);
             let targets = targets(&homes[number].1, &region);
             let owner = |device| p.topology().device(device).map(|device| device.process);
-            if targets.iter().all(|(device, _)| owner(*device) == Some(holder)) {
-                let part = bytes.map(|bytes| Part { region, bytes, hash: Some(hash) });
+            if targets
+                .iter()
+                .all(|(device, _)| owner(*device) == Some(holder))
+            {
+                let part = bytes.map(|bytes| Part {
+                    region,
+                    bytes,
+                    hash: Some(hash),
+                });
                 parts[number].extend(part);
                 continue;
             }
@@ -88,23 +99,42 @@ pub(super) fn bring(
         for shard in array.shards_here(at)? {
             let region = shifted(&shard.region, |dim, at| at + of.range(dim).start);
             let bytes = shard.data.bytes().clone();
-            parts[number].push(Part { region, bytes, hash: None });
+            parts[number].push(Part {
+                region,
+                bytes,
+                hash: None,
+            });
         }
     }
     let mut made = Vec::with_capacity(like.len());
     for ((array, (homes, _)), parts) in like.iter().zip(homes).zip(parts) {
         let parts = Arc::new(parts);
         let item = array.dtype().size();
-        made.push(p.array_from_fn(array.aval().clone(), &homes, move |region, mut values| {
-            let mut left = region.elements();
-            for part in parts.iter() {
-                let Some(piece) = part.region.intersect(region) else { continue };
-                let bytes = intact(Some(&part.bytes), &part.region, part.hash)?;
-                copy_region(bytes, &part.region, values.as_bytes_mut(), region, &piece, item);
-                left = left.saturating_sub(piece.elements());
-            }
-            if left > 0 { Err(Error::kernel("the copy is gone")) } else { Ok(()) }
-        })?);
+        made.push(
+            p.array_from_fn(array.aval().clone(), &homes, move |region, mut values| {
+                let mut left = region.elements();
+                for part in parts.iter() {
+                    let Some(piece) = part.region.intersect(region) else {
+                        continue;
+                    };
+                    let bytes = intact(Some(&part.bytes), &part.region, part.hash)?;
+                    copy_region(
+                        bytes,
+                        &part.region,
+                        values.as_bytes_mut(),
+                        region,
+                        &piece,
+                        item,
+                    );
+                    left = left.saturating_sub(piece.elements());
+                }
+                if left > 0 {
+                    Err(Error::kernel("the copy is gone"))
+                } else {
+                    Ok(())
+                }
+            })?,
+        );
     }
     let shardings: Vec<Sharding> = like.iter().map(to).collect();
     let options = MoveOptions::default().donate(true).cache_plans(false);
@@ -116,7 +146,10 @@ pub(super) fn bring(
 fn targets(homes: &Layout, region: &Region) -> Vec<(DeviceId, Region)> {
     let needs = homes.iter().filter_map(|(device, home)| {
         let part = home.intersect(region)?;
-        Some((device, shifted(&part, |dim, at| at - region.range(dim).start)))
+        Some((
+            device,
+            shifted(&part, |dim, at| at - region.range(dim).start),
+        ))
     });
     needs.collect()
 }
@@ -124,7 +157,11 @@ fn targets(homes: &Layout, region: &Region) -> Vec<(DeviceId, Region)> {
 /// Returns the region with other bounds, made from (dimension, bound).
 fn shifted(region: &Region, to: impl Fn(usize, usize) -> usize) -> Region {
     let ranges = region.ranges().enumerate();
-    Region::new(ranges.map(|(dim, range)| to(dim, range.start)..to(dim, range.end)).collect())
+    Region::new(
+        ranges
+            .map(|(dim, range)| to(dim, range.start)..to(dim, range.end))
+            .collect(),
+    )
 }
 
 /// Returns the bytes of a copy, if they have this hash.
@@ -136,6 +173,8 @@ fn intact<'a>(
     let bytes = bytes.ok_or_else(|| Error::kernel("the copy is gone"))?;
     match expected.is_none_or(|expected| expected == hash(bytes)) {
         true => Ok(bytes),
-        false => Err(Error::kernel(format!("the copy of region {region} was damaged"))),
+        false => Err(Error::kernel(format!(
+            "the copy of region {region} was damaged"
+        ))),
     }
 }

@@ -103,16 +103,30 @@ impl Program {
             return Ok(None);
         }
         let times: Vec<u64> = all.iter().map(|word| word >> TIME_BITS).collect();
-        let wrong = self.convicted().map(|Convicted { process, why, first }| {
-            let since = format!("it first differed in step {first}");
-            let stays = "what it has computed since then stays in the state";
-            (process, format!("process {process} {why}; {since}, and {stays}"))
-        });
-        let slow = kept.paces.as_mut().and_then(|paces| paces.at_commit(&times));
+        let wrong = self.convicted().map(
+            |Convicted {
+                 process,
+                 why,
+                 first,
+             }| {
+                let since = format!("it first differed in step {first}");
+                let stays = "what it has computed since then stays in the state";
+                (
+                    process,
+                    format!("process {process} {why}; {since}, and {stays}"),
+                )
+            },
+        );
+        let slow = kept
+            .paces
+            .as_mut()
+            .and_then(|paces| paces.at_commit(&times));
         let slow = slow.map(|slow| (ProcessId(slow.process as u32), slow.why));
         let found = wrong.into_iter().chain(slow).filter(|_| self.may_change);
         let mut leavers: Vec<(ProcessId, String)> = found.collect();
-        kept.is_dropped |= leavers.iter().any(|(process, _)| *process == self.process());
+        kept.is_dropped |= leavers
+            .iter()
+            .any(|(process, _)| *process == self.process());
         for (process, word) in (0..).map(ProcessId).zip(&all) {
             if word & IS_DROPPED != 0 {
                 let why = "was slow or wrong, and has stayed only for its copies of the state";
@@ -132,7 +146,10 @@ impl Program {
         if leave.is_empty() && all.iter().any(|word| word & COULD_GROW != 0) {
             whys.push("others are taken in".to_owned());
         }
-        Ok((!whys.is_empty()).then(|| Change { leave, why: whys.join("; ").into() }))
+        Ok((!whys.is_empty()).then(|| Change {
+            leave,
+            why: whys.join("; ").into(),
+        }))
     }
 
     /// Waits until the commit that was just issued is whole on every process, and ends the epoch.

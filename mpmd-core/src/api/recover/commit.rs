@@ -52,11 +52,17 @@ where
     T: Tree<Leaf = MpmdArray, With<MpmdArray> = T>,
 {
     fn arrays(&self) -> Vec<MpmdArray> {
-        self.leaves_with_paths().into_iter().map(|(_, array)| array.clone()).collect()
+        self.leaves_with_paths()
+            .into_iter()
+            .map(|(_, array)| array.clone())
+            .collect()
     }
 
     fn names(&self) -> Vec<String> {
-        self.leaves_with_paths().into_iter().map(|(path, _)| path).collect()
+        self.leaves_with_paths()
+            .into_iter()
+            .map(|(path, _)| path)
+            .collect()
     }
 
     fn restore(&mut self, arrays: Vec<MpmdArray>, _: &[u8]) -> Result<()> {
@@ -98,7 +104,9 @@ impl Program {
     pub fn commit(&mut self, step: u64, state: &impl Committed) -> Result<()> {
         let at = self.caller(Location::caller());
         let keeps = self.processes() > 1 || self.may_change;
-        let Some(kept) = self.kept.clone().filter(|_| keeps) else { return Ok(()) };
+        let Some(kept) = self.kept.clone().filter(|_| keeps) else {
+            return Ok(());
+        };
         self.refuse_in_capture(at, "commit")?;
         if self.topology().counts().contains(&0) {
             return Err(Error::Environment(
@@ -120,7 +128,9 @@ impl Program {
         }
         // A dry run makes no copies, so none is ever confirmed.
         while !self.is_dry_run() {
-            let Some(unconfirmed) = kept.lock().first_awaited() else { break };
+            let Some(unconfirmed) = kept.lock().first_awaited() else {
+                break;
+            };
             unconfirmed.shards_here(at)?;
         }
         let change = self.agreed_change(&kept, at)?;
@@ -152,7 +162,12 @@ impl Program {
                 return Err(Error::kernel(problem));
             }
             let owned = sharding.first_holders(array.shape())?;
-            buddies.push(with_buddies(&owned, array.aval(), self.topology(), distance)?);
+            buddies.push(with_buddies(
+                &owned,
+                array.aval(),
+                self.topology(),
+                distance,
+            )?);
             homes.push(owned.layout(array.shape())?);
         }
         let buddies = self.device_put(&arrays, buddies)?;
@@ -162,7 +177,9 @@ impl Program {
         let memory = kept.lock().memory.clone();
         let (made, all) = self.issue_copies((id, word), sources, memory, at)?;
         let devices = first_devices(self.topology());
-        let everywhere = self.mesh_of(&[("process", devices.len())], &devices)?.replicated();
+        let everywhere = self
+            .mesh_of(&[("process", devices.len())], &devices)?
+            .replicated();
         let whole = self.device_put(&all, everywhere.with_memory_kind(MemoryKind::Host))?;
         if !self.is_dry_run() {
             if id.number == 1 {
@@ -170,7 +187,12 @@ impl Program {
             }
             let mut kept = kept.lock();
             kept.words.push_back(whole.clone());
-            kept.issued.push_back(Issued { id, contents, made, whole });
+            kept.issued.push_back(Issued {
+                id,
+                contents,
+                made,
+                whole,
+            });
         }
         Ok(())
     }
@@ -210,18 +232,23 @@ impl Snapshot {
         let [low, high] = [contents as u64, (contents >> 64) as u64];
         let mix = |rolling: Rolling, array: &MpmdArray| match &array.repr {
             Repr::Host(host) => rolling.mix_bytes(&hash(host.bytes()).to_le_bytes()),
-            Repr::Placed(placed) => {
-                rolling.mix(placed.origin.op).mix(u64::from(placed.origin.leaf))
-            }
+            Repr::Placed(placed) => rolling
+                .mix(placed.origin.op)
+                .mix(u64::from(placed.origin.leaf)),
         };
-        self.arrays.iter().fold(Rolling::default().mix(low).mix(high), mix).value()
+        self.arrays
+            .iter()
+            .fold(Rolling::default().mix(low).mix(high), mix)
+            .value()
     }
 }
 
 /// Returns one device of each process, by process.
 pub(super) fn first_devices(topology: &Topology) -> Vec<DeviceId> {
     let processes = (0..topology.processes() as u32).map(ProcessId);
-    processes.filter_map(|process| topology.devices_of(process).first().copied()).collect()
+    processes
+        .filter_map(|process| topology.devices_of(process).first().copied())
+        .collect()
 }
 
 /// Returns the sharding in which the buddy of each device holds its region. Without a `distance`, a
@@ -243,8 +270,9 @@ fn with_buddies(
         Some(devices[(place + distance) % devices.len()])
     };
     let layout = owned.layout(aval.shape())?;
-    let shards =
-        layout.iter().filter_map(|(device, region)| Some((buddy(&device)?, region.clone())));
+    let shards = layout
+        .iter()
+        .filter_map(|(device, region)| Some((buddy(&device)?, region.clone())));
     Ok(Sharding::enumerated(shards.collect())?.with_memory_kind(MemoryKind::Host))
 }
 
@@ -256,21 +284,37 @@ fn distance(topology: &Topology) -> Option<usize> {
     if topology.processes() == 1 {
         return Some(0);
     }
-    let owners: Vec<ProcessId> = topology.devices().iter().map(|device| device.process).collect();
+    let owners: Vec<ProcessId> = topology
+        .devices()
+        .iter()
+        .map(|device| device.process)
+        .collect();
     let all = owners.len();
-    let hosts: Vec<u32> = owners.iter().map(|owner| topology.host_of(*owner)).collect();
+    let hosts: Vec<u32> = owners
+        .iter()
+        .map(|owner| topology.host_of(*owner))
+        .collect();
     let of_host = |host: &u32| hosts.iter().filter(|other| *other == host).count();
     // All devices of a host have buddies on others, if these have enough.
-    let most: usize = (hosts.iter().collect::<BTreeSet<_>>().into_iter().map(of_host))
-        .map(|devices| devices.min(all - devices))
-        .sum();
+    let most: usize = (hosts
+        .iter()
+        .collect::<BTreeSet<_>>()
+        .into_iter()
+        .map(of_host))
+    .map(|devices| devices.min(all - devices))
+    .sum();
     let mut best = None;
     for distance in 1..all {
         let pairs = (0..all).map(|place| (place, (place + distance) % all));
-        if pairs.clone().any(|(place, buddy)| owners[place] == owners[buddy]) {
+        if pairs
+            .clone()
+            .any(|(place, buddy)| owners[place] == owners[buddy])
+        {
             continue;
         }
-        let apart = pairs.filter(|(place, buddy)| hosts[*place] != hosts[*buddy]).count();
+        let apart = pairs
+            .filter(|(place, buddy)| hosts[*place] != hosts[*buddy])
+            .count();
         if best.is_none_or(|(before, _)| apart > before) {
             best = Some((apart, distance));
         }
@@ -286,7 +330,11 @@ fn distance(topology: &Topology) -> Option<usize> {
 /// `leave`.
 pub(super) fn can_leave(topology: &Topology, leave: &[ProcessId], process: ProcessId) -> bool {
     let stays = |owner: ProcessId| owner != process && !leave.contains(&owner);
-    let owners: Vec<ProcessId> = topology.devices().iter().map(|device| device.process).collect();
+    let owners: Vec<ProcessId> = topology
+        .devices()
+        .iter()
+        .map(|device| device.process)
+        .collect();
     match distance(topology) {
         None => owners.iter().any(|owner| stays(*owner)),
         Some(distance) => (0..owners.len())
@@ -303,7 +351,11 @@ mod tests {
     use crate::Builder;
 
     fn topology(processes: usize, devices: usize, hosts: &[usize]) -> Topology {
-        Builder::default().devices(devices).hosts(hosts).topology(processes, None).unwrap()
+        Builder::default()
+            .devices(devices)
+            .hosts(hosts)
+            .topology(processes, None)
+            .unwrap()
     }
 
     #[test]
@@ -337,14 +389,29 @@ mod tests {
         let topology = topology(2, 4, &[0, 1]);
         let aval = ShapedArray::new(&[4], DType::F32);
         let region = |i: usize| Region::new(std::iter::once(i..i + 1).collect());
-        let owned = [(3, region(0)), (0, region(1)), (2, region(2)), (1, region(3))];
-        let owned = owned.into_iter().map(|(device, region)| (DeviceId(device), region));
+        let owned = [
+            (3, region(0)),
+            (0, region(1)),
+            (2, region(2)),
+            (1, region(3)),
+        ];
+        let owned = owned
+            .into_iter()
+            .map(|(device, region)| (DeviceId(device), region));
         let owned = Sharding::enumerated(owned.collect()).unwrap();
         let buddies = with_buddies(&owned, &aval, &topology, distance(&topology)).unwrap();
         let layout = buddies.layout(&[4]).unwrap();
-        let mut found: Vec<_> = layout.iter().map(|(device, r)| (device.0, r.clone())).collect();
+        let mut found: Vec<_> = layout
+            .iter()
+            .map(|(device, r)| (device.0, r.clone()))
+            .collect();
         found.sort_by_key(|(device, _)| *device);
-        let expected = [(0, region(2)), (1, region(0)), (2, region(1)), (3, region(3))];
+        let expected = [
+            (0, region(2)),
+            (1, region(0)),
+            (2, region(1)),
+            (3, region(3)),
+        ];
         assert_eq!(found, expected);
         assert_eq!(buddies.memory_kind(), MemoryKind::Host);
     }

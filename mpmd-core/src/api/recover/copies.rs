@@ -72,30 +72,49 @@ impl Program {
     ) -> Result<(Arc<Mutex<Vec<Copy>>>, MpmdArray)> {
         let devices = first_devices(self.topology());
         let processes = self.mesh_of(&[("process", devices.len())], &devices)?;
-        let sharding = processes.sharding(spec!["process"]).with_memory_kind(MemoryKind::Host);
+        let sharding = processes
+            .sharding(spec!["process"])
+            .with_memory_kind(MemoryKind::Host);
         let aval = ShapedArray::new(&[devices.len()], DType::U64);
         let layout = sharding.layout(aval.shape())?;
         let runtime = self.runtime.clone();
-        let own = devices.into_iter().find(|device| runtime.local_index(*device).is_some());
+        let own = devices
+            .into_iter()
+            .find(|device| runtime.local_index(*device).is_some());
         let sources: Vec<Source> = arrays
             .iter()
             .enumerate()
             .flat_map(|(number, array)| Source::of_array(&runtime, number, array))
             .collect();
-        let bytes: usize =
-            sources.iter().map(|source| source.region.elements() * source.item).sum();
-        let what = Arc::new(CopyWhat { step: id.step, arrays: arrays.len() });
+        let bytes: usize = sources
+            .iter()
+            .map(|source| source.region.elements() * source.item)
+            .sum();
+        let what = Arc::new(CopyWhat {
+            step: id.step,
+            arrays: arrays.len(),
+        });
         let descriptor = || {
             let results = vec![dry_run::shards(&layout, 1, |_| Memory::Host)];
             OpDescriptor::local(&what, Kind::ArrayFromFn, results)
         };
-        let takes: Vec<&MpmdArray> =
-            arrays.iter().flat_map(|((array, buddies), _)| [*array, *buddies]).collect();
+        let takes: Vec<&MpmdArray> = arrays
+            .iter()
+            .flat_map(|((array, buddies), _)| [*array, *buddies])
+            .collect();
         let [low, high] = [id.hash as u64, (id.hash >> 64) as u64];
-        let part = if own.is_some() { Part::Work(bytes as u64) } else { Part::Idle };
+        let part = if own.is_some() {
+            Part::Work(bytes as u64)
+        } else {
+            Part::Idle
+        };
         let (op, guard) = self.issue_op(
             [0xc0b1, id.step, id.number, low, high],
-            NewOp { part, takes: &takes, ..NewOp::new(at, &|| what.clone(), &descriptor) },
+            NewOp {
+                part,
+                takes: &takes,
+                ..NewOp::new(at, &|| what.clone(), &descriptor)
+            },
         );
         let (made, mut shards) = (Arc::default(), Vec::new());
         if let (Some(device), Some(guard)) = (own, guard) {
@@ -104,13 +123,23 @@ impl Program {
             let state = Mutex::new((sources.len() + 1, Some(resolver)));
             let made = Arc::clone(&made);
             let runtime = runtime.clone();
-            let copying = Arc::new(Copying { runtime, memory, made, state, word, guard });
+            let copying = Arc::new(Copying {
+                runtime,
+                memory,
+                made,
+                state,
+                word,
+                guard,
+            });
             sources.into_iter().for_each(|source| copying.begin(source));
             copying.end(Ok(()));
             shards.push(LocalShard { device, slot });
         }
         let whole = Arc::new(Made::new(aval, sharding, layout, what, runtime));
-        Ok((made, Placed::array(whole, shards, Origin { op, leaf: 0, at })))
+        Ok((
+            made,
+            Placed::array(whole, shards, Origin { op, leaf: 0, at }),
+        ))
     }
 }
 
@@ -131,7 +160,9 @@ impl Source {
             on_accelerator,
             slot,
         };
-        let own = layout.iter().filter(|(device, _)| runtime.local_index(*device).is_some());
+        let own = layout
+            .iter()
+            .filter(|(device, _)| runtime.local_index(*device).is_some());
         let own = own.filter_map(|(device, region)| match &array.repr {
             Repr::Host(host) => {
                 let slot = AsyncBuffer::filled(host.bytes().clone());
@@ -148,7 +179,9 @@ impl Source {
         let has_buddies = runtime.topology.processes() > 1;
         let mut sources: Vec<Self> = own.collect();
         for shard in buddies.shards().iter().filter(|_| has_buddies) {
-            let Repr::Placed(placed) = &buddies.repr else { continue };
+            let Repr::Placed(placed) = &buddies.repr else {
+                continue;
+            };
             let held = placed.region(shard.device);
             let of_others = layout.iter().filter(|(device, region)| {
                 runtime.local_index(*device).is_none() && held.contains(region)
@@ -164,7 +197,15 @@ impl Source {
 impl Copying {
     /// Queues the copy of a region for the moment when it is there. Does not block.
     fn begin(self: &Arc<Self>, source: Source) {
-        let Source { array, is_own, region, held, item, on_accelerator, slot } = source;
+        let Source {
+            array,
+            is_own,
+            region,
+            held,
+            item,
+            on_accelerator,
+            slot,
+        } = source;
         let slot = match on_accelerator {
             true => self.runtime.in_host_memory(self.guard.op(), &slot),
             false => slot,
@@ -188,16 +229,25 @@ impl Copying {
         (held, item): (Region, usize),
         bytes: SharedBuffer,
     ) {
-        let copied = self.memory.allocate(region.elements() * item).map(|mut copy| {
-            copy_region(&bytes, &held, &mut copy, &region, &region, item);
-            copy.freeze()
-        });
+        let copied = self
+            .memory
+            .allocate(region.elements() * item)
+            .map(|mut copy| {
+                copy_region(&bytes, &held, &mut copy, &region, &region, item);
+                copy.freeze()
+            });
         // Given back before the operation can end.
         drop(bytes);
         match copied {
             Ok(bytes) => {
                 let hash = hash(&bytes);
-                self.made.lock().push(Copy { array, is_own, region, bytes, hash });
+                self.made.lock().push(Copy {
+                    array,
+                    is_own,
+                    region,
+                    bytes,
+                    hash,
+                });
                 self.end(Ok(()));
             }
             Err(error) => {

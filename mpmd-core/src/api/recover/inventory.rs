@@ -78,7 +78,9 @@ impl Commits {
     ) -> Result<Vec<Inventory>> {
         self.drop_damaged(p, at);
         let processes = (0..p.processes() as u32).map(ProcessId);
-        processes.map(|from| tell(p, from, || self.inventory())).collect()
+        processes
+            .map(|from| tell(p, from, || self.inventory()))
+            .collect()
     }
 
     /// Drops the copies whose bytes have changed since they were made: the other process may have a
@@ -87,7 +89,8 @@ impl Commits {
         let runtime = &p.runtime;
         let (found, damaged) = mpsc::channel();
         let mut kept = self.kept.lock();
-        kept.earlier.retain(|id, Copies { contents, .. }| contents.hash() == id.hash);
+        kept.earlier
+            .retain(|id, Copies { contents, .. }| contents.hash() == id.hash);
         for (id, copies) in &kept.earlier {
             for (index, copy) in copies.regions.iter().enumerate() {
                 let (id, copy, found) = (*id, copy.clone(), found.clone());
@@ -100,7 +103,9 @@ impl Commits {
         }
         // The end of the last job is the signal.
         drop((found, kept));
-        let _doing = runtime.status.enter(Doing::Waiting("a check of its copies", at));
+        let _doing = runtime
+            .status
+            .enter(Doing::Waiting("a check of its copies", at));
         let mut wrong = BTreeSet::new();
         loop {
             match damaged.recv_timeout(runtime.config.peer_timeout) {
@@ -114,7 +119,9 @@ impl Commits {
         }
         let mut kept = self.kept.lock();
         for (id, index) in wrong.into_iter().rev() {
-            let Some(copies) = kept.earlier.get_mut(&id) else { continue };
+            let Some(copies) = kept.earlier.get_mut(&id) else {
+                continue;
+            };
             let Copy { array, region, .. } = copies.regions.swap_remove(index);
             warn_user(&format!(
                 "process {}: its copy of region {region} of {}, of the commit of step {}, has \
@@ -127,14 +134,35 @@ impl Commits {
     fn inventory(&self) -> Inventory {
         let kept = self.kept.lock();
         let copy = |copy: &Copy| {
-            let ranges = copy.region.ranges().map(|range| (range.start, range.end)).collect();
-            CopyEntry { array: copy.array, is_own: copy.is_own, ranges, hash: copy.hash }
+            let ranges = copy
+                .region
+                .ranges()
+                .map(|range| (range.start, range.end))
+                .collect();
+            CopyEntry {
+                array: copy.array,
+                is_own: copy.is_own,
+                ranges,
+                hash: copy.hash,
+            }
         };
-        let commits = kept.earlier.iter().map(|(id, Copies { contents, regions })| {
-            let elements = contents.arrays.iter().map(|array| array.elements).collect();
-            (*id, CommitEntry { elements, copies: regions.iter().map(copy).collect() })
-        });
-        let lost = kept.lost.as_ref().map(|(when, why)| (since(*when), why.to_string()));
+        let commits = kept
+            .earlier
+            .iter()
+            .map(|(id, Copies { contents, regions })| {
+                let elements = contents.arrays.iter().map(|array| array.elements).collect();
+                (
+                    *id,
+                    CommitEntry {
+                        elements,
+                        copies: regions.iter().map(copy).collect(),
+                    },
+                )
+            });
+        let lost = kept
+            .lost
+            .as_ref()
+            .map(|(when, why)| (since(*when), why.to_string()));
         Inventory {
             commits: commits.collect(),
             known: kept.known,
@@ -179,20 +207,27 @@ pub(super) fn choose(
     inventories: &[Inventory],
     name: &dyn Fn(CommitId, usize) -> Option<String>,
 ) -> Result<Option<(CommitId, Vec<Vec<Source>>)>> {
-    let commits = inventories.iter().flat_map(|one| one.commits.iter().map(|(id, _)| *id));
+    let commits = inventories
+        .iter()
+        .flat_map(|one| one.commits.iter().map(|(id, _)| *id));
     let mut lost = Vec::new();
     let commits: BTreeSet<_> = commits.collect();
     for id in commits.iter().rev() {
         let entries = || inventories.iter().flat_map(|one| &one.commits);
         let entry = entries().find(|(kept, _)| kept == id);
         let elements = entry.map_or(&[][..], |(_, entry)| &entry.elements);
-        let sources: Vec<_> =
-            (0..elements.len()).map(|array| sources(inventories, *id, array)).collect();
+        let sources: Vec<_> = (0..elements.len())
+            .map(|array| sources(inventories, *id, array))
+            .collect();
         let has = |array: usize| -> usize {
-            sources[array].iter().map(|source: &Source| source.region.elements()).sum()
+            sources[array]
+                .iter()
+                .map(|source: &Source| source.region.elements())
+                .sum()
         };
-        let missing: Vec<usize> =
-            (0..elements.len()).filter(|array| has(*array) != elements[*array]).collect();
+        let missing: Vec<usize> = (0..elements.len())
+            .filter(|array| has(*array) != elements[*array])
+            .collect();
         if missing.is_empty() {
             return Ok(Some((*id, sources)));
         }
@@ -211,7 +246,11 @@ pub(super) fn choose(
         1 => lost.push("an older commit".to_owned()),
         older => lost.push(format!("{older} older commits")),
     }
-    let known = inventories.iter().map(|one| one.known).max().unwrap_or_default();
+    let known = inventories
+        .iter()
+        .map(|one| one.known)
+        .max()
+        .unwrap_or_default();
     match known == CommitId::default() {
         true => Ok(None),
         false => Err(Error::CommitsLost { lost }),
@@ -232,9 +271,16 @@ fn sources(inventories: &[Inventory], id: CommitId, array: usize) -> Vec<Source>
     let source = |(ranges, holders): (&Vec<_>, Vec<(ProcessId, &CopyEntry)>)| {
         let own = holders.iter().find(|(_, copy)| copy.is_own);
         let (holder, CopyEntry { hash, .. }) = *own.or(holders.first())?;
-        let region = ranges.iter().map(|(start, end): &(usize, usize)| (*start, *end)).collect();
+        let region = ranges
+            .iter()
+            .map(|(start, end): &(usize, usize)| (*start, *end))
+            .collect();
         let is_same = holders.iter().all(|(_, other)| other.hash == *hash);
-        is_same.then_some(Source { region, holder, hash: *hash })
+        is_same.then_some(Source {
+            region,
+            holder,
+            hash: *hash,
+        })
     };
     found.into_iter().filter_map(source).collect()
 }
@@ -243,18 +289,35 @@ fn sources(inventories: &[Inventory], id: CommitId, array: usize) -> Vec<Source>
 mod tests {
     use super::*;
 
-    const ID: CommitId = CommitId { run: 0, epoch: 1, number: 1, step: 7, hash: 0 };
+    const ID: CommitId = CommitId {
+        run: 0,
+        epoch: 1,
+        number: 1,
+        step: 7,
+        hash: 0,
+    };
 
     /// Returns the inventory of a process with these regions of one array, (index, hash), the
     /// first of which is its own.
     fn has(copies: &[(u32, u128)]) -> Inventory {
         let copy = |(place, (index, hash)): (usize, &(u32, u128))| {
             let ranges = vec![(*index as usize, *index as usize + 1)];
-            CopyEntry { array: 0, is_own: place == 0, ranges, hash: *hash }
+            CopyEntry {
+                array: 0,
+                is_own: place == 0,
+                ranges,
+                hash: *hash,
+            }
         };
         let copies = copies.iter().enumerate().map(copy).collect();
-        let entry = CommitEntry { elements: vec![2], copies };
-        Inventory { commits: vec![(ID, entry)], ..Inventory::default() }
+        let entry = CommitEntry {
+            elements: vec![2],
+            copies,
+        };
+        Inventory {
+            commits: vec![(ID, entry)],
+            ..Inventory::default()
+        }
     }
 
     /// A commit, with (index, holder) of each region; or the error's text.
@@ -281,8 +344,16 @@ mod tests {
     fn commit_that_lacks_a_region_or_differs_is_not_used() {
         let lost = [has(&[(0, 5)]), Inventory::default()];
         assert_eq!(chosen(&lost), Ok(None), "it was never whole");
-        let known = [has(&[(0, 5)]), Inventory { known: ID, ..Inventory::default() }];
-        let error = Error::CommitsLost { lost: vec!["step 7: w".to_owned()] };
+        let known = [
+            has(&[(0, 5)]),
+            Inventory {
+                known: ID,
+                ..Inventory::default()
+            },
+        ];
+        let error = Error::CommitsLost {
+            lost: vec!["step 7: w".to_owned()],
+        };
         assert_eq!(chosen(&known), Err(error.to_string()));
         let damaged = [has(&[(0, 5), (1, 6)]), has(&[(0, 9), (1, 6)])];
         assert_eq!(chosen(&damaged), Ok(None));
@@ -292,7 +363,8 @@ mod tests {
     fn whole_commit_is_preferred_to_a_newer_one_in_parts() {
         let mut both = has(&[(0, 5), (1, 6)]);
         let newer = CommitId { number: 2, ..ID };
-        both.commits.push((newer, has(&[(0, 5)]).commits[0].1.clone()));
+        both.commits
+            .push((newer, has(&[(0, 5)]).commits[0].1.clone()));
         assert_eq!(chosen(&[both]).unwrap().map(|(id, _)| id), Some(ID));
     }
 
@@ -303,8 +375,14 @@ mod tests {
             let (_, entry) = has(copies).commits.remove(0);
             (CommitId { number, ..ID }, entry)
         };
-        let commits = [vec![of(1, &[(0, 5)]), of(2, &[(0, 7)])], vec![of(1, &[(1, 6)])]];
-        let inventories = commits.map(|commits| Inventory { commits, ..Inventory::default() });
+        let commits = [
+            vec![of(1, &[(0, 5)]), of(2, &[(0, 7)])],
+            vec![of(1, &[(1, 6)])],
+        ];
+        let inventories = commits.map(|commits| Inventory {
+            commits,
+            ..Inventory::default()
+        });
         assert_eq!(chosen(&inventories), Ok(Some((ID, vec![(0, 0), (1, 1)]))));
     }
 
@@ -312,9 +390,20 @@ mod tests {
     fn lost_commits_beyond_the_newest_are_counted() {
         let commits = (1..=30).map(|number| {
             let (_, entry) = has(&[(0, 5)]).commits.remove(0);
-            (CommitId { number, step: number, ..ID }, entry)
+            (
+                CommitId {
+                    number,
+                    step: number,
+                    ..ID
+                },
+                entry,
+            )
         });
-        let inventory = Inventory { commits: commits.collect(), known: ID, ..Inventory::default() };
+        let inventory = Inventory {
+            commits: commits.collect(),
+            known: ID,
+            ..Inventory::default()
+        };
         let found = chosen(&[inventory]).unwrap_err();
         let expected = "Lost of step 30: w; of step 29: w; of step 28: w; of 27 older commits";
         assert!(found.ends_with(expected), "{found}");

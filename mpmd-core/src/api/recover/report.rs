@@ -55,7 +55,10 @@ impl Commits {
         let old = || inventories.iter().filter(|one| one.lost.is_some());
         let reached = old().map(|one| one.reached).max().unwrap_or(0);
         let (age, lost) = old().map(|one| one.time).max().unwrap_or_default();
-        let new = (0..).map(ProcessId).zip(inventories).filter(|(_, one)| one.lost.is_none());
+        let new = (0..)
+            .map(ProcessId)
+            .zip(inventories)
+            .filter(|(_, one)| one.lost.is_none());
         {
             let mut kept = self.kept.lock();
             kept.lost = None;
@@ -84,23 +87,44 @@ impl Commits {
 
 impl fmt::Display for Recovery {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { epoch, step, reached, processes, seconds, useful, new, failure } = self;
+        let Self {
+            epoch,
+            step,
+            reached,
+            processes,
+            seconds,
+            useful,
+            new,
+            failure,
+        } = self;
         match (step, reached.saturating_sub(*step)) {
             (0, _) => write!(f, "epoch {epoch} begins without a commit")?,
             (_, 0) => write!(f, "epoch {epoch} goes on after step {step}")?,
-            (_, 1) => write!(f, "epoch {epoch} goes on after step {step}, and repeats one")?,
-            (_, more) => write!(f, "epoch {epoch} goes on after step {step}, and repeats {more}")?,
+            (_, 1) => write!(
+                f,
+                "epoch {epoch} goes on after step {step}, and repeats one"
+            )?,
+            (_, more) => write!(
+                f,
+                "epoch {epoch} goes on after step {step}, and repeats {more}"
+            )?,
         }
         write!(f, ", {seconds:.2} s after the end of the epoch before")?;
         match processes {
             (before, now) if before == now => {}
             (before, now) => write!(f, "; it has {now} processes, and had {before}")?,
         }
-        let new: Vec<_> =
-            new.iter().map(|(process, pid)| format!("{process} (pid {pid})")).collect();
+        let new: Vec<_> = new
+            .iter()
+            .map(|(process, pid)| format!("{process} (pid {pid})"))
+            .collect();
         if !new.is_empty() {
             write!(f, "; new is process {}", new.join(", "))?;
         }
-        write!(f, "; {:.1} % of the job's time counted so far; {failure}", 100.0 * useful)
+        write!(
+            f,
+            "; {:.1} % of the job's time counted so far; {failure}",
+            100.0 * useful
+        )
     }
 }

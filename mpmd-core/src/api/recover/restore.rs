@@ -74,7 +74,10 @@ impl Commits {
         let name = |id: CommitId, array: usize| {
             let kept = self.kept.lock();
             // A new process knows the order of its own arrays alone.
-            let contents = kept.earlier.get(&id).map_or(&asked, |copies| &*copies.contents);
+            let contents = kept
+                .earlier
+                .get(&id)
+                .map_or(&asked, |copies| &*copies.contents);
             contents.arrays.get(array).map(|array| array.name.clone())
         };
         let chosen = choose(&inventories, &name);
@@ -86,10 +89,20 @@ impl Commits {
             self.report(p, &inventories, 0, at);
             // No process is left of an epoch with a commit.
             let lost = vec!["all steps: all arrays".to_owned()];
-            return if p.had_whole_commit() { Err(Error::CommitsLost { lost }) } else { Ok(0) };
+            return if p.had_whole_commit() {
+                Err(Error::CommitsLost { lost })
+            } else {
+                Ok(0)
+            };
         };
         self.count_restart(&inventories, id)?;
-        let copies = self.kept.lock().earlier.get(&id).cloned().unwrap_or_default();
+        let copies = self
+            .kept
+            .lock()
+            .earlier
+            .get(&id)
+            .cloned()
+            .unwrap_or_default();
         let contents = contents(p, id, &inventories, &copies)?;
         let places = contents.places(&asked).map_err(|difference| {
             let step = id.step;
@@ -99,9 +112,15 @@ impl Commits {
         })?;
         // In the order of the commit, which may be another one.
         let mut like = arrays.clone();
-        places.iter().zip(&arrays).for_each(|(place, array)| like[*place] = array.clone());
+        places
+            .iter()
+            .zip(&arrays)
+            .for_each(|(place, array)| like[*place] = array.clone());
         let restored = bring(p, &like, sources, copies.regions, at)?;
-        let restored: Vec<_> = places.iter().map(|place| restored[*place].clone()).collect();
+        let restored: Vec<_> = places
+            .iter()
+            .map(|place| restored[*place].clone())
+            .collect();
         for array in &restored {
             array.block_until_ready()?;
         }
@@ -115,7 +134,11 @@ impl Commits {
 
     /// Counts an epoch that begins with a commit, and fails if too many began with its state.
     fn count_restart(&self, inventories: &[Inventory], id: CommitId) -> Result<()> {
-        let before = inventories.iter().map(|one| one.stuck).max().unwrap_or_default();
+        let before = inventories
+            .iter()
+            .map(|one| one.stuck)
+            .max()
+            .unwrap_or_default();
         let count = restarts(before, id);
         self.kept.lock().stuck = (id, count);
         if count > MOST_RESTARTS {
@@ -146,10 +169,15 @@ fn contents(
 ) -> Result<Contents> {
     let has = |inventory: &Inventory| inventory.commits.iter().any(|(kept, _)| *kept == id);
     let from = inventories.iter().position(has).unwrap_or(0);
-    let contents: Contents = tell(p, ProcessId(from as u32), || Contents::clone(&copies.contents))?;
+    let contents: Contents = tell(p, ProcessId(from as u32), || {
+        Contents::clone(&copies.contents)
+    })?;
     match contents.hash() == id.hash {
         true => Ok(contents),
-        false => Err(Error::kernel(format!("the commit of step {} was damaged", id.step))),
+        false => Err(Error::kernel(format!(
+            "the commit of step {} was damaged",
+            id.step
+        ))),
     }
 }
 
@@ -182,7 +210,10 @@ mod tests {
             }
             if p.process() == ProcessId(0) {
                 let mut kept = commits.kept.lock();
-                let copies = kept.earlier.values_mut().flat_map(|copies| &mut copies.regions);
+                let copies = kept
+                    .earlier
+                    .values_mut()
+                    .flat_map(|copies| &mut copies.regions);
                 for copy in copies.filter(|copy| copy.is_own) {
                     copy.bytes = vec![7; copy.bytes.len()].into();
                 }
@@ -204,14 +235,23 @@ mod tests {
     #[test]
     fn restarts_without_a_newer_commit_are_counted() {
         // All commits are of one step, as in a program that commits many times in it.
-        let id = |epoch, number| CommitId { epoch, number, step: 7, ..CommitId::default() };
+        let id = |epoch, number| CommitId {
+            epoch,
+            number,
+            step: 7,
+            ..CommitId::default()
+        };
         let mut stuck = Default::default();
         let mut restart = |epoch, number| {
             stuck = (id(epoch, number), restarts(stuck, id(epoch, number)));
             stuck.1
         };
         assert_eq!(restart(1, 30), 1);
-        assert_eq!(restart(1, 30), 2, "the copy that epoch 2 made was not whole");
+        assert_eq!(
+            restart(1, 30),
+            2,
+            "the copy that epoch 2 made was not whole"
+        );
         assert_eq!(restart(3, 1), 3);
         assert_eq!(restart(4, 1), 4);
         assert_eq!(restart(5, 2), 1, "epoch 5 has made a commit of its own");

@@ -92,7 +92,14 @@ impl Builder {
     /// the program.
     pub fn spares(self, spares: usize) -> RecoveringBuilder {
         let on_loss = OnLoss::default();
-        RecoveringBuilder { builder: self, spares, every: 1, on_loss, layout: None, slow: None }
+        RecoveringBuilder {
+            builder: self,
+            spares,
+            every: 1,
+            on_loss,
+            layout: None,
+            slow: None,
+        }
     }
 }
 
@@ -179,7 +186,11 @@ impl RecoveringBuilder {
             let started = job.join(returning);
             started.map_err(|error| with_reason(error, layout))
         };
-        let rules = EpochRules { every: self.every, may_change, slow: self.slow };
+        let rules = EpochRules {
+            every: self.every,
+            may_change,
+            slow: self.slow,
+        };
         run_epochs(rules, join, program)
     }
 }
@@ -195,7 +206,10 @@ fn with_reason(error: Error, layout: Option<&Layout>) -> Error {
         return error;
     };
     let left = processes.saturating_sub(missing.len());
-    match layout.filter(|_| left > 0).and_then(|layout| devices_of_size(layout, left).err()) {
+    match layout
+        .filter(|_| left > 0)
+        .and_then(|layout| devices_of_size(layout, left).err())
+    {
         Some(why) => Error::Environment(format!(
             "{error}. The program does not go on with the {left} that are left: {why}"
         )),
@@ -214,9 +228,15 @@ pub(crate) fn run_epochs<T, E>(
 where
     E: From<Error> + fmt::Display,
 {
-    let EpochRules { every, may_change, slow } = rules;
-    let commits =
-        Commits { kept: Arc::new(Mutex::new(Kept::new(every))), recovery: Arc::default() };
+    let EpochRules {
+        every,
+        may_change,
+        slow,
+    } = rules;
+    let commits = Commits {
+        kept: Arc::new(Mutex::new(Kept::new(every))),
+        recovery: Arc::default(),
+    };
     let mut returns = None;
     loop {
         let (failure, returning) = match join(returns.take())? {
@@ -276,7 +296,11 @@ mod tests {
         let mesh = p.mesh(&[("x", devices)])?;
         let here = mesh.sharding(spec!["x"]);
         let mut x = p.array_from_fn(f32s([12]), &here, |region, mut values| {
-            for (value, at) in values.as_mut_slice::<f32>()?.iter_mut().zip(region.range(0)) {
+            for (value, at) in values
+                .as_mut_slice::<f32>()?
+                .iter_mut()
+                .zip(region.range(0))
+            {
                 *value = at as f32;
             }
             Ok(())
@@ -364,8 +388,9 @@ mod tests {
         // Of two processes one has more than half of three devices.
         for (seed, devices) in (0..12).zip([3, 4, 12].into_iter().cycle()) {
             let processes = devices.min(3 + devices % 3);
-            let mut job =
-                Simulation::new(processes, devices).seed(seed).shrink(move |_| Ok(devices));
+            let mut job = Simulation::new(processes, devices)
+                .seed(seed)
+                .shrink(move |_| Ok(devices));
             for (process, millis) in (0..processes as u32 - 1).zip([60, 200, 340]) {
                 job = job.lose_after(ProcessId(process), Duration::from_millis(millis));
             }
@@ -404,7 +429,10 @@ mod tests {
             let (ends, report) = run(&job, 1);
             assert_eq!(report.left, [""; 0], "seed {seed}");
             let sizes = sizes_of(&ends, STEPS);
-            assert!(sizes.iter().all(|size| *size <= processes), "seed {seed}: {sizes:?}");
+            assert!(
+                sizes.iter().all(|size| *size <= processes),
+                "seed {seed}: {sizes:?}"
+            );
             let ended = ends.iter().filter(|end| matches!(end, Ok(Some(_)))).count();
             assert_eq!(ended, processes, "seed {seed}: {ends:?}");
             let waited = ends.iter().filter(|end| matches!(end, Ok(None))).count();
@@ -433,7 +461,10 @@ mod tests {
             processes: 3,
             peer_timeout: Duration::from_secs(1),
         };
-        let said = with_reason(Error::Launch(LaunchError::Rendezvous(missing)), Some(&|_| Ok(1)));
+        let said = with_reason(
+            Error::Launch(LaunchError::Rendezvous(missing)),
+            Some(&|_| Ok(1)),
+        );
         let said = said.to_string();
         let why = "its layout has 1 devices for 2 processes, and each process needs one";
         assert!(said.ends_with(why), "{said}");
@@ -444,7 +475,10 @@ mod tests {
         let job = Simulation::new(2, 2).seed(1);
         let job = job.settings(|settings| settings.devices_by_process(&[2, 0]));
         let (ends, _) = job.run_recovering(1, |p, _| {
-            let x = p.device_put(&MpmdArray::scalar(1.0f32), p.mesh(&[("x", 2)])?.replicated())?;
+            let x = p.device_put(
+                &MpmdArray::scalar(1.0f32),
+                p.mesh(&[("x", 2)])?.replicated(),
+            )?;
             p.commit(1, &x)
         });
         for end in ends {
@@ -463,13 +497,28 @@ mod tests {
 
     #[test]
     fn sizes_that_the_layout_refuses_are_not_taken() {
-        let even = |size: usize| if size.is_multiple_of(2) { Ok(4) } else { Err("odd".to_owned()) };
+        let even = |size: usize| {
+            if size.is_multiple_of(2) {
+                Ok(4)
+            } else {
+                Err("odd".to_owned())
+            }
+        };
         let job = Simulation::new(4, 4).seed(5).shrink(even);
         let lost = Duration::from_millis(50);
-        let job = job.lose_after(ProcessId(0), lost).lose_after(ProcessId(2), lost);
+        let job = job
+            .lose_after(ProcessId(0), lost)
+            .lose_after(ProcessId(2), lost);
         let job = job.spare_after(Duration::from_millis(100));
-        assert_eq!(sizes_of(&run(&job, 1).0, STEPS), [4, 2], "the spare waits in vain");
-        let job = Simulation::new(4, 4).seed(5).shrink(even).lose_after(ProcessId(0), lost);
+        assert_eq!(
+            sizes_of(&run(&job, 1).0, STEPS),
+            [4, 2],
+            "the spare waits in vain"
+        );
+        let job = Simulation::new(4, 4)
+            .seed(5)
+            .shrink(even)
+            .lose_after(ProcessId(0), lost);
         let (ends, _) = run(&job, 1);
         let said = ends[1].as_ref().unwrap_err().to_string();
         assert!(said.contains("process 0"), "{said}");
@@ -529,7 +578,10 @@ mod tests {
                 error => Err(error),
             },
         );
-        assert!(ends.iter().all(|end| matches!(end, Ok(Some(7)))), "{ends:?}");
+        assert!(
+            ends.iter().all(|end| matches!(end, Ok(Some(7)))),
+            "{ends:?}"
+        );
     }
 
     #[test]
@@ -538,7 +590,10 @@ mod tests {
             let said = end.expect_err("no process goes on").to_string();
             assert!(said.contains("its file is full"), "{said}");
         }
-        let ends = until_a_change(|_| Ok(()), |error| Err(Error::kernel(format!("at 3: {error}"))));
+        let ends = until_a_change(
+            |_| Ok(()),
+            |error| Err(Error::kernel(format!("at 3: {error}"))),
+        );
         // The next epoch has two processes, for which the program has no mesh.
         let is_next = |end: &Result<Option<u64>>| match end {
             Ok(end) => end.is_none(),
@@ -567,10 +622,13 @@ mod tests {
     fn all_that_ask_to_leave_end_together() {
         let epochs = Mutex::default();
         let (ends, _) =
-            Simulation::new(3, 3).seed(1).shrink(any).run_recovering(1, |p, commits| {
-                commits.ask_to_leave();
-                count(p, commits, &epochs)
-            });
+            Simulation::new(3, 3)
+                .seed(1)
+                .shrink(any)
+                .run_recovering(1, |p, commits| {
+                    commits.ask_to_leave();
+                    count(p, commits, &epochs)
+                });
         assert_eq!(sizes_of(&ends, 3), [3]);
         assert!(ends.iter().all(|end| end.as_ref().unwrap().is_some()));
     }
@@ -583,8 +641,14 @@ mod tests {
             peer_timeout: Duration::from_secs(1),
         };
         let layout = |size| Err(format!("{size} processes need 9 GiB each"));
-        let said = with_reason(Error::Launch(LaunchError::Rendezvous(missing)), Some(&layout));
+        let said = with_reason(
+            Error::Launch(LaunchError::Rendezvous(missing)),
+            Some(&layout),
+        );
         let said = said.to_string();
-        assert!(said.ends_with("that are left: 2 processes need 9 GiB each"), "{said}");
+        assert!(
+            said.ends_with("that are left: 2 processes need 9 GiB each"),
+            "{said}"
+        );
     }
 }

@@ -29,7 +29,11 @@ impl Simulation {
         let of_process = |value| -> EpochsOfProcess<'_> {
             let value: &Mutex<Option<T>> = value;
             Box::new(move |job| {
-                let rules = EpochRules { every, may_change: job.may_change(), slow: None };
+                let rules = EpochRules {
+                    every,
+                    may_change: job.may_change(),
+                    slow: None,
+                };
                 let ended = run_epochs(rules, |returning| job.join(returning), program)?;
                 let has_place = ended.is_some();
                 *value.lock() = ended;

@@ -42,13 +42,22 @@ impl Leaving {
         random.shuffle(&mut order);
         let count = random.usize(1..=1.max(processes / 3));
         let first = random.u64(..4);
-        let asks: Vec<_> =
-            order[..count].iter().map(|process| (*process, first + random.u64(..2))).collect();
+        let asks: Vec<_> = order[..count]
+            .iter()
+            .map(|process| (*process, first + random.u64(..2)))
+            .collect();
         // About one step takes a millisecond, and a process leaves at the third commit.
         let death = 1000 * (first + 2) + random.u64(..30_000);
         let deaths = vec![(order[random.usize(..processes)], death)];
         let spares = random.usize(..3);
-        Self { seed, processes, spares, asks, deaths, pause: random.u64(..3) * 10 }
+        Self {
+            seed,
+            processes,
+            spares,
+            asks,
+            deaths,
+            pause: random.u64(..3) * 10,
+        }
     }
 
     fn simulation(&self) -> Simulation {
@@ -68,7 +77,11 @@ impl Leaving {
     fn count(&self, p: &mut Program, commits: &Commits) -> Result<f32> {
         let mesh = p.mesh(&[("x", -1)])?;
         let here = mesh.sharding(spec!["x"]);
-        let add = p.jit(elementwise(|x: f32| x + 1.0)).on(&mesh).outputs(&here).build()?;
+        let add = p
+            .jit(elementwise(|x: f32| x + 1.0))
+            .on(&mesh)
+            .outputs(&here)
+            .build()?;
         let mut x = p.array_from_fn(f32s([60]), &here, |_, mut values| Ok(values.fill(0f32)?))?;
         let first = commits.restore(p, &mut x)?;
         for step in first..STEPS {
@@ -88,7 +101,11 @@ impl Leaving {
             thread::sleep(Duration::from_millis(1));
         }
         let all = p.device_put(&x, mesh.replicated())?.to_host()?;
-        Ok(all.expect("every process has it").to_vec::<f32>()?.iter().sum())
+        Ok(all
+            .expect("every process has it")
+            .to_vec::<f32>()?
+            .iter()
+            .sum())
     }
 
     /// Runs the job. Returns the number of values, and the errors of processes that were not
@@ -122,11 +139,17 @@ impl Leaving {
 fn leavers_keep_copies_until_others_have_them() {
     for seed in seeds(200) {
         let job = Leaving::of(seed);
-        let Some((values, errors)) = job.run() else { continue };
+        let Some((values, errors)) = job.run() else {
+            continue;
+        };
         assert!(errors.is_empty(), "{job:?}: {errors:?}");
         // The last process may die after all others have left.
         let is_leaver = |process| job.asks.iter().any(|(leaver, _)| *leaver == process);
-        let lost = job.deaths.iter().filter(|(process, _)| !is_leaver(*process)).count();
+        let lost = job
+            .deaths
+            .iter()
+            .filter(|(process, _)| !is_leaver(*process))
+            .count();
         let stays = job.processes + job.spares - job.asks.len() - lost;
         assert!(values > 0 || stays == 0, "{job:?}");
     }
@@ -134,7 +157,9 @@ fn leavers_keep_copies_until_others_have_them() {
 
 /// Returns the seeds of a test: `count`, or as many as `MPMD_SEEDS` says.
 fn seeds(count: u64) -> std::ops::Range<u64> {
-    let asked = std::env::var("MPMD_SEEDS").ok().and_then(|asked| asked.parse().ok());
+    let asked = std::env::var("MPMD_SEEDS")
+        .ok()
+        .and_then(|asked| asked.parse().ok());
     0..asked.unwrap_or(count)
 }
 
@@ -144,7 +169,14 @@ fn both_holders_of_a_region_leave_one_after_the_other() {
     for seed in 0..20 {
         let asks = vec![(ProcessId(1), 2), (ProcessId(2), 2)];
         let (processes, spares) = (4, seed as usize % 3);
-        let job = Leaving { seed, processes, spares, asks, deaths: vec![], pause: 0 };
+        let job = Leaving {
+            seed,
+            processes,
+            spares,
+            asks,
+            deaths: vec![],
+            pause: 0,
+        };
         assert_eq!(job.run(), Some((2 + spares, vec![])), "{job:?}");
     }
 }
@@ -152,7 +184,9 @@ fn both_holders_of_a_region_leave_one_after_the_other() {
 /// Runs a program in two processes. Returns the texts of their errors.
 fn refused(program: impl Fn(&mut Program, &Commits) -> Result<()> + Sync) -> Vec<String> {
     let (ends, _) = Simulation::new(2, 2).seed(1).run_recovering(1, program);
-    ends.into_iter().map(|end| end.expect_err("it is refused").to_string()).collect()
+    ends.into_iter()
+        .map(|end| end.expect_err("it is refused").to_string())
+        .collect()
 }
 
 #[test]
@@ -177,7 +211,9 @@ fn second_state_of_a_step_is_refused() {
     for said in refused(|p, _| two(p, false)) {
         assert!(said.contains("step 3 is committed already"), "{said}");
     }
-    let (ends, _) = Simulation::new(2, 2).seed(1).run_recovering(1, |p, _| two(p, true));
+    let (ends, _) = Simulation::new(2, 2)
+        .seed(1)
+        .run_recovering(1, |p, _| two(p, true));
     assert!(ends.iter().all(Result::is_ok), "{ends:?}");
 }
 
@@ -198,5 +234,9 @@ fn second_restore_of_an_epoch_is_refused() {
         p.commit(1, &x)?;
         commits.restore(p, &mut x).map(drop)
     };
-    assert!(refused(late).iter().all(|said| said.contains("restored or committed already")));
+    assert!(
+        refused(late)
+            .iter()
+            .all(|said| said.contains("restored or committed already"))
+    );
 }

@@ -52,10 +52,18 @@ impl Capture {
                         donated,
                     }
                 }
-                (source, _) => Outcome::Here { source: source.unwrap_or(Source::Kept(0)), donated },
+                (source, _) => Outcome::Here {
+                    source: source.unwrap_or(Source::Kept(0)),
+                    donated,
+                },
             }
         };
-        let outcomes = results.iter().zip(&found).zip(&of_results).map(outcome).collect();
+        let outcomes = results
+            .iter()
+            .zip(&found)
+            .zip(&of_results)
+            .map(outcome)
+            .collect();
         let name = |noted: &Noted| Name {
             place: noted.place,
             what: noted.what.clone(),
@@ -92,18 +100,34 @@ impl Capture {
         results: &[ArrayOrigin],
         kept: impl Fn(ArrayOrigin) -> Option<Source>,
     ) -> (Vec<Operation>, Links, usize, Vec<Option<u32>>) {
-        let maker = |place: u64| self.here.binary_search_by_key(&place, |noted| noted.place).ok();
+        let maker = |place: u64| {
+            self.here
+                .binary_search_by_key(&place, |noted| noted.place)
+                .ok()
+        };
         let value = |found: &ArrayOrigin| match found {
             ArrayOrigin::Made(place, leaf) => maker(*place).map(|maker| (maker, *leaf)),
             _ => None,
         };
         let mut last: HashMap<(usize, u32), usize> = HashMap::new();
         for (user, noted) in self.here.iter().enumerate() {
-            last.extend(noted.inputs.iter().filter_map(value).map(|made| (made, user)));
+            last.extend(
+                noted
+                    .inputs
+                    .iter()
+                    .filter_map(value)
+                    .map(|made| (made, user)),
+            );
         }
-        last.extend(results.iter().filter_map(value).map(|made| (made, usize::MAX)));
+        last.extend(
+            results
+                .iter()
+                .filter_map(value)
+                .map(|made| (made, usize::MAX)),
+        );
         let mut makes: Vec<Vec<u32>> = vec![Vec::new(); self.here.len()];
-        last.keys().for_each(|(maker, leaf)| makes[*maker].push(*leaf));
+        last.keys()
+            .for_each(|(maker, leaf)| makes[*maker].push(*leaf));
         let mut places: HashMap<(usize, u32), u32> = HashMap::new();
         let (mut free, mut count) = (Vec::new(), 0);
         let mut operations = Vec::with_capacity(self.here.len());
@@ -111,16 +135,18 @@ impl Capture {
         for (index, (noted, mut leaves)) in self.here.iter().zip(makes).enumerate() {
             leaves.sort_unstable();
             let mut drops = Vec::new();
-            links.inputs.extend(noted.inputs.iter().map(|input| match value(input) {
-                Some(made) => {
-                    let place = places[&made];
-                    if last[&made] == index && !drops.contains(&place) {
-                        drops.push(place);
+            links
+                .inputs
+                .extend(noted.inputs.iter().map(|input| match value(input) {
+                    Some(made) => {
+                        let place = places[&made];
+                        if last[&made] == index && !drops.contains(&place) {
+                            drops.push(place);
+                        }
+                        Source::Value(place)
                     }
-                    Source::Value(place)
-                }
-                None => kept(*input).unwrap_or(Source::Kept(0)),
-            }));
+                    None => kept(*input).unwrap_or(Source::Kept(0)),
+                }));
             let mut next = || {
                 free.pop().unwrap_or_else(|| {
                     count += 1;
@@ -134,10 +160,18 @@ impl Capture {
             links.drops.extend(drops);
             let (place, label, at) = (noted.place, noted.label, noted.at);
             let (again, ends) = (noted.again.clone(), links.ends());
-            operations.push(Operation { place, label, at, again, ends });
+            operations.push(Operation {
+                place,
+                label,
+                at,
+                again,
+                ends,
+            });
         }
-        let of_results =
-            results.iter().map(|found| value(found).map(|made| places[&made])).collect();
+        let of_results = results
+            .iter()
+            .map(|found| value(found).map(|made| places[&made]))
+            .collect();
         (operations, links, count as usize, of_results)
     }
 }

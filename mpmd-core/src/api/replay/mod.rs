@@ -101,14 +101,22 @@ impl Program {
         self.refuse_in_capture(at, "capture")?;
         let wrong = |problem: IssueProblem| problem.at(at, "capture");
         for (path, leaf) in x.leaves_with_paths() {
-            leaf.check_usable(&path).and_then(|()| self.check_own(&path, leaf)).map_err(wrong)?;
+            leaf.check_usable(&path)
+                .and_then(|()| self.check_own(&path, leaf))
+                .map_err(wrong)?;
         }
         let structure = x.structure();
-        let leaves = x.into_leaves().into_iter().map(by_itself).collect::<Result<Vec<_>>>()?;
+        let leaves = x
+            .into_leaves()
+            .into_iter()
+            .map(by_itself)
+            .collect::<Result<Vec<_>>>()?;
         let capture = Capture::new(self.operations(), structure.clone(), &leaves, at);
         let x =
             T::from_leaves(&structure, leaves).map_err(|error| wrong(IssueProblem::Tree(error)))?;
-        self.runtime.capture_from.store(self.operations(), Ordering::Relaxed);
+        self.runtime
+            .capture_from
+            .store(self.operations(), Ordering::Relaxed);
         self.capture = Some(Box::new(capture));
         // Catches a panic to end the capture, so that the program stays usable for a caller that
         // catches it.
@@ -126,8 +134,19 @@ impl Program {
         let hashes = comparisons.iter().flat_map(|comparison| &comparison.hashes);
         let leaves: Vec<&MpmdArray> = y.leaves().into_iter().chain(hashes).collect();
         let step = capture.finish(&self.runtime, &leaves, self.operations(), self.rolling());
-        let recomputed = comparisons.into_iter().map(|comparison| comparison.call).collect();
-        Ok((y, Captured { step, results, recomputed, types: PhantomData }))
+        let recomputed = comparisons
+            .into_iter()
+            .map(|comparison| comparison.call)
+            .collect();
+        Ok((
+            y,
+            Captured {
+                step,
+                results,
+                recomputed,
+                types: PhantomData,
+            },
+        ))
     }
 
     /// Returns an error if the array belongs to another program.
@@ -138,7 +157,9 @@ impl Program {
     ) -> std::result::Result<(), IssueProblem> {
         match &leaf.repr {
             Repr::Placed(placed) if !Arc::ptr_eq(&placed.made.runtime, &self.runtime) => {
-                Err(IssueProblem::Foreign { path: path.to_owned() })
+                Err(IssueProblem::Foreign {
+                    path: path.to_owned(),
+                })
             }
             _ => Ok(()),
         }
@@ -165,7 +186,9 @@ impl<T: Tree<Leaf = MpmdArray>, U: Tree<Leaf = MpmdArray>> Captured<T, U> {
     pub fn replay(&self, program: &mut Program, x: T) -> Result<U> {
         let at = program.caller(Location::caller());
         program.refuse_in_capture(at, "replay")?;
-        self.step.check(program, &x).map_err(|problem| problem.at(at, "replay"))?;
+        self.step
+            .check(program, &x)
+            .map_err(|problem| problem.at(at, "replay"))?;
         self.replay_fitting(program, &x)
     }
 
@@ -181,9 +204,10 @@ impl<T: Tree<Leaf = MpmdArray>, U: Tree<Leaf = MpmdArray>> Captured<T, U> {
         let mut results = self.step.run(program, &x.leaves(), at);
         let hashes = results.split_off(self.results.leaves().min(results.len()));
         let pairs = hashes.as_chunks::<2>().0.iter().zip(&self.recomputed);
-        program.will_compare(
-            pairs.map(|(hashes, call)| Comparison { call: call.clone(), hashes: hashes.clone() }),
-        );
+        program.will_compare(pairs.map(|(hashes, call)| Comparison {
+            call: call.clone(),
+            hashes: hashes.clone(),
+        }));
         program.synced(at)?;
         let wrong = |error| IssueProblem::Tree(error).at(at, "replay");
         U::from_leaves(&self.results, results).map_err(wrong)
@@ -213,7 +237,10 @@ fn by_itself(leaf: MpmdArray) -> Result<MpmdArray> {
         Repr::Placed(_) => Ok(leaf),
         Repr::Host(host) => {
             let bytes = host.bytes().to_vec().into();
-            Ok(MpmdArray::from_host(HostArray::from_bytes(host.aval().clone(), bytes)?))
+            Ok(MpmdArray::from_host(HostArray::from_bytes(
+                host.aval().clone(),
+                bytes,
+            )?))
         }
     }
 }

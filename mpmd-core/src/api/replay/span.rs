@@ -57,14 +57,20 @@ impl Span for Replaying {
     }
 
     fn describe(&self, op: u64) -> String {
-        let Names { operations, at: captured, here } = &*self.names;
+        let Names {
+            operations,
+            at: captured,
+            here,
+        } = &*self.names;
         let (place, at) = (op.saturating_sub(self.before), self.at);
         let of = format!(
             "{place} of {operations} of the step captured at {captured} and replayed at {at}"
         );
         match here.binary_search_by_key(&place, |name| name.place) {
             Ok(found) => {
-                let Name { what, label, at, .. } = &here[found];
+                let Name {
+                    what, label, at, ..
+                } = &here[found];
                 let label = label.map_or_else(String::new, |label| format!("; {label}"));
                 format!("{what}{label} at {at}, {of}")
             }

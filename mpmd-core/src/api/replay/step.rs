@@ -70,10 +70,18 @@ pub(super) struct Ends {
 impl Links {
     /// Returns the lengths of the lists so far.
     pub(super) fn ends(&self) -> Ends {
-        let Self { inputs, outputs, drops } = self;
+        let Self {
+            inputs,
+            outputs,
+            drops,
+        } = self;
         let length = |length: usize| length as u32;
         let (inputs, outputs) = (length(inputs.len()), length(outputs.len()));
-        Ends { inputs, outputs, drops: length(drops.len()) }
+        Ends {
+            inputs,
+            outputs,
+            drops: length(drops.len()),
+        }
     }
 }
 
@@ -90,10 +98,18 @@ pub(super) enum Source {
 pub(super) enum Outcome {
     /// An array that this process has after the replay: an input, a kept array, or one that it
     /// made.
-    Here { source: Source, donated: Option<Donation> },
+    Here {
+        source: Source,
+        donated: Option<Donation>,
+    },
     /// An array that other processes made, so that it is fully remote here. `origin` is from the
     /// capture, which began after operation `before`.
-    Remote { made: Arc<Made>, origin: Origin, before: u64, donated: Option<Donation> },
+    Remote {
+        made: Arc<Made>,
+        origin: Origin,
+        before: u64,
+        donated: Option<Donation>,
+    },
 }
 
 impl ReplayStep {
@@ -112,11 +128,17 @@ impl ReplayStep {
         x: &impl Tree<Leaf = MpmdArray>,
     ) -> Result<(), IssueProblem> {
         if !Arc::ptr_eq(&self.runtime, &program.runtime) {
-            return Err(IssueProblem::Foreign { path: "the captured step".to_owned() });
+            return Err(IssueProblem::Foreign {
+                path: "the captured step".to_owned(),
+            });
         }
         if !x.has_structure(&self.structure) {
             let (expected, found) = (leaves_of(&self.structure), leaves_of(&x.structure()));
-            return Err(IssueProblem::Captured { path: String::new(), expected, found });
+            return Err(IssueProblem::Captured {
+                path: String::new(),
+                expected,
+                found,
+            });
         }
         let x = x.leaves();
         let mut firsts: OriginMap<usize> =
@@ -127,9 +149,15 @@ impl ReplayStep {
             if input.aval != *leaf.aval() || input.sharding.as_ref() != leaf.sharding() {
                 let expected = describe(&input.aval, input.sharding.as_ref());
                 let found = describe(leaf.aval(), leaf.sharding());
-                return Err(IssueProblem::Captured { path: input.path.clone(), expected, found });
+                return Err(IssueProblem::Captured {
+                    path: input.path.clone(),
+                    expected,
+                    found,
+                });
             }
-            let Repr::Placed(placed) = &leaf.repr else { continue };
+            let Repr::Placed(placed) = &leaf.repr else {
+                continue;
+            };
             let first = *firsts.entry(placed.origin()).or_insert(place);
             self.check_same(place, first)?;
         }
@@ -145,7 +173,10 @@ impl ReplayStep {
             .filter_map(|(input, leaf)| input.donated.and(leaf.origin()))
             .collect();
         if !donated.is_empty()
-            && constants.iter().filter_map(MpmdArray::origin).any(|key| donated.contains(&key))
+            && constants
+                .iter()
+                .filter_map(MpmdArray::origin)
+                .any(|key| donated.contains(&key))
         {
             let problem = "an input that the step donates is an array from outside that the step \
                 uses as well";
@@ -191,7 +222,13 @@ impl ReplayStep {
     ) -> Vec<MpmdArray> {
         let before = program.operations();
         let (start, values) = self.start(program, x);
-        let replaying = Replaying { before, start, values, names: self.names.clone(), at };
+        let replaying = Replaying {
+            before,
+            start,
+            values,
+            names: self.names.clone(),
+            at,
+        };
         let end = replaying.hash(self.operations());
         let span: Arc<dyn Span> = Arc::new(replaying);
         let mut values: Vec<Option<MpmdArray>> = vec![None; self.values];
@@ -203,10 +240,24 @@ impl ReplayStep {
         };
         let (mut taken, mut made) = (Vec::new(), Vec::new());
         let mut from = Ends::default();
-        for Operation { place, label, at, again, ends } in &self.operations {
+        for Operation {
+            place,
+            label,
+            at,
+            again,
+            ends,
+        } in &self.operations
+        {
             program.set_label(*label);
-            let replayed = Replayed { op: before + place, span: &span };
-            let Links { inputs, outputs, drops } = &self.links;
+            let replayed = Replayed {
+                op: before + place,
+                span: &span,
+            };
+            let Links {
+                inputs,
+                outputs,
+                drops,
+            } = &self.links;
             let mut all: Vec<&MpmdArray> = taken;
             let inputs = &inputs[from.inputs as usize..ends.inputs as usize];
             all.extend(inputs.iter().filter_map(|source| match source {
@@ -217,7 +268,9 @@ impl ReplayStep {
             again.clone().again(program, &all, replayed, at, &mut made);
             taken = emptied(all);
             let drops = &drops[from.drops as usize..ends.drops as usize];
-            drops.iter().for_each(|place| values[*place as usize] = None);
+            drops
+                .iter()
+                .for_each(|place| values[*place as usize] = None);
             for (leaf, place) in &outputs[from.outputs as usize..ends.outputs as usize] {
                 values[*place as usize] = made.get(*leaf as usize).cloned();
             }
@@ -238,8 +291,16 @@ impl ReplayStep {
                 donate(&array, *donated, before);
                 Some(array)
             }
-            Outcome::Remote { made, origin, before: captured, donated } => {
-                let origin = Origin { op: origin.op - captured + before, ..*origin };
+            Outcome::Remote {
+                made,
+                origin,
+                before: captured,
+                donated,
+            } => {
+                let origin = Origin {
+                    op: origin.op - captured + before,
+                    ..*origin
+                };
                 let array = Placed::array(made.clone(), Shards::Several(Vec::new()), origin);
                 donate(&array, *donated, before);
                 Some(array)
@@ -252,9 +313,17 @@ impl ReplayStep {
     /// The rolling hash includes the step and its inputs, which must be equal on all processes.
     fn start(&self, program: &mut Program, x: &[&MpmdArray]) -> (Rolling, Option<Values>) {
         let captured = self.hash.value();
-        let step = [0x4e97a, captured as u64, (captured >> 64) as u64, self.operations()];
+        let step = [
+            0x4e97a,
+            captured as u64,
+            (captured >> 64) as u64,
+            self.operations(),
+        ];
         let inputs = x.iter().map(|leaf| leaf.word());
-        let call = step.into_iter().chain(inputs).fold(program.rolling(), Rolling::mix);
+        let call = step
+            .into_iter()
+            .chain(inputs)
+            .fold(program.rolling(), Rolling::mix);
         call.mix_values(program.hash_values(x))
     }
 }
@@ -262,7 +331,11 @@ impl ReplayStep {
 impl fmt::Display for ReplayStep {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (all, here) = (self.operations(), self.operations_here());
-        write!(f, "{here} of {all} operations here, captured at {}", self.names.at)
+        write!(
+            f,
+            "{here} of {all} operations here, captured at {}",
+            self.names.at
+        )
     }
 }
 

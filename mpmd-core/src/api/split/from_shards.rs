@@ -57,19 +57,33 @@ impl Program {
     ) -> Result<MpmdArray> {
         let at = Location::caller();
         let wrong = |problem: IssueProblem| problem.at(at, "array_from_shards");
-        let leaves: Vec<(String, &MpmdArray)> =
-            shards.iter().enumerate().map(|(i, shard)| (i.to_string(), shard)).collect();
-        let made = self.whole(shape, sharding.borrow(), &leaves).map_err(wrong)?;
+        let leaves: Vec<(String, &MpmdArray)> = shards
+            .iter()
+            .enumerate()
+            .map(|(i, shard)| (i.to_string(), shard))
+            .collect();
+        let made = self
+            .whole(shape, sharding.borrow(), &leaves)
+            .map_err(wrong)?;
         if options.donate {
             refuse_twice(&leaves).map_err(wrong)?;
             self.check_given_up(&leaves).map_err(wrong)?;
         }
-        let word = Rolling::default().mix_bytes(made.aval.to_string().as_bytes()).word();
+        let word = Rolling::default()
+            .mix_bytes(made.aval.to_string().as_bytes())
+            .word();
         let words = vec![0x5a4d, word, made.sharding.fingerprint()];
-        let what =
-            Arc::new(FromShards { aval: made.aval.clone(), sharding: made.sharding.clone() });
+        let what = Arc::new(FromShards {
+            aval: made.aval.clone(),
+            sharding: made.sharding.clone(),
+        });
         let donate = options.donate;
-        let relabel = Relabel { made: vec![made], what, donate, awaits_sends: false };
+        let relabel = Relabel {
+            made: vec![made],
+            what,
+            donate,
+            awaits_sends: false,
+        };
         let sources: Vec<&MpmdArray> = shards.iter().collect();
         let mut made = self.relabel(&sources, relabel, words, at);
         Ok(made.pop().expect("one was asked for"))
@@ -82,14 +96,19 @@ impl Program {
         sharding: &Sharding,
         shards: &[(String, &MpmdArray)],
     ) -> std::result::Result<Relabelled, IssueProblem> {
-        let unfit = |why| IssueProblem::Sharding { path: String::new(), why };
+        let unfit = |why| IssueProblem::Sharding {
+            path: String::new(),
+            why,
+        };
         let split = |why: String| IssueProblem::Split(why);
         let Some((_, first)) = shards.first() else {
             return Err(split("there is no shard".to_owned()));
         };
         let aval = ShapedArray::try_new(shape, first.dtype());
         let aval = aval.map_err(|error| split(error.to_string()))?;
-        sharding.check_devices(&self.runtime.topology).map_err(unfit)?;
+        sharding
+            .check_devices(&self.runtime.topology)
+            .map_err(unfit)?;
         let layout = sharding.layout(shape).map_err(unfit)?;
         let mut given = vec![None; layout.devices().len()];
         for (i, (path, shard)) in shards.iter().enumerate() {
@@ -97,7 +116,10 @@ impl Program {
             self.check_own(path, shard)?;
             let split = |why: String| split(format!("{}{why}", leaf(path)));
             let Repr::Placed(placed) = &shard.repr else {
-                return Err(split(format!("{} is uncommitted: device_put it first", shard.aval())));
+                return Err(split(format!(
+                    "{} is uncommitted: device_put it first",
+                    shard.aval()
+                )));
             };
             let &[device] = placed.made.layout.devices() else {
                 let count = placed.made.layout.devices().len();
@@ -112,11 +134,15 @@ impl Program {
             let expected = expected.map_err(|error| split(error.to_string()))?;
             if *shard.aval() != expected {
                 let found = shard.aval();
-                return Err(split(format!("is {found}, but device {device} has {expected} of it")));
+                return Err(split(format!(
+                    "is {found}, but device {device} has {expected} of it"
+                )));
             }
             if placed.made.sharding.memory_kind() != sharding.memory_kind() {
                 let found = &placed.made.sharding;
-                return Err(split(format!("is as {found}, in another memory than {sharding}")));
+                return Err(split(format!(
+                    "is as {found}, in another memory than {sharding}"
+                )));
             }
             if let Some(other) = given[place].replace(i) {
                 return Err(split(format!("is on device {device}, as is shard {other}")));
@@ -127,7 +153,12 @@ impl Program {
             return Err(split(format!("device {device} of {sharding} has no shard")));
         }
         let sharding = sharding.clone();
-        Ok(Relabelled { aval, sharding, layout, sources: 0..shards.len() })
+        Ok(Relabelled {
+            aval,
+            sharding,
+            layout,
+            sources: 0..shards.len(),
+        })
     }
 }
 

@@ -38,10 +38,15 @@ impl MpmdArray {
         self.check_usable("").map_err(wrong)?;
         let split = |why: String| wrong(IssueProblem::Split(why));
         let Repr::Placed(placed) = &self.repr else {
-            return Err(split(format!("{} is uncommitted: device_put it first", self.aval())));
+            return Err(split(format!(
+                "{} is uncommitted: device_put it first",
+                self.aval()
+            )));
         };
         if !Arc::ptr_eq(&placed.made.runtime, &program.runtime) {
-            return Err(wrong(IssueProblem::Foreign { path: String::new() }));
+            return Err(wrong(IssueProblem::Foreign {
+                path: String::new(),
+            }));
         }
         let Some(size) = self.shape().get(dim).copied() else {
             return Err(split(format!("{} has no dimension {dim}", self.aval())));
@@ -62,18 +67,37 @@ impl MpmdArray {
         let mut shape = self.shape().to_vec();
         shape[dim] = size / m;
         let aval = ShapedArray::try_new(&shape, self.dtype())?;
-        let why = |why| wrong(IssueProblem::Sharding { path: String::new(), why });
+        let why = |why| {
+            wrong(IssueProblem::Sharding {
+                path: String::new(),
+                why,
+            })
+        };
         let layout = placed.made.sharding.layout(&shape).map_err(why)?;
-        let what = Arc::new(MicrobatchesWhat { aval: self.aval().clone(), dim, m });
+        let what = Arc::new(MicrobatchesWhat {
+            aval: self.aval().clone(),
+            dim,
+            m,
+        });
         let descriptor = || {
             let results = vec![dry_run::shards(&layout, self.dtype().size(), |_| Memory::Of(0)); m];
             OpDescriptor::local(&what, Kind::Relabel, results)
         };
-        let words = [0x5b1, placed.origin.op, u64::from(placed.origin.leaf), dim as u64, m as u64];
+        let words = [
+            0x5b1,
+            placed.origin.op,
+            u64::from(placed.origin.leaf),
+            dim as u64,
+            m as u64,
+        ];
         let (op, guard) = program.issue_op(
             words,
             NewOp {
-                part: if placed.shards.is_empty() { Part::Idle } else { Part::Work(0) },
+                part: if placed.shards.is_empty() {
+                    Part::Idle
+                } else {
+                    Part::Work(0)
+                },
                 takes: &[self],
                 source: Some(placed.origin.op),
                 ..NewOp::new(at, &|| what.clone(), &descriptor)
@@ -103,7 +127,12 @@ impl MpmdArray {
                             );
                         }
                         (None, Some(guard)) => {
-                            let cut = Cut { whole, part: cut, item, op };
+                            let cut = Cut {
+                                whole,
+                                part: cut,
+                                item,
+                                op,
+                            };
                             cut.copy(
                                 &runtime,
                                 shard,
@@ -115,10 +144,21 @@ impl MpmdArray {
                         // A process that holds a shard has a guard, so this case does not occur.
                         (None, None) => drop(resolver),
                     }
-                    LocalShard { device: shard.device, slot }
+                    LocalShard {
+                        device: shard.device,
+                        slot,
+                    }
                 })
                 .collect();
-            Placed::array(made.clone(), shards, Origin { op, leaf: j as u32, at })
+            Placed::array(
+                made.clone(),
+                shards,
+                Origin {
+                    op,
+                    leaf: j as u32,
+                    at,
+                },
+            )
         };
         Ok((0..m).map(part).collect())
     }
@@ -143,7 +183,12 @@ impl Cut {
         resolver: Resolver,
         guard: OpGuard,
     ) {
-        let Self { whole, part, item, op } = self;
+        let Self {
+            whole,
+            part,
+            item,
+            op,
+        } = self;
         if runtime.accelerator_of(shard.device, kind).is_some() {
             return runtime.copy_on_device(
                 shard.device,
@@ -162,10 +207,13 @@ impl Cut {
             };
             let mover = runtime.clone();
             mover.move_data(Box::new(move || {
-                let copied = runtime.staging.allocate(part.elements() * item).map(|mut copy| {
-                    copy_region(&buffer, &whole, &mut copy, &part, &part, item);
-                    copy.freeze()
-                });
+                let copied = runtime
+                    .staging
+                    .allocate(part.elements() * item)
+                    .map(|mut copy| {
+                        copy_region(&buffer, &whole, &mut copy, &part, &part, item);
+                        copy.freeze()
+                    });
                 let outcome = copied.map_err(|error| runtime.out_of_memory(op, &error));
                 drop(buffer);
                 resolver.keep(outcome);
@@ -196,6 +244,10 @@ struct MicrobatchesWhat {
 
 impl fmt::Display for MicrobatchesWhat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} microbatches of {} along dimension {}", self.m, self.aval, self.dim)
+        write!(
+            f,
+            "{} microbatches of {} along dimension {}",
+            self.m, self.aval, self.dim
+        )
     }
 }

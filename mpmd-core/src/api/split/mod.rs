@@ -88,15 +88,27 @@ impl Program {
                 made.push(part_of(path, array, axis, range.clone(), i).map_err(wrong)?);
             }
         }
-        let what =
-            SplitWhat { leaves: leaves.len(), axis: axis.to_owned(), mesh, parts: ranges.len() };
+        let what = SplitWhat {
+            leaves: leaves.len(),
+            axis: axis.to_owned(),
+            mesh,
+            parts: ranges.len(),
+        };
         let starts = ranges.iter().map(|range| range.start as u64);
-        let words =
-            [0x5911, Rolling::default().mix_bytes(axis.as_bytes()).word(), ranges.len() as u64];
+        let words = [
+            0x5911,
+            Rolling::default().mix_bytes(axis.as_bytes()).word(),
+            ranges.len() as u64,
+        ];
         let words = words.into_iter().chain(starts).collect();
         let sources: Vec<&MpmdArray> = leaves.into_iter().map(|(_, array)| array).collect();
         let (what, donate) = (Arc::new(what), options.donate);
-        let relabel = Relabel { made, what, donate, awaits_sends: false };
+        let relabel = Relabel {
+            made,
+            what,
+            donate,
+            awaits_sends: false,
+        };
         let mut made = self.relabel(&sources, relabel, words, at).into_iter();
         let mut tree =
             || x.map_ref(&mut |_| made.next().expect("one array for each leaf of each part"));
@@ -132,7 +144,9 @@ impl Program {
         let at = Location::caller();
         let wrong = |problem: IssueProblem| problem.at(at, "concatenate_by_mesh_axis");
         let Some(first) = trees.first() else {
-            return Err(wrong(IssueProblem::Split("there is no tree to concatenate".to_owned())));
+            return Err(wrong(IssueProblem::Split(
+                "there is no tree to concatenate".to_owned(),
+            )));
         };
         let structure = first.structure();
         for (i, tree) in trees.iter().enumerate() {
@@ -148,13 +162,20 @@ impl Program {
         }
         // The path of a leaf is the index of its tree, then its path in the tree.
         let below = |i: usize, path: String| {
-            if path.is_empty() { i.to_string() } else { format!("{i}/{path}") }
+            if path.is_empty() {
+                i.to_string()
+            } else {
+                format!("{i}/{path}")
+            }
         };
         let by_tree: Vec<Vec<(String, &MpmdArray)>> = trees
             .iter()
             .enumerate()
             .map(|(i, tree)| {
-                tree.leaves_with_paths().into_iter().map(|(path, a)| (below(i, path), a)).collect()
+                tree.leaves_with_paths()
+                    .into_iter()
+                    .map(|(path, a)| (below(i, path), a))
+                    .collect()
             })
             .collect();
         if by_tree[0].is_empty() {
@@ -178,12 +199,25 @@ impl Program {
         for (i, parts) in leaves.chunks(trees.len()).enumerate() {
             made.push(whole_of(parts, axis, &mesh, i * trees.len()).map_err(wrong)?);
         }
-        let what = JoinWhat { leaves: made.len(), axis: axis.to_owned(), trees: trees.len(), mesh };
-        let words =
-            vec![0xc09c, Rolling::default().mix_bytes(axis.as_bytes()).word(), trees.len() as u64];
+        let what = JoinWhat {
+            leaves: made.len(),
+            axis: axis.to_owned(),
+            trees: trees.len(),
+            mesh,
+        };
+        let words = vec![
+            0xc09c,
+            Rolling::default().mix_bytes(axis.as_bytes()).word(),
+            trees.len() as u64,
+        ];
         let sources: Vec<&MpmdArray> = leaves.iter().map(|(_, array)| *array).collect();
         let (what, donate) = (Arc::new(what), options.donate);
-        let relabel = Relabel { made, what, donate, awaits_sends: false };
+        let relabel = Relabel {
+            made,
+            what,
+            donate,
+            awaits_sends: false,
+        };
         let mut made = self.relabel(&sources, relabel, words, at).into_iter();
         Ok(first.map_ref(&mut |_| made.next().expect("one array for each leaf")))
     }
@@ -199,7 +233,10 @@ impl Program {
             array.check_usable(path)?;
             let split = |why: String| IssueProblem::Split(format!("{}{why}", leaf(path)));
             let Repr::Placed(placed) = &array.repr else {
-                return Err(split(format!("{} is uncommitted: device_put it first", array.aval())));
+                return Err(split(format!(
+                    "{} is uncommitted: device_put it first",
+                    array.aval()
+                )));
             };
             if !Arc::ptr_eq(&placed.made.runtime, &self.runtime) {
                 return Err(IssueProblem::Foreign { path: path.clone() });
@@ -234,12 +271,18 @@ fn part_of(
     source: usize,
 ) -> std::result::Result<Relabelled, IssueProblem> {
     let split = |why: String| IssueProblem::Split(format!("{}{why}", leaf(path)));
-    let sharding = array.sharding().ok_or_else(|| split("is uncommitted".to_owned()))?;
+    let sharding = array
+        .sharding()
+        .ok_or_else(|| split("is uncommitted".to_owned()))?;
     let (mesh, size) = sharding
         .mesh()
         .ok_or_else(|| split(format!("{sharding} is not over the axes of a mesh")))
         .and_then(|mesh| {
-            Ok((mesh, mesh.axis_size(axis).map_err(|error| split(error.to_string()))?))
+            Ok((
+                mesh,
+                mesh.axis_size(axis)
+                    .map_err(|error| split(error.to_string()))?,
+            ))
         })?;
     refuse_unreduced(path, sharding, axis)?;
     let mut shape = array.shape().to_vec();
@@ -247,7 +290,9 @@ fn part_of(
         // Divisible: the axis divides the dimension.
         shape[dim] = shape[dim] / size * range.len();
     }
-    let part = mesh.slice(axis, range).map_err(|error| split(error.to_string()))?;
+    let part = mesh
+        .slice(axis, range)
+        .map_err(|error| split(error.to_string()))?;
     let aval =
         ShapedArray::try_new(&shape, array.dtype()).map_err(|error| split(error.to_string()))?;
     Relabelled::over(path, aval, sharding, part, source..source + 1)
@@ -263,23 +308,33 @@ fn whole_of(
 ) -> std::result::Result<Relabelled, IssueProblem> {
     let (first_path, first) = &parts[0];
     let split = |path: &str, why: String| IssueProblem::Split(format!("{}{why}", leaf(path)));
-    let sharding =
-        first.sharding().ok_or_else(|| split(first_path, "is uncommitted".to_owned()))?;
+    let sharding = first
+        .sharding()
+        .ok_or_else(|| split(first_path, "is uncommitted".to_owned()))?;
     refuse_unreduced(first_path, sharding, axis)?;
     let dim = divided_dim(sharding, axis);
     let per_index = |array: &MpmdArray| {
         let mut shape = array.shape().to_vec();
-        if let (Some(dim), Some(size)) =
-            (dim, array.sharding().and_then(|s| s.mesh()?.axis_size(axis).ok()))
-        {
+        if let (Some(dim), Some(size)) = (
+            dim,
+            array
+                .sharding()
+                .and_then(|s| s.mesh()?.axis_size(axis).ok()),
+        ) {
             shape[dim] /= size;
         }
         shape
     };
     for (path, part) in &parts[1..] {
-        let found = part.sharding().ok_or_else(|| split(path, "is uncommitted".to_owned()))?;
+        let found = part
+            .sharding()
+            .ok_or_else(|| split(path, "is uncommitted".to_owned()))?;
         let form = |sharding: &Sharding| {
-            (sharding.spec().cloned(), sharding.unreduced_axes().to_vec(), sharding.memory_kind())
+            (
+                sharding.spec().cloned(),
+                sharding.unreduced_axes().to_vec(),
+                sharding.memory_kind(),
+            )
         };
         if form(found) != form(sharding) {
             return Err(split(
@@ -304,7 +359,13 @@ fn whole_of(
     }
     let aval = ShapedArray::try_new(&shape, first.dtype());
     let aval = aval.map_err(|error| split(first_path, error.to_string()))?;
-    Relabelled::over(first_path, aval, sharding, mesh.clone(), source..source + parts.len())
+    Relabelled::over(
+        first_path,
+        aval,
+        sharding,
+        mesh.clone(),
+        source..source + parts.len(),
+    )
 }
 
 /// Returns an error if the array has partial sums over the axis, since a part of them has no
@@ -317,22 +378,28 @@ fn refuse_unreduced(
     if !sharding.unreduced_axes().iter().any(|name| name == axis) {
         return Ok(());
     }
-    let why = format!("{}holds partial sums over axis `{axis}`: {sharding}", leaf(path));
+    let why = format!(
+        "{}holds partial sums over axis `{axis}`: {sharding}",
+        leaf(path)
+    );
     Err(IssueProblem::Split(why))
 }
 
 /// Returns the dimension of the array that is sharded over an axis, or `None`.
 fn divided_dim(sharding: &Sharding, axis: &str) -> Option<usize> {
     let entries = sharding.spec()?.entries();
-    entries.iter().position(|entry| entry.axes().iter().any(|name| name == axis))
+    entries
+        .iter()
+        .position(|entry| entry.axes().iter().any(|name| name == axis))
 }
 
 /// Joins meshes along an axis, in order. Fails if their other axes differ, or if they share a
 /// device.
 fn joined(parts: &[Mesh], axis: &str) -> std::result::Result<Mesh, String> {
     let first = &parts[0];
-    let index =
-        first.axis_index(axis).ok_or_else(|| format!("there is no axis `{axis}` in {first}"))?;
+    let index = first
+        .axis_index(axis)
+        .ok_or_else(|| format!("there is no axis `{axis}` in {first}"))?;
     let without = |mesh: &Mesh| {
         let mut shape = mesh.shape().to_vec();
         shape.remove(index);
@@ -340,7 +407,9 @@ fn joined(parts: &[Mesh], axis: &str) -> std::result::Result<Mesh, String> {
     };
     for part in &parts[1..] {
         if part.axis_names() != first.axis_names() || without(part) != without(first) {
-            return Err(format!("mesh {part} cannot follow {first} along axis `{axis}`"));
+            return Err(format!(
+                "mesh {part} cannot follow {first} along axis `{axis}`"
+            ));
         }
     }
     let (before, after) = (&first.shape()[..index], &first.shape()[index + 1..]);
@@ -352,8 +421,12 @@ fn joined(parts: &[Mesh], axis: &str) -> std::result::Result<Mesh, String> {
             devices.extend(&part.devices()[o * run..(o + 1) * run]);
         }
     }
-    let mut axes: Vec<(&str, usize)> =
-        first.axis_names().iter().map(String::as_str).zip(first.shape().iter().copied()).collect();
+    let mut axes: Vec<(&str, usize)> = first
+        .axis_names()
+        .iter()
+        .map(String::as_str)
+        .zip(first.shape().iter().copied())
+        .collect();
     axes[index].1 = parts.iter().map(|part| part.shape()[index]).sum();
     Mesh::new(&axes, devices).map_err(|error| error.to_string())
 }
@@ -367,8 +440,16 @@ struct SplitWhat {
 
 impl fmt::Display for SplitWhat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { leaves, axis, mesh, parts } = self;
-        write!(f, "split of {leaves} arrays over {mesh} in {parts} parts along axis {axis}")
+        let Self {
+            leaves,
+            axis,
+            mesh,
+            parts,
+        } = self;
+        write!(
+            f,
+            "split of {leaves} arrays over {mesh} in {parts} parts along axis {axis}"
+        )
     }
 }
 
@@ -381,8 +462,16 @@ struct JoinWhat {
 
 impl fmt::Display for JoinWhat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { leaves, axis, trees, mesh } = self;
-        write!(f, "concatenation of {trees} times {leaves} arrays to {mesh} along axis {axis}")
+        let Self {
+            leaves,
+            axis,
+            trees,
+            mesh,
+        } = self;
+        write!(
+            f,
+            "concatenation of {trees} times {leaves} arrays to {mesh} along axis {axis}"
+        )
     }
 }
 
@@ -412,7 +501,11 @@ mod tests {
             );
         }
         let other = mesh(&[("a", 1), ("b", 2), ("c", 2)]);
-        assert!(joined(&[whole.clone(), other], "a").unwrap_err().contains("cannot follow"));
+        assert!(
+            joined(&[whole.clone(), other], "a")
+                .unwrap_err()
+                .contains("cannot follow")
+        );
         assert!(joined(&[whole], "z").unwrap_err().contains("no axis `z`"));
     }
 }

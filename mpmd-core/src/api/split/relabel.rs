@@ -37,12 +37,24 @@ impl Relabelled {
         sources: Range<usize>,
     ) -> std::result::Result<Self, IssueProblem> {
         let spec = sharding.spec().cloned().unwrap_or_default();
-        let wrong = |why| IssueProblem::Sharding { path: path.to_owned(), why };
-        let sums: Vec<&str> = sharding.unreduced_axes().iter().map(String::as_str).collect();
+        let wrong = |why| IssueProblem::Sharding {
+            path: path.to_owned(),
+            why,
+        };
+        let sums: Vec<&str> = sharding
+            .unreduced_axes()
+            .iter()
+            .map(String::as_str)
+            .collect();
         let named = Sharding::named(mesh, spec, sharding.memory_kind());
         let sharding = named.unreduced(&sums).map_err(wrong)?;
         let layout = sharding.layout(aval.shape()).map_err(wrong)?;
-        Ok(Self { aval, sharding, layout, sources })
+        Ok(Self {
+            aval,
+            sharding,
+            layout,
+            sources,
+        })
     }
 }
 
@@ -97,20 +109,34 @@ impl Program {
         let (op, guard) = self.issue_op(
             words,
             NewOp {
-                part: if takes_part { Part::Work(0) } else { Part::Idle },
+                part: if takes_part {
+                    Part::Work(0)
+                } else {
+                    Part::Idle
+                },
                 takes: sources,
                 donates: &|_| relabel.donate,
-                source: sources.iter().find_map(|source| source.origin()).map(|(op, _)| op),
+                source: sources
+                    .iter()
+                    .find_map(|source| source.origin())
+                    .map(|(op, _)| op),
                 again: &|| here.then(|| relabel.clone() as Arc<dyn Again>),
                 replayed,
-                ..NewOp::new(at, &|| relabel.what.clone(), &|| relabel.descriptor(sources))
+                ..NewOp::new(at, &|| relabel.what.clone(), &|| {
+                    relabel.descriptor(sources)
+                })
             },
         );
         let sends = sources.first().and_then(|source| source.sends());
         let sends = sends.filter(|_| relabel.awaits_sends);
         let mut results = Vec::with_capacity(relabel.made.len());
         for (i, made) in relabel.made.iter().enumerate() {
-            let Relabelled { aval, sharding, layout, sources } = made.clone();
+            let Relabelled {
+                aval,
+                sharding,
+                layout,
+                sources,
+            } = made.clone();
             let own = |shard: &&LocalShard| layout.place_of(shard.device).is_some();
             let mut taken: Vec<LocalShard> = shards[sources]
                 .iter()
@@ -124,7 +150,11 @@ impl Program {
             taken.sort_by_key(|shard| layout.place_of(shard.device));
             let (what, runtime) = (relabel.what.clone(), self.runtime.clone());
             let made = Arc::new(Made::new(aval, sharding, layout, what, runtime));
-            let origin = Origin { op, leaf: i as u32, at };
+            let origin = Origin {
+                op,
+                leaf: i as u32,
+                at,
+            };
             results.push(Placed::array_after(sends.cloned(), made, taken, origin));
         }
         if relabel.donate {
@@ -133,7 +163,10 @@ impl Program {
                     placed.donate(op, at);
                     let failure = placed.donated_failure();
                     // After the new handles, so that they still get the values.
-                    placed.shards.iter().for_each(|shard| shard.slot.give_up(failure.clone()));
+                    placed
+                        .shards
+                        .iter()
+                        .for_each(|shard| shard.slot.give_up(failure.clone()));
                 }
             }
         }
@@ -153,7 +186,11 @@ impl Relabel {
                 |device| source(device).map_or(Memory::Own, |source| Memory::Of(source as u32));
             dry_run::shards(&made.layout, made.aval.dtype().size(), memory)
         };
-        OpDescriptor::local(&self.what, Kind::Relabel, self.made.iter().map(shards).collect())
+        OpDescriptor::local(
+            &self.what,
+            Kind::Relabel,
+            self.made.iter().map(shards).collect(),
+        )
     }
 }
 

@@ -75,7 +75,12 @@ impl Sections {
             }
         };
         let ends = starts.iter().skip(1).copied().chain([size]);
-        Ok(starts.iter().copied().zip(ends).map(|(start, end)| start..end).collect())
+        Ok(starts
+            .iter()
+            .copied()
+            .zip(ends)
+            .map(|(start, end)| start..end)
+            .collect())
     }
 }
 
@@ -92,7 +97,10 @@ mod tests {
         assert_eq!(ranges(2.into()).unwrap(), [0..2, 2..4]);
         assert_eq!(ranges([1].into()).unwrap(), [0..1, 1..4]);
         assert_eq!(ranges(vec![1, 3].into()).unwrap(), [0..1, 1..3, 3..4]);
-        assert_eq!(ranges(Sections::At(Vec::new())).unwrap(), std::slice::from_ref(&(0..4)));
+        assert_eq!(
+            ranges(Sections::At(Vec::new())).unwrap(),
+            std::slice::from_ref(&(0..4))
+        );
         for wrong in [3, 0, 5, 8] {
             let error = ranges(wrong.into()).unwrap_err();
             let axis = "axis `x` of {x:4, y:2} devices [0, 1, 2, 3, 4, 5, 6, 7] has 4 indices";
@@ -100,8 +108,16 @@ mod tests {
         }
         for wrong in [&[0][..], &[4], &[2, 2], &[3, 1], &[1, 9]] {
             let error = ranges(wrong.into()).unwrap_err();
-            assert!(error.contains(&format!("cannot be cut at {wrong:?}")), "{error}");
+            assert!(
+                error.contains(&format!("cannot be cut at {wrong:?}")),
+                "{error}"
+            );
         }
-        assert!(Sections::Each.ranges(&mesh, "z").unwrap_err().contains("there is no axis `z`"));
+        assert!(
+            Sections::Each
+                .ranges(&mesh, "z")
+                .unwrap_err()
+                .contains("there is no axis `z`")
+        );
     }
 }

@@ -17,12 +17,21 @@ pub(super) fn can_cast(from: DType, to: DType) -> bool {
 ///
 /// If the numbers of elements differ, or the dtypes [cannot be cast](can_cast).
 pub(super) fn cast(from: DType, values: &[u8], to: DType, out: &mut [u8]) {
-    assert_eq!(values.len() / from.size(), out.len() / to.size(), "elements");
+    assert_eq!(
+        values.len() / from.size(),
+        out.len() / to.size(),
+        "elements"
+    );
     match (from, to) {
         _ if from == to => out.copy_from_slice(values),
         (DType::F32, DType::Bf16) => round_to_bf16(values, out),
         (DType::F32, DType::F16) => {
-            for (to, from) in out.as_chunks_mut::<2>().0.iter_mut().zip(values.as_chunks::<4>().0) {
+            for (to, from) in out
+                .as_chunks_mut::<2>()
+                .0
+                .iter_mut()
+                .zip(values.as_chunks::<4>().0)
+            {
                 *to = f16::from_f32(f32::from_le_bytes(*from)).to_le_bytes();
             }
         }
@@ -50,7 +59,11 @@ pub(super) fn hash(
 ) -> u64 {
     let sums = rows(region, piece, shape).map(|(at, place, len)| {
         let words = (item / 4).max(1);
-        sum_of_words(&values[at * item..][..len * item], item.min(4), place * words)
+        sum_of_words(
+            &values[at * item..][..len * item],
+            item.min(4),
+            place * words,
+        )
     });
     sums.fold(0, u64::wrapping_add)
 }
@@ -70,7 +83,11 @@ pub(super) fn rows(
         inner -= 1;
     }
     let run: usize = (inner..dims).map(|dim| piece.range(dim).len()).product();
-    let count = if piece.is_empty() { 0 } else { piece.elements() / run };
+    let count = if piece.is_empty() {
+        0
+    } else {
+        piece.elements() / run
+    };
     let (piece, region, shape) = (piece.clone(), region.clone(), shape.to_vec());
     (0..count).map(move |row| {
         let (mut left, mut at, mut place) = (row, 0, 0);
@@ -140,8 +157,11 @@ impl Places {
 
     /// Returns the places that are in either.
     pub(super) fn or(&self, other: &Self) -> Self {
-        let (mut all, mut a, mut b) =
-            (Self::default(), self.iter().peekable(), other.iter().peekable());
+        let (mut all, mut a, mut b) = (
+            Self::default(),
+            self.iter().peekable(),
+            other.iter().peekable(),
+        );
         loop {
             let next = match (a.peek(), b.peek()) {
                 (Some(a), Some(b)) => *a.min(b),
@@ -160,7 +180,9 @@ pub(super) fn write_changes(places: &Places, values: &[u8], item: usize, to: &mu
     to.extend((places.len() as u64).to_le_bytes());
     to.extend((places.bytes() as u64).to_le_bytes());
     to.extend(&places.gaps);
-    places.iter().for_each(|place| to.extend(&values[place * item..][..item]));
+    places
+        .iter()
+        .for_each(|place| to.extend(&values[place * item..][..item]));
 }
 
 /// Returns the number of bytes that [`write_changes`] appends.
@@ -220,7 +242,9 @@ mod tests {
     fn hashes_of_pieces_add_up_in_any_layout() {
         let shape = [6, 5, 2000];
         for item in [1, 2, 4, 8, 16] {
-            let values: Vec<u8> = (0..6 * 5 * 2000 * item).map(|i| (i * i / 7) as u8).collect();
+            let values: Vec<u8> = (0..6 * 5 * 2000 * item)
+                .map(|i| (i * i / 7) as u8)
+                .collect();
             let full = Region::full(&shape);
             let whole = hash(&values, &full, &full, &shape, item);
             let mut sum = 0u64;
@@ -239,8 +263,14 @@ mod tests {
             }
             assert_eq!(sum, whole, "{item}");
         }
-        assert_eq!(hash(&[7, 0], &region(&[]), &region(&[]), &[], 2), sum_of_words(&[7, 0], 2, 0));
-        assert_eq!(hash(&[], &Region::full(&[0]), &Region::full(&[0]), &[9], 2), 0);
+        assert_eq!(
+            hash(&[7, 0], &region(&[]), &region(&[]), &[], 2),
+            sum_of_words(&[7, 0], 2, 0)
+        );
+        assert_eq!(
+            hash(&[], &Region::full(&[0]), &Region::full(&[0]), &[9], 2),
+            0
+        );
     }
 
     #[test]
@@ -265,7 +295,10 @@ mod tests {
     #[test]
     fn casts_round_to_the_nearest_even() {
         let mut wrong = 0;
-        for bits in (0..=u32::MAX).step_by(65_521).chain([0x7f80_0001, 0xffff_ffff, 0x3f80_8000]) {
+        for bits in (0..=u32::MAX)
+            .step_by(65_521)
+            .chain([0x7f80_0001, 0xffff_ffff, 0x3f80_8000])
+        {
             let (value, mut half, mut single) = (f32::from_bits(bits), [0; 2], [0; 2]);
             cast(DType::F32, &value.to_le_bytes(), DType::Bf16, &mut half);
             cast(DType::F32, &value.to_le_bytes(), DType::F16, &mut single);
@@ -294,13 +327,19 @@ mod tests {
             let mut found = old.clone();
             let mut rest = &bytes[..];
             let change = |place: usize, value: &[u8]| {
-                found.get_mut(place * item..)?.get_mut(..item)?.copy_from_slice(value);
+                found
+                    .get_mut(place * item..)?
+                    .get_mut(..item)?
+                    .copy_from_slice(value);
                 Some(())
             };
             read_changes(&mut rest, item, change).unwrap();
             assert!(rest.is_empty() && found == new);
             for len in 0..bytes.len().min(40) {
-                assert_eq!(read_changes(&mut &bytes[..len], item, |_, _| Some(())), None);
+                assert_eq!(
+                    read_changes(&mut &bytes[..len], item, |_, _| Some(())),
+                    None
+                );
             }
         }
     }

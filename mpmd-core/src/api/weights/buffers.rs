@@ -26,23 +26,41 @@ impl Program {
         at: &'static Location<'static>,
     ) -> Result<MpmdArray> {
         let layout = sharding.layout(aval.shape())?;
-        let what = Arc::new(OfBuffers { aval: aval.clone(), sharding: sharding.clone() });
+        let what = Arc::new(OfBuffers {
+            aval: aval.clone(),
+            sharding: sharding.clone(),
+        });
         let descriptor = || {
-            let results = vec![dry_run::shards(&layout, aval.dtype().size(), |_| Memory::Host)];
+            let results = vec![dry_run::shards(&layout, aval.dtype().size(), |_| {
+                Memory::Host
+            })];
             OpDescriptor::local(&what, Kind::ArrayFromFn, results)
         };
-        let word = Rolling::default().mix_bytes(aval.to_string().as_bytes()).word();
+        let word = Rolling::default()
+            .mix_bytes(aval.to_string().as_bytes())
+            .word();
         let (op, _) = self.issue_op(
             [0x0fb5, sharding.fingerprint(), word],
             NewOp {
-                part: if buffers.is_empty() { Part::Idle } else { Part::Work(0) },
+                part: if buffers.is_empty() {
+                    Part::Idle
+                } else {
+                    Part::Work(0)
+                },
                 ..NewOp::new(at, &|| what.clone(), &descriptor)
             },
         );
-        let shard = |(device, buffer)| LocalShard { device, slot: AsyncBuffer::filled(buffer) };
+        let shard = |(device, buffer)| LocalShard {
+            device,
+            slot: AsyncBuffer::filled(buffer),
+        };
         let shards: Vec<LocalShard> = buffers.into_iter().map(shard).collect();
         let made = Made::new(aval, sharding, layout, what, self.runtime.clone());
-        Ok(Placed::array(Arc::new(made), shards, Origin { op, leaf: 0, at }))
+        Ok(Placed::array(
+            Arc::new(made),
+            shards,
+            Origin { op, leaf: 0, at },
+        ))
     }
 }
 

@@ -85,7 +85,13 @@ impl Invitation {
         let how = (&self.devices[..], &*self.transport);
         let (peer_timeout, processes) = (peer_timeout.min(LONGEST), self.devices.len());
         let server = self.server.clone();
-        let config = JoinConfig { server, process, processes, token: token.clone(), peer_timeout };
+        let config = JoinConfig {
+            server,
+            process,
+            processes,
+            token: token.clone(),
+            peer_timeout,
+        };
         let (rendezvous, over) = net.join_link(config).map_err(wrong)?;
         join_beside(rendezvous, &token, process, how, (peer_timeout, over))
     }
@@ -143,10 +149,22 @@ impl Members {
         let owner = |device: DeviceId| topology.process_of(device);
         let all: BTreeSet<ProcessId> = used.into_iter().filter_map(owner).chain(also).collect();
         let processes: Vec<ProcessId> = all.into_iter().collect();
-        let devices = processes.iter().map(|process| topology.devices_of(*process).len()).collect();
-        let all = processes.iter().flat_map(|process| topology.devices_of(*process));
-        let numbers = all.enumerate().map(|(number, device)| (*device, number as u32)).collect();
-        Self { processes, devices, numbers }
+        let devices = processes
+            .iter()
+            .map(|process| topology.devices_of(*process).len())
+            .collect();
+        let all = processes
+            .iter()
+            .flat_map(|process| topology.devices_of(*process));
+        let numbers = all
+            .enumerate()
+            .map(|(number, device)| (*device, number as u32))
+            .collect();
+        Self {
+            processes,
+            devices,
+            numbers,
+        }
     }
 
     /// Returns the number of a process among them.
@@ -182,25 +200,46 @@ impl Group {
         let first = members.processes.first().copied().unwrap_or(ProcessId(0));
         let ip = p.local_ip();
         let mut server = None;
-        let config = ServerConfig { processes, token: token.clone(), peer_timeout };
+        let config = ServerConfig {
+            processes,
+            token: token.clone(),
+            peer_timeout,
+        };
         let bind = || {
             let at = listen.unwrap_or(SocketAddr::new(ip, 0));
-            let bound = server.insert(net.bind(at, config).map_err(wrong)?).address();
+            let bound = server
+                .insert(net.bind(at, config).map_err(wrong)?)
+                .address();
             // The other processes cannot connect to the address of all interfaces.
-            let ip = if bound.ip().is_unspecified() { ip } else { bound.ip() };
+            let ip = if bound.ip().is_unspecified() {
+                ip
+            } else {
+                bound.ip()
+            };
             Ok(SocketAddr::new(ip, bound.port()).to_string())
         };
         let text: String = p.broadcast_value(first, String::new(), bind)?;
         let address = text
             .parse()
             .map_err(|_| Error::Environment(format!("{text} is no address of a publication")))?;
-        let Some(place) = members.place_of(p.process()) else { return Ok((address, None)) };
+        let Some(place) = members.place_of(p.process()) else {
+            return Ok((address, None));
+        };
         let process = ProcessId(place as u32);
-        let config = JoinConfig { server: text, process, processes, token, peer_timeout };
+        let config = JoinConfig {
+            server: text,
+            process,
+            processes,
+            token,
+            peer_timeout,
+        };
         let rendezvous = net.connect(config).map_err(wrong)?;
         rendezvous.on_look(move |words| {
             let answered = control::decode::<Call>(words).map(&answer);
-            answered.ok().and_then(|answer| control::encode(&answer).ok()).unwrap_or_default()
+            answered
+                .ok()
+                .and_then(|answer| control::encode(&answer).ok())
+                .unwrap_or_default()
         });
         rendezvous.join(Member::default()).map_err(wrong)?;
         Ok((address, Some(Self { rendezvous, server })))
@@ -249,14 +288,18 @@ pub(super) fn call(
         let bytes = status.map_err(|why| format!("process {process} at {address}: {why}"))?;
         control::decode(&bytes).map_err(|_| format!("process {process} at {address}: no answer"))
     };
-    let answers = answers.into_iter().map(read).collect::<Result<Vec<_>, String>>()?;
+    let answers = answers
+        .into_iter()
+        .map(read)
+        .collect::<Result<Vec<_>, String>>()?;
     Ok((answers, observer.local_address().ip()))
 }
 
 impl Program {
     /// Returns the address of this process in the network of its job.
     fn local_ip(&self) -> IpAddr {
-        self.rendezvous_address().map_or(Ipv4Addr::LOCALHOST.into(), |address| address.ip())
+        self.rendezvous_address()
+            .map_or(Ipv4Addr::LOCALHOST.into(), |address| address.ip())
     }
 }
 
@@ -300,7 +343,10 @@ mod tests {
             };
             let joined =
                 invitation.join(end, place, &secret, Duration::from_secs(1), &Net::default());
-            let why = joined.err().map(|error| error.to_string()).unwrap_or_default();
+            let why = joined
+                .err()
+                .map(|error| error.to_string())
+                .unwrap_or_default();
             assert!(why.contains("has no place among them"), "{why}");
         }
     }

@@ -39,15 +39,22 @@ impl Drop for Held<'_> {
 impl<'a> Held<'a> {
     pub(super) fn new(shared: &'a Shared) -> Self {
         let (versions, hashed) = Default::default();
-        Self { shared, versions, pin: None, changes: None, hashed }
+        Self {
+            shared,
+            versions,
+            pin: None,
+            changes: None,
+            hashed,
+        }
     }
 
     /// Returns the number and the bits of an own shard in the chosen version.
     fn own(&self, piece: &Piece, common: &Region) -> Option<(usize, &OwnShard, &SharedBuffer)> {
         let (shards, version) = (&self.shared.store.shards, self.versions.last()?);
         let common = piece.in_source(common);
-        let own =
-            shards.iter().position(|own| own.leaf == piece.from && own.region.contains(&common))?;
+        let own = shards
+            .iter()
+            .position(|own| own.leaf == piece.from && own.region.contains(&common))?;
         Some((own, &shards[own], &version.bits[own]))
     }
 }
@@ -64,7 +71,10 @@ impl Source for Held<'_> {
     ) -> std::result::Result<Vec<u64>, String> {
         let store = &self.shared.store;
         let numbers = store.wait(above, self.pin, timeout)?;
-        self.versions = numbers.iter().filter_map(|number| store.get(*number)).collect();
+        self.versions = numbers
+            .iter()
+            .filter_map(|number| store.get(*number))
+            .collect();
         Ok(self.versions.iter().map(|version| version.number).collect())
     }
 
@@ -74,7 +84,10 @@ impl Source for Held<'_> {
 
     fn pin(&mut self, number: Option<u64>) {
         if let Some(number) = number {
-            let held = self.versions.iter().find(|version| version.number == number);
+            let held = self
+                .versions
+                .iter()
+                .find(|version| version.number == number);
             self.shared.store.pin(number, held.cloned());
         }
         if let Some(before) = std::mem::replace(&mut self.pin, number) {
@@ -90,11 +103,14 @@ impl Source for Held<'_> {
 
     fn change_bytes(&mut self, pieces: &[Piece], base: u64, number: u64) -> Vec<Option<u64>> {
         self.changes = self.shared.store.changes(base, number);
-        let Some(changes) = &self.changes else { return vec![None; pieces.len()] };
+        let Some(changes) = &self.changes else {
+            return vec![None; pieces.len()];
+        };
         let bytes = |piece: &Piece| {
             let own = self.shared.store.shards.iter().zip(changes);
             let own = own.filter(|(own, _)| own.leaf == piece.from);
-            own.map(|(own, places)| changes_bytes(places, own.dtypes[1].size()) as u64).sum()
+            own.map(|(own, places)| changes_bytes(places, own.dtypes[1].size()) as u64)
+                .sum()
         };
         pieces.iter().map(|piece| Some(bytes(piece))).collect()
     }
@@ -114,9 +130,14 @@ impl Source for Held<'_> {
     }
 
     fn note(&mut self, piece: &Piece, common: &Region, changes: bool, to: &mut Vec<u8>) {
-        let Some((index, own, bits)) = self.own(piece, common) else { return };
+        let Some((index, own, bits)) = self.own(piece, common) else {
+            return;
+        };
         let (common, item) = (piece.in_source(common), own.dtypes[1].size());
-        let known = self.versions.last().and_then(|one| one.hashes[index].get(&common).copied());
+        let known = self
+            .versions
+            .last()
+            .and_then(|one| one.hashes[index].get(&common).copied());
         let hash =
             known.unwrap_or_else(|| hash(bits, &own.region, &common, &piece.from_shape, item));
         to.extend(hash.to_le_bytes());
@@ -148,7 +169,11 @@ impl Source for Held<'_> {
             None => metrics.taken += 1,
             Some(why) => {
                 metrics.refused += 1;
-                tracing::warn!(name = self.shared.name, number, "a subscriber refuses it: {why}");
+                tracing::warn!(
+                    name = self.shared.name,
+                    number,
+                    "a subscriber refuses it: {why}"
+                );
             }
         }
     }
@@ -163,8 +188,10 @@ fn within(places: &Places, bits: &[u8], own: &OwnShard, common: &Region) -> (Pla
     for place in places.iter() {
         let (mut left, mut at, mut step, mut is_in) = (place, 0, 1, true);
         for dim in (0..shape.len()).rev() {
-            let (index, range) =
-                (own.region.range(dim).start + left % shape[dim], common.range(dim));
+            let (index, range) = (
+                own.region.range(dim).start + left % shape[dim],
+                common.range(dim),
+            );
             left /= shape[dim];
             is_in &= range.contains(&index);
             at += index.saturating_sub(range.start) * step;

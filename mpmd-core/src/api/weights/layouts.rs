@@ -47,8 +47,17 @@ impl Wanted {
     /// are compared with the publisher's.
     pub fn new(name: impl Into<String>, aval: ShapedArray, sharding: Sharding) -> Self {
         let name = name.into();
-        let part = Part { from: name.clone(), region: None, at: vec![0; aval.shape().len()] };
-        Self { name, aval, sharding, parts: vec![part] }
+        let part = Part {
+            from: name.clone(),
+            region: None,
+            at: vec![0; aval.shape().len()],
+        };
+        Self {
+            name,
+            aval,
+            sharding,
+            parts: vec![part],
+        }
     }
 
     /// Declares the leaf as a view of other leaves. The parts must fill it without overlap.
@@ -72,7 +81,9 @@ impl Wanted {
     pub(super) fn told(&self, number: impl Fn(DeviceId) -> u32) -> Result<Asked, String> {
         let layout = self.sharding.layout(self.aval.shape());
         let layout = layout.map_err(|why| format!("{}: {why}", self.name))?;
-        let shards = layout.iter().map(|(device, region)| (number(device), region.clone()));
+        let shards = layout
+            .iter()
+            .map(|(device, region)| (number(device), region.clone()));
         Ok(Asked {
             name: self.name.clone(),
             shape: self.aval.shape().to_vec(),
@@ -121,10 +132,23 @@ pub(super) fn pieces(
     (offered, from): (&[Offered], Range<u32>),
     (asked, to): (&[Asked], Range<u32>),
 ) -> Result<Vec<Piece>, String> {
-    for Offered { name, shape, dtype, shards } in offered {
+    for Offered {
+        name,
+        shape,
+        dtype,
+        shards,
+    } in offered
+    {
         check_told(name, (shape, *dtype), shards, &from)?;
     }
-    for Asked { name, shape, dtype, shards, .. } in asked {
+    for Asked {
+        name,
+        shape,
+        dtype,
+        shards,
+        ..
+    } in asked
+    {
         check_told(name, (shape, *dtype), shards, &to)?;
     }
 
@@ -135,7 +159,10 @@ pub(super) fn pieces(
             let piece = piece(offered, (to, leaf), part)?;
             let own = shifted(&Region::full(piece.aval.shape()), &piece.to_at, &[]);
             if let Some(other) = filled.iter().find(|other: &&Region| overlap(other, &own)) {
-                return Err(format!("{}: its parts at {other} and {own} overlap", leaf.name));
+                return Err(format!(
+                    "{}: its parts at {other} and {own} overlap",
+                    leaf.name
+                ));
             }
             filled.push(own);
             if piece.aval.elements() > 0 {
@@ -176,10 +203,20 @@ fn check_told(
 }
 
 fn piece(offered: &[Offered], (to, leaf): (usize, &Asked), part: &Part) -> Result<Piece, String> {
-    let Asked { name, shape, dtype, shards, .. } = leaf;
+    let Asked {
+        name,
+        shape,
+        dtype,
+        shards,
+        ..
+    } = leaf;
     let from = offered.iter().position(|offered| offered.name == part.from);
     let from = from.ok_or_else(|| {
-        let known: Vec<_> = offered.iter().take(3).map(|one| one.name.as_str()).collect();
+        let known: Vec<_> = offered
+            .iter()
+            .take(3)
+            .map(|one| one.name.as_str())
+            .collect();
         format!(
             "{name}: the publisher has no leaf {}; it has {} and others",
             part.from,
@@ -201,7 +238,10 @@ fn piece(offered: &[Offered], (to, leaf): (usize, &Asked), part: &Part) -> Resul
             "{name}: {shape:?} is wanted, and {from} is published with the shape {found:?}"
         ));
     }
-    let region = part.region.clone().unwrap_or_else(|| Region::full(&source.shape));
+    let region = part
+        .region
+        .clone()
+        .unwrap_or_else(|| Region::full(&source.shape));
     let own = Region::full(shape);
     let aval = ShapedArray::try_new(&region.shape(), *dtype).map_err(|why| why.to_string())?;
     if region.ndim() != source.shape.len() || !Region::full(&source.shape).contains(&region) {
@@ -213,7 +253,10 @@ fn piece(offered: &[Offered], (to, leaf): (usize, &Asked), part: &Part) -> Resul
         && placed.shape() == aval.shape()
         && own.contains(&placed);
     if !fits {
-        return Err(format!("{name}: {region} of {} does not fit at {:?}", part.from, part.at));
+        return Err(format!(
+            "{name}: {region} of {} does not fit at {:?}",
+            part.from, part.at
+        ));
     }
     let from_at: Vec<usize> = region.ranges().map(|range| range.start).collect();
     let within = |shards: &[(u32, Region)], all: &Region, at: &[usize]| {
@@ -236,11 +279,26 @@ fn piece(offered: &[Offered], (to, leaf): (usize, &Asked), part: &Part) -> Resul
     if targets.is_empty() && aval.elements() > 0 {
         return Err(format!("{name}: it is wanted on no device"));
     }
-    if targets.iter().skip(1).any(|layer| layer.len() != targets[0].len()) {
-        return Err(format!("{name}: its regions have unequal numbers of replicas"));
+    if targets
+        .iter()
+        .skip(1)
+        .any(|layer| layer.len() != targets[0].len())
+    {
+        return Err(format!(
+            "{name}: its regions have unequal numbers of replicas"
+        ));
     }
     let (from_shape, to_at) = (source.shape.clone(), part.at.clone());
-    Ok(Piece { from, to, aval, from_shape, from_at, to_at, sources, targets })
+    Ok(Piece {
+        from,
+        to,
+        aval,
+        from_shape,
+        from_at,
+        to_at,
+        sources,
+        targets,
+    })
 }
 
 impl Piece {
@@ -257,7 +315,8 @@ impl Piece {
     /// Returns a device's region of the piece.
     pub(super) fn target_of(&self, device: DeviceId) -> Option<&Region> {
         let mut all = self.targets.iter().flatten();
-        all.find(|(other, _)| *other == device).map(|(_, region)| region)
+        all.find(|(other, _)| *other == device)
+            .map(|(_, region)| region)
     }
 }
 
@@ -273,7 +332,8 @@ fn shifted(region: &Region, plus: &[usize], less: &[usize]) -> Region {
 }
 
 fn overlap(one: &Region, other: &Region) -> bool {
-    one.intersect(other).is_some_and(|common| !common.is_empty())
+    one.intersect(other)
+        .is_some_and(|common| !common.is_empty())
 }
 
 #[cfg(test)]
@@ -283,13 +343,28 @@ mod tests {
     #[test]
     fn told_shards_are_on_devices_of_their_end_and_in_their_leaf() {
         let all = Region::full(&[4]);
-        let part = Part { from: "w".to_owned(), region: None, at: vec![0] };
+        let part = Part {
+            from: "w".to_owned(),
+            region: None,
+            at: vec![0],
+        };
         let found = |shape: &[usize], (from, own): (u32, &Region), (to, other): (u32, &Region)| {
             let (name, dtype) = ("w".to_owned(), DType::F32);
             let shards = vec![(from, own.clone())];
-            let offered = Offered { name: name.clone(), shape: shape.to_vec(), dtype, shards };
+            let offered = Offered {
+                name: name.clone(),
+                shape: shape.to_vec(),
+                dtype,
+                shards,
+            };
             let (shards, parts) = (vec![(to, other.clone())], vec![part.clone()]);
-            let asked = Asked { name, shape: shape.to_vec(), dtype, shards, parts };
+            let asked = Asked {
+                name,
+                shape: shape.to_vec(),
+                dtype,
+                shards,
+                parts,
+            };
             pieces((&[offered], 0..2), (&[asked], 2..3)).map(|pieces| pieces.len())
         };
         assert_eq!(found(&[4], (1, &all), (2, &all)), Ok(1));
@@ -302,10 +377,24 @@ mod tests {
             assert!(found(&[4], (0, &all), (2, &region)).is_err());
         }
         assert!(found(&[usize::MAX, 2], (0, &all), (2, &all)).is_err());
-        let far = Part { at: vec![usize::MAX], ..part.clone() };
+        let far = Part {
+            at: vec![usize::MAX],
+            ..part.clone()
+        };
         let (name, dtype, shards) = ("w".to_owned(), DType::F32, vec![(0, all.clone())]);
-        let offered = Offered { name: name.clone(), shape: vec![4], dtype, shards };
-        let asked = Asked { name, shape: vec![4], dtype, shards: vec![(2, all)], parts: vec![far] };
+        let offered = Offered {
+            name: name.clone(),
+            shape: vec![4],
+            dtype,
+            shards,
+        };
+        let asked = Asked {
+            name,
+            shape: vec![4],
+            dtype,
+            shards: vec![(2, all)],
+            parts: vec![far],
+        };
         let why = pieces((&[offered], 0..2), (&[asked], 2..3)).unwrap_err();
         assert!(why.contains("does not fit at"), "{why}");
     }

@@ -166,7 +166,12 @@ pub(super) fn run(p: &mut Program, publishers: usize, side: &mut Side<'_>) -> Re
     let counts = p.topology().counts();
     let first = counts.iter().take(publishers).sum::<usize>() as u32;
     let pieces = pieces((&offered, 0..first), (&asked, first..all)).map_err(Error::Environment)?;
-    let link = Link { publishers, subscriber, pieces, pin: Cell::new(None) };
+    let link = Link {
+        publishers,
+        subscriber,
+        pieces,
+        pin: Cell::new(None),
+    };
     while link.turn(p, side)? {
         p.step_end()?;
     }
@@ -239,7 +244,9 @@ impl Link {
         if let Side::Subscriber(target) = side
             && target.has_left()
         {
-            return Err(Error::Environment("a process of the subscriber has left".to_owned()));
+            return Err(Error::Environment(
+                "a process of the subscriber has left".to_owned(),
+            ));
         }
         if !ask.has_room {
             return Ok(true);
@@ -262,8 +269,15 @@ impl Link {
             None => vec![false; self.pieces.len()],
         };
         let notes = self.notes();
-        let version = Numbers { publication: ask.publication, version: number };
-        let how = Moved { version, changed: &changed, copies };
+        let version = Numbers {
+            publication: ask.publication,
+            version: number,
+        };
+        let how = Moved {
+            version,
+            changed: &changed,
+            copies,
+        };
         let (bytes, own) = self.move_pieces(p, side, how, &notes)?;
         // The first reason of a process to refuse the version.
         let mut refused = None;
@@ -379,13 +393,22 @@ impl Link {
         &self,
         p: &mut Program,
         side: &mut Side<'_>,
-        Moved { version, changed, copies }: Moved<'_>,
+        Moved {
+            version,
+            changed,
+            copies,
+        }: Moved<'_>,
         notes: &Notes,
     ) -> Result<(u64, Option<String>)> {
         let at = Location::caller();
         let is_here = |p: &Program, device: DeviceId| p.runtime.local_index(device).is_some();
         let (mut arrays, mut to, mut moving) = (Vec::new(), Vec::new(), Vec::new());
-        for (index, piece) in self.pieces.iter().enumerate().filter(|(index, _)| !changed[*index]) {
+        for (index, piece) in self
+            .pieces
+            .iter()
+            .enumerate()
+            .filter(|(index, _)| !changed[*index])
+        {
             let mut shards = Vec::new();
             for (device, region) in &piece.sources {
                 if let (true, Side::Publisher(source)) = (is_here(p, *device), &mut *side) {
@@ -407,7 +430,10 @@ impl Link {
             note(index, first);
             // The replicas come from the first one, which is nearer.
             for layer in &self.pieces[index].targets[1..] {
-                note(index, &p.device_put(first, Sharding::enumerated(layer.clone())?)?);
+                note(
+                    index,
+                    &p.device_put(first, Sharding::enumerated(layer.clone())?)?,
+                );
             }
         }
         let notes_here = self.move_notes(p, side, changed, notes)?;
@@ -416,7 +442,13 @@ impl Link {
         match side {
             Side::Publisher(_) => Ok((0, None)),
             Side::Subscriber(target) => {
-                let arrivals = Arrivals { changed, copies, notes, notes_here, here };
+                let arrivals = Arrivals {
+                    changed,
+                    copies,
+                    notes,
+                    notes_here,
+                    here,
+                };
                 self.take(p, *target, version, arrivals)
             }
         }
@@ -429,7 +461,13 @@ impl Link {
         p: &Program,
         target: &mut dyn Target,
         version: Numbers,
-        Arrivals { changed, copies, notes, notes_here, mut here }: Arrivals<'_>,
+        Arrivals {
+            changed,
+            copies,
+            notes,
+            notes_here,
+            mut here,
+        }: Arrivals<'_>,
     ) -> Result<(u64, Option<String>)> {
         let damaged = || Error::Environment("a note of a version is damaged".to_owned());
         let (mut bytes, mut about) = (0, BTreeMap::<(DeviceId, usize), About>::new());
@@ -449,7 +487,9 @@ impl Link {
                         .and_then(|len| rest.split_at_checked(len))
                         .ok_or_else(damaged)?;
                     rest = more;
-                    about.changes.push((common.clone(), note.slice(start..start + own.len())));
+                    about
+                        .changes
+                        .push((common.clone(), note.slice(start..start + own.len())));
                 }
             }
         }
@@ -498,11 +538,17 @@ impl Link {
                 own.insert(*key, note);
             }
         }
-        let mut lengths: BTreeMap<(DeviceId, DeviceId), u64> =
-            notes.iter().map(|(key, about)| (*key, 8 * about.len() as u64)).collect();
+        let mut lengths: BTreeMap<(DeviceId, DeviceId), u64> = notes
+            .iter()
+            .map(|(key, about)| (*key, 8 * about.len() as u64))
+            .collect();
         if changed.contains(&true) {
             for process in (0..self.publishers as u32).map(ProcessId) {
-                let told = || own.iter().map(|(key, note)| (*key, note.len() as u64)).collect();
+                let told = || {
+                    own.iter()
+                        .map(|(key, note)| (*key, note.len() as u64))
+                        .collect()
+                };
                 let told: Vec<((DeviceId, DeviceId), u64)> = tell(p, process, told)?;
                 for (key, bytes) in told {
                     // Its own notes alone.
@@ -517,7 +563,9 @@ impl Link {
         let mut here = BTreeMap::new();
         for (key, bytes) in lengths {
             let aval = ShapedArray::try_new(&[bytes as usize], DType::U8)?;
-            let shards = own.remove(&key).map(|note| (key.0, SharedBuffer::from(note)));
+            let shards = own
+                .remove(&key)
+                .map(|note| (key.0, SharedBuffer::from(note)));
             let from = Sharding::single_device(key.0);
             let array = p.array_of_buffers(aval, from, shards.into_iter().collect(), at)?;
             let moved = p.device_put(&array, Sharding::single_device(key.1))?;
@@ -533,16 +581,25 @@ fn first_of_all(all: &[Vec<u64>]) -> Option<u64> {
     let newest: Option<Vec<u64>> = all.iter().map(|have| have.iter().max().copied()).collect();
     let newest = newest?;
     let is_for_all = |number: &u64| {
-        all.iter().zip(&newest).all(|(have, newest)| have.contains(number) || number > newest)
+        all.iter()
+            .zip(&newest)
+            .all(|(have, newest)| have.contains(number) || number > newest)
     };
     let next = newest.iter().max()?.saturating_add(1);
-    all.iter().flatten().copied().filter(is_for_all).min().or(Some(next))
+    all.iter()
+        .flatten()
+        .copied()
+        .filter(is_for_all)
+        .min()
+        .or(Some(next))
 }
 
 /// Waits for a buffer.
 fn arrived(p: &Program, slot: &AsyncBuffer) -> Result<SharedBuffer> {
     let (runtime, at) = (&p.runtime, Location::caller());
-    let _doing = runtime.status.enter(Doing::Waiting("a version of published arrays", at));
+    let _doing = runtime
+        .status
+        .enter(Doing::Waiting("a version of published arrays", at));
     loop {
         // The router reports a silent sender. This timeout only wakes this process's wait.
         let deadline = after(now(), runtime.config.peer_timeout);

@@ -58,9 +58,9 @@ impl Net {
         match self {
             Self::Sockets => Ok((Rendezvous::connect_again(config)?, None)),
             #[cfg(test)]
-            Self::Simulated(host) => {
-                host.join(&config).map(|(rendezvous, over)| (rendezvous, Some(over)))
-            }
+            Self::Simulated(host) => host
+                .join(&config)
+                .map(|(rendezvous, over)| (rendezvous, Some(over))),
         }
     }
 

@@ -45,7 +45,11 @@ type DTypeOf = dyn Fn(&str, &ShapedArray) -> DType + Send + Sync;
 
 impl fmt::Debug for Publication {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Publication({}, listening at {:?})", self.name, self.listen)
+        write!(
+            f,
+            "Publication({}, listening at {:?})",
+            self.name, self.listen
+        )
     }
 }
 
@@ -53,7 +57,14 @@ impl Publication {
     /// Creates the settings of a publication. Subscribers need its name and its token.
     pub fn new(name: impl Into<String>, token: Token) -> Self {
         let (name, net) = (name.into(), Net::default());
-        Self { name, token, listen: None, dtype: None, changes: true, net }
+        Self {
+            name,
+            token,
+            listen: None,
+            dtype: None,
+            changes: true,
+            net,
+        }
     }
 
     /// Sets the address at which the first process with arrays of the tree listens for subscribers.
@@ -174,7 +185,14 @@ impl Program {
         let wrong = |path: &str, why: String| {
             IssueProblem::Signature(format!("{path}: {why}")).at(at, "publish")
         };
-        let Publication { name, token, listen, dtype, changes, net } = publication;
+        let Publication {
+            name,
+            token,
+            listen,
+            dtype,
+            changes,
+            net,
+        } = publication;
         let (mut leaves, mut offered, mut own, mut places) =
             (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         let tree = tree.leaves_with_paths();
@@ -183,23 +201,44 @@ impl Program {
         let members = Members::of(self.topology(), used, None);
         for (index, (path, array)) in tree.into_iter().enumerate() {
             let Some(sharding) = array.sharding() else {
-                return Err(wrong(&path, "is uncommitted: device_put it first".to_owned()));
+                return Err(wrong(
+                    &path,
+                    "is uncommitted: device_put it first".to_owned(),
+                ));
             };
             let layout = sharding.layout(array.shape())?;
             if layout.terms() > 1 {
-                return Err(wrong(&path, "has partial sums: add them up first".to_owned()));
+                return Err(wrong(
+                    &path,
+                    "has partial sums: add them up first".to_owned(),
+                ));
             }
             let from = array.dtype();
-            let to = dtype.as_ref().map_or(from, |dtype| dtype(&path, array.aval()));
+            let to = dtype
+                .as_ref()
+                .map_or(from, |dtype| dtype(&path, array.aval()));
             if !can_cast(from, to) || from == DType::Object {
-                return Err(wrong(&path, format!("is {from}, which cannot be published as {to}")));
+                return Err(wrong(
+                    &path,
+                    format!("is {from}, which cannot be published as {to}"),
+                ));
             }
-            let holders = sharding.first_holders(array.shape())?.layout(array.shape())?;
+            let holders = sharding
+                .first_holders(array.shape())?
+                .layout(array.shape())?;
             for (device, region) in holders.iter().filter(|(_, region)| !region.is_empty()) {
-                let local = array.shards().iter().position(|shard| shard.device == device);
+                let local = array
+                    .shards()
+                    .iter()
+                    .position(|shard| shard.device == device);
                 if let Some(local) = local {
                     let (shape, region) = (array.shape().to_vec(), region.clone());
-                    own.push(OwnShard { leaf: index, shape, region, dtypes: [from, to] });
+                    own.push(OwnShard {
+                        leaf: index,
+                        shape,
+                        region,
+                        dtypes: [from, to],
+                    });
                     places.push((index, local));
                 }
             }
@@ -207,14 +246,33 @@ impl Program {
             let shards = shards.map(|(device, region)| (members.number_of(device), region.clone()));
             let shards = shards.collect();
             let shape = array.shape().to_vec();
-            offered.push(Offered { name: path.clone(), shape: shape.clone(), dtype: to, shards });
-            leaves.push(Leaf { path, shape, dtype: from, sharding: Some(sharding.clone()) });
+            offered.push(Offered {
+                name: path.clone(),
+                shape: shape.clone(),
+                dtype: to,
+                shards,
+            });
+            leaves.push(Leaf {
+                path,
+                shape,
+                dtype: from,
+                sharding: Some(sharding.clone()),
+            });
         }
         let store = Store::new(own, changes);
         let (copying, copied, metrics) = Default::default();
-        let id = Token::random().map_err(|why| Error::Environment(why.to_string()))?.to_hex();
-        let shared =
-            Arc::new(Shared { name, id, leaves: offered, store, copying, copied, metrics });
+        let id = Token::random()
+            .map_err(|why| Error::Environment(why.to_string()))?
+            .to_hex();
+        let shared = Arc::new(Shared {
+            name,
+            id,
+            leaves: offered,
+            store,
+            copying,
+            copied,
+            metrics,
+        });
         let (copies, taken) = mpsc::channel();
         let mut publisher = Publisher {
             shared: shared.clone(),
@@ -248,7 +306,9 @@ impl Program {
         let secret = token.clone();
         let (address, group) = Group::open(self, &members, (listen, token, &net), answer)?;
         publisher.address = Some(address);
-        let Some(me) = members.place_of(self.process()) else { return Ok(publisher) };
+        let Some(me) = members.place_of(self.process()) else {
+            return Ok(publisher);
+        };
         publisher.group = group;
         let copier = shared.clone();
         let copy = move || taken.iter().for_each(|copying| copier.copy(&copying));
@@ -301,10 +361,15 @@ impl Publisher {
         let leaves = tree.leaves_with_paths();
         if leaves.len() != self.offered.len() {
             let expected = self.offered.len();
-            return Err(wrong(format!("{} leaves: there were {expected}", leaves.len())));
+            return Err(wrong(format!(
+                "{} leaves: there were {expected}",
+                leaves.len()
+            )));
         }
         for ((path, array), known) in leaves.iter().zip(&self.offered) {
-            array.check_usable(path).map_err(|problem| problem.at(at, "Publisher::publish"))?;
+            array
+                .check_usable(path)
+                .map_err(|problem| problem.at(at, "Publisher::publish"))?;
             let is_same = *path == known.path
                 && array.shape() == known.shape
                 && array.dtype() == known.dtype
@@ -343,13 +408,21 @@ impl Publisher {
     /// Blocks until the copy of the version before is made. Reports a hang after the peer timeout,
     /// then at growing intervals.
     fn wait_for_copy(&self, leaves: &[(String, &MpmdArray)], at: &'static Location<'static>) {
-        let Some(made) = leaves.iter().find_map(|(_, array)| array.made()) else { return };
+        let Some(made) = leaves.iter().find_map(|(_, array)| array.made()) else {
+            return;
+        };
         let (runtime, what) = (&made.runtime, "the copy of the version before");
         let _doing = runtime.status.enter(Doing::Waiting(what, at));
         let mut copying = self.shared.copying.lock();
         while *copying > 0 {
             let until = after(now(), runtime.config.peer_timeout);
-            if self.shared.copied.wait_until(&mut copying, until).timed_out() && *copying > 0 {
+            if self
+                .shared
+                .copied
+                .wait_until(&mut copying, until)
+                .timed_out()
+                && *copying > 0
+            {
                 let (me, why) = (runtime.me, runtime.doing_and_why());
                 runtime.report_hang(&format!("process {me}: {at} waits for {what}; {why}"));
             }
@@ -358,7 +431,10 @@ impl Publisher {
 
     /// Returns the figures of the publisher on this process.
     pub fn metrics(&self) -> PublisherMetrics {
-        PublisherMetrics { bytes: self.shared.store.bytes(), ..*self.shared.metrics.lock() }
+        PublisherMetrics {
+            bytes: self.shared.store.bytes(),
+            ..*self.shared.metrics.lock()
+        }
     }
 }
 
@@ -366,7 +442,13 @@ impl Drop for Publisher {
     fn drop(&mut self) {
         let until = now() + LAST;
         let mut copying = self.shared.copying.lock();
-        while *copying > 0 && !self.shared.copied.wait_until(&mut copying, until).timed_out() {}
+        while *copying > 0
+            && !self
+                .shared
+                .copied
+                .wait_until(&mut copying, until)
+                .timed_out()
+        {}
         // Its values may never come. Then nobody waits for the thread.
         let is_stuck = *copying > 0;
         drop(copying);

@@ -85,7 +85,14 @@ impl Seeker {
     fn link(&self) -> Result<LinkEnd, String> {
         // This process has decided on all versions of the link before. The others hear of it before
         // they are invited to the next one, and all are there.
-        let Subscribing { name, address, token, transport, net, .. } = &self.subscribing;
+        let Subscribing {
+            name,
+            address,
+            token,
+            transport,
+            net,
+            ..
+        } = &self.subscribing;
         let settle = Call::Settle(self.shared.whole());
         let own = |asked: &Call| match call(&self.own, (&self.token, net), asked, CALL) {
             Ok(_) => Ok(()),
@@ -109,11 +116,19 @@ impl Seeker {
             token: link_token(token, &nonce),
             peer_timeout: self.peer_timeout.min(LONGEST),
         };
-        let server = net.bind((ip, 0).into(), config).map_err(|why| wrong(why).to_string())?;
+        let server = net
+            .bind((ip, 0).into(), config)
+            .map_err(|why| wrong(why).to_string())?;
         let (name, transport) = (name.clone(), transport.clone());
         let server_address = server.address().to_string();
-        let invitation =
-            Invitation { name, server: server_address, nonce, publishers, devices, transport };
+        let invitation = Invitation {
+            name,
+            server: server_address,
+            nonce,
+            publishers,
+            devices,
+            transport,
+        };
         let join = Call::Join(invitation);
         publisher(&join)?;
         own(&join)?;
@@ -137,6 +152,10 @@ impl Seeker {
         }
         let mut reports = server.reports().into_iter();
         let is_lost = reports.any(|(_, told)| told.failure.kind == FailureKind::PeerLost);
-        Ok(if is_lost { LinkEnd::Lost } else { LinkEnd::Over })
+        Ok(if is_lost {
+            LinkEnd::Lost
+        } else {
+            LinkEnd::Over
+        })
     }
 }

@@ -95,34 +95,57 @@ impl Host {
         address: SocketAddr,
         config: &ServerConfig,
     ) -> std::result::Result<LocalService, RendezvousError> {
-        let ServerConfig { processes, peer_timeout, .. } = *config;
+        let ServerConfig {
+            processes,
+            peer_timeout,
+            ..
+        } = *config;
         let server = LocalServer::start(processes, peer_timeout, 1).unwrap();
         let server = Arc::new(server);
         let mut state = self.network.state.lock();
         state.port += 1;
-        let port = if address.port() == 0 { state.port } else { address.port() };
+        let port = if address.port() == 0 {
+            state.port
+        } else {
+            address.port()
+        };
         let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
         let seed = self.network.seed + u64::from(state.port);
         let delay = Some(Duration::ZERO..=Duration::from_millis(2));
-        let fabric = Fabric::new(processes, Faults { seed, delay, hosts: Vec::new() });
+        let fabric = Fabric::new(
+            processes,
+            Faults {
+                seed,
+                delay,
+                hosts: Vec::new(),
+            },
+        );
         if !state.dead.contains(&self.process) {
-            let served = Served { by: self.process, server: server.clone(), fabric };
+            let served = Served {
+                by: self.process,
+                server: server.clone(),
+                fabric,
+            };
             state.services.insert(address, served);
         }
         drop(state);
-        Ok(LocalService { address, server, network: self.network.clone() })
+        Ok(LocalService {
+            address,
+            server,
+            network: self.network.clone(),
+        })
     }
 
     fn served(&self, address: &str) -> std::result::Result<Served, RendezvousError> {
         let state = self.network.state.lock();
         let served = state.services.get(&address.parse().unwrap()).cloned();
-        served.filter(|_| !state.dead.contains(&self.process)).ok_or_else(|| {
-            RendezvousError::Unreachable {
+        served
+            .filter(|_| !state.dead.contains(&self.process))
+            .ok_or_else(|| RendezvousError::Unreachable {
                 server: address.to_owned(),
                 peer_timeout: Duration::ZERO,
                 why: "Connection refused".to_owned(),
-            }
-        })
+            })
     }
 
     pub(super) fn join(
@@ -155,13 +178,28 @@ impl Network {
         state.dead.insert(process);
         let own = |_: &SocketAddr, served: &mut Served| served.by == process;
         let services: Vec<_> = state.services.extract_if(.., own).collect();
-        let places: Vec<_> = state.places.extract_if(.., |place| place.of == process).collect();
+        let places: Vec<_> = state
+            .places
+            .extract_if(.., |place| place.of == process)
+            .collect();
         drop(state);
-        for Place { server, link, fabric, process, .. } in places {
+        for Place {
+            server,
+            link,
+            fabric,
+            process,
+            ..
+        } in places
+        {
             fabric.kill(process);
-            server.upgrade().into_iter().for_each(|server| server.cut(link));
+            server
+                .upgrade()
+                .into_iter()
+                .for_each(|server| server.cut(link));
         }
-        services.into_iter().for_each(|(_, served)| served.server.stop());
+        services
+            .into_iter()
+            .for_each(|(_, served)| served.server.stop());
     }
 }
 
@@ -203,7 +241,14 @@ impl Job {
         let delay = Some(Duration::ZERO..=Duration::from_millis(2));
         Arc::new(Self {
             network: network.clone(),
-            fabric: Fabric::new(processes, Faults { seed, delay, hosts: Vec::new() }),
+            fabric: Fabric::new(
+                processes,
+                Faults {
+                    seed,
+                    delay,
+                    hosts: Vec::new(),
+                },
+            ),
             first,
             is_over: AtomicBool::new(false),
             newest: AtomicU64::new(0),
@@ -229,13 +274,21 @@ impl Job {
             let devices = job.processes() as usize;
             let builder = Builder::default().devices(devices);
             let builder = builder.peer_timeout(Duration::from_secs(60));
-            let mut p = builder.over(job.fabric.endpoint(ProcessId(process))).unwrap();
-            let net = Net::Simulated(Host { network: job.network.clone(), process: number });
+            let mut p = builder
+                .over(job.fabric.endpoint(ProcessId(process)))
+                .unwrap();
+            let net = Net::Simulated(Host {
+                network: job.network.clone(),
+                process: number,
+            });
             let result = program(&job, &mut p, net);
             note(format_args!("process {number}: {result:?}"));
             let result = p.conclude(result);
             // Those that were killed end with an error.
-            assert!(result.is_ok() || job.is_dead(), "process {number}: {result:?}");
+            assert!(
+                result.is_ok() || job.is_dead(),
+                "process {number}: {result:?}"
+            );
         })
     }
 
@@ -248,7 +301,9 @@ impl Job {
         for process in 1..self.processes() {
             p.broadcast_value(ProcessId(process), (), || Ok(()))?;
         }
-        p.broadcast_value(ProcessId(0), false, || Ok(self.is_over.load(Ordering::SeqCst)))
+        p.broadcast_value(ProcessId(0), false, || {
+            Ok(self.is_over.load(Ordering::SeqCst))
+        })
     }
 
     /// Kills all processes.
@@ -292,7 +347,10 @@ impl Job {
         let last = Sharding::single_device(DeviceId(self.processes() - 1));
         let all = p.mesh(&[("x", -1)])?.replicated();
         let f32s = |length: usize| ShapedArray::new(&[length], DType::F32);
-        Ok(vec![Wanted::new("0", f32s(16), all), Wanted::new("1", f32s(64), last)])
+        Ok(vec![
+            Wanted::new("0", f32s(16), all),
+            Wanted::new("1", f32s(64), last),
+        ])
     }
 
     fn subscribing(net: Net, changes: bool) -> Subscribing {
@@ -311,7 +369,10 @@ impl Job {
                 for array in arrays.iter().filter(|array| !array.is_fully_remote()) {
                     for shard in array.addressable_shards()? {
                         let values = shard.data.to_vec::<f32>()?;
-                        assert!(values.iter().all(|value| *value == version as f32), "{version}");
+                        assert!(
+                            values.iter().all(|value| *value == version as f32),
+                            "{version}"
+                        );
                     }
                 }
                 self.newest.store(version, Ordering::SeqCst);
@@ -323,7 +384,10 @@ impl Job {
 
     /// Takes versions by an intake that records the events.
     fn record(self: &Arc<Self>, p: &mut Program, net: Net) -> Result<()> {
-        let intake = Recorded { job: self.clone(), process: p.process().index() };
+        let intake = Recorded {
+            job: self.clone(),
+            process: p.process().index(),
+        };
         let subscribing = Self::subscribing(net, true);
         let wanted = self.wanted(p)?;
         let _subscription = p.subscribe_with(subscribing, wanted, Box::new(intake))?;
@@ -339,7 +403,10 @@ impl Job {
         while self.newest.load(Ordering::SeqCst) <= version {
             let newest = self.newest.load(Ordering::SeqCst);
             let seed = self.network.seed;
-            assert!(since(start) < time, "seed {seed}: {newest} after {time:?}, not {version}");
+            assert!(
+                since(start) < time,
+                "seed {seed}: {newest} after {time:?}, not {version}"
+            );
             thread::sleep(STEP);
         }
     }
@@ -364,7 +431,11 @@ impl Job {
             });
             whole.collect()
         };
-        let all: Vec<Vec<Event>> = self.events.iter().map(|events| events.lock().clone()).collect();
+        let all: Vec<Vec<Event>> = self
+            .events
+            .iter()
+            .map(|events| events.lock().clone())
+            .collect();
         for events in &all {
             let mut open = None;
             for event in events {
@@ -416,9 +487,16 @@ impl Intake for Recorded {
 /// Runs a publisher of two processes and a subscriber of `subscribers` in a simulated world, while
 /// `faults` is called.
 fn run(seed: u64, subscribers: usize, records: bool, faults: impl FnOnce(&mut Jobs)) {
-    let settings = WorldSettings { seed, longest: Duration::from_secs(7200), log: false };
+    let settings = WorldSettings {
+        seed,
+        longest: Duration::from_secs(7200),
+        log: false,
+    };
     let ((), _report) = simulated(settings, || {
-        let network = Arc::new(Network { seed, state: Mutex::default() });
+        let network = Arc::new(Network {
+            seed,
+            state: Mutex::default(),
+        });
         let subscriber = Job::new(&network, 0, subscribers);
         let mut threads = Vec::new();
         for process in 0..subscriber.processes() {
@@ -430,13 +508,20 @@ fn run(seed: u64, subscribers: usize, records: bool, faults: impl FnOnce(&mut Jo
         }
         let publisher = Job::new(&network, PUBLISHER, 2);
         let random = fastrand::Rng::with_seed(seed);
-        let mut jobs = Jobs { subscriber, publisher, threads, random };
+        let mut jobs = Jobs {
+            subscriber,
+            publisher,
+            threads,
+            random,
+        };
         jobs.start_publisher(1);
         faults(&mut jobs);
         for job in [&jobs.subscriber, &jobs.publisher] {
             job.is_over.store(true, Ordering::SeqCst);
         }
-        jobs.threads.into_iter().for_each(|thread| thread.join().unwrap());
+        jobs.threads
+            .into_iter()
+            .for_each(|thread| thread.join().unwrap());
         jobs.subscriber.check_events();
     });
 }
@@ -480,7 +565,9 @@ impl Jobs {
 
 /// Returns the seeds of a test: as many as `MPMD_SEEDS` says, else a few, since each takes long.
 fn seeds() -> std::ops::Range<u64> {
-    let asked = std::env::var("MPMD_SEEDS").ok().and_then(|asked| asked.parse().ok());
+    let asked = std::env::var("MPMD_SEEDS")
+        .ok()
+        .and_then(|asked| asked.parse().ok());
     0..asked.unwrap_or(20)
 }
 

@@ -80,7 +80,8 @@ struct State {
 impl Version {
     /// True if this is the first version from one of these numbers on.
     fn is_pinned(&self, pins: &[u64]) -> bool {
-        pins.iter().any(|pin| self.before < Some(*pin) && *pin <= self.number)
+        pins.iter()
+            .any(|pin| self.before < Some(*pin) && *pin <= self.number)
     }
 }
 
@@ -91,7 +92,13 @@ impl Store {
         let arena = Arena::shared().unwrap_or_else(|_| Arena::private());
         let memory = Pool::in_arena("published versions", None, &arena);
         let (state, changed) = (Mutex::default(), Condvar::default());
-        Self { shards, memory, tracks_changes, state, changed }
+        Self {
+            shards,
+            memory,
+            tracks_changes,
+            state,
+            changed,
+        }
     }
 
     /// Makes the bits of a version from values of own shards, which `next` returns in order. Called
@@ -125,14 +132,24 @@ impl Store {
         let mut state = self.state.lock();
         if let Some(last) = last {
             let bytes = places.iter().map(Places::bytes).sum();
-            state.steps.push_back(Step { from: last.number, to: number, places, bytes });
+            state.steps.push_back(Step {
+                from: last.number,
+                to: number,
+                places,
+                bytes,
+            });
             let most = bits.iter().map(|bits| bits.len()).sum::<usize>() / CHANGES_PART;
             while state.steps.iter().map(|step| step.bytes).sum::<usize>() > most {
                 state.steps.pop_front();
             }
         }
         let before = state.versions.back().map(|version| version.number);
-        state.versions.push_back(Arc::new(Version { number, before, bits, hashes }));
+        state.versions.push_back(Arc::new(Version {
+            number,
+            before,
+            bits,
+            hashes,
+        }));
         if state.versions.len() > VERSIONS
             && let Some(gone) = state.versions.pop_front()
             && gone.is_pinned(&state.pins)
@@ -148,7 +165,12 @@ impl Store {
     /// hashes of regions.
     fn copy(
         &self,
-        OwnShard { shape, region, dtypes: [from, to], .. }: &OwnShard,
+        OwnShard {
+            shape,
+            region,
+            dtypes: [from, to],
+            ..
+        }: &OwnShard,
         values: &[u8],
         old: Option<&[u8]>,
         hashes: &mut HashMap<Region, u64>,
@@ -159,8 +181,10 @@ impl Store {
         let rows = region.shape().first().copied().unwrap_or(1);
         let row = region.elements() / rows.max(1);
         let each = (SLICE / (from_item * row.max(1))).clamp(1, rows.max(1));
-        let (slices, mut places) =
-            (values.chunks((each * row * from_item).max(1)), Places::default());
+        let (slices, mut places) = (
+            values.chunks((each * row * from_item).max(1)),
+            Places::default(),
+        );
         let news = new.chunks_mut((each * row * item).max(1));
         for (i, (values, new)) in slices.zip(news).enumerate() {
             cast(*from, values, *to, new);
@@ -200,7 +224,9 @@ impl Store {
     /// True if readers keep more memory of versions than is lent.
     pub(super) fn is_short(&self) -> bool {
         let state = self.state.lock();
-        let Some(newest) = state.versions.back() else { return false };
+        let Some(newest) = state.versions.back() else {
+            return false;
+        };
         let bits = newest.bits.iter().map(|bits| Pool::rounded(bits.len()));
         self.memory.stats().live > LENT * bits.sum::<u64>()
     }
@@ -220,7 +246,11 @@ impl Store {
         let until = after(now(), timeout);
         let mut state = self.state.lock();
         loop {
-            let numbers = state.pinned.iter().chain(&state.versions).map(|version| version.number);
+            let numbers = state
+                .pinned
+                .iter()
+                .chain(&state.versions)
+                .map(|version| version.number);
             let newer: Vec<u64> = numbers.filter(|number| Some(*number) > above).collect();
             let has_all = newer.iter().any(|number| Some(*number) >= pin);
             match &state.ended {
@@ -254,7 +284,9 @@ impl Store {
         if let Some(place) = state.pins.iter().position(|pin| *pin == number) {
             state.pins.swap_remove(place);
         }
-        state.pinned.retain(|version| version.is_pinned(&state.pins));
+        state
+            .pinned
+            .retain(|version| version.is_pinned(&state.pins));
     }
 
     /// Returns a version, if its bits are still here.
@@ -272,7 +304,10 @@ impl Store {
         let first = steps.next()?;
         let (mut to, mut places) = (first.to, first.places.clone());
         for step in steps.take_while(|step| step.to <= number) {
-            places.iter_mut().zip(&step.places).for_each(|(all, more)| *all = all.or(more));
+            places
+                .iter_mut()
+                .zip(&step.places)
+                .for_each(|(all, more)| *all = all.or(more));
             to = step.to;
         }
         (to == number).then_some(places)
@@ -308,12 +343,20 @@ mod tests {
     fn store() -> Store {
         let dtypes = [DType::F32, DType::Bf16];
         let (region, shape) = (Region::full(&[3]), vec![3]);
-        let shard = OwnShard { leaf: 0, shape, region, dtypes };
+        let shard = OwnShard {
+            leaf: 0,
+            shape,
+            region,
+            dtypes,
+        };
         Store::new(vec![shard], true)
     }
 
     fn add(store: &Store, number: u64, values: [f32; 3]) {
-        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let bytes: Vec<u8> = values
+            .iter()
+            .flat_map(|value| value.to_le_bytes())
+            .collect();
         store.add(number, |_| Ok(bytes.clone().into())).unwrap();
     }
 
@@ -328,19 +371,28 @@ mod tests {
             let changes = store.changes(base, number)?;
             Some(changes[0].iter().collect::<Vec<_>>())
         };
-        assert_eq!((of(1, 3), of(3, 4), of(1, 4)), (Some(vec![]), Some(vec![1]), Some(vec![1])));
+        assert_eq!(
+            (of(1, 3), of(3, 4), of(1, 4)),
+            (Some(vec![]), Some(vec![1]), Some(vec![1]))
+        );
         assert_eq!((of(2, 4), of(4, 5), of(1, 5)), (None, None, None));
         assert_eq!(store.wait(None, None, SECOND), Ok(vec![3, 4]));
         assert_eq!(store.wait(Some(3), None, SECOND), Ok(vec![4]));
         assert_eq!(store.wait(Some(4), None, Duration::ZERO), Ok(vec![]));
-        assert_eq!(&*store.get(4).unwrap().bits[0], [0x80, 0x3f, 0x10, 0x41, 0x40, 0x40]);
+        assert_eq!(
+            &*store.get(4).unwrap().bits[0],
+            [0x80, 0x3f, 0x10, 0x41, 0x40, 0x40]
+        );
         assert!(store.get(1).is_none());
         // More changes than a quarter of the bits are not worth their memory.
         add(&store, 5, [7.0, 7.0, 7.0]);
         assert_eq!((of(3, 4), of(4, 5)), (None, None));
         store.end("a reason".to_owned());
         assert_eq!(store.wait(Some(4), None, SECOND), Ok(vec![5]));
-        assert_eq!(store.wait(Some(5), None, SECOND), Err("a reason".to_owned()));
+        assert_eq!(
+            store.wait(Some(5), None, SECOND),
+            Err("a reason".to_owned())
+        );
     }
 
     #[test]
@@ -390,7 +442,11 @@ mod tests {
         (0..2).for_each(|_| store.hash(0, part.clone()));
         for (number, hashed) in [(1, 1), (2, 1), (3, 0)] {
             add(&store, number, [1.0; 3]);
-            assert_eq!(store.get(number).unwrap().hashes[0].len(), hashed, "{number}");
+            assert_eq!(
+                store.get(number).unwrap().hashes[0].len(),
+                hashed,
+                "{number}"
+            );
             store.unhash(0, part.clone());
         }
         assert!(store.state.lock().hashed.is_empty());
@@ -401,10 +457,17 @@ mod tests {
         let (region, shape) = (Region::new(vec![1..401, 0..700]), vec![402, 700]);
         let part = Region::new(vec![130..399, 3..650]);
         let dtypes = [DType::F32, DType::Bf16];
-        let shard = OwnShard { leaf: 0, shape: shape.clone(), region: region.clone(), dtypes };
+        let shard = OwnShard {
+            leaf: 0,
+            shape: shape.clone(),
+            region: region.clone(),
+            dtypes,
+        };
         let store = Store::new(vec![shard], true);
         store.hash(0, part.clone());
-        let bytes: Vec<u8> = (0..400 * 700u32).flat_map(|i| (i as f32).to_le_bytes()).collect();
+        let bytes: Vec<u8> = (0..400 * 700u32)
+            .flat_map(|i| (i as f32).to_le_bytes())
+            .collect();
         store.add(1, |_| Ok(bytes.clone().into())).unwrap();
         let version = store.get(1).unwrap();
         let expected = hash(&version.bits[0], &region, &part, &shape, 2);
@@ -415,7 +478,10 @@ mod tests {
     fn version_without_values_is_none() {
         let store = store();
         add(&store, 1, [0.0; 3]);
-        assert_eq!(store.add(2, |_| Err("a reason".to_owned())), Err("a reason".to_owned()));
+        assert_eq!(
+            store.add(2, |_| Err("a reason".to_owned())),
+            Err("a reason".to_owned())
+        );
         assert_eq!(store.wait(Some(1), None, Duration::ZERO), Ok(vec![]));
     }
 }

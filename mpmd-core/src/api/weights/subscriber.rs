@@ -41,7 +41,14 @@ impl Subscribing {
     pub fn new(name: impl Into<String>, address: impl Into<String>, token: Token) -> Self {
         let transport = DEFAULT.to_owned();
         let (name, address, net) = (name.into(), address.into(), Net::default());
-        Self { name, address, token, changes: false, transport, net }
+        Self {
+            name,
+            address,
+            token,
+            changes: false,
+            transport,
+            net,
+        }
     }
 
     /// Takes only the elements that have changed, where these are fewer bytes than all. Each
@@ -79,13 +86,19 @@ impl Received {
     /// Returns the regions of a leaf on this process, with their values, row-major.
     pub fn shards(&self, leaf: &str) -> impl Iterator<Item = (&Region, &SharedBuffer)> {
         let index = self.avals.iter().position(|(name, _)| name == leaf);
-        let own = self.shards.iter().filter(move |(leaf, ..)| Some(*leaf) == index);
+        let own = self
+            .shards
+            .iter()
+            .filter(move |(leaf, ..)| Some(*leaf) == index);
         own.map(|(_, region, values)| (region, values))
     }
 
     /// Returns the dtype of a leaf. `None` if there is no such leaf.
     pub fn dtype(&self, leaf: &str) -> Option<DType> {
-        self.avals.iter().find(|(name, _)| name == leaf).map(|(_, aval)| aval.dtype())
+        self.avals
+            .iter()
+            .find(|(name, _)| name == leaf)
+            .map(|(_, aval)| aval.dtype())
     }
 
     /// Copies a region of a leaf that is within one of this process's regions.
@@ -198,7 +211,10 @@ struct Latest {
 
 impl Received {
     fn numbers(&self) -> Numbers {
-        Numbers { publication: self.publication, version: self.version }
+        Numbers {
+            publication: self.publication,
+            version: self.version,
+        }
     }
 }
 
@@ -266,13 +282,20 @@ impl Program {
         let shared = Arc::new(Shared::default());
         let wanted = Arc::new(wanted);
         let (group, threads, latest) = (None, Vec::new(), None);
-        let mut subscription =
-            Subscription { shared: shared.clone(), group, threads, latest, wanted: wanted.clone() };
+        let mut subscription = Subscription {
+            shared: shared.clone(),
+            group,
+            threads,
+            latest,
+            wanted: wanted.clone(),
+        };
         if self.is_dry_run() {
             return Ok(subscription);
         }
         let devices = self.topology().devices_of(self.process()).len();
-        let used = wanted.iter().flat_map(|leaf| leaf.sharding.devices().iter().copied());
+        let used = wanted
+            .iter()
+            .flat_map(|leaf| leaf.sharding.devices().iter().copied());
         let members = Members::of(self.topology(), used, Some(ProcessId(0)));
         let (told, news) = mpsc::channel();
         let called = Mutex::new(told.clone());
@@ -283,27 +306,46 @@ impl Program {
                 Call::Hello(_) => None,
             };
             // The receiver is gone once the subscription has ended.
-            news.into_iter().for_each(|news| _ = called.lock().send(news));
+            news.into_iter()
+                .for_each(|news| _ = called.lock().send(news));
             Answer::Here(devices)
         };
         let nonce = Token::random().map_err(|why| Error::Environment(why.to_string()))?;
         // That of process 0 counts.
         let nonce = self.broadcast_value(ProcessId(0), String::new(), || Ok(nonce.to_hex()))?;
         let token = group_token(&subscribing.token, &nonce);
-        let (own, group) =
-            Group::open(self, &members, (None, token.clone(), &subscribing.net), answer)?;
-        let Some(me) = members.place_of(self.process()) else { return Ok(subscription) };
+        let (own, group) = Group::open(
+            self,
+            &members,
+            (None, token.clone(), &subscribing.net),
+            answer,
+        )?;
+        let Some(me) = members.place_of(self.process()) else {
+            return Ok(subscription);
+        };
         subscription.group = group;
         let peer_timeout = self.runtime.config.peer_timeout;
         let name = subscribing.name.clone();
         let devices = members.devices.clone();
         let settings = (&subscribing, peer_timeout);
         let taking = Taking::new(shared.clone(), wanted, (members, me), intake, settings);
-        subscription.threads.push(spawn("mpmd-subscribe", move || taking.run(&news))?);
+        subscription
+            .threads
+            .push(spawn("mpmd-subscribe", move || taking.run(&news))?);
         if me == 0 {
             let own = own.to_string();
-            let seeker = Seeker { subscribing, own, token, devices, peer_timeout, shared, told };
-            subscription.threads.push(spawn("mpmd-seek", move || seeker.run())?);
+            let seeker = Seeker {
+                subscribing,
+                own,
+                token,
+                devices,
+                peer_timeout,
+                shared,
+                told,
+            };
+            subscription
+                .threads
+                .push(spawn("mpmd-seek", move || seeker.run())?);
         }
         tracing::debug!(name, "subscribed");
         Ok(subscription)
@@ -325,7 +367,12 @@ impl Subscription {
             if let Some(newest) = known.state.version.filter(|newest| *newest >= version) {
                 return Some(newest);
             }
-            if self.shared.changed.wait_until(&mut known, until).timed_out() {
+            if self
+                .shared
+                .changed
+                .wait_until(&mut known, until)
+                .timed_out()
+            {
                 return None;
             }
         }
@@ -340,7 +387,9 @@ impl Subscription {
     /// If the job has failed, or the subscription has an [`Intake`].
     pub fn next(&mut self, p: &mut Program) -> Result<Option<(u64, Vec<MpmdArray>)>> {
         let Some(latest) = self.latest.clone() else {
-            return Err(Error::kernel("the subscription's versions go to its intake"));
+            return Err(Error::kernel(
+                "the subscription's versions go to its intake",
+            ));
         };
         let whole = || {
             let latest = latest.lock();
@@ -354,7 +403,11 @@ impl Subscription {
         let received = {
             let taken = &mut latest.lock().taken;
             let place = taken.iter().position(|taken| taken.numbers() == numbers);
-            Arc::new(place.and_then(|place| taken.drain(..=place).next_back()).unwrap_or_default())
+            Arc::new(
+                place
+                    .and_then(|place| taken.drain(..=place).next_back())
+                    .unwrap_or_default(),
+            )
         };
         let mut arrays = Vec::new();
         for leaf in self.wanted.iter() {

@@ -92,9 +92,14 @@ impl Taking {
         intake: Box<dyn Intake>,
         (subscribing, peer_timeout): (&Subscribing, Duration),
     ) -> Self {
-        let avals = wanted.iter().map(|leaf| (leaf.name.clone(), leaf.aval.clone()));
+        let avals = wanted
+            .iter()
+            .map(|leaf| (leaf.name.clone(), leaf.aval.clone()));
         let avals = Arc::new(avals.collect::<Vec<_>>());
-        let intake = Guarded { intake, shared: shared.clone() };
+        let intake = Guarded {
+            intake,
+            shared: shared.clone(),
+        };
         let (secret, changes) = (subscribing.token.clone(), subscribing.changes);
         let net = subscribing.net.clone();
         let (publications, doubt) = Default::default();
@@ -141,7 +146,10 @@ impl Taking {
         let mut taker = Taker::new(self, invitation);
         let joined = guarded(|| invitation.join(End::Subscriber, me, &secret, peer_timeout, &net));
         let result = joined.and_then(|mut p| {
-            taker.taking.shared.note(|state| (state.is_linked, state.trouble) = (true, None));
+            taker
+                .taking
+                .shared
+                .note(|state| (state.is_linked, state.trouble) = (true, None));
             taker.taking.intake.linked(None);
             let side = &mut Side::Subscriber(&mut taker);
             let result = guarded(|| link::run(&mut p, invitation.publishers, side));
@@ -151,7 +159,13 @@ impl Taking {
         });
 
         // Without the operation of the link that waited.
-        let first = |error: Error| error.to_string().split("; operation").next().map(str::to_owned);
+        let first = |error: Error| {
+            error
+                .to_string()
+                .split("; operation")
+                .next()
+                .map(str::to_owned)
+        };
         let why = result.err().and_then(first);
         if let Some(why) = &why
             && !self.shared.has_ended()
@@ -171,7 +185,9 @@ impl Taking {
     /// Ends a version whose end this process has not heard. It is whole if it is the newest one
     /// that process 0 has.
     fn settle(&mut self, whole: Option<Numbers>) {
-        let Some(version) = self.doubt.take() else { return };
+        let Some(version) = self.doubt.take() else {
+            return;
+        };
         let number = version.version;
         if whole != Some(version) {
             return self.intake.end(number, Some(BROKEN));
@@ -259,7 +275,13 @@ impl<'a> Taker<'a> {
     /// Ends the version that the link was moving when it broke. On other processes than the first
     /// it may be whole all the same: it is in doubt until the first one tells.
     fn break_off(&mut self) {
-        let Some(Taken { version, is_refused }) = self.taken.take() else { return };
+        let Some(Taken {
+            version,
+            is_refused,
+        }) = self.taken.take()
+        else {
+            return;
+        };
         match self.taking.me == 0 || is_refused {
             true => self.taking.intake.end(version.version, Some(BROKEN)),
             false => self.taking.doubt = Some(version),
@@ -288,7 +310,9 @@ impl<'a> Taker<'a> {
                     step *= range.len();
                 }
                 let is_in = left == 0 && place < common.elements();
-                new.get_mut(at * item..)?.get_mut(..item)?.copy_from_slice(value);
+                new.get_mut(at * item..)?
+                    .get_mut(..item)?
+                    .copy_from_slice(value);
                 is_in.then_some(())
             };
             read_changes(&mut &bytes[..], item, change)?;
@@ -305,11 +329,18 @@ impl Target for Taker<'_> {
     fn asked(&self) -> Vec<Asked> {
         // They were checked at the start.
         let number = |device| self.first + self.taking.members.number_of(device);
-        self.taking.wanted.iter().filter_map(|leaf| leaf.told(number).ok()).collect()
+        self.taking
+            .wanted
+            .iter()
+            .filter_map(|leaf| leaf.told(number).ok())
+            .collect()
     }
 
     fn has_left(&self) -> bool {
-        self.taking.shared.ended().is_some_and(|at| since(at) > ALONE)
+        self.taking
+            .shared
+            .ended()
+            .is_some_and(|at| since(at) > ALONE)
     }
 
     fn has_room(&mut self, timeout: Duration) -> bool {
@@ -333,10 +364,20 @@ impl Target for Taker<'_> {
     fn ask(&self, has_room: bool) -> Ask {
         // A version may be damaged on its way once; it is not asked for a third time.
         let given_up = Some(self.refused.0).filter(|_| self.refused.1 > 1);
-        let Publications { before: publication, version, .. } = self.taking.publications;
+        let Publications {
+            before: publication,
+            version,
+            ..
+        } = self.taking.publications;
         let above = version.max(given_up);
         let has_ended = self.taking.shared.has_ended();
-        Ask { publication, above, base: self.base, has_room, has_ended }
+        Ask {
+            publication,
+            above,
+            base: self.base,
+            has_room,
+            has_ended,
+        }
     }
 
     fn piece(
@@ -347,18 +388,24 @@ impl Target for Taker<'_> {
         sum: u64,
     ) -> std::result::Result<(), String> {
         let wanted = self.taking.wanted.get(piece.to);
-        let name = &wanted.ok_or("process 0 wants other leaves than this one")?.name;
+        let name = &wanted
+            .ok_or("process 0 wants other leaves than this one")?
+            .name;
         let bytes = match arrived {
             Arrived::Whole(bytes) => bytes,
             Arrived::Changes(changes) => self
                 .changed((index, piece), device, &changes)
                 .ok_or_else(|| format!("{name}: the changes do not fit the version before"))?,
         };
-        let Some(target) = piece.target_of(device) else { return Ok(()) };
+        let Some(target) = piece.target_of(device) else {
+            return Ok(());
+        };
         let (region, item) = (piece.in_source(target), piece.aval.dtype().size());
         if hash(&bytes, &region, &region, &piece.from_shape, item) != sum {
             let region = piece.in_target(target);
-            return Err(format!("{name} {region} arrived with other bits than were published"));
+            return Err(format!(
+                "{name} {region} arrived with other bits than were published"
+            ));
         }
         let bytes = match self.taking.changes && bytes.is_lent() {
             true => {
@@ -382,7 +429,10 @@ impl Target for Taker<'_> {
             });
             for (device, region) in own {
                 let device = DeviceId(*device);
-                let parts = pieces.iter().enumerate().filter(|(_, piece)| piece.to == leaf);
+                let parts = pieces
+                    .iter()
+                    .enumerate()
+                    .filter(|(_, piece)| piece.to == leaf);
                 let parts: Vec<(Region, SharedBuffer)> = parts
                     .filter_map(|(index, piece)| {
                         let bytes = self.fresh.get(&(index, device))?.clone();
@@ -405,15 +455,28 @@ impl Target for Taker<'_> {
             }
         }
         let avals = self.taking.avals.clone();
-        let Numbers { publication, version: number } = version;
-        let received = Received { version: number, publication, shards, avals };
+        let Numbers {
+            publication,
+            version: number,
+        } = version;
+        let received = Received {
+            version: number,
+            publication,
+            shards,
+            avals,
+        };
         let taken = self.taking.intake.take(&received);
-        self.taken = Some(Taken { version, is_refused: taken.is_err() });
+        self.taken = Some(Taken {
+            version,
+            is_refused: taken.is_err(),
+        });
         taken
     }
 
     fn ended(&mut self, why: &str) {
-        self.taking.shared.note(|state| state.trouble = Some(why.to_owned()));
+        self.taking
+            .shared
+            .note(|state| state.trouble = Some(why.to_owned()));
     }
 
     fn end(&mut self, version: Numbers, bytes: u64, refused: Option<&str>) {
@@ -426,7 +489,11 @@ impl Target for Taker<'_> {
         };
         // After a refusal all bits are asked for.
         let keeps = self.taking.changes && refused.is_none();
-        (self.bits, self.base) = if keeps { (fresh, Some(number)) } else { Default::default() };
+        (self.bits, self.base) = if keeps {
+            (fresh, Some(number))
+        } else {
+            Default::default()
+        };
         if refused.is_none() {
             self.taking.publications.version = Some(number);
             self.taking.shared.set_whole(version);

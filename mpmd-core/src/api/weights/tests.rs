@@ -24,7 +24,11 @@ fn token() -> Token {
 /// The value of an element in a version.
 fn value(version: u64, leaf: usize, index: u64) -> f32 {
     // One in 64 changes with the version.
-    let own = if (index + version).is_multiple_of(64) { version } else { 0 };
+    let own = if (index + version).is_multiple_of(64) {
+        version
+    } else {
+        0
+    };
     ((index * 37 + own * 11) % 9973) as f32 / 16.0 + leaf as f32
 }
 
@@ -57,7 +61,11 @@ fn tree(p: &mut Program, version: u64, shapes: &[&[usize]]) -> Vec<MpmdArray> {
 fn publisher(
     publication: Publication,
     shapes: &'static [&'static [usize]],
-) -> (SocketAddr, mpsc::Sender<u64>, std::thread::JoinHandle<PublisherMetrics>) {
+) -> (
+    SocketAddr,
+    mpsc::Sender<u64>,
+    std::thread::JoinHandle<PublisherMetrics>,
+) {
     let (told, address) = mpsc::channel();
     let (sender, versions) = mpsc::channel();
     let thread = std::thread::spawn(move || {
@@ -94,7 +102,11 @@ fn check(array: &MpmdArray, version: u64, from: impl Fn(&[usize]) -> (usize, u64
                 left /= shape[dim];
             }
             let (leaf, index) = from(&at);
-            assert_eq!(found, half::bf16::from_f32(value(version, leaf, index)), "{at:?}");
+            assert_eq!(
+                found,
+                half::bf16::from_f32(value(version, leaf, index)),
+                "{at:?}"
+            );
         }
     }
 }
@@ -114,32 +126,51 @@ fn wanted(p: &Program) -> Vec<Wanted> {
         Wanted::new("1", bf16(&[7]), mesh.replicated()),
         Wanted::new("2", bf16(&[4, 3, 130]), mesh.sharding(spec![("y", "z")])),
         // Rows of a fused leaf, and a fused one of columns in another order.
-        Wanted::new("rows", bf16(&[3, 640]), mesh.sharding(spec![None, ("z", "y")]))
-            .of(vec![part("0", &[2..5, 0..640], &[0, 0])]),
-        Wanted::new("fused", bf16(&[6, 600]), mesh.sharding(spec!["z", "y"]))
-            .of(vec![part("0", &[0..6, 540..640], &[0, 0]), part("0", &[0..6, 0..500], &[0, 100])]),
+        Wanted::new(
+            "rows",
+            bf16(&[3, 640]),
+            mesh.sharding(spec![None, ("z", "y")]),
+        )
+        .of(vec![part("0", &[2..5, 0..640], &[0, 0])]),
+        Wanted::new("fused", bf16(&[6, 600]), mesh.sharding(spec!["z", "y"])).of(vec![
+            part("0", &[0..6, 540..640], &[0, 0]),
+            part("0", &[0..6, 0..500], &[0, 100]),
+        ]),
     ]
 }
 
 fn check_all(arrays: &[MpmdArray], version: u64) {
     let flat = |shape: &'static [usize]| {
         move |at: &[usize]| {
-            at.iter().zip(shape).fold(0, |all, (at, size)| all * *size as u64 + *at as u64)
+            at.iter()
+                .zip(shape)
+                .fold(0, |all, (at, size)| all * *size as u64 + *at as u64)
         }
     };
     for (leaf, array) in arrays[..3].iter().enumerate() {
         let flat = flat(SHAPES[leaf]);
         check(array, version, |at| (leaf, flat(at)));
     }
-    check(&arrays[3], version, |at| (0, (at[0] as u64 + 2) * 640 + at[1] as u64));
+    check(&arrays[3], version, |at| {
+        (0, (at[0] as u64 + 2) * 640 + at[1] as u64)
+    });
     check(&arrays[4], version, |at| {
-        let column = if at[1] < 100 { at[1] + 540 } else { at[1] - 100 };
+        let column = if at[1] < 100 {
+            at[1] + 540
+        } else {
+            at[1] - 100
+        };
         (0, (at[0] * 640 + column) as u64)
     });
 }
 
 fn next(p: &mut Program, subscription: &mut Subscription, version: u64) -> Vec<MpmdArray> {
-    assert_eq!(subscription.wait(version, LONG), Some(version), "{:?}", subscription.state());
+    assert_eq!(
+        subscription.wait(version, LONG),
+        Some(version),
+        "{:?}",
+        subscription.state()
+    );
     let (found, arrays) = subscription.next(p).unwrap().unwrap();
     assert_eq!(found, version);
     arrays
@@ -152,7 +183,8 @@ fn versions_come_in_any_layout_whole_or_as_changes() {
     let mut p = Program::builder().devices(4).alone().unwrap();
     let subscribe = |p: &mut Program, changes| {
         let subscribing = Subscribing::new("policy", address.to_string(), token());
-        p.subscribe(subscribing.changes(changes), wanted(p)).unwrap()
+        p.subscribe(subscribing.changes(changes), wanted(p))
+            .unwrap()
     };
     let (mut whole, mut changes) = (subscribe(&mut p, false), subscribe(&mut p, true));
     let mut bytes = Vec::new();
@@ -244,18 +276,26 @@ fn flipped_bit_is_refused_by_name_and_asked_for_again() {
     let subscribing = Subscribing::new("flipped", address.to_string(), token());
     let (sender, ends) = mpsc::channel();
     let leaves = vec![wanted(&p).remove(0)];
-    let subscription = p.subscribe_with(subscribing, leaves, Box::new(Recorder(sender))).unwrap();
+    let subscription = p
+        .subscribe_with(subscribing, leaves, Box::new(Recorder(sender)))
+        .unwrap();
     let next = || ends.recv_timeout(LONG).unwrap();
     versions.send(1).unwrap();
     assert_eq!(next(), (1, None));
     versions.send(2).unwrap();
     let (version, why) = next();
     let why = why.unwrap();
-    assert!(version == 2 && why.starts_with("0 [0..6, 0..320] arrived with other bits"), "{why}");
+    assert!(
+        version == 2 && why.starts_with("0 [0..6, 0..320] arrived with other bits"),
+        "{why}"
+    );
     assert_eq!(next(), (2, None));
     assert_eq!(subscription.wait(2, LONG), Some(2));
     let state = subscription.state();
-    assert_eq!((state.version, state.refused, state.trouble), (Some(2), 1, None));
+    assert_eq!(
+        (state.version, state.refused, state.trouble),
+        (Some(2), 1, None)
+    );
     drop((versions, subscription));
     thread.join().unwrap();
     p.finish().unwrap();
@@ -270,13 +310,19 @@ struct Panicking {
 
 impl Intake for Panicking {
     fn has_room(&mut self) -> bool {
-        assert!(std::mem::replace(&mut self.asked, true), "no one looks for room");
+        assert!(
+            std::mem::replace(&mut self.asked, true),
+            "no one looks for room"
+        );
         true
     }
 
     fn take(&mut self, received: &Received) -> Result<(), String> {
         let version = received.version;
-        assert!(std::mem::replace(&mut self.taken, true), "no shelf for version {version}");
+        assert!(
+            std::mem::replace(&mut self.taken, true),
+            "no shelf for version {version}"
+        );
         Ok(())
     }
 
@@ -292,7 +338,11 @@ fn panic_of_an_intake_is_trouble_and_a_refusal() {
     let subscribing = Subscribing::new("policy", address.to_string(), token());
     let wanted = vec![wanted_here(&p)];
     let (sender, ends) = mpsc::channel();
-    let intake = Box::new(Panicking { asked: false, taken: false, ends: sender });
+    let intake = Box::new(Panicking {
+        asked: false,
+        taken: false,
+        ends: sender,
+    });
     let subscription = p.subscribe_with(subscribing, wanted, intake).unwrap();
     let start = std::time::Instant::now();
     let said = || subscription.state().trouble.unwrap_or_default();
@@ -302,7 +352,10 @@ fn panic_of_an_intake_is_trouble_and_a_refusal() {
     }
     versions.send(1).unwrap();
     let refused = ends.recv_timeout(LONG).unwrap();
-    assert_eq!(refused.unwrap(), "the intake panicked: no shelf for version 1");
+    assert_eq!(
+        refused.unwrap(),
+        "the intake panicked: no shelf for version 1"
+    );
     // It is asked for once more.
     assert_eq!(ends.recv_timeout(LONG).unwrap(), None);
     assert_eq!(subscription.wait(1, Duration::MAX), Some(1));
@@ -351,12 +404,36 @@ fn subscriber_says_what_does_not_fit() {
     let all = p.mesh(&[("y", 2)]).unwrap().replicated();
     let f32s = |shape: &[usize]| ShapedArray::new(shape, DType::F32);
     let leaf = |name: &str, aval: &ShapedArray| Wanted::new(name, aval.clone(), all.clone());
-    let part = |at: usize| Part { from: "1".to_owned(), region: None, at: vec![at] };
+    let part = |at: usize| Part {
+        from: "1".to_owned(),
+        region: None,
+        at: vec![at],
+    };
     for (name, token, leaf, expected) in [
-        ("other", token(), leaf("1", &f32s(&[7])), "publishes policy, not other"),
-        ("policy", Token::new([8; 32]), leaf("1", &f32s(&[7])), "has another secret"),
-        ("policy", token(), leaf("5", &f32s(&[7])), "the publisher has no leaf 5; it has 0, 1, 2"),
-        ("policy", token(), leaf("1", &f32s(&[8])), "[8] is wanted, and 1 is published with"),
+        (
+            "other",
+            token(),
+            leaf("1", &f32s(&[7])),
+            "publishes policy, not other",
+        ),
+        (
+            "policy",
+            Token::new([8; 32]),
+            leaf("1", &f32s(&[7])),
+            "has another secret",
+        ),
+        (
+            "policy",
+            token(),
+            leaf("5", &f32s(&[7])),
+            "the publisher has no leaf 5; it has 0, 1, 2",
+        ),
+        (
+            "policy",
+            token(),
+            leaf("1", &f32s(&[8])),
+            "[8] is wanted, and 1 is published with",
+        ),
         (
             "policy",
             token(),
@@ -364,8 +441,18 @@ fn subscriber_says_what_does_not_fit() {
             "bf16 is wanted, and 1 is published as f32: give both ends one type, as with \
              --publish-as bf16 of finetune or --dtype f32 of serve",
         ),
-        ("policy", token(), leaf("all", &f32s(&[14])).of(vec![part(0), part(3)]), "overlap"),
-        ("policy", token(), leaf("all", &f32s(&[15])).of(vec![part(0), part(8)]), "14 elements"),
+        (
+            "policy",
+            token(),
+            leaf("all", &f32s(&[14])).of(vec![part(0), part(3)]),
+            "overlap",
+        ),
+        (
+            "policy",
+            token(),
+            leaf("all", &f32s(&[15])).of(vec![part(0), part(8)]),
+            "14 elements",
+        ),
     ] {
         let subscribing = Subscribing::new(name, address.to_string(), token);
         let subscription = p.subscribe(subscribing, vec![leaf]).unwrap();
@@ -409,7 +496,11 @@ fn intake_is_told_why_the_publisher_is_not_found() {
     let (address, versions, thread) = publisher(Publication::new("policy", token()), SHAPES);
     let listen = || std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let (stranger, gone) = (listen(), listen());
-    let addresses = [address, stranger.local_addr().unwrap(), gone.local_addr().unwrap()];
+    let addresses = [
+        address,
+        stranger.local_addr().unwrap(),
+        gone.local_addr().unwrap(),
+    ];
     drop(gone);
     std::thread::spawn(move || {
         use std::io::Write as _;
@@ -420,15 +511,25 @@ fn intake_is_told_why_the_publisher_is_not_found() {
     let mut p = Program::builder().devices(1).alone().unwrap();
     let [publisher, stranger, gone] = addresses.map(|address| address.to_string());
     for (address, expected) in [
-        (&publisher, format!("the publisher at {publisher} has another secret or another name")),
-        (&stranger, format!("the program that listens at {stranger} is no publisher of mpmd")),
-        (&gone, format!("no publisher answers at {gone}: Connection refused")),
+        (
+            &publisher,
+            format!("the publisher at {publisher} has another secret or another name"),
+        ),
+        (
+            &stranger,
+            format!("the program that listens at {stranger} is no publisher of mpmd"),
+        ),
+        (
+            &gone,
+            format!("no publisher answers at {gone}: Connection refused"),
+        ),
     ] {
         let (sender, reasons) = mpsc::channel();
         let subscribing = Subscribing::new("policy", address, Token::new([8; 32]));
         let wanted = vec![wanted_here(&p)];
-        let subscription =
-            p.subscribe_with(subscribing, wanted, Box::new(Unlinked(sender))).unwrap();
+        let subscription = p
+            .subscribe_with(subscribing, wanted, Box::new(Unlinked(sender)))
+            .unwrap();
         let said = reasons.recv_timeout(LONG).unwrap();
         assert!(said.starts_with(&expected), "{said}");
         drop(subscription);
@@ -472,22 +573,34 @@ fn new_publisher_gives_versions_of_any_number() {
 fn publish_refuses_other_leaves_and_lower_versions() {
     let mut p = Program::builder().devices(2).alone().unwrap();
     let leaves = tree(&mut p, 0, SHAPES);
-    let mut publisher = p.publish(Publication::new("policy", token()), &leaves).unwrap();
+    let mut publisher = p
+        .publish(Publication::new("policy", token()), &leaves)
+        .unwrap();
     publisher.publish(4, &leaves).unwrap();
     for (version, leaves, expected) in [
         (4, leaves.clone(), "version 4 after version 4"),
         (5, leaves[..2].to_vec(), "2 leaves: there were 3"),
-        (5, tree(&mut p, 0, &[&[6, 640], &[8], &[4, 3, 130]]), "in the place of 1, f32[7]"),
+        (
+            5,
+            tree(&mut p, 0, &[&[6, 640], &[8], &[4, 3, 130]]),
+            "in the place of 1, f32[7]",
+        ),
     ] {
         let said = publisher.publish(version, &leaves).unwrap_err().to_string();
         assert!(said.contains(expected), "{said}");
     }
     let host = MpmdArray::from_slice(&[1], &[1.0f32]).unwrap();
-    let said = p.publish(Publication::new("policy", token()), &vec![host]).err().unwrap();
+    let said = p
+        .publish(Publication::new("policy", token()), &vec![host])
+        .err()
+        .unwrap();
     assert!(said.to_string().contains("0: is uncommitted"), "{said}");
     let address = publisher.address().unwrap().to_string();
     let twice = vec![wanted_here(&p), wanted_here(&p)];
-    let said = p.subscribe(Subscribing::new("policy", address, token()), twice).err().unwrap();
+    let said = p
+        .subscribe(Subscribing::new("policy", address, token()), twice)
+        .err()
+        .unwrap();
     assert!(said.to_string().contains("1 is wanted twice"), "{said}");
     drop(publisher);
     p.finish().unwrap();
@@ -504,12 +617,18 @@ fn publisher_whose_values_never_come_ends_in_time() {
     let (go, wait) = mpsc::channel::<()>();
     let wait = std::sync::Mutex::new(wait);
     let on = Sharding::single_device(p.topology().device_ids()[0]);
-    let slow = p.array_from_fn(ShapedArray::new(&[2], DType::F32), on, move |_, mut view| {
-        _ = wait.lock().unwrap().recv();
-        Ok(view.fill(1.0f32)?)
-    });
+    let slow = p.array_from_fn(
+        ShapedArray::new(&[2], DType::F32),
+        on,
+        move |_, mut view| {
+            _ = wait.lock().unwrap().recv();
+            Ok(view.fill(1.0f32)?)
+        },
+    );
     let slow = vec![slow.unwrap()];
-    let mut publisher = p.publish(Publication::new("policy", token()), &slow).unwrap();
+    let mut publisher = p
+        .publish(Publication::new("policy", token()), &slow)
+        .unwrap();
     publisher.publish(1, &slow).unwrap();
     let start = std::time::Instant::now();
     drop(publisher);

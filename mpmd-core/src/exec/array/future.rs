@@ -34,7 +34,11 @@ impl IntoFuture for MpmdArray {
     type IntoFuture = ArrayFuture;
 
     fn into_future(self) -> ArrayFuture {
-        ArrayFuture { array: self, part: 0, number: None }
+        ArrayFuture {
+            array: self,
+            part: 0,
+            number: None,
+        }
     }
 }
 
@@ -42,7 +46,11 @@ impl Future for ArrayFuture {
     type Output = Result<MpmdArray>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let Self { array, part, number } = &mut *self;
+        let Self {
+            array,
+            part,
+            number,
+        } = &mut *self;
         if let Repr::Placed(placed) = &array.repr {
             for slot in placed.parts().skip(*part) {
                 match slot.poll(number, cx.waker()) {
@@ -80,8 +88,11 @@ impl Drop for ArrayFuture {
 ///
 /// Dropping the future at any time has no effect on the arrays.
 pub async fn all_ready<T: Tree<Leaf = MpmdArray>>(tree: T) -> Result<T> {
-    let arrays: Vec<ArrayFuture> =
-        tree.leaves().into_iter().map(|array| array.clone().into_future()).collect();
+    let arrays: Vec<ArrayFuture> = tree
+        .leaves()
+        .into_iter()
+        .map(|array| array.clone().into_future())
+        .collect();
     try_join_all(arrays).await?;
     Ok(tree)
 }

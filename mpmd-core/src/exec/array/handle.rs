@@ -76,7 +76,10 @@ impl Results {
         self.arrays.get_or_init(|| {
             let array = |(made, leaf): (&Arc<Made>, u32)| {
                 let first = self.remote.as_ref().map(|remote| remote.first);
-                let origin = Origin { leaf, ..first.expect("arrays with shards are not left out") };
+                let origin = Origin {
+                    leaf,
+                    ..first.expect("arrays with shards are not left out")
+                };
                 Placed::new(made.clone(), Shards::Several(Vec::new()), origin)
             };
             let made = self.remote.iter().flat_map(|remote| remote.made.iter());
@@ -106,12 +109,24 @@ impl Placed {
     }
 
     fn handles(arrays: Arrays) -> NewArrays {
-        let all = Arc::new(Results { arrays: OnceLock::from(arrays), remote: None });
+        let all = Arc::new(Results {
+            arrays: OnceLock::from(arrays),
+            remote: None,
+        });
         let arrays = all.arrays();
-        let noted = arrays.first().is_some_and(|first| first.made.runtime.dry_run.is_some());
-        let counted = arrays.first().is_some_and(|first| first.is_counted(arrays.len(), noted));
+        let noted = arrays
+            .first()
+            .is_some_and(|first| first.made.runtime.dry_run.is_some());
+        let counted = arrays
+            .first()
+            .is_some_and(|first| first.is_counted(arrays.len(), noted));
         let large = arrays.iter().any(Self::is_large);
-        NewArrays { next: 0..arrays.len() as u32, counted, large, all }
+        NewArrays {
+            next: 0..arrays.len() as u32,
+            counted,
+            large,
+            all,
+        }
     }
 
     /// True if the array is listed for out-of-memory errors.
@@ -123,9 +138,23 @@ impl Placed {
     /// process has no part in the operation. The arrays themselves are created when one is read.
     /// Not for a dry run, which counts handles.
     pub(crate) fn remote_arrays(made: &Arc<[Arc<Made>]>, first: Origin) -> NewArrays {
-        let (count, remote) = (made.len() as u32, Remote { made: made.clone(), first });
-        let all = Arc::new(Results { arrays: OnceLock::new(), remote: Some(remote) });
-        NewArrays { all, next: 0..count, counted: false, large: false }
+        let (count, remote) = (
+            made.len() as u32,
+            Remote {
+                made: made.clone(),
+                first,
+            },
+        );
+        let all = Arc::new(Results {
+            arrays: OnceLock::new(),
+            remote: Some(remote),
+        });
+        NewArrays {
+            all,
+            next: 0..count,
+            counted: false,
+            large: false,
+        }
     }
 
     /// True if handles to this array, one of `arrays` in an allocation, are counted. The shards of
@@ -142,11 +171,17 @@ impl Iterator for NewArrays {
     fn next(&mut self) -> Option<MpmdArray> {
         let (index, all) = (self.next.next()?, self.all.clone());
         // The array's count already includes this handle.
-        let handle = Handle { all, index, counted: self.counted };
+        let handle = Handle {
+            all,
+            index,
+            counted: self.counted,
+        };
         if self.large && handle.is_large() {
             handle.made.runtime.holds(&handle);
         }
-        Some(MpmdArray { repr: Repr::Placed(handle) })
+        Some(MpmdArray {
+            repr: Repr::Placed(handle),
+        })
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {
@@ -163,7 +198,10 @@ impl Handle {
     }
 
     pub(crate) fn downgrade(&self) -> WeakHandle {
-        WeakHandle { all: Arc::downgrade(&self.all), index: self.index }
+        WeakHandle {
+            all: Arc::downgrade(&self.all),
+            index: self.index,
+        }
     }
 
     /// Returns the properties of the array. Does not create the arrays.
@@ -179,7 +217,10 @@ impl Handle {
     #[inline]
     pub(crate) fn whole_origin(&self) -> Origin {
         match &self.all.remote {
-            Some(remote) => Origin { leaf: self.index, ..remote.first },
+            Some(remote) => Origin {
+                leaf: self.index,
+                ..remote.first
+            },
             None => self.origin,
         }
     }
@@ -215,7 +256,11 @@ impl Clone for Handle {
         if self.counted {
             self.handles.fetch_add(1, Ordering::Relaxed);
         }
-        Self { all: self.all.clone(), index: self.index, counted: self.counted }
+        Self {
+            all: self.all.clone(),
+            index: self.index,
+            counted: self.counted,
+        }
     }
 }
 
@@ -243,9 +288,16 @@ impl WeakHandle {
         let counted = array.is_counted(arrays.len(), array.made.runtime.dry_run.is_some());
         if counted {
             let one_more = |handles: usize| (handles > 0).then_some(handles + 1);
-            array.handles.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more).ok()?;
+            array
+                .handles
+                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more)
+                .ok()?;
         }
-        Some(Handle { all, index: self.index, counted })
+        Some(Handle {
+            all,
+            index: self.index,
+            counted,
+        })
     }
 }
 
@@ -285,11 +337,17 @@ mod tests {
     fn each_result_is_freed_with_its_own_last_handle() {
         let mut p = Program::builder().devices(2).alone().unwrap();
         let mesh = p.mesh(&[("x", 2)]).unwrap();
-        let copies = p.jit(Copies).on(&mesh).outputs(mesh.replicated()).build().unwrap();
+        let copies = p
+            .jit(Copies)
+            .on(&mesh)
+            .outputs(mesh.replicated())
+            .build()
+            .unwrap();
         let bytes = 1 << 20;
         let host = MpmdArray::from_slice(&[bytes], &vec![7u8; bytes]).unwrap();
         let mut y = copies.call(&mut p, vec![host; 3]).unwrap();
-        y.iter().for_each(|y| drop(y.block_until_ready().unwrap().clone()));
+        y.iter()
+            .for_each(|y| drop(y.block_until_ready().unwrap().clone()));
         let live = |p: &Program| p.memory().live / (2 * bytes as u64);
         assert_eq!(live(&p), 3);
         let clone = y[1].clone();
@@ -304,7 +362,10 @@ mod tests {
         drop(y.remove(0));
         assert_eq!(live(&p), 2);
         assert!(first.upgrade().is_none() && second.upgrade().is_some());
-        assert_eq!(clone.to_host().unwrap().unwrap().to_vec::<u8>().unwrap(), vec![7; bytes]);
+        assert_eq!(
+            clone.to_host().unwrap().unwrap().to_vec::<u8>().unwrap(),
+            vec![7; bytes]
+        );
         drop(clone);
         assert_eq!(live(&p), 1);
         assert!(second.upgrade().is_none());

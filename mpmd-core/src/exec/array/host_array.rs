@@ -28,9 +28,16 @@ impl HostArray {
         let aval = ShapedArray::try_new(shape, E::DTYPE)?;
         if values.len() != aval.elements() {
             let (at, found) = (Location::caller(), values.len());
-            return Err(AvalError::Elements { at, expected: aval, found });
+            return Err(AvalError::Elements {
+                at,
+                expected: aval,
+                found,
+            });
         }
-        Ok(Self { aval, data: aligned_copy(bytemuck::cast_slice(values)) })
+        Ok(Self {
+            aval,
+            data: aligned_copy(bytemuck::cast_slice(values)),
+        })
     }
 
     /// Creates an array from bytes without a copy; only unaligned bytes are copied.
@@ -42,7 +49,11 @@ impl HostArray {
     pub fn from_bytes(aval: ShapedArray, data: SharedBuffer) -> Result<Self, AvalError> {
         if data.len() != aval.bytes() {
             let (at, found) = (Location::caller(), data.len());
-            return Err(AvalError::Length { at, expected: aval, found });
+            return Err(AvalError::Length {
+                at,
+                expected: aval,
+                found,
+            });
         }
         let aligned = (data.as_ptr() as usize).is_multiple_of(ALIGNMENT);
         let data = if aligned { data } else { aligned_copy(&data) };
@@ -52,7 +63,10 @@ impl HostArray {
     /// Creates an array of shape `[]`.
     pub fn scalar<E: Element>(value: E) -> Self {
         let aval = ShapedArray::new(&[], E::DTYPE);
-        Self { aval, data: aligned_copy(bytemuck::bytes_of(&value)) }
+        Self {
+            aval,
+            data: aligned_copy(bytemuck::bytes_of(&value)),
+        }
     }
 
     /// Returns the shape and dtype.
@@ -79,11 +93,17 @@ impl HostArray {
     pub fn as_slice<E: Element>(&self) -> Result<&[E], AvalError> {
         let at = Location::caller();
         if E::DTYPE != self.dtype() {
-            return Err(AvalError::DType { at, expected: self.dtype(), found: E::DTYPE });
+            return Err(AvalError::DType {
+                at,
+                expected: self.dtype(),
+                found: E::DTYPE,
+            });
         }
         // Length and alignment were checked at construction, so only values can be invalid.
-        bytemuck::checked::try_cast_slice(&self.data)
-            .map_err(|_| AvalError::BitPattern { at, aval: self.aval.clone() })
+        bytemuck::checked::try_cast_slice(&self.data).map_err(|_| AvalError::BitPattern {
+            at,
+            aval: self.aval.clone(),
+        })
     }
 
     /// Copies the elements to a vector, row-major.
@@ -160,15 +180,29 @@ mod tests {
 
     #[test]
     fn lengths_and_bool_bytes_are_checked() {
-        let (line, short) = (line!(), HostArray::from_slice(&[2, 3], &[1.0f32; 5]).unwrap_err());
+        let (line, short) = (
+            line!(),
+            HostArray::from_slice(&[2, 3], &[1.0f32; 5]).unwrap_err(),
+        );
         let said = short.to_string();
         assert!(said.contains(&format!("host_array.rs:{line}:")), "{said}");
-        assert!(said.ends_with(": shape [2, 3] has 6 elements, but 5 values are given"), "{said}");
-        let short = HostArray::from_bytes(f64s([2]), vec![0; 15].into()).unwrap_err().to_string();
+        assert!(
+            said.ends_with(": shape [2, 3] has 6 elements, but 5 values are given"),
+            "{said}"
+        );
+        let short = HostArray::from_bytes(f64s([2]), vec![0; 15].into())
+            .unwrap_err()
+            .to_string();
         assert!(short.contains("host_array.rs:"), "{short}");
-        assert!(short.ends_with(": f64[2] has 16 bytes, but 15 are given"), "{short}");
+        assert!(
+            short.ends_with(": f64[2] has 16 bytes, but 15 are given"),
+            "{short}"
+        );
         let bad = HostArray::from_bytes(bools([2]), vec![1, 2].into()).unwrap();
-        assert!(matches!(bad.as_slice::<bool>(), Err(AvalError::BitPattern { .. })));
+        assert!(matches!(
+            bad.as_slice::<bool>(),
+            Err(AvalError::BitPattern { .. })
+        ));
     }
 
     #[test]

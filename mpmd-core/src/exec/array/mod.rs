@@ -133,7 +133,9 @@ impl MpmdArray {
     /// [`Builder::check_uncommitted`](crate::Builder::check_uncommitted) or
     /// `MPMD_CHECK=uncommitted` is set.
     pub fn from_host(values: HostArray) -> Self {
-        Self { repr: Repr::Host(values) }
+        Self {
+            repr: Repr::Host(values),
+        }
     }
 
     /// Creates an uncommitted array of `shape` from row-major values.
@@ -185,13 +187,15 @@ impl MpmdArray {
 
     /// True if this process owns all of the array's devices. Always false for an uncommitted array.
     pub fn is_fully_local(&self) -> bool {
-        self.local_devices().is_some_and(|(local, all)| local == all)
+        self.local_devices()
+            .is_some_and(|(local, all)| local == all)
     }
 
     /// True if this process owns some of the array's devices, but not all. Always false for an
     /// uncommitted array.
     pub fn is_partially_local(&self) -> bool {
-        self.local_devices().is_some_and(|(local, all)| local > 0 && local < all)
+        self.local_devices()
+            .is_some_and(|(local, all)| local > 0 && local < all)
     }
 
     /// Returns (the number of the array's devices that this process owns, the number of its
@@ -276,7 +280,11 @@ impl fmt::Debug for MpmdArray {
         match &self.repr {
             Repr::Host(host) => write!(f, "MpmdArray({}, uncommitted)", host.aval()),
             Repr::Placed(placed) => {
-                write!(f, "MpmdArray({}, {}", placed.made.aval, placed.made.sharding)?;
+                write!(
+                    f,
+                    "MpmdArray({}, {}",
+                    placed.made.aval, placed.made.sharding
+                )?;
                 if placed.shards.is_empty() {
                     f.write_str(", fully remote")?;
                 }
@@ -298,7 +306,14 @@ impl Made {
         runtime: Arc<Runtime>,
     ) -> Self {
         let bytes = aval.bytes();
-        Self { aval, sharding, layout, what, runtime, bytes }
+        Self {
+            aval,
+            sharding,
+            layout,
+            what,
+            runtime,
+            bytes,
+        }
     }
 }
 
@@ -323,13 +338,25 @@ impl Placed {
         shards: impl Into<Shards>,
         origin: Origin,
     ) -> MpmdArray {
-        Self { sends: sends.map(Box::new), ..Self::new(made, shards.into(), origin) }.into_array()
+        Self {
+            sends: sends.map(Box::new),
+            ..Self::new(made, shards.into(), origin)
+        }
+        .into_array()
     }
 
     pub(crate) fn new(made: Arc<Made>, shards: Shards, origin: Origin) -> Self {
         let (donated, handles) = (OnceLock::new(), AtomicUsize::new(1));
         let watched = AtomicBool::new(false);
-        Self { made, shards, sends: None, origin, donated, watched, handles }
+        Self {
+            made,
+            shards,
+            sends: None,
+            origin,
+            donated,
+            watched,
+            handles,
+        }
     }
 
     /// Returns the sends of the operations that make the array, last operation first.
@@ -365,7 +392,10 @@ impl Placed {
 
     /// Returns the size in bytes of this process's shards of the array.
     pub(crate) fn local_bytes(&self) -> u64 {
-        self.shards.iter().map(|shard| self.shard_bytes(shard)).sum()
+        self.shards
+            .iter()
+            .map(|shard| self.shard_bytes(shard))
+            .sum()
     }
 
     /// Returns the size in bytes of one of this process's shards.
@@ -378,11 +408,17 @@ impl Placed {
 
     pub(crate) fn region(&self, device: DeviceId) -> Region {
         let Made { aval, layout, .. } = &*self.made;
-        layout.region_of(device).cloned().unwrap_or_else(|| Region::full(aval.shape()))
+        layout
+            .region_of(device)
+            .cloned()
+            .unwrap_or_else(|| Region::full(aval.shape()))
     }
 
     pub(crate) fn slot(&self, device: DeviceId) -> Option<&AsyncBuffer> {
-        self.shards.iter().find(|shard| shard.device == device).map(|shard| &shard.slot)
+        self.shards
+            .iter()
+            .find(|shard| shard.device == device)
+            .map(|shard| &shard.slot)
     }
 
     /// True if the array was donated, so that nothing may use it.
@@ -408,7 +444,10 @@ impl Placed {
         // A second donation is impossible: the first has made the array unusable.
         let _ = self.donated.set(Donation { op, at });
         if self.watched.load(Ordering::Relaxed) {
-            self.made.runtime.watched_donations.fetch_add(1, Ordering::Relaxed);
+            self.made
+                .runtime
+                .watched_donations
+                .fetch_add(1, Ordering::Relaxed);
         }
     }
 
@@ -421,7 +460,9 @@ impl Placed {
     /// Returns (operation that took over the array's memory, line that issued it). `None` if the
     /// array was not donated.
     pub(crate) fn donated_to(&self) -> Option<(u64, &'static Location<'static>)> {
-        self.donated.get().map(|donation| (donation.op, donation.at))
+        self.donated
+            .get()
+            .map(|donation| (donation.op, donation.at))
     }
 
     /// Creates the failure for readers of the array after it was donated.
@@ -432,7 +473,12 @@ impl Placed {
             }
             None => format!("{} was donated", self.describe()),
         };
-        Arc::new(Failure::new(FailureKind::Donated, self.made.runtime.me, self.origin.op, message))
+        Arc::new(Failure::new(
+            FailureKind::Donated,
+            self.made.runtime.me,
+            self.origin.op,
+            message,
+        ))
     }
 }
 
@@ -441,7 +487,10 @@ impl Placed {
 pub(crate) fn emptied<'a>(mut leaves: Vec<&MpmdArray>) -> Vec<&'a MpmdArray> {
     leaves.clear();
     // Collected in place, so the capacity stays.
-    leaves.into_iter().map(|_| -> &'a MpmdArray { unreachable!("the list is empty") }).collect()
+    leaves
+        .into_iter()
+        .map(|_| -> &'a MpmdArray { unreachable!("the list is empty") })
+        .collect()
 }
 
 impl Deref for Shards {

@@ -70,7 +70,11 @@ pub struct ObjectRef<'a, T> {
 
 impl NewObject {
     pub(crate) fn new<T: Send + 'static>(value: T, measure: Option<Measure>) -> Self {
-        Self { value: Box::new(value), type_name: std::any::type_name::<T>(), measure }
+        Self {
+            value: Box::new(value),
+            type_name: std::any::type_name::<T>(),
+            measure,
+        }
     }
 
     /// Moves the value into a cell on this device, with its declared memory. Returns the buffer
@@ -81,9 +85,17 @@ impl NewObject {
         runtime: &Arc<Runtime>,
         local_index: usize,
     ) -> SharedBuffer {
-        let Self { value, type_name, measure } = self;
+        let Self {
+            value,
+            type_name,
+            measure,
+        } = self;
         let memory = memory.map(Reservation::hold);
-        let content = Content { value: Some(value), memory, measure };
+        let content = Content {
+            value: Some(value),
+            memory,
+            measure,
+        };
         SharedBuffer::lent(Box::new(ObjectCell {
             content: Mutex::new(content),
             failure: OnceLock::new(),
@@ -118,8 +130,13 @@ impl ObjectCell {
     /// Returns an error if the value reports more bytes than were declared for it.
     pub(crate) fn check(&self) -> Result<(), String> {
         let content = self.content.lock();
-        let Some(value) = &content.value else { return Ok(()) };
-        let declared = content.memory.as_ref().map_or(0, |memory| memory.bytes() as u64);
+        let Some(value) = &content.value else {
+            return Ok(());
+        };
+        let declared = content
+            .memory
+            .as_ref()
+            .map_or(0, |memory| memory.bytes() as u64);
         check(content.measure, &**value, declared, self.type_name)
     }
 
@@ -129,10 +146,15 @@ impl ObjectCell {
     ///
     /// If the value has another type, was taken out, or is in use: a call has the object twice.
     pub(crate) fn access<T: 'static>(&self) -> Result<ObjectRef<'_, T>, ViewError> {
-        let Some(content) = self.content.try_lock() else { return Err(ViewError::ObjectInUse) };
+        let Some(content) = self.content.try_lock() else {
+            return Err(ViewError::ObjectInUse);
+        };
         match &content.value {
             None => Err(ViewError::ObjectTaken),
-            Some(value) if value.is::<T>() => Ok(ObjectRef { content, object: PhantomData }),
+            Some(value) if value.is::<T>() => Ok(ObjectRef {
+                content,
+                object: PhantomData,
+            }),
             Some(_) => Err(self.wrong_type::<T>()),
         }
     }
@@ -143,7 +165,9 @@ impl ObjectCell {
     ///
     /// As for [`access`](Self::access).
     pub(crate) fn take<T: 'static>(&self) -> Result<T, ViewError> {
-        let Some(mut content) = self.content.try_lock() else { return Err(ViewError::ObjectInUse) };
+        let Some(mut content) = self.content.try_lock() else {
+            return Err(ViewError::ObjectInUse);
+        };
         let value = content.value.take().ok_or(ViewError::ObjectTaken)?;
         match value.downcast::<T>() {
             Ok(value) => {
@@ -160,14 +184,24 @@ impl ObjectCell {
     /// Drops the value on this thread, unless it was taken out or is in use. A panic of the drop is
     /// caught and reported.
     pub(crate) fn discard(&self) {
-        let Some(mut content) = self.content.try_lock() else { return };
+        let Some(mut content) = self.content.try_lock() else {
+            return;
+        };
         let (value, memory) = (content.value.take(), content.memory.take());
         drop(content);
-        drop(ObjectEnd { value, type_name: self.type_name, memory, pending: None });
+        drop(ObjectEnd {
+            value,
+            type_name: self.type_name,
+            memory,
+            pending: None,
+        });
     }
 
     fn wrong_type<T>(&self) -> ViewError {
-        ViewError::ObjectType { asked: std::any::type_name::<T>(), found: self.type_name }
+        ViewError::ObjectType {
+            asked: std::any::type_name::<T>(),
+            found: self.type_name,
+        }
     }
 }
 
@@ -199,14 +233,22 @@ impl<T: 'static> Deref for ObjectRef<'_, T> {
     type Target = T;
 
     fn deref(&self) -> &T {
-        let value = self.content.value.as_deref().and_then(|value| value.downcast_ref());
+        let value = self
+            .content
+            .value
+            .as_deref()
+            .and_then(|value| value.downcast_ref());
         value.expect("`access` has checked the type")
     }
 }
 
 impl<T: 'static> DerefMut for ObjectRef<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
-        let value = self.content.value.as_deref_mut().and_then(|value| value.downcast_mut());
+        let value = self
+            .content
+            .value
+            .as_deref_mut()
+            .and_then(|value| value.downcast_mut());
         value.expect("`access` has checked the type")
     }
 }
@@ -216,11 +258,22 @@ impl<T: 'static> DerefMut for ObjectRef<'_, T> {
 impl Drop for ObjectCell {
     fn drop(&mut self) {
         let Content { value, memory, .. } = self.content.get_mut();
-        let (Some(value), memory) = (value.take(), memory.take()) else { return };
-        let mut end =
-            ObjectEnd { value: Some(value), type_name: self.type_name, memory, pending: None };
-        let Some(runtime) = self.runtime.upgrade() else { return };
-        let bytes = end.memory.as_ref().map_or(0, |memory| memory.bytes() as u64);
+        let (Some(value), memory) = (value.take(), memory.take()) else {
+            return;
+        };
+        let mut end = ObjectEnd {
+            value: Some(value),
+            type_name: self.type_name,
+            memory,
+            pending: None,
+        };
+        let Some(runtime) = self.runtime.upgrade() else {
+            return;
+        };
+        let bytes = end
+            .memory
+            .as_ref()
+            .map_or(0, |memory| memory.bytes() as u64);
         end.pending = Some((runtime.in_flight.lend(bytes), runtime.in_flight.reading()));
         runtime.run_on(self.local_index, Box::new(move || drop(end)));
     }

@@ -108,9 +108,10 @@ impl MpmdArray {
         let read = |why: String| Error::Read { at, why };
         self.check_whole(at)?;
         match &self.repr {
-            Repr::Host(host) => {
-                Err(read(format!("{} is uncommitted: it has no shards", host.aval())))
-            }
+            Repr::Host(host) => Err(read(format!(
+                "{} is uncommitted: it has no shards",
+                host.aval()
+            ))),
             Repr::Placed(placed) if placed.shards.is_empty() => {
                 let runtime = &placed.made.runtime;
                 let why = match &runtime.dry_run {
@@ -119,7 +120,10 @@ impl MpmdArray {
                                 may own none of these: ask `is_fully_remote` before"
                         .to_owned(),
                 };
-                Err(read(format!("cannot read the shards of {}: {why}", placed.describe())))
+                Err(read(format!(
+                    "cannot read the shards of {}: {why}",
+                    placed.describe()
+                )))
             }
             Repr::Placed(_) => self.shards_here(at),
         }
@@ -138,7 +142,10 @@ impl MpmdArray {
             Repr::Placed(placed) if placed.shards.is_empty() => {}
             Repr::Placed(placed) => {
                 if let Err(error) = self.check_whole(at) {
-                    placed.made.runtime.call_back(Box::new(move || f(Err(error))));
+                    placed
+                        .made
+                        .runtime
+                        .call_back(Box::new(move || f(Err(error))));
                     return;
                 }
                 // Queued when the last shard ends. Each shard is taken as it ends, because the
@@ -202,20 +209,31 @@ impl MpmdArray {
     /// Returns the shards that this process holds, even if they are partial sums. Blocks until they
     /// are ready. Empty for an uncommitted array.
     pub(crate) fn shards_here(&self, at: &'static Location<'static>) -> Result<Vec<Shard>> {
-        let Repr::Placed(placed) = &self.repr else { return Ok(Vec::new()) };
+        let Repr::Placed(placed) = &self.repr else {
+            return Ok(Vec::new());
+        };
         let shards = placed.shards.iter().zip(self.wait(at)?);
         let values = shards.map(|(shard, buffer)| {
             let region = placed.region(shard.device);
             let aval = ShapedArray::try_new(&region.shape(), placed.made.aval.dtype())?;
-            Ok(Shard { device: shard.device, region, data: HostArray::from_bytes(aval, buffer)? })
+            Ok(Shard {
+                device: shard.device,
+                region,
+                data: HostArray::from_bytes(aval, buffer)?,
+            })
         });
         values.collect()
     }
 
     fn wait(&self, at: &'static Location<'static>) -> Result<Vec<SharedBuffer>> {
-        let Repr::Placed(placed) = &self.repr else { return Ok(Vec::new()) };
+        let Repr::Placed(placed) = &self.repr else {
+            return Ok(Vec::new());
+        };
         if let Err(problem) = placed.check_usable("") {
-            return Err(Error::Read { at, why: format!("the array {problem}") });
+            return Err(Error::Read {
+                at,
+                why: format!("the array {problem}"),
+            });
         }
         let mut buffers = Vec::new();
         // All copies begin before the first wait.
@@ -230,9 +248,14 @@ impl MpmdArray {
     /// Blocks until every local shard and send has ended or one has failed, but at most for
     /// `timeout`; then returns [`Error::TimedOut`].
     fn wait_each(&self, timeout: Option<Duration>, at: &'static Location<'static>) -> Result<()> {
-        let Repr::Placed(placed) = &self.repr else { return Ok(()) };
+        let Repr::Placed(placed) = &self.repr else {
+            return Ok(());
+        };
         if let Err(problem) = placed.check_usable("") {
-            return Err(Error::Read { at, why: format!("the array {problem}") });
+            return Err(Error::Read {
+                at,
+                why: format!("the array {problem}"),
+            });
         }
         let deadline = timeout.map(|timeout| after(now(), timeout));
         placed.ask_taken();
@@ -241,7 +264,11 @@ impl MpmdArray {
                 Some(outcome) => drop(outcome.map_err(Error::failed)?),
                 None => {
                     let waited = timeout.unwrap_or_default();
-                    return Err(Error::TimedOut { at, subject: placed.describe(), waited });
+                    return Err(Error::TimedOut {
+                        at,
+                        subject: placed.describe(),
+                        waited,
+                    });
                 }
             }
         }
@@ -253,7 +280,9 @@ impl Placed {
     /// Returns the local shards as async buffers in host memory. Copies from accelerators begin
     /// now.
     pub(crate) fn in_host_memory(&self) -> Vec<AsyncBuffer> {
-        let Made { runtime, sharding, .. } = &*self.made;
+        let Made {
+            runtime, sharding, ..
+        } = &*self.made;
         let slot = |shard: &LocalShard| match runtime
             .accelerator_of(shard.device, sharding.memory_kind())
         {
@@ -274,7 +303,11 @@ impl Placed {
         let runtime = &self.made.runtime;
         let ended = || slot.has_ended().then_some(());
         // A thread that drives the transport polls by itself.
-        let here = if runtime.parker.can_drive() { ended() } else { runtime.wait_spin.look(ended) };
+        let here = if runtime.parker.can_drive() {
+            ended()
+        } else {
+            runtime.wait_spin.look(ended)
+        };
         match here {
             Some(()) => slot.peek(),
             None => self.wait_for(slot, deadline, at),
@@ -290,7 +323,9 @@ impl Placed {
         at: &'static Location<'static>,
     ) -> Option<Outcome> {
         let runtime = &self.made.runtime;
-        let _doing = runtime.status.enter(Doing::Waiting("a read of an array", at));
+        let _doing = runtime
+            .status
+            .enter(Doing::Waiting("a read of an array", at));
         let _waiting = runtime.trace.wait("a read of an array", at);
         loop {
             let peer_timeout = after(now(), runtime.config.peer_timeout);
@@ -318,14 +353,21 @@ impl Placed {
         at: &'static Location<'static>,
     ) -> Result<HostArray> {
         let full = Region::full(self.made.aval.shape());
-        let regions: Vec<Region> =
-            self.shards.iter().map(|shard| self.region(shard.device)).collect();
+        let regions: Vec<Region> = self
+            .shards
+            .iter()
+            .map(|shard| self.region(shard.device))
+            .collect();
         if let Some(index) = regions.iter().position(|region| *region == full) {
-            return Ok(HostArray::from_bytes(self.made.aval.clone(), buffers[index].clone())?);
+            return Ok(HostArray::from_bytes(
+                self.made.aval.clone(),
+                buffers[index].clone(),
+            )?);
         }
         // Regions of one layout are equal or disjoint, so the sizes of distinct ones add up.
-        let distinct: Vec<usize> =
-            (0..regions.len()).filter(|i| !regions[..*i].contains(&regions[*i])).collect();
+        let distinct: Vec<usize> = (0..regions.len())
+            .filter(|i| !regions[..*i].contains(&regions[*i]))
+            .collect();
         let covered: usize = distinct.iter().map(|i| regions[*i].elements()).sum();
         if covered != self.made.aval.elements() {
             return Err(Error::Read {
@@ -343,12 +385,26 @@ impl Placed {
         let item = self.made.aval.dtype().size();
         let memory =
             |error: mpmd_transport::memory::OutOfMemory| Error::Environment(error.to_string());
-        let mut whole =
-            self.made.runtime.staging.allocate(self.made.aval.bytes()).map_err(memory)?;
+        let mut whole = self
+            .made
+            .runtime
+            .staging
+            .allocate(self.made.aval.bytes())
+            .map_err(memory)?;
         for i in distinct {
-            copy_region(&buffers[i], &regions[i], &mut whole, &full, &regions[i], item);
+            copy_region(
+                &buffers[i],
+                &regions[i],
+                &mut whole,
+                &full,
+                &regions[i],
+                item,
+            );
         }
-        Ok(HostArray::from_bytes(self.made.aval.clone(), whole.freeze())?)
+        Ok(HostArray::from_bytes(
+            self.made.aval.clone(),
+            whole.freeze(),
+        )?)
     }
 }
 

@@ -22,7 +22,13 @@ pub(crate) struct JobTime {
 impl JobTime {
     pub(crate) fn begin() -> Self {
         let zero = Duration::ZERO;
-        Self { at: now(), before: zero, lost: zero, behind: None, reached: 0 }
+        Self {
+            at: now(),
+            before: zero,
+            lost: zero,
+            behind: None,
+            reached: 0,
+        }
     }
 
     /// Notes that a process was lost.
@@ -50,7 +56,13 @@ impl JobTime {
 
     /// Takes over what the processes of the earlier epoch have said, after a loss.
     pub(crate) fn learn(&mut self, age: Duration, lost: Duration, reached: u64) {
-        *self = Self { at: now(), before: age, lost, behind: Some(now()), reached };
+        *self = Self {
+            at: now(),
+            before: age,
+            lost,
+            behind: Some(now()),
+            reached,
+        };
     }
 }
 
@@ -71,7 +83,11 @@ mod tests {
 
     #[test]
     fn time_is_lost_until_the_job_is_back_where_it_was() {
-        let settings = WorldSettings { seed: 1, longest: Duration::from_secs(600), log: false };
+        let settings = WorldSettings {
+            seed: 1,
+            longest: Duration::from_secs(600),
+            log: false,
+        };
         simulated(settings, || {
             let mut time = JobTime::begin();
             wait(10);
@@ -93,7 +109,11 @@ mod tests {
             let mut new = JobTime::begin();
             new.learn(time.age(), time.lost(), time.reached);
             wait(1);
-            assert_eq!(seconds(&new), (22, 8), "a new process knows what the others know");
+            assert_eq!(
+                seconds(&new),
+                (22, 8),
+                "a new process knows what the others know"
+            );
             new.reach(7);
             wait(1);
             assert_eq!(seconds(&new), (23, 8));

@@ -79,7 +79,11 @@ impl Runtime {
     pub(crate) fn forgive(&self, before: u64) {
         let mut trouble = self.trouble.lock();
         trouble.forgiven = before;
-        if trouble.first.as_ref().is_some_and(|first| trouble.forgives(first)) {
+        if trouble
+            .first
+            .as_ref()
+            .is_some_and(|first| trouble.forgives(first))
+        {
             trouble.first = None;
         }
     }
@@ -94,7 +98,8 @@ impl Runtime {
     /// Returns the failure that is the cause of an error which the program has got. `trouble` may
     /// hear of it a little later.
     pub(crate) fn cause(self: &Arc<Self>) -> Option<Arc<Failure>> {
-        self.trouble().or_else(|| self.with_router(|router| router.trouble()))
+        self.trouble()
+            .or_else(|| self.with_router(|router| router.trouble()))
     }
 
     /// Fails the job with `failure` and tells every process that is still reachable. Does nothing
@@ -133,7 +138,8 @@ impl Runtime {
             }
             // The ticker detects silent peers, so this ends. The timeout covers a change between
             // the check above and the wait.
-            self.changed.wait_for(&mut self.trouble.lock(), Duration::from_millis(20));
+            self.changed
+                .wait_for(&mut self.trouble.lock(), Duration::from_millis(20));
         }
     }
 
@@ -145,7 +151,10 @@ impl Runtime {
             true => has_ended.then_some(0),
             false => router.hash_at(failure.op),
         };
-        Report { failure: failure.clone().shortened(), hash }
+        Report {
+            failure: failure.clone().shortened(),
+            hash,
+        }
     }
 
     /// Leaves the job: says goodbye to the peers, with the failure if there is one, and ends the
@@ -176,8 +185,9 @@ impl Runtime {
         let _doing = self.status.enter(Doing::Finishing);
         let half = self.config.peer_timeout / 2;
         let wait = || {
-            self.in_flight
-                .wait_until(after(now(), half), |counts| counts.ops == 0 && counts.reads == 0)
+            self.in_flight.wait_until(after(now(), half), |counts| {
+                counts.ops == 0 && counts.reads == 0
+            })
         };
         loop {
             if wait() {
@@ -189,8 +199,9 @@ impl Runtime {
                 return;
             }
             let (counts, first) = (self.in_flight.counts(), self.in_flight.first_open());
-            let first =
-                first.map(|op| format!(", the first is operation {op}")).unwrap_or_default();
+            let first = first
+                .map(|op| format!(", the first is operation {op}"))
+                .unwrap_or_default();
             let (me, doing) = (self.me, self.doing_and_why());
             self.report_hang(&format!(
                 "process {me}: finish waits for {} operations{first}; {doing}",
@@ -211,7 +222,10 @@ impl Runtime {
         while !left.is_zero() {
             let slice = left.min(TICK);
             let until = after(now(), slice);
-            if self.in_flight.wait_until(until, |counts| counts.ops == 0 && counts.reads == 0) {
+            if self
+                .in_flight
+                .wait_until(until, |counts| counts.ops == 0 && counts.reads == 0)
+            {
                 return Ok(());
             }
             left -= slice;
@@ -231,8 +245,10 @@ impl Runtime {
         let left = || until.saturating_duration_since(now());
         // In short waits: a failure need not end an operation.
         let look = || after(now(), left().min(TICK));
-        let is_idle =
-            || self.in_flight.wait_until(look(), |counts| counts.ops == 0 && counts.reads == 0);
+        let is_idle = || {
+            self.in_flight
+                .wait_until(look(), |counts| counts.ops == 0 && counts.reads == 0)
+        };
         loop {
             if self.trouble().is_some() || left().is_zero() {
                 return;

@@ -68,11 +68,17 @@ impl Runtime {
             .and_then(|transport| transport.arena())
             .unwrap_or_else(Arena::private);
         let room = core_budget(me, &topology, host_cores());
-        let spin = if room == CoreBudget::All { Spin::Auto } else { Spin::Never };
+        let spin = if room == CoreBudget::All {
+            Spin::Auto
+        } else {
+            Spin::Never
+        };
         let devices = open_devices(me, &topology, &config, &arena, spin)?;
         share_devices(me, &topology, &config, &devices, transport.as_deref())?;
         let zero_copy = |peer: usize| {
-            transport.as_ref().is_some_and(|transport| transport.zero_copy(ProcessId(peer as u32)))
+            transport
+                .as_ref()
+                .is_some_and(|transport| transport.zero_copy(ProcessId(peer as u32)))
         };
         let zero_copy: Vec<bool> = (0..topology.processes()).map(zero_copy).collect();
         let mut router = Router::new(router::Config {
@@ -95,7 +101,9 @@ impl Runtime {
             bytes_sent: counters(&topology),
             messages_sent: counters(&topology),
             status: Status::new(devices.iter().map(|device| {
-                let kind = topology.kind_of(device.id).filter(|kind| kind.is_accelerator());
+                let kind = topology
+                    .kind_of(device.id)
+                    .filter(|kind| kind.is_accelerator());
                 let kind = kind.map_or_else(String::new, |kind| format!(" ({kind})"));
                 format!("device {}{kind}", device.id)
             })),
@@ -156,7 +164,10 @@ impl Runtime {
                 }
             }
         };
-        if let Err(error) = thread::Builder::new().name("mpmd-nccl".to_owned()).spawn(watch) {
+        if let Err(error) = thread::Builder::new()
+            .name("mpmd-nccl".to_owned())
+            .spawn(watch)
+        {
             tracing::warn!(%error, "cannot start the thread that watches NCCL communicators");
         }
     }
@@ -172,11 +183,16 @@ impl Runtime {
                 let Some(runtime) = weak.upgrade() else { break };
                 let late = since(before).saturating_sub(STALL_TICK);
                 if late >= LEAST_STALL {
-                    runtime.kernel_nanos.fetch_add(late.as_nanos() as u64, Ordering::Relaxed);
+                    runtime
+                        .kernel_nanos
+                        .fetch_add(late.as_nanos() as u64, Ordering::Relaxed);
                 }
             }
         };
-        if let Err(error) = thread::Builder::new().name("mpmd-stalls".to_owned()).spawn(watch) {
+        if let Err(error) = thread::Builder::new()
+            .name("mpmd-stalls".to_owned())
+            .spawn(watch)
+        {
             tracing::warn!(%error, "cannot start the thread that notices stalls");
         }
     }
@@ -184,14 +200,16 @@ impl Runtime {
     fn start_ticker(self: &Arc<Self>) -> std::io::Result<()> {
         let weak: Weak<Self> = Arc::downgrade(self);
         let stopped = self.stopped.clone();
-        thread::Builder::new().name("mpmd-ticker".to_owned()).spawn(move || {
-            while !stopped.load(Ordering::Relaxed) {
-                thread::sleep(TICK);
-                let Some(runtime) = weak.upgrade() else { break };
-                runtime.status.tick();
-                runtime.with_router(|router| router.tick(runtime.now()));
-            }
-        })?;
+        thread::Builder::new()
+            .name("mpmd-ticker".to_owned())
+            .spawn(move || {
+                while !stopped.load(Ordering::Relaxed) {
+                    thread::sleep(TICK);
+                    let Some(runtime) = weak.upgrade() else { break };
+                    runtime.status.tick();
+                    runtime.with_router(|router| router.tick(runtime.now()));
+                }
+            })?;
         Ok(())
     }
 }
@@ -205,7 +223,9 @@ fn open_devices(
 ) -> std::io::Result<Vec<LocalDevice>> {
     let mut ordinals = config.ordinals.iter().copied();
     let mut open = |id: &DeviceId| {
-        let kind = topology.device(*id).map_or(DeviceKind::Cpu, |device| device.kind);
+        let kind = topology
+            .device(*id)
+            .map_or(DeviceKind::Cpu, |device| device.kind);
         let accelerator = accelerator::open(kind, &mut ordinals).map_err(std::io::Error::other)?;
         if let Some(accelerator) = &accelerator {
             arena.on_map(accelerator.pin());
@@ -226,15 +246,23 @@ fn open_devices(
             ),
         };
         let queue = Worker::start(format!("mpmd-{id}"), spin)?;
-        Ok(LocalDevice { id: *id, pool, accelerator, seen_end: AtomicU64::new(0), queue })
+        Ok(LocalDevice {
+            id: *id,
+            pool,
+            accelerator,
+            seen_end: AtomicU64::new(0),
+            queue,
+        })
     };
     let devices = topology
         .devices_of(me)
         .iter()
         .map(&mut open)
         .collect::<std::io::Result<Vec<LocalDevice>>>()?;
-    let accelerators: Vec<_> =
-        devices.iter().filter_map(|local| local.accelerator.clone()).collect();
+    let accelerators: Vec<_> = devices
+        .iter()
+        .filter_map(|local| local.accelerator.clone())
+        .collect();
     accelerator::reach_each_other(&accelerators);
     Ok(devices)
 }
@@ -248,18 +276,29 @@ fn share_devices(
     devices: &[LocalDevice],
     transport: Option<&dyn Transport>,
 ) -> std::io::Result<()> {
-    let accelerators: Vec<_> =
-        devices.iter().filter_map(|device| device.accelerator.clone()).collect();
+    let accelerators: Vec<_> = devices
+        .iter()
+        .filter_map(|device| device.accelerator.clone())
+        .collect();
     let has = |process: usize| {
         let process = ProcessId(process as u32);
-        let mut kinds = topology.devices_of(process).iter().filter_map(|id| topology.device(*id));
+        let mut kinds = topology
+            .devices_of(process)
+            .iter()
+            .filter_map(|id| topology.device(*id));
         process != me && kinds.any(|device| device.kind.is_accelerator())
     };
     let with: Vec<bool> = (0..topology.processes()).map(has).collect();
-    let (Some(transport), true) = (transport, with.contains(&true)) else { return Ok(()) };
-    let Some(sharing) = accelerator::sharing(accelerators) else { return Ok(()) };
+    let (Some(transport), true) = (transport, with.contains(&true)) else {
+        return Ok(());
+    };
+    let Some(sharing) = accelerator::sharing(accelerators) else {
+        return Ok(());
+    };
     let patience = config.peer_timeout.saturating_add(DEVICES_START_WITHIN);
-    transport.share_devices(sharing, &with, patience).map_err(std::io::Error::other)
+    transport
+        .share_devices(sharing, &with, patience)
+        .map_err(std::io::Error::other)
 }
 
 fn copy_workers() -> usize {
@@ -268,7 +307,9 @@ fn copy_workers() -> usize {
 
 /// Returns a counter for each process.
 fn counters(topology: &Topology) -> Vec<AtomicU64> {
-    (0..topology.processes()).map(|_| AtomicU64::new(0)).collect()
+    (0..topology.processes())
+        .map(|_| AtomicU64::new(0))
+        .collect()
 }
 
 /// Returns the number of threads of process `me` that may poll at once, on a host with `cores`
@@ -294,13 +335,23 @@ mod tests {
             |topology: &Topology| [1, 2, 3, 4].map(|cores| core_budget(me, topology, cores));
         assert_eq!(
             budgets(&topology),
-            [CoreBudget::None, CoreBudget::One, CoreBudget::One, CoreBudget::All],
+            [
+                CoreBudget::None,
+                CoreBudget::One,
+                CoreBudget::One,
+                CoreBudget::All
+            ],
             "two programs, two devices"
         );
         let apart = topology.on_hosts(&["a", "b"]).unwrap();
         assert_eq!(
             budgets(&apart),
-            [CoreBudget::One, CoreBudget::All, CoreBudget::All, CoreBudget::All]
+            [
+                CoreBudget::One,
+                CoreBudget::All,
+                CoreBudget::All,
+                CoreBudget::All
+            ]
         );
     }
 }

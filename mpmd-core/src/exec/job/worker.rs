@@ -63,7 +63,9 @@ struct State {
 impl Worker {
     /// Starts the thread. The thread polls for jobs as `spin` allows before it sleeps.
     pub(crate) fn start(name: String, spin: Spin) -> std::io::Result<Self> {
-        let worker = Self { queue: Arc::default() };
+        let worker = Self {
+            queue: Arc::default(),
+        };
         let policy = SpinPolicy::new(PACE, spin);
         let queue = worker.queue.clone();
         let work = move || {
@@ -96,7 +98,9 @@ impl Drop for Worker {
 impl Crew {
     /// Starts `threads` threads, which wait for jobs.
     pub(crate) fn start(name: &str, threads: usize) -> std::io::Result<Self> {
-        let crew = Self { queue: Arc::default() };
+        let crew = Self {
+            queue: Arc::default(),
+        };
         for i in 0..threads {
             let queue = crew.queue.clone();
             let work = move || {
@@ -104,7 +108,9 @@ impl Crew {
                     run(job);
                 }
             };
-            thread::Builder::new().name(format!("{name}-{i}")).spawn(work)?;
+            thread::Builder::new()
+                .name(format!("{name}-{i}"))
+                .spawn(work)?;
         }
         Ok(crew)
     }

@@ -70,10 +70,23 @@ impl Chunked {
         guard: OpGuard,
     ) {
         let mut chunks = Vec::new();
-        cut(&transfer.region, (CHUNK / transfer.item_bytes()).max(1), &mut chunks);
+        cut(
+            &transfer.region,
+            (CHUNK / transfer.item_bytes()).max(1),
+            &mut chunks,
+        );
         let missing = AtomicUsize::new(chunks.len());
-        let piece = Arc::new(Piece { shard, transfer, bytes, missing, guard });
-        runtime.chunks.0.lock().waiting.push_back(Self { piece, left: chunks.into_iter() });
+        let piece = Arc::new(Piece {
+            shard,
+            transfer,
+            bytes,
+            missing,
+            guard,
+        });
+        runtime.chunks.0.lock().waiting.push_back(Self {
+            piece,
+            left: chunks.into_iter(),
+        });
         go_on(runtime);
     }
 }
@@ -86,7 +99,9 @@ fn go_on(runtime: &Arc<Runtime>) {
             if state.taken == MOST_CHUNKS {
                 return;
             }
-            let Some(first) = state.waiting.front_mut() else { return };
+            let Some(first) = state.waiting.front_mut() else {
+                return;
+            };
             let next = first.left.next().map(|chunk| (first.piece.clone(), chunk));
             let Some(next) = next else {
                 let done = state.waiting.pop_front();
@@ -104,7 +119,13 @@ fn go_on(runtime: &Arc<Runtime>) {
 
 impl Piece {
     fn copy(self: Arc<Self>, chunk: &Region, turn: StreamTurn) {
-        let Self { shard, transfer, bytes, missing, .. } = &*self;
+        let Self {
+            shard,
+            transfer,
+            bytes,
+            missing,
+            ..
+        } = &*self;
         // A shard that has failed meanwhile does not need it.
         if shard.is_open()
             && let Some(packed) = shard.pack(bytes, &transfer.holds, chunk)
@@ -138,7 +159,9 @@ fn cut(region: &Region, most: usize, parts: &mut Vec<Region>) {
     for start in range.clone().step_by(step) {
         let part = start..(start + step).min(range.end);
         let ranges = region.ranges().enumerate();
-        let part = ranges.map(|(i, range)| if i == dim { part.clone() } else { range }).collect();
+        let part = ranges
+            .map(|(i, range)| if i == dim { part.clone() } else { range })
+            .collect();
         cut(&Region::new(part), most, parts);
     }
 }

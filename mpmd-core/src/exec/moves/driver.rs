@@ -18,7 +18,9 @@ pub(crate) struct TransportHandler(pub(crate) Weak<Runtime>);
 
 impl Handler for TransportHandler {
     fn arrived(&self, from: ProcessId, header: Header, payload: Payload) {
-        let Some(runtime) = self.0.upgrade() else { return };
+        let Some(runtime) = self.0.upgrade() else {
+            return;
+        };
         let (now, announced, found) = (runtime.now(), header.payload_bytes(), payload.bytes());
         if found != announced {
             let sent = format!("a {:?} message of {found} bytes", header.kind);
@@ -40,10 +42,14 @@ impl Handler for TransportHandler {
     }
 
     fn done(&self, ticket: Ticket, result: Result<(), TransportError>) {
-        let Some(runtime) = self.0.upgrade() else { return };
+        let Some(runtime) = self.0.upgrade() else {
+            return;
+        };
         let bundle = runtime.under_way.lock().take_bundle(ticket);
         match bundle {
-            Some(tickets) => tickets.into_iter().for_each(|ticket| runtime.done(ticket, &result)),
+            Some(tickets) => tickets
+                .into_iter()
+                .for_each(|ticket| runtime.done(ticket, &result)),
             None => runtime.done(ticket, &result),
         }
     }
@@ -67,7 +73,9 @@ impl Runtime {
         let now = self.now();
         self.with_router(|router| {
             for (header, payload) in pieces {
-                let Header { op, piece, bytes, .. } = header;
+                let Header {
+                    op, piece, bytes, ..
+                } = header;
                 self.trace_piece(PieceStep::Arrived, (op, piece), from, bytes);
                 router.arrived(from, header, payload, &[], now);
             }
@@ -130,9 +138,14 @@ impl Runtime {
                 }
                 Action::NeverTaken { by } => {
                     let ended = self.under_way.lock().never_taken(by);
-                    ended.into_iter().for_each(|operation| self.never_taken(by, operation));
+                    ended
+                        .into_iter()
+                        .for_each(|operation| self.never_taken(by, operation));
                 }
-                Action::Discard { to, cargo: Outgoing { buffer, guard, .. } } => {
+                Action::Discard {
+                    to,
+                    cargo: Outgoing { buffer, guard, .. },
+                } => {
                     drop(buffer);
                     self.never_taken(to, guard);
                 }
@@ -157,17 +170,30 @@ impl Runtime {
     }
 
     fn post(self: &Arc<Self>, to: ProcessId, header: Header, body: Body<Outgoing>) {
-        let Some(transport) = &self.transport else { return };
+        let Some(transport) = &self.transport else {
+            return;
+        };
         let posted = |bytes: u64, ticket: Ticket| {
             let Header { op, piece, .. } = header;
             let (step, ticket) = (PieceStep::Posted, ticket.0);
-            self.trace.note(|| What::Piece { step, op, piece, peer: to.0, bytes, ticket });
+            self.trace.note(|| What::Piece {
+                step,
+                op,
+                piece,
+                peer: to.0,
+                bytes,
+                ticket,
+            });
             self.log_piece(step, (op, piece), to, bytes);
         };
         match body {
             Body::Empty => transport.post(to, header, None, Ticket::NONE),
             Body::Control(bytes) => transport.post(to, header, Some(bytes.into()), Ticket::NONE),
-            Body::Cargo(Outgoing { buffer, bytes, guard }) if self.zero_copy(to) => {
+            Body::Cargo(Outgoing {
+                buffer,
+                bytes,
+                guard,
+            }) if self.zero_copy(to) => {
                 let loan = self.in_flight.lend(buffer.len() as u64);
                 let sending = self.under_way.lock().hand_over(to, header.op, loan, guard);
                 let (ticket, handed_over) = match sending {
@@ -189,7 +215,11 @@ impl Runtime {
                     HandedOver::Taken(operation) => operation.sent(),
                 }
             }
-            Body::Cargo(Outgoing { buffer, bytes, guard }) => {
+            Body::Cargo(Outgoing {
+                buffer,
+                bytes,
+                guard,
+            }) => {
                 let sending = self.under_way.lock().send(to, guard);
                 // If nothing is sent, the memory is dropped first: threads that wait for memory
                 // check it when operations end.

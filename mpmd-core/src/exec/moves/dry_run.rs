@@ -18,9 +18,12 @@ impl PutPlan {
         let item = aval.dtype().size();
         let layout = &self.made.layout;
         // Both layouts were checked when the move was planned.
-        let source = from.as_ref().and_then(|from| from.layout(aval.shape()).ok());
-        let stays =
-            source.as_ref().is_some_and(|source| source.terms() > 1 && **source == **layout);
+        let source = from
+            .as_ref()
+            .and_then(|from| from.layout(aval.shape()).ok());
+        let stays = source
+            .as_ref()
+            .is_some_and(|source| source.terms() > 1 && **source == **layout);
         let pieces = match &source {
             Some(source) if !stays => reshard::plan(source, layout, item, &runtime.topology)
                 .map(|plan| plan.pieces())
@@ -28,18 +31,32 @@ impl PutPlan {
             _ => Vec::new(),
         };
         let mut comes: HashMap<DeviceId, Vec<&Piece>> = HashMap::new();
-        pieces.iter().for_each(|piece| comes.entry(piece.dst).or_default().push(piece));
+        pieces
+            .iter()
+            .for_each(|piece| comes.entry(piece.dst).or_default().push(piece));
         let whole = Region::full(aval.shape());
         let can_alias = |device: DeviceId, region: &Region| {
             let from = |device| Some((device, from.as_ref()?.memory_kind()));
             let only = match (&source, comes.get(&device).map(Vec::as_slice)) {
-                (None, _) if term(layout, device) == 0 => {
-                    OnlyPiece { from: None, held: &whole, region }
-                }
-                (Some(_), _) if stays => OnlyPiece { from: from(device), held: region, region },
+                (None, _) if term(layout, device) == 0 => OnlyPiece {
+                    from: None,
+                    held: &whole,
+                    region,
+                },
+                (Some(_), _) if stays => OnlyPiece {
+                    from: from(device),
+                    held: region,
+                    region,
+                },
                 (Some(source), Some([piece])) if piece.step == 1 => {
-                    let Some(held) = source.region_of(piece.src) else { return false };
-                    OnlyPiece { from: from(piece.src), held, region: &piece.region }
+                    let Some(held) = source.region_of(piece.src) else {
+                        return false;
+                    };
+                    OnlyPiece {
+                        from: from(piece.src),
+                        held,
+                        region: &piece.region,
+                    }
                 }
                 _ => return false,
             };
@@ -52,7 +69,11 @@ impl PutPlan {
                 // Host values that a device shares count as its own memory, too.
                 (_, MemoryKind::Device) => Memory::Own,
             };
-            Shard { device: device.0, bytes: (region.elements() * item) as u64, memory }
+            Shard {
+                device: device.0,
+                bytes: (region.elements() * item) as u64,
+                memory,
+            }
         };
         let message = |piece: &Piece| Message {
             from: piece.src.0,
@@ -72,5 +93,7 @@ impl PutPlan {
 }
 
 fn term(layout: &Layout, device: DeviceId) -> usize {
-    layout.place_of(device).map_or(0, |place| layout.term_of(place))
+    layout
+        .place_of(device)
+        .map_or(0, |place| layout.term_of(place))
 }

@@ -113,9 +113,12 @@ impl Round<'_> {
             let mut before = messages.iter_mut().filter(|_| self.flow().shared);
             match before.find(|message| message.process == process) {
                 Some(message) => message.takers += 1,
-                None => {
-                    messages.push(Message { key: self.key(me, to), rank: to, process, takers: 1 })
-                }
+                None => messages.push(Message {
+                    key: self.key(me, to),
+                    rank: to,
+                    process,
+                    takers: 1,
+                }),
             }
         }
         messages
@@ -124,19 +127,22 @@ impl Round<'_> {
     /// Returns the messages that this device receives, in order of the senders' ranks.
     fn incoming(&self) -> impl Iterator<Item = Message> {
         let me = self.group.rank;
-        (0..self.group.devices.len()).filter(move |from| self.flow().goes(*from, me)).map(
-            move |from| {
+        (0..self.group.devices.len())
+            .filter(move |from| self.flow().goes(*from, me))
+            .map(move |from| {
                 let here = |to: &usize| self.group.processes[*to] == self.group.processes[me];
-                let takers =
-                    if self.flow().shared { self.receivers(from).filter(here).count() } else { 1 };
+                let takers = if self.flow().shared {
+                    self.receivers(from).filter(here).count()
+                } else {
+                    1
+                };
                 Message {
                     key: self.key(from, me),
                     rank: from,
                     process: self.group.processes[from],
                     takers,
                 }
-            },
-        )
+            })
     }
 
     fn receivers(&self, from: usize) -> impl Iterator<Item = usize> {
@@ -153,7 +159,10 @@ impl Round<'_> {
         let to = if self.flow().shared { from } else { to };
         let [from, to] = [from, to].map(|rank| self.group.places[rank] as u64);
         let step = (self.index as u64) << ROUND_BITS | self.round as u64;
-        (self.op, COLLECTIVE | step << (2 * DEVICE_BITS) | from << DEVICE_BITS | to)
+        (
+            self.op,
+            COLLECTIVE | step << (2 * DEVICE_BITS) | from << DEVICE_BITS | to,
+        )
     }
 }
 
@@ -188,10 +197,16 @@ impl Exchange {
         for message in round.outgoing() {
             let buffer = bytes(message.rank);
             if message.process == self.runtime.me {
-                self.runtime.mailbox.post(message.key, message.takers, Ok(buffer));
+                self.runtime
+                    .mailbox
+                    .post(message.key, message.takers, Ok(buffer));
             } else {
                 let size = buffer.len() as u64;
-                let outgoing = Outgoing { buffer, bytes: size, guard: self.guard.clone() };
+                let outgoing = Outgoing {
+                    buffer,
+                    bytes: size,
+                    guard: self.guard.clone(),
+                };
                 // Announced with its length: a kernel that uses another length on another device
                 // must get an error.
                 let (hash, runtime) = (self.guard.hash(), &self.runtime);
@@ -206,7 +221,9 @@ impl Exchange {
     pub(crate) fn poison(&self, round: &Round<'_>, failure: &Arc<Failure>) {
         for message in round.outgoing() {
             if message.process == self.runtime.me {
-                self.runtime.mailbox.post(message.key, message.takers, Err(failure.clone()));
+                self.runtime
+                    .mailbox
+                    .post(message.key, message.takers, Err(failure.clone()));
             } else {
                 self.runtime
                     .with_router(|router| router.poison(message.process, message.key, failure));
@@ -225,7 +242,13 @@ impl Exchange {
                 let waiter = Waiter::Nobody(self.guard.clone());
                 let hash = self.guard.hash();
                 self.runtime.with_router(|router| {
-                    router.decline(message.process, message.key, hash, waiter, self.runtime.now());
+                    router.decline(
+                        message.process,
+                        message.key,
+                        hash,
+                        waiter,
+                        self.runtime.now(),
+                    );
                 });
             } else if let Some(slot) = self.ask(round, &message) {
                 // Other devices of this process may need the message. The operation stays in flight
@@ -282,7 +305,9 @@ impl Exchange {
             let (resolver, slot) = AsyncBuffer::new();
             (slot, Some(resolver))
         } else {
-            self.runtime.mailbox.take_from_afar(message.key, message.takers)
+            self.runtime
+                .mailbox
+                .take_from_afar(message.key, message.takers)
         };
         if let Some(resolver) = resolver {
             self.expect(round, message, likely, resolver);
@@ -293,14 +318,22 @@ impl Exchange {
     /// Asks the router for a message that this device does not need, but other devices of this
     /// process may. Returns its async buffer, or `None` if another device has asked already.
     fn ask(&self, round: &Round<'_>, message: &Message) -> Option<AsyncBuffer> {
-        let (slot, resolver) = self.runtime.mailbox.take_from_afar(message.key, message.takers);
+        let (slot, resolver) = self
+            .runtime
+            .mailbox
+            .take_from_afar(message.key, message.takers);
         self.expect(round, message, u64::MAX, resolver?);
         Some(slot)
     }
 
     fn expect(&self, round: &Round<'_>, message: &Message, likely: u64, resolver: Resolver) {
         let (op, from, sizes) = (round.op, message.process, (likely, round.group.most));
-        let waiter = Waiter::Bytes { resolver, from, op, piece: message.key.1 };
+        let waiter = Waiter::Bytes {
+            resolver,
+            from,
+            op,
+            piece: message.key.1,
+        };
         let (hash, now) = (self.guard.hash(), self.runtime.now());
         self.runtime.with_router(|router| {
             router.expect_any_size(from, message.key, hash, sizes, waiter, now);
@@ -318,30 +351,58 @@ mod tests {
         let processes: Vec<ProcessId> = processes.iter().copied().map(ProcessId).collect();
         let places: Vec<usize> = (0..processes.len()).collect();
         let devices = places.iter().map(|place| DeviceId(*place as u32)).collect();
-        Group { devices, places, processes, rank, joined: false, most: 0, rounds: vec![flow] }
+        Group {
+            devices,
+            places,
+            processes,
+            rank,
+            joined: false,
+            most: 0,
+            rounds: vec![flow],
+        }
     }
 
     /// Returns the messages that `rank` sends, as `(first taker, process, takers)`, and receives,
     /// as `(sender, takers)`.
     fn messages(rank: usize, processes: &[u32], flow: &Flow) -> (Vec<[usize; 3]>, Vec<[usize; 2]>) {
         let group = group(rank, processes, flow.clone());
-        let round = Round { op: 1, index: 0, round: 0, group: &group };
-        let outgoing =
-            round.outgoing().iter().map(|m| [m.rank, m.process.index(), m.takers]).collect();
-        (outgoing, round.incoming().map(|m| [m.rank, m.takers]).collect())
+        let round = Round {
+            op: 1,
+            index: 0,
+            round: 0,
+            group: &group,
+        };
+        let outgoing = round
+            .outgoing()
+            .iter()
+            .map(|m| [m.rank, m.process.index(), m.takers])
+            .collect();
+        (
+            outgoing,
+            round.incoming().map(|m| [m.rank, m.takers]).collect(),
+        )
     }
 
     #[test]
     fn shared_bytes_are_sent_once_per_process_others_per_device() {
-        let shared = Flow { pattern: Pattern::Everyone, shared: true };
+        let shared = Flow {
+            pattern: Pattern::Everyone,
+            shared: true,
+        };
         let (sends, gets) = messages(1, &[0, 0, 1, 1], &shared);
         assert_eq!(sends, [[0, 0, 1], [2, 1, 2]]);
         assert_eq!(gets, [[0, 1], [2, 2], [3, 2]]);
-        let own = Flow { pattern: Pattern::Everyone, shared: false };
+        let own = Flow {
+            pattern: Pattern::Everyone,
+            shared: false,
+        };
         let (sends, gets) = messages(1, &[0, 0, 1, 1], &own);
         assert_eq!(sends, [[0, 0, 1], [2, 1, 1], [3, 1, 1]]);
         assert_eq!(gets, [[0, 1], [2, 1], [3, 1]]);
-        let pairs = Flow { pattern: Pattern::Pairs(vec![(0, 1), (1, 1)]), shared: false };
+        let pairs = Flow {
+            pattern: Pattern::Pairs(vec![(0, 1), (1, 1)]),
+            shared: false,
+        };
         assert_eq!(messages(1, &[0, 0, 1], &pairs), (vec![], vec![[0, 1]]));
     }
 
@@ -350,15 +411,32 @@ mod tests {
         let mut seen = HashSet::new();
         for index in [0, 1, MOST_COLLECTIVES - 1] {
             for rank in 0..3 {
-                let mut group =
-                    group(rank, &[0, 1, 2], Flow { pattern: Pattern::Everyone, shared: false });
-                group.rounds.push(Flow { pattern: Pattern::Everyone, shared: true });
+                let mut group = group(
+                    rank,
+                    &[0, 1, 2],
+                    Flow {
+                        pattern: Pattern::Everyone,
+                        shared: false,
+                    },
+                );
+                group.rounds.push(Flow {
+                    pattern: Pattern::Everyone,
+                    shared: true,
+                });
                 group.places[2] = MOST_DEVICES - 1;
                 // Device ids may be any numbers.
                 group.devices[2] = DeviceId(MOST_DEVICES as u32);
-                group.rounds.push(Flow { pattern: Pattern::Everyone, shared: true });
+                group.rounds.push(Flow {
+                    pattern: Pattern::Everyone,
+                    shared: true,
+                });
                 for round in 0..3 {
-                    let round = Round { op: 1, index, round, group: &group };
+                    let round = Round {
+                        op: 1,
+                        index,
+                        round,
+                        group: &group,
+                    };
                     let keys: HashSet<Key> =
                         round.outgoing().iter().map(|message| message.key).collect();
                     for key in keys {

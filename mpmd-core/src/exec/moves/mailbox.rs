@@ -27,7 +27,11 @@ struct Letter {
 impl Letter {
     fn new(takers: usize) -> Self {
         let (resolver, slot) = AsyncBuffer::new();
-        Self { resolver: Some(resolver), slot, takers }
+        Self {
+            resolver: Some(resolver),
+            slot,
+            takers,
+        }
     }
 
     fn is_done(&self) -> bool {
@@ -72,8 +76,10 @@ impl Mailbox {
     pub(crate) fn forget(&self, op: u64) {
         let left: Vec<Letter> = {
             let mut mail = self.0.lock();
-            let keys: Vec<Key> =
-                mail.range((op, 0)..=(op, u64::MAX)).map(|(key, _)| *key).collect();
+            let keys: Vec<Key> = mail
+                .range((op, 0)..=(op, u64::MAX))
+                .map(|(key, _)| *key)
+                .collect();
             keys.iter().filter_map(|key| mail.remove(key)).collect()
         };
         // Dropped resolvers fail their buffers and run callbacks, so they are dropped outside the
@@ -114,7 +120,9 @@ mod tests {
         assert_eq!(mailbox.len(), 1, "the entry waits for its poster");
         mailbox.post((1, 8), 2, Ok(vec![4].into()));
         assert_eq!(mailbox.len(), 0);
-        early.into_iter().for_each(|slot| assert_eq!(bytes(slot), [4]));
+        early
+            .into_iter()
+            .for_each(|slot| assert_eq!(bytes(slot), [4]));
     }
 
     #[test]
@@ -140,6 +148,9 @@ mod tests {
         let waiting = mailbox.take((1, 8), 1);
         mailbox.forget(1);
         assert_eq!(mailbox.len(), 1);
-        assert!(waiting.peek().unwrap().is_err(), "no device will post it any more");
+        assert!(
+            waiting.peek().unwrap().is_err(),
+            "no device will post it any more"
+        );
     }
 }

@@ -35,13 +35,20 @@ impl Runtime {
     /// on every process.
     pub(crate) fn is_on_accelerator(&self, device: DeviceId, kind: MemoryKind) -> bool {
         kind == MemoryKind::Device
-            && self.topology.kind_of(device).is_some_and(DeviceKind::is_accelerator)
+            && self
+                .topology
+                .kind_of(device)
+                .is_some_and(DeviceKind::is_accelerator)
     }
 
     /// Returns the accelerator of this process that copies from `place`: the accelerator that has
     /// the memory if it is here, otherwise any. `None` if this process has no accelerator.
     pub(crate) fn accelerator_for(&self, place: DevicePlace) -> Option<&Arc<Accelerator>> {
-        let accelerators = || self.devices.iter().filter_map(|local| local.accelerator.as_ref());
+        let accelerators = || {
+            self.devices
+                .iter()
+                .filter_map(|local| local.accelerator.as_ref())
+        };
         accelerators()
             .find(|accelerator| accelerator.ordinal() == place.device)
             .or_else(|| accelerators().next())
@@ -73,8 +80,9 @@ impl Runtime {
         if !self.topology.has_accelerator(self.me) {
             return;
         }
-        let others =
-            (0..self.topology.processes() as u32).map(ProcessId).filter(|peer| *peer != self.me);
+        let others = (0..self.topology.processes() as u32)
+            .map(ProcessId)
+            .filter(|peer| *peer != self.me);
         let others = others.filter(|peer| self.topology.has_accelerator(*peer));
         let (in_place, through_host): (Vec<_>, Vec<_>) = others
             .map(|peer| (peer.0, self.carries_device_memory(peer)))
@@ -109,7 +117,12 @@ impl Runtime {
                 }
             };
             let all = Region::full(&[bytes.len()]);
-            let part = Part { from: &all, to: &all, piece: &all, item_bytes: 1 };
+            let part = Part {
+                from: &all,
+                to: &all,
+                piece: &all,
+                item_bytes: 1,
+            };
             runtime.read_device(op, bytes, Some(source), part, to, move |result| {
                 resolver.keep(result.map(OwnedBuffer::freeze));
                 drop(reading);
@@ -139,11 +152,13 @@ impl Runtime {
             )));
         };
         let runtime = self.clone();
-        accelerator.outward().copy_out(bytes, to, part, move |copied| {
-            let copied = copied.map_err(|error| runtime.copy_failed(op, &error));
-            // If the bytes were never made, that failure is the cause.
-            when_made(source, move |made| then(made.and(copied)));
-        });
+        accelerator
+            .outward()
+            .copy_out(bytes, to, part, move |copied| {
+                let copied = copied.map_err(|error| runtime.copy_failed(op, &error));
+                // If the bytes were never made, that failure is the cause.
+                when_made(source, move |made| then(made.and(copied)));
+            });
     }
 
     /// Creates the failure of a copy from or to a device.

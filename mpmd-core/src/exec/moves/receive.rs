@@ -19,7 +19,12 @@ pub(crate) enum Waiter {
     /// Shards of this process that contain the piece, and processes to which it is forwarded.
     Piece(Box<Receive>),
     /// A buffer for the bytes of a piece: `resolver` is resolved with them.
-    Bytes { resolver: Resolver, from: ProcessId, op: u64, piece: u64 },
+    Bytes {
+        resolver: Resolver,
+        from: ProcessId,
+        op: u64,
+        piece: u64,
+    },
     /// No receiver. The piece is still taken, so that its sender does not wait.
     Nobody(#[expect(dead_code, reason = "held for its drop")] OpGuard),
 }
@@ -53,7 +58,12 @@ impl Receive {
     /// so that its sender does not wait. All receives of an operation are registered within one
     /// lock of the router: it reports an operation as taken once none is left.
     pub(crate) fn begin(self, runtime: &Runtime, router: &mut Router<InProcess>) {
-        let (from, Send { transfer, guard, .. }) = (self.from, &self.forward);
+        let (
+            from,
+            Send {
+                transfer, guard, ..
+            },
+        ) = (self.from, &self.forward);
         let (key, hash, now) = (guard.key(transfer.id), guard.hash(), runtime.now());
         let bytes = (transfer.holds.elements() * transfer.item_bytes()) as u64;
         runtime.trace_piece(PieceStep::Expected, key, from, transfer.bytes as u64);
@@ -83,14 +93,16 @@ impl Receive {
         let transfer = &self.forward.transfer;
         // Kernels read shards as typed slices, so unaligned bytes are copied. So is a region that
         // is only a part of a lent shard.
-        let address =
-            bytes.device().map_or_else(|| bytes.as_ptr().addr() as u64, |place| place.address);
+        let address = bytes
+            .device()
+            .map_or_else(|| bytes.as_ptr().addr() as u64, |place| place.address);
         let aligned = address.is_multiple_of(ALIGNMENT as u64);
         let fits = aligned && transfer.is_by_itself();
         let whole =
             |shard: &Assembly| fits && shard.is_whole(&transfer.region) && shard.can_be(&bytes);
-        let mut whole: Vec<usize> =
-            (0..self.shards.len()).filter(|at| whole(&self.shards[*at])).collect();
+        let mut whole: Vec<usize> = (0..self.shards.len())
+            .filter(|at| whole(&self.shards[*at]))
+            .collect();
         if !bytes.is_lent() {
             // Only lent bytes may be shared by several shards: they are not a device's own memory.
             whole.truncate(1);
@@ -151,7 +163,9 @@ impl Receive {
         runtime: &Runtime,
         bytes: u64,
     ) -> Result<Option<(OwnedBuffer, ReadTarget)>, Arc<Failure>> {
-        let Send { transfer, guard, .. } = &self.forward;
+        let Send {
+            transfer, guard, ..
+        } = &self.forward;
         let by_itself = transfer.is_by_itself();
         for (at, shard) in self.shards.iter().enumerate().filter(|_| by_itself) {
             if let Some(buffer) = shard.take_whole(&transfer.region) {
@@ -176,7 +190,9 @@ impl Receive {
     }
 
     fn trace_taken(&self, runtime: &Runtime) {
-        let Send { transfer, guard, .. } = &self.forward;
+        let Send {
+            transfer, guard, ..
+        } = &self.forward;
         let bytes = transfer.bytes as u64;
         runtime.trace_piece(PieceStep::Taken, guard.key(transfer.id), self.from, bytes);
     }
@@ -194,8 +210,12 @@ impl Receive {
         source: Option<AsyncBuffer>,
         in_place: impl Fn(usize) -> bool,
     ) {
-        let Self { shards, forward, .. } = self;
-        let Send { transfer, guard, .. } = forward;
+        let Self {
+            shards, forward, ..
+        } = self;
+        let Send {
+            transfer, guard, ..
+        } = forward;
         let carried =
             |peer: &ProcessId| bytes.device().is_none() || runtime.carries_device_memory(*peer);
         if transfer.is_by_itself() && transfer.peers.iter().all(carried) {
@@ -203,7 +223,9 @@ impl Receive {
         } else if !transfer.peers.is_empty() {
             // The peers expect the region alone.
             let peers = transfer.peers.clone();
-            forward.clone().pack_and_offer(runtime, peers, bytes.clone(), source.clone());
+            forward
+                .clone()
+                .pack_and_offer(runtime, peers, bytes.clone(), source.clone());
         }
         let (whole, others): (Vec<_>, Vec<_>) = (0..shards.len()).partition(|at| in_place(*at));
         for at in others {
@@ -211,14 +233,17 @@ impl Receive {
         }
         // The last shard holds the bytes alone, so that a kernel may take them over.
         if let Some((last, before)) = whole.split_last() {
-            before.iter().for_each(|at| shards[*at].end_as(bytes.clone(), source.clone()));
+            before
+                .iter()
+                .for_each(|at| shards[*at].end_as(bytes.clone(), source.clone()));
             shards[*last].end_as(bytes, source);
         }
     }
 
     fn fail(&self, runtime: &Arc<Runtime>, failure: &Arc<Failure>) {
         runtime.remember(failure);
-        self.forward.poison(runtime, &self.forward.transfer.peers, failure);
+        self.forward
+            .poison(runtime, &self.forward.transfer.peers, failure);
         for shard in &self.shards {
             shard.end(Err(failure.clone()));
         }
@@ -230,7 +255,12 @@ impl Runtime {
     pub(crate) fn deliver(self: &Arc<Self>, waiter: Waiter, result: Result<Payload, Arc<Failure>>) {
         match waiter {
             Waiter::Piece(receive) => receive.end(self, result),
-            Waiter::Bytes { resolver, from, op, piece } => {
+            Waiter::Bytes {
+                resolver,
+                from,
+                op,
+                piece,
+            } => {
                 self.deliver_bytes(resolver, from, (op, piece), result);
             }
             Waiter::Nobody(_) => drop(result),

@@ -90,8 +90,11 @@ impl Send {
         let (key, size) = (self.guard.key(self.transfer.id), self.transfer.bytes as u64);
         for peer in peers {
             runtime.trace_piece(PieceStep::Offered, key, *peer, size);
-            let outgoing =
-                Outgoing { buffer: bytes.clone(), bytes: size, guard: self.guard.clone() };
+            let outgoing = Outgoing {
+                buffer: bytes.clone(),
+                bytes: size,
+                guard: self.guard.clone(),
+            };
             runtime.with_router(|router| {
                 router.offer(*peer, key, self.guard.hash(), bytes.len() as u64, outgoing)
             });
@@ -120,12 +123,20 @@ impl Send {
                 drop(bytes);
                 self.offer_packed(&runtime, &peers, packed);
             };
-            return if is_small { pack() } else { here.move_data(Box::new(pack)) };
+            return if is_small {
+                pack()
+            } else {
+                here.move_data(Box::new(pack))
+            };
         }
         let transfer = self.transfer.clone();
         let Transfer { region, holds, .. } = &*transfer;
-        let part =
-            Part { from: holds, to: region, piece: region, item_bytes: transfer.item_bytes() };
+        let part = Part {
+            from: holds,
+            to: region,
+            piece: region,
+            item_bytes: transfer.item_bytes(),
+        };
         match runtime.staging.allocate(transfer.bytes) {
             Ok(to) => runtime.clone().read_device(
                 self.guard.op(),
@@ -151,7 +162,14 @@ impl Send {
         let packed = runtime.staging.allocate(transfer.bytes);
         let mut packed = packed.map_err(|error| runtime.out_of_memory(self.guard.op(), &error))?;
         let Transfer { region, holds, .. } = transfer;
-        copy_region(from, holds, &mut packed, region, region, transfer.item_bytes());
+        copy_region(
+            from,
+            holds,
+            &mut packed,
+            region,
+            region,
+            transfer.item_bytes(),
+        );
         Ok(packed.freeze())
     }
 

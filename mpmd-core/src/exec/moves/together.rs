@@ -44,8 +44,10 @@ impl Runtime {
     pub(crate) fn send_together<R>(self: &Arc<Self>, send: impl FnOnce() -> R) -> R {
         let begins = GATHERED.with_borrow_mut(|gathered| {
             let begins = gathered.is_none();
-            gathered
-                .get_or_insert_with(|| Gathered { runtime: Arc::as_ptr(self), pieces: Vec::new() });
+            gathered.get_or_insert_with(|| Gathered {
+                runtime: Arc::as_ptr(self),
+                pieces: Vec::new(),
+            });
             begins
         });
         let _gathering = begins.then(|| Gathering(self));
@@ -64,7 +66,12 @@ impl Runtime {
             |bytes: &SharedBuffer| bytes.len() <= MOST_BATCHED && bytes.device().is_none();
         match payload {
             Some(payload) if is_small(&payload) => {
-                let piece = Piece { to, header, payload, ticket };
+                let piece = Piece {
+                    to,
+                    header,
+                    payload,
+                    ticket,
+                };
                 let alone = GATHERED.with_borrow_mut(|gathered| match gathered {
                     Some(gathered) if ptr::eq(gathered.runtime, self) => {
                         gathered.pieces.push(piece);
@@ -88,15 +95,19 @@ impl Runtime {
         payload: Option<SharedBuffer>,
         ticket: Ticket,
     ) {
-        let Some(transport) = &self.transport else { return };
+        let Some(transport) = &self.transport else {
+            return;
+        };
         self.messages_sent[to.index()].fetch_add(1, Ordering::Relaxed);
         transport.post(to, header, payload, ticket);
     }
 
     /// Posts pieces for one process, as a batch if there are several.
     fn post_batch(&self, pieces: Vec<Piece>) {
-        let messages: Vec<_> =
-            pieces.iter().map(|piece| (piece.header, piece.payload.clone())).collect();
+        let messages: Vec<_> = pieces
+            .iter()
+            .map(|piece| (piece.header, piece.payload.clone()))
+            .collect();
         let batch = match &messages[..] {
             [_] => None,
             several => batch::pack(several, &self.staging).ok(),
@@ -108,9 +119,16 @@ impl Runtime {
                 self.post_message(pieces[0].to, header, Some(payload), ticket);
             }
             // Alone, or without memory for a batch.
-            None => pieces.into_iter().for_each(|Piece { to, header, payload, ticket }| {
-                self.post_message(to, header, Some(payload), ticket);
-            }),
+            None => pieces.into_iter().for_each(
+                |Piece {
+                     to,
+                     header,
+                     payload,
+                     ticket,
+                 }| {
+                    self.post_message(to, header, Some(payload), ticket);
+                },
+            ),
         }
     }
 

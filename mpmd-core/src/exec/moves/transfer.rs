@@ -66,8 +66,15 @@ pub(crate) enum Origin {
 /// has. Of several partial sums, only the first gets them.
 pub(crate) fn from_host(targets: &[Target], layout: &Layout, aval: &ShapedArray) -> Vec<Transfer> {
     let whole = Region::full(aval.shape());
-    let term = |device| layout.place_of(device).map_or(0, |place| layout.term_of(place));
-    let targets = targets.iter().enumerate().filter(|(_, target)| term(target.device) == 0);
+    let term = |device| {
+        layout
+            .place_of(device)
+            .map_or(0, |place| layout.term_of(place))
+    };
+    let targets = targets
+        .iter()
+        .enumerate()
+        .filter(|(_, target)| term(target.device) == 0);
     let targets = targets.filter(|(_, target)| !target.region.is_empty());
     let transfer = |(at, target): (usize, &Target)| {
         Transfer::local(at, target, Origin::Host, whole.clone(), aval.dtype().size())
@@ -77,9 +84,18 @@ pub(crate) fn from_host(targets: &[Target], layout: &Layout, aval: &ShapedArray)
 
 /// Returns the transfers by which each device keeps its own shard.
 pub(crate) fn in_place(targets: &[Target], item: usize) -> Vec<Transfer> {
-    let targets = targets.iter().enumerate().filter(|(_, target)| !target.region.is_empty());
+    let targets = targets
+        .iter()
+        .enumerate()
+        .filter(|(_, target)| !target.region.is_empty());
     let transfer = |(at, target): (usize, &Target)| {
-        Transfer::local(at, target, Origin::Device(target.device), target.region.clone(), item)
+        Transfer::local(
+            at,
+            target,
+            Origin::Device(target.device),
+            target.region.clone(),
+            item,
+        )
     };
     targets.map(transfer).collect()
 }
@@ -107,7 +123,15 @@ impl Transfer {
         targets: &[Target],
         item: usize,
     ) -> Self {
-        let Delivery { id, term, region, from, giver, targets: devices, peers } = delivery;
+        let Delivery {
+            id,
+            term,
+            region,
+            from,
+            giver,
+            targets: devices,
+            peers,
+        } = delivery;
         let shard = giver.and_then(|device| source.region_of(device));
         let (origin, holds) = match from {
             reshard::Origin::Device(device) => (Origin::Device(device), shard),
@@ -115,7 +139,10 @@ impl Transfer {
                 // Same rule as on the sender: a contiguous part of its shard is sent alone.
                 let strided = |shard: &&Region| contiguous_bytes(shard, &region, item).is_none();
                 let lent = giver.is_some_and(|device| runtime.lends(device, kind, process));
-                (Origin::Process(process), shard.filter(|_| lent).filter(strided))
+                (
+                    Origin::Process(process),
+                    shard.filter(|_| lent).filter(strided),
+                )
             }
         };
         let holds = holds.unwrap_or(&region).clone();
@@ -144,7 +171,11 @@ impl Transfer {
         if self.is_by_itself() {
             return self.clone();
         }
-        Arc::new(Self { holds: self.region.clone(), run: Some(0..self.bytes), ..Self::clone(self) })
+        Arc::new(Self {
+            holds: self.region.clone(),
+            run: Some(0..self.bytes),
+            ..Self::clone(self)
+        })
     }
 
     /// Returns the bytes per element.

@@ -56,7 +56,9 @@ impl TransportHandler {
 
     fn drive(&self) -> usize {
         // The thread that holds the lock handles these events too.
-        let Some(driver) = self.driver.try_lock() else { return 0 };
+        let Some(driver) = self.driver.try_lock() else {
+            return 0;
+        };
         let Some(handler) = &*driver else { return 0 };
         let mut count = 0;
         loop {
@@ -71,7 +73,9 @@ impl TransportHandler {
 
 impl Handler for TransportHandler {
     fn arrived(&self, from: ProcessId, header: Header, payload: Payload) {
-        self.push(Box::new(move |handler| handler.arrived(from, header, payload)));
+        self.push(Box::new(move |handler| {
+            handler.arrived(from, header, payload)
+        }));
     }
 
     fn done(&self, ticket: Ticket, result: Result<(), TransportError>) {
@@ -167,7 +171,11 @@ impl Kernel for SumOfAll {
 fn to_and_fro(p: &mut Program) -> Result<Vec<Option<Vec<f32>>>> {
     let mesh = p.mesh(&[("x", 2)])?;
     let sides = mesh.split("x")?;
-    let sum = p.jit(SumOfAll).on(&mesh).outputs(mesh.sharding(spec!["x"])).build()?;
+    let sum = p
+        .jit(SumOfAll)
+        .on(&mesh)
+        .outputs(mesh.sharding(spec!["x"]))
+        .build()?;
     let mut x = p.array_from_fn(f32s([2]), mesh.sharding(spec!["x"]), |_, mut view| {
         Ok(view.fill(0.25f32)?)
     })?;
@@ -194,13 +202,23 @@ fn results_do_not_depend_on_driver_or_spin_setting() {
         .into_iter()
         .map(Result::unwrap)
         .collect();
-    for spin in [Spin::Auto, Spin::Never, Spin::For(Duration::from_micros(200))] {
+    for spin in [
+        Spin::Auto,
+        Spin::Never,
+        Spin::For(Duration::from_micros(200)),
+    ] {
         let fabric = Fabric::new(2, Faults::default());
         let one = |process: u32| {
             let door = Arc::<TransportHandler>::default();
-            let transport =
-                Arc::new(Driven { inner: fabric.endpoint(ProcessId(process)), door: door.clone() });
-            let mut p = Builder::default().devices(2).spin(spin).over(transport).unwrap();
+            let transport = Arc::new(Driven {
+                inner: fabric.endpoint(ProcessId(process)),
+                door: door.clone(),
+            });
+            let mut p = Builder::default()
+                .devices(2)
+                .spin(spin)
+                .over(transport)
+                .unwrap();
             let read = to_and_fro(&mut p).unwrap();
             p.finish().unwrap();
             (read, door.by_waiters.load(Ordering::Relaxed))

@@ -90,7 +90,9 @@ impl Fetch for Pending {
                 why: "it broke off".to_owned(),
             }));
         }
-        into.iter_mut().zip(self.bytes.iter()).for_each(|(to, from)| *to = *from);
+        into.iter_mut()
+            .zip(self.bytes.iter())
+            .for_each(|(to, from)| *to = *from);
         then(Ok(into));
     }
 }
@@ -111,16 +113,19 @@ impl Move {
         let [source, layout] = [from, to].map(|sharding| sharding.layout(aval.shape()).unwrap());
         let plan = PutPlan::new(runtime, aval, Some((from, &source)), to, layout.clone()).unwrap();
         let whole = Region::full(aval.shape());
-        let values: Vec<u8> =
-            (0..whole.elements()).flat_map(|i| (i as f32).to_le_bytes()).collect();
+        let values: Vec<u8> = (0..whole.elements())
+            .flat_map(|i| (i as f32).to_le_bytes())
+            .collect();
         let part = |region: &Region| {
             let mut bytes = vec![0; region.elements() * 4];
             copy_region(&values, &whole, &mut bytes, region, region, 4);
             SharedBuffer::from(bytes)
         };
         let here = runtime.devices[0].id;
-        let deliveries =
-            reshard::plan(&source, &layout, 4, &runtime.topology).unwrap().part_of(ME).deliveries;
+        let deliveries = reshard::plan(&source, &layout, 4, &runtime.topology)
+            .unwrap()
+            .part_of(ME)
+            .deliveries;
         let (mut pieces, mut known) = (Vec::new(), Vec::new());
         for delivery in deliveries {
             let values = part(&delivery.region);
@@ -132,9 +137,18 @@ impl Move {
             }
         }
         let mine = layout.region_of(here).unwrap().clone();
-        let source =
-            source.region_of(here).map(|region| (here, part(region))).into_iter().collect();
-        Self { plan, mine, source, pieces, known }
+        let source = source
+            .region_of(here)
+            .map(|region| (here, part(region)))
+            .into_iter()
+            .collect();
+        Self {
+            plan,
+            mine,
+            source,
+            pieces,
+            known,
+        }
     }
 
     fn issue(&self, runtime: &Arc<Runtime>, op: u64) -> AsyncBuffer {
@@ -146,14 +160,20 @@ impl Move {
         let shards: Vec<LocalShard> = self.source.iter().map(shard).collect();
         let source = Source::Shards(&shards);
         self.plan.send(runtime, &guard, &source);
-        self.plan.receive(runtime, &guard, &source, false).remove(0).slot
+        self.plan
+            .receive(runtime, &guard, &source, false)
+            .remove(0)
+            .slot
     }
 
     fn check(&self, found: &SharedBuffer) {
         for (region, values) in &self.known {
             let mut piece = vec![0; values.len()];
             copy_region(found, &self.mine, &mut piece, region, region, 4);
-            assert!(piece == values[..], "the values of {region:?} are not those that were sent");
+            assert!(
+                piece == values[..],
+                "the values of {region:?} are not those that were sent"
+            );
         }
     }
 }
@@ -185,7 +205,14 @@ fn hash(op: u64) -> u128 {
 /// Returns the record of an operation that all processes have issued.
 fn record(op: u64) -> OpRecord {
     let at = std::panic::Location::caller();
-    OpRecord { op, hash: hash(op), what: Arc::new("op"), values: None, note: None, at }
+    OpRecord {
+        op,
+        hash: hash(op),
+        what: Arc::new("op"),
+        values: None,
+        note: None,
+        at,
+    }
 }
 
 fn one_of<T: Copy>(rng: &mut Rng, all: &[T]) -> T {
@@ -194,8 +221,11 @@ fn one_of<T: Copy>(rng: &mut Rng, all: &[T]) -> T {
 
 impl Scene {
     fn new(lends: bool) -> Self {
-        let transport =
-            Arc::new(Nowhere { lends, handler: Mutex::default(), posted: Mutex::default() });
+        let transport = Arc::new(Nowhere {
+            lends,
+            handler: Mutex::default(),
+            posted: Mutex::default(),
+        });
         let config = RuntimeConfig {
             epoch: 1,
             peer_timeout: Duration::from_secs(3600),
@@ -224,14 +254,29 @@ impl Scene {
             (f32s([100]), &single(2), &single(0)),
             (f32s([100, 100]), &single(2), &single(0)),
         ];
-        let moves = moves.map(|(aval, from, to)| Move::new(&runtime, &aval, from, to)).into();
+        let moves = moves
+            .map(|(aval, from, to)| Move::new(&runtime, &aval, from, to))
+            .into();
         let handler = transport.handler.lock().clone().expect("it was started");
-        Self { runtime, transport, handler, moves, garbage: vec![0xee; 1 << 16].into() }
+        Self {
+            runtime,
+            transport,
+            handler,
+            moves,
+            garbage: vec![0xee; 1 << 16].into(),
+        }
     }
 
     /// Starts a new job on the runtime: with a new router and no transfer in progress.
     fn begin(&self) {
-        let Runtime { zero_copy, config, router, under_way, trouble, .. } = &*self.runtime;
+        let Runtime {
+            zero_copy,
+            config,
+            router,
+            under_way,
+            trouble,
+            ..
+        } = &*self.runtime;
         let config = router::Config {
             process: ME,
             processes: 3,
@@ -251,9 +296,13 @@ impl Scene {
         self.runtime.issue(record(op));
         if rng.u8(..4) > 0 {
             let at = rng.usize(..self.moves.len());
-            issued.moved.push((at, self.moves[at].issue(&self.runtime, op)));
+            issued
+                .moved
+                .push((at, self.moves[at].issue(&self.runtime, op)));
             let pieces = self.moves[at].pieces.iter();
-            issued.pieces.extend(pieces.map(|(from, id, values)| (*from, op, *id, values.clone())));
+            issued
+                .pieces
+                .extend(pieces.map(|(from, id, values)| (*from, op, *id, values.clone())));
             return;
         }
         // Expects messages as a collective does.
@@ -261,8 +310,17 @@ impl Scene {
             let (resolver, slot) = AsyncBuffer::new();
             let most = one_of(rng, &[100, 30_000]);
             let values = self.garbage.slice(0..most as usize);
-            let expected = if from == OTHER { Ok(values.clone()) } else { Err(most) };
-            let waiter = Waiter::Bytes { resolver, from, op, piece };
+            let expected = if from == OTHER {
+                Ok(values.clone())
+            } else {
+                Err(most)
+            };
+            let waiter = Waiter::Bytes {
+                resolver,
+                from,
+                op,
+                piece,
+            };
             let now = self.runtime.now();
             self.runtime.with_router(|router| {
                 router.expect_any_size(from, (op, piece), hash(op), (most, most), waiter, now);
@@ -275,7 +333,11 @@ impl Scene {
     /// Delivers a piece of the correct process.
     fn send(&self, (from, op, piece, values): &(ProcessId, u64, u64, SharedBuffer)) {
         let bytes = values.len() as u64;
-        let kind = if bytes > router::EAGER_BYTES { Kind::Data } else { Kind::Eager };
+        let kind = if bytes > router::EAGER_BYTES {
+            Kind::Data
+        } else {
+            Kind::Eager
+        };
         let header = Header {
             epoch: 1,
             op: *op,
@@ -301,10 +363,22 @@ impl Scene {
     fn lie(&self, rng: &mut Rng, issued: &Issued) {
         use Kind::*;
         let count = self.runtime.router.lock().count();
-        let pieces = [Eager, Eager, Data, Data, Data, Offer, Grant, Credit, AskTaken];
-        let words = [Poison, Probe, Answer, Heartbeat, Step, Goodbye, Records, Failure, Batch];
-        let kind = if rng.u8(..6) > 0 { one_of(rng, &pieces) } else { one_of(rng, &words) };
-        let theirs: Vec<_> = issued.pieces.iter().filter(|piece| piece.0 == LIAR).collect();
+        let pieces = [
+            Eager, Eager, Data, Data, Data, Offer, Grant, Credit, AskTaken,
+        ];
+        let words = [
+            Poison, Probe, Answer, Heartbeat, Step, Goodbye, Records, Failure, Batch,
+        ];
+        let kind = if rng.u8(..6) > 0 {
+            one_of(rng, &pieces)
+        } else {
+            one_of(rng, &words)
+        };
+        let theirs: Vec<_> = issued
+            .pieces
+            .iter()
+            .filter(|piece| piece.0 == LIAR)
+            .collect();
         let (mut op, mut piece, mut bytes) = (rng.u64(..count + 3), rng.u64(..4), 100);
         if let Some((_, its_op, id, values)) =
             (!theirs.is_empty()).then(|| theirs[rng.usize(..theirs.len())])
@@ -315,11 +389,24 @@ impl Scene {
             0 => op = integer(rng),
             1 => piece = integer(rng),
             2 => bytes = integer(rng),
-            3 => bytes = one_of(rng, &[0, bytes + 1, bytes.saturating_sub(1), 16 << 10, 3 * bytes]),
+            3 => {
+                bytes = one_of(
+                    rng,
+                    &[0, bytes + 1, bytes.saturating_sub(1), 16 << 10, 3 * bytes],
+                )
+            }
             _ => {}
         }
-        let counted = if rng.u8(..8) > 0 { rng.u64(..count + 3) } else { integer(rng) };
-        let subject = if matches!(kind, Heartbeat | Step | Goodbye) { counted } else { op };
+        let counted = if rng.u8(..8) > 0 {
+            rng.u64(..count + 3)
+        } else {
+            integer(rng)
+        };
+        let subject = if matches!(kind, Heartbeat | Step | Goodbye) {
+            counted
+        } else {
+            op
+        };
         let hash = match rng.u8(..40) {
             0 => u128::from(rng.u64(..)),
             1 => 0,
@@ -328,8 +415,18 @@ impl Scene {
         };
         let text = words_of(rng, kind);
         let bytes = text.as_ref().map_or(bytes, |text| text.len() as u64);
-        let header = Header { kind, epoch: 1, op, piece, bytes, hash, count: counted };
-        let Ok(header) = Header::decode(&header.encode()) else { return };
+        let header = Header {
+            kind,
+            epoch: 1,
+            op,
+            piece,
+            bytes,
+            hash,
+            count: counted,
+        };
+        let Ok(header) = Header::decode(&header.encode()) else {
+            return;
+        };
         let length = match rng.u8(..20) {
             0 => rng.usize(..self.garbage.len()),
             _ => header.payload_bytes().min(self.garbage.len() as u64) as usize,
@@ -342,7 +439,11 @@ impl Scene {
             0 => Payload::Lent(bytes),
             1 if kind == Data && rng.bool() => Payload::Empty,
             1..=3 if kind == Data => {
-                let announced = if rng.u8(..20) > 0 { header.bytes } else { integer(rng) };
+                let announced = if rng.u8(..20) > 0 {
+                    header.bytes
+                } else {
+                    integer(rng)
+                };
                 Payload::Waiting(Box::new(Pending {
                     bytes,
                     announced,
@@ -367,14 +468,23 @@ impl Scene {
         if rng.u8(..8) > 0 {
             header.bytes = bytes.len() as u64;
         }
-        self.handler.arrived(LIAR, header, Payload::Inline(bytes.into()));
+        self.handler
+            .arrived(LIAR, header, Payload::Inline(bytes.into()));
     }
 
     /// Ends all operations. Checks that those without a part of the dishonest peer ended well.
     fn end(&self, issued: Issued) {
-        let Runtime { parker, in_flight, router, staging, .. } = &*self.runtime;
+        let Runtime {
+            parker,
+            in_flight,
+            router,
+            staging,
+            ..
+        } = &*self.runtime;
         let wait = |slot: &AsyncBuffer| {
-            parker.wait(slot, Some(Instant::now() + SOON)).expect("every wait ends")
+            parker
+                .wait(slot, Some(Instant::now() + SOON))
+                .expect("every wait ends")
         };
         let has_failed = || router.lock().failed().is_some();
         for (slot, expected) in &issued.bytes {
@@ -384,13 +494,18 @@ impl Scene {
             }
         }
         for (at, slot) in &issued.moved {
-            if self.moves[*at].pieces.iter().all(|(from, ..)| *from != LIAR) {
+            if self.moves[*at]
+                .pieces
+                .iter()
+                .all(|(from, ..)| *from != LIAR)
+            {
                 assert!(wait(slot).is_ok() || has_failed());
             }
         }
         self.done();
         for peer in [LIAR, OTHER] {
-            self.runtime.with_router(|router| router.peer_down(peer, "the job is over"));
+            self.runtime
+                .with_router(|router| router.peer_down(peer, "the job is over"));
             self.runtime.give_up(peer, "the job is over");
         }
         for (at, slot) in &issued.moved {
@@ -407,13 +522,19 @@ impl Scene {
         self.done();
         let all_over = in_flight.wait_until(Instant::now() + SOON, |counts| counts.ops == 0);
         assert!(all_over, "operations end: {:?}", in_flight.counts());
-        assert!(staging.stats().peak <= MOST_STAGING, "{:?}", staging.stats());
+        assert!(
+            staging.stats().peak <= MOST_STAGING,
+            "{:?}",
+            staging.stats()
+        );
     }
 
     /// Reports all posted tickets as done.
     fn done(&self) {
         let posted = std::mem::take(&mut *self.transport.posted.lock());
-        posted.into_iter().for_each(|ticket| self.handler.done(ticket, Ok(())));
+        posted
+            .into_iter()
+            .for_each(|ticket| self.handler.done(ticket, Ok(())));
     }
 }
 
@@ -426,7 +547,11 @@ fn words_of(rng: &mut Rng, kind: Kind) -> Option<Vec<u8>> {
         Kind::Goodbye => control::encode(&failure(FailureKind::Left)),
         Kind::Answer => {
             let chain = vec!["process 1 waits".to_owned(); rng.usize(..40)];
-            control::encode(&Answer { count: integer(rng), doing: "computes".to_owned(), chain })
+            control::encode(&Answer {
+                count: integer(rng),
+                doing: "computes".to_owned(),
+                chain,
+            })
         }
         Kind::Records => {
             let record = |op: u64| (op, hash(op), "op".to_owned(), 0u64);
@@ -454,7 +579,10 @@ fn fuzz_driver() {
             (0..rng.usize(..3)).for_each(|_| scene.lie(rng, &issued));
             scene.issue(rng, &mut issued);
             (0..rng.usize(..6)).for_each(|_| scene.lie(rng, &issued));
-            for piece in issued.pieces[sent..].iter().filter(|piece| piece.0 == OTHER) {
+            for piece in issued.pieces[sent..]
+                .iter()
+                .filter(|piece| piece.0 == OTHER)
+            {
                 scene.send(piece);
             }
             sent = issued.pieces.len();
@@ -469,7 +597,11 @@ fn unexpected_lengths_take_no_memory() {
     let runtime = &scene.runtime;
     let pending = |announced| {
         let bytes = scene.garbage.clone();
-        Payload::Waiting(Box::new(Pending { bytes, announced, breaks_off: false }))
+        Payload::Waiting(Box::new(Pending {
+            bytes,
+            announced,
+            breaks_off: false,
+        }))
     };
     let inline = |bytes| Payload::Inline(scene.garbage.slice(0..bytes));
     // Announced lengths beyond the piece's, up to those that overflow. Then payloads that are
@@ -486,18 +618,31 @@ fn unexpected_lengths_take_no_memory() {
         scene.begin();
         runtime.issue(record(1));
         let (resolver, slot) = AsyncBuffer::new();
-        let waiter = Waiter::Bytes { resolver, from: LIAR, op: 1, piece: 0 };
+        let waiter = Waiter::Bytes {
+            resolver,
+            from: LIAR,
+            op: 1,
+            piece: 0,
+        };
         let now = runtime.now();
         runtime.with_router(|router| {
             router.expect_any_size(LIAR, (1, 0), hash(1), (100_000, 100_000), waiter, now);
         });
-        let header = Header { epoch: 1, op: 1, bytes, hash: hash(1), ..Header::new(Kind::Data) };
+        let header = Header {
+            epoch: 1,
+            op: 1,
+            bytes,
+            hash: hash(1),
+            ..Header::new(Kind::Data)
+        };
         scene.handler.arrived(LIAR, header, payload);
         let failure = slot.peek().expect("it ended at once").unwrap_err();
         assert_eq!(failure.process, LIAR, "{failure}");
         let trouble = runtime.trouble().expect("its sender is lost");
         assert!(
-            trouble.message.contains("process 1 is gone (it broke the protocol: it sent"),
+            trouble
+                .message
+                .contains("process 1 is gone (it broke the protocol: it sent"),
             "{trouble}"
         );
         assert_eq!(runtime.staging.stats().peak, 0, "{bytes} bytes");

@@ -115,7 +115,10 @@ pub(crate) struct AheadOf {
 impl Counts {
     /// Returns the operations that have not ended, and what others have left at peers.
     pub(crate) fn ahead(&self) -> AheadOf {
-        AheadOf { ops: self.ops + self.left, bytes: self.bytes + self.left_bytes }
+        AheadOf {
+            ops: self.ops + self.left,
+            bytes: self.bytes + self.left_bytes,
+        }
     }
 }
 
@@ -153,7 +156,10 @@ pub(crate) struct OpGuard {
 impl InFlight {
     /// Creates an `InFlight` that records the end of every operation in `trace`.
     pub(crate) fn traced(trace: Trace) -> Self {
-        Self { trace, ..Self::default() }
+        Self {
+            trace,
+            ..Self::default()
+        }
     }
 
     /// Counts operation `op` as in flight, with `bytes` of new memory, until all clones of the
@@ -162,7 +168,13 @@ impl InFlight {
         let mut state = self.state.lock();
         state.counts.ops += 1;
         state.counts.bytes += bytes;
-        let new = Open { op, bytes, parts: 1, sends: Vec::new(), span: None };
+        let new = Open {
+            op,
+            bytes,
+            parts: 1,
+            sends: Vec::new(),
+            span: None,
+        };
         match state.open.back() {
             Some(last) if last.op >= op => {
                 let at = state.open.partition_point(|before| before.op < op);
@@ -173,7 +185,12 @@ impl InFlight {
         let AheadOf { ops, bytes } = state.counts.ahead();
         self.at_last_begin.ops.store(ops, Ordering::Relaxed);
         self.at_last_begin.bytes.store(bytes, Ordering::Relaxed);
-        OpGuard { op, result: 0, hash, in_flight: self.clone() }
+        OpGuard {
+            op,
+            result: 0,
+            hash,
+            in_flight: self.clone(),
+        }
     }
 
     /// Sets the span of operation `op`, which has not ended. It is closed when the operation ends.
@@ -186,14 +203,20 @@ impl InFlight {
     /// Returns the span of operation `op`, or `None` if it has none or has ended.
     pub(crate) fn span(&self, op: u64) -> Option<Span> {
         let mut state = self.state.lock();
-        state.find(op).filter(|open| open.op == op).and_then(|open| open.span.clone())
+        state
+            .find(op)
+            .filter(|open| open.op == op)
+            .and_then(|open| open.span.clone())
     }
 
     /// Counts `bytes` of this process's memory as lent, until the returned object is dropped. No
     /// operation waits for the return of lent bytes: the peer may keep them as long as it likes.
     pub(crate) fn lend(self: &Arc<Self>, bytes: u64) -> OnLoan {
         self.state.lock().counts.lent += bytes;
-        OnLoan { bytes, in_flight: self.clone() }
+        OnLoan {
+            bytes,
+            in_flight: self.clone(),
+        }
     }
 
     /// Counts a read of an array as in progress until the returned object is dropped. A program
@@ -222,7 +245,10 @@ impl InFlight {
     /// Returns the counts, and true if an operation before `op` has not ended.
     pub(crate) fn counts_before(&self, op: u64) -> (Counts, bool) {
         let state = self.state.lock();
-        (state.counts, state.open.front().is_some_and(|first| first.op < op))
+        (
+            state.counts,
+            state.open.front().is_some_and(|first| first.op < op),
+        )
     }
 
     /// Blocks until `enough` returns true for the counts. Returns false if `deadline` came first.
@@ -243,7 +269,10 @@ impl OnLoan {
         let mut state = self.in_flight.state.lock();
         state.counts.left += 1;
         state.counts.left_bytes += self.bytes;
-        LeftBehind { bytes: self.bytes, in_flight: self.in_flight.clone() }
+        LeftBehind {
+            bytes: self.bytes,
+            in_flight: self.in_flight.clone(),
+        }
     }
 }
 
@@ -286,7 +315,11 @@ impl OpGuard {
     pub(crate) fn expect_sends(&self, pieces: usize) -> AsyncBuffer {
         let (resolver, slot) = AsyncBuffer::new();
         if let Some(open) = self.in_flight.state.lock().find(self.op) {
-            open.sends.push(Sends { result: self.result, missing: pieces, resolver });
+            open.sends.push(Sends {
+                result: self.result,
+                missing: pieces,
+                resolver,
+            });
         }
         slot
     }
@@ -418,7 +451,12 @@ mod tests {
         guard.sent();
         assert!(slot.peek().is_some_and(|outcome| outcome.is_ok()));
         let (guard, slot) = begin(2);
-        let failure = Failure::new(mpmd_proto::FailureKind::Kernel, mpmd_base::ProcessId(0), 3, "");
+        let failure = Failure::new(
+            mpmd_proto::FailureKind::Kernel,
+            mpmd_base::ProcessId(0),
+            3,
+            "",
+        );
         guard.fail_sends(&Arc::new(failure));
         assert!(slot.peek().is_some_and(|outcome| outcome.is_err()));
         guard.clone().sent();
@@ -433,7 +471,9 @@ mod tests {
     #[test]
     fn first_open_is_right_for_any_order_of_ends() {
         let in_flight = Arc::new(InFlight::default());
-        let mut guards: Vec<_> = (1..=4).map(|op| Some(in_flight.begin(op * 10, 0, op))).collect();
+        let mut guards: Vec<_> = (1..=4)
+            .map(|op| Some(in_flight.begin(op * 10, 0, op)))
+            .collect();
         assert_eq!(in_flight.at_most(), (4, 10));
         for (ended, first) in [(1, Some(10)), (0, Some(30)), (3, Some(30)), (2, None)] {
             guards[ended] = None;

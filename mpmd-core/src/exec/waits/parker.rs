@@ -55,7 +55,12 @@ impl Parker {
         setting: Spin,
         room: CoreBudget,
     ) -> Self {
-        Self { transport, setting, room: room.under(setting), taken: AtomicBool::new(false) }
+        Self {
+            transport,
+            setting,
+            room: room.under(setting),
+            taken: AtomicBool::new(false),
+        }
     }
 
     /// Creates the parker of a process without a transport.
@@ -79,7 +84,8 @@ impl Parker {
     /// Blocks until `slot` is issued or ends, and returns its buffer, filled or not, or its
     /// failure. For threads that issue work to devices.
     pub(crate) fn wait_issued(&self, slot: &AsyncBuffer) -> Outcome {
-        self.wait_for(Until::Issued, slot, None).expect("no deadline was set")
+        self.wait_for(Until::Issued, slot, None)
+            .expect("no deadline was set")
     }
 
     fn wait_for(
@@ -91,14 +97,19 @@ impl Parker {
         if until.has_come(slot) {
             return until.peek(slot);
         }
-        let Some(transport) = self.door() else { return until.sleep(slot, deadline) };
+        let Some(transport) = self.door() else {
+            return until.sleep(slot, deadline);
+        };
         let mut gap = POLICY.with(|policy| policy.begin_as(self.setting, now()));
         if let Some(deadline) = deadline {
             gap.poll_until(deadline);
         }
         let found = self.look(&**transport, until, slot, &mut gap);
-        let outcome =
-            if found { until.peek(slot) } else { sleep(transport, until, slot, deadline) };
+        let outcome = if found {
+            until.peek(slot)
+        } else {
+            sleep(transport, until, slot, deadline)
+        };
         POLICY.with(|policy| policy.end(&gap, now()));
         outcome
     }
@@ -122,7 +133,9 @@ impl Parker {
         if !gap.polls() {
             return false;
         }
-        let Some(_place) = self.place() else { return false };
+        let Some(_place) = self.place() else {
+            return false;
+        };
         drive(|| transport.drive(&mut || !until.has_come(slot) && gap.wait()));
         until.has_come(slot)
     }
@@ -197,7 +210,9 @@ fn sleep(
 ) -> Option<Outcome> {
     let (mut bell, mut wait) = (None, None);
     let outcome = loop {
-        let Some(parking) = transport.parking() else { break until.sleep(slot, deadline) };
+        let Some(parking) = transport.parking() else {
+            break until.sleep(slot, deadline);
+        };
         // Handles messages that came before `parking` was taken.
         drive(|| transport.progress());
         if until.has_come(slot) {
@@ -229,7 +244,10 @@ struct Bell {
 
 impl Bell {
     fn of(transport: Arc<dyn Transport>) -> Waker {
-        Waker::from(Arc::new(Self { transport, thread: thread::current().id() }))
+        Waker::from(Arc::new(Self {
+            transport,
+            thread: thread::current().id(),
+        }))
     }
 }
 
@@ -314,7 +332,10 @@ mod tests {
         fn until_parks(&self, count: usize) {
             let deadline = Instant::now() + SOON;
             while self.seen()[0] < count {
-                assert!(Instant::now() < deadline, "no thread sleeps in the transport");
+                assert!(
+                    Instant::now() < deadline,
+                    "no thread sleeps in the transport"
+                );
                 thread::yield_now();
             }
         }
@@ -452,7 +473,10 @@ mod tests {
 
     #[test]
     fn undriven_or_nested_wait_sleeps_on_the_buffer() {
-        let door = Arc::new(TransportHandler { shut: true, ..TransportHandler::default() });
+        let door = Arc::new(TransportHandler {
+            shut: true,
+            ..TransportHandler::default()
+        });
         let (resolver, slot) = AsyncBuffer::new();
         assert!(!parker(&door, Spin::Auto).can_drive());
         thread::scope(|scope| {
@@ -467,7 +491,11 @@ mod tests {
         door.arrives(move || {
             let (never, other) = AsyncBuffer::new();
             let at_once = Some(Instant::now() + Duration::from_millis(5));
-            assert!(parker(&within, Spin::For(SOON)).wait(&other, at_once).is_none());
+            assert!(
+                parker(&within, Spin::For(SOON))
+                    .wait(&other, at_once)
+                    .is_none()
+            );
             drop(never);
             keep(resolver);
         });
@@ -477,8 +505,11 @@ mod tests {
 
     #[test]
     fn with_one_polling_place_the_second_thread_sleeps() {
-        let (door, (resolver, slot), (other, second)) =
-            (Arc::new(TransportHandler::default()), AsyncBuffer::new(), AsyncBuffer::new());
+        let (door, (resolver, slot), (other, second)) = (
+            Arc::new(TransportHandler::default()),
+            AsyncBuffer::new(),
+            AsyncBuffer::new(),
+        );
         let parker = Parker {
             setting: Spin::For(SOON),
             ..Parker::new(Some(door.clone()), Spin::Auto, CoreBudget::One)
@@ -536,9 +567,16 @@ mod tests {
     fn a_failure_ends_a_wait_too() {
         let (door, (resolver, slot)) = (Arc::new(TransportHandler::default()), AsyncBuffer::new());
         door.arrives(move || {
-            resolver.keep(Err(Arc::new(Failure::new(FailureKind::Kernel, ProcessId(1), 4, "why"))));
+            resolver.keep(Err(Arc::new(Failure::new(
+                FailureKind::Kernel,
+                ProcessId(1),
+                4,
+                "why",
+            ))));
         });
-        let outcome = parker(&door, Spin::Auto).wait(&slot, soon()).expect("it ended");
+        let outcome = parker(&door, Spin::Auto)
+            .wait(&slot, soon())
+            .expect("it ended");
         assert_eq!(outcome.unwrap_err().kind, FailureKind::Kernel);
     }
 }

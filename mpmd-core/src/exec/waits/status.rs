@@ -78,14 +78,20 @@ impl Status {
             program: Mutex::new(Doing::Program),
             steps: AtomicU64::new(0),
             reports: Mutex::default(),
-            devices: devices.into_iter().map(|name| (name, Mutex::default())).collect(),
+            devices: devices
+                .into_iter()
+                .map(|name| (name, Mutex::default()))
+                .collect(),
         }
     }
 
     /// Sets the activity of the program thread until the guard is dropped.
     pub(crate) fn enter(&self, doing: Doing) -> ProgramGuard<'_> {
         let before = std::mem::replace(&mut *self.program.lock(), doing);
-        ProgramGuard { status: self, before }
+        ProgramGuard {
+            status: self,
+            before,
+        }
     }
 
     /// Adds an operation to those of the device with this local index: it starts, or waits behind
@@ -96,7 +102,11 @@ impl Status {
         op: u64,
         call: std::sync::Arc<dyn std::fmt::Display + Send + Sync>,
     ) {
-        self.devices[device].1.lock().push_back(Running { op, call, seen: None });
+        self.devices[device].1.lock().push_back(Running {
+            op,
+            call,
+            seen: None,
+        });
     }
 
     /// Removes an operation that the device with this local index has ended, if it is there.
@@ -110,7 +120,10 @@ impl Status {
     /// Sets the start time of each device's current operation to now, if it has none.
     pub(crate) fn tick(&self) {
         for (_, running) in &self.devices {
-            if let Some(Running { seen: seen @ None, .. }) = running.lock().front_mut() {
+            if let Some(Running {
+                seen: seen @ None, ..
+            }) = running.lock().front_mut()
+            {
                 *seen = Some(now());
             }
         }
@@ -134,7 +147,9 @@ impl Status {
     /// of an operation with its label and line, if it is known.
     fn describe(&self, name: impl Fn(u64) -> Option<String>) -> String {
         let program = format!("its program {}", self.program.lock().describe());
-        self.devices(name).iter().fold(program, |text, device| format!("{text}; {device}"))
+        self.devices(name)
+            .iter()
+            .fold(program, |text, device| format!("{text}; {device}"))
     }
 
     /// Returns the current activity of each device. `name` is as in [`describe`](Self::describe).
@@ -184,13 +199,18 @@ impl Runtime {
             // This process waits for others to take its pieces.
             chain = self.router.lock().last_words();
         }
-        chain.into_iter().fold(doing, |text, line| format!("{text}\n  {line}"))
+        chain
+            .into_iter()
+            .fold(doing, |text, line| format!("{text}\n  {line}"))
     }
 
     /// Returns the current activity of this process. Does not block.
     pub(crate) fn activity(&self) -> Activity {
         let values = |counters: &[AtomicU64]| {
-            counters.iter().map(|counter| counter.load(Ordering::Relaxed)).collect()
+            counters
+                .iter()
+                .map(|counter| counter.load(Ordering::Relaxed))
+                .collect()
         };
         let counts = self.in_flight.counts();
         let devices = self.status.devices(|op| self.router.lock().describe(op));
@@ -202,7 +222,10 @@ impl Runtime {
         };
         let pools = self.devices.iter().map(|device| device.pool.stats());
         let memory = MemoryActivity {
-            limit: self.config.device_memory.map(|bytes| bytes * self.devices.len() as u64),
+            limit: self
+                .config
+                .device_memory
+                .map(|bytes| bytes * self.devices.len() as u64),
             host: self.host_memory.stats().live,
             lent: counts.lent,
             ..MemoryActivity::default()
@@ -232,7 +255,12 @@ impl Runtime {
     pub(crate) fn report_hang(&self, text: &str) {
         let progress = (self.router.lock().count(), self.in_flight.counts().ended);
         let timeout = self.config.peer_timeout;
-        let Some(idle) = self.status.reports.lock().next(progress, self.now(), timeout) else {
+        let Some(idle) = self
+            .status
+            .reports
+            .lock()
+            .next(progress, self.now(), timeout)
+        else {
             return;
         };
         tracing::warn!(target: "mpmd::hang", "{text}");
@@ -326,7 +354,9 @@ mod tests {
         );
         status.device_ends(0, 7);
         assert!(
-            status.describe(|_| None).contains("device 0 is at operation 9 (jit Next); device 1")
+            status
+                .describe(|_| None)
+                .contains("device 0 is at operation 9 (jit Next); device 1")
         );
         status.device_ends(0, 9);
         status.device_ends(0, 9);

@@ -84,7 +84,11 @@ impl UnderWay {
         }
         self.untaken.insert((to, op, number), operation);
         let is_awaited = self.awaited.contains(&op);
-        let state = if is_awaited { HandedOver::Awaited } else { HandedOver::Untaken };
+        let state = if is_awaited {
+            HandedOver::Awaited
+        } else {
+            HandedOver::Untaken
+        };
         Ok((Ticket(number), state))
     }
 
@@ -114,7 +118,11 @@ impl UnderWay {
     /// Returns, for each peer that has not taken a payload which has left, the first operation of
     /// one.
     fn first_left(&self) -> BTreeMap<ProcessId, u64> {
-        self.left.keys().rev().map(|(peer, op, _)| (*peer, *op)).collect()
+        self.left
+            .keys()
+            .rev()
+            .map(|(peer, op, _)| (*peer, *op))
+            .collect()
     }
 
     /// Notes that a peer takes no more zero-copy payloads. Returns the guards of their operations.
@@ -176,7 +184,10 @@ impl Runtime {
         let number = {
             let mut under_way = self.under_way.lock();
             if let Some(why) = under_way.given_up.get(&from) {
-                let error = TransportError::PeerGone { peer: from, why: why.clone() };
+                let error = TransportError::PeerGone {
+                    peer: from,
+                    why: why.clone(),
+                };
                 drop(under_way);
                 // The memory is dropped before its operation.
                 drop((fetch, into));
@@ -216,7 +227,9 @@ impl Runtime {
         let first = self.under_way.lock().first_left();
         if !first.is_empty() {
             self.with_router(|router| {
-                first.into_iter().for_each(|(peer, op)| router.ask_taken(peer, op));
+                first
+                    .into_iter()
+                    .for_each(|(peer, op)| router.ask_taken(peer, op));
             });
         }
     }
@@ -244,7 +257,10 @@ impl Runtime {
     /// errors.
     pub(crate) fn end_transfers(&self, peer: ProcessId, why: &str) {
         let mut under_way = self.under_way.lock();
-        under_way.given_up.entry(peer).or_insert_with(|| why.to_owned());
+        under_way
+            .given_up
+            .entry(peer)
+            .or_insert_with(|| why.to_owned());
         let sending = take_if(&mut under_way.sending, |(to, _)| *to == peer);
         let lent = take_if(&mut under_way.lent, |(to, ..)| *to == peer);
         let untaken = under_way.never_taken(peer);
@@ -253,23 +269,32 @@ impl Runtime {
         drop(under_way);
         drop(lent);
         let sending = sending.into_iter().map(|(_, operation)| operation);
-        sending.chain(untaken).for_each(|operation| self.never_taken(peer, operation));
+        sending
+            .chain(untaken)
+            .for_each(|operation| self.never_taken(peer, operation));
         for (_, then) in receiving {
-            then(Err(TransportError::PeerGone { peer, why: why.to_owned() }));
+            then(Err(TransportError::PeerGone {
+                peer,
+                why: why.to_owned(),
+            }));
         }
     }
 }
 
 /// Takes the values of a peer's operations up to `op` out of a map.
 fn take_range<V>(map: &mut BTreeMap<(ProcessId, u64, u64), V>, by: ProcessId, op: u64) -> Vec<V> {
-    let keys = map.range((by, 0, 0)..=(by, op, u64::MAX)).map(|(key, _)| *key);
+    let keys = map
+        .range((by, 0, 0)..=(by, op, u64::MAX))
+        .map(|(key, _)| *key);
     let keys: Vec<_> = keys.collect();
     keys.iter().filter_map(|key| map.remove(key)).collect()
 }
 
 /// Takes the values for which `is_taken` out of a map, in the order of their keys.
 fn take_if<V>(map: &mut BTreeMap<u64, V>, is_taken: impl Fn(&V) -> bool) -> Vec<V> {
-    let (taken, left) = std::mem::take(map).into_iter().partition(|(_, value)| is_taken(value));
+    let (taken, left) = std::mem::take(map)
+        .into_iter()
+        .partition(|(_, value)| is_taken(value));
     *map = left;
     let taken: BTreeMap<u64, V> = taken;
     taken.into_values().collect()
@@ -302,7 +327,11 @@ mod tests {
         drop(under_way.sent(tickets[0]));
         assert_eq!(found(&in_flight), (1, 20));
         let ahead = in_flight.counts().ahead();
-        assert_eq!((ahead.ops, ahead.bytes), (2, 10), "it is in the peer's memory");
+        assert_eq!(
+            (ahead.ops, ahead.bytes),
+            (2, 10),
+            "it is in the peer's memory"
+        );
         assert_eq!(under_way.first_left(), BTreeMap::from([(near, 3)]));
         drop(under_way.taken(near, 3));
         assert_eq!(in_flight.counts().ahead().ops, 1);
@@ -314,8 +343,15 @@ mod tests {
         };
         drop(ended);
         assert_eq!(found(&in_flight), (1, 21));
-        assert!(under_way.taken(near, 1).is_empty(), "an older operation changes nothing");
-        drop((under_way.sent(late), under_way.sent(tickets[1]), under_way.sent(tickets[3])));
+        assert!(
+            under_way.taken(near, 1).is_empty(),
+            "an older operation changes nothing"
+        );
+        drop((
+            under_way.sent(late),
+            under_way.sent(tickets[1]),
+            under_way.sent(tickets[3]),
+        ));
         assert_eq!(found(&in_flight), (0, 0));
         under_way.given_up.insert(far, "silent".to_owned());
         let refused = under_way.hand_over(far, 9, in_flight.lend(1), in_flight.begin(90, 0, 0));

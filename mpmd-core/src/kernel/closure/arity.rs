@@ -69,7 +69,10 @@ pub trait Outputs: Tree<Leaf = MpmdArray> {
 impl<I: Tree<Leaf = MpmdArray>, O: Outputs> InferShapes<(), I, O> for like_input {
     fn infer(&self, x: &Shapes<I>) -> Result<Shapes<O>> {
         let none = || Error::kernel("`like_input` is for functions with an input");
-        x.leaves().first().map(|first| O::all(first)).ok_or_else(none)
+        x.leaves()
+            .first()
+            .map(|first| O::all(first))
+            .ok_or_else(none)
     }
 }
 

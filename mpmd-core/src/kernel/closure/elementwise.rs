@@ -47,7 +47,10 @@ pub fn elementwise<F, A>(f: F) -> HostKernel<Elementwise<F, A>>
 where
     Elementwise<F, A>: HostWork,
 {
-    let work = Elementwise { f, arguments: PhantomData };
+    let work = Elementwise {
+        f,
+        arguments: PhantomData,
+    };
     HostKernel::closure("elementwise", Location::caller(), size_of::<F>() != 0, work)
 }
 
@@ -74,19 +77,29 @@ impl<'a, T: Element> Argument<'a, T> {
             check_region(path, x.region(), "the output", y.region())?;
         }
         let values = x.typed_slice();
-        Ok(Self { values, repeated: [values[0]; CHUNK], is_scalar })
+        Ok(Self {
+            values,
+            repeated: [values[0]; CHUNK],
+            is_scalar,
+        })
     }
 
     /// Returns `len` elements from index `start` on. `len` is at most `CHUNK`.
     fn chunk(&self, start: usize, len: usize) -> &[T] {
-        if self.is_scalar { &self.repeated[..len] } else { &self.values[start..start + len] }
+        if self.is_scalar {
+            &self.repeated[..len]
+        } else {
+            &self.values[start..start + len]
+        }
     }
 }
 
 /// Returns the one shape of all inputs that are not scalars.
 fn common_shape<'a>(inputs: &[&'a ShapedArray]) -> Result<&'a [usize]> {
     let mut arrays = inputs.iter().enumerate().filter(|(_, x)| x.ndim() > 0);
-    let Some((i, first)) = arrays.next() else { return Ok(&[]) };
+    let Some((i, first)) = arrays.next() else {
+        return Ok(&[]);
+    };
     match arrays.find(|(_, x)| x.shape() != first.shape()) {
         None => Ok(first.shape()),
         Some((j, other)) => Err(Error::kernel(format!(

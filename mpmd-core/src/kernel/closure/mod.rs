@@ -95,12 +95,19 @@ where
     A: 'static,
     B: 'static,
 {
-    let work = Closures { shapes, run, arguments: PhantomData };
+    let work = Closures {
+        shapes,
+        run,
+        arguments: PhantomData,
+    };
     HostKernel::closure("kernel", Location::caller(), size_of::<F>() != 0, work)
 }
 
 /// The shapes of a [`kernel`] with outputs like its first input: the same shape and dtype.
-#[expect(non_camel_case_types, reason = "used as a value, in the place of a closure")]
+#[expect(
+    non_camel_case_types,
+    reason = "used as a value, in the place of a closure"
+)]
 #[derive(Clone, Copy, Debug)]
 pub struct like_input;
 

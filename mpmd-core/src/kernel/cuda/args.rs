@@ -34,7 +34,10 @@ impl<'a> Part<'a> {
     /// call that uses it.
     #[must_use]
     pub fn at(self, elements: usize) -> Self {
-        Self { skipped: self.skipped.saturating_add(elements), ..self }
+        Self {
+            skipped: self.skipped.saturating_add(elements),
+            ..self
+        }
     }
 
     /// Returns the first `elements` values, or all if there are fewer.
@@ -42,11 +45,20 @@ impl<'a> Part<'a> {
     pub fn first(self, elements: usize) -> Self {
         let end = self.skipped.saturating_add(elements).min(self.elements);
         // A part that begins beyond the end stays an error.
-        Self { elements: end.max(self.skipped.min(self.elements)), ..self }
+        Self {
+            elements: end.max(self.skipped.min(self.elements)),
+            ..self
+        }
     }
 
     pub(super) fn new(memory: Memory<'a>, dtype: DType, elements: usize, writable: bool) -> Self {
-        Self { memory, dtype, skipped: 0, elements, writable }
+        Self {
+            memory,
+            dtype,
+            skipped: 0,
+            elements,
+            writable,
+        }
     }
 
     pub(super) fn scratch(place: DevicePlace, dtype: DType, elements: usize) -> Self {
@@ -103,7 +115,13 @@ impl<'a> From<&View<'a>> for Part<'a> {
             (None, None) => Memory::InPlace,
         };
         let elements = view.region().elements();
-        Self { memory, dtype: view.global().dtype(), skipped: 0, elements, writable: false }
+        Self {
+            memory,
+            dtype: view.global().dtype(),
+            skipped: 0,
+            elements,
+            writable: false,
+        }
     }
 }
 
@@ -112,13 +130,22 @@ impl<'a> From<&'a ViewMut<'_>> for Part<'a> {
     fn from(view: &'a ViewMut<'_>) -> Self {
         let memory = view.device().map_or(Memory::Host(&[]), Memory::Device);
         let elements = view.region().elements();
-        Self { memory, dtype: view.global().dtype(), skipped: 0, elements, writable: false }
+        Self {
+            memory,
+            dtype: view.global().dtype(),
+            skipped: 0,
+            elements,
+            writable: false,
+        }
     }
 }
 
 impl<'a> From<&'a mut ViewMut<'_>> for Part<'a> {
     fn from(view: &'a mut ViewMut<'_>) -> Self {
-        Self { writable: true, ..Self::from(&*view) }
+        Self {
+            writable: true,
+            ..Self::from(&*view)
+        }
     }
 }
 
@@ -240,23 +267,45 @@ mod tests {
             (7u64.to_ne_bytes(), 8)
         );
         assert_eq!(
-            (number((-1i32).into()).bytes[..4].to_vec(), number((-1i32).into()).size),
+            (
+                number((-1i32).into()).bytes[..4].to_vec(),
+                number((-1i32).into()).size
+            ),
             (vec![255; 4], 4)
         );
     }
 
     #[test]
     fn parts_end_with_the_whole() {
-        let place = DevicePlace { device: 0, address: 1 << 20, bytes: 40 };
-        let part = |from| Part::scratch(place, DType::F32, 10).at(from).at(0).elements();
+        let place = DevicePlace {
+            device: 0,
+            address: 1 << 20,
+            bytes: 40,
+        };
+        let part = |from| {
+            Part::scratch(place, DType::F32, 10)
+                .at(from)
+                .at(0)
+                .elements()
+        };
         assert_eq!(
             [part(0), part(3), part(10), part(11), part(usize::MAX)],
             [Some(10), Some(7), Some(0), None, None]
         );
-        let first =
-            |from, count| Part::scratch(place, DType::F32, 10).at(from).first(count).elements();
+        let first = |from, count| {
+            Part::scratch(place, DType::F32, 10)
+                .at(from)
+                .first(count)
+                .elements()
+        };
         assert_eq!(
-            [first(0, 4), first(8, 4), first(3, 0), first(11, 1), first(1, usize::MAX)],
+            [
+                first(0, 4),
+                first(8, 4),
+                first(3, 0),
+                first(11, 1),
+                first(1, usize::MAX)
+            ],
             [Some(4), Some(2), Some(0), None, Some(9)]
         );
     }

@@ -58,7 +58,10 @@ impl<'a> Cuda<'a> {
     where
         'a: 'b,
     {
-        Cuda { stream: &stream.0, ..*self }
+        Cuda {
+            stream: &stream.0,
+            ..*self
+        }
     }
 }
 
@@ -73,7 +76,11 @@ impl Part<'_> {
         is_writable: bool,
     ) -> Self {
         let bytes = elements * dtype.size();
-        let place = DevicePlace { device: cuda.ordinal(), address, bytes };
+        let place = DevicePlace {
+            device: cuda.ordinal(),
+            address,
+            bytes,
+        };
         Self::new(Memory::Device(place), dtype, elements, is_writable)
     }
 }

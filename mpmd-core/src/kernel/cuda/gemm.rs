@@ -57,13 +57,19 @@ impl Gemm {
     /// Marks A as stored transposed, as `[k, m]`.
     #[must_use]
     pub const fn transpose_a(self) -> Self {
-        Self { transpose: [true, self.transpose[1]], ..self }
+        Self {
+            transpose: [true, self.transpose[1]],
+            ..self
+        }
     }
 
     /// Marks B as stored transposed, as `[n, k]`.
     #[must_use]
     pub const fn transpose_b(self) -> Self {
-        Self { transpose: [self.transpose[0], true], ..self }
+        Self {
+            transpose: [self.transpose[0], true],
+            ..self
+        }
     }
 
     /// Multiplies the product by `alpha`, which is rounded to `f32` unless the operands are `f64`.
@@ -83,14 +89,21 @@ impl Gemm {
     /// Each must be at least the length of a row; the default is that length.
     #[must_use]
     pub const fn leading(self, a: usize, b: usize, c: usize) -> Self {
-        Self { leading: Some([a, b, c]), ..self }
+        Self {
+            leading: Some([a, b, c]),
+            ..self
+        }
     }
 
     /// Computes `products` products. `strides` are the distances in elements between successive
     /// matrices A, B and C. A stride of 0 uses the same A or B each time.
     #[must_use]
     pub const fn batch(self, products: usize, strides: [usize; 3]) -> Self {
-        Self { batch: products, strides, ..self }
+        Self {
+            batch: products,
+            strides,
+            ..self
+        }
     }
 
     /// Sets the precision of `f32` products. Has no effect on other dtypes.
@@ -101,7 +114,13 @@ impl Gemm {
 
     /// Returns (rows, columns) of A, B and C as they are stored.
     fn stored(&self) -> [(usize, usize); 3] {
-        let turned = |(rows, columns), turn| if turn { (columns, rows) } else { (rows, columns) };
+        let turned = |(rows, columns), turn| {
+            if turn {
+                (columns, rows)
+            } else {
+                (rows, columns)
+            }
+        };
         [
             turned((self.m, self.k), self.transpose[0]),
             turned((self.k, self.n), self.transpose[1]),
@@ -142,9 +161,14 @@ impl Gemm {
             }
             let last = (rows * columns > 0).then(|| {
                 let first = (self.batch - 1).checked_mul(self.strides[i])?;
-                (rows - 1).checked_mul(leading)?.checked_add(columns)?.checked_add(first)
+                (rows - 1)
+                    .checked_mul(leading)?
+                    .checked_add(columns)?
+                    .checked_add(first)
             });
-            let needed = last.unwrap_or(Some(0)).filter(|needed| *needed <= elements[i]);
+            let needed = last
+                .unwrap_or(Some(0))
+                .filter(|needed| *needed <= elements[i]);
             if needed.is_none() {
                 return Err(wrong(format!(
                     "{name} has {} elements, which is too short",
@@ -154,7 +178,9 @@ impl Gemm {
         }
         if self.batch > 1 && !self.results_are_apart(leading[2]) {
             let stride = self.strides[2];
-            return Err(wrong(format!("matrices C that begin {stride} elements apart overlap")));
+            return Err(wrong(format!(
+                "matrices C that begin {stride} elements apart overlap"
+            )));
         }
         let int = |size: usize| {
             i32::try_from(size)
@@ -197,10 +223,16 @@ impl Gemm {
 
 impl std::fmt::Display for Gemm {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let [a, b] = self.transpose.map(|transposed| if transposed { "'" } else { "" });
+        let [a, b] = self
+            .transpose
+            .map(|transposed| if transposed { "'" } else { "" });
         let Self { m, n, k, batch, .. } = self;
         write!(f, "gemm A{a}[{m}, {k}] B{b}[{k}, {n}]")?;
-        if *batch == 1 { Ok(()) } else { write!(f, ", {batch} times") }
+        if *batch == 1 {
+            Ok(())
+        } else {
+            write!(f, ", {batch} times")
+        }
     }
 }
 
@@ -212,7 +244,11 @@ fn types([a, b, c]: [DType; 3], math: Math) -> Option<Types> {
     };
     // Only `f32` elements have a choice of precision.
     let math = if a == DType::F32 { math } else { Math::F32 };
-    (known && a == b).then_some(Types { factors: a, result: c, math })
+    (known && a == b).then_some(Types {
+        factors: a,
+        result: c,
+        math,
+    })
 }
 
 #[cfg(test)]
@@ -223,9 +259,24 @@ mod tests {
 
     /// Computes a product in the way of a column-major library.
     fn by_columns(product: &Product, a: &[f64], b: &[f64], c: &mut [f64]) {
-        let Product { m, n, k, first, second, result, batch, alpha, beta, .. } = *product;
+        let Product {
+            m,
+            n,
+            k,
+            first,
+            second,
+            result,
+            batch,
+            alpha,
+            beta,
+            ..
+        } = *product;
         let at = |operand: Operand, index: i32, row: i32, column: i32| {
-            let (row, column) = if operand.transposed { (column, row) } else { (row, column) };
+            let (row, column) = if operand.transposed {
+                (column, row)
+            } else {
+                (row, column)
+            };
             (i64::from(index) * operand.stride
                 + i64::from(column) * i64::from(operand.leading)
                 + i64::from(row)) as usize
@@ -244,7 +295,9 @@ mod tests {
 
     /// Computes the same product in row-major order, as `Gemm` documents it.
     fn by_rows(gemm: &Gemm, a: &[f64], b: &[f64], c: &mut [f64]) {
-        let leading = gemm.leading.unwrap_or(gemm.stored().map(|(_, columns)| columns));
+        let leading = gemm
+            .leading
+            .unwrap_or(gemm.stored().map(|(_, columns)| columns));
         for index in 0..gemm.batch {
             let base: Vec<usize> = gemm.strides.iter().map(|stride| index * stride).collect();
             let at = |i: usize, row: usize, column: usize| {
@@ -255,7 +308,9 @@ mod tests {
             for (row, column) in
                 (0..gemm.m).flat_map(|row| (0..gemm.n).map(move |column| (row, column)))
             {
-                let sum: f64 = (0..gemm.k).map(|i| a[at(0, row, i)] * b[at(1, i, column)]).sum();
+                let sum: f64 = (0..gemm.k)
+                    .map(|i| a[at(0, row, i)] * b[at(1, i, column)])
+                    .sum();
                 let to = &mut c[at(2, row, column)];
                 *to = gemm.alpha * sum + gemm.beta * *to;
             }
@@ -270,7 +325,9 @@ mod tests {
     #[test]
     fn column_major_product_equals_row_major_product() {
         let values = |count: usize| -> Vec<f64> {
-            (0..count).map(|i| ((i * 37 + 11) % 23) as f64 - 9.0).collect()
+            (0..count)
+                .map(|i| ((i * 37 + 11) % 23) as f64 - 9.0)
+                .collect()
         };
         for ((a, b), wide) in [(false, false), (false, true), (true, false), (true, true)]
             .into_iter()
@@ -284,7 +341,10 @@ mod tests {
             let (x, y, mut c) = (values(100), values(60), values(90));
             let mut expected = c.clone();
             by_rows(&gemm, &x, &y, &mut expected);
-            let product = gemm.product(F32, [x.len(), y.len(), c.len()]).unwrap().unwrap();
+            let product = gemm
+                .product(F32, [x.len(), y.len(), c.len()])
+                .unwrap()
+                .unwrap();
             by_columns(&product, &x, &y, &mut c);
             assert_eq!(c, expected, "{gemm}, wide: {wide}");
         }
@@ -295,9 +355,11 @@ mod tests {
         let gemm = Gemm::new(3, 5, 4).transpose_b().batch(2, [12, 0, 15]);
         let try_with = |elements| gemm.product(F32, elements).map(|product| product.is_some());
         assert!(try_with([24, 20, 30]).unwrap());
-        for (elements, name) in
-            [([23, 20, 30], "A has 23"), ([24, 19, 30], "B has 19"), ([24, 20, 29], "C has 29")]
-        {
+        for (elements, name) in [
+            ([23, 20, 30], "A has 23"),
+            ([24, 19, 30], "B has 19"),
+            ([24, 20, 29], "C has 29"),
+        ] {
             let said = try_with(elements).unwrap_err().to_string();
             assert!(
                 said.contains(name) && said.contains("gemm A[3, 4] B'[4, 5], 2 times"),
@@ -324,7 +386,9 @@ mod tests {
             (5, 19, false),
             (4, 20, false),
         ] {
-            let gemm = Gemm::new(3, 5, 4).leading(4, 5, leading).batch(4, [0, 0, stride]);
+            let gemm = Gemm::new(3, 5, 4)
+                .leading(4, 5, leading)
+                .batch(4, [0, 0, stride]);
             assert_eq!(product(gemm).is_ok(), fits, "{stride} {leading}");
         }
     }
@@ -333,12 +397,23 @@ mod tests {
     fn huge_sizes_are_refused_and_empty_products_skipped() {
         let huge = Gemm::new(1, 1, 1).leading(1 << 31, 1, 1);
         assert!(huge.product(F32, [1; 3]).is_err());
-        let wraps = Gemm::new(2, 1, 1).leading(usize::MAX, 1, 1).batch(2, [usize::MAX, 0, 2]);
+        let wraps = Gemm::new(2, 1, 1)
+            .leading(usize::MAX, 1, 1)
+            .batch(2, [usize::MAX, 0, 2]);
         assert!(wraps.product(F32, [usize::MAX; 3]).is_err());
         assert_eq!(Gemm::new(0, 5, 4).product(F32, [0, 20, 0]).unwrap(), None);
-        assert_eq!(Gemm::new(3, 5, 4).batch(0, [0; 3]).product(F32, [0; 3]).unwrap(), None);
+        assert_eq!(
+            Gemm::new(3, 5, 4)
+                .batch(0, [0; 3])
+                .product(F32, [0; 3])
+                .unwrap(),
+            None
+        );
         // With k = 0, C is still multiplied by beta.
-        let none = Gemm::new(3, 5, 0).product(F32, [0, 0, 15]).unwrap().unwrap();
+        let none = Gemm::new(3, 5, 0)
+            .product(F32, [0, 0, 15])
+            .unwrap()
+            .unwrap();
         assert_eq!((none.k, none.first.leading, none.second.leading), (0, 5, 1));
     }
 
@@ -346,17 +421,28 @@ mod tests {
     fn unsupported_dtypes_are_refused() {
         use DType::{Bf16, F16, F32, F64, I32};
         let types = |dtypes| {
-            Gemm::new(1, 1, 1).math(Math::Tf32).product(dtypes, [1; 3]).map(|p| p.unwrap().types)
+            Gemm::new(1, 1, 1)
+                .math(Math::Tf32)
+                .product(dtypes, [1; 3])
+                .map(|p| p.unwrap().types)
         };
         assert_eq!(types([F32; 3]).unwrap().math, Math::Tf32);
         assert_eq!(
             types([F16, F16, F32]).unwrap(),
-            Types { factors: F16, result: F32, math: Math::F32 }
+            Types {
+                factors: F16,
+                result: F32,
+                math: Math::F32
+            }
         );
         assert!(types([Bf16; 3]).is_ok() && types([F64; 3]).is_ok());
-        for dtypes in
-            [[F32, F32, F16], [F16, Bf16, F32], [F32, F16, F32], [I32; 3], [F64, F64, F32]]
-        {
+        for dtypes in [
+            [F32, F32, F16],
+            [F16, Bf16, F32],
+            [F32, F16, F32],
+            [I32; 3],
+            [F64, F64, F32],
+        ] {
             assert!(types(dtypes).is_err(), "{dtypes:?}");
         }
     }

@@ -100,7 +100,11 @@ impl<'a> Cuda<'a> {
     /// Creates the interface for one call. `stream` is the device's compute stream. The caller
     /// [ends](CallMemory::end) the memory with the fence behind the issued work.
     pub(crate) fn new(gpu: &'a Gpu, stream: &'a RawStream, memory: &'a CallMemory) -> Self {
-        Self { gpu, stream, memory }
+        Self {
+            gpu,
+            stream,
+            memory,
+        }
     }
 
     /// Issues a launch of `function` of a source to the device, without waiting for it.
@@ -165,7 +169,9 @@ impl<'a> Cuda<'a> {
             return Ok(());
         };
         let places = [self.place(&a)?, self.place(&b)?, self.place(&c)?];
-        Ok(self.gpu.gemm(self.stream, self.memory.device_pool(), &product, places)?)
+        Ok(self
+            .gpu
+            .gemm(self.stream, self.memory.device_pool(), &product, places)?)
     }
 
     /// Issues work that sets every byte of `values` to zero, which is the zero of every dtype.
@@ -189,7 +195,11 @@ impl<'a> Cuda<'a> {
         let values = values.into();
         self.check_writable(&values, "values")?;
         if values.dtype() != T::DTYPE {
-            return Err(ViewError::DType { asked: T::DTYPE, found: values.dtype() }.into());
+            return Err(ViewError::DType {
+                asked: T::DTYPE,
+                found: values.dtype(),
+            }
+            .into());
         }
         let place = self.place(&values)?;
         let bytes = bytemuck::bytes_of(&value);
@@ -222,8 +232,18 @@ impl<'a> Cuda<'a> {
         let mut filled = first;
         while filled < place.bytes {
             let next = filled.min(place.bytes - filled);
-            let to = DevicePlace { address: place.address + filled as u64, bytes: next, ..place };
-            self.stream.copy(DevicePlace { bytes: next, ..place }, to)?;
+            let to = DevicePlace {
+                address: place.address + filled as u64,
+                bytes: next,
+                ..place
+            };
+            self.stream.copy(
+                DevicePlace {
+                    bytes: next,
+                    ..place
+                },
+                to,
+            )?;
             filled += next;
         }
         Ok(())
@@ -238,11 +258,17 @@ impl<'a> Cuda<'a> {
         let (from, to) = (from.into(), to.into());
         self.check_writable(&to, "a copy")?;
         if from.dtype() != to.dtype() {
-            return Err(ViewError::DType { asked: to.dtype(), found: from.dtype() }.into());
+            return Err(ViewError::DType {
+                asked: to.dtype(),
+                found: from.dtype(),
+            }
+            .into());
         }
         if from.elements() != to.elements() {
             let [from, to] = [&from, &to].map(|part| part.elements().unwrap_or(0));
-            return Err(Error::kernel(format!("{from} values are copied to a place of {to}")));
+            return Err(Error::kernel(format!(
+                "{from} values are copied to a place of {to}"
+            )));
         }
         let (from, to) = (self.place(&from)?, self.place(&to)?);
         Ok(self.stream.copy(from, to)?)
@@ -256,7 +282,9 @@ impl<'a> Cuda<'a> {
     ///
     /// If the device has no memory left.
     pub fn scratch(&self, dtype: DType, elements: usize) -> Result<Scratch<'a>> {
-        self.memory.scratch(self.gpu.spare(), dtype, elements).map_err(out_of_memory)
+        self.memory
+            .scratch(self.gpu.spare(), dtype, elements)
+            .map_err(out_of_memory)
     }
 
     /// Returns the device address of a part's first element, for the program's own libraries. They
@@ -309,12 +337,18 @@ impl<'a> Cuda<'a> {
             Memory::InPlace => return Err(ViewError::InPlace.into()),
             Memory::Host(values) => self.copy_of(values)?,
         };
-        Ok(DevicePlace { address: whole.address + skip as u64, bytes, ..whole })
+        Ok(DevicePlace {
+            address: whole.address + skip as u64,
+            bytes,
+            ..whole
+        })
     }
 
     fn copy_of(&self, values: &[u8]) -> Result<DevicePlace> {
-        let (place, staged) =
-            self.memory.copy_of(self.gpu.spare(), self.stream, values).map_err(out_of_memory)?;
+        let (place, staged) = self
+            .memory
+            .copy_of(self.gpu.spare(), self.stream, values)
+            .map_err(out_of_memory)?;
         if let Some(staged) = staged {
             self.stream.upload(&staged, place.address)?;
             self.memory.hold(staged);
@@ -326,7 +360,9 @@ impl<'a> Cuda<'a> {
         if part.is_writable() {
             return Ok(());
         }
-        Err(Error::kernel(format!("{values} cannot go to values that are only read")))
+        Err(Error::kernel(format!(
+            "{values} cannot go to values that are only read"
+        )))
     }
 }
 

@@ -85,16 +85,26 @@ impl CallMemory {
     /// Creates the memory of a call. `device` is the device's pool; `host` is a pool of pinned
     /// memory.
     pub(crate) fn new(device: &Pool, host: &Pool) -> Self {
-        Self { device: device.clone(), host: host.clone(), state: Mutex::default() }
+        Self {
+            device: device.clone(),
+            host: host.clone(),
+            state: Mutex::default(),
+        }
     }
 
     /// Ends the call: all its work was issued and ends at `fence`. Device blocks go to `spare`,
     /// which belongs to the stream that the work was issued to. Held host memory is free after
     /// `fence`.
     pub(crate) fn end(self, spare: &Spare, fence: &Arc<dyn Fence>) {
-        let State { mut free, mut held, copies, bytes } = self.state.into_inner();
+        let State {
+            mut free,
+            mut held,
+            copies,
+            bytes,
+        } = self.state.into_inner();
         free.extend(copies.into_iter().map(|(_, copy)| copy));
-        held.iter_mut().for_each(|buffer| buffer.add_fence(fence.clone()));
+        held.iter_mut()
+            .for_each(|buffer| buffer.add_fence(fence.clone()));
         if !free.is_empty() {
             spare.keep(free, bytes, fence);
         }
@@ -109,7 +119,13 @@ impl CallMemory {
         // At least one byte, so that every scratch has an address.
         let buffer = self.block(spare, (elements.saturating_mul(dtype.size())).max(1))?;
         let place = place(&buffer);
-        Ok(Scratch { buffer: Some(buffer), place, dtype, elements, memory: self })
+        Ok(Scratch {
+            buffer: Some(buffer),
+            place,
+            dtype,
+            elements,
+            memory: self,
+        })
     }
 
     /// Returns the place of the device copy of these host values. At the first call for these
@@ -123,9 +139,22 @@ impl CallMemory {
     ) -> Result<(DevicePlace, Option<OwnedBuffer>), OutOfMemory> {
         let len = bytes.len();
         let stream = stream.handle().addr();
-        let key = CopyKey { address: bytes.as_ptr().addr(), bytes: len, stream };
-        let part = |copy: &OwnedBuffer| DevicePlace { bytes: len, ..place(copy) };
-        if let Some((_, copy)) = self.state.lock().copies.iter().find(|(known, _)| *known == key) {
+        let key = CopyKey {
+            address: bytes.as_ptr().addr(),
+            bytes: len,
+            stream,
+        };
+        let part = |copy: &OwnedBuffer| DevicePlace {
+            bytes: len,
+            ..place(copy)
+        };
+        if let Some((_, copy)) = self
+            .state
+            .lock()
+            .copies
+            .iter()
+            .find(|(known, _)| *known == key)
+        {
             return Ok((part(copy), None));
         }
         let mut staged = self.stage(len)?;

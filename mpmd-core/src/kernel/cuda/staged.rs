@@ -31,7 +31,9 @@ impl Cuda<'_> {
     /// Allocates pinned host memory as large as these values, with arbitrary content.
     pub(crate) fn room(&self, values: &Part<'_>) -> Result<OwnedBuffer> {
         let elements = values.elements().ok_or_else(|| behind(values))?;
-        self.memory.stage(elements * values.dtype().size()).map_err(out_of_memory)
+        self.memory
+            .stage(elements * values.dtype().size())
+            .map_err(out_of_memory)
     }
 
     /// Issues a copy of values from the host to their place on the device.

@@ -30,10 +30,18 @@ fn any_sharding(numbers: &mut Rng) -> Sharding {
             Sharding::chunk(numbers.usize(..2) as isize, devices[..count].to_vec()).unwrap()
         }
         _ => {
-            let (a, b) = any(numbers, &[(2, 2), (4, 2), (1, 4), (2, 4), (8, 1), (4, 1), (2, 1)]);
+            let (a, b) = any(
+                numbers,
+                &[(2, 2), (4, 2), (1, 4), (2, 4), (8, 1), (4, 1), (2, 1)],
+            );
             let mesh = Mesh::new(&[("a", a), ("b", b)], devices[..a * b].to_vec()).unwrap();
-            let specs =
-                [spec![], spec!["a"], spec![None, "b"], spec!["b", "a"], spec![None, ("b", "a")]];
+            let specs = [
+                spec![],
+                spec!["a"],
+                spec![None, "b"],
+                spec!["b", "a"],
+                spec![None, ("b", "a")],
+            ];
             let sharding = mesh.sharding(any(numbers, &specs));
             let sums =
                 ["a", "b"].map(|axis| sharding.unreduced(&[axis]).unwrap_or(sharding.clone()));
@@ -58,20 +66,36 @@ pub(crate) fn chain(
     let most = 1 + numbers.usize(..4);
     let hosts: Vec<usize> = (0..processes).map(|_| numbers.usize(..most)).collect();
     // Without latency every region is passed on from host to host.
-    let network = Link { latency_ns: any(&mut numbers, &[0, 50_000]), bytes_per_us: 1200 };
-    let links = Links { network, ..Links::default() };
+    let network = Link {
+        latency_ns: any(&mut numbers, &[0, 50_000]),
+        bytes_per_us: 1200,
+    };
+    let links = Links {
+        network,
+        ..Links::default()
+    };
     let rows = 8 * (1 + numbers.usize(..16));
     // The larger arrays move in parts and chunks.
     let columns = any(&mut numbers, &[24, 320, 1 << 15]);
-    let whole = values(&[rows, columns], any(&mut numbers, &[DType::I16, DType::I32, DType::I64]));
+    let whole = values(
+        &[rows, columns],
+        any(&mut numbers, &[DType::I16, DType::I32, DType::I64]),
+    );
     let mut steps = Vec::new();
     for _ in 0..6 {
         let options = MoveOptions::default().donate(numbers.usize(..2) == 0);
-        steps.push((any_sharding(&mut numbers), options.may_alias(numbers.usize(..3) > 0)));
+        steps.push((
+            any_sharding(&mut numbers),
+            options.may_alias(numbers.usize(..3) > 0),
+        ));
     }
     let delay = Duration::from_micros(any(&mut numbers, &[0, 300, 3000]));
     let kind = |numbers: &mut Rng| {
-        if gpus && numbers.usize(..3) > 0 { DeviceKind::Cuda } else { DeviceKind::Cpu }
+        if gpus && numbers.usize(..3) > 0 {
+            DeviceKind::Cuda
+        } else {
+            DeviceKind::Cpu
+        }
     };
     let kinds: Vec<DeviceKind> = (0..processes).map(|_| kind(&mut numbers)).collect();
     let mut simulation = simulation(processes, DEVICES).delays(seed, delay);
@@ -94,7 +118,12 @@ pub(crate) fn chain(
         drop(x);
         let until = Instant::now() + Duration::from_secs(20);
         while p.memory().live + p.memory().host_live > 0 {
-            assert!(Instant::now() < until, "process {} keeps {:?}", p.process(), p.memory());
+            assert!(
+                Instant::now() < until,
+                "process {} keeps {:?}",
+                p.process(),
+                p.memory()
+            );
             std::thread::sleep(Duration::from_millis(1));
         }
         Ok(())

@@ -57,10 +57,16 @@ pub(crate) fn add_one(
         "add one",
         |x| Ok(Signature::new(vec![x[0].clone()]).alias("0", "0")),
         |_, _, mut y| {
-            y[0].as_mut_slice::<f32>()?.iter_mut().for_each(|y| *y += 1.0);
+            y[0].as_mut_slice::<f32>()?
+                .iter_mut()
+                .for_each(|y| *y += 1.0);
             Ok(())
         },
     );
     let mesh = p.mesh_of(&[("x", 1)], &[DeviceId(device)])?;
-    p.jit(kernel).on(&mesh).outputs(mesh.replicated()).donate("0").build()
+    p.jit(kernel)
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .donate("0")
+        .build()
 }

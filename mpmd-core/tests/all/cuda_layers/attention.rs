@@ -28,7 +28,11 @@ struct Case {
 
 impl Case {
     fn new(sizes: [usize; 6], masked: Masked) -> Self {
-        Self { sizes, masked, cap: None }
+        Self {
+            sizes,
+            masked,
+            cap: None,
+        }
     }
 
     /// Returns what is added to the score of a query and a key: minus infinity if it is hidden.
@@ -76,7 +80,10 @@ fn attention_and_its_gradients_are_exact() {
         Case::new([1, 1, 1, 3, 4, 4], Masked::Blind),
         Case::new([1, 1, 1, 70, 70, 128], Masked::Causal),
         Case::new([1, 2, 1, 35, 35, 256], Masked::Causal),
-        Case { cap: Some(0.8), ..Case::new([1, 2, 1, 20, 20, 8], Masked::Causal) },
+        Case {
+            cap: Some(0.8),
+            ..Case::new([1, 2, 1, 20, 20, 8], Masked::Causal)
+        },
     ];
     for case in cases {
         for dtype in BOTH {
@@ -125,7 +132,9 @@ fn check(case: Case, dtype: DType) {
     }
     .map(|(n, seed)| sample(dtype, n, seed));
     let mut mask = random(batch * queries * keys, 7);
-    mask.iter_mut().filter(|x| **x > 0.8).for_each(|x| *x = f64::NEG_INFINITY);
+    mask.iter_mut()
+        .filter(|x| **x > 0.8)
+        .for_each(|x| *x = f64::NEG_INFINITY);
     // The first key stays, so that all queries see one.
     mask.iter_mut().step_by(keys).for_each(|x| *x = 0.5);
     if let Masked::Blind = case.masked {
@@ -146,7 +155,11 @@ fn check(case: Case, dtype: DType) {
         _ => vec![0],
     };
     // Gradients lie as queries, keys and values do.
-    let lengths = if fused { [3 * of_queries, 1] } else { [of_queries, 2 * of_keys] };
+    let lengths = if fused {
+        [3 * of_queries, 1]
+    } else {
+        [of_queries, 2 * of_keys]
+    };
     let rows = batch * heads * queries;
     let outputs = [
         shape(dtype, of_queries),
@@ -162,7 +175,9 @@ fn check(case: Case, dtype: DType) {
     };
     let scale = 0.7 / (dim as f32).sqrt();
     let y = device(source, &inputs, &outputs, move |cuda, x, y| {
-        let [out, d_q, d_kv, normalizers] = y else { panic!("four outputs") };
+        let [out, d_q, d_kv, normalizers] = y else {
+            panic!("four outputs")
+        };
         // Not used if there is one matrix.
         cuda.zero(&mut *d_kv)?;
         let mask = match case.masked {
@@ -173,12 +188,23 @@ fn check(case: Case, dtype: DType) {
                 Mask::Additive(x[3].at(0), [queries * keys, 0, keys])
             }
         };
-        let attention =
-            Attention { batch, heads, groups, queries, keys, dim, scale, cap: case.cap, mask };
+        let attention = Attention {
+            batch,
+            heads,
+            groups,
+            queries,
+            keys,
+            dim,
+            scale,
+            cap: case.cap,
+            mask,
+        };
         let (q, kv, d_q, d_kv) = (x[0].at(0), x[1].at(0), d_q.at(0), d_kv.at(0));
         let row = heads * 3 * dim;
-        let (fused_strides, beside) =
-            ([queries * row, row, 3 * dim], [keys * 2 * groups * dim, 2 * groups * dim, dim]);
+        let (fused_strides, beside) = (
+            [queries * row, row, 3 * dim],
+            [keys * 2 * groups * dim, 2 * groups * dim, dim],
+        );
         let of_q = [heads * queries * dim, dim, queries * dim];
         let [from, to] = [(q, kv), (d_q, d_kv)].map(|(q, kv)| match fused {
             true => [0, dim, 2 * dim].map(|at| Heads::new(q.at(at), fused_strides)),
@@ -200,7 +226,13 @@ fn check(case: Case, dtype: DType) {
         (false, 0) => ((s * heads + h) * queries + t) * dim + i,
         _ => ((s * keys + t) * 2 + which - 1) * groups * dim + h * dim + i,
     };
-    let from = |which: usize, place: usize| if fused || which == 0 { a[place] } else { b[place] };
+    let from = |which: usize, place: usize| {
+        if fused || which == 0 {
+            a[place]
+        } else {
+            b[place]
+        }
+    };
     let value =
         |which: usize, s: usize, t: usize, h: usize, i: usize| from(which, at(which, s, t, h, i));
     let mut out = vec![0.0; of_queries];
@@ -219,8 +251,9 @@ fn check(case: Case, dtype: DType) {
                     .collect();
                 let cap = case.cap.map(f64::from);
                 let capped = |x: f64| cap.map_or(x, |cap| cap * (x / cap).tanh());
-                let scores: Vec<f64> =
-                    (0..keys).map(|k| capped(raw[k]) + case.term(s, t, k, &exact_mask)).collect();
+                let scores: Vec<f64> = (0..keys)
+                    .map(|k| capped(raw[k]) + case.term(s, t, k, &exact_mask))
+                    .collect();
                 let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let total: f64 = scores.iter().map(|x| (x - largest).exp()).sum();
                 let share: Vec<f64> = scores.iter().map(|x| (x - largest).exp() / total).collect();
@@ -230,7 +263,9 @@ fn check(case: Case, dtype: DType) {
                 }
                 let mean: f64 = (0..dim).map(|i| out[row + i] * d[row + i]).sum();
                 for k in 0..keys {
-                    let along: f64 = (0..dim).map(|i| d[row + i] * value(2, s, k, group, i)).sum();
+                    let along: f64 = (0..dim)
+                        .map(|i| d[row + i] * value(2, s, k, group, i))
+                        .sum();
                     let slope = cap.map_or(1.0, |cap| 1.0 - (capped(raw[k]) / cap).powi(2));
                     let d_score = share[k] * (along - mean) * slope * scale;
                     let other = usize::from(!fused);
@@ -247,6 +282,11 @@ fn check(case: Case, dtype: DType) {
     close(&name, &y[0], &out, 1e-6);
     close(&format!("gradient of {name}"), &y[1], &gradients[0], 3e-6);
     if !fused {
-        close(&format!("gradient of keys of {name}"), &y[2], &gradients[1], 3e-6);
+        close(
+            &format!("gradient of keys of {name}"),
+            &y[2],
+            &gradients[1],
+            3e-6,
+        );
     }
 }

@@ -42,8 +42,18 @@ fn of<E: Element>(values: &[E]) -> HostArray {
 
 fn numbers(array: &HostArray) -> Vec<f64> {
     match array.dtype() {
-        DType::F32 => array.to_vec::<f32>().unwrap().iter().map(|x| f64::from(*x)).collect(),
-        DType::Bf16 => array.to_vec::<bf16>().unwrap().iter().map(|x| x.to_f64()).collect(),
+        DType::F32 => array
+            .to_vec::<f32>()
+            .unwrap()
+            .iter()
+            .map(|x| f64::from(*x))
+            .collect(),
+        DType::Bf16 => array
+            .to_vec::<bf16>()
+            .unwrap()
+            .iter()
+            .map(|x| x.to_f64())
+            .collect(),
         other => panic!("numbers of {other}"),
     }
 }
@@ -73,11 +83,18 @@ where
     let sources: Vec<&'static Source> = BOTH.iter().filter_map(|dtype| pair.of(*dtype)).collect();
     let run = || {
         let work = work.clone();
-        on_device(&sources, inputs, outputs, move |cuda, x, y| work(&cuda, x, y)).unwrap()
+        on_device(&sources, inputs, outputs, move |cuda, x, y| {
+            work(&cuda, x, y)
+        })
+        .unwrap()
     };
     let (first, second) = (run(), run());
     for (first, second) in first.iter().zip(&second) {
-        assert_eq!(first.bytes()[..], second.bytes()[..], "other bits in a second run");
+        assert_eq!(
+            first.bytes()[..],
+            second.bytes()[..],
+            "other bits in a second run"
+        );
     }
     first
 }
@@ -86,17 +103,27 @@ where
 /// relative to one plus its size. NaN must be NaN.
 #[track_caller]
 fn close(name: &str, found: &HostArray, exact: &[f64], bound: f64) {
-    let bound = if found.dtype() == DType::Bf16 { 1e-2 } else { bound };
+    let bound = if found.dtype() == DType::Bf16 {
+        1e-2
+    } else {
+        bound
+    };
     let found = numbers(found);
     assert_eq!(found.len(), exact.len(), "{name}");
     let mut most = 0.0f64;
     for (at, (found, exact)) in found.iter().zip(exact).enumerate() {
         if exact.is_nan() || found.is_nan() {
-            assert!(exact.is_nan() && found.is_nan(), "{name} {at}: {found}, not {exact}");
+            assert!(
+                exact.is_nan() && found.is_nan(),
+                "{name} {at}: {found}, not {exact}"
+            );
             continue;
         }
         let off = (found - exact).abs() / (1.0 + exact.abs());
-        assert!(off <= bound, "{name} {at}: {found}, not {exact}: off by {off:.1e}");
+        assert!(
+            off <= bound,
+            "{name} {at}: {found}, not {exact}: off by {off:.1e}"
+        );
         most = most.max(off);
     }
     println!("{name}: off by {most:.1e} of {bound:.0e}");
@@ -106,12 +133,24 @@ fn close(name: &str, found: &HostArray, exact: &[f64], bound: f64) {
 fn sources_are_those_of_a_dtype() {
     let names = |dtype, dim| {
         let sources = layers::sources(dtype, dim);
-        sources.iter().map(|source| source.name()).collect::<Vec<_>>()
+        sources
+            .iter()
+            .map(|source| source.name())
+            .collect::<Vec<_>>()
     };
     let names_of_bf16 = names(DType::Bf16, 128);
-    assert!(names_of_bf16.contains(&"attention.cu 128 of bf16"), "{names_of_bf16:?}");
-    assert!(names_of_bf16.iter().all(|name| name.ends_with("of bf16")), "{names_of_bf16:?}");
-    assert_eq!((names(DType::F32, 64).len(), names(DType::F32, 257).len()), (9, 8));
+    assert!(
+        names_of_bf16.contains(&"attention.cu 128 of bf16"),
+        "{names_of_bf16:?}"
+    );
+    assert!(
+        names_of_bf16.iter().all(|name| name.ends_with("of bf16")),
+        "{names_of_bf16:?}"
+    );
+    assert_eq!(
+        (names(DType::F32, 64).len(), names(DType::F32, 257).len()),
+        (9, 8)
+    );
     assert_eq!(names(DType::F64, 64), [""; 0]);
 }
 
@@ -129,31 +168,63 @@ fn wrong_arguments_are_refused_by_name() {
         ran.unwrap_err().to_string()
     };
     let norm = said(|cuda, x, y| {
-        let [out, statistics] = y else { panic!("two outputs") };
-        let norm = Norm { rows: 4, width: 4, eps: 1e-5, remove_mean: true };
+        let [out, statistics] = y else {
+            panic!("two outputs")
+        };
+        let norm = Norm {
+            rows: 4,
+            width: 4,
+            eps: 1e-5,
+            remove_mean: true,
+        };
         norm.forward(cuda, &x[0], (x[0].at(0), None), out, statistics)
     });
-    assert!(norm.contains("norm: x has 12 elements: expected 16"), "{norm}");
+    assert!(
+        norm.contains("norm: x has 12 elements: expected 16"),
+        "{norm}"
+    );
     let dtype = said(|cuda, x, y| {
         layers::activate(cuda, layers::Curve::Gelu, (1, 4), &x[1], None, &mut y[0])
     });
-    assert!(dtype.contains("activation of u32: expected f32 or bf16"), "{dtype}");
+    assert!(
+        dtype.contains("activation of u32: expected f32 or bf16"),
+        "{dtype}"
+    );
     let other = said(|cuda, x, y| layers::add(cuda, 4, &x[0], &x[1], &mut y[0]));
-    assert!(other.contains("sum: the residual is of u32: expected f32"), "{other}");
+    assert!(
+        other.contains("sum: the residual is of u32: expected f32"),
+        "{other}"
+    );
     let only_read = said(|cuda, x, _| layers::add(cuda, 4, &x[0], &x[0], &x[0]));
-    assert!(only_read.contains("cannot go to values that are only read"), "{only_read}");
+    assert!(
+        only_read.contains("cannot go to values that are only read"),
+        "{only_read}"
+    );
     let heads = said(|cuda, x, y| {
-        let [out, normalizers] = y else { panic!("two outputs") };
+        let [out, normalizers] = y else {
+            panic!("two outputs")
+        };
         let q = Heads::in_rows(&x[0], 2, 6, 3);
-        let attention = Attention { groups: 3, ..Attention::causal(1, 2, 2, 3) };
+        let attention = Attention {
+            groups: 3,
+            ..Attention::causal(1, 2, 2, 3)
+        };
         attention.forward(cuda, [q; 3], Heads::in_rows(out, 2, 6, 3), normalizers)
     });
-    assert!(heads.contains("2 heads cannot share 3 heads of keys"), "{heads}");
+    assert!(
+        heads.contains("2 heads cannot share 3 heads of keys"),
+        "{heads}"
+    );
     let short = said(|cuda, x, y| {
-        let [out, normalizers] = y else { panic!("two outputs") };
+        let [out, normalizers] = y else {
+            panic!("two outputs")
+        };
         let q = Heads::in_rows(&x[0], 3, 6, 3);
         let attention = Attention::causal(1, 2, 3, 3);
         attention.forward(cuda, [q; 3], Heads::in_rows(out, 3, 6, 3), normalizers)
     });
-    assert!(short.contains("attention: q has 12 elements: expected 18"), "{short}");
+    assert!(
+        short.contains("attention: q has 12 elements: expected 18"),
+        "{short}"
+    );
 }

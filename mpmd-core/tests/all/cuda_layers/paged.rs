@@ -33,10 +33,14 @@ fn run(
     let tokens: Vec<(u32, u32)> = all
         .flat_map(|(sequence, range)| range.clone().map(|at| (*sequence as u32, at as u32)))
         .collect();
-    let lengths: Vec<usize> =
-        passes.iter().map(|pass| pass.iter().map(|(_, range)| range.len()).sum()).collect();
-    let rows: Vec<f64> =
-        tokens.iter().flat_map(|(s, at)| random(row, u64::from(s * 1000 + at))).collect();
+    let lengths: Vec<usize> = passes
+        .iter()
+        .map(|pass| pass.iter().map(|(_, range)| range.len()).sum())
+        .collect();
+    let rows: Vec<f64> = tokens
+        .iter()
+        .flat_map(|(s, at)| random(row, u64::from(s * 1000 + at)))
+        .collect();
     let of_tokens = |pick: fn(&(u32, u32)) -> u32| of(&tokens.iter().map(pick).collect::<Vec<_>>());
     let inputs = [
         array(dtype, &rows),
@@ -45,13 +49,25 @@ fn run(
         of(&tables()),
     ];
     let cached = shape(dtype, 24 * groups * dim * 16);
-    let outputs = [shape(dtype, tokens.len() * heads * dim), cached.clone(), cached];
+    let outputs = [
+        shape(dtype, tokens.len() * heads * dim),
+        cached.clone(),
+        cached,
+    ];
     let y = device(&layers::PAGED, &inputs, &outputs, move |cuda, x, y| {
-        let [out, keys, values] = y else { panic!("three outputs") };
+        let [out, keys, values] = y else {
+            panic!("three outputs")
+        };
         cuda.zero(&mut *keys)?;
         cuda.zero(&mut *values)?;
         let out = out.at(0);
-        let cache = Paged { blocks: 24, groups, dim, keys: keys.at(0), values: values.at(0) };
+        let cache = Paged {
+            blocks: 24,
+            groups,
+            dim,
+            keys: keys.at(0),
+            values: values.at(0),
+        };
         let mut first = 0;
         for tokens in &lengths {
             let rows = PagedRows {
@@ -93,15 +109,23 @@ fn exact(
             .iter()
             .map(|row| {
                 let key = &row[(heads + group) * dim..][..dim];
-                let x: f64 = query[head * dim..].iter().zip(key).map(|(a, b)| a * b).sum();
+                let x: f64 = query[head * dim..]
+                    .iter()
+                    .zip(key)
+                    .map(|(a, b)| a * b)
+                    .sum();
                 let x = x * f64::from(0.6f32);
-                cap.map_or(x, |cap| f64::from(cap) * (x / f64::from(cap)).tanh()).exp()
+                cap.map_or(x, |cap| f64::from(cap) * (x / f64::from(cap)).tanh())
+                    .exp()
             })
             .collect();
         let total: f64 = shares.iter().sum();
         let value = |row: &Vec<f64>, i: usize| row[(heads + groups + group) * dim + i];
         out.extend((0..dim).map(|i| {
-            rows.iter().zip(&shares).map(|(row, share)| share / total * value(row, i)).sum::<f64>()
+            rows.iter()
+                .zip(&shares)
+                .map(|(row, share)| share / total * value(row, i))
+                .sum::<f64>()
         }));
     }
     out
@@ -113,11 +137,20 @@ fn attention_to_blocks_is_exact_and_the_same_in_all_passes() {
         return;
     }
     let of_all = |ranges: [std::ops::Range<usize>; 3]| {
-        ranges.into_iter().enumerate().filter(|(_, range)| !range.is_empty()).collect::<Vec<_>>()
+        ranges
+            .into_iter()
+            .enumerate()
+            .filter(|(_, range)| !range.is_empty())
+            .collect::<Vec<_>>()
     };
     for dtype in BOTH {
         for (window, cap) in [(None, None), (Some(40), None), (Some(3), Some(0.7f32))] {
-            let whole = run(dtype, vec![of_all(LENGTHS.map(|length| 0..length))], window, cap);
+            let whole = run(
+                dtype,
+                vec![of_all(LENGTHS.map(|length| 0..length))],
+                window,
+                cap,
+            );
             let mut expected = Vec::new();
             for (sequence, length) in LENGTHS.into_iter().enumerate() {
                 (0..length).for_each(|at| expected.extend(exact(dtype, sequence, at, window, cap)));
@@ -125,17 +158,27 @@ fn attention_to_blocks_is_exact_and_the_same_in_all_passes() {
             let name = format!("blocks of {dtype}, window {window:?}, cap {cap:?}");
             close(&name, &whole, &expected, 2e-6);
             // The same tokens in other passes.
-            let passes = [[0..20, 0..1, 0..0], [20..297, 1..16, 0..1], [297..300, 0..0, 0..0]];
+            let passes = [
+                [0..20, 0..1, 0..0],
+                [20..297, 1..16, 0..1],
+                [297..300, 0..0, 0..0],
+            ];
             let parts = run(dtype, passes.map(of_all).to_vec(), window, cap);
             let width = SIZES[0] * SIZES[2] * dtype.size();
             let starts = [0, 300, 316];
             let mut at = 0;
-            for pass in [[0..20, 0..1, 0..0], [20..297, 1..16, 0..1], [297..300, 0..0, 0..0]] {
+            for pass in [
+                [0..20, 0..1, 0..0],
+                [20..297, 1..16, 0..1],
+                [297..300, 0..0, 0..0],
+            ] {
                 for (sequence, range) in pass.into_iter().enumerate() {
                     for token in range {
                         let place = (starts[sequence] + token) * width;
-                        let [whole, part] =
-                            [&whole.bytes()[place..][..width], &parts.bytes()[at..][..width]];
+                        let [whole, part] = [
+                            &whole.bytes()[place..][..width],
+                            &parts.bytes()[at..][..width],
+                        ];
                         assert_eq!(whole, part, "{name}: token {token} of sequence {sequence}");
                         at += width;
                     }

@@ -46,7 +46,9 @@ fn activations_and_slopes_are_exact() {
                 let outputs = [shape(dtype, n), shape(dtype, n), shape(dtype, n)];
                 let inputs = [x.clone(), bias.clone(), d.clone()];
                 let y = device(&layers::ACTIVATION, &inputs, &outputs, move |cuda, x, y| {
-                    let [out, plain, d_x] = y else { panic!("three outputs") };
+                    let [out, plain, d_x] = y else {
+                        panic!("three outputs")
+                    };
                     let (bias, size) = (Some(x[1].at(0)), (rows, width));
                     layers::activate(cuda, curve, size, &x[0], bias, &mut *out)?;
                     layers::activate(cuda, curve, size, &x[0], None, plain)?;
@@ -61,7 +63,12 @@ fn activations_and_slopes_are_exact() {
                 close(&name, &y[1], &plain, 1e-6);
                 let out = numbers(&y[0]);
                 let sums = (0..n).map(|i| out[i] + slopes[i] * slope(curve, at(i)));
-                close(&format!("gradient of {name}"), &y[2], &sums.collect::<Vec<_>>(), 2e-6);
+                close(
+                    &format!("gradient of {name}"),
+                    &y[2],
+                    &sums.collect::<Vec<_>>(),
+                    2e-6,
+                );
             }
         }
     }
@@ -75,15 +82,25 @@ fn activations_end_in_lines() {
     let x = array(DType::F32, &[1e20, 100.0, -100.0, -1e20]);
     for curve in CURVES {
         let outputs = [shape(DType::F32, 4), shape(DType::F32, 4)];
-        let y =
-            device(&layers::ACTIVATION, std::slice::from_ref(&x), &outputs, move |cuda, x, y| {
+        let y = device(
+            &layers::ACTIVATION,
+            std::slice::from_ref(&x),
+            &outputs,
+            move |cuda, x, y| {
                 let [y, d_x] = y else { panic!("two outputs") };
                 layers::activate(cuda, curve, (1, 4), &x[0], None, &mut *y)?;
                 layers::activate_backward(cuda, curve, (1, 4), &x[0], None, &x[0], d_x)
-            });
+            },
+        );
         let [y, d_x] = [&y[0], &y[1]].map(|y| y.to_vec::<f32>().unwrap());
-        assert!(y[..2] == [1e20, 100.0] && y[2..].iter().all(|y| y.abs() < 1e-25), "{y:?}");
-        assert!(d_x[..2] == [1e20, 100.0] && d_x[2..].iter().all(|d| d.abs() < 1e-3), "{d_x:?}");
+        assert!(
+            y[..2] == [1e20, 100.0] && y[2..].iter().all(|y| y.abs() < 1e-25),
+            "{y:?}"
+        );
+        assert!(
+            d_x[..2] == [1e20, 100.0] && d_x[2..].iter().all(|d| d.abs() < 1e-3),
+            "{d_x:?}"
+        );
     }
 }
 
@@ -98,19 +115,28 @@ fn biases_and_residuals_are_added() {
             let [(x, a), (more, b), (bias, c)] =
                 [(n, 1), (n, 2), (width, 3)].map(|(n, seed)| sample(dtype, n, seed));
             let outputs = [shape(dtype, n), shape(dtype, n), shape(dtype, n)];
-            let y = device(&layers::ELEMENTWISE, &[x, more, bias], &outputs, move |cuda, x, y| {
-                let [all, biased, sum] = y else { panic!("three outputs") };
-                let (size, bias) = ((rows, width), Some(x[2].at(0)));
-                layers::add_bias(cuda, size, &x[0], bias, Some(x[1].at(0)), all)?;
-                layers::add_bias(cuda, size, &x[0], bias, None, biased)?;
-                // In place.
-                cuda.copy(&x[0], &mut *sum)?;
-                let sum = sum.at(0);
-                layers::add(cuda, rows * width, sum, &x[1], sum)
-            });
+            let y = device(
+                &layers::ELEMENTWISE,
+                &[x, more, bias],
+                &outputs,
+                move |cuda, x, y| {
+                    let [all, biased, sum] = y else {
+                        panic!("three outputs")
+                    };
+                    let (size, bias) = ((rows, width), Some(x[2].at(0)));
+                    layers::add_bias(cuda, size, &x[0], bias, Some(x[1].at(0)), all)?;
+                    layers::add_bias(cuda, size, &x[0], bias, None, biased)?;
+                    // In place.
+                    cuda.copy(&x[0], &mut *sum)?;
+                    let sum = sum.at(0);
+                    layers::add(cuda, rows * width, sum, &x[1], sum)
+                },
+            );
             let name = format!("sums of {dtype} [{rows}, {width}]");
             let exact = |with_bias: f64, with_more: f64| -> Vec<f64> {
-                (0..n).map(|i| a[i] + with_bias * c[i % width] + with_more * b[i]).collect()
+                (0..n)
+                    .map(|i| a[i] + with_bias * c[i % width] + with_more * b[i])
+                    .collect()
             };
             close(&name, &y[0], &exact(1.0, 1.0), 1e-6);
             close(&name, &y[1], &exact(1.0, 0.0), 1e-6);
@@ -167,16 +193,28 @@ fn scaled_sums_go_to_either_dtype() {
         for n in [1, 3, 257, 1000] {
             let [(x, a), (y, b)] = [1, 2].map(|seed| sample(dtype, n, seed));
             let outputs = [shape(dtype, n), shape(DType::F32, n)];
-            let y = device(&layers::ELEMENTWISE, &[x, y], &outputs, move |cuda, x, y| {
-                let [same, single] = y else { panic!("two outputs") };
-                cuda.copy(&x[1], &mut *same)?;
-                layers::add_scaled(cuda, n, -0.75, &x[0], same)?;
-                layers::convert(cuda, n, &x[1], &mut *single)?;
-                layers::add_scaled(cuda, n, -0.75, &x[0], single)
-            });
+            let y = device(
+                &layers::ELEMENTWISE,
+                &[x, y],
+                &outputs,
+                move |cuda, x, y| {
+                    let [same, single] = y else {
+                        panic!("two outputs")
+                    };
+                    cuda.copy(&x[1], &mut *same)?;
+                    layers::add_scaled(cuda, n, -0.75, &x[0], same)?;
+                    layers::convert(cuda, n, &x[1], &mut *single)?;
+                    layers::add_scaled(cuda, n, -0.75, &x[0], single)
+                },
+            );
             let sums: Vec<f64> = a.iter().zip(&b).map(|(a, b)| b - 0.75 * a).collect();
             close(&format!("scaled sums of {dtype} {n}"), &y[0], &sums, 1e-6);
-            close(&format!("scaled sums of {dtype} {n} in f32"), &y[1], &sums, 1e-6);
+            close(
+                &format!("scaled sums of {dtype} {n} in f32"),
+                &y[1],
+                &sums,
+                1e-6,
+            );
         }
     }
 }
@@ -189,14 +227,27 @@ fn conversions_round_as_the_host_does() {
     let mut numbers = fastrand::Rng::with_seed(1);
     let mut values: Vec<f32> = (0..1001).map(|_| f32::from_bits(numbers.u32(..))).collect();
     values.retain(|x| !x.is_nan());
-    values.extend([0.0, -0.0, f32::INFINITY, 1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0]);
+    values.extend([
+        0.0,
+        -0.0,
+        f32::INFINITY,
+        1.0 + 1.0 / 256.0,
+        1.0 + 3.0 / 256.0,
+    ]);
     let n = values.len();
     let outputs = [shape(DType::Bf16, n), shape(DType::F32, n)];
-    let y = device(&layers::ELEMENTWISE, &[of(&values)], &outputs, move |cuda, x, y| {
-        let [half, single] = y else { panic!("two outputs") };
-        layers::convert(cuda, n, &x[0], &mut *half)?;
-        layers::convert(cuda, n, &*half, single)
-    });
+    let y = device(
+        &layers::ELEMENTWISE,
+        &[of(&values)],
+        &outputs,
+        move |cuda, x, y| {
+            let [half, single] = y else {
+                panic!("two outputs")
+            };
+            layers::convert(cuda, n, &x[0], &mut *half)?;
+            layers::convert(cuda, n, &*half, single)
+        },
+    );
     let halves: Vec<bf16> = values.iter().map(|x| bf16::from_f32(*x)).collect();
     assert_eq!(y[0].to_vec::<bf16>().unwrap(), halves);
     let singles: Vec<f32> = halves.iter().map(|x| x.to_f32()).collect();
@@ -210,20 +261,38 @@ fn dropout_keeps_the_elements_that_the_host_keeps() {
     }
     let key = mpmd_layout::random::Key(0x0123_4567_89ab_cdef);
     for dtype in BOTH {
-        for (n, drop_p, limit) in
-            [(1, 0.5, 32768), (1003, 0.1, 6554), (64, 0.0, 0), (9, 0.999_999, 65535)]
-        {
+        for (n, drop_p, limit) in [
+            (1, 0.5, 32768),
+            (1003, 0.1, 6554),
+            (64, 0.0, 0),
+            (9, 0.999_999, 65535),
+        ] {
             let (x, exact) = sample(dtype, n, 1);
-            let y = device(&layers::ELEMENTWISE, &[x], &[shape(dtype, n)], move |cuda, x, y| {
-                layers::dropout(cuda, n, (key, drop_p), &x[0], &mut y[0])
-            });
+            let y = device(
+                &layers::ELEMENTWISE,
+                &[x],
+                &[shape(dtype, n)],
+                move |cuda, x, y| layers::dropout(cuda, n, (key, drop_p), &x[0], &mut y[0]),
+            );
             let scale = (65536.0 / (65536.0 - limit as f64)) as f32;
             let kept = (0..n).map(|i| {
                 let bits = mpmd_layout::random::bits(key, i as u64 / 4) >> (16 * (i % 4)) & 0xffff;
-                let value = if bits < limit { 0.0 } else { exact[i] as f32 * scale };
-                f64::from(if dtype == DType::Bf16 { bf16::from_f32(value).to_f32() } else { value })
+                let value = if bits < limit {
+                    0.0
+                } else {
+                    exact[i] as f32 * scale
+                };
+                f64::from(if dtype == DType::Bf16 {
+                    bf16::from_f32(value).to_f32()
+                } else {
+                    value
+                })
             });
-            assert_eq!(numbers(&y[0]), kept.collect::<Vec<_>>(), "{dtype} {n} {drop_p}");
+            assert_eq!(
+                numbers(&y[0]),
+                kept.collect::<Vec<_>>(),
+                "{dtype} {n} {drop_p}"
+            );
         }
     }
 }

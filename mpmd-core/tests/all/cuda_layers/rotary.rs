@@ -27,19 +27,34 @@ fn rotate(dtype: DType, [batch, time, heads, dim]: [usize; 4], beside: bool, kin
     let (x, exact) = sample(dtype, n, 1);
     let places = tokens + 2;
     let angles = random(places * half, 2);
-    let table =
-        |f: fn(f64) -> f64| array(DType::F32, &angles.iter().map(|x| f(*x)).collect::<Vec<_>>());
-    let positions: Vec<u32> = (0..tokens).map(|token| ((token * 7 + 1) % places) as u32).collect();
+    let table = |f: fn(f64) -> f64| {
+        array(
+            DType::F32,
+            &angles.iter().map(|x| f(*x)).collect::<Vec<_>>(),
+        )
+    };
+    let positions: Vec<u32> = (0..tokens)
+        .map(|token| ((token * 7 + 1) % places) as u32)
+        .collect();
     let inputs = [x, table(f64::cos), table(f64::sin), of(&positions)];
     let outputs = [shape(dtype, n), shape(dtype, n)];
     let y = device(&layers::ROTARY, &inputs, &outputs, move |cuda, x, y| {
-        let [there, back] = y else { panic!("two outputs") };
+        let [there, back] = y else {
+            panic!("two outputs")
+        };
         let angles = match kind {
             0 => Angles::ByTime(0),
             1 => Angles::ByTime(time),
             _ => Angles::ByPosition(x[3].at(0)),
         };
-        let rotary = Rotary { batch, time, heads, dim, beside, angles };
+        let rotary = Rotary {
+            batch,
+            time,
+            heads,
+            dim,
+            beside,
+            angles,
+        };
         let tables = [x[1].at(0), x[2].at(0)];
         let heads_of = |part| Heads::in_rows(part, time, row, dim + 1);
         cuda.copy(&x[0], &mut *there)?;
@@ -59,14 +74,21 @@ fn rotate(dtype: DType, [batch, time, heads, dim]: [usize; 4], beside: bool, kin
             let start = token * row + head * (dim + 1);
             for i in 0..half {
                 let (sin, cos) = angles[place * half + i].sin_cos();
-                let (a, b) = if beside { (2 * i, 2 * i + 1) } else { (i, i + half) };
+                let (a, b) = if beside {
+                    (2 * i, 2 * i + 1)
+                } else {
+                    (i, i + half)
+                };
                 let (a, b) = (start + a, start + b);
                 out[a] = exact[a] * cos - exact[b] * sin;
                 out[b] = exact[a] * sin + exact[b] * cos;
             }
         }
     }
-    let name = format!("rotation of {dtype} {:?}, {beside}, {kind}", [batch, time, heads, dim]);
+    let name = format!(
+        "rotation of {dtype} {:?}, {beside}, {kind}",
+        [batch, time, heads, dim]
+    );
     close(&name, &y[0], &out, 1e-6);
     close(&format!("{name} and back"), &y[1], &exact, 1e-6);
 }

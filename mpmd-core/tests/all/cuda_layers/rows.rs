@@ -14,37 +14,69 @@ fn norms_and_their_gradients_are_exact() {
     for dtype in BOTH {
         for (rows, width) in SHAPES {
             for remove_mean in [true, false] {
-                norm(dtype, Norm { rows, width, eps: 1e-5, remove_mean });
+                norm(
+                    dtype,
+                    Norm {
+                        rows,
+                        width,
+                        eps: 1e-5,
+                        remove_mean,
+                    },
+                );
             }
         }
     }
 }
 
 fn norm(dtype: DType, norm: Norm) {
-    let Norm { rows, width, eps, remove_mean } = norm;
+    let Norm {
+        rows,
+        width,
+        eps,
+        remove_mean,
+    } = norm;
     let n = rows * width;
     let [(x, a), (weight, w), (bias, b), (d_y, d)] =
         [(n, 1), (width, 2), (width, 3), (n, 4)].map(|(n, seed)| sample(dtype, n, seed));
     let sums = shape(DType::F32, width);
-    let outputs =
-        [shape(dtype, n), shape(dtype, n), sums.clone(), sums, shape(DType::F32, 2 * rows)];
-    let y = device(&layers::NORM, &[x, weight, bias, d_y], &outputs, move |cuda, x, y| {
-        let [y, d_x, d_weight, d_bias, statistics] = y else { panic!("five outputs") };
-        let bias = remove_mean.then(|| x[2].at(0));
-        norm.forward(cuda, &x[0], (x[1].at(0), bias), y, &mut *statistics)?;
-        cuda.copy(&x[0], &mut *d_x)?;
-        norm.backward(cuda, &x[0], &x[1], &x[3], &*statistics, add_to(d_x))?;
-        // Twice the bias gradient.
-        norm.backward_weight(
-            cuda,
-            &x[0],
-            &x[3],
-            &*statistics,
-            &mut *d_weight,
-            Some((&mut *d_bias).into()),
-        )?;
-        norm.backward_weight(cuda, &x[0], &x[3], &*statistics, d_weight, Some(add_to(d_bias)))
-    });
+    let outputs = [
+        shape(dtype, n),
+        shape(dtype, n),
+        sums.clone(),
+        sums,
+        shape(DType::F32, 2 * rows),
+    ];
+    let y = device(
+        &layers::NORM,
+        &[x, weight, bias, d_y],
+        &outputs,
+        move |cuda, x, y| {
+            let [y, d_x, d_weight, d_bias, statistics] = y else {
+                panic!("five outputs")
+            };
+            let bias = remove_mean.then(|| x[2].at(0));
+            norm.forward(cuda, &x[0], (x[1].at(0), bias), y, &mut *statistics)?;
+            cuda.copy(&x[0], &mut *d_x)?;
+            norm.backward(cuda, &x[0], &x[1], &x[3], &*statistics, add_to(d_x))?;
+            // Twice the bias gradient.
+            norm.backward_weight(
+                cuda,
+                &x[0],
+                &x[3],
+                &*statistics,
+                &mut *d_weight,
+                Some((&mut *d_bias).into()),
+            )?;
+            norm.backward_weight(
+                cuda,
+                &x[0],
+                &x[3],
+                &*statistics,
+                d_weight,
+                Some(add_to(d_bias)),
+            )
+        },
+    );
     let (mut out, mut d_x) = (Vec::new(), Vec::new());
     let (mut d_weight, mut d_bias) = (vec![0.0; width], vec![0.0; width]);
     for (row, d) in a.chunks(width).zip(d.chunks(width)) {
@@ -52,7 +84,11 @@ fn norm(dtype: DType, norm: Norm) {
         let middle = if remove_mean { mean(&|i| row[i]) } else { 0.0 };
         let scale = 1.0 / (mean(&|i| (row[i] - middle).powi(2)) + f64::from(eps)).sqrt();
         let normal = |i: usize| (row[i] - middle) * scale;
-        let shift = if remove_mean { mean(&|i| d[i] * w[i]) } else { 0.0 };
+        let shift = if remove_mean {
+            mean(&|i| d[i] * w[i])
+        } else {
+            0.0
+        };
         let along = mean(&|i| d[i] * w[i] * normal(i));
         for i in 0..width {
             out.push(normal(i) * w[i] + if remove_mean { b[i] } else { 0.0 });
@@ -79,29 +115,49 @@ fn column_sums_are_exact() {
             let (x, exact) = sample(dtype, rows * width, 1);
             let outputs = [shape(DType::F32, width), shape(DType::F32, width)];
             let y = device(&layers::COLUMNS, &[x], &outputs, move |cuda, x, y| {
-                let [once, twice] = y else { panic!("two outputs") };
+                let [once, twice] = y else {
+                    panic!("two outputs")
+                };
                 layers::sum_rows(cuda, (rows, width), &x[0], once)?;
                 layers::sum_rows(cuda, (rows, width), &x[0], &mut *twice)?;
                 layers::sum_rows(cuda, (rows, width), &x[0], add_to(twice))
             });
             let sum = |i: usize| exact.iter().skip(i).step_by(width).sum::<f64>();
             let sums: Vec<f64> = (0..width).map(sum).collect();
-            close(&format!("sums of {dtype} [{rows}, {width}]"), &y[0], &sums, 2e-6);
+            close(
+                &format!("sums of {dtype} [{rows}, {width}]"),
+                &y[0],
+                &sums,
+                2e-6,
+            );
             let sums: Vec<f64> = sums.iter().map(|sum| 2.0 * sum).collect();
             close("twice", &y[1], &sums, 2e-6);
         }
     }
-    let none = device(&layers::COLUMNS, &[], &[shape(DType::F32, 3)], |cuda, _, y| {
-        let empty = cuda.scratch(DType::F32, 0)?;
-        layers::sum_rows(cuda, (0, 3), &empty, &mut y[0])
-    });
+    let none = device(
+        &layers::COLUMNS,
+        &[],
+        &[shape(DType::F32, 3)],
+        |cuda, _, y| {
+            let empty = cuda.scratch(DType::F32, 0)?;
+            layers::sum_rows(cuda, (0, 3), &empty, &mut y[0])
+        },
+    );
     assert_eq!(none[0].to_vec::<f32>().unwrap(), [0.0; 3]);
 }
 
 /// Indices of so many tokens: one of them very often.
 fn tokens(count: usize, entries: u64, seed: u64) -> Vec<u64> {
     let mut numbers = fastrand::Rng::with_seed(seed);
-    (0..count).map(|_| if numbers.bool() { 0 } else { numbers.u64(..entries) }).collect()
+    (0..count)
+        .map(|_| {
+            if numbers.bool() {
+                0
+            } else {
+                numbers.u64(..entries)
+            }
+        })
+        .collect()
 }
 
 #[test]
@@ -111,13 +167,24 @@ fn embeddings_and_their_gradients_are_exact() {
     }
     for dtype in BOTH {
         for (tokens, entries, width) in [(1, 1, 1), (12, 5, 3), (300, 7, 257), (600, 256, 33)] {
-            embedding(dtype, Embedding { tokens, entries, width });
+            embedding(
+                dtype,
+                Embedding {
+                    tokens,
+                    entries,
+                    width,
+                },
+            );
         }
     }
 }
 
 fn embedding(dtype: DType, embedding: Embedding) {
-    let Embedding { tokens: count, entries, width } = embedding;
+    let Embedding {
+        tokens: count,
+        entries,
+        width,
+    } = embedding;
     let time = if count.is_multiple_of(3) { 3 } else { 1 };
     let mut indices = tokens(count, entries as u64, 5);
     if count > 2 {
@@ -129,13 +196,21 @@ fn embedding(dtype: DType, embedding: Embedding) {
     let sums = shape(DType::F32, entries * width);
     let outputs = [shape(dtype, count * width), sums.clone(), sums];
     let kinds = [
-        of(&indices.iter().map(|index| *index as u32).collect::<Vec<_>>()),
-        of(&indices.iter().map(|index| *index as i64).collect::<Vec<_>>()),
+        of(&indices
+            .iter()
+            .map(|index| *index as u32)
+            .collect::<Vec<_>>()),
+        of(&indices
+            .iter()
+            .map(|index| *index as i64)
+            .collect::<Vec<_>>()),
     ];
     for indices_here in kinds {
         let inputs = [table.clone(), positions.clone(), d_y.clone(), indices_here];
         let y = device(&layers::EMBEDDING, &inputs, &outputs, move |cuda, x, y| {
-            let [y, once, twice] = y else { panic!("three outputs") };
+            let [y, once, twice] = y else {
+                panic!("three outputs")
+            };
             embedding.forward(cuda, &x[0], &x[3], Some((x[1].at(0), time)), y)?;
             embedding.backward(cuda, &x[3], &x[2], once)?;
             embedding.backward(cuda, &x[3], &x[2], &mut *twice)?;
@@ -181,7 +256,10 @@ fn cross_entropy(dtype: DType, rows: usize, classes: usize, with_weights: bool) 
     let logits: Vec<f64> = random(n, 1).iter().map(|x| x * 5.0 + 200.0).collect();
     let logits = array(dtype, &logits);
     let mut exact = numbers(&logits);
-    let mut targets: Vec<u32> = tokens(rows, classes as u64, 2).iter().map(|x| *x as u32).collect();
+    let mut targets: Vec<u32> = tokens(rows, classes as u64, 2)
+        .iter()
+        .map(|x| *x as u32)
+        .collect();
     let mut weights: Vec<f32> = random(rows, 3).iter().map(|x| x.abs() as f32).collect();
     // An ignored row: any target, and infinite logits.
     let mut values = exact.clone();
@@ -191,22 +269,44 @@ fn cross_entropy(dtype: DType, rows: usize, classes: usize, with_weights: bool) 
         values[classes] = f64::INFINITY;
         exact[classes] = 0.0;
     }
-    let inputs = [array(dtype, &values), of(&targets), of(&weights), of(&[0.5f32])];
+    let inputs = [
+        array(dtype, &values),
+        of(&targets),
+        of(&weights),
+        of(&[0.5f32]),
+    ];
     let single = |n| shape(DType::F32, n);
     let outputs = [single(2), shape(dtype, n), single(2 * rows)];
     let y = device(&layers::SOFTMAX, &inputs, &outputs, move |cuda, x, y| {
-        let [total, d_logits, normalizers] = y else { panic!("three outputs") };
+        let [total, d_logits, normalizers] = y else {
+            panic!("three outputs")
+        };
         let weights = with_weights.then(|| x[2].at(0));
-        let loss = CrossEntropy { rows, classes, targets: x[1].at(0), weights };
+        let loss = CrossEntropy {
+            rows,
+            classes,
+            targets: x[1].at(0),
+            weights,
+        };
         loss.forward(cuda, &x[0], total, &mut *normalizers)?;
         // In place.
         cuda.copy(&x[0], &mut *d_logits)?;
         let d_logits = d_logits.at(0);
-        loss.backward(cuda, d_logits, &*normalizers, (3.0, Some(x[3].at(0))), d_logits)
+        loss.backward(
+            cuda,
+            d_logits,
+            &*normalizers,
+            (3.0, Some(x[3].at(0))),
+            d_logits,
+        )
     });
     let (mut sum, mut weight_sum, mut d_logits) = (0.0, 0.0, Vec::new());
     for (row, logits) in exact.chunks(classes).enumerate() {
-        let weight = if with_weights { f64::from(weights[row]) } else { 1.0 };
+        let weight = if with_weights {
+            f64::from(weights[row])
+        } else {
+            1.0
+        };
         let largest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let total: f64 = logits.iter().map(|x| (x - largest).exp()).sum();
         let target = targets[row] as usize;
@@ -232,8 +332,15 @@ fn wrong_target_is_seen_in_the_loss() {
     let inputs = [array(DType::F32, &[0.0; 6]), of(&[1u32, 3])];
     let outputs = [shape(DType::F32, 2), shape(DType::F32, 4)];
     let y = device(&layers::SOFTMAX, &inputs, &outputs, |cuda, x, y| {
-        let [total, normalizers] = y else { panic!("two outputs") };
-        let loss = CrossEntropy { rows: 2, classes: 3, targets: x[1].at(0), weights: None };
+        let [total, normalizers] = y else {
+            panic!("two outputs")
+        };
+        let loss = CrossEntropy {
+            rows: 2,
+            classes: 3,
+            targets: x[1].at(0),
+            weights: None,
+        };
         loss.forward(cuda, &x[0], total, normalizers)
     });
     let total = y[0].to_vec::<f32>().unwrap();
@@ -258,7 +365,13 @@ fn softmax(dtype: DType, rows: usize, width: usize, is_log: bool) {
     let n = rows * width;
     // Far above zero, or all below it.
     let middle = if is_log { 500.0 } else { -20.0 };
-    let x = array(dtype, &random(n, 1).iter().map(|x| 3.0 * x + middle).collect::<Vec<_>>());
+    let x = array(
+        dtype,
+        &random(n, 1)
+            .iter()
+            .map(|x| 3.0 * x + middle)
+            .collect::<Vec<_>>(),
+    );
     let exact = numbers(&x);
     // The gradient is that of a result that has the dtype.
     let mut shares = Vec::new();
@@ -272,17 +385,26 @@ fn softmax(dtype: DType, rows: usize, width: usize, is_log: bool) {
     let y = array(dtype, &shares);
     let ((d_y, d), given) = (sample(dtype, n, 2), numbers(&y));
     let outputs = [shape(dtype, n), shape(dtype, n)];
-    let found = device(&layers::SOFTMAX, &[x, y, d_y], &outputs, move |cuda, x, y| {
-        let [out, d_x] = y else { panic!("two outputs") };
-        layers::softmax(cuda, (rows, width), is_log, &x[0], out)?;
-        // In place.
-        cuda.copy(&x[2], &mut *d_x)?;
-        let d_x = d_x.at(0);
-        layers::softmax_backward(cuda, (rows, width), is_log, &x[1], d_x, d_x)
-    });
+    let found = device(
+        &layers::SOFTMAX,
+        &[x, y, d_y],
+        &outputs,
+        move |cuda, x, y| {
+            let [out, d_x] = y else { panic!("two outputs") };
+            layers::softmax(cuda, (rows, width), is_log, &x[0], out)?;
+            // In place.
+            cuda.copy(&x[2], &mut *d_x)?;
+            let d_x = d_x.at(0);
+            layers::softmax_backward(cuda, (rows, width), is_log, &x[1], d_x, d_x)
+        },
+    );
     let mut d_x = Vec::new();
     for (y, d) in given.chunks(width).zip(d.chunks(width)) {
-        let sum: f64 = y.iter().zip(d).map(|(y, d)| if is_log { *d } else { y * d }).sum();
+        let sum: f64 = y
+            .iter()
+            .zip(d)
+            .map(|(y, d)| if is_log { *d } else { y * d })
+            .sum();
         d_x.extend(y.iter().zip(d).map(|(y, d)| match is_log {
             true => d - y.exp() * sum,
             false => y * (d - sum),

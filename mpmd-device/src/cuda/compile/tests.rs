@@ -29,8 +29,15 @@ type Code = (String, String);
 fn code_below(root: &Path, folder: &Path, found: &mut Vec<Code>) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
-        let relative = path.strip_prefix(root).unwrap().to_string_lossy().into_owned();
-        let is_hidden = relative.rsplit('/').next().is_some_and(|name| name.starts_with('.'));
+        let relative = path
+            .strip_prefix(root)
+            .unwrap()
+            .to_string_lossy()
+            .into_owned();
+        let is_hidden = relative
+            .rsplit('/')
+            .next()
+            .is_some_and(|name| name.starts_with('.'));
         if is_hidden || SKIPPED.contains(&relative.as_str()) || path.is_symlink() {
             continue;
         }
@@ -66,7 +73,11 @@ fn code_in(file: &str, text: &str) -> Vec<Code> {
     let found = literals(file, &program);
     let count = |text: &str| text.matches(KERNEL).count();
     let of_found: usize = found.iter().map(|(_, code)| count(code)).sum();
-    assert_eq!(count(&program), of_found, "{file} has CUDA code in no literal: {found:?}");
+    assert_eq!(
+        count(&program),
+        of_found,
+        "{file} has CUDA code in no literal: {found:?}"
+    );
     found.into_iter().chain(literals(file, &comments)).collect()
 }
 
@@ -80,7 +91,11 @@ fn literals(file: &str, text: &str) -> Vec<Code> {
         let place = format!("{file}:{}", text[..begin].lines().count().max(1));
         let code = match (found.name("raw"), found.name("plain")) {
             (Some(raw), _) => raw.as_str().to_owned(),
-            (_, plain) => plain.unwrap().as_str().replace("\\\"", "\"").replace("\\n", "\n"),
+            (_, plain) => plain
+                .unwrap()
+                .as_str()
+                .replace("\\\"", "\"")
+                .replace("\\n", "\n"),
         };
         (place, code)
     });
@@ -93,7 +108,10 @@ fn cuda_code_is_found_in_literals_and_comments() {
         /// Source::cuda(\"b.cu\", r##\"\n///  GLOBAL b\n///\"##)\n\
         Source::cuda(\"c.cu\", \"\\\"C\\\" GLOBAL c\\n\");"
         .replace("GLOBAL", KERNEL);
-    let code: Vec<String> = code_in("f.rs", &text).into_iter().map(|(_, code)| code).collect();
+    let code: Vec<String> = code_in("f.rs", &text)
+        .into_iter()
+        .map(|(_, code)| code)
+        .collect();
     let expected = ["GLOBAL a", "\"C\" GLOBAL c\n", "\n  GLOBAL b\n"];
     assert_eq!(code, expected.map(|code| code.replace("GLOBAL", KERNEL)));
 }
@@ -112,8 +130,12 @@ fn all_cuda_sources_compile_with_real_nvrtc() {
         let toolkit = tempfile::tempdir().unwrap();
         symlink(&folder, toolkit.path().join("lib64")).unwrap();
         let prepare = |command: &mut Command| {
-            command.env(FOLDERS, &folder).env("CUDA_HOME", toolkit.path());
-            command.env_remove("LD_LIBRARY_PATH").env_remove("CUDA_PATH");
+            command
+                .env(FOLDERS, &folder)
+                .env("CUDA_HOME", toolkit.path());
+            command
+                .env_remove("LD_LIBRARY_PATH")
+                .env_remove("CUDA_PATH");
         };
         match softcuda::anew!(prepare) {
             Some(output) => println!("{output}"),
@@ -126,14 +148,19 @@ fn compile_all(folder: &Path) {
     let version = super::super::driver::nvrtc().unwrap();
     let maps = fs::read_to_string("/proc/self/maps").unwrap();
     let file = folder.join("libnvrtc.so").display().to_string();
-    assert!(maps.contains(&file), "the loader found another NVRTC first: {version}");
+    assert!(
+        maps.contains(&file),
+        "the loader found another NVRTC first: {version}"
+    );
 
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     let mut sources = Vec::new();
     code_below(root, root, &mut sources);
     assert!(sources.len() > 5, "{sources:?}");
-    let mut sources: Vec<Source> =
-        sources.into_iter().map(|(place, code)| Source::cuda(place.leak(), code.leak())).collect();
+    let mut sources: Vec<Source> = sources
+        .into_iter()
+        .map(|(place, code)| Source::cuda(place.leak(), code.leak()))
+        .collect();
     sources.extend(own_sources().map(|source| Source::cuda(source.name(), source.text())));
     let architecture = Architecture::new(9, 0);
     let count = sources.len();
@@ -150,7 +177,11 @@ fn compile_all(folder: &Path) {
             );
             // A source of the tests, which must fail.
             let is_broken = source.text().contains("nonsense");
-            assert_eq!(compiled.is_err(), is_broken, "{place} by NVRTC {version}: {compiled:?}");
+            assert_eq!(
+                compiled.is_err(),
+                is_broken,
+                "{place} by NVRTC {version}: {compiled:?}"
+            );
         }
     }
     println!("NVRTC {version} compiles all {count} sources");
@@ -194,11 +225,26 @@ fn registers(source: &'static Source, architecture: Architecture) -> BTreeMap<St
     let entry = Regex::new(&format!("{name}(?s:.*?){used}")).unwrap();
     let kernels = entry.captures_iter(&log).map(|found| {
         let found = found.unwrap();
-        let text = |group| found.get(group).map_or("0", |text| text.as_str()).to_owned();
-        assert_eq!(text(2), "0", "{} of {} spills registers", text(1), source.name());
+        let text = |group| {
+            found
+                .get(group)
+                .map_or("0", |text| text.as_str())
+                .to_owned()
+        };
+        assert_eq!(
+            text(2),
+            "0",
+            "{} of {} spills registers",
+            text(1),
+            source.name()
+        );
         (text(1), [text(3), text(4)])
     });
     let kernels: BTreeMap<_, _> = kernels.collect();
-    assert_eq!(kernels.len(), source.text().matches(KERNEL).count(), "{log}");
+    assert_eq!(
+        kernels.len(),
+        source.text().matches(KERNEL).count(),
+        "{log}"
+    );
     kernels
 }

@@ -28,15 +28,19 @@ pub fn found() -> Result<&'static Driver, NoCuda> {
 fn look() -> Result<Driver, NoCuda> {
     library::DRIVER.check(calls::DRIVER)?;
     let variable = |name| std::env::var_os(name).map(library::text);
-    let no_gpu = || NoCuda::NoGpu { visible: variable("CUDA_VISIBLE_DEVICES") };
+    let no_gpu = || NoCuda::NoGpu {
+        visible: variable("CUDA_VISIBLE_DEVICES"),
+    };
     // SAFETY: its only argument is a number of flags, which must be 0.
-    unsafe { calls::cuInit(0) }.result().map_err(|error| match error {
-        error if error.is(sys::CUresult::CUDA_ERROR_NO_DEVICE) => no_gpu(),
-        error if error.is(sys::CUresult::CUDA_ERROR_STUB_LIBRARY) => {
-            NoCuda::Stub { library_path: variable("LD_LIBRARY_PATH") }
-        }
-        error => refused("cuInit", error),
-    })?;
+    unsafe { calls::cuInit(0) }
+        .result()
+        .map_err(|error| match error {
+            error if error.is(sys::CUresult::CUDA_ERROR_NO_DEVICE) => no_gpu(),
+            error if error.is(sys::CUresult::CUDA_ERROR_STUB_LIBRARY) => NoCuda::Stub {
+                library_path: variable("LD_LIBRARY_PATH"),
+            },
+            error => refused("cuInit", error),
+        })?;
     let version = driver_version().map_err(|error| refused("cuDriverGetVersion", error))?;
     if version < OLDEST {
         return Err(NoCuda::TooOld { version });
@@ -110,7 +114,8 @@ fn gpu(ordinal: i32) -> Result<Gpu, NoCuda> {
     // SAFETY: the device comes from `cuDeviceGet`, and there is room for the number. This version
     // of the call distinguishes the parts of a divided device.
     let got = unsafe { calls::cuDeviceGetUuid_v2(&raw mut uuid, device) };
-    got.result().map_err(|error| refused("cuDeviceGetUuid_v2", error))?;
+    got.result()
+        .map_err(|error| refused("cuDeviceGetUuid_v2", error))?;
     Ok(Gpu {
         ordinal: ordinal.unsigned_abs(),
         name: String::from_utf8_lossy(name).into_owned(),
@@ -123,7 +128,12 @@ fn gpu(ordinal: i32) -> Result<Gpu, NoCuda> {
 
 /// Creates an error for a failed driver call, with the driver's name and description of the error.
 pub(crate) fn refused(call: &'static str, error: DriverError) -> NoCuda {
-    NoCuda::Refused { library: library::DRIVER.name, call, name: error.name(), text: error.text() }
+    NoCuda::Refused {
+        library: library::DRIVER.name,
+        call,
+        name: error.name(),
+        text: error.text(),
+    }
 }
 
 /// Returns the version of NVRTC, the compiler of kernels, as text such as `12.8`. Loads the library
@@ -183,7 +193,12 @@ pub fn nccl() -> Result<String, NoCuda> {
 
 /// Formats NCCL's number for a version, encoded as in NCCL_VERSION since 2.9: 22203 is 2.22.3.
 fn nccl_version(number: i32) -> String {
-    format!("{}.{}.{}", number / 10_000, number / 100 % 100, number % 100)
+    format!(
+        "{}.{}.{}",
+        number / 10_000,
+        number / 100 % 100,
+        number % 100
+    )
 }
 
 #[cfg(test)]

@@ -74,7 +74,10 @@ impl fmt::Display for Uuid {
         let mut bytes = self.0.iter();
         for length in [4, 2, 2, 2, 6] {
             f.write_str("-")?;
-            bytes.by_ref().take(length).try_for_each(|byte| write!(f, "{byte:02x}"))?;
+            bytes
+                .by_ref()
+                .take(length)
+                .try_for_each(|byte| write!(f, "{byte:02x}"))?;
         }
         Ok(())
     }
@@ -103,8 +106,9 @@ mod tests {
         assert_eq!(Version::of_number(12080).to_string(), "12.8");
         assert_eq!(Version::of_number(13000).to_string(), "13.0");
         assert!(Version::of_number(11080) < OLDEST && Version::of_number(12000) >= OLDEST);
-        let uuid =
-            Uuid([0x12, 0x34, 0x56, 0x78, 0x9a, 0xbc, 0xde, 0xf0, 1, 2, 3, 4, 5, 6, 7, 0xff]);
+        let uuid = Uuid([
+            0x12, 0x34, 0x56, 0x78, 0x9a, 0xbc, 0xde, 0xf0, 1, 2, 3, 4, 5, 6, 7, 0xff,
+        ]);
         assert_eq!(uuid.to_string(), "GPU-12345678-9abc-def0-0102-0304050607ff");
     }
 
@@ -113,7 +117,13 @@ mod tests {
         assert_eq!(found(), found());
         match found() {
             Ok(driver) => {
-                assert!(driver.gpus.iter().enumerate().all(|(i, gpu)| gpu.ordinal as usize == i))
+                assert!(
+                    driver
+                        .gpus
+                        .iter()
+                        .enumerate()
+                        .all(|(i, gpu)| gpu.ordinal as usize == i)
+                )
             }
             Err(error) => assert!(error.to_string().contains("CUDA driver"), "{error}"),
         }

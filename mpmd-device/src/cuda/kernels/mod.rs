@@ -10,14 +10,19 @@ use crate::cuda::source::Source;
 
 /// In-place sums: `add_f32`, `add_f64`, `add_f16`, `add_bf16`. Arguments: number of elements, sums,
 /// summands.
-pub static ADD: Source =
-    Source::cuda("add.cu", concat!(include_str!("common.cuh"), include_str!("add.cu"))).exact();
+pub static ADD: Source = Source::cuda(
+    "add.cu",
+    concat!(include_str!("common.cuh"), include_str!("add.cu")),
+)
+.exact();
 
 /// Optimisers, with the same bits as on the host: sums of squares, the figures of a step, updates
 /// by AdamW and SGD.
-pub static UPDATE: Source =
-    Source::cuda("update.cu", concat!(include_str!("common.cuh"), include_str!("update.cu")))
-        .exact();
+pub static UPDATE: Source = Source::cuda(
+    "update.cu",
+    concat!(include_str!("common.cuh"), include_str!("update.cu")),
+)
+.exact();
 
 /// Returns the bytes of shared memory of a block of attention, with so many tiles of `rows` vectors
 /// of up to `dim` elements, and with a square of scores. All rows have four numbers more. The

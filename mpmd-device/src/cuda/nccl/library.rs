@@ -134,13 +134,22 @@ pub(super) unsafe fn check(
         // SAFETY: NCCL's texts end with a zero, and stay until its next call on this thread at
         // least.
         let text = (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) });
-        text.map(|text| text.to_string_lossy().trim().to_owned()).unwrap_or_default()
+        text.map(|text| text.to_string_lossy().trim().to_owned())
+            .unwrap_or_default()
     };
     // SAFETY: a number of NCCL's own, and a communicator that is alive or null, both of which
     // it takes.
-    let (text, last) =
-        unsafe { (text(ncclGetErrorString(answer)), text(ncclGetLastError(communicator))) };
-    let last = if last.is_empty() { text } else { format!("{text}: {last}") };
+    let (text, last) = unsafe {
+        (
+            text(ncclGetErrorString(answer)),
+            text(ncclGetLastError(communicator)),
+        )
+    };
+    let last = if last.is_empty() {
+        text
+    } else {
+        format!("{text}: {last}")
+    };
     Err(CudaError::new(doing, name(answer), last))
 }
 /// Returns the name of a status, as in NCCL's header.
@@ -194,15 +203,31 @@ mod tests {
     #[test]
     fn data_types_and_operations_have_nccls_numbers() {
         use DType::*;
-        assert!([Bool, I16, U16, C64, C128].into_iter().all(|dtype| data_type(dtype).is_none()));
+        assert!(
+            [Bool, I16, U16, C64, C128]
+                .into_iter()
+                .all(|dtype| data_type(dtype).is_none())
+        );
         assert_eq!([F32, Bf16].map(data_type), [Some(7), Some(9)]);
-        assert_eq!([Reduce::Sum, Reduce::Max, Reduce::Min].map(operation), [0, 2, 3]);
+        assert_eq!(
+            [Reduce::Sum, Reduce::Max, Reduce::Min].map(operation),
+            [0, 2, 3]
+        );
     }
 
     #[test]
     fn configuration_is_non_blocking_in_the_2_14_layout() {
-        let Config { size, magic, version, blocking, .. } = Config::non_blocking();
-        assert_eq!((size, magic, version, blocking), (24, 0xcafe_beef, 21_400, 0));
+        let Config {
+            size,
+            magic,
+            version,
+            blocking,
+            ..
+        } = Config::non_blocking();
+        assert_eq!(
+            (size, magic, version, blocking),
+            (24, 0xcafe_beef, 21_400, 0)
+        );
     }
 
     #[test]

@@ -92,7 +92,13 @@ pub fn new_id() -> Result<CommunicatorId, CudaError> {
     ready()?;
     let mut id = UniqueId { internal: [0; 128] };
     // SAFETY: there is room for the id.
-    unsafe { check("creating an NCCL group id", library::ncclGetUniqueId(&raw mut id), NONE)? };
+    unsafe {
+        check(
+            "creating an NCCL group id",
+            library::ncclGetUniqueId(&raw mut id),
+            NONE,
+        )?
+    };
     Ok(id.internal.map(|byte| byte.to_ne_bytes()[0]))
 }
 
@@ -165,7 +171,9 @@ impl Communicators {
         for communicator in open {
             // Set only once: open communicators were not given up before.
             let _ = communicator.given_up.set(why.clone());
-            in_a_thread("nccl-abort", move || communicator.end(|raw| communicator.abort(raw)));
+            in_a_thread("nccl-abort", move || {
+                communicator.end(|raw| communicator.abort(raw))
+            });
         }
     }
 
@@ -191,7 +199,10 @@ impl Communicators {
     pub fn close(&self, within: Duration) {
         let (open, mut closing) = {
             let mut state = self.state.lock();
-            (std::mem::take(&mut state.open), std::mem::take(&mut state.leaving))
+            (
+                std::mem::take(&mut state.open),
+                std::mem::take(&mut state.leaving),
+            )
         };
         let deadline = after(now(), within);
         for communicator in open.into_values() {
@@ -226,7 +237,9 @@ impl Communicator {
                 .map_err(|_| CudaError::new(DOING, "", "the group has too many devices"))
         };
         let (ranks, rank) = (number(ranks)?, number(self.rank)?);
-        let id = UniqueId { internal: id.map(|byte| byte as c_char) };
+        let id = UniqueId {
+            internal: id.map(|byte| byte as c_char),
+        };
         let (mut raw, mut config) = (NONE, Config::non_blocking());
         // SAFETY: there is room for the communicator, and the configuration says how much of it is
         // filled. The context of the device is current, as the caller has seen to.
@@ -248,8 +261,17 @@ impl Communicator {
     /// If NCCL fails or the communicator was given up.
     pub fn issue(&self, stream: &RawStream, joint: &Joint<'_>) -> Result<(), NotJoined> {
         let held = self.held()?;
-        let Some(Raw(raw)) = *held else { return Err(self.is_over()) };
-        let Joint { kind, dtype, elements, ranks, from, to } = *joint;
+        let Some(Raw(raw)) = *held else {
+            return Err(self.is_over());
+        };
+        let Joint {
+            kind,
+            dtype,
+            elements,
+            ranks,
+            from,
+            to,
+        } = *joint;
         let doing = || format!("{} by NCCL", kind.verb());
         let Some(dtype_number) = data_type(dtype) else {
             return Err(CudaError::new(doing(), "", format!("NCCL has no dtype {dtype}")).into());
@@ -307,8 +329,8 @@ impl Communicator {
                 CollectiveKind::Permute(pairs) => {
                     let mine = pairs.iter().filter(|(from, to)| from != to);
                     self.together(
-                        mine.filter(|pair| pair.0 == self.rank || pair.1 == self.rank).map(
-                            |pair| {
+                        mine.filter(|pair| pair.0 == self.rank || pair.1 == self.rank)
+                            .map(|pair| {
                                 move || match *pair {
                                     (from, to) if from == self.rank => library::ncclSend(
                                         source,
@@ -330,8 +352,7 @@ impl Communicator {
                                         )
                                     }
                                 }
-                            },
-                        ),
+                            }),
                     )
                 }
             }
@@ -372,7 +393,9 @@ impl Communicator {
         loop {
             {
                 let held = self.held()?;
-                let Some(raw) = *held else { return Err(self.is_over()) };
+                let Some(raw) = *held else {
+                    return Err(self.is_over());
+                };
                 if self.state(doing, raw)? == SUCCESS {
                     return Ok(());
                 }
@@ -510,7 +533,13 @@ mod tests {
     #[test]
     fn errors_are_worse_than_work_in_progress() {
         assert_eq!(
-            [worse(0, 7), worse(7, 0), worse(7, 5), worse(3, 5), worse(0, 0)],
+            [
+                worse(0, 7),
+                worse(7, 0),
+                worse(7, 5),
+                worse(3, 5),
+                worse(0, 0)
+            ],
             [7, 7, 5, 3, 0]
         );
     }
@@ -518,10 +547,21 @@ mod tests {
     #[test]
     fn no_communicator_is_found_after_give_up() {
         let all = Communicators::default();
-        assert!(all.find(&[DeviceId(0), DeviceId(1)], 0).is_ok_and(|found| found.is_none()));
-        let why = Arc::new(Failure::new(FailureKind::PeerLost, ProcessId(1), 3, "it is gone"));
+        assert!(
+            all.find(&[DeviceId(0), DeviceId(1)], 0)
+                .is_ok_and(|found| found.is_none())
+        );
+        let why = Arc::new(Failure::new(
+            FailureKind::PeerLost,
+            ProcessId(1),
+            3,
+            "it is gone",
+        ));
         all.give_up(&why);
-        let found = all.find(&[DeviceId(0), DeviceId(1)], 0).err().map(|error| error.to_string());
+        let found = all
+            .find(&[DeviceId(0), DeviceId(1)], 0)
+            .err()
+            .map(|error| error.to_string());
         assert_eq!(found.as_deref(), Some("it was given up: it is gone"));
         assert!(all.are_to_be_watched() && !all.are_to_be_watched() && all.look().is_none());
         all.close(Duration::from_secs(1));

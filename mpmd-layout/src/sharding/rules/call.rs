@@ -83,7 +83,9 @@ impl Call {
     ) -> Result<[Option<&Literal>; N], ArgumentError> {
         if self.args.len() > N {
             let found = self.args.len();
-            return Err(ArgumentError(format!("takes at most {N} arguments, found {found}")));
+            return Err(ArgumentError(format!(
+                "takes at most {N} arguments, found {found}"
+            )));
         }
         let mut bound = [None; N];
         for (slot, value) in bound.iter_mut().zip(&self.args) {
@@ -94,7 +96,9 @@ impl Call {
                 return Err(ArgumentError(format!("has no argument `{keyword}`")));
             };
             if bound[index].replace(value).is_some() {
-                return Err(ArgumentError(format!("has two values for argument `{keyword}`")));
+                return Err(ArgumentError(format!(
+                    "has two values for argument `{keyword}`"
+                )));
             }
         }
         Ok(bound)
@@ -105,7 +109,9 @@ impl Call {
 /// `None`, `True` and `False`.
 pub(super) fn is_name(name: &str) -> bool {
     let mut reader = Reader { text: name, at: 0 };
-    reader.dotted_name().is_some_and(|found| found.len() == name.len() && !is_constant(found))
+    reader
+        .dotted_name()
+        .is_some_and(|found| found.len() == name.len() && !is_constant(found))
 }
 
 impl Reader<'_> {
@@ -117,9 +123,9 @@ impl Reader<'_> {
                 self.at = start;
                 let kind = match self.peek() {
                     None | Some('|') => ErrorKind::Syntax,
-                    Some(_) => {
-                        self.value(0).map_or_else(|error| error.kind(), |_| ErrorKind::Value)
-                    }
+                    Some(_) => self
+                        .value(0)
+                        .map_or_else(|error| error.kind(), |_| ErrorKind::Value),
                 };
                 self.at = start;
                 return Err(self.error(kind, "an op's name"));
@@ -134,7 +140,12 @@ impl Reader<'_> {
         } else {
             self.at = end_of_name;
         }
-        Ok(Call { name, args, keywords, text: self.text[start..self.at].to_owned() })
+        Ok(Call {
+            name,
+            args,
+            keywords,
+            text: self.text[start..self.at].to_owned(),
+        })
     }
 
     /// Reads a call's arguments after the opening bracket, up to and including the closing one.
@@ -174,7 +185,10 @@ impl Reader<'_> {
     /// before other text.
     fn keyword(&mut self) -> Option<String> {
         let start = self.at;
-        let name = self.identifier().filter(|name| !is_constant(name)).map(str::to_owned);
+        let name = self
+            .identifier()
+            .filter(|name| !is_constant(name))
+            .map(str::to_owned);
         self.skip_blanks();
         if name.is_some() && self.rest().starts_with('=') && !self.rest().starts_with("==") {
             self.bump();
@@ -216,8 +230,14 @@ mod tests {
     #[test]
     fn names_and_calls_are_read() {
         let call = one("func(1,'2',a=3,foo='bar')");
-        assert_eq!((call.name(), call.args()), ("func", &[Int(1), text("2")][..]));
-        assert_eq!(call.keywords(), [("a".to_owned(), Int(3)), ("foo".to_owned(), text("bar"))]);
+        assert_eq!(
+            (call.name(), call.args()),
+            ("func", &[Int(1), text("2")][..])
+        );
+        assert_eq!(
+            call.keywords(),
+            [("a".to_owned(), Int(3)), ("foo".to_owned(), text("bar"))]
+        );
         let call = one("module.some_name ( )");
         assert_eq!(
             (call.name(), call.args().len(), call.text()),
@@ -228,7 +248,12 @@ mod tests {
 
     #[test]
     fn blanks_around_names_and_bars_are_harmless() {
-        for tactic in ["a|b(1)|c", " a | b(1) | c ", "a |b( 1 )\t|\nc", "a|\n b(1 , )|c"] {
+        for tactic in [
+            "a|b(1)|c",
+            " a | b(1) | c ",
+            "a |b( 1 )\t|\nc",
+            "a|\n b(1 , )|c",
+        ] {
             let calls = Call::parse_tactic(tactic).unwrap();
             let names: Vec<&str> = calls.iter().map(Call::name).collect();
             assert_eq!(
@@ -237,12 +262,19 @@ mod tests {
                 "{tactic:?}"
             );
         }
-        assert_eq!(one("f('a|b')").args(), [text("a|b")], "within quotes it joins nothing");
+        assert_eq!(
+            one("f('a|b')").args(),
+            [text("a|b")],
+            "within quotes it joins nothing"
+        );
     }
 
     #[test]
     fn every_literal() {
-        assert_eq!([value("-1"), value("+ 7"), value("1_000")], [Int(-1), Int(7), Int(1000)]);
+        assert_eq!(
+            [value("-1"), value("+ 7"), value("1_000")],
+            [Int(-1), Int(7), Int(1000)]
+        );
         assert_eq!(
             [value("0x1F"), value("0o17"), value("0b11"), value("00")],
             [Int(31), Int(15), Int(3), Int(0)]
@@ -260,7 +292,10 @@ mod tests {
             [value("'a\"b'"), value("\"a'b\""), value("'a' \"b\"")],
             ["a\"b", "a'b", "ab"].map(text)
         );
-        assert_eq!(value(r"'\\ \' \n \x41 \u00e9 \d'"), text("\\ ' \n A \u{e9} \\d"));
+        assert_eq!(
+            value(r"'\\ \' \n \x41 \u00e9 \d'"),
+            text("\\ ' \n A \u{e9} \\d")
+        );
         assert_eq!(
             [value("()"), value("(1)"), value("(1,)")],
             [Tuple(vec![]), Int(1), Tuple(vec![Int(1)])]
@@ -270,7 +305,10 @@ mod tests {
             [value("[]"), value("[[1], 2,]")],
             [List(vec![]), List(vec![List(vec![Int(1)]), Int(2)])]
         );
-        assert_eq!([value("{}"), value("{1, 2}")], [Dict(vec![]), Set(vec![Int(1), Int(2)])]);
+        assert_eq!(
+            [value("{}"), value("{1, 2}")],
+            [Dict(vec![]), Set(vec![Int(1), Int(2)])]
+        );
         assert_eq!(
             value("{'a': 1, 2: {}}"),
             Dict(vec![(text("a"), Int(1)), (Int(2), Dict(vec![]))])
@@ -357,8 +395,14 @@ mod tests {
             message("f('\u{e9}', ]"),
             "tactic \"f('\u{e9}', ]\", column 8: expected a literal, found `]`"
         );
-        assert_eq!(message("f(1"), "tactic \"f(1\", column 4: expected `,` or `)`, found the end");
-        assert_eq!(message("a b"), "tactic \"a b\", column 3: expected `|` or the end, found `b`");
+        assert_eq!(
+            message("f(1"),
+            "tactic \"f(1\", column 4: expected `,` or `)`, found the end"
+        );
+        assert_eq!(
+            message("a b"),
+            "tactic \"a b\", column 3: expected `|` or the end, found `b`"
+        );
     }
 
     #[test]
@@ -367,7 +411,10 @@ mod tests {
         assert!(Call::parse_tactic(&nested(100)).is_ok());
         assert_eq!(kind(&nested(200)), ErrorKind::Syntax);
         assert_eq!(kind(&"(".repeat(1_000_000)), ErrorKind::Syntax);
-        assert_eq!(kind(&format!("f({}", "{1:".repeat(1_000_000))), ErrorKind::Syntax);
+        assert_eq!(
+            kind(&format!("f({}", "{1:".repeat(1_000_000))),
+            ErrorKind::Syntax
+        );
     }
 
     #[test]
@@ -379,13 +426,20 @@ mod tests {
         let error = |tactic| one(tactic).bind(names).unwrap_err().to_string();
         assert_eq!(error("f(1, 2, 3)"), "takes at most 2 arguments, found 3");
         assert_eq!(error("f(axes=1)"), "has no argument `axes`");
-        assert_eq!(error("f('x', axis='y')"), "has two values for argument `axis`");
+        assert_eq!(
+            error("f('x', axis='y')"),
+            "has two values for argument `axis`"
+        );
     }
 
     #[test]
     fn is_name_accepts_only_callable_names() {
         assert!(["a", "a.b", "_x1"].into_iter().all(is_name));
-        assert!(!["", "1a", "a b", "a.", ".a", "a|b", "None", "a()"].into_iter().any(is_name));
+        assert!(
+            !["", "1a", "a b", "a.", ".a", "a|b", "None", "a()"]
+                .into_iter()
+                .any(is_name)
+        );
     }
 
     proptest! {

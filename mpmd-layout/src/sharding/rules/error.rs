@@ -235,7 +235,10 @@ pub enum OpError {
         names: Vec<Option<String>>,
     },
     /// The leaf has more or fewer logical names than dimensions.
-    #[error("its logical names are {}, but it has {ndim} dimensions", names_text(names))]
+    #[error(
+        "its logical names are {}, but it has {ndim} dimensions",
+        names_text(names)
+    )]
     LogicalNames {
         /// The logical names.
         names: Vec<Option<String>>,
@@ -345,8 +348,10 @@ impl ParseError {
 }
 
 fn largest_text(largest: &[(String, u64)], leaves: usize) -> String {
-    let listed: Vec<String> =
-        largest.iter().map(|(leaf, bytes)| format!("`{leaf}` {bytes}")).collect();
+    let listed: Vec<String> = largest
+        .iter()
+        .map(|(leaf, bytes)| format!("`{leaf}` {bytes}"))
+        .collect();
     let more = match leaves - largest.len() {
         0 => String::new(),
         more => format!(" and {more} more leaves"),
@@ -355,6 +360,9 @@ fn largest_text(largest: &[(String, u64)], leaves: usize) -> String {
 }
 
 fn names_text(names: &[Option<String>]) -> String {
-    let names: Vec<&str> = names.iter().map(|name| name.as_deref().unwrap_or("None")).collect();
+    let names: Vec<&str> = names
+        .iter()
+        .map(|name| name.as_deref().unwrap_or("None"))
+        .collect();
     format!("({})", names.join(", "))
 }

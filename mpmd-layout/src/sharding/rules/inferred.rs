@@ -49,7 +49,12 @@ pub struct InferredLeaf {
 
 impl Inferred {
     pub(super) fn new(mesh: &Mesh, leaves: Vec<InferredLeaf>, patterns: Vec<String>) -> Self {
-        Self { mesh: mesh.clone(), leaves, patterns, budget: None }
+        Self {
+            mesh: mesh.clone(),
+            leaves,
+            patterns,
+            budget: None,
+        }
     }
 
     /// Returns the mesh over which the leaves are divided.
@@ -64,12 +69,16 @@ impl Inferred {
 
     /// Returns the sharding of each leaf, in the order given to `infer`. All are in device memory.
     pub fn shardings(&self) -> impl Iterator<Item = Sharding> {
-        self.leaves.iter().map(|leaf| self.mesh.sharding(leaf.spec.clone()))
+        self.leaves
+            .iter()
+            .map(|leaf| self.mesh.sharding(leaf.spec.clone()))
     }
 
     /// Returns the bytes that all leaves together need on each device. Saturates at `u64::MAX`.
     pub fn bytes_per_device(&self) -> u64 {
-        self.leaves.iter().fold(0, |sum: u64, leaf| sum.saturating_add(leaf.bytes_per_device))
+        self.leaves.iter().fold(0, |sum: u64, leaf| {
+            sum.saturating_add(leaf.bytes_per_device)
+        })
     }
 
     /// Returns the indices of the rules that apply to no leaf, ascending.
@@ -90,12 +99,20 @@ impl Inferred {
             self.budget = Some(budget);
             return Ok(self);
         }
-        let mut largest: Vec<(String, u64)> =
-            self.leaves.iter().map(|leaf| (leaf.name.clone(), leaf.bytes_per_device)).collect();
+        let mut largest: Vec<(String, u64)> = self
+            .leaves
+            .iter()
+            .map(|leaf| (leaf.name.clone(), leaf.bytes_per_device))
+            .collect();
         // The sort is stable: equal leaves stay in the order given.
         largest.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
         largest.truncate(LARGEST);
-        Err(RulesError::OverBudget { needed, budget, largest, leaves: self.leaves.len() })
+        Err(RulesError::OverBudget {
+            needed,
+            budget,
+            largest,
+            leaves: self.leaves.len(),
+        })
     }
 }
 
@@ -112,8 +129,11 @@ impl InferredLeaf {
         let mut bytes_per_device = aval.dtype().size() as u64;
         let mut uneven = false;
         for (dim, (size, entry)) in aval.shape().iter().zip(&entries).enumerate() {
-            let parts: usize =
-                entry.axes().iter().filter_map(|axis| mesh.axis_size(axis).ok()).product();
+            let parts: usize = entry
+                .axes()
+                .iter()
+                .filter_map(|axis| mesh.axis_size(axis).ok())
+                .product();
             if !size.is_multiple_of(parts) {
                 uneven = true;
                 notes.push(format!(
@@ -122,7 +142,15 @@ impl InferredLeaf {
             }
             bytes_per_device *= size.div_ceil(parts) as u64;
         }
-        Self { name, aval, spec: Spec::new(entries), rule, bytes_per_device, uneven, notes }
+        Self {
+            name,
+            aval,
+            spec: Spec::new(entries),
+            rule,
+            bytes_per_device,
+            uneven,
+            notes,
+        }
     }
 }
 
@@ -130,11 +158,13 @@ impl fmt::Display for Inferred {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut rows = vec![["leaf", "array", "spec", "per device", "rule", ""].map(str::to_owned)];
         rows.extend(self.leaves.iter().map(|leaf| self.row(leaf)));
-        let all: u64 =
-            self.leaves.iter().fold(0, |sum, leaf| sum.saturating_add(leaf.aval.bytes() as u64));
-        let budget = self
-            .budget
-            .map_or(String::new(), |budget| format!("of {} allowed", bytes_text(budget)));
+        let all: u64 = self
+            .leaves
+            .iter()
+            .fold(0, |sum, leaf| sum.saturating_add(leaf.aval.bytes() as u64));
+        let budget = self.budget.map_or(String::new(), |budget| {
+            format!("of {} allowed", bytes_text(budget))
+        });
         let needed = bytes_text(self.bytes_per_device());
         rows.push([
             "total".to_owned(),
@@ -164,7 +194,11 @@ impl fmt::Display for Inferred {
             f.write_str(line.join("  ").trim_end())?;
         }
         for rule in self.idle_rules() {
-            write!(f, "\nrule {rule} ({:?}) counts for no leaf", self.patterns[rule])?;
+            write!(
+                f,
+                "\nrule {rule} ({:?}) counts for no leaf",
+                self.patterns[rule]
+            )?;
         }
         Ok(())
     }
@@ -172,11 +206,23 @@ impl fmt::Display for Inferred {
 
 impl Inferred {
     fn row(&self, leaf: &InferredLeaf) -> [String; 6] {
-        let name = if leaf.name.is_empty() { "(root)".to_owned() } else { leaf.name.clone() };
-        let rule =
-            leaf.rule.map_or("none".to_owned(), |rule| format!("{rule} {:?}", self.patterns[rule]));
+        let name = if leaf.name.is_empty() {
+            "(root)".to_owned()
+        } else {
+            leaf.name.clone()
+        };
+        let rule = leaf.rule.map_or("none".to_owned(), |rule| {
+            format!("{rule} {:?}", self.patterns[rule])
+        });
         let (aval, spec) = (leaf.aval.to_string(), leaf.spec.to_string());
-        [name, aval, spec, bytes_text(leaf.bytes_per_device), rule, leaf.notes.join("; ")]
+        [
+            name,
+            aval,
+            spec,
+            bytes_text(leaf.bytes_per_device),
+            rule,
+            leaf.notes.join("; "),
+        ]
     }
 }
 
@@ -202,7 +248,12 @@ mod tests {
             ("rest", f32s([])),
             ("step", i32s([])),
         ];
-        infer(&leaves.map(|(name, aval)| (name.to_owned(), aval)), &strategy, &mesh).unwrap()
+        infer(
+            &leaves.map(|(name, aval)| (name.to_owned(), aval)),
+            &strategy,
+            &mesh,
+        )
+        .unwrap()
     }
 
     #[test]
@@ -249,7 +300,12 @@ rule 1 ("x") counts for no leaf"#
         let inferred = inferred();
         let shardings: Vec<Sharding> = inferred.shardings().collect();
         for (leaf, sharding) in inferred.leaves().iter().zip(&shardings) {
-            assert_eq!(sharding.layout(leaf.aval.shape()).is_err(), leaf.uneven, "{}", leaf.name);
+            assert_eq!(
+                sharding.layout(leaf.aval.shape()).is_err(),
+                leaf.uneven,
+                "{}",
+                leaf.name
+            );
         }
         assert!(inferred.leaves()[0].uneven);
         assert_eq!(inferred.idle_rules(), [1]);

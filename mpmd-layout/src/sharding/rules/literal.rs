@@ -79,9 +79,10 @@ impl Reader<'_> {
     /// brackets are nested too deeply.
     pub(super) fn value(&mut self, nested: usize) -> Result<Literal, ParseError> {
         if nested > MOST_NESTED {
-            return Err(
-                self.error(ErrorKind::Syntax, &format!("at most {MOST_NESTED} nested brackets"))
-            );
+            return Err(self.error(
+                ErrorKind::Syntax,
+                &format!("at most {MOST_NESTED} nested brackets"),
+            ));
         }
         match self.peek() {
             Some('"' | '\'') => self.strings(),
@@ -186,7 +187,11 @@ impl Reader<'_> {
         self.bump();
         self.skip_blanks();
         if !self.peek().is_some_and(|c| self.starts_number(c)) {
-            let kind = if self.peek().is_none() { ErrorKind::Syntax } else { ErrorKind::Value };
+            let kind = if self.peek().is_none() {
+                ErrorKind::Syntax
+            } else {
+                ErrorKind::Value
+            };
             return Err(self.error(kind, "a number"));
         }
         Ok(match self.number()? {
@@ -197,14 +202,20 @@ impl Reader<'_> {
     }
 
     fn starts_number(&self, c: char) -> bool {
-        let after_point = || self.rest().chars().nth(1).is_some_and(|c| c.is_ascii_digit());
+        let after_point = || {
+            self.rest()
+                .chars()
+                .nth(1)
+                .is_some_and(|c| c.is_ascii_digit())
+        };
         c.is_ascii_digit() || (c == '.' && after_point())
     }
 
     fn number(&mut self) -> Result<Literal, ParseError> {
         let start = self.at;
-        let has_radix =
-            ["0x", "0X", "0o", "0O", "0b", "0B"].iter().any(|p| self.rest().starts_with(p));
+        let has_radix = ["0x", "0X", "0o", "0O", "0b", "0B"]
+            .iter()
+            .any(|p| self.rest().starts_with(p));
         while let Some(c) = self.peek() {
             let in_exponent = !has_radix && self.text[start..self.at].ends_with(['e', 'E']);
             let goes_on = c.is_ascii_alphanumeric() || matches!(c, '_' | '.');
@@ -291,8 +302,10 @@ impl Reader<'_> {
                 return Ok(());
             }
         };
-        let code =
-            self.rest().get(..digits).filter(|hex| hex.bytes().all(|b| b.is_ascii_hexdigit()));
+        let code = self
+            .rest()
+            .get(..digits)
+            .filter(|hex| hex.bytes().all(|b| b.is_ascii_hexdigit()));
         let code = code.and_then(|hex| u32::from_str_radix(hex, 16).ok());
         match code.and_then(char::from_u32) {
             Some(c) => {
@@ -317,8 +330,13 @@ fn is_long_int(written: &str) -> bool {
 
 fn read_number(written: &str) -> Option<Literal> {
     let lonely = |(i, _): (usize, &str)| {
-        let neighbours = [written[..i].chars().next_back(), written[i + 1..].chars().next()];
-        !neighbours.iter().all(|c| c.is_some_and(|c| c.is_ascii_alphanumeric()))
+        let neighbours = [
+            written[..i].chars().next_back(),
+            written[i + 1..].chars().next(),
+        ];
+        !neighbours
+            .iter()
+            .all(|c| c.is_some_and(|c| c.is_ascii_alphanumeric()))
     };
     if written.match_indices('_').any(lonely) {
         return None;
@@ -334,5 +352,9 @@ fn read_number(written: &str) -> Option<Literal> {
         return plain.parse().ok().map(Literal::Float);
     }
     let leading_zero = plain.starts_with('0') && plain.bytes().any(|b| b != b'0');
-    plain.parse().ok().filter(|_| !leading_zero).map(Literal::Int)
+    plain
+        .parse()
+        .ok()
+        .filter(|_| !leading_zero)
+        .map(Literal::Int)
 }

@@ -56,7 +56,11 @@ impl LogicalAxes {
     pub fn pattern(mut self, pattern: &str, names: &[Option<&str>]) -> Result<Self, RulesError> {
         let regex = whole_name(pattern).map_err(|(position, message)| {
             let pattern = pattern.to_owned();
-            RulesError::BadLogicalPattern { pattern, position, message }
+            RulesError::BadLogicalPattern {
+                pattern,
+                position,
+                message,
+            }
         })?;
         self.patterns.push((regex, owned(names)));
         Ok(self)
@@ -66,7 +70,10 @@ impl LogicalAxes {
     /// minor. With no axes the rule keeps these dimensions whole.
     #[must_use]
     pub fn rule(mut self, name: impl Into<String>, axes: &[&str]) -> Self {
-        self.rules.push((name.into(), axes.iter().map(|axis| (*axis).to_owned()).collect()));
+        self.rules.push((
+            name.into(),
+            axes.iter().map(|axis| (*axis).to_owned()).collect(),
+        ));
         self
     }
 
@@ -78,7 +85,10 @@ impl LogicalAxes {
         }
         for (regex, names) in &self.patterns {
             let matches = regex.is_match(leaf).map_err(|error| {
-                OpError::Refused(format!("pattern {:?} of logical names: {error}", regex.as_str()))
+                OpError::Refused(format!(
+                    "pattern {:?} of logical names: {error}",
+                    regex.as_str()
+                ))
             })?;
             if matches {
                 return Ok(Some(names));
@@ -95,7 +105,10 @@ impl LogicalAxes {
         entries: &[SpecEntry],
     ) -> Result<Vec<(usize, Vec<String>)>, OpError> {
         if names.len() != entries.len() {
-            return Err(OpError::LogicalNames { names: names.to_vec(), ndim: entries.len() });
+            return Err(OpError::LogicalNames {
+                names: names.to_vec(),
+                ndim: entries.len(),
+            });
         }
         for (dim, name) in names.iter().enumerate() {
             if let Some(text) = name
@@ -107,8 +120,10 @@ impl LogicalAxes {
                 });
             }
         }
-        let mut decided: Vec<bool> =
-            entries.iter().map(|entry| *entry != SpecEntry::None).collect();
+        let mut decided: Vec<bool> = entries
+            .iter()
+            .map(|entry| *entry != SpecEntry::None)
+            .collect();
         let mut used: Vec<&String> = entries.iter().flat_map(SpecEntry::axes).collect();
         let mut assigned = Vec::new();
         for (name, axes) in &self.rules {
@@ -137,27 +152,46 @@ mod tests {
     use super::*;
 
     fn names(names: &[&str]) -> Vec<Option<String>> {
-        names.iter().map(|name| Some((*name).to_owned()).filter(|name| name != "-")).collect()
+        names
+            .iter()
+            .map(|name| Some((*name).to_owned()).filter(|name| name != "-"))
+            .collect()
     }
 
     fn rules(rules: &[(&str, &[&str])]) -> LogicalAxes {
-        rules.iter().fold(LogicalAxes::default(), |all, (name, axes)| all.rule(*name, axes))
+        rules
+            .iter()
+            .fold(LogicalAxes::default(), |all, (name, axes)| {
+                all.rule(*name, axes)
+            })
     }
 
     fn assign(logical: &LogicalAxes, of: &[&str]) -> Vec<(usize, Vec<String>)> {
-        logical.assign(&names(of), &vec![SpecEntry::None; of.len()]).unwrap()
+        logical
+            .assign(&names(of), &vec![SpecEntry::None; of.len()])
+            .unwrap()
     }
 
     #[test]
     fn the_first_rule_with_free_axes_decides() {
-        let logical =
-            rules(&[("embed", &["fsdp"]), ("mlp", &["replica"]), ("embed", &["replica"])]);
+        let logical = rules(&[
+            ("embed", &["fsdp"]),
+            ("mlp", &["replica"]),
+            ("embed", &["replica"]),
+        ]);
         let (fsdp, replica) = (vec!["fsdp".to_owned()], vec!["replica".to_owned()]);
-        assert_eq!(assign(&logical, &["embed", "mlp"]), [(0, fsdp.clone()), (1, replica.clone())]);
+        assert_eq!(
+            assign(&logical, &["embed", "mlp"]),
+            [(0, fsdp.clone()), (1, replica.clone())]
+        );
         assert_eq!(assign(&logical, &["-", "mlp", "-"]), [(1, replica.clone())]);
         assert_eq!(assign(&logical, &["heads"]), []);
         assert_eq!(assign(&LogicalAxes::default(), &["embed"]), []);
-        let logical = rules(&[("a", &["fsdp"]), ("b", &["fsdp", "replica"]), ("b", &["replica"])]);
+        let logical = rules(&[
+            ("a", &["fsdp"]),
+            ("b", &["fsdp", "replica"]),
+            ("b", &["replica"]),
+        ]);
         assert_eq!(assign(&logical, &["b", "a"]), [(1, fsdp), (0, replica)]);
     }
 
@@ -183,22 +217,55 @@ mod tests {
             .leaf("a/1", &[None]);
         let of = |leaf| logical.names_of(leaf).unwrap().map(<[_]>::to_vec);
         assert_eq!(of("a/1"), Some(names(&["-"])));
-        assert_eq!((of("a/2"), of("b/2")), (Some(names(&["x"])), Some(names(&["y"]))));
-        assert_eq!((of("b/2/c"), of("c")), (None, None), "patterns match whole names");
-        let wrong = LogicalAxes::default().pattern("a)(b", &[]).unwrap_err().to_string();
-        assert!(wrong.starts_with("logical names: pattern \"a)(b\", position 1"), "{wrong}");
-        let slow = LogicalAxes::default().pattern(r"(?:(x+)*)*\1y", &[]).unwrap();
-        assert!(slow.names_of(&"x".repeat(40)).unwrap_err().to_string().contains("logical names"));
+        assert_eq!(
+            (of("a/2"), of("b/2")),
+            (Some(names(&["x"])), Some(names(&["y"])))
+        );
+        assert_eq!(
+            (of("b/2/c"), of("c")),
+            (None, None),
+            "patterns match whole names"
+        );
+        let wrong = LogicalAxes::default()
+            .pattern("a)(b", &[])
+            .unwrap_err()
+            .to_string();
+        assert!(
+            wrong.starts_with("logical names: pattern \"a)(b\", position 1"),
+            "{wrong}"
+        );
+        let slow = LogicalAxes::default()
+            .pattern(r"(?:(x+)*)*\1y", &[])
+            .unwrap();
+        assert!(
+            slow.names_of(&"x".repeat(40))
+                .unwrap_err()
+                .to_string()
+                .contains("logical names")
+        );
     }
 
     #[test]
     fn double_or_mismatched_names_are_refused() {
         let logical = rules(&[]);
         let error = |of: &[&str], ndim| {
-            logical.assign(&names(of), &vec![SpecEntry::None; ndim]).unwrap_err().to_string()
+            logical
+                .assign(&names(of), &vec![SpecEntry::None; ndim])
+                .unwrap_err()
+                .to_string()
         };
-        assert_eq!(error(&["a", "-", "a"], 3), "logical name `a` comes twice in (a, None, a)");
-        assert_eq!(error(&["a"], 2), "its logical names are (a), but it has 2 dimensions");
-        assert!(logical.assign(&names(&["-", "-"]), &[SpecEntry::None, SpecEntry::None]).is_ok());
+        assert_eq!(
+            error(&["a", "-", "a"], 3),
+            "logical name `a` comes twice in (a, None, a)"
+        );
+        assert_eq!(
+            error(&["a"], 2),
+            "its logical names are (a), but it has 2 dimensions"
+        );
+        assert!(
+            logical
+                .assign(&names(&["-", "-"]), &[SpecEntry::None, SpecEntry::None])
+                .is_ok()
+        );
     }
 }

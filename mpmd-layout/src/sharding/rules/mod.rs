@@ -117,7 +117,10 @@ pub fn infer(
     let matched = (0..leaves.len()).map(|leaf| strategy.rule_of(matched_name(leaf)));
     let matched = matched.collect::<Result<Vec<Option<usize>>, RulesError>>()?;
     let follows = |leaf: usize| params[leaf].as_ref().and_then(|(_, param)| *param);
-    let mut states: Vec<State> = leaves.iter().map(|(_, aval)| State::whole(aval.ndim())).collect();
+    let mut states: Vec<State> = leaves
+        .iter()
+        .map(|(_, aval)| State::whole(aval.ndim()))
+        .collect();
     for (index, rule) in strategy.rules.iter().enumerate() {
         for step in &rule.steps {
             for (place, ((name, aval), state)) in leaves.iter().zip(&mut states).enumerate() {
@@ -127,11 +130,27 @@ pub fn infer(
                 let spec = state.spec();
                 let (logical, op) = (&strategy.logical, step.text.as_str());
                 let matched = matched_name(place);
-                let mut leaf = Placement { name, matched, aval, mesh, logical, op, state };
+                let mut leaf = Placement {
+                    name,
+                    matched,
+                    aval,
+                    mesh,
+                    logical,
+                    op,
+                    state,
+                };
                 if let Err(reason) = step.op.apply(&mut leaf) {
                     let (pattern, op) = (rule.pattern.clone(), step.text.clone());
                     let (leaf, aval) = (name.clone(), aval.clone());
-                    let failed = OpFailed { rule: index, pattern, op, leaf, aval, spec, reason };
+                    let failed = OpFailed {
+                        rule: index,
+                        pattern,
+                        op,
+                        leaf,
+                        aval,
+                        spec,
+                        reason,
+                    };
                     return Err(RulesError::Op(Box::new(failed)));
                 }
             }
@@ -154,7 +173,11 @@ pub fn infer(
         }
         inferred.push(leaf);
     }
-    Ok(Inferred::new(mesh, inferred, strategy.patterns().map(str::to_owned).collect()))
+    Ok(Inferred::new(
+        mesh,
+        inferred,
+        strategy.patterns().map(str::to_owned).collect(),
+    ))
 }
 
 /// For each leaf that is state: the name of its parameter, and the parameter's place among the
@@ -163,7 +186,10 @@ fn params_of(
     leaves: &[(String, ShapedArray)],
     strategy: &Strategy,
 ) -> Vec<Option<(String, Option<usize>)>> {
-    let params: Vec<_> = leaves.iter().map(|(name, _)| strategy.parameter_of(name)).collect();
+    let params: Vec<_> = leaves
+        .iter()
+        .map(|(name, _)| strategy.parameter_of(name))
+        .collect();
     let places: HashMap<&str, usize> = (leaves.iter().zip(&params).enumerate())
         .filter(|(_, (_, param))| param.is_none())
         .map(|(place, ((name, _), _))| (name.as_str(), place))
@@ -192,7 +218,10 @@ pub fn infer_sharding<T: Tree<Leaf = ShapedArray>>(
     mesh: &Mesh,
 ) -> Result<T::With<Sharding>, RulesError> {
     let leaves = tree.leaves_with_paths();
-    let leaves: Vec<_> = leaves.into_iter().map(|(name, aval)| (name, aval.clone())).collect();
+    let leaves: Vec<_> = leaves
+        .into_iter()
+        .map(|(name, aval)| (name, aval.clone()))
+        .collect();
     let inferred = infer(&leaves, strategy, mesh)?;
     let mut shardings = inferred.shardings();
     Ok(tree.map_ref(&mut |_| shardings.next().expect("a sharding for each leaf")))
@@ -202,17 +231,36 @@ pub fn infer_sharding<T: Tree<Leaf = ShapedArray>>(
 fn check(leaf: &str, state: &State, mesh: &Mesh) -> Result<(), RulesError> {
     let spec = || Box::new(state.spec());
     for (i, (axis, second)) in state.divided.iter().enumerate() {
-        if let Some((_, first)) = state.divided[..i].iter().find(|(earlier, _)| earlier == axis) {
+        if let Some((_, first)) = state.divided[..i]
+            .iter()
+            .find(|(earlier, _)| earlier == axis)
+        {
             let (leaf, axis) = (leaf.to_owned(), axis.clone());
             let (first, second) = (first.as_str().into(), second.as_str().into());
-            return Err(RulesError::AxisUsedTwice { leaf, spec: spec(), axis, first, second });
+            return Err(RulesError::AxisUsedTwice {
+                leaf,
+                spec: spec(),
+                axis,
+                first,
+                second,
+            });
         }
     }
-    match state.divided.iter().find(|(axis, _)| mesh.axis_index(axis).is_none()) {
+    match state
+        .divided
+        .iter()
+        .find(|(axis, _)| mesh.axis_index(axis).is_none())
+    {
         None => Ok(()),
         Some((axis, op)) => {
             let (leaf, axis, op) = (leaf.to_owned(), axis.clone(), op.clone());
-            Err(RulesError::UnknownAxis { leaf, spec: spec(), axis, op, mesh: mesh.clone() })
+            Err(RulesError::UnknownAxis {
+                leaf,
+                spec: spec(),
+                axis,
+                op,
+                mesh: mesh.clone(),
+            })
         }
     }
 }

@@ -83,14 +83,26 @@ impl Placement<'_> {
             });
         };
         if *entry != SpecEntry::None {
-            return Err(OpError::AlreadySharded { dim, by: entry.clone() });
+            return Err(OpError::AlreadySharded {
+                dim,
+                by: entry.clone(),
+            });
         }
-        if let Some((axis, by)) = self.state.kept_whole.iter().find(|(axis, _)| axes.contains(axis))
+        if let Some((axis, by)) = self
+            .state
+            .kept_whole
+            .iter()
+            .find(|(axis, _)| axes.contains(axis))
         {
-            return Err(OpError::KeptWhole { axis: axis.clone(), by: by.clone() });
+            return Err(OpError::KeptWhole {
+                axis: axis.clone(),
+                by: by.clone(),
+            });
         }
         *entry = SpecEntry::from(axes.to_vec());
-        self.state.divided.extend(axes.iter().map(|axis| (axis.clone(), self.op.to_owned())));
+        self.state
+            .divided
+            .extend(axes.iter().map(|axis| (axis.clone(), self.op.to_owned())));
         Ok(())
     }
 
@@ -101,10 +113,20 @@ impl Placement<'_> {
     /// If the mesh lacks one of the axes or an earlier op divides over it.
     pub fn keep_whole(&mut self, axes: &[String]) -> Result<(), OpError> {
         self.parts(axes)?;
-        if let Some((axis, by)) = self.state.divided.iter().find(|(axis, _)| axes.contains(axis)) {
-            return Err(OpError::DividedBefore { axis: axis.clone(), by: by.clone() });
+        if let Some((axis, by)) = self
+            .state
+            .divided
+            .iter()
+            .find(|(axis, _)| axes.contains(axis))
+        {
+            return Err(OpError::DividedBefore {
+                axis: axis.clone(),
+                by: by.clone(),
+            });
         }
-        self.state.kept_whole.extend(axes.iter().map(|axis| (axis.clone(), self.op.to_owned())));
+        self.state
+            .kept_whole
+            .extend(axes.iter().map(|axis| (axis.clone(), self.op.to_owned())));
         Ok(())
     }
 
@@ -116,10 +138,14 @@ impl Placement<'_> {
     pub fn parts(&self, axes: &[String]) -> Result<usize, OpError> {
         let size = |axis: &String| match self.mesh.axis_size(axis) {
             Ok(size) => Ok(size),
-            Err(_) => Err(OpError::UnknownAxis { axis: axis.clone(), mesh: self.mesh.clone() }),
+            Err(_) => Err(OpError::UnknownAxis {
+                axis: axis.clone(),
+                mesh: self.mesh.clone(),
+            }),
         };
         // An axis that is listed twice may overflow; a later check refuses it.
-        axes.iter().try_fold(1usize, |parts, axis| Ok(parts.saturating_mul(size(axis)?)))
+        axes.iter()
+            .try_fold(1usize, |parts, axis| Ok(parts.saturating_mul(size(axis)?)))
     }
 
     /// Adds a note on the leaf. The table of the result shows it.
@@ -130,7 +156,10 @@ impl Placement<'_> {
 
 impl State {
     pub(super) fn whole(ndim: usize) -> Self {
-        Self { entries: vec![SpecEntry::None; ndim], ..Self::default() }
+        Self {
+            entries: vec![SpecEntry::None; ndim],
+            ..Self::default()
+        }
     }
 
     pub(super) fn spec(&self) -> Spec {
@@ -166,7 +195,9 @@ pub(super) struct LogicalPartitioning;
 impl Replicate {
     pub(super) fn new(call: &Call) -> Result<Self, ArgumentError> {
         let [axes] = call.bind(["axes"])?;
-        axes.map_or(Ok(Self::Whole), |axes| Ok(Self::Along(axes_argument(Some(axes), "axes")?)))
+        axes.map_or(Ok(Self::Whole), |axes| {
+            Ok(Self::Along(axes_argument(Some(axes), "axes")?))
+        })
     }
 }
 
@@ -191,7 +222,10 @@ impl Fsdp {
                 .number()
                 .ok_or_else(|| ArgumentError("needs a number as `min_size_to_shard_mb`".into()))?,
         };
-        Ok(Self { axes: axes_argument(axes, "axis")?, small: mebibytes * f64::from(1 << 20) })
+        Ok(Self {
+            axes: axes_argument(axes, "axis")?,
+            small: mebibytes * f64::from(1 << 20),
+        })
     }
 }
 
@@ -230,17 +264,26 @@ impl ShardDim {
                 ArgumentError("needs True or False as `ignore_ndim_error`".into())
             })?,
         };
-        Ok(Self { axes, dim, ignore_ndim_error })
+        Ok(Self {
+            axes,
+            dim,
+            ignore_ndim_error,
+        })
     }
 }
 
 impl Op for ShardDim {
     fn apply(&self, leaf: &mut Placement<'_>) -> Result<(), OpError> {
         let ndim = leaf.entries().len();
-        let index = usize::try_from(self.dim.unsigned_abs()).ok().filter(|index| *index < ndim);
+        let index = usize::try_from(self.dim.unsigned_abs())
+            .ok()
+            .filter(|index| *index < ndim);
         let Some(index) = index else {
             if !self.ignore_ndim_error {
-                return Err(OpError::DimOutOfRange { dim: self.dim, ndim });
+                return Err(OpError::DimOutOfRange {
+                    dim: self.dim,
+                    ndim,
+                });
             }
             let note = format!(
                 "`{}` does nothing: the leaf has {ndim} dimensions, and the absolute value of \
@@ -263,7 +306,9 @@ impl LogicalPartitioning {
 impl Op for LogicalPartitioning {
     fn apply(&self, leaf: &mut Placement<'_>) -> Result<(), OpError> {
         let logical = leaf.logical;
-        let Some(names) = logical.names_of(leaf.matched)? else { return Ok(()) };
+        let Some(names) = logical.names_of(leaf.matched)? else {
+            return Ok(());
+        };
         for (dim, axes) in logical.assign(names, leaf.entries())? {
             leaf.shard(dim, &axes)?;
         }
@@ -280,8 +325,11 @@ pub(super) fn largest_first(shape: &[usize]) -> Vec<usize> {
 }
 
 fn axes_argument(axes: Option<&Literal>, name: &str) -> Result<Vec<String>, ArgumentError> {
-    let needed =
-        || ArgumentError(format!("needs the name of an axis, or a list of names, as `{name}`"));
+    let needed = || {
+        ArgumentError(format!(
+            "needs the name of an axis, or a list of names, as `{name}`"
+        ))
+    };
     axes.and_then(Literal::axes).ok_or_else(needed)
 }
 
@@ -301,14 +349,26 @@ mod tests {
         let call = |text: &str| Call::parse_tactic(text).unwrap().remove(0);
         let message = |result: Result<(), ArgumentError>| result.unwrap_err().to_string();
         let fsdp = |text| message(Fsdp::new(&call(text)).map(drop));
-        assert_eq!(fsdp("fsdp"), "needs the name of an axis, or a list of names, as `axis`");
+        assert_eq!(
+            fsdp("fsdp"),
+            "needs the name of an axis, or a list of names, as `axis`"
+        );
         assert_eq!(fsdp("fsdp([])"), fsdp("fsdp"));
         assert_eq!(fsdp("fsdp({'a', 'b'})"), fsdp("fsdp"));
-        assert_eq!(fsdp("fsdp('x', 'y')"), "needs a number as `min_size_to_shard_mb`");
+        assert_eq!(
+            fsdp("fsdp('x', 'y')"),
+            "needs a number as `min_size_to_shard_mb`"
+        );
         let shard_dim = |text| message(ShardDim::new(&call(text)).map(drop));
         assert_eq!(shard_dim("shard_dim('x')"), "needs a whole number as `dim`");
-        assert_eq!(shard_dim("shard_dim('x', 1.0)"), "needs a whole number as `dim`");
-        assert_eq!(shard_dim("shard_dim('x', 0, 1)"), "needs True or False as `ignore_ndim_error`");
+        assert_eq!(
+            shard_dim("shard_dim('x', 1.0)"),
+            "needs a whole number as `dim`"
+        );
+        assert_eq!(
+            shard_dim("shard_dim('x', 0, 1)"),
+            "needs True or False as `ignore_ndim_error`"
+        );
         assert!(Replicate::new(&call("replicate([1])")).is_err());
         assert_eq!(
             message(LogicalPartitioning::new(&call("f(1)")).map(drop)),

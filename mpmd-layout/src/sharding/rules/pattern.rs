@@ -44,8 +44,14 @@ pub(super) fn repeats_too_often(pattern: &str) -> Option<usize> {
                     continue;
                 }
                 // A number that does not parse has more than 64 bits.
-                let counts = inside.split(',').map(str::trim).filter(|count| !count.is_empty());
-                let most = counts.map(|count| count.parse().unwrap_or(u64::MAX)).max().unwrap_or(0);
+                let counts = inside
+                    .split(',')
+                    .map(str::trim)
+                    .filter(|count| !count.is_empty());
+                let most = counts
+                    .map(|count| count.parse().unwrap_or(u64::MAX))
+                    .max()
+                    .unwrap_or(0);
                 in_all = in_all.saturating_mul(most.max(1));
                 if most > MOST_REPEATED || in_all > MOST_IN_ALL {
                     return Some(at);

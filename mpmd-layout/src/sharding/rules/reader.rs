@@ -47,7 +47,9 @@ impl<'a> Reader<'a> {
     pub(super) fn identifier(&mut self) -> Option<&'a str> {
         self.peek().filter(|c| starts_identifier(*c))?;
         let rest = self.rest();
-        let end = rest.find(|c: char| c != '_' && !c.is_alphanumeric()).unwrap_or(rest.len());
+        let end = rest
+            .find(|c: char| c != '_' && !c.is_alphanumeric())
+            .unwrap_or(rest.len());
         self.at += end;
         Some(&rest[..end])
     }
@@ -66,17 +68,29 @@ impl<'a> Reader<'a> {
 
     pub(super) fn skip_blanks(&mut self) {
         let rest = self.rest();
-        self.at += rest.len() - rest.trim_start_matches(|c: char| c.is_ascii_whitespace()).len();
+        self.at += rest.len()
+            - rest
+                .trim_start_matches(|c: char| c.is_ascii_whitespace())
+                .len();
     }
 
     /// Creates an error at the current position.
     pub(super) fn error(&self, kind: ErrorKind, expected: &str) -> ParseError {
         let rest = self.rest();
-        let word = rest.find(|c: char| c != '_' && !c.is_alphanumeric()).unwrap_or(rest.len());
+        let word = rest
+            .find(|c: char| c != '_' && !c.is_alphanumeric())
+            .unwrap_or(rest.len());
         let found = match rest.chars().next() {
             None => "the end".to_owned(),
             Some(c) => {
-                format!("`{}`", if word > 0 { &rest[..word] } else { &rest[..c.len_utf8()] })
+                format!(
+                    "`{}`",
+                    if word > 0 {
+                        &rest[..word]
+                    } else {
+                        &rest[..c.len_utf8()]
+                    }
+                )
             }
         };
         let column = self.text[..self.at].chars().count() + 1;
@@ -93,7 +107,11 @@ impl<'a> Reader<'a> {
 /// Returns the kind of error if `c` follows a complete value or call. An operator would continue
 /// the expression.
 pub(super) fn after_value(c: char) -> ErrorKind {
-    if "+-*/%@&^<>[(".contains(c) { ErrorKind::Value } else { ErrorKind::Syntax }
+    if "+-*/%@&^<>[(".contains(c) {
+        ErrorKind::Value
+    } else {
+        ErrorKind::Syntax
+    }
 }
 
 pub(super) fn starts_identifier(c: char) -> bool {

@@ -92,7 +92,9 @@ impl Registry {
     ) -> Result<(), RulesError> {
         let name = checked(name)?;
         match self.factories.entry(name) {
-            Entry::Occupied(taken) => Err(RulesError::NameTaken { name: taken.key().clone() }),
+            Entry::Occupied(taken) => Err(RulesError::NameTaken {
+                name: taken.key().clone(),
+            }),
             Entry::Vacant(free) => {
                 free.insert(factory(read_and_applied(read, apply)));
                 Ok(())
@@ -112,7 +114,8 @@ impl Registry {
         read: impl Fn(&Call) -> Result<A, ArgumentError> + Send + Sync + 'static,
         apply: impl Fn(&A, &mut Placement<'_>) -> Result<(), OpError> + Send + Sync + 'static,
     ) -> Result<(), RulesError> {
-        self.factories.insert(checked(name)?, factory(read_and_applied(read, apply)));
+        self.factories
+            .insert(checked(name)?, factory(read_and_applied(read, apply)));
         Ok(())
     }
 
@@ -131,7 +134,10 @@ impl Default for Registry {
             ("logical_partitioning", factory(LogicalPartitioning::new)),
         ];
         Self {
-            factories: factories.into_iter().map(|(name, make)| (name.to_owned(), make)).collect(),
+            factories: factories
+                .into_iter()
+                .map(|(name, make)| (name.to_owned(), make))
+                .collect(),
         }
     }
 }
@@ -161,17 +167,31 @@ impl Strategy {
         if rules.is_empty() {
             return Err(RulesError::EmptyStrategy);
         }
-        let patterns =
-            rules.iter().enumerate().map(|(rule, (pattern, _))| compile(rule, pattern.as_ref()));
+        let patterns = rules
+            .iter()
+            .enumerate()
+            .map(|(rule, (pattern, _))| compile(rule, pattern.as_ref()));
         let patterns = patterns.collect::<Result<Vec<Regex>, RulesError>>()?;
         let rule = |(rule, ((pattern, tactic), regex)): (usize, (&(P, T), Regex))| {
             let pattern = pattern.as_ref().to_owned();
             let steps = steps(rule, &pattern, tactic.as_ref(), registry)?;
-            Ok(Rule { pattern, regex, steps })
+            Ok(Rule {
+                pattern,
+                regex,
+                steps,
+            })
         };
-        let rules =
-            rules.iter().zip(patterns).enumerate().map(rule).collect::<Result<_, RulesError>>()?;
-        Ok(Self { rules, logical: LogicalAxes::default(), state: Vec::new() })
+        let rules = rules
+            .iter()
+            .zip(patterns)
+            .enumerate()
+            .map(rule)
+            .collect::<Result<_, RulesError>>()?;
+        Ok(Self {
+            rules,
+            logical: LogicalAxes::default(),
+            state: Vec::new(),
+        })
     }
 
     /// Sets the logical axes, which the op `logical_partitioning()` uses.
@@ -215,7 +235,11 @@ impl Strategy {
     pub(super) fn parameter_of(&self, leaf: &str) -> Option<String> {
         self.state.iter().find_map(|(state, params)| {
             let path = leaf.strip_prefix(state.as_str())?.strip_prefix('/')?;
-            Some(if params.is_empty() { path.to_owned() } else { format!("{params}/{path}") })
+            Some(if params.is_empty() {
+                path.to_owned()
+            } else {
+                format!("{params}/{path}")
+            })
         })
     }
 
@@ -238,7 +262,12 @@ impl Strategy {
                 Err(error) => {
                     let (pattern, leaf, message) =
                         (rule.pattern.clone(), leaf.to_owned(), error.to_string());
-                    return Err(RulesError::PatternGaveUp { rule: index, pattern, leaf, message });
+                    return Err(RulesError::PatternGaveUp {
+                        rule: index,
+                        pattern,
+                        leaf,
+                        message,
+                    });
                 }
             }
         }
@@ -277,7 +306,12 @@ fn read_and_applied<A, F>(
     apply: F,
 ) -> impl Fn(&Call) -> Result<UserOp<A, F>, ArgumentError> {
     let apply = Arc::new(apply);
-    move |call| Ok(UserOp { arguments: read(call)?, apply: apply.clone() })
+    move |call| {
+        Ok(UserOp {
+            arguments: read(call)?,
+            apply: apply.clone(),
+        })
+    }
 }
 
 fn factory<O: Op + 'static>(
@@ -288,16 +322,28 @@ fn factory<O: Op + 'static>(
 
 fn checked(name: &str) -> Result<String, RulesError> {
     let name = name.to_owned();
-    if is_name(&name) { Ok(name) } else { Err(RulesError::BadName { name }) }
+    if is_name(&name) {
+        Ok(name)
+    } else {
+        Err(RulesError::BadName { name })
+    }
 }
 
 fn compile(rule: usize, pattern: &str) -> Result<Regex, RulesError> {
     if pattern.starts_with('/') {
-        return Err(RulesError::PatternStartsWithSlash { rule, pattern: pattern.to_owned() });
+        return Err(RulesError::PatternStartsWithSlash {
+            rule,
+            pattern: pattern.to_owned(),
+        });
     }
     whole_name(pattern).map_err(|(position, message)| {
         let pattern = pattern.to_owned();
-        RulesError::BadPattern { rule, pattern, position, message }
+        RulesError::BadPattern {
+            rule,
+            pattern,
+            position,
+            message,
+        }
     })
 }
 
@@ -315,16 +361,26 @@ fn steps(
     })?;
     let step = |call: &Call| {
         let Some(make) = registry.factories.get(call.name()) else {
-            let (op, known) =
-                (call.name().to_owned(), registry.names().map(str::to_owned).collect());
-            return Err(RulesError::UnknownOp { rule, pattern: pattern(), op, known });
+            let (op, known) = (
+                call.name().to_owned(),
+                registry.names().map(str::to_owned).collect(),
+            );
+            return Err(RulesError::UnknownOp {
+                rule,
+                pattern: pattern(),
+                op,
+                known,
+            });
         };
         let text = call.text().to_owned();
         match make(call) {
             Ok(op) => Ok(TacticOp { text, op }),
-            Err(ArgumentError(message)) => {
-                Err(RulesError::Arguments { rule, pattern: pattern(), op: text, message })
-            }
+            Err(ArgumentError(message)) => Err(RulesError::Arguments {
+                rule,
+                pattern: pattern(),
+                op: text,
+                message,
+            }),
         }
     };
     calls.iter().map(step).collect()
@@ -356,13 +412,22 @@ mod tests {
         let strategy = parse(&rules).unwrap();
         let rule_of = |name| strategy.rule_of(name).unwrap();
         let names = ["a/b", "a/x", "b/x", "b/y", "kernel", "ab", ""];
-        assert_eq!(names.map(rule_of), [None, Some(0), Some(0), Some(1), None, Some(3), None]);
-        assert_eq!(strategy.patterns().collect::<Vec<_>>(), [".*/x", "b/.*", "kern", "a|ab"]);
+        assert_eq!(
+            names.map(rule_of),
+            [None, Some(0), Some(0), Some(1), None, Some(3), None]
+        );
+        assert_eq!(
+            strategy.patterns().collect::<Vec<_>>(),
+            [".*/x", "b/.*", "kern", "a|ab"]
+        );
     }
 
     #[test]
     fn patterns_support_look_around_and_back_references() {
-        let rules = [(r"(?!frozen/).*/w", "replicate"), (r"(?P<n>\w+)/(?P=n)", "replicate")];
+        let rules = [
+            (r"(?!frozen/).*/w", "replicate"),
+            (r"(?P<n>\w+)/(?P=n)", "replicate"),
+        ];
         let strategy = parse(&rules).unwrap();
         let names = ["frozen/w", "a/w", "abc/abc", "abc/ab"];
         assert_eq!(
@@ -374,17 +439,25 @@ mod tests {
     #[test]
     fn a_pattern_that_takes_too_long_is_an_error() {
         let strategy = parse(&[(r"(?:(x+)*)*\1y", "replicate")]).unwrap();
-        let error = strategy.rule_of(&"x".repeat(40)).expect_err("more than a million steps");
-        assert!(matches!(&error, RulesError::PatternGaveUp { rule: 0, .. }), "{error}");
+        let error = strategy
+            .rule_of(&"x".repeat(40))
+            .expect_err("more than a million steps");
+        assert!(
+            matches!(&error, RulesError::PatternGaveUp { rule: 0, .. }),
+            "{error}"
+        );
         assert_eq!(error.kind(), ErrorKind::Value);
     }
 
     #[test]
     fn patterns_with_too_many_repeats_are_refused() {
         let nested = format!("{}x{}", "(".repeat(9), "){999}".repeat(9));
-        for pattern in
-            ["x{18446744073709551608,9}", "ab{1001}", "a{,99999999999999999999}", &nested]
-        {
+        for pattern in [
+            "x{18446744073709551608,9}",
+            "ab{1001}",
+            "a{,99999999999999999999}",
+            &nested,
+        ] {
             let (kind, message) = error(&[(pattern, "replicate")]);
             assert!(
                 kind == ErrorKind::Value && message.contains("more than 1000 times"),
@@ -402,7 +475,10 @@ mod tests {
         assert_eq!(error(&none).0, ErrorKind::Value);
         let (kind, message) = error(&[(".*", "replicate"), ("/k", "nope")]);
         assert_eq!(kind, ErrorKind::Assertion);
-        assert_eq!(message, "rule 1: pattern \"/k\" starts with `/`, but names of leaves do not");
+        assert_eq!(
+            message,
+            "rule 1: pattern \"/k\" starts with `/`, but names of leaves do not"
+        );
         let (kind, message) = error(&[("a)(b", "replicate")]);
         assert!(
             kind == ErrorKind::Value && message.starts_with("rule 0: pattern \"a)(b\", position 1"),
@@ -434,13 +510,24 @@ mod tests {
     #[test]
     fn names_are_registered_once_or_replaced() {
         let mut registry = Registry::default();
-        registry.register("my.op", |_| Ok(()), |_, _| Ok(())).unwrap();
-        let taken = registry.register("my.op", |_| Ok(()), |_, _| Ok(())).unwrap_err();
-        assert_eq!((taken.kind(), taken.to_string().contains("`my.op`")), (ErrorKind::Key, true));
-        registry.replace("my.op", |_| Ok(()), |_, _| Ok(())).unwrap();
+        registry
+            .register("my.op", |_| Ok(()), |_, _| Ok(()))
+            .unwrap();
+        let taken = registry
+            .register("my.op", |_| Ok(()), |_, _| Ok(()))
+            .unwrap_err();
+        assert_eq!(
+            (taken.kind(), taken.to_string().contains("`my.op`")),
+            (ErrorKind::Key, true)
+        );
+        registry
+            .replace("my.op", |_| Ok(()), |_, _| Ok(()))
+            .unwrap();
         registry.replace("fsdp", |_| Ok(()), |_, _| Ok(())).unwrap();
         assert!(Strategy::parse(&[("k", "my.op|fsdp")], &registry).is_ok());
-        let bad = registry.register("my op", |_| Ok(()), |_, _| Ok(())).unwrap_err();
+        let bad = registry
+            .register("my op", |_| Ok(()), |_, _| Ok(()))
+            .unwrap_err();
         assert_eq!(
             bad.to_string(),
             "\"my op\" cannot be an op's name: names are identifiers, or several joined by dots"

@@ -28,22 +28,42 @@ fn run(
     logical: LogicalAxes,
 ) -> Result<Vec<Spec>, RulesError> {
     let strategy = Strategy::parse(rules, &Registry::default())?.with_logical(logical);
-    let leaves: Vec<_> =
-        leaves.iter().map(|(name, aval)| ((*name).to_owned(), aval.clone())).collect();
+    let leaves: Vec<_> = leaves
+        .iter()
+        .map(|(name, aval)| ((*name).to_owned(), aval.clone()))
+        .collect();
     let inferred = infer(&leaves, &strategy, mesh)?;
-    let found: Vec<String> = inferred.leaves().iter().map(|leaf| leaf.name.clone()).collect();
-    assert_eq!(found, leaves.into_iter().map(|(name, _)| name).collect::<Vec<_>>());
-    Ok(inferred.leaves().iter().map(|leaf| leaf.spec.clone()).collect())
+    let found: Vec<String> = inferred
+        .leaves()
+        .iter()
+        .map(|leaf| leaf.name.clone())
+        .collect();
+    assert_eq!(
+        found,
+        leaves.into_iter().map(|(name, _)| name).collect::<Vec<_>>()
+    );
+    Ok(inferred
+        .leaves()
+        .iter()
+        .map(|leaf| leaf.spec.clone())
+        .collect())
 }
 
 fn one(mesh: &Mesh, aval: ShapedArray, tactic: &str) -> Result<Spec, RulesError> {
-    run(mesh, &[("k", tactic)], &[("k", aval)], LogicalAxes::default())
-        .map(|specs| specs[0].clone())
+    run(
+        mesh,
+        &[("k", tactic)],
+        &[("k", aval)],
+        LogicalAxes::default(),
+    )
+    .map(|specs| specs[0].clone())
 }
 
 /// Returns the spec that `tactic` gives to a single leaf, as text. Panics if the tactic fails.
 fn of(mesh: &Mesh, aval: ShapedArray, tactic: &str) -> String {
-    one(mesh, aval, tactic).unwrap_or_else(|error| panic!("{error}")).to_string()
+    one(mesh, aval, tactic)
+        .unwrap_or_else(|error| panic!("{error}"))
+        .to_string()
 }
 
 fn error(mesh: &Mesh, aval: ShapedArray, tactic: &str) -> (&'static str, String) {
@@ -55,9 +75,17 @@ fn error(mesh: &Mesh, aval: ShapedArray, tactic: &str) -> (&'static str, String)
 fn fsdp_takes_the_largest_dimension_that_fits() {
     let fsdp = |aval| of(&d8(), aval, r#"fsdp("data")"#);
     assert_eq!(fsdp(f32s([1024, 4096])), "P(None, data)");
-    assert_eq!(fsdp(f32s([2048, 2048])), "P(None, data)", "of equal ones the last");
+    assert_eq!(
+        fsdp(f32s([2048, 2048])),
+        "P(None, data)",
+        "of equal ones the last"
+    );
     assert_eq!(fsdp(f32s([16, 512, 512])), "P(None, None, data)");
-    assert_eq!(fsdp(f32s([1024, 1024])), "P(None, None)", "exactly 4 MiB are too few");
+    assert_eq!(
+        fsdp(f32s([1024, 1024])),
+        "P(None, None)",
+        "exactly 4 MiB are too few"
+    );
     assert_eq!(fsdp(f32s([1024, 1025])), "P(data, None)");
     assert_eq!(fsdp(bf16s([1024, 2048])), "P(None, None)");
     assert_eq!(fsdp(bf16s([1024, 2056])), "P(None, data)");
@@ -68,15 +96,24 @@ fn fsdp_takes_the_largest_dimension_that_fits() {
         [all(f32s([8])), all(f32s([])), all(f32s([0, 8]))],
         ["P(data)", "P()", "P(None, None)"]
     );
-    assert_eq!(of(&d8(), f32s([1024, 256]), r#"fsdp("data",0.5)"#), "P(data, None)");
+    assert_eq!(
+        of(&d8(), f32s([1024, 256]), r#"fsdp("data",0.5)"#),
+        "P(data, None)"
+    );
     let both = r#"fsdp(["replica","fsdp"])"#;
-    assert_eq!(of(&m(), f32s([3, 3, 1024, 1024]), both), "P(None, None, None, (replica, fsdp))");
+    assert_eq!(
+        of(&m(), f32s([3, 3, 1024, 1024]), both),
+        "P(None, None, None, (replica, fsdp))"
+    );
 }
 
 #[test]
 fn ops_are_applied_from_left_to_right() {
     let w = || f32s([4096, 1024]);
-    assert_eq!(of(&m(), w(), r#"shard_dim("replica",0)|fsdp("fsdp")"#), "P(replica, fsdp)");
+    assert_eq!(
+        of(&m(), w(), r#"shard_dim("replica",0)|fsdp("fsdp")"#),
+        "P(replica, fsdp)"
+    );
     assert_eq!(
         error(&m(), w(), r#"fsdp("fsdp")|shard_dim("replica",0)"#),
         (
@@ -89,8 +126,14 @@ fn ops_are_applied_from_left_to_right() {
         )
     );
     let (kind, message) = error(&m(), w(), r#"fsdp("fsdp")|replicate"#);
-    assert!(kind == "ValueError" && message.contains("inconsistent"), "{message}");
-    assert_eq!(of(&m(), w(), r#"replicate()| fsdp("fsdp") "#), "P(fsdp, None)");
+    assert!(
+        kind == "ValueError" && message.contains("inconsistent"),
+        "{message}"
+    );
+    assert_eq!(
+        of(&m(), w(), r#"replicate()| fsdp("fsdp") "#),
+        "P(fsdp, None)"
+    );
     // The original does not find the op ` replicate`. Here blanks are harmless, so it runs.
     assert_eq!(error(&m(), w(), r#"fsdp("fsdp") | replicate"#).1, message);
     // `ignore_ndim_error` affects only missing dimensions.
@@ -110,7 +153,10 @@ fn double_and_unknown_axes_are_found_at_the_end() {
             .to_owned()
         )
     );
-    assert_eq!(error(&m(), f32s([16]), r#"fsdp(["fsdp","fsdp"],0)"#).0, "DuplicateSpecError");
+    assert_eq!(
+        error(&m(), f32s([16]), r#"fsdp(["fsdp","fsdp"],0)"#).0,
+        "DuplicateSpecError"
+    );
     assert_eq!(
         error(&m(), f32s([4, 4]), r#"shard_dim("nope",1)"#),
         (
@@ -127,20 +173,45 @@ fn double_and_unknown_axes_are_found_at_the_end() {
 #[test]
 fn first_matching_rule_applies_to_each_leaf() {
     let w = || f32s([4096, 1024]);
-    let rules = [(".*/x", r#"shard_dim("fsdp",1)"#), ("b/.*", r#"shard_dim("replica",0)"#)];
+    let rules = [
+        (".*/x", r#"shard_dim("fsdp",1)"#),
+        ("b/.*", r#"shard_dim("replica",0)"#),
+    ];
     let leaves = [("a/b", w()), ("a/x", w()), ("b/x", w()), ("b/y", w())];
     let specs = run(&m(), &rules, &leaves, LogicalAxes::default()).unwrap();
     let x = spec![None, "fsdp"];
-    assert_eq!(specs, [spec![None, None], x.clone(), x, spec!["replica", None]]);
+    assert_eq!(
+        specs,
+        [spec![None, None], x.clone(), x, spec!["replica", None]]
+    );
 
-    let rules = [(".*FREEZE_ME.*", "replicate"), (".*", r#"fsdp(axis="fsdp")"#)];
-    let leaves =
-        [("params/FREEZE_ME/w", w()), ("params/w", w()), ("opt/0/mu", w()), ("opt/1", i32s([]))];
+    let rules = [
+        (".*FREEZE_ME.*", "replicate"),
+        (".*", r#"fsdp(axis="fsdp")"#),
+    ];
+    let leaves = [
+        ("params/FREEZE_ME/w", w()),
+        ("params/w", w()),
+        ("opt/0/mu", w()),
+        ("opt/1", i32s([])),
+    ];
     let specs = run(&m(), &rules, &leaves, LogicalAxes::default()).unwrap();
-    assert_eq!(specs, [spec![None, None], spec!["fsdp", None], spec!["fsdp", None], spec![]]);
+    assert_eq!(
+        specs,
+        [
+            spec![None, None],
+            spec!["fsdp", None],
+            spec!["fsdp", None],
+            spec![]
+        ]
+    );
 
-    let kern =
-        run(&m(), &[("kern", r#"fsdp("fsdp")"#)], &[("kernel", w())], LogicalAxes::default());
+    let kern = run(
+        &m(),
+        &[("kern", r#"fsdp("fsdp")"#)],
+        &[("kernel", w())],
+        LogicalAxes::default(),
+    );
     assert_eq!(kern.unwrap(), [spec![None, None]], "the whole name");
 }
 
@@ -152,7 +223,11 @@ fn shard_dim_counts_from_either_end() {
     assert_eq!(dim(&[16, 32, 8], "-2"), "P(None, fsdp, None)");
     assert_eq!(dim(&[16, 32, 4], "1,True"), "P(None, fsdp, None)");
     assert_eq!(dim(&[32], "1,True"), "P(None)");
-    assert_eq!(dim(&[15, 32], "0"), "P(fsdp, None)", "whether or not it divides evenly");
+    assert_eq!(
+        dim(&[15, 32], "0"),
+        "P(fsdp, None)",
+        "whether or not it divides evenly"
+    );
     for dim in ["-2", "2", "-9223372036854775807"] {
         let (kind, message) = error(&m(), f32s([16, 32]), &format!(r#"shard_dim("fsdp",{dim})"#));
         assert_eq!(kind, "ValueError");
@@ -164,7 +239,10 @@ fn shard_dim_counts_from_either_end() {
             "{message}"
         );
     }
-    assert_eq!(error(&m(), f32s([]), r#"shard_dim("fsdp",0)"#).0, "ValueError");
+    assert_eq!(
+        error(&m(), f32s([]), r#"shard_dim("fsdp",0)"#).0,
+        "ValueError"
+    );
 }
 
 #[test]
@@ -172,7 +250,10 @@ fn fsdp_unknown_axis_fails_only_for_matching_leaves() {
     let (kind, message) = error(&m(), f32s([2]), r#"fsdp("nope")"#);
     assert_eq!(kind, "KeyError");
     let mesh = "{replica:2, fsdp:4} devices [0, 1, 2, 3, 4, 5, 6, 7]";
-    assert!(message.ends_with(&format!("there is no axis `nope` in the mesh {mesh}")), "{message}");
+    assert!(
+        message.ends_with(&format!("there is no axis `nope` in the mesh {mesh}")),
+        "{message}"
+    );
     let rules = [("x", r#"fsdp("nope")"#)];
     assert_eq!(
         run(&m(), &rules, &[("k", f32s([2]))], LogicalAxes::default()).unwrap(),
@@ -184,7 +265,10 @@ fn fsdp_unknown_axis_fails_only_for_matching_leaves() {
 fn wrong_strategies_have_the_originals_error_class() {
     let kind = |pattern, tactic| {
         let leaves = [("k", f32s([2]))];
-        run(&m(), &[(pattern, tactic)], &leaves, LogicalAxes::default()).unwrap_err().kind().name()
+        run(&m(), &[(pattern, tactic)], &leaves, LogicalAxes::default())
+            .unwrap_err()
+            .kind()
+            .name()
     };
     assert_eq!(kind("k", "replicate|"), "SyntaxError");
     assert_eq!(kind("k", "fsdp(axis=data)"), "ValueError");
@@ -198,9 +282,19 @@ fn wrong_strategies_have_the_originals_error_class() {
 #[test]
 fn replicate_over_axes_binds_earlier_and_later_ops() {
     let w = || f32s([4096, 1024]);
-    assert_eq!(of(&m(), w(), r#"replicate("replica")|fsdp("fsdp")"#), "P(fsdp, None)");
-    assert_eq!(of(&m(), w(), r#"fsdp("fsdp")|replicate(["replica"])"#), "P(fsdp, None)");
-    let (kind, message) = error(&m(), w(), r#"replicate(axes="fsdp")|fsdp(["replica", "fsdp"])"#);
+    assert_eq!(
+        of(&m(), w(), r#"replicate("replica")|fsdp("fsdp")"#),
+        "P(fsdp, None)"
+    );
+    assert_eq!(
+        of(&m(), w(), r#"fsdp("fsdp")|replicate(["replica"])"#),
+        "P(fsdp, None)"
+    );
+    let (kind, message) = error(
+        &m(),
+        w(),
+        r#"replicate(axes="fsdp")|fsdp(["replica", "fsdp"])"#,
+    );
     assert_eq!(kind, "ValueError");
     let expected = concat!(
         r#"`fsdp(["replica", "fsdp"])` of rule 0 (pattern "k"): it divides over axis `fsdp`, "#,
@@ -236,9 +330,16 @@ fn logical_names_become_axes() {
         [spec!["replica", None], spec!["replica", None]],
         "divided dimensions stay divided"
     );
-    let whole = tactic("replicate('fsdp')|logical_partitioning()").unwrap_err().to_string();
-    assert!(whole.contains("leaf `boxed`") && whole.contains("axis `fsdp`"), "{whole}");
-    let twice = logical.clone().leaf("plain", &[Some("embed"), Some("embed")]);
+    let whole = tactic("replicate('fsdp')|logical_partitioning()")
+        .unwrap_err()
+        .to_string();
+    assert!(
+        whole.contains("leaf `boxed`") && whole.contains("axis `fsdp`"),
+        "{whole}"
+    );
+    let twice = logical
+        .clone()
+        .leaf("plain", &[Some("embed"), Some("embed")]);
     let twice = run(&m(), &[(".*", "logical_partitioning()")], &leaves, twice).unwrap_err();
     assert_eq!(twice.kind(), ErrorKind::Value);
     assert!(twice.to_string().contains("leaf `plain`"), "{twice}");
@@ -252,18 +353,26 @@ fn user_ops_see_the_leaf_and_refuse_with_a_reason() {
         "my.matrices",
         |call| {
             let [axis] = call.bind(["axis"])?;
-            axis.and_then(Literal::axes).ok_or_else(|| ArgumentError("needs an axis".into()))
+            axis.and_then(Literal::axes)
+                .ok_or_else(|| ArgumentError("needs an axis".into()))
         },
         |axes, leaf| match leaf.aval().ndim() {
             2 => leaf.shard(1, axes),
-            ndim => Err(OpError::Refused(format!("{} has {ndim} dimensions, not 2", leaf.name()))),
+            ndim => Err(OpError::Refused(format!(
+                "{} has {ndim} dimensions, not 2",
+                leaf.name()
+            ))),
         },
     );
     registered.unwrap();
     let strategy = Strategy::parse(&[(".*", "my.matrices('fsdp')")], &registry).unwrap();
     let tree = vec![f32s([4, 4]), f32s([8, 8])];
     let shardings: Vec<Sharding> = infer_sharding(&tree, &strategy, &m()).unwrap();
-    assert!(shardings.iter().all(|sharding| sharding.spec() == Some(&spec![None, "fsdp"])));
+    assert!(
+        shardings
+            .iter()
+            .all(|sharding| sharding.spec() == Some(&spec![None, "fsdp"]))
+    );
     let error = infer_sharding(&vec![f32s([4, 4]), f32s([4])], &strategy, &m()).unwrap_err();
     assert_eq!(
         error.to_string(),
@@ -275,14 +384,21 @@ fn user_ops_see_the_leaf_and_refuse_with_a_reason() {
 #[test]
 fn names_are_the_paths_of_a_tree() {
     let tree = (f32s([8]), vec![f32s([8, 8]), f32s([])]);
-    let rules = [("0", "shard_dim('data', 0)"), ("1/0", "shard_dim('data', 1)")];
+    let rules = [
+        ("0", "shard_dim('data', 0)"),
+        ("1/0", "shard_dim('data', 1)"),
+    ];
     let strategy = Strategy::parse(&rules, &Registry::default()).unwrap();
     let (first, rest): (Sharding, Vec<Sharding>) = infer_sharding(&tree, &strategy, &d8()).unwrap();
     assert_eq!(first.spec(), Some(&spec!["data"]));
     assert_eq!(rest[0].spec(), Some(&spec![None, "data"]));
     assert_eq!(rest[1].spec(), Some(&spec![]));
     let root = infer_sharding(&f32s([8]), &strategy, &d8()).unwrap();
-    assert_eq!(root.spec(), Some(&spec![None]), "a tree that is a leaf has the empty name");
+    assert_eq!(
+        root.spec(),
+        Some(&spec![None]),
+        "a tree that is a leaf has the empty name"
+    );
 }
 
 proptest! {
@@ -344,11 +460,15 @@ fn fuzz_strategies() {
     let mesh = m();
     let shapes: [&[usize]; 5] = [&[], &[8], &[4096, 1024], &[3, 0], &[usize::MAX / 8, 2]];
     let leaf = |shape: &&[usize]| {
-        (format!("a/w{}", shape.len()), ShapedArray::try_new(shape, DType::U8).unwrap())
+        (
+            format!("a/w{}", shape.len()),
+            ShapedArray::try_new(shape, DType::U8).unwrap(),
+        )
     };
     let leaves: Vec<_> = shapes.iter().map(leaf).collect();
-    let logical =
-        LogicalAxes::default().leaf("a/w1", &[Some("embed")]).rule("embed", &["fsdp", "fsdp"]);
+    let logical = LogicalAxes::default()
+        .leaf("a/w1", &[Some("embed")])
+        .rule("embed", &["fsdp", "fsdp"]);
     let samples = [
         "a/w[0-2]\nfsdp(axis=[\"replica\", \"fsdp\"], min_size_to_shard_mb=0)",
         "(?!b).*/w\\d\nshard_dim(\"fsdp\", -1, ignore_ndim_error=True)|logical_partitioning()",
@@ -361,8 +481,10 @@ fn fuzz_strategies() {
         let lines: Vec<&str> = text.split('\n').collect();
         // Patterns take most of the time, so every second input uses a fixed one.
         let pattern = |pattern| if bytes.len() % 2 == 0 { pattern } else { "a.*" };
-        let rules: Vec<(&str, &str)> =
-            lines.chunks_exact(2).map(|pair| (pattern(pair[0]), pair[1])).collect();
+        let rules: Vec<(&str, &str)> = lines
+            .chunks_exact(2)
+            .map(|pair| (pattern(pair[0]), pair[1]))
+            .collect();
         match Strategy::parse(&rules, &registry) {
             Ok(strategy) => match infer(&leaves, &strategy.with_logical(logical.clone()), &mesh) {
                 Ok(inferred) => drop((inferred.to_string(), inferred.within(1 << 20))),
@@ -375,13 +497,18 @@ fn fuzz_strategies() {
 
 #[test]
 fn state_follows_its_parameter_or_its_parameters_name() {
-    let rules = [("params/a/.*", "fsdp('data')"), ("params/b", "logical_partitioning()")];
+    let rules = [
+        ("params/a/.*", "fsdp('data')"),
+        ("params/b", "logical_partitioning()"),
+    ];
     let strategy = Strategy::parse(&rules, &Registry::default()).unwrap();
     let logical = LogicalAxes::default()
         .pattern("params/b", &[Some("rows"), None])
         .unwrap()
         .rule("rows", &["data"]);
-    let strategy = strategy.with_logical(logical).with_state("opt/mean", "params");
+    let strategy = strategy
+        .with_logical(logical)
+        .with_state("opt/mean", "params");
     let leaves = [
         // In `bf16` it would be too small to be divided by itself.
         ("opt/mean/a/w", bf16s([1024, 2048])),
@@ -396,8 +523,11 @@ fn state_follows_its_parameter_or_its_parameters_name() {
     ];
     let leaves = leaves.map(|(name, aval)| (name.to_owned(), aval));
     let inferred = infer(&leaves, &strategy, &d8()).unwrap();
-    let found: Vec<_> =
-        inferred.leaves().iter().map(|leaf| (leaf.spec.to_string(), leaf.rule)).collect();
+    let found: Vec<_> = inferred
+        .leaves()
+        .iter()
+        .map(|leaf| (leaf.spec.to_string(), leaf.rule))
+        .collect();
     let expected = [
         ("P(None, data)", Some(0)),
         ("P(None, data)", Some(0)),
@@ -413,17 +543,28 @@ fn state_follows_its_parameter_or_its_parameters_name() {
 fn state_of_parameters_at_the_root_has_their_names() {
     let strategy = Strategy::parse(&[("w", "shard_dim('data', 0)")], &Registry::default());
     let strategy = strategy.unwrap().with_state("square", "");
-    let leaves = [("w", f32s([8])), ("square/w", f32s([8])), ("square", f32s([8]))];
+    let leaves = [
+        ("w", f32s([8])),
+        ("square/w", f32s([8])),
+        ("square", f32s([8])),
+    ];
     let leaves = leaves.map(|(name, aval)| (name.to_owned(), aval));
     let inferred = infer(&leaves, &strategy, &d8()).unwrap();
-    let specs: Vec<_> = inferred.leaves().iter().map(|leaf| leaf.spec.to_string()).collect();
+    let specs: Vec<_> = inferred
+        .leaves()
+        .iter()
+        .map(|leaf| leaf.spec.to_string())
+        .collect();
     assert_eq!(specs, ["P(data)", "P(data)", "P(None)"]);
 }
 
 #[test]
 fn notes_are_events_with_level_leaf_rule_and_shape() {
     let log = Log::default();
-    let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(log.clone()).finish();
+    let subscriber = tracing_subscriber::fmt()
+        .with_ansi(false)
+        .with_writer(log.clone())
+        .finish();
     tracing::subscriber::with_default(subscriber, || {
         let rules = [
             ("odd", "fsdp('data')"),
@@ -464,7 +605,9 @@ fn notes_are_events_with_level_leaf_rule_and_shape() {
             "rule=\"scalar\"",
         ],
     ]) {
-        expected.iter().for_each(|part| assert!(line.contains(part), "{part} in {line}"));
+        expected
+            .iter()
+            .for_each(|part| assert!(line.contains(part), "{part} in {line}"));
     }
 }
 

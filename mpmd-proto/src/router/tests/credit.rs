@@ -5,7 +5,10 @@ use std::collections::VecDeque;
 use super::*;
 
 fn flying(job: &Job, kind: Kind) -> usize {
-    job.flying.iter().filter(|message| message.header.kind == kind).count()
+    job.flying
+        .iter()
+        .filter(|message| message.header.kind == kind)
+        .count()
 }
 
 /// Offers small pieces from process 0 to process 1, in new operations, until one finds no credit.
@@ -14,7 +17,11 @@ fn use_up_credit(job: &mut Job) -> u64 {
     for eager in 0.. {
         let op = job.issue(0, 5, "small");
         job.offer(0, 1, (op, 0), EAGER_BYTES);
-        if job.flying.last().is_some_and(|message| message.header.kind == Kind::Offer) {
+        if job
+            .flying
+            .last()
+            .is_some_and(|message| message.header.kind == Kind::Offer)
+        {
             return eager;
         }
     }
@@ -30,7 +37,10 @@ fn unclaimed_bytes_stay_within_credit_that_came_back() {
         let eager = use_up_credit(&mut job);
         unclaimed.extend((0..eager).map(|_| each).chain([0]));
         let bytes: u64 = unclaimed.iter().sum();
-        assert!(bytes <= EAGER_CREDIT, "round {round}: {bytes} bytes are unclaimed");
+        assert!(
+            bytes <= EAGER_CREDIT,
+            "round {round}: {bytes} bytes are unclaimed"
+        );
         job.run(1);
         // A little more than brings credit back, so that some is owed from round to round.
         for _ in 0..20.min(unclaimed.len()) {
@@ -61,7 +71,12 @@ fn parked_offer_gets_one_grant_once_it_is_expected() {
     assert_eq!(flying(&job, Kind::Grant), 0);
     job.expect(1, 0, (last, 0), EAGER_BYTES);
     // The offer a second time, which no correct sender does, and time that passes.
-    let offer = Header { op: last, bytes: EAGER_BYTES, hash: 5, ..Header::new(Kind::Offer) };
+    let offer = Header {
+        op: last,
+        bytes: EAGER_BYTES,
+        hash: 5,
+        ..Header::new(Kind::Offer)
+    };
     job.say(0, 1, offer, &[]);
     for _ in 0..200 {
         grants += flying(&job, Kind::Grant);
@@ -79,7 +94,11 @@ fn late_tick_loses_no_peer_and_starts_a_full_time_out() {
     job.now += 100_000;
     job.routers[0].tick(at(job.now));
     job.act(0);
-    assert!(job.silent.is_empty() && job.lost.is_empty(), "{:?}", job.silent);
+    assert!(
+        job.silent.is_empty() && job.lost.is_empty(),
+        "{:?}",
+        job.silent
+    );
     // From then on one peer is silent, the other is not.
     job.dead[1] = true;
     job.flying.retain(|message| message.from != ProcessId(1));
@@ -87,5 +106,9 @@ fn late_tick_loses_no_peer_and_starts_a_full_time_out() {
     assert!(job.silent.is_empty(), "{:?}", job.silent);
     job.run(2_000);
     assert!(job.silent.contains(&(0, 1)), "{:?}", job.silent);
-    assert!(job.silent.iter().all(|(_, lost)| *lost == 1), "{:?}", job.silent);
+    assert!(
+        job.silent.iter().all(|(_, lost)| *lost == 1),
+        "{:?}",
+        job.silent
+    );
 }

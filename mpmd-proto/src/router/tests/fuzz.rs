@@ -31,14 +31,18 @@ fn operations(rng: &mut Rng) -> Vec<Vec<Piece>> {
         let (from, to) = one_of(rng, &[(1, 0), (1, 0), (0, 1), (0, 2), (2, 0), (2, 0)]);
         (from, to, one_of(rng, &SIZES), rng.u8(..4) > 0)
     };
-    (0..rng.usize(1..7)).map(|_| (0..rng.usize(..4)).map(|_| piece(rng)).collect()).collect()
+    (0..rng.usize(1..7))
+        .map(|_| (0..rng.usize(..4)).map(|_| piece(rng)).collect())
+        .collect()
 }
 
 impl Job {
     /// Issues the next operation of a correct process and offers or expects its pieces. Does
     /// nothing at the program's end.
     fn issue_next(&mut self, process: usize, operations: &[Vec<Piece>]) {
-        let Some(pieces) = operations.get(self.routers[process].count() as usize) else { return };
+        let Some(pieces) = operations.get(self.routers[process].count() as usize) else {
+            return;
+        };
         let op = self.issue(process, hash(self.routers[process].count() + 1), "op");
         for (number, (from, to, bytes, is_known)) in (0..).zip(pieces) {
             let (key, peer) = ((op, number), ProcessId(*from as u32));
@@ -64,19 +68,45 @@ fn lie(rng: &mut Rng, job: &Job, operations: &[Vec<Piece>]) -> Option<(Header, V
     use Kind::*;
     let count = job.routers[0].count();
     let pieces = [Eager, Eager, Offer, Grant, Data, Data, Credit, AskTaken];
-    let words = [Poison, Probe, Answer, Heartbeat, Step, Goodbye, Records, Failure, Batch];
-    let kind = if rng.u8(..5) > 0 { one_of(rng, &pieces) } else { one_of(rng, &words) };
-    let op = if rng.u8(..12) > 0 { rng.u64(..count + 3) } else { integer(rng) };
-    let piece = if rng.u8(..12) > 0 { rng.u64(..4) } else { integer(rng) };
-    let known = usize::try_from(op.wrapping_sub(1)).ok().and_then(|at| operations.get(at));
-    let known = known.and_then(|pieces| pieces.get(piece as usize)).map(|piece| piece.2);
+    let words = [
+        Poison, Probe, Answer, Heartbeat, Step, Goodbye, Records, Failure, Batch,
+    ];
+    let kind = if rng.u8(..5) > 0 {
+        one_of(rng, &pieces)
+    } else {
+        one_of(rng, &words)
+    };
+    let op = if rng.u8(..12) > 0 {
+        rng.u64(..count + 3)
+    } else {
+        integer(rng)
+    };
+    let piece = if rng.u8(..12) > 0 {
+        rng.u64(..4)
+    } else {
+        integer(rng)
+    };
+    let known = usize::try_from(op.wrapping_sub(1))
+        .ok()
+        .and_then(|at| operations.get(at));
+    let known = known
+        .and_then(|pieces| pieces.get(piece as usize))
+        .map(|piece| piece.2);
     let bytes = match rng.u8(..8) {
         0 => integer(rng),
         1 => one_of(rng, &SIZES),
         _ => known.unwrap_or(3),
     };
-    let counted = if rng.u8(..8) > 0 { rng.u64(..count + 3) } else { integer(rng) };
-    let subject = if matches!(kind, Heartbeat | Step | Goodbye) { counted } else { op };
+    let counted = if rng.u8(..8) > 0 {
+        rng.u64(..count + 3)
+    } else {
+        integer(rng)
+    };
+    let subject = if matches!(kind, Heartbeat | Step | Goodbye) {
+        counted
+    } else {
+        op
+    };
     let hash = match rng.u8(..40) {
         0 => u128::from(rng.u64(..)),
         1 => 0,
@@ -85,7 +115,15 @@ fn lie(rng: &mut Rng, job: &Job, operations: &[Vec<Piece>]) -> Option<(Header, V
     };
     let text = words_of(rng, kind, job);
     let bytes = text.as_ref().map_or(bytes, |text| text.len() as u64);
-    let header = Header { kind, epoch: 1, op, piece, bytes, hash, count: counted };
+    let header = Header {
+        kind,
+        epoch: 1,
+        op,
+        piece,
+        bytes,
+        hash,
+        count: counted,
+    };
     let header = Header::decode(&header.encode()).ok()?;
     // Of a long payload only the first bytes are delivered.
     let short = header.payload_bytes().min(30_000) as usize;
@@ -103,12 +141,19 @@ fn words_of(rng: &mut Rng, kind: Kind, job: &Job) -> Option<Vec<u8>> {
             control::encode(&failure)
         }
         Kind::Goodbye if rng.bool() => Ok(Vec::new()),
-        Kind::Goodbye => {
-            control::encode(&crate::Failure::new(FailureKind::Left, ProcessId(1), 0, "why"))
-        }
+        Kind::Goodbye => control::encode(&crate::Failure::new(
+            FailureKind::Left,
+            ProcessId(1),
+            0,
+            "why",
+        )),
         Kind::Answer => {
             let chain = vec!["process 1 waits".to_owned(); rng.usize(..40)];
-            control::encode(&Answer { count: integer(rng), doing: "computes".to_owned(), chain })
+            control::encode(&Answer {
+                count: integer(rng),
+                doing: "computes".to_owned(),
+                chain,
+            })
         }
         Kind::Records => {
             let mut shown = job.routers[2].history.show(rng.u64(..9));
@@ -118,7 +163,13 @@ fn words_of(rng: &mut Rng, kind: Kind, job: &Job) -> Option<Vec<u8>> {
             if rng.u8(..4) == 0 {
                 let op = integer(rng);
                 let (hash, what) = (hash(op & 0xff), String::new());
-                shown.records.push(ShownRecord { op, hash, what, values: None, steps: 0 });
+                shown.records.push(ShownRecord {
+                    op,
+                    hash,
+                    what,
+                    values: None,
+                    steps: 0,
+                });
             }
             control::encode::<Shown>(&shown)
         }
@@ -134,18 +185,29 @@ fn words_of(rng: &mut Rng, kind: Kind, job: &Job) -> Option<Vec<u8>> {
 /// Asserts the limits on the memory that a router keeps for each peer, and checks the counters
 /// behind them.
 fn check_bounds(router: &Router<Bytes>) {
-    let parked =
-        || router.parked.values().flatten().map(|(from, header, body)| (*from, header, body));
+    let parked = || {
+        router
+            .parked
+            .values()
+            .flatten()
+            .map(|(from, header, body)| (*from, header, body))
+    };
     for (index, peer) in router.peers.iter().enumerate() {
         let process = ProcessId(index as u32);
         let early = || {
-            router.early.iter().filter(|((from, _), _)| *from == process).map(|(_, early)| early)
+            router
+                .early
+                .iter()
+                .filter(|((from, _), _)| *from == process)
+                .map(|(_, early)| early)
         };
         let waiting = early().filter_map(|early| match early {
             Early::Cargo(header, body) => Some((process, header, body)),
             Early::Offered(_) | Early::Poison(_) => None,
         });
-        let eager = waiting.chain(parked()).filter(|(from, ..)| *from == process);
+        let eager = waiting
+            .chain(parked())
+            .filter(|(from, ..)| *from == process);
         let eager = eager.filter(|(_, header, _)| header.kind == Kind::Eager);
         let unclaimed: usize = eager.map(|(.., body)| body.len()).sum();
         assert!(
@@ -158,8 +220,9 @@ fn check_bounds(router: &Router<Bytes>) {
         assert!(kept <= MOST_KEPT && (!peer.broken || kept == 0));
         assert!(peer.shown.as_ref().is_none_or(Shown::is_sound));
         let answer = peer.answer.iter();
-        let lines: Vec<_> =
-            answer.flat_map(|answer| answer.chain.iter().chain([&answer.doing])).collect();
+        let lines: Vec<_> = answer
+            .flat_map(|answer| answer.chain.iter().chain([&answer.doing]))
+            .collect();
         assert!(lines.len() <= 17 && lines.iter().all(|line| line.len() <= 4096));
     }
 }
@@ -169,7 +232,11 @@ fn fuzz_router() {
     mpmd_fuzz::cases("router", |rng| {
         let (with_liar, with_other) = (rng.bool(), rng.bool());
         let lends = |a: usize, b: usize| {
-            if a.min(b) == 0 && a.max(b) == LIAR { with_liar } else { with_other }
+            if a.min(b) == 0 && a.max(b) == LIAR {
+                with_liar
+            } else {
+                with_other
+            }
         };
         let mut job = Job::zero_copy(3, rng.u64(..), rng.u64(..4), lends);
         (job.liar, job.dead[LIAR]) = (Some(LIAR), true);

@@ -14,7 +14,12 @@ fn after(ops: u64) -> Job {
 /// Delivers a message of process 0 to process 1. Returns the operation that process 1 then
 /// disputes, if any.
 fn disputed(job: &mut Job, kind: Kind, count: u64) -> Option<u64> {
-    let header = Header { epoch: 1, count, hash: u128::from(count), ..Header::new(kind) };
+    let header = Header {
+        epoch: 1,
+        count,
+        hash: u128::from(count),
+        ..Header::new(kind)
+    };
     job.routers[1].arrived(ProcessId(0), header, Vec::new(), &[], at(0));
     job.act(1);
     shown(job)
@@ -23,7 +28,10 @@ fn disputed(job: &mut Job, kind: Kind, count: u64) -> Option<u64> {
 /// Returns the operation at which process 1 disputes with process 0, from the records that it
 /// sends. `None` if it sends none.
 fn shown(job: &Job) -> Option<u64> {
-    let records = job.flying.iter().filter(|message| message.header.kind == Kind::Records);
+    let records = job
+        .flying
+        .iter()
+        .filter(|message| message.header.kind == Kind::Records);
     let ops: Vec<u64> = records.map(|message| message.header.op).collect();
     assert!(ops.len() <= 1, "{ops:?}");
     ops.first().copied()
@@ -36,8 +44,16 @@ fn goodbye_one_operation_short_is_disputed_at_once() {
         if expects {
             job.expect(1, 0, (3, 0), 10);
         }
-        assert_eq!(disputed(&mut job, Kind::Goodbye, 2), Some(3), "expects a piece: {expects}");
-        assert_eq!(job.routers[1].still_here(), [ProcessId(0)], "it is not settled yet");
+        assert_eq!(
+            disputed(&mut job, Kind::Goodbye, 2),
+            Some(3),
+            "expects a piece: {expects}"
+        );
+        assert_eq!(
+            job.routers[1].still_here(),
+            [ProcessId(0)],
+            "it is not settled yet"
+        );
     }
 }
 
@@ -74,7 +90,11 @@ fn goodbye_one_operation_ahead_waits_for_the_own_end() {
 #[test]
 fn own_end_one_operation_short_of_a_heartbeat_is_disputed() {
     let mut job = after(2);
-    assert_eq!(disputed(&mut job, Kind::Heartbeat, 3), None, "it may get there");
+    assert_eq!(
+        disputed(&mut job, Kind::Heartbeat, 3),
+        None,
+        "it may get there"
+    );
     job.routers[1].goodbye(None, at(0));
     job.act(1);
     assert_eq!(shown(&job), Some(3));

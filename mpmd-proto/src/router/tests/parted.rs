@@ -11,10 +11,14 @@ fn no_piece_passes_between_diverged_processes() {
         let mut seeded = Seeded(seed);
         let processes = 2 + seeded.next(4) as usize;
         let program = program(processes, OPS, &mut seeded);
-        let (astray, first) = (seeded.next(processes as u64) as usize, 1 + seeded.next(OPS as u64));
+        let (astray, first) = (
+            seeded.next(processes as u64) as usize,
+            1 + seeded.next(OPS as u64),
+        );
         // Zero-copy transfer between no pairs, or between all.
-        let mut job =
-            Job::zero_copy(processes, seed, seeded.next(40), |_, _| seed.is_multiple_of(2));
+        let mut job = Job::zero_copy(processes, seed, seeded.next(40), |_, _| {
+            seed.is_multiple_of(2)
+        });
         // Offers and grants arrive before the other side gets to their operations, and after.
         let mut unready: Vec<(usize, usize, PieceKey, u64)> = Vec::new();
         let mut next = vec![0; processes];
@@ -23,7 +27,11 @@ fn no_piece_passes_between_diverged_processes() {
             if next[process] < OPS {
                 let op = next[process] as u64 + 1;
                 let parted = process == astray && op >= first;
-                job.issue(process, u128::from(op) + if parted { 1000 } else { 0 }, "op");
+                job.issue(
+                    process,
+                    u128::from(op) + if parted { 1000 } else { 0 },
+                    "op",
+                );
                 for (piece, (from, to, bytes)) in program[next[process]].iter().enumerate() {
                     let key = (op, piece as u64);
                     if *to == process {
@@ -50,7 +58,11 @@ fn no_piece_passes_between_diverged_processes() {
                 !parted,
                 "seed {seed}: {key:?} of process {from} reached process {to} after {first}"
             );
-            assert_eq!(outcome.as_ref().expect("delivered"), &body(*key, bytes), "seed {seed}");
+            assert_eq!(
+                outcome.as_ref().expect("delivered"),
+                &body(*key, bytes),
+                "seed {seed}"
+            );
         }
         for router in &job.routers {
             assert_eq!(

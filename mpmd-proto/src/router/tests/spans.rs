@@ -1,5 +1,6 @@
 //! Operations issued as parts of a span. Every process issues them with steps of its own.
 
+use super::disputes::diverged;
 use super::*;
 
 /// A replayed step. The hash before it and its first operation determine the hash of each
@@ -56,12 +57,15 @@ fn every_piece_of_a_span_arrives_at_any_delay_and_pace() {
         let mut job = Job::new(processes, seed, seeded.next(40));
         let mut unready: Vec<(usize, usize, PieceKey, u64)> = Vec::new();
         let takes_part = |process: usize, index: usize| {
-            program[index % OPS].iter().any(|(from, to, _)| [*from, *to].contains(&process))
+            program[index % OPS]
+                .iter()
+                .any(|(from, to, _)| [*from, *to].contains(&process))
         };
         // Two replays with the end of a step between; each process has one span for each.
         let total = 2 * OPS;
-        let spans: Vec<[Arc<dyn Span>; 2]> =
-            (0..processes).map(|_| [replay(0, 1000), replay(OPS as u64, 5000)]).collect();
+        let spans: Vec<[Arc<dyn Span>; 2]> = (0..processes)
+            .map(|_| [replay(0, 1000), replay(OPS as u64, 5000)])
+            .collect();
         let mut next = vec![0; processes];
         while next.iter().any(|next| *next < total) || !unready.is_empty() {
             let process = seeded.next(processes as u64) as usize;
@@ -98,14 +102,27 @@ fn every_piece_of_a_span_arrives_at_any_delay_and_pace() {
         for op in 1..=total {
             for (piece, (_, to, bytes)) in program[(op - 1) % OPS].iter().enumerate() {
                 let key = (op as u64, piece as u64);
-                let outcome =
-                    job.outcomes.get(&(*to, key)).unwrap_or_else(|| panic!("seed {seed}: {key:?}"));
-                assert_eq!(outcome.as_ref().expect("delivered"), &body(key, *bytes), "seed {seed}");
+                let outcome = job
+                    .outcomes
+                    .get(&(*to, key))
+                    .unwrap_or_else(|| panic!("seed {seed}: {key:?}"));
+                assert_eq!(
+                    outcome.as_ref().expect("delivered"),
+                    &body(key, *bytes),
+                    "seed {seed}"
+                );
             }
         }
         for router in &job.routers {
-            assert!(router.failed().is_none(), "seed {seed}: {:?}", router.failed());
-            assert!(router.still_here().is_empty() && router.trouble().is_none(), "seed {seed}");
+            assert!(
+                router.failed().is_none(),
+                "seed {seed}: {:?}",
+                router.failed()
+            );
+            assert!(
+                router.still_here().is_empty() && router.trouble().is_none(),
+                "seed {seed}"
+            );
         }
     }
 }
@@ -148,8 +165,14 @@ fn replay_and_issued_operations_differ_at_the_first() {
     job.offer(1, 0, (6, 0), 8);
     let text = diverged(job);
     assert!(text.contains("first differ at operation 2"), "{text}");
-    assert!(text.contains("process 0 issued operation 2 (1 of the replay of step 1000)"), "{text}");
-    assert!(text.contains("process 1 issued operation 2 (jit) at"), "{text}");
+    assert!(
+        text.contains("process 0 issued operation 2 (1 of the replay of step 1000)"),
+        "{text}"
+    );
+    assert!(
+        text.contains("process 1 issued operation 2 (jit) at"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -160,8 +183,14 @@ fn replays_of_different_steps_are_told_apart() {
     // No operation has pieces: the ends of the steps find the difference.
     (0..2).for_each(|process| job.end_step(process, 1));
     let text = diverged(job);
-    assert!(text.contains("process 0 issued operation 1 (1 of the replay of step 1000)"), "{text}");
-    assert!(text.contains("process 1 issued operation 1 (1 of the replay of step 3000)"), "{text}");
+    assert!(
+        text.contains("process 0 issued operation 1 (1 of the replay of step 1000)"),
+        "{text}"
+    );
+    assert!(
+        text.contains("process 1 issued operation 1 (1 of the replay of step 3000)"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -174,7 +203,10 @@ fn leaving_after_fewer_replays_is_found() {
     (0..2).for_each(|process| job.leave(process));
     let text = diverged(job);
     assert!(text.contains("operation 51"), "{text}");
-    assert!(text.contains("process 1 has issued only 50 operations"), "{text}");
+    assert!(
+        text.contains("process 1 has issued only 50 operations"),
+        "{text}"
+    );
 }
 
 #[test]

@@ -1,10 +1,14 @@
 //! Processes with zero-copy transfer: no credit, no grants, and reports of pieces that were taken.
 
+use super::disputes::diverged;
 use super::*;
 
 /// Returns the number of messages of a kind that are in flight.
 fn flying(job: &Job, kind: Kind) -> usize {
-    job.flying.iter().filter(|message| message.header.kind == kind).count()
+    job.flying
+        .iter()
+        .filter(|message| message.header.kind == kind)
+        .count()
 }
 
 #[test]
@@ -19,7 +23,10 @@ fn zero_copy_piece_goes_at_once_and_waits_for_its_operation() {
     for (op, bytes) in (1..).zip(sizes) {
         job.offer(0, 1, (op, 0), bytes);
     }
-    assert_eq!((flying(&job, Kind::Data), job.flying.len()), (sizes.len(), sizes.len()));
+    assert_eq!(
+        (flying(&job, Kind::Data), job.flying.len()),
+        (sizes.len(), sizes.len())
+    );
     // Pairs without zero-copy transfer behave as before.
     job.offer(0, 2, (3, 1), EAGER_BYTES + 1);
     assert_eq!(job.flying.len(), sizes.len());
@@ -27,7 +34,10 @@ fn zero_copy_piece_goes_at_once_and_waits_for_its_operation() {
     for (op, bytes) in (1..).zip(sizes) {
         job.issue(1, op as u128 - 1, "op");
         job.expect(1, 0, (op, 0), bytes);
-        assert_eq!(job.outcomes[&(1, (op, 0))].as_ref().unwrap(), &body((op, 0), bytes));
+        assert_eq!(
+            job.outcomes[&(1, (op, 0))].as_ref().unwrap(),
+            &body((op, 0), bytes)
+        );
     }
     // A piece that is expected first is not asked for either.
     job.expect(1, 0, (5, 1), 1 << 20);
@@ -39,10 +49,19 @@ fn zero_copy_piece_goes_at_once_and_waits_for_its_operation() {
     assert_eq!(flying(&job, Kind::Grant), 0);
     job.offer(0, 1, (5, 1), 1 << 20);
     for (piece, bytes) in [(2, 5), (3, 1 << 20)] {
-        job.routers[0].announce(ProcessId(1), (5, piece), hash, bytes, body((5, piece), bytes));
+        job.routers[0].announce(
+            ProcessId(1),
+            (5, piece),
+            hash,
+            bytes,
+            body((5, piece), bytes),
+        );
     }
     job.act(0);
-    assert_eq!((flying(&job, Kind::Data), flying(&job, Kind::Offer)), (3, 0));
+    assert_eq!(
+        (flying(&job, Kind::Data), flying(&job, Kind::Offer)),
+        (3, 0)
+    );
     job.run(5);
     for piece in 1..4 {
         assert!(job.outcomes[&(1, (5, piece))].is_ok(), "piece {piece}");
@@ -79,7 +98,11 @@ fn sender_soon_hears_which_pieces_were_taken() {
     }
     let now = job.now;
     job.run(2);
-    assert!(taken(&job) > Some(200) && job.now < now + 50, "{:?}", taken(&job));
+    assert!(
+        taken(&job) > Some(200) && job.now < now + 50,
+        "{:?}",
+        taken(&job)
+    );
     // A piece that arrived and is not expected is not taken; a process that leaves takes nothing
     // more.
     job.issue(0, 265, "op");
@@ -188,7 +211,10 @@ fn zero_copy_piece_of_another_program_is_not_delivered() {
             }
         }
         let text = diverged(job);
-        assert!(text.contains("process 0 issued operation 2 (put 50)"), "{text}");
+        assert!(
+            text.contains("process 0 issued operation 2 (put 50)"),
+            "{text}"
+        );
     }
 }
 
@@ -208,7 +234,10 @@ fn poison_and_death_end_waits_for_zero_copy_pieces() {
     job.run(10);
     assert_eq!(**job.outcomes[&(1, (1, 0))].as_ref().unwrap_err(), failure);
     job.kill(0);
-    assert_eq!(job.outcomes[&(1, (2, 0))].as_ref().unwrap_err().kind, FailureKind::PeerLost);
+    assert_eq!(
+        job.outcomes[&(1, (2, 0))].as_ref().unwrap_err().kind,
+        FailureKind::PeerLost
+    );
     job.offer(1, 0, (2, 0), 1 << 20);
     assert_eq!(job.discarded, 1, "nobody is there to take it");
 }

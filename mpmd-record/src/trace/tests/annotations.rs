@@ -9,9 +9,18 @@ fn annotated() -> Vec<ProcessTrace> {
     let trace = &mut traces[0];
     for (name, since, at) in [("load", 2, 6), ("load", 100, 105), ("epoch", 2, 105)] {
         let text = trace.texts.len() as u32;
-        trace.texts.extend([name.to_owned(), "main.rs:5:9".to_owned()]);
-        let what = What::Annotated { since: since * MILLI, text, line: text + 1 };
-        trace.events.push(Event { at: at * MILLI, what });
+        trace
+            .texts
+            .extend([name.to_owned(), "main.rs:5:9".to_owned()]);
+        let what = What::Annotated {
+            since: since * MILLI,
+            text,
+            line: text + 1,
+        };
+        trace.events.push(Event {
+            at: at * MILLI,
+            what,
+        });
     }
     traces
 }
@@ -23,7 +32,11 @@ fn annotations_nest_and_are_no_waits() {
     assert_eq!(names, ["epoch", "load", "load"]);
     let without = Run::merge(&two_stages(), Vec::new());
     assert_eq!(run.waits, without.waits);
-    assert_eq!(run.timeline(), without.timeline(), "reasons of gaps are the same");
+    assert_eq!(
+        run.timeline(),
+        without.timeline(),
+        "reasons of gaps are the same"
+    );
 }
 
 #[test]

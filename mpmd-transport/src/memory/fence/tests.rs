@@ -52,10 +52,17 @@ fn memory_of_lost_work_is_kept_for_ever() {
             fence.pass()
         }
         let held = usize::from(is_lost);
-        assert_eq!((Arc::strong_count(&memory), fences.are_over()), (1 + held, true));
+        assert_eq!(
+            (Arc::strong_count(&memory), fences.are_over()),
+            (1 + held, true)
+        );
         assert_eq!(fences.are_done(), !is_lost);
         fences.keep(memory.clone());
-        assert_eq!(Arc::strong_count(&memory), 1 + 2 * held, "also memory that is released later");
+        assert_eq!(
+            Arc::strong_count(&memory),
+            1 + 2 * held,
+            "also memory that is released later"
+        );
     }
 }
 
@@ -77,7 +84,10 @@ fn lost_fences_stay_when_others_are_added() {
     copy.add_all(&fences);
     assert_eq!(copy.iter().count(), 3);
     copy.clear();
-    assert_eq!((copy.iter().count(), copy.are_over(), copy.are_done()), (2, true, false));
+    assert_eq!(
+        (copy.iter().count(), copy.are_over(), copy.are_done()),
+        (2, true, false)
+    );
 }
 
 #[test]
@@ -111,7 +121,9 @@ impl Fence for InQueue {
     fn on_over(&self, _: Box<dyn FnOnce() + Send>) {}
 
     fn covers(&self, earlier: &dyn Fence) -> bool {
-        (earlier as &dyn Any).downcast_ref::<Self>().is_some_and(|earlier| earlier.0 < self.0)
+        (earlier as &dyn Any)
+            .downcast_ref::<Self>()
+            .is_some_and(|earlier| earlier.0 < self.0)
     }
 }
 
@@ -122,7 +134,9 @@ fn only_the_last_fence_of_a_queue_is_kept() {
     (0..100).for_each(|number| fences.add(Arc::new(InQueue(number))));
     fences.add(Arc::new(InQueue(7)));
     assert_eq!(fences.iter().count(), 2);
-    let last = fences.iter().find_map(|fence| (&**fence as &dyn Any).downcast_ref::<InQueue>());
+    let last = fences
+        .iter()
+        .find_map(|fence| (&**fence as &dyn Any).downcast_ref::<InQueue>());
     assert_eq!(last.map(|last| last.0), Some(99));
 }
 

@@ -9,10 +9,21 @@ const PEER_TIMEOUT: Duration = Duration::from_secs(60);
 fn connection() -> (Connection, TcpStream) {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-    let wire = Wire::Tcp { stream, writing: Mutex::new(()) };
+    let wire = Wire::Tcp {
+        stream,
+        writing: Mutex::new(()),
+    };
     let (server, changed) = ("test".to_owned(), Condvar::new());
     let state = Mutex::new(State::new(PEER_TIMEOUT));
-    (Connection { server, wire, state, changed }, listener.accept().unwrap().0)
+    (
+        Connection {
+            server,
+            wire,
+            state,
+            changed,
+        },
+        listener.accept().unwrap().0,
+    )
 }
 
 #[test]
@@ -34,14 +45,34 @@ fn too_many_statuses_or_downs_are_refused() {
         }
     };
     assert_eq!(connection.hear(members), Ok(()));
-    let down = |process| Reply::Down { process: ProcessId(process), why: String::new() };
-    assert!(connection.hear(down(2)).unwrap_err().contains("process 2 is down, of 2"));
-    let status = |ask| Reply::Status { ask, process: ProcessId(1), status: Ok(vec![7]) };
+    let down = |process| Reply::Down {
+        process: ProcessId(process),
+        why: String::new(),
+    };
+    assert!(
+        connection
+            .hear(down(2))
+            .unwrap_err()
+            .contains("process 2 is down, of 2")
+    );
+    let status = |ask| Reply::Status {
+        ask,
+        process: ProcessId(1),
+        status: Ok(vec![7]),
+    };
     (0..2).for_each(|_| connection.hear(status(5)).unwrap());
-    assert!(connection.state.lock().statuses.is_empty(), "the look has timed out");
+    assert!(
+        connection.state.lock().statuses.is_empty(),
+        "the look has timed out"
+    );
     connection.state.lock().asks.insert(5, mpsc::channel().0);
     assert_eq!(connection.hear(status(5)), Ok(()));
-    assert!(connection.hear(status(5)).unwrap_err().contains("status of process 1 twice"));
+    assert!(
+        connection
+            .hear(status(5))
+            .unwrap_err()
+            .contains("status of process 1 twice")
+    );
     (0..100).for_each(|_| connection.hear(down(1)).unwrap());
     assert!(connection.state.lock().untold.len() <= 3);
 }
@@ -64,17 +95,35 @@ fn fuzz_rendezvous_replies() {
                     let members = vec![Member::default(); rng.usize(..3)].into();
                     let (process, epoch) = (ProcessId(rng.u32(..3)), rng.u64(..3));
                     let (standing, more) = (CommitStanding::default(), rng.bool());
-                    Ok(Answer::Members { process, epoch, run: 1, members, standing, more })
+                    Ok(Answer::Members {
+                        process,
+                        epoch,
+                        run: 1,
+                        members,
+                        standing,
+                        more,
+                    })
                 }
             };
             let (process, why) = (ProcessId(rng.u32(..3)), "it is gone".to_owned());
             let reply = match rng.u8(..16) {
                 0 => Reply::Ping,
                 1 => Reply::Dropped { why },
-                6 => Reply::Busy { epoch: ask, processes: vec![process], waited: Duration::ZERO },
+                6 => Reply::Busy {
+                    epoch: ask,
+                    processes: vec![process],
+                    waited: Duration::ZERO,
+                },
                 2..5 => Reply::Down { process, why },
-                8 => Reply::Look { look: ask, words: why.into_bytes() },
-                9 => Reply::Status { ask, process, status: Ok(why.into_bytes()) },
+                8 => Reply::Look {
+                    look: ask,
+                    words: why.into_bytes(),
+                },
+                9 => Reply::Status {
+                    ask,
+                    process,
+                    status: Ok(why.into_bytes()),
+                },
                 5..8 => {
                     let (sender, answer) = mpsc::channel();
                     connection.state.lock().asks.insert(ask, sender);
@@ -90,7 +139,10 @@ fn fuzz_rendezvous_replies() {
             largest = state.sizes.0.max(largest);
             assert!(state.untold.len() <= 1 + largest);
         }
-        assert!(answers.iter().all(|answer| answer.try_iter().count() <= 1), "answered once");
+        assert!(
+            answers.iter().all(|answer| answer.try_iter().count() <= 1),
+            "answered once"
+        );
         // Drains the pongs.
         while matches!(server.read(&mut [0; 256]), Ok(1..)) {}
     });

@@ -50,7 +50,11 @@ pub(super) struct Wait {
 
 impl Wait {
     pub(super) fn new(ask: u64, now: Instant, peer_timeout: Duration) -> Self {
-        Self { ask, until: after(now, peer_timeout), peer_timeout }
+        Self {
+            ask,
+            until: after(now, peer_timeout),
+            peer_timeout,
+        }
     }
 
     pub(super) fn put_off(&mut self, stopped: Duration) {
@@ -67,5 +71,9 @@ pub(super) fn check_name(what: &str, name: &str) -> Result<(), RendezvousError> 
     if name.len() <= MAX_KEY_BYTES {
         return Ok(());
     }
-    Err(RendezvousError::TooLong { what: what.to_owned(), bytes: name.len(), limit: MAX_KEY_BYTES })
+    Err(RendezvousError::TooLong {
+        what: what.to_owned(),
+        bytes: name.len(),
+        limit: MAX_KEY_BYTES,
+    })
 }

@@ -34,9 +34,16 @@ impl Barriers {
         let arrivals = self.0.entry(name.clone()).or_default();
         if arrivals.iter().any(|arrival| arrival.process == process) {
             let what = format!("waiting at barrier {name:?}");
-            return Err(RendezvousError::OutOfTurn { what, when: "once at a time".into() });
+            return Err(RendezvousError::OutOfTurn {
+                what,
+                when: "once at a time".into(),
+            });
         }
-        arrivals.push(Arrival { process, link, wait });
+        arrivals.push(Arrival {
+            process,
+            link,
+            wait,
+        });
         if arrivals.len() == count {
             for arrival in self.0.remove(&name).into_iter().flatten() {
                 actions.answer(arrival.link, arrival.wait.ask, Ok(Answer::Done));
@@ -90,7 +97,10 @@ impl Barriers {
     }
 
     pub(super) fn put_off(&mut self, stopped: Duration) {
-        self.0.values_mut().flatten().for_each(|arrival| arrival.wait.put_off(stopped));
+        self.0
+            .values_mut()
+            .flatten()
+            .for_each(|arrival| arrival.wait.put_off(stopped));
     }
 
     /// Returns the deadlines of the pending requests.
@@ -133,10 +143,17 @@ mod tests {
         let said = table.said();
         assert!(said.contains(&(
             12,
-            Reply::Down { process: ProcessId(1), why: "connection reset".into() }
+            Reply::Down {
+                process: ProcessId(1),
+                why: "connection reset".into()
+            }
         )));
-        let broken =
-            |said| matches!(&errors(said)[..], [(10, RendezvousError::BarrierBroken { .. })]);
+        let broken = |said| {
+            matches!(
+                &errors(said)[..],
+                [(10, RendezvousError::BarrierBroken { .. })]
+            )
+        };
         assert!(broken(said));
         table.barrier(10, TIME_LIMIT);
         assert!(broken(table.said()));
@@ -147,7 +164,10 @@ mod tests {
         let mut table = Table::running(2);
         table.barrier(10, TIME_LIMIT);
         table.barrier(10, TIME_LIMIT);
-        assert!(matches!(errors(table.said())[..], [(10, RendezvousError::OutOfTurn { .. })]));
+        assert!(matches!(
+            errors(table.said())[..],
+            [(10, RendezvousError::OutOfTurn { .. })]
+        ));
         table.barrier(11, TIME_LIMIT);
         let heard: Vec<Link> = table.said().into_iter().map(|(link, _)| link).collect();
         assert_eq!(heard, [10, 11], "the first request still waits");

@@ -129,7 +129,11 @@ impl Epochs {
 
     /// Number of processes that joined and have neither left nor ended.
     pub(in crate::rendezvous) fn present(&self) -> usize {
-        self.seats.iter().flatten().filter(|seat| seat.ended.is_none()).count()
+        self.seats
+            .iter()
+            .flatten()
+            .filter(|seat| seat.ended.is_none())
+            .count()
     }
 
     /// Returns the number of places that need a new process: places of processes that are gone, and
@@ -141,10 +145,17 @@ impl Epochs {
         }
         let is_free = |process: usize| match (&self.phase, &self.seats[process]) {
             (Phase::Gathering, None) => self.vacant[process],
-            (Phase::Running, Some(Seat { ended: Some(end), .. })) => end.how == HowEnded::Died,
+            (
+                Phase::Running,
+                Some(Seat {
+                    ended: Some(end), ..
+                }),
+            ) => end.how == HowEnded::Died,
             _ => false,
         };
-        let free = (0..self.seats.len()).filter(|process| is_free(*process)).count();
+        let free = (0..self.seats.len())
+            .filter(|process| is_free(*process))
+            .count();
         let gone = self.launched.saturating_sub(self.seats.len());
         (free + gone).saturating_sub(self.spares.len())
     }
@@ -156,7 +167,10 @@ impl Epochs {
 
     /// Returns the part of each known process, with the number with which it joined first.
     pub(in crate::rendezvous) fn parts(&self) -> Vec<(ProcessId, Part)> {
-        self.known.values().map(|known| (known.number, known.part)).collect()
+        self.known
+            .values()
+            .map(|known| (known.number, known.part))
+            .collect()
     }
 
     /// Returns the number of places of the epoch that runs, or of the one before while one gathers.
@@ -215,7 +229,9 @@ impl Epochs {
                     "it runs code of its own, in an epoch that has ended".to_owned()
                 }
                 None => "it has not joined yet".to_owned(),
-                Some(Seat { ended: Some(end), .. }) => end.why.clone(),
+                Some(Seat {
+                    ended: Some(end), ..
+                }) => end.why.clone(),
                 Some(_) if self.phase == Phase::Gathering => "it waits for others to join".into(),
                 Some(seat) => return (process, Ok(seat.link)),
             };
@@ -234,7 +250,10 @@ impl Epochs {
         name: &str,
     ) -> Result<ProcessId, RendezvousError> {
         let (Some(place), Phase::Running) = (self.place_of(link), &self.phase) else {
-            let (what, when) = (format!("barrier {name:?}"), "once the job is complete".into());
+            let (what, when) = (
+                format!("barrier {name:?}"),
+                "once the job is complete".into(),
+            );
             return Err(RendezvousError::OutOfTurn { what, when });
         };
         let mut seats = processes(self.seats.len()).zip(&self.seats);
@@ -251,7 +270,12 @@ impl Epochs {
 
     /// Checks that a process that wants to join belongs to this job.
     pub(super) fn check(&self, wish: &Wish, member: &Member) -> Result<(), RendezvousError> {
-        let Wish { process, processes: believes, identity: Identity { run, .. }, .. } = *wish;
+        let Wish {
+            process,
+            processes: believes,
+            identity: Identity { run, .. },
+            ..
+        } = *wish;
         // Error messages contain these texts, up to two of them.
         check_name("the name of a host", &member.host)?;
         check_name("the fingerprint of a program", &member.program)?;
@@ -261,7 +285,11 @@ impl Epochs {
             check_name("the address of a process", &heir.address)?;
         }
         if believes != self.launched {
-            return Err(RendezvousError::Count { process, believes, job: self.launched });
+            return Err(RendezvousError::Count {
+                process,
+                believes,
+                job: self.launched,
+            });
         }
         if run.is_some_and(|run| run != self.run) {
             return Err(RendezvousError::OtherRun { process });
@@ -289,7 +317,9 @@ impl Epochs {
             self.phase = Phase::Running;
             let seats = std::mem::take(&mut self.seats);
             self.spares.extend(seats.into_iter().flatten());
-            self.spares.iter().for_each(|spare| _ = self.joined.remove(&spare.link));
+            self.spares
+                .iter()
+                .for_each(|spare| _ = self.joined.remove(&spare.link));
             self.dismiss_spares(now, actions);
         }
     }
@@ -317,10 +347,21 @@ impl Epochs {
         self.gathers_since = now;
         self.gather_until = after(now, self.peer_timeout);
         self.vacant = self.seats.iter().map(is_gone).collect();
-        let former = |seat: Seat| Former { key: seat.key, link: seat.link };
-        self.before = self.seats.iter_mut().map(|seat| seat.take().map(former)).collect();
+        let former = |seat: Seat| Former {
+            key: seat.key,
+            link: seat.link,
+        };
+        self.before = self
+            .seats
+            .iter_mut()
+            .map(|seat| seat.take().map(former))
+            .collect();
         // A process that has left with a failure has failed the job, however late that is seen.
-        let has_left = |place| self.known.values().any(|known| known.part == Part::Left(place));
+        let has_left = |place| {
+            self.known
+                .values()
+                .any(|known| known.part == Part::Left(place))
+        };
         self.reports.retain(|(by, _)| has_left(*by));
         for known in self.known.values_mut() {
             if let Part::Left(place) = known.part
@@ -344,13 +385,18 @@ impl Epochs {
     pub(super) fn due(&self) -> impl Iterator<Item = Instant> {
         let joins = self.seats.iter().flatten().map(|seat| seat.waits.until);
         let joins = joins.chain([self.gather_until]);
-        joins.filter(|_| self.phase == Phase::Gathering).chain(self.returns_by)
+        joins
+            .filter(|_| self.phase == Phase::Gathering)
+            .chain(self.returns_by)
     }
 
     pub(super) fn put_off(&mut self, stopped: Duration) {
         self.gather_until = after(self.gather_until, stopped);
         self.returns_by = self.returns_by.map(|until| after(until, stopped));
-        self.seats.iter_mut().flatten().for_each(|seat| seat.waits.put_off(stopped));
+        self.seats
+            .iter_mut()
+            .flatten()
+            .for_each(|seat| seat.waits.put_off(stopped));
     }
 
     /// Handles the end of the time in which an epoch should have gathered. Processes that have not
@@ -395,7 +441,11 @@ impl Epochs {
         }
         if let (Some(seat), false) = (self.seats.iter().flatten().next(), busy.is_empty()) {
             let waited = now.saturating_duration_since(self.gathers_since);
-            let busy = Reply::Busy { epoch: self.epoch, processes: busy, waited };
+            let busy = Reply::Busy {
+                epoch: self.epoch,
+                processes: busy,
+                waited,
+            };
             actions.say(seat.link, busy);
         }
         self.place_spares(actions);
@@ -414,7 +464,10 @@ impl Epochs {
             .collect();
         // Computed before any of them is removed: a process that times out at the same moment
         // is not missing to the others.
-        let errors: Vec<_> = late.iter().map(|(_, wait)| self.missing(wait.peer_timeout)).collect();
+        let errors: Vec<_> = late
+            .iter()
+            .map(|(_, wait)| self.missing(wait.peer_timeout))
+            .collect();
         for ((link, wait), error) in late.into_iter().zip(errors) {
             actions.answer(link, wait.ask, Err(error));
             if let Some(process) = self.joined.remove(&link)
@@ -438,13 +491,18 @@ impl Epochs {
         }
         let mut late = Vec::new();
         for seat in self.seats.iter_mut().flatten() {
-            if let Some(end) = seat.ended.as_mut().filter(|end| end.how == HowEnded::Returns) {
+            if let Some(end) = seat
+                .ended
+                .as_mut()
+                .filter(|end| end.how == HowEnded::Returns)
+            {
                 end.how = HowEnded::Died;
                 late.push(seat.key);
             }
         }
         self.leavers.are_needed |= !late.is_empty();
-        late.into_iter().for_each(|key| self.has_part(key, Part::Out));
+        late.into_iter()
+            .for_each(|key| self.has_part(key, Part::Out));
         self.dismiss_spares(now, actions);
     }
 
@@ -461,12 +519,18 @@ impl Epochs {
         actions: &mut Actions,
     ) -> bool {
         // A connection of an earlier epoch may have a number beyond those of this one.
-        let Some(seat) = self.seats.get_mut(process.index()) else { return false };
+        let Some(seat) = self.seats.get_mut(process.index()) else {
+            return false;
+        };
         let holder = match seat {
             Some(seat) => Some((seat.key, seat.link)),
-            None => self.before[process.index()].as_ref().map(|former| (former.key, former.link)),
+            None => self.before[process.index()]
+                .as_ref()
+                .map(|former| (former.key, former.link)),
         };
-        let Some((key, _)) = holder.filter(|(_, held)| *held == link) else { return false };
+        let Some((key, _)) = holder.filter(|(_, held)| *held == link) else {
+            return false;
+        };
         let until = after(now, self.peer_timeout);
         self.leavers.are_needed |= how == HowEnded::Died;
         if self.phase != Phase::Running {
@@ -487,7 +551,10 @@ impl Epochs {
             return false;
         }
         if let Some(seat) = seat {
-            seat.ended = Some(End { why: why.to_owned(), how });
+            seat.ended = Some(End {
+                why: why.to_owned(),
+                how,
+            });
         }
         match how {
             HowEnded::Left => self.has_part(key, Part::Left(process)),
@@ -511,10 +578,15 @@ impl Epochs {
         }
         let result = match ends_well {
             true => Ok(Answer::Done),
-            false => Err(RendezvousError::AllLost { processes: self.seats.len() }),
+            false => Err(RendezvousError::AllLost {
+                processes: self.seats.len(),
+            }),
         };
         self.release_leavers(actions);
-        for Seat { link, key, waits, .. } in std::mem::take(&mut self.spares) {
+        for Seat {
+            link, key, waits, ..
+        } in std::mem::take(&mut self.spares)
+        {
             actions.answer(link, waits.ask, result.clone());
             self.is_away(key);
         }
@@ -537,14 +609,19 @@ impl Epochs {
         }
         self.joined.clear();
         let seats = self.seats.iter_mut().filter_map(Option::take);
-        let gone: Vec<_> = seats.chain(spares).chain(leavers).map(|seat| seat.key).collect();
+        let gone: Vec<_> = seats
+            .chain(spares)
+            .chain(leavers)
+            .map(|seat| seat.key)
+            .collect();
         gone.into_iter().for_each(|key| self.is_away(key));
         self.phase = Phase::Failed(error);
     }
 
     fn missing(&self, peer_timeout: Duration) -> RendezvousError {
-        let missing =
-            processes(self.seats.len()).zip(&self.seats).filter(|(_, seat)| seat.is_none());
+        let missing = processes(self.seats.len())
+            .zip(&self.seats)
+            .filter(|(_, seat)| seat.is_none());
         RendezvousError::Missing {
             missing: missing.map(|(process, _)| process).collect(),
             processes: self.seats.len(),
@@ -558,11 +635,13 @@ impl Epochs {
         if self.phase != Phase::Running {
             return None;
         }
-        processes(self.seats.len()).zip(&self.seats).find_map(|(process, seat)| {
-            let end = seat.as_ref()?.ended.as_ref()?;
-            let is_lost = !matches!(end.how, HowEnded::Left | HowEnded::Leaves);
-            is_lost.then(|| (process, end.why.clone()))
-        })
+        processes(self.seats.len())
+            .zip(&self.seats)
+            .find_map(|(process, seat)| {
+                let end = seat.as_ref()?.ended.as_ref()?;
+                let is_lost = !matches!(end.how, HowEnded::Left | HowEnded::Leaves);
+                is_lost.then(|| (process, end.why.clone()))
+            })
     }
 
     /// Returns the process because of which a value will never come for the client of `link`, and
@@ -598,7 +677,11 @@ fn check_facts(facts: &[Fact]) -> Result<(), RendezvousError> {
     match facts.iter().map(bytes).sum::<usize>() {
         bytes if bytes > MAX_FACT_BYTES => {
             let what = "the list of options and files of a program".to_owned();
-            Err(RendezvousError::TooLong { what, bytes, limit: MAX_FACT_BYTES })
+            Err(RendezvousError::TooLong {
+                what,
+                bytes,
+                limit: MAX_FACT_BYTES,
+            })
         }
         _ => Ok(()),
     }

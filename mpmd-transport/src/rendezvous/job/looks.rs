@@ -50,7 +50,11 @@ impl Looks {
         }
         if words.len() > MAX_VALUE_BYTES {
             let (what, bytes) = ("the words of a look".into(), words.len());
-            return Err(RendezvousError::TooLong { what, bytes, limit: MAX_VALUE_BYTES });
+            return Err(RendezvousError::TooLong {
+                what,
+                bytes,
+                limit: MAX_VALUE_BYTES,
+            });
         }
         self.count += 1;
         let mut missing = BTreeSet::new();
@@ -58,16 +62,35 @@ impl Looks {
             match reached {
                 Ok(asked) => {
                     missing.insert(process);
-                    actions.say(asked, Reply::Look { look: self.count, words: words.into() });
+                    actions.say(
+                        asked,
+                        Reply::Look {
+                            look: self.count,
+                            words: words.into(),
+                        },
+                    );
                 }
-                Err(why) => actions.say(link, Reply::Status { ask, process, status: Err(why) }),
+                Err(why) => actions.say(
+                    link,
+                    Reply::Status {
+                        ask,
+                        process,
+                        status: Err(why),
+                    },
+                ),
             }
         }
         if missing.is_empty() {
             return Ok(Some(Answer::Done));
         }
         let until = after(now, LOOK_WITHIN);
-        self.open.push(Look { number: self.count, link, ask, missing, until });
+        self.open.push(Look {
+            number: self.count,
+            link,
+            ask,
+            missing,
+            until,
+        });
         Ok(None)
     }
 
@@ -79,7 +102,12 @@ impl Looks {
         status: ProcessStatus,
         actions: &mut Actions,
     ) {
-        self.seen(process, &passed_on(status), |open| open.number == look, actions);
+        self.seen(
+            process,
+            &passed_on(status),
+            |open| open.number == look,
+            actions,
+        );
     }
 
     /// Tells all looks that miss `process` that it has ended.
@@ -101,7 +129,9 @@ impl Looks {
     }
 
     pub(super) fn put_off(&mut self, stopped: Duration) {
-        self.open.iter_mut().for_each(|look| look.until = after(look.until, stopped));
+        self.open
+            .iter_mut()
+            .for_each(|look| look.until = after(look.until, stopped));
     }
 
     /// Returns the deadlines of the looks that are not complete.
@@ -121,7 +151,14 @@ impl Looks {
         for look in &mut self.open {
             if is_for(look) && look.missing.remove(&process) {
                 let (ask, status) = (look.ask, status.clone());
-                actions.say(look.link, Reply::Status { ask, process, status });
+                actions.say(
+                    look.link,
+                    Reply::Status {
+                        ask,
+                        process,
+                        status,
+                    },
+                );
             }
         }
         for Look { link, ask, .. } in self.open.extract_if(.., |look| look.missing.is_empty()) {
@@ -136,7 +173,11 @@ fn passed_on(status: ProcessStatus) -> ProcessStatus {
         Ok(status) => (status.len(), MAX_VALUE_BYTES),
         Err(why) => (why.len(), MAX_KEY_BYTES),
     };
-    if bytes <= most { status } else { Err(format!("its status has {bytes} bytes")) }
+    if bytes <= most {
+        status
+    } else {
+        Err(format!("its status has {bytes} bytes"))
+    }
 }
 
 #[cfg(test)]
@@ -146,14 +187,21 @@ mod tests {
     use super::*;
 
     /// A look as its client sees it: (statuses by process, final answer).
-    type Seen = (Vec<(u32, ProcessStatus)>, Option<Result<Answer, RendezvousError>>);
+    type Seen = (
+        Vec<(u32, ProcessStatus)>,
+        Option<Result<Answer, RendezvousError>>,
+    );
 
     fn seen(said: &[(Link, Reply)], to: Link) -> Seen {
         let (mut statuses, mut end) = (Vec::new(), None);
         for (_, reply) in said.iter().filter(|(link, _)| *link == to) {
             assert!(end.is_none(), "nothing follows the end: {reply:?}");
             match reply {
-                Reply::Status { ask: 3, process, status } => {
+                Reply::Status {
+                    ask: 3,
+                    process,
+                    status,
+                } => {
                     statuses.push((process.0, status.clone()));
                 }
                 Reply::Answer { ask: 3, result } => end = Some(result.clone()),
@@ -168,23 +216,48 @@ mod tests {
         let mut table = Table::running(4);
         let observer = 77;
         table.job.opened(observer, table.now);
-        table.job.said(observer, Request::Look { ask: 3, words: b"words".into() }, table.now);
+        table.job.said(
+            observer,
+            Request::Look {
+                ask: 3,
+                words: b"words".into(),
+            },
+            table.now,
+        );
         let look = table.said();
         let asked: Vec<_> = look.iter().map(|(link, _)| *link).collect();
         assert_eq!(asked, [10, 11, 12, 13]);
-        let Reply::Look { look, words } = &look[0].1 else { panic!("{look:?}") };
+        let Reply::Look { look, words } = &look[0].1 else {
+            panic!("{look:?}")
+        };
         assert_eq!(words, b"words");
         let look = *look;
         // A second look has to wait for the first. A stranger's status, one for another look and a
         // second one are ignored.
-        table.job.said(observer, Request::Look { ask: 4, words: Vec::new() }, table.now);
-        assert!(matches!(errors(table.said())[..], [(77, RendezvousError::OutOfTurn { .. })]));
-        let status = |look, byte| Request::Status { look, status: Ok(vec![byte]) };
+        table.job.said(
+            observer,
+            Request::Look {
+                ask: 4,
+                words: Vec::new(),
+            },
+            table.now,
+        );
+        assert!(matches!(
+            errors(table.said())[..],
+            [(77, RendezvousError::OutOfTurn { .. })]
+        ));
+        let status = |look, byte| Request::Status {
+            look,
+            status: Ok(vec![byte]),
+        };
         table.job.said(observer, status(look, 9), table.now);
         table.job.said(11, status(look + 1, 9), table.now);
         table.job.said(11, status(look, 1), table.now);
         table.job.said(11, status(look, 9), table.now);
-        let long = Request::Status { look, status: Ok(vec![0; MAX_VALUE_BYTES + 1]) };
+        let long = Request::Status {
+            look,
+            status: Ok(vec![0; MAX_VALUE_BYTES + 1]),
+        };
         table.job.said(12, long, table.now);
         table.job.closed(13, "it was killed");
         let said: Vec<_> = table
@@ -194,7 +267,14 @@ mod tests {
             .collect();
         let (statuses, end) = seen(&said, observer);
         let long = Err(format!("its status has {} bytes", MAX_VALUE_BYTES + 1));
-        assert_eq!(statuses, [(1, Ok(vec![1])), (2, long), (3, Err("it was killed".into()))]);
+        assert_eq!(
+            statuses,
+            [
+                (1, Ok(vec![1])),
+                (2, long),
+                (3, Err("it was killed".into()))
+            ]
+        );
         assert_eq!(end, None);
         // Process 0 is stopped.
         table.pass(Duration::from_secs(1), &[11, 12, observer]);
@@ -202,7 +282,14 @@ mod tests {
         assert_eq!(statuses, [(0, Err("no answer within 1s".into()))]);
         assert_eq!(end, Some(Ok(Answer::Done)));
         // The ended process is known at the next look.
-        table.job.said(observer, Request::Look { ask: 3, words: b"words".into() }, table.now);
+        table.job.said(
+            observer,
+            Request::Look {
+                ask: 3,
+                words: b"words".into(),
+            },
+            table.now,
+        );
         let (statuses, _) = seen(&table.said(), observer);
         assert_eq!(statuses, [(3, Err("it was killed".into()))]);
         // An observer that goes leaves nothing behind.
@@ -215,7 +302,14 @@ mod tests {
         let mut table = Table::running(1);
         table.job.opened(77, table.now);
         table.job.opened(78, table.now);
-        table.job.said(77, Request::Look { ask: 3, words: b"words".into() }, table.now);
+        table.job.said(
+            77,
+            Request::Look {
+                ask: 3,
+                words: b"words".into(),
+            },
+            table.now,
+        );
         table.pass(TIME_LIMIT * 10, &[10, 77, 78]);
         let dropped: Vec<_> = table
             .said()
@@ -236,7 +330,14 @@ mod tests {
         let mut table = Table::new(2);
         table.join(1, "");
         table.job.opened(77, table.now);
-        table.job.said(77, Request::Look { ask: 3, words: b"words".into() }, table.now);
+        table.job.said(
+            77,
+            Request::Look {
+                ask: 3,
+                words: b"words".into(),
+            },
+            table.now,
+        );
         let (statuses, end) = seen(&table.said(), 77);
         let [missing, waits] =
             ["it has not joined yet", "it waits for others to join"].map(|why| Err(why.to_owned()));
@@ -244,8 +345,18 @@ mod tests {
         assert_eq!(end, Some(Ok(Answer::Done)));
         table.pass(TIME_LIMIT, &[11, 77]);
         table.said();
-        table.job.said(77, Request::Look { ask: 3, words: b"words".into() }, table.now);
+        table.job.said(
+            77,
+            Request::Look {
+                ask: 3,
+                words: b"words".into(),
+            },
+            table.now,
+        );
         let (_, end) = seen(&table.said(), 77);
-        assert!(matches!(end, Some(Err(RendezvousError::Missing { .. }))), "{end:?}");
+        assert!(
+            matches!(end, Some(Err(RendezvousError::Missing { .. }))),
+            "{end:?}"
+        );
     }
 }

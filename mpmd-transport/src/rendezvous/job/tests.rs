@@ -19,7 +19,10 @@ pub(super) struct Table {
 impl Table {
     pub(super) fn new(processes: usize) -> Self {
         let now = Instant::now();
-        Self { job: Job::new(processes, TIME_LIMIT, 1, now), now }
+        Self {
+            job: Job::new(processes, TIME_LIMIT, 1, now),
+            now,
+        }
     }
 
     pub(super) fn running(processes: usize) -> Self {
@@ -38,10 +41,17 @@ impl Table {
 
     pub(super) fn open_and_join(&mut self, link: Link, process: u32, program: &str) {
         self.job.opened(link, self.now);
-        let member = Member { pid: process + 100, program: program.into(), ..Member::default() };
+        let member = Member {
+            pid: process + 100,
+            program: program.into(),
+            ..Member::default()
+        };
         let processes = self.job.epochs.places() as u64;
         let peer_timeout = Duration::from_secs(3600);
-        let identity = Identity { key: process.into(), run: None };
+        let identity = Identity {
+            key: process.into(),
+            run: None,
+        };
         let process = ProcessId(process);
         let join = Request::Join {
             ask: 1,
@@ -57,7 +67,15 @@ impl Table {
     }
 
     pub(super) fn barrier(&mut self, link: Link, peer_timeout: Duration) {
-        self.job.said(link, Request::Barrier { ask: 7, name: "b".into(), peer_timeout }, self.now);
+        self.job.said(
+            link,
+            Request::Barrier {
+                ask: 7,
+                name: "b".into(),
+                peer_timeout,
+            },
+            self.now,
+        );
     }
 
     /// Takes the replies since the last call, except pings, as (link, reply).
@@ -87,7 +105,9 @@ impl Table {
 
 pub(super) fn errors(said: Vec<(Link, Reply)>) -> Vec<(Link, RendezvousError)> {
     let errors = said.into_iter().filter_map(|(link, reply)| match reply {
-        Reply::Answer { result: Err(error), .. } => Some((link, error)),
+        Reply::Answer {
+            result: Err(error), ..
+        } => Some((link, error)),
         _ => None,
     });
     errors.collect()
@@ -102,11 +122,22 @@ fn silent_process_is_dropped_after_peer_timeout() {
     let said = table.said();
     let downs: Vec<Link> = said
         .iter()
-        .filter(|(_, reply)| matches!(reply, Reply::Down { process: ProcessId(1), .. }))
+        .filter(|(_, reply)| {
+            matches!(
+                reply,
+                Reply::Down {
+                    process: ProcessId(1),
+                    ..
+                }
+            )
+        })
         .map(|(link, _)| *link)
         .collect();
     assert_eq!(downs, [10, 12]);
-    assert!(said.iter().any(|(link, reply)| *link == 11 && matches!(reply, Reply::Dropped { .. })));
+    assert!(
+        said.iter()
+            .any(|(link, reply)| *link == 11 && matches!(reply, Reply::Dropped { .. }))
+    );
 }
 
 #[test]
@@ -126,7 +157,11 @@ fn server_stop_extends_all_deadlines() {
     table.job.opened(50, table.now);
     table.job.said(
         10,
-        Request::Get { ask: 3, key: "k".into(), peer_timeout: TIME_LIMIT },
+        Request::Get {
+            ask: 3,
+            key: "k".into(),
+            peer_timeout: TIME_LIMIT,
+        },
         table.now,
     );
     table.job.tick(table.now);
@@ -136,24 +171,73 @@ fn server_stop_extends_all_deadlines() {
     table.join(1, "");
     assert_eq!(table.job.epochs.phase(), &Phase::Running);
     table.said();
-    table.job.said(50, Request::Set { ask: 4, key: "k".into(), value: vec![1] }, table.now);
-    assert_eq!(table.said()[0], (10, Reply::Answer { ask: 3, result: Ok(Answer::Value(vec![1])) }));
+    table.job.said(
+        50,
+        Request::Set {
+            ask: 4,
+            key: "k".into(),
+            value: vec![1],
+        },
+        table.now,
+    );
+    assert_eq!(
+        table.said()[0],
+        (
+            10,
+            Reply::Answer {
+                ask: 3,
+                result: Ok(Answer::Value(vec![1]))
+            }
+        )
+    );
 }
 
 #[test]
 fn too_long_keys_hosts_and_programs_are_refused() {
     let mut table = Table::running(2);
     let long = || "x".repeat(MAX_KEY_BYTES + 1);
-    table.job.said(10, Request::Get { ask: 7, key: long(), peer_timeout: TIME_LIMIT }, table.now);
+    table.job.said(
+        10,
+        Request::Get {
+            ask: 7,
+            key: long(),
+            peer_timeout: TIME_LIMIT,
+        },
+        table.now,
+    );
     let refusals = errors(table.said());
-    let [(10, RendezvousError::TooLong { what, bytes: 1025, limit: 1024 })] = &refusals[..] else {
+    let [
+        (
+            10,
+            RendezvousError::TooLong {
+                what,
+                bytes: 1025,
+                limit: 1024,
+            },
+        ),
+    ] = &refusals[..]
+    else {
         panic!("{refusals:?}")
     };
     assert_eq!(what, "a key");
     let mut table = Table::new(2);
     for (link, member, expected) in [
-        (10, Member { host: long(), ..Member::default() }, "the name of a host"),
-        (11, Member { program: long(), ..Member::default() }, "the fingerprint of a program"),
+        (
+            10,
+            Member {
+                host: long(),
+                ..Member::default()
+            },
+            "the name of a host",
+        ),
+        (
+            11,
+            Member {
+                program: long(),
+                ..Member::default()
+            },
+            "the fingerprint of a program",
+        ),
     ] {
         table.job.opened(link, table.now);
         let process = ProcessId(link as u32 - 10);
@@ -162,13 +246,19 @@ fn too_long_keys_hosts_and_programs_are_refused() {
             process,
             processes: 2,
             epoch: 1,
-            identity: Identity { key: link.into(), run: None },
+            identity: Identity {
+                key: link.into(),
+                run: None,
+            },
             waits: false,
             peer_timeout: TIME_LIMIT,
             member: Box::new(member),
         };
         table.job.said(link, join, table.now);
         let said = errors(table.said());
-        assert!(said.len() == 1 && said[0].1.to_string().starts_with(expected), "{said:?}");
+        assert!(
+            said.len() == 1 && said[0].1.to_string().starts_with(expected),
+            "{said:?}"
+        );
     }
 }

@@ -35,7 +35,11 @@ impl Values {
         check_name("a key", &key)?;
         if value.len() > MAX_VALUE_BYTES {
             let (what, limit) = (format!("the value of {key:?}"), MAX_VALUE_BYTES);
-            return Err(RendezvousError::TooLong { what, bytes: value.len(), limit });
+            return Err(RendezvousError::TooLong {
+                what,
+                bytes: value.len(),
+                limit,
+            });
         }
         for Get { link, wait, .. } in self.gets.extract_if(.., |get| get.key == key) {
             actions.answer(link, wait.ask, Ok(Answer::Value(value.clone())));
@@ -75,7 +79,11 @@ impl Values {
         actions: &mut Actions,
     ) {
         for Get { link, key, wait } in self.gets.extract_if(.., |get| is_of_epoch(get.link)) {
-            let error = RendezvousError::NeverSet { key, process, why: why.to_owned() };
+            let error = RendezvousError::NeverSet {
+                key,
+                process,
+                why: why.to_owned(),
+            };
             actions.answer(link, wait.ask, Err(error));
         }
     }
@@ -86,13 +94,18 @@ impl Values {
 
     pub(super) fn expire(&mut self, now: Instant, actions: &mut Actions) {
         for Get { link, key, wait } in self.gets.extract_if(.., |get| now >= get.wait.until) {
-            let error = RendezvousError::Unset { key, peer_timeout: wait.peer_timeout };
+            let error = RendezvousError::Unset {
+                key,
+                peer_timeout: wait.peer_timeout,
+            };
             actions.answer(link, wait.ask, Err(error));
         }
     }
 
     pub(super) fn put_off(&mut self, stopped: Duration) {
-        self.gets.iter_mut().for_each(|get| get.wait.put_off(stopped));
+        self.gets
+            .iter_mut()
+            .for_each(|get| get.wait.put_off(stopped));
     }
 
     /// Returns the deadlines of the pending requests.
@@ -112,15 +125,52 @@ mod tests {
         let mut table = Table::running(2);
         table.job.said(
             10,
-            Request::Get { ask: 3, key: "k".into(), peer_timeout: TIME_LIMIT },
+            Request::Get {
+                ask: 3,
+                key: "k".into(),
+                peer_timeout: TIME_LIMIT,
+            },
             table.now,
         );
-        table.job.said(11, Request::Set { ask: 4, key: "k".into(), value: vec![1] }, table.now);
+        table.job.said(
+            11,
+            Request::Set {
+                ask: 4,
+                key: "k".into(),
+                value: vec![1],
+            },
+            table.now,
+        );
         let said = table.said();
-        assert_eq!(said[0], (10, Reply::Answer { ask: 3, result: Ok(Answer::Value(vec![1])) }));
-        table.job.said(11, Request::Leave { ask: 5, how: Leaving::Ends }, table.now);
+        assert_eq!(
+            said[0],
+            (
+                10,
+                Reply::Answer {
+                    ask: 3,
+                    result: Ok(Answer::Value(vec![1]))
+                }
+            )
+        );
+        table.job.said(
+            11,
+            Request::Leave {
+                ask: 5,
+                how: Leaving::Ends,
+            },
+            table.now,
+        );
         table.job.closed(11, "connection closed");
-        assert_eq!(table.said(), [(11, Reply::Answer { ask: 5, result: Ok(Answer::Done) })]);
+        assert_eq!(
+            table.said(),
+            [(
+                11,
+                Reply::Answer {
+                    ask: 5,
+                    result: Ok(Answer::Done)
+                }
+            )]
+        );
         assert_eq!(table.job.epochs.present(), 1);
     }
 

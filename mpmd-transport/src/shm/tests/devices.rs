@@ -66,7 +66,10 @@ impl DeviceAllocator for Site {
     fn allocate(&self, bytes: usize) -> io::Result<Box<dyn DeviceMemory>> {
         let number = 1 + self.world.next.fetch_add(1, Ordering::Relaxed);
         let (address, words) = (number << 40, format!("memory {number}").into_bytes());
-        self.world.known.lock().insert(words.clone(), (address, bytes));
+        self.world
+            .known
+            .lock()
+            .insert(words.clone(), (address, bytes));
         let what = format!("free {number}");
         Ok(Box::new(Memory {
             world: self.world.clone(),
@@ -113,7 +116,11 @@ impl DeviceSharing for Site {
 
     fn try_sample(&self, sample: &[u8]) -> Result<(), String> {
         assert_eq!(sample, b"sample");
-        if self.blind { Err(format!("process {} sees nothing", self.process)) } else { Ok(()) }
+        if self.blind {
+            Err(format!("process {} sees nothing", self.process))
+        } else {
+            Ok(())
+        }
     }
 
     fn open(&self, words: &[u8], bytes: usize) -> io::Result<Box<dyn DeviceMemory>> {
@@ -176,8 +183,12 @@ impl<const N: usize> Team<N> {
         let opened: Vec<Opened> = (0..N).map(|_| Opened::open().unwrap()).collect();
         let addresses: Vec<String> = opened.iter().map(Opened::address).collect();
         let sites: [Arc<Site>; N] = std::array::from_fn(|process| {
-            let mut site =
-                Site { world: world.clone(), process: process as u32, without: None, blind: false };
+            let mut site = Site {
+                world: world.clone(),
+                process: process as u32,
+                without: None,
+                blind: false,
+            };
             change(&mut site);
             Arc::new(site)
         });
@@ -194,21 +205,35 @@ impl<const N: usize> Team<N> {
                 })
             })
             .collect();
-        let shm: Vec<_> = joining.into_iter().map(|joining| joining.join().unwrap()).collect();
+        let shm: Vec<_> = joining
+            .into_iter()
+            .map(|joining| joining.join().unwrap())
+            .collect();
         let ears: [Arc<Ear>; N] = std::array::from_fn(|_| Arc::default());
         for (shm, ear) in shm.iter().zip(&ears) {
             shm.start(ear.clone());
         }
-        Self { world, shm: shm.try_into().unwrap(), ears, sites }
+        Self {
+            world,
+            shm: shm.try_into().unwrap(),
+            ears,
+            sites,
+        }
     }
 
     fn pool(&self, process: usize, limit: Option<u64>) -> Pool {
-        let arena = self.shm[process].arena().unwrap().device_beside(self.sites[process].clone());
+        let arena = self.shm[process]
+            .arena()
+            .unwrap()
+            .device_beside(self.sites[process].clone());
         Pool::in_arena("device", limit, &arena)
     }
 
     fn post(&self, from: usize, to: u32, bytes: &SharedBuffer, ticket: u64) {
-        let header = Header { bytes: bytes.len() as u64, ..Header::new(Kind::Data) };
+        let header = Header {
+            bytes: bytes.len() as u64,
+            ..Header::new(Kind::Data)
+        };
         self.shm[from].post(ProcessId(to), header, Some(bytes.clone()), Ticket(ticket));
     }
 
@@ -222,22 +247,33 @@ impl<const N: usize> Team<N> {
     /// Fetches the next payload that process `at` gets from `from`, which cannot be read. Returns
     /// the error.
     fn refused(&self, at: usize, from: u32) -> TransportError {
-        let Payload::Waiting(fetch) = self.ears[at].next_from(from) else { panic!("it is lent") };
+        let Payload::Waiting(fetch) = self.ears[at].next_from(from) else {
+            panic!("it is lent")
+        };
         let into = vec![0; fetch.bytes() as usize].into();
         let (said, hears) = std::sync::mpsc::channel();
-        fetch.fetch(into, Box::new(move |result| said.send(result.map(drop)).unwrap()));
+        fetch.fetch(
+            into,
+            Box::new(move |result| said.send(result.map(drop)).unwrap()),
+        );
         hears.recv_timeout(TIME_LIMIT).unwrap().unwrap_err()
     }
 
     fn done(&self, at: usize, ticket: u64) -> Result<(), TransportError> {
         self.ears[at].wait("the end of a ticket", |heard| {
-            heard.done.iter().find(|done| done.0 == Ticket(ticket)).map(|done| done.1.clone())
+            heard
+                .done
+                .iter()
+                .find(|done| done.0 == Ticket(ticket))
+                .map(|done| done.1.clone())
         })
     }
 
     fn finish(self) {
         let leaving = self.shm.map(|shm| later(move || shm.shutdown(TIME_LIMIT)));
-        leaving.into_iter().for_each(|leaving| leaving.join().unwrap());
+        leaving
+            .into_iter()
+            .for_each(|leaving| leaving.join().unwrap());
     }
 }
 
@@ -265,7 +301,14 @@ fn device_memory_is_lent_in_place_and_opened_once() {
         team.post(0, 1, &own, 1 + round as u64);
         drop(own);
         let there = team.take(1, 0);
-        assert_eq!(there.device(), Some(DevicePlace { device: 11, ..place }), "round {round}");
+        assert_eq!(
+            there.device(),
+            Some(DevicePlace {
+                device: 11,
+                ..place
+            }),
+            "round {round}"
+        );
         assert!(
             there.is_lent()
                 && there.ready().are_over()
@@ -277,7 +320,10 @@ fn device_memory_is_lent_in_place_and_opened_once() {
         assert_eq!(team.shm[0].lent_to(ProcessId(1)), 0);
     }
     (1..=100).for_each(|ticket| assert_eq!(team.done(0, ticket), Ok(())));
-    assert_eq!((team.world.opens.load(Ordering::Relaxed), pool.stats().live), (1, 0));
+    assert_eq!(
+        (team.world.opens.load(Ordering::Relaxed), pool.stats().live),
+        (1, 0)
+    );
     team.finish();
 }
 
@@ -306,7 +352,9 @@ fn failed_work_is_reported_to_the_borrower() {
     until("the end of a fence", || there.ready().are_over());
     assert_eq!(there.ready().failure().as_deref(), Some("too late"));
     drop((own, there));
-    until("all to be back", || team.shm[0].lent_to(ProcessId(1)) == 0 && pool.stats().live == 0);
+    until("all to be back", || {
+        team.shm[0].lent_to(ProcessId(1)) == 0 && pool.stats().live == 0
+    });
     team.finish();
 }
 
@@ -330,14 +378,22 @@ fn failed_verdict_is_reported_though_work_succeeded() {
         );
         verdict.end(end.clone());
         until("the verdict", || there.ready().are_over());
-        assert_eq!((there.is_made(), there.ready().failure()), (end.is_ok(), end.clone().err()));
+        assert_eq!(
+            (there.is_made(), there.ready().failure()),
+            (end.is_ok(), end.clone().err())
+        );
         // The same holds if the verdict was known before the post.
         team.post(0, 1, &own, 10 + number);
         let there = team.take(1, 0);
         until("the verdict", || there.ready().are_over());
-        assert_eq!((own.is_made(), there.ready().failure()), (end.is_ok(), end.err()));
+        assert_eq!(
+            (own.is_made(), there.ready().failure()),
+            (end.is_ok(), end.err())
+        );
     }
-    until("all to be back", || team.shm[0].lent_to(ProcessId(1)) == 0 && pool.stats().live == 0);
+    until("all to be back", || {
+        team.shm[0].lent_to(ProcessId(1)) == 0 && pool.stats().live == 0
+    });
     team.finish();
 }
 
@@ -345,11 +401,18 @@ fn failed_verdict_is_reported_though_work_succeeded() {
 fn device_memory_in_a_control_message_is_refused() {
     let team = Team::<2>::new();
     let own = team.pool(0, None).allocate(64).unwrap().freeze();
-    let header = Header { bytes: own.len() as u64, ..Header::new(Kind::Poison) };
+    let header = Header {
+        bytes: own.len() as u64,
+        ..Header::new(Kind::Poison)
+    };
     team.shm[0].post(ProcessId(1), header, Some(own), Ticket(1));
-    let why = team.ears[1]
-        .wait("the end of a peer", |heard| heard.down.first().map(|down| down.1.to_string()));
-    assert!(why.contains("a message of kind Poison in a device's memory"), "{why}");
+    let why = team.ears[1].wait("the end of a peer", |heard| {
+        heard.down.first().map(|down| down.1.to_string())
+    });
+    assert!(
+        why.contains("a message of kind Poison in a device's memory"),
+        "{why}"
+    );
     team.finish();
 }
 
@@ -406,7 +469,11 @@ fn device_memory_is_freed_after_all_have_closed_it() {
     pool.trim();
     until("it to be freed", || team.world.has("free 1"));
     let log = team.world.log.lock().clone();
-    assert_eq!(log, ["2 closes 1", "1 closes 1", "free 1"], "the last borrower closes it first");
+    assert_eq!(
+        log,
+        ["2 closes 1", "1 closes 1", "free 1"],
+        "the last borrower closes it first"
+    );
     team.finish();
 }
 
@@ -418,7 +485,10 @@ fn unopenable_device_memory_fails_only_its_message() {
     let known = std::mem::take(&mut *team.world.known.lock());
     team.post(0, 1, &own, 1);
     let why = team.refused(1, 0).to_string();
-    assert!(why.contains("device of process 0") && why.contains("the words mean nothing"), "{why}");
+    assert!(
+        why.contains("device of process 0") && why.contains("the words mean nothing"),
+        "{why}"
+    );
     assert_eq!(team.done(0, 1), Ok(()), "it has it back");
     *team.world.known.lock() = known;
     team.post(0, 1, &own, 3);
@@ -441,8 +511,15 @@ fn both_sides_know_if_devices_are_not_shared() {
         assert!(!carries(0, 1) && !carries(1, 0) && !carries(1, 2) && !carries(2, 1));
         let own = team.pool(0, None).allocate(4096).unwrap().freeze();
         team.post(0, 1, &own, 1);
-        assert!(team.refused(1, 0).to_string().contains("is not shared with it"));
-        assert!(matches!(team.done(0, 1), Err(TransportError::Environment { .. })));
+        assert!(
+            team.refused(1, 0)
+                .to_string()
+                .contains("is not shared with it")
+        );
+        assert!(matches!(
+            team.done(0, 1),
+            Err(TransportError::Environment { .. })
+        ));
         team.finish();
     }
 }
@@ -457,7 +534,8 @@ fn limited_device_memory_comes_back_when_short() {
     let there = team.take(1, 0);
     assert!(there.is_limited() && pool.allocate(64).is_err());
     drop(there);
-    pool.allocate(1 << 20).expect("the loan comes back when memory is short");
+    pool.allocate(1 << 20)
+        .expect("the loan comes back when memory is short");
     assert_eq!(team.done(0, 1), Ok(()));
     team.finish();
 }
@@ -469,15 +547,28 @@ fn device_memory_fails_when_its_lender_leaves() {
     team.post(0, 1, &pool.allocate(4096).unwrap().freeze(), 2);
     let written = team.take(1, 0);
     assert!(written.ready().are_over() && written.ready().failure().is_none());
-    let own = pool.allocate(4096).unwrap().freeze().with_verdict(Arc::<ByHand>::default());
+    let own = pool
+        .allocate(4096)
+        .unwrap()
+        .freeze()
+        .with_verdict(Arc::<ByHand>::default());
     team.post(0, 1, &own, 1);
     let there = team.take(1, 0);
     team.shm[0].shutdown(TIME_LIMIT);
     team.ears[1].down(0);
     until("the end of a fence", || there.ready().are_over());
     assert!(there.ready().failure().unwrap().contains("it has left"));
-    assert!(written.ready().failure().is_none(), "the process may go on without its transport");
+    assert!(
+        written.ready().failure().is_none(),
+        "the process may go on without its transport"
+    );
     team.shm[1].shared.devices.note_exit(ProcessId(0));
-    assert!(written.ready().failure().unwrap().contains("process 0, which has ended"));
+    assert!(
+        written
+            .ready()
+            .failure()
+            .unwrap()
+            .contains("process 0, which has ended")
+    );
     team.finish();
 }

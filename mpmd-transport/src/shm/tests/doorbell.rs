@@ -36,7 +36,9 @@ impl Futex for Recorder {
     }
 
     fn wake(&self, word: &AtomicU32, all: bool) {
-        self.wakes.borrow_mut().push((ptr::from_ref(word).addr(), all));
+        self.wakes
+            .borrow_mut()
+            .push((ptr::from_ref(word).addr(), all));
     }
 }
 
@@ -45,7 +47,11 @@ impl Recorder {
     /// woken).
     fn woken(&self, door: &Doorbell) -> Vec<(usize, bool)> {
         let start = ptr::from_ref(&door.words()[0]).addr();
-        self.wakes.take().into_iter().map(|(word, all)| ((word - start) / 4, all)).collect()
+        self.wakes
+            .take()
+            .into_iter()
+            .map(|(word, all)| ((word - start) / 4, all))
+            .collect()
     }
 }
 
@@ -80,14 +86,21 @@ fn ring_wakes_a_looker_only_if_none_is_awake() {
     });
     door.ring(&futex);
     assert_eq!(futex.woken(&door), []);
-    assert_eq!(*futex.waits.borrow(), [], "there was a ring before each sleep");
+    assert_eq!(
+        *futex.waits.borrow(),
+        [],
+        "there was a ring before each sleep"
+    );
 }
 
 #[test]
 fn sleep_is_skipped_after_an_earlier_event() {
     let (door, futex) = (Doorbell::alone(), Recorder::default());
     let slept = || futex.waits.take().len();
-    let park = |parking, found| door.park(&futex, parking, Some(TIME_LIMIT), || found).leave(|| ());
+    let park = |parking, found| {
+        door.park(&futex, parking, Some(TIME_LIMIT), || found)
+            .leave(|| ())
+    };
 
     park(door.parking(), false);
     assert_eq!(slept(), 1);
@@ -112,7 +125,10 @@ fn sleep_is_skipped_after_an_earlier_event() {
         door.rouse(&futex);
         false
     });
-    assert_eq!((slept(), futex.woken(&door)), (0, vec![(WAITERS, true), (ENGINE, true)]));
+    assert_eq!(
+        (slept(), futex.woken(&door)),
+        (0, vec![(WAITERS, true), (ENGINE, true)])
+    );
     door.sleep(&futex, None, || {
         door.wake(&futex);
         false
@@ -129,8 +145,10 @@ fn sleep_is_skipped_after_an_earlier_event() {
 fn uncounted_parked_thread_sleeps_briefly() {
     let (door, futex) = (Doorbell::alone(), Recorder::default());
     door.words()[STATE].store(255 << 8, Ordering::Relaxed);
-    door.park(&futex, 0, Some(TIME_LIMIT), || panic!("this one is not woken by peers"))
-        .leave(|| ());
+    door.park(&futex, 0, Some(TIME_LIMIT), || {
+        panic!("this one is not woken by peers")
+    })
+    .leave(|| ());
     assert_eq!(*futex.waits.borrow(), [(0, Some(Duration::from_millis(1)))]);
     assert_eq!(door.words()[STATE].load(Ordering::Relaxed), 255 << 8);
 }
@@ -169,7 +187,13 @@ fn timeout_ends_a_wait() {
     let (ended, end) = mpsc::channel();
     std::thread::spawn(move || {
         door.sleep(&futex, Some(Duration::from_millis(1)), || false);
-        door.park(&futex, door.parking(), Some(Duration::from_millis(1)), || false).leave(|| ());
+        door.park(
+            &futex,
+            door.parking(),
+            Some(Duration::from_millis(1)),
+            || false,
+        )
+        .leave(|| ());
         futex.wait(&door.words()[ENGINE], 7, None);
         ended.send(())
     });
@@ -210,7 +234,9 @@ fn a_peer_wakes_through_its_own_mapping() {
     std::thread::spawn(move || {
         sleeper.sleep(&SystemFutex, None, || false);
         ended.send("engine").unwrap();
-        sleeper.park(&SystemFutex, sleeper.parking(), None, || false).leave(|| ());
+        sleeper
+            .park(&SystemFutex, sleeper.parking(), None, || false)
+            .leave(|| ());
         ended.send("parked").unwrap();
     });
     let until = Instant::now() + TIME_LIMIT;

@@ -44,7 +44,11 @@ impl Ear {
 
     pub(super) fn down(&self, peer: u32) -> TransportError {
         let of = |heard: &mut Heard| {
-            heard.down.iter().find(|down| down.0.0 == peer).map(|down| down.1.clone())
+            heard
+                .down
+                .iter()
+                .find(|down| down.0.0 == peer)
+                .map(|down| down.1.clone())
         };
         self.wait("the end of a peer", of)
     }

@@ -37,8 +37,16 @@ fn lent_memory_stays_unchanged_after_lender_is_gone() {
         let ([zero, one], ears) = pair();
         let pool = Pool::in_arena("lender", None, &zero.arena().unwrap());
         for bytes in [5000, 3 << 20] {
-            let header = Header { bytes: bytes as u64, ..Header::new(Kind::Data) };
-            zero.post(ProcessId(1), header, Some(filled(&pool, bytes, 7)), Ticket::NONE);
+            let header = Header {
+                bytes: bytes as u64,
+                ..Header::new(Kind::Data)
+            };
+            zero.post(
+                ProcessId(1),
+                header,
+                Some(filled(&pool, bytes, 7)),
+                Ticket::NONE,
+            );
         }
         let held: Vec<Payload> = (0..2).map(|_| ears[1].next_from(0)).collect();
         if in_order {
@@ -53,8 +61,13 @@ fn lent_memory_stays_unchanged_after_lender_is_gone() {
             pool.trim();
         }
         for payload in held {
-            let Payload::Lent(bytes) = payload else { panic!("it is lent") };
-            assert!(bytes.iter().all(|byte| *byte == 7), "memory is reused while it is read");
+            let Payload::Lent(bytes) = payload else {
+                panic!("it is lent")
+            };
+            assert!(
+                bytes.iter().all(|byte| *byte == 7),
+                "memory is reused while it is read"
+            );
         }
         one.shutdown(TIME_LIMIT);
     }
@@ -67,7 +80,9 @@ fn mappings(bytes: usize) -> usize {
         let (start, end) = line.split(' ').next()?.split_once('-')?;
         Some(usize::from_str_radix(end, 16).ok()? - usize::from_str_radix(start, 16).ok()?)
     };
-    maps.lines().filter(|line| line.contains("memfd:mpmd") && length(line) == Some(bytes)).count()
+    maps.lines()
+        .filter(|line| line.contains("memfd:mpmd") && length(line) == Some(bytes))
+        .count()
 }
 
 #[test]
@@ -76,10 +91,17 @@ fn segment_sent_to_and_fro_is_mapped_once() {
     const BYTES: usize = 5 << 20;
     let ([zero, one], ears) = pair();
     let pool = Pool::in_arena("lender", None, &zero.arena().unwrap());
-    let header = Header { bytes: BYTES as u64, ..Header::new(Kind::Data) };
+    let header = Header {
+        bytes: BYTES as u64,
+        ..Header::new(Kind::Data)
+    };
     let mut ball = filled(&pool, BYTES, 3);
     for round in 0..50 {
-        let (from, to) = if round % 2 == 0 { (&zero, 1) } else { (&one, 0) };
+        let (from, to) = if round % 2 == 0 {
+            (&zero, 1)
+        } else {
+            (&one, 0)
+        };
         from.post(ProcessId(to), header, Some(ball), Ticket::NONE);
         ball = match (to, ears[to as usize].next_from(1 - to)) {
             // The owner gets its own memory.
@@ -89,11 +111,20 @@ fn segment_sent_to_and_fro_is_mapped_once() {
         };
         assert_eq!((ball.is_lent(), ball[0], ball[BYTES - 1]), (to == 1, 3, 3));
     }
-    assert_eq!(mappings(BYTES), 2, "the owner's mapping, and the borrower's");
+    assert_eq!(
+        mappings(BYTES),
+        2,
+        "the owner's mapping, and the borrower's"
+    );
     drop(ball);
     let until = Instant::now() + TIME_LIMIT;
     while mappings(BYTES) > 0 {
-        assert!(Instant::now() < until, "{:?}, {} mappings", pool.stats(), mappings(BYTES));
+        assert!(
+            Instant::now() < until,
+            "{:?}, {} mappings",
+            pool.stats(),
+            mappings(BYTES)
+        );
         pool.trim();
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -107,7 +138,10 @@ fn freed_segments_are_unmapped_everywhere() {
     const BYTES: usize = (3 << 20) + (512 << 10);
     let ([zero, one], ears) = pair();
     let pool = Pool::in_arena("lender", None, &zero.arena().unwrap());
-    let header = Header { bytes: BYTES as u64, ..Header::new(Kind::Data) };
+    let header = Header {
+        bytes: BYTES as u64,
+        ..Header::new(Kind::Data)
+    };
     for round in 0..20 {
         zero.post(
             ProcessId(1),
@@ -124,7 +158,11 @@ fn freed_segments_are_unmapped_everywhere() {
         }
         pool.trim();
         while mappings(BYTES) > 0 {
-            assert!(Instant::now() < until, "round {round}: {} mappings are left", mappings(BYTES));
+            assert!(
+                Instant::now() < until,
+                "round {round}: {} mappings are left",
+                mappings(BYTES)
+            );
             std::thread::sleep(Duration::from_millis(1));
         }
     }
@@ -136,14 +174,21 @@ fn freed_segments_are_unmapped_everywhere() {
 fn until_mapped(bytes: usize, count: usize) {
     let until = Instant::now() + TIME_LIMIT;
     while mappings(bytes) != count {
-        assert!(Instant::now() < until, "{} mappings, not {count}", mappings(bytes));
+        assert!(
+            Instant::now() < until,
+            "{} mappings, not {count}",
+            mappings(bytes)
+        );
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
 /// Sends a payload of `bytes` bytes to process 1 and returns it as it arrives there.
 fn sent(zero: &Shm, ears: &[Arc<Ear>; 2], bytes: SharedBuffer) -> Payload {
-    let header = Header { bytes: bytes.len() as u64, ..Header::new(Kind::Data) };
+    let header = Header {
+        bytes: bytes.len() as u64,
+        ..Header::new(Kind::Data)
+    };
     zero.post(ProcessId(1), header, Some(bytes), Ticket::NONE);
     ears[1].next_from(0)
 }
@@ -159,7 +204,9 @@ fn new_segment_is_mapped_before_a_message_names_it() {
     assert_eq!(mappings(BYTES), 1, "the peer had got nothing before");
     let new = filled(&pool, BYTES, 3);
     until_mapped(BYTES, 3);
-    let Payload::Lent(lent) = sent(&zero, &ears, new) else { panic!("it is lent") };
+    let Payload::Lent(lent) = sent(&zero, &ears, new) else {
+        panic!("it is lent")
+    };
     assert!(lent.iter().all(|byte| *byte == 3) && mappings(BYTES) == 3);
     let unused = filled(&pool, BYTES, 4);
     until_mapped(BYTES, 5);
@@ -190,7 +237,10 @@ fn unused_announced_segments_are_limited() {
     let mut all: Vec<SharedBuffer> = (0..40).map(|i| filled(&pool, BYTES, i)).collect();
     until_mapped(BYTES, 40 + 32);
     // The first was announced, the last was not. One that is lent from makes room for another.
-    let lent = [sent(&zero, &ears, all.remove(0)), sent(&zero, &ears, all.remove(38))];
+    let lent = [
+        sent(&zero, &ears, all.remove(0)),
+        sent(&zero, &ears, all.remove(38)),
+    ];
     until_mapped(BYTES, 40 + 32 + 1);
     all.push(filled(&pool, BYTES, 40));
     until_mapped(BYTES, 41 + 34);

@@ -56,7 +56,10 @@ struct Ear {
 
 impl Handler for Ear {
     fn arrived(&self, from: ProcessId, header: Header, payload: Payload) {
-        assert!(!self.down.lock().contains(&from.0), "no message after peer_down");
+        assert!(
+            !self.down.lock().contains(&from.0),
+            "no message after peer_down"
+        );
         let announced = header.payload_bytes();
         match payload {
             Payload::Empty => assert_eq!(announced, 0),
@@ -97,7 +100,11 @@ impl DeviceSharing for Devices {
     }
 
     fn try_sample(&self, sample: &[u8]) -> Result<(), String> {
-        if sample == b"sample" { Ok(()) } else { Err("it is none".to_owned()) }
+        if sample == b"sample" {
+            Ok(())
+        } else {
+            Err("it is none".to_owned())
+        }
     }
 
     fn open(&self, words: &[u8], bytes: usize) -> io::Result<Box<dyn DeviceMemory>> {
@@ -150,15 +157,29 @@ impl Scene {
                 shares_devices: false.into(),
                 gets_payloads: false.into(),
             };
-            peers.push(Some((peer, Inbound::new(there.consumer()), back_there.consumer())));
+            peers.push(Some((
+                peer,
+                Inbound::new(there.consumer()),
+                back_there.consumer(),
+            )));
             let (messages, returns) = (there.producer(), back_there.producer());
-            liars.push(Liar { rings, messages, returns, socket: far });
+            liars.push(Liar {
+                rings,
+                messages,
+                returns,
+                socket: far,
+            });
         }
         peers.push(None);
         let shared = Shared::new(ProcessId(PEERS as u32), peers, Doorbell::alone(), arena);
         let (ear, devices) = (Arc::<Ear>::default(), Arc::new(Devices));
         shared.start(ear.clone());
-        Self { shared, ear, devices, liars }
+        Self {
+            shared,
+            ear,
+            devices,
+            liars,
+        }
     }
 
     fn has_ended(&self, index: usize) -> bool {
@@ -187,22 +208,44 @@ fn files() -> Vec<(OwnedFd, u64)> {
         }
         (file, bytes)
     };
-    vec![file(4096, true), file(8192, true), file(4096, false), file(0, true), file(1 << 40, true)]
+    vec![
+        file(4096, true),
+        file(8192, true),
+        file(4096, false),
+        file(0, true),
+        file(1 << 40, true),
+    ]
 }
 
 fn number(rng: &mut Rng) -> u64 {
-    if rng.u8(..4) == 0 { integer(rng) } else { [0, 1, 10, 4095, 4096, 8192][rng.usize(..6)] }
+    if rng.u8(..4) == 0 {
+        integer(rng)
+    } else {
+        [0, 1, 10, 4095, 4096, 8192][rng.usize(..6)]
+    }
 }
 
 fn segment(rng: &mut Rng) -> u32 {
-    if rng.u8(..16) == 0 { integer(rng) as u32 } else { rng.u32(..4) }
+    if rng.u8(..16) == 0 {
+        integer(rng) as u32
+    } else {
+        rng.u32(..4)
+    }
 }
 
 fn header(rng: &mut Rng, bytes: u64) -> Header {
     use Kind::{Answer, AskTaken, Batch, Credit, Data, Eager, Grant, Probe, Records};
-    let kinds = [Data, Data, Eager, Grant, Credit, AskTaken, Probe, Answer, Records, Batch];
+    let kinds = [
+        Data, Data, Eager, Grant, Credit, AskTaken, Probe, Answer, Records, Batch,
+    ];
     let kind = kinds[rng.usize(..kinds.len())];
-    Header { bytes, op: rng.u64(..9), piece: number(rng), count: number(rng), ..Header::new(kind) }
+    Header {
+        bytes,
+        op: rng.u64(..9),
+        piece: number(rng),
+        count: number(rng),
+        ..Header::new(kind)
+    }
 }
 
 impl Liar {
@@ -210,15 +253,36 @@ impl Liar {
     fn say(&mut self, rng: &mut Rng, files: &[(OwnedFd, u64)], own: u32) {
         match rng.u8(..17) {
             0 | 1 => {
-                let (file, bytes) = &files[if rng.bool() { 0 } else { rng.usize(..files.len()) }];
-                let bytes = if rng.u8(..8) == 0 { number(rng) } else { *bytes };
-                self.give(b"GIVE", segment(rng), bytes, &[], &vec![file.as_fd(); rng.usize(1..3)]);
+                let (file, bytes) = &files[if rng.bool() {
+                    0
+                } else {
+                    rng.usize(..files.len())
+                }];
+                let bytes = if rng.u8(..8) == 0 {
+                    number(rng)
+                } else {
+                    *bytes
+                };
+                self.give(
+                    b"GIVE",
+                    segment(rng),
+                    bytes,
+                    &[],
+                    &vec![file.as_fd(); rng.usize(1..3)],
+                );
             }
             2 | 3 => {
-                let owner = if rng.u8(..4) == 0 { integer(rng) as u32 } else { rng.u32(..20) }
-                    .to_le_bytes();
-                let words: &[u8] =
-                    if rng.u8(..4) == 0 { &[7; 97][..rng.usize(..98)] } else { b"good" };
+                let owner = if rng.u8(..4) == 0 {
+                    integer(rng) as u32
+                } else {
+                    rng.u32(..20)
+                }
+                .to_le_bytes();
+                let words: &[u8] = if rng.u8(..4) == 0 {
+                    &[7; 97][..rng.usize(..98)]
+                } else {
+                    b"good"
+                };
                 let bytes = if rng.u8(..4) == 0 { number(rng) } else { 4096 };
                 self.give(b"GIVD", segment(rng), bytes, &[&owner, words].concat(), &[]);
             }
@@ -235,9 +299,18 @@ impl Liar {
                     bytes: bytes.into(),
                     segment: segment(rng).into(),
                     flags: flags.into(),
-                    owner: if rng.u8(..4) == 0 { integer(rng) as u32 } else { own }.into(),
+                    owner: if rng.u8(..4) == 0 {
+                        integer(rng) as u32
+                    } else {
+                        own
+                    }
+                    .into(),
                 };
-                let announced = if rng.u8(..16) == 0 { number(rng) } else { bytes };
+                let announced = if rng.u8(..16) == 0 {
+                    number(rng)
+                } else {
+                    bytes
+                };
                 let header = header(rng, announced).encode();
                 let more: &[u8] = if rng.u8(..16) == 0 { &[9] } else { &[] };
                 self.messages.push(LENT, &[&header, lent.as_bytes(), more]);
@@ -246,8 +319,13 @@ impl Liar {
                 let bytes = rng.u64(..100);
                 let announced = if rng.u8(..8) == 0 { number(rng) } else { bytes };
                 let header = header(rng, announced);
-                let there = if header.kind.carries_payload() { bytes as usize } else { 0 };
-                self.messages.push(INLINE, &[&header.encode(), &[3; 100][..there]]);
+                let there = if header.kind.carries_payload() {
+                    bytes as usize
+                } else {
+                    0
+                };
+                self.messages
+                    .push(INLINE, &[&header.encode(), &[3; 100][..there]]);
             }
             11 => {
                 let numbers: Vec<u32> = (0..rng.usize(..4)).map(|_| segment(rng)).collect();
@@ -255,7 +333,8 @@ impl Liar {
             }
             12 => {
                 let why: &[u8] = if rng.bool() { b"" } else { b"it broke" };
-                self.messages.push(LANDED, &[&rng.u64(..6).to_le_bytes(), why]);
+                self.messages
+                    .push(LANDED, &[&rng.u64(..6).to_le_bytes(), why]);
             }
             13 => {
                 let bytes = number(rng);
@@ -270,14 +349,16 @@ impl Liar {
                 self.messages.push(kind, &[rest]);
             }
             14 => {
-                let said: Vec<u64> =
-                    (0..rng.usize(..8)).map(|_| number(rng).min(rng.u64(..40))).collect();
+                let said: Vec<u64> = (0..rng.usize(..8))
+                    .map(|_| number(rng).min(rng.u64(..40)))
+                    .collect();
                 let kinds = [(RETURNED, 3), (PASSED_ON, 6), (LAST, 2), (CLOSED, 1)];
                 let (kind, words) = match rng.usize(..5) {
                     4 => (rng.u32(..20), 8),
                     kind => kinds[kind],
                 };
-                self.returns.push(kind, &[said[..words.min(said.len())].as_bytes()]);
+                self.returns
+                    .push(kind, &[said[..words.min(said.len())].as_bytes()]);
             }
             15 => {
                 let bytes = [3000, 10, number(rng)][rng.usize(..3)];
@@ -291,7 +372,11 @@ impl Liar {
                 self.messages.push(TO_OWNER, &[&header, part.as_bytes()]);
             }
             _ if rng.u8(..8) == 0 => {
-                let value = if rng.bool() { integer(rng) } else { 64 * rng.u64(..64) };
+                let value = if rng.bool() {
+                    integer(rng)
+                } else {
+                    64 * rng.u64(..64)
+                };
                 let words = self.rings[rng.usize(..4)].words();
                 words[[0, 8, 16, 24, rng.usize(..256)][rng.usize(..5)]]
                     .store(value, Ordering::Relaxed);
@@ -329,7 +414,12 @@ fn fuzz_shm_peer() {
         }
         let index = next;
         next += 1;
-        let Scene { shared, liars, devices, ear } = &mut scene;
+        let Scene {
+            shared,
+            liars,
+            devices,
+            ear,
+        } = &mut scene;
         let _ = shared.devices.sharing.set(devices.clone());
         if rng.bool() {
             shared.peers[index].as_ref().unwrap().share_devices();
@@ -339,7 +429,10 @@ fn fuzz_shm_peer() {
                 0 | 1 => drop(shared.progress()),
                 2 if rng.u8(..4) == 0 => {
                     let bytes = [0, 10, 3000][rng.usize(..3)];
-                    let header = Header { bytes: bytes as u64, ..Header::new(Kind::Data) };
+                    let header = Header {
+                        bytes: bytes as u64,
+                        ..Header::new(Kind::Data)
+                    };
                     ticket += 1;
                     shared.post(
                         ProcessId(index as u32),
@@ -356,7 +449,10 @@ fn fuzz_shm_peer() {
         liars[index].socket.close();
         shared.watch();
         let held = std::mem::take(&mut *scene.ear.held.lock());
-        assert!(held.iter().all(|bytes| bytes.ready().are_over()), "pending memory has ended");
+        assert!(
+            held.iter().all(|bytes| bytes.ready().are_over()),
+            "pending memory has ended"
+        );
         drop(held);
         assert!(scene.has_ended(index), "a closed peer is down");
     });

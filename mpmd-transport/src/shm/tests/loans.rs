@@ -41,8 +41,18 @@ impl Scene {
         let consumers = rings.iter().map(|ring| Some(ring.consumer()));
         let ledger = Ledger::new([None].into_iter().chain(consumers));
         let door = Doorbell::alone;
-        let returns = rings.iter().map(|ring| Returns::new(ring.producer(), door())).collect();
-        Self { pool, mapped: OnceCell::new(), ledger, returns, rings, next: 0 }
+        let returns = rings
+            .iter()
+            .map(|ring| Returns::new(ring.producer(), door()))
+            .collect();
+        Self {
+            pool,
+            mapped: OnceCell::new(),
+            ledger,
+            returns,
+            rings,
+            next: 0,
+        }
     }
 
     fn own(&self, bytes: usize) -> SharedBuffer {
@@ -56,8 +66,12 @@ impl Scene {
 
     fn lend_with(&mut self, to: u32, own: &SharedBuffer, ticket: Ticket) -> SharedBuffer {
         self.next += 1;
-        let loan = LoanId { lender: OWNER, number: self.next };
-        self.ledger.lend(ProcessId(to), loan, own.clone(), ticket, false);
+        let loan = LoanId {
+            lender: OWNER,
+            number: self.next,
+        };
+        self.ledger
+            .lend(ProcessId(to), loan, own.clone(), ticket, false);
         self.borrow(to, loan, own)
     }
 
@@ -74,7 +88,10 @@ impl Scene {
         let offset = there.place().unwrap().offset;
         let has_room =
             borrowed(there).pass_on(ProcessId(to), number, &(offset..offset + there.len()));
-        has_room.then_some(LoanId { lender: ProcessId(from), number })
+        has_room.then_some(LoanId {
+            lender: ProcessId(from),
+            number,
+        })
     }
 
     /// Borrows `bytes` as process `to` does when a message lends them.
@@ -135,7 +152,10 @@ fn block_is_reused_after_its_last_reader() {
     let there = scene.lend(1, &buffer);
     drop(buffer);
     let lent = scene.ledger.bytes(ProcessId(1));
-    assert_eq!((lent, scene.returns[0].borrowed(), scene.live()), (1000, 1000, 1024));
+    assert_eq!(
+        (lent, scene.returns[0].borrowed(), scene.live()),
+        (1000, 1000, 1024)
+    );
     assert!(there.iter().all(|byte| *byte == 7));
     let part = there.slice(10..20);
     drop(there);
@@ -143,7 +163,14 @@ fn block_is_reused_after_its_last_reader() {
     drop(part);
     assert_eq!(scene.returns[0].borrowed(), 0);
     assert_eq!(scene.collect(), [1000]);
-    assert_eq!((scene.ledger.bytes(ProcessId(1)), scene.ledger.open(), scene.live()), (0, 0, 0));
+    assert_eq!(
+        (
+            scene.ledger.bytes(ProcessId(1)),
+            scene.ledger.open(),
+            scene.live()
+        ),
+        (0, 0, 0)
+    );
 }
 
 #[test]
@@ -156,9 +183,16 @@ fn borrowed_memory_can_be_re_lent() {
     drop(own);
     let at_two = scene.re_lend(1, 2, &at_one.slice(4000..5000)).unwrap();
     drop(at_one);
-    assert_eq!(scene.collect(), [5000], "the first loan does not wait for the second");
+    assert_eq!(
+        scene.collect(),
+        [5000],
+        "the first loan does not wait for the second"
+    );
     let lent = [1, 2].map(|process| scene.ledger.bytes(ProcessId(process)));
-    assert_eq!((at_two[999], lent, scene.live()), (9, [0, 1000], Pool::rounded(5000)));
+    assert_eq!(
+        (at_two[999], lent, scene.live()),
+        (9, [0, 1000], Pool::rounded(5000))
+    );
     drop(at_two);
     assert_eq!(scene.collect(), [1000]);
     assert_eq!((scene.ledger.open(), scene.live()), (0, 0));
@@ -193,7 +227,9 @@ fn loans_of_memory_that_goes_around_stay_flat() {
         borrowed(&third).count_to_owner();
         let (loan, offset) = (borrowed(&third).loan(), third.place().unwrap().offset);
         drop(third);
-        let (part, ended) = scene.ledger.take_part(ProcessId(3), loan, offset as u64, 100);
+        let (part, ended) = scene
+            .ledger
+            .take_part(ProcessId(3), loan, offset as u64, 100);
         assert!(part.unwrap().same_place(&own));
         drop(ended);
         if scene.ledger.has_news() {
@@ -203,7 +239,10 @@ fn loans_of_memory_that_goes_around_stay_flat() {
     }
     assert!(most <= 64, "{most} open loans");
     scene.collect();
-    assert_eq!((scene.ledger.open(), scene.ledger.bytes(ProcessId(3))), (0, 0));
+    assert_eq!(
+        (scene.ledger.open(), scene.ledger.bytes(ProcessId(3))),
+        (0, 0)
+    );
 }
 
 #[test]
@@ -211,7 +250,10 @@ fn loan_waits_for_messages_with_its_memory_to_its_owner() {
     let mut scene = Scene::new(1);
     let own = scene.own(100);
     let there = scene.lend_with(1, &own, Ticket(7));
-    let (loan, first) = (borrowed(&there).loan(), there.place().unwrap().offset as u64);
+    let (loan, first) = (
+        borrowed(&there).loan(),
+        there.place().unwrap().offset as u64,
+    );
     (0..3).for_each(|_| borrowed(&there).count_to_owner());
     let take = |scene: &mut Scene, offset, bytes| {
         scene.ledger.take_part(ProcessId(1), loan, offset, bytes)
@@ -256,8 +298,18 @@ fn dead_re_lender_ends_its_loans_and_no_others() {
     let fourth = scene.re_lend(1, 2, &given_back.slice(0..500)).unwrap();
     drop(given_back);
     assert_eq!(scene.exit(1), [1000, 2000, 3000]);
-    assert_eq!((scene.ledger.bytes(ProcessId(1)), scene.ledger.bytes(ProcessId(2))), (0, 1500));
-    assert_eq!(scene.live(), Pool::rounded(1000) + Pool::rounded(3000), "process 2 reads them");
+    assert_eq!(
+        (
+            scene.ledger.bytes(ProcessId(1)),
+            scene.ledger.bytes(ProcessId(2))
+        ),
+        (0, 1500)
+    );
+    assert_eq!(
+        scene.live(),
+        Pool::rounded(1000) + Pool::rounded(3000),
+        "process 2 reads them"
+    );
     drop((third, fourth));
     assert_eq!((scene.collect(), scene.live()), (vec![500, 1000], 0));
     // Nothing is entered for a process that has exited.
@@ -265,7 +317,10 @@ fn dead_re_lender_ends_its_loans_and_no_others() {
     let there = scene.lend(2, &own);
     assert!(scene.pass_on(2, 1, &there).is_some());
     assert!(scene.collect().is_empty() && scene.exit(1).is_empty());
-    assert_eq!((scene.ledger.bytes(ProcessId(1)), scene.ledger.open()), (0, 1));
+    assert_eq!(
+        (scene.ledger.bytes(ProcessId(1)), scene.ledger.open()),
+        (0, 1)
+    );
     drop((passed_on, kept, there, own));
 }
 
@@ -305,7 +360,10 @@ fn loan_that_was_lost_with_its_lender_ends() {
         scene.returns[borrower as usize - 1].say_last(borrowed(&arrived).loan());
         let ended = scene.exit(lender);
         assert_eq!(ended, vec![100; if lender == 1 { 2 } else { 1 }]);
-        assert_eq!((scene.ledger.bytes(ProcessId(borrower)), scene.ledger.open()), (100, 1));
+        assert_eq!(
+            (scene.ledger.bytes(ProcessId(borrower)), scene.ledger.open()),
+            (100, 1)
+        );
         drop(arrived);
         assert_eq!((scene.collect(), scene.ledger.open()), (vec![100], 0));
         drop(there);
@@ -320,7 +378,11 @@ fn re_lending_needs_room_to_tell_the_owner() {
     let mut copies = Vec::new();
     while let Some(copy) = scene.re_lend(1, 2, &there) {
         copies.push(copy);
-        assert_eq!(scene.ledger.has_news(), copies.len() >= RING / 64 / 2, "half of it is full");
+        assert_eq!(
+            scene.ledger.has_news(),
+            copies.len() >= RING / 64 / 2,
+            "half of it is full"
+        );
     }
     assert_eq!(copies.len(), RING / 64);
     // A note that has no room waits, and those after it wait too.
@@ -334,8 +396,13 @@ fn re_lending_needs_room_to_tell_the_owner() {
 fn rings_are_to_be_read_after_every_64_loans() {
     let mut scene = Scene::new(1);
     let lend = |scene: &mut Scene, number| {
-        let loan = LoanId { lender: OWNER, number };
-        scene.ledger.lend(ProcessId(1), loan, vec![1].into(), Ticket::NONE, false)
+        let loan = LoanId {
+            lender: OWNER,
+            number,
+        };
+        scene
+            .ledger
+            .lend(ProcessId(1), loan, vec![1].into(), Ticket::NONE, false)
     };
     for round in 0..3 {
         assert!((1..64).all(|number| !lend(&mut scene, 100 * round + number)));
@@ -348,8 +415,17 @@ fn rings_are_to_be_read_after_every_64_loans() {
 fn returns_before_a_corrupt_record_count() {
     let mut scene = Scene::new(1);
     let mut lend = |bytes: usize, number, ticket| {
-        let loan = LoanId { lender: OWNER, number };
-        scene.ledger.lend(ProcessId(1), loan, vec![1; bytes].into(), Ticket(ticket), true);
+        let loan = LoanId {
+            lender: OWNER,
+            number,
+        };
+        scene.ledger.lend(
+            ProcessId(1),
+            loan,
+            vec![1; bytes].into(),
+            Ticket(ticket),
+            true,
+        );
         loan
     };
     let loan = lend(10, 1, 3);
@@ -359,10 +435,20 @@ fn returns_before_a_corrupt_record_count() {
     // The second record's length, after three lines of counts and the first record.
     scene.rings[0].words()[4 * 8].store(u64::MAX, Ordering::Relaxed);
     let ledger = &mut scene.ledger;
-    let back: Vec<Ticket> = ledger.collect().into_iter().map(|(_, ticket)| ticket).collect();
-    assert_eq!((back, ledger.corrupt(ProcessId(1)).is_some()), (vec![Ticket(3)], true));
+    let back: Vec<Ticket> = ledger
+        .collect()
+        .into_iter()
+        .map(|(_, ticket)| ticket)
+        .collect();
+    assert_eq!(
+        (back, ledger.corrupt(ProcessId(1)).is_some()),
+        (vec![Ticket(3)], true)
+    );
     assert!(!ledger.has_news() && ledger.is_awaited());
-    assert!(ledger.note_exit(ProcessId(1)).is_empty(), "the peer's last records are lost");
+    assert!(
+        ledger.note_exit(ProcessId(1)).is_empty(),
+        "the peer's last records are lost"
+    );
     let tickets = ledger.take_tickets(ProcessId(1));
     assert_eq!((ledger.bytes(ProcessId(1)), tickets), (20, vec![Ticket(4)]));
 }
@@ -370,15 +456,33 @@ fn returns_before_a_corrupt_record_count() {
 #[test]
 fn late_returns_arrive_and_bad_numbers_end_no_loan() {
     let mut scene = Scene::new(1);
-    let loans: Vec<LoanId> =
-        (0..100).map(|number| LoanId { lender: OWNER, number: 100 + number }).collect();
+    let loans: Vec<LoanId> = (0..100)
+        .map(|number| LoanId {
+            lender: OWNER,
+            number: 100 + number,
+        })
+        .collect();
     for (i, loan) in loans.iter().enumerate() {
         let (bytes, ticket) = (vec![i as u8; 10].into(), Ticket(i as u64));
         scene.ledger.lend(ProcessId(1), *loan, bytes, ticket, true);
     }
     let returns = scene.returns[0].clone();
-    returns.give_back(LoanId { lender: OWNER, number: 12345 }, 0, true);
-    returns.give_back(LoanId { lender: ProcessId(1), number: 100 }, 0, true);
+    returns.give_back(
+        LoanId {
+            lender: OWNER,
+            number: 12345,
+        },
+        0,
+        true,
+    );
+    returns.give_back(
+        LoanId {
+            lender: ProcessId(1),
+            number: 100,
+        },
+        0,
+        true,
+    );
     returns.give_back(loans[0], 0, true);
     returns.give_back(loans[0], 0, false);
     assert!(scene.ledger.is_awaited() && scene.ledger.has_news());
@@ -390,7 +494,10 @@ fn late_returns_arrive_and_bad_numbers_end_no_loan() {
         tickets.extend(scene.ledger.collect().into_iter().map(|(_, ticket)| ticket));
         returns.flush();
     }
-    assert_eq!((scene.ledger.bytes(ProcessId(1)), scene.ledger.is_awaited()), (0, false));
+    assert_eq!(
+        (scene.ledger.bytes(ProcessId(1)), scene.ledger.is_awaited()),
+        (0, false)
+    );
     assert_eq!(tickets, (0..100).map(Ticket).collect::<Vec<_>>());
 }
 
@@ -399,9 +506,13 @@ fn ranges_outside_the_segment_are_not_borrowed() {
     let scene = Scene::new(1);
     let segment = scene.own(64).place().unwrap().segment;
     let end = segment.bytes() as u64;
-    for (offset, bytes) in
-        [(end, 1), (0, end + 1), (u64::MAX, 1), (1, u64::MAX), (u64::MAX, u64::MAX)]
-    {
+    for (offset, bytes) in [
+        (end, 1),
+        (0, end + 1),
+        (u64::MAX, 1),
+        (1, u64::MAX),
+        (u64::MAX, u64::MAX),
+    ] {
         let lent = lent(1, offset, bytes);
         assert!(Borrowed::new(segment.clone(), OWNER, &lent, &scene.returns[0]).is_none());
     }
@@ -427,12 +538,22 @@ fn fuzz_shm_returns() {
             let borrower = ProcessId(at as u32 + 1);
             let mut process = || rng.u64(..5);
             let (lender, to) = (process(), process());
-            let number = if rng.u8(..4) == 0 { mpmd_fuzz::integer(rng) } else { rng.u64(..12) };
-            let loan = LoanId { lender: ProcessId(lender as u32), number };
+            let number = if rng.u8(..4) == 0 {
+                mpmd_fuzz::integer(rng)
+            } else {
+                rng.u64(..12)
+            };
+            let loan = LoanId {
+                lender: ProcessId(lender as u32),
+                number,
+            };
             let ended = match rng.u8(..9) {
                 0..3 => {
                     next[at] += 1;
-                    let loan = LoanId { lender: OWNER, number: next[at] };
+                    let loan = LoanId {
+                        lender: OWNER,
+                        number: next[at],
+                    };
                     let part = own.slice(0..rng.usize(..100));
                     open.insert(step + 1, part.len());
                     ledger.lend(borrower, loan, part, Ticket(step + 1), rng.bool());
@@ -470,7 +591,11 @@ fn fuzz_shm_returns() {
                     assert_eq!(ticket, Ticket::NONE, "a ticket ends once");
                 }
             }
-            let _ = (ledger.has_news(), ledger.is_awaited(), ledger.take_closed(borrower));
+            let _ = (
+                ledger.has_news(),
+                ledger.is_awaited(),
+                ledger.take_closed(borrower),
+            );
         }
         for borrower in (1..=BORROWERS as u32).map(ProcessId) {
             drop(ledger.note_exit(borrower));

@@ -46,7 +46,10 @@ fn prove_over(socket: &Socket, config: &ShmConfig, give: &[BorrowedFd<'_>]) {
     let mut handshake = party(config).call(ProcessId(0), 0, [9; 32]);
     socket.send_until(&handshake.say(), &[], until).unwrap();
     let answer = socket.receive_until(until).unwrap();
-    assert!(answer.descriptors.is_empty(), "nothing is given before the proof");
+    assert!(
+        answer.descriptors.is_empty(),
+        "nothing is given before the proof"
+    );
     let proof = handshake.take_packet(&answer.bytes).unwrap();
     socket.send_until(&proof, give, until).unwrap();
 }
@@ -54,7 +57,9 @@ fn prove_over(socket: &Socket, config: &ShmConfig, give: &[BorrowedFd<'_>]) {
 /// Connects to the process at address `at` and sends these bytes. Returns the socket.
 fn knock(at: &str, bytes: &[u8]) -> Socket {
     let socket = connect(at);
-    socket.send_until(bytes, &[], Instant::now() + TIME_LIMIT).unwrap();
+    socket
+        .send_until(bytes, &[], Instant::now() + TIME_LIMIT)
+        .unwrap();
     socket
 }
 
@@ -106,13 +111,18 @@ fn strangers_get_no_descriptor_and_do_not_disturb() {
     let answer = unproved.receive_until(Instant::now() + TIME_LIMIT).unwrap();
     assert!(answer.descriptors.is_empty());
     let shown = answer.bytes.last_chunk::<32>().unwrap();
-    unproved.send_until(shown, &[], Instant::now() + TIME_LIMIT).unwrap();
+    unproved
+        .send_until(shown, &[], Instant::now() + TIME_LIMIT)
+        .unwrap();
     assert!(last_words(&unproved).is_empty());
     let one = one.connect(&one_config).unwrap();
     let zero = zero.join().unwrap();
     let fds: Vec<_> = silent.iter().map(AsFd::as_fd).collect();
     let until = Instant::now() + TIME_LIMIT;
-    assert!(something_comes(&fds, until).unwrap(), "they are sent away when all have met");
+    assert!(
+        something_comes(&fds, until).unwrap(),
+        "they are sent away when all have met"
+    );
     one.shutdown(TIME_LIMIT);
     zero.shutdown(TIME_LIMIT);
 }
@@ -129,8 +139,14 @@ fn squatter_learns_nothing_that_lets_it_in() {
         let at = zero.address();
         let zero_config = of(0, &at);
         let zero = later(move || zero.connect(&zero_config).map(drop));
-        let stranger = knock(&at, &party(&of(1, &at)).call(ProcessId(0), 0, [9; 32]).say());
-        let answer = stranger.receive_until(Instant::now() + TIME_LIMIT).unwrap().bytes;
+        let stranger = knock(
+            &at,
+            &party(&of(1, &at)).call(ProcessId(0), 0, [9; 32]).say(),
+        );
+        let answer = stranger
+            .receive_until(Instant::now() + TIME_LIMIT)
+            .unwrap()
+            .bytes;
         let met = prove(&at, &of(1, &at), &[]);
         zero.join().unwrap().unwrap_err();
         drop(met);
@@ -153,11 +169,22 @@ fn squatter_learns_nothing_that_lets_it_in() {
         let socket = squatter.accept().unwrap().unwrap();
         let hello = socket.receive_until(until).unwrap();
         assert!(hello.descriptors.is_empty());
-        assert!(!hello.bytes.windows(4).any(|part| token.windows(4).any(|secret| secret == part)));
+        assert!(
+            !hello
+                .bytes
+                .windows(4)
+                .any(|part| token.windows(4).any(|secret| secret == part))
+        );
         socket.send_until(&reply(&hello.bytes), &[], until).unwrap();
         let error = one.join().unwrap().unwrap_err().to_string();
-        assert!(error.contains("process 0") && !error.contains("longer"), "{error}");
-        assert!(last_words(&socket).is_empty(), "it proves nothing to a stranger");
+        assert!(
+            error.contains("process 0") && !error.contains("longer"),
+            "{error}"
+        );
+        assert!(
+            last_words(&socket).is_empty(),
+            "it proves nothing to a stranger"
+        );
     }
 }
 
@@ -165,27 +192,43 @@ fn squatter_learns_nothing_that_lets_it_in() {
 fn misfit_is_named_by_both_processes() {
     let (zero, one) = (Opened::open().unwrap(), Opened::open().unwrap());
     let addresses = [zero.address(), one.address()];
-    let of =
-        |process, epoch| ShmConfig { epoch, ..config(process, &[&addresses[0], &addresses[1]]) };
+    let of = |process, epoch| ShmConfig {
+        epoch,
+        ..config(process, &[&addresses[0], &addresses[1]])
+    };
     let (zero_config, one_config) = (of(0, 3), of(1, 9));
     let zero = later(move || zero.connect(&zero_config).map(drop));
     let error = one.connect(&one_config).map(drop).unwrap_err().to_string();
-    assert!(error.contains("process 0") && error.contains("belongs to epoch 3"), "{error}");
+    assert!(
+        error.contains("process 0") && error.contains("belongs to epoch 3"),
+        "{error}"
+    );
     let error = zero.join().unwrap().unwrap_err().to_string();
-    assert!(error.contains("process 1") && error.contains("belongs to epoch 9"), "{error}");
+    assert!(
+        error.contains("process 1") && error.contains("belongs to epoch 9"),
+        "{error}"
+    );
 }
 
 #[test]
 fn process_that_gives_invalid_memory_is_named() {
     let door = Doorbell::BYTES as u64;
-    let cases: [&[(u64, bool)]; 5] =
-        [&[(door, false)], &[(1, true)], &[(4096, true)], &[], &[(door, true), (door, true)]];
+    let cases: [&[(u64, bool)]; 5] = [
+        &[(door, false)],
+        &[(1, true)],
+        &[(4096, true)],
+        &[],
+        &[(door, true), (door, true)],
+    ];
     for memory in cases {
         let zero = Opened::open().unwrap();
         let at = zero.address();
         let zero_config = config(0, &[&at, &at]);
         let zero = later(move || zero.connect(&zero_config));
-        let files: Vec<_> = memory.iter().map(|(bytes, sealed)| file(*bytes, *sealed)).collect();
+        let files: Vec<_> = memory
+            .iter()
+            .map(|(bytes, sealed)| file(*bytes, *sealed))
+            .collect();
         let give: Vec<_> = files.iter().map(AsFd::as_fd).collect();
         let _socket = prove(&at, &config(1, &[&at, &at]), &give);
         let error = zero.join().unwrap().map(drop).unwrap_err().to_string();
@@ -203,13 +246,20 @@ fn process_that_ended_after_its_proof_is_gone() {
     let zero = later(move || zero.connect(&zero_config).map(drop));
     prove_over(&socket, &config(1, &[&at, &at]), &[own.descriptor()]);
     let error = zero.join().unwrap().unwrap_err();
-    assert_eq!(error.to_string(), "process 1 is gone: its process has ended");
+    assert_eq!(
+        error.to_string(),
+        "process 1 is gone: its process has ended"
+    );
 }
 
 /// Process 0 finds that process 1 is gone before process 2 has said hello.
 #[test]
 fn gone_peer_does_not_keep_others_waiting() {
-    let (zero, two, own) = (Opened::open().unwrap(), Opened::open().unwrap(), OwnDoor::new());
+    let (zero, two, own) = (
+        Opened::open().unwrap(),
+        Opened::open().unwrap(),
+        OwnDoor::new(),
+    );
     let (zero_at, two_at, own) = (zero.address(), two.address(), own.unwrap());
     let address: Address = zero_at.parse().unwrap();
     let dead = Socket::connected_by_the_dead(&address.socket_name()).unwrap();
@@ -219,12 +269,20 @@ fn gone_peer_does_not_keep_others_waiting() {
     prove_over(&dead, &of(1), &[own.descriptor()]);
     let until = Instant::now() + TIME_LIMIT;
     dead.receive_until(until).expect("it is welcomed");
-    assert_ne!(dead.receive_until(until).err().unwrap().kind(), io::ErrorKind::TimedOut);
+    assert_ne!(
+        dead.receive_until(until).err().unwrap().kind(),
+        io::ErrorKind::TimedOut
+    );
     let mut two_config = of(2);
     two_config.peers[1] = None;
-    two.connect(&two_config).map(drop).expect("process 0 meets it all the same");
+    two.connect(&two_config)
+        .map(drop)
+        .expect("process 0 meets it all the same");
     let error = zero.join().unwrap().unwrap_err();
-    assert_eq!(error.to_string(), "process 1 is gone: its process has ended");
+    assert_eq!(
+        error.to_string(),
+        "process 1 is gone: its process has ended"
+    );
 }
 
 #[test]
@@ -244,8 +302,16 @@ fn nothing_is_said_to_other_users() {
     };
     let of_one = config(1, &[&lower.to_string(), &higher.address()]);
     let error = higher.connect(&of_one).map(drop).unwrap_err();
-    assert!(error.to_string().contains("it belongs to user 12345"), "{error}");
-    let heard = squatter.accept().unwrap().unwrap().receive().map(|packet| packet.is_some());
+    assert!(
+        error.to_string().contains("it belongs to user 12345"),
+        "{error}"
+    );
+    let heard = squatter
+        .accept()
+        .unwrap()
+        .unwrap()
+        .receive()
+        .map(|packet| packet.is_some());
     assert!(heard.is_err(), "nothing was said to it: {heard:?}");
 }
 
@@ -254,7 +320,11 @@ fn process_with_invalid_answer_is_named() {
     let rings = CAPACITIES.iter().copied().map(Ring::bytes).sum::<usize>() as u64;
     let door = Doorbell::BYTES as u64;
     let cases = [
-        ("does not know the job token", 8, [(door, true), (rings, true)]),
+        (
+            "does not know the job token",
+            8,
+            [(door, true), (rings, true)],
+        ),
         ("process 0", 7, [(door, false), (rings, true)]),
         ("process 0", 7, [(door, true), (rings, false)]),
         ("process 0", 7, [(door, true), (64, true)]),
@@ -263,19 +333,29 @@ fn process_with_invalid_answer_is_named() {
         let (lower, higher) = (Address::of_this_process().unwrap(), Opened::open().unwrap());
         let listener = Listener::bind(&lower.socket_name()).unwrap();
         let of = |process| config(process, &[&lower.to_string(), &higher.address()]);
-        let (zero_config, one_config) = (ShmConfig { token: [token; 32], ..of(0) }, of(1));
+        let (zero_config, one_config) = (
+            ShmConfig {
+                token: [token; 32],
+                ..of(0)
+            },
+            of(1),
+        );
         let one = later(move || higher.connect(&one_config));
         let until = Instant::now() + TIME_LIMIT;
         assert!(something_comes(&[listener.as_fd()], until).unwrap());
         let socket = listener.accept().unwrap().unwrap();
         let mut handshake = party(&zero_config).answer([5; 32]);
-        let answer = handshake.take_packet(&socket.receive_until(until).unwrap().bytes).unwrap();
+        let answer = handshake
+            .take_packet(&socket.receive_until(until).unwrap().bytes)
+            .unwrap();
         socket.send_until(&answer, &[], until).unwrap();
         if let Ok(proof) = socket.receive_until(until) {
             assert_eq!(proof.descriptors.len(), 1);
             let welcome = handshake.take_packet(&proof.bytes).unwrap();
             let memory = memory.map(|(bytes, sealed)| file(bytes, sealed));
-            socket.send_until(&welcome, &[memory[0].as_fd(), memory[1].as_fd()], until).unwrap();
+            socket
+                .send_until(&welcome, &[memory[0].as_fd(), memory[1].as_fd()], until)
+                .unwrap();
         }
         let error = one.join().unwrap().map(drop).unwrap_err().to_string();
         assert!(error.contains(says), "{says}: {error}");
@@ -290,5 +370,8 @@ fn caller_of_another_version_hears_both_versions() {
     let refusal = handshake.take_packet(&told).unwrap_err();
     assert_eq!(refusal, Refusal::OtherVersion { theirs: 2 });
     let why = party(&config).why(refusal);
-    assert!(why.contains("version 2") && why.contains(&format!("speaks {VERSION}")), "{why}");
+    assert!(
+        why.contains("version 2") && why.contains(&format!("speaks {VERSION}")),
+        "{why}"
+    );
 }

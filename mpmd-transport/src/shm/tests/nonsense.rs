@@ -65,7 +65,14 @@ impl Fake {
         // SAFETY: as above, with words of 4 bytes.
         let door = unsafe { Doorbell::at(memory.at(0, Doorbell::BYTES), memory.clone()) };
         let (messages, returns) = (rings[MESSAGES].producer(), rings[RETURNS].producer());
-        Self { socket, rings, messages, returns, door, _own: own }
+        Self {
+            socket,
+            rings,
+            messages,
+            returns,
+            door,
+            _own: own,
+        }
     }
 
     fn say(&mut self, kind: u32, parts: &[&[u8]]) {
@@ -73,7 +80,10 @@ impl Fake {
     }
 
     fn lend(&mut self, announced: u64, lent: Lent) {
-        let header = Header { bytes: announced, ..Header::new(Kind::Data) };
+        let header = Header {
+            bytes: announced,
+            ..Header::new(Kind::Data)
+        };
         self.say(LENT, &[&header.encode(), lent.as_bytes()]);
     }
 
@@ -81,13 +91,25 @@ impl Fake {
     /// segment `number`.
     fn give_device(&self, number: u32, bytes: u64, words: &[u8]) {
         let owner = 1u32.to_le_bytes();
-        let packet =
-            [&b"GIVD"[..], &number.to_le_bytes(), &bytes.to_le_bytes(), &owner, words].concat();
+        let packet = [
+            &b"GIVD"[..],
+            &number.to_le_bytes(),
+            &bytes.to_le_bytes(),
+            &owner,
+            words,
+        ]
+        .concat();
         assert!(self.socket.send(&packet, &[]).unwrap());
     }
 
     fn lend_later(&mut self, lent: Lent) {
-        self.lend(lent.bytes.get(), Lent { flags: LATER.into(), ..lent });
+        self.lend(
+            lent.bytes.get(),
+            Lent {
+                flags: LATER.into(),
+                ..lent
+            },
+        );
     }
 
     fn give(&self, number: u32, bytes: u64, what: &[BorrowedFd<'_>]) {
@@ -129,8 +151,11 @@ impl Trio {
     /// Connects the two real processes and the faulty peer. Calls `before` before the deliveries
     /// start.
     fn new_with(before: impl FnOnce(&Arc<Shm>, &mut Fake)) -> Self {
-        let (zero, one, two) =
-            (Opened::open().unwrap(), Opened::open().unwrap(), Opened::open().unwrap());
+        let (zero, one, two) = (
+            Opened::open().unwrap(),
+            Opened::open().unwrap(),
+            Opened::open().unwrap(),
+        );
         let addresses = [zero.address(), one.address(), two.address()];
         let of = |process| {
             let mut config = config(process, &[&addresses[0], &addresses[1], &addresses[2]]);
@@ -149,18 +174,28 @@ impl Trio {
         let ears: [Arc<Ear>; 2] = Default::default();
         zero.start(ears[0].clone());
         two.start(ears[1].clone());
-        Self { zero, two, ears, fake }
+        Self {
+            zero,
+            two,
+            ears,
+            fake,
+        }
     }
 
     /// Connects all three. Process 0 has devices, and finds that the faulty process 1 can share
     /// device memory too.
     fn with_devices() -> Self {
         let trio = Self::new_with(|zero, fake| {
-            let site =
-                Site { world: Arc::<World>::default(), process: 0, without: None, blind: false };
+            let site = Site {
+                world: Arc::<World>::default(),
+                process: 0,
+                without: None,
+                blind: false,
+            };
             let real = zero.clone();
             let sharing = later(move || {
-                real.share_devices(Arc::new(site), &[false, true, false], TIME_LIMIT).unwrap()
+                real.share_devices(Arc::new(site), &[false, true, false], TIME_LIMIT)
+                    .unwrap()
             });
             for packet in ["OVER", "GOOD"] {
                 fake.socket
@@ -170,8 +205,12 @@ impl Trio {
             sharing.join().unwrap();
             // Process 0 has sent three samples, their end, and that it could open all samples of
             // process 1, which sent none.
-            let said = (0..5)
-                .map(|_| fake.socket.receive_until(Instant::now() + TIME_LIMIT).unwrap().bytes);
+            let said = (0..5).map(|_| {
+                fake.socket
+                    .receive_until(Instant::now() + TIME_LIMIT)
+                    .unwrap()
+                    .bytes
+            });
             assert_eq!(
                 said.map(|packet| packet[..4].to_vec()).collect::<Vec<_>>()[2..],
                 [b"SAMP", b"OVER", b"GOOD"]
@@ -183,7 +222,10 @@ impl Trio {
 
     /// Checks that the real processes still exchange messages.
     fn check_others(&self) {
-        let header = Header { bytes: 5000, ..Header::new(Kind::Data) };
+        let header = Header {
+            bytes: 5000,
+            ..Header::new(Kind::Data)
+        };
         let pool = Pool::in_arena("others", None, &self.zero.arena().unwrap());
         for (from, to, ear, peer) in [(&self.zero, 2, 1, 0), (&self.two, 0, 0, 2)] {
             let mut bytes = pool.allocate(5000).unwrap();
@@ -197,7 +239,9 @@ impl Trio {
             assert!(bytes.iter().all(|byte| *byte == 42 + peer));
         }
         assert!(
-            self.ears.iter().all(|ear| ear.heard.lock().down.iter().all(|(peer, _)| peer.0 == 1))
+            self.ears
+                .iter()
+                .all(|ear| ear.heard.lock().down.iter().all(|(peer, _)| peer.0 == 1))
         );
     }
 
@@ -217,15 +261,32 @@ fn ends(says: &str, nonsense: impl FnOnce(&mut Fake)) {
 }
 
 fn ends_in(mut trio: Trio, says: &str, nonsense: impl FnOnce(&mut Fake)) {
-    let header = Header { bytes: 3000, ..Header::new(Kind::Data) };
-    trio.zero.post(ProcessId(1), header, Some(vec![1; 3000].into()), Ticket(5));
+    let header = Header {
+        bytes: 3000,
+        ..Header::new(Kind::Data)
+    };
+    trio.zero
+        .post(ProcessId(1), header, Some(vec![1; 3000].into()), Ticket(5));
     nonsense(&mut trio.fake);
     let why = trio.ears[0].down(1);
-    assert!(matches!(&why, TransportError::Protocol { peer: ProcessId(1), .. }), "{says}: {why}");
+    assert!(
+        matches!(
+            &why,
+            TransportError::Protocol {
+                peer: ProcessId(1),
+                ..
+            }
+        ),
+        "{says}: {why}"
+    );
     assert!(why.to_string().contains(says), "{says}: {why}");
     // The message to it has ended too, and it sees the end of the connection.
     let ended = |heard: &mut Heard| {
-        heard.done.iter().find(|done| done.0 == Ticket(5)).map(|done| done.1.clone())
+        heard
+            .done
+            .iter()
+            .find(|done| done.0 == Ticket(5))
+            .map(|done| done.1.clone())
     };
     assert_eq!(trio.ears[0].wait("the end of a ticket", ended), Err(why));
     let until = Instant::now() + TIME_LIMIT;
@@ -244,8 +305,13 @@ fn invalid_records_end_the_connection() {
     ends("a record of kind 99", |fake| fake.say(99, &[&[1; 200]]));
     ends("a record of 10 bytes", |fake| fake.say(INLINE, &[&[1; 10]]));
     ends("is no message", |fake| fake.say(INLINE, &[&[0; 64]]));
-    let header = Header { bytes: 3, ..Header::new(Kind::Eager) };
-    ends("2 bytes of payload where 3", |fake| fake.say(INLINE, &[&header.encode(), &[1, 2]]));
+    let header = Header {
+        bytes: 3,
+        ..Header::new(Kind::Eager)
+    };
+    ends("2 bytes of payload where 3", |fake| {
+        fake.say(INLINE, &[&header.encode(), &[1, 2]])
+    });
     let part = |loan: u64, offset: u64, bytes: u64| ToOwner {
         loan: loan.into(),
         offset: offset.into(),
@@ -253,24 +319,46 @@ fn invalid_records_end_the_connection() {
         lender: 0.into(),
     };
     // The loan of 3000 bytes that `ends` makes has the number 1.
-    for part in [part(2, 0, 3), part(1, 0, 3001), part(1, u64::MAX, 3), part(1, 1 << 40, 3)] {
-        let header = Header { bytes: part.bytes.get(), ..Header::new(Kind::Data) };
-        ends("it has no 3", |fake| fake.say(TO_OWNER, &[&header.encode(), part.as_bytes()]));
+    for part in [
+        part(2, 0, 3),
+        part(1, 0, 3001),
+        part(1, u64::MAX, 3),
+        part(1, 1 << 40, 3),
+    ] {
+        let header = Header {
+            bytes: part.bytes.get(),
+            ..Header::new(Kind::Data)
+        };
+        ends("it has no 3", |fake| {
+            fake.say(TO_OWNER, &[&header.encode(), part.as_bytes()])
+        });
     }
     for owner in [0, 3, u32::MAX] {
         ends("which shares no memory with this process", |fake| {
-            fake.lend(100, Lent { owner: owner.into(), ..lent(7, 0, 100) });
+            fake.lend(
+                100,
+                Lent {
+                    owner: owner.into(),
+                    ..lent(7, 0, 100)
+                },
+            );
         });
     }
-    ends("a loan in 7 bytes", |fake| fake.say(LENT, &[&header.encode(), &[0; 7]]));
+    ends("a loan in 7 bytes", |fake| {
+        fake.say(LENT, &[&header.encode(), &[0; 7]])
+    });
     ends("with 3 bytes", |fake| fake.say(RETIRED, &[&[1, 2, 3]]));
     ends("no message", |fake| fake.say(RETURNED, &[&[0; 8]]));
 }
 
 #[test]
 fn invalid_segments_and_ranges_end_the_connection() {
-    ends("segment 7 was never given", |fake| fake.lend(100, lent(7, 0, 100)));
-    ends("100 bytes of payload where 99", |fake| fake.lend(99, lent(7, 0, 100)));
+    ends("segment 7 was never given", |fake| {
+        fake.lend(100, lent(7, 0, 100))
+    });
+    ends("100 bytes of payload where 99", |fake| {
+        fake.lend(99, lent(7, 0, 100))
+    });
     let places = [
         (4096, 1),
         (0, 4097),
@@ -300,11 +388,21 @@ fn invalid_segment_packets_end_the_connection() {
         move |fake: &Fake| drop(fake.socket.send(bytes, &[file(64, true).as_fd()]))
     };
     with("a packet that gives no segment", &raw(b"GIVE"));
-    with("a packet that gives no segment", &|fake| fake.give(7, 4096, &[]));
+    with("a packet that gives no segment", &|fake| {
+        fake.give(7, 4096, &[])
+    });
     with("a packet of another kind", &raw(b"TAKE890123456789"));
     with("a packet is too long", &raw(&[0; 400]));
-    with("is not sealed", &|fake| fake.give(7, 4096, &[file(4096, false).as_fd()]));
-    for (there, said) in [(4096, 4097), (4096, 0), (0, 0), (4096, u64::MAX), (100, 1 << 40)] {
+    with("is not sealed", &|fake| {
+        fake.give(7, 4096, &[file(4096, false).as_fd()])
+    });
+    for (there, said) in [
+        (4096, 4097),
+        (4096, 0),
+        (0, 0),
+        (4096, u64::MAX),
+        (100, 1 << 40),
+    ] {
         with("but another length was announced", &|fake| {
             fake.give(7, said, &[file(there, true).as_fd()])
         });
@@ -313,7 +411,9 @@ fn invalid_segment_packets_end_the_connection() {
         fake.give(7, 9, &[File::open("/dev/null").unwrap().as_fd()])
     });
     let folder = std::env::temp_dir();
-    with("", &|fake| fake.give(7, 4096, &[File::open(&folder).unwrap().as_fd()]));
+    with("", &|fake| {
+        fake.give(7, 4096, &[File::open(&folder).unwrap().as_fd()])
+    });
     with("was given before", &|fake| {
         fake.give(6, 4096, &[file(4096, true).as_fd()]);
         fake.give(6, 4096, &[file(4096, true).as_fd()]);
@@ -339,10 +439,13 @@ fn invalid_device_records_end_the_connection() {
         (0..2).for_each(|_| given(fake, b"memory 1"));
         fake.lend(1, lent(8, 0, 1));
     });
-    ends("a loan of the host's memory that is not there yet", &|fake| {
-        fake.give(7, 4096, &[file(4096, true).as_fd()]);
-        fake.lend_later(lent(7, 0, 1));
-    });
+    ends(
+        "a loan of the host's memory that is not there yet",
+        &|fake| {
+            fake.give(7, 4096, &[file(4096, true).as_fd()]);
+            fake.lend_later(lent(7, 0, 1));
+        },
+    );
     ends("loan 9 is there, which was never on its way", &|fake| {
         fake.say(LANDED, &[&9u64.to_le_bytes()])
     });
@@ -353,7 +456,9 @@ fn invalid_device_records_end_the_connection() {
     ends("a message of kind Grant that cannot be had", &|fake| {
         fake.say(BROKEN, &[&Header::new(Kind::Grant).encode()]);
     });
-    ends("a loan named in 3 bytes", &|fake| fake.say(LANDED, &[&[1; 3]]));
+    ends("a loan named in 3 bytes", &|fake| {
+        fake.say(LANDED, &[&[1; 3]])
+    });
     ends("a record of 3 bytes", &|fake| fake.say(BROKEN, &[&[1; 3]]));
     // A peer that has not agreed to share devices.
     self::ends("device sharing was not agreed", |fake| {
@@ -367,26 +472,38 @@ fn unknown_device_memory_is_refused_bad_range_is_fatal() {
     let mut trio = Trio::with_devices();
     trio.fake.give_device(7, 4096, b"nothing of the kind");
     trio.fake.lend(1, lent(7, 0, 1));
-    let Payload::Waiting(fetch) = trio.ears[0].next_from(1) else { panic!("it is not there") };
+    let Payload::Waiting(fetch) = trio.ears[0].next_from(1) else {
+        panic!("it is not there")
+    };
     assert_eq!(fetch.bytes(), 1);
     drop(fetch);
     // The loan was returned, and nothing else has happened.
     trio.fake.say(CLOSED, &[&[1; 8]]);
-    assert!(trio.ears[0].down(1).to_string().contains("a record of kind 9"));
+    assert!(
+        trio.ears[0]
+            .down(1)
+            .to_string()
+            .contains("a record of kind 9")
+    );
     trio.finish();
     for (offset, bytes) in [(4096, 1), (0, 4097), (u64::MAX, 1), (1, u64::MAX)] {
         let mut own = None;
         let trio = Trio::new_with(|zero, fake| {
             let world = Arc::<World>::default();
-            let site =
-                |process| Site { world: world.clone(), process, without: None, blind: false };
+            let site = |process| Site {
+                world: world.clone(),
+                process,
+                without: None,
+                blind: false,
+            };
             own = Some(crate::memory::DeviceAllocator::allocate(&site(1), 4096).unwrap());
             for packet in ["OVER", "GOOD"] {
                 fake.socket
                     .send_until(packet.as_bytes(), &[], Instant::now() + TIME_LIMIT)
                     .unwrap();
             }
-            zero.share_devices(Arc::new(site(0)), &[false, true, false], TIME_LIMIT).unwrap();
+            zero.share_devices(Arc::new(site(0)), &[false, true, false], TIME_LIMIT)
+                .unwrap();
         });
         ends_in(trio, "are not there", |fake| {
             fake.give_device(7, 4096, b"memory 1");
@@ -400,20 +517,33 @@ fn peer_with_invalid_samples_shares_no_devices() {
     for says in [&b"SAM"[..], b"WHAT", b"NONEof your business", b"GOOD"] {
         let trio = Trio::new_with(|zero, fake| {
             for packet in [says, b"GOOD"] {
-                fake.socket.send_until(packet, &[], Instant::now() + TIME_LIMIT).unwrap();
+                fake.socket
+                    .send_until(packet, &[], Instant::now() + TIME_LIMIT)
+                    .unwrap();
             }
-            let site =
-                Site { world: Arc::<World>::default(), process: 0, without: None, blind: false };
-            zero.share_devices(Arc::new(site), &[false, true, false], TIME_LIMIT).unwrap();
+            let site = Site {
+                world: Arc::<World>::default(),
+                process: 0,
+                without: None,
+                blind: false,
+            };
+            zero.share_devices(Arc::new(site), &[false, true, false], TIME_LIMIT)
+                .unwrap();
         });
         assert!(!trio.zero.carries_device_memory(ProcessId(1)));
         trio.finish();
     }
     let trio = Trio::new_with(|zero, _| {
-        let site = Site { world: Arc::<World>::default(), process: 0, without: None, blind: false };
+        let site = Site {
+            world: Arc::<World>::default(),
+            process: 0,
+            without: None,
+            blind: false,
+        };
         let peer_timeout = std::time::Duration::from_millis(20);
-        let late =
-            zero.share_devices(Arc::new(site), &[false, true, false], peer_timeout).unwrap_err();
+        let late = zero
+            .share_devices(Arc::new(site), &[false, true, false], peer_timeout)
+            .unwrap_err();
         assert!(
             matches!(&late, TransportError::TimedOut { .. })
                 && late.to_string().contains("process 1"),
@@ -429,7 +559,9 @@ fn sparse_file_of_any_size_is_mapped_cheaply() {
     const BYTES: u64 = 1 << 40;
     trio.fake.give(7, BYTES, &[file(BYTES, true).as_fd()]);
     trio.fake.lend(1, lent(7, BYTES - 1, 1));
-    let Payload::Lent(bytes) = trio.ears[0].next_from(1) else { panic!("it is lent") };
+    let Payload::Lent(bytes) = trio.ears[0].next_from(1) else {
+        panic!("it is lent")
+    };
     assert_eq!(bytes[..], [0]);
     trio.finish();
 }
@@ -453,7 +585,10 @@ fn corrupt_ring_ends_the_connection() {
 fn returns_of_unknown_loans_change_nothing() {
     let mut trio = Trio::new();
     let pool = Pool::in_arena("lender", None, &trio.zero.arena().unwrap());
-    let header = Header { bytes: 4000, ..Header::new(Kind::Data) };
+    let header = Header {
+        bytes: 4000,
+        ..Header::new(Kind::Data)
+    };
     for ticket in [5, 6] {
         trio.zero.post(
             ProcessId(1),
@@ -478,14 +613,27 @@ fn returns_of_unknown_loans_change_nothing() {
     push(&mut trio.fake, RETURNED, &[0, 2]);
     push(&mut trio.fake, 77, &[0, 2, 0]);
     assert!(trio.fake.returns.push(RETURNED, &[&[1, 2, 3]]));
-    assert_eq!((trio.zero.lent_to(ProcessId(1)), pool.stats().live), (4000, 4096));
+    assert_eq!(
+        (trio.zero.lent_to(ProcessId(1)), pool.stats().live),
+        (4000, 4096)
+    );
     assert_eq!(trio.zero.lent_to(ProcessId(9)), 0);
     let first = |heard: &mut Heard| heard.done.iter().find(|done| done.0 == Ticket(5)).cloned();
-    assert_eq!(trio.ears[0].wait("the end of the first", first), (Ticket(5), Ok(())));
+    assert_eq!(
+        trio.ears[0].wait("the end of the first", first),
+        (Ticket(5), Ok(()))
+    );
     // Numbers of unknown segments, and a doorbell that claims that a thread is awake.
     trio.fake.say(RETIRED, &[&[9; 400]]);
-    trio.fake.door.words().iter().for_each(|word| word.store(u32::MAX, Ordering::SeqCst));
-    let header = Header { bytes: 1, ..Header::new(Kind::Eager) };
+    trio.fake
+        .door
+        .words()
+        .iter()
+        .for_each(|word| word.store(u32::MAX, Ordering::SeqCst));
+    let header = Header {
+        bytes: 1,
+        ..Header::new(Kind::Eager)
+    };
     trio.fake.say(INLINE, &[&header.encode(), &[3]]);
     assert!(matches!(trio.ears[0].next_from(1), Payload::Inline(bytes) if bytes[..] == [3]));
     trio.finish();
@@ -496,16 +644,31 @@ fn records_after_goodbye_are_ignored() {
     let mut trio = Trio::new();
     trio.fake.say(GOODBYE, &[]);
     trio.fake.say(99, &[]);
-    assert!(matches!(trio.ears[0].down(1), TransportError::PeerGone { .. }));
+    assert!(matches!(
+        trio.ears[0].down(1),
+        TransportError::PeerGone { .. }
+    ));
     trio.finish();
 }
 
 #[test]
 fn peer_that_closes_but_keeps_writing_is_gone() {
     let trio = Trio::new();
-    let Trio { zero, two, ears, fake } = trio;
+    let Trio {
+        zero,
+        two,
+        ears,
+        fake,
+    } = trio;
     let stop = Arc::new(AtomicBool::new(false));
-    let Fake { socket, rings, mut messages, door, _own, returns } = fake;
+    let Fake {
+        socket,
+        rings,
+        mut messages,
+        door,
+        _own,
+        returns,
+    } = fake;
     let told = stop.clone();
     socket.close();
     let writer = later(move || {
@@ -518,7 +681,20 @@ fn peer_that_closes_but_keeps_writing_is_gone() {
     assert!(matches!(ears[0].down(1), TransportError::PeerGone { .. }));
     stop.store(true, Ordering::Relaxed);
     let messages = writer.join().unwrap();
-    Trio { zero, two, ears, fake: Fake { socket, rings, messages, door, _own, returns } }.finish();
+    Trio {
+        zero,
+        two,
+        ears,
+        fake: Fake {
+            socket,
+            rings,
+            messages,
+            door,
+            _own,
+            returns,
+        },
+    }
+    .finish();
 }
 
 proptest! {

@@ -20,11 +20,21 @@ fn parts_of_any_length_arrive_as_one_record() {
     let ring = Ring::alone(SMALL);
     let (mut producer, mut consumer) = (ring.producer(), ring.consumer());
     let bytes = (0..=255).collect::<Vec<_>>();
-    let cases: [&[usize]; 7] =
-        [&[], &[0], &[1], &[3, 8, 0, 5], &[8, 16], &[1, 1, 1, 1, 1, 1, 1, 1, 1], &[7, 56, 57]];
+    let cases: [&[usize]; 7] = [
+        &[],
+        &[0],
+        &[1],
+        &[3, 8, 0, 5],
+        &[8, 16],
+        &[1, 1, 1, 1, 1, 1, 1, 1, 1],
+        &[7, 56, 57],
+    ];
     for (kind, lens) in cases.into_iter().enumerate() {
         let mut rest = &bytes[..];
-        let parts = lens.iter().map(|len| rest.split_off(..*len).unwrap()).collect::<Vec<_>>();
+        let parts = lens
+            .iter()
+            .map(|len| rest.split_off(..*len).unwrap())
+            .collect::<Vec<_>>();
         assert!(producer.push(kind as u32, &parts));
         assert!(!consumer.is_empty());
         assert_eq!(pop(&mut consumer), Some((kind as u32, parts.concat())));
@@ -37,7 +47,10 @@ fn parts_of_any_length_arrive_as_one_record() {
 fn full_ring_refuses_until_a_record_is_popped() {
     let ring = Ring::alone(SMALL);
     let (mut producer, mut consumer) = (ring.producer(), ring.consumer());
-    assert_eq!((Ring::bytes(SMALL), Ring::largest(SMALL)), (SMALL + 192, SMALL / 4 - 8));
+    assert_eq!(
+        (Ring::bytes(SMALL), Ring::largest(SMALL)),
+        (SMALL + 192, SMALL / 4 - 8)
+    );
     let largest = vec![7; Ring::largest(SMALL)];
     for left in (0..4).rev() {
         assert!(producer.push(left, &[&largest]));
@@ -46,7 +59,12 @@ fn full_ring_refuses_until_a_record_is_popped() {
     assert!(!producer.wants_room(), "nothing was refused");
     assert!(!consumer.take_wanted());
 
-    let words = || ring.words().iter().map(|word| word.load(Ordering::Relaxed)).collect::<Vec<_>>();
+    let words = || {
+        ring.words()
+            .iter()
+            .map(|word| word.load(Ordering::Relaxed))
+            .collect::<Vec<_>>()
+    };
     let before = words();
     assert!(!producer.push(9, &[&[1]]));
     assert_eq!(words(), before);
@@ -55,9 +73,14 @@ fn full_ring_refuses_until_a_record_is_popped() {
     assert!(consumer.take_wanted());
     assert!(!consumer.take_wanted(), "it is told once");
     assert!(!producer.wants_room());
-    assert!(!consumer.take_wanted(), "a producer with room waits no more");
+    assert!(
+        !consumer.take_wanted(),
+        "a producer with room waits no more"
+    );
     assert!(producer.push(9, &[&[1]]));
-    let rest = (0..4).map(|_| pop(&mut consumer).unwrap().0).collect::<Vec<_>>();
+    let rest = (0..4)
+        .map(|_| pop(&mut consumer).unwrap().0)
+        .collect::<Vec<_>>();
     assert_eq!(rest, [2, 1, 0, 9]);
 }
 
@@ -92,8 +115,13 @@ fn fuzz_shm_ring() {
                     }
                 }
                 6 => {
-                    let counts =
-                        [0, 8, 16, HEADER + 8 * rng.usize(..SMALL / 64), rng.usize(..HEADER)];
+                    let counts = [
+                        0,
+                        8,
+                        16,
+                        HEADER + 8 * rng.usize(..SMALL / 64),
+                        rng.usize(..HEADER),
+                    ];
                     let value = match rng.u8(..4) {
                         0 => mpmd_fuzz::integer(rng),
                         1 => 64 * rng.u64(..20),
@@ -103,7 +131,11 @@ fn fuzz_shm_ring() {
                     ring.words()[counts[rng.usize(..5)]].store(value, Ordering::Relaxed);
                 }
                 _ => {
-                    let _ = (consumer.is_empty(), consumer.take_wanted(), producer.wants_room());
+                    let _ = (
+                        consumer.is_empty(),
+                        consumer.take_wanted(),
+                        producer.wants_room(),
+                    );
                     assert!(producer.free() <= SMALL);
                 }
             }
@@ -124,8 +156,16 @@ fn corrupt_ring_is_an_error_and_pops_nothing() {
         (TAIL, 576, "576 bytes are said to be in a ring of 512"),
         (TAIL, 0u64.wrapping_sub(64), "are said to be in"),
         (TAIL, 72, "72 bytes are said"),
-        (FIRST, prefix(121, 0), "a record of 121 bytes in a ring that takes 120"),
-        (FIRST, prefix(57, 0), "a record of 57 bytes at 0, with 64 bytes pushed"),
+        (
+            FIRST,
+            prefix(121, 0),
+            "a record of 121 bytes in a ring that takes 120",
+        ),
+        (
+            FIRST,
+            prefix(57, 0),
+            "a record of 57 bytes at 0, with 64 bytes pushed",
+        ),
         (FIRST, u64::MAX, "padding of 4294967295 bytes at 0"),
         (FIRST, prefix(504, padding), "padding of 504 bytes at 0"),
     ];
@@ -136,7 +176,10 @@ fn corrupt_ring_is_an_error_and_pops_nothing() {
         ring.words()[place].store(value, Ordering::Relaxed);
         for _ in 0..2 {
             let error = consumer.pop(|_, _| ()).unwrap_err().to_string();
-            assert!(error.contains("holds nonsense") && error.contains(said), "{error}");
+            assert!(
+                error.contains("holds nonsense") && error.contains(said),
+                "{error}"
+            );
         }
     }
 }
@@ -153,7 +196,10 @@ fn padding_without_its_record_is_refused() {
     // The padding's line is pushed, its record is not.
     ring.words()[0].store(SMALL as u64, Ordering::Relaxed);
     let error = consumer.pop(|_, _| ()).unwrap_err().to_string();
-    assert!(error.contains("padding of 56 bytes at 448, with 64 bytes pushed"), "{error}");
+    assert!(
+        error.contains("padding of 56 bytes at 448, with 64 bytes pushed"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -164,7 +210,11 @@ fn consumer_with_invalid_count_makes_no_room() {
     for head in [u64::MAX, 1 << 40, 8, 576, SMALL as u64 + 64] {
         ring.words()[8].store(head, Ordering::Relaxed);
         assert_eq!(
-            (producer.push(1, &[&[5; 56]]), producer.wants_room(), producer.free()),
+            (
+                producer.push(1, &[&[5; 56]]),
+                producer.wants_room(),
+                producer.free()
+            ),
             (false, true, 0)
         );
     }

@@ -44,7 +44,10 @@ fn sockets_of_other_users_are_closed_at_once() {
     let stranger = silent_of_another_user(&addresses[0]);
     let (zero_config, one_config) = (of(0), of(1));
     let zero = later(move || zero.connect(&zero_config));
-    let ended = stranger.receive_until(Instant::now() + 2 * TIME_LIMIT).map(drop).unwrap_err();
+    let ended = stranger
+        .receive_until(Instant::now() + 2 * TIME_LIMIT)
+        .map(drop)
+        .unwrap_err();
     assert_eq!(ended.kind(), io::ErrorKind::UnexpectedEof);
     // The socket was closed at once, not because the meeting had ended.
     let one = one.connect(&one_config).unwrap();
@@ -79,9 +82,14 @@ fn strangers_with_all_descriptors_block_no_peer() {
         "--ignored",
         "--nocapture",
     ]);
-    let piped = command.env(OTHER, &own).stdin(Stdio::null()).stdout(Stdio::piped());
+    let piped = command
+        .env(OTHER, &own)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped());
     let mut child = Ending(piped.spawn().unwrap());
-    let mut lines = BufReader::new(child.0.stdout.take().unwrap()).lines().map_while(Result::ok);
+    let mut lines = BufReader::new(child.0.stdout.take().unwrap())
+        .lines()
+        .map_while(Result::ok);
     let address =
         lines.find_map(|line| line.split_once(MARK).map(|(_, address)| address.to_owned()));
     let address = address.expect("the other process says its address");
@@ -89,7 +97,10 @@ fn strangers_with_all_descriptors_block_no_peer() {
     let one = one.connect(&config(1, &[&address, &own])).unwrap();
     one.shutdown(TIME_LIMIT);
     let left = lines.count();
-    assert!(child.0.wait().unwrap().success(), "the other process has failed, {left} lines after");
+    assert!(
+        child.0.wait().unwrap().success(),
+        "the other process has failed, {left} lines after"
+    );
 }
 
 #[test]
@@ -100,7 +111,14 @@ fn short_of_descriptors() {
     let own = zero.address();
     let open = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
     let limit = getrlimit(Resource::Nofile);
-    setrlimit(Resource::Nofile, Rlimit { current: Some(open + SPARE), ..limit }).unwrap();
+    setrlimit(
+        Resource::Nofile,
+        Rlimit {
+            current: Some(open + SPARE),
+            ..limit
+        },
+    )
+    .unwrap();
     println!("{MARK}{own}");
     io::stdout().flush().unwrap();
     let zero = zero.connect(&config(0, &[&own, &other])).unwrap();

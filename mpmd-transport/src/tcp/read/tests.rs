@@ -51,7 +51,9 @@ impl Handler for Ear {
             Payload::Waiting(fetch) if fetch.bytes() <= MOST => {
                 let (into, heard) = (vec![0; fetch.bytes() as usize].into(), self.0.clone());
                 let then = move |result: Result<OwnedBuffer, TransportError>| {
-                    heard.lock().push((header, result.map(|bytes| bytes.to_vec()).map_err(|_| 0)));
+                    heard
+                        .lock()
+                        .push((header, result.map(|bytes| bytes.to_vec()).map_err(|_| 0)));
                 };
                 return fetch.fetch(into, Box::new(then));
             }
@@ -71,9 +73,16 @@ fn read(shared: &Arc<Shared>, bytes: &[u8], bulk: bool, size: usize) -> (Vec<Hea
     let ear = Ear::default();
     let heard = ear.0.clone();
     let handler: Arc<dyn Handler> = Arc::new(ear);
-    let reader =
-        Reader { shared, peer: ProcessId(1), handler: &handler, progress: AtomicU64::new(0) };
-    let half = Bytes { rest: RefCell::new(bytes), size };
+    let reader = Reader {
+        shared,
+        peer: ProcessId(1),
+        handler: &handler,
+        progress: AtomicU64::new(0),
+    };
+    let half = Bytes {
+        rest: RefCell::new(bytes),
+        size,
+    };
     let mut reading = pin!(async {
         match bulk {
             true => reader.bulk(half).await,
@@ -95,23 +104,46 @@ fn read(shared: &Arc<Shared>, bytes: &[u8], bulk: bool, size: usize) -> (Vec<Hea
 fn fuzz_tcp_frames() {
     let shared = Drive::new(ProcessId(0), Pool::new("test", None), vec![None, None]).shared();
     let message = |kind, bytes: usize| {
-        let header = Header { op: 7, bytes: bytes as u64, ..Header::new(kind) };
-        [&header.encode()[..], &vec![kind as u8; if kind.carries_payload() { bytes } else { 0 }]]
-            .concat()
+        let header = Header {
+            op: 7,
+            bytes: bytes as u64,
+            ..Header::new(kind)
+        };
+        [
+            &header.encode()[..],
+            &vec![kind as u8; if kind.carries_payload() { bytes } else { 0 }],
+        ]
+        .concat()
     };
-    let control =
-        [message(Kind::Eager, 9), message(Kind::Grant, 1 << 30), message(Kind::Goodbye, 0)];
-    let bulk = [message(Kind::Data, 30), message(Kind::Data, 0), message(Kind::Data, 5)];
-    let mut samples =
-        [control.concat(), bulk.concat(), message(Kind::Data, MOST as usize + 1)].to_vec();
+    let control = [
+        message(Kind::Eager, 9),
+        message(Kind::Grant, 1 << 30),
+        message(Kind::Goodbye, 0),
+    ];
+    let bulk = [
+        message(Kind::Data, 30),
+        message(Kind::Data, 0),
+        message(Kind::Data, 5),
+    ];
+    let mut samples = [
+        control.concat(),
+        bulk.concat(),
+        message(Kind::Data, MOST as usize + 1),
+    ]
+    .to_vec();
     samples.extend(control.into_iter().chain(bulk));
     mpmd_fuzz::bytes("tcp-frames", &samples, |bytes| {
         for bulk in [false, true] {
             let (heard, end) = read(&shared, bytes, bulk, usize::MAX);
-            assert!(heard.iter().all(|(header, _)| (header.kind == Kind::Data) == bulk));
+            assert!(
+                heard
+                    .iter()
+                    .all(|(header, _)| (header.kind == Kind::Data) == bulk)
+            );
             for (header, payload) in &heard {
-                let there =
-                    payload.as_ref().map_or_else(|bytes| *bytes, |bytes| bytes.len() as u64);
+                let there = payload
+                    .as_ref()
+                    .map_or_else(|bytes| *bytes, |bytes| bytes.len() as u64);
                 assert!(there == header.payload_bytes() || there == 0);
             }
             if bytes.len() < 1000 {

@@ -37,7 +37,13 @@ impl Stranger {
     fn new() -> (Self, String) {
         let worker = worker(2).unwrap();
         let address = Address::format(&worker.address().unwrap(), &Address::common(), false);
-        (Self { worker, heard: Vec::new() }, address)
+        (
+            Self {
+                worker,
+                heard: Vec::new(),
+            },
+            address,
+        )
     }
 
     fn reach(&mut self, address: &str) -> EndpointId {
@@ -60,7 +66,11 @@ impl Stranger {
         self.worker.collect(&mut events);
         for event in events {
             match event {
-                Event::Message { id, header: (header, bytes), body } => {
+                Event::Message {
+                    id,
+                    header: (header, bytes),
+                    body,
+                } => {
                     let payload = match body {
                         Body::Here(bytes) => bytes.to_vec(),
                         _ => Vec::new(),
@@ -102,7 +112,11 @@ fn squatter_learns_nothing_that_lets_it_in() {
         squatter.listen();
         if let (false, Some((_, _, hello))) = (replied, squatter.heard.first().cloned()) {
             replied = true;
-            for bytes in [&without_token(7)[1], &hello, &[&hello[..], &[0; 26]].concat()] {
+            for bytes in [
+                &without_token(7)[1],
+                &hello,
+                &[&hello[..], &[0; 26]].concat(),
+            ] {
                 squatter.say(to, 0, bytes);
             }
         }
@@ -154,5 +168,8 @@ fn name_missing_lists_silent_peers() {
         name_missing(&ids, 8),
         "waiting for process 1, process 2 and process 5 of 8 to connect over UCX"
     );
-    assert_eq!(name_missing(&ids[..1], 2), "waiting for process 1 of 2 to connect over UCX");
+    assert_eq!(
+        name_missing(&ids[..1], 2),
+        "waiting for process 1 of 2 to connect over UCX"
+    );
 }

@@ -105,7 +105,10 @@ fn with_current(write: impl FnOnce(&Inbox)) {
 /// Called only by UCX.
 pub(super) unsafe extern "C" fn sent(request: *mut c_void, status: Status, number: *mut c_void) {
     with_current(|inbox| {
-        inbox.happened.borrow_mut().push(Happened::Ended(number as usize, status))
+        inbox
+            .happened
+            .borrow_mut()
+            .push(Happened::Ended(number as usize, status))
     });
     free(request);
 }
@@ -122,7 +125,10 @@ pub(super) unsafe extern "C" fn fetched(
     number: *mut c_void,
 ) {
     with_current(|inbox| {
-        inbox.happened.borrow_mut().push(Happened::Ended(number as usize, status))
+        inbox
+            .happened
+            .borrow_mut()
+            .push(Happened::Ended(number as usize, status))
     });
     free(request);
 }
@@ -134,7 +140,10 @@ pub(super) unsafe extern "C" fn fetched(
 /// Called only by UCX.
 pub(super) unsafe extern "C" fn failed(number: *mut c_void, _: ucp_ep_h, status: Status) {
     with_current(|inbox| {
-        inbox.happened.borrow_mut().push(Happened::Failed(number as usize, status))
+        inbox
+            .happened
+            .borrow_mut()
+            .push(Happened::Failed(number as usize, status))
     });
 }
 
@@ -183,7 +192,12 @@ pub(super) unsafe extern "C" fn arrived(
     };
     let id = id as usize as u32;
     let header = (kept, header_bytes);
-    with_current(|inbox| inbox.happened.borrow_mut().push(Happened::Message { id, header, bytes }));
+    with_current(|inbox| {
+        inbox
+            .happened
+            .borrow_mut()
+            .push(Happened::Message { id, header, bytes })
+    });
     status
 }
 
@@ -208,7 +222,11 @@ impl Inbox {
     }
 
     fn copy(&self, data: &[u8]) -> SharedBuffer {
-        let pooled = self.pool.borrow().as_ref().and_then(|pool| pool.allocate(data.len()).ok());
+        let pooled = self
+            .pool
+            .borrow()
+            .as_ref()
+            .and_then(|pool| pool.allocate(data.len()).ok());
         match pooled {
             Some(mut buffer) => {
                 buffer.copy_from_slice(data);

@@ -189,7 +189,8 @@ impl Worker {
     /// if there is work to do first.
     pub(super) fn arm(&self) -> Result<bool, UcxError> {
         // SAFETY: the worker is alive and, being bound to its thread, used by no other.
-        self.inbox.during(|| unsafe { result::worker_arm(self.raw) })
+        self.inbox
+            .during(|| unsafe { result::worker_arm(self.raw) })
     }
 
     /// Lets UCX work for at most 32 steps, or until an event was recorded. Returns true if there
@@ -232,7 +233,9 @@ impl Worker {
                     ));
                 }
                 Happened::Ended(number, status) => {
-                    let Some((endpoint, held)) = self.slots.remove(number) else { continue };
+                    let Some((endpoint, held)) = self.slots.remove(number) else {
+                        continue;
+                    };
                     let result = match status {
                         Status::OK => Ok(()),
                         status => Err(UcxError::new("the operation", status)),
@@ -268,7 +271,10 @@ impl Worker {
         let raw = self.inbox.during(|| unsafe {
             result::endpoint_create(self.raw, address, inbox::failed, number)
         })?;
-        self.endpoints.push(Endpoint { raw: Some(raw), done: false });
+        self.endpoints.push(Endpoint {
+            raw: Some(raw),
+            done: false,
+        });
         Ok(EndpointId(number))
     }
 
@@ -283,7 +289,8 @@ impl Worker {
         header: &[u8],
         payload: Option<SharedBuffer>,
     ) -> OpId {
-        self.slots.insert(endpoint, header, payload.map_or(Held::Nothing, Held::Sent))
+        self.slots
+            .insert(endpoint, header, payload.map_or(Held::Nothing, Held::Sent))
     }
 
     /// Sends a stored message. If it is not under way then, the caller takes its memory back with
@@ -295,11 +302,15 @@ impl Worker {
     pub(super) fn send(&mut self, op: OpId, id: u32, way: Way) -> Sent {
         let slot = self.slots.get(op);
         assert!(!slot.under_way, "a message is sent once");
-        let Some(raw) = self.endpoints[slot.endpoint.0].raw else { return Sent::Closed };
+        let Some(raw) = self.endpoints[slot.endpoint.0].raw else {
+            return Sent::Closed;
+        };
         let payload = match &slot.held {
             Held::Sent(payload) => {
                 prepare(payload.bind());
-                place(payload.device(), || (payload.as_ptr().cast_mut(), payload.len()))
+                place(payload.device(), || {
+                    (payload.as_ptr().cast_mut(), payload.len())
+                })
             }
             _ => place(None, || (std::ptr::null_mut(), 0)),
         };
@@ -364,7 +375,10 @@ impl Worker {
     fn note(&self, op: OpId, started: Started) {
         // The callback frees the request of an operation in flight.
         if let Started::Over(status) = started {
-            self.inbox.happened.borrow_mut().push(Happened::Ended(op.0, status));
+            self.inbox
+                .happened
+                .borrow_mut()
+                .push(Happened::Ended(op.0, status));
         }
     }
 
@@ -372,16 +386,22 @@ impl Worker {
     pub(super) fn discard(&mut self, descriptor: Descriptor) {
         // SAFETY: the worker is alive and used by no other thread; the descriptor came from its
         // inbox and is consumed here.
-        self.inbox.during(|| unsafe { result::message_discard(self.raw, descriptor.0) });
+        self.inbox
+            .during(|| unsafe { result::message_discard(self.raw, descriptor.0) });
     }
 
     /// Closes an endpoint: by force, which ends its operations, or in order, after everything sent
     /// has left. Does not wait. Does nothing if it is closed already.
     pub(super) fn close(&mut self, endpoint: EndpointId, by_force: bool) {
-        let Some(raw) = self.endpoints[endpoint.0].raw.take() else { return };
+        let Some(raw) = self.endpoints[endpoint.0].raw.take() else {
+            return;
+        };
         // SAFETY: the endpoint was open, and no other thread uses its worker. It was taken out
         // above, so nothing uses it again.
-        match self.inbox.during(|| unsafe { result::endpoint_close(raw, by_force) }) {
+        match self
+            .inbox
+            .during(|| unsafe { result::endpoint_close(raw, by_force) })
+        {
             Started::UnderWay(request) => self.closing.push(request),
             Started::Over(Status::OK | Status::CANCELLED) => {}
             Started::Over(status) => {
@@ -418,12 +438,18 @@ impl Worker {
 /// returns.
 fn place(device: Option<DevicePlace>, host: impl FnOnce() -> (*mut u8, usize)) -> Bytes {
     match device {
-        Some(DevicePlace { address, bytes, .. }) => {
-            Bytes { start: std::ptr::without_provenance_mut(address as usize), bytes, cuda: true }
-        }
+        Some(DevicePlace { address, bytes, .. }) => Bytes {
+            start: std::ptr::without_provenance_mut(address as usize),
+            bytes,
+            cuda: true,
+        },
         None => {
             let (start, bytes) = host();
-            Bytes { start: start.cast(), bytes, cuda: false }
+            Bytes {
+                start: start.cast(),
+                bytes,
+                cuda: false,
+            }
         }
     }
 }
@@ -455,15 +481,18 @@ impl Drop for Worker {
         }
         // Descriptors that were never given back.
         for happened in self.inbox.happened.take() {
-            if let Happened::Message { bytes: Arrived::Body(Body::There(descriptor, _)), .. } =
-                happened
+            if let Happened::Message {
+                bytes: Arrived::Body(Body::There(descriptor, _)),
+                ..
+            } = happened
             {
                 self.discard(descriptor);
             }
         }
         // SAFETY: the worker is alive, this is its thread, and the signal no longer has it. All
         // memory of operations is dropped after this: slots, quarantine and inbox.
-        self.inbox.during(|| unsafe { result::worker_destroy(self.raw) });
+        self.inbox
+            .during(|| unsafe { result::worker_destroy(self.raw) });
         let cut_off = self.quarantine.drain(..).chain(self.slots.drain());
         let kept = cut_off.filter(|(endpoint, held)| {
             !self.endpoints[endpoint.0].done && !matches!(held, Held::Nothing)

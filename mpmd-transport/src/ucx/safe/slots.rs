@@ -77,8 +77,9 @@ impl Slots {
 
     /// Removes and returns the memory of all operations that have not ended.
     pub(super) fn drain(&mut self) -> impl Iterator<Item = (EndpointId, Held)> {
-        let slots =
-            std::mem::take(&mut self.slots).into_iter().zip(std::mem::take(&mut self.in_use));
+        let slots = std::mem::take(&mut self.slots)
+            .into_iter()
+            .zip(std::mem::take(&mut self.in_use));
         slots.filter_map(|(slot, in_use)| in_use.then_some((slot.endpoint, slot.held)))
     }
 
@@ -108,7 +109,10 @@ impl Slots {
         }
         self.ended.push(number);
         let slot = &mut self.slots[number];
-        Some((slot.endpoint, std::mem::replace(&mut slot.held, Held::Nothing)))
+        Some((
+            slot.endpoint,
+            std::mem::replace(&mut slot.held, Held::Nothing),
+        ))
     }
 }
 
@@ -121,12 +125,16 @@ mod tests {
         let mut slots = Slots::default();
         let first = slots.insert(EndpointId(0), &[7; 8], Held::Nothing);
         let place = slots.get(first).header.as_ptr();
-        let others: Vec<_> =
-            (0..100).map(|_| slots.insert(EndpointId(1), &[1; 8], Held::Nothing)).collect();
+        let others: Vec<_> = (0..100)
+            .map(|_| slots.insert(EndpointId(1), &[1; 8], Held::Nothing))
+            .collect();
         assert_eq!(slots.get(first).header.as_ptr(), place);
         assert_eq!(slots.get(first).header[..8], [7; 8]);
         for other in &others {
-            assert_eq!(slots.remove(other.0).map(|(endpoint, _)| endpoint), Some(EndpointId(1)));
+            assert_eq!(
+                slots.remove(other.0).map(|(endpoint, _)| endpoint),
+                Some(EndpointId(1))
+            );
             assert!(slots.remove(other.0).is_none(), "an operation ends once");
         }
         let early = slots.insert(EndpointId(2), &[2; 8], Held::Nothing);
@@ -139,7 +147,11 @@ mod tests {
         assert!(others.contains(&again));
         let held = slots.insert(EndpointId(2), &[], Held::Sent(vec![7].into()));
         assert!(matches!(slots.take_back(held), Held::Sent(bytes) if bytes[..] == [7]));
-        assert_eq!(slots.insert(EndpointId(2), &[], Held::Nothing), held, "it is free at once");
+        assert_eq!(
+            slots.insert(EndpointId(2), &[], Held::Nothing),
+            held,
+            "it is free at once"
+        );
     }
 
     #[test]

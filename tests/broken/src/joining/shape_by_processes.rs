@@ -14,7 +14,10 @@ pub(crate) fn run(_: &mut Program) -> Result<()> {
         let mesh = p.mesh(&[("part", -1)])?;
         let parts = mesh.sharding(spec!["part"]);
         let rows = p.processes();
-        let mut x = p.device_put(&MpmdArray::from_slice(&[rows], &vec![1.0f32; rows])?, &parts)?;
+        let mut x = p.device_put(
+            &MpmdArray::from_slice(&[rows], &vec![1.0f32; rows])?,
+            &parts,
+        )?;
         let first = commits.restore(p, &mut x)?;
         for step in first..40 {
             p.step_end()?;

@@ -14,5 +14,7 @@ fn halves(p: &mut Program) -> Result<Sharding> {
 /// Creates an array of which each process has one half, filled with a value.
 fn filled(p: &mut Program, value: f32) -> Result<MpmdArray> {
     let halves = halves(p)?;
-    p.array_from_fn(f32s([4]), &halves, move |_, mut values| Ok(values.fill(value)?))
+    p.array_from_fn(f32s([4]), &halves, move |_, mut values| {
+        Ok(values.fill(value)?)
+    })
 }

@@ -16,7 +16,11 @@ pub(crate) fn run(p: &mut Program, commits: &Commits) -> Result<()> {
     let first = commits.restore(p, &mut model)?;
     let halves = halves(p)?;
     let mesh = p.mesh(&[("x", 2)])?;
-    let double = p.jit(elementwise(|x: f32| 2.0 * x)).on(&mesh).outputs(&halves).build()?;
+    let double = p
+        .jit(elementwise(|x: f32| 2.0 * x))
+        .on(&mesh)
+        .outputs(&halves)
+        .build()?;
     for step in first..3 {
         model = double.call(p, model)?;
         sums = double.call(p, sums)?;

@@ -12,7 +12,10 @@ use super::{inference, pass, prompt};
 
 pub(crate) fn run(p: &mut Program) -> Result<()> {
     let mut inference = inference(p)?;
-    let other = Chunk { blocks: vec![0], ..prompt(1, &[9, 9]) };
+    let other = Chunk {
+        blocks: vec![0],
+        ..prompt(1, &[9, 9])
+    };
     let choices = inference.pass(p, &pass(vec![prompt(0, &[5, 17, 3]), other]), None)?;
     inference.read(&choices)?;
     Ok(())

@@ -18,19 +18,34 @@ const POSITIONS: usize = 64;
 
 /// Returns the folder of a tiny model.
 fn folder() -> PathBuf {
-    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../mpmd-models/tests/folders/plain"))
+    PathBuf::from(concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../mpmd-models/tests/folders/plain"
+    ))
 }
 
 /// Creates an inference over two stages, for two sequences.
 fn inference(p: &mut Program) -> Result<Inference> {
     let model = Stages::new(&Folder::open(folder())?, 2, POSITIONS)?;
     let meshes = model.meshes(|stage| stage)?;
-    model.inference(p, &meshes, Room { blocks: 8, sequences: 2 }, false)
+    model.inference(
+        p,
+        &meshes,
+        Room {
+            blocks: 8,
+            sequences: 2,
+        },
+        false,
+    )
 }
 
 /// Returns a chunk with the first tokens of a sequence, after which a token is chosen.
 fn prompt(slot: u32, tokens: &[u32]) -> Chunk {
-    let begin = Begin { sampling: Sampling::default(), prompt: tokens.len() as u32, top: None };
+    let begin = Begin {
+        sampling: Sampling::default(),
+        prompt: tokens.len() as u32,
+        top: None,
+    };
     Chunk {
         slot,
         start: 0,
@@ -43,7 +58,14 @@ fn prompt(slot: u32, tokens: &[u32]) -> Chunk {
 
 /// Returns a chunk with the token that was chosen last, at a position.
 fn next(slot: u32, start: u32) -> Chunk {
-    Chunk { slot, start, given: Vec::new(), samples: true, blocks: vec![slot], new: None }
+    Chunk {
+        slot,
+        start,
+        given: Vec::new(),
+        samples: true,
+        blocks: vec![slot],
+        new: None,
+    }
 }
 
 /// Returns a pass of these chunks.

@@ -15,7 +15,10 @@ pub(crate) fn run(p: &mut Program) -> Result<()> {
     if p.process() == ProcessId(0) {
         inference.read_weights(p, &folder(), 7)?;
     }
-    let pass = Pass { version: 7, chunks: vec![prompt(0, &[5, 17, 3])] };
+    let pass = Pass {
+        version: 7,
+        chunks: vec![prompt(0, &[5, 17, 3])],
+    };
     let choices = inference.pass(p, &pass, None)?;
     inference.read(&choices)?;
     p.sync()?;

@@ -37,7 +37,11 @@ fn subscribing(publisher: &Publisher) -> Subscribing {
 
 /// Wants a leaf whole on every device.
 fn wanted(p: &Program, name: &str) -> Result<Vec<Wanted>> {
-    Ok(vec![Wanted::new(name, f32s([4]), p.mesh(&[("x", -1)])?.replicated())])
+    Ok(vec![Wanted::new(
+        name,
+        f32s([4]),
+        p.mesh(&[("x", -1)])?.replicated(),
+    )])
 }
 
 /// Returns the trouble of a subscription as an error, once there is some. A dry run has none.

@@ -28,7 +28,10 @@ fn assert_before(flow: &Flow, seed: u64) {
     for (number, transfer) in flow.transfers.iter().enumerate() {
         let process = |node: u32| flow.lanes[flow.nodes[node as usize].lane as usize];
         let made = (transfer.after != u32::MAX).then_some(transfer.after);
-        assert!(made.is_none_or(|made| process(made) == transfer.from), "seed {seed}");
+        assert!(
+            made.is_none_or(|made| process(made) == transfer.from),
+            "seed {seed}"
+        );
         for (taker, node) in (0..).zip(&flow.nodes) {
             let (start, len) = node.takes;
             if flow.takes[start as usize..(start + len) as usize].contains(&(number as u32)) {
@@ -45,10 +48,20 @@ fn assert_before(flow: &Flow, seed: u64) {
 fn seeds_of_60_programs_send_the_bytes_of_their_dry_run() {
     let mut crossed = 0;
     for seed in (1..).step_by(ORDERS as usize).take(60) {
-        let case = Case { zero_copy: Vec::new(), faults: Vec::new(), ..Case::new(seed) };
+        let case = Case {
+            zero_copy: Vec::new(),
+            faults: Vec::new(),
+            ..Case::new(seed)
+        };
         let processes = case.processes;
         let issue = |p: &mut Program| {
-            execute(p, &case.steps, &case.removed, &Wrongs::default(), &Arc::default())
+            execute(
+                p,
+                &case.steps,
+                &case.removed,
+                &Wrongs::default(),
+                &Arc::default(),
+            )
         };
         let builder = Program::builder().devices(case.devices).hosts(&case.hosts);
         let mut p = builder.dry_run(processes).unwrap();
@@ -68,15 +81,23 @@ fn seeds_of_60_programs_send_the_bytes_of_their_dry_run() {
         for (process, result) in results.into_iter().enumerate() {
             let (issued, sent) = result.unwrap();
             assert_eq!(issued, operations, "seed {seed}");
-            assert_eq!(sent, expected[process], "seed {seed}, process {process}\n{case}");
+            assert_eq!(
+                sent, expected[process],
+                "seed {seed}, process {process}\n{case}"
+            );
         }
         // The transfers of the flow have the same bytes between processes. Both sides post every
         // transfer.
         let flow = dry_run.flow().flow;
         let mut moved = vec![vec![0; processes]; processes];
-        flow.transfers.iter().for_each(|t| moved[t.from as usize][t.to as usize] += t.bytes);
+        flow.transfers
+            .iter()
+            .for_each(|t| moved[t.from as usize][t.to as usize] += t.bytes);
         assert_eq!(moved, expected);
-        assert_eq!(flow.posts.iter().map(Vec::len).sum::<usize>(), 2 * flow.transfers.len());
+        assert_eq!(
+            flow.posts.iter().map(Vec::len).sum::<usize>(),
+            2 * flow.transfers.len()
+        );
         assert_before(&flow, seed);
         let again: DryRun =
             serde_json::from_str(&serde_json::to_string(&dry_run).unwrap()).unwrap();

@@ -196,7 +196,9 @@ api! {
 
 /// Returns the device of a default pool.
 fn device_of(pool: Handle) -> Result<u32> {
-    let device = pool.checked_sub(POOL).and_then(|device| i32::try_from(device).ok());
+    let device = pool
+        .checked_sub(POOL)
+        .and_then(|device| i32::try_from(device).ok());
     crate::device::device(device.ok_or(Code::INVALID_VALUE)?).map_err(|_| Code::INVALID_VALUE)
 }
 

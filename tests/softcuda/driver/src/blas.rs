@@ -241,27 +241,45 @@ fn element(kind: u32) -> Result<Element> {
 /// Returns the rounding of elements of A and B that a handle's mode selects for `f32` products.
 fn by_mode(library: Handle) -> Result<Rounding> {
     let math = handle(library)?.lock().math & !16;
-    Ok(if math == 3 { Rounding::Tf32 } else { Rounding::Exact })
+    Ok(if math == 3 {
+        Rounding::Tf32
+    } else {
+        Rounding::Exact
+    })
 }
 
 /// Returns the arithmetic of the compute type `kind` for elements of A, B and C. Fails with
 /// `CUBLAS_STATUS_NOT_SUPPORTED` for element types that cuBLAS does not support with it.
 fn way(library: Handle, kind: u32, a: Element, b: Element, c: Element) -> Result<Way> {
     use Element::{Bf16, F16, F32, F64};
-    let single = |rounding| Way { rounding, double: false, scale: F32 };
+    let single = |rounding| Way {
+        rounding,
+        double: false,
+        scale: F32,
+    };
     let fast = |rounding| {
-        if (a, b, c) == (F32, F32, F32) { Ok(single(rounding)) } else { Err(NOT_SUPPORTED) }
+        if (a, b, c) == (F32, F32, F32) {
+            Ok(single(rounding))
+        } else {
+            Err(NOT_SUPPORTED)
+        }
     };
     match (kind, a, b, c) {
-        (64 | 65, F16, F16, F16) => {
-            Ok(Way { rounding: Rounding::Exact, double: false, scale: F16 })
-        }
+        (64 | 65, F16, F16, F16) => Ok(Way {
+            rounding: Rounding::Exact,
+            double: false,
+            scale: F16,
+        }),
         (68, F32, F32, F32) => Ok(single(by_mode(library)?)),
         (69, F32, F32, F32) => Ok(single(Rounding::Exact)),
         (68 | 69, F16, F16, F16 | F32) | (68 | 69, Bf16, Bf16, Bf16 | F32) => {
             Ok(single(Rounding::Exact))
         }
-        (70 | 71, F64, F64, F64) => Ok(Way { rounding: Rounding::Exact, double: true, scale: F64 }),
+        (70 | 71, F64, F64, F64) => Ok(Way {
+            rounding: Rounding::Exact,
+            double: true,
+            scale: F64,
+        }),
         (74, ..) => fast(Rounding::F16),
         (75, ..) => fast(Rounding::Bf16),
         (77, ..) => fast(Rounding::Tf32),
@@ -276,8 +294,12 @@ fn issue(library: Handle, call: Call) -> Result {
     let library = handle(library)?;
     let library = library.lock();
     let size = |number: i32| u64::try_from(number).map_err(|_| INVALID_VALUE);
-    let (m, n, k, batch) =
-        (size(call.sizes[0])?, size(call.sizes[1])?, size(call.sizes[2])?, size(call.batch)?);
+    let (m, n, k, batch) = (
+        size(call.sizes[0])?,
+        size(call.sizes[1])?,
+        size(call.sizes[2])?,
+        size(call.batch)?,
+    );
     let matrix = |side: &Side, rows: u64, columns: u64, taken: u32| {
         // For real numbers, the conjugate transpose (2) is the transpose (1).
         let transposed = match taken {
@@ -285,7 +307,11 @@ fn issue(library: Handle, call: Call) -> Result {
             1 | 2 => true,
             _ => return Err(INVALID_VALUE),
         };
-        let (rows, columns) = if transposed { (columns, rows) } else { (rows, columns) };
+        let (rows, columns) = if transposed {
+            (columns, rows)
+        } else {
+            (rows, columns)
+        };
         let leading = size(side.leading)?;
         let stride = u64::try_from(side.stride).map_err(|_| INVALID_VALUE)?;
         if leading < rows.max(1) || !side.address.is_multiple_of(side.element.bytes()) {

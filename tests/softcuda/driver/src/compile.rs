@@ -96,7 +96,9 @@ pub(crate) enum Refused {
 
 /// Decodes the bytes of the shared library in an image.
 pub(crate) fn library(image: &[u8]) -> Result<Vec<u8>, Refused> {
-    let rest = image.strip_prefix(MARK.as_bytes()).ok_or(Refused::Foreign)?;
+    let rest = image
+        .strip_prefix(MARK.as_bytes())
+        .ok_or(Refused::Foreign)?;
     let (version_text, rest) = rest.split_at_checked(17).ok_or(Refused::Damaged)?;
     if version_text != format!("{:016x}\n", version()).as_bytes() {
         return Err(Refused::OtherVersion);
@@ -139,7 +141,9 @@ fn build(program: &Program) -> Result<Vec<u8>, String> {
     let folder = tempfile::Builder::new().prefix("softcuda").tempdir();
     let folder = folder.map_err(|error| format!("no temporary folder: {error}"))?;
     let path = folder.path();
-    let ours = HEADERS.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned()));
+    let ours = HEADERS
+        .iter()
+        .map(|(name, text)| ((*name).to_owned(), (*text).to_owned()));
     for (name, text) in ours.chain(program.headers.iter().cloned()) {
         let at = path.join(name);
         let above = at.parent().unwrap_or(path);
@@ -152,7 +156,15 @@ fn build(program: &Program) -> Result<Vec<u8>, String> {
     // either.
     let preprocessed = run(Command::new(&settings().compiler)
         .current_dir(path)
-        .args(["-std=c++17", "-x", "c++", "-E", "-nostdinc", "-nostdinc++", "-I."])
+        .args([
+            "-std=c++17",
+            "-x",
+            "c++",
+            "-E",
+            "-nostdinc",
+            "-nostdinc++",
+            "-I.",
+        ])
         .args(["-D__CUDACC__", "-D__CUDACC_RTC__", "-D__NVCC__"])
         .args(&program.options)
         .arg("kernel.cu"))
@@ -174,16 +186,18 @@ fn build(program: &Program) -> Result<Vec<u8>, String> {
     }
     text.push_str("    {nullptr, nullptr, nullptr, 0, nullptr, nullptr, 0},\n};\n");
     let key = format!("{} {FLAGS:?}\n{text}", settings().compiler);
-    let kept = settings().cache.as_ref().map(|folder| Kept::new(folder, &key));
+    let kept = settings()
+        .cache
+        .as_ref()
+        .map(|folder| Kept::new(folder, &key));
     if let Some(library) = kept.as_ref().and_then(Kept::read) {
         return Ok(library);
     }
     write(&path.join("module.cc"), &text)?;
-    run(Command::new(&settings().compiler).current_dir(path).args(FLAGS).args([
-        "-o",
-        "module.so",
-        "module.cc",
-    ]))
+    run(Command::new(&settings().compiler)
+        .current_dir(path)
+        .args(FLAGS)
+        .args(["-o", "module.so", "module.cc"]))
     .map_err(|log| log.replace("kernel.cu", &program.name))?;
     let library = std::fs::read(path.join("module.so"))
         .map_err(|error| format!("cannot read the compiler's output: {error}"))?;
@@ -204,7 +218,11 @@ struct Kept<'a> {
 impl<'a> Kept<'a> {
     /// Names the file by a hash of `key`: compiler, flags and source. The file repeats the key.
     fn new(folder: &'a Path, key: &'a str) -> Self {
-        Self { folder, path: folder.join(format!("{:016x}", hash(key.bytes()))), key }
+        Self {
+            folder,
+            path: folder.join(format!("{:016x}", hash(key.bytes()))),
+            key,
+        }
     }
 
     /// Returns the library. `None` if there is no file, or another key's.

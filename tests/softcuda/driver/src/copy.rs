@@ -24,7 +24,11 @@ struct CopyEnd {
 
 impl CopyEnd {
     fn flat(address: u64) -> CopyEnd {
-        CopyEnd { address, pitch: 0, slice: 0 }
+        CopyEnd {
+            address,
+            pitch: 0,
+            slice: 0,
+        }
     }
 }
 
@@ -38,7 +42,11 @@ struct Extent {
 
 impl Extent {
     fn flat(bytes: usize) -> Extent {
-        Extent { width: bytes as u64, height: 1, depth: 1 }
+        Extent {
+            width: bytes as u64,
+            height: 1,
+            depth: 1,
+        }
     }
 
     fn bytes(&self) -> u64 {
@@ -136,7 +144,10 @@ fn copy(
         _ => Moved::HostToHost,
     };
     counters::moved(kind, extent.bytes() as usize);
-    let uses = [use_of(&from, &extent, &source, false), use_of(&to, &extent, &target, true)];
+    let uses = [
+        use_of(&from, &extent, &source, false),
+        use_of(&to, &extent, &target, true),
+    ];
     let uses: Vec<Use> = uses.into_iter().flatten().collect();
 
     // Pageable host memory is read before the call returns; pinned memory is read later.
@@ -214,20 +225,30 @@ fn move_rows(to: &CopyEnd, from: &CopyEnd, extent: Extent) -> Result {
             .transpose()
     };
     let (target, source) = (span(to)?, span(from)?);
-    let target = target.as_ref().map_or(to.address as *mut u8, |span| span.pointer());
-    let source = source.as_ref().map_or(from.address as *mut u8, |span| span.pointer());
+    let target = target
+        .as_ref()
+        .map_or(to.address as *mut u8, |span| span.pointer());
+    let source = source
+        .as_ref()
+        .map_or(from.address as *mut u8, |span| span.pointer());
     for (read, write) in extent.rows(*from, *to) {
         // SAFETY: the spans keep device bytes mapped. The caller that issued the copy promised that
         // host bytes are there until it is done. The rows may overlap, which `copy_to` allows.
         unsafe {
-            source.add(read as usize).copy_to(target.add(write as usize), extent.width as usize);
+            source
+                .add(read as usize)
+                .copy_to(target.add(write as usize), extent.width as usize);
         }
     }
     Ok(())
 }
 
 fn flat(to: (u64, Asked), from: (u64, Asked), bytes: usize, stream: Option<Handle>) -> Result {
-    let when = if stream.is_some() { When::Asynchronous } else { When::Synchronous };
+    let when = if stream.is_some() {
+        When::Asynchronous
+    } else {
+        When::Synchronous
+    };
     let stream = own_stream(stream.unwrap_or(0))?;
     copy(
         &stream,
@@ -328,7 +349,9 @@ api! {
 /// Fails with `CUDA_ERROR_INVALID_VALUE` if the address is in an allocation of another device than
 /// the context's. Fails with `CUDA_ERROR_INVALID_CONTEXT` for an unknown context.
 fn of_context(address: u64, context: Handle) -> Result {
-    let device = crate::device::context(context).map_err(|_| Code::INVALID_CONTEXT)?.device;
+    let device = crate::device::context(context)
+        .map_err(|_| Code::INVALID_CONTEXT)?
+        .device;
     match space().find(address) {
         Some(found) if found.device != device => Err(Code::INVALID_VALUE),
         _ => Ok(()),
@@ -403,7 +426,14 @@ impl Side2D {
             return Err(Code::INVALID_VALUE);
         }
         let address = base + (self.y * self.pitch + self.x) as u64;
-        Ok((CopyEnd { address, pitch: self.pitch as u64, slice: 0 }, asked))
+        Ok((
+            CopyEnd {
+                address,
+                pitch: self.pitch as u64,
+                slice: 0,
+            },
+            asked,
+        ))
     }
 }
 
@@ -419,21 +449,47 @@ impl Side3D {
         }
         let slice = self.pitch * self.height;
         let address = base + (self.z * slice + self.y * self.pitch + self.x) as u64;
-        Ok((CopyEnd { address, pitch: self.pitch as u64, slice: slice as u64 }, asked))
+        Ok((
+            CopyEnd {
+                address,
+                pitch: self.pitch as u64,
+                slice: slice as u64,
+            },
+            asked,
+        ))
     }
 }
 
 fn copy_2d(args: &In<Copy2D>, stream: Handle, when: When) -> Result {
     let args = args.get()?;
-    let extent = Extent { width: args.width as u64, height: args.height as u64, depth: 1 };
-    copy(&own_stream(stream)?, args.to.place(&args)?, args.from.place(&args)?, extent, when)
+    let extent = Extent {
+        width: args.width as u64,
+        height: args.height as u64,
+        depth: 1,
+    };
+    copy(
+        &own_stream(stream)?,
+        args.to.place(&args)?,
+        args.from.place(&args)?,
+        extent,
+        when,
+    )
 }
 
 fn copy_3d(args: &In<Copy3D>, stream: Handle, when: When) -> Result {
     let args = args.get()?;
-    let extent =
-        Extent { width: args.width as u64, height: args.height as u64, depth: args.depth as u64 };
-    copy(&own_stream(stream)?, args.to.place(&args)?, args.from.place(&args)?, extent, when)
+    let extent = Extent {
+        width: args.width as u64,
+        height: args.height as u64,
+        depth: args.depth as u64,
+    };
+    copy(
+        &own_stream(stream)?,
+        args.to.place(&args)?,
+        args.from.place(&args)?,
+        extent,
+        when,
+    )
 }
 
 api! {
@@ -470,14 +526,20 @@ api! {
 fn fill(to: u64, pattern: &[u8], count: usize, stream: Handle) -> Result {
     let stream = own_stream(stream)?;
     let pattern = pattern.to_vec();
-    let bytes = (count as u64).checked_mul(pattern.len() as u64).ok_or(Code::INVALID_VALUE)?;
+    let bytes = (count as u64)
+        .checked_mul(pattern.len() as u64)
+        .ok_or(Code::INVALID_VALUE)?;
     if bytes == 0 {
         return Ok(());
     }
     if !space().covers(to) || !to.is_multiple_of(pattern.len() as u64) {
         return Err(Code::INVALID_VALUE);
     }
-    let uses = [Use { address: to, bytes, write: true }];
+    let uses = [Use {
+        address: to,
+        bytes,
+        write: true,
+    }];
     stream.issue(
         Work::new("a fill", move || {
             meet(CallKind::Copy)?;

@@ -87,7 +87,9 @@ pub(crate) fn code_of_nccl(code: u32) -> u32 {
 /// Skips the body if a test requested that this call fails. Catches panics.
 pub(crate) fn call(name: &'static str, body: impl FnOnce() -> Result) -> u32 {
     counters::called(name);
-    match catch_unwind(AssertUnwindSafe(|| faults::meet_call(name).and_then(|()| body()))) {
+    match catch_unwind(AssertUnwindSafe(|| {
+        faults::meet_call(name).and_then(|()| body())
+    })) {
         Ok(Ok(())) => 0,
         Ok(Err(code)) => code.0,
         Err(_) => Code::UNKNOWN.0,
@@ -142,7 +144,11 @@ impl<T> Out<T> {
     /// Fails with `CUDA_ERROR_INVALID_VALUE` for a null pointer. Callers use it before an effect
     /// that they would have to undo.
     pub(crate) fn required(&self) -> Result {
-        if self.0.is_null() { Err(Code::INVALID_VALUE) } else { Ok(()) }
+        if self.0.is_null() {
+            Err(Code::INVALID_VALUE)
+        } else {
+            Ok(())
+        }
     }
 }
 
@@ -222,7 +228,9 @@ impl Text {
         }
         // SAFETY: the caller promised a zero-terminated string that does not change during the
         // call.
-        Ok(unsafe { CStr::from_ptr(self.0) }.to_string_lossy().into_owned())
+        Ok(unsafe { CStr::from_ptr(self.0) }
+            .to_string_lossy()
+            .into_owned())
     }
 }
 

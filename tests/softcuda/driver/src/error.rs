@@ -66,12 +66,17 @@ pub(crate) type Result<T = ()> = std::result::Result<T, Code>;
 /// Returns the table row of a `CUresult` code; fails with `INVALID_VALUE` for a code that is not in
 /// the table.
 pub(crate) fn row(code: u32) -> Result<&'static Row> {
-    TABLE.iter().find(|row| row.0 == code).ok_or(Code::INVALID_VALUE)
+    TABLE
+        .iter()
+        .find(|row| row.0 == code)
+        .ok_or(Code::INVALID_VALUE)
 }
 
 impl Code {
     /// Returns CUDA's English text for the code; empty if the code is not in the table.
     pub(crate) fn text(self) -> String {
-        row(self.0).map(|row| row.2.to_string_lossy().into_owned()).unwrap_or_default()
+        row(self.0)
+            .map(|row| row.2.to_string_lossy().into_owned())
+            .unwrap_or_default()
     }
 }

@@ -25,7 +25,9 @@ pub(crate) fn meet(kind: CallKind) -> Result {
     if !PLANNED.load(Ordering::Relaxed) {
         return Ok(());
     }
-    let Some(kind) = next(&kind) else { return Ok(()) };
+    let Some(kind) = next(&kind) else {
+        return Ok(());
+    };
     eprintln!("softcuda: {kind:?} fails, as the test requested");
     Err(match kind {
         CallKind::Answer(_, code) => Code(code),
@@ -58,7 +60,11 @@ pub(crate) fn first(kind: First) {
 /// Counts a call of the exported function `name`, and fails if a test requested a failure for it.
 /// See [`meet`].
 pub(crate) fn meet_call(name: &str) -> Result {
-    if PLANNED.load(Ordering::Relaxed) { meet(CallKind::Function(name.to_owned())) } else { Ok(()) }
+    if PLANNED.load(Ordering::Relaxed) {
+        meet(CallKind::Function(name.to_owned()))
+    } else {
+        Ok(())
+    }
 }
 
 /// Counts a call of a kind in the plan. Returns the requested failure and removes it from the plan

@@ -67,13 +67,21 @@ impl Matrix {
 
     /// Returns the memory range that an operation on `batch` matrices reads or writes.
     pub(crate) fn used(&self, batch: u64, write: bool) -> Use {
-        Use { address: self.address, bytes: self.reach(batch), write }
+        Use {
+            address: self.address,
+            bytes: self.reach(batch),
+            write,
+        }
     }
 
     /// Returns the offset of an element from the start of the matrix, in elements. Row and column
     /// are those after the transposition.
     fn at(&self, row: u64, column: u64) -> usize {
-        let (row, column) = if self.transposed { (column, row) } else { (row, column) };
+        let (row, column) = if self.transposed {
+            (column, row)
+        } else {
+            (row, column)
+        };
         (column * self.leading + row) as usize
     }
 }
@@ -122,7 +130,11 @@ pub(crate) struct Product {
 /// `CUDA_ERROR_ILLEGAL_ADDRESS` if a matrix that is used, or a scale in device memory, is not
 /// entirely in one live allocation. A and B are not used if alpha or `inner` is 0.
 pub(crate) fn compute(product: &Product) -> Result {
-    if product.double { compute_in::<f64>(product) } else { compute_in::<f32>(product) }
+    if product.double {
+        compute_in::<f64>(product)
+    } else {
+        compute_in::<f32>(product)
+    }
 }
 
 /// The type in which sums are computed.
@@ -154,16 +166,28 @@ const TALL: usize = 8;
 const BROAD: usize = 4;
 
 fn compute_in<T: Real>(product: &Product) -> Result {
-    let Product { a, b, c, inner, batch, .. } = *product;
+    let Product {
+        a,
+        b,
+        c,
+        inner,
+        batch,
+        ..
+    } = *product;
     let (alpha, beta) = (product.alpha.get()?, product.beta.get()?);
     // With a scale of zero the factors are not read, so NaNs in them do not matter.
     let read_factors = alpha != 0.0 && inner > 0;
     let reach = |matrix: &Matrix, wanted: bool| {
         let bytes = matrix.reach(batch);
-        (wanted && bytes > 0).then(|| space().span(matrix.address, bytes)).transpose()
+        (wanted && bytes > 0)
+            .then(|| space().span(matrix.address, bytes))
+            .transpose()
     };
-    let (a_span, b_span, c_span) =
-        (reach(&a, read_factors)?, reach(&b, read_factors)?, reach(&c, true)?);
+    let (a_span, b_span, c_span) = (
+        reach(&a, read_factors)?,
+        reach(&b, read_factors)?,
+        reach(&c, true)?,
+    );
     let Some(c_span) = c_span else { return Ok(()) };
     let (alpha, beta) = (T::from_wide(alpha), T::from_wide(beta));
     let keeps = beta.to_wide() != 0.0;
@@ -175,10 +199,16 @@ fn compute_in<T: Real>(product: &Product) -> Result {
             // SAFETY: both spans reach from the first to the last element of all matrices.
             unsafe {
                 pack(&mut left, TALL, c.rows, inner, |row, column| {
-                    rounded(read(a_span.pointer(), a.element, start(&a) + a.at(row, column)), round)
+                    rounded(
+                        read(a_span.pointer(), a.element, start(&a) + a.at(row, column)),
+                        round,
+                    )
                 });
                 pack(&mut right, BROAD, c.columns, inner, |column, row| {
-                    rounded(read(b_span.pointer(), b.element, start(&b) + b.at(row, column)), round)
+                    rounded(
+                        read(b_span.pointer(), b.element, start(&b) + b.at(row, column)),
+                        round,
+                    )
                 });
             }
         }
@@ -193,9 +223,16 @@ fn compute_in<T: Real>(product: &Product) -> Result {
                 } else {
                     [[T::default(); TALL]; BROAD]
                 };
-                for (y, column) in part.iter().enumerate().take((c.columns - right_panel) as usize)
+                for (y, column) in part
+                    .iter()
+                    .enumerate()
+                    .take((c.columns - right_panel) as usize)
                 {
-                    for (x, sum) in column.iter().enumerate().take((c.rows - left_panel) as usize) {
+                    for (x, sum) in column
+                        .iter()
+                        .enumerate()
+                        .take((c.rows - left_panel) as usize)
+                    {
                         let at = start(&c) + c.at(left_panel + x as u64, right_panel + y as u64);
                         // SAFETY: the span reaches from the first to the last element of all
                         // matrices.
@@ -228,7 +265,11 @@ fn pack<T: Real>(
     for first in (0..lines).step_by(broad) {
         for at in 0..sums {
             for line in first..first + broad as u64 {
-                into.push(if line < lines { T::from_wide(value(line, at)) } else { T::default() });
+                into.push(if line < lines {
+                    T::from_wide(value(line, at))
+                } else {
+                    T::default()
+                });
             }
         }
     }
@@ -238,7 +279,12 @@ fn pack<T: Real>(
 /// B.
 fn tile<T: Real>(left: &[T], right: &[T]) -> [[T; TALL]; BROAD] {
     let mut sums = [[T::default(); TALL]; BROAD];
-    for (a, b) in left.as_chunks::<TALL>().0.iter().zip(right.as_chunks::<BROAD>().0) {
+    for (a, b) in left
+        .as_chunks::<TALL>()
+        .0
+        .iter()
+        .zip(right.as_chunks::<BROAD>().0)
+    {
         for (column, b) in sums.iter_mut().zip(b) {
             for (sum, a) in column.iter_mut().zip(a) {
                 *sum += *a * *b;
@@ -292,8 +338,14 @@ unsafe fn write(start: *mut u8, element: Element, at: usize, value: f64) {
     // SAFETY: see above.
     unsafe {
         match element {
-            Element::F16 => start.cast::<f16>().add(at).write_unaligned(f16::from_f64(value)),
-            Element::Bf16 => start.cast::<bf16>().add(at).write_unaligned(bf16::from_f64(value)),
+            Element::F16 => start
+                .cast::<f16>()
+                .add(at)
+                .write_unaligned(f16::from_f64(value)),
+            Element::Bf16 => start
+                .cast::<bf16>()
+                .add(at)
+                .write_unaligned(bf16::from_f64(value)),
             Element::F32 => start.cast::<f32>().add(at).write_unaligned(value as f32),
             Element::F64 => start.cast::<f64>().add(at).write_unaligned(value),
         }
@@ -308,7 +360,10 @@ mod tests {
     fn tf32_keeps_ten_bits() {
         assert_eq!(tf32(1.0 + 2.0_f32.powi(-10)), 1.0 + 2.0_f32.powi(-10));
         assert_eq!(tf32(1.0 + 2.0_f32.powi(-12)), 1.0);
-        assert_eq!(tf32(-1.0 - 3.0 * 2.0_f32.powi(-12)), -1.0 - 2.0_f32.powi(-10));
+        assert_eq!(
+            tf32(-1.0 - 3.0 * 2.0_f32.powi(-12)),
+            -1.0 - 2.0_f32.powi(-10)
+        );
         assert!(tf32(f32::NAN).is_nan());
     }
 }

@@ -24,7 +24,11 @@ impl<T> Handles<T> {
     /// Creates an empty table. `kind` is a part of each handle and must be another number for each
     /// table.
     pub(crate) const fn new(kind: u64) -> Self {
-        Handles { kind, next: AtomicU64::new(1), live: RwLock::new(None) }
+        Handles {
+            kind,
+            next: AtomicU64::new(1),
+            live: RwLock::new(None),
+        }
     }
 
     /// Calls `make` with a new handle and adds the object that it returns to the table.
@@ -33,7 +37,10 @@ impl<T> Handles<T> {
         let handle =
             0x5C_0000_0000_0000 | self.kind << 40 | self.next.fetch_add(1, Ordering::Relaxed) << 4;
         let made = Arc::new(make(handle));
-        self.live.write().get_or_insert_default().insert(handle, made.clone());
+        self.live
+            .write()
+            .get_or_insert_default()
+            .insert(handle, made.clone());
         made
     }
 
@@ -60,13 +67,21 @@ impl<T> Handles<T> {
     /// Removes an object; other holders keep it alive. Fails with `CUDA_ERROR_INVALID_HANDLE` if
     /// the handle has no object.
     pub(crate) fn remove(&self, handle: Handle) -> Result<Arc<T>> {
-        self.live.write().as_mut().and_then(|live| live.remove(&handle)).ok_or(Code::INVALID_HANDLE)
+        self.live
+            .write()
+            .as_mut()
+            .and_then(|live| live.remove(&handle))
+            .ok_or(Code::INVALID_HANDLE)
     }
 
     /// Removes and returns all objects for which `belongs` returns true.
     pub(crate) fn remove_all(&self, belongs: impl Fn(&T) -> bool) -> Vec<Arc<T>> {
         let mut live = self.live.write();
-        let Some(live) = live.as_mut() else { return Vec::new() };
-        live.extract_if(|_, object| belongs(object)).map(|(_, object)| object).collect()
+        let Some(live) = live.as_mut() else {
+            return Vec::new();
+        };
+        live.extract_if(|_, object| belongs(object))
+            .map(|(_, object)| object)
+            .collect()
     }
 }

@@ -69,7 +69,12 @@ fn alloc(bytes: usize, flags: u32) -> Result<u64> {
     if at == libc::MAP_FAILED {
         return Err(Code::OUT_OF_MEMORY);
     }
-    let block = HostBlock { address: at as u64, bytes: bytes as u64, flags, owned: true };
+    let block = HostBlock {
+        address: at as u64,
+        bytes: bytes as u64,
+        flags,
+        owned: true,
+    };
     PINNED.write().insert(block.address, Arc::new(block));
     Ok(at as u64)
 }

@@ -32,7 +32,9 @@ pub fn nvcc(arguments: impl Iterator<Item = String>) -> Result<(), String> {
         value.ok_or_else(|| format!("nvcc in software: {name} with a path is missing"))
     };
     let files = |ending: &str| {
-        let files = arguments.iter().filter(|argument| argument.ends_with(ending));
+        let files = arguments
+            .iter()
+            .filter(|argument| argument.ends_with(ending));
         files.map(PathBuf::from).collect::<Vec<_>>()
     };
     if has("--version") {
@@ -41,9 +43,13 @@ pub fn nvcc(arguments: impl Iterator<Item = String>) -> Result<(), String> {
         return Ok(());
     }
     if has("--lib") {
-        let objects =
-            files(".o").into_iter().filter(|path| *path != after("-o").unwrap_or_default());
-        return run(Command::new("ar").arg("crs").arg(after("-o")?).args(objects));
+        let objects = files(".o")
+            .into_iter()
+            .filter(|path| *path != after("-o").unwrap_or_default());
+        return run(Command::new("ar")
+            .arg("crs")
+            .arg(after("-o")?)
+            .args(objects));
     }
     let sources = files(".cu");
     let [source] = &sources[..] else {
@@ -53,7 +59,11 @@ pub fn nvcc(arguments: impl Iterator<Item = String>) -> Result<(), String> {
         let args = ["-x", "c", "-c", "/dev/null", "-o"];
         return run(Command::new("cc").args(args).arg(after("-o")?));
     }
-    let name = source.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let name = source
+        .file_name()
+        .unwrap_or_default()
+        .to_string_lossy()
+        .into_owned();
     let module = compile(&program(source, name.clone(), &arguments)?)?;
     let made = after("--output-directory")?.join(Path::new(&name).with_extension("ptx"));
     std::fs::write(&made, &module[..]).map_err(|why| format!("{}: {why}", made.display()))
@@ -67,15 +77,30 @@ fn program(source: &Path, name: String, arguments: &[String]) -> Result<Program,
         std::fs::read_to_string(source).map_err(|why| format!("{}: {why}", source.display()))?
     };
     // The architecture is given as `-gencode=arch=compute_75,code=sm_75`.
-    let capability = arguments.iter().find_map(|argument| argument.split("compute_").nth(1));
-    let digits: String =
-        capability.unwrap_or("75").chars().take_while(char::is_ascii_digit).collect();
-    let mut options =
-        vec![format!("-D__CUDA_ARCH__={digits}0"), "-D__CUDACC_VER_MAJOR__=13".into()];
+    let capability = arguments
+        .iter()
+        .find_map(|argument| argument.split("compute_").nth(1));
+    let digits: String = capability
+        .unwrap_or("75")
+        .chars()
+        .take_while(char::is_ascii_digit)
+        .collect();
+    let mut options = vec![
+        format!("-D__CUDA_ARCH__={digits}0"),
+        "-D__CUDACC_VER_MAJOR__=13".into(),
+    ];
     options.extend(["-D__CUDACC_VER_MINOR__=0", "-include", HOST_HEADERS[0]].map(str::to_owned));
     options.extend(at.parent().map(|folder| format!("-I{}", folder.display())));
-    let host = HOST_HEADERS.iter().map(|name| ((*name).to_owned(), HOST.to_owned()));
-    Ok(Program { source: text, name, headers: host.collect(), options, expressions: Vec::new() })
+    let host = HOST_HEADERS
+        .iter()
+        .map(|name| ((*name).to_owned(), HOST.to_owned()));
+    Ok(Program {
+        source: text,
+        name,
+        headers: host.collect(),
+        options,
+        expressions: Vec::new(),
+    })
 }
 
 fn run(command: &mut Command) -> Result<(), String> {

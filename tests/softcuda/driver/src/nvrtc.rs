@@ -78,11 +78,17 @@ fn options(given: &[String]) -> std::result::Result<(Vec<String>, bool), String>
         let wrong = || format!("softcuda: unrecognized option {option}");
         let name = option.trim_start_matches('-');
         let split = |long: &str, short: &str| {
-            let rest = name.strip_prefix(long).or_else(|| name.strip_prefix(short))?;
+            let rest = name
+                .strip_prefix(long)
+                .or_else(|| name.strip_prefix(short))?;
             Some(rest.strip_prefix('=').unwrap_or(rest).to_owned())
         };
         let mut value = |found: String| {
-            if found.is_empty() { given.next().cloned().ok_or_else(wrong) } else { Ok(found) }
+            if found.is_empty() {
+                given.next().cloned().ok_or_else(wrong)
+            } else {
+                Ok(found)
+            }
         };
         if let Some(found) = split("gpu-architecture", "arch") {
             let found = value(found)?;
@@ -92,8 +98,12 @@ fn options(given: &[String]) -> std::result::Result<(Vec<String>, bool), String>
                 .or_else(|| found.strip_prefix("compute_"))
                 .ok_or_else(wrong)?;
             let number = number.trim_end_matches(['a', 'f']);
-            architecture =
-                number.parse::<u32>().ok().filter(|at| *at >= 50).ok_or_else(wrong)? * 10;
+            architecture = number
+                .parse::<u32>()
+                .ok()
+                .filter(|at| *at >= 50)
+                .ok_or_else(wrong)?
+                * 10;
         } else if let Some(found) = split("std", "std") {
             if !["c++03", "c++11", "c++14", "c++17", "c++20"].contains(&value(found)?.as_str()) {
                 return Err(wrong());
@@ -117,7 +127,11 @@ fn options(given: &[String]) -> std::result::Result<(Vec<String>, bool), String>
 fn image(handle: Handle) -> Result<(Arc<Vec<u8>>, bool)> {
     let program = program(handle)?;
     let program = program.lock();
-    program.image.clone().map(|image| (image, program.real)).ok_or(INVALID_PROGRAM)
+    program
+        .image
+        .clone()
+        .map(|image| (image, program.real))
+        .ok_or(INVALID_PROGRAM)
 }
 
 nvrtc! {
@@ -334,15 +348,30 @@ mod tests {
     use super::options;
 
     fn all(texts: &[&str]) -> std::result::Result<(Vec<String>, bool), String> {
-        options(&texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>())
+        options(
+            &texts
+                .iter()
+                .map(|text| (*text).to_owned())
+                .collect::<Vec<_>>(),
+        )
     }
 
     #[test]
     fn options_are_read_as_nvrtc_does() {
-        let (passed, real) =
-            all(&["--gpu-architecture=compute_80", "-DN=4", "--use_fast_math", "--fmad=false"])
-                .unwrap();
-        assert_eq!((passed, real), (vec!["-DN=4".to_owned(), "-D__CUDA_ARCH__=800".into()], false));
+        let (passed, real) = all(&[
+            "--gpu-architecture=compute_80",
+            "-DN=4",
+            "--use_fast_math",
+            "--fmad=false",
+        ])
+        .unwrap();
+        assert_eq!(
+            (passed, real),
+            (
+                vec!["-DN=4".to_owned(), "-D__CUDA_ARCH__=800".into()],
+                false
+            )
+        );
         assert!(all(&["-arch", "sm_90a"]).unwrap().1);
         assert!(all(&["--optimize-a-lot"]).is_err());
         assert!(all(&["--gpu-architecture=gpu_80"]).is_err());

@@ -40,5 +40,9 @@ blas! {
 
 /// Fails with `CURAND_STATUS_NOT_INITIALIZED` for a handle of no generator.
 fn known(generator: Handle) -> crate::error::Result {
-    if generator == GENERATOR { Ok(()) } else { Err(Code(101)) }
+    if generator == GENERATOR {
+        Ok(())
+    } else {
+        Err(Code(101))
+    }
 }

@@ -78,8 +78,12 @@ pub(crate) fn settings() -> &'static Settings {
 impl Settings {
     fn from(variable: impl Fn(&str) -> Option<String>) -> Result<Settings, String> {
         fn number<T: FromStr>(name: &str, value: Option<String>, default: T) -> Result<T, String> {
-            let Some(value) = value else { return Ok(default) };
-            value.parse().map_err(|_| format!("{name}={value:?} is not a number"))
+            let Some(value) = value else {
+                return Ok(default);
+            };
+            value
+                .parse()
+                .map_err(|_| format!("{name}={value:?} is not a number"))
         }
         fn choice(
             name: &str,
@@ -90,9 +94,9 @@ impl Settings {
                 None => Ok(false),
                 Some(value) if value == default => Ok(false),
                 Some(value) if value == other => Ok(true),
-                Some(value) => {
-                    Err(format!("{name}={value:?} is neither \"{default}\" nor \"{other}\""))
-                }
+                Some(value) => Err(format!(
+                    "{name}={value:?} is neither \"{default}\" nor \"{other}\""
+                )),
             }
         }
         let choice = |name: &str, words| choice(name, variable(name), words);
@@ -106,7 +110,11 @@ impl Settings {
             fail: plan(&variable("SOFTCUDA_FAIL").unwrap_or_default())?,
             block: number("SOFTCUDA_BLOCK", variable("SOFTCUDA_BLOCK"), 0)?,
             events: number("SOFTCUDA_EVENTS", variable("SOFTCUDA_EVENTS"), u64::MAX)?,
-            ipc_events: number("SOFTCUDA_IPC_EVENTS", variable("SOFTCUDA_IPC_EVENTS"), u64::MAX)?,
+            ipc_events: number(
+                "SOFTCUDA_IPC_EVENTS",
+                variable("SOFTCUDA_IPC_EVENTS"),
+                u64::MAX,
+            )?,
             pins: !choice("SOFTCUDA_PIN", ["allow", "refuse"])?,
             orphans_hang: choice("SOFTCUDA_ORPHANS", ["end", "hang"])?,
             first: Duration::from_millis(first),
@@ -123,9 +131,9 @@ fn pace(text: &str) -> Result<Pace, String> {
     match text.split_once(':') {
         None if text == "eager" => Ok(Pace::Eager),
         None if text == "lazy" => Ok(Pace::Lazy(Duration::from_secs(1))),
-        Some(("lazy", ms)) => {
-            Ok(Pace::Lazy(Duration::from_millis(ms.parse().map_err(|_| wrong())?)))
-        }
+        Some(("lazy", ms)) => Ok(Pace::Lazy(Duration::from_millis(
+            ms.parse().map_err(|_| wrong())?,
+        ))),
         Some(("seed", seed)) => Ok(Pace::Seed(seed.parse().map_err(|_| wrong())?)),
         _ => Err(wrong()),
     }
@@ -148,7 +156,10 @@ pub(crate) fn plan(text: &str) -> Result<Plan, String> {
             "event" => CallKind::Event,
             "stream" => CallKind::Stream,
             "compile" => CallKind::Compile,
-            name if ["cu", "nvrtc", "nccl"].iter().any(|library| name.starts_with(library)) => {
+            name if ["cu", "nvrtc", "nccl"]
+                .iter()
+                .any(|library| name.starts_with(library)) =>
+            {
                 match name.split_once('=') {
                     Some((name, code)) => CallKind::Answer(name.to_owned(), code.parse().ok()?),
                     None => CallKind::Function(name.to_owned()),
@@ -156,7 +167,10 @@ pub(crate) fn plan(text: &str) -> Result<Plan, String> {
             }
             _ => return None,
         };
-        nth.parse().ok().filter(|nth| *nth > 0).map(|nth| (kind, nth))
+        nth.parse()
+            .ok()
+            .filter(|nth| *nth > 0)
+            .map(|nth| (kind, nth))
     };
     let known = "alloc, alloc_host, copy, launch, event, stream, compile or a function of CUDA's";
     let parts = text.split(',').filter(|part| !part.is_empty());
@@ -174,7 +188,10 @@ mod tests {
     #[test]
     fn settings_have_defaults_and_are_read() {
         let none = Settings::from(|_| None).unwrap();
-        assert_eq!((none.devices, none.pace, none.abort_on_race), (1, Pace::Eager, false));
+        assert_eq!(
+            (none.devices, none.pace, none.abort_on_race),
+            (1, Pace::Eager, false)
+        );
         let some = Settings::from(|name| match name {
             "SOFTCUDA_DEVICES" => Some("3".into()),
             "SOFTCUDA_PACE" => Some("seed:7".into()),
@@ -185,7 +202,10 @@ mod tests {
         })
         .unwrap();
         assert!(none.pins && !some.pins && !some.orphans_hang);
-        assert_eq!((some.devices, some.pace, some.abort_on_race), (3, Pace::Seed(7), true));
+        assert_eq!(
+            (some.devices, some.pace, some.abort_on_race),
+            (3, Pace::Seed(7), true)
+        );
     }
 
     #[test]

@@ -32,7 +32,10 @@ enum Token<'a> {
 /// A message, if dynamic shared memory is declared in an unsupported way.
 pub(crate) fn prepare(source: &str) -> Result<Prepared, String> {
     let tokens = tokens(source);
-    Ok(Prepared { kernels: kernels(source, &tokens), text: define_shared(source, &tokens)? })
+    Ok(Prepared {
+        kernels: kernels(source, &tokens),
+        text: define_shared(source, &tokens)?,
+    })
 }
 
 /// Splits a source into words, literals and single characters. Returns (offset in bytes, token).
@@ -94,8 +97,10 @@ fn kernels(source: &str, tokens: &[(usize, Token<'_>)]) -> Vec<Kernel> {
     for (at, (_, token)) in tokens.iter().enumerate() {
         match token {
             Token::Mark('{') => {
-                let before: Vec<_> =
-                    tokens[at.saturating_sub(2)..at].iter().map(|(_, token)| token).collect();
+                let before: Vec<_> = tokens[at.saturating_sub(2)..at]
+                    .iter()
+                    .map(|(_, token)| token)
+                    .collect();
                 open.push(before == [&Token::Word("extern"), &Token::Text("\"C\"")]);
             }
             Token::Mark('}') => {
@@ -106,8 +111,9 @@ fn kernels(source: &str, tokens: &[(usize, Token<'_>)]) -> Vec<Kernel> {
                     .iter()
                     .rposition(|(_, token)| matches!(token, Token::Mark(';' | '{' | '}')))
                     .map_or(0, |before| before + 1);
-                let template =
-                    tokens[begins..at].iter().any(|(_, token)| *token == Token::Word("template"));
+                let template = tokens[begins..at]
+                    .iter()
+                    .any(|(_, token)| *token == Token::Word("template"));
                 // A declaration may come first, with or without launch bounds.
                 if let Some(kernel) = kernel_after(source, &tokens[at..]).filter(|_| !template) {
                     match found.iter_mut().find(|known| known.name == kernel.name) {
@@ -148,7 +154,12 @@ fn kernel_after(source: &str, tokens: &[(usize, Token<'_>)]) -> Option<Kernel> {
                 threads = source[*open + 1..end.0].trim().to_owned();
             }
             "__attribute__" | "alignas" | "__align__" => {}
-            name => return Some(Kernel { name: name.to_owned(), threads }),
+            name => {
+                return Some(Kernel {
+                    name: name.to_owned(),
+                    threads,
+                });
+            }
         }
     }
     None
@@ -164,7 +175,9 @@ fn define_shared(source: &str, tokens: &[(usize, Token<'_>)]) -> Result<String, 
             Token::Mark('{') => depth += 1,
             Token::Mark('}') => depth = depth.saturating_sub(1),
             Token::Word("extern")
-                if tokens.get(at + 1).is_some_and(|next| next.1 == Token::Word("__shared__")) =>
+                if tokens
+                    .get(at + 1)
+                    .is_some_and(|next| next.1 == Token::Word("__shared__")) =>
             {
                 let end = tokens[at..]
                     .iter()
@@ -193,7 +206,9 @@ fn define_shared(source: &str, tokens: &[(usize, Token<'_>)]) -> Result<String, 
 /// for any other form.
 fn shared_parts(source: &str, mut tokens: &[(usize, Token<'_>)]) -> Option<(String, String)> {
     while let Some((_, Token::Word("__align__" | "alignas"))) = tokens.first() {
-        let close = tokens.iter().position(|(_, token)| *token == Token::Mark(')'))?;
+        let close = tokens
+            .iter()
+            .position(|(_, token)| *token == Token::Mark(')'))?;
         tokens = &tokens[close + 1..];
     }
     let [
@@ -207,7 +222,10 @@ fn shared_parts(source: &str, mut tokens: &[(usize, Token<'_>)]) -> Option<(Stri
         return None;
     };
     let (kind_at, _) = kind.first()?;
-    Some((source[*kind_at..*name_at].trim().to_owned(), (*name).to_owned()))
+    Some((
+        source[*kind_at..*name_at].trim().to_owned(),
+        (*name).to_owned(),
+    ))
 }
 
 #[cfg(test)]
@@ -227,9 +245,18 @@ mod tests {
             __global__ void last() {}
         "#;
         let kernels = prepare(source).unwrap().kernels;
-        let found: Vec<_> =
-            kernels.iter().map(|kernel| (&kernel.name[..], &kernel.threads[..])).collect();
-        assert_eq!(found, [("plain", "1024"), ("bounded", "8 * (30 + 2)"), ("last", "1024")]);
+        let found: Vec<_> = kernels
+            .iter()
+            .map(|kernel| (&kernel.name[..], &kernel.threads[..]))
+            .collect();
+        assert_eq!(
+            found,
+            [
+                ("plain", "1024"),
+                ("bounded", "8 * (30 + 2)"),
+                ("last", "1024")
+            ]
+        );
     }
 
     #[test]

@@ -38,7 +38,11 @@ extern "C" __global__ void scale(float *out, const float *in, float by, int n) {
     let given = stream.clone_htod(&input).unwrap();
     let mut out = stream.alloc_zeros::<f32>(1000).unwrap();
     let mut launch = stream.launch_builder(&kernel);
-    launch.arg(&mut out).arg(&given).arg(&2.0_f32).arg(&1000_i32);
+    launch
+        .arg(&mut out)
+        .arg(&given)
+        .arg(&2.0_f32)
+        .arg(&1000_i32);
     // SAFETY: the arguments are those of the kernel, and it stays within them.
     unsafe { launch.launch(LaunchConfig::for_num_elems(1000)) }.unwrap();
     let want: Vec<f32> = input.iter().map(|x| x * 2.0).collect();

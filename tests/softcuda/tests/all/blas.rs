@@ -31,7 +31,11 @@ impl Fixture {
         // SAFETY: handle and stream were just made; CUDA's two names for a stream are the same
         // pointer.
         unsafe { result::set_stream(handle, stream.cu_stream().cast()) }.unwrap();
-        Fixture { _context: context, stream, handle }
+        Fixture {
+            _context: context,
+            stream,
+            handle,
+        }
     }
 
     fn put<V: DeviceRepr>(&self, values: &[V]) -> CUdeviceptr {
@@ -53,7 +57,9 @@ impl Fixture {
 }
 
 fn values(count: usize, seed: u32) -> Vec<f32> {
-    (0..count as u32).map(|at| ((at * 37 + seed * 11) % 23) as f32 / 4.0 - 2.5).collect()
+    (0..count as u32)
+        .map(|at| ((at * 37 + seed * 11) % 23) as f32 / 4.0 - 2.5)
+        .collect()
 }
 
 /// The arguments of one product of column-major matrices; `leading` holds the leading dimensions of
@@ -88,7 +94,12 @@ impl Case {
                     sum += x * y;
                 }
                 let at = j * self.leading.2 + i;
-                out[at] = self.alpha * sum + if self.beta == 0.0 { 0.0 } else { self.beta * c[at] };
+                out[at] = self.alpha * sum
+                    + if self.beta == 0.0 {
+                        0.0
+                    } else {
+                        self.beta * c[at]
+                    };
             }
         }
         out
@@ -133,7 +144,15 @@ fn sgemm_matches_sums_for_all_transpositions() {
     let fixture = Fixture::new();
     for (at, taken) in [(N, N), (T, N), (N, T), (T, T)].into_iter().enumerate() {
         for (alpha, beta) in [(1.0, 0.0), (0.5, 2.0), (0.0, -1.0)] {
-            let case = Case { taken, m: 13, n: 7, k: 9, leading: (14, 15, 16), alpha, beta };
+            let case = Case {
+                taken,
+                m: 13,
+                n: 7,
+                k: 9,
+                leading: (14, 15, 16),
+                alpha,
+                beta,
+            };
             let counts = case.counts();
             let (a, b) = (values(counts.0, 1), values(counts.1, at as u32));
             let mut c = values(counts.2, 3);
@@ -148,7 +167,10 @@ fn sgemm_matches_sums_for_all_transpositions() {
             // Compares bits: elements between the columns must stay as they were, even NaNs. Adding
             // zero makes all zeros positive.
             let bits = |values: &[f32]| {
-                values.iter().map(|value| (value + 0.0).to_bits()).collect::<Vec<_>>()
+                values
+                    .iter()
+                    .map(|value| (value + 0.0).to_bits())
+                    .collect::<Vec<_>>()
             };
             assert_eq!(bits(&found), bits(&want), "{taken:?}, {alpha}, {beta}");
         }
@@ -198,26 +220,59 @@ fn half_precisions_are_summed_in_single() {
     }
     let fixture = Fixture::new();
     let (a, b) = (values(64, 1), values(64, 2));
-    let case = Case { taken: (N, N), m: 8, n: 8, k: 8, leading: (8, 8, 8), alpha: 1.0, beta: 0.0 };
+    let case = Case {
+        taken: (N, N),
+        m: 8,
+        n: 8,
+        k: 8,
+        leading: (8, 8, 8),
+        alpha: 1.0,
+        beta: 0.0,
+    };
     let want = case.want(&a, &b, &[0.0; 64]);
     let compute = Compute::CUBLAS_COMPUTE_32F;
 
-    let half =
-        |values: &[f32]| values.iter().map(|value| f16::from_f32(*value)).collect::<Vec<_>>();
-    let there = [fixture.put(&half(&a)), fixture.put(&half(&b)), fixture.put(&[f16::NAN; 64])];
+    let half = |values: &[f32]| {
+        values
+            .iter()
+            .map(|value| f16::from_f32(*value))
+            .collect::<Vec<_>>()
+    };
+    let there = [
+        fixture.put(&half(&a)),
+        fixture.put(&half(&b)),
+        fixture.put(&[f16::NAN; 64]),
+    ];
     let data = [Data::CUDA_R_16F; 3];
-    assert_eq!(gemm_ex(&fixture, 8, data, compute, there), Status::CUBLAS_STATUS_SUCCESS);
+    assert_eq!(
+        gemm_ex(&fixture, 8, data, compute, there),
+        Status::CUBLAS_STATUS_SUCCESS
+    );
     assert_eq!(fixture.get::<f16>(there[2], 64), half(&want));
 
-    let brain =
-        |values: &[f32]| values.iter().map(|value| bf16::from_f32(*value)).collect::<Vec<_>>();
-    let there = [fixture.put(&brain(&a)), fixture.put(&brain(&b)), fixture.put(&[0.0_f32; 64])];
+    let brain = |values: &[f32]| {
+        values
+            .iter()
+            .map(|value| bf16::from_f32(*value))
+            .collect::<Vec<_>>()
+    };
+    let there = [
+        fixture.put(&brain(&a)),
+        fixture.put(&brain(&b)),
+        fixture.put(&[0.0_f32; 64]),
+    ];
     let data = [Data::CUDA_R_16BF, Data::CUDA_R_16BF, Data::CUDA_R_32F];
-    assert_eq!(gemm_ex(&fixture, 8, data, compute, there), Status::CUBLAS_STATUS_SUCCESS);
+    assert_eq!(
+        gemm_ex(&fixture, 8, data, compute, there),
+        Status::CUBLAS_STATUS_SUCCESS
+    );
     assert_eq!(fixture.get::<f32>(there[2], 64), want);
 
     let mixed = [Data::CUDA_R_16BF, Data::CUDA_R_16F, Data::CUDA_R_32F];
-    assert_eq!(gemm_ex(&fixture, 8, mixed, compute, there), Status::CUBLAS_STATUS_NOT_SUPPORTED);
+    assert_eq!(
+        gemm_ex(&fixture, 8, mixed, compute, there),
+        Status::CUBLAS_STATUS_NOT_SUPPORTED
+    );
 }
 
 #[test]
@@ -245,7 +300,9 @@ fn products_take_only_the_types_that_cublas_has() {
     let there = [0; 3].map(|number: u64| fixture.put(&[number; 4]));
     let computes = [C16, P16, C32, P32, HALF, BRAIN, TF32, C64, P64];
     let check = |[a, b, c]: [Data; 3]| {
-        let row = table.iter().find(|(of, into, _)| [a, b, c] == [*of, *of, *into]);
+        let row = table
+            .iter()
+            .find(|(of, into, _)| [a, b, c] == [*of, *of, *into]);
         for compute in computes {
             let expected = match row.is_some_and(|(.., computes)| computes.contains(&compute)) {
                 true => Status::CUBLAS_STATUS_SUCCESS,
@@ -270,20 +327,32 @@ fn tf32_loses_bits_that_single_precision_keeps() {
         return;
     }
     let fixture = Fixture::new();
-    let there =
-        [fixture.put(&[1.0 + 2.0_f32.powi(-14)]), fixture.put(&[1.0_f32]), fixture.put(&[0.0_f32])];
+    let there = [
+        fixture.put(&[1.0 + 2.0_f32.powi(-14)]),
+        fixture.put(&[1.0_f32]),
+        fixture.put(&[0.0_f32]),
+    ];
     let data = [Data::CUDA_R_32F; 3];
     let product = |compute| {
-        assert_eq!(gemm_ex(&fixture, 1, data, compute, there), Status::CUBLAS_STATUS_SUCCESS);
+        assert_eq!(
+            gemm_ex(&fixture, 1, data, compute, there),
+            Status::CUBLAS_STATUS_SUCCESS
+        );
         fixture.get::<f32>(there[2], 1)[0]
     };
-    assert_eq!(product(Compute::CUBLAS_COMPUTE_32F), 1.0 + 2.0_f32.powi(-14));
+    assert_eq!(
+        product(Compute::CUBLAS_COMPUTE_32F),
+        1.0 + 2.0_f32.powi(-14)
+    );
     assert_eq!(product(Compute::CUBLAS_COMPUTE_32F_FAST_TF32), 1.0);
     // SAFETY: the handle lives.
     let set = unsafe { sys::cublasSetMathMode(fixture.handle, Math::CUBLAS_TF32_TENSOR_OP_MATH) };
     assert_eq!(set, Status::CUBLAS_STATUS_SUCCESS);
     assert_eq!(product(Compute::CUBLAS_COMPUTE_32F), 1.0);
-    assert_eq!(product(Compute::CUBLAS_COMPUTE_32F_PEDANTIC), 1.0 + 2.0_f32.powi(-14));
+    assert_eq!(
+        product(Compute::CUBLAS_COMPUTE_32F_PEDANTIC),
+        1.0 + 2.0_f32.powi(-14)
+    );
 }
 
 #[test]
@@ -292,7 +361,15 @@ fn strided_batched_sgemm_matches_sums() {
         return;
     }
     let fixture = Fixture::new();
-    let case = Case { taken: (N, T), m: 5, n: 6, k: 4, leading: (5, 6, 5), alpha: 1.0, beta: 1.0 };
+    let case = Case {
+        taken: (N, T),
+        m: 5,
+        n: 6,
+        k: 4,
+        leading: (5, 6, 5),
+        alpha: 1.0,
+        beta: 1.0,
+    };
     let batch = 3;
     // A is the same for all products.
     let (a, b, c) = (values(20, 1), values(24 * batch, 2), values(30 * batch, 3));
@@ -321,8 +398,9 @@ fn strided_batched_sgemm_matches_sums() {
         )
     };
     assert_eq!(status, Status::CUBLAS_STATUS_SUCCESS);
-    let want: Vec<f32> =
-        (0..batch).flat_map(|at| case.want(&a, &b[24 * at..][..24], &c[30 * at..][..30])).collect();
+    let want: Vec<f32> = (0..batch)
+        .flat_map(|at| case.want(&a, &b[24 * at..][..24], &c[30 * at..][..30]))
+        .collect();
     assert_eq!(fixture.get::<f32>(there[2], 30 * batch), want);
 }
 
@@ -332,24 +410,86 @@ fn wrong_arguments_are_refused_and_wrong_addresses_fail_later() {
         return;
     }
     let fixture = Fixture::new();
-    let good =
-        || Case { taken: (N, N), m: 4, n: 4, k: 4, leading: (4, 4, 4), alpha: 1.0, beta: 0.0 };
-    let there =
-        [fixture.put(&[1.0_f32; 16]), fixture.put(&[1.0_f32; 16]), fixture.put(&[0.0_f32; 15])];
+    let good = || Case {
+        taken: (N, N),
+        m: 4,
+        n: 4,
+        k: 4,
+        leading: (4, 4, 4),
+        alpha: 1.0,
+        beta: 0.0,
+    };
+    let there = [
+        fixture.put(&[1.0_f32; 16]),
+        fixture.put(&[1.0_f32; 16]),
+        fixture.put(&[0.0_f32; 15]),
+    ];
     let invalid = Status::CUBLAS_STATUS_INVALID_VALUE;
-    assert_eq!(sgemm(&fixture, &Case { leading: (3, 4, 4), ..good() }, there), invalid);
-    assert_eq!(sgemm(&fixture, &Case { leading: (4, 3, 4), ..good() }, there), invalid);
-    assert_eq!(sgemm(&fixture, &Case { leading: (4, 4, 3), ..good() }, there), invalid);
-    assert_eq!(sgemm(&fixture, &Case { m: usize::MAX, ..good() }, there), invalid);
+    assert_eq!(
+        sgemm(
+            &fixture,
+            &Case {
+                leading: (3, 4, 4),
+                ..good()
+            },
+            there
+        ),
+        invalid
+    );
+    assert_eq!(
+        sgemm(
+            &fixture,
+            &Case {
+                leading: (4, 3, 4),
+                ..good()
+            },
+            there
+        ),
+        invalid
+    );
+    assert_eq!(
+        sgemm(
+            &fixture,
+            &Case {
+                leading: (4, 4, 3),
+                ..good()
+            },
+            there
+        ),
+        invalid
+    );
+    assert_eq!(
+        sgemm(
+            &fixture,
+            &Case {
+                m: usize::MAX,
+                ..good()
+            },
+            there
+        ),
+        invalid
+    );
     let nobody = Fixture {
         handle: ptr::null_mut(),
         stream: fixture.stream.clone(),
         _context: CudaContext::new(0).unwrap(),
     };
-    assert_eq!(sgemm(&nobody, &good(), there), Status::CUBLAS_STATUS_NOT_INITIALIZED);
+    assert_eq!(
+        sgemm(&nobody, &good(), there),
+        Status::CUBLAS_STATUS_NOT_INITIALIZED
+    );
     fixture.stream.synchronize().unwrap();
     // C is one element too short: found only when the product runs.
-    assert_eq!(sgemm(&fixture, &good(), there), Status::CUBLAS_STATUS_SUCCESS);
-    assert_eq!(fixture.stream.synchronize().unwrap_err().0, CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
-    assert_eq!(sgemm(&fixture, &good(), there), Status::CUBLAS_STATUS_EXECUTION_FAILED);
+    assert_eq!(
+        sgemm(&fixture, &good(), there),
+        Status::CUBLAS_STATUS_SUCCESS
+    );
+    assert_eq!(
+        fixture.stream.synchronize().unwrap_err().0,
+        CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
+    );
+    assert_eq!(
+        sgemm(&fixture, &good(), there),
+        Status::CUBLAS_STATUS_EXECUTION_FAILED
+    );
 }

@@ -32,7 +32,10 @@ fn init_without_devices_fails() {
     if softcuda::again!("SOFTCUDA_DEVICES" = "0") {
         return;
     }
-    assert_eq!(result::init().unwrap_err().0, CUresult::CUDA_ERROR_NO_DEVICE);
+    assert_eq!(
+        result::init().unwrap_err().0,
+        CUresult::CUDA_ERROR_NO_DEVICE
+    );
 }
 
 #[test]
@@ -41,15 +44,24 @@ fn devices_are_distinct() {
         return;
     }
     assert_eq!(CudaContext::device_count(), Ok(3));
-    assert_eq!(CudaContext::new(3).unwrap_err().0, CUresult::CUDA_ERROR_INVALID_DEVICE);
+    assert_eq!(
+        CudaContext::new(3).unwrap_err().0,
+        CUresult::CUDA_ERROR_INVALID_DEVICE
+    );
     let (first, last) = (CudaContext::new(0).unwrap(), CudaContext::new(2).unwrap());
     assert_ne!(first.uuid().unwrap().bytes, last.uuid().unwrap().bytes);
     assert!(first.name().unwrap().contains("softcuda"));
     assert_eq!(
-        (first.total_mem().unwrap(), first.compute_capability().unwrap()),
+        (
+            first.total_mem().unwrap(),
+            first.compute_capability().unwrap()
+        ),
         (1 << 20, (8, 0))
     );
-    assert_eq!(first.attribute(Attribute::CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING), Ok(1));
+    assert_eq!(
+        first.attribute(Attribute::CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING),
+        Ok(1)
+    );
 
     // Each device counts its own memory, and copies go from one device to the other.
     let (here, there) = (first.new_stream().unwrap(), last.new_stream().unwrap());
@@ -74,8 +86,14 @@ fn devices_are_distinct() {
     // SAFETY: event and streams live.
     unsafe {
         let invalid = Err(DriverError(CUresult::CUDA_ERROR_INVALID_HANDLE));
-        assert_eq!(result::event::record(event.cu_event(), there.cu_stream()), invalid);
-        assert_eq!(result::event::record(event.cu_event(), here.cu_stream()), invalid);
+        assert_eq!(
+            result::event::record(event.cu_event(), there.cu_stream()),
+            invalid
+        );
+        assert_eq!(
+            result::event::record(event.cu_event(), here.cu_stream()),
+            invalid
+        );
     }
 }
 
@@ -89,7 +107,10 @@ fn memory_runs_out_and_is_usable_after_free() {
     unsafe {
         let most = result::malloc_sync(1 << 20).unwrap();
         assert_eq!(context.mem_get_info(), Ok((0, 1 << 20)));
-        assert_eq!(result::malloc_sync(1), Err(DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY)));
+        assert_eq!(
+            result::malloc_sync(1),
+            Err(DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY))
+        );
         assert_eq!(result::malloc_sync(0), Err(INVALID_VALUE));
         assert_eq!(result::free_sync(most + 8), Err(INVALID_VALUE));
         result::free_sync(most).unwrap();
@@ -112,7 +133,10 @@ fn new_memory_is_garbage_and_freed_memory_faults() {
         result::free_sync(address).unwrap();
         result::memset_d8_async(address, 1, 100, stream.cu_stream()).unwrap();
     }
-    assert_eq!(stream.synchronize().unwrap_err().0, CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
+    assert_eq!(
+        stream.synchronize().unwrap_err().0,
+        CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
+    );
 }
 
 #[test]
@@ -126,7 +150,10 @@ fn stream_ordered_memory_lives_until_its_release_runs() {
         let address = result::malloc_async(stream.cu_stream(), 64).unwrap();
         result::memset_d8_async(address, 1, 64, stream.cu_stream()).unwrap();
         result::free_async(address, stream.cu_stream()).unwrap();
-        assert_eq!(result::free_async(address, stream.cu_stream()), Err(INVALID_VALUE));
+        assert_eq!(
+            result::free_async(address, stream.cu_stream()),
+            Err(INVALID_VALUE)
+        );
         stream.synchronize().unwrap();
         assert_eq!(result::free_sync(address), Err(INVALID_VALUE));
     }
@@ -148,7 +175,11 @@ fn the_host_cannot_touch_device_memory() {
     }
     use std::os::unix::process::ExitStatusExt;
     let output = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "devices::the_host_cannot_touch_device_memory", "--nocapture"])
+        .args([
+            "--exact",
+            "devices::the_host_cannot_touch_device_memory",
+            "--nocapture",
+        ])
         .env(TOUCH, "1")
         .output()
         .unwrap();
@@ -161,7 +192,11 @@ fn calls_without_a_context_are_refused() {
         return;
     }
     // SAFETY: refused, or an allocation.
-    let alloc = || unsafe { result::malloc_sync(16) }.map(drop).map_err(|error| error.0);
+    let alloc = || {
+        unsafe { result::malloc_sync(16) }
+            .map(drop)
+            .map_err(|error| error.0)
+    };
     assert_eq!(alloc(), Err(CUresult::CUDA_ERROR_NOT_INITIALIZED));
     result::init().unwrap();
     assert_eq!(alloc(), Err(CUresult::CUDA_ERROR_INVALID_CONTEXT));
@@ -210,14 +245,35 @@ fn pointer_attributes_are_reported() {
             .result()
             .map(|()| value)
     };
-    assert_eq!(ask(Pointer::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address + 999), Ok(2));
-    assert_eq!(ask(Pointer::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, address + 999), Ok(address));
-    assert_eq!(ask(Pointer::CU_POINTER_ATTRIBUTE_RANGE_SIZE, address), Ok(1000));
-    assert_eq!(ask(Pointer::CU_POINTER_ATTRIBUTE_CONTEXT, address), Ok(context.cu_ctx() as u64));
-    assert_eq!(ask(Pointer::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address + 4096), Err(INVALID_VALUE));
+    assert_eq!(
+        ask(Pointer::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address + 999),
+        Ok(2)
+    );
+    assert_eq!(
+        ask(
+            Pointer::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+            address + 999
+        ),
+        Ok(address)
+    );
+    assert_eq!(
+        ask(Pointer::CU_POINTER_ATTRIBUTE_RANGE_SIZE, address),
+        Ok(1000)
+    );
+    assert_eq!(
+        ask(Pointer::CU_POINTER_ATTRIBUTE_CONTEXT, address),
+        Ok(context.cu_ctx() as u64)
+    );
+    assert_eq!(
+        ask(Pointer::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address + 4096),
+        Err(INVALID_VALUE)
+    );
     let local = 0_u8;
     let host = (&raw const local) as u64;
-    assert_eq!(ask(Pointer::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, host), Err(INVALID_VALUE));
+    assert_eq!(
+        ask(Pointer::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, host),
+        Err(INVALID_VALUE)
+    );
     let mut kind = 7_u32;
     let mut attribute = Pointer::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
     let mut data = (&raw mut kind).cast();
@@ -230,10 +286,15 @@ fn pointer_attributes_are_reported() {
     let pinned = page.as_mut_ptr();
     // SAFETY: the memory lives until it is unregistered.
     unsafe {
-        sys::cuMemHostRegister_v2(pinned.cast(), 8192, 0).result().unwrap();
+        sys::cuMemHostRegister_v2(pinned.cast(), 8192, 0)
+            .result()
+            .unwrap();
         let again = sys::cuMemHostRegister_v2(pinned.add(100).cast(), 10, 0);
         assert_eq!(again, CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED);
-        assert_eq!(ask(Pointer::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, pinned as u64), Ok(1));
+        assert_eq!(
+            ask(Pointer::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, pinned as u64),
+            Ok(1)
+        );
         sys::cuMemHostUnregister(pinned.cast()).result().unwrap();
         let gone = sys::cuMemHostUnregister(pinned.cast());
         assert_eq!(gone, CUresult::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
@@ -250,8 +311,10 @@ fn rows_and_slices_are_copied() {
     // a pitch of eight.
     let from: Vec<u8> = (0..40).collect();
     let address = malloc(16);
-    let (host, device) =
-        (sys::CUmemorytype::CU_MEMORYTYPE_HOST, sys::CUmemorytype::CU_MEMORYTYPE_DEVICE);
+    let (host, device) = (
+        sys::CUmemorytype::CU_MEMORYTYPE_HOST,
+        sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+    );
     let mut copy = sys::CUDA_MEMCPY2D {
         srcXInBytes: 3,
         srcY: 1,
@@ -272,14 +335,19 @@ fn rows_and_slices_are_copied() {
     };
     // SAFETY: the extents are those of the memory.
     unsafe {
-        sys::cuMemcpy2DAsync_v2(&copy, stream.cu_stream()).result().unwrap();
+        sys::cuMemcpy2DAsync_v2(&copy, stream.cu_stream())
+            .result()
+            .unwrap();
         let back = read(&stream, address, 16);
         assert_eq!(
             (&back[..4], &back[4..8], &back[8..12]),
             (&[13, 14, 15, 16][..], &[0xCD; 4][..], &[23, 24, 25, 26][..])
         );
         copy.dstPitch = 3;
-        assert_eq!(sys::cuMemcpy2DAsync_v2(&copy, stream.cu_stream()).result(), Err(INVALID_VALUE));
+        assert_eq!(
+            sys::cuMemcpy2DAsync_v2(&copy, stream.cu_stream()).result(),
+            Err(INVALID_VALUE)
+        );
     }
     // Two slices of two rows of two bytes, from slices of five rows of four bytes.
     let copy = sys::CUDA_MEMCPY3D {
@@ -311,7 +379,9 @@ fn rows_and_slices_are_copied() {
     };
     // SAFETY: the extents are those of the memory.
     unsafe {
-        sys::cuMemcpy3DAsync_v2(&copy, stream.cu_stream()).result().unwrap();
+        sys::cuMemcpy3DAsync_v2(&copy, stream.cu_stream())
+            .result()
+            .unwrap();
         assert_eq!(read(&stream, address, 8), [0, 1, 4, 5, 20, 21, 24, 25]);
     }
 }
@@ -333,10 +403,16 @@ fn arguments_of_copies_are_checked_at_once() {
             sys::cuMemcpyHtoDAsync_v2(not_a_device_address, host.as_ptr().cast(), 64, on),
             refused
         );
-        assert_eq!(sys::cuMemcpyHtoDAsync_v2(address, address as *const _, 64, on), refused);
+        assert_eq!(
+            sys::cuMemcpyHtoDAsync_v2(address, address as *const _, 64, on),
+            refused
+        );
         assert_eq!(sys::cuMemcpyDtoDAsync_v2(address, 0, 64, on), refused);
         assert_eq!(sys::cuMemsetD32Async(address + 2, 1, 1, on), refused);
-        assert_eq!(sys::cuMemcpyDtoDAsync_v2(address, address, 0, on), CUresult::CUDA_SUCCESS);
+        assert_eq!(
+            sys::cuMemcpyDtoDAsync_v2(address, address, 0, on),
+            CUresult::CUDA_SUCCESS
+        );
     }
     stream.synchronize().unwrap();
 }
@@ -371,7 +447,11 @@ fn random_pauses_change_no_result() {
     let two = context.new_stream().unwrap();
     let address = malloc(1000);
     for value in 0..50_u8 {
-        let (writer, reader) = if value % 2 == 0 { (&one, &two) } else { (&two, &one) };
+        let (writer, reader) = if value % 2 == 0 {
+            (&one, &two)
+        } else {
+            (&two, &one)
+        };
         // SAFETY: within the allocation.
         unsafe { result::memset_d8_async(address, value, 1000, writer.cu_stream()) }.unwrap();
         reader.join(writer).unwrap();

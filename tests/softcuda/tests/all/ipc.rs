@@ -24,7 +24,12 @@ impl Other {
     /// Starts the named test again in a second process, which finds `OTHER` in its environment.
     fn start(name: &str) -> Other {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", &format!("ipc::{name}"), "--nocapture", "--test-threads=1"])
+            .args([
+                "--exact",
+                &format!("ipc::{name}"),
+                "--nocapture",
+                "--test-threads=1",
+            ])
             .env(OTHER, "1")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -44,7 +49,10 @@ impl Other {
     fn hear(&mut self) -> String {
         loop {
             let mut line = String::new();
-            assert!(self.from.read_line(&mut line).unwrap() > 0, "the other side has ended");
+            assert!(
+                self.from.read_line(&mut line).unwrap() > 0,
+                "the other side has ended"
+            );
             if let Some((_, said)) = line.trim_end().split_once("says: ") {
                 return said.to_owned();
             }
@@ -79,7 +87,10 @@ fn hear() -> String {
 }
 
 fn to_text(bytes: [i8; 64]) -> String {
-    bytes.iter().map(|byte| format!("{:02x}", *byte as u8)).collect()
+    bytes
+        .iter()
+        .map(|byte| format!("{:02x}", *byte as u8))
+        .collect()
 }
 
 fn from_text(text: &str) -> [i8; 64] {
@@ -101,13 +112,17 @@ fn malloc(bytes: usize) -> sys::CUdeviceptr {
 fn export(address: sys::CUdeviceptr) -> Result<sys::CUipcMemHandle, DriverError> {
     let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
     // SAFETY: a place for the handle; any address may be asked about.
-    unsafe { sys::cuIpcGetMemHandle(&mut handle, address) }.result().map(|()| handle)
+    unsafe { sys::cuIpcGetMemHandle(&mut handle, address) }
+        .result()
+        .map(|()| handle)
 }
 
 fn open(handle: sys::CUipcMemHandle) -> Result<sys::CUdeviceptr, DriverError> {
     let mut address = 0;
     // SAFETY: a place for the address; any handle may be tried.
-    unsafe { sys::cuIpcOpenMemHandle_v2(&mut address, handle, LAZY) }.result().map(|()| address)
+    unsafe { sys::cuIpcOpenMemHandle_v2(&mut address, handle, LAZY) }
+        .result()
+        .map(|()| address)
 }
 
 fn close(address: sys::CUdeviceptr) -> Result<(), DriverError> {
@@ -159,7 +174,9 @@ fn memory_is_shared_by_processes() {
     }
     let mut other = Other::start("memory_is_shared_by_processes");
     let (_context, stream) = start();
-    let handle = sys::CUipcMemHandle { reserved: from_text(&other.hear()) };
+    let handle = sys::CUipcMemHandle {
+        reserved: from_text(&other.hear()),
+    };
     let address = open(handle).unwrap();
     assert_eq!(read(&stream, address, 10), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
     write(&stream, address, &[9; 10]);
@@ -181,7 +198,10 @@ fn memory_is_shared_by_processes() {
     assert_eq!(read(&stream, address, 10), [0xDD; 10]);
     close(address).unwrap();
     assert_eq!(close(address), Err(invalid));
-    assert_eq!(open(handle), Err(DriverError(CUresult::CUDA_ERROR_INVALID_HANDLE)));
+    assert_eq!(
+        open(handle),
+        Err(DriverError(CUresult::CUDA_ERROR_INVALID_HANDLE))
+    );
 }
 
 #[test]
@@ -194,12 +214,17 @@ fn killed_exporter_keeps_mappings_but_opens_fail() {
     }
     let mut other = Other::start("killed_exporter_keeps_mappings_but_opens_fail");
     let (_context, stream) = start();
-    let handle = sys::CUipcMemHandle { reserved: from_text(&other.hear()) };
+    let handle = sys::CUipcMemHandle {
+        reserved: from_text(&other.hear()),
+    };
     let address = open(handle).unwrap();
     other.child.kill().unwrap();
     other.child.wait().unwrap();
     assert_eq!(read(&stream, address, 10), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
-    assert_eq!(open(handle), Err(DriverError(CUresult::CUDA_ERROR_INVALID_HANDLE)));
+    assert_eq!(
+        open(handle),
+        Err(DriverError(CUresult::CUDA_ERROR_INVALID_HANDLE))
+    );
     close(address).unwrap();
 }
 
@@ -216,8 +241,14 @@ fn export_of_unsuitable_memory_is_refused() {
     let address = malloc(64);
     assert_eq!(export(address + 8).unwrap_err(), invalid);
     let own = export(address).unwrap();
-    assert_eq!(open(own), Err(DriverError(CUresult::CUDA_ERROR_INVALID_CONTEXT)));
-    assert_eq!(open(sys::CUipcMemHandle { reserved: [7; 64] }), Err(invalid));
+    assert_eq!(
+        open(own),
+        Err(DriverError(CUresult::CUDA_ERROR_INVALID_CONTEXT))
+    );
+    assert_eq!(
+        open(sys::CUipcMemHandle { reserved: [7; 64] }),
+        Err(invalid)
+    );
     let mut nowhere = 0;
     // SAFETY: a place for an address.
     let without_flag = unsafe { sys::cuIpcOpenMemHandle_v2(&mut nowhere, own, 0) };
@@ -227,7 +258,9 @@ fn export_of_unsuitable_memory_is_refused() {
 fn event(flags: u32) -> Result<sys::CUevent, DriverError> {
     let mut event = std::ptr::null_mut();
     // SAFETY: a place for the event.
-    unsafe { sys::cuEventCreate(&mut event, flags) }.result().map(|()| event)
+    unsafe { sys::cuEventCreate(&mut event, flags) }
+        .result()
+        .map(|()| event)
 }
 
 /// Runs the second process: exports an event that is recorded on a stream. A host function blocks
@@ -242,7 +275,9 @@ fn recorder() -> ! {
     // SAFETY: a place for the handle; a function that may be called from any thread; a stream and
     // an event that live.
     unsafe {
-        sys::cuIpcGetEventHandle(&mut handle, event).result().unwrap();
+        sys::cuIpcGetEventHandle(&mut handle, event)
+            .result()
+            .unwrap();
         sys::cuLaunchHostFunc(stream.cu_stream(), Some(until_told), std::ptr::null_mut())
             .result()
             .unwrap();
@@ -256,10 +291,14 @@ fn recorder() -> ! {
 }
 
 fn opened_event(other: &mut Other) -> sys::CUevent {
-    let handle = sys::CUipcEventHandle { reserved: from_text(&other.hear()) };
+    let handle = sys::CUipcEventHandle {
+        reserved: from_text(&other.hear()),
+    };
     let mut event = std::ptr::null_mut();
     // SAFETY: a place for the event.
-    unsafe { sys::cuIpcOpenEventHandle(&mut event, handle) }.result().unwrap();
+    unsafe { sys::cuIpcOpenEventHandle(&mut event, handle) }
+        .result()
+        .unwrap();
     event
 }
 
@@ -325,7 +364,11 @@ fn only_interprocess_events_are_exported() {
     }
     let (_context, _stream) = start();
     let invalid = CUresult::CUDA_ERROR_INVALID_VALUE;
-    assert_eq!(event(4), Err(DriverError(invalid)), "timed events are not for other processes");
+    assert_eq!(
+        event(4),
+        Err(DriverError(invalid)),
+        "timed events are not for other processes"
+    );
     let mut handle = sys::CUipcEventHandle { reserved: [0; 64] };
     let plain = event(2).unwrap();
     // SAFETY: a place for the handle, and an event that lives.
@@ -352,8 +395,9 @@ fn open_block_refuses_a_second_handle() {
     }
     let mut other = Other::start("open_block_refuses_a_second_handle");
     let (_context, stream) = start();
-    let [one, two, three] =
-        [(); 3].map(|()| sys::CUipcMemHandle { reserved: from_text(&other.hear()) });
+    let [one, two, three] = [(); 3].map(|()| sys::CUipcMemHandle {
+        reserved: from_text(&other.hear()),
+    });
     let first = open(one).unwrap();
     let mapped = DriverError(CUresult::CUDA_ERROR_ALREADY_MAPPED);
     assert_eq!((open(one), open(two)), (Ok(first), Err(mapped)));
@@ -377,7 +421,9 @@ fn events_beyond_the_limits_are_refused() {
     let refused = Err(DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY));
     let shared = event(2 | 4).unwrap();
     assert_eq!(event(2 | 4), refused);
-    let more: Vec<_> = std::iter::repeat_with(|| event(2)).take_while(Result::is_ok).collect();
+    let more: Vec<_> = std::iter::repeat_with(|| event(2))
+        .take_while(Result::is_ok)
+        .collect();
     assert_eq!((more.len() <= 2, event(2)), (true, refused));
     // SAFETY: created above, and destroyed once.
     unsafe { result::event::destroy(shared) }.unwrap();

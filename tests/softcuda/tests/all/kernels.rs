@@ -19,11 +19,19 @@ fn start() -> (Arc<CudaContext>, Arc<CudaStream>) {
 
 fn kernel(context: &Arc<CudaContext>, source: &str, name: &str) -> CudaFunction {
     let ptx = compile_ptx(source).unwrap_or_else(|error| panic!("{error}"));
-    context.load_module(ptx).unwrap().load_function(name).unwrap()
+    context
+        .load_module(ptx)
+        .unwrap()
+        .load_function(name)
+        .unwrap()
 }
 
 fn config(blocks: u32, threads: u32, shared: u32) -> LaunchConfig {
-    LaunchConfig { grid_dim: (blocks, 1, 1), block_dim: (threads, 1, 1), shared_mem_bytes: shared }
+    LaunchConfig {
+        grid_dim: (blocks, 1, 1),
+        block_dim: (threads, 1, 1),
+        shared_mem_bytes: shared,
+    }
 }
 
 /// Source of a kernel that sums rows: the lanes of a warp by shuffles, the warps of a block through
@@ -53,7 +61,9 @@ fn threads_of_a_block_work_together() {
     let (context, stream) = start();
     let sum_rows = kernel(&context, SUM, "sum_rows");
     let (rows, columns) = (300_u32, 512);
-    let input: Vec<f32> = (0..rows as usize * columns).map(|at| (at % 7) as f32).collect();
+    let input: Vec<f32> = (0..rows as usize * columns)
+        .map(|at| (at % 7) as f32)
+        .collect();
     let given = stream.clone_htod(&input).unwrap();
     let mut out = stream.alloc_zeros::<f32>(rows as usize).unwrap();
     let columns_there = columns as i32;
@@ -93,12 +103,25 @@ extern "C" __global__ void turn(const int *in, int *out, unsigned *counts, float
     let mut counts = stream.alloc_zeros::<u32>(3).unwrap();
     let mut total = stream.alloc_zeros::<f32>(1).unwrap();
     let mut launch = stream.launch_builder(&turn);
-    launch.arg(&given).arg(&mut out).arg(&mut counts).arg(&mut total);
+    launch
+        .arg(&given)
+        .arg(&mut out)
+        .arg(&mut counts)
+        .arg(&mut total);
     // SAFETY: the arguments are those of the kernel, and it stays within them.
     unsafe { launch.launch(config(1, 64, 256)) }.unwrap();
-    assert_eq!(stream.clone_dtoh(&out).unwrap(), (0..64).rev().collect::<Vec<i32>>());
-    assert_eq!(stream.clone_dtoh(&counts).unwrap(), [32, 0xAAAA_AAAA, 0xAAAA_AAAA]);
-    assert_eq!(stream.clone_dtoh(&total).unwrap(), [32.0 + 1.0 + 2.0 + 0.5 + 8.0]);
+    assert_eq!(
+        stream.clone_dtoh(&out).unwrap(),
+        (0..64).rev().collect::<Vec<i32>>()
+    );
+    assert_eq!(
+        stream.clone_dtoh(&counts).unwrap(),
+        [32, 0xAAAA_AAAA, 0xAAAA_AAAA]
+    );
+    assert_eq!(
+        stream.clone_dtoh(&total).unwrap(),
+        [32.0 + 1.0 + 2.0 + 0.5 + 8.0]
+    );
 }
 
 #[test]
@@ -120,22 +143,37 @@ halves(const float *in, unsigned short *half, unsigned short *brain, float *back
 }
 "#;
     let halves = kernel(&context, source, "halves");
-    let input = [0.0_f32, 1.0, -2.5, 65504.0, 1e-7, 6.1e-5, 1e9, 0.333_333, -1e-9, 65519.0];
+    let input = [
+        0.0_f32, 1.0, -2.5, 65504.0, 1e-7, 6.1e-5, 1e9, 0.333_333, -1e-9, 65519.0,
+    ];
     let count = input.len();
     let given = stream.clone_htod(&input).unwrap();
     let mut half = stream.alloc_zeros::<u16>(count).unwrap();
     let mut brain = stream.alloc_zeros::<u16>(count).unwrap();
     let mut back = stream.alloc_zeros::<f32>(count).unwrap();
     let mut launch = stream.launch_builder(&halves);
-    launch.arg(&given).arg(&mut half).arg(&mut brain).arg(&mut back);
+    launch
+        .arg(&given)
+        .arg(&mut half)
+        .arg(&mut brain)
+        .arg(&mut back);
     // SAFETY: the arguments are those of the kernel, and it stays within them.
     unsafe { launch.launch(config(1, count as u32, 0)) }.unwrap();
-    let want_half: Vec<u16> = input.iter().map(|x| half::f16::from_f32(*x).to_bits()).collect();
-    let want_brain: Vec<u16> = input.iter().map(|x| half::bf16::from_f32(*x).to_bits()).collect();
+    let want_half: Vec<u16> = input
+        .iter()
+        .map(|x| half::f16::from_f32(*x).to_bits())
+        .collect();
+    let want_brain: Vec<u16> = input
+        .iter()
+        .map(|x| half::bf16::from_f32(*x).to_bits())
+        .collect();
     let sum = |x: &f32| half::f16::from_f32(*x).to_f32() + half::bf16::from_f32(*x).to_f32();
     assert_eq!(stream.clone_dtoh(&half).unwrap(), want_half);
     assert_eq!(stream.clone_dtoh(&brain).unwrap(), want_brain);
-    assert_eq!(stream.clone_dtoh(&back).unwrap(), input.iter().map(sum).collect::<Vec<_>>());
+    assert_eq!(
+        stream.clone_dtoh(&back).unwrap(),
+        input.iter().map(sum).collect::<Vec<_>>()
+    );
 }
 
 /// Source of a kernel that writes 1.0 at index `at` of `out`, which may be out of bounds.
@@ -206,7 +244,10 @@ extern "C" __global__ void late(float *out) {
     launch.arg(&mut out);
     // SAFETY: the kernel writes to invalid memory, which is the test.
     unsafe { launch.launch(config(4, 128, 0)) }.unwrap();
-    assert_eq!(stream.synchronize().unwrap_err().0, CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
+    assert_eq!(
+        stream.synchronize().unwrap_err().0,
+        CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
+    );
     std::mem::forget(out);
 }
 
@@ -228,7 +269,10 @@ extern "C" __global__ void apart() {
     let apart = kernel(&context, source, "apart");
     // SAFETY: the kernel has no arguments. It cannot end, which is the test.
     unsafe { stream.launch_builder(&apart).launch(config(1, 64, 0)) }.unwrap();
-    assert_eq!(stream.synchronize().unwrap_err().0, CUresult::CUDA_ERROR_LAUNCH_TIMEOUT);
+    assert_eq!(
+        stream.synchronize().unwrap_err().0,
+        CUresult::CUDA_ERROR_LAUNCH_TIMEOUT
+    );
 }
 
 #[test]
@@ -237,9 +281,17 @@ fn wrong_launches_are_refused_at_once() {
         return;
     }
     let (context, stream) = start();
-    let nothing = kernel(&context, r#"extern "C" __global__ void nothing() {}"#, "nothing");
+    let nothing = kernel(
+        &context,
+        r#"extern "C" __global__ void nothing() {}"#,
+        "nothing",
+    );
     let tried = |grid_dim, block_dim, shared_mem_bytes| {
-        let config = LaunchConfig { grid_dim, block_dim, shared_mem_bytes };
+        let config = LaunchConfig {
+            grid_dim,
+            block_dim,
+            shared_mem_bytes,
+        };
         // SAFETY: the kernel does nothing.
         unsafe { stream.launch_builder(&nothing).launch(config) }.map(drop)
     };
@@ -272,7 +324,10 @@ fn launch_beyond_launch_bounds_is_refused() {
     let tried =
         |threads| unsafe { stream.launch_builder(&few).launch(config(1, threads, 0)) }.map(drop);
     assert_eq!(tried(128), Ok(()));
-    assert_eq!(tried(129), Err(DriverError(CUresult::CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES)));
+    assert_eq!(
+        tried(129),
+        Err(DriverError(CUresult::CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES))
+    );
     const THREADS: Attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK;
     assert_eq!(few.get_attribute(THREADS), Ok(128));
 }
@@ -287,17 +342,28 @@ fn kernels_reach_pinned_host_memory_and_no_other() {
     let tried = |address: *mut f32| {
         let (address, at) = (address as u64, 0_i64);
         // SAFETY: the memory lives until the wait. A write to pageable memory is the test.
-        unsafe { stream.launch_builder(&put).arg(&address).arg(&at).launch(config(1, 1, 0)) }
-            .unwrap();
+        unsafe {
+            stream
+                .launch_builder(&put)
+                .arg(&address)
+                .arg(&at)
+                .launch(config(1, 1, 0))
+        }
+        .unwrap();
         stream.synchronize().map_err(|error| error.0)
     };
     // SAFETY: freed by the end of the process.
-    let pinned: *mut f32 = unsafe { cudarc::driver::result::malloc_host(64, 0) }.unwrap().cast();
+    let pinned: *mut f32 = unsafe { cudarc::driver::result::malloc_host(64, 0) }
+        .unwrap()
+        .cast();
     assert_eq!(tried(pinned), Ok(()));
     // SAFETY: the kernel that wrote it is done.
     assert_eq!(unsafe { pinned.read() }, 1.0);
     let mut local = [0.0_f32];
-    assert_eq!(tried(local.as_mut_ptr()), Err(CUresult::CUDA_ERROR_ILLEGAL_ADDRESS));
+    assert_eq!(
+        tried(local.as_mut_ptr()),
+        Err(CUresult::CUDA_ERROR_ILLEGAL_ADDRESS)
+    );
     assert_eq!(local, [0.0]);
 }
 
@@ -312,13 +378,19 @@ fn a_source_with_an_error_is_refused_with_a_log() {
         panic!("another error")
     };
     let log = log.to_string_lossy();
-    assert!(log.contains("undefined_name") && log.contains(":2:"), "{log}");
+    assert!(
+        log.contains("undefined_name") && log.contains(":2:"),
+        "{log}"
+    );
     // As with NVRTC, declarations of the host's headers are absent.
     assert!(
         compile_ptx("#include <stdint.h>\nextern \"C\" __global__ void k(uint32_t *x) {}").is_err()
     );
     assert!(compile_ptx("extern \"C\" __global__ void k(float *x) { *x = INFINITY; }").is_err());
-    let options = CompileOptions { options: vec!["--quick".into()], ..Default::default() };
+    let options = CompileOptions {
+        options: vec!["--quick".into()],
+        ..Default::default()
+    };
     assert!(compile_ptx_with_opts("", options).is_err());
 }
 
@@ -348,13 +420,19 @@ fn template_instances_are_found_by_name_expression() {
             sys::nvrtcResult::NVRTC_SUCCESS
         );
         let mut size = 0;
-        assert_eq!(sys::nvrtcGetCUBINSize(program, &mut size), sys::nvrtcResult::NVRTC_SUCCESS);
+        assert_eq!(
+            sys::nvrtcGetCUBINSize(program, &mut size),
+            sys::nvrtcResult::NVRTC_SUCCESS
+        );
         let mut image = vec![0_i8; size];
         assert_eq!(
             sys::nvrtcGetCUBIN(program, image.as_mut_ptr().cast()),
             sys::nvrtcResult::NVRTC_SUCCESS
         );
-        (CStr::from_ptr(lowered).to_string_lossy().into_owned(), image)
+        (
+            CStr::from_ptr(lowered).to_string_lossy().into_owned(),
+            image,
+        )
     };
     use cudarc::driver::result::module;
     // SAFETY: the image is one that was just compiled; the kernel's argument is one float of device
@@ -363,7 +441,10 @@ fn template_instances_are_found_by_name_expression() {
         let loaded = module::load_data(image.as_ptr().cast()).unwrap();
         assert!(module::get_function(loaded, CString::new("plain").unwrap()).is_ok());
         let not_found = Err(DriverError(CUresult::CUDA_ERROR_NOT_FOUND));
-        assert_eq!(module::get_function(loaded, CString::new("mangled").unwrap()), not_found);
+        assert_eq!(
+            module::get_function(loaded, CString::new("mangled").unwrap()),
+            not_found
+        );
         let add = module::get_function(loaded, CString::new(lowered).unwrap()).unwrap();
         let out = cudarc::driver::result::malloc_sync(4).unwrap();
         cudarc::driver::result::memset_d8_sync(out, 0, 4).unwrap();
@@ -389,8 +470,13 @@ fn foreign_ptx_is_refused() {
     // real driver an image of this one.
     let (mut major, mut minor) = (0, 0);
     // SAFETY: places for two numbers.
-    unsafe { cudarc::nvrtc::sys::nvrtcVersion(&mut major, &mut minor) }.result().unwrap();
+    unsafe { cudarc::nvrtc::sys::nvrtcVersion(&mut major, &mut minor) }
+        .result()
+        .unwrap();
     assert!(major == 12 && minor >= 1000, "{major}.{minor}");
     let ptx = cudarc::nvrtc::Ptx::from_src(".version 8.0\n.target sm_80\n");
-    assert_eq!(context.load_module(ptx).unwrap_err().0, CUresult::CUDA_ERROR_INVALID_PTX);
+    assert_eq!(
+        context.load_module(ptx).unwrap_err().0,
+        CUresult::CUDA_ERROR_INVALID_PTX
+    );
 }

@@ -94,7 +94,14 @@ impl Rank {
             let ones: Vec<f32> = vec![rank as f32 + 1.0; COUNT];
             memcpy_htod_async(values, &ones, stream.cu_stream()).unwrap();
             let answer = ncclCommInitRankConfig(&mut raw, ranks, id, rank, &mut config);
-            (Rank { stream, raw, values }, answer)
+            (
+                Rank {
+                    stream,
+                    raw,
+                    values,
+                },
+                answer,
+            )
         }
     }
 
@@ -141,7 +148,11 @@ fn all_reduce_sums_once_all_ranks_have_joined() {
     let id = id();
     let (one, answer) = Rank::begin(0, id, 2, 0);
     assert_eq!(answer, IN_PROGRESS);
-    assert_eq!(one.sum(), INVALID_ARGUMENT, "not ready before all ranks have joined");
+    assert_eq!(
+        one.sum(),
+        INVALID_ARGUMENT,
+        "not ready before all ranks have joined"
+    );
     let (other, _) = Rank::begin(1, id, 2, 1);
     for rank in [&one, &other] {
         assert_eq!(rank.settled(), SUCCESS);
@@ -150,7 +161,10 @@ fn all_reduce_sums_once_all_ranks_have_joined() {
         assert_eq!(rank.sum(), IN_PROGRESS);
         assert_eq!(rank.settled(), SUCCESS);
     }
-    assert_eq!((one.read(), other.read()), (vec![3.0; COUNT], vec![3.0; COUNT]));
+    assert_eq!(
+        (one.read(), other.read()),
+        (vec![3.0; COUNT], vec![3.0; COUNT])
+    );
     for rank in [one, other] {
         // SAFETY: the communicator is alive until it is destroyed.
         unsafe {
@@ -172,7 +186,10 @@ fn two_ranks_on_one_device_are_refused() {
         assert_eq!(rank.settled(), INVALID_USAGE);
         // SAFETY: the communicator is alive; its text stays.
         let said = unsafe { CStr::from_ptr(ncclGetLastError(rank.raw)) };
-        assert!(said.to_str().unwrap().starts_with("Duplicate GPU detected"), "{said:?}");
+        assert!(
+            said.to_str().unwrap().starts_with("Duplicate GPU detected"),
+            "{said:?}"
+        );
     }
 }
 
@@ -191,5 +208,9 @@ fn wait_for_missing_rank_ends_on_abort() {
     assert!(!event.is_complete(), "the other rank has not called it");
     // SAFETY: the communicator is alive until it is aborted.
     assert_eq!(unsafe { ncclCommAbort(one.raw) }, SUCCESS);
-    assert_eq!(one.read(), vec![1.0; COUNT], "the stream continues after the aborted operation");
+    assert_eq!(
+        one.read(),
+        vec![1.0; COUNT],
+        "the stream continues after the aborted operation"
+    );
 }

@@ -26,9 +26,18 @@ impl Fixture {
         let (one, two) = (context.new_stream().unwrap(), context.new_stream().unwrap());
         // SAFETY: freed by the end of the process.
         let (there, pinned) = unsafe {
-            (result::malloc_sync(BYTES).unwrap(), result::malloc_host(BYTES, 0).unwrap().cast())
+            (
+                result::malloc_sync(BYTES).unwrap(),
+                result::malloc_host(BYTES, 0).unwrap().cast(),
+            )
         };
-        Fixture { context, one, two, there, pinned }
+        Fixture {
+            context,
+            one,
+            two,
+            there,
+            pinned,
+        }
     }
 
     fn fill(&self, stream: &CudaStream, value: u8) {
@@ -48,7 +57,10 @@ impl Fixture {
     fn fetched(&self) -> u8 {
         // SAFETY: no copy into it is under way.
         let bytes = unsafe { std::slice::from_raw_parts(self.pinned, BYTES) };
-        assert!(bytes.iter().all(|byte| *byte == bytes[0]), "half of one, half of another");
+        assert!(
+            bytes.iter().all(|byte| *byte == bytes[0]),
+            "half of one, half of another"
+        );
         bytes[0]
     }
 }
@@ -103,7 +115,9 @@ fn lazy_work_runs_after_its_delay() {
             let _ = sender.send(());
         }
         let data = Box::into_raw(Box::new(sender)).cast();
-        sys::cuLaunchHostFunc(fixture.one.cu_stream(), Some(tell), data).result().unwrap();
+        sys::cuLaunchHostFunc(fixture.one.cu_stream(), Some(tell), data)
+            .result()
+            .unwrap();
     }
     assert_eq!(receiver.recv(), Ok(()));
 }
@@ -219,7 +233,11 @@ impl Held {
         let (sender, receiver) = std::sync::mpsc::channel();
         let data = Box::into_raw(Box::new(receiver)).cast();
         // SAFETY: the function takes the box that is passed to it, once.
-        unsafe { sys::cuLaunchHostFunc(stream.cu_stream(), Some(wait), data).result().unwrap() };
+        unsafe {
+            sys::cuLaunchHostFunc(stream.cu_stream(), Some(wait), data)
+                .result()
+                .unwrap()
+        };
         Held { _sender: sender }
     }
 }
@@ -233,16 +251,25 @@ fn streams_run_concurrently_and_queries_show_it() {
     let held = Held::up(&fixture.one);
     fixture.fill(&fixture.one, 1);
     // SAFETY: the stream lives.
-    assert_eq!(unsafe { sys::cuStreamQuery(fixture.one.cu_stream()) }.result(), NOT_READY);
+    assert_eq!(
+        unsafe { sys::cuStreamQuery(fixture.one.cu_stream()) }.result(),
+        NOT_READY
+    );
     fixture.fetch(&fixture.two);
     fixture.two.synchronize().unwrap();
     assert_eq!(fixture.fetched(), 0xCD);
     // SAFETY: the stream lives.
-    assert_eq!(unsafe { sys::cuStreamQuery(fixture.one.cu_stream()) }.result(), NOT_READY);
+    assert_eq!(
+        unsafe { sys::cuStreamQuery(fixture.one.cu_stream()) }.result(),
+        NOT_READY
+    );
     drop(held);
     fixture.one.synchronize().unwrap();
     // SAFETY: the stream lives.
-    assert_eq!(unsafe { sys::cuStreamQuery(fixture.one.cu_stream()) }.result(), Ok(()));
+    assert_eq!(
+        unsafe { sys::cuStreamQuery(fixture.one.cu_stream()) }.result(),
+        Ok(())
+    );
 }
 
 #[test]
@@ -283,8 +310,13 @@ fn unordered_accesses_are_races_and_ordered_ones_are_not() {
     // SAFETY: within the allocation.
     unsafe {
         result::memset_d8_async(fixture.there, 1, half, fixture.one.cu_stream()).unwrap();
-        result::memset_d8_async(fixture.there + half as u64, 1, half, fixture.two.cu_stream())
-            .unwrap();
+        result::memset_d8_async(
+            fixture.there + half as u64,
+            1,
+            half,
+            fixture.two.cu_stream(),
+        )
+        .unwrap();
     }
     assert_eq!(driver.races(), 2);
     fixture.context.synchronize().unwrap();
@@ -299,7 +331,12 @@ fn kernel_races_are_found_for_declared_uses() {
     let driver = softcuda::driver().unwrap();
     let ptx =
         cudarc::nvrtc::compile_ptx(r#"extern "C" __global__ void nothing(char *x) {}"#).unwrap();
-    let kernel = fixture.context.load_module(ptx).unwrap().load_function("nothing").unwrap();
+    let kernel = fixture
+        .context
+        .load_module(ptx)
+        .unwrap()
+        .load_function("nothing")
+        .unwrap();
     // SAFETY: the driver is loaded already, and its function has this type.
     let note: unsafe extern "C" fn(sys::CUstream, u64, u64, i32) = unsafe {
         let library = libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW);
@@ -343,7 +380,13 @@ fn counters_count_calls_and_bytes() {
     assert_eq!(driver.bytes("device_to_pinned"), 2 * BYTES as u64);
     assert_eq!(driver.bytes("device_to_device"), 0);
     driver.reset();
-    assert_eq!((driver.calls("cuMemcpyDtoHAsync_v2"), driver.bytes("device_to_pinned")), (0, 0));
+    assert_eq!(
+        (
+            driver.calls("cuMemcpyDtoHAsync_v2"),
+            driver.bytes("device_to_pinned")
+        ),
+        (0, 0)
+    );
 }
 
 #[test]
@@ -355,23 +398,39 @@ fn requested_failures_happen() {
     let fixture = Fixture::new();
     let driver = softcuda::driver().unwrap();
     // SAFETY: freed by the end of the process.
-    let alloc = || unsafe { result::malloc_sync(16) }.map(drop).map_err(|error| error.0);
+    let alloc = || {
+        unsafe { result::malloc_sync(16) }
+            .map(drop)
+            .map_err(|error| error.0)
+    };
     assert_eq!(alloc(), Err(CUresult::CUDA_ERROR_OUT_OF_MEMORY));
     assert_eq!(alloc(), Ok(()));
     driver.fail("event", 1);
-    assert_eq!(fixture.context.new_event(None).unwrap_err().0, CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+    assert_eq!(
+        fixture.context.new_event(None).unwrap_err().0,
+        CUresult::CUDA_ERROR_OUT_OF_MEMORY
+    );
     driver.fail("cuStreamQuery", 1);
     // SAFETY: the stream lives.
-    let asked =
-        || unsafe { sys::cuStreamQuery(fixture.one.cu_stream()) }.result().map_err(|error| error.0);
-    assert_eq!((asked(), asked()), (Err(CUresult::CUDA_ERROR_UNKNOWN), Ok(())));
+    let asked = || {
+        unsafe { sys::cuStreamQuery(fixture.one.cu_stream()) }
+            .result()
+            .map_err(|error| error.0)
+    };
+    assert_eq!(
+        (asked(), asked()),
+        (Err(CUresult::CUDA_ERROR_UNKNOWN), Ok(()))
+    );
     driver.fail("compile", 1);
     assert!(cudarc::nvrtc::compile_ptx("").is_err());
     driver.fail("copy", 2);
     fixture.fill(&fixture.one, 1);
     fixture.one.synchronize().unwrap();
     fixture.fill(&fixture.one, 1);
-    assert_eq!(fixture.one.synchronize().unwrap_err().0, CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
+    assert_eq!(
+        fixture.one.synchronize().unwrap_err().0,
+        CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
+    );
 }
 
 #[test]
@@ -394,5 +453,8 @@ fn after_failure_work_is_skipped_but_waits_end() {
     assert_eq!(fixture.two.synchronize(), failed);
     let mut handle = ptr::null_mut();
     // SAFETY: a place for a stream.
-    assert_eq!(unsafe { sys::cuStreamCreate(&mut handle, 1) }.result(), failed);
+    assert_eq!(
+        unsafe { sys::cuStreamCreate(&mut handle, 1) }.result(),
+        failed
+    );
 }

@@ -43,7 +43,9 @@ impl CallPlan {
     /// device memory or host values, donate nothing, and have neither objects nor collectives.
     /// Another process must have such a device. The same on every process.
     pub(super) fn can_be_recomputed(&self) -> bool {
-        let [device] = *self.mesh.mesh.devices() else { return false };
+        let [device] = *self.mesh.mesh.devices() else {
+            return false;
+        };
         let is_whole = |sharding: &Sharding, shape: &[usize]| {
             let layout = sharding.layout(shape);
             sharding.unreduced_axes().is_empty()
@@ -57,7 +59,9 @@ impl CallPlan {
             && self.mesh.collectives.is_empty()
             && !self.outputs.is_empty()
             && !self.inputs.iter().any(|input| input.donated)
-            && inputs.chain(outputs).all(|made| is_whole(&made.sharding, made.aval.shape()))
+            && inputs
+                .chain(outputs)
+                .all(|made| is_whole(&made.sharding, made.aval.shape()))
             && !checkers(&self.runtime.topology, device).is_empty()
     }
 }
@@ -72,18 +76,29 @@ impl<K: Kernel> Jit<K> {
         (x, y): (&[&MpmdArray], &[&MpmdArray]),
         at: &'static Location<'static>,
     ) -> Result<()> {
-        let [own] = *self.mesh.devices() else { return Ok(()) };
+        let [own] = *self.mesh.devices() else {
+            return Ok(());
+        };
         let Some((device, processes, is_only_pair)) = program.next_checker(own) else {
             return Ok(());
         };
         let kernel = self.kernel.name().into();
-        let call = RecomputedCall { processes, is_only_pair, kernel, at, step: 0 };
+        let call = RecomputedCall {
+            processes,
+            is_only_pair,
+            kernel,
+            at,
+            step: 0,
+        };
         let before = program.set_caller(Some(at));
         let hashes = program.without_recomputing(|program| {
             self.hashes_of_both(program, device, &plan.input_structure, (x, y), at)
         });
         program.set_caller(before);
-        program.will_compare([Comparison { call, hashes: hashes? }]);
+        program.will_compare([Comparison {
+            call,
+            hashes: hashes?,
+        }]);
         Ok(())
     }
 
@@ -98,14 +113,27 @@ impl<K: Kernel> Jit<K> {
     ) -> Result<[MpmdArray; 2]> {
         let checker = self.checker(program, device, at)?;
         let to = checker.kernel.mesh.replicated();
-        let placed: Vec<_> =
-            x.iter().filter(|leaf| leaf.made().is_some()).map(|leaf| (*leaf, &to)).collect();
-        let moved = if placed.is_empty() { Vec::new() } else { program.put_list(&placed)? };
+        let placed: Vec<_> = x
+            .iter()
+            .filter(|leaf| leaf.made().is_some())
+            .map(|leaf| (*leaf, &to))
+            .collect();
+        let moved = if placed.is_empty() {
+            Vec::new()
+        } else {
+            program.put_list(&placed)?
+        };
         let mut moved = moved.iter();
         // Host values are on every process.
         let x: Vec<&MpmdArray> = x
             .iter()
-            .filter_map(|leaf| if leaf.made().is_some() { moved.next() } else { Some(*leaf) })
+            .filter_map(|leaf| {
+                if leaf.made().is_some() {
+                    moved.next()
+                } else {
+                    Some(*leaf)
+                }
+            })
             .collect();
         let (_, again) = checker.kernel.call_leaves(program, structure, &x)?;
         let again: Vec<&MpmdArray> = again.iter().collect();
@@ -127,17 +155,30 @@ impl<K: Kernel> Jit<K> {
         device: DeviceId,
         at: &'static Location<'static>,
     ) -> Result<Arc<Checker<K>>> {
-        let known =
-            |kept: &Kept<K>| kept.checkers.iter().find(|checker| checker.device == device).cloned();
+        let known = |kept: &Kept<K>| {
+            kept.checkers
+                .iter()
+                .find(|checker| checker.device == device)
+                .cloned()
+        };
         if let Some(known) = known(&self.kept.lock()) {
             return Ok(known);
         }
-        let axes: Vec<(&str, usize)> =
-            self.mesh.axis_names().iter().map(|axis| (axis.as_str(), 1)).collect();
+        let axes: Vec<(&str, usize)> = self
+            .mesh
+            .axis_names()
+            .iter()
+            .map(|axis| (axis.as_str(), 1))
+            .collect();
         let mesh = Mesh::new(&axes, vec![device])
             .map_err(|error| self.wrong(IssueProblem::Mesh(error.to_string()), at))?;
-        let hash =
-            |mesh: &Mesh| program.jit(HashOutputs).on(mesh).outputs(mesh.replicated()).build();
+        let hash = |mesh: &Mesh| {
+            program
+                .jit(HashOutputs)
+                .on(mesh)
+                .outputs(mesh.replicated())
+                .build()
+        };
         let hashes = [hash(&self.mesh)?, hash(&mesh)?];
         let kernel = Self {
             warm: Arc::new(Warm::start(&*self.kernel, &mesh, &program.runtime)),
@@ -150,7 +191,11 @@ impl<K: Kernel> Jit<K> {
             donate: Vec::new(),
             kept: Mutex::new(Kept::default()),
         };
-        let checker = Arc::new(Checker { device, kernel, hashes });
+        let checker = Arc::new(Checker {
+            device,
+            kernel,
+            hashes,
+        });
         let checkers = &mut self.kept.lock().checkers;
         if checkers.len() >= CHECKERS_KEPT {
             checkers.remove(0);
@@ -188,9 +233,12 @@ impl Kernel for HashOutputs {
 
     fn run(&self, cx: &mut Context<'_>, x: Vec<View<'_>>, y: ViewMut<'_>) -> Result<()> {
         cx.on_host::<Self::In, Self::Out>(x, y, |_, x, mut y| {
-            let hash = x.iter().fold(Rolling::default(), |hash, x| hash.mix_bytes(x.bytes()));
+            let hash = x
+                .iter()
+                .fold(Rolling::default(), |hash, x| hash.mix_bytes(x.bytes()));
             let value = hash.value();
-            y.as_mut_slice::<u64>()?.copy_from_slice(&[value as u64, (value >> 64) as u64]);
+            y.as_mut_slice::<u64>()?
+                .copy_from_slice(&[value as u64, (value >> 64) as u64]);
             Ok(())
         })
     }

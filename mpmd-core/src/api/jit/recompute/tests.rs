@@ -20,8 +20,13 @@ struct Double {
 
 impl Double {
     fn of(p: &Program, faulty: Option<(ProcessId, u64)>) -> Self {
-        let faults = faulty.filter(|(process, _)| *process == p.process()).map(|(_, seed)| seed);
-        Self { faults, ..Self::default() }
+        let faults = faulty
+            .filter(|(process, _)| *process == p.process())
+            .map(|(_, seed)| seed);
+        Self {
+            faults,
+            ..Self::default()
+        }
     }
 }
 
@@ -31,7 +36,11 @@ impl Kernel for Double {
 
     fn infer(&self, x: &ShapedArray) -> Result<Signature<ShapedArray>> {
         let signature = Signature::new(x.clone());
-        Ok(if self.in_place { signature.alias("", "") } else { signature })
+        Ok(if self.in_place {
+            signature.alias("", "")
+        } else {
+            signature
+        })
     }
 
     fn run(&self, _: &mut Context<'_>, x: View<'_>, mut y: ViewMut<'_>) -> Result<()> {
@@ -41,11 +50,17 @@ impl Kernel for Double {
         let y = y.as_mut_slice::<u32>()?;
         match self.in_place {
             true => y.iter_mut().for_each(|y| *y = y.wrapping_mul(2)),
-            false => y.iter_mut().zip(x.as_slice::<u32>()?).for_each(|(y, x)| *y = x * 2),
+            false => y
+                .iter_mut()
+                .zip(x.as_slice::<u32>()?)
+                .for_each(|(y, x)| *y = x * 2),
         }
         let call = self.calls.fetch_add(1, Ordering::Relaxed);
         let chance = |seed: u64| Rolling::default().mix(seed).mix(call).word();
-        if self.faults.is_some_and(|seed| chance(seed).is_multiple_of(100)) {
+        if self
+            .faults
+            .is_some_and(|seed| chance(seed).is_multiple_of(100))
+        {
             y[call as usize % 4] ^= 1 << (call % 32);
         }
         Ok(())
@@ -70,7 +85,10 @@ fn rounds(
         Ok((jit, p.device_put(&host, mesh.replicated())?))
     };
     let meshes = p.mesh(&[("x", -1)])?.split("x")?;
-    let places = meshes.iter().map(|mesh| on(p, mesh)).collect::<Result<Vec<_>>>()?;
+    let places = meshes
+        .iter()
+        .map(|mesh| on(p, mesh))
+        .collect::<Result<Vec<_>>>()?;
     let mut named = Vec::new();
     for round in 1..=rounds {
         for (jit, x) in &places {
@@ -100,7 +118,11 @@ fn equal_bits_convict_nobody() {
             end_steps(p)?;
             Ok((named, p.compared()))
         });
-        let checks = if processes > 1 { 60 * processes as u64 / every } else { 0 };
+        let checks = if processes > 1 {
+            60 * processes as u64 / every
+        } else {
+            0
+        };
         for result in results {
             assert_eq!(result.unwrap(), (Vec::new(), (checks, 0)));
         }
@@ -117,17 +139,26 @@ fn process_that_flips_a_bit_now_and_then_is_named_and_no_other() {
         let enough = if seed < 2 { usize::MAX } else { 1 };
         let results = job(4, 10).run(|p| rounds(p, (Some((faulty, seed)), 5000), enough));
         let results: Vec<Vec<Convicted>> = results.into_iter().map(Result::unwrap).collect();
-        assert!(results.iter().all(|named| *named == results[0]), "all know the same: {results:?}");
+        assert!(
+            results.iter().all(|named| *named == results[0]),
+            "all know the same: {results:?}"
+        );
         match &results[0][..] {
             [] => missed += 1,
             [Convicted { process, why, .. }] => {
                 assert_eq!(*process, faulty, "seed {seed}");
-                assert!(why.contains("kernel Double at") && why.contains(file!()), "{why}");
+                assert!(
+                    why.contains("kernel Double at") && why.contains(file!()),
+                    "{why}"
+                );
             }
             more => panic!("seed {seed}: {more:?}"),
         }
     }
-    assert!(missed <= 1, "{missed} of 20 faulty processes were not named");
+    assert!(
+        missed <= 1,
+        "{missed} of 20 faulty processes were not named"
+    );
 }
 
 #[test]
@@ -140,7 +171,10 @@ fn nobody_is_named_in_a_job_of_two() {
     });
     for result in results {
         let (named, (compared, differed)) = result.unwrap();
-        assert!(named.is_empty() && compared == 1000 && differed > 1, "{differed}");
+        assert!(
+            named.is_empty() && compared == 1000 && differed > 1,
+            "{differed}"
+        );
     }
 }
 
@@ -158,7 +192,10 @@ fn calls_that_cannot_be_recomputed_are_skipped() {
             let jit = p.jit(Double::default()).on(&pair).outputs(&rows).build()?;
             drop(jit.call(p, x.clone())?);
             // A part of an array.
-            let part = p.jit(Double::default()).on(&single).outputs(single.replicated());
+            let part = p
+                .jit(Double::default())
+                .on(&single)
+                .outputs(single.replicated());
             let part = part.build()?;
             let called = part.call(p, x).map(drop).map_err(|error| error.to_string());
             // An array in host memory, which is declared.
@@ -168,8 +205,16 @@ fn calls_that_cannot_be_recomputed_are_skipped() {
             let x = p.device_put(&host, &in_host)?;
             drop(jit.call(p, x)?);
             // A donated input.
-            let kernel = Double { in_place: true, ..Double::default() };
-            let jit = p.jit(kernel).on(&single).outputs(single.replicated()).donate("").build()?;
+            let kernel = Double {
+                in_place: true,
+                ..Double::default()
+            };
+            let jit = p
+                .jit(kernel)
+                .on(&single)
+                .outputs(single.replicated())
+                .donate("")
+                .build()?;
             let x = p.device_put(&host, single.replicated())?;
             drop(jit.call(p, x)?);
             // An object.
@@ -200,7 +245,9 @@ fn nothing_is_recomputed_where_a_process_has_no_device() {
         end_steps(p)?;
         Ok((named.len(), p.compared()))
     });
-    results.into_iter().for_each(|result| assert_eq!(result.unwrap(), (0, (0, 0))));
+    results
+        .into_iter()
+        .for_each(|result| assert_eq!(result.unwrap(), (0, (0, 0))));
 }
 
 #[test]
@@ -208,15 +255,25 @@ fn failed_kernel_fails_the_job_as_without_the_check() {
     let run = |every| {
         let results = job(3, every).run(|p| {
             let meshes = p.mesh(&[("x", 3)])?.split("x")?;
-            let kernel = Double { fails: true, ..Double::default() };
-            let jit = p.jit(kernel).on(&meshes[1]).outputs(meshes[1].replicated()).build()?;
+            let kernel = Double {
+                fails: true,
+                ..Double::default()
+            };
+            let jit = p
+                .jit(kernel)
+                .on(&meshes[1])
+                .outputs(meshes[1].replicated())
+                .build()?;
             let y = jit.call(p, MpmdArray::scalar(1u32))?;
             for _ in 0..4 {
                 p.step_end()?;
             }
             y.block_until_ready().map(drop)
         });
-        results.into_iter().map(|result| result.unwrap_err().to_string()).collect::<Vec<_>>()
+        results
+            .into_iter()
+            .map(|result| result.unwrap_err().to_string())
+            .collect::<Vec<_>>()
     };
     for error in [run(0), run(1)].concat() {
         assert!(error.contains("not today"), "{error}");
@@ -232,9 +289,15 @@ fn captured(
 ) -> Result<(Option<Vec<u32>>, Vec<Convicted>)> {
     let meshes = p.mesh(&[("x", -1)])?.split("x")?;
     let double = |p: &mut Program, mesh: &Mesh| {
-        p.jit(Double::of(p, faulty)).on(mesh).outputs(mesh.replicated()).build()
+        p.jit(Double::of(p, faulty))
+            .on(mesh)
+            .outputs(mesh.replicated())
+            .build()
     };
-    let jits = meshes.iter().map(|mesh| double(p, mesh)).collect::<Result<Vec<_>>>()?;
+    let jits = meshes
+        .iter()
+        .map(|mesh| double(p, mesh))
+        .collect::<Result<Vec<_>>>()?;
     let first = |p: &mut Program, i: usize| {
         let host = MpmdArray::from_slice(&[4], &[1, 2, 3, i as u32])?;
         p.device_put(&host, meshes[0].replicated())
@@ -262,7 +325,9 @@ fn captured(
 
 #[test]
 fn replays_of_a_captured_step_recompute_its_calls() {
-    let results = job(3, 1).seed(3).run(|p| Ok((captured(p, None, 8)?, p.compared())));
+    let results = job(3, 1)
+        .seed(3)
+        .run(|p| Ok((captured(p, None, 8)?, p.compared())));
     for (process, result) in results.into_iter().enumerate() {
         let last = (process == 2).then(|| vec![8, 16, 24, 56]);
         assert_eq!(result.unwrap(), ((last, Vec::new()), (27, 0)));
@@ -271,7 +336,10 @@ fn replays_of_a_captured_step_recompute_its_calls() {
     let results = job(3, 1).run(|p| captured(p, Some((faulty, 5)), 1000));
     for result in results {
         let (_, named) = result.unwrap();
-        assert_eq!(named.iter().map(|it| it.process).collect::<Vec<_>>(), [faulty]);
+        assert_eq!(
+            named.iter().map(|it| it.process).collect::<Vec<_>>(),
+            [faulty]
+        );
     }
 }
 

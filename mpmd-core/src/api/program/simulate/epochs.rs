@@ -47,7 +47,10 @@ impl Simulation {
     /// of one that is lost. Its number for faults is the next one beyond those of all others. For
     /// [`run_recovering`](Self::run_recovering).
     pub fn spare_after(mut self, after: Duration) -> Self {
-        self.later_processes.push(LaterProcess { after, is_added: false });
+        self.later_processes.push(LaterProcess {
+            after,
+            is_added: false,
+        });
         self
     }
 
@@ -55,7 +58,10 @@ impl Simulation {
     /// [shrinks](Self::shrink) may grow by it. Its number for faults is the next one beyond those
     /// of all others. For [`run_recovering`](Self::run_recovering).
     pub fn add_after(mut self, after: Duration) -> Self {
-        self.later_processes.push(LaterProcess { after, is_added: true });
+        self.later_processes.push(LaterProcess {
+            after,
+            is_added: true,
+        });
         self
     }
 
@@ -111,15 +117,24 @@ impl Simulation {
         &self,
         processes: Vec<EpochsOfProcess<'_>>,
     ) -> (Vec<Result<bool>>, SimulationReport) {
-        let world = self.world.as_ref().expect("a simulation with a report has a seed");
+        let world = self
+            .world
+            .as_ref()
+            .expect("a simulation with a report has a seed");
         let ((results, parts), report) = simulated(world.clone(), || {
             let network = Network::new(self.delays.clone());
             let parts = Parts::new(network, processes.len());
-            let timeout = self.builder.peer_timeout.unwrap_or(mpmd_launch::DEFAULT_PEER_TIMEOUT);
+            let timeout = self
+                .builder
+                .peer_timeout
+                .unwrap_or(mpmd_launch::DEFAULT_PEER_TIMEOUT);
             let run = u128::from(world.seed) + 1;
             let server = LocalServer::start(self.processes, timeout, run);
             let server = Arc::new(server.expect("the system gives a thread"));
-            let of_job = LaterProcess { after: Duration::ZERO, is_added: false };
+            let of_job = LaterProcess {
+                after: Duration::ZERO,
+                is_added: false,
+            };
             let starts = std::iter::repeat_n(of_job, self.processes);
             let starts = starts.chain(self.later_processes.iter().copied());
             let over = Over::default();
@@ -128,8 +143,14 @@ impl Simulation {
                 let (server, runtime) = (server.clone(), None);
                 let (parts, over) = (&parts, over.clone());
                 let LaterProcess { after, is_added } = start;
-                let mut job =
-                    SimulatedJob { simulation: self, parts, server, process, is_added, runtime };
+                let mut job = SimulatedJob {
+                    simulation: self,
+                    parts,
+                    server,
+                    process,
+                    is_added,
+                    runtime,
+                };
                 Box::new(move || {
                     join_group(process.0);
                     let mut result = Ok(false);
@@ -153,7 +174,11 @@ impl Simulation {
 /// Panics if a job has ended without a value and without an error: no process has a value, none
 /// that lived has an error, and one has left after all others were lost.
 fn assert_value_or_error(results: &[Result<bool>], parts: &Parts) {
-    let ends = || results.iter().zip(parts.lives.iter().map(|life| life.times()));
+    let ends = || {
+        results
+            .iter()
+            .zip(parts.lives.iter().map(|life| life.times()))
+    };
     let says = |(result, (killed, _)): (&Result<bool>, (Option<Instant>, _))| match result {
         Ok(has_place) => *has_place,
         Err(_) => killed.is_none(),
@@ -173,7 +198,10 @@ fn assert_value_or_error(results: &[Result<bool>], parts: &Parts) {
 impl SimulatedJob<'_> {
     fn run(&mut self, run: EpochsOfProcess<'_>) -> Result<bool> {
         let has_place = run(self)?;
-        self.runtime.take().iter().for_each(|runtime| self.parts.ended(runtime));
+        self.runtime
+            .take()
+            .iter()
+            .for_each(|runtime| self.parts.ended(runtime));
         Ok(has_place)
     }
 
@@ -189,10 +217,17 @@ impl SimulatedJob<'_> {
     ///
     /// If this process was killed. Those of a real process.
     pub(crate) fn join(&mut self, returning: Option<Returning>) -> Result<Start> {
-        let process = returning.as_ref().map_or(self.process, |returning| returning.process);
+        let process = returning
+            .as_ref()
+            .map_or(self.process, |returning| returning.process);
         let mut builder = self.simulation.builder.clone();
-        let new = Identity { key: self.process.0.into(), run: None };
-        let identity = returning.as_ref().map_or(new, |returning| returning.identity);
+        let new = Identity {
+            key: self.process.0.into(),
+            run: None,
+        };
+        let identity = returning
+            .as_ref()
+            .map_or(new, |returning| returning.identity);
         let leaves = returning.as_ref().is_some_and(|returning| returning.leaves);
         builder.epoch = returning.map_or(1, |returning| returning.epoch + 1);
         let life = self.parts.lives[self.process.index()].clone();
@@ -221,11 +256,25 @@ impl SimulatedJob<'_> {
             ..Member::default()
         };
         let (waits, token, server) = (true, [0; 32], None);
-        let candidate =
-            Candidate { rendezvous, server, waits, process, identity, member, opened, token };
-        note(format_args!("process {} of the simulation joins", self.process));
+        let candidate = Candidate {
+            rendezvous,
+            server,
+            waits,
+            process,
+            identity,
+            member,
+            opened,
+            token,
+        };
+        note(format_args!(
+            "process {} of the simulation joins",
+            self.process
+        ));
         let mut start = candidate.join(builder, topology)?;
-        note(format_args!("process {} of the simulation: {start:?}", self.process));
+        note(format_args!(
+            "process {} of the simulation: {start:?}",
+            self.process
+        ));
         if let Start::Program(p) = &mut start {
             life.runs(&p.runtime);
             self.parts.add(p);

@@ -80,7 +80,12 @@ impl Parts {
     /// Returns the parts of a job with these places, which `processes` processes fill in turn.
     pub(super) fn new(network: Network, processes: usize) -> Self {
         let lives = (0..processes).map(|_| Arc::default()).collect();
-        Self { network, lives, processes: Mutex::default(), kept: Mutex::default() }
+        Self {
+            network,
+            lives,
+            processes: Mutex::default(),
+            kept: Mutex::default(),
+        }
     }
 
     pub(super) fn add(&self, p: &Program) {
@@ -92,7 +97,11 @@ impl Parts {
         let mut pools: Vec<_> = of_devices.collect();
         pools.push(("host memory".to_owned(), runtime.host_memory.clone()));
         pools.push(("staging".to_owned(), runtime.staging.clone()));
-        let process = Process { me: runtime.me, runtime: Arc::downgrade(runtime), pools };
+        let process = Process {
+            me: runtime.me,
+            runtime: Arc::downgrade(runtime),
+            pools,
+        };
         self.processes.lock().push(process);
     }
 
@@ -101,7 +110,9 @@ impl Parts {
         let kept = runtime.router.lock().kept();
         if kept > 0 {
             let me = runtime.me;
-            self.kept.lock().push(format!("process {me}: {kept} pieces or messages in its router"));
+            self.kept.lock().push(format!(
+                "process {me}: {kept} pieces or messages in its router"
+            ));
         }
     }
 
@@ -117,7 +128,9 @@ impl Parts {
                 let stats = pool.stats();
                 let (live, reserved) = (stats.live, stats.reserved);
                 if live + reserved > 0 {
-                    left.push(format!("process {me}, {of}: {live} B in use, {reserved} reserved"));
+                    left.push(format!(
+                        "process {me}, {of}: {live} B in use, {reserved} reserved"
+                    ));
                 }
             }
         }

@@ -23,13 +23,22 @@ pub(super) struct Network {
 
 impl Network {
     pub(super) fn new(faults: Faults) -> Self {
-        Self { faults, fabrics: Arc::default() }
+        Self {
+            faults,
+            fabrics: Arc::default(),
+        }
     }
 
     pub(super) fn of_epoch(&self, epoch: u64, processes: usize) -> Fabric {
         let new = || {
             let seed = self.faults.seed.wrapping_add(epoch - 1);
-            Fabric::new(processes, Faults { seed, ..self.faults.clone() })
+            Fabric::new(
+                processes,
+                Faults {
+                    seed,
+                    ..self.faults.clone()
+                },
+            )
         };
         self.fabrics.lock().entry(epoch).or_insert_with(new).clone()
     }
@@ -152,5 +161,10 @@ fn killed() -> Error {
 fn vanish(runtime: &Arc<Runtime>) {
     let (me, op) = (runtime.me, runtime.router.lock().count());
     let message = format!("process {me} was lost in simulation at operation {op}");
-    runtime.fail_job(Arc::new(Failure::new(FailureKind::PeerLost, me, op, message)));
+    runtime.fail_job(Arc::new(Failure::new(
+        FailureKind::PeerLost,
+        me,
+        op,
+        message,
+    )));
 }

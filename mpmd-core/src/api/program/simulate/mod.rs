@@ -85,8 +85,19 @@ impl SimulationReport {
     /// Returns the report of a job whose threads have all ended, so that nothing is about to be
     /// dropped.
     fn of(report: WorldReport, parts: Parts) -> Self {
-        let WorldReport { time, switches, history, log } = report;
-        Self { time, switches, history, log, left: parts.left() }
+        let WorldReport {
+            time,
+            switches,
+            history,
+            log,
+        } = report;
+        Self {
+            time,
+            switches,
+            history,
+            log,
+            left: parts.left(),
+        }
     }
 }
 
@@ -105,7 +116,15 @@ impl Simulation {
     pub fn new(processes: usize, devices: usize) -> Self {
         let builder = Builder::default().devices(devices);
         let (delays, lost, later_processes, later) = Default::default();
-        Self { processes, builder, delays, lost, later_processes, later, world: None }
+        Self {
+            processes,
+            builder,
+            delays,
+            lost,
+            later_processes,
+            later,
+            world: None,
+        }
     }
 
     /// Delays each message by a time from 0 to `longest`, chosen by `seed`. Messages then overtake
@@ -175,7 +194,11 @@ impl Simulation {
     /// The program may block on arrays, locks and channels of this library only: one thread of the
     /// job runs at a time. A run that hangs exits the process with code 101 and says why.
     pub fn seed(mut self, seed: u64) -> Self {
-        self.world = Some(WorldSettings { seed, longest: LONGEST, log: false });
+        self.world = Some(WorldSettings {
+            seed,
+            longest: LONGEST,
+            log: false,
+        });
         self.delays(seed, Duration::from_millis(2))
     }
 
@@ -209,7 +232,10 @@ impl Simulation {
         &self,
         program: impl Fn(&mut Program) -> Result<T> + Sync,
     ) -> (Vec<Result<T>>, SimulationReport) {
-        let world = self.world.as_ref().expect("a simulation with a report has a seed");
+        let world = self
+            .world
+            .as_ref()
+            .expect("a simulation with a report has a seed");
         self.values(&program, |programs| self.run_in(world, programs))
     }
 
@@ -250,12 +276,18 @@ impl Simulation {
         let parts = Parts::new(network, self.processes);
         if let Err(error) = self.builder.can_have_devices(self.processes) {
             // All get the error here: if one process failed alone, the others would not hear of it.
-            return ((0..self.processes).map(|_| Err(error.clone())).collect(), parts);
+            return (
+                (0..self.processes).map(|_| Err(error.clone())).collect(),
+                parts,
+            );
         }
         let one = |process: ProcessId, program: ProgramOfProcess<'_>| -> Result<()> {
             join_group(process.0);
             let life = &parts.lives[process.index()];
-            let mut p = self.builder.clone().over(life.takes(fabric.clone(), process)?)?;
+            let mut p = self
+                .builder
+                .clone()
+                .over(life.takes(fabric.clone(), process)?)?;
             life.runs(&p.runtime);
             parts.add(&p);
             self.plan_loss(&mut p, process, life);
@@ -288,7 +320,10 @@ impl Simulation {
                 scope.spawn(move || over.unless_within(later.after, || later.fault.inject(parts)))
             });
             let faults: Vec<_> = faults.collect();
-            let threads: Vec<_> = threads.into_iter().map(|thread| scope.spawn(thread)).collect();
+            let threads: Vec<_> = threads
+                .into_iter()
+                .map(|thread| scope.spawn(thread))
+                .collect();
             let ends: Vec<_> = threads.into_iter().map(|thread| thread.join()).collect();
             over.say();
             let injected = faults.into_iter().map(|fault| fault.join().map(|()| None));
@@ -334,8 +369,10 @@ mod tests {
     #[test]
     fn seed_fixes_the_whole_run() {
         let run = |processes, seed| {
-            let (results, report) =
-                Simulation::new(processes, 4).seed(seed).log().run_reported(ring);
+            let (results, report) = Simulation::new(processes, 4)
+                .seed(seed)
+                .log()
+                .run_reported(ring);
             let results: Vec<_> = results.into_iter().map(|result| result.unwrap()).collect();
             assert_eq!(results[0], Some(vec![1.0, 2.0, 3.0]));
             assert_eq!(report.left, [""; 0]);

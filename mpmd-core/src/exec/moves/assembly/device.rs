@@ -99,13 +99,43 @@ impl DeviceAssembly {
         item_bytes: usize,
         sum: Option<Addition>,
     ) -> Arc<Self> {
-        let NewShard { op, region, missing, reservation, resolver, guard } = shard;
+        let NewShard {
+            op,
+            region,
+            missing,
+            reservation,
+            resolver,
+            guard,
+        } = shard;
         let memory = Memory::Reserved(reservation);
-        let open =
-            Mutex::new(Some(Open { resolver, memory, missing, term: 0, waiting: Vec::new() }));
-        let state = Mutex::new(Ended { left: 1, failed: None, issued: None, guard: Some(guard) });
-        let ending = Arc::new(Ending { runtime: runtime.clone(), op, state });
-        Arc::new(Self { runtime, accelerator, op, region, item_bytes, sum, open, ending })
+        let open = Mutex::new(Some(Open {
+            resolver,
+            memory,
+            missing,
+            term: 0,
+            waiting: Vec::new(),
+        }));
+        let state = Mutex::new(Ended {
+            left: 1,
+            failed: None,
+            issued: None,
+            guard: Some(guard),
+        });
+        let ending = Arc::new(Ending {
+            runtime: runtime.clone(),
+            op,
+            state,
+        });
+        Arc::new(Self {
+            runtime,
+            accelerator,
+            op,
+            region,
+            item_bytes,
+            sum,
+            open,
+            ending,
+        })
     }
 
     /// True if the shard still takes pieces.
@@ -122,14 +152,21 @@ impl DeviceAssembly {
 
     /// True if these bytes are in this device's own memory and may stay there.
     pub(super) fn can_be(&self, bytes: &SharedBuffer) -> bool {
-        let here = bytes.device().is_some_and(|place| place.device == self.accelerator.ordinal());
+        let here = bytes
+            .device()
+            .is_some_and(|place| place.device == self.accelerator.ordinal());
         here && !bytes.is_far() && !bytes.is_limited()
     }
 
     /// Ends the shard with its complete bytes, or with a failure. Copies that were issued still run
     /// to their end.
     pub(crate) fn end(&self, outcome: Outcome) {
-        let Some(Open { resolver, memory, .. }) = self.open.lock().take() else { return };
+        let Some(Open {
+            resolver, memory, ..
+        }) = self.open.lock().take()
+        else {
+            return;
+        };
         drop(memory);
         match outcome {
             Ok(bytes) => {
@@ -146,7 +183,12 @@ impl DeviceAssembly {
     /// Issues the shard with its complete bytes, which the work of `source` makes. The shard ends
     /// when that work has ended.
     pub(super) fn end_as(&self, bytes: SharedBuffer, source: &AsyncBuffer) {
-        let Some(Open { resolver, memory, .. }) = self.open.lock().take() else { return };
+        let Some(Open {
+            resolver, memory, ..
+        }) = self.open.lock().take()
+        else {
+            return;
+        };
         drop(memory);
         self.ending.issued(resolver.issue(bytes));
         let ending = self.ending.clone();
@@ -167,7 +209,12 @@ impl DeviceAssembly {
             && open.term != transfer.term
         {
             let (transfer, guard) = (transfer.clone(), guard.clone());
-            open.waiting.push(Piece { transfer, bytes, source, guard });
+            open.waiting.push(Piece {
+                transfer,
+                bytes,
+                source,
+                guard,
+            });
             return;
         }
         if bytes.device().is_some() || bytes.is_pinned() {
@@ -176,7 +223,13 @@ impl DeviceAssembly {
         } else if transfer.bytes <= COPY_INLINE {
             self.place_packed(transfer, &bytes);
         } else {
-            Chunked::begin(&self.runtime, self.clone(), transfer.clone(), bytes, guard.clone());
+            Chunked::begin(
+                &self.runtime,
+                self.clone(),
+                transfer.clone(),
+                bytes,
+                guard.clone(),
+            );
         }
     }
 
@@ -204,7 +257,11 @@ impl DeviceAssembly {
         holds: &Region,
         region: &Region,
     ) -> Option<SharedBuffer> {
-        match self.runtime.staging.allocate(region.elements() * self.item_bytes) {
+        match self
+            .runtime
+            .staging
+            .allocate(region.elements() * self.item_bytes)
+        {
             Ok(mut packed) => {
                 copy_region(bytes, holds, &mut packed, region, region, self.item_bytes);
                 Some(packed.freeze())
@@ -227,8 +284,12 @@ impl DeviceAssembly {
         source: Option<AsyncBuffer>,
         until: impl Send + 'static,
     ) {
-        let part =
-            Part { from: holds, to: &self.region, piece: region, item_bytes: self.item_bytes };
+        let part = Part {
+            from: holds,
+            to: &self.region,
+            piece: region,
+            item_bytes: self.item_bytes,
+        };
         let failed = self.with_memory(|buffer| {
             let ending = self.ending.one_more();
             let then = move |result: Result<(), _>| {
@@ -237,7 +298,9 @@ impl DeviceAssembly {
                 when_made(source, move |made| ending.over(made.and(copied)));
                 drop(until);
             };
-            self.accelerator.inward().copy_in(bytes, buffer, part, Box::new(then));
+            self.accelerator
+                .inward()
+                .copy_in(bytes, buffer, part, Box::new(then));
         });
         if let Err(failure) = failed {
             self.fail(failure);
@@ -282,12 +345,23 @@ impl DeviceAssembly {
                 .extract_if(.., |piece| piece.transfer.term == term)
                 .collect::<Vec<_>>();
             drop(guard);
-            for Piece { transfer, bytes, source, guard } in next {
+            for Piece {
+                transfer,
+                bytes,
+                source,
+                guard,
+            } in next
+            {
                 self.place(&transfer, bytes, source, &guard);
             }
             return;
         }
-        if let Some(Open { resolver, memory: Memory::Here(shard, beside), .. }) = guard.take() {
+        if let Some(Open {
+            resolver,
+            memory: Memory::Here(shard, beside),
+            ..
+        }) = guard.take()
+        {
             drop(guard);
             // Goes back to the pool once the addition is over.
             drop(beside);
@@ -305,8 +379,12 @@ impl DeviceAssembly {
         let then = move |result: Result<(), _>| {
             ending.over(result.map_err(|error| ending.runtime.copy_failed(ending.op, &error)));
         };
-        let fence =
-            sum.issue(&self.accelerator, self.region.elements(), [shard, beside], Box::new(then));
+        let fence = sum.issue(
+            &self.accelerator,
+            self.region.elements(),
+            [shard, beside],
+            Box::new(then),
+        );
         if let Some(fence) = fence {
             shard.add_fence(fence.clone());
             beside.add_fence(fence);
@@ -322,16 +400,21 @@ impl DeviceAssembly {
     /// Does nothing if the shard has ended. Fails if there is no memory.
     fn with_memory(&self, with: impl FnOnce(&mut OwnedBuffer)) -> Result<(), Arc<Failure>> {
         let mut guard = self.open.lock();
-        let Some(open) = guard.as_mut() else { return Ok(()) };
+        let Some(open) = guard.as_mut() else {
+            return Ok(());
+        };
         if let Memory::Reserved(_) = open.memory
             && let Memory::Reserved(reservation) = replace(&mut open.memory, Memory::Gone)
         {
             let failed = |error: OutOfMemory| self.runtime.out_of_memory(self.op, &error);
             open.memory = if open.missing.len() > 1 {
                 let bytes = self.region.elements() * self.item_bytes;
-                let mut both = reservation.allocate_all([bytes; 2].into_iter()).map_err(failed)?;
+                let mut both = reservation
+                    .allocate_all([bytes; 2].into_iter())
+                    .map_err(failed)?;
                 let beside = both.pop();
-                both.pop().map_or(Memory::Gone, |shard| Memory::Here(shard, beside))
+                both.pop()
+                    .map_or(Memory::Gone, |shard| Memory::Here(shard, beside))
             } else {
                 Memory::Here(reservation.allocate().map_err(failed)?, None)
             };
@@ -358,10 +441,19 @@ impl Runtime {
         resolver: Resolver,
         guard: OpGuard,
     ) {
-        let Some(accelerator) = self.accelerator_of(device, MemoryKind::Device) else { return };
+        let Some(accelerator) = self.accelerator_of(device, MemoryKind::Device) else {
+            return;
+        };
         let all = Region::full(&[values.len()]);
         let shard = DeviceAssembly::new(
-            NewShard { op, region: all, missing: vec![1], reservation, resolver, guard },
+            NewShard {
+                op,
+                region: all,
+                missing: vec![1],
+                reservation,
+                resolver,
+                guard,
+            },
             self.clone(),
             accelerator.clone(),
             1,
@@ -382,8 +474,14 @@ impl Runtime {
         resolver: Resolver,
         guard: OpGuard,
     ) {
-        let Some(accelerator) = self.accelerator_of(device, MemoryKind::Device) else { return };
-        let pool = self.devices.iter().find(|local| local.id == device).map(|local| &local.pool);
+        let Some(accelerator) = self.accelerator_of(device, MemoryKind::Device) else {
+            return;
+        };
+        let pool = self
+            .devices
+            .iter()
+            .find(|local| local.id == device)
+            .map(|local| &local.pool);
         let reservation = match pool.map(|pool| pool.reserve(part.elements() * item)) {
             Some(Ok(reservation)) => reservation,
             Some(Err(error)) => {
@@ -395,7 +493,14 @@ impl Runtime {
         };
         let (runtime, accelerator) = (self.clone(), accelerator.clone());
         let shard = DeviceAssembly::new(
-            NewShard { op, region: part.clone(), missing: vec![1], reservation, resolver, guard },
+            NewShard {
+                op,
+                region: part.clone(),
+                missing: vec![1],
+                reservation,
+                resolver,
+                guard,
+            },
             runtime,
             accelerator,
             item,

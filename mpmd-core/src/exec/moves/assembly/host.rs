@@ -120,12 +120,36 @@ impl HostAssembly {
         in_parts: bool,
         is_small: bool,
     ) -> Arc<Self> {
-        let NewShard { op, region, missing, reservation, resolver, guard } = shard;
-        let open =
-            Open { resolver, memory: Memory::Reserved(reservation), missing, term: 0, guard };
-        let state = State { open: Some(open), waiting: VecDeque::new(), busy: false };
+        let NewShard {
+            op,
+            region,
+            missing,
+            reservation,
+            resolver,
+            guard,
+        } = shard;
+        let open = Open {
+            resolver,
+            memory: Memory::Reserved(reservation),
+            missing,
+            term: 0,
+            guard,
+        };
+        let state = State {
+            open: Some(open),
+            waiting: VecDeque::new(),
+            busy: false,
+        };
         let state = Mutex::new(state);
-        Arc::new(Self { runtime, op, region, dtype, in_parts, is_small, state })
+        Arc::new(Self {
+            runtime,
+            op,
+            region,
+            dtype,
+            in_parts,
+            is_small,
+            state,
+        })
     }
 
     /// Returns the number of the operation that makes the shard.
@@ -145,7 +169,13 @@ impl HostAssembly {
             (state.open.take(), std::mem::take(&mut state.waiting))
         };
         drop(waiting);
-        if let Some(Open { resolver, memory, guard, .. }) = open {
+        if let Some(Open {
+            resolver,
+            memory,
+            guard,
+            ..
+        }) = open
+        {
             drop(memory);
             resolver.keep(outcome);
             drop(guard);
@@ -172,7 +202,12 @@ impl HostAssembly {
     /// True if the shard is open and `piece` is all that it waits for.
     pub(crate) fn is_whole(&self, piece: &Region) -> bool {
         *piece == self.region
-            && self.state.lock().open.as_ref().is_some_and(|open| open.missing == [1])
+            && self
+                .state
+                .lock()
+                .open
+                .as_ref()
+                .is_some_and(|open| open.missing == [1])
     }
 
     /// True if the shard can use the bytes without a copy. Bools that a peer lends are copied. The
@@ -227,7 +262,9 @@ impl HostAssembly {
                 }
             }
         }
-        let Memory::Divided(divided) = &mut open.memory else { return None };
+        let Memory::Divided(divided) = &mut open.memory else {
+            return None;
+        };
         divided.part(run)
     }
 
@@ -235,7 +272,9 @@ impl HostAssembly {
     pub(crate) fn give_back(&self, part: OwnedBuffer) {
         drop(part);
         let mut state = self.state.lock();
-        let Some(open) = state.open.as_mut() else { return };
+        let Some(open) = state.open.as_mut() else {
+            return;
+        };
         open.missing[0] -= 1;
         if open.missing[0] > 0 {
             return;
@@ -245,16 +284,26 @@ impl HostAssembly {
             // The last part is back, so the shard is complete.
             let whole = divided.join().map_err(|_| {
                 let message = format!("operation {}: a part of the shard is still in use", self.op);
-                Arc::new(Failure::new(FailureKind::Memory, self.runtime.me, self.op, message))
+                Arc::new(Failure::new(
+                    FailureKind::Memory,
+                    self.runtime.me,
+                    self.op,
+                    message,
+                ))
             });
             self.end(whole.map(OwnedBuffer::freeze));
         }
     }
 
     fn copy_part(&self, transfer: &Transfer, bytes: &[u8]) {
-        let Some(mut part) = self.take_part(&transfer.region) else { return };
+        let Some(mut part) = self.take_part(&transfer.region) else {
+            return;
+        };
         let Transfer { region, holds, .. } = transfer;
-        let (item, written) = (self.dtype.size(), self.region.elements() * self.dtype.size());
+        let (item, written) = (
+            self.dtype.size(),
+            self.region.elements() * self.dtype.size(),
+        );
         copy_part(bytes, holds, &mut part, region, region, item, written);
         self.give_back(part);
     }
@@ -262,7 +311,11 @@ impl HostAssembly {
     /// Queues a piece. Returns true if no copy worker works on the shard: the caller must then
     /// start one.
     fn queue(&self, transfer: &Arc<Transfer>, bytes: SharedBuffer, guard: &OpGuard) -> bool {
-        let piece = Piece { transfer: transfer.clone(), bytes, guard: guard.clone() };
+        let piece = Piece {
+            transfer: transfer.clone(),
+            bytes,
+            guard: guard.clone(),
+        };
         let mut state = self.state.lock();
         if state.open.is_none() {
             drop(state);
@@ -279,25 +332,54 @@ impl HostAssembly {
         loop {
             let (piece, memory) = {
                 let mut state = self.state.lock();
-                let State { open: Some(open), waiting, busy } = &mut *state else { return };
-                let Some(at) = waiting.iter().position(|piece| piece.transfer.term == open.term)
+                let State {
+                    open: Some(open),
+                    waiting,
+                    busy,
+                } = &mut *state
+                else {
+                    return;
+                };
+                let Some(at) = waiting
+                    .iter()
+                    .position(|piece| piece.transfer.term == open.term)
                 else {
                     *busy = false;
                     return;
                 };
                 // Nearly always the first piece.
-                let Some(piece) = waiting.remove(at) else { return };
+                let Some(piece) = waiting.remove(at) else {
+                    return;
+                };
                 (piece, replace(&mut open.memory, Memory::Lent))
             };
-            let Some(buffer) = self.buffer(memory) else { return };
+            let Some(buffer) = self.buffer(memory) else {
+                return;
+            };
             let mut buffer = match buffer {
                 Ok(buffer) => buffer,
                 Err(failure) => return self.end(Err(failure)),
             };
-            let Piece { transfer, bytes, guard } = piece;
-            let Transfer { term, region, holds, .. } = &*transfer;
+            let Piece {
+                transfer,
+                bytes,
+                guard,
+            } = piece;
+            let Transfer {
+                term,
+                region,
+                holds,
+                ..
+            } = &*transfer;
             if *term == 0 {
-                copy_region(&bytes, holds, &mut buffer, &self.region, region, self.dtype.size());
+                copy_region(
+                    &bytes,
+                    holds,
+                    &mut buffer,
+                    &self.region,
+                    region,
+                    self.dtype.size(),
+                );
             } else {
                 add_region(&bytes, holds, &mut buffer, &self.region, region, self.dtype);
             }

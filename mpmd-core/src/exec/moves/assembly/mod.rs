@@ -175,8 +175,12 @@ impl HostAssembly {
             piece: region,
             item_bytes: transfer.item_bytes(),
         };
-        let (shard, here, alone, guard) =
-            (self.clone(), runtime.clone(), transfer.alone(), guard.clone());
+        let (shard, here, alone, guard) = (
+            self.clone(),
+            runtime.clone(),
+            transfer.alone(),
+            guard.clone(),
+        );
         runtime.read_device(self.op(), bytes, source, part, to, move |result| {
             match (result, place) {
                 (Ok(whole), CopyTarget::Whole) => shard.end(Ok(whole.freeze())),

@@ -125,10 +125,16 @@ impl PutPlan {
             }
         }
         transfers.sort_by_key(|transfer| {
-            (transfer.peers.first().map_or(usize::MAX, distance), transfer.id)
+            (
+                transfer.peers.first().map_or(usize::MAX, distance),
+                transfer.id,
+            )
         });
         let (kind, to_kind) = (kind_of(from.map(|(from, _)| from)), to.memory_kind());
-        let mut bytes: usize = targets.iter().map(|target| target.region.elements() * item).sum();
+        let mut bytes: usize = targets
+            .iter()
+            .map(|target| target.region.elements() * item)
+            .sum();
         let mut copied = 0;
         for transfer in &transfers {
             copied += transfer.bytes * transfer.targets.len();
@@ -183,14 +189,26 @@ impl PutPlan {
             // Processes that see different links make different plans. The fingerprint turns that
             // into an error instead of a hang.
             runtime.topology_fingerprint,
-            crate::exec::Rolling::default().mix_bytes(aval.to_string().as_bytes()).word(),
+            crate::exec::Rolling::default()
+                .mix_bytes(aval.to_string().as_bytes())
+                .word(),
         ]
         .into_iter()
         .fold(crate::exec::Rolling::default(), crate::exec::Rolling::mix)
         .word();
         let from = from.map(|(sharding, _)| sharding.clone());
-        let what = Arc::new(PutWhat { aval: aval.clone(), from, to: to.clone() });
-        let made = Made::new(aval.clone(), to.clone(), layout, what.clone(), runtime.clone());
+        let what = Arc::new(PutWhat {
+            aval: aval.clone(),
+            from,
+            to: to.clone(),
+        });
+        let made = Made::new(
+            aval.clone(),
+            to.clone(),
+            layout,
+            what.clone(),
+            runtime.clone(),
+        );
         let sends = transfers.iter().map(|transfer| transfer.peers.len()).sum();
         let transfers = transfers.into_iter().map(Arc::new).collect();
         let known_descriptors = Default::default();
@@ -248,8 +266,18 @@ impl PutPlan {
         source: &Source<'_>,
     ) -> Option<AsyncBuffer> {
         let sent = (self.sends > 0).then(|| guard.expect_sends(self.sends));
-        let start = Start { plan: self, runtime, guard, source, shards: Vec::new() };
-        for transfer in self.transfers.iter().filter(|transfer| !transfer.peers.is_empty()) {
+        let start = Start {
+            plan: self,
+            runtime,
+            guard,
+            source,
+            shards: Vec::new(),
+        };
+        for transfer in self
+            .transfers
+            .iter()
+            .filter(|transfer| !transfer.peers.is_empty())
+        {
             if let Origin::Device(device) = transfer.origin {
                 start.send(transfer, device);
             }
@@ -269,12 +297,21 @@ impl PutPlan {
         source: &Source<'_>,
         may_alias: bool,
     ) -> Vec<LocalShard> {
-        let mut start = Start { plan: self, runtime, guard, source, shards: Vec::new() };
+        let mut start = Start {
+            plan: self,
+            runtime,
+            guard,
+            source,
+            shards: Vec::new(),
+        };
         let mut result = Vec::with_capacity(self.targets.len());
         for target in &self.targets {
             let (slot, shard) = start.open(target, may_alias);
             start.shards.push(shard);
-            result.push(LocalShard { device: target.device, slot });
+            result.push(LocalShard {
+                device: target.device,
+                slot,
+            });
         }
         start.receive();
         result
@@ -286,7 +323,10 @@ impl PutPlan {
         if target.pieces.len() < 2 {
             return None;
         }
-        let (_, ready) = self.sums.iter().find(|(device, _)| *device == target.device)?;
+        let (_, ready) = self
+            .sums
+            .iter()
+            .find(|(device, _)| *device == target.device)?;
         let sum = Addition::of(self.what.aval.dtype())?;
         let ready = ready.as_ref().inspect_err(|error| {
             static SAID: Once = Once::new();
@@ -306,9 +346,10 @@ impl Source<'_> {
     fn slot(&self, device: DeviceId) -> Option<&AsyncBuffer> {
         match self {
             Source::Host(_) => None,
-            Source::Shards(shards) => {
-                shards.iter().find(|shard| shard.device == device).map(|shard| &shard.slot)
-            }
+            Source::Shards(shards) => shards
+                .iter()
+                .find(|shard| shard.device == device)
+                .map(|shard| &shard.slot),
         }
     }
 }
@@ -345,8 +386,11 @@ mod tests {
             let mesh = p.mesh(&[("x", 2)])?;
             let (rows, columns) = (mesh.sharding(spec!["x"]), mesh.sharding(spec![None, "x"]));
             let x = p.array_from_fn(f32s([8, 8]), &rows, |_, mut view| Ok(view.fill(1.0f32)?))?;
-            let mut bytes =
-                |to| p.put_plan("", &x, to, false).map(|plan| plan.bytes()).expect("it fits");
+            let mut bytes = |to| {
+                p.put_plan("", &x, to, false)
+                    .map(|plan| plan.bytes())
+                    .expect("it fits")
+            };
             // A shard has 32 elements. The other process gets 16 elements that are not contiguous
             // in this process's shard.
             let found = (bytes(&columns), bytes(&mesh.replicated()));
@@ -362,7 +406,9 @@ mod tests {
         let mut p = Program::builder().devices(2).alone().unwrap();
         let mesh = p.mesh(&[("x", 2)]).unwrap();
         let rows = mesh.sharding(spec!["x"]);
-        let x = p.array_from_fn(f32s([8, 8]), &rows, |_, mut view| Ok(view.fill(1.0f32)?)).unwrap();
+        let x = p
+            .array_from_fn(f32s([8, 8]), &rows, |_, mut view| Ok(view.fill(1.0f32)?))
+            .unwrap();
         x.block_until_ready().unwrap();
         // No copy worker is free until this is dropped.
         let (busy, free) = mpsc::channel::<()>();
@@ -393,10 +439,15 @@ mod tests {
             .unwrap();
         // All of them wait for the first, and each ends the next.
         for _ in 0..1000 {
-            x = p.device_put_with(&x, &on, MoveOptions::default().may_alias(false)).unwrap();
+            x = p
+                .device_put_with(&x, &on, MoveOptions::default().may_alias(false))
+                .unwrap();
         }
         drop(go);
-        assert_eq!(x.to_host().unwrap().unwrap().to_vec::<f32>().unwrap(), [3.0; 4]);
+        assert_eq!(
+            x.to_host().unwrap().unwrap().to_vec::<f32>().unwrap(),
+            [3.0; 4]
+        );
         p.finish().unwrap();
     }
 
@@ -415,8 +466,10 @@ mod tests {
                     .for_each(|(to, value)| *to = value);
                 Ok(())
             })?;
-            let bytes =
-                p.put_plan("", &x, &columns, false).map(|plan| plan.bytes()).expect("it fits");
+            let bytes = p
+                .put_plan("", &x, &columns, false)
+                .map(|plan| plan.bytes())
+                .expect("it fits");
             let y = p.device_put(&x, &columns)?;
             for shard in y.addressable_shards()? {
                 let columns = shard.region.range(1);
@@ -437,12 +490,21 @@ mod tests {
     #[test]
     fn zero_copy_transfers_are_never_packed() {
         let packing = staged(&Simulation::new(2, 2));
-        assert!(packing.iter().all(|(peak, bytes)| *peak > 0 && *bytes == 4 * (12 * 12 + 6 * 12)));
+        assert!(
+            packing
+                .iter()
+                .all(|(peak, bytes)| *peak > 0 && *bytes == 4 * (12 * 12 + 6 * 12))
+        );
         let shared = staged(&Simulation::new(2, 2).zero_copy(&[0, 0]));
         assert_eq!(shared, [(0, 4 * 12 * 12); 2]);
         // Only two of the three processes share memory: both pack for the third.
         let mixed = staged(&Simulation::new(3, 3).zero_copy(&[5, 5]));
-        assert!(mixed.iter().all(|(peak, bytes)| *peak > 0 && *bytes > 4 * 12 * 8), "{mixed:?}");
+        assert!(
+            mixed
+                .iter()
+                .all(|(peak, bytes)| *peak > 0 && *bytes > 4 * 12 * 8),
+            "{mixed:?}"
+        );
         // Zero-copy between all four, of whole shards and of parts.
         let four = staged(&Simulation::new(4, 4).zero_copy(&[1; 4]));
         assert_eq!(four, [(0, 4 * 12 * 6); 4]);
@@ -452,8 +514,9 @@ mod tests {
     /// and packs that part for the other process, which expects the region alone.
     #[test]
     fn forwarder_packs_a_strided_part_of_a_shard() {
-        let simulation =
-            Simulation::new(3, 6).zero_copy(&[0, 0, 0]).settings(|b| b.hosts(&[0, 1, 1]));
+        let simulation = Simulation::new(3, 6)
+            .zero_copy(&[0, 0, 0])
+            .settings(|b| b.hosts(&[0, 1, 1]));
         let results = simulation.run(|p| {
             let x = p.array_from_fn(
                 f32s([64, 64]),
@@ -466,7 +529,11 @@ mod tests {
             )?;
             let mesh = p.mesh_of(&[("copies", 2), ("x", 2)], &[2, 3, 4, 5].map(DeviceId))?;
             let y = p.device_put(&x, mesh.sharding(spec![None, "x"]))?;
-            let shards = if y.is_fully_remote() { Vec::new() } else { y.addressable_shards()? };
+            let shards = if y.is_fully_remote() {
+                Vec::new()
+            } else {
+                y.addressable_shards()?
+            };
             for shard in shards {
                 let columns = shard.region.range(1);
                 let values =

@@ -33,9 +33,15 @@ impl Start<'_> {
     /// Registers the send of a region of a local shard to the peers that get it from this process.
     /// The send starts once the shard is filled, or in accelerator memory once it is issued.
     pub(super) fn send(&self, transfer: &Arc<Transfer>, device: DeviceId) {
-        let Some(slot) = self.source.slot(device) else { return };
+        let Some(slot) = self.source.slot(device) else {
+            return;
+        };
         let send = self.send_of(transfer);
-        if self.runtime.accelerator_of(device, kind_of(self.plan.what.from.as_ref())).is_some() {
+        if self
+            .runtime
+            .accelerator_of(device, kind_of(self.plan.what.from.as_ref()))
+            .is_some()
+        {
             send.begin_from_accelerator(self.runtime, slot);
         } else {
             send.begin(self.runtime, slot);
@@ -43,13 +49,22 @@ impl Start<'_> {
     }
 
     fn send_of(&self, transfer: &Arc<Transfer>) -> Send {
-        Send { transfer: transfer.clone(), guard: self.guard.clone() }
+        Send {
+            transfer: transfer.clone(),
+            guard: self.guard.clone(),
+        }
     }
 
     /// Reserves the memory of a shard of this process. Returns (its async buffer, its assembly),
     /// and no assembly if the shard needs no pieces. If there is no memory, the shard fails.
     pub(super) fn open(&self, target: &Target, may_alias: bool) -> (AsyncBuffer, Option<Assembly>) {
-        let Self { plan, runtime, guard, source, .. } = *self;
+        let Self {
+            plan,
+            runtime,
+            guard,
+            source,
+            ..
+        } = *self;
         let op = guard.op();
         if target.region.is_empty() {
             return (AsyncBuffer::filled(Vec::new().into()), None);
@@ -73,9 +88,10 @@ impl Start<'_> {
         let reserved =
             runtime.reserve_all(target.local_index, to.memory_kind(), sizes, op, &*plan.what);
         match (reserved, accelerator) {
-            (Ok(reservation), Some(accelerator)) => {
-                (slot, self.open_on_accelerator(target, accelerator, sum, reservation, resolver))
-            }
+            (Ok(reservation), Some(accelerator)) => (
+                slot,
+                self.open_on_accelerator(target, accelerator, sum, reservation, resolver),
+            ),
             (Ok(reservation), None) if target.pieces.is_empty() => {
                 self.zeros(reservation, resolver);
                 (slot, None)
@@ -84,7 +100,14 @@ impl Start<'_> {
                 let (region, missing) = (target.region.clone(), target.pieces.clone());
                 let (dtype, guard) = (aval.dtype(), guard.clone());
                 let shard = HostAssembly::new(
-                    NewShard { op, region, missing, reservation, resolver, guard },
+                    NewShard {
+                        op,
+                        region,
+                        missing,
+                        reservation,
+                        resolver,
+                        guard,
+                    },
                     runtime.clone(),
                     dtype,
                     target.in_parts && target.pieces != [1] && bytes > SMALL,
@@ -103,13 +126,23 @@ impl Start<'_> {
     /// Returns a shard that shares the memory of host values. It counts as any shard of its device,
     /// unless the device has these bytes already: if there is no memory, it fails.
     fn hold(&self, target: &Target, host: &HostArray) -> AsyncBuffer {
-        let Self { plan, runtime, guard, .. } = *self;
+        let Self {
+            plan,
+            runtime,
+            guard,
+            ..
+        } = *self;
         let (kind, bytes) = (plan.what.to.memory_kind(), host.bytes());
         if bytes.is_counted_by(runtime.pool(target.local_index, kind)) {
             return AsyncBuffer::filled(bytes.clone());
         }
-        let reserved =
-            runtime.reserve(target.local_index, kind, bytes.len(), guard.op(), &*plan.what);
+        let reserved = runtime.reserve(
+            target.local_index,
+            kind,
+            bytes.len(),
+            guard.op(),
+            &*plan.what,
+        );
         match reserved {
             Ok(reservation) => AsyncBuffer::filled(reservation.hold_for(bytes.clone())),
             Err(failure) => {
@@ -131,12 +164,20 @@ impl Start<'_> {
         reservation: Reservation,
         resolver: Resolver,
     ) -> Option<Assembly> {
-        let Self { plan, runtime, guard, .. } = *self;
+        let Self {
+            plan,
+            runtime,
+            guard,
+            ..
+        } = *self;
         let op = guard.op();
         let (item, region) = (plan.item_bytes(), target.region.clone());
         let on_host = target.pieces.len() > 1 && sum.is_none();
-        let missing =
-            if on_host || target.pieces.is_empty() { vec![1] } else { target.pieces.clone() };
+        let missing = if on_host || target.pieces.is_empty() {
+            vec![1]
+        } else {
+            target.pieces.clone()
+        };
         let shard = DeviceAssembly::new(
             NewShard {
                 op,
@@ -213,13 +254,21 @@ impl Start<'_> {
             Origin::Device(_) | Origin::Host => None,
         };
         let transfers = &self.plan.transfers;
-        if transfers.iter().any(|transfer| from_peer(transfer).is_some()) {
+        if transfers
+            .iter()
+            .any(|transfer| from_peer(transfer).is_some())
+        {
             self.runtime.with_router(|router| {
                 for transfer in transfers {
                     if let Some(from) = from_peer(transfer) {
                         let shards = self.shards_of(transfer).collect();
                         let forward = self.send_of(transfer);
-                        Receive { from, shards, forward }.begin(self.runtime, router);
+                        Receive {
+                            from,
+                            shards,
+                            forward,
+                        }
+                        .begin(self.runtime, router);
                     }
                 }
             });
@@ -229,7 +278,10 @@ impl Start<'_> {
 
     /// Returns the assemblies of the shards that contain a region.
     fn shards_of(&self, transfer: &Transfer) -> impl Iterator<Item = Assembly> {
-        transfer.targets.iter().filter_map(|at| self.shards[*at].clone())
+        transfer
+            .targets
+            .iter()
+            .filter_map(|at| self.shards[*at].clone())
     }
 
     /// Registers the copy of a region of this process's own values.
@@ -245,11 +297,14 @@ impl Start<'_> {
             }
             (Origin::Host, Source::Shards(_)) => {}
             (Origin::Device(device), _) => {
-                let Some(slot) = self.source.slot(device) else { return };
+                let Some(slot) = self.source.slot(device) else {
+                    return;
+                };
                 // An accelerator's shard is taken once its work is issued; the copy is ordered
                 // behind it. Other shards are taken once they are filled.
-                let on_accelerator =
-                    runtime.accelerator_of(device, kind_of(self.plan.what.from.as_ref())).is_some();
+                let on_accelerator = runtime
+                    .accelerator_of(device, kind_of(self.plan.what.from.as_ref()))
+                    .is_some();
                 for shard in shards {
                     let (runtime, transfer, guard) =
                         (runtime.clone(), transfer.clone(), guard.clone());
@@ -279,7 +334,13 @@ impl Start<'_> {
 fn alias(runtime: &Arc<Runtime>, guard: &OpGuard, source: Option<&AsyncBuffer>) -> AsyncBuffer {
     let (resolver, slot) = AsyncBuffer::new();
     if let Some(source) = source {
-        follow(source, resolver, SharedBuffer::clone, Some(runtime.clone()), Some(guard.clone()));
+        follow(
+            source,
+            resolver,
+            SharedBuffer::clone,
+            Some(runtime.clone()),
+            Some(guard.clone()),
+        );
     }
     slot
 }

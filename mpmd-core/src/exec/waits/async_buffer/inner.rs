@@ -85,7 +85,11 @@ impl Inner {
             filling: Filling::Done,
             ends_with_its_work: false,
         });
-        Self { counts: AtomicU64::new(counts), held, ended: Condvar::new() }
+        Self {
+            counts: AtomicU64::new(counts),
+            held,
+            ended: Condvar::new(),
+        }
     }
 
     /// Frees a given-up buffer if the async buffer has ended and no use is left.
@@ -94,7 +98,14 @@ impl Inner {
         if self.counts.load(Ordering::Acquire) & USES != 0 {
             return;
         }
-        let Held { state: State::Ended(outcome), given_up, .. } = &mut *held else { return };
+        let Held {
+            state: State::Ended(outcome),
+            given_up,
+            ..
+        } = &mut *held
+        else {
+            return;
+        };
         if let Some(donated) = given_up.take()
             && outcome.is_ok()
         {
@@ -134,9 +145,17 @@ impl Inner {
         drop(held);
         self.ended.notify_all();
         if let State::Pending(Some(waiting)) | State::Issued(_, Some(waiting)) = before {
-            let Waiting { issued, callbacks, wakers, .. } = *waiting;
+            let Waiting {
+                issued,
+                callbacks,
+                wakers,
+                ..
+            } = *waiting;
             if let Some(outcome) = shared {
-                issued.into_iter().chain(callbacks).for_each(|then| then(&outcome));
+                issued
+                    .into_iter()
+                    .chain(callbacks)
+                    .for_each(|then| then(&outcome));
             }
             wakers.into_iter().for_each(|(_, waker)| waker.wake());
         }
@@ -150,13 +169,20 @@ impl Inner {
     /// it. Does nothing unless the async buffer is pending.
     pub(super) fn issue(&self, buffer: SharedBuffer) {
         let mut held = self.held.lock();
-        let State::Pending(waiting) = &mut held.state else { return };
+        let State::Pending(waiting) = &mut held.state else {
+            return;
+        };
         let mut waiting = waiting.take();
-        let callbacks =
-            waiting.as_mut().map(|waiting| std::mem::take(&mut waiting.issued)).unwrap_or_default();
+        let callbacks = waiting
+            .as_mut()
+            .map(|waiting| std::mem::take(&mut waiting.issued))
+            .unwrap_or_default();
         let shared = (!callbacks.is_empty()).then(|| Ok(buffer.clone()));
         // Threads that wait for the end check again and keep waiting.
-        let wakers = waiting.as_ref().map(|waiting| waiting.wakers.clone()).unwrap_or_default();
+        let wakers = waiting
+            .as_ref()
+            .map(|waiting| waiting.wakers.clone())
+            .unwrap_or_default();
         held.state = State::Issued(buffer, waiting);
         held.filling = Filling::UnderWay(Vec::new());
         self.counts.fetch_or(ISSUED, Ordering::AcqRel);
@@ -171,7 +197,9 @@ impl Inner {
     /// Ends the async buffer with the result of the issued work. The buffer may already be taken.
     pub(super) fn end_issued(&self, result: Result<(), Arc<Failure>>) {
         let mut held = self.held.lock();
-        let known = result.clone().map_or_else(Filling::Failed, |()| Filling::Done);
+        let known = result
+            .clone()
+            .map_or_else(Filling::Failed, |()| Filling::Done);
         let verdicts = match std::mem::replace(&mut held.filling, known) {
             Filling::UnderWay(verdicts) => verdicts,
             Filling::Done | Filling::Failed(_) => Vec::new(),

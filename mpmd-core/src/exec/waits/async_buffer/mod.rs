@@ -59,9 +59,16 @@ impl AsyncBuffer {
     /// Creates `count` pending async buffers and their resolvers. Take every one of them: one that
     /// is not taken keeps its memory while others live.
     pub(crate) fn several(count: usize) -> (Resolvers, AsyncBuffers) {
-        let all: Arc<[Inner]> =
-            (0..count).map(|_| Inner::new(State::Pending(None), 2 * HOLDER)).collect();
-        (Resolvers { all: all.clone(), next: 0 }, AsyncBuffers { all, next: 0 })
+        let all: Arc<[Inner]> = (0..count)
+            .map(|_| Inner::new(State::Pending(None), 2 * HOLDER))
+            .collect();
+        (
+            Resolvers {
+                all: all.clone(),
+                next: 0,
+            },
+            AsyncBuffers { all, next: 0 },
+        )
     }
 
     /// Creates an async buffer that is already filled.
@@ -71,7 +78,11 @@ impl AsyncBuffer {
     }
 
     fn of(all: Arc<[Inner]>, index: u32) -> Self {
-        Self { all, index, left: AtomicBool::new(false) }
+        Self {
+            all,
+            index,
+            left: AtomicBool::new(false),
+        }
     }
 
     fn inner(&self) -> &Inner {
@@ -226,7 +237,10 @@ impl AsyncBuffer {
         let mut held = self.inner().held.lock();
         match &mut held.state {
             State::Pending(waiting) | State::Issued(_, waiting) => {
-                waiting.get_or_insert_default().callbacks.push(Box::new(then));
+                waiting
+                    .get_or_insert_default()
+                    .callbacks
+                    .push(Box::new(then));
             }
             State::Ended(outcome) => {
                 let outcome = outcome.clone();
@@ -250,7 +264,11 @@ impl AsyncBuffer {
                     waiting.futures += 1;
                     waiting.futures
                 });
-                match waiting.wakers.iter_mut().find(|(known, _)| *known == number) {
+                match waiting
+                    .wakers
+                    .iter_mut()
+                    .find(|(known, _)| *known == number)
+                {
                     Some((_, last)) => last.clone_from(waker),
                     None => waiting.wakers.push((number, waker.clone())),
                 }
@@ -296,7 +314,9 @@ impl AsyncBuffer {
 
     /// Registers a use of the buffer, which lasts until the returned object is dropped.
     pub(crate) fn issue_use(&self) -> BufferUse {
-        self.inner().counts.fetch_add(HOLDER + USE, Ordering::Relaxed);
+        self.inner()
+            .counts
+            .fetch_add(HOLDER + USE, Ordering::Relaxed);
         BufferUse(Self::of(self.all.clone(), self.index))
     }
 
@@ -387,9 +407,15 @@ mod tests {
         let called = Arc::new(AtomicUsize::new(0));
         let count = called.clone();
         slot.on_end(move |outcome| {
-            count.fetch_add(outcome.as_ref().map_or(0, |buffer| buffer.len()), Ordering::Relaxed);
+            count.fetch_add(
+                outcome.as_ref().map_or(0, |buffer| buffer.len()),
+                Ordering::Relaxed,
+            );
         });
-        assert!(slot.wait_until(Some(Instant::now() + Duration::from_millis(5))).is_none());
+        assert!(
+            slot.wait_until(Some(Instant::now() + Duration::from_millis(5)))
+                .is_none()
+        );
         let waiting = slot.clone();
         let thread = thread::spawn(move || waiting.wait_until(None));
         resolver.keep(Ok(vec![1u8, 2, 3].into()));
@@ -421,12 +447,20 @@ mod tests {
             }
         }
         let registered = || counts.iter().map(|count| Arc::strong_count(count) - 1);
-        assert_eq!(registered().collect::<Vec<_>>(), [0, 0, 0, 0, 0, 0, 1, 1, 1]);
+        assert_eq!(
+            registered().collect::<Vec<_>>(),
+            [0, 0, 0, 0, 0, 0, 1, 1, 1]
+        );
         slot.forget(futures[1].expect("it was polled"));
-        assert_eq!(registered().collect::<Vec<_>>(), [0, 0, 0, 0, 0, 0, 1, 0, 1]);
+        assert_eq!(
+            registered().collect::<Vec<_>>(),
+            [0, 0, 0, 0, 0, 0, 1, 0, 1]
+        );
         resolver.keep(Ok(Vec::new().into()));
-        let woken: Vec<usize> =
-            counts.iter().map(|count| count.0.load(Ordering::Relaxed)).collect();
+        let woken: Vec<usize> = counts
+            .iter()
+            .map(|count| count.0.load(Ordering::Relaxed))
+            .collect();
         assert_eq!(woken, [0, 0, 0, 0, 0, 0, 1, 0, 1]);
     }
 
@@ -472,7 +506,10 @@ mod tests {
         assert_eq!(thread.join().unwrap(), 2);
         assert!(slot.has_issued() && !slot.has_ended() && slot.peek().is_none());
         assert_eq!(slot.peek_issued().unwrap().unwrap().len(), 2);
-        assert!(slot.wait_until(Some(Instant::now() + Duration::from_millis(2))).is_none());
+        assert!(
+            slot.wait_until(Some(Instant::now() + Duration::from_millis(2)))
+                .is_none()
+        );
         assert_eq!(seen.load(Ordering::Relaxed), 1);
         end.end(Ok(()));
         assert_eq!(seen.load(Ordering::Relaxed), 11);
@@ -482,8 +519,14 @@ mod tests {
 
     #[test]
     fn issued_buffers_may_fail_or_be_taken_before_the_end() {
-        let failure =
-            || Arc::new(Failure::new(FailureKind::Kernel, mpmd_base::ProcessId(0), 4, "no"));
+        let failure = || {
+            Arc::new(Failure::new(
+                FailureKind::Kernel,
+                mpmd_base::ProcessId(0),
+                4,
+                "no",
+            ))
+        };
         let pool = mpmd_transport::Pool::new("test", None);
         let block = || pool.allocate(1).unwrap().freeze();
         let (resolvers, slots) = AsyncBuffer::several(2);
@@ -508,8 +551,14 @@ mod tests {
 
     #[test]
     fn earlier_callbacks_and_status_survive_a_taken_buffer() {
-        let failure =
-            || Arc::new(Failure::new(FailureKind::Donated, mpmd_base::ProcessId(0), 4, "no"));
+        let failure = || {
+            Arc::new(Failure::new(
+                FailureKind::Donated,
+                mpmd_base::ProcessId(0),
+                4,
+                "no",
+            ))
+        };
         let told = Arc::new(Mutex::new(Vec::new()));
         for result in [Ok(()), Err(failure())] {
             let (resolver, slot) = AsyncBuffer::new();
@@ -517,18 +566,31 @@ mod tests {
             slot.on_end(move |outcome| ends.lock().push(outcome.is_ok()));
             let end = resolver.issue(vec![1u8].into());
             assert!(
-                slot.take_issued(failure()).unwrap().unwrap().into_owned().is_err(),
+                slot.take_issued(failure())
+                    .unwrap()
+                    .unwrap()
+                    .into_owned()
+                    .is_err(),
                 "it is shared"
             );
             end.end(result.clone());
             assert_eq!(std::mem::take(&mut *told.lock()), [result.is_ok()]);
-            assert!(slot.peek().unwrap().is_err(), "later readers get the donation or the failure");
+            assert!(
+                slot.peek().unwrap().is_err(),
+                "later readers get the donation or the failure"
+            );
 
             let (resolver, slot) = AsyncBuffer::new();
             let end = resolver.issue(vec![1u8].into());
             let ends = told.clone();
             slot.on_completion(move |result| ends.lock().push(result.is_ok()));
-            assert!(slot.take_issued(failure()).unwrap().unwrap().into_owned().is_ok());
+            assert!(
+                slot.take_issued(failure())
+                    .unwrap()
+                    .unwrap()
+                    .into_owned()
+                    .is_ok()
+            );
             assert!(told.lock().is_empty(), "it was taken, and is not filled");
             end.end(result.clone());
             let ends = told.clone();
@@ -560,7 +622,11 @@ mod tests {
         );
         let issued = slots[1].issue_use();
         drop(slots.pop());
-        assert_eq!(pool.stats().live, 2 * mpmd_transport::Pool::rounded(1), "a use was issued");
+        assert_eq!(
+            pool.stats().live,
+            2 * mpmd_transport::Pool::rounded(1),
+            "a use was issued"
+        );
         assert!(issued.wait(&Parker::alone()).is_ok());
         assert_eq!(pool.stats().live, mpmd_transport::Pool::rounded(1));
         assert!(slots[0].has_ended());
@@ -591,8 +657,9 @@ mod tests {
         let slots: Vec<AsyncBuffer> = slots.collect();
         resolvers.keep_next(Ok(vec![1u8].into()));
         drop(resolvers);
-        let kinds =
-            slots.iter().map(|slot| slot.peek().unwrap().map_err(|failure| failure.kind).err());
+        let kinds = slots
+            .iter()
+            .map(|slot| slot.peek().unwrap().map_err(|failure| failure.kind).err());
         assert_eq!(
             kinds.collect::<Vec<_>>(),
             [None, Some(FailureKind::Left), Some(FailureKind::Left)]

@@ -83,7 +83,9 @@ impl Drop for Resolver {
 impl Resolvers {
     /// Ends the next async buffer with a buffer or a failure. Does nothing if none is left.
     pub(crate) fn keep_next(&mut self, outcome: Outcome) {
-        let Some(inner) = self.all.get(self.next as usize) else { return };
+        let Some(inner) = self.all.get(self.next as usize) else {
+            return;
+        };
         self.next += 1;
         inner.end(outcome);
         inner.let_go(self.all.len() > 1);
@@ -127,5 +129,10 @@ impl Drop for Resolvers {
 
 fn abandoned() -> Arc<Failure> {
     let message = "the operation was abandoned: its program ended before it ran";
-    Arc::new(Failure::new(FailureKind::Left, mpmd_base::ProcessId(0), 0, message))
+    Arc::new(Failure::new(
+        FailureKind::Left,
+        mpmd_base::ProcessId(0),
+        0,
+        message,
+    ))
 }

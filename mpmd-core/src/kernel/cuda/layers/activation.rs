@@ -45,7 +45,8 @@ pub fn activate<'x>(
     let call = Call::new(cuda, "activation", &ACTIVATION, &x)?;
     let all = product(&[rows, width]);
     call.has(&[("x", &x, all), ("y", &y, all)])?;
-    bias.iter().try_for_each(|bias| call.has(&[("the bias", bias, width)]))?;
+    bias.iter()
+        .try_for_each(|bias| call.has(&[("the bias", bias, width)]))?;
     call.writes(&[&y])?;
     let args = args![rows, width, curve.number(), x, bias, y];
     call.over("activate", fours(rows, width), args)
@@ -71,9 +72,19 @@ pub fn activate_backward<'x>(
     let call = Call::new(cuda, "gradient of an activation", &ACTIVATION, &x)?;
     let all = product(&[rows, width]);
     call.has(&[("x", &x, all), ("d_y", &d_y, all), ("d_x", &d_x, all)])?;
-    bias.iter().try_for_each(|bias| call.has(&[("the bias", bias, width)]))?;
+    bias.iter()
+        .try_for_each(|bias| call.has(&[("the bias", bias, width)]))?;
     call.writes(&[&d_x])?;
-    let args = args![rows, width, curve.number(), x, bias, d_y, d_x, u32::from(adds)];
+    let args = args![
+        rows,
+        width,
+        curve.number(),
+        x,
+        bias,
+        d_y,
+        d_x,
+        u32::from(adds)
+    ];
     call.over("activate_backward", fours(rows, width), args)
 }
 
@@ -94,7 +105,11 @@ pub fn gate<'x>(
     let y = y.into();
     let call = Call::new(cuda, "gate", &ACTIVATION, &a)?;
     let last = in_rows(rows, width, stride);
-    call.has(&[("a", &a, last), ("b", &b, last), ("y", &y, product(&[rows, width]))])?;
+    call.has(&[
+        ("a", &a, last),
+        ("b", &b, last),
+        ("y", &y, product(&[rows, width])),
+    ])?;
     call.writes(&[&y])?;
     let args = args![rows, width, stride, curve.number(), a, b, y];
     call.over("gate", fours(rows, width), args)
@@ -117,7 +132,12 @@ pub fn gate_backward<'x>(
     let d_y = d_y.into();
     let call = Call::new(cuda, "gradient of a gate", &ACTIVATION, &a)?;
     let last = in_rows(rows, width, stride);
-    call.has(&[("a", &a, last), ("b", &b, last), ("d_a", &d_a, last), ("d_b", &d_b, last)])?;
+    call.has(&[
+        ("a", &a, last),
+        ("b", &b, last),
+        ("d_a", &d_a, last),
+        ("d_b", &d_b, last),
+    ])?;
     call.has(&[("d_y", &d_y, product(&[rows, width]))])?;
     call.writes(&[&d_a, &d_b])?;
     let args = args![rows, width, stride, curve.number(), a, b, d_y, d_a, d_b];
@@ -126,5 +146,6 @@ pub fn gate_backward<'x>(
 
 /// Returns the least number of elements of an array with rows that begin `stride` apart.
 fn in_rows(rows: usize, width: usize, stride: usize) -> usize {
-    rows.checked_sub(1).map_or(0, |last| product(&[last, stride]).saturating_add(width))
+    rows.checked_sub(1)
+        .map_or(0, |last| product(&[last, stride]).saturating_add(width))
 }

@@ -20,7 +20,10 @@ pub struct Heads<'a> {
 impl<'a> Heads<'a> {
     /// Describes vectors by the distances in elements between sequences, tokens and heads.
     pub fn new(part: impl Into<Part<'a>>, strides: [usize; 3]) -> Self {
-        Self { part: part.into(), strides }
+        Self {
+            part: part.into(),
+            strides,
+        }
     }
 
     /// Describes vectors in a matrix `[sequences * time, columns]`: heads are `head` columns apart.
@@ -46,7 +49,9 @@ impl<'a> Heads<'a> {
         let last = counts
             .iter()
             .zip(self.strides)
-            .fold(dim, |sum, (count, stride)| sum.saturating_add(product(&[count - 1, stride])));
+            .fold(dim, |sum, (count, stride)| {
+                sum.saturating_add(product(&[count - 1, stride]))
+            });
         call.has(&[(name, &self.part, last)])
     }
 
@@ -136,9 +141,16 @@ impl Attention<'_> {
         if is_empty {
             return Ok(());
         }
-        let Self { batch, heads, queries, .. } = *self;
+        let Self {
+            batch,
+            heads,
+            queries,
+            ..
+        } = *self;
         let mut args = Vec::new();
-        [q, k, v, out].iter().for_each(|heads| args.extend(heads.args()));
+        [q, k, v, out]
+            .iter()
+            .for_each(|heads| args.extend(heads.args()));
         args.push(normalizers.into());
         args.extend(self.sizes());
         let blocks = product(&[queries.div_ceil(tiles.rows), heads, batch]);
@@ -164,7 +176,15 @@ impl Attention<'_> {
         let (call, tiles) = self.call(cuda, "gradient of attention", OF_GRADIENTS, &q)?;
         let of_queries = [("the result", &out), ("d_out", &d_out), ("d_q", &d_q)];
         let is_empty = self.check(&call, [&q, &k, &v], &of_queries, &normalizers)?;
-        let Self { batch, heads, groups, queries, keys, dim, .. } = *self;
+        let Self {
+            batch,
+            heads,
+            groups,
+            queries,
+            keys,
+            dim,
+            ..
+        } = *self;
         for (name, heads) in [("d_k", &d_k), ("d_v", &d_v)] {
             heads.check(&call, name, [batch, keys, groups], dim)?;
         }
@@ -175,14 +195,32 @@ impl Attention<'_> {
         let rows = product(&[batch, heads, queries]);
         let means = cuda.scratch(DType::F32, rows)?;
         let mut args: Vec<_> = [out, d_out].iter().flat_map(Heads::args).collect();
-        args.extend([small(heads), small(queries), rows.into(), small(dim), (&means).into()]);
+        args.extend([
+            small(heads),
+            small(queries),
+            rows.into(),
+            small(dim),
+            (&means).into(),
+        ]);
         call.blocks("attention_means", rows.div_ceil(8), &args)?;
-        let of_queries = (&[d_q][..], product(&[queries.div_ceil(tiles.rows), heads, batch]));
-        let of_keys = (&[d_k, d_v][..], product(&[keys.div_ceil(tiles.rows), groups, batch]));
-        let both = [("attention_queries", of_queries), ("attention_keys", of_keys)];
+        let of_queries = (
+            &[d_q][..],
+            product(&[queries.div_ceil(tiles.rows), heads, batch]),
+        );
+        let of_keys = (
+            &[d_k, d_v][..],
+            product(&[keys.div_ceil(tiles.rows), groups, batch]),
+        );
+        let both = [
+            ("attention_queries", of_queries),
+            ("attention_keys", of_keys),
+        ];
         for (function, (results, blocks)) in both {
             let mut args = Vec::new();
-            [q, k, v, d_out].iter().chain(results).for_each(|heads| args.extend(heads.args()));
+            [q, k, v, d_out]
+                .iter()
+                .chain(results)
+                .for_each(|heads| args.extend(heads.args()));
             args.extend([normalizers.into(), (&means).into()]);
             args.extend(self.sizes());
             call.shared(function, blocks, tiles.shared(OF_GRADIENTS), &args)?;
@@ -225,13 +263,27 @@ impl Attention<'_> {
         of_queries: &[(&str, &Heads<'_>)],
         normalizers: &Part<'_>,
     ) -> Result<bool> {
-        let Self { batch, heads, groups, queries, keys, dim, .. } = *self;
+        let Self {
+            batch,
+            heads,
+            groups,
+            queries,
+            keys,
+            dim,
+            ..
+        } = *self;
         if groups == 0 || !heads.is_multiple_of(groups) {
-            return call.fail(&format!("{heads} heads cannot share {groups} heads of keys"));
+            return call.fail(&format!(
+                "{heads} heads cannot share {groups} heads of keys"
+            ));
         }
-        if [heads, queries, keys].iter().any(|count| *count > i32::MAX as usize) {
-            return call
-                .fail(&format!("{heads} heads, {queries} queries or {keys} keys: too many"));
+        if [heads, queries, keys]
+            .iter()
+            .any(|count| *count > i32::MAX as usize)
+        {
+            return call.fail(&format!(
+                "{heads} heads, {queries} queries or {keys} keys: too many"
+            ));
         }
         for (name, heads_of) in [("q", q)].iter().chain(of_queries) {
             heads_of.check(call, name, [batch, queries, heads], dim)?;
@@ -263,7 +315,17 @@ impl Attention<'_> {
 
     /// Returns the arguments that all kernels take.
     fn sizes(&self) -> Vec<Arg<'_>> {
-        let Self { heads, groups, queries, keys, dim, scale, cap, mask, .. } = *self;
+        let Self {
+            heads,
+            groups,
+            queries,
+            keys,
+            dim,
+            scale,
+            cap,
+            mask,
+            ..
+        } = *self;
         let causal = matches!(mask, Mask::Causal | Mask::CausalFrom(..));
         let (first, stride) = match mask {
             Mask::CausalFrom(first, stride) => (Some(first), stride),
@@ -296,7 +358,10 @@ pub(super) fn source(dim: usize) -> Option<&'static Pair> {
 /// Returns the tiles for heads of `dim` elements, the best ones first. Each later one needs less
 /// shared memory, up to the last one of this length.
 fn tiles(dim: usize) -> impl Iterator<Item = &'static Tiles> {
-    let length = TILES.iter().map(|tiles| tiles.dim).find(|length| dim <= *length);
+    let length = TILES
+        .iter()
+        .map(|tiles| tiles.dim)
+        .find(|length| dim <= *length);
     TILES.iter().filter(move |tiles| Some(tiles.dim) == length)
 }
 
@@ -313,12 +378,36 @@ struct Tiles {
 }
 
 static TILES: [Tiles; 6] = [
-    Tiles { dim: 64, rows: 64, source: &ATTENTION_64 },
-    Tiles { dim: 64, rows: 32, source: &ATTENTION_64_BY_32 },
-    Tiles { dim: 128, rows: 64, source: &ATTENTION_128 },
-    Tiles { dim: 128, rows: 32, source: &ATTENTION_128_BY_32 },
-    Tiles { dim: 256, rows: 32, source: &ATTENTION_256 },
-    Tiles { dim: 256, rows: 16, source: &ATTENTION_256_BY_16 },
+    Tiles {
+        dim: 64,
+        rows: 64,
+        source: &ATTENTION_64,
+    },
+    Tiles {
+        dim: 64,
+        rows: 32,
+        source: &ATTENTION_64_BY_32,
+    },
+    Tiles {
+        dim: 128,
+        rows: 64,
+        source: &ATTENTION_128,
+    },
+    Tiles {
+        dim: 128,
+        rows: 32,
+        source: &ATTENTION_128_BY_32,
+    },
+    Tiles {
+        dim: 256,
+        rows: 32,
+        source: &ATTENTION_256,
+    },
+    Tiles {
+        dim: 256,
+        rows: 16,
+        source: &ATTENTION_256_BY_16,
+    },
 ];
 
 impl Tiles {

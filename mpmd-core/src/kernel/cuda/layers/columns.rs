@@ -24,14 +24,21 @@ pub(super) struct Chunks {
 impl Chunks {
     pub(super) fn of(rows: usize) -> Self {
         let each = rows.div_ceil(CHUNKS).max(2 * ROWS_EACH as usize);
-        Self { rows: each, count: rows.div_ceil(each) }
+        Self {
+            rows: each,
+            count: rows.div_ceil(each),
+        }
     }
 
     /// Returns a grid with a block for some columns of a chunk: columns along x, chunks along y.
     pub(super) fn grid(self, width: usize) -> Grid {
         // At most `CHUNKS` along y, and fewer than 2^31 along x for any array that fits a device.
         let blocks = (width.div_ceil(COLUMNS_EACH) as u32, self.count as u32, 1);
-        Grid { blocks, threads: (COLUMNS_EACH as u32, ROWS_EACH, 1), shared_bytes: 0 }
+        Grid {
+            blocks,
+            threads: (COLUMNS_EACH as u32, ROWS_EACH, 1),
+            shared_bytes: 0,
+        }
     }
 }
 
@@ -73,7 +80,10 @@ pub(super) fn finish(
     if width == 0 {
         return Ok(());
     }
-    let source = COLUMNS.of(call.dtype).ok_or_else(|| Error::kernel("sums of no float"))?;
+    let source = COLUMNS
+        .of(call.dtype)
+        .ok_or_else(|| Error::kernel("sums of no float"))?;
     let args = args![chunks.count, width, parts, part, u32::from(adds)];
-    call.cuda.launch(source, "add_chunks", Grid::over(width), args)
+    call.cuda
+        .launch(source, "add_chunks", Grid::over(width), args)
 }

@@ -40,8 +40,11 @@ pub fn add_bias<'x>(
     let call = Call::new(cuda, "sum", &ELEMENTWISE, &x)?;
     let all = product(&[rows, width]);
     call.has(&[("x", &x, all), ("y", &y, all)])?;
-    bias.iter().try_for_each(|bias| call.has(&[("the bias", bias, width)]))?;
-    residual.iter().try_for_each(|more| call.has(&[("the residual", more, all)]))?;
+    bias.iter()
+        .try_for_each(|bias| call.has(&[("the bias", bias, width)]))?;
+    residual
+        .iter()
+        .try_for_each(|more| call.has(&[("the residual", more, all)]))?;
     call.writes(&[&y])?;
     let args = args![rows, width, x, bias, residual, y];
     call.over("add_bias", fours(rows, width), args)
@@ -88,9 +91,19 @@ pub fn convert<'x>(
 ) -> Result<()> {
     let (x, y) = (x.into(), y.into());
     let from_f32 = x.dtype() == DType::F32;
-    let call = Call::new(cuda, "conversion", &ELEMENTWISE, if from_f32 { &y } else { &x })?;
+    let call = Call::new(
+        cuda,
+        "conversion",
+        &ELEMENTWISE,
+        if from_f32 { &y } else { &x },
+    )?;
     call.one("x", &x, x.dtype(), elements)?;
-    call.one("y", &y, if from_f32 { y.dtype() } else { DType::F32 }, elements)?;
+    call.one(
+        "y",
+        &y,
+        if from_f32 { y.dtype() } else { DType::F32 },
+        elements,
+    )?;
     call.writes(&[&y])?;
     let args = args![elements, x, y];
     let function = if from_f32 { "from_f32" } else { "to_f32" };
@@ -119,7 +132,9 @@ pub fn dropout<'x>(
     let (x, y) = (x.into(), y.into());
     let call = Call::new(cuda, "dropout", &ELEMENTWISE, &x)?;
     if !(0.0..1.0).contains(&drop_p) {
-        return call.fail(&format!("the probability is {drop_p}: expected a number in [0, 1)"));
+        return call.fail(&format!(
+            "the probability is {drop_p}: expected a number in [0, 1)"
+        ));
     }
     call.has(&[("x", &x, elements), ("y", &y, elements)])?;
     call.writes(&[&y])?;

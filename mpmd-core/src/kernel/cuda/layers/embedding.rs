@@ -35,11 +35,18 @@ impl Embedding {
         positions: Option<(Part<'x>, usize)>,
         y: impl Into<Part<'x>>,
     ) -> Result<()> {
-        let Self { tokens, entries, width } = *self;
+        let Self {
+            tokens,
+            entries,
+            width,
+        } = *self;
         let (table, indices, y) = (table.into(), indices.into(), y.into());
         let call = Call::new(cuda, "embedding", &EMBEDDING, &table)?;
         let all = product(&[tokens, width]);
-        call.has(&[("the table", &table, product(&[entries, width])), ("y", &y, all)])?;
+        call.has(&[
+            ("the table", &table, product(&[entries, width])),
+            ("y", &y, all),
+        ])?;
         let bytes = call.indices("the indices", &indices, tokens)?;
         let time = positions.map_or(1, |(_, time)| time.max(1));
         if let Some((positions, _)) = &positions {
@@ -65,9 +72,16 @@ impl Embedding {
         d_y: impl Into<Part<'x>>,
         d_table: impl Into<Target<'x>>,
     ) -> Result<()> {
-        let Self { tokens, entries, width } = *self;
+        let Self {
+            tokens,
+            entries,
+            width,
+        } = *self;
         let (indices, d_y) = (indices.into(), d_y.into());
-        let Target { part: d_table, adds } = d_table.into();
+        let Target {
+            part: d_table,
+            adds,
+        } = d_table.into();
         let call = Call::new(cuda, "gradient of an embedding", &EMBEDDING, &d_y)?;
         let bytes = call.indices("the indices", &indices, tokens)?;
         call.has(&[("d_y", &d_y, product(&[tokens, width]))])?;
@@ -86,7 +100,9 @@ impl Embedding {
         // For each chunk: the sum of its last index, and of its first one.
         let chunks = tokens.div_ceil(CHUNK);
         let open = cuda.scratch(DType::F32, product(&[chunks, 2, width]))?;
-        let args = args![tokens, entries, width, indices, bytes, &order, d_y, &open, d_table];
+        let args = args![
+            tokens, entries, width, indices, bytes, &order, d_y, &open, d_table
+        ];
         call.blocks("embed_backward", chunks, args)?;
         call.blocks("embed_backward_open", chunks, args)
     }

@@ -41,7 +41,16 @@ use mpmd_layout::aval::DType;
 /// Returns the sources of all layers for arrays of `dtype`, with that of attention for heads of
 /// `dim` elements. None unless the dtype is `f32` or `bf16`.
 pub fn sources(dtype: DType, dim: usize) -> Vec<&'static Source> {
-    let pairs = [&ACTIVATION, &COLUMNS, &ELEMENTWISE, &EMBEDDING, &NORM, &PAGED, &ROTARY, &SOFTMAX];
+    let pairs = [
+        &ACTIVATION,
+        &COLUMNS,
+        &ELEMENTWISE,
+        &EMBEDDING,
+        &NORM,
+        &PAGED,
+        &ROTARY,
+        &SOFTMAX,
+    ];
     let all = pairs.into_iter().chain(attention::source(dim));
     all.filter_map(|pair| pair.of(dtype)).collect()
 }
@@ -55,12 +64,18 @@ pub struct Target<'a> {
 
 /// Returns the place of a result that is added to the old values.
 pub fn add_to<'a>(part: impl Into<Part<'a>>) -> Target<'a> {
-    Target { part: part.into(), adds: true }
+    Target {
+        part: part.into(),
+        adds: true,
+    }
 }
 
 impl<'a, P: Into<Part<'a>>> From<P> for Target<'a> {
     fn from(part: P) -> Self {
-        Self { part: part.into(), adds: false }
+        Self {
+            part: part.into(),
+            adds: false,
+        }
     }
 }
 
@@ -95,17 +110,26 @@ impl<'a> Call<'a> {
         let source = pair
             .of(dtype)
             .ok_or_else(|| Error::kernel(format!("{name} of {dtype}: expected f32 or bf16")))?;
-        Ok(Self { cuda, name, source, dtype })
+        Ok(Self {
+            cuda,
+            name,
+            source,
+            dtype,
+        })
     }
 
     /// Checks arrays of the call's dtype: (name, part, least number of elements).
     fn has(&self, parts: &[(&str, &Part<'_>, usize)]) -> Result<()> {
-        parts.iter().try_for_each(|(name, part, least)| self.one(name, part, self.dtype, *least))
+        parts
+            .iter()
+            .try_for_each(|(name, part, least)| self.one(name, part, self.dtype, *least))
     }
 
     /// Checks arrays of `f32`.
     fn has_f32(&self, parts: &[(&str, &Part<'_>, usize)]) -> Result<()> {
-        parts.iter().try_for_each(|(name, part, least)| self.one(name, part, DType::F32, *least))
+        parts
+            .iter()
+            .try_for_each(|(name, part, least)| self.one(name, part, DType::F32, *least))
     }
 
     fn one(&self, name: &str, part: &Part<'_>, dtype: DType, least: usize) -> Result<()> {
@@ -152,9 +176,11 @@ impl<'a> Call<'a> {
         match i32::try_from(blocks) {
             Ok(0) => Ok(()),
             // Not negative.
-            Ok(blocks) => {
-                self.launch(function, Grid::new(blocks as u32, THREADS).shared(bytes), args)
-            }
+            Ok(blocks) => self.launch(
+                function,
+                Grid::new(blocks as u32, THREADS).shared(bytes),
+                args,
+            ),
             Err(_) => self.fail(&format!("{blocks} blocks are more than a device takes")),
         }
     }
@@ -171,12 +197,17 @@ impl<'a> Call<'a> {
 
 /// Returns the product of sizes. `usize::MAX` if it is larger: no part has so many elements.
 fn product(sizes: &[usize]) -> usize {
-    sizes.iter().fold(1, |product: usize, size| product.saturating_mul(*size))
+    sizes
+        .iter()
+        .fold(1, |product: usize, size| product.saturating_mul(*size))
 }
 
 /// Returns the arguments of a cap: whether there is one, and its value.
 fn capped(cap: Option<f32>) -> [Arg<'static>; 2] {
-    [u32::from(cap.is_some()).into(), cap.unwrap_or_default().into()]
+    [
+        u32::from(cap.is_some()).into(),
+        cap.unwrap_or_default().into(),
+    ]
 }
 
 /// Returns the number of threads that walk over a matrix, four elements of a row at a time.

@@ -37,15 +37,34 @@ impl Norm {
         y: impl Into<Part<'x>>,
         statistics: impl Into<Part<'x>>,
     ) -> Result<()> {
-        let Self { rows, width, eps, remove_mean } = *self;
+        let Self {
+            rows,
+            width,
+            eps,
+            remove_mean,
+        } = *self;
         let (x, y, statistics) = (x.into(), y.into(), statistics.into());
         let call = Call::new(cuda, "norm", &NORM, &x)?;
         let all = product(&[rows, width]);
-        call.has(&[("x", &x, all), ("the weight", &weight, width), ("y", &y, all)])?;
-        bias.iter().try_for_each(|bias| call.has(&[("the bias", bias, width)]))?;
+        call.has(&[
+            ("x", &x, all),
+            ("the weight", &weight, width),
+            ("y", &y, all),
+        ])?;
+        bias.iter()
+            .try_for_each(|bias| call.has(&[("the bias", bias, width)]))?;
         call.has_f32(&[("statistics", &statistics, product(&[rows, 2]))])?;
         call.writes(&[&y, &statistics])?;
-        let args = args![width, eps, u32::from(remove_mean), x, weight, bias, y, statistics];
+        let args = args![
+            width,
+            eps,
+            u32::from(remove_mean),
+            x,
+            weight,
+            bias,
+            y,
+            statistics
+        ];
         call.blocks("norm_forward", rows, args)
     }
 
@@ -64,7 +83,12 @@ impl Norm {
         statistics: impl Into<Part<'x>>,
         d_x: impl Into<Target<'x>>,
     ) -> Result<()> {
-        let Self { rows, width, remove_mean, .. } = *self;
+        let Self {
+            rows,
+            width,
+            remove_mean,
+            ..
+        } = *self;
         let (x, weight, d_y, statistics) = (x.into(), weight.into(), d_y.into(), statistics.into());
         let Target { part: d_x, adds } = d_x.into();
         let call = Call::new(cuda, "gradient of a norm", &NORM, &x)?;
@@ -73,8 +97,16 @@ impl Norm {
         call.has(&[("d_y", &d_y, all), ("d_x", &d_x, all)])?;
         call.has_f32(&[("statistics", &statistics, product(&[rows, 2]))])?;
         call.writes(&[&d_x])?;
-        let args =
-            args![width, u32::from(remove_mean), x, weight, d_y, statistics, d_x, u32::from(adds)];
+        let args = args![
+            width,
+            u32::from(remove_mean),
+            x,
+            weight,
+            d_y,
+            statistics,
+            d_x,
+            u32::from(adds)
+        ];
         call.blocks("norm_backward", rows, args)
     }
 

@@ -57,7 +57,13 @@ impl Paged<'_> {
         k: Heads<'x>,
         v: Heads<'x>,
     ) -> Result<()> {
-        let Self { groups, dim, keys, values, .. } = *self;
+        let Self {
+            groups,
+            dim,
+            keys,
+            values,
+            ..
+        } = *self;
         let call = Call::new(cuda, "write to blocks", &PAGED, &k.part)?;
         self.check(&call, rows)?;
         k.check(&call, "k", [1, rows.tokens, groups], dim)?;
@@ -69,7 +75,11 @@ impl Paged<'_> {
         }
         let mut args = self.args(rows);
         args.push(rows.tokens.into());
-        for Heads { part, strides: [_, token, head] } in [k, v] {
+        for Heads {
+            part,
+            strides: [_, token, head],
+        } in [k, v]
+        {
             args.extend([part.into(), token.into(), head.into()]);
         }
         args.extend([keys.into(), values.into()]);
@@ -95,7 +105,13 @@ impl Paged<'_> {
         q: Heads<'x>,
         out: Heads<'x>,
     ) -> Result<()> {
-        let Self { groups, dim, keys, values, .. } = *self;
+        let Self {
+            groups,
+            dim,
+            keys,
+            values,
+            ..
+        } = *self;
         let call = Call::new(cuda, "attention to blocks", &PAGED, &q.part)?;
         self.check(&call, rows)?;
         if groups == 0 || !heads.is_multiple_of(groups) || dim > 256 {
@@ -105,8 +121,10 @@ impl Paged<'_> {
         q.check(&call, "q", [1, rows.tokens, heads], dim)?;
         out.check(&call, "the result", [1, rows.tokens, heads], dim)?;
         call.writes(&[&out.part])?;
-        let (parts, window) =
-            (product(&[rows.most, BLOCK]).div_ceil(KEYS), window.unwrap_or(usize::MAX));
+        let (parts, window) = (
+            product(&[rows.most, BLOCK]).div_ceil(KEYS),
+            window.unwrap_or(usize::MAX),
+        );
         let each = product(&[heads, parts, dim + 2]);
         if product(&[rows.tokens, heads, dim, parts]) == 0 {
             return Ok(());
@@ -143,11 +161,25 @@ impl Paged<'_> {
 
     fn check(&self, call: &Call<'_>, rows: &PagedRows<'_>) -> Result<()> {
         let all = product(&[self.blocks, self.groups, self.dim, BLOCK]);
-        call.has(&[("the keys", &self.keys, all), ("the values", &self.values, all)])?;
-        let PagedRows { tokens, sequences, positions, tables, most } = rows;
+        call.has(&[
+            ("the keys", &self.keys, all),
+            ("the values", &self.values, all),
+        ])?;
+        let PagedRows {
+            tokens,
+            sequences,
+            positions,
+            tables,
+            most,
+        } = rows;
         call.one("the sequences", sequences, DType::U32, *tokens)?;
         call.one("the positions", positions, DType::U32, *tokens)?;
-        call.one("the tables", tables, DType::U32, if *tokens > 0 { *most } else { 0 })
+        call.one(
+            "the tables",
+            tables,
+            DType::U32,
+            if *tokens > 0 { *most } else { 0 },
+        )
     }
 
     /// Returns the arguments that all kernels take.

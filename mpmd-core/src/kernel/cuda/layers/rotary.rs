@@ -48,7 +48,14 @@ impl Rotary<'_> {
         [cos, sin]: [Part<'x>; 2],
         y: Heads<'x>,
     ) -> Result<()> {
-        let Self { batch, time, heads, dim, beside, angles } = *self;
+        let Self {
+            batch,
+            time,
+            heads,
+            dim,
+            beside,
+            angles,
+        } = *self;
         let call = Call::new(cuda, "rotary embedding", &ROTARY, &x.part)?;
         if !dim.is_multiple_of(2) {
             return call.fail(&format!("{dim} elements have no pairs"));
@@ -62,9 +69,11 @@ impl Rotary<'_> {
             return Ok(());
         }
         let (rows, stride, positions) = match angles {
-            Angles::ByTime(stride) => {
-                (product(&[batch - 1, stride]).saturating_add(time), stride, None)
-            }
+            Angles::ByTime(stride) => (
+                product(&[batch - 1, stride]).saturating_add(time),
+                stride,
+                None,
+            ),
             Angles::ByPosition(positions) => {
                 call.one("the positions", &positions, DType::U32, tokens)?;
                 (1, 0, Some(positions))

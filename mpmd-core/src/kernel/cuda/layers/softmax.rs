@@ -86,9 +86,22 @@ impl CrossEntropy<'_> {
         let bytes = self.check(&call, &logits, &normalizers)?;
         call.has_f32(&[("the total", &total, 2)])?;
         call.writes(&[&total, &normalizers])?;
-        let Self { rows, classes, targets, weights } = *self;
+        let Self {
+            rows,
+            classes,
+            targets,
+            weights,
+        } = *self;
         let losses = cuda.scratch(DType::F32, rows)?;
-        let args = args![classes, logits, targets, bytes, weights, &losses, normalizers];
+        let args = args![
+            classes,
+            logits,
+            targets,
+            bytes,
+            weights,
+            &losses,
+            normalizers
+        ];
         call.blocks("cross_entropy", rows, args)?;
         let args = args![rows, &losses, weights, total];
         call.blocks("loss_total", 1, args)
@@ -111,21 +124,44 @@ impl CrossEntropy<'_> {
         let (logits, normalizers, d_logits) = (logits.into(), normalizers.into(), d_logits.into());
         let call = Call::new(cuda, "gradient of a cross-entropy", &SOFTMAX, &logits)?;
         let bytes = self.check(&call, &logits, &normalizers)?;
-        let Self { rows, classes, targets, weights } = *self;
+        let Self {
+            rows,
+            classes,
+            targets,
+            weights,
+        } = *self;
         call.has(&[("d_logits", &d_logits, product(&[rows, classes]))])?;
-        d_loss.iter().try_for_each(|d_loss| call.has_f32(&[("d_loss", d_loss, 1)]))?;
+        d_loss
+            .iter()
+            .try_for_each(|d_loss| call.has_f32(&[("d_loss", d_loss, 1)]))?;
         call.writes(&[&d_logits])?;
-        let args =
-            args![classes, logits, targets, bytes, weights, normalizers, scale, d_loss, d_logits];
+        let args = args![
+            classes,
+            logits,
+            targets,
+            bytes,
+            weights,
+            normalizers,
+            scale,
+            d_loss,
+            d_logits
+        ];
         call.blocks("cross_entropy_backward", rows, args)
     }
 
     /// Checks what both passes take. Returns the bytes of a target.
     fn check(&self, call: &Call<'_>, logits: &Part<'_>, normalizers: &Part<'_>) -> Result<u32> {
-        let Self { rows, classes, targets, weights } = self;
+        let Self {
+            rows,
+            classes,
+            targets,
+            weights,
+        } = self;
         call.has(&[("the logits", logits, product(&[*rows, *classes]))])?;
         call.has_f32(&[("normalizers", normalizers, product(&[*rows, 2]))])?;
-        weights.iter().try_for_each(|weights| call.has_f32(&[("the weights", weights, *rows)]))?;
+        weights
+            .iter()
+            .try_for_each(|weights| call.has_f32(&[("the weights", weights, *rows)]))?;
         call.indices("the targets", targets, *rows)
     }
 }

@@ -38,12 +38,20 @@ impl Leavers {
     pub(super) fn resumed(past: CommitStanding, are_needed: bool) -> Self {
         let CommitStanding { whole, leavers } = past;
         let awaited = if are_needed { leavers } else { 0 };
-        Self { waiting: Vec::new(), are_needed, whole, awaited }
+        Self {
+            waiting: Vec::new(),
+            are_needed,
+            whole,
+            awaited,
+        }
     }
 
     /// Returns what the processes of an epoch are told.
     pub(super) fn standing(&self) -> CommitStanding {
-        CommitStanding { whole: self.whole, leavers: self.waiting.len() as u32 }
+        CommitStanding {
+            whole: self.whole,
+            leavers: self.waiting.len() as u32,
+        }
     }
 
     /// True if the job has to go on with those that wait.
@@ -72,14 +80,28 @@ impl Epochs {
         // Nobody waits for it in the epoch that it has left.
         let key = wish.identity.key;
         let seats = processes(self.seats.len()).zip(self.seats.iter_mut().flatten());
-        let own = seats.filter(|_| self.phase == Phase::Running).find(|(_, seat)| seat.key == key);
+        let own = seats
+            .filter(|_| self.phase == Phase::Running)
+            .find(|(_, seat)| seat.key == key);
         if let Some((process, seat)) = own {
-            seat.ended = Some(End { why: "it has left the job".to_owned(), how: HowEnded::Leaves });
+            seat.ended = Some(End {
+                why: "it has left the job".to_owned(),
+                how: HowEnded::Leaves,
+            });
             self.has_part(key, Part::Left(process));
         }
-        let waits = Wait { until: after(now, Duration::MAX), ..waits };
+        let waits = Wait {
+            until: after(now, Duration::MAX),
+            ..waits
+        };
         self.tell_heirs(link, actions);
-        self.leavers.waiting.push(Seat { link, key, member, waits, ended: None });
+        self.leavers.waiting.push(Seat {
+            link,
+            key,
+            member,
+            waits,
+            ended: None,
+        });
         let is_late = self.phase == Phase::Running && wish.epoch <= self.epoch;
         if is_late && self.leavers.whole == Some(self.epoch) {
             self.release_leavers(actions);
@@ -99,7 +121,10 @@ impl Epochs {
 
     /// Tells those that leave that the job can do without them.
     pub(super) fn release_leavers(&mut self, actions: &mut Actions) {
-        for Seat { link, key, waits, .. } in self.leavers.take() {
+        for Seat {
+            link, key, waits, ..
+        } in self.leavers.take()
+        {
             actions.answer(link, waits.ask, Ok(Answer::Done));
             self.is_away(key);
         }
@@ -113,8 +138,9 @@ impl Epochs {
             return;
         }
         let leavers = self.leavers.take();
-        let (first, others): (Vec<_>, Vec<_>) =
-            leavers.into_iter().partition(|leaver| self.own_place(leaver).is_some());
+        let (first, others): (Vec<_>, Vec<_>) = leavers
+            .into_iter()
+            .partition(|leaver| self.own_place(leaver).is_some());
         for leaver in first.into_iter().chain(others) {
             let size = self.seats.len();
             let all = || processes(size);
@@ -150,7 +176,9 @@ impl Epochs {
     /// True if a place is that of a process which has come after the last whole commit.
     fn is_of_new(&self, process: ProcessId) -> bool {
         let seat = self.seats[process.index()].as_ref().map(|seat| seat.key);
-        let former = self.before[process.index()].as_ref().map(|former| former.key);
+        let former = self.before[process.index()]
+            .as_ref()
+            .map(|former| former.key);
         let known = seat.or(former).and_then(|key| self.known.get(&key));
         let whole = self.leavers.whole;
         known.is_some_and(|known| whole.is_some_and(|whole| known.since > whole))
@@ -169,7 +197,11 @@ impl Epochs {
 
     /// Removes a client that leaves, if it is one.
     pub(super) fn forget_leaver(&mut self, link: Link) {
-        let at = self.leavers.waiting.iter().position(|leaver| leaver.link == link);
+        let at = self
+            .leavers
+            .waiting
+            .iter()
+            .position(|leaver| leaver.link == link);
         if let Some(at) = at {
             let leaver = self.leavers.waiting.remove(at);
             self.is_away(leaver.key);

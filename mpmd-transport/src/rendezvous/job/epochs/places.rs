@@ -91,7 +91,11 @@ impl Epochs {
         now: Instant,
         actions: &mut Actions,
     ) -> Result<Entry, RendezvousError> {
-        let Wish { process, identity: Identity { key, .. }, .. } = *wish;
+        let Wish {
+            process,
+            identity: Identity { key, .. },
+            ..
+        } = *wish;
         if let Phase::Failed(error) = &self.phase
             && wish.waits
         {
@@ -118,10 +122,20 @@ impl Epochs {
         }
         let differs = self.differs(process, &member);
         // One that waits for a place has no time limit of its own.
-        let until = if wish.waits { after(now, Duration::MAX) } else { waits.until };
+        let until = if wish.waits {
+            after(now, Duration::MAX)
+        } else {
+            waits.until
+        };
         let waits = Wait { until, ..waits };
         self.knows(wish, Part::Holds(process));
-        self.seats[process.index()] = Some(Seat { link, key, member, waits, ended: None });
+        self.seats[process.index()] = Some(Seat {
+            link,
+            key,
+            member,
+            waits,
+            ended: None,
+        });
         match differs {
             // Waiting cannot help. All processes had better hear of it now than of a missing
             // process later.
@@ -150,7 +164,9 @@ impl Epochs {
             _ => processes(self.seats.len()).find(had_it),
         };
         let is_free = |process: &ProcessId| {
-            self.seats[process.index()].as_ref().is_none_or(|held| held.key == key)
+            self.seats[process.index()]
+                .as_ref()
+                .is_none_or(|held| held.key == key)
         };
         own.filter(is_free)
     }
@@ -160,9 +176,18 @@ impl Epochs {
         let processes = self.seats.len();
         match (self.seats.get(process.index()), &self.phase) {
             (None, _) => RendezvousError::NoSuchProcess { process, processes },
-            (Some(Some(Seat { member: Member { host, pid, .. }, ended: None, .. })), _) => {
-                RendezvousError::Duplicate { process, host: host.clone(), pid: *pid }
-            }
+            (
+                Some(Some(Seat {
+                    member: Member { host, pid, .. },
+                    ended: None,
+                    ..
+                })),
+                _,
+            ) => RendezvousError::Duplicate {
+                process,
+                host: host.clone(),
+                pid: *pid,
+            },
             (_, Phase::Failed(error)) => error.clone(),
             _ => RendezvousError::Complete { process, processes },
         }
@@ -170,7 +195,11 @@ impl Epochs {
 
     /// Fails if a client has joined already.
     fn check_is_new(&self, link: Link) -> Result<(), RendezvousError> {
-        let waits = self.spares.iter().chain(&self.leavers.waiting).any(|it| it.link == link);
+        let waits = self
+            .spares
+            .iter()
+            .chain(&self.leavers.waiting)
+            .any(|it| it.link == link);
         if waits || self.has_joined(link) {
             let (what, when) = ("joining".into(), "once".into());
             return Err(RendezvousError::OutOfTurn { what, when });
@@ -197,10 +226,19 @@ impl Epochs {
             self.hold(link, wish, member, waits, now, actions);
             return Ok(Entry::Waits);
         }
-        let waits = Wait { until: after(now, Duration::MAX), ..waits };
+        let waits = Wait {
+            until: after(now, Duration::MAX),
+            ..waits
+        };
         self.knows(wish, Part::Waits);
         self.tell_heirs(link, actions);
-        self.spares.push(Seat { link, key: wish.identity.key, member, waits, ended: None });
+        self.spares.push(Seat {
+            link,
+            key: wish.identity.key,
+            member,
+            waits,
+            ended: None,
+        });
         self.place_spares(actions);
         self.tell_size(actions);
         self.dismiss_spares(now, actions);
@@ -235,7 +273,12 @@ impl Epochs {
     /// Takes a spare out of the list: one that was stopped and woke in time, if there is one, since
     /// it has copies that a new process lacks.
     pub(super) fn take_spare(&mut self, is_fit: impl Fn(&Seat) -> bool) -> Option<Seat> {
-        let fit = || self.spares.iter().enumerate().filter(|(_, spare)| is_fit(spare));
+        let fit = || {
+            self.spares
+                .iter()
+                .enumerate()
+                .filter(|(_, spare)| is_fit(spare))
+        };
         let has_been = fit().find(|(_, spare)| self.has_been(spare.key));
         let at = has_been.or_else(|| fit().next())?.0;
         Some(self.spares.remove(at))
@@ -244,7 +287,10 @@ impl Epochs {
     /// Refuses the spares whose program, options or files differ from those of the job.
     pub(super) fn refuse_others(&mut self, actions: &mut Actions) {
         for spare in std::mem::take(&mut self.spares) {
-            let number = self.known.get(&spare.key).map_or(ProcessId(0), |known| known.number);
+            let number = self
+                .known
+                .get(&spare.key)
+                .map_or(ProcessId(0), |known| known.number);
             match self.differs(number, &spare.member) {
                 None => self.spares.push(spare),
                 Some(why) => {
@@ -279,8 +325,12 @@ impl Epochs {
         self.note_since();
         self.phase = Phase::Running;
         self.vacant = vec![false; self.seats.len()];
-        let mut members: Vec<Member> =
-            self.seats.iter().flatten().map(|seat| seat.member.clone()).collect();
+        let mut members: Vec<Member> = self
+            .seats
+            .iter()
+            .flatten()
+            .map(|seat| seat.member.clone())
+            .collect();
         for member in members.iter_mut().skip(1) {
             // They are equal.
             member.facts = Box::default();
@@ -294,8 +344,9 @@ impl Epochs {
         let waiting = self.spares.iter().chain(&self.leavers.waiting);
         waiting.for_each(|one| self.tell_heirs(one.link, actions));
         let seats = processes(self.seats.len()).zip(self.seats.iter().flatten());
-        let told: Vec<_> =
-            seats.map(|(process, seat)| (process, seat.link, seat.key, seat.waits.ask)).collect();
+        let told: Vec<_> = seats
+            .map(|(process, seat)| (process, seat.link, seat.key, seat.waits.ask))
+            .collect();
         for known in self.known.values_mut() {
             if let Part::Holds(place) = known.part {
                 known.part = Part::Died(place);
@@ -308,7 +359,14 @@ impl Epochs {
                 known.part = Part::Holds(process);
             }
             let (members, epoch, run) = (members.clone(), self.epoch, self.run);
-            let answer = Answer::Members { process, epoch, run, members, standing, more: false };
+            let answer = Answer::Members {
+                process,
+                epoch,
+                run,
+                members,
+                standing,
+                more: false,
+            };
             actions.answer(link, ask, Ok(answer));
         }
     }
@@ -340,9 +398,19 @@ impl Epochs {
                     // An option is the usual reason why the devices differ.
                     if !is_same {
                         let name = "fingerprint of the program".to_owned();
-                        facts.push(Difference { name, first: program, second: other_program });
+                        facts.push(Difference {
+                            name,
+                            first: program,
+                            second: other_program,
+                        });
                     }
-                    Some(RendezvousError::Differs { process, host, other, other_host, facts })
+                    Some(RendezvousError::Differs {
+                        process,
+                        host,
+                        other,
+                        other_host,
+                        facts,
+                    })
                 }
             }
         })
@@ -350,16 +418,34 @@ impl Epochs {
 
     /// Notes that the process of a client is given up, which may still live.
     pub(in super::super) fn gives_up(&mut self, link: Link) {
-        let seats = self.seats.iter().flatten().map(|seat| (seat.link, seat.key));
-        let former = self.before.iter().flatten().map(|former| (former.link, former.key));
-        let key = seats.chain(former).find(|(held, _)| *held == link).map(|(_, key)| key);
-        key.into_iter().for_each(|key| self.has_part(key, Part::Out));
+        let seats = self
+            .seats
+            .iter()
+            .flatten()
+            .map(|seat| (seat.link, seat.key));
+        let former = self
+            .before
+            .iter()
+            .flatten()
+            .map(|former| (former.link, former.key));
+        let key = seats
+            .chain(former)
+            .find(|(held, _)| *held == link)
+            .map(|(_, key)| key);
+        key.into_iter()
+            .for_each(|key| self.has_part(key, Part::Out));
     }
 
     /// Forgets a process that has gone, unless it had a place in an epoch that has begun.
     pub(super) fn is_away(&mut self, key: u128) {
         let spares = self.spares.iter().chain(&self.leavers.waiting);
-        if self.seats.iter().flatten().chain(spares).any(|seat| seat.key == key) {
+        if self
+            .seats
+            .iter()
+            .flatten()
+            .chain(spares)
+            .any(|seat| seat.key == key)
+        {
             return;
         }
         match self.known.get_mut(&key) {
@@ -370,12 +456,19 @@ impl Epochs {
     }
 
     pub(super) fn knows(&mut self, wish: &Wish, part: Part) {
-        let new = Known { number: wish.process, part, since: 0 };
+        let new = Known {
+            number: wish.process,
+            part,
+            since: 0,
+        };
         self.known.entry(wish.identity.key).or_insert(new).part = part;
     }
 
     pub(super) fn has_part(&mut self, key: u128, part: Part) {
-        self.known.get_mut(&key).into_iter().for_each(|known| known.part = part);
+        self.known
+            .get_mut(&key)
+            .into_iter()
+            .for_each(|known| known.part = part);
     }
 
     fn has_been(&self, key: u128) -> bool {
@@ -397,14 +490,27 @@ mod tests {
         assert!(table.said().is_empty());
         table.join(1, "p");
         let said = table.said();
-        assert_eq!(said.iter().map(|(link, _)| *link).collect::<Vec<_>>(), [10, 11, 12]);
+        assert_eq!(
+            said.iter().map(|(link, _)| *link).collect::<Vec<_>>(),
+            [10, 11, 12]
+        );
         for (_, reply) in said {
-            let Reply::Answer { ask: 1, result: Ok(Answer::Members { members, more: false, .. }) } =
-                reply
+            let Reply::Answer {
+                ask: 1,
+                result:
+                    Ok(Answer::Members {
+                        members,
+                        more: false,
+                        ..
+                    }),
+            } = reply
             else {
                 panic!("{reply:?}")
             };
-            assert_eq!(members.iter().map(|m| m.pid).collect::<Vec<_>>(), [100, 101, 102]);
+            assert_eq!(
+                members.iter().map(|m| m.pid).collect::<Vec<_>>(),
+                [100, 101, 102]
+            );
         }
     }
 
@@ -419,7 +525,10 @@ mod tests {
             processes: 4,
             peer_timeout: TIME_LIMIT,
         };
-        assert_eq!(errors(table.said()), [(10, missing.clone()), (13, missing.clone())]);
+        assert_eq!(
+            errors(table.said()),
+            [(10, missing.clone()), (13, missing.clone())]
+        );
         assert_eq!(table.job.epochs.phase(), &Phase::Failed(missing.clone()));
         table.join(1, "");
         assert_eq!(errors(table.said()), [(11, missing)]);
@@ -431,7 +540,10 @@ mod tests {
         table.join(1, "");
         table.job.opened(50, table.now);
         let peer_timeout = Duration::from_secs(3600);
-        let member = Member { pid: 7, ..Member::default() };
+        let member = Member {
+            pid: 7,
+            ..Member::default()
+        };
         let join = Request::Join {
             ask: 1,
             process: ProcessId(1),
@@ -443,8 +555,11 @@ mod tests {
             member: Box::new(member),
         };
         table.job.said(50, join, table.now);
-        let held =
-            RendezvousError::Duplicate { process: ProcessId(1), host: String::new(), pid: 101 };
+        let held = RendezvousError::Duplicate {
+            process: ProcessId(1),
+            host: String::new(),
+            pid: 101,
+        };
         assert_eq!(errors(table.said()), [(50, held)]);
         table.join(0, "");
         assert_eq!(table.job.epochs.phase(), &Phase::Running);
@@ -482,7 +597,10 @@ mod tests {
         table.job.closed(11, "connection closed");
         table.said();
         table.open_and_join(50, 1, "");
-        let error = RendezvousError::Complete { process: ProcessId(1), processes: 2 };
+        let error = RendezvousError::Complete {
+            process: ProcessId(1),
+            processes: 2,
+        };
         assert_eq!(errors(table.said()), [(50, error)]);
     }
 
@@ -492,16 +610,26 @@ mod tests {
         table.join(0, "a");
         table.join(2, "b");
         let said = errors(table.said());
-        assert_eq!(said.iter().map(|(link, _)| *link).collect::<Vec<_>>(), [10, 12]);
+        assert_eq!(
+            said.iter().map(|(link, _)| *link).collect::<Vec<_>>(),
+            [10, 12]
+        );
         for (_, error) in said {
             assert!(
                 matches!(
                     &error,
-                    RendezvousError::Program { process: ProcessId(2), other: ProcessId(0), .. }
+                    RendezvousError::Program {
+                        process: ProcessId(2),
+                        other: ProcessId(0),
+                        ..
+                    }
                 ),
                 "{error}"
             );
         }
-        assert!(matches!(table.job.epochs.phase(), Phase::Failed(RendezvousError::Program { .. })));
+        assert!(matches!(
+            table.job.epochs.phase(),
+            Phase::Failed(RendezvousError::Program { .. })
+        ));
     }
 }

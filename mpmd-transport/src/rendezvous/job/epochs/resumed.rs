@@ -38,11 +38,23 @@ impl Epochs {
         let places = processes(past.members.len()).zip(&past.members).zip(lives);
         for ((process, member), lives) in places {
             epochs.vacant[process.index()] = !*lives;
-            let Some(heir) = member.heir.as_ref().filter(|_| *lives) else { continue };
-            let former = Former { key: heir.mark, link: NOBODY };
+            let Some(heir) = member.heir.as_ref().filter(|_| *lives) else {
+                continue;
+            };
+            let former = Former {
+                key: heir.mark,
+                link: NOBODY,
+            };
             epochs.before[process.index()] = Some(former);
             let part = Part::Holds(process);
-            epochs.known.insert(heir.mark, Known { number: process, part, since: heir.since });
+            epochs.known.insert(
+                heir.mark,
+                Known {
+                    number: process,
+                    part,
+                    since: heir.since,
+                },
+            );
         }
         epochs
     }
@@ -50,7 +62,9 @@ impl Epochs {
     /// Notes since when the processes of an epoch that begins have been in the job.
     pub(super) fn note_since(&mut self) {
         for seat in self.seats.iter_mut().flatten() {
-            let Some(known) = self.known.get_mut(&seat.key) else { continue };
+            let Some(known) = self.known.get_mut(&seat.key) else {
+                continue;
+            };
             if known.since == 0 {
                 known.since = self.epoch;
             }
@@ -64,7 +78,13 @@ impl Epochs {
     pub(super) fn tell_heirs(&self, link: Link, actions: &mut Actions) {
         if !self.heirs.is_empty() {
             let addresses = told(&self.heirs);
-            actions.say(link, Reply::Heirs { run: self.run, addresses });
+            actions.say(
+                link,
+                Reply::Heirs {
+                    run: self.run,
+                    addresses,
+                },
+            );
         }
     }
 }

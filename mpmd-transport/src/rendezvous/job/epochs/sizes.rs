@@ -62,10 +62,21 @@ impl Epochs {
     /// Spares only make up for processes that are gone; added ones make the job larger.
     fn could_have(&self) -> usize {
         let now = self.seats.len();
-        let Some(first) = self.seats.iter().flatten().next() else { return now };
-        let added = self.spares.iter().filter(|spare| spare.member.is_added).count();
-        let missing = self.launched.saturating_sub(now).min(self.spares.len() - added);
-        largest(first, now + missing + added).unwrap_or(now).max(now)
+        let Some(first) = self.seats.iter().flatten().next() else {
+            return now;
+        };
+        let added = self
+            .spares
+            .iter()
+            .filter(|spare| spare.member.is_added)
+            .count();
+        let missing = self
+            .launched
+            .saturating_sub(now)
+            .min(self.spares.len() - added);
+        largest(first, now + missing + added)
+            .unwrap_or(now)
+            .max(now)
     }
 
     /// Tells process 0 of a running epoch how many processes the next one could have.
@@ -88,7 +99,10 @@ pub(super) fn allows(process: &Seat, size: usize) -> bool {
 /// of a process goes on.
 fn largest(process: &Seat, most: usize) -> Option<usize> {
     let ranges = process.member.sizes.iter();
-    ranges.filter_map(|range| range.largest_up_to(most)).max().filter(|size| *size > 0)
+    ranges
+        .filter_map(|range| range.largest_up_to(most))
+        .max()
+        .filter(|size| *size > 0)
 }
 
 /// Checks the number of ranges of sizes that a process says.
@@ -98,5 +112,9 @@ pub(super) fn check_sizes(sizes: &[SizeRange]) -> Result<(), RendezvousError> {
     }
     let what = "the list of numbers of processes".to_owned();
     let bytes = |ranges: usize| ranges * size_of::<SizeRange>();
-    Err(RendezvousError::TooLong { what, bytes: bytes(sizes.len()), limit: bytes(MOST_RANGES) })
+    Err(RendezvousError::TooLong {
+        what,
+        bytes: bytes(sizes.len()),
+        limit: bytes(MOST_RANGES),
+    })
 }

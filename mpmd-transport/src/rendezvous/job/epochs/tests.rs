@@ -38,7 +38,16 @@ impl Table {
         let (job, keys) = (Job::new(3, TIME_LIMIT, RUN, now), BTreeMap::new());
         let joined_with = BTreeMap::new();
         let (sizes, facts) = (Vec::new(), Vec::new());
-        Self { job, now, keys, joined_with, sizes, is_added: false, leaves: false, facts }
+        Self {
+            job,
+            now,
+            keys,
+            joined_with,
+            sizes,
+            is_added: false,
+            leaves: false,
+            facts,
+        }
     }
 
     /// Returns a job of three that runs.
@@ -48,7 +57,10 @@ impl Table {
 
     /// Returns a job of three that runs, whose later epochs may have these numbers of processes.
     fn of_sizes(sizes: &[u32]) -> Self {
-        let mut table = Self { sizes: SizeRange::of(sizes.iter().copied()), ..Self::new() };
+        let mut table = Self {
+            sizes: SizeRange::of(sizes.iter().copied()),
+            ..Self::new()
+        };
         (0..3).for_each(|process| table.join(1, process));
         assert_eq!(table.joined(), [(10, 0, 1), (11, 1, 1), (12, 2, 1)]);
         table
@@ -63,8 +75,14 @@ impl Table {
     fn join_as(&mut self, link: Link, epoch: u64, process: u32) {
         let before = self.keys.get(&(epoch - 1, process));
         let identity = match before {
-            Some(key) => Identity { key: *key, run: Some(RUN) },
-            None => Identity { key: link.into(), run: None },
+            Some(key) => Identity {
+                key: *key,
+                run: Some(RUN),
+            },
+            None => Identity {
+                key: link.into(),
+                run: None,
+            },
         };
         self.join_with(link, epoch, process, identity);
     }
@@ -74,7 +92,14 @@ impl Table {
         self.joined_with.insert(link, identity.key);
         let (sizes, is_added, leaves) = (self.sizes.clone(), self.is_added, self.leaves);
         let (pid, facts) = (link as u32, self.facts.clone().into());
-        let member = Member { pid, sizes, is_added, leaves, facts, ..Member::default() };
+        let member = Member {
+            pid,
+            sizes,
+            is_added,
+            leaves,
+            facts,
+            ..Member::default()
+        };
         let join = Request::Join {
             ask: 1,
             process: ProcessId(process),
@@ -90,8 +115,13 @@ impl Table {
 
     /// Lets a process of the running epoch leave in order, and return if `returns` is true.
     fn leave(&mut self, link: Link, returns: bool) {
-        let how = if returns { Leaving::Returns } else { Leaving::Leaves };
-        self.job.said(link, Request::Leave { ask: 2, how }, self.now);
+        let how = if returns {
+            Leaving::Returns
+        } else {
+            Leaving::Leaves
+        };
+        self.job
+            .said(link, Request::Leave { ask: 2, how }, self.now);
         self.job.closed(link, "the connection was closed");
     }
 
@@ -104,7 +134,9 @@ impl Table {
         let end = self.now + time;
         while self.now < end {
             self.now = self.job.tick(self.now).min(end);
-            awake.iter().for_each(|link| self.job.said(*link, Request::Pong, self.now));
+            awake
+                .iter()
+                .for_each(|link| self.job.said(*link, Request::Pong, self.now));
         }
         self.job.tick(self.now);
     }
@@ -116,22 +148,36 @@ impl Table {
             let key = key.map(|key| ((self.job.epochs.epoch, process), key));
             self.keys.extend(key);
         }
-        let answers = self.job.actions().into_iter().filter_map(|action| match action {
-            Action::Say(link, Reply::Answer { ask: 1, result }) => Some((link, result)),
-            _ => None,
-        });
+        let answers = self
+            .job
+            .actions()
+            .into_iter()
+            .filter_map(|action| match action {
+                Action::Say(link, Reply::Answer { ask: 1, result }) => Some((link, result)),
+                _ => None,
+            });
         answers.collect()
     }
 
     /// Takes the clients that have joined since the last call, as (link, process, epoch).
     fn joined(&mut self) -> Vec<(Link, u32, u64)> {
-        let joined = self.answers().into_iter().map(|(link, result)| match result {
-            Ok(Answer::Members { process, epoch, run: RUN, members, more: false, .. }) => {
-                assert_eq!(u64::from(members[process.index()].pid), link);
-                (link, process.0, epoch)
-            }
-            other => panic!("{other:?}"),
-        });
+        let joined = self
+            .answers()
+            .into_iter()
+            .map(|(link, result)| match result {
+                Ok(Answer::Members {
+                    process,
+                    epoch,
+                    run: RUN,
+                    members,
+                    more: false,
+                    ..
+                }) => {
+                    assert_eq!(u64::from(members[process.index()].pid), link);
+                    (link, process.0, epoch)
+                }
+                other => panic!("{other:?}"),
+            });
         joined.collect()
     }
 }
@@ -159,7 +205,10 @@ fn spare_takes_the_place_of_a_dead_process() {
     table.join(3, 2);
     assert_eq!(table.joined(), [(30, 0, 3), (91, 1, 3), (32, 2, 3)]);
     table.die(30);
-    assert_eq!((table.job.epochs.wanted(), table.job.epochs.present()), (1, 2));
+    assert_eq!(
+        (table.job.epochs.wanted(), table.job.epochs.present()),
+        (1, 2)
+    );
 }
 
 #[test]
@@ -235,7 +284,10 @@ fn deaths_while_an_epoch_gathers_free_their_places() {
     table.join_as(93, 1, 9);
     let joined = table.joined();
     assert_eq!(
-        joined.iter().map(|(_, process, epoch)| (*process, *epoch)).collect::<Vec<_>>(),
+        joined
+            .iter()
+            .map(|(_, process, epoch)| (*process, *epoch))
+            .collect::<Vec<_>>(),
         [(0, 2), (1, 2), (2, 2)]
     );
     let mut links: Vec<Link> = joined.iter().map(|(link, ..)| *link).collect();
@@ -254,7 +306,10 @@ fn late_end_of_an_old_connection_does_not_matter() {
     assert_eq!(table.joined(), [(20, 0, 2), (90, 1, 2), (22, 2, 2)]);
     table.die(10);
     table.leave(12, false);
-    assert_eq!((table.job.epochs.present(), table.job.epochs.wanted()), (3, 0));
+    assert_eq!(
+        (table.job.epochs.present(), table.job.epochs.wanted()),
+        (3, 0)
+    );
 }
 
 #[test]
@@ -268,7 +323,11 @@ fn spares_hear_of_the_end_of_the_job() {
     table.leave(12, false);
     assert_eq!(table.answers(), [(90, Ok(Answer::Done))]);
     table.join_as(91, 1, 3);
-    assert_eq!(table.answers(), [(91, Ok(Answer::Done))], "it comes after the end");
+    assert_eq!(
+        table.answers(),
+        [(91, Ok(Answer::Done))],
+        "it comes after the end"
+    );
     // The same if all have failed and none returns; but not while one does.
     let mut table = Table::running();
     table.join_as(90, 1, 3);
@@ -279,7 +338,10 @@ fn spares_hear_of_the_end_of_the_job() {
     table.join(2, 1);
     table.die(21);
     table.pass(TIME_LIMIT, &[90]);
-    assert!(matches!(table.answers()[..], [(90, Err(RendezvousError::Missing { .. }))]));
+    assert!(matches!(
+        table.answers()[..],
+        [(90, Err(RendezvousError::Missing { .. }))]
+    ));
 }
 
 #[test]
@@ -300,7 +362,10 @@ fn process_that_has_finished_is_replaced_if_others_return() {
 fn spare_with_another_program_is_refused_at_once() {
     let mut table = Table::running();
     table.job.opened(90, table.now);
-    let member = Member { program: "other".into(), ..Member::default() };
+    let member = Member {
+        program: "other".into(),
+        ..Member::default()
+    };
     let join = Request::Join {
         ask: 1,
         process: ProcessId(3),
@@ -312,7 +377,10 @@ fn spare_with_another_program_is_refused_at_once() {
         member: Box::new(member),
     };
     table.job.said(90, join, table.now);
-    assert!(matches!(table.answers()[..], [(90, Err(RendezvousError::Program { .. }))]));
+    assert!(matches!(
+        table.answers()[..],
+        [(90, Err(RendezvousError::Program { .. }))]
+    ));
 }
 
 /// The service was started anew with the same token, so that survivors of the first run find the
@@ -321,11 +389,19 @@ fn spare_with_another_program_is_refused_at_once() {
 fn process_of_another_run_is_refused() {
     let mut table = Table::running();
     table.die(11);
-    let identity = Identity { key: 11, run: Some(RUN + 1) };
+    let identity = Identity {
+        key: 11,
+        run: Some(RUN + 1),
+    };
     table.join_with(20, 2, 1, identity);
-    let refused = RendezvousError::OtherRun { process: ProcessId(1) };
+    let refused = RendezvousError::OtherRun {
+        process: ProcessId(1),
+    };
     assert_eq!(table.answers(), [(20, Err(refused))]);
-    assert_eq!((table.job.epochs.phase(), table.job.epochs.wanted()), (&Phase::Running, 1));
+    assert_eq!(
+        (table.job.epochs.phase(), table.job.epochs.wanted()),
+        (&Phase::Running, 1)
+    );
 }
 
 #[test]
@@ -376,7 +452,10 @@ fn epoch_waits_once_more_for_new_processes() {
     // So does a spare that comes too late.
     table.join_as(91, 1, 3);
     let answers = table.answers();
-    assert!(matches!(&answers[..], [(91, Err(RendezvousError::Missing { .. }))]), "{answers:?}");
+    assert!(
+        matches!(&answers[..], [(91, Err(RendezvousError::Missing { .. }))]),
+        "{answers:?}"
+    );
 }
 
 #[test]
@@ -384,7 +463,15 @@ fn value_of_a_lost_process_never_comes() {
     let mut table = Table::running();
     let get = |table: &mut Table, link| {
         let (key, peer_timeout) = ("k".to_owned(), TIME_LIMIT);
-        table.job.said(link, Request::Get { ask: 1, key, peer_timeout }, table.now);
+        table.job.said(
+            link,
+            Request::Get {
+                ask: 1,
+                key,
+                peer_timeout,
+            },
+            table.now,
+        );
         table.answers()
     };
     assert_eq!(get(&mut table, 11), []);
@@ -394,7 +481,14 @@ fn value_of_a_lost_process_never_comes() {
     table.die(10);
     let never = |link| {
         let (key, why) = ("k".to_owned(), "connection reset".to_owned());
-        (link, Err(RendezvousError::NeverSet { key, process: ProcessId(0), why }))
+        (
+            link,
+            Err(RendezvousError::NeverSet {
+                key,
+                process: ProcessId(0),
+                why,
+            }),
+        )
     };
     assert_eq!(table.answers(), [never(11)]);
     assert_eq!(get(&mut table, 11), [never(11)], "nor if asked for later");
@@ -435,7 +529,11 @@ fn spares_hear_that_all_processes_are_lost() {
     let lost = |link| (link, Err(RendezvousError::AllLost { processes: 3 }));
     assert_eq!(table.answers(), [lost(90)]);
     assert!(
-        table.job.epochs.parts().contains(&(ProcessId(1), Part::Out)),
+        table
+            .job
+            .epochs
+            .parts()
+            .contains(&(ProcessId(1), Part::Out)),
         "nobody waits for its end"
     );
     table.join_as(91, 1, 4);
@@ -469,9 +567,15 @@ fn process_that_was_in_the_job_is_preferred_to_a_spare() {
 #[test]
 fn stranger_ends_no_epoch_and_takes_no_place() {
     let mut table = Table::running();
-    let stranger = |key| Identity { key, run: Some(RUN) };
+    let stranger = |key| Identity {
+        key,
+        run: Some(RUN),
+    };
     table.join_with(80, 2, 1, stranger(80));
-    assert_eq!((table.job.epochs.phase(), table.job.epochs.present()), (&Phase::Running, 3));
+    assert_eq!(
+        (table.job.epochs.phase(), table.job.epochs.present()),
+        (&Phase::Running, 3)
+    );
     assert_eq!(table.answers(), [], "it waits as a spare");
     // Nor can a spare or a process that has left in order begin an epoch.
     table.join_as(90, 1, 3);
@@ -479,7 +583,10 @@ fn stranger_ends_no_epoch_and_takes_no_place() {
     table.join_with(91, 2, 2, stranger(90));
     table.leave(10, false);
     table.join_with(92, 2, 0, stranger(10));
-    assert_eq!((table.job.epochs.phase(), table.job.epochs.present()), (&Phase::Running, 2));
+    assert_eq!(
+        (table.job.epochs.phase(), table.job.epochs.present()),
+        (&Phase::Running, 2)
+    );
     // A member begins one. Others cannot have the place of one that returns.
     table.leave(11, true);
     table.leave(12, true);
@@ -487,7 +594,9 @@ fn stranger_ends_no_epoch_and_takes_no_place() {
     table.join_with(81, 2, 2, stranger(81));
     let places = |table: &Table| {
         let seats = table.job.epochs.seats.iter();
-        seats.map(|seat| seat.as_ref().map(|seat| seat.link)).collect::<Vec<_>>()
+        seats
+            .map(|seat| seat.as_ref().map(|seat| seat.link))
+            .collect::<Vec<_>>()
     };
     let has_been = Some(92);
     assert_eq!(places(&table), [has_been, Some(21), None]);
@@ -500,7 +609,10 @@ fn stranger_ends_no_epoch_and_takes_no_place() {
 fn holder_is_known_by_its_key_alone() {
     let mut table = Table::new();
     table.join(1, 1);
-    let member = Member { pid: 11, ..Member::default() };
+    let member = Member {
+        pid: 11,
+        ..Member::default()
+    };
     for waits in [false, true] {
         let link = 80 + u64::from(waits);
         table.job.opened(link, table.now);
@@ -516,7 +628,11 @@ fn holder_is_known_by_its_key_alone() {
         };
         table.job.said(link, join, table.now);
     }
-    let held = RendezvousError::Duplicate { process: ProcessId(1), host: String::new(), pid: 11 };
+    let held = RendezvousError::Duplicate {
+        process: ProcessId(1),
+        host: String::new(),
+        pid: 11,
+    };
     assert_eq!(table.answers(), [(80, Err(held))]);
     table.join(1, 0);
     table.join(1, 2);
@@ -525,12 +641,17 @@ fn holder_is_known_by_its_key_alone() {
 
 /// Takes the messages on busy processes since the last call, as (link, processes).
 fn busy(table: &mut Table) -> Vec<(Link, Vec<u32>)> {
-    let busy = table.job.actions().into_iter().filter_map(|action| match action {
-        Action::Say(link, Reply::Busy { processes, .. }) => {
-            Some((link, processes.into_iter().map(|process| process.0).collect()))
-        }
-        _ => None,
-    });
+    let busy = table
+        .job
+        .actions()
+        .into_iter()
+        .filter_map(|action| match action {
+            Action::Say(link, Reply::Busy { processes, .. }) => Some((
+                link,
+                processes.into_iter().map(|process| process.0).collect(),
+            )),
+            _ => None,
+        });
     busy.collect()
 }
 
@@ -582,7 +703,10 @@ fn free_place_is_not_held_open_by_a_busy_process() {
     table.join(2, 0);
     table.pass(TIME_LIMIT, &[12, 20]);
     let answers = table.answers();
-    assert!(matches!(answers[..], [(20, Err(RendezvousError::Missing { .. }))]), "{answers:?}");
+    assert!(
+        matches!(answers[..], [(20, Err(RendezvousError::Missing { .. }))]),
+        "{answers:?}"
+    );
 }
 
 #[test]
@@ -590,21 +714,46 @@ fn requests_of_an_ended_epoch_fail_at_once() {
     let mut table = Table::running();
     let get = |table: &mut Table, link| {
         let (key, peer_timeout) = ("k".to_owned(), TIME_LIMIT);
-        table.job.said(link, Request::Get { ask: 1, key, peer_timeout }, table.now);
+        table.job.said(
+            link,
+            Request::Get {
+                ask: 1,
+                key,
+                peer_timeout,
+            },
+            table.now,
+        );
         table.answers()
     };
     assert_eq!(get(&mut table, 12), []);
     // Process 0 has seen a loss that the service has not.
     table.leave(10, true);
-    assert!(matches!(table.answers()[..], [(12, Err(RendezvousError::NeverSet { .. }))]));
+    assert!(matches!(
+        table.answers()[..],
+        [(12, Err(RendezvousError::NeverSet { .. }))]
+    ));
     table.join(2, 0);
     let answers = get(&mut table, 12);
-    assert!(matches!(answers[..], [(12, Err(RendezvousError::NeverSet { .. }))]), "{answers:?}");
+    assert!(
+        matches!(answers[..], [(12, Err(RendezvousError::NeverSet { .. }))]),
+        "{answers:?}"
+    );
     // Its failure is not one of the next epoch.
-    let failure = Failure::new(FailureKind::PeerLost, ProcessId(0), 1, "it is lost".to_owned());
+    let failure = Failure::new(
+        FailureKind::PeerLost,
+        ProcessId(0),
+        1,
+        "it is lost".to_owned(),
+    );
     table.job.said(
         12,
-        Request::Report { ask: 3, report: Report { failure, hash: None } },
+        Request::Report {
+            ask: 3,
+            report: Report {
+                failure,
+                hash: None,
+            },
+        },
         table.now,
     );
     assert_eq!(table.job.epochs.reports(), []);
@@ -615,14 +764,30 @@ fn failure_of_a_process_that_has_left_outlives_its_epoch() {
     let mut table = Table::running();
     table.die(11);
     let failure = Failure::new(FailureKind::Kernel, ProcessId(0), 1, "it failed".to_owned());
-    let report = Report { failure, hash: None };
-    table.job.said(10, Request::Report { ask: 3, report: report.clone() }, table.now);
+    let report = Report {
+        failure,
+        hash: None,
+    };
+    table.job.said(
+        10,
+        Request::Report {
+            ask: 3,
+            report: report.clone(),
+        },
+        table.now,
+    );
     table.leave(10, false);
     // Process 2 has only seen the loss of process 1, and goes on first.
     table.leave(12, true);
     table.join(2, 2);
     assert_eq!(table.job.epochs.reports(), [(ProcessId(0), report)]);
-    assert!(table.job.epochs.parts().contains(&(ProcessId(0), Part::Left(ProcessId(0)))));
+    assert!(
+        table
+            .job
+            .epochs
+            .parts()
+            .contains(&(ProcessId(0), Part::Left(ProcessId(0))))
+    );
 }
 
 #[test]
@@ -635,7 +800,10 @@ fn parts_tell_who_has_which_place() {
     let holds = |process| Some(Part::Holds(ProcessId(process)));
     let mut table = Table::running();
     table.join_as(90, 1, 3);
-    assert_eq!([1, 3, 4].map(|number| part(&table, number)), [holds(1), Some(Part::Waits), None]);
+    assert_eq!(
+        [1, 3, 4].map(|number| part(&table, number)),
+        [holds(1), Some(Part::Waits), None]
+    );
     table.die(11);
     assert_eq!(part(&table, 1), holds(1), "others have not gone on yet");
     table.leave(10, true);
@@ -654,7 +822,10 @@ fn parts_tell_who_has_which_place() {
     assert_eq!((part(&table, 0), table.job.epochs.is_over()), (left, false));
     table.leave(90, false);
     assert_eq!(part(&table, 3), Some(Part::Left(ProcessId(1))));
-    assert_eq!((table.job.epochs.is_over(), table.job.epochs.wanted()), (true, 0));
+    assert_eq!(
+        (table.job.epochs.is_over(), table.job.epochs.wanted()),
+        (true, 0)
+    );
     // A spare that goes is forgotten.
     table.join_as(95, 1, 5);
     table.die(95);
@@ -664,9 +835,18 @@ fn parts_tell_who_has_which_place() {
 /// Lets all processes of a running epoch but some leave it and join the next one.
 fn go_on(table: &mut Table, epoch: u64, links: &[Link], without: &[Link]) {
     let goes_on = |link: &&Link| !without.contains(link);
-    let places: Vec<u32> = links.iter().filter(goes_on).map(|link| place(table, *link)).collect();
-    links.iter().filter(goes_on).for_each(|link| table.leave(*link, true));
-    places.into_iter().for_each(|place| table.join(epoch, place));
+    let places: Vec<u32> = links
+        .iter()
+        .filter(goes_on)
+        .map(|link| place(table, *link))
+        .collect();
+    links
+        .iter()
+        .filter(goes_on)
+        .for_each(|link| table.leave(*link, true));
+    places
+        .into_iter()
+        .for_each(|place| table.join(epoch, place));
 }
 
 fn place(table: &Table, link: Link) -> u32 {
@@ -675,10 +855,14 @@ fn place(table: &Table, link: Link) -> u32 {
 
 /// Takes the sizes that processes were told since the last call, as (link, processes).
 fn told(table: &mut Table) -> Vec<(Link, u32)> {
-    let told = table.job.actions().into_iter().filter_map(|action| match action {
-        Action::Say(link, Reply::CouldHave { processes }) => Some((link, processes)),
-        _ => None,
-    });
+    let told = table
+        .job
+        .actions()
+        .into_iter()
+        .filter_map(|action| match action {
+            Action::Say(link, Reply::CouldHave { processes }) => Some((link, processes)),
+            _ => None,
+        });
     told.collect()
 }
 
@@ -688,7 +872,10 @@ fn job_without_spares_shrinks_and_renumbers() {
     table.die(10);
     go_on(&mut table, 2, &[11, 12], &[]);
     assert_eq!(table.joined(), [(21, 0, 2), (22, 1, 2)]);
-    assert_eq!((table.job.epochs.places(), table.job.epochs.wanted()), (2, 1));
+    assert_eq!(
+        (table.job.epochs.places(), table.job.epochs.wanted()),
+        (2, 1)
+    );
     // A late word of the dead process's old connection concerns nobody.
     table.die(10);
     assert_eq!(table.job.epochs.present(), 2);
@@ -710,7 +897,10 @@ fn size_that_the_program_refuses_is_waited_out() {
         processes: 3,
         peer_timeout: TIME_LIMIT,
     };
-    assert_eq!(table.answers(), [(21, Err(missing.clone())), (22, Err(missing))]);
+    assert_eq!(
+        table.answers(),
+        [(21, Err(missing.clone())), (22, Err(missing))]
+    );
 }
 
 #[test]

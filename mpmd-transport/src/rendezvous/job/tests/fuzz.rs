@@ -41,13 +41,19 @@ impl Table {
                 self.job.closed(link, "its connection was closed");
             }
             3 => {
-                let wait = if rng.bool() { rng.u64(..5_000) } else { rng.u64(..200_000) };
+                let wait = if rng.bool() {
+                    rng.u64(..5_000)
+                } else {
+                    rng.u64(..200_000)
+                };
                 self.now += Duration::from_millis(wait);
                 self.tick();
             }
             _ => {
-                let (link, request) =
-                    (self.random_link(rng), request(rng, self.processes, self.is_long));
+                let (link, request) = (
+                    self.random_link(rng),
+                    request(rng, self.processes, self.is_long),
+                );
                 if frame(&request).is_err() {
                     return;
                 }
@@ -63,7 +69,10 @@ impl Table {
     fn tick(&mut self) {
         let next = self.job.tick(self.now);
         assert!(next > self.now, "a server must not spin");
-        assert!(next <= self.now + Duration::from_secs(1), "a server must ping");
+        assert!(
+            next <= self.now + Duration::from_secs(1),
+            "a server must ping"
+        );
         self.hear();
     }
 
@@ -71,14 +80,20 @@ impl Table {
         for action in self.job.actions() {
             match action {
                 Action::Close(link) => {
-                    let asks = self.asks.remove(&link).expect("an open connection is closed");
+                    let asks = self
+                        .asks
+                        .remove(&link)
+                        .expect("an open connection is closed");
                     assert!(!self.job.clients.contains_key(&link), "{asks:?}");
                 }
                 Action::Say(link, reply) => {
                     for part in parts(reply.clone()) {
                         assert!(frame(&part).is_ok(), "a reply fits a message");
                     }
-                    let asks = self.asks.get_mut(&link).expect("a closed connection gets no reply");
+                    let asks = self
+                        .asks
+                        .get_mut(&link)
+                        .expect("a closed connection gets no reply");
                     if let Reply::Answer { ask, .. } = reply {
                         let at = asks.iter().position(|open| *open == ask);
                         asks.swap_remove(at.expect("an ask is answered once"));
@@ -126,8 +141,16 @@ fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
     };
     match rng.u8(..12) {
         0..3 => {
-            let process = if rng.u8(..8) == 0 { integer(rng) as u32 } else { rng.u32(..5) };
-            let processes = if rng.u8(..8) == 0 { integer(rng) } else { processes as u64 };
+            let process = if rng.u8(..8) == 0 {
+                integer(rng) as u32
+            } else {
+                rng.u32(..5)
+            };
+            let processes = if rng.u8(..8) == 0 {
+                integer(rng)
+            } else {
+                processes as u64
+            };
             let mut member = Member::default();
             // Two long texts would not fit a message.
             match if is_long { 0 } else { rng.u8(..8) } {
@@ -137,7 +160,11 @@ fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
                 3..6 => member.sizes = SizeRange::of([1, 2, 3]),
                 6 => {
                     let (address, mark) = (text(rng), rng.u128(..8));
-                    member.heir = Some(Heir { address, mark, since: integer(rng) });
+                    member.heir = Some(Heir {
+                        address,
+                        mark,
+                        since: integer(rng),
+                    });
                 }
                 _ if rng.u8(..4) == 0 => member.facts = Box::new([Fact::new("--seed", text(rng))]),
                 _ => {}
@@ -145,7 +172,10 @@ fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
             member.leaves = rng.u8(..3) == 0;
             let (epoch, waits) = (rng.u64(..4), rng.u8(..3) == 0);
             let run = rng.bool().then(|| u128::from(rng.u8(..8) > 0));
-            let identity = Identity { key: rng.u128(..8), run };
+            let identity = Identity {
+                key: rng.u128(..8),
+                run,
+            };
             let process = ProcessId(process);
             Request::Join {
                 ask,
@@ -158,9 +188,21 @@ fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
                 member: Box::new(member),
             }
         }
-        3 => Request::Set { ask, key: text(rng), value: vec![7; rng.usize(..40)] },
-        4 => Request::Get { ask, key: text(rng), peer_timeout },
-        5 => Request::Barrier { ask, name: text(rng), peer_timeout },
+        3 => Request::Set {
+            ask,
+            key: text(rng),
+            value: vec![7; rng.usize(..40)],
+        },
+        4 => Request::Get {
+            ask,
+            key: text(rng),
+            peer_timeout,
+        },
+        5 => Request::Barrier {
+            ask,
+            name: text(rng),
+            peer_timeout,
+        },
         6 => {
             let how = match rng.u8(..4) {
                 0 => Leaving::Ends,
@@ -173,13 +215,26 @@ fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
         7 => {
             let process = ProcessId(integer(rng) as u32);
             let failure = Failure::new(FailureKind::Diverged, process, integer(rng), text(rng));
-            Request::Report { ask, report: Report { failure, hash: rng.bool().then_some(5) } }
+            Request::Report {
+                ask,
+                report: Report {
+                    failure,
+                    hash: rng.bool().then_some(5),
+                },
+            }
         }
-        8 | 9 => Request::Look { ask, words: vec![3; rng.usize(..40)] },
-        10 if rng.bool() => {
-            Request::Status { look: rng.u64(..9), status: Ok(vec![3; rng.usize(..40)]) }
-        }
-        10 => Request::Status { look: rng.u64(..9), status: Err(text(rng)) },
+        8 | 9 => Request::Look {
+            ask,
+            words: vec![3; rng.usize(..40)],
+        },
+        10 if rng.bool() => Request::Status {
+            look: rng.u64(..9),
+            status: Ok(vec![3; rng.usize(..40)]),
+        },
+        10 => Request::Status {
+            look: rng.u64(..9),
+            status: Err(text(rng)),
+        },
         _ => match rng.u8(..3) {
             0 => Request::Clock { ask },
             1 => Request::Whole,
@@ -195,7 +250,14 @@ fn fuzz_rendezvous_job() {
         let processes = rng.usize(1..5);
         let (job, asks) = (Job::new(processes, TIME_LIMIT, 1, start), BTreeMap::new());
         let is_long = rng.u32(..512) == 0;
-        let mut table = Table { job, processes, now: start, asks, next: 0, is_long };
+        let mut table = Table {
+            job,
+            processes,
+            now: start,
+            asks,
+            next: 0,
+            is_long,
+        };
         for _ in 0..rng.u32(..60) {
             table.step(rng);
         }
@@ -206,8 +268,15 @@ fn fuzz_rendezvous_job() {
             table.now += Duration::from_secs(2);
             table.tick();
         }
-        assert!(table.asks.is_empty(), "unanswered requests: {:?}", table.asks);
-        assert_eq!(table.job.values.due().count() + table.job.barriers.due().count(), 0);
+        assert!(
+            table.asks.is_empty(),
+            "unanswered requests: {:?}",
+            table.asks
+        );
+        assert_eq!(
+            table.job.values.due().count() + table.job.barriers.due().count(),
+            0
+        );
         assert_eq!(table.job.looks.due().count(), 0);
     });
 }

@@ -129,7 +129,10 @@ impl World {
         let now = Duration::from_secs(1000);
         let count = random.usize(2..5);
         let process = |number: usize| Process {
-            identity: Identity { key: number as u128 + 50, run: None },
+            identity: Identity {
+                key: number as u128 + 50,
+                run: None,
+            },
             doing: Doing::Seeks(now),
             sleeps_until: Duration::ZERO,
             done: 0,
@@ -146,7 +149,16 @@ impl World {
         let processes = (0..count).map(process).collect();
         let services = Vec::new();
         let ends = BTreeSet::new();
-        let mut world = Self { random, start, now, links: 0, processes, services, ends, busy };
+        let mut world = Self {
+            random,
+            start,
+            now,
+            links: 0,
+            processes,
+            services,
+            ends,
+            busy,
+        };
         let job = Job::new(count, TIMEOUT, RUN, world.instant());
         world.serve(0, FIRST.to_owned(), job);
         world
@@ -159,7 +171,14 @@ impl World {
     fn serve(&mut self, host: usize, address: String, job: Job) {
         let inbox = VecDeque::new();
         let clients = BTreeMap::new();
-        self.services.push(Service { host, address, job, inbox, clients, stands: true });
+        self.services.push(Service {
+            host,
+            address,
+            job,
+            inbox,
+            clients,
+            stands: true,
+        });
     }
 
     fn has_ended(&self, process: usize) -> bool {
@@ -172,15 +191,25 @@ impl World {
 
     /// True if the system of an address's host accepts connections there.
     fn listens(&self, address: &str) -> bool {
-        let service =
-            self.services.iter().any(|service| service.stands && service.address == address);
-        let deputy = address.parse().ok().filter(|process: &usize| !self.has_ended(*process));
+        let service = self
+            .services
+            .iter()
+            .any(|service| service.stands && service.address == address);
+        let deputy = address
+            .parse()
+            .ok()
+            .filter(|process: &usize| !self.has_ended(*process));
         service || deputy.is_some()
     }
 
     /// Runs the job until all its processes have ended.
     fn run(&mut self, faults: Faults) {
-        let Faults { mut sleeps, mut cuts, mut kills, .. } = faults;
+        let Faults {
+            mut sleeps,
+            mut cuts,
+            mut kills,
+            ..
+        } = faults;
         let end = self.now + LONGEST;
         while (0..self.processes.len()).any(|process| !self.has_ended(process)) {
             assert!(
@@ -216,7 +245,9 @@ impl World {
     }
 
     fn living(&self) -> usize {
-        (0..self.processes.len()).filter(|process| !self.has_ended(*process)).count()
+        (0..self.processes.len())
+            .filter(|process| !self.has_ended(*process))
+            .count()
     }
 
     fn tick(&mut self) {
@@ -269,13 +300,17 @@ impl World {
     /// Closes the connection of a process at its end.
     fn hang_up(&mut self, process: usize) {
         if let Some((service, link)) = self.processes[process].link {
-            self.services[service].inbox.push_back((link, FromClient::Closed));
+            self.services[service]
+                .inbox
+                .push_back((link, FromClient::Closed));
         }
     }
 
     fn say(&mut self, process: usize, request: Request) {
         if let Some((service, link)) = self.processes[process].link {
-            self.services[service].inbox.push_back((link, FromClient::Said(request)));
+            self.services[service]
+                .inbox
+                .push_back((link, FromClient::Said(request)));
         }
     }
 
@@ -338,10 +373,24 @@ impl World {
             Reply::Ping => self.say(process, Request::Pong),
             Reply::Answer {
                 ask: JOIN,
-                result: Ok(Answer::Members { process: place, epoch, run, members, standing, .. }),
+                result:
+                    Ok(Answer::Members {
+                        process: place,
+                        epoch,
+                        run,
+                        members,
+                        standing,
+                        ..
+                    }),
             } => {
                 let members = members.to_vec();
-                let joined = Joined { process: place, epoch, run, members, standing };
+                let joined = Joined {
+                    process: place,
+                    epoch,
+                    run,
+                    members,
+                    standing,
+                };
                 this.identity.run = Some(run);
                 this.epoch = epoch;
                 this.members = joined.members.len();
@@ -349,17 +398,35 @@ impl World {
                 this.contact.has_place();
                 this.doing = Doing::Runs;
             }
-            Reply::Answer { ask: JOIN, result: Ok(_) } => self.end(process, HowItEnded::NotNeeded),
-            Reply::Answer { ask: JOIN, result: Err(error) } => {
+            Reply::Answer {
+                ask: JOIN,
+                result: Ok(_),
+            } => self.end(process, HowItEnded::NotNeeded),
+            Reply::Answer {
+                ask: JOIN,
+                result: Err(error),
+            } => {
                 self.end(process, HowItEnded::Failed(error.to_string()));
             }
-            Reply::Answer { ask: BARRIER, result: Ok(_) } => {
+            Reply::Answer {
+                ask: BARRIER,
+                result: Ok(_),
+            } => {
                 let service = this.link.map_or(usize::MAX, |(service, _)| service);
                 self.ends.insert((service, this.epoch));
                 this.doing = Doing::Lingers(now + LINGERS);
-                self.say(process, Request::Leave { ask: 3, how: Leaving::Ends });
+                self.say(
+                    process,
+                    Request::Leave {
+                        ask: 3,
+                        how: Leaving::Ends,
+                    },
+                );
             }
-            Reply::Answer { ask: BARRIER, result: Err(_) } => self.loses(process),
+            Reply::Answer {
+                ask: BARRIER,
+                result: Err(_),
+            } => self.loses(process),
             Reply::Place => this.contact.has_place(),
             Reply::Down { .. } => self.loses(process),
             Reply::Heirs { run, addresses } => this.told = Some(Succession::told(run, addresses)),
@@ -390,7 +457,13 @@ impl World {
 
     /// Lets a process leave its epoch, to join the next one.
     fn returns(&mut self, process: usize) {
-        self.say(process, Request::Leave { ask: 4, how: Leaving::Returns });
+        self.say(
+            process,
+            Request::Leave {
+                ask: 4,
+                how: Leaving::Returns,
+            },
+        );
         self.hang_up(process);
         let this = &mut self.processes[process];
         this.link = None;
@@ -412,7 +485,10 @@ impl World {
         let is_late = self.now.saturating_sub(since) > TIMEOUT;
         if self.listens(&address) || self.processes[process].succession.is_none() {
             if is_late {
-                self.end(process, HowItEnded::Failed("the service does not answer".to_owned()));
+                self.end(
+                    process,
+                    HowItEnded::Failed("the service does not answer".to_owned()),
+                );
             }
             return;
         }
@@ -422,9 +498,13 @@ impl World {
     fn finds(&mut self, process: usize) {
         let own = process.to_string();
         let this = &self.processes[process];
-        let Some(succession) = this.succession.clone() else { return };
-        let mut living =
-            succession.addresses.iter().filter(|address| **address == own || self.listens(address));
+        let Some(succession) = this.succession.clone() else {
+            return;
+        };
+        let mut living = succession
+            .addresses
+            .iter()
+            .filter(|address| **address == own || self.listens(address));
         match living.next() {
             None => self.end(process, HowItEnded::Failed("all are gone".to_owned())),
             Some(address) if *address != own => {
@@ -434,8 +514,11 @@ impl World {
             }
             Some(_) => {
                 let is_first = succession.is_first(Some(&own));
-                let parted =
-                    this.parting.as_ref().expect("it has joined").check(is_first, self.now);
+                let parted = this
+                    .parting
+                    .as_ref()
+                    .expect("it has joined")
+                    .check(is_first, self.now);
                 let past = match (parted, succession.past) {
                     (Err(why), _) => return self.end(process, HowItEnded::Failed(why)),
                     (_, None) => {
@@ -464,10 +547,16 @@ impl World {
         let hosts = self.services[service].host == process;
         let count = self.processes.len();
         self.services[service].clients.insert(link, process);
-        self.services[service].inbox.push_back((link, FromClient::Opened));
+        self.services[service]
+            .inbox
+            .push_back((link, FromClient::Opened));
         let address = self.services[service].address.clone();
         let this = &mut self.processes[process];
-        let heir = Heir { address: process.to_string(), mark: this.identity.mark(), since: 0 };
+        let heir = Heir {
+            address: process.to_string(),
+            mark: this.identity.mark(),
+            since: 0,
+        };
         let member = Member {
             pid: process as u32,
             sizes: SizeRange::of(1..=count as u32),
@@ -510,14 +599,21 @@ impl World {
             {
                 continue;
             }
-            let done = members.iter().map(|process| self.processes[*process].done).max();
+            let done = members
+                .iter()
+                .map(|process| self.processes[*process].done)
+                .max();
             let done = done.unwrap_or(0) + 1;
             for process in members {
                 self.processes[process].done = done;
                 if done >= STEPS {
                     self.processes[process].doing = Doing::WaitsAtEnd;
                     let name = format!("end {}", epoch.1);
-                    let barrier = Request::Barrier { ask: BARRIER, name, peer_timeout: TIMEOUT };
+                    let barrier = Request::Barrier {
+                        ask: BARRIER,
+                        name,
+                        peer_timeout: TIMEOUT,
+                    };
                     self.say(process, barrier);
                 }
             }
@@ -541,9 +637,14 @@ fn run(seeds: std::ops::Range<u64>, faults: Faults) -> (usize, usize) {
     for seed in seeds {
         let mut world = World::new(seed, faults.busy);
         world.run(faults);
-        let World { ends, processes, .. } = world;
+        let World {
+            ends, processes, ..
+        } = world;
         let doing: Vec<_> = processes.iter().map(|process| &process.doing).collect();
-        assert!(ends.len() <= 1, "seed {seed}: it has ended in {ends:?}: {doing:?}");
+        assert!(
+            ends.len() <= 1,
+            "seed {seed}: it has ended in {ends:?}: {doing:?}"
+        );
         well += ends.len();
         let failed = |doing: &&&Doing| matches!(doing, Doing::Ended(HowItEnded::Failed(_)));
         outlived += usize::from(!ends.is_empty() && doing.iter().any(|d| failed(&d)));
@@ -553,20 +654,40 @@ fn run(seeds: std::ops::Range<u64>, faults: Faults) -> (usize, usize) {
 
 /// Returns the number of seeds: MPMD_TEST_SEEDS, or a number that takes a second.
 fn seeds() -> u64 {
-    let seeds = std::env::var("MPMD_TEST_SEEDS").ok().and_then(|text| text.parse().ok());
+    let seeds = std::env::var("MPMD_TEST_SEEDS")
+        .ok()
+        .and_then(|text| text.parse().ok());
     seeds.unwrap_or(400)
 }
 
 #[test]
 fn job_with_sleepers_and_deaths_ends_once_at_most() {
-    let (well, outlived) =
-        run(0..seeds(), Faults { busy: 3 * TIMEOUT, sleeps: 3, cuts: 1, kills: 1 });
-    println!("{well} of {} ended well, in {outlived} others woke later", seeds());
+    let (well, outlived) = run(
+        0..seeds(),
+        Faults {
+            busy: 3 * TIMEOUT,
+            sleeps: 3,
+            cuts: 1,
+            kills: 1,
+        },
+    );
+    println!(
+        "{well} of {} ended well, in {outlived} others woke later",
+        seeds()
+    );
     assert!(well > 0 && outlived > 0, "{well}, {outlived}");
 }
 
 #[test]
 fn job_with_deaths_alone_ends_once() {
-    let (well, _) = run(0..seeds(), Faults { busy: TIMEOUT / 2, sleeps: 0, cuts: 0, kills: 3 });
+    let (well, _) = run(
+        0..seeds(),
+        Faults {
+            busy: TIMEOUT / 2,
+            sleeps: 0,
+            cuts: 0,
+            kills: 3,
+        },
+    );
     assert_eq!(well as u64, seeds());
 }

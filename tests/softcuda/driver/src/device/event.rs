@@ -125,7 +125,9 @@ fn create(flags: u32) -> Result<Arc<Event>> {
         return Err(Code::INVALID_VALUE);
     }
     meet(CallKind::Event)?;
-    let shared = (flags & INTERPROCESS != 0).then(SharedEvent::new).transpose()?;
+    let shared = (flags & INTERPROCESS != 0)
+        .then(SharedEvent::new)
+        .transpose()?;
     let (events, ipc_events) = (settings().events, settings().ipc_events);
     let is_shareable = |event: &Event| event.is_own && event.shared.is_some();
     if (events < u64::MAX && EVENTS.count_of(|_| true) >= events)
@@ -141,7 +143,14 @@ fn create(flags: u32) -> Result<Arc<Event>> {
 fn insert(context: Handle, flags: u32, shared: Option<SharedEvent>, is_own: bool) -> Arc<Event> {
     let shared = shared.map(Arc::new);
     let record = Mutex::default();
-    EVENTS.insert(|handle| Event { handle, context, flags, record, shared, is_own })
+    EVENTS.insert(|handle| Event {
+        handle,
+        context,
+        flags,
+        record,
+        shared,
+        is_own,
+    })
 }
 
 fn record(event: Handle, on: Handle) -> Result {
@@ -159,7 +168,10 @@ fn record(event: Handle, on: Handle) -> Result {
         fired: Condvar::new(),
         clock,
     });
-    let shared = event.shared.as_ref().map(|shared| (shared.clone(), shared.record()));
+    let shared = event
+        .shared
+        .as_ref()
+        .map(|shared| (shared.clone(), shared.record()));
     let among_processes = shared.is_some();
     let work = record.clone();
     let number = stream.issue(

@@ -114,7 +114,10 @@ impl Ticket {
             return Err(Code::INVALID_VALUE);
         }
         let gone = |why: &str| {
-            eprintln!("softcuda: cannot open the export of process {}: {why}", self.process);
+            eprintln!(
+                "softcuda: cannot open the export of process {}: {why}",
+                self.process
+            );
             Code::INVALID_HANDLE
         };
         if started(self.process) != Some(self.started) {
@@ -145,7 +148,9 @@ pub(crate) fn started(process: u32) -> Option<u64> {
 
 fn inode(file: RawFd) -> Result<u64> {
     let found = std::fs::metadata(format!("/proc/self/fd/{file}"));
-    found.map(|found| found.ino()).map_err(|_| Code::OPERATING_SYSTEM)
+    found
+        .map(|found| found.ino())
+        .map_err(|_| Code::OPERATING_SYSTEM)
 }
 
 api! {

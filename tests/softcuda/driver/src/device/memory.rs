@@ -69,9 +69,16 @@ impl Usage {
     /// Counts an allocation of `mapped` bytes. Fails with `CUDA_ERROR_OUT_OF_MEMORY` if the device
     /// has less: memory that the pool keeps is for allocations of the pool alone.
     fn add(&mut self, mapped: u64, origin: Origin) -> Result {
-        let from_kept = if origin == Origin::Pool { self.kept.min(mapped) } else { 0 };
+        let from_kept = if origin == Origin::Pool {
+            self.kept.min(mapped)
+        } else {
+            0
+        };
         let others = self.live + self.kept - from_kept;
-        if others.checked_add(mapped).is_none_or(|sum| sum > settings().memory) {
+        if others
+            .checked_add(mapped)
+            .is_none_or(|sum| sum > settings().memory)
+        {
             return Err(Code::OUT_OF_MEMORY);
         }
         self.live += mapped;
@@ -172,7 +179,10 @@ impl Space {
         if base == libc::MAP_FAILED {
             base = reserve(0, 0);
         }
-        assert!(base != libc::MAP_FAILED, "no {LENGTH} bytes of addresses for device memory");
+        assert!(
+            base != libc::MAP_FAILED,
+            "no {LENGTH} bytes of addresses for device memory"
+        );
         // Each process uses other addresses, so that a pointer of one is unlikely to be valid in
         // another.
         let shift = (u64::from(std::process::id()) * 0x9E37_79B9 % 512) << 30;
@@ -217,7 +227,9 @@ impl Space {
         if bytes == 0 {
             return Err(Code::INVALID_VALUE);
         }
-        let mapped = bytes.checked_next_multiple_of(PAGE).ok_or(Code::OUT_OF_MEMORY)?;
+        let mapped = bytes
+            .checked_next_multiple_of(PAGE)
+            .ok_or(Code::OUT_OF_MEMORY)?;
         self.with_usage(device, |usage| usage.add(mapped, origin))?;
         let made = (|| {
             if origin == Origin::Alloc && mapped < settings().block {
@@ -231,7 +243,11 @@ impl Space {
                 Origin::Pool | Origin::Import => None,
             };
             let start = self.place(mapped)?;
-            self.map(start, mapped, file.as_ref().map(|(file, _)| (file.as_raw_fd(), 0)))?;
+            self.map(
+                start,
+                mapped,
+                file.as_ref().map(|(file, _)| (file.as_raw_fd(), 0)),
+            )?;
             // At the end of its pages, so that an access beyond its end soon reaches the gap.
             let inside = mapped - bytes.next_multiple_of(ALIGNMENT).min(mapped);
             Ok(self.keep(start, inside, mapped, bytes, device, origin, file))
@@ -247,10 +263,20 @@ impl Space {
     fn part_of_block(&self, device: u32, mapped: u64) -> Result<(u64, Arc<OwnedFd>, u64)> {
         let bytes = settings().block;
         let mut blocks = self.blocks.lock();
-        if blocks.get(&device).is_none_or(|block| block.used + mapped > bytes) {
+        if blocks
+            .get(&device)
+            .is_none_or(|block| block.used + mapped > bytes)
+        {
             let start = self.place(2 * bytes)?.next_multiple_of(bytes);
             let file = Arc::new(memory_file(bytes)?);
-            blocks.insert(device, Block { start, file, used: 0 });
+            blocks.insert(
+                device,
+                Block {
+                    start,
+                    file,
+                    used: 0,
+                },
+            );
         }
         let block = blocks.get_mut(&device).ok_or(Code::OUT_OF_MEMORY)?;
         let offset = block.used;
@@ -299,7 +325,9 @@ impl Space {
             start,
             mapped,
         });
-        self.live.write().insert(allocation.address, allocation.clone());
+        self.live
+            .write()
+            .insert(allocation.address, allocation.clone());
         allocation
     }
 
@@ -328,8 +356,11 @@ impl Space {
 
     /// Maps new pages, or those of a file from an offset on.
     fn map(&self, start: u64, mapped: u64, file: Option<(RawFd, u64)>) -> Result {
-        let kind =
-            if file.is_some() { libc::MAP_SHARED } else { libc::MAP_PRIVATE | libc::MAP_ANONYMOUS };
+        let kind = if file.is_some() {
+            libc::MAP_SHARED
+        } else {
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS
+        };
         // SAFETY: the addresses are of the alias half of our own reservation, and `place` gave them
         // to nobody else.
         let at = unsafe {
@@ -342,7 +373,11 @@ impl Space {
                 file.map_or(0, |(_, offset)| offset as libc::off_t),
             )
         };
-        if at == libc::MAP_FAILED { Err(Code::OUT_OF_MEMORY) } else { Ok(()) }
+        if at == libc::MAP_FAILED {
+            Err(Code::OUT_OF_MEMORY)
+        } else {
+            Ok(())
+        }
     }
 
     /// Returns the live allocation that contains an address; `None` if there is none.
@@ -367,16 +402,25 @@ impl Space {
         if bytes > found.address + found.bytes - address {
             return Err(Code::ILLEGAL_ADDRESS);
         }
-        Ok(Span { pointer: (address + self.distance()) as *mut u8, _allocation: found })
+        Ok(Span {
+            pointer: (address + self.distance()) as *mut u8,
+            _allocation: found,
+        })
     }
 
     /// Removes the allocation that begins at an address from the live ones, and returns it. Its
     /// bytes are unmapped when the last holder drops it; exported ones are filled with `0xDD`.
     /// Fails with `CUDA_ERROR_INVALID_VALUE`.
     pub(crate) fn free(&self, address: u64) -> Result<Arc<Allocation>> {
-        let freed = self.live.write().remove(&address).ok_or(Code::INVALID_VALUE)?;
+        let freed = self
+            .live
+            .write()
+            .remove(&address)
+            .ok_or(Code::INVALID_VALUE)?;
         if freed.origin != Origin::Import {
-            self.with_usage(freed.device, |usage| usage.remove(freed.mapped, freed.origin));
+            self.with_usage(freed.device, |usage| {
+                usage.remove(freed.mapped, freed.origin)
+            });
         }
         if freed.exported.load(Ordering::Relaxed) {
             // Processes that still have it open must notice: their accesses are undefined in CUDA,

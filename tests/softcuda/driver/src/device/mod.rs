@@ -70,8 +70,15 @@ impl Context {
 
     /// Records and prints the first failure of the context's work; later ones are ignored.
     pub(crate) fn fail(&self, code: Code, work: &str) {
-        if self.failed.compare_exchange(0, code.0, Ordering::AcqRel, Ordering::Acquire).is_ok() {
-            eprintln!("softcuda: device {}: {work} failed with error {}", self.device, code.0);
+        if self
+            .failed
+            .compare_exchange(0, code.0, Ordering::AcqRel, Ordering::Acquire)
+            .is_ok()
+        {
+            eprintln!(
+                "softcuda: device {}: {work} failed with error {}",
+                self.device, code.0
+            );
         }
     }
 
@@ -90,7 +97,9 @@ impl Context {
 
     /// Returns the default stream; the first call starts its thread.
     pub(crate) fn null(self: &Arc<Self>) -> Arc<Stream> {
-        self.null.get_or_init(|| Stream::start(self.clone(), 0, 0, 0)).clone()
+        self.null
+            .get_or_init(|| Stream::start(self.clone(), 0, 0, 0))
+            .clone()
     }
 
     /// Returns the default stream if it was ever used; otherwise `None`, and starts nothing.
@@ -156,7 +165,9 @@ pub(crate) fn current() -> Result<Arc<Context>> {
 /// Runs `with` on the calling thread's stack of context handles, the current one last. Fails with
 /// `CUDA_ERROR_INVALID_CONTEXT` in a thread that is ending.
 fn stack<R>(with: impl FnOnce(&mut Vec<Handle>) -> R) -> Result<R> {
-    CURRENT.try_with(|stack| with(&mut stack.borrow_mut())).map_err(|_| Code::INVALID_CONTEXT)
+    CURRENT
+        .try_with(|stack| with(&mut stack.borrow_mut()))
+        .map_err(|_| Code::INVALID_CONTEXT)
 }
 
 /// Returns the context of a handle; fails with `CUDA_ERROR_CONTEXT_IS_DESTROYED` if there is none.
@@ -167,12 +178,18 @@ pub(crate) fn context(handle: Handle) -> Result<Arc<Context>> {
 /// Returns the primary context of a device; fails with `CUDA_ERROR_INVALID_CONTEXT` if the device
 /// has none.
 pub(crate) fn primary(device: u32) -> Result<Arc<Context>> {
-    PRIMARY.lock()[device as usize].0.clone().ok_or(Code::INVALID_CONTEXT)
+    PRIMARY.lock()[device as usize]
+        .0
+        .clone()
+        .ok_or(Code::INVALID_CONTEXT)
 }
 
 pub(crate) fn device(ordinal: i32) -> Result<u32> {
     initialized()?;
-    u32::try_from(ordinal).ok().filter(|at| *at < settings().devices).ok_or(Code::INVALID_DEVICE)
+    u32::try_from(ordinal)
+        .ok()
+        .filter(|at| *at < settings().devices)
+        .ok_or(Code::INVALID_DEVICE)
 }
 
 /// Returns an id of a device that is the same in all processes of one user and unique to that user.

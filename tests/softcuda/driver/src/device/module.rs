@@ -88,8 +88,9 @@ impl Library {
         while !rest.is_empty() {
             // SAFETY: the descriptor is open, and the bytes are of a slice.
             let wrote = unsafe { libc::write(file.as_raw_fd(), rest.as_ptr().cast(), rest.len()) };
-            rest =
-                rest.get(usize::try_from(wrote).map_err(|_| Code::OUT_OF_MEMORY)?..).unwrap_or(&[]);
+            rest = rest
+                .get(usize::try_from(wrote).map_err(|_| Code::OUT_OF_MEMORY)?..)
+                .unwrap_or(&[]);
         }
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         let path = CString::new(path).map_err(|_| Code::UNKNOWN)?;
@@ -99,10 +100,17 @@ impl Library {
         let Some(handle) = NonNull::new(handle) else {
             // SAFETY: the call just failed in this thread, so there is a text.
             let why = unsafe { CStr::from_ptr(libc::dlerror()) };
-            eprintln!("softcuda: a module cannot be loaded: {}", why.to_string_lossy());
+            eprintln!(
+                "softcuda: a module cannot be loaded: {}",
+                why.to_string_lossy()
+            );
             return Err(Code::INVALID_IMAGE);
         };
-        let mut library = Library { handle, _file: file, run: 0 };
+        let mut library = Library {
+            handle,
+            _file: file,
+            run: 0,
+        };
         library.run = library.symbol(c"__sc_run").ok_or(Code::INVALID_IMAGE)? as usize;
         Ok(library)
     }
@@ -116,7 +124,9 @@ impl Library {
     /// Returns (name, entry) of the kernels that can be found by name.
     fn entries(&self) -> Vec<(CString, Entry)> {
         let mut entries = Vec::new();
-        let Some(table) = self.symbol(c"__sc_kernels") else { return entries };
+        let Some(table) = self.symbol(c"__sc_kernels") else {
+            return entries;
+        };
         let mut row = table as *const Row;
         loop {
             // SAFETY: the table is of the library's own memory, and ends with a row without a name.
@@ -137,8 +147,10 @@ impl Library {
                         std::slice::from_raw_parts(found.pointers, count),
                     )
                 };
-                let arguments =
-                    sizes.iter().zip(pointers).map(|(size, pointer)| (*size, *pointer != 0));
+                let arguments = sizes
+                    .iter()
+                    .zip(pointers)
+                    .map(|(size, pointer)| (*size, *pointer != 0));
                 let entry = Entry {
                     call: found.call as usize,
                     arguments: arguments.collect(),
@@ -211,7 +223,9 @@ fn image(pointer: &In<u8>) -> Result<Vec<u8>> {
             return Ok(bytes);
         }
     }
-    Ok(Text::untyped(pointer.address() as *const c_char).get()?.into_bytes())
+    Ok(Text::untyped(pointer.address() as *const c_char)
+        .get()?
+        .into_bytes())
 }
 
 api! {

@@ -107,12 +107,23 @@ pub(crate) fn used(stream: &Stream, name: &'static str, uses: &[Use]) {
     clock.join(&HOST.lock());
     let step = clock.step(stream.number);
     for used in uses {
-        let access = Access { name, stream: stream.number, step, used: *used };
-        if let Some(found) =
-            space().find(used.address).filter(|found| found.origin != Origin::Import)
+        let access = Access {
+            name,
+            stream: stream.number,
+            step,
+            used: *used,
+        };
+        if let Some(found) = space()
+            .find(used.address)
+            .filter(|found| found.origin != Origin::Import)
         {
             let mut all = ACCESSES.lock();
-            enter(all.entry(found.number).or_default(), access, &clock, found.address);
+            enter(
+                all.entry(found.number).or_default(),
+                access,
+                &clock,
+                found.address,
+            );
         }
     }
 }
@@ -198,7 +209,10 @@ pub(crate) fn forget(allocation: u64) {
 /// of a handle.
 pub(crate) fn noted(stream: Handle) -> Vec<Use> {
     NOTES.with_borrow_mut(|notes| {
-        notes.extract_if(.., |(on, _)| *on == stream).map(|(_, used)| used).collect()
+        notes
+            .extract_if(.., |(on, _)| *on == stream)
+            .map(|(_, used)| used)
+            .collect()
     })
 }
 
@@ -206,7 +220,11 @@ pub(crate) fn noted(stream: Handle) -> Vec<Use> {
 /// `bytes` bytes from `address` on. The kernel's launch then checks them for races.
 #[unsafe(no_mangle)]
 extern "C" fn softcuda_note_use(stream: Handle, address: u64, bytes: u64, write: i32) {
-    let used = Use { address, bytes, write: write != 0 };
+    let used = Use {
+        address,
+        bytes,
+        write: write != 0,
+    };
     if bytes > 0 {
         NOTES.with_borrow_mut(|notes| notes.push((stream, used)));
     }

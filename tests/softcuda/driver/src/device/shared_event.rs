@@ -94,7 +94,14 @@ impl SharedEvent {
         let changes = &self.page.changes;
         changes.fetch_add(1, Ordering::SeqCst);
         // SAFETY: wakes the sleepers on a word that is mapped.
-        unsafe { libc::syscall(libc::SYS_futex, changes.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
+        unsafe {
+            libc::syscall(
+                libc::SYS_futex,
+                changes.as_ptr(),
+                libc::FUTEX_WAKE,
+                i32::MAX,
+            )
+        };
     }
 
     /// Returns true if a record is done. A record of a process that has died is marked as done,
@@ -132,7 +139,10 @@ impl SharedEvent {
                 eprintln!("softcuda: a process died as it recorded an event");
                 return;
             }
-            let time = libc::timespec { tv_sec: 0, tv_nsec: LOOK.as_nanos() as i64 };
+            let time = libc::timespec {
+                tv_sec: 0,
+                tv_nsec: LOOK.as_nanos() as i64,
+            };
             // SAFETY: sleeps while the word is what was seen, at most for the time given; both live
             // through the call.
             unsafe {

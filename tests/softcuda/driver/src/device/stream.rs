@@ -60,7 +60,11 @@ impl Work {
     /// Creates work that is skipped after the context failed. An error of `run` makes the context
     /// fail.
     pub(crate) fn new(name: &'static str, run: impl FnOnce() -> Result + Send + 'static) -> Work {
-        Work { name, always: false, run: Box::new(run) }
+        Work {
+            name,
+            always: false,
+            run: Box::new(run),
+        }
     }
 
     /// Creates work that runs even after the context failed, and cannot fail itself.
@@ -101,7 +105,11 @@ pub(crate) fn stream(handle: Handle) -> Result<Arc<Stream>> {
 /// stream belongs to another context than the current one.
 pub(crate) fn own_stream(handle: Handle) -> Result<Arc<Stream>> {
     let stream = stream(handle)?;
-    if stream.context.handle == current()?.handle { Ok(stream) } else { Err(Code::INVALID_HANDLE) }
+    if stream.context.handle == current()?.handle {
+        Ok(stream)
+    } else {
+        Err(Code::INVALID_HANDLE)
+    }
 }
 
 /// Removes the streams of a context that ends, and lets their threads end after the work left.
@@ -145,7 +153,9 @@ impl Stream {
         self.context.add(self);
         let stream = self.clone();
         let thread = std::thread::Builder::new().name("softcuda stream".into());
-        thread.spawn(move || stream.work_off()).expect("a thread for a stream");
+        thread
+            .spawn(move || stream.work_off())
+            .expect("a thread for a stream");
     }
 
     /// Appends work to the stream without waiting for it. Returns the work's number, counted from 1
@@ -175,14 +185,17 @@ impl Stream {
         let order = self.context.order.lock();
         let before: Vec<Arc<Stream>> = if self.handle == 0 {
             let all = self.context.streams().into_iter();
-            all.filter(|other| other.handle != 0 && other.flags & NON_BLOCKING == 0).collect()
+            all.filter(|other| other.handle != 0 && other.flags & NON_BLOCKING == 0)
+                .collect()
         } else {
             self.context.null_if_used().into_iter().collect()
         };
         for other in before {
             let issued = other.queue.lock().issued;
             races::follows(self, &races::now(&other));
-            self.push(Work::always("order of the default stream", move || other.wait_for(issued)));
+            self.push(Work::always("order of the default stream", move || {
+                other.wait_for(issued)
+            }));
         }
         Some(order)
     }

@@ -74,13 +74,18 @@ impl Id {
         let file = memory_file(size_of::<Page>() as u64)?;
         let ticket = Ticket::new(Kind::Group, &file, 0)?;
         MADE.lock().push(file);
-        Ok(Id { ticket, spare: [0; 8] })
+        Ok(Id {
+            ticket,
+            spare: [0; 8],
+        })
     }
 
     /// Maps the group's memory into this process. Fails with `CUDA_ERROR_INVALID_HANDLE` if the
     /// process that created the group has ended.
     pub(crate) fn open(&self) -> Result<Shared> {
-        Ok(Shared { page: Mapped::of(&self.ticket.open_anywhere(Kind::Group)?)? })
+        Ok(Shared {
+            page: Mapped::of(&self.ticket.open_anywhere(Kind::Group)?)?,
+        })
     }
 }
 
@@ -100,8 +105,10 @@ impl Shared {
     /// ranks were told different numbers of ranks or share a device.
     pub(crate) fn are_all_here(&self, ranks: usize) -> std::result::Result<bool, String> {
         let all = &self.page.ranks[..ranks];
-        let of: Vec<usize> =
-            all.iter().map(|rank| rank.of.load(Ordering::SeqCst) as usize).collect();
+        let of: Vec<usize> = all
+            .iter()
+            .map(|rank| rank.of.load(Ordering::SeqCst) as usize)
+            .collect();
         if of.contains(&0) {
             return Ok(false);
         }
@@ -136,10 +143,15 @@ impl Shared {
         for (at, byte) in bytes[..count].iter().enumerate() {
             // SAFETY: the place is in the ring, and the reader has released it.
             unsafe {
-                ring.bytes.get().cast::<u8>().add((written as usize + at) % RING).write(*byte)
+                ring.bytes
+                    .get()
+                    .cast::<u8>()
+                    .add((written as usize + at) % RING)
+                    .write(*byte)
             };
         }
-        ring.written.store(written + count as u64, Ordering::Release);
+        ring.written
+            .store(written + count as u64, Ordering::Release);
         count
     }
 
@@ -153,8 +165,13 @@ impl Shared {
         let count = there.min(bytes.len());
         for (at, byte) in bytes[..count].iter_mut().enumerate() {
             // SAFETY: the place is in the ring, and the writer has released it.
-            *byte =
-                unsafe { ring.bytes.get().cast::<u8>().add((read as usize + at) % RING).read() };
+            *byte = unsafe {
+                ring.bytes
+                    .get()
+                    .cast::<u8>()
+                    .add((read as usize + at) % RING)
+                    .read()
+            };
         }
         ring.read.store(read + count as u64, Ordering::Release);
         count
@@ -180,7 +197,11 @@ mod tests {
             got.extend_from_slice(&some[..count]);
         }
         assert!(got == sent);
-        assert_eq!(one.write(2, 1, &sent), RING, "each way has a ring of its own");
+        assert_eq!(
+            one.write(2, 1, &sent),
+            RING,
+            "each way has a ring of its own"
+        );
         assert_eq!(one.write(2, 1, &sent), 0);
     }
 
@@ -190,7 +211,12 @@ mod tests {
         shared.join(0, 2, [1; 16], 0);
         assert_eq!(shared.are_all_here(2), Ok(false));
         shared.join(1, 2, [1; 16], 0);
-        assert!(shared.are_all_here(2).unwrap_err().starts_with("Duplicate GPU detected"));
+        assert!(
+            shared
+                .are_all_here(2)
+                .unwrap_err()
+                .starts_with("Duplicate GPU detected")
+        );
         shared.join(1, 2, [2; 16], 1);
         assert_eq!(shared.are_all_here(2), Ok(true));
     }

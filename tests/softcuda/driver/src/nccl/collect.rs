@@ -79,7 +79,11 @@ impl Operation {
             Kind::AllReduce(reduce) | Kind::ReduceScatter(reduce) if reduce > 3 => return Err(()),
             _ => 0,
         };
-        if self.dtype <= 9 && peer < of.ranks { Ok(()) } else { Err(()) }
+        if self.dtype <= 9 && peer < of.ranks {
+            Ok(())
+        } else {
+            Err(())
+        }
     }
 
     /// Returns (bytes read from `from`, bytes written to `to`) on this rank.
@@ -99,7 +103,12 @@ impl Operation {
         let (reads, writes) = self.lengths(of);
         let uses = [(self.from, reads, false), (self.to, writes, true)];
         let uses = uses.into_iter().filter(|(_, bytes, _)| *bytes > 0);
-        uses.map(|(address, bytes, write)| Use { address, bytes: bytes as u64, write }).collect()
+        uses.map(|(address, bytes, write)| Use {
+            address,
+            bytes: bytes as u64,
+            write,
+        })
+        .collect()
     }
 
     fn head(&self, bytes: usize) -> Vec<u8> {
@@ -128,7 +137,10 @@ fn put(address: u64, bytes: &[u8]) -> Result {
     let span = space().span(address, bytes.len() as u64)?;
     // SAFETY: the span has that many bytes, and stays mapped. All callers pass a vector of their
     // own, so source and target do not overlap.
-    unsafe { span.pointer().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+    unsafe {
+        span.pointer()
+            .copy_from_nonoverlapping(bytes.as_ptr(), bytes.len())
+    };
     Ok(())
 }
 
@@ -185,7 +197,9 @@ pub(crate) fn run(of: &Communicator, shared: &Shared, operations: &[Operation]) 
         }
     }
     // Only sends and receives may be grouped: a collective is expected to be alone in `operations`.
-    let Some(operation) = operations.first() else { return Ok(()) };
+    let Some(operation) = operations.first() else {
+        return Ok(());
+    };
     let bytes = operation.bytes();
     let mine = match operation.kind {
         Kind::ReduceScatter(_) => own[of.rank * bytes..][..bytes].to_vec(),
@@ -227,7 +241,10 @@ fn exchange(
         let (mut moved, mut left) = (false, false);
         // Messages to the same rank are sent in order.
         let mut busy = vec![false; of.ranks];
-        for message in out.iter_mut().filter(|message| message.done < message.bytes.len()) {
+        for message in out
+            .iter_mut()
+            .filter(|message| message.done < message.bytes.len())
+        {
             left = true;
             if !std::mem::replace(&mut busy[message.peer], true) {
                 let count = shared.write(of.rank, message.peer, &message.bytes[message.done..]);
@@ -236,13 +253,24 @@ fn exchange(
             }
         }
         let mut busy = vec![false; of.ranks];
-        for message in coming.iter_mut().filter(|message| message.done < message.bytes.len()) {
+        for message in coming
+            .iter_mut()
+            .filter(|message| message.done < message.bytes.len())
+        {
             left = true;
             if std::mem::replace(&mut busy[message.peer], true) {
                 continue;
             }
-            let until = if message.done < HEAD { HEAD } else { message.bytes.len() };
-            let count = shared.read(message.peer, of.rank, &mut message.bytes[message.done..until]);
+            let until = if message.done < HEAD {
+                HEAD
+            } else {
+                message.bytes.len()
+            };
+            let count = shared.read(
+                message.peer,
+                of.rank,
+                &mut message.bytes[message.done..until],
+            );
             message.done += count;
             moved |= count > 0;
             if message.done >= HEAD && message.bytes[..HEAD] != message.expected[..] {
@@ -272,8 +300,11 @@ fn combine(dtype: u32, reduce: u32, into: &mut [u8], other: &[u8]) {
     macro_rules! elements {
         ($t:ty, $add:expr, $times:expr) => {{
             const SIZE: usize = size_of::<$t>();
-            for (into, other) in
-                into.as_chunks_mut::<SIZE>().0.iter_mut().zip(other.as_chunks::<SIZE>().0)
+            for (into, other) in into
+                .as_chunks_mut::<SIZE>()
+                .0
+                .iter_mut()
+                .zip(other.as_chunks::<SIZE>().0)
             {
                 let (a, b) = (<$t>::from_ne_bytes(*into), <$t>::from_ne_bytes(*other));
                 let made: $t = match reduce {

@@ -131,12 +131,18 @@ impl Communicator {
     /// Joins the group and blocks until all its ranks have joined or the communicator is aborted.
     /// Fails with (code, message).
     fn meet_all(&self, id: &Id) -> std::result::Result<(), (Code, String)> {
-        let opened = id
-            .open()
-            .map_err(|code| (SYSTEM_ERROR, format!("the group cannot be joined: {code:?}")))?;
+        let opened = id.open().map_err(|code| {
+            (
+                SYSTEM_ERROR,
+                format!("the group cannot be joined: {code:?}"),
+            )
+        })?;
         let shared = Arc::new(opened);
         shared.join(self.rank, self.ranks, uuid(self.device), self.device);
-        while !shared.are_all_here(self.ranks).map_err(|why| (INVALID_USAGE, why))? {
+        while !shared
+            .are_all_here(self.ranks)
+            .map_err(|why| (INVALID_USAGE, why))?
+        {
             if self.is_aborted() {
                 return Err((SYSTEM_ERROR, "the communicator was aborted".to_owned()));
             }
@@ -165,10 +171,12 @@ impl Communicator {
         self.begin();
         self.state.lock().work += 1;
         let in_work = InWork(self.clone());
-        let thread = std::thread::Builder::new().name("softcuda nccl".into()).spawn(move || {
-            work();
-            drop(in_work);
-        });
+        let thread = std::thread::Builder::new()
+            .name("softcuda nccl".into())
+            .spawn(move || {
+                work();
+                drop(in_work);
+            });
         let thread = thread.map_err(|_| SYSTEM_ERROR)?;
         if !self.is_blocking {
             return Err(IN_PROGRESS);
@@ -183,8 +191,13 @@ impl Communicator {
     /// Issues operations as one piece of work on a stream, from a thread of its own. A non-blocking
     /// communicator returns `ncclInProgress` before the work is issued.
     fn launch(self: &Arc<Self>, stream: Arc<Stream>, operations: Vec<Operation>) -> Result {
-        let uses: Vec<Use> = operations.iter().flat_map(|operation| operation.uses(self)).collect();
-        let Some(shared) = self.shared.lock().clone() else { return Err(INVALID_ARGUMENT) };
+        let uses: Vec<Use> = operations
+            .iter()
+            .flat_map(|operation| operation.uses(self))
+            .collect();
+        let Some(shared) = self.shared.lock().clone() else {
+            return Err(INVALID_ARGUMENT);
+        };
         let this = self.clone();
         self.state.lock().work += 1;
         let in_work = InWork(self.clone());
@@ -208,9 +221,13 @@ impl Communicator {
 /// Issues an operation on a communicator in a stream, or records it if the calling thread is in a
 /// group.
 fn call(communicator: Handle, stream: Handle, operation: Operation) -> Result {
-    let communicator = COMMUNICATORS.get(communicator).map_err(|_| INVALID_ARGUMENT)?;
+    let communicator = COMMUNICATORS
+        .get(communicator)
+        .map_err(|_| INVALID_ARGUMENT)?;
     communicator.ready()?;
-    operation.check(&communicator).map_err(|()| INVALID_ARGUMENT)?;
+    operation
+        .check(&communicator)
+        .map_err(|()| INVALID_ARGUMENT)?;
     let stream = own_stream(stream).map_err(|code| {
         communicator.state.lock().text = format!("Cuda failure '{}'", code.text());
         UNHANDLED_CUDA_ERROR

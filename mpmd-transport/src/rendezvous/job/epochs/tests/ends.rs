@@ -5,7 +5,14 @@ use super::*;
 impl Table {
     /// Lets a process leave a job that has ended well.
     fn end(&mut self, link: Link) {
-        self.job.said(link, Request::Leave { ask: 2, how: Leaving::Ends }, self.now);
+        self.job.said(
+            link,
+            Request::Leave {
+                ask: 2,
+                how: Leaving::Ends,
+            },
+            self.now,
+        );
         self.job.closed(link, "the connection was closed");
     }
 }
@@ -27,7 +34,11 @@ fn epoch_that_a_process_cut_off_at_the_end_has_begun_is_over() {
     let mut table = Table::of_sizes(&[1, 2, 3]);
     table.die(11);
     table.join(2, 1);
-    assert_eq!(table.job.epochs.phase(), &Phase::Gathering, "the others are awaited");
+    assert_eq!(
+        table.job.epochs.phase(),
+        &Phase::Gathering,
+        "the others are awaited"
+    );
     table.end(10);
     assert_eq!(table.answers(), [(21, Ok(Answer::Done))]);
     table.end(12);
@@ -35,8 +46,17 @@ fn epoch_that_a_process_cut_off_at_the_end_has_begun_is_over() {
     table.join_as(90, 1, 3);
     assert_eq!(table.answers(), [(90, Ok(Answer::Done))]);
     let left = |place| Part::Left(ProcessId(place));
-    let parts: Vec<Part> = table.job.epochs.parts().into_iter().map(|(_, part)| part).collect();
-    assert!(parts.contains(&left(0)) && parts.contains(&left(2)), "{parts:?}");
+    let parts: Vec<Part> = table
+        .job
+        .epochs
+        .parts()
+        .into_iter()
+        .map(|(_, part)| part)
+        .collect();
+    assert!(
+        parts.contains(&left(0)) && parts.contains(&left(2)),
+        "{parts:?}"
+    );
 }
 
 #[test]
@@ -58,5 +78,8 @@ fn job_with_thousands_of_sizes_begins_and_grows() {
     table.join_as(90, 1, 3);
     (10..13).for_each(|link| table.leave(link, true));
     (0..3).for_each(|process| table.join(2, process));
-    assert_eq!(table.joined(), [(20, 0, 2), (21, 1, 2), (22, 2, 2), (90, 3, 2)]);
+    assert_eq!(
+        table.joined(),
+        [(20, 0, 2), (21, 1, 2), (22, 2, 2), (90, 3, 2)]
+    );
 }

@@ -17,7 +17,10 @@ fn weights(table: &mut Table, value: &str) {
 
 /// Returns a job of three that runs, in which all have the old weights.
 fn running(sizes: &[u32]) -> Table {
-    let mut table = Table { sizes: SizeRange::of(sizes.iter().copied()), ..Table::new() };
+    let mut table = Table {
+        sizes: SizeRange::of(sizes.iter().copied()),
+        ..Table::new()
+    };
     weights(&mut table, "old");
     (0..3).for_each(|process| table.join(1, process));
     assert_eq!(table.joined(), [(10, 0, 1), (11, 1, 1), (12, 2, 1)]);
@@ -42,9 +45,17 @@ fn other_facts_fail_the_first_epoch_for_all() {
     let answers = table.answers();
     let links: Vec<Link> = answers.iter().map(|(link, _)| *link).collect();
     assert_eq!(links, [10, 12]);
-    assert!(answers.iter().all(|(_, answer)| answer.as_ref().is_err_and(differs)), "{answers:?}");
+    assert!(
+        answers
+            .iter()
+            .all(|(_, answer)| answer.as_ref().is_err_and(differs)),
+        "{answers:?}"
+    );
     table.join(1, 1);
-    assert!(table.answers()[0].1.as_ref().is_err_and(differs), "the late one hears it, too");
+    assert!(
+        table.answers()[0].1.as_ref().is_err_and(differs),
+        "the late one hears it, too"
+    );
 }
 
 #[test]
@@ -53,7 +64,9 @@ fn members_are_told_the_facts_of_the_first() {
     weights(&mut table, "old");
     (0..3).for_each(|process| table.join(1, process));
     for (_, answer) in table.answers() {
-        let Ok(Answer::Members { members, .. }) = answer else { panic!("{answer:?}") };
+        let Ok(Answer::Members { members, .. }) = answer else {
+            panic!("{answer:?}")
+        };
         let counts: Vec<usize> = members.iter().map(|member| member.facts.len()).collect();
         assert_eq!(counts, [1, 0, 0]);
     }
@@ -65,7 +78,10 @@ fn spare_with_other_facts_is_refused_and_another_has_the_place() {
     weights(&mut table, "new");
     table.join_as(90, 1, 3);
     let answers = table.answers();
-    assert!(matches!(&answers[..], [(90, Err(why))] if differs(why)), "{answers:?}");
+    assert!(
+        matches!(&answers[..], [(90, Err(why))] if differs(why)),
+        "{answers:?}"
+    );
     table.die(11);
     weights(&mut table, "old");
     go_on(&mut table, &[10, 12]);
@@ -75,7 +91,13 @@ fn spare_with_other_facts_is_refused_and_another_has_the_place() {
     weights(&mut table, "old");
     table.join_as(92, 1, 5);
     assert_eq!(table.joined(), [(20, 0, 2), (92, 1, 2), (22, 2, 2)]);
-    let refused: Vec<u32> = table.job.epochs.refused().iter().map(|(number, _)| number.0).collect();
+    let refused: Vec<u32> = table
+        .job
+        .epochs
+        .refused()
+        .iter()
+        .map(|(number, _)| number.0)
+        .collect();
     assert_eq!(refused, [3, 4]);
 }
 
@@ -88,7 +110,10 @@ fn spare_that_came_first_is_refused_when_the_job_begins() {
     (0..3).for_each(|process| table.join(1, process));
     let answers = table.answers();
     let refused = answers.iter().find(|(link, _)| *link == 90);
-    assert!(refused.is_some_and(|(_, answer)| answer.as_ref().is_err_and(differs)), "{answers:?}");
+    assert!(
+        refused.is_some_and(|(_, answer)| answer.as_ref().is_err_and(differs)),
+        "{answers:?}"
+    );
     assert_eq!(table.job.epochs.phase(), &Phase::Running);
 }
 
@@ -100,13 +125,19 @@ fn place_that_a_spare_gives_back_goes_to_another() {
     go_on(&mut table, &[10, 12]);
     assert_eq!(table.joined(), [(20, 0, 2), (90, 1, 2), (22, 2, 2)]);
     let how = Leaving::GivesBack("its weights have changed".to_owned());
-    table.job.said(90, Request::Leave { ask: 2, how }, table.now);
+    table
+        .job
+        .said(90, Request::Leave { ask: 2, how }, table.now);
     let parts = table.job.epochs.parts();
     assert!(parts.contains(&(ProcessId(3), Part::Out)), "{parts:?}");
     assert_eq!(table.job.epochs.wanted(), 1, "its place is free");
     table.join_as(91, 1, 4);
-    [20, 22].into_iter().for_each(|link| table.leave(link, true));
-    [0, 2].into_iter().for_each(|process| table.join(3, process));
+    [20, 22]
+        .into_iter()
+        .for_each(|link| table.leave(link, true));
+    [0, 2]
+        .into_iter()
+        .for_each(|process| table.join(3, process));
     assert_eq!(table.joined(), [(30, 0, 3), (91, 1, 3), (32, 2, 3)]);
 }
 
@@ -123,8 +154,14 @@ fn lack_of_processes_has_the_reason_of_a_refusal() {
     assert_eq!(answers.len(), 2, "{answers:?}");
     for (_, answer) in answers {
         let said = answer.unwrap_err().to_string();
-        assert!(said.contains("process 1 of 3 has not joined after 60s"), "{said}");
-        assert!(said.contains("was refused: process 3 on host  differs from process 0"), "{said}");
+        assert!(
+            said.contains("process 1 of 3 has not joined after 60s"),
+            "{said}"
+        );
+        assert!(
+            said.contains("was refused: process 3 on host  differs from process 0"),
+            "{said}"
+        );
     }
 }
 
@@ -143,7 +180,10 @@ fn job_that_shrinks_goes_on_without_a_refused_spare() {
 #[test]
 fn service_that_goes_on_knows_the_facts_before_a_process_returns() {
     let facts = Box::new([Fact::new("weights", "old")]);
-    let host = Member { facts, ..Member::default() };
+    let host = Member {
+        facts,
+        ..Member::default()
+    };
     let members = vec![host, Member::default(), Member::default()];
     let past = Joined {
         process: ProcessId(1),

@@ -78,7 +78,13 @@ fn leaver_is_not_needed_by_a_job_that_has_ended() {
     table.leave(10, false);
     table.leave(12, false);
     assert_eq!(table.answers(), [(21, Ok(Answer::Done))]);
-    assert!(table.job.epochs.parts().contains(&(ProcessId(1), Part::Left(ProcessId(1)))));
+    assert!(
+        table
+            .job
+            .epochs
+            .parts()
+            .contains(&(ProcessId(1), Part::Left(ProcessId(1))))
+    );
 }
 
 #[test]

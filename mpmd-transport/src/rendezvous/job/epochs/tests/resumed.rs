@@ -11,7 +11,11 @@ fn key(process: u32) -> u128 {
 /// Returns the member with this key, which has been in the job since an epoch.
 fn heir(key: u128, since: u64) -> Option<Heir> {
     let mark = Identity { key, run: None }.mark();
-    Some(Heir { address: format!("host:{key}"), mark, since })
+    Some(Heir {
+        address: format!("host:{key}"),
+        mark,
+        since,
+    })
 }
 
 /// Returns a job that goes on after epoch 4 of these members, of whom some live.
@@ -25,8 +29,17 @@ fn resumed_from(
     lives: &[bool],
     sizes: &[u32],
 ) -> Table {
-    let past = Joined { process: ProcessId(1), epoch: 4, run: RUN, members, standing };
-    let mut table = Table { sizes: SizeRange::of(sizes.iter().copied()), ..Table::new() };
+    let past = Joined {
+        process: ProcessId(1),
+        epoch: 4,
+        run: RUN,
+        members,
+        standing,
+    };
+    let mut table = Table {
+        sizes: SizeRange::of(sizes.iter().copied()),
+        ..Table::new()
+    };
     table.job = Job::resumed(3, TIME_LIMIT, (&past, lives), table.now);
     table
 }
@@ -42,19 +55,33 @@ fn after_the_first(lives: &[bool], sizes: &[u32]) -> Table {
 
 impl Table {
     fn returns(&mut self, link: Link, process: u32, epoch: u64) {
-        let identity = Identity { key: key(process), run: Some(RUN) };
+        let identity = Identity {
+            key: key(process),
+            run: Some(RUN),
+        };
         self.join_with(link, epoch, process, identity);
     }
 
     fn spare(&mut self, link: Link) {
-        self.join_with(link, 1, 7, Identity { key: link.into(), run: None });
+        self.join_with(
+            link,
+            1,
+            7,
+            Identity {
+                key: link.into(),
+                run: None,
+            },
+        );
     }
 }
 
 #[test]
 fn processes_keep_places_and_a_spare_gets_that_of_the_host() {
     let mut table = after_the_first(&[false, true, true], &[]);
-    assert_eq!((table.job.epochs.wanted(), table.job.epochs.has_begun()), (1, true));
+    assert_eq!(
+        (table.job.epochs.wanted(), table.job.epochs.has_begun()),
+        (1, true)
+    );
     table.returns(52, 2, 5);
     table.spare(90);
     assert_eq!(table.joined(), []);
@@ -86,7 +113,10 @@ fn job_without_a_process_for_a_place_fails_in_time() {
         Err(RendezvousError::Missing { missing, .. }) => missing == &[ProcessId(0)],
         _ => false,
     };
-    assert!(answers.iter().all(|(_, answer)| missing(answer)), "{answers:?}");
+    assert!(
+        answers.iter().all(|(_, answer)| missing(answer)),
+        "{answers:?}"
+    );
 }
 
 #[test]
@@ -101,13 +131,30 @@ fn processes_that_know_other_epochs_keep_their_places() {
 #[test]
 fn process_of_another_run_or_with_another_key_has_no_place() {
     let mut table = after_the_first(&[false, true, true], &[]);
-    let identity = Identity { key: key(1), run: Some(RUN + 1) };
+    let identity = Identity {
+        key: key(1),
+        run: Some(RUN + 1),
+    };
     table.join_with(51, 5, 1, identity);
-    let other = RendezvousError::OtherRun { process: ProcessId(1) };
+    let other = RendezvousError::OtherRun {
+        process: ProcessId(1),
+    };
     assert_eq!(table.answers(), [(51, Err(other))]);
     // All members know a mark of the key, which gives no place.
-    let mark = Identity { key: key(1), run: None }.mark();
-    table.join_with(53, 5, 1, Identity { key: mark, run: Some(RUN) });
+    let mark = Identity {
+        key: key(1),
+        run: None,
+    }
+    .mark();
+    table.join_with(
+        53,
+        5,
+        1,
+        Identity {
+            key: mark,
+            run: Some(RUN),
+        },
+    );
     table.returns(52, 2, 5);
     table.returns(61, 1, 5);
     assert_eq!(table.joined(), [(53, 0, 5), (61, 1, 5), (52, 2, 5)]);
@@ -120,7 +167,11 @@ fn those_who_were_there_first_are_first_in_the_succession() {
         table.job.opened(link, table.now);
         let (identity, peer_timeout) = (Identity { key, run: None }, TIME_LIMIT);
         let heir = heir(key, 77).filter(|_| key != 50);
-        let member = Member { pid: link as u32, heir, ..Member::default() };
+        let member = Member {
+            pid: link as u32,
+            heir,
+            ..Member::default()
+        };
         let (ask, process, processes, waits) = (1, ProcessId(process), 3, true);
         let join = Request::Join {
             ask,
@@ -134,12 +185,26 @@ fn those_who_were_there_first_are_first_in_the_succession() {
         };
         table.job.said(link, join, table.now);
     };
-    (0..3).for_each(|process| join(&mut table, 10 + u64::from(process), 1, process, key(process)));
+    (0..3).for_each(|process| {
+        join(
+            &mut table,
+            10 + u64::from(process),
+            1,
+            process,
+            key(process),
+        )
+    });
     table.job.actions();
     let told = |table: &mut Table, link| {
         let actions = table.job.actions().into_iter();
         let told = actions.filter_map(|action| match action {
-            Action::Say(to, Reply::Heirs { run: RUN, addresses }) if to == link => Some(addresses),
+            Action::Say(
+                to,
+                Reply::Heirs {
+                    run: RUN,
+                    addresses,
+                },
+            ) if to == link => Some(addresses),
             _ => None,
         });
         told.collect::<Vec<_>>()
@@ -164,14 +229,21 @@ fn service_that_goes_on_waits_for_those_that_leave() {
         ..Member::default()
     };
     let members: Vec<Member> = (0..2).map(member).collect();
-    let standing = CommitStanding { whole: Some(3), leavers: 1 };
+    let standing = CommitStanding {
+        whole: Some(3),
+        leavers: 1,
+    };
     let table = || resumed_from(standing, members.clone(), &[false, true], &[1, 2, 3]);
     let mut awaited = table();
     awaited.returns(51, 1, 5);
     assert_eq!(awaited.joined(), []);
     awaited.leaves = true;
     awaited.returns(57, 7, 5);
-    assert_eq!(awaited.joined(), [(57, 0, 5), (51, 1, 5)], "it has the place of the lost one");
+    assert_eq!(
+        awaited.joined(),
+        [(57, 0, 5), (51, 1, 5)],
+        "it has the place of the lost one"
+    );
     let mut late = table();
     late.returns(51, 1, 5);
     late.pass(TIME_LIMIT, &[51]);
