@@ -93,6 +93,15 @@ fn root() -> PathBuf {
         .to_owned()
 }
 
+/// Returns the folder of a crate of the framework.
+fn folder_of(name: &str) -> PathBuf {
+    let folders = [format!("mpmd-{name}"), format!("crates/mpmd-{name}")];
+    let mut folders = folders.map(|folder| root().join(folder)).into_iter();
+    folders
+        .find(|folder| folder.is_dir())
+        .expect("the crate has a folder")
+}
+
 fn parsed(file: &Path) -> syn::File {
     let text = fs::read_to_string(file).unwrap_or_else(|error| panic!("{file:?}: {error}"));
     syn::parse_file(&text).unwrap_or_else(|error| panic!("{file:?}: {error}"))
@@ -558,7 +567,7 @@ fn facade() -> Facade {
     re_exported(&prelude.expect("there is a prelude").1, &mut prelude_names);
     let (mut items, mut re_exports, mut globs) = (BTreeMap::new(), HashMap::new(), BTreeMap::new());
     for name in CRATES {
-        let folder = root().join(format!("mpmd-{name}/src"));
+        let folder = folder_of(name).join("src");
         let mut found = Items::new();
         for file in sources(&folder) {
             let file = parsed(&file);

@@ -423,7 +423,8 @@ fn agreements_carry_values_and_failures_of_all_sizes() {
                 let text = p.broadcast_value(from, String::new(), || Ok("x".repeat(size)))?;
                 assert_eq!(text.len(), size);
             }
-            // Repeated without waiting for the others: more than the credit for unrequested messages.
+            // Repeated without waiting for the others: more than the credit for unrequested
+            // messages.
             for i in 0..200u64 {
                 assert_eq!(
                     p.broadcast_value(ProcessId(0), Vec::new(), || Ok(vec![i; 1500]))?,

@@ -78,9 +78,8 @@ impl Doorbell {
     /// If `first` is not aligned to 4 bytes.
     pub(super) unsafe fn at(first: NonNull<u8>, keep: Arc<dyn Send + Sync>) -> Self {
         // SAFETY: The caller's promise is that of `Words::at`; any bytes are valid atomics.
-        Self {
-            words: unsafe { Words::at(first, WORDS, keep) },
-        }
+        let words = unsafe { Words::at(first, WORDS, keep) };
+        Self { words }
     }
 
     /// Creates a doorbell in memory of its own.

@@ -28,8 +28,8 @@
 //! Everything above is safe code. One thread owns every object of UCX (`engine.rs`, its state in
 //! `state.rs`). It takes commands from a queue (`queue.rs`), lets UCX progress, and reports the
 //! results (`traffic.rs`). Without work it polls for as long as polling has lately paid
-//! (`mpmd-base/src/block/spin.rs`). Then it arms the worker and sleeps. UCX has a thread of its own
-//! besides.
+//! (`crates/mpmd-base/src/block/spin.rs`). Then it arms the worker and sleeps. UCX has a thread of
+//! its own besides.
 //!
 //! # Life of a connection
 //!

@@ -83,8 +83,8 @@ pub(super) static CANDLE: Content = Content {
     features: Some("mpmd-candle/cuda,mpmd-models/candle-cuda,mpmd-programs/candle-cuda"),
     data: &[
         ("README.md", "text"),
-        ("mpmd-programs/mpmd-demo", "model"),
-        ("mpmd-models/tests/folders", FOLDERS),
+        ("crates/mpmd-programs/mpmd-demo", "model"),
+        ("crates/mpmd-models/tests/folders", FOLDERS),
     ],
 };
 

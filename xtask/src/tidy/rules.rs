@@ -66,7 +66,7 @@ const DEVICE_KINDS: &[&str] = &[
 ];
 
 /// The crates that compute from their inputs alone.
-const PLANNERS: &[&str] = &["mpmd-layout/src", "mpmd-schedule/src"];
+const PLANNERS: &[&str] = &["crates/mpmd-layout/src", "crates/mpmd-schedule/src"];
 
 /// The clock, I/O, threads, and other processes.
 const IMPURE: &[&str] = &[
@@ -82,8 +82,8 @@ const IMPURE: &[&str] = &[
 /// The places that block through `mpmd_base::block` only, so that a simulation can replace it.
 const SIMULATED: &[&str] = &[
     "mpmd-core/src",
-    "mpmd-device/src",
-    "mpmd-proto/src",
+    "crates/mpmd-device/src",
+    "crates/mpmd-proto/src",
     "mpmd-transport/src/inproc",
     "mpmd-transport/src/rendezvous/job",
 ];
@@ -174,10 +174,8 @@ fn text_is_clean(source: &Source) -> Vec<Finding> {
 /// stands below the crates that know arrays, meshes and shapes. Dependencies of tests are exempt.
 pub(crate) fn crates_are_below(source: &Source, map: &[&str]) -> Vec<Finding> {
     let row = |name: &str| map.iter().position(|row| *row == name);
-    let package = source
-        .path
-        .strip_suffix("/Cargo.toml")
-        .filter(|package| is_ours(package));
+    let package = source.path.strip_suffix("/Cargo.toml").map(package_in);
+    let package = package.filter(|package| is_ours(package));
     let Some(package) = package else {
         return Vec::new();
     };
@@ -211,6 +209,11 @@ pub(crate) fn crates_are_below(source: &Source, map: &[&str]) -> Vec<Finding> {
     findings
 }
 
+/// Returns the package that a folder of the repository has, if it has one.
+fn package_in(folder: &str) -> &str {
+    folder.strip_prefix("crates/").unwrap_or(folder)
+}
+
 /// True for a crate of the framework itself: not for tests and tools.
 fn is_ours(name: &str) -> bool {
     name == "mpmd" || name.starts_with("mpmd-") && !name.contains('/')
@@ -221,18 +224,23 @@ pub(crate) fn map(architecture: &str) -> Vec<&str> {
     let rows = architecture
         .lines()
         .filter_map(|line| line.strip_prefix("| `"));
-    let names = rows.filter_map(|row| row.split_once('/').map(|(name, _)| name));
+    let names = rows.filter_map(|row| package_in(row).split_once('/').map(|(name, _)| name));
     let mut map: Vec<&str> = names.filter(|name| is_ours(name)).collect();
     map.dedup();
     map
 }
 
+/// True for the sources of crates that users depend on or run.
+fn is_of_users(source: &Source) -> bool {
+    source.path.starts_with("mpmd") || source.path.starts_with("crates/")
+}
+
 /// Finds uses of bincode outside its one module. It encodes control messages only.
 fn bincode_in_one_module(source: &Source) -> Vec<Finding> {
-    if source.path == "mpmd-proto/src/control.rs" {
+    if source.path == "crates/mpmd-proto/src/control.rs" {
         return Vec::new();
     }
-    let message = "bincode is for mpmd-proto/src/control.rs only";
+    let message = "bincode is for crates/mpmd-proto/src/control.rs only";
     source
         .lines_with("bincode")
         .map(|line| finding(line, message))
@@ -242,7 +250,7 @@ fn bincode_in_one_module(source: &Source) -> Vec<Finding> {
 /// Finds uses of a transport outside core's execution and the program that sets it up (invariant
 /// *one-way-in*).
 fn one_way_in(source: &Source) -> Vec<Finding> {
-    if is_in(source, TRANSPORT_USERS) || !source.path.starts_with("mpmd") {
+    if is_in(source, TRANSPORT_USERS) || !is_of_users(source) {
         return Vec::new();
     }
     let named = names_of(source, TRANSPORTS).into_iter();
@@ -304,7 +312,7 @@ fn blocking_in_one_module(source: &Source) -> Vec<Finding> {
 /// Finds sums of the current time and a variable in the crates of users, which panic if that is
 /// `Duration::MAX`. Sums with constants are exempt.
 fn deadlines_have_a_limit(source: &Source) -> Vec<Finding> {
-    if !source.path.starts_with("mpmd") {
+    if !is_of_users(source) {
         return Vec::new();
     }
     let text = |at: usize| {
@@ -461,9 +469,9 @@ mod tests {
 
     #[test]
     fn dependencies_that_are_not_below_are_found() {
-        let architecture = "| folder | job |\n|---|---|\n| `mpmd-cli/` | commands |\n\
-            | `mpmd-core/src/a/` | a |\n| `mpmd-core/src/b/` | b |\n| `mpmd-layout/` | plans |\n\
-            | `tests/` | tests of `mpmd/` |\n";
+        let architecture = "| folder | job |\n|---|---|\n| `crates/mpmd-cli/` | commands |\n\
+            | `mpmd-core/src/a/` | a |\n| `mpmd-core/src/b/` | b |\n\
+            | `crates/mpmd-layout/` | plans |\n| `tests/` | tests of `mpmd/` |\n";
         let map = map(architecture);
         assert_eq!(map, ["mpmd-cli", "mpmd-core", "mpmd-layout"]);
         let check = |package: &str, text| {
@@ -475,10 +483,10 @@ mod tests {
             mpmd = { path = \"..\" }\n[target.'cfg(unix)'.dependencies.mpmd-core]\n\
             path = \"..\"\n[dev-dependencies]\nmpmd-cli.workspace = true\n\
             [build-dependencies]\nmpmd-new.workspace = true\n";
-        assert_eq!(check("mpmd-layout", text), [4, 5, 6, 11]);
+        assert_eq!(check("crates/mpmd-layout", text), [4, 5, 6, 11]);
         assert_eq!(check("mpmd-core", text), [5, 6, 11]);
-        assert_eq!(check("mpmd-cli", text), [5, 11]);
-        assert_eq!(check("mpmd-new", text), [1]);
+        assert_eq!(check("crates/mpmd-cli", text), [5, 11]);
+        assert_eq!(check("crates/mpmd-new", text), [1]);
         assert_eq!(check("tests", text), NONE);
         assert_eq!(check("tests/fuzz", text), NONE);
     }
@@ -492,9 +500,9 @@ mod tests {
                 "// bincode\nuse bincode::config;",
             )
         };
-        assert_eq!(check("mpmd-proto/src/wire.rs"), [2]);
+        assert_eq!(check("crates/mpmd-proto/src/wire.rs"), [2]);
         assert_eq!(check("mpmd-core/src/exec/array.rs"), [2]);
-        assert_eq!(check("mpmd-proto/src/control.rs"), NONE);
+        assert_eq!(check("crates/mpmd-proto/src/control.rs"), NONE);
     }
 
     #[test]
@@ -505,7 +513,7 @@ mod tests {
         let check = |path| broken(one_way_in, path, bad);
         assert_eq!(check("mpmd-core/src/api/device_put.rs"), [1, 2, 3, 5]);
         assert_eq!(check("mpmd-examples/src/bin/basic.rs"), [1, 2, 3, 5]);
-        assert_eq!(check("mpmd-bench/src/links.rs"), [1, 2, 3, 5]);
+        assert_eq!(check("crates/mpmd-bench/src/links.rs"), [1, 2, 3, 5]);
         for path in [
             "mpmd-core/src/exec/mod.rs",
             "mpmd-core/src/api/program.rs",
@@ -539,12 +547,16 @@ mod tests {
         let bad = "use std::time::Instant;\nuse std::{collections::BTreeMap, fs};\n\
             fn f() { std::thread::spawn(f) }";
         let check = |path| broken(planners_are_pure, path, bad);
-        assert_eq!(check("mpmd-layout/src/reshard/plan.rs"), [1, 2, 3]);
-        assert_eq!(check("mpmd-schedule/src/text.rs"), [1, 2, 3]);
+        assert_eq!(check("crates/mpmd-layout/src/reshard/plan.rs"), [1, 2, 3]);
+        assert_eq!(check("crates/mpmd-schedule/src/text.rs"), [1, 2, 3]);
         assert_eq!(check("mpmd-core/src/pipeline/run.rs"), NONE);
         let good = "use std::{fmt, sync::Arc};\n#[cfg(test)]\nmod tests {\n    use std::fs;\n}";
         assert_eq!(
-            broken(planners_are_pure, "mpmd-layout/src/reshard/plan.rs", good),
+            broken(
+                planners_are_pure,
+                "crates/mpmd-layout/src/reshard/plan.rs",
+                good
+            ),
             NONE
         );
     }
@@ -581,7 +593,7 @@ mod tests {
         let check = |path| broken(blocking_in_one_module, path, bad);
         assert_eq!(check("mpmd-core/src/exec/mod.rs"), [1, 2, 3, 4, 6, 8, 9]);
         assert_eq!(
-            check("mpmd-proto/src/router/peer.rs"),
+            check("crates/mpmd-proto/src/router/peer.rs"),
             [1, 2, 3, 4, 6, 8, 9]
         );
         assert_eq!(
@@ -589,7 +601,7 @@ mod tests {
             [1, 2, 3, 4, 6, 8, 9]
         );
         assert_eq!(check("mpmd-transport/src/rendezvous/server.rs"), NONE);
-        assert_eq!(check("mpmd-base/src/block.rs"), NONE);
+        assert_eq!(check("crates/mpmd-base/src/block.rs"), NONE);
         let good = "use mpmd_base::block::{Instant, Mutex};\nuse std::sync::{Arc, OnceLock};\n\
             use std::time::Duration;\nfn f() -> Instant { mpmd_base::block::now() }\n\
             fn g() { std::thread::panicking() }\n#[cfg(test)]\nmod tests { use std::thread; }";

@@ -398,10 +398,8 @@ impl Worker {
         };
         // SAFETY: the endpoint was open, and no other thread uses its worker. It was taken out
         // above, so nothing uses it again.
-        match self
-            .inbox
-            .during(|| unsafe { result::endpoint_close(raw, by_force) })
-        {
+        let close = || unsafe { result::endpoint_close(raw, by_force) };
+        match self.inbox.during(close) {
             Started::UnderWay(request) => self.closing.push(request),
             Started::Over(Status::OK | Status::CANCELLED) => {}
             Started::Over(status) => {

@@ -20,7 +20,7 @@ const POSITIONS: usize = 64;
 fn folder() -> PathBuf {
     PathBuf::from(concat!(
         env!("CARGO_MANIFEST_DIR"),
-        "/../../mpmd-models/tests/folders/plain"
+        "/../../crates/mpmd-models/tests/folders/plain"
     ))
 }
 

@@ -191,11 +191,10 @@ fn calls_without_a_context_are_refused() {
     if softcuda::again!() {
         return;
     }
-    // SAFETY: refused, or an allocation.
     let alloc = || {
-        unsafe { result::malloc_sync(16) }
-            .map(drop)
-            .map_err(|error| error.0)
+        // SAFETY: refused, or an allocation.
+        let allocated = unsafe { result::malloc_sync(16) };
+        allocated.map(drop).map_err(|error| error.0)
     };
     assert_eq!(alloc(), Err(CUresult::CUDA_ERROR_NOT_INITIALIZED));
     result::init().unwrap();

@@ -251,25 +251,19 @@ fn streams_run_concurrently_and_queries_show_it() {
     let held = Held::up(&fixture.one);
     fixture.fill(&fixture.one, 1);
     // SAFETY: the stream lives.
-    assert_eq!(
-        unsafe { sys::cuStreamQuery(fixture.one.cu_stream()) }.result(),
-        NOT_READY
-    );
+    let state = unsafe { sys::cuStreamQuery(fixture.one.cu_stream()) };
+    assert_eq!(state.result(), NOT_READY);
     fixture.fetch(&fixture.two);
     fixture.two.synchronize().unwrap();
     assert_eq!(fixture.fetched(), 0xCD);
     // SAFETY: the stream lives.
-    assert_eq!(
-        unsafe { sys::cuStreamQuery(fixture.one.cu_stream()) }.result(),
-        NOT_READY
-    );
+    let state = unsafe { sys::cuStreamQuery(fixture.one.cu_stream()) };
+    assert_eq!(state.result(), NOT_READY);
     drop(held);
     fixture.one.synchronize().unwrap();
     // SAFETY: the stream lives.
-    assert_eq!(
-        unsafe { sys::cuStreamQuery(fixture.one.cu_stream()) }.result(),
-        Ok(())
-    );
+    let state = unsafe { sys::cuStreamQuery(fixture.one.cu_stream()) };
+    assert_eq!(state.result(), Ok(()));
 }
 
 #[test]
@@ -397,11 +391,10 @@ fn requested_failures_happen() {
     // The first allocation is the fixture's.
     let fixture = Fixture::new();
     let driver = softcuda::driver().unwrap();
-    // SAFETY: freed by the end of the process.
     let alloc = || {
-        unsafe { result::malloc_sync(16) }
-            .map(drop)
-            .map_err(|error| error.0)
+        // SAFETY: freed by the end of the process.
+        let allocated = unsafe { result::malloc_sync(16) };
+        allocated.map(drop).map_err(|error| error.0)
     };
     assert_eq!(alloc(), Err(CUresult::CUDA_ERROR_OUT_OF_MEMORY));
     assert_eq!(alloc(), Ok(()));
@@ -411,11 +404,10 @@ fn requested_failures_happen() {
         CUresult::CUDA_ERROR_OUT_OF_MEMORY
     );
     driver.fail("cuStreamQuery", 1);
-    // SAFETY: the stream lives.
     let asked = || {
-        unsafe { sys::cuStreamQuery(fixture.one.cu_stream()) }
-            .result()
-            .map_err(|error| error.0)
+        // SAFETY: the stream lives.
+        let state = unsafe { sys::cuStreamQuery(fixture.one.cu_stream()) };
+        state.result().map_err(|error| error.0)
     };
     assert_eq!(
         (asked(), asked()),
@@ -453,8 +445,6 @@ fn after_failure_work_is_skipped_but_waits_end() {
     assert_eq!(fixture.two.synchronize(), failed);
     let mut handle = ptr::null_mut();
     // SAFETY: a place for a stream.
-    assert_eq!(
-        unsafe { sys::cuStreamCreate(&mut handle, 1) }.result(),
-        failed
-    );
+    let created = unsafe { sys::cuStreamCreate(&mut handle, 1) };
+    assert_eq!(created.result(), failed);
 }
