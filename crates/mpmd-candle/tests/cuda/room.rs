@@ -26,7 +26,7 @@ fn compute(p: &mut Program, mesh: &Mesh, mib: usize) -> Result<f32> {
         x + large.narrow(0, 0, 1)?.to_dtype(CandleType::F32)?
     });
     let jit = p
-        .jit(f.like_input())
+        .jit(f.like_input().with(mib))
         .on(mesh)
         .outputs(mesh.replicated())
         .build()?;
