@@ -415,7 +415,7 @@ pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
 #[cfg(test)]
 mod tests {
     use mpmd_base::ProcessId;
-    use mpmd_transport::rendezvous::RendezvousError;
+    use mpmd_rendezvous::RendezvousError;
 
     use super::*;
 

@@ -66,7 +66,7 @@ pub use mpmd_layout::__private;
 pub use mpmd_layout::{aval, random, region, reshard, sharding, spec, topology, tree};
 pub use mpmd_proto::{Failure, FailureKind};
 pub use mpmd_record::dry_run;
-pub use mpmd_transport::rendezvous::{Difference, Fact};
+pub use mpmd_rendezvous::{Difference, Fact};
 pub use trace::{Label, Role};
 
 /// Names that nearly every program needs.

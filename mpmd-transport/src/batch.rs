@@ -3,8 +3,8 @@
 //! The payload is a sequence of messages, each a header with its payload. Only messages that carry
 //! pieces travel so.
 
-use crate::memory::{OutOfMemory, Pool, SharedBuffer};
 use crate::transport::{CopyOut, Payload};
+use mpmd_memory::{OutOfMemory, Pool, SharedBuffer};
 use mpmd_proto::wire::{HEADER_BYTES, Header, Kind, MAX_CONTROL_BYTES};
 
 /// Largest payload in bytes of a message that travels in a batch. A copy of more costs more than a
@@ -129,7 +129,7 @@ mod tests {
                 Payload::Waiting(fetch) => {
                     let (into, bytes) =
                         (Pool::new("test", None).allocate(bytes.len()), bytes.clone());
-                    let check = move |read: Result<crate::OwnedBuffer, _>| {
+                    let check = move |read: Result<mpmd_memory::OwnedBuffer, _>| {
                         assert_eq!(read.unwrap()[..], bytes[..]);
                     };
                     fetch.fetch(into.unwrap(), Box::new(check));

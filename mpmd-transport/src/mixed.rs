@@ -4,8 +4,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::memory::{Arena, DeviceSharing, SharedBuffer};
 use crate::transport::{Handler, Parking, Payload, Ticket, Transport, TransportError, check_post};
+use mpmd_memory::{Arena, DeviceSharing, SharedBuffer};
 use mpmd_proto::wire::{Header, ProcessId};
 
 /// A transport that reaches some peers by one transport (`near`) and the others by another (`far`).

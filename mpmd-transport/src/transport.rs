@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use mpmd_base::block::Instant;
 
-use crate::memory::{Arena, DeviceSharing, OwnedBuffer, SharedBuffer};
+use mpmd_memory::{Arena, DeviceSharing, OwnedBuffer, SharedBuffer};
 use mpmd_proto::wire::{Header, Kind, MAX_CONTROL_BYTES, ProcessId};
 
 /// Moves messages between this process and its peers.
@@ -41,7 +41,7 @@ pub trait Transport: Send + Sync {
     }
 
     /// True if zero-copy transfers with `peer` also work for memory of
-    /// [devices](crate::memory::DevicePlace). Both processes must have such devices; the payload is
+    /// [devices](mpmd_memory::DevicePlace). Both processes must have such devices; the payload is
     /// then a [`Payload::Lent`] with a [`SharedBuffer::device`]. It may be sent before the work
     /// that fills it has finished ([`SharedBuffer::ready`]).
     ///

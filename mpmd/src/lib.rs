@@ -117,9 +117,10 @@ pub use mpmd_core::{
     Role, Sections, Shard, SplitOptions, all_ready,
 };
 pub use mpmd_layout::spec;
+pub use mpmd_memory::SharedBuffer;
 #[cfg(feature = "train")]
 pub use mpmd_train as train;
-pub use mpmd_transport::{SharedBuffer, TransportError};
+pub use mpmd_transport::TransportError;
 
 pub mod prelude {
     //! Names that nearly every program uses: `use mpmd::prelude::*;`.
@@ -330,7 +331,7 @@ pub mod launch {
         DryRunEnv, JobEnv, JobFailure, Launch, LaunchError, Outcome, OutputMode, device_kinds,
         printable, read_private, read_secret, variables,
     };
-    pub use mpmd_transport::rendezvous::{RendezvousError, Token, TokenError};
+    pub use mpmd_rendezvous::{RendezvousError, Token, TokenError};
 }
 
 pub mod weights {

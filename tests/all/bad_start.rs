@@ -5,8 +5,8 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use mpmd_core::launch::variables;
+use mpmd_rendezvous::Token;
 use mpmd_tests::{Carrier, Job, ProcessEnd, Processes, Sandbox};
-use mpmd_transport::rendezvous::Token;
 
 /// The peer timeout of these jobs.
 const TIME_LIMIT: Duration = Duration::from_secs(2);

@@ -1,5 +1,5 @@
 //! Numbers of processes and devices, the one module through which the framework blocks, byte counts
-//! as text, and the meaning of a repeated signal.
+//! as text, deadlines, the environment variables, and the meaning of a repeated signal.
 //!
 //! Every other crate of the workspace may depend on this one. It depends on none of them.
 
@@ -7,7 +7,9 @@
 
 pub mod block;
 mod bytes;
+pub mod deadline;
 mod stop;
+pub mod variables;
 
 use std::fmt;
 

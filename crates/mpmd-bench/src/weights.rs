@@ -13,7 +13,7 @@ use mpmd_core::weights::{Publication, Subscribing, Wanted};
 use mpmd_launch::JobEnv;
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::sharding::Sharding;
-use mpmd_transport::rendezvous::Token;
+use mpmd_rendezvous::Token;
 
 use crate::case::{Case, Output};
 use crate::job::run_as_job;

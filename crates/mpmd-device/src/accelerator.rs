@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use mpmd_layout::aval::DType;
 use mpmd_layout::topology::DeviceKind;
-use mpmd_transport::OwnedBuffer;
-use mpmd_transport::memory::{Fence, Pool};
+use mpmd_memory::OwnedBuffer;
+use mpmd_memory::{Fence, Pool};
 
 use crate::cuda::kernels::ADD;
 use crate::cuda::work::Grid;

@@ -7,7 +7,7 @@ use std::process::ExitStatus;
 
 use mpmd_base::ProcessId;
 use mpmd_proto::FailureKind;
-use mpmd_transport::rendezvous::{RendezvousError, Report};
+use mpmd_rendezvous::{RendezvousError, Report};
 use rustix::process::Signal;
 
 use super::words::Error;

@@ -4,7 +4,7 @@ use std::io::{self, ErrorKind};
 use std::time::Duration;
 
 use mpmd_base::ProcessId;
-use mpmd_transport::rendezvous::{RendezvousError, TokenError};
+use mpmd_rendezvous::{RendezvousError, TokenError};
 
 use crate::end::ProcessEnd;
 

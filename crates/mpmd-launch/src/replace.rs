@@ -6,8 +6,8 @@
 use std::time::{Duration, Instant};
 
 use mpmd_base::ProcessId;
-use mpmd_transport::deadline::after;
-use mpmd_transport::rendezvous::{Part, Report, Server};
+use mpmd_base::deadline::after;
+use mpmd_rendezvous::{Part, Report, Server};
 
 use super::cause::ExitKind;
 use super::spawn::Launch;

@@ -7,7 +7,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use mpmd_transport::rendezvous::{Server, ServerConfig, Token};
+use mpmd_rendezvous::{Server, ServerConfig, Token};
 use rustix::process::{
     Pid, Resource, Signal, getppid, getrlimit, kill_process_group, set_parent_process_death_signal,
     setrlimit, test_kill_process,

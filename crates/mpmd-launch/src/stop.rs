@@ -4,7 +4,7 @@ use std::io::{self, ErrorKind};
 use std::time::Instant;
 
 use mpmd_base::{ProcessId, StopRequest, StopRequests};
-use mpmd_transport::rendezvous::Report;
+use mpmd_rendezvous::Report;
 use rustix::process::Signal;
 
 use super::cause::ExitKind;

@@ -8,8 +8,8 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use mpmd_base::ProcessId;
-use mpmd_transport::deadline::after;
-use mpmd_transport::rendezvous::Server;
+use mpmd_base::deadline::after;
+use mpmd_rendezvous::Server;
 use rustix::process::{
     Pid, Signal, WaitId, WaitIdOptions, getpid, kill_process, kill_process_group, waitid,
 };

@@ -7,7 +7,7 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use mpmd_launch::{ExitKind, JobEnv, Launch, Outcome};
-use mpmd_transport::rendezvous::{Down, Identity, JoinConfig, Joined, Member, Rendezvous};
+use mpmd_rendezvous::{Down, Identity, JoinConfig, Joined, Member, Rendezvous};
 use rustix::process::{Signal, getpid, kill_process};
 
 /// The variable with the name of the case.

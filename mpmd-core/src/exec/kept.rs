@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use mpmd_base::block::{Instant, Mutex, now};
 use mpmd_layout::region::Region;
+use mpmd_memory::{Pool, SharedBuffer};
 use mpmd_proto::router::Failure;
-use mpmd_transport::{Pool, SharedBuffer};
 use serde::{Deserialize, Serialize};
 
 use crate::exec::Rolling;

@@ -6,11 +6,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_base::block::{mpsc, now};
+use mpmd_base::deadline::after;
 use mpmd_base::{ProcessId, bytes_text};
+use mpmd_memory::{OutOfMemory, Pool, Reservation, Sizes};
+use mpmd_memory::{OwnedBuffer, SharedBuffer};
 use mpmd_proto::router::{Failure, FailureKind};
-use mpmd_transport::deadline::after;
-use mpmd_transport::memory::{OutOfMemory, Pool, Reservation, Sizes};
-use mpmd_transport::{OwnedBuffer, SharedBuffer, Transport};
+use mpmd_transport::Transport;
 
 use crate::exec::Runtime;
 use crate::exec::array::{Handle, LocalShard, WeakHandle};

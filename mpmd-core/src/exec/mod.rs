@@ -31,8 +31,9 @@ use std::time::Duration;
 use mpmd_base::ProcessId;
 use mpmd_base::block::{Condvar, Instant, Mutex, Spin, SpinPolicy, since};
 use mpmd_device::accelerator::{Accelerator, Communicators};
+use mpmd_memory::Pool;
 use mpmd_proto::router::{Cargo, Router};
-use mpmd_transport::{Payload, Pool, Transport};
+use mpmd_transport::{Payload, Transport};
 
 pub(crate) use hash::{BLOCK, OriginMap, Rolling};
 use job::life_cycle::Trouble;

@@ -26,8 +26,8 @@ use std::sync::Arc;
 use mpmd_base::ProcessId;
 use mpmd_device::collective::CollectiveKind;
 use mpmd_device::collective::{Reduce, Reducible, combine};
+use mpmd_memory::SharedBuffer;
 use mpmd_proto::{Failure, FailureKind};
-use mpmd_transport::SharedBuffer;
 
 use super::collectives_nccl::AGREEING_BYTES;
 use super::context::Context;

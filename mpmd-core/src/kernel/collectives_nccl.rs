@@ -19,13 +19,13 @@ use std::fmt;
 use std::sync::Arc;
 
 use mpmd_base::block::now;
+use mpmd_base::deadline::after;
 use mpmd_device::collective::CollectiveKind;
 use mpmd_device::cuda::{
     Communicator, CommunicatorId, Joint, NotJoined, StreamTurn, nccl_has, new_id,
 };
+use mpmd_memory::DevicePlace;
 use mpmd_proto::{Failure, FailureKind};
-use mpmd_transport::deadline::after;
-use mpmd_transport::memory::DevicePlace;
 
 use super::collectives::{Call, Fallible};
 use super::context::{Context, OnCuda};

@@ -2,7 +2,7 @@
 
 use std::ops::{Deref, DerefMut};
 
-use mpmd_transport::memory::DevicePlace;
+use mpmd_memory::DevicePlace;
 
 use crate::error::ViewError;
 use crate::exec::array::object::{Measure, NewObject, ObjectCell, ObjectRef};

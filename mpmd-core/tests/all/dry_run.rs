@@ -9,7 +9,7 @@ use mpmd_core::dry_run::{DryRun, End, Kind};
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::DeviceId;
-use mpmd_transport::Pool;
+use mpmd_memory::Pool;
 
 const WIDTH: usize = 1 << 10;
 

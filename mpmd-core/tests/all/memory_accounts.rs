@@ -11,7 +11,7 @@ use mpmd_core::prelude::*;
 use mpmd_core::sharding::{MemoryKind, Sharding};
 use mpmd_core::topology::DeviceId;
 use mpmd_core::{Builder, HostArray};
-use mpmd_transport::Pool;
+use mpmd_memory::Pool;
 
 /// The bytes of the arrays of [`large`], and of [`zeros`].
 const EIGHT: u64 = 8 * MIB as u64;

@@ -8,7 +8,7 @@ use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::{DeviceId, Mesh};
 use mpmd_core::{Captured, Jit, ProcessId, Simulation};
-use mpmd_transport::Pool;
+use mpmd_memory::Pool;
 
 const STAGES: usize = 4;
 const WIDTH: usize = 3;

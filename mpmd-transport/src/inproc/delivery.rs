@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use mpmd_base::block::{note, thread};
 
-use crate::memory::{DevicePlace, Loan, OwnedBuffer, SharedBuffer};
 use crate::transport::{Fetch, FetchDone, Handler, Payload, TransportError};
+use mpmd_memory::{DevicePlace, Loan, OwnedBuffer, SharedBuffer};
 use mpmd_proto::wire::{Header, Kind, ProcessId};
 
 use super::fabric::{Core, Event};

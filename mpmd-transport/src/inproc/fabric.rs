@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use mpmd_base::block::{Condvar, Instant, Mutex, MutexGuard, note, now, thread};
 
-use crate::deadline::after;
-use crate::memory::{OwnedBuffer, SharedBuffer};
 use crate::transport::{FetchDone, Ticket, TransportError};
+use mpmd_base::deadline::after;
+use mpmd_memory::{OwnedBuffer, SharedBuffer};
 use mpmd_proto::wire::{Header, Kind, ProcessId};
 
 use super::Faults;

@@ -17,8 +17,8 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::memory::SharedBuffer;
 use crate::transport::{Handler, Ticket, Transport, check_post};
+use mpmd_memory::SharedBuffer;
 use mpmd_proto::wire::{Header, ProcessId};
 
 use fabric::Core;

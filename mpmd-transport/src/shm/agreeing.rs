@@ -13,9 +13,9 @@ use std::time::{Duration, Instant};
 
 use super::peer::Peer;
 use super::shared::Shared;
-use crate::deadline::after;
-use crate::memory::{DeviceSharing, MOST_WORDS};
 use crate::transport::TransportError;
+use mpmd_base::deadline::after;
+use mpmd_memory::{DeviceSharing, MOST_WORDS};
 
 /// First bytes of a packet with a sample's description. `NO_MORE` ends the samples. `NONE` says
 /// that there are none, with the reason.

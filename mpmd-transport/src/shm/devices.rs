@@ -18,8 +18,8 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::Mutex;
 
 use super::reaper::Reaper;
-use crate::memory::{DeviceSharing, Leaving, Retired, SharedBuffer};
 use crate::transport::Ticket;
+use mpmd_memory::{DeviceSharing, Leaving, Retired, SharedBuffer};
 use mpmd_proto::wire::{Header, ProcessId};
 
 /// A process's state for device memory.

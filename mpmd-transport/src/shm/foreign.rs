@@ -10,7 +10,7 @@ use super::devices::Devices;
 use super::mappings::Mappings;
 use super::reaper::Reaper;
 use super::returns::Returns;
-use crate::memory::{DeviceMemory, Fence, Segment};
+use mpmd_memory::{DeviceMemory, Fence, Segment};
 use mpmd_proto::wire::ProcessId;
 
 /// A segment of device memory that a peer has given.

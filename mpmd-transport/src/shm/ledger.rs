@@ -12,8 +12,8 @@ use std::collections::HashMap;
 
 use super::note::{LoanId, Note};
 use super::ring::{Consumer, Corrupt};
-use crate::memory::SharedBuffer;
 use crate::transport::Ticket;
+use mpmd_memory::SharedBuffer;
 use mpmd_proto::wire::ProcessId;
 
 /// Number of loans after which the rings of returns are read. A loan causes at most two notes of

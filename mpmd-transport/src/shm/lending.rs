@@ -12,8 +12,8 @@ use super::note::LoanId;
 use super::peer::{Outbound, Peer};
 use super::record::{COPY, INLINE, LARGEST_INLINE, LATER, LENT, Lent, TO_OWNER, ToOwner};
 use super::shared::Shared;
-use crate::memory::{Segment, SharedBuffer};
 use crate::transport::{Ticket, TransportError};
+use mpmd_memory::{Segment, SharedBuffer};
 use mpmd_proto::wire::{Header, ProcessId};
 
 /// The smallest segment, in bytes, that is announced: a smaller one is mapped quickly.
@@ -223,7 +223,7 @@ impl Shared {
     }
 
     /// Returns the loan as memory that this process has borrowed from one of its peers.
-    pub(super) fn borrowed<'a>(&self, loan: &'a dyn crate::memory::Loan) -> Option<&'a Borrowed> {
+    pub(super) fn borrowed<'a>(&self, loan: &'a dyn mpmd_memory::Loan) -> Option<&'a Borrowed> {
         let borrowed = (loan as &dyn Any).downcast_ref::<Borrowed>()?;
         let owner = self.peers.get(borrowed.owner().index())?.as_ref()?;
         borrowed.goes_back_by(&owner.returns).then_some(borrowed)

@@ -7,8 +7,8 @@ use super::lending::{IsLent, Lending, Message};
 use super::peer::Peer;
 use super::record::{BROKEN, LANDED};
 use super::shared::Shared;
-use crate::memory::{Fences, SharedBuffer};
 use crate::transport::{Ticket, TransportError};
+use mpmd_memory::{Fences, SharedBuffer};
 use mpmd_proto::wire::{Header, ProcessId};
 
 /// The longest failure text sent to a peer, in bytes.

@@ -8,7 +8,7 @@ use super::foreign::Foreign;
 use super::note::LoanId;
 use super::record::{COPY, Lent};
 use super::returns::Returns;
-use crate::memory::{DevicePlace, Fence, Loan, Segment, SegmentPosition};
+use mpmd_memory::{DevicePlace, Fence, Loan, Segment, SegmentPosition};
 use mpmd_proto::wire::ProcessId;
 
 /// Borrowed memory of a peer, the owner; given back to it when dropped.

@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 use rustix::fs::{SealFlags, fcntl_add_seals, fcntl_get_seals, fstat};
 use rustix::mm::ProtFlags;
 
-use crate::memory::{map, memory_file, take_pages, unmap};
+use mpmd_memory::{map, memory_file, take_pages, unmap};
 
 /// Seals that keep the length: no process can shorten it under a reader.
 const SEALS: SealFlags = SealFlags::SHRINK

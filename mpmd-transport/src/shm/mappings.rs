@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
-use crate::memory::{File, Segment};
+use mpmd_memory::{File, Segment};
 
 /// The segments of other processes that this process has mapped, each once. The same segment may
 /// come from several peers, since they re-lend memory, and many times.
@@ -106,7 +106,7 @@ impl Given {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::{Arena, Pool};
+    use mpmd_memory::{Arena, Pool};
 
     #[test]
     fn segment_is_mapped_once_and_kept_by_first_giver() {

@@ -1,5 +1,5 @@
 //! Connects two processes. The higher one connects to the lower one's socket. Each message of their
-//! [handshake](crate::handshake) is a packet. The last two carry descriptors: the higher process
+//! [handshake](mpmd_handshake) is a packet. The last two carry descriptors: the higher process
 //! gives its doorbell with its proof, the lower one its doorbell and the rings with its welcome. So
 //! no process gives a descriptor to one that has not proved that it belongs to the job.
 
@@ -21,11 +21,11 @@ use super::returns::Returns;
 use super::ring::{Consumer, Ring};
 use super::socket::{Listener, Packet, Socket, something_comes};
 use super::{ShmConfig, environment};
-use crate::deadline::after;
-use crate::handshake::Handshake;
-use crate::handshake::party::{self, Party};
-use crate::token::random_bytes;
+use crate::party::{self, Party};
 use crate::transport::TransportError;
+use mpmd_base::deadline::after;
+use mpmd_handshake::Handshake;
+use mpmd_handshake::token::random_bytes;
 use mpmd_proto::wire::ProcessId;
 
 const MAGIC: [u8; 8] = *b"MPMDSHM\0";

@@ -1,7 +1,7 @@
 //! Zero-copy transfer through shared memory, between processes of one host.
 //!
 //! Every process's buffers lie in segments that peers can map for reading
-//! ([`Arena`](crate::memory::Arena)). A message with a payload names the payload's place. The
+//! ([`Arena`](mpmd_memory::Arena)). A message with a payload names the payload's place. The
 //! receiver maps the segment once, reads the payload in place, and gives it back when the last
 //! holder drops it. So the cost of a message does not depend on its size.
 //!

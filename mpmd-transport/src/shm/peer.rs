@@ -17,8 +17,8 @@ use super::record::ANNOUNCED;
 use super::returns::Returns;
 use super::ring::{Consumer, Producer};
 use super::socket::Socket;
-use crate::memory::{Landing, MOST_WORDS, Segment};
 use crate::transport::TransportError;
+use mpmd_memory::{Landing, MOST_WORDS, Segment};
 use mpmd_proto::wire::ProcessId;
 
 /// First bytes of a packet that gives a segment: this, the segment's number and its length, with

@@ -15,9 +15,9 @@ use super::meeting::{OwnDoor, meet};
 use super::shared::Shared;
 use super::socket::Listener;
 use super::{NAME, ShmConfig, environment};
-use crate::deadline::after;
-use crate::memory::{Arena, DeviceSharing, SharedBuffer};
 use crate::transport::{Handler, Parking, Ticket, Transport, TransportError, check_post};
+use mpmd_base::deadline::after;
+use mpmd_memory::{Arena, DeviceSharing, SharedBuffer};
 use mpmd_proto::wire::{Header, ProcessId};
 
 /// Interval at which the thread looks for dead peers and finished loans.

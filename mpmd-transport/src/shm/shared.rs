@@ -17,8 +17,8 @@ use super::note::LoanId;
 use super::peer::{Inbound, Peer};
 use super::record::{GOODBYE, RETIRED};
 use super::socket::{ended, has_exited};
-use crate::memory::{Arena, Pool};
 use crate::transport::{Handler, Ticket, TransportError};
+use mpmd_memory::{Arena, Pool};
 use mpmd_proto::wire::ProcessId;
 
 /// Limit on the records taken from one peer in a row.

@@ -10,8 +10,8 @@ use super::note::LoanId;
 use super::peer::{Inbound, NoSegment, Peer};
 use super::record::{COPY, LATER, Lent, Record, ToOwner, read};
 use super::shared::Shared;
-use crate::memory::{Fence, Fences, Landing, OwnedBuffer, SharedBuffer};
 use crate::transport::{CopyOut, Fetch, FetchDone, Handler, Payload, TransportError};
+use mpmd_memory::{Fence, Fences, Landing, OwnedBuffer, SharedBuffer};
 use mpmd_proto::wire::{Header, Kind, ProcessId};
 
 impl Shared {

@@ -2,7 +2,7 @@
 //!
 //! In each pair, the process with the higher id connects to the other's listener, once for each
 //! channel, 0 for control and 1 for bulk. Each connection begins with a
-//! [handshake](crate::handshake). A stranger, which does not know the job's token, is closed.
+//! [handshake](mpmd_handshake). A stranger, which does not know the job's token, is closed.
 
 use std::io;
 use std::net::SocketAddr;
@@ -17,13 +17,13 @@ use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
-use crate::deadline::after;
-use crate::handshake::Refusal;
-use crate::handshake::party::Party;
-use crate::handshake::stream::shake_hands;
-use crate::strangers::{Link, Strangers};
-use crate::token::random_bytes;
+use crate::party::Party;
 use crate::transport::TransportError;
+use mpmd_base::deadline::after;
+use mpmd_handshake::Refusal;
+use mpmd_handshake::strangers::{Link, Strangers};
+use mpmd_handshake::stream::shake_hands;
+use mpmd_handshake::token::random_bytes;
 use mpmd_proto::wire::{ProcessId, VERSION};
 
 use super::drive::{Drive, Pair};
@@ -459,7 +459,7 @@ mod tests {
             token: [7; 32],
             epoch: 1,
             peer_timeout,
-            pool: crate::Pool::new("tcp", None),
+            pool: mpmd_memory::Pool::new("tcp", None),
         };
         let (configs, [zero, one]) = ([config(0), config(1)], listeners);
         let [zero_config, one_config] = configs;

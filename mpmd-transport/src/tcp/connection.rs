@@ -15,8 +15,8 @@ use parking_lot::Mutex;
 use tokio::net::tcp::OwnedWriteHalf;
 use tokio::sync::Notify;
 
-use crate::memory::SharedBuffer;
 use crate::transport::{FetchDone, Ticket, TransportError};
+use mpmd_memory::SharedBuffer;
 use mpmd_proto::wire::{HEADER_BYTES, Header};
 
 /// Messages up to this many bytes, with the header, are written by the posting thread, if the

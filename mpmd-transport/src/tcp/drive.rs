@@ -9,9 +9,9 @@ use tokio::net::tcp::OwnedReadHalf;
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 
-use crate::deadline::after;
-use crate::memory::Pool;
 use crate::transport::{Handler, Payload, Ticket, TransportError};
+use mpmd_base::deadline::after;
+use mpmd_memory::Pool;
 use mpmd_proto::wire::{Header, ProcessId};
 
 use super::connection::{Connection, Ending, Endings};

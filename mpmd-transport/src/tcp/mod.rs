@@ -31,8 +31,8 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
-use crate::memory::{Pool, SharedBuffer};
 use crate::transport::{Handler, Ticket, Transport, check_post};
+use mpmd_memory::{Pool, SharedBuffer};
 use mpmd_proto::wire::{Header, ProcessId};
 
 pub use connect::Listener;

@@ -8,8 +8,8 @@ use std::time::Duration;
 use tokio::net::tcp::OwnedReadHalf;
 use tokio::sync::oneshot;
 
-use crate::memory::{OwnedBuffer, Pool};
 use crate::transport::{Fetch, FetchDone, Handler, Payload};
+use mpmd_memory::{OwnedBuffer, Pool};
 use mpmd_proto::wire::{HEADER_BYTES, Header, Kind, ProcessId};
 
 use super::shared::Shared;

@@ -2,8 +2,8 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::memory::{Pool, SharedBuffer};
 use crate::transport::{Ticket, TransportError};
+use mpmd_memory::{Pool, SharedBuffer};
 use mpmd_proto::wire::{Header, Kind, ProcessId};
 
 use super::connection::{Connection, Endings};

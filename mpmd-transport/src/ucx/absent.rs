@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::{NAME, Report, UcxConfig};
-use crate::memory::SharedBuffer;
 use crate::transport::{Handler, Ticket, Transport, TransportError};
+use mpmd_memory::SharedBuffer;
 use mpmd_proto::wire::{Header, ProcessId};
 
 /// UCX, opened but not connected. Has no values without the feature `ucx`.

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use super::queue::Command;
 use super::state::{Engine, Leaving, id};
 use super::traffic::prefix;
-use crate::deadline::after;
 use crate::transport::{Ticket, TransportError};
+use mpmd_base::deadline::after;
 use mpmd_proto::wire::ProcessId;
 
 /// Extra time, beyond its deadline, that a leaving process gives the peers to hear its goodbye.

@@ -1,4 +1,4 @@
-//! Connects to all peers: a [handshake](crate::handshake) with each, over messages.
+//! Connects to all peers: a [handshake](mpmd_handshake) with each, over messages.
 //!
 //! The higher process of each pair calls. A message belongs to no connection, and anybody may send
 //! one in the name of a peer. So a message only changes this process's end of a handshake if it is
@@ -14,11 +14,11 @@ use super::address::Address;
 use super::queue::Met;
 use super::safe::Body;
 use super::state::{Engine, Meeting, Peer, id};
-use crate::deadline::after;
-use crate::handshake::Refusal;
-use crate::handshake::party::{HELLO_BYTES, Party};
-use crate::token::random_bytes;
+use crate::party::{HELLO_BYTES, Party};
 use crate::transport::TransportError;
+use mpmd_base::deadline::after;
+use mpmd_handshake::Refusal;
+use mpmd_handshake::token::random_bytes;
 use mpmd_proto::wire::{ProcessId, VERSION};
 
 const MAGIC: [u8; 8] = *b"MPMDUCX\0";

@@ -84,7 +84,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::memory::Pool;
+use mpmd_memory::Pool;
 use mpmd_proto::wire::ProcessId;
 
 #[cfg(not(feature = "ucx"))]

@@ -9,8 +9,8 @@ use std::time::Duration;
 use super::leaving::LAST_CALL;
 use super::queue::{Command, Queue};
 use super::{NAME, UcxConfig, engine};
-use crate::memory::SharedBuffer;
 use crate::transport::{Handler, Ticket, Transport, TransportError, check_post};
+use mpmd_memory::SharedBuffer;
 use mpmd_proto::wire::{Header, ProcessId};
 
 /// Extra time that a shutdown waits for a handler call in progress, beyond its deadline and the

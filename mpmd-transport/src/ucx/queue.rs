@@ -13,8 +13,8 @@ use parking_lot::Mutex;
 
 use super::UcxConfig;
 use super::safe::Signal;
-use crate::memory::{OwnedBuffer, SharedBuffer};
 use crate::transport::{Fetch, FetchDone, Handler, Ticket, TransportError};
+use mpmd_memory::{OwnedBuffer, SharedBuffer};
 use mpmd_proto::wire::{Header, ProcessId};
 
 /// The result of connecting to all peers. Both lists are indexed by process.

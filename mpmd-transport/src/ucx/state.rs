@@ -12,9 +12,9 @@ use super::UcxConfig;
 use super::queue::{Met, Queue};
 use super::result::Way;
 use super::safe::{Descriptor, EndpointId, OpId, Worker};
-use crate::handshake::Handshake;
-use crate::handshake::party::Party;
+use crate::party::Party;
 use crate::transport::{FetchDone, Handler, Payload, Ticket, TransportError};
+use mpmd_handshake::Handshake;
 use mpmd_proto::wire::{Header, ProcessId};
 
 /// Ids of the kinds of messages.

@@ -6,8 +6,8 @@ use super::queue::Waiting;
 use super::result::{UcxError, Way};
 use super::safe::{Body, Held, OpId, Sent};
 use super::state::{Engine, Operation, Said, Stored, id};
-use crate::memory::{OwnedBuffer, SharedBuffer};
 use crate::transport::{FetchDone, Handler, Payload, Ticket, TransportError};
+use mpmd_memory::{OwnedBuffer, SharedBuffer};
 use mpmd_proto::wire::{HEADER_BYTES, Header, Kind, ProcessId};
 
 /// Data payloads of at least this many bytes stay with the sender until the receiver fetches them.

@@ -2,8 +2,9 @@
 
 use std::time::{Duration, Instant};
 
+use mpmd_memory::{Pool, SharedBuffer};
 use mpmd_proto::{Header, Kind as MessageKind};
-use mpmd_transport::{Pool, SharedBuffer, Ticket, TransportError};
+use mpmd_transport::{Ticket, TransportError};
 
 use crate::cluster::{Cluster, Kind, id, is_gone};
 use crate::recorder::Manner;

@@ -4,13 +4,14 @@ use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use mpmd_memory::{Pool, SharedBuffer};
 use mpmd_proto::{Header, Kind as MessageKind, ProcessId};
 use mpmd_transport::inproc::{Fabric, Faults};
 use mpmd_transport::shm::{self, Shm, ShmConfig};
 use mpmd_transport::tcp::{Listener, Tcp, TcpConfig};
 #[cfg(feature = "ucx")]
 use mpmd_transport::ucx::{Opened, Spin, Ucx, UcxConfig};
-use mpmd_transport::{Pool, SharedBuffer, Ticket, Transport, TransportError};
+use mpmd_transport::{Ticket, Transport, TransportError};
 
 use crate::recorder::{Manner, Recorder};
 

@@ -4,9 +4,10 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
+use mpmd_memory::SharedBuffer;
 use mpmd_proto::{Header, Kind as MessageKind, ProcessId};
 use mpmd_transport::inproc::{Fabric, Faults};
-use mpmd_transport::{Handler, Payload, SharedBuffer, Ticket, Transport, TransportError};
+use mpmd_transport::{Handler, Payload, Ticket, Transport, TransportError};
 use parking_lot::{Condvar, Mutex};
 
 use crate::cluster::{Cluster, id, is_gone};

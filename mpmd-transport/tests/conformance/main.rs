@@ -2,13 +2,12 @@
 
 mod checks;
 mod cluster;
+#[path = "../../../crates/mpmd-handshake/tests/played/end.rs"]
 mod handshake;
 mod inproc;
 mod recorder;
-mod rendezvous;
 mod rerun;
 mod soak;
-mod succession;
 mod tcp;
 #[cfg(feature = "ucx")]
 mod ucx;

@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use mpmd_memory::{Pool, SharedBuffer};
 use mpmd_proto::{Header, ProcessId};
 use mpmd_transport::transport::Fetch;
-use mpmd_transport::{Handler, Payload, Pool, SharedBuffer, Ticket, TransportError};
+use mpmd_transport::{Handler, Payload, Ticket, TransportError};
 use parking_lot::{Condvar, Mutex};
 
 use crate::cluster::pattern_is_intact;

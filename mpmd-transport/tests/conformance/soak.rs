@@ -7,9 +7,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
+use mpmd_memory::{OwnedBuffer, Pool, SharedBuffer};
 use mpmd_proto::{Header, Kind as MessageKind, ProcessId};
 use mpmd_transport::transport::{Fetch, FetchDone};
-use mpmd_transport::{Handler, OwnedBuffer, Payload, Pool, SharedBuffer, Ticket, TransportError};
+use mpmd_transport::{Handler, Payload, Ticket, TransportError};
 use parking_lot::{Condvar, Mutex};
 
 use crate::cluster::{Kind, connected, id, pattern, pattern_is_intact};

@@ -540,7 +540,7 @@ fn a_dropped_transport_closes_without_blocking() {
             bytes: 64 << 20,
             ..Header::new(MessageKind::Data)
         };
-        let payload = mpmd_transport::SharedBuffer::from(vec![0; 64 << 20]);
+        let payload = mpmd_memory::SharedBuffer::from(vec![0; 64 << 20]);
         zero.post(id(1), header, Some(payload), open);
         drop(zero);
         let recorder = cluster.recorders[0].clone();

@@ -10,10 +10,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use mpmd_memory::Arena;
+use mpmd_memory::{Pool, SharedBuffer};
 use mpmd_proto::{Header, Kind as MessageKind, ProcessId};
-use mpmd_transport::memory::Arena;
 use mpmd_transport::ucx::{Opened, Spin, Ucx, UcxConfig};
-use mpmd_transport::{Handler, Payload, Pool, SharedBuffer, Ticket, Transport, TransportError};
+use mpmd_transport::{Handler, Payload, Ticket, Transport, TransportError};
 
 use crate::cluster::{Cluster, EPOCH, Kind, TOKEN, id, is_gone};
 use crate::recorder::Manner;

@@ -332,7 +332,7 @@ fn deadlines_have_a_limit(source: &Source) -> Vec<Finding> {
             && added.starts_with(|first: char| first.is_ascii_lowercase())
     };
     let remedy = "a time of a caller may be `Duration::MAX`: write \
-                  `mpmd_transport::deadline::after(now(), time)`";
+                  `mpmd_base::deadline::after(now(), time)`";
     (0..end)
         .filter(is_sum)
         .map(|at| finding(source.tokens[at].line, remedy))
@@ -521,7 +521,7 @@ mod tests {
         ] {
             assert_eq!(check(path), NONE, "{path}");
         }
-        let good = "use mpmd_transport::memory::Pool;\nuse mpmd_proto::router::Failure;";
+        let good = "use mpmd_memory::Pool;\nuse mpmd_proto::router::Failure;";
         assert_eq!(
             broken(one_way_in, "mpmd-core/src/api/jit/call.rs", good),
             NONE

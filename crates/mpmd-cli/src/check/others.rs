@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use mpmd_base::deadline::after;
 use mpmd_record::dry_run::{DryRun, Parting};
-use mpmd_transport::deadline::after;
 
 /// The maximum number of listed places at which processes differ from process 0.
 const MOST_PARTINGS: usize = 8;

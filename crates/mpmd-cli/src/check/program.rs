@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use clap::Args;
+use mpmd_base::deadline::after;
 use mpmd_launch::variables;
 use mpmd_record::dry_run::DryRun;
 use mpmd_schedule::check::Channel;
-use mpmd_transport::deadline::after;
 use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::others::Others;

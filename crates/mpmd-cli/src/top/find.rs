@@ -5,7 +5,7 @@ use std::fs;
 
 use anyhow::{Context as _, Result, bail};
 use mpmd_launch::{JobEnv, variables};
-use mpmd_transport::rendezvous::Token;
+use mpmd_rendezvous::Token;
 
 /// Returns (address of the rendezvous, token) of the job that `words` name: a process id or an
 /// address. Without words, those of the only job of this user on this machine.

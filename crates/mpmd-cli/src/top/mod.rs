@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result};
 use clap::Args;
 use mpmd_base::ProcessId;
 use mpmd_record::activity::Activity;
-use mpmd_transport::rendezvous::{Observer, RendezvousError};
+use mpmd_rendezvous::{Observer, RendezvousError};
 use serde::Serialize;
 
 use crate::files::{say, say_to_reader};

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use mpmd_core::prelude::*;
 use mpmd_record::activity::Activity;
-use mpmd_transport::rendezvous::{JoinConfig, Member, Rendezvous, Server, ServerConfig, Token};
+use mpmd_rendezvous::{JoinConfig, Member, Rendezvous, Server, ServerConfig, Token};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use mpmd_memory::DevicePlace;
 use mpmd_proto::Failure;
-use mpmd_transport::memory::DevicePlace;
 
 use super::CudaError;
 use crate::collective::CollectiveKind;

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use cudarc::cublas::sys;
 use mpmd_base::block::Mutex;
-use mpmd_transport::OwnedBuffer;
-use mpmd_transport::memory::{DevicePlace, Pool};
+use mpmd_memory::OwnedBuffer;
+use mpmd_memory::{DevicePlace, Pool};
 
 use super::asked::{Operand, Product};
 use super::calls::{self, Answer, static_text};
@@ -300,7 +300,7 @@ mod tests {
             return;
         }
         let gpu = Gpu::open(0).unwrap();
-        let arena = mpmd_transport::memory::Arena::device(gpu.allocator());
+        let arena = mpmd_memory::Arena::device(gpu.allocator());
         let pool = Pool::in_arena("device", None, &arena);
         let side = Operand {
             transposed: false,

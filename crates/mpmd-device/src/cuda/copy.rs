@@ -11,7 +11,7 @@ use std::ffi::c_void;
 use std::ptr::null_mut;
 
 use cudarc::driver::sys;
-use mpmd_transport::{OwnedBuffer, SharedBuffer};
+use mpmd_memory::{OwnedBuffer, SharedBuffer};
 
 use super::calls;
 use super::context::cuda;
@@ -413,8 +413,8 @@ mod tests {
 
     use mpmd_base::block::mpsc::{Receiver, channel};
     use mpmd_base::block::{Instant, thread};
-    use mpmd_transport::Pool;
-    use mpmd_transport::memory::Arena;
+    use mpmd_memory::Arena;
+    use mpmd_memory::Pool;
     use proptest::prelude::*;
     use proptest::test_runner::TestRunner;
 

@@ -10,7 +10,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use cudarc::driver::sys;
-use mpmd_transport::memory::{Arena, OwnedBuffer, Pool};
+use mpmd_memory::{Arena, OwnedBuffer, Pool};
 
 use super::calls::{self, Answer};
 use super::context::cuda;

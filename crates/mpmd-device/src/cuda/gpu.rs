@@ -4,7 +4,7 @@ use std::any::Any;
 use std::sync::{Arc, Once, OnceLock};
 
 use cudarc::driver::sys;
-use mpmd_transport::memory::{DeviceAllocator, Pin, Pool};
+use mpmd_memory::{DeviceAllocator, Pin, Pool};
 
 use super::blas::Blas;
 use super::compile::Architecture;
@@ -77,7 +77,7 @@ impl Gpu {
     }
 
     /// Returns the driver's number of the device, as in
-    /// [`DevicePlace::device`](mpmd_transport::memory::DevicePlace::device).
+    /// [`DevicePlace::device`](mpmd_memory::DevicePlace::device).
     pub fn ordinal(&self) -> u32 {
         self.context.ordinal()
     }

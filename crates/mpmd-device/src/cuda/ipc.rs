@@ -26,7 +26,7 @@ use std::io;
 use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys;
-use mpmd_transport::memory::{DeviceMemory, DeviceSharing};
+use mpmd_memory::{DeviceMemory, DeviceSharing};
 
 use super::calls;
 use super::context::{Context, cuda};
@@ -34,7 +34,7 @@ use super::error::CudaError;
 use super::gpu::Gpu;
 use super::ipc_tables::{HANDLE, Origin, close, parts};
 use super::library::DRIVER;
-use mpmd_launch::variables;
+use mpmd_base::variables;
 
 /// Driver functions that sharing needs.
 const SYMBOLS: [&str; 3] = [
@@ -259,7 +259,7 @@ mod tests {
     use std::time::Duration;
 
     use mpmd_base::block::mpsc::{Receiver, channel};
-    use mpmd_transport::memory::{Fence as _, Fences, Landing};
+    use mpmd_memory::{Fence as _, Fences, Landing};
 
     use super::*;
 

@@ -8,7 +8,7 @@ use std::ffi::c_void;
 use std::sync::OnceLock;
 
 use cudarc::driver::sys;
-use mpmd_transport::memory::DevicePlace;
+use mpmd_memory::DevicePlace;
 
 use super::asked::RawArg;
 use super::calls::{self, DriverError};

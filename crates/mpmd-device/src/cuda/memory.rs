@@ -4,7 +4,7 @@ use std::io;
 use std::sync::{Arc, Once, OnceLock};
 
 use cudarc::driver::sys;
-use mpmd_transport::memory::{DeviceAllocator, DeviceMemory};
+use mpmd_memory::{DeviceAllocator, DeviceMemory};
 
 use super::calls::{self, DriverError};
 use super::context::{Context, cuda};

@@ -6,7 +6,7 @@
 //! A `Gpu` has three streams (`Stream`): one for kernels and one for each direction of copies. Any
 //! thread may issue work to a stream. Issuing does not wait for the device; the work runs later, in
 //! order. When work uses memory that another stream uses, the device orders it after that use
-//! ([`Fences`](mpmd_transport::memory::Fences)). No host thread waits for this.
+//! ([`Fences`](mpmd_memory::Fences)). No host thread waits for this.
 //!
 //! Each stream has a waiter thread, which waits for the ends of issued work and calls the
 //! completion callbacks. Only one other thread ever waits for device work: a device's own thread,

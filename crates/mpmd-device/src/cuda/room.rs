@@ -13,7 +13,7 @@ use std::time::Duration;
 use cudarc::driver::sys;
 use mpmd_base::block::{now, thread};
 use mpmd_base::bytes_text;
-use mpmd_transport::memory::Pool;
+use mpmd_memory::Pool;
 
 use super::calls;
 use super::context::Context;
@@ -132,7 +132,7 @@ pub(super) fn make_room(context: &Context, spare: &Spare) {
 
 #[cfg(test)]
 mod tests {
-    use mpmd_transport::memory::Arena;
+    use mpmd_memory::Arena;
 
     use super::*;
     use crate::cuda::Gpu;

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use mpmd_base::block::Mutex;
-use mpmd_transport::OwnedBuffer;
-use mpmd_transport::memory::{DevicePlace, Fence};
+use mpmd_memory::OwnedBuffer;
+use mpmd_memory::{DevicePlace, Fence};
 
 /// Returns the device memory of a buffer: its device, address and bytes. For a host buffer, a place
 /// of 0 bytes.

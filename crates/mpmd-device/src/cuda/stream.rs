@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use cudarc::driver::sys;
 use mpmd_base::block::{Condvar, Mutex, thread};
-use mpmd_transport::memory::{Fence, Fences, Landing, Latch};
+use mpmd_memory::{Fence, Fences, Landing, Latch};
 
 use super::calls;
 use super::clock::Clock;

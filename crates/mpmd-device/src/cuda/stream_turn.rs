@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use mpmd_base::block::{MutexGuard, mpsc};
-use mpmd_transport::memory::{Fence, Fences};
+use mpmd_memory::{Fence, Fences};
 
 use super::Ended;
 use super::error::CudaError;

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::sync::Arc;
 
 use mpmd_base::block::{Instant, Mutex, now, since};
-use mpmd_transport::memory::{Arena, Pool};
+use mpmd_memory::{Arena, Pool};
 
 use super::asked::FirstUses;
 use super::compile;

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use mpmd_layout::aval::DType;
-use mpmd_transport::memory::{DevicePlace, Pool};
+use mpmd_memory::{DevicePlace, Pool};
 
 use super::asked::{Operand, Product};
 use super::blas::Blas;

@@ -21,7 +21,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use mpmd_base::ProcessId;
-use mpmd_transport::rendezvous::{Token, split_address};
+use mpmd_rendezvous::{Token, split_address};
 
 pub use device::{cuda_collectives, device_kinds, kinds_by_process, process_counts};
 pub(super) use known::check as check_names;

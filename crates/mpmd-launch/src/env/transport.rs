@@ -1,12 +1,10 @@
 //! The names of transports, which are the values of `MPMD_TRANSPORT`.
 
-use mpmd_transport::{shm, ucx};
-
 use crate::{LaunchError, variables};
 
 /// The valid names of transports: `auto` is shared memory between processes that can share it, else
 /// TCP. A transport may still be unavailable here, which shows when it is opened.
-pub const TRANSPORTS: [&str; 4] = ["auto", shm::NAME, "tcp", ucx::NAME];
+pub const TRANSPORTS: [&str; 4] = ["auto", "shm", "tcp", "ucx"];
 
 /// Checks that `name` is a valid name of a transport. Does not check that the transport is
 /// available.

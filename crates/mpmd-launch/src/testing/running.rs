@@ -4,8 +4,8 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use mpmd_transport::deadline::after;
-use mpmd_transport::rendezvous::{Server, Token};
+use mpmd_base::deadline::after;
+use mpmd_rendezvous::{Server, Token};
 use rustix::process::Signal;
 
 use super::{END_WITHIN, POLL_INTERVAL, ProcessEnd, Processes, Sandbox, Watched};

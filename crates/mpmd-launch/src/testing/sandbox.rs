@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
-use mpmd_transport::rendezvous::Token;
+use mpmd_rendezvous::Token;
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::{END_WITHIN, POLL_INTERVAL, Watched};

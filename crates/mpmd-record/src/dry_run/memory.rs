@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use mpmd_transport::Pool;
+use mpmd_memory::Pool;
 
 use super::flow::{Computed, DryRunFlow};
 use super::{Array, DryRun, Kind, Memory};

@@ -8,9 +8,9 @@ use std::sync::atomic::Ordering;
 
 use mpmd_base::block::{now, since};
 use mpmd_device::copy::copy_region;
+use mpmd_memory::{OutOfMemory, Reservation};
+use mpmd_memory::{OwnedBuffer, SharedBuffer};
 use mpmd_proto::{Failure, FailureKind};
-use mpmd_transport::memory::{OutOfMemory, Reservation};
-use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use super::plan::{Bound, CallPlan, DeviceBinding};
 use crate::api::program::Program;

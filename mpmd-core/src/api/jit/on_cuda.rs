@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use mpmd_device::cuda::{CudaError, Ended, Ending, Gpu, RawStream, StreamTurn};
-use mpmd_transport::{OwnedBuffer, SharedBuffer};
+use mpmd_memory::{OwnedBuffer, SharedBuffer};
 
 use super::call::{Call, DeviceCall, Fallible, Fill, Input, Issued, Memory, POISON, Unfilled};
 use super::call::{copy_in, poison_objects, prepare_outputs};

@@ -22,7 +22,7 @@ use mpmd_layout::region::Region;
 use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
 use mpmd_layout::topology::{DeviceId, Mesh, MeshError, Topology};
 use mpmd_layout::tree::{PrefixTree, Structure, Tree};
-use mpmd_transport::memory::Sizes;
+use mpmd_memory::Sizes;
 
 /// Maximum number of ended calls that a [`Bound`] keeps for reuse. A program that runs ahead has
 /// about as many calls queued.

@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use mpmd_base::ProcessId;
 use mpmd_base::block::now;
+use mpmd_base::deadline::after;
 use mpmd_proto::control;
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_proto::wire::MAX_CONTROL_BYTES;
-use mpmd_transport::deadline::after;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 

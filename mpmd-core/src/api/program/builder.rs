@@ -8,8 +8,8 @@ use std::time::Duration;
 use mpmd_base::ProcessId;
 use mpmd_base::block::Spin;
 use mpmd_device::cuda;
+use mpmd_rendezvous::Fact;
 use mpmd_transport::Transport;
-use mpmd_transport::rendezvous::Fact;
 
 use super::facts::Facts;
 use super::membership::Membership;

@@ -8,10 +8,10 @@ use mpmd_base::ProcessId;
 use mpmd_launch::{DEFAULT_PEER_TIMEOUT, LaunchError};
 use mpmd_layout::topology::{CudaCollectives, DeviceKind, GpuId, Topology};
 use mpmd_proto::router::{Failure, FailureKind};
-use mpmd_transport::TransportError;
-use mpmd_transport::rendezvous::{
+use mpmd_rendezvous::{
     Identity, Joined, Member, Rendezvous, RendezvousError, Report, Server, Succession,
 };
+use mpmd_transport::TransportError;
 
 use super::builder::gpus_of;
 use super::facts::Facts;

@@ -8,11 +8,11 @@ use std::time::Duration;
 use mpmd_base::ProcessId;
 use mpmd_base::block::Spin;
 use mpmd_launch::{DEFAULT_PEER_TIMEOUT, DryRunEnv, JobEnv, LaunchError};
-use mpmd_transport::Transport;
-use mpmd_transport::rendezvous::{
+use mpmd_rendezvous::{
     Identity, JoinConfig, Member, Rendezvous, RendezvousError, Seeker, Server, ServerConfig,
     SizeRange, Token,
 };
+use mpmd_transport::Transport;
 
 use super::builder::Layout;
 use super::builder::has_cuda;

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use mpmd_launch::LaunchError;
-use mpmd_transport::rendezvous::{Difference, Fact, RendezvousError};
+use mpmd_rendezvous::{Difference, Fact, RendezvousError};
 
 use crate::error::{Error, Result};
 

@@ -6,8 +6,8 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use mpmd_base::block::now;
+use mpmd_base::deadline::after;
 use mpmd_proto::router::{OpRecord, Span};
-use mpmd_transport::deadline::after;
 
 use super::Program;
 use crate::error::{Error, Result};

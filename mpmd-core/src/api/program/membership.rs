@@ -6,11 +6,11 @@ use std::time::Duration;
 use mpmd_base::ProcessId;
 use mpmd_launch::LaunchError;
 use mpmd_proto::router::{Failure, FailureKind};
-use mpmd_transport::TransportError;
-use mpmd_transport::rendezvous::{
+use mpmd_rendezvous::{
     CommitStanding, Down, Identity, Parting, Rendezvous, RendezvousError, Report, Server,
     Succession,
 };
+use mpmd_transport::TransportError;
 
 use super::neighbours::Neighbours;
 use crate::error::Error;

@@ -35,8 +35,8 @@ use std::time::Duration;
 
 use mpmd_base::ProcessId;
 use mpmd_base::block::{Mutex, thread};
+use mpmd_memory::Pool;
 use mpmd_proto::router::{Failure, FailureKind};
-use mpmd_transport::Pool;
 
 pub use builder::Builder;
 pub(crate) use builder::{Layout, devices_of_size};

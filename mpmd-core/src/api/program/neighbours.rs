@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use mpmd_base::ProcessId;
-use mpmd_transport::rendezvous::Member;
+use mpmd_rendezvous::Member;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 

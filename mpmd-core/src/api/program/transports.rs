@@ -10,12 +10,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_base::ProcessId;
+use mpmd_memory::Pool;
+use mpmd_rendezvous::{Joined, Member};
 use mpmd_transport::mixed::Mixed;
-use mpmd_transport::rendezvous::{Joined, Member};
 use mpmd_transport::shm::{self, ShmConfig};
 use mpmd_transport::tcp::{Listener, TcpConfig};
 use mpmd_transport::ucx::{self, UcxConfig};
-use mpmd_transport::{Pool, Transport, TransportError};
+use mpmd_transport::{Transport, TransportError};
 
 pub use mpmd_base::block::Spin;
 pub use mpmd_launch::{TRANSPORTS as NAMES, check_transport as check};
@@ -332,6 +333,11 @@ mod tests {
 
     fn wrong(members: &[Member]) -> String {
         agree(members).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn names_are_those_of_the_transports() {
+        assert_eq!(NAMES, [AUTO, shm::NAME, TCP, ucx::NAME]);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use mpmd_transport::Pool;
+use mpmd_memory::Pool;
 
 use super::Program;
 use crate::exec::array::{MpmdArray, Repr};

@@ -14,7 +14,7 @@ use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
 use mpmd_layout::topology::DeviceId;
-use mpmd_transport::SharedBuffer;
+use mpmd_memory::SharedBuffer;
 
 use super::inventory::Source;
 use crate::api::program::Program;

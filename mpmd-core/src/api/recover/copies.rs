@@ -13,9 +13,9 @@ use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::{Layout, MemoryKind};
 use mpmd_layout::spec;
+use mpmd_memory::{Pool, SharedBuffer};
 use mpmd_proto::router::Failure;
 use mpmd_record::dry_run::{self, Kind, Memory, OpDescriptor};
-use mpmd_transport::{Pool, SharedBuffer};
 
 use super::commit::first_devices;
 use crate::api::program::{NewOp, Part, Program};

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 
 use mpmd_base::block::Mutex;
 use mpmd_launch::LaunchError;
-use mpmd_transport::rendezvous::RendezvousError;
+use mpmd_rendezvous::RendezvousError;
 
 use super::Recovery;
 use crate::api::program::{

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
 
-use mpmd_transport::SharedBuffer;
+use mpmd_memory::SharedBuffer;
 
 use crate::api::program::{Again, NewOp, Part, Program, Replayed};
 use crate::error::IssueProblem;

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::DeviceId;
+use mpmd_memory::SharedBuffer;
 use mpmd_record::dry_run::{self, Kind, Memory, OpDescriptor};
-use mpmd_transport::SharedBuffer;
 
 use crate::api::program::{NewOp, Part, Program};
 use crate::error::Result;

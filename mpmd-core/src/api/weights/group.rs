@@ -9,9 +9,7 @@ use std::time::Duration;
 use mpmd_launch::LaunchError;
 use mpmd_layout::topology::{DeviceId, Topology};
 use mpmd_proto::control;
-use mpmd_transport::rendezvous::{
-    JoinConfig, Member, Rendezvous, RendezvousError, ServerConfig, Token,
-};
+use mpmd_rendezvous::{JoinConfig, Member, Rendezvous, RendezvousError, ServerConfig, Token};
 use serde::{Deserialize, Serialize};
 
 use super::link::Numbers;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use mpmd_device::copy::{contiguous_bytes, copy_region};
 use mpmd_layout::region::Region;
-use mpmd_transport::SharedBuffer;
+use mpmd_memory::SharedBuffer;
 
 use super::bits::{Places, changes_bytes, hash, write_changes};
 use super::layouts::{Offered, Piece};

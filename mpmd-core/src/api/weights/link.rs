@@ -16,12 +16,12 @@ use std::time::Duration;
 
 use mpmd_base::ProcessId;
 use mpmd_base::block::now;
+use mpmd_base::deadline::after;
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::DeviceId;
-use mpmd_transport::SharedBuffer;
-use mpmd_transport::deadline::after;
+use mpmd_memory::SharedBuffer;
 use serde::{Deserialize, Serialize};
 
 use super::layouts::{Asked, Offered, Piece, pieces};

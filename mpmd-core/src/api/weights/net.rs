@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use mpmd_base::ProcessId;
-use mpmd_transport::rendezvous::{
+use mpmd_rendezvous::{
     JoinConfig, Observer, Rendezvous, RendezvousError, Report, Server, ServerConfig, Token,
 };
 

@@ -8,11 +8,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_base::block::{Condvar, Mutex, mpsc, now, thread};
+use mpmd_base::deadline::after;
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::tree::Tree;
-use mpmd_transport::SharedBuffer;
-use mpmd_transport::deadline::after;
-use mpmd_transport::rendezvous::Token;
+use mpmd_memory::SharedBuffer;
+use mpmd_rendezvous::Token;
 
 use super::bits::can_cast;
 use super::group::{Answer, Call, End, Group, Invitation, Members, guarded, spawn};

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use mpmd_base::block::mpsc;
 use mpmd_proto::router::FailureKind;
-use mpmd_transport::rendezvous::{ServerConfig, Token};
+use mpmd_rendezvous::{ServerConfig, Token};
 
 use super::group::{Answer, Call, Invitation, LONGEST, call, link_token, wrong};
 use super::net::Service;

@@ -15,11 +15,11 @@ use mpmd_base::block::{
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::DeviceId;
-use mpmd_transport::Transport;
-use mpmd_transport::inproc::{Fabric, Faults};
-use mpmd_transport::rendezvous::{
+use mpmd_rendezvous::{
     JoinConfig, LocalLink, LocalServer, Observer, Rendezvous, RendezvousError, ServerConfig, Token,
 };
+use mpmd_transport::Transport;
+use mpmd_transport::inproc::{Fabric, Faults};
 
 use super::net::Net;
 use super::*;

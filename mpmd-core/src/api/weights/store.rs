@@ -8,12 +8,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_base::block::{Condvar, Mutex, now};
+use mpmd_base::deadline::after;
 use mpmd_device::cpu::bits::each_changed;
 use mpmd_layout::aval::DType;
 use mpmd_layout::region::Region;
-use mpmd_transport::deadline::after;
-use mpmd_transport::memory::{Arena, OutOfMemory};
-use mpmd_transport::{Pool, SharedBuffer};
+use mpmd_memory::{Arena, OutOfMemory};
+use mpmd_memory::{Pool, SharedBuffer};
 
 use super::bits::{Places, cast, hash};
 

@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use mpmd_base::ProcessId;
 use mpmd_base::block::{Condvar, Instant, Mutex, mpsc, now, thread};
+use mpmd_base::deadline::after;
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::region::Region;
-use mpmd_transport::SharedBuffer;
-use mpmd_transport::deadline::after;
-use mpmd_transport::rendezvous::Token;
+use mpmd_memory::SharedBuffer;
+use mpmd_rendezvous::Token;
 
 use super::group::{Answer, Call, Group, Members, group_token, spawn};
 use super::layouts::Wanted;

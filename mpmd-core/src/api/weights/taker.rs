@@ -7,13 +7,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_base::block::{mpsc, now, since};
+use mpmd_base::deadline::after;
 use mpmd_device::copy::copy_region;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
 use mpmd_layout::topology::DeviceId;
-use mpmd_transport::deadline::after;
-use mpmd_transport::rendezvous::Token;
-use mpmd_transport::{Pool, SharedBuffer};
+use mpmd_memory::{Pool, SharedBuffer};
+use mpmd_rendezvous::Token;
 
 use super::bits::{hash, read_changes};
 use super::group::{End, Invitation, Members, guarded};

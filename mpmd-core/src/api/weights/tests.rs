@@ -9,8 +9,8 @@ use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::spec;
-use mpmd_transport::SharedBuffer;
-use mpmd_transport::rendezvous::Token;
+use mpmd_memory::SharedBuffer;
+use mpmd_rendezvous::Token;
 
 use super::*;
 use crate::{MpmdArray, Program};

@@ -3,8 +3,8 @@
 use std::fmt;
 use std::panic::Location;
 
-use mpmd_transport::SharedBuffer;
-use mpmd_transport::memory::ALIGNMENT;
+use mpmd_memory::ALIGNMENT;
+use mpmd_memory::SharedBuffer;
 
 use mpmd_layout::aval::{AvalError, DType, Element, ShapedArray};
 use mpmd_layout::tree::Leaf;

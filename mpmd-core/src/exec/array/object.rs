@@ -13,9 +13,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, OnceLock, Weak};
 
 use mpmd_base::block::{Mutex, MutexGuard};
+use mpmd_memory::SharedBuffer;
+use mpmd_memory::{Loan, Reservation};
 use mpmd_proto::Failure;
-use mpmd_transport::SharedBuffer;
-use mpmd_transport::memory::{Loan, Reservation};
 
 use crate::error::{ViewError, panic_text};
 use crate::exec::Runtime;

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_base::block::{Instant, Mutex, now};
+use mpmd_base::deadline::after;
 use mpmd_device::copy::copy_region;
-use mpmd_transport::SharedBuffer;
-use mpmd_transport::deadline::after;
+use mpmd_memory::SharedBuffer;
 
 use super::{LocalShard, Made, MpmdArray, Placed, Repr};
 use crate::error::{Error, Result};
@@ -383,8 +383,7 @@ impl Placed {
             });
         }
         let item = self.made.aval.dtype().size();
-        let memory =
-            |error: mpmd_transport::memory::OutOfMemory| Error::Environment(error.to_string());
+        let memory = |error: mpmd_memory::OutOfMemory| Error::Environment(error.to_string());
         let mut whole = self
             .made
             .runtime

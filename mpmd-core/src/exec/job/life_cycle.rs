@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use mpmd_base::ProcessId;
 use mpmd_base::block::{mpsc, now, since};
+use mpmd_base::deadline::after;
 use mpmd_proto::router::{Failure, FailureKind, Router};
-use mpmd_transport::deadline::after;
-use mpmd_transport::rendezvous::Report;
+use mpmd_rendezvous::Report;
 
 use crate::error::Error;
 use crate::exec::job::start::TICK;

@@ -19,10 +19,11 @@ use mpmd_base::block::{
     Condvar, CoreBudget, Mutex, Spin, SpinPolicy, host_cores, now, since, thread,
 };
 use mpmd_device::accelerator;
+use mpmd_memory::Arena;
+use mpmd_memory::Pool;
 use mpmd_proto::router;
 use mpmd_proto::router::{Failure, FailureKind, Router};
-use mpmd_transport::memory::Arena;
-use mpmd_transport::{Pool, Transport};
+use mpmd_transport::Transport;
 
 use crate::exec::dry_run::DryRunBuilder;
 use crate::exec::job::worker::{self, Crew, Worker};

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use mpmd_base::block::Mutex;
-use mpmd_transport::SharedBuffer;
+use mpmd_memory::SharedBuffer;
 
 use crate::exec::moves::assembly::DeviceAssembly;
 use crate::exec::moves::transfer::Transfer;

@@ -10,8 +10,8 @@
 use std::sync::Arc;
 
 use mpmd_base::ProcessId;
+use mpmd_memory::SharedBuffer;
 use mpmd_proto::router::Failure;
-use mpmd_transport::SharedBuffer;
 
 use crate::exec::moves::mailbox::Key;
 use crate::exec::waits::async_buffer::{AsyncBuffer, Outcome, Resolver};

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use mpmd_base::ProcessId;
 use mpmd_device::accelerator::{Accelerator, DeviceError, Part};
+use mpmd_memory::DevicePlace;
+use mpmd_memory::{OwnedBuffer, SharedBuffer};
 use mpmd_proto::router::{Failure, FailureKind};
-use mpmd_transport::memory::DevicePlace;
-use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use crate::exec::waits::async_buffer::{AsyncBuffer, Resolver};
 use crate::exec::{OpGuard, Runtime};

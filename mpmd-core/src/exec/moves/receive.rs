@@ -4,10 +4,11 @@
 use std::sync::Arc;
 
 use mpmd_base::ProcessId;
+use mpmd_memory::ALIGNMENT;
+use mpmd_memory::{OwnedBuffer, SharedBuffer};
 use mpmd_proto::router::{Failure, FailureKind, Router};
-use mpmd_transport::memory::ALIGNMENT;
 use mpmd_transport::transport::Fetch;
-use mpmd_transport::{OwnedBuffer, Payload, SharedBuffer, TransportError};
+use mpmd_transport::{Payload, TransportError};
 
 use crate::exec::moves::driver;
 use crate::exec::moves::send::Send;

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use mpmd_base::ProcessId;
 use mpmd_device::accelerator::Part;
 use mpmd_device::copy::copy_region;
+use mpmd_memory::{OwnedBuffer, SharedBuffer};
 use mpmd_proto::router::Failure;
-use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use crate::exec::moves::chunks::COPY_INLINE;
 use crate::exec::moves::transfer::Transfer;

@@ -10,9 +10,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use mpmd_base::ProcessId;
+use mpmd_memory::SharedBuffer;
 use mpmd_proto::Header;
 use mpmd_transport::batch::{self, MOST_BATCH, MOST_BATCHED};
-use mpmd_transport::{Payload, SharedBuffer, Ticket};
+use mpmd_transport::{Payload, Ticket};
 
 use crate::exec::Runtime;
 

@@ -7,9 +7,10 @@ use std::time::Duration;
 
 use mpmd_base::ProcessId;
 use mpmd_base::block::{Condvar, Instant, Mutex, Spin, thread};
+use mpmd_memory::SharedBuffer;
 use mpmd_proto::Header;
 use mpmd_transport::inproc::{Fabric, Faults, Inproc};
-use mpmd_transport::{Handler, Parking, Payload, SharedBuffer, Ticket, Transport, TransportError};
+use mpmd_transport::{Handler, Parking, Payload, Ticket, Transport, TransportError};
 
 use crate::api::program::Builder;
 use crate::prelude::*;

@@ -3,10 +3,11 @@
 
 use mpmd_device::copy::copy_region;
 use mpmd_fuzz::{Rng, integer, mutate};
+use mpmd_memory::{OwnedBuffer, SharedBuffer};
 use mpmd_proto::router::{self, Answer, Failure, FailureKind, OpRecord};
 use mpmd_proto::{Header, Kind, control};
 use mpmd_transport::transport::{Fetch, FetchDone};
-use mpmd_transport::{Handler, OwnedBuffer, SharedBuffer, Ticket, TransportError, batch};
+use mpmd_transport::{Handler, Ticket, TransportError, batch};
 
 use crate::exec::array::LocalShard;
 use crate::exec::*;

@@ -285,8 +285,9 @@ mod tests {
 
     use mpmd_base::ProcessId;
     use mpmd_base::block::{Condvar, Mutex, mpsc};
+    use mpmd_memory::SharedBuffer;
     use mpmd_proto::{Failure, FailureKind, Header};
-    use mpmd_transport::{Handler, Parking, SharedBuffer, Ticket};
+    use mpmd_transport::{Handler, Parking, Ticket};
 
     use super::*;
     use crate::exec::Resolver;

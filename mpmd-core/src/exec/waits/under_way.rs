@@ -4,8 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use mpmd_base::ProcessId;
+use mpmd_memory::OwnedBuffer;
 use mpmd_transport::transport::{Fetch, FetchDone};
-use mpmd_transport::{OwnedBuffer, Ticket, TransportError};
+use mpmd_transport::{Ticket, TransportError};
 
 use crate::exec::{LeftBehind, OnLoan, OpGuard, Runtime};
 

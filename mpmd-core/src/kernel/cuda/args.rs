@@ -1,6 +1,6 @@
 //! Arguments of a kernel launch: the grid, values and numbers.
 
-use mpmd_transport::memory::DevicePlace;
+use mpmd_memory::DevicePlace;
 
 use super::Scratch;
 use crate::kernel::{View, ViewMut};

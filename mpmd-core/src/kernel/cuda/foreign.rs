@@ -5,7 +5,7 @@ use std::fmt;
 pub use mpmd_device::cuda::DeviceRoom;
 pub use mpmd_device::cuda::ForeignHandle;
 use mpmd_device::cuda::RawStream;
-use mpmd_transport::memory::DevicePlace;
+use mpmd_memory::DevicePlace;
 
 use super::args::Memory;
 use super::{Cuda, Part};

@@ -26,7 +26,7 @@ pub use mpmd_device::cuda::source::{CUBLAS, Source};
 pub use mpmd_device::cuda::work::{Grid, Math};
 pub use mpmd_device::cuda::{CudaError, NoCuda, Version};
 use mpmd_device::cuda::{Gpu, RawArg, RawStream};
-use mpmd_transport::memory::{DevicePlace, OutOfMemory};
+use mpmd_memory::{DevicePlace, OutOfMemory};
 
 pub use args::{Arg, Part};
 pub use foreign::{DeviceRoom, ForeignHandle, ForeignStream};

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use mpmd_base::block::Mutex;
 use mpmd_device::cuda::RawStream;
 use mpmd_device::cuda::spare::{Spare, place, take};
-use mpmd_transport::OwnedBuffer;
-use mpmd_transport::memory::{DevicePlace, Fence, OutOfMemory, Pool};
+use mpmd_memory::OwnedBuffer;
+use mpmd_memory::{DevicePlace, Fence, OutOfMemory, Pool};
 
 use super::Part;
 use mpmd_layout::aval::DType;

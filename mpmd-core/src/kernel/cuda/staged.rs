@@ -1,8 +1,8 @@
 //! Copies of values between a device and the host in the middle of a kernel's call, for
 //! collectives.
 
-use mpmd_transport::OwnedBuffer;
-use mpmd_transport::memory::DevicePlace;
+use mpmd_memory::DevicePlace;
+use mpmd_memory::OwnedBuffer;
 
 use super::args::Memory;
 use super::{Cuda, Part, behind, out_of_memory};

@@ -9,11 +9,11 @@ use std::time::Instant;
 use parking_lot::Mutex;
 
 use super::ear::{Ear, TIME_LIMIT, config, later};
-use crate::memory::{
-    DeviceAllocator, DeviceMemory, DevicePlace, DeviceSharing, Fence, Latch, Pool, SharedBuffer,
-};
 use crate::shm::{Opened, Shm};
 use crate::transport::{Payload, Ticket, Transport, TransportError};
+use mpmd_memory::{
+    DeviceAllocator, DeviceMemory, DevicePlace, DeviceSharing, Fence, Latch, Pool, SharedBuffer,
+};
 use mpmd_proto::wire::{Header, Kind, ProcessId};
 
 /// All simulated devices of a test, and a log of their use.

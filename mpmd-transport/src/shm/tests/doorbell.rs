@@ -11,9 +11,9 @@ use proptest::prelude::*;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::ProtFlags;
 
-use crate::memory::{map, unmap};
 use crate::shm::doorbell::{Doorbell, Futex};
 use crate::shm::futex::SystemFutex;
+use mpmd_memory::{map, unmap};
 
 /// Time limit for a wait: longer than anything in these tests takes.
 const TIME_LIMIT: Duration = Duration::from_secs(60);

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::ear::{Ear, TIME_LIMIT, config, later};
-use crate::memory::{Pool, SharedBuffer};
 use crate::shm::{Opened, Shm};
 use crate::transport::{Payload, Ticket, Transport};
+use mpmd_memory::{Pool, SharedBuffer};
 use mpmd_proto::wire::{Header, Kind, ProcessId};
 
 /// Returns two connected and started processes, both real, and their handlers.

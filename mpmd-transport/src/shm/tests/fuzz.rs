@@ -14,8 +14,8 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 use zerocopy::IntoBytes;
 
-use crate::memory::{Arena, DeviceMemory, DeviceSharing, SharedBuffer};
 use crate::shm::doorbell::Doorbell;
+use mpmd_memory::{Arena, DeviceMemory, DeviceSharing, SharedBuffer};
 
 use crate::shm::note::{CLOSED, LAST, PASSED_ON, RETURNED};
 use crate::shm::peer::{Inbound, Outbound, Peer};

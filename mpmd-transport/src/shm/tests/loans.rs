@@ -6,7 +6,6 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use crate::memory::{Arena, Pool, Segment, SegmentPosition, SharedBuffer};
 use crate::shm::doorbell::Doorbell;
 use crate::shm::ledger::{Ended, Ledger};
 use crate::shm::loans::Borrowed;
@@ -15,6 +14,7 @@ use crate::shm::record::Lent;
 use crate::shm::returns::Returns;
 use crate::shm::ring::Ring;
 use crate::transport::Ticket;
+use mpmd_memory::{Arena, Pool, Segment, SegmentPosition, SharedBuffer};
 use mpmd_proto::wire::ProcessId;
 
 const OWNER: ProcessId = ProcessId(0);

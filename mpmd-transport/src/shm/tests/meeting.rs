@@ -7,7 +7,6 @@ use std::time::Instant;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 use super::ear::{TIME_LIMIT, config, later};
-use crate::handshake::Refusal;
 use crate::shm::address::{Address, VERSION};
 use crate::shm::doorbell::Doorbell;
 use crate::shm::meeting::{CAPACITIES, OwnDoor, party};
@@ -15,6 +14,7 @@ use crate::shm::ring::Ring;
 use crate::shm::socket::{Listener, Socket, something_comes};
 use crate::shm::{Opened, ShmConfig};
 use crate::transport::Transport;
+use mpmd_handshake::Refusal;
 use mpmd_proto::wire::ProcessId;
 
 /// Creates a file in memory of `bytes` bytes, sealed or not.

@@ -14,7 +14,6 @@ use zerocopy::IntoBytes;
 use super::devices::{Site, World};
 use super::ear::{Ear, Heard, TIME_LIMIT, config, later};
 use super::meeting::{file, prove};
-use crate::memory::Pool;
 use crate::shm::doorbell::Doorbell;
 use crate::shm::mapped::Mapped;
 use crate::shm::meeting::{CAPACITIES, OwnDoor};
@@ -26,6 +25,7 @@ use crate::shm::ring::{Producer, Ring};
 use crate::shm::socket::Socket;
 use crate::shm::{Opened, Shm, ShmConfig};
 use crate::transport::{Payload, Ticket, Transport, TransportError};
+use mpmd_memory::Pool;
 use mpmd_proto::wire::{Header, Kind, ProcessId};
 
 /// Index of the ring into which the higher process of a pair pushes messages. `RETURNS` is that of
@@ -496,7 +496,7 @@ fn unknown_device_memory_is_refused_bad_range_is_fatal() {
                 without: None,
                 blind: false,
             };
-            own = Some(crate::memory::DeviceAllocator::allocate(&site(1), 4096).unwrap());
+            own = Some(mpmd_memory::DeviceAllocator::allocate(&site(1), 4096).unwrap());
             for packet in ["OVER", "GOOD"] {
                 fake.socket
                     .send_until(packet.as_bytes(), &[], Instant::now() + TIME_LIMIT)

@@ -4,12 +4,12 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use super::*;
-use crate::memory::Pool;
 use crate::transport::Transport;
 use crate::ucx::engine::worker;
 use crate::ucx::result::Way;
 use crate::ucx::safe::{EndpointId, Event, Sent, Worker};
 use crate::ucx::{Opened, Spin, Ucx};
+use mpmd_memory::Pool;
 
 const TOKEN: [u8; 32] = [5; 32];
 

@@ -11,7 +11,7 @@ use std::ptr::NonNull;
 use super::super::result;
 use super::super::sys::{Status, ucp_am_recv_attr_t, ucp_am_recv_param_t, ucp_ep_h};
 use super::HEADER_MAX;
-use crate::memory::{ALIGNMENT, OwnedBuffer, Pool, SharedBuffer};
+use mpmd_memory::{ALIGNMENT, OwnedBuffer, Pool, SharedBuffer};
 
 /// An event that a callback has recorded.
 pub(super) enum Happened {

@@ -22,7 +22,7 @@ use parking_lot::Mutex;
 
 use super::result::{self, Bytes, Started, UcxError, Way};
 use super::sys::Status;
-use crate::memory::{DevicePlace, OwnedBuffer, Pool, SharedBuffer};
+use mpmd_memory::{DevicePlace, OwnedBuffer, Pool, SharedBuffer};
 
 use inbox::{Arrived, Happened, Inbox};
 use slots::Slots;

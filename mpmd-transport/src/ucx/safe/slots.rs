@@ -1,7 +1,7 @@
 //! The memory of operations in flight. It does not move until UCX has reported the operation's end.
 
 use super::{EndpointId, HEADER_MAX};
-use crate::memory::{OwnedBuffer, SharedBuffer};
+use mpmd_memory::{OwnedBuffer, SharedBuffer};
 
 /// The id of an operation, valid until its [`Event::Ended`](super::Event::Ended).
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]

@@ -21,9 +21,9 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use mpmd_base::block::{Condvar, Instant, Mutex, MutexGuard, now, thread};
+use mpmd_base::deadline::after;
+use mpmd_memory::DevicePlace;
 use mpmd_proto::Failure;
-use mpmd_transport::deadline::after;
-use mpmd_transport::memory::DevicePlace;
 
 use library::{
     Config, IN_PROGRESS, RawCommunicator, SUCCESS, UniqueId, check, data_type, operation, ready,
@@ -524,8 +524,8 @@ mod tests {
     use mpmd_base::ProcessId;
     use mpmd_base::block::mpsc::channel;
     use mpmd_layout::aval::DType;
+    use mpmd_memory::{Arena, Pool};
     use mpmd_proto::FailureKind;
-    use mpmd_transport::memory::{Arena, Pool};
 
     use super::*;
     use crate::collective::Reduce;

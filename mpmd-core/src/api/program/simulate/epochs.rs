@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use mpmd_base::ProcessId;
 use mpmd_base::block::{Instant, join_group, note, simulated};
-use mpmd_transport::rendezvous::{Identity, LocalServer, Member, SizeRange};
+use mpmd_rendezvous::{Identity, LocalServer, Member, SizeRange};
 
 use super::super::builder::Layout;
 use super::super::candidate::{Candidate, Start};

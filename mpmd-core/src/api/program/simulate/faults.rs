@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use mpmd_base::ProcessId;
 use mpmd_base::block::{Condvar, Mutex, note, now, stop_group};
-use mpmd_transport::Pool;
-use mpmd_transport::deadline::after;
+use mpmd_base::deadline::after;
+use mpmd_memory::Pool;
 
 use super::super::Program;
 use super::life::{Life, Network};

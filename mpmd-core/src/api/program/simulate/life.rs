@@ -7,9 +7,9 @@ use std::time::Duration;
 use mpmd_base::ProcessId;
 use mpmd_base::block::{Instant, Mutex, now};
 use mpmd_proto::router::{Failure, FailureKind};
+use mpmd_rendezvous::{LocalLink, LocalServer};
 use mpmd_transport::Transport;
 use mpmd_transport::inproc::{Fabric, Faults};
-use mpmd_transport::rendezvous::{LocalLink, LocalServer};
 
 use crate::error::{Error, Result};
 use crate::exec::Runtime;

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use mpmd_base::block::Mutex;
 use mpmd_device::accelerator::{Accelerator, Addition, Part};
 use mpmd_device::copy::copy_region;
+use mpmd_memory::{OutOfMemory, Reservation};
+use mpmd_memory::{OwnedBuffer, SharedBuffer};
 use mpmd_proto::router::Failure;
-use mpmd_transport::memory::{OutOfMemory, Reservation};
-use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use super::NewShard;
 use crate::exec::moves::chunks::COPY_INLINE;

@@ -10,9 +10,9 @@ use mpmd_device::{
     copy::{contiguous_bytes, copy_part, copy_region},
     sum::add_region,
 };
+use mpmd_memory::{Divided, Reservation};
+use mpmd_memory::{OwnedBuffer, SharedBuffer};
 use mpmd_proto::router::{Failure, FailureKind};
-use mpmd_transport::memory::{Divided, Reservation};
-use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use super::NewShard;
 use crate::exec::moves::transfer::Transfer;

@@ -9,8 +9,8 @@ mod host;
 use std::sync::Arc;
 
 use mpmd_device::accelerator::Part;
-use mpmd_transport::memory::Reservation;
-use mpmd_transport::{OwnedBuffer, SharedBuffer};
+use mpmd_memory::Reservation;
+use mpmd_memory::{OwnedBuffer, SharedBuffer};
 
 pub(crate) use device::DeviceAssembly;
 pub(crate) use host::HostAssembly;

@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use mpmd_device::accelerator::{Accelerator, Addition};
-use mpmd_transport::SharedBuffer;
-use mpmd_transport::memory::Reservation;
+use mpmd_memory::Reservation;
+use mpmd_memory::SharedBuffer;
 
 use super::{PutPlan, PutWhat, SMALL, Source, kind_of};
 use crate::exec::array::host_array::HostArray;

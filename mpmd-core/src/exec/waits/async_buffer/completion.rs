@@ -2,8 +2,8 @@
 
 use std::sync::{Arc, OnceLock};
 
+use mpmd_memory::{Fence, Latch};
 use mpmd_proto::router::Failure;
-use mpmd_transport::memory::{Fence, Latch};
 
 use super::AsyncBuffer;
 

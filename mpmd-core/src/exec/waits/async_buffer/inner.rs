@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::Waker;
 
 use mpmd_base::block::{Condvar, Mutex, MutexGuard};
+use mpmd_memory::SharedBuffer;
 use mpmd_proto::router::Failure;
-use mpmd_transport::SharedBuffer;
 
 use super::Outcome;
 

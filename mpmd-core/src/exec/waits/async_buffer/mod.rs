@@ -17,8 +17,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Poll, Waker};
 
 use mpmd_base::block::Instant;
+use mpmd_memory::SharedBuffer;
 use mpmd_proto::router::Failure;
-use mpmd_transport::SharedBuffer;
 
 use inner::{ENDED, Filling, GIVEN_UP, HOLDER, ISSUED, Inner, State, USE, USES};
 pub(crate) use resolver::{IssuedPromises, Resolver, Resolvers};
@@ -527,7 +527,7 @@ mod tests {
                 "no",
             ))
         };
-        let pool = mpmd_transport::Pool::new("test", None);
+        let pool = mpmd_memory::Pool::new("test", None);
         let block = || pool.allocate(1).unwrap().freeze();
         let (resolvers, slots) = AsyncBuffer::several(2);
         let slots: Vec<AsyncBuffer> = slots.collect();
@@ -610,31 +610,31 @@ mod tests {
 
     #[test]
     fn memory_is_freed_with_its_own_last_holder() {
-        let pool = mpmd_transport::Pool::new("test", None);
+        let pool = mpmd_memory::Pool::new("test", None);
         let (mut resolvers, slots) = AsyncBuffer::several(3);
         let mut slots: Vec<AsyncBuffer> = slots.collect();
         drop(slots.pop());
         (0..3).for_each(|_| resolvers.keep_next(Ok(pool.allocate(1).unwrap().freeze())));
         assert_eq!(
             pool.stats().live,
-            2 * mpmd_transport::Pool::rounded(1),
+            2 * mpmd_memory::Pool::rounded(1),
             "the third has no holder"
         );
         let issued = slots[1].issue_use();
         drop(slots.pop());
         assert_eq!(
             pool.stats().live,
-            2 * mpmd_transport::Pool::rounded(1),
+            2 * mpmd_memory::Pool::rounded(1),
             "a use was issued"
         );
         assert!(issued.wait(&Parker::alone()).is_ok());
-        assert_eq!(pool.stats().live, mpmd_transport::Pool::rounded(1));
+        assert_eq!(pool.stats().live, mpmd_memory::Pool::rounded(1));
         assert!(slots[0].has_ended());
     }
 
     #[test]
     fn leave_releases_the_buffer() {
-        let pool = mpmd_transport::Pool::new("test", None);
+        let pool = mpmd_memory::Pool::new("test", None);
         let (mut resolvers, slots) = AsyncBuffer::several(2);
         let slots: Vec<AsyncBuffer> = slots.collect();
         resolvers.keep_next(Ok(pool.allocate(1).unwrap().freeze()));

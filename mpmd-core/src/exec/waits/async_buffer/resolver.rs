@@ -3,8 +3,8 @@
 
 use std::sync::Arc;
 
+use mpmd_memory::SharedBuffer;
 use mpmd_proto::router::{Failure, FailureKind};
-use mpmd_transport::SharedBuffer;
 
 use super::inner::Inner;
 use super::{AsyncBuffer, Outcome};

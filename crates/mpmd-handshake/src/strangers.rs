@@ -1,0 +1,52 @@
+//! Strangers: connections before the other end has proved that it knows the token.
+
+use std::collections::VecDeque;
+
+use parking_lot::Mutex;
+use tokio::task::AbortHandle;
+
+/// Number of a connection at its listener.
+pub type Link = u64;
+
+/// The tasks that serve strangers. When there are more than `most`, the oldest is aborted.
+pub struct Strangers {
+    most: usize,
+    waiting: Mutex<VecDeque<(Link, AbortHandle)>>,
+}
+
+impl Strangers {
+    /// Creates an empty list for at most `most` strangers.
+    pub fn new(most: usize) -> Self {
+        Self {
+            most,
+            waiting: Mutex::new(VecDeque::new()),
+        }
+    }
+
+    /// Adds a stranger, and aborts the oldest one if there are too many. Must be called before
+    /// `task` runs for the first time.
+    pub fn add(&self, link: Link, task: AbortHandle) {
+        let mut waiting = self.waiting.lock();
+        waiting.push_back((link, task));
+        if waiting.len() > self.most
+            && let Some((_, oldest)) = waiting.pop_front()
+        {
+            oldest.abort();
+        }
+    }
+
+    /// Removes a connection that is proved or closed. Returns false if it is not
+    /// there, because it was aborted as the oldest.
+    pub fn remove(&self, link: Link) -> bool {
+        let mut waiting = self.waiting.lock();
+        let at = waiting.iter().position(|(other, _)| *other == link);
+        at.and_then(|at| waiting.remove(at)).is_some()
+    }
+
+    /// Aborts the tasks of all strangers.
+    pub fn clear(&self) {
+        for (_, task) in self.waiting.lock().drain(..) {
+            task.abort();
+        }
+    }
+}

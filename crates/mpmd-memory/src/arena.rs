@@ -1,0 +1,255 @@
+//! Arenas: the sources of a process's segments, which decide if other processes can map them.
+
+use std::any::Any;
+use std::fmt;
+use std::io;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+
+use mpmd_base::block::Mutex;
+
+use super::segment::{Segment, check_file_limit};
+use super::{DeviceAllocator, DeviceMemory};
+
+/// The smallest file size limit, in bytes, with which a process shares memory. With a lower limit
+/// most programs would not fit.
+const LEAST_FILE: u64 = 1 << 30;
+
+/// The source of segments for all pools of a process. Clones are the same arena.
+///
+/// Other processes can map segments of a *shared* arena for reading, once they have been given
+/// them.
+#[derive(Clone)]
+pub struct Arena {
+    inner: Arc<Inner>,
+}
+
+pub(super) struct Inner {
+    kind: Kind,
+    next: AtomicU32,
+    /// Freed segments that the peers have not been told about yet.
+    retired: Mutex<Vec<Retired>>,
+    reclaim: Arc<OnceLock<Reclaim>>,
+    on_segment: OnceLock<OnSegment>,
+    /// Number of freed device segments that still have their memory, because peers may have it
+    /// open.
+    leaving: Arc<AtomicUsize>,
+    pin: OnceLock<Pin>,
+}
+
+/// The kind of memory of an arena's segments.
+enum Kind {
+    Private,
+    /// Files in memory, which other processes can map.
+    Shared,
+    Device(Arc<dyn DeviceAllocator>),
+}
+
+/// A freed segment that peers may not have been told about yet.
+pub struct Retired {
+    /// The number that the segment had in its arena.
+    pub number: u32,
+    /// The segment's device memory, if it had any: peers may still have it open.
+    pub memory: Option<Leaving>,
+}
+
+/// The memory of a freed device segment. Dropping this frees it.
+pub struct Leaving {
+    /// The device memory; `None` once it is freed.
+    memory: Option<Box<dyn DeviceMemory>>,
+    count: Arc<AtomicUsize>,
+}
+
+impl Drop for Leaving {
+    fn drop(&mut self) {
+        drop(self.memory.take());
+        self.count.fetch_sub(1, Ordering::Release);
+    }
+}
+
+type Reclaim = Box<dyn Fn() + Send + Sync>;
+type OnSegment = Box<dyn Fn(&Arc<Segment>) + Send + Sync>;
+
+/// Pins the pages of a new mapping for devices, given its (address, length in bytes). The pages
+/// stay pinned until the result is dropped. Returns `None` if they are not to be pinned, or cannot
+/// be.
+pub type Pin = Box<dyn Fn(usize, usize) -> Option<Box<dyn Any + Send + Sync>> + Send + Sync>;
+
+impl Arena {
+    /// Creates an arena of host memory that other processes cannot map.
+    pub fn private() -> Self {
+        Self::new(Kind::Private)
+    }
+
+    /// Creates an arena of device memory that `allocator` allocates.
+    pub fn device(allocator: Arc<dyn DeviceAllocator>) -> Self {
+        Self::new(Kind::Device(allocator))
+    }
+
+    /// Creates an arena in the memory of a device, to be used beside this one. If either is short
+    /// of memory, it reclaims the blocks that peers have finished with in the same way.
+    pub fn device_beside(&self, allocator: Arc<dyn DeviceAllocator>) -> Self {
+        let (next, retired, pin, on_segment) = Default::default();
+        let Inner {
+            reclaim, leaving, ..
+        } = &*self.inner;
+        let (kind, reclaim, leaving) = (Kind::Device(allocator), reclaim.clone(), leaving.clone());
+        let inner = Inner {
+            kind,
+            next,
+            retired,
+            reclaim,
+            on_segment,
+            leaving,
+            pin,
+        };
+        Self {
+            inner: Arc::new(inner),
+        }
+    }
+
+    /// Creates an arena of host memory that other processes can map.
+    ///
+    /// # Errors
+    ///
+    /// If the system does not support such memory, which this tests with a small segment.
+    pub fn shared() -> io::Result<Self> {
+        check_file_limit(LEAST_FILE)?;
+        Segment::shared(4096)?;
+        Ok(Self::new(Kind::Shared))
+    }
+
+    fn new(kind: Kind) -> Self {
+        let (next, retired, reclaim, on_segment, leaving, pin) = Default::default();
+        let inner = Inner {
+            kind,
+            next,
+            retired,
+            reclaim,
+            on_segment,
+            leaving,
+            pin,
+        };
+        Self {
+            inner: Arc::new(inner),
+        }
+    }
+
+    /// Maps a new segment of `bytes` bytes of the arena's kind of memory. Host memory is pinned if
+    /// [`Arena::on_map`] was called.
+    pub(super) fn map(&self, bytes: usize) -> io::Result<Arc<Segment>> {
+        let segment = match &self.inner.kind {
+            Kind::Private => Segment::private(bytes),
+            Kind::Shared => Segment::shared(bytes),
+            Kind::Device(allocator) => {
+                return Segment::of_device(allocator.allocate(bytes)?).map(Arc::new);
+            }
+        }?;
+        if let Some(pin) = self.inner.pin.get()
+            && let Some(pinned) = pin(segment.start().addr().get(), bytes)
+        {
+            segment.keep_pin(pinned);
+        }
+        let segment = Arc::new(segment);
+        if let (Kind::Shared, Some(told)) = (&self.inner.kind, self.inner.on_segment.get()) {
+            told(&segment);
+        }
+        Ok(segment)
+    }
+
+    /// Sets the function that pins the pages of segments for devices. It applies to segments mapped
+    /// from now on. Only the first call counts.
+    pub fn on_map(&self, pin: Pin) {
+        let _ = self.inner.pin.set(pin);
+    }
+
+    /// True if segments are memory of a device.
+    pub(super) fn is_device(&self) -> bool {
+        matches!(self.inner.kind, Kind::Device(_))
+    }
+
+    /// True if `other` is this arena.
+    pub(super) fn is(&self, other: &Weak<Inner>) -> bool {
+        std::ptr::eq(other.as_ptr(), Arc::as_ptr(&self.inner))
+    }
+
+    /// Returns a new segment number, unique among those that this process gives to peers.
+    pub(super) fn next_number(&self) -> u32 {
+        self.inner.next.fetch_add(1, Ordering::Relaxed)
+    }
+
+    pub(super) fn downgrade(&self) -> Weak<Inner> {
+        Arc::downgrade(&self.inner)
+    }
+
+    /// Sets the function that a pool calls before it asks the system for more memory. It may bring
+    /// back blocks that were lent. It may run on any thread, while any locks except the pools' are
+    /// held. Only the first call counts.
+    pub fn on_shortage(&self, reclaim: impl Fn() + Send + Sync + 'static) {
+        // A second transport over one arena has nothing lent yet.
+        let _ = self.inner.reclaim.set(Box::new(reclaim));
+    }
+
+    /// Sets the function that is called with each new segment that other processes can map, before
+    /// its first block is used. It may run on any thread, while any locks except the pools' are
+    /// held. Only the first call counts.
+    pub fn on_segment(&self, told: impl Fn(&Arc<Segment>) + Send + Sync + 'static) {
+        let _ = self.inner.on_segment.set(Box::new(told));
+    }
+
+    /// Calls the function of [`Arena::on_shortage`], if one is set: it brings back the blocks that
+    /// peers have finished with.
+    pub(super) fn reclaim(&self) {
+        if let Some(reclaim) = self.inner.reclaim.get() {
+            reclaim();
+        }
+    }
+
+    /// True if freed device segments still have their memory, because peers may have it open.
+    pub(super) fn has_leaving(&self) -> bool {
+        self.inner.leaving.load(Ordering::Acquire) > 0
+    }
+
+    /// Takes the freed segments that peers have not been told about. Each is returned once.
+    pub fn take_retired(&self) -> Vec<Retired> {
+        std::mem::take(&mut self.inner.retired.lock())
+    }
+}
+
+impl Inner {
+    /// Records that a segment was freed. A device's memory is freed once no peer has it open.
+    pub(super) fn retire(&self, number: u32, memory: Option<Box<dyn DeviceMemory>>) {
+        let memory = memory.map(|memory| {
+            self.leaving.fetch_add(1, Ordering::Relaxed);
+            Leaving {
+                memory: Some(memory),
+                count: self.leaving.clone(),
+            }
+        });
+        self.retired.lock().push(Retired { number, memory });
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // No transport is left that could hear that peers have closed it. The process is about to
+        // end, which frees it.
+        self.retired
+            .get_mut()
+            .drain(..)
+            .for_each(|segment| std::mem::forget(segment.memory));
+    }
+}
+
+impl fmt::Debug for Arena {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = match self.inner.kind {
+            Kind::Private => "private",
+            Kind::Shared => "shared",
+            Kind::Device(_) => "device",
+        };
+        f.debug_struct("Arena")
+            .field("kind", &kind)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,522 @@
+//! A connection to the rendezvous server: requests and their answers, and the server's own
+//! messages.
+
+use std::collections::{BTreeMap, HashMap};
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use mpmd_base::block::mpsc::{self, RecvTimeoutError};
+use mpmd_base::block::{Condvar, Mutex, now};
+
+use super::clock::clock;
+use super::connect::{is_gone_soon, meet};
+use super::contact::{Contact, Parting, system_time};
+use super::hub::Line;
+use super::protocol::{self, Answer, Frames, ProcessStatus, Reply, Request};
+use super::{Down, JoinConfig, Member, RendezvousError, Succession};
+use mpmd_base::deadline::after;
+use mpmd_proto::wire::ProcessId;
+
+/// Connects to the server, which may start later unless `is_started`, and starts a thread that
+/// reads the connection. Returns the connection and the address of its end here.
+pub(super) fn open(
+    config: &JoinConfig,
+    is_started: bool,
+) -> Result<(Arc<Connection>, SocketAddr), RendezvousError> {
+    let (stream, ping) = meet(config, is_started)?;
+    let environment = |doing: &str, e: std::io::Error| RendezvousError::Environment {
+        doing: format!("{doing} the connection to the rendezvous service"),
+        why: e.to_string(),
+    };
+    let local = stream
+        .local_addr()
+        .map_err(|e| environment("asking for the address of", e))?;
+    // The server pings at an interval that follows its own peer timeout. A shorter one here
+    // must not expire between two pings.
+    let silence = config.peer_timeout.max(ping.saturating_mul(4));
+    // Reads are short, so that the thread notices silence. A whole write may take the full
+    // timeout.
+    stream
+        .set_read_timeout(Some(
+            (silence / 4).clamp(Duration::from_millis(5), Duration::from_secs(1)),
+        ))
+        .and_then(|()| stream.set_write_timeout(Some(silence)))
+        .map_err(|e| environment("setting up", e))?;
+    let read = stream.try_clone().map_err(|e| environment("sharing", e))?;
+    let link = Arc::new(Connection {
+        server: config.server.clone(),
+        wire: Wire::Tcp {
+            stream,
+            writing: Mutex::new(()),
+        },
+        state: Mutex::new(State::new(config.peer_timeout)),
+        changed: Condvar::new(),
+    });
+    let listener = link.clone();
+    std::thread::Builder::new()
+        .name("mpmd-rendezvous".into())
+        .spawn(move || listener.listen(read, silence))
+        .map_err(|e| environment("starting a thread for", e))?;
+    Ok((link, local))
+}
+
+/// A connection to the server. Any thread may send requests; one thread reads the answers.
+pub(super) struct Connection {
+    pub(super) server: String,
+    pub(super) wire: Wire,
+    pub(super) state: Mutex<State>,
+    /// Notified when the [contact](State::contact) is complete after a loss.
+    pub(super) changed: Condvar,
+}
+
+/// The way of messages to the server.
+pub(super) enum Wire {
+    Tcp {
+        stream: TcpStream,
+        /// Held while a whole message is written. Closing the connection does not need it.
+        writing: Mutex<()>,
+    },
+    /// To a [`LocalServer`](super::LocalServer).
+    Local(Line),
+}
+
+pub(super) struct State {
+    pub(super) contact: Contact,
+    /// True from the loss of the connection until the contact has a note of it.
+    pub(super) notes_loss: bool,
+    pub(super) asked: u64,
+    pub(super) asks: HashMap<u64, mpsc::Sender<Answered>>,
+    /// The members received so far: the answer to `join` may come in parts.
+    pub(super) members: Vec<Member>,
+    /// The reason why no more requests can be made; `None` while the connection stands.
+    pub(super) ended: Option<RendezvousError>,
+    /// True once the job is complete. From then on this process can do without the server.
+    pub(super) joined: bool,
+    /// The reason why no answer is expected at the moment: the server of a running job is silent.
+    /// `None` while it is heard.
+    pub(super) silent: Option<RendezvousError>,
+    /// True once the loss of the server has been reported, which is done once.
+    pub(super) loss_told: bool,
+    pub(super) leaving: bool,
+    /// True once this process knows that a commit of its epoch is whole on all processes.
+    pub(super) is_whole: bool,
+    /// Who can go on with the service, as far as a process that waits for a place has heard.
+    pub(super) succession: Option<Succession>,
+    /// Number of processes of the epoch that this process has joined, and of the next one if others
+    /// wait for a place.
+    pub(super) sizes: (usize, usize),
+    pub(super) tell: Option<Arc<dyn Fn(Down) + Send + Sync>>,
+    pub(super) untold: Vec<Down>,
+    pub(super) tell_busy: Option<Arc<TellBusy>>,
+    /// Returns the status of this process; `None` while it starts.
+    pub(super) describe: Option<Arc<Describe>>,
+    /// The statuses received so far for a look at the job.
+    pub(super) statuses: BTreeMap<ProcessId, ProcessStatus>,
+}
+
+impl State {
+    pub(super) fn new(peer_timeout: Duration) -> Self {
+        Self {
+            contact: Contact::new(peer_timeout, system_time()),
+            notes_loss: false,
+            asked: 0,
+            asks: HashMap::new(),
+            members: Vec::new(),
+            ended: None,
+            joined: false,
+            silent: None,
+            loss_told: false,
+            leaving: false,
+            is_whole: false,
+            succession: None,
+            sizes: (0, 0),
+            tell: None,
+            untold: Vec::new(),
+            tell_busy: None,
+            describe: None,
+            statuses: BTreeMap::new(),
+        }
+    }
+}
+
+/// The function of [`Rendezvous::on_look`](super::Rendezvous::on_look).
+pub(super) type Describe = dyn Fn(&[u8]) -> Vec<u8> + Send + Sync;
+
+/// The function of [`Rendezvous::on_busy`](super::Rendezvous::on_busy).
+pub(super) type TellBusy = dyn Fn(u64, &[ProcessId], Duration) + Send + Sync;
+
+/// (Time of the answer in nanoseconds since 1970 by this process's clock, answer).
+type Answered = (i64, Result<Answer, RendezvousError>);
+
+/// Time to wait for an answer beyond the peer timeout: the server's error, which names the late
+/// processes, should come first.
+const SLACK: Duration = Duration::from_secs(2);
+
+/// Time limit for the [note](Connection::parting) of a loss, which takes a second at most.
+const PARTING_WITHIN: Duration = Duration::from_secs(5);
+
+/// The largest number of statuses and members that are kept: that of the processes of the largest
+/// job.
+const MOST_STATUSES: usize = 1 << 20;
+
+impl Connection {
+    /// Sends a request and blocks until its answer comes, at most `peer_timeout` plus [`SLACK`].
+    /// Returns (time of the answer in nanoseconds since 1970, answer). If the server is silent, the
+    /// request is still sent, but fails at once.
+    pub(super) fn ask(
+        &self,
+        peer_timeout: Duration,
+        request: impl FnOnce(u64) -> Request,
+    ) -> Result<(i64, Answer), RendezvousError> {
+        let (sender, answer) = mpsc::channel();
+        let ask = {
+            let mut state = self.state.lock();
+            if let Some(error) = &state.ended {
+                return Err(error.clone());
+            }
+            state.asked += 1;
+            let ask = state.asked;
+            state.asks.insert(ask, sender);
+            ask
+        };
+        if let Err(error) = self.send(request(ask)) {
+            self.state.lock().asks.remove(&ask);
+            return Err(error);
+        }
+        if let Some(silent) = self.silence_of(ask) {
+            return Err(silent);
+        }
+        let answered = wait_awake(&answer, peer_timeout.saturating_add(SLACK));
+        self.state.lock().asks.remove(&ask);
+        match answered {
+            Ok((when, result)) => result.map(|answer| (when, answer)),
+            Err(RecvTimeoutError::Timeout) => Err(self.gone(format!(
+                "it has not answered for {:?}",
+                peer_timeout.saturating_add(SLACK)
+            ))),
+            Err(RecvTimeoutError::Disconnected) => Err(self.gone("the connection ended".into())),
+        }
+    }
+
+    /// If the server is silent, withdraws request `ask` and returns the error. Otherwise returns
+    /// `None`.
+    fn silence_of(&self, ask: u64) -> Option<RendezvousError> {
+        let mut state = self.state.lock();
+        let silent = state.silent.clone()?;
+        state.asks.remove(&ask);
+        Some(silent)
+    }
+
+    /// Sends a message that has no answer.
+    fn say(&self, message: Request) -> Result<(), String> {
+        self.send(message).map_err(|e| e.to_string())
+    }
+
+    pub(super) fn send(&self, message: Request) -> Result<(), RendezvousError> {
+        match &self.wire {
+            Wire::Local(line) => {
+                line.say(message);
+                Ok(())
+            }
+            Wire::Tcp { stream, writing } => {
+                let frame = protocol::frame(&message)?;
+                let _writing = writing.lock();
+                (&*stream).write_all(&frame).map_err(|e| {
+                    // Part of a message may have been sent: no other message can follow it.
+                    let _ = stream.shutdown(Shutdown::Both);
+                    let ended = self.state.lock().ended.clone();
+                    ended.unwrap_or_else(|| self.gone(e.to_string()))
+                })
+            }
+        }
+    }
+
+    /// Hears the replies of a [`LocalServer`](super::LocalServer) until the connection ends.
+    pub(super) fn listen_to(&self, replies: &mpsc::Receiver<Reply>) {
+        let said = replies.iter().find_map(|reply| self.hear(reply).err());
+        self.is_over(said.unwrap_or_else(|| "the connection was closed".to_owned()));
+    }
+
+    /// Reads until the connection ends, and answers pings. If the server is silent, the connection
+    /// ends unless this process has joined. A running job goes on, as the server may come back.
+    fn listen(&self, mut stream: TcpStream, silence: Duration) {
+        let mut frames = Frames::default();
+        let mut bytes = vec![0; 16 * 1024];
+        let (mut heard, mut looked) = (Instant::now(), Instant::now());
+        let why = 'connected: loop {
+            let read = stream.read(&mut bytes);
+            let now = Instant::now();
+            self.state.lock().contact.runs(system_time());
+            // If this process itself was stopped, it cannot call the server silent.
+            if now.duration_since(looked) > silence / 2 {
+                heard = now;
+            }
+            looked = now;
+            match read {
+                Ok(0) => break "the connection was closed".to_owned(),
+                Ok(n) => {
+                    heard = now;
+                    let mut state = self.state.lock();
+                    state.silent = None;
+                    state.contact.hears(system_time());
+                    drop(state);
+                    frames.push(&bytes[..n]);
+                }
+                Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+                    if now.duration_since(heard) > silence {
+                        let why = format!("it has been silent for {silence:?}");
+                        if !self.goes_on_without(&why) {
+                            break why;
+                        }
+                    }
+                }
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) => break e.to_string(),
+            }
+            loop {
+                match frames.next::<Reply>() {
+                    Ok(Some(reply)) => {
+                        if let Err(why) = self.hear(reply) {
+                            break 'connected why;
+                        }
+                    }
+                    Ok(None) => break,
+                    Err(why) => break 'connected format!("it said something senseless: {why}"),
+                }
+            }
+        };
+        self.is_over(why);
+    }
+
+    /// Handles the end of the connection.
+    fn is_over(&self, why: String) {
+        let lost_at = system_time();
+        let mut state = self.state.lock();
+        let is_loss = state.ended.is_none();
+        state.notes_loss = is_loss;
+        drop(state);
+        self.end(self.gone(why.clone()));
+        if is_loss {
+            self.tell_loss(why);
+            let is_refused = match &self.wire {
+                Wire::Tcp { .. } => is_gone_soon(&self.server),
+                Wire::Local(_) => false,
+            };
+            let mut state = self.state.lock();
+            state.contact.is_cut(lost_at, is_refused);
+            state.notes_loss = false;
+            self.changed.notify_all();
+        }
+    }
+
+    /// Returns what this process knows of the end of its contact with the server. Right after the
+    /// loss of the connection this waits for about a second at most.
+    pub(super) fn parting(&self) -> Parting {
+        let until = after(now(), PARTING_WITHIN);
+        let mut state = self.state.lock();
+        while state.notes_loss {
+            if self.changed.wait_until(&mut state, until).timed_out() {
+                state.contact.is_cut(system_time(), false);
+                break;
+            }
+        }
+        Parting::new(state.contact.clone())
+    }
+
+    /// If this process has joined: records that the server is silent, fails all pending requests
+    /// and returns true. Otherwise has no effect and returns false.
+    fn goes_on_without(&self, why: &str) -> bool {
+        let mut state = self.state.lock();
+        if !state.joined {
+            return false;
+        }
+        let error = state
+            .silent
+            .get_or_insert_with(|| self.gone(why.to_owned()))
+            .clone();
+        let waiting = std::mem::take(&mut state.asks);
+        drop(state);
+        for asker in waiting.into_values() {
+            let _ = asker.send((0, Err(error.clone())));
+        }
+        self.tell_loss(why.to_owned());
+        true
+    }
+
+    /// Reports to the function of `on_down`, once, that the server is lost to this process. Reports
+    /// nothing while this process leaves.
+    fn tell_loss(&self, why: String) {
+        let mut state = self.state.lock();
+        if state.leaving || std::mem::replace(&mut state.loss_told, true) {
+            return;
+        }
+        drop(state);
+        self.tell(Down::Server(why));
+    }
+
+    pub(super) fn hear(&self, reply: Reply) -> Result<(), String> {
+        match reply {
+            Reply::Ping => self.say(Request::Pong)?,
+            Reply::Look { look, words } => {
+                let describe = self.state.lock().describe.clone();
+                let status = describe.map(|describe| describe(&words));
+                let status = status.ok_or("it is starting".to_owned());
+                self.say(Request::Status { look, status })?;
+            }
+            Reply::Busy {
+                epoch,
+                processes,
+                waited,
+            } => {
+                let tell = self.state.lock().tell_busy.clone();
+                tell.iter().for_each(|tell| tell(epoch, &processes, waited));
+            }
+            Reply::Status {
+                ask,
+                process,
+                status,
+            } => {
+                let mut state = self.state.lock();
+                // A look that has timed out is no longer open.
+                if state.asks.contains_key(&ask)
+                    && (state.statuses.len() >= MOST_STATUSES
+                        || state.statuses.insert(process, status).is_some())
+                {
+                    return Err(format!("it told the status of process {process} twice"));
+                }
+            }
+            Reply::Answer { ask, mut result } => {
+                let mut state = self.state.lock();
+                if let Ok(Answer::Members { members, more, .. }) = &mut result {
+                    state.members.extend_from_slice(members);
+                    if state.members.len() > MOST_STATUSES {
+                        return Err("it names more members than any job has".to_owned());
+                    }
+                    if *more {
+                        return Ok(());
+                    }
+                    state.sizes = (state.members.len(), state.members.len());
+                    *members = std::mem::take(&mut state.members).into();
+                    state.contact.has_place();
+                    state.joined = true;
+                }
+                let asker = state.asks.remove(&ask);
+                drop(state);
+                if let Some(asker) = asker {
+                    // A request that has timed out has no receiver any more.
+                    let _ = asker.send((clock(), result));
+                }
+            }
+            Reply::Down { process, why } => {
+                let processes = self.state.lock().sizes.0;
+                if process.index() >= processes {
+                    return Err(format!(
+                        "it says that process {process} is down, of {processes}"
+                    ));
+                }
+                self.tell(Down::Process(process, why));
+            }
+            Reply::Place => self.state.lock().contact.has_place(),
+            Reply::CouldHave { processes } => self.state.lock().sizes.1 = processes as usize,
+            Reply::Heirs { run, addresses } => {
+                self.state.lock().succession = Some(Succession::told(run, addresses));
+            }
+            Reply::Dropped { why } => {
+                self.state.lock().contact.is_given_up(&why);
+                let given_up = RendezvousError::GivenUp {
+                    server: self.server.clone(),
+                    why,
+                };
+                self.end(given_up.clone());
+                self.tell_loss(given_up.to_string());
+            }
+        }
+        Ok(())
+    }
+
+    fn tell(&self, down: Down) {
+        let mut state = self.state.lock();
+        match state.tell.clone() {
+            Some(tell) => {
+                drop(state);
+                tell(down);
+            }
+            // Each process goes down once. A server that reports more than that is faulty.
+            None if state.untold.len() > state.sizes.0 => {}
+            None => state.untold.push(down),
+        }
+    }
+
+    /// Returns true if a new connection to the server can be made, within about a second.
+    pub(super) fn reaches_server(&self, config: &JoinConfig) -> bool {
+        match &self.wire {
+            Wire::Local(_) => true,
+            Wire::Tcp { .. } => {
+                let peer_timeout = Duration::from_secs(1);
+                meet(
+                    &JoinConfig {
+                        peer_timeout,
+                        ..config.clone()
+                    },
+                    true,
+                )
+                .is_ok()
+            }
+        }
+    }
+
+    /// Closes the connection. All pending requests fail with `why`, or with the earlier reason if
+    /// it had ended before.
+    pub(super) fn end(&self, why: RendezvousError) {
+        let mut state = self.state.lock();
+        let why = state.ended.get_or_insert(why).clone();
+        let waiting = std::mem::take(&mut state.asks);
+        drop(state);
+        for asker in waiting.into_values() {
+            let _ = asker.send((0, Err(why.clone())));
+        }
+        match &self.wire {
+            Wire::Tcp { stream, .. } => _ = stream.shutdown(Shutdown::Both),
+            Wire::Local(line) => line.hang_up(),
+        }
+    }
+
+    fn gone(&self, why: String) -> RendezvousError {
+        RendezvousError::ServerGone {
+            server: self.server.clone(),
+            why,
+        }
+    }
+
+    pub(super) fn senseless(&self, answer: &Answer) -> RendezvousError {
+        let kind = match answer {
+            Answer::Done => "done",
+            Answer::Members { .. } => "members",
+            Answer::Value(_) => "a value",
+            Answer::Clock(_) => "a time",
+        };
+        self.gone(format!("it answered with {kind}, which was not asked for"))
+    }
+}
+
+/// Waits at most `peer_timeout` for an answer. Time in which this process was stopped hardly
+/// counts: the whole job may have been stopped.
+fn wait_awake(
+    answer: &mpsc::Receiver<Answered>,
+    peer_timeout: Duration,
+) -> Result<Answered, RecvTimeoutError> {
+    const SLICE: Duration = Duration::from_secs(1);
+    let mut left = peer_timeout;
+    loop {
+        let slice = left.min(SLICE);
+        match answer.recv_timeout(slice) {
+            Err(RecvTimeoutError::Timeout) if left > slice => left -= slice,
+            answered => return answered,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,421 @@
+//! The state of a job, with its members and pending requests: the server without its sockets.
+//!
+//! Pure: it reads no clock and does no I/O. Four events come in, each with the time: a client has
+//! connected ([`Job::opened`]), has sent a request ([`Job::said`]), has ended ([`Job::closed`]), or
+//! time has passed ([`Job::tick`]). [`Action`]s go out. Each of its parts has one reason to change,
+//! and knows none of the others. A `Job` passes on what concerns several:
+//!
+//! - `epochs`: which process has which place, over the epochs of the job.
+//! - `values`: the values that processes share.
+//! - `barriers`: where processes wait for each other.
+//! - `looks`: looks of observers.
+
+mod actions;
+mod barriers;
+mod epochs;
+mod looks;
+mod values;
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use mpmd_base::block::Instant;
+
+use self::actions::{Actions, Wait, check_name};
+use self::barriers::Barriers;
+use self::epochs::{Entry, Epochs, HowEnded, Wish};
+use self::looks::Looks;
+use self::values::Values;
+use super::protocol::{Answer, Leaving, Reply, Request};
+use super::{Identity, Joined, Member, RendezvousError};
+use mpmd_base::deadline::after;
+use mpmd_handshake::strangers::Link;
+use mpmd_proto::wire::ProcessId;
+
+pub(super) use self::actions::Action;
+pub(super) use self::epochs::Phase;
+
+pub(super) struct Job {
+    peer_timeout: Duration,
+    ping: Duration,
+    clients: BTreeMap<Link, Client>,
+    epochs: Epochs,
+    values: Values,
+    barriers: Barriers,
+    looks: Looks,
+    ticked: Instant,
+    actions: Actions,
+}
+
+/// A connection that has proved to know the token.
+struct Client {
+    heard: Instant,
+    ping_at: Instant,
+    join_by: Instant,
+}
+
+impl Job {
+    /// Creates the job of the run with this identity, which differs from that of every other run.
+    pub(super) fn new(processes: usize, peer_timeout: Duration, run: u128, now: Instant) -> Self {
+        Self::of(
+            Epochs::new(processes, peer_timeout, run, now),
+            peer_timeout,
+            now,
+        )
+    }
+
+    /// Creates the job that goes on after the epoch `past`, of which another service knew. The job
+    /// was started with `launched` processes. See `epochs::resumed`.
+    pub(super) fn resumed(
+        launched: usize,
+        peer_timeout: Duration,
+        past: (&Joined, &[bool]),
+        now: Instant,
+    ) -> Self {
+        Self::of(
+            Epochs::resumed(launched, peer_timeout, past, now),
+            peer_timeout,
+            now,
+        )
+    }
+
+    fn of(epochs: Epochs, peer_timeout: Duration, now: Instant) -> Self {
+        Self {
+            peer_timeout,
+            ping: ping_interval(peer_timeout),
+            clients: BTreeMap::new(),
+            epochs,
+            values: Values::default(),
+            barriers: Barriers::default(),
+            looks: Looks::default(),
+            ticked: now,
+            actions: Actions::default(),
+        }
+    }
+
+    /// Returns the processes of the job, for the server's owner.
+    pub(super) fn epochs(&self) -> &Epochs {
+        &self.epochs
+    }
+
+    /// Notes that the server's owner may still start processes for free places, or that it will
+    /// start none any more.
+    pub(super) fn owner_starts(&mut self, yes: bool) {
+        self.epochs.owner_starts(yes, &mut self.actions);
+    }
+
+    /// Takes the actions that the server must carry out, added since the last call.
+    pub(super) fn actions(&mut self) -> Vec<Action> {
+        self.actions.take()
+    }
+
+    /// Adds a client that has proved to know the token. It must join within the peer timeout.
+    pub(super) fn opened(&mut self, link: Link, now: Instant) {
+        let (ping_at, join_by) = (after(now, self.ping), after(now, self.peer_timeout));
+        self.clients.insert(
+            link,
+            Client {
+                heard: now,
+                ping_at,
+                join_by,
+            },
+        );
+    }
+
+    /// Handles the end of a client's connection: drops its requests. If it had joined, its process
+    /// counts as died.
+    pub(super) fn closed(&mut self, link: Link, why: &str) {
+        if let Some(process) = self.forget(link) {
+            self.end(link, process, why, HowEnded::Died);
+        }
+    }
+
+    /// Handles a request of a client.
+    pub(super) fn said(&mut self, link: Link, request: Request, now: Instant) {
+        let Some(client) = self.clients.get_mut(&link) else {
+            return;
+        };
+        client.heard = now;
+        // No answer yet if a request has to wait.
+        let (ask, answer) = match request {
+            // The connection answers clock requests itself, without the delay of this queue.
+            Request::Pong | Request::Clock { .. } => return,
+            Request::Whole => return self.epochs.is_whole(link, &mut self.actions),
+            Request::Join {
+                ask,
+                process,
+                processes,
+                epoch,
+                identity,
+                waits,
+                peer_timeout,
+                member,
+            } => {
+                let wait = Wait::new(ask, now, peer_timeout);
+                // A service that goes on knows nothing but marks.
+                let identity = Identity {
+                    key: identity.mark(),
+                    ..identity
+                };
+                let wish = Wish {
+                    process,
+                    processes: processes as usize,
+                    epoch,
+                    identity,
+                    waits,
+                    leaves: waits && member.leaves,
+                };
+                (
+                    ask,
+                    self.join(link, &wish, *member, wait, now).map(|()| None),
+                )
+            }
+            Request::Set { ask, key, value } => (
+                ask,
+                self.values.set(key, value, &mut self.actions).map(Some),
+            ),
+            Request::Get {
+                ask,
+                key,
+                peer_timeout,
+            } => {
+                let wait = Wait::new(ask, now, peer_timeout);
+                (
+                    ask,
+                    self.values
+                        .get(link, key, wait, || self.epochs.lost_for(link)),
+                )
+            }
+            Request::Barrier {
+                ask,
+                name,
+                peer_timeout,
+            } => {
+                let wait = Wait::new(ask, now, peer_timeout);
+                (ask, self.barrier(link, name, wait).map(|()| None))
+            }
+            Request::Report { ask, report } => (ask, self.epochs.report(link, report).map(Some)),
+            Request::Look { ask, words } => (ask, self.look((link, ask), &words, now)),
+            Request::Status { look, status } => {
+                if let Some(process) = self.epochs.place_of(link) {
+                    self.looks.told(process, look, status, &mut self.actions);
+                }
+                return;
+            }
+            Request::Leave { ask, how } => {
+                self.actions.answer(link, ask, Ok(Answer::Done));
+                self.actions.close(link);
+                let (why, how) = match how {
+                    Leaving::Ends => {
+                        self.epochs.ends_well(link, now, &mut self.actions);
+                        ("it has left the job", HowEnded::Left)
+                    }
+                    Leaving::Leaves => ("it has left the job", HowEnded::Left),
+                    Leaving::Returns => ("it has left the job", HowEnded::Returns),
+                    Leaving::GivesBack(why) => {
+                        self.epochs.gives_up(link);
+                        self.epochs.note_refusal(link, why);
+                        ("it has given its place back", HowEnded::Died)
+                    }
+                };
+                if let Some(process) = self.forget(link) {
+                    self.end(link, process, why, how);
+                }
+                return;
+            }
+        };
+        if let Some(result) = answer.transpose() {
+            self.actions.answer(link, ask, result);
+        }
+    }
+
+    /// Sends due pings, drops silent clients and fails expired requests. Returns the time by which
+    /// it must be called again.
+    pub(super) fn tick(&mut self, now: Instant) -> Instant {
+        self.watch(now);
+        self.epochs.tick(now, &mut self.actions);
+        self.values.expire(now, &mut self.actions);
+        self.barriers
+            .expire(now, self.epochs.places(), &mut self.actions);
+        self.looks.expire(now, &mut self.actions);
+        let requests = self
+            .values
+            .due()
+            .chain(self.barriers.due())
+            .chain(self.looks.due());
+        // Often enough for pings even if nothing else is due, and to notice that the server was
+        // stopped.
+        requests
+            .chain(self.epochs.due())
+            .fold(after(now, self.ping), Instant::min)
+    }
+
+    /// Sends pings, and drops clients that no longer answer.
+    fn watch(&mut self, now: Instant) {
+        let passed = now.saturating_duration_since(self.ticked);
+        self.ticked = now;
+        if passed > self.ping.saturating_mul(2) {
+            self.put_off(passed, now);
+        }
+        let mut silent = Vec::new();
+        for (&link, client) in &mut self.clients {
+            if now.saturating_duration_since(client.heard) > self.peer_timeout {
+                silent.push((
+                    link,
+                    format!("it has been silent for {:?}", self.peer_timeout),
+                ));
+            } else if !self.epochs.has_joined(link) && now >= client.join_by {
+                silent.push((
+                    link,
+                    format!("it has not joined within {:?}", self.peer_timeout),
+                ));
+            } else if now >= client.ping_at {
+                client.ping_at = after(now, self.ping);
+                self.actions.say(link, Reply::Ping);
+            }
+        }
+        for (link, why) in silent {
+            self.actions.say(link, Reply::Dropped { why: why.clone() });
+            self.actions.close(link);
+            self.epochs.gives_up(link);
+            self.closed(link, &why);
+        }
+    }
+
+    /// Extends all deadlines by the time in which the server itself was stopped (a suspended
+    /// machine, Ctrl-Z). Most likely its clients were stopped too, so none of them is silent or
+    /// late.
+    fn put_off(&mut self, stopped: Duration, now: Instant) {
+        for client in self.clients.values_mut() {
+            client.heard = now;
+            client.join_by = after(client.join_by, stopped);
+        }
+        self.epochs.put_off(stopped);
+        self.values.put_off(stopped);
+        self.barriers.put_off(stopped);
+        self.looks.put_off(stopped);
+    }
+
+    fn join(
+        &mut self,
+        link: Link,
+        wish: &Wish,
+        member: Member,
+        wait: Wait,
+        now: Instant,
+    ) -> Result<(), RendezvousError> {
+        self.epochs.check(wish, &member)?;
+        if let Some(first) = self.epochs.begins_next(wish) {
+            self.fail_gets(first, "it has gone on to the next epoch");
+            self.epochs.begin_next(now);
+            let error = |name| RendezvousError::OutOfTurn {
+                what: format!("barrier {name:?}"),
+                when: "in an epoch that goes on".into(),
+            };
+            self.barriers.fail(error, &mut self.actions);
+        }
+        let entry = self
+            .epochs
+            .join(link, wish, member, wait, now, &mut self.actions)?;
+        if matches!(entry, Entry::HasPlace { .. }) && wish.waits {
+            self.actions.say(link, Reply::Place);
+        }
+        match entry {
+            Entry::HasPlace { instead_of: None } => {}
+            Entry::HasPlace {
+                instead_of: Some(before),
+            } => {
+                self.forget(before);
+                self.actions.close(before);
+            }
+            Entry::Waits => self.stays(link, now),
+        }
+        Ok(())
+    }
+
+    fn barrier(&mut self, link: Link, name: String, wait: Wait) -> Result<(), RendezvousError> {
+        check_name("the name of a barrier", &name)?;
+        let process = self.epochs.place_at_barrier(link, &name)?;
+        let count = self.epochs.places();
+        self.barriers
+            .arrive((process, link), name, wait, count, &mut self.actions)
+    }
+
+    fn look(
+        &mut self,
+        (link, ask): (Link, u64),
+        words: &[u8],
+        now: Instant,
+    ) -> Result<Option<Answer>, RendezvousError> {
+        let statuses = self.epochs.statuses()?;
+        let answer = self
+            .looks
+            .begin((link, ask), words, statuses, now, &mut self.actions)?;
+        self.stays(link, now);
+        Ok(answer)
+    }
+
+    /// Lets a client stay for as long as the job runs. It need not join.
+    fn stays(&mut self, link: Link, now: Instant) {
+        if let Some(client) = self.clients.get_mut(&link) {
+            client.join_by = after(now, Duration::MAX);
+        }
+    }
+
+    /// Removes a client and its pending requests. Returns its process, if it had joined.
+    fn forget(&mut self, link: Link) -> Option<ProcessId> {
+        self.values.forget(link);
+        self.barriers.forget(link);
+        self.looks.forget(link);
+        self.clients.remove(&link);
+        self.epochs.forget(link, &mut self.actions)
+    }
+
+    /// Handles the end of a process. If its epoch runs, fails all that waits for it, and tells the
+    /// others if it died.
+    fn end(&mut self, link: Link, process: ProcessId, why: &str, how: HowEnded) {
+        if !self
+            .epochs
+            .end(link, process, (why, how), self.ticked, &mut self.actions)
+        {
+            return;
+        }
+        self.looks.ended(process, why, &mut self.actions);
+        if how == HowEnded::Died {
+            for other in self.epochs.joined() {
+                self.actions.say(
+                    other,
+                    Reply::Down {
+                        process,
+                        why: why.to_owned(),
+                    },
+                );
+            }
+        }
+        if how != HowEnded::Left {
+            self.fail_gets(process, why);
+        }
+        let error = |name| RendezvousError::BarrierBroken {
+            name,
+            process,
+            why: why.to_owned(),
+        };
+        self.barriers.fail(error, &mut self.actions);
+        self.epochs.dismiss_spares(self.ticked, &mut self.actions);
+    }
+
+    /// Fails the requests of this epoch's processes for values that nobody may set any more.
+    fn fail_gets(&mut self, process: ProcessId, why: &str) {
+        let is_of_epoch = |link| self.epochs.has_joined(link);
+        self.values
+            .fail(is_of_epoch, process, why, &mut self.actions);
+    }
+}
+
+/// Interval of pings to clients: several within `peer_timeout`, and at least one a second.
+pub(super) fn ping_interval(peer_timeout: Duration) -> Duration {
+    (peer_timeout / 4).clamp(Duration::from_millis(10), Duration::from_secs(1))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,702 @@
+//! The epochs of a job, and its places in them.
+//!
+//! A job begins in epoch 1, in which a process has the place of its number. After the loss of a
+//! process the others may return: the first of them to join epoch `n + 1` begins it. Nobody else
+//! can. A process is known by the mark of its [`Identity`], and gets the place that it had.
+//! The places of processes that do not return go to spares, which wait for one. A process that was
+//! given up has no place in a later epoch, unless its old one is still free. A process that still
+//! runs code of its own is awaited as long as its old connection stands. Where the program allows
+//! it, a later epoch has more or fewer places: see `sizes`.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use mpmd_base::block::Instant;
+
+use self::leavers::Leavers;
+use self::places::{End, Former, Known, Seat};
+use self::sizes::check_sizes;
+use super::super::facts::MAX_FACT_BYTES;
+use super::super::protocol::{Answer, Reply};
+use super::super::{Fact, Identity, Member, Part, RendezvousError, Report};
+use super::actions::{Actions, Wait, check_name, processes};
+use mpmd_base::deadline::after;
+use mpmd_handshake::strangers::Link;
+use mpmd_proto::wire::ProcessId;
+
+pub(super) use self::places::{Entry, HowEnded, Wish};
+
+/// The phase of an epoch.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Phase {
+    Gathering,
+    Running,
+    /// The job can never be complete.
+    Failed(RendezvousError),
+}
+
+/// The processes of a job over its epochs.
+pub(crate) struct Epochs {
+    /// The identity of this run of the job.
+    run: u128,
+    peer_timeout: Duration,
+    /// Number of processes with which the job was started.
+    launched: usize,
+    /// True while the server's owner may still start processes for free places.
+    owner_starts: bool,
+    phase: Phase,
+    /// True once a process of the epoch that runs has left since the job has ended well.
+    has_ended_well: bool,
+    /// When the epoch that gathers began to do so.
+    gathers_since: Instant,
+    gather_until: Instant,
+    /// The time by which processes that have left an epoch return. Set at each loss.
+    returns_by: Option<Instant>,
+    /// The epoch that gathers, runs or has failed.
+    epoch: u64,
+    seats: Vec<Option<Seat>>,
+    /// By process, while a later epoch gathers: the holder of the place in the epoch before.
+    before: Vec<Option<Former>>,
+    /// By process, while an epoch gathers: true if a spare may have the process's place.
+    vacant: Vec<bool>,
+    /// Clients that wait for a place, in order of arrival.
+    spares: Vec<Seat>,
+    leavers: Leavers,
+    /// By client that has had a place: that in the newest epoch that it has joined.
+    joined: BTreeMap<Link, ProcessId>,
+    /// By key: the processes that are here, and those that had a place in an epoch that has begun.
+    known: BTreeMap<u128, Known>,
+    /// (Process, its failure), in order of arrival, at most one from each process.
+    reports: Vec<(ProcessId, Report)>,
+    /// The program and the facts of the epochs so far: those of the first process. `None` before
+    /// the first epoch.
+    agreed: Option<Member>,
+    /// (Number with which a process joined first, the reason why it had no place), of processes
+    /// that waited.
+    refused: Vec<(ProcessId, String)>,
+    /// The addresses of processes that can go on with the service, by the last epoch that has
+    /// begun.
+    heirs: Vec<String>,
+}
+
+impl Epochs {
+    pub(super) fn new(processes: usize, peer_timeout: Duration, run: u128, now: Instant) -> Self {
+        Self {
+            run,
+            peer_timeout,
+            launched: processes,
+            owner_starts: false,
+            phase: Phase::Gathering,
+            has_ended_well: false,
+            gathers_since: now,
+            gather_until: after(now, peer_timeout),
+            returns_by: None,
+            epoch: 1,
+            seats: (0..processes).map(|_| None).collect(),
+            before: (0..processes).map(|_| None).collect(),
+            vacant: vec![false; processes],
+            spares: Vec::new(),
+            leavers: Leavers::default(),
+            joined: BTreeMap::new(),
+            known: BTreeMap::new(),
+            reports: Vec::new(),
+            agreed: None,
+            refused: Vec::new(),
+            heirs: Vec::new(),
+        }
+    }
+
+    /// True once all processes have joined the first epoch.
+    pub(crate) fn has_begun(&self) -> bool {
+        self.epoch > 1 || self.phase == Phase::Running
+    }
+
+    pub(crate) fn phase(&self) -> &Phase {
+        &self.phase
+    }
+
+    /// The failures that processes of the job have reported in this epoch, as (process, report), in
+    /// order of arrival.
+    pub(crate) fn reports(&self) -> &[(ProcessId, Report)] {
+        &self.reports
+    }
+
+    /// Returns the processes that waited for a place and were refused, by the number with which
+    /// each joined first, with the reason.
+    pub(crate) fn refused(&self) -> &[(ProcessId, String)] {
+        &self.refused
+    }
+
+    /// Number of processes that joined and have neither left nor ended.
+    pub(crate) fn present(&self) -> usize {
+        self.seats
+            .iter()
+            .flatten()
+            .filter(|seat| seat.ended.is_none())
+            .count()
+    }
+
+    /// Returns the number of places that need a new process: places of processes that are gone, and
+    /// those that the job had at first and has no longer, less the number of waiting spares. 0 if
+    /// the job is over.
+    pub(crate) fn wanted(&self) -> usize {
+        if self.is_over() {
+            return 0;
+        }
+        let is_free = |process: usize| match (&self.phase, &self.seats[process]) {
+            (Phase::Gathering, None) => self.vacant[process],
+            (
+                Phase::Running,
+                Some(Seat {
+                    ended: Some(end), ..
+                }),
+            ) => end.how == HowEnded::Died,
+            _ => false,
+        };
+        let free = (0..self.seats.len())
+            .filter(|process| is_free(*process))
+            .count();
+        let gone = self.launched.saturating_sub(self.seats.len());
+        (free + gone).saturating_sub(self.spares.len())
+    }
+
+    /// True if all processes of an epoch are gone and none returns.
+    pub(crate) fn is_over(&self) -> bool {
+        self.phase == Phase::Running && self.seats.iter().all(is_gone)
+    }
+
+    /// Returns the part of each known process, with the number with which it joined first.
+    pub(crate) fn parts(&self) -> Vec<(ProcessId, Part)> {
+        self.known
+            .values()
+            .map(|known| (known.number, known.part))
+            .collect()
+    }
+
+    /// Returns the number of places of the epoch that runs, or of the one before while one gathers.
+    pub(crate) fn places(&self) -> usize {
+        self.seats.len()
+    }
+
+    /// Returns the clients that have a place in the newest epoch that they have joined.
+    pub(super) fn joined(&self) -> impl Iterator<Item = Link> {
+        self.joined.keys().copied()
+    }
+
+    pub(super) fn has_joined(&self, link: Link) -> bool {
+        self.joined.contains_key(&link)
+    }
+
+    /// Removes a client. Returns its process, if it had joined.
+    pub(super) fn forget(&mut self, link: Link, actions: &mut Actions) -> Option<ProcessId> {
+        self.forget_leaver(link);
+        if let Some(at) = self.spares.iter().position(|spare| spare.link == link) {
+            let spare = self.spares.remove(at);
+            self.is_away(spare.key);
+            self.tell_size(actions);
+        }
+        self.joined.remove(&link)
+    }
+
+    /// Returns the place of a client in the current epoch.
+    pub(super) fn place_of(&self, link: Link) -> Option<ProcessId> {
+        let process = *self.joined.get(&link)?;
+        // A connection of an earlier epoch may have a number beyond those of this one.
+        let seat = self.seats.get(process.index())?.as_ref()?;
+        (seat.link == link).then_some(process)
+    }
+
+    /// True if the holder of a place in the last epoch has not left that one, but is alive: its
+    /// program runs code of its own.
+    fn is_busy(&self, process: ProcessId) -> bool {
+        let stands = |former: &Former| self.has_joined(former.link);
+        self.seats[process.index()].is_none()
+            && self.before[process.index()].as_ref().is_some_and(stands)
+    }
+
+    /// Returns each process with the link by which it can be asked for its status, or with the
+    /// reason why it has none. An error if the job can never be complete.
+    pub(super) fn statuses(
+        &self,
+    ) -> Result<impl Iterator<Item = (ProcessId, Result<Link, String>)>, RendezvousError> {
+        if let Phase::Failed(error) = &self.phase {
+            return Err(error.clone());
+        }
+        let seats = processes(self.seats.len()).zip(&self.seats);
+        Ok(seats.map(|(process, seat)| {
+            let why = match seat {
+                None if self.is_busy(process) => {
+                    "it runs code of its own, in an epoch that has ended".to_owned()
+                }
+                None => "it has not joined yet".to_owned(),
+                Some(Seat {
+                    ended: Some(end), ..
+                }) => end.why.clone(),
+                Some(_) if self.phase == Phase::Gathering => "it waits for others to join".into(),
+                Some(seat) => return (process, Ok(seat.link)),
+            };
+            (process, Err(why))
+        }))
+    }
+
+    /// Returns the place of a client that comes to a barrier.
+    ///
+    /// # Errors
+    ///
+    /// If its epoch does not run, or a process of it has ended.
+    pub(super) fn place_at_barrier(
+        &self,
+        link: Link,
+        name: &str,
+    ) -> Result<ProcessId, RendezvousError> {
+        let (Some(place), Phase::Running) = (self.place_of(link), &self.phase) else {
+            let (what, when) = (
+                format!("barrier {name:?}"),
+                "once the job is complete".into(),
+            );
+            return Err(RendezvousError::OutOfTurn { what, when });
+        };
+        let mut seats = processes(self.seats.len()).zip(&self.seats);
+        let ended =
+            seats.find_map(|(process, seat)| Some((process, seat.as_ref()?.ended.as_ref()?)));
+        match ended {
+            Some((process, End { why, .. })) => {
+                let (name, why) = (name.to_owned(), why.clone());
+                Err(RendezvousError::BarrierBroken { name, process, why })
+            }
+            None => Ok(place),
+        }
+    }
+
+    /// Checks that a process that wants to join belongs to this job.
+    pub(super) fn check(&self, wish: &Wish, member: &Member) -> Result<(), RendezvousError> {
+        let Wish {
+            process,
+            processes: believes,
+            identity: Identity { run, .. },
+            ..
+        } = *wish;
+        // Error messages contain these texts, up to two of them.
+        check_name("the name of a host", &member.host)?;
+        check_name("the fingerprint of a program", &member.program)?;
+        check_facts(&member.facts)?;
+        check_sizes(&member.sizes)?;
+        if let Some(heir) = &member.heir {
+            check_name("the address of a process", &heir.address)?;
+        }
+        if believes != self.launched {
+            return Err(RendezvousError::Count {
+                process,
+                believes,
+                job: self.launched,
+            });
+        }
+        if run.is_some_and(|run| run != self.run) {
+            return Err(RendezvousError::OtherRun { process });
+        }
+        Ok(())
+    }
+
+    /// Notes that the job has ended well, as a client with a place in the newest epoch that has
+    /// begun says. If a process that was cut off at the end has begun another epoch, that one is
+    /// over too.
+    pub(super) fn ends_well(&mut self, link: Link, now: Instant, actions: &mut Actions) {
+        if self.phase == Phase::Running && self.place_of(link).is_some() {
+            self.has_ended_well = true;
+            return;
+        }
+        let mut before = processes(self.before.len()).zip(&self.before);
+        let former = before.find_map(|(place, former)| {
+            let former = former.as_ref().filter(|former| former.link == link)?;
+            Some((place, former.key))
+        });
+        let Some((place, key)) = former else { return };
+        self.has_part(key, Part::Left(place));
+        if self.phase == Phase::Gathering {
+            self.has_ended_well = true;
+            self.phase = Phase::Running;
+            let seats = std::mem::take(&mut self.seats);
+            self.spares.extend(seats.into_iter().flatten());
+            self.spares
+                .iter()
+                .for_each(|spare| _ = self.joined.remove(&spare.link));
+            self.dismiss_spares(now, actions);
+        }
+    }
+
+    /// Returns the process that begins the next epoch if it joins: one with a place in the epoch
+    /// that runs, which it has not left in order. `None` if the job has ended well: then a process
+    /// that was cut off at the end has nothing left to do.
+    pub(super) fn begins_next(&self, wish: &Wish) -> Option<ProcessId> {
+        let is_next = wish.epoch == self.epoch + 1 && self.phase == Phase::Running;
+        if !is_next || wish.leaves || self.has_ended_well {
+            return None;
+        }
+        let has_left = |seat: &Seat| seat.ended.as_ref().is_some_and(|e| e.how == HowEnded::Left);
+        let is_it = |seat: &Seat| seat.key == wish.identity.key && !has_left(seat);
+        let mut seats = processes(self.seats.len()).zip(&self.seats);
+        let own = seats.find(|(_, seat)| seat.as_ref().is_some_and(is_it));
+        own.map(|(process, _)| process)
+    }
+
+    /// Begins the next epoch. In it every place is free again, for the process that had it.
+    pub(super) fn begin_next(&mut self, now: Instant) {
+        self.epoch += 1;
+        self.phase = Phase::Gathering;
+        self.returns_by = None;
+        self.gathers_since = now;
+        self.gather_until = after(now, self.peer_timeout);
+        self.vacant = self.seats.iter().map(is_gone).collect();
+        let former = |seat: Seat| Former {
+            key: seat.key,
+            link: seat.link,
+        };
+        self.before = self
+            .seats
+            .iter_mut()
+            .map(|seat| seat.take().map(former))
+            .collect();
+        // A process that has left with a failure has failed the job, however late that is seen.
+        let has_left = |place| {
+            self.known
+                .values()
+                .any(|known| known.part == Part::Left(place))
+        };
+        self.reports.retain(|(by, _)| has_left(*by));
+        for known in self.known.values_mut() {
+            if let Part::Left(place) = known.part
+                && self.reports.iter().all(|(by, _)| *by != place)
+            {
+                known.part = Part::Out;
+            }
+        }
+    }
+
+    /// Handles the deadlines that are due.
+    pub(super) fn tick(&mut self, now: Instant, actions: &mut Actions) {
+        if self.phase == Phase::Gathering && now >= self.gather_until {
+            self.is_late(now, actions);
+        }
+        self.stop_waiting_for_returns(now, actions);
+        self.expire(now, actions);
+    }
+
+    /// Returns the deadlines.
+    pub(super) fn due(&self) -> impl Iterator<Item = Instant> {
+        let joins = self.seats.iter().flatten().map(|seat| seat.waits.until);
+        let joins = joins.chain([self.gather_until]);
+        joins
+            .filter(|_| self.phase == Phase::Gathering)
+            .chain(self.returns_by)
+    }
+
+    pub(super) fn put_off(&mut self, stopped: Duration) {
+        self.gather_until = after(self.gather_until, stopped);
+        self.returns_by = self.returns_by.map(|until| after(until, stopped));
+        self.seats
+            .iter_mut()
+            .flatten()
+            .for_each(|seat| seat.waits.put_off(stopped));
+    }
+
+    /// Handles the end of the time in which an epoch should have gathered. Processes that have not
+    /// come to a later epoch, or to the first if there are spares, lose their places, unless they
+    /// are busy. New processes get the time once more.
+    fn is_late(&mut self, now: Instant, actions: &mut Actions) {
+        if self.leavers.awaited > 0 {
+            self.leavers.awaited = 0;
+            self.gather_until = after(now, self.peer_timeout);
+            return self.place_spares(actions);
+        }
+        let goes_on = self.epoch > 1 || !self.spares.is_empty();
+        let is_awaited = |process: &ProcessId| {
+            self.seats[process.index()].is_none() && !self.vacant[process.index()]
+        };
+        let awaited = processes(self.seats.len()).filter(|process| goes_on && is_awaited(process));
+        let (busy, late): (Vec<_>, Vec<_>) = awaited.partition(|process| self.is_busy(*process));
+        let is_free = |(seat, vacant): (&Option<Seat>, &bool)| seat.is_none() && *vacant;
+        let has_free = self.seats.iter().zip(&self.vacant).any(is_free);
+        if late.is_empty() && (busy.is_empty() || has_free) {
+            // No process has come that the server's owner may have started.
+            if self.shrinks() {
+                return self.begin(actions);
+            }
+            let missing = self.missing(self.peer_timeout);
+            let error = match self.refused.last() {
+                Some((_, refused)) if self.epoch > 1 => RendezvousError::NoReplacement {
+                    missing: missing.to_string(),
+                    refused: refused.clone(),
+                },
+                _ => missing,
+            };
+            return self.fail(error, actions);
+        }
+        self.gather_until = after(now, self.peer_timeout);
+        self.leavers.are_needed |= !late.is_empty();
+        for process in late {
+            self.vacant[process.index()] = true;
+            if let Some(former) = &self.before[process.index()] {
+                self.has_part(former.key, Part::Out);
+            }
+        }
+        if let (Some(seat), false) = (self.seats.iter().flatten().next(), busy.is_empty()) {
+            let waited = now.saturating_duration_since(self.gathers_since);
+            let busy = Reply::Busy {
+                epoch: self.epoch,
+                processes: busy,
+                waited,
+            };
+            actions.say(seat.link, busy);
+        }
+        self.place_spares(actions);
+    }
+
+    fn expire(&mut self, now: Instant, actions: &mut Actions) {
+        if self.phase != Phase::Gathering {
+            return;
+        }
+        let late: Vec<(Link, Wait)> = self
+            .seats
+            .iter()
+            .flatten()
+            .filter(|seat| now >= seat.waits.until)
+            .map(|seat| (seat.link, seat.waits))
+            .collect();
+        // Computed before any of them is removed: a process that times out at the same moment
+        // is not missing to the others.
+        let errors: Vec<_> = late
+            .iter()
+            .map(|(_, wait)| self.missing(wait.peer_timeout))
+            .collect();
+        for ((link, wait), error) in late.into_iter().zip(errors) {
+            actions.answer(link, wait.ask, Err(error));
+            if let Some(process) = self.joined.remove(&link)
+                && let Some(seat) = self.seats[process.index()].take()
+            {
+                self.is_away(seat.key);
+            }
+        }
+    }
+
+    /// Counts processes as died that should have returned by now, if no other one can begin the
+    /// next epoch.
+    fn stop_waiting_for_returns(&mut self, now: Instant, actions: &mut Actions) {
+        let is_due = self.returns_by.is_some_and(|until| now >= until);
+        if !is_due {
+            return;
+        }
+        self.returns_by = None;
+        if self.phase != Phase::Running || self.present() > 0 {
+            return;
+        }
+        let mut late = Vec::new();
+        for seat in self.seats.iter_mut().flatten() {
+            if let Some(end) = seat
+                .ended
+                .as_mut()
+                .filter(|end| end.how == HowEnded::Returns)
+            {
+                end.how = HowEnded::Died;
+                late.push(seat.key);
+            }
+        }
+        self.leavers.are_needed |= !late.is_empty();
+        late.into_iter()
+            .for_each(|key| self.has_part(key, Part::Out));
+        self.dismiss_spares(now, actions);
+    }
+
+    /// Marks a process as ended. Returns true if its epoch runs. Before an epoch is complete, only
+    /// frees the process's number. `link` is the process's connection: it may be of an earlier
+    /// epoch. `now` is the time of the last tick: a stop of the server since then puts off all
+    /// deadlines.
+    pub(super) fn end(
+        &mut self,
+        link: Link,
+        process: ProcessId,
+        (why, how): (&str, HowEnded),
+        now: Instant,
+        actions: &mut Actions,
+    ) -> bool {
+        // A connection of an earlier epoch may have a number beyond those of this one.
+        let Some(seat) = self.seats.get_mut(process.index()) else {
+            return false;
+        };
+        let holder = match seat {
+            Some(seat) => Some((seat.key, seat.link)),
+            None => self.before[process.index()]
+                .as_ref()
+                .map(|former| (former.key, former.link)),
+        };
+        let Some((key, _)) = holder.filter(|(_, held)| *held == link) else {
+            return false;
+        };
+        let until = after(now, self.peer_timeout);
+        self.leavers.are_needed |= how == HowEnded::Died;
+        if self.phase != Phase::Running {
+            // The others do not know it yet: another process may take its number.
+            *seat = None;
+            if self.epoch > 1 {
+                // It, or another in its place, has the time to come.
+                self.gather_until = self.gather_until.max(until);
+            }
+            if how != HowEnded::Returns {
+                if how == HowEnded::Left {
+                    self.has_part(key, Part::Out);
+                }
+                self.is_away(key);
+                self.vacant[process.index()] = true;
+                self.place_spares(actions);
+            }
+            return false;
+        }
+        if let Some(seat) = seat {
+            seat.ended = Some(End {
+                why: why.to_owned(),
+                how,
+            });
+        }
+        match how {
+            HowEnded::Left => self.has_part(key, Part::Left(process)),
+            HowEnded::Died | HowEnded::Returns => self.returns_by = Some(until),
+            HowEnded::Leaves => {}
+        }
+        true
+    }
+
+    /// Tells the spares that the job has ended, if it has: no process is left, and none returns. If
+    /// all were lost, those that leave may go on with it.
+    pub(super) fn dismiss_spares(&mut self, now: Instant, actions: &mut Actions) {
+        if !self.is_over() {
+            return;
+        }
+        let has_left = |seat: &Seat| seat.ended.as_ref().is_some_and(|e| e.how == HowEnded::Left);
+        let ends_well = self.has_ended_well || self.seats.iter().flatten().any(has_left);
+        if !ends_well && self.leavers.go_on() {
+            self.begin_next(now);
+            return self.place_spares(actions);
+        }
+        let result = match ends_well {
+            true => Ok(Answer::Done),
+            false => Err(RendezvousError::AllLost {
+                processes: self.seats.len(),
+            }),
+        };
+        self.release_leavers(actions);
+        for Seat {
+            link, key, waits, ..
+        } in std::mem::take(&mut self.spares)
+        {
+            actions.answer(link, waits.ask, result.clone());
+            self.is_away(key);
+        }
+    }
+
+    /// Fails a job that can never be complete, and answers all processes that joined with `error`.
+    fn fail(&mut self, error: RendezvousError, actions: &mut Actions) {
+        let spares = std::mem::take(&mut self.spares);
+        let leavers = self.leavers.take();
+        let told: Vec<_> = self
+            .seats
+            .iter()
+            .flatten()
+            .chain(&spares)
+            .chain(&leavers)
+            .map(|seat| (seat.link, seat.waits.ask))
+            .collect();
+        for (link, ask) in told {
+            actions.answer(link, ask, Err(error.clone()));
+        }
+        self.joined.clear();
+        let seats = self.seats.iter_mut().filter_map(Option::take);
+        let gone: Vec<_> = seats
+            .chain(spares)
+            .chain(leavers)
+            .map(|seat| seat.key)
+            .collect();
+        gone.into_iter().for_each(|key| self.is_away(key));
+        self.phase = Phase::Failed(error);
+    }
+
+    fn missing(&self, peer_timeout: Duration) -> RendezvousError {
+        let missing = processes(self.seats.len())
+            .zip(&self.seats)
+            .filter(|(_, seat)| seat.is_none());
+        RendezvousError::Missing {
+            missing: missing.map(|(process, _)| process).collect(),
+            processes: self.seats.len(),
+            peer_timeout,
+        }
+    }
+
+    /// Returns the first process of a running epoch that was lost, or that has left it as failed,
+    /// and the reason.
+    fn lost(&self) -> Option<(ProcessId, String)> {
+        if self.phase != Phase::Running {
+            return None;
+        }
+        processes(self.seats.len())
+            .zip(&self.seats)
+            .find_map(|(process, seat)| {
+                let end = seat.as_ref()?.ended.as_ref()?;
+                let is_lost = !matches!(end.how, HowEnded::Left | HowEnded::Leaves);
+                is_lost.then(|| (process, end.why.clone()))
+            })
+    }
+
+    /// Returns the process because of which a value will never come for the client of `link`, and
+    /// the reason: one of its epoch is lost, or its epoch has ended.
+    pub(super) fn lost_for(&self, link: Link) -> Option<(ProcessId, String)> {
+        let process = *self.joined.get(&link)?;
+        match self.place_of(link) {
+            Some(_) => self.lost(),
+            None => Some((process, "its epoch of the job has ended".to_owned())),
+        }
+    }
+
+    /// Notes the failure of a process. Only the first of each process counts.
+    pub(super) fn report(&mut self, link: Link, report: Report) -> Result<Answer, RendezvousError> {
+        let Some(process) = self.place_of(link) else {
+            return Err(RendezvousError::OutOfTurn {
+                what: "reporting".into(),
+                when: "after joining, in an epoch that goes on".into(),
+            });
+        };
+        if self.reports.iter().all(|(before, _)| *before != process) {
+            self.reports.push((process, report));
+        }
+        Ok(Answer::Done)
+    }
+}
+
+/// Checks the length of a process's facts. Error messages contain some of them.
+fn check_facts(facts: &[Fact]) -> Result<(), RendezvousError> {
+    let bytes = |fact: &Fact| {
+        fact.name.len() + fact.value.as_ref().map_or(0, String::len) + fact.note.len()
+    };
+    match facts.iter().map(bytes).sum::<usize>() {
+        bytes if bytes > MAX_FACT_BYTES => {
+            let what = "the list of options and files of a program".to_owned();
+            Err(RendezvousError::TooLong {
+                what,
+                bytes,
+                limit: MAX_FACT_BYTES,
+            })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// True if the process of a place is gone and does not return.
+fn is_gone(seat: &Option<Seat>) -> bool {
+    let end = seat.as_ref().and_then(|seat| seat.ended.as_ref());
+    end.is_some_and(|end| end.how != HowEnded::Returns)
+}
+
+mod leavers;
+mod places;
+mod resumed;
+mod sizes;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,210 @@
+//! Processes that leave the job in order, but have copies of its state: the others have one copy of
+//! some regions until their first commit of the next epoch is whole.
+//!
+//! Such a process waits without a place ([`Member::leaves`]). Once that commit is whole it hears
+//! that the job can do without it. If a process is lost before, it has a place in the next epoch
+//! again, and may ask to leave that one.
+
+use std::time::Duration;
+
+use mpmd_base::block::Instant;
+
+use super::super::super::protocol::Answer;
+use super::super::super::{CommitStanding, Member, Part};
+use super::super::actions::{Actions, Wait, processes};
+use super::places::{HowEnded, Seat, Wish};
+use super::sizes::allows;
+use super::{End, Epochs, Phase};
+use mpmd_base::deadline::after;
+use mpmd_handshake::strangers::Link;
+use mpmd_proto::wire::ProcessId;
+
+/// The processes that leave.
+#[derive(Default)]
+pub(super) struct Leavers {
+    /// Those that wait until they are not needed any more, in order of arrival.
+    pub(super) waiting: Vec<Seat>,
+    /// True if a process was lost since a commit was last whole.
+    pub(super) are_needed: bool,
+    /// The newest epoch of which a commit was whole.
+    whole: Option<u64>,
+    /// Number of those that waited at the service before this one, and have not come yet.
+    pub(super) awaited: u32,
+}
+
+impl Leavers {
+    /// Creates those of a job that goes on at another service. `are_needed` is true if a process
+    /// was lost.
+    pub(super) fn resumed(past: CommitStanding, are_needed: bool) -> Self {
+        let CommitStanding { whole, leavers } = past;
+        let awaited = if are_needed { leavers } else { 0 };
+        Self {
+            waiting: Vec::new(),
+            are_needed,
+            whole,
+            awaited,
+        }
+    }
+
+    /// Returns what the processes of an epoch are told.
+    pub(super) fn standing(&self) -> CommitStanding {
+        CommitStanding {
+            whole: self.whole,
+            leavers: self.waiting.len() as u32,
+        }
+    }
+
+    /// True if the job has to go on with those that wait.
+    pub(super) fn go_on(&self) -> bool {
+        self.are_needed && !self.waiting.is_empty()
+    }
+
+    pub(super) fn take(&mut self) -> Vec<Seat> {
+        std::mem::take(&mut self.waiting)
+    }
+}
+
+impl Epochs {
+    /// Keeps a process that leaves until it is not needed any more.
+    pub(super) fn hold(
+        &mut self,
+        link: Link,
+        wish: &Wish,
+        member: Member,
+        waits: Wait,
+        now: Instant,
+        actions: &mut Actions,
+    ) {
+        self.leavers.awaited = self.leavers.awaited.saturating_sub(1);
+        self.knows(wish, Part::Waits);
+        // Nobody waits for it in the epoch that it has left.
+        let key = wish.identity.key;
+        let seats = processes(self.seats.len()).zip(self.seats.iter_mut().flatten());
+        let own = seats
+            .filter(|_| self.phase == Phase::Running)
+            .find(|(_, seat)| seat.key == key);
+        if let Some((process, seat)) = own {
+            seat.ended = Some(End {
+                why: "it has left the job".to_owned(),
+                how: HowEnded::Leaves,
+            });
+            self.has_part(key, Part::Left(process));
+        }
+        let waits = Wait {
+            until: after(now, Duration::MAX),
+            ..waits
+        };
+        self.tell_heirs(link, actions);
+        self.leavers.waiting.push(Seat {
+            link,
+            key,
+            member,
+            waits,
+            ended: None,
+        });
+        let is_late = self.phase == Phase::Running && wish.epoch <= self.epoch;
+        if is_late && self.leavers.whole == Some(self.epoch) {
+            self.release_leavers(actions);
+        }
+        self.place_spares(actions);
+        self.dismiss_spares(now, actions);
+    }
+
+    /// Handles the news that a commit of an epoch is whole on all its processes.
+    pub(in super::super) fn is_whole(&mut self, link: Link, actions: &mut Actions) {
+        if self.phase == Phase::Running && self.place_of(link).is_some() {
+            self.leavers.are_needed = false;
+            self.leavers.whole = Some(self.epoch);
+            self.release_leavers(actions);
+        }
+    }
+
+    /// Tells those that leave that the job can do without them.
+    pub(super) fn release_leavers(&mut self, actions: &mut Actions) {
+        for Seat {
+            link, key, waits, ..
+        } in self.leavers.take()
+        {
+            actions.answer(link, waits.ask, Ok(Answer::Done));
+            self.is_away(key);
+        }
+    }
+
+    /// Gives those that leave places in the epoch that gathers, if they are needed: their own,
+    /// other free ones, places beyond these if the program allows it, or those of processes that
+    /// have come since and have no copies. These wait for a place then.
+    pub(super) fn call_leavers_back(&mut self) {
+        if !self.leavers.go_on() {
+            return;
+        }
+        let leavers = self.leavers.take();
+        let (first, others): (Vec<_>, Vec<_>) = leavers
+            .into_iter()
+            .partition(|leaver| self.own_place(leaver).is_some());
+        for leaver in first.into_iter().chain(others) {
+            let size = self.seats.len();
+            let all = || processes(size);
+            let is_free = |at: &ProcessId| self.is_free(*at) && self.vacant[at.index()];
+            let place = self.own_place(&leaver).or_else(|| all().find(is_free));
+            if let Some(place) = place {
+                self.seat_leaver(place, leaver);
+            } else if allows(&leaver, size + 1) {
+                self.seats.push(None);
+                self.before.push(None);
+                self.vacant.push(false);
+                self.seat_leaver(ProcessId(size as u32), leaver);
+            } else if let Some(place) = all().find(|at| self.is_of_new(*at)) {
+                self.seat_leaver(place, leaver);
+            } else {
+                self.leavers.waiting.push(leaver);
+            }
+        }
+    }
+
+    /// Returns the place that a process had in the epoch before, if nobody has it.
+    fn own_place(&self, leaver: &Seat) -> Option<ProcessId> {
+        processes(self.seats.len()).find(|process| {
+            let former = self.before[process.index()].as_ref();
+            self.is_free(*process) && former.is_some_and(|former| former.key == leaver.key)
+        })
+    }
+
+    fn is_free(&self, process: ProcessId) -> bool {
+        self.seats[process.index()].is_none()
+    }
+
+    /// True if a place is that of a process which has come after the last whole commit.
+    fn is_of_new(&self, process: ProcessId) -> bool {
+        let seat = self.seats[process.index()].as_ref().map(|seat| seat.key);
+        let former = self.before[process.index()]
+            .as_ref()
+            .map(|former| former.key);
+        let known = seat.or(former).and_then(|key| self.known.get(&key));
+        let whole = self.leavers.whole;
+        known.is_some_and(|known| whole.is_some_and(|whole| known.since > whole))
+    }
+
+    /// Gives a process that leaves this place. Its holder waits for another one, if it has one.
+    fn seat_leaver(&mut self, process: ProcessId, leaver: Seat) {
+        self.joined.insert(leaver.link, process);
+        self.has_part(leaver.key, Part::Holds(process));
+        if let Some(new) = self.seats[process.index()].replace(leaver) {
+            self.joined.remove(&new.link);
+            self.has_part(new.key, Part::Waits);
+            self.spares.push(new);
+        }
+    }
+
+    /// Removes a client that leaves, if it is one.
+    pub(super) fn forget_leaver(&mut self, link: Link) {
+        let at = self
+            .leavers
+            .waiting
+            .iter()
+            .position(|leaver| leaver.link == link);
+        if let Some(at) = at {
+            let leaver = self.leavers.waiting.remove(at);
+            self.is_away(leaver.key);
+        }
+    }
+}

@@ -1,0 +1,635 @@
+//! The places of an epoch: their owners, and the processes that wait for one.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use mpmd_base::block::Instant;
+
+use super::super::super::protocol::Answer;
+use super::super::super::succession::in_order;
+use super::super::super::{Difference, Identity, Member, Part, RendezvousError};
+use super::super::actions::{Actions, Wait, processes};
+use super::{Epochs, Phase};
+use mpmd_base::deadline::after;
+use mpmd_handshake::strangers::Link;
+use mpmd_proto::wire::ProcessId;
+
+/// Number of refusals that are kept.
+const MOST_REFUSALS: usize = 256;
+
+/// A process that has joined.
+pub(super) struct Seat {
+    pub(super) link: Link,
+    pub(super) key: u128,
+    pub(super) member: Member,
+    pub(super) waits: Wait,
+    /// `None` while the process is in the job.
+    pub(super) ended: Option<End>,
+}
+
+/// The end of a process's part in an epoch.
+pub(super) struct End {
+    pub(super) why: String,
+    pub(super) how: HowEnded,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(in super::super) enum HowEnded {
+    Died,
+    /// It has left in order.
+    Left,
+    /// It has left, to join the next epoch.
+    Returns,
+    /// It leaves the job, and waits until it is not needed any more: see `leavers`.
+    Leaves,
+}
+
+/// The holder of a place in the epoch before the one that gathers.
+pub(super) struct Former {
+    pub(super) key: u128,
+    pub(super) link: Link,
+}
+
+/// A process over the epochs of the job.
+pub(super) struct Known {
+    /// The process number with which it joined first.
+    pub(super) number: ProcessId,
+    pub(super) part: Part,
+    /// The first epoch that has begun with it, if there was one: it may have copies of its state.
+    /// Else 0.
+    pub(super) since: u64,
+}
+
+/// A client's wish to join a job.
+pub(in super::super) struct Wish {
+    pub(in super::super) process: ProcessId,
+    pub(in super::super) processes: usize,
+    pub(in super::super) epoch: u64,
+    pub(in super::super) identity: Identity,
+    pub(in super::super) waits: bool,
+    /// True if the process leaves the job: see `leavers`.
+    pub(in super::super) leaves: bool,
+}
+
+/// The entry of a process into a job.
+pub(in super::super) enum Entry {
+    /// It has a place. `instead_of` is its earlier connection, if it had one.
+    HasPlace { instead_of: Option<Link> },
+    /// It waits for a place.
+    Waits,
+}
+
+impl Epochs {
+    /// Gives a process a place, or lets it wait for one. The caller has [checked](Epochs::check)
+    /// its wish.
+    pub(in super::super) fn join(
+        &mut self,
+        link: Link,
+        wish: &Wish,
+        member: Member,
+        waits: Wait,
+        now: Instant,
+        actions: &mut Actions,
+    ) -> Result<Entry, RendezvousError> {
+        let Wish {
+            process,
+            identity: Identity { key, .. },
+            ..
+        } = *wish;
+        if let Phase::Failed(error) = &self.phase
+            && wish.waits
+        {
+            return Err(error.clone());
+        }
+        let Some(process) = self.place_for(wish) else {
+            return match wish.waits {
+                true => self.wait_for_place(link, wish, member, waits, now, actions),
+                false => Err(self.refusal(process)),
+            };
+        };
+        self.check_is_new(link)?;
+        if wish.leaves && !self.leavers.are_needed {
+            self.vacant[process.index()] = true;
+            self.hold(link, wish, member, waits, now, actions);
+            return Ok(Entry::Waits);
+        }
+        self.joined.insert(link, process);
+        // Its connection was cut and it tries again. The end of its first connection has not been
+        // seen yet.
+        let instead_of = self.seats[process.index()].as_ref().map(|held| held.link);
+        if let Some(before) = instead_of {
+            self.joined.remove(&before);
+        }
+        let differs = self.differs(process, &member);
+        // One that waits for a place has no time limit of its own.
+        let until = if wish.waits {
+            after(now, Duration::MAX)
+        } else {
+            waits.until
+        };
+        let waits = Wait { until, ..waits };
+        self.knows(wish, Part::Holds(process));
+        self.seats[process.index()] = Some(Seat {
+            link,
+            key,
+            member,
+            waits,
+            ended: None,
+        });
+        match differs {
+            // Waiting cannot help. All processes had better hear of it now than of a missing
+            // process later.
+            Some(error) => self.fail(error, actions),
+            None => self.place_spares(actions),
+        }
+        Ok(Entry::HasPlace { instead_of })
+    }
+
+    /// Returns the place that a process may have at once: by its number in the first epoch, and in
+    /// later ones the place that it had before. `None` if there is none or another has it.
+    fn place_for(&self, wish: &Wish) -> Option<ProcessId> {
+        // In a later epoch its key tells enough. It may not know which one gathers: if a service is
+        // lost, some of its clients have heard of the last epoch and some have not.
+        if self.phase != Phase::Gathering || (self.epoch == 1 && wish.epoch > 1) {
+            return None;
+        }
+        let key = wish.identity.key;
+        let had_it = |process: &ProcessId| match &self.before[process.index()] {
+            Some(former) => former.key == key,
+            // The process that ran the service before, whose mark nobody knows.
+            None => wish.leaves && wish.process == *process && !self.vacant[process.index()],
+        };
+        let own = match self.epoch {
+            1 => Some(wish.process).filter(|process| process.index() < self.seats.len()),
+            _ => processes(self.seats.len()).find(had_it),
+        };
+        let is_free = |process: &ProcessId| {
+            self.seats[process.index()]
+                .as_ref()
+                .is_none_or(|held| held.key == key)
+        };
+        own.filter(is_free)
+    }
+
+    /// Returns the reason why a process that does not wait has no place.
+    fn refusal(&self, process: ProcessId) -> RendezvousError {
+        let processes = self.seats.len();
+        match (self.seats.get(process.index()), &self.phase) {
+            (None, _) => RendezvousError::NoSuchProcess { process, processes },
+            (
+                Some(Some(Seat {
+                    member: Member { host, pid, .. },
+                    ended: None,
+                    ..
+                })),
+                _,
+            ) => RendezvousError::Duplicate {
+                process,
+                host: host.clone(),
+                pid: *pid,
+            },
+            (_, Phase::Failed(error)) => error.clone(),
+            _ => RendezvousError::Complete { process, processes },
+        }
+    }
+
+    /// Fails if a client has joined already.
+    fn check_is_new(&self, link: Link) -> Result<(), RendezvousError> {
+        let waits = self
+            .spares
+            .iter()
+            .chain(&self.leavers.waiting)
+            .any(|it| it.link == link);
+        if waits || self.has_joined(link) {
+            let (what, when) = ("joining".into(), "once".into());
+            return Err(RendezvousError::OutOfTurn { what, when });
+        }
+        Ok(())
+    }
+
+    /// Keeps a client until there is a place for it, or until the job has ended.
+    fn wait_for_place(
+        &mut self,
+        link: Link,
+        wish: &Wish,
+        member: Member,
+        waits: Wait,
+        now: Instant,
+        actions: &mut Actions,
+    ) -> Result<Entry, RendezvousError> {
+        if let Some(error) = self.differs(wish.process, &member) {
+            self.add_refusal(wish.process, error.to_string());
+            return Err(error);
+        }
+        self.check_is_new(link)?;
+        if wish.leaves {
+            self.hold(link, wish, member, waits, now, actions);
+            return Ok(Entry::Waits);
+        }
+        let waits = Wait {
+            until: after(now, Duration::MAX),
+            ..waits
+        };
+        self.knows(wish, Part::Waits);
+        self.tell_heirs(link, actions);
+        self.spares.push(Seat {
+            link,
+            key: wish.identity.key,
+            member,
+            waits,
+            ended: None,
+        });
+        self.place_spares(actions);
+        self.tell_size(actions);
+        self.dismiss_spares(now, actions);
+        Ok(Entry::Waits)
+    }
+
+    /// Gives the free places of an epoch that gathers to waiting spares. Starts the epoch if it is
+    /// complete, or can do with fewer places.
+    pub(super) fn place_spares(&mut self, actions: &mut Actions) {
+        if self.phase != Phase::Gathering {
+            return;
+        }
+        self.refuse_others(actions);
+        self.call_leavers_back();
+        for process in processes(self.seats.len()) {
+            if self.seats[process.index()].is_none() && self.vacant[process.index()] {
+                let spare = self.take_spare(|_| true);
+                if let Some(spare) = &spare {
+                    self.joined.insert(spare.link, process);
+                    self.has_part(spare.key, Part::Holds(process));
+                }
+                self.seats[process.index()] = spare;
+            }
+        }
+        let is_complete = self.seats.iter().all(Option::is_some);
+        let shrinks = !self.owner_starts && self.shrinks();
+        if self.leavers.awaited == 0 && (is_complete || shrinks) {
+            self.begin(actions);
+        }
+    }
+
+    /// Takes a spare out of the list: one that was stopped and woke in time, if there is one, since
+    /// it has copies that a new process lacks.
+    pub(super) fn take_spare(&mut self, is_fit: impl Fn(&Seat) -> bool) -> Option<Seat> {
+        let fit = || {
+            self.spares
+                .iter()
+                .enumerate()
+                .filter(|(_, spare)| is_fit(spare))
+        };
+        let has_been = fit().find(|(_, spare)| self.has_been(spare.key));
+        let at = has_been.or_else(|| fit().next())?.0;
+        Some(self.spares.remove(at))
+    }
+
+    /// Refuses the spares whose program, options or files differ from those of the job.
+    pub(super) fn refuse_others(&mut self, actions: &mut Actions) {
+        for spare in std::mem::take(&mut self.spares) {
+            let number = self
+                .known
+                .get(&spare.key)
+                .map_or(ProcessId(0), |known| known.number);
+            match self.differs(number, &spare.member) {
+                None => self.spares.push(spare),
+                Some(why) => {
+                    self.add_refusal(number, why.to_string());
+                    actions.answer(spare.link, spare.waits.ask, Err(why));
+                    self.is_away(spare.key);
+                }
+            }
+        }
+    }
+
+    /// Notes why the process of a client does not take its place.
+    pub(in super::super) fn note_refusal(&mut self, link: Link, why: String) {
+        let seat = self.seats.iter().flatten().find(|seat| seat.link == link);
+        if let Some(number) = seat.and_then(|seat| Some(self.known.get(&seat.key)?.number)) {
+            self.add_refusal(number, why);
+        }
+    }
+
+    fn add_refusal(&mut self, number: ProcessId, why: String) {
+        if self.refused.len() < MOST_REFUSALS {
+            self.refused.push((number, why));
+        }
+    }
+
+    /// Begins an epoch with the processes that have a place, and with spares for whom there is room
+    /// beyond them.
+    pub(super) fn begin(&mut self, actions: &mut Actions) {
+        self.seats.retain(Option::is_some);
+        self.refuse_others(actions);
+        self.grow();
+        self.note_since();
+        self.phase = Phase::Running;
+        self.vacant = vec![false; self.seats.len()];
+        let mut members: Vec<Member> = self
+            .seats
+            .iter()
+            .flatten()
+            .map(|seat| seat.member.clone())
+            .collect();
+        for member in members.iter_mut().skip(1) {
+            // They are equal.
+            member.facts = Box::default();
+            member.sizes = Vec::new();
+        }
+        if self.agreed.is_none() {
+            self.agreed = members.first().cloned();
+        }
+        let members: Arc<[Member]> = members.into();
+        self.heirs = in_order(&members);
+        let waiting = self.spares.iter().chain(&self.leavers.waiting);
+        waiting.for_each(|one| self.tell_heirs(one.link, actions));
+        let seats = processes(self.seats.len()).zip(self.seats.iter().flatten());
+        let told: Vec<_> = seats
+            .map(|(process, seat)| (process, seat.link, seat.key, seat.waits.ask))
+            .collect();
+        for known in self.known.values_mut() {
+            if let Part::Holds(place) = known.part {
+                known.part = Part::Died(place);
+            }
+        }
+        let standing = self.leavers.standing();
+        for (process, link, key, ask) in told {
+            self.joined.insert(link, process);
+            if let Some(known) = self.known.get_mut(&key) {
+                known.part = Part::Holds(process);
+            }
+            let (members, epoch, run) = (members.clone(), self.epoch, self.run);
+            let answer = Answer::Members {
+                process,
+                epoch,
+                run,
+                members,
+                standing,
+                more: false,
+            };
+            actions.answer(link, ask, Ok(answer));
+        }
+    }
+
+    /// Returns an error if the program of a new member, its options or its files differ from those
+    /// of the job so far, or of a process that has joined.
+    pub(super) fn differs(&self, process: ProcessId, member: &Member) -> Option<RendezvousError> {
+        let agreed = self.agreed.iter().map(|member| (ProcessId(0), member));
+        let seats = processes(self.seats.len()).zip(&self.seats);
+        let seats = seats.filter_map(|(other, seat)| Some((other, &seat.as_ref()?.member)));
+        agreed.chain(seats).find_map(|(other, other_member)| {
+            let mut facts = Difference::between(&member.facts, &other_member.facts);
+            let host = member.host.clone();
+            let other_host = other_member.host.clone();
+            let program = member.program.clone();
+            let other_program = other_member.program.clone();
+
+            match (facts.is_empty(), program == other_program) {
+                (true, true) => None,
+                (true, false) => Some(RendezvousError::Program {
+                    process,
+                    host,
+                    program,
+                    other,
+                    other_host,
+                    other_program,
+                }),
+                (false, is_same) => {
+                    // An option is the usual reason why the devices differ.
+                    if !is_same {
+                        let name = "fingerprint of the program".to_owned();
+                        facts.push(Difference {
+                            name,
+                            first: program,
+                            second: other_program,
+                        });
+                    }
+                    Some(RendezvousError::Differs {
+                        process,
+                        host,
+                        other,
+                        other_host,
+                        facts,
+                    })
+                }
+            }
+        })
+    }
+
+    /// Notes that the process of a client is given up, which may still live.
+    pub(in super::super) fn gives_up(&mut self, link: Link) {
+        let seats = self
+            .seats
+            .iter()
+            .flatten()
+            .map(|seat| (seat.link, seat.key));
+        let former = self
+            .before
+            .iter()
+            .flatten()
+            .map(|former| (former.link, former.key));
+        let key = seats
+            .chain(former)
+            .find(|(held, _)| *held == link)
+            .map(|(_, key)| key);
+        key.into_iter()
+            .for_each(|key| self.has_part(key, Part::Out));
+    }
+
+    /// Forgets a process that has gone, unless it had a place in an epoch that has begun.
+    pub(super) fn is_away(&mut self, key: u128) {
+        let spares = self.spares.iter().chain(&self.leavers.waiting);
+        if self
+            .seats
+            .iter()
+            .flatten()
+            .chain(spares)
+            .any(|seat| seat.key == key)
+        {
+            return;
+        }
+        match self.known.get_mut(&key) {
+            Some(known) if known.since == 0 => drop(self.known.remove(&key)),
+            Some(known) if known.part == Part::Waits => known.part = Part::Out,
+            _ => {}
+        }
+    }
+
+    pub(super) fn knows(&mut self, wish: &Wish, part: Part) {
+        let new = Known {
+            number: wish.process,
+            part,
+            since: 0,
+        };
+        self.known.entry(wish.identity.key).or_insert(new).part = part;
+    }
+
+    pub(super) fn has_part(&mut self, key: u128, part: Part) {
+        self.known
+            .get_mut(&key)
+            .into_iter()
+            .for_each(|known| known.part = part);
+    }
+
+    fn has_been(&self, key: u128) -> bool {
+        self.known.get(&key).is_some_and(|known| known.since > 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::super::protocol::{Reply, Request};
+    use super::super::super::tests::{TIME_LIMIT, Table, errors};
+    use super::*;
+
+    #[test]
+    fn all_get_the_members_when_the_last_has_joined() {
+        let mut table = Table::new(3);
+        table.join(2, "p");
+        table.join(0, "p");
+        assert!(table.said().is_empty());
+        table.join(1, "p");
+        let said = table.said();
+        assert_eq!(
+            said.iter().map(|(link, _)| *link).collect::<Vec<_>>(),
+            [10, 11, 12]
+        );
+        for (_, reply) in said {
+            let Reply::Answer {
+                ask: 1,
+                result:
+                    Ok(Answer::Members {
+                        members,
+                        more: false,
+                        ..
+                    }),
+            } = reply
+            else {
+                panic!("{reply:?}")
+            };
+            assert_eq!(
+                members.iter().map(|m| m.pid).collect::<Vec<_>>(),
+                [100, 101, 102]
+            );
+        }
+    }
+
+    #[test]
+    fn missing_processes_are_named_also_to_late_comers() {
+        let mut table = Table::new(4);
+        table.join(0, "");
+        table.join(3, "");
+        table.pass(TIME_LIMIT, &[10, 13]);
+        let missing = RendezvousError::Missing {
+            missing: vec![ProcessId(1), ProcessId(2)],
+            processes: 4,
+            peer_timeout: TIME_LIMIT,
+        };
+        assert_eq!(
+            errors(table.said()),
+            [(10, missing.clone()), (13, missing.clone())]
+        );
+        assert_eq!(table.job.epochs.phase(), &Phase::Failed(missing.clone()));
+        table.join(1, "");
+        assert_eq!(errors(table.said()), [(11, missing)]);
+    }
+
+    #[test]
+    fn duplicate_is_refused_and_the_job_goes_on() {
+        let mut table = Table::new(2);
+        table.join(1, "");
+        table.job.opened(50, table.now);
+        let peer_timeout = Duration::from_secs(3600);
+        let member = Member {
+            pid: 7,
+            ..Member::default()
+        };
+        let join = Request::Join {
+            ask: 1,
+            process: ProcessId(1),
+            processes: 2,
+            epoch: 1,
+            identity: Identity { key: 7, run: None },
+            waits: false,
+            peer_timeout,
+            member: Box::new(member),
+        };
+        table.job.said(50, join, table.now);
+        let held = RendezvousError::Duplicate {
+            process: ProcessId(1),
+            host: String::new(),
+            pid: 101,
+        };
+        assert_eq!(errors(table.said()), [(50, held)]);
+        table.join(0, "");
+        assert_eq!(table.job.epochs.phase(), &Phase::Running);
+        table.job.closed(50, "closed");
+        assert_eq!(table.job.epochs.present(), 2);
+    }
+
+    #[test]
+    fn reconnecting_process_keeps_its_number() {
+        let mut table = Table::new(2);
+        table.join(1, "");
+        // The end of its first connection has not been seen yet.
+        table.open_and_join(50, 1, "");
+        table.join(0, "");
+        let heard: Vec<Link> = table.said().into_iter().map(|(link, _)| link).collect();
+        assert_eq!(heard, [10, 50]);
+        table.job.closed(11, "connection reset");
+        assert_eq!((table.job.epochs.present(), table.said()), (2, vec![]));
+    }
+
+    #[test]
+    fn process_may_rejoin_before_job_is_complete() {
+        let mut table = Table::new(2);
+        table.join(1, "");
+        table.job.closed(11, "connection closed");
+        table.open_and_join(50, 1, "");
+        table.join(0, "");
+        assert_eq!(table.job.epochs.phase(), &Phase::Running);
+        assert!(errors(table.said()).is_empty());
+    }
+
+    #[test]
+    fn nobody_joins_a_complete_job() {
+        let mut table = Table::running(2);
+        table.job.closed(11, "connection closed");
+        table.said();
+        table.open_and_join(50, 1, "");
+        let error = RendezvousError::Complete {
+            process: ProcessId(1),
+            processes: 2,
+        };
+        assert_eq!(errors(table.said()), [(50, error)]);
+    }
+
+    #[test]
+    fn different_programs_fail_the_job_for_all() {
+        let mut table = Table::new(3);
+        table.join(0, "a");
+        table.join(2, "b");
+        let said = errors(table.said());
+        assert_eq!(
+            said.iter().map(|(link, _)| *link).collect::<Vec<_>>(),
+            [10, 12]
+        );
+        for (_, error) in said {
+            assert!(
+                matches!(
+                    &error,
+                    RendezvousError::Program {
+                        process: ProcessId(2),
+                        other: ProcessId(0),
+                        ..
+                    }
+                ),
+                "{error}"
+            );
+        }
+        assert!(matches!(
+            table.job.epochs.phase(),
+            Phase::Failed(RendezvousError::Program { .. })
+        ));
+    }
+}

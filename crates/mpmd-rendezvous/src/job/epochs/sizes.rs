@@ -1,0 +1,120 @@
+//! The number of processes of an epoch: fewer than before if some are gone for good, and more if
+//! others wait.
+//!
+//! The first epoch has as many as the job was started with. A later one has another number only if
+//! all its processes say so: [`Member::sizes`]. No process that is left is turned away, since it
+//! has a part of the program's state.
+
+use super::super::super::protocol::Reply;
+use super::super::super::{RendezvousError, SizeRange};
+use super::super::actions::Actions;
+use super::places::Seat;
+use super::{Epochs, Phase};
+
+/// The largest number of ranges that a process may say: its description must fit a message.
+const MOST_RANGES: usize = 64 << 10;
+
+impl Epochs {
+    /// Notes that the server's owner may still start processes for free places, or that it will
+    /// start none any more.
+    pub(in crate::job) fn owner_starts(&mut self, yes: bool, actions: &mut Actions) {
+        if std::mem::replace(&mut self.owner_starts, yes) != yes {
+            self.place_spares(actions);
+        }
+    }
+
+    /// True if the program goes on with fewer processes than there are places.
+    pub(crate) fn may_shrink(&self) -> bool {
+        let smaller = |seat: &Seat| largest(seat, self.seats.len().saturating_sub(1)).is_some();
+        self.seats.iter().flatten().next().is_some_and(smaller)
+    }
+
+    /// True if the epoch that gathers can begin without its free places: no process is awaited for
+    /// them, and the program goes on with the others.
+    pub(super) fn shrinks(&self) -> bool {
+        let mut places = self.seats.iter().zip(&self.vacant);
+        let left = self.seats.iter().flatten().count();
+        self.epoch > 1
+            && self.spares.is_empty()
+            && places.all(|(seat, vacant)| seat.is_some() || *vacant)
+            && self
+                .seats
+                .iter()
+                .flatten()
+                .next()
+                .is_some_and(|first| largest(first, left) == Some(left))
+    }
+
+    /// Gives spares places beyond those of an epoch that begins, as far as the program allows it.
+    pub(super) fn grow(&mut self) {
+        if self.epoch == 1 {
+            return;
+        }
+        for place in self.seats.len()..self.could_have() {
+            let launched = self.launched;
+            let is_fit = |spare: &Seat| place < launched || spare.member.is_added;
+            let spare = self.take_spare(is_fit);
+            self.seats.extend(spare.map(Some));
+        }
+    }
+
+    /// Returns the number of processes that an epoch could have with all that wait for a place.
+    /// Spares only make up for processes that are gone; added ones make the job larger.
+    fn could_have(&self) -> usize {
+        let now = self.seats.len();
+        let Some(first) = self.seats.iter().flatten().next() else {
+            return now;
+        };
+        let added = self
+            .spares
+            .iter()
+            .filter(|spare| spare.member.is_added)
+            .count();
+        let missing = self
+            .launched
+            .saturating_sub(now)
+            .min(self.spares.len() - added);
+        largest(first, now + missing + added)
+            .unwrap_or(now)
+            .max(now)
+    }
+
+    /// Tells process 0 of a running epoch how many processes the next one could have.
+    pub(super) fn tell_size(&self, actions: &mut Actions) {
+        if let (Phase::Running, Some(Some(first))) = (&self.phase, self.seats.first())
+            && first.ended.is_none()
+        {
+            let processes = self.could_have() as u32;
+            actions.say(first.link, Reply::CouldHave { processes });
+        }
+    }
+}
+
+/// True if the program of a process goes on with so many.
+pub(super) fn allows(process: &Seat, size: usize) -> bool {
+    largest(process, size) == Some(size)
+}
+
+/// Returns the largest number of processes, at least 1 and at most `most`, with which the program
+/// of a process goes on.
+fn largest(process: &Seat, most: usize) -> Option<usize> {
+    let ranges = process.member.sizes.iter();
+    ranges
+        .filter_map(|range| range.largest_up_to(most))
+        .max()
+        .filter(|size| *size > 0)
+}
+
+/// Checks the number of ranges of sizes that a process says.
+pub(super) fn check_sizes(sizes: &[SizeRange]) -> Result<(), RendezvousError> {
+    if sizes.len() <= MOST_RANGES {
+        return Ok(());
+    }
+    let what = "the list of numbers of processes".to_owned();
+    let bytes = |ranges: usize| ranges * size_of::<SizeRange>();
+    Err(RendezvousError::TooLong {
+        what,
+        bytes: bytes(sizes.len()),
+        limit: bytes(MOST_RANGES),
+    })
+}

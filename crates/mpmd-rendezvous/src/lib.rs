@@ -1,0 +1,170 @@
+//! The rendezvous: the processes of a job meet here before there is a transport.
+//!
+//! One small service at one address, a [`Server`], runs in process 0 or in the launcher. If process
+//! 0 is lost, another one may go on with it, see `succession`. Every
+//! process of the job is a client, a [`Rendezvous`]. Through it processes learn each other's
+//! addresses ([`Rendezvous::join`]), share small values, meet at barriers and compare clocks. They
+//! also hear at once when one of them dies. A process that fails reports the reason to the server's
+//! owner ([`Rendezvous::report`]). An [`Observer`] asks all of them for their status. Large or
+//! frequent data goes over the transports instead.
+//!
+//! The wire: a client opens with a handshake (`handshake`), in which both sides prove that they
+//! know the job's [`Token`]. In it the server tells the interval of its pings. Then both sides send
+//! frames: a 4-byte length, at most [`MAX_CONTROL_BYTES`](mpmd_proto::wire::MAX_CONTROL_BYTES), and
+//! a [`control`](mpmd_proto::control) payload, all little-endian. The list of members is split over
+//! several frames if it must be. The description of one process must fit a frame; the whole list
+//! has no limit.
+//!
+//! The parts:
+//!
+//! - `protocol`: these bytes.
+//! - `job`: the state of the job, with its members and pending requests. Pure: reads no clock and
+//!   does no I/O. Its parts: `job/epochs` (which process has which place), `job/values`,
+//!   `job/barriers` and `job/looks`.
+//! - `server`: runs `job` over sockets, and `hub` without them, for simulated processes (`local`).
+//! - `client`: a process's side, and `observer`: that of a tool which only looks at the job.
+//! - `connection`: requests and answers, for both.
+//! - `facts`: the options and files of a process that must be those of all.
+//! - `connect`: how a client connects to the server, by its `config`.
+//! - `succession`: who goes on with the service if its process is gone, `seeker`: a process that
+//!   finds it there, and `contact`: the rule by which it may go on with the service itself.
+
+#![forbid(unsafe_code)]
+
+mod client;
+mod clock;
+mod config;
+mod connect;
+mod connection;
+mod contact;
+mod error;
+mod facts;
+mod hub;
+mod job;
+mod local;
+mod observer;
+mod protocol;
+mod seeker;
+mod server;
+mod size_range;
+mod succession;
+
+use serde::{Deserialize, Serialize};
+
+use mpmd_proto::router::Failure;
+use mpmd_proto::wire::ProcessId;
+
+pub use client::Rendezvous;
+pub use clock::ClockOffset;
+pub use config::{Identity, JoinConfig};
+pub use connect::split_address;
+pub use contact::Parting;
+pub use error::RendezvousError;
+pub use facts::{Difference, Fact};
+pub use local::{LocalLink, LocalServer};
+pub use observer::Observer;
+pub use protocol::{MAX_VALUE_BYTES, VERSION};
+pub use seeker::Seeker;
+pub use server::{Server, ServerConfig};
+pub use size_range::SizeRange;
+pub use succession::{Heir, Succession};
+
+pub use mpmd_handshake::token::{Token, TokenError};
+
+/// A process's description of itself, sent to the others when it joins.
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Member {
+    /// The name of the process's host, for messages and to tell if two processes share a host.
+    pub host: String,
+    /// The process's id in the operating system.
+    pub pid: u32,
+    /// Number of devices that the process owns.
+    pub devices: u32,
+    /// The addresses of the process's transports: pairs of (the transport's name, an address in
+    /// that transport's format).
+    pub addresses: Vec<(String, String)>,
+    /// A fingerprint of the program, which must be equal in all processes. May be empty, but then
+    /// in all.
+    pub program: String,
+    /// Facts about the program that must be equal in all processes. Of the members that a process
+    /// is told only the first one has them.
+    pub facts: Box<[Fact]>,
+    /// The reason why the process cannot take part, if there is one: the others then hear it
+    /// instead of missing the process.
+    pub trouble: Option<String>,
+    /// The numbers of processes with which the program goes on after the first epoch, ascending.
+    /// Empty if it only does with all. Equal in all processes. Of the members that a process is
+    /// told only the first one has them.
+    pub sizes: Vec<SizeRange>,
+    /// True if the process was added to the job: it may make it larger than it was at first.
+    pub is_added: bool,
+    /// True if the process leaves the job, but has copies of its state. It waits without a place
+    /// until a commit of the others is whole, and has one again if a process is lost before.
+    pub leaves: bool,
+    /// The place where the process can go on with the service. `None` on the one that runs it, and
+    /// in a job whose service does not move.
+    pub heir: Option<Heir>,
+}
+
+/// An epoch of the job, and this process's part in it.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Joined {
+    /// The number of this process. A spare gets that of the process that it replaces.
+    pub process: ProcessId,
+    /// The epoch.
+    pub epoch: u64,
+    /// The random identity of the job's run, the same in all its epochs and on all processes. Jobs
+    /// that have the same token have different ones.
+    pub run: u128,
+    /// The descriptions of all processes, by process number.
+    pub members: Vec<Member>,
+    /// The commits of the job, and those that leave it.
+    pub standing: CommitStanding,
+}
+
+/// The commits of a job at the begin of an epoch.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+pub struct CommitStanding {
+    /// The newest epoch of which a commit was whole on all processes. `None` before the first one.
+    pub whole: Option<u64>,
+    /// Number of processes that leave the job, and have copies until a commit of this epoch is
+    /// whole.
+    pub leavers: u32,
+}
+
+/// The part of a process in its job, as the server's owner sees it.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Part {
+    /// It waits for a place.
+    Waits,
+    /// It has this place, or has died with it.
+    Holds(ProcessId),
+    /// It had this place in the last epoch, and has left in order.
+    Left(ProcessId),
+    /// It has died with this place, and the others have begun another epoch.
+    Died(ProcessId),
+    /// It has no place any more: it was given up, or had left before others began a new epoch.
+    Out,
+}
+
+/// The failure that a process ends with, as reported to the server's owner.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Report {
+    /// The failure that caused the others. Its process need not be the reporting process.
+    pub failure: Failure,
+    /// The rolling hash of the reporting process at the failure's operation. 0 if its program had
+    /// ended before that operation; `None` if it had not reached the operation or no longer knows
+    /// the hash.
+    pub hash: Option<u128>,
+}
+
+/// A process or the server has gone without leaving in order.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum Down {
+    /// (Process of the job, the reason that the server gives).
+    Process(ProcessId, String),
+    /// The server itself, with the reason: it has ended, cannot be reached, or is silent. Reported
+    /// once. For a process that has joined this is only a warning; ends of processes may not be
+    /// reported from now on.
+    Server(String),
+}

@@ -1,0 +1,151 @@
+//! The rendezvous service without sockets, for the processes of a simulation: they are threads of
+//! this process.
+
+use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
+use std::sync::Arc;
+use std::time::Duration;
+use std::{fmt, io};
+
+use mpmd_base::block::{Condvar, Mutex, mpsc, thread};
+
+use super::connection::{Connection, State, Wire};
+use super::hub::{Hub, Line};
+use super::{JoinConfig, Observer, Rendezvous, RendezvousError, Report, Token};
+use mpmd_handshake::strangers::Link;
+use mpmd_proto::wire::ProcessId;
+
+/// The service where the simulated processes of one job meet: the same as a
+/// [`Server`](super::Server), with the same state, without sockets. In a simulated world its time
+/// is simulated too. Dropping it stops the service.
+pub struct LocalServer {
+    hub: Arc<Hub>,
+    thread: Option<thread::JoinHandle<()>>,
+}
+
+/// The address of both ends of every connection.
+const HERE: SocketAddr = SocketAddr::V4(SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0));
+
+/// A client's connection to a [`LocalServer`], by which it can be [cut](LocalServer::cut).
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct LocalLink(Link);
+
+impl LocalServer {
+    /// Starts the service for a job of `processes`, on a thread of its own. `peer_timeout` is the
+    /// time for all processes to join, and the longest silence of a process. `run` is the identity
+    /// of the job's run.
+    ///
+    /// # Errors
+    ///
+    /// If the system gives no thread.
+    pub fn start(processes: usize, peer_timeout: Duration, run: u128) -> io::Result<Self> {
+        let hub = Arc::new(Hub::new(processes, peer_timeout, run));
+        let ticks = hub.clone();
+        let builder = thread::Builder::new().name("mpmd-rendezvous-server".to_owned());
+        let thread = builder.spawn(move || ticks.run())?;
+        Ok(Self {
+            hub,
+            thread: Some(thread),
+        })
+    }
+
+    /// Connects a process to the service. Starts a thread that hears its replies. The process ends
+    /// as it does with a [`Server`](super::Server): it leaves, or counts as died when its
+    /// [`Rendezvous`] is dropped.
+    ///
+    /// # Errors
+    ///
+    /// If the system gives no thread.
+    pub fn connect(&self, process: ProcessId) -> io::Result<(Rendezvous, LocalLink)> {
+        let Hub {
+            processes,
+            peer_timeout,
+            ..
+        } = *self.hub;
+        let (connection, link) = self.open()?;
+        let (server, token) = (connection.server.clone(), Token::new([0; 32]));
+        let config = JoinConfig {
+            server,
+            process,
+            processes,
+            token,
+            peer_timeout,
+        };
+        Ok((
+            Rendezvous {
+                link: connection,
+                config,
+                local: HERE,
+                clock_offset: 0,
+            },
+            link,
+        ))
+    }
+
+    /// Connects an observer to the service, as [`connect`](Self::connect) does a process.
+    ///
+    /// # Errors
+    ///
+    /// If the system gives no thread.
+    pub fn observe(&self) -> io::Result<Observer> {
+        let (link, _) = self.open()?;
+        Ok(Observer { link, local: HERE })
+    }
+
+    fn open(&self) -> io::Result<(Arc<Connection>, LocalLink)> {
+        let (sender, replies) = mpsc::channel();
+        let link = self.hub.open(sender);
+        let connection = Arc::new(Connection {
+            server: "simulation".to_owned(),
+            wire: Wire::Local(Line::new(self.hub.clone(), link)),
+            state: Mutex::new(State::new(self.hub.peer_timeout)),
+            changed: Condvar::new(),
+        });
+        let listener = connection.clone();
+        let builder = thread::Builder::new().name("mpmd-rendezvous".to_owned());
+        builder.spawn(move || listener.listen_to(&replies))?;
+        Ok((connection, LocalLink(link)))
+    }
+
+    /// Stops the service: all connections end, and nobody can join any more.
+    pub fn stop(&self) {
+        self.hub.stop();
+    }
+
+    /// Waits for the end of the job, as [`Server::wait_end`](super::Server::wait_end) does.
+    pub fn wait_end(&self, time: Duration) -> Option<Result<(), RendezvousError>> {
+        self.hub.wait_end(time)
+    }
+
+    /// True once all processes have joined the job.
+    pub fn is_complete(&self) -> bool {
+        self.hub.is_complete()
+    }
+
+    /// Returns the failures that processes have reported, in order of arrival.
+    pub fn reports(&self) -> Vec<(ProcessId, Report)> {
+        self.hub.reports()
+    }
+
+    /// Ends a client's connection, as the system does if its process dies. Does nothing if it has
+    /// ended.
+    pub fn cut(&self, link: LocalLink) {
+        self.hub.closed(link.0, "its connection was closed");
+    }
+}
+
+impl Drop for LocalServer {
+    fn drop(&mut self) {
+        self.hub.stop();
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the simulated rendezvous service's thread panicked");
+        }
+    }
+}
+
+impl fmt::Debug for LocalServer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "LocalServer(of {} processes)", self.hub.processes)
+    }
+}

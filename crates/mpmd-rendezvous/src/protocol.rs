@@ -1,0 +1,585 @@
+//! The encoding of messages between a rendezvous server and its clients.
+
+use std::iter;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use super::{CommitStanding, Identity, Member, RendezvousError, Report};
+use mpmd_handshake::Protocol;
+use mpmd_proto::control;
+use mpmd_proto::wire::{MAX_CONTROL_BYTES, ProcessId};
+
+/// The version of the rendezvous protocol that this crate speaks. Server and clients must speak the
+/// same.
+pub const VERSION: u16 = 11;
+
+/// The longest value that can be shared under a key, in bytes.
+///
+/// A little less than a message, so that every value that was set also fits an answer.
+pub const MAX_VALUE_BYTES: usize = MAX_CONTROL_BYTES as usize - 4096;
+
+/// The longest key, and the longest name of a barrier, in bytes.
+pub(super) const MAX_KEY_BYTES: usize = 1024;
+
+const MAX_FRAME_BYTES: usize = MAX_CONTROL_BYTES as usize;
+
+/// The handshake that a connection begins with.
+pub(super) const HANDSHAKE: Protocol = Protocol {
+    magic: *b"MPMDMEET",
+    version: VERSION,
+    facts: [0, 4],
+};
+
+/// Encodes the interval of the server's pings, the fact of its handshake.
+pub(super) fn encode_ping(ping: Duration) -> [u8; 4] {
+    u32::try_from(ping.as_millis())
+        .unwrap_or(u32::MAX)
+        .max(1)
+        .to_le_bytes()
+}
+
+/// Decodes the interval of the server's pings. `None` if there are not 4 bytes.
+pub(super) fn decode_ping(facts: &[u8]) -> Option<Duration> {
+    let millis = u32::from_le_bytes(facts.try_into().ok()?);
+    Some(Duration::from_millis(millis.into()))
+}
+
+/// A client's message. `ask` is a number that the answer repeats.
+#[derive(Debug, Deserialize, Serialize)]
+pub(super) enum Request {
+    Join {
+        ask: u64,
+        process: ProcessId,
+        processes: u64,
+        /// The epoch of the job: 1, or the one after the epoch that has failed.
+        epoch: u64,
+        identity: Identity,
+        /// True if the client waits for the place of another process, should it find none of its
+        /// own.
+        waits: bool,
+        peer_timeout: Duration,
+        member: Box<Member>,
+    },
+    Set {
+        ask: u64,
+        key: String,
+        value: Vec<u8>,
+    },
+    Get {
+        ask: u64,
+        key: String,
+        peer_timeout: Duration,
+    },
+    Barrier {
+        ask: u64,
+        name: String,
+        peer_timeout: Duration,
+    },
+    Clock {
+        ask: u64,
+    },
+    Leave {
+        ask: u64,
+        how: Leaving,
+    },
+    Pong,
+    /// A commit of the client's epoch is whole on all its processes. Has no answer.
+    Whole,
+    Report {
+        ask: u64,
+        report: Report,
+    },
+    /// Asks for the status of every process. The client need not have joined.
+    Look {
+        ask: u64,
+        /// The client's words to the processes; empty if it only looks.
+        words: Vec<u8>,
+    },
+    /// The answer of a process to [`Reply::Look`].
+    Status {
+        look: u64,
+        status: ProcessStatus,
+    },
+}
+
+/// The way in which a process leaves an epoch.
+#[derive(Debug, Deserialize, Serialize)]
+pub(super) enum Leaving {
+    /// The job has ended well: all processes of the epoch have come to its end.
+    Ends,
+    /// It has failed, or the job goes on without it.
+    Leaves,
+    /// It will join the next epoch.
+    Returns,
+    /// It does not take the place that it has got, for this reason.
+    GivesBack(String),
+}
+
+/// The status of a process in its own words, or the reason why there is none.
+pub(super) type ProcessStatus = Result<Vec<u8>, String>;
+
+/// A server's message.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub(super) enum Reply {
+    Answer {
+        ask: u64,
+        result: Result<Answer, RendezvousError>,
+    },
+    Ping,
+    Down {
+        process: ProcessId,
+        why: String,
+    },
+    /// This client has a place in the epoch that gathers. Nobody else gets it as long as its
+    /// connection stands.
+    Place,
+    /// The next epoch of the job can have so many processes: more than this one if others wait for
+    /// a place. Said to process 0.
+    CouldHave {
+        processes: u32,
+    },
+    /// The server drops this client and closes the connection.
+    Dropped {
+        why: String,
+    },
+    /// The epoch for which this client waits cannot begin: these processes are alive, but still run
+    /// code of their own in the epoch before.
+    Busy {
+        epoch: u64,
+        processes: Vec<ProcessId>,
+        /// Time since the epoch began to gather.
+        waited: Duration,
+    },
+    /// Asks this process for its status. Its answer repeats the number `look`.
+    Look {
+        look: u64,
+        /// The words of [`Request::Look`].
+        words: Vec<u8>,
+    },
+    /// The status of one process, for the client's request [`Request::Look`]. One comes for each
+    /// process, and then [`Answer::Done`].
+    Status {
+        ask: u64,
+        process: ProcessId,
+        status: ProcessStatus,
+    },
+    /// The addresses of the processes that can go on with the service, in their order. Said to a
+    /// client that waits for a place.
+    Heirs {
+        /// The identity of the job's run.
+        run: u128,
+        addresses: Vec<String>,
+    },
+}
+
+/// The answer to a successful request.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub(super) enum Answer {
+    Done,
+    /// Members by process number. If `more` is true, further messages continue the list.
+    Members {
+        /// The number of the client's process.
+        process: ProcessId,
+        epoch: u64,
+        run: u128,
+        members: Arc<[Member]>,
+        standing: CommitStanding,
+        more: bool,
+    },
+    Value(Vec<u8>),
+    /// The server's clock, in nanoseconds since 1970.
+    Clock(i64),
+}
+
+/// Splits a reply into messages, lazily: all members of a large job do not fit one message.
+pub(super) fn parts(reply: Reply) -> Box<dyn Iterator<Item = Reply> + Send> {
+    let Reply::Answer {
+        ask,
+        result: Ok(answer),
+    } = reply
+    else {
+        return Box::new(iter::once(reply));
+    };
+    let Answer::Members {
+        process,
+        epoch,
+        run,
+        members,
+        standing,
+        more: false,
+    } = answer
+    else {
+        return Box::new(iter::once(Reply::Answer {
+            ask,
+            result: Ok(answer),
+        }));
+    };
+    let mut next = Some(0);
+    Box::new(iter::from_fn(move || {
+        let first = next?;
+        let mut bytes = 0;
+        let fits = members[first..].iter().take_while(|member| {
+            // `frame` refuses a single member that is too long.
+            bytes += control::encode(member).map_or(MAX_FRAME_BYTES, |encoded| encoded.len());
+            bytes <= MAX_VALUE_BYTES
+        });
+        let end = (first + fits.count().max(1)).min(members.len());
+        let more = end < members.len();
+        next = more.then_some(end);
+        let members = members[first..end].into();
+        let result = Ok(Answer::Members {
+            process,
+            epoch,
+            run,
+            members,
+            standing,
+            more,
+        });
+        Some(Reply::Answer { ask, result })
+    }))
+}
+
+/// Encodes a message as a frame: its length in 4 bytes, then the payload. Fails if the message is
+/// too long.
+pub(super) fn frame<T: Serialize>(message: &T) -> Result<Vec<u8>, RendezvousError> {
+    let too_long = |bytes| RendezvousError::TooLong {
+        what: "a rendezvous message".into(),
+        bytes,
+        limit: MAX_FRAME_BYTES,
+    };
+    let payload = control::encode(message).map_err(|_| too_long(MAX_FRAME_BYTES + 1))?;
+    let Some(length) = u32::try_from(payload.len())
+        .ok()
+        .filter(|&n| n as usize <= MAX_FRAME_BYTES)
+    else {
+        return Err(too_long(payload.len()));
+    };
+    let mut bytes = Vec::with_capacity(4 + payload.len());
+    bytes.extend_from_slice(&length.to_le_bytes());
+    bytes.extend_from_slice(&payload);
+    Ok(bytes)
+}
+
+/// A buffer that cuts a byte stream into messages, in any pieces that it arrives.
+#[derive(Default)]
+pub(super) struct Frames {
+    bytes: Vec<u8>,
+    taken: usize,
+}
+
+impl Frames {
+    pub(super) fn push(&mut self, bytes: &[u8]) {
+        self.bytes.drain(..self.taken);
+        self.taken = 0;
+        self.bytes.extend_from_slice(bytes);
+    }
+
+    /// Decodes the next whole message. Returns `Ok(None)` if more bytes are needed, and a
+    /// description of the fault if the bytes are invalid.
+    pub(super) fn next<T: DeserializeOwned>(&mut self) -> Result<Option<T>, String> {
+        let rest = &self.bytes[self.taken..];
+        let Some((length, rest)) = rest.split_first_chunk::<4>() else {
+            return Ok(None);
+        };
+        let length = u32::from_le_bytes(*length) as usize;
+        if length == 0 || length > MAX_FRAME_BYTES {
+            return Err(format!(
+                "a message announces {length} bytes; 1 to {MAX_FRAME_BYTES} are allowed"
+            ));
+        }
+        let Some(payload) = rest.get(..length) else {
+            return Ok(None);
+        };
+        let message = control::decode(payload).map_err(|e| e.to_string())?;
+        self.taken += 4 + length;
+        Ok(Some(message))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Fact, Heir, SizeRange};
+    use super::*;
+
+    #[test]
+    fn messages_are_decoded_from_any_chunks() {
+        let sent: Vec<Reply> = (0..5)
+            .map(|ask| Reply::Answer {
+                ask,
+                result: Ok(Answer::Value(vec![ask as u8; 100])),
+            })
+            .chain([Reply::Ping])
+            .collect();
+        let bytes: Vec<u8> = sent
+            .iter()
+            .flat_map(|reply| frame(reply).unwrap())
+            .collect();
+        for size in [1, 3, 50, 113, bytes.len()] {
+            let mut frames = Frames::default();
+            let mut found = Vec::new();
+            for chunk in bytes.chunks(size) {
+                frames.push(chunk);
+                while let Some(reply) = frames.next::<Reply>().unwrap() {
+                    found.push(reply);
+                }
+            }
+            assert_eq!(found, sent, "cut into {size}");
+        }
+    }
+
+    #[test]
+    fn long_member_list_is_split_into_messages() {
+        // A large cluster, with addresses of many devices.
+        let member = |process: u32| Member {
+            pid: process,
+            addresses: vec![("ucx".into(), "f".repeat(1500))],
+            ..Member::default()
+        };
+        for processes in [0, 1, 600, 4000] {
+            let members: Arc<[Member]> = (0..processes).map(member).collect();
+            let (process, epoch, run) = (ProcessId(1), 2, 1 << 99);
+            let all = members.clone();
+            let standing = CommitStanding {
+                whole: Some(1),
+                leavers: 2,
+            };
+            let answer = Answer::Members {
+                process,
+                epoch,
+                run,
+                members: all,
+                standing,
+                more: false,
+            };
+            let mut heard = Vec::new();
+            let mut last = false;
+            for part in parts(Reply::Answer {
+                ask: 3,
+                result: Ok(answer),
+            }) {
+                assert!(!last, "nothing follows the last part");
+                assert!(frame(&part).is_ok());
+                let Reply::Answer {
+                    ask: 3,
+                    result:
+                        Ok(Answer::Members {
+                            process: ProcessId(1),
+                            epoch: 2,
+                            run: told,
+                            members,
+                            standing:
+                                CommitStanding {
+                                    whole: Some(1),
+                                    leavers: 2,
+                                },
+                            more,
+                        }),
+                } = part
+                else {
+                    panic!("{part:?}");
+                };
+                assert_eq!(told, run);
+                assert!(!members.is_empty() || processes == 0);
+                heard.extend_from_slice(&members);
+                last = !more;
+            }
+            assert!(last && *heard == *members, "{processes} processes");
+        }
+        assert_eq!(parts(Reply::Ping).collect::<Vec<_>>(), [Reply::Ping]);
+    }
+
+    /// Decodes `bytes`, in pieces of `size` bytes, up to the first invalid message. Returns the
+    /// messages and the fault, if any.
+    fn heard<T: DeserializeOwned>(bytes: &[u8], size: usize) -> (Vec<T>, Option<String>) {
+        let (mut frames, mut heard) = (Frames::default(), Vec::new());
+        for piece in bytes.chunks(size) {
+            frames.push(piece);
+            loop {
+                match frames.next() {
+                    Ok(Some(message)) => heard.push(message),
+                    Ok(None) => break,
+                    Err(why) => return (heard, Some(why)),
+                }
+            }
+        }
+        (heard, None)
+    }
+
+    #[test]
+    fn fuzz_rendezvous_frames() {
+        let (peer_timeout, process) = (Duration::from_secs(9), ProcessId(1));
+        let member = Member {
+            host: "left".into(),
+            pid: 7,
+            devices: 2,
+            addresses: vec![
+                ("tcp".into(), "10.0.0.1:77".into()),
+                ("shm".into(), "shm/1".into()),
+            ],
+            program: "p".into(),
+            facts: Box::new([Fact::new("--seed", "1")]),
+            trouble: Some("none".into()),
+            sizes: SizeRange::of([1, 2, 4]),
+            is_added: true,
+            leaves: true,
+            heir: Some(Heir {
+                address: "10.0.0.1:78".into(),
+                mark: 1 << 80,
+                since: 2,
+            }),
+        };
+        let (epoch, waits, processes) = (1, true, 2);
+        let joining = member.clone();
+        let join = Request::Join {
+            ask: 1,
+            process,
+            processes,
+            epoch,
+            identity: Identity {
+                key: 3 << 90,
+                run: Some(1 << 100),
+            },
+            waits,
+            peer_timeout,
+            member: Box::new(joining),
+        };
+        let requests = [
+            join,
+            Request::Set {
+                ask: 2,
+                key: "k".into(),
+                value: vec![7; 20],
+            },
+            Request::Get {
+                ask: 300,
+                key: "k".into(),
+                peer_timeout,
+            },
+            Request::Barrier {
+                ask: 4,
+                name: "b".into(),
+                peer_timeout,
+            },
+            Request::Clock { ask: 70_000 },
+            Request::Leave {
+                ask: 6,
+                how: Leaving::Returns,
+            },
+            Request::Pong,
+            Request::Whole,
+            Request::Look {
+                ask: 7,
+                words: vec![5; 9],
+            },
+            Request::Status {
+                look: 8,
+                status: Ok(vec![3; 25]),
+            },
+            Request::Status {
+                look: 9,
+                status: Err("it starts".into()),
+            },
+        ];
+        let (name, why) = ("b".to_owned(), "it has gone".to_owned());
+        let missing = RendezvousError::Barrier {
+            name,
+            missing: vec![process],
+            processes: 2,
+            peer_timeout,
+        };
+        let answer = |result| Reply::Answer {
+            ask: 1 << 40,
+            result,
+        };
+        let replies = [
+            answer(Ok(Answer::Done)),
+            answer(Ok(Answer::Members {
+                process,
+                epoch: 3,
+                run: 5,
+                members: vec![member; 2].into(),
+                standing: CommitStanding {
+                    whole: Some(2),
+                    leavers: 1,
+                },
+                more: true,
+            })),
+            answer(Ok(Answer::Value(vec![1; 30]))),
+            answer(Ok(Answer::Clock(-1))),
+            answer(Err(missing)),
+            Reply::Ping,
+            Reply::Down {
+                process,
+                why: why.clone(),
+            },
+            Reply::Place,
+            Reply::CouldHave { processes: 3 },
+            Reply::Busy {
+                epoch: 2,
+                processes: vec![process; 3],
+                waited: peer_timeout,
+            },
+            Reply::Look {
+                look: 8,
+                words: vec![5; 9],
+            },
+            Reply::Status {
+                ask: 7,
+                process,
+                status: Ok(vec![3; 25]),
+            },
+            Reply::Status {
+                ask: 7,
+                process,
+                status: Err(why.clone()),
+            },
+            Reply::Dropped { why },
+            Reply::Heirs {
+                run: 5,
+                addresses: vec!["10.0.0.1:78".into(); 2],
+            },
+        ];
+        let mut samples: Vec<Vec<u8>> = requests
+            .iter()
+            .map(|request| frame(request).unwrap())
+            .collect();
+        samples.extend(replies.iter().map(|reply| frame(reply).unwrap()));
+        samples.extend([samples[..7].concat(), samples[7..].concat()]);
+        mpmd_fuzz::bytes("rendezvous-frames", &samples, |bytes| {
+            let (requests, why) = heard::<Request>(bytes, usize::MAX);
+            let (cut, cut_why) = heard::<Request>(bytes, 7);
+            assert_eq!((requests.len(), why), (cut.len(), cut_why));
+            let (replies, why) = heard::<Reply>(bytes, usize::MAX);
+            assert_eq!(heard(bytes, 7), (replies.clone(), why));
+            for reply in replies {
+                let said: Vec<u8> = parts(reply.clone())
+                    .flat_map(|part| frame(&part).unwrap())
+                    .collect();
+                assert_eq!(heard(&said, usize::MAX), (vec![reply], None));
+            }
+        });
+    }
+
+    #[test]
+    fn too_long_and_invalid_messages_are_refused() {
+        let mut frames = Frames::default();
+        frames.push(&(MAX_FRAME_BYTES as u32 + 1).to_le_bytes());
+        assert!(frames.next::<Reply>().unwrap_err().contains("announces"));
+        let mut frames = Frames::default();
+        frames.push(&[3, 0, 0, 0, 200, 200, 200]);
+        assert!(frames.next::<Reply>().is_err());
+        let long = Reply::Answer {
+            ask: 1,
+            result: Ok(Answer::Value(vec![0; MAX_FRAME_BYTES])),
+        };
+        assert!(matches!(frame(&long), Err(RendezvousError::TooLong { .. })));
+        let most = Reply::Answer {
+            ask: u64::MAX,
+            result: Ok(Answer::Value(vec![0; MAX_VALUE_BYTES])),
+        };
+        assert!(frame(&most).is_ok());
+    }
+}

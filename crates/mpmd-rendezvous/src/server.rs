@@ -1,0 +1,631 @@
+//! The rendezvous service: runs a [`Job`] over sockets, on a thread of its own.
+
+use std::collections::HashMap;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+use rustix::io::Errno;
+use rustix::net::sockopt::set_ipv6_v6only;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::tcp::OwnedReadHalf;
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::runtime;
+use tokio::sync::{Notify, mpsc, oneshot};
+use tokio::task::JoinSet;
+use tokio::time::{sleep_until, timeout};
+
+use super::clock::clock;
+use super::config::random;
+use super::job::{Action, Job, Phase, ping_interval};
+use super::protocol::{self, Answer, Frames, HANDSHAKE, Reply, Request, encode_ping};
+use super::succession::Deputy;
+use super::{Part, RendezvousError, Report, Succession, Token};
+use mpmd_base::deadline::after;
+use mpmd_handshake::Handshake;
+use mpmd_handshake::strangers::{Link, Strangers};
+use mpmd_handshake::stream::shake_hands;
+use mpmd_handshake::token::random_bytes;
+use mpmd_proto::wire::ProcessId;
+
+/// The service where the processes of one job meet. Dropping a `Server` stops the service.
+///
+/// Runs in the background on one thread. Processes are its clients, see
+/// [`Rendezvous`](super::Rendezvous); the process that owns the server is no exception.
+#[derive(Debug)]
+pub struct Server {
+    address: SocketAddr,
+    stage: Arc<Stage>,
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Configuration of a [`Server`].
+#[derive(Clone, Debug)]
+pub struct ServerConfig {
+    /// Number of processes in the job.
+    pub processes: usize,
+    /// The job's secret.
+    pub token: Token,
+    /// The peer timeout: the time for all processes to join, counted from [`Server::bind`], and the
+    /// longest silence of a process.
+    pub peer_timeout: Duration,
+}
+
+impl Server {
+    /// Starts the service at `address`, on a thread of its own. Port 0 takes a free port, see
+    /// [`address`](Self::address). At `[::]` it is reached by IPv6 and IPv4, on a host without IPv6
+    /// by IPv4 alone.
+    ///
+    /// # Errors
+    ///
+    /// [`RendezvousError::Bind`] if the address is taken or is not an address of this host.
+    /// [`RendezvousError::Environment`] if the thread cannot be started, or if the system gives no
+    /// random numbers.
+    pub fn bind(address: SocketAddr, config: ServerConfig) -> Result<Self, RendezvousError> {
+        let ServerConfig {
+            processes,
+            peer_timeout,
+            ..
+        } = config;
+        let job = Job::new(processes, peer_timeout, random()?, Instant::now());
+        Self::start(address, config, job, || bind(address))
+    }
+
+    /// Goes on with the service of a job whose process is gone, where `deputy` listens. All
+    /// processes of the epoch of `succession` join the next one here, except for those that are
+    /// gone. The one that ran the service comes too if `host_lives`. `config` is that of the job's
+    /// start. Probes for two seconds at most which are gone.
+    pub(super) fn resume(
+        deputy: Deputy,
+        (succession, host_lives): (&Succession, bool),
+        config: ServerConfig,
+    ) -> Result<Self, RendezvousError> {
+        let past = succession
+            .past
+            .as_ref()
+            .ok_or_else(|| RendezvousError::OutOfTurn {
+                what: "going on with the rendezvous service".into(),
+                when: "for a process that had a place".into(),
+            })?;
+        let lives = deputy.lives(past, host_lives);
+        let Deputy { listener, address } = deputy;
+        tracing::info!(%address, past.epoch, ?lives, "goes on with the rendezvous service");
+        let (processes, peer_timeout, now) =
+            (config.processes, config.peer_timeout, Instant::now());
+        let job = Job::resumed(processes, peer_timeout, (past, &lives), now);
+        Self::start(address, config, job, || {
+            listener.set_nonblocking(true)?;
+            TcpListener::from_std(listener)
+        })
+    }
+
+    fn start(
+        address: SocketAddr,
+        config: ServerConfig,
+        job: Job,
+        listen: impl FnOnce() -> std::io::Result<TcpListener>,
+    ) -> Result<Self, RendezvousError> {
+        let failed = |e: std::io::Error| RendezvousError::Bind {
+            address: address.to_string(),
+            why: e.to_string(),
+        };
+        let environment = |doing: &str, e: std::io::Error| RendezvousError::Environment {
+            doing: doing.into(),
+            why: e.to_string(),
+        };
+        let runtime = runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(|e| environment("starting the rendezvous service", e))?;
+        let listener = runtime.block_on(async { listen() }).map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        let stage = Arc::new(Stage::default());
+        let (stop, stopped) = oneshot::channel();
+        let hub = Hub::new(config, job, stage.clone());
+        let thread = std::thread::Builder::new()
+            .name("mpmd-rendezvous-server".into())
+            .spawn(move || runtime.block_on(hub.run(listener, stopped)))
+            .map_err(|e| environment("starting the rendezvous service's thread", e))?;
+        Ok(Self {
+            address,
+            stage,
+            stop: Some(stop),
+            thread: Some(thread),
+        })
+    }
+
+    /// The address at which the service listens, with its actual port.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Blocks until all processes have joined, at most `peer_timeout`.
+    ///
+    /// # Errors
+    ///
+    /// [`Missing`](RendezvousError::Missing) or [`Program`](RendezvousError::Program) if the job
+    /// can never be complete; the processes get the same error.
+    /// [`OutOfTurn`](RendezvousError::OutOfTurn) if `peer_timeout` ended first.
+    pub fn wait_complete(&self, peer_timeout: Duration) -> Result<(), RendezvousError> {
+        let until = after(Instant::now(), peer_timeout);
+        let mut state = self.stage.state.lock();
+        loop {
+            if let Some(error) = &state.failed {
+                return Err(error.clone());
+            }
+            if state.complete {
+                return Ok(());
+            }
+            if self.stage.changed.wait_until(&mut state, until).timed_out() && !state.complete {
+                return Err(state.failed.clone().unwrap_or(RendezvousError::OutOfTurn {
+                    what: "going on".into(),
+                    when: "when all processes have joined".into(),
+                }));
+            }
+        }
+    }
+
+    /// True once all processes have joined the job.
+    pub fn is_complete(&self) -> bool {
+        self.stage.state.lock().complete
+    }
+
+    /// Returns the reason why the job can never be complete, if that is already certain.
+    pub fn failure(&self) -> Option<RendezvousError> {
+        self.stage.state.lock().failed.clone()
+    }
+
+    /// Returns the failures that processes have [reported](super::Rendezvous::report), as (process,
+    /// report), in order of arrival.
+    pub fn reports(&self) -> Vec<(ProcessId, Report)> {
+        self.stage.state.lock().reports.clone()
+    }
+
+    /// Returns the number of places of a job that need a new process: places of processes that are
+    /// gone, less the number of waiting spares.
+    pub fn wanted(&self) -> usize {
+        self.stage.state.lock().wanted
+    }
+
+    /// Returns the number of places of the job: those of its newest epoch.
+    pub fn places(&self) -> usize {
+        self.stage.state.lock().places
+    }
+
+    /// True if the job's program goes on with fewer processes after a loss.
+    pub fn may_shrink(&self) -> bool {
+        self.stage.state.lock().may_shrink
+    }
+
+    /// Says if the owner may still start processes for places of processes that are gone. While it
+    /// may, such a place is kept free for the peer timeout. False at first.
+    pub fn may_start(&self, yes: bool) {
+        if self.stage.owner_starts.swap(yes, Ordering::Relaxed) != yes {
+            self.stage.wakes.notify_one();
+        }
+    }
+
+    /// True if all processes of an epoch have ended or left, and none of them returns.
+    pub fn is_over(&self) -> bool {
+        self.stage.state.lock().is_over
+    }
+
+    /// Returns the part of each process of the job and of each spare, with the process number with
+    /// which it joined first. Processes that have gone are among them if they had a place in an
+    /// epoch that has begun.
+    pub fn parts(&self) -> Vec<(ProcessId, Part)> {
+        self.stage.state.lock().parts.clone()
+    }
+
+    /// Returns the reason why the process that joined first with this number had no place after it
+    /// had waited for one, if it was refused.
+    pub fn refusal(&self, number: ProcessId) -> Option<String> {
+        let state = self.stage.state.lock();
+        let mut refused = state.refused.iter().rev();
+        refused
+            .find(|(process, _)| *process == number)
+            .map(|(_, why)| why.clone())
+    }
+
+    /// Blocks until the job is over: it was complete, and no process is left in it. At most for
+    /// `time`, after which the result is `None`. A job of which no process has joined yet is not
+    /// over.
+    ///
+    /// # Errors
+    ///
+    /// The reason why the job can never be complete.
+    pub fn wait_end(&self, time: Duration) -> Option<Result<(), RendezvousError>> {
+        let until = after(Instant::now(), time);
+        let mut state = self.stage.state.lock();
+        loop {
+            if let Some(error) = &state.failed {
+                return Some(Err(error.clone()));
+            }
+            if state.complete && state.present == 0 {
+                return Some(Ok(()));
+            }
+            if self.stage.changed.wait_until(&mut state, until).timed_out() {
+                return None;
+            }
+        }
+    }
+
+    /// Blocks until no process is left in the job, at most `peer_timeout`. Returns true if none is
+    /// left, also if none has joined yet.
+    ///
+    /// For the process that owns the server and wants to end while others still need the server.
+    pub fn wait_empty(&self, peer_timeout: Duration) -> bool {
+        let until = after(Instant::now(), peer_timeout);
+        let mut state = self.stage.state.lock();
+        while state.present > 0 {
+            if self.stage.changed.wait_until(&mut state, until).timed_out() {
+                break;
+            }
+        }
+        state.present == 0
+    }
+}
+
+/// Listens at `address`, which may be in use by connections of an earlier job.
+fn bind(address: SocketAddr) -> std::io::Result<TcpListener> {
+    let bound = |socket: TcpSocket, address| {
+        socket.set_reuseaddr(true)?;
+        socket.bind(address)?;
+        socket.listen(BACKLOG)
+    };
+    if address.is_ipv4() {
+        return bound(TcpSocket::new_v4()?, address);
+    }
+    let both = || {
+        let socket = TcpSocket::new_v6()?;
+        if address.ip().is_unspecified() {
+            set_ipv6_v6only(&socket, false)?;
+        }
+        bound(socket, address)
+    };
+    let without_ipv6 = |error: &std::io::Error| {
+        let of_ipv6 = [Errno::AFNOSUPPORT, Errno::ADDRNOTAVAIL].map(Errno::raw_os_error);
+        error
+            .raw_os_error()
+            .is_some_and(|error| of_ipv6.contains(&error))
+    };
+    match both() {
+        Err(error) if address.ip().is_unspecified() && without_ipv6(&error) => {
+            let address = SocketAddr::from((Ipv4Addr::UNSPECIFIED, address.port()));
+            bound(TcpSocket::new_v4()?, address)
+        }
+        done => done,
+    }
+}
+
+impl Drop for Server {
+    /// Sends the replies that are still queued, then closes. Blocks for about a second at most.
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the rendezvous service's thread panicked");
+        }
+    }
+}
+
+/// The job's state as the server's owner sees it.
+#[derive(Debug, Default)]
+struct Stage {
+    state: Mutex<StageState>,
+    changed: Condvar,
+    owner_starts: AtomicBool,
+    /// Wakes the service's thread after a change of `owner_starts`.
+    wakes: Notify,
+}
+
+#[derive(Debug, Default)]
+struct StageState {
+    complete: bool,
+    failed: Option<RendezvousError>,
+    present: usize,
+    wanted: usize,
+    places: usize,
+    may_shrink: bool,
+    is_over: bool,
+    parts: Vec<(ProcessId, Part)>,
+    reports: Vec<(ProcessId, Report)>,
+    refused: Vec<(ProcessId, String)>,
+}
+
+/// An event of a connection, sent to the hub.
+enum Event {
+    Opened(Link, mpsc::UnboundedSender<Reply>),
+    Said(Link, Box<Request>),
+    Closed(Link, String),
+}
+
+/// Time limit for the handshake with a client, counted from its connection.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Limit on the connections that wait to be accepted, if the system allows as many.
+const BACKLOG: u32 = 4096;
+
+/// Time limit for sending the last replies when the server stops.
+const FAREWELL: Duration = Duration::from_secs(1);
+
+struct Hub {
+    config: ServerConfig,
+    stage: Arc<Stage>,
+    job: Job,
+    says: HashMap<Link, mpsc::UnboundedSender<Reply>>,
+    tasks: JoinSet<()>,
+}
+
+impl Hub {
+    fn new(config: ServerConfig, job: Job, stage: Arc<Stage>) -> Self {
+        Self {
+            config,
+            stage,
+            job,
+            says: HashMap::new(),
+            tasks: JoinSet::new(),
+        }
+    }
+
+    async fn run(mut self, listener: TcpListener, mut stopped: oneshot::Receiver<()>) {
+        // Bounded: a client that sends much waits instead of filling memory.
+        let (events, mut happened) = mpsc::channel(256);
+        // True after an error of accepting, which is logged once.
+        let mut is_full = false;
+        let strangers = Arc::new(Strangers::new(64 + 2 * self.config.processes));
+        let mut next_link: Link = 0;
+        loop {
+            self.job
+                .owner_starts(self.stage.owner_starts.load(Ordering::Relaxed));
+            let due = self.job.tick(Instant::now());
+            self.act();
+            tokio::select! {
+                _ = &mut stopped => break,
+                () = self.stage.wakes.notified() => {}
+                Some(event) = happened.recv() => self.handle(event),
+                accepted = listener.accept() => match accepted {
+                    Ok((stream, _)) => {
+                        is_full = false;
+                        next_link += 1;
+                        let link = next_link;
+                        let ping = ping_interval(self.config.peer_timeout);
+                        let token = self.config.token.clone();
+                        let greeted = strangers.clone();
+                        let events = events.clone();
+                        let task = self.tasks.spawn(async move {
+                            let met = greet(stream, &token, ping, link, &greeted).await;
+                            if let Some(stream) = met {
+                                serve(stream, link, &events).await;
+                            }
+                        });
+                        strangers.add(link, task);
+                    }
+                    Err(error) => {
+                        // Most likely out of file descriptors; some may be closed soon.
+                        if !std::mem::replace(&mut is_full, true) {
+                            tracing::warn!("the rendezvous service cannot accept: {error}");
+                        }
+                        tokio::time::sleep(Duration::from_millis(50)).await;
+                    }
+                },
+                Some(_) = self.tasks.join_next() => {}
+                () = sleep_until(due.into()) => {}
+            }
+        }
+        strangers.clear();
+        drop(listener);
+        // Without its sender a connection sends its queued replies and ends.
+        self.says.clear();
+        drop(happened);
+        let farewell = async { while self.tasks.join_next().await.is_some() {} };
+        let _ = timeout(FAREWELL, farewell).await;
+        let mut state = self.stage.state.lock();
+        state.failed.get_or_insert(RendezvousError::Stopped);
+        state.present = 0;
+        self.stage.changed.notify_all();
+    }
+
+    fn handle(&mut self, event: Event) {
+        match event {
+            Event::Opened(link, says) => {
+                self.says.insert(link, says);
+                self.job.opened(link, Instant::now());
+            }
+            Event::Said(link, request) => self.job.said(link, *request, Instant::now()),
+            Event::Closed(link, why) => {
+                self.says.remove(&link);
+                self.job.closed(link, &why);
+            }
+        }
+    }
+
+    fn act(&mut self) {
+        for action in self.job.actions() {
+            match action {
+                Action::Say(link, reply) => {
+                    if let Some(says) = self.says.get(&link) {
+                        // A connection that has just ended reports that itself.
+                        let _ = says.send(reply);
+                    }
+                }
+                Action::Close(link) => {
+                    self.says.remove(&link);
+                }
+            }
+        }
+        let epochs = self.job.epochs();
+        let complete = epochs.has_begun();
+        let failed = match epochs.phase() {
+            Phase::Gathering | Phase::Running => None,
+            Phase::Failed(error) => Some(error),
+        };
+        let (present, wanted) = (epochs.present(), epochs.wanted());
+        let (places, is_over, parts) = (epochs.places(), epochs.is_over(), epochs.parts());
+        // Known as soon as the job is complete, and from then on.
+        let may_shrink = complete && epochs.may_shrink();
+        let mut state = self.stage.state.lock();
+        let reports = epochs.reports();
+        let known = (
+            state.complete,
+            state.failed.as_ref(),
+            state.reports.len(),
+            &state.parts,
+        );
+        if known != (complete, failed, reports.len(), &parts)
+            || (state.present, state.wanted, state.is_over) != (present, wanted, is_over)
+            || (state.places, state.refused.len()) != (places, epochs.refused().len())
+        {
+            *state = StageState {
+                complete,
+                failed: failed.cloned(),
+                present,
+                wanted,
+                places,
+                may_shrink: state.may_shrink || may_shrink,
+                is_over,
+                parts,
+                refused: epochs.refused().to_vec(),
+                reports: reports.to_vec(),
+            };
+            self.stage.changed.notify_all();
+        }
+    }
+}
+
+/// Runs the handshake with a client. Returns the connection if the client knows the token. Until
+/// then, or until its connection is closed, the client counts as a stranger.
+async fn greet(
+    mut stream: TcpStream,
+    token: &Token,
+    ping: Duration,
+    link: Link,
+    strangers: &Strangers,
+) -> Option<TcpStream> {
+    let meet = async {
+        stream.set_nodelay(true)?;
+        let (token, nonce) = (token.clone(), random_bytes()?);
+        let mut handshake = Handshake::answer(HANDSHAKE, token, nonce, &encode_ping(ping));
+        shake_hands(&mut stream, &mut handshake).await
+    };
+    let met = timeout(HANDSHAKE_TIMEOUT, meet).await;
+    let stays = strangers.remove(link);
+    (stays && matches!(met, Ok(Ok(Ok(()))))).then_some(stream)
+}
+
+/// Carries messages between a client and the hub (the server's main task) until either ends the
+/// connection.
+async fn serve(stream: TcpStream, link: Link, events: &mpsc::Sender<Event>) {
+    let (says, mut to_say) = mpsc::unbounded_channel();
+    // Clock requests are answered here. The sender is weak, so that the hub alone decides how long
+    // the connection lasts.
+    let clock_says = says.downgrade();
+    if events.send(Event::Opened(link, says)).await.is_err() {
+        return;
+    }
+    let (mut read, mut write) = stream.into_split();
+    let speak = async {
+        while let Some(reply) = to_say.recv().await {
+            for part in protocol::parts(reply) {
+                let frame = match protocol::frame(&part) {
+                    Ok(frame) => frame,
+                    Err(error) => return error.to_string(),
+                };
+                if let Err(error) = write.write_all(&frame).await {
+                    return error.to_string();
+                }
+            }
+        }
+        let _ = write.shutdown().await;
+        "the rendezvous service closed the connection".to_owned()
+    };
+    let listen = listen(&mut read, link, events, &clock_says);
+    let (speak, listen) = (pin!(speak), pin!(listen));
+    let why = tokio::select! {
+        why = speak => why,
+        why = listen => why,
+    };
+    let _ = events.send(Event::Closed(link, why)).await;
+}
+
+/// Reads a client's requests until its connection ends. Returns the reason for the end.
+async fn listen(
+    read: &mut OwnedReadHalf,
+    link: Link,
+    events: &mpsc::Sender<Event>,
+    clock_says: &mpsc::WeakUnboundedSender<Reply>,
+) -> String {
+    let mut frames = Frames::default();
+    let mut bytes = vec![0; 16 * 1024];
+    loop {
+        match read.read(&mut bytes).await {
+            Ok(0) => return "its connection was closed".into(),
+            Ok(n) => frames.push(&bytes[..n]),
+            Err(error) => return format!("its connection ended: {error}"),
+        }
+        loop {
+            match frames.next::<Request>() {
+                Ok(Some(request)) => {
+                    if let Request::Clock { ask } = request
+                        && let Some(says) = clock_says.upgrade()
+                    {
+                        let _ = says.send(Reply::Answer {
+                            ask,
+                            result: Ok(Answer::Clock(clock())),
+                        });
+                    }
+                    if events
+                        .send(Event::Said(link, Box::new(request)))
+                        .await
+                        .is_err()
+                    {
+                        return "the rendezvous service has ended".into();
+                    }
+                }
+                Ok(None) => break,
+                Err(why) => return format!("it said something senseless: {why}"),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn other_version_stays_a_stranger_until_closed() {
+        let runtime = runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
+        runtime.block_on(async {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let mut client = TcpStream::connect(listener.local_addr().unwrap())
+                .await
+                .unwrap();
+            let (stream, _) = listener.accept().await.unwrap();
+            let strangers = Arc::new(Strangers::new(1));
+            let (greeted, token) = (strangers.clone(), Token::new([42; 32]));
+            let task = tokio::spawn(async move {
+                greet(stream, &token, Duration::from_secs(1), 7, &greeted).await
+            });
+            strangers.add(7, task.abort_handle());
+            let mut head = b"MPMDMEET".to_vec();
+            head.extend((HANDSHAKE.version + 1).to_le_bytes());
+            client.write_all(&head).await.unwrap();
+            // Reads to the end of the server's output. The server then waits for the client to
+            // close.
+            client.read_to_end(&mut Vec::new()).await.unwrap();
+            assert!(strangers.remove(7), "it is still counted");
+            drop(client);
+            assert!(task.await.unwrap().is_none());
+        });
+    }
+}
