@@ -9,7 +9,7 @@ use std::ops::Range;
 use mpmd::candle::nn::{self, Activation, Embedding, Init, LayerNorm, Linear, Mask, Module};
 use mpmd::candle::{Cx, Result, Tensor, VarBuilder};
 
-use mpmd_job::at_least;
+use mpmd::job::at_least;
 
 /// The axis of a stage's mesh that divides the sequences of a microbatch.
 pub const DATA_AXIS: &str = "data";

@@ -122,6 +122,9 @@ pub use mpmd_memory::SharedBuffer;
 pub use mpmd_train as train;
 pub use mpmd_transport::TransportError;
 
+#[cfg(feature = "job")]
+pub mod job;
+
 pub mod prelude {
     //! Names that nearly every program uses: `use mpmd::prelude::*;`.
 

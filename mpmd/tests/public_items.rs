@@ -10,15 +10,18 @@ use quote::ToTokens;
 use syn::{Attribute, Generics, ImplItem, Item, TraitItem, UseTree, Visibility};
 
 /// The crates whose items `mpmd` re-exports.
-const CRATES: [&str; 11] = [
+const CRATES: [&str; 14] = [
     "base",
     "candle",
     "core",
     "device",
+    "handshake",
     "launch",
     "layout",
+    "memory",
     "proto",
     "record",
+    "rendezvous",
     "schedule",
     "train",
     "transport",

@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use anyhow::{Context as _, anyhow, ensure};
+use mpmd::job::at_least;
 use mpmd_base::parse_bytes;
-use mpmd_job::at_least;
 use mpmd_models::{Division, DivisionError, Held, InvalidSetting, Stages};
 
 /// Arguments that divide a model over stages and devices.

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::anyhow;
+use mpmd::job::at_least;
 use mpmd_base::parse_bytes;
-use mpmd_job::at_least;
 use mpmd_serve::{FrontError, FrontSettings, Limits};
 
 /// Arguments of the front.

@@ -8,9 +8,9 @@ use std::process::ExitCode;
 
 use anyhow::ensure;
 use clap::builder::NonEmptyStringValueParser;
+use mpmd::job::{JobArgs, at_least, not_negative, printable, say};
 use mpmd::topology::Mesh;
 use mpmd::{Error, ProcessId, Program, Result};
-use mpmd_job::{JobArgs, at_least, not_negative, printable, say};
 use mpmd_models::{
     Folder, Held, Message, Room, Sampling, Stages, Templates, Text, check_rows, encode_prompt,
     spread, tokenizer,
@@ -241,7 +241,7 @@ fn run(
         sampling,
         ends,
     };
-    mpmd_job::run(&compared(job, folder, &[]), cut.stages(), devices, |p| {
+    mpmd::job::run(&compared(job, folder, &[]), cut.stages(), devices, |p| {
         generation.run(p, &meshes)
     })
 }

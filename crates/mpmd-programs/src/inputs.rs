@@ -5,11 +5,11 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
+use mpmd::job::JobArgs;
 use mpmd::launch::JobEnv;
 use mpmd::train::data::hash_files;
 use mpmd::train::tensors::file_note;
 use mpmd::{Error, Fact, Result};
-use mpmd_job::JobArgs;
 use mpmd_models::{CHANGED, Folder, tokenizer};
 
 /// Returns the arguments of a job whose processes compare a folder and files.

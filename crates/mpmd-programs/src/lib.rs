@@ -19,7 +19,7 @@ mod weights;
 
 use std::process::ExitCode;
 
-use mpmd_job::say;
+use mpmd::job::say;
 
 /// Returns the exit code of a program, and prints its error to stderr.
 pub fn exit_code(result: anyhow::Result<ExitCode>) -> ExitCode {

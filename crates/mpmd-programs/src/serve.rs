@@ -8,12 +8,12 @@ use std::time::Duration;
 use anyhow::ensure;
 use clap::{Args as _, Command};
 use mpmd::candle::nn::BLOCK;
+use mpmd::job::{Elastic, JobArgs, JobPart, at_least, say};
 use mpmd::topology::Mesh;
 use mpmd::train::stop::wait_for_process_0;
 use mpmd::weights::Subscribing;
 use mpmd::{DeviceId, Error, ProcessId, Program};
 use mpmd_base::{bytes_text, parse_bytes};
-use mpmd_job::{Elastic, JobArgs, JobPart, at_least, say};
 use mpmd_models::{Folder, Held, Inference, MOST_TOKENS, Room, Stages};
 use mpmd_serve::{Engine, Front, FrontSettings, Model, Sizes, queue};
 
@@ -202,12 +202,12 @@ fn run(folder: &Folder, args: &Serve, settings: &FrontSettings) -> anyhow::Resul
         .input(move || of_folder.facts())
         .may_differ(of_front());
     let code = match options.elastic {
-        false => mpmd_job::run(job, devices.len(), devices, program),
+        false => mpmd::job::run(job, devices.len(), devices, program),
         true => {
             let processes = devices.len();
             let all_devices: usize = devices.iter().sum();
             let elastic = Elastic::default();
-            mpmd_job::run_recovering(job, processes, all_devices, elastic, |p, _| program(p))
+            mpmd::job::run_recovering(job, processes, all_devices, elastic, |p, _| program(p))
         }
     };
     if let Some((front, engine)) = own.into_inner().unwrap_or_else(PoisonError::into_inner) {

@@ -13,6 +13,7 @@ use std::process::ExitCode;
 use std::sync::{Mutex, PoisonError};
 
 use anyhow::ensure;
+use mpmd::job::{JobArgs, JobPart, at_least, say};
 use mpmd::launch::Token;
 use mpmd::pipeline::Schedule;
 use mpmd::topology::Mesh;
@@ -21,7 +22,6 @@ use mpmd::train::stop::wait_for_process_0;
 use mpmd::train::{AdamW, Rate, StepHandle, Trainer};
 use mpmd::weights::{Publication, Subscribing};
 use mpmd::{Error, ProcessId, Program};
-use mpmd_job::{JobArgs, JobPart, at_least, say};
 use mpmd_models::{Folder, Held, MOST_TOKENS, Room, Stages, Tokens, WeightPublisher, WeightType};
 use mpmd_serve::{Engine, Front, FrontSettings, Model, Serving, Sizes, Turn, queue};
 
@@ -101,7 +101,7 @@ pub fn train_and_serve(args: &TrainAndServe) -> anyhow::Result<ExitCode> {
         JobPart::Other => None,
     };
     let own = Mutex::new(own);
-    mpmd_job::run(&job, devices.len(), devices, |p| {
+    mpmd::job::run(&job, devices.len(), devices, |p| {
         let is_first = p.process() == ProcessId(0);
         let own = is_first.then(|| own.lock().unwrap_or_else(PoisonError::into_inner).take());
         program(p, args, &folder, &parts, own.flatten())

@@ -4,9 +4,9 @@ use std::net::{SocketAddr, ToSocketAddrs as _};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
+use mpmd::job::at_least;
 use mpmd::launch::{Token, read_secret};
 use mpmd::weights::{Publication, Subscribing};
-use mpmd_job::at_least;
 
 use crate::weight_type::WeightTypeArg;
 

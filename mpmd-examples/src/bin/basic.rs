@@ -11,7 +11,7 @@ use mpmd::prelude::*;
 #[command(name = "basic", version)]
 struct Args {
     #[command(flatten)]
-    job: mpmd_job::JobArgs,
+    job: mpmd::job::JobArgs,
     /// Rows of the arrays, a multiple of 4
     #[arg(long, default_value_t = 512)]
     rows: usize,
@@ -25,7 +25,7 @@ struct Args {
 
 fn main() -> anyhow::Result<ExitCode> {
     let args = Args::parse();
-    mpmd_job::run(&args.job, 2, 8, |p| program(p, &args))
+    mpmd::job::run(&args.job, 2, 8, |p| program(p, &args))
 }
 
 fn program(p: &mut Program, args: &Args) -> Result<()> {

@@ -7,10 +7,10 @@ use std::time::Instant;
 
 use clap::{Parser, ValueEnum};
 use mpmd::ProcessId;
+use mpmd::job::{JobArgs, Rejected, at_least};
 use mpmd::prelude::*;
 use mpmd::sharding::Sharding;
 use mpmd_examples::pipeline::{DEVICES, Job, LEARNING_RATE, Number, Settings, Start, check};
-use mpmd_job::{JobArgs, Rejected, at_least};
 
 /// Train a four-stage, tensor-parallel pipeline on 8 devices.
 #[derive(Parser)]
@@ -50,7 +50,7 @@ enum Dtype {
 fn main() -> anyhow::Result<ExitCode> {
     let args = Args::parse();
     args.job.only_on_cpus("pipeline")?;
-    mpmd_job::run(&args.job, 4, DEVICES, |p| match (args.check, args.dtype) {
+    mpmd::job::run(&args.job, 4, DEVICES, |p| match (args.check, args.dtype) {
         (true, _) => run_check(p, args.learning_rate),
         (false, Dtype::F32) => Ok(train::<f32>(p, &args)?),
         (false, Dtype::F64) => Ok(train::<f64>(p, &args)?),

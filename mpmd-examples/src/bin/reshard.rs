@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use clap::Parser;
 use mpmd::DeviceId;
 use mpmd::ProcessId;
+use mpmd::job::JobArgs;
 use mpmd::prelude::*;
 use mpmd::random::{Key, uniform_f32};
 use mpmd::reshard::{self, Summary};
@@ -14,7 +15,6 @@ use mpmd::sharding::Sharding;
 use mpmd::sharding::rules::{Registry, Strategy, infer_sharding};
 use mpmd::tree::PrefixTree;
 use mpmd_core::topology::LinkClass;
-use mpmd_job::JobArgs;
 
 /// Number of devices of the job.
 const DEVICES: usize = 8;
@@ -41,7 +41,7 @@ struct Layer<L> {
 
 fn main() -> anyhow::Result<ExitCode> {
     let args = Args::parse();
-    mpmd_job::run(&args.job, 4, DEVICES, |p| program(p, &args))
+    mpmd::job::run(&args.job, 4, DEVICES, |p| program(p, &args))
 }
 
 fn program(p: &mut Program, args: &Args) -> Result<()> {

@@ -22,6 +22,7 @@ use mpmd::aval::DType;
 use mpmd::candle::nn::loss::cross_entropy_sum;
 use mpmd::candle::{self, CandleStage, Cx, Tensor, Tensors, VarBuilder, stage};
 use mpmd::cuda::Math;
+use mpmd::job::{Elastic, JobArgs, at_least, not_negative, say};
 use mpmd::pipeline::{Loss, Microbatch, MicrobatchShapes, ParamSharding, Pipeline, Schedule};
 use mpmd::prelude::*;
 use mpmd::sharding::Sharding;
@@ -37,7 +38,6 @@ use mpmd_examples::layout::Layouts;
 use mpmd_examples::sample::{next_byte, printable};
 use mpmd_examples::training::{self, Figures};
 use mpmd_examples::transformer::{BYTES, DATA_AXIS, MODEL_AXIS, Part, Sizes};
-use mpmd_job::{Elastic, JobArgs, at_least, not_negative, say};
 
 /// Train a byte-level transformer on text, as a pipeline
 #[derive(Parser)]
@@ -220,7 +220,7 @@ fn main() -> anyhow::Result<ExitCode> {
         true => {
             let layouts = plan.layouts()?;
             // A process beyond the ranks has a device and no stage.
-            let layout: mpmd_job::Layout = Box::new(move |processes| {
+            let layout: mpmd::job::Layout = Box::new(move |processes| {
                 let devices = layouts.of(processes)?.ranks() * each;
                 Ok(devices.max(processes))
             });
@@ -228,11 +228,11 @@ fn main() -> anyhow::Result<ExitCode> {
                 layout: Some(layout),
                 drop_slow: args.drop_slow,
             };
-            mpmd_job::run_recovering(&job, processes, devices, elastic, |p, commits| {
+            mpmd::job::run_recovering(&job, processes, devices, elastic, |p, commits| {
                 program(p, Some(commits))
             })
         }
-        false => mpmd_job::run(&job, processes, devices, |p| program(p, None)),
+        false => mpmd::job::run(&job, processes, devices, |p| program(p, None)),
     }?;
     let ended = stopped.get().filter(|_| code == ExitCode::SUCCESS);
     Ok(ended.map_or(code, |code| ExitCode::from(*code)))

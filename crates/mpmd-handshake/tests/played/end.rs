@@ -1,5 +1,8 @@
 //! Either end of a handshake over a socket, written from the documentation of its bytes.
 
+// Each of the tests that include this plays some of the ends.
+#![allow(dead_code)]
+
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 

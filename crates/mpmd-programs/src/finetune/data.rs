@@ -2,9 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
+use mpmd::job::say;
 use mpmd::train::data::{Data, HELD_OUT_EVERY, Packed, Sequence, Text, Windows};
 use mpmd::{MpmdArray, ProcessId, Program, Result};
-use mpmd_job::say;
 use mpmd_models::{Folder, Tokens, read_examples, spread_examples};
 
 use super::train::TrainArgs;

@@ -8,7 +8,7 @@ mod train;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use mpmd_job::JobArgs;
+use mpmd::job::JobArgs;
 use mpmd_models::Folder;
 
 use crate::division::DivisionArgs;

@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use mpmd::job::{JobArgs, Rejected, at_least};
 use mpmd::train::data::Text;
 use mpmd::{Error, ProcessId};
-use mpmd_job::{JobArgs, Rejected, at_least};
 use mpmd_models::score::nats_per_token;
 use mpmd_models::{Folder, Held, Stages, Tokens};
 use serde::Serialize;
@@ -79,7 +79,7 @@ pub(crate) fn run(
     };
     let text = Files::new("--score", &[file.to_owned()]);
     let job = compared(job, folder, &[&text]);
-    mpmd_job::run(&job, stages, devices, |p| {
+    mpmd::job::run(&job, stages, devices, |p| {
         let tokens = Tokens::spread(p, read)?;
         let nats = nats_per_token(p, &model, &meshes, &tokens)?;
         // All processes end alike. The first device is of process 0.

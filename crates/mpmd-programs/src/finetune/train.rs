@@ -5,13 +5,13 @@ use std::process::ExitCode;
 use std::sync::OnceLock;
 
 use anyhow::{Context as _, ensure};
+use mpmd::job::{Elastic, JobArgs, at_least, not_negative, positive, say};
 use mpmd::pipeline::{Builtin, Schedule};
 use mpmd::train::stop::exit_code;
 use mpmd::train::tensors::check_folder;
 use mpmd::train::{Checkpoints, Run, Trainer};
 use mpmd::weights::Publication;
 use mpmd::{Commits, Error, MpmdArray, ProcessId, Program};
-use mpmd_job::{Elastic, JobArgs, at_least, not_negative, positive, say};
 use mpmd_models::{
     Folder, Lora, TrainerSettings, WeightPublisher, merged, save, save_adapter, trainer,
 };
@@ -198,7 +198,7 @@ pub(crate) fn run(
         stopped: OnceLock::new(),
     };
     let code = match args.elastic {
-        false => mpmd_job::run(job, devices.len(), devices, |p| training.run(p, None)),
+        false => mpmd::job::run(job, devices.len(), devices, |p| training.run(p, None)),
         true => {
             let elastic = Elastic {
                 layout: Some(training.layout()),
@@ -206,7 +206,7 @@ pub(crate) fn run(
             };
             let processes = devices.len();
             let all_devices: usize = devices.iter().sum();
-            mpmd_job::run_recovering(job, processes, all_devices, elastic, |p, commits| {
+            mpmd::job::run_recovering(job, processes, all_devices, elastic, |p, commits| {
                 training.run(p, Some(commits))
             })
         }
@@ -255,7 +255,7 @@ struct Training<'a> {
 
 impl Training<'_> {
     /// Returns the number of devices of a job that has lost or got processes.
-    fn layout(&self) -> mpmd_job::Layout {
+    fn layout(&self) -> mpmd::job::Layout {
         let source = self.source.clone();
         let args = self.args.clone();
         let cut = self.cut.clone();

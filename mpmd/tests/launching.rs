@@ -2,7 +2,7 @@
 
 use std::process::{Command, ExitCode};
 
-use mpmd_job::JobArgs;
+use mpmd::job::JobArgs;
 
 /// The variable that makes this test the program.
 const IS_PROGRAM: &str = "MPMD_TEST_PROGRAM";
@@ -14,7 +14,7 @@ fn transport_of_the_environment_reaches_the_processes() {
             processes: Some(2),
             ..JobArgs::default()
         };
-        let code = mpmd_job::run(&args, 2, 2, |p| {
+        let code = mpmd::job::run(&args, 2, 2, |p| {
             println!("over {}", p.transport());
             anyhow::Ok(())
         });

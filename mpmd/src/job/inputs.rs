@@ -5,12 +5,12 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use crate::Fact;
 use clap::{ArgMatches, Command, Id};
-use mpmd::Fact;
 
 /// Options that say where or how one process runs. They may differ.
 ///
-/// The first four are of [`JobArgs`](crate::JobArgs): under a launcher they do not count. The
+/// The first four are of [`JobArgs`](crate::job::JobArgs): under a launcher they do not count. The
 /// others are addresses and numbers of one process.
 const OF_ONE_PROCESS: [&str; 7] = [
     "processes",
@@ -26,11 +26,11 @@ const OF_ONE_PROCESS: [&str; 7] = [
 const LONGEST_VALUE: usize = 200;
 
 /// The options of a program, as it was started with them: those of the whole command, also if they
-/// belong to other structs than [`JobArgs`](crate::JobArgs).
+/// belong to other structs than [`JobArgs`](crate::job::JobArgs).
 ///
 /// An option that names files or folders counts by the number of its values: paths may differ from
 /// host to host. Their contents are compared as inputs, see
-/// [`JobArgs::input`](crate::JobArgs::input).
+/// [`JobArgs::input`](crate::job::JobArgs::input).
 #[derive(Clone, Debug, Default)]
 pub struct Options {
     /// By the id of the option.
@@ -108,7 +108,7 @@ fn cut(value: String) -> String {
         return value;
     }
     let start: String = value.chars().take(LONGEST_VALUE / 2).collect();
-    let key = mpmd::random::Key(value.len() as u64);
+    let key = crate::random::Key(value.len() as u64);
     let hash = value
         .bytes()
         .fold(key, |key, byte| key.fold_in(byte.into()));
@@ -144,7 +144,7 @@ mod tests {
     use clap::Parser;
 
     use super::*;
-    use crate::JobArgs;
+    use crate::job::JobArgs;
 
     #[derive(Parser)]
     struct Args {

@@ -5,7 +5,7 @@
 //! use std::process::ExitCode;
 //!
 //! use clap::Parser;
-//! use mpmd_job::JobArgs;
+//! use mpmd::job::JobArgs;
 //!
 //! #[derive(Parser)]
 //! struct Args {
@@ -14,14 +14,12 @@
 //! }
 //!
 //! fn main() -> anyhow::Result<ExitCode> {
-//!     mpmd_job::run(&Args::parse().job, 4, 8, |p| {
+//!     mpmd::job::run(&Args::parse().job, 4, 8, |p| {
 //!         println!("process {} of {}", p.process(), p.processes());
 //!         anyhow::Ok(())
 //!     })
 //! }
 //! ```
-
-#![forbid(unsafe_code)]
 
 mod inputs;
 mod numbers;
@@ -33,11 +31,11 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::launch::{JobEnv, Launch, LaunchError, OutputMode, device_kinds, variables};
+use crate::topology::DeviceKind;
+use crate::{Builder, Commits, Error, Fact, FailureKind, OnLoss, Program, testing::Simulation};
 use anyhow::Context;
 use clap::ValueEnum;
-use mpmd::launch::{JobEnv, Launch, LaunchError, OutputMode, device_kinds, variables};
-use mpmd::topology::DeviceKind;
-use mpmd::{Builder, Commits, Error, Fact, FailureKind, OnLoss, Program, testing::Simulation};
 use mpmd_launch::{end_with_stdout, process_counts};
 use signal_hook::consts::SIGXFSZ;
 
@@ -371,7 +369,7 @@ fn fail_writes_to_full_files() -> anyhow::Result<()> {
 }
 
 /// A function that says with how many devices a program goes on with a number of processes: see
-/// [`RecoveringBuilder::layout`](mpmd::RecoveringBuilder::layout).
+/// [`RecoveringBuilder::layout`](crate::RecoveringBuilder::layout).
 pub type Layout = Box<dyn Fn(usize) -> Result<usize, String> + Send + Sync>;
 
 /// Settings of a job that goes on when it loses processes.
@@ -380,13 +378,13 @@ pub struct Elastic {
     /// The layout of a program that goes on with fewer processes if none is left for a free place:
     /// see [`OnLoss::Shrink`]. `None` for a program that waits for a process.
     pub layout: Option<Layout>,
-    /// The factor of [`RecoveringBuilder::drop_slow`](mpmd::RecoveringBuilder::drop_slow), if slow
+    /// The factor of [`RecoveringBuilder::drop_slow`](crate::RecoveringBuilder::drop_slow), if slow
     /// processes are dropped.
     pub drop_slow: Option<f64>,
 }
 
 /// Runs `program` as [`run`] does, in a job that goes on when it loses processes: see
-/// [`Builder::spares`](mpmd::Builder::spares). A job that starts its own processes has one spare,
+/// [`Builder::spares`](crate::Builder::spares). A job that starts its own processes has one spare,
 /// and replaces lost processes.
 ///
 /// # Errors
@@ -535,7 +533,7 @@ type Verdict = Option<Rejected>;
 
 /// Separates a result that is not good enough, `Ok(Some(_))`, from a failure of the program, an
 /// `Err`.
-fn verdict(result: anyhow::Result<()>) -> mpmd::Result<Verdict> {
+fn verdict(result: anyhow::Result<()>) -> crate::Result<Verdict> {
     let Err(error) = result else { return Ok(None) };
     match error.downcast::<Rejected>() {
         Ok(rejected) => Ok(Some(rejected)),
@@ -549,8 +547,8 @@ fn verdict(result: anyhow::Result<()>) -> mpmd::Result<Verdict> {
 /// report: a cause of a failure takes precedence over its effects on other processes.
 fn threads(
     simulation: &Simulation,
-    program: impl Fn(&mut Program) -> mpmd::Result<Verdict> + Sync,
-) -> (usize, mpmd::Result<Verdict>) {
+    program: impl Fn(&mut Program) -> crate::Result<Verdict> + Sync,
+) -> (usize, crate::Result<Verdict>) {
     let mut results: Vec<_> = simulation.run(program).into_iter().enumerate().collect();
     // The sort is stable: among equal errors, the first process is reported.
     results.sort_by_key(|(_, result)| match result {
@@ -561,7 +559,7 @@ fn threads(
     results.into_iter().next().unwrap_or((0, Ok(None)))
 }
 
-fn report(process: usize, result: mpmd::Result<Verdict>) -> ExitCode {
+fn report(process: usize, result: crate::Result<Verdict>) -> ExitCode {
     match result {
         Ok(None) => ExitCode::SUCCESS,
         Ok(Some(rejected)) => {
@@ -602,12 +600,11 @@ pub fn say(line: &str) {
 
 #[cfg(test)]
 mod tests {
-    use mpmd::prelude::*;
-    use mpmd::{Failure, ProcessId};
+    use crate::{Failure, ProcessId};
 
     use super::*;
 
-    fn failing(p: &mut Program) -> mpmd::Result<Verdict> {
+    fn failing(p: &mut Program) -> crate::Result<Verdict> {
         p.broadcast_value(ProcessId(0), 0u32, || Ok(7))?;
         if p.process() == ProcessId(1) {
             return Err(Error::kernel("out of paper"));
