@@ -38,7 +38,7 @@ const SLURM: &str = "part of the Slurm that the tests of launchers set up";
 const ENDS: &str = "ends processes that the tests of launchers start";
 const MEMORY: &str = "finds misuse of memory";
 const KIT: &str = "packs what runs on machines with GPUs";
-const PAGES: &str = "opens, points at and zooms the pages that are drawn";
+const PAGES: &str = "opens the chat page of the server";
 
 /// The needs of every run.
 pub(crate) const ALWAYS: &[Need] = &[

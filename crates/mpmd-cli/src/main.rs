@@ -5,13 +5,13 @@
 mod add;
 mod check;
 mod doctor;
-mod draw;
 mod files;
 mod plan;
 mod run;
 mod schedule;
 mod top;
 mod trace;
+mod trace_events;
 
 use std::process::ExitCode;
 
@@ -36,11 +36,9 @@ enum Command {
     Plan(plan::PlanArgs),
     /// Read the files of a traced run: the time of each operation, and the waits between processes
     Trace(trace::TraceArgs),
-    /// Draw the timeline of a run or of a schedule: a page that can be zoomed
-    Draw(draw::DrawArgs),
     /// Prove that a program is correct and add up its costs, before it runs
     Check(check::CheckArgs),
-    /// Show a schedule: as torch's text, as a table, as data or as a page
+    /// Show a schedule: as torch's text, as a table, as data or for Perfetto
     Schedule(schedule::ScheduleArgs),
     /// Measure the costs of the framework itself
     Bench(mpmd_bench::BenchArgs),
@@ -70,7 +68,6 @@ fn main() -> ExitCode {
         Command::Top(args) => top::top(&args),
         Command::Plan(args) => plan::plan(&args),
         Command::Trace(args) => trace::trace(&args),
-        Command::Draw(args) => draw::draw(&args),
         Command::Check(args) => check::check(&args),
         Command::Schedule(args) => schedule::schedule(&args),
         Command::Bench(args) => mpmd_bench::bench(&args),

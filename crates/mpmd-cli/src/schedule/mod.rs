@@ -1,4 +1,4 @@
-//! `mpmd schedule`: shows a schedule as torch's text, a table, JSON or a page.
+//! `mpmd schedule`: shows a schedule as torch's text, a table, JSON or Perfetto's JSON.
 
 mod json;
 mod source;
@@ -15,6 +15,7 @@ use mpmd_schedule::simulate::{SimulatedSchedule, simulate_lowered};
 use mpmd_schedule::{Dialect, Lowered, Schedule, Text};
 
 use crate::files::{say, write, write_output};
+use crate::trace_events::trace_events;
 use source::Source;
 pub(crate) use source::{built_in, check_numbers, is_file, read_costs, read_text};
 pub(crate) use table::{step_length, units};
@@ -76,8 +77,8 @@ enum Format {
     Table,
     /// All facts about the schedule as JSON
     Json,
-    /// A page that can be zoomed
-    Html,
+    /// The timeline as Trace Event JSON, which ui.perfetto.dev opens
+    Perfetto,
 }
 
 /// Torch's formats.
@@ -115,7 +116,7 @@ fn show(args: &ScheduleArgs) -> Result<()> {
             &source.costs().unit,
             args.width,
         ),
-        Format::Html => crate::draw::html(&timeline(&source)?),
+        Format::Perfetto => format!("{}\n", trace_events(&timeline(&source)?)),
     };
     write_output(args.output.as_ref(), &shown)
 }

@@ -9,21 +9,21 @@ use anyhow::{Context as _, Result};
 use clap::Args;
 use mpmd_record::trace::{NoPlan, ProcessTrace, Run};
 
-use crate::draw;
+use crate::trace_events::trace_events;
 
 /// Arguments of `mpmd trace`.
 #[derive(Args, Debug)]
 pub(crate) struct TraceArgs {
     /// The folder of the trace: that of `mpmd run --trace` or MPMD_TRACE
     folder: PathBuf,
-    /// Write a page that shows the timeline and can be zoomed
+    /// Write the timeline as Trace Event JSON, which ui.perfetto.dev opens
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
     /// Write the measured times of each stage of a pipeline, in seconds, as TOML: costs for
     /// simulations of schedules
     #[arg(long, value_name = "FILE")]
     costs: Option<PathBuf>,
-    /// Write the timeline as JSON, for `mpmd draw`
+    /// Write the timeline as JSON, with everything that is known of it
     #[arg(long, value_name = "FILE")]
     timeline: Option<PathBuf>,
 }
@@ -38,9 +38,8 @@ pub(crate) fn trace(args: &TraceArgs) -> Result<ExitCode> {
             write(path, |out| Ok(serde_json::to_writer(out, &timeline)?))?;
         }
         if let Some(path) = &args.output {
-            write(path, |out| {
-                Ok(out.write_all(draw::html(&timeline).as_bytes())?)
-            })?;
+            let events = trace_events(&timeline);
+            write(path, |out| Ok(serde_json::to_writer(out, &events)?))?;
         }
     }
     if let Some(path) = &args.costs {

@@ -4,7 +4,6 @@ mod bench;
 mod check_schedule;
 mod common;
 mod doctor;
-mod drawing;
 mod ends;
 mod plan;
 mod plan_reshard;
