@@ -1,11 +1,11 @@
-//! Several small messages for one process in one ([`Kind::Batch`]).
+//! Several small messages for one process in one ([`MessageKind::Batch`]).
 //!
 //! The payload is a sequence of messages, each a header with its payload. Only messages that carry
 //! pieces travel so.
 
 use crate::transport::{CopyOut, Payload};
 use mpmd_memory::{OutOfMemory, Pool, SharedBuffer};
-use mpmd_proto::wire::{HEADER_BYTES, Header, Kind, MAX_CONTROL_BYTES};
+use mpmd_proto::wire::{HEADER_BYTES, Header, MAX_CONTROL_BYTES, MessageKind};
 
 /// Largest payload in bytes of a message that travels in a batch. A copy of more costs more than a
 /// message.
@@ -34,6 +34,7 @@ pub fn pack(
         bytes as u64 <= MAX_CONTROL_BYTES,
         "a batch of {bytes} bytes"
     );
+
     let mut batch = pool.allocate(bytes)?;
     let mut rest = &mut batch[..];
     for (header, payload) in messages {
@@ -42,13 +43,14 @@ pub fn pack(
         message[HEADER_BYTES..].copy_from_slice(payload);
         rest = others;
     }
+
     let epoch = messages.first().map_or(0, |(header, _)| header.epoch);
     let count = messages.len() as u64;
     let header = Header {
         epoch,
         count,
         bytes: bytes as u64,
-        ..Header::new(Kind::Batch)
+        ..Header::new(MessageKind::Batch)
     };
     Ok((header, batch.freeze()))
 }
@@ -66,9 +68,10 @@ pub fn unpack(batch: &SharedBuffer) -> Result<Vec<(Header, Payload)>, String> {
             .split_first_chunk::<HEADER_BYTES>()
             .ok_or_else(|| format!("a batch of {} bytes that ends within a header", batch.len()))?;
         let header = Header::decode(header).map_err(|error| format!("a batch with {error}"))?;
-        if !matches!(header.kind, Kind::Eager | Kind::Data) {
+        if !matches!(header.kind, MessageKind::Eager | MessageKind::Data) {
             return Err(format!("a batch with a message of kind {:?}", header.kind));
         }
+
         at += HEADER_BYTES;
         let left = batch.len() - at;
         let bytes = usize::try_from(header.bytes)
@@ -80,6 +83,7 @@ pub fn unpack(batch: &SharedBuffer) -> Result<Vec<(Header, Payload)>, String> {
                 header.bytes
             )
         })?;
+
         let payload = match bytes {
             0 => Payload::Empty,
             _ => Payload::Waiting(Box::new(CopyOut(batch.slice(at..at + bytes)))),
@@ -94,7 +98,7 @@ pub fn unpack(batch: &SharedBuffer) -> Result<Vec<(Header, Payload)>, String> {
 mod tests {
     use super::*;
 
-    fn piece(kind: Kind, piece: u64, bytes: &[u8]) -> (Header, SharedBuffer) {
+    fn piece(kind: MessageKind, piece: u64, bytes: &[u8]) -> (Header, SharedBuffer) {
         let header = Header {
             piece,
             bytes: bytes.len() as u64,
@@ -107,7 +111,7 @@ mod tests {
         let (header, bytes) = pack(messages, &Pool::new("test", None)).unwrap();
         assert_eq!(
             (header.kind, header.count),
-            (Kind::Batch, messages.len() as u64)
+            (MessageKind::Batch, messages.len() as u64)
         );
         assert_eq!(header.bytes, bytes.len() as u64);
         bytes
@@ -116,9 +120,9 @@ mod tests {
     #[test]
     fn messages_come_out_of_a_batch_as_they_went_in() {
         let sent = [
-            piece(Kind::Eager, 3, b"first"),
-            piece(Kind::Data, 4, b""),
-            piece(Kind::Data, 5, b"another"),
+            piece(MessageKind::Eager, 3, b"first"),
+            piece(MessageKind::Data, 4, b""),
+            piece(MessageKind::Data, 5, b"another"),
         ];
         let found = unpack(&packed(&sent)).unwrap();
         assert_eq!(found.len(), sent.len());
@@ -142,7 +146,10 @@ mod tests {
 
     #[test]
     fn damaged_batch_is_refused() {
-        let whole = packed(&[piece(Kind::Eager, 1, b"abc"), piece(Kind::Data, 2, b"de")]);
+        let whole = packed(&[
+            piece(MessageKind::Eager, 1, b"abc"),
+            piece(MessageKind::Data, 2, b"de"),
+        ]);
         let refused = |bytes: &[u8]| unpack(&bytes.to_vec().into()).err().unwrap_or_default();
         // Every cut, except between the two messages.
         for end in (1..whole.len()).filter(|end| *end != HEADER_BYTES + 3) {
@@ -157,11 +164,11 @@ mod tests {
         long[32..40].copy_from_slice(&u64::MAX.to_le_bytes());
         assert!(!refused(&long).is_empty());
         for kind in [
-            Kind::Batch,
-            Kind::Poison,
-            Kind::Goodbye,
-            Kind::Credit,
-            Kind::Failure,
+            MessageKind::Batch,
+            MessageKind::Poison,
+            MessageKind::Goodbye,
+            MessageKind::Credit,
+            MessageKind::Failure,
         ] {
             let header = Header::new(kind).encode();
             assert!(refused(&header).contains("of kind"), "{kind:?}");

@@ -41,6 +41,7 @@ impl Mixed {
             "two transports of different places"
         );
         assert_eq!(is_near.len(), near.processes(), "ways to all processes");
+
         Self {
             name,
             near,
@@ -49,6 +50,7 @@ impl Mixed {
         }
     }
 
+    /// Returns the transport that reaches `peer`.
     fn to(&self, peer: ProcessId) -> &Arc<dyn Transport> {
         if self.is_near.get(peer.index()).is_some_and(|near| *near) {
             &self.near
@@ -60,13 +62,13 @@ impl Mixed {
 
 /// A handler that forwards a peer's messages and the news of its loss only if they come from the
 /// transport used for that peer. It forwards the completion of every send.
-struct Ear {
+struct SideHandler {
     handler: Arc<dyn Handler>,
     is_near: Arc<[bool]>,
     near: bool,
 }
 
-impl Ear {
+impl SideHandler {
     fn concerns(&self, peer: ProcessId) -> bool {
         self.is_near
             .get(peer.index())
@@ -74,7 +76,7 @@ impl Ear {
     }
 }
 
-impl Handler for Ear {
+impl Handler for SideHandler {
     fn arrived(&self, from: ProcessId, header: Header, payload: Payload) {
         if self.concerns(from) {
             self.handler.arrived(from, header, payload);
@@ -144,10 +146,9 @@ impl Transport for Mixed {
 
     fn start(&self, handler: Arc<dyn Handler>) {
         for (transport, near) in [(&self.near, true), (&self.far, false)] {
-            let (handler, is_near) = (handler.clone(), self.is_near.clone());
-            transport.start(Arc::new(Ear {
-                handler,
-                is_near,
+            transport.start(Arc::new(SideHandler {
+                handler: handler.clone(),
+                is_near: self.is_near.clone(),
                 near,
             }));
         }

@@ -82,8 +82,11 @@ impl Party {
         facts: &[u8],
         channels: u32,
     ) -> Result<(ProcessId, u32), TransportError> {
-        let (from, to, channel) = (process(facts), u32_at(facts, 16), u32_at(facts, 20));
+        let from = process(facts);
+        let to = u32_at(facts, 16);
+        let channel = u32_at(facts, 20);
         self.check(from, facts)?;
+
         let misfit = |why| Err(TransportError::Protocol { peer: from, why });
         if to != self.process.0 || from == self.process || u32_at(facts, 0) >= self.processes {
             return misfit(format!(
@@ -116,6 +119,7 @@ impl Party {
         Ok(())
     }
 
+    /// Checks that a peer belongs to the same epoch and to a job of the same size.
     fn check(&self, peer: ProcessId, facts: &[u8]) -> Result<(), TransportError> {
         let misfit = |why| Err(TransportError::Protocol { peer, why });
         let epoch = u64::from(u32_at(facts, 8)) | u64::from(u32_at(facts, 12)) << 32;
@@ -125,6 +129,7 @@ impl Party {
                 self.epoch
             ));
         }
+
         let processes = u32_at(facts, 4);
         if processes != self.processes {
             return misfit(format!(

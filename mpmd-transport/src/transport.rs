@@ -10,7 +10,7 @@ use std::time::Duration;
 use mpmd_base::block::Instant;
 
 use mpmd_memory::{Arena, DeviceSharing, OwnedBuffer, SharedBuffer};
-use mpmd_proto::wire::{Header, Kind, MAX_CONTROL_BYTES, ProcessId};
+use mpmd_proto::wire::{Header, MAX_CONTROL_BYTES, MessageKind, ProcessId};
 
 /// Moves messages between this process and its peers.
 ///
@@ -18,17 +18,17 @@ use mpmd_proto::wire::{Header, Kind, MAX_CONTROL_BYTES, ProcessId};
 /// [`share_devices`](Self::share_devices), [`drive`](Self::drive), [`park`](Self::park) and
 /// [`shutdown`](Self::shutdown).
 pub trait Transport: Send + Sync {
-    /// The transport's name as the user writes it (`tcp`, `inproc`).
+    /// Returns the transport's name as the user writes it (`tcp`, `inproc`).
     fn name(&self) -> &'static str;
 
     /// This process's id.
     fn process(&self) -> ProcessId;
 
-    /// Number of processes in the job.
+    /// Returns the number of processes in the job.
     fn processes(&self) -> usize;
 
-    /// True if payloads between this process and `peer` stay where they are (zero-copy transfer,
-    /// [`Payload::Lent`]). Both sides give the same answer.
+    /// Returns true if payloads between this process and `peer` stay where they are (zero-copy
+    /// transfer, [`Payload::Lent`]). Both sides give the same answer.
     ///
     /// Such a message costs its receiver no memory at any size, and need not wait until the
     /// receiver has room. Its ticket ends when the receiver has dropped the payload, which may
@@ -40,7 +40,7 @@ pub trait Transport: Send + Sync {
         false
     }
 
-    /// True if zero-copy transfers with `peer` also work for memory of
+    /// Returns true if zero-copy transfers with `peer` also work for memory of
     /// [devices](mpmd_memory::DevicePlace). Both processes must have such devices; the payload is
     /// then a [`Payload::Lent`] with a [`SharedBuffer::device`]. It may be sent before the work
     /// that fills it has finished ([`SharedBuffer::ready`]).
@@ -70,21 +70,21 @@ pub trait Transport: Send + Sync {
         Ok(())
     }
 
-    /// The arena that buffers must come from so that they can be sent without a copy. Must be asked
-    /// for before the first buffer is created. `None` if any memory will do.
+    /// Returns the arena that buffers must come from so that they can be sent without a copy. Must
+    /// be asked for before the first buffer is created. `None` if any memory will do.
     fn arena(&self) -> Option<Arena> {
         None
     }
 
-    /// Number of bytes of this process's memory that `peer` has borrowed. 0 without zero-copy
-    /// transfers.
+    /// Returns the number of bytes of this process's memory that `peer` has borrowed. 0 without
+    /// zero-copy transfers.
     fn lent_to(&self, peer: ProcessId) -> u64 {
         let _ = peer;
         0
     }
 
-    /// Number of bytes of `peer`'s memory that this process has borrowed. 0 without zero-copy
-    /// transfers.
+    /// Returns the number of bytes of `peer`'s memory that this process has borrowed. 0 without
+    /// zero-copy transfers.
     fn borrowed_from(&self, peer: ProcessId) -> u64 {
         let _ = peer;
         0
@@ -101,8 +101,8 @@ pub trait Transport: Send + Sync {
     ///
     /// `payload` must have exactly [`Header::payload_bytes`] bytes. The transport keeps it until it
     /// calls [`Handler::done`]: exactly once for every ticket except [`Ticket::NONE`], even if the
-    /// peer is gone. [`Kind::Data`] never delays other kinds. After [`Transport::shutdown`] has
-    /// returned, messages are dropped silently.
+    /// peer is gone. [`MessageKind::Data`] never delays other kinds. After [`Transport::shutdown`]
+    /// has returned, messages are dropped silently.
     ///
     /// # Panics
     ///
@@ -211,7 +211,7 @@ pub enum Payload {
 }
 
 impl Payload {
-    /// The payload's length in bytes.
+    /// Returns the payload's length in bytes.
     pub fn bytes(&self) -> u64 {
         match self {
             Self::Empty => 0,
@@ -223,7 +223,7 @@ impl Payload {
 
 /// Payload bytes of a received message that wait for a buffer. Dropping this discards the bytes.
 pub trait Fetch: Send {
-    /// The number of bytes.
+    /// Returns the number of bytes.
     fn bytes(&self) -> u64;
 
     /// Reads the payload into `into`, which must have exactly [`bytes`](Self::bytes) bytes. Then
@@ -313,6 +313,7 @@ pub(crate) fn check_post(
         "no process {to} among {}",
         transport.processes()
     );
+
     let given = payload.map_or(0, |bytes| bytes.len() as u64);
     assert_eq!(
         given,
@@ -321,7 +322,7 @@ pub(crate) fn check_post(
         header.kind
     );
     assert!(
-        header.kind == Kind::Data || given <= MAX_CONTROL_BYTES,
+        header.kind == MessageKind::Data || given <= MAX_CONTROL_BYTES,
         "a {:?} message of {given} bytes",
         header.kind
     );

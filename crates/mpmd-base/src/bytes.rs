@@ -12,7 +12,8 @@ pub fn bytes_text(bytes: u64) -> String {
         if amount < 1023.95 {
             break;
         }
-        (amount, unit) = (amount / 1024.0, larger);
+        amount /= 1024.0;
+        unit = larger;
     }
     format!("{amount:.1} {unit}")
 }
@@ -28,11 +29,13 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
         .into_iter()
         .find_map(|(name, unit)| Some((text.strip_suffix(name)?, unit)));
     let (number, unit) = found.unwrap_or((text, 1));
+
     let wrong =
         || format!("not a number of bytes: {text:?}; there are 1048576, 1024KiB, 1MiB, 0.5GiB");
     if let Ok(number) = number.trim().parse::<u64>() {
         return number.checked_mul(unit).ok_or_else(wrong);
     }
+
     let number: f64 = number.trim().parse().map_err(|_| wrong())?;
     let product = number * unit as f64;
     // Larger `f64` values are not exact numbers of bytes.

@@ -141,6 +141,7 @@ impl Handshake {
             protocol.facts[0],
             "facts have the protocol's length"
         );
+
         let said = [
             &protocol.magic[..],
             &protocol.version.to_le_bytes(),
@@ -148,15 +149,15 @@ impl Handshake {
             facts,
         ]
         .concat();
-        let (awaits, reply) = (Awaits::Answer, said.clone());
+
         Self {
             protocol,
             token,
             is_caller: true,
-            awaits,
+            awaits: Awaits::Answer,
+            reply: said.clone(),
             said,
             heard: Vec::new(),
-            reply,
         }
     }
 
@@ -167,19 +168,20 @@ impl Handshake {
             protocol.facts[1],
             "facts have the protocol's length"
         );
+
         let head = [SAME_VERSION, protocol.version]
             .map(u16::to_le_bytes)
             .concat();
         let said = [&protocol.magic[..], &head, &nonce, facts].concat();
-        let (awaits, heard, reply) = (Awaits::Hello, Vec::new(), Vec::new());
+
         Self {
             protocol,
             token,
             is_caller: false,
-            awaits,
+            awaits: Awaits::Hello,
             said,
-            heard,
-            reply,
+            heard: Vec::new(),
+            reply: Vec::new(),
         }
     }
 
@@ -282,9 +284,11 @@ impl Handshake {
             (Awaits::Hello, HELLO_HEAD) | (Awaits::Answer, ANSWER_HEAD) => self.check_head()?,
             _ => {}
         }
+
         if self.wants() > 0 {
             return Ok(());
         }
+
         let heard = std::mem::take(&mut self.heard);
         match self.awaits {
             Awaits::Hello => {
@@ -322,6 +326,7 @@ impl Handshake {
             .chunks_exact(2)
             .map(|bytes| u16::from_le_bytes([bytes[0], bytes[1]]));
         let numbers: Vec<u16> = numbers.collect();
+
         match numbers[..] {
             _ if found != magic => Err(Refusal::Stranger),
             [theirs] | [SAME_VERSION, theirs] if theirs == version => Ok(()),

@@ -11,7 +11,13 @@ pub type Link = u64;
 /// The tasks that serve strangers. When there are more than `most`, the oldest is aborted.
 pub struct Strangers {
     most: usize,
-    waiting: Mutex<VecDeque<(Link, AbortHandle)>>,
+    waiting: Mutex<VecDeque<WaitingStranger>>,
+}
+
+/// A connection whose other end has not proved that it knows the token.
+struct WaitingStranger {
+    link: Link,
+    task: AbortHandle,
 }
 
 impl Strangers {
@@ -27,11 +33,11 @@ impl Strangers {
     /// `task` runs for the first time.
     pub fn add(&self, link: Link, task: AbortHandle) {
         let mut waiting = self.waiting.lock();
-        waiting.push_back((link, task));
+        waiting.push_back(WaitingStranger { link, task });
         if waiting.len() > self.most
-            && let Some((_, oldest)) = waiting.pop_front()
+            && let Some(oldest) = waiting.pop_front()
         {
-            oldest.abort();
+            oldest.task.abort();
         }
     }
 
@@ -39,14 +45,14 @@ impl Strangers {
     /// there, because it was aborted as the oldest.
     pub fn remove(&self, link: Link) -> bool {
         let mut waiting = self.waiting.lock();
-        let at = waiting.iter().position(|(other, _)| *other == link);
+        let at = waiting.iter().position(|stranger| stranger.link == link);
         at.and_then(|at| waiting.remove(at)).is_some()
     }
 
     /// Aborts the tasks of all strangers.
     pub fn clear(&self) {
-        for (_, task) in self.waiting.lock().drain(..) {
-            task.abort();
+        for stranger in self.waiting.lock().drain(..) {
+            stranger.task.abort();
         }
     }
 }

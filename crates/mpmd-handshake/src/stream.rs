@@ -29,6 +29,7 @@ pub async fn shake_hands(
         if wants == 0 {
             return Ok(Ok(()));
         }
+
         let count = stream.read(&mut bytes[..wants]).await?;
         if count == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());

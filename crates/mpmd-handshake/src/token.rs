@@ -73,6 +73,7 @@ impl Token {
     }
 }
 
+/// Returns the HMAC-SHA-256 of the concatenated `parts` under `key`.
 fn hmac(key: &[u8], parts: &[&[u8]]) -> [u8; 32] {
     let mac = Hmac::<Sha256>::new_from_slice(key).expect("HMAC takes keys of any length");
     parts

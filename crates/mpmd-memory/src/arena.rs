@@ -21,11 +21,11 @@ const LEAST_FILE: u64 = 1 << 30;
 /// them.
 #[derive(Clone)]
 pub struct Arena {
-    inner: Arc<Inner>,
+    inner: Arc<ArenaInner>,
 }
 
-pub(super) struct Inner {
-    kind: Kind,
+pub(super) struct ArenaInner {
+    kind: ArenaKind,
     next: AtomicU32,
     /// Freed segments that the peers have not been told about yet.
     retired: Mutex<Vec<Retired>>,
@@ -38,10 +38,12 @@ pub(super) struct Inner {
 }
 
 /// The kind of memory of an arena's segments.
-enum Kind {
+enum ArenaKind {
+    /// Memory of this process alone.
     Private,
     /// Files in memory, which other processes can map.
     Shared,
+    /// Memory of a device.
     Device(Arc<dyn DeviceAllocator>),
 }
 
@@ -78,33 +80,22 @@ pub type Pin = Box<dyn Fn(usize, usize) -> Option<Box<dyn Any + Send + Sync>> + 
 impl Arena {
     /// Creates an arena of host memory that other processes cannot map.
     pub fn private() -> Self {
-        Self::new(Kind::Private)
+        Self::new(ArenaKind::Private)
     }
 
     /// Creates an arena of device memory that `allocator` allocates.
     pub fn device(allocator: Arc<dyn DeviceAllocator>) -> Self {
-        Self::new(Kind::Device(allocator))
+        Self::new(ArenaKind::Device(allocator))
     }
 
     /// Creates an arena in the memory of a device, to be used beside this one. If either is short
     /// of memory, it reclaims the blocks that peers have finished with in the same way.
     pub fn device_beside(&self, allocator: Arc<dyn DeviceAllocator>) -> Self {
-        let (next, retired, pin, on_segment) = Default::default();
-        let Inner {
-            reclaim, leaving, ..
-        } = &*self.inner;
-        let (kind, reclaim, leaving) = (Kind::Device(allocator), reclaim.clone(), leaving.clone());
-        let inner = Inner {
-            kind,
-            next,
-            retired,
-            reclaim,
-            on_segment,
-            leaving,
-            pin,
-        };
+        let kind = ArenaKind::Device(allocator);
+        let reclaim = self.inner.reclaim.clone();
+        let leaving = self.inner.leaving.clone();
         Self {
-            inner: Arc::new(inner),
+            inner: Arc::new(ArenaInner::new(kind, reclaim, leaving)),
         }
     }
 
@@ -116,22 +107,12 @@ impl Arena {
     pub fn shared() -> io::Result<Self> {
         check_file_limit(LEAST_FILE)?;
         Segment::shared(4096)?;
-        Ok(Self::new(Kind::Shared))
+        Ok(Self::new(ArenaKind::Shared))
     }
 
-    fn new(kind: Kind) -> Self {
-        let (next, retired, reclaim, on_segment, leaving, pin) = Default::default();
-        let inner = Inner {
-            kind,
-            next,
-            retired,
-            reclaim,
-            on_segment,
-            leaving,
-            pin,
-        };
+    fn new(kind: ArenaKind) -> Self {
         Self {
-            inner: Arc::new(inner),
+            inner: Arc::new(ArenaInner::new(kind, Arc::default(), Arc::default())),
         }
     }
 
@@ -139,19 +120,21 @@ impl Arena {
     /// [`Arena::on_map`] was called.
     pub(super) fn map(&self, bytes: usize) -> io::Result<Arc<Segment>> {
         let segment = match &self.inner.kind {
-            Kind::Private => Segment::private(bytes),
-            Kind::Shared => Segment::shared(bytes),
-            Kind::Device(allocator) => {
+            ArenaKind::Private => Segment::private(bytes),
+            ArenaKind::Shared => Segment::shared(bytes),
+            ArenaKind::Device(allocator) => {
                 return Segment::of_device(allocator.allocate(bytes)?).map(Arc::new);
             }
         }?;
+
         if let Some(pin) = self.inner.pin.get()
             && let Some(pinned) = pin(segment.start().addr().get(), bytes)
         {
             segment.keep_pin(pinned);
         }
+
         let segment = Arc::new(segment);
-        if let (Kind::Shared, Some(told)) = (&self.inner.kind, self.inner.on_segment.get()) {
+        if let (ArenaKind::Shared, Some(told)) = (&self.inner.kind, self.inner.on_segment.get()) {
             told(&segment);
         }
         Ok(segment)
@@ -163,13 +146,13 @@ impl Arena {
         let _ = self.inner.pin.set(pin);
     }
 
-    /// True if segments are memory of a device.
+    /// Returns true if segments are memory of a device.
     pub(super) fn is_device(&self) -> bool {
-        matches!(self.inner.kind, Kind::Device(_))
+        matches!(self.inner.kind, ArenaKind::Device(_))
     }
 
-    /// True if `other` is this arena.
-    pub(super) fn is(&self, other: &Weak<Inner>) -> bool {
+    /// Returns true if `other` is this arena.
+    pub(super) fn is(&self, other: &Weak<ArenaInner>) -> bool {
         std::ptr::eq(other.as_ptr(), Arc::as_ptr(&self.inner))
     }
 
@@ -178,7 +161,7 @@ impl Arena {
         self.inner.next.fetch_add(1, Ordering::Relaxed)
     }
 
-    pub(super) fn downgrade(&self) -> Weak<Inner> {
+    pub(super) fn downgrade(&self) -> Weak<ArenaInner> {
         Arc::downgrade(&self.inner)
     }
 
@@ -205,7 +188,8 @@ impl Arena {
         }
     }
 
-    /// True if freed device segments still have their memory, because peers may have it open.
+    /// Returns true if freed device segments still have their memory, because peers may have it
+    /// open.
     pub(super) fn has_leaving(&self) -> bool {
         self.inner.leaving.load(Ordering::Acquire) > 0
     }
@@ -216,7 +200,19 @@ impl Arena {
     }
 }
 
-impl Inner {
+impl ArenaInner {
+    fn new(kind: ArenaKind, reclaim: Arc<OnceLock<Reclaim>>, leaving: Arc<AtomicUsize>) -> Self {
+        Self {
+            kind,
+            next: AtomicU32::new(0),
+            retired: Mutex::default(),
+            reclaim,
+            on_segment: OnceLock::new(),
+            leaving,
+            pin: OnceLock::new(),
+        }
+    }
+
     /// Records that a segment was freed. A device's memory is freed once no peer has it open.
     pub(super) fn retire(&self, number: u32, memory: Option<Box<dyn DeviceMemory>>) {
         let memory = memory.map(|memory| {
@@ -230,7 +226,7 @@ impl Inner {
     }
 }
 
-impl Drop for Inner {
+impl Drop for ArenaInner {
     fn drop(&mut self) {
         // No transport is left that could hear that peers have closed it. The process is about to
         // end, which frees it.
@@ -244,9 +240,9 @@ impl Drop for Inner {
 impl fmt::Debug for Arena {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = match self.inner.kind {
-            Kind::Private => "private",
-            Kind::Shared => "shared",
-            Kind::Device(_) => "device",
+            ArenaKind::Private => "private",
+            ArenaKind::Shared => "shared",
+            ArenaKind::Device(_) => "device",
         };
         f.debug_struct("Arena")
             .field("kind", &kind)

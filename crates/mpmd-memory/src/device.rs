@@ -29,13 +29,14 @@ pub trait DeviceAllocator: Send + Sync {
 /// The caller drops it only when no work of the device uses it any more and no other process has it
 /// open.
 pub trait DeviceMemory: Any + Send + Sync {
-    /// The device's own address of the memory's first byte. Never 0.
+    /// Returns the device's own address of the memory's first byte. Never 0.
     fn address(&self) -> u64;
 
-    /// The memory's length in bytes.
+    /// Returns the memory's length in bytes.
     fn bytes(&self) -> usize;
 
-    /// Index of the memory's device among this process's devices, as the allocator numbers them.
+    /// Returns the index of the memory's device among this process's devices, as the allocator
+    /// numbers them.
     fn device(&self) -> u32;
 
     /// Prepares the calling thread for libraries that use this memory and expect the device to be
@@ -48,14 +49,14 @@ pub trait DeviceMemory: Any + Send + Sync {
         Ok(())
     }
 
-    /// The description by which other processes of this host open the memory: at most
+    /// Returns the description by which other processes of this host open the memory: at most
     /// [`MOST_WORDS`] bytes, the same at every call. `None` if they cannot open it.
     fn export(&self) -> Option<&[u8]> {
         None
     }
 
-    /// True if the memory lies in another device than [`device`](Self::device), which can only
-    /// access it remotely. The bytes should be copied rather than used in place.
+    /// Returns true if the memory lies in another device than [`device`](Self::device), which can
+    /// only access it remotely. The bytes should be copied rather than used in place.
     fn is_far(&self) -> bool {
         false
     }
@@ -63,15 +64,15 @@ pub trait DeviceMemory: Any + Send + Sync {
 
 /// Opens memory of other processes' devices, and describes this process's own to them.
 pub trait DeviceSharing: Send + Sync {
-    /// Descriptions of sample memory, each at most [`MOST_WORDS`] bytes. Peers try to open them
-    /// before memory is lent. The sample memory lives as long as this object.
+    /// Returns the descriptions of sample memory, each at most [`MOST_WORDS`] bytes. Peers try to
+    /// open them before memory is lent. The sample memory lives as long as this object.
     ///
     /// # Errors
     ///
     /// A message for users, if this process's devices cannot share memory.
     fn samples(&self) -> Result<Vec<Vec<u8>>, String>;
 
-    /// True if the user has turned sharing off, so that its absence is no surprise.
+    /// Returns true if the user has turned sharing off, so that its absence is no surprise.
     fn is_turned_off(&self) -> bool {
         false
     }

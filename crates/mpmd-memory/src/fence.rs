@@ -14,28 +14,28 @@ use std::sync::Arc;
 
 /// A point in a device's work. It is passed once all work before it has finished, well or not.
 pub trait Fence: Any + Send + Sync {
-    /// True if the fence has been passed. Reads one atomic.
+    /// Returns true if the fence has been passed. Reads one atomic.
     fn is_over(&self) -> bool;
 
     /// Calls `then` once the fence is passed: now, or on the thread that notices it. `then` must be
     /// short.
     fn on_over(&self, then: Box<dyn FnOnce() + Send>);
 
-    /// The work's error, as a message for users. `None` if the fence is not passed, or if no error
-    /// is known.
+    /// Returns the work's error, as a message for users. `None` if the fence is not passed, or if
+    /// no error is known.
     fn failure(&self) -> Option<String> {
         None
     }
 
-    /// True if the fence was passed though its work was not over and may never be. Nothing waits
-    /// for that work any more, and its memory is never reused.
+    /// Returns true if the fence was passed though its work was not over and may never be. Nothing
+    /// waits for that work any more, and its memory is never reused.
     fn is_lost(&self) -> bool {
         false
     }
 
-    /// True if `earlier` is always over when this fence is: both are in one queue, and `earlier`
-    /// was issued before. Then only this one must be kept, and a buffer that a thousand calls read
-    /// has one fence.
+    /// Returns true if `earlier` is always over when this fence is: both are in one queue, and
+    /// `earlier` was issued before. Then only this one must be kept, and a buffer that a thousand
+    /// calls read has one fence.
     fn covers(&self, earlier: &dyn Fence) -> bool {
         let _ = earlier;
         false
@@ -86,12 +86,13 @@ impl Fences {
         self.0.iter()
     }
 
-    /// True if all fences are over, or if there are none.
+    /// Returns true if all fences are over, or if there are none.
     pub fn are_over(&self) -> bool {
         self.0.iter().all(|fence| fence.is_over())
     }
 
-    /// True if the memory may be reused: all fences are over, and none is [lost](Fence::is_lost).
+    /// Returns true if the memory may be reused: all fences are over, and none is
+    /// [lost](Fence::is_lost).
     pub(super) fn are_done(&self) -> bool {
         self.0
             .iter()

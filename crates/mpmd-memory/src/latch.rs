@@ -18,7 +18,8 @@ pub struct Latch {
 }
 
 impl Latch {
-    /// True if the latch has been passed. Then writes made before [`pass`](Self::pass) are visible.
+    /// Returns true if the latch has been passed. Then writes made before [`pass`](Self::pass) are
+    /// visible.
     pub fn is_passed(&self) -> bool {
         self.is_passed.load(Ordering::Acquire)
     }

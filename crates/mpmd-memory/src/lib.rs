@@ -38,20 +38,21 @@ pub use device::{DeviceAllocator, DeviceMemory, DevicePlace, DeviceSharing, Land
 pub use fence::{Fence, Fences};
 pub use latch::Latch;
 pub use map::{map, unmap};
-pub use parts::Divided;
-pub use pool::{OutOfMemory, Pool, PoolStats, Reservation, Sizes};
+pub use parts::DividedBuffer;
+pub use pool::{BufferSizes, OutOfMemory, Pool, PoolStats, Reservation};
 pub use segment::Segment;
 pub use segment::{File, memory_file, take_pages};
 
-use parts::Part;
-use pool::Block;
+use parts::BufferPart;
+use pool::PoolBlock;
 
 /// Alignment of every pool allocation in bytes: a cache line, and enough for any vector load.
 pub const ALIGNMENT: usize = 64;
 
+/// The memory of an owned buffer.
 enum Backing {
-    Block(Block),
-    Part(Part),
+    Block(PoolBlock),
+    Part(BufferPart),
     Vec(Vec<u8>),
 }
 
@@ -69,7 +70,7 @@ impl OwnedBuffer {
     /// Makes the bytes immutable and shareable, without a copy.
     pub fn freeze(self) -> SharedBuffer {
         let range = 0..self.len;
-        let whole = Arc::new(Whole::new(Memory::Owned(self)));
+        let whole = Arc::new(WholeMemory::new(BufferMemory::Owned(self)));
         SharedBuffer {
             whole,
             range,
@@ -78,7 +79,7 @@ impl OwnedBuffer {
         }
     }
 
-    /// The place of the bytes in device memory, or `None` if they are host memory.
+    /// Returns the place of the bytes in device memory, or `None` if they are host memory.
     pub fn device(&self) -> Option<DevicePlace> {
         match &self.backing {
             Backing::Block(block) => block.device().map(|place| DevicePlace {
@@ -98,7 +99,8 @@ impl OwnedBuffer {
         }
     }
 
-    /// True if these are host bytes in pinned pages, which devices can copy from and to directly.
+    /// Returns true if these are host bytes in pinned pages, which devices can copy from and to
+    /// directly.
     pub fn is_pinned(&self) -> bool {
         match &self.backing {
             Backing::Block(block) => block.is_pinned(),
@@ -107,8 +109,8 @@ impl OwnedBuffer {
         }
     }
 
-    /// Fences of device work that may still read or write these bytes. Until all are over, do not
-    /// write the bytes or rely on their content. Does not wait for them.
+    /// Returns the fences of device work that may still read or write these bytes. Until all are
+    /// over, do not write the bytes or rely on their content. Does not wait for them.
     pub fn fences(&self) -> &Fences {
         &self.fences
     }
@@ -133,8 +135,9 @@ impl OwnedBuffer {
         }
     }
 
-    /// The block of the bytes, or the one that they are a part of. `None` if they are in no pool.
-    fn block(&self) -> Option<&Block> {
+    /// Returns the block of the bytes, or the one that they are a part of. `None` if they are in no
+    /// pool.
+    fn block(&self) -> Option<&PoolBlock> {
         match &self.backing {
             Backing::Block(block) => Some(block),
             Backing::Part(part) => part.block(),
@@ -142,7 +145,8 @@ impl OwnedBuffer {
         }
     }
 
-    fn of_block(block: Block, len: usize) -> Self {
+    /// Creates a buffer of the first `len` bytes of a block.
+    fn of_block(block: PoolBlock, len: usize) -> Self {
         debug_assert!(len <= block.capacity());
         Self {
             backing: Backing::Block(block),
@@ -205,12 +209,12 @@ impl fmt::Debug for OwnedBuffer {
 ///
 /// Dropping it gives the memory back, and must not block.
 pub trait Loan: Any + Send + Sync {
-    /// The bytes: the same place and the same values at every call. Empty if they are in [device
-    /// memory](Self::device).
+    /// Returns the bytes: the same place and the same values at every call. Empty if they are in
+    /// [device memory](Self::device).
     fn bytes(&self) -> &[u8];
 
-    /// The place of the bytes in memory of a device of this process. `None` if they are host
-    /// memory.
+    /// Returns the place of the bytes in memory of a device of this process. `None` if they are
+    /// host memory.
     fn device(&self) -> Option<DevicePlace> {
         None
     }
@@ -220,19 +224,20 @@ pub trait Loan: Any + Send + Sync {
         None
     }
 
-    /// True if the device accesses the bytes remotely, in another device's memory. The borrower
-    /// should then copy them.
+    /// Returns true if the device accesses the bytes remotely, in another device's memory. The
+    /// borrower should then copy them.
     fn is_far(&self) -> bool {
         false
     }
 
-    /// True if the owner of the bytes has a memory limit. The borrower should then copy them and
-    /// give them back soon.
+    /// Returns true if the owner of the bytes has a memory limit. The borrower should then copy
+    /// them and give them back soon.
     fn is_limited(&self) -> bool {
         false
     }
 
-    /// The position of the bytes in a segment. `None` if they cannot be re-lent to another process.
+    /// Returns the position of the bytes in a segment. `None` if they cannot be re-lent to another
+    /// process.
     fn place(&self) -> Option<SegmentPosition> {
         None
     }
@@ -260,7 +265,7 @@ impl SegmentPosition {
 /// [loan](Loan).
 #[derive(Clone)]
 pub struct SharedBuffer {
-    whole: Arc<Whole>,
+    whole: Arc<WholeMemory>,
     range: Range<usize>,
     /// A fence that ends when the validity of the bytes is known, for this holder and its clones.
     /// See `with_verdict`.
@@ -270,26 +275,28 @@ pub struct SharedBuffer {
     counted: Option<Arc<Reservation>>,
 }
 
-struct Whole {
-    memory: Memory,
+/// The memory under shared buffers, with the fences of the work on it.
+struct WholeMemory {
+    memory: BufferMemory,
     /// Fences of device work that reads the bytes.
     reads: Mutex<Fences>,
     /// Fences of device work that writes the bytes.
     ready: Fences,
 }
 
-enum Memory {
+/// The memory of a shared buffer.
+enum BufferMemory {
     Owned(OwnedBuffer),
     Lent(Box<dyn Loan>),
     /// The memory was taken out: the state during a drop.
     Gone,
 }
 
-impl Whole {
-    fn new(mut memory: Memory) -> Self {
+impl WholeMemory {
+    fn new(mut memory: BufferMemory) -> Self {
         let ready = match &mut memory {
-            Memory::Owned(buffer) => take(&mut buffer.fences),
-            Memory::Lent(_) | Memory::Gone => Fences::default(),
+            BufferMemory::Owned(buffer) => take(&mut buffer.fences),
+            BufferMemory::Lent(_) | BufferMemory::Gone => Fences::default(),
         };
         Self {
             memory,
@@ -299,29 +306,32 @@ impl Whole {
     }
 
     /// Takes the memory out, with the fences of all unfinished work on it.
-    fn take(&mut self) -> (Memory, Fences) {
+    fn take(&mut self) -> (BufferMemory, Fences) {
         let mut fences = take(&mut self.ready);
         fences.add_all(self.reads.get_mut());
         *self.reads.get_mut() = Fences::default();
-        (std::mem::replace(&mut self.memory, Memory::Gone), fences)
+        (
+            std::mem::replace(&mut self.memory, BufferMemory::Gone),
+            fences,
+        )
     }
 
     fn bytes(&self) -> &[u8] {
         match &self.memory {
-            Memory::Owned(buffer) => buffer,
-            Memory::Lent(loan) => {
+            BufferMemory::Owned(buffer) => buffer,
+            BufferMemory::Lent(loan) => {
                 assert!(
                     loan.device().is_none(),
                     "device memory cannot be accessed as host memory"
                 );
                 loan.bytes()
             }
-            Memory::Gone => &[],
+            BufferMemory::Gone => &[],
         }
     }
 }
 
-impl Drop for Whole {
+impl Drop for WholeMemory {
     fn drop(&mut self) {
         if !self.ready.are_done() || !self.reads.get_mut().are_done() {
             let (memory, fences) = self.take();
@@ -343,8 +353,8 @@ impl SharedBuffer {
         let bytes = loan
             .device()
             .map_or_else(|| loan.bytes().len(), |place| place.bytes);
-        let whole = Whole {
-            memory: Memory::Lent(loan),
+        let whole = WholeMemory {
+            memory: BufferMemory::Lent(loan),
             reads: Mutex::default(),
             ready,
         };
@@ -359,32 +369,32 @@ impl SharedBuffer {
     /// Returns the [value](Loan::value) that these bytes stand for, if there is one.
     pub fn value(&self) -> Option<&(dyn Any + Send + Sync)> {
         match &self.whole.memory {
-            Memory::Lent(loan) => loan.value(),
-            Memory::Owned(_) | Memory::Gone => None,
+            BufferMemory::Lent(loan) => loan.value(),
+            BufferMemory::Owned(_) | BufferMemory::Gone => None,
         }
     }
 
-    /// True if these bytes belong to another owner.
+    /// Returns true if these bytes belong to another owner.
     pub fn is_lent(&self) -> bool {
-        matches!(self.whole.memory, Memory::Lent(_))
+        matches!(self.whole.memory, BufferMemory::Lent(_))
     }
 
-    /// The number of bytes, in host or device memory.
+    /// Returns the number of bytes, in host or device memory.
     pub fn len(&self) -> usize {
         self.range.len()
     }
 
-    /// True if there are no bytes.
+    /// Returns true if there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.range.is_empty()
     }
 
-    /// The place of the bytes in device memory, or `None` if they are host memory.
+    /// Returns the place of the bytes in device memory, or `None` if they are host memory.
     pub fn device(&self) -> Option<DevicePlace> {
         let place = match &self.whole.memory {
-            Memory::Owned(buffer) => buffer.device(),
-            Memory::Lent(loan) => loan.device(),
-            Memory::Gone => None,
+            BufferMemory::Owned(buffer) => buffer.device(),
+            BufferMemory::Lent(loan) => loan.device(),
+            BufferMemory::Gone => None,
         };
         let part = |place: DevicePlace| DevicePlace {
             address: place.address + self.range.start as u64,
@@ -398,22 +408,22 @@ impl SharedBuffer {
     /// Otherwise does nothing.
     pub fn bind(&self) -> std::io::Result<()> {
         match &self.whole.memory {
-            Memory::Owned(buffer) => buffer.bind(),
-            Memory::Lent(_) | Memory::Gone => Ok(()),
+            BufferMemory::Owned(buffer) => buffer.bind(),
+            BufferMemory::Lent(_) | BufferMemory::Gone => Ok(()),
         }
     }
 
-    /// True if these are host bytes of this process in pinned pages, which devices can copy from
-    /// directly.
+    /// Returns true if these are host bytes of this process in pinned pages, which devices can copy
+    /// from directly.
     pub fn is_pinned(&self) -> bool {
         match &self.whole.memory {
-            Memory::Owned(buffer) => buffer.is_pinned(),
-            Memory::Lent(_) | Memory::Gone => false,
+            BufferMemory::Owned(buffer) => buffer.is_pinned(),
+            BufferMemory::Lent(_) | BufferMemory::Gone => false,
         }
     }
 
-    /// Fences of the device work that writes the bytes. Device work that reads the bytes must run
-    /// after that work; other readers must wait for the fences.
+    /// Returns the fences of the device work that writes the bytes. Device work that reads the
+    /// bytes must run after that work; other readers must wait for the fences.
     ///
     /// If that work [has failed](Fences::failure), or if the process that lent the bytes is gone,
     /// their values are undefined. Code that would then use the bytes on a device fails.
@@ -438,7 +448,7 @@ impl SharedBuffer {
         self.verdict.clone()
     }
 
-    /// True if the bytes are known to be written and valid. Does not wait.
+    /// Returns true if the bytes are known to be written and valid. Does not wait.
     pub fn is_made(&self) -> bool {
         let is_well = |verdict: &Arc<dyn Fence>| verdict.is_over() && verdict.failure().is_none();
         self.ready().are_over()
@@ -449,7 +459,8 @@ impl SharedBuffer {
     /// Calls `then` once it is known if the bytes are valid, with the failure if they are not. It
     /// is called now, or on the thread that notices the last fence. `then` must be short.
     pub fn on_made(&self, then: Box<dyn FnOnce(Option<String>) + Send>) {
-        let (ready, verdict) = (self.ready().clone(), self.verdict.clone());
+        let ready = self.ready().clone();
+        let verdict = self.verdict.clone();
         self.ready().clone().on_over(Box::new(move || {
             let Some(verdict) = verdict else {
                 return then(ready.failure());
@@ -492,8 +503,8 @@ impl SharedBuffer {
     /// own. Device memory stays as long as this process, since nobody else keeps it.
     pub fn retire(self) {
         match &self.whole.memory {
-            Memory::Owned(buffer) if buffer.device().is_none() => {
-                buffer.block().into_iter().for_each(Block::retire);
+            BufferMemory::Owned(buffer) if buffer.device().is_none() => {
+                buffer.block().into_iter().for_each(PoolBlock::retire);
             }
             _ => std::mem::forget(self),
         }
@@ -508,13 +519,15 @@ impl SharedBuffer {
     /// Returns `self` if there are other holders, if the bytes are borrowed, or if this is only a
     /// part. Also if [lost](Fence::is_lost) work or another process may still use them.
     pub fn into_owned(self) -> Result<OwnedBuffer, Self> {
-        let Memory::Owned(buffer) = &self.whole.memory else {
+        let BufferMemory::Owned(buffer) = &self.whole.memory else {
             return Err(self);
         };
+
         let is_lost = self.whole.ready.has_lost() || self.whole.reads.lock().has_lost();
         if is_lost || self.range != (0..buffer.len) {
             return Err(self);
         }
+
         let Self {
             whole,
             range,
@@ -524,14 +537,14 @@ impl SharedBuffer {
         match Arc::try_unwrap(whole) {
             Ok(mut whole) => match whole.take() {
                 // A block is retired before its last other holder is dropped.
-                (Memory::Owned(mut buffer), fences)
-                    if !buffer.block().is_some_and(Block::is_retired) =>
+                (BufferMemory::Owned(mut buffer), fences)
+                    if !buffer.block().is_some_and(PoolBlock::is_retired) =>
                 {
                     buffer.fences = fences;
                     Ok(buffer)
                 }
                 (memory, ready) => {
-                    let whole = Whole {
+                    let whole = WholeMemory {
                         memory,
                         reads: Mutex::default(),
                         ready,
@@ -557,13 +570,14 @@ impl SharedBuffer {
     /// run short of memory, so a borrower copies them and gives them back.
     pub fn is_limited(&self) -> bool {
         let of_memory = match &self.whole.memory {
-            Memory::Owned(OwnedBuffer {
+            BufferMemory::Owned(OwnedBuffer {
                 backing: Backing::Block(block),
                 ..
             }) => block.pool().limit().is_some(),
-            Memory::Lent(loan) => loan.is_limited(),
+            BufferMemory::Lent(loan) => loan.is_limited(),
             _ => false,
         };
+
         of_memory
             || self
                 .counted
@@ -571,14 +585,14 @@ impl SharedBuffer {
                 .is_some_and(|held| held.pool().limit().is_some())
     }
 
-    /// True if `pool` counts these bytes: they are one of its blocks or a part of one, or it
-    /// [holds](Reservation::hold_for) their bytes.
+    /// Returns true if `pool` counts these bytes: they are one of its blocks or a part of one, or
+    /// it [holds](Reservation::hold_for) their bytes.
     pub fn is_counted_by(&self, pool: &Pool) -> bool {
         let block = match &self.whole.memory {
-            Memory::Owned(buffer) => buffer.block(),
-            Memory::Lent(_) | Memory::Gone => None,
+            BufferMemory::Owned(buffer) => buffer.block(),
+            BufferMemory::Lent(_) | BufferMemory::Gone => None,
         };
-        let pools = block.map(Block::pool).into_iter();
+        let pools = block.map(PoolBlock::pool).into_iter();
         pools
             .chain(self.counted.as_ref().map(|held| held.pool()))
             .any(|one| one.is_same(pool))
@@ -597,8 +611,8 @@ impl SharedBuffer {
         }
     }
 
-    /// True if a pool that counts both counts the same bytes: the same range of the same buffer,
-    /// not [held](Reservation::hold_for) twice.
+    /// Returns true if a pool that counts both counts the same bytes: the same range of the same
+    /// buffer, not [held](Reservation::hold_for) twice.
     pub fn counts_with(&self, other: &Self) -> bool {
         let is_held_twice = match (&self.counted, &other.counted) {
             (Some(one), Some(other)) => !Arc::ptr_eq(one, other),
@@ -607,19 +621,19 @@ impl SharedBuffer {
         self.same_place(other) && !is_held_twice
     }
 
-    /// True if these bytes are lent and lie in another device's memory, which [this process's
-    /// device](Self::device) accesses remotely. They should be copied.
+    /// Returns true if these bytes are lent and lie in another device's memory, which [this
+    /// process's device](Self::device) accesses remotely. They should be copied.
     pub fn is_far(&self) -> bool {
-        matches!(&self.whole.memory, Memory::Lent(loan) if loan.is_far())
+        matches!(&self.whole.memory, BufferMemory::Lent(loan) if loan.is_far())
     }
 
-    /// The position of the bytes in a segment. `None` if other processes cannot map or open that
-    /// segment.
+    /// Returns the position of the bytes in a segment. `None` if other processes cannot map or open
+    /// that segment.
     pub fn place(&self) -> Option<SegmentPosition> {
         let place = match &self.whole.memory {
-            Memory::Owned(buffer) => buffer.place(),
-            Memory::Lent(loan) => loan.place(),
-            Memory::Gone => None,
+            BufferMemory::Owned(buffer) => buffer.place(),
+            BufferMemory::Lent(loan) => loan.place(),
+            BufferMemory::Gone => None,
         };
         place
             .map(|place| place.plus(self.range.start))
@@ -638,12 +652,12 @@ impl SharedBuffer {
     /// Returns the loan, if these bytes belong to another owner.
     pub fn loan(&self) -> Option<&dyn Loan> {
         match &self.whole.memory {
-            Memory::Owned(_) | Memory::Gone => None,
-            Memory::Lent(loan) => Some(&**loan),
+            BufferMemory::Owned(_) | BufferMemory::Gone => None,
+            BufferMemory::Lent(loan) => Some(&**loan),
         }
     }
 
-    /// True if both are the same range of the same buffer.
+    /// Returns true if both are the same range of the same buffer.
     pub fn same_place(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.whole, &other.whole) && self.range == other.range
     }
@@ -896,7 +910,7 @@ mod tests {
         // Each is large enough for a segment of its own.
         let first = pool.allocate(4 << 20).unwrap().freeze();
         // From here on a peer knows the segment.
-        let Memory::Owned(buffer) = &first.whole.memory else {
+        let BufferMemory::Owned(buffer) = &first.whole.memory else {
             panic!("it is owned")
         };
         buffer.place().unwrap().segment.number(&base);

@@ -25,10 +25,12 @@ pub fn map(
         Some(file) => (libc::MAP_SHARED, file.as_raw_fd()),
         None => (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1),
     };
+
     let access = access.bits() as libc::c_int;
     // SAFETY: with a null hint and without MAP_FIXED the system picks a range that nothing else
     // uses, so no existing memory changes.
     let start = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, flags, file, 0) };
+
     if start == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }

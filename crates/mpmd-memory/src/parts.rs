@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::pool::Block;
+use super::pool::PoolBlock;
 use super::{Backing, Fences, OwnedBuffer, SegmentPosition};
 
 /// A buffer that is handed out in parts which never overlap. It is whole again when all parts have
@@ -13,37 +13,37 @@ use super::{Backing, Fences, OwnedBuffer, SegmentPosition};
 ///
 /// A part is an [`OwnedBuffer`] of its own: a transport reads into it while other threads write the
 /// rest.
-pub struct Divided {
-    whole: Arc<Whole>,
+pub struct DividedBuffer {
+    whole: Arc<DividedWhole>,
     /// The byte ranges handed out, ascending, without empty ones.
     given: Vec<Range<usize>>,
 }
 
 /// The buffer under its parts. It is not accessed while there are parts.
-struct Whole {
+struct DividedWhole {
     buffer: OwnedBuffer,
     start: NonNull<u8>,
 }
 
 // SAFETY: the buffer is `Send`, and `start` points into memory that it owns. Through `start` only
 // parts reach that memory, each its own range.
-unsafe impl Send for Whole {}
-// SAFETY: sharing a `Whole` gives no access to its bytes. `buffer` is private to this module, which
-// uses it only as its last holder, and parts reach disjoint ranges.
-unsafe impl Sync for Whole {}
+unsafe impl Send for DividedWhole {}
+// SAFETY: sharing a `DividedWhole` gives no access to its bytes. `buffer` is private to this
+// module, which uses it only as its last holder, and parts reach disjoint ranges.
+unsafe impl Sync for DividedWhole {}
 
 /// A range of a divided buffer that no other part shares.
-pub(super) struct Part {
-    whole: Arc<Whole>,
+pub(super) struct BufferPart {
+    whole: Arc<DividedWhole>,
     start: usize,
 }
 
-impl Divided {
+impl DividedBuffer {
     /// Divides `buffer`; no part has been handed out yet. Panics if `buffer` is device memory.
     pub fn new(mut buffer: OwnedBuffer) -> Self {
         let start = NonNull::from(&mut buffer[..]).cast();
         Self {
-            whole: Arc::new(Whole { buffer, start }),
+            whole: Arc::new(DividedWhole { buffer, start }),
             given: Vec::new(),
         }
     }
@@ -55,6 +55,7 @@ impl Divided {
         if range.start > range.end || range.end > self.whole.buffer.len {
             return None;
         }
+
         if !range.is_empty() {
             let at = self.given.partition_point(|given| given.end <= range.start);
             if self
@@ -66,7 +67,8 @@ impl Divided {
             }
             self.given.insert(at, range.clone());
         }
-        let part = Part {
+
+        let part = BufferPart {
             whole: self.whole.clone(),
             start: range.start,
         };
@@ -90,7 +92,7 @@ impl Divided {
     }
 }
 
-impl Part {
+impl BufferPart {
     pub(super) fn place(&self) -> Option<SegmentPosition> {
         self.whole
             .buffer
@@ -102,15 +104,15 @@ impl Part {
         self.whole.buffer.is_pinned()
     }
 
-    pub(super) fn block(&self) -> Option<&Block> {
+    pub(super) fn block(&self) -> Option<&PoolBlock> {
         self.whole.buffer.block()
     }
 
     pub(super) fn bytes(&self, len: usize) -> &[u8] {
-        // SAFETY: `Divided::part` checked that `start + len` is within the buffer. `whole` keeps
-        // its memory in place: the buffer is neither moved out nor accessed while this part holds
-        // it. The bytes are initialised, as those of every buffer. No other part has them:
-        // `Divided` hands each out once.
+        // SAFETY: `DividedBuffer::part` checked that `start + len` is within the buffer. `whole`
+        // keeps its memory in place: the buffer is neither moved out nor accessed while this part
+        // holds it. The bytes are initialised, as those of every buffer. No other part has them:
+        // `DividedBuffer` hands each out once.
         unsafe { std::slice::from_raw_parts(self.whole.start.as_ptr().add(self.start), len) }
     }
 
@@ -121,7 +123,7 @@ impl Part {
     }
 }
 
-impl fmt::Debug for Divided {
+impl fmt::Debug for DividedBuffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
@@ -144,7 +146,7 @@ mod tests {
             pool.allocate(1000).unwrap(),
             OwnedBuffer::from(vec![9; 1000]),
         ] {
-            let mut divided = Divided::new(buffer);
+            let mut divided = DividedBuffer::new(buffer);
             let parts: Vec<OwnedBuffer> = (0..10)
                 .rev()
                 .map(|i| divided.part(i * 100..(i + 1) * 100).unwrap())
@@ -167,7 +169,7 @@ mod tests {
 
     #[test]
     fn overlapping_and_out_of_range_parts_are_refused() {
-        let mut divided = Divided::new(vec![0; 100].into());
+        let mut divided = DividedBuffer::new(vec![0; 100].into());
         let first = divided.part(20..40).unwrap();
         for range in [
             20..40,
@@ -194,7 +196,7 @@ mod tests {
     #[test]
     fn join_fails_with_parts_which_may_outlive_it() {
         let pool = Pool::new("test", None);
-        let mut divided = Divided::new(pool.allocate(256).unwrap());
+        let mut divided = DividedBuffer::new(pool.allocate(256).unwrap());
         let part = divided.part(0..64).unwrap();
         let mut divided = divided.join().unwrap_err();
         let frozen = part.freeze();

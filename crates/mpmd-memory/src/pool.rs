@@ -26,6 +26,7 @@ const LARGEST_SEGMENT: usize = 32 << 20;
 const KEPT_BESIDE: u64 = 64 << 20;
 /// Time limit of an allocation that waits until peers have closed freed device memory.
 const FREED_WITHIN: Duration = Duration::from_millis(500);
+/// Pause of such an allocation between two attempts.
 const FREED_LOOK: Duration = Duration::from_millis(5);
 /// Limit on the total size of a pool's buffers in bytes: the address space has no more.
 const MOST: u64 = isize::MAX as u64;
@@ -34,24 +35,39 @@ const MOST: u64 = isize::MAX as u64;
 /// pool.
 #[derive(Clone)]
 pub struct Pool {
-    inner: Arc<Inner>,
+    inner: Arc<PoolInner>,
 }
 
-struct Inner {
+struct PoolInner {
     name: String,
     limit: Option<u64>,
     arena: Arena,
-    state: Mutex<State>,
+    state: Mutex<PoolState>,
 }
 
-struct State {
+/// The part of a pool that is under its lock.
+struct PoolState {
     /// Blocks up to this size in bytes share segments.
     largest_shared: usize,
     /// Unused blocks, by size class in bytes.
     free: BTreeMap<usize, Vec<Carved>>,
-    /// (Segment that small blocks are carved from, number of its bytes already used).
-    open: Option<(Arc<Segment>, usize)>,
+    /// The segment that small blocks are carved from.
+    open: Option<CarvedSegment>,
     stats: PoolStats,
+}
+
+/// A block taken from those kept for reuse.
+struct CachedBlock {
+    carved: Carved,
+    /// The size class that it counts with.
+    class: usize,
+}
+
+/// A segment that blocks are carved from.
+struct CarvedSegment {
+    segment: Arc<Segment>,
+    /// Number of bytes in blocks already.
+    used: usize,
 }
 
 /// A pool's statistics, in bytes. A buffer counts with its size class, though its block can be
@@ -134,7 +150,7 @@ fn refusal_text(refusal: &Option<String>) -> String {
 
 /// The total of the lengths in bytes of several buffers. For [`Pool::reserve_all`].
 #[derive(Clone, Copy, Debug)]
-pub struct Sizes {
+pub struct BufferSizes {
     bytes: usize,
     /// Bytes of their blocks. `None` stands for more than any pool has.
     class: Option<u64>,
@@ -153,24 +169,21 @@ impl Pool {
 
     /// Creates an empty pool, as [`Pool::new`] does, that maps its segments from `arena`.
     pub fn in_arena(name: impl Into<String>, limit: Option<u64>, arena: &Arena) -> Self {
-        let (name, arena) = (name.into(), arena.clone());
         let largest_shared = match arena.is_device() {
             true => LARGEST_SHARED_ON_DEVICE,
             false => LARGEST_SHARED_CLASS,
         };
-        let (free, open, stats) = Default::default();
-        let state = Mutex::new(State {
-            largest_shared,
-            free,
-            open,
-            stats,
-        });
         Self {
-            inner: Arc::new(Inner {
-                name,
+            inner: Arc::new(PoolInner {
+                name: name.into(),
                 limit,
-                arena,
-                state,
+                arena: arena.clone(),
+                state: Mutex::new(PoolState {
+                    largest_shared,
+                    free: BTreeMap::new(),
+                    open: None,
+                    stats: PoolStats::default(),
+                }),
             }),
         }
     }
@@ -182,7 +195,7 @@ impl Pool {
     /// If the limit or the system does not allow it.
     pub fn allocate(&self, bytes: usize) -> Result<OwnedBuffer, OutOfMemory> {
         match self.inner.take_cached(bytes) {
-            Some((carved, class)) => Ok(self.buffer(carved, class, bytes)),
+            Some(cached) => Ok(self.buffer(cached.carved, cached.class, bytes)),
             None => self.reserve(bytes)?.allocate(),
         }
     }
@@ -201,7 +214,7 @@ impl Pool {
     /// # Errors
     ///
     /// If the limit does not allow them together.
-    pub fn reserve_all(&self, sizes: Sizes) -> Result<Reservation, OutOfMemory> {
+    pub fn reserve_all(&self, sizes: BufferSizes) -> Result<Reservation, OutOfMemory> {
         self.set_aside(sizes.bytes, sizes.class)
     }
 
@@ -212,16 +225,19 @@ impl Pool {
         let fitting = |stats: &PoolStats| {
             class.filter(|class| *class <= most.saturating_sub(stats.live + stats.reserved))
         };
+
         let mut state = self.inner.state.lock();
         if fitting(&state.stats).is_none() {
             drop(state);
             self.inner.arena.reclaim();
             state = self.inner.state.lock();
         }
+
         let stats = &mut state.stats;
         let Some(class) = fitting(stats) else {
             return Err(self.inner.out_of_memory(bytes, stats, self.inner.limit));
         };
+
         stats.reserved += class;
         stats.peak = stats.peak.max(stats.live + stats.reserved);
         Ok(Reservation {
@@ -232,7 +248,7 @@ impl Pool {
         })
     }
 
-    /// The pool's present statistics.
+    /// Returns the pool's present statistics.
     pub fn stats(&self) -> PoolStats {
         self.inner.state.lock().stats
     }
@@ -243,18 +259,18 @@ impl Pool {
         state.stats.recent_peak = state.stats.live;
     }
 
-    /// The limit in bytes on buffers and reservations together. `None` is no limit.
+    /// Returns the limit in bytes on buffers and reservations together. `None` is no limit.
     pub fn limit(&self) -> Option<u64> {
         self.inner.limit
     }
 
-    /// The number of bytes that an allocation of `bytes` counts with: its size class. `u64::MAX` if
-    /// no pool can have so many.
+    /// Returns the number of bytes that an allocation of `bytes` counts with: its size class.
+    /// `u64::MAX` if no pool can have so many.
     pub fn rounded(bytes: usize) -> u64 {
         size_class(bytes).map_or(u64::MAX, |class| class as u64)
     }
 
-    /// True if both are the same pool.
+    /// Returns true if both are the same pool.
     pub(super) fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.inner, &other.inner)
     }
@@ -266,20 +282,18 @@ impl Pool {
     }
 
     fn buffer(&self, carved: Carved, class: usize, bytes: usize) -> OwnedBuffer {
-        let (carved, pool, is_retired) = (Some(carved), self.clone(), AtomicBool::new(false));
-        OwnedBuffer::of_block(
-            Block {
-                carved,
-                class,
-                pool,
-                is_retired,
-            },
-            bytes,
-        )
+        let block = PoolBlock {
+            carved: Some(carved),
+            class,
+            pool: self.clone(),
+            is_retired: AtomicBool::new(false),
+        };
+        OwnedBuffer::of_block(block, bytes)
     }
 }
 
-impl Inner {
+impl PoolInner {
+    /// Returns the error of a request for `bytes` bytes.
     fn out_of_memory(&self, bytes: usize, stats: &PoolStats, limit: Option<u64>) -> OutOfMemory {
         OutOfMemory {
             pool: self.name.clone(),
@@ -292,10 +306,9 @@ impl Inner {
         }
     }
 
-    /// Takes a cached block for `bytes` bytes, and locks the state only once. Returns it with the
-    /// size class that it counts with. `None` if there is no block of this class, at the limit, or
-    /// if the block would make a new peak.
-    fn take_cached(&self, bytes: usize) -> Option<(Carved, usize)> {
+    /// Takes a cached block for `bytes` bytes, and locks the state only once. `None` if there is no
+    /// block of this class, at the limit, or if the block would make a new peak.
+    fn take_cached(&self, bytes: usize) -> Option<CachedBlock> {
         let class = size_class(bytes)?;
         let mut state = self.state.lock();
         let PoolStats {
@@ -304,22 +317,27 @@ impl Inner {
             recent_peak,
             ..
         } = state.stats;
+
         let limit = self.limit.unwrap_or(MOST);
         let fits = live + class as u64 <= recent_peak && live + reserved + class as u64 <= limit;
         if !fits {
             return None;
         }
+
         let block = state.take_free(class)?;
         let stats = &mut state.stats;
         stats.reserved += class as u64;
         stats.peak = stats.peak.max(stats.live + stats.reserved);
         stats.make_live(class);
-        Some((block, class))
+        Some(CachedBlock {
+            carved: block,
+            class,
+        })
     }
 
     /// Locks the state to take `bytes` bytes. If that would make a new peak, first brings back the
     /// blocks that peers have finished with: until then they count as live.
-    fn settled(&self, bytes: u64) -> MutexGuard<'_, State> {
+    fn settled(&self, bytes: u64) -> MutexGuard<'_, PoolState> {
         let state = self.state.lock();
         if state.stats.live + bytes <= state.stats.recent_peak {
             return state;
@@ -334,29 +352,16 @@ impl Inner {
     /// lock.
     fn grow(&self, class: usize) -> io::Result<Carved> {
         self.arena.reclaim();
-        let (bytes, is_shared, is_plenty) = {
-            let mut state = self.state.lock();
-            if let Some(block) = state.take(class) {
-                return Ok(block);
-            }
-            let PoolStats {
-                live,
-                cached,
-                peak_live,
-                mapped,
-                ..
-            } = state.stats;
-            let shared = (mapped as usize / 4)
-                .next_power_of_two()
-                .clamp(FIRST_SEGMENT, LARGEST_SEGMENT);
-            let is_shared = class <= state.largest_shared;
-            let bytes = if is_shared { shared } else { class };
-            (
-                bytes,
-                is_shared,
-                live + cached + bytes as u64 > 2 * peak_live + KEPT_BESIDE,
-            )
-        };
+        let mut state = self.state.lock();
+        if let Some(block) = state.take(class) {
+            return Ok(block);
+        }
+        let is_shared = class <= state.largest_shared;
+        let bytes = state.next_segment_bytes(class);
+        let is_plenty = state.would_be_plenty(bytes);
+        drop(state);
+
+        // Mapping takes long, so it is done without the lock.
         if is_plenty {
             self.trim();
         }
@@ -367,6 +372,7 @@ impl Inner {
             }
             Ok(segment) => segment,
         };
+
         let mut state = self.state.lock();
         if is_shared && let Some(block) = state.take(class) {
             // Another thread mapped a segment first, and that one stays open: two would be one too
@@ -374,6 +380,7 @@ impl Inner {
             drop(state);
             return Ok(block);
         }
+
         state.stats.mapped += bytes as u64;
         if !is_shared {
             state.stats.make_live(class);
@@ -383,8 +390,9 @@ impl Inner {
                 segment,
             });
         }
+
         // The rest of the previous segment is smaller than such a block, and is given up.
-        state.open = Some((segment, 0));
+        state.open = Some(CarvedSegment { segment, used: 0 });
         state
             .take(class)
             .ok_or_else(|| io::Error::other("a new segment is too small for a block"))
@@ -414,12 +422,34 @@ impl Inner {
             }
         }
         state.stats.cached -= freed.iter().map(|block| block.capacity as u64).sum::<u64>();
+
         drop(state);
         drop(freed);
     }
 }
 
-impl State {
+impl PoolState {
+    /// Returns the length in bytes of the next segment, for a block of `class` bytes.
+    fn next_segment_bytes(&self, class: usize) -> usize {
+        if class > self.largest_shared {
+            return class;
+        }
+        (self.stats.mapped as usize / 4)
+            .next_power_of_two()
+            .clamp(FIRST_SEGMENT, LARGEST_SEGMENT)
+    }
+
+    /// Returns true if the pool keeps too many unused blocks to map `bytes` bytes more.
+    fn would_be_plenty(&self, bytes: usize) -> bool {
+        let PoolStats {
+            live,
+            cached,
+            peak_live,
+            ..
+        } = self.stats;
+        live + cached + bytes as u64 > 2 * peak_live + KEPT_BESIDE
+    }
+
     /// Takes a block of `class` bytes that was reserved before, and counts it as live. This is one
     /// step under the lock, so that no other thread sees the bytes counted twice and is refused.
     /// `None` if a new segment is needed.
@@ -449,11 +479,13 @@ impl State {
         self.take_free(found)
     }
 
+    /// Carves a block of `class` bytes from the open segment. `None` if it has no room.
     fn carve(&mut self, class: usize) -> Option<Carved> {
-        let (segment, used) = self
+        let CarvedSegment { segment, used } = self
             .open
             .as_mut()
-            .filter(|(segment, used)| used + class <= segment.bytes())?;
+            .filter(|open| open.used + class <= open.segment.bytes())?;
+
         // Within the segment, as checked above. Plain arithmetic, since a device's addresses are
         // not valid pointers here.
         let start = NonNull::new(segment.start().as_ptr().wrapping_add(*used))?;
@@ -527,6 +559,7 @@ impl Reservation {
                     }
                 },
             };
+
             let (Some(class), Some(carved)) = (class, taken) else {
                 let error = OutOfMemory {
                     refusal,
@@ -536,6 +569,7 @@ impl Reservation {
                 drop(state);
                 return Err(error);
             };
+
             self.counted -= class as u64;
             buffers.push(pool.buffer(carved, class, bytes));
         }
@@ -591,7 +625,7 @@ impl Reservation {
         self
     }
 
-    /// The number of bytes requested, before rounding to size classes.
+    /// Returns the number of bytes requested, before rounding to size classes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -605,11 +639,11 @@ impl Drop for Reservation {
     fn drop(&mut self) {
         if self.counted > 0 {
             let stats = &mut self.pool.inner.state.lock().stats;
-            *(if self.held {
-                &mut stats.live
+            if self.held {
+                stats.live -= self.counted;
             } else {
-                &mut stats.reserved
-            }) -= self.counted;
+                stats.reserved -= self.counted;
+            }
         }
     }
 }
@@ -632,7 +666,8 @@ struct Carved {
 
 // SAFETY: a carved range is used by one owner at a time, and nothing in it belongs to a thread.
 unsafe impl Send for Carved {}
-// SAFETY: shared access only reads the bytes; writing needs exclusive access (`Block::bytes_mut`).
+// SAFETY: shared access only reads the bytes; writing needs exclusive access
+// (`PoolBlock::bytes_mut`).
 unsafe impl Sync for Carved {}
 
 impl Carved {
@@ -650,7 +685,7 @@ impl Carved {
 }
 
 /// A carved range in use; goes back to its pool when dropped.
-pub(super) struct Block {
+pub(super) struct PoolBlock {
     /// The range; `None` only while the block is dropped.
     carved: Option<Carved>,
     /// The size class that the pool counts for it. The range can be larger.
@@ -660,7 +695,7 @@ pub(super) struct Block {
     is_retired: AtomicBool,
 }
 
-impl Block {
+impl PoolBlock {
     /// Keeps the block out of its pool. Its memory goes back to the system, with its segment.
     pub(super) fn retire(&self) {
         self.is_retired.store(true, Ordering::Relaxed);
@@ -706,7 +741,7 @@ impl Block {
             .map_or(Ok(()), |memory| memory.bind())
     }
 
-    /// The block's place in device memory, or `None` if it is host memory.
+    /// Returns the block's place in device memory, or `None` if it is host memory.
     pub(super) fn device(&self) -> Option<DevicePlace> {
         let Carved {
             start,
@@ -737,7 +772,7 @@ impl Block {
     }
 }
 
-impl Drop for Block {
+impl Drop for PoolBlock {
     fn drop(&mut self) {
         let Some(carved) = self.carved.take() else {
             return;
@@ -753,7 +788,7 @@ impl Drop for Block {
     }
 }
 
-impl FromIterator<usize> for Sizes {
+impl FromIterator<usize> for BufferSizes {
     fn from_iter<I: IntoIterator<Item = usize>>(sizes: I) -> Self {
         let sum = |Self { bytes, class }: Self, size| {
             let class = class

@@ -18,7 +18,7 @@ use rustix::process::{Resource, getrlimit};
 
 use mpmd_base::block::Mutex;
 
-use super::arena::Inner;
+use super::arena::ArenaInner;
 use super::map::{map, unmap};
 use super::{Arena, DeviceMemory};
 
@@ -57,11 +57,19 @@ pub struct Segment {
     device: Option<Box<dyn DeviceMemory>>,
     /// The file, if other processes can map the segment.
     descriptor: Option<OwnedFd>,
-    /// (Number by which peers know the segment, arena to tell when it is freed). Not set before a
-    /// peer knows the segment.
-    known: OnceLock<(u32, Weak<Inner>)>,
+    /// The name of the segment in the first arena that lends it. Not set before a peer knows the
+    /// segment.
+    known: OnceLock<SegmentName>,
     /// The same for further arenas.
-    known_too: Mutex<Vec<(u32, Weak<Inner>)>>,
+    known_too: Mutex<Vec<SegmentName>>,
+}
+
+/// The name of a segment among the peers of one arena.
+struct SegmentName {
+    /// The number by which peers know the segment.
+    number: u32,
+    /// The arena to tell when the segment is freed.
+    arena: Weak<ArenaInner>,
 }
 
 // SAFETY: a segment is only an address range that it owns; nothing in it belongs to a thread.
@@ -94,11 +102,13 @@ impl Segment {
             ProtFlags::READ | ProtFlags::WRITE,
             Some(descriptor.as_fd()),
         )?;
+
         let segment = Self::at(start, bytes, Some(descriptor));
         if bytes >= HUGE {
             // If the kernel does not allow huge pages it returns an error, and small pages will do.
             segment.advise(Advice::LinuxHugepage).ok();
         }
+
         match segment.advise(Advice::LinuxPopulateWrite) {
             // Kernels before 5.14: allocates the file's pages, which this process then maps at the
             // first access.
@@ -124,6 +134,7 @@ impl Segment {
         let bytes = usize::try_from(bytes)
             .ok()
             .filter(|bytes| *bytes > 0 && length == *bytes as u64);
+
         let Some(bytes) = bytes else {
             return Err(io::Error::other(format!(
                 "a segment has {length} bytes, but another length was announced"
@@ -132,6 +143,7 @@ impl Segment {
         if !fcntl_get_seals(&descriptor)?.contains(SealFlags::SHRINK | SealFlags::SEAL) {
             return Err(io::Error::other("a segment is not sealed"));
         }
+
         // The file cannot become shorter: its seal was checked above.
         let start = map(bytes, ProtFlags::READ, Some(descriptor.as_fd()))?;
         Ok(Self::at(start, bytes, Some(descriptor)))
@@ -146,6 +158,7 @@ impl Segment {
                 .saturating_mul(512)
                 >= self.bytes as u64
         });
+
         // On a file without pages this would allocate as many as the peer claims.
         for at in (0..self.bytes).step_by(POPULATED).filter(|_| has_pages) {
             let bytes = POPULATED.min(self.bytes - at);
@@ -175,6 +188,7 @@ impl Segment {
         })
     }
 
+    /// Wraps a mapping of host memory.
     fn at(start: NonNull<u8>, bytes: usize, descriptor: Option<OwnedFd>) -> Self {
         Self {
             start,
@@ -215,13 +229,13 @@ impl Segment {
         let _ = self.pin.set(pin);
     }
 
-    /// True if the segment's pages are pinned for devices.
+    /// Returns true if the segment's pages are pinned for devices.
     pub(super) fn is_pinned(&self) -> bool {
         self.pin.get().is_some()
     }
 
-    /// The address of the first byte, aligned to a page in host memory. For device memory it is the
-    /// device's own address and must not be dereferenced.
+    /// Returns the address of the first byte, aligned to a page in host memory. For device memory
+    /// it is the device's own address and must not be dereferenced.
     pub(super) fn start(&self) -> NonNull<u8> {
         self.start
     }
@@ -269,19 +283,24 @@ impl Segment {
     /// Returns the number by which peers know this segment; takes a new one of `arena` at the first
     /// call. The number is never used for another segment of that arena.
     pub fn number(&self, arena: &Arena) -> u32 {
-        let new = || (arena.next_number(), arena.downgrade());
-        let (number, first) = self.known.get_or_init(new);
-        if arena.is(first) {
-            return *number;
+        let new = || SegmentName {
+            number: arena.next_number(),
+            arena: arena.downgrade(),
+        };
+        let first = self.known.get_or_init(new);
+        if arena.is(&first.arena) {
+            return first.number;
         }
+
         // Memory of one job that another job of this process lends.
         let mut known = self.known_too.lock();
-        if let Some((number, _)) = known.iter().find(|(_, known)| arena.is(known)) {
-            return *number;
+        if let Some(name) = known.iter().find(|name| arena.is(&name.arena)) {
+            return name.number;
         }
-        known.retain(|(_, arena)| arena.strong_count() > 0);
-        let (number, arena) = new();
-        known.push((number, arena));
+        known.retain(|name| name.arena.strong_count() > 0);
+        let name = new();
+        let number = name.number;
+        known.push(name);
         number
     }
 
@@ -322,7 +341,8 @@ pub fn take_pages(file: BorrowedFd<'_>, bytes: usize) -> io::Result<()> {
 /// A call that a signal interrupts has done nothing, and the next one is half as long. So repeated
 /// signals cannot interrupt the same work for ever.
 fn in_pieces(bytes: u64, mut take: impl FnMut(u64, u64) -> Result<(), Errno>) -> io::Result<()> {
-    let (mut at, mut piece) = (0, bytes);
+    let mut at = 0;
+    let mut piece = bytes;
     while at < bytes {
         piece = piece.min(bytes - at);
         match take(at, piece) {
@@ -339,8 +359,7 @@ pub(super) fn check_file_limit(bytes: u64) -> io::Result<()> {
     match getrlimit(Resource::Fsize).current {
         Some(limit) if limit < bytes => Err(io::Error::other(format!(
             "this process may not have files of {bytes} bytes (ulimit -f), which holds for memory \
-             that others can \
-             map too"
+             that others can map too"
         ))),
         _ => Ok(()),
     }
@@ -355,15 +374,16 @@ impl Drop for Segment {
             // none is left.
             unsafe { unmap(self.start, self.bytes) };
         }
-        if let Some((number, arena)) = self.known.get()
-            && let Some(arena) = arena.upgrade()
+
+        if let Some(name) = self.known.get()
+            && let Some(arena) = name.arena.upgrade()
         {
             // Peers may have a device's memory open: it stays until they have closed it.
-            arena.retire(*number, self.device.take());
+            arena.retire(name.number, self.device.take());
         }
-        for (number, arena) in self.known_too.get_mut().drain(..) {
-            if let Some(arena) = arena.upgrade() {
-                arena.retire(number, None);
+        for name in self.known_too.get_mut().drain(..) {
+            if let Some(arena) = name.arena.upgrade() {
+                arena.retire(name.number, None);
             }
         }
     }

@@ -66,7 +66,7 @@ pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ControlError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::router::Answer;
+    use crate::router::ProbeAnswer;
     use crate::{Failure, FailureKind, ProcessId};
 
     /// Decodes `bytes` and asserts that the value, if there is one, survives another round trip.
@@ -78,7 +78,7 @@ mod tests {
 
     #[test]
     fn fuzz_control() {
-        let answer = Answer {
+        let answer = ProbeAnswer {
             count: 300,
             doing: "computes".to_owned(),
             chain: vec!["waits".to_owned(); 3],
@@ -87,7 +87,7 @@ mod tests {
         let values = vec![(u128::MAX, vec!["text".to_owned()], Some(7u64)); 2];
         let samples = [encode(&answer), encode(&failure), encode(&values)].map(Result::unwrap);
         mpmd_fuzz::bytes("control", &samples, |input| {
-            read::<Answer>(input);
+            read::<ProbeAnswer>(input);
             read::<Failure>(input);
             read::<Vec<(u128, Vec<String>, Option<u64>)>>(input);
         });

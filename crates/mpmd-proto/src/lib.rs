@@ -15,4 +15,4 @@ pub mod router;
 pub mod wire;
 
 pub use router::{Failure, FailureKind};
-pub use wire::{Header, Kind, ProcessId};
+pub use wire::{Header, MessageKind, ProcessId};

@@ -29,14 +29,14 @@ pub const VERSION: u16 = 6;
 
 const MAGIC: [u8; 4] = *b"MPMD";
 
-/// The largest payload, in bytes, of any message except [`Kind::Data`]. A header that announces
-/// more is refused: only data that the receiver has granted may be large.
+/// The largest payload, in bytes, of any message except [`MessageKind::Data`]. A header that
+/// announces more is refused: only data that the receiver has granted may be large.
 pub const MAX_CONTROL_BYTES: u64 = 1 << 20;
 
 /// The kind of a message.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[repr(u16)]
-pub enum Kind {
+pub enum MessageKind {
     /// A small piece, payload inline, covered by the sender's eager credit.
     Eager = 1,
     /// A small piece is ready, but the sender has no credit left: asks for a grant.
@@ -50,7 +50,8 @@ pub enum Kind {
     /// Gives back `count` bytes of eager credit. With zero-copy transfers: everything lent up to
     /// operation `op` has been taken.
     Credit = 6,
-    /// Asks for the state of a piece that the sender waits for; answered by [`Kind::Answer`].
+    /// Asks for the state of a piece that the sender waits for; answered by
+    /// [`MessageKind::Answer`].
     Probe = 7,
     /// The state of the piece at the asked process, in the payload.
     Answer = 8,
@@ -67,13 +68,13 @@ pub enum Kind {
     /// The job has failed; the payload gives the reason.
     Failure = 13,
     /// With zero-copy transfers: a program waits until everything lent up to operation `op` has
-    /// been taken. Answered by [`Kind::Credit`] as soon as it has.
+    /// been taken. Answered by [`MessageKind::Credit`] as soon as it has.
     AskTaken = 14,
     /// `count` messages with small pieces, in the payload (`mpmd_transport::batch`).
     Batch = 15,
 }
 
-impl Kind {
+impl MessageKind {
     fn from_u16(kind: u16) -> Option<Self> {
         Some(match kind {
             1 => Self::Eager,
@@ -95,7 +96,7 @@ impl Kind {
         })
     }
 
-    /// True if `bytes` in a header of this kind counts payload that follows it.
+    /// Returns true if `bytes` in a header of this kind counts payload that follows it.
     ///
     /// Offers and grants speak of a piece without carrying it.
     pub fn carries_payload(self) -> bool {
@@ -116,19 +117,19 @@ impl Kind {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Header {
     /// The kind of the message.
-    pub kind: Kind,
+    pub kind: MessageKind,
     /// The incarnation of the job.
     pub epoch: u64,
-    /// Number of the operation that the message belongs to, or 0. For [`Kind::Step`]: number of the
-    /// step.
+    /// Number of the operation that the message belongs to, or 0. For [`MessageKind::Step`]: number
+    /// of the step.
     pub op: u64,
     /// Number of the piece within the operation.
     pub piece: u64,
-    /// Bytes of the piece; bytes of the payload if [`Kind::carries_payload`].
+    /// Bytes of the piece; bytes of the payload if [`MessageKind::carries_payload`].
     pub bytes: u64,
     /// The sender's rolling hash: at `op` for pieces, at `count` for heartbeats and goodbyes.
     pub hash: u128,
-    /// Number of operations that the sender has issued, or bytes for [`Kind::Credit`].
+    /// Number of operations that the sender has issued, or bytes for [`MessageKind::Credit`].
     pub count: u64,
 }
 
@@ -161,7 +162,7 @@ pub enum WireError {
     #[error("a {kind:?} message announces {bytes} bytes; at most {MAX_CONTROL_BYTES} are allowed")]
     TooLong {
         /// The message's kind.
-        kind: Kind,
+        kind: MessageKind,
         /// The announced length in bytes.
         bytes: u64,
     },
@@ -169,7 +170,7 @@ pub enum WireError {
 
 #[derive(FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned)]
 #[repr(C)]
-struct Raw {
+struct RawHeader {
     magic: [u8; 4],
     version: U16,
     kind: U16,
@@ -184,7 +185,7 @@ struct Raw {
 
 impl Header {
     /// Creates a header of `kind` with every other field zero.
-    pub fn new(kind: Kind) -> Self {
+    pub fn new(kind: MessageKind) -> Self {
         Self {
             kind,
             epoch: 0,
@@ -196,7 +197,7 @@ impl Header {
         }
     }
 
-    /// Bytes of payload that follow this header on the wire.
+    /// Returns the number of bytes of payload that follow this header on the wire.
     pub fn payload_bytes(&self) -> u64 {
         if self.kind.carries_payload() {
             self.bytes
@@ -207,7 +208,7 @@ impl Header {
 
     /// Encodes the header as it goes over the wire.
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
-        let raw = Raw {
+        let raw = RawHeader {
             magic: MAGIC,
             version: U16::new(VERSION),
             kind: U16::new(self.kind as u16),
@@ -229,7 +230,7 @@ impl Header {
     /// If the magic, version or kind is wrong, or if a control message announces more than
     /// [`MAX_CONTROL_BYTES`].
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, WireError> {
-        let raw: &Raw = zerocopy::transmute_ref!(bytes);
+        let raw: &RawHeader = zerocopy::transmute_ref!(bytes);
         if raw.magic != MAGIC {
             return Err(WireError::Magic { found: raw.magic });
         }
@@ -238,9 +239,11 @@ impl Header {
                 found: raw.version.get(),
             });
         }
-        let kind = Kind::from_u16(raw.kind.get()).ok_or(WireError::Kind {
+
+        let kind = MessageKind::from_u16(raw.kind.get()).ok_or(WireError::Kind {
             found: raw.kind.get(),
         })?;
+
         let header = Self {
             kind,
             epoch: raw.epoch.get(),
@@ -250,7 +253,8 @@ impl Header {
             hash: u128::from(raw.hash_low.get()) | (u128::from(raw.hash_high.get()) << 64),
             count: raw.count.get(),
         };
-        if kind != Kind::Data && header.payload_bytes() > MAX_CONTROL_BYTES {
+
+        if kind != MessageKind::Data && header.payload_bytes() > MAX_CONTROL_BYTES {
             return Err(WireError::TooLong {
                 kind,
                 bytes: header.bytes,
@@ -266,7 +270,7 @@ mod tests {
 
     fn sample() -> Header {
         Header {
-            kind: Kind::Data,
+            kind: MessageKind::Data,
             epoch: 3,
             op: 1 << 40,
             piece: 7,
@@ -283,7 +287,7 @@ mod tests {
 
     #[test]
     fn fuzz_wire_header() {
-        let kinds = (1..=13).filter_map(Kind::from_u16);
+        let kinds = (1..=13).filter_map(MessageKind::from_u16);
         let samples: Vec<_> = kinds
             .map(|kind| {
                 Header {
@@ -301,7 +305,9 @@ mod tests {
             bytes[..length].copy_from_slice(&input[..length]);
             if let Ok(header) = Header::decode(&bytes) {
                 assert_eq!(header.encode(), bytes);
-                assert!(header.kind == Kind::Data || header.payload_bytes() <= MAX_CONTROL_BYTES);
+                assert!(
+                    header.kind == MessageKind::Data || header.payload_bytes() <= MAX_CONTROL_BYTES
+                );
             }
         });
     }
@@ -332,13 +338,13 @@ mod tests {
             Err(WireError::Kind { found: 200 })
         );
         let long = Header {
-            kind: Kind::Eager,
+            kind: MessageKind::Eager,
             ..sample()
         };
         assert!(matches!(
             Header::decode(&long.encode()),
             Err(WireError::TooLong {
-                kind: Kind::Eager,
+                kind: MessageKind::Eager,
                 ..
             })
         ));

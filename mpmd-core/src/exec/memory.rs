@@ -8,7 +8,7 @@ use std::time::Duration;
 use mpmd_base::block::{mpsc, now};
 use mpmd_base::deadline::after;
 use mpmd_base::{ProcessId, bytes_text};
-use mpmd_memory::{OutOfMemory, Pool, Reservation, Sizes};
+use mpmd_memory::{BufferSizes, OutOfMemory, Pool, Reservation};
 use mpmd_memory::{OwnedBuffer, SharedBuffer};
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::Transport;
@@ -117,7 +117,7 @@ impl Runtime {
         &self,
         local_index: usize,
         kind: MemoryKind,
-        sizes: Sizes,
+        sizes: BufferSizes,
         op: u64,
         call: &dyn fmt::Display,
     ) -> Result<Reservation, Arc<Failure>> {

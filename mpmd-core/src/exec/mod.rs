@@ -51,7 +51,7 @@ pub(crate) use moves::reach::follow;
 pub(crate) use moves::receive::Waiter;
 pub(crate) use moves::send::Outgoing;
 /// The router's view of a replayed step.
-pub(crate) use mpmd_proto::router::{Span, Values};
+pub(crate) use mpmd_proto::router::{OpSpan, ValueHashes};
 pub(crate) use waits::async_buffer::{
     AsyncBuffer, AsyncBuffers, BufferUse, Outcome, Resolver, Resolvers,
 };

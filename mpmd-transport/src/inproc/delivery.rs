@@ -6,9 +6,9 @@ use mpmd_base::block::{note, thread};
 
 use crate::transport::{Fetch, FetchDone, Handler, Payload, TransportError};
 use mpmd_memory::{DevicePlace, Loan, OwnedBuffer, SharedBuffer};
-use mpmd_proto::wire::{Header, Kind, ProcessId};
+use mpmd_proto::wire::{Header, MessageKind, ProcessId};
 
-use super::fabric::{Core, Event};
+use super::fabric::{Core, DeliveryEvent};
 
 /// Data up to this many bytes arrives inline, as control payloads do; larger data waits to be
 /// fetched.
@@ -25,7 +25,7 @@ pub(super) fn start(core: &Arc<Core>, process: ProcessId, handler: Arc<dyn Handl
     thread::Builder::new()
         .name(format!("mpmd-inproc-{process}"))
         .spawn(move || {
-            Delivery {
+            DeliveryLoop {
                 core,
                 process,
                 handler: Some(handler),
@@ -35,52 +35,54 @@ pub(super) fn start(core: &Arc<Core>, process: ProcessId, handler: Arc<dyn Handl
         .expect("the system gives a thread for deliveries");
 }
 
-struct Delivery {
+/// The body of a delivery thread.
+struct DeliveryLoop {
     core: Arc<Core>,
     process: ProcessId,
     /// `None` only while the thread ends.
     handler: Option<Arc<dyn Handler>>,
 }
 
-impl Delivery {
+impl DeliveryLoop {
+    /// Calls the handler for each event until the thread is told to stop.
     fn run(self) {
         self.core.introduce(self.process);
         while let (Some(handler), Some(event)) = (&self.handler, self.core.next(self.process)) {
             match event {
-                Event::Arrival {
+                DeliveryEvent::Arrival {
                     from,
                     message,
                     header,
                 } => {
-                    let (
-                        me,
-                        Header {
-                            kind, op, piece, ..
-                        },
-                    ) = (self.process, header);
+                    let me = self.process;
+                    let Header {
+                        kind, op, piece, ..
+                    } = header;
                     note(format_args!(
                         "{me} gets from {from}: {kind:?} {op}, piece {piece}"
                     ));
                     self.arrival(handler.as_ref(), from, message, header)
                 }
-                Event::Copy {
+                DeliveryEvent::Copy {
                     from,
                     message,
                     into,
                     then,
                 } => copy(&self.core, from, message, into, then),
-                Event::Done(ticket, result) => handler.done(ticket, result),
-                Event::Down(peer, why) => handler.peer_down(peer, why),
+                DeliveryEvent::Done(ticket, result) => handler.done(ticket, result),
+                DeliveryEvent::Down(peer, why) => handler.peer_down(peer, why),
             }
         }
     }
 
+    /// Gives the handler a message that has arrived.
     fn arrival(&self, handler: &dyn Handler, from: ProcessId, message: u64, header: Header) {
-        if header.kind == Kind::Data && self.core.zero_copy(from, self.process) {
+        if header.kind == MessageKind::Data && self.core.zero_copy(from, self.process) {
             return self.lend(handler, from, message, header);
         }
-        if header.kind == Kind::Data && header.bytes > INLINE_BYTES {
-            let waiting = Waiting {
+
+        if header.kind == MessageKind::Data && header.bytes > INLINE_BYTES {
+            let waiting = UncopiedPayload {
                 core: self.core.clone(),
                 on: self.process,
                 from,
@@ -90,10 +92,12 @@ impl Delivery {
             handler.arrived(from, header, Payload::Waiting(Box::new(waiting)));
             return;
         }
+
         // An error means that the sender was killed just now: its message is lost.
         let Ok(payload) = self.core.deliver(from, message) else {
             return;
         };
+
         let payload = payload
             .filter(|bytes| !bytes.is_empty())
             .map_or(Payload::Empty, Payload::Inline);
@@ -101,23 +105,27 @@ impl Delivery {
         self.core.end(from, message);
     }
 
+    /// Gives the handler a message with a payload that stays with its sender.
     fn lend(&self, handler: &dyn Handler, from: ProcessId, message: u64, header: Header) {
         let Ok(payload) = self.core.deliver(from, message) else {
             return;
         };
         let is_empty = payload.as_ref().is_none_or(SharedBuffer::is_empty);
+
         // The fences are shared with the sender, since all are in one process.
         let ready = payload
             .as_ref()
             .map(|payload| payload.ready().clone())
             .unwrap_or_default();
         let verdict = payload.as_ref().and_then(SharedBuffer::verdict);
-        let loan = Lent {
+
+        let loan = InprocLoan {
             core: self.core.clone(),
             from,
             message,
             payload,
         };
+
         let payload = SharedBuffer::lent_later(Box::new(loan), ready);
         let payload = match verdict {
             Some(verdict) => payload.with_verdict(verdict),
@@ -137,7 +145,7 @@ impl Delivery {
     }
 }
 
-impl Drop for Delivery {
+impl Drop for DeliveryLoop {
     fn drop(&mut self) {
         if thread::panicking() {
             // The handler panicked: for the others this process has vanished.
@@ -151,7 +159,7 @@ impl Drop for Delivery {
 }
 
 /// A payload lent to the receiver: its bytes stay with the sender. Dropping this ends the message.
-struct Lent {
+struct InprocLoan {
     core: Arc<Core>,
     from: ProcessId,
     message: u64,
@@ -159,7 +167,7 @@ struct Lent {
     payload: Option<SharedBuffer>,
 }
 
-impl Loan for Lent {
+impl Loan for InprocLoan {
     fn bytes(&self) -> &[u8] {
         self.payload
             .as_ref()
@@ -172,7 +180,7 @@ impl Loan for Lent {
     }
 }
 
-impl Drop for Lent {
+impl Drop for InprocLoan {
     fn drop(&mut self) {
         // The payload is dropped first: a sender that hears of the end may rely on being the only
         // holder.
@@ -182,7 +190,7 @@ impl Drop for Lent {
 }
 
 /// A payload that has not been copied from its sender yet. Dropping this ends the message.
-struct Waiting {
+struct UncopiedPayload {
     core: Arc<Core>,
     on: ProcessId,
     from: ProcessId,
@@ -191,7 +199,7 @@ struct Waiting {
     bytes: u64,
 }
 
-impl Fetch for Waiting {
+impl Fetch for UncopiedPayload {
     fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -205,13 +213,14 @@ impl Fetch for Waiting {
         let Some(message) = self.message.take() else {
             return;
         };
-        let event = Event::Copy {
+
+        let event = DeliveryEvent::Copy {
             from: self.from,
             message,
             into,
             then,
         };
-        if let Err(Event::Copy { then, .. }) = self.core.copy_later(self.on, event) {
+        if let Err(DeliveryEvent::Copy { then, .. }) = self.core.copy_later(self.on, event) {
             // The delivery thread has ended, so the callback runs here.
             self.core.end(self.from, message);
             then(Err(TransportError::Closed));
@@ -219,7 +228,7 @@ impl Fetch for Waiting {
     }
 }
 
-impl Drop for Waiting {
+impl Drop for UncopiedPayload {
     fn drop(&mut self) {
         if let Some(message) = self.message {
             self.core.end(self.from, message);
@@ -227,6 +236,7 @@ impl Drop for Waiting {
     }
 }
 
+/// Copies a payload to the buffer `into`, ends its message, and calls `then`.
 fn copy(core: &Core, from: ProcessId, message: u64, mut into: OwnedBuffer, then: FetchDone) {
     let copied = core.payload_of(from, message).map(|payload| {
         if let Some(payload) = payload {

@@ -1,8 +1,8 @@
 //! The fabric's state: the processes, the messages under way and the open tickets.
 //!
-//! A message's payload stays with its sender, in [`Node::open`], until the receiver has taken or
-//! discarded it. Queues hold only its number. So a ticket ends exactly once: when its entry is
-//! removed.
+//! A message's payload stays with its sender, in [`FabricProcess::open`], until the receiver has
+//! taken or discarded it. Queues hold only its number. So a ticket ends exactly once: when its
+//! entry is removed.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, BinaryHeap};
@@ -13,9 +13,9 @@ use mpmd_base::block::{Condvar, Instant, Mutex, MutexGuard, note, now, thread};
 use crate::transport::{FetchDone, Ticket, TransportError};
 use mpmd_base::deadline::after;
 use mpmd_memory::{OwnedBuffer, SharedBuffer};
-use mpmd_proto::wire::{Header, Kind, ProcessId};
+use mpmd_proto::wire::{Header, MessageKind, ProcessId};
 
-use super::Faults;
+use super::FabricFaults;
 
 /// A stop of the whole job shortens the wait for receivers by this at most.
 const FLUSH_SLICE: Duration = Duration::from_millis(100);
@@ -27,35 +27,37 @@ const LAST_CALL: Duration = Duration::from_secs(1);
 /// while foreign values are dropped: a payload may be memory that another of these processes has
 /// lent.
 pub(super) struct Core {
-    faults: Faults,
-    state: Mutex<State>,
+    faults: FabricFaults,
+    state: Mutex<FabricState>,
     /// A condition variable for each process, notified when its queue, its open tickets or its
     /// thread changes.
     changed: Vec<Condvar>,
 }
 
-pub(super) struct State {
-    pub(super) nodes: Vec<Node>,
+/// The part of the fabric's state that is under the lock.
+pub(super) struct FabricState {
+    pub(super) nodes: Vec<FabricProcess>,
     /// The next number for a message or a queued event. Of two events due together, the lower
     /// number comes first.
     next: u64,
 }
 
 /// The state of one process.
-pub(super) struct Node {
-    life: Life,
-    queue: BinaryHeap<Queued>,
+pub(super) struct FabricProcess {
+    life: ProcessLife,
+    queue: BinaryHeap<QueuedEvent>,
     /// Messages that this process has posted and that have not ended yet, by number.
-    open: BTreeMap<u64, Open>,
+    open: BTreeMap<u64, OpenMessage>,
     /// Number of messages posted so far to each process, by the receiver's index.
     posted: Vec<u64>,
     /// The time until which messages to each process are held back, by the receiver's index.
     held: Vec<Option<Instant>>,
-    thread: Thread,
+    thread: DeliveryThread,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Life {
+/// The stages of a process's life.
+enum ProcessLife {
     Alive,
     Closing,
     Closed,
@@ -63,7 +65,8 @@ enum Life {
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Thread {
+/// The state of a process's delivery thread.
+enum DeliveryThread {
     NotStarted,
     Running {
         stop: bool,
@@ -72,7 +75,8 @@ enum Thread {
     Ended,
 }
 
-struct Open {
+/// A message that was posted and has not ended.
+struct OpenMessage {
     to: ProcessId,
     ticket: Ticket,
     payload: Option<SharedBuffer>,
@@ -87,8 +91,16 @@ struct Open {
     ending: bool,
 }
 
+/// A message that ends because a process is out of the job.
+struct LostMessage {
+    sender: ProcessId,
+    message: u64,
+    payload: Option<SharedBuffer>,
+    error: TransportError,
+}
+
 /// An event for a delivery thread.
-pub(super) enum Event {
+pub(super) enum DeliveryEvent {
     Arrival {
         from: ProcessId,
         message: u64,
@@ -104,27 +116,30 @@ pub(super) enum Event {
     Down(ProcessId, TransportError),
 }
 
-struct Queued {
+/// An event in a process's queue.
+struct QueuedEvent {
     due: Instant,
     number: u64,
-    event: Event,
+    event: DeliveryEvent,
 }
 
 impl Core {
-    pub(super) fn new(processes: usize, faults: Faults) -> Self {
-        let node = |_| Node {
-            life: Life::Alive,
+    pub(super) fn new(processes: usize, faults: FabricFaults) -> Self {
+        let node = |_| FabricProcess {
+            life: ProcessLife::Alive,
             queue: BinaryHeap::new(),
             open: BTreeMap::new(),
             posted: vec![0; processes],
             held: vec![None; processes],
-            thread: Thread::NotStarted,
+            thread: DeliveryThread::NotStarted,
         };
-        let state = State {
+        let state = FabricState {
             nodes: (0..processes).map(node).collect(),
             next: 0,
         };
+
         let changed = (0..processes).map(|_| Condvar::new()).collect();
+
         Self {
             faults,
             state: Mutex::new(state),
@@ -136,8 +151,8 @@ impl Core {
         self.changed.len()
     }
 
-    /// True if data between the two processes goes by zero-copy transfer: they are different
-    /// processes on one host of [`Faults::hosts`].
+    /// Returns true if data between the two processes goes by zero-copy transfer: they are
+    /// different processes on one host of [`FabricFaults::hosts`].
     pub(super) fn zero_copy(&self, one: ProcessId, other: ProcessId) -> bool {
         let host = |process: ProcessId| self.faults.hosts.get(process.index());
         one != other && host(one).is_some() && host(one) == host(other)
@@ -149,6 +164,7 @@ impl Core {
         if !self.zero_copy(from, to) {
             return 0;
         }
+
         let state = self.state.lock();
         let open = state
             .nodes
@@ -161,6 +177,7 @@ impl Core {
             .sum()
     }
 
+    /// Queues a message from one process to another, with the delay that the faults draw for it.
     pub(super) fn post(
         &self,
         from: ProcessId,
@@ -175,18 +192,20 @@ impl Core {
         note(format_args!(
             "{from} posts to {to}: {kind:?} of operation {op}, piece {piece}"
         ));
+
         let mut state = self.state.lock();
         let refused = match (state.node(from).life, state.node(to).life) {
-            (Life::Closing | Life::Closed, _) => Some(TransportError::Closed),
-            (Life::Killed, _) => Some(gone(to, "this process was killed")),
-            (Life::Alive, Life::Killed) => Some(gone(to, "killed")),
-            (Life::Alive, Life::Closed) => Some(gone(to, "closed")),
-            (Life::Alive, Life::Alive | Life::Closing) => None,
+            (ProcessLife::Closing | ProcessLife::Closed, _) => Some(TransportError::Closed),
+            (ProcessLife::Killed, _) => Some(gone(to, "this process was killed")),
+            (ProcessLife::Alive, ProcessLife::Killed) => Some(gone(to, "killed")),
+            (ProcessLife::Alive, ProcessLife::Closed) => Some(gone(to, "closed")),
+            (ProcessLife::Alive, ProcessLife::Alive | ProcessLife::Closing) => None,
         };
         if let Some(error) = refused {
+            // The ticket stays open until the payload is dropped.
             let message = state.next;
             state.next += 1;
-            let open = Open {
+            let open = OpenMessage {
                 to,
                 ticket,
                 payload: None,
@@ -201,14 +220,16 @@ impl Core {
             self.remove(&mut self.state.lock(), from, message, Err(error));
             return;
         }
+
         let node = state.node(from);
         let sequence = node.posted[to.index()];
         node.posted[to.index()] += 1;
         let sent = node.held[to.index()].map_or_else(now, |until| until.max(now()));
         let due = sent + self.faults.delay_of(from, to, sequence);
+
         let message = state.next;
-        let is_data = header.kind == Kind::Data;
-        let open = Open {
+        let is_data = header.kind == MessageKind::Data;
+        let open = OpenMessage {
             to,
             ticket,
             payload,
@@ -222,7 +243,7 @@ impl Core {
             &mut state,
             to,
             due,
-            Event::Arrival {
+            DeliveryEvent::Arrival {
                 from,
                 message,
                 header,
@@ -287,9 +308,13 @@ impl Core {
 
     /// Queues `event`, the copy of a payload, for the delivery thread of `on`. Returns the event as
     /// the error if that thread has ended.
-    pub(super) fn copy_later(&self, on: ProcessId, event: Event) -> Result<(), Event> {
+    pub(super) fn copy_later(
+        &self,
+        on: ProcessId,
+        event: DeliveryEvent,
+    ) -> Result<(), DeliveryEvent> {
         let mut state = self.state.lock();
-        if state.node(on).thread == Thread::Ended {
+        if state.node(on).thread == DeliveryThread::Ended {
             return Err(event);
         }
         let now = now();
@@ -311,17 +336,19 @@ impl Core {
     }
 
     pub(super) fn kill(&self, process: ProcessId) {
-        self.retire(self.state.lock(), process, Life::Killed);
+        self.retire(self.state.lock(), process, ProcessLife::Killed);
     }
 
+    /// Shuts a process down in order, as [`Transport::shutdown`](crate::Transport::shutdown) does.
     pub(super) fn shutdown(&self, process: ProcessId, deadline: Duration) {
         let until = after(now(), deadline);
         let mut state = self.state.lock();
         match state.node(process).life {
-            Life::Alive => state.node(process).life = Life::Closing,
-            Life::Killed => {}
-            Life::Closing | Life::Closed => return,
+            ProcessLife::Alive => state.node(process).life = ProcessLife::Closing,
+            ProcessLife::Killed => {}
+            ProcessLife::Closing | ProcessLife::Closed => return,
         }
+
         let changed = &self.changed[process.index()];
         // Only time in which this process runs counts, as far as possible: the bytes in a real
         // network outlast a stop of the whole job.
@@ -341,11 +368,12 @@ impl Core {
                 left -= slice;
             }
         }
-        self.retire(state, process, Life::Closed);
+
+        self.retire(state, process, ProcessLife::Closed);
         let mut state = self.state.lock();
         self.stop(&mut state, process);
         let until = until.max(now() + LAST_CALL);
-        while let Thread::Running { id, .. } = state.node(process).thread {
+        while let DeliveryThread::Running { id, .. } = state.node(process).thread {
             let own = id == Some(thread::current().id());
             if own || changed.wait_until(&mut state, until).timed_out() {
                 break;
@@ -362,105 +390,105 @@ impl Core {
 
     /// Takes a process out of the job: ends its messages, all tickets towards it, and its own.
     /// Tells the other processes that it is down. Does nothing if it is out already.
-    fn retire(&self, mut state: MutexGuard<'_, State>, process: ProcessId, life: Life) {
+    fn retire(
+        &self,
+        mut state: MutexGuard<'_, FabricState>,
+        process: ProcessId,
+        life: ProcessLife,
+    ) {
         let before = state.node(process).life;
-        if matches!(before, Life::Closed | Life::Killed) {
+        if matches!(before, ProcessLife::Closed | ProcessLife::Killed) {
             return;
         }
+
         state.node(process).life = life;
         let (why, own) = match life {
-            Life::Killed => ("killed", None),
+            ProcessLife::Killed => ("killed", None),
             _ => ("closed", Some(TransportError::Closed)),
         };
+
         let mut ended = Vec::new();
         for other in (0..self.processes()).map(|other| ProcessId(other as u32)) {
             let node = state.node(other);
             if other == process {
-                node.queue.retain(|queued| {
-                    !matches!(queued.event, Event::Arrival { .. } | Event::Down(..))
-                });
-                ended.extend(node.open.iter_mut().map(|(message, open)| {
-                    let error = own
-                        .clone()
-                        .unwrap_or_else(|| gone(open.to, "this process was killed"));
-                    open.ending = true;
-                    (other, *message, open.payload.take(), error)
-                }));
-            } else {
-                node.queue.retain(|queued| match &queued.event {
-                    Event::Arrival { from, .. } => *from != process,
-                    _ => true,
-                });
-                // In an orderly end, delivered messages stay valid: their tickets end when the
-                // handler returns.
-                let keeps = life == Life::Closed;
-                let lost = node.open.iter_mut().filter(|(_, open)| {
-                    open.to == process && !open.ending && !(keeps && open.delivered)
-                });
-                ended.extend(lost.map(|(message, open)| {
-                    open.ending = true;
-                    (other, *message, open.payload.take(), gone(process, why))
-                }));
-                if matches!(node.life, Life::Alive | Life::Closing) {
-                    self.push_now(&mut state, other, Event::Down(process, gone(process, why)));
-                }
+                ended.extend(node.end_own(process, own.as_ref()));
+                continue;
+            }
+
+            // In an orderly end, delivered messages stay valid: their tickets end when the handler
+            // returns.
+            let keeps_delivered = life == ProcessLife::Closed;
+            ended.extend(node.end_towards(other, process, keeps_delivered, why));
+            if matches!(node.life, ProcessLife::Alive | ProcessLife::Closing) {
+                self.push_now(
+                    &mut state,
+                    other,
+                    DeliveryEvent::Down(process, gone(process, why)),
+                );
             }
         }
+
         drop(state);
-        for (sender, message, payload, error) in ended {
-            drop(payload);
-            self.remove(&mut self.state.lock(), sender, message, Err(error));
+        for lost in ended {
+            drop(lost.payload);
+            let mut state = self.state.lock();
+            self.remove(&mut state, lost.sender, lost.message, Err(lost.error));
         }
     }
 
     /// Removes a message that has no payload any more, and ends its ticket with `result`.
     fn remove(
         &self,
-        state: &mut State,
+        state: &mut FabricState,
         from: ProcessId,
         message: u64,
         result: Result<(), TransportError>,
     ) {
-        if let Some(Open { ticket, .. }) = state.node(from).open.remove(&message) {
+        if let Some(OpenMessage { ticket, .. }) = state.node(from).open.remove(&message) {
             self.say_done(state, from, ticket, result);
             self.changed[from.index()].notify_all();
         }
     }
 
-    fn stop(&self, state: &mut State, process: ProcessId) {
+    /// Tells the delivery thread of a process to stop.
+    fn stop(&self, state: &mut FabricState, process: ProcessId) {
         let thread = &mut state.node(process).thread;
         match thread {
-            Thread::NotStarted => *thread = Thread::Ended,
-            Thread::Running { stop, .. } => *stop = true,
-            Thread::Ended => {}
+            DeliveryThread::NotStarted => *thread = DeliveryThread::Ended,
+            DeliveryThread::Running { stop, .. } => *stop = true,
+            DeliveryThread::Ended => {}
         }
         self.changed[process.index()].notify_all();
     }
 
     fn say_done(
         &self,
-        state: &mut State,
+        state: &mut FabricState,
         to: ProcessId,
         ticket: Ticket,
         result: Result<(), TransportError>,
     ) {
         if ticket != Ticket::NONE {
-            self.push_now(state, to, Event::Done(ticket, result));
+            self.push_now(state, to, DeliveryEvent::Done(ticket, result));
         }
     }
 
-    fn push_now(&self, state: &mut State, to: ProcessId, event: Event) {
+    fn push_now(&self, state: &mut FabricState, to: ProcessId, event: DeliveryEvent) {
         self.push(state, to, now(), event);
     }
 
-    fn push(&self, state: &mut State, to: ProcessId, due: Instant, event: Event) {
+    /// Queues an event that is due at `due`. Drops an event that only an ended thread would have
+    /// reported.
+    fn push(&self, state: &mut FabricState, to: ProcessId, due: Instant, event: DeliveryEvent) {
         let number = state.next;
         state.next += 1;
         let node = state.node(to);
-        if node.thread == Thread::Ended && matches!(event, Event::Done(..) | Event::Down(..)) {
+        if node.thread == DeliveryThread::Ended
+            && matches!(event, DeliveryEvent::Done(..) | DeliveryEvent::Down(..))
+        {
             return;
         }
-        node.queue.push(Queued { due, number, event });
+        node.queue.push(QueuedEvent { due, number, event });
         self.changed[to.index()].notify_all();
     }
 
@@ -468,9 +496,10 @@ impl Core {
     pub(super) fn begin(&self, process: ProcessId) -> bool {
         let mut state = self.state.lock();
         let node = state.node(process);
-        let first = node.thread == Thread::NotStarted;
+
+        let first = node.thread == DeliveryThread::NotStarted;
         if first {
-            node.thread = Thread::Running {
+            node.thread = DeliveryThread::Running {
                 stop: false,
                 id: None,
             };
@@ -481,7 +510,7 @@ impl Core {
     /// Records the calling delivery thread as the one of `process`, before its first event. So a
     /// shutdown from within a handler does not wait for its own thread.
     pub(super) fn introduce(&self, process: ProcessId) {
-        if let Thread::Running { id, .. } = &mut self.state.lock().node(process).thread {
+        if let DeliveryThread::Running { id, .. } = &mut self.state.lock().node(process).thread {
             *id = Some(thread::current().id());
         }
     }
@@ -491,13 +520,15 @@ impl Core {
     pub(super) fn ended(&self, process: ProcessId) {
         let mut state = self.state.lock();
         let node = state.node(process);
-        node.thread = Thread::Ended;
+        node.thread = DeliveryThread::Ended;
+
         // Copies requested at the last moment: dropping them tells their owners of the end.
         let left = std::mem::take(&mut node.queue);
         self.changed[process.index()].notify_all();
         drop(state);
+
         for queued in left {
-            if let Event::Copy { from, then, .. } = queued.event {
+            if let DeliveryEvent::Copy { from, then, .. } = queued.event {
                 then(Err(gone(from, "the transport is shut down")));
             }
         }
@@ -505,7 +536,7 @@ impl Core {
 
     /// Blocks until an event of `process` is due, and returns it. Returns `None` once the thread
     /// was told to stop and no event is due.
-    pub(super) fn next(&self, process: ProcessId) -> Option<Event> {
+    pub(super) fn next(&self, process: ProcessId) -> Option<DeliveryEvent> {
         let changed = &self.changed[process.index()];
         let mut state = self.state.lock();
         loop {
@@ -515,7 +546,9 @@ impl Core {
                 Some(due) if due <= now() => {
                     return node.queue.pop().map(|queued| queued.event);
                 }
-                _ if matches!(node.thread, Thread::Running { stop: true, .. }) => return None,
+                _ if matches!(node.thread, DeliveryThread::Running { stop: true, .. }) => {
+                    return None;
+                }
                 Some(due) => _ = changed.wait_until(&mut state, due),
                 None => changed.wait(&mut state),
             }
@@ -523,17 +556,75 @@ impl Core {
     }
 }
 
-impl State {
-    fn node(&mut self, process: ProcessId) -> &mut Node {
+impl FabricProcess {
+    /// Ends all messages of this process, which is `own`, as it is out of the job. Their error is
+    /// `error`, or without one that the process was killed.
+    fn end_own(&mut self, own: ProcessId, error: Option<&TransportError>) -> Vec<LostMessage> {
+        self.queue.retain(|queued| {
+            !matches!(
+                queued.event,
+                DeliveryEvent::Arrival { .. } | DeliveryEvent::Down(..)
+            )
+        });
+
+        let lost = self.open.iter_mut().map(|(message, open)| {
+            open.ending = true;
+            LostMessage {
+                sender: own,
+                message: *message,
+                payload: open.payload.take(),
+                error: error
+                    .cloned()
+                    .unwrap_or_else(|| gone(open.to, "this process was killed")),
+            }
+        });
+        lost.collect()
+    }
+
+    /// Ends the messages of this process, which is `own`, to `process`, which is out of the job for
+    /// the reason `why`. With `keeps_delivered`, only those that are not delivered. Drops the
+    /// messages that have come from it.
+    fn end_towards(
+        &mut self,
+        own: ProcessId,
+        process: ProcessId,
+        keeps_delivered: bool,
+        why: &str,
+    ) -> Vec<LostMessage> {
+        self.queue.retain(|queued| match &queued.event {
+            DeliveryEvent::Arrival { from, .. } => *from != process,
+            _ => true,
+        });
+
+        let lost = self.open.iter_mut().filter(|(_, open)| {
+            open.to == process && !open.ending && !(keeps_delivered && open.delivered)
+        });
+        let lost = lost.map(|(message, open)| {
+            open.ending = true;
+            LostMessage {
+                sender: own,
+                message: *message,
+                payload: open.payload.take(),
+                error: gone(process, why),
+            }
+        });
+        lost.collect()
+    }
+}
+
+impl FabricState {
+    fn node(&mut self, process: ProcessId) -> &mut FabricProcess {
         &mut self.nodes[process.index()]
     }
 }
 
-impl Faults {
+impl FabricFaults {
+    /// Returns the delay of message number `sequence` between two processes.
     fn delay_of(&self, from: ProcessId, to: ProcessId, sequence: u64) -> Duration {
         let Some(range) = &self.delay else {
             return Duration::ZERO;
         };
+
         let width = range.end().saturating_sub(*range.start()).as_nanos() as u64;
         let pair = (u64::from(from.0) << 32) | u64::from(to.0);
         let drawn = mix(mix(mix(self.seed) ^ pair) ^ sequence);
@@ -564,36 +655,36 @@ pub(super) fn gone(peer: ProcessId, why: &str) -> TransportError {
 
 /// Orders events so that the heap returns the earliest first, and of equal times the one with the
 /// lower number.
-impl Ord for Queued {
+impl Ord for QueuedEvent {
     fn cmp(&self, other: &Self) -> Ordering {
         (other.due, other.number).cmp(&(self.due, self.number))
     }
 }
 
-impl PartialOrd for Queued {
+impl PartialOrd for QueuedEvent {
     fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl PartialEq for Queued {
+impl PartialEq for QueuedEvent {
     fn eq(&self, other: &Self) -> bool {
         self.cmp(other) == Ordering::Equal
     }
 }
 
-impl Eq for Queued {}
+impl Eq for QueuedEvent {}
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn faults(seed: u64) -> Faults {
+    fn faults(seed: u64) -> FabricFaults {
         let delay = Some(Duration::from_millis(1)..=Duration::from_millis(3));
-        Faults {
+        FabricFaults {
             seed,
             delay,
-            ..Faults::default()
+            ..FabricFaults::default()
         }
     }
 
@@ -621,7 +712,7 @@ mod tests {
     #[test]
     fn default_faults_add_no_delay() {
         assert_eq!(
-            Faults::default().delay_of(ProcessId(0), ProcessId(1), 9),
+            FabricFaults::default().delay_of(ProcessId(0), ProcessId(1), 9),
             Duration::ZERO
         );
     }

@@ -1,12 +1,12 @@
 //! Processes of one job inside one OS process, for tests and simulation.
 //!
 //! A [`Fabric`] connects a number of [`Inproc`] endpoints. Each endpoint has one delivery thread,
-//! which calls its handler. The fabric can [kill](Fabric::kill) an endpoint. With [`Faults`] it
-//! also delays messages, by a seed, so that they overtake each other.
+//! which calls its handler. The fabric can [kill](Fabric::kill) an endpoint. With [`FabricFaults`]
+//! it also delays messages, by a seed, so that they overtake each other.
 //!
 //! Control payloads, and data of up to 16 KiB, arrive [inline](crate::Payload::Inline), as the very
 //! buffer that was posted. Larger data [waits](crate::Payload::Waiting) with its sender and is
-//! copied when it is fetched. Between processes of one [host](Faults::hosts) all data is
+//! copied when it is fetched. Between processes of one [host](FabricFaults::hosts) all data is
 //! [lent](crate::Payload::Lent) instead, as over shared memory.
 
 mod delivery;
@@ -38,7 +38,7 @@ impl Fabric {
     /// # Panics
     ///
     /// If `processes` does not fit a [`ProcessId`].
-    pub fn new(processes: usize, faults: Faults) -> Self {
+    pub fn new(processes: usize, faults: FabricFaults) -> Self {
         let count = u32::try_from(processes).expect("the number of processes fits a process id");
         let core = Arc::new(Core::new(processes, faults));
         let endpoint = |process| {
@@ -109,7 +109,7 @@ impl fmt::Debug for Fabric {
 /// The faults that a [`Fabric`] injects. By default none: no delay, and messages of one sender to
 /// one receiver keep their order.
 #[derive(Clone, Debug, Default)]
-pub struct Faults {
+pub struct FabricFaults {
     /// Seed of the random delays.
     pub seed: u64,
     /// Range of the time that each message is delayed. The delay depends only on seed, sender,
@@ -143,8 +143,8 @@ impl Transport for Inproc {
         self.core.zero_copy(self.process, peer)
     }
 
-    /// True for peers on the same [host](Faults::hosts): such processes share one address space and
-    /// the same devices.
+    /// True for peers on the same [host](FabricFaults::hosts): such processes share one address
+    /// space and the same devices.
     fn carries_device_memory(&self, peer: ProcessId) -> bool {
         self.zero_copy(peer)
     }

@@ -15,7 +15,7 @@ const NAME_BYTES: usize = 16;
 
 /// The properties of a process that decide if another can share memory with it.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(super) struct Address {
+pub(super) struct ShmAddress {
     pub(super) version: u16,
     /// The running system's boot id: another id is another machine.
     boot: String,
@@ -27,17 +27,20 @@ pub(super) struct Address {
     name: [u8; NAME_BYTES],
 }
 
-impl Address {
+impl ShmAddress {
     /// Returns this process's address, with a new random name.
     pub(super) fn of_this_process() -> std::io::Result<Self> {
         let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?
             .trim()
             .to_owned();
+
         let mut name = [0; NAME_BYTES];
         std::io::Read::read_exact(&mut std::fs::File::open("/dev/urandom")?, &mut name)?;
+
         let namespace = |which| {
             Ok::<_, std::io::Error>(std::fs::metadata(format!("/proc/self/ns/{which}"))?.ino())
         };
+
         Ok(Self {
             version: VERSION,
             boot,
@@ -80,7 +83,7 @@ impl Address {
 /// Returns the reason why two processes with the addresses `a` and `b` cannot share memory, or
 /// `None` if they can.
 pub fn why_apart(a: &str, b: &str) -> Option<String> {
-    let read = |text: &str| text.parse::<Address>();
+    let read = |text: &str| text.parse::<ShmAddress>();
     match (read(a), read(b)) {
         (Ok(a), Ok(b)) => a.apart_from(&b).map(str::to_owned),
         (Err(why), _) | (_, Err(why)) => Some(why),
@@ -92,7 +95,7 @@ pub fn no_address(why: &str) -> String {
     format!("!{why}")
 }
 
-impl fmt::Display for Address {
+impl fmt::Display for ShmAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             version,
@@ -110,18 +113,20 @@ impl fmt::Display for Address {
     }
 }
 
-impl FromStr for Address {
+impl FromStr for ShmAddress {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         if let Some(why) = text.strip_prefix('!') {
             return Err(why.to_owned());
         }
+
         let unreadable = || format!("{text:?} is no address of shared memory");
         let fields: Vec<&str> = text.split('/').collect();
         let [NAME, version, boot, network, processes, user, name] = fields[..] else {
             return Err(unreadable());
         };
+
         let parse = || {
             Some(Self {
                 version: version.parse().ok()?,
@@ -145,6 +150,7 @@ fn unhex(text: &str) -> Option<[u8; NAME_BYTES]> {
     if text.len() != 2 * NAME_BYTES || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return None;
     }
+
     for (i, byte) in bytes.iter_mut().enumerate() {
         *byte = u8::from_str_radix(&text[2 * i..2 * i + 2], 16).ok()?;
     }
@@ -158,8 +164,8 @@ mod tests {
     #[test]
     fn addresses_parse_and_are_unique() {
         let (one, other) = (
-            Address::of_this_process().unwrap(),
-            Address::of_this_process().unwrap(),
+            ShmAddress::of_this_process().unwrap(),
+            ShmAddress::of_this_process().unwrap(),
         );
         assert_eq!(one.to_string().parse(), Ok(one.clone()));
         assert_ne!(one, other);
@@ -172,10 +178,10 @@ mod tests {
             "shm/1/a/2/3/4/xyz",
             "1.2.3.4:5",
         ] {
-            assert!(wrong.parse::<Address>().is_err(), "{wrong}");
+            assert!(wrong.parse::<ShmAddress>().is_err(), "{wrong}");
         }
         let signed = format!("shm/1/a/2/3/4/+1{}", "0".repeat(30));
-        assert!(signed.parse::<Address>().is_err(), "a sign is no digit");
+        assert!(signed.parse::<ShmAddress>().is_err(), "a sign is no digit");
         let tampered = format!("{one}0");
         assert!(
             why_apart(&tampered, &one.to_string())
@@ -186,13 +192,13 @@ mod tests {
 
     #[test]
     fn fuzz_shm_address() {
-        let here = Address::of_this_process().unwrap();
+        let here = ShmAddress::of_this_process().unwrap();
         let samples = [here.to_string(), no_address("not allowed")].map(String::into_bytes);
         mpmd_fuzz::bytes("shm-address", &samples, |bytes| {
             let text = String::from_utf8_lossy(bytes);
             let apart = why_apart(&text, &here.to_string());
             assert_eq!(why_apart(&here.to_string(), &text), apart);
-            if let Ok(address) = text.parse::<Address>() {
+            if let Ok(address) = text.parse::<ShmAddress>() {
                 assert_eq!(address.to_string().parse(), Ok(address));
             }
         });
@@ -200,38 +206,38 @@ mod tests {
 
     #[test]
     fn why_apart_is_symmetric_and_names_the_reason() {
-        let here = Address::of_this_process().unwrap();
+        let here = ShmAddress::of_this_process().unwrap();
         for (other, why) in [
             (
-                Address {
+                ShmAddress {
                     version: VERSION + 1,
                     ..here.clone()
                 },
                 "different builds",
             ),
             (
-                Address {
+                ShmAddress {
                     boot: "elsewhere".into(),
                     ..here.clone()
                 },
                 "different machines",
             ),
             (
-                Address {
+                ShmAddress {
                     user: here.user + 1,
                     ..here.clone()
                 },
                 "different users",
             ),
             (
-                Address {
+                ShmAddress {
                     network: 1,
                     ..here.clone()
                 },
                 "network namespaces",
             ),
             (
-                Address {
+                ShmAddress {
                     processes: 1,
                     ..here.clone()
                 },

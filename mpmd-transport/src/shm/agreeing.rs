@@ -11,8 +11,8 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::peer::Peer;
-use super::shared::Shared;
+use super::peer::ShmPeer;
+use super::state::ShmState;
 use crate::transport::TransportError;
 use mpmd_base::deadline::after;
 use mpmd_memory::{DeviceSharing, MOST_WORDS};
@@ -30,7 +30,7 @@ const BAD: [u8; 4] = *b"BAD!";
 /// Limit on the packets of samples of one process: more than it has devices.
 const MOST_SAMPLES: usize = 1024;
 
-impl Shared {
+impl ShmState {
     /// Finds out with which peers in `with` device memory can be shared, by exchanging samples with
     /// them. Blocks until they have answered, and fails after `peer_timeout`. See
     /// [`Transport::share_devices`](crate::Transport::share_devices).
@@ -41,18 +41,17 @@ impl Shared {
         peer_timeout: Duration,
     ) -> Result<(), TransportError> {
         let deadline = after(Instant::now(), peer_timeout);
-        let asked = |(index, peer)| {
-            with.get(index)
-                .is_some_and(|with| *with)
-                .then_some((index, peer))
-        };
-        let peers = self
+        let is_asked = |index: usize| with.get(index).is_some_and(|with| *with);
+        let peers: Vec<(usize, &ShmPeer)> = self
             .peers
             .iter()
             .enumerate()
-            .filter_map(|(index, peer)| asked((index, peer.as_ref()?)));
-        let peers: Vec<(usize, &Peer)> = peers.collect();
+            .filter(|(index, _)| is_asked(*index))
+            .filter_map(|(index, peer)| Some((index, peer.as_ref()?)))
+            .collect();
         let samples = sharing.samples();
+
+        // The reason why memory cannot be shared, for each of `peers`.
         let mut why_not: Vec<Option<String>> = peers.iter().map(|_| None).collect();
         let step = |peer: usize, result: io::Result<Option<String>>| match result {
             Ok(why) => Ok(why),
@@ -66,6 +65,8 @@ impl Shared {
             // share devices.
             Err(error) => Ok(Some(format!("process {peer} could not be asked: {error}"))),
         };
+
+        // Each process sends everything before it receives, so none waits in a cycle.
         for (at, (index, peer)) in peers.iter().enumerate() {
             let shown =
                 show(peer, samples.as_deref(), deadline).map(|()| samples.as_ref().err().cloned());
@@ -79,6 +80,7 @@ impl Shared {
             let verdict = hear_verdict(peer, deadline);
             note(&mut why_not[at], step(*index, verdict)?);
         }
+
         let mut apart: BTreeMap<String, Vec<u32>> = BTreeMap::new();
         for ((index, peer), why) in peers.into_iter().zip(why_not) {
             match why {
@@ -87,20 +89,27 @@ impl Shared {
             }
         }
         for (why, others) in apart {
-            let said = format!(
-                "process {} and {others:?} do not lend each other memory of their devices: {why}; \
-                 what one of them needs of the other's devices is copied through host memory, at \
-                 a fraction of the speed",
-                self.process
-            );
-            match sharing.is_turned_off() {
-                true => tracing::info!(target: "mpmd::transport", "{said}"),
-                false => tracing::warn!(target: "mpmd::transport", "{said}"),
-            }
+            self.report_apart(&why, &others, sharing.is_turned_off());
         }
+
         // A second call changes nothing.
         let _ = self.devices.sharing.set(sharing);
         Ok(())
+    }
+
+    /// Logs that this process and `others` do not lend each other device memory, for the reason
+    /// `why`. A user who has turned that off needs no warning.
+    fn report_apart(&self, why: &str, others: &[u32], is_turned_off: bool) {
+        let said = format!(
+            "process {} and {others:?} do not lend each other memory of their devices: {why}; \
+             what one of them needs of the other's devices is copied through host memory, at \
+             a fraction of the speed",
+            self.process
+        );
+        match is_turned_off {
+            true => tracing::info!(target: "mpmd::transport", "{said}"),
+            false => tracing::warn!(target: "mpmd::transport", "{said}"),
+        }
     }
 }
 
@@ -111,7 +120,8 @@ fn note(known: &mut Option<String>, found: Option<String>) {
     }
 }
 
-fn show(peer: &Peer, samples: Result<&[Vec<u8>], &String>, deadline: Instant) -> io::Result<()> {
+/// Sends this process's samples to a peer, or the reason why it has none.
+fn show(peer: &ShmPeer, samples: Result<&[Vec<u8>], &String>, deadline: Instant) -> io::Result<()> {
     match samples {
         Ok(samples) => {
             for sample in samples {
@@ -126,16 +136,18 @@ fn show(peer: &Peer, samples: Result<&[Vec<u8>], &String>, deadline: Instant) ->
 /// Tries a peer's samples and sends the peer the result. Returns the reason why the peer's device
 /// memory cannot be shared, or `None` if it can.
 fn try_all(
-    peer: &Peer,
+    peer: &ShmPeer,
     sharing: &dyn DeviceSharing,
     deadline: Instant,
 ) -> io::Result<Option<String>> {
     let mut why = None;
+
     for _ in 0..MOST_SAMPLES {
         let packet = peer.socket.receive_until(deadline)?.bytes;
         let Some((kind, rest)) = packet.split_first_chunk::<4>() else {
             return Err(nonsense());
         };
+
         match *kind {
             SAMPLE => note(&mut why, sharing.try_sample(rest).err()),
             NO_MORE => {
@@ -158,7 +170,7 @@ fn try_all(
 
 /// Waits for a peer's result for this process's samples. Returns the reason why the peer cannot
 /// open them, or `None` if it can.
-fn hear_verdict(peer: &Peer, deadline: Instant) -> io::Result<Option<String>> {
+fn hear_verdict(peer: &ShmPeer, deadline: Instant) -> io::Result<Option<String>> {
     let packet = peer.socket.receive_until(deadline)?.bytes;
     match packet.split_first_chunk::<4>() {
         Some((&GOOD, [])) => Ok(None),
@@ -167,7 +179,7 @@ fn hear_verdict(peer: &Peer, deadline: Instant) -> io::Result<Option<String>> {
     }
 }
 
-fn say(peer: &Peer, kind: [u8; 4], rest: &[u8], deadline: Instant) -> io::Result<()> {
+fn say(peer: &ShmPeer, kind: [u8; 4], rest: &[u8], deadline: Instant) -> io::Result<()> {
     let mut packet = kind.to_vec();
     packet.extend_from_slice(rest);
     peer.socket.send_until(&packet, &[], deadline)

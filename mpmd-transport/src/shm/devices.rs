@@ -23,20 +23,20 @@ use mpmd_memory::{DeviceSharing, Leaving, Retired, SharedBuffer};
 use mpmd_proto::wire::{Header, ProcessId};
 
 /// A process's state for device memory.
-pub(super) struct Devices {
+pub(super) struct DeviceLoans {
     pub(super) sharing: OnceLock<Arc<dyn DeviceSharing>>,
     /// True, by process, once the process has provably exited.
     pub(super) gone: Arc<[AtomicBool]>,
     /// Messages that cannot be sent yet.
-    pub(super) held: Mutex<Vec<Held>>,
+    pub(super) held: Mutex<Vec<HeldMessage>>,
     /// Freed segments that others still have open.
-    partings: Mutex<Vec<Parting>>,
+    partings: Mutex<Vec<FreedMemory>>,
     pub(super) reaper: Arc<Reaper>,
 }
 
 /// A message that is held back. The work that writes its payload is not over, or the owner of
 /// re-lent bytes could not be told yet.
-pub(super) struct Held {
+pub(super) struct HeldMessage {
     pub(super) to: ProcessId,
     pub(super) header: Header,
     pub(super) bytes: SharedBuffer,
@@ -44,7 +44,7 @@ pub(super) struct Held {
 }
 
 /// Freed memory that some processes still have open.
-struct Parting {
+struct FreedMemory {
     number: u32,
     /// The memory; `None` once it is taken out to be freed.
     memory: Option<Leaving>,
@@ -52,15 +52,14 @@ struct Parting {
     awaited: Vec<usize>,
 }
 
-impl Devices {
+impl DeviceLoans {
     pub(super) fn new(processes: usize) -> Self {
         let gone = (0..processes).map(|_| AtomicBool::new(false)).collect();
-        let (sharing, held, partings) = Default::default();
         Self {
-            sharing,
+            sharing: OnceLock::new(),
             gone,
-            held,
-            partings,
+            held: Mutex::default(),
+            partings: Mutex::default(),
             reaper: Reaper::new(),
         }
     }
@@ -70,7 +69,7 @@ impl Devices {
         self.gone[process.index()].store(true, Ordering::Release);
     }
 
-    /// True if no message is held back.
+    /// Returns true if no message is held back.
     pub(super) fn is_flushed(&self) -> bool {
         self.held.lock().is_empty()
     }
@@ -85,7 +84,7 @@ impl Devices {
     pub(super) fn part(&self, segment: Retired, awaited: Vec<usize>) {
         let Retired { number, memory } = segment;
         if memory.is_some() {
-            self.partings.lock().push(Parting {
+            self.partings.lock().push(FreedMemory {
                 number,
                 memory,
                 awaited,
@@ -95,13 +94,11 @@ impl Devices {
 
     /// Records that a process has closed segments that it was given.
     pub(super) fn note_closed(&self, process: usize, numbers: &[u32]) {
-        for parting in self
-            .partings
-            .lock()
-            .iter_mut()
-            .filter(|parting| numbers.contains(&parting.number))
-        {
-            parting.awaited.retain(|awaited| *awaited != process);
+        let mut partings = self.partings.lock();
+        for parting in partings.iter_mut() {
+            if numbers.contains(&parting.number) {
+                parting.awaited.retain(|awaited| *awaited != process);
+            }
         }
     }
 
@@ -114,10 +111,12 @@ impl Devices {
                     .awaited
                     .retain(|awaited| !self.gone[*awaited].load(Ordering::Acquire));
             }
+
             partings
                 .extract_if(.., |parting| parting.awaited.is_empty())
                 .collect::<Vec<_>>()
         };
+
         for mut parting in over {
             let memory = parting.memory.take();
             self.reaper.later(move || drop(memory));
@@ -125,7 +124,7 @@ impl Devices {
     }
 }
 
-impl Drop for Parting {
+impl Drop for FreedMemory {
     fn drop(&mut self) {
         // Another process may have it open, and this process will not hear when it is closed. The
         // end of this process frees it.

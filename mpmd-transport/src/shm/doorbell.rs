@@ -20,14 +20,15 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::shared_words::SharedWords;
 use super::sync::{AtomicU32, Ordering, fence};
-use super::words::Words;
 
 /// Bit of the state word: set while the engine (the thread that looks if no other does) sleeps, or
 /// takes its last look before.
 const ENGINE_ASLEEP: u32 = 1;
 /// Unit of the state word's count of parked (sleeping) threads, which has 8 bits.
 const PARKED: u32 = 1 << 8;
+/// Limit on the counted parked threads.
 const MOST_PARKED: u32 = 255;
 /// Unit of the state word's count of drivers (threads that look at the rings), which has 16 bits.
 const DRIVER: u32 = 1 << 16;
@@ -59,7 +60,7 @@ pub(super) trait Futex {
 /// Peers may [`ring`](Self::ring) it; the other methods are for its own process.
 #[derive(Clone)]
 pub(super) struct Doorbell {
-    words: Words<AtomicU32>,
+    words: SharedWords<AtomicU32>,
 }
 
 impl Doorbell {
@@ -77,8 +78,8 @@ impl Doorbell {
     ///
     /// If `first` is not aligned to 4 bytes.
     pub(super) unsafe fn at(first: NonNull<u8>, keep: Arc<dyn Send + Sync>) -> Self {
-        // SAFETY: The caller's promise is that of `Words::at`; any bytes are valid atomics.
-        let words = unsafe { Words::at(first, WORDS, keep) };
+        // SAFETY: The caller's promise is that of `SharedWords::at`; any bytes are valid atomics.
+        let words = unsafe { SharedWords::at(first, WORDS, keep) };
         Self { words }
     }
 
@@ -86,7 +87,7 @@ impl Doorbell {
     #[cfg(test)]
     pub(super) fn alone() -> Self {
         Self {
-            words: Words::alone(WORDS),
+            words: SharedWords::alone(WORDS),
         }
     }
 
@@ -127,13 +128,13 @@ impl Doorbell {
         self.bump(ENGINE, futex, true);
     }
 
-    /// Starts driving. Until the [`Driver`] leaves, peers wake no thread, as it looks at everything
-    /// they publish.
-    pub(super) fn enter(&self) -> Driver<'_> {
+    /// Starts driving. Until the [`RingDriver`] leaves, peers wake no thread, as it looks at
+    /// everything they publish.
+    pub(super) fn enter(&self) -> RingDriver<'_> {
         // Needs no ordering: peers that skip a wake-up because of this are seen by the look after
         // it leaves.
         self.words[STATE].fetch_add(DRIVER, Ordering::Relaxed);
-        Driver { door: self }
+        RingDriver { door: self }
     }
 
     /// Returns the value to pass to [`park`](Self::park). The caller takes it before it checks its
@@ -157,7 +158,7 @@ impl Doorbell {
         parking: u32,
         timeout: Option<Duration>,
         look: impl FnOnce() -> bool,
-    ) -> Driver<'_> {
+    ) -> RingDriver<'_> {
         let Some(parked) = Parked::new(self) else {
             let timeout = timeout.map_or(UNCOUNTED, |timeout| timeout.min(UNCOUNTED));
             futex.wait(&self.words[WAITERS], parking, Some(timeout));
@@ -196,7 +197,7 @@ impl Doorbell {
         futex.wake(&self.words[word], all);
     }
 
-    /// The memory itself, for tests that write invalid values.
+    /// Returns the memory itself, for tests that write invalid values.
     #[cfg(test)]
     pub(super) fn words(&self) -> &[AtomicU32] {
         &self.words
@@ -205,11 +206,11 @@ impl Doorbell {
 
 /// A thread that looks at the rings. Leaves when dropped, but call [`leave`](Self::leave) instead.
 #[must_use]
-pub(super) struct Driver<'a> {
+pub(super) struct RingDriver<'a> {
     door: &'a Doorbell,
 }
 
-impl Driver<'_> {
+impl RingDriver<'_> {
     /// Announces that this thread no longer looks, then looks once more. `look` must take
     /// everything that the peers have published, as they woke no thread because of this driver. If
     /// another thread holds the rings, it must wait for them: that thread may already have had its
@@ -221,7 +222,7 @@ impl Driver<'_> {
     }
 }
 
-impl Drop for Driver<'_> {
+impl Drop for RingDriver<'_> {
     fn drop(&mut self) {
         self.door.words[STATE].fetch_sub(DRIVER, Ordering::Relaxed);
     }
@@ -242,11 +243,11 @@ impl<'a> Parked<'a> {
 
     /// Turns the parked thread into a driver in one step. Otherwise a peer could find it neither
     /// parked nor driving, and wake the engine.
-    fn into_driver(self) -> Driver<'a> {
+    fn into_driver(self) -> RingDriver<'a> {
         let door = self.door;
         std::mem::forget(self);
         door.words[STATE].fetch_add(DRIVER - PARKED, Ordering::Relaxed);
-        Driver { door }
+        RingDriver { door }
     }
 }
 
@@ -256,6 +257,7 @@ impl Drop for Parked<'_> {
     }
 }
 
+/// Returns the number of parked threads in a state word.
 fn parked(state: u32) -> u32 {
     (state / PARKED) & MOST_PARKED
 }

@@ -10,7 +10,7 @@
 
 use std::collections::HashMap;
 
-use super::note::{LoanId, Note};
+use super::note::{LoanId, ReturnNote};
 use super::ring::{Consumer, Corrupt};
 use crate::transport::Ticket;
 use mpmd_memory::SharedBuffer;
@@ -21,7 +21,7 @@ use mpmd_proto::wire::ProcessId;
 const READ_AFTER: usize = 64;
 
 /// All loans of this process's memory. Read from the rings of returns of all peers.
-pub(super) struct Ledger {
+pub(super) struct LoanLedger {
     /// By process; `None` for processes that this transport does not reach.
     accounts: Vec<Option<Account>>,
     /// Number of loans made since the rings were read.
@@ -32,7 +32,7 @@ pub(super) struct Ledger {
 
 /// The loans to one borrower.
 struct Account {
-    open: HashMap<LoanId, Open>,
+    open: HashMap<LoanId, OpenLoan>,
     bytes: u64,
     /// Number of loans with the copy flag: the borrower copies them and returns them, and this
     /// process waits for that.
@@ -43,8 +43,8 @@ struct Account {
     last: HashMap<ProcessId, u64>,
     /// The borrower's ring of returns.
     returns: Consumer,
-    /// Notes that name unknown loans, in order, with the round in which each was read.
-    early: Vec<(u64, Note)>,
+    /// Notes that name unknown loans, in order.
+    early: Vec<EarlyNote>,
     /// The fault in the ring of returns, if any. Nothing in the ring is read after that.
     corrupt: Option<Corrupt>,
     /// True once no more messages of the borrower are taken.
@@ -53,7 +53,15 @@ struct Account {
     has_exited: bool,
 }
 
-struct Open {
+/// A note that names an unknown loan.
+struct EarlyNote {
+    /// The round in which the note was read.
+    round: u64,
+    note: ReturnNote,
+}
+
+/// A loan that has not ended.
+struct OpenLoan {
     buffer: SharedBuffer,
     /// The ticket that ends when the loan comes back, or `Ticket::NONE`.
     ticket: Ticket,
@@ -66,9 +74,29 @@ struct Open {
 
 /// A loan that has ended. The caller drops it while it holds no lock: its memory may go back to a
 /// pool.
-pub(super) type Ended = (SharedBuffer, Ticket);
+pub(super) struct EndedLoan {
+    pub(super) buffer: SharedBuffer,
+    pub(super) ticket: Ticket,
+}
 
-impl Ledger {
+/// A part of this process's own memory that a borrower has sent back.
+pub(super) struct TakenPart {
+    /// `None` if the borrower has no such loan.
+    pub(super) part: Option<SharedBuffer>,
+    /// The loans that have ended meanwhile.
+    pub(super) ended: Vec<EndedLoan>,
+}
+
+/// The loans of a borrower of which no more messages are taken.
+#[derive(Default)]
+pub(super) struct BorrowerEnd {
+    /// The loans that only waited for such messages.
+    pub(super) ended: Vec<EndedLoan>,
+    /// The tickets of all others. Their memory stays lent.
+    pub(super) tickets: Vec<Ticket>,
+}
+
+impl LoanLedger {
     /// Creates an empty ledger over the rings of returns, by process.
     pub(super) fn new(returns: impl IntoIterator<Item = Option<Consumer>>) -> Self {
         let accounts = returns
@@ -95,35 +123,40 @@ impl Ledger {
         if let Some(account) = self.account(to) {
             account.enter(loan, bytes, ticket, is_copied);
         }
+
         self.unread += 1;
         self.unread >= READ_AFTER
     }
 
     /// Reads all rings of returns, and returns the loans that have ended.
-    pub(super) fn collect(&mut self) -> Vec<Ended> {
+    pub(super) fn collect(&mut self) -> Vec<EndedLoan> {
         self.unread = 0;
         let mut ended = Vec::new();
-        let most = |account: &Account| account.returns.most();
+        // One ring's worth of each borrower at most: a borrower may go on writing.
         let mut left: Vec<usize> = self
             .accounts
             .iter()
-            .map(|account| account.as_ref().map_or(0, most))
+            .map(|account| account.as_ref().map_or(0, |account| account.returns.most()))
             .collect();
+
         loop {
             self.round += 1;
             let mut is_cut = false;
             for (borrower, left) in left.iter_mut().enumerate() {
                 is_cut |= self.read(ProcessId(borrower as u32), left, &mut ended);
             }
+
             while self.retry(&mut ended) {}
             // If a ring was not read to its end, the missing notes may be in the rest.
             if is_cut {
                 return ended;
             }
-            let (round, mut has_early) = (self.round, false);
+
+            let round = self.round;
+            let mut has_early = false;
             for account in self.accounts.iter_mut().flatten() {
                 // Wrong numbers: since they were read, all rings were read once more.
-                account.early.retain(|(read_in, _)| *read_in == round);
+                account.early.retain(|early| early.round == round);
                 has_early |= !account.early.is_empty();
             }
             if !has_early {
@@ -133,7 +166,7 @@ impl Ledger {
     }
 
     /// Takes at most `left` notes from a borrower's ring. Returns true if some are left there.
-    fn read(&mut self, borrower: ProcessId, left: &mut usize, ended: &mut Vec<Ended>) -> bool {
+    fn read(&mut self, borrower: ProcessId, left: &mut usize, ended: &mut Vec<EndedLoan>) -> bool {
         let round = self.round;
         loop {
             let Some(account) = self.account(borrower) else {
@@ -142,10 +175,12 @@ impl Ledger {
             if account.corrupt.is_some() {
                 return false;
             }
+
             if *left == 0 {
                 return !account.returns.is_empty();
             }
-            let note = match account.returns.pop(Note::read) {
+
+            let note = match account.returns.pop(ReturnNote::read) {
                 Ok(Some(note)) => note,
                 Ok(None) => return false,
                 Err(nonsense) => {
@@ -153,21 +188,23 @@ impl Ledger {
                     return false;
                 }
             };
+
             *left -= 1;
+
             // Any other record in this ring is ignored. Notes stay in order.
             if let Some(note) = note {
                 let is_first = account.early.is_empty();
                 if !(is_first && self.take(borrower, note, ended))
                     && let Some(account) = self.account(borrower)
                 {
-                    account.early.push((round, note));
+                    account.early.push(EarlyNote { round, note });
                 }
             }
         }
     }
 
     /// Retries all notes that named unknown loans. Returns true if at least one was entered.
-    fn retry(&mut self, ended: &mut Vec<Ended>) -> bool {
+    fn retry(&mut self, ended: &mut Vec<EndedLoan>) -> bool {
         let mut any = false;
         for borrower in 0..self.accounts.len() {
             let borrower = ProcessId(borrower as u32);
@@ -176,7 +213,7 @@ impl Ledger {
                 .map(|account| std::mem::take(&mut account.early));
             let mut early = early.unwrap_or_default();
             let before = early.len();
-            early.retain(|(_, note)| !self.take(borrower, *note, ended));
+            early.retain(|early| !self.take(borrower, early.note, ended));
             any |= early.len() < before;
             if let Some(account) = self.account(borrower) {
                 account.early = early;
@@ -187,19 +224,20 @@ impl Ledger {
 
     /// Carries out a note of a borrower. Returns false, and does nothing, if it names an unknown
     /// loan.
-    fn take(&mut self, borrower: ProcessId, note: Note, ended: &mut Vec<Ended>) -> bool {
+    fn take(&mut self, borrower: ProcessId, note: ReturnNote, ended: &mut Vec<EndedLoan>) -> bool {
         let Some(account) = self.account(borrower) else {
             return true;
         };
+
         match note {
-            Note::Returned { loan, to_owner } => {
+            ReturnNote::Returned { loan, to_owner } => {
                 let Some(open) = account.open.get_mut(&loan) else {
                     return false;
                 };
                 open.posted.get_or_insert(to_owner);
                 ended.extend(account.end_if_over(loan));
             }
-            Note::PassedOn {
+            ReturnNote::PassedOn {
                 loan,
                 to,
                 number,
@@ -209,11 +247,14 @@ impl Ledger {
                 let Some(open) = account.open.get(&loan) else {
                     return false;
                 };
-                let (part, is_copied) = (open.buffer.part_at(offset, bytes), open.is_copied);
+                let part = open.buffer.part_at(offset, bytes);
+                let is_copied = open.is_copied;
                 let loan = LoanId {
                     lender: borrower,
                     number,
                 };
+
+                // A loan of wrong numbers is not entered.
                 if let (Some(part), Some(account)) = (part, self.account(to))
                     && to != borrower
                     && account.may_get(loan)
@@ -221,56 +262,64 @@ impl Ledger {
                     account.enter(loan, part, Ticket::NONE, is_copied);
                 }
             }
-            Note::Last(LoanId { lender, number }) => {
+            ReturnNote::Last(LoanId { lender, number }) => {
                 account.last.insert(lender, number);
                 let lost = |loan: &LoanId| loan.lender == lender && loan.number > number;
                 let lost: Vec<LoanId> = account.open.keys().copied().filter(lost).collect();
                 ended.extend(lost.into_iter().filter_map(|loan| account.end(loan)));
             }
-            Note::Closed(segment) => account.closed.push(segment),
+            ReturnNote::Closed(segment) => account.closed.push(segment),
         }
         true
     }
 
-    /// Returns the part of this process's own memory that a borrower has sent back in a message,
-    /// and the loans that have ended. No part if the borrower has no such loan.
+    /// Takes the part of this process's own memory that a borrower has sent back in a message.
     pub(super) fn take_part(
         &mut self,
         from: ProcessId,
         loan: LoanId,
         offset: u64,
         bytes: u64,
-    ) -> (Option<SharedBuffer>, Vec<Ended>) {
+    ) -> TakenPart {
         let is_known = self
             .account(from)
             .is_some_and(|account| account.open.contains_key(&loan));
         let mut ended = if is_known { Vec::new() } else { self.collect() };
+
         let Some(account) = self.account(from) else {
-            return (None, ended);
+            return TakenPart { part: None, ended };
         };
         let Some(open) = account.open.get_mut(&loan) else {
-            return (None, ended);
+            return TakenPart { part: None, ended };
         };
+
         let part = open.buffer.part_at(offset, bytes);
         open.taken += 1;
         ended.extend(account.end_if_over(loan));
-        (part, ended)
+        TakenPart { part, ended }
     }
 
-    /// Notes that no more messages of a borrower are taken. Returns the loans that only waited for
-    /// such messages, and the tickets of all others. The memory of those stays lent.
-    pub(super) fn note_end(&mut self, borrower: ProcessId) -> (Vec<Ended>, Vec<Ticket>) {
+    /// Notes that no more messages of a borrower are taken.
+    pub(super) fn note_end(&mut self, borrower: ProcessId) -> BorrowerEnd {
         let Some(account) = self.account(borrower) else {
-            return Default::default();
+            return BorrowerEnd::default();
         };
         account.has_ended = true;
-        let over = |(loan, open): (&LoanId, &Open)| open.posted.is_some().then_some(*loan);
-        let over: Vec<LoanId> = account.open.iter().filter_map(over).collect();
-        let ended = over
+
+        let returned: Vec<LoanId> = account
+            .open
+            .iter()
+            .filter(|(_, open)| open.posted.is_some())
+            .map(|(loan, _)| *loan)
+            .collect();
+        let ended = returned
             .into_iter()
             .filter_map(|loan| account.end(loan))
             .collect();
-        (ended, self.take_tickets(borrower))
+        BorrowerEnd {
+            ended,
+            tickets: self.take_tickets(borrower),
+        }
     }
 
     /// Notes that a borrower's process has provably exited: ends all loans to it, once its last
@@ -279,11 +328,14 @@ impl Ledger {
     ///
     /// After a fault in its ring only those loans end that were returned before: notes of re-lent
     /// memory may be lost.
-    pub(super) fn note_exit(&mut self, borrower: ProcessId) -> Vec<Ended> {
-        let is_new = |account: &mut Account| !account.has_exited && account.corrupt.is_none();
-        if !self.account(borrower).is_some_and(is_new) {
+    pub(super) fn note_exit(&mut self, borrower: ProcessId) -> Vec<EndedLoan> {
+        let is_new = self
+            .account(borrower)
+            .is_some_and(|account| !account.has_exited && account.corrupt.is_none());
+        if !is_new {
             return Vec::new();
         }
+
         let mut ended = self.collect();
         if let Some(account) = self.account(borrower)
             && account.corrupt.is_none()
@@ -291,13 +343,12 @@ impl Ledger {
             && account.early.is_empty()
         {
             account.has_exited = true;
-            ended.extend(
-                account
-                    .open
-                    .drain()
-                    .map(|(_, open)| (open.buffer, open.ticket)),
-            );
-            (account.bytes, account.copied) = (0, 0);
+            ended.extend(account.open.drain().map(|(_, open)| EndedLoan {
+                buffer: open.buffer,
+                ticket: open.ticket,
+            }));
+            account.bytes = 0;
+            account.copied = 0;
         }
         ended
     }
@@ -309,7 +360,8 @@ impl Ledger {
                 .open
                 .drain()
                 .for_each(|(_, open)| open.buffer.retire());
-            (account.bytes, account.copied) = (0, 0);
+            account.bytes = 0;
+            account.copied = 0;
         }
     }
 
@@ -319,12 +371,12 @@ impl Ledger {
         let Some(account) = self.account(borrower) else {
             return Vec::new();
         };
+
         account.copied = 0;
-        let take = |open: &mut Open| {
+        let tickets = account.open.values_mut().map(|open| {
             open.is_copied = false;
             std::mem::replace(&mut open.ticket, Ticket::NONE)
-        };
-        let tickets = account.open.values_mut().map(take);
+        });
         tickets.filter(|ticket| *ticket != Ticket::NONE).collect()
     }
 
@@ -336,7 +388,7 @@ impl Ledger {
             .unwrap_or_default()
     }
 
-    /// The fault in a borrower's ring of returns, if any.
+    /// Returns the fault in a borrower's ring of returns, if any.
     pub(super) fn corrupt(&self, borrower: ProcessId) -> Option<&Corrupt> {
         self.accounts
             .get(borrower.index())?
@@ -345,7 +397,7 @@ impl Ledger {
             .as_ref()
     }
 
-    /// True if a borrower must still copy and return some loans.
+    /// Returns true if a borrower must still copy and return some loans.
     pub(super) fn is_awaited(&self) -> bool {
         self.accounts
             .iter()
@@ -353,29 +405,23 @@ impl Ledger {
             .any(|account| account.copied > 0)
     }
 
-    /// True if the rings should be [read](Self::collect): an awaited loan may have come back, or a
-    /// ring fills up.
+    /// Returns true if the rings should be [read](Self::collect): an awaited loan may have come
+    /// back, or a ring fills up.
     pub(super) fn has_news(&self) -> bool {
-        self.accounts.iter().flatten().any(
-            |Account {
-                 copied,
-                 corrupt,
-                 returns,
-                 ..
-             }| {
-                corrupt.is_none()
-                    && (returns.is_half_full() || (*copied > 0 && !returns.is_empty()))
-            },
-        )
+        self.accounts.iter().flatten().any(|account| {
+            let returns = &account.returns;
+            account.corrupt.is_none()
+                && (returns.is_half_full() || (account.copied > 0 && !returns.is_empty()))
+        })
     }
 
-    /// Number of bytes that are lent to a borrower now.
+    /// Returns the number of bytes that are lent to a borrower now.
     pub(super) fn bytes(&self, borrower: ProcessId) -> u64 {
         let account = self.accounts.get(borrower.index()).and_then(Option::as_ref);
         account.map_or(0, |account| account.bytes)
     }
 
-    /// Number of open loans.
+    /// Returns the number of open loans.
     #[cfg(test)]
     pub(super) fn open(&self) -> usize {
         self.accounts
@@ -406,7 +452,7 @@ impl Account {
         }
     }
 
-    /// True if a re-lent part may reach the borrower, and is not entered yet.
+    /// Returns true if a re-lent part may reach the borrower, and is not entered yet.
     fn may_get(&self, loan: LoanId) -> bool {
         let is_lost = self
             .last
@@ -415,6 +461,7 @@ impl Account {
         !self.has_exited && !is_lost && !self.open.contains_key(&loan)
     }
 
+    /// Enters a loan to this borrower.
     fn enter(&mut self, loan: LoanId, buffer: SharedBuffer, ticket: Ticket, is_copied: bool) {
         // Nothing waits for a borrower after the end of its connection.
         let is_copied = is_copied && !self.has_ended;
@@ -422,7 +469,7 @@ impl Account {
         self.copied += usize::from(is_copied);
         self.open.insert(
             loan,
-            Open {
+            OpenLoan {
                 buffer,
                 ticket,
                 is_copied,
@@ -432,8 +479,9 @@ impl Account {
         );
     }
 
-    fn end(&mut self, loan: LoanId) -> Option<Ended> {
-        let Open {
+    /// Ends a loan. Returns `None` if the borrower has no such loan.
+    fn end(&mut self, loan: LoanId) -> Option<EndedLoan> {
+        let OpenLoan {
             buffer,
             ticket,
             is_copied,
@@ -441,11 +489,11 @@ impl Account {
         } = self.open.remove(&loan)?;
         self.bytes -= buffer.len() as u64;
         self.copied -= usize::from(is_copied);
-        Some((buffer, ticket))
+        Some(EndedLoan { buffer, ticket })
     }
 
     /// Ends a loan that was returned, if no message with parts of it is still to be taken.
-    fn end_if_over(&mut self, loan: LoanId) -> Option<Ended> {
+    fn end_if_over(&mut self, loan: LoanId) -> Option<EndedLoan> {
         let open = self.open.get(&loan)?;
         let is_over = open
             .posted

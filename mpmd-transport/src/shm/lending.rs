@@ -1,17 +1,18 @@
 //! Posts messages, and lends the memory of their payloads.
 
 use std::any::Any;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use zerocopy::IntoBytes;
 
 use super::futex::SystemFutex;
-use super::loans::Borrowed;
+use super::loans::BorrowedMemory;
 use super::note::LoanId;
-use super::peer::{Outbound, Peer};
-use super::record::{COPY, INLINE, LARGEST_INLINE, LATER, LENT, Lent, TO_OWNER, ToOwner};
-use super::shared::Shared;
+use super::peer::{NumberedSegment, Outbound, ShmPeer};
+use super::record::{COPY, INLINE, LARGEST_INLINE, LATER, LENT, LoanRecord, TO_OWNER, ToOwner};
+use super::state::{FinishedTicket, ShmState};
 use crate::transport::{Ticket, TransportError};
 use mpmd_memory::{Segment, SharedBuffer};
 use mpmd_proto::wire::{Header, ProcessId};
@@ -23,7 +24,7 @@ const WORTH_ANNOUNCING: usize = 1 << 20;
 pub(super) struct IsLent(pub(super) bool);
 
 /// A message with a payload that stays in its place.
-pub(super) struct Message<'a> {
+pub(super) struct LentMessage<'a> {
     pub(super) to: ProcessId,
     pub(super) header: &'a Header,
     pub(super) ticket: Ticket,
@@ -49,7 +50,8 @@ impl Lending {
     }
 }
 
-impl Shared {
+impl ShmState {
+    /// Sends a message, and reports the end of its ticket unless that comes later.
     pub(super) fn post(
         &self,
         to: ProcessId,
@@ -59,11 +61,12 @@ impl Shared {
     ) {
         match self.send(to, header, payload, ticket) {
             Ok(IsLent(true)) => {}
-            Ok(IsLent(false)) => self.note_done([(ticket, Ok(()))]),
-            Err(error) => self.note_done([(ticket, Err(error))]),
+            Ok(IsLent(false)) => self.note_done([FinishedTicket::new(ticket, Ok(()))]),
+            Err(error) => self.note_done([FinishedTicket::new(ticket, Err(error))]),
         }
     }
 
+    /// Sends a message: its payload inline, or lent.
     fn send(
         &self,
         to: ProcessId,
@@ -80,13 +83,14 @@ impl Shared {
         if payload.is_some() && !peer.gets_payloads.load(Ordering::Relaxed) {
             peer.gets_payloads.store(true, Ordering::Relaxed);
         }
+
         let is_lent = match payload {
             Some(bytes) if bytes.device().is_some() => {
                 return self.lend_device(to, peer, header, bytes, ticket);
             }
             Some(bytes) if bytes.len() > LARGEST_INLINE => self.lend_host(
                 peer,
-                &Message {
+                &LentMessage {
                     to,
                     header,
                     ticket,
@@ -105,24 +109,28 @@ impl Shared {
                 IsLent(false)
             }
         };
+
         peer.door.ring(&SystemFutex);
         Ok(is_lent)
     }
 
+    /// Lends a peer bytes in host memory, or a copy of them.
     fn lend_host(
         &self,
-        peer: &Peer,
-        message: &Message<'_>,
+        peer: &ShmPeer,
+        message: &LentMessage<'_>,
         bytes: SharedBuffer,
     ) -> Result<IsLent, TransportError> {
         let lent = self.lend(peer, &mut *peer.open()?, message, bytes);
         let lent = match lent {
             Ok(lent) => Ok(lent),
+            // Memory that cannot be lent where it is can be lent as a copy.
             Err(bytes) => {
                 let copy = self.lendable(&bytes)?;
                 self.lend(peer, &mut *peer.open()?, message, copy)
             }
         };
+
         lent.map(Lending::is_lent).map_err(|_| {
             gone(
                 message.to,
@@ -136,12 +144,12 @@ impl Shared {
     /// or its owner cannot be told now.
     pub(super) fn lend(
         &self,
-        peer: &Peer,
+        peer: &ShmPeer,
         out: &mut Outbound,
-        message: &Message<'_>,
+        message: &LentMessage<'_>,
         bytes: SharedBuffer,
     ) -> Result<Lending, SharedBuffer> {
-        let Message {
+        let LentMessage {
             to,
             header,
             ticket,
@@ -150,6 +158,7 @@ impl Shared {
         let Some(place) = bytes.place() else {
             return Err(bytes);
         };
+
         let borrowed = match bytes.loan() {
             None => None,
             Some(loan) => match self.borrowed(loan) {
@@ -157,24 +166,14 @@ impl Shared {
                 borrowed => borrowed,
             },
         };
-        let (offset, size) = (place.offset as u64, bytes.len() as u64);
+
+        let offset = place.offset as u64;
+        let size = bytes.len() as u64;
         if let Some(borrowed) = borrowed.filter(|borrowed| borrowed.owner() == *to) {
-            let LoanId { lender, number } = borrowed.loan();
-            borrowed.count_to_owner();
-            let part = ToOwner {
-                loan: number.into(),
-                offset: offset.into(),
-                bytes: size.into(),
-                lender: lender.0.into(),
-            };
-            peer.send(
-                out,
-                TO_OWNER,
-                &[&header.encode()[..], part.as_bytes()],
-                None,
-            );
+            send_to_owner(peer, out, header, borrowed, offset..offset + size);
             return Ok(Lending::ToOwner);
         }
+
         let number = out.next_loan;
         let range = place.offset..place.offset + bytes.len();
         // The owner is told before the borrower can give the memory back.
@@ -182,17 +181,22 @@ impl Shared {
             return Err(bytes);
         }
         out.next_loan += 1;
-        let owner = borrowed.map(Borrowed::owner);
+
+        let owner = borrowed.map(BorrowedMemory::owner);
         let is_copied = bytes.is_limited();
-        let segment = place.segment.number(&self.arena);
-        let lent = Lent {
+        let segment = NumberedSegment {
+            number: place.segment.number(&self.arena),
+            segment: place.segment,
+        };
+        let lent = LoanRecord {
             loan: number.into(),
             offset: offset.into(),
             bytes: size.into(),
-            segment: segment.into(),
+            segment: segment.number.into(),
             flags: (if is_copied { COPY } else { 0 } | if *is_later { LATER } else { 0 }).into(),
             owner: owner.unwrap_or(self.process).0.into(),
         };
+
         let is_due = owner.is_none() && {
             let loan = LoanId {
                 lender: self.process,
@@ -202,8 +206,10 @@ impl Shared {
                 .lock()
                 .lend(*to, loan, bytes, *ticket, is_copied)
         };
+
         let parts = [&header.encode()[..], lent.as_bytes()];
-        peer.send(out, LENT, &parts, Some((segment, &place.segment)));
+        peer.send(out, LENT, &parts, Some(&segment));
+
         if is_due {
             self.reclaim();
         }
@@ -216,15 +222,21 @@ impl Shared {
         if segment.bytes() < WORTH_ANNOUNCING || self.is_closing() {
             return;
         }
-        let expected = |peer: &&Peer| peer.gets_payloads.load(Ordering::Relaxed);
+        let expected = |peer: &&ShmPeer| peer.gets_payloads.load(Ordering::Relaxed);
         for peer in self.peers.iter().flatten().filter(expected) {
-            peer.announce(segment.number(&self.arena), segment);
+            peer.announce(&NumberedSegment {
+                number: segment.number(&self.arena),
+                segment: segment.clone(),
+            });
         }
     }
 
-    /// Returns the loan as memory that this process has borrowed from one of its peers.
-    pub(super) fn borrowed<'a>(&self, loan: &'a dyn mpmd_memory::Loan) -> Option<&'a Borrowed> {
-        let borrowed = (loan as &dyn Any).downcast_ref::<Borrowed>()?;
+    /// Returns the loan if it is memory that this process has borrowed from one of its peers.
+    pub(super) fn borrowed<'a>(
+        &self,
+        loan: &'a dyn mpmd_memory::Loan,
+    ) -> Option<&'a BorrowedMemory> {
+        let borrowed = (loan as &dyn Any).downcast_ref::<BorrowedMemory>()?;
         let owner = self.peers.get(borrowed.owner().index())?.as_ref()?;
         borrowed.goes_back_by(&owner.returns).then_some(borrowed)
     }
@@ -241,6 +253,30 @@ impl Shared {
         copy.copy_from_slice(bytes);
         Ok(copy.freeze())
     }
+}
+
+/// Sends a message with a part of the receiver's own memory, which is at `range` of its segment.
+fn send_to_owner(
+    peer: &ShmPeer,
+    out: &mut Outbound,
+    header: &Header,
+    borrowed: &BorrowedMemory,
+    range: Range<u64>,
+) {
+    let LoanId { lender, number } = borrowed.loan();
+    borrowed.count_to_owner();
+    let part = ToOwner {
+        loan: number.into(),
+        offset: range.start.into(),
+        bytes: (range.end - range.start).into(),
+        lender: lender.0.into(),
+    };
+    peer.send(
+        out,
+        TO_OWNER,
+        &[&header.encode()[..], part.as_bytes()],
+        None,
+    );
 }
 
 fn gone(peer: ProcessId, why: &str) -> TransportError {

@@ -1,12 +1,12 @@
 //! Lends the memory of devices: holds messages back until it is written, and reports later if it is
 //! valid.
 
-use super::devices::Held;
+use super::devices::HeldMessage;
 use super::futex::SystemFutex;
-use super::lending::{IsLent, Lending, Message};
-use super::peer::Peer;
+use super::lending::{IsLent, Lending, LentMessage};
+use super::peer::ShmPeer;
 use super::record::{BROKEN, LANDED};
-use super::shared::Shared;
+use super::state::ShmState;
 use crate::transport::{Ticket, TransportError};
 use mpmd_memory::{Fences, SharedBuffer};
 use mpmd_proto::wire::{Header, ProcessId};
@@ -14,14 +14,14 @@ use mpmd_proto::wire::{Header, ProcessId};
 /// The longest failure text sent to a peer, in bytes.
 const MOST_TEXT: usize = 400;
 
-impl Shared {
+impl ShmState {
     /// Lends a peer bytes in the memory of a device of this process, or of a foreign device that it
     /// has open. If the message cannot be sent yet, holds it back. Fails if the two do not share
     /// device memory.
     pub(super) fn lend_device(
         &self,
         to: ProcessId,
-        peer: &Peer,
+        peer: &ShmPeer,
         header: &Header,
         bytes: SharedBuffer,
         ticket: Ticket,
@@ -33,13 +33,14 @@ impl Shared {
             let doing = format!("lending memory of a device to process {to}");
             return Err(TransportError::Environment { doing, why });
         }
+
         let ready = bytes.ready().clone();
         // The owner itself has the fences of its memory, and knows if it is valid.
         let borrowed = bytes.loan().and_then(|loan| self.borrowed(loan));
         let is_owner = borrowed.is_some_and(|borrowed| borrowed.owner() == to);
         if !is_owner && !ready.are_over() {
             self.hold_back(
-                Held {
+                HeldMessage {
                     to,
                     header: *header,
                     bytes,
@@ -49,9 +50,10 @@ impl Shared {
             );
             return Ok(IsLent(true));
         }
+
         let made = bytes.clone();
         let is_later = !is_owner && !made.is_made();
-        let message = Message {
+        let message = LentMessage {
             to,
             header,
             ticket,
@@ -63,7 +65,7 @@ impl Shared {
             // The owner cannot be told now that another process reads it, so it is sent later.
             Err(bytes) => {
                 self.hold_back(
-                    Held {
+                    HeldMessage {
                         to,
                         header: *header,
                         bytes,
@@ -74,6 +76,7 @@ impl Shared {
                 return Ok(IsLent(true));
             }
         };
+
         peer.door.ring(&SystemFutex);
         if let Lending::Own(loan) | Lending::Borrowed(loan) = lent
             && is_later
@@ -90,9 +93,10 @@ impl Shared {
 
     /// Keeps a message until the fences `until` are over. Without them no event tells when to send
     /// it, so it is retried regularly.
-    fn hold_back(&self, held: Held, until: Option<Fences>) {
+    fn hold_back(&self, held: HeldMessage, until: Option<Fences>) {
         self.devices.held.lock().push(held);
         let Some(until) = until else { return };
+
         let shared = self.this.clone();
         until.on_over(Box::new(move || {
             if let Some(shared) = shared.upgrade() {
@@ -103,9 +107,9 @@ impl Shared {
 
     /// Posts the messages held back for fences that are over now.
     pub(super) fn post_held(&self) {
-        let is_due = |held: &mut Held| held.bytes.ready().are_over();
+        let is_due = |held: &mut HeldMessage| held.bytes.ready().are_over();
         let due: Vec<_> = self.devices.held.lock().extract_if(.., is_due).collect();
-        for Held {
+        for HeldMessage {
             to,
             header,
             bytes,
@@ -121,6 +125,7 @@ impl Shared {
         let Some(Some(peer)) = self.peers.get(to.index()) else {
             return;
         };
+
         let mut out = peer.outbound.lock();
         if out.closed.is_none() {
             let text = cut(failure.as_deref().unwrap_or_default());
@@ -136,7 +141,7 @@ impl Shared {
     }
 
     /// Tells a peer that the payload of a message will not come, so that the peer does not wait.
-    fn break_off(&self, peer: &Peer, header: &Header, why: &str) {
+    fn break_off(&self, peer: &ShmPeer, header: &Header, why: &str) {
         let mut out = peer.outbound.lock();
         if out.closed.is_none() {
             peer.send(

@@ -4,15 +4,15 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::foreign::Foreign;
+use super::foreign_memory::ForeignMemory;
 use super::note::LoanId;
-use super::record::{COPY, Lent};
-use super::returns::Returns;
+use super::record::{COPY, LoanRecord};
+use super::returns::ReturnPath;
 use mpmd_memory::{DevicePlace, Fence, Loan, Segment, SegmentPosition};
 use mpmd_proto::wire::ProcessId;
 
 /// Borrowed memory of a peer, the owner; given back to it when dropped.
-pub(super) struct Borrowed {
+pub(super) struct BorrowedMemory {
     segment: Arc<Segment>,
     range: Range<usize>,
     owner: ProcessId,
@@ -21,17 +21,18 @@ pub(super) struct Borrowed {
     /// Number of messages with parts of this memory that were posted to the owner.
     to_owner: AtomicU64,
     /// The way back to the owner.
-    returns: Arc<Returns>,
+    returns: Arc<ReturnPath>,
 }
 
-impl Borrowed {
+impl BorrowedMemory {
     /// Borrows the memory that process `lender` lends, in `segment`. Returns `None`, and borrows
     /// nothing, if the segment has no such range.
     pub(super) fn new(
         segment: Arc<Segment>,
         lender: ProcessId,
-        lent: &Lent,
-        returns: &Arc<Returns>,
+        lent: &LoanRecord,
+
+        returns: &Arc<ReturnPath>,
     ) -> Option<Self> {
         let start = usize::try_from(lent.offset.get()).ok()?;
         let end = start.checked_add(usize::try_from(lent.bytes.get()).ok()?)?;
@@ -41,6 +42,7 @@ impl Borrowed {
         returns
             .borrowed
             .fetch_add(lent.bytes.get(), Ordering::Relaxed);
+
         Some(Self {
             segment,
             range: start..end,
@@ -55,18 +57,18 @@ impl Borrowed {
         })
     }
 
-    /// The process that owns the memory.
+    /// Returns the process that owns the memory.
     pub(super) fn owner(&self) -> ProcessId {
         self.owner
     }
 
-    /// The name of the loan at the owner.
+    /// Returns the name of the loan at the owner.
     pub(super) fn loan(&self) -> LoanId {
         self.loan
     }
 
     /// Returns true if `returns` is the channel by which this memory goes back to its owner.
-    pub(super) fn goes_back_by(&self, returns: &Arc<Returns>) -> bool {
+    pub(super) fn goes_back_by(&self, returns: &Arc<ReturnPath>) -> bool {
         Arc::ptr_eq(&self.returns, returns)
     }
 
@@ -85,11 +87,11 @@ impl Borrowed {
 
     /// For device memory: a fence that fails once the owner, and so the memory, is gone.
     pub(super) fn life(&self) -> Option<Arc<dyn Fence>> {
-        Foreign::life(&self.segment)
+        ForeignMemory::life(&self.segment)
     }
 }
 
-impl Loan for Borrowed {
+impl Loan for BorrowedMemory {
     fn bytes(&self) -> &[u8] {
         // The range was checked by `new`, and segments do not shrink.
         self.segment.lent(self.range.clone()).unwrap_or_default()
@@ -121,7 +123,7 @@ impl Loan for Borrowed {
     }
 }
 
-impl Drop for Borrowed {
+impl Drop for BorrowedMemory {
     fn drop(&mut self) {
         self.returns
             .borrowed

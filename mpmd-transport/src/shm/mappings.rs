@@ -19,7 +19,7 @@ pub(super) struct Mappings {
 }
 
 /// A segment of host memory that a peer has given.
-pub(super) enum Given {
+pub(super) enum HostGiven {
     /// The segment was not mapped when this peer gave it. It stays mapped until the peer says that
     /// it is freed.
     First(Arc<Segment>),
@@ -32,46 +32,62 @@ pub(super) enum Given {
     },
 }
 
+/// Device memory of another process that is open here.
+pub(super) struct FoundSegment {
+    pub(super) segment: Arc<Segment>,
+    /// True if it was opened just now.
+    pub(super) is_new: bool,
+}
+
 impl Mappings {
     /// Records a segment of `bytes` bytes that a peer has given. Maps it unless it is mapped. Its
     /// pages are not [populated](Segment::populate).
-    pub(super) fn given(&self, descriptor: OwnedFd, bytes: u64) -> io::Result<Given> {
+    pub(super) fn given(&self, descriptor: OwnedFd, bytes: u64) -> io::Result<HostGiven> {
         let mut mapped = self.files.lock();
         // A mapped segment keeps its file, so its identity is not reused.
         let file = Segment::file(descriptor.as_fd())?;
         let found = mapped.get(&file).and_then(Weak::upgrade);
         if let Some(segment) = found.filter(|segment| segment.bytes() as u64 == bytes) {
-            return Ok(Given::Again {
+            return Ok(HostGiven::Again {
                 descriptor,
                 bytes,
                 segment: Arc::downgrade(&segment),
             });
         }
+
+        // Entries of segments that nobody holds any more are dropped on the way.
         let segment = Arc::new(Segment::foreign(descriptor, bytes)?);
         mapped.retain(|_, segment| segment.strong_count() > 0);
         mapped.insert(file, Arc::downgrade(&segment));
-        Ok(Given::First(segment))
+        Ok(HostGiven::First(segment))
     }
 
-    /// Returns the device memory with the description `words`, and true if `make` opened it just
-    /// now.
+    /// Returns the device memory with the description `words`. Opens it by `make` unless it is
+    /// open.
     pub(super) fn opened(
         &self,
         words: &[u8],
         make: impl FnOnce() -> io::Result<Arc<Segment>>,
-    ) -> io::Result<(Arc<Segment>, bool)> {
+    ) -> io::Result<FoundSegment> {
         let mut open = self.devices.lock();
         if let Some(found) = open.get(words).and_then(Weak::upgrade) {
-            return Ok((found, false));
+            return Ok(FoundSegment {
+                segment: found,
+                is_new: false,
+            });
         }
+
         let segment = make()?;
         open.retain(|_, segment| segment.strong_count() > 0);
         open.insert(words.to_vec(), Arc::downgrade(&segment));
-        Ok((segment, true))
+        Ok(FoundSegment {
+            segment,
+            is_new: true,
+        })
     }
 }
 
-impl Given {
+impl HostGiven {
     /// Returns the mapped segment; maps it again if nothing keeps it mapped.
     pub(super) fn segment(&mut self, mappings: &Mappings) -> io::Result<Arc<Segment>> {
         match self {
@@ -84,6 +100,7 @@ impl Given {
                 if let Some(segment) = segment.upgrade() {
                     return Ok(segment);
                 }
+
                 loop {
                     let found = match mappings.given(descriptor.try_clone()?, *bytes)? {
                         Self::First(segment) => {
@@ -129,7 +146,7 @@ mod tests {
         let (mut first, mut again) = (given(give()), given(give()));
         assert!(matches!(
             (&first, &again),
-            (Given::First(_), Given::Again { .. })
+            (HostGiven::First(_), HostGiven::Again { .. })
         ));
         let segment = first.segment(&mappings).unwrap();
         assert!(Arc::ptr_eq(&segment, &again.segment(&mappings).unwrap()));

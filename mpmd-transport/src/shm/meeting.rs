@@ -13,13 +13,13 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 use rustix::process::{PidfdFlags, getuid, pidfd_open};
 
-use super::address::{Address, VERSION};
+use super::address::{ShmAddress, VERSION};
 use super::doorbell::Doorbell;
-use super::mapped::Mapped;
-use super::peer::{Inbound, Outbound, Peer};
-use super::returns::Returns;
+use super::peer::{Inbound, Outbound, ShmPeer};
+use super::returns::ReturnPath;
 use super::ring::{Consumer, Ring};
-use super::socket::{Listener, Packet, Socket, something_comes};
+use super::shared_mapping::SharedMapping;
+use super::socket::{LocalListener, Packet, Socket, something_comes};
 use super::{ShmConfig, environment};
 use crate::party::{self, Party};
 use crate::transport::TransportError;
@@ -41,25 +41,31 @@ const RETURNS: usize = 16 << 10;
 /// then returns from both.
 pub(super) const CAPACITIES: [usize; 4] = [MESSAGES, MESSAGES, RETURNS, RETURNS];
 
-/// (Connected peer, its receiving half, its ring of returns).
-pub(super) type Met = (Peer, Inbound, Consumer);
+/// A connected peer.
+pub(super) struct MetPeer {
+    pub(super) peer: ShmPeer,
+    /// The receiving half of the connection.
+    pub(super) inbound: Inbound,
+    /// The peer's ring of returns.
+    pub(super) returns: Consumer,
+}
 
 /// The memory of this process's doorbell, which all peers map.
 pub(super) struct OwnDoor {
-    memory: Arc<Mapped>,
+    memory: Arc<SharedMapping>,
     pub(super) door: Doorbell,
 }
 
 impl OwnDoor {
     pub(super) fn new() -> io::Result<Self> {
-        let memory = Arc::new(Mapped::new(Doorbell::BYTES)?);
+        let memory = Arc::new(SharedMapping::new(Doorbell::BYTES)?);
         Ok(Self {
             door: door(&memory),
             memory,
         })
     }
 
-    /// The descriptor by which a peer maps the doorbell's memory.
+    /// Returns the descriptor by which a peer maps the doorbell's memory.
     #[cfg(test)]
     pub(super) fn descriptor(&self) -> BorrowedFd<'_> {
         self.memory.as_fd()
@@ -69,83 +75,58 @@ impl OwnDoor {
 /// Connects to all peers in the configuration and returns them by process. Blocks until all are
 /// connected; fails after the configuration's `peer_timeout`.
 pub(super) fn meet(
-    listener: &Listener,
+    listener: &LocalListener,
     own: &OwnDoor,
     config: &ShmConfig,
-) -> Result<Vec<Option<Met>>, TransportError> {
-    let meeting = Meeting {
+) -> Result<Vec<Option<MetPeer>>, TransportError> {
+    let meeting = ShmMeeting {
         own,
         config,
         party: party(config),
         deadline: after(Instant::now(), config.peer_timeout),
     };
-    let me = config.process.index();
-    let mut peers: Vec<Option<Met>> = config.peers.iter().map(|_| None).collect();
-    let mut called = meeting.call_lower()?;
-    let with = |error: io::Error| {
-        environment(
-            "waiting for the job's processes over shared memory".to_owned(),
-            &error,
-        )
+    let mut state = MeetingState {
+        peers: config.peers.iter().map(|_| None).collect(),
+        called: meeting.call_lower()?,
+        strangers: Vec::new(),
+        most_strangers: MOST_STRANGERS,
+        failed: Vec::new(),
     };
-    // Callers that have not proved themselves. Nothing waits for them.
-    let mut strangers: Vec<End> = Vec::new();
-    let mut most_strangers = MOST_STRANGERS;
     let mut refused: Option<io::Error> = None;
-    // Peers that are gone or do not fit. The others are met all the same: one that waits for the
-    // rest of a handshake could not know why that does not come.
-    let mut failed: Vec<(ProcessId, TransportError)> = Vec::new();
+
     loop {
-        let is_refused = match meeting.accept_all(listener, &mut strangers, &mut most_strangers) {
-            Ok(()) => false,
-            Err(error) => {
-                refused = Some(error);
-                true
-            }
-        };
-        for end in std::mem::take(&mut strangers) {
-            match meeting.hear_caller(end, &peers) {
-                Ok(Heard::Nothing(end)) => strangers.push(end),
-                Ok(Heard::Met(peer, met)) => peers[peer.index()] = Some(*met),
-                Ok(Heard::End) => {}
-                Err((peer, error)) => failed.push((peer, error)),
-            }
+        let accepted = meeting.accept_all(listener, &mut state);
+        let is_refused = accepted.is_err();
+        if let Err(error) = accepted {
+            refused = Some(error);
         }
-        for (peer, end) in std::mem::take(&mut called) {
-            match meeting.hear_answerer(peer, end) {
-                Ok(Heard::Nothing(end)) => called.push((peer, end)),
-                Ok(Heard::Met(peer, met)) => peers[peer.index()] = Some(*met),
-                Ok(Heard::End) => {}
-                Err(error) => failed.push((peer, error)),
-            }
-        }
-        let is_missing = |index: &usize| {
-            *index != me
-                && config.peers[*index].is_some()
-                && peers[*index].is_none()
-                && failed.iter().all(|(peer, _)| peer.index() != *index)
-        };
-        let missing: Vec<String> = (0..peers.len())
-            .filter(is_missing)
-            .map(|index| index.to_string())
-            .collect();
+        meeting.hear_all(&mut state);
+
+        let missing = meeting.missing(&state);
         if missing.is_empty() {
-            return failed
-                .into_iter()
-                .next()
-                .map_or(Ok(peers), |(_, error)| Err(error));
+            return state.first_failure().map_or(Ok(state.peers), Err);
         }
+
+        // After a refusal the listener would wake this at once, again and again.
         let (listening, until) = match is_refused {
             false => (Some(listener.as_fd()), meeting.deadline),
             true => (None, meeting.deadline.min(Instant::now() + ACCEPT_AGAIN)),
         };
-        let ends = strangers.iter().chain(called.iter().map(|(_, end)| end));
+        let called = state.called.iter().map(|called| &called.handshake);
+        let pending = state.strangers.iter().chain(called);
         let fds: Vec<_> = listening
             .into_iter()
-            .chain(ends.map(|end| end.socket.as_fd()))
+            .chain(pending.map(|pending| pending.socket.as_fd()))
             .collect();
-        if !something_comes(&fds, until).map_err(with)? && Instant::now() >= meeting.deadline {
-            if let Some((_, error)) = failed.into_iter().next() {
+        let comes = something_comes(&fds, until).map_err(|error| {
+            environment(
+                "waiting for the job's processes over shared memory".to_owned(),
+                &error,
+            )
+        })?;
+
+        if !comes && Instant::now() >= meeting.deadline {
+            if let Some(error) = state.first_failure() {
                 return Err(error);
             }
             let refused =
@@ -174,45 +155,102 @@ pub(super) fn party(config: &ShmConfig) -> Party {
     Party::new((MAGIC, VERSION), *process, peers.len(), *epoch, *token)
 }
 
+/// The progress of a meeting.
+struct MeetingState {
+    /// The connected peers, by process.
+    peers: Vec<Option<MetPeer>>,
+    /// Lower processes that this process has called and that have not answered.
+    called: Vec<CalledPeer>,
+    /// Callers that have not proved themselves. Nothing waits for them.
+    strangers: Vec<PendingHandshake>,
+    /// Limit on `strangers`.
+    most_strangers: usize,
+    /// Peers that are gone or do not fit. The others are met all the same: one that waits for the
+    /// rest of a handshake could not know why that does not come.
+    failed: Vec<FailedPeer>,
+}
+
+impl MeetingState {
+    /// Takes the error of the first peer that failed.
+    fn first_failure(&mut self) -> Option<TransportError> {
+        let failed = std::mem::take(&mut self.failed);
+        failed.into_iter().next().map(|failed| failed.error)
+    }
+}
+
+/// A process that this process has called.
+struct CalledPeer {
+    peer: ProcessId,
+    handshake: PendingHandshake,
+}
+
+/// A peer that cannot be met.
+struct FailedPeer {
+    peer: ProcessId,
+    error: TransportError,
+}
+
 /// One end of a connection within the handshake.
-struct End {
+struct PendingHandshake {
     socket: Socket,
     handshake: Handshake,
 }
 
 /// The result of a look at a connection.
-enum Heard {
+enum HandshakeStep {
     /// The handshake goes on.
-    Nothing(End),
-    Met(ProcessId, Box<Met>),
+    Nothing(PendingHandshake),
+    Met(ProcessId, Box<MetPeer>),
     /// The connection is closed: it was a stranger's, or of no use.
     End,
 }
 
 /// The fixed values of a meeting.
-struct Meeting<'a> {
+struct ShmMeeting<'a> {
     own: &'a OwnDoor,
     config: &'a ShmConfig,
     party: Party,
     deadline: Instant,
 }
 
-impl Meeting<'_> {
+impl ShmMeeting<'_> {
     /// Connects to all lower processes and says hello to them.
-    fn call_lower(&self) -> Result<Vec<(ProcessId, End)>, TransportError> {
+    fn call_lower(&self) -> Result<Vec<CalledPeer>, TransportError> {
         let lower = (0..)
             .map(ProcessId)
             .zip(&self.config.peers)
             .take(self.config.process.index());
         let called = lower.filter_map(|(peer, address)| Some((peer, address.as_ref()?)));
         called
-            .map(|(peer, address)| Ok((peer, self.call(peer, address)?)))
+            .map(|(peer, address)| {
+                let handshake = self.call(peer, address)?;
+                Ok(CalledPeer { peer, handshake })
+            })
             .collect()
     }
 
-    fn call(&self, peer: ProcessId, address: &str) -> Result<End, TransportError> {
+    /// Returns the processes that are still to be met, as text.
+    fn missing(&self, state: &MeetingState) -> Vec<String> {
+        let is_missing = |index: &usize| {
+            *index != self.config.process.index()
+                && self.config.peers[*index].is_some()
+                && state.peers[*index].is_none()
+                && state
+                    .failed
+                    .iter()
+                    .all(|failed| failed.peer.index() != *index)
+        };
+        (0..state.peers.len())
+            .filter(is_missing)
+            .map(|index| index.to_string())
+            .collect()
+    }
+
+    /// Connects to process `peer` and says hello to it.
+    fn call(&self, peer: ProcessId, address: &str) -> Result<PendingHandshake, TransportError> {
         let with = |error: io::Error| not_met(peer, "meeting", &error);
-        let address: Address = address.parse().map_err(|why: String| protocol(peer, why))?;
+        let address: ShmAddress = address.parse().map_err(|why: String| protocol(peer, why))?;
+
         let socket = Socket::connect(&address.socket_name(), self.deadline).map_err(with)?;
         // Another program may have taken the name.
         let user = socket.peer().map_err(with)?;
@@ -222,44 +260,68 @@ impl Meeting<'_> {
                 format!("it belongs to user {}", user.uid.as_raw()),
             ));
         }
+
         let mut handshake = self.party.call(peer, 0, random_bytes().map_err(with)?);
         socket
             .send_until(&handshake.say(), &[], self.deadline)
             .map_err(with)?;
-        Ok(End { socket, handshake })
+        Ok(PendingHandshake { socket, handshake })
     }
 
     /// Accepts all connections that wait. Those of other users are closed at once. If there are
-    /// more than `most` strangers, the oldest is closed.
+    /// more than `most_strangers` strangers, the oldest is closed.
     ///
-    /// If the system refuses to accept, half of the strangers are closed, and `most` is lowered to
-    /// the rest: a peer needs descriptors for more than its connection.
+    /// If the system refuses to accept, half of the strangers are closed, and `most_strangers` is
+    /// lowered to the rest: a peer needs descriptors for more than its connection.
     ///
     /// # Errors
     ///
     /// If the system refuses and no stranger is left to close, or gives no random numbers.
-    fn accept_all(
-        &self,
-        listener: &Listener,
-        strangers: &mut Vec<End>,
-        most: &mut usize,
-    ) -> io::Result<()> {
+    fn accept_all(&self, listener: &LocalListener, state: &mut MeetingState) -> io::Result<()> {
+        let MeetingState {
+            strangers,
+            most_strangers,
+            ..
+        } = state;
         loop {
             match listener.accept() {
                 Ok(None) => return Ok(()),
                 Ok(Some(socket)) if socket.peer().is_ok_and(|user| user.uid == getuid()) => {
-                    if strangers.len() >= *most {
+                    if strangers.len() >= *most_strangers {
                         strangers.remove(0);
                     }
                     let handshake = self.party.answer(random_bytes()?);
-                    strangers.push(End { socket, handshake });
+                    strangers.push(PendingHandshake { socket, handshake });
                 }
                 Ok(Some(_)) => {}
                 Err(error) if strangers.is_empty() => return Err(error),
                 Err(_) => {
                     strangers.drain(..strangers.len().div_ceil(2));
-                    *most = strangers.len().max(1);
+                    *most_strangers = strangers.len().max(1);
                 }
+            }
+        }
+    }
+
+    /// Reads what all callers and all called processes have sent.
+    fn hear_all(&self, state: &mut MeetingState) {
+        for end in std::mem::take(&mut state.strangers) {
+            match self.hear_caller(end, &state.peers) {
+                Ok(HandshakeStep::Nothing(end)) => state.strangers.push(end),
+                Ok(HandshakeStep::Met(peer, met)) => state.peers[peer.index()] = Some(*met),
+                Ok(HandshakeStep::End) => {}
+                Err(failed) => state.failed.push(failed),
+            }
+        }
+
+        for CalledPeer { peer, handshake } in std::mem::take(&mut state.called) {
+            match self.hear_answerer(peer, handshake) {
+                Ok(HandshakeStep::Nothing(handshake)) => {
+                    state.called.push(CalledPeer { peer, handshake })
+                }
+                Ok(HandshakeStep::Met(peer, met)) => state.peers[peer.index()] = Some(*met),
+                Ok(HandshakeStep::End) => {}
+                Err(error) => state.failed.push(FailedPeer { peer, error }),
             }
         }
     }
@@ -269,67 +331,76 @@ impl Meeting<'_> {
     /// yet. An error comes with the process at fault.
     fn hear_caller(
         &self,
-        mut end: End,
-        peers: &[Option<Met>],
-    ) -> Result<Heard, (ProcessId, TransportError)> {
+        mut end: PendingHandshake,
+        peers: &[Option<MetPeer>],
+    ) -> Result<HandshakeStep, FailedPeer> {
         let packet = match end.socket.receive() {
-            Ok(None) => return Ok(Heard::Nothing(end)),
+            Ok(None) => return Ok(HandshakeStep::Nothing(end)),
             Ok(Some(packet)) => packet,
-            Err(_) => return Ok(Heard::End),
+            Err(_) => return Ok(HandshakeStep::End),
         };
+
         let Ok(reply) = end.handshake.take_packet(&packet.bytes) else {
             // One of another version is told. The packet still arrives after the end.
             let last = end.handshake.say();
             if !last.is_empty() {
                 let _ = end.socket.send(&last, &[]);
             }
-            return Ok(Heard::End);
+            return Ok(HandshakeStep::End);
         };
+
         let Some(facts) = end.handshake.proved_facts() else {
             let is_sent = end.socket.send(&reply, &[]);
             return Ok(if let Ok(true) = is_sent {
-                Heard::Nothing(end)
+                HandshakeStep::Nothing(end)
             } else {
-                Heard::End
+                HandshakeStep::End
             });
         };
+
         let peer = party::process(facts);
         self.party
             .check_caller(facts, 1)
-            .map_err(|error| (peer, error))?;
+            .map_err(|error| FailedPeer { peer, error })?;
         if self.config.peers[peer.index()].is_none() || peers[peer.index()].is_some() {
-            return Ok(Heard::End);
+            return Ok(HandshakeStep::End);
         }
         self.welcome(peer, end, packet, &reply)
-            .map_err(|error| (peer, error))
+            .map_err(|error| FailedPeer { peer, error })
     }
 
     /// Gives the descriptors to a process that has proved itself, and takes its own.
     fn welcome(
         &self,
         peer: ProcessId,
-        end: End,
+        end: PendingHandshake,
         packet: Packet,
         reply: &[u8],
-    ) -> Result<Heard, TransportError> {
+    ) -> Result<HandshakeStep, TransportError> {
         let with = |error: io::Error| not_met(peer, "sharing memory with", &error);
         let [door] = descriptors(peer, packet)?;
         let bytes = CAPACITIES.iter().copied().map(Ring::bytes).sum();
-        let memory = Arc::new(Mapped::new(bytes).map_err(with)?);
+        let memory = Arc::new(SharedMapping::new(bytes).map_err(with)?);
+
         let give = [self.own.memory.as_fd(), memory.as_fd()];
         end.socket
             .send_until(reply, &give, self.deadline)
             .map_err(with)?;
+
         let met = pair(self.config.process, end.socket, door, &memory, true).map_err(with)?;
-        Ok(Heard::Met(peer, Box::new(met)))
+        Ok(HandshakeStep::Met(peer, Box::new(met)))
     }
 
     /// Reads a packet of `peer`, which this process has connected to, if one has arrived. Replies
     /// to its answer with this process's proof, and takes the descriptors of its welcome.
-    fn hear_answerer(&self, peer: ProcessId, mut end: End) -> Result<Heard, TransportError> {
+    fn hear_answerer(
+        &self,
+        peer: ProcessId,
+        mut end: PendingHandshake,
+    ) -> Result<HandshakeStep, TransportError> {
         let with = |error: io::Error| not_met(peer, "sharing memory with", &error);
         let packet = match end.socket.receive() {
-            Ok(None) => return Ok(Heard::Nothing(end)),
+            Ok(None) => return Ok(HandshakeStep::Nothing(end)),
             Ok(Some(packet)) => packet,
             Err(error) => {
                 return Err(TransportError::PeerGone {
@@ -338,8 +409,10 @@ impl Meeting<'_> {
                 });
             }
         };
+
         let heard = end.handshake.take_packet(&packet.bytes);
         let reply = heard.map_err(|refusal| protocol(peer, self.party.why(refusal)))?;
+
         if !end.handshake.is_done() {
             let facts = end.handshake.proved_facts();
             let checked = facts.map_or(Ok(()), |facts| self.party.check_answerer(facts, peer));
@@ -349,13 +422,14 @@ impl Meeting<'_> {
             let said = end.socket.send_until(&reply, give, self.deadline);
             return checked
                 .and(said.map_err(with))
-                .map(|()| Heard::Nothing(end));
+                .map(|()| HandshakeStep::Nothing(end));
         }
+
         let [door, rings] = descriptors(peer, packet)?;
         let bytes = CAPACITIES.iter().copied().map(Ring::bytes).sum();
-        let memory = Arc::new(Mapped::of(rings, bytes).map_err(with)?);
+        let memory = Arc::new(SharedMapping::of(rings, bytes).map_err(with)?);
         let met = pair(self.config.process, end.socket, door, &memory, false).map_err(with)?;
-        Ok(Heard::Met(peer, Box::new(met)))
+        Ok(HandshakeStep::Met(peer, Box::new(met)))
     }
 }
 
@@ -374,30 +448,33 @@ fn pair(
     own: ProcessId,
     socket: Socket,
     door_of_peer: OwnedFd,
-    rings: &Arc<Mapped>,
+    rings: &Arc<SharedMapping>,
     is_lower: bool,
-) -> io::Result<Met> {
+) -> io::Result<MetPeer> {
     let user = socket.peer()?;
     let exit = pidfd_open(user.pid, PidfdFlags::empty())?;
-    let door = door(&Arc::new(Mapped::of(door_of_peer, Doorbell::BYTES)?));
+    let door = door(&Arc::new(SharedMapping::of(door_of_peer, Doorbell::BYTES)?));
+
     let mut offset = 0;
     let [from_lower, from_higher, back_from_lower, back_from_higher] = CAPACITIES.map(|capacity| {
         let first = rings.at(offset, Ring::bytes(capacity));
         offset += Ring::bytes(capacity);
-        // SAFETY: `Mapped::at` has checked that the bytes are within the mapping, which is for
-        // reading and writing and which the ring keeps. Both processes access them only through
+        // SAFETY: `SharedMapping::at` has checked that the bytes are within the mapping, which is
+        // for reading and writing and which the ring keeps. Both processes access them only through
         // rings, which use atomic words of 8 bytes. Each ring has bytes of its own, at a multiple
         // of 64.
         unsafe { Ring::at(first, capacity, rings.clone()) }
     });
+
     let (here, there, back_here, back_there) = if is_lower {
         (from_lower, from_higher, back_from_lower, back_from_higher)
     } else {
         (from_higher, from_lower, back_from_higher, back_from_lower)
     };
-    let peer = Peer {
+
+    let peer = ShmPeer {
         outbound: parking_lot::Mutex::new(Outbound::new(here.producer())),
-        returns: Returns::new(back_here.producer(), door.clone()),
+        returns: ReturnPath::new(back_here.producer(), door.clone()),
         door,
         socket,
         exit,
@@ -406,14 +483,20 @@ fn pair(
         shares_devices: false.into(),
         gets_payloads: false.into(),
     };
-    Ok((peer, Inbound::new(there.consumer()), back_there.consumer()))
+
+    Ok(MetPeer {
+        peer,
+        inbound: Inbound::new(there.consumer()),
+        returns: back_there.consumer(),
+    })
 }
 
-fn door(memory: &Arc<Mapped>) -> Doorbell {
+/// Returns the doorbell in `memory`.
+fn door(memory: &Arc<SharedMapping>) -> Doorbell {
     let first = memory.at(0, Doorbell::BYTES);
-    // SAFETY: `Mapped::at` has checked that the bytes are within the mapping, which is for reading
-    // and writing and which the doorbell keeps. All processes that have it access it only through
-    // doorbells, which use atomic words of 4 bytes.
+    // SAFETY: `SharedMapping::at` has checked that the bytes are within the mapping, which is for
+    // reading and writing and which the doorbell keeps. All processes that have it access it only
+    // through doorbells, which use atomic words of 4 bytes.
     unsafe { Doorbell::at(first, memory.clone()) }
 }
 

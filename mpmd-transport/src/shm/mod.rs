@@ -83,39 +83,39 @@
 
 mod address;
 mod agreeing;
-mod bare;
+mod bare_word;
 mod devices;
 mod doorbell;
-mod foreign;
+mod foreign_memory;
 mod futex;
 mod ledger;
 mod lending;
 mod lending_devices;
 mod loans;
-mod mapped;
 mod mappings;
 mod meeting;
 mod note;
 mod peer;
-mod present;
 mod reaper;
 mod record;
 mod returns;
 mod ring;
-mod shared;
+mod shared_mapping;
+mod shared_words;
 mod socket;
+mod state;
 mod sync;
 mod taking;
 #[cfg(test)]
 mod tests;
-mod words;
+mod transport;
 
 use std::fmt;
 use std::time::Duration;
 
 pub use address::{no_address, why_apart};
-pub use bare::BareWord;
-pub use present::{Opened, Shm};
+pub use bare_word::BareWord;
+pub use transport::{OpenedShm, Shm};
 
 use crate::transport::TransportError;
 use mpmd_proto::wire::ProcessId;
@@ -123,12 +123,12 @@ use mpmd_proto::wire::ProcessId;
 /// The transport's name as the user writes it.
 pub const NAME: &str = "shm";
 
-/// The job's configuration for [`Opened::connect`].
+/// The job's configuration for [`OpenedShm::connect`].
 #[derive(Clone)]
 pub struct ShmConfig {
     /// This process's id.
     pub process: ProcessId,
-    /// Each process's [`Opened::address`], by process; `None` for processes that this transport
+    /// Each process's [`OpenedShm::address`], by process; `None` for processes that this transport
     /// does not reach. This process's own entry is ignored.
     pub peers: Vec<Option<String>>,
     /// The job's secret. Processes that do not prove to know it are refused.

@@ -22,7 +22,7 @@ pub(super) struct LoanId {
 
 /// One record of a borrower for the owner.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Note {
+pub(super) enum ReturnNote {
     /// The borrower does not read the memory any more. It has posted `to_owner` messages to the
     /// owner with parts of the memory.
     Returned { loan: LoanId, to_owner: u64 },
@@ -41,14 +41,23 @@ pub(super) enum Note {
     Closed(u32),
 }
 
-impl Note {
-    /// Encodes the note. Returns (record kind, words, number of words used).
-    fn words(&self) -> (u32, [u64; MOST_WORDS], usize) {
-        let id = |LoanId { lender, number }: LoanId| [u64::from(lender.0), number];
+/// A note as the words of a record.
+struct EncodedNote {
+    kind: u32,
+    words: [u64; MOST_WORDS],
+    /// Number of the words that the note takes.
+    used: usize,
+}
+
+impl ReturnNote {
+    /// Encodes the note.
+    fn encode(&self) -> EncodedNote {
+        let encoded = |kind, words, used| EncodedNote { kind, words, used };
+        let id = |loan: LoanId| [u64::from(loan.lender.0), loan.number];
         match *self {
             Self::Returned { loan, to_owner } => {
                 let [lender, number] = id(loan);
-                (RETURNED, [lender, number, to_owner, 0, 0, 0], 3)
+                encoded(RETURNED, [lender, number, to_owner, 0, 0, 0], 3)
             }
             Self::PassedOn {
                 loan,
@@ -58,23 +67,20 @@ impl Note {
                 bytes,
             } => {
                 let [lender, number] = id(loan);
-                (
-                    PASSED_ON,
-                    [lender, number, u64::from(to.0), new, offset, bytes],
-                    6,
-                )
+                let words = [lender, number, u64::from(to.0), new, offset, bytes];
+                encoded(PASSED_ON, words, 6)
             }
             Self::Last(loan) => {
                 let [lender, number] = id(loan);
-                (LAST, [lender, number, 0, 0, 0, 0], 2)
+                encoded(LAST, [lender, number, 0, 0, 0, 0], 2)
             }
-            Self::Closed(segment) => (CLOSED, [u64::from(segment), 0, 0, 0, 0, 0], 1),
+            Self::Closed(segment) => encoded(CLOSED, [u64::from(segment), 0, 0, 0, 0, 0], 1),
         }
     }
 
-    /// Encodes the note and passes (record kind, payload) to `push`.
+    /// Encodes the note and passes the record's kind and payload to `push`.
     pub(super) fn push<R>(&self, push: impl FnOnce(u32, &[u8]) -> R) -> R {
-        let (kind, words, used) = self.words();
+        let EncodedNote { kind, words, used } = self.encode();
         let bytes = words.map(u64::to_le_bytes);
         push(kind, bytes[..used].as_flattened())
     }
@@ -87,10 +93,12 @@ impl Note {
         if chunks.len() > MOST_WORDS {
             return None;
         }
+
         let mut words = [0; MOST_WORDS];
         for (word, chunk) in words.iter_mut().zip(chunks) {
             *word = u64::from_le_bytes(*chunk);
         }
+
         let process = |word: u64| u32::try_from(word).ok().map(ProcessId);
         let id = |lender, number| {
             Some(LoanId {
@@ -98,21 +106,19 @@ impl Note {
                 number,
             })
         };
+
         Some(match (kind, &words[..chunks.len()]) {
             (RETURNED, &[lender, number, to_owner]) => Self::Returned {
                 loan: id(lender, number)?,
                 to_owner,
             },
-            (PASSED_ON, &[lender, number, to, new, offset, bytes]) => {
-                let (loan, to) = (id(lender, number)?, process(to)?);
-                Self::PassedOn {
-                    loan,
-                    to,
-                    number: new,
-                    offset,
-                    bytes,
-                }
-            }
+            (PASSED_ON, &[lender, number, to, new, offset, bytes]) => Self::PassedOn {
+                loan: id(lender, number)?,
+                to: process(to)?,
+                number: new,
+                offset,
+                bytes,
+            },
             (LAST, &[lender, number]) => Self::Last(id(lender, number)?),
             (CLOSED, &[segment]) => Self::Closed(u32::try_from(segment).ok()?),
             _ => return None,
@@ -131,27 +137,30 @@ mod tests {
             number: u64::MAX,
         };
         let notes = [
-            Note::Returned { loan, to_owner: 9 },
-            Note::PassedOn {
+            ReturnNote::Returned { loan, to_owner: 9 },
+            ReturnNote::PassedOn {
                 loan,
                 to: ProcessId(7),
                 number: 8,
                 offset: 1 << 40,
                 bytes: 5,
             },
-            Note::Last(loan),
-            Note::Closed(u32::MAX),
+            ReturnNote::Last(loan),
+            ReturnNote::Closed(u32::MAX),
         ];
         for note in notes {
             let (kind, bytes) = note.push(|kind, bytes| (kind, bytes.to_vec()));
-            assert_eq!(Note::read(kind, &bytes), Some(note));
-            assert_eq!(Note::read(kind, &bytes[1..]), None);
-            assert_eq!(Note::read(kind, &[&bytes[..], &[0; 8]].concat()), None);
-            assert_eq!(Note::read(99, &bytes), None);
+            assert_eq!(ReturnNote::read(kind, &bytes), Some(note));
+            assert_eq!(ReturnNote::read(kind, &bytes[1..]), None);
+            assert_eq!(
+                ReturnNote::read(kind, &[&bytes[..], &[0; 8]].concat()),
+                None
+            );
+            assert_eq!(ReturnNote::read(99, &bytes), None);
         }
-        assert_eq!(Note::read(CLOSED, &u64::MAX.to_le_bytes()), None);
+        assert_eq!(ReturnNote::read(CLOSED, &u64::MAX.to_le_bytes()), None);
         assert_eq!(
-            Note::read(LAST, &[0xff; 16]),
+            ReturnNote::read(LAST, &[0xff; 16]),
             None,
             "no process has this id"
         );

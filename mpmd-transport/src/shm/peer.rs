@@ -8,13 +8,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::{Mutex, MutexGuard};
 
-use super::devices::Devices;
+use super::devices::DeviceLoans;
 use super::doorbell::Doorbell;
-use super::foreign::{DeviceGiven, Foreign};
+use super::foreign_memory::{DeviceGiven, ForeignMemory};
 use super::futex::SystemFutex;
-use super::mappings::{Given, Mappings};
+use super::mappings::{HostGiven, Mappings};
 use super::record::ANNOUNCED;
-use super::returns::Returns;
+use super::returns::ReturnPath;
 use super::ring::{Consumer, Producer};
 use super::socket::Socket;
 use crate::transport::TransportError;
@@ -37,10 +37,10 @@ const MOST_ANNOUNCED: usize = 32;
 const MOST_ANNOUNCED_BYTES: usize = 1 << 30;
 
 /// A peer, with the state that all threads use.
-pub(super) struct Peer {
+pub(super) struct ShmPeer {
     pub(super) outbound: Mutex<Outbound>,
     /// The way back for memory that the peer owns.
-    pub(super) returns: Arc<Returns>,
+    pub(super) returns: Arc<ReturnPath>,
     pub(super) door: Doorbell,
     pub(super) socket: Socket,
     /// The peer's pidfd, which shows when its process has exited.
@@ -59,7 +59,7 @@ pub(super) struct Peer {
 pub(super) struct Outbound {
     ring: Producer,
     /// Records that the ring had no room for, in order.
-    outbox: VecDeque<Late>,
+    outbox: VecDeque<LateRecord>,
     /// Numbers of segments that the peer has the descriptors of.
     given: HashSet<u32>,
     /// Segments that were announced and not lent from yet: their sizes in bytes, by number.
@@ -81,22 +81,29 @@ enum Obstacle {
     Socket,
 }
 
-struct Late {
+/// A record that waits for room.
+struct LateRecord {
     kind: u32,
     bytes: Vec<u8>,
-    segment: Option<(u32, Arc<Segment>)>,
+    segment: Option<NumberedSegment>,
+}
+
+/// A segment that a record names.
+#[derive(Clone)]
+pub(super) struct NumberedSegment {
+    /// The number under which the peer is given the segment.
+    pub(super) number: u32,
+    pub(super) segment: Arc<Segment>,
 }
 
 impl Outbound {
     /// Creates the sending half over `ring`.
     pub(super) fn new(ring: Producer) -> Self {
-        let (outbox, given) = Default::default();
-        let announced = HashMap::new();
         Self {
             ring,
-            outbox,
-            given,
-            announced,
+            outbox: VecDeque::new(),
+            given: HashSet::new(),
+            announced: HashMap::new(),
             next_loan: 1,
             obstacle: None,
             closed: None,
@@ -104,13 +111,13 @@ impl Outbound {
     }
 }
 
-impl Peer {
+impl ShmPeer {
     /// Records that both processes can lend each other device memory.
     pub(super) fn share_devices(&self) {
         self.shares_devices.store(true, Ordering::Release);
     }
 
-    /// True if both processes lend each other device memory.
+    /// Returns true if both processes lend each other device memory.
     pub(super) fn shares_devices(&self) -> bool {
         self.shares_devices.load(Ordering::Acquire)
     }
@@ -128,30 +135,30 @@ impl Peer {
         out: &mut Outbound,
         kind: u32,
         parts: &[&[u8]],
-        segment: Option<(u32, &Arc<Segment>)>,
+        segment: Option<&NumberedSegment>,
     ) {
-        if let Some((number, _)) = segment {
-            out.announced.remove(&number);
+        if let Some(segment) = segment {
+            out.announced.remove(&segment.number);
         }
+
         if out.outbox.is_empty() {
-            let named = segment.map(|(number, segment)| (number, &**segment));
-            match self.try_send(&mut out.ring, &mut out.given, kind, parts, named) {
+            match self.try_send(&mut out.ring, &mut out.given, kind, parts, segment) {
                 None => return,
                 obstacle => out.obstacle = obstacle,
             }
         }
-        let segment = segment.map(|(number, segment)| (number, segment.clone()));
-        out.outbox.push_back(Late {
+
+        out.outbox.push_back(LateRecord {
             kind,
             bytes: parts.concat(),
-            segment,
+            segment: segment.cloned(),
         });
         self.is_waiting.store(true, Ordering::Release);
     }
 
     /// Announces a new segment to the peer, which can then map it before a message lends memory in
     /// it. Does nothing if that would have to wait, or if the peer has enough of such segments.
-    pub(super) fn announce(&self, number: u32, segment: &Segment) {
+    pub(super) fn announce(&self, segment: &NumberedSegment) {
         let Some(mut out) = self.outbound.try_lock() else {
             return;
         };
@@ -163,20 +170,20 @@ impl Peer {
             closed,
             ..
         } = &mut *out;
-        let bytes = announced
-            .values()
-            .sum::<usize>()
-            .saturating_add(segment.bytes());
+
+        let size = segment.segment.bytes();
+        let bytes = announced.values().sum::<usize>().saturating_add(size);
         let has_enough = announced.len() >= MOST_ANNOUNCED || bytes > MOST_ANNOUNCED_BYTES;
         if closed.is_some() || !outbox.is_empty() || has_enough {
             return;
         }
-        let record = number.to_le_bytes();
+
+        let record = segment.number.to_le_bytes();
         if self
-            .try_send(ring, given, ANNOUNCED, &[&record], Some((number, segment)))
+            .try_send(ring, given, ANNOUNCED, &[&record], Some(segment))
             .is_none()
         {
-            announced.insert(number, segment.bytes());
+            announced.insert(segment.number, size);
             drop(out);
             self.door.ring(&SystemFutex);
         }
@@ -187,6 +194,7 @@ impl Peer {
         if !self.is_waiting.load(Ordering::Acquire) {
             return false;
         }
+
         let mut out = self.outbound.lock();
         let Outbound {
             ring,
@@ -195,23 +203,18 @@ impl Peer {
             obstacle,
             ..
         } = &mut *out;
+
         let mut any = false;
-        while let Some(Late {
-            kind,
-            bytes,
-            segment,
-        }) = outbox.front()
-        {
-            let segment = segment
-                .as_ref()
-                .map(|(number, segment)| (*number, &**segment));
-            *obstacle = self.try_send(ring, given, *kind, &[bytes], segment);
+        while let Some(late) = outbox.front() {
+            let segment = late.segment.as_ref();
+            *obstacle = self.try_send(ring, given, late.kind, &[&late.bytes], segment);
             if obstacle.is_some() {
                 break;
             }
             outbox.pop_front();
             any = true;
         }
+
         if outbox.is_empty() {
             self.is_waiting.store(false, Ordering::Release);
         }
@@ -225,11 +228,12 @@ impl Peer {
         given: &mut HashSet<u32>,
         kind: u32,
         parts: &[&[u8]],
-        segment: Option<(u32, &Segment)>,
+        segment: Option<&NumberedSegment>,
     ) -> Option<Obstacle> {
-        if !segment.is_none_or(|(number, segment)| self.give(given, number, segment)) {
+        if !segment.is_none_or(|segment| self.give(given, segment)) {
             return Some(Obstacle::Socket);
         }
+
         // The consumer must know that its room is waited for, even if this process does not look
         // again.
         while !ring.push(kind, parts) {
@@ -240,8 +244,8 @@ impl Peer {
         None
     }
 
-    /// True if kept records must go on waiting. Then the peer rings when the ring has room; the
-    /// socket is retried regularly.
+    /// Returns true if kept records must go on waiting. Then the peer rings when the ring has room;
+    /// the socket is retried regularly.
     pub(super) fn waits_for_room(&self) -> bool {
         if !self.is_waiting.load(Ordering::Acquire) {
             return false;
@@ -261,11 +265,15 @@ impl Peer {
         self.is_waiting.store(false, Ordering::Release);
     }
 
-    fn give(&self, given: &mut HashSet<u32>, number: u32, segment: &Segment) -> bool {
-        if given.contains(&number) {
+    /// Gives the peer a segment, unless it has it. Returns false if the socket has no room now.
+    fn give(&self, given: &mut HashSet<u32>, segment: &NumberedSegment) -> bool {
+        let NumberedSegment { number, segment } = segment;
+        if given.contains(number) {
             return true;
         }
-        let (number_bytes, bytes) = (number.to_le_bytes(), (segment.bytes() as u64).to_le_bytes());
+
+        let number_bytes = number.to_le_bytes();
+        let bytes = (segment.bytes() as u64).to_le_bytes();
         let sent = match (
             segment.descriptor(),
             segment.device().and_then(|memory| memory.export()),
@@ -274,7 +282,10 @@ impl Peer {
                 .socket
                 .send(&[&GIVE[..], &number_bytes, &bytes].concat(), &[descriptor]),
             (None, Some(words)) => {
-                let owner = Foreign::owner(segment).unwrap_or(self.own).0.to_le_bytes();
+                let owner = ForeignMemory::owner(segment)
+                    .unwrap_or(self.own)
+                    .0
+                    .to_le_bytes();
                 self.socket.send(
                     &[&GIVE_DEVICE[..], &number_bytes, &bytes, &owner, words].concat(),
                     &[],
@@ -282,10 +293,11 @@ impl Peer {
             }
             (None, None) => return false,
         };
+
         // The thread that watches the socket notices if it is broken.
         let sent = sent.unwrap_or(false);
         if sent {
-            given.insert(number);
+            given.insert(*number);
         }
         sent
     }
@@ -306,7 +318,7 @@ impl Outbound {
 /// The receiving half of the connection to a peer, for the thread that looks.
 pub(super) struct Inbound {
     pub(super) ring: Consumer,
-    segments: HashMap<u32, Known>,
+    segments: HashMap<u32, GivenSegment>,
     /// Loans of device memory that is not written yet, by number. The value is `None` if no buffer
     /// here waits for the loan.
     landing: HashMap<u64, Option<Arc<Landing>>>,
@@ -317,8 +329,8 @@ pub(super) struct Inbound {
 }
 
 /// A segment that the peer has given.
-enum Known {
-    Host(Given),
+enum GivenSegment {
+    Host(HostGiven),
     Device(DeviceGiven),
 }
 
@@ -332,11 +344,10 @@ pub(super) enum NoSegment {
 
 impl Inbound {
     pub(super) fn new(ring: Consumer) -> Self {
-        let (segments, landing) = Default::default();
         Self {
             ring,
-            segments,
-            landing,
+            segments: HashMap::new(),
+            landing: HashMap::new(),
             last_loan: 0,
             has_ended: false,
         }
@@ -347,17 +358,17 @@ impl Inbound {
     pub(super) fn segment(
         &mut self,
         number: u32,
-        peer: &Peer,
+        peer: &ShmPeer,
         mappings: &Mappings,
-        devices: &Devices,
+        devices: &DeviceLoans,
     ) -> Result<Arc<Segment>, NoSegment> {
         loop {
             match self.segments.get_mut(&number) {
-                Some(Known::Device(given)) => {
+                Some(GivenSegment::Device(given)) => {
                     let opened = given.segment(number, &peer.returns, mappings, devices);
                     return opened.map_err(NoSegment::Closed);
                 }
-                Some(Known::Host(given)) => {
+                Some(GivenSegment::Host(given)) => {
                     return given.segment(mappings).map_err(NoSegment::Fault);
                 }
                 None => {
@@ -373,7 +384,7 @@ impl Inbound {
     pub(super) fn hear_of(
         &mut self,
         number: u32,
-        peer: &Peer,
+        peer: &ShmPeer,
         mappings: &Mappings,
     ) -> io::Result<Option<Arc<Segment>>> {
         if self.segments.contains_key(&number) {
@@ -382,8 +393,12 @@ impl Inbound {
         loop {
             self.hear_of_one(number, peer, mappings, false)?;
             match self.segments.get(&number) {
-                Some(Known::Host(Given::First(segment))) => return Ok(Some(segment.clone())),
-                Some(Known::Host(Given::Again { .. }) | Known::Device(_)) => return Ok(None),
+                Some(GivenSegment::Host(HostGiven::First(segment))) => {
+                    return Ok(Some(segment.clone()));
+                }
+                Some(GivenSegment::Host(HostGiven::Again { .. }) | GivenSegment::Device(_)) => {
+                    return Ok(None);
+                }
                 None => {}
             }
         }
@@ -394,7 +409,7 @@ impl Inbound {
     fn hear_of_one(
         &mut self,
         wanted: u32,
-        peer: &Peer,
+        peer: &ShmPeer,
         mappings: &Mappings,
         is_needed: bool,
     ) -> io::Result<()> {
@@ -403,9 +418,11 @@ impl Inbound {
                 "segment {wanted} was never given"
             )));
         };
+
         if packet.bytes.starts_with(&GIVE_DEVICE) {
             return self.hear_of_device(&packet.bytes, peer);
         }
+
         let descriptor = packet.descriptors.into_iter().next();
         let (Some(descriptor), Some(packet)) =
             (descriptor, packet.bytes.first_chunk::<GIVE_BYTES>())
@@ -415,6 +432,7 @@ impl Inbound {
         if packet[..4] != GIVE {
             return Err(io::Error::other("a packet of another kind"));
         }
+
         let number = u32::from_le_bytes([packet[4], packet[5], packet[6], packet[7]]);
         let bytes = packet[8..]
             .iter()
@@ -425,31 +443,37 @@ impl Inbound {
                 "segment {number} was given before"
             )));
         }
+
         let given = mappings.given(descriptor, bytes)?;
-        if let Given::First(segment) = &given
+        if let HostGiven::First(segment) = &given
             && is_needed
         {
             segment.populate();
         }
-        self.segments.insert(number, Known::Host(given));
+        self.segments.insert(number, GivenSegment::Host(given));
         Ok(())
     }
 
-    fn hear_of_device(&mut self, packet: &[u8], peer: &Peer) -> io::Result<()> {
+    /// Handles a packet that gives a segment of device memory.
+    fn hear_of_device(&mut self, packet: &[u8], peer: &ShmPeer) -> io::Result<()> {
         let Some((fields, words)) = packet.split_first_chunk::<GIVE_DEVICE_BYTES>() else {
             return Err(io::Error::other(
                 "a packet that gives no memory of a device",
             ));
         };
+
         if !peer.shares_devices() {
             return Err(io::Error::other(
                 "a packet gives memory of a device, but device sharing was not agreed",
             ));
         }
+
         let word = |at: usize| {
             u32::from_le_bytes([fields[at], fields[at + 1], fields[at + 2], fields[at + 3]])
         };
-        let (number, bytes) = (word(4), u64::from(word(8)) | u64::from(word(12)) << 32);
+        let number = word(4);
+        let bytes = u64::from(word(8)) | u64::from(word(12)) << 32;
+        let owner = ProcessId(word(16));
         if words.is_empty() || words.len() > MOST_WORDS || bytes == 0 {
             return Err(io::Error::other(
                 "a packet that gives no memory of a device",
@@ -460,8 +484,9 @@ impl Inbound {
                 "segment {number} was given before"
             )));
         }
-        let given = DeviceGiven::new(words.to_vec(), bytes, ProcessId(word(16)));
-        self.segments.insert(number, Known::Device(given));
+
+        let given = DeviceGiven::new(words.to_vec(), bytes, owner);
+        self.segments.insert(number, GivenSegment::Device(given));
         Ok(())
     }
 
@@ -500,16 +525,16 @@ impl Inbound {
 
     /// Forgets the segments `numbers`, which the peer has freed. Borrowed memory stays until it is
     /// given back.
-    pub(super) fn retire(&mut self, numbers: &[u32], peer: &Peer) {
+    pub(super) fn retire(&mut self, numbers: &[u32], peer: &ShmPeer) {
         for number in numbers {
-            if let Some(Known::Device(given)) = self.segments.remove(number) {
+            if let Some(GivenSegment::Device(given)) = self.segments.remove(number) {
                 given.retire(*number, &peer.returns);
             }
         }
     }
 }
 
-impl AsFd for Peer {
+impl AsFd for ShmPeer {
     fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
         self.socket.as_fd()
     }

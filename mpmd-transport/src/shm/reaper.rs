@@ -33,11 +33,13 @@ impl Reaper {
                 .spawn(move || jobs.into_iter().for_each(|job| job()));
             *queue = started.ok().map(|_| sender);
         }
+
         let job: Job = Box::new(job);
         let left = match &*queue {
             Some(sender) => sender.send(job).err().map(|error| error.0),
             None => Some(job),
         };
+
         drop(queue);
         if let Some(job) = left {
             job();

@@ -3,12 +3,12 @@
 use zerocopy::byteorder::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use mpmd_proto::wire::{HEADER_BYTES, Header, Kind};
+use mpmd_proto::wire::{HEADER_BYTES, Header, MessageKind};
 
 /// Record kind: a message with its payload after the header.
 pub(super) const INLINE: u32 = 1;
 /// Record kind: a message with a payload on loan: the sender's memory, or a third process's that
-/// the sender has borrowed. The header, then a [`Lent`].
+/// the sender has borrowed. The header, then a [`LoanRecord`].
 pub(super) const LENT: u32 = 2;
 /// Record kind: numbers of freed segments, four bytes each.
 pub(super) const RETIRED: u32 = 3;
@@ -30,11 +30,11 @@ pub(super) const ANNOUNCED: u32 = 12;
 /// them.
 pub(super) const LARGEST_INLINE: usize = 2 << 10;
 
-/// Set in [`Lent::flags`] if the lender's memory is limited: the borrower copies the bytes and
-/// gives the loan back, and the lender waits for that.
+/// Set in [`LoanRecord::flags`] if the lender's memory is limited: the borrower copies the bytes
+/// and gives the loan back, and the lender waits for that.
 pub(super) const COPY: u32 = 1;
-/// Set in [`Lent::flags`] if device memory is lent before it is known to be valid. [`LANDED`] is
-/// sent later.
+/// Set in [`LoanRecord::flags`] if device memory is lent before it is known to be valid. [`LANDED`]
+/// is sent later.
 pub(super) const LATER: u32 = 2;
 
 /// A loan of the sender's memory, or of another owner's.
@@ -42,7 +42,7 @@ pub(super) const LATER: u32 = 2;
     Clone, Copy, Debug, Eq, FromBytes, Immutable, IntoBytes, KnownLayout, PartialEq, Unaligned,
 )]
 #[repr(C)]
-pub(super) struct Lent {
+pub(super) struct LoanRecord {
     /// The loan's number, which the sender has chosen and never reuses. The loan is given back to
     /// the owner by the sender and this number.
     pub(super) loan: U64,
@@ -72,20 +72,26 @@ pub(super) struct ToOwner {
 
 /// A decoded record.
 #[derive(Debug, Eq, PartialEq)]
-pub(super) enum Record<'a> {
+pub(super) enum MessageRecord<'a> {
+    /// A message with its payload.
     Inline(Header, &'a [u8]),
-    Lent(Header, Lent),
+    /// A message with a payload on loan.
+    Lent(Header, LoanRecord),
+    /// A message with a payload in the receiver's own memory.
     ToOwner(Header, ToOwner),
+    /// Numbers of freed segments.
     Retired(Vec<u32>),
+    /// The number of a new segment.
     Announced(u32),
-    /// (Loan number, the reason if the work failed).
+    /// The number of a loan, and the reason if the work that fills it failed.
     Landed(u64, Option<String>),
+    /// A message with an unavailable payload, and the reason.
     Broken(Header, String),
     Goodbye,
 }
 
 /// Decodes a record of the ring of messages. An error is the peer's fault.
-pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<Record<'_>, String> {
+pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<MessageRecord<'_>, String> {
     let header = || {
         let (header, rest) = bytes
             .split_first_chunk::<HEADER_BYTES>()
@@ -94,6 +100,7 @@ pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<Record<'_>, String> {
             .map(|header| (header, rest))
             .map_err(|error| error.to_string())
     };
+
     let fits = |header: &Header, bytes: u64| {
         let announced = header.payload_bytes();
         if announced == bytes {
@@ -104,69 +111,75 @@ pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<Record<'_>, String> {
             ))
         }
     };
+
     match kind {
         INLINE => {
             let (header, payload) = header()?;
             fits(&header, payload.len() as u64)?;
-            Ok(Record::Inline(header, payload))
+            Ok(MessageRecord::Inline(header, payload))
         }
         LENT => {
             let (header, rest) = header()?;
-            let lent = Lent::read_from_bytes(rest)
+            let lent = LoanRecord::read_from_bytes(rest)
                 .map_err(|_| format!("a loan in {} bytes", rest.len()))?;
-            if !header.kind.carries_payload() {
-                return Err(format!("a message of kind {:?} with a loan", header.kind));
-            }
+            check_lending_kind(&header)?;
             fits(&header, lent.bytes.get())?;
-            Ok(Record::Lent(header, lent))
+            Ok(MessageRecord::Lent(header, lent))
         }
         TO_OWNER => {
             let (header, rest) = header()?;
             let part = ToOwner::read_from_bytes(rest)
                 .map_err(|_| format!("a part of the receiver's memory in {} bytes", rest.len()))?;
-            if !header.kind.carries_payload() {
-                return Err(format!("a message of kind {:?} with a loan", header.kind));
-            }
+            check_lending_kind(&header)?;
             fits(&header, part.bytes.get())?;
-            Ok(Record::ToOwner(header, part))
+            Ok(MessageRecord::ToOwner(header, part))
         }
         LANDED => {
             let (loan, why) = bytes
                 .split_first_chunk()
                 .ok_or_else(|| format!("a loan named in {} bytes", bytes.len()))?;
             let why = String::from_utf8_lossy(why);
-            Ok(Record::Landed(
+            Ok(MessageRecord::Landed(
                 u64::from_le_bytes(*loan),
                 (!why.is_empty()).then(|| why.into_owned()),
             ))
         }
         BROKEN => {
             let (header, why) = header()?;
-            if !matches!(header.kind, Kind::Data | Kind::Eager) {
+            if !matches!(header.kind, MessageKind::Data | MessageKind::Eager) {
                 return Err(format!(
                     "a message of kind {:?} that cannot be had",
                     header.kind
                 ));
             }
-            Ok(Record::Broken(
+            Ok(MessageRecord::Broken(
                 header,
                 String::from_utf8_lossy(why).into_owned(),
             ))
         }
         RETIRED if bytes.len().is_multiple_of(4) => {
             let numbers = bytes.as_chunks::<4>().0.iter();
-            Ok(Record::Retired(
+            Ok(MessageRecord::Retired(
                 numbers.map(|number| u32::from_le_bytes(*number)).collect(),
             ))
         }
-        ANNOUNCED if bytes.len() == 4 => Ok(Record::Announced(u32::from_le_bytes(
+        ANNOUNCED if bytes.len() == 4 => Ok(MessageRecord::Announced(u32::from_le_bytes(
             bytes.as_chunks().0[0],
         ))),
-        GOODBYE => Ok(Record::Goodbye),
+        GOODBYE => Ok(MessageRecord::Goodbye),
         kind => Err(format!(
             "a record of kind {kind} with {} bytes",
             bytes.len()
         )),
+    }
+}
+
+/// Checks the kind of a message with a payload that is not in its record.
+fn check_lending_kind(header: &Header) -> Result<(), String> {
+    if header.kind.carries_payload() {
+        Ok(())
+    } else {
+        Err(format!("a message of kind {:?} with a loan", header.kind))
     }
 }
 
@@ -179,11 +192,14 @@ mod tests {
         let header = Header {
             bytes: 3,
             op: 7,
-            ..Header::new(Kind::Data)
+            ..Header::new(MessageKind::Data)
         };
         let bytes = [&header.encode()[..], &[1, 2, 3]].concat();
-        assert_eq!(read(INLINE, &bytes), Ok(Record::Inline(header, &[1, 2, 3])));
-        let lent = Lent {
+        assert_eq!(
+            read(INLINE, &bytes),
+            Ok(MessageRecord::Inline(header, &[1, 2, 3]))
+        );
+        let lent = LoanRecord {
             loan: 1.into(),
             offset: (1 << 33).into(),
             bytes: (1 << 32).into(),
@@ -196,7 +212,7 @@ mod tests {
             ..header
         };
         let bytes = [&header.encode()[..], lent.as_bytes()].concat();
-        assert_eq!(read(LENT, &bytes), Ok(Record::Lent(header, lent)));
+        assert_eq!(read(LENT, &bytes), Ok(MessageRecord::Lent(header, lent)));
         let part = ToOwner {
             loan: 1.into(),
             offset: 2.into(),
@@ -204,37 +220,40 @@ mod tests {
             lender: 4.into(),
         };
         let bytes = [&header.encode()[..], part.as_bytes()].concat();
-        assert_eq!(read(TO_OWNER, &bytes), Ok(Record::ToOwner(header, part)));
+        assert_eq!(
+            read(TO_OWNER, &bytes),
+            Ok(MessageRecord::ToOwner(header, part))
+        );
         assert_eq!(
             read(LANDED, &7u64.to_le_bytes()),
-            Ok(Record::Landed(7, None))
+            Ok(MessageRecord::Landed(7, None))
         );
         let failed = [&7u64.to_le_bytes()[..], b"it broke"].concat();
         assert_eq!(
             read(LANDED, &failed),
-            Ok(Record::Landed(7, Some("it broke".into())))
+            Ok(MessageRecord::Landed(7, Some("it broke".into())))
         );
         let bytes = [&header.encode()[..], b"no"].concat();
         assert_eq!(
             read(BROKEN, &bytes),
-            Ok(Record::Broken(header, "no".into()))
+            Ok(MessageRecord::Broken(header, "no".into()))
         );
         assert_eq!(
             read(RETIRED, &[1, 0, 0, 0, 2, 0, 0, 0]),
-            Ok(Record::Retired(vec![1, 2]))
+            Ok(MessageRecord::Retired(vec![1, 2]))
         );
         assert_eq!(
             read(ANNOUNCED, &[7, 0, 0, 1]),
-            Ok(Record::Announced((1 << 24) + 7))
+            Ok(MessageRecord::Announced((1 << 24) + 7))
         );
-        assert_eq!(read(GOODBYE, &[]), Ok(Record::Goodbye));
+        assert_eq!(read(GOODBYE, &[]), Ok(MessageRecord::Goodbye));
     }
 
     #[test]
     fn inconsistent_records_are_refused() {
         let header = Header {
             bytes: 3,
-            ..Header::new(Kind::Data)
+            ..Header::new(MessageKind::Data)
         };
         let with = |rest: &[u8]| [&header.encode()[..], rest].concat();
         assert!(
@@ -261,7 +280,7 @@ mod tests {
         assert!(read(99, &[]).is_err());
         let grant = Header {
             bytes: 4096,
-            ..Header::new(Kind::Grant)
+            ..Header::new(MessageKind::Grant)
         }
         .encode();
         for (kind, bytes) in [(LENT, 36), (TO_OWNER, 28)] {
@@ -283,9 +302,9 @@ mod tests {
         let header = Header {
             bytes: 3,
             op: 7,
-            ..Header::new(Kind::Data)
+            ..Header::new(MessageKind::Data)
         };
-        let lent = |flags: u32| Lent {
+        let lent = |flags: u32| LoanRecord {
             loan: 1.into(),
             offset: 64.into(),
             bytes: 3.into(),
@@ -316,22 +335,22 @@ mod tests {
                 return;
             };
             match read(u32::from(*kind), bytes) {
-                Ok(Record::Inline(header, payload)) => {
+                Ok(MessageRecord::Inline(header, payload)) => {
                     assert_eq!(header.payload_bytes(), payload.len() as u64);
                 }
-                Ok(Record::Lent(header, lent)) => {
+                Ok(MessageRecord::Lent(header, lent)) => {
                     assert_eq!(header.payload_bytes(), lent.bytes.get());
                     assert_eq!(lent.as_bytes(), &bytes[HEADER_BYTES..]);
                 }
-                Ok(Record::ToOwner(header, part)) => {
+                Ok(MessageRecord::ToOwner(header, part)) => {
                     assert_eq!(header.payload_bytes(), part.bytes.get());
                 }
-                Ok(Record::Retired(numbers)) => assert_eq!(4 * numbers.len(), bytes.len()),
+                Ok(MessageRecord::Retired(numbers)) => assert_eq!(4 * numbers.len(), bytes.len()),
                 Ok(
-                    Record::Announced(_)
-                    | Record::Landed(..)
-                    | Record::Broken(..)
-                    | Record::Goodbye,
+                    MessageRecord::Announced(_)
+                    | MessageRecord::Landed(..)
+                    | MessageRecord::Broken(..)
+                    | MessageRecord::Goodbye,
                 ) => {}
                 Err(why) => assert!(!why.is_empty()),
             }

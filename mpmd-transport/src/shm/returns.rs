@@ -9,28 +9,29 @@ use parking_lot::Mutex;
 
 use super::doorbell::Doorbell;
 use super::futex::SystemFutex;
-use super::note::{LoanId, Note};
+use super::note::{LoanId, ReturnNote};
 use super::ring::Producer;
 use mpmd_proto::wire::ProcessId;
 
 /// The way back for the loans of one peer's memory. Outlives the transport, as arrays do.
-pub(super) struct Returns {
-    state: Mutex<State>,
+pub(super) struct ReturnPath {
+    state: Mutex<ReturnRing>,
     /// The peer's doorbell.
     door: Doorbell,
     /// Bytes of the peer's memory that are held here.
     pub(super) borrowed: AtomicU64,
 }
 
-struct State {
+/// A ring of returns, with the notes that wait for room in it.
+struct ReturnRing {
     ring: Producer,
     /// Notes for which the ring had no room, oldest first.
-    late: VecDeque<Note>,
+    late: VecDeque<ReturnNote>,
 }
 
-impl Returns {
+impl ReturnPath {
     pub(super) fn new(ring: Producer, door: Doorbell) -> Arc<Self> {
-        let state = Mutex::new(State {
+        let state = Mutex::new(ReturnRing {
             ring,
             late: VecDeque::new(),
         });
@@ -45,17 +46,17 @@ impl Returns {
     /// owner only if it waits for this loan, or if the ring fills up; otherwise the owner looks
     /// when it needs memory.
     pub(super) fn give_back(&self, loan: LoanId, to_owner: u64, is_awaited: bool) {
-        self.say(Note::Returned { loan, to_owner }, is_awaited);
+        self.say(ReturnNote::Returned { loan, to_owner }, is_awaited);
     }
 
     /// Tells the peer that a device segment which it has freed is closed here.
     pub(super) fn say_closed(&self, segment: u32) {
-        self.say(Note::Closed(segment), false);
+        self.say(ReturnNote::Closed(segment), false);
     }
 
     /// Tells the owner the last loan that has come from a process that sends no more.
     pub(super) fn say_last(&self, loan: LoanId) {
-        self.say(Note::Last(loan), false);
+        self.say(ReturnNote::Last(loan), false);
     }
 
     /// Tells the owner that a part of a loan is re-lent to process `to`, as loan `number`. Returns
@@ -67,16 +68,16 @@ impl Returns {
         number: u64,
         range: &Range<usize>,
     ) -> bool {
-        let (offset, bytes) = (range.start as u64, range.len() as u64);
-        let mut state = self.state.lock();
-        state.flush();
-        let note = Note::PassedOn {
+        let note = ReturnNote::PassedOn {
             loan,
             to,
             number,
-            offset,
-            bytes,
+            offset: range.start as u64,
+            bytes: range.len() as u64,
         };
+
+        let mut state = self.state.lock();
+        state.flush();
         let has_room = state.late.is_empty() && state.push(&note);
         self.unlock(state, false);
         has_room
@@ -90,7 +91,7 @@ impl Returns {
         self.unlock(state, any);
     }
 
-    fn say(&self, note: Note, is_awaited: bool) {
+    fn say(&self, note: ReturnNote, is_awaited: bool) {
         let mut state = self.state.lock();
         state.late.push_back(note);
         state.flush();
@@ -98,7 +99,7 @@ impl Returns {
     }
 
     /// Releases the lock and rings the owner, if it waits or if it should make room.
-    fn unlock(&self, mut state: parking_lot::MutexGuard<'_, State>, is_awaited: bool) {
+    fn unlock(&self, mut state: parking_lot::MutexGuard<'_, ReturnRing>, is_awaited: bool) {
         let is_filling = state.ring.is_half_full();
         drop(state);
         if is_awaited || is_filling {
@@ -106,13 +107,13 @@ impl Returns {
         }
     }
 
-    /// Number of bytes of the peer's memory that are held here.
+    /// Returns the number of bytes of the peer's memory that are held here.
     pub(super) fn borrowed(&self) -> u64 {
         self.borrowed.load(Ordering::Relaxed)
     }
 }
 
-impl State {
+impl ReturnRing {
     /// Pushes the late notes into the ring while there is room. Returns true if at least one was
     /// pushed.
     fn flush(&mut self) -> bool {
@@ -126,7 +127,7 @@ impl State {
         any
     }
 
-    fn push(&mut self, note: &Note) -> bool {
+    fn push(&mut self, note: &ReturnNote) -> bool {
         note.push(|kind, bytes| self.ring.push(kind, &[bytes]))
     }
 }

@@ -20,8 +20,8 @@ use std::sync::Arc;
 
 use zerocopy::IntoBytes;
 
+use super::shared_words::SharedWords;
 use super::sync::{AtomicU64, Ordering, fence};
-use super::words::Words;
 
 /// Alignment of records in bytes: a cache line.
 const LINE_BYTES: usize = 64;
@@ -33,25 +33,26 @@ const WORD_BYTES: usize = size_of::<u64>();
 /// The kind of a record that only fills space.
 const PADDING: u32 = u32::MAX;
 
-/// Index, in words of 8 bytes, of the count of pushed bytes. `HEAD` counts popped bytes, and
-/// `WANTED` is set while the producer waits for room.
+/// Index of the word that counts pushed bytes. All indices are in words of 8 bytes.
 const TAIL: usize = 0;
+/// Index of the word that counts popped bytes.
 const HEAD: usize = LINE_BYTES / WORD_BYTES;
+/// Index of the word that is set while the producer waits for room.
 const WANTED: usize = 2 * LINE_BYTES / WORD_BYTES;
 
 /// The memory of a ring. Each of its two ends is created once, in one process or in two.
 pub(super) struct Ring {
-    words: Words<AtomicU64>,
+    words: SharedWords<AtomicU64>,
     capacity: usize,
 }
 
 impl Ring {
-    /// Bytes of memory that a ring with `capacity` bytes of records takes.
+    /// Returns the bytes of memory that a ring with `capacity` bytes of records takes.
     pub(super) const fn bytes(capacity: usize) -> usize {
         HEADER_BYTES + capacity
     }
 
-    /// The largest payload of a record, in bytes.
+    /// Returns the largest payload of a record, in bytes.
     pub(super) const fn largest(capacity: usize) -> usize {
         capacity / 4 - PREFIX_BYTES
     }
@@ -72,9 +73,9 @@ impl Ring {
         capacity: usize,
         keep: Arc<dyn Send + Sync>,
     ) -> Self {
-        // SAFETY: The caller's promise is that of `Words::at`; any bytes are valid atomics.
+        // SAFETY: The caller's promise is that of `SharedWords::at`; any bytes are valid atomics.
         Self::of(
-            unsafe { Words::at(first, Self::bytes(capacity) / WORD_BYTES, keep) },
+            unsafe { SharedWords::at(first, Self::bytes(capacity) / WORD_BYTES, keep) },
             capacity,
         )
     }
@@ -86,10 +87,13 @@ impl Ring {
     /// If `capacity` is less than 256 or not a power of two.
     #[cfg(test)]
     pub(super) fn alone(capacity: usize) -> Self {
-        Self::of(Words::alone(Self::bytes(capacity) / WORD_BYTES), capacity)
+        Self::of(
+            SharedWords::alone(Self::bytes(capacity) / WORD_BYTES),
+            capacity,
+        )
     }
 
-    fn of(words: Words<AtomicU64>, capacity: usize) -> Self {
+    fn of(words: SharedWords<AtomicU64>, capacity: usize) -> Self {
         assert!(
             capacity.is_power_of_two() && capacity >= 4 * LINE_BYTES,
             "a ring of {capacity} bytes"
@@ -97,7 +101,7 @@ impl Ring {
         Self { words, capacity }
     }
 
-    /// The end that pushes. Nothing must have been pushed before.
+    /// Returns the end that pushes. Nothing must have been pushed before.
     pub(super) fn producer(&self) -> Producer {
         Producer {
             words: self.words.clone(),
@@ -108,19 +112,18 @@ impl Ring {
         }
     }
 
-    /// The end that pops. Nothing must have been popped before.
+    /// Returns the end that pops. Nothing must have been popped before.
     pub(super) fn consumer(&self) -> Consumer {
-        let (words, copy) = (self.words.clone(), Vec::new());
         Consumer {
-            words,
+            words: self.words.clone(),
             capacity: self.capacity,
             head: 0,
             tail: 0,
-            copy,
+            copy: Vec::new(),
         }
     }
 
-    /// The memory itself, for tests that write invalid values.
+    /// Returns the memory itself, for tests that write invalid values.
     #[cfg(test)]
     pub(super) fn words(&self) -> &[AtomicU64] {
         &self.words
@@ -129,7 +132,7 @@ impl Ring {
 
 /// The end that pushes.
 pub(super) struct Producer {
-    words: Words<AtomicU64>,
+    words: SharedWords<AtomicU64>,
     capacity: usize,
     /// Bytes pushed since the start.
     tail: u64,
@@ -186,15 +189,15 @@ impl Producer {
         true
     }
 
-    /// Number of free bytes. A record takes its payload plus 8 bytes, rounded up to 64. At the end
-    /// of the memory it may take up to as much again.
+    /// Returns the number of free bytes. A record takes its payload plus 8 bytes, rounded up to 64.
+    /// At the end of the memory it may take up to as much again.
     #[cfg(test)]
     pub(super) fn free(&mut self) -> usize {
         self.look();
         self.capacity - self.used()
     }
 
-    /// True if the consumer has left half of the ring or more unread, as far as known here.
+    /// Returns true if the consumer has left half of the ring or more unread, as far as known here.
     pub(super) fn is_half_full(&mut self) -> bool {
         // The consumer's count is read again only if the known one is not enough.
         let half = self.capacity / 2;
@@ -234,6 +237,7 @@ impl Producer {
         self.tail.wrapping_sub(self.head) as usize
     }
 
+    /// Reads the consumer's count, and keeps it if it is valid.
     fn look(&mut self) {
         let head = self.words[HEAD].load(Ordering::Acquire);
         let popped = head.wrapping_sub(self.head);
@@ -245,7 +249,7 @@ impl Producer {
 
 /// The end that pops.
 pub(super) struct Consumer {
-    words: Words<AtomicU64>,
+    words: SharedWords<AtomicU64>,
     capacity: usize,
     /// Bytes popped since the start.
     head: u64,
@@ -279,9 +283,12 @@ impl Consumer {
             }
             self.tail = tail;
         }
+
         let records = &self.words[HEADER_BYTES / WORD_BYTES..];
+
         // Checked where the tail was read.
         let mut used = self.tail.wrapping_sub(self.head) as usize;
+
         let mut head = self.head;
         let mut start = place(head, self.capacity);
         let (mut len, mut kind) = split(records[start / WORD_BYTES].load(Ordering::Relaxed));
@@ -301,6 +308,7 @@ impl Consumer {
                 return Err(Corrupt("padding behind padding".into()));
             }
         }
+
         let largest = Ring::largest(self.capacity);
         if len > largest {
             return Err(Corrupt(format!(
@@ -324,18 +332,18 @@ impl Consumer {
         Ok(Some(f(kind, &self.copy.as_bytes()[..len])))
     }
 
-    /// The largest number of records that fit in the ring. A caller that takes more at once may be
-    /// kept busy for ever by a producer that never stops.
+    /// Returns the largest number of records that fit in the ring. A caller that takes more at once
+    /// may be kept busy for ever by a producer that never stops.
     pub(super) fn most(&self) -> usize {
         self.capacity / LINE_BYTES
     }
 
-    /// True if there is nothing to pop. Cheap.
+    /// Returns true if there is nothing to pop. Cheap.
     pub(super) fn is_empty(&self) -> bool {
         self.head == self.tail && self.words[TAIL].load(Ordering::Relaxed) == self.head
     }
 
-    /// True if half of the ring or more is unread. Cheap.
+    /// Returns true if half of the ring or more is unread. Cheap.
     pub(super) fn is_half_full(&self) -> bool {
         let tail = self.words[TAIL].load(Ordering::Relaxed);
         tail.wrapping_sub(self.head) >= self.capacity as u64 / 2
@@ -363,7 +371,7 @@ fn place(count: u64, capacity: usize) -> usize {
     count as usize & (capacity - 1)
 }
 
-/// Bytes that a record with a payload of `len` bytes takes.
+/// Returns the number of bytes that a record with a payload of `len` bytes takes.
 fn record_bytes(len: usize) -> usize {
     (PREFIX_BYTES + len).next_multiple_of(LINE_BYTES)
 }
@@ -380,7 +388,8 @@ fn split(prefix: u64) -> (usize, u32) {
 fn copy_in(words: &[AtomicU64], parts: &[&[u8]]) {
     let mut words = words.iter();
     // The bytes of the word in which the last part ended.
-    let (mut begun, mut filled) = ([0; WORD_BYTES], 0);
+    let mut begun = [0; WORD_BYTES];
+    let mut filled = 0;
     for mut part in parts.iter().copied() {
         if filled > 0 {
             let (now, later) = part.split_at(part.len().min(WORD_BYTES - filled));
@@ -392,6 +401,7 @@ fn copy_in(words: &[AtomicU64], parts: &[&[u8]]) {
             }
             store(&mut words, begun);
         }
+
         let (whole, rest) = part.as_chunks::<WORD_BYTES>();
         for bytes in whole {
             store(&mut words, *bytes);
@@ -399,6 +409,7 @@ fn copy_in(words: &[AtomicU64], parts: &[&[u8]]) {
         begun[..rest.len()].copy_from_slice(rest);
         filled = rest.len();
     }
+
     if filled > 0 {
         begun[filled..].fill(0);
         store(&mut words, begun);

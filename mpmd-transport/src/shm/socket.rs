@@ -30,7 +30,7 @@ pub(super) struct Socket(OwnedFd);
 
 /// A listener under an abstract name. The name ends with the listener and leaves no file behind.
 #[derive(Debug)]
-pub(super) struct Listener(OwnedFd);
+pub(super) struct LocalListener(OwnedFd);
 
 /// A received packet.
 pub(super) struct Packet {
@@ -38,7 +38,7 @@ pub(super) struct Packet {
     pub(super) descriptors: Vec<OwnedFd>,
 }
 
-impl Listener {
+impl LocalListener {
     pub(super) fn bind(name: &[u8]) -> io::Result<Self> {
         let socket = new_socket()?;
         bind(&socket, &SocketAddrUnix::new_abstract_name(name)?)?;
@@ -60,7 +60,7 @@ impl Listener {
     }
 }
 
-impl AsFd for Listener {
+impl AsFd for LocalListener {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
@@ -70,7 +70,8 @@ impl Socket {
     /// Connects to the listener with this name. While the listener's queue is full, retries until
     /// `deadline`; any other error is returned at once.
     pub(super) fn connect(name: &[u8], deadline: Instant) -> io::Result<Self> {
-        let (socket, name) = (new_socket()?, SocketAddrUnix::new_abstract_name(name)?);
+        let socket = new_socket()?;
+        let name = SocketAddrUnix::new_abstract_name(name)?;
         loop {
             match connect(&socket, &name) {
                 Ok(()) => return Ok(Self(socket)),
@@ -91,7 +92,7 @@ impl Socket {
         Ok([Self(one), Self(other)])
     }
 
-    /// The user and the process at the other end, as the kernel knows them.
+    /// Returns the user and the process at the other end, as the kernel knows them.
     pub(super) fn peer(&self) -> io::Result<UCred> {
         Ok(sockopt::socket_peercred(&self.0)?)
     }
@@ -103,6 +104,7 @@ impl Socket {
         if !descriptors.is_empty() && !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
             return Err(io::Error::other("too many descriptors for a packet"));
         }
+
         loop {
             return match sendmsg(
                 &self.0,
@@ -124,6 +126,7 @@ impl Socket {
         let mut bytes = [0; MOST_BYTES];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
+
         let mut was_reset = false;
         let received = loop {
             match recvmsg(
@@ -141,12 +144,14 @@ impl Socket {
                 Err(error) => return Err(error.into()),
             }
         };
+
         let mut descriptors = Vec::new();
         for message in control.drain() {
             if let RecvAncillaryMessage::ScmRights(given) = message {
                 descriptors.extend(given);
             }
         }
+
         if received.bytes == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
@@ -156,10 +161,10 @@ impl Socket {
         if received.flags.contains(ReturnFlags::CTRUNC) {
             return Err(io::Error::other(
                 "descriptors that came with a packet are lost: there are too many, or this \
-                 process may not have \
-                 more (RLIMIT_NOFILE)",
+                 process may not have more (RLIMIT_NOFILE)",
             ));
         }
+
         Ok(Some(Packet {
             bytes: bytes[..received.bytes].to_vec(),
             descriptors,
@@ -266,11 +271,13 @@ pub(super) fn ended(descriptors: &[BorrowedFd<'_>]) -> io::Result<Vec<bool>> {
         .iter()
         .map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN | PollFlags::RDHUP))
         .collect();
+
     match poll(&mut looks, Some(&timespec(Duration::ZERO))) {
         Ok(_) => {}
         Err(Errno::INTR) => return Ok(vec![false; descriptors.len()]),
         Err(error) => return Err(error.into()),
     }
+
     let over = PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR;
     Ok(looks
         .iter()
@@ -278,7 +285,8 @@ pub(super) fn ended(descriptors: &[BorrowedFd<'_>]) -> io::Result<Vec<bool>> {
         .collect())
 }
 
-/// True if the process of a pidfd has exited. Only this proves that it reads no memory any more.
+/// Returns true if the process of a pidfd has exited. Only this proves that it reads no memory any
+/// more.
 pub(super) fn has_exited(pidfd: BorrowedFd<'_>) -> bool {
     let mut look = [PollFd::from_borrowed_fd(pidfd, PollFlags::IN)];
     matches!(poll(&mut look, Some(&timespec(Duration::ZERO))), Ok(count) if count > 0)
@@ -306,7 +314,7 @@ mod tests {
     #[test]
     fn packets_and_descriptors_cross_and_ends_are_seen() {
         let name = format!("mpmd-test-socket-{}", std::process::id());
-        let listener = Listener::bind(name.as_bytes()).unwrap();
+        let listener = LocalListener::bind(name.as_bytes()).unwrap();
         assert!(listener.accept().unwrap().is_none());
         assert!(!something_comes(&[listener.as_fd()], Instant::now()).unwrap());
         let here = Socket::connect(name.as_bytes(), soon()).unwrap();
@@ -343,7 +351,7 @@ mod tests {
     #[test]
     fn packets_arrive_after_sender_closed_with_unread_data() {
         let name = format!("mpmd-test-reset-{}", std::process::id());
-        let listener = Listener::bind(name.as_bytes()).unwrap();
+        let listener = LocalListener::bind(name.as_bytes()).unwrap();
         let here = Socket::connect(name.as_bytes(), soon()).unwrap();
         let there = listener.accept().unwrap().unwrap();
         here.send_until(b"never read", &[], soon()).unwrap();
@@ -359,7 +367,7 @@ mod tests {
     #[test]
     fn full_socket_and_deadlines_are_reported() {
         let name = format!("mpmd-test-full-{}", std::process::id());
-        let listener = Listener::bind(name.as_bytes()).unwrap();
+        let listener = LocalListener::bind(name.as_bytes()).unwrap();
         let here = Socket::connect(name.as_bytes(), soon()).unwrap();
         let _there = listener.accept().unwrap().unwrap();
         let full = (0..1_000_000).any(|_| !here.send(&[7; MOST_BYTES], &[]).unwrap());

@@ -5,22 +5,22 @@ use std::sync::Arc;
 use rustix::io::Errno;
 
 use super::futex::SystemFutex;
-use super::loans::Borrowed;
+use super::loans::BorrowedMemory;
 use super::note::LoanId;
-use super::peer::{Inbound, NoSegment, Peer};
-use super::record::{COPY, LATER, Lent, Record, ToOwner, read};
-use super::shared::Shared;
+use super::peer::{Inbound, NoSegment, ShmPeer};
+use super::record::{COPY, LATER, LoanRecord, MessageRecord, ToOwner, read};
+use super::state::ShmState;
 use crate::transport::{CopyOut, Fetch, FetchDone, Handler, Payload, TransportError};
 use mpmd_memory::{Fence, Fences, Landing, OwnedBuffer, SharedBuffer};
-use mpmd_proto::wire::{Header, Kind, ProcessId};
+use mpmd_proto::wire::{Header, MessageKind, ProcessId};
 
-impl Shared {
+impl ShmState {
     /// Takes at most `most` records of a peer, and passes their messages to the handler.
     pub(super) fn take(
         &self,
         from: ProcessId,
         inbound: &mut Inbound,
-        peer: &Peer,
+        peer: &ShmPeer,
         handler: &Arc<dyn Handler>,
         most: usize,
     ) {
@@ -33,19 +33,24 @@ impl Shared {
             let popped = inbound
                 .ring
                 .pop(|kind, bytes| record = Some(self.understand(kind, bytes)));
+
             let result = match (popped, record) {
-                (Err(corrupt), _) => Err(Fault::Theirs(corrupt.to_string())),
+                (Err(corrupt), _) => Err(RecordFault::Theirs(corrupt.to_string())),
                 (Ok(_), None) => return,
                 (Ok(_), Some(Err(fault))) => Err(fault),
                 (Ok(_), Some(Ok(event))) => self.act(event, from, inbound, peer, handler),
             };
+
             if inbound.ring.take_wanted() {
                 peer.door.ring(&SystemFutex);
             }
+
             match result {
                 Ok(()) => {}
-                Err(Fault::Theirs(why)) => self.end_by_nonsense(why, from, inbound, peer, handler),
-                Err(Fault::Ours(why)) => {
+                Err(RecordFault::Theirs(why)) => {
+                    self.end_by_nonsense(why, from, inbound, peer, handler)
+                }
+                Err(RecordFault::Ours(why)) => {
                     let doing = format!("taking a message of process {from}");
                     self.end(
                         TransportError::Environment { doing, why },
@@ -60,63 +65,68 @@ impl Shared {
         }
     }
 
-    fn understand(&self, kind: u32, bytes: &[u8]) -> Result<Event, Fault> {
-        Ok(match read(kind, bytes).map_err(Fault::Theirs)? {
-            Record::Inline(header, []) => Event::Message(header, Payload::Empty),
-            Record::Inline(header, bytes) => {
+    /// Decodes a record, and copies an inline payload to a buffer of its own.
+    fn understand(&self, kind: u32, bytes: &[u8]) -> Result<ReceivedRecord, RecordFault> {
+        Ok(match read(kind, bytes).map_err(RecordFault::Theirs)? {
+            MessageRecord::Inline(header, []) => ReceivedRecord::Message(header, Payload::Empty),
+            MessageRecord::Inline(header, bytes) => {
                 let buffer = self.pool.allocate(bytes.len());
-                let mut buffer = buffer.map_err(|error| Fault::Ours(error.to_string()))?;
+                let mut buffer = buffer.map_err(|error| RecordFault::Ours(error.to_string()))?;
                 buffer.copy_from_slice(bytes);
-                Event::Message(header, Payload::Inline(buffer.freeze()))
+                ReceivedRecord::Message(header, Payload::Inline(buffer.freeze()))
             }
-            Record::Lent(header, lent) => Event::Lent(header, lent),
-            Record::ToOwner(header, part) => Event::ToOwner(header, part),
-            Record::Landed(loan, failure) => Event::Landed(loan, failure),
-            Record::Broken(header, why) => Event::Broken(header, why),
-            Record::Retired(numbers) => Event::Retired(numbers),
-            Record::Announced(number) => Event::Announced(number),
-            Record::Goodbye => Event::Goodbye,
+            MessageRecord::Lent(header, lent) => ReceivedRecord::Lent(header, lent),
+            MessageRecord::ToOwner(header, part) => ReceivedRecord::ToOwner(header, part),
+            MessageRecord::Landed(loan, failure) => ReceivedRecord::Landed(loan, failure),
+            MessageRecord::Broken(header, why) => ReceivedRecord::Broken(header, why),
+            MessageRecord::Retired(numbers) => ReceivedRecord::Retired(numbers),
+            MessageRecord::Announced(number) => ReceivedRecord::Announced(number),
+            MessageRecord::Goodbye => ReceivedRecord::Goodbye,
         })
     }
 
+    /// Carries out a record of a peer.
     fn act(
         &self,
-        event: Event,
+        event: ReceivedRecord,
         from: ProcessId,
         inbound: &mut Inbound,
-        peer: &Peer,
+        peer: &ShmPeer,
         handler: &Arc<dyn Handler>,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), RecordFault> {
         match event {
-            Event::Message(header, payload) => handler.arrived(from, header, payload),
-            Event::Lent(header, lent) => {
+            ReceivedRecord::Message(header, payload) => handler.arrived(from, header, payload),
+            ReceivedRecord::Lent(header, lent) => {
                 let payload = self.borrow(from, &header, lent, inbound, peer)?;
                 handler.arrived(from, header, payload);
             }
-            Event::ToOwner(header, part) => {
+            ReceivedRecord::ToOwner(header, part) => {
                 let payload = self.take_part(from, &header, part)?;
                 handler.arrived(from, header, payload);
             }
-            Event::Landed(loan, failure) => {
+
+            ReceivedRecord::Landed(loan, failure) => {
                 if !inbound.land(loan, failure) {
-                    return Err(Fault::Theirs(format!(
+                    return Err(RecordFault::Theirs(format!(
                         "loan {loan} is there, which was never on its way"
                     )));
                 }
             }
-            Event::Broken(header, why) => {
-                handler.arrived(from, header, Unreadable::payload(from, &header, why));
+            ReceivedRecord::Broken(header, why) => {
+                handler.arrived(from, header, UnreadablePayload::payload(from, &header, why));
             }
-            Event::Retired(numbers) => inbound.retire(&numbers, peer),
-            Event::Announced(number) => {
+
+            ReceivedRecord::Retired(numbers) => inbound.retire(&numbers, peer),
+            ReceivedRecord::Announced(number) => {
                 if let Some(segment) = inbound
                     .hear_of(number, peer, &self.mappings)
-                    .map_err(Fault::of)?
+                    .map_err(RecordFault::of)?
                 {
                     self.devices.reaper.later(move || segment.populate());
                 }
             }
-            Event::Goodbye => {
+
+            ReceivedRecord::Goodbye => {
                 let why = TransportError::PeerGone {
                     peer: from,
                     why: "it has left".to_owned(),
@@ -129,20 +139,28 @@ impl Shared {
 
     /// Returns the part of this process's own memory that a borrower has sent, as the payload. No
     /// loan and no mapping is involved.
-    fn take_part(&self, from: ProcessId, header: &Header, part: ToOwner) -> Result<Payload, Fault> {
+    fn take_part(
+        &self,
+        from: ProcessId,
+        header: &Header,
+        part: ToOwner,
+    ) -> Result<Payload, RecordFault> {
         let loan = LoanId {
             lender: ProcessId(part.lender.get()),
             number: part.loan.get(),
         };
-        let (offset, bytes) = (part.offset.get(), part.bytes.get());
-        let (found, ended) = self.ledger.lock().take_part(from, loan, offset, bytes);
-        self.note_ended(ended);
-        let found = found.ok_or_else(|| {
+        let offset = part.offset.get();
+        let bytes = part.bytes.get();
+
+        let taken = self.ledger.lock().take_part(from, loan, offset, bytes);
+        self.note_ended(taken.ended);
+        let found = taken.part.ok_or_else(|| {
             let LoanId { lender, number } = loan;
-            Fault::Theirs(format!(
+            RecordFault::Theirs(format!(
                 "it has no {bytes} bytes at {offset} by loan {number} of process {lender}"
             ))
         })?;
+
         if found.device().is_some() {
             check_device_kind(header)?;
         }
@@ -155,28 +173,32 @@ impl Shared {
         &self,
         from: ProcessId,
         header: &Header,
-        lent: Lent,
+        lent: LoanRecord,
         inbound: &mut Inbound,
-        peer: &Peer,
-    ) -> Result<Payload, Fault> {
-        let (number, owner) = (lent.segment.get(), ProcessId(lent.owner.get()));
-        let (loan, flags) = (lent.loan.get(), lent.flags.get());
-        let (is_copied, is_later) = (flags & COPY != 0, flags & LATER != 0);
+        peer: &ShmPeer,
+    ) -> Result<Payload, RecordFault> {
+        let number = lent.segment.get();
+        let owner = ProcessId(lent.owner.get());
+        let loan = lent.loan.get();
+        let is_copied = lent.flags.get() & COPY != 0;
+        let is_later = lent.flags.get() & LATER != 0;
         if is_later && inbound.is_landing(loan) {
             return Err(twice(loan));
         }
+
         let returns = match self.peers.get(owner.index()) {
             _ if owner == from => &peer.returns,
             Some(Some(owner)) => &owner.returns,
             _ => {
-                return Err(Fault::Theirs(format!(
+                return Err(RecordFault::Theirs(format!(
                     "it lends memory of process {owner}, which shares no memory with this process"
                 )));
             }
         };
+
         let segment = match inbound.segment(number, peer, &self.mappings, &self.devices) {
             Ok(segment) => segment,
-            Err(NoSegment::Fault(error)) => return Err(Fault::of(error)),
+            Err(NoSegment::Fault(error)) => return Err(RecordFault::of(error)),
             Err(NoSegment::Closed(why)) => {
                 if is_later {
                     inbound.note_landing(loan, None);
@@ -186,25 +208,29 @@ impl Shared {
                     number: loan,
                 };
                 returns.give_back(loan, 0, is_copied);
-                return Ok(Unreadable::payload(from, header, why));
+                return Ok(UnreadablePayload::payload(from, header, why));
             }
         };
+
         let is_device = segment.device().is_some();
         if is_later && !is_device {
-            return Err(Fault::Theirs(
+            return Err(RecordFault::Theirs(
                 "a loan of the host's memory that is not there yet".to_owned(),
             ));
         }
         if is_device {
             check_device_kind(header)?;
         }
-        let borrowed = Borrowed::new(segment, from, &lent, returns).ok_or_else(|| {
-            let (offset, bytes) = (lent.offset.get(), lent.bytes.get());
-            Fault::Theirs(format!(
+
+        let borrowed = BorrowedMemory::new(segment, from, &lent, returns).ok_or_else(|| {
+            let offset = lent.offset.get();
+            let bytes = lent.bytes.get();
+            RecordFault::Theirs(format!(
                 "{bytes} bytes at {offset} of segment {number} are not there"
             ))
         })?;
         inbound.last_loan = inbound.last_loan.max(loan);
+
         if !is_device {
             let bytes = SharedBuffer::lent(Box::new(borrowed));
             return Ok(match is_copied {
@@ -213,6 +239,8 @@ impl Shared {
                 false => Payload::Lent(bytes),
             });
         }
+
+        // Device memory is lost with its process, and may not be valid yet.
         let life = borrowed.life();
         let landing = is_later.then(Arc::<Landing>::default);
         if let Some(landing) = &landing {
@@ -227,12 +255,12 @@ impl Shared {
 }
 
 /// The reason why a record could not be taken, by the process at fault: the peer or this process.
-enum Fault {
+enum RecordFault {
     Theirs(String),
     Ours(String),
 }
 
-impl Fault {
+impl RecordFault {
     /// Converts an error: lacking resources are this process's fault, every other error is the
     /// peer's.
     fn of(error: std::io::Error) -> Self {
@@ -248,24 +276,24 @@ impl Fault {
     }
 }
 
-fn twice(loan: u64) -> Fault {
-    Fault::Theirs(format!("loan {loan} is on its way already"))
+fn twice(loan: u64) -> RecordFault {
+    RecordFault::Theirs(format!("loan {loan} is on its way already"))
 }
 
 /// Checks the kind of a message with a payload in device memory.
-fn check_device_kind(header: &Header) -> Result<(), Fault> {
+fn check_device_kind(header: &Header) -> Result<(), RecordFault> {
     match header.kind {
-        Kind::Data | Kind::Eager => Ok(()),
-        kind => Err(Fault::Theirs(format!(
+        MessageKind::Data | MessageKind::Eager => Ok(()),
+        kind => Err(RecordFault::Theirs(format!(
             "a message of kind {kind:?} in a device's memory"
         ))),
     }
 }
 
 /// A decoded record, with its payload copied.
-enum Event {
+enum ReceivedRecord {
     Message(Header, Payload),
-    Lent(Header, Lent),
+    Lent(Header, LoanRecord),
     ToOwner(Header, ToOwner),
     Landed(u64, Option<String>),
     Broken(Header, String),
@@ -275,12 +303,12 @@ enum Event {
 }
 
 /// A payload that cannot be read.
-struct Unreadable {
+struct UnreadablePayload {
     bytes: u64,
     why: TransportError,
 }
 
-impl Unreadable {
+impl UnreadablePayload {
     /// Returns the unreadable payload of a message from `from`, with the reason `why`.
     fn payload(from: ProcessId, header: &Header, why: String) -> Payload {
         let doing = format!("taking memory of a device of process {from}");
@@ -292,7 +320,7 @@ impl Unreadable {
     }
 }
 
-impl Fetch for Unreadable {
+impl Fetch for UnreadablePayload {
     fn bytes(&self) -> u64 {
         self.bytes
     }

@@ -41,17 +41,18 @@ const MOST_STRANGERS: usize = 256;
 /// Limit on the connections that wait to be accepted, if the system allows as many. The system
 /// drops more; their senders try again only after a second or more.
 const BACKLOG: i32 = 4096;
+/// Pauses between attempts to connect to a peer: the first, and the longest.
 const FIRST_RETRY: Duration = Duration::from_millis(10);
 const LAST_RETRY: Duration = Duration::from_millis(500);
 
 /// A listening socket for the peers of a transport that is not connected yet.
 #[derive(Debug)]
-pub struct Listener {
+pub struct PeerListener {
     socket: std::net::TcpListener,
     address: SocketAddr,
 }
 
-impl Listener {
+impl PeerListener {
     /// Listens on a free port of the IP address of `at`, on its interface if the address says one
     /// (link-local IPv6). The port of `at` does not count.
     ///
@@ -66,6 +67,7 @@ impl Listener {
         socket
             .set_nonblocking(true)
             .map_err(|e| environment(doing(), &e))?;
+
         let address = socket.local_addr().map_err(|e| environment(doing(), &e))?;
         Ok(Self { socket, address })
     }
@@ -98,6 +100,7 @@ impl Listener {
             config.process,
             config.peers.len()
         );
+
         let (connected, wait) = std::sync::mpsc::channel();
         std::thread::Builder::new()
             .name(format!("mpmd-tcp-{}", config.process))
@@ -109,7 +112,7 @@ impl Listener {
 
 /// The body of the transport's thread: connects, then moves messages until the end.
 fn drive(
-    listener: Listener,
+    listener: PeerListener,
     config: TcpConfig,
     connected: &std::sync::mpsc::Sender<Result<Arc<Tcp>, TransportError>>,
 ) {
@@ -127,8 +130,10 @@ fn drive(
             return;
         }
     };
+
     runtime.block_on(async {
-        let (process, pool) = (config.process, config.pool.clone());
+        let process = config.process;
+        let pool = config.pool.clone();
         let pairs = match connect_all(listener, config).await {
             Ok(pairs) => pairs,
             Err(error) => {
@@ -136,6 +141,7 @@ fn drive(
                 return;
             }
         };
+
         let drive = Drive::new(process, pool, pairs);
         let (start, started) = oneshot::channel();
         let (close, closed) = oneshot::channel();
@@ -144,6 +150,7 @@ fn drive(
             start: Mutex::new(Some(start)),
             close: Mutex::new(Some(close)),
         };
+
         // If the caller no longer waits, the transport is dropped, which ends the loop below at
         // once.
         let _ = connected.send(Ok(Arc::new(tcp)));
@@ -152,8 +159,12 @@ fn drive(
 }
 
 /// The result of one attempt at one connection.
-enum Met {
-    Peer(ProcessId, u32, TcpStream),
+enum ConnectOutcome {
+    Peer {
+        peer: ProcessId,
+        channel: u32,
+        stream: TcpStream,
+    },
     /// The reason why the other end does not belong to the job, or has gone.
     Stranger(String),
     /// The other end belongs to the job, but cannot work with this process.
@@ -171,8 +182,9 @@ fn in_zone_of(own: SocketAddr, mut peer: SocketAddr) -> SocketAddr {
     peer
 }
 
+/// Connects to all peers and returns their connections, by process.
 async fn connect_all(
-    listener: Listener,
+    listener: PeerListener,
     config: TcpConfig,
 ) -> Result<Vec<Option<Pair>>, TransportError> {
     let deadline: Instant = after(std::time::Instant::now(), config.peer_timeout).into();
@@ -184,6 +196,7 @@ async fn connect_all(
         peer_timeout,
         ..
     } = config;
+
     let party = Party::new((MAGIC, VERSION), process, peers.len(), epoch, token);
     let own = listener.address;
     let listener = tokio::net::TcpListener::from_std(listener.socket)
@@ -192,6 +205,7 @@ async fn connect_all(
     let mut meetings = JoinSet::new();
     let strangers = Arc::new(Strangers::new(MOST_STRANGERS + 2 * peers.len()));
     let mut next_link: Link = 0;
+
     // The last error with each lower process that has not answered yet.
     let words = Arc::new(Mutex::new(vec![String::new(); peers.len()]));
     for (&address, lower) in peers.iter().zip((0..process.0).map(ProcessId)) {
@@ -200,6 +214,7 @@ async fn connect_all(
             meetings.spawn(call(party.clone(), lower, address, channel, words.clone()));
         }
     }
+
     // The last reason why a connection was refused here.
     let mut refused = String::new();
     let mut found: Vec<[Option<TcpStream>; 2]> = peers.iter().map(|_| [None, None]).collect();
@@ -212,6 +227,7 @@ async fn connect_all(
                 break;
             }
         }
+
         let expects = missing.iter().any(|peer| *peer > process);
         tokio::select! {
             () = sleep_until(deadline) => return Err(TransportError::TimedOut {
@@ -235,20 +251,7 @@ async fn connect_all(
                 }
             },
             Some(met) = meetings.join_next() => match met {
-                Ok(Met::Peer(peer, channel, stream)) => {
-                    let place = &mut found[peer.index()][channel as usize];
-                    // A peer that lost the answer connects again, and has closed its first
-                    // connection.
-                    if place.replace(stream).is_some_and(|before| is_open(&before)) {
-                        let why = "two processes claim this number".to_owned();
-                        return Err(TransportError::Protocol { peer, why });
-                    }
-                }
-                Ok(Met::Stranger(why)) => {
-                    tracing::warn!("a connection was refused at {own}: {why}");
-                    refused = why;
-                }
-                Ok(Met::Misfit(error)) => return Err(error),
+                Ok(outcome) => take_outcome(outcome, own, &mut found, &mut refused)?,
                 Err(error) if error.is_cancelled() => {
                     tracing::warn!("a silent connection was closed at {own}");
                 }
@@ -256,10 +259,41 @@ async fn connect_all(
             },
         }
     }
+
     let pairs = found
         .into_iter()
         .map(|[control, bulk]| Some([control?, bulk?]));
     Ok(pairs.collect())
+}
+
+/// Stores the connection of an attempt in `found`, or the reason for its refusal in `refused`.
+/// `own` is the address at which this process listens. Fails if the peers cannot all be met.
+fn take_outcome(
+    outcome: ConnectOutcome,
+    own: SocketAddr,
+    found: &mut [[Option<TcpStream>; 2]],
+    refused: &mut String,
+) -> Result<(), TransportError> {
+    match outcome {
+        ConnectOutcome::Peer {
+            peer,
+            channel,
+            stream,
+        } => {
+            let place = &mut found[peer.index()][channel as usize];
+            // A peer that lost the answer connects again, and has closed its first connection.
+            if place.replace(stream).is_some_and(|before| is_open(&before)) {
+                let why = "two processes claim this number".to_owned();
+                return Err(TransportError::Protocol { peer, why });
+            }
+        }
+        ConnectOutcome::Stranger(why) => {
+            tracing::warn!("a connection was refused at {own}: {why}");
+            *refused = why;
+        }
+        ConnectOutcome::Misfit(error) => return Err(error),
+    }
+    Ok(())
 }
 
 /// Connects to a process with a lower id. Tries again until it answers or does not fit; the caller
@@ -270,43 +304,61 @@ async fn call(
     address: SocketAddr,
     channel: u32,
     words: Arc<Mutex<Vec<String>>>,
-) -> Met {
+) -> ConnectOutcome {
     let mut pause = FIRST_RETRY;
     loop {
         match call_once(&party, peer, address, channel).await {
-            Met::Stranger(why) => words.lock()[peer.index()] = format!("{address}: {why}"),
+            ConnectOutcome::Stranger(why) => {
+                words.lock()[peer.index()] = format!("{address}: {why}")
+            }
             met => return met,
         }
+
         sleep(pause).await;
         pause = (pause * 2).min(LAST_RETRY);
     }
 }
 
-async fn call_once(party: &Party, peer: ProcessId, address: SocketAddr, channel: u32) -> Met {
+/// Makes one attempt to connect to a process with a lower id.
+async fn call_once(
+    party: &Party,
+    peer: ProcessId,
+    address: SocketAddr,
+    channel: u32,
+) -> ConnectOutcome {
     let meet = async {
         let mut stream = TcpStream::connect(address).await?;
         stream.set_nodelay(true)?;
         let mut handshake = party.call(peer, channel, random_bytes()?);
+
         let shaken = shake_hands(&mut stream, &mut handshake).await;
+
         // A process that finds a misfit may close without a welcome.
         if let Some(Err(misfit)) = handshake
             .proved_facts()
             .map(|facts| party.check_answerer(facts, peer))
         {
-            return Ok::<_, io::Error>(Met::Misfit(misfit));
+            return Ok::<_, io::Error>(ConnectOutcome::Misfit(misfit));
         }
+
         Ok(match shaken? {
-            Ok(()) => Met::Peer(peer, channel, stream),
-            // It listens where the job says that the peer does.
-            Err(refusal @ Refusal::OtherVersion { .. }) => Met::Misfit(TransportError::Protocol {
+            Ok(()) => ConnectOutcome::Peer {
                 peer,
-                why: party.why(refusal),
-            }),
-            Err(refusal) => Met::Stranger(party.why(refusal)),
+                channel,
+                stream,
+            },
+            // It listens where the job says that the peer does.
+            Err(refusal @ Refusal::OtherVersion { .. }) => {
+                ConnectOutcome::Misfit(TransportError::Protocol {
+                    peer,
+                    why: party.why(refusal),
+                })
+            }
+            Err(refusal) => ConnectOutcome::Stranger(party.why(refusal)),
         })
     };
     meet.await
-        .unwrap_or_else(|error| Met::Stranger(word(&error)))
+        .unwrap_or_else(|error| ConnectOutcome::Stranger(word(&error)))
 }
 
 /// Returns the reason for the end of a handshake in words.
@@ -321,15 +373,22 @@ fn word(error: &io::Error) -> String {
 }
 
 /// Runs the handshake of an accepted connection.
-async fn greet(party: Party, mut stream: TcpStream, link: Link, strangers: Arc<Strangers>) -> Met {
+async fn greet(
+    party: Party,
+    mut stream: TcpStream,
+    link: Link,
+    strangers: Arc<Strangers>,
+) -> ConnectOutcome {
     let meet = async {
         stream.set_nodelay(true)?;
         let mut handshake = party.answer(random_bytes()?);
         let shaken = shake_hands(&mut stream, &mut handshake).await?;
         Ok::<_, io::Error>(shaken.map(|()| handshake))
     };
+
     let met = timeout(HANDSHAKE_TIMEOUT, meet).await;
     let stays = strangers.remove(link);
+
     let why = match met {
         Ok(Ok(Ok(handshake))) if stays => {
             // The other process learns from the facts of this one why it does not fit.
@@ -337,8 +396,14 @@ async fn greet(party: Party, mut stream: TcpStream, link: Link, strangers: Arc<S
                 .proved_facts()
                 .map(|facts| party.check_caller(facts, CHANNELS));
             match caller {
-                Some(Ok((from, channel))) => return Met::Peer(from, channel, stream),
-                Some(Err(misfit)) => return Met::Misfit(misfit),
+                Some(Ok((peer, channel))) => {
+                    return ConnectOutcome::Peer {
+                        peer,
+                        channel,
+                        stream,
+                    };
+                }
+                Some(Err(misfit)) => return ConnectOutcome::Misfit(misfit),
                 None => String::new(),
             }
         }
@@ -346,7 +411,7 @@ async fn greet(party: Party, mut stream: TcpStream, link: Link, strangers: Arc<S
         Ok(Err(error)) => word(&error),
         Ok(Ok(Ok(_))) | Err(_) => "it was silent for too long".to_owned(),
     };
-    Met::Stranger(why)
+    ConnectOutcome::Stranger(why)
 }
 
 /// Returns true if the other end has not closed the connection. Consumes nothing.
@@ -371,6 +436,7 @@ fn halves(found: &[[Option<TcpStream>; 2]], process: ProcessId) -> Vec<ProcessId
         .collect()
 }
 
+/// Returns the peers to which a connection is missing.
 fn missing(found: &[[Option<TcpStream>; 2]], own: ProcessId) -> Vec<ProcessId> {
     let ids = (0..).map(ProcessId);
     let pairs = ids
@@ -394,10 +460,12 @@ fn name_missing(
             word => format!("process {peer} ({word})"),
         })
         .collect();
+
     let names = match names.as_slice() {
         [rest @ .., last] if !rest.is_empty() => format!("{} and {last}", rest.join(", ")),
         names => names.concat(),
     };
+
     let refused = match refused {
         "" => String::new(),
         why => format!(" (a connection was refused: {why})"),
@@ -450,9 +518,9 @@ mod tests {
     /// Connects process 0 and process 1, while `strangers` silent connections to process 0 are
     /// open. Returns both transports.
     fn pair(peer_timeout: Duration, strangers: usize) -> (Arc<Tcp>, Arc<Tcp>) {
-        let bind = || Listener::bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+        let bind = || PeerListener::bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
         let listeners = [bind(), bind()];
-        let peers: Vec<_> = listeners.iter().map(Listener::address).collect();
+        let peers: Vec<_> = listeners.iter().map(PeerListener::address).collect();
         let config = |process| TcpConfig {
             process: ProcessId(process),
             peers: peers.clone(),

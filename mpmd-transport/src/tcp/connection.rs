@@ -2,7 +2,7 @@
 //! time.
 //!
 //! The socket's write half lies in the connection's state. The connection's writer task, or a
-//! thread that posts a small message, takes it and so has the [`Turn`]. With it, it takes the
+//! thread that posts a small message, takes it and so has the [`WriteTurn`]. With it, it takes the
 //! queue, and it puts back the messages that it did not write. So bytes never mix, and no thread
 //! waits for the lock during a write.
 
@@ -29,25 +29,28 @@ const WRITE_BYTES: usize = 512 << 10;
 const WRITE_PIECES: usize = 64;
 
 /// The sending half of one connection.
-pub(super) struct Connection {
-    state: Mutex<State>,
+pub(super) struct ConnectionSender {
+    state: Mutex<SendState>,
     /// Notified about changes that the writer task must handle.
     wake: Notify,
     /// Number of completed writes.
     progress: AtomicU64,
 }
 
-struct State {
-    /// The socket's write half. `None` while a [`Turn`] has it, and after the end.
+/// The queue of a connection, and the right to write.
+struct SendState {
+    /// The socket's write half. `None` while a [`WriteTurn`] has it, and after the end.
     half: Option<OwnedWriteHalf>,
-    /// True while a thread or task has the right to write to the socket (a [`Turn`]). After a
+    /// True while a thread or task has the right to write to the socket (a [`WriteTurn`]). After a
     /// failure, true until the tickets of that turn have ended.
     turn: bool,
-    queue: VecDeque<Message>,
-    end: End,
+    queue: VecDeque<QueuedMessage>,
+    end: SendingEnd,
 }
 
-enum End {
+/// How far the end of a connection's sending half has come.
+enum SendingEnd {
+    /// Takes messages.
     Open,
     /// Takes no more messages; those queued are sent, then the socket's write side is closed.
     Last(TransportError),
@@ -56,20 +59,20 @@ enum End {
 }
 
 /// A message, and the number of its bytes that are written.
-struct Message {
+struct QueuedMessage {
     header: [u8; HEADER_BYTES],
     payload: Option<SharedBuffer>,
     ticket: Ticket,
     written: usize,
 }
 
-impl Connection {
+impl ConnectionSender {
     pub(super) fn new(half: OwnedWriteHalf) -> Self {
-        let state = State {
+        let state = SendState {
             half: Some(half),
             turn: false,
             queue: VecDeque::new(),
-            end: End::Open,
+            end: SendingEnd::Open,
         };
         Self {
             state: Mutex::new(state),
@@ -88,20 +91,22 @@ impl Connection {
         direct: bool,
         endings: &Endings,
     ) {
-        let message = Message {
+        let message = QueuedMessage {
             header: header.encode(),
             payload,
             ticket,
             written: 0,
         };
         let direct = direct && message.len() <= DIRECT_BYTES;
+
         let mut state = self.state.lock();
-        if let End::Last(error) | End::Now(error) = &state.end {
+        if let SendingEnd::Last(error) | SendingEnd::Now(error) = &state.end {
             let error = error.clone();
             drop(state);
             endings.ticket(ticket, Err(error));
             return;
         }
+
         let first = state.queue.is_empty();
         state.queue.push_back(message);
         match state.half.take() {
@@ -110,7 +115,7 @@ impl Connection {
                 state.turn = true;
                 drop(state);
                 // Anything left over is for the writer task, which the end of the turn wakes.
-                let _ = Turn {
+                let _ = WriteTurn {
                     line: self,
                     half: Some(half),
                     queue,
@@ -133,8 +138,8 @@ impl Connection {
     /// Refuses later messages with `error`. Sends those queued, then closes the write side.
     pub(super) fn finish(&self, error: TransportError) {
         let mut state = self.state.lock();
-        if matches!(state.end, End::Open) {
-            state.end = End::Last(error);
+        if matches!(state.end, SendingEnd::Open) {
+            state.end = SendingEnd::Last(error);
         }
         drop(state);
         self.wake.notify_one();
@@ -145,9 +150,10 @@ impl Connection {
         let mut state = self.state.lock();
         let queue = std::mem::take(&mut state.queue);
         let half = state.half.take();
-        if !matches!(state.end, End::Now(_)) {
-            state.end = End::Now(error.clone());
+        if !matches!(state.end, SendingEnd::Now(_)) {
+            state.end = SendingEnd::Now(error.clone());
         }
+
         drop(state);
         drop(half);
         for message in queue {
@@ -156,15 +162,15 @@ impl Connection {
         self.wake.notify_one();
     }
 
-    /// Returns true if a thread or task has the right to write (a [`Turn`]), so that tickets may
-    /// still end.
+    /// Returns true if a thread or task has the right to write (a [`WriteTurn`]), so that tickets
+    /// may still end.
     pub(super) fn is_in_use(&self) -> bool {
         self.state.lock().turn
     }
 
     /// Returns true if nothing more will be sent.
     fn is_ended(&self) -> bool {
-        matches!(self.state.lock().end, End::Now(_))
+        matches!(self.state.lock().end, SendingEnd::Now(_))
     }
 
     /// Waits until the connection has sent its last message, or has completed no write for
@@ -173,6 +179,7 @@ impl Connection {
         let mut seen = self.progress.load(Ordering::Relaxed);
         let mut still = Duration::ZERO;
         let step = peer_timeout / 20;
+
         while !self.is_ended() && still < peer_timeout {
             tokio::time::sleep(step).await;
             let now = self.progress.load(Ordering::Relaxed);
@@ -194,62 +201,66 @@ impl Connection {
     ) {
         loop {
             match self.turn(endings) {
-                Next::Write(turn) => {
+                WriterStep::Write(turn) => {
                     if let Err(error) = turn.write_all().await {
                         self.fail(gone(error), endings);
                         return;
                     }
                 }
-                Next::Wait => self.wake.notified().await,
-                Next::End => return,
+                WriterStep::Wait => self.wake.notified().await,
+                WriterStep::End => return,
             }
         }
     }
 
-    fn turn<'a>(&'a self, endings: &'a Endings) -> Next<'a> {
+    /// Takes the right to write, if there is something to write.
+    fn turn<'a>(&'a self, endings: &'a Endings) -> WriterStep<'a> {
         let mut state = self.state.lock();
-        if matches!(state.end, End::Now(_)) {
-            return Next::End;
+        if matches!(state.end, SendingEnd::Now(_)) {
+            return WriterStep::End;
         }
         let Some(half) = state.half.take() else {
-            return Next::Wait;
+            return WriterStep::Wait;
         };
+
         if !state.queue.is_empty() {
             let queue = std::mem::take(&mut state.queue);
             state.turn = true;
-            return Next::Write(Turn {
+            return WriterStep::Write(WriteTurn {
                 line: self,
                 half: Some(half),
                 queue,
                 endings,
             });
         }
-        if let End::Last(error) = &state.end {
-            state.end = End::Now(error.clone());
+
+        if let SendingEnd::Last(error) = &state.end {
+            state.end = SendingEnd::Now(error.clone());
             // Dropping the half closes the write side.
-            return Next::End;
+            return WriterStep::End;
         }
         state.half = Some(half);
-        Next::Wait
+        WriterStep::Wait
     }
 }
 
-enum Next<'a> {
-    Write(Turn<'a>),
+/// The next step of the writer task.
+enum WriterStep<'a> {
+    Write(WriteTurn<'a>),
     Wait,
     End,
 }
 
 /// The right to write to the socket, with the messages to write first.
-struct Turn<'a> {
-    line: &'a Connection,
+struct WriteTurn<'a> {
+    line: &'a ConnectionSender,
     /// The socket's write half; `None` only at the end of the turn.
     half: Option<OwnedWriteHalf>,
-    queue: VecDeque<Message>,
+    queue: VecDeque<QueuedMessage>,
     endings: &'a Endings,
 }
 
-impl Turn<'_> {
+impl WriteTurn<'_> {
     /// Writes all messages of this turn. Stops early if the connection is failed meanwhile.
     async fn write_all(mut self) -> io::Result<()> {
         while !self.queue.is_empty() {
@@ -267,7 +278,8 @@ impl Turn<'_> {
                 }
                 Err(error) => return Err(error),
             }
-            if matches!(self.line.state.lock().end, End::Now(_)) {
+
+            if matches!(self.line.state.lock().end, SendingEnd::Now(_)) {
                 return Ok(());
             }
         }
@@ -279,7 +291,8 @@ impl Turn<'_> {
     fn write(&mut self) -> io::Result<usize> {
         let Some(half) = &self.half else { return Ok(0) };
         let mut pieces = [IoSlice::new(&[]); WRITE_PIECES];
-        let (mut count, mut room) = (0, WRITE_BYTES);
+        let mut count = 0;
+        let mut room = WRITE_BYTES;
         for message in &self.queue {
             for piece in message.left() {
                 if !piece.is_empty() && count < WRITE_PIECES && room > 0 {
@@ -293,12 +306,14 @@ impl Turn<'_> {
                 break;
             }
         }
+
         let written = half.try_write_vectored(&pieces[..count])?;
         self.line.progress.fetch_add(1, Ordering::Relaxed);
         self.advance(written);
         Ok(written)
     }
 
+    /// Ends the messages that are complete after `written` more bytes.
     fn advance(&mut self, mut written: usize) {
         while let Some(message) = self.queue.front_mut() {
             let taken = written.min(message.len() - message.written);
@@ -314,10 +329,10 @@ impl Turn<'_> {
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for WriteTurn<'_> {
     fn drop(&mut self) {
         let mut state = self.line.state.lock();
-        if let End::Now(error) = &state.end {
+        if let SendingEnd::Now(error) = &state.end {
             let error = error.clone();
             drop(state);
             for message in self.queue.drain(..) {
@@ -328,11 +343,13 @@ impl Drop for Turn<'_> {
             self.line.state.lock().turn = false;
             return;
         }
+
+        // The messages that are left go ahead of those queued meanwhile.
         self.queue.append(&mut state.queue);
         std::mem::swap(&mut self.queue, &mut state.queue);
         state.half = self.half.take();
         state.turn = false;
-        let work = !state.queue.is_empty() || !matches!(state.end, End::Open);
+        let work = !state.queue.is_empty() || !matches!(state.end, SendingEnd::Open);
         drop(state);
         if work {
             self.line.wake.notify_one();
@@ -340,7 +357,7 @@ impl Drop for Turn<'_> {
     }
 }
 
-impl Message {
+impl QueuedMessage {
     fn len(&self) -> usize {
         HEADER_BYTES + self.payload.as_ref().map_or(0, |payload| payload.len())
     }
@@ -365,11 +382,12 @@ impl Message {
 /// them.
 pub(super) struct Endings {
     /// Ends that are not reported yet; `None` once nothing is reported any more.
-    waiting: Mutex<Option<Vec<Ending>>>,
+    waiting: Mutex<Option<Vec<TransferEnd>>>,
     wake: Notify,
 }
 
-pub(super) enum Ending {
+/// The end of a message that was posted, or of a payload's fetch that has failed.
+pub(super) enum TransferEnd {
     Ticket(Ticket, Result<(), TransportError>),
     Fetch(FetchDone, TransportError),
 }
@@ -385,24 +403,26 @@ impl Endings {
     pub(super) fn ticket(&self, ticket: Ticket, result: Result<(), TransportError>) {
         if ticket != Ticket::NONE {
             // After the end no ticket is waited for.
-            let _ = self.push(Ending::Ticket(ticket, result));
+            let _ = self.push(TransferEnd::Ticket(ticket, result));
         }
     }
 
     /// Reports a failed fetch to the transport's thread, which calls `then`. After the end of that
     /// thread, calls `then` on this thread.
     pub(super) fn fetch(&self, then: FetchDone, error: TransportError) {
-        if let Err(Ending::Fetch(then, error)) = self.push(Ending::Fetch(then, error)) {
+        if let Err(TransferEnd::Fetch(then, error)) = self.push(TransferEnd::Fetch(then, error)) {
             then(Err(error));
         }
     }
 
-    fn push(&self, ending: Ending) -> Result<(), Ending> {
+    /// Adds an end. Returns it as the error if nothing is reported any more.
+    fn push(&self, ending: TransferEnd) -> Result<(), TransferEnd> {
         let mut waiting = self.waiting.lock();
         let Some(list) = waiting.as_mut() else {
             return Err(ending);
         };
         list.push(ending);
+
         let first = list.len() == 1;
         drop(waiting);
         if first {
@@ -418,7 +438,7 @@ impl Endings {
     }
 
     /// Returns all ends so far, in order. With `last`, refuses later ones if there were none.
-    pub(super) fn take(&self, last: bool) -> Vec<Ending> {
+    pub(super) fn take(&self, last: bool) -> Vec<TransferEnd> {
         let mut waiting = self.waiting.lock();
         let list = waiting.as_mut().map(std::mem::take).unwrap_or_default();
         if last && list.is_empty() {
@@ -431,18 +451,18 @@ impl Endings {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mpmd_proto::wire::Kind;
+    use mpmd_proto::wire::MessageKind;
 
     #[test]
     fn unwritten_parts_are_right_at_every_offset() {
         let payload = SharedBuffer::from(vec![5; 10]);
         let header = Header {
             bytes: 10,
-            ..Header::new(Kind::Eager)
+            ..Header::new(MessageKind::Eager)
         }
         .encode();
         let whole: Vec<u8> = header.iter().chain(payload.iter()).copied().collect();
-        let mut message = Message {
+        let mut message = QueuedMessage {
             header,
             payload: Some(payload),
             ticket: Ticket::NONE,

@@ -14,9 +14,9 @@ use mpmd_base::deadline::after;
 use mpmd_memory::Pool;
 use mpmd_proto::wire::{Header, ProcessId};
 
-use super::connection::{Connection, Ending, Endings};
-use super::read::{self, End, LINGER};
-use super::shared::{Peer, Shared};
+use super::connection::{ConnectionSender, Endings, TransferEnd};
+use super::read::{self, LINGER, ReadEnd};
+use super::state::{TcpPeer, TcpState};
 
 /// Extra time, beyond its deadline, that a shutdown waits for a handler call in progress.
 pub(super) const LAST_CALL: Duration = Duration::from_secs(1);
@@ -25,7 +25,7 @@ pub(super) const LAST_CALL: Duration = Duration::from_secs(1);
 pub(super) type Pair = [TcpStream; 2];
 
 /// A request to close.
-pub(super) struct Close {
+pub(super) struct CloseRequest {
     pub(super) deadline: Duration,
     /// Notified once nothing more reaches the handler.
     pub(super) closed: std::sync::mpsc::Sender<()>,
@@ -33,8 +33,15 @@ pub(super) struct Close {
 
 /// The state of the transport's thread, before it runs.
 pub(super) struct Drive {
-    shared: Arc<Shared>,
-    halves: Vec<(ProcessId, [OwnedReadHalf; 2])>,
+    shared: Arc<TcpState>,
+    halves: Vec<PeerHalves>,
+}
+
+/// The receiving halves of the two connections to a peer.
+struct PeerHalves {
+    peer: ProcessId,
+    control: OwnedReadHalf,
+    bulk: OwnedReadHalf,
 }
 
 impl Drive {
@@ -44,14 +51,19 @@ impl Drive {
             let [control, bulk] = pair?;
             let (control_read, control) = control.into_split();
             let (bulk_read, bulk) = bulk.into_split();
-            halves.push((ProcessId(id), [control_read, bulk_read]));
-            Some(Peer {
-                control: Connection::new(control),
-                bulk: Connection::new(bulk),
+            halves.push(PeerHalves {
+                peer: ProcessId(id),
+                control: control_read,
+                bulk: bulk_read,
+            });
+            Some(TcpPeer {
+                control: ConnectionSender::new(control),
+                bulk: ConnectionSender::new(bulk),
             })
         });
         let peers = peers.collect();
-        let shared = Shared {
+
+        let shared = TcpState {
             process,
             pool,
             endings: Endings::new(),
@@ -64,7 +76,7 @@ impl Drive {
         }
     }
 
-    pub(super) fn shared(&self) -> Arc<Shared> {
+    pub(super) fn shared(&self) -> Arc<TcpState> {
         self.shared.clone()
     }
 
@@ -73,26 +85,29 @@ impl Drive {
     pub(super) async fn run(
         self,
         mut start: oneshot::Receiver<Arc<dyn Handler>>,
-        mut close: oneshot::Receiver<Close>,
+        mut close: oneshot::Receiver<CloseRequest>,
     ) {
         let Self { shared, halves } = self;
         // Dropped with this future, for any reason: no ticket stays open, and later posts fail.
         let _last = FailAll(&shared);
+
         let mut tasks = JoinSet::new();
-        for (peer, _) in &halves {
+        for halves in &halves {
             for channel in [0, 1] {
-                tasks.spawn(write(shared.clone(), *peer, channel));
+                tasks.spawn(write(shared.clone(), halves.peer, channel));
             }
         }
+
         let (handler, asked) = tokio::select! {
             // Prefer `start`: a handler that was given before the end is told about all ends.
             biased;
             // An error means that the transport was dropped, and `close` with it.
             Ok(handler) = &mut start => (handler, None),
-            asked = &mut close => (Arc::new(Deaf) as Arc<dyn Handler>, Some(asked)),
+            asked = &mut close => (Arc::new(SilentHandler) as Arc<dyn Handler>, Some(asked)),
         };
-        for (peer, halves) in halves {
-            tasks.spawn(read(shared.clone(), peer, halves, handler.clone()));
+
+        for halves in halves {
+            tasks.spawn(read(shared.clone(), halves, handler.clone()));
         }
         let asked = match asked {
             Some(asked) => asked,
@@ -104,30 +119,20 @@ impl Drive {
                 }
             },
         };
+
         shared.closing.store(true, Ordering::Release);
-        if let Ok(Close { deadline, .. }) = &asked {
-            for line in shared.lines() {
-                line.finish(TransportError::Closed);
-            }
-            let until = after(Instant::now(), *deadline).into();
-            loop {
-                tokio::select! {
-                    () = tokio::time::sleep_until(until) => break,
-                    () = shared.endings.some() => say(shared.endings.take(false), &handler),
-                    task = tasks.join_next() => match task {
-                        Some(task) => rethrow(task),
-                        None => break,
-                    },
-                }
-            }
+        if let Ok(CloseRequest { deadline, .. }) = &asked {
+            flush(&shared, *deadline, &mut tasks, &handler).await;
         }
+
         tasks.shutdown().await;
         shared.fail_all();
         // The tasks are gone, but a posting thread may be in the middle of a write, which never
         // waits.
-        while shared.lines().any(Connection::is_in_use) {
+        while shared.lines().any(ConnectionSender::is_in_use) {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
+
         loop {
             let endings = shared.endings.take(true);
             if endings.is_empty() {
@@ -135,14 +140,40 @@ impl Drive {
             }
             say(endings, &handler);
         }
+
         drop(handler);
-        if let Ok(Close { closed, .. }) = asked {
+        if let Ok(CloseRequest { closed, .. }) = asked {
             let _ = closed.send(());
         }
     }
 }
 
-struct FailAll<'a>(&'a Shared);
+/// Sends the queued messages of all connections, up to the deadline.
+async fn flush(
+    shared: &TcpState,
+    deadline: Duration,
+    tasks: &mut JoinSet<()>,
+    handler: &Arc<dyn Handler>,
+) {
+    for line in shared.lines() {
+        line.finish(TransportError::Closed);
+    }
+
+    let until = after(Instant::now(), deadline).into();
+    loop {
+        tokio::select! {
+            () = tokio::time::sleep_until(until) => break,
+            () = shared.endings.some() => say(shared.endings.take(false), handler),
+            task = tasks.join_next() => match task {
+                Some(task) => rethrow(task),
+                None => break,
+            },
+        }
+    }
+}
+
+/// Fails all connections when it is dropped.
+struct FailAll<'a>(&'a TcpState);
 
 impl Drop for FailAll<'_> {
     fn drop(&mut self) {
@@ -150,7 +181,8 @@ impl Drop for FailAll<'_> {
     }
 }
 
-async fn write(shared: Arc<Shared>, peer: ProcessId, channel: usize) {
+/// Writes the messages of one channel to a peer: a task.
+async fn write(shared: Arc<TcpState>, peer: ProcessId, channel: usize) {
     let Some(lines) = &shared.peers[peer.index()] else {
         return;
     };
@@ -165,26 +197,32 @@ async fn write(shared: Arc<Shared>, peer: ProcessId, channel: usize) {
     .await;
 }
 
-async fn read(
-    shared: Arc<Shared>,
-    peer: ProcessId,
-    [control, bulk]: [OwnedReadHalf; 2],
-    handler: Arc<dyn Handler>,
-) {
+/// Reads both connections of a peer, and ends them once the peer is down: a task.
+async fn read(shared: Arc<TcpState>, halves: PeerHalves, handler: Arc<dyn Handler>) {
+    let PeerHalves {
+        peer,
+        control,
+        bulk,
+    } = halves;
     let end = read::read(&shared, peer, &handler, control, bulk).await;
     let Some(lines) = &shared.peers[peer.index()] else {
         return;
     };
     let lines = [&lines.control, &lines.bulk];
+
+    // A peer that closed in order still gets the queued messages.
     let (down, polite) = match end {
-        End::Closed(why) => (TransportError::PeerGone { peer, why }, true),
-        End::Protocol(why) => (TransportError::Protocol { peer, why }, false),
+        ReadEnd::Closed(why) => (TransportError::PeerGone { peer, why }, true),
+        ReadEnd::Protocol(why) => (TransportError::Protocol { peer, why }, false),
     };
-    let gone = TransportError::PeerGone {
-        peer,
-        why: down.to_string(),
+    let gone = if polite {
+        down.clone()
+    } else {
+        TransportError::PeerGone {
+            peer,
+            why: down.to_string(),
+        }
     };
-    let gone = if polite { down.clone() } else { gone };
     for line in lines {
         if polite {
             line.finish(gone.clone());
@@ -192,9 +230,11 @@ async fn read(
             line.fail(gone.clone(), &shared.endings);
         }
     }
+
     if !shared.closing.load(Ordering::Acquire) {
         handler.peer_down(peer, down);
     }
+
     if polite {
         tokio::join!(lines[0].drained(LINGER), lines[1].drained(LINGER));
         for line in lines {
@@ -203,11 +243,12 @@ async fn read(
     }
 }
 
-fn say(endings: Vec<Ending>, handler: &Arc<dyn Handler>) {
+/// Reports ends of transfers to the handler and to the fetches.
+fn say(endings: Vec<TransferEnd>, handler: &Arc<dyn Handler>) {
     for ending in endings {
         match ending {
-            Ending::Ticket(ticket, result) => handler.done(ticket, result),
-            Ending::Fetch(then, error) => then(Err(error)),
+            TransferEnd::Ticket(ticket, result) => handler.done(ticket, result),
+            TransferEnd::Fetch(then, error) => then(Err(error)),
         }
     }
 }
@@ -223,9 +264,9 @@ fn rethrow(task: Result<(), tokio::task::JoinError>) {
 }
 
 /// A handler that ignores everything, for a transport that is closed before it was started.
-struct Deaf;
+struct SilentHandler;
 
-impl Handler for Deaf {
+impl Handler for SilentHandler {
     fn arrived(&self, _: ProcessId, _: Header, _: Payload) {}
 
     fn done(&self, _: Ticket, _: Result<(), TransportError>) {}

@@ -1,10 +1,10 @@
 //! The transport over TCP sockets between every pair of processes.
 //!
-//! Each pair has two connections, *control* and *bulk*: [`Kind::Data`](mpmd_proto::Kind::Data) goes
-//! over bulk and everything else over control. So a grant or a heartbeat never queues behind
-//! payload. Bulk payloads are read from the socket straight into the buffer they are fetched into.
-//! While nobody fetches a payload, it waits in the sockets and delays only later data of the same
-//! peer.
+//! Each pair has two connections, *control* and *bulk*:
+//! [`MessageKind::Data`](mpmd_proto::MessageKind::Data) goes over bulk and everything else over
+//! control. So a grant or a heartbeat never queues behind payload. Bulk payloads are read from the
+//! socket straight into the buffer they are fetched into. While nobody fetches a payload, it waits
+//! in the sockets and delays only later data of the same peer.
 //!
 //! One named thread drives all sockets and calls the handler, with a tokio runtime of its own.
 //! There is one exception: [`Transport::post`] writes a small control message itself if the socket
@@ -21,7 +21,7 @@ mod connect;
 mod connection;
 mod drive;
 mod read;
-mod shared;
+mod state;
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -35,11 +35,11 @@ use crate::transport::{Handler, Ticket, Transport, check_post};
 use mpmd_memory::{Pool, SharedBuffer};
 use mpmd_proto::wire::{Header, ProcessId};
 
-pub use connect::Listener;
-use drive::Close;
-use shared::Shared;
+pub use connect::PeerListener;
+use drive::CloseRequest;
+use state::TcpState;
 
-/// The parameters of [`Listener::connect`].
+/// The parameters of [`PeerListener::connect`].
 #[derive(Clone)]
 pub struct TcpConfig {
     /// The id of this process.
@@ -68,18 +68,18 @@ impl fmt::Debug for TcpConfig {
     }
 }
 
-/// The transport over sockets; created by [`Listener::connect`].
+/// The transport over sockets; created by [`PeerListener::connect`].
 ///
 /// If dropped without [`Transport::shutdown`], it closes its sockets at once, which peers see as
 /// its death. Open tickets then end with [`Closed`](crate::TransportError::Closed), on the
 /// transport's thread.
 pub struct Tcp {
-    shared: Arc<Shared>,
+    shared: Arc<TcpState>,
     /// Passes the handler to the transport's thread. Taken by `start`.
     start: Mutex<Option<oneshot::Sender<Arc<dyn Handler>>>>,
     /// Asks the thread to close. Taken by `shutdown`. If it is dropped unused, the thread closes
     /// everything at once.
-    close: Mutex<Option<oneshot::Sender<Close>>>,
+    close: Mutex<Option<oneshot::Sender<CloseRequest>>>,
 }
 
 impl Transport for Tcp {
@@ -112,7 +112,7 @@ impl Transport for Tcp {
             return;
         };
         let (closed, wait) = std::sync::mpsc::channel();
-        if close.send(Close { deadline, closed }).is_ok() {
+        if close.send(CloseRequest { deadline, closed }).is_ok() {
             // The thread keeps the deadline itself; the extra time is for a handler call in
             // progress.
             let _ = wait.recv_timeout(deadline.saturating_add(drive::LAST_CALL));

@@ -10,9 +10,9 @@ use tokio::sync::oneshot;
 
 use crate::transport::{Fetch, FetchDone, Handler, Payload};
 use mpmd_memory::{OwnedBuffer, Pool};
-use mpmd_proto::wire::{HEADER_BYTES, Header, Kind, ProcessId};
+use mpmd_proto::wire::{HEADER_BYTES, Header, MessageKind, ProcessId};
 
-use super::shared::Shared;
+use super::state::TcpState;
 
 /// Time that the second connection of a peer may stand still once the first has ended.
 pub(super) const LINGER: Duration = Duration::from_secs(1);
@@ -28,12 +28,14 @@ const DISCARD_BYTES: usize = 64 << 10;
 
 /// The reason why nothing more is read from a connection.
 #[derive(Debug)]
-pub(super) enum End {
+pub(super) enum ReadEnd {
+    /// The connection has ended.
     Closed(String),
+    /// The peer sent an invalid message.
     Protocol(String),
 }
 
-impl From<io::Error> for End {
+impl From<io::Error> for ReadEnd {
     fn from(error: io::Error) -> Self {
         Self::Closed(error.to_string())
     }
@@ -41,53 +43,56 @@ impl From<io::Error> for End {
 
 /// Reads both connections of a peer until the peer is down; returns the reason.
 pub(super) async fn read(
-    shared: &Arc<Shared>,
+    shared: &Arc<TcpState>,
     peer: ProcessId,
     handler: &Arc<dyn Handler>,
     control: OwnedReadHalf,
     bulk: OwnedReadHalf,
-) -> End {
-    let reader = Reader {
+) -> ReadEnd {
+    let reader = PeerReader {
         shared,
         peer,
         handler,
         progress: AtomicU64::new(0),
     };
+
     let mut control = std::pin::pin!(reader.control(control));
     let mut bulk = std::pin::pin!(reader.bulk(bulk));
+
     // Control goes first: it is small, and grants wait in it.
     let (first, second) = tokio::select! {
         biased;
         end = &mut control => match end {
-            End::Closed(_) => {
+            ReadEnd::Closed(_) => {
                 let second = tokio::select! {
                     end = &mut bulk => Some(end),
                     () = reader.stands_still() => None,
                 };
                 (end, second)
             }
-            End::Protocol(_) => (end, None),
+            ReadEnd::Protocol(_) => (end, None),
         },
         end = &mut bulk => match end {
-            End::Closed(_) => {
+            ReadEnd::Closed(_) => {
                 let second = tokio::select! {
                     end = &mut control => Some(end),
                     () = reader.stands_still() => None,
                 };
                 (end, second)
             }
-            End::Protocol(_) => (end, None),
+            ReadEnd::Protocol(_) => (end, None),
         },
     };
+
     match second {
-        Some(end @ End::Protocol(_)) => end,
+        Some(end @ ReadEnd::Protocol(_)) => end,
         _ => first,
     }
     // Open fetches of this peer end here, with the futures that served them.
 }
 
 /// The receiving half of a connection.
-trait Half {
+trait ReceivingHalf {
     /// Reads available bytes; 0 at the end of the stream. Never waits: without bytes, fails with
     /// `WouldBlock`.
     fn try_read(&self, into: &mut [u8]) -> io::Result<usize>;
@@ -96,7 +101,7 @@ trait Half {
     async fn readable(&self) -> io::Result<()>;
 }
 
-impl Half for OwnedReadHalf {
+impl ReceivingHalf for OwnedReadHalf {
     fn try_read(&self, into: &mut [u8]) -> io::Result<usize> {
         self.try_read(into)
     }
@@ -106,15 +111,17 @@ impl Half for OwnedReadHalf {
     }
 }
 
-struct Reader<'a> {
-    shared: &'a Arc<Shared>,
+/// Reads the messages of a peer.
+struct PeerReader<'a> {
+    shared: &'a Arc<TcpState>,
     peer: ProcessId,
     handler: &'a Arc<dyn Handler>,
     /// Number of completed reads.
     progress: AtomicU64,
 }
 
-impl Reader<'_> {
+impl PeerReader<'_> {
+    /// Waits until no read was completed for [`LINGER`].
     async fn stands_still(&self) {
         let mut seen = self.progress.load(Ordering::Relaxed);
         loop {
@@ -127,8 +134,9 @@ impl Reader<'_> {
         }
     }
 
-    async fn control(&self, half: impl Half) -> End {
-        let mut ahead = Ahead {
+    /// Reads messages from the control connection until it ends.
+    async fn control(&self, half: impl ReceivingHalf) -> ReadEnd {
+        let mut ahead = ReadAhead {
             bytes: vec![0; AHEAD_BYTES],
             start: 0,
             end: 0,
@@ -141,10 +149,15 @@ impl Reader<'_> {
                 tokio::task::yield_now().await;
             }
         }
-        End::Closed("it sent more messages than can be counted".to_owned())
+        ReadEnd::Closed("it sent more messages than can be counted".to_owned())
     }
 
-    async fn control_message(&self, half: &impl Half, ahead: &mut Ahead) -> Result<(), End> {
+    /// Reads one message from the control connection and delivers it.
+    async fn control_message(
+        &self,
+        half: &impl ReceivingHalf,
+        ahead: &mut ReadAhead,
+    ) -> Result<(), ReadEnd> {
         let mut header = [0; HEADER_BYTES];
         while ahead.len() < HEADER_BYTES {
             let room = ahead.room();
@@ -155,6 +168,7 @@ impl Reader<'_> {
             ahead.end += read;
         }
         ahead.take(&mut header);
+
         let header = self.decode(&header, false)?;
         let bytes = header.payload_bytes() as usize;
         let payload = if bytes == 0 {
@@ -166,11 +180,13 @@ impl Reader<'_> {
             self.all(half, &mut buffer[there..]).await?;
             Payload::Inline(buffer.freeze())
         };
+
         self.handler.arrived(self.peer, header, payload);
         Ok(())
     }
 
-    async fn bulk(&self, half: impl Half) -> End {
+    /// Reads messages from the bulk connection until it ends.
+    async fn bulk(&self, half: impl ReceivingHalf) -> ReadEnd {
         loop {
             if let Err(end) = self.bulk_message(&half).await {
                 return end;
@@ -178,7 +194,9 @@ impl Reader<'_> {
         }
     }
 
-    async fn bulk_message(&self, half: &impl Half) -> Result<(), End> {
+    /// Reads one message from the bulk connection and delivers it. Its payload waits until it is
+    /// fetched or discarded.
+    async fn bulk_message(&self, half: &impl ReceivingHalf) -> Result<(), ReadEnd> {
         let mut header = [0; HEADER_BYTES];
         let mut filled = 0;
         while filled < HEADER_BYTES {
@@ -188,13 +206,15 @@ impl Reader<'_> {
             }
             filled += read;
         }
+
         let header = self.decode(&header, true)?;
         if header.bytes == 0 {
             self.handler.arrived(self.peer, header, Payload::Empty);
             return Ok(());
         }
+
         let (asks, answer) = oneshot::channel();
-        let waiting = Waiting {
+        let waiting = SocketPayload {
             shared: self.shared.clone(),
             peer: self.peer,
             bytes: header.bytes,
@@ -202,9 +222,10 @@ impl Reader<'_> {
         };
         self.handler
             .arrived(self.peer, header, Payload::Waiting(Box::new(waiting)));
+
         match answer.await {
-            Ok(mut place) => match place.given.take() {
-                Some((into, then)) => self.fill(half, into, then).await,
+            Ok(mut place) => match place.target.take() {
+                Some(FetchTarget { into, then }) => self.fill(half, into, then).await,
                 None => self.discard(half, header.bytes).await,
             },
             Err(_) => self.discard(half, header.bytes).await,
@@ -215,16 +236,17 @@ impl Reader<'_> {
     /// fails or is cancelled.
     async fn fill(
         &self,
-        half: &impl Half,
+        half: &impl ReceivingHalf,
         mut into: OwnedBuffer,
         then: FetchDone,
-    ) -> Result<(), End> {
-        let mut filling = Filling {
+    ) -> Result<(), ReadEnd> {
+        let mut filling = FetchGuard {
             shared: self.shared,
             peer: self.peer,
             why: "",
             then: Some(then),
         };
+
         match self.all(half, &mut into).await {
             Ok(()) => {
                 if let Some(then) = filling.then.take() {
@@ -239,7 +261,8 @@ impl Reader<'_> {
         }
     }
 
-    async fn discard(&self, half: &impl Half, bytes: u64) -> Result<(), End> {
+    /// Reads `bytes` bytes and drops them.
+    async fn discard(&self, half: &impl ReceivingHalf, bytes: u64) -> Result<(), ReadEnd> {
         let mut bin = vec![0; DISCARD_BYTES.min(usize::try_from(bytes).unwrap_or(DISCARD_BYTES))];
         let mut left = bytes;
         while left > 0 {
@@ -250,10 +273,11 @@ impl Reader<'_> {
         Ok(())
     }
 
-    fn decode(&self, bytes: &[u8; HEADER_BYTES], bulk: bool) -> Result<Header, End> {
-        let header = Header::decode(bytes).map_err(|error| End::Protocol(error.to_string()))?;
-        if (header.kind == Kind::Data) != bulk {
-            return Err(End::Protocol(format!(
+    /// Decodes a header, and checks that its kind belongs on this connection: bulk or control.
+    fn decode(&self, bytes: &[u8; HEADER_BYTES], bulk: bool) -> Result<Header, ReadEnd> {
+        let header = Header::decode(bytes).map_err(|error| ReadEnd::Protocol(error.to_string()))?;
+        if (header.kind == MessageKind::Data) != bulk {
+            return Err(ReadEnd::Protocol(format!(
                 "a {:?} message came over the wrong connection",
                 header.kind
             )));
@@ -261,7 +285,8 @@ impl Reader<'_> {
         Ok(header)
     }
 
-    async fn all(&self, half: &impl Half, mut into: &mut [u8]) -> Result<(), End> {
+    /// Fills the buffer `into`.
+    async fn all(&self, half: &impl ReceivingHalf, mut into: &mut [u8]) -> Result<(), ReadEnd> {
         while !into.is_empty() {
             let read = self.some(half, into).await?;
             if read == 0 {
@@ -277,7 +302,7 @@ impl Reader<'_> {
     }
 
     /// Reads available bytes, waiting for at least one; returns 0 at the end of the stream.
-    async fn some(&self, half: &impl Half, into: &mut [u8]) -> io::Result<usize> {
+    async fn some(&self, half: &impl ReceivingHalf, into: &mut [u8]) -> io::Result<usize> {
         let room = into.len().min(READ_BYTES);
         loop {
             match half.try_read(&mut into[..room]) {
@@ -291,13 +316,14 @@ impl Reader<'_> {
     }
 }
 
-fn ended(within: usize) -> End {
+/// Returns the end of a connection after `within` bytes of a message.
+fn ended(within: usize) -> ReadEnd {
     let why = if within == 0 {
         "its connection was closed"
     } else {
         "its connection ended in the middle of a message"
     };
-    End::Closed(why.to_owned())
+    ReadEnd::Closed(why.to_owned())
 }
 
 /// Allocates a buffer for a control payload. If the pool is exhausted, the buffer comes from
@@ -309,21 +335,24 @@ fn control_buffer(pool: &Pool, bytes: usize) -> OwnedBuffer {
 }
 
 /// Bytes that were read ahead of the current message.
-struct Ahead {
+struct ReadAhead {
     bytes: Vec<u8>,
     start: usize,
     end: usize,
 }
 
-impl Ahead {
+impl ReadAhead {
     fn len(&self) -> usize {
         self.end - self.start
     }
 
+    /// Returns the free room behind the bytes, which are moved to the front first.
     fn room(&mut self) -> &mut [u8] {
         if self.start > 0 {
             self.bytes.copy_within(self.start..self.end, 0);
-            (self.start, self.end) = (0, self.len());
+            let len = self.len();
+            self.start = 0;
+            self.end = len;
         }
         &mut self.bytes[self.end..]
     }
@@ -335,15 +364,15 @@ impl Ahead {
 }
 
 /// A bulk payload that still lies in the sockets.
-struct Waiting {
-    shared: Arc<Shared>,
+struct SocketPayload {
+    shared: Arc<TcpState>,
     peer: ProcessId,
     bytes: u64,
     /// Passes the buffer to the reading task; `None` once fetched.
     asks: Option<oneshot::Sender<PayloadTarget>>,
 }
 
-impl Fetch for Waiting {
+impl Fetch for SocketPayload {
     fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -359,23 +388,29 @@ impl Fetch for Waiting {
         let _ = asks.send(PayloadTarget {
             shared: self.shared.clone(),
             peer: self.peer,
-            given: Some((into, then)),
+            target: Some(FetchTarget { into, then }),
         });
     }
 }
 
-/// The destination of a payload (buffer and callback), on its way to the reading task. That task
+/// The destination of a payload.
+struct FetchTarget {
+    into: OwnedBuffer,
+    then: FetchDone,
+}
+
+/// The destination of a payload, on its way to the reading task. That task
 /// may end before it takes the destination. Then the drop of this object fails the fetch.
 struct PayloadTarget {
-    shared: Arc<Shared>,
+    shared: Arc<TcpState>,
     peer: ProcessId,
-    /// (Buffer, callback); `None` once taken.
-    given: Option<(OwnedBuffer, FetchDone)>,
+    /// `None` once taken.
+    target: Option<FetchTarget>,
 }
 
 impl Drop for PayloadTarget {
     fn drop(&mut self) {
-        if let Some((into, then)) = self.given.take() {
+        if let Some(FetchTarget { into, then }) = self.target.take() {
             drop(into);
             let error = self.shared.lost(
                 self.peer,
@@ -387,14 +422,14 @@ impl Drop for PayloadTarget {
 }
 
 /// A guard that fails a fetch when it is dropped, unless the fetch has been completed.
-struct Filling<'a> {
-    shared: &'a Shared,
+struct FetchGuard<'a> {
+    shared: &'a TcpState,
     peer: ProcessId,
     why: &'static str,
     then: Option<FetchDone>,
 }
 
-impl Drop for Filling<'_> {
+impl Drop for FetchGuard<'_> {
     fn drop(&mut self) {
         if let Some(then) = self.then.take() {
             let why = if self.why.is_empty() {

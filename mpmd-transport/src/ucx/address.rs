@@ -9,14 +9,14 @@ use mpmd_proto::wire::{ProcessId, VERSION};
 /// A worker's address as a process publishes it: `wire version/UCX version/checksum/hex`. `/cuda`
 /// follows if its UCX moves memory of CUDA devices. UCX reads addresses without checking their
 /// length, so a damaged one must not reach it.
-pub(super) struct Address {
+pub(super) struct UcxAddress {
     pub(super) worker: Vec<u8>,
     pub(super) moves_cuda: bool,
 }
 
 const CUDA: &str = "cuda";
 
-impl Address {
+impl UcxAddress {
     /// Returns the text for a worker's address.
     pub(super) fn format(worker: &[u8], ucx: &str, moves_cuda: bool) -> String {
         let mut text = format!("{VERSION}/{ucx}/{:016x}/", checksum(worker));
@@ -34,7 +34,7 @@ impl Address {
     /// Returns this process's text about UCX that all processes must share.
     pub(super) fn common() -> String {
         let version = sys::library()
-            .map(sys::Library::version)
+            .map(sys::UcxLibrary::version)
             .unwrap_or_default();
         settings::common(&version, |variable| std::env::var(variable).ok())
     }
@@ -45,6 +45,7 @@ impl Address {
     /// UCX needs one version on both sides: addresses and protocols change between versions.
     pub(super) fn parse(text: &str, peer: ProcessId) -> Result<Self, TransportError> {
         let wrong = |why: String| TransportError::Protocol { peer, why };
+
         let parts: Vec<_> = text.split('/').collect();
         let (parts, moves_cuda) = match &parts[..] {
             [parts @ .., CUDA] => (parts, true),
@@ -53,12 +54,14 @@ impl Address {
         let [wire, ucx, sum, hex] = parts[..] else {
             return Err(wrong(format!("{text:?} is no address for UCX")));
         };
+
         if wire != VERSION.to_string() {
             return Err(wrong(format!(
                 "it speaks wire version {wire}, this process {VERSION}; run the same build on \
                  every process"
             )));
         }
+
         let own = Self::common();
         if ucx != own {
             return Err(wrong(format!(
@@ -67,6 +70,7 @@ impl Address {
                  UCX_TCP_RX_SEG_SIZE alike or nowhere"
             )));
         }
+
         let worker = bytes(hex).filter(|worker| format!("{:016x}", checksum(worker)) == sum);
         let worker = worker.ok_or_else(|| wrong("its address for UCX is garbled".to_owned()))?;
         Ok(Self { worker, moves_cuda })
@@ -80,6 +84,7 @@ fn checksum(bytes: &[u8]) -> u64 {
     })
 }
 
+/// Returns the bytes that hexadecimal digits stand for; `None` if there are none, or others.
 fn bytes(hex: &str) -> Option<Vec<u8>> {
     if hex.is_empty()
         || !hex.len().is_multiple_of(2)
@@ -99,12 +104,12 @@ mod tests {
 
     #[test]
     fn address_with_another_version_or_damage_is_refused() {
-        let own = Address::common();
-        let text = Address::format(&[0, 255, 16], &own, false);
-        let with_cuda = Address::format(&[0, 255, 16], &own, true);
+        let own = UcxAddress::common();
+        let text = UcxAddress::format(&[0, 255, 16], &own, false);
+        let with_cuda = UcxAddress::format(&[0, 255, 16], &own, true);
         assert_eq!(with_cuda, format!("{text}/cuda"));
         for (text, moves_cuda) in [(&text, false), (&with_cuda, true)] {
-            let address = Address::parse(text, ProcessId(3)).unwrap();
+            let address = UcxAddress::parse(text, ProcessId(3)).unwrap();
             assert_eq!(
                 (address.worker, address.moves_cuda),
                 (vec![0, 255, 16], moves_cuda)
@@ -114,7 +119,8 @@ mod tests {
             text.starts_with(&format!("{VERSION}/{own}/")) && text.ends_with("/00ff10"),
             "{text}"
         );
-        let parse = |text: &str| Address::parse(text, ProcessId(3)).map(|address| address.worker);
+        let parse =
+            |text: &str| UcxAddress::parse(text, ProcessId(3)).map(|address| address.worker);
         assert_eq!(parse(&text), Ok(vec![0, 255, 16]));
         let says = |text: &str| parse(text).unwrap_err().to_string();
         assert!(
@@ -127,7 +133,7 @@ mod tests {
                 "{garbled:?}"
             );
         }
-        let signed = Address::format(&[7], &own, false).replace("/07", "/+7");
+        let signed = UcxAddress::format(&[7], &own, false).replace("/07", "/+7");
         assert!(says(&signed).contains("garbled"), "a sign is no digit");
         assert!(
             says(&text[..text.len() - 2]).contains("garbled"),
@@ -138,12 +144,13 @@ mod tests {
 
     #[test]
     fn fuzz_ucx_address() {
-        let own = Address::common();
-        let format = |moves_cuda| Address::format(&[0, 255, 16, 7], &own, moves_cuda).into_bytes();
+        let own = UcxAddress::common();
+        let format =
+            |moves_cuda| UcxAddress::format(&[0, 255, 16, 7], &own, moves_cuda).into_bytes();
         mpmd_fuzz::bytes("ucx-address", &[format(false), format(true)], |bytes| {
             let text = String::from_utf8_lossy(bytes);
-            if let Ok(address) = Address::parse(&text, ProcessId(3)) {
-                let again = Address::format(&address.worker, &own, address.moves_cuda);
+            if let Ok(address) = UcxAddress::parse(&text, ProcessId(3)) {
+                let again = UcxAddress::format(&address.worker, &own, address.moves_cuda);
                 assert_eq!(again.to_lowercase(), text.to_lowercase());
             }
         });

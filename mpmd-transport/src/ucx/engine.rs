@@ -11,18 +11,19 @@ use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use mpmd_base::block::{CoreBudget, Pace, SpinPolicy, host_cores};
+use mpmd_base::block::{CoreBudget, SpinPace, SpinPolicy, host_cores};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::address::Address;
-use super::queue::{Command, Queue};
-use super::safe::{Event, Worker};
-use super::state::{Engine, Operation, id};
+use super::address::UcxAddress;
+use super::queue::{CommandQueue, EngineCommand};
+use super::safe::{UcxWorker, WorkerEvent};
+use super::state::{PendingOperation, UcxEngine, id};
 use super::{Spin, UcxConfig, settings, sys};
 use crate::transport::TransportError;
 use mpmd_proto::wire::ProcessId;
 
-const PACE: Pace = Pace {
+/// How the engine polls before it sleeps.
+const PACE: SpinPace = SpinPace {
     first: Duration::from_micros(50),
     longest: Duration::from_micros(50),
     worth: Duration::from_micros(100),
@@ -36,21 +37,31 @@ const LONGEST_SLEEP: Duration = Duration::from_millis(100);
 /// Limit of a sleep while a deadline is pending.
 const SHORT_SLEEP: Duration = Duration::from_millis(5);
 
-/// Starts the engine's thread and waits until UCX is open. Returns the address for peers, and the
-/// queue for commands.
-pub(super) fn start(processes: usize) -> Result<(String, Arc<Queue>), TransportError> {
+/// An engine whose thread runs.
+pub(super) struct StartedEngine {
+    /// The address for peers.
+    pub(super) address: String,
+    pub(super) queue: Arc<CommandQueue>,
+}
+
+/// Starts the engine's thread and waits until UCX is open.
+pub(super) fn start(processes: usize) -> Result<StartedEngine, TransportError> {
     let (tell, told) = mpsc::channel();
-    let run = move || match Engine::open(processes) {
-        Ok((engine, address)) => {
-            let queue = engine.queue.clone();
-            if tell.send(Ok((address, queue))).is_ok() {
-                engine.run();
+    let run = move || {
+        let opened = UcxEngine::open(processes).and_then(|engine| Ok((engine.address()?, engine)));
+        match opened {
+            Ok((address, engine)) => {
+                let queue = engine.queue.clone();
+                if tell.send(Ok(StartedEngine { address, queue })).is_ok() {
+                    engine.run();
+                }
+            }
+            Err(error) => {
+                let _ = tell.send(Err(error));
             }
         }
-        Err(error) => {
-            let _ = tell.send(Err(error));
-        }
     };
+
     std::thread::Builder::new()
         .name("mpmd-ucx".to_owned())
         .spawn(run)
@@ -63,30 +74,27 @@ pub(super) fn start(processes: usize) -> Result<(String, Arc<Queue>), TransportE
 
 /// Creates the worker for a job of `processes` processes. Fails if there is no library or UCX
 /// cannot be opened. The engine and `examine` use it.
-pub(super) fn worker(processes: usize) -> Result<Worker, TransportError> {
+pub(super) fn worker(processes: usize) -> Result<UcxWorker, TransportError> {
     let library = sys::library().map_err(|why| TransportError::Unavailable {
         transport: super::NAME,
         why: why.to_owned(),
     })?;
     let settings = settings::unless_set(library.version, |variable| std::env::var(variable).ok());
-    Worker::new(processes, &settings, id::ALL).map_err(|error| error.environment("opening UCX"))
+    UcxWorker::new(processes, &settings, id::ALL).map_err(|error| error.environment("opening UCX"))
 }
 
-impl Engine {
-    fn open(processes: usize) -> Result<(Self, String), TransportError> {
+impl UcxEngine {
+    /// Opens UCX for a job of `processes` processes. The engine belongs to the calling thread.
+    fn open(processes: usize) -> Result<Self, TransportError> {
         let worker = worker(processes)?;
-        let wrong = |error: super::result::UcxError| error.environment("opening UCX");
-        worker.descriptor().map_err(wrong)?;
-        let moves_cuda = worker.moves_cuda();
-        let address = Address::format(
-            &worker.address().map_err(wrong)?,
-            &Address::common(),
-            moves_cuda,
-        );
-        let engine = Self {
-            queue: Arc::new(Queue::new(worker.signal())),
+        worker
+            .descriptor()
+            .map_err(|error| error.environment("opening UCX"))?;
+
+        Ok(Self {
+            queue: Arc::new(CommandQueue::new(worker.signal())),
+            moves_cuda: worker.moves_cuda(),
             worker,
-            moves_cuda,
             me: ProcessId(0),
             peers: Vec::new(),
             processes: HashMap::new(),
@@ -102,13 +110,25 @@ impl Engine {
             hellos: Vec::new(),
             policy: SpinPolicy::new(PACE, Spin::Never),
             gap: None,
-        };
-        Ok((engine, address))
+        })
     }
 
+    /// Returns the address for peers.
+    fn address(&self) -> Result<String, TransportError> {
+        let worker = self.worker.address();
+        let worker = worker.map_err(|error| error.environment("opening UCX"))?;
+        Ok(UcxAddress::format(
+            &worker,
+            &UcxAddress::common(),
+            self.moves_cuda,
+        ))
+    }
+
+    /// Runs the engine's loop until the shutdown is done.
     fn run(mut self) {
         self.queue.adopt_thread();
-        let (mut commands, mut events) = (Vec::new(), Vec::new());
+        let mut commands = Vec::new();
+        let mut events = Vec::new();
         loop {
             // Events come before commands: so a goodbye that has arrived is handled before anything
             // more is fetched from the leaving peer.
@@ -118,12 +138,14 @@ impl Engine {
             for event in events.drain(..) {
                 self.happened(event);
             }
+
             self.queue.take(&mut commands);
             worked |= !commands.is_empty();
             for command in commands.drain(..) {
                 self.carry_out(command);
             }
             self.send_stored();
+
             if self.meeting.is_some() {
                 self.meet();
             }
@@ -133,12 +155,14 @@ impl Engine {
             if self.leaving.is_some() && self.leave() {
                 break;
             }
+
             if worked {
                 if let Some(gap) = self.gap.take() {
                     self.policy.end(&gap, Instant::now());
                 }
                 continue;
             }
+
             let gap = self
                 .gap
                 .get_or_insert_with(|| self.policy.begin(Instant::now()));
@@ -149,10 +173,12 @@ impl Engine {
         self.end();
     }
 
+    /// Sleeps until UCX or a command has work for the engine.
     fn sleep(&self) {
         if !self.queue.rest() {
             return;
         }
+
         let armed = self.worker.arm();
         match (&armed, self.worker.descriptor()) {
             (Ok(false), _) => {}
@@ -177,50 +203,48 @@ impl Engine {
     }
 
     /// Carries out a command; of a post, only stores the message.
-    fn carry_out(&mut self, command: Command) {
-        if !matches!(command, Command::Post { .. }) {
+    fn carry_out(&mut self, command: EngineCommand) {
+        if !matches!(command, EngineCommand::Post { .. }) {
             self.send_stored();
         }
+
         match command {
-            Command::Connect(config, reply) => self.connect(*config, reply),
-            Command::Start(handler) => self.start_handler(handler),
-            Command::Post {
+            EngineCommand::Connect(config, reply) => self.connect(*config, reply),
+            EngineCommand::Start(handler) => self.start_handler(handler),
+            EngineCommand::Post {
                 to,
                 header,
                 payload,
                 ticket,
             } => self.post(to, &header, payload, ticket),
-            Command::Fetch {
+            EngineCommand::Fetch {
                 payload,
                 from,
                 into,
                 then,
             } => self.fetch(payload, from, into, then),
-            Command::Discard { payload } => self.discard(payload),
-            Command::GiveUp { peer, why } => {
+            EngineCommand::Discard { payload } => self.discard(payload),
+            EngineCommand::GiveUp { peer, why } => {
                 self.shut_out(peer, TransportError::PeerGone { peer, why })
             }
-            Command::Close(deadline, closed) => self.begin_to_leave(deadline, Some(closed)),
-            Command::Abandon => self.begin_to_leave(Duration::ZERO, None),
+            EngineCommand::Close(deadline, closed) => self.begin_to_leave(deadline, Some(closed)),
+            EngineCommand::Abandon => self.begin_to_leave(Duration::ZERO, None),
         }
     }
 
-    fn happened(&mut self, event: Event) {
+    /// Handles an event of the worker.
+    fn happened(&mut self, event: WorkerEvent) {
         match event {
-            Event::Message {
+            WorkerEvent::Message {
                 id: id::MEET,
-                header: (header, bytes),
+                header,
                 body,
             } => {
-                self.greeted(&header[..bytes], body);
+                self.greeted(header.used(), body);
             }
-            Event::Message {
-                id,
-                header: (header, bytes),
-                body,
-            } => self.arrived(id, &header[..bytes], body),
-            Event::Ended(op, result, held) => self.ended(op, result, held),
-            Event::Failed(endpoint, why) => {
+            WorkerEvent::Message { id, header, body } => self.arrived(id, header.used(), body),
+            WorkerEvent::Ended(op, result, held) => self.ended(op, result, held),
+            WorkerEvent::Failed(endpoint, why) => {
                 if let Some(peer) = self.processes.get(&endpoint).copied() {
                     self.lost(peer, &why.to_string());
                 }
@@ -237,20 +261,21 @@ impl Engine {
     }
 }
 
-impl Drop for Engine {
+impl Drop for UcxEngine {
     fn drop(&mut self) {
         // A handler's panic ends the engine. Callers that wait for a fetch still get an error.
         if std::thread::panicking() {
             for command in self.queue.end() {
-                if let Command::Fetch { then, .. } = command {
+                if let EngineCommand::Fetch { then, .. } = command {
                     then(Err(TransportError::Closed));
                 }
             }
+
             let waiting = self
                 .operations
                 .iter_mut()
                 .flatten()
-                .filter_map(Operation::take_fetch);
+                .filter_map(PendingOperation::take_fetch);
             for then in waiting.collect::<Vec<_>>() {
                 then(Err(TransportError::Closed));
             }

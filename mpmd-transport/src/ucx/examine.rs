@@ -1,6 +1,6 @@
 //! Reports which UCX library this machine has, for checks before a job.
 
-use super::{Report, engine, sys};
+use super::{UcxReport, engine, sys};
 use crate::transport::TransportError;
 
 /// Opens UCX as a job does, and reports its library.
@@ -8,13 +8,13 @@ use crate::transport::TransportError;
 /// # Errors
 ///
 /// If there is no library, or if UCX cannot be opened or finds nothing that it can use.
-pub fn examine() -> Result<Report, TransportError> {
+pub fn examine() -> Result<UcxReport, TransportError> {
     drop(engine::worker(2)?);
     let library = sys::library().map_err(|why| TransportError::Unavailable {
         transport: super::NAME,
         why: why.to_owned(),
     })?;
-    Ok(Report {
+    Ok(UcxReport {
         version: library.version(),
         library: library.path.clone(),
     })

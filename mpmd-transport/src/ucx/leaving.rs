@@ -9,8 +9,8 @@
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-use super::queue::Command;
-use super::state::{Engine, Leaving, id};
+use super::queue::EngineCommand;
+use super::state::{UcxEngine, UcxLeaving, id};
 use super::traffic::prefix;
 use crate::transport::{Ticket, TransportError};
 use mpmd_base::deadline::after;
@@ -25,14 +25,14 @@ const CLOSE_WITHIN: Duration = Duration::from_millis(200);
 /// commands are dropped.
 const LAST_ROUNDS: usize = 1000;
 
-impl Leaving {
+impl UcxLeaving {
     /// Returns true if messages are no longer delivered, because goodbye was sent.
     pub(super) fn is_deaf(&self) -> bool {
         self.goodbye.is_some()
     }
 }
 
-impl Engine {
+impl UcxEngine {
     /// Begins the shutdown: new messages are refused, and pending operations have the time `within`
     /// to end. Does not wait. `closed` is notified when nothing more reaches the handler.
     pub(super) fn begin_to_leave(&mut self, within: Duration, closed: Option<Sender<()>>) {
@@ -41,7 +41,7 @@ impl Engine {
             Some(leaving) => leaving.closed = leaving.closed.take().or(closed),
             None => {
                 let until = after(Instant::now(), within);
-                self.leaving = Some(Leaving {
+                self.leaving = Some(UcxLeaving {
                     until,
                     goodbye: None,
                     closing: None,
@@ -84,6 +84,7 @@ impl Engine {
         let Some(mut leaving) = self.leaving.take() else {
             return false;
         };
+
         let mut done = false;
         match (leaving.goodbye, leaving.closing) {
             (None, _) => {
@@ -93,6 +94,7 @@ impl Engine {
                     .any(|p| p.down.is_none() && p.sending + p.fetching > 0);
                 if !busy || now >= leaving.until {
                     leaving.goodbye = Some(now.max(leaving.until.min(now + LAST_CALL)) + LAST_CALL);
+
                     self.leaving = Some(leaving);
                     self.say_goodbye();
                     return false;
@@ -118,6 +120,7 @@ impl Engine {
         done
     }
 
+    /// Sends a goodbye to all peers.
     fn say_goodbye(&mut self) {
         // The deadline for pending operations is over.
         self.end_operations(|_| true, &TransportError::Closed);
@@ -140,11 +143,14 @@ impl Engine {
         for payload in self.payloads.keys().copied().collect::<Vec<_>>() {
             self.discard(payload);
         }
+
         let closed = self.leaving.take().and_then(|leaving| leaving.closed);
-        let (queue, handler) = (self.queue.clone(), self.handler.take());
+        let queue = self.queue.clone();
+        let handler = self.handler.take();
         // Drops the worker first, while commands are still answered. Once the end is reported,
         // nothing touches memory any more, and no command is lost.
         drop(self);
+
         let mut all_closed = Vec::from_iter(closed);
         // Bounded, because a handler may keep sending commands.
         for _ in 0..LAST_ROUNDS {
@@ -153,7 +159,7 @@ impl Engine {
             };
             for command in commands {
                 match command {
-                    Command::Post {
+                    EngineCommand::Post {
                         ticket, payload, ..
                     } => {
                         drop(payload);
@@ -161,16 +167,17 @@ impl Engine {
                             handler.done(ticket, Err(TransportError::Closed));
                         }
                     }
-                    Command::Fetch { then, .. } => then(Err(TransportError::Closed)),
-                    Command::Close(_, closed) => all_closed.push(closed),
-                    Command::Connect(..)
-                    | Command::Start(_)
-                    | Command::Discard { .. }
-                    | Command::GiveUp { .. }
-                    | Command::Abandon => {}
+                    EngineCommand::Fetch { then, .. } => then(Err(TransportError::Closed)),
+                    EngineCommand::Close(_, closed) => all_closed.push(closed),
+                    EngineCommand::Connect(..)
+                    | EngineCommand::Start(_)
+                    | EngineCommand::Discard { .. }
+                    | EngineCommand::GiveUp { .. }
+                    | EngineCommand::Abandon => {}
                 }
             }
         }
+
         queue.end();
         drop(handler);
         for closed in all_closed {

@@ -10,10 +10,10 @@ use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
 use super::UcxConfig;
-use super::address::Address;
-use super::queue::Met;
-use super::safe::Body;
-use super::state::{Engine, Meeting, Peer, id};
+use super::address::UcxAddress;
+use super::queue::ConnectedPeers;
+use super::safe::MessageBody;
+use super::state::{EarlyHello, UcxEngine, UcxMeeting, UcxPeer, id};
 use crate::party::{HELLO_BYTES, Party};
 use crate::transport::TransportError;
 use mpmd_base::deadline::after;
@@ -27,7 +27,7 @@ const HELLOS_KEPT: usize = 1 << 16;
 /// Time for which connecting goes on after a failure, so that the peers still learn the reason.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
-impl Meeting {
+impl UcxMeeting {
     fn fail(&mut self, error: TransportError) {
         if self.failed.is_none() {
             self.failed = Some(error);
@@ -36,17 +36,18 @@ impl Meeting {
     }
 }
 
-impl Engine {
+impl UcxEngine {
+    /// Begins to connect to all peers of `config`. `reply` gets the result.
     pub(super) fn connect(
         &mut self,
         config: UcxConfig,
-        reply: Sender<Result<Met, TransportError>>,
+        reply: Sender<Result<ConnectedPeers, TransportError>>,
     ) {
         self.worker.copy_into(config.pool.clone());
         self.me = config.process;
         self.set_spin(&config);
         self.peers = (0..config.peers.len())
-            .map(|_| Peer {
+            .map(|_| UcxPeer {
                 endpoint: None,
                 moves_cuda: false,
                 handshake: None,
@@ -61,6 +62,7 @@ impl Engine {
                 in_reach: true,
             })
             .collect();
+
         let UcxConfig {
             process,
             epoch,
@@ -69,21 +71,23 @@ impl Engine {
         } = config;
         let party = Party::new((MAGIC, VERSION), process, config.peers.len(), epoch, token);
         let failed = self.call_all(&config, &party).err();
+
         let limit = if failed.is_some() {
             LAST_WORDS
         } else {
             config.peer_timeout
         };
         let until = after(Instant::now(), limit);
-        self.meeting = Some(Meeting {
+        self.meeting = Some(UcxMeeting {
             config,
             party,
             reply,
             until,
             failed,
         });
-        for (from, hello) in std::mem::take(&mut self.hellos) {
-            self.heard(from, &hello);
+
+        for hello in std::mem::take(&mut self.hellos) {
+            self.heard(hello.from, &hello.bytes);
         }
     }
 
@@ -93,11 +97,13 @@ impl Engine {
             .map(ProcessId)
             .zip(&config.peers)
             .filter(|(peer, _)| *peer != config.process);
+
         // All addresses are parsed before any is used, so that every process reports a peer with
         // another version.
         let addresses: Vec<_> = peers
-            .map(|(peer, text)| Address::parse(text, peer).map(|address| (peer, address)))
+            .map(|(peer, text)| UcxAddress::parse(text, peer).map(|address| (peer, address)))
             .collect::<Result<_, _>>()?;
+
         for (peer, address) in addresses {
             let nonce = random_bytes().map_err(|error| TransportError::Environment {
                 doing: "reading random numbers".to_owned(),
@@ -111,6 +117,7 @@ impl Engine {
                         why: format!("no way leads there from here; UCX says {error}"),
                     })?;
             self.processes.insert(endpoint, peer);
+
             let is_called = peer < self.me;
             let mut handshake = if is_called {
                 party.call(peer, 0, nonce)
@@ -118,10 +125,12 @@ impl Engine {
                 party.answer(nonce)
             };
             let hello = handshake.say();
+
             let state = &mut self.peers[peer.index()];
             state.endpoint = Some(endpoint);
             state.moves_cuda = address.moves_cuda;
             state.handshake = Some(handshake);
+
             if is_called {
                 self.say_to(peer, hello);
             }
@@ -136,24 +145,29 @@ impl Engine {
     }
 
     /// Handles a message of a handshake, or keeps it until this process connects.
-    pub(super) fn greeted(&mut self, header: &[u8], body: Body) {
+    pub(super) fn greeted(&mut self, header: &[u8], body: MessageBody) {
         match (header.first_chunk(), body) {
-            (Some(from), Body::Here(bytes)) => {
+            (Some(from), MessageBody::Here(bytes)) => {
                 self.heard(ProcessId(u32::from_le_bytes(*from)), &bytes)
             }
             (_, body) => self.throw_away(body),
         }
     }
 
+    /// Handles a message of a handshake that claims to come from `from`.
     fn heard(&mut self, from: ProcessId, bytes: &[u8]) {
         let Some(mut meeting) = self.meeting.take() else {
             // Kept if this process has not started to connect yet.
             let is_early = self.peers.is_empty() && bytes.len() <= HELLO_BYTES;
             if is_early && self.hellos.len() < HELLOS_KEPT {
-                self.hellos.push((from, bytes.to_vec()));
+                self.hellos.push(EarlyHello {
+                    from,
+                    bytes: bytes.to_vec(),
+                });
             }
             return;
         };
+
         match self.shake_hands(&meeting.party, from, bytes) {
             Ok(Ok(())) => {}
             Ok(Err(refusal)) => {
@@ -180,12 +194,14 @@ impl Engine {
         let Some(mut handshake) = known else {
             return Ok(Err(Refusal::Stranger));
         };
+
         let calls = from > self.me;
         let (first, proof) = bytes.split_at(bytes.len().min(if calls { HELLO_BYTES } else { !0 }));
         let mut taken = handshake.take_packet(first);
         if !proof.is_empty() && taken.is_ok() {
             taken = handshake.take_packet(proof);
         }
+
         let reply = match taken {
             Ok(reply) => reply,
             Err(refusal) => {
@@ -197,6 +213,7 @@ impl Engine {
                 return Ok(Err(refusal));
             }
         };
+
         let Some(facts) = handshake.proved_facts() else {
             // Strangers may say hello in the name of a peer that does not listen yet.
             if self.peers[from.index()].sending < HELLOS_KEPT {
@@ -204,6 +221,7 @@ impl Engine {
             }
             return Ok(Ok(()));
         };
+
         let fits = match calls {
             true => match party.check_caller(facts, 1) {
                 // The answer to one peer, passed on to another.
@@ -212,12 +230,14 @@ impl Engine {
             },
             false => party.check_answerer(facts, from),
         };
+
         // A peer that does not fit is answered too: it learns the reason.
         if calls {
             self.say_to(from, reply);
         } else if !handshake.is_done() {
             self.say_to(from, [handshake.hello(), &reply].concat());
         }
+
         let secret = handshake.secret();
         let [of_caller, of_answerer] =
             [0, 4].map(|at| u32::from_le_bytes([0, 1, 2, 3].map(|byte| secret[at + byte])));
@@ -226,8 +246,10 @@ impl Engine {
         } else {
             (of_caller, of_answerer)
         };
+
         let peer = &mut self.peers[from.index()];
-        (peer.pass, peer.expected) = (Some(pass), Some(expected));
+        peer.pass = Some(pass);
+        peer.expected = Some(expected);
         peer.handshake = Some(handshake);
         fits.map(Ok)
     }
@@ -237,30 +259,34 @@ impl Engine {
         let Some(mut meeting) = self.meeting.take() else {
             return;
         };
+
         let others = || {
             self.peers
                 .iter()
                 .zip(0..)
                 .filter(|(_, id)| ProcessId(*id) != self.me)
         };
+
         // A peer that has sent its goodbye counts as met: it was only faster.
-        let has_left = |peer: &Peer| peer.heard_bye && peer.pass.is_some();
-        let is_done = |peer: &Peer| peer.handshake.as_ref().is_some_and(|end| end.is_done());
+        let has_left = |peer: &UcxPeer| peer.heard_bye && peer.pass.is_some();
+        let is_done = |peer: &UcxPeer| peer.handshake.as_ref().is_some_and(|end| end.is_done());
         let lost = others()
             .map(|(peer, _)| peer)
-            .filter(|peer| !has_left(peer));
-        let lost = lost.filter_map(|peer| peer.down.clone()).next();
-        let waits = |peer: &Peer| {
+            .filter(|peer| !has_left(peer))
+            .find_map(|peer| peer.down.clone());
+        let waits = |peer: &UcxPeer| {
             !is_done(peer) && !has_left(peer) || (peer.sending > 0 && peer.down.is_none())
         };
-        let silent = others()
+        let silent: Vec<_> = others()
             .filter(|(peer, _)| waits(peer))
-            .map(|(_, id)| ProcessId(id));
-        let silent: Vec<_> = silent.collect();
+            .map(|(_, id)| ProcessId(id))
+            .collect();
         let said = others().all(|(peer, _)| peer.sending == 0 || peer.down.is_some());
+
         if let Some(error) = lost {
             meeting.fail(error);
         }
+
         let late = Instant::now() >= meeting.until;
         let outcome = match meeting.failed.take() {
             Some(error) if said || late => Err(error),
@@ -282,16 +308,18 @@ impl Engine {
                 return;
             }
         };
+
         // A caller that no longer waits has dropped the transport.
         let _ = meeting.reply.send(outcome);
     }
 
-    fn met(&self) -> Met {
+    /// Returns the result of connecting to all peers.
+    fn met(&self) -> ConnectedPeers {
         let moves_cuda = self
             .peers
             .iter()
             .map(|peer| self.moves_cuda && peer.moves_cuda);
-        Met {
+        ConnectedPeers {
             lanes: self.lanes(),
             moves_cuda: moves_cuda.collect(),
         }

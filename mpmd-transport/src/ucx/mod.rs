@@ -49,8 +49,6 @@
 //! own library goes first: `LD_LIBRARY_PATH`, then the system's folders, then the copy that was
 //! built with the program.
 
-#[cfg(not(feature = "ucx"))]
-mod absent;
 #[cfg(feature = "ucx")]
 mod address;
 #[cfg(feature = "ucx")]
@@ -61,8 +59,8 @@ mod examine;
 mod leaving;
 #[cfg(feature = "ucx")]
 mod meeting;
-#[cfg(feature = "ucx")]
-mod present;
+#[cfg(not(feature = "ucx"))]
+mod no_ucx;
 #[cfg(feature = "ucx")]
 mod queue;
 #[cfg(feature = "ucx")]
@@ -79,6 +77,8 @@ mod state;
 mod sys;
 #[cfg(feature = "ucx")]
 mod traffic;
+#[cfg(feature = "ucx")]
+mod transport;
 
 use std::fmt;
 use std::path::PathBuf;
@@ -87,24 +87,24 @@ use std::time::Duration;
 use mpmd_memory::Pool;
 use mpmd_proto::wire::ProcessId;
 
-#[cfg(not(feature = "ucx"))]
-pub use absent::{Opened, Ucx, examine};
 #[cfg(feature = "ucx")]
 pub use examine::examine;
+#[cfg(not(feature = "ucx"))]
+pub use no_ucx::{OpenedUcx, Ucx, examine};
 #[cfg(feature = "ucx")]
-pub use present::{Opened, Ucx};
+pub use transport::{OpenedUcx, Ucx};
 
 pub use mpmd_base::block::Spin;
 
 /// The transport's name as the user writes it.
 pub const NAME: &str = "ucx";
 
-/// The parameters of [`Opened::connect`].
+/// The parameters of [`OpenedUcx::connect`].
 #[derive(Clone)]
 pub struct UcxConfig {
     /// The id of this process.
     pub process: ProcessId,
-    /// The [`Opened::address`] of each process, by process. This process's own entry is ignored.
+    /// The [`OpenedUcx::address`] of each process, by process. This process's own entry is ignored.
     pub peers: Vec<String>,
     /// The job's secret. A process that does not prove to know it is no peer.
     pub token: [u8; 32],
@@ -136,7 +136,7 @@ impl fmt::Debug for UcxConfig {
 
 /// The UCX library of this machine.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub struct Report {
+pub struct UcxReport {
     /// The version of the library in use, such as `1.12.1`.
     pub version: String,
     /// The file that the library was loaded from.

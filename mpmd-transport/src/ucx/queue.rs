@@ -18,7 +18,7 @@ use mpmd_memory::{OwnedBuffer, SharedBuffer};
 use mpmd_proto::wire::{Header, ProcessId};
 
 /// The result of connecting to all peers. Both lists are indexed by process.
-pub(super) struct Met {
+pub(super) struct ConnectedPeers {
     /// UCX's own description of the lanes to each peer.
     pub(super) lanes: Vec<String>,
     /// True if memory of CUDA devices can be sent without a copy: UCX on both ends supports it.
@@ -26,8 +26,11 @@ pub(super) struct Met {
 }
 
 /// A request to the engine.
-pub(super) enum Command {
-    Connect(Box<UcxConfig>, mpsc::Sender<Result<Met, TransportError>>),
+pub(super) enum EngineCommand {
+    Connect(
+        Box<UcxConfig>,
+        mpsc::Sender<Result<ConnectedPeers, TransportError>>,
+    ),
     Start(Arc<dyn Handler>),
     Post {
         to: ProcessId,
@@ -49,15 +52,15 @@ pub(super) enum Command {
         peer: ProcessId,
         why: String,
     },
-    /// (Time limit, notified at the end): closes in order within the time limit.
+    /// Closes in order within the time limit, and notifies the sender at the end.
     Close(Duration, mpsc::Sender<()>),
     /// Closes at once: the transport was dropped.
     Abandon,
 }
 
 /// Commands on their way to the engine.
-pub(super) struct Queue {
-    list: Mutex<List>,
+pub(super) struct CommandQueue {
+    list: Mutex<CommandList>,
     /// True if there may be commands in the list.
     some: AtomicBool,
     /// True if the engine sleeps, or is about to.
@@ -65,27 +68,28 @@ pub(super) struct Queue {
     signal: Signal,
 }
 
-struct List {
-    commands: Vec<Command>,
+/// The commands of all threads but the engine's.
+struct CommandList {
+    commands: Vec<EngineCommand>,
     /// True once the engine takes no more commands.
     ended: bool,
 }
 
 /// The commands that an engine's thread gives to its own engine.
-struct Own {
+struct OwnCommands {
     /// The address of the engine's queue; null if no engine runs on this thread.
-    queue: *const Queue,
-    commands: Vec<Command>,
+    queue: *const CommandQueue,
+    commands: Vec<EngineCommand>,
 }
 
 thread_local! {
-    static OWN: RefCell<Own> =
-        const { RefCell::new(Own { queue: std::ptr::null(), commands: Vec::new() }) };
+    static OWN: RefCell<OwnCommands> =
+        const { RefCell::new(OwnCommands { queue: std::ptr::null(), commands: Vec::new() }) };
 }
 
-impl Queue {
+impl CommandQueue {
     pub(super) fn new(signal: Signal) -> Self {
-        let list = Mutex::new(List {
+        let list = Mutex::new(CommandList {
             commands: Vec::new(),
             ended: false,
         });
@@ -103,7 +107,7 @@ impl Queue {
     }
 
     /// Runs `act` on the list of this thread if it is the engine's. Otherwise returns `None`.
-    fn on_own<T>(&self, act: impl FnOnce(&mut Vec<Command>) -> T) -> Option<T> {
+    fn on_own<T>(&self, act: impl FnOnce(&mut Vec<EngineCommand>) -> T) -> Option<T> {
         // A thread that is ending has lost its list, and is not the engine's.
         let done = OWN.try_with(|own| {
             let mut own = own.borrow_mut();
@@ -114,18 +118,20 @@ impl Queue {
 
     /// Queues a command and wakes the engine. After the engine's end, returns the command as an
     /// error.
-    pub(super) fn push(&self, command: Command) -> Result<(), Command> {
+    pub(super) fn push(&self, command: EngineCommand) -> Result<(), EngineCommand> {
         let mut command = Some(command);
         self.on_own(|commands| commands.extend(command.take()));
         let Some(command) = command else {
             return Ok(());
         };
+
         let mut list = self.list.lock();
         if list.ended {
             return Err(command);
         }
         list.commands.push(command);
         drop(list);
+
         // Sequentially consistent with the accesses in `rest`: either the engine sees the command
         // before it sleeps, or this thread sees that it is asleep.
         self.some.store(true, Ordering::SeqCst);
@@ -136,7 +142,7 @@ impl Queue {
     }
 
     /// Moves all commands to `into`, which is empty. Called on the engine's thread.
-    pub(super) fn take(&self, into: &mut Vec<Command>) {
+    pub(super) fn take(&self, into: &mut Vec<EngineCommand>) {
         self.on_own(|commands| std::mem::swap(commands, into));
         if self.some.load(Ordering::Relaxed) && self.some.swap(false, Ordering::SeqCst) {
             let mut list = self.list.lock();
@@ -171,7 +177,7 @@ impl Queue {
     }
 
     /// Returns all commands. If there are none, ends the queue and returns `None`.
-    pub(super) fn take_or_end(&self) -> Option<Vec<Command>> {
+    pub(super) fn take_or_end(&self) -> Option<Vec<EngineCommand>> {
         let mut commands = self.on_own(std::mem::take).unwrap_or_default();
         let mut list = self.list.lock();
         commands.append(&mut list.commands);
@@ -185,7 +191,7 @@ impl Queue {
     }
 
     /// Ends the queue; returns the commands that were not carried out.
-    pub(super) fn end(&self) -> Vec<Command> {
+    pub(super) fn end(&self) -> Vec<EngineCommand> {
         let mut commands = self.leave_thread();
         let mut list = self.list.lock();
         list.ended = true;
@@ -193,8 +199,8 @@ impl Queue {
         commands
     }
 
-    /// Ends the work of [`Queue::adopt_thread`]; returns the commands of this thread.
-    fn leave_thread(&self) -> Vec<Command> {
+    /// Ends the work of [`CommandQueue::adopt_thread`]; returns the commands of this thread.
+    fn leave_thread(&self) -> Vec<EngineCommand> {
         let left = OWN.try_with(|own| {
             let mut own = own.borrow_mut();
             if !std::ptr::eq(own.queue, self) {
@@ -209,8 +215,8 @@ impl Queue {
 
 /// A handle to the payload of a received message, which still lies with its sender. A fetch copies
 /// it here. Dropping the handle without a fetch discards the payload.
-pub(super) struct Waiting {
-    pub(super) queue: Arc<Queue>,
+pub(super) struct RemotePayload {
+    pub(super) queue: Arc<CommandQueue>,
     pub(super) payload: u64,
     pub(super) from: ProcessId,
     pub(super) bytes: u64,
@@ -218,7 +224,7 @@ pub(super) struct Waiting {
     pub(super) taken: bool,
 }
 
-impl Fetch for Waiting {
+impl Fetch for RemotePayload {
     fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -229,24 +235,25 @@ impl Fetch for Waiting {
             self.bytes,
             "the place for a payload has its length"
         );
+
         self.taken = true;
-        let command = Command::Fetch {
+        let command = EngineCommand::Fetch {
             payload: self.payload,
             from: self.from,
             into,
             then,
         };
-        if let Err(Command::Fetch { then, .. }) = self.queue.push(command) {
+        if let Err(EngineCommand::Fetch { then, .. }) = self.queue.push(command) {
             then(Err(TransportError::Closed));
         }
     }
 }
 
-impl Drop for Waiting {
+impl Drop for RemotePayload {
     fn drop(&mut self) {
         if !self.taken {
             // After the engine's end there is nothing left to discard.
-            let _ = self.queue.push(Command::Discard {
+            let _ = self.queue.push(EngineCommand::Discard {
                 payload: self.payload,
             });
         }
@@ -257,13 +264,13 @@ impl Drop for Waiting {
 mod tests {
     use super::*;
 
-    fn discard(queue: &Queue, payload: u64) -> bool {
-        queue.push(Command::Discard { payload }).is_ok()
+    fn discard(queue: &CommandQueue, payload: u64) -> bool {
+        queue.push(EngineCommand::Discard { payload }).is_ok()
     }
 
-    fn payloads(commands: &[Command]) -> Vec<u64> {
-        let payload = |command: &Command| match command {
-            Command::Discard { payload } => *payload,
+    fn payloads(commands: &[EngineCommand]) -> Vec<u64> {
+        let payload = |command: &EngineCommand| match command {
+            EngineCommand::Discard { payload } => *payload,
             _ => u64::MAX,
         };
         commands.iter().map(payload).collect()
@@ -271,7 +278,7 @@ mod tests {
 
     #[test]
     fn commands_of_the_engines_thread_need_no_lock() {
-        let queue = Queue::new(Signal::default());
+        let queue = CommandQueue::new(Signal::default());
         assert!(discard(&queue, 1));
         assert_eq!(
             queue.list.lock().commands.len(),
@@ -280,7 +287,7 @@ mod tests {
         );
         queue.adopt_thread();
         assert!(discard(&queue, 2));
-        let other = Queue::new(Signal::default());
+        let other = CommandQueue::new(Signal::default());
         assert!(discard(&other, 3));
         assert_eq!(
             (
@@ -303,7 +310,7 @@ mod tests {
 
     #[test]
     fn engine_does_not_rest_with_its_own_commands() {
-        let queue = Queue::new(Signal::default());
+        let queue = CommandQueue::new(Signal::default());
         queue.adopt_thread();
         assert!(discard(&queue, 1));
         assert!(!queue.rest());
@@ -316,7 +323,7 @@ mod tests {
     #[test]
     fn ended_queue_returns_commands_on_every_thread() {
         for by_force in [true, false] {
-            let queue = Queue::new(Signal::default());
+            let queue = CommandQueue::new(Signal::default());
             queue.adopt_thread();
             assert!(discard(&queue, 1));
             if by_force {

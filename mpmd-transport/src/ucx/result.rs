@@ -8,14 +8,14 @@ use std::fmt;
 use std::mem::zeroed;
 use std::ptr::{NonNull, null, null_mut};
 
-use super::sys::{self, Functions, Status};
+use super::sys::{self, Functions, UcxStatus};
 use crate::transport::TransportError;
 
 /// An error of a UCX function.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct UcxError {
     call: &'static str,
-    status: Status,
+    status: UcxStatus,
 }
 
 impl fmt::Display for UcxError {
@@ -26,7 +26,7 @@ impl fmt::Display for UcxError {
 
 impl UcxError {
     /// Creates the error of the UCX function `call`, which has returned `status`.
-    pub(super) fn new(call: &'static str, status: Status) -> Self {
+    pub(super) fn new(call: &'static str, status: UcxStatus) -> Self {
         Self { call, status }
     }
 
@@ -42,7 +42,7 @@ impl UcxError {
 type Result<T> = std::result::Result<T, UcxError>;
 
 /// Returns UCX's text for a status, with its number.
-pub(super) fn describe(status: Status) -> String {
+pub(super) fn describe(status: UcxStatus) -> String {
     let Ok(library) = sys::library() else {
         return format!("status {}", status.0);
     };
@@ -58,6 +58,7 @@ pub(super) fn describe(status: Status) -> String {
     format!("{} ({})", words.unwrap_or_default(), status.0)
 }
 
+/// Returns UCX's functions. The library has been loaded.
 fn functions() -> &'static Functions {
     match sys::library() {
         Ok(library) => &library.functions,
@@ -66,8 +67,8 @@ fn functions() -> &'static Functions {
     }
 }
 
-fn check(call: &'static str, status: Status) -> Result<()> {
-    if status == Status::OK {
+fn check(call: &'static str, status: UcxStatus) -> Result<()> {
+    if status == UcxStatus::OK {
         Ok(())
     } else {
         Err(UcxError { call, status })
@@ -75,17 +76,17 @@ fn check(call: &'static str, status: Status) -> Result<()> {
 }
 
 /// The state of an operation after its start.
-pub(super) enum Started {
+pub(super) enum StartedOperation {
     /// The operation is in progress, with this request; its callback will be called.
     UnderWay(NonNull<c_void>),
     /// The operation is over, with this status; its callback is not called.
-    Over(Status),
+    Over(UcxStatus),
 }
 
-fn started(pointer: *mut c_void) -> Started {
-    match (Status::of_pointer(pointer), NonNull::new(pointer)) {
-        (None, Some(request)) => Started::UnderWay(request),
-        (status, _) => Started::Over(status.unwrap_or(Status::OK)),
+fn started(pointer: *mut c_void) -> StartedOperation {
+    match (UcxStatus::of_pointer(pointer), NonNull::new(pointer)) {
+        (None, Some(request)) => StartedOperation::UnderWay(request),
+        (status, _) => StartedOperation::Over(status.unwrap_or(UcxStatus::OK)),
     }
 }
 
@@ -103,11 +104,12 @@ pub(super) unsafe fn init(processes: usize, settings: &[(&str, &str)]) -> Result
     check("ucp_config_read", unsafe {
         (ucx.ucp_config_read)(null(), null(), &mut config)
     })?;
+
     for (name, value) in settings {
         if let (Ok(name), Ok(value)) = (CString::new(*name), CString::new(*value)) {
             // SAFETY: `config` was read above, and both strings outlive the call.
             let status = unsafe { (ucx.ucp_config_modify)(config, name.as_ptr(), value.as_ptr()) };
-            if status != Status::OK {
+            if status != UcxStatus::OK {
                 tracing::debug!(
                     ?name,
                     ?value,
@@ -117,6 +119,7 @@ pub(super) unsafe fn init(processes: usize, settings: &[(&str, &str)]) -> Result
             }
         }
     }
+
     // SAFETY: the structure has numbers and optional callbacks; zero is valid for all of them.
     let mut params: sys::ucp_params = unsafe { zeroed() };
     params.field_mask = u64::from(sys::ucp_params_field::UCP_PARAM_FIELD_FEATURES.0)
@@ -124,6 +127,7 @@ pub(super) unsafe fn init(processes: usize, settings: &[(&str, &str)]) -> Result
     params.features =
         u64::from(sys::ucp_feature::UCP_FEATURE_AM.0 | sys::ucp_feature::UCP_FEATURE_WAKEUP.0);
     params.estimated_num_eps = processes as ucx1_sys::size_t;
+
     let mut context = null_mut();
     let (major, minor) = sys::API;
     // SAFETY: the fields in the mask are set, and the structure belongs to the version given.
@@ -161,7 +165,7 @@ pub(super) type Endpoint = ucx1_sys::ucp_ep;
 fn made<T>(call: &'static str, pointer: *mut T) -> Result<NonNull<T>> {
     NonNull::new(pointer).ok_or(UcxError {
         call,
-        status: Status(-3),
+        status: UcxStatus(-3),
     })
 }
 
@@ -212,10 +216,12 @@ pub(super) unsafe fn worker_destroy(worker: NonNull<Worker>) {
 /// The worker is alive.
 pub(super) unsafe fn worker_address(worker: NonNull<Worker>) -> Result<Vec<u8>> {
     let ucx = functions();
-    let (mut address, mut bytes) = (null_mut(), 0);
+    let mut address = null_mut();
+    let mut bytes = 0;
     // SAFETY: the caller guarantees that the worker is alive; the results go to local variables.
     let status = unsafe { (ucx.ucp_worker_get_address)(worker.as_ptr(), &mut address, &mut bytes) };
     check("ucp_worker_get_address", status)?;
+
     // SAFETY: UCX has put `bytes` bytes there and keeps them until they are released.
     let copy = unsafe { std::slice::from_raw_parts(address.cast::<u8>(), bytes) }.to_vec();
     // SAFETY: the address came from this worker, and is released once.
@@ -243,7 +249,7 @@ pub(super) unsafe fn worker_descriptor(worker: NonNull<Worker>) -> Result<c_int>
 pub(super) unsafe fn worker_arm(worker: NonNull<Worker>) -> Result<bool> {
     // SAFETY: guaranteed by the caller.
     match unsafe { (functions().ucp_worker_arm)(worker.as_ptr()) } {
-        Status::BUSY => Ok(false),
+        UcxStatus::BUSY => Ok(false),
         status => check("ucp_worker_arm", status).map(|()| true),
     }
 }
@@ -286,6 +292,7 @@ pub(super) unsafe fn worker_on_message(
     use sys::ucp_am_handler_param_field as field;
     /// `UCP_AM_FLAG_WHOLE_MSG`: no callback for parts of a message.
     const WHOLE: u32 = 1;
+
     // SAFETY: the structure has numbers, pointers and an optional callback; zero is valid for all
     // of them.
     let mut params: sys::ucp_am_handler_param = unsafe { zeroed() };
@@ -298,11 +305,13 @@ pub(super) unsafe fn worker_on_message(
     params.id = number;
     params.flags = WHOLE;
     params.arg = number as usize as *mut c_void;
+
     // SAFETY: the types differ only in the type of the status, a byte in both, and in the name of a
     // length type.
     params.cb = Some(unsafe {
         std::mem::transmute::<sys::MessageCallback, MessageCallbackOfBindings>(callback)
     });
+
     // SAFETY: the caller guarantees that the worker is alive; the fields in the mask are set.
     let status = unsafe { (functions().ucp_worker_set_am_recv_handler)(worker.as_ptr(), &params) };
     check("ucp_worker_set_am_recv_handler", status)
@@ -337,6 +346,7 @@ pub(super) unsafe fn endpoint_create(
     argument: usize,
 ) -> Result<NonNull<Endpoint>> {
     use sys::ucp_ep_params_field as field;
+
     // SAFETY: the structure has numbers, pointers, optional callbacks and an enumeration; zero is
     // valid for all of them.
     let mut params: sys::ucp_ep_params = unsafe { zeroed() };
@@ -347,12 +357,14 @@ pub(super) unsafe fn endpoint_create(
     );
     params.address = address.as_ptr().cast();
     params.err_mode = sys::ucp_err_handling_mode_t::UCP_ERR_HANDLING_MODE_PEER;
+
     // SAFETY: the types differ only in the type of the status, a byte in both, and in the name of a
     // length type.
     params.err_handler.cb = Some(unsafe {
         std::mem::transmute::<sys::ErrorCallback, ErrorCallbackOfBindings>(callback)
     });
     params.err_handler.arg = argument as *mut c_void;
+
     let mut endpoint = null_mut();
     // SAFETY: the caller guarantees that the worker is alive. The address outlives the call, and
     // the fields in the mask are set.
@@ -367,7 +379,10 @@ pub(super) unsafe fn endpoint_create(
 /// # Safety
 ///
 /// The endpoint is alive and is not used again. This is its worker's thread.
-pub(super) unsafe fn endpoint_close(endpoint: NonNull<Endpoint>, at_once: bool) -> Started {
+pub(super) unsafe fn endpoint_close(
+    endpoint: NonNull<Endpoint>,
+    at_once: bool,
+) -> StartedOperation {
     /// `UCP_EP_CLOSE_FLAG_FORCE`.
     const FORCE: u32 = 1;
     // SAFETY: as in `operation`.
@@ -380,7 +395,7 @@ pub(super) unsafe fn endpoint_close(endpoint: NonNull<Endpoint>, at_once: bool) 
 
 /// The protocol for a message.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Way {
+pub(super) enum SendProtocol {
     /// The bytes go with the message; the receiver copies them.
     Eager,
     /// The receiver fetches the bytes from the sender's memory, once it has a buffer for them.
@@ -389,14 +404,15 @@ pub(super) enum Way {
 
 /// The memory of an operation.
 #[derive(Clone, Copy)]
-pub(super) struct Bytes {
+pub(super) struct OperationBytes {
     pub(super) start: *mut c_void,
     pub(super) bytes: usize,
     /// True for memory of a CUDA device, false for host memory.
     pub(super) cuda: bool,
 }
 
-fn operation(number: usize, bytes: Bytes) -> sys::ucp_request_param_t {
+/// Returns the parameters of operation `number` on the memory `bytes`.
+fn operation(number: usize, bytes: OperationBytes) -> sys::ucp_request_param_t {
     use sys::ucp_op_attr_t as field;
     // SAFETY: the structure has numbers, pointers, unions of pointers and an enumeration; zero is
     // valid for all of them.
@@ -405,6 +421,7 @@ fn operation(number: usize, bytes: Bytes) -> sys::ucp_request_param_t {
         | field::UCP_OP_ATTR_FIELD_USER_DATA as u32
         | field::UCP_OP_ATTR_FIELD_MEMORY_TYPE as u32;
     params.user_data = number as *mut c_void;
+
     // Set explicitly, because UCX's own guess can be wrong.
     params.memory_type = match bytes.cuda {
         false => sys::ucs_memory_type::UCS_MEMORY_TYPE_HOST,
@@ -414,32 +431,34 @@ fn operation(number: usize, bytes: Bytes) -> sys::ucp_request_param_t {
 }
 
 /// Sends a message. At its end UCX calls `callback` with `number`, unless this returns
-/// [`Started::Over`].
+/// [`StartedOperation::Over`].
 ///
 /// # Safety
 ///
 /// The endpoint is alive, and this is its worker's thread. `payload` describes valid memory. Header
 /// and payload stay in place, unchanged, until the callback was called or this has returned
-/// [`Started::Over`].
+/// [`StartedOperation::Over`].
 pub(super) unsafe fn message_send(
     endpoint: NonNull<Endpoint>,
     id: c_uint,
     header: &[u8],
-    payload: Bytes,
-    way: Way,
+    payload: OperationBytes,
+    way: SendProtocol,
     callback: sys::SendCallback,
     number: usize,
-) -> Started {
+) -> StartedOperation {
     let mut params = operation(number, payload);
     params.op_attr_mask |= sys::ucp_op_attr_t::UCP_OP_ATTR_FIELD_FLAGS as u32;
     params.flags = match way {
-        Way::Eager => sys::ucp_send_am_flags::UCP_AM_SEND_FLAG_EAGER.0,
-        Way::Rendezvous => sys::ucp_send_am_flags::UCP_AM_SEND_FLAG_RNDV.0,
+        SendProtocol::Eager => sys::ucp_send_am_flags::UCP_AM_SEND_FLAG_EAGER.0,
+        SendProtocol::Rendezvous => sys::ucp_send_am_flags::UCP_AM_SEND_FLAG_RNDV.0,
     };
+
     // SAFETY: the types differ only in the type of the status, a byte in both, and in the name of a
     // length type.
     params.cb.send =
         Some(unsafe { std::mem::transmute::<sys::SendCallback, SendCallbackOfBindings>(callback) });
+
     // SAFETY: guaranteed by the caller; the fields in the mask are set. Without a data type, the
     // length is in bytes.
     started(unsafe {
@@ -456,27 +475,28 @@ pub(super) unsafe fn message_send(
 }
 
 /// Fetches the bytes that a descriptor stands for. At the end UCX calls `callback` with `number`,
-/// unless this returns [`Started::Over`].
+/// unless this returns [`StartedOperation::Over`].
 ///
 /// # Safety
 ///
 /// The worker is alive, and this is its thread. The descriptor came with a message of this worker,
 /// was kept, and is not used again. `into` describes valid memory of the length of the message. It
 /// stays in place, used by nobody else, until the callback was called or this has returned
-/// [`Started::Over`].
+/// [`StartedOperation::Over`].
 pub(super) unsafe fn message_fetch(
     worker: NonNull<Worker>,
     descriptor: NonNull<c_void>,
-    into: Bytes,
+    into: OperationBytes,
     callback: sys::ReceiveCallback,
     number: usize,
-) -> Started {
+) -> StartedOperation {
     let mut params = operation(number, into);
     // SAFETY: the types differ only in the type of the status, a byte in both, and in the name of a
     // length type.
     params.cb.recv_am = Some(unsafe {
         std::mem::transmute::<sys::ReceiveCallback, ReceiveCallbackOfBindings>(callback)
     });
+
     // SAFETY: guaranteed by the caller; the fields in the mask are set.
     started(unsafe {
         (functions().ucp_am_recv_data_nbx)(
@@ -504,7 +524,7 @@ pub(super) unsafe fn message_discard(worker: NonNull<Worker>, descriptor: NonNul
 /// # Safety
 ///
 /// The request came from UCX and has not been freed.
-pub(super) unsafe fn request_status(request: NonNull<c_void>) -> Status {
+pub(super) unsafe fn request_status(request: NonNull<c_void>) -> UcxStatus {
     // SAFETY: guaranteed by the caller.
     unsafe { (functions().ucp_request_check_status)(request.as_ptr()) }
 }
@@ -531,16 +551,19 @@ pub(super) unsafe fn endpoint_info(endpoint: NonNull<Endpoint>) -> String {
 
 /// Returns the text that `print` writes to a C stream; empty if no stream can be opened.
 fn printed(print: impl FnOnce(*mut libc::FILE)) -> String {
-    let (mut text, mut bytes) = (null_mut(), 0);
+    let mut text = null_mut();
+    let mut bytes = 0;
     // SAFETY: both are local variables and outlive the stream, which is closed below.
     let file = unsafe { libc::open_memstream(&mut text, &mut bytes) };
     if file.is_null() {
         return String::new();
     }
+
     print(file);
     // SAFETY: the stream is open and not used again. Closing it stores the text and its length in
     // the two variables.
     unsafe { libc::fclose(file) };
+
     if text.is_null() {
         return String::new();
     }

@@ -8,7 +8,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::state::{Engine, RollCall, id};
+use super::state::{RollCall, UcxEngine, id};
 use super::traffic::prefix;
 use crate::transport::TransportError;
 use mpmd_proto::wire::ProcessId;
@@ -16,7 +16,7 @@ use mpmd_proto::wire::ProcessId;
 /// Time that a peer has to answer. Even an engine that seldom gets a core answers far sooner.
 const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 
-impl Engine {
+impl UcxEngine {
     /// Sends a ping to every connected peer, because the peer `dead` has died.
     pub(super) fn begin_roll_call(&mut self, dead: ProcessId) {
         for to in (0..self.peers.len() as u32).map(ProcessId) {
@@ -45,10 +45,12 @@ impl Engine {
     /// Ends the roll call once all peers have answered or the time is over. Shuts out the silent
     /// peers.
     pub(super) fn call_the_roll(&mut self) {
-        let Some(RollCall { dead, until }) = &self.roll_call else {
+        let Some(roll_call) = &self.roll_call else {
             return;
         };
-        let (dead, until) = (*dead, *until);
+        let dead = roll_call.dead;
+        let until = roll_call.until;
+
         let missing = self
             .peers
             .iter()
@@ -58,6 +60,7 @@ impl Engine {
         if !missing.is_empty() && Instant::now() < until {
             return;
         }
+
         self.roll_call = None;
         for peer in missing {
             let why = format!(

@@ -3,7 +3,7 @@
 //! A setting that the user has made, by a variable `UCX_*`, is never changed.
 
 /// A setting, by its name in the library's configuration.
-struct Setting {
+struct UcxSetting {
     key: &'static str,
     value: &'static str,
     /// The variables by which a user would make this setting.
@@ -11,7 +11,7 @@ struct Setting {
 }
 
 /// Makes UCX notice a dead peer in seconds instead of minutes.
-const KEEPALIVE: Setting = Setting {
+const KEEPALIVE: UcxSetting = UcxSetting {
     key: "KEEPALIVE_INTERVAL",
     value: "2s",
     variables: &["UCX_KEEPALIVE_INTERVAL"],
@@ -19,19 +19,19 @@ const KEEPALIVE: Setting = Setting {
 
 /// Makes UCX use its POSIX shared memory. By default that says that it cannot detect failures, and
 /// UCX leaves it out silently.
-const POSIX: Setting = Setting {
+const POSIX: UcxSetting = UcxSetting {
     key: "POSIX_ERROR_HANDLING",
     value: "y",
     variables: &["UCX_POSIX_ERROR_HANDLING"],
 };
-const SYSV: Setting = Setting {
+const SYSV: UcxSetting = UcxSetting {
     key: "SYSV_ERROR_HANDLING",
     value: "y",
     variables: &["UCX_SYSV_ERROR_HANDLING"],
 };
 /// Before UCX 1.17, the settings of both shared memory transports go by the prefix of their common
 /// table. This one setting is for both.
-const SHARED_MEMORY: Setting = Setting {
+const SHARED_MEMORY: UcxSetting = UcxSetting {
     key: "MM_ERROR_HANDLING",
     value: "y",
     variables: &["UCX_POSIX_ERROR_HANDLING", "UCX_SYSV_ERROR_HANDLING"],
@@ -39,13 +39,13 @@ const SHARED_MEMORY: Setting = Setting {
 
 /// Makes UCX send large payloads over TCP in parts of 256 KiB instead of 64. With failure detection
 /// UCX receives such payloads part by part, and each part costs system calls.
-const TCP_PARTS: Setting = Setting {
+const TCP_PARTS: UcxSetting = UcxSetting {
     key: "TCP_RX_SEG_SIZE",
     value: "256k",
     variables: &["UCX_TCP_RX_SEG_SIZE"],
 };
 /// Before UCX 1.17, the name has no prefix.
-const TCP_PARTS_BEFORE_1_17: Setting = Setting {
+const TCP_PARTS_BEFORE_1_17: UcxSetting = UcxSetting {
     key: "RX_SEG_SIZE",
     ..TCP_PARTS
 };
@@ -63,16 +63,18 @@ pub(super) fn unless_set(
             .as_ref()
             .is_none_or(|allowed| allows(allowed, names))
     };
-    let (shared_memory, tcp): (&[Setting], &[Setting]) = match version < (1, 17, 0) {
+
+    let (shared_memory, tcp): (&[UcxSetting], &[UcxSetting]) = match version < (1, 17, 0) {
         true => (&[SHARED_MEMORY], &[TCP_PARTS_BEFORE_1_17]),
         false => (&[POSIX, SYSV], &[TCP_PARTS]),
     };
-    let shared_memory: &[Setting] = if uses(&["mm", "posix", "shm", "sm", "sysv"]) {
+    let shared_memory: &[UcxSetting] = if uses(&["mm", "posix", "shm", "sm", "sysv"]) {
         shared_memory
     } else {
         &[]
     };
-    let tcp: &[Setting] = if uses(&["tcp"]) { tcp } else { &[] };
+    let tcp: &[UcxSetting] = if uses(&["tcp"]) { tcp } else { &[] };
+
     let settings = shared_memory.iter().chain(tcp).chain([&KEEPALIVE]);
     let free = settings.filter(|setting| {
         setting

@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::Instant;
 
-use mpmd_base::block::{Gap, SpinPolicy};
+use mpmd_base::block::{PollGap, SpinPolicy};
 
 use super::UcxConfig;
-use super::queue::{Met, Queue};
-use super::result::Way;
-use super::safe::{Descriptor, EndpointId, OpId, Worker};
+use super::queue::{CommandQueue, ConnectedPeers};
+use super::result::SendProtocol;
+use super::safe::{Descriptor, EndpointId, OpId, UcxWorker};
 use crate::party::Party;
 use crate::transport::{FetchDone, Handler, Payload, Ticket, TransportError};
 use mpmd_handshake::Handshake;
@@ -39,7 +39,7 @@ pub(super) mod id {
 }
 
 /// A peer and the state of its connection.
-pub(super) struct Peer {
+pub(super) struct UcxPeer {
     pub(super) endpoint: Option<EndpointId>,
     /// True if the peer's UCX can move memory of CUDA devices.
     pub(super) moves_cuda: bool,
@@ -52,10 +52,11 @@ pub(super) struct Peer {
     pub(super) pass: Option<u32>,
     /// The reason why the peer is gone; `None` until then.
     pub(super) down: Option<TransportError>,
-    /// Number of messages in flight to the peer. `fetching` is the number of payloads being fetched
-    /// from it.
+    /// Number of messages in flight to the peer.
     pub(super) sending: usize,
+    /// Number of payloads being fetched from the peer.
     pub(super) fetching: usize,
+    /// True once the peer has said goodbye.
     pub(super) heard_bye: bool,
     /// True once this process has answered the peer's goodbye.
     pub(super) answered: bool,
@@ -66,38 +67,52 @@ pub(super) struct Peer {
 }
 
 /// The state of the engine's thread, which owns every object of UCX.
-pub(super) struct Engine {
-    pub(super) worker: Worker,
+pub(super) struct UcxEngine {
+    pub(super) worker: UcxWorker,
     /// True if UCX of this process can move memory of CUDA devices.
     pub(super) moves_cuda: bool,
-    pub(super) queue: Arc<Queue>,
+    pub(super) queue: Arc<CommandQueue>,
     pub(super) me: ProcessId,
     /// The peers by process. This process's own entry is not used.
-    pub(super) peers: Vec<Peer>,
+    pub(super) peers: Vec<UcxPeer>,
     /// The peer process of each endpoint.
     pub(super) processes: HashMap<EndpointId, ProcessId>,
     /// Operations that UCX has not ended yet, by id.
-    pub(super) operations: Vec<Option<Operation>>,
-    /// Payloads that still lie with their senders, by number: (sender, descriptor, bytes).
-    pub(super) payloads: HashMap<u64, (ProcessId, Descriptor, usize)>,
+    pub(super) operations: Vec<Option<PendingOperation>>,
+    /// Payloads that still lie with their senders, by number.
+    pub(super) payloads: HashMap<u64, UnfetchedPayload>,
     pub(super) next_payload: u64,
     pub(super) handler: Option<Arc<dyn Handler>>,
     /// Messages that were posted in this turn and are not sent yet.
-    pub(super) stored: Vec<Stored>,
+    pub(super) stored: Vec<StoredMessage>,
     /// Calls for the handler from before a handler was set.
-    pub(super) early: Vec<Said>,
-    pub(super) leaving: Option<Leaving>,
+    pub(super) early: Vec<HandlerCall>,
+    pub(super) leaving: Option<UcxLeaving>,
     pub(super) roll_call: Option<RollCall>,
-    pub(super) meeting: Option<Meeting>,
-    /// Hellos that arrived before this process started to connect: (sender, bytes).
-    pub(super) hellos: Vec<(ProcessId, Vec<u8>)>,
+    pub(super) meeting: Option<UcxMeeting>,
+    /// Hellos that arrived before this process started to connect.
+    pub(super) hellos: Vec<EarlyHello>,
     pub(super) policy: SpinPolicy,
     /// The time since the last work, if the last poll found nothing.
-    pub(super) gap: Option<Gap>,
+    pub(super) gap: Option<PollGap>,
+}
+
+/// A received payload that lies with its sender.
+pub(super) struct UnfetchedPayload {
+    pub(super) from: ProcessId,
+    pub(super) descriptor: Descriptor,
+    /// Length of the payload in bytes.
+    pub(super) bytes: usize,
+}
+
+/// A hello that arrived before this process started to connect.
+pub(super) struct EarlyHello {
+    pub(super) from: ProcessId,
+    pub(super) bytes: Vec<u8>,
 }
 
 /// The purpose of an operation of UCX.
-pub(super) enum Operation {
+pub(super) enum PendingOperation {
     Send {
         to: ProcessId,
         ticket: Option<Ticket>,
@@ -108,7 +123,7 @@ pub(super) enum Operation {
     },
 }
 
-impl Operation {
+impl PendingOperation {
     /// Takes the callback of a fetch; `None` for a send, or if it was taken before.
     pub(super) fn take_fetch(&mut self) -> Option<FetchDone> {
         match self {
@@ -119,25 +134,25 @@ impl Operation {
 }
 
 /// A posted message that is stored and not sent yet.
-pub(super) struct Stored {
+pub(super) struct StoredMessage {
     pub(super) to: ProcessId,
     pub(super) op: OpId,
-    pub(super) way: Way,
+    pub(super) way: SendProtocol,
     pub(super) ticket: Ticket,
 }
 
 /// A call to the handler.
-pub(super) enum Said {
+pub(super) enum HandlerCall {
     Arrived(ProcessId, Header, Payload),
     Done(Ticket, Result<(), TransportError>),
     Down(ProcessId, TransportError),
 }
 
 /// The state of connecting, until the handshakes with all peers are done.
-pub(super) struct Meeting {
+pub(super) struct UcxMeeting {
     pub(super) config: UcxConfig,
     pub(super) party: Party,
-    pub(super) reply: Sender<Result<Met, TransportError>>,
+    pub(super) reply: Sender<Result<ConnectedPeers, TransportError>>,
     pub(super) until: Instant,
     pub(super) failed: Option<TransportError>,
 }
@@ -149,7 +164,7 @@ pub(super) struct RollCall {
 }
 
 /// The progress of a shutdown.
-pub(super) struct Leaving {
+pub(super) struct UcxLeaving {
     /// Deadline for pending operations.
     pub(super) until: Instant,
     /// Deadline for the answers of peers; set once goodbye was sent.

@@ -3,7 +3,7 @@
 //!
 //! The types come from `ucx1-sys`, with one exception. In C `ucs_status_t` is an enumeration in a
 //! byte, and libraries newer than those bindings may return values that they do not know. As a Rust
-//! enumeration that would be undefined behaviour. So here it is a number, [`Status`], and the
+//! enumeration that would be undefined behaviour. So here it is a number, [`UcxStatus`], and the
 //! functions are declared anew with it. They are looked up at run time: a program built with UCX
 //! also runs on machines without it.
 
@@ -33,9 +33,9 @@ const LIBRARY: &str = "libucp.so.0";
 /// A status of UCX: 0 for done, 1 for in progress, below 0 for an error.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[repr(transparent)]
-pub(super) struct Status(pub(super) i8);
+pub(super) struct UcxStatus(pub(super) i8);
 
-impl Status {
+impl UcxStatus {
     pub(super) const OK: Self = Self(0);
     pub(super) const IN_PROGRESS: Self = Self(1);
     pub(super) const BUSY: Self = Self(-15);
@@ -56,10 +56,10 @@ impl Status {
 }
 
 /// Called at the end of a send. Arguments: request, status, user argument.
-pub(super) type SendCallback = unsafe extern "C" fn(*mut c_void, Status, *mut c_void);
+pub(super) type SendCallback = unsafe extern "C" fn(*mut c_void, UcxStatus, *mut c_void);
 /// Called at the end of a fetch. Arguments: request, status, number of bytes fetched, user
 /// argument.
-pub(super) type ReceiveCallback = unsafe extern "C" fn(*mut c_void, Status, usize, *mut c_void);
+pub(super) type ReceiveCallback = unsafe extern "C" fn(*mut c_void, UcxStatus, usize, *mut c_void);
 /// Called when a message arrives. Arguments: user argument, header and its length, data or
 /// descriptor and its length, parameters.
 pub(super) type MessageCallback = unsafe extern "C" fn(
@@ -69,9 +69,9 @@ pub(super) type MessageCallback = unsafe extern "C" fn(
     *mut c_void,
     usize,
     *const ucp_am_recv_param_t,
-) -> Status;
+) -> UcxStatus;
 /// Called when an endpoint has failed. Arguments: user argument, endpoint, status.
-pub(super) type ErrorCallback = unsafe extern "C" fn(*mut c_void, ucp_ep_h, Status);
+pub(super) type ErrorCallback = unsafe extern "C" fn(*mut c_void, ucp_ep_h, UcxStatus);
 
 macro_rules! functions {
     ($(fn $name:ident($($argument:ty),* $(,)?) $(-> $result:ty)?;)*) => {
@@ -98,26 +98,26 @@ macro_rules! functions {
 }
 
 functions! {
-    fn ucs_status_string(Status) -> *const c_char;
+    fn ucs_status_string(UcxStatus) -> *const c_char;
     fn ucp_get_version(*mut c_uint, *mut c_uint, *mut c_uint);
-    fn ucp_config_read(*const c_char, *const c_char, *mut *mut ucp_config_t) -> Status;
-    fn ucp_config_modify(*mut ucp_config_t, *const c_char, *const c_char) -> Status;
+    fn ucp_config_read(*const c_char, *const c_char, *mut *mut ucp_config_t) -> UcxStatus;
+    fn ucp_config_modify(*mut ucp_config_t, *const c_char, *const c_char) -> UcxStatus;
     fn ucp_config_release(*mut ucp_config_t);
     fn ucp_init_version(
         c_uint, c_uint, *const ucp_params, *const ucp_config_t, *mut ucp_context_h,
-    ) -> Status;
+    ) -> UcxStatus;
     fn ucp_cleanup(ucp_context_h);
-    fn ucp_context_query(ucp_context_h, *mut ucp_context_attr) -> Status;
-    fn ucp_worker_create(ucp_context_h, *const ucp_worker_params, *mut ucp_worker_h) -> Status;
+    fn ucp_context_query(ucp_context_h, *mut ucp_context_attr) -> UcxStatus;
+    fn ucp_worker_create(ucp_context_h, *const ucp_worker_params, *mut ucp_worker_h) -> UcxStatus;
     fn ucp_worker_destroy(ucp_worker_h);
-    fn ucp_worker_get_address(ucp_worker_h, *mut *mut ucp_address_t, *mut usize) -> Status;
+    fn ucp_worker_get_address(ucp_worker_h, *mut *mut ucp_address_t, *mut usize) -> UcxStatus;
     fn ucp_worker_release_address(ucp_worker_h, *mut ucp_address_t);
-    fn ucp_worker_get_efd(ucp_worker_h, *mut c_int) -> Status;
-    fn ucp_worker_arm(ucp_worker_h) -> Status;
-    fn ucp_worker_signal(ucp_worker_h) -> Status;
+    fn ucp_worker_get_efd(ucp_worker_h, *mut c_int) -> UcxStatus;
+    fn ucp_worker_arm(ucp_worker_h) -> UcxStatus;
+    fn ucp_worker_signal(ucp_worker_h) -> UcxStatus;
     fn ucp_worker_progress(ucp_worker_h) -> c_uint;
-    fn ucp_worker_set_am_recv_handler(ucp_worker_h, *const ucp_am_handler_param) -> Status;
-    fn ucp_ep_create(ucp_worker_h, *const ucp_ep_params, *mut ucp_ep_h) -> Status;
+    fn ucp_worker_set_am_recv_handler(ucp_worker_h, *const ucp_am_handler_param) -> UcxStatus;
+    fn ucp_ep_create(ucp_worker_h, *const ucp_ep_params, *mut ucp_ep_h) -> UcxStatus;
     fn ucp_ep_close_nbx(ucp_ep_h, *const ucp_request_param_t) -> *mut c_void;
     fn ucp_ep_print_info(ucp_ep_h, *mut libc::FILE);
     fn ucp_am_send_nbx(
@@ -127,12 +127,12 @@ functions! {
         ucp_worker_h, *mut c_void, *mut c_void, usize, *const ucp_request_param_t,
     ) -> *mut c_void;
     fn ucp_am_data_release(ucp_worker_h, *mut c_void);
-    fn ucp_request_check_status(*mut c_void) -> Status;
+    fn ucp_request_check_status(*mut c_void) -> UcxStatus;
     fn ucp_request_free(*mut c_void);
 }
 
 /// The loaded library, which is never unloaded.
-pub(super) struct Library {
+pub(super) struct UcxLibrary {
     pub(super) functions: Functions,
     pub(super) version: (c_uint, c_uint, c_uint),
     pub(super) path: PathBuf,
@@ -141,15 +141,15 @@ pub(super) struct Library {
 }
 
 /// Returns the library, which the first call loads, or the reason why there is none.
-pub(super) fn library() -> Result<&'static Library, &'static str> {
-    static LOADED: OnceLock<Result<Library, String>> = OnceLock::new();
+pub(super) fn library() -> Result<&'static UcxLibrary, &'static str> {
+    static LOADED: OnceLock<Result<UcxLibrary, String>> = OnceLock::new();
     LOADED
-        .get_or_init(Library::load)
+        .get_or_init(UcxLibrary::load)
         .as_ref()
         .map_err(String::as_str)
 }
 
-impl Library {
+impl UcxLibrary {
     /// Loads the library from the path in `MPMD_UCX_LIBRARY`. Without that variable, asks the
     /// system's loader, then looks at the build's own copies beside the program.
     fn load() -> Result<Self, String> {
@@ -160,15 +160,16 @@ impl Library {
         let places = match named {
             Some(name) => vec![name],
             None => {
-                let (built, refused) = env::current_exe()
+                let copies = env::current_exe()
                     .map(|program| built(&program))
                     .unwrap_or_default();
-                tried.extend(refused);
+                tried.extend(copies.refused);
                 std::iter::once(PathBuf::from(LIBRARY))
-                    .chain(built)
+                    .chain(copies.trusted)
                     .collect()
             }
         };
+
         for place in places {
             // SAFETY: loading runs the initialisers of UCX's libraries. They read variables and
             // install handlers, and touch nothing of this program.
@@ -177,6 +178,7 @@ impl Library {
                 Err(error) => tried.push(error.to_string()),
             }
         }
+
         Err(format!(
             "no {LIBRARY} can be loaded ({}); name its folder in LD_LIBRARY_PATH, or its file in \
              {LIBRARY_VARIABLE}",
@@ -187,10 +189,13 @@ impl Library {
     fn of(library: libloading::Library, place: &Path) -> Result<Self, String> {
         let functions =
             Functions::of(&library).map_err(|error| format!("{}: {error}", place.display()))?;
-        let (mut major, mut minor, mut patch) = (0, 0, 0);
+        let mut major = 0;
+        let mut minor = 0;
+        let mut patch = 0;
         // SAFETY: the function writes three numbers through the pointers, which point to local
         // variables.
         unsafe { (functions.ucp_get_version)(&mut major, &mut minor, &mut patch) };
+
         let path = mapped(LIBRARY).unwrap_or_else(|| place.to_owned());
         if major != API.0 || minor < API.1 {
             return Err(format!(
@@ -211,6 +216,7 @@ impl Library {
                 part.display()
             ));
         }
+
         Ok(Self {
             functions,
             version: (major, minor, patch),
@@ -226,15 +232,23 @@ impl Library {
     }
 }
 
-/// Returns (usable copies, refused copies) of the library that cargo builds of this program have
-/// left, the newest first. A copy is refused if another user could have put it there; the reason
-/// stands with it.
-fn built(program: &Path) -> (Vec<PathBuf>, Vec<String>) {
+/// Copies of the library that cargo builds have left.
+#[derive(Default)]
+struct BuiltCopies {
+    /// The newest first.
+    trusted: Vec<PathBuf>,
+    /// Copies that another user could have put there, with the reason.
+    refused: Vec<String>,
+}
+
+/// Returns the copies of the library that cargo builds of this program have left.
+fn built(program: &Path) -> BuiltCopies {
     let folders = program
         .ancestors()
         .skip(1)
         .take(2)
         .map(|folder| folder.join("build"));
+
     let mut found: Vec<_> = folders
         .filter_map(|folder| std::fs::read_dir(folder).ok())
         .flatten()
@@ -246,15 +260,17 @@ fn built(program: &Path) -> (Vec<PathBuf>, Vec<String>) {
             ours.then_some((written, file))
         })
         .collect();
+
     found.sort();
-    let (mut trusted, mut refused) = (Vec::new(), Vec::new());
+
+    let mut copies = BuiltCopies::default();
     for (_, file) in found.into_iter().rev() {
         match out_of_others_reach(&file) {
-            Ok(file) => trusted.push(file),
-            Err(why) => refused.push(format!("{}: {why}", file.display())),
+            Ok(file) => copies.trusted.push(file),
+            Err(why) => copies.refused.push(format!("{}: {why}", file.display())),
         }
     }
-    (trusted, refused)
+    copies
 }
 
 /// Resolves the links in a file's path. Returns an error if another user could have replaced the
@@ -269,6 +285,7 @@ fn out_of_others_reach(file: &Path) -> Result<PathBuf, String> {
         if data.uid() != 0 && data.uid() != own {
             return Err(format!("{} belongs to user {}", path.display(), data.uid()));
         }
+
         // In a sticky folder such as /tmp, only the owner of an entry can replace it.
         let keeps_entries = height > 1 && data.mode() & STICKY != 0;
         if data.mode() & WRITABLE_BY_OTHERS != 0 && !keeps_entries {
@@ -305,18 +322,21 @@ mod tests {
 
     #[test]
     fn status_of_pointer_is_none_for_requests_only() {
-        assert_eq!(Status::of_pointer(std::ptr::null_mut()), Some(Status::OK));
         assert_eq!(
-            Status::of_pointer(-25isize as *mut c_void),
-            Some(Status(-25))
+            UcxStatus::of_pointer(std::ptr::null_mut()),
+            Some(UcxStatus::OK)
+        );
+        assert_eq!(
+            UcxStatus::of_pointer(-25isize as *mut c_void),
+            Some(UcxStatus(-25))
         );
         // A value that the bindings do not know is an error like the others.
         assert_eq!(
-            Status::of_pointer(-99isize as *mut c_void),
-            Some(Status(-99))
+            UcxStatus::of_pointer(-99isize as *mut c_void),
+            Some(UcxStatus(-99))
         );
-        assert_eq!(Status::of_pointer(-101isize as *mut c_void), None);
-        assert_eq!(Status::of_pointer(0x1000 as *mut c_void), None);
+        assert_eq!(UcxStatus::of_pointer(-101isize as *mut c_void), None);
+        assert_eq!(UcxStatus::of_pointer(0x1000 as *mut c_void), None);
     }
 
     #[test]
@@ -336,7 +356,10 @@ mod tests {
         for path in file.ancestors().take(6) {
             mode(path, 0o755);
         }
-        let found = || built(&home.join("deps/program"));
+        let found = || {
+            let copies = built(&home.join("deps/program"));
+            (copies.trusted, copies.refused)
+        };
         let good = (vec![file.canonicalize().unwrap()], vec![]);
         let first = found();
         let mut wrong = Vec::new();

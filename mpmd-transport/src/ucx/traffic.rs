@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use super::queue::Waiting;
-use super::result::{UcxError, Way};
-use super::safe::{Body, Held, OpId, Sent};
-use super::state::{Engine, Operation, Said, Stored, id};
+use super::queue::RemotePayload;
+use super::result::{SendProtocol, UcxError};
+use super::safe::{MessageBody, OpId, OperationMemory, SendOutcome};
+use super::state::{HandlerCall, PendingOperation, StoredMessage, UcxEngine, UnfetchedPayload, id};
 use crate::transport::{FetchDone, Handler, Payload, Ticket, TransportError};
 use mpmd_memory::{OwnedBuffer, SharedBuffer};
-use mpmd_proto::wire::{HEADER_BYTES, Header, Kind, ProcessId};
+use mpmd_proto::wire::{HEADER_BYTES, Header, MessageKind, ProcessId};
 
 /// Data payloads of at least this many bytes stay with the sender until the receiver fetches them.
 /// For smaller ones a round trip does not pay.
@@ -17,7 +17,8 @@ const RENDEZVOUS_BYTES: usize = 8 << 10;
 /// Number of bytes of the sender's id and the pass, in front of the header.
 pub(super) const PREFIX_BYTES: usize = 8;
 
-impl Engine {
+impl UcxEngine {
+    /// Sets the handler, and makes the calls that waited for it.
     pub(super) fn start_handler(&mut self, handler: Arc<dyn Handler>) {
         self.handler = Some(handler);
         for said in std::mem::take(&mut self.early) {
@@ -25,25 +26,26 @@ impl Engine {
         }
     }
 
-    fn say(&mut self, said: Said) {
+    /// Calls the handler, or keeps the call until a handler is set.
+    fn say(&mut self, said: HandlerCall) {
         let Some(handler) = &self.handler else {
             self.early.push(said);
             return;
         };
         match said {
-            Said::Arrived(from, header, payload) => handler.arrived(from, header, payload),
-            Said::Done(ticket, result) => handler.done(ticket, result),
-            Said::Down(peer, why) => handler.peer_down(peer, why),
+            HandlerCall::Arrived(from, header, payload) => handler.arrived(from, header, payload),
+            HandlerCall::Done(ticket, result) => handler.done(ticket, result),
+            HandlerCall::Down(peer, why) => handler.peer_down(peer, why),
         }
     }
 
     fn done(&mut self, ticket: Ticket, result: Result<(), TransportError>) {
         if ticket != Ticket::NONE {
-            self.say(Said::Done(ticket, result));
+            self.say(HandlerCall::Done(ticket, result));
         }
     }
 
-    /// Stores a message, which [`Engine::send_stored`] sends.
+    /// Stores a message, which [`UcxEngine::send_stored`] sends.
     pub(super) fn post(
         &mut self,
         to: ProcessId,
@@ -60,19 +62,26 @@ impl Engine {
             drop(payload);
             return self.done(ticket, Err(error));
         }
+
         let mut bytes = [0; PREFIX_BYTES + HEADER_BYTES];
         bytes[..PREFIX_BYTES].copy_from_slice(&prefix(self.me, peer.pass));
         bytes[PREFIX_BYTES..].copy_from_slice(&header.encode());
+
         let payload = payload.filter(|payload| !payload.is_empty());
-        let bulk = header.kind == Kind::Data
+        let bulk = header.kind == MessageKind::Data
             && payload
                 .as_ref()
                 .is_some_and(|payload| payload.len() >= RENDEZVOUS_BYTES);
-        let way = if bulk { Way::Rendezvous } else { Way::Eager };
+        let way = if bulk {
+            SendProtocol::Rendezvous
+        } else {
+            SendProtocol::Eager
+        };
+
         match peer.endpoint {
             Some(endpoint) => {
                 let op = self.worker.store(endpoint, &bytes, payload);
-                self.stored.push(Stored {
+                self.stored.push(StoredMessage {
                     to,
                     op,
                     way,
@@ -92,26 +101,23 @@ impl Engine {
         if self.stored.is_empty() {
             return;
         }
+
         let mut stored = std::mem::take(&mut self.stored);
-        stored.retain(
-            |Stored {
-                 to,
-                 op,
-                 way,
-                 ticket,
-             }| {
-                match self.worker.send(*op, id::MESSAGE, *way) {
-                    Sent::Gone => return true,
-                    Sent::UnderWay => self.note_send(*to, *op, Some(*ticket)),
-                    Sent::Closed => {
-                        drop(self.worker.take_back(*op));
-                        self.done(*ticket, Err(TransportError::Closed));
-                    }
+        stored.retain(|message| {
+            match self.worker.send(message.op, id::MESSAGE, message.way) {
+                SendOutcome::Gone => return true,
+                SendOutcome::UnderWay => {
+                    self.note_send(message.to, message.op, Some(message.ticket));
                 }
-                false
-            },
-        );
-        for Stored { op, ticket, .. } in stored.drain(..) {
+                SendOutcome::Closed => {
+                    drop(self.worker.take_back(message.op));
+                    self.done(message.ticket, Err(TransportError::Closed));
+                }
+            }
+            false
+        });
+
+        for StoredMessage { op, ticket, .. } in stored.drain(..) {
             // The payload is dropped before the handler hears of the end.
             drop(self.worker.take_back(op));
             self.done(ticket, Ok(()));
@@ -136,19 +142,19 @@ impl Engine {
             return;
         };
         let op = self.worker.store(endpoint, header, payload);
-        match self.worker.send(op, id, Way::Eager) {
-            Sent::UnderWay => self.note_send(to, op, None),
-            Sent::Gone | Sent::Closed => drop(self.worker.take_back(op)),
+        match self.worker.send(op, id, SendProtocol::Eager) {
+            SendOutcome::UnderWay => self.note_send(to, op, None),
+            SendOutcome::Gone | SendOutcome::Closed => drop(self.worker.take_back(op)),
         }
     }
 
     fn note_send(&mut self, to: ProcessId, op: OpId, ticket: Option<Ticket>) {
         self.peers[to.index()].sending += 1;
-        self.note(op, Operation::Send { to, ticket });
+        self.note(op, PendingOperation::Send { to, ticket });
     }
 
     /// Records the purpose of an operation in flight, until the operation ends.
-    fn note(&mut self, op: OpId, operation: Operation) {
+    fn note(&mut self, op: OpId, operation: PendingOperation) {
         let number = op.index();
         if self.operations.len() <= number {
             self.operations.resize_with(number + 1, || None);
@@ -158,11 +164,12 @@ impl Engine {
 
     /// Handles a received message that is no part of a handshake. A message with a wrong pass is
     /// dropped.
-    pub(super) fn arrived(&mut self, id: u32, header: &[u8], body: Body) {
+    pub(super) fn arrived(&mut self, id: u32, header: &[u8], body: MessageBody) {
         let from = self.sender(header);
         if let (Some(from), id::MESSAGE) = (from, id) {
             return self.deliver(from, &header[PREFIX_BYTES..], body);
         }
+
         self.throw_away(body);
         match (from, id) {
             (Some(from), id::BYE) => self.goodbye(from),
@@ -187,12 +194,14 @@ impl Engine {
         (peer.endpoint.is_some() && peer.expected == Some(pass)).then_some(ProcessId(from))
     }
 
-    fn deliver(&mut self, from: ProcessId, header: &[u8], body: Body) {
+    /// Gives the handler a message of the peer `from`.
+    fn deliver(&mut self, from: ProcessId, header: &[u8], body: MessageBody) {
         if self.peers[from.index()].down.is_some()
             || self.leaving.as_ref().is_some_and(|l| l.is_deaf())
         {
             return self.throw_away(body);
         }
+
         let header = match self.read(header, &body) {
             Ok(header) => header,
             Err(why) => {
@@ -200,40 +209,48 @@ impl Engine {
                 return self.shut_out(from, TransportError::Protocol { peer: from, why });
             }
         };
+
         let payload = match body {
             body if header.payload_bytes() == 0 => {
                 self.throw_away(body);
                 Payload::Empty
             }
-            Body::Empty => Payload::Empty,
-            Body::Here(bytes) => Payload::Inline(bytes),
-            Body::There(descriptor, bytes) => {
+            MessageBody::Empty => Payload::Empty,
+            MessageBody::Here(bytes) => Payload::Inline(bytes),
+            MessageBody::There(descriptor, bytes) => {
                 let payload = self.next_payload;
                 self.next_payload += 1;
-                self.payloads.insert(payload, (from, descriptor, bytes));
-                let queue = self.queue.clone();
-                let bytes = bytes as u64;
-                Payload::Waiting(Box::new(Waiting {
-                    queue,
+                self.payloads.insert(
+                    payload,
+                    UnfetchedPayload {
+                        from,
+                        descriptor,
+                        bytes,
+                    },
+                );
+                Payload::Waiting(Box::new(RemotePayload {
+                    queue: self.queue.clone(),
                     payload,
                     from,
-                    bytes,
+                    bytes: bytes as u64,
                     taken: false,
                 }))
             }
         };
-        self.say(Said::Arrived(from, header, payload));
+        self.say(HandlerCall::Arrived(from, header, payload));
     }
 
-    fn read(&self, header: &[u8], body: &Body) -> Result<Header, String> {
+    /// Decodes a header, and compares it to the payload.
+    fn read(&self, header: &[u8], body: &MessageBody) -> Result<Header, String> {
         let header: &[u8; HEADER_BYTES] = header
             .try_into()
             .map_err(|_| format!("a header of {} bytes", header.len()))?;
         let header = Header::decode(header).map_err(|error| error.to_string())?;
+
         let bytes = match body {
-            Body::Empty => 0,
-            Body::Here(bytes) => bytes.len() as u64,
-            Body::There(_, bytes) => *bytes as u64,
+            MessageBody::Empty => 0,
+            MessageBody::Here(bytes) => bytes.len() as u64,
+            MessageBody::There(_, bytes) => *bytes as u64,
         };
         if bytes != header.payload_bytes() {
             return Err(format!(
@@ -244,12 +261,14 @@ impl Engine {
         Ok(header)
     }
 
-    pub(super) fn throw_away(&mut self, body: Body) {
-        if let Body::There(descriptor, _) = body {
+    /// Discards the bytes of a message.
+    pub(super) fn throw_away(&mut self, body: MessageBody) {
+        if let MessageBody::There(descriptor, _) = body {
             self.worker.discard(descriptor);
         }
     }
 
+    /// Fetches a payload that lies with its sender into the buffer `into`.
     pub(super) fn fetch(
         &mut self,
         payload: u64,
@@ -258,13 +277,16 @@ impl Engine {
         then: FetchDone,
     ) {
         let peer = &mut self.peers[from.index()];
+
         match (self.payloads.remove(&payload), peer.endpoint) {
-            (Some((_, descriptor, bytes)), Some(endpoint)) => {
+            (Some(payload), Some(endpoint)) => {
                 peer.fetching += 1;
-                let op = self.worker.fetch(endpoint, descriptor, bytes, into);
+                let op = self
+                    .worker
+                    .fetch(endpoint, payload.descriptor, payload.bytes, into);
                 self.note(
                     op,
-                    Operation::Fetch {
+                    PendingOperation::Fetch {
                         from,
                         then: Some(then),
                     },
@@ -281,18 +303,19 @@ impl Engine {
     }
 
     pub(super) fn discard(&mut self, payload: u64) {
-        if let Some((_, descriptor, _)) = self.payloads.remove(&payload) {
-            self.worker.discard(descriptor);
+        if let Some(payload) = self.payloads.remove(&payload) {
+            self.worker.discard(payload.descriptor);
         }
     }
 
     /// Handles the end of an operation that UCX has reported.
-    pub(super) fn ended(&mut self, op: OpId, result: Result<(), UcxError>, held: Held) {
+    pub(super) fn ended(&mut self, op: OpId, result: Result<(), UcxError>, held: OperationMemory) {
         let Some(operation) = self.operations.get_mut(op.index()).and_then(Option::take) else {
             return;
         };
+
         match operation {
-            Operation::Send { to, ticket } => {
+            PendingOperation::Send { to, ticket } => {
                 self.peers[to.index()].sending -= 1;
                 // The payload is dropped before the handler hears of the end.
                 drop(held);
@@ -304,12 +327,12 @@ impl Engine {
                     self.done(ticket, result);
                 }
             }
-            Operation::Fetch { from, then } => {
+            PendingOperation::Fetch { from, then } => {
                 self.peers[from.index()].fetching -= 1;
                 self.answer_goodbye(from);
                 let Some(then) = then else { return };
                 match (result, held) {
-                    (Ok(()), Held::Fetched(buffer)) => then(Ok(buffer)),
+                    (Ok(()), OperationMemory::Fetched(buffer)) => then(Ok(buffer)),
                     (Err(error), _) => {
                         let gone = self.gone_for(from, &error);
                         then(Err(gone));
@@ -322,6 +345,7 @@ impl Engine {
         }
     }
 
+    /// Returns the error of an operation with `peer` that UCX has ended with `error`.
     fn gone_for(&self, peer: ProcessId, error: &UcxError) -> TransportError {
         match &self.peers[peer.index()].down {
             Some(why) => gone(peer, why),
@@ -361,27 +385,28 @@ impl Engine {
     /// Marks a peer as gone: fails all operations with it, then tells the handler. With `by_force`,
     /// closes its endpoint at once. Only the first call for a peer counts.
     pub(super) fn down(&mut self, peer: ProcessId, why: TransportError, by_force: bool) {
-        let state = &mut self.peers[peer.index()];
-        let endpoint = state.endpoint;
-        if let (true, Some(endpoint)) = (by_force, endpoint) {
+        if by_force && let Some(endpoint) = self.peers[peer.index()].endpoint {
             self.worker.close(endpoint, true);
         }
+
         let state = &mut self.peers[peer.index()];
         if state.down.is_some() {
             return;
         }
         state.down = Some(why.clone());
+
         let of_peer = self
             .payloads
             .iter()
-            .filter(|(_, (from, ..))| *from == peer)
+            .filter(|(_, payload)| payload.from == peer)
             .map(|(id, _)| *id);
         for payload in of_peer.collect::<Vec<_>>() {
             self.discard(payload);
         }
         self.end_operations(|whose| whose == peer, &gone(peer, &why));
+
         if self.leaving.is_none() {
-            self.say(Said::Down(peer, why));
+            self.say(HandlerCall::Down(peer, why));
             if by_force {
                 self.begin_roll_call(peer);
             }
@@ -395,14 +420,16 @@ impl Engine {
         of: impl Fn(ProcessId) -> bool,
         error: &TransportError,
     ) {
-        let (mut tickets, mut fetches) = (Vec::new(), Vec::new());
+        let mut tickets = Vec::new();
+        let mut fetches = Vec::new();
         for operation in self.operations.iter_mut().flatten() {
             match operation {
-                Operation::Send { to, ticket } if of(*to) => tickets.extend(ticket.take()),
-                Operation::Fetch { from, then } if of(*from) => fetches.extend(then.take()),
+                PendingOperation::Send { to, ticket } if of(*to) => tickets.extend(ticket.take()),
+                PendingOperation::Fetch { from, then } if of(*from) => fetches.extend(then.take()),
                 _ => {}
             }
         }
+
         for ticket in tickets {
             self.done(ticket, Err(error.clone()));
         }

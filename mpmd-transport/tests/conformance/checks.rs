@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use mpmd_memory::{Pool, SharedBuffer};
-use mpmd_proto::{Header, Kind as MessageKind};
+use mpmd_proto::{Header, MessageKind};
 use mpmd_transport::{Ticket, TransportError};
 
 use crate::cluster::{Cluster, Kind, id, is_gone};

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_memory::{Pool, SharedBuffer};
-use mpmd_proto::{Header, Kind as MessageKind, ProcessId};
-use mpmd_transport::inproc::{Fabric, Faults};
+use mpmd_proto::{Header, MessageKind, ProcessId};
+use mpmd_transport::inproc::{Fabric, FabricFaults};
 use mpmd_transport::shm::{self, Shm, ShmConfig};
-use mpmd_transport::tcp::{Listener, Tcp, TcpConfig};
+use mpmd_transport::tcp::{PeerListener, Tcp, TcpConfig};
 #[cfg(feature = "ucx")]
-use mpmd_transport::ucx::{Opened, Spin, Ucx, UcxConfig};
+use mpmd_transport::ucx::{OpenedUcx, Spin, Ucx, UcxConfig};
 use mpmd_transport::{Ticket, Transport, TransportError};
 
 use crate::recorder::{Manner, Recorder};
@@ -57,13 +57,13 @@ impl Cluster {
 
     pub(crate) fn not_started(kind: Kind, processes: usize, manner: Manner) -> Self {
         match kind {
-            Kind::Inproc => Self::inproc(processes, Faults::default(), manner),
+            Kind::Inproc => Self::inproc(processes, FabricFaults::default(), manner),
             Kind::InprocLends => Self::inproc(processes, lending(processes), manner),
             _ => Self::of(None, connected(kind, processes), manner),
         }
     }
 
-    pub(crate) fn inproc(processes: usize, faults: Faults, manner: Manner) -> Self {
+    pub(crate) fn inproc(processes: usize, faults: FabricFaults, manner: Manner) -> Self {
         let fabric = Fabric::new(processes, faults);
         let endpoints: Vec<_> = (0..processes)
             .map(|p| fabric.endpoint(id(p)) as Arc<dyn Transport>)
@@ -223,10 +223,10 @@ impl Drop for Cluster {
 }
 
 /// Returns a configuration without faults, and with all processes on one host.
-fn lending(processes: usize) -> Faults {
-    Faults {
+fn lending(processes: usize) -> FabricFaults {
+    FabricFaults {
         hosts: vec![0; processes],
-        ..Faults::default()
+        ..FabricFaults::default()
     }
 }
 
@@ -237,7 +237,7 @@ pub(crate) fn connected(kind: Kind, processes: usize) -> Vec<Arc<dyn Transport>>
             let faults = if kind.lends() {
                 lending(processes)
             } else {
-                Faults::default()
+                FabricFaults::default()
             };
             let fabric = Fabric::new(processes, faults);
             (0..processes)
@@ -261,7 +261,7 @@ pub(crate) fn connected(kind: Kind, processes: usize) -> Vec<Arc<dyn Transport>>
 #[cfg(feature = "ucx")]
 fn connect_ucx(processes: usize) -> Vec<Arc<Ucx>> {
     let opened: Vec<_> = (0..processes)
-        .map(|_| Opened::open(processes).unwrap())
+        .map(|_| OpenedUcx::open(processes).unwrap())
         .collect();
     let peers: Vec<_> = opened
         .iter()
@@ -290,7 +290,7 @@ fn connect_ucx(processes: usize) -> Vec<Arc<Ucx>> {
 /// Returns `processes` connected transports over shared memory, not started.
 pub(crate) fn connect_shm(processes: usize) -> Vec<Arc<Shm>> {
     let opened: Vec<_> = (0..processes)
-        .map(|_| shm::Opened::open().unwrap())
+        .map(|_| shm::OpenedShm::open().unwrap())
         .collect();
     let peers: Vec<_> = opened.iter().map(|opened| Some(opened.address())).collect();
     let connecting = opened.into_iter().enumerate().map(|(process, opened)| {
@@ -313,7 +313,7 @@ pub(crate) fn connect_shm(processes: usize) -> Vec<Arc<Shm>> {
 /// Returns `processes` connected TCP transports, not started.
 pub(crate) fn connect(processes: usize) -> Vec<Arc<Tcp>> {
     let listeners: Vec<_> = (0..processes).map(|_| listen()).collect();
-    let peers: Vec<_> = listeners.iter().map(Listener::address).collect();
+    let peers: Vec<_> = listeners.iter().map(PeerListener::address).collect();
     let connecting = listeners
         .into_iter()
         .enumerate()
@@ -328,8 +328,8 @@ pub(crate) fn connect(processes: usize) -> Vec<Arc<Tcp>> {
         .collect()
 }
 
-pub(crate) fn listen() -> Listener {
-    Listener::bind((Ipv4Addr::LOCALHOST, 0).into()).unwrap()
+pub(crate) fn listen() -> PeerListener {
+    PeerListener::bind((Ipv4Addr::LOCALHOST, 0).into()).unwrap()
 }
 
 pub(crate) fn config(process: usize, peers: Vec<std::net::SocketAddr>) -> TcpConfig {

@@ -5,8 +5,8 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use mpmd_memory::SharedBuffer;
-use mpmd_proto::{Header, Kind as MessageKind, ProcessId};
-use mpmd_transport::inproc::{Fabric, Faults};
+use mpmd_proto::{Header, MessageKind, ProcessId};
+use mpmd_transport::inproc::{Fabric, FabricFaults};
 use mpmd_transport::{Handler, Payload, Ticket, Transport, TransportError};
 use parking_lot::{Condvar, Mutex};
 
@@ -17,12 +17,12 @@ use crate::within;
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// Returns faults with delays so far apart that they decide the order, not the machine's speed.
-fn faults(seed: u64) -> Faults {
+fn faults(seed: u64) -> FabricFaults {
     let delay = Some(Duration::from_millis(100)..=Duration::from_secs(1));
-    Faults {
+    FabricFaults {
         seed,
         delay,
-        ..Faults::default()
+        ..FabricFaults::default()
     }
 }
 
@@ -64,10 +64,10 @@ fn delayed_messages_overtake_each_other_by_seed() {
 fn killed_process_loses_messages_in_flight() {
     within(LIMIT, || {
         let delay = Some(Duration::from_secs(20)..=Duration::from_secs(20));
-        let faults = Faults {
+        let faults = FabricFaults {
             seed: 1,
             delay,
-            ..Faults::default()
+            ..FabricFaults::default()
         };
         let mut cluster = Cluster::inproc(3, faults, Manner::Fetch);
         for process in 0..3 {
@@ -99,7 +99,7 @@ fn killed_process_loses_messages_in_flight() {
 #[test]
 fn handlers_are_never_called_on_the_posters_thread() {
     within(LIMIT, || {
-        let fabric = Fabric::new(2, Faults::default());
+        let fabric = Fabric::new(2, FabricFaults::default());
         let (told, hears) = channel();
         for process in 0..2 {
             let handler = Names { told: told.clone() };
@@ -122,9 +122,9 @@ fn relent_memory_returns_after_the_last_borrowers_drop() {
         for order in [[1, 2], [2, 1]] {
             let fabric = Fabric::new(
                 3,
-                Faults {
+                FabricFaults {
                     hosts: vec![0; 3],
-                    ..Faults::default()
+                    ..FabricFaults::default()
                 },
             );
             let ends: Vec<_> = (0..3).map(|_| Arc::new(Borrower::default())).collect();

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 use mpmd_memory::{OwnedBuffer, Pool, SharedBuffer};
-use mpmd_proto::{Header, Kind as MessageKind, ProcessId};
+use mpmd_proto::{Header, MessageKind, ProcessId};
 use mpmd_transport::transport::{Fetch, FetchDone};
 use mpmd_transport::{Handler, Payload, Ticket, TransportError};
 use parking_lot::{Condvar, Mutex};

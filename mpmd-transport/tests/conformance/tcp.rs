@@ -7,8 +7,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use mpmd_proto::wire::VERSION;
-use mpmd_proto::{Header, Kind as MessageKind};
-use mpmd_transport::tcp::{Listener, Tcp, TcpConfig};
+use mpmd_proto::{Header, MessageKind};
+use mpmd_transport::tcp::{PeerListener, Tcp, TcpConfig};
 use mpmd_transport::{Transport, TransportError};
 
 use crate::cluster::{Cluster, EPOCH, TOKEN, config, id, is_gone, listen};
@@ -20,7 +20,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 
 type Connecting = JoinHandle<Result<Arc<Tcp>, TransportError>>;
 
-fn connecting(listener: Listener, config: TcpConfig) -> Connecting {
+fn connecting(listener: PeerListener, config: TcpConfig) -> Connecting {
     std::thread::spawn(move || listener.connect(config))
 }
 
@@ -136,7 +136,7 @@ fn assert_protocol(error: &TransportError, peer: usize, says: &str) {
 fn a_bad_header(channel: usize, bytes: [u8; 64], says: &'static str) {
     within(LIMIT, move || {
         let listeners = [listen(), listen()];
-        let addresses: Vec<_> = listeners.iter().map(Listener::address).collect();
+        let addresses: Vec<_> = listeners.iter().map(PeerListener::address).collect();
         let peers = vec![addresses[0], addresses[1], addresses[0]];
         let processes = listeners.into_iter().enumerate();
         let processes = processes
@@ -274,7 +274,7 @@ fn a_fetch_that_is_cut_off_ends_before_its_peer_does() {
 fn strangers_are_turned_away_and_do_not_delay_peers() {
     within(LIMIT, || {
         let listeners = [listen(), listen()];
-        let peers: Vec<_> = listeners.iter().map(Listener::address).collect();
+        let peers: Vec<_> = listeners.iter().map(PeerListener::address).collect();
         let [zero, one] = listeners;
         let zero = connecting(zero, config(0, peers.clone()));
         let silent: Vec<_> = (0..20).map(|_| dial(peers[0])).collect();
@@ -310,7 +310,7 @@ fn strangers_are_turned_away_and_do_not_delay_peers() {
 /// Asserts both sides' errors.
 fn misfits(bend: impl FnOnce(&mut TcpConfig), zero_hears: [&str; 2], one_hears: &str) {
     let listeners = [listen(), listen()];
-    let peers: Vec<_> = listeners.iter().map(Listener::address).collect();
+    let peers: Vec<_> = listeners.iter().map(PeerListener::address).collect();
     let [zero, one] = listeners;
     let zero = connecting(zero, config(0, peers.clone()));
     let mut bent = config(1, peers);
@@ -504,7 +504,7 @@ fn missing_processes_are_named_after_peer_timeout() {
 fn wrong_token_is_suggested_as_the_cause() {
     within(LIMIT, || {
         let listeners = [listen(), listen()];
-        let peers: Vec<_> = listeners.iter().map(Listener::address).collect();
+        let peers: Vec<_> = listeners.iter().map(PeerListener::address).collect();
         let [zero, one] = listeners;
         let peer_timeout = Duration::from_secs(2);
         let zero = connecting(

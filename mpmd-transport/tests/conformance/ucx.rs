@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use mpmd_memory::Arena;
 use mpmd_memory::{Pool, SharedBuffer};
-use mpmd_proto::{Header, Kind as MessageKind, ProcessId};
-use mpmd_transport::ucx::{Opened, Spin, Ucx, UcxConfig};
+use mpmd_proto::{Header, MessageKind, ProcessId};
+use mpmd_transport::ucx::{OpenedUcx, Spin, Ucx, UcxConfig};
 use mpmd_transport::{Handler, Payload, Ticket, Transport, TransportError};
 
 use crate::cluster::{Cluster, EPOCH, Kind, TOKEN, id, is_gone};
@@ -38,7 +38,7 @@ fn config(process: usize, peers: Vec<String>) -> UcxConfig {
 
 /// Connects a pair; `bend` changes the configuration of the second process. Returns both results.
 fn pair(bend: impl FnOnce(&mut UcxConfig)) -> [Result<Arc<Ucx>, TransportError>; 2] {
-    let [zero, one] = [Opened::open(2).unwrap(), Opened::open(2).unwrap()];
+    let [zero, one] = [OpenedUcx::open(2).unwrap(), OpenedUcx::open(2).unwrap()];
     let peers = vec![zero.address().to_owned(), one.address().to_owned()];
     let first = config(0, peers.clone());
     let mut second = config(1, peers);
@@ -72,7 +72,7 @@ fn another_epoch_is_said_to_both() {
 #[test]
 fn process_with_a_wrong_token_is_reported_missing() {
     within(LIMIT, || {
-        let [zero, one] = [Opened::open(2).unwrap(), Opened::open(2).unwrap()];
+        let [zero, one] = [OpenedUcx::open(2).unwrap(), OpenedUcx::open(2).unwrap()];
         let peers = vec![zero.address().to_owned(), one.address().to_owned()];
         let peer_timeout = Duration::from_secs(1);
         let first = UcxConfig {
@@ -101,7 +101,7 @@ fn process_with_a_wrong_token_is_reported_missing() {
 #[test]
 fn another_ucx_version_is_refused_before_connecting() {
     within(LIMIT, || {
-        let opened = Opened::open(2).unwrap();
+        let opened = OpenedUcx::open(2).unwrap();
         let own = opened.address().to_owned();
         let (wire, rest) = own.split_once('/').unwrap();
         let (version, worker) = rest.split_once('/').unwrap();
@@ -124,7 +124,7 @@ fn another_ucx_version_is_refused_before_connecting() {
 #[test]
 fn missing_processes_are_named_after_timeout() {
     within(LIMIT, || {
-        let opened: Vec<_> = (0..3).map(|_| Opened::open(3).unwrap()).collect();
+        let opened: Vec<_> = (0..3).map(|_| OpenedUcx::open(3).unwrap()).collect();
         let peers: Vec<_> = opened
             .iter()
             .map(|opened| opened.address().to_owned())
@@ -147,7 +147,7 @@ fn missing_processes_are_named_after_timeout() {
 #[test]
 fn a_job_of_one_needs_nobody() {
     within(LIMIT, || {
-        let opened = Opened::open(1).unwrap();
+        let opened = OpenedUcx::open(1).unwrap();
         let peers = vec![opened.address().to_owned()];
         let alone = opened.connect(config(0, peers)).unwrap();
         assert_eq!(alone.lanes(id(0)), "");
@@ -264,7 +264,7 @@ const MARK: &str = "address of the other process: ";
 /// Starts another process on this host and connects to it, with this value of `UCX_TLS`. Returns
 /// UCX's description of the lanes between the two.
 fn lanes_between_processes(ways: Option<&str>) -> String {
-    let opened = Opened::open(2).unwrap();
+    let opened = OpenedUcx::open(2).unwrap();
     let own = opened.address().to_owned();
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
@@ -307,7 +307,7 @@ fn lanes_between_processes(ways: Option<&str>) -> String {
 #[ignore = "half of a pair: the tests of lanes start it"]
 fn the_other_process() {
     let parent = std::env::var(PARENT).expect("started by a test of lanes");
-    let opened = Opened::open(2).unwrap();
+    let opened = OpenedUcx::open(2).unwrap();
     let own = opened.address().to_owned();
     println!("{MARK}{own}");
     std::io::stdout().flush().unwrap();
@@ -368,7 +368,7 @@ unsafe extern "C" fn note_unmapping(_: c_int, event: *const MemoryEvent, watched
 #[test]
 fn ucx_notices_the_unmapping_of_segments() {
     within(LIMIT, || {
-        let _loaded = Opened::open(1).unwrap();
+        let _loaded = OpenedUcx::open(1).unwrap();
         // SAFETY: it is loaded already, as a part of the library that UCX was opened with.
         let ucm = unsafe { libloading::Library::new("libucm.so.0") }.unwrap();
         let watched = Watched::default();

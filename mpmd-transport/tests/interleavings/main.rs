@@ -22,8 +22,8 @@ mod ring;
 mod sync {
     pub(super) use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 }
-#[path = "../../src/shm/words.rs"]
-mod words;
+#[path = "../../src/shm/shared_words.rs"]
+mod shared_words;
 
 use std::sync::Arc;
 

@@ -43,6 +43,7 @@ impl<T> Mutex<T> {
                 held
             }
         };
+
         MutexGuard {
             held,
             released: Released(self.key()),
@@ -54,9 +55,9 @@ impl<T> Mutex<T> {
     #[track_caller]
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         let me = world::me();
-        me.iter().for_each(world::Me::pause);
+        me.iter().for_each(world::WorldMember::pause);
         let held = self.0.try_lock()?;
-        me.iter().for_each(world::Me::has_locked);
+        me.iter().for_each(world::WorldMember::has_locked);
         Some(MutexGuard {
             held,
             released: Released(self.key()),
@@ -86,6 +87,7 @@ impl<T> MutexGuard<'_, T> {
         parking_lot::MutexGuard::unlocked(&mut guard.held, || {
             let Some(me) = world::me() else { return f() };
             me.has_unlocked(key);
+
             let result = f();
             // No other thread runs between the last look and the lock.
             while mutex.is_locked() {
@@ -131,7 +133,7 @@ pub struct Condvar(parking_lot::Condvar);
 pub struct WaitTimeoutResult(bool);
 
 impl WaitTimeoutResult {
-    /// True if the wait ended at its deadline.
+    /// Returns true if the wait ended at its deadline.
     pub fn timed_out(self) -> bool {
         self.0
     }
@@ -199,7 +201,7 @@ impl Condvar {
     /// Waits as a thread of a world. Returns false at the deadline.
     fn simulate<T>(
         &self,
-        me: &world::Me,
+        me: &world::WorldMember,
         guard: &mut MutexGuard<'_, T>,
         deadline: Option<Instant>,
     ) -> bool {

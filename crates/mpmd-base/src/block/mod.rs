@@ -23,7 +23,7 @@ mod world;
 pub use cores::{CORES, host_cores};
 pub use future::block_on;
 pub use lock::{Condvar, Mutex, MutexGuard, WaitTimeoutResult};
-pub use spin::{CoreBudget, Gap, Idle, Pace, Spin, SpinPolicy};
+pub use spin::{CoreBudget, Idle, PollGap, Spin, SpinPace, SpinPolicy};
 pub use world::{WorldReport, WorldSettings, join_group, note, simulated, stop_group};
 
 /// Returns the current time, which is simulated in a simulated world.

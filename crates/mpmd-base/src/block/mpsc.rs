@@ -11,11 +11,11 @@ use super::world::{self, Key};
 /// Creates a channel without a limit. Its receiver gets values in the order of their sending.
 pub fn channel<T>() -> (Sender<T>, Receiver<T>) {
     let (sender, receiver) = mpsc::channel();
-    let channel = Arc::new(Channel(0));
+    let channel = Arc::new(ChannelIdentity(0));
     (
         Sender {
             sender,
-            wake: Wake(channel.clone()),
+            wake: WakeReceiver(channel.clone()),
         },
         Receiver { receiver, channel },
     )
@@ -25,29 +25,29 @@ pub fn channel<T>() -> (Sender<T>, Receiver<T>) {
 pub struct Sender<T> {
     // Dropped before `wake`: the receiver then sees that no sender is left.
     sender: mpsc::Sender<T>,
-    wake: Wake,
+    wake: WakeReceiver,
 }
 
 /// The receiving half of a channel.
 pub struct Receiver<T> {
     receiver: mpsc::Receiver<T>,
-    channel: Arc<Channel>,
+    channel: Arc<ChannelIdentity>,
 }
 
 /// The identity of a channel: its address.
-struct Channel(#[expect(dead_code, reason = "gives the channel an address of its own")] u8);
+struct ChannelIdentity(#[expect(dead_code, reason = "gives the channel an address of its own")] u8);
 
 /// Wakes the receiver of a simulated channel when it is dropped.
 #[derive(Clone)]
-struct Wake(Arc<Channel>);
+struct WakeReceiver(Arc<ChannelIdentity>);
 
-impl Channel {
+impl ChannelIdentity {
     fn key(&self) -> Key {
         std::ptr::from_ref(self).addr()
     }
 }
 
-impl Drop for Wake {
+impl Drop for WakeReceiver {
     fn drop(&mut self) {
         if let Some(me) = world::me() {
             me.wake_all(self.0.key());

@@ -64,7 +64,7 @@ impl CoreBudget {
 
 /// The constants of one use of [`SpinPolicy`].
 #[derive(Clone, Copy, Debug)]
-pub struct Pace {
+pub struct SpinPace {
     /// Polling time with [`Spin::Auto`] at first, and at least after a gap that was worth it.
     pub first: Duration,
     /// Longest polling time with [`Spin::Auto`].
@@ -96,7 +96,7 @@ pub enum Idle {
 /// its state only decides how long a thread polls.
 #[derive(Debug)]
 pub struct SpinPolicy {
-    pace: Pace,
+    pace: SpinPace,
     setting: Spin,
     /// Polling time in nanoseconds with [`Spin::Auto`] at present.
     window: AtomicU64,
@@ -108,8 +108,8 @@ pub struct SpinPolicy {
 
 /// A gap between works: the time in which a thread has nothing to do.
 #[derive(Debug)]
-pub struct Gap {
-    pace: Pace,
+pub struct PollGap {
+    pace: SpinPace,
     window: Duration,
     start: Instant,
     looks: u32,
@@ -117,25 +117,23 @@ pub struct Gap {
 
 impl SpinPolicy {
     /// Creates a policy with these constants and this setting of the user.
-    pub const fn new(pace: Pace, setting: Spin) -> Self {
-        let window = AtomicU64::new(pace.first.as_nanos() as u64);
-        let (skip, penalty) = (AtomicU32::new(0), AtomicU32::new(0));
+    pub const fn new(pace: SpinPace, setting: Spin) -> Self {
         Self {
             pace,
             setting,
-            window,
-            skip,
-            penalty,
+            window: AtomicU64::new(pace.first.as_nanos() as u64),
+            skip: AtomicU32::new(0),
+            penalty: AtomicU32::new(0),
         }
     }
 
     /// Begins a gap at `now`.
-    pub fn begin(&self, now: Instant) -> Gap {
+    pub fn begin(&self, now: Instant) -> PollGap {
         self.begin_as(self.setting, now)
     }
 
     /// Same as [`begin`](Self::begin), with another setting.
-    pub fn begin_as(&self, setting: Spin, now: Instant) -> Gap {
+    pub fn begin_as(&self, setting: Spin, now: Instant) -> PollGap {
         let window = match setting {
             _ if is_simulated() => Duration::ZERO,
             Spin::Auto if self.is_due() => {
@@ -144,12 +142,13 @@ impl SpinPolicy {
             Spin::Auto | Spin::Never => Duration::ZERO,
             Spin::For(window) => window,
         };
+
         let window = if window < SHORTEST {
             Duration::ZERO
         } else {
             window
         };
-        Gap {
+        PollGap {
             pace: self.pace,
             window,
             start: now,
@@ -159,9 +158,10 @@ impl SpinPolicy {
 
     /// Notes that a gap ended with work at `now`, and adapts the polling time: to twice the gap,
     /// and after a shorter gap only slowly to less. A gap that was not worth it halves the time.
-    pub fn end(&self, gap: &Gap, now: Instant) {
+    pub fn end(&self, gap: &PollGap, now: Instant) {
         let lasted = now.saturating_duration_since(gap.start);
         let window = self.window.load(Ordering::Relaxed);
+
         let window = if lasted <= self.pace.worth {
             let [first, longest] =
                 [self.pace.first, self.pace.longest].map(|time| time.as_nanos() as u64);
@@ -171,6 +171,7 @@ impl SpinPolicy {
         } else {
             window / 2
         };
+
         self.window.store(window, Ordering::Relaxed);
     }
 
@@ -180,6 +181,7 @@ impl SpinPolicy {
         if let Some(found) = found() {
             return Some(found);
         }
+
         let mut gap = self.begin(now());
         if !gap.polls() {
             return None;
@@ -190,6 +192,7 @@ impl SpinPolicy {
                 return Some(found);
             }
         }
+
         let penalty = 2 * self.penalty.load(Ordering::Relaxed) + 1;
         let penalty = penalty.min(self.pace.most_skipped);
         self.penalty.store(penalty, Ordering::Relaxed);
@@ -197,7 +200,7 @@ impl SpinPolicy {
         None
     }
 
-    /// True if this gap should be polled. After polls in vain, only one gap in several is.
+    /// Returns true if this gap should be polled. After polls in vain, only one gap in several is.
     fn is_due(&self) -> bool {
         let skip = self.skip.load(Ordering::Relaxed);
         if skip > 0 {
@@ -207,7 +210,7 @@ impl SpinPolicy {
     }
 }
 
-impl Gap {
+impl PollGap {
     /// Ends the polling at `deadline` at the latest.
     pub fn poll_until(&mut self, deadline: Instant) {
         self.window = self
@@ -215,7 +218,7 @@ impl Gap {
             .min(deadline.saturating_duration_since(self.start));
     }
 
-    /// True if the thread should poll at all.
+    /// Returns true if the thread should poll at all.
     pub fn polls(&self) -> bool {
         !self.window.is_zero()
     }
@@ -229,6 +232,7 @@ impl Gap {
         if !self.looks.is_multiple_of(self.pace.looks) {
             return Idle::Look;
         }
+
         let waited = now().saturating_duration_since(self.start);
         if waited >= self.window {
             Idle::Sleep
@@ -257,7 +261,7 @@ mod tests {
 
     const MICRO: Duration = Duration::from_micros(1);
     /// Adapts the polling time.
-    const ADAPTS: Pace = Pace {
+    const ADAPTS: SpinPace = SpinPace {
         first: Duration::from_micros(50),
         longest: Duration::from_micros(50),
         worth: Duration::from_micros(100),
@@ -267,7 +271,7 @@ mod tests {
         most_skipped: 0,
     };
     /// Skips gaps after polls in vain.
-    const SKIPS: Pace = Pace {
+    const SKIPS: SpinPace = SpinPace {
         first: Duration::from_micros(20),
         longest: Duration::from_micros(20),
         looks: 32,
@@ -314,7 +318,7 @@ mod tests {
     fn auto_polling_time_follows_the_gaps() {
         let (longest, worth) = (2000 * MICRO, 2000 * MICRO);
         let policy = SpinPolicy::new(
-            Pace {
+            SpinPace {
                 longest,
                 worth,
                 ..ADAPTS
@@ -368,7 +372,7 @@ mod tests {
             (0..160).filter(|_| gap.idle(|| now) == Idle::Yield).count(),
             10
         );
-        let pace = Pace {
+        let pace = SpinPace {
             alone: MICRO,
             ..ADAPTS
         };

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 pub use std::thread::{ThreadId, current, panicking};
 
-use super::world::{self, Me};
+use super::world::{self, WorldMember};
 
 /// Starts threads with a name.
 #[derive(Debug, Default)]
@@ -17,7 +17,7 @@ pub struct Builder {
 /// A handle to a thread, by which its end can be waited for.
 pub struct JoinHandle<T> {
     real: std::thread::JoinHandle<T>,
-    simulated: Option<Me>,
+    simulated: Option<WorldMember>,
 }
 
 /// The result of a thread: an error with its panic, if it panicked.
@@ -49,17 +49,20 @@ impl Builder {
         let (simulated, f) = of_world(&name, f);
         let real = std::thread::Builder::new().name(name).spawn(f);
         // Without the thread, the world would wait for it forever.
-        let real = real.inspect_err(|_| simulated.iter().for_each(Me::never_starts))?;
+        let real = real.inspect_err(|_| simulated.iter().for_each(WorldMember::never_starts))?;
         Ok(JoinHandle { real, simulated })
     }
 }
 
 /// Returns the simulated thread that a thread of a world starts, and `f` as its action.
-fn of_world<T, F: FnOnce() -> T>(name: &str, f: F) -> (Option<Me>, impl FnOnce() -> T + use<T, F>) {
+fn of_world<T, F: FnOnce() -> T>(
+    name: &str,
+    f: F,
+) -> (Option<WorldMember>, impl FnOnce() -> T + use<T, F>) {
     let simulated = world::me().map(|me| me.add(name));
     let child = simulated.clone();
     let action = move || {
-        let _entered = child.map(Me::enter);
+        let _entered = child.map(WorldMember::enter);
         f()
     };
     (simulated, action)
@@ -89,7 +92,7 @@ impl<T> JoinHandle<T> {
         self.real.join()
     }
 
-    /// True once the thread has run its function.
+    /// Returns true once the thread has run its function.
     pub fn is_finished(&self) -> bool {
         match &self.simulated {
             Some(thread) => thread.has_ended(),
@@ -107,7 +110,8 @@ pub fn available_parallelism() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-fn join_simulated(thread: Option<&Me>) {
+/// Waits for the end of a simulated thread, if there is one.
+fn join_simulated(thread: Option<&WorldMember>) {
     if let (Some(thread), Some(me)) = (thread, world::me()) {
         thread.join(&me);
     }
@@ -116,13 +120,13 @@ fn join_simulated(thread: Option<&Me>) {
 /// Threads that may borrow from the function that starts them.
 pub struct Scope<'scope, 'env> {
     real: &'scope std::thread::Scope<'scope, 'env>,
-    simulated: RefCell<Vec<Me>>,
+    simulated: RefCell<Vec<WorldMember>>,
 }
 
 /// A handle to a thread of a [`Scope`].
 pub struct ScopedJoinHandle<'scope, T> {
     real: std::thread::ScopedJoinHandle<'scope, T>,
-    simulated: Option<Me>,
+    simulated: Option<WorldMember>,
 }
 
 /// Calls `f`, and waits until the threads that it starts in the scope have ended.

@@ -19,14 +19,14 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 static WORLDS: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
-    static ME: RefCell<Option<Me>> = const { RefCell::new(None) };
+    static ME: RefCell<Option<WorldMember>> = const { RefCell::new(None) };
     /// Number of locks that this thread holds.
     static LOCKS: Cell<usize> = const { Cell::new(0) };
 }
 
 /// The identity of a thread of a world.
 #[derive(Clone)]
-pub(super) struct Me {
+pub(super) struct WorldMember {
     world: Arc<World>,
     thread: usize,
 }
@@ -35,8 +35,10 @@ pub(super) struct Me {
 /// compared, so a run does not depend on it.
 pub(super) type Key = usize;
 
+/// A simulated world, shared by its threads.
 struct World {
-    state: Mutex<State>,
+    state: Mutex<WorldState>,
+    /// The real time at the world's start. Simulated times count from it.
     epoch: Instant,
     settings: WorldSettings,
 }
@@ -52,13 +54,14 @@ pub struct WorldSettings {
     pub log: bool,
 }
 
-struct State {
+/// The state of a world.
+struct WorldState {
     random: fastrand::Rng,
     /// Simulated time since the epoch.
     now: Duration,
-    threads: Vec<Thread>,
-    /// Groups that are stopped, and until when.
-    stops: Vec<(u32, Duration)>,
+    threads: Vec<WorldThread>,
+    /// Stops of groups, also those that are over.
+    stops: Vec<GroupStop>,
     /// FNV-1a hash of all switches so far.
     history: u64,
     switches: u64,
@@ -67,11 +70,20 @@ struct State {
     is_over: bool,
 }
 
-struct Thread {
+/// A stop of all threads of a group.
+struct GroupStop {
+    group: u32,
+    /// The simulated time at which the group goes on.
+    until: Duration,
+}
+
+/// A thread of a world.
+struct WorldThread {
     name: String,
-    status: Status,
+    status: ThreadStatus,
     /// Notified when the thread may run.
     turn: Arc<Condvar>,
+    /// True if this is the thread that runs.
     runs: bool,
     /// The group that it stops and continues with.
     group: Option<u32>,
@@ -80,7 +92,8 @@ struct Thread {
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Status {
+enum ThreadStatus {
+    /// May run.
     Ready,
     /// Waits for a wake-up of `key`, at most until `until`. Becomes `Ready` by the wake-up and
     /// `TimedOut` by the time.
@@ -109,7 +122,7 @@ pub struct WorldReport {
 
 /// Returns the identity of the calling thread in its world. `None` in the real world.
 #[inline]
-pub(super) fn me() -> Option<Me> {
+pub(super) fn me() -> Option<WorldMember> {
     if WORLDS.load(Ordering::Relaxed) == 0 {
         None
     } else {
@@ -118,7 +131,7 @@ pub(super) fn me() -> Option<Me> {
 }
 
 #[cold]
-fn find_me() -> Option<Me> {
+fn find_me() -> Option<WorldMember> {
     // Destructors of thread-local values run in the real world.
     ME.try_with(|me| me.borrow().clone()).ok().flatten()
 }
@@ -135,7 +148,7 @@ fn find_me() -> Option<Me> {
 /// With the panic of `f`, or if the calling thread already belongs to a world.
 pub fn simulated<T>(settings: WorldSettings, f: impl FnOnce() -> T) -> (T, WorldReport) {
     assert!(me().is_none(), "a simulated world within another");
-    let state = State {
+    let state = WorldState {
         random: fastrand::Rng::with_seed(settings.seed),
         now: Duration::ZERO,
         threads: Vec::new(),
@@ -145,31 +158,35 @@ pub fn simulated<T>(settings: WorldSettings, f: impl FnOnce() -> T) -> (T, World
         log: String::new(),
         is_over: false,
     };
+
     let world = Arc::new(World {
         state: Mutex::new(state),
         epoch: Instant::now(),
         settings,
     });
-    let me = Me {
+
+    let me = WorldMember {
         world: world.clone(),
         thread: world.add("first", None),
     };
     world.state.lock().threads[0].runs = true;
     WORLDS.fetch_add(1, Ordering::Relaxed);
     ME.set(Some(me.clone()));
+
     let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(f));
     world.state.lock().is_over = true;
     while me.world.state.lock().threads[1..]
         .iter()
-        .any(|thread| thread.status != Status::Ended)
+        .any(|thread| thread.status != ThreadStatus::Ended)
     {
         me.wait(world.ends(), None);
     }
     ME.set(None);
     WORLDS.fetch_sub(1, Ordering::Relaxed);
+
     let mut state = world.state.lock();
     let log = std::mem::take(&mut state.log);
-    let State {
+    let WorldState {
         now: time,
         switches,
         history,
@@ -181,6 +198,7 @@ pub fn simulated<T>(settings: WorldSettings, f: impl FnOnce() -> T) -> (T, World
         history,
         log,
     };
+
     match result {
         Ok(result) => (result, report),
         Err(panic) => std::panic::resume_unwind(panic),
@@ -189,7 +207,7 @@ pub fn simulated<T>(settings: WorldSettings, f: impl FnOnce() -> T) -> (T, World
 
 /// Writes a note into the log of the calling thread's world, if that keeps one.
 pub fn note(text: fmt::Arguments<'_>) {
-    if let Some(Me { world, .. }) = me() {
+    if let Some(WorldMember { world, .. }) = me() {
         world.state.lock().note(text, &world);
     }
 }
@@ -210,13 +228,14 @@ pub fn stop_group(group: u32, time: Duration) {
     }
 }
 
-impl Me {
-    /// The simulated time.
+impl WorldMember {
+    /// Returns the simulated time.
     pub(super) fn now(&self) -> Instant {
         self.world.epoch + self.world.state.lock().now
     }
 
-    /// The simulated time after `time` more. `None` if that is too far away to be told: never.
+    /// Returns the simulated time after `time` more. `None` if that is too far away to be told:
+    /// never.
     pub(super) fn after(&self, time: Duration) -> Option<Instant> {
         self.now().checked_add(time)
     }
@@ -229,6 +248,7 @@ impl Me {
             format_args!("thread {} at {}", self.thread, Location::caller()),
             &self.world,
         );
+
         let drawn = state.random.u16(..);
         // Now and then a thread is slow, so that time limits end while others could run.
         let slow = match drawn {
@@ -240,6 +260,7 @@ impl Me {
             state.now += slow;
             self.world.expire(&mut state);
         }
+
         // Mostly the same thread goes on: a change costs two system calls.
         if drawn.is_multiple_of(8) {
             self.world.switch(&mut state, self.thread);
@@ -271,7 +292,8 @@ impl Me {
             format_args!("group {group} stops for {time:?}"),
             &self.world,
         );
-        state.stops.push((group, until));
+
+        state.stops.push(GroupStop { group, until });
         self.world.switch(&mut state, self.thread);
     }
 
@@ -288,11 +310,12 @@ impl Me {
     pub(super) fn wait(&self, key: Key, until: Option<Instant>) -> bool {
         let mut state = self.world.state.lock();
         let until = until.map(|until| until.saturating_duration_since(self.world.epoch));
-        state.threads[self.thread].status = Status::Waiting { key, until };
+        state.threads[self.thread].status = ThreadStatus::Waiting { key, until };
         self.world.switch(&mut state, self.thread);
+
         let thread = &mut state.threads[self.thread];
-        let woken = thread.status != Status::TimedOut;
-        thread.status = Status::Ready;
+        let woken = thread.status != ThreadStatus::TimedOut;
+        thread.status = ThreadStatus::Ready;
         woken
     }
 
@@ -305,14 +328,15 @@ impl Me {
     /// Wakes one of the threads that wait for `key`. The world draws it.
     pub(super) fn wake_one(&self, key: Key) {
         let mut state = self.world.state.lock();
-        let State {
+        let WorldState {
             random, threads, ..
         } = &mut *state;
+
         let waiting: Vec<usize> = (0..threads.len())
             .filter(|thread| threads[*thread].waits_for(key))
             .collect();
         if let Some(drawn) = random.choice(waiting) {
-            threads[drawn].status = Status::Ready;
+            threads[drawn].status = ThreadStatus::Ready;
         }
     }
 
@@ -337,76 +361,78 @@ impl Me {
 
     /// Notes that the system has given no thread for this one.
     pub(super) fn never_starts(&self) {
-        self.world.state.lock().threads[self.thread].status = Status::Ended;
+        self.world.state.lock().threads[self.thread].status = ThreadStatus::Ended;
     }
 
     /// Waits until this thread, another one than the caller's, has ended.
-    pub(super) fn join(&self, caller: &Me) {
-        while self.world.state.lock().threads[self.thread].status != Status::Ended {
+    pub(super) fn join(&self, caller: &WorldMember) {
+        while self.world.state.lock().threads[self.thread].status != ThreadStatus::Ended {
             caller.wait(self.world.ends(), None);
         }
     }
 
-    /// True once this thread has ended.
+    /// Returns true once this thread has ended.
     pub(super) fn has_ended(&self) -> bool {
-        self.world.state.lock().threads[self.thread].status == Status::Ended
+        self.world.state.lock().threads[self.thread].status == ThreadStatus::Ended
     }
 }
 
 /// A thread that runs in a world, until this is dropped.
-pub(super) struct Entered(Me);
+pub(super) struct Entered(WorldMember);
 
 impl Drop for Entered {
     fn drop(&mut self) {
-        let Me { world, thread } = &self.0;
+        let WorldMember { world, thread } = &self.0;
         ME.set(None);
         let mut state = world.state.lock();
         state.wake_all(world.ends());
-        state.threads[*thread].status = Status::Ended;
+        state.threads[*thread].status = ThreadStatus::Ended;
         world.switch(&mut state, *thread);
     }
 }
 
-impl Thread {
+impl WorldThread {
     fn waits_for(&self, key: Key) -> bool {
-        matches!(self.status, Status::Waiting { key: of, .. } if of == key)
+        matches!(self.status, ThreadStatus::Waiting { key: of, .. } if of == key)
     }
 }
 
-impl State {
+impl WorldState {
     fn wake_all(&mut self, key: Key) {
         for thread in self
             .threads
             .iter_mut()
             .filter(|thread| thread.waits_for(key))
         {
-            thread.status = Status::Ready;
+            thread.status = ThreadStatus::Ready;
         }
     }
 
-    fn can_run(&self, thread: &Thread) -> bool {
+    /// Returns true if a thread is ready and its group is not stopped.
+    fn can_run(&self, thread: &WorldThread) -> bool {
         let stopped = |group| {
             self.stops
                 .iter()
-                .any(|stop| stop.0 == group && stop.1 > self.now)
+                .any(|stop| stop.group == group && stop.until > self.now)
         };
-        matches!(thread.status, Status::Ready | Status::TimedOut)
+        matches!(thread.status, ThreadStatus::Ready | ThreadStatus::TimedOut)
             && (thread.has_locks || !thread.group.is_some_and(stopped))
     }
 
-    /// The next time at which a thread may run again.
+    /// Returns the next time at which a thread may run again.
     fn next_deadline(&self) -> Option<Duration> {
         let waits = self
             .threads
             .iter()
             .filter_map(|thread| match thread.status {
-                Status::Waiting { until, .. } => until,
+                ThreadStatus::Waiting { until, .. } => until,
                 _ => None,
             });
+
         let stops = self
             .stops
             .iter()
-            .map(|(_, until)| *until)
+            .map(|stop| stop.until)
             .filter(|until| *until > self.now);
         waits.chain(stops).min()
     }
@@ -422,9 +448,9 @@ impl State {
 impl World {
     fn add(&self, name: &str, group: Option<u32>) -> usize {
         let mut state = self.state.lock();
-        state.threads.push(Thread {
+        state.threads.push(WorldThread {
             name: name.to_owned(),
-            status: Status::Ready,
+            status: ThreadStatus::Ready,
             turn: Arc::default(),
             runs: false,
             group,
@@ -433,28 +459,28 @@ impl World {
         state.threads.len() - 1
     }
 
-    /// The key of threads that wait for the end of others.
+    /// Returns the key of threads that wait for the end of others.
     fn ends(&self) -> Key {
         std::ptr::from_ref(self).addr()
     }
 
     /// Wakes the threads with deadlines that have come.
-    fn expire(&self, state: &mut State) {
+    fn expire(&self, state: &mut WorldState) {
         let now = state.now;
         for thread in &mut state.threads {
-            if let Status::Waiting {
+            if let ThreadStatus::Waiting {
                 until: Some(until), ..
             } = thread.status
                 && until <= now
             {
-                thread.status = Status::TimedOut;
+                thread.status = ThreadStatus::TimedOut;
             }
         }
     }
 
     /// Draws the next thread and, if that is not `thread`, lets it run. Returns when `thread` may
     /// run again, or at once if it has ended.
-    fn switch(&self, state: &mut MutexGuard<'_, State>, thread: usize) {
+    fn switch(&self, state: &mut MutexGuard<'_, WorldState>, thread: usize) {
         state.threads[thread].has_locks = LOCKS.get() > 0;
         let drawn = loop {
             let ready: Vec<usize> = (0..state.threads.len())
@@ -472,34 +498,39 @@ impl World {
                 None if state
                     .threads
                     .iter()
-                    .all(|thread| thread.status == Status::Ended) =>
+                    .all(|thread| thread.status == ThreadStatus::Ended) =>
                 {
                     return;
                 }
                 _ => self.hang(state),
             }
         };
+
         if drawn == thread {
             return;
         }
+
         state.switches += 1;
         let time = u64::try_from(state.now.as_nanos()).unwrap_or(u64::MAX);
         for word in [drawn as u64, time] {
             state.history = (state.history ^ word).wrapping_mul(0x0100_0000_01b3);
         }
+
         if self.settings.log {
             let text = format!("thread {drawn} ({}) goes on", state.threads[drawn].name);
             state.note(format_args!("{text}"), self);
         }
+
         state.threads[thread].runs = false;
         state.threads[drawn].runs = true;
         state.threads[drawn].turn.notify_one();
-        if state.threads[thread].status != Status::Ended {
+        if state.threads[thread].status != ThreadStatus::Ended {
             self.until_turn(state, thread);
         }
     }
 
-    fn until_turn(&self, state: &mut MutexGuard<'_, State>, thread: usize) {
+    /// Waits until `thread` may run.
+    fn until_turn(&self, state: &mut MutexGuard<'_, WorldState>, thread: usize) {
         let turn = state.threads[thread].turn.clone();
         while !state.threads[thread].runs {
             turn.wait(state);
@@ -507,13 +538,13 @@ impl World {
     }
 
     /// Reports a hang and exits the process: the threads would wait forever.
-    fn hang(&self, state: &State) -> ! {
+    fn hang(&self, state: &WorldState) -> ! {
         eprintln!("{state}");
         std::process::exit(101)
     }
 }
 
-impl fmt::Display for State {
+impl fmt::Display for WorldState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
@@ -523,15 +554,16 @@ impl fmt::Display for State {
         for thread in self
             .threads
             .iter()
-            .filter(|thread| thread.status != Status::Ended)
+            .filter(|thread| thread.status != ThreadStatus::Ended)
         {
             let state = match thread.status {
-                Status::Waiting { until: None, .. } => "waits without a deadline",
-                Status::Waiting { .. } => "waits with a deadline",
+                ThreadStatus::Waiting { until: None, .. } => "waits without a deadline",
+                ThreadStatus::Waiting { .. } => "waits with a deadline",
                 _ => "could run",
             };
             write!(f, "\n  {}: {state}", thread.name)?;
         }
+
         if self.is_over {
             let cause = "its programs have ended; something outside keeps parts of them, such as a \
                          handle to an array or object: drop it before the simulation ends";
@@ -548,7 +580,7 @@ mod tests {
 
     #[test]
     fn hang_after_the_end_names_the_cause() {
-        let mut state = State {
+        let mut state = WorldState {
             random: fastrand::Rng::with_seed(1),
             now: Duration::from_secs(3),
             threads: Vec::new(),

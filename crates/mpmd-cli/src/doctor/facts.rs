@@ -103,7 +103,7 @@ impl Sharing {
     /// Gathers the facts. Opens shared memory once, as a job's process does when it chooses its
     /// transport.
     fn look() -> Self {
-        let error = shm::Opened::open().err().map(|error| match error {
+        let error = shm::OpenedShm::open().err().map(|error| match error {
             TransportError::Unavailable { why, .. } => why,
             error => error.to_string(),
         });

@@ -4,8 +4,8 @@
 //! peer can take here.
 
 use super::peer::PieceKey;
-use super::{Action, Cargo, EAGER_BYTES, EAGER_CREDIT, EAGER_OVERHEAD, Early, Router};
-use crate::wire::{Header, Kind, ProcessId};
+use super::{Cargo, EAGER_BYTES, EAGER_CREDIT, EAGER_OVERHEAD, EarlyMessage, Router, RouterAction};
+use crate::wire::{Header, MessageKind, ProcessId};
 
 /// Cost in bytes of a kept message in addition to its text: its header and its place in a list.
 pub(super) const KEPT_OVERHEAD: u64 = 128;
@@ -15,7 +15,8 @@ pub(super) const KEPT_OVERHEAD: u64 = 128;
 /// its own, and it has less memory than that.
 pub(super) const MOST_KEPT: u64 = 128 << 20;
 
-impl<C: Cargo> Early<C> {
+impl<C: Cargo> EarlyMessage<C> {
+    /// Returns the cost in bytes of keeping the message.
     pub(super) fn cost(&self) -> u64 {
         match self {
             Self::Cargo(..) | Self::Offered(_) => KEPT_OVERHEAD,
@@ -35,13 +36,15 @@ impl<C: Cargo> Router<C> {
         else {
             return;
         };
+
         peer.broken = true;
         self.lose(process, format!("it broke the protocol: {why}"));
         self.early.retain(|(from, _), _| *from != process);
         self.parked.retain(|_, messages| {
-            messages.retain(|(from, ..)| *from != process);
+            messages.retain(|message| message.from != process);
             !messages.is_empty()
         });
+
         let peer = &mut self.peers[process.index()];
         peer.granted.clear();
         peer.kept = 0;
@@ -50,7 +53,8 @@ impl<C: Cargo> Router<C> {
     /// Treats a peer as gone although its connections may stand, and has the driver give it up.
     pub(super) fn lose(&mut self, process: ProcessId, why: String) {
         self.peer_down(process, &why);
-        self.actions.push(Action::GiveUp { peer: process, why });
+        self.actions
+            .push(RouterAction::GiveUp { peer: process, why });
     }
 
     /// Returns true if the sender may send this message about a piece. Otherwise treats the sender
@@ -60,15 +64,16 @@ impl<C: Cargo> Router<C> {
         let Header {
             bytes, op, piece, ..
         } = *header;
+
         match header.kind {
-            Kind::Eager if bytes > EAGER_BYTES => {
+            MessageKind::Eager if bytes > EAGER_BYTES => {
                 let why = format!(
                     "it sent piece {piece} of operation {op}, of {bytes} bytes, without a grant"
                 );
                 self.broken(from, &why);
                 false
             }
-            Kind::Eager => {
+            MessageKind::Eager => {
                 peer.unclaimed += bytes + EAGER_OVERHEAD;
                 let unclaimed = peer.unclaimed;
                 if unclaimed > EAGER_CREDIT {
@@ -81,7 +86,7 @@ impl<C: Cargo> Router<C> {
                 unclaimed <= EAGER_CREDIT
             }
             // Grants are only for operations that this process has issued.
-            Kind::Data if op > self.history.count() && !peer.zero_copy => {
+            MessageKind::Data if op > self.history.count() && !peer.zero_copy => {
                 self.not_granted(from, header);
                 false
             }
@@ -120,7 +125,7 @@ impl<C: Cargo> Router<C> {
 
     /// Keeps a message about a piece until this process expects the piece. A second message
     /// replaces the first.
-    pub(super) fn keep_early(&mut self, from: ProcessId, key: PieceKey, early: Early<C>) {
+    pub(super) fn keep_early(&mut self, from: ProcessId, key: PieceKey, early: EarlyMessage<C>) {
         let cost = early.cost();
         if let Some(before) = self.early.insert((from, key), early) {
             self.peers[from.index()].kept -= before.cost();
@@ -130,7 +135,7 @@ impl<C: Cargo> Router<C> {
 
     /// Takes the message about a piece that arrived before the piece was expected. `None` if there
     /// is none.
-    pub(super) fn take_early(&mut self, from: ProcessId, key: PieceKey) -> Option<Early<C>> {
+    pub(super) fn take_early(&mut self, from: ProcessId, key: PieceKey) -> Option<EarlyMessage<C>> {
         let early = self.early.remove(&(from, key))?;
         self.peers[from.index()].kept -= early.cost();
         Some(early)

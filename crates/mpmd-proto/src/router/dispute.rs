@@ -7,10 +7,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::history::{Shown, first_difference};
-use super::{Action, Body, Cargo, Failure, FailureKind, Router};
+use super::history::{HistoryDifference, ShownOperations, first_difference};
+use super::peer::{OpenDispute, PendingCheck};
+use super::{Body, Cargo, Failure, FailureKind, Router, RouterAction};
 use crate::control;
-use crate::wire::{Header, Kind, ProcessId};
+use crate::wire::{Header, MessageKind, ProcessId};
 
 /// Time that the other process has to send its operations. After that, the failure is reported
 /// without them.
@@ -25,9 +26,9 @@ impl<C: Cargo> Router<C> {
             if self.left {
                 // This process will never get there.
                 self.dispute(from, count, now);
-            } else if peer.check.is_none_or(|(known, _)| count < known) {
+            } else if peer.check.is_none_or(|known| count < known.count) {
                 // Keep the lowest count: one that this process never reaches must not hide others.
-                peer.check = Some((count, hash));
+                peer.check = Some(PendingCheck { count, hash });
                 self.next_check = self.next_check.min(count);
             }
         } else if self.history.hash_at(count).is_some_and(|mine| mine != hash) {
@@ -42,20 +43,22 @@ impl<C: Cargo> Router<C> {
         if self.failed.is_some() || self.peers[with.index()].disputed.is_some() {
             return;
         }
-        self.peers[with.index()].disputed = Some((now, op));
+
+        self.peers[with.index()].disputed = Some(OpenDispute { since: now, op });
         if self.peers[with.index()].is_reachable() {
             let body = control::encode(&self.history.show(op)).unwrap_or_default();
             let header = Header {
                 op,
                 bytes: body.len() as u64,
-                ..self.header(Kind::Records)
+                ..self.header(MessageKind::Records)
             };
-            self.actions.push(Action::Post {
+            self.actions.push(RouterAction::Post {
                 to: with,
                 header,
                 body: Body::Control(body),
             });
         }
+
         if self.peers[with.index()].shown.is_some() {
             self.conclude(with, op);
         }
@@ -67,14 +70,16 @@ impl<C: Cargo> Router<C> {
         if self.failed.is_some() {
             return;
         }
-        let shown = match control::decode::<Shown>(control) {
+
+        let shown = match control::decode::<ShownOperations>(control) {
             Ok(shown) if shown.is_sound() => shown,
             _ => return self.broken(from, "its list of operations is not valid"),
         };
+
         let last = shown.records.last().map_or(shown.count, |record| record.op);
         self.peers[from.index()].shown = Some(shown);
         match self.peers[from.index()].disputed {
-            Some((_, op)) => self.conclude(from, op),
+            Some(dispute) => self.conclude(from, dispute.op),
             None => self.dispute(from, last, now),
         }
     }
@@ -96,31 +101,36 @@ impl<C: Cargo> Router<C> {
     /// job.
     pub(super) fn expire_disputes(&mut self, now: Duration) {
         for process in self.others() {
-            if let Some((since, op)) = self.peers[process.index()].disputed
-                && now >= since + SHOW_WITHIN
+            if let Some(dispute) = self.peers[process.index()].disputed
+                && now >= dispute.since + SHOW_WITHIN
             {
-                self.conclude(process, op);
+                self.conclude(process, dispute.op);
             }
         }
     }
 
+    /// Ends a dispute: fails the job with the first difference, as far as it is known.
     fn conclude(&mut self, with: ProcessId, op: u64) {
         if self.failed.is_some() {
             return;
         }
+
         let me = self.config.process;
-        let (op, message) = match &self.peers[with.index()].shown {
+        let difference = match &self.peers[with.index()].shown {
             Some(theirs) => first_difference(me, &self.history.show(op), with, theirs),
             None => {
                 let what = self.name(op);
-                let message = format!(
-                    "the programs diverged: processes {me} and {with} differ at {what} or before \
-                     it; process {with} has not said in time what it has issued"
-                );
-                (op, message)
+                HistoryDifference {
+                    op,
+                    text: format!(
+                        "the programs diverged: processes {me} and {with} differ at {what} or \
+                         before it; process {with} has not said in time what it has issued"
+                    ),
+                }
             }
         };
-        let failure = Failure::new(FailureKind::Diverged, me, op, message);
+
+        let failure = Failure::new(FailureKind::Diverged, me, difference.op, difference.text);
         self.fail(Arc::new(Failure {
             other: Some(with),
             ..failure

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::breach::KEPT_OVERHEAD;
-use super::peer::{Goodbye, PieceKey, Ready};
-use super::{Action, Body, Cargo, Failure, FailureKind, Router};
+use super::peer::{Goodbye, PieceKey, ReadyPiece, Suspicion};
+use super::{Body, Cargo, Failure, FailureKind, Router, RouterAction};
 use crate::control;
-use crate::wire::{Header, Kind, ProcessId};
+use crate::wire::{Header, MessageKind, ProcessId};
 
 /// Comes between a failure and the first loss, in the message of a failure.
 const BEFORE: &str = "; before that: ";
@@ -20,11 +20,15 @@ impl<C: Cargo> Router<C> {
         let Some(peer) = self.peers.get_mut(process.index()) else {
             return;
         };
+
         // A peer sends nothing more after its goodbye.
         if peer.has_left() {
             self.lose(process, why.to_owned());
         } else {
-            peer.suspected.get_or_insert_with(|| (now, why.to_owned()));
+            peer.suspected.get_or_insert_with(|| Suspicion {
+                since: now,
+                why: why.to_owned(),
+            });
         }
     }
 
@@ -39,8 +43,9 @@ impl<C: Cargo> Router<C> {
         }
         peer.down = Some(why.to_owned());
         if peer.zero_copy {
-            self.actions.push(Action::NeverTaken { by: process });
+            self.actions.push(RouterAction::NeverTaken { by: process });
         }
+
         let in_order = peer
             .goodbye
             .as_ref()
@@ -51,13 +56,15 @@ impl<C: Cargo> Router<C> {
         peer.kept -= granted.len() as u64 * KEPT_OVERHEAD;
         let first_ready = ready.keys().next().map(|(op, _)| *op);
         self.discard(process, ready);
+
         for ((op, _), expected) in expected {
             let failure = self.lost(process, op);
-            self.actions.push(Action::Deliver {
+            self.actions.push(RouterAction::Deliver {
                 waiter: expected.waiter,
                 result: Err(failure),
             });
         }
+
         if !in_order {
             // No wait was for the peer, so the message says at least which operation the program
             // was at.
@@ -94,9 +101,9 @@ impl<C: Cargo> Router<C> {
             let header = Header {
                 bytes: body.len() as u64,
                 op: failure.op,
-                ..self.header(Kind::Failure)
+                ..self.header(MessageKind::Failure)
             };
-            self.actions.push(Action::Post {
+            self.actions.push(RouterAction::Post {
                 to: process,
                 header,
                 body: Body::Control(body.clone()),
@@ -111,34 +118,37 @@ impl<C: Cargo> Router<C> {
         if std::mem::replace(&mut self.left, true) {
             return;
         }
+
         let body = failure.map(encode_failure).unwrap_or_default();
         for process in self.reachable() {
             let header = Header {
                 bytes: body.len() as u64,
                 hash: self.history.hash(),
-                ..self.header(Kind::Goodbye)
+                ..self.header(MessageKind::Goodbye)
             };
             let body = if body.is_empty() {
                 Body::Empty
             } else {
                 Body::Control(body.clone())
             };
-            self.actions.push(Action::Post {
+            self.actions.push(RouterAction::Post {
                 to: process,
                 header,
                 body,
             });
         }
+
         if let Some(failure) = failure {
             // From here on this process compares nothing: its peers know that it failed.
             self.fail_quietly(Arc::new(failure.clone()));
             return;
         }
+
         for process in self.others() {
             let ahead = self.peers[process.index()]
                 .check
                 .take()
-                .map(|(count, _)| count);
+                .map(|check| check.count);
             if let Some(count) = ahead.filter(|count| *count > self.history.count()) {
                 // The peer got further than this process ever will.
                 self.dispute(process, count, now);
@@ -160,8 +170,8 @@ impl<C: Cargo> Router<C> {
     /// Returns the reason why the job cannot end well, if it is known: the job has failed, or a
     /// peer has not left in order.
     ///
-    /// It is the failure of [`Action::Failed`] or [`Action::PeerLost`], from the moment at which
-    /// the action is collected.
+    /// It is the failure of [`RouterAction::Failed`] or [`RouterAction::PeerLost`], from the moment
+    /// at which the action is collected.
     pub fn trouble(&self) -> Option<Arc<Failure>> {
         self.failed.clone().or_else(|| self.first_loss.clone())
     }
@@ -201,9 +211,10 @@ impl<C: Cargo> Router<C> {
     /// Tells the driver of a lost peer, and keeps the first loss.
     fn tell_loss(&mut self, failure: Arc<Failure>) {
         self.first_loss.get_or_insert_with(|| failure.clone());
-        self.actions.push(Action::PeerLost(failure));
+        self.actions.push(RouterAction::PeerLost(failure));
     }
 
+    /// Handles the goodbye of a peer.
     pub(super) fn peer_left(
         &mut self,
         from: ProcessId,
@@ -217,6 +228,7 @@ impl<C: Cargo> Router<C> {
             // Only the first goodbye counts: it has been reported.
             return;
         }
+
         peer.goodbye = Some(Goodbye {
             count: header.count,
             failure: failure.clone(),
@@ -224,16 +236,17 @@ impl<C: Cargo> Router<C> {
         if peer.zero_copy {
             // A peer that has left in order has taken everything.
             self.actions.push(match failure {
-                None => Action::Taken {
+                None => RouterAction::Taken {
                     by: from,
                     op: u64::MAX,
                 },
-                Some(_) => Action::NeverTaken { by: from },
+                Some(_) => RouterAction::NeverTaken { by: from },
             });
         }
+
         if let Some(failure) = failure {
             for (_, expected) in std::mem::take(&mut peer.expected) {
-                self.actions.push(Action::Deliver {
+                self.actions.push(RouterAction::Deliver {
                     waiter: expected.waiter,
                     result: Err(failure.clone()),
                 });
@@ -244,6 +257,7 @@ impl<C: Cargo> Router<C> {
             self.tell_loss(failure);
             return;
         }
+
         self.compare(from, header.count, header.hash, now);
         // Expected pieces belong to operations issued here. So the counts also reveal a peer that
         // sends none.
@@ -267,8 +281,9 @@ impl<C: Cargo> Router<C> {
         peer.down.is_some().then(|| self.lost(process, op))
     }
 
-    fn discard(&mut self, to: ProcessId, ready: BTreeMap<PieceKey, Ready<C>>) {
-        let discard = |(_, ready): (_, Ready<C>)| Action::Discard {
+    /// Discards the pieces that were ready for a peer.
+    fn discard(&mut self, to: ProcessId, ready: BTreeMap<PieceKey, ReadyPiece<C>>) {
+        let discard = |(_, ready): (_, ReadyPiece<C>)| RouterAction::Discard {
             to,
             cargo: ready.cargo,
         };
@@ -279,6 +294,7 @@ impl<C: Cargo> Router<C> {
     /// order had ended all of its operations before, so it never issued this one.
     pub(super) fn lost(&self, process: ProcessId, op: u64) -> Arc<Failure> {
         let peer = &self.peers[process.index()];
+
         if let Some(Goodbye {
             count,
             failure: None,
@@ -299,6 +315,7 @@ impl<C: Cargo> Router<C> {
         self.lost_while(process, op, peer.down.as_deref().unwrap_or("unknown"))
     }
 
+    /// Fails the job without telling the peers.
     pub(super) fn fail_quietly(&mut self, failure: Arc<Failure>) {
         if self.failed.is_some() {
             return;
@@ -307,31 +324,33 @@ impl<C: Cargo> Router<C> {
         for (process, peer) in self.peers.iter_mut().enumerate() {
             let process = ProcessId(process as u32);
             if peer.zero_copy {
-                self.actions.push(Action::NeverTaken { by: process });
+                self.actions.push(RouterAction::NeverTaken { by: process });
             }
             for (_, expected) in std::mem::take(&mut peer.expected) {
-                self.actions.push(Action::Deliver {
+                self.actions.push(RouterAction::Deliver {
                     waiter: expected.waiter,
                     result: Err(failure.clone()),
                 });
             }
-            let discard = |(_, ready): (_, Ready<C>)| Action::Discard {
+            let discard = |(_, ready): (_, ReadyPiece<C>)| RouterAction::Discard {
                 to: process,
                 cargo: ready.cargo,
             };
             self.actions
                 .extend(std::mem::take(&mut peer.ready).into_iter().map(discard));
         }
+
         self.early.clear();
         self.parked.clear();
         for peer in &mut self.peers {
             peer.granted.clear();
             peer.kept = 0;
         }
-        self.actions.push(Action::Failed(failure));
+        self.actions.push(RouterAction::Failed(failure));
     }
 }
 
+/// Encodes a failure for a control message, with its text cut.
 pub(super) fn encode_failure(failure: &Failure) -> Vec<u8> {
     control::encode(&failure.clone().shortened()).unwrap_or_default()
 }

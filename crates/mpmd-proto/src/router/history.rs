@@ -27,16 +27,16 @@ pub struct OpRecord {
     /// The operation's description, formatted only when needed.
     pub what: Arc<dyn fmt::Display + Send + Sync>,
     /// Hashes of the host values that the operation takes, if those are compared.
-    pub values: Option<Values>,
+    pub values: Option<ValueHashes>,
     /// The operation's purpose, if its issuer gives one.
-    pub note: Option<Note>,
+    pub note: Option<OpNote>,
     /// The line of the program that issued the operation.
     pub at: &'static Location<'static>,
 }
 
 /// Hashes that tell a difference in host values from any other difference.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub struct Values {
+pub struct ValueHashes {
     /// Hash of the operation without its host values, and of all operations before it.
     pub call: u64,
     /// Hash of the host values.
@@ -45,14 +45,14 @@ pub struct Values {
 
 /// The purpose of an operation: a number from its issuer, and a function that shows it.
 #[derive(Clone, Copy)]
-pub struct Note {
+pub struct OpNote {
     /// A number that only `show` understands.
     pub word: u64,
     /// Writes the purpose that a `word` stands for, for people.
     pub show: fn(u64, &mut fmt::Formatter<'_>) -> fmt::Result,
 }
 
-impl fmt::Display for Note {
+impl fmt::Display for OpNote {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         (self.show)(self.word, f)
     }
@@ -77,7 +77,7 @@ impl fmt::Debug for OpRecord {
 /// Operations that are issued together, such as those of a replayed step. Each operation's
 /// properties are derived from the whole on demand. So operations that do not concern a process
 /// cost it nothing.
-pub trait Span: Send + Sync {
+pub trait OpSpan: Send + Sync {
     /// Returns the rolling hash of all operations up to `op`, which is part of the span.
     fn hash_at(&self, op: u64) -> u128;
 
@@ -86,7 +86,7 @@ pub trait Span: Send + Sync {
     fn describe(&self, op: u64) -> String;
 
     /// Returns the hashes of the host values that the whole span takes, if those are compared.
-    fn values(&self) -> Option<Values>;
+    fn values(&self) -> Option<ValueHashes>;
 }
 
 /// An [`OpRecord`] as it is sent to a peer.
@@ -95,19 +95,54 @@ pub(super) struct ShownRecord {
     pub(super) op: u64,
     pub(super) hash: u128,
     pub(super) what: String,
-    pub(super) values: Option<Values>,
+    pub(super) values: Option<ValueHashes>,
     /// Number of steps that had ended before the operation.
     pub(super) steps: u64,
 }
 
 /// The recent operations of one process, as sent to a peer.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
-pub(super) struct Shown {
+pub(super) struct ShownOperations {
     pub(super) count: u64,
     pub(super) records: Vec<ShownRecord>,
 }
 
-impl Shown {
+impl ShownOperations {
+    /// Returns the record of operation `op`, if it is among the recent ones.
+    fn record(&self, op: u64) -> Option<&ShownRecord> {
+        self.records.iter().find(|record| record.op == op)
+    }
+
+    /// Returns the rolling hash at operation `op`, if it is known.
+    fn hash_at(&self, op: u64) -> Option<u128> {
+        if op == 0 {
+            Some(0)
+        } else {
+            self.record(op).map(|record| record.hash)
+        }
+    }
+
+    /// Tells people what `process`, which these are of, has issued as operation `op`. With
+    /// `tells_steps`, also after how many steps.
+    fn tell(&self, process: ProcessId, op: u64, tells_steps: bool) -> String {
+        match self.record(op) {
+            Some(record) if tells_steps => {
+                format!(
+                    "process {process} issued {} after {} steps",
+                    record.what, record.steps
+                )
+            }
+            Some(record) => format!("process {process} issued {}", record.what),
+            None if self.count < op => {
+                format!(
+                    "process {process} has issued only {} operations",
+                    self.count
+                )
+            }
+            None => format!("process {process} no longer remembers its operation {op}"),
+        }
+    }
+
     /// Returns true if a correct process can have sent this.
     pub(super) fn is_sound(&self) -> bool {
         self.records.len() <= SHOWN
@@ -119,24 +154,32 @@ impl Shown {
 
 /// The last operations of this process, numbered without gaps from 1.
 #[derive(Default)]
-pub(super) struct History {
+pub(super) struct OpHistory {
     count: u64,
-    /// (Entry, number of steps that had ended before it), oldest first.
-    entries: VecDeque<(Entry, u64)>,
+    /// The entries, oldest first.
+    entries: VecDeque<KeptEntry>,
+    /// Number of steps that have ended.
+    steps: u64,
+}
+
+/// An entry of the history.
+struct KeptEntry {
+    entry: HistoryEntry,
+    /// Number of steps that had ended before the entry.
     steps: u64,
 }
 
 /// One operation, or the operations of a span that were issued so far.
-enum Entry {
+enum HistoryEntry {
     One(OpRecord),
     Span {
         first: u64,
         last: u64,
-        span: Arc<dyn Span>,
+        span: Arc<dyn OpSpan>,
     },
 }
 
-impl Entry {
+impl HistoryEntry {
     fn first(&self) -> u64 {
         match self {
             Self::One(record) => record.op,
@@ -165,7 +208,7 @@ impl Entry {
         }
     }
 
-    fn values(&self) -> Option<Values> {
+    fn values(&self) -> Option<ValueHashes> {
         match self {
             Self::One(record) => record.values,
             Self::Span { span, .. } => span.values(),
@@ -173,11 +216,12 @@ impl Entry {
     }
 }
 
-impl History {
+impl OpHistory {
     pub(super) fn step_ended(&mut self) {
         self.steps += 1;
     }
 
+    /// Records an issued operation.
     pub(super) fn push(&mut self, record: OpRecord) {
         debug_assert_eq!(
             record.op,
@@ -185,22 +229,23 @@ impl History {
             "operations are numbered without gaps"
         );
         self.count = record.op;
-        self.keep(Entry::One(record));
+        self.keep(HistoryEntry::One(record));
     }
 
     /// Records that all operations up to `op` are issued, as parts of `span`.
-    pub(super) fn extend(&mut self, op: u64, span: &Arc<dyn Span>) {
+    pub(super) fn extend(&mut self, op: u64, span: &Arc<dyn OpSpan>) {
         debug_assert!(op > self.count, "a span goes on");
         let first = self.count + 1;
         self.count = op;
         match self.entries.back_mut() {
-            Some((
-                Entry::Span {
-                    last, span: known, ..
-                },
-                _,
-            )) if Arc::ptr_eq(known, span) => *last = op,
-            _ => self.keep(Entry::Span {
+            Some(KeptEntry {
+                entry:
+                    HistoryEntry::Span {
+                        last, span: known, ..
+                    },
+                ..
+            }) if Arc::ptr_eq(known, span) => *last = op,
+            _ => self.keep(HistoryEntry::Span {
                 first,
                 last: op,
                 span: span.clone(),
@@ -208,11 +253,15 @@ impl History {
         }
     }
 
-    fn keep(&mut self, entry: Entry) {
+    /// Adds an entry, and forgets the oldest one if there are too many.
+    fn keep(&mut self, entry: HistoryEntry) {
         if self.entries.len() == REMEMBERED {
             self.entries.pop_front();
         }
-        self.entries.push_back((entry, self.steps));
+        self.entries.push_back(KeptEntry {
+            entry,
+            steps: self.steps,
+        });
     }
 
     /// Returns the number of operations issued.
@@ -224,7 +273,7 @@ impl History {
     pub(super) fn hash(&self) -> u128 {
         self.entries
             .back()
-            .map_or(0, |(entry, _)| entry.hash_at(self.count))
+            .map_or(0, |kept| kept.entry.hash_at(self.count))
     }
 
     /// Returns the rolling hash at operation `op`. `None` if it is not issued yet or forgotten.
@@ -232,44 +281,48 @@ impl History {
         if op == 0 {
             Some(0)
         } else {
-            self.entry(op).map(|(entry, _)| entry.hash_at(op))
+            self.entry(op).map(|kept| kept.entry.hash_at(op))
         }
     }
 
     /// Describes an operation, with its number. `None` if it is not issued yet or forgotten.
     pub(super) fn describe(&self, op: u64) -> Option<String> {
-        self.entry(op).map(|(entry, _)| entry.describe(op))
+        self.entry(op).map(|kept| kept.entry.describe(op))
     }
 
-    fn entry(&self, op: u64) -> Option<&(Entry, u64)> {
+    /// Returns the entry of an operation. `None` if it is not issued yet or forgotten.
+    fn entry(&self, op: u64) -> Option<&KeptEntry> {
         let behind = usize::try_from(self.count.checked_sub(op)?).ok()?;
+
         // Mostly an operation of the step that is under way.
         if let Some(last) = self.entries.back()
-            && last.0.first() <= op
+            && last.entry.first() <= op
         {
             return Some(last);
         }
+
         // The entry's place if no span was issued since.
         let place = self.entries.len().checked_sub(behind + 1);
         if let Some(found) = place.and_then(|place| self.entries.get(place))
-            && found.0.first() == op
+            && found.entry.first() == op
         {
             return Some(found);
         }
-        let place = self.entries.partition_point(|(entry, _)| entry.last() < op);
+
+        let place = self.entries.partition_point(|kept| kept.entry.last() < op);
         self.entries
             .get(place)
-            .filter(|(entry, _)| entry.first() <= op)
+            .filter(|kept| kept.entry.first() <= op)
     }
 
     /// Returns the records for a peer that disagrees at `op`: at most 512 operations, up to 128
     /// past `op`.
-    pub(super) fn show(&self, op: u64) -> Shown {
+    pub(super) fn show(&self, op: u64) -> ShownOperations {
         let last = self.count.min(op.saturating_add(SHOWN as u64 / 4));
         let first = (last + 1).saturating_sub(SHOWN as u64).max(1);
         let records = (first..=last)
             .filter_map(|op| Some((op, self.entry(op)?)))
-            .map(|(op, (entry, steps))| {
+            .map(|(op, KeptEntry { entry, steps })| {
                 let mut what = entry.describe(op);
                 // Long descriptions must not push the message over its limit.
                 what.truncate(
@@ -287,36 +340,73 @@ impl History {
                 }
             })
             .collect();
-        Shown {
+        ShownOperations {
             count: self.count,
             records,
         }
     }
 }
 
-/// Finds the first operation at which the hashes of two processes differ. Returns its number and a
-/// text about the difference.
+/// The first difference between the operations of two processes.
+pub(super) struct HistoryDifference {
+    /// The number of the operation.
+    pub(super) op: u64,
+    /// The difference in words.
+    pub(super) text: String,
+}
+
+/// Finds the first operation at which the hashes of two processes differ.
 pub(super) fn first_difference(
     me: ProcessId,
-    mine: &Shown,
+    mine: &ShownOperations,
     peer: ProcessId,
-    theirs: &Shown,
-) -> (u64, String) {
-    let find =
-        |shown: &Shown, op: u64| shown.records.iter().find(|record| record.op == op).cloned();
-    let hash = |shown: &Shown, op: u64| {
-        if op == 0 {
-            Some(0)
-        } else {
-            find(shown, op).map(|r| r.hash)
-        }
+    theirs: &ShownOperations,
+) -> HistoryDifference {
+    let first = first_differing_op(mine, theirs);
+    let before = first.saturating_sub(1);
+    let agreed_before =
+        mine.hash_at(before).is_some() && mine.hash_at(before) == theirs.hash_at(before);
+
+    // Both may have issued the same operation, but one of them a step earlier or later.
+    let steps = |shown: &ShownOperations| shown.record(first).map(|record| record.steps);
+    let steps_differ = steps(mine)
+        .zip(steps(theirs))
+        .is_some_and(|(mine, theirs)| mine != theirs);
+
+    // The lower process comes first, so that every process gives the same text.
+    let (lower, of_lower, higher, of_higher) = if me <= peer {
+        (me, mine, peer, theirs)
+    } else {
+        (peer, theirs, me, mine)
     };
+    let same = of_lower
+        .record(first)
+        .zip(of_higher.record(first))
+        .filter(|_| !steps_differ)
+        .and_then(|(x, y)| same_call(lower, x, higher, y));
+    let a = of_lower.tell(lower, first, steps_differ);
+    let b = same.unwrap_or_else(|| of_higher.tell(higher, first, steps_differ));
+
+    let since = if agreed_before {
+        "first differ"
+    } else {
+        "differ, at the latest,"
+    };
+    HistoryDifference {
+        op: first,
+        text: format!("the programs diverged: they {since} at operation {first}: {a}; {b}"),
+    }
+}
+
+/// Returns the number of the first operation at which two processes differ.
+fn first_differing_op(mine: &ShownOperations, theirs: &ShownOperations) -> u64 {
     let oldest = [mine, theirs]
         .iter()
         .filter_map(|shown| shown.records.first())
-        .map(|r| r.op)
+        .map(|record| record.op)
         .max()
         .unwrap_or(1);
+
     // Only operations that one of them has sent: a peer's count may be any number.
     let records = mine.records.iter().chain(&theirs.records);
     let mut known: Vec<u64> = records
@@ -326,59 +416,21 @@ pub(super) fn first_difference(
     known.sort_unstable();
     let differing = known
         .into_iter()
-        .find(|op| hash(mine, *op) != hash(theirs, *op));
+        .find(|op| mine.hash_at(*op) != theirs.hash_at(*op));
+
     // If all records are equal: the first operation that one of the two has not issued.
-    let first = differing.unwrap_or_else(|| match mine.count.min(theirs.count) {
+    differing.unwrap_or_else(|| match mine.count.min(theirs.count) {
         fewer if mine.count == theirs.count => fewer,
         fewer => fewer + 1,
-    });
-    let before = first.saturating_sub(1);
-    let agreed_before = hash(mine, before).is_some() && hash(mine, before) == hash(theirs, before);
-    // Both may have issued the same operation, but one of them a step earlier or later.
-    let steps = |shown: &Shown| find(shown, first).map(|record| record.steps);
-    let differ = steps(mine)
-        .zip(steps(theirs))
-        .is_some_and(|(mine, theirs)| mine != theirs);
-    let side = |process: ProcessId, shown: &Shown| match find(shown, first) {
-        Some(record) if differ => {
-            format!(
-                "process {process} issued {} after {} steps",
-                record.what, record.steps
-            )
-        }
-        Some(record) => format!("process {process} issued {}", record.what),
-        None if shown.count < first => {
-            format!(
-                "process {process} has issued only {} operations",
-                shown.count
-            )
-        }
-        None => format!("process {process} no longer remembers its operation {first}"),
-    };
-    // The lower process comes first, so that every process gives the same text.
-    let (a, b) = if me <= peer {
-        ((me, mine), (peer, theirs))
-    } else {
-        ((peer, theirs), (me, mine))
-    };
-    let same = find(a.1, first).zip(find(b.1, first)).filter(|_| !differ);
-    let same = same.and_then(|(x, y)| same_call((a.0, &x), (b.0, &y)));
-    let (a, b) = (side(a.0, a.1), same.unwrap_or_else(|| side(b.0, b.1)));
-    let since = if agreed_before {
-        "first differ"
-    } else {
-        "differ, at the latest,"
-    };
-    (
-        first,
-        format!("the programs diverged: they {since} at operation {first}: {a}; {b}"),
-    )
+    })
 }
 
 /// Describes how the second process differs if both issued the same call; otherwise returns `None`.
 fn same_call(
-    (first, a): (ProcessId, &ShownRecord),
-    (second, b): (ProcessId, &ShownRecord),
+    first: ProcessId,
+    a: &ShownRecord,
+    second: ProcessId,
+    b: &ShownRecord,
 ) -> Option<String> {
     let issued = format!("process {second} issued the same call, but");
     match (a.values, b.values) {
@@ -398,8 +450,8 @@ fn same_call(
 mod tests {
     use super::*;
 
-    fn history(hashes: &[u128]) -> History {
-        let mut history = History::default();
+    fn history(hashes: &[u128]) -> OpHistory {
+        let mut history = OpHistory::default();
         for (i, hash) in hashes.iter().enumerate() {
             history.push(OpRecord {
                 op: i as u64 + 1,
@@ -419,7 +471,7 @@ mod tests {
             history(&[1, 2, 3, 4]).show(4),
             history(&[1, 2, 33, 44, 55]).show(5),
         );
-        let (op, text) = first_difference(ProcessId(0), &a, ProcessId(1), &b);
+        let HistoryDifference { op, text } = first_difference(ProcessId(0), &a, ProcessId(1), &b);
         assert_eq!(op, 3);
         assert!(
             text.contains("process 0 issued operation 3 (op with hash 3) at"),
@@ -433,14 +485,17 @@ mod tests {
             text.contains("history.rs"),
             "source lines are shown: {text}"
         );
-        assert_eq!(first_difference(ProcessId(1), &b, ProcessId(0), &a).1, text);
+        assert_eq!(
+            first_difference(ProcessId(1), &b, ProcessId(0), &a).text,
+            text
+        );
     }
 
     /// Returns the text of the difference between two histories that differ at operation 2. They
     /// have the same description there, and these values.
-    fn parted(values: [Option<Values>; 2]) -> String {
+    fn parted(values: [Option<ValueHashes>; 2]) -> String {
         let shown = [0, 1].map(|process: usize| {
-            let mut history = History::default();
+            let mut history = OpHistory::default();
             for op in 1..=2 {
                 let hash = if op == 1 { 1 } else { 20 + process as u128 };
                 let (what, at) = (Arc::new("put"), Location::caller());
@@ -455,12 +510,13 @@ mod tests {
             }
             history.show(2)
         });
-        let (op, text) = first_difference(ProcessId(0), &shown[0], ProcessId(1), &shown[1]);
+        let HistoryDifference { op, text } =
+            first_difference(ProcessId(0), &shown[0], ProcessId(1), &shown[1]);
         assert_eq!(
             (op, &text),
             (
                 2,
-                &first_difference(ProcessId(1), &shown[1], ProcessId(0), &shown[0]).1
+                &first_difference(ProcessId(1), &shown[1], ProcessId(0), &shown[0]).text
             )
         );
         assert!(
@@ -472,7 +528,7 @@ mod tests {
 
     #[test]
     fn differing_values_are_reported_with_both_hashes() {
-        let values = |call, hash| Some(Values { call, hash });
+        let values = |call, hash| Some(ValueHashes { call, hash });
         let text = parted([values(7, 0xab), values(7, 0xcd)]);
         let hashes =
             "their hash is 00000000000000ab on process 0 and 00000000000000cd on process 1";
@@ -499,7 +555,7 @@ mod tests {
     #[test]
     fn early_stop_is_reported_with_its_operation_count() {
         let (a, b) = (history(&[1, 2]).show(2), history(&[1, 2, 3]).show(3));
-        let (op, text) = first_difference(ProcessId(0), &a, ProcessId(1), &b);
+        let HistoryDifference { op, text } = first_difference(ProcessId(0), &a, ProcessId(1), &b);
         assert_eq!(op, 3);
         assert!(
             text.contains("process 0 has issued only 2 operations"),
@@ -524,12 +580,13 @@ mod tests {
                 "process 1 no longer remembers its operation 1",
             ),
         ] {
-            let theirs = Shown {
+            let theirs = ShownOperations {
                 count: u64::MAX,
                 records,
             };
             assert!(theirs.is_sound(), "no count is too high by itself");
-            let (op, text) = first_difference(ProcessId(0), &mine, ProcessId(1), &theirs);
+            let HistoryDifference { op, text } =
+                first_difference(ProcessId(0), &mine, ProcessId(1), &theirs);
             assert_eq!(op, first);
             assert!(text.contains(says), "{text}");
         }
@@ -538,12 +595,12 @@ mod tests {
             op: u64::MAX,
             ..records[2].clone()
         };
-        let theirs = Shown {
+        let theirs = ShownOperations {
             count: u64::MAX,
             records: [&records[..2], &[far]].concat(),
         };
         assert_eq!(
-            first_difference(ProcessId(0), &mine, ProcessId(1), &theirs).0,
+            first_difference(ProcessId(0), &mine, ProcessId(1), &theirs).op,
             3
         );
     }
@@ -551,7 +608,7 @@ mod tests {
     #[test]
     fn impossible_records_are_not_sound() {
         let shown = history(&[1, 2, 3]).show(3);
-        assert!(shown.is_sound() && Shown::default().is_sound());
+        assert!(shown.is_sound() && ShownOperations::default().is_sound());
         let mut twice = shown.clone();
         twice.records[1].op = 1;
         let mut beyond = shown.clone();
@@ -562,7 +619,7 @@ mod tests {
             op: i as u64 + 1,
             ..shown.records[0].clone()
         };
-        let many = Shown {
+        let many = ShownOperations {
             count: u64::MAX,
             records: (0..=SHOWN).map(numbered).collect(),
         };
@@ -583,7 +640,7 @@ mod tests {
     /// A span with hashes that are a base plus the operation's number.
     struct Counted(u128);
 
-    impl Span for Counted {
+    impl OpSpan for Counted {
         fn hash_at(&self, op: u64) -> u128 {
             self.0 + u128::from(op)
         }
@@ -592,12 +649,12 @@ mod tests {
             format!("{op} of a span")
         }
 
-        fn values(&self) -> Option<Values> {
+        fn values(&self) -> Option<ValueHashes> {
             None
         }
     }
 
-    fn one(history: &mut History, hash: u128) {
+    fn one(history: &mut OpHistory, hash: u128) {
         let op = history.count() + 1;
         let (what, at) = (Arc::new("one"), Location::caller());
         history.push(OpRecord {
@@ -613,7 +670,7 @@ mod tests {
     #[test]
     fn every_operation_of_a_span_has_hash_and_description() {
         let mut history = history(&[1, 2]);
-        let spans: [Arc<dyn Span>; 2] = [Arc::new(Counted(100)), Arc::new(Counted(200))];
+        let spans: [Arc<dyn OpSpan>; 2] = [Arc::new(Counted(100)), Arc::new(Counted(200))];
         history.extend(5, &spans[0]);
         assert_eq!(
             (history.count(), history.hash(), history.hash_at(6)),
@@ -661,7 +718,7 @@ mod tests {
     fn operations_before_many_spans_are_forgotten() {
         let mut history = history(&[1, 2]);
         for i in 0..REMEMBERED as u64 {
-            let span: Arc<dyn Span> = Arc::new(Counted(0));
+            let span: Arc<dyn OpSpan> = Arc::new(Counted(0));
             history.extend(2 + 10 * (i + 1), &span);
         }
         assert_eq!(

@@ -11,7 +11,8 @@
 //! - fails the operations that wait for a failed or departed peer.
 //!
 //! It does no I/O, starts no thread and reads no clock. Its driver calls it with events and the
-//! time, and carries out the [`Action`]s that it collects. It relies on no ordering of messages.
+//! time, and carries out the [`RouterAction`]s that it collects. It relies on no ordering of
+//! messages.
 //!
 //! A piece moves from S to R as operation `k` like this:
 //!
@@ -20,7 +21,7 @@
 //! | up to [`EAGER_BYTES`], within credit | `Eager` with payload | delivered; credit returned |
 //! | up to [`EAGER_BYTES`], no credit left | `Offer` | `Grant`; then `Data` |
 //! | more | waits for the grant | `Grant`; then `Data` |
-//! | any, with [zero-copy transfer](Config::zero_copy) | `Data` | delivered |
+//! | any, with [zero-copy transfer](RouterConfig::zero_copy) | `Data` | delivered |
 //!
 //! A peer breaks the protocol if it sends a message that no correct process sends. It then counts
 //! as lost, with a message that says so ([`Router::broken`]).
@@ -46,14 +47,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use failure::{Failure, FailureKind};
-pub use history::{Note, OpRecord, Span, Values};
-pub use watch::Answer;
+pub use history::{OpNote, OpRecord, OpSpan, ValueHashes};
+pub use watch::ProbeAnswer;
 
-use crate::wire::{Header, Kind, ProcessId};
+use crate::wire::{Header, MessageKind, ProcessId};
 use breach::KEPT_OVERHEAD;
 use ends::encode_failure;
-use history::History;
-use peer::{Expected, Peer, PieceKey, Ready};
+use history::OpHistory;
+use peer::{ExpectedPiece, PeerState, PieceKey, ReadyPiece};
 
 /// Pieces up to this size may travel without a grant, in bytes.
 pub const EAGER_BYTES: u64 = 16 << 10;
@@ -81,7 +82,7 @@ pub trait Cargo {
 
 /// Settings of a [`Router`].
 #[derive(Clone, Debug)]
-pub struct Config {
+pub struct RouterConfig {
     /// This process's id.
     pub process: ProcessId,
     /// Number of processes in the job.
@@ -99,7 +100,7 @@ pub struct Config {
 }
 
 /// A task for the driver.
-pub enum Action<C: Cargo> {
+pub enum RouterAction<C: Cargo> {
     /// Send a message.
     Post {
         /// The receiver.
@@ -172,22 +173,31 @@ pub enum Body<O> {
 
 /// A message that arrived before this process expected its piece. Its hash was compared if the
 /// operation was remembered.
-enum Early<C: Cargo> {
+enum EarlyMessage<C: Cargo> {
+    /// The piece.
     Cargo(Header, C::Incoming),
     /// An offer of a piece, with the sender's rolling hash at the operation.
     Offered(u128),
+    /// The piece will never come, for this reason.
     Poison(Arc<Failure>),
+}
+
+/// A message for an operation that this process has not issued yet.
+struct ParkedMessage<C: Cargo> {
+    from: ProcessId,
+    header: Header,
+    incoming: C::Incoming,
 }
 
 /// Matches operations and messages of one process. See the [module](self).
 pub struct Router<C: Cargo> {
-    config: Config,
-    history: History,
-    peers: Vec<Peer<C>>,
-    /// Messages for operations that this process has not issued yet, by operation number: (sender,
-    /// header, payload).
-    parked: BTreeMap<u64, Vec<(ProcessId, Header, C::Incoming)>>,
-    early: BTreeMap<(ProcessId, PieceKey), Early<C>>,
+    config: RouterConfig,
+    history: OpHistory,
+    peers: Vec<PeerState<C>>,
+    /// Messages for operations that this process has not issued yet, by operation number.
+    parked: BTreeMap<u64, Vec<ParkedMessage<C>>>,
+    /// Messages that arrived before this process expected their pieces, by sender and piece.
+    early: BTreeMap<(ProcessId, PieceKey), EarlyMessage<C>>,
     failed: Option<Arc<Failure>>,
     /// The first loss of a peer.
     first_loss: Option<Arc<Failure>>,
@@ -198,7 +208,7 @@ pub struct Router<C: Cargo> {
     next_check: u64,
     /// True once this process has said goodbye.
     left: bool,
-    actions: Vec<Action<C>>,
+    actions: Vec<RouterAction<C>>,
     /// Senders of zero-copy pieces that are to be told what was taken, once the current call of
     /// this router has ended.
     to_tell: Vec<ProcessId>,
@@ -206,16 +216,16 @@ pub struct Router<C: Cargo> {
 
 impl<C: Cargo> Router<C> {
     /// Creates a router that has issued no operations.
-    pub fn new(config: Config) -> Self {
+    pub fn new(config: RouterConfig) -> Self {
         Self {
             peers: (0..config.processes)
-                .map(|process| Peer {
+                .map(|process| PeerState {
                     zero_copy: config.zero_copy.get(process).copied().unwrap_or(false),
-                    ..Peer::default()
+                    ..PeerState::default()
                 })
                 .collect(),
             config,
-            history: History::default(),
+            history: OpHistory::default(),
             parked: BTreeMap::new(),
             early: BTreeMap::new(),
             failed: None,
@@ -238,7 +248,7 @@ impl<C: Cargo> Router<C> {
     }
 
     /// Returns and removes the driver's tasks, in order. Call it after every other call.
-    pub fn take_actions(&mut self) -> Vec<Action<C>> {
+    pub fn take_actions(&mut self) -> Vec<RouterAction<C>> {
         std::mem::take(&mut self.to_tell)
             .into_iter()
             .for_each(|peer| self.tell_taken(peer));
@@ -277,11 +287,12 @@ impl<C: Cargo> Router<C> {
 
     /// Issues all operations up to `op`, as parts of `span`. The driver calls it once for each
     /// operation in which this process takes part; that includes all operations before it.
-    pub fn issue_span(&mut self, op: u64, span: &Arc<dyn Span>, clock: impl Fn() -> Duration) {
+    pub fn issue_span(&mut self, op: u64, span: &Arc<dyn OpSpan>, clock: impl Fn() -> Duration) {
         self.history.extend(op, span);
         self.issued(op, clock);
     }
 
+    /// Handles the messages and the hashes that waited for operation `op` to be issued.
     fn issued(&mut self, op: u64, clock: impl Fn() -> Duration) {
         if self.next_check > op
             && self
@@ -291,35 +302,38 @@ impl<C: Cargo> Router<C> {
         {
             return;
         }
+
         let now = clock();
         while let Some(entry) = self.parked.first_entry() {
             if *entry.key() > op {
                 break;
             }
             let messages = entry.remove();
-            messages
-                .iter()
-                .for_each(|(from, ..)| self.peers[from.index()].kept -= KEPT_OVERHEAD);
-            for (from, header, incoming) in messages {
-                if !self.peers[from.index()].broken {
-                    self.piece_message(from, header, incoming, now);
+            for message in &messages {
+                self.peers[message.from.index()].kept -= KEPT_OVERHEAD;
+            }
+            for message in messages {
+                if !self.peers[message.from.index()].broken {
+                    self.piece_message(message.from, message.header, message.incoming, now);
                 }
             }
         }
+
         if self.next_check > op {
             return;
         }
         self.next_check = u64::MAX;
         for index in 0..self.peers.len() {
-            if let Some((count, hash)) = self.peers[index].check.take() {
-                self.compare(ProcessId(index as u32), count, hash, now);
+            if let Some(check) = self.peers[index].check.take() {
+                self.compare(ProcessId(index as u32), check.count, check.hash, now);
             }
         }
     }
 
     /// Registers `waiter` for a piece of `bytes` bytes from `from` in an issued operation. Does not
-    /// block: the waiter gets the piece or a failure by [`Action::Deliver`]. `key` is (operation,
-    /// piece). `hash` is the rolling hash at the operation, which this router may have forgotten.
+    /// block: the waiter gets the piece or a failure by [`RouterAction::Deliver`]. `key` is
+    /// (operation, piece). `hash` is the rolling hash at the operation, which this router may have
+    /// forgotten.
     ///
     /// The memory for the piece must be reserved: a large piece is granted now, unless it comes by
     /// zero-copy transfer.
@@ -335,6 +349,7 @@ impl<C: Cargo> Router<C> {
         self.expect_within(from, key, hash, bytes..=bytes, waiter, now);
     }
 
+    /// Registers `waiter` for a piece with one of the lengths `bytes`.
     fn expect_within(
         &mut self,
         from: ProcessId,
@@ -346,10 +361,11 @@ impl<C: Cargo> Router<C> {
     ) {
         debug_assert!(op <= self.history.count(), "operation {op} was not issued");
         let key = (op, piece);
+
         // A piece that has arrived is taken, even if its sender has gone since.
         let here = matches!(
             self.early.get(&(from, key)),
-            Some(Early::Cargo(..) | Early::Poison(_))
+            Some(EarlyMessage::Cargo(..) | EarlyMessage::Poison(_))
         );
         let never = if here {
             self.failed.clone()
@@ -357,14 +373,16 @@ impl<C: Cargo> Router<C> {
             self.why_never(from, op)
         };
         if let Some(failure) = never {
-            self.actions.push(Action::Deliver {
+            self.actions.push(RouterAction::Deliver {
                 waiter,
                 result: Err(failure),
             });
             return;
         }
-        let (least, most) = (*bytes.start(), *bytes.end());
-        let expected = Expected {
+
+        let least = *bytes.start();
+        let most = *bytes.end();
+        let expected = ExpectedPiece {
             waiter,
             hash,
             bytes,
@@ -374,20 +392,22 @@ impl<C: Cargo> Router<C> {
             granted: false,
         };
         self.peers[from.index()].expected.insert(key, expected);
+
         match self.take_early(from, key) {
-            Some(Early::Cargo(Header { hash: theirs, .. }, _) | Early::Offered(theirs))
-                if theirs != hash =>
-            {
+            Some(
+                EarlyMessage::Cargo(Header { hash: theirs, .. }, _) | EarlyMessage::Offered(theirs),
+            ) if theirs != hash => {
                 self.dispute(from, op, now);
             }
-            Some(Early::Cargo(header, incoming)) => self.deliver(from, header, incoming),
-            Some(Early::Poison(failure)) => self.poisoned(from, key, failure),
-            Some(Early::Offered(_)) => self.grant(from, key, most),
+            Some(EarlyMessage::Cargo(header, incoming)) => self.deliver(from, header, incoming),
+            Some(EarlyMessage::Poison(failure)) => self.poisoned(from, key, failure),
+            Some(EarlyMessage::Offered(_)) => self.grant(from, key, most),
             None if least > EAGER_BYTES && !self.peers[from.index()].zero_copy => {
                 self.grant(from, key, most);
             }
             None => {}
         }
+
         let beyond = self.peers[from.index()]
             .goodbye
             .as_ref()
@@ -451,7 +471,7 @@ impl<C: Cargo> Router<C> {
     ) {
         self.offer(to, key, hash, bytes, cargo);
         if bytes > EAGER_BYTES && self.peers[to.index()].ready.contains_key(&key) {
-            self.post_piece(Kind::Offer, to, key, hash, bytes, Body::Empty);
+            self.post_piece(MessageKind::Offer, to, key, hash, bytes, Body::Empty);
         }
     }
 
@@ -473,43 +493,46 @@ impl<C: Cargo> Router<C> {
         let key = (op, piece);
         let peer = &mut self.peers[to.index()];
         if self.failed.is_some() || !peer.takes_pieces() {
-            self.actions.push(Action::Discard { to, cargo });
+            self.actions.push(RouterAction::Discard { to, cargo });
             return;
         }
+
         let granted = peer.granted.remove(&key);
         peer.kept -= granted.map_or(0, |_| KEPT_OVERHEAD);
         if granted.is_some_and(|theirs| theirs != hash) {
             // Kept until the dispute has failed the job.
-            peer.ready.insert(key, Ready { cargo, hash, bytes });
+            peer.ready.insert(key, ReadyPiece { cargo, hash, bytes });
             self.dispute(to, op, self.ticked);
             return;
         }
+
         if peer.zero_copy || granted.is_some() {
-            self.post_piece(Kind::Data, to, key, hash, bytes, Body::Cargo(cargo));
+            self.post_piece(MessageKind::Data, to, key, hash, bytes, Body::Cargo(cargo));
             return;
         }
+
         if bytes > EAGER_BYTES {
-            peer.ready.insert(key, Ready { cargo, hash, bytes });
+            peer.ready.insert(key, ReadyPiece { cargo, hash, bytes });
         } else if let Some(credit) = peer.credit.checked_sub(bytes + EAGER_OVERHEAD) {
             peer.credit = credit;
-            self.post_piece(Kind::Eager, to, key, hash, bytes, Body::Cargo(cargo));
+            self.post_piece(MessageKind::Eager, to, key, hash, bytes, Body::Cargo(cargo));
         } else {
-            peer.ready.insert(key, Ready { cargo, hash, bytes });
-            self.post_piece(Kind::Offer, to, key, hash, bytes, Body::Empty);
+            peer.ready.insert(key, ReadyPiece { cargo, hash, bytes });
+            self.post_piece(MessageKind::Offer, to, key, hash, bytes, Body::Empty);
         }
     }
 
     /// Asks `to` to tell as soon as it has taken all zero-copy pieces of this process up to
-    /// operation `op`. Then [`Action::Taken`] follows. Does nothing without zero-copy transfer to
-    /// `to`, if `to` is gone, or if the job has failed.
+    /// operation `op`. Then [`RouterAction::Taken`] follows. Does nothing without zero-copy
+    /// transfer to `to`, if `to` is gone, or if the job has failed.
     pub fn ask_taken(&mut self, to: ProcessId, op: u64) {
         let peer = &self.peers[to.index()];
         if peer.zero_copy && !peer.has_left() && self.failed.is_none() {
             let header = Header {
                 op,
-                ..self.header(Kind::AskTaken)
+                ..self.header(MessageKind::AskTaken)
             };
-            self.actions.push(Action::Post {
+            self.actions.push(RouterAction::Post {
                 to,
                 header,
                 body: Body::Empty,
@@ -526,7 +549,7 @@ impl<C: Cargo> Router<C> {
             // The receiver believes a poison with any hash.
             let hash = self.history.hash_at(op).unwrap_or_default();
             self.post_piece(
-                Kind::Poison,
+                MessageKind::Poison,
                 to,
                 (op, piece),
                 hash,
@@ -553,9 +576,10 @@ impl<C: Cargo> Router<C> {
         if header.epoch != self.config.epoch || !is_read {
             return;
         }
+
         self.peers[from.index()].heard = now;
         match header.kind {
-            Kind::Eager | Kind::Offer | Kind::Grant | Kind::Data => {
+            MessageKind::Eager | MessageKind::Offer | MessageKind::Grant | MessageKind::Data => {
                 // After a peer's loss nothing waits for its pieces any more.
                 let is_late = self.failed.is_some() || self.peers[from.index()].down.is_some();
                 if is_late || !self.is_allowed(from, &header) {
@@ -565,7 +589,11 @@ impl<C: Cargo> Router<C> {
                     self.parked
                         .entry(header.op)
                         .or_default()
-                        .push((from, header, incoming));
+                        .push(ParkedMessage {
+                            from,
+                            header,
+                            incoming,
+                        });
                     self.count_kept(from, KEPT_OVERHEAD);
                 } else {
                     self.piece_message(from, header, incoming, now);
@@ -573,11 +601,11 @@ impl<C: Cargo> Router<C> {
             }
             // A poison is believed without a comparison of hashes, even ahead of time: a process
             // that failed stops comparing.
-            Kind::Poison => {
+            MessageKind::Poison => {
                 let failure = self.heard(from, header.op, control);
                 self.poisoned(from, (header.op, header.piece), failure);
             }
-            Kind::Credit => {
+            MessageKind::Credit => {
                 let peer = &mut self.peers[from.index()];
                 if peer.zero_copy && header.op > self.history.count() {
                     let why = format!(
@@ -586,7 +614,7 @@ impl<C: Cargo> Router<C> {
                     );
                     self.broken(from, &why);
                 } else if peer.zero_copy {
-                    self.actions.push(Action::Taken {
+                    self.actions.push(RouterAction::Taken {
                         by: from,
                         op: header.op,
                     });
@@ -594,15 +622,17 @@ impl<C: Cargo> Router<C> {
                     peer.credit = peer.credit.saturating_add(header.count).min(EAGER_CREDIT);
                 }
             }
-            Kind::AskTaken => self.asked_taken(from, header.op),
+            MessageKind::AskTaken => self.asked_taken(from, header.op),
             // The driver passes on the messages in it instead.
-            Kind::Batch => {}
-            Kind::Probe => self.probed(from, header, now),
-            Kind::Answer => self.answered(from, control),
-            Kind::Heartbeat | Kind::Step => self.compare(from, header.count, header.hash, now),
-            Kind::Goodbye => self.peer_left(from, header, control, now),
-            Kind::Records => self.shown(from, control, now),
-            Kind::Failure => {
+            MessageKind::Batch => {}
+            MessageKind::Probe => self.probed(from, header, now),
+            MessageKind::Answer => self.answered(from, control),
+            MessageKind::Heartbeat | MessageKind::Step => {
+                self.compare(from, header.count, header.hash, now)
+            }
+            MessageKind::Goodbye => self.peer_left(from, header, control, now),
+            MessageKind::Records => self.shown(from, control, now),
+            MessageKind::Failure => {
                 let failure = self.heard(from, header.op, control);
                 self.fail_quietly(failure);
             }
@@ -623,9 +653,9 @@ impl<C: Cargo> Router<C> {
             let header = Header {
                 op: step,
                 hash: self.history.hash(),
-                ..self.header(Kind::Step)
+                ..self.header(MessageKind::Step)
             };
-            self.actions.push(Action::Post {
+            self.actions.push(RouterAction::Post {
                 to: next,
                 header,
                 body: Body::Empty,
@@ -644,7 +674,8 @@ impl<C: Cargo> Router<C> {
         let early = self
             .early
             .values()
-            .filter(|early| !matches!(early, Early::Offered(_)));
+            .filter(|early| !matches!(early, EarlyMessage::Offered(_)));
+
         early.count() + self.parked.len() + of_peers.sum::<usize>()
     }
 
@@ -663,6 +694,7 @@ impl<C: Cargo> Router<C> {
             self.peers[from.index()].kept -= early.cost();
             self.to_tell.push(from);
         }
+
         for peer in &mut self.peers {
             let before = peer.granted.len();
             peer.granted.retain(|key, _| key.0 != op);
@@ -670,6 +702,7 @@ impl<C: Cargo> Router<C> {
         }
     }
 
+    /// Handles a message about a piece of an operation that this process has issued.
     fn piece_message(
         &mut self,
         from: ProcessId,
@@ -688,47 +721,57 @@ impl<C: Cargo> Router<C> {
         if self.failed.is_some() {
             return;
         }
+
         let peer = &mut self.peers[from.index()];
         match header.kind {
-            Kind::Grant => match peer.ready.remove(&key) {
-                Some(Ready { cargo, hash, bytes }) => {
-                    self.post_piece(Kind::Data, from, key, hash, bytes, Body::Cargo(cargo));
+            MessageKind::Grant => match peer.ready.remove(&key) {
+                Some(ReadyPiece { cargo, hash, bytes }) => {
+                    self.post_piece(
+                        MessageKind::Data,
+                        from,
+                        key,
+                        hash,
+                        bytes,
+                        Body::Cargo(cargo),
+                    );
                 }
                 None => self.keep_grant(from, key, header.hash),
             },
-            Kind::Offer => match peer.expected.get(&key) {
+            MessageKind::Offer => match peer.expected.get(&key) {
                 Some(expected) if expected.granted => {}
                 Some(expected) => {
                     let most = *expected.bytes.end();
                     self.grant(from, key, most);
                 }
-                None => self.keep_early(from, key, Early::Offered(header.hash)),
+                None => self.keep_early(from, key, EarlyMessage::Offered(header.hash)),
             },
-            Kind::Data if !peer.zero_copy => match peer.expected.get(&key) {
+            MessageKind::Data if !peer.zero_copy => match peer.expected.get(&key) {
                 Some(expected) if expected.granted => self.deliver(from, header, incoming),
                 _ => self.not_granted(from, &header),
             },
             _ if peer.expected.contains_key(&key) => self.deliver(from, header, incoming),
-            _ => self.keep_early(from, key, Early::Cargo(header, incoming)),
+            _ => self.keep_early(from, key, EarlyMessage::Cargo(header, incoming)),
         }
     }
 
+    /// Delivers a piece to its waiter, and counts it for its sender's credit or report.
     fn deliver(&mut self, from: ProcessId, header: Header, incoming: C::Incoming) {
         let key = (header.op, header.piece);
         let peer = &mut self.peers[from.index()];
         let Some(expected) = peer.expected.remove(&key) else {
             return;
         };
-        if header.kind == Kind::Eager {
+
+        if header.kind == MessageKind::Eager {
             peer.owed += header.bytes + EAGER_OVERHEAD;
             if peer.owed >= EAGER_CREDIT / 4 {
                 let count = std::mem::take(&mut peer.owed);
                 peer.unclaimed -= count;
                 let header = Header {
                     count,
-                    ..self.header(Kind::Credit)
+                    ..self.header(MessageKind::Credit)
                 };
-                self.actions.push(Action::Post {
+                self.actions.push(RouterAction::Post {
                     to: from,
                     header,
                     body: Body::Empty,
@@ -742,13 +785,15 @@ impl<C: Cargo> Router<C> {
                 self.to_tell.push(from);
             }
         }
+
         if expected.bytes.contains(&header.bytes) {
-            self.actions.push(Action::Deliver {
+            self.actions.push(RouterAction::Deliver {
                 waiter: expected.waiter,
                 result: Ok(incoming),
             });
         } else {
-            let (most, what) = (expected.bytes.end(), self.name(header.op));
+            let most = expected.bytes.end();
+            let what = self.name(header.op);
             let piece = format!(
                 "{} bytes for piece {} of {what}",
                 header.bytes, header.piece
@@ -760,7 +805,7 @@ impl<C: Cargo> Router<C> {
                 header.op,
                 message,
             ));
-            self.actions.push(Action::Deliver {
+            self.actions.push(RouterAction::Deliver {
                 waiter: expected.waiter,
                 result: Err(failure),
             });
@@ -775,15 +820,17 @@ impl<C: Cargo> Router<C> {
         if peer.last_taken <= peer.told || !peer.is_reachable() {
             return;
         }
+
         let awaited = peer.expected.keys().next().map(|key| key.0);
-        let here = |((from, key), early): (&(ProcessId, PieceKey), &Early<C>)| {
-            (*from == to && matches!(early, Early::Cargo(..))).then_some(key.0)
+        let here = |((from, key), early): (&(ProcessId, PieceKey), &EarlyMessage<C>)| {
+            (*from == to && matches!(early, EarlyMessage::Cargo(..))).then_some(key.0)
         };
         let early = self.early.iter().filter_map(here).min();
         let first = awaited.into_iter().chain(early).min();
         let op = first.map_or(peer.last_taken, |first| {
             peer.last_taken.min(first.saturating_sub(1))
         });
+
         let news = op > peer.told;
         let peer = &mut self.peers[to.index()];
         peer.untold = 0;
@@ -791,9 +838,9 @@ impl<C: Cargo> Router<C> {
             peer.told = op;
             let header = Header {
                 op,
-                ..self.header(Kind::Credit)
+                ..self.header(MessageKind::Credit)
             };
-            self.actions.push(Action::Post {
+            self.actions.push(RouterAction::Post {
                 to,
                 header,
                 body: Body::Empty,
@@ -801,20 +848,21 @@ impl<C: Cargo> Router<C> {
         }
     }
 
+    /// Gives the waiter of a piece the reason why the piece will never come.
     fn poisoned(&mut self, from: ProcessId, key: PieceKey, failure: Arc<Failure>) {
         if self.failed.is_some() {
             return;
         }
         match self.peers[from.index()].expected.remove(&key) {
             Some(expected) => {
-                self.actions.push(Action::Deliver {
+                self.actions.push(RouterAction::Deliver {
                     waiter: expected.waiter,
                     result: Err(failure),
                 });
                 // The piece may be the last that kept others from being reported as taken.
                 self.to_tell.push(from);
             }
-            None => self.keep_early(from, key, Early::Poison(failure)),
+            None => self.keep_early(from, key, EarlyMessage::Poison(failure)),
         }
     }
 
@@ -825,13 +873,14 @@ impl<C: Cargo> Router<C> {
             .unwrap_or_else(|| format!("operation {op}"))
     }
 
+    /// Grants a piece to its sender.
     fn grant(&mut self, to: ProcessId, key: PieceKey, bytes: u64) {
         let Some(expected) = self.peers[to.index()].expected.get_mut(&key) else {
             return;
         };
         expected.granted = true;
         let hash = expected.hash;
-        self.post_piece(Kind::Grant, to, key, hash, bytes, Body::Empty);
+        self.post_piece(MessageKind::Grant, to, key, hash, bytes, Body::Empty);
     }
 
     /// Returns the rolling hash at a piece's operation. A forgotten operation still has one while
@@ -843,9 +892,10 @@ impl<C: Cargo> Router<C> {
         self.history.hash_at(key.0).or_else(expected).or_else(ready)
     }
 
+    /// Posts a message about a piece.
     fn post_piece(
         &mut self,
-        kind: Kind,
+        kind: MessageKind,
         to: ProcessId,
         key: PieceKey,
         hash: u128,
@@ -859,10 +909,11 @@ impl<C: Cargo> Router<C> {
             hash,
             ..self.header(kind)
         };
-        self.actions.push(Action::Post { to, header, body });
+        self.actions.push(RouterAction::Post { to, header, body });
     }
 
-    fn header(&self, kind: Kind) -> Header {
+    /// Returns a header of this process, with its epoch and its number of operations.
+    fn header(&self, kind: MessageKind) -> Header {
         Header {
             epoch: self.config.epoch,
             count: self.history.count(),
@@ -870,6 +921,7 @@ impl<C: Cargo> Router<C> {
         }
     }
 
+    /// Returns the other processes of the job.
     fn others(&self) -> impl Iterator<Item = ProcessId> + use<C> {
         let me = self.config.process;
         (0..self.config.processes as u32)
@@ -877,6 +929,7 @@ impl<C: Cargo> Router<C> {
             .filter(move |process| *process != me)
     }
 
+    /// Returns the peers that are not gone.
     fn reachable(&self) -> Vec<ProcessId> {
         self.others()
             .filter(|process| self.peers[process.index()].is_reachable())

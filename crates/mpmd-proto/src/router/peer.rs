@@ -5,14 +5,14 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::history::Shown;
-use super::{Answer, Cargo, EAGER_CREDIT, Failure};
+use super::history::ShownOperations;
+use super::{Cargo, EAGER_CREDIT, Failure, ProbeAnswer};
 
 /// A piece of an operation: `(operation, piece)`.
 pub(super) type PieceKey = (u64, u64);
 
 /// A piece that this process waits for.
-pub(super) struct Expected<C: Cargo> {
+pub(super) struct ExpectedPiece<C: Cargo> {
     pub(super) waiter: C::Waiter,
     /// The rolling hash at the operation.
     pub(super) hash: u128,
@@ -28,7 +28,7 @@ pub(super) struct Expected<C: Cargo> {
 }
 
 /// A piece that is ready here and waits for the peer's grant.
-pub(super) struct Ready<C: Cargo> {
+pub(super) struct ReadyPiece<C: Cargo> {
     pub(super) cargo: C::Outgoing,
     pub(super) hash: u128,
     pub(super) bytes: u64,
@@ -40,7 +40,31 @@ pub(super) struct Goodbye {
     pub(super) failure: Option<Arc<Failure>>,
 }
 
-pub(super) struct Peer<C: Cargo> {
+/// The rendezvous's report that a peer is lost, until it is clear if the peer is gone.
+pub(super) struct Suspicion {
+    /// The time of the report.
+    pub(super) since: Duration,
+    pub(super) why: String,
+}
+
+/// An open dispute with a peer.
+#[derive(Clone, Copy)]
+pub(super) struct OpenDispute {
+    pub(super) since: Duration,
+    /// The operation at which the two processes disagree, or an earlier one.
+    pub(super) op: u64,
+}
+
+/// A peer's rolling hash that this process compares when it has issued as many operations.
+#[derive(Clone, Copy)]
+pub(super) struct PendingCheck {
+    /// Number of operations.
+    pub(super) count: u64,
+    pub(super) hash: u128,
+}
+
+/// The state of one peer.
+pub(super) struct PeerState<C: Cargo> {
     /// The reason why the peer is gone; `None` until then.
     pub(super) down: Option<String>,
     /// True if the peer broke the protocol. Its later messages are ignored.
@@ -59,8 +83,8 @@ pub(super) struct Peer<C: Cargo> {
     pub(super) heard: Duration,
     /// The time that it may be silent at the start, in addition to the peer timeout.
     pub(super) starts_within: Duration,
-    /// (Time, reason) of the peer's loss at the rendezvous, until it is clear if the peer is gone.
-    pub(super) suspected: Option<(Duration, String)>,
+    /// The rendezvous's report that the peer is lost.
+    pub(super) suspected: Option<Suspicion>,
     /// Bytes of eager pieces (sent without a grant) that may still be sent to the peer.
     pub(super) credit: u64,
     /// Bytes of eager pieces consumed here for which the peer has not got its credit back yet.
@@ -73,20 +97,22 @@ pub(super) struct Peer<C: Cargo> {
     pub(super) kept: u64,
     /// The pieces that this process expects from the peer, sorted, so that failures and probes come
     /// in operation order.
-    pub(super) expected: BTreeMap<PieceKey, Expected<C>>,
-    pub(super) ready: BTreeMap<PieceKey, Ready<C>>,
+    pub(super) expected: BTreeMap<PieceKey, ExpectedPiece<C>>,
+    /// The pieces that are ready here and wait for the peer's grant.
+    pub(super) ready: BTreeMap<PieceKey, ReadyPiece<C>>,
+    /// The peer's grants of pieces that are not ready, with its rolling hash at the operation.
     pub(super) granted: BTreeMap<PieceKey, u128>,
     /// The peer's latest answer to a probe.
-    pub(super) answer: Option<Answer>,
+    pub(super) answer: Option<ProbeAnswer>,
     /// The peer's recent operations, if it disagreed and has sent them.
-    pub(super) shown: Option<Shown>,
-    /// (Time, operation) of the dispute with the peer, if there is one.
-    pub(super) disputed: Option<(Duration, u64)>,
-    /// (Number of operations, rolling hash) of the peer, to compare when this process gets there.
-    pub(super) check: Option<(u64, u128)>,
+    pub(super) shown: Option<ShownOperations>,
+    /// The dispute with the peer, if there is one.
+    pub(super) disputed: Option<OpenDispute>,
+    /// The peer's hash that is to be compared next.
+    pub(super) check: Option<PendingCheck>,
 }
 
-impl<C: Cargo> Default for Peer<C> {
+impl<C: Cargo> Default for PeerState<C> {
     fn default() -> Self {
         Self {
             down: None,
@@ -115,7 +141,7 @@ impl<C: Cargo> Default for Peer<C> {
     }
 }
 
-impl<C: Cargo> Peer<C> {
+impl<C: Cargo> PeerState<C> {
     /// Returns true if messages can be sent to the peer: it is not gone.
     pub(super) fn is_reachable(&self) -> bool {
         self.down.is_none()

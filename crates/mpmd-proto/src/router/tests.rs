@@ -107,7 +107,7 @@ impl Job {
         pairs: impl Fn(usize, usize) -> bool,
     ) -> Self {
         let router = |process| {
-            Router::new(Config {
+            Router::new(RouterConfig {
                 process: ProcessId(process as u32),
                 processes,
                 epoch: 1,
@@ -174,7 +174,7 @@ impl Job {
     fn act(&mut self, process: usize) {
         for action in self.routers[process].take_actions() {
             match action {
-                Action::Post { to, header, body } => {
+                RouterAction::Post { to, header, body } => {
                     let body = match body {
                         Body::Empty => Vec::new(),
                         Body::Control(bytes) | Body::Cargo(bytes) => bytes,
@@ -191,11 +191,11 @@ impl Job {
                         body,
                     });
                 }
-                Action::Deliver { waiter, result } => {
+                RouterAction::Deliver { waiter, result } => {
                     let before = self.outcomes.insert((process, waiter), result);
                     assert!(before.is_none(), "a wait is told once");
                 }
-                Action::Answer { to, op, piece } => {
+                RouterAction::Answer { to, op, piece } => {
                     self.routers[process].answer(
                         to,
                         op,
@@ -205,8 +205,8 @@ impl Job {
                     );
                     self.act(process);
                 }
-                Action::HangReport(text) => self.reports.push(text),
-                Action::Taken { by, op } => {
+                RouterAction::HangReport(text) => self.reports.push(text),
+                RouterAction::Taken { by, op } => {
                     let before = self.taken.insert((process, by.index()), op);
                     // Once a job has failed it waits for nothing, so later reports may be out of
                     // order.
@@ -216,13 +216,13 @@ impl Job {
                         "{before:?} before {op}"
                     );
                 }
-                Action::Discard { .. } => self.discarded += 1,
-                Action::NeverTaken { by } => {
+                RouterAction::Discard { .. } => self.discarded += 1,
+                RouterAction::NeverTaken { by } => {
                     self.taken.insert((process, by.index()), u64::MAX);
                 }
-                Action::PeerLost(failure) => self.lost.push((process, failure)),
-                Action::Failed(_) => {}
-                Action::GiveUp { peer, .. } => self.silent.push((process, peer.index())),
+                RouterAction::PeerLost(failure) => self.lost.push((process, failure)),
+                RouterAction::Failed(_) => {}
+                RouterAction::GiveUp { peer, .. } => self.silent.push((process, peer.index())),
             }
         }
     }
@@ -384,12 +384,15 @@ fn large_pieces_wait_for_grant_and_small_ones_for_credit() {
     let flying =
         |job: &Job, kind| job.flying.iter().filter(|m| m.header.kind == kind).count() as u64;
     assert!(
-        flying(&job, Kind::Eager) * EAGER_BYTES <= EAGER_CREDIT,
+        flying(&job, MessageKind::Eager) * EAGER_BYTES <= EAGER_CREDIT,
         "unclaimed bytes are bounded"
     );
-    assert_eq!(flying(&job, Kind::Eager) + flying(&job, Kind::Offer), sent);
     assert_eq!(
-        flying(&job, Kind::Data),
+        flying(&job, MessageKind::Eager) + flying(&job, MessageKind::Offer),
+        sent
+    );
+    assert_eq!(
+        flying(&job, MessageKind::Data),
         0,
         "nothing large moves before its grant"
     );
@@ -414,7 +417,7 @@ fn large_pieces_wait_for_grant_and_small_ones_for_credit() {
     // The credit came back: the next small piece is eager again.
     let op = job.issue(0, 6, "again");
     job.offer(0, 1, (op, 0), 10);
-    assert_eq!(flying(&job, Kind::Eager), 1);
+    assert_eq!(flying(&job, MessageKind::Eager), 1);
 }
 
 #[test]
@@ -693,7 +696,7 @@ fn loss_without_waits_names_the_latest_operation() {
             .take_actions()
             .into_iter()
             .find_map(|action| match action {
-                Action::PeerLost(failure) => Some(failure.message.clone()),
+                RouterAction::PeerLost(failure) => Some(failure.message.clone()),
                 _ => None,
             });
         failure.expect("a loss")
@@ -793,7 +796,7 @@ fn messages_of_another_incarnation_are_ignored() {
         bytes: 3,
         hash: 1,
         epoch: 99,
-        ..Header::new(Kind::Eager)
+        ..Header::new(MessageKind::Eager)
     };
     job.routers[1].arrived(ProcessId(0), header, vec![1, 2, 3], &[], at(1));
     job.act(1);

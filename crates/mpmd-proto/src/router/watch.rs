@@ -6,9 +6,10 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::failure::cut;
-use super::{Action, Body, Cargo, Failure, FailureKind, Router};
+use super::peer::Suspicion;
+use super::{Body, Cargo, Failure, FailureKind, Router, RouterAction};
 use crate::control;
-use crate::wire::{Header, Kind, ProcessId};
+use crate::wire::{Header, MessageKind, ProcessId};
 
 /// Time after which a process that waits for a piece probes the sender.
 pub(super) const PROBE_AFTER: Duration = Duration::from_millis(100);
@@ -24,7 +25,7 @@ const LONGEST_LINE: usize = 4 << 10;
 
 /// The description that a process gives of itself when a peer waits for it.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
-pub struct Answer {
+pub struct ProbeAnswer {
     /// Number of operations that the process has issued.
     pub count: u64,
     /// The activity of the process's program and devices.
@@ -41,26 +42,29 @@ impl<C: Cargo> Router<C> {
         if now.saturating_sub(self.ticked) > self.config.peer_timeout / 2 {
             self.forget_stop(now - self.ticked, now);
         }
+
         self.ticked = now;
         for process in self.others() {
             self.compare_end(process, now);
         }
         self.expire_disputes(now);
         self.judge_suspects(now);
+
         if now >= self.next_heartbeat {
             self.next_heartbeat = now.saturating_add(self.config.heartbeat);
             self.send_heartbeats();
             self.find_silent_peers(now);
         }
+
         for process in self.others() {
             self.watch_waits_for(process, now);
             self.tell_taken(process);
         }
     }
 
-    /// Answers a probe of `to`, as [`Action::Answer`] demands. `doing` describes this process's
-    /// activity. `running` is the lowest operation in progress on this process itself that waits
-    /// for no lower one. Does nothing if `to` is gone.
+    /// Answers a probe of `to`, as [`RouterAction::Answer`] demands. `doing` describes this
+    /// process's activity. `running` is the lowest operation in progress on this process itself
+    /// that waits for no lower one. Does nothing if `to` is gone.
     pub fn answer(
         &mut self,
         to: ProcessId,
@@ -72,19 +76,21 @@ impl<C: Cargo> Router<C> {
         if !self.peers[to.index()].is_reachable() {
             return;
         }
-        let answer = Answer {
+
+        let answer = ProbeAnswer {
             count: self.history.count(),
             doing,
             chain: self.chain(running),
         };
         let body = control::encode(&answer).unwrap_or_default();
+
         let header = Header {
             op,
             piece,
             bytes: body.len() as u64,
-            ..self.header(Kind::Answer)
+            ..self.header(MessageKind::Answer)
         };
-        self.actions.push(Action::Post {
+        self.actions.push(RouterAction::Post {
             to,
             header,
             body: Body::Control(body),
@@ -107,9 +113,9 @@ impl<C: Cargo> Router<C> {
             let header = Header {
                 op,
                 hash,
-                ..self.header(Kind::Probe)
+                ..self.header(MessageKind::Probe)
             };
-            self.actions.push(Action::Post {
+            self.actions.push(RouterAction::Post {
                 to,
                 header,
                 body: Body::Empty,
@@ -125,7 +131,7 @@ impl<C: Cargo> Router<C> {
             let silent = || vec![format!("process {process} has not said what it is doing")];
             answer.map_or_else(
                 silent,
-                |Answer {
+                |ProbeAnswer {
                      count,
                      doing,
                      chain,
@@ -136,6 +142,7 @@ impl<C: Cargo> Router<C> {
                 },
             )
         };
+
         let mut lines: Vec<String> = Vec::new();
         for line in self.still_here().into_iter().flat_map(said) {
             // Chains of several processes end in one root.
@@ -146,6 +153,7 @@ impl<C: Cargo> Router<C> {
         lines
     }
 
+    /// Handles a probe of a peer: asks the driver for the answer.
     pub(super) fn probed(&mut self, from: ProcessId, header: Header, now: Duration) {
         if header.op <= self.history.count() {
             if self
@@ -160,15 +168,17 @@ impl<C: Cargo> Router<C> {
             self.dispute(from, header.op, now);
             return;
         }
-        self.actions.push(Action::Answer {
+
+        self.actions.push(RouterAction::Answer {
             to: from,
             op: header.op,
             piece: header.piece,
         });
     }
 
+    /// Keeps a peer's answer to a probe, within limits.
     pub(super) fn answered(&mut self, from: ProcessId, control: &[u8]) {
-        if let Ok(mut answer) = control::decode::<Answer>(control) {
+        if let Ok(mut answer) = control::decode::<ProbeAnswer>(control) {
             answer.chain.truncate(CHAIN);
             answer.chain.shrink_to_fit();
             answer
@@ -180,6 +190,7 @@ impl<C: Cargo> Router<C> {
         }
     }
 
+    /// Sends a heartbeat to all peers, unless the job has failed.
     fn send_heartbeats(&mut self) {
         if self.failed.is_some() {
             return;
@@ -187,9 +198,9 @@ impl<C: Cargo> Router<C> {
         for process in self.reachable() {
             let header = Header {
                 hash: self.history.hash(),
-                ..self.header(Kind::Heartbeat)
+                ..self.header(MessageKind::Heartbeat)
             };
-            self.actions.push(Action::Post {
+            self.actions.push(RouterAction::Post {
                 to: process,
                 header,
                 body: Body::Empty,
@@ -207,8 +218,8 @@ impl<C: Cargo> Router<C> {
             } else {
                 peer.heard = now;
             }
-            if let Some((since, _)) = &mut peer.suspected {
-                *since = now;
+            if let Some(suspicion) = &mut peer.suspected {
+                suspicion.since = now;
             }
             for expected in peer.expected.values_mut() {
                 expected.since += stopped;
@@ -222,13 +233,14 @@ impl<C: Cargo> Router<C> {
         let heartbeat = self.config.heartbeat;
         for process in self.others() {
             let peer = &mut self.peers[process.index()];
-            let is_due = |(since, _): &mut (Duration, String)| now >= *since + 3 * heartbeat;
-            let Some((since, why)) = peer.suspected.take_if(is_due) else {
+            let is_due = |suspicion: &mut Suspicion| now >= suspicion.since + 3 * heartbeat;
+            let Some(suspicion) = peer.suspected.take_if(is_due) else {
                 continue;
             };
+
             // Messages that it sent before its death may arrive shortly after the news of it.
-            if peer.heard <= since + heartbeat {
-                self.lose(process, why);
+            if peer.heard <= suspicion.since + heartbeat {
+                self.lose(process, suspicion.why);
             }
         }
     }
@@ -240,11 +252,13 @@ impl<C: Cargo> Router<C> {
     /// one. The others find that process meanwhile. Two heartbeats later, this process fails with
     /// an error that names all, and after two more gives them up.
     fn find_silent_peers(&mut self, now: Duration) {
-        let (timeout, heartbeat) = (self.config.peer_timeout, self.config.heartbeat);
+        let timeout = self.config.peer_timeout;
+        let heartbeat = self.config.heartbeat;
         let here: Vec<_> = self
             .others()
             .filter(|process| !self.peers[process.index()].has_left())
             .collect();
+
         let silent_for = |limit: Duration| {
             let silence = |process: &ProcessId| {
                 let peer = &self.peers[process.index()];
@@ -260,16 +274,18 @@ impl<C: Cargo> Router<C> {
                 .filter(|process| silence(process) > limit)
                 .collect::<Vec<_>>()
         };
+
         let silent = silent_for(timeout);
         if silent.len() < silent_for(timeout.saturating_sub(heartbeat)).len() {
             return;
         }
+
         let why = format!("no sign of life for {} s", timeout.as_secs_f32());
         if silent.len() > 1 && silent.len() == here.len() {
             let all_for =
                 |beats| silent_for(timeout.saturating_add(beats * heartbeat)).len() == here.len();
-            let (fails, gives_up) = (all_for(2), all_for(4));
-            if fails {
+            let gives_up = all_for(4);
+            if all_for(2) {
                 self.fail(self.all_silent(&silent, &why));
             }
             // Later: those that are well must get the failure first.
@@ -292,6 +308,7 @@ impl<C: Cargo> Router<C> {
             .map(|(op, _)| *op)
             .min()
             .unwrap_or(self.history.count());
+
         let gone: Vec<_> = silent
             .iter()
             .map(|process| format!("process {process} is gone"))
@@ -305,10 +322,12 @@ impl<C: Cargo> Router<C> {
         Arc::new(Failure::new(FailureKind::PeerLost, silent[0], op, message))
     }
 
+    /// Probes a peer for the oldest wait for it, and reports the wait to the user if it is long.
     fn watch_waits_for(&mut self, process: ProcessId, now: Duration) {
         let peer_timeout = self.config.peer_timeout;
         let mut probe = None;
         let mut report = None;
+
         // The lowest operation stands for those behind it.
         if let Some((key, expected)) = self.peers[process.index()].expected.iter_mut().next() {
             if now >= expected.probe_at {
@@ -321,6 +340,7 @@ impl<C: Cargo> Router<C> {
                 expected.report_at = now.saturating_add(peer_timeout);
             }
         }
+
         if let Some(((op, piece), hash)) = probe
             && self.peers[process.index()].is_reachable()
         {
@@ -328,14 +348,15 @@ impl<C: Cargo> Router<C> {
                 op,
                 piece,
                 hash,
-                ..self.header(Kind::Probe)
+                ..self.header(MessageKind::Probe)
             };
-            self.actions.push(Action::Post {
+            self.actions.push(RouterAction::Post {
                 to: process,
                 header,
                 body: Body::Empty,
             });
         }
+
         if let Some(((op, piece), waited)) = report {
             let mut text = self.wait_line(process, op, piece, waited.as_secs_f32());
             match &self.peers[process.index()].answer {
@@ -351,7 +372,7 @@ impl<C: Cargo> Router<C> {
                 }
                 None => text.push_str(&format!("\n  process {process} has not answered")),
             }
-            self.actions.push(Action::HangReport(text));
+            self.actions.push(RouterAction::HangReport(text));
         }
     }
 
@@ -374,6 +395,7 @@ impl<C: Cargo> Router<C> {
         if running.is_some_and(|running| running < op) {
             return Vec::new();
         }
+
         let line = format!(
             "process {} waits in {} for piece {piece} from process {process}",
             self.config.process,
@@ -387,10 +409,12 @@ impl<C: Cargo> Router<C> {
             ));
             chain.extend(answer.chain.iter().cloned());
         }
+
         chain.truncate(CHAIN);
         chain
     }
 
+    /// Describes a wait of this process for people.
     fn wait_line(&self, process: ProcessId, op: u64, piece: u64, seconds: f32) -> String {
         format!(
             "process {}: {} has waited {seconds:.1} s for piece {piece} from process {process}",

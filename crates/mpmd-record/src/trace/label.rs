@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use mpmd_proto::router::Note;
+use mpmd_proto::router::OpNote;
 use serde::{Deserialize, Serialize};
 
 /// The part of a pipeline step that an operation belongs to: stage, microbatch and role.
@@ -122,8 +122,8 @@ impl Label {
 
     /// Returns the label as a note for the router's messages.
     #[doc(hidden)]
-    pub fn note(self) -> Note {
-        Note {
+    pub fn note(self) -> OpNote {
+        OpNote {
             word: self.word(),
             show: |word, f| write!(f, "{}", Self::of_word(word)),
         }

@@ -22,7 +22,7 @@ use mpmd_layout::region::Region;
 use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
 use mpmd_layout::topology::{DeviceId, Mesh, MeshError, Topology};
 use mpmd_layout::tree::{PrefixTree, Structure, Tree};
-use mpmd_memory::Sizes;
+use mpmd_memory::BufferSizes;
 
 /// Maximum number of ended calls that a [`Bound`] keeps for reuse. A program that runs ahead has
 /// about as many calls queued.
@@ -172,7 +172,7 @@ pub(super) struct DeviceBinding {
     /// Size in bytes of each output that does not take over an input's memory, in order.
     pub(super) fresh: Vec<usize>,
     /// Total size of these outputs and of the objects with declared bytes.
-    pub(super) reserved: Sizes,
+    pub(super) reserved: BufferSizes,
 }
 
 /// Describes a call in messages: kernel, mesh, and the first four inputs.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use mpmd_base::block::now;
 use mpmd_base::deadline::after;
-use mpmd_proto::router::{OpRecord, Span};
+use mpmd_proto::router::{OpRecord, OpSpan};
 
 use super::Program;
 use crate::error::{Error, Result};
@@ -61,7 +61,7 @@ pub(crate) enum Part {
 #[derive(Clone, Copy)]
 pub(crate) struct Replayed<'a> {
     pub(crate) op: u64,
-    pub(crate) span: &'a Arc<dyn Span>,
+    pub(crate) span: &'a Arc<dyn OpSpan>,
 }
 
 /// An operation in which this process takes part and that a replay can issue again.
@@ -207,7 +207,7 @@ impl Program {
     /// Advances the operation count to `op` in a replayed step, over operations that this process
     /// skips. Reports them to the router with the hashes of `span`. Does nothing if `op` is the
     /// last number already.
-    pub(crate) fn advance(&mut self, op: u64, span: &Arc<dyn Span>) {
+    pub(crate) fn advance(&mut self, op: u64, span: &Arc<dyn OpSpan>) {
         if op == self.count {
             return;
         }

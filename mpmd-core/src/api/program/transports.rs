@@ -14,13 +14,13 @@ use mpmd_memory::Pool;
 use mpmd_rendezvous::{Joined, Member};
 use mpmd_transport::mixed::Mixed;
 use mpmd_transport::shm::{self, ShmConfig};
-use mpmd_transport::tcp::{Listener, TcpConfig};
+use mpmd_transport::tcp::{PeerListener, TcpConfig};
 use mpmd_transport::ucx::{self, UcxConfig};
 use mpmd_transport::{Transport, TransportError};
 
 pub use mpmd_base::block::Spin;
 pub use mpmd_launch::{TRANSPORTS as NAMES, check_transport as check};
-pub use mpmd_transport::ucx::{Report, examine};
+pub use mpmd_transport::ucx::{UcxReport, examine};
 
 use crate::error::{Error, Result};
 use crate::warning::warn_user;
@@ -40,12 +40,12 @@ pub const HAS_UCX: bool = cfg!(feature = "ucx");
 pub(super) enum Opened {
     Auto {
         /// If this process cannot share memory, the reason.
-        shm: std::result::Result<shm::Opened, String>,
-        tcp: Listener,
+        shm: std::result::Result<shm::OpenedShm, String>,
+        tcp: PeerListener,
     },
-    Shm(shm::Opened),
-    Tcp(Listener),
-    Ucx(ucx::Opened),
+    Shm(shm::OpenedShm),
+    Tcp(PeerListener),
+    Ucx(ucx::OpenedUcx),
     /// The transport of a simulated process.
     Simulated(Endpoint),
 }
@@ -59,15 +59,15 @@ impl Opened {
     pub(super) fn open(name: &str, processes: usize, at: SocketAddr) -> Result<Self> {
         check(name)?;
         Ok(match name {
-            shm::NAME => Self::Shm(shm::Opened::open()?),
-            TCP => Self::Tcp(Listener::bind(at)?),
-            ucx::NAME => Self::Ucx(ucx::Opened::open(processes)?),
+            shm::NAME => Self::Shm(shm::OpenedShm::open()?),
+            TCP => Self::Tcp(PeerListener::bind(at)?),
+            ucx::NAME => Self::Ucx(ucx::OpenedUcx::open(processes)?),
             _ => Self::Auto {
-                shm: shm::Opened::open().map_err(|error| match error {
+                shm: shm::OpenedShm::open().map_err(|error| match error {
                     TransportError::Unavailable { why, .. } => why,
                     error => error.to_string(),
                 }),
-                tcp: Listener::bind(at)?,
+                tcp: PeerListener::bind(at)?,
             },
         })
     }
@@ -81,7 +81,7 @@ impl Opened {
                 (
                     shm::NAME,
                     shm.as_ref()
-                        .map_or_else(|why| shm::no_address(why), shm::Opened::address),
+                        .map_or_else(|why| shm::no_address(why), shm::OpenedShm::address),
                 ),
                 (TCP, tcp.address().to_string()),
             ],
@@ -111,7 +111,7 @@ impl Opened {
             ref members,
             ..
         } = *joined;
-        let tcp = |listener: Listener| -> Result<Arc<dyn Transport>> {
+        let tcp = |listener: PeerListener| -> Result<Arc<dyn Transport>> {
             let peers = members
                 .iter()
                 .map(|member| address(member, TCP).and_then(|text| text.parse().ok()));
@@ -128,7 +128,7 @@ impl Opened {
                 pool,
             })?)
         };
-        let shm = |opened: shm::Opened, is_near: &[bool]| -> Result<Arc<dyn Transport>> {
+        let shm = |opened: shm::OpenedShm, is_near: &[bool]| -> Result<Arc<dyn Transport>> {
             let peer = |(member, near): (&Member, &bool)| {
                 near.then(|| address(member, shm::NAME).unwrap_or_default().to_owned())
             };

@@ -6,7 +6,7 @@ use mpmd_memory::Pool;
 
 use super::Program;
 use crate::exec::array::{MpmdArray, Repr};
-use crate::exec::{BLOCK, Rolling, Values};
+use crate::exec::{BLOCK, Rolling, ValueHashes};
 
 /// Host values of up to this many bytes are compared whole at every call.
 const WHOLE: usize = 4 << 10;
@@ -113,11 +113,11 @@ fn blocks(bytes: &[u8]) -> impl Iterator<Item = &[u8; BLOCK]> {
 impl Rolling {
     /// Mixes `values`, the hash of a call's host values, into this hash of the call. Returns (the
     /// mixed hash, both hashes apart). The second is `None` without host values.
-    pub(crate) fn mix_values(self, values: Option<u64>) -> (Self, Option<Values>) {
+    pub(crate) fn mix_values(self, values: Option<u64>) -> (Self, Option<ValueHashes>) {
         match values {
             Some(hash) => (
                 self.mix(hash),
-                Some(Values {
+                Some(ValueHashes {
                     call: self.word(),
                     hash,
                 }),

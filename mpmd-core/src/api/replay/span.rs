@@ -4,7 +4,7 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
-use crate::exec::{Rolling, Span, Values};
+use crate::exec::{OpSpan, Rolling, ValueHashes};
 use mpmd_record::trace::Label;
 
 /// Descriptions of the operations of a captured step.
@@ -34,7 +34,7 @@ pub(super) struct Replaying {
     pub(super) before: u64,
     pub(super) start: Rolling,
     /// Hash of the host values among the inputs; `None` without compared host values.
-    pub(super) values: Option<Values>,
+    pub(super) values: Option<ValueHashes>,
     pub(super) names: Arc<Names>,
     /// The line that replays the step.
     pub(super) at: &'static Location<'static>,
@@ -47,12 +47,12 @@ impl Replaying {
     }
 }
 
-impl Span for Replaying {
+impl OpSpan for Replaying {
     fn hash_at(&self, op: u64) -> u128 {
         self.hash(op.saturating_sub(self.before)).value()
     }
 
-    fn values(&self) -> Option<Values> {
+    fn values(&self) -> Option<ValueHashes> {
         self.values
     }
 

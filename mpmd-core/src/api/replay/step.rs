@@ -9,7 +9,7 @@ use super::span::{Names, Replaying};
 use crate::api::program::{Again, Donation, Input, Program, Replayed};
 use crate::error::IssueProblem;
 use crate::exec::array::{Made, MpmdArray, Origin, Placed, Repr, Shards, emptied};
-use crate::exec::{OriginMap, Rolling, Runtime, Span, Values};
+use crate::exec::{OpSpan, OriginMap, Rolling, Runtime, ValueHashes};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::{Structure, Tree};
@@ -230,7 +230,7 @@ impl ReplayStep {
             at,
         };
         let end = replaying.hash(self.operations());
-        let span: Arc<dyn Span> = Arc::new(replaying);
+        let span: Arc<dyn OpSpan> = Arc::new(replaying);
         let mut values: Vec<Option<MpmdArray>> = vec![None; self.values];
         let label = program.label();
         let find = |values: &[Option<MpmdArray>], source: Source| match source {
@@ -311,7 +311,7 @@ impl ReplayStep {
 
     /// Returns (rolling hash at the start of a replay, hash of the host values among its inputs).
     /// The rolling hash includes the step and its inputs, which must be equal on all processes.
-    fn start(&self, program: &mut Program, x: &[&MpmdArray]) -> (Rolling, Option<Values>) {
+    fn start(&self, program: &mut Program, x: &[&MpmdArray]) -> (Rolling, Option<ValueHashes>) {
         let captured = self.hash.value();
         let step = [
             0x4e97a,

@@ -19,7 +19,7 @@ use mpmd_rendezvous::{
     JoinConfig, LocalLink, LocalServer, Observer, Rendezvous, RendezvousError, ServerConfig, Token,
 };
 use mpmd_transport::Transport;
-use mpmd_transport::inproc::{Fabric, Faults};
+use mpmd_transport::inproc::{Fabric, FabricFaults};
 
 use super::net::Net;
 use super::*;
@@ -114,7 +114,7 @@ impl Host {
         let delay = Some(Duration::ZERO..=Duration::from_millis(2));
         let fabric = Fabric::new(
             processes,
-            Faults {
+            FabricFaults {
                 seed,
                 delay,
                 hosts: Vec::new(),
@@ -243,7 +243,7 @@ impl Job {
             network: network.clone(),
             fabric: Fabric::new(
                 processes,
-                Faults {
+                FabricFaults {
                     seed,
                     delay,
                     hosts: Vec::new(),

@@ -82,7 +82,7 @@ impl Runtime {
                 .is_some_and(|transport| transport.zero_copy(ProcessId(peer as u32)))
         };
         let zero_copy: Vec<bool> = (0..topology.processes()).map(zero_copy).collect();
-        let mut router = Router::new(router::Config {
+        let mut router = Router::new(router::RouterConfig {
             process: me,
             processes: topology.processes(),
             epoch: config.epoch,

@@ -6,11 +6,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use mpmd_base::block::{Condvar, Mutex, Pace, Spin, SpinPolicy, thread};
+use mpmd_base::block::{Condvar, Mutex, Spin, SpinPace, SpinPolicy, thread};
 
 /// Constants of the spin policy for short waits of workers and readers. After polls in vain it
 /// skips some waits.
-pub(crate) const PACE: Pace = Pace {
+pub(crate) const PACE: SpinPace = SpinPace {
     first: Duration::from_micros(20),
     longest: Duration::from_micros(20),
     worth: Duration::ZERO,

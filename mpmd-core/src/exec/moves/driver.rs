@@ -4,8 +4,8 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
 use mpmd_base::ProcessId;
-use mpmd_proto::router::{Action, Body, OpRecord, Router, Span};
-use mpmd_proto::{Header, Kind};
+use mpmd_proto::router::{Body, OpRecord, OpSpan, Router, RouterAction};
+use mpmd_proto::{Header, MessageKind};
 use mpmd_transport::{Handler, Payload, Ticket, TransportError};
 
 use crate::exec::waits::under_way::HandedOver;
@@ -28,8 +28,10 @@ impl Handler for TransportHandler {
             return runtime.with_router(|router| router.broken(from, &why));
         }
         match header.kind {
-            Kind::Batch => return runtime.take_batch(from, &payload),
-            Kind::Eager | Kind::Data => return runtime.take_pieces(from, [(header, payload)]),
+            MessageKind::Batch => return runtime.take_batch(from, &payload),
+            MessageKind::Eager | MessageKind::Data => {
+                return runtime.take_pieces(from, [(header, payload)]);
+            }
             _ => {}
         }
         // Control messages are read here.
@@ -119,30 +121,30 @@ impl Runtime {
     }
 
     /// Tells the router of all operations of a replayed step up to `op`, which this process issues.
-    pub(crate) fn issue_span(self: &Arc<Self>, op: u64, span: &Arc<dyn Span>) {
+    pub(crate) fn issue_span(self: &Arc<Self>, op: u64, span: &Arc<dyn OpSpan>) {
         self.with_router(|router| router.issue_span(op, span, || self.now()));
     }
 
-    fn act(self: &Arc<Self>, actions: Vec<Action<InProcess>>) {
+    fn act(self: &Arc<Self>, actions: Vec<RouterAction<InProcess>>) {
         for action in actions {
             match action {
-                Action::Post { to, header, body } => self.post(to, header, body),
-                Action::Deliver { waiter, result } => self.deliver(waiter, result),
-                Action::Answer { to, op, piece } => {
+                RouterAction::Post { to, header, body } => self.post(to, header, body),
+                RouterAction::Deliver { waiter, result } => self.deliver(waiter, result),
+                RouterAction::Answer { to, op, piece } => {
                     let (doing, running) = (self.doing(), self.status.lowest());
                     self.with_router(|router| router.answer(to, op, piece, doing, running));
                 }
-                Action::Taken { by, op } => {
+                RouterAction::Taken { by, op } => {
                     let ended = self.under_way.lock().taken(by, op);
                     ended.into_iter().for_each(OpGuard::sent);
                 }
-                Action::NeverTaken { by } => {
+                RouterAction::NeverTaken { by } => {
                     let ended = self.under_way.lock().never_taken(by);
                     ended
                         .into_iter()
                         .for_each(|operation| self.never_taken(by, operation));
                 }
-                Action::Discard {
+                RouterAction::Discard {
                     to,
                     cargo: Outgoing { buffer, guard, .. },
                 } => {
@@ -150,17 +152,17 @@ impl Runtime {
                     self.never_taken(to, guard);
                 }
                 // The wait may depend on a device of this very process, by way of others.
-                Action::HangReport(text) => {
+                RouterAction::HangReport(text) => {
                     self.report_hang(&format!("{text}\n  process {}: {}", self.me, self.doing()));
                 }
-                Action::PeerLost(failure) => {
+                RouterAction::PeerLost(failure) => {
                     // Devices that wait for the peer's devices would wait forever.
                     self.communicators.give_up(&failure);
                     self.trouble.lock().lost.get_or_insert(failure);
                     self.changed.notify_all();
                 }
-                Action::GiveUp { peer, why } => self.give_up(peer, &why),
-                Action::Failed(failure) => {
+                RouterAction::GiveUp { peer, why } => self.give_up(peer, &why),
+                RouterAction::Failed(failure) => {
                     self.communicators.give_up(&failure);
                     self.remember(&failure);
                 }

@@ -9,7 +9,7 @@ use mpmd_base::ProcessId;
 use mpmd_base::block::{Condvar, Instant, Mutex, Spin, thread};
 use mpmd_memory::SharedBuffer;
 use mpmd_proto::Header;
-use mpmd_transport::inproc::{Fabric, Faults, Inproc};
+use mpmd_transport::inproc::{Fabric, FabricFaults, Inproc};
 use mpmd_transport::{Handler, Parking, Payload, Ticket, Transport, TransportError};
 
 use crate::api::program::Builder;
@@ -208,7 +208,7 @@ fn results_do_not_depend_on_driver_or_spin_setting() {
         Spin::Never,
         Spin::For(Duration::from_micros(200)),
     ] {
-        let fabric = Fabric::new(2, Faults::default());
+        let fabric = Fabric::new(2, FabricFaults::default());
         let one = |process: u32| {
             let door = Arc::<TransportHandler>::default();
             let transport = Arc::new(Driven {

@@ -4,8 +4,8 @@
 use mpmd_device::copy::copy_region;
 use mpmd_fuzz::{Rng, integer, mutate};
 use mpmd_memory::{OwnedBuffer, SharedBuffer};
-use mpmd_proto::router::{self, Answer, Failure, FailureKind, OpRecord};
-use mpmd_proto::{Header, Kind, control};
+use mpmd_proto::router::{self, Failure, FailureKind, OpRecord, ProbeAnswer};
+use mpmd_proto::{Header, MessageKind, control};
 use mpmd_transport::transport::{Fetch, FetchDone};
 use mpmd_transport::{Handler, Ticket, TransportError, batch};
 
@@ -278,7 +278,7 @@ impl Scene {
             trouble,
             ..
         } = &*self.runtime;
-        let config = router::Config {
+        let config = router::RouterConfig {
             process: ME,
             processes: 3,
             epoch: config.epoch,
@@ -335,9 +335,9 @@ impl Scene {
     fn send(&self, (from, op, piece, values): &(ProcessId, u64, u64, SharedBuffer)) {
         let bytes = values.len() as u64;
         let kind = if bytes > router::EAGER_BYTES {
-            Kind::Data
+            MessageKind::Data
         } else {
-            Kind::Eager
+            MessageKind::Eager
         };
         let header = Header {
             epoch: 1,
@@ -348,7 +348,7 @@ impl Scene {
             ..Header::new(kind)
         };
         let payload = match kind {
-            Kind::Data => {
+            MessageKind::Data => {
                 let bytes = values.clone();
                 Payload::Waiting(Box::new(Pending {
                     bytes,
@@ -362,7 +362,7 @@ impl Scene {
     }
 
     fn lie(&self, rng: &mut Rng, issued: &Issued) {
-        use Kind::*;
+        use MessageKind::*;
         let count = self.runtime.router.lock().count();
         let pieces = [
             Eager, Eager, Data, Data, Data, Offer, Grant, Credit, AskTaken,
@@ -540,21 +540,23 @@ impl Scene {
 }
 
 /// Returns the control payload of a kind that has one: valid, mutated, or empty.
-fn words_of(rng: &mut Rng, kind: Kind) -> Option<Vec<u8>> {
+fn words_of(rng: &mut Rng, kind: MessageKind) -> Option<Vec<u8>> {
     let failure = |kind| Failure::new(kind, LIAR, 1, "why");
     let mut text = match kind {
-        Kind::Poison | Kind::Failure => control::encode(&failure(FailureKind::Kernel)),
-        Kind::Goodbye if rng.bool() => Ok(Vec::new()),
-        Kind::Goodbye => control::encode(&failure(FailureKind::Left)),
-        Kind::Answer => {
+        MessageKind::Poison | MessageKind::Failure => {
+            control::encode(&failure(FailureKind::Kernel))
+        }
+        MessageKind::Goodbye if rng.bool() => Ok(Vec::new()),
+        MessageKind::Goodbye => control::encode(&failure(FailureKind::Left)),
+        MessageKind::Answer => {
             let chain = vec!["process 1 waits".to_owned(); rng.usize(..40)];
-            control::encode(&Answer {
+            control::encode(&ProbeAnswer {
                 count: integer(rng),
                 doing: "computes".to_owned(),
                 chain,
             })
         }
-        Kind::Records => {
+        MessageKind::Records => {
             let record = |op: u64| (op, hash(op), "op".to_owned(), 0u64);
             let records: Vec<_> = (1..rng.u64(1..9)).map(record).collect();
             control::encode(&(integer(rng), records))
@@ -634,7 +636,7 @@ fn unexpected_lengths_take_no_memory() {
             op: 1,
             bytes,
             hash: hash(1),
-            ..Header::new(Kind::Data)
+            ..Header::new(MessageKind::Data)
         };
         scene.handler.arrived(LIAR, header, payload);
         let failure = slot.peek().expect("it ended at once").unwrap_err();

@@ -11,12 +11,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Poll, Wake, Waker};
 use std::time::Duration;
 
-use mpmd_base::block::{CoreBudget, Gap, Instant, Pace, Spin, SpinPolicy, now, thread};
+use mpmd_base::block::{CoreBudget, Instant, PollGap, Spin, SpinPace, SpinPolicy, now, thread};
 use mpmd_transport::Transport;
 
 use crate::exec::waits::async_buffer::{AsyncBuffer, Outcome};
 
-const PACE: Pace = Pace {
+const PACE: SpinPace = SpinPace {
     first: Duration::from_micros(50),
     // A thread of a pipeline waits for a pass of a neighbour, and a wake-up would delay each pass.
     longest: Duration::from_millis(2),
@@ -128,7 +128,7 @@ impl Parker {
         transport: &dyn Transport,
         until: Until,
         slot: &AsyncBuffer,
-        gap: &mut Gap,
+        gap: &mut PollGap,
     ) -> bool {
         if !gap.polls() {
             return false;

@@ -9,12 +9,12 @@ use std::time::Instant;
 use parking_lot::Mutex;
 
 use super::ear::{Ear, TIME_LIMIT, config, later};
-use crate::shm::{Opened, Shm};
+use crate::shm::{OpenedShm, Shm};
 use crate::transport::{Payload, Ticket, Transport, TransportError};
 use mpmd_memory::{
     DeviceAllocator, DeviceMemory, DevicePlace, DeviceSharing, Fence, Latch, Pool, SharedBuffer,
 };
-use mpmd_proto::wire::{Header, Kind, ProcessId};
+use mpmd_proto::wire::{Header, MessageKind, ProcessId};
 
 /// All simulated devices of a test, and a log of their use.
 #[derive(Default)]
@@ -180,8 +180,8 @@ impl<const N: usize> Team<N> {
 
     fn with(change: impl Fn(&mut Site)) -> Self {
         let world = Arc::<World>::default();
-        let opened: Vec<Opened> = (0..N).map(|_| Opened::open().unwrap()).collect();
-        let addresses: Vec<String> = opened.iter().map(Opened::address).collect();
+        let opened: Vec<OpenedShm> = (0..N).map(|_| OpenedShm::open().unwrap()).collect();
+        let addresses: Vec<String> = opened.iter().map(OpenedShm::address).collect();
         let sites: [Arc<Site>; N] = std::array::from_fn(|process| {
             let mut site = Site {
                 world: world.clone(),
@@ -232,7 +232,7 @@ impl<const N: usize> Team<N> {
     fn post(&self, from: usize, to: u32, bytes: &SharedBuffer, ticket: u64) {
         let header = Header {
             bytes: bytes.len() as u64,
-            ..Header::new(Kind::Data)
+            ..Header::new(MessageKind::Data)
         };
         self.shm[from].post(ProcessId(to), header, Some(bytes.clone()), Ticket(ticket));
     }
@@ -403,7 +403,7 @@ fn device_memory_in_a_control_message_is_refused() {
     let own = team.pool(0, None).allocate(64).unwrap().freeze();
     let header = Header {
         bytes: own.len() as u64,
-        ..Header::new(Kind::Poison)
+        ..Header::new(MessageKind::Poison)
     };
     team.shm[0].post(ProcessId(1), header, Some(own), Ticket(1));
     let why = team.ears[1].wait("the end of a peer", |heard| {

@@ -5,14 +5,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::ear::{Ear, TIME_LIMIT, config, later};
-use crate::shm::{Opened, Shm};
+use crate::shm::{OpenedShm, Shm};
 use crate::transport::{Payload, Ticket, Transport};
 use mpmd_memory::{Pool, SharedBuffer};
-use mpmd_proto::wire::{Header, Kind, ProcessId};
+use mpmd_proto::wire::{Header, MessageKind, ProcessId};
 
 /// Returns two connected and started processes, both real, and their handlers.
 fn pair() -> ([Arc<Shm>; 2], [Arc<Ear>; 2]) {
-    let (zero, one) = (Opened::open().unwrap(), Opened::open().unwrap());
+    let (zero, one) = (OpenedShm::open().unwrap(), OpenedShm::open().unwrap());
     let addresses = [zero.address(), one.address()];
     let of = |process| config(process, &[&addresses[0], &addresses[1]]);
     let (zero_config, one_config) = (of(0), of(1));
@@ -39,7 +39,7 @@ fn lent_memory_stays_unchanged_after_lender_is_gone() {
         for bytes in [5000, 3 << 20] {
             let header = Header {
                 bytes: bytes as u64,
-                ..Header::new(Kind::Data)
+                ..Header::new(MessageKind::Data)
             };
             zero.post(
                 ProcessId(1),
@@ -93,7 +93,7 @@ fn segment_sent_to_and_fro_is_mapped_once() {
     let pool = Pool::in_arena("lender", None, &zero.arena().unwrap());
     let header = Header {
         bytes: BYTES as u64,
-        ..Header::new(Kind::Data)
+        ..Header::new(MessageKind::Data)
     };
     let mut ball = filled(&pool, BYTES, 3);
     for round in 0..50 {
@@ -140,7 +140,7 @@ fn freed_segments_are_unmapped_everywhere() {
     let pool = Pool::in_arena("lender", None, &zero.arena().unwrap());
     let header = Header {
         bytes: BYTES as u64,
-        ..Header::new(Kind::Data)
+        ..Header::new(MessageKind::Data)
     };
     for round in 0..20 {
         zero.post(
@@ -187,7 +187,7 @@ fn until_mapped(bytes: usize, count: usize) {
 fn sent(zero: &Shm, ears: &[Arc<Ear>; 2], bytes: SharedBuffer) -> Payload {
     let header = Header {
         bytes: bytes.len() as u64,
-        ..Header::new(Kind::Data)
+        ..Header::new(MessageKind::Data)
     };
     zero.post(ProcessId(1), header, Some(bytes), Ticket::NONE);
     ears[1].next_from(0)

@@ -17,17 +17,18 @@ use zerocopy::IntoBytes;
 use crate::shm::doorbell::Doorbell;
 use mpmd_memory::{Arena, DeviceMemory, DeviceSharing, SharedBuffer};
 
+use crate::shm::meeting::MetPeer;
 use crate::shm::note::{CLOSED, LAST, PASSED_ON, RETURNED};
-use crate::shm::peer::{Inbound, Outbound, Peer};
+use crate::shm::peer::{Inbound, Outbound, ShmPeer};
 use crate::shm::record::{
-    BROKEN, COPY, GOODBYE, INLINE, LANDED, LATER, LENT, Lent, RETIRED, TO_OWNER, ToOwner,
+    BROKEN, COPY, GOODBYE, INLINE, LANDED, LATER, LENT, LoanRecord, RETIRED, TO_OWNER, ToOwner,
 };
-use crate::shm::returns::Returns;
+use crate::shm::returns::ReturnPath;
 use crate::shm::ring::{Producer, Ring};
-use crate::shm::shared::Shared;
 use crate::shm::socket::Socket;
+use crate::shm::state::ShmState;
 use crate::transport::{Handler, Payload, Ticket, TransportError};
-use mpmd_proto::wire::{Header, Kind, ProcessId};
+use mpmd_proto::wire::{Header, MessageKind, ProcessId};
 
 /// Number of faulty peers of one process under test, each used for one case.
 const PEERS: usize = 32;
@@ -131,7 +132,7 @@ impl DeviceMemory for Memory {
 
 /// A process and its faulty peers.
 struct Scene {
-    shared: Arc<Shared>,
+    shared: Arc<ShmState>,
     ear: Arc<Ear>,
     devices: Arc<Devices>,
     liars: Vec<Liar>,
@@ -146,9 +147,9 @@ impl Scene {
             let [here, there, back_here, back_there] = &rings;
             let [socket, far] = Socket::pair().unwrap();
             let door = Doorbell::alone();
-            let peer = Peer {
+            let peer = ShmPeer {
                 outbound: Mutex::new(Outbound::new(here.producer())),
-                returns: Returns::new(back_here.producer(), door.clone()),
+                returns: ReturnPath::new(back_here.producer(), door.clone()),
                 door,
                 socket,
                 exit: exit.try_clone().unwrap(),
@@ -157,11 +158,11 @@ impl Scene {
                 shares_devices: false.into(),
                 gets_payloads: false.into(),
             };
-            peers.push(Some((
+            peers.push(Some(MetPeer {
                 peer,
-                Inbound::new(there.consumer()),
-                back_there.consumer(),
-            )));
+                inbound: Inbound::new(there.consumer()),
+                returns: back_there.consumer(),
+            }));
             let (messages, returns) = (there.producer(), back_there.producer());
             liars.push(Liar {
                 rings,
@@ -171,7 +172,7 @@ impl Scene {
             });
         }
         peers.push(None);
-        let shared = Shared::new(ProcessId(PEERS as u32), peers, Doorbell::alone(), arena);
+        let shared = ShmState::new(ProcessId(PEERS as u32), peers, Doorbell::alone(), arena);
         let (ear, devices) = (Arc::<Ear>::default(), Arc::new(Devices));
         shared.start(ear.clone());
         Self {
@@ -234,7 +235,7 @@ fn segment(rng: &mut Rng) -> u32 {
 }
 
 fn header(rng: &mut Rng, bytes: u64) -> Header {
-    use Kind::{Answer, AskTaken, Batch, Credit, Data, Eager, Grant, Probe, Records};
+    use MessageKind::{Answer, AskTaken, Batch, Credit, Data, Eager, Grant, Probe, Records};
     let kinds = [
         Data, Data, Eager, Grant, Credit, AskTaken, Probe, Answer, Records, Batch,
     ];
@@ -293,7 +294,7 @@ impl Liar {
             5..10 => {
                 let bytes = number(rng);
                 let flags = [0, COPY, LATER, LATER, COPY | LATER, rng.u32(..)][rng.usize(..6)];
-                let lent = Lent {
+                let lent = LoanRecord {
                     loan: rng.u64(..6).into(),
                     offset: number(rng).into(),
                     bytes: bytes.into(),
@@ -431,7 +432,7 @@ fn fuzz_shm_peer() {
                     let bytes = [0, 10, 3000][rng.usize(..3)];
                     let header = Header {
                         bytes: bytes as u64,
-                        ..Header::new(Kind::Data)
+                        ..Header::new(MessageKind::Data)
                     };
                     ticket += 1;
                     shared.post(

@@ -7,11 +7,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crate::shm::doorbell::Doorbell;
-use crate::shm::ledger::{Ended, Ledger};
-use crate::shm::loans::Borrowed;
+use crate::shm::ledger::{BorrowerEnd, EndedLoan, LoanLedger, TakenPart};
+use crate::shm::loans::BorrowedMemory;
 use crate::shm::note::{CLOSED, LAST, LoanId, PASSED_ON, RETURNED};
-use crate::shm::record::Lent;
-use crate::shm::returns::Returns;
+use crate::shm::record::LoanRecord;
+use crate::shm::returns::ReturnPath;
 use crate::shm::ring::Ring;
 use crate::transport::Ticket;
 use mpmd_memory::{Arena, Pool, Segment, SegmentPosition, SharedBuffer};
@@ -26,9 +26,9 @@ struct Scene {
     pool: Pool,
     /// The pool's memory as the borrowers see it.
     mapped: OnceCell<Arc<Segment>>,
-    ledger: Ledger,
+    ledger: LoanLedger,
     /// The way back of each borrower, from process 1 on.
-    returns: Vec<Arc<Returns>>,
+    returns: Vec<Arc<ReturnPath>>,
     rings: Vec<Ring>,
     /// The number of the next loan, of any lender.
     next: u64,
@@ -39,11 +39,11 @@ impl Scene {
         let pool = Pool::in_arena("test", None, &Arena::shared().unwrap());
         let rings: Vec<Ring> = (0..borrowers).map(|_| Ring::alone(RING)).collect();
         let consumers = rings.iter().map(|ring| Some(ring.consumer()));
-        let ledger = Ledger::new([None].into_iter().chain(consumers));
+        let ledger = LoanLedger::new([None].into_iter().chain(consumers));
         let door = Doorbell::alone;
         let returns = rings
             .iter()
-            .map(|ring| Returns::new(ring.producer(), door()))
+            .map(|ring| ReturnPath::new(ring.producer(), door()))
             .collect();
         Self {
             pool,
@@ -104,7 +104,7 @@ impl Scene {
         });
         let lent = lent(loan.number, offset as u64, bytes.len() as u64);
         let returns = &self.returns[to as usize - 1];
-        let there = Borrowed::new(segment.clone(), loan.lender, &lent, returns).unwrap();
+        let there = BorrowedMemory::new(segment.clone(), loan.lender, &lent, returns).unwrap();
         SharedBuffer::lent(Box::new(there))
     }
 
@@ -122,18 +122,18 @@ impl Scene {
     }
 }
 
-fn lengths(ended: Vec<Ended>) -> Vec<usize> {
-    let mut lengths: Vec<usize> = ended.iter().map(|(buffer, _)| buffer.len()).collect();
+fn lengths(ended: Vec<EndedLoan>) -> Vec<usize> {
+    let mut lengths: Vec<usize> = ended.iter().map(|loan| loan.buffer.len()).collect();
     lengths.sort_unstable();
     lengths
 }
 
-fn borrowed(bytes: &SharedBuffer) -> &Borrowed {
+fn borrowed(bytes: &SharedBuffer) -> &BorrowedMemory {
     (bytes.loan().unwrap() as &dyn Any).downcast_ref().unwrap()
 }
 
-fn lent(loan: u64, offset: u64, bytes: u64) -> Lent {
-    Lent {
+fn lent(loan: u64, offset: u64, bytes: u64) -> LoanRecord {
+    LoanRecord {
         loan: loan.into(),
         offset: offset.into(),
         bytes: bytes.into(),
@@ -227,9 +227,10 @@ fn loans_of_memory_that_goes_around_stay_flat() {
         borrowed(&third).count_to_owner();
         let (loan, offset) = (borrowed(&third).loan(), third.place().unwrap().offset);
         drop(third);
-        let (part, ended) = scene
-            .ledger
-            .take_part(ProcessId(3), loan, offset as u64, 100);
+        let TakenPart { part, ended } =
+            scene
+                .ledger
+                .take_part(ProcessId(3), loan, offset as u64, 100);
         assert!(part.unwrap().same_place(&own));
         drop(ended);
         if scene.ledger.has_news() {
@@ -258,15 +259,18 @@ fn loan_waits_for_messages_with_its_memory_to_its_owner() {
     let take = |scene: &mut Scene, offset, bytes| {
         scene.ledger.take_part(ProcessId(1), loan, offset, bytes)
     };
-    assert!(take(&mut scene, first, 100).0.unwrap().same_place(&own));
+    assert!(take(&mut scene, first, 100).part.unwrap().same_place(&own));
     drop(there);
     assert!(scene.collect().is_empty(), "two messages are on their way");
-    let (part, ended) = take(&mut scene, first + 10, 20);
+    let TakenPart { part, ended } = take(&mut scene, first + 10, 20);
     assert!(part.unwrap().same_place(&own.slice(10..30)) && ended.is_empty());
-    let (part, ended) = take(&mut scene, first + 90, 11);
+    let TakenPart { part, ended } = take(&mut scene, first + 90, 11);
     assert!(part.is_none(), "the loan is shorter");
-    assert_eq!(ended[0].1, Ticket(7));
-    assert!(take(&mut scene, first, 1).0.is_none(), "the loan has ended");
+    assert_eq!(ended[0].ticket, Ticket(7));
+    assert!(
+        take(&mut scene, first, 1).part.is_none(),
+        "the loan has ended"
+    );
     // Once no messages of the borrower are taken any more, none is waited for.
     for ends_first in [true, false] {
         let mut scene = Scene::new(1);
@@ -274,13 +278,13 @@ fn loan_waits_for_messages_with_its_memory_to_its_owner() {
         borrowed(&there).count_to_owner();
         let loan = scene.lend_with(1, &own, Ticket(9));
         if ends_first {
-            assert_eq!(scene.ledger.note_end(ProcessId(1)).1.len(), 2);
+            assert_eq!(scene.ledger.note_end(ProcessId(1)).tickets.len(), 2);
         }
         drop(there);
         let over = scene.collect().len();
         if !ends_first {
-            let (ended, tickets) = scene.ledger.note_end(ProcessId(1));
-            assert_eq!((ended[0].1, tickets), (Ticket(8), vec![Ticket(9)]));
+            let BorrowerEnd { ended, tickets } = scene.ledger.note_end(ProcessId(1));
+            assert_eq!((ended[0].ticket, tickets), (Ticket(8), vec![Ticket(9)]));
         }
         assert_eq!((over, scene.ledger.open()), (usize::from(ends_first), 1));
         drop(loan);
@@ -438,7 +442,7 @@ fn returns_before_a_corrupt_record_count() {
     let back: Vec<Ticket> = ledger
         .collect()
         .into_iter()
-        .map(|(_, ticket)| ticket)
+        .map(|loan| loan.ticket)
         .collect();
     assert_eq!(
         (back, ledger.corrupt(ProcessId(1)).is_some()),
@@ -491,7 +495,7 @@ fn late_returns_arrive_and_bad_numbers_end_no_loan() {
     }
     let mut tickets = Vec::new();
     for _ in 0..100 {
-        tickets.extend(scene.ledger.collect().into_iter().map(|(_, ticket)| ticket));
+        tickets.extend(scene.ledger.collect().into_iter().map(|loan| loan.ticket));
         returns.flush();
     }
     assert_eq!(
@@ -514,7 +518,7 @@ fn ranges_outside_the_segment_are_not_borrowed() {
         (u64::MAX, u64::MAX),
     ] {
         let lent = lent(1, offset, bytes);
-        assert!(Borrowed::new(segment.clone(), OWNER, &lent, &scene.returns[0]).is_none());
+        assert!(BorrowedMemory::new(segment.clone(), OWNER, &lent, &scene.returns[0]).is_none());
     }
     assert_eq!(scene.returns[0].borrowed(), 0);
 }
@@ -528,7 +532,7 @@ fn fuzz_shm_returns() {
     mpmd_fuzz::cases("shm-returns", |rng| {
         let rings: [Ring; BORROWERS] = std::array::from_fn(|_| Ring::alone(RING));
         let consumers = rings.iter().map(|ring| Some(ring.consumer()));
-        let mut ledger = Ledger::new([None].into_iter().chain(consumers));
+        let mut ledger = LoanLedger::new([None].into_iter().chain(consumers));
         let mut peers = rings.each_ref().map(Ring::producer);
         // Bytes of the direct loans, by ticket.
         let mut open: HashMap<u64, usize> = HashMap::new();
@@ -580,11 +584,15 @@ fn fuzz_shm_returns() {
                     rings[at].words()[word].store(mpmd_fuzz::integer(rng), Ordering::Relaxed);
                     Vec::new()
                 }
-                6 => ledger.take_part(borrower, loan, first, rng.u64(..100)).1,
-                7 if rng.u8(..8) == 0 => ledger.note_end(borrower).0,
+                6 => {
+                    ledger
+                        .take_part(borrower, loan, first, rng.u64(..100))
+                        .ended
+                }
+                7 if rng.u8(..8) == 0 => ledger.note_end(borrower).ended,
                 _ => ledger.collect(),
             };
-            for (buffer, ticket) in ended {
+            for EndedLoan { buffer, ticket } in ended {
                 if let Some(bytes) = open.remove(&ticket.0) {
                     assert_eq!(buffer.len(), bytes);
                 } else {

@@ -7,12 +7,12 @@ use std::time::Instant;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 use super::ear::{TIME_LIMIT, config, later};
-use crate::shm::address::{Address, VERSION};
+use crate::shm::address::{ShmAddress, VERSION};
 use crate::shm::doorbell::Doorbell;
 use crate::shm::meeting::{CAPACITIES, OwnDoor, party};
 use crate::shm::ring::Ring;
-use crate::shm::socket::{Listener, Socket, something_comes};
-use crate::shm::{Opened, ShmConfig};
+use crate::shm::socket::{LocalListener, Socket, something_comes};
+use crate::shm::{OpenedShm, ShmConfig};
 use crate::transport::Transport;
 use mpmd_handshake::Refusal;
 use mpmd_proto::wire::ProcessId;
@@ -29,7 +29,7 @@ pub(super) fn file(bytes: u64, sealed: bool) -> OwnedFd {
 
 /// Connects to the process at address `at`.
 fn connect(at: &str) -> Socket {
-    let address: Address = at.parse().unwrap();
+    let address: ShmAddress = at.parse().unwrap();
     Socket::connect(&address.socket_name(), Instant::now() + TIME_LIMIT).unwrap()
 }
 
@@ -82,7 +82,7 @@ fn last_words(socket: &Socket) -> Vec<Vec<u8>> {
 
 #[test]
 fn strangers_get_no_descriptor_and_do_not_disturb() {
-    let (zero, one) = (Opened::open().unwrap(), Opened::open().unwrap());
+    let (zero, one) = (OpenedShm::open().unwrap(), OpenedShm::open().unwrap());
     let addresses = [zero.address(), one.address()];
     let of = |process| config(process, &[&addresses[0], &addresses[1]]);
     let silent: Vec<Socket> = (0..40).map(|_| connect(&addresses[0])).collect();
@@ -135,7 +135,7 @@ fn squatter_learns_nothing_that_lets_it_in() {
     // The answer of process 0 to an earlier hello.
     let of = |process, at: &str| config(process, &[at, at]);
     let earlier = {
-        let zero = Opened::open().unwrap();
+        let zero = OpenedShm::open().unwrap();
         let at = zero.address();
         let zero_config = of(0, &at);
         let zero = later(move || zero.connect(&zero_config).map(drop));
@@ -159,8 +159,11 @@ fn squatter_learns_nothing_that_lets_it_in() {
         &|_| [&earlier[..60], &[0; 32]].concat(),
     ];
     for reply in reply {
-        let (lower, higher) = (Address::of_this_process().unwrap(), Opened::open().unwrap());
-        let squatter = Listener::bind(&lower.socket_name()).unwrap();
+        let (lower, higher) = (
+            ShmAddress::of_this_process().unwrap(),
+            OpenedShm::open().unwrap(),
+        );
+        let squatter = LocalListener::bind(&lower.socket_name()).unwrap();
         let of_one = config(1, &[&lower.to_string(), &higher.address()]);
         let token = of_one.token;
         let one = later(move || higher.connect(&of_one).map(drop));
@@ -190,7 +193,7 @@ fn squatter_learns_nothing_that_lets_it_in() {
 
 #[test]
 fn misfit_is_named_by_both_processes() {
-    let (zero, one) = (Opened::open().unwrap(), Opened::open().unwrap());
+    let (zero, one) = (OpenedShm::open().unwrap(), OpenedShm::open().unwrap());
     let addresses = [zero.address(), one.address()];
     let of = |process, epoch| ShmConfig {
         epoch,
@@ -221,7 +224,7 @@ fn process_that_gives_invalid_memory_is_named() {
         &[(door, true), (door, true)],
     ];
     for memory in cases {
-        let zero = Opened::open().unwrap();
+        let zero = OpenedShm::open().unwrap();
         let at = zero.address();
         let zero_config = config(0, &[&at, &at]);
         let zero = later(move || zero.connect(&zero_config));
@@ -238,9 +241,9 @@ fn process_that_gives_invalid_memory_is_named() {
 
 #[test]
 fn process_that_ended_after_its_proof_is_gone() {
-    let (zero, own) = (Opened::open().unwrap(), OwnDoor::new().unwrap());
+    let (zero, own) = (OpenedShm::open().unwrap(), OwnDoor::new().unwrap());
     let at = zero.address();
-    let address: Address = at.parse().unwrap();
+    let address: ShmAddress = at.parse().unwrap();
     let socket = Socket::connected_by_the_dead(&address.socket_name()).unwrap();
     let zero_config = config(0, &[&at, &at]);
     let zero = later(move || zero.connect(&zero_config).map(drop));
@@ -256,12 +259,12 @@ fn process_that_ended_after_its_proof_is_gone() {
 #[test]
 fn gone_peer_does_not_keep_others_waiting() {
     let (zero, two, own) = (
-        Opened::open().unwrap(),
-        Opened::open().unwrap(),
+        OpenedShm::open().unwrap(),
+        OpenedShm::open().unwrap(),
         OwnDoor::new(),
     );
     let (zero_at, two_at, own) = (zero.address(), two.address(), own.unwrap());
-    let address: Address = zero_at.parse().unwrap();
+    let address: ShmAddress = zero_at.parse().unwrap();
     let dead = Socket::connected_by_the_dead(&address.socket_name()).unwrap();
     let of = |process| config(process, &[&zero_at, &zero_at, &two_at]);
     let zero_config = of(0);
@@ -287,14 +290,17 @@ fn gone_peer_does_not_keep_others_waiting() {
 
 #[test]
 fn nothing_is_said_to_other_users() {
-    let (lower, higher) = (Address::of_this_process().unwrap(), Opened::open().unwrap());
+    let (lower, higher) = (
+        ShmAddress::of_this_process().unwrap(),
+        OpenedShm::open().unwrap(),
+    );
     let name = lower.socket_name();
     // Taken by another user before process 0 could.
     let squatter = std::thread::spawn(move || {
         let other = rustix::process::Uid::from_raw(12345);
         // Only this thread changes its user.
         rustix::thread::set_thread_res_uid(other, other, other).ok()?;
-        Some(Listener::bind(&name).unwrap())
+        Some(LocalListener::bind(&name).unwrap())
     });
     let Some(squatter) = squatter.join().unwrap() else {
         eprintln!("skipped: only root can act as another user");
@@ -330,8 +336,11 @@ fn process_with_invalid_answer_is_named() {
         ("process 0", 7, [(door, true), (64, true)]),
     ];
     for (says, token, memory) in cases {
-        let (lower, higher) = (Address::of_this_process().unwrap(), Opened::open().unwrap());
-        let listener = Listener::bind(&lower.socket_name()).unwrap();
+        let (lower, higher) = (
+            ShmAddress::of_this_process().unwrap(),
+            OpenedShm::open().unwrap(),
+        );
+        let listener = LocalListener::bind(&lower.socket_name()).unwrap();
         let of = |process| config(process, &[&lower.to_string(), &higher.address()]);
         let (zero_config, one_config) = (
             ShmConfig {

@@ -15,18 +15,18 @@ use super::devices::{Site, World};
 use super::ear::{Ear, Heard, TIME_LIMIT, config, later};
 use super::meeting::{file, prove};
 use crate::shm::doorbell::Doorbell;
-use crate::shm::mapped::Mapped;
 use crate::shm::meeting::{CAPACITIES, OwnDoor};
 use crate::shm::note::{CLOSED, LAST, PASSED_ON, RETURNED};
 use crate::shm::record::{
-    BROKEN, GOODBYE, INLINE, LANDED, LATER, LENT, Lent, RETIRED, TO_OWNER, ToOwner,
+    BROKEN, GOODBYE, INLINE, LANDED, LATER, LENT, LoanRecord, RETIRED, TO_OWNER, ToOwner,
 };
 use crate::shm::ring::{Producer, Ring};
+use crate::shm::shared_mapping::SharedMapping;
 use crate::shm::socket::Socket;
-use crate::shm::{Opened, Shm, ShmConfig};
+use crate::shm::{OpenedShm, Shm, ShmConfig};
 use crate::transport::{Payload, Ticket, Transport, TransportError};
 use mpmd_memory::Pool;
-use mpmd_proto::wire::{Header, Kind, ProcessId};
+use mpmd_proto::wire::{Header, MessageKind, ProcessId};
 
 /// Index of the ring into which the higher process of a pair pushes messages. `RETURNS` is that of
 /// its ring of returns.
@@ -51,8 +51,9 @@ impl Fake {
         let socket = prove(at, config, &[own.descriptor()]);
         let welcome = socket.receive_until(Instant::now() + TIME_LIMIT).unwrap();
         let [door, rings] = <[OwnedFd; 2]>::try_from(welcome.descriptors).unwrap();
-        let memory =
-            Arc::new(Mapped::of(rings, CAPACITIES.iter().copied().map(Ring::bytes).sum()).unwrap());
+        let memory = Arc::new(
+            SharedMapping::of(rings, CAPACITIES.iter().copied().map(Ring::bytes).sum()).unwrap(),
+        );
         let mut offset = 0;
         let rings = CAPACITIES.map(|capacity| {
             let first = memory.at(offset, Ring::bytes(capacity));
@@ -61,7 +62,7 @@ impl Fake {
             // Both sides use atomic words of 8 bytes.
             unsafe { Ring::at(first, capacity, memory.clone()) }
         });
-        let memory = Arc::new(Mapped::of(door, Doorbell::BYTES).unwrap());
+        let memory = Arc::new(SharedMapping::of(door, Doorbell::BYTES).unwrap());
         // SAFETY: as above, with words of 4 bytes.
         let door = unsafe { Doorbell::at(memory.at(0, Doorbell::BYTES), memory.clone()) };
         let (messages, returns) = (rings[MESSAGES].producer(), rings[RETURNS].producer());
@@ -79,10 +80,10 @@ impl Fake {
         assert!(self.messages.push(kind, parts));
     }
 
-    fn lend(&mut self, announced: u64, lent: Lent) {
+    fn lend(&mut self, announced: u64, lent: LoanRecord) {
         let header = Header {
             bytes: announced,
-            ..Header::new(Kind::Data)
+            ..Header::new(MessageKind::Data)
         };
         self.say(LENT, &[&header.encode(), lent.as_bytes()]);
     }
@@ -102,10 +103,10 @@ impl Fake {
         assert!(self.socket.send(&packet, &[]).unwrap());
     }
 
-    fn lend_later(&mut self, lent: Lent) {
+    fn lend_later(&mut self, lent: LoanRecord) {
         self.lend(
             lent.bytes.get(),
-            Lent {
+            LoanRecord {
                 flags: LATER.into(),
                 ..lent
             },
@@ -124,8 +125,8 @@ impl Fake {
     }
 }
 
-fn lent(segment: u32, offset: u64, bytes: u64) -> Lent {
-    Lent {
+fn lent(segment: u32, offset: u64, bytes: u64) -> LoanRecord {
+    LoanRecord {
         loan: 1.into(),
         offset: offset.into(),
         bytes: bytes.into(),
@@ -152,9 +153,9 @@ impl Trio {
     /// start.
     fn new_with(before: impl FnOnce(&Arc<Shm>, &mut Fake)) -> Self {
         let (zero, one, two) = (
-            Opened::open().unwrap(),
-            Opened::open().unwrap(),
-            Opened::open().unwrap(),
+            OpenedShm::open().unwrap(),
+            OpenedShm::open().unwrap(),
+            OpenedShm::open().unwrap(),
         );
         let addresses = [zero.address(), one.address(), two.address()];
         let of = |process| {
@@ -224,7 +225,7 @@ impl Trio {
     fn check_others(&self) {
         let header = Header {
             bytes: 5000,
-            ..Header::new(Kind::Data)
+            ..Header::new(MessageKind::Data)
         };
         let pool = Pool::in_arena("others", None, &self.zero.arena().unwrap());
         for (from, to, ear, peer) in [(&self.zero, 2, 1, 0), (&self.two, 0, 0, 2)] {
@@ -263,7 +264,7 @@ fn ends(says: &str, nonsense: impl FnOnce(&mut Fake)) {
 fn ends_in(mut trio: Trio, says: &str, nonsense: impl FnOnce(&mut Fake)) {
     let header = Header {
         bytes: 3000,
-        ..Header::new(Kind::Data)
+        ..Header::new(MessageKind::Data)
     };
     trio.zero
         .post(ProcessId(1), header, Some(vec![1; 3000].into()), Ticket(5));
@@ -307,7 +308,7 @@ fn invalid_records_end_the_connection() {
     ends("is no message", |fake| fake.say(INLINE, &[&[0; 64]]));
     let header = Header {
         bytes: 3,
-        ..Header::new(Kind::Eager)
+        ..Header::new(MessageKind::Eager)
     };
     ends("2 bytes of payload where 3", |fake| {
         fake.say(INLINE, &[&header.encode(), &[1, 2]])
@@ -327,7 +328,7 @@ fn invalid_records_end_the_connection() {
     ] {
         let header = Header {
             bytes: part.bytes.get(),
-            ..Header::new(Kind::Data)
+            ..Header::new(MessageKind::Data)
         };
         ends("it has no 3", |fake| {
             fake.say(TO_OWNER, &[&header.encode(), part.as_bytes()])
@@ -337,7 +338,7 @@ fn invalid_records_end_the_connection() {
         ends("which shares no memory with this process", |fake| {
             fake.lend(
                 100,
-                Lent {
+                LoanRecord {
                     owner: owner.into(),
                     ..lent(7, 0, 100)
                 },
@@ -454,7 +455,7 @@ fn invalid_device_records_end_the_connection() {
         (0..2).for_each(|_| fake.lend_later(lent(7, 0, 1)));
     });
     ends("a message of kind Grant that cannot be had", &|fake| {
-        fake.say(BROKEN, &[&Header::new(Kind::Grant).encode()]);
+        fake.say(BROKEN, &[&Header::new(MessageKind::Grant).encode()]);
     });
     ends("a loan named in 3 bytes", &|fake| {
         fake.say(LANDED, &[&[1; 3]])
@@ -587,7 +588,7 @@ fn returns_of_unknown_loans_change_nothing() {
     let pool = Pool::in_arena("lender", None, &trio.zero.arena().unwrap());
     let header = Header {
         bytes: 4000,
-        ..Header::new(Kind::Data)
+        ..Header::new(MessageKind::Data)
     };
     for ticket in [5, 6] {
         trio.zero.post(
@@ -632,7 +633,7 @@ fn returns_of_unknown_loans_change_nothing() {
         .for_each(|word| word.store(u32::MAX, Ordering::SeqCst));
     let header = Header {
         bytes: 1,
-        ..Header::new(Kind::Eager)
+        ..Header::new(MessageKind::Eager)
     };
     trio.fake.say(INLINE, &[&header.encode(), &[3]]);
     assert!(matches!(trio.ears[0].next_from(1), Payload::Inline(bytes) if bytes[..] == [3]));
@@ -672,7 +673,7 @@ fn peer_that_closes_but_keeps_writing_is_gone() {
     let told = stop.clone();
     socket.close();
     let writer = later(move || {
-        let header = Header::new(Kind::Heartbeat).encode();
+        let header = Header::new(MessageKind::Heartbeat).encode();
         while !told.load(Ordering::Relaxed) {
             messages.push(INLINE, &[&header]);
         }
@@ -709,7 +710,7 @@ proptest! {
         packets in vec((0u32..4, 0u64..9000, any::<bool>()), 0..10),
     ) {
         let mut trio = Trio::new();
-        let header = Header { bytes: 3000, ..Header::new(Kind::Data) };
+        let header = Header { bytes: 3000, ..Header::new(MessageKind::Data) };
         trio.zero.post(ProcessId(1), header, Some(vec![1; 3000].into()), Ticket(5));
         for (number, bytes, sealed) in packets {
             // An earlier loan may have ended the connection already.

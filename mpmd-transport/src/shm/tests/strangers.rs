@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 use rustix::process::{Resource, Rlimit, getrlimit, getuid, setrlimit};
 
 use super::ear::{TIME_LIMIT, config, later};
-use crate::shm::address::Address;
+use crate::shm::address::ShmAddress;
 use crate::shm::socket::Socket;
-use crate::shm::{Opened, ShmConfig};
+use crate::shm::{OpenedShm, ShmConfig};
 use crate::transport::Transport;
 
 /// Connects to the process at address `at` and sends nothing. Returns the socket.
 fn silent(at: &str) -> Socket {
-    let address: Address = at.parse().unwrap();
+    let address: ShmAddress = at.parse().unwrap();
     Socket::connect(&address.socket_name(), Instant::now() + TIME_LIMIT).unwrap()
 }
 
@@ -38,7 +38,7 @@ fn sockets_of_other_users_are_closed_at_once() {
         println!("skipped: only root can be another user");
         return;
     }
-    let (zero, one) = (Opened::open().unwrap(), Opened::open().unwrap());
+    let (zero, one) = (OpenedShm::open().unwrap(), OpenedShm::open().unwrap());
     let addresses = [zero.address(), one.address()];
     let of = |process| config(process, &[&addresses[0], &addresses[1]]);
     let stranger = silent_of_another_user(&addresses[0]);
@@ -73,7 +73,7 @@ impl Drop for Ending {
 
 #[test]
 fn strangers_with_all_descriptors_block_no_peer() {
-    let one = Opened::open().unwrap();
+    let one = OpenedShm::open().unwrap();
     let own = one.address();
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args([
@@ -107,7 +107,7 @@ fn strangers_with_all_descriptors_block_no_peer() {
 #[ignore = "half of a pair: the test of strangers that take all descriptors starts it"]
 fn short_of_descriptors() {
     let other = std::env::var(OTHER).expect("started by another test");
-    let zero = Opened::open().unwrap();
+    let zero = OpenedShm::open().unwrap();
     let own = zero.address();
     let open = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
     let limit = getrlimit(Resource::Nofile);
@@ -127,7 +127,7 @@ fn short_of_descriptors() {
 
 #[test]
 fn endless_peer_timeout_does_not_panic() {
-    let (zero, one) = (Opened::open().unwrap(), Opened::open().unwrap());
+    let (zero, one) = (OpenedShm::open().unwrap(), OpenedShm::open().unwrap());
     let addresses = [zero.address(), one.address()];
     let of = |process| ShmConfig {
         peer_timeout: Duration::MAX,

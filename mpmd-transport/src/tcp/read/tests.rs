@@ -17,7 +17,7 @@ struct Bytes<'a> {
     size: usize,
 }
 
-impl Half for Bytes<'_> {
+impl ReceivingHalf for Bytes<'_> {
     fn try_read(&self, into: &mut [u8]) -> io::Result<usize> {
         let mut rest = self.rest.borrow_mut();
         let (read, left) = rest.split_at(into.len().min(self.size).min(rest.len()));
@@ -69,11 +69,11 @@ impl Handler for Ear {
 
 /// Reads `bytes`, in pieces of `size`, as those of a bulk or control connection. Returns the
 /// received messages and the reason for the end.
-fn read(shared: &Arc<Shared>, bytes: &[u8], bulk: bool, size: usize) -> (Vec<Heard>, String) {
+fn read(shared: &Arc<TcpState>, bytes: &[u8], bulk: bool, size: usize) -> (Vec<Heard>, String) {
     let ear = Ear::default();
     let heard = ear.0.clone();
     let handler: Arc<dyn Handler> = Arc::new(ear);
-    let reader = Reader {
+    let reader = PeerReader {
         shared,
         peer: ProcessId(1),
         handler: &handler,
@@ -116,19 +116,19 @@ fn fuzz_tcp_frames() {
         .concat()
     };
     let control = [
-        message(Kind::Eager, 9),
-        message(Kind::Grant, 1 << 30),
-        message(Kind::Goodbye, 0),
+        message(MessageKind::Eager, 9),
+        message(MessageKind::Grant, 1 << 30),
+        message(MessageKind::Goodbye, 0),
     ];
     let bulk = [
-        message(Kind::Data, 30),
-        message(Kind::Data, 0),
-        message(Kind::Data, 5),
+        message(MessageKind::Data, 30),
+        message(MessageKind::Data, 0),
+        message(MessageKind::Data, 5),
     ];
     let mut samples = [
         control.concat(),
         bulk.concat(),
-        message(Kind::Data, MOST as usize + 1),
+        message(MessageKind::Data, MOST as usize + 1),
     ]
     .to_vec();
     samples.extend(control.into_iter().chain(bulk));
@@ -138,7 +138,7 @@ fn fuzz_tcp_frames() {
             assert!(
                 heard
                     .iter()
-                    .all(|(header, _)| (header.kind == Kind::Data) == bulk)
+                    .all(|(header, _)| (header.kind == MessageKind::Data) == bulk)
             );
             for (header, payload) in &heard {
                 let there = payload

@@ -6,9 +6,9 @@ use std::thread::JoinHandle;
 use super::*;
 use crate::transport::Transport;
 use crate::ucx::engine::worker;
-use crate::ucx::result::Way;
-use crate::ucx::safe::{EndpointId, Event, Sent, Worker};
-use crate::ucx::{Opened, Spin, Ucx};
+use crate::ucx::result::SendProtocol;
+use crate::ucx::safe::{EndpointId, SendOutcome, UcxWorker, WorkerEvent};
+use crate::ucx::{OpenedUcx, Spin, Ucx};
 use mpmd_memory::Pool;
 
 const TOKEN: [u8; 32] = [5; 32];
@@ -28,7 +28,7 @@ fn config(process: u32, peers: &[String], peer_timeout: u64) -> UcxConfig {
 
 /// A worker without the token.
 struct Stranger {
-    worker: Worker,
+    worker: UcxWorker,
     /// Messages heard: (id, header, payload).
     heard: Vec<(u32, Vec<u8>, Vec<u8>)>,
 }
@@ -36,7 +36,7 @@ struct Stranger {
 impl Stranger {
     fn new() -> (Self, String) {
         let worker = worker(2).unwrap();
-        let address = Address::format(&worker.address().unwrap(), &Address::common(), false);
+        let address = UcxAddress::format(&worker.address().unwrap(), &UcxAddress::common(), false);
         (
             Self {
                 worker,
@@ -47,7 +47,7 @@ impl Stranger {
     }
 
     fn reach(&mut self, address: &str) -> EndpointId {
-        let address = Address::parse(address, ProcessId(0)).unwrap();
+        let address = UcxAddress::parse(address, ProcessId(0)).unwrap();
         self.worker.connect(&address.worker).unwrap()
     }
 
@@ -55,7 +55,9 @@ impl Stranger {
     fn say(&mut self, to: EndpointId, from: u32, bytes: &[u8]) {
         let payload = Some(bytes.to_vec().into());
         let op = self.worker.store(to, &from.to_le_bytes(), payload);
-        if let Sent::Gone | Sent::Closed = self.worker.send(op, id::MEET, Way::Eager) {
+        if let SendOutcome::Gone | SendOutcome::Closed =
+            self.worker.send(op, id::MEET, SendProtocol::Eager)
+        {
             drop(self.worker.take_back(op));
         }
     }
@@ -66,19 +68,15 @@ impl Stranger {
         self.worker.collect(&mut events);
         for event in events {
             match event {
-                Event::Message {
-                    id,
-                    header: (header, bytes),
-                    body,
-                } => {
+                WorkerEvent::Message { id, header, body } => {
                     let payload = match body {
-                        Body::Here(bytes) => bytes.to_vec(),
+                        MessageBody::Here(bytes) => bytes.to_vec(),
                         _ => Vec::new(),
                     };
-                    self.heard.push((id, header[..bytes].to_vec(), payload));
+                    self.heard.push((id, header.used().to_vec(), payload));
                 }
-                Event::Failed(endpoint, _) => self.worker.close(endpoint, true),
-                Event::Ended(..) => {}
+                WorkerEvent::Failed(endpoint, _) => self.worker.close(endpoint, true),
+                WorkerEvent::Ended(..) => {}
             }
         }
         std::thread::sleep(Duration::from_millis(1));
@@ -87,7 +85,7 @@ impl Stranger {
 
 type Connecting = JoinHandle<Result<Arc<Ucx>, TransportError>>;
 
-fn connecting(opened: Opened, config: UcxConfig) -> Connecting {
+fn connecting(opened: OpenedUcx, config: UcxConfig) -> Connecting {
     std::thread::spawn(move || opened.connect(config))
 }
 
@@ -103,7 +101,7 @@ fn without_token(nonce: u8) -> [Vec<u8>; 2] {
 #[test]
 fn squatter_learns_nothing_that_lets_it_in() {
     let (mut squatter, address) = Stranger::new();
-    let opened = Opened::open(2).unwrap();
+    let opened = OpenedUcx::open(2).unwrap();
     let own = opened.address().to_owned();
     let to = squatter.reach(&own);
     let one = connecting(opened, config(1, &[address, own], 2));
@@ -134,7 +132,7 @@ fn squatter_learns_nothing_that_lets_it_in() {
 #[test]
 fn strangers_in_the_name_of_peers_disturb_nobody() {
     let (mut stranger, _) = Stranger::new();
-    let [zero, one] = [Opened::open(2).unwrap(), Opened::open(2).unwrap()];
+    let [zero, one] = [OpenedUcx::open(2).unwrap(), OpenedUcx::open(2).unwrap()];
     let peers = [zero.address().to_owned(), one.address().to_owned()];
     let [to_zero, to_one] = [0, 1].map(|process| stranger.reach(&peers[process]));
     let zero = connecting(zero, config(0, &peers, 20));

@@ -9,35 +9,49 @@ use std::ops::Range;
 use std::ptr::NonNull;
 
 use super::super::result;
-use super::super::sys::{Status, ucp_am_recv_attr_t, ucp_am_recv_param_t, ucp_ep_h};
+use super::super::sys::{UcxStatus, ucp_am_recv_attr_t, ucp_am_recv_param_t, ucp_ep_h};
 use super::HEADER_MAX;
 use mpmd_memory::{ALIGNMENT, OwnedBuffer, Pool, SharedBuffer};
 
 /// An event that a callback has recorded.
-pub(super) enum Happened {
+pub(super) enum RecordedEvent {
     Message {
         id: u32,
-        header: ([u8; HEADER_MAX], usize),
-        bytes: Arrived,
+        header: HeaderBytes,
+        bytes: CallbackBytes,
     },
-    /// (Number, status): the operation with this number is over.
-    Ended(usize, Status),
-    /// (Number, status): the endpoint with this number has failed.
-    Failed(usize, Status),
+    /// The operation with this number is over.
+    Ended(usize, UcxStatus),
+    /// The endpoint with this number has failed.
+    Failed(usize, UcxStatus),
+}
+
+/// The header of a message.
+pub(in super::super) struct HeaderBytes {
+    bytes: [u8; HEADER_MAX],
+    /// Number of bytes in use.
+    used: usize,
+}
+
+impl HeaderBytes {
+    /// Returns the bytes in use.
+    pub(in super::super) fn used(&self) -> &[u8] {
+        &self.bytes[..self.used]
+    }
 }
 
 /// The bytes of a message as its callback leaves them.
-pub(super) enum Arrived {
-    Body(Body),
+pub(super) enum CallbackBytes {
+    Body(MessageBody),
     /// The place of a small payload in [`Inbox::small`].
     Small(Range<usize>),
 }
 
 /// The bytes of a message.
-pub(in super::super) enum Body {
+pub(in super::super) enum MessageBody {
     Empty,
     Here(SharedBuffer),
-    /// (Descriptor, number of bytes): the bytes lie with the sender.
+    /// The bytes lie with the sender: their descriptor, and their number.
     There(Descriptor, usize),
 }
 
@@ -47,7 +61,7 @@ pub(in super::super) struct Descriptor(pub(super) NonNull<c_void>);
 
 /// Collects the events of a call to UCX.
 pub(super) struct Inbox {
-    pub(super) happened: RefCell<Vec<Happened>>,
+    pub(super) happened: RefCell<Vec<RecordedEvent>>,
     /// The pool for copies of bytes that came with their message.
     pub(super) pool: RefCell<Option<Pool>>,
     /// The small payloads that have come since the last [`Inbox::take_small`], each aligned.
@@ -74,17 +88,18 @@ impl Inbox {
 
     /// Runs `call`; its callbacks write into this inbox.
     pub(super) fn during<T>(&self, call: impl FnOnce() -> T) -> T {
-        struct Restore(*const Inbox);
-        impl Drop for Restore {
+        struct RestoreInbox(*const Inbox);
+        impl Drop for RestoreInbox {
             fn drop(&mut self) {
                 CURRENT.set(self.0);
             }
         }
-        let _restore = Restore(CURRENT.replace(self));
+        let _restore = RestoreInbox(CURRENT.replace(self));
         call()
     }
 }
 
+/// Calls `write` with the inbox of the current call to UCX.
 fn with_current(write: impl FnOnce(&Inbox)) {
     let inbox = CURRENT.get();
     if inbox.is_null() {
@@ -103,12 +118,12 @@ fn with_current(write: impl FnOnce(&Inbox)) {
 /// # Safety
 ///
 /// Called only by UCX.
-pub(super) unsafe extern "C" fn sent(request: *mut c_void, status: Status, number: *mut c_void) {
+pub(super) unsafe extern "C" fn sent(request: *mut c_void, status: UcxStatus, number: *mut c_void) {
     with_current(|inbox| {
         inbox
             .happened
             .borrow_mut()
-            .push(Happened::Ended(number as usize, status))
+            .push(RecordedEvent::Ended(number as usize, status))
     });
     free(request);
 }
@@ -120,7 +135,7 @@ pub(super) unsafe extern "C" fn sent(request: *mut c_void, status: Status, numbe
 /// Called only by UCX.
 pub(super) unsafe extern "C" fn fetched(
     request: *mut c_void,
-    status: Status,
+    status: UcxStatus,
     _: usize,
     number: *mut c_void,
 ) {
@@ -128,7 +143,7 @@ pub(super) unsafe extern "C" fn fetched(
         inbox
             .happened
             .borrow_mut()
-            .push(Happened::Ended(number as usize, status))
+            .push(RecordedEvent::Ended(number as usize, status))
     });
     free(request);
 }
@@ -138,12 +153,12 @@ pub(super) unsafe extern "C" fn fetched(
 /// # Safety
 ///
 /// Called only by UCX.
-pub(super) unsafe extern "C" fn failed(number: *mut c_void, _: ucp_ep_h, status: Status) {
+pub(super) unsafe extern "C" fn failed(number: *mut c_void, _: ucp_ep_h, status: UcxStatus) {
     with_current(|inbox| {
         inbox
             .happened
             .borrow_mut()
-            .push(Happened::Failed(number as usize, status))
+            .push(RecordedEvent::Failed(number as usize, status))
     });
 }
 
@@ -161,56 +176,64 @@ pub(super) unsafe extern "C" fn arrived(
     data: *mut c_void,
     bytes: usize,
     param: *const ucp_am_recv_param_t,
-) -> Status {
+) -> UcxStatus {
     if header_bytes > HEADER_MAX {
         // No process of this job sends so long a header; the message is dropped.
-        return Status::OK;
+        return UcxStatus::OK;
     }
+
     let mut kept = [0; HEADER_MAX];
     if header_bytes > 0 {
         // SAFETY: UCX guarantees that `header_bytes` bytes are readable there.
         let header = unsafe { std::slice::from_raw_parts(header.cast::<u8>(), header_bytes) };
         kept[..header_bytes].copy_from_slice(header);
     }
+
     // SAFETY: UCX passes parameters with every message, and always sets their attributes.
     let attributes = unsafe { (*param).recv_attr };
     let rendezvous = attributes & ucp_am_recv_attr_t::UCP_AM_RECV_ATTR_FLAG_RNDV as u64 != 0;
+
     let (bytes, status) = match NonNull::new(data) {
         Some(descriptor) if rendezvous => {
-            let body = Body::There(Descriptor(descriptor), bytes);
-            (Arrived::Body(body), Status::IN_PROGRESS)
+            let body = MessageBody::There(Descriptor(descriptor), bytes);
+            (CallbackBytes::Body(body), UcxStatus::IN_PROGRESS)
         }
         Some(data) if bytes > 0 => {
             // SAFETY: without the flag above, `bytes` bytes are readable there during this call.
             let data = unsafe { std::slice::from_raw_parts(data.as_ptr().cast::<u8>(), bytes) };
             let mut kept = None;
             with_current(|inbox| kept = Some(inbox.keep(data)));
-            let outside = || Arrived::Body(Body::Here(data.to_vec().into()));
-            (kept.unwrap_or_else(outside), Status::OK)
+            let outside = || CallbackBytes::Body(MessageBody::Here(data.to_vec().into()));
+            (kept.unwrap_or_else(outside), UcxStatus::OK)
         }
-        _ => (Arrived::Body(Body::Empty), Status::OK),
+        _ => (CallbackBytes::Body(MessageBody::Empty), UcxStatus::OK),
     };
+
     let id = id as usize as u32;
-    let header = (kept, header_bytes);
+    let header = HeaderBytes {
+        bytes: kept,
+        used: header_bytes,
+    };
     with_current(|inbox| {
         inbox
             .happened
             .borrow_mut()
-            .push(Happened::Message { id, header, bytes })
+            .push(RecordedEvent::Message { id, header, bytes })
     });
     status
 }
 
 impl Inbox {
-    fn keep(&self, data: &[u8]) -> Arrived {
+    /// Copies the bytes of a message out of UCX's memory.
+    fn keep(&self, data: &[u8]) -> CallbackBytes {
         if data.len() > SMALL {
-            return Arrived::Body(Body::Here(self.copy(data)));
+            return CallbackBytes::Body(MessageBody::Here(self.copy(data)));
         }
         let mut small = self.small.borrow_mut();
         let start = small.len().next_multiple_of(ALIGNMENT);
         small.resize(start, 0);
         small.extend_from_slice(data);
-        Arrived::Small(start..start + data.len())
+        CallbackBytes::Small(start..start + data.len())
     }
 
     /// Moves the small payloads into a buffer. `None` if there are none.
@@ -221,6 +244,7 @@ impl Inbox {
         buffer
     }
 
+    /// Copies bytes to memory of the pool, or to memory of their own if it has none.
     fn copy(&self, data: &[u8]) -> SharedBuffer {
         let pooled = self
             .pool
@@ -254,8 +278,8 @@ mod tests {
         let pool = Pool::new("test", None);
         *inbox.pool.borrow_mut() = Some(pool.clone());
         let places = [vec![1; 8], vec![2; SMALL], vec![3; 1]].map(|data| match inbox.keep(&data) {
-            Arrived::Small(place) => place,
-            Arrived::Body(_) => panic!("{} bytes are small", data.len()),
+            CallbackBytes::Small(place) => place,
+            CallbackBytes::Body(_) => panic!("{} bytes are small", data.len()),
         });
         assert_eq!(pool.stats().live, 0);
         let small = inbox.take_small().unwrap();
@@ -267,6 +291,8 @@ mod tests {
         }
         assert!(inbox.take_small().is_none(), "they were taken");
         let large = inbox.keep(&[4; SMALL + 1]);
-        assert!(matches!(large, Arrived::Body(Body::Here(bytes)) if bytes.len() == SMALL + 1));
+        assert!(
+            matches!(large, CallbackBytes::Body(MessageBody::Here(here)) if here.len() == SMALL + 1)
+        );
     }
 }

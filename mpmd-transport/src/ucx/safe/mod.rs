@@ -1,5 +1,5 @@
-//! Ownership of UCX's objects: a [`Worker`] owns its context, its endpoints, and the memory of all
-//! operations in flight.
+//! Ownership of UCX's objects: a [`UcxWorker`] owns its context, its endpoints, and the memory of
+//! all operations in flight.
 //!
 //! A worker lives on one thread and is dropped there; only its [`Signal`] goes to other threads.
 //! Memory that is given to an operation comes back when the operation ends well. After a failure
@@ -7,7 +7,7 @@
 //!
 //! Even that is not enough for peers that read and write this process's memory directly, as
 //! processes of one host do. Such a peer may have been stopped and go on later. So memory that it
-//! knows of is never freed, unless the peer is [known to be done](Worker::is_done_with).
+//! knows of is never freed, unless the peer is [known to be done](UcxWorker::is_done_with).
 
 mod inbox;
 mod slots;
@@ -20,15 +20,15 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::result::{self, Bytes, Started, UcxError, Way};
-use super::sys::Status;
+use super::result::{self, OperationBytes, SendProtocol, StartedOperation, UcxError};
+use super::sys::UcxStatus;
 use mpmd_memory::{DevicePlace, OwnedBuffer, Pool, SharedBuffer};
 
-use inbox::{Arrived, Happened, Inbox};
-use slots::Slots;
+use inbox::{CallbackBytes, HeaderBytes, Inbox, RecordedEvent};
+use slots::{EndedSlot, OperationSlots};
 
-pub(super) use inbox::{Body, Descriptor};
-pub(super) use slots::{Held, OpId};
+pub(super) use inbox::{Descriptor, MessageBody};
+pub(super) use slots::{OpId, OperationMemory};
 
 /// The longest header of a message, in bytes.
 pub(super) const HEADER_MAX: usize = 80;
@@ -40,21 +40,22 @@ const STEPS: usize = 32;
 const LAST_TURNS: usize = 1000;
 
 /// Memory that peers may still access, kept for the life of this process.
-static KEPT: Mutex<Vec<Held>> = Mutex::new(Vec::new());
+static KEPT: Mutex<Vec<OperationMemory>> = Mutex::new(Vec::new());
 
 /// UCX's context; `drop` ends it.
-struct Context(NonNull<result::Context>);
+struct OwnedContext(NonNull<result::Context>);
 
-impl Context {
+impl OwnedContext {
     /// Creates a context for `processes` processes. `settings` are (name, value), in addition to
     /// the user's variables.
     fn new(processes: usize, settings: &[(&str, &str)]) -> Result<Self, UcxError> {
-        // SAFETY: `Worker::new`, the only caller, has loaded the library; `drop` ends the context.
+        // SAFETY: `UcxWorker::new`, the only caller, has loaded the library; `drop` ends the
+        // context.
         unsafe { result::init(processes, settings) }.map(Self)
     }
 }
 
-impl Drop for Context {
+impl Drop for OwnedContext {
     fn drop(&mut self) {
         // SAFETY: a context belongs to a worker, and the worker destroys itself before its context
         // is dropped.
@@ -74,25 +75,25 @@ struct Endpoint {
 }
 
 /// An event of a worker. Events are reported in the order in which they happened.
-pub(super) enum Event {
+pub(super) enum WorkerEvent {
     /// A message arrived.
     Message {
-        /// The message's id, as given to [`Worker::send`].
+        /// The message's id, as given to [`UcxWorker::send`].
         id: u32,
-        /// The header's bytes, and how many of them are used.
-        header: ([u8; HEADER_MAX], usize),
+        /// The message's header.
+        header: HeaderBytes,
         /// The payload.
-        body: Body,
+        body: MessageBody,
     },
-    /// (Operation, result, memory): an operation is over. Its memory comes back if it ended well;
-    /// otherwise it is `Nothing`.
-    Ended(OpId, Result<(), UcxError>, Held),
-    /// (Endpoint, error): an endpoint has failed and must be closed by force.
+    /// An operation is over, with this result. Its memory comes back if it ended well; otherwise
+    /// it is `Nothing`.
+    Ended(OpId, Result<(), UcxError>, OperationMemory),
+    /// An endpoint has failed with this error and must be closed by force.
     Failed(EndpointId, UcxError),
 }
 
-/// The state of a message after [`Worker::send`].
-pub(super) enum Sent {
+/// The state of a message after [`UcxWorker::send`].
+pub(super) enum SendOutcome {
     /// The message has left.
     Gone,
     /// The end of the operation will be an event.
@@ -102,24 +103,25 @@ pub(super) enum Sent {
 }
 
 /// A UCX worker: receives messages, and sends them over its endpoints.
-pub(super) struct Worker {
+pub(super) struct UcxWorker {
     raw: NonNull<result::Worker>,
     signal: Signal,
     inbox: Box<Inbox>,
     /// The empty list that takes the inbox's place while its events are collected.
-    spare: Vec<Happened>,
-    slots: Slots,
+    spare: Vec<RecordedEvent>,
+    slots: OperationSlots,
     endpoints: Vec<Endpoint>,
     /// Requests of endpoints that are being closed.
     closing: Vec<NonNull<c_void>>,
-    quarantine: Vec<(EndpointId, Held)>,
+    /// Memory that UCX may still write although its operation has failed.
+    quarantine: Vec<EndedSlot>,
     // Declared last: dropped after the worker.
-    context: Context,
+    context: OwnedContext,
     /// Keeps the worker on its thread: UCX is told that one thread uses it.
     _here: PhantomData<*mut ()>,
 }
 
-impl Worker {
+impl UcxWorker {
     /// Creates a worker on this thread that receives messages with the ids `ids`. `processes` and
     /// `settings` are those of its context.
     pub(super) fn new(
@@ -127,7 +129,7 @@ impl Worker {
         settings: &[(&str, &str)],
         ids: impl IntoIterator<Item = u32>,
     ) -> Result<Self, UcxError> {
-        let context = Context::new(processes, settings)?;
+        let context = OwnedContext::new(processes, settings)?;
         // SAFETY: the context lives in the worker created below, and the worker is destroyed before
         // it.
         let raw = unsafe { result::worker_create(context.0) }?;
@@ -136,13 +138,14 @@ impl Worker {
             signal: Signal(Arc::new(Mutex::new(Some(Awake(raw))))),
             inbox: Inbox::new(),
             spare: Vec::new(),
-            slots: Slots::default(),
+            slots: OperationSlots::default(),
             endpoints: Vec::new(),
             closing: Vec::new(),
             quarantine: Vec::new(),
             context,
             _here: PhantomData,
         };
+
         for id in ids {
             // SAFETY: the worker was created here, on this thread. The callback needs nothing but
             // the pointer that `Inbox::during` sets around every call that calls back.
@@ -211,49 +214,59 @@ impl Worker {
 
     /// Appends the events since the last call to `events`. The caller has handled all earlier
     /// events: their operation ids are reused from here on.
-    pub(super) fn collect(&mut self, events: &mut Vec<Event>) {
+    pub(super) fn collect(&mut self, events: &mut Vec<WorkerEvent>) {
         self.slots.recycle();
         let mut happened = self.inbox.happened.replace(std::mem::take(&mut self.spare));
         let small = self.inbox.take_small();
+
         for happened in happened.drain(..) {
             match happened {
-                Happened::Message { id, header, bytes } => {
+                RecordedEvent::Message { id, header, bytes } => {
                     let body = match bytes {
-                        Arrived::Body(body) => body,
-                        Arrived::Small(range) => small
-                            .as_ref()
-                            .map_or(Body::Empty, |small| Body::Here(small.slice(range))),
+                        CallbackBytes::Body(body) => body,
+                        CallbackBytes::Small(range) => {
+                            small.as_ref().map_or(MessageBody::Empty, |small| {
+                                MessageBody::Here(small.slice(range))
+                            })
+                        }
                     };
-                    events.push(Event::Message { id, header, body })
+                    events.push(WorkerEvent::Message { id, header, body })
                 }
-                Happened::Failed(endpoint, status) => {
-                    events.push(Event::Failed(
+                RecordedEvent::Failed(endpoint, status) => {
+                    events.push(WorkerEvent::Failed(
                         EndpointId(endpoint),
                         UcxError::new("the endpoint", status),
                     ));
                 }
-                Happened::Ended(number, status) => {
-                    let Some((endpoint, held)) = self.slots.remove(number) else {
+                RecordedEvent::Ended(number, status) => {
+                    let Some(EndedSlot { endpoint, held }) = self.slots.remove(number) else {
                         continue;
                     };
                     let result = match status {
-                        Status::OK => Ok(()),
+                        UcxStatus::OK => Ok(()),
                         status => Err(UcxError::new("the operation", status)),
                     };
                     let held = self.give_back(endpoint, result.is_ok(), held);
-                    events.push(Event::Ended(OpId(number), result, held));
+                    events.push(WorkerEvent::Ended(OpId(number), result, held));
                 }
             }
         }
+
         self.spare = happened;
     }
 
-    fn give_back(&mut self, endpoint: EndpointId, ended_well: bool, held: Held) -> Held {
-        if ended_well || matches!(held, Held::Nothing) {
+    /// Returns the memory of an operation that has ended. After a failure, quarantines it instead.
+    fn give_back(
+        &mut self,
+        endpoint: EndpointId,
+        ended_well: bool,
+        held: OperationMemory,
+    ) -> OperationMemory {
+        if ended_well || matches!(held, OperationMemory::Nothing) {
             return held;
         }
-        self.quarantine.push((endpoint, held));
-        Held::Nothing
+        self.quarantine.push(EndedSlot { endpoint, held });
+        OperationMemory::Nothing
     }
 
     /// Notes that the peer at this endpoint no longer accesses this process's memory.
@@ -265,7 +278,7 @@ impl Worker {
     pub(super) fn connect(&mut self, address: &[u8]) -> Result<EndpointId, UcxError> {
         let number = self.endpoints.len();
         // SAFETY: the worker is alive and used by no other thread. Addresses come from
-        // `Address::parse`, which accepts only complete addresses that `address` has given to a
+        // `UcxAddress::parse`, which accepts only complete addresses that `address` has given to a
         // process of the same job and version. The callback needs only the pointer that `during`
         // sets.
         let raw = self.inbox.during(|| unsafe {
@@ -278,7 +291,7 @@ impl Worker {
         Ok(EndpointId(number))
     }
 
-    /// Stores a message, to be sent by [`Worker::send`].
+    /// Stores a message, to be sent by [`UcxWorker::send`].
     ///
     /// # Panics
     ///
@@ -289,24 +302,28 @@ impl Worker {
         header: &[u8],
         payload: Option<SharedBuffer>,
     ) -> OpId {
-        self.slots
-            .insert(endpoint, header, payload.map_or(Held::Nothing, Held::Sent))
+        self.slots.insert(
+            endpoint,
+            header,
+            payload.map_or(OperationMemory::Nothing, OperationMemory::Sent),
+        )
     }
 
     /// Sends a stored message. If it is not under way then, the caller takes its memory back with
-    /// [`Worker::take_back`].
+    /// [`UcxWorker::take_back`].
     ///
     /// # Panics
     ///
     /// If the message is under way already.
-    pub(super) fn send(&mut self, op: OpId, id: u32, way: Way) -> Sent {
+    pub(super) fn send(&mut self, op: OpId, id: u32, way: SendProtocol) -> SendOutcome {
         let slot = self.slots.get(op);
         assert!(!slot.under_way, "a message is sent once");
         let Some(raw) = self.endpoints[slot.endpoint.0].raw else {
-            return Sent::Closed;
+            return SendOutcome::Closed;
         };
+
         let payload = match &slot.held {
-            Held::Sent(payload) => {
+            OperationMemory::Sent(payload) => {
                 prepare(payload.bind());
                 place(payload.device(), || {
                     (payload.as_ptr().cast_mut(), payload.len())
@@ -314,6 +331,7 @@ impl Worker {
             }
             _ => place(None, || (std::ptr::null_mut(), 0)),
         };
+
         slot.under_way = true;
         let header = &slot.header[..slot.header_bytes];
         // SAFETY: the endpoint is open, and no other thread uses its worker. The slot is boxed and
@@ -323,12 +341,13 @@ impl Worker {
         let started = self.inbox.during(|| unsafe {
             result::message_send(raw, id, header, payload, way, inbox::sent, op.0)
         });
-        if let Started::Over(Status::OK) = started {
+
+        if let StartedOperation::Over(UcxStatus::OK) = started {
             self.slots.get(op).under_way = false;
-            return Sent::Gone;
+            return SendOutcome::Gone;
         }
         self.note(op, started);
-        Sent::UnderWay
+        SendOutcome::UnderWay
     }
 
     /// Ends a message that is not under way, and returns its memory.
@@ -336,7 +355,7 @@ impl Worker {
     /// # Panics
     ///
     /// If the message is under way.
-    pub(super) fn take_back(&mut self, op: OpId) -> Held {
+    pub(super) fn take_back(&mut self, op: OpId) -> OperationMemory {
         self.slots.take_back(op)
     }
 
@@ -353,11 +372,14 @@ impl Worker {
         into: OwnedBuffer,
     ) -> OpId {
         assert_eq!(into.len(), bytes, "the place for a payload has its length");
-        let op = self.slots.insert(endpoint, &[], Held::Fetched(into));
+        let op = self
+            .slots
+            .insert(endpoint, &[], OperationMemory::Fetched(into));
         let slot = self.slots.get(op);
         slot.under_way = true;
+
         let place = match &mut slot.held {
-            Held::Fetched(into) => {
+            OperationMemory::Fetched(into) => {
                 prepare(into.bind());
                 place(into.device(), || (into.as_mut_ptr(), into.len()))
             }
@@ -372,13 +394,14 @@ impl Worker {
         op
     }
 
-    fn note(&self, op: OpId, started: Started) {
+    /// Records the end of an operation that was over as soon as it was started.
+    fn note(&self, op: OpId, started: StartedOperation) {
         // The callback frees the request of an operation in flight.
-        if let Started::Over(status) = started {
+        if let StartedOperation::Over(status) = started {
             self.inbox
                 .happened
                 .borrow_mut()
-                .push(Happened::Ended(op.0, status));
+                .push(RecordedEvent::Ended(op.0, status));
         }
     }
 
@@ -400,9 +423,9 @@ impl Worker {
         // above, so nothing uses it again.
         let close = || unsafe { result::endpoint_close(raw, by_force) };
         match self.inbox.during(close) {
-            Started::UnderWay(request) => self.closing.push(request),
-            Started::Over(Status::OK | Status::CANCELLED) => {}
-            Started::Over(status) => {
+            StartedOperation::UnderWay(request) => self.closing.push(request),
+            StartedOperation::Over(UcxStatus::OK | UcxStatus::CANCELLED) => {}
+            StartedOperation::Over(status) => {
                 tracing::debug!(status = result::describe(status), "closing an endpoint");
             }
         }
@@ -413,7 +436,7 @@ impl Worker {
         self.closing.retain(|request| {
             // SAFETY: the request came from UCX and has not been freed: the lines below free it and
             // remove it from the list.
-            if unsafe { result::request_status(*request) } == Status::IN_PROGRESS {
+            if unsafe { result::request_status(*request) } == UcxStatus::IN_PROGRESS {
                 return true;
             }
             // SAFETY: the request is over and leaves the list.
@@ -434,16 +457,16 @@ impl Worker {
 
 /// Returns the location of a buffer: on `device`, or, without one, the host memory that `host`
 /// returns.
-fn place(device: Option<DevicePlace>, host: impl FnOnce() -> (*mut u8, usize)) -> Bytes {
+fn place(device: Option<DevicePlace>, host: impl FnOnce() -> (*mut u8, usize)) -> OperationBytes {
     match device {
-        Some(DevicePlace { address, bytes, .. }) => Bytes {
+        Some(DevicePlace { address, bytes, .. }) => OperationBytes {
             start: std::ptr::without_provenance_mut(address as usize),
             bytes,
             cuda: true,
         },
         None => {
             let (start, bytes) = host();
-            Bytes {
+            OperationBytes {
                 start: start.cast(),
                 bytes,
                 cuda: false,
@@ -460,7 +483,7 @@ fn prepare(bound: std::io::Result<()>) {
     }
 }
 
-impl Drop for Worker {
+impl Drop for UcxWorker {
     fn drop(&mut self) {
         for endpoint in 0..self.endpoints.len() {
             self.close(EndpointId(endpoint), true);
@@ -471,16 +494,18 @@ impl Drop for Worker {
                 break;
             }
         }
+
         // From here on no other thread reaches the worker.
         self.signal.0.lock().take();
         for request in self.closing.drain(..) {
             // SAFETY: the request came from UCX and is not used again.
             unsafe { result::request_free(request) };
         }
+
         // Descriptors that were never given back.
         for happened in self.inbox.happened.take() {
-            if let Happened::Message {
-                bytes: Arrived::Body(Body::There(descriptor, _)),
+            if let RecordedEvent::Message {
+                bytes: CallbackBytes::Body(MessageBody::There(descriptor, _)),
                 ..
             } = happened
             {
@@ -491,11 +516,13 @@ impl Drop for Worker {
         // memory of operations is dropped after this: slots, quarantine and inbox.
         self.inbox
             .during(|| unsafe { result::worker_destroy(self.raw) });
+
         let cut_off = self.quarantine.drain(..).chain(self.slots.drain());
-        let kept = cut_off.filter(|(endpoint, held)| {
-            !self.endpoints[endpoint.0].done && !matches!(held, Held::Nothing)
+        let kept = cut_off.filter(|ended| {
+            !self.endpoints[ended.endpoint.0].done
+                && !matches!(ended.held, OperationMemory::Nothing)
         });
-        KEPT.lock().extend(kept.map(|(_, held)| held));
+        KEPT.lock().extend(kept.map(|ended| ended.held));
     }
 }
 

@@ -3,7 +3,7 @@
 use super::{EndpointId, HEADER_MAX};
 use mpmd_memory::{OwnedBuffer, SharedBuffer};
 
-/// The id of an operation, valid until its [`Event::Ended`](super::Event::Ended).
+/// The id of an operation, valid until its [`WorkerEvent::Ended`](super::WorkerEvent::Ended).
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub(in super::super) struct OpId(pub(super) usize);
 
@@ -15,52 +15,65 @@ impl OpId {
 }
 
 /// The buffer that an operation reads from or writes into.
-pub(in super::super) enum Held {
+pub(in super::super) enum OperationMemory {
     Nothing,
     Sent(SharedBuffer),
     Fetched(OwnedBuffer),
 }
 
 /// The endpoint and the memory of an operation.
-pub(super) struct Slot {
+pub(super) struct OperationSlot {
     pub(super) endpoint: EndpointId,
     pub(super) header: [u8; HEADER_MAX],
     /// Number of bytes of `header` in use.
     pub(super) header_bytes: usize,
-    pub(super) held: Held,
+    pub(super) held: OperationMemory,
     /// True while UCX may use the memory.
     pub(super) under_way: bool,
+}
+
+/// The memory of an operation that is over or cut off, and the endpoint that it used.
+pub(super) struct EndedSlot {
+    pub(super) endpoint: EndpointId,
+    pub(super) held: OperationMemory,
 }
 
 /// All operations, by id. An id is reused only after the caller was told of its operation's end;
 /// until then it still names that operation.
 #[derive(Default)]
-pub(super) struct Slots {
+pub(super) struct OperationSlots {
     // Boxed: a header must not move when the vector grows.
     #[allow(clippy::vec_box, reason = "UCX holds pointers into the slots")]
-    slots: Vec<Box<Slot>>,
+    slots: Vec<Box<OperationSlot>>,
     in_use: Vec<bool>,
     free: Vec<usize>,
-    /// Ids of operations that have ended since the last [`Slots::recycle`].
+    /// Ids of operations that have ended since the last [`OperationSlots::recycle`].
     ended: Vec<usize>,
 }
 
-impl Slots {
-    pub(super) fn insert(&mut self, endpoint: EndpointId, header: &[u8], held: Held) -> OpId {
+impl OperationSlots {
+    /// Stores an operation's header and memory, and returns its id.
+    pub(super) fn insert(
+        &mut self,
+        endpoint: EndpointId,
+        header: &[u8],
+        held: OperationMemory,
+    ) -> OpId {
         let number = match self.free.pop() {
             Some(number) => number,
             None => {
-                self.slots.push(Box::new(Slot {
+                self.slots.push(Box::new(OperationSlot {
                     endpoint,
                     header: [0; HEADER_MAX],
                     header_bytes: 0,
-                    held: Held::Nothing,
+                    held: OperationMemory::Nothing,
                     under_way: false,
                 }));
                 self.in_use.push(false);
                 self.slots.len() - 1
             }
         };
+
         let slot = &mut self.slots[number];
         slot.endpoint = endpoint;
         slot.header[..header.len()].copy_from_slice(header);
@@ -71,16 +84,21 @@ impl Slots {
         OpId(number)
     }
 
-    pub(super) fn get(&mut self, op: OpId) -> &mut Slot {
+    pub(super) fn get(&mut self, op: OpId) -> &mut OperationSlot {
         &mut self.slots[op.0]
     }
 
     /// Removes and returns the memory of all operations that have not ended.
-    pub(super) fn drain(&mut self) -> impl Iterator<Item = (EndpointId, Held)> {
+    pub(super) fn drain(&mut self) -> impl Iterator<Item = EndedSlot> {
         let slots = std::mem::take(&mut self.slots)
             .into_iter()
             .zip(std::mem::take(&mut self.in_use));
-        slots.filter_map(|(slot, in_use)| in_use.then_some((slot.endpoint, slot.held)))
+        slots.filter_map(|(slot, in_use)| {
+            in_use.then_some(EndedSlot {
+                endpoint: slot.endpoint,
+                held: slot.held,
+            })
+        })
     }
 
     /// Ends an operation that is not under way, and returns its memory. The id is free at once.
@@ -88,12 +106,12 @@ impl Slots {
     /// # Panics
     ///
     /// If the operation is under way, or has ended.
-    pub(super) fn take_back(&mut self, op: OpId) -> Held {
+    pub(super) fn take_back(&mut self, op: OpId) -> OperationMemory {
         let is_at_rest = self.in_use[op.0] && !self.slots[op.0].under_way;
         assert!(is_at_rest, "UCX uses the memory of operation {}", op.0);
         self.in_use[op.0] = false;
         self.free.push(op.0);
-        std::mem::replace(&mut self.slots[op.0].held, Held::Nothing)
+        std::mem::replace(&mut self.slots[op.0].held, OperationMemory::Nothing)
     }
 
     /// Frees the ids of ended operations; the caller has been told of these ends.
@@ -101,18 +119,18 @@ impl Slots {
         self.free.append(&mut self.ended);
     }
 
-    /// Ends operation number `number`, of which UCX has reported the end. Returns its (endpoint,
-    /// memory), or `None` if no operation has this number.
-    pub(super) fn remove(&mut self, number: usize) -> Option<(EndpointId, Held)> {
+    /// Ends operation number `number`, of which UCX has reported the end. Returns its endpoint and
+    /// its memory, or `None` if no operation has this number.
+    pub(super) fn remove(&mut self, number: usize) -> Option<EndedSlot> {
         if !self.in_use.get_mut(number).is_some_and(std::mem::take) {
             return None;
         }
         self.ended.push(number);
         let slot = &mut self.slots[number];
-        Some((
-            slot.endpoint,
-            std::mem::replace(&mut slot.held, Held::Nothing),
-        ))
+        Some(EndedSlot {
+            endpoint: slot.endpoint,
+            held: std::mem::replace(&mut slot.held, OperationMemory::Nothing),
+        })
     }
 }
 
@@ -122,33 +140,33 @@ mod tests {
 
     #[test]
     fn headers_do_not_move_and_ids_are_reused_late() {
-        let mut slots = Slots::default();
-        let first = slots.insert(EndpointId(0), &[7; 8], Held::Nothing);
+        let mut slots = OperationSlots::default();
+        let first = slots.insert(EndpointId(0), &[7; 8], OperationMemory::Nothing);
         let place = slots.get(first).header.as_ptr();
         let others: Vec<_> = (0..100)
-            .map(|_| slots.insert(EndpointId(1), &[1; 8], Held::Nothing))
+            .map(|_| slots.insert(EndpointId(1), &[1; 8], OperationMemory::Nothing))
             .collect();
         assert_eq!(slots.get(first).header.as_ptr(), place);
         assert_eq!(slots.get(first).header[..8], [7; 8]);
         for other in &others {
             assert_eq!(
-                slots.remove(other.0).map(|(endpoint, _)| endpoint),
+                slots.remove(other.0).map(|ended| ended.endpoint),
                 Some(EndpointId(1))
             );
             assert!(slots.remove(other.0).is_none(), "an operation ends once");
         }
-        let early = slots.insert(EndpointId(2), &[2; 8], Held::Nothing);
+        let early = slots.insert(EndpointId(2), &[2; 8], OperationMemory::Nothing);
         assert!(
             !others.contains(&early) && early != first,
             "nobody was told of the others' ends yet"
         );
         slots.recycle();
-        let again = slots.insert(EndpointId(2), &[2; 8], Held::Nothing);
+        let again = slots.insert(EndpointId(2), &[2; 8], OperationMemory::Nothing);
         assert!(others.contains(&again));
-        let held = slots.insert(EndpointId(2), &[], Held::Sent(vec![7].into()));
-        assert!(matches!(slots.take_back(held), Held::Sent(bytes) if bytes[..] == [7]));
+        let held = slots.insert(EndpointId(2), &[], OperationMemory::Sent(vec![7].into()));
+        assert!(matches!(slots.take_back(held), OperationMemory::Sent(bytes) if bytes[..] == [7]));
         assert_eq!(
-            slots.insert(EndpointId(2), &[], Held::Nothing),
+            slots.insert(EndpointId(2), &[], OperationMemory::Nothing),
             held,
             "it is free at once"
         );
@@ -157,8 +175,8 @@ mod tests {
     #[test]
     #[should_panic = "UCX uses the memory of operation 0"]
     fn operation_under_way_is_not_taken_back() {
-        let mut slots = Slots::default();
-        let op = slots.insert(EndpointId(0), &[], Held::Sent(vec![7].into()));
+        let mut slots = OperationSlots::default();
+        let op = slots.insert(EndpointId(0), &[], OperationMemory::Sent(vec![7].into()));
         slots.get(op).under_way = true;
         slots.take_back(op);
     }

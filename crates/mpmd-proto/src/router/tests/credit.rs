@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use super::*;
 
-fn flying(job: &Job, kind: Kind) -> usize {
+fn flying(job: &Job, kind: MessageKind) -> usize {
     job.flying
         .iter()
         .filter(|message| message.header.kind == kind)
@@ -20,7 +20,7 @@ fn use_up_credit(job: &mut Job) -> u64 {
         if job
             .flying
             .last()
-            .is_some_and(|message| message.header.kind == Kind::Offer)
+            .is_some_and(|message| message.header.kind == MessageKind::Offer)
         {
             return eager;
         }
@@ -48,7 +48,7 @@ fn unclaimed_bytes_stay_within_credit_that_came_back() {
             job.expect(1, 0, (op, 0), EAGER_BYTES);
             unclaimed.pop_front();
         }
-        returns += flying(&job, Kind::Credit);
+        returns += flying(&job, MessageKind::Credit);
         job.run(3);
     }
     assert!(returns >= 10, "credit came back {returns} times");
@@ -65,21 +65,25 @@ fn parked_offer_gets_one_grant_once_it_is_expected() {
     job.run(100);
     for _ in 0..last {
         job.issue(1, 5, "small");
-        assert_eq!(flying(&job, Kind::Grant), 0, "issued, and not expected");
+        assert_eq!(
+            flying(&job, MessageKind::Grant),
+            0,
+            "issued, and not expected"
+        );
     }
     job.run(100);
-    assert_eq!(flying(&job, Kind::Grant), 0);
+    assert_eq!(flying(&job, MessageKind::Grant), 0);
     job.expect(1, 0, (last, 0), EAGER_BYTES);
     // The offer a second time, which no correct sender does, and time that passes.
     let offer = Header {
         op: last,
         bytes: EAGER_BYTES,
         hash: 5,
-        ..Header::new(Kind::Offer)
+        ..Header::new(MessageKind::Offer)
     };
     job.say(0, 1, offer, &[]);
     for _ in 0..200 {
-        grants += flying(&job, Kind::Grant);
+        grants += flying(&job, MessageKind::Grant);
         job.step();
     }
     assert_eq!(grants, 1);

@@ -4,7 +4,7 @@
 use mpmd_fuzz::{Rng, integer, mutate};
 
 use super::breach::{KEPT_OVERHEAD, MOST_KEPT};
-use super::history::{Shown, ShownRecord};
+use super::history::{ShownOperations, ShownRecord};
 use super::*;
 use crate::control;
 
@@ -65,7 +65,7 @@ impl Job {
 /// Returns a message of the faulty peer: any message that a transport lets through. `None` if a
 /// transport would refuse the header.
 fn lie(rng: &mut Rng, job: &Job, operations: &[Vec<Piece>]) -> Option<(Header, Vec<u8>)> {
-    use Kind::*;
+    use MessageKind::*;
     let count = job.routers[0].count();
     let pieces = [Eager, Eager, Offer, Grant, Data, Data, Credit, AskTaken];
     let words = [
@@ -132,30 +132,30 @@ fn lie(rng: &mut Rng, job: &Job, operations: &[Vec<Piece>]) -> Option<(Header, V
 
 /// Returns the control payload of a kind that has one: valid, mutated, or empty. `None` for other
 /// kinds.
-fn words_of(rng: &mut Rng, kind: Kind, job: &Job) -> Option<Vec<u8>> {
+fn words_of(rng: &mut Rng, kind: MessageKind, job: &Job) -> Option<Vec<u8>> {
     let mut text = match kind {
-        Kind::Poison | Kind::Failure => {
+        MessageKind::Poison | MessageKind::Failure => {
             let length = one_of(rng, &[5, 5, 5, 20_000]);
             let failure =
                 crate::Failure::new(FailureKind::Kernel, ProcessId(1), 1, "x".repeat(length));
             control::encode(&failure)
         }
-        Kind::Goodbye if rng.bool() => Ok(Vec::new()),
-        Kind::Goodbye => control::encode(&crate::Failure::new(
+        MessageKind::Goodbye if rng.bool() => Ok(Vec::new()),
+        MessageKind::Goodbye => control::encode(&crate::Failure::new(
             FailureKind::Left,
             ProcessId(1),
             0,
             "why",
         )),
-        Kind::Answer => {
+        MessageKind::Answer => {
             let chain = vec!["process 1 waits".to_owned(); rng.usize(..40)];
-            control::encode(&Answer {
+            control::encode(&ProbeAnswer {
                 count: integer(rng),
                 doing: "computes".to_owned(),
                 chain,
             })
         }
-        Kind::Records => {
+        MessageKind::Records => {
             let mut shown = job.routers[2].history.show(rng.u64(..9));
             if rng.bool() {
                 shown.count = integer(rng);
@@ -171,7 +171,7 @@ fn words_of(rng: &mut Rng, kind: Kind, job: &Job) -> Option<Vec<u8>> {
                     steps: 0,
                 });
             }
-            control::encode::<Shown>(&shown)
+            control::encode::<ShownOperations>(&shown)
         }
         _ => return None,
     }
@@ -190,7 +190,7 @@ fn check_bounds(router: &Router<Bytes>) {
             .parked
             .values()
             .flatten()
-            .map(|(from, header, body)| (*from, header, body))
+            .map(|message| (message.from, &message.header, &message.incoming))
     };
     for (index, peer) in router.peers.iter().enumerate() {
         let process = ProcessId(index as u32);
@@ -202,23 +202,23 @@ fn check_bounds(router: &Router<Bytes>) {
                 .map(|(_, early)| early)
         };
         let waiting = early().filter_map(|early| match early {
-            Early::Cargo(header, body) => Some((process, header, body)),
-            Early::Offered(_) | Early::Poison(_) => None,
+            EarlyMessage::Cargo(header, body) => Some((process, header, body)),
+            EarlyMessage::Offered(_) | EarlyMessage::Poison(_) => None,
         });
         let eager = waiting
             .chain(parked())
             .filter(|(from, ..)| *from == process);
-        let eager = eager.filter(|(_, header, _)| header.kind == Kind::Eager);
+        let eager = eager.filter(|(_, header, _)| header.kind == MessageKind::Eager);
         let unclaimed: usize = eager.map(|(.., body)| body.len()).sum();
         assert!(
             unclaimed as u64 <= EAGER_CREDIT,
             "{unclaimed} bytes of process {index} are unclaimed"
         );
         let others = parked().filter(|(from, ..)| *from == process).count() + peer.granted.len();
-        let kept = early().map(Early::cost).sum::<u64>() + others as u64 * KEPT_OVERHEAD;
+        let kept = early().map(EarlyMessage::cost).sum::<u64>() + others as u64 * KEPT_OVERHEAD;
         assert_eq!(kept, peer.kept, "of process {index}");
         assert!(kept <= MOST_KEPT && (!peer.broken || kept == 0));
-        assert!(peer.shown.as_ref().is_none_or(Shown::is_sound));
+        assert!(peer.shown.as_ref().is_none_or(ShownOperations::is_sound));
         let answer = peer.answer.iter();
         let lines: Vec<_> = answer
             .flat_map(|answer| answer.chain.iter().chain([&answer.doing]))

@@ -13,7 +13,7 @@ fn after(ops: u64) -> Job {
 
 /// Delivers a message of process 0 to process 1. Returns the operation that process 1 then
 /// disputes, if any.
-fn disputed(job: &mut Job, kind: Kind, count: u64) -> Option<u64> {
+fn disputed(job: &mut Job, kind: MessageKind, count: u64) -> Option<u64> {
     let header = Header {
         epoch: 1,
         count,
@@ -31,7 +31,7 @@ fn shown(job: &Job) -> Option<u64> {
     let records = job
         .flying
         .iter()
-        .filter(|message| message.header.kind == Kind::Records);
+        .filter(|message| message.header.kind == MessageKind::Records);
     let ops: Vec<u64> = records.map(|message| message.header.op).collect();
     assert!(ops.len() <= 1, "{ops:?}");
     ops.first().copied()
@@ -45,7 +45,7 @@ fn goodbye_one_operation_short_is_disputed_at_once() {
             job.expect(1, 0, (3, 0), 10);
         }
         assert_eq!(
-            disputed(&mut job, Kind::Goodbye, 2),
+            disputed(&mut job, MessageKind::Goodbye, 2),
             Some(3),
             "expects a piece: {expects}"
         );
@@ -61,7 +61,7 @@ fn goodbye_one_operation_short_is_disputed_at_once() {
 fn goodbye_after_as_many_operations_is_no_dispute() {
     let mut job = after(3);
     job.expect(1, 0, (3, 0), 10);
-    assert_eq!(disputed(&mut job, Kind::Goodbye, 3), None);
+    assert_eq!(disputed(&mut job, MessageKind::Goodbye, 3), None);
     assert!(
         job.routers[1].still_here().is_empty() && job.outcomes.is_empty(),
         "the piece may be on its way"
@@ -71,7 +71,7 @@ fn goodbye_after_as_many_operations_is_no_dispute() {
 #[test]
 fn piece_expected_beyond_a_goodbye_is_disputed_at_once() {
     let mut job = after(2);
-    assert_eq!(disputed(&mut job, Kind::Goodbye, 2), None);
+    assert_eq!(disputed(&mut job, MessageKind::Goodbye, 2), None);
     job.issue(1, 3, "op");
     assert_eq!(shown(&job), None, "it may have no part in it");
     job.expect(1, 0, (3, 0), 10);
@@ -81,7 +81,7 @@ fn piece_expected_beyond_a_goodbye_is_disputed_at_once() {
 #[test]
 fn goodbye_one_operation_ahead_waits_for_the_own_end() {
     let mut job = after(2);
-    assert_eq!(disputed(&mut job, Kind::Goodbye, 3), None);
+    assert_eq!(disputed(&mut job, MessageKind::Goodbye, 3), None);
     job.routers[1].goodbye(None, at(0));
     job.act(1);
     assert_eq!(shown(&job), Some(3));
@@ -91,7 +91,7 @@ fn goodbye_one_operation_ahead_waits_for_the_own_end() {
 fn own_end_one_operation_short_of_a_heartbeat_is_disputed() {
     let mut job = after(2);
     assert_eq!(
-        disputed(&mut job, Kind::Heartbeat, 3),
+        disputed(&mut job, MessageKind::Heartbeat, 3),
         None,
         "it may get there"
     );

@@ -1,7 +1,7 @@
 //! Peers that break the protocol.
 
 use super::breach::MOST_KEPT;
-use super::history::{Shown, ShownRecord};
+use super::history::{ShownOperations, ShownRecord};
 use super::*;
 use crate::control;
 
@@ -17,7 +17,7 @@ fn job() -> Job {
     job
 }
 
-fn piece(kind: Kind, op: u64, bytes: u64) -> Header {
+fn piece(kind: MessageKind, op: u64, bytes: u64) -> Header {
     Header {
         op,
         bytes,
@@ -48,8 +48,8 @@ fn lost(mut job: Job, why: &str) {
         "it keeps nothing"
     );
     // Later messages of process 1 are ignored.
-    job.say(1, 0, piece(Kind::Eager, 1, 3), &[1, 2, 3]);
-    job.say(1, 0, Header::new(Kind::Failure), &[]);
+    job.say(1, 0, piece(MessageKind::Eager, 1, 3), &[1, 2, 3]);
+    job.say(1, 0, Header::new(MessageKind::Failure), &[]);
     assert!(job.routers[0].early.is_empty() && job.routers[0].failed().is_none());
     job.expect(0, 1, (1, 90), 3);
     assert!(job.outcomes[&(0, (1, 90))].is_err());
@@ -70,7 +70,7 @@ fn eager_pieces_beyond_their_credit_lose_the_sender() {
             assert!(job.lost.is_empty(), "piece {number}");
             let header = Header {
                 piece: number,
-                ..piece(Kind::Eager, op, EAGER_BYTES)
+                ..piece(MessageKind::Eager, op, EAGER_BYTES)
             };
             job.say(1, 0, header, &[0; EAGER_BYTES as usize]);
         }
@@ -84,7 +84,7 @@ fn large_piece_without_a_grant_loses_its_sender() {
     eager.say(
         1,
         0,
-        piece(Kind::Eager, 1, EAGER_BYTES + 1),
+        piece(MessageKind::Eager, 1, EAGER_BYTES + 1),
         &[0; EAGER_BYTES as usize + 1],
     );
     lost(
@@ -97,7 +97,7 @@ fn large_piece_without_a_grant_loses_its_sender() {
             // A small piece: it was never granted.
             job.expect(0, 1, (1, 0), 100);
         }
-        job.say(1, 0, piece(Kind::Data, op, 100), &[0; 100]);
+        job.say(1, 0, piece(MessageKind::Data, op, 100), &[0; 100]);
         let outcome = job.outcomes.get(&(0, (1, 0)));
         assert!(outcome.is_none_or(Result::is_err), "never delivered");
         lost(
@@ -113,9 +113,9 @@ fn piece_of_another_length_is_its_senders_fault() {
         let mut job = job();
         job.expect(0, 1, (1, 0), expected);
         let kind = if expected > EAGER_BYTES {
-            Kind::Data
+            MessageKind::Data
         } else {
-            Kind::Eager
+            MessageKind::Eager
         };
         // No body: the router decides by the header alone, before memory is taken.
         job.say(1, 0, piece(kind, 1, bytes), &[]);
@@ -141,7 +141,7 @@ fn piece_of_unknown_size_is_bounded() {
         let (hash, now) = (job.hash(0, 1), at(job.now));
         job.routers[0].expect_any_size(ProcessId(1), (1, 0), hash, (30_000, 40_000), (1, 0), now);
         job.act(0);
-        job.say(1, 0, piece(Kind::Data, 1, bytes), &[]);
+        job.say(1, 0, piece(MessageKind::Data, 1, bytes), &[]);
         assert_eq!(
             job.outcomes[&(0, (1, 0))].is_ok(),
             bytes <= 40_000,
@@ -162,7 +162,7 @@ fn heartbeat_with_a_huge_count_hides_no_difference() {
         Header {
             count: u64::MAX,
             hash: 3,
-            ..Header::new(Kind::Heartbeat)
+            ..Header::new(MessageKind::Heartbeat)
         },
         &[],
     );
@@ -172,7 +172,7 @@ fn heartbeat_with_a_huge_count_hides_no_difference() {
         Header {
             count: 3,
             hash: 99,
-            ..Header::new(Kind::Heartbeat)
+            ..Header::new(MessageKind::Heartbeat)
         },
         &[],
     );
@@ -182,7 +182,7 @@ fn heartbeat_with_a_huge_count_hides_no_difference() {
         Header {
             count: u64::MAX - 1,
             hash: 3,
-            ..Header::new(Kind::Step)
+            ..Header::new(MessageKind::Step)
         },
         &[],
     );
@@ -205,12 +205,12 @@ fn records_with_an_impossible_count_end_a_dispute() {
         values: None,
         steps: 0,
     };
-    let shown = Shown {
+    let shown = ShownOperations {
         count: u64::MAX,
         records: vec![record(1)],
     };
     let body = control::encode(&shown).unwrap();
-    job.say(1, 0, Header::new(Kind::Records), &body);
+    job.say(1, 0, Header::new(MessageKind::Records), &body);
     let failure = job.routers[0].failed().expect("settled at once");
     assert!(
         failure
@@ -219,11 +219,11 @@ fn records_with_an_impossible_count_end_a_dispute() {
         "{failure}"
     );
     for shown in [
-        Shown {
+        ShownOperations {
             count: 1,
             records: vec![record(1), record(u64::MAX)],
         },
-        Shown {
+        ShownOperations {
             count: 2,
             records: vec![record(2), record(1)],
         },
@@ -232,13 +232,18 @@ fn records_with_an_impossible_count_end_a_dispute() {
         job.say(
             1,
             0,
-            Header::new(Kind::Records),
+            Header::new(MessageKind::Records),
             &control::encode(&shown).unwrap(),
         );
         lost(job, "its list of operations is not valid");
     }
     let mut cut_off = self::job();
-    cut_off.say(1, 0, Header::new(Kind::Records), &body[..body.len() - 1]);
+    cut_off.say(
+        1,
+        0,
+        Header::new(MessageKind::Records),
+        &body[..body.len() - 1],
+    );
     lost(cut_off, "its list of operations is not valid");
 }
 
@@ -256,13 +261,17 @@ fn messages_that_nothing_waits_for_are_bounded() {
         }
         let header = Header {
             piece: number,
-            ..piece(Kind::Poison, 1, text.len() as u64)
+            ..piece(MessageKind::Poison, 1, text.len() as u64)
         };
         job.say(1, 0, header, &text);
         assert!(job.routers[0].peers[1].kept <= MOST_KEPT);
     }
     lost(job, "bytes of messages that nothing here waits for");
-    for (kind, op) in [(Kind::Offer, 1), (Kind::Grant, 1), (Kind::Offer, 2)] {
+    for (kind, op) in [
+        (MessageKind::Offer, 1),
+        (MessageKind::Grant, 1),
+        (MessageKind::Offer, 2),
+    ] {
         let mut job = self::job();
         job.routers[0].peers[1].kept = MOST_KEPT - 1;
         job.say(1, 0, piece(kind, op, 100), &[]);
@@ -276,14 +285,18 @@ fn kept_messages_are_subtracted_when_used_or_dropped() {
     let failure = Failure::new(FailureKind::Kernel, ProcessId(1), 1, "why");
     let text = control::encode(&failure).unwrap();
     for (number, kind) in (0..).zip([
-        Kind::Offer,
-        Kind::Grant,
-        Kind::Eager,
-        Kind::Poison,
-        Kind::Offer,
+        MessageKind::Offer,
+        MessageKind::Grant,
+        MessageKind::Eager,
+        MessageKind::Poison,
+        MessageKind::Offer,
     ]) {
         for op in [1, 2] {
-            let body = if kind == Kind::Poison { &text[..] } else { &[] };
+            let body = if kind == MessageKind::Poison {
+                &text[..]
+            } else {
+                &[]
+            };
             let header = Header {
                 piece: number,
                 ..piece(kind, op, body.len() as u64)
@@ -296,7 +309,7 @@ fn kept_messages_are_subtracted_when_used_or_dropped() {
         0,
         Header {
             piece: 4,
-            ..piece(Kind::Eager, 1, 0)
+            ..piece(MessageKind::Eager, 1, 0)
         },
         &[],
     );
@@ -320,7 +333,7 @@ fn credit_for_an_unissued_operation_loses_the_peer() {
         0,
         Header {
             op: 1,
-            ..Header::new(Kind::Credit)
+            ..Header::new(MessageKind::Credit)
         },
         &[],
     );
@@ -331,7 +344,7 @@ fn credit_for_an_unissued_operation_loses_the_peer() {
         0,
         Header {
             op: 2,
-            ..Header::new(Kind::Credit)
+            ..Header::new(MessageKind::Credit)
         },
         &[],
     );
@@ -348,7 +361,7 @@ fn question_about_pieces_that_are_not_lent_loses_the_peer() {
         0,
         Header {
             op: 1,
-            ..Header::new(Kind::AskTaken)
+            ..Header::new(MessageKind::AskTaken)
         },
         &[],
     );
@@ -370,7 +383,7 @@ fn questions_of_a_peer_take_no_memory_and_one_answer() {
             0,
             Header {
                 op,
-                ..Header::new(Kind::AskTaken)
+                ..Header::new(MessageKind::AskTaken)
             },
             &[],
         );
@@ -383,7 +396,7 @@ fn questions_of_a_peer_take_no_memory_and_one_answer() {
     let answers = job
         .flying
         .iter()
-        .filter(|message| message.header.kind == Kind::Credit);
+        .filter(|message| message.header.kind == MessageKind::Credit);
     assert!(answers.count() <= 1 && job.taken[&(1, 0)] == 1);
 }
 
@@ -396,7 +409,7 @@ fn second_goodbye_is_ignored() {
         Header {
             count: 1,
             hash: 7,
-            ..Header::new(Kind::Goodbye)
+            ..Header::new(MessageKind::Goodbye)
         },
         &[],
     );
@@ -406,7 +419,7 @@ fn second_goodbye_is_ignored() {
         0,
         Header {
             count: 0,
-            ..Header::new(Kind::Goodbye)
+            ..Header::new(MessageKind::Goodbye)
         },
         &control::encode(&failure).unwrap(),
     );

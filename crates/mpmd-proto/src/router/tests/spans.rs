@@ -10,7 +10,7 @@ struct Replay {
     hash: u128,
 }
 
-impl Span for Replay {
+impl OpSpan for Replay {
     fn hash_at(&self, op: u64) -> u128 {
         self.hash + u128::from(op - self.before)
     }
@@ -19,17 +19,17 @@ impl Span for Replay {
         format!("{} of the replay of step {}", op - self.before, self.hash)
     }
 
-    fn values(&self) -> Option<Values> {
+    fn values(&self) -> Option<ValueHashes> {
         None
     }
 }
 
-fn replay(before: u64, hash: u128) -> Arc<dyn Span> {
+fn replay(before: u64, hash: u128) -> Arc<dyn OpSpan> {
     Arc::new(Replay { before, hash })
 }
 
 impl Job {
-    fn issue_span(&mut self, process: usize, op: u64, span: &Arc<dyn Span>) {
+    fn issue_span(&mut self, process: usize, op: u64, span: &Arc<dyn OpSpan>) {
         let now = at(self.now);
         self.routers[process].issue_span(op, span, || now);
         self.act(process);
@@ -63,7 +63,7 @@ fn every_piece_of_a_span_arrives_at_any_delay_and_pace() {
         };
         // Two replays with the end of a step between; each process has one span for each.
         let total = 2 * OPS;
-        let spans: Vec<[Arc<dyn Span>; 2]> = (0..processes)
+        let spans: Vec<[Arc<dyn OpSpan>; 2]> = (0..processes)
             .map(|_| [replay(0, 1000), replay(OPS as u64, 5000)])
             .collect();
         let mut next = vec![0; processes];

@@ -4,7 +4,7 @@ use super::disputes::diverged;
 use super::*;
 
 /// Returns the number of messages of a kind that are in flight.
-fn flying(job: &Job, kind: Kind) -> usize {
+fn flying(job: &Job, kind: MessageKind) -> usize {
     job.flying
         .iter()
         .filter(|message| message.header.kind == kind)
@@ -24,7 +24,7 @@ fn zero_copy_piece_goes_at_once_and_waits_for_its_operation() {
         job.offer(0, 1, (op, 0), bytes);
     }
     assert_eq!(
-        (flying(&job, Kind::Data), job.flying.len()),
+        (flying(&job, MessageKind::Data), job.flying.len()),
         (sizes.len(), sizes.len())
     );
     // Pairs without zero-copy transfer behave as before.
@@ -46,7 +46,7 @@ fn zero_copy_piece_goes_at_once_and_waits_for_its_operation() {
     job.routers[1].expect_any_size(ProcessId(0), (5, 2), hash, (1 << 20, 1 << 21), (5, 2), now);
     job.routers[1].decline(ProcessId(0), (5, 3), hash, (5, 3), now);
     job.act(1);
-    assert_eq!(flying(&job, Kind::Grant), 0);
+    assert_eq!(flying(&job, MessageKind::Grant), 0);
     job.offer(0, 1, (5, 1), 1 << 20);
     for (piece, bytes) in [(2, 5), (3, 1 << 20)] {
         job.routers[0].announce(
@@ -59,7 +59,10 @@ fn zero_copy_piece_goes_at_once_and_waits_for_its_operation() {
     }
     job.act(0);
     assert_eq!(
-        (flying(&job, Kind::Data), flying(&job, Kind::Offer)),
+        (
+            flying(&job, MessageKind::Data),
+            flying(&job, MessageKind::Offer)
+        ),
         (3, 0)
     );
     job.run(5);
@@ -82,7 +85,7 @@ fn sender_soon_hears_which_pieces_were_taken() {
     }
     job.expect(1, 0, (90, 0), 100);
     job.run(1);
-    assert_eq!(flying(&job, Kind::Credit), 0, "all have arrived");
+    assert_eq!(flying(&job, MessageKind::Credit), 0, "all have arrived");
     let taken = |job: &Job| job.taken.get(&(0, 1)).copied();
     job.run(100);
     assert_eq!(taken(&job), Some(89), "as far as nothing is missing");
@@ -149,7 +152,7 @@ fn sender_that_asks_is_told_without_a_tick() {
     // A question that was answered before is not answered again.
     ask(&mut job, 3);
     job.run(3);
-    assert_eq!(flying(&job, Kind::Credit), 0);
+    assert_eq!(flying(&job, MessageKind::Credit), 0);
     assert!(job.now < now + 50, "no router was ticked");
     // To a process without zero-copy transfer there is no question.
     job.routers[0].ask_taken(ProcessId(2), 3);

@@ -9,7 +9,7 @@ use mpmd_base::block::{Instant, Mutex, now};
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_rendezvous::{LocalLink, LocalServer};
 use mpmd_transport::Transport;
-use mpmd_transport::inproc::{Fabric, Faults};
+use mpmd_transport::inproc::{Fabric, FabricFaults};
 
 use crate::error::{Error, Result};
 use crate::exec::Runtime;
@@ -17,12 +17,12 @@ use crate::exec::Runtime;
 /// The transports of a job: one for each epoch. Clones are the same network.
 #[derive(Clone)]
 pub(super) struct Network {
-    faults: Faults,
+    faults: FabricFaults,
     fabrics: Arc<Mutex<BTreeMap<u64, Fabric>>>,
 }
 
 impl Network {
-    pub(super) fn new(faults: Faults) -> Self {
+    pub(super) fn new(faults: FabricFaults) -> Self {
         Self {
             faults,
             fabrics: Arc::default(),
@@ -34,7 +34,7 @@ impl Network {
             let seed = self.faults.seed.wrapping_add(epoch - 1);
             Fabric::new(
                 processes,
-                Faults {
+                FabricFaults {
                     seed,
                     ..self.faults.clone()
                 },

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use mpmd_base::ProcessId;
 use mpmd_base::block::{WorldReport, WorldSettings, join_group, simulated, thread};
-use mpmd_transport::inproc::Faults;
+use mpmd_transport::inproc::FabricFaults;
 
 pub(crate) use self::epochs::EpochsOfProcess;
 use self::epochs::LaterProcess;
@@ -55,7 +55,7 @@ pub fn simulate<T: Send>(
 pub struct Simulation {
     processes: usize,
     builder: Builder,
-    delays: Faults,
+    delays: FabricFaults,
     /// (Process, epoch, operation).
     lost: Vec<(ProcessId, u64, u64)>,
     /// The processes beyond those of the job.

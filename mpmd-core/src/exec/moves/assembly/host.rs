@@ -10,7 +10,7 @@ use mpmd_device::{
     copy::{contiguous_bytes, copy_part, copy_region},
     sum::add_region,
 };
-use mpmd_memory::{Divided, Reservation};
+use mpmd_memory::{DividedBuffer, Reservation};
 use mpmd_memory::{OwnedBuffer, SharedBuffer};
 use mpmd_proto::router::{Failure, FailureKind};
 
@@ -95,7 +95,7 @@ enum Memory {
     Reserved(Reservation),
     Here(OwnedBuffer),
     /// Split into parts, which are lent to those that write pieces.
-    Divided(Divided),
+    Divided(DividedBuffer),
     /// Taken by a copy worker or the transport, which writes to it.
     Lent,
 }
@@ -254,7 +254,7 @@ impl HostAssembly {
         let open = state.open.as_mut()?;
         if let Memory::Reserved(_) = open.memory {
             match self.buffer(replace(&mut open.memory, Memory::Lent))? {
-                Ok(buffer) => open.memory = Memory::Divided(Divided::new(buffer)),
+                Ok(buffer) => open.memory = Memory::Divided(DividedBuffer::new(buffer)),
                 Err(failure) => {
                     drop(state);
                     self.end(Err(failure));

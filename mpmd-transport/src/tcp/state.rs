@@ -4,30 +4,32 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::transport::{Ticket, TransportError};
 use mpmd_memory::{Pool, SharedBuffer};
-use mpmd_proto::wire::{Header, Kind, ProcessId};
+use mpmd_proto::wire::{Header, MessageKind, ProcessId};
 
-use super::connection::{Connection, Endings};
+use super::connection::{ConnectionSender, Endings};
 
 /// State shared by posting threads and the transport's thread.
-pub(super) struct Shared {
+pub(super) struct TcpState {
     pub(super) process: ProcessId,
     pub(super) pool: Pool,
     pub(super) endings: Endings,
     /// The connections to each process, by process; `None` for this process.
-    pub(super) peers: Vec<Option<Peer>>,
+    pub(super) peers: Vec<Option<TcpPeer>>,
     pub(super) closing: AtomicBool,
 }
 
-pub(super) struct Peer {
-    pub(super) control: Connection,
-    pub(super) bulk: Connection,
+/// The sending halves of the two connections to a peer.
+pub(super) struct TcpPeer {
+    pub(super) control: ConnectionSender,
+    pub(super) bulk: ConnectionSender,
 }
 
-impl Shared {
+impl TcpState {
     pub(super) fn processes(&self) -> usize {
         self.peers.len()
     }
 
+    /// Queues a message to a peer, on the connection for its kind.
     pub(super) fn post(
         &self,
         to: ProcessId,
@@ -38,7 +40,7 @@ impl Shared {
         let Some(peer) = &self.peers[to.index()] else {
             return;
         };
-        let data = header.kind == Kind::Data;
+        let data = header.kind == MessageKind::Data;
         let line = if data { &peer.bulk } else { &peer.control };
         line.post(&header, payload, ticket, !data, &self.endings);
     }
@@ -56,7 +58,7 @@ impl Shared {
         }
     }
 
-    pub(super) fn lines(&self) -> impl Iterator<Item = &Connection> {
+    pub(super) fn lines(&self) -> impl Iterator<Item = &ConnectionSender> {
         self.peers
             .iter()
             .flatten()

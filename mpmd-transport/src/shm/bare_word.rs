@@ -8,15 +8,15 @@ use std::time::Duration;
 
 use super::doorbell::Futex;
 use super::futex::SystemFutex;
-use super::mapped::Mapped;
+use super::shared_mapping::SharedMapping;
+use super::shared_words::SharedWords;
 use super::sync::{AtomicU32, Ordering};
-use super::words::Words;
 
 /// A counter in memory that another process of the same user can map. One process counts up and
 /// wakes the other, which sleeps: all that a hand-over to a sleeping process needs at least.
 pub struct BareWord {
-    memory: Arc<Mapped>,
-    words: Words<AtomicU32>,
+    memory: Arc<SharedMapping>,
+    words: SharedWords<AtomicU32>,
 }
 
 impl BareWord {
@@ -26,7 +26,7 @@ impl BareWord {
     ///
     /// If the system does not support memory that others can map.
     pub fn create() -> io::Result<Self> {
-        Mapped::new(size_of::<u32>()).map(Self::of)
+        SharedMapping::new(size_of::<u32>()).map(Self::of)
     }
 
     /// Opens the counter that another process has created, by its [path](Self::path).
@@ -36,20 +36,21 @@ impl BareWord {
     /// If that process has ended or belongs to another user, or if the path leads elsewhere.
     pub fn open(path: &str) -> io::Result<Self> {
         let file = File::options().read(true).write(true).open(path)?;
-        Mapped::of(file.into(), size_of::<u32>()).map(Self::of)
+        SharedMapping::of(file.into(), size_of::<u32>()).map(Self::of)
     }
 
-    fn of(memory: Mapped) -> Self {
+    fn of(memory: SharedMapping) -> Self {
         let memory = Arc::new(memory);
         let first = memory.at(0, size_of::<u32>());
-        // SAFETY: the mapping has these 4 bytes until `memory` is dropped, which `Words` keeps.
-        // Both processes access them through this type alone: as one atomic.
-        let words = unsafe { Words::at(first, 1, memory.clone()) };
+        // SAFETY: the mapping has these 4 bytes until `memory` is dropped, which `SharedWords`
+        // keeps. Both processes access them through this type alone: as one atomic.
+        let words = unsafe { SharedWords::at(first, 1, memory.clone()) };
+
         Self { memory, words }
     }
 
-    /// The path by which another process of this host can [open](Self::open) the counter, as long
-    /// as this process lives.
+    /// Returns the path by which another process of this host can [open](Self::open) the counter,
+    /// as long as this process lives.
     pub fn path(&self) -> String {
         format!(
             "/proc/{}/fd/{}",
@@ -58,7 +59,7 @@ impl BareWord {
         )
     }
 
-    /// The value of the counter.
+    /// Returns the value of the counter.
     pub fn value(&self) -> u32 {
         self.words[0].load(Ordering::Acquire)
     }

@@ -7,7 +7,7 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use super::leaving::LAST_CALL;
-use super::queue::{Command, Queue};
+use super::queue::{CommandQueue, EngineCommand};
 use super::{NAME, UcxConfig, engine};
 use crate::transport::{Handler, Ticket, Transport, TransportError, check_post};
 use mpmd_memory::SharedBuffer;
@@ -19,14 +19,14 @@ const HANDLER_CALL: Duration = Duration::from_secs(1);
 
 /// UCX, opened but not connected: it has an address for peers.
 ///
-/// If dropped without [`Opened::connect`], it closes at once.
-pub struct Opened {
+/// If dropped without [`OpenedUcx::connect`], it closes at once.
+pub struct OpenedUcx {
     address: String,
     /// The queue of commands to the engine; `None` after `connect`.
-    queue: Option<Arc<Queue>>,
+    queue: Option<Arc<CommandQueue>>,
 }
 
-impl Opened {
+impl OpenedUcx {
     /// Opens UCX on this machine for a job of `processes` processes, and starts its thread. Blocks
     /// until UCX is open. UCX needs the number for networks that offer one method for few peers and
     /// another for many.
@@ -35,10 +35,10 @@ impl Opened {
     ///
     /// If there is no library, if it is too old, or if UCX finds nothing that it can use.
     pub fn open(processes: usize) -> Result<Self, TransportError> {
-        let (address, queue) = engine::start(processes)?;
+        let engine = engine::start(processes)?;
         Ok(Self {
-            address,
-            queue: Some(queue),
+            address: engine.address,
+            queue: Some(engine.queue),
         })
     }
 
@@ -58,28 +58,29 @@ impl Opened {
         let Some(queue) = self.queue.take() else {
             return Err(TransportError::Closed);
         };
-        let (process, processes) = (config.process, config.peers.len());
-        let (reply, outcome) = mpsc::channel();
+
         // If this fails, the drop ends the engine.
-        let started = AtomicBool::new(false);
         let mut ucx = Ucx {
             queue,
-            process,
-            processes,
+            process: config.process,
+            processes: config.peers.len(),
             lanes: Vec::new(),
             moves_cuda: Vec::new(),
-            started,
+            started: AtomicBool::new(false),
         };
+        let (reply, outcome) = mpsc::channel();
         if ucx
             .queue
-            .push(Command::Connect(Box::new(config), reply))
+            .push(EngineCommand::Connect(Box::new(config), reply))
             .is_err()
         {
             return Err(TransportError::Closed);
         }
+
         match outcome.recv().unwrap_or(Err(TransportError::Closed)) {
             Ok(met) => {
-                (ucx.lanes, ucx.moves_cuda) = (met.lanes, met.moves_cuda);
+                ucx.lanes = met.lanes;
+                ucx.moves_cuda = met.moves_cuda;
                 Ok(Arc::new(ucx))
             }
             Err(error) => {
@@ -92,26 +93,26 @@ impl Opened {
     }
 }
 
-impl Drop for Opened {
+impl Drop for OpenedUcx {
     fn drop(&mut self) {
         if let Some(queue) = &self.queue {
-            let _ = queue.push(Command::Abandon);
+            let _ = queue.push(EngineCommand::Abandon);
         }
     }
 }
 
-impl fmt::Debug for Opened {
+impl fmt::Debug for OpenedUcx {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Opened(an address of {} characters)", self.address.len())
     }
 }
 
-/// The transport over UCX; created by [`Opened::connect`].
+/// The transport over UCX; created by [`OpenedUcx::connect`].
 ///
 /// If dropped without [`Transport::shutdown`], it says goodbye at once, which peers see as its
 /// death. Open tickets then end with [`Closed`](TransportError::Closed), on the engine's thread.
 pub struct Ucx {
-    queue: Arc<Queue>,
+    queue: Arc<CommandQueue>,
     process: ProcessId,
     processes: usize,
     lanes: Vec<String>,
@@ -161,13 +162,13 @@ impl Transport for Ucx {
             "start is called once"
         );
         // After the engine's end nothing arrives.
-        let _ = self.queue.push(Command::Start(handler));
+        let _ = self.queue.push(EngineCommand::Start(handler));
     }
 
     fn post(&self, to: ProcessId, header: Header, payload: Option<SharedBuffer>, ticket: Ticket) {
         check_post(self, to, &header, payload.as_ref());
         // After the engine's end no ticket is waited for.
-        let _ = self.queue.push(Command::Post {
+        let _ = self.queue.push(EngineCommand::Post {
             to,
             header,
             payload,
@@ -176,7 +177,7 @@ impl Transport for Ucx {
     }
 
     fn give_up(&self, peer: ProcessId, why: &str) {
-        let _ = self.queue.push(Command::GiveUp {
+        let _ = self.queue.push(EngineCommand::GiveUp {
             peer,
             why: why.to_owned(),
         });
@@ -184,7 +185,11 @@ impl Transport for Ucx {
 
     fn shutdown(&self, deadline: Duration) {
         let (closed, wait) = mpsc::channel();
-        if self.queue.push(Command::Close(deadline, closed)).is_ok() {
+        if self
+            .queue
+            .push(EngineCommand::Close(deadline, closed))
+            .is_ok()
+        {
             // The engine keeps the deadline itself.
             let _ = wait.recv_timeout(deadline.saturating_add(2 * LAST_CALL + HANDLER_CALL));
         }
@@ -193,7 +198,7 @@ impl Transport for Ucx {
 
 impl Drop for Ucx {
     fn drop(&mut self) {
-        let _ = self.queue.push(Command::Abandon);
+        let _ = self.queue.push(EngineCommand::Abandon);
     }
 }
 

@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use rustix::process::{PidfdFlags, Resource, getpid, getrlimit, pidfd_open, setrlimit};
 
-use super::address::Address;
+use super::address::ShmAddress;
 use super::futex::SystemFutex;
 use super::meeting::{OwnDoor, meet};
-use super::shared::Shared;
-use super::socket::Listener;
+use super::socket::LocalListener;
+use super::state::ShmState;
 use super::{NAME, ShmConfig, environment};
 use crate::transport::{Handler, Parking, Ticket, Transport, TransportError, check_post};
 use mpmd_base::deadline::after;
@@ -29,14 +29,14 @@ const MOST_CLOSING: Duration = Duration::from_secs(1);
 
 /// Shared memory that was tested but is not connected yet. It has an address for peers.
 #[derive(Debug)]
-pub struct Opened {
-    address: Address,
-    listener: Listener,
+pub struct OpenedShm {
+    address: ShmAddress,
+    listener: LocalListener,
     door: OwnDoor,
     arena: Arena,
 }
 
-impl Opened {
+impl OpenedShm {
     /// Tests if this process can share memory, by sharing some with itself.
     ///
     /// Raises this process's limit of open descriptors as far as allowed. Each segment takes one,
@@ -47,29 +47,26 @@ impl Opened {
     /// [`TransportError::Unavailable`] with the operation that the system does not support or
     /// allow.
     pub fn open() -> Result<Self, TransportError> {
-        let tried = |operation: &str| {
-            let operation = operation.to_owned();
-            move |error: std::io::Error| TransportError::Unavailable {
-                transport: NAME,
-                why: format!("{operation} failed: {error}"),
-            }
-        };
-        let arena =
-            Arena::shared().map_err(tried("making memory that others can map (memfd_create)"))?;
-        let door =
-            OwnDoor::new().map_err(tried("making memory that others can map (memfd_create)"))?;
-        let address =
-            Address::of_this_process().map_err(tried("finding out where this process runs"))?;
-        let listener =
-            Listener::bind(&address.socket_name()).map_err(tried("listening on a local socket"))?;
+        const MAKING: &str = "making memory that others can map (memfd_create)";
+        let arena = Arena::shared().map_err(|error| unavailable(MAKING, &error))?;
+        let door = OwnDoor::new().map_err(|error| unavailable(MAKING, &error))?;
+
+        let address = ShmAddress::of_this_process()
+            .map_err(|error| unavailable("finding out where this process runs", &error))?;
+        let listener = LocalListener::bind(&address.socket_name())
+            .map_err(|error| unavailable("listening on a local socket", &error))?;
+
+        // Only a pidfd proves that a peer has exited.
         pidfd_open(getpid(), PidfdFlags::empty())
-            .map_err(|error| tried("watching a process (pidfd_open)")(error.into()))?;
+            .map_err(|error| unavailable("watching a process (pidfd_open)", &error.into()))?;
+
         let mut limit = getrlimit(Resource::Nofile);
         if limit.current.is_some() && limit.current != limit.maximum {
             limit.current = limit.maximum;
             // If it fails, there is room for fewer segments.
             let _ = setrlimit(Resource::Nofile, limit);
         }
+
         Ok(Self {
             address,
             listener,
@@ -101,7 +98,9 @@ impl Opened {
             config.process
         );
         let peers = meet(&self.listener, &self.door, config)?;
-        let shared = Shared::new(config.process, peers, self.door.door, self.arena.clone());
+        let shared = ShmState::new(config.process, peers, self.door.door, self.arena.clone());
+
+        // The arena outlives the transport, so its callbacks hold only weak references.
         let weak = Arc::downgrade(&shared);
         self.arena.on_shortage(move || {
             if let Some(shared) = weak.upgrade() {
@@ -114,12 +113,15 @@ impl Opened {
                 shared.announce(segment);
             }
         });
+
         let stop = Arc::new(AtomicBool::new(false));
-        let (engine, told) = (shared.clone(), stop.clone());
+        let engine_shared = shared.clone();
+        let engine_stop = stop.clone();
         let engine = std::thread::Builder::new()
             .name(format!("mpmd-shm-{}", config.process))
-            .spawn(move || run(&engine, &told))
+            .spawn(move || run(&engine_shared, &engine_stop))
             .map_err(|error| environment("starting the transport's thread".to_owned(), &error))?;
+
         Ok(Arc::new(Shm {
             shared,
             arena: self.arena,
@@ -129,9 +131,17 @@ impl Opened {
     }
 }
 
+/// Returns the error of an `operation` that the system does not support or allow.
+fn unavailable(operation: &str, error: &std::io::Error) -> TransportError {
+    TransportError::Unavailable {
+        transport: NAME,
+        why: format!("{operation} failed: {error}"),
+    }
+}
+
 /// Runs the transport's thread (the engine), which looks at the rings if no other thread does.
 /// Returns once `stop` is set.
-fn run(shared: &Shared, stop: &AtomicBool) {
+fn run(shared: &ShmState, stop: &AtomicBool) {
     let stopped = || stop.load(Ordering::Acquire);
     let mut next_round = Instant::now() + ROUND;
     while !stopped() {
@@ -149,12 +159,12 @@ fn run(shared: &Shared, stop: &AtomicBool) {
     shared.finish();
 }
 
-/// The transport over shared memory, created by [`Opened::connect`].
+/// The transport over shared memory, created by [`OpenedShm::connect`].
 ///
 /// If it is dropped without [`Transport::shutdown`], it closes at once, which peers see as its
 /// death. Open tickets end on the transport's thread.
 pub struct Shm {
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<ShmState>,
     arena: Arena,
     stop: Arc<AtomicBool>,
     /// The transport's thread; taken out by the first shutdown.
@@ -252,6 +262,7 @@ impl Transport for Shm {
         let timeout = deadline
             .saturating_duration_since(Instant::now())
             .min(2 * ROUND);
+
         let driver = self
             .shared
             .door
@@ -270,15 +281,18 @@ impl Transport for Shm {
             return;
         };
         let until = after(Instant::now(), deadline);
+
         self.shared.say_goodbye();
         while !self.shared.is_flushed() && Instant::now() < until {
             self.shared.progress();
             std::thread::sleep(FLUSH_LOOK);
         }
+
         self.stop.store(true, Ordering::Release);
         self.shared.door.rouse(&SystemFutex);
         // The thread ends as soon as a handler call that is under way returns.
         let _ = engine.join();
+
         self.shared.devices.reaper.settle(
             until
                 .saturating_duration_since(Instant::now())

@@ -6,10 +6,10 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
-use super::devices::Devices;
-use super::mappings::Mappings;
+use super::devices::DeviceLoans;
+use super::mappings::{FoundSegment, Mappings};
 use super::reaper::Reaper;
-use super::returns::Returns;
+use super::returns::ReturnPath;
 use mpmd_memory::{DeviceMemory, Fence, Segment};
 use mpmd_proto::wire::ProcessId;
 
@@ -19,15 +19,16 @@ pub(super) struct DeviceGiven {
     pub(super) bytes: u64,
     /// The process that owns the memory: the peer may have opened it itself.
     pub(super) owner: ProcessId,
-    open: Open,
+    open: OpenSegment,
 }
 
-enum Open {
+/// Whether a given segment of device memory is open here.
+enum OpenSegment {
     No,
     /// The segment was not open here when this peer gave it. It stays open until the peer says that
     /// it is freed.
     First(Arc<Segment>),
-    /// Another peer had given the segment before; see [`Given`](super::mappings::Given).
+    /// Another peer had given the segment before; see [`Given`](super::mappings::HostGiven).
     Again(Weak<Segment>),
 }
 
@@ -37,7 +38,7 @@ impl DeviceGiven {
             words,
             bytes,
             owner,
-            open: Open::No,
+            open: OpenSegment::No,
         }
     }
 
@@ -46,45 +47,46 @@ impl DeviceGiven {
     pub(super) fn segment(
         &mut self,
         number: u32,
-        returns: &Arc<Returns>,
+        returns: &Arc<ReturnPath>,
         mappings: &Mappings,
-        devices: &Devices,
+        devices: &DeviceLoans,
     ) -> Result<Arc<Segment>, String> {
         let open = match &self.open {
-            Open::First(segment) => Some(segment.clone()),
-            Open::Again(segment) => segment.upgrade(),
-            Open::No => None,
+            OpenSegment::First(segment) => Some(segment.clone()),
+            OpenSegment::Again(segment) => segment.upgrade(),
+            OpenSegment::No => None,
         };
         if let Some(open) = open {
             return Ok(open);
         }
+
         let bytes = usize::try_from(self.bytes).map_err(|error| error.to_string())?;
-        let gone = |process: ProcessId| {
-            devices
-                .gone
-                .get(process.index())
-                .is_some_and(|it| it.load(Ordering::Acquire))
-        };
-        if gone(self.owner) {
+        let is_gone = devices
+            .gone
+            .get(self.owner.index())
+            .is_some_and(|gone| gone.load(Ordering::Acquire));
+        if is_gone {
             return Err(lost(self.owner));
         }
+
         let sharing = devices
             .sharing
             .get()
             .ok_or("this process has no devices that share memory")?;
+
         let make = || {
             let memory = sharing.open(&self.words, bytes)?;
-            let foreign = Foreign {
+            let foreign = ForeignMemory {
                 memory: Some(memory),
                 words: self.words.clone(),
                 owner: self.owner,
                 gone: devices.gone.clone(),
-                givers: Mutex::new(vec![(returns.clone(), number)]),
+                givers: Mutex::new(vec![SegmentGiver::new(returns, number)]),
                 reaper: devices.reaper.clone(),
             };
             Segment::of_device(Box::new(foreign)).map(Arc::new)
         };
-        let (segment, is_new) = mappings
+        let FoundSegment { segment, is_new } = mappings
             .opened(&self.words, make)
             .map_err(|error| error.to_string())?;
         if segment.bytes() != bytes {
@@ -93,46 +95,66 @@ impl DeviceGiven {
                 segment.bytes()
             ));
         }
-        let is_first = is_new && matches!(self.open, Open::No);
+
+        let is_first = is_new && matches!(self.open, OpenSegment::No);
         self.open = if is_first {
-            Open::First(segment.clone())
+            OpenSegment::First(segment.clone())
         } else {
-            Open::Again(Arc::downgrade(&segment))
+            OpenSegment::Again(Arc::downgrade(&segment))
         };
         Ok(segment)
     }
 
     /// Handles the peer's notice that the segment is freed. Once it is closed here, each peer that
     /// gave it is told.
-    pub(super) fn retire(self, number: u32, returns: &Arc<Returns>) {
+    pub(super) fn retire(self, number: u32, returns: &Arc<ReturnPath>) {
         let again = match self.open {
             // The peer is told once it is closed, which is when the last loan of it has gone back.
-            Open::First(segment) => return drop(segment),
-            Open::Again(segment) => segment.upgrade(),
-            Open::No => None,
+            OpenSegment::First(segment) => return drop(segment),
+            OpenSegment::Again(segment) => segment.upgrade(),
+            OpenSegment::No => None,
         };
-        match again.as_deref().and_then(Foreign::of) {
+        match again.as_deref().and_then(ForeignMemory::of) {
             // The first giver may be gone by then, so each giver is told separately.
-            Some(foreign) => foreign.givers.lock().push((returns.clone(), number)),
+            Some(foreign) => foreign
+                .givers
+                .lock()
+                .push(SegmentGiver::new(returns, number)),
             None => returns.say_closed(number),
+        }
+    }
+}
+
+/// A peer that has given a segment.
+struct SegmentGiver {
+    returns: Arc<ReturnPath>,
+    /// The number by which the peer knows the segment.
+    number: u32,
+}
+
+impl SegmentGiver {
+    fn new(returns: &Arc<ReturnPath>, number: u32) -> Self {
+        Self {
+            returns: returns.clone(),
+            number,
         }
     }
 }
 
 /// Memory of another process's device, open here. When it is closed, the peers that gave it are
 /// told.
-pub(super) struct Foreign {
+pub(super) struct ForeignMemory {
     /// `None` while it is dropped.
     memory: Option<Box<dyn DeviceMemory>>,
     words: Vec<u8>,
     owner: ProcessId,
     gone: Arc<[AtomicBool]>,
-    /// (Peer to tell, number by which it knows the segment).
-    givers: Mutex<Vec<(Arc<Returns>, u32)>>,
+    /// The peers to tell.
+    givers: Mutex<Vec<SegmentGiver>>,
     reaper: Arc<Reaper>,
 }
 
-impl Foreign {
+impl ForeignMemory {
     /// Returns the process that owns a segment of foreign device memory; `None` for any other
     /// segment.
     pub(super) fn owner(segment: &Segment) -> Option<ProcessId> {
@@ -143,7 +165,7 @@ impl Foreign {
     /// any other segment.
     pub(super) fn life(segment: &Segment) -> Option<Arc<dyn Fence>> {
         let Self { owner, gone, .. } = Self::of(segment)?;
-        Some(Arc::new(Life {
+        Some(Arc::new(OwnerFence {
             owner: *owner,
             gone: gone.clone(),
         }))
@@ -156,12 +178,12 @@ impl Foreign {
 
 /// A fence that is always over, but fails once the owner is gone: device memory does not outlive
 /// its process.
-struct Life {
+struct OwnerFence {
     owner: ProcessId,
     gone: Arc<[AtomicBool]>,
 }
 
-impl Fence for Life {
+impl Fence for OwnerFence {
     fn is_over(&self) -> bool {
         true
     }
@@ -180,7 +202,7 @@ fn lost(owner: ProcessId) -> String {
     format!("it is in the memory of a device of process {owner}, which has ended")
 }
 
-impl DeviceMemory for Foreign {
+impl DeviceMemory for ForeignMemory {
     fn address(&self) -> u64 {
         self.memory.as_ref().map_or(0, |memory| memory.address())
     }
@@ -209,14 +231,15 @@ impl DeviceMemory for Foreign {
     }
 }
 
-impl Drop for Foreign {
+impl Drop for ForeignMemory {
     fn drop(&mut self) {
-        let (memory, givers) = (self.memory.take(), std::mem::take(self.givers.get_mut()));
+        let memory = self.memory.take();
+        let givers = std::mem::take(self.givers.get_mut());
         self.reaper.later(move || {
             drop(memory);
-            givers
-                .into_iter()
-                .for_each(|(returns, number)| returns.say_closed(number));
+            for giver in givers {
+                giver.returns.say_closed(giver.number);
+            }
         });
     }
 }

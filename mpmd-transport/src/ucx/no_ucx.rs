@@ -4,14 +4,14 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{NAME, Report, UcxConfig};
+use super::{NAME, UcxConfig, UcxReport};
 use crate::transport::{Handler, Ticket, Transport, TransportError};
 use mpmd_memory::SharedBuffer;
 use mpmd_proto::wire::{Header, ProcessId};
 
 /// UCX, opened but not connected. Has no values without the feature `ucx`.
 #[derive(Debug)]
-pub struct Opened(Infallible);
+pub struct OpenedUcx(Infallible);
 
 /// The transport over UCX. Has no values without the feature `ucx`.
 #[derive(Debug)]
@@ -22,11 +22,11 @@ pub struct Ucx(Infallible);
 /// # Errors
 ///
 /// Always [`TransportError::Unavailable`].
-pub fn examine() -> Result<Report, TransportError> {
+pub fn examine() -> Result<UcxReport, TransportError> {
     Err(not_compiled_in())
 }
 
-impl Opened {
+impl OpenedUcx {
     /// Always fails: UCX is not compiled in.
     ///
     /// # Errors
@@ -91,7 +91,7 @@ mod tests {
 
     #[test]
     fn error_names_the_missing_cargo_feature() {
-        let said = Opened::open(2).unwrap_err().to_string();
+        let said = OpenedUcx::open(2).unwrap_err().to_string();
         assert_eq!(said, examine().unwrap_err().to_string());
         assert!(
             said.contains("ucx is not available") && said.contains("--features ucx"),

@@ -27,7 +27,7 @@ impl Word for AtomicU64 {
 }
 
 /// A slice of atomics in memory that another object keeps alive.
-pub(super) struct Words<W> {
+pub(super) struct SharedWords<W> {
     first: NonNull<W>,
     count: usize,
     keep: Arc<dyn Send + Sync>,
@@ -35,12 +35,12 @@ pub(super) struct Words<W> {
 
 // SAFETY: This is a shared slice of `W`, which may go to other threads as `W` is `Sync`, and a
 // holder that may too. Nothing in it depends on the thread.
-unsafe impl<W: Sync> Send for Words<W> {}
+unsafe impl<W: Sync> Send for SharedWords<W> {}
 
 // SAFETY: See above; a reference to it gives access only to a `&[W]`.
-unsafe impl<W: Sync> Sync for Words<W> {}
+unsafe impl<W: Sync> Sync for SharedWords<W> {}
 
-impl<W: Word> Words<W> {
+impl<W: Word> SharedWords<W> {
     /// Wraps the `count` words that start at `first`.
     ///
     /// # Safety
@@ -69,7 +69,7 @@ impl<W: Word> Words<W> {
     }
 }
 
-impl<W> Deref for Words<W> {
+impl<W> Deref for SharedWords<W> {
     type Target = [W];
 
     fn deref(&self) -> &[W] {
@@ -80,7 +80,7 @@ impl<W> Deref for Words<W> {
     }
 }
 
-impl<W> Clone for Words<W> {
+impl<W> Clone for SharedWords<W> {
     fn clone(&self) -> Self {
         Self {
             first: self.first,

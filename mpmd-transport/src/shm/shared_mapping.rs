@@ -15,7 +15,7 @@ const SEALS: SealFlags = SealFlags::SHRINK
     .union(SealFlags::SEAL);
 
 /// A mapping that other processes may write at any time. All access must be by atomics.
-pub(super) struct Mapped {
+pub(super) struct SharedMapping {
     start: NonNull<u8>,
     bytes: usize,
     descriptor: OwnedFd,
@@ -23,11 +23,11 @@ pub(super) struct Mapped {
 
 // SAFETY: it is an address range that it owns, and it gives out only the address. Nothing in it
 // belongs to a thread.
-unsafe impl Send for Mapped {}
+unsafe impl Send for SharedMapping {}
 // SAFETY: as above; shared access gives out the address and the length.
-unsafe impl Sync for Mapped {}
+unsafe impl Sync for SharedMapping {}
 
-impl Mapped {
+impl SharedMapping {
     /// Allocates `bytes` zeroes of shared memory.
     pub(super) fn new(bytes: usize) -> io::Result<Self> {
         let descriptor = memory_file("mpmd-rings", bytes)?;
@@ -45,6 +45,7 @@ impl Mapped {
                 "memory for rings has {found} bytes instead of {bytes}"
             )));
         }
+
         if !fcntl_get_seals(&descriptor)?.contains(SealFlags::SHRINK | SealFlags::SEAL) {
             return Err(io::Error::other("memory for rings is not sealed"));
         }
@@ -78,13 +79,13 @@ impl Mapped {
     }
 }
 
-impl AsFd for Mapped {
+impl AsFd for SharedMapping {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.descriptor.as_fd()
     }
 }
 
-impl Drop for Mapped {
+impl Drop for SharedMapping {
     fn drop(&mut self) {
         // SAFETY: the range was mapped by `map` with this length and is unmapped only here. Users
         // of an address in it keep this object alive.
@@ -100,18 +101,18 @@ mod tests {
 
     #[test]
     fn mapped_memory_is_shared_and_its_length_fixed() {
-        let here = Mapped::new(4096).unwrap();
-        let there = Mapped::of(here.as_fd().try_clone_to_owned().unwrap(), 4096).unwrap();
+        let here = SharedMapping::new(4096).unwrap();
+        let there = SharedMapping::of(here.as_fd().try_clone_to_owned().unwrap(), 4096).unwrap();
         // SAFETY: both addresses are within their mappings, and no other thread knows them.
         let read = unsafe {
             here.at(100, 1).as_ptr().write_volatile(7);
             there.at(100, 1).as_ptr().read_volatile()
         };
         assert_eq!(read, 7);
-        assert!(Mapped::of(here.as_fd().try_clone_to_owned().unwrap(), 8192).is_err());
+        assert!(SharedMapping::of(here.as_fd().try_clone_to_owned().unwrap(), 8192).is_err());
         assert!(ftruncate(here.as_fd(), 0).is_err());
         let open = memfd_create("open", MemfdFlags::ALLOW_SEALING).unwrap();
         ftruncate(&open, 4096).unwrap();
-        assert!(Mapped::of(open, 4096).is_err());
+        assert!(SharedMapping::of(open, 4096).is_err());
     }
 }

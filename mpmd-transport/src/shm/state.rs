@@ -7,14 +7,14 @@ use std::time::Duration;
 use parking_lot::{Mutex, MutexGuard};
 use zerocopy::IntoBytes;
 
-use super::devices::Devices;
+use super::devices::DeviceLoans;
 use super::doorbell::Doorbell;
 use super::futex::SystemFutex;
-use super::ledger::{Ended, Ledger};
+use super::ledger::{BorrowerEnd, EndedLoan, LoanLedger};
 use super::mappings::Mappings;
-use super::meeting::Met;
+use super::meeting::MetPeer;
 use super::note::LoanId;
-use super::peer::{Inbound, Peer};
+use super::peer::{Inbound, ShmPeer};
 use super::record::{GOODBYE, RETIRED};
 use super::socket::{ended, has_exited};
 use crate::transport::{Handler, Ticket, TransportError};
@@ -29,17 +29,17 @@ const MOST_LOOKS: usize = 32;
 const MOST_NUMBERS: usize = 256;
 
 /// The transport of one process.
-pub(super) struct Shared {
+pub(super) struct ShmState {
     /// Itself, for callbacks that must not keep it alive.
     pub(super) this: Weak<Self>,
     pub(super) process: ProcessId,
     /// The peers by process; `None` if this transport does not reach the process.
-    pub(super) peers: Vec<Option<Peer>>,
+    pub(super) peers: Vec<Option<ShmPeer>>,
     pub(super) door: Doorbell,
     pub(super) arena: Arena,
-    pub(super) devices: Devices,
+    pub(super) devices: DeviceLoans,
     /// All loans of this process's memory.
-    pub(super) ledger: Mutex<Ledger>,
+    pub(super) ledger: Mutex<LoanLedger>,
     /// Pool for inline payloads, and for copies of payloads that cannot be lent.
     pub(super) pool: Pool,
     /// The receiving halves, held by the thread that looks.
@@ -47,7 +47,7 @@ pub(super) struct Shared {
     pub(super) mappings: Mappings,
     handler: OnceLock<Arc<dyn Handler>>,
     /// Finished tickets that the handler has not been told yet.
-    done: Mutex<Vec<(Ticket, Result<(), TransportError>)>>,
+    done: Mutex<Vec<FinishedTicket>>,
     has_done: AtomicBool,
     /// True once nothing more is posted.
     is_closing: AtomicBool,
@@ -55,32 +55,49 @@ pub(super) struct Shared {
     is_over: AtomicBool,
 }
 
-impl Shared {
+/// A ticket that has ended.
+pub(super) struct FinishedTicket {
+    ticket: Ticket,
+    result: Result<(), TransportError>,
+}
+
+impl FinishedTicket {
+    pub(super) fn new(ticket: Ticket, result: Result<(), TransportError>) -> Self {
+        Self { ticket, result }
+    }
+}
+
+impl ShmState {
     pub(super) fn new(
         process: ProcessId,
-        peers: Vec<Option<Met>>,
+        met_peers: Vec<Option<MetPeer>>,
         door: Doorbell,
         arena: Arena,
     ) -> Arc<Self> {
-        let apart = |met: Option<Met>| {
-            let (peer, rings) = met
-                .map(|(peer, inbound, back)| (peer, (inbound, back)))
-                .unzip();
-            let (inbound, back) = rings.unzip();
-            (peer, (inbound, back))
-        };
-        let (peers, (inbound, returns)): (Vec<_>, (Vec<_>, Vec<_>)) =
-            peers.into_iter().map(apart).unzip();
+        // Each part goes to its own place, in the order of the processes.
+        let mut peers = Vec::with_capacity(met_peers.len());
+        let mut inbounds = Vec::with_capacity(met_peers.len());
+        let mut returns = Vec::with_capacity(met_peers.len());
+        for met in met_peers {
+            let (peer, inbound, ring) = match met {
+                Some(met) => (Some(met.peer), Some(met.inbound), Some(met.returns)),
+                None => (None, None, None),
+            };
+            peers.push(peer);
+            inbounds.push(inbound);
+            returns.push(ring);
+        }
+
         Arc::new_cyclic(|this| Self {
             this: this.clone(),
             process,
-            devices: Devices::new(peers.len()),
+            devices: DeviceLoans::new(peers.len()),
             peers,
             door,
-            ledger: Mutex::new(Ledger::new(returns)),
+            ledger: Mutex::new(LoanLedger::new(returns)),
             pool: Pool::in_arena(format!("messages of process {process}"), None, &arena),
             arena,
-            duty: Mutex::new(inbound),
+            duty: Mutex::new(inbounds),
             mappings: Mappings::default(),
             handler: OnceLock::new(),
             done: Mutex::default(),
@@ -96,24 +113,23 @@ impl Shared {
         self.door.rouse(&SystemFutex);
     }
 
-    /// True once nothing more is posted.
+    /// Returns true once nothing more is posted.
     pub(super) fn is_closing(&self) -> bool {
         self.is_closing.load(Ordering::Acquire)
     }
 
     /// Queues finished tickets for the handler. The next thread that looks reports them; none is
     /// woken.
-    pub(super) fn note_done(
-        &self,
-        ended: impl IntoIterator<Item = (Ticket, Result<(), TransportError>)>,
-    ) {
+    pub(super) fn note_done(&self, ended: impl IntoIterator<Item = FinishedTicket>) {
         let mut ended = ended
             .into_iter()
-            .filter(|(ticket, _)| *ticket != Ticket::NONE)
+            .filter(|ended| ended.ticket != Ticket::NONE)
             .peekable();
+
         if ended.peek().is_none() {
             return;
         }
+
         let mut done = self.done.lock();
         done.extend(ended);
         self.has_done.store(true, Ordering::Release);
@@ -137,13 +153,14 @@ impl Shared {
         self.door.rouse(&SystemFutex);
     }
 
-    /// True if a look at the rings would find work. Also makes sure that peers ring when they make
-    /// room that is waited for.
+    /// Returns true if a look at the rings would find work. Also makes sure that peers ring when
+    /// they make room that is waited for.
     pub(super) fn has_work(&self) -> bool {
         let duty = self.duty.lock();
         if self.handler.get().is_none() || self.is_over.load(Ordering::Acquire) {
             return false;
         }
+
         self.has_done.load(Ordering::Acquire)
             || self.ledger.lock().has_news()
             || duty
@@ -157,6 +174,8 @@ impl Shared {
                 .any(|peer| peer.is_waiting.load(Ordering::Acquire) && !peer.waits_for_room())
     }
 
+    /// Takes records from all peers, and sends those that waited for room. Returns true if there
+    /// was any work.
     fn look(&self, mut duty: MutexGuard<'_, Vec<Option<Inbound>>>) -> bool {
         let Some(handler) = self.handler.get() else {
             return false;
@@ -164,10 +183,12 @@ impl Shared {
         if self.is_over.load(Ordering::Acquire) {
             return false;
         }
+
         let has_news = self.ledger.lock().has_news();
         if has_news {
             self.reclaim();
         }
+
         let mut any = self.tell_done(handler) || has_news;
         for (index, inbound) in duty.iter_mut().enumerate() {
             let (Some(inbound), Some(Some(peer))) = (inbound, self.peers.get(index)) else {
@@ -179,6 +200,7 @@ impl Shared {
                 self.take(ProcessId(index as u32), inbound, peer, handler, IN_A_ROW);
             }
         }
+
         self.tell_done(handler) || any
     }
 
@@ -189,30 +211,36 @@ impl Shared {
         why: TransportError,
         from: ProcessId,
         inbound: &mut Inbound,
-        peer: &Peer,
+        peer: &ShmPeer,
         handler: &Arc<dyn Handler>,
     ) {
         let landing = inbound.end();
         peer.close(&why);
+
         // Other owners may have entered loans of which the messages were lost.
         let last = LoanId {
             lender: from,
             number: inbound.last_loan,
         };
-        let others = self
-            .peers
-            .iter()
-            .enumerate()
-            .filter(|(index, _)| *index != from.index());
-        others
-            .filter_map(|(_, peer)| peer.as_ref())
-            .for_each(|peer| peer.returns.say_last(last));
+        for (index, other) in self.peers.iter().enumerate() {
+            if let Some(other) = other
+                && index != from.index()
+            {
+                other.returns.say_last(last);
+            }
+        }
+
         // Loans that it returned before its end have ended well.
         self.reclaim();
-        let (ended, tickets) = self.ledger.lock().note_end(from);
+        let BorrowerEnd { ended, tickets } = self.ledger.lock().note_end(from);
         self.note_ended(ended);
-        self.note_done(tickets.into_iter().map(|ticket| (ticket, Err(why.clone()))));
+        self.note_done(
+            tickets
+                .into_iter()
+                .map(|ticket| FinishedTicket::new(ticket, Err(why.clone()))),
+        );
         self.tell_done(handler);
+
         let failure = match &why {
             TransportError::PeerGone { why, .. } => why.clone(),
             other => other.to_string(),
@@ -230,7 +258,7 @@ impl Shared {
         why: String,
         from: ProcessId,
         inbound: &mut Inbound,
-        peer: &Peer,
+        peer: &ShmPeer,
         handler: &Arc<dyn Handler>,
     ) {
         self.end(
@@ -243,12 +271,13 @@ impl Shared {
         peer.socket.close();
     }
 
+    /// Reports finished tickets to the handler. Returns true if there were any.
     fn tell_done(&self, handler: &Arc<dyn Handler>) -> bool {
         if !self.has_done.swap(false, Ordering::AcqRel) {
             return false;
         }
         let done = std::mem::take(&mut *self.done.lock());
-        for (ticket, result) in done {
+        for FinishedTicket { ticket, result } in done {
             handler.done(ticket, result);
         }
         true
@@ -261,6 +290,7 @@ impl Shared {
         let retired = self.arena.take_retired();
         let numbers: Vec<u32> = retired.iter().map(|segment| segment.number).collect();
         let mut knowing: Vec<Vec<usize>> = numbers.iter().map(|_| Vec::new()).collect();
+
         self.reclaim();
         for (index, peer) in self.peers.iter().enumerate() {
             let Some(peer) = peer else { continue };
@@ -270,6 +300,7 @@ impl Shared {
             if retired.is_empty() {
                 continue;
             }
+
             let mut out = peer.outbound.lock();
             let known = out.retire(&numbers);
             for (knowing, number) in knowing.iter_mut().zip(&numbers) {
@@ -277,6 +308,7 @@ impl Shared {
                     knowing.push(index);
                 }
             }
+
             for numbers in known.chunks(MOST_NUMBERS) {
                 if out.closed.is_none() {
                     peer.send(&mut out, RETIRED, &[numbers.as_bytes()], None);
@@ -284,6 +316,7 @@ impl Shared {
             }
             // Not rung: no peer waits for it.
         }
+
         retired
             .into_iter()
             .zip(knowing)
@@ -301,9 +334,17 @@ impl Shared {
     }
 
     /// Drops the memory of loans that have ended, and queues their tickets for the handler.
-    pub(super) fn note_ended(&self, ended: Vec<Ended>) {
-        let tickets: Vec<Ticket> = ended.into_iter().map(|(_, ticket)| ticket).collect();
-        self.note_done(tickets.into_iter().map(|ticket| (ticket, Ok(()))));
+    pub(super) fn note_ended(&self, ended: Vec<EndedLoan>) {
+        let mut tickets = Vec::with_capacity(ended.len());
+        for loan in ended {
+            drop(loan.buffer);
+            tickets.push(loan.ticket);
+        }
+        self.note_done(
+            tickets
+                .into_iter()
+                .map(|ticket| FinishedTicket::new(ticket, Ok(()))),
+        );
     }
 
     /// Finds closed connections and exited processes, and ends their connections. Messages sent
@@ -312,10 +353,12 @@ impl Shared {
         let Some(handler) = self.handler.get() else {
             return;
         };
+
         let mut duty = self.duty.lock();
         if self.is_over.load(Ordering::Acquire) {
             return;
         }
+
         let watched: Vec<_> = self
             .peers
             .iter()
@@ -327,43 +370,59 @@ impl Shared {
             .map(|(_, peer)| std::os::fd::AsFd::as_fd(*peer))
             .collect();
         let Ok(closed) = ended(&sockets) else { return };
+
         for ((index, peer), closed) in watched.into_iter().zip(closed) {
             let Some(Some(inbound)) = duty.get_mut(index) else {
                 continue;
             };
-            let from = ProcessId(index as u32);
-            // Checked before the ring: everything that it sent before its exit is then in the ring.
-            let exited = has_exited(std::os::fd::AsFd::as_fd(&peer.exit));
-            // A child of the process may still have the connection open.
-            let closed = closed || exited;
-            if closed && !inbound.has_ended {
-                // Takes one ring's worth at most: a process that has closed may still write.
-                let most = inbound.ring.most();
-                self.take(from, inbound, peer, handler, most);
-            }
-            if closed && !inbound.has_ended {
-                let why = if exited {
-                    "its process has ended"
-                } else {
-                    "it has closed its connection"
-                };
-                let why = TransportError::PeerGone {
-                    peer: from,
-                    why: why.to_owned(),
-                };
-                self.end(why, from, inbound, peer, handler);
-            }
-            let nonsense = self.ledger.lock().corrupt(from).map(ToString::to_string);
-            if let Some(why) = nonsense
-                && !inbound.has_ended
-            {
-                self.end_by_nonsense(why, from, inbound, peer, handler);
-            }
-            if exited {
-                self.devices.note_exit(from);
-                let ended = self.ledger.lock().note_exit(from);
-                self.note_ended(ended);
-            }
+            self.watch_peer(ProcessId(index as u32), inbound, peer, closed, handler);
+        }
+    }
+
+    /// Ends the connection of a peer that has closed it or has exited, or whose ring of returns has
+    /// a fault. `is_closed` is true if the connection is closed.
+    fn watch_peer(
+        &self,
+        from: ProcessId,
+        inbound: &mut Inbound,
+        peer: &ShmPeer,
+        is_closed: bool,
+        handler: &Arc<dyn Handler>,
+    ) {
+        // Checked before the ring: everything that it sent before its exit is then in the ring.
+        let exited = has_exited(std::os::fd::AsFd::as_fd(&peer.exit));
+        // A child of the process may still have the connection open.
+        let is_closed = is_closed || exited;
+
+        if is_closed && !inbound.has_ended {
+            // Takes one ring's worth at most: a process that has closed may still write.
+            let most = inbound.ring.most();
+            self.take(from, inbound, peer, handler, most);
+        }
+        if is_closed && !inbound.has_ended {
+            let why = if exited {
+                "its process has ended"
+            } else {
+                "it has closed its connection"
+            };
+            let why = TransportError::PeerGone {
+                peer: from,
+                why: why.to_owned(),
+            };
+            self.end(why, from, inbound, peer, handler);
+        }
+
+        let nonsense = self.ledger.lock().corrupt(from).map(ToString::to_string);
+        if let Some(why) = nonsense
+            && !inbound.has_ended
+        {
+            self.end_by_nonsense(why, from, inbound, peer, handler);
+        }
+
+        if exited {
+            self.devices.note_exit(from);
+            let ended = self.ledger.lock().note_exit(from);
+            self.note_ended(ended);
         }
     }
 
@@ -371,9 +430,11 @@ impl Shared {
     /// under way.
     pub(super) fn say_goodbye(&self) {
         self.is_closing.store(true, Ordering::Release);
+
         // Waits for a handler call that is under way. Loans that it drops go back before the
         // goodbye; otherwise their owner would report them as lost.
         drop(self.duty.lock());
+
         for peer in self.peers.iter().flatten() {
             let mut out = peer.outbound.lock();
             if out.closed.is_none() {
@@ -385,10 +446,10 @@ impl Shared {
         }
     }
 
-    /// True if everything that was posted has been sent, and loans that peers must copy have come
-    /// back.
+    /// Returns true if everything that was posted has been sent, and loans that peers must copy
+    /// have come back.
     pub(super) fn is_flushed(&self) -> bool {
-        let has_left = |peer: &Peer| !peer.is_waiting.load(Ordering::Acquire);
+        let has_left = |peer: &ShmPeer| !peer.is_waiting.load(Ordering::Acquire);
         self.devices.is_flushed()
             && self.peers.iter().flatten().all(has_left)
             && !self.ledger.lock().is_awaited()
@@ -404,20 +465,28 @@ impl Shared {
         } else {
             Err(TransportError::Closed)
         };
+
         let _duty = self.duty.lock();
         let held = self.devices.take_tickets();
         self.note_done(
             held.into_iter()
-                .map(|ticket| (ticket, Err(TransportError::Closed))),
+                .map(|ticket| FinishedTicket::new(ticket, Err(TransportError::Closed))),
         );
+
         for process in 0..self.peers.len() as u32 {
             let tickets = self.ledger.lock().take_tickets(ProcessId(process));
-            self.note_done(tickets.into_iter().map(|ticket| (ticket, end.clone())));
+            self.note_done(
+                tickets
+                    .into_iter()
+                    .map(|ticket| FinishedTicket::new(ticket, end.clone())),
+            );
         }
+
         if let Some(handler) = self.handler.get() {
             self.tell_done(handler);
         }
         self.is_over.store(true, Ordering::Release);
+
         for peer in self.peers.iter().flatten() {
             peer.close(&TransportError::Closed);
             peer.returns.flush();
@@ -433,10 +502,11 @@ impl Shared {
     }
 }
 
-impl Drop for Shared {
+impl Drop for ShmState {
     fn drop(&mut self) {
         let ledger = self.ledger.get_mut();
         drop(ledger.collect());
+
         for (index, peer) in self.peers.iter().enumerate() {
             if peer
                 .as_ref()
@@ -445,6 +515,7 @@ impl Drop for Shared {
                 drop(ledger.note_exit(ProcessId(index as u32)));
             }
         }
+
         // The other loans may still be read, so their pool must not reuse them.
         ledger.retire();
     }
