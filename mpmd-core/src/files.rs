@@ -48,6 +48,7 @@ pub fn read_regular(path: &Path, most: u64) -> Result<Vec<u8>> {
         bytes if bytes > most => return large(bytes),
         _ => {}
     }
+
     let mut bytes = Vec::new();
     // The file may grow meanwhile.
     file.take(most.saturating_add(1)).read_to_end(&mut bytes)?;
@@ -98,6 +99,7 @@ pub fn file_note(path: &Path) -> String {
     let Ok(found) = path.metadata() else {
         return path_text.to_string();
     };
+
     let changed = found.modified().map_or_else(|_| String::new(), utc);
     format!(
         "{path_text}, {}, changed {changed}",
@@ -114,6 +116,7 @@ fn utc(time: SystemTime) -> String {
     let seconds = seconds.min(LAST_SECOND);
     let mut days = seconds / 86_400;
     let of_day = seconds % 86_400;
+
     let is_leap = |year: u64| {
         year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
     };

@@ -39,12 +39,12 @@ mod warning;
 
 pub use api::jit::{Jit, JitBuilder, run_here};
 pub use api::object::{
-    BoundMethod, Made, Makes, Method, MethodBuilder, MethodClosures, MethodResult, MpmdObject,
-    ObjectBytes, RunMethod, method,
+    BoundMethod, MadeObject, Makes, Method, MethodBuilder, MethodClosures, MethodResult,
+    MpmdObject, ObjectBytes, RunMethod, method,
 };
 pub use api::program::{
-    Builder, MemoryUse, Metrics, PlanCacheMetrics, Program, Simulation, SimulationReport, simulate,
-    transports,
+    Builder, MemoryUse, PlanCacheMetrics, Program, ProgramMetrics, Simulation, SimulationReport,
+    simulate, transports,
 };
 pub use api::put::MoveOptions;
 pub use api::recover::{Commits, Committed, OnLoss, RecoveringBuilder, Recovery};

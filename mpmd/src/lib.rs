@@ -112,9 +112,9 @@ pub use mpmd_base::{DeviceId, ProcessId};
 pub use mpmd_candle as candle;
 pub use mpmd_core::{
     ArrayFuture, Builder, Captured, Commits, Committed, Difference, Error, Fact, Failure,
-    FailureKind, HostArray, IssueError, IssueProblem, Jit, JitBuilder, Label, MemoryUse, Metrics,
-    MoveOptions, MpmdArray, OnLoss, PlanCacheMetrics, Program, RecoveringBuilder, Recovery, Result,
-    Role, Sections, Shard, SplitOptions, all_ready,
+    FailureKind, HostArray, IssueError, IssueProblem, Jit, JitBuilder, Label, MemoryUse,
+    MoveOptions, MpmdArray, OnLoss, PlanCacheMetrics, Program, ProgramMetrics, RecoveringBuilder,
+    Recovery, Result, Role, Sections, Shard, SplitOptions, all_ready,
 };
 pub use mpmd_layout::spec;
 pub use mpmd_memory::SharedBuffer;
@@ -260,8 +260,8 @@ pub mod object {
     //! [`ObjectBytes`] reports its memory.
 
     pub use mpmd_core::{
-        BoundMethod, Made, Makes, Method, MethodBuilder, MethodClosures, MpmdObject, ObjectBytes,
-        ObjectRef, RunMethod, method,
+        BoundMethod, MadeObject, Makes, Method, MethodBuilder, MethodClosures, MpmdObject,
+        ObjectBytes, ObjectRef, RunMethod, method,
     };
 }
 

@@ -22,17 +22,30 @@ type MoveFn<'a> =
     dyn FnMut(&mut Program, &[(&MpmdArray, &Sharding)]) -> Result<Vec<MpmdArray>> + 'a;
 
 /// The steps that move one array to its target.
-enum Route {
+enum LeafRoute {
     Direct(PutSteps),
-    Via(Box<Via>),
+    Via(Box<IntermediateRoute>),
 }
 
 /// Gathers replicas on the source's devices first, then moves one replica to the target.
-struct Via {
+struct IntermediateRoute {
+    /// The intermediate sharding.
     between: Sharding,
     gather: Arc<PutPlan>,
     replica: Relabelled,
     onward: Arc<PutPlan>,
+}
+
+/// The routes and targets of all leaves of a tree, in their order.
+struct LeafRoutes {
+    routes: Vec<LeafRoute>,
+    to: Vec<Sharding>,
+}
+
+/// The search for an intermediate sharding that was made last.
+struct LastSearch {
+    key: PutKey,
+    found: Option<Intermediate>,
 }
 
 impl Program {
@@ -55,12 +68,7 @@ impl Program {
         to: impl Into<PrefixTree<Sharding>>,
         options: MoveOptions,
     ) -> Result<T::With<MpmdArray>> {
-        self.reshard_at(
-            x,
-            (None, to.into()),
-            options,
-            (Location::caller(), "reshard"),
-        )
+        self.reshard_at(x, None, to.into(), options, Location::caller(), "reshard")
     }
 
     /// Moves every array of a tree to a sharding by a function of the caller, in the groups and
@@ -89,6 +97,7 @@ impl Program {
             .into()
             .broadcast(&x.structure())
             .map_err(|error| wrong(IssueProblem::Tree(error)))?;
+
         let leaves = x.leaves_with_paths();
         for ((path, array), to) in leaves.iter().zip(&to) {
             array
@@ -103,6 +112,7 @@ impl Program {
             };
             to.layout(array.shape()).map_err(unfit)?;
         }
+
         let moves: Vec<_> = leaves.iter().map(|(_, array)| *array).zip(&to).collect();
         let mut moved = self.move_groups(&moves, &mut with, wrong)?.into_iter();
         Ok(x.map_ref(&mut |_| moved.next().expect("every leaf is in one group")))
@@ -123,6 +133,7 @@ impl Program {
                 .iter()
                 .map(|(array, _)| Some(array.sharding()?.devices())),
         );
+
         let mut moved: Vec<Option<MpmdArray>> = vec![None; moves.len()];
         for group in groups {
             let moves: Vec<_> = group.iter().map(|place| moves[*place]).collect();
@@ -133,6 +144,7 @@ impl Program {
             if let Some(problem) = misfit(&moves, &results) {
                 return Err(wrong(IssueProblem::Signature(problem)));
             }
+
             group
                 .into_iter()
                 .zip(results)
@@ -169,8 +181,8 @@ impl Program {
         options: MoveOptions,
     ) -> Result<T::With<MpmdArray>> {
         let call = "reshard_with_intermediate_sharding";
-        let way = (Some(from.into()), to.into());
-        self.reshard_at(x, way, options, (Location::caller(), call))
+        let at = Location::caller();
+        self.reshard_at(x, Some(from.into()), to.into(), options, at, call)
     }
 
     /// Moves every array of a tree to a sharding by way of an intermediate sharding, as
@@ -198,7 +210,7 @@ impl Program {
         let at = Location::caller();
         let wrong = |problem: IssueProblem| problem.at(at, "reshard_with_intermediate_sharding_by");
         let leaves = x.leaves_with_paths();
-        let (routes, to) = self
+        let LeafRoutes { routes, to } = self
             .routes(
                 &x.structure(),
                 &leaves,
@@ -207,6 +219,7 @@ impl Program {
                 options,
             )
             .map_err(wrong)?;
+
         let groups = groups_by_devices(
             leaves
                 .iter()
@@ -215,16 +228,18 @@ impl Program {
         let mut moved: Vec<Option<MpmdArray>> = vec![None; leaves.len()];
         for group in groups {
             let gather = |place: &usize| match &routes[*place] {
-                Route::Direct(_) => leaves[*place].1.clone(),
-                Route::Via(via) => self.gather(leaves[*place].1, via, options, at),
+                LeafRoute::Direct(_) => leaves[*place].1.clone(),
+                LeafRoute::Via(via) => self.gather(leaves[*place].1, via, options, at),
             };
             let sources: Vec<MpmdArray> = group.iter().map(gather).collect();
+
             self.synced(at)?;
             let moves: Vec<_> = sources
                 .iter()
                 .zip(group.iter().map(|place| &to[*place]))
                 .collect();
             let results = self.move_groups(&moves, &mut with, wrong)?;
+
             group
                 .into_iter()
                 .zip(results)
@@ -243,21 +258,24 @@ impl Program {
         from: Option<PrefixTree<Sharding>>,
         to: PrefixTree<Sharding>,
         options: MoveOptions,
-    ) -> std::result::Result<(Vec<Route>, Vec<Sharding>), IssueProblem> {
+    ) -> std::result::Result<LeafRoutes, IssueProblem> {
         let from = from.map(|from| from.broadcast(structure)).transpose();
         let from = from.map_err(IssueProblem::Tree)?;
         let to = to.broadcast(structure).map_err(IssueProblem::Tree)?;
-        let (mut routes, mut last) = (Vec::with_capacity(leaves.len()), None);
+
+        let mut routes = Vec::with_capacity(leaves.len());
+        let mut last = None;
         for (place, ((path, array), to)) in leaves.iter().zip(&to).enumerate() {
             array.check_usable(path)?;
             let from = from.as_ref().map(|from| &from[place]);
             routes.push(self.route(path, array, from, to, options.cache_plans, &mut last)?);
         }
+
         if options.donate {
             refuse_twice(leaves)?;
             self.check_given_up(leaves)?;
         }
-        Ok((routes, to))
+        Ok(LeafRoutes { routes, to })
     }
 
     /// Returns the route of one leaf: the direct route without `from`. `last` has the intermediate
@@ -269,13 +287,14 @@ impl Program {
         from: Option<&Sharding>,
         to: &Sharding,
         cache: bool,
-        last: &mut Option<(PutKey, Option<Intermediate>)>,
-    ) -> std::result::Result<Route, IssueProblem> {
+        last: &mut Option<LastSearch>,
+    ) -> std::result::Result<LeafRoute, IssueProblem> {
         // The direct plan is made in any case: it reports the mistakes of every route.
         let direct = self.put_steps(path, array, to, cache)?;
         let (Some(from), Some(found)) = (from, array.sharding()) else {
-            return Ok(Route::Direct(direct));
+            return Ok(LeafRoute::Direct(direct));
         };
+
         let aval = array.aval();
         let same = found == from
             || found.memory_kind() == from.memory_kind()
@@ -285,13 +304,13 @@ impl Program {
                         .is_ok_and(|found| found == layout)
                 });
         if !same {
-            let (path, expected, found) = (path.to_owned(), from.to_string(), found.to_string());
             return Err(IssueProblem::SourceSharding {
-                path,
-                expected,
-                found,
+                path: path.to_owned(),
+                expected: from.to_string(),
+                found: found.to_string(),
             });
         }
+
         let topology = &self.runtime.topology;
         let find = || match cheapest_intermediate(from, to, aval, topology) {
             Ok(between) => Some(between),
@@ -305,24 +324,26 @@ impl Program {
             from: Some(from.clone()),
             to: to.clone(),
         };
+
         // Without the cache, leaves that are alike still share the search.
         let between = match last {
-            Some((known, between)) if *known == key => between.clone(),
+            Some(last) if last.key == key => last.found.clone(),
             _ => {
                 let found = match cache {
                     true => self.put_plans.intermediate(key.clone(), find),
                     false => find(),
                 };
-                last.insert((key, found)).1.clone()
+                last.insert(LastSearch { key, found }).found.clone()
             }
         };
         let Some(between) = between else {
-            return Ok(Route::Direct(direct));
+            return Ok(LeafRoute::Direct(direct));
         };
+
         let replica = first_replica(path, aval, &between)?;
         let gather = self.put_plan_between(path, aval, Some(found), &between.sharding, cache)?;
         let onward = self.put_plan_between(path, aval, Some(&replica.sharding), to, cache)?;
-        Ok(Route::Via(Box::new(Via {
+        Ok(LeafRoute::Via(Box::new(IntermediateRoute {
             between: between.sharding,
             gather,
             replica,
@@ -335,13 +356,16 @@ impl Program {
     fn reshard_at<T: Tree<Leaf = MpmdArray>>(
         &mut self,
         x: &T,
-        (from, to): (Option<PrefixTree<Sharding>>, PrefixTree<Sharding>),
+        from: Option<PrefixTree<Sharding>>,
+        to: PrefixTree<Sharding>,
         options: MoveOptions,
-        (at, call): (&'static Location<'static>, &str),
+        at: &'static Location<'static>,
+        call: &str,
     ) -> Result<T::With<MpmdArray>> {
         let leaves = x.leaves_with_paths();
         let routes = self.routes(&x.structure(), &leaves, from, to, options);
-        let (routes, _) = routes.map_err(|problem| problem.at(at, call))?;
+        let LeafRoutes { routes, .. } = routes.map_err(|problem| problem.at(at, call))?;
+
         let groups = groups_by_devices(
             leaves
                 .iter()
@@ -353,10 +377,13 @@ impl Program {
             for place in group {
                 let array = leaves[place].1;
                 match &routes[place] {
-                    Route::Direct(steps) => direct.push((place, (array, steps))),
-                    Route::Via(via) => moved[place] = Some(self.follow(array, via, options, at)),
+                    LeafRoute::Direct(steps) => direct.push((place, (array, steps))),
+                    LeafRoute::Via(via) => {
+                        moved[place] = Some(self.follow(array, via, options, at))
+                    }
                 }
             }
+
             let (places, moves): (Vec<usize>, Vec<_>) = direct.into_iter().unzip();
             let results = self.put_all(&moves, options, at);
             places
@@ -364,6 +391,7 @@ impl Program {
                 .zip(results)
                 .for_each(|(place, array)| moved[place] = Some(array));
         }
+
         let mut moved = moved.into_iter().flatten();
         self.synced(at)?;
         Ok(x.map_ref(&mut |_| moved.next().expect("every leaf is in one group")))
@@ -372,7 +400,7 @@ impl Program {
     fn follow(
         &mut self,
         array: &MpmdArray,
-        via: &Via,
+        via: &IntermediateRoute,
         options: MoveOptions,
         at: &'static Location<'static>,
     ) -> MpmdArray {
@@ -391,11 +419,11 @@ impl Program {
     fn gather(
         &mut self,
         array: &MpmdArray,
-        via: &Via,
+        via: &IntermediateRoute,
         options: MoveOptions,
         at: &'static Location<'static>,
     ) -> MpmdArray {
-        let Via {
+        let IntermediateRoute {
             between,
             gather,
             replica,
@@ -404,6 +432,7 @@ impl Program {
         // The gathered array is only read, so it may alias the source. The caller's `may_alias` has
         // no effect on it.
         let gathered = self.put_one(array, gather, options.may_alias(true), None, at);
+
         let what = ReplicaWhat {
             aval: gathered.aval().clone(),
             between: between.clone(),
@@ -423,9 +452,11 @@ impl Program {
 /// for; `None` if they do not.
 fn misfit(moves: &[(&MpmdArray, &Sharding)], results: &[MpmdArray]) -> Option<String> {
     if results.len() != moves.len() {
-        let (asked, found) = (moves.len(), results.len());
+        let asked = moves.len();
+        let found = results.len();
         return Some(format!("the function returned {found} arrays for {asked}"));
     }
+
     let other = |((x, to), y): &((&MpmdArray, &Sharding), &MpmdArray)| {
         y.aval() != x.aval() || y.sharding() != Some(to)
     };

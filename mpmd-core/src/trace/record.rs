@@ -45,7 +45,7 @@ const LONGEST_TEXT: usize = 2048;
 /// The trace of this process. While it is off, each call costs one atomic load. Clones are the same
 /// trace. Times in arguments and results are nanoseconds since the process's recorder was made.
 #[derive(Clone, Default)]
-pub(crate) struct Trace(Arc<Recorder>);
+pub(crate) struct Trace(Arc<TraceRecorder>);
 
 impl fmt::Debug for Trace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -58,48 +58,63 @@ impl fmt::Debug for Trace {
 }
 
 /// The state of a process's trace, shared by its threads and the writer.
-struct Recorder {
+struct TraceRecorder {
     origin: Instant,
     /// Time at which the trace began; 0 while tracing is off.
     began: AtomicU64,
-    lists: [List; LISTS],
-    texts: Mutex<Texts>,
-    extra: Mutex<Extra>,
+    lists: [EventList; LISTS],
+    texts: Mutex<TraceTexts>,
+    extra: Mutex<ExtraChunks>,
     dropped: AtomicU64,
-    wanted: Mutex<Wanted>,
+    wanted: Mutex<WriterRequests>,
     changed: Condvar,
     /// The thread that writes the file.
     writer: Mutex<Option<thread::JoinHandle<()>>>,
 }
 
-/// Aligned to its own cache lines, since each list is mostly used by one thread.
+/// Events that are not written yet. Aligned to its own cache lines, since each list is mostly used
+/// by one thread.
 #[derive(Default)]
 #[repr(align(128))]
-struct List(Mutex<Vec<Event>>);
+struct EventList(Mutex<Vec<Event>>);
 
 /// Contents of the file other than events and texts: chunks to be written, and the schedules
 /// recorded so far.
 #[derive(Default)]
-struct Extra {
+struct ExtraChunks {
     chunks: Vec<Chunk<'static>>,
     schedules: Vec<Schedule>,
 }
 
+/// The requests to the thread that writes the file.
 #[derive(Default)]
-struct Wanted {
+struct WriterRequests {
     write: bool,
     end: bool,
 }
 
+/// The texts of the trace, each with a number.
 #[derive(Default)]
-struct Texts {
-    /// (number, description) by the address of the description. The description is kept alive, so
-    /// that its address is not reused.
-    known: HashMap<usize, (u32, Arc<dyn fmt::Display + Send + Sync>)>,
+struct TraceTexts {
+    /// The descriptions by address. Each is kept alive, so that its address is not reused.
+    known: HashMap<usize, KnownText>,
     lines: HashMap<usize, u32>,
     by_text: HashMap<String, u32>,
-    /// (number, text) of the texts that are not written yet.
-    new: Vec<(u32, String)>,
+    /// The texts that are not written yet.
+    new: Vec<NewText>,
+}
+
+/// A description of an operation, with the number of its text.
+struct KnownText {
+    number: u32,
+    #[expect(dead_code, reason = "it keeps the description's address in use")]
+    what: Arc<dyn fmt::Display + Send + Sync>,
+}
+
+/// A text that is not written yet.
+struct NewText {
+    number: u32,
+    text: String,
 }
 
 thread_local! {
@@ -119,12 +134,14 @@ impl Trace {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
+
         let mut out = File::create_new(path)?;
         let (start, about) = about.begin();
         out.write_all(&file::beginning(&about)?)?;
         let began = start.saturating_duration_since(recorder.origin).as_nanos() as u64;
-        let (writing, thread) = (recorder.clone(), thread::Builder::new());
-        let thread = thread.name("mpmd-trace".to_owned());
+
+        let writing = recorder.clone();
+        let thread = thread::Builder::new().name("mpmd-trace".to_owned());
         *recorder.writer.lock() = Some(thread.spawn(move || writing.write_until_closed(out))?);
         recorder.began.store(began.max(1), Ordering::Relaxed);
         Ok(())
@@ -145,7 +162,7 @@ impl Trace {
 
     /// Returns the recorder and the time at which the trace began; `None` if tracing is off.
     #[inline]
-    fn on(&self) -> Option<(&Recorder, u64)> {
+    fn on(&self) -> Option<(&TraceRecorder, u64)> {
         let began = self.0.began.load(Ordering::Relaxed);
         (began != 0).then(|| (&*self.0, began))
     }
@@ -185,6 +202,7 @@ impl Trace {
                 let mut texts = recorder.texts.lock();
                 (texts.description(what()), texts.line(at))
             };
+
             let what = What::Issued {
                 op,
                 label,
@@ -198,8 +216,12 @@ impl Trace {
 
     /// Returns a guard that records a wait of the program's thread at line `at`, from now until the
     /// guard is dropped. The text names the waiting call.
-    pub(crate) fn wait(&self, what: &'static str, at: &'static Location<'static>) -> Waiting<'_> {
-        Waiting {
+    pub(crate) fn wait(
+        &self,
+        what: &'static str,
+        at: &'static Location<'static>,
+    ) -> WaitRecording<'_> {
+        WaitRecording {
             trace: self,
             what,
             at,
@@ -219,9 +241,9 @@ impl Trace {
         &self,
         name: &'a str,
         at: &'static Location<'static>,
-    ) -> Annotating<'a> {
+    ) -> AnnotatedRange<'a> {
         let span = spans::annotation(name, at);
-        Annotating {
+        AnnotatedRange {
             trace: self.clone(),
             name,
             at,
@@ -294,14 +316,14 @@ impl Trace {
 }
 
 /// A running wait of the program's thread. It is recorded when the value is dropped.
-pub(crate) struct Waiting<'a> {
+pub(crate) struct WaitRecording<'a> {
     trace: &'a Trace,
     what: &'static str,
     at: &'static Location<'static>,
     since: u64,
 }
 
-impl Drop for Waiting<'_> {
+impl Drop for WaitRecording<'_> {
     fn drop(&mut self) {
         self.trace.waited(self.since, self.what, self.at);
     }
@@ -309,7 +331,7 @@ impl Drop for Waiting<'_> {
 
 /// A range of the program's thread that the program named. It is recorded when the value is
 /// dropped, also by a panic. Holds the trace itself, so that the program stays free for other use.
-pub(crate) struct Annotating<'a> {
+pub(crate) struct AnnotatedRange<'a> {
     trace: Trace,
     name: &'a str,
     at: &'static Location<'static>,
@@ -319,7 +341,7 @@ pub(crate) struct Annotating<'a> {
     span: EnteredSpan,
 }
 
-impl Drop for Annotating<'_> {
+impl Drop for AnnotatedRange<'_> {
     fn drop(&mut self) {
         let since = self.since;
         let what = |text, line| What::Annotated { since, text, line };
@@ -327,7 +349,7 @@ impl Drop for Annotating<'_> {
     }
 }
 
-impl Default for Recorder {
+impl Default for TraceRecorder {
     fn default() -> Self {
         Self {
             origin: now(),
@@ -343,7 +365,7 @@ impl Default for Recorder {
     }
 }
 
-impl Recorder {
+impl TraceRecorder {
     fn now(&self) -> u64 {
         since(self.origin).as_nanos() as u64
     }
@@ -361,6 +383,7 @@ impl Recorder {
             at: at.saturating_sub(began),
             what,
         };
+
         let here = HERE.with(|here| std::ptr::from_ref(here).addr() as u64);
         // Addresses of threads' stacks differ by at least a page.
         let list = (here >> 6).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 60;
@@ -369,6 +392,7 @@ impl Recorder {
         if self.began.load(Ordering::Relaxed) != began {
             return;
         }
+
         if list.len() >= MOST_EVENTS {
             self.dropped.fetch_add(1, Ordering::Relaxed);
             return;
@@ -383,7 +407,8 @@ impl Recorder {
     }
 
     fn write_until_closed(&self, mut out: File) {
-        let (mut told, mut spare) = (0, Vec::new());
+        let mut told = 0;
+        let mut spare = Vec::new();
         loop {
             let end = {
                 let mut wanted = self.wanted.lock();
@@ -393,6 +418,7 @@ impl Recorder {
                 wanted.write = false;
                 wanted.end
             };
+
             let mut bytes = self.take(&mut spare);
             let dropped = self.dropped.load(Ordering::Relaxed);
             if dropped > told {
@@ -402,6 +428,7 @@ impl Recorder {
             if end {
                 Chunk::End.write(&mut bytes);
             }
+
             let written = out.write_all(&bytes);
             if end || written.is_err() {
                 if let Err(error) = &written {
@@ -422,14 +449,13 @@ impl Recorder {
             std::mem::swap(&mut *list.0.lock(), spare);
             events.append(spare);
         }
+
         // Taken after the events, so that all texts that they name are included. They come first in
         // the file.
-        let (texts, extra) = (
-            std::mem::take(&mut self.texts.lock().new),
-            std::mem::take(&mut self.extra.lock().chunks),
-        );
+        let texts = std::mem::take(&mut self.texts.lock().new);
+        let extra = std::mem::take(&mut self.extra.lock().chunks);
         let mut bytes = Vec::new();
-        for (number, text) in texts {
+        for NewText { number, text } in texts {
             Chunk::Text { number, text }.write(&mut bytes);
         }
         extra.into_iter().for_each(|chunk| chunk.write(&mut bytes));
@@ -438,17 +464,18 @@ impl Recorder {
     }
 }
 
-impl Texts {
+impl TraceTexts {
     fn description(&mut self, what: Arc<dyn fmt::Display + Send + Sync>) -> u32 {
         let address = Arc::as_ptr(&what).addr();
-        if let Some((number, _)) = self.known.get(&address) {
-            return *number;
+        if let Some(known) = self.known.get(&address) {
+            return known.number;
         }
+
         let number = self.of(&what.to_string());
         if self.known.len() >= MOST_KNOWN {
             self.known.clear();
         }
-        self.known.insert(address, (number, what));
+        self.known.insert(address, KnownText { number, what });
         number
     }
 
@@ -466,6 +493,7 @@ impl Texts {
         if let Some(number) = self.by_text.get(text) {
             return *number;
         }
+
         let number = self.by_text.len() as u32;
         if number as usize > MOST_TEXTS {
             return MOST_TEXTS as u32;
@@ -474,8 +502,10 @@ impl Texts {
             MOST_TEXTS => "one of too many",
             _ => text,
         };
-        self.new
-            .push((number, text.chars().take(LONGEST_TEXT).collect()));
+        self.new.push(NewText {
+            number,
+            text: text.chars().take(LONGEST_TEXT).collect(),
+        });
         self.by_text.insert(text.to_owned(), number);
         number
     }

@@ -27,7 +27,7 @@ pub(crate) fn are_on() -> bool {
 pub(crate) struct StepSpan(Option<Span>);
 
 /// An operation that gets a span.
-pub(crate) struct Issued<'a> {
+pub(crate) struct TracedOp<'a> {
     pub(crate) op: u64,
     pub(crate) label: Option<Label>,
     pub(crate) what: &'a dyn Display,
@@ -42,14 +42,15 @@ impl StepSpan {
     }
 
     /// Returns the span of an operation that the program issues in step number `step`.
-    pub(crate) fn operation(&mut self, step: u64, issued: &Issued<'_>) -> Span {
-        let Issued {
+    pub(crate) fn operation(&mut self, step: u64, issued: &TracedOp<'_>) -> Span {
+        let TracedOp {
             op,
             label,
             what,
             at,
             bytes,
         } = issued;
+
         let step = || debug_span!(target: TARGET, parent: None, "step", number = step);
         let mut parent = self.0.get_or_insert_with(step).clone();
         if let Some(Label {
@@ -64,6 +65,7 @@ impl StepSpan {
                 parent = debug_span!(target: TARGET, parent: &parent, "microbatch", number);
             }
         }
+
         let span = debug_span!(
             target: TARGET, parent: &parent, "operation", number = op, %what, line = %at, bytes
         );
@@ -72,8 +74,8 @@ impl StepSpan {
     }
 }
 
-/// Enters the span of a range that the program named, until it is dropped. It is within those of
-/// other ranges; operations are within their step.
+/// Enters the span of a range that the program named, until it is dropped. It is within the
+/// spans of the ranges around it; operations are within their step.
 pub(crate) fn annotation(name: &str, at: &'static Location<'static>) -> EnteredSpan {
     debug_span!(target: TARGET, "annotation", name, line = %at).entered()
 }

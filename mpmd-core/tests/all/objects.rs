@@ -10,7 +10,7 @@ use mpmd_core::dry_run::DryRun;
 use mpmd_core::prelude::*;
 use mpmd_core::topology::Mesh;
 use mpmd_core::tree::Empty;
-use mpmd_core::{BoundMethod, Made, Method, ObjectBytes, Simulation, method, simulate};
+use mpmd_core::{BoundMethod, MadeObject, Method, ObjectBytes, Simulation, method, simulate};
 
 /// The values that were appended to it. Counts the caches that exist.
 struct Cache {
@@ -173,8 +173,10 @@ fn object_that_cannot_be_made_fails_its_calls() {
 }
 
 /// A method that returns a copy of the cache's values as a new object.
-fn copy() -> impl Method<Object = Cache, Inputs = Empty<MpmdArray>, Made = Made<Vec<f32>>> {
-    method((), |cache: &mut Cache| Made::new(cache.values.clone()))
+fn copy() -> impl Method<Object = Cache, Inputs = Empty<MpmdArray>, Made = MadeObject<Vec<f32>>> {
+    method((), |cache: &mut Cache| {
+        MadeObject::new(cache.values.clone())
+    })
 }
 
 /// A method that returns the number of values.

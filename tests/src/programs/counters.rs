@@ -8,7 +8,7 @@ use fastrand::Rng;
 use mpmd_core::prelude::*;
 use mpmd_core::topology::Mesh;
 use mpmd_core::tree::Empty;
-use mpmd_core::{BoundMethod, Made, Method, MpmdObject, method};
+use mpmd_core::{BoundMethod, MadeObject, Method, MpmdObject, method};
 
 use super::Say;
 use super::soak::resident_bytes;
@@ -63,10 +63,10 @@ fn copy() -> impl Method<
     Object = Counter,
     Inputs = Empty<MpmdArray>,
     Outputs = Empty<MpmdArray>,
-    Made = Made<Counter>,
+    Made = MadeObject<Counter>,
 > {
     method((), |counter: &mut Counter| {
-        Made::new(Counter::new(counter.calls, &counter.alive))
+        MadeObject::new(Counter::new(counter.calls, &counter.alive))
     })
 }
 

@@ -30,7 +30,7 @@ use mpmd_record::trace::Label;
 /// One device's part of a call, queued on the device. Later calls of the same [`Bound`] reuse the
 /// box and the capacity of its lists.
 pub(super) struct DeviceCall<K: Kernel> {
-    pub(super) inputs: Vec<Input>,
+    pub(super) inputs: Vec<CallInput>,
     /// Buffers of the inputs that have arrived, in the order of `inputs`. `None` if an output
     /// starts from the buffer.
     pub(super) arrived: Vec<Option<SharedBuffer>>,
@@ -46,11 +46,11 @@ pub(super) struct DeviceCall<K: Kernel> {
     /// The objects that the call takes. They fail with the call.
     pub(super) objects: Vec<AsyncBuffer>,
     // Last: if the call never runs, its operation ends after its buffers are freed.
-    issued: Option<Issued<K>>,
+    issued: Option<IssuedCall<K>>,
 }
 
 /// The data that one device needs to run its part of an issued call, except the inputs.
-pub(super) struct Issued<K: Kernel> {
+pub(super) struct IssuedCall<K: Kernel> {
     pub(super) bound: Arc<Bound<K>>,
     pub(super) seat: usize,
     pub(super) op: u64,
@@ -60,7 +60,7 @@ pub(super) struct Issued<K: Kernel> {
     pub(super) resolvers: Resolvers,
     /// Memory for all outputs that do not take over an input's memory, reserved when the call was
     /// issued. If it could not be reserved, the failure.
-    pub(super) memory: Fallible<Reservation>,
+    pub(super) memory: CallResult<Reservation>,
     pub(super) guard: OpGuard,
     /// Shared by this process's devices: the last one to end the call discards the collective
     /// messages that no device took. `None` without collectives.
@@ -82,23 +82,27 @@ impl Drop for Leftovers {
 }
 
 /// The source of an input's values on this device.
-pub(super) enum Input {
+pub(super) enum CallInput {
     Host(SharedBuffer),
-    /// (registered use of an async buffer, number of the operation that fills the buffer).
-    AsyncBuffer(BufferUse, u64),
+    AsyncBuffer {
+        /// A registered use of the async buffer.
+        slot: BufferUse,
+        /// The number of the operation that fills the buffer.
+        op: u64,
+    },
     /// An array that is donated to this call. Later readers of it get a failure.
     Donated(Handle),
 }
 
-pub(super) type Fallible<T> = std::result::Result<T, Arc<Failure>>;
+pub(super) type CallResult<T> = std::result::Result<T, Arc<Failure>>;
 
 impl<K: Kernel> DeviceCall<K> {
     /// Stores the inputs and the issued part, and returns the call as a job for the device's queue.
     /// Runs nothing.
     pub(super) fn issue(
         mut self: Box<Self>,
-        issued: Issued<K>,
-        inputs: impl Iterator<Item = Input>,
+        issued: IssuedCall<K>,
+        inputs: impl Iterator<Item = CallInput>,
         objects: impl Iterator<Item = AsyncBuffer>,
     ) -> Job {
         self.inputs.extend(inputs);
@@ -111,10 +115,10 @@ impl<K: Kernel> DeviceCall<K> {
     /// `self.outputs`. Fails if an input, the memory or the kernel fails.
     fn compute(
         &mut self,
-        call: &Call<'_, K>,
+        call: &RunningCall<'_, K>,
         context: &mut Context<'_>,
-        memory: Memory,
-    ) -> Fallible<()> {
+        memory: ReservedMemory,
+    ) -> CallResult<()> {
         let Self {
             inputs,
             arrived,
@@ -123,23 +127,27 @@ impl<K: Kernel> DeviceCall<K> {
             held,
             ..
         } = self;
-        let (runtime, seat) = (call.runtime(), call.seat);
+
+        let runtime = call.runtime();
+        let seat = call.seat;
         let asked = runtime.trace.now();
         let last = wait_for_inputs(inputs, arrived, seat.place.device, &runtime.parker)?;
         let started = runtime.trace.now();
         runtime
             .status
             .device_starts(seat.local_index, call.op, seat.what.clone());
+
         prepare_outputs(call, arrived, memory?, held, |mut buffer, fill, info| {
             match fill {
                 Fill::Anything => poison(&mut buffer),
                 Fill::Own => {}
-                Fill::From(input, index) => {
+                Fill::From { input, index } => {
                     copy_in(&input, &seat.inputs[index].region, &mut buffer, info)
                 }
             }
             outputs.push(buffer);
         })?;
+
         runtime.trace_start(seat.local_index, call.op, started, asked, last);
         let span = runtime.enter_kernel(call.op, seat.place.device, "ran");
         let began = runtime.times_kernels.load(Ordering::Relaxed).then(now);
@@ -149,6 +157,7 @@ impl<K: Kernel> DeviceCall<K> {
                 .kernel_nanos
                 .fetch_add(since(began).as_nanos() as u64, Ordering::Relaxed);
         }
+
         drop(span);
         arrived.clear();
         ran
@@ -156,8 +165,8 @@ impl<K: Kernel> DeviceCall<K> {
 
     /// Runs the call on a CPU device. Blocks for the inputs, runs the kernel, resolves the outputs
     /// with values or the failure, and releases this device's guard of the operation.
-    fn run_here(mut self: Box<Self>, issued: Issued<K>) {
-        let Issued {
+    fn run_here(mut self: Box<Self>, issued: IssuedCall<K>) {
+        let IssuedCall {
             bound,
             seat,
             op,
@@ -168,19 +177,16 @@ impl<K: Kernel> DeviceCall<K> {
             guard,
             leftovers,
         } = issued;
-        let call = Call {
-            bound: &bound,
-            seat: &bound.plan.seats[seat],
-            op,
-            at,
-            label,
-        };
-        let (runtime, seat) = (call.runtime(), call.seat);
+        let call = RunningCall::new(&bound, seat, op, at, label);
+
+        let runtime = call.runtime();
+        let seat = call.seat;
         let exchange = Exchange {
             runtime: runtime.clone(),
             guard,
         };
         let mut context = Context::new(&bound.plan.mesh, &seat.place, exchange, op);
+
         let result = self.compute(&call, &mut context, memory);
         runtime.status.device_ends(seat.local_index, op);
         runtime.trace_end(seat.local_index, op);
@@ -199,6 +205,7 @@ impl<K: Kernel> DeviceCall<K> {
                 resolvers.fail(&failure);
             }
         }
+
         // The last handle of an object may be here. It goes before the operation ends.
         self.objects.clear();
         bound.keep(self);
@@ -210,19 +217,21 @@ impl<K: Kernel> DeviceCall<K> {
     /// Takes the outputs out as buffers, in order. Objects move into their cells.
     pub(super) fn results<'a>(
         &'a mut self,
-        call: &Call<'a, K>,
+        call: &RunningCall<'a, K>,
     ) -> impl Iterator<Item = SharedBuffer> + 'a {
-        let (runtime, seat) = (call.runtime(), call.seat);
+        let runtime = call.runtime();
+        let seat = call.seat;
         let Self {
             outputs,
             made,
             held,
             ..
         } = self;
+
         let declared = &call.bound.plan.objects.bytes;
         let mut made = made.drain(..);
         let mut held = held.drain(..);
-        let mut next = declared.iter().map(|(output, _)| *output).peekable();
+        let mut next = declared.iter().map(|bytes| bytes.output).peekable();
         outputs
             .drain(..)
             .enumerate()
@@ -292,14 +301,18 @@ pub(super) enum Fill {
     Anything,
     /// The values that the memory already has: the output took over an input's memory.
     Own,
-    /// Values copied from an input: (the input's buffer, its index among the inputs).
-    From(SharedBuffer, usize),
+    /// Values copied from an input.
+    From {
+        input: SharedBuffer,
+        /// Index of the input among the inputs.
+        index: usize,
+    },
 }
 
-pub(super) type Memory = Fallible<Reservation>;
+pub(super) type ReservedMemory = CallResult<Reservation>;
 
 /// One call on one device: its kernel and plan, device, operation number, source line and label.
-pub(super) struct Call<'a, K: Kernel> {
+pub(super) struct RunningCall<'a, K: Kernel> {
     pub(super) bound: &'a Bound<K>,
     pub(super) seat: &'a DeviceBinding,
     pub(super) op: u64,
@@ -307,7 +320,24 @@ pub(super) struct Call<'a, K: Kernel> {
     pub(super) label: Option<Label>,
 }
 
-impl<'a, K: Kernel> Call<'a, K> {
+impl<'a, K: Kernel> RunningCall<'a, K> {
+    /// Returns the call on the device with this index among the plan's seats.
+    pub(super) fn new(
+        bound: &'a Bound<K>,
+        seat: usize,
+        op: u64,
+        at: &'static Location<'static>,
+        label: Option<Label>,
+    ) -> Self {
+        Self {
+            bound,
+            seat: &bound.plan.seats[seat],
+            op,
+            at,
+            label,
+        }
+    }
+
     pub(super) fn runtime(&self) -> &'a Arc<Runtime> {
         &self.bound.plan.runtime
     }
@@ -320,7 +350,7 @@ impl<'a, K: Kernel> Call<'a, K> {
         inputs: &[Option<SharedBuffer>],
         outputs: &mut [OwnedBuffer],
         made: &mut Vec<Option<NewObject>>,
-    ) -> Fallible<()> {
+    ) -> CallResult<()> {
         let Bound { kernel, plan, .. } = self.bound;
         let objects = &plan.objects;
         for cell in objects
@@ -335,6 +365,7 @@ impl<'a, K: Kernel> Call<'a, K> {
         if !objects.outputs.is_empty() {
             made.resize_with(outputs.len(), || None);
         }
+
         let ran = catch_unwind(AssertUnwindSafe(|| {
             run_kernel(&**kernel, plan, self.seat, context, inputs, outputs, made)
         }));
@@ -350,6 +381,7 @@ impl<'a, K: Kernel> Call<'a, K> {
             Ok(Err(error)) => return Err(self.failure(&error)),
             Err(panic) => return Err(self.failure(&panic_text(&*panic))),
         }
+
         self.check_objects(inputs, made)
             .map_err(|why| self.failure(&why))
     }
@@ -377,7 +409,7 @@ impl<'a, K: Kernel> Call<'a, K> {
 
     /// Allocates `bytes` of host staging memory, from which accelerators copy. Fails if there is no
     /// memory.
-    pub(super) fn staging(&self, bytes: usize) -> Fallible<OwnedBuffer> {
+    pub(super) fn staging(&self, bytes: usize) -> CallResult<OwnedBuffer> {
         let runtime = self.runtime();
         runtime
             .staging
@@ -395,7 +427,9 @@ impl<'a, K: Kernel> Call<'a, K> {
             at,
             label,
         } = self;
-        let (kernel, device) = (bound.kernel.name(), seat.place.device);
+
+        let kernel = bound.kernel.name();
+        let device = seat.place.device;
         let part = label.map_or_else(String::new, |label| format!(" ({label})"));
         let message = format!(
             "kernel {kernel} of operation {op}{part} at {at} failed on device {device}: {why}"
@@ -414,28 +448,29 @@ impl<'a, K: Kernel> Call<'a, K> {
 ///
 /// The wait ends: every input is made by an operation with a lower number.
 fn wait_for_inputs(
-    inputs: &mut Vec<Input>,
+    inputs: &mut Vec<CallInput>,
     arrived: &mut Vec<Option<SharedBuffer>>,
     device: DeviceId,
     parker: &Parker,
-) -> Fallible<Option<u64>> {
+) -> CallResult<Option<u64>> {
     let mut last = None;
     for input in inputs.drain(..) {
         arrived.push(Some(match input {
-            Input::Host(bytes) => bytes,
-            Input::AsyncBuffer(slot, op) => {
+            CallInput::Host(bytes) => bytes,
+            CallInput::AsyncBuffer { slot, op } => {
                 if !slot.has_ended() {
                     last = Some(op);
                 }
                 slot.wait(parker)?
             }
-            Input::Donated(placed) => {
+            CallInput::Donated(placed) => {
                 let slot = placed
                     .slot(device)
                     .expect("the plan has checked that the device has its part");
                 if !slot.has_ended() {
                     last = Some(placed.origin.op);
                 }
+
                 drop(parker.wait(slot, None));
                 slot.take(placed.donated_failure()).expect("it has ended")?
             }
@@ -465,19 +500,22 @@ pub(super) fn poison_objects(objects: &[AsyncBuffer], failure: &Arc<Failure>) {
 /// memory if no one else uses it. An output that updates another input is new memory, to be filled
 /// from the input. Removes those inputs from `inputs`. Fails if there is no memory.
 pub(super) fn prepare_outputs<K: Kernel>(
-    call: &Call<'_, K>,
+    call: &RunningCall<'_, K>,
     inputs: &mut [Option<SharedBuffer>],
     mut memory: Reservation,
     held: &mut Vec<Reservation>,
     mut give: impl FnMut(OwnedBuffer, Fill, &ShardInfo),
-) -> Fallible<()> {
-    let Call { seat, op, .. } = *call;
-    let (plan, runtime) = (&call.bound.plan, call.runtime());
+) -> CallResult<()> {
+    let RunningCall { seat, op, .. } = *call;
+    let plan = &call.bound.plan;
+    let runtime = call.runtime();
     let pool = &runtime.devices[seat.local_index].pool;
     held.extend(plan.objects.held().map(|bytes| memory.split_off(bytes)));
     let failed = |error: OutOfMemory| runtime.out_of_memory(op, &error);
+
     // One fresh output is the usual case; it needs no list.
-    let (mut one, mut several) = (None, Vec::new().into_iter());
+    let mut one = None;
+    let mut several = Vec::new().into_iter();
     match seat.fresh.len() {
         0 => drop(memory),
         1 => one = Some(memory.allocate().map_err(failed)?),
@@ -492,6 +530,7 @@ pub(super) fn prepare_outputs<K: Kernel>(
         let reserved = one.take().or_else(|| several.next());
         reserved.map_or_else(|| pool.allocate(bytes).map_err(failed), Ok)
     };
+
     for (output, info) in plan.outputs.iter().zip(&seat.outputs) {
         let takes_over = plan.takes_over(output);
         let (buffer, fill) = match output
@@ -502,10 +541,11 @@ pub(super) fn prepare_outputs<K: Kernel>(
                 let (buffer, rest) = runtime
                     .take_over(input, pool, op, &*plan.what)
                     .map_err(failed)?;
-                (
-                    buffer,
-                    rest.map_or(Fill::Own, |input| Fill::From(input, index)),
-                )
+                let fill = match rest {
+                    Some(input) => Fill::From { input, index },
+                    None => Fill::Own,
+                };
+                (buffer, fill)
             }
             input => {
                 let bytes = info.bytes();
@@ -514,10 +554,11 @@ pub(super) fn prepare_outputs<K: Kernel>(
                 } else {
                     fresh(bytes)
                 };
-                (
-                    buffer?,
-                    input.map_or(Fill::Anything, |(index, input)| Fill::From(input, index)),
-                )
+                let fill = match input {
+                    Some((index, input)) => Fill::From { input, index },
+                    None => Fill::Anything,
+                };
+                (buffer?, fill)
             }
         };
         give(buffer, fill, info);
@@ -573,6 +614,7 @@ fn run_kernel<K: Kernel>(
             _ => View::in_place(info),
         });
     let x = <Views<'_, K::In> as Tree>::from_leaves(&plan.input_structure, views)?;
+
     let mut made = made.iter_mut();
     let views = outputs.iter_mut().zip(&seat.outputs).map(|(bytes, info)| {
         match (made.next(), bytes.device()) {
@@ -601,12 +643,14 @@ pub fn run_here<K: Kernel>(
     let leaves = x.leaves();
     let avals = leaves.iter().map(|leaf| leaf.aval().clone());
     let signature = kernel.infer(&<Shapes<K::In> as Tree>::from_leaves(&structure, avals)?)?;
+
     let mut axes: Vec<(&str, usize)> = vec![("here", 1)];
     for collective in &signature.collectives {
         if axes.iter().all(|(axis, _)| *axis != collective.axis) {
             axes.push((&collective.axis, 1));
         }
     }
+
     let mut program = Program::builder().alone()?;
     let mesh = program.mesh(&axes)?;
     let bound = program
@@ -614,6 +658,7 @@ pub fn run_here<K: Kernel>(
         .on(&mesh)
         .outputs(mesh.replicated())
         .build()?;
+
     let arrays = leaves
         .into_iter()
         .map(|leaf| MpmdArray::from_host(leaf.clone()));
@@ -624,6 +669,7 @@ pub fn run_here<K: Kernel>(
             .map(|values| values.unwrap_or_else(|| HostArray::scalar(0u8)))
     });
     let values = values.collect::<Result<Vec<_>>>()?;
+
     let result = <<K::Out as Tree>::With<HostArray> as Tree>::from_leaves(&y.structure(), values)?;
     program.finish()?;
     Ok(result)

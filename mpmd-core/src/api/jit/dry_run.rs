@@ -21,6 +21,7 @@ impl CallPlan {
             }
             shards
         };
+
         let devices = self.mesh.mesh.devices();
         // Collectives over an axis that the mesh lacks were refused before.
         let messages = crate::kernel::dry_run::messages(

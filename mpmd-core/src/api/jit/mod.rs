@@ -10,7 +10,7 @@ mod on_cuda;
 mod plan;
 mod recompute;
 mod replicas;
-mod unchanged;
+mod unchanged_inputs;
 mod warm;
 
 use std::fmt;
@@ -19,13 +19,13 @@ use std::sync::{Arc, Weak};
 
 use mpmd_base::block::Mutex;
 
-use crate::api::program::{Again, NewOp, Part, Program, Replayed};
+use crate::api::program::{Again, IssuedOp, NewOp, OpPart, Program, Replayed};
 use crate::error::{IssueProblem, Result};
 use crate::exec::array::{MpmdArray, Placed, Repr, emptied};
 use crate::exec::{AsyncBuffer, AsyncBuffers, Job, OpGuard, Rolling, Runtime};
 use crate::kernel::Kernel;
 pub use call::run_here;
-use call::{Input, Issued, Leftovers};
+use call::{CallInput, IssuedCall, Leftovers};
 use mpmd_layout::sharding::{MemoryKind, Sharding};
 use mpmd_layout::topology::{DeviceId, Mesh};
 use mpmd_layout::tree::{PrefixTree, Structure, Tree, TreeError};
@@ -37,62 +37,81 @@ use warm::Warm;
 const PLANS_KEPT: usize = 8;
 
 /// State that a [`Jit`] keeps between calls.
-struct Kept<K: Kernel> {
+struct KeptPlans<K: Kernel> {
     plans: Vec<Arc<Bound<K>>>,
-    lists: Lists,
+    lists: CallLists,
     /// The kernel on devices that recompute its calls.
     checkers: Vec<Arc<Checker<K>>>,
 }
 
-impl<K: Kernel> Default for Kept<K> {
+impl<K: Kernel> Default for KeptPlans<K> {
     fn default() -> Self {
         Self {
             plans: Vec::new(),
-            lists: Lists::default(),
+            lists: CallLists::default(),
             checkers: Vec::new(),
         }
     }
 }
 
-impl<K: Kernel> Kept<K> {
-    /// Returns (a kept plan for these leaves, the number of leading leaves that are the same as in
-    /// its last calls). `fits` is true for the structure of their tree.
+impl<K: Kernel> KeptPlans<K> {
+    /// Returns a kept plan for these leaves. `fits` is true for the structure of their tree.
     fn known_plan(
         &self,
         leaves: &[&MpmdArray],
         fits: impl Fn(&Structure) -> bool,
-    ) -> Option<(Arc<Bound<K>>, usize)> {
+    ) -> Option<KnownPlan<K>> {
         self.plans.iter().find_map(|bound| {
             let same = bound.unchanged.lock().count(leaves);
             let fits = bound.plan.fits(leaves, same) && fits(&bound.plan.input_structure);
-            fits.then(|| (bound.clone(), same))
+            fits.then(|| KnownPlan {
+                bound: bound.clone(),
+                same,
+            })
         })
     }
 }
 
+/// The plan for the leaves of a call.
+struct KnownPlan<K: Kernel> {
+    bound: Arc<Bound<K>>,
+    /// The number of leading leaves that are the same as in the plan's last calls.
+    same: usize,
+}
+
 /// Empty lists, kept so that the next call reuses their capacity.
 #[derive(Default)]
-struct Lists {
+struct CallLists {
     leaves: Vec<&'static MpmdArray>,
-    prepared: Prepared,
+    prepared: PreparedCalls,
 }
 
+/// The output buffers and the jobs of a call on this process's devices in the mesh.
 #[derive(Default)]
-struct Prepared {
-    /// (device, async buffers of its parts of the outputs), for each of this process's devices in
-    /// the mesh.
-    slots: Vec<(DeviceId, AsyncBuffers)>,
-    /// (local device index, job of the call), for each of these devices.
-    calls: Vec<(usize, Job)>,
+struct PreparedCalls {
+    slots: Vec<DeviceSlots>,
+    calls: Vec<QueuedCall>,
 }
 
-impl Prepared {
+/// The async buffers of a device's parts of the outputs.
+struct DeviceSlots {
+    device: DeviceId,
+    buffers: AsyncBuffers,
+}
+
+/// The job of a call on a device.
+struct QueuedCall {
+    local_index: usize,
+    job: Job,
+}
+
+impl PreparedCalls {
     /// Queues the jobs on their devices, and empties the lists, which keep their capacity. This is
     /// the last part of a call: from then on the devices' threads write to cache lines that this
     /// thread has just written.
     fn start(&mut self, runtime: &Runtime) {
-        for (local_index, call) in self.calls.drain(..) {
-            runtime.run_on(local_index, call);
+        for QueuedCall { local_index, job } in self.calls.drain(..) {
+            runtime.run_on(local_index, job);
         }
         self.slots.clear();
     }
@@ -183,10 +202,12 @@ impl<K: Kernel> JitBuilder<K> {
             .outputs
             .ok_or_else(|| IssueProblem::MissingOutputs.at(at, &call))?;
         plan::check_outputs(&outputs, &mesh).map_err(|problem| problem.at(at, &call))?;
+
         let runtime = self.program.upgrade();
         let warm = runtime
             .map(|runtime| Warm::start(&self.kernel, &mesh, &runtime))
             .unwrap_or_default();
+
         Ok(Jit {
             warm: Arc::new(warm),
             kernel: Arc::new(self.kernel),
@@ -196,7 +217,7 @@ impl<K: Kernel> JitBuilder<K> {
             partial_sums: self.partial_sums,
             outputs,
             donate: self.donate,
-            kept: Mutex::new(Kept::default()),
+            kept: Mutex::new(KeptPlans::default()),
         })
     }
 }
@@ -214,7 +235,7 @@ pub struct Jit<K: Kernel> {
     outputs: PrefixTree<Sharding>,
     donate: Vec<String>,
     warm: Arc<Warm>,
-    kept: Mutex<Kept<K>>,
+    kept: Mutex<KeptPlans<K>>,
 }
 
 impl<K: Kernel> Jit<K> {
@@ -251,7 +272,7 @@ impl<K: Kernel> Jit<K> {
     ) -> Result<K::Out> {
         let wrong = |problem: IssueProblem| problem.at(at, format!("jit {}", self.kernel.name()));
         let mut kept = self.kept.lock();
-        let Lists {
+        let CallLists {
             leaves,
             mut prepared,
         } = std::mem::take(&mut kept.lists);
@@ -260,28 +281,32 @@ impl<K: Kernel> Jit<K> {
         // Two different trees may have the same leaves.
         let known = kept.known_plan(&leaves, |structure| x.has_structure(structure));
         drop(kept);
-        let (bound, same) = match known {
+        let KnownPlan { bound, same } = match known {
             Some(known) => known,
-            None => (self.new_plan(program, x).map_err(wrong)?, 0),
+            None => KnownPlan {
+                bound: self.new_plan(program, x).map_err(wrong)?,
+                same: 0,
+            },
         };
-        let on = (&leaves[..], same);
+
         let op = self
-            .issue_checked(program, &bound, on, &mut prepared, at)
+            .issue_checked(program, &bound, &leaves, same, &mut prepared, at)
             .map_err(wrong)?;
         let arrays = bound.plan.arrays(&mut prepared.slots, op, at);
         let y = assemble::<K::Out>(&bound.plan.output_structure, arrays);
         prepared.start(&program.runtime);
-        self.kept.lock().lists = Lists {
+        self.kept.lock().lists = CallLists {
             leaves: emptied(leaves),
             prepared,
         };
+
         program.synced(at)?;
         let y = y.map_err(|error| wrong(IssueProblem::Tree(error)))?;
         if program.runtime.config.check_replicas {
             program.check_replicas(self.kernel.name(), y.leaves_with_paths(), at)?;
         }
         if bound.plan.is_recomputable && program.is_turn_to_recompute() {
-            self.recompute(program, &bound.plan, (&x.leaves(), &y.leaves()), at)?;
+            self.recompute(program, &bound.plan, &x.leaves(), &y.leaves(), at)?;
         }
         Ok(y)
     }
@@ -302,22 +327,26 @@ impl<K: Kernel> Jit<K> {
         let mut prepared = std::mem::take(&mut kept.lists.prepared);
         let known = kept.known_plan(leaves, |known| known == structure);
         drop(kept);
-        let (bound, same) = match known {
+        let KnownPlan { bound, same } = match known {
             Some(known) => known,
             None => {
                 let arrays = leaves.iter().map(|leaf| (*leaf).clone());
                 let x = K::In::from_leaves(structure, arrays)
                     .map_err(|error| wrong(IssueProblem::Tree(error)))?;
-                (self.new_plan(program, &x).map_err(wrong)?, 0)
+                KnownPlan {
+                    bound: self.new_plan(program, &x).map_err(wrong)?,
+                    same: 0,
+                }
             }
         };
-        let on = (leaves, same);
+
         let op = self
-            .issue_checked(program, &bound, on, &mut prepared, at)
+            .issue_checked(program, &bound, leaves, same, &mut prepared, at)
             .map_err(wrong)?;
         let arrays: Vec<_> = bound.plan.arrays(&mut prepared.slots, op, at).collect();
         prepared.start(&program.runtime);
         self.kept.lock().lists.prepared = prepared;
+
         program.synced(at)?;
         if program.runtime.config.check_replicas {
             let paths = bound.plan.output_structure.paths();
@@ -325,7 +354,7 @@ impl<K: Kernel> Jit<K> {
         }
         if bound.plan.is_recomputable && program.is_turn_to_recompute() {
             let outputs: Vec<&MpmdArray> = arrays.iter().collect();
-            self.recompute(program, &bound.plan, (leaves, &outputs), at)?;
+            self.recompute(program, &bound.plan, leaves, &outputs, at)?;
         }
         Ok((bound.plan.output_structure.clone(), arrays))
     }
@@ -336,8 +365,9 @@ impl<K: Kernel> Jit<K> {
         &self,
         program: &mut Program,
         bound: &Arc<Bound<K>>,
-        (leaves, same): (&[&MpmdArray], usize),
-        prepared: &mut Prepared,
+        leaves: &[&MpmdArray],
+        same: usize,
+        prepared: &mut PreparedCalls,
         at: &'static Location<'static>,
     ) -> std::result::Result<u64, IssueProblem> {
         if !std::ptr::eq(self.program.as_ptr(), Arc::as_ptr(&program.runtime)) {
@@ -345,6 +375,7 @@ impl<K: Kernel> Jit<K> {
                 path: "the kernel".to_owned(),
             });
         }
+
         let plan = &bound.plan;
         plan.check_donations(leaves)?;
         let inputs = bound
@@ -354,6 +385,7 @@ impl<K: Kernel> Jit<K> {
         if program.capture.is_some() {
             plan.check_given_up(program, leaves)?;
         }
+
         Ok(issue(
             program,
             bound,
@@ -374,6 +406,7 @@ impl<K: Kernel> Jit<K> {
                 path: "the kernel".to_owned(),
             });
         }
+
         let plan = CallPlan::new(self, &program.runtime, x)?;
         let bound = Arc::new(Bound::new(self.kernel.clone(), plan, self.warm.clone()));
         let plans = &mut self.kept.lock().plans;
@@ -389,7 +422,7 @@ impl<K: Kernel> Jit<K> {
 enum Numbering<'a> {
     /// The next number. `inputs` is the hash of all inputs.
     New { inputs: Rolling },
-    /// Those of an operation that a replay issues again.
+    /// The number and hash of an operation that a replay issues again.
     Replayed(Replayed<'a>),
 }
 
@@ -400,7 +433,7 @@ fn issue<K: Kernel>(
     program: &mut Program,
     bound: &Arc<Bound<K>>,
     leaves: &[&MpmdArray],
-    prepared: &mut Prepared,
+    prepared: &mut PreparedCalls,
     numbering: Numbering<'_>,
     at: &'static Location<'static>,
 ) -> u64 {
@@ -408,16 +441,17 @@ fn issue<K: Kernel>(
         Numbering::New { inputs } => (inputs.value(), None),
         Numbering::Replayed(replayed) => (0, Some(replayed)),
     };
+
     let plan = &bound.plan;
     let dry_run = program.is_dry_run();
     let again = || (!plan.seats.is_empty() || dry_run).then(|| bound.clone() as Arc<dyn Again>);
-    let (op, guard) = program.issue_op(
+    let IssuedOp { op, guard } = program.issue_op(
         [plan.fingerprint, inputs as u64, (inputs >> 64) as u64],
         NewOp {
             part: if plan.seats.is_empty() {
-                Part::Idle
+                OpPart::Idle
             } else {
-                Part::Work(plan.bytes)
+                OpPart::Work(plan.bytes)
             },
             takes: leaves,
             takes_host_values: plan.takes_host_values,
@@ -428,6 +462,7 @@ fn issue<K: Kernel>(
             ..NewOp::new(at, &|| plan.what.clone(), &|| plan.descriptor())
         },
     );
+
     plan.donate(leaves, op, at);
     if let Some(guard) = guard {
         prepare(prepared, program, bound, leaves, op, guard, at);
@@ -438,7 +473,7 @@ fn issue<K: Kernel>(
 /// Reserves memory for new outputs on each of this process's devices in the mesh, which may block.
 /// Adds the async buffers of all outputs and the device's job to `prepared`.
 fn prepare<K: Kernel>(
-    prepared: &mut Prepared,
+    prepared: &mut PreparedCalls,
     program: &Program,
     bound: &Arc<Bound<K>>,
     leaves: &[&MpmdArray],
@@ -455,25 +490,33 @@ fn prepare<K: Kernel>(
             op,
         })
     });
+
     for (seat_index, seat) in plan.seats.iter().enumerate() {
         let inputs = leaves
             .iter()
             .zip(&plan.inputs)
             .map(|(leaf, input)| match &leaf.repr {
-                Repr::Host(host) => Input::Host(host.bytes().clone()),
-                Repr::Placed(handle) if input.donated => Input::Donated(handle.clone()),
+                Repr::Host(host) => CallInput::Host(host.bytes().clone()),
+                Repr::Placed(handle) if input.donated => CallInput::Donated(handle.clone()),
                 Repr::Placed(handle) => {
                     let placed: &Placed = handle;
                     match placed.slot(seat.place.device) {
-                        Some(slot) => Input::AsyncBuffer(slot.issue_use(), placed.origin.op),
+                        Some(slot) => CallInput::AsyncBuffer {
+                            slot: slot.issue_use(),
+                            op: placed.origin.op,
+                        },
                         // Cannot happen: the plan has checked that every device has its part.
                         None => {
                             let empty = AsyncBuffer::filled(Vec::new().into());
-                            Input::AsyncBuffer(empty.issue_use(), 0)
+                            CallInput::AsyncBuffer {
+                                slot: empty.issue_use(),
+                                op: 0,
+                            }
                         }
                     }
                 }
             });
+
         let memory = runtime.reserve_all(
             seat.local_index,
             MemoryKind::Device,
@@ -482,7 +525,11 @@ fn prepare<K: Kernel>(
             &*plan.what,
         );
         let (resolvers, slots) = AsyncBuffer::several(plan.outputs.len());
-        prepared.slots.push((seat.place.device, slots));
+        prepared.slots.push(DeviceSlots {
+            device: seat.place.device,
+            buffers: slots,
+        });
+
         let last = seat_index + 1 == plan.seats.len();
         let objects = plan.objects.inputs.iter().filter_map(|index| {
             leaves[*index]
@@ -494,7 +541,8 @@ fn prepare<K: Kernel>(
         let Some(guard) = (if last { guard.take() } else { guard.clone() }) else {
             break;
         };
-        let issued = Issued {
+
+        let issued = IssuedCall {
             bound: bound.clone(),
             seat: seat_index,
             op,
@@ -505,10 +553,10 @@ fn prepare<K: Kernel>(
             guard,
             leftovers: leftovers.clone(),
         };
-        prepared.calls.push((
-            seat.local_index,
-            bound.spare().issue(issued, inputs, objects),
-        ));
+        prepared.calls.push(QueuedCall {
+            local_index: seat.local_index,
+            job: bound.spare().issue(issued, inputs, objects),
+        });
     }
 }
 
@@ -545,6 +593,7 @@ impl<K: Kernel> Again for Bound<K> {
             Numbering::Replayed(replayed),
             at,
         );
+
         made.extend(self.plan.arrays(&mut prepared.slots, op, at));
         prepared.start(&program.runtime);
         *self.prepared.lock() = prepared;

@@ -9,21 +9,25 @@ use std::sync::Arc;
 use mpmd_device::cuda::{CudaError, Ended, Ending, Gpu, RawStream, StreamTurn};
 use mpmd_memory::{OwnedBuffer, SharedBuffer};
 
-use super::call::{Call, DeviceCall, Fallible, Fill, Input, Issued, Memory, POISON, Unfilled};
+use super::call::{
+    CallInput, CallResult, DeviceCall, Fill, IssuedCall, POISON, ReservedMemory, RunningCall,
+    Unfilled,
+};
 use super::call::{copy_in, poison_objects, prepare_outputs};
 use crate::exec::array::object::ObjectCell;
-use crate::exec::{AsyncBuffer, Exchange, Parker};
+use crate::exec::{AsyncBuffer, Exchange, Parker, Resolvers};
 use crate::kernel::cuda::{CallMemory, Cuda};
 use crate::kernel::{Context, Kernel, OnCuda};
 use mpmd_layout::topology::DeviceId;
+use mpmd_proto::Failure;
 
 impl<K: Kernel> DeviceCall<K> {
     /// Issues the call's work on the device's stream and returns without waiting for the work. When
     /// the work is over, another thread ends the outputs. Blocks until the inputs are issued
     /// (inputs on the host: filled) and the kernel's code is compiled. Blocks for memory only as
     /// calls on CPU devices do. A failure resolves the outputs with it.
-    pub(super) fn run_on_cuda(mut self: Box<Self>, gpu: &Arc<Gpu>, issued: Issued<K>) {
-        let Issued {
+    pub(super) fn run_on_cuda(mut self: Box<Self>, gpu: &Arc<Gpu>, issued: IssuedCall<K>) {
+        let IssuedCall {
             bound,
             seat,
             op,
@@ -35,14 +39,9 @@ impl<K: Kernel> DeviceCall<K> {
             leftovers,
         } = issued;
         let objects = std::mem::take(&mut self.objects);
-        let call = Call {
-            bound: &bound,
-            seat: &bound.plan.seats[seat],
-            op,
-            at,
-            label,
-        };
-        let (runtime, place) = (call.runtime(), &call.seat.place);
+        let call = RunningCall::new(&bound, seat, op, at, label);
+        let runtime = call.runtime();
+        let place = &call.seat.place;
         let local_index = call.seat.local_index;
         let call_memory = CallMemory::new(&runtime.devices[local_index].pool, &runtime.staging);
         let exchange = Exchange {
@@ -50,29 +49,19 @@ impl<K: Kernel> DeviceCall<K> {
             guard,
         };
         let mut context = Context::new(&bound.plan.mesh, place, exchange, op);
+
         let since = runtime.trace.now();
-        let prepared = self.take_inputs(gpu, &call).and_then(|last| {
-            self.prepare(&call, memory)?;
-            bound
-                .warm
-                .result(local_index)
-                .map_err(|error| call.failure(&error))?;
-            Ok(last)
-        });
-        let last = match prepared {
+        let last = match self.prepare(gpu, &call, memory) {
             Ok(last) => last,
             Err(failure) => {
                 // Nothing was issued, as on a CPU device if an input fails.
-                self.clear();
-                poison_objects(&objects, &failure);
-                runtime.remember(&failure);
-                context.abandon(&failure);
-                resolvers.fail(&failure);
+                self.fail(&call, &objects, &mut context, resolvers, &failure);
                 bound.keep(self);
                 drop(leftovers);
                 return drop(context);
             }
         };
+
         runtime
             .status
             .device_starts(local_index, op, call.seat.what.clone());
@@ -90,42 +79,28 @@ impl<K: Kernel> DeviceCall<K> {
                 Ok(issued)
             }
             Err(failure) => {
-                self.clear();
-                poison_objects(&objects, &failure);
-                runtime.remember(&failure);
-                context.abandon(&failure);
-                resolvers.fail(&failure);
+                self.fail(&call, &objects, &mut context, resolvers, &failure);
                 Err(())
             }
         };
+
         bound.keep(self);
         drop(leftovers);
         let (guard, joined) = context.into_guard();
         call_memory.end(gpu.spare(), &ending.fence());
         let bound = bound.clone();
-        ending.then(Box::new(move |Ended { result, times }| {
-            let call = Call {
-                bound: &bound,
-                seat: &bound.plan.seats[seat],
-                op,
-                at,
-                label,
-            };
+        let trace = WorkTrace {
+            since,
+            issuing,
+            last,
+        };
+        ending.then(Box::new(move |ended: Ended| {
+            let call = RunningCall::new(&bound, seat, op, at, label);
             let runtime = call.runtime().clone();
-            runtime.log_ran(
-                op,
-                call.seat.place.device,
-                times.map(|times| times.end.saturating_sub(times.begin)),
-            );
-            if let Some(times) = times {
-                let times = [times.before.max(since), times.begin, times.end];
-                runtime.trace_ran(local_index, op, times, last);
-            } else if result.is_ok() {
-                // The device keeps time only if it is traced from its start on.
-                runtime.trace_seen(local_index, op, issuing, last);
-            }
+            trace.record(&call, &ended);
             runtime.status.device_ends(local_index, op);
-            let result = result.map_err(|error| call.failure(&error));
+
+            let result = ended.result.map_err(|error| call.failure(&error));
             let result = joined.end(&runtime, result, |why| call.failure(why));
             settle(unfilled, call.seat.place.device, result, move |result| {
                 // An earlier call with the same object may have failed since this one was issued.
@@ -144,10 +119,28 @@ impl<K: Kernel> DeviceCall<K> {
         }));
     }
 
+    /// Fails the call: its outputs, later calls with its objects, and the devices that wait for it
+    /// in a collective.
+    fn fail(
+        &mut self,
+        call: &RunningCall<'_, K>,
+        objects: &[AsyncBuffer],
+        context: &mut Context<'_>,
+        resolvers: Resolvers,
+        failure: &Arc<Failure>,
+    ) {
+        // Freed first: threads that wait for memory check it when operations end.
+        self.clear();
+        poison_objects(objects, failure);
+        call.runtime().remember(failure);
+        context.abandon(failure);
+        resolvers.fail(failure);
+    }
+
     /// Blocks until each input is issued, or filled if it is on the host, and moves its buffer to
     /// `arrived`. Returns the operation of the last input that was not filled by then, or `None`.
     /// Fails with the first input that failed.
-    fn take_inputs(&mut self, gpu: &Gpu, call: &Call<'_, K>) -> Fallible<Option<u64>> {
+    fn take_inputs(&mut self, gpu: &Gpu, call: &RunningCall<'_, K>) -> CallResult<Option<u64>> {
         let Self {
             inputs,
             arrived,
@@ -158,40 +151,44 @@ impl<K: Kernel> DeviceCall<K> {
         let mut last = None;
         for input in inputs.drain(..) {
             let (buffer, unfilled_by) = match input {
-                Input::Host(bytes) => (bytes, None),
-                Input::AsyncBuffer(slot, op) => {
+                CallInput::Host(bytes) => (bytes, None),
+                CallInput::AsyncBuffer { slot, op } => {
                     let ended = slot.has_ended();
                     let buffer =
                         on_device_or_filled(slot.wait_issued(parker)?, slot.slot(), parker)?;
-                    let alone = slot.slot().ends_with_its_work();
-                    (buffer, (!ended).then_some((op, alone, Unfilled::Use(slot))))
+                    let by = UnfilledBy {
+                        op,
+                        alone: slot.slot().ends_with_its_work(),
+                        unfilled: Unfilled::Use(slot),
+                    };
+                    (buffer, (!ended).then_some(by))
                 }
-                Input::Donated(placed) => {
+                CallInput::Donated(placed) => {
                     let slot = placed
                         .slot(call.seat.place.device)
                         .expect("the plan has checked that the device has its part");
-                    let (ended, alone, op) = (
-                        slot.has_ended(),
-                        slot.ends_with_its_work(),
-                        placed.origin.op,
-                    );
+                    let ended = slot.has_ended();
+                    let alone = slot.ends_with_its_work();
                     on_device_or_filled(parker.wait_issued(slot)?, slot, parker)?;
                     let buffer = slot
                         .take_issued(placed.donated_failure())
                         .expect("it is issued")?;
-                    (
-                        buffer,
-                        (!ended).then_some((op, alone, Unfilled::Donated(placed))),
-                    )
+                    let by = UnfilledBy {
+                        op: placed.origin.op,
+                        alone,
+                        unfilled: Unfilled::Donated(placed),
+                    };
+                    (buffer, (!ended).then_some(by))
                 }
             };
-            if let Some((op, alone, by)) = unfilled_by {
-                last = Some(op);
+
+            if let Some(by) = unfilled_by {
+                last = Some(by.op);
                 // Work issued earlier on the same stream reports its end before this call does, and
                 // a device that fails does nothing more. So only an input that may end otherwise
                 // than its work needs to be checked later.
-                if !(alone && gpu.compute().has_issued_all(buffer.ready())) {
-                    unfilled.push(by);
+                if !(by.alone && gpu.compute().has_issued_all(buffer.ready())) {
+                    unfilled.push(by.unfilled);
                 }
             }
             arrived.push(Some(buffer));
@@ -199,7 +196,28 @@ impl<K: Kernel> DeviceCall<K> {
         Ok(last)
     }
 
-    fn prepare(&mut self, call: &Call<'_, K>, memory: Memory) -> Fallible<()> {
+    /// Takes the inputs, allocates the outputs, and waits for the kernel's code. Returns the
+    /// operation of the last input that was not filled by then, or `None`.
+    fn prepare(
+        &mut self,
+        gpu: &Gpu,
+        call: &RunningCall<'_, K>,
+        memory: ReservedMemory,
+    ) -> CallResult<Option<u64>> {
+        let last = self.take_inputs(gpu, call)?;
+        self.allocate_outputs(call, memory)?;
+        call.bound
+            .warm
+            .result(call.seat.local_index)
+            .map_err(|error| call.failure(&error))?;
+        Ok(last)
+    }
+
+    fn allocate_outputs(
+        &mut self,
+        call: &RunningCall<'_, K>,
+        memory: ReservedMemory,
+    ) -> CallResult<()> {
         let Self {
             arrived,
             outputs,
@@ -219,10 +237,10 @@ impl<K: Kernel> DeviceCall<K> {
     fn issue_work<'a>(
         &mut self,
         gpu: &'a Arc<Gpu>,
-        call: &Call<'_, K>,
+        call: &RunningCall<'_, K>,
         memory: &'a CallMemory,
         context: &mut Context<'a>,
-    ) -> (Fallible<()>, Ending) {
+    ) -> (CallResult<()>, Ending) {
         let Self {
             arrived,
             outputs,
@@ -241,6 +259,7 @@ impl<K: Kernel> DeviceCall<K> {
                 fill(call, stream, outputs, fills, &mut staged)?;
                 Ok(stream)
             });
+
         let result = match result {
             Err(failure) => Err(failure),
             Ok(stream) => {
@@ -253,10 +272,11 @@ impl<K: Kernel> DeviceCall<K> {
                 ran
             }
         };
+
         let ending = turn.end(Ok(()));
         let fence = ending.fence();
         let read = fills.drain(..).filter_map(|fill| match fill {
-            Fill::From(input, _) => Some(input),
+            Fill::From { input, .. } => Some(input),
             Fill::Anything | Fill::Own => None,
         });
         for input in arrived.drain(..).flatten().chain(read) {
@@ -265,11 +285,56 @@ impl<K: Kernel> DeviceCall<K> {
                 input.add_read(fence.clone());
             }
         }
+
         outputs
             .iter_mut()
             .chain(&mut staged)
             .for_each(|buffer| buffer.add_fence(fence.clone()));
         (result, ending)
+    }
+}
+
+/// An input that was not filled when it was taken.
+struct UnfilledBy {
+    /// The operation that fills it.
+    op: u64,
+    /// True if it ends together with the work that fills it.
+    alone: bool,
+    unfilled: Unfilled,
+}
+
+/// The times of a call for the trace, on the host's clock.
+struct WorkTrace {
+    /// The time at which the call began to wait for its inputs.
+    since: u64,
+    /// The time at which the call began to issue its work.
+    issuing: u64,
+    /// The operation of the last input that was not filled by then.
+    last: Option<u64>,
+}
+
+impl WorkTrace {
+    /// Records the run of the call's work in the log and in the trace.
+    fn record<K: Kernel>(&self, call: &RunningCall<'_, K>, ended: &Ended) {
+        let runtime = call.runtime();
+        let local_index = call.seat.local_index;
+        let op = call.op;
+        runtime.log_ran(
+            op,
+            call.seat.place.device,
+            ended
+                .times
+                .as_ref()
+                .map(|times| times.end.saturating_sub(times.begin)),
+        );
+
+        if let Some(times) = &ended.times {
+            let times = [times.before.max(self.since), times.begin, times.end];
+            runtime.trace_ran(local_index, op, times, self.last);
+        } else if ended.result.is_ok() {
+            // The device keeps time only if it is traced from its start on.
+            runtime.trace_seen(local_index, op, self.issuing, self.last);
+        }
     }
 }
 
@@ -279,7 +344,7 @@ fn on_device_or_filled(
     buffer: SharedBuffer,
     slot: &AsyncBuffer,
     parker: &Parker,
-) -> Fallible<SharedBuffer> {
+) -> CallResult<SharedBuffer> {
     match buffer.device() {
         Some(_) => Ok(buffer),
         None => parker.wait(slot, None).expect("no deadline was set"),
@@ -302,7 +367,7 @@ fn come_after(
         .iter()
         .try_for_each(|output| turn.come_after(output.fences()))?;
     fills.iter().try_for_each(|fill| match fill {
-        Fill::From(input, _) => turn.come_after(input.ready()),
+        Fill::From { input, .. } => turn.come_after(input.ready()),
         Fill::Anything | Fill::Own => Ok(()),
     })
 }
@@ -310,20 +375,21 @@ fn come_after(
 /// Issues the fills and copies that give the outputs their initial contents. Adds staging buffers
 /// to `staged`; they must live until the work is over.
 fn fill<K: Kernel>(
-    call: &Call<'_, K>,
+    call: &RunningCall<'_, K>,
     stream: &RawStream,
     outputs: &[OwnedBuffer],
     fills: &[Fill],
     staged: &mut Vec<OwnedBuffer>,
-) -> Fallible<()> {
+) -> CallResult<()> {
     for ((output, fill), info) in outputs.iter().zip(fills).zip(&call.seat.outputs) {
         let Some(place) = output.device() else {
             continue;
         };
+
         let filled = match fill {
             Fill::Own => Ok(()),
             Fill::Anything => POISON.map_or(Ok(()), |byte| stream.fill(place, [byte; 4], 1)),
-            Fill::From(input, index) => match input.device() {
+            Fill::From { input, index } => match input.device() {
                 // On a device both have the output's region.
                 Some(from) => stream.copy(from, place),
                 None => {
@@ -341,7 +407,7 @@ fn fill<K: Kernel>(
 }
 
 /// Returns the failure of an earlier call with this object, if there is one.
-fn check_object(object: &AsyncBuffer) -> Fallible<()> {
+fn check_object(object: &AsyncBuffer) -> CallResult<()> {
     let Some(Ok(buffer)) = object.peek_issued() else {
         return Ok(());
     };
@@ -351,10 +417,10 @@ fn check_object(object: &AsyncBuffer) -> Fallible<()> {
 
 /// Calls `then` once all of `unfilled` have ended, with `result` or, if that is a success, with a
 /// failure of one of them. Does not block; `then` may run on the thread that ends an input.
-fn settle<F: FnOnce(Fallible<()>) + Send + 'static>(
+fn settle<F: FnOnce(CallResult<()>) + Send + 'static>(
     mut unfilled: Vec<Unfilled>,
     device: DeviceId,
-    result: Fallible<()>,
+    result: CallResult<()>,
     then: F,
 ) {
     let Some(next) = unfilled.pop() else {

@@ -9,12 +9,12 @@ use mpmd_base::ProcessId;
 use mpmd_base::block::Mutex;
 
 use super::call::DeviceCall;
-use super::unchanged::Unchanged;
+use super::unchanged_inputs::UnchangedInputs;
 use super::warm::Warm;
-use super::{Jit, Prepared};
+use super::{DeviceSlots, Jit, PreparedCalls};
 use crate::error::IssueProblem;
 use crate::exec::array::{LocalShard, Made, MpmdArray, NewArrays, Origin, Placed, Repr, Shards};
-use crate::exec::{AsyncBuffers, Group, MOST_COLLECTIVES, MOST_DEVICES, Rolling, Runtime};
+use crate::exec::{Group, MOST_COLLECTIVES, MOST_DEVICES, Rolling, Runtime};
 use crate::kernel::{Collective, DeviceBindings, Kernel, MeshPosition, Shapes, ShardInfo};
 use crate::{api::program::Program, exec::dry_run::KnownDescriptor};
 use mpmd_layout::aval::ShapedArray;
@@ -31,7 +31,7 @@ const MOST_SPARE: usize = 1024;
 /// Maximum number of donated inputs that are compared with each other input. More are sorted.
 const FEW_DONATED: usize = 4;
 
-type Problem<T> = Result<T, IssueProblem>;
+type PlanResult<T> = Result<T, IssueProblem>;
 
 /// A kernel with the plan of its calls. One object, so that a queued call holds one pointer.
 pub(super) struct Bound<K: Kernel> {
@@ -46,19 +46,18 @@ pub(super) struct Bound<K: Kernel> {
     )]
     spare: Mutex<Vec<Box<DeviceCall<K>>>>,
     /// Empty lists for replays.
-    pub(super) prepared: Mutex<Prepared>,
-    pub(super) unchanged: Mutex<Unchanged>,
+    pub(super) prepared: Mutex<PreparedCalls>,
+    pub(super) unchanged: Mutex<UnchangedInputs>,
 }
 
 impl<K: Kernel> Bound<K> {
     pub(super) fn new(kernel: Arc<K>, plan: CallPlan, warm: Arc<Warm>) -> Self {
-        let (spare, prepared) = (Mutex::new(Vec::new()), Mutex::default());
         Self {
             kernel,
             plan,
             warm,
-            spare,
-            prepared,
+            spare: Mutex::new(Vec::new()),
+            prepared: Mutex::default(),
             unchanged: Mutex::default(),
         }
     }
@@ -113,8 +112,16 @@ pub(super) struct ObjectPlan {
     pub(super) inputs: Vec<usize>,
     /// Indices of the outputs that are objects.
     pub(super) outputs: Vec<usize>,
-    /// (index of the output, bytes on each device), for each new object with declared bytes.
-    pub(super) bytes: Vec<(usize, u64)>,
+    /// The new objects with declared bytes, ascending by output.
+    pub(super) bytes: Vec<OutputBytes>,
+}
+
+/// The declared bytes of a new object on each device.
+#[derive(Clone, Copy, Eq, Ord, PartialEq, PartialOrd)]
+pub(super) struct OutputBytes {
+    /// Index of the output.
+    pub(super) output: usize,
+    pub(super) bytes: u64,
 }
 
 pub(super) struct InputPlan {
@@ -182,6 +189,24 @@ pub(super) struct CallWhat {
     inputs: Vec<String>,
 }
 
+impl CallWhat {
+    /// Describes a call of a kernel on these inputs.
+    fn of<K: Kernel>(jit: &Jit<K>, leaves: &[&MpmdArray]) -> Self {
+        let inputs = leaves.iter().map(|leaf| match leaf.sharding() {
+            Some(sharding) => match sharding.spec() {
+                Some(spec) if unusual(sharding).is_none() => format!("{} {spec}", leaf.aval()),
+                _ => format!("{} {sharding}", leaf.aval()),
+            },
+            None => format!("{} uncommitted", leaf.aval()),
+        });
+        Self {
+            name: jit.kernel.name().to_owned(),
+            mesh: jit.mesh.clone(),
+            inputs: inputs.collect(),
+        }
+    }
+}
+
 impl fmt::Display for CallWhat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "jit {} on {}", self.name, self.mesh)?;
@@ -212,7 +237,7 @@ impl CallPlan {
     }
 
     /// Returns an error if a donated input is the same array as another input of the call.
-    pub(super) fn check_donations(&self, leaves: &[&MpmdArray]) -> Problem<()> {
+    pub(super) fn check_donations(&self, leaves: &[&MpmdArray]) -> PlanResult<()> {
         let twins = match self.donated.len() {
             0 => None,
             1..=FEW_DONATED => self
@@ -248,7 +273,11 @@ impl CallPlan {
 
     /// While a step is captured, returns an error if the call donates an array that the step
     /// neither made nor has as an input.
-    pub(super) fn check_given_up(&self, program: &Program, leaves: &[&MpmdArray]) -> Problem<()> {
+    pub(super) fn check_given_up(
+        &self,
+        program: &Program,
+        leaves: &[&MpmdArray],
+    ) -> PlanResult<()> {
         let donated = self
             .inputs
             .iter()
@@ -275,18 +304,19 @@ impl CallPlan {
     /// shards from `slots`, which has those of each local device.
     pub(super) fn arrays(
         &self,
-        slots: &mut [(DeviceId, AsyncBuffers)],
+        slots: &mut [DeviceSlots],
         op: u64,
         at: &'static Location<'static>,
     ) -> NewArrays {
         if self.seats.is_empty() && self.runtime.dry_run.is_none() {
             return Placed::remote_arrays(&self.made, Origin { op, leaf: 0, at });
         }
+
         let all = self.outputs.iter().enumerate().map(|(i, output)| {
-            let next = |(device, slots): &mut (DeviceId, AsyncBuffers)| {
+            let next = |slots: &mut DeviceSlots| {
                 Some(LocalShard {
-                    device: *device,
-                    slot: slots.next()?,
+                    device: slots.device,
+                    slot: slots.buffers.next()?,
                 })
             };
             let shards = match &mut *slots {
@@ -306,7 +336,17 @@ impl CallPlan {
         Placed::arrays(all)
     }
 
-    pub(super) fn new<K: Kernel>(jit: &Jit<K>, runtime: &Arc<Runtime>, x: &K::In) -> Problem<Self> {
+    /// Creates the plan of a call on `x`.
+    ///
+    /// # Errors
+    ///
+    /// If the inputs do not fit the kernel's mesh and shardings, if the kernel refuses the shapes,
+    /// or if its signature contradicts the inputs, the outputs or the mesh.
+    pub(super) fn new<K: Kernel>(
+        jit: &Jit<K>,
+        runtime: &Arc<Runtime>,
+        x: &K::In,
+    ) -> PlanResult<Self> {
         let input_structure = x.structure();
         let (paths, leaves): (Vec<String>, Vec<&MpmdArray>) =
             x.leaves_with_paths().into_iter().unzip();
@@ -331,123 +371,51 @@ impl CallPlan {
             .into_iter()
             .map(|(path, _)| path)
             .collect();
-        let shardings = jit
-            .outputs
-            .broadcast(&output_structure)
-            .map_err(IssueProblem::Tree)?;
-        let names = leaves.iter().map(|leaf| match leaf.sharding() {
-            Some(sharding) => match sharding.spec() {
-                Some(spec) if unusual(sharding).is_none() => format!("{} {spec}", leaf.aval()),
-                _ => format!("{} {sharding}", leaf.aval()),
-            },
-            None => format!("{} uncommitted", leaf.aval()),
-        });
-        let what = Arc::new(CallWhat {
-            name: jit.kernel.name().to_owned(),
-            mesh: jit.mesh.clone(),
-            inputs: names.collect(),
-        });
-        let mut outputs = Vec::new();
-        for ((path, aval), sharding) in output_paths
-            .iter()
-            .zip(signature.outputs.leaves())
-            .zip(shardings)
-        {
-            let layout = sharding
-                .layout(aval.shape())
-                .map_err(|why| IssueProblem::Sharding {
-                    path: format!("output {path}"),
-                    why,
-                })?;
-            let (aval, what, runtime) = (aval.clone(), what.clone(), runtime.clone());
-            outputs.push(OutputPlan {
-                made: Arc::new(Made::new(aval, sharding, layout, what, runtime)),
-                alias: None,
-            });
-        }
-        let mut inputs: Vec<InputPlan> = leaves
-            .iter()
-            .zip(&paths)
-            .map(|(leaf, path)| InputPlan {
-                aval: leaf.aval().clone(),
-                made: leaf.made().cloned(),
-                // Host values have no memory of a device to give.
-                donated: leaf.made().is_some()
-                    && jit.donate.iter().any(|prefix| is_below(path, prefix)),
-                in_place: false,
-            })
-            .collect();
-        if let Some(unknown) = jit
-            .donate
-            .iter()
-            .find(|prefix| !paths.iter().any(|path| is_below(path, prefix)))
-        {
-            return Err(IssueProblem::Signature(format!(
-                "donate({unknown:?}) names none of the inputs"
-            )));
-        }
+        let what = Arc::new(CallWhat::of(jit, &leaves));
+        let mut outputs = output_plans(
+            jit,
+            runtime,
+            &output_structure,
+            &output_paths,
+            &signature.outputs.leaves(),
+            &what,
+        )?;
+        let mut inputs = input_plans(jit, &paths, &leaves)?;
+
         for (input, output) in &signature.aliases {
             let i = find(&paths, input, "input")?;
             let o = find(&output_paths, output, "output")?;
             check_alias(&inputs[i], leaves[i], &outputs[o], input, output)?;
-            if inputs[i].in_place || outputs[o].alias.is_some() {
-                return Err(IssueProblem::Signature(format!(
-                    "{input:?} or {output:?} is aliased twice"
-                )));
-            }
             inputs[i].in_place = true;
             outputs[o].alias = Some(i);
         }
         let declared = &signature.object_bytes;
         let objects = ObjectPlan::new(&inputs, &outputs, declared, &output_paths)?;
-        for collective in &signature.collectives {
-            collective.check(&jit.mesh).map_err(|why| {
-                IssueProblem::Signature(format!("the signature declares {collective}, but {why}"))
-            })?;
-        }
-        if signature.collectives.len() > MOST_COLLECTIVES {
-            return Err(IssueProblem::Signature(format!(
-                "the signature declares {} collectives; the maximum is {MOST_COLLECTIVES}",
-                signature.collectives.len()
-            )));
-        }
-
-        if !signature.collectives.is_empty() && jit.mesh.devices().len() > MOST_DEVICES {
-            return Err(IssueProblem::Signature(format!(
-                "the signature declares collectives on a mesh of {} devices; the maximum is \
-                 {MOST_DEVICES}",
-                jit.mesh.devices().len()
-            )));
-        }
-
+        check_collectives(&jit.mesh, &signature.collectives)?;
         let mesh = DeviceBindings {
             mesh: jit.mesh.clone(),
             collectives: signature.collectives,
+        };
+
+        let planner = SeatPlanner {
+            what: &what,
+            mesh: &mesh,
+            leaves: &leaves,
+            inputs: &inputs,
+            outputs: &outputs,
+            objects: &objects,
+            topology: &runtime.topology,
         };
         let seats = jit
             .mesh
             .devices()
             .iter()
             .filter_map(|device| Some((runtime.local_index(*device)?, *device)))
-            .map(|(local_index, device)| {
-                let of = (&leaves[..], &inputs[..], &outputs[..]);
-                seat(
-                    (local_index, device),
-                    &what,
-                    &mesh,
-                    of,
-                    &objects,
-                    &runtime.topology,
-                )
-            })
-            .collect::<Problem<Vec<_>>>()?;
-        let held: u64 = objects.bytes.iter().map(|(_, bytes)| *bytes).sum();
-        let bytes = seats
-            .iter()
-            .flat_map(|seat| &seat.outputs)
-            .map(|info| info.bytes() as u64);
-        let bytes = bytes.sum::<u64>() + held * seats.len() as u64;
+            .map(|(local_index, device)| planner.seat(local_index, device))
+            .collect::<PlanResult<Vec<_>>>()?;
+        let bytes = bytes_here(&seats, &objects);
         let fingerprint = fingerprint(&*jit.kernel, &mesh, &inputs, &outputs);
+
         let mut plan = Self {
             runtime: runtime.clone(),
             takes_host_values: inputs.iter().any(|input| input.made.is_none()),
@@ -474,18 +442,111 @@ impl CallPlan {
     }
 }
 
+/// Returns the plans of the outputs with these shapes, in the shardings of the kernel.
+fn output_plans<K: Kernel>(
+    jit: &Jit<K>,
+    runtime: &Arc<Runtime>,
+    structure: &Structure,
+    paths: &[String],
+    avals: &[&ShapedArray],
+    what: &Arc<CallWhat>,
+) -> PlanResult<Vec<OutputPlan>> {
+    let shardings = jit
+        .outputs
+        .broadcast(structure)
+        .map_err(IssueProblem::Tree)?;
+
+    let mut outputs = Vec::new();
+    for ((path, aval), sharding) in paths.iter().zip(avals).zip(shardings) {
+        let layout = sharding
+            .layout(aval.shape())
+            .map_err(|why| IssueProblem::Sharding {
+                path: format!("output {path}"),
+                why,
+            })?;
+        let aval = (*aval).clone();
+        let made = Made::new(aval, sharding, layout, what.clone(), runtime.clone());
+        outputs.push(OutputPlan {
+            made: Arc::new(made),
+            alias: None,
+        });
+    }
+    Ok(outputs)
+}
+
+/// Returns the plans of the inputs, of which none is updated in place yet. Fails if the kernel
+/// donates a path that no input has.
+fn input_plans<K: Kernel>(
+    jit: &Jit<K>,
+    paths: &[String],
+    leaves: &[&MpmdArray],
+) -> PlanResult<Vec<InputPlan>> {
+    let unknown = jit
+        .donate
+        .iter()
+        .find(|prefix| !paths.iter().any(|path| is_below(path, prefix)));
+    if let Some(unknown) = unknown {
+        return Err(IssueProblem::Signature(format!(
+            "donate({unknown:?}) names none of the inputs"
+        )));
+    }
+
+    let inputs = leaves.iter().zip(paths).map(|(leaf, path)| InputPlan {
+        aval: leaf.aval().clone(),
+        made: leaf.made().cloned(),
+        // Host values have no memory of a device to give.
+        donated: leaf.made().is_some() && jit.donate.iter().any(|prefix| is_below(path, prefix)),
+        in_place: false,
+    });
+    Ok(inputs.collect())
+}
+
+/// Returns the bytes of all outputs and new objects on this process's devices.
+fn bytes_here(seats: &[DeviceBinding], objects: &ObjectPlan) -> u64 {
+    let held: u64 = objects.bytes.iter().map(|object| object.bytes).sum();
+    let bytes = seats
+        .iter()
+        .flat_map(|seat| &seat.outputs)
+        .map(|info| info.bytes() as u64);
+    bytes.sum::<u64>() + held * seats.len() as u64
+}
+
+/// Checks the collectives that a signature declares on `mesh`.
+fn check_collectives(mesh: &Mesh, collectives: &[Collective]) -> PlanResult<()> {
+    for collective in collectives {
+        collective.check(mesh).map_err(|why| {
+            IssueProblem::Signature(format!("the signature declares {collective}, but {why}"))
+        })?;
+    }
+
+    if collectives.len() > MOST_COLLECTIVES {
+        return Err(IssueProblem::Signature(format!(
+            "the signature declares {} collectives; the maximum is {MOST_COLLECTIVES}",
+            collectives.len()
+        )));
+    }
+    if !collectives.is_empty() && mesh.devices().len() > MOST_DEVICES {
+        return Err(IssueProblem::Signature(format!(
+            "the signature declares collectives on a mesh of {} devices; the maximum is \
+             {MOST_DEVICES}",
+            mesh.devices().len()
+        )));
+    }
+    Ok(())
+}
+
 impl ObjectPlan {
     /// Returns the declared bytes of each new object of the call on one device.
     pub(super) fn held(&self) -> impl Iterator<Item = usize> + '_ {
-        self.bytes.iter().map(|(_, bytes)| *bytes as usize)
+        self.bytes.iter().map(|object| object.bytes as usize)
     }
 
     /// Returns the declared bytes of the new object that is output `output`, on one device.
     pub(super) fn declared(&self, output: usize) -> Option<u64> {
         self.bytes
             .iter()
-            .find(|(index, _)| *index == output)
-            .map(|(_, bytes)| *bytes)
+            .find(|object| object.output == output)
+            .map(|object| object.bytes)
     }
 
     fn new(
@@ -493,7 +554,7 @@ impl ObjectPlan {
         outputs: &[OutputPlan],
         declared: &[(String, u64)],
         output_paths: &[String],
-    ) -> Problem<Self> {
+    ) -> PlanResult<Self> {
         let inputs: Vec<&ShapedArray> = inputs.iter().map(|input| &input.aval).collect();
         let outputs: Vec<&ShapedArray> = outputs.iter().map(|output| &output.made.aval).collect();
         if let Some(odd) = inputs
@@ -505,12 +566,15 @@ impl ObjectPlan {
                 "{odd}: objects have no dimensions"
             )));
         }
+
         let objects = |avals: &[&ShapedArray]| {
             (0..avals.len())
                 .filter(|i| avals[*i].is_object())
                 .collect::<Vec<_>>()
         };
-        let (inputs, outputs) = (objects(&inputs), objects(&outputs));
+        let inputs = objects(&inputs);
+        let outputs = objects(&outputs);
+
         let mut bytes = Vec::with_capacity(declared.len());
         for (path, declared) in declared {
             let index = find(output_paths, path, "output")?;
@@ -519,9 +583,13 @@ impl ObjectPlan {
                     format!("the signature declares object bytes for {path:?}, which is no object");
                 return Err(IssueProblem::Signature(problem));
             }
-            bytes.push((index, *declared));
+            bytes.push(OutputBytes {
+                output: index,
+                bytes: *declared,
+            });
         }
-        bytes.retain(|(_, bytes)| *bytes > 0);
+
+        bytes.retain(|object| object.bytes > 0);
         bytes.sort_unstable();
         Ok(Self {
             inputs,
@@ -533,7 +601,7 @@ impl ObjectPlan {
 
 /// Returns an error unless every sharding of the prefix is on exactly the mesh's devices and in
 /// device memory.
-pub(super) fn check_outputs(prefix: &PrefixTree<Sharding>, mesh: &Mesh) -> Problem<()> {
+pub(super) fn check_outputs(prefix: &PrefixTree<Sharding>, mesh: &Mesh) -> PlanResult<()> {
     match prefix {
         PrefixTree::Node(branches) => branches
             .iter()
@@ -546,6 +614,7 @@ pub(super) fn check_outputs(prefix: &PrefixTree<Sharding>, mesh: &Mesh) -> Probl
                      to host memory with device_put"
                 )));
             }
+
             let of = |devices: &[DeviceId]| devices.iter().copied().collect::<HashSet<_>>();
             if of(sharding.devices()) == of(mesh.devices()) {
                 Ok(())
@@ -558,12 +627,13 @@ pub(super) fn check_outputs(prefix: &PrefixTree<Sharding>, mesh: &Mesh) -> Probl
     }
 }
 
+/// Checks the shardings of the inputs against the mesh and the declared shardings.
 fn check_inputs<K: Kernel>(
     jit: &Jit<K>,
     structure: &Structure,
     paths: &[String],
     leaves: &[&MpmdArray],
-) -> Problem<()> {
+) -> PlanResult<()> {
     let mesh = &jit.mesh;
     let declared = jit
         .inputs
@@ -571,6 +641,7 @@ fn check_inputs<K: Kernel>(
         .map(|prefix| prefix.broadcast(structure))
         .transpose()
         .map_err(IssueProblem::Tree)?;
+
     for (i, leaf) in leaves.iter().enumerate() {
         let Repr::Placed(placed) = &leaf.repr else {
             continue;
@@ -587,6 +658,7 @@ fn check_inputs<K: Kernel>(
                 found: placed.made.sharding.to_string(),
             });
         }
+
         let unusual = unusual(&placed.made.sharding);
         match declared.as_ref().map(|declared| &declared[i]) {
             Some(expected) if *expected == placed.made.sharding => {}
@@ -638,13 +710,15 @@ fn unusual(sharding: &Sharding) -> Option<&'static str> {
     }
 }
 
+/// Returns an error if the output cannot be the input updated in place, or if one of them is
+/// aliased already.
 fn check_alias(
     input: &InputPlan,
     leaf: &MpmdArray,
     output: &OutputPlan,
     input_path: &str,
     output_path: &str,
-) -> Problem<()> {
+) -> PlanResult<()> {
     let layouts_agree = match &leaf.repr {
         Repr::Placed(placed) => {
             *placed.made.layout == *output.made.layout
@@ -653,7 +727,13 @@ fn check_alias(
         }
         Repr::Host(_) => true,
     };
+
     if input.aval == output.made.aval && layouts_agree {
+        if input.in_place || output.alias.is_some() {
+            return Err(IssueProblem::Signature(format!(
+                "{input_path:?} or {output_path:?} is aliased twice"
+            )));
+        }
         return Ok(());
     }
     let sharding = input
@@ -667,54 +747,69 @@ fn check_alias(
     )))
 }
 
-fn seat(
-    (local_index, device): (usize, DeviceId),
-    what: &Arc<CallWhat>,
-    mesh: &DeviceBindings,
-    (leaves, taken, outputs): (&[&MpmdArray], &[InputPlan], &[OutputPlan]),
-    objects: &ObjectPlan,
-    topology: &Topology,
-) -> Problem<DeviceBinding> {
-    let groups = mesh
-        .collectives
-        .iter()
-        .map(|collective| group(device, &mesh.mesh, collective, topology))
-        .collect::<Result<Vec<_>, _>>()
-        .map_err(|error| IssueProblem::Signature(error.to_string()))?;
-    let part = |aval: &ShapedArray, layout: Option<&Layout>| {
-        let region = layout.and_then(|layout| layout.region_of(device).cloned());
-        ShardInfo::new(
-            aval.clone(),
-            region.unwrap_or_else(|| Region::full(aval.shape())),
-        )
-    };
-    let inputs = leaves.iter().map(|leaf| match &leaf.repr {
-        Repr::Host(host) => part(host.aval(), None),
-        Repr::Placed(placed) => part(&placed.made.aval, Some(&placed.made.layout)),
-    });
-    let parts: Vec<ShardInfo> = outputs
-        .iter()
-        .map(|output| part(&output.made.aval, Some(&output.made.layout)))
-        .collect();
-    let fresh: Vec<usize> = outputs
-        .iter()
-        .zip(&parts)
-        .filter(|(output, _)| !output.alias.is_some_and(|input| taken[input].donated))
-        .map(|(_, info)| info.bytes())
-        .collect();
-    Ok(DeviceBinding {
-        what: Arc::new(what.clone()),
-        local_index,
-        place: MeshPosition {
-            device,
-            position: mesh.mesh.position(device).unwrap_or_default(),
-            groups,
-        },
-        inputs: inputs.collect(),
-        reserved: fresh.iter().copied().chain(objects.held()).collect(),
-        fresh,
-        outputs: parts,
-    })
+/// The inputs and outputs of a call, from which the binding of each device is made.
+struct SeatPlanner<'a> {
+    what: &'a Arc<CallWhat>,
+    mesh: &'a DeviceBindings,
+    leaves: &'a [&'a MpmdArray],
+    inputs: &'a [InputPlan],
+    outputs: &'a [OutputPlan],
+    objects: &'a ObjectPlan,
+    topology: &'a Topology,
+}
+
+impl SeatPlanner<'_> {
+    /// Returns the binding of a device of this process. Fails if the mesh lacks the axis of a
+    /// collective.
+    fn seat(&self, local_index: usize, device: DeviceId) -> PlanResult<DeviceBinding> {
+        let mesh = self.mesh;
+        let groups = mesh
+            .collectives
+            .iter()
+            .map(|collective| group(device, &mesh.mesh, collective, self.topology))
+            .collect::<Result<Vec<_>, _>>()
+            .map_err(|error| IssueProblem::Signature(error.to_string()))?;
+
+        let part = |aval: &ShapedArray, layout: Option<&Layout>| {
+            let region = layout.and_then(|layout| layout.region_of(device).cloned());
+            ShardInfo::new(
+                aval.clone(),
+                region.unwrap_or_else(|| Region::full(aval.shape())),
+            )
+        };
+        let inputs = self.leaves.iter().map(|leaf| match &leaf.repr {
+            Repr::Host(host) => part(host.aval(), None),
+            Repr::Placed(placed) => part(&placed.made.aval, Some(&placed.made.layout)),
+        });
+        let parts: Vec<ShardInfo> = self
+            .outputs
+            .iter()
+            .map(|output| part(&output.made.aval, Some(&output.made.layout)))
+            .collect();
+
+        let takes_over =
+            |output: &OutputPlan| output.alias.is_some_and(|input| self.inputs[input].donated);
+        let fresh: Vec<usize> = self
+            .outputs
+            .iter()
+            .zip(&parts)
+            .filter(|(output, _)| !takes_over(output))
+            .map(|(_, info)| info.bytes())
+            .collect();
+        Ok(DeviceBinding {
+            what: Arc::new(self.what.clone()),
+            local_index,
+            place: MeshPosition {
+                device,
+                position: mesh.mesh.position(device).unwrap_or_default(),
+                groups,
+            },
+            inputs: inputs.collect(),
+            reserved: fresh.iter().copied().chain(self.objects.held()).collect(),
+            fresh,
+            outputs: parts,
+        })
+    }
 }
 
 /// Returns the devices that run a collective together with `device`, with `device`'s rank among
@@ -739,6 +834,7 @@ fn group(
         .iter()
         .filter_map(|device| mesh.place(*device))
         .collect();
+
     let joined = collective.is_joined(&devices, topology);
     let rounds = collective.rounds(&processes, joined);
     let most = collective.most_bytes() as u64;
@@ -753,7 +849,7 @@ fn group(
     })
 }
 
-fn find(paths: &[String], path: &str, what: &str) -> Problem<usize> {
+fn find(paths: &[String], path: &str, what: &str) -> PlanResult<usize> {
     paths.iter().position(|known| known == path).ok_or_else(|| {
         IssueProblem::Signature(format!(
             "the signature names {what} {path:?}; there are {}",
@@ -784,6 +880,7 @@ fn fingerprint<K: Kernel>(
         .into_iter()
         .fold(hash, Rolling::mix)
         .mix(mesh.mesh.fingerprint());
+
     for input in inputs {
         hash = text(hash, &input.aval.to_string()).mix(u64::from(input.donated));
         hash = hash.mix(input.sharding().map_or(0, Sharding::fingerprint));
@@ -792,6 +889,7 @@ fn fingerprint<K: Kernel>(
         hash = text(hash, &output.made.aval.to_string()).mix(output.made.sharding.fingerprint());
         hash = hash.mix(output.alias.map_or(0, |input| input as u64 + 1));
     }
+
     mesh.collectives
         .iter()
         .fold(hash, |hash, collective| text(hash, &collective.to_string()))

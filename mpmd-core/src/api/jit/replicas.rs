@@ -38,6 +38,7 @@ impl Program {
                 }
                 .at(at, kernel)
             };
+
             let layout = sharding.layout(output.shape()).map_err(problem)?;
             let compared = Replicas {
                 output: match path.as_str() {
@@ -49,8 +50,10 @@ impl Program {
                     .iter()
                     .copied()
                     .zip(layout.regions().to_vec())
+                    .map(|(device, region)| DevicePart { device, region })
                     .collect(),
             };
+
             if whole && compared.pairs().next().is_some() {
                 self.without_recomputing(|program| {
                     program.compare_replicas(output, sharding, compared, at)
@@ -67,14 +70,16 @@ impl Program {
         compared: Replicas,
         at: &'static Location<'static>,
     ) -> Result<()> {
-        let devices: Vec<DeviceId> = compared.parts.iter().map(|(device, _)| *device).collect();
+        let devices: Vec<DeviceId> = compared.parts.iter().map(|part| part.device).collect();
         let wrong = |why: String| IssueProblem::Mesh(why).at(at, "the check of replicas");
         let mesh = |devices: &[DeviceId]| {
             Mesh::new(&[(DEVICE, devices.len())], devices.to_vec())
                 .map_err(|error| wrong(error.to_string()))
         };
-        let (all, first) = (mesh(&devices)?, mesh(&devices[..1])?);
+        let all = mesh(&devices)?;
+        let first = mesh(&devices[..1])?;
         let each = all.sharding(Spec::new(vec![DEVICE.into()]));
+
         let hash = self
             .jit(HashPart {
                 devices: devices.len(),
@@ -85,6 +90,7 @@ impl Program {
         let before = self.set_caller(Some(at));
         let hashes = self.put_list(&[(&hashes, &first.replicated())]);
         self.set_caller(before);
+
         let compare = self
             .jit(compared)
             .on(&first)
@@ -128,14 +134,20 @@ struct Replicas {
     /// The output, for messages.
     output: String,
     /// The part of each device.
-    parts: Vec<(DeviceId, Region)>,
+    parts: Vec<DevicePart>,
+}
+
+/// A device and its part of an array.
+struct DevicePart {
+    device: DeviceId,
+    region: Region,
 }
 
 impl Replicas {
     /// Returns (place of the first device, place of another device) for devices with the same part.
     fn pairs(&self) -> impl Iterator<Item = (usize, usize)> {
         (1..self.parts.len()).filter_map(|place| {
-            let same = |(_, region): &(DeviceId, Region)| *region == self.parts[place].1;
+            let same = |part: &DevicePart| part.region == self.parts[place].region;
             self.parts[..place]
                 .iter()
                 .position(same)
@@ -157,7 +169,11 @@ impl Kernel for Replicas {
             let hashes = x.as_slice::<u64>()?;
             for (a, b) in self.pairs() {
                 if hashes[a] != hashes[b] {
-                    let ((first, region), (other, _)) = (&self.parts[a], &self.parts[b]);
+                    let DevicePart {
+                        device: first,
+                        region,
+                    } = &self.parts[a];
+                    let other = self.parts[b].device;
                     return Err(Error::kernel(format!(
                         "the replicas of {} differ: devices {first} and {other} have \
                          different values of {region:?}",
@@ -165,6 +181,7 @@ impl Kernel for Replicas {
                     )));
                 }
             }
+
             y.zero();
             Ok(())
         })

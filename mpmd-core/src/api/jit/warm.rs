@@ -5,10 +5,15 @@ use crate::kernel::Kernel;
 use mpmd_device::accelerator::DeviceError;
 use mpmd_layout::topology::Mesh;
 
-/// The compilations of a bound kernel: (local device index, result), for each of this process's
-/// accelerators in the mesh.
+/// The compilations of a bound kernel, for each of this process's accelerators in the mesh.
 #[derive(Default)]
-pub(super) struct Warm(Vec<(usize, Result<(), DeviceError>)>);
+pub(super) struct Warm(Vec<Compilation>);
+
+/// The compilation of a kernel for a device.
+struct Compilation {
+    local_index: usize,
+    result: Result<(), DeviceError>,
+}
 
 impl Warm {
     /// Compiles the kernel's CUDA code for this process's accelerators in the mesh. Asks the kernel
@@ -17,10 +22,13 @@ impl Warm {
         let devices = runtime.devices.iter().enumerate();
         let ours = devices.filter(|(_, device)| mesh.devices().contains(&device.id));
         let mut sources = None;
-        let compiled = ours.filter_map(|(index, device)| {
+        let compiled = ours.filter_map(|(local_index, device)| {
             let accelerator = device.accelerator.as_ref()?;
             let sources = sources.get_or_insert_with(|| kernel.cuda());
-            Some((index, accelerator.prepare(&device.pool, sources)))
+            Some(Compilation {
+                local_index,
+                result: accelerator.prepare(&device.pool, sources),
+            })
         });
         Self(compiled.collect())
     }
@@ -28,7 +36,7 @@ impl Warm {
     /// Returns the result of the compilation for the device with this local index. The error is the
     /// same for every call.
     pub(super) fn result(&self, local_index: usize) -> Result<(), DeviceError> {
-        let found = self.0.iter().find(|(index, _)| *index == local_index);
-        found.map_or(Ok(()), |(_, result)| result.clone())
+        let found = self.0.iter().find(|one| one.local_index == local_index);
+        found.map_or(Ok(()), |one| one.result.clone())
     }
 }

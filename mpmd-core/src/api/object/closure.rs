@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 use std::panic::Location;
 
-use super::method::{Made, Makes, Method};
+use super::method::{MadeObject, Makes, Method};
 use crate::error::Result;
 use crate::exec::array::MpmdArray;
 use crate::kernel::{
@@ -18,7 +18,7 @@ use mpmd_layout::tree::{Empty, Tree};
 ///
 /// `run` takes the value as `&mut T`, then typed views: 0 to 4 inputs
 /// ([`View<f32>`](crate::kernel::View)), then 0 to 2 outputs
-/// ([`ViewMut<f32>`](crate::kernel::ViewMut)). It returns `()`, or a new object as [`Made`], plain
+/// ([`ViewMut<f32>`](crate::kernel::ViewMut)). It returns `()`, or a new object as [`MadeObject`], plain
 /// or in a `Result`. `shapes` is as for [`kernel`](crate::kernel::kernel()), or `()` for a method
 /// without outputs.
 ///
@@ -198,7 +198,7 @@ impl MethodResult for Result<()> {
     }
 }
 
-impl<T: Send + 'static> MethodResult for Made<T> {
+impl<T: Send + 'static> MethodResult for MadeObject<T> {
     type Made = Self;
 
     fn made(self) -> Result<Self> {
@@ -206,8 +206,8 @@ impl<T: Send + 'static> MethodResult for Made<T> {
     }
 }
 
-impl<T: Send + 'static> MethodResult for Result<Made<T>> {
-    type Made = Made<T>;
+impl<T: Send + 'static> MethodResult for Result<MadeObject<T>> {
+    type Made = MadeObject<T>;
 
     fn made(self) -> Self {
         self

@@ -28,17 +28,17 @@ pub trait Method:
     type Inputs: Tree<Leaf = MpmdArray>;
     /// The structure of the outputs.
     type Outputs: Tree<Leaf = MpmdArray>;
-    /// The objects that a call makes: `()`, or [`Made`] for one.
+    /// The objects that a call makes: `()`, or [`MadeObject`] for one.
     type Made: Makes;
 }
 
 /// A new object that a method returns.
-pub struct Made<T> {
+pub struct MadeObject<T> {
     value: T,
     measure: Option<Measure>,
 }
 
-impl<T: Send + 'static> Made<T> {
+impl<T: Send + 'static> MadeObject<T> {
     /// Returns `value` as a new object.
     pub fn new(value: T) -> Self {
         Self {
@@ -59,7 +59,7 @@ impl<T: Send + 'static> Made<T> {
     }
 }
 
-/// The objects that a call of a method makes. Implemented for `()` and [`Made`].
+/// The objects that a call of a method makes. Implemented for `()` and [`MadeObject`].
 pub trait Makes: Sized + Send + 'static {
     /// The structure of the new objects.
     type Tree: Tree<Leaf = MpmdArray>;
@@ -97,7 +97,7 @@ impl Makes for () {
     }
 }
 
-impl<T: Send + 'static> Makes for Made<T> {
+impl<T: Send + 'static> Makes for MadeObject<T> {
     type Tree = MpmdArray;
     type Results<Y> = (Y, MpmdObject<T>);
 
@@ -181,6 +181,7 @@ impl<M: Method> MethodBuilder<M> {
             let named = pair.into_iter().enumerate();
             PrefixTree::Node(named.map(|(i, tree)| (i.to_string(), tree)).collect())
         };
+
         if let Some(mesh) = mesh {
             let whole = PrefixTree::Leaf(mesh.replicated());
             jit = jit.on(&mesh);

@@ -18,7 +18,7 @@ use crate::exec::array::object::Measure;
 use crate::exec::array::{ArrayFuture, MpmdArray};
 use crate::kernel::{Context, Kernel, Signature, ViewMut};
 pub use closure::{MethodClosures, MethodResult, RunMethod, method};
-pub use method::{BoundMethod, Made, Makes, Method, MethodBuilder};
+pub use method::{BoundMethod, MadeObject, Makes, Method, MethodBuilder};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::topology::{DeviceId, Mesh};
 use mpmd_layout::tree::Empty;
@@ -67,7 +67,7 @@ impl Program {
         mesh: &Mesh,
         make: impl Fn(DeviceId) -> Result<T> + Send + Sync + 'static,
     ) -> Result<MpmdObject<T>> {
-        self.object_at(mesh, make, (0, None), Location::caller())
+        self.object_at(mesh, make, 0, None, Location::caller())
     }
 
     /// Makes an object as [`Program::object`] does. Its value takes `bytes` bytes on each device.
@@ -86,14 +86,15 @@ impl Program {
         bytes: u64,
         make: impl Fn(DeviceId) -> Result<T> + Send + Sync + 'static,
     ) -> Result<MpmdObject<T>> {
-        self.object_at(mesh, make, (bytes, Some(measure::<T>)), Location::caller())
+        self.object_at(mesh, make, bytes, Some(measure::<T>), Location::caller())
     }
 
     fn object_at<T: Send + 'static>(
         &mut self,
         mesh: &Mesh,
         make: impl Fn(DeviceId) -> Result<T> + Send + Sync + 'static,
-        (bytes, measure): (u64, Option<Measure>),
+        bytes: u64,
+        measure: Option<Measure>,
         at: &'static Location<'static>,
     ) -> Result<MpmdObject<T>> {
         self.refuse_in_capture(at, "object")?;
@@ -103,12 +104,13 @@ impl Program {
             at.file(),
             at.line()
         );
-        let kernel = Maker {
+        let kernel = ObjectMaker {
             make,
             bytes,
             measure,
             name,
         };
+
         let maker = self
             .jit(kernel)
             .on(mesh)
@@ -171,14 +173,14 @@ impl<T> fmt::Debug for MpmdObject<T> {
 }
 
 /// The kernel that makes an object.
-struct Maker<F> {
+struct ObjectMaker<F> {
     make: F,
     bytes: u64,
     measure: Option<Measure>,
     name: String,
 }
 
-impl<T: Send + 'static, F> Kernel for Maker<F>
+impl<T: Send + 'static, F> Kernel for ObjectMaker<F>
 where
     F: Fn(DeviceId) -> Result<T> + Send + Sync + 'static,
 {

@@ -12,9 +12,10 @@ use mpmd_record::dry_run::{Kind, OpDescriptor};
 /// Maximum bytes of text in one comparison, and so in its error message.
 const SHOWN: usize = 1000;
 
-struct Compared(String);
+/// A piece of text that is compared on all processes.
+struct ComparedText(String);
 
-impl fmt::Display for Compared {
+impl fmt::Display for ComparedText {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "assert_same {}", self.0)
     }
@@ -36,6 +37,7 @@ impl Program {
     pub fn assert_same(&mut self, text: impl Into<String>) -> Result<()> {
         let at = self.caller(Location::caller());
         self.refuse_in_capture(at, "assert_same")?;
+
         let text = text.into();
         // Cut into short pieces, so that the shown piece contains the difference.
         let mut rest = text.as_str();
@@ -44,7 +46,8 @@ impl Program {
                 .rev()
                 .find(|end| rest.is_char_boundary(*end));
             let (piece, more) = rest.split_at(end.unwrap_or(rest.len()));
-            let what = Arc::new(Compared(piece.to_owned()));
+
+            let what = Arc::new(ComparedText(piece.to_owned()));
             let word = Rolling::default().mix_bytes(what.0.as_bytes()).word();
             let descriptor = || OpDescriptor::local(&what, Kind::AssertSame, Vec::new());
             self.issue_op(

@@ -13,23 +13,24 @@ use mpmd_proto::wire::MAX_CONTROL_BYTES;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::{NewOp, Part, Program};
+use super::{IssuedOp, NewOp, OpPart, Program};
 use crate::error::{Error, IssueProblem, Result};
 use crate::exec::{AsyncBuffer, Doing, Outgoing, Waiter};
 use mpmd_record::dry_run::{Kind, OpDescriptor};
 use mpmd_record::trace::What;
 
-struct Agreement {
+/// The description of a `broadcast_value` for messages.
+struct ValueBroadcast {
     from: ProcessId,
-    of: &'static str,
+    value_type: &'static str,
 }
 
-impl fmt::Display for Agreement {
+impl fmt::Display for ValueBroadcast {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
             "broadcast_value of a {} from process {}",
-            self.of, self.from
+            self.value_type, self.from
         )
     }
 }
@@ -63,9 +64,10 @@ impl Program {
             // Bounds how far a process that only sends values runs ahead of the receivers.
             self.admit(at);
         }
-        let what = Arc::new(Agreement {
+
+        let what = Arc::new(ValueBroadcast {
             from,
-            of: std::any::type_name::<T>(),
+            value_type: std::any::type_name::<T>(),
         });
         let descriptor = || {
             let bytes = control::encode(&in_dry_run).map_or(0, |bytes| bytes.len() as u64);
@@ -76,67 +78,94 @@ impl Program {
             OpDescriptor::local(&what, kind, Vec::new())
         };
         let words = [0xa6ee, u64::from(from.0)];
-        let (op, _) = self.issue_op(
+        let IssuedOp { op, .. } = self.issue_op(
             words,
             NewOp {
-                part: Part::Program,
+                part: OpPart::Program,
                 ..NewOp::new(at, &|| what.clone(), &descriptor)
             },
         );
+
         if self.is_dry_run() {
             return Ok(in_dry_run);
         }
-        let runtime = self.runtime.clone();
-        if from == runtime.me {
-            let value = match catch_unwind(AssertUnwindSafe(f)) {
-                Ok(value) => value,
-                Err(_) => Err(Error::kernel("the closure panicked")),
-            };
-            let bytes = value.as_ref().map_err(Clone::clone).and_then(|value| {
-                control::encode(value).map_err(|error| Error::kernel(error.to_string()))
-            });
-            let failure = bytes.as_ref().err().map(|error| match error {
-                Error::Failed(failure) => failure.clone(),
-                error => {
-                    let message = format!(
-                        "broadcast_value (operation {op}) at {at} failed on process {from}: {error}"
-                    );
-                    Arc::new(Failure::new(FailureKind::Kernel, from, op, message))
-                }
-            });
-            let size = bytes.as_ref().map_or(0, |bytes| bytes.len() as u64);
-            let guard = runtime.in_flight.begin(op, self.hash_at_last(), size);
-            for to in (0..self.processes() as u32)
-                .map(ProcessId)
-                .filter(|to| *to != from)
-            {
-                let key = (op, u64::from(to.0));
-                match (&bytes, &failure) {
-                    (Ok(bytes), _) => {
-                        let (buffer, bytes) = (bytes.clone().into(), bytes.len() as u64);
-                        let outgoing = Outgoing {
-                            buffer,
-                            bytes,
-                            guard: guard.clone(),
-                        };
-                        runtime.with_router(|router| {
-                            router.announce(to, key, guard.hash(), bytes, outgoing)
-                        });
-                    }
-                    (Err(_), Some(failure)) => {
-                        runtime.with_router(|router| router.poison(to, key, failure))
-                    }
-                    (Err(_), None) => {}
-                }
-            }
-            return match failure {
-                Some(failure) => {
-                    runtime.remember(&failure);
-                    Err(Error::failed(failure))
-                }
-                None => value,
-            };
+        if from == self.runtime.me {
+            return self.broadcast_own(op, at, f);
         }
+        self.receive_value(from, op, at)
+    }
+
+    /// Computes the value of operation `op` with `f`, and sends it to all other processes. If that
+    /// fails, fails the operation on all of them.
+    fn broadcast_own<T: Serialize>(
+        &self,
+        op: u64,
+        at: &'static Location<'static>,
+        f: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        let runtime = self.runtime.clone();
+        let from = runtime.me;
+        let value = match catch_unwind(AssertUnwindSafe(f)) {
+            Ok(value) => value,
+            Err(_) => Err(Error::kernel("the closure panicked")),
+        };
+        let bytes = value.as_ref().map_err(Clone::clone).and_then(|value| {
+            control::encode(value).map_err(|error| Error::kernel(error.to_string()))
+        });
+        let failure = bytes.as_ref().err().map(|error| match error {
+            Error::Failed(failure) => failure.clone(),
+            error => {
+                let message = format!(
+                    "broadcast_value (operation {op}) at {at} failed on process {from}: {error}"
+                );
+                Arc::new(Failure::new(FailureKind::Kernel, from, op, message))
+            }
+        });
+
+        let size = bytes.as_ref().map_or(0, |bytes| bytes.len() as u64);
+        let guard = runtime.in_flight.begin(op, self.hash_at_last(), size);
+        for to in (0..self.processes() as u32)
+            .map(ProcessId)
+            .filter(|to| *to != from)
+        {
+            let key = (op, u64::from(to.0));
+            match (&bytes, &failure) {
+                (Ok(bytes), _) => {
+                    let buffer = bytes.clone().into();
+                    let bytes = bytes.len() as u64;
+                    let outgoing = Outgoing {
+                        buffer,
+                        bytes,
+                        guard: guard.clone(),
+                    };
+                    runtime.with_router(|router| {
+                        router.announce(to, key, guard.hash(), bytes, outgoing)
+                    });
+                }
+                (Err(_), Some(failure)) => {
+                    runtime.with_router(|router| router.poison(to, key, failure))
+                }
+                (Err(_), None) => {}
+            }
+        }
+
+        match failure {
+            Some(failure) => {
+                runtime.remember(&failure);
+                Err(Error::failed(failure))
+            }
+            None => value,
+        }
+    }
+
+    /// Waits for the value of operation `op` from process `from`.
+    fn receive_value<T: DeserializeOwned>(
+        &self,
+        from: ProcessId,
+        op: u64,
+        at: &'static Location<'static>,
+    ) -> Result<T> {
+        let runtime = self.runtime.clone();
         let (resolver, slot) = AsyncBuffer::new();
         let key = (op, u64::from(runtime.me.0));
         let hash = self.hash_at_last();
@@ -155,6 +184,7 @@ impl Program {
                 runtime.now(),
             );
         });
+
         let _doing = runtime.status.enter(Doing::Waiting("broadcast_value", at));
         let _waiting = runtime.trace.wait("broadcast_value", at);
         let outcome = loop {
@@ -165,6 +195,7 @@ impl Program {
             }
         };
         runtime.trace.note(|| What::Over { op });
+
         let bytes = outcome.map_err(|failure| {
             runtime.remember(&failure);
             Error::failed(failure)

@@ -11,9 +11,9 @@ use mpmd_device::cuda;
 use mpmd_rendezvous::Fact;
 use mpmd_transport::Transport;
 
-use super::facts::Facts;
+use super::facts::ProgramFacts;
 use super::membership::Membership;
-use super::version::Checks;
+use super::version::JobChecks;
 use super::{Program, connect};
 use crate::error::{Error, Result};
 use crate::exec::dry_run::{DryRunBuilder, Order};
@@ -23,21 +23,22 @@ use mpmd_launch::{DEFAULT_PEER_TIMEOUT, variables};
 use mpmd_layout::topology::{CudaCollectives, DeviceId, DeviceKind, GpuId, Links, Topology};
 use mpmd_record::trace::About;
 
-/// The largest number of processes for which a layout is asked, in multiples of those of the start
-/// and, for small jobs, at least.
+/// A layout is asked for numbers of processes up to this multiple of the number at the start.
 const MOST_TIMES: usize = 4;
+
+/// In a small job, a layout is asked for numbers of processes up to this one.
 const LEAST_ASKED: usize = 256;
 
-/// The number of devices with which a program goes on with a number of processes, or the reason why
-/// it does not.
-pub(crate) type Layout = dyn Fn(usize) -> Result<usize, String> + Send + Sync;
+/// Returns the number of devices with which a program goes on with a number of processes, or the
+/// reason why it does not.
+pub(crate) type LayoutFn = dyn Fn(usize) -> Result<usize, String> + Send + Sync;
 
 /// Returns the number of devices with which the program of a layout goes on with `size` processes.
 ///
 /// # Errors
 ///
 /// The reason of the layout. If a process had no device, since it could have no part of the state.
-pub(crate) fn devices_of_size(layout: &Layout, size: usize) -> Result<usize, String> {
+pub(crate) fn devices_of_size(layout: &LayoutFn, size: usize) -> Result<usize, String> {
     let devices = layout(size)?;
     match devices < size {
         true => Err(format!(
@@ -45,6 +46,13 @@ pub(crate) fn devices_of_size(layout: &Layout, size: usize) -> Result<usize, Str
         )),
         false => Ok(devices),
     }
+}
+
+/// A number of processes that an epoch of a job may have, and its number of devices.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct JobSize {
+    pub(crate) processes: u32,
+    pub(crate) devices: u32,
 }
 
 /// Settings of a [`Program`], with defaults that suit most.
@@ -71,10 +79,10 @@ pub struct Builder {
     pub(super) check_replay: Option<u64>,
     pub(super) trace: Option<PathBuf>,
     pub(super) sync: Option<bool>,
-    pub(super) facts: Option<Facts>,
-    /// The numbers of processes that later epochs of the job may have, ascending, each with the
-    /// number of devices. Empty if all epochs have as many as the first.
-    pub(crate) sizes: Arc<[(u32, u32)]>,
+    pub(super) facts: Option<ProgramFacts>,
+    /// The sizes that later epochs of the job may have, ascending. Empty if all epochs have as many
+    /// processes as the first.
+    pub(crate) sizes: Arc<[JobSize]>,
 }
 
 impl Default for Builder {
@@ -269,10 +277,10 @@ impl Builder {
         self.check_uncommitted.unwrap_or(cfg!(debug_assertions))
     }
 
-    pub(super) fn checks(&self) -> Checks {
+    pub(super) fn checks(&self) -> JobChecks {
         let replicas = self.check_replicas.unwrap_or(false);
         let replay = self.check_replay.unwrap_or(0);
-        Checks {
+        JobChecks {
             uncommitted: self.checks_uncommitted(),
             replicas,
             replay,
@@ -308,7 +316,7 @@ impl Builder {
     /// # Ok::<(), mpmd_core::Error>(())
     /// ```
     pub fn facts(mut self, find: impl Fn() -> Vec<Fact> + Send + Sync + 'static) -> Self {
-        self.facts = Some(Facts::new(find));
+        self.facts = Some(ProgramFacts::new(find));
         self
     }
 
@@ -338,6 +346,7 @@ impl Builder {
         E: From<Error> + fmt::Display,
     {
         let mut p = self.from_env()?;
+
         let result = program(&mut p);
         p.conclude(result)
     }
@@ -373,6 +382,7 @@ impl Builder {
         order: Option<Order>,
     ) -> Result<Program> {
         let dry_run = DryRunBuilder::new(process, &topology, order);
+
         // The runtime's own number is beyond the job, so that it owns no devices.
         let nobody = beyond(&topology);
         let runtime = Runtime::start(
@@ -383,6 +393,7 @@ impl Builder {
             Some(dry_run),
         )
         .map_err(no_threads)?;
+
         Ok(Program::new(runtime, true, None, self.plan_cache))
     }
 
@@ -425,22 +436,27 @@ impl Builder {
         membership: Option<&Membership>,
     ) -> Result<Arc<Runtime>> {
         has_cuda(me, &topology)?;
+
         let topology = with_gpus(topology);
         let cuda = match topology.has_kind(me, DeviceKind::Cuda) {
             true => topology.ordinals(me, cuda::found()?.gpus.len() as u32),
             false => Vec::new(),
         };
+
         let about = about(me, &topology, transport.as_deref());
         let trace = self.begin_trace(about)?;
         if let Some(membership) = membership {
             membership.compare_clocks(&trace);
         }
+
         let runtime = Runtime::start(me, topology, self.config(trace, cuda), transport, None)
             .map_err(no_threads)?;
         if let Some(membership) = membership {
             membership.watch(&runtime);
         }
-        let (processes, transport) = (runtime.topology.processes(), runtime.transport_name());
+
+        let processes = runtime.topology.processes();
+        let transport = runtime.transport_name();
         let cuda = &runtime.config.ordinals;
         tracing::debug!(
             process = me.0,
@@ -449,6 +465,7 @@ impl Builder {
             ?cuda,
             "a program starts"
         );
+
         Ok(runtime)
     }
 
@@ -461,26 +478,10 @@ impl Builder {
         per_process: Option<usize>,
     ) -> Result<Topology> {
         if let Some(counts) = &self.devices_by_process {
-            let add = |all: u32, count: &usize| all.checked_add((*count).try_into().ok()?);
-            let all = counts.iter().try_fold(0, add).unwrap_or(0);
-            let contradicted = self.devices.is_some_and(|devices| devices != all as usize)
-                || per_process.is_some_and(|each| counts.iter().any(|count| *count != each));
-            if counts.len() != processes || all == 0 || contradicted {
-                let devices = self
-                    .devices
-                    .map(|all| format!(", `Builder::devices` says {all}"));
-                let launched =
-                    per_process.map(|each| format!(", --devices-per-process says {each}"));
-                return Err(Error::Environment(format!(
-                    "`Builder::devices_by_process` says {counts:?}, and the job has {processes} \
-                     processes{}{}: give a number for each process, in total at least 1, and no \
-                     other number of devices",
-                    devices.unwrap_or_default(),
-                    launched.unwrap_or_default()
-                )));
-            }
+            self.check_counts(counts, processes, per_process)?;
             return self.topology_of(counts);
         }
+
         let launched = per_process.map(|each| processes.saturating_mul(each));
         if let (Some(devices), Some(each), Some(launched)) = (self.devices, per_process, launched)
             && devices != launched
@@ -493,6 +494,7 @@ impl Builder {
                 variables::DEVICES_PER_PROCESS
             )));
         }
+
         let devices = self.devices.or(launched).unwrap_or(processes);
         if devices == 0 && processes > 0 {
             return Err(Error::Environment(
@@ -509,23 +511,55 @@ impl Builder {
         self.topology_of(&vec![devices / processes; processes])
     }
 
+    /// Checks the numbers of devices of [`Builder::devices_by_process`]: one for each process, and
+    /// no other number that contradicts them.
+    fn check_counts(
+        &self,
+        counts: &[usize],
+        processes: usize,
+        per_process: Option<usize>,
+    ) -> Result<()> {
+        let add = |all: u32, count: &usize| all.checked_add((*count).try_into().ok()?);
+        let all = counts.iter().try_fold(0, add).unwrap_or(0);
+        let contradicted = self.devices.is_some_and(|devices| devices != all as usize)
+            || per_process.is_some_and(|each| counts.iter().any(|count| *count != each));
+        if counts.len() == processes && all != 0 && !contradicted {
+            return Ok(());
+        }
+
+        let devices = self
+            .devices
+            .map(|all| format!(", `Builder::devices` says {all}"));
+        let launched = per_process.map(|each| format!(", --devices-per-process says {each}"));
+        Err(Error::Environment(format!(
+            "`Builder::devices_by_process` says {counts:?}, and the job has {processes} \
+             processes{}{}: give a number for each process, in total at least 1, and no \
+             other number of devices",
+            devices.unwrap_or_default(),
+            launched.unwrap_or_default()
+        )))
+    }
+
     /// Returns the devices of the builder's epoch, which has `processes` processes. `topology` is
     /// that of the first epoch.
     pub(super) fn resized(&mut self, topology: Topology, processes: usize) -> Result<Topology> {
         if self.epoch == 1 || self.sizes.is_empty() {
             return Ok(topology);
         }
+
         // Processes may have other numbers than in the first epoch. The members tell their hosts.
         self.hosts = None;
         self.kinds.iter_mut().for_each(|kinds| kinds.truncate(1));
+
         let size = self
             .sizes
             .iter()
-            .find(|(size, _)| *size as usize == processes);
+            .find(|size| size.processes as usize == processes);
         let all = topology.devices().len();
         // A replacement may have the place of a lost process whatever the layout says.
-        let devices = size.map_or(all, |(_, devices)| *devices as usize);
-        let counts = match (processes, devices) == (topology.processes(), all) {
+        let devices = size.map_or(all, |size| size.devices as usize);
+        let is_unchanged = processes == topology.processes() && devices == all;
+        let counts = match is_unchanged {
             true => topology.counts(),
             false => Topology::spread(devices, processes).counts(),
         };
@@ -539,13 +573,18 @@ impl Builder {
     /// # Errors
     ///
     /// If the devices are of several kinds.
-    pub(crate) fn set_sizes(&mut self, topology: &Topology, layout: Option<&Layout>) -> Result<()> {
+    pub(crate) fn set_sizes(
+        &mut self,
+        topology: &Topology,
+        layout: Option<&LayoutFn>,
+    ) -> Result<()> {
         let mut pairs = topology.devices().windows(2);
         if !pairs.all(|pair| pair[0].kind == pair[1].kind) {
             return Err(Error::Environment(
                 "a job that shrinks (`OnLoss::Shrink`) needs devices of one kind".to_owned(),
             ));
         }
+
         let all = topology.devices().len();
         let asked = topology
             .processes()
@@ -556,14 +595,18 @@ impl Builder {
             let devices = layout
                 .map_or(Ok(all), |layout| devices_of_size(layout, size))
                 .ok()?;
-            Some((size as u32, u32::try_from(devices).ok()?))
+            Some(JobSize {
+                processes: size as u32,
+                devices: u32::try_from(devices).ok()?,
+            })
         });
         self.sizes = sizes.collect();
+
         Ok(())
     }
 
-    /// Returns the devices of a job with so many devices on each process, with the kinds, hosts and
-    /// links of this builder.
+    /// Returns the devices of a job with these numbers of devices on its processes, with the kinds,
+    /// hosts and links of this builder.
     fn topology_of(&self, counts: &[usize]) -> Result<Topology> {
         let mut topology = Topology::with_devices(counts);
         if let Some(kinds) = &self.kinds {
@@ -572,6 +615,7 @@ impl Builder {
         if let Some(hosts) = &self.hosts {
             topology = topology.on_hosts(hosts)?;
         }
+
         topology = topology.with_cuda_collectives(self.collectives.unwrap_or_default());
         Ok(self
             .links
@@ -581,18 +625,16 @@ impl Builder {
     /// Returns an error if this machine lacks CUDA or NCCL for the devices of all `processes`
     /// processes, which all run here.
     pub(super) fn can_have_devices(&self, processes: usize) -> Result<()> {
-        match self
+        let needs_cuda = self
             .kinds
             .as_ref()
             .is_some_and(|kinds| kinds.contains(&DeviceKind::Cuda))
-            && processes > 0
-        {
-            true => {
-                cuda::found()?;
-                has_nccl(self.collectives.unwrap_or_default())
-            }
-            false => Ok(()),
+            && processes > 0;
+        if !needs_cuda {
+            return Ok(());
         }
+        cuda::found()?;
+        has_nccl(self.collectives.unwrap_or_default())
     }
 
     /// Returns the trace of this process, which has begun if the builder has a folder for it.
@@ -601,10 +643,12 @@ impl Builder {
         let Some(folder) = &self.trace else {
             return Ok(trace);
         };
+
         let folder = match self.epoch {
             1 => folder.clone(),
             epoch => folder.join(format!("epoch-{epoch}")),
         };
+
         let process = about.process;
         trace.begin(&folder, about).map_err(|error| {
             let file = folder.display();
@@ -644,6 +688,7 @@ fn about(me: ProcessId, topology: &Topology, transport: Option<&dyn Transport>) 
             .kind_of(*device)
             .map_or_else(String::new, |kind| kind.to_string())
     };
+
     About {
         process: me.0,
         processes: topology.processes() as u32,
@@ -707,6 +752,7 @@ fn with_gpus(topology: Topology) -> Topology {
     if topology.cuda_collectives() == CudaCollectives::Host {
         return topology;
     }
+
     let processes = (0..topology.processes() as u32).map(ProcessId);
     processes.fold(topology, |topology, process| {
         match topology.knows_gpus_of(process) {

@@ -14,10 +14,10 @@ use mpmd_rendezvous::{
 use mpmd_transport::TransportError;
 
 use super::builder::gpus_of;
-use super::facts::Facts;
-use super::membership::{Membership, Returning, blame};
+use super::facts::ProgramFacts;
+use super::membership::{MemberPlace, Membership, Returning, blame};
 use super::neighbours::Neighbours;
-use super::transports::{self, Opened};
+use super::transports::{self, OpenedTransport};
 use super::{Builder, Program};
 use crate::error::{Error, Result};
 use crate::warning::warn_user;
@@ -33,14 +33,14 @@ pub(super) struct Candidate {
     pub(super) process: ProcessId,
     pub(super) identity: Identity,
     pub(super) member: Member,
-    pub(super) opened: Result<Opened>,
+    pub(super) opened: Result<OpenedTransport>,
     /// The job's secret.
     pub(super) token: [u8; 32],
 }
 
 /// The end of an attempt to join an epoch of the job.
 #[derive(Debug)]
-pub(crate) enum Start {
+pub(crate) enum EpochStart {
     /// It has begun.
     Program(Box<Program>),
     /// The job has ended without this process.
@@ -55,44 +55,15 @@ pub(crate) enum Start {
 impl Candidate {
     /// Joins the builder's epoch, and starts this process's part in it. Blocks until all processes
     /// are connected, or, for a process that [waits](Self::waits), until there is a place for it.
-    pub(super) fn join(mut self, mut builder: Builder, topology: Topology) -> Result<Start> {
-        let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
-        let (process, epoch, identity, member) = (
-            self.process,
-            builder.epoch,
-            self.identity,
-            std::mem::take(&mut self.member),
-        );
-        self.rendezvous.on_busy(move |epoch, busy, waited| {
-            warn_user(&waits_for(process, epoch, busy, waited));
-        });
+    pub(super) fn join(mut self, mut builder: Builder, topology: Topology) -> Result<EpochStart> {
+        let member = std::mem::take(&mut self.member);
         let leaves = member.leaves;
-        let joined = match self.waits {
-            true => self.rendezvous.join_epoch(member, epoch, identity),
-            false => self.rendezvous.join(member).map(Some),
-        };
-        let joined = match joined {
+        let joined = match self.take_place(builder.epoch, member) {
             Ok(Some(joined)) => joined,
-            Ok(None) => return Ok(Start::NoPlace),
+            Ok(None) => return Ok(EpochStart::NoPlace),
             // It tries again, and finds the service gone if that was the reason.
             Err(error) if self.waits && is_cut(&error) => {
-                let message = format!("process {process} could not join: {error}");
-                let failure = Failure::new(FailureKind::PeerLost, process, 0, message);
-                let returning = Returning {
-                    process,
-                    epoch: epoch - 1,
-                    identity,
-                    server: self.server,
-                    succession: self.rendezvous.succession(),
-                    service_leaves: false,
-                    leaves,
-                    parting: self.rendezvous.parting(),
-                };
-                let returning = Box::new(returning);
-                return Ok(Start::Lost {
-                    failure: Arc::new(failure),
-                    returning,
-                });
+                return Ok(self.lost_before_place(builder.epoch, leaves, &error));
             }
             // A difference between the programs is reported before a missing transport or device.
             Err(error @ (RendezvousError::Program { .. } | RendezvousError::Differs { .. })) => {
@@ -100,65 +71,33 @@ impl Candidate {
             }
             Err(error) => return Err(self.opened.err().unwrap_or_else(|| wrong(error))),
         };
-        let Joined {
-            process,
-            epoch,
-            run,
-            ref members,
-            standing,
-        } = joined;
-        let has_waited = epoch > builder.epoch;
+
+        let process = joined.process;
+        let has_waited = joined.epoch > builder.epoch;
         if has_waited && let Some(facts) = &builder.facts {
             self.keep_place(facts)?;
         }
-        builder.epoch = epoch;
-        let topology = builder.resized(topology, members.len())?;
-        let neighbours = Arc::new(Neighbours::find(process, members));
+        builder.epoch = joined.epoch;
+        let topology = builder.resized(topology, joined.members.len())?;
+        let peer_timeout = builder.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT);
+
         let Self {
             rendezvous,
             server,
             waits,
+            identity,
             opened,
             token,
             ..
         } = self;
-        let peer_timeout = builder.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT);
-        let identity = Identity {
-            run: Some(run),
-            ..identity
-        };
-        let rendezvous = Arc::new(rendezvous);
-        let places = members
-            .iter()
-            .map(|member| (member.host.clone(), member.pid))
-            .collect();
-        let succession = Succession::of(&joined);
-        let membership = Membership {
-            rendezvous,
-            server,
-            succession,
-            standing,
-            identity,
-            neighbours,
-            places,
-            peer_timeout,
-        };
+        let membership = Membership::of(&joined, rendezvous, server, identity, peer_timeout);
         let returns = |error: &Error| waits && is_loss(error);
-        let agreed = || {
-            let rendezvous = &membership.rendezvous;
-            tell_gpus(rendezvous, process, epoch, &topology)?;
-            let opened = match (transports::agree(members), opened) {
-                (Ok(()), opened) => opened?,
-                // On the process at fault, its own error is more precise.
-                (Err(LaunchError::Lacking { .. }), Err(own)) => return Err(own),
-                (Err(error), _) => return Err(error.into()),
-            };
-            let topology = hear_gpus(rendezvous, epoch, topology, peer_timeout)?;
-            Ok((opened, placed(&builder, topology, members)?))
-        };
-        let (opened, topology) = match agreed() {
+        let agreed = agree(&membership, &builder, &joined, opened, topology);
+        let (opened, topology) = match agreed {
             Ok(agreed) => agreed,
-            Err(error) if returns(&error) => return Ok(membership.lost(process, epoch, &error)),
+            Err(error) if returns(&error) => {
+                return Ok(membership.lost(process, joined.epoch, &error));
+            }
             Err(error) => {
                 // All peers must hear of it, also from a service that this process hosts.
                 membership.leave(Some(Report {
@@ -168,24 +107,60 @@ impl Candidate {
                 return Err(error);
             }
         };
+
         let spin = *builder.spin.get_or_insert_default();
         match opened.connect(token, &joined, peer_timeout, spin) {
             Ok(transport) => builder
                 .start(process, topology, Some(transport), Some(membership))
-                .map(|p| Start::Program(Box::new(p))),
-            Err(error) if returns(&error) => Ok(membership.lost(process, epoch, &error)),
+                .map(|p| EpochStart::Program(Box::new(p))),
+            Err(error) if returns(&error) => Ok(membership.lost(process, joined.epoch, &error)),
             Err(error) => {
                 membership.give_up(process, &error);
                 Err(error)
             }
         }
     }
-}
 
-impl Candidate {
+    /// Joins the epoch at the rendezvous. Returns `None` if the job has ended without this process.
+    fn take_place(
+        &mut self,
+        epoch: u64,
+        member: Member,
+    ) -> Result<Option<Joined>, RendezvousError> {
+        let process = self.process;
+        self.rendezvous.on_busy(move |epoch, busy, waited| {
+            warn_user(&waits_for(process, epoch, busy, waited));
+        });
+        match self.waits {
+            true => self.rendezvous.join_epoch(member, epoch, self.identity),
+            false => self.rendezvous.join(member).map(Some),
+        }
+    }
+
+    /// Ends an attempt to join `epoch` in which the connection to the rendezvous was lost.
+    fn lost_before_place(self, epoch: u64, leaves: bool, error: &RendezvousError) -> EpochStart {
+        let process = self.process;
+        let message = format!("process {process} could not join: {error}");
+        let failure = Failure::new(FailureKind::PeerLost, process, 0, message);
+        let returning = Returning {
+            process,
+            epoch: epoch - 1,
+            identity: self.identity,
+            server: self.server,
+            succession: self.rendezvous.succession(),
+            service_leaves: false,
+            leaves,
+            parting: self.rendezvous.parting(),
+        };
+        EpochStart::Lost {
+            failure: Arc::new(failure),
+            returning: Box::new(returning),
+        }
+    }
+
     /// Checks that the facts that this process has told are still true. If they are not, gives its
     /// place back, for another one to take.
-    fn keep_place(&self, facts: &Facts) -> Result<()> {
+    fn keep_place(&self, facts: &ProgramFacts) -> Result<()> {
         facts.check().inspect_err(|error| {
             if let Err(error) = self.rendezvous.give_back(error.to_string()) {
                 tracing::debug!(%error, "giving a place back");
@@ -194,11 +169,76 @@ impl Candidate {
     }
 }
 
+/// Checks that this process and the other members fit together, and exchanges what all must know
+/// of the devices. Returns this process's transport, and the topology with hosts and GPUs.
+fn agree(
+    membership: &Membership,
+    builder: &Builder,
+    joined: &Joined,
+    opened: Result<OpenedTransport>,
+    topology: Topology,
+) -> Result<(OpenedTransport, Topology)> {
+    let Joined {
+        process,
+        epoch,
+        ref members,
+        ..
+    } = *joined;
+    let rendezvous = &membership.rendezvous;
+    tell_gpus(rendezvous, process, epoch, &topology)?;
+    let opened = match (transports::agree(members), opened) {
+        (Ok(()), opened) => opened?,
+        // On the process at fault, its own error is more precise.
+        (Err(LaunchError::Lacking { .. }), Err(own)) => return Err(own),
+        (Err(error), _) => return Err(error.into()),
+    };
+
+    let topology = hear_gpus(rendezvous, epoch, topology, membership.peer_timeout)?;
+    Ok((opened, placed(builder, topology, members)?))
+}
+
+fn wrong(error: RendezvousError) -> Error {
+    Error::Launch(LaunchError::Rendezvous(error))
+}
+
 impl Membership {
+    /// Returns the membership of a process that has joined an epoch.
+    fn of(
+        joined: &Joined,
+        rendezvous: Rendezvous,
+        server: Option<Server>,
+        identity: Identity,
+        peer_timeout: Duration,
+    ) -> Self {
+        let members = &joined.members;
+        let neighbours = Arc::new(Neighbours::find(joined.process, members));
+        let places = members
+            .iter()
+            .map(|member| MemberPlace {
+                host: member.host.clone(),
+                pid: member.pid,
+            })
+            .collect();
+
+        Self {
+            rendezvous: Arc::new(rendezvous),
+            server,
+            succession: Succession::of(joined),
+            standing: joined.standing,
+            identity: Identity {
+                run: Some(joined.run),
+                ..identity
+            },
+            neighbours,
+            places,
+            peer_timeout,
+        }
+    }
+
     /// Leaves an epoch that could not begin, since a process was lost.
-    fn lost(self, process: ProcessId, epoch: u64, error: &Error) -> Start {
+    fn lost(self, process: ProcessId, epoch: u64, error: &Error) -> EpochStart {
         let failure = Arc::new(blame(process, error));
-        Start::Lost {
+        EpochStart::Lost {
             failure,
             returning: Box::new(self.return_later(process, epoch)),
         }

@@ -21,7 +21,7 @@ pub(crate) struct Capture {
     pub(crate) before: u64,
     pub(crate) at: &'static Location<'static>,
     pub(crate) structure: Structure,
-    pub(crate) inputs: Vec<Input>,
+    pub(crate) inputs: Vec<CapturedInput>,
     /// Index into `inputs`, by (operation that made the array, index of its result).
     placed: OriginMap<u32>,
     /// Index into `inputs` of host values, by the address of their bytes.
@@ -34,27 +34,32 @@ pub(crate) struct Capture {
     /// Host values that are no inputs, and arrays that the step makes without a shard on this
     /// process.
     pub(crate) others: Vec<MpmdArray>,
-    pub(crate) here: Vec<Noted>,
+    pub(crate) here: Vec<CapturedOp>,
     /// Comparisons of calls that the step has recomputed.
     pub(crate) comparisons: Vec<Comparison>,
 }
 
-/// (place in the step, from 1, of the operation that donates an array; the operation's source
-/// line).
-pub(crate) type Donation = (u64, &'static Location<'static>);
+/// The operation of a step that donates an array.
+#[derive(Clone, Copy)]
+pub(crate) struct StepDonation {
+    /// Place of the operation in the step, from 1.
+    pub(crate) place: u64,
+    /// Source line of the operation.
+    pub(crate) at: &'static Location<'static>,
+}
 
 /// An input's properties at capture.
-pub(crate) struct Input {
+pub(crate) struct CapturedInput {
     pub(crate) path: String,
     pub(crate) aval: ShapedArray,
     pub(crate) sharding: Option<Sharding>,
     /// Index of the first input that is the same array, often this one.
     pub(crate) first: u32,
-    pub(crate) donated: Option<Donation>,
+    pub(crate) donated: Option<StepDonation>,
 }
 
 /// An operation of the step in which this process takes part, with the means to issue it again.
-pub(crate) struct Noted {
+pub(crate) struct CapturedOp {
     pub(crate) place: u64,
     pub(crate) label: Option<Label>,
     pub(crate) at: &'static Location<'static>,
@@ -70,8 +75,13 @@ pub(crate) enum ArrayOrigin {
     Input(u32),
     Constant(u32),
     Other(u32),
-    /// (place in the step, from 1, of the operation that makes the array; index of its result).
-    Made(u64, u32),
+    /// Made by the step.
+    Made {
+        /// Place in the step, from 1, of the operation that makes the array.
+        place: u64,
+        /// Index of the operation's result.
+        index: u32,
+    },
 }
 
 impl Capture {
@@ -99,6 +109,7 @@ impl Capture {
             comparisons: Vec::new(),
             structure,
         };
+
         for (place, (path, leaf)) in this.structure.paths().into_iter().zip(leaves).enumerate() {
             let place = place as u32;
             let first = match &leaf.repr {
@@ -112,11 +123,10 @@ impl Capture {
                     place
                 }
             };
-            let (aval, sharding) = (leaf.aval().clone(), leaf.sharding().cloned());
-            this.inputs.push(Input {
+            this.inputs.push(CapturedInput {
                 path,
-                aval,
-                sharding,
+                aval: leaf.aval().clone(),
+                sharding: leaf.sharding().cloned(),
                 first,
                 donated: None,
             });
@@ -134,6 +144,7 @@ impl Capture {
         if origin.0 > self.before || self.placed.contains_key(&origin) {
             return Ok(());
         }
+
         let problem = "is donated by a step that is captured, but is neither made by it nor an \
             input of it: a replay \
                        would find it gone; make it an input";
@@ -147,7 +158,9 @@ impl Capture {
     /// Captures operation `op`, which was issued with this label: the inputs that it donates and,
     /// if this process takes part, the means to issue it again.
     pub(super) fn note(&mut self, op: u64, label: Option<Label>, new: &NewOp<'_>) {
-        let (place, at, again) = (op - self.before, new.at, (new.again)());
+        let place = op - self.before;
+        let at = new.at;
+        let again = (new.again)();
         let mut inputs = Vec::with_capacity(if again.is_some() { new.takes.len() } else { 0 });
         for (i, input) in new.takes.iter().enumerate() {
             let source = self.find(input, again.is_some());
@@ -156,12 +169,13 @@ impl Capture {
             {
                 self.inputs[input as usize]
                     .donated
-                    .get_or_insert((place, at));
+                    .get_or_insert(StepDonation { place, at });
             }
             inputs.extend(source.filter(|_| again.is_some()));
         }
+
         if let Some(again) = again {
-            self.here.push(Noted {
+            self.here.push(CapturedOp {
                 place,
                 label,
                 at,
@@ -186,14 +200,19 @@ impl Capture {
                 };
             }
         };
+
         let origin = placed.origin();
         if origin.0 > self.before {
             let elsewhere = placed.shards.is_empty() && placed.made.runtime.dry_run.is_none();
             return match needed && elsewhere {
                 true => Some(self.other(array)),
-                false => Some(ArrayOrigin::Made(origin.0 - self.before, origin.1)),
+                false => Some(ArrayOrigin::Made {
+                    place: origin.0 - self.before,
+                    index: origin.1,
+                }),
             };
         }
+
         if let Some(input) = self.placed.get(&origin) {
             return Some(ArrayOrigin::Input(*input));
         }

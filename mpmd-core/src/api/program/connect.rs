@@ -14,11 +14,11 @@ use mpmd_rendezvous::{
 };
 use mpmd_transport::Transport;
 
-use super::builder::Layout;
+use super::builder::LayoutFn;
 use super::builder::has_cuda;
-use super::candidate::{Candidate, Start};
+use super::candidate::{Candidate, EpochStart};
 use super::membership::Returning;
-use super::transports::{self, Opened};
+use super::transports::{self, OpenedTransport};
 use super::{Builder, Program, version};
 use crate::error::{Error, Result};
 use crate::exec::dry_run::{MOST_STEPS, Order};
@@ -33,13 +33,13 @@ pub(super) fn from_env(builder: Builder) -> Result<Program> {
 }
 
 /// This process's part in a job over its epochs.
-pub(crate) struct Job {
+pub(crate) struct EnvironmentJob {
     builder: Builder,
     env: JobEnv,
     seeker: Seeker,
 }
 
-impl Job {
+impl EnvironmentJob {
     /// Reads the environment of a program that recovers. `spares` of the processes are spares, if
     /// the launcher says nothing else.
     pub(crate) fn of_environment(builder: Builder, spares: usize) -> Result<Self> {
@@ -58,17 +58,18 @@ impl Job {
 
     /// Lets later epochs have the numbers of processes that `layout` allows, each with the number
     /// of devices that it returns. By default the devices are those of the first epoch.
-    pub(crate) fn set_sizes(&mut self, layout: Option<&Layout>) -> Result<()> {
-        let (processes, each) = (self.env.processes, self.env.devices_per_process);
+    pub(crate) fn set_sizes(&mut self, layout: Option<&LayoutFn>) -> Result<()> {
+        let processes = self.env.processes;
+        let each = self.env.devices_per_process;
         let topology = self.builder.topology(processes, each)?;
         self.builder.set_sizes(&topology, layout)
     }
 
     /// Joins the next epoch of the job, in which this process is `returning` unless it is its
     /// first. Blocks until all processes are connected, on a spare until there is a place for it.
-    pub(crate) fn join(&mut self, returning: Option<Returning>) -> Result<Start> {
+    pub(crate) fn join(&mut self, returning: Option<Returning>) -> Result<EpochStart> {
         if self.env.dry_run.is_some() || (self.env.processes == 1 && !self.env.hosted) {
-            return Ok(Start::Program(Box::new(start(
+            return Ok(EpochStart::Program(Box::new(start(
                 self.builder.clone(),
                 &self.env,
             )?)));
@@ -76,6 +77,7 @@ impl Job {
         let Some(mut returning) = returning else {
             return self.join_as(None);
         };
+
         self.env.process = returning.process;
         self.builder.epoch = returning.epoch + 1;
         self.seeker.hear(returning.succession.take());
@@ -84,13 +86,14 @@ impl Job {
             self.seeker.hands_over();
             returning.wait_for_others();
         }
+
         let run = returning.identity.run.or(self.seeker.run());
         let identity = Identity {
             run,
             ..returning.identity
         };
         let Returning { server, leaves, .. } = returning;
-        match self.join_as(Some(Former {
+        match self.join_as(Some(FormerMember {
             identity,
             server,
             leaves,
@@ -99,7 +102,7 @@ impl Job {
             Err(Error::Launch(LaunchError::Rendezvous(RendezvousError::OtherRun { .. })))
                 if self.seeker.leaves() =>
             {
-                self.join_as(Some(Former {
+                self.join_as(Some(FormerMember {
                     identity,
                     server: None,
                     leaves,
@@ -109,7 +112,7 @@ impl Job {
         }
     }
 
-    fn join_as(&mut self, returning: Option<Former>) -> Result<Start> {
+    fn join_as(&mut self, returning: Option<FormerMember>) -> Result<EpochStart> {
         join(
             self.builder.clone(),
             &self.env,
@@ -120,7 +123,7 @@ impl Job {
 }
 
 /// A process that was in an earlier epoch of its job.
-struct Former {
+struct FormerMember {
     identity: Identity,
     /// The service, if the process hosts it.
     server: Option<Server>,
@@ -134,6 +137,7 @@ fn with_settings(mut builder: Builder) -> Result<Builder> {
     let folder =
         std::env::var_os(mpmd_launch::variables::TRACE).filter(|folder| !folder.is_empty());
     builder.trace = builder.trace.or(folder.map(PathBuf::from));
+
     builder.sync = match (
         builder.sync,
         std::env::var(mpmd_launch::variables::SYNC).as_deref(),
@@ -148,6 +152,7 @@ fn with_settings(mut builder: Builder) -> Result<Builder> {
         }
         (sync, _) => sync,
     };
+
     Ok(builder)
 }
 
@@ -159,16 +164,20 @@ fn with_env(mut builder: Builder, env: &JobEnv) -> Result<Builder> {
             warn_user(&unknown.to_string());
         }
     }
+
     builder.kinds = builder.kinds.or_else(|| env.device_kinds.clone());
     builder.collectives = builder.collectives.or(env.cuda_collectives);
+
     if env.check_uncommitted {
         builder.check_uncommitted.get_or_insert(true);
     }
     if env.check_replicas {
         builder.check_replicas.get_or_insert(true);
     }
+
     builder.check_replay = builder.check_replay.or(env.check_replay);
     builder.spin = builder.spin.or(env.spin);
+
     let peer_timeout = *builder
         .peer_timeout
         .get_or_insert(env.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT));
@@ -179,6 +188,7 @@ fn with_env(mut builder: Builder, env: &JobEnv) -> Result<Builder> {
                 .to_owned(),
         ));
     }
+
     Ok(builder)
 }
 
@@ -192,8 +202,8 @@ fn start(builder: Builder, env: &JobEnv) -> Result<Program> {
         return builder.start(env.process, topology, None, None);
     }
     match join(builder, env, None, None)? {
-        Start::Program(program) => Ok(*program),
-        Start::NoPlace | Start::Lost { .. } => unreachable!("for a process that waits"),
+        EpochStart::Program(program) => Ok(*program),
+        EpochStart::NoPlace | EpochStart::Lost { .. } => unreachable!("for a process that waits"),
     }
 }
 
@@ -214,12 +224,11 @@ fn dry_run(builder: Builder, env: &JobEnv, asked: &DryRunEnv) -> Result<Program>
 fn join(
     builder: Builder,
     env: &JobEnv,
-    returning: Option<Former>,
+    returning: Option<FormerMember>,
     seeker: Option<&mut Seeker>,
-) -> Result<Start> {
+) -> Result<EpochStart> {
     let waits = seeker.is_some();
     let peer_timeout = builder.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT);
-    let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
     let topology = builder.topology(env.processes, env.devices_per_process)?;
     if env.spares.is_some_and(|spares| spares > 0) && !waits {
         return Err(Error::Environment(
@@ -229,44 +238,15 @@ fn join(
                 .to_owned(),
         ));
     }
-    if env.token_is_guessable && env.process.index() == 0 {
-        let (source, file) = (env.source, mpmd_launch::variables::JOB_TOKEN_FILE);
-        warn_user(&format!(
-            "the token of this job is derived from the job id of {source}, so other users can \
-             guess it and join: \
-             name a file with a secret of yours in {file} on all hosts, or give all processes a \
-             random {}",
-            mpmd_launch::variables::JOB_TOKEN
-        ));
-    }
-    if env.is_added && returning.is_none() {
-        let largest = builder
-            .sizes
-            .last()
-            .map_or(env.processes, |(size, _)| *size as usize);
-        if largest <= env.processes {
-            warn_user(&format!(
-                "this process was added to a job that goes on with at most {largest} processes, as \
-                 many as have a device: while it has them, this one waits for the place of one \
-                 that is lost; a layout (`RecoveringBuilder::layout`) lets a job have more"
-            ));
-        }
-    }
-    let Former {
+    warn_before_join(&builder, env, returning.is_some());
+
+    let FormerMember {
         identity,
         mut server,
         leaves,
     } = match returning {
         Some(former) => former,
-        None => {
-            let hosts = !env.hosted && env.process.index() == 0;
-            let server = hosts.then(|| host(env, peer_timeout)).transpose()?;
-            Former {
-                identity: Identity::random().map_err(wrong)?,
-                server,
-                leaves: false,
-            }
-        }
+        None => new_member(env, peer_timeout)?,
     };
     let config = JoinConfig {
         server: env.coordinator.clone(),
@@ -286,9 +266,11 @@ fn join(
         }
         None => (Rendezvous::connect(config).map_err(wrong)?, None),
     };
+
     let name = env.transport.as_deref().unwrap_or(transports::DEFAULT);
     let opened = has_cuda(env.process, &topology)
-        .and_then(|()| Opened::open(name, env.processes, rendezvous.local_address()));
+        .and_then(|()| OpenedTransport::open(name, env.processes, rendezvous.local_address()));
+
     // Joins also without a transport or devices. Otherwise the others would wait and never learn
     // the reason.
     let member = Member {
@@ -302,11 +284,12 @@ fn join(
             .as_ref()
             .map_or_else(Box::default, |facts| facts.told().into()),
         trouble: opened.as_ref().err().map(lack),
-        sizes: SizeRange::of(builder.sizes.iter().map(|(size, _)| *size)),
+        sizes: SizeRange::of(builder.sizes.iter().map(|size| size.processes)),
         is_added: env.is_added,
         leaves,
         heir,
     };
+
     let candidate = Candidate {
         rendezvous,
         server,
@@ -320,13 +303,59 @@ fn join(
     candidate.join(builder, topology)
 }
 
+/// Warns the user of a token that others can guess, and of a process that was added to a job that
+/// has no place for it.
+fn warn_before_join(builder: &Builder, env: &JobEnv, is_returning: bool) {
+    if env.token_is_guessable && env.process.index() == 0 {
+        let source = env.source;
+        let file = mpmd_launch::variables::JOB_TOKEN_FILE;
+        warn_user(&format!(
+            "the token of this job is derived from the job id of {source}, so other users can \
+             guess it and join: \
+             name a file with a secret of yours in {file} on all hosts, or give all processes a \
+             random {}",
+            mpmd_launch::variables::JOB_TOKEN
+        ));
+    }
+
+    if env.is_added && !is_returning {
+        let largest = builder
+            .sizes
+            .last()
+            .map_or(env.processes, |size| size.processes as usize);
+        if largest <= env.processes {
+            warn_user(&format!(
+                "this process was added to a job that goes on with at most {largest} processes, as \
+                 many as have a device: while it has them, this one waits for the place of one \
+                 that is lost; a layout (`RecoveringBuilder::layout`) lets a job have more"
+            ));
+        }
+    }
+}
+
+/// Creates the identity of a process in its first epoch, and starts the rendezvous service if the
+/// process hosts it.
+fn new_member(env: &JobEnv, peer_timeout: Duration) -> Result<FormerMember> {
+    let hosts = !env.hosted && env.process.index() == 0;
+    let server = hosts.then(|| host(env, peer_timeout)).transpose()?;
+    Ok(FormerMember {
+        identity: Identity::random().map_err(wrong)?,
+        server,
+        leaves: false,
+    })
+}
+
+fn wrong(error: RendezvousError) -> Error {
+    Error::Launch(LaunchError::Rendezvous(error))
+}
+
 /// The transport of a simulated process.
 pub(crate) type SimulatedTransport = Arc<dyn Transport>;
 
-/// Joins a job beside that of the user's program: process `process` of those with so many devices
-/// each. All devices are of kind `cpu`. Other executables of this version of mpmd may join it. In a
-/// simulation its messages go `over` a simulated transport. Blocks until all processes are
-/// connected.
+/// Joins a job beside that of the user's program, as process `process` of the job. Each process
+/// has the number of devices in `devices`, all of kind `cpu`. Other executables of this version of
+/// mpmd may join it. In a simulation its messages go `over` a simulated transport. Blocks until all
+/// processes are connected.
 ///
 /// # Errors
 ///
@@ -338,7 +367,6 @@ pub(crate) fn join_beside(
     (devices, transport): (&[usize], &str),
     (peer_timeout, over): (Duration, Option<SimulatedTransport>),
 ) -> Result<Program> {
-    let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
     let builder = Builder::default()
         .devices_by_process(devices)
         .peer_timeout(peer_timeout)
@@ -346,9 +374,10 @@ pub(crate) fn join_beside(
     let processes = devices.len();
     let topology = builder.topology(processes, None)?;
     let opened = match over {
-        None => Opened::open(transport, processes, rendezvous.local_address()),
-        Some(over) => Ok(Opened::Simulated(Box::new(move |_| Ok(over)))),
+        None => OpenedTransport::open(transport, processes, rendezvous.local_address()),
+        Some(over) => Ok(OpenedTransport::Simulated(Box::new(move |_| Ok(over)))),
     };
+
     let member = Member {
         host: std::env::var(mpmd_launch::variables::HOST).unwrap_or_else(|_| hostname()),
         pid: std::process::id(),
@@ -358,6 +387,7 @@ pub(crate) fn join_beside(
         trouble: opened.as_ref().err().map(lack),
         ..Member::default()
     };
+
     let candidate = Candidate {
         rendezvous,
         server: None,
@@ -369,8 +399,8 @@ pub(crate) fn join_beside(
         token: *token.bytes(),
     };
     match candidate.join(builder, topology)? {
-        Start::Program(program) => Ok(*program),
-        Start::NoPlace | Start::Lost { .. } => unreachable!("for a process that waits"),
+        EpochStart::Program(program) => Ok(*program),
+        EpochStart::NoPlace | EpochStart::Lost { .. } => unreachable!("for a process that waits"),
     }
 }
 
@@ -385,7 +415,6 @@ fn lack(error: &Error) -> String {
 
 /// Starts the rendezvous service in this process, at the job's listen address.
 fn host(env: &JobEnv, peer_timeout: Duration) -> Result<Server> {
-    let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
     let config = ServerConfig {
         processes: env.processes,
         token: env.token.clone(),

@@ -26,7 +26,7 @@ pub(crate) enum EpochEnd<T, E> {
 
 /// A change that the processes of an epoch have agreed on.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
-pub(crate) struct Change {
+pub(crate) struct JobChange {
     /// The processes that leave the job.
     pub(crate) leave: Vec<ProcessId>,
     /// The reasons, one for each of them, or that others are taken in. The error
@@ -34,7 +34,7 @@ pub(crate) struct Change {
     pub(crate) why: Arc<str>,
 }
 
-impl Change {
+impl JobChange {
     /// True if `process` leaves the job.
     pub(crate) fn is_end_of(&self, process: ProcessId) -> bool {
         self.leave.contains(&process)
@@ -112,11 +112,12 @@ impl Program {
         let at = Location::caller();
         // A program that has returned a value is over, also if the others go on. An error of its
         // own ends the job.
-        let is_passed_on = |change: &Change| {
+        let is_passed_on = |change: &JobChange| {
             result
                 .as_ref()
                 .is_err_and(|error| change.is_passed_on_by(error))
         };
+
         if let Some(change) = self.change.take().filter(is_passed_on) {
             let is_over = self.wait_for_end(at).and_then(|()| self.wait_for_all());
             return match is_over {
@@ -127,6 +128,7 @@ impl Program {
                 is_over => self.end_by_change(&change, is_over.err()),
             };
         }
+
         let (result, failure) = match result {
             Ok(value) if self.is_dry_run() => return EpochEnd::Over(self.conclude(Ok(value))),
             Ok(value) => match self.wait_for_end(at).and_then(|()| self.wait_for_all()) {
@@ -138,6 +140,7 @@ impl Program {
             },
             Err(error) => (Err(error), self.runtime.cause()),
         };
+
         let loss = failure.filter(|failure| failure.kind == FailureKind::PeerLost);
         let (Some(failure), true) = (loss, self.membership.is_some()) else {
             return EpochEnd::Over(self.conclude(result));
@@ -151,16 +154,18 @@ impl Program {
     /// too: the others may need its copies until the service lets it go.
     fn end_by_change<T, E: From<Error>>(
         self,
-        change: &Change,
+        change: &JobChange,
         failure: Option<Arc<Failure>>,
     ) -> EpochEnd<T, E> {
         let me = self.process();
         self.runtime.leave(failure.as_deref());
+
         let host = self
             .membership
             .as_ref()
             .and_then(|membership| membership.service_of(me));
         let why = Failure::new(FailureKind::PeerLost, me, 0, change.why.to_string());
+
         let mut end = self.return_later(failure.unwrap_or_else(|| Arc::new(why)));
         if let EpochEnd::Lost { returning, .. } = &mut end {
             returning.leaves = change.is_end_of(me);

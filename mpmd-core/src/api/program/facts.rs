@@ -8,17 +8,17 @@ use mpmd_rendezvous::{Difference, Fact, RendezvousError};
 
 use crate::error::{Error, Result};
 
-type FindFacts = dyn Fn() -> Vec<Fact> + Send + Sync;
+type FactFinder = dyn Fn() -> Vec<Fact> + Send + Sync;
 
 /// The facts of [`Builder::facts`](super::Builder::facts). Clones share them.
 #[derive(Clone)]
-pub(super) struct Facts {
-    find: Arc<FindFacts>,
-    /// Those with which this process has joined its job.
+pub(super) struct ProgramFacts {
+    find: Arc<FactFinder>,
+    /// The facts with which this process has joined its job.
     told: Arc<OnceLock<Vec<Fact>>>,
 }
 
-impl Facts {
+impl ProgramFacts {
     pub(super) fn new(find: impl Fn() -> Vec<Fact> + Send + Sync + 'static) -> Self {
         Self {
             find: Arc::new(find),
@@ -44,7 +44,7 @@ impl Facts {
     }
 }
 
-impl fmt::Debug for Facts {
+impl fmt::Debug for ProgramFacts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Facts").field(&self.told.get()).finish()
     }

@@ -23,7 +23,7 @@ pub(crate) struct NewOp<'a> {
     /// Returns the description for messages.
     pub(crate) what: &'a dyn Fn() -> Arc<dyn fmt::Display + Send + Sync>,
     pub(crate) at: &'static Location<'static>,
-    pub(crate) part: Part,
+    pub(crate) part: OpPart,
     /// The arrays that the operation takes as inputs.
     pub(crate) takes: &'a [&'a MpmdArray],
     /// False if none of them has host values.
@@ -43,9 +43,17 @@ pub(crate) struct NewOp<'a> {
     pub(crate) replayed: Option<Replayed<'a>>,
 }
 
+/// An operation that was issued.
+pub(crate) struct IssuedOp {
+    /// The operation's number.
+    pub(crate) op: u64,
+    /// Keeps the operation in flight. `None` unless this process has [work](OpPart::Work) to do.
+    pub(crate) guard: Option<OpGuard>,
+}
+
 /// The part of this process in an operation.
 #[derive(Clone, Copy)]
-pub(crate) enum Part {
+pub(crate) enum OpPart {
     /// This process has no part in the operation.
     Idle,
     /// The program of this process computes a value or waits for one. No device works, so the
@@ -93,7 +101,7 @@ impl<'a> NewOp<'a> {
         Self {
             what,
             at,
-            part: Part::Idle,
+            part: OpPart::Idle,
             takes: &[],
             takes_host_values: true,
             donates: &|_| false,
@@ -107,9 +115,8 @@ impl<'a> NewOp<'a> {
 }
 
 impl Program {
-    /// Issues an operation. Returns (its number, the guard that keeps it in flight). The guard is
-    /// `None` unless this process has [work](Part::Work) to do. Blocks for such work while the
-    /// program is too far ahead.
+    /// Issues an operation. If this process has [work](OpPart::Work) to do, blocks while the program
+    /// is too far ahead.
     ///
     /// `words` contain every property of the operation that must be equal on all processes, except
     /// the host values among the arrays that it takes. A replayed operation does not use them.
@@ -117,7 +124,7 @@ impl Program {
         &mut self,
         words: impl IntoIterator<Item = u64>,
         new: NewOp<'_>,
-    ) -> (u64, Option<OpGuard>) {
+    ) -> IssuedOp {
         let NewOp {
             what,
             at,
@@ -125,7 +132,8 @@ impl Program {
             donates,
             ..
         } = new;
-        if let Part::Work(_) = new.part {
+
+        if let OpPart::Work(_) = new.part {
             self.admit(at);
         }
         match new.replayed {
@@ -135,6 +143,8 @@ impl Program {
                 self.take_number(words, hosts, what(), at);
             }
         }
+
+        // The step's capture and the dry run see the operation before it is in flight.
         let op = self.count;
         if let Some(capture) = &mut self.capture {
             capture.note(op, self.label, &new);
@@ -147,18 +157,20 @@ impl Program {
             let about = (self.label, at, self.hash.word());
             dry_run.operation(about, takes, new.known, new.descriptor);
         }
+
         let guard = match new.part {
-            Part::Work(bytes) => Some(self.runtime.in_flight.begin(op, self.hash_at_last, bytes)),
-            Part::Program => None,
-            Part::Idle => return (op, None),
+            OpPart::Work(bytes) => Some(self.runtime.in_flight.begin(op, self.hash_at_last, bytes)),
+            OpPart::Program => None,
+            OpPart::Idle => return IssuedOp { op, guard: None },
         };
+
         if spans::are_on() {
-            let bytes = if let Part::Work(bytes) = new.part {
+            let bytes = if let OpPart::Work(bytes) = new.part {
                 bytes
             } else {
                 0
             };
-            let issued = spans::Issued {
+            let issued = spans::TracedOp {
                 op,
                 label: self.label,
                 what: &*what(),
@@ -168,10 +180,11 @@ impl Program {
             let span = self.step_span.operation(self.steps + 1, &issued);
             self.runtime.in_flight.set_span(op, span);
         }
+
         self.runtime
             .trace
             .issued(op, self.label, at, new.source, what);
-        (op, guard)
+        IssuedOp { op, guard }
     }
 
     /// Takes the next operation number, mixes `words` and the host values among `takes` into the
@@ -191,6 +204,7 @@ impl Program {
             .mix_values(values);
         self.hash = hash;
         self.hash_at_last = hash.value();
+
         if let Some(hook) = &self.on_issue {
             hook(self.count, &self.runtime);
         }
@@ -211,9 +225,11 @@ impl Program {
         if op == self.count {
             return;
         }
+
         if let Some(hook) = &self.on_issue {
             (self.count + 1..=op).for_each(|op| hook(op, &self.runtime));
         }
+
         self.count = op;
         self.hash_at_last = span.hash_at(op);
         self.runtime.issue_span(op, span);
@@ -242,11 +258,14 @@ impl Program {
     /// there is no deadlock.
     pub(super) fn admit(&self, at: &'static Location<'static>) {
         let runtime = &self.runtime;
-        let (ops, bytes) = (runtime.config.run_ahead_ops, runtime.config.run_ahead_bytes);
+        let ops = runtime.config.run_ahead_ops;
+        let bytes = runtime.config.run_ahead_bytes;
+        // The bounds need no lock: most calls end here.
         let (most_ops, most_bytes) = runtime.in_flight.at_most();
         if most_ops < ops && most_bytes < bytes {
             return;
         }
+
         let is_room = |counts: &Counts| {
             let ahead = counts.ahead();
             ahead.ops == 0 || (ahead.ops < ops && ahead.bytes < bytes)
@@ -289,12 +308,12 @@ impl Program {
         self.wait_until_idle("`Program::sync`", Location::caller())
     }
 
-    /// Has the program go on after failures in operations that were issued so far: of kernels, and
+    /// Lets the program go on after failures in operations that were issued so far: of kernels, and
     /// of memory. They do not end the job, whenever they become known. Call it on every process,
     /// at the same place in the order of operations.
     ///
-    /// What depends on a failed operation has failed, too. Give objects and arrays that had to do
-    /// with it up, and make new ones.
+    /// Operations that depend on a failed one fail, too. Drop the objects and arrays that took part
+    /// in a failed operation, and make new ones.
     pub fn forgive_failures(&mut self) {
         self.runtime.forgive(self.count);
     }
@@ -303,6 +322,7 @@ impl Program {
         if let Some(dry_run) = &self.runtime.dry_run {
             dry_run.sync(at);
         }
+
         self.runtime.ask_taken(self.count);
         self.wait_for_operations(what, at, |counts| counts.ops == 0);
         self.runtime
@@ -321,6 +341,7 @@ impl Program {
         let runtime = &self.runtime;
         let _doing = runtime.status.enter(Doing::Waiting(what, at));
         let _waiting = runtime.trace.wait(what, at);
+
         loop {
             let deadline = after(now(), runtime.config.peer_timeout);
             if runtime.in_flight.wait_until(deadline, &enough) {

@@ -31,9 +31,16 @@ pub(crate) struct Membership {
     pub(super) standing: CommitStanding,
     pub(super) identity: Identity,
     pub(super) neighbours: Arc<Neighbours>,
-    /// The host and the system's id of each process, for messages.
-    pub(super) places: Vec<(String, u32)>,
+    /// The place of each process, for messages.
+    pub(super) places: Vec<MemberPlace>,
     pub(super) peer_timeout: Duration,
+}
+
+/// The place at which a process runs.
+pub(super) struct MemberPlace {
+    pub(super) host: String,
+    /// The system's id of the process.
+    pub(super) pid: u32,
 }
 
 /// The place of a process that returns to its job, and the service if the process hosts it.
@@ -67,13 +74,15 @@ impl Membership {
     /// Registers callbacks. One tells the runtime when the rendezvous reports the loss of a
     /// process, or is lost itself. The other tells observers the activity of this process.
     pub(super) fn watch(&self, runtime: &Arc<Runtime>) {
-        let (runtime, neighbours) = (Arc::downgrade(runtime), self.neighbours.clone());
+        let runtime = Arc::downgrade(runtime);
+        let neighbours = self.neighbours.clone();
         let host = self.host();
         let observed = runtime.clone();
         self.rendezvous.on_look(move |_| {
             let activity = observed.upgrade().map(|runtime| runtime.activity());
             serde_json::to_vec(&activity.unwrap_or_default()).unwrap_or_default()
         });
+
         self.rendezvous.on_down(Box::new(move |down| {
             let Some(runtime) = runtime.upgrade() else {
                 return;
@@ -108,6 +117,7 @@ impl Membership {
                     let trip = trace.now().saturating_sub(before);
                     (trip, before + trip / 2, unix)
                 };
+
                 let best = (0..8).map(look).min_by_key(|(trip, ..)| *trip);
                 let (trip, at, unix) = best.unwrap_or_else(|| look(0));
                 trace.clock(
@@ -128,6 +138,7 @@ impl Membership {
         let waited = self
             .rendezvous
             .barrier(format!("mpmd.end.{epoch}"), self.peer_timeout);
+
         let (process, why) = match waited {
             Ok(()) => return None,
             Err(RendezvousError::BarrierBroken { process, why, .. }) => (
@@ -143,6 +154,7 @@ impl Membership {
             // The service has died with its process, or the others have gone on without this one.
             Err(error) => (me, error.to_string()),
         };
+
         Some(Arc::new(Failure::new(
             FailureKind::PeerLost,
             process,
@@ -189,9 +201,11 @@ impl Membership {
             mut succession,
             ..
         } = self;
+
         if let Some(succession) = succession.as_mut().filter(|_| is_whole) {
             succession.commit_is_whole();
         }
+
         Returning {
             process,
             epoch,

@@ -7,7 +7,7 @@ use super::{PlanCacheMetrics, Program};
 /// Counters of one process's program since its start.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
-pub struct Metrics {
+pub struct ProgramMetrics {
     /// Counters of the cache of `device_put` plans.
     pub plan_cache: PlanCacheMetrics,
     /// Payload bytes of arrays and collectives given to the transport, indexed by destination
@@ -61,14 +61,15 @@ pub struct MemoryUse {
 
 impl Program {
     /// Returns the current values of this process's counters.
-    pub fn metrics(&self) -> Metrics {
+    pub fn metrics(&self) -> ProgramMetrics {
         let values = |counters: &[AtomicU64]| {
             counters
                 .iter()
                 .map(|counter| counter.load(Ordering::Relaxed))
                 .collect()
         };
-        Metrics {
+
+        ProgramMetrics {
             plan_cache: self.put_plans.metrics(),
             bytes_sent: values(&self.runtime.bytes_sent),
             messages_sent: values(&self.runtime.messages_sent),
@@ -94,6 +95,7 @@ impl Program {
             .as_ref()
             .map(|kept| kept.lock().memory.stats())
             .unwrap_or_default();
+
         let host = MemoryUse {
             host_live: host.live + commits.live,
             host_peak: host.peak + commits.peak,
@@ -102,6 +104,7 @@ impl Program {
             mapped: staging.mapped + host.mapped + commits.mapped,
             ..MemoryUse::default()
         };
+
         stats.fold(host, |sum, stats| MemoryUse {
             live: sum.live + stats.live,
             cached: sum.cached + stats.cached,

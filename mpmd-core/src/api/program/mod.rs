@@ -19,7 +19,7 @@ mod membership;
 mod metrics;
 mod neighbours;
 mod put_plan_cache;
-mod recomputed;
+mod recomputation;
 mod simulate;
 pub mod transports;
 mod values;
@@ -39,20 +39,20 @@ use mpmd_memory::Pool;
 use mpmd_proto::router::{Failure, FailureKind};
 
 pub use builder::Builder;
-pub(crate) use builder::{Layout, devices_of_size};
-pub(crate) use candidate::Start;
-pub(crate) use capture::{ArrayOrigin, Capture, Donation, Input, Noted};
-pub(crate) use connect::{Job, SimulatedTransport, join_beside};
-pub(crate) use epochs::{Change, EpochEnd};
+pub(crate) use builder::{LayoutFn, devices_of_size};
+pub(crate) use candidate::EpochStart;
+pub(crate) use capture::{ArrayOrigin, Capture, CapturedInput, CapturedOp, StepDonation};
+pub(crate) use connect::{EnvironmentJob, SimulatedTransport, join_beside};
+pub(crate) use epochs::{EpochEnd, JobChange};
 use issue::IssueHook;
-pub(crate) use issue::{Again, NewOp, Part, Replayed};
+pub(crate) use issue::{Again, IssuedOp, NewOp, OpPart, Replayed};
 use membership::Membership;
 pub(crate) use membership::Returning;
-pub use metrics::{MemoryUse, Metrics};
+pub use metrics::{MemoryUse, ProgramMetrics};
 pub use put_plan_cache::PlanCacheMetrics;
 pub(crate) use put_plan_cache::{PlanCache, PutKey};
-use recomputed::Recomputed;
-pub(crate) use recomputed::{Comparison, Convicted, RecomputedCall, checkers};
+use recomputation::Recomputed;
+pub(crate) use recomputation::{Comparison, Convicted, RecomputedCall, checkers};
 pub(crate) use simulate::EpochsOfProcess;
 pub use simulate::{Simulation, SimulationReport, simulate};
 use values::LargeValueCalls;
@@ -110,7 +110,7 @@ pub struct Program {
     /// True if the job may have more or fewer processes in a later epoch.
     pub(crate) may_change: bool,
     /// The change of the job by which the epoch ends.
-    pub(crate) change: Option<Change>,
+    pub(crate) change: Option<JobChange>,
     /// The connection to the rendezvous, which keeps this process in the job. Dropped last.
     membership: Option<Membership>,
     /// Makes the program `!Sync`.
@@ -319,13 +319,16 @@ impl Program {
         self.steps += 1;
         let step = self.steps;
         self.step_span.end();
+
         // Makes each step distinct. Otherwise equal steps could hide an operation that one of them
         // lacks.
         self.hash = self.hash.mix(0x57e9).mix(step);
+
         self.runtime.status.step_ends(step);
         self.runtime.with_router(|router| router.step_end(step));
         self.end_dry_step()?;
         self.read_comparisons(false);
+
         self.runtime.trace.note(|| What::StepEnd {
             step,
             op: self.count,
@@ -363,6 +366,7 @@ impl Program {
             // A dry run is in no job: there are no operations to wait for and no peers to notify.
             return self.finish_dry_run();
         }
+
         let result = self.wait_for_end(at);
         self.leave_at_end(result)
     }
@@ -373,12 +377,14 @@ impl Program {
         let failure = result.as_ref().err();
         let report = failure.map(|failure| self.runtime.report_of(failure, true));
         self.runtime.leave(failure.map(|failure| &**failure));
+
         self.end_trace();
         match (self.membership.take(), report) {
             (Some(membership), None) => membership.end(),
             (Some(membership), report) => membership.leave(report),
             (None, _) => {}
         }
+
         result.map_err(Error::failed)
     }
 
@@ -388,10 +394,13 @@ impl Program {
         self.runtime.wait_idle();
         self.runtime.wait_for_callbacks();
         drop(waiting);
+
+        // Comparisons that are pending are results, too.
         self.read_comparisons(true);
         if let Some(failure) = self.runtime.trouble() {
             return Err(failure);
         }
+
         self.runtime
             .with_router(|router| router.goodbye(None, self.runtime.now()));
         self.runtime.wait_for_peers()
@@ -431,14 +440,17 @@ impl Program {
                 format!("process {me} {how}"),
             ))
         });
+
         tracing::debug!(%failure, "a program ends without `finish`");
         let report = self.runtime.report_of(&failure, false);
         self.runtime.leave(Some(&failure));
+
         // Does not compare clocks: nothing here may wait for a peer.
         self.runtime.trace.close();
         if let Some(membership) = self.membership.take() {
             membership.leave(Some(report));
         }
+
         failure
     }
 
@@ -465,12 +477,14 @@ impl Drop for Program {
             self.abandon("panicked before its program finished");
             return;
         }
+
         // A dry run has no work to wait for. A process alone that has issued nothing has none
         // either.
         let is_missed = !self.is_dry_run && (self.count > 0 || self.processes() > 1);
         if is_missed {
             self.runtime.wait_briefly(WORK_OF_UNFINISHED);
         }
+
         let failure = self.abandon(
             "ended before its program finished: its `Program` was dropped without `finish`",
         );

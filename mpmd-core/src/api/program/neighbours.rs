@@ -33,6 +33,7 @@ impl Neighbours {
         let Some(Some(handle)) = self.0.get(process.index()) else {
             return false;
         };
+
         let wait = Timespec {
             tv_sec: 0,
             tv_nsec: ENDING.subsec_nanos().into(),

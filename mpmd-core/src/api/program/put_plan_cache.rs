@@ -46,10 +46,9 @@ impl PlanCache {
     /// Creates a cache of at most `entries` plans.
     pub(super) fn new(entries: usize) -> Self {
         let entries = NonZeroUsize::new(entries);
-        let (plans, intermediates) = (entries.map(LruCache::new), entries.map(LruCache::new));
         Self {
-            plans,
-            intermediates,
+            plans: entries.map(LruCache::new),
+            intermediates: entries.map(LruCache::new),
             metrics: PlanCacheMetrics::default(),
         }
     }

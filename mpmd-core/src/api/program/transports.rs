@@ -37,7 +37,7 @@ const TCP: &str = "tcp";
 pub const HAS_UCX: bool = cfg!(feature = "ucx");
 
 /// This process's endpoint of the requested transport: it has an address, but no peers yet.
-pub(super) enum Opened {
+pub(super) enum OpenedTransport {
     Auto {
         /// If this process cannot share memory, the reason.
         shm: std::result::Result<shm::OpenedShm, String>,
@@ -47,13 +47,13 @@ pub(super) enum Opened {
     Tcp(PeerListener),
     Ucx(ucx::OpenedUcx),
     /// The transport of a simulated process.
-    Simulated(Endpoint),
+    Simulated(SimulatedEndpoint),
 }
 
 /// Returns the endpoint of a simulated process, if that still lives.
-pub(super) type Endpoint = Box<dyn FnOnce(&Joined) -> Result<Arc<dyn Transport>>>;
+pub(super) type SimulatedEndpoint = Box<dyn FnOnce(&Joined) -> Result<Arc<dyn Transport>>>;
 
-impl Opened {
+impl OpenedTransport {
     /// Opens the transport `name` for a job of `processes`. Network sockets listen at the IP
     /// address of `at`.
     pub(super) fn open(name: &str, processes: usize, at: SocketAddr) -> Result<Self> {
@@ -90,6 +90,7 @@ impl Opened {
             Self::Ucx(opened) => vec![(ucx::NAME, opened.address().to_owned())],
             Self::Simulated(_) => vec![(SIMULATED, String::new())],
         };
+
         pairs
             .into_iter()
             .map(|(name, address)| (name.to_owned(), address))
@@ -111,7 +112,7 @@ impl Opened {
             ref members,
             ..
         } = *joined;
-        let tcp = |listener: PeerListener| -> Result<Arc<dyn Transport>> {
+        let connect_tcp = |listener: PeerListener| -> Result<Arc<dyn Transport>> {
             let peers = members
                 .iter()
                 .map(|member| address(member, TCP).and_then(|text| text.parse().ok()));
@@ -128,7 +129,7 @@ impl Opened {
                 pool,
             })?)
         };
-        let shm = |opened: shm::OpenedShm, is_near: &[bool]| -> Result<Arc<dyn Transport>> {
+        let connect_shm = |opened: shm::OpenedShm, is_near: &[bool]| -> Result<Arc<dyn Transport>> {
             let peer = |(member, near): (&Member, &bool)| {
                 near.then(|| address(member, shm::NAME).unwrap_or_default().to_owned())
             };
@@ -141,10 +142,11 @@ impl Opened {
                 peer_timeout,
             })?)
         };
+
         match self {
             Self::Simulated(endpoint) => endpoint(joined),
-            Self::Tcp(listener) => tcp(listener),
-            Self::Shm(opened) => shm(opened, &vec![true; members.len()]),
+            Self::Tcp(listener) => connect_tcp(listener),
+            Self::Shm(opened) => connect_shm(opened, &vec![true; members.len()]),
             Self::Auto {
                 shm: opened,
                 tcp: listener,
@@ -152,15 +154,18 @@ impl Opened {
                 if let Some(line) = fallback(members, process) {
                     warn_user(&line);
                 }
+
                 let near = near(members, process);
-                let (here, others) = (near.iter().filter(|near| **near).count(), members.len() - 1);
+                let here = near.iter().filter(|near| **near).count();
+                let others = members.len() - 1;
                 match opened {
-                    Ok(opened) if here == others => shm(opened, &near),
+                    Ok(opened) if here == others => connect_shm(opened, &near),
                     Ok(opened) if here > 0 => {
-                        let (close, far) = (shm(opened, &near)?, tcp(listener)?);
+                        let close = connect_shm(opened, &near)?;
+                        let far = connect_tcp(listener)?;
                         Ok(Arc::new(Mixed::new("shm+tcp", close, far, near)))
                     }
-                    _ => tcp(listener),
+                    _ => connect_tcp(listener),
                 }
             }
             Self::Ucx(opened) => {
@@ -171,7 +176,7 @@ impl Opened {
                     .count();
                 let peers = members
                     .iter()
-                    .map(|member| asked(member).1.to_owned())
+                    .map(|member| asked_address(member).to_owned())
                     .collect();
                 let pool = Pool::new(ucx::NAME, None);
                 Ok(opened.connect(UcxConfig {
@@ -227,10 +232,10 @@ fn fallback(members: &[Member], process: ProcessId) -> Option<String> {
 
 /// Returns the (transport, address) pairs that this process tells the rendezvous. If the transport
 /// could not be opened, returns only its name.
-pub(super) fn told(name: &str, opened: &Result<Opened>) -> Vec<(String, String)> {
+pub(super) fn told(name: &str, opened: &Result<OpenedTransport>) -> Vec<(String, String)> {
     opened.as_ref().map_or_else(
         |_| vec![(name.to_owned(), String::new())],
-        Opened::addresses,
+        OpenedTransport::addresses,
     )
 }
 
@@ -245,8 +250,11 @@ pub(super) fn told(name: &str, opened: &Result<Opened>) -> Vec<(String, String)>
 pub(super) fn agree(members: &[Member]) -> Result<(), LaunchError> {
     let mut who: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for (process, member) in members.iter().enumerate() {
-        who.entry(asked(member).0).or_default().push(process);
+        who.entry(asked_transport(member))
+            .or_default()
+            .push(process);
     }
+
     if who.len() > 1 {
         let said = who.iter().map(|(name, processes)| match &processes[..] {
             [one] => format!("process {one} says {name}"),
@@ -257,6 +265,7 @@ pub(super) fn agree(members: &[Member]) -> Result<(), LaunchError> {
             variable: variables::TRANSPORT,
         });
     }
+
     let troubled = members.iter().enumerate().find_map(|(process, member)| {
         let lack = member.trouble.clone()?;
         Some(LaunchError::Lacking {
@@ -268,6 +277,7 @@ pub(super) fn agree(members: &[Member]) -> Result<(), LaunchError> {
     if let Some(troubled) = troubled {
         return Err(troubled);
     }
+
     if !who.contains_key(shm::NAME) {
         return Ok(());
     }
@@ -277,7 +287,7 @@ pub(super) fn agree(members: &[Member]) -> Result<(), LaunchError> {
         .enumerate()
         .skip(1)
         .find_map(|(other, member)| {
-            let why = shm::why_apart(asked(&members[0]).1, asked(member).1)?;
+            let why = shm::why_apart(asked_address(&members[0]), asked_address(member))?;
             let other = ProcessId(other as u32);
             Some(LaunchError::Apart {
                 one: ProcessId(0),
@@ -295,12 +305,20 @@ fn address<'a>(member: &'a Member, transport: &str) -> Option<&'a str> {
     found.map(|(_, address)| address.as_str())
 }
 
-/// Returns (transport that a member asks for, its address there).
-fn asked(member: &Member) -> (&str, &str) {
+/// Returns the transport that a member asks for.
+fn asked_transport(member: &Member) -> &str {
     member
         .addresses
         .first()
-        .map_or(("nothing", ""), |(name, address)| (name, address))
+        .map_or("nothing", |(name, _)| name.as_str())
+}
+
+/// Returns the address of a member at the transport that it asks for.
+fn asked_address(member: &Member) -> &str {
+    member
+        .addresses
+        .first()
+        .map_or("", |(_, address)| address.as_str())
 }
 
 /// Formats ascending numbers for a message: `0, 2-5 and 7`.
@@ -371,7 +389,7 @@ mod tests {
     fn auto_shares_memory_on_a_host_or_warns_once() {
         let at = (std::net::Ipv4Addr::LOCALHOST, 0).into();
         let here = |host: &str| {
-            let addresses = told(DEFAULT, &Opened::open(DEFAULT, 3, at));
+            let addresses = told(DEFAULT, &OpenedTransport::open(DEFAULT, 3, at));
             Member {
                 host: host.into(),
                 addresses,
@@ -432,13 +450,13 @@ mod tests {
     #[test]
     fn told_gives_the_address_or_only_the_name() {
         let at = (std::net::Ipv4Addr::LOCALHOST, 0).into();
-        let tcp = Opened::open("tcp", 2, at);
+        let tcp = OpenedTransport::open("tcp", 2, at);
         let told_of_tcp = told("tcp", &tcp);
         assert!(matches!(
             &told_of_tcp[..],
             [(name, at)] if name == "tcp" && at.starts_with("127.0.0.1:")
         ));
-        let pigeon = Opened::open("pigeon", 2, at);
+        let pigeon = OpenedTransport::open("pigeon", 2, at);
         assert!(pigeon.is_err());
         assert_eq!(
             told("pigeon", &pigeon),
@@ -446,7 +464,7 @@ mod tests {
         );
         #[cfg(not(feature = "ucx"))]
         {
-            let said = Opened::open("ucx", 2, at)
+            let said = OpenedTransport::open("ucx", 2, at)
                 .err()
                 .map(|error| error.to_string())
                 .unwrap_or_default();

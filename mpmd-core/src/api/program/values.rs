@@ -10,7 +10,7 @@ use crate::exec::{BLOCK, Rolling, ValueHashes};
 
 /// Host values of up to this many bytes are compared whole at every call.
 const WHOLE: usize = 4 << 10;
-/// Number of blocks of larger values that are compared at every call: as many bytes.
+/// Number of blocks of a larger value that are compared at every call: [`WHOLE`] bytes in all.
 const BLOCKS: usize = WHOLE / BLOCK;
 
 /// Decides which calls with host values of more than [`WHOLE`] bytes compare them whole. All
@@ -58,8 +58,8 @@ impl Program {
     ///
     /// Values of up to 4 KiB are hashed whole. Of larger ones, the hash has the length and 64
     /// blocks of 64 bytes at equal distances. It has them whole at the calls 1, 2, 4, 8 and so on
-    /// with as many bytes, at few others, and at all calls if `check_uncommitted` is set. So a call
-    /// costs less than a microsecond for each of its values in the long run.
+    /// with the same number of bytes, at few others, and at all calls if `check_uncommitted` is
+    /// set. So a call costs less than a microsecond for each of its values in the long run.
     pub(crate) fn hash_values(&mut self, arrays: &[&MpmdArray]) -> Option<u64> {
         let mut hash: Option<Rolling> = None;
         let mut of_large = None;
@@ -72,6 +72,7 @@ impl Program {
                 false => so_far.mix(bytes.len() as u64).mix_blocks(blocks(bytes)),
             });
         }
+
         hash.map(Rolling::word)
     }
 
@@ -81,6 +82,7 @@ impl Program {
         if let Some(decided) = self.large_value_calls.of_call {
             return decided;
         }
+
         let bytes = arrays
             .iter()
             .filter_map(|array| host_bytes(array))

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
 
+use super::builder::JobSize;
 use super::transports::listed;
 use crate::exec::Rolling;
 use mpmd_layout::topology::{CudaCollectives, DeviceKind, Topology};
@@ -22,7 +23,7 @@ const KIND_AND_NAME: [u8; 8] = [3, 0, 0, 0, b'G', b'N', b'U', 0];
 
 /// The additional checks that a job makes.
 #[derive(Clone, Copy)]
-pub(super) struct Checks {
+pub(super) struct JobChecks {
     /// Compares host values of any size.
     pub(super) uncommitted: bool,
     /// Compares the replicas of kernels' outputs.
@@ -35,7 +36,7 @@ pub(super) struct Checks {
 /// mpmd, the executable, the devices, and the checks.
 /// Command-line arguments are not included, since some may concern only one process. A program
 /// names those that must be equal: `Builder::facts`.
-pub(super) fn fingerprint(topology: &Topology, checks: Checks, sizes: &[(u32, u32)]) -> String {
+pub(super) fn fingerprint(topology: &Topology, checks: JobChecks, sizes: &[JobSize]) -> String {
     let program = std::env::current_exe().ok();
     let name = program.as_ref().and_then(|program| program.file_name());
     let name = name.map_or_else(
@@ -43,6 +44,7 @@ pub(super) fn fingerprint(topology: &Topology, checks: Checks, sizes: &[(u32, u3
         |name| name.to_string_lossy().into_owned(),
     );
     let name = name.trim_end_matches(" (deleted)");
+
     let build = build(Path::new(RUNNING)).unwrap_or_else(|error| format!("unknown: {error}"));
     // The default of a build needs no text: other builds have another build id.
     let compared = match (checks.uncommitted, cfg!(debug_assertions)) {
@@ -63,6 +65,7 @@ pub(super) fn fingerprint(topology: &Topology, checks: Checks, sizes: &[(u32, u3
         true => String::new(),
         false => format!(", goes on with {}", list_sizes(sizes)),
     };
+
     format!(
         "{name}, build {build}, mpmd {}, {}{compared}{replicas}{replay}{sizes}",
         env!("CARGO_PKG_VERSION"),
@@ -70,27 +73,30 @@ pub(super) fn fingerprint(topology: &Topology, checks: Checks, sizes: &[(u32, u3
     )
 }
 
-/// Lists numbers of processes, each with its number of devices: consecutive ones together, and
-/// after the first few a hash of all, since the text has a limit.
-fn list_sizes(sizes: &[(u32, u32)]) -> String {
+/// Lists the sizes of a job: consecutive ones together, and after the first few a hash of all,
+/// since the text has a limit.
+fn list_sizes(sizes: &[JobSize]) -> String {
     const MOST_LISTED: usize = 6;
     // `None` with one device for each process.
-    let devices = |(size, devices): &(u32, u32)| (size != devices).then_some(*devices);
-    let is_next =
-        |one: &(u32, u32), next: &(u32, u32)| next.0 == one.0 + 1 && devices(one) == devices(next);
-    let text = |run: &[(u32, u32)]| {
-        let (first, last) = (run[0].0, run[run.len() - 1].0);
+    let devices = |size: &JobSize| (size.processes != size.devices).then_some(size.devices);
+    let is_next = |one: &JobSize, next: &JobSize| {
+        next.processes == one.processes + 1 && devices(one) == devices(next)
+    };
+    let text = |run: &[JobSize]| {
+        let first = run[0].processes;
+        let last = run[run.len() - 1].processes;
         match devices(&run[0]) {
             None => format!("{first} to {last} processes of one device each"),
             Some(devices) => format!("{first} to {last} processes and {devices} devices"),
         }
     };
-    let runs: Vec<&[(u32, u32)]> = sizes.chunk_by(is_next).collect();
+    let runs: Vec<&[JobSize]> = sizes.chunk_by(is_next).collect();
     let mut texts: Vec<String> = runs.iter().take(MOST_LISTED).map(|run| text(run)).collect();
+
     if runs.len() > MOST_LISTED {
-        let mix = |hash: Rolling, (size, devices): &(u32, u32)| {
-            hash.mix_bytes(&size.to_le_bytes())
-                .mix_bytes(&devices.to_le_bytes())
+        let mix = |hash: Rolling, size: &JobSize| {
+            hash.mix_bytes(&size.processes.to_le_bytes())
+                .mix_bytes(&size.devices.to_le_bytes())
         };
         let hash = sizes.iter().fold(Rolling::default(), mix);
         texts.push(format!(
@@ -132,6 +138,7 @@ fn kinds(topology: &Topology) -> String {
             .map(|device| device.id.0 as usize)
             .collect::<Vec<_>>()
     };
+
     let [cpu, cuda] = [of(DeviceKind::Cpu), of(DeviceKind::Cuda)];
     match (cpu.len(), cuda.len()) {
         (cpus, 0) => format!("{cpus} devices"),
@@ -157,6 +164,7 @@ fn build(program: &Path) -> io::Result<String> {
     if let Some(number) = number(&start) {
         return Ok(number.iter().map(|byte| format!("{byte:02x}")).collect());
     }
+
     let mut hash = Rolling::default().mix_bytes(&start);
     let mut part = vec![0; 1 << 20];
     loop {
@@ -174,7 +182,9 @@ fn number(start: &[u8]) -> Option<&[u8]> {
         .position(|bytes| bytes == KIND_AND_NAME)?;
     let word =
         |at: usize| Some(u32::from_le_bytes(start.get(at..at + 4)?.try_into().ok()?) as usize);
-    let (name, length) = (word(at.checked_sub(8)?)?, word(at.checked_sub(4)?)?);
+    let name = word(at.checked_sub(8)?)?;
+    let length = word(at.checked_sub(4)?)?;
+
     let begin = at + KIND_AND_NAME.len();
     (name == 4 && (8..=64).contains(&length))
         .then(|| start.get(begin..begin + length))
@@ -189,7 +199,7 @@ mod tests {
     fn fingerprint_depends_on_build_and_topology() {
         let topology = Topology::even(2, 3);
         let [one, other] = [[2, 1], [1, 2]].map(|counts| Topology::with_devices(&counts));
-        let checks = Checks {
+        let checks = JobChecks {
             uncommitted: cfg!(debug_assertions),
             replicas: false,
             replay: 0,
@@ -218,24 +228,31 @@ mod tests {
         assert!(build(&folder.join("mpmd-no-such-program")).is_err());
     }
 
+    fn job_size((processes, devices): (u32, u32)) -> JobSize {
+        JobSize { processes, devices }
+    }
+
     #[test]
     fn sizes_are_listed_briefly_and_none_is_left_out() {
+        let list = |sizes: &[(u32, u32)]| {
+            list_sizes(&sizes.iter().copied().map(job_size).collect::<Vec<_>>())
+        };
         let each: Vec<_> = (1..=3)
             .map(|size| (size, 4))
             .chain((4..=4000).map(|n| (n, n)))
             .collect();
-        let said = list_sizes(&each);
+        let said = list(&each);
         assert_eq!(
             said,
             "1 to 3 processes and 4 devices, 4 to 4000 processes of one device each"
         );
         let odd = |last: u32| -> Vec<_> { (1..last).step_by(2).map(|size| (size, 9000)).collect() };
-        let [one, other] = [odd(8000), odd(8002)].map(|sizes| list_sizes(&sizes));
+        let [one, other] = [odd(8000), odd(8002)].map(|sizes| list(&sizes));
         assert!(one.len() < 512 && other.len() < 512, "{one}");
         assert_ne!(one, other);
         assert_ne!(
-            list_sizes(&[(3, 4), (4, 4), (5, 5)]),
-            list_sizes(&[(3, 3), (4, 4), (5, 5)])
+            list(&[(3, 4), (4, 4), (5, 5)]),
+            list(&[(3, 3), (4, 4), (5, 5)])
         );
     }
 
@@ -244,7 +261,7 @@ mod tests {
         let of = |uncommitted, replicas, replay| {
             fingerprint(
                 &Topology::even(2, 3),
-                Checks {
+                JobChecks {
                     uncommitted,
                     replicas,
                     replay,

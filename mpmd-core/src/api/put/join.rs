@@ -33,6 +33,7 @@ pub(super) fn groups(moves: &[(&MpmdArray, &PutSteps)]) -> Vec<Vec<usize>> {
             let group = open
                 .entry((from, steps.last.made.sharding.devices()))
                 .or_insert(usize::MAX);
+
             if let Some(group) = groups
                 .get_mut(*group)
                 .filter(|group| group.len() < MOST_JOINED)
@@ -79,6 +80,7 @@ impl fmt::Display for JoinedWhat {
 /// leaves joined.
 pub(super) fn descriptor(plans: &[Arc<PutPlan>], may_alias: bool) -> OpDescriptor {
     let mut leaves = plans.iter().map(|plan| plan.descriptor(may_alias));
+
     let mut all = leaves.next().expect("a move has a leaf");
     for (leaf, mut other) in (1..).zip(leaves) {
         for shard in other.results.iter_mut().flatten() {
@@ -93,6 +95,7 @@ pub(super) fn descriptor(plans: &[Arc<PutPlan>], may_alias: bool) -> OpDescripto
         all.results.append(&mut other.results);
         all.messages.append(&mut other.messages);
     }
+
     if plans.len() > 1 {
         all.what = what(plans).to_string();
         // In an order in which they can be sent.

@@ -11,7 +11,7 @@ mod plan;
 use std::panic::Location;
 use std::sync::Arc;
 
-use crate::api::program::{Again, NewOp, Part, Program, Replayed};
+use crate::api::program::{Again, IssuedOp, NewOp, OpPart, Program, Replayed};
 use crate::error::{IssueProblem, Result};
 use crate::exec::array::{MpmdArray, Origin, Placed, Repr, Sends};
 use crate::exec::{AsyncBuffer, OpGuard, PutPlan, Source};
@@ -80,6 +80,7 @@ impl Program {
             .broadcast(&x.structure())
             .map_err(|error| wrong(IssueProblem::Tree(error)))?;
         let leaves = x.leaves_with_paths();
+
         // All leaves are checked before any is moved.
         let mut plans = Vec::with_capacity(leaves.len());
         for ((path, array), sharding) in leaves.iter().zip(&shardings) {
@@ -93,6 +94,7 @@ impl Program {
             refuse_twice(&leaves).map_err(wrong)?;
             self.check_given_up(&leaves).map_err(wrong)?;
         }
+
         let moves: Vec<_> = leaves.iter().map(|(_, array)| *array).zip(&plans).collect();
         let moved = self.put_all(&moves, options, at);
         self.synced(at)?;
@@ -142,19 +144,28 @@ impl Program {
                     moved[alone] = Some(program.put_along(array, steps, options, at));
                     continue;
                 }
+
                 let arrays: Vec<&MpmdArray> = joined.iter().map(|place| all[*place]).collect();
                 let plans: Vec<_> = joined
                     .iter()
                     .map(|place| moves[*place].1.last.clone())
                     .collect();
                 let mut made = Vec::with_capacity(joined.len());
-                program.issue_put(&arrays, &plans, options, None, None, at, &mut made);
+                let call = PutCall {
+                    arrays: &arrays,
+                    plans: &plans,
+                    options,
+                    before: None,
+                    at,
+                };
+                program.issue_put(call, None, &mut made);
                 joined
                     .into_iter()
                     .zip(made)
                     .for_each(|(place, array)| moved[place] = Some(array));
             }
         });
+
         moved
             .into_iter()
             .map(|array| array.expect("every array is in one group"))
@@ -174,6 +185,7 @@ impl Program {
             return self.put_one(array, &steps.last, options, None, at);
         };
         let summed = self.put_one(array, first, options, None, at);
+
         // The intermediate array has no other handle, so it can be donated.
         let last = MoveOptions::default().donate(true);
         self.put_one(&summed, &steps.last, last, Some(&summed), at)
@@ -190,25 +202,33 @@ impl Program {
         at: &'static Location<'static>,
     ) -> MpmdArray {
         let mut moved = Vec::with_capacity(1);
-        let plan = std::slice::from_ref(plan);
-        self.issue_put(&[array], plan, options, before, None, at, &mut moved);
+        let call = PutCall {
+            arrays: &[array],
+            plans: std::slice::from_ref(plan),
+            options,
+            before,
+            at,
+        };
+        self.issue_put(call, None, &mut moved);
         moved.pop().expect("one was moved")
     }
 
     /// Issues a move of arrays by their plans as one operation, or issues it again in a replay, and
     /// appends handles to the results to `moved`. Starts this process's part, and releases the
-    /// local shards of donated sources. Only a move of one array has a `before`.
-    #[expect(clippy::too_many_arguments, reason = "the parts of one operation")]
+    /// local shards of donated sources.
     fn issue_put(
         &mut self,
-        arrays: &[&MpmdArray],
-        plans: &[Arc<PutPlan>],
-        options: MoveOptions,
-        before: Option<&MpmdArray>,
+        call: PutCall<'_>,
         replayed: Option<Replayed<'_>>,
-        at: &'static Location<'static>,
         moved: &mut Vec<MpmdArray>,
     ) {
+        let PutCall {
+            arrays,
+            plans,
+            options,
+            before,
+            at,
+        } = call;
         let MoveOptions {
             donate, may_alias, ..
         } = options;
@@ -220,7 +240,8 @@ impl Program {
             // other part in the move.
             let lets_go = donate && arrays.iter().any(|array| !array.shards().is_empty());
             let here = lets_go || !is_idle || dry_run;
-            let (plans, continues) = (plans.to_vec(), before.is_some());
+            let plans = plans.to_vec();
+            let continues = before.is_some();
             here.then(|| {
                 Arc::new(PutAgain {
                     plans,
@@ -237,12 +258,13 @@ impl Program {
             [plan] => Some(&plan.known_descriptors[usize::from(may_alias)]),
             _ => None,
         };
-        let (op, guard) = self.issue_op(
+
+        let IssuedOp { op, guard } = self.issue_op(
             words,
             NewOp {
                 part: match is_idle {
-                    true => Part::Idle,
-                    false => Part::Work(plans.iter().map(|plan| plan.bytes()).sum()),
+                    true => OpPart::Idle,
+                    false => OpPart::Work(plans.iter().map(|plan| plan.bytes()).sum()),
                 },
                 takes: arrays,
                 donates: &|_| donate,
@@ -255,6 +277,25 @@ impl Program {
                 })
             },
         );
+        self.start_put(&call, op, guard, moved);
+    }
+
+    /// Starts this process's part of the issued move `op`, and appends handles to the results to
+    /// `moved`.
+    fn start_put(
+        &self,
+        call: &PutCall<'_>,
+        op: u64,
+        guard: Option<OpGuard>,
+        moved: &mut Vec<MpmdArray>,
+    ) {
+        let PutCall {
+            arrays,
+            plans,
+            options,
+            before,
+            at,
+        } = *call;
         let runtime = self.runtime.clone();
         let guards: Vec<OpGuard> = match (&guard, plans) {
             (None, _) => Vec::new(),
@@ -263,17 +304,22 @@ impl Program {
                 .map(|i| guard.of_result(i))
                 .collect(),
         };
+
         let parts = || arrays.iter().zip(plans).zip(&guards);
         let send = |((array, plan), guard): ((&&MpmdArray, &Arc<PutPlan>), &OpGuard)| {
             plan.send(&runtime, guard, &source_of(array))
         };
         let left: Vec<Option<AsyncBuffer>> = runtime.send_together(|| parts().map(send).collect());
         let mut left = left.into_iter();
+
         for (leaf, (array, plan)) in arrays.iter().zip(plans).enumerate() {
             let guard = guards.get(leaf);
-            let receive = |guard| plan.receive(&runtime, guard, &source_of(array), may_alias);
+            let receive =
+                |guard| plan.receive(&runtime, guard, &source_of(array), options.may_alias);
             let shards = guard.map_or_else(Vec::new, receive);
-            if donate && let Repr::Placed(placed) = &array.repr {
+            if options.donate
+                && let Repr::Placed(placed) = &array.repr
+            {
                 placed.donate(op, at);
                 let failure = placed.donated_failure();
                 for shard in placed.shards.iter() {
@@ -282,6 +328,7 @@ impl Program {
                     shard.slot.give_up(failure.clone());
                 }
             }
+
             let before = before.and_then(MpmdArray::sends).cloned();
             let sends = match left.next().flatten() {
                 Some(left) => Some(Sends {
@@ -304,6 +351,19 @@ impl Program {
             ));
         }
     }
+}
+
+/// A move of arrays that is issued as one operation.
+#[derive(Clone, Copy)]
+struct PutCall<'a> {
+    arrays: &'a [&'a MpmdArray],
+    /// The plan of each array.
+    plans: &'a [Arc<PutPlan>],
+    options: MoveOptions,
+    /// The result of the same move's last step: this move completes only after its sends. Only a
+    /// move of one array has one.
+    before: Option<&'a MpmdArray>,
+    at: &'static Location<'static>,
 }
 
 fn source_of(array: &MpmdArray) -> Source<'_> {
@@ -330,16 +390,14 @@ impl Again for PutAgain {
         at: &'static Location<'static>,
         made: &mut Vec<MpmdArray>,
     ) {
-        let before = x.first().copied().filter(|_| self.continues);
-        program.issue_put(
-            x,
-            &self.plans,
-            self.options,
-            before,
-            Some(replayed),
+        let call = PutCall {
+            arrays: x,
+            plans: &self.plans,
+            options: self.options,
+            before: x.first().copied().filter(|_| self.continues),
             at,
-            made,
-        );
+        };
+        program.issue_put(call, Some(replayed), made);
     }
 }
 
@@ -355,7 +413,8 @@ pub(crate) fn refuse_twice(
     match (1..leaves.len()).find_map(|j| Some((twin(j)?, j))) {
         None => Ok(()),
         Some((first, second)) => {
-            let (first, second) = (&leaves[first].0, &leaves[second].0);
+            let first = &leaves[first].0;
+            let second = &leaves[second].0;
             let problem = format!("{second:?} is donated, and is the same array as {first:?}");
             Err(IssueProblem::Signature(problem))
         }

@@ -35,6 +35,7 @@ impl Program {
                  method makes of it"
             )));
         }
+
         // This direct plan reports all mistakes, also if the array moves in two steps.
         let last = self.put_plan(path, array, to, cache)?;
         let sums = array
@@ -43,6 +44,7 @@ impl Program {
         let through = sums.and_then(|from| {
             scattered(from, array.shape(), &last.made.layout, array.dtype().size())
         });
+
         let Some(through) = through else {
             return Ok(PutSteps { first: None, last });
         };
@@ -96,6 +98,7 @@ impl Program {
         if cache && let Some(plan) = self.put_plans.get(&key) {
             return Ok(plan);
         }
+
         to.check_devices(&self.runtime.topology).map_err(wrong)?;
         let layout = to.layout(aval.shape()).map_err(wrong)?;
         let source = from
@@ -104,6 +107,7 @@ impl Program {
             .map_err(wrong)?;
         let from = from.zip(source.as_deref());
         check_partial_sums(path, aval, from, &layout)?;
+
         let plan = PutPlan::new(&self.runtime, aval, from, to, layout)
             .map_err(|error| IssueProblem::Signature(error.to_string()))?;
         let plan = Arc::new(plan);
@@ -127,6 +131,7 @@ fn check_partial_sums(
     if from.unreduced_axes().is_empty() || layout == to || aval.dtype() != DType::Bool {
         return Ok(());
     }
+
     let leaf = if path.is_empty() {
         String::new()
     } else {

@@ -13,19 +13,26 @@ use mpmd_base::block::Mutex;
 
 use super::Commits;
 use super::commit::can_leave;
-use crate::api::program::{Change, Convicted, Program};
+use crate::api::program::{Convicted, JobChange, Program};
 use crate::error::{Error, Result};
 use crate::exec::kept::Kept;
 
-/// Bits of a word: more processes could take part; this process asks to leave; it was found to be
-/// slow or wrong in an earlier epoch, or in this one, but had copies that were needed. The bits
-/// above are the microseconds in which its kernels have run so far, or it could not run.
+/// Bit of a process's word: more processes could take part in the job.
 const COULD_GROW: u64 = 1;
+
+/// Bit of a process's word: the process asks to leave the job.
 const ASKS_TO_LEAVE: u64 = 2;
+
+/// Bit of a process's word: the process was found to be slow or wrong, in this epoch or an earlier
+/// one, but had copies that were needed.
 const IS_DROPPED: u64 = 4;
+
+/// Number of the low bits of a word that are flags. The bits above are the microseconds in which
+/// the process's kernels have run so far, or in which it could not run.
 const TIME_BITS: u32 = 8;
 
-/// The number of commits after which the words of one are read. At most as many are on their way.
+/// The words of a commit are read this number of commits later. At most this number of commits are
+/// on their way.
 const DELAY: usize = 2;
 
 impl Commits {
@@ -66,6 +73,12 @@ impl Commits {
     }
 }
 
+/// A process that is to leave the job, and the reason.
+struct Leaver {
+    process: ProcessId,
+    why: String,
+}
+
 impl Program {
     /// Returns the word of this process for its next commit.
     pub(super) fn word(&self, kept: &Mutex<Kept>) -> u64 {
@@ -75,6 +88,7 @@ impl Program {
         let bits = COULD_GROW * u64::from(could_grow)
             + ASKS_TO_LEAVE * u64::from(kept.asks_to_leave)
             + IS_DROPPED * u64::from(kept.is_dropped);
+
         bits | (micros << TIME_BITS)
     }
 
@@ -84,7 +98,7 @@ impl Program {
         &mut self,
         kept: &Mutex<Kept>,
         at: &'static Location<'static>,
-    ) -> Result<Option<Change>> {
+    ) -> Result<Option<JobChange>> {
         let words = {
             let mut kept = kept.lock();
             if kept.words.len() < DELAY {
@@ -93,60 +107,70 @@ impl Program {
             kept.words.pop_front()
         };
         let Some(words) = words else { return Ok(None) };
+
         let mut all = Vec::with_capacity(self.processes());
         for shard in words.shards_here(at)?.into_iter().take(1) {
             all.extend_from_slice(shard.data.as_slice::<u64>()?);
         }
+
         let mut kept = kept.lock();
         if all.iter().all(|word| word & ASKS_TO_LEAVE != 0) {
             kept.all_ask_to_leave = true;
             return Ok(None);
         }
         let times: Vec<u64> = all.iter().map(|word| word >> TIME_BITS).collect();
-        let wrong = self.convicted().map(
-            |Convicted {
-                 process,
-                 why,
-                 first,
-             }| {
-                let since = format!("it first differed in step {first}");
-                let stays = "what it has computed since then stays in the state";
-                (
-                    process,
-                    format!("process {process} {why}; {since}, and {stays}"),
-                )
-            },
-        );
+        let wrong = self.convicted().map(|convicted| {
+            let Convicted {
+                process,
+                why,
+                first,
+            } = convicted;
+            let since = format!("it first differed in step {first}");
+            let stays = "what it has computed since then stays in the state";
+            Leaver {
+                process,
+                why: format!("process {process} {why}; {since}, and {stays}"),
+            }
+        });
         let slow = kept
             .paces
             .as_mut()
             .and_then(|paces| paces.at_commit(&times));
-        let slow = slow.map(|slow| (ProcessId(slow.process as u32), slow.why));
+        let slow = slow.map(|slow| Leaver {
+            process: ProcessId(slow.process as u32),
+            why: slow.why,
+        });
         let found = wrong.into_iter().chain(slow).filter(|_| self.may_change);
-        let mut leavers: Vec<(ProcessId, String)> = found.collect();
+        let mut leavers: Vec<Leaver> = found.collect();
         kept.is_dropped |= leavers
             .iter()
-            .any(|(process, _)| *process == self.process());
+            .any(|leaver| leaver.process == self.process());
+
         for (process, word) in (0..).map(ProcessId).zip(&all) {
             if word & IS_DROPPED != 0 {
                 let why = "was slow or wrong, and has stayed only for its copies of the state";
-                leavers.push((process, format!("process {process} {why}")));
+                let why = format!("process {process} {why}");
+                leavers.push(Leaver { process, why });
             } else if word & ASKS_TO_LEAVE != 0 {
-                leavers.push((process, format!("process {process} has asked to leave")));
+                let why = format!("process {process} has asked to leave");
+                leavers.push(Leaver { process, why });
             }
         }
 
-        let (mut leave, mut whys) = (Vec::new(), Vec::new());
-        for (process, why) in leavers {
+        // Each leaves only if the others still have a copy of each region.
+        let mut leave = Vec::new();
+        let mut whys = Vec::new();
+        for Leaver { process, why } in leavers {
             if !leave.contains(&process) && can_leave(self.topology(), &leave, process) {
                 leave.push(process);
                 whys.push(why);
             }
         }
+
         if leave.is_empty() && all.iter().any(|word| word & COULD_GROW != 0) {
             whys.push("others are taken in".to_owned());
         }
-        Ok((!whys.is_empty()).then(|| Change {
+        Ok((!whys.is_empty()).then(|| JobChange {
             leave,
             why: whys.join("; ").into(),
         }))
@@ -155,7 +179,7 @@ impl Program {
     /// Waits until the commit that was just issued is whole on every process, and ends the epoch.
     pub(super) fn end_by(
         &mut self,
-        change: Change,
+        change: JobChange,
         kept: &Mutex<Kept>,
         at: &'static Location<'static>,
     ) -> Result<()> {

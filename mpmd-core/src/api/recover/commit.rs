@@ -11,6 +11,7 @@ use mpmd_layout::sharding::{MemoryKind, Sharding};
 use mpmd_layout::topology::{DeviceId, Mesh, Topology};
 use mpmd_layout::tree::Tree;
 
+use super::copies::{ArrayToCopy, IssuedCopies};
 use crate::api::program::Program;
 use crate::error::{Error, IssueProblem, Result};
 use crate::exec::Rolling;
@@ -107,6 +108,7 @@ impl Program {
         let Some(kept) = self.kept.clone().filter(|_| keeps) else {
             return Ok(());
         };
+
         self.refuse_in_capture(at, "commit")?;
         if self.topology().counts().contains(&0) {
             return Err(Error::Environment(
@@ -115,6 +117,7 @@ impl Program {
                     .to_owned(),
             ));
         }
+
         if !kept.lock().reach(step) {
             return Ok(());
         }
@@ -126,6 +129,7 @@ impl Program {
             );
             return Err(IssueProblem::Signature(problem).at(at, "commit"));
         }
+
         // A dry run makes no copies, so none is ever confirmed.
         while !self.is_dry_run() {
             let Some(unconfirmed) = kept.lock().first_awaited() else {
@@ -133,10 +137,12 @@ impl Program {
             };
             unconfirmed.shards_here(at)?;
         }
+
         let change = self.agreed_change(&kept, at)?;
         let before = self.set_caller(Some(at));
         let committed = self.issue_commit(step, state, &kept, at);
         self.set_caller(before);
+
         match change {
             None => committed,
             Some(change) => committed.and_then(|()| self.end_by(change, &kept, at)),
@@ -153,7 +159,8 @@ impl Program {
         let Snapshot { arrays, contents } = state;
         let first = self.topology().device_ids()[0];
         let distance = distance(self.topology());
-        let (mut homes, mut buddies) = (Vec::new(), Vec::new());
+        let mut homes = Vec::new();
+        let mut buddies = Vec::new();
         for array in &arrays {
             let sharding = array.sharding().cloned();
             let sharding = sharding.unwrap_or_else(|| Sharding::single_device(first));
@@ -161,6 +168,7 @@ impl Program {
                 let problem = format!("commit: {} holds partial sums: add them up", array.aval());
                 return Err(Error::kernel(problem));
             }
+
             let owned = sharding.first_holders(array.shape())?;
             buddies.push(with_buddies(
                 &owned,
@@ -170,17 +178,30 @@ impl Program {
             )?);
             homes.push(owned.layout(array.shape())?);
         }
+
         let buddies = self.device_put(&arrays, buddies)?;
         let id = kept.lock().next_id(self.epoch(), step, &contents);
-        let sources: Vec<_> = arrays.iter().zip(&buddies).zip(homes).collect();
+        let sources: Vec<_> = arrays
+            .iter()
+            .zip(&buddies)
+            .zip(homes)
+            .map(|((array, buddies), layout)| ArrayToCopy {
+                array,
+                buddies,
+                layout,
+            })
+            .collect();
         let word = self.word(kept);
         let memory = kept.lock().memory.clone();
-        let (made, all) = self.issue_copies((id, word), sources, memory, at)?;
+        let IssuedCopies { made, whole: all } =
+            self.issue_copies(id, word, &sources, memory, at)?;
+
         let devices = first_devices(self.topology());
         let everywhere = self
             .mesh_of(&[("process", devices.len())], &devices)?
             .replicated();
         let whole = self.device_put(&all, everywhere.with_memory_kind(MemoryKind::Host))?;
+
         if !self.is_dry_run() {
             if id.number == 1 {
                 self.tell_when_whole(&whole);
@@ -236,6 +257,7 @@ impl Snapshot {
                 .mix(placed.origin.op)
                 .mix(u64::from(placed.origin.leaf)),
         };
+
         self.arrays
             .iter()
             .fold(Rolling::default().mix(low).mix(high), mix)
@@ -269,6 +291,7 @@ fn with_buddies(
         let place = devices.binary_search(device).ok()?;
         Some(devices[(place + distance) % devices.len()])
     };
+
     let layout = owned.layout(aval.shape())?;
     let shards = layout
         .iter()
@@ -284,6 +307,7 @@ fn distance(topology: &Topology) -> Option<usize> {
     if topology.processes() == 1 {
         return Some(0);
     }
+
     let owners: Vec<ProcessId> = topology
         .devices()
         .iter()
@@ -303,6 +327,7 @@ fn distance(topology: &Topology) -> Option<usize> {
         .map(of_host))
     .map(|devices| devices.min(all - devices))
     .sum();
+
     let mut best = None;
     for distance in 1..all {
         let pairs = (0..all).map(|place| (place, (place + distance) % all));
@@ -325,9 +350,8 @@ fn distance(topology: &Topology) -> Option<usize> {
     best.map(|(_, distance)| distance)
 }
 
-/// True if each region still has a copy on a process that stays if `process` leaves besides those
-/// in
-/// `leave`.
+/// True if each region still has a copy on a process that stays, if `process` leaves besides those
+/// in `leave`.
 pub(super) fn can_leave(topology: &Topology, leave: &[ProcessId], process: ProcessId) -> bool {
     let stays = |owner: ProcessId| owner != process && !leave.contains(&owner);
     let owners: Vec<ProcessId> = topology

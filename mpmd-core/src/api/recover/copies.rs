@@ -18,58 +18,86 @@ use mpmd_proto::router::Failure;
 use mpmd_record::dry_run::{self, Kind, Memory, OpDescriptor};
 
 use super::commit::first_devices;
-use crate::api::program::{NewOp, Part, Program};
+use crate::api::program::{IssuedOp, NewOp, OpPart, Program};
 use crate::error::Result;
 use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr};
 use crate::exec::kept::{CommitId, Copy, hash};
 use crate::exec::{AsyncBuffer, OpGuard, Resolver, Runtime};
 
-/// An array to commit, its regions at their buddies, and its layout with one device per region.
-pub(super) type ArrayToCopy<'a> = ((&'a MpmdArray, &'a MpmdArray), Arc<Layout>);
+/// An array to commit.
+pub(super) struct ArrayToCopy<'a> {
+    pub(super) array: &'a MpmdArray,
+    /// The regions of the array at their buddies.
+    pub(super) buddies: &'a MpmdArray,
+    /// The layout of the array with one device per region.
+    pub(super) layout: Arc<Layout>,
+}
 
-/// A region that this process copies.
-struct Source {
-    array: usize,
-    is_own: bool,
-    region: Region,
-    /// The region of the slot's bytes, which contains the copied one, and the bytes of an element.
-    held: Region,
-    item: usize,
+/// The copies of a commit, after their operation was issued.
+pub(super) struct IssuedCopies {
+    /// The copies of this process, to be filled.
+    pub(super) made: Arc<Mutex<Vec<Copy>>>,
+    /// An array whose shard of each process is its word. It is there once that process has made its
+    /// copies.
+    pub(super) whole: MpmdArray,
+}
+
+/// A region that this process copies, and the slot that has it.
+struct RegionToCopy {
+    copy: RegionCopy,
     /// True if the region is in the memory of a CUDA device.
     on_accelerator: bool,
     slot: AsyncBuffer,
 }
 
+/// The copy of a region of an array.
+struct RegionCopy {
+    array: usize,
+    is_own: bool,
+    region: Region,
+    /// The region of the slot's bytes, which contains the copied one.
+    held: Region,
+    /// Bytes per element.
+    item: usize,
+}
+
 /// The copies of a commit that this process makes. The operation ends with the last holder.
-struct Copying {
+struct CommitCopying {
     runtime: Arc<Runtime>,
     memory: Pool,
     made: Arc<Mutex<Vec<Copy>>>,
-    /// (Number of regions that are not copied yet, resolver that says when all are). The resolver
-    /// is `None` once it was kept.
-    state: Mutex<(usize, Option<Resolver>)>,
+    state: Mutex<CopyingState>,
     /// The value of the resolver: what this process asks for.
     word: u64,
     // Last, so that it is dropped after the memory.
     guard: OpGuard,
 }
 
-struct CopyWhat {
+/// The progress of a commit's copies.
+struct CopyingState {
+    /// Number of regions that are not copied yet, and one more until all are queued.
+    left: usize,
+    /// Says when all regions are copied. `None` once it was kept.
+    resolver: Option<Resolver>,
+}
+
+/// The description of a commit's copies for messages.
+struct CommitDescription {
     step: u64,
     arrays: usize,
 }
 
 impl Program {
-    /// Issues the operation that copies the regions of a commit. Returns the copies of this
-    /// process, to be filled, and an array whose shard of each process is its `word`. It is there
-    /// once that process has made its copies.
+    /// Issues the operation that copies the regions of the commit `id`. `word` is the value of this
+    /// process's shard.
     pub(super) fn issue_copies(
         &mut self,
-        (id, word): (CommitId, u64),
-        arrays: Vec<ArrayToCopy<'_>>,
+        id: CommitId,
+        word: u64,
+        arrays: &[ArrayToCopy<'_>],
         memory: Pool,
         at: &'static Location<'static>,
-    ) -> Result<(Arc<Mutex<Vec<Copy>>>, MpmdArray)> {
+    ) -> Result<IssuedCopies> {
         let devices = first_devices(self.topology());
         let processes = self.mesh_of(&[("process", devices.len())], &devices)?;
         let sharding = processes
@@ -77,20 +105,22 @@ impl Program {
             .with_memory_kind(MemoryKind::Host);
         let aval = ShapedArray::new(&[devices.len()], DType::U64);
         let layout = sharding.layout(aval.shape())?;
+
         let runtime = self.runtime.clone();
         let own = devices
             .into_iter()
             .find(|device| runtime.local_index(*device).is_some());
-        let sources: Vec<Source> = arrays
+        let sources: Vec<RegionToCopy> = arrays
             .iter()
             .enumerate()
-            .flat_map(|(number, array)| Source::of_array(&runtime, number, array))
+            .flat_map(|(number, array)| RegionToCopy::of_array(&runtime, number, array))
             .collect();
         let bytes: usize = sources
             .iter()
-            .map(|source| source.region.elements() * source.item)
+            .map(|source| source.copy.region.elements() * source.copy.item)
             .sum();
-        let what = Arc::new(CopyWhat {
+
+        let what = Arc::new(CommitDescription {
             step: id.step,
             arrays: arrays.len(),
         });
@@ -100,15 +130,16 @@ impl Program {
         };
         let takes: Vec<&MpmdArray> = arrays
             .iter()
-            .flat_map(|((array, buddies), _)| [*array, *buddies])
+            .flat_map(|one| [one.array, one.buddies])
             .collect();
         let [low, high] = [id.hash as u64, (id.hash >> 64) as u64];
         let part = if own.is_some() {
-            Part::Work(bytes as u64)
+            OpPart::Work(bytes as u64)
         } else {
-            Part::Idle
+            OpPart::Idle
         };
-        let (op, guard) = self.issue_op(
+
+        let IssuedOp { op, guard } = self.issue_op(
             [0xc0b1, id.step, id.number, low, high],
             NewOp {
                 part,
@@ -116,18 +147,20 @@ impl Program {
                 ..NewOp::new(at, &|| what.clone(), &descriptor)
             },
         );
-        let (made, mut shards) = (Arc::default(), Vec::new());
+
+        let made = Arc::default();
+        let mut shards = Vec::new();
         if let (Some(device), Some(guard)) = (own, guard) {
             let (resolver, slot) = AsyncBuffer::new();
-            // One more than the regions: a process without any has its copies at once.
-            let state = Mutex::new((sources.len() + 1, Some(resolver)));
-            let made = Arc::clone(&made);
-            let runtime = runtime.clone();
-            let copying = Arc::new(Copying {
-                runtime,
+            let copying = Arc::new(CommitCopying {
+                runtime: runtime.clone(),
                 memory,
-                made,
-                state,
+                made: Arc::clone(&made),
+                state: Mutex::new(CopyingState {
+                    // One more than the regions: a process without any has its copies at once.
+                    left: sources.len() + 1,
+                    resolver: Some(resolver),
+                }),
                 word,
                 guard,
             });
@@ -135,31 +168,36 @@ impl Program {
             copying.end(Ok(()));
             shards.push(LocalShard { device, slot });
         }
+
         let whole = Arc::new(Made::new(aval, sharding, layout, what, runtime));
-        Ok((
+        Ok(IssuedCopies {
             made,
-            Placed::array(whole, shards, Origin { op, leaf: 0, at }),
-        ))
+            whole: Placed::array(whole, shards, Origin { op, leaf: 0, at }),
+        })
     }
 }
 
-impl Source {
-    /// Returns the regions of an array that this process copies: those that it owns, and those of
-    /// which it is the buddy.
-    fn of_array(
-        runtime: &Runtime,
-        number: usize,
-        ((array, buddies), layout): &ArrayToCopy<'_>,
-    ) -> Vec<Self> {
+impl RegionToCopy {
+    /// Returns the regions of an array that this process copies: the regions that it owns, and the
+    /// regions of which it is the buddy.
+    fn of_array(runtime: &Runtime, number: usize, to_copy: &ArrayToCopy<'_>) -> Vec<Self> {
+        let ArrayToCopy {
+            array,
+            buddies,
+            layout,
+        } = to_copy;
         let source = |is_own, region: &Region, held: &Region, on_accelerator, slot| Self {
-            array: number,
-            is_own,
-            region: region.clone(),
-            held: held.clone(),
-            item: array.dtype().size(),
+            copy: RegionCopy {
+                array: number,
+                is_own,
+                region: region.clone(),
+                held: held.clone(),
+                item: array.dtype().size(),
+            },
             on_accelerator,
             slot,
         };
+
         let own = layout
             .iter()
             .filter(|(device, _)| runtime.local_index(*device).is_some());
@@ -175,6 +213,7 @@ impl Source {
                 Some(source(true, region, region, on_accelerator, slot))
             }
         });
+
         // A process alone has no buddy.
         let has_buddies = runtime.topology.processes() > 1;
         let mut sources: Vec<Self> = own.collect();
@@ -194,15 +233,11 @@ impl Source {
     }
 }
 
-impl Copying {
+impl CommitCopying {
     /// Queues the copy of a region for the moment when it is there. Does not block.
-    fn begin(self: &Arc<Self>, source: Source) {
-        let Source {
-            array,
-            is_own,
-            region,
-            held,
-            item,
+    fn begin(self: &Arc<Self>, source: RegionToCopy) {
+        let RegionToCopy {
+            copy,
             on_accelerator,
             slot,
         } = source;
@@ -210,25 +245,27 @@ impl Copying {
             true => self.runtime.in_host_memory(self.guard.op(), &slot),
             false => slot,
         };
+
         let copying = self.clone();
         slot.on_end(move |outcome| match outcome {
             Err(failure) => copying.end(Err(failure.clone())),
             Ok(bytes) => {
-                let (runtime, bytes) = (copying.runtime.clone(), bytes.clone());
-                runtime.move_data(Box::new(move || {
-                    copying.copy((array, is_own, region), (held, item), bytes);
-                }));
+                let runtime = copying.runtime.clone();
+                let bytes = bytes.clone();
+                runtime.move_data(Box::new(move || copying.copy(copy, bytes)));
             }
         });
     }
 
-    /// Copies a region of the bytes of `held`.
-    fn copy(
-        &self,
-        (array, is_own, region): (usize, bool, Region),
-        (held, item): (Region, usize),
-        bytes: SharedBuffer,
-    ) {
+    /// Copies a region of `bytes`.
+    fn copy(&self, copy: RegionCopy, bytes: SharedBuffer) {
+        let RegionCopy {
+            array,
+            is_own,
+            region,
+            held,
+            item,
+        } = copy;
         let copied = self
             .memory
             .allocate(region.elements() * item)
@@ -238,6 +275,7 @@ impl Copying {
             });
         // Given back before the operation can end.
         drop(bytes);
+
         match copied {
             Ok(bytes) => {
                 let hash = hash(&bytes);
@@ -261,13 +299,14 @@ impl Copying {
     /// Notes that a region was copied, or has failed.
     fn end(&self, copied: std::result::Result<(), Arc<Failure>>) {
         let mut state = self.state.lock();
-        state.0 -= 1;
+        state.left -= 1;
         let outcome = match copied {
-            Ok(()) if state.0 > 0 => return,
+            Ok(()) if state.left > 0 => return,
             Ok(()) => Ok(self.word.to_ne_bytes().to_vec().into()),
             Err(failure) => Err(failure),
         };
-        let resolver = state.1.take();
+
+        let resolver = state.resolver.take();
         drop(state);
         if let Some(resolver) = resolver {
             resolver.keep(outcome);
@@ -275,7 +314,7 @@ impl Copying {
     }
 }
 
-impl fmt::Display for CopyWhat {
+impl fmt::Display for CommitDescription {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "commit of step {}, {} arrays", self.step, self.arrays)
     }

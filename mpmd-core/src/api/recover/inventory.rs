@@ -63,10 +63,16 @@ struct CopyEntry {
 
 /// The process from which a region comes, and the hash of its bytes.
 #[derive(Clone, Debug)]
-pub(super) struct Source {
+pub(super) struct RegionSource {
     pub(super) region: Region,
     pub(super) holder: ProcessId,
     pub(super) hash: u128,
+}
+
+/// The commit from which the job goes on, and the sources of the regions of each of its arrays.
+pub(super) struct ChosenCommit {
+    pub(super) id: CommitId,
+    pub(super) sources: Vec<Vec<RegionSource>>,
 }
 
 impl Commits {
@@ -93,7 +99,9 @@ impl Commits {
             .retain(|id, Copies { contents, .. }| contents.hash() == id.hash);
         for (id, copies) in &kept.earlier {
             for (index, copy) in copies.regions.iter().enumerate() {
-                let (id, copy, found) = (*id, copy.clone(), found.clone());
+                let id = *id;
+                let copy = copy.clone();
+                let found = found.clone();
                 runtime.move_data(Box::new(move || {
                     if !copy.is_intact() {
                         let _ = found.send((id, index));
@@ -103,6 +111,7 @@ impl Commits {
         }
         // The end of the last job is the signal.
         drop((found, kept));
+
         let _doing = runtime
             .status
             .enter(Doing::Waiting("a check of its copies", at));
@@ -117,6 +126,7 @@ impl Commits {
                 }
             }
         }
+
         let mut kept = self.kept.lock();
         for (id, index) in wrong.into_iter().rev() {
             let Some(copies) = kept.earlier.get_mut(&id) else {
@@ -146,6 +156,7 @@ impl Commits {
                 hash: copy.hash,
             }
         };
+
         let commits = kept
             .earlier
             .iter()
@@ -159,10 +170,12 @@ impl Commits {
                     },
                 )
             });
+
         let lost = kept
             .lost
             .as_ref()
             .map(|(when, why)| (since(*when), why.to_string()));
+
         Inventory {
             commits: commits.collect(),
             known: kept.known,
@@ -186,6 +199,7 @@ pub(crate) fn tell<T: Serialize + DeserializeOwned>(
     let own = (p.process() == from).then(|| serde_json::to_vec(&value()).map_err(wrong));
     let mut own = own.unwrap_or_else(|| Ok(Vec::new()));
     let mut all = Vec::new();
+
     loop {
         let (piece, is_last) = p.broadcast_value(from, (Vec::new(), true), || {
             let left = own.as_mut().map_err(|error| error.clone())?;
@@ -200,18 +214,18 @@ pub(crate) fn tell<T: Serialize + DeserializeOwned>(
     }
 }
 
-/// Returns the newest commit that is whole, and the sources of the regions of each array. `None` if
-/// none is, and none is known to have been. `name` returns the name of an array of a commit, for
-/// messages.
+/// Returns the newest commit that is whole. `None` if none is, and none is known to have been.
+/// `name` returns the name of an array of a commit, for messages.
 pub(super) fn choose(
     inventories: &[Inventory],
     name: &dyn Fn(CommitId, usize) -> Option<String>,
-) -> Result<Option<(CommitId, Vec<Vec<Source>>)>> {
-    let commits = inventories
+) -> Result<Option<ChosenCommit>> {
+    let commits: BTreeSet<_> = inventories
         .iter()
-        .flat_map(|one| one.commits.iter().map(|(id, _)| *id));
+        .flat_map(|one| one.commits.iter().map(|(id, _)| *id))
+        .collect();
+
     let mut lost = Vec::new();
-    let commits: BTreeSet<_> = commits.collect();
     for id in commits.iter().rev() {
         let entries = || inventories.iter().flat_map(|one| &one.commits);
         let entry = entries().find(|(kept, _)| kept == id);
@@ -222,15 +236,16 @@ pub(super) fn choose(
         let has = |array: usize| -> usize {
             sources[array]
                 .iter()
-                .map(|source: &Source| source.region.elements())
+                .map(|source: &RegionSource| source.region.elements())
                 .sum()
         };
         let missing: Vec<usize> = (0..elements.len())
             .filter(|array| has(*array) != elements[*array])
             .collect();
         if missing.is_empty() {
-            return Ok(Some((*id, sources)));
+            return Ok(Some(ChosenCommit { id: *id, sources }));
         }
+
         if lost.len() < MOST_COMMITS {
             let named =
                 |array: &usize| name(*id, *array).unwrap_or_else(|| format!("array {array}"));
@@ -241,11 +256,13 @@ pub(super) fn choose(
             lost.push(format!("step {}: {}", id.step, named.join(", ")));
         }
     }
+
     match commits.len().saturating_sub(MOST_COMMITS) {
         0 => {}
         1 => lost.push("an older commit".to_owned()),
         older => lost.push(format!("{older} older commits")),
     }
+
     let known = inventories
         .iter()
         .map(|one| one.known)
@@ -259,7 +276,7 @@ pub(super) fn choose(
 
 /// Returns the regions of an array in a commit, each with a process that has it: its owner if that
 /// is left. Leaves out regions whose copies differ.
-fn sources(inventories: &[Inventory], id: CommitId, array: usize) -> Vec<Source> {
+fn sources(inventories: &[Inventory], id: CommitId, array: usize) -> Vec<RegionSource> {
     let mut found: BTreeMap<_, Vec<(ProcessId, &CopyEntry)>> = BTreeMap::new();
     for (process, inventory) in (0..).map(ProcessId).zip(inventories) {
         let entries = inventory.commits.iter().filter(|(kept, _)| *kept == id);
@@ -268,6 +285,7 @@ fn sources(inventories: &[Inventory], id: CommitId, array: usize) -> Vec<Source>
             found.entry(&copy.ranges).or_default().push((process, copy));
         }
     }
+
     let source = |(ranges, holders): (&Vec<_>, Vec<(ProcessId, &CopyEntry)>)| {
         let own = holders.iter().find(|(_, copy)| copy.is_own);
         let (holder, CopyEntry { hash, .. }) = *own.or(holders.first())?;
@@ -276,7 +294,7 @@ fn sources(inventories: &[Inventory], id: CommitId, array: usize) -> Vec<Source>
             .map(|(start, end): &(usize, usize)| (*start, *end))
             .collect();
         let is_same = holders.iter().all(|(_, other)| other.hash == *hash);
-        is_same.then_some(Source {
+        is_same.then_some(RegionSource {
             region,
             holder,
             hash: *hash,
@@ -326,8 +344,9 @@ mod tests {
     fn chosen(inventories: &[Inventory]) -> Chosen {
         let chosen = choose(inventories, &|_, _| Some("w".to_owned()));
         let chosen = chosen.map_err(|error| error.to_string())?;
-        Ok(chosen.map(|(id, sources)| {
-            let source = |source: &Source| (source.region.range(0).start as u32, source.holder.0);
+        Ok(chosen.map(|ChosenCommit { id, sources }| {
+            let source =
+                |source: &RegionSource| (source.region.range(0).start as u32, source.holder.0);
             (id, sources[0].iter().map(source).collect())
         }))
     }

@@ -8,18 +8,18 @@
 //! 3. `exec/kept` has the copies of this process, between the epochs too.
 //! 4. `restore` runs in the new epoch. The processes exchange lists of their copies (`inventory`)
 //!    and choose the newest commit that is whole. Then each region moves to the devices that need a
-//!    part of it (`bring`).
+//!    part of it (`restore_arrays`).
 //! 5. With a commit the processes also tell each other that others wait for a place, or that they
 //!    ask to leave. Then all leave the epoch after a commit (`change`), and meet in one with more
 //!    or fewer processes.
 
-mod bring;
 mod change;
 mod commit;
 mod copies;
 mod inventory;
 mod report;
 mod restore;
+mod restore_arrays;
 mod run;
 mod simulate;
 #[cfg(test)]

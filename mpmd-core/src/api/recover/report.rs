@@ -65,6 +65,7 @@ impl Commits {
             kept.time.learn(age, lost, reached);
             kept.time.reach(step);
         }
+
         let before = old().map(|one| one.processes).max().unwrap_or_default();
         let recovery = Recovery {
             epoch: p.epoch(),
@@ -76,6 +77,7 @@ impl Commits {
             new: new.map(|(process, one)| (process, one.pid)).collect(),
             failure: failure.clone(),
         };
+
         let text = recovery.to_string();
         p.runtime.trace.waited(0, &text, at);
         if p.process() == ProcessId(0) {
@@ -109,11 +111,13 @@ impl fmt::Display for Recovery {
                 "epoch {epoch} goes on after step {step}, and repeats {more}"
             )?,
         }
+
         write!(f, ", {seconds:.2} s after the end of the epoch before")?;
         match processes {
             (before, now) if before == now => {}
             (before, now) => write!(f, "; it has {now} processes, and had {before}")?,
         }
+
         let new: Vec<_> = new
             .iter()
             .map(|(process, pid)| format!("{process} (pid {pid})"))
@@ -121,6 +125,7 @@ impl fmt::Display for Recovery {
         if !new.is_empty() {
             write!(f, "; new is process {}", new.join(", "))?;
         }
+
         write!(
             f,
             "; {:.1} % of the job's time counted so far; {failure}",

@@ -4,9 +4,9 @@ use std::panic::Location;
 
 use mpmd_base::ProcessId;
 
-use super::bring::bring;
 use super::commit::Snapshot;
-use super::inventory::{Inventory, choose, tell};
+use super::inventory::{ChosenCommit, Inventory, choose, tell};
+use super::restore_arrays::restore_arrays;
 use super::{Commits, Committed};
 use crate::api::program::Program;
 use crate::error::{Error, IssueProblem, Result};
@@ -54,6 +54,7 @@ impl Commits {
                            before the first commit";
             return Err(IssueProblem::Signature(problem.to_owned()).at(at, "restore"));
         }
+
         let restored = match p.is_dry_run() || p.epoch() == 1 {
             true => Ok(0),
             false => self.restore_newest(p, state, at),
@@ -69,6 +70,7 @@ impl Commits {
         at: &'static Location<'static>,
     ) -> Result<u64> {
         let inventories = self.tell_inventories(p, at)?;
+
         let arrays = state.arrays();
         let asked = Contents::of(&arrays, state.names(), Vec::new());
         let name = |id: CommitId, array: usize| {
@@ -80,12 +82,13 @@ impl Commits {
                 .map_or(&asked, |copies| &*copies.contents);
             contents.arrays.get(array).map(|array| array.name.clone())
         };
+
         let chosen = choose(&inventories, &name);
         let chosen = chosen.inspect_err(|_| {
             self.kept.lock().forget_all();
             self.report(p, &inventories, 0, at);
         })?;
-        let Some((id, sources)) = chosen else {
+        let Some(ChosenCommit { id, sources }) = chosen else {
             self.report(p, &inventories, 0, at);
             // No process is left of an epoch with a commit.
             let lost = vec!["all steps: all arrays".to_owned()];
@@ -95,6 +98,7 @@ impl Commits {
                 Ok(0)
             };
         };
+
         self.count_restart(&inventories, id)?;
         let copies = self
             .kept
@@ -110,17 +114,19 @@ impl Commits {
                 format!("the newest commit is of step {step} and does not fit: {difference}");
             IssueProblem::Signature(problem).at(at, "restore")
         })?;
+
         // In the order of the commit, which may be another one.
         let mut like = arrays.clone();
         places
             .iter()
             .zip(&arrays)
             .for_each(|(place, array)| like[*place] = array.clone());
-        let restored = bring(p, &like, sources, copies.regions, at)?;
+        let restored = restore_arrays(p, &like, sources, copies.regions, at)?;
         let restored: Vec<_> = places
             .iter()
             .map(|place| restored[*place].clone())
             .collect();
+
         for array in &restored {
             array.block_until_ready()?;
         }
@@ -139,7 +145,9 @@ impl Commits {
             .map(|one| one.stuck)
             .max()
             .unwrap_or_default();
-        let count = restarts(before, id);
+
+        let (last, count_before) = before;
+        let count = restarts(last, count_before, id);
         self.kept.lock().stuck = (id, count);
         if count > MOST_RESTARTS {
             return Err(Error::Environment(format!(
@@ -153,8 +161,8 @@ impl Commits {
 }
 
 /// Returns the number of epochs that began with the state of the commit `id`, the last of them now.
-/// `before` is the commit with which the epoch before began, and their number then.
-fn restarts((last, before): (CommitId, u32), id: CommitId) -> u32 {
+/// The epoch before began with the commit `last`, as the `before`-th epoch to do so.
+fn restarts(last: CommitId, before: u32, id: CommitId) -> u32 {
     // The first commit of an epoch that restored one has the same state.
     let is_same = before > 0 && (id == last || id.epoch > last.epoch && id.number == 1);
     if is_same { before + 1 } else { 1 }
@@ -172,6 +180,7 @@ fn contents(
     let contents: Contents = tell(p, ProcessId(from as u32), || {
         Contents::clone(&copies.contents)
     })?;
+
     match contents.hash() == id.hash {
         true => Ok(contents),
         false => Err(Error::kernel(format!(
@@ -241,9 +250,12 @@ mod tests {
             step: 7,
             ..CommitId::default()
         };
-        let mut stuck = Default::default();
+        let mut stuck: (CommitId, u32) = Default::default();
         let mut restart = |epoch, number| {
-            stuck = (id(epoch, number), restarts(stuck, id(epoch, number)));
+            stuck = (
+                id(epoch, number),
+                restarts(stuck.0, stuck.1, id(epoch, number)),
+            );
             stuck.1
         };
         assert_eq!(restart(1, 30), 1);

@@ -10,7 +10,7 @@ use mpmd_rendezvous::RendezvousError;
 
 use super::Recovery;
 use crate::api::program::{
-    Builder, EpochEnd, Job, Layout, Program, Returning, Start, devices_of_size,
+    Builder, EnvironmentJob, EpochEnd, EpochStart, LayoutFn, Program, Returning, devices_of_size,
 };
 use crate::error::{Error, Result};
 use crate::exec::kept::Kept;
@@ -65,7 +65,7 @@ pub enum OnLoss {
 
 /// The layout of [`RecoveringBuilder::layout`].
 #[derive(Clone)]
-struct GivenLayout(Arc<Layout>);
+struct GivenLayout(Arc<LayoutFn>);
 
 impl fmt::Debug for GivenLayout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -166,8 +166,8 @@ impl RecoveringBuilder {
     ///
     /// # Errors
     ///
-    /// Those of [`Builder::run`], except for the loss of another process. If no process takes the
-    /// free place within the peer timeout. If a job that shrinks has devices of several kinds.
+    /// The errors of [`Builder::run`], except for the loss of another process. If no process takes
+    /// the free place within the peer timeout. If a job that shrinks has devices of several kinds.
     #[track_caller]
     pub fn run<T, E>(
         self,
@@ -177,11 +177,12 @@ impl RecoveringBuilder {
         E: From<Error> + fmt::Display,
     {
         let layout = self.layout.as_ref().map(|given| &*given.0);
-        let mut job = Job::of_environment(self.builder, self.spares)?;
+        let mut job = EnvironmentJob::of_environment(self.builder, self.spares)?;
         let may_change = self.on_loss == OnLoss::Shrink;
         if may_change {
             job.set_sizes(layout)?;
         }
+
         let join = |returning| {
             let started = job.join(returning);
             started.map_err(|error| with_reason(error, layout))
@@ -196,7 +197,7 @@ impl RecoveringBuilder {
 }
 
 /// Adds to the error of a job that lacks processes the reason why it does not go on with the rest.
-fn with_reason(error: Error, layout: Option<&Layout>) -> Error {
+fn with_reason(error: Error, layout: Option<&LayoutFn>) -> Error {
     let Error::Launch(LaunchError::Rendezvous(RendezvousError::Missing {
         ref missing,
         processes,
@@ -205,6 +206,7 @@ fn with_reason(error: Error, layout: Option<&Layout>) -> Error {
     else {
         return error;
     };
+
     let left = processes.saturating_sub(missing.len());
     match layout
         .filter(|_| left > 0)
@@ -222,7 +224,7 @@ fn with_reason(error: Error, layout: Option<&Layout>) -> Error {
 #[track_caller]
 pub(crate) fn run_epochs<T, E>(
     rules: EpochRules,
-    mut join: impl FnMut(Option<Returning>) -> Result<Start>,
+    mut join: impl FnMut(Option<Returning>) -> Result<EpochStart>,
     program: impl Fn(&mut Program, &Commits) -> Result<T, E>,
 ) -> Result<Option<T>, E>
 where
@@ -237,12 +239,13 @@ where
         kept: Arc::new(Mutex::new(Kept::new(every))),
         recovery: Arc::default(),
     };
+
     let mut returns = None;
     loop {
         let (failure, returning) = match join(returns.take())? {
-            Start::NoPlace => return Ok(None),
-            Start::Lost { failure, returning } => (failure, returning),
-            Start::Program(mut p) => {
+            EpochStart::NoPlace => return Ok(None),
+            EpochStart::Lost { failure, returning } => (failure, returning),
+            EpochStart::Program(mut p) => {
                 let run = format!("{:032x}", p.run_id());
                 tracing::info!(run, epoch = p.epoch(), "an epoch of the job begins");
                 p.keep_commits(&commits.kept, may_change);
@@ -251,7 +254,9 @@ where
                     p.runtime.times_kernels.store(true, Ordering::Relaxed);
                     p.runtime.watch_stalls();
                 }
-                let (result, processes) = (program(&mut p, &commits), p.processes());
+
+                let result = program(&mut p, &commits);
+                let processes = p.processes();
                 match p.end_epoch(result) {
                     EpochEnd::Over(result) => return result.map(Some),
                     EpochEnd::Lost { failure, returning } => {

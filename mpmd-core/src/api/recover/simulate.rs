@@ -40,6 +40,7 @@ impl Simulation {
                 Ok(has_place)
             })
         };
+
         let (results, report) = self.run_epochs(values.iter().map(of_process).collect());
         let values = values.into_iter().map(Mutex::into_inner);
         let value = |(result, value): (Result<bool>, Option<T>)| result.map(|_| value);

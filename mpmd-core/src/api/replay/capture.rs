@@ -3,9 +3,9 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::span::{Name, Names};
-use super::step::{Links, Operation, Outcome, ReplayStep, Source};
-use crate::api::program::{ArrayOrigin, Capture, Noted};
+use super::span::{CapturedName, CapturedNames};
+use super::step::{KeptOutput, ReplayLinks, ReplayOutcome, ReplaySource, ReplayStep, ReplayedOp};
+use crate::api::program::{ArrayOrigin, Capture, CapturedOp, StepDonation};
 use crate::exec::array::{MpmdArray, Repr};
 use crate::exec::{Rolling, Runtime};
 
@@ -28,32 +28,36 @@ impl Capture {
             .collect();
         let constants = self.constants.len();
         let kept = |found: ArrayOrigin| match found {
-            ArrayOrigin::Input(input) => Some(Source::Input(input)),
-            ArrayOrigin::Constant(constant) => Some(Source::Kept(constant)),
-            ArrayOrigin::Other(other) => Some(Source::Kept(constants as u32 + other)),
-            ArrayOrigin::Made(..) => None,
+            ArrayOrigin::Input(input) => Some(ReplaySource::Input(input)),
+            ArrayOrigin::Constant(constant) => Some(ReplaySource::Kept(constant)),
+            ArrayOrigin::Other(other) => Some(ReplaySource::Kept(constants as u32 + other)),
+            ArrayOrigin::Made { .. } => None,
         };
-        let (operations, links, values, of_results) = self.place_values(&found, kept);
+        let placed = self.place_values(&found, kept);
+
         let outcome = |((result, found), value): ((&&MpmdArray, &ArrayOrigin), &Option<u32>)| {
-            let source = kept(*found).or(value.map(Source::Value));
+            let source = kept(*found).or(value.map(ReplaySource::Value));
             let donated = match &result.repr {
                 Repr::Placed(placed) if placed.origin().0 > self.before => {
-                    placed.donated_to().map(|(op, at)| (op - self.before, at))
+                    placed.donated_to().map(|(op, at)| StepDonation {
+                        place: op - self.before,
+                        at,
+                    })
                 }
                 _ => None,
             };
             match (source, &result.repr) {
                 (None, Repr::Placed(placed)) => {
                     let origin = placed.origin;
-                    Outcome::Remote {
+                    ReplayOutcome::Remote {
                         made: placed.made.clone(),
                         origin,
                         before: self.before,
                         donated,
                     }
                 }
-                (source, _) => Outcome::Here {
-                    source: source.unwrap_or(Source::Kept(0)),
+                (source, _) => ReplayOutcome::Here {
+                    source: source.unwrap_or(ReplaySource::Kept(0)),
                     donated,
                 },
             }
@@ -61,20 +65,22 @@ impl Capture {
         let outcomes = results
             .iter()
             .zip(&found)
-            .zip(&of_results)
+            .zip(&placed.of_results)
             .map(outcome)
             .collect();
-        let name = |noted: &Noted| Name {
+
+        let name = |noted: &CapturedOp| CapturedName {
             place: noted.place,
             what: noted.what.clone(),
             label: noted.label,
             at: noted.at,
         };
-        let names = Names {
+        let names = CapturedNames {
             operations: issued - self.before,
             at: self.at,
             here: self.here.iter().map(name).collect(),
         };
+
         self.constants.append(&mut self.others);
         ReplayStep {
             runtime: runtime.clone(),
@@ -82,9 +88,9 @@ impl Capture {
             inputs: self.inputs,
             kept: self.constants,
             constants,
-            operations,
-            links,
-            values,
+            operations: placed.operations,
+            links: placed.links,
+            values: placed.count,
             outcomes,
             hash,
             names: Arc::new(names),
@@ -93,45 +99,33 @@ impl Capture {
 
     /// Assigns a storage place to each array that an operation makes and a later one or a result
     /// needs. A place is reused after the last use. `kept` returns the source of any other array.
-    /// Returns (the operations, their inputs and outputs, the number of places, the place of each
-    /// result). The place is `None` for a result that no operation here makes.
     fn place_values(
         &self,
         results: &[ArrayOrigin],
-        kept: impl Fn(ArrayOrigin) -> Option<Source>,
-    ) -> (Vec<Operation>, Links, usize, Vec<Option<u32>>) {
+        kept: impl Fn(ArrayOrigin) -> Option<ReplaySource>,
+    ) -> PlacedValues {
         let maker = |place: u64| {
             self.here
                 .binary_search_by_key(&place, |noted| noted.place)
                 .ok()
         };
         let value = |found: &ArrayOrigin| match found {
-            ArrayOrigin::Made(place, leaf) => maker(*place).map(|maker| (maker, *leaf)),
+            ArrayOrigin::Made { place, index } => maker(*place).map(|maker| MadeValue {
+                maker,
+                leaf: *index,
+            }),
             _ => None,
         };
-        let mut last: HashMap<(usize, u32), usize> = HashMap::new();
-        for (user, noted) in self.here.iter().enumerate() {
-            last.extend(
-                noted
-                    .inputs
-                    .iter()
-                    .filter_map(value)
-                    .map(|made| (made, user)),
-            );
-        }
-        last.extend(
-            results
-                .iter()
-                .filter_map(value)
-                .map(|made| (made, usize::MAX)),
-        );
+        let last = self.last_uses(results, value);
         let mut makes: Vec<Vec<u32>> = vec![Vec::new(); self.here.len()];
         last.keys()
-            .for_each(|(maker, leaf)| makes[*maker].push(*leaf));
-        let mut places: HashMap<(usize, u32), u32> = HashMap::new();
-        let (mut free, mut count) = (Vec::new(), 0);
+            .for_each(|made| makes[made.maker].push(made.leaf));
+
+        let mut places: HashMap<MadeValue, u32> = HashMap::new();
+        let mut free = Vec::new();
+        let mut count = 0;
         let mut operations = Vec::with_capacity(self.here.len());
-        let mut links = Links::default();
+        let mut links = ReplayLinks::default();
         for (index, (noted, mut leaves)) in self.here.iter().zip(makes).enumerate() {
             leaves.sort_unstable();
             let mut drops = Vec::new();
@@ -143,35 +137,82 @@ impl Capture {
                         if last[&made] == index && !drops.contains(&place) {
                             drops.push(place);
                         }
-                        Source::Value(place)
+                        ReplaySource::Value(place)
                     }
-                    None => kept(*input).unwrap_or(Source::Kept(0)),
+                    None => kept(*input).unwrap_or(ReplaySource::Kept(0)),
                 }));
+
+            // The outputs get places before those of this operation's inputs are free.
             let mut next = || {
                 free.pop().unwrap_or_else(|| {
                     count += 1;
                     count - 1
                 })
             };
-            let outputs: Vec<(u32, u32)> = leaves.into_iter().map(|leaf| (leaf, next())).collect();
-            places.extend(outputs.iter().map(|(leaf, place)| ((index, *leaf), *place)));
+            for leaf in leaves {
+                let place = next();
+                places.insert(MadeValue { maker: index, leaf }, place);
+                links.outputs.push(KeptOutput {
+                    result: leaf,
+                    place,
+                });
+            }
             free.extend(&drops);
-            links.outputs.extend(outputs);
             links.drops.extend(drops);
-            let (place, label, at) = (noted.place, noted.label, noted.at);
-            let (again, ends) = (noted.again.clone(), links.ends());
-            operations.push(Operation {
-                place,
-                label,
-                at,
-                again,
-                ends,
+            operations.push(ReplayedOp {
+                place: noted.place,
+                label: noted.label,
+                at: noted.at,
+                again: noted.again.clone(),
+                ends: links.ends(),
             });
         }
+
         let of_results = results
             .iter()
             .map(|found| value(found).map(|made| places[&made]))
             .collect();
-        (operations, links, count as usize, of_results)
+        PlacedValues {
+            operations,
+            links,
+            count: count as usize,
+            of_results,
+        }
     }
+
+    /// Returns the index in `here` of the last operation that takes each array that an operation
+    /// makes; `usize::MAX` for an array that is a result.
+    fn last_uses(
+        &self,
+        results: &[ArrayOrigin],
+        value: impl Fn(&ArrayOrigin) -> Option<MadeValue>,
+    ) -> HashMap<MadeValue, usize> {
+        let mut last = HashMap::new();
+        for (user, noted) in self.here.iter().enumerate() {
+            let made = noted.inputs.iter().filter_map(&value);
+            last.extend(made.map(|made| (made, user)));
+        }
+        let made = results.iter().filter_map(&value);
+        last.extend(made.map(|made| (made, usize::MAX)));
+        last
+    }
+}
+
+/// An array that an operation of the step makes: the operation's index in `here`, and the index of
+/// the result.
+#[derive(Clone, Copy, Eq, Hash, PartialEq)]
+struct MadeValue {
+    maker: usize,
+    leaf: u32,
+}
+
+/// The storage places of the arrays that a step makes.
+struct PlacedValues {
+    operations: Vec<ReplayedOp>,
+    /// The inputs and outputs of the operations.
+    links: ReplayLinks,
+    /// The number of places.
+    count: usize,
+    /// The place of each result. `None` for a result that no operation here makes.
+    of_results: Vec<Option<u32>>,
 }

@@ -105,6 +105,7 @@ impl Program {
                 .and_then(|()| self.check_own(&path, leaf))
                 .map_err(wrong)?;
         }
+
         let structure = x.structure();
         let leaves = x
             .into_leaves()
@@ -114,10 +115,12 @@ impl Program {
         let capture = Capture::new(self.operations(), structure.clone(), &leaves, at);
         let x =
             T::from_leaves(&structure, leaves).map_err(|error| wrong(IssueProblem::Tree(error)))?;
+
         self.runtime
             .capture_from
             .store(self.operations(), Ordering::Relaxed);
         self.capture = Some(Box::new(capture));
+
         // Catches a panic to end the capture, so that the program stays usable for a caller that
         // catches it.
         let result = catch_unwind(AssertUnwindSafe(|| step(self, x)));
@@ -129,6 +132,7 @@ impl Program {
                 "the step has replaced its program by another one".into(),
             )));
         };
+
         let results = y.structure();
         let comparisons = std::mem::take(&mut capture.comparisons);
         let hashes = comparisons.iter().flat_map(|comparison| &comparison.hashes);

@@ -8,16 +8,17 @@ use crate::exec::{OpSpan, Rolling, ValueHashes};
 use mpmd_record::trace::Label;
 
 /// Descriptions of the operations of a captured step.
-pub(super) struct Names {
+pub(super) struct CapturedNames {
     pub(super) operations: u64,
     /// The line that captured the step.
     pub(super) at: &'static Location<'static>,
     /// Operations in which this process takes part, sorted by their place in the step. Places start
     /// at 1.
-    pub(super) here: Vec<Name>,
+    pub(super) here: Vec<CapturedName>,
 }
 
-pub(super) struct Name {
+/// The description of an operation of a captured step.
+pub(super) struct CapturedName {
     pub(super) place: u64,
     pub(super) what: Arc<dyn fmt::Display + Send + Sync>,
     pub(super) label: Option<Label>,
@@ -35,7 +36,7 @@ pub(super) struct Replaying {
     pub(super) start: Rolling,
     /// Hash of the host values among the inputs; `None` without compared host values.
     pub(super) values: Option<ValueHashes>,
-    pub(super) names: Arc<Names>,
+    pub(super) names: Arc<CapturedNames>,
     /// The line that replays the step.
     pub(super) at: &'static Location<'static>,
 }
@@ -57,18 +58,21 @@ impl OpSpan for Replaying {
     }
 
     fn describe(&self, op: u64) -> String {
-        let Names {
+        let CapturedNames {
             operations,
             at: captured,
             here,
         } = &*self.names;
-        let (place, at) = (op.saturating_sub(self.before), self.at);
+
+        let place = op.saturating_sub(self.before);
+        let at = self.at;
         let of = format!(
             "{place} of {operations} of the step captured at {captured} and replayed at {at}"
         );
+
         match here.binary_search_by_key(&place, |name| name.place) {
             Ok(found) => {
-                let Name {
+                let CapturedName {
                     what, label, at, ..
                 } = &here[found];
                 let label = label.map_or_else(String::new, |label| format!("; {label}"));

@@ -5,8 +5,8 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
-use super::span::{Names, Replaying};
-use crate::api::program::{Again, Donation, Input, Program, Replayed};
+use super::span::{CapturedNames, Replaying};
+use crate::api::program::{Again, CapturedInput, Program, Replayed, StepDonation};
 use crate::error::IssueProblem;
 use crate::exec::array::{Made, MpmdArray, Origin, Placed, Repr, Shards, emptied};
 use crate::exec::{OpSpan, OriginMap, Rolling, Runtime, ValueHashes};
@@ -19,68 +19,70 @@ use mpmd_record::trace::Label;
 pub(super) struct ReplayStep {
     pub(super) runtime: Arc<Runtime>,
     pub(super) structure: Structure,
-    pub(super) inputs: Vec<Input>,
+    pub(super) inputs: Vec<CapturedInput>,
     /// Arrays from outside the step first. Then host values and remote arrays that its operations
     /// or results need.
     pub(super) kept: Vec<MpmdArray>,
     /// The number of arrays from outside in `kept`.
     pub(super) constants: usize,
     /// Operations in which this process takes part, in order, and the lists that they share.
-    pub(super) operations: Vec<Operation>,
-    pub(super) links: Links,
+    pub(super) operations: Vec<ReplayedOp>,
+    pub(super) links: ReplayLinks,
     /// The number of storage places for arrays that the step makes.
     pub(super) values: usize,
-    pub(super) outcomes: Vec<Outcome>,
+    pub(super) outcomes: Vec<ReplayOutcome>,
     /// The rolling hash at the end of the capture.
     pub(super) hash: Rolling,
-    pub(super) names: Arc<Names>,
+    pub(super) names: Arc<CapturedNames>,
 }
 
 /// An operation in which this process takes part.
-pub(super) struct Operation {
+pub(super) struct ReplayedOp {
     /// Place in the step, from 1.
     pub(super) place: u64,
     pub(super) label: Option<Label>,
     pub(super) at: &'static Location<'static>,
     pub(super) again: Arc<dyn Again>,
-    /// The ends of the operation's parts of the `Links`; they begin where the parts of the
+    /// The ends of the operation's parts of the `ReplayLinks`; they begin where the parts of the
     /// operation before end.
-    pub(super) ends: Ends,
+    pub(super) ends: LinkEnds,
 }
 
 /// The inputs and outputs of all operations of a step, in the order of the operations. Three lists
 /// for all, so that a replay reads memory in order.
 #[derive(Default)]
-pub(super) struct Links {
-    pub(super) inputs: Vec<Source>,
-    /// Results that are needed later: (index of the result, place in which it is kept).
-    pub(super) outputs: Vec<(u32, u32)>,
+pub(super) struct ReplayLinks {
+    pub(super) inputs: Vec<ReplaySource>,
+    /// Results that are needed later.
+    pub(super) outputs: Vec<KeptOutput>,
     /// Storage places that are free after the operation.
     pub(super) drops: Vec<u32>,
 }
 
-/// Lengths of the lists of [`Links`].
+/// A result of an operation that is needed later.
+#[derive(Clone, Copy)]
+pub(super) struct KeptOutput {
+    /// Index of the result in the operation's results.
+    pub(super) result: u32,
+    /// Storage place of the result.
+    pub(super) place: u32,
+}
+
+/// Lengths of the lists of [`ReplayLinks`].
 #[derive(Clone, Copy, Default)]
-pub(super) struct Ends {
+pub(super) struct LinkEnds {
     inputs: u32,
     outputs: u32,
     drops: u32,
 }
 
-impl Links {
+impl ReplayLinks {
     /// Returns the lengths of the lists so far.
-    pub(super) fn ends(&self) -> Ends {
-        let Self {
-            inputs,
-            outputs,
-            drops,
-        } = self;
-        let length = |length: usize| length as u32;
-        let (inputs, outputs) = (length(inputs.len()), length(outputs.len()));
-        Ends {
-            inputs,
-            outputs,
-            drops: length(drops.len()),
+    pub(super) fn ends(&self) -> LinkEnds {
+        LinkEnds {
+            inputs: self.inputs.len() as u32,
+            outputs: self.outputs.len() as u32,
+            drops: self.drops.len() as u32,
         }
     }
 }
@@ -88,19 +90,19 @@ impl Links {
 /// The origin of an array that an operation takes in a replay: the index of an input, of an entry
 /// of `kept`, or of a storage place.
 #[derive(Clone, Copy)]
-pub(super) enum Source {
+pub(super) enum ReplaySource {
     Input(u32),
     Kept(u32),
     Value(u32),
 }
 
 /// A result of the step.
-pub(super) enum Outcome {
+pub(super) enum ReplayOutcome {
     /// An array that this process has after the replay: an input, a kept array, or one that it
     /// made.
     Here {
-        source: Source,
-        donated: Option<Donation>,
+        source: ReplaySource,
+        donated: Option<StepDonation>,
     },
     /// An array that other processes made, so that it is fully remote here. `origin` is from the
     /// capture, which began after operation `before`.
@@ -108,7 +110,7 @@ pub(super) enum Outcome {
         made: Arc<Made>,
         origin: Origin,
         before: u64,
-        donated: Option<Donation>,
+        donated: Option<StepDonation>,
     },
 }
 
@@ -133,13 +135,15 @@ impl ReplayStep {
             });
         }
         if !x.has_structure(&self.structure) {
-            let (expected, found) = (leaves_of(&self.structure), leaves_of(&x.structure()));
+            let expected = leaves_of(&self.structure);
+            let found = leaves_of(&x.structure());
             return Err(IssueProblem::Captured {
                 path: String::new(),
                 expected,
                 found,
             });
         }
+
         let x = x.leaves();
         let mut firsts: OriginMap<usize> =
             OriginMap::with_capacity_and_hasher(x.len(), Default::default());
@@ -161,6 +165,7 @@ impl ReplayStep {
             let first = *firsts.entry(placed.origin()).or_insert(place);
             self.check_same(place, first)?;
         }
+
         // Checked last: few steps donate an input, and even fewer also use the array from outside.
         let constants = &self.kept[..self.constants];
         constants
@@ -190,7 +195,9 @@ impl ReplayStep {
     /// capture, that input must be `first`. If the two were different arrays then, the step must
     /// donate neither of them.
     fn check_same(&self, place: usize, first: usize) -> Result<(), IssueProblem> {
-        let (input, twin) = (&self.inputs[place], &self.inputs[first]);
+        let input = &self.inputs[place];
+        let twin = &self.inputs[first];
+
         let known = input.first as usize;
         if known == first {
             return Ok(());
@@ -231,16 +238,13 @@ impl ReplayStep {
         };
         let end = replaying.hash(self.operations());
         let span: Arc<dyn OpSpan> = Arc::new(replaying);
+
         let mut values: Vec<Option<MpmdArray>> = vec![None; self.values];
         let label = program.label();
-        let find = |values: &[Option<MpmdArray>], source: Source| match source {
-            Source::Input(input) => Some(x[input as usize].clone()),
-            Source::Kept(kept) => Some(self.kept[kept as usize].clone()),
-            Source::Value(value) => values[value as usize].clone(),
-        };
-        let (mut taken, mut made) = (Vec::new(), Vec::new());
-        let mut from = Ends::default();
-        for Operation {
+        let mut taken = Vec::new();
+        let mut made = Vec::new();
+        let mut from = LinkEnds::default();
+        for ReplayedOp {
             place,
             label,
             at,
@@ -253,7 +257,7 @@ impl ReplayStep {
                 op: before + place,
                 span: &span,
             };
-            let Links {
+            let ReplayLinks {
                 inputs,
                 outputs,
                 drops,
@@ -261,18 +265,19 @@ impl ReplayStep {
             let mut all: Vec<&MpmdArray> = taken;
             let inputs = &inputs[from.inputs as usize..ends.inputs as usize];
             all.extend(inputs.iter().filter_map(|source| match source {
-                Source::Input(input) => Some(x[*input as usize]),
-                Source::Kept(kept) => Some(&self.kept[*kept as usize]),
-                Source::Value(value) => values[*value as usize].as_ref(),
+                ReplaySource::Input(input) => Some(x[*input as usize]),
+                ReplaySource::Kept(kept) => Some(&self.kept[*kept as usize]),
+                ReplaySource::Value(value) => values[*value as usize].as_ref(),
             }));
+
             again.clone().again(program, &all, replayed, at, &mut made);
             taken = emptied(all);
             let drops = &drops[from.drops as usize..ends.drops as usize];
             drops
                 .iter()
                 .for_each(|place| values[*place as usize] = None);
-            for (leaf, place) in &outputs[from.outputs as usize..ends.outputs as usize] {
-                values[*place as usize] = made.get(*leaf as usize).cloned();
+            for output in &outputs[from.outputs as usize..ends.outputs as usize] {
+                values[output.place as usize] = made.get(output.result as usize).cloned();
             }
             made.clear();
             from = *ends;
@@ -280,18 +285,34 @@ impl ReplayStep {
         program.set_label(label);
         program.advance(before + self.operations(), &span);
         program.set_rolling(end);
+        self.results(x, &values, before)
+    }
+
+    /// Returns the results of a replay whose operations are issued. `values` has the arrays in the
+    /// storage places, and `before` is the number of operations issued before the replay.
+    fn results(
+        &self,
+        x: &[&MpmdArray],
+        values: &[Option<MpmdArray>],
+        before: u64,
+    ) -> Vec<MpmdArray> {
         // Marks donated inputs also if another process runs the donating operation, so that every
         // process refuses later uses.
         for (input, leaf) in self.inputs.iter().zip(x) {
             donate(leaf, input.donated, before);
         }
-        let result = |outcome: &Outcome| match outcome {
-            Outcome::Here { source, donated } => {
-                let array = find(&values, *source)?;
+
+        let result = |outcome: &ReplayOutcome| match outcome {
+            ReplayOutcome::Here { source, donated } => {
+                let array = match *source {
+                    ReplaySource::Input(input) => x[input as usize].clone(),
+                    ReplaySource::Kept(kept) => self.kept[kept as usize].clone(),
+                    ReplaySource::Value(value) => values[value as usize].clone()?,
+                };
                 donate(&array, *donated, before);
                 Some(array)
             }
-            Outcome::Remote {
+            ReplayOutcome::Remote {
                 made,
                 origin,
                 before: captured,
@@ -330,7 +351,8 @@ impl ReplayStep {
 
 impl fmt::Display for ReplayStep {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (all, here) = (self.operations(), self.operations_here());
+        let all = self.operations();
+        let here = self.operations_here();
         write!(
             f,
             "{here} of {all} operations here, captured at {}",
@@ -339,8 +361,8 @@ impl fmt::Display for ReplayStep {
     }
 }
 
-fn donate(array: &MpmdArray, donated: Option<Donation>, before: u64) {
-    if let (Repr::Placed(placed), Some((place, at))) = (&array.repr, donated) {
+fn donate(array: &MpmdArray, donated: Option<StepDonation>, before: u64) {
+    if let (Repr::Placed(placed), Some(StepDonation { place, at })) = (&array.repr, donated) {
         placed.donate(before + place, at);
     }
 }

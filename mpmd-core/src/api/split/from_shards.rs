@@ -62,6 +62,7 @@ impl Program {
             .enumerate()
             .map(|(i, shard)| (i.to_string(), shard))
             .collect();
+
         let made = self
             .whole(shape, sharding.borrow(), &leaves)
             .map_err(wrong)?;
@@ -69,6 +70,7 @@ impl Program {
             refuse_twice(&leaves).map_err(wrong)?;
             self.check_given_up(&leaves).map_err(wrong)?;
         }
+
         let word = Rolling::default()
             .mix_bytes(made.aval.to_string().as_bytes())
             .word();
@@ -84,6 +86,7 @@ impl Program {
             donate,
             awaits_sends: false,
         };
+
         let sources: Vec<&MpmdArray> = shards.iter().collect();
         let mut made = self.relabel(&sources, relabel, words, at);
         Ok(made.pop().expect("one was asked for"))
@@ -104,12 +107,14 @@ impl Program {
         let Some((_, first)) = shards.first() else {
             return Err(split("there is no shard".to_owned()));
         };
+
         let aval = ShapedArray::try_new(shape, first.dtype());
         let aval = aval.map_err(|error| split(error.to_string()))?;
         sharding
             .check_devices(&self.runtime.topology)
             .map_err(unfit)?;
         let layout = sharding.layout(shape).map_err(unfit)?;
+
         let mut given = vec![None; layout.devices().len()];
         for (i, (path, shard)) in shards.iter().enumerate() {
             shard.check_usable(path)?;
@@ -121,6 +126,7 @@ impl Program {
                     shard.aval()
                 )));
             };
+
             let &[device] = placed.made.layout.devices() else {
                 let count = placed.made.layout.devices().len();
                 return Err(split(format!("is on {count} devices: a shard is on one")));
@@ -130,6 +136,7 @@ impl Program {
                     "is on device {device}, which {sharding} does not have"
                 )));
             };
+
             let expected = ShapedArray::try_new(&layout.regions()[place].shape(), aval.dtype());
             let expected = expected.map_err(|error| split(error.to_string()))?;
             if *shard.aval() != expected {
@@ -148,14 +155,15 @@ impl Program {
                 return Err(split(format!("is on device {device}, as is shard {other}")));
             }
         }
+
         if let Some(place) = given.iter().position(Option::is_none) {
             let device = layout.devices()[place];
             return Err(split(format!("device {device} of {sharding} has no shard")));
         }
-        let sharding = sharding.clone();
+
         Ok(Relabelled {
             aval,
-            sharding,
+            sharding: sharding.clone(),
             layout,
             sources: 0..shards.len(),
         })

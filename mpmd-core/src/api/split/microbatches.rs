@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use mpmd_device::copy::{contiguous_bytes, copy_region};
 
-use crate::api::program::{NewOp, Part, Program};
+use crate::api::program::{IssuedOp, NewOp, OpPart, Program};
 use crate::error::{IssueProblem, Result};
 use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr};
 use crate::exec::{AsyncBuffer, OpGuard, Resolver, Runtime, follow};
@@ -34,46 +34,22 @@ impl MpmdArray {
     ) -> Result<Vec<MpmdArray>> {
         let at = Location::caller();
         program.refuse_in_capture(at, "microbatches")?;
-        let wrong = |problem: IssueProblem| problem.at(at, "microbatches");
-        self.check_usable("").map_err(wrong)?;
-        let split = |why: String| wrong(IssueProblem::Split(why));
-        let Repr::Placed(placed) = &self.repr else {
-            return Err(split(format!(
-                "{} is uncommitted: device_put it first",
-                self.aval()
-            )));
-        };
-        if !Arc::ptr_eq(&placed.made.runtime, &program.runtime) {
-            return Err(wrong(IssueProblem::Foreign {
-                path: String::new(),
-            }));
-        }
-        let Some(size) = self.shape().get(dim).copied() else {
-            return Err(split(format!("{} has no dimension {dim}", self.aval())));
-        };
-        let uneven = placed
-            .made
-            .layout
-            .regions()
-            .iter()
-            .any(|region| m == 0 || !region.range(dim).len().is_multiple_of(m));
-        if uneven {
-            return Err(split(format!(
-                "dimension {dim} of {} as {} cannot be cut in {m} equal parts on each device",
-                self.aval(),
-                placed.made.sharding
-            )));
-        }
+        let placed = self
+            .check_microbatches(program, dim, m)
+            .map_err(|problem| problem.at(at, "microbatches"))?;
+
         let mut shape = self.shape().to_vec();
-        shape[dim] = size / m;
+        shape[dim] /= m;
         let aval = ShapedArray::try_new(&shape, self.dtype())?;
-        let why = |why| {
-            wrong(IssueProblem::Sharding {
+        let wrong = |why| {
+            IssueProblem::Sharding {
                 path: String::new(),
                 why,
-            })
+            }
+            .at(at, "microbatches")
         };
-        let layout = placed.made.sharding.layout(&shape).map_err(why)?;
+        let layout = placed.made.sharding.layout(&shape).map_err(wrong)?;
+
         let what = Arc::new(MicrobatchesWhat {
             aval: self.aval().clone(),
             dim,
@@ -83,6 +59,7 @@ impl MpmdArray {
             let results = vec![dry_run::shards(&layout, self.dtype().size(), |_| Memory::Of(0)); m];
             OpDescriptor::local(&what, Kind::Relabel, results)
         };
+
         let words = [
             0x5b1,
             placed.origin.op,
@@ -90,13 +67,13 @@ impl MpmdArray {
             dim as u64,
             m as u64,
         ];
-        let (op, guard) = program.issue_op(
+        let IssuedOp { op, guard } = program.issue_op(
             words,
             NewOp {
                 part: if placed.shards.is_empty() {
-                    Part::Idle
+                    OpPart::Idle
                 } else {
-                    Part::Work(0)
+                    OpPart::Work(0)
                 },
                 takes: &[self],
                 source: Some(placed.origin.op),
@@ -112,42 +89,14 @@ impl MpmdArray {
                 .iter()
                 .map(|shard| {
                     let whole = Region::full(&placed.region(shard.device).shape());
-                    let cut = cut(&whole, dim, m, j);
-                    let (resolver, slot) = AsyncBuffer::new();
-                    let (runtime, item) = (runtime.clone(), self.dtype().size());
-                    let guard = guard.clone();
-                    match (contiguous_bytes(&whole, &cut, item), guard) {
-                        (Some(range), guard) => {
-                            follow(
-                                &shard.slot,
-                                resolver,
-                                move |bytes| bytes.slice(range),
-                                None,
-                                guard,
-                            );
-                        }
-                        (None, Some(guard)) => {
-                            let cut = Cut {
-                                whole,
-                                part: cut,
-                                item,
-                                op,
-                            };
-                            cut.copy(
-                                &runtime,
-                                shard,
-                                placed.made.sharding.memory_kind(),
-                                resolver,
-                                guard,
-                            );
-                        }
-                        // A process that holds a shard has a guard, so this case does not occur.
-                        (None, None) => drop(resolver),
-                    }
-                    LocalShard {
-                        device: shard.device,
-                        slot,
-                    }
+                    let cut = ShardCut {
+                        part: cut(&whole, dim, m, j),
+                        whole,
+                        item: self.dtype().size(),
+                        op,
+                    };
+                    let kind = placed.made.sharding.memory_kind();
+                    cut.take(&runtime, shard, kind, guard.clone())
                 })
                 .collect();
             Placed::array(
@@ -162,17 +111,92 @@ impl MpmdArray {
         };
         Ok((0..m).map(part).collect())
     }
+
+    /// Returns the array's data on its devices, if they can be cut into `m` equal parts along
+    /// `dim`.
+    fn check_microbatches(
+        &self,
+        program: &Program,
+        dim: usize,
+        m: usize,
+    ) -> std::result::Result<&Placed, IssueProblem> {
+        self.check_usable("")?;
+        let Repr::Placed(placed) = &self.repr else {
+            return Err(IssueProblem::Split(format!(
+                "{} is uncommitted: device_put it first",
+                self.aval()
+            )));
+        };
+        if !Arc::ptr_eq(&placed.made.runtime, &program.runtime) {
+            return Err(IssueProblem::Foreign {
+                path: String::new(),
+            });
+        }
+
+        if dim >= self.shape().len() {
+            return Err(IssueProblem::Split(format!(
+                "{} has no dimension {dim}",
+                self.aval()
+            )));
+        }
+        let uneven = placed
+            .made
+            .layout
+            .regions()
+            .iter()
+            .any(|region| m == 0 || !region.range(dim).len().is_multiple_of(m));
+        if uneven {
+            return Err(IssueProblem::Split(format!(
+                "dimension {dim} of {} as {} cannot be cut in {m} equal parts on each device",
+                self.aval(),
+                placed.made.sharding
+            )));
+        }
+        Ok(placed)
+    }
 }
 
-/// A part of a shard that is not contiguous in memory and has to be copied.
-struct Cut {
+/// A part of a shard.
+struct ShardCut {
     whole: Region,
     part: Region,
+    /// Bytes per element.
     item: usize,
     op: u64,
 }
 
-impl Cut {
+impl ShardCut {
+    /// Returns the part as a shard of its own. It shares the memory of `shard` if it is contiguous
+    /// there, else it is a copy. `guard` is kept until it is filled.
+    fn take(
+        self,
+        runtime: &Arc<Runtime>,
+        shard: &LocalShard,
+        kind: MemoryKind,
+        guard: Option<OpGuard>,
+    ) -> LocalShard {
+        let (resolver, slot) = AsyncBuffer::new();
+        match (contiguous_bytes(&self.whole, &self.part, self.item), guard) {
+            (Some(range), guard) => {
+                follow(
+                    &shard.slot,
+                    resolver,
+                    move |bytes| bytes.slice(range),
+                    None,
+                    guard,
+                );
+            }
+            (None, Some(guard)) => self.copy(runtime, shard, kind, resolver, guard),
+            // A process that holds a shard has a guard, so this case does not occur.
+            (None, None) => drop(resolver),
+        }
+
+        LocalShard {
+            device: shard.device,
+            slot,
+        }
+    }
+
     /// Copies the part of `shard` and resolves `resolver` with it, in the same memory kind. The
     /// copy runs on the device's stream or on a copy worker.
     fn copy(
@@ -199,6 +223,7 @@ impl Cut {
                 guard,
             );
         }
+
         let runtime = runtime.clone();
         shard.slot.on_end(move |outcome| {
             let buffer = match outcome {

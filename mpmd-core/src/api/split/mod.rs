@@ -75,6 +75,7 @@ impl Program {
         if leaves.is_empty() {
             return Ok(vec![x.map_ref(&mut MpmdArray::clone)]);
         }
+
         let mesh = self.common_mesh(&leaves).map_err(wrong)?;
         let sections = sections.into().ranges(&mesh, axis);
         let ranges = sections.map_err(|why| wrong(IssueProblem::Split(why)))?;
@@ -82,12 +83,14 @@ impl Program {
             refuse_twice(&leaves).map_err(wrong)?;
             self.check_given_up(&leaves).map_err(wrong)?;
         }
+
         let mut made = Vec::with_capacity(ranges.len() * leaves.len());
         for range in &ranges {
             for (i, (path, array)) in leaves.iter().enumerate() {
                 made.push(part_of(path, array, axis, range.clone(), i).map_err(wrong)?);
             }
         }
+
         let what = SplitWhat {
             leaves: leaves.len(),
             axis: axis.to_owned(),
@@ -101,14 +104,17 @@ impl Program {
             ranges.len() as u64,
         ];
         let words = words.into_iter().chain(starts).collect();
+
         let sources: Vec<&MpmdArray> = leaves.into_iter().map(|(_, array)| array).collect();
-        let (what, donate) = (Arc::new(what), options.donate);
+        let what = Arc::new(what);
+        let donate = options.donate;
         let relabel = Relabel {
             made,
             what,
             donate,
             awaits_sends: false,
         };
+
         let mut made = self.relabel(&sources, relabel, words, at).into_iter();
         let mut tree =
             || x.map_ref(&mut |_| made.next().expect("one array for each leaf of each part"));
@@ -148,11 +154,13 @@ impl Program {
                 "there is no tree to concatenate".to_owned(),
             )));
         };
+
         let structure = first.structure();
         for (i, tree) in trees.iter().enumerate() {
             let found = tree.structure();
             if found != structure {
-                let (expected, found) = (structure.to_string(), found.to_string());
+                let expected = structure.to_string();
+                let found = found.to_string();
                 return Err(wrong(IssueProblem::Tree(TreeError::Structure {
                     path: i.to_string(),
                     expected,
@@ -160,6 +168,7 @@ impl Program {
                 })));
             }
         }
+
         // The path of a leaf is the index of its tree, then its path in the tree.
         let below = |i: usize, path: String| {
             if path.is_empty() {
@@ -181,12 +190,14 @@ impl Program {
         if by_tree[0].is_empty() {
             return Ok(first.map_ref(&mut MpmdArray::clone));
         }
+
         let meshes: Vec<Mesh> = by_tree
             .iter()
             .map(|leaves| self.common_mesh(leaves))
             .collect::<std::result::Result<_, _>>()
             .map_err(wrong)?;
         let mesh = joined(&meshes, axis).map_err(|why| wrong(IssueProblem::Split(why)))?;
+
         // Grouped by leaf; each group is in the order of the trees.
         let leaves: Vec<(String, &MpmdArray)> = (0..by_tree[0].len())
             .flat_map(|i| by_tree.iter().map(move |leaves| leaves[i].clone()))
@@ -195,10 +206,12 @@ impl Program {
             refuse_twice(&leaves).map_err(wrong)?;
             self.check_given_up(&leaves).map_err(wrong)?;
         }
+
         let mut made = Vec::with_capacity(by_tree[0].len());
         for (i, parts) in leaves.chunks(trees.len()).enumerate() {
             made.push(whole_of(parts, axis, &mesh, i * trees.len()).map_err(wrong)?);
         }
+
         let what = JoinWhat {
             leaves: made.len(),
             axis: axis.to_owned(),
@@ -210,14 +223,17 @@ impl Program {
             Rolling::default().mix_bytes(axis.as_bytes()).word(),
             trees.len() as u64,
         ];
+
         let sources: Vec<&MpmdArray> = leaves.iter().map(|(_, array)| *array).collect();
-        let (what, donate) = (Arc::new(what), options.donate);
+        let what = Arc::new(what);
+        let donate = options.donate;
         let relabel = Relabel {
             made,
             what,
             donate,
             awaits_sends: false,
         };
+
         let mut made = self.relabel(&sources, relabel, words, at).into_iter();
         Ok(first.map_ref(&mut |_| made.next().expect("one array for each leaf")))
     }
@@ -241,6 +257,7 @@ impl Program {
             if !Arc::ptr_eq(&placed.made.runtime, &self.runtime) {
                 return Err(IssueProblem::Foreign { path: path.clone() });
             }
+
             let (Some(mesh), Some(_)) = (placed.made.sharding.mesh(), placed.made.sharding.spec())
             else {
                 return Err(split(format!(
@@ -248,6 +265,7 @@ impl Program {
                     placed.made.sharding
                 )));
             };
+
             let (first, expected) = *common.get_or_insert((path, mesh));
             if mesh != expected {
                 return Err(split(format!(
@@ -255,6 +273,7 @@ impl Program {
                 )));
             }
         }
+
         common
             .map(|(_, mesh)| mesh.clone())
             .ok_or_else(|| IssueProblem::Split("there is no array".to_owned()))
@@ -284,12 +303,14 @@ fn part_of(
                     .map_err(|error| split(error.to_string()))?,
             ))
         })?;
+
     refuse_unreduced(path, sharding, axis)?;
     let mut shape = array.shape().to_vec();
     if let Some(dim) = divided_dim(sharding, axis) {
         // Divisible: the axis divides the dimension.
         shape[dim] = shape[dim] / size * range.len();
     }
+
     let part = mesh
         .slice(axis, range)
         .map_err(|error| split(error.to_string()))?;
@@ -312,6 +333,7 @@ fn whole_of(
         .sharding()
         .ok_or_else(|| split(first_path, "is uncommitted".to_owned()))?;
     refuse_unreduced(first_path, sharding, axis)?;
+
     let dim = divided_dim(sharding, axis);
     let per_index = |array: &MpmdArray| {
         let mut shape = array.shape().to_vec();
@@ -325,6 +347,7 @@ fn whole_of(
         }
         shape
     };
+
     for (path, part) in &parts[1..] {
         let found = part
             .sharding()
@@ -342,6 +365,7 @@ fn whole_of(
                 format!("is sharded {found}, but {first_path:?} is sharded {sharding}"),
             ));
         }
+
         if part.dtype() != first.dtype() || per_index(part) != per_index(first) {
             let why = format!(
                 "{} over {} cannot follow {} over {} along axis `{axis}`",
@@ -353,6 +377,7 @@ fn whole_of(
             return Err(split(path, why));
         }
     }
+
     let mut shape = first.shape().to_vec();
     if let Some(dim) = dim {
         shape[dim] = parts.iter().map(|(_, part)| part.shape()[dim]).sum();
@@ -400,6 +425,7 @@ fn joined(parts: &[Mesh], axis: &str) -> std::result::Result<Mesh, String> {
     let index = first
         .axis_index(axis)
         .ok_or_else(|| format!("there is no axis `{axis}` in {first}"))?;
+
     let without = |mesh: &Mesh| {
         let mut shape = mesh.shape().to_vec();
         shape.remove(index);
@@ -412,8 +438,11 @@ fn joined(parts: &[Mesh], axis: &str) -> std::result::Result<Mesh, String> {
             ));
         }
     }
-    let (before, after) = (&first.shape()[..index], &first.shape()[index + 1..]);
-    let (outer, inner): (usize, usize) = (before.iter().product(), after.iter().product());
+
+    let before = &first.shape()[..index];
+    let after = &first.shape()[index + 1..];
+    let outer: usize = before.iter().product();
+    let inner: usize = after.iter().product();
     let mut devices: Vec<DeviceId> = Vec::new();
     for o in 0..outer {
         for part in parts {
@@ -421,6 +450,7 @@ fn joined(parts: &[Mesh], axis: &str) -> std::result::Result<Mesh, String> {
             devices.extend(&part.devices()[o * run..(o + 1) * run]);
         }
     }
+
     let mut axes: Vec<(&str, usize)> = first
         .axis_names()
         .iter()

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use mpmd_memory::SharedBuffer;
 
-use crate::api::program::{Again, NewOp, Part, Program, Replayed};
+use crate::api::program::{Again, IssuedOp, NewOp, OpPart, Program, Replayed};
 use crate::error::IssueProblem;
 use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr};
 use crate::exec::{AsyncBuffer, OpGuard, follow};
@@ -46,6 +46,7 @@ impl Relabelled {
             .iter()
             .map(String::as_str)
             .collect();
+
         let named = Sharding::named(mesh, spec, sharding.memory_kind());
         let sharding = named.unreduced(&sums).map_err(wrong)?;
         let layout = sharding.layout(aval.shape()).map_err(wrong)?;
@@ -106,13 +107,14 @@ impl Program {
         let shards: Vec<Vec<LocalShard>> = sources.iter().map(|array| shards(array)).collect();
         let takes_part = shards.iter().any(|shards| !shards.is_empty());
         let here = takes_part || self.is_dry_run();
-        let (op, guard) = self.issue_op(
+
+        let IssuedOp { op, guard } = self.issue_op(
             words,
             NewOp {
                 part: if takes_part {
-                    Part::Work(0)
+                    OpPart::Work(0)
                 } else {
-                    Part::Idle
+                    OpPart::Idle
                 },
                 takes: sources,
                 donates: &|_| relabel.donate,
@@ -127,6 +129,7 @@ impl Program {
                 })
             },
         );
+
         let sends = sources.first().and_then(|source| source.sends());
         let sends = sends.filter(|_| relabel.awaits_sends);
         let mut results = Vec::with_capacity(relabel.made.len());
@@ -148,7 +151,9 @@ impl Program {
                 })
                 .collect();
             taken.sort_by_key(|shard| layout.place_of(shard.device));
-            let (what, runtime) = (relabel.what.clone(), self.runtime.clone());
+
+            let what = relabel.what.clone();
+            let runtime = self.runtime.clone();
             let made = Arc::new(Made::new(aval, sharding, layout, what, runtime));
             let origin = Origin {
                 op,
@@ -157,6 +162,7 @@ impl Program {
             };
             results.push(Placed::array_after(sends.cloned(), made, taken, origin));
         }
+
         if relabel.donate {
             for source in sources {
                 if let Repr::Placed(placed) = &source.repr {
@@ -180,6 +186,7 @@ impl Relabel {
             Repr::Placed(placed) => placed.made.layout.place_of(device).is_some(),
             Repr::Host(_) => false,
         };
+
         let shards = |made: &Relabelled| {
             let source = |device| made.sources.clone().find(|source| has(*source, device));
             let memory =

@@ -74,6 +74,7 @@ impl Sections {
                 starts
             }
         };
+
         let ends = starts.iter().skip(1).copied().chain([size]);
         Ok(starts
             .iter()

@@ -10,7 +10,7 @@ use mpmd_layout::topology::DeviceId;
 use mpmd_memory::SharedBuffer;
 use mpmd_record::dry_run::{self, Kind, Memory, OpDescriptor};
 
-use crate::api::program::{NewOp, Part, Program};
+use crate::api::program::{IssuedOp, NewOp, OpPart, Program};
 use crate::error::Result;
 use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed};
 use crate::exec::{AsyncBuffer, Rolling};
@@ -39,13 +39,13 @@ impl Program {
         let word = Rolling::default()
             .mix_bytes(aval.to_string().as_bytes())
             .word();
-        let (op, _) = self.issue_op(
+        let IssuedOp { op, .. } = self.issue_op(
             [0x0fb5, sharding.fingerprint(), word],
             NewOp {
                 part: if buffers.is_empty() {
-                    Part::Idle
+                    OpPart::Idle
                 } else {
-                    Part::Work(0)
+                    OpPart::Work(0)
                 },
                 ..NewOp::new(at, &|| what.clone(), &descriptor)
             },

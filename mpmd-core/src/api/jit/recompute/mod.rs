@@ -12,7 +12,7 @@ use mpmd_base::block::Mutex;
 
 use super::plan::CallPlan;
 use super::warm::Warm;
-use super::{Jit, Kept};
+use super::{Jit, KeptPlans};
 use crate::api::program::{Comparison, Program, RecomputedCall, checkers};
 use crate::error::{IssueProblem, Result};
 use crate::exec::Rolling;
@@ -52,6 +52,7 @@ impl CallPlan {
                 && sharding.memory_kind() == MemoryKind::Device
                 && layout.is_ok_and(|it| it.region_of(device) == Some(&Region::full(shape)))
         };
+
         let inputs = self.inputs.iter().filter_map(|input| input.made.as_ref());
         let outputs = self.outputs.iter().map(|output| &output.made);
         self.objects.inputs.is_empty()
@@ -73,26 +74,29 @@ impl<K: Kernel> Jit<K> {
         &self,
         program: &mut Program,
         plan: &CallPlan,
-        (x, y): (&[&MpmdArray], &[&MpmdArray]),
+        x: &[&MpmdArray],
+        y: &[&MpmdArray],
         at: &'static Location<'static>,
     ) -> Result<()> {
         let [own] = *self.mesh.devices() else {
             return Ok(());
         };
-        let Some((device, processes, is_only_pair)) = program.next_checker(own) else {
+        let Some(again) = program.next_checker(own) else {
             return Ok(());
         };
+
         let kernel = self.kernel.name().into();
         let call = RecomputedCall {
-            processes,
-            is_only_pair,
+            processes: again.processes,
+            is_only_pair: again.is_only_pair,
             kernel,
             at,
             step: 0,
         };
+
         let before = program.set_caller(Some(at));
         let hashes = program.without_recomputing(|program| {
-            self.hashes_of_both(program, device, &plan.input_structure, (x, y), at)
+            self.hashes_of_both(program, again.device, &plan.input_structure, x, y, at)
         });
         program.set_caller(before);
         program.will_compare([Comparison {
@@ -108,7 +112,8 @@ impl<K: Kernel> Jit<K> {
         program: &mut Program,
         device: DeviceId,
         structure: &Structure,
-        (x, y): (&[&MpmdArray], &[&MpmdArray]),
+        x: &[&MpmdArray],
+        y: &[&MpmdArray],
         at: &'static Location<'static>,
     ) -> Result<[MpmdArray; 2]> {
         let checker = self.checker(program, device, at)?;
@@ -135,8 +140,10 @@ impl<K: Kernel> Jit<K> {
                 }
             })
             .collect();
+
         let (_, again) = checker.kernel.call_leaves(program, structure, &x)?;
         let again: Vec<&MpmdArray> = again.iter().collect();
+
         let everywhere = everywhere(program).map_err(|problem| self.wrong(problem, at))?;
         let [first, second] = &checker.hashes;
         let mut hash = |of: &Jit<HashOutputs>, y: &[&MpmdArray]| -> Result<MpmdArray> {
@@ -155,7 +162,7 @@ impl<K: Kernel> Jit<K> {
         device: DeviceId,
         at: &'static Location<'static>,
     ) -> Result<Arc<Checker<K>>> {
-        let known = |kept: &Kept<K>| {
+        let known = |kept: &KeptPlans<K>| {
             kept.checkers
                 .iter()
                 .find(|checker| checker.device == device)
@@ -164,6 +171,7 @@ impl<K: Kernel> Jit<K> {
         if let Some(known) = known(&self.kept.lock()) {
             return Ok(known);
         }
+
         let axes: Vec<(&str, usize)> = self
             .mesh
             .axis_names()
@@ -179,6 +187,7 @@ impl<K: Kernel> Jit<K> {
                 .outputs(mesh.replicated())
                 .build()
         };
+
         let hashes = [hash(&self.mesh)?, hash(&mesh)?];
         let kernel = Self {
             warm: Arc::new(Warm::start(&*self.kernel, &mesh, &program.runtime)),
@@ -189,13 +198,14 @@ impl<K: Kernel> Jit<K> {
             outputs: mesh.replicated().into(),
             mesh,
             donate: Vec::new(),
-            kept: Mutex::new(Kept::default()),
+            kept: Mutex::new(KeptPlans::default()),
         };
         let checker = Arc::new(Checker {
             device,
             kernel,
             hashes,
         });
+
         let checkers = &mut self.kept.lock().checkers;
         if checkers.len() >= CHECKERS_KEPT {
             checkers.remove(0);

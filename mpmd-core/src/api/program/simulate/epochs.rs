@@ -4,16 +4,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_base::ProcessId;
-use mpmd_base::block::{Instant, join_group, note, simulated};
+use mpmd_base::block::{join_group, note, simulated};
 use mpmd_rendezvous::{Identity, LocalServer, Member, SizeRange};
 
-use super::super::builder::Layout;
-use super::super::candidate::{Candidate, Start};
+use super::super::builder::LayoutFn;
+use super::super::candidate::{Candidate, EpochStart};
 use super::super::membership::Returning;
-use super::super::transports::{self, Opened};
-use super::faults::{Over, Parts};
-use super::life::Network;
-use super::{Simulation, SimulationReport, Thread};
+use super::super::transports::{self, OpenedTransport};
+use super::faults::{JobOver, SimulatedParts};
+use super::life::EpochNetwork;
+use super::{PlannedLoss, ProcessThread, Simulation, SimulationReport};
 use crate::error::{Error, Result};
 use crate::exec::Runtime;
 
@@ -23,7 +23,7 @@ const FIRST_PID: u32 = 1 << 31;
 /// A simulated process's part in a job over its epochs.
 pub(crate) struct SimulatedJob<'a> {
     simulation: &'a Simulation,
-    parts: &'a Parts,
+    parts: &'a SimulatedParts,
     server: Arc<LocalServer>,
     process: ProcessId,
     is_added: bool,
@@ -89,7 +89,7 @@ impl Simulation {
         self.shrink_by(Some(&layout))
     }
 
-    fn shrink_by(mut self, layout: Option<&Layout>) -> Self {
+    fn shrink_by(mut self, layout: Option<&LayoutFn>) -> Self {
         let topology = self.builder.topology(self.processes, None);
         let set = topology.and_then(|topology| self.builder.set_sizes(&topology, layout));
         assert!(set.is_ok(), "{set:?}");
@@ -99,7 +99,7 @@ impl Simulation {
     /// Injects a fault: process `process` disappears without a message when it issues operation
     /// `op` in this epoch. Operations count from 0 in each epoch.
     pub fn lose_in(mut self, process: ProcessId, epoch: u64, op: u64) -> Self {
-        self.lost.push((process, epoch, op));
+        self.lost.push(PlannedLoss { process, epoch, op });
         self
     }
 
@@ -122,8 +122,9 @@ impl Simulation {
             .as_ref()
             .expect("a simulation with a report has a seed");
         let ((results, parts), report) = simulated(world.clone(), || {
-            let network = Network::new(self.delays.clone());
-            let parts = Parts::new(network, processes.len());
+            let network = EpochNetwork::new(self.delays.clone());
+            let parts = SimulatedParts::new(network, processes.len());
+
             let timeout = self
                 .builder
                 .peer_timeout
@@ -137,20 +138,21 @@ impl Simulation {
             };
             let starts = std::iter::repeat_n(of_job, self.processes);
             let starts = starts.chain(self.later_processes.iter().copied());
-            let over = Over::default();
+
+            let over = JobOver::default();
             let threads = (0..).map(ProcessId).zip(starts).zip(processes);
-            let threads = threads.map(|((process, start), run)| -> Thread<'_, _> {
-                let (server, runtime) = (server.clone(), None);
-                let (parts, over) = (&parts, over.clone());
+            let threads = threads.map(|((process, start), run)| -> ProcessThread<'_, _> {
                 let LaterProcess { after, is_added } = start;
                 let mut job = SimulatedJob {
                     simulation: self,
-                    parts,
-                    server,
+                    parts: &parts,
+                    server: server.clone(),
                     process,
                     is_added,
-                    runtime,
+                    runtime: None,
                 };
+                let parts = &parts;
+                let over = over.clone();
                 Box::new(move || {
                     join_group(process.0);
                     let mut result = Ok(false);
@@ -163,6 +165,7 @@ impl Simulation {
             });
             let threads = threads.collect();
             drop(server);
+
             let results = self.run_threads(threads, &parts, &over);
             assert_value_or_error(&results, &parts);
             (results, parts)
@@ -173,22 +176,23 @@ impl Simulation {
 
 /// Panics if a job has ended without a value and without an error: no process has a value, none
 /// that lived has an error, and one has left after all others were lost.
-fn assert_value_or_error(results: &[Result<bool>], parts: &Parts) {
+fn assert_value_or_error(results: &[Result<bool>], parts: &SimulatedParts) {
     let ends = || {
         results
             .iter()
             .zip(parts.lives.iter().map(|life| life.times()))
     };
-    let says = |(result, (killed, _)): (&Result<bool>, (Option<Instant>, _))| match result {
+    let has_said = ends().any(|(result, times)| match result {
         Ok(has_place) => *has_place,
-        Err(_) => killed.is_none(),
-    };
-    if ends().any(says) {
+        Err(_) => times.killed.is_none(),
+    });
+    if has_said {
         return;
     }
-    let last_killed = ends().filter_map(|(_, (killed, _))| killed).max();
+
+    let last_killed = ends().filter_map(|(_, times)| times.killed).max();
     let left = ends().filter(|(result, _)| result.is_ok());
-    let last_left = left.filter_map(|(_, (_, ended))| ended).max();
+    let last_left = left.filter_map(|(_, times)| times.ended).max();
     assert!(
         last_left.is_none_or(|left| last_killed.is_some_and(|killed| killed >= left)),
         "the job has ended without a value and without an error: {results:?}"
@@ -215,11 +219,12 @@ impl SimulatedJob<'_> {
     ///
     /// # Errors
     ///
-    /// If this process was killed. Those of a real process.
-    pub(crate) fn join(&mut self, returning: Option<Returning>) -> Result<Start> {
+    /// If this process was killed. The errors of a real process.
+    pub(crate) fn join(&mut self, returning: Option<Returning>) -> Result<EpochStart> {
         let process = returning
             .as_ref()
             .map_or(self.process, |returning| returning.process);
+
         let mut builder = self.simulation.builder.clone();
         let new = Identity {
             key: self.process.0.into(),
@@ -230,42 +235,45 @@ impl SimulatedJob<'_> {
             .map_or(new, |returning| returning.identity);
         let leaves = returning.as_ref().is_some_and(|returning| returning.leaves);
         builder.epoch = returning.map_or(1, |returning| returning.epoch + 1);
+
         let life = self.parts.lives[self.process.index()].clone();
         let (rendezvous, link) = self
             .server
             .connect(process)
             .map_err(|error| Error::Environment(format!("cannot start a thread: {error}")))?;
         life.meets(&self.server, link)?;
+
         let topology = builder.topology(self.simulation.processes, None)?;
         let network = self.parts.network.clone();
         let opened = {
             let life = life.clone();
-            Ok(Opened::Simulated(Box::new(move |joined| {
+            Ok(OpenedTransport::Simulated(Box::new(move |joined| {
                 let fabric = network.of_epoch(joined.epoch, joined.members.len());
                 life.takes(fabric, joined.process)
             })))
         };
+
         let member = Member {
             host: "simulated".to_owned(),
             pid: FIRST_PID + self.process.0,
-            sizes: SizeRange::of(builder.sizes.iter().map(|(size, _)| *size)),
+            sizes: SizeRange::of(builder.sizes.iter().map(|size| size.processes)),
             is_added: self.is_added,
             devices: (topology.devices().len() / self.simulation.processes) as u32,
             addresses: transports::told("", &opened),
             leaves,
             ..Member::default()
         };
-        let (waits, token, server) = (true, [0; 32], None);
         let candidate = Candidate {
             rendezvous,
-            server,
-            waits,
+            server: None,
+            waits: true,
             process,
             identity,
             member,
             opened,
-            token,
+            token: [0; 32],
         };
+
         note(format_args!(
             "process {} of the simulation joins",
             self.process
@@ -275,7 +283,8 @@ impl SimulatedJob<'_> {
             "process {} of the simulation: {start:?}",
             self.process
         ));
-        if let Start::Program(p) = &mut start {
+
+        if let EpochStart::Program(p) = &mut start {
             life.runs(&p.runtime);
             self.parts.add(p);
             self.runtime = Some(p.runtime.clone());

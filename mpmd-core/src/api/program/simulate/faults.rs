@@ -9,25 +9,25 @@ use mpmd_base::deadline::after;
 use mpmd_memory::Pool;
 
 use super::super::Program;
-use super::life::{Life, Network};
+use super::life::{EpochNetwork, ProcessLife};
 use crate::exec::Runtime;
 
 /// A fault at a time after the start of the job.
 #[derive(Clone, Debug)]
-pub(super) struct Later {
+pub(super) struct TimedFault {
     pub(super) after: Duration,
-    pub(super) fault: Fault,
+    pub(super) fault: SimulatedFault,
 }
 
 #[derive(Clone, Debug)]
-pub(super) enum Fault {
+pub(super) enum SimulatedFault {
     Lose(ProcessId),
     Stop(ProcessId, Duration),
     Hold(ProcessId, ProcessId, Duration),
 }
 
-impl Fault {
-    pub(super) fn inject(&self, parts: &Parts) {
+impl SimulatedFault {
+    pub(super) fn inject(&self, parts: &SimulatedParts) {
         note(format_args!("{self:?}"));
         match *self {
             Self::Lose(process) => parts.lives[process.index()].kill(),
@@ -39,9 +39,9 @@ impl Fault {
 
 /// Tells when a job is over.
 #[derive(Clone, Default)]
-pub(super) struct Over(Arc<(Mutex<bool>, Condvar)>);
+pub(super) struct JobOver(Arc<(Mutex<bool>, Condvar)>);
 
-impl Over {
+impl JobOver {
     pub(super) fn say(&self) {
         *self.0.0.lock() = true;
         self.0.1.notify_all();
@@ -61,43 +61,56 @@ impl Over {
 }
 
 /// The parts of a job that must be gone at its end.
-pub(super) struct Parts {
-    pub(super) network: Network,
+pub(super) struct SimulatedParts {
+    pub(super) network: EpochNetwork,
     /// By process, counting spares and those that start later.
-    pub(super) lives: Vec<Arc<Life>>,
-    processes: Mutex<Vec<Process>>,
+    pub(super) lives: Vec<Arc<ProcessLife>>,
+    processes: Mutex<Vec<ProcessParts>>,
     /// Things that processes which ended in order have left in their routers.
-    kept: Mutex<Vec<String>>,
+    left_in_routers: Mutex<Vec<String>>,
 }
 
-struct Process {
+struct ProcessParts {
     me: ProcessId,
     runtime: Weak<Runtime>,
-    pools: Vec<(String, Pool)>,
+    pools: Vec<NamedPool>,
 }
 
-impl Parts {
+/// A pool of a process, with its name for messages.
+struct NamedPool {
+    name: String,
+    pool: Pool,
+}
+
+impl SimulatedParts {
     /// Returns the parts of a job with these places, which `processes` processes fill in turn.
-    pub(super) fn new(network: Network, processes: usize) -> Self {
+    pub(super) fn new(network: EpochNetwork, processes: usize) -> Self {
         let lives = (0..processes).map(|_| Arc::default()).collect();
         Self {
             network,
             lives,
             processes: Mutex::default(),
-            kept: Mutex::default(),
+            left_in_routers: Mutex::default(),
         }
     }
 
     pub(super) fn add(&self, p: &Program) {
         let runtime = &p.runtime;
-        let of_devices = runtime
-            .devices
-            .iter()
-            .map(|device| (format!("device {}", device.id), device.pool.clone()));
+        let of_devices = runtime.devices.iter().map(|device| NamedPool {
+            name: format!("device {}", device.id),
+            pool: device.pool.clone(),
+        });
         let mut pools: Vec<_> = of_devices.collect();
-        pools.push(("host memory".to_owned(), runtime.host_memory.clone()));
-        pools.push(("staging".to_owned(), runtime.staging.clone()));
-        let process = Process {
+        pools.push(NamedPool {
+            name: "host memory".to_owned(),
+            pool: runtime.host_memory.clone(),
+        });
+        pools.push(NamedPool {
+            name: "staging".to_owned(),
+            pool: runtime.staging.clone(),
+        });
+
+        let process = ProcessParts {
             me: runtime.me,
             runtime: Arc::downgrade(runtime),
             pools,
@@ -110,7 +123,7 @@ impl Parts {
         let kept = runtime.router.lock().kept();
         if kept > 0 {
             let me = runtime.me;
-            self.kept.lock().push(format!(
+            self.left_in_routers.lock().push(format!(
                 "process {me}: {kept} pieces or messages in its router"
             ));
         }
@@ -119,21 +132,23 @@ impl Parts {
     /// Describes the things left of the job, a line for each. Call it when all threads of the
     /// job have ended.
     pub(super) fn left(self) -> Vec<String> {
-        let mut left = self.kept.into_inner();
-        for Process { me, runtime, pools } in self.processes.into_inner() {
+        let mut left = self.left_in_routers.into_inner();
+        for ProcessParts { me, runtime, pools } in self.processes.into_inner() {
             if runtime.strong_count() > 0 {
                 left.push(format!("process {me}: its runtime"));
             }
-            for (of, pool) in pools {
+            for NamedPool { name, pool } in pools {
                 let stats = pool.stats();
-                let (live, reserved) = (stats.live, stats.reserved);
+                let live = stats.live;
+                let reserved = stats.reserved;
                 if live + reserved > 0 {
                     left.push(format!(
-                        "process {me}, {of}: {live} B in use, {reserved} reserved"
+                        "process {me}, {name}: {live} B in use, {reserved} reserved"
                     ));
                 }
             }
         }
+
         let under_way = self.network.under_way();
         if under_way > 0 {
             left.push(format!("{under_way} messages under way"));

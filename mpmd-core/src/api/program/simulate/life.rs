@@ -16,12 +16,12 @@ use crate::exec::Runtime;
 
 /// The transports of a job: one for each epoch. Clones are the same network.
 #[derive(Clone)]
-pub(super) struct Network {
+pub(super) struct EpochNetwork {
     faults: FabricFaults,
     fabrics: Arc<Mutex<BTreeMap<u64, Fabric>>>,
 }
 
-impl Network {
+impl EpochNetwork {
     pub(super) fn new(faults: FabricFaults) -> Self {
         Self {
             faults,
@@ -56,22 +56,42 @@ impl Network {
 
 /// The life of a simulated process, over the epochs of its job.
 #[derive(Default)]
-pub(super) struct Life(Mutex<State>);
+pub(super) struct ProcessLife(Mutex<LifeState>);
 
 #[derive(Default)]
-struct State {
+struct LifeState {
     is_dead: bool,
     /// The time at which it was killed, if that was before its end.
     killed: Option<Instant>,
     /// The time at which its thread has ended.
     ended: Option<Instant>,
-    rendezvous: Option<(Weak<LocalServer>, LocalLink)>,
+    rendezvous: Option<RendezvousLink>,
     /// Its place in the running epoch.
-    place: Option<(Fabric, ProcessId)>,
+    place: Option<FabricPlace>,
     runtime: Weak<Runtime>,
 }
 
-impl Life {
+/// The connection of a simulated process to the rendezvous.
+struct RendezvousLink {
+    server: Weak<LocalServer>,
+    link: LocalLink,
+}
+
+/// The place of a simulated process in the network of an epoch.
+struct FabricPlace {
+    fabric: Fabric,
+    process: ProcessId,
+}
+
+/// The times of the two ends of a simulated process.
+pub(super) struct LifeTimes {
+    /// The time at which it was killed, if that was before its end.
+    pub(super) killed: Option<Instant>,
+    /// The time at which its thread has ended.
+    pub(super) ended: Option<Instant>,
+}
+
+impl ProcessLife {
     /// Notes the connection to the rendezvous.
     ///
     /// # Errors
@@ -79,7 +99,10 @@ impl Life {
     /// If the process was killed.
     pub(super) fn meets(&self, server: &Arc<LocalServer>, link: LocalLink) -> Result<()> {
         let mut state = self.0.lock();
-        state.rendezvous = Some((Arc::downgrade(server), link));
+        state.rendezvous = Some(RendezvousLink {
+            server: Arc::downgrade(server),
+            link,
+        });
         match state.is_dead {
             true => {
                 drop(state);
@@ -98,7 +121,10 @@ impl Life {
     pub(super) fn takes(&self, fabric: Fabric, place: ProcessId) -> Result<Arc<dyn Transport>> {
         let mut state = self.0.lock();
         state.runtime = Weak::new();
-        state.place = Some((fabric.clone(), place));
+        state.place = Some(FabricPlace {
+            fabric: fabric.clone(),
+            process: place,
+        });
         match state.is_dead {
             true => {
                 drop(state);
@@ -125,9 +151,12 @@ impl Life {
     }
 
     /// Returns the times at which the process was killed and has ended, if it was and has.
-    pub(super) fn times(&self) -> (Option<Instant>, Option<Instant>) {
+    pub(super) fn times(&self) -> LifeTimes {
         let state = self.0.lock();
-        (state.killed, state.ended)
+        LifeTimes {
+            killed: state.killed,
+            ended: state.ended,
+        }
     }
 
     /// Kills the process: its operations fail, and the others hear nothing more from it.
@@ -137,13 +166,15 @@ impl Life {
         if state.ended.is_none() {
             state.killed.get_or_insert_with(now);
         }
-        let (rendezvous, place) = (state.rendezvous.take(), state.place.take());
+        let rendezvous = state.rendezvous.take();
+        let place = state.place.take();
         let runtime = state.runtime.upgrade();
         drop(state);
-        if let Some((fabric, place)) = place {
-            fabric.kill(place);
+
+        if let Some(FabricPlace { fabric, process }) = place {
+            fabric.kill(process);
         }
-        if let Some((server, link)) = rendezvous
+        if let Some(RendezvousLink { server, link }) = rendezvous
             && let Some(server) = server.upgrade()
         {
             server.cut(link);
@@ -159,7 +190,8 @@ fn killed() -> Error {
 
 /// Fails the operations of a process that was killed.
 fn vanish(runtime: &Arc<Runtime>) {
-    let (me, op) = (runtime.me, runtime.router.lock().count());
+    let me = runtime.me;
+    let op = runtime.router.lock().count();
     let message = format!("process {me} was lost in simulation at operation {op}");
     runtime.fail_job(Arc::new(Failure::new(
         FailureKind::PeerLost,

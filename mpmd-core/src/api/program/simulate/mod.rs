@@ -14,8 +14,8 @@ use mpmd_transport::inproc::FabricFaults;
 
 pub(crate) use self::epochs::EpochsOfProcess;
 use self::epochs::LaterProcess;
-use self::faults::{Fault, Later, Over, Parts};
-use self::life::{Life, Network};
+use self::faults::{JobOver, SimulatedFault, SimulatedParts, TimedFault};
+use self::life::{EpochNetwork, ProcessLife};
 use super::{Builder, Program};
 use crate::error::Result;
 
@@ -56,12 +56,19 @@ pub struct Simulation {
     processes: usize,
     builder: Builder,
     delays: FabricFaults,
-    /// (Process, epoch, operation).
-    lost: Vec<(ProcessId, u64, u64)>,
+    lost: Vec<PlannedLoss>,
     /// The processes beyond those of the job.
     later_processes: Vec<LaterProcess>,
-    later: Vec<Later>,
+    timed_faults: Vec<TimedFault>,
     world: Option<WorldSettings>,
+}
+
+/// The loss of a process when it issues an operation of an epoch.
+#[derive(Clone, Copy, Debug)]
+struct PlannedLoss {
+    process: ProcessId,
+    epoch: u64,
+    op: u64,
 }
 
 /// The report of a [seeded](Simulation::seed) simulation.
@@ -84,7 +91,7 @@ pub struct SimulationReport {
 impl SimulationReport {
     /// Returns the report of a job whose threads have all ended, so that nothing is about to be
     /// dropped.
-    fn of(report: WorldReport, parts: Parts) -> Self {
+    fn of(report: WorldReport, parts: SimulatedParts) -> Self {
         let WorldReport {
             time,
             switches,
@@ -105,7 +112,7 @@ impl SimulationReport {
 type ProgramOfProcess<'a> = Box<dyn FnOnce(&mut Program) -> Result<()> + Send + 'a>;
 
 /// The thread of a process.
-type Thread<'a, T> = Box<dyn FnOnce() -> T + Send + 'a>;
+type ProcessThread<'a, T> = Box<dyn FnOnce() -> T + Send + 'a>;
 
 /// The simulated time after which a seeded run counts as hung.
 const LONGEST: Duration = Duration::from_secs(24 * 3600);
@@ -115,14 +122,13 @@ impl Simulation {
     /// once and in order.
     pub fn new(processes: usize, devices: usize) -> Self {
         let builder = Builder::default().devices(devices);
-        let (delays, lost, later_processes, later) = Default::default();
         Self {
             processes,
             builder,
-            delays,
-            lost,
-            later_processes,
-            later,
+            delays: Faults::default(),
+            lost: Vec::new(),
+            later_processes: Vec::new(),
+            timed_faults: Vec::new(),
             world: None,
         }
     }
@@ -160,13 +166,13 @@ impl Simulation {
     /// Injects a fault: process `process` disappears without a message at this time after the start
     /// of the job, in the middle of whatever it does.
     pub fn lose_after(self, process: ProcessId, after: Duration) -> Self {
-        self.later(after, Fault::Lose(process))
+        self.add_fault(after, SimulatedFault::Lose(process))
     }
 
     /// Injects a fault: process `process` stops for `time`, at a time after the start of the job,
     /// and then goes on. Does nothing without a [seed](Simulation::seed).
     pub fn stop_after(self, process: ProcessId, after: Duration, time: Duration) -> Self {
-        self.later(after, Fault::Stop(process, time))
+        self.add_fault(after, SimulatedFault::Stop(process, time))
     }
 
     /// Injects a fault: for `time`, from a time after the start of the job, the messages from one
@@ -178,11 +184,11 @@ impl Simulation {
         after: Duration,
         time: Duration,
     ) -> Self {
-        self.later(after, Fault::Hold(from, to, time))
+        self.add_fault(after, SimulatedFault::Hold(from, to, time))
     }
 
-    fn later(mut self, after: Duration, fault: Fault) -> Self {
-        self.later.push(Later { after, fault });
+    fn add_fault(mut self, after: Duration, fault: SimulatedFault) -> Self {
+        self.timed_faults.push(TimedFault { after, fault });
         self
     }
 
@@ -254,6 +260,7 @@ impl Simulation {
                 Ok(())
             })
         };
+
         let (results, rest) = run(values.iter_mut().map(of_process).collect());
         let value = |(result, value): (Result<()>, Option<T>)| {
             result.map(|()| value.expect("a program that ends well has a value"))
@@ -270,10 +277,13 @@ impl Simulation {
         (results, SimulationReport::of(report, parts))
     }
 
-    fn run_processes(&self, programs: Vec<ProgramOfProcess<'_>>) -> (Vec<Result<()>>, Parts) {
-        let network = Network::new(self.delays.clone());
+    fn run_processes(
+        &self,
+        programs: Vec<ProgramOfProcess<'_>>,
+    ) -> (Vec<Result<()>>, SimulatedParts) {
+        let network = EpochNetwork::new(self.delays.clone());
         let fabric = network.of_epoch(1, self.processes);
-        let parts = Parts::new(network, self.processes);
+        let parts = SimulatedParts::new(network, self.processes);
         if let Err(error) = self.builder.can_have_devices(self.processes) {
             // All get the error here: if one process failed alone, the others would not hear of it.
             return (
@@ -281,7 +291,8 @@ impl Simulation {
                 parts,
             );
         }
-        let one = |process: ProcessId, program: ProgramOfProcess<'_>| -> Result<()> {
+
+        let run_one = |process: ProcessId, program: ProgramOfProcess<'_>| -> Result<()> {
             join_group(process.0);
             let life = &parts.lives[process.index()];
             let mut p = self
@@ -291,6 +302,7 @@ impl Simulation {
             life.runs(&p.runtime);
             parts.add(&p);
             self.plan_loss(&mut p, process, life);
+
             let runtime = p.runtime.clone();
             let result = program(&mut p);
             p.conclude(result)?;
@@ -298,11 +310,11 @@ impl Simulation {
             Ok(())
         };
         let threads = (0..).map(ProcessId).zip(programs);
-        let one = &one;
-        let threads = threads.map(|(process, program)| -> Thread<'_, Result<()>> {
-            Box::new(move || one(process, program))
+        let run_one = &run_one;
+        let threads = threads.map(|(process, program)| -> ProcessThread<'_, Result<()>> {
+            Box::new(move || run_one(process, program))
         });
-        let results = self.run_threads(threads.collect(), &parts, &Over::default());
+        let results = self.run_threads(threads.collect(), &parts, &JobOver::default());
         (results, parts)
     }
 
@@ -310,34 +322,40 @@ impl Simulation {
     /// values of the threads.
     fn run_threads<T: Send>(
         &self,
-        threads: Vec<Thread<'_, T>>,
-        parts: &Parts,
-        over: &Over,
+        threads: Vec<ProcessThread<'_, T>>,
+        parts: &SimulatedParts,
+        over: &JobOver,
     ) -> Vec<T> {
         thread::scope(|scope| {
-            let faults = self.later.iter().map(|later| {
+            let faults = self.timed_faults.iter().map(|timed| {
                 let over = over.clone();
-                scope.spawn(move || over.unless_within(later.after, || later.fault.inject(parts)))
+                scope.spawn(move || over.unless_within(timed.after, || timed.fault.inject(parts)))
             });
             let faults: Vec<_> = faults.collect();
             let threads: Vec<_> = threads
                 .into_iter()
                 .map(|thread| scope.spawn(thread))
                 .collect();
+
             let ends: Vec<_> = threads.into_iter().map(|thread| thread.join()).collect();
             over.say();
             let injected = faults.into_iter().map(|fault| fault.join().map(|()| None));
+
+            // A panic of a process or of a fault goes on here.
             let ends = ends.into_iter().map(|end| end.map(Some)).chain(injected);
             let ends = ends.map(|end| end.unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
             ends.flatten().collect()
         })
     }
 
-    /// Lets a process die at an operation of the epoch of `p`, if it is to be lost there.
-    fn plan_loss(&self, p: &mut Program, process: ProcessId, life: &Arc<Life>) {
+    /// Kills a process at an operation of the epoch of `p`, if a loss is planned there.
+    fn plan_loss(&self, p: &mut Program, process: ProcessId, life: &Arc<ProcessLife>) {
         let epoch = p.epoch();
-        let is_here = |(lost, at, _): &&(ProcessId, u64, u64)| (*lost, *at) == (process, epoch);
-        if let Some(&(_, _, at)) = self.lost.iter().find(is_here) {
+        let planned = self
+            .lost
+            .iter()
+            .find(|loss| loss.process == process && loss.epoch == epoch);
+        if let Some(&PlannedLoss { op: at, .. }) = planned {
             let life = life.clone();
             p.on_issue = Some(Box::new(move |op, _| {
                 if op == at {

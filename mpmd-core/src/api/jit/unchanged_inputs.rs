@@ -20,7 +20,7 @@ const FEWEST: usize = 4;
 
 /// The leading inputs that the last calls of a plan had in common.
 #[derive(Default)]
-pub(super) struct Unchanged {
+pub(super) struct UnchangedInputs {
     /// Handles that keep no memory of a device alive. Their addresses are not reused.
     leaves: Vec<WeakHandle>,
     /// Hash of the words of `leaves`.
@@ -33,7 +33,7 @@ pub(super) struct Unchanged {
     words: Vec<u64>,
 }
 
-impl Unchanged {
+impl UnchangedInputs {
     /// Returns the number of leading inputs that are the same as before. They fit the plan.
     pub(super) fn count(&self, leaves: &[&MpmdArray]) -> usize {
         let same = |(known, leaf): &(&WeakHandle, &&MpmdArray)| match &leaf.repr {
@@ -60,6 +60,7 @@ impl Unchanged {
                 leaf.check_usable(plan.input_path(i))?;
             }
         }
+
         self.words.clear();
         for (i, leaf) in leaves.iter().enumerate().skip(known) {
             if let Repr::Placed(placed) = &leaf.repr {
@@ -74,12 +75,14 @@ impl Unchanged {
             }
             self.words.push(leaf.word());
         }
+
         self.donations = donations;
         self.note(leaves, known);
         Ok(self.others.iter().copied().fold(self.hash, Rolling::mix))
     }
 
-    /// Notes the inputs of a call, of which `known` are unchanged. `words` are those of the others.
+    /// Notes the inputs of a call, of which `known` are unchanged. `self.words` has the words of
+    /// the other inputs.
     fn note(&mut self, leaves: &[&MpmdArray], known: usize) {
         let Self { words, others, .. } = &*self;
         let same = match known == self.leaves.len() {
@@ -91,6 +94,7 @@ impl Unchanged {
             // `others` begin elsewhere.
             false => 0,
         };
+
         let kept = if known < FEWEST { 0 } else { known };
         if kept < self.leaves.len() {
             self.leaves.truncate(kept);
@@ -99,6 +103,7 @@ impl Unchanged {
             let dropped = leaves[kept..known].iter().map(|leaf| leaf.word());
             self.words.splice(..0, dropped);
         }
+
         let placed = |leaf: &&&MpmdArray| matches!(leaf.repr, Repr::Placed(_));
         let more = leaves[known..known + same]
             .iter()
@@ -113,6 +118,7 @@ impl Unchanged {
             self.leaves.push(placed.downgrade());
             self.hash = self.hash.mix(leaf.word());
         }
+
         self.words.drain(..more);
         std::mem::swap(&mut self.words, &mut self.others);
     }
@@ -226,8 +232,8 @@ mod tests {
             .block_until_ready()
             .unwrap();
         let plan = jit.kept.lock().plans[0].clone();
-        let mut noted = Unchanged::default();
-        let hash = |noted: &mut Unchanged, x: &[MpmdArray]| {
+        let mut noted = UnchangedInputs::default();
+        let hash = |noted: &mut UnchangedInputs, x: &[MpmdArray]| {
             let x: Vec<&MpmdArray> = x.iter().collect();
             let known = noted.count(&x);
             noted
@@ -245,7 +251,7 @@ mod tests {
                     .cloned()
                     .chain(last)
                     .collect();
-                let fresh = hash(&mut Unchanged::default(), &x);
+                let fresh = hash(&mut UnchangedInputs::default(), &x);
                 assert_eq!(hash(&mut noted, &x), fresh, "{from}");
                 hashes.push(fresh);
             }

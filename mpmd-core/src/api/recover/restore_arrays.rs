@@ -16,34 +16,42 @@ use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
 use mpmd_layout::topology::DeviceId;
 use mpmd_memory::SharedBuffer;
 
-use super::inventory::Source;
+use super::inventory::RegionSource;
 use crate::api::program::Program;
 use crate::api::put::MoveOptions;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use crate::exec::kept::{Copy, hash};
 
-/// A part of an array in this process's memory.
-struct Part {
+/// A region of an array in this process's memory.
+struct HeldRegion {
     region: Region,
     bytes: SharedBuffer,
     /// The hash that the bytes must have, of a copy that was made at the commit.
     hash: Option<u128>,
 }
 
+/// The first holders of an array's new sharding: one device per region.
+struct ArrayHome {
+    sharding: Sharding,
+    layout: Arc<Layout>,
+}
+
+/// A region on its way to this process.
+struct ComingRegion {
+    array: usize,
+    region: Region,
+}
+
 /// Makes `like.len()` arrays of the regions in `sources`, in the shardings of `like`. `copies` are
-/// those of this process. Blocks until the regions have moved, not until the arrays are there.
-pub(super) fn bring(
+/// the copies of this process. Blocks until the regions have moved, not until the arrays are there.
+pub(super) fn restore_arrays(
     p: &mut Program,
     like: &[MpmdArray],
-    sources: Vec<Vec<Source>>,
+    sources: Vec<Vec<RegionSource>>,
     copies: Vec<Copy>,
     at: &'static Location<'static>,
 ) -> Result<Vec<MpmdArray>> {
-    let mut here: Vec<HashMap<Region, SharedBuffer>> = vec![HashMap::new(); like.len()];
-    for copy in copies {
-        here[copy.array].insert(copy.region, copy.bytes);
-    }
     let first = p.topology().device_ids()[0];
     let to = |array: &MpmdArray| {
         let sharding = array.sharding().cloned();
@@ -53,33 +61,64 @@ pub(super) fn bring(
     for array in like {
         let sharding = to(array).first_holders(array.shape())?;
         let layout = sharding.layout(array.shape())?;
-        homes.push((sharding, layout));
+        homes.push(ArrayHome { sharding, layout });
     }
-    let once = MoveOptions::default().cache_plans(false).may_alias(false);
-    let mut parts: Vec<Vec<Part>> = like.iter().map(|_| Vec::new()).collect();
-    let (mut moved, mut copied, mut coming) = (Vec::new(), Vec::new(), Vec::new());
+    let held = move_regions(p, like, &homes, sources, copies, at)?;
+
+    let mut made = Vec::with_capacity(like.len());
+    for ((array, home), held) in like.iter().zip(homes).zip(held) {
+        made.push(put_together(p, array, &home.sharding, held)?);
+    }
+
+    let shardings: Vec<Sharding> = like.iter().map(to).collect();
+    let options = MoveOptions::default().donate(true).cache_plans(false);
+    p.device_put_with(&made, shardings, options)
+}
+
+/// Moves the regions in `sources` to the processes that need a part of them at their new `homes`.
+/// Returns the regions of each array that this process has then.
+fn move_regions(
+    p: &mut Program,
+    like: &[MpmdArray],
+    homes: &[ArrayHome],
+    sources: Vec<Vec<RegionSource>>,
+    copies: Vec<Copy>,
+    at: &'static Location<'static>,
+) -> Result<Vec<Vec<HeldRegion>>> {
+    let mut here: Vec<HashMap<Region, SharedBuffer>> = vec![HashMap::new(); like.len()];
+    for copy in copies {
+        here[copy.array].insert(copy.region, copy.bytes);
+    }
+
+    let mut held: Vec<Vec<HeldRegion>> = like.iter().map(|_| Vec::new()).collect();
+    let mut moved = Vec::new();
+    let mut copied = Vec::new();
+    let mut coming = Vec::new();
     for (number, sources) in sources.into_iter().enumerate() {
         for source in sources {
-            let Source {
+            let RegionSource {
                 region,
                 holder,
                 hash,
             } = source;
             let bytes = here[number].remove(&region);
-            let targets = targets(&homes[number].1, &region);
+            let targets = targets(&homes[number].layout, &region);
+
+            // A region that only its holder needs stays where it is.
             let owner = |device| p.topology().device(device).map(|device| device.process);
             if targets
                 .iter()
                 .all(|(device, _)| owner(*device) == Some(holder))
             {
-                let part = bytes.map(|bytes| Part {
+                let stays = bytes.map(|bytes| HeldRegion {
                     region,
                     bytes,
                     hash: Some(hash),
                 });
-                parts[number].extend(part);
+                held[number].extend(stays);
                 continue;
             }
+
             let from = p.topology().devices_of(holder)[0];
             let from = Sharding::single_device(from).with_memory_kind(MemoryKind::Host);
             let aval = ShapedArray::new(&region.shape(), like[number].dtype());
@@ -90,55 +129,70 @@ pub(super) fn bring(
                 Ok(())
             })?);
             moved.push(Sharding::enumerated(targets)?.with_memory_kind(MemoryKind::Host));
-            coming.push((number, region));
+            coming.push(ComingRegion {
+                array: number,
+                region,
+            });
         }
     }
+
+    let once = MoveOptions::default().cache_plans(false).may_alias(false);
     let moved = p.device_put_with(&copied, moved, once)?;
     drop(copied);
-    for ((number, of), array) in coming.into_iter().zip(moved) {
+    for (
+        ComingRegion {
+            array: number,
+            region: of,
+        },
+        array,
+    ) in coming.into_iter().zip(moved)
+    {
         for shard in array.shards_here(at)? {
             let region = shifted(&shard.region, |dim, at| at + of.range(dim).start);
             let bytes = shard.data.bytes().clone();
-            parts[number].push(Part {
+            held[number].push(HeldRegion {
                 region,
                 bytes,
                 hash: None,
             });
         }
     }
-    let mut made = Vec::with_capacity(like.len());
-    for ((array, (homes, _)), parts) in like.iter().zip(homes).zip(parts) {
-        let parts = Arc::new(parts);
-        let item = array.dtype().size();
-        made.push(
-            p.array_from_fn(array.aval().clone(), &homes, move |region, mut values| {
-                let mut left = region.elements();
-                for part in parts.iter() {
-                    let Some(piece) = part.region.intersect(region) else {
-                        continue;
-                    };
-                    let bytes = intact(Some(&part.bytes), &part.region, part.hash)?;
-                    copy_region(
-                        bytes,
-                        &part.region,
-                        values.as_bytes_mut(),
-                        region,
-                        &piece,
-                        item,
-                    );
-                    left = left.saturating_sub(piece.elements());
-                }
-                if left > 0 {
-                    Err(Error::kernel("the copy is gone"))
-                } else {
-                    Ok(())
-                }
-            })?,
-        );
-    }
-    let shardings: Vec<Sharding> = like.iter().map(to).collect();
-    let options = MoveOptions::default().donate(true).cache_plans(false);
-    p.device_put_with(&made, shardings, options)
+    Ok(held)
+}
+
+/// Makes an array like `array` in the sharding `home`, from regions in this process's memory.
+fn put_together(
+    p: &mut Program,
+    array: &MpmdArray,
+    home: &Sharding,
+    held: Vec<HeldRegion>,
+) -> Result<MpmdArray> {
+    let held = Arc::new(held);
+    let item = array.dtype().size();
+    p.array_from_fn(array.aval().clone(), home, move |region, mut values| {
+        let mut left = region.elements();
+        for part in held.iter() {
+            let Some(piece) = part.region.intersect(region) else {
+                continue;
+            };
+            let bytes = intact(Some(&part.bytes), &part.region, part.hash)?;
+            copy_region(
+                bytes,
+                &part.region,
+                values.as_bytes_mut(),
+                region,
+                &piece,
+                item,
+            );
+            left = left.saturating_sub(piece.elements());
+        }
+
+        if left > 0 {
+            Err(Error::kernel("the copy is gone"))
+        } else {
+            Ok(())
+        }
+    })
 }
 
 /// Returns the devices that need a part of a region, each with that part. The parts are relative to

@@ -7,6 +7,7 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use super::Program;
+use super::membership::MemberPlace;
 use crate::exec::Rolling;
 use crate::exec::array::MpmdArray;
 use crate::warning::warn_user;
@@ -28,7 +29,7 @@ pub(crate) struct Recomputed {
     is_paused: bool,
     /// The comparisons that were not read yet, in order.
     pending: VecDeque<Comparison>,
-    ledger: Ledger,
+    ledger: ComparisonLedger,
 }
 
 /// The comparison of a call with its recomputation.
@@ -62,17 +63,27 @@ pub(crate) struct Convicted {
     pub(crate) first: u64,
 }
 
+/// The recomputation of a call by another process.
+pub(crate) struct Recomputation {
+    /// The device that computes the call again.
+    pub(crate) device: DeviceId,
+    /// The processes of the call and of its recomputation.
+    pub(crate) processes: [ProcessId; 2],
+    /// True if no third process has such devices.
+    pub(crate) is_only_pair: bool,
+}
+
 /// The results of all comparisons so far, the same on every process.
 #[derive(Default)]
-struct Ledger {
-    records: BTreeMap<ProcessId, Record>,
-    /// Those that were not asked for yet.
+struct ComparisonLedger {
+    records: BTreeMap<ProcessId, ComparisonRecord>,
+    /// The convicted processes that [`Program::convicted`] has not returned yet.
     convicted: VecDeque<Convicted>,
 }
 
 /// The comparisons in which a process took part.
 #[derive(Default)]
-struct Record {
+struct ComparisonRecord {
     compared: u64,
     differed: u64,
     /// Number of differences by the other process. Without those with processes that are convicted,
@@ -85,7 +96,7 @@ struct Record {
 
 /// The result of a comparison.
 #[derive(Debug, Eq, PartialEq)]
-enum Finding {
+enum ComparisonFinding {
     Nothing,
     /// It is the first difference between these processes.
     First,
@@ -103,7 +114,9 @@ impl Program {
         if every == 0 || self.recomputed.is_paused || self.is_dry_run {
             return false;
         }
-        let (round, place) = (self.recomputed.calls / every, self.recomputed.calls % every);
+
+        let round = self.recomputed.calls / every;
+        let place = self.recomputed.calls % every;
         self.recomputed.calls += 1;
         place == Rolling::default().mix(round).word() % every
     }
@@ -116,16 +129,14 @@ impl Program {
         issued
     }
 
-    /// Returns (the device that recomputes the next call on `device`, the processes of both, true
-    /// if no third process has such devices). The other processes take turns. `None` if there is
-    /// none.
-    pub(crate) fn next_checker(
-        &mut self,
-        device: DeviceId,
-    ) -> Option<(DeviceId, [ProcessId; 2], bool)> {
+    /// Returns the recomputation of the next call on `device`. The other processes take turns.
+    /// `None` if no other process can compute it.
+    pub(crate) fn next_checker(&mut self, device: DeviceId) -> Option<Recomputation> {
         let topology = &self.runtime.topology;
-        let (owner, kind) = (topology.process_of(device)?, topology.kind_of(device)?);
+        let owner = topology.process_of(device)?;
+        let kind = topology.kind_of(device)?;
         let others = checkers(topology, device);
+
         let turn = self.recomputed.checks.entry(owner).or_default();
         let process = others.get(*turn as usize % others.len().max(1))?;
         let devices = topology.devices_of(*process).iter();
@@ -134,7 +145,11 @@ impl Program {
             .collect();
         let device = **devices.get(*turn as usize / others.len() % devices.len().max(1))?;
         *turn += 1;
-        Some((device, [owner, *process], others.len() == 1))
+        Some(Recomputation {
+            device,
+            processes: [owner, *process],
+            is_only_pair: others.len() == 1,
+        })
     }
 
     /// Notes comparisons that were issued, also for replays of the step that is being captured.
@@ -147,6 +162,7 @@ impl Program {
             }
             self.recomputed.pending.push_back(comparison);
         }
+
         while self.capture.is_none() && self.recomputed.pending.len() > MOST_PENDING {
             self.read_comparison();
         }
@@ -164,8 +180,8 @@ impl Program {
         (0..due.count()).for_each(|_| self.read_comparison());
     }
 
-    /// Reads the oldest comparison, and process 0 tells the user what it has shown. Ignores one
-    /// that has failed: its failure ends the job, or was forgiven.
+    /// Reads the oldest comparison. Process 0 tells the user the result. Ignores a comparison that
+    /// has failed: its failure ends the job, or was forgiven.
     fn read_comparison(&mut self) {
         let Some(Comparison { call, hashes }) = self.recomputed.pending.pop_front() else {
             return;
@@ -174,11 +190,13 @@ impl Program {
         let [Some(first), Some(again)] = hashes.each_ref().map(read) else {
             return;
         };
+
         let differ = first.bytes()[..] != again.bytes()[..];
         let finding = self.recomputed.ledger.note(&call, differ);
         if self.process() != ProcessId(0) {
             return;
         }
+
         let RecomputedCall {
             processes: [a, b],
             kernel,
@@ -188,15 +206,15 @@ impl Program {
         let bits =
             format!("kernel {kernel} at {at}: processes {a} and {b} computed different bits");
         match finding {
-            Finding::Nothing => {}
-            Finding::First => warn_user(&format!("{bits} from the same inputs")),
-            Finding::EitherOf => warn_user(&format!(
+            ComparisonFinding::Nothing => {}
+            ComparisonFinding::First => warn_user(&format!("{bits} from the same inputs")),
+            ComparisonFinding::EitherOf => warn_user(&format!(
                 "{bits} from the same inputs, not for the first time: one of the two computes \
                  wrong bits, and there is no third process that could tell which; {a}: {}; {b}: {}",
                 self.place_of(*a),
                 self.place_of(*b)
             )),
-            Finding::Convicted(Convicted { process, why, .. }) => {
+            ComparisonFinding::Convicted(Convicted { process, why, .. }) => {
                 warn_user(&format!(
                     "process {process} ({}) {why}",
                     self.place_of(process)
@@ -227,7 +245,7 @@ impl Program {
             .as_ref()
             .map(|membership| &membership.places);
         match members.and_then(|places| places.get(process.index())) {
-            Some((host, pid)) => format!("pid {pid} on {host}"),
+            Some(MemberPlace { host, pid }) => format!("pid {pid} on {host}"),
             None => "its host is not known".to_owned(),
         }
     }
@@ -240,6 +258,7 @@ pub(crate) fn checkers(topology: &Topology, device: DeviceId) -> Vec<ProcessId> 
     let (Some(owner), Some(kind)) = (topology.process_of(device), topology.kind_of(device)) else {
         return Vec::new();
     };
+
     let all = topology.processes() as u32;
     if (0..all).any(|process| topology.devices_of(ProcessId(process)).is_empty()) {
         return Vec::new();
@@ -250,12 +269,12 @@ pub(crate) fn checkers(topology: &Topology, device: DeviceId) -> Vec<ProcessId> 
         .collect()
 }
 
-impl Ledger {
+impl ComparisonLedger {
     /// Notes a comparison.
     ///
     /// A process that has differed from two others, and from more than the one it differs from now,
     /// is convicted: a single faulty process explains all of these differences.
-    fn note(&mut self, call: &RecomputedCall, differ: bool) -> Finding {
+    fn note(&mut self, call: &RecomputedCall, differ: bool) -> ComparisonFinding {
         let [a, b] = call.processes;
         let mut is_explained = false;
         for process in call.processes {
@@ -268,8 +287,9 @@ impl Ledger {
             is_explained |= record.is_convicted;
         }
         if !differ || is_explained {
-            return Finding::Nothing;
+            return ComparisonFinding::Nothing;
         }
+
         let mut times = 0;
         let [of_a, of_b] = [(a, b), (b, a)].map(|(process, other)| {
             let others = &mut self.records.entry(process).or_default().others;
@@ -279,18 +299,19 @@ impl Ledger {
                 .or_insert(1);
             others.len()
         });
+
         let found = match of_a.cmp(&of_b) {
             std::cmp::Ordering::Greater if of_a > 1 => Some(a),
             std::cmp::Ordering::Less if of_b > 1 => Some(b),
             _ => None,
         };
         if let Some(process) = found {
-            return Finding::Convicted(self.convict(process, call));
+            return ComparisonFinding::Convicted(self.convict(process, call));
         }
         match times {
-            1 => Finding::First,
-            2 if call.is_only_pair => Finding::EitherOf,
-            _ => Finding::Nothing,
+            1 => ComparisonFinding::First,
+            2 if call.is_only_pair => ComparisonFinding::EitherOf,
+            _ => ComparisonFinding::Nothing,
         }
     }
 
@@ -308,6 +329,7 @@ impl Ledger {
             call.kernel,
             call.at
         );
+
         self.records.values_mut().for_each(|record| {
             record.others.remove(&process);
         });
@@ -338,10 +360,10 @@ mod tests {
 
     /// Notes differences between these processes, in order. Returns the findings, with the
     /// convicted processes alone.
-    fn differences(pairs: &[[u32; 2]], is_only_pair: bool) -> Vec<Result<u32, Finding>> {
-        let mut ledger = Ledger::default();
+    fn differences(pairs: &[[u32; 2]], is_only_pair: bool) -> Vec<Result<u32, ComparisonFinding>> {
+        let mut ledger = ComparisonLedger::default();
         let note = |pair: &[u32; 2]| match ledger.note(&call(*pair, is_only_pair), true) {
-            Finding::Convicted(Convicted { process, .. }) => Ok(process.0),
+            ComparisonFinding::Convicted(Convicted { process, .. }) => Ok(process.0),
             other => Err(other),
         };
         pairs.iter().map(note).collect()
@@ -349,7 +371,7 @@ mod tests {
 
     #[test]
     fn process_that_differs_from_two_others_is_convicted_once() {
-        use Finding::{First, Nothing};
+        use ComparisonFinding::{First, Nothing};
         let found = differences(&[[0, 1], [2, 0], [0, 1], [3, 0], [1, 2]], false);
         assert_eq!(
             found,
@@ -361,7 +383,7 @@ mod tests {
         // Either of 0 and 2 could be at fault at first.
         let found = differences(&[[0, 1], [2, 3], [0, 2], [0, 3]], false);
         assert_eq!(found, [Err(First), Err(First), Err(First), Ok(0)]);
-        let mut ledger = Ledger::default();
+        let mut ledger = ComparisonLedger::default();
         ledger.note(&call([0, 1], false), false);
         ledger.note(&call([0, 1], false), true);
         ledger.note(&call([2, 0], false), true);
@@ -374,7 +396,7 @@ mod tests {
 
     #[test]
     fn two_processes_alone_are_told_once_and_never_convicted() {
-        use Finding::{EitherOf, First, Nothing};
+        use ComparisonFinding::{EitherOf, First, Nothing};
         let found = differences(&[[0, 1], [1, 0], [0, 1], [1, 0]], true);
         assert_eq!(
             found,
