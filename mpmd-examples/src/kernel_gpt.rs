@@ -12,10 +12,10 @@ use std::sync::OnceLock;
 
 use mpmd::aval::DType;
 use mpmd::cuda::layers::{
-    self, Attention, CrossEntropy, Curve, Embedding, Heads, Norm, activate, activate_backward,
-    add_bias, add_to, sum_rows,
+    self, ActivationCurve, CudaAttention, CudaCrossEntropy, CudaEmbedding, CudaNorm, Heads,
+    activate, activate_backward, add_bias, add_to, sum_rows,
 };
-use mpmd::cuda::{CUBLAS, Cuda, Gemm, Math, Part, Scratch, Source};
+use mpmd::cuda::{CUBLAS, Cuda, CudaPart, Gemm, Math, Scratch, Source};
 use mpmd::kernel::{Views, ViewsMut};
 use mpmd::pipeline::{
     Loss, PlacedShape, SideInput, SideShapes, Stage, StageContext, StageSignature,
@@ -101,9 +101,9 @@ impl<Out> KernelStage<Out> {
         })?;
         let (batch, time) = (tokens[0], tokens[1]);
         let Sizes { width, heads, .. } = self.sizes;
-        let attention = Attention::causal(batch, heads, time, width / heads);
+        let attention = CudaAttention::causal(batch, heads, time, width / heads);
         let rows = batch * time;
-        let norm = Norm {
+        let norm = CudaNorm {
             rows,
             width,
             eps: EPS,
@@ -163,10 +163,10 @@ impl<Out> KernelStage<Out> {
     fn run_blocks<'v>(
         &self,
         work: &Work<'_>,
-        params: &Named<Part<'v>>,
+        params: &Named<CudaPart<'v>>,
         x: &View<'v>,
-        kept: &mut impl Iterator<Item = Part<'v>>,
-    ) -> Result<Part<'v>> {
+        kept: &mut impl Iterator<Item = CudaPart<'v>>,
+    ) -> Result<CudaPart<'v>> {
         let mut next = || {
             kept.next()
                 .ok_or_else(|| Error::kernel("too few residuals"))
@@ -219,7 +219,14 @@ impl<Out> KernelStage<Out> {
             )?;
             work.times(norm2, of("up.weight")?, up, [4 * width, width])?;
             let bias = Some(of("up.bias")?);
-            activate(cuda, Curve::Gelu, (work.rows, 4 * width), up, bias, hidden)?;
+            activate(
+                cuda,
+                ActivationCurve::Gelu,
+                (work.rows, 4 * width),
+                up,
+                bias,
+                hidden,
+            )?;
             work.times(hidden, of("down.weight")?, after, [width, 4 * width])?;
             let bias = Some(of("down.bias")?);
             add_bias(cuda, (work.rows, width), after, bias, Some(middle), after)?;
@@ -234,16 +241,16 @@ impl<Out> KernelStage<Out> {
     fn run_blocks_backward<'v>(
         &self,
         work: &Work<'_>,
-        params: &Named<Part<'v>>,
-        kept: &[Part<'v>],
-        d: Part<'v>,
-        sums: &Named<Part<'v>>,
+        params: &Named<CudaPart<'v>>,
+        kept: &[CudaPart<'v>],
+        d: CudaPart<'v>,
+        sums: &Named<CudaPart<'v>>,
     ) -> Result<()> {
         let (cuda, width, rows) = (&work.cuda, work.width, work.rows);
         let skip = usize::from(self.embeds);
         let wide = cuda.scratch(work.dtype, rows * 4 * width)?;
         let narrow = cuda.scratch(work.dtype, rows * width)?;
-        let (wide, narrow): (Part<'_>, Part<'_>) = ((&wide).into(), (&narrow).into());
+        let (wide, narrow): (CudaPart<'_>, CudaPart<'_>) = ((&wide).into(), (&narrow).into());
         for (at, block) in self.blocks.clone().enumerate().rev() {
             let [
                 x,
@@ -271,7 +278,15 @@ impl<Out> KernelStage<Out> {
             work.times_turned(d, hidden, sum("down.weight")?, [width, 4 * width])?;
             work.times_back(d, of("down.weight")?, wide, [width, 4 * width])?;
             let bias = Some(of("up.bias")?);
-            activate_backward(cuda, Curve::Gelu, (rows, 4 * width), up, bias, wide, wide)?;
+            activate_backward(
+                cuda,
+                ActivationCurve::Gelu,
+                (rows, 4 * width),
+                up,
+                bias,
+                wide,
+                wide,
+            )?;
             sum_rows(cuda, (rows, 4 * width), wide, add_to(sum("up.bias")?))?;
             work.times_turned(wide, norm2, sum("up.weight")?, [4 * width, width])?;
             work.times_back(wide, of("up.weight")?, narrow, [4 * width, width])?;
@@ -311,8 +326,8 @@ struct Work<'a> {
     rows: usize,
     time: usize,
     width: usize,
-    norm: Norm,
-    attention: Attention<'static>,
+    norm: CudaNorm,
+    attention: CudaAttention<'static>,
 }
 
 impl<'a> Work<'a> {
@@ -329,8 +344,8 @@ impl<'a> Work<'a> {
         Ok(converted)
     }
 
-    fn embedding(&self) -> Embedding {
-        Embedding {
+    fn embedding(&self) -> CudaEmbedding {
+        CudaEmbedding {
             tokens: self.rows,
             entries: BYTES,
             width: self.width,
@@ -344,9 +359,9 @@ impl<'a> Work<'a> {
     /// `y = x wᵀ`, with `w` `[outputs, inputs]`.
     fn times(
         &self,
-        x: Part<'_>,
-        w: Part<'_>,
-        y: Part<'_>,
+        x: CudaPart<'_>,
+        w: CudaPart<'_>,
+        y: CudaPart<'_>,
         [outputs, inputs]: [usize; 2],
     ) -> Result<()> {
         self.cuda
@@ -356,9 +371,9 @@ impl<'a> Work<'a> {
     /// `d_x = d_y w`, with `w` `[outputs, inputs]`.
     fn times_back(
         &self,
-        d_y: Part<'_>,
-        w: Part<'_>,
-        d_x: Part<'_>,
+        d_y: CudaPart<'_>,
+        w: CudaPart<'_>,
+        d_x: CudaPart<'_>,
         [outputs, inputs]: [usize; 2],
     ) -> Result<()> {
         self.cuda
@@ -368,9 +383,9 @@ impl<'a> Work<'a> {
     /// `d_w += d_yᵀ x`, with `d_w` `[outputs, inputs]`.
     fn times_turned(
         &self,
-        d_y: Part<'_>,
-        x: Part<'_>,
-        d_w: Part<'_>,
+        d_y: CudaPart<'_>,
+        x: CudaPart<'_>,
+        d_w: CudaPart<'_>,
         [outputs, inputs]: [usize; 2],
     ) -> Result<()> {
         let gemm = self
@@ -382,10 +397,10 @@ impl<'a> Work<'a> {
 
     fn norm(
         &self,
-        x: Part<'_>,
-        [w, bias]: [Part<'_>; 2],
-        y: Part<'_>,
-        pairs: Part<'_>,
+        x: CudaPart<'_>,
+        [w, bias]: [CudaPart<'_>; 2],
+        y: CudaPart<'_>,
+        pairs: CudaPart<'_>,
     ) -> Result<()> {
         self.norm.forward(&self.cuda, x, (w, Some(bias)), y, pairs)
     }
@@ -393,11 +408,11 @@ impl<'a> Work<'a> {
     /// Adds the gradients of a norm's weights, and that of its input to `d_x`.
     fn norm_backward(
         &self,
-        (x, pairs): (Part<'_>, Part<'_>),
-        weight: Part<'_>,
-        d_y: Part<'_>,
-        [d_weight, d_bias]: [Part<'_>; 2],
-        d_x: Part<'_>,
+        (x, pairs): (CudaPart<'_>, CudaPart<'_>),
+        weight: CudaPart<'_>,
+        d_y: CudaPart<'_>,
+        [d_weight, d_bias]: [CudaPart<'_>; 2],
+        d_x: CudaPart<'_>,
     ) -> Result<()> {
         let d_bias = Some(add_to(d_bias));
         self.norm
@@ -407,7 +422,7 @@ impl<'a> Work<'a> {
     }
 
     /// Query, key and value, which lie side by side for each head.
-    fn heads<'p>(&self, qkv: Part<'p>) -> [Heads<'p>; 3] {
+    fn heads<'p>(&self, qkv: CudaPart<'p>) -> [Heads<'p>; 3] {
         let dim = self.attention.dim;
         let at = |offset: usize| {
             Heads::in_rows(qkv.at(offset * dim), self.time, 3 * self.width, 3 * dim)
@@ -416,7 +431,7 @@ impl<'a> Work<'a> {
     }
 
     /// The results of all heads side by side.
-    fn joined<'p>(&self, context: Part<'p>) -> Heads<'p> {
+    fn joined<'p>(&self, context: CudaPart<'p>) -> Heads<'p> {
         Heads::in_rows(context, self.time, self.width, self.attention.dim)
     }
 }
@@ -424,7 +439,10 @@ impl<'a> Work<'a> {
 type Named<T> = BTreeMap<String, T>;
 
 /// Returns the parameters as kernels read them: those converted, or all as they are.
-fn parts<'v>(params: &'v Named<View<'_>>, converted: &'v Named<Scratch<'_>>) -> Named<Part<'v>> {
+fn parts<'v>(
+    params: &'v Named<View<'_>>,
+    converted: &'v Named<Scratch<'_>>,
+) -> Named<CudaPart<'v>> {
     match converted.is_empty() {
         true => params
             .iter()
@@ -437,7 +455,7 @@ fn parts<'v>(params: &'v Named<View<'_>>, converted: &'v Named<Scratch<'_>>) -> 
     }
 }
 
-fn part<'v>(params: &Named<Part<'v>>, name: &str) -> Result<Part<'v>> {
+fn part<'v>(params: &Named<CudaPart<'v>>, name: &str) -> Result<CudaPart<'v>> {
     params.get(name).copied().ok_or_else(|| missing(name))
 }
 
@@ -475,7 +493,10 @@ impl Stage for Front {
         let work = self.work(cx, x.shape())?;
         let converted = work.converted(&params)?;
         let params = parts(&params, &converted);
-        let mut kept = kept.iter_mut().map(Part::from).chain([Part::from(&mut y)]);
+        let mut kept = kept
+            .iter_mut()
+            .map(CudaPart::from)
+            .chain([CudaPart::from(&mut y)]);
         self.run_blocks(&work, &params, &x, &mut kept).map(drop)
     }
 
@@ -488,13 +509,13 @@ impl Stage for Front {
         mut gradient: Named<ViewMut<'_>>,
     ) -> Result<()> {
         let kept: Vec<View<'_>> = cx.residual()?;
-        let kept: Vec<Part<'_>> = kept.iter().map(Part::from).collect();
+        let kept: Vec<CudaPart<'_>> = kept.iter().map(CudaPart::from).collect();
         let work = self.work(cx, dy.shape())?;
         let converted = work.converted(&params)?;
         let params = parts(&params, &converted);
         let sums = gradient
             .iter_mut()
-            .map(|(name, sum)| (name.clone(), Part::from(sum)))
+            .map(|(name, sum)| (name.clone(), CudaPart::from(sum)))
             .collect();
         let d = work.cuda.scratch(work.dtype, work.rows * work.width)?;
         work.cuda.copy(&dy, &d)?;
@@ -544,9 +565,9 @@ impl Stage for Last {
         let converted = work.converted(&params)?;
         let params = parts(&params, &converted);
         let cuda = &work.cuda;
-        let mut kept = kept.iter_mut().map(Part::from);
+        let mut kept = kept.iter_mut().map(CudaPart::from);
         let rows = self.run_blocks(&work, &params, &x, &mut kept)?;
-        let kept: Vec<Part<'_>> = kept.collect();
+        let kept: Vec<CudaPart<'_>> = kept.collect();
         let [pairs, norm, logits, normalizers, targets] =
             kept.first_chunk().copied().ok_or_else(too_few)?;
         let weights = [
@@ -563,7 +584,7 @@ impl Stage for Last {
         let given = side.get("targets").ok_or_else(|| missing("targets"))?;
         cuda.copy(given, targets)?;
         let total = cuda.scratch(DType::F32, 2)?;
-        let loss = CrossEntropy {
+        let loss = CudaCrossEntropy {
             rows: work.rows,
             classes: BYTES,
             targets,
@@ -584,7 +605,7 @@ impl Stage for Last {
     ) -> Result<()> {
         let kept: Vec<View<'_>> = cx.residual()?;
         let tokens = kept.last().ok_or_else(too_few)?.shape();
-        let kept: Vec<Part<'_>> = kept.iter().map(Part::from).collect();
+        let kept: Vec<CudaPart<'_>> = kept.iter().map(CudaPart::from).collect();
         let (kept, head) = kept
             .split_at_checked(kept.len().wrapping_sub(6))
             .ok_or_else(too_few)?;
@@ -594,14 +615,14 @@ impl Stage for Last {
         let converted = work.converted(&params)?;
         let params = parts(&params, &converted);
         let (cuda, rows, width) = (&work.cuda, work.rows, work.width);
-        let sums: Named<Part<'_>> = gradient
+        let sums: Named<CudaPart<'_>> = gradient
             .iter_mut()
-            .map(|(name, sum)| (name.clone(), Part::from(sum)))
+            .map(|(name, sum)| (name.clone(), CudaPart::from(sum)))
             .collect();
         let sum = |name: &str| sums.get(name).copied().ok_or_else(|| missing(name));
 
         let d_logits = cuda.scratch(work.dtype, rows * BYTES)?;
-        let loss = CrossEntropy {
+        let loss = CudaCrossEntropy {
             rows,
             classes: BYTES,
             targets,
@@ -610,10 +631,10 @@ impl Stage for Last {
         // A number of the host needs no copy to the device.
         let d_loss = match dy.sum.scalar::<f32>() {
             Ok(number) => (number, None),
-            Err(_) => (1.0, Some(Part::from(&dy.sum))),
+            Err(_) => (1.0, Some(CudaPart::from(&dy.sum))),
         };
         loss.backward(cuda, logits, normalizers, d_loss, &d_logits)?;
-        let d_logits = Part::from(&d_logits);
+        let d_logits = CudaPart::from(&d_logits);
         work.times_turned(d_logits, norm, sum("head.weight")?, [BYTES, width])?;
         let [d_norm, d] = [
             cuda.scratch(work.dtype, rows * width)?,

@@ -283,8 +283,8 @@ pub mod cuda {
     //! [`Gemm`] lists [`CUBLAS`]. [`layers`] has the layers of models: norms, attention, losses.
 
     pub use mpmd_core::cuda::{
-        Arg, CUBLAS, Cuda, CudaError, DeviceRoom, ForeignHandle, ForeignStream, Gemm, Grid, Math,
-        NoCuda, Part, Scratch, Source, Version, layers,
+        Arg, CUBLAS, Cuda, CudaError, CudaPart, CudaVersion, DeviceRoom, ForeignHandle,
+        ForeignStream, Gemm, Grid, Math, NoCuda, Scratch, Source, layers,
     };
 }
 

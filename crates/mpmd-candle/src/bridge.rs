@@ -33,6 +33,7 @@ pub(crate) fn tensor_in(
     if let Some(on) = place.filter(|_| dtype == view.global().dtype()) {
         return on.tensor_of(view, trainable);
     }
+
     let tensor = tensor_of(view, place)?
         .to_dtype(candle_type(dtype)?)
         .map_err(refused)?;
@@ -72,6 +73,7 @@ pub(crate) fn write(tensor: &Tensor, view: &mut ViewMut<'_>, place: Place<'_>) -
              output shape may depend on its inputs' shapes only"
         )));
     }
+
     if let Some(on) = place {
         return on.write(tensor, view);
     }
@@ -102,6 +104,7 @@ pub(crate) fn add(tensor: &Tensor, view: &mut ViewMut<'_>, place: Place<'_>) -> 
             })?
         };
     }
+
     match view.global().dtype() {
         DType::F32 => add!(f32, |a: f32, b: f32| a + b),
         DType::F64 => add!(f64, |a: f64, b: f64| a + b),
@@ -124,6 +127,7 @@ fn read<T: WithDType + Element, R>(tensor: &Tensor, f: impl FnOnce(&[T]) -> R) -
             "the model returned a tensor that is not in host memory",
         ));
     };
+
     let values = T::cpu_storage_as_slice(storage).map_err(refused)?;
     let start = layout.start_offset();
     let values = values.get(start..start + layout.shape().elem_count());
@@ -144,26 +148,27 @@ pub(crate) fn refresh(tensor: &Tensor, view: &View<'_>, place: Place<'_>) -> Res
             .and_then(|to| to.slice_set(&from?, 0, 0))
             .map_err(refused);
     }
+
     if let Some(on) = place {
         return on.refresh(tensor, view);
     }
     with_type!(dtype, T => {
         let values = view.as_slice::<T>()?;
-        tensor.inplace_op1(&Overwrite(values)).map_err(refused)
+        tensor.inplace_op1(&OverwriteValues(values)).map_err(refused)
     })
 }
 
 /// The operation that overwrites a contiguous tensor in place.
-struct Overwrite<'a, T>(&'a [T]);
+struct OverwriteValues<'a, T>(&'a [T]);
 
 /// Element types with storage that can be written.
-trait Stored: WithDType {
+trait StoredElement: WithDType {
     fn values(storage: &mut CpuStorage) -> Option<&mut [Self]>;
 }
 
 macro_rules! stored {
     ($($type:ty: $variant:ident),+) => {
-        $(impl Stored for $type {
+        $(impl StoredElement for $type {
             fn values(storage: &mut CpuStorage) -> Option<&mut [Self]> {
                 match storage {
                     CpuStorage::$variant(values) => Some(values),
@@ -183,7 +188,7 @@ macro_rules! stored {
 
 stored! { f32: F32, f64: F64, f16: F16, bf16: BF16, u8: U8, u32: U32, i16: I16, i32: I32, i64: I64 }
 
-impl<T: Stored> InplaceOp1 for Overwrite<'_, T> {
+impl<T: StoredElement> InplaceOp1 for OverwriteValues<'_, T> {
     fn name(&self) -> &'static str {
         "overwrite"
     }
@@ -201,13 +206,23 @@ impl<T: Stored> InplaceOp1 for Overwrite<'_, T> {
     }
 }
 
-/// Returns the bytes of a tensor's memory, and an address that identifies the memory.
-pub(crate) fn memory_of(tensor: &Tensor) -> (usize, u64) {
+/// The memory of a tensor.
+pub(crate) struct TensorMemory {
+    /// The address that identifies the memory.
+    pub(crate) address: usize,
+    pub(crate) bytes: u64,
+}
+
+/// Returns the memory of a tensor.
+pub(crate) fn memory_of(tensor: &Tensor) -> TensorMemory {
     let (storage, _) = tensor.storage_and_layout();
     let address = std::ptr::from_ref::<Storage>(&storage).addr();
     let bytes = match &*storage {
         Storage::Cpu(storage) => bytes_of(storage),
         _ => tensor.elem_count() * tensor.dtype().size_in_bytes(),
     };
-    (address, bytes as u64)
+    TensorMemory {
+        address,
+        bytes: bytes as u64,
+    }
 }

@@ -9,27 +9,27 @@ use mpmd_layout::topology::Mesh;
 use serde::{Deserialize, Serialize};
 
 use crate::cuda_layers;
-use crate::exchange::{Exchange, Step};
+use crate::exchange::{CollectiveStep, Exchange};
 use crate::pass;
 
 /// A collective found by a probe.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub(crate) struct Found {
-    kind: Kind,
+pub(crate) struct FoundCollective {
+    kind: FoundKind,
     axis: String,
     /// The number of elements that each device contributes.
     elements: usize,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
-enum Kind {
+enum FoundKind {
     AllReduce,
     TreeSum,
     AllGather,
     ReduceScatter,
 }
 
-impl Found {
+impl FoundCollective {
     /// Returns the collective for inputs of `here` elements, where the probe had `there`.
     pub(crate) fn scaled(&self, here: u64, there: u64) -> Self {
         let grown = (self.elements as u64)
@@ -43,39 +43,39 @@ impl Found {
 
     /// Returns true if it is an all-gather over this axis.
     pub(crate) fn gathers(&self, axis: &str) -> bool {
-        self.kind == Kind::AllGather && self.axis == axis
+        self.kind == FoundKind::AllGather && self.axis == axis
     }
 }
 
 /// Returns the declaration of these collectives.
-pub(crate) fn declared(found: &[Found]) -> Signature<()> {
+pub(crate) fn declared(found: &[FoundCollective]) -> Signature<()> {
     found.iter().fold(
         Signature::new(()),
         |signature,
-         Found {
+         FoundCollective {
              kind,
              axis,
              elements,
          }| {
             let aval = f32s([*elements]);
             match kind {
-                Kind::AllReduce => signature.all_reduce(axis, aval),
-                Kind::AllGather | Kind::TreeSum => signature.all_gather(axis, aval),
-                Kind::ReduceScatter => signature.reduce_scatter(axis, aval),
+                FoundKind::AllReduce => signature.all_reduce(axis, aval),
+                FoundKind::AllGather | FoundKind::TreeSum => signature.all_gather(axis, aval),
+                FoundKind::ReduceScatter => signature.reduce_scatter(axis, aval),
             }
         },
     )
 }
 
 /// Collectives of a probe: they communicate nothing, and are recorded.
-pub(crate) struct Recorder<'a> {
+pub(crate) struct CollectiveRecorder<'a> {
     pub(crate) mesh: &'a Mesh,
-    pub(crate) found: Vec<Found>,
+    pub(crate) found: Vec<FoundCollective>,
 }
 
-impl Recorder<'_> {
-    fn note(&mut self, kind: Kind, axis: &str, elements: usize) {
-        self.found.push(Found {
+impl CollectiveRecorder<'_> {
+    fn note(&mut self, kind: FoundKind, axis: &str, elements: usize) {
+        self.found.push(FoundCollective {
             kind,
             axis: axis.to_owned(),
             elements,
@@ -83,7 +83,7 @@ impl Recorder<'_> {
     }
 }
 
-impl Exchange for Recorder<'_> {
+impl Exchange for CollectiveRecorder<'_> {
     fn size(&mut self, axis: &str) -> mpmd_core::Result<usize> {
         Ok(self.mesh.axis_size(axis)?)
     }
@@ -94,17 +94,17 @@ impl Exchange for Recorder<'_> {
     }
 
     fn all_reduce(&mut self, axis: &str, values: &mut [f32]) -> mpmd_core::Result<()> {
-        self.note(Kind::AllReduce, axis, values.len());
+        self.note(FoundKind::AllReduce, axis, values.len());
         Ok(())
     }
 
     fn tree_sum(&mut self, axis: &str, values: &mut [f32]) -> mpmd_core::Result<()> {
-        self.note(Kind::TreeSum, axis, values.len());
+        self.note(FoundKind::TreeSum, axis, values.len());
         Ok(())
     }
 
     fn all_gather(&mut self, axis: &str, part: &[f32], out: &mut [f32]) -> mpmd_core::Result<()> {
-        self.note(Kind::AllGather, axis, part.len());
+        self.note(FoundKind::AllGather, axis, part.len());
         out.fill(0.0);
         Ok(())
     }
@@ -115,7 +115,7 @@ impl Exchange for Recorder<'_> {
         values: &[f32],
         out: &mut [f32],
     ) -> mpmd_core::Result<()> {
-        self.note(Kind::ReduceScatter, axis, values.len());
+        self.note(FoundKind::ReduceScatter, axis, values.len());
         out.fill(0.0);
         Ok(())
     }
@@ -123,29 +123,29 @@ impl Exchange for Recorder<'_> {
 
 /// Adds up over the axis; the gradient passes unchanged.
 pub(crate) fn all_reduce(x: &Tensor, axis: &str) -> Result<Tensor> {
-    apply(x, axis, Step::Sum)
+    apply(x, axis, CollectiveStep::Sum)
 }
 
 /// Passes values unchanged; adds up the gradients over the axis.
 pub(crate) fn replicated(x: &Tensor, axis: &str) -> Result<Tensor> {
-    apply(x, axis, Step::Same)
+    apply(x, axis, CollectiveStep::Same)
 }
 
 /// Adds up over the axis in the order of a tree; the gradient passes unchanged.
 pub(crate) fn tree_sum(x: &Tensor, axis: &str) -> Result<Tensor> {
-    apply(x, axis, Step::TreeSum)
+    apply(x, axis, CollectiveStep::TreeSum)
 }
 
 /// Passes values unchanged; adds up the gradients over the axis in the order of a tree.
 pub(crate) fn tree_replicated(x: &Tensor, axis: &str) -> Result<Tensor> {
-    apply(x, axis, Step::SameOfTree)
+    apply(x, axis, CollectiveStep::SameOfTree)
 }
 
 /// Concatenates in dimension `dim`; the gradient is reduced and scattered.
 pub(crate) fn all_gather(x: &Tensor, dim: usize, axis: &str) -> Result<Tensor> {
     // The collectives work on the first dimension.
     let x = first(x, dim)?;
-    apply(&x, axis, Step::Gather)?
+    apply(&x, axis, CollectiveStep::Gather)?
         .transpose(0, dim)?
         .contiguous()
 }
@@ -153,13 +153,15 @@ pub(crate) fn all_gather(x: &Tensor, dim: usize, axis: &str) -> Result<Tensor> {
 /// Concatenates in dimension `dim`; the gradient is the device's own part.
 pub(crate) fn gathered(x: &Tensor, dim: usize, axis: &str) -> Result<Tensor> {
     let x = first(x, dim)?;
-    apply(&x, axis, Step::Join)?.transpose(0, dim)?.contiguous()
+    apply(&x, axis, CollectiveStep::Join)?
+        .transpose(0, dim)?
+        .contiguous()
 }
 
 /// Adds up, and divides dimension `dim`; the gradient is gathered.
 pub(crate) fn reduce_scatter(x: &Tensor, dim: usize, axis: &str) -> Result<Tensor> {
     let x = first(x, dim)?;
-    apply(&x, axis, Step::Scatter)?
+    apply(&x, axis, CollectiveStep::Scatter)?
         .transpose(0, dim)?
         .contiguous()
 }
@@ -202,29 +204,32 @@ fn first(x: &Tensor, dim: usize) -> Result<Tensor> {
     x.transpose(0, dim)
 }
 
-fn apply(x: &Tensor, axis: &str, step: Step) -> Result<Tensor> {
-    let is_same = matches!(step, Step::Same | Step::SameOfTree) && !x.track_op();
+fn apply(x: &Tensor, axis: &str, step: CollectiveStep) -> Result<Tensor> {
+    let is_same =
+        matches!(step, CollectiveStep::Same | CollectiveStep::SameOfTree) && !x.track_op();
     if size(axis)? == 1 || is_same {
         return Ok(x.clone());
     }
+
     if x.dtype() != DType::F32 {
         bail!(
             "collectives are for tensors of f32, not of {}: cast it before",
             x.dtype().as_str()
         );
     }
-    x.contiguous()?.apply_op1(Collective {
+
+    x.contiguous()?.apply_op1(CollectiveOp {
         axis: axis.to_owned(),
         step,
     })
 }
 
-struct Collective {
+struct CollectiveOp {
     axis: String,
-    step: Step,
+    step: CollectiveStep,
 }
 
-impl Collective {
+impl CollectiveOp {
     /// Runs the collective over the first dimension.
     fn run(
         &self,
@@ -236,37 +241,47 @@ impl Collective {
         let size = exchange.size(axis)?;
         let shape = self.step.shape(dims, axis, size)?;
         let mut out = match self.step {
-            Step::Same | Step::SameOfTree | Step::Sum | Step::TreeSum => values.to_vec(),
-            Step::Gather | Step::Join | Step::Scatter | Step::Part => {
+            CollectiveStep::Same
+            | CollectiveStep::SameOfTree
+            | CollectiveStep::Sum
+            | CollectiveStep::TreeSum => values.to_vec(),
+            CollectiveStep::Gather
+            | CollectiveStep::Join
+            | CollectiveStep::Scatter
+            | CollectiveStep::Part => {
                 vec![0.0; shape.elem_count()]
             }
         };
+
         match self.step {
-            Step::Same | Step::SameOfTree => {}
-            Step::Sum => exchange.all_reduce(axis, &mut out)?,
-            Step::TreeSum => exchange.tree_sum(axis, &mut out)?,
-            Step::Gather | Step::Join => exchange.all_gather(axis, values, &mut out)?,
-            Step::Scatter => exchange.reduce_scatter(axis, values, &mut out)?,
-            Step::Part => {
+            CollectiveStep::Same | CollectiveStep::SameOfTree => {}
+            CollectiveStep::Sum => exchange.all_reduce(axis, &mut out)?,
+            CollectiveStep::TreeSum => exchange.tree_sum(axis, &mut out)?,
+            CollectiveStep::Gather | CollectiveStep::Join => {
+                exchange.all_gather(axis, values, &mut out)?
+            }
+            CollectiveStep::Scatter => exchange.reduce_scatter(axis, values, &mut out)?,
+            CollectiveStep::Part => {
                 let len = out.len();
                 out.copy_from_slice(&values[exchange.index(axis)? * len..][..len]);
             }
         }
+
         Ok((out, shape))
     }
 }
 
-impl CustomOp1 for Collective {
+impl CustomOp1 for CollectiveOp {
     fn name(&self) -> &'static str {
         match self.step {
-            Step::Sum => "all_reduce",
-            Step::Same => "replicated",
-            Step::TreeSum => "tree_sum",
-            Step::SameOfTree => "tree_replicated",
-            Step::Gather => "all_gather",
-            Step::Scatter => "reduce_scatter",
-            Step::Join => "gathered",
-            Step::Part => "part",
+            CollectiveStep::Sum => "all_reduce",
+            CollectiveStep::Same => "replicated",
+            CollectiveStep::TreeSum => "tree_sum",
+            CollectiveStep::SameOfTree => "tree_replicated",
+            CollectiveStep::Gather => "all_gather",
+            CollectiveStep::Scatter => "reduce_scatter",
+            CollectiveStep::Join => "gathered",
+            CollectiveStep::Part => "part",
         }
     }
 
@@ -275,9 +290,10 @@ impl CustomOp1 for Collective {
         let Some((start, end)) = layout.contiguous_offsets() else {
             bail!("{} of a tensor that is not contiguous", self.name());
         };
-        let (values, dims) = (&values[start..end], layout.dims());
-        let run = |exchange: &mut dyn Exchange| self.run(exchange, values, dims);
-        match pass::with_exchange(run) {
+        let values = &values[start..end];
+        let dims = layout.dims();
+
+        match pass::with_exchange(|exchange| self.run(exchange, values, dims)) {
             Some(done) => {
                 let (values, shape) = done.map_err(candle_core::Error::wrap)?;
                 Ok((CpuStorage::F32(values), shape))

@@ -16,7 +16,7 @@ use crate::pass;
 /// this is training.
 pub struct Cx<'a> {
     pub(crate) training: bool,
-    pub(crate) side: Side<'a>,
+    pub(crate) side: SideValues<'a>,
     /// The stage's state. `None` in a probe, and if the stage has none.
     pub(crate) state: Option<View<'a>>,
     /// The CUDA device of the pass.
@@ -24,7 +24,7 @@ pub struct Cx<'a> {
 }
 
 /// The side inputs of a microbatch, by name.
-pub(crate) enum Side<'a> {
+pub(crate) enum SideValues<'a> {
     Values(BTreeMap<String, View<'a>>),
     /// Only the shapes, of a probe.
     Shapes(BTreeMap<String, ShapedArray>),
@@ -43,11 +43,12 @@ impl Cx<'_> {
     /// If the microbatch has no side input of this name for the stage.
     pub fn side(&self, name: &str) -> Result<Tensor> {
         let found = match &self.side {
-            Side::Values(values) => values
+            SideValues::Values(values) => values
                 .get(name)
                 .map(|view| bridge::tensor_of(view, self.place)),
-            Side::Shapes(shapes) => shapes.get(name).map(|aval| bridge::zeros(aval, false)),
+            SideValues::Shapes(shapes) => shapes.get(name).map(|aval| bridge::zeros(aval, false)),
         };
+
         match found {
             Some(tensor) => tensor.map_err(candle_core::Error::wrap),
             None => {
@@ -70,7 +71,7 @@ impl Cx<'_> {
     pub fn state<T: 'static>(&self) -> Result<Option<ObjectRef<'_, T>>> {
         match (&self.state, &self.side) {
             (Some(state), _) => state.object().map(Some).map_err(candle_core::Error::wrap),
-            (None, Side::Shapes(_)) => Ok(None),
+            (None, SideValues::Shapes(_)) => Ok(None),
             (None, _) => bail!("the stage has no state: give it one with `Pipeline::state`"),
         }
     }
@@ -78,8 +79,8 @@ impl Cx<'_> {
     /// Returns the names of the side inputs in words.
     fn names(&self) -> String {
         let names: Vec<&String> = match &self.side {
-            Side::Values(values) => values.keys().collect(),
-            Side::Shapes(shapes) => shapes.keys().collect(),
+            SideValues::Values(values) => values.keys().collect(),
+            SideValues::Shapes(shapes) => shapes.keys().collect(),
         };
         if names.is_empty() {
             "none".to_owned()

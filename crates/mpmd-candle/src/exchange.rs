@@ -4,7 +4,7 @@ use candle_core::Shape;
 use mpmd_core::Error;
 use mpmd_core::Result;
 #[cfg(feature = "cuda")]
-use mpmd_core::cuda::Part;
+use mpmd_core::cuda::CudaPart;
 use mpmd_core::kernel::Context;
 
 /// The collectives of the device on which a pass runs.
@@ -31,7 +31,13 @@ pub(crate) trait Exchange {
     /// Does the same as these with values on the CUDA device of a kernel, by work that is only
     /// issued. The sum over the axis replaces the values of `to`.
     #[cfg(feature = "cuda")]
-    fn on_cuda(&mut self, axis: &str, way: Way, from: Part<'_>, to: Part<'_>) -> Result<()> {
+    fn on_cuda(
+        &mut self,
+        axis: &str,
+        way: CudaCollective,
+        from: CudaPart<'_>,
+        to: CudaPart<'_>,
+    ) -> Result<()> {
         let _ = (axis, way, from, to);
         Err(Error::kernel("collectives on CUDA devices are for kernels"))
     }
@@ -40,7 +46,7 @@ pub(crate) trait Exchange {
 /// A collective of values on CUDA devices.
 #[cfg(feature = "cuda")]
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Way {
+pub(crate) enum CudaCollective {
     AllReduce,
     AllGather,
     ReduceScatter,
@@ -48,7 +54,7 @@ pub(crate) enum Way {
 
 /// The forward pass of a collective.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Step {
+pub(crate) enum CollectiveStep {
     Sum,
     Same,
     /// Adds up in the order of a binary tree over the devices.
@@ -63,7 +69,7 @@ pub(crate) enum Step {
     Part,
 }
 
-impl Step {
+impl CollectiveStep {
     /// Returns the shape of the result for `size` devices.
     ///
     /// # Errors
@@ -135,11 +141,17 @@ impl Exchange for Context<'_> {
     }
 
     #[cfg(feature = "cuda")]
-    fn on_cuda(&mut self, axis: &str, way: Way, from: Part<'_>, to: Part<'_>) -> Result<()> {
+    fn on_cuda(
+        &mut self,
+        axis: &str,
+        way: CudaCollective,
+        from: CudaPart<'_>,
+        to: CudaPart<'_>,
+    ) -> Result<()> {
         match way {
-            Way::AllReduce => self.all_reduce_on_cuda(axis, to),
-            Way::AllGather => self.all_gather_on_cuda(axis, from, to),
-            Way::ReduceScatter => self.reduce_scatter_on_cuda(axis, from, to),
+            CudaCollective::AllReduce => self.all_reduce_on_cuda(axis, to),
+            CudaCollective::AllGather => self.all_gather_on_cuda(axis, from, to),
+            CudaCollective::ReduceScatter => self.reduce_scatter_on_cuda(axis, from, to),
         }
     }
 }

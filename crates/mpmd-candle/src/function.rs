@@ -15,13 +15,13 @@ use mpmd_layout::tree::{Structure, Tree};
 use crate::bridge::{self, Place};
 use crate::cuda::OnCuda;
 use crate::dtypes;
-use crate::form::Form;
-use crate::pass::{self, Pass};
-use crate::tensors::{Tensors, Value, Values};
+use crate::pass::{self, PassState};
+use crate::tensors::{TensorLeaf, Tensors, Values};
 use crate::threads;
+use crate::tree_form::TreeForm;
 
 /// A function of tensors, with 1 to 4 arguments. `A` is the type of a function with its arguments.
-pub trait Call<A>: Send + Sync + 'static {
+pub trait TensorFunction<A>: Send + Sync + 'static {
     /// The structure of the inputs: the argument, or a tuple of several.
     type In: Tree<Leaf = MpmdArray>;
     /// The structure of the outputs.
@@ -35,7 +35,7 @@ pub trait Call<A>: Send + Sync + 'static {
     fn call(&self, x: Values<Self::In>) -> candle_core::Result<Values<Self::Out>>;
 }
 
-impl<F, X: Tensors, Y: Tensors> Call<fn(X) -> Y> for F
+impl<F, X: Tensors, Y: Tensors> TensorFunction<fn(X) -> Y> for F
 where
     F: Fn(X) -> candle_core::Result<Y> + Send + Sync + 'static,
 {
@@ -47,10 +47,10 @@ where
     }
 }
 
-/// Implements `Call` for functions with this many arguments.
+/// Implements `TensorFunction` for functions with this many arguments.
 macro_rules! call {
     ($($x:ident: $X:ident),+) => {
-        impl<F, Y: Tensors, $($X: Tensors),+> Call<fn($($X),+) -> Y> for F
+        impl<F, Y: Tensors, $($X: Tensors),+> TensorFunction<fn($($X),+) -> Y> for F
         where
             F: Fn($($X),+) -> candle_core::Result<Y> + Send + Sync + 'static,
         {
@@ -74,21 +74,21 @@ call! { a: A, b: B, c: C, d: D }
 /// An argument is a [`Tensor`](candle_core::Tensor), or a tree of them: see [`Tensors`]. Values are
 /// copied once into tensors, and once out. The function sees the regions of one device.
 ///
-/// The outputs' shapes are declared, by [`like_input`](Function::like_input) or
-/// [`outputs`](Function::outputs), or found by [`probe`](Function::probe). Values that the function
-/// captures must be declared by [`with`](Function::with), as for
+/// The outputs' shapes are declared, by [`like_input`](FunctionKernel::like_input) or
+/// [`outputs`](FunctionKernel::outputs), or found by [`probe`](FunctionKernel::probe). Values that
+/// the function captures must be declared by [`with`](FunctionKernel::with), as for
 /// [`kernel`](mpmd_core::kernel::kernel()).
 #[track_caller]
-pub fn function<A: 'static, F: Call<A>>(f: F) -> Function<F, A> {
+pub fn function<A: 'static, F: TensorFunction<A>>(f: F) -> FunctionKernel<F, A> {
     let captures = size_of::<F>() != 0;
     let on_host = cfg!(not(feature = "cuda"));
-    let work = Work {
+    let work = FunctionWork {
         f,
         on_host,
         shapes: OutputShapes::Unknown,
         arguments: PhantomData,
     };
-    Function(HostKernel::closure(
+    FunctionKernel(HostKernel::closure(
         "candle function",
         Location::caller(),
         captures,
@@ -97,10 +97,10 @@ pub fn function<A: 'static, F: Call<A>>(f: F) -> Function<F, A> {
 }
 
 /// A kernel that is a function of tensors. Made by [`function`].
-pub struct Function<F: Call<A>, A: 'static>(HostKernel<Work<F, A>>);
+pub struct FunctionKernel<F: TensorFunction<A>, A: 'static>(HostKernel<FunctionWork<F, A>>);
 
 /// The function, and the shapes of its outputs.
-struct Work<F: Call<A>, A> {
+struct FunctionWork<F: TensorFunction<A>, A> {
     f: F,
     on_host: bool,
     shapes: OutputShapes<F::In, F::Out>,
@@ -111,12 +111,12 @@ enum OutputShapes<I: Tree, O: Tree> {
     Unknown,
     LikeInput,
     Declared(Box<Declared<I, O>>),
-    Probed(Vec<ShapedArray>, Form),
+    Probed(Vec<ShapedArray>, TreeForm),
 }
 
 type Declared<I, O> = dyn Fn(&Shapes<I>) -> Result<Shapes<O>> + Send + Sync;
 
-impl<A: 'static, F: Call<A>> Function<F, A> {
+impl<A: 'static, F: TensorFunction<A>> FunctionKernel<F, A> {
     /// Declares that the output has the shape and dtype of the first input.
     #[must_use]
     pub fn like_input(self) -> Self {
@@ -143,7 +143,7 @@ impl<A: 'static, F: Call<A>> Function<F, A> {
     pub fn probe(self, p: &mut Program, mesh: &Mesh, x: &Shapes<F::In>) -> Result<Self> {
         let mut failed = None;
         let kernel = self.0.map_work(|work| match work.probe(p, mesh, x) {
-            Ok(shapes) => Work { shapes, ..work },
+            Ok(shapes) => FunctionWork { shapes, ..work },
             Err(why) => {
                 failed = Some(why);
                 work
@@ -163,18 +163,18 @@ impl<A: 'static, F: Call<A>> Function<F, A> {
     /// `cuda` all functions do.
     #[must_use]
     pub fn on_host(self) -> Self {
-        Self(self.0.map_work(|work| Work {
+        Self(self.0.map_work(|work| FunctionWork {
             on_host: true,
             ..work
         }))
     }
 
     fn shaped(self, shapes: OutputShapes<F::In, F::Out>) -> Self {
-        Self(self.0.map_work(|work| Work { shapes, ..work }))
+        Self(self.0.map_work(|work| FunctionWork { shapes, ..work }))
     }
 }
 
-impl<A: 'static, F: Call<A>> Work<F, A> {
+impl<A: 'static, F: TensorFunction<A>> FunctionWork<F, A> {
     /// Finds the outputs' shapes for inputs of these shapes.
     fn probe(
         &self,
@@ -187,10 +187,12 @@ impl<A: 'static, F: Call<A>> Work<F, A> {
             .first()
             .and_then(|device| p.topology().process_of(*device));
         let owner = first.ok_or_else(|| Error::kernel("a probe on a mesh without devices"))?;
+
         let run = || {
             self.try_out(x)
                 .map_err(|why| format!("the function fails in its probe: {why}"))
         };
+
         // A dry run learns the shapes in the same way as the owner.
         let in_dry_run = if p.is_dry_run() {
             run()
@@ -200,33 +202,37 @@ impl<A: 'static, F: Call<A>> Work<F, A> {
         let outputs = p
             .broadcast_value(owner, in_dry_run, || Ok(run()))?
             .map_err(Error::kernel)?;
+
         let inputs = x.leaves().into_iter().cloned().collect();
         Ok(OutputShapes::Probed(inputs, outputs))
     }
 
     /// Runs the function on zeros of these shapes.
-    fn try_out(&self, x: &Shapes<F::In>) -> Result<Form> {
+    fn try_out(&self, x: &Shapes<F::In>) -> Result<TreeForm> {
         let zeros = x
             .leaves()
             .into_iter()
-            .map(|aval| bridge::zeros(aval, false).map(Value));
+            .map(|aval| bridge::zeros(aval, false).map(TensorLeaf));
         let zeros = zeros.collect::<Result<Vec<_>>>()?;
+
         let y = self
             .f
             .call(Tree::from_leaves(&x.structure(), zeros)?)
             .map_err(dtypes::refused)?;
+
         let structure = y.structure();
         let y: Vec<_> = y.into_leaves().into_iter().map(|value| value.0).collect();
-        Form::of(&structure, &y, Ok)
+        TreeForm::of(&structure, &y, Ok)
     }
 }
 
-impl<A: 'static, F: Call<A>> HostWork for Work<F, A> {
+impl<A: 'static, F: TensorFunction<A>> HostWork for FunctionWork<F, A> {
     type In = F::In;
     type Out = F::Out;
 
     fn infer(&self, x: &Shapes<F::In>) -> Result<Shapes<F::Out>> {
         let leaves = x.leaves();
+
         match &self.shapes {
             OutputShapes::LikeInput => {
                 let first = leaves.first();
@@ -256,7 +262,7 @@ impl<A: 'static, F: Call<A>> HostWork for Work<F, A> {
     }
 }
 
-impl<A: 'static, F: Call<A>> Work<F, A> {
+impl<A: 'static, F: TensorFunction<A>> FunctionWork<F, A> {
     /// Runs the function at a place that has the values.
     fn run_at(&self, place: Place<'_>, x: Views<'_, F::In>, y: ViewsMut<'_, F::Out>) -> Result<()> {
         threads::enter_pool();
@@ -264,26 +270,29 @@ impl<A: 'static, F: Call<A>> Work<F, A> {
         let tensors = x
             .leaves()
             .into_iter()
-            .map(|view| bridge::tensor_of(view, place).map(Value));
+            .map(|view| bridge::tensor_of(view, place).map(TensorLeaf));
         let tensors = tensors.collect::<Result<Vec<_>>>()?;
         let x = Tree::from_leaves(&structure, tensors)?;
+
         let out = match place {
             // Layers reach the device through the pass.
             Some(_) => pass::enter(
-                &mut Pass {
+                &mut PassState {
                     cuda: place,
-                    ..Pass::default()
+                    ..PassState::default()
                 },
                 || self.f.call(x),
             ),
             None => self.f.call(x),
         };
         let out = out.map_err(dtypes::refused)?;
+
         if out.structure() != y.structure() {
             return Err(Error::kernel(
                 "the function returned another structure than declared",
             ));
         }
+
         let values = out.into_leaves().into_iter();
         values
             .zip(y.into_leaves())
@@ -291,7 +300,7 @@ impl<A: 'static, F: Call<A>> Work<F, A> {
     }
 }
 
-impl<A: 'static, F: Call<A>> Kernel for Function<F, A> {
+impl<A: 'static, F: TensorFunction<A>> Kernel for FunctionKernel<F, A> {
     type In = F::In;
     type Out = F::Out;
 
@@ -306,11 +315,12 @@ impl<A: 'static, F: Call<A>> Kernel for Function<F, A> {
         y: ViewsMut<'_, F::Out>,
     ) -> Result<()> {
         let work = self.0.work();
-        match if work.on_host {
+        let on_cuda = if work.on_host {
             None
         } else {
             OnCuda::enter(cx)?
-        } {
+        };
+        match on_cuda {
             Some(on) => work.run_at(Some(&on), x, y),
             None => self.0.run(cx, x, y),
         }

@@ -18,7 +18,6 @@ mod cuda_layers;
 mod cx;
 mod dtypes;
 mod exchange;
-mod form;
 mod function;
 mod matmul;
 pub mod nn;
@@ -28,14 +27,15 @@ mod shortage;
 mod stage;
 mod tensors;
 mod threads;
+mod tree_form;
 
 pub use candle_core::{self, D, DType, Device, IndexOp, Module, Result, Tensor, Var};
 pub use candle_nn::VarBuilder;
 pub use cx::Cx;
-pub use function::{Call, Function, function};
+pub use function::{FunctionKernel, TensorFunction, function};
 pub use params::parts_builder;
 pub use stage::{CandleStage, named, stage};
-pub use tensors::{Tensors, Value, Values};
+pub use tensors::{TensorLeaf, Tensors, Values};
 
 /// True if candle's stages compute on devices of this kind. If not, they compute in host memory.
 pub fn computes_on(kind: DeviceKind) -> bool {

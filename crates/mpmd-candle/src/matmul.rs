@@ -3,7 +3,7 @@
 use gemm::Parallelism;
 use mpmd_device::cpu::matmul;
 
-pub(crate) type Matrix<'a> = matmul::Matrix<'a, f32>;
+pub(crate) type Matrix<'a> = matmul::MatrixRef<'a, f32>;
 
 /// Computes `c = a b`, or `c += a b` if `add` is set. `c` is row-major `[a.rows, b.columns]`.
 ///
@@ -15,10 +15,10 @@ pub(crate) fn multiply(c: &mut [f32], a: Matrix<'_>, b: Matrix<'_>, add: bool) {
         0 | 1 => Parallelism::None,
         threads => Parallelism::Rayon(threads),
     };
-    matmul::multiply((c, b.columns()), a, b, add, threads);
+    matmul::multiply(c, b.columns(), a, b, add, threads);
 }
 
 /// Does the same as [`multiply`], on the calling thread alone.
 pub(crate) fn multiply_here(c: &mut [f32], a: Matrix<'_>, b: Matrix<'_>, add: bool) {
-    matmul::multiply((c, b.columns()), a, b, add, Parallelism::None);
+    matmul::multiply(c, b.columns(), a, b, add, Parallelism::None);
 }

@@ -5,15 +5,15 @@ use std::ops::Range;
 
 use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
 use mpmd_core::cuda::Source;
-use mpmd_core::cuda::layers::Curve;
+use mpmd_core::cuda::layers::ActivationCurve;
 use mpmd_layout::aval::DType;
 use mpmd_layout::random::Key;
 
-use crate::exchange::Step;
+use crate::exchange::CollectiveStep;
 
 /// Runs a collective over the first dimension of contiguous values on a CUDA device.
 pub(crate) fn collective(
-    (axis, _): (&str, Step),
+    (axis, _): (&str, CollectiveStep),
     _: &CudaStorage,
     _: &Layout,
 ) -> Result<(CudaStorage, Shape)> {
@@ -46,11 +46,15 @@ pub(crate) fn embedding(_: &Tensor, _: &Tensor, _: &[usize]) -> Option<Result<Te
     None
 }
 
-pub(crate) fn activated(_: [&Tensor; 3], _: Curve, _: &[usize]) -> Option<Result<Tensor>> {
+pub(crate) fn activated(
+    _: [&Tensor; 3],
+    _: ActivationCurve,
+    _: &[usize],
+) -> Option<Result<Tensor>> {
     None
 }
 
-pub(crate) fn activate(_: &Tensor, _: Curve) -> Option<Result<Tensor>> {
+pub(crate) fn activate(_: &Tensor, _: ActivationCurve) -> Option<Result<Tensor>> {
     None
 }
 
@@ -64,7 +68,7 @@ pub(crate) fn norm(
 }
 
 /// The keys that queries see.
-pub(crate) enum Sight {
+pub(crate) enum CudaSight {
     All,
     Causal,
     From(Tensor),
@@ -73,13 +77,13 @@ pub(crate) enum Sight {
 
 pub(crate) fn attention(
     _: [&Tensor; 3],
-    sight: Sight,
+    sight: CudaSight,
     _: f64,
     _: Option<f64>,
 ) -> Option<Result<Tensor>> {
     match sight {
-        Sight::From(tensor) | Sight::Additive(tensor) => drop(tensor),
-        Sight::All | Sight::Causal => {}
+        CudaSight::From(tensor) | CudaSight::Additive(tensor) => drop(tensor),
+        CudaSight::All | CudaSight::Causal => {}
     }
     None
 }
@@ -110,10 +114,10 @@ pub(crate) fn rotary(_: &Tensor, _: &Tensor, _: &Tensor) -> Option<Result<Tensor
 
 /// The keys and values of a layer on a device. There are none.
 #[derive(Clone, Debug)]
-pub(crate) struct Blocks(Infallible);
+pub(crate) struct DeviceBlocks(Infallible);
 
 pub(crate) fn paged(
-    cache: &mut Option<Blocks>,
+    cache: &mut Option<DeviceBlocks>,
     _: [usize; 3],
     _: [&Tensor; 3],
     _: &[(usize, usize, &[u32])],

@@ -19,14 +19,20 @@ use mpmd_layout::region::Region;
 
 use crate::dtypes::array_type;
 
-/// A parameter, as the model's constructor asks for it.
+/// The initial values of a parameter, as the model's constructor asks for them.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Initial {
+pub(crate) struct InitialValues {
     init: Init,
 }
 
+/// A parameter, as the model's constructor asks for it.
+pub(crate) struct ParamRequest {
+    pub(crate) aval: ShapedArray,
+    pub(crate) initial: InitialValues,
+}
+
 /// The parameters of a model, by path.
-pub(crate) type Params = BTreeMap<String, (ShapedArray, Initial)>;
+pub(crate) type Params = BTreeMap<String, ParamRequest>;
 
 /// Runs a model's constructor once, over zeros that take no memory. Returns the parameters that it
 /// asks for.
@@ -36,7 +42,7 @@ pub(crate) type Params = BTreeMap<String, (ShapedArray, Initial)>;
 /// If the constructor fails, or asks for one parameter with two shapes or dtypes.
 pub(crate) fn record<M>(new: impl FnOnce(VarBuilder<'static>) -> Result<M>) -> Result<Params> {
     let found = Arc::new(Mutex::new(Params::new()));
-    let backend = Box::new(Recorder(found.clone()));
+    let backend = Box::new(RequestRecorder(found.clone()));
     drop(new(VarBuilder::from_backend(
         backend,
         DType::F32,
@@ -54,22 +60,25 @@ pub fn parts_builder(tensors: BTreeMap<String, Tensor>) -> VarBuilder<'static> {
 
 /// Does the same as [`parts_builder`] for parameters on `device`.
 pub(crate) fn builder(tensors: BTreeMap<String, Tensor>, device: &Device) -> VarBuilder<'static> {
-    VarBuilder::from_backend(Box::new(Given(tensors)), DType::F32, device.clone())
+    VarBuilder::from_backend(Box::new(GivenParams(tensors)), DType::F32, device.clone())
 }
 
-struct Recorder(Arc<Mutex<Params>>);
+struct RequestRecorder(Arc<Mutex<Params>>);
 
-impl SimpleBackend for Recorder {
+impl SimpleBackend for RequestRecorder {
     fn get(&self, s: Shape, name: &str, init: Init, dtype: DType, _: &Device) -> Result<Tensor> {
         let aval = array_type(dtype).map_err(candle_core::Error::wrap)?;
         let aval = ShapedArray::try_new(s.dims(), aval).map_err(candle_core::Error::wrap)?;
         let mut params = self.0.lock();
-        if let Some((known, _)) = params.get(name)
+
+        if let Some(ParamRequest { aval: known, .. }) = params.get(name)
             && *known != aval
         {
             bail!("parameter {name:?} is asked for as {known}, and again as {aval}");
         }
-        params.insert(name.to_owned(), (aval, Initial { init }));
+
+        let initial = InitialValues { init };
+        params.insert(name.to_owned(), ParamRequest { aval, initial });
         Tensor::zeros((), dtype, &Device::Cpu)?.broadcast_as(s)
     }
 
@@ -83,9 +92,9 @@ impl SimpleBackend for Recorder {
     }
 }
 
-struct Given(BTreeMap<String, Tensor>);
+struct GivenParams(BTreeMap<String, Tensor>);
 
-impl SimpleBackend for Given {
+impl SimpleBackend for GivenParams {
     /// The shape may differ from the one asked for: it is that of the device's region.
     fn get(&self, _: Shape, name: &str, _: Init, _: DType, _: &Device) -> Result<Tensor> {
         match self.0.get(name) {
@@ -116,7 +125,7 @@ pub(crate) fn key_of(seed: u64, path: &str) -> Key {
     words.fold(Key(seed).fold_in(path.len() as u64), Key::fold_in)
 }
 
-impl Initial {
+impl InitialValues {
     /// Fills a region of a parameter of this global shape with its initial values. They depend only
     /// on the key and on the index of each element in the whole parameter.
     ///
@@ -139,6 +148,7 @@ impl Initial {
                 }
             };
         }
+
         match aval.dtype() {
             ArrayType::F64 => fill!(f64, |value| value),
             ArrayType::F16 => fill!(f16, f16::from_f64),
@@ -156,6 +166,7 @@ impl Initial {
         let normal = move |mean: f64, stdev: f64| -> Box<dyn Fn(u64) -> f64> {
             Box::new(move |element| mean + stdev * normal_f64(key, element))
         };
+
         match self.init {
             Init::Const(value) => Box::new(move |_| value),
             Init::Randn { mean, stdev } => normal(mean, stdev),

@@ -15,7 +15,7 @@ use crate::exchange::Exchange;
 
 /// The state of a running pass that layers use.
 #[derive(Default)]
-pub(crate) struct Pass<'a> {
+pub(crate) struct PassState<'a> {
     /// The random key of the microbatch at this stage.
     pub(crate) key: Option<Key>,
     /// The number of keys that layers have drawn so far.
@@ -50,30 +50,31 @@ pub(crate) struct Deferred {
 pub(crate) type AddGradient = Box<dyn FnOnce(&mut Gradient<'_>) -> Result<()> + Send>;
 
 thread_local! {
-    static PASS: Cell<Option<NonNull<Pass<'static>>>> = const { Cell::new(None) };
+    static PASS: Cell<Option<NonNull<PassState<'static>>>> = const { Cell::new(None) };
 }
 
 /// Runs `f` with `pass` as the pass of this thread.
-pub(crate) fn enter<R>(pass: &mut Pass<'_>, f: impl FnOnce() -> R) -> R {
-    struct Restore(Option<NonNull<Pass<'static>>>);
-    impl Drop for Restore {
+pub(crate) fn enter<R>(pass: &mut PassState<'_>, f: impl FnOnce() -> R) -> R {
+    struct RestorePass(Option<NonNull<PassState<'static>>>);
+    impl Drop for RestorePass {
         fn drop(&mut self) {
             PASS.set(self.0);
         }
     }
-    let _restore = Restore(PASS.replace(Some(NonNull::from(pass).cast())));
+    let _restore = RestorePass(PASS.replace(Some(NonNull::from(pass).cast())));
     f()
 }
 
 /// Calls `f` with the pass of this thread; `None` outside of a pass.
-fn with<R>(f: impl FnOnce(Option<&mut Pass<'_>>) -> R) -> R {
+fn with<R>(f: impl FnOnce(Option<&mut PassState<'_>>) -> R) -> R {
     /// Puts the pointer back when `f` has ended or panicked.
-    struct PutBack(Option<NonNull<Pass<'static>>>);
+    struct PutBack(Option<NonNull<PassState<'static>>>);
     impl Drop for PutBack {
         fn drop(&mut self) {
             PASS.set(self.0);
         }
     }
+
     let taken = PutBack(PASS.take());
     // SAFETY: `enter` made the pointer from an exclusive reference that it holds until it has
     // restored the cell, and this thread is still inside it. The cell is empty while `f` runs, so
@@ -100,6 +101,7 @@ pub(crate) fn weight_gradient(
     else {
         return Ok(None);
     };
+
     let mut gradient = vec![0.0f32; weight.elem_count()];
     add(&mut Gradient::Host(&mut gradient))?;
     Tensor::from_vec(gradient, weight.shape(), &Device::Cpu)?
@@ -124,10 +126,12 @@ pub(crate) fn device_gradient(
     else {
         return Ok(None);
     };
+
     with(|pass| {
         let on = pass.and_then(|pass| pass.cuda);
         let mut into = Gradient::Cuda(DeviceGradient::Tensor(on, None, weight.shape().clone()));
         add(&mut into)?;
+
         match into {
             Gradient::Cuda(DeviceGradient::Tensor(_, Some(sum), _)) => {
                 sum.to_dtype(weight.dtype()).map(Some)
@@ -137,8 +141,8 @@ pub(crate) fn device_gradient(
     })
 }
 
-/// Has the pass take the gradient of one use of `weight`, at once or later. Returns `add` if no
-/// pass takes it. Returns `None` too if `weight` needs no gradient.
+/// Gives the gradient of one use of `weight` to the pass, which adds it at once or later. Returns
+/// `add` if no pass takes it. Returns `None` too if `weight` needs no gradient.
 fn give<F>(weight: &Tensor, add: F) -> Result<Option<F>>
 where
     F: FnOnce(&mut Gradient<'_>) -> Result<()> + Send + 'static,
@@ -150,6 +154,7 @@ where
         let Some(pass) = pass else {
             return Ok(Some(add));
         };
+
         let id = weight.id();
         if let Some(deferred) = &mut pass.deferred
             && pass.gradients.contains_key(&id)
@@ -160,6 +165,7 @@ where
             });
             return Ok(None);
         }
+
         match pass.gradients.get_mut(&id) {
             None => Ok(Some(add)),
             Some(gradient) => add(gradient).map(|()| None),
@@ -176,10 +182,10 @@ where
 pub(crate) fn random_key() -> Result<Key> {
     with(|pass| match pass {
         None => bail!("random numbers need a key: call this layer inside a stage"),
-        Some(Pass { key: None, .. }) => {
+        Some(PassState { key: None, .. }) => {
             bail!("the microbatch has no random key: set it with `Microbatch::key`")
         }
-        Some(Pass {
+        Some(PassState {
             key: Some(key),
             draws,
             ..
@@ -212,7 +218,7 @@ pub(crate) fn attends(dim: usize) {
 /// Calls `f` with the collectives of the pass. Returns `None` outside of a pass.
 pub(crate) fn with_exchange<R>(f: impl FnOnce(&mut dyn Exchange) -> R) -> Option<R> {
     with(|pass| match pass {
-        Some(Pass {
+        Some(PassState {
             exchange: Some(exchange),
             ..
         }) => Some(f(&mut **exchange)),
@@ -233,7 +239,7 @@ pub(crate) fn with_cuda_exchange<R>(
     f: impl FnOnce(&OnCuda<'_>, &mut dyn Exchange) -> R,
 ) -> Option<R> {
     with(|pass| match pass {
-        Some(Pass {
+        Some(PassState {
             cuda: Some(cuda),
             exchange: Some(exchange),
             ..

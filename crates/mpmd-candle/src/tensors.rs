@@ -9,12 +9,12 @@ use mpmd_layout::tree::{Leaf, Tree};
 
 /// A tensor as a leaf of a tree.
 #[derive(Clone, Debug)]
-pub struct Value(pub Tensor);
+pub struct TensorLeaf(pub Tensor);
 
-impl Leaf for Value {}
+impl Leaf for TensorLeaf {}
 
 /// The tree of tensors with the structure of the tree of arrays `T`.
-pub type Values<T> = <T as Tree>::With<Value>;
+pub type Values<T> = <T as Tree>::With<TensorLeaf>;
 
 /// Tensors that a function takes or returns: one [`Tensor`], a tuple of up to four, a `Vec`, a map
 /// by name, or a [`Loss`].
@@ -32,12 +32,12 @@ pub trait Tensors: Sized + 'static {
 impl Tensors for Tensor {
     type Arrays = MpmdArray;
 
-    fn from_values(value: Value) -> Self {
+    fn from_values(value: TensorLeaf) -> Self {
         value.0
     }
 
-    fn into_values(self) -> Value {
-        Value(self)
+    fn into_values(self) -> TensorLeaf {
+        TensorLeaf(self)
     }
 }
 
@@ -73,18 +73,18 @@ impl<T: Tensors> Tensors for BTreeMap<String, T> {
 impl Tensors for Loss<Tensor> {
     type Arrays = Loss<MpmdArray>;
 
-    fn from_values(values: Loss<Value>) -> Self {
+    fn from_values(values: Loss<TensorLeaf>) -> Self {
         let metrics = values.metrics.into_iter();
         let loss = Self::new(values.sum.0, values.weight.0);
         metrics.fold(loss, |loss, (name, value)| loss.metric(name, value.0))
     }
 
-    fn into_values(self) -> Loss<Value> {
-        let loss = Loss::new(Value(self.sum), Value(self.weight));
+    fn into_values(self) -> Loss<TensorLeaf> {
+        let loss = Loss::new(TensorLeaf(self.sum), TensorLeaf(self.weight));
         // They have no gradient, so none is computed.
         let metrics = self.metrics.into_iter();
         metrics.fold(loss, |loss, (name, value)| {
-            loss.metric(name, Value(value.detach()))
+            loss.metric(name, TensorLeaf(value.detach()))
         })
     }
 }

@@ -62,6 +62,7 @@ pub(crate) fn share_cores(program: &Program) {
     let here = devices
         .filter(|device| topology.host_of(device.process) == host)
         .count();
+
     DEVICES.store(here, Ordering::Relaxed);
 }
 

@@ -14,9 +14,10 @@ use mpmd_memory::{Fence, Pool};
 use crate::cuda::kernels::ADD;
 use crate::cuda::work::Grid;
 pub use crate::cuda::{
-    Communicators, CudaError as DeviceError, Gpu as Accelerator, Part, reach_each_other, sharing,
+    Communicators, CudaError as DeviceError, Gpu as Accelerator, RegionCopy, reach_each_other,
+    sharing,
 };
-use crate::cuda::{RawArg, RawStream, Then};
+use crate::cuda::{RawArg, Then};
 
 /// Opens the device of this kind that its driver numbers as the next of `ordinals`. `None` for a
 /// kind without memory of its own.
@@ -84,21 +85,21 @@ impl Addition {
         [sum, more]: [&OwnedBuffer; 2],
         then: Then,
     ) -> Option<Arc<dyn Fence>> {
-        let (to, from) = (sum.device()?, more.device()?);
+        let to = sum.device()?;
+        let from = more.device()?;
         let count = elements * self.numbers;
+
         let args = [
             RawArg::number((count as u64).to_ne_bytes(), 8),
             RawArg::memory(to, true),
             RawArg::memory(from, false),
         ];
-        let work = |stream: &RawStream| {
-            device.launch(stream, &ADD, self.function, Grid::over(count), &args)
-        };
-        Some(
-            device
-                .inward()
-                .submit(&[sum.fences(), more.fences()], work, then),
-        )
+
+        Some(device.inward().submit(
+            &[sum.fences(), more.fences()],
+            |stream| device.launch(stream, &ADD, self.function, Grid::over(count), &args),
+            then,
+        ))
     }
 }
 

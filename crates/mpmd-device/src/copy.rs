@@ -50,10 +50,17 @@ pub fn copy_part(
     item_bytes: usize,
     written: usize,
 ) {
-    let lengths = (src.len(), dst.len());
-    let Some(loops) = Loops::checked(lengths, src_region, dst_region, piece, item_bytes) else {
+    let Some(loops) = Loops::checked(
+        src.len(),
+        dst.len(),
+        src_region,
+        dst_region,
+        piece,
+        item_bytes,
+    ) else {
         return;
     };
+
     let run = loops.run;
     if run >= SHORTEST_RUN
         && written >= STREAM_BYTES
@@ -68,6 +75,7 @@ pub fn copy_part(
             stream.copy(&mut dst[d..d + run], &src[s..s + run], next);
         });
     }
+
     // Copies of a few bytes are much faster if the compiler knows their size.
     match run {
         1 => loops.each(|s, d| dst[d] = src[s]),
@@ -94,10 +102,17 @@ pub(super) fn runs(
     item_bytes: usize,
     each: &mut dyn FnMut(&mut [u8], &[u8]),
 ) {
-    let lengths = (src.len(), dst.len());
-    let Some(loops) = Loops::checked(lengths, src_region, dst_region, piece, item_bytes) else {
+    let Some(loops) = Loops::checked(
+        src.len(),
+        dst.len(),
+        src_region,
+        dst_region,
+        piece,
+        item_bytes,
+    ) else {
         return;
     };
+
     let run = loops.run;
     loops.each(|s, d| each(&mut dst[d..d + run], &src[s..s + run]));
 }
@@ -122,6 +137,7 @@ pub fn contiguous_bytes(
     if piece.is_empty() {
         return Some(0..0);
     }
+
     let loops = Loops::new(within, within, piece, item_bytes);
     loops
         .dims
@@ -156,21 +172,22 @@ pub(crate) struct Loop {
 
 impl Loops {
     /// Returns the contiguous runs of `piece` in two buffers, or `None` for an empty piece.
-    /// `lengths` are the buffers' lengths in bytes: (source, destination).
+    /// `src_bytes` and `dst_bytes` are the lengths of the buffers.
     ///
     /// # Panics
     ///
     /// If a length is not that of its region, or `piece` is not within both regions.
     pub(crate) fn checked(
-        lengths: (usize, usize),
+        src_bytes: usize,
+        dst_bytes: usize,
         src_region: &Region,
         dst_region: &Region,
         piece: &Region,
         item_bytes: usize,
     ) -> Option<Self> {
         let buffers = [
-            ("source", lengths.0, src_region),
-            ("destination", lengths.1, dst_region),
+            ("source", src_bytes, src_region),
+            ("destination", dst_bytes, dst_region),
         ];
         for (name, found, region) in buffers {
             assert_eq!(
@@ -183,6 +200,7 @@ impl Loops {
                 "piece {piece} is not within region {region} of the {name}"
             );
         }
+
         (!piece.is_empty()).then(|| Self::new(src_region, dst_region, piece, item_bytes))
     }
 
@@ -194,15 +212,16 @@ impl Loops {
             run: item_bytes,
             dims: Vec::new(),
         };
+
         // From the innermost dimension outwards. A dimension that continues the run or the loop
         // inside it is merged into it.
-        let (mut src_step, mut dst_step) = (item_bytes, item_bytes);
+        let mut src_step = item_bytes;
+        let mut dst_step = item_bytes;
+
         for dim in (0..piece.ndim()).rev() {
-            let (range, outer_src, outer_dst) = (
-                piece.range(dim),
-                src_region.range(dim),
-                dst_region.range(dim),
-            );
+            let range = piece.range(dim);
+            let outer_src = src_region.range(dim);
+            let outer_dst = dst_region.range(dim);
             loops.src += (range.start - outer_src.start) * src_step;
             loops.dst += (range.start - outer_dst.start) * dst_step;
             let count = range.len();
@@ -225,6 +244,7 @@ impl Loops {
             src_step *= outer_src.len();
             dst_step *= outer_dst.len();
         }
+
         loops.dims.reverse();
         loops
     }
@@ -235,10 +255,14 @@ impl Loops {
         let Some((inner, outer)) = self.dims.split_last() else {
             return copy(self.src, self.dst);
         };
+
         let mut counters = vec![0; outer.len()];
-        let (mut src, mut dst) = (self.src, self.dst);
+        let mut src = self.src;
+        let mut dst = self.dst;
+
         loop {
-            let (mut s, mut d) = (src, dst);
+            let mut s = src;
+            let mut d = dst;
             for _ in 0..inner.count {
                 copy(s, d);
                 s += inner.src_step;
@@ -246,6 +270,7 @@ impl Loops {
             }
             // Advances the outer loops like an odometer.
             let mut dim = outer.len();
+
             loop {
                 if dim == 0 {
                     return;

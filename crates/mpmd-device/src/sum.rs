@@ -34,6 +34,7 @@ pub fn add_region(
             &mut add,
         );
     };
+
     match dtype {
         DType::Bool | DType::Object => {}
         DType::I8 | DType::U8 => each(|dst, src| {

@@ -66,6 +66,7 @@ impl Collective {
         let large = self.aval.bytes() > TWO_ROUNDS_FROM_BYTES;
         let n = processes.len();
         let flow = |pattern, shared| Flow { pattern, shared };
+
         match &self.kind {
             _ if n == 1 => Vec::new(),
             // With two devices, two rounds would send as many bytes as one.
@@ -100,7 +101,7 @@ impl Collective {
 }
 
 /// A call of a collective that matches its declaration.
-pub(super) struct Call<'a> {
+pub(super) struct CollectiveCall<'a> {
     pub(super) index: usize,
     pub(super) declared: &'a Collective,
     pub(super) group: &'a Group,
@@ -108,7 +109,7 @@ pub(super) struct Call<'a> {
     pub(super) elements: usize,
 }
 
-impl Call<'_> {
+impl CollectiveCall<'_> {
     pub(super) fn devices(&self) -> usize {
         self.group.devices.len()
     }
@@ -126,6 +127,14 @@ impl Call<'_> {
     fn segment(&self, rank: usize) -> Range<usize> {
         share(self.elements, self.devices(), rank)
     }
+}
+
+/// A device's segment of the values of all devices.
+struct ScatteredSegments {
+    /// The segment of each other device's values, by rank.
+    parts: Vec<Option<SharedBuffer>>,
+    /// The segment of the device's own values.
+    mine: SharedBuffer,
 }
 
 impl<'a> Context<'a> {
@@ -146,6 +155,7 @@ impl<'a> Context<'a> {
     /// different lengths. If one of them failed or its process has ended.
     pub fn all_reduce<T: Reducible>(&mut self, axis: &str, values: &mut [T]) -> Result<()> {
         let call = self.begin_on_host::<T>("all_reduce", axis, values.len())?;
+
         let result = match call.rounds() {
             0 => Ok(()),
             1 => self.reduce_directly(&call, values),
@@ -168,8 +178,10 @@ impl<'a> Context<'a> {
     pub fn all_gather<T: Element>(&mut self, axis: &str, part: &[T], out: &mut [T]) -> Result<()> {
         let call = self.begin_on_host::<T>("all_gather", axis, part.len())?;
         self.check_out(&call, out.len(), part.len() * call.devices())?;
+
         let place = |rank: usize| rank * part.len()..(rank + 1) * part.len();
         out[place(call.rank())].copy_from_slice(part);
+
         let result = if call.rounds() == 0 {
             Ok(())
         } else {
@@ -202,12 +214,13 @@ impl<'a> Context<'a> {
         let call = self.begin_on_host::<T>("reduce_scatter", axis, values.len())?;
         self.check_divides(&call)?;
         self.check_out(&call, out.len(), values.len() / call.devices())?;
+
         let result = if call.rounds() == 0 {
             out.copy_from_slice(values);
             Ok(())
         } else {
             self.scatter(&call, values)
-                .and_then(|(parts, mine)| self.reduce(&call, &parts, &mine, out))
+                .and_then(|got| self.reduce(&call, &got.parts, &got.mine, out))
         };
         self.end(result)
     }
@@ -233,13 +246,15 @@ impl<'a> Context<'a> {
         let call = self.begin_on_host::<T>("all_to_all", axis, values.len())?;
         self.check_divides(&call)?;
         self.check_out(&call, out.len(), values.len())?;
+
         let own = call.segment(call.rank());
         out[own.clone()].copy_from_slice(&values[own]);
+
         let result = if call.rounds() == 0 {
             Ok(())
         } else {
             self.scatter(&call, values)
-                .and_then(|(parts, _)| self.copy_out(&call, &parts, out, |rank| call.segment(rank)))
+                .and_then(|got| self.copy_out(&call, &got.parts, out, |rank| call.segment(rank)))
         };
         self.end(result)
     }
@@ -263,6 +278,7 @@ impl<'a> Context<'a> {
         let CollectiveKind::Permute(pairs) = &call.declared.kind else {
             return self.end(Ok(()));
         };
+
         let me = call.rank();
         match pairs.iter().find(|(_, to)| *to == me) {
             Some((from, _)) if *from == me => out.copy_from_slice(values),
@@ -273,6 +289,7 @@ impl<'a> Context<'a> {
                 size_of::<T>()
             ])),
         }
+
         let result = if call.rounds() == 0 {
             Ok(())
         } else {
@@ -290,7 +307,11 @@ impl<'a> Context<'a> {
         self.end(result)
     }
 
-    fn reduce_directly<T: Reducible>(&mut self, call: &Call<'_>, values: &mut [T]) -> Fallible<()> {
+    fn reduce_directly<T: Reducible>(
+        &mut self,
+        call: &CollectiveCall<'_>,
+        values: &mut [T],
+    ) -> Fallible<()> {
         let mine = self.copy_in(values)?;
         let parts = self.step::<T>(call, |_| mine.clone(), |_| call.elements)?;
         self.reduce(call, &parts, &mine, values)
@@ -298,38 +319,42 @@ impl<'a> Context<'a> {
 
     fn reduce_by_segments<T: Reducible>(
         &mut self,
-        call: &Call<'_>,
+        call: &CollectiveCall<'_>,
         values: &mut [T],
     ) -> Fallible<()> {
         let own = call.segment(call.rank());
-        let (parts, mine) = self.scatter(call, values)?;
+        let ScatteredSegments { parts, mine } = self.scatter(call, values)?;
         self.reduce(call, &parts, &mine, &mut values[own.clone()])?;
+
         // Frees the received values before memory is allocated for the second round.
-        drop((parts, mine));
+        drop(parts);
+        drop(mine);
+
         let given = self.copy_in(&values[own])?;
         self.gather(call, &given, values, |rank| call.segment(rank))
     }
 
     /// Sends each device its segment of `values` and waits for the segments from the others.
-    /// Returns (this device's segment of each other device's values, by rank; its segment of its
-    /// own values).
     fn scatter<T: Element>(
         &mut self,
-        call: &Call<'_>,
+        call: &CollectiveCall<'_>,
         values: &[T],
-    ) -> Fallible<(Vec<Option<SharedBuffer>>, SharedBuffer)> {
+    ) -> Fallible<ScatteredSegments> {
         let own = call.segment(call.rank());
         let mine = self.copy_in(values)?;
         let segment = |rank| in_bytes::<T>(call.segment(rank));
         let parts = self.step::<T>(call, |to| mine.slice(segment(to)), |_| own.len())?;
-        Ok((parts, mine.slice(segment(call.rank()))))
+        Ok(ScatteredSegments {
+            parts,
+            mine: mine.slice(segment(call.rank())),
+        })
     }
 
     /// Sends `given` to every other device, waits for their parts, and copies the part of each rank
     /// to `place(rank)` in `out`.
     fn gather<T: Element>(
         &mut self,
-        call: &Call<'_>,
+        call: &CollectiveCall<'_>,
         given: &SharedBuffer,
         out: &mut [T],
         place: impl Fn(usize) -> Range<usize>,
@@ -342,7 +367,7 @@ impl<'a> Context<'a> {
     /// gets the same bits. `mine` is this device's own part.
     fn reduce<T: Reducible>(
         &self,
-        call: &Call<'_>,
+        call: &CollectiveCall<'_>,
         parts: &[Option<SharedBuffer>],
         mine: &SharedBuffer,
         out: &mut [T],
@@ -359,7 +384,7 @@ impl<'a> Context<'a> {
 
     fn copy_out<T: Element>(
         &self,
-        call: &Call<'_>,
+        call: &CollectiveCall<'_>,
         parts: &[Option<SharedBuffer>],
         out: &mut [T],
         place: impl Fn(usize) -> Range<usize>,
@@ -379,16 +404,22 @@ impl<'a> Context<'a> {
     /// Returns received bytes as elements, copied if the buffer is not aligned. Fails if they are
     /// not valid values. Booleans are always copied before they are checked, because a peer that
     /// lends them can still change them.
-    fn elements<'b, T: Element>(&self, call: &Call<'_>, bytes: &'b [u8]) -> Fallible<Cow<'b, [T]>> {
+    fn elements<'b, T: Element>(
+        &self,
+        call: &CollectiveCall<'_>,
+        bytes: &'b [u8],
+    ) -> Fallible<Cow<'b, [T]>> {
         if T::DTYPE != DType::Bool
             && let Ok(elements) = bytemuck::checked::try_cast_slice(bytes)
         {
             return Ok(Cow::Borrowed(elements));
         }
+
         let each = bytes.chunks_exact(size_of::<T>());
         let elements: std::result::Result<Vec<T>, _> = each
             .map(bytemuck::checked::try_pod_read_unaligned)
             .collect();
+
         elements.map(Cow::Owned).map_err(|_| {
             let message = format!(
                 "collective {} of operation {}: bytes came that are no {} values",
@@ -410,7 +441,7 @@ impl<'a> Context<'a> {
     /// `None` for ranks that send nothing. Fails if a received length differs.
     pub(super) fn step<T: Element>(
         &mut self,
-        call: &Call<'_>,
+        call: &CollectiveCall<'_>,
         give: impl Fn(usize) -> SharedBuffer,
         count: impl Fn(usize) -> usize,
     ) -> Fallible<Vec<Option<SharedBuffer>>> {
@@ -420,6 +451,7 @@ impl<'a> Context<'a> {
             round: self.round,
             group: call.group,
         };
+
         self.exchange.give(&round, give);
         let parts = self
             .exchange
@@ -427,12 +459,14 @@ impl<'a> Context<'a> {
         // The round counts even after an error: its messages were sent and received.
         self.round += 1;
         let parts = parts?;
+
         for (from, part) in parts.iter().enumerate() {
             let expected = count(from) * size_of::<T>();
             if let Some(part) = part.as_ref().filter(|part| part.len() != expected) {
                 return Err(self.lengths_differ(call, from, expected, part.len()));
             }
         }
+
         Ok(parts)
     }
 
@@ -440,7 +474,7 @@ impl<'a> Context<'a> {
     /// `expected`.
     pub(super) fn lengths_differ(
         &self,
-        call: &Call<'_>,
+        call: &CollectiveCall<'_>,
         from: usize,
         expected: usize,
         found: usize,
@@ -457,6 +491,7 @@ impl<'a> Context<'a> {
             call.elements,
             call.group.devices[from],
         );
+
         Arc::new(Failure::new(
             FailureKind::Kernel,
             self.exchange.runtime.me,
@@ -473,15 +508,17 @@ impl<'a> Context<'a> {
         axis: &str,
         dtype: DType,
         elements: usize,
-    ) -> Result<Call<'a>> {
+    ) -> Result<CollectiveCall<'a>> {
         let index = self.called;
         let called = || format!("{verb} of {elements} {dtype} elements over {axis:?}");
+
         let Some(declared) = self.seats.collectives.get(index) else {
             return Err(Error::kernel(format!(
                 "the kernel calls {}, but its signature declares only {index} collectives",
                 called()
             )));
         };
+
         let fits = declared.kind.verb() == verb
             && declared.axis == axis
             && declared.aval.dtype() == dtype
@@ -492,7 +529,8 @@ impl<'a> Context<'a> {
                 called()
             )));
         }
-        Ok(Call {
+
+        Ok(CollectiveCall {
             index,
             declared,
             group: &self.place.groups[index],
@@ -500,7 +538,12 @@ impl<'a> Context<'a> {
         })
     }
 
-    pub(super) fn check_out(&self, call: &Call<'_>, found: usize, expected: usize) -> Result<()> {
+    pub(super) fn check_out(
+        &self,
+        call: &CollectiveCall<'_>,
+        found: usize,
+        expected: usize,
+    ) -> Result<()> {
         if found == expected {
             return Ok(());
         }
@@ -515,7 +558,7 @@ impl<'a> Context<'a> {
         )))
     }
 
-    pub(super) fn check_divides(&self, call: &Call<'_>) -> Result<()> {
+    pub(super) fn check_divides(&self, call: &CollectiveCall<'_>) -> Result<()> {
         if call.elements.is_multiple_of(call.devices()) {
             return Ok(());
         }
@@ -549,7 +592,8 @@ impl<'a> Context<'a> {
 /// Returns the range of the `i`-th of `n` shares of `len` elements. The first shares have one
 /// element more if `n` does not divide `len`.
 pub(super) fn share(len: usize, n: usize, i: usize) -> Range<usize> {
-    let (each, more) = (len / n, len % n);
+    let each = len / n;
+    let more = len % n;
     let start = i * each + i.min(more);
     start..start + each + usize::from(i < more)
 }

@@ -11,10 +11,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use half::{bf16, f16};
 use num_complex::Complex;
 
-use super::context::{Context, OnCuda};
+use super::context::{Context, CudaAccess};
 use crate::error::ViewError;
 use crate::error::{Error, Result};
-use crate::kernel::cuda::Part;
+use crate::kernel::cuda::CudaPart;
 use mpmd_layout::aval::{DType, Element};
 #[cfg(doc)]
 use mpmd_layout::topology::CudaCollectives;
@@ -62,20 +62,23 @@ impl<'a> Context<'a> {
     pub fn all_reduce_on_cuda<'x>(
         &mut self,
         axis: &str,
-        values: impl Into<Part<'x>>,
+        values: impl Into<CudaPart<'x>>,
     ) -> Result<()> {
         let values = values.into();
         let dtype = values.dtype();
+
         if self.is_next_joined() {
             return self.by_nccl("all_reduce", axis, &values, &values);
         }
-        self.apart_from_device(|cx, OnCuda { cuda, turn }| {
+
+        self.apart_from_device(|cx, CudaAccess { cuda, turn }| {
             cuda.check_room(&values)?;
             let mut staged = cuda.fetch(&values)?;
             if let Err(error) = turn.wait() {
                 cuda.hold(staged);
                 return Err(error.into());
             }
+
             turn.pause(|| {
                 with_type!(
                     dtype,
@@ -83,6 +86,7 @@ impl<'a> Context<'a> {
                     Err(no_reduction(dtype))
                 )
             })?;
+
             // Meanwhile this thread may have run work of another device; make this one current
             // again.
             turn.begin()?;
@@ -105,10 +109,10 @@ impl<'a> Context<'a> {
     pub fn all_gather_on_cuda<'x, 'y>(
         &mut self,
         axis: &str,
-        part: impl Into<Part<'x>>,
-        out: impl Into<Part<'y>>,
+        part: impl Into<CudaPart<'x>>,
+        out: impl Into<CudaPart<'y>>,
     ) -> Result<()> {
-        self.between(("all_gather", axis), &part.into(), &out.into(), |cx, dtype, part, out| {
+        self.between("all_gather", axis, &part.into(), &out.into(), |cx, dtype, part, out| {
             with_type!(dtype, T => cx.all_gather::<T>(axis, elements(part)?, elements_mut(out)?))
         })
     }
@@ -128,11 +132,12 @@ impl<'a> Context<'a> {
     pub fn reduce_scatter_on_cuda<'x, 'y>(
         &mut self,
         axis: &str,
-        values: impl Into<Part<'x>>,
-        out: impl Into<Part<'y>>,
+        values: impl Into<CudaPart<'x>>,
+        out: impl Into<CudaPart<'y>>,
     ) -> Result<()> {
         self.between(
-            ("reduce_scatter", axis),
+            "reduce_scatter",
+            axis,
             &values.into(),
             &out.into(),
             |cx, dtype, values, out| {
@@ -160,10 +165,10 @@ impl<'a> Context<'a> {
     pub fn all_to_all_on_cuda<'x, 'y>(
         &mut self,
         axis: &str,
-        values: impl Into<Part<'x>>,
-        out: impl Into<Part<'y>>,
+        values: impl Into<CudaPart<'x>>,
+        out: impl Into<CudaPart<'y>>,
     ) -> Result<()> {
-        self.between(("all_to_all", axis), &values.into(), &out.into(), |cx, dtype, values, out| {
+        self.between("all_to_all", axis, &values.into(), &out.into(), |cx, dtype, values, out| {
             with_type!(dtype, T => cx.all_to_all::<T>(axis, elements(values)?, elements_mut(out)?))
         })
     }
@@ -184,10 +189,10 @@ impl<'a> Context<'a> {
     pub fn permute_on_cuda<'x, 'y>(
         &mut self,
         axis: &str,
-        values: impl Into<Part<'x>>,
-        out: impl Into<Part<'y>>,
+        values: impl Into<CudaPart<'x>>,
+        out: impl Into<CudaPart<'y>>,
     ) -> Result<()> {
-        self.between(("permute", axis), &values.into(), &out.into(), |cx, dtype, values, out| {
+        self.between("permute", axis, &values.into(), &out.into(), |cx, dtype, values, out| {
             with_type!(dtype, T => cx.permute::<T>(axis, elements(values)?, elements_mut(out)?))
         })
     }
@@ -197,9 +202,10 @@ impl<'a> Context<'a> {
     /// dtypes differ.
     fn between(
         &mut self,
-        (verb, axis): (&'static str, &str),
-        from: &Part<'_>,
-        to: &Part<'_>,
+        verb: &'static str,
+        axis: &str,
+        from: &CudaPart<'_>,
+        to: &CudaPart<'_>,
         collective: impl FnOnce(&mut Self, DType, &[u8], &mut [u8]) -> Result<()>,
     ) -> Result<()> {
         if from.dtype() != to.dtype() {
@@ -209,19 +215,23 @@ impl<'a> Context<'a> {
                 to.dtype()
             )));
         }
+
         if self.is_next_joined() {
             return self.by_nccl(verb, axis, from, to);
         }
-        self.apart_from_device(|cx, OnCuda { cuda, turn }| {
+
+        self.apart_from_device(|cx, CudaAccess { cuda, turn }| {
             cuda.check_room(to)?;
             let given = cuda.fetch(from)?;
             if let Err(error) = turn.wait() {
                 cuda.hold(given);
                 return Err(error.into());
             }
+
             let mut out = cuda.room(to)?;
             out.fill(0);
             turn.pause(|| collective(cx, from.dtype(), &given, &mut out))?;
+
             // Meanwhile this thread may have run work of another device; make this one current
             // again.
             turn.begin()?;
@@ -233,7 +243,7 @@ impl<'a> Context<'a> {
     /// panic.
     pub(super) fn apart_from_device(
         &mut self,
-        collective: impl FnOnce(&mut Self, &mut OnCuda<'a>) -> Result<()>,
+        collective: impl FnOnce(&mut Self, &mut CudaAccess<'a>) -> Result<()>,
     ) -> Result<()> {
         let Some(mut on_cuda) = self.on_cuda.take() else {
             return Err(Error::kernel(
@@ -241,6 +251,7 @@ impl<'a> Context<'a> {
                  on one",
             ));
         };
+
         let result = catch_unwind(AssertUnwindSafe(|| collective(self, &mut on_cuda)));
         self.on_cuda = Some(on_cuda);
         result.unwrap_or_else(|panic| resume_unwind(panic))

@@ -27,12 +27,12 @@ use mpmd_device::cuda::{
 use mpmd_memory::DevicePlace;
 use mpmd_proto::{Failure, FailureKind};
 
-use super::collectives::{Call, Fallible};
-use super::context::{Context, OnCuda};
+use super::collectives::{CollectiveCall, Fallible};
+use super::context::{Context, CudaAccess};
 use super::signature::Collective;
 use crate::error::Result;
 use crate::exec::Runtime;
-use crate::kernel::cuda::{Cuda, Part};
+use crate::kernel::cuda::{Cuda, CudaPart};
 use mpmd_layout::aval::Element;
 use mpmd_layout::topology::{DeviceId, Topology};
 
@@ -46,15 +46,15 @@ impl Collective {
 
 /// The location of the values that a device of a joined group calls a collective with.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Values {
+enum ValueLocation {
     /// Host memory: the collective runs as in any other group.
     OfHost,
     OfDevice,
 }
 
 /// The message by which a device of a joined group checks a call with the others.
-struct Told {
-    values: Values,
+struct CallNotice {
+    values: ValueLocation,
     elements: usize,
     /// True if the device already has a communicator of the group.
     has_joined: bool,
@@ -62,11 +62,12 @@ struct Told {
     id: CommunicatorId,
 }
 
-impl Told {
+impl CallNotice {
     const BYTES: usize = 16 + size_of::<CommunicatorId>();
 
     fn to_bytes(&self) -> Vec<u8> {
-        let flags = u64::from(self.values == Values::OfDevice) | u64::from(self.has_joined) << 1;
+        let flags =
+            u64::from(self.values == ValueLocation::OfDevice) | u64::from(self.has_joined) << 1;
         [
             &(self.elements as u64).to_le_bytes()[..],
             &flags.to_le_bytes(),
@@ -78,13 +79,15 @@ impl Told {
     fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (elements, rest) = bytes.split_first_chunk()?;
         let (flags, id) = rest.split_first_chunk()?;
+
         let flags = u64::from_le_bytes(*flags);
         let values = if flags & 1 == 0 {
-            Values::OfHost
+            ValueLocation::OfHost
         } else {
-            Values::OfDevice
+            ValueLocation::OfDevice
         };
         let elements = usize::try_from(u64::from_le_bytes(*elements)).ok()?;
+
         Some(Self {
             values,
             elements,
@@ -95,13 +98,13 @@ impl Told {
 }
 
 /// The length in bytes of the message by which a joined group checks a call.
-pub(super) const AGREEING_BYTES: usize = Told::BYTES;
+pub(super) const AGREEING_BYTES: usize = CallNotice::BYTES;
 
 /// The NCCL communicators that a kernel's call has used.
 #[derive(Default)]
-pub(crate) struct Joined(Vec<Arc<Communicator>>);
+pub(crate) struct UsedCommunicators(Vec<Arc<Communicator>>);
 
-impl Joined {
+impl UsedCommunicators {
     pub(super) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -132,6 +135,7 @@ impl Joined {
                 &failure(&format!("its NCCL work was given up: {why}")).message,
             ));
         }
+
         if let (Err(failure), false) = (&result, self.0.is_empty()) {
             // Other devices wait for this one.
             runtime.fail_job(failure.clone());
@@ -166,13 +170,14 @@ impl<'a> Context<'a> {
         &mut self,
         verb: &'static str,
         axis: &str,
-        from: &Part<'_>,
-        to: &Part<'_>,
+        from: &CudaPart<'_>,
+        to: &CudaPart<'_>,
     ) -> Result<()> {
-        self.apart_from_device(|cx, OnCuda { cuda, turn }| {
+        self.apart_from_device(|cx, CudaAccess { cuda, turn }| {
             cuda.check_room(to)?;
             let [elements, room] = [cuda.count(from)?, cuda.count(to)?];
             let call = cx.begin(verb, axis, from.dtype(), elements)?;
+
             match call.declared.kind {
                 CollectiveKind::AllGather => {
                     cx.check_out(&call, room, elements * call.devices())?
@@ -189,6 +194,7 @@ impl<'a> Context<'a> {
                     cx.check_out(&call, room, elements)?;
                 }
             }
+
             let places = [cuda.place_of(from)?, cuda.place_of(to)?];
             let joint = Joint {
                 kind: &call.declared.kind,
@@ -198,6 +204,7 @@ impl<'a> Context<'a> {
                 from: places[0],
                 to: places[1],
             };
+
             let result = cx.agree_and_join(*cuda, turn, &call, &joint);
             cx.end(result)
         })
@@ -207,29 +214,34 @@ impl<'a> Context<'a> {
         &mut self,
         cuda: Cuda<'_>,
         turn: &mut StreamTurn<'_>,
-        call: &Call<'_>,
+        call: &CollectiveCall<'_>,
         joint: &Joint<'_>,
     ) -> Fallible<()> {
         let runtime = self.exchange.runtime.clone();
-        let (devices, rank) = (&call.group.devices, call.rank());
+        let devices = &call.group.devices;
+        let rank = call.rank();
         let found = runtime
             .communicators
             .find(devices, rank)
             .map_err(|why| self.not_joined(call, &why))?;
+
         let id = match (&found, rank) {
             (None, 0) => new_id().map_err(|error| self.not_joined(call, &error.into()))?,
             _ => [0; size_of::<CommunicatorId>()],
         };
-        let told = Told {
-            values: Values::OfDevice,
+
+        let told = CallNotice {
+            values: ValueLocation::OfDevice,
             elements: call.elements,
             has_joined: found.is_some(),
             id,
         };
+
         let agreed = turn.pause(|| self.agree_on(call, &told));
         // Meanwhile this thread may have run work of another device; make this one current again.
         let begun = turn.begin();
         let id = agreed?;
+
         // From here on the other devices rely on this one, and no host messages are exchanged.
         self.round = call.group.rounds.len();
         let joined = begun.map_err(NotJoined::from).and_then(|_| match found {
@@ -237,13 +249,14 @@ impl<'a> Context<'a> {
             Some(communicator) => self.join(cuda, turn, call, &communicator, joint),
             None => {
                 let deadline = after(now(), runtime.config.peer_timeout);
-                let place = (&devices[..], rank);
-                let open = || runtime.communicators.open(cuda.gpu(), place, &id, deadline);
-                let communicator = turn.pause(open)?;
+                let communicators = &runtime.communicators;
+                let communicator =
+                    turn.pause(|| communicators.open(cuda.gpu(), devices, rank, &id, deadline))?;
                 runtime.watch_communicators();
                 self.join(cuda, turn, call, &communicator, joint)
             }
         });
+
         joined.map_err(|why| {
             let failure = self.not_joined(call, &why);
             if let NotJoined::Failed(_) = why {
@@ -259,11 +272,12 @@ impl<'a> Context<'a> {
         &mut self,
         cuda: Cuda<'_>,
         turn: &mut StreamTurn<'_>,
-        call: &Call<'_>,
+        call: &CollectiveCall<'_>,
         communicator: &Arc<Communicator>,
         joint: &Joint<'_>,
     ) -> std::result::Result<(), NotJoined> {
         let stream = turn.begin()?;
+
         // The parts that NCCL does not move: a device's own block, and zeros if no device sends to
         // it.
         let Joint { from, to, .. } = *joint;
@@ -287,9 +301,11 @@ impl<'a> Context<'a> {
             }
             _ => {}
         }
+
         // Registered before the communicator can be given up, because the call's end checks it.
         self.joined.add(communicator);
         communicator.issue(cuda.issues_to(), joint)?;
+
         let deadline = after(now(), self.exchange.runtime.config.peer_timeout);
         // Waits only until NCCL has issued all its work, not for the device.
         turn.pause(|| communicator.until_done(joint.kind.verb(), deadline))?;
@@ -304,12 +320,13 @@ impl<'a> Context<'a> {
         verb: &'static str,
         axis: &str,
         elements: usize,
-    ) -> Result<Call<'a>> {
+    ) -> Result<CollectiveCall<'a>> {
         let call = self.begin(verb, axis, T::DTYPE, elements)?;
+
         if call.group.joined {
             let id = [0; size_of::<CommunicatorId>()];
-            let told = Told {
-                values: Values::OfHost,
+            let told = CallNotice {
+                values: ValueLocation::OfHost,
                 elements,
                 has_joined: false,
                 id,
@@ -325,36 +342,45 @@ impl<'a> Context<'a> {
     /// messages of the other devices. Returns the id from the first device.
     ///
     /// All devices detect a mismatch in the same way.
-    fn agree_on(&mut self, call: &Call<'_>, told: &Told) -> Fallible<CommunicatorId> {
+    fn agree_on(
+        &mut self,
+        call: &CollectiveCall<'_>,
+        told: &CallNotice,
+    ) -> Fallible<CommunicatorId> {
         let me = self.exchange.runtime.me;
         let given = self.exchange.copy_in(&told.to_bytes())?;
         let parts = self
-            .step::<u8>(call, |_| given.clone(), |_| Told::BYTES)
+            .step::<u8>(call, |_| given.clone(), |_| CallNotice::BYTES)
             .inspect_err(|failure| {
                 // Other processes cannot know that this one has no memory for their messages.
                 if failure.kind == FailureKind::Memory && failure.process == me {
                     self.exchange.runtime.fail_job(failure.clone());
                 }
             })?;
+
         let mut id = told.id;
         for (from, part) in parts.iter().enumerate() {
             let Some(part) = part else { continue };
-            let theirs = Told::from_bytes(part)
+            let theirs = CallNotice::from_bytes(part)
                 .ok_or_else(|| self.disagree(call, from, "its message has the wrong length"))?;
+
             if theirs.values != told.values {
                 let whose = |values| match values {
-                    Values::OfHost => "of the host's",
-                    Values::OfDevice => "on the device",
+                    ValueLocation::OfHost => "of the host's",
+                    ValueLocation::OfDevice => "on the device",
                 };
-                let (ours, theirs) = (whose(told.values), whose(theirs.values));
+                let ours = whose(told.values);
+                let theirs = whose(theirs.values);
                 let why =
                     format!("one calls it with values {theirs}, the other with values {ours}");
                 return Err(self.disagree(call, from, &why));
             }
-            if told.values == Values::OfHost {
+
+            if told.values == ValueLocation::OfHost {
                 // The lengths of host values are compared when they arrive.
                 continue;
             }
+
             if theirs.elements != told.elements {
                 let bytes = |elements: usize| elements * call.declared.aval.dtype().size();
                 return Err(self.lengths_differ(
@@ -364,6 +390,7 @@ impl<'a> Context<'a> {
                     bytes(theirs.elements),
                 ));
             }
+
             if theirs.has_joined != told.has_joined {
                 return Err(self.disagree(
                     call,
@@ -371,15 +398,18 @@ impl<'a> Context<'a> {
                     "one of them has a communicator of NCCL's, the other has none",
                 ));
             }
+
             if from == 0 {
                 id = theirs.id;
             }
         }
+
         Ok(id)
     }
 
-    fn disagree(&self, call: &Call<'_>, from: usize, why: &str) -> Arc<Failure> {
-        let (device, other) = (self.place.device, call.group.devices[from]);
+    fn disagree(&self, call: &CollectiveCall<'_>, from: usize, why: &str) -> Arc<Failure> {
+        let device = self.place.device;
+        let other = call.group.devices[from];
         self.failure_of(
             call,
             FailureKind::Kernel,
@@ -388,7 +418,7 @@ impl<'a> Context<'a> {
     }
 
     /// Creates the failure of a collective that this device could not carry out with the others.
-    fn not_joined(&self, call: &Call<'_>, why: &NotJoined) -> Arc<Failure> {
+    fn not_joined(&self, call: &CollectiveCall<'_>, why: &NotJoined) -> Arc<Failure> {
         match why {
             NotJoined::GivenUp(failure) => {
                 reworded(failure, &self.failure_of(call, failure.kind, why).message)
@@ -402,11 +432,14 @@ impl<'a> Context<'a> {
 
     fn failure_of(
         &self,
-        call: &Call<'_>,
+        call: &CollectiveCall<'_>,
         kind: FailureKind,
         why: impl fmt::Display,
     ) -> Arc<Failure> {
-        let (index, op, declared) = (call.index, self.op, call.declared);
+        let index = call.index;
+        let op = self.op;
+        let declared = call.declared;
+
         let message =
             format!("collective {index} of operation {op}, declared as {declared}: {why}");
         Arc::new(Failure::new(kind, self.exchange.runtime.me, op, message))
@@ -422,11 +455,11 @@ mod tests {
         let mut id = [7; 128];
         id[127] = 9;
         for (values, has_joined) in [
-            (Values::OfHost, false),
-            (Values::OfDevice, true),
-            (Values::OfDevice, false),
+            (ValueLocation::OfHost, false),
+            (ValueLocation::OfDevice, true),
+            (ValueLocation::OfDevice, false),
         ] {
-            let bytes = Told {
+            let bytes = CallNotice {
                 values,
                 elements: 1 << 40,
                 has_joined,
@@ -434,13 +467,13 @@ mod tests {
             }
             .to_bytes();
             assert_eq!(bytes.len(), AGREEING_BYTES);
-            let heard = Told::from_bytes(&bytes).unwrap();
+            let heard = CallNotice::from_bytes(&bytes).unwrap();
             assert_eq!(
                 (heard.values, heard.elements, heard.has_joined),
                 (values, 1 << 40, has_joined)
             );
             assert_eq!(heard.id, id);
-            assert!(Told::from_bytes(&bytes[1..]).is_none());
+            assert!(CallNotice::from_bytes(&bytes[1..]).is_none());
         }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use mpmd_device::cuda::StreamTurn;
 use mpmd_proto::Failure;
 
-use super::collectives_nccl::Joined;
+use super::collectives_nccl::UsedCommunicators;
 use super::signature::Collective;
 use super::view::ViewMut;
 use crate::error::{Error, Result};
@@ -42,13 +42,13 @@ pub struct Context<'a> {
     /// The number of finished rounds of the current collective.
     pub(super) round: usize,
     /// The CUDA device, while the kernel issues work to it.
-    pub(super) on_cuda: Option<OnCuda<'a>>,
+    pub(super) on_cuda: Option<CudaAccess<'a>>,
     /// The NCCL communicators that this call has used.
-    pub(super) joined: Joined,
+    pub(super) joined: UsedCommunicators,
 }
 
 /// A CUDA device with exclusive access to its compute stream.
-pub(crate) struct OnCuda<'a> {
+pub(crate) struct CudaAccess<'a> {
     pub(crate) cuda: Cuda<'a>,
     /// Access to the device's compute stream.
     pub(crate) turn: StreamTurn<'a>,
@@ -69,7 +69,7 @@ impl<'a> Context<'a> {
             called: 0,
             round: 0,
             on_cuda: None,
-            joined: Joined::default(),
+            joined: UsedCommunicators::default(),
         }
     }
 
@@ -117,6 +117,7 @@ impl<'a> Context<'a> {
             .axis_names()
             .iter()
             .position(|name| name == axis);
+
         index
             .map(|index| self.place.position[index])
             .ok_or_else(|| self.no_axis(axis))
@@ -140,19 +141,19 @@ impl<'a> Context<'a> {
     }
 
     /// Lets the kernel issue work to a CUDA device from now on.
-    pub(crate) fn enter(&mut self, on_cuda: OnCuda<'a>) {
+    pub(crate) fn enter(&mut self, on_cuda: CudaAccess<'a>) {
         self.on_cuda = Some(on_cuda);
     }
 
     /// Ends the access to the CUDA device and returns it. Must be called once after
     /// [`enter`](Self::enter); panics otherwise.
-    pub(crate) fn leave(&mut self) -> OnCuda<'a> {
+    pub(crate) fn leave(&mut self) -> CudaAccess<'a> {
         self.on_cuda.take().expect("nobody else takes it")
     }
 
     /// Returns the guard that keeps the operation in flight, and the NCCL communicators that it has
     /// used.
-    pub(crate) fn into_guard(self) -> (OpGuard, Joined) {
+    pub(crate) fn into_guard(self) -> (OpGuard, UsedCommunicators) {
         (self.exchange.guard, self.joined)
     }
 
@@ -189,6 +190,7 @@ impl<'a> Context<'a> {
             self.exchange.poison(&round, failure);
             self.exchange.decline(&round);
         }
+
         self.next_collective();
     }
 

@@ -3,6 +3,7 @@
 //! Collectives through NCCL are shown like those without it, after the round in which the devices
 //! agree. Their traffic is about the same.
 
+use super::rank_messages::RankMessage;
 use super::{Collective, agreeing};
 use mpmd_layout::topology::{DeviceId, Mesh, MeshError, ProcessId, Topology};
 use mpmd_record::dry_run::Message;
@@ -20,6 +21,7 @@ pub(crate) fn messages(
 ) -> Result<Vec<Message>, MeshError> {
     let mut messages = Vec::new();
     let mut step = 0;
+
     for collective in collectives {
         let mut rounds = 0;
         for device in mesh.devices() {
@@ -28,6 +30,7 @@ pub(crate) fn messages(
                 // Handles each group once, at its first device.
                 continue;
             }
+
             let processes: Vec<ProcessId> = group
                 .iter()
                 .filter_map(|device| topology.process_of(*device))
@@ -35,19 +38,20 @@ pub(crate) fn messages(
             let joined = collective.is_joined(&group, topology);
             let flows = collective.rounds(&processes, joined);
             rounds = rounds.max(flows.len() as u32);
+
             for (round, flow) in (step + 1..).zip(&flows) {
                 let sent = match joined && round == step + 1 {
                     true => agreeing(flow, &processes),
                     false => collective.sent(flow, flows.len() - usize::from(joined), &processes),
                 };
-                for (from, to, bytes) in sent {
-                    let [from, to] = [from, to].map(|rank| group[rank]);
-                    messages.push(message(from, to, bytes, round));
+                for RankMessage { from, to, bytes } in sent {
+                    messages.push(message(group[from], group[to], bytes, round));
                 }
             }
         }
         step += rounds;
     }
+
     messages.sort_by_key(|message| message.step);
     Ok(messages)
 }

@@ -3,15 +3,16 @@
 use std::fmt;
 use std::panic::Location;
 
-use super::context::{Context, OnCuda};
-use super::cuda::Part;
-use super::view::View;
+use super::context::{Context, CudaAccess};
+use super::cuda::{Cuda, CudaPart};
+use super::view::{View, ViewMut};
 use super::{Kernel, Shapes, Signature, Views, ViewsMut};
 use crate::error::{Error, Result};
 use crate::exec::Rolling;
 use crate::exec::array::MpmdArray;
 use mpmd_layout::region::Region;
 use mpmd_layout::tree::Tree;
+use mpmd_memory::OwnedBuffer;
 
 /// Maximum length in bytes of declared values that a kernel's name shows.
 const SHOWN_VALUES: usize = 40;
@@ -130,6 +131,7 @@ impl<W: HostWork> Kernel for HostKernel<W> {
                 self.at
             )));
         }
+
         let signature = Signature::new(self.work.infer(x)?);
         Ok(self.work.declare(x, signature))
     }
@@ -147,8 +149,8 @@ impl<W: HostWork> Kernel for HostKernel<W> {
         &self.name
     }
 
-    /// The hashes of the closure's place and of each declared value. The name has neither the
-    /// column nor long values.
+    /// Returns the hashes of the closure's place and of each declared value. The name has neither
+    /// the column nor long values.
     fn statics(&self) -> Vec<u64> {
         let hash = |text: &str| Rolling::default().mix_bytes(text.as_bytes()).word();
         let place = hash(&self.at.to_string());
@@ -180,6 +182,42 @@ pub(super) fn check_region(
     )))
 }
 
+/// Host buffers for the values of a call on a CUDA device, one for each leaf. Those of objects, and
+/// of inputs that are updated in place, are empty.
+struct HostCopies {
+    given: Vec<OwnedBuffer>,
+    results: Vec<OwnedBuffer>,
+}
+
+impl HostCopies {
+    /// Issues the copies to the host: of the inputs, and with `updates` of the outputs too. After
+    /// an error, the device may still write to the buffers that are there.
+    fn fetch(
+        &mut self,
+        cuda: &Cuda<'_>,
+        x: &[View<'_>],
+        y: &[ViewMut<'_>],
+        updates: bool,
+    ) -> Result<()> {
+        for y in y {
+            self.results.push(match (y.global().is_object(), updates) {
+                (true, _) => Vec::new().into(),
+                (false, true) => cuda.fetch(&CudaPart::from(y))?,
+                (false, false) => cuda.room(&CudaPart::from(y))?,
+            });
+        }
+
+        for x in x {
+            self.given
+                .push(match x.global().is_object() || x.is_in_place() {
+                    true => Vec::new().into(),
+                    false => cuda.fetch(&CudaPart::from(x))?,
+                });
+        }
+        Ok(())
+    }
+}
+
 impl Context<'_> {
     /// Calls `run` with these values in host memory, and with a context for them.
     ///
@@ -199,29 +237,21 @@ impl Context<'_> {
         if self.cuda().is_none() {
             return run(self, x, y);
         }
-        let (inputs, outputs) = (x.structure(), y.structure());
-        let (x, mut y) = (x.into_leaves(), y.into_leaves());
-        self.apart_from_device(|cx, OnCuda { cuda, turn }| {
+
+        let inputs = x.structure();
+        let outputs = y.structure();
+        let x = x.into_leaves();
+        let mut y = y.into_leaves();
+
+        self.apart_from_device(|cx, CudaAccess { cuda, turn }| {
             let updates = x.iter().any(View::is_in_place);
-            let mut results = Vec::with_capacity(y.len());
-            let mut given = Vec::with_capacity(x.len());
-            let mut fetch_all = || -> Result<()> {
-                for y in &y {
-                    results.push(match (y.global().is_object(), updates) {
-                        (true, _) => Vec::new().into(),
-                        (false, true) => cuda.fetch(&Part::from(y))?,
-                        (false, false) => cuda.room(&Part::from(y))?,
-                    });
-                }
-                for x in &x {
-                    given.push(match x.global().is_object() || x.is_in_place() {
-                        true => Vec::new().into(),
-                        false => cuda.fetch(&Part::from(x))?,
-                    });
-                }
-                Ok(())
+            let mut copies = HostCopies {
+                given: Vec::with_capacity(x.len()),
+                results: Vec::with_capacity(y.len()),
             };
-            let fetched = fetch_all();
+            let fetched = copies.fetch(cuda, &x, &y, updates);
+            let HostCopies { given, mut results } = copies;
+
             if let Err(error) = fetched.and_then(|()| Ok(turn.wait()?)) {
                 // The device may still write to them.
                 results
@@ -230,6 +260,7 @@ impl Context<'_> {
                     .for_each(|staged| cuda.hold(staged));
                 return Err(error);
             }
+
             turn.pause(|| {
                 let views = x.iter().zip(&given).map(|(x, staged)| x.copied_to(staged));
                 let x = <Views<'_, I> as Tree>::from_leaves(&inputs, views)?;
@@ -243,6 +274,7 @@ impl Context<'_> {
             // Meanwhile this thread may have run work of another device; make this one current
             // again.
             turn.begin()?;
+
             let mut numbers = results
                 .into_iter()
                 .zip(&y)

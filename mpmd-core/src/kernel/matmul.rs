@@ -38,6 +38,7 @@ impl Kernel for Matmul {
 
     fn infer(&self, (a, b): &(ShapedArray, ShapedArray)) -> Result<Signature<ShapedArray>> {
         let of_floats = matches!(a.dtype(), DType::F32 | DType::F64);
+
         match (a.shape(), b.shape()) {
             ([rows @ .., k], [same, n])
                 if !rows.is_empty() && k == same && of_floats && a.dtype() == b.dtype() =>
@@ -62,6 +63,7 @@ impl Kernel for Matmul {
         let inner = a.global().ndim() - 1;
         check_whole("input 0", &a, inner)?;
         check_whole("input 1", &b, 0)?;
+
         let rows = a.region().ranges().take(inner);
         let gives = Region::new(rows.chain([b.region().range(1)]).collect());
         check_region(
@@ -70,14 +72,18 @@ impl Kernel for Matmul {
             "the product of its inputs",
             &gives,
         )?;
-        let (m, k) = (a.shape()[..inner].iter().product(), a.shape()[inner]);
+
+        let m = a.shape()[..inner].iter().product();
+        let k = a.shape()[inner];
         let n = b.shape()[1];
+
         if let Some(cuda) = cx.cuda() {
             return cuda.gemm(Gemm::new(m, n, k), &a, &b, &mut y);
         }
+
         match y.global().dtype() {
-            DType::F64 => on_host::<f64>(a, b, y, [m, k, n]),
-            _ => on_host::<f32>(a, b, y, [m, k, n]),
+            DType::F64 => on_host::<f64>(a, b, y, m, k, n),
+            _ => on_host::<f32>(a, b, y, m, k, n),
         }
     }
 
@@ -94,7 +100,9 @@ fn on_host<T: Element + Scalar>(
     a: View<'_>,
     b: View<'_>,
     y: ViewMut<'_>,
-    [m, k, n]: [usize; 3],
+    m: usize,
+    k: usize,
+    n: usize,
 ) -> Result<()> {
     product(
         &mut y.typed::<T>()?,
@@ -110,7 +118,9 @@ fn on_host<T: Element + Scalar>(
 
 /// Returns an error if dimension `dim` of the input is divided over devices.
 fn check_whole(what: &str, x: &View<'_>, dim: usize) -> Result<()> {
-    let (found, size) = (x.region().range(dim), x.global().shape()[dim]);
+    let found = x.region().range(dim);
+    let size = x.global().shape()[dim];
+
     if found == (0..size) {
         return Ok(());
     }

@@ -16,7 +16,7 @@ pub mod cuda;
 pub(crate) mod dry_run;
 mod host;
 mod matmul;
-mod sent;
+mod rank_messages;
 mod signature;
 mod view;
 
@@ -27,10 +27,10 @@ pub use closure::{Closures, Elementwise, InferShapes, RunKernel, elementwise, ke
 pub(crate) use closure::{arrays, check_dtypes, names};
 pub use collectives::TWO_ROUNDS_FROM_BYTES;
 pub use context::Context;
-pub(crate) use context::{DeviceBindings, MeshPosition, OnCuda};
+pub(crate) use context::{CudaAccess, DeviceBindings, MeshPosition};
 pub use host::{HostKernel, HostWork};
 pub use matmul::matmul;
-pub(crate) use sent::agreeing;
+pub(crate) use rank_messages::agreeing;
 pub use signature::{Collective, Signature};
 pub(crate) use view::ShardInfo;
 pub use view::{Untyped, View, ViewMut};

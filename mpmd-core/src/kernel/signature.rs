@@ -159,9 +159,11 @@ impl Collective {
         if self.aval.is_object() {
             return Err("objects do not leave their devices".to_owned());
         }
+
         let size = mesh
             .axis_size(&self.axis)
             .map_err(|error| error.to_string())?;
+
         let on_axis = |index: usize| {
             if index < size {
                 Ok(())
@@ -169,6 +171,7 @@ impl Collective {
                 Err(format!("axis {:?} has only {size} devices", self.axis))
             }
         };
+
         match &self.kind {
             CollectiveKind::AllReduce(reduce) | CollectiveKind::ReduceScatter(reduce) => {
                 let dtype = self.aval.dtype();
@@ -180,7 +183,8 @@ impl Collective {
             }
             CollectiveKind::AllGather | CollectiveKind::AllToAll => Ok(()),
             CollectiveKind::Permute(pairs) => {
-                let (mut gives, mut gets) = (vec![false; size], vec![false; size]);
+                let mut gives = vec![false; size];
+                let mut gets = vec![false; size];
                 for (from, to) in pairs {
                     on_axis(*from)?;
                     on_axis(*to)?;

@@ -4,7 +4,7 @@
 use crate::common::watchdog;
 use half::{bf16, f16};
 use mpmd_core::aval::{DType, Element};
-use mpmd_core::cuda::{Arg, CUBLAS, Cuda, Gemm, Grid, Math, Part, Source};
+use mpmd_core::cuda::{Arg, CUBLAS, Cuda, CudaPart, Gemm, Grid, Math, Source};
 use mpmd_core::prelude::*;
 use mpmd_core::topology::DeviceKind;
 use mpmd_device::cuda::{cublas, nvrtc};
@@ -711,7 +711,7 @@ fn invalid_kernel_calls_are_errors() {
             "B has 10 elements",
         ),
         (
-            |cuda, x, _| cuda.gemm(Gemm::new(1, 1, 1), &x[0], &x[0], Part::from(&x[0])),
+            |cuda, x, _| cuda.gemm(Gemm::new(1, 1, 1), &x[0], &x[0], CudaPart::from(&x[0])),
             "only read",
         ),
     ];

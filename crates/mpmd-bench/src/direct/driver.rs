@@ -4,7 +4,9 @@ use std::time::{Duration, Instant};
 
 use mpmd_core::cuda::Source;
 use mpmd_core::{Error, Result};
-use mpmd_device::cuda::direct::{Direct, Event, Function, Handle, Memory, Waiting};
+use mpmd_device::cuda::direct::{
+    Direct, DirectEvent, DirectFunction, DirectMemory, EventWait, Handle,
+};
 
 use super::Way;
 
@@ -18,8 +20,8 @@ const UNIT: usize = 2 << 20;
 /// Copies on the first GPU.
 pub(crate) struct Copies {
     direct: Direct,
-    from: Memory,
-    to: Memory,
+    from: DirectMemory,
+    to: DirectMemory,
     bytes: usize,
 }
 
@@ -60,9 +62,9 @@ impl Copies {
 /// Launches of a function of two pointers on the first GPU.
 pub(crate) struct Launches {
     direct: Direct,
-    function: Function,
-    x: Memory,
-    y: Memory,
+    function: DirectFunction,
+    x: DirectMemory,
+    y: DirectMemory,
 }
 
 impl Launches {
@@ -93,8 +95,8 @@ impl Launches {
 /// Memory and an event that this process shows to another, and the other's.
 pub(crate) struct Exchange {
     direct: Direct,
-    own: (Memory, Event),
-    other: Option<(Memory, Event)>,
+    own: (DirectMemory, DirectEvent),
+    other: Option<(DirectMemory, DirectEvent)>,
     bytes: usize,
 }
 
@@ -103,7 +105,7 @@ impl Exchange {
         let direct = Direct::open(ordinal)?;
         let own = (
             direct.allocate(bytes.next_multiple_of(UNIT))?,
-            direct.event(Waiting::Interprocess)?,
+            direct.event(EventWait::Interprocess)?,
         );
         direct.fill(&own.0, 1)?;
         own.1.record()?;

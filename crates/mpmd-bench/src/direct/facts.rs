@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use anyhow::{Context as _, Result};
 use mpmd_device::cuda;
-use mpmd_device::cuda::direct::{Direct, Memory, Waiting};
+use mpmd_device::cuda::direct::{Direct, DirectMemory, EventWait};
 use serde_json::{Value, json};
 
 use super::peer::{Peer, Request, us, word};
@@ -45,7 +45,11 @@ pub(super) fn print(json: bool, events: usize) -> Result<()> {
     // A sixteenth of the memory, so that all copies fit.
     let large = usize::try_from(gpu.memory_bytes / 16)?.clamp(1 << 20, 2 << 30);
     fact("device copy", &mut || device_copy(&direct, large));
-    for waiting in [Waiting::Blocking, Waiting::Interprocess, Waiting::Spinning] {
+    for waiting in [
+        EventWait::Blocking,
+        EventWait::Interprocess,
+        EventWait::Spinning,
+    ] {
         fact("event recorded and waited for", &mut || {
             recorded(&direct, waiting)
         });
@@ -68,7 +72,7 @@ pub(super) fn print(json: bool, events: usize) -> Result<()> {
         interprocess_events(&direct, events)
     });
     fact("interprocess event after their destruction", &mut || {
-        let event = direct.event(Waiting::Interprocess);
+        let event = direct.event(EventWait::Interprocess);
         let recorded = event.as_ref().map(|event| word(&event.record()));
         Ok(json!({ "create": word(&event), "record": recorded.ok() }))
     });
@@ -96,7 +100,12 @@ fn device_copy(direct: &Direct, bytes: usize) -> Result<Value> {
 }
 
 /// Returns the microseconds to issue `rounds` whole copies, and until all have ended.
-fn copies(direct: &Direct, from: &Memory, to: &Memory, rounds: usize) -> Result<[f64; 2]> {
+fn copies(
+    direct: &Direct,
+    from: &DirectMemory,
+    to: &DirectMemory,
+    rounds: usize,
+) -> Result<[f64; 2]> {
     let start = Instant::now();
     (0..rounds).try_for_each(|_| direct.copy(from, to, usize::MAX))?;
     let issued = us(start);
@@ -104,7 +113,7 @@ fn copies(direct: &Direct, from: &Memory, to: &Memory, rounds: usize) -> Result<
     Ok([issued, us(start)])
 }
 
-fn recorded(direct: &Direct, waiting: Waiting) -> Result<Value> {
+fn recorded(direct: &Direct, waiting: EventWait) -> Result<Value> {
     let event = direct.event(waiting)?;
     let one = |_| {
         let start = Instant::now();
@@ -122,7 +131,7 @@ fn host_memory(direct: &Direct, bytes: usize, shared: bool) -> Result<Value> {
     let start = Instant::now();
     let pinned = host.pin();
     let pin = us(start);
-    let rate = |from: &Memory, to: &Memory| -> Result<Value> {
+    let rate = |from: &DirectMemory, to: &DirectMemory| -> Result<Value> {
         let [issued, all] = copies(direct, from, to, ROUNDS)?;
         let rate = (ROUNDS * bytes) as f64 / all / 1e3;
         Ok(json!({ "gb_per_s": rate, "issue_us": issued }))
@@ -183,7 +192,7 @@ fn ipc_memory(direct: &Direct, peer: &mut Peer, bytes: usize) -> Result<Value> {
 }
 
 fn ipc_event(direct: &Direct, peer: &mut Peer, bytes: usize) -> Result<Value> {
-    let event = direct.event(Waiting::Interprocess)?;
+    let event = direct.event(EventWait::Interprocess)?;
     let opened = peer.ask(&Request::Event(event.handle()?.to_vec()))?;
     if opened["open"] != "ok" {
         return Ok(json!({ "opened": opened }));
@@ -225,7 +234,7 @@ fn ipc_event(direct: &Direct, peer: &mut Peer, bytes: usize) -> Result<Value> {
 fn interprocess_events(direct: &Direct, most: usize) -> Result<Value> {
     let (mut events, start, mut refused) = (Vec::new(), Instant::now(), None);
     while events.len() < most && refused.is_none() {
-        let made = direct.event(Waiting::Interprocess);
+        let made = direct.event(EventWait::Interprocess);
         match made.and_then(|event| event.record().map(|()| event)) {
             Ok(event) => events.push(event),
             Err(error) => refused = Some(word::<()>(&Err(error))),

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 use mpmd_device::cuda::CudaError;
-use mpmd_device::cuda::direct::{Direct, Event, Handle, Memory};
+use mpmd_device::cuda::direct::{Direct, DirectEvent, DirectMemory, Handle};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -140,7 +140,12 @@ pub(super) fn serve() -> Result<()> {
     Ok(())
 }
 
-fn open(direct: &Direct, handle: &[u8], bytes: usize, memory: &mut Vec<Memory>) -> Result<Value> {
+fn open(
+    direct: &Direct,
+    handle: &[u8],
+    bytes: usize,
+    memory: &mut Vec<DirectMemory>,
+) -> Result<Value> {
     let start = Instant::now();
     let opened = direct.open_memory(handle_of(handle)?, bytes);
     let mut answer = json!({ "open": word(&opened), "us": us(start) });
@@ -159,7 +164,7 @@ fn open(direct: &Direct, handle: &[u8], bytes: usize, memory: &mut Vec<Memory>) 
 }
 
 /// Waits on the device for `event`, works there, and waits for that. Returns the moment of its end.
-fn wait(direct: &Direct, small: &Memory, event: Option<&Event>) -> Value {
+fn wait(direct: &Direct, small: &DirectMemory, event: Option<&DirectEvent>) -> Value {
     let start = Instant::now();
     let issued = event.map_or(Ok(()), |event| direct.come_after(event));
     let issued = issued.and_then(|()| direct.fill(small, 1));

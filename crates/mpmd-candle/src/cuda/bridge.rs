@@ -7,7 +7,7 @@ use candle_core::op::BackpropOp;
 use candle_core::{
     CpuStorage, CudaStorage, InplaceOp1, Layout, Shape, Storage, StorageRef, Tensor, bail,
 };
-use mpmd_core::cuda::{Grid, Part};
+use mpmd_core::cuda::{CudaPart, Grid};
 use mpmd_core::kernel::{View, ViewMut};
 use mpmd_core::{Error, Result};
 use mpmd_device::cuda::kernels::ADD;
@@ -22,6 +22,7 @@ impl OnCuda<'_> {
         let shape = Shape::from(view.shape());
         let dtype = candle_type(view.global().dtype())?;
         let storage = self.uninitialized(&shape, dtype).map_err(refused)?;
+
         self.kernels().copy(
             view,
             self.part(&storage, &Layout::contiguous(&shape), true)?,
@@ -37,7 +38,7 @@ impl OnCuda<'_> {
     /// Overwrites the values of a tensor, which may be a variable, with those of the view.
     pub(crate) fn refresh(&self, tensor: &Tensor, view: &View<'_>) -> Result<()> {
         tensor
-            .inplace_op1(&Overwrite { on: self, view })
+            .inplace_op1(&DeviceOverwrite { on: self, view })
             .map_err(refused)
     }
 
@@ -52,7 +53,7 @@ impl OnCuda<'_> {
     }
 
     /// Adds the tensor's values to others.
-    pub(crate) fn add_to(&self, tensor: &Tensor, sums: Part<'_>) -> Result<()> {
+    pub(crate) fn add_to(&self, tensor: &Tensor, sums: CudaPart<'_>) -> Result<()> {
         let function = match array_type(tensor.dtype())? {
             DType::F32 => "add_f32",
             DType::F64 => "add_f64",
@@ -64,6 +65,7 @@ impl OnCuda<'_> {
                 )));
             }
         };
+
         let count = tensor.elem_count();
         self.with_values(tensor, |values| {
             let args = [count.into(), sums.into(), values.into()];
@@ -76,7 +78,7 @@ impl OnCuda<'_> {
     pub(crate) fn with_values<R>(
         &self,
         tensor: &Tensor,
-        f: impl FnOnce(Part<'_>) -> Result<R>,
+        f: impl FnOnce(CudaPart<'_>) -> Result<R>,
     ) -> Result<R> {
         let tensor = tensor.contiguous().map_err(refused)?;
         let (storage, layout) = tensor.storage_and_layout();
@@ -88,7 +90,7 @@ impl OnCuda<'_> {
     pub(crate) fn with_rest<R>(
         &self,
         tensor: &Tensor,
-        f: impl FnOnce(Part<'static>) -> Result<R>,
+        f: impl FnOnce(CudaPart<'static>) -> Result<R>,
     ) -> Result<R> {
         let (storage, layout) = tensor.storage_and_layout();
         let storage = on_cuda(&storage).map_err(refused)?;
@@ -116,15 +118,16 @@ impl OnCuda<'_> {
         storage: &CudaStorage,
         layout: &Layout,
         is_writable: bool,
-    ) -> Result<Part<'static>> {
+    ) -> Result<CudaPart<'static>> {
         let dtype = array_type(storage.dtype())?;
         let Some((from, to)) = layout.contiguous_offsets() else {
             return Err(Error::kernel(format!(
                 "the tensor is not contiguous: {layout:?}"
             )));
         };
+
         let address = address_of(storage)? + (from * dtype.size()) as u64;
-        Ok(Part::foreign(
+        Ok(CudaPart::foreign(
             &self.compute,
             address,
             dtype,
@@ -157,12 +160,12 @@ fn address_of(storage: &CudaStorage) -> Result<u64> {
 }
 
 /// The operation that overwrites a contiguous tensor in place.
-struct Overwrite<'a> {
+struct DeviceOverwrite<'a> {
     on: &'a OnCuda<'a>,
     view: &'a View<'a>,
 }
 
-impl InplaceOp1 for Overwrite<'_> {
+impl InplaceOp1 for DeviceOverwrite<'_> {
     fn name(&self) -> &'static str {
         "overwrite"
     }

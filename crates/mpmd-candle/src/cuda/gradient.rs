@@ -1,8 +1,8 @@
 //! The gradients of parameters on a CUDA device.
 
 use candle_core::{DType, Result, Shape, Tensor, bail};
-use mpmd_core::cuda::Part;
-use mpmd_core::cuda::layers::{Target, add_to};
+use mpmd_core::cuda::CudaPart;
+use mpmd_core::cuda::layers::{ResultTarget, add_to};
 use mpmd_core::kernel::ViewMut;
 
 use super::OnCuda;
@@ -11,7 +11,7 @@ use super::tensors::tensor;
 /// The gradient of a parameter that layers add to.
 pub(crate) enum DeviceGradient<'a> {
     /// An array's values.
-    Part(&'a OnCuda<'a>, Part<'a>),
+    Part(&'a OnCuda<'a>, CudaPart<'a>),
     /// A tensor of the parameter's shape, where no pass takes the gradient. `None` for zeros.
     Tensor(Option<&'a OnCuda<'a>>, Option<Tensor>, Shape),
 }
@@ -50,6 +50,7 @@ impl DeviceGradient<'_> {
             Self::Part(on, sums) => {
                 let size = d_y.dim(1)? * x.dim(1)?;
                 let sums = sums.at(group.unwrap_or(0) * size);
+
                 let added = match d_y.dtype() {
                     DType::F32 | DType::BF16 => on.add_product(d_y, x, sums),
                     _ => on.add_to(&d_y.t()?.matmul(x)?.to_dtype(DType::F32)?, sums),
@@ -61,6 +62,7 @@ impl DeviceGradient<'_> {
                 let Some(group) = group else {
                     return self.add(&more);
                 };
+
                 let behind = shape.dims()[0] - group - 1;
                 self.add(&more.unsqueeze(0)?.pad_with_zeros(0, group, behind)?)
             }
@@ -70,12 +72,13 @@ impl DeviceGradient<'_> {
     /// Adds the gradient of one use, which `issue` computes in f32.
     pub(crate) fn add_by(
         &mut self,
-        work: impl FnOnce(&OnCuda<'_>, Target<'_>) -> mpmd_core::Result<()>,
+        work: impl FnOnce(&OnCuda<'_>, ResultTarget<'_>) -> mpmd_core::Result<()>,
     ) -> Result<()> {
         match self {
             Self::Part(on, sums) => work(on, add_to(*sums)).map_err(candle_core::Error::wrap),
             Self::Tensor(on, _, shape) => {
-                let (on, shape) = (*on, shape.clone());
+                let on = *on;
+                let shape = shape.clone();
                 let Some(on) = on else {
                     bail!("a gradient on a CUDA device outside of a pass")
                 };

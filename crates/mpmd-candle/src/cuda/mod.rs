@@ -87,9 +87,9 @@ impl<'a> OnCuda<'a> {
         }))
     }
 
-    /// Has candle keep what it uploads until the end of the pass, for all later passes: the shapes
-    /// of its operations, and values of up to 4 KiB that a model has on the host. So a repeated
-    /// pass uploads nothing. Not for passes whose values differ each time: all would be kept.
+    /// Lets candle keep its uploads of this pass for all later passes: the shapes of its
+    /// operations, and values of up to 4 KiB that a model has on the host. So a repeated pass
+    /// uploads nothing. Not for passes whose values differ each time: all would be kept.
     pub(crate) fn keep_uploads(&mut self) {
         self.uploads = Some(Box::new(self.device.enable_cuda_graph_htod_cache()));
     }
@@ -136,7 +136,8 @@ fn open(ordinal: u32) -> candle_core::Result<CudaDevice> {
 /// Keeps freed memory in the driver's pool for candle's next tensors. By default the driver takes
 /// it back each time that the host waits for the device.
 fn keep_memory(device: &CudaDevice) -> std::result::Result<(), driver::DriverError> {
-    let (mut pool, mut most) = (std::ptr::null_mut(), u64::MAX);
+    let mut pool = std::ptr::null_mut();
+    let mut most = u64::MAX;
     let context = device.cuda_stream().context().clone();
     context.bind_to_thread()?;
     let attribute = sys::CUmemPool_attribute_enum::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;

@@ -6,7 +6,7 @@ use candle_core::cuda_backend::gemm_reduced_precision_f32;
 use candle_core::{DType, Tensor};
 use mpmd_core::Error;
 use mpmd_core::Result;
-use mpmd_core::cuda::Part;
+use mpmd_core::cuda::CudaPart;
 
 use super::OnCuda;
 
@@ -17,7 +17,7 @@ impl OnCuda<'_> {
     /// # Errors
     ///
     /// If the shapes do not fit each other, or cuBLAS fails.
-    pub(super) fn add_product(&self, d_y: &Tensor, x: &Tensor, sums: Part<'_>) -> Result<()> {
+    pub(super) fn add_product(&self, d_y: &Tensor, x: &Tensor, sums: CudaPart<'_>) -> Result<()> {
         let sizes = (d_y.dims2().ok()).zip(x.dims2().ok());
         let factors = match (d_y.dtype(), x.dtype()) {
             (DType::F32, DType::F32) => Some(sys::cudaDataType_t::CUDA_R_32F),
@@ -41,14 +41,17 @@ impl OnCuda<'_> {
         let size = |size: usize| {
             i32::try_from(size).map_err(|_| Error::kernel(format!("{size} rows are too many")))
         };
-        let (rows, outputs, inputs) = (size(rows)?, size(outputs)?, size(inputs)?);
+        let rows = size(rows)?;
+        let outputs = size(outputs)?;
+        let inputs = size(inputs)?;
         // cuBLAS takes TF32 for factors of f32 alone.
         let is_single = d_y.dtype() == DType::F32;
         let compute = match is_single && gemm_reduced_precision_f32() {
             true => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
             false => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
         };
-        let (f32s, one) = (sys::cudaDataType_t::CUDA_R_32F, 1f32);
+        let f32s = sys::cudaDataType_t::CUDA_R_32F;
+        let one = 1f32;
         let blas = self.device.cublas_handle();
         self.with([d_y, x], |[d_y, x]| {
             let [d_y, x] = [self.compute.address(d_y)?, self.compute.address(x)?];

@@ -3,7 +3,7 @@
 use candle_core::op::BackpropOp;
 use candle_core::{CudaStorage, DType, Layout, Shape, Storage, Tensor};
 use mpmd_core::Result;
-use mpmd_core::cuda::Part;
+use mpmd_core::cuda::CudaPart;
 
 use super::OnCuda;
 use super::bridge::on_cuda;
@@ -15,7 +15,7 @@ impl OnCuda<'_> {
         &self,
         shape: &Shape,
         dtype: DType,
-        fill: impl FnOnce(Part<'static>) -> Result<()>,
+        fill: impl FnOnce(CudaPart<'static>) -> Result<()>,
     ) -> Result<CudaStorage> {
         let storage = self.uninitialized(shape, dtype).map_err(refused)?;
         fill(self.part(&storage, &Layout::contiguous(shape), true)?)?;
@@ -26,7 +26,7 @@ impl OnCuda<'_> {
     pub(crate) fn tensor_like(
         &self,
         like: &Tensor,
-        fill: impl FnOnce(Part<'static>) -> Result<()>,
+        fill: impl FnOnce(CudaPart<'static>) -> Result<()>,
     ) -> Result<Tensor> {
         Ok(tensor(
             self.made(like.shape(), like.dtype(), fill)?,
@@ -35,7 +35,7 @@ impl OnCuda<'_> {
     }
 
     /// Returns the elements of a contiguous tensor that a kernel of ours overwrites.
-    pub(crate) fn writable(&self, tensor: &Tensor) -> Result<Part<'static>> {
+    pub(crate) fn writable(&self, tensor: &Tensor) -> Result<CudaPart<'static>> {
         let (storage, layout) = tensor.storage_and_layout();
         self.part(on_cuda(&storage).map_err(refused)?, layout, true)
     }
@@ -44,7 +44,7 @@ impl OnCuda<'_> {
     pub(crate) fn with<const N: usize, R>(
         &self,
         tensors: [&Tensor; N],
-        f: impl FnOnce([Part<'static>; N]) -> Result<R>,
+        f: impl FnOnce([CudaPart<'static>; N]) -> Result<R>,
     ) -> Result<R> {
         let storages = tensors.map(Tensor::storage_and_layout);
         let mut parts = Vec::with_capacity(N);

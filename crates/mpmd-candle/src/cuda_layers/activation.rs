@@ -2,22 +2,22 @@
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result, Shape, Tensor};
-use mpmd_core::cuda::layers::{self, Curve};
+use mpmd_core::cuda::layers::{self, ActivationCurve};
 
-use super::op::{Argument, Layer, Op, fit, issue};
+use super::op::{CudaLayer, LayerArgument, LayerOp, fit, issue};
 
 /// Computes an activation function of each element.
-pub(crate) fn activate(x: &Tensor, curve: Curve) -> Option<Result<Tensor>> {
-    fit(&[x]).then(|| x.contiguous()?.apply_op1(Op(Activation(curve))))
+pub(crate) fn activate(x: &Tensor, curve: ActivationCurve) -> Option<Result<Tensor>> {
+    fit(&[x]).then(|| x.contiguous()?.apply_op1(LayerOp(CudaActivation(curve))))
 }
 
 /// The operation of an activation function. It keeps nothing.
-struct Activation(Curve);
+struct CudaActivation(ActivationCurve);
 
-impl Layer<1> for Activation {
+impl CudaLayer<1> for CudaActivation {
     const NAME: &'static str = "activation";
 
-    fn forward(&self, [x]: [Argument<'_>; 1]) -> Result<(CudaStorage, Shape)> {
+    fn forward(&self, [x]: [LayerArgument<'_>; 1]) -> Result<(CudaStorage, Shape)> {
         let shape = x.layout.shape().clone();
         let size = (1, shape.elem_count());
         let y = issue(|on| {

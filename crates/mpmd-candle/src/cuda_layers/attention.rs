@@ -4,10 +4,10 @@ use std::sync::OnceLock;
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Result, Shape, Tensor, bail};
-use mpmd_core::cuda::Part;
-use mpmd_core::cuda::layers::{self, Attention as Work, Heads};
+use mpmd_core::cuda::CudaPart;
+use mpmd_core::cuda::layers::{self, CudaAttention, Heads};
 
-use super::op::{Argument, Layer, Op, fit, issue};
+use super::op::{CudaLayer, LayerArgument, LayerOp, fit, issue};
 use crate::cuda::tensor;
 use crate::cuda::{OnCuda, are_on_cuda};
 
@@ -15,7 +15,7 @@ use crate::cuda::{OnCuda, are_on_cuda};
 const MOST: usize = 256;
 
 /// The keys that queries see.
-pub(crate) enum Sight {
+pub(crate) enum CudaSight {
     All,
     Causal,
     /// Causal, from the first key of each query on: `[batch or 1, queries]` of u32. A first key
@@ -29,22 +29,26 @@ pub(crate) enum Sight {
 /// dim]`. With a cap, a score `x` becomes `cap tanh(x / cap)`.
 pub(crate) fn attention(
     [q, k, v]: [&Tensor; 3],
-    sight: Sight,
+    sight: CudaSight,
     scale: f64,
     cap: Option<f64>,
 ) -> Option<Result<Tensor>> {
-    let (q_dims, v_dims) = (q.dims(), v.dims());
+    let q_dims = q.dims();
+    let v_dims = v.dims();
     let is_known = match &sight {
-        Sight::Additive(mask) => are_on_cuda(&[mask]) && mask.dtype() == DType::F32,
-        Sight::From(first) => are_on_cuda(&[first]) && first.dtype() == DType::U32,
-        Sight::All | Sight::Causal => true,
+        CudaSight::Additive(mask) => are_on_cuda(&[mask]) && mask.dtype() == DType::F32,
+        CudaSight::From(first) => are_on_cuda(&[first]) && first.dtype() == DType::U32,
+        CudaSight::All | CudaSight::Causal => true,
     };
     if !is_known || !fit(&[q, k, v]) || q_dims[3] != v_dims[3] || q_dims[3] > MOST {
         return None;
     }
+
     let [batch, heads, queries, dim] = [0, 1, 2, 3].map(|at| q_dims[at]);
-    let (groups, keys) = (v_dims[1], v_dims[2]);
-    let sizes = Sizes {
+    let groups = v_dims[1];
+    let keys = v_dims[2];
+
+    let sizes = AttentionShape {
         batch,
         heads,
         groups,
@@ -52,17 +56,23 @@ pub(crate) fn attention(
         keys,
         dim,
     };
-    let (scale, cap) = (scale as f32, cap.map(|cap| cap as f32));
-    let attention = Attention {
+    let scale = scale as f32;
+    let cap = cap.map(|cap| cap as f32);
+
+    let attention = DeviceAttention {
         sizes,
         scale,
         cap,
         sight,
         kept: OnceLock::new(),
     };
+
     let compute = || {
-        q.contiguous()?
-            .apply_op3(&k.contiguous()?, &v.contiguous()?, Op(Parts(attention)))
+        q.contiguous()?.apply_op3(
+            &k.contiguous()?,
+            &v.contiguous()?,
+            LayerOp(SplitAttention(attention)),
+        )
     };
     Some(compute())
 }
@@ -80,8 +90,11 @@ pub(crate) fn self_attention(
     if !fit(&[qkv]) || dim > MOST {
         return None;
     }
-    let (groups, queries, keys) = (heads, time, time);
-    let sizes = Sizes {
+
+    let groups = heads;
+    let queries = time;
+    let keys = time;
+    let sizes = AttentionShape {
         batch,
         heads,
         groups,
@@ -89,21 +102,32 @@ pub(crate) fn self_attention(
         keys,
         dim,
     };
-    let sight = if is_causal { Sight::Causal } else { Sight::All };
-    let (scale, kept) = (scale as f32, OnceLock::new());
-    let attention = Attention {
+
+    let sight = if is_causal {
+        CudaSight::Causal
+    } else {
+        CudaSight::All
+    };
+    let scale = scale as f32;
+    let kept = OnceLock::new();
+
+    let attention = DeviceAttention {
         sizes,
         scale,
         cap: None,
         sight,
         kept,
     };
-    let compute = || qkv.contiguous()?.apply_op1(Op(Joined(attention)));
+
+    let compute = || {
+        qkv.contiguous()?
+            .apply_op1(LayerOp(JoinedAttention(attention)))
+    };
     Some(compute())
 }
 
 #[derive(Clone, Copy)]
-struct Sizes {
+struct AttentionShape {
     batch: usize,
     heads: usize,
     groups: usize,
@@ -112,23 +136,23 @@ struct Sizes {
     dim: usize,
 }
 
-struct Attention {
-    sizes: Sizes,
+struct DeviceAttention {
+    sizes: AttentionShape,
     scale: f32,
     cap: Option<f32>,
-    sight: Sight,
+    sight: CudaSight,
     /// Two numbers for each query, for the backward pass.
     kept: OnceLock<Tensor>,
 }
 
-impl Attention {
+impl DeviceAttention {
     /// Calls `f` with the attention for kernels of ours.
     fn with<R>(
         &self,
         on: &OnCuda<'_>,
-        f: impl FnOnce(Work<'static>) -> mpmd_core::Result<R>,
+        f: impl FnOnce(CudaAttention<'static>) -> mpmd_core::Result<R>,
     ) -> mpmd_core::Result<R> {
-        let Sizes {
+        let AttentionShape {
             batch,
             heads,
             groups,
@@ -137,7 +161,7 @@ impl Attention {
             dim,
         } = self.sizes;
         let Self { scale, cap, .. } = *self;
-        let work = |mask| Work {
+        let work = |mask| CudaAttention {
             batch,
             heads,
             groups,
@@ -148,18 +172,21 @@ impl Attention {
             cap,
             mask,
         };
+
         match &self.sight {
-            Sight::All => f(work(layers::Mask::None)),
-            Sight::Causal => f(work(layers::Mask::Causal)),
-            Sight::From(first) => {
+            CudaSight::All => f(work(layers::CudaMask::None)),
+            CudaSight::Causal => f(work(layers::CudaMask::Causal)),
+            CudaSight::From(first) => {
                 let stride = if first.dims()[0] == 1 { 0 } else { queries };
                 on.with([first], |[first]| {
-                    f(work(layers::Mask::CausalFrom(first, stride)))
+                    f(work(layers::CudaMask::CausalFrom(first, stride)))
                 })
             }
-            Sight::Additive(mask) => {
+            CudaSight::Additive(mask) => {
                 let strides = [0, 1, 2].map(|dim| mask.stride()[dim]);
-                on.with_rest(mask, |mask| f(work(layers::Mask::Additive(mask, strides))))
+                on.with_rest(mask, |mask| {
+                    f(work(layers::CudaMask::Additive(mask, strides)))
+                })
             }
         }
     }
@@ -168,14 +195,15 @@ impl Attention {
     fn run(
         &self,
         (shape, dtype): (&Shape, DType),
-        heads: impl FnOnce(&OnCuda<'_>, Part<'static>) -> mpmd_core::Result<[Heads<'static>; 4]>,
+        heads: impl FnOnce(&OnCuda<'_>, CudaPart<'static>) -> mpmd_core::Result<[Heads<'static>; 4]>,
     ) -> Result<CudaStorage> {
-        let Sizes {
+        let AttentionShape {
             batch,
             heads: count,
             queries,
             ..
         } = self.sizes;
+
         let kept = Shape::from((batch * count * queries, 2));
         let mut normalizers = None;
         let y = issue(|on| {
@@ -187,6 +215,7 @@ impl Attention {
                 Ok(())
             })
         })?;
+
         if let Some(normalizers) = normalizers {
             self.kept.get_or_init(|| tensor(normalizers, &kept));
         }
@@ -202,32 +231,33 @@ impl Attention {
 }
 
 /// The attention of three tensors.
-struct Parts(Attention);
+struct SplitAttention(DeviceAttention);
 
-impl Parts {
-    /// Returns the vectors of `count` tokens of so many heads in a tensor `[batch, heads, tokens,
+impl SplitAttention {
+    /// Returns the vectors of `count` tokens of `heads` heads in a tensor `[batch, heads, tokens,
     /// dim]`.
-    fn heads(&self, part: Part<'static>, heads: usize, count: usize) -> Heads<'static> {
+    fn heads(&self, part: CudaPart<'static>, heads: usize, count: usize) -> Heads<'static> {
         let dim = self.0.sizes.dim;
         Heads::new(part, [heads * count * dim, dim, count * dim])
     }
 
-    fn of_queries(&self, part: Part<'static>) -> Heads<'static> {
+    fn of_queries(&self, part: CudaPart<'static>) -> Heads<'static> {
         self.heads(part, self.0.sizes.heads, self.0.sizes.queries)
     }
 
-    fn of_keys(&self, part: Part<'static>) -> Heads<'static> {
+    fn of_keys(&self, part: CudaPart<'static>) -> Heads<'static> {
         self.heads(part, self.0.sizes.groups, self.0.sizes.keys)
     }
 }
 
-impl Layer<3> for Parts {
+impl CudaLayer<3> for SplitAttention {
     const NAME: &'static str = "attention";
 
-    fn forward(&self, [q, k, v]: [Argument<'_>; 3]) -> Result<(CudaStorage, Shape)> {
+    fn forward(&self, [q, k, v]: [LayerArgument<'_>; 3]) -> Result<(CudaStorage, Shape)> {
         let shape = q.layout.shape().clone();
         let y = self.0.run((&shape, q.storage.dtype()), |on, out| {
-            let (q, out) = (self.of_queries(q.part(on)?), self.of_queries(out));
+            let q = self.of_queries(q.part(on)?);
+            let out = self.of_queries(out);
             Ok([q, self.of_keys(k.part(on)?), self.of_keys(v.part(on)?), out])
         })?;
         Ok((y, shape))
@@ -240,7 +270,9 @@ impl Layer<3> for Parts {
         gradient: &Tensor,
     ) -> Result<[Option<Tensor>; 3]> {
         let kept = self.0.kept()?;
-        let (mut d_k, mut d_v) = (None, None);
+        let mut d_k = None;
+        let mut d_v = None;
+
         let d_q = issue(|on| {
             on.tensor_like(q, |d_q| {
                 d_k = Some(on.tensor_like(k, |d_k| {
@@ -258,17 +290,18 @@ impl Layer<3> for Parts {
                 Ok(())
             })
         })?;
+
         Ok([Some(d_q), d_k, d_v])
     }
 }
 
 /// The attention of one tensor with queries, keys and values.
-struct Joined(Attention);
+struct JoinedAttention(DeviceAttention);
 
-impl Joined {
+impl JoinedAttention {
     /// Returns the vectors of queries, keys and values.
-    fn parts(&self, part: Part<'static>) -> [Heads<'static>; 3] {
-        let Sizes {
+    fn parts(&self, part: CudaPart<'static>) -> [Heads<'static>; 3] {
+        let AttentionShape {
             heads,
             queries,
             dim,
@@ -278,8 +311,8 @@ impl Joined {
         [0, 1, 2].map(|at| Heads::in_rows(part.at(at * dim), queries, columns, 3 * dim))
     }
 
-    fn result(&self, part: Part<'static>) -> Heads<'static> {
-        let Sizes {
+    fn result(&self, part: CudaPart<'static>) -> Heads<'static> {
+        let AttentionShape {
             heads,
             queries,
             dim,
@@ -289,11 +322,11 @@ impl Joined {
     }
 }
 
-impl Layer<1> for Joined {
+impl CudaLayer<1> for JoinedAttention {
     const NAME: &'static str = "self-attention";
 
-    fn forward(&self, [qkv]: [Argument<'_>; 1]) -> Result<(CudaStorage, Shape)> {
-        let Sizes {
+    fn forward(&self, [qkv]: [LayerArgument<'_>; 1]) -> Result<(CudaStorage, Shape)> {
+        let AttentionShape {
             batch,
             heads,
             queries,
@@ -319,7 +352,8 @@ impl Layer<1> for Joined {
             on.tensor_like(qkv, |d_qkv| {
                 on.with([qkv, y, gradient, kept], |[qkv, y, d_y, kept]| {
                     let y = [y, d_y].map(|part| self.result(part));
-                    let (x, d_x) = (self.parts(qkv), self.parts(d_qkv));
+                    let x = self.parts(qkv);
+                    let d_x = self.parts(d_qkv);
                     self.0
                         .with(on, |work| work.backward(&on.kernels(), x, y, kept, d_x))
                 })

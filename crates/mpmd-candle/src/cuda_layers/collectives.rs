@@ -2,43 +2,47 @@
 
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, bail};
 use mpmd_core::Result as CoreResult;
-use mpmd_core::cuda::Part;
+use mpmd_core::cuda::CudaPart;
 use mpmd_core::cuda::layers::add;
 use mpmd_layout::aval::DType as ArrayType;
 
 use crate::cuda::OnCuda;
-use crate::exchange::{Exchange, Step, Way};
+use crate::exchange::{CollectiveStep, CudaCollective, Exchange};
 use crate::pass;
 
 /// Runs a collective over the first dimension of contiguous values.
 pub(crate) fn collective(
-    (axis, step): (&str, Step),
+    (axis, step): (&str, CollectiveStep),
     storage: &CudaStorage,
     layout: &Layout,
 ) -> Result<(CudaStorage, Shape)> {
     let run = |on: &OnCuda<'_>, exchange: &mut dyn Exchange| {
         let size = exchange.size(axis)?;
         let shape = step.shape(layout.dims(), axis, size)?;
-        let (values, count) = (on.part(storage, layout, false)?, shape.elem_count());
+        let values = on.part(storage, layout, false)?;
+        let count = shape.elem_count();
         let out = on.made(&shape, DType::F32, |out| {
             let mut issue = |way, to| on.between(|| exchange.on_cuda(axis, way, values, to));
             match step {
-                Step::Same | Step::SameOfTree => on.kernels().copy(values, out),
-                Step::Sum => {
+                CollectiveStep::Same | CollectiveStep::SameOfTree => on.kernels().copy(values, out),
+                CollectiveStep::Sum => {
                     on.kernels().copy(values, out)?;
-                    issue(Way::AllReduce, out)
+                    issue(CudaCollective::AllReduce, out)
                 }
-                Step::TreeSum => {
+                CollectiveStep::TreeSum => {
                     let all = on.kernels().scratch(ArrayType::F32, size * count)?;
-                    issue(Way::AllGather, all.at(0))?;
-                    let (low, high) = (all.at(0), all.at(size / 2 * count));
+                    issue(CudaCollective::AllGather, all.at(0))?;
+                    let low = all.at(0);
+                    let high = all.at(size / 2 * count);
                     add_by_tree(on, low, size / 2, count)?;
                     add_by_tree(on, high, size - size / 2, count)?;
                     add(&on.kernels(), count, low, high, out)
                 }
-                Step::Gather | Step::Join => issue(Way::AllGather, out),
-                Step::Scatter => issue(Way::ReduceScatter, out),
-                Step::Part => {
+                CollectiveStep::Gather | CollectiveStep::Join => {
+                    issue(CudaCollective::AllGather, out)
+                }
+                CollectiveStep::Scatter => issue(CudaCollective::ReduceScatter, out),
+                CollectiveStep::Part => {
                     let at = exchange.index(axis)? * count;
                     let own = Layout::contiguous_with_offset(count, layout.start_offset() + at);
                     on.kernels().copy(on.part(storage, &own, false)?, out)
@@ -47,6 +51,7 @@ pub(crate) fn collective(
         })?;
         Ok::<_, mpmd_core::Error>((out, shape))
     };
+
     match pass::with_cuda_exchange(run) {
         Some(done) => done.map_err(candle_core::Error::wrap),
         None => bail!("a collective over axis {axis:?} outside of a stage"),
@@ -54,7 +59,7 @@ pub(crate) fn collective(
 }
 
 /// Adds up `count` rows of `len` elements into the first one: adds the sums of both halves.
-fn add_by_tree(on: &OnCuda<'_>, rows: Part<'_>, count: usize, len: usize) -> CoreResult<()> {
+fn add_by_tree(on: &OnCuda<'_>, rows: CudaPart<'_>, count: usize, len: usize) -> CoreResult<()> {
     if count < 2 {
         return Ok(());
     }

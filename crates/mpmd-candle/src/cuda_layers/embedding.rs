@@ -4,7 +4,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Result, Shape, Tensor};
 use mpmd_core::cuda::layers;
 
-use super::op::{Argument, Layer, Op, fit, issue};
+use super::op::{CudaLayer, LayerArgument, LayerOp, fit, issue};
 use crate::cuda::are_on_cuda;
 use crate::cuda::on_cuda;
 use crate::pass::device_gradient;
@@ -20,13 +20,15 @@ pub(crate) fn embedding(
         let indices = indices.flatten_all()?.contiguous()?;
         let is_known = matches!(indices.dtype(), DType::U8 | DType::U32 | DType::I64);
         let (entries, width) = table.dims2()?;
-        let sizes = layers::Embedding {
+
+        let sizes = layers::CudaEmbedding {
             tokens: indices.elem_count(),
             entries,
             width,
         };
         let is_fit = is_known && fit(&[table]);
-        table.apply_op1(Op(Lookup {
+
+        table.apply_op1(LayerOp(CudaRowLookup {
             indices,
             sizes,
             is_fit,
@@ -36,19 +38,19 @@ pub(crate) fn embedding(
 }
 
 /// The operation that copies rows of a table.
-struct Lookup {
+struct CudaRowLookup {
     /// The index of each row of the result.
     indices: Tensor,
-    sizes: layers::Embedding,
+    sizes: layers::CudaEmbedding,
     /// True if kernels of ours compute it.
     is_fit: bool,
     shape: Vec<usize>,
 }
 
-impl Layer<1> for Lookup {
+impl CudaLayer<1> for CudaRowLookup {
     const NAME: &'static str = "embedding";
 
-    fn forward(&self, [table]: [Argument<'_>; 1]) -> Result<(CudaStorage, Shape)> {
+    fn forward(&self, [table]: [LayerArgument<'_>; 1]) -> Result<(CudaStorage, Shape)> {
         let shape = Shape::from(self.shape.clone());
         if !self.is_fit {
             let (indices, layout) = self.indices.storage_and_layout();
@@ -74,8 +76,12 @@ impl Layer<1> for Lookup {
         _: &Tensor,
         gradient: &Tensor,
     ) -> Result<[Option<Tensor>; 1]> {
-        let (gradient, indices, sizes) = (gradient.clone(), self.indices.clone(), self.sizes);
-        let (is_fit, like) = (self.is_fit, table.detach());
+        let gradient = gradient.clone();
+        let indices = self.indices.clone();
+        let sizes = self.sizes;
+        let is_fit = self.is_fit;
+        let like = table.detach();
+
         let d_table = device_gradient(table, move |into| {
             if is_fit {
                 return into.add_by(|on, sums| {
@@ -87,6 +93,7 @@ impl Layer<1> for Lookup {
             let gradient = gradient.reshape(((), like.dim(1)?))?;
             into.add(&like.zeros_like()?.index_add(&indices, &gradient, 0)?)
         })?;
+
         Ok([d_table])
     }
 }

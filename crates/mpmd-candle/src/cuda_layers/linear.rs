@@ -6,9 +6,9 @@ use std::sync::OnceLock;
 use candle_core::backend::BackendStorage;
 use candle_core::op::Add;
 use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
-use mpmd_core::cuda::layers::{self, Curve};
+use mpmd_core::cuda::layers::{self, ActivationCurve};
 
-use super::op::{Argument, Layer, Op, fit, issue};
+use super::op::{CudaLayer, LayerArgument, LayerOp, fit, issue};
 use crate::cuda::are_on_cuda;
 use crate::cuda::tensor;
 use crate::pass::device_gradient;
@@ -25,7 +25,7 @@ pub(crate) fn linear(
     if !are_on_cuda(&[x]) || !like(weight) || !bias.is_none_or(like) {
         return None;
     }
-    let product = Op(Product {
+    let product = LayerOp(CudaLinearProduct {
         shape: shape.to_vec(),
         group: None,
     });
@@ -38,15 +38,15 @@ pub(crate) fn linear(
 /// Computes `curve(x wᵀ + b)` of contiguous tensors as [`linear`] does.
 pub(crate) fn activated(
     [x, weight, bias]: [&Tensor; 3],
-    curve: Curve,
+    curve: ActivationCurve,
     shape: &[usize],
 ) -> Option<Result<Tensor>> {
     fit(&[x, weight, bias]).then(|| {
-        let product = Product {
+        let product = CudaLinearProduct {
             shape: shape.to_vec(),
             group: None,
         };
-        let operation = Op(Activated {
+        let operation = LayerOp(CudaLinearActivated {
             product,
             curve,
             before: OnceLock::new(),
@@ -68,9 +68,10 @@ pub(crate) fn grouped(
     }
     let compute = || {
         let outputs = weight.dim(1)?;
+
         let mut parts = Vec::new();
         for (group, rows) in ranges.enumerate().filter(|(_, rows)| !rows.is_empty()) {
-            let product = Op(Product {
+            let product = LayerOp(CudaLinearProduct {
                 shape: vec![rows.len(), outputs],
                 group: Some(group),
             });
@@ -79,39 +80,48 @@ pub(crate) fn grouped(
                     .apply_op2(weight, product)?,
             );
         }
+
         match parts.is_empty() {
             true => Tensor::zeros((0, outputs), x.dtype(), x.device()),
             false => Tensor::cat(&parts, 0),
         }
     };
+
     Some(compute())
 }
 
 /// Adds a bias `[width]` to rows `[..., width]` on the same device.
 pub(crate) fn add_bias(y: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    y.contiguous()?.apply_op2(&bias.contiguous()?, Op(AddBias))
+    y.contiguous()?
+        .apply_op2(&bias.contiguous()?, LayerOp(CudaBiasAddition))
 }
 
 /// The operation of a layer with a result of this shape.
-struct Product {
+struct CudaLinearProduct {
     shape: Vec<usize>,
     /// The index of the weight among several.
     group: Option<usize>,
 }
 
-impl Product {
-    fn multiply(&self, x: Argument<'_>, weight: Argument<'_>) -> Result<CudaStorage> {
-        let (dims, strides) = (weight.layout.dims(), weight.layout.stride());
+impl CudaLinearProduct {
+    fn multiply(&self, x: LayerArgument<'_>, weight: LayerArgument<'_>) -> Result<CudaStorage> {
+        let dims = weight.layout.dims();
+        let strides = weight.layout.stride();
         let start = weight.layout.start_offset() + self.group.map_or(0, |at| at * strides[0]);
-        let (dims, strides) = (&dims[dims.len() - 2..], &strides[dims.len() - 2..]);
+        let strides = &strides[dims.len() - 2..];
+        let dims = &dims[dims.len() - 2..];
+
         let weight_layout = Layout::new(Shape::from(dims), strides.to_vec(), start);
-        let (outputs, inputs) = (dims[0], dims[1]);
+        let outputs = dims[0];
+        let inputs = dims[1];
+
         let rows = x
             .layout
             .shape()
             .elem_count()
             .checked_div(inputs)
             .unwrap_or(0);
+
         let x_layout = Layout::contiguous_with_offset((rows, inputs), x.layout.start_offset());
         let sizes = (1, rows, outputs, inputs);
         x.storage.matmul(
@@ -132,21 +142,25 @@ impl Product {
         let own = weight.detach();
         let own = self.group.map_or(Ok(own.clone()), |group| own.get(group))?;
         let (outputs, inputs) = own.dims2()?;
+
         let gradient = gradient.reshape(((), outputs))?;
         let d_x = match x.track_op() {
             true => Some(gradient.matmul(&own)?.reshape(x.shape())?),
             false => None,
         };
-        let (x, group) = (x.detach().reshape(((), inputs))?, self.group);
+
+        let x = x.detach().reshape(((), inputs))?;
+        let group = self.group;
+
         let d_weight = device_gradient(weight, move |into| into.add_product(&gradient, &x, group))?;
         Ok((d_x, d_weight))
     }
 }
 
-impl Layer<2> for Product {
+impl CudaLayer<2> for CudaLinearProduct {
     const NAME: &'static str = "linear";
 
-    fn forward(&self, [x, weight]: [Argument<'_>; 2]) -> Result<(CudaStorage, Shape)> {
+    fn forward(&self, [x, weight]: [LayerArgument<'_>; 2]) -> Result<(CudaStorage, Shape)> {
         Ok((self.multiply(x, weight)?, self.shape.clone().into()))
     }
 
@@ -161,13 +175,13 @@ impl Layer<2> for Product {
     }
 }
 
-impl Layer<3> for Product {
+impl CudaLayer<3> for CudaLinearProduct {
     const NAME: &'static str = "linear with bias";
 
-    fn forward(&self, [x, weight, bias]: [Argument<'_>; 3]) -> Result<(CudaStorage, Shape)> {
+    fn forward(&self, [x, weight, bias]: [LayerArgument<'_>; 3]) -> Result<(CudaStorage, Shape)> {
         let y = self.multiply(x, weight)?;
         let shape = Shape::from(self.shape.clone());
-        let y = Argument {
+        let y = LayerArgument {
             storage: &y,
             layout: &Layout::contiguous(&shape),
         };
@@ -186,21 +200,22 @@ impl Layer<3> for Product {
 }
 
 /// The operation of a layer with a bias, then an activation function.
-struct Activated {
-    product: Product,
-    curve: Curve,
+struct CudaLinearActivated {
+    product: CudaLinearProduct,
+    curve: ActivationCurve,
     /// The product without bias, for the backward pass.
     before: OnceLock<Tensor>,
 }
 
-impl Layer<3> for Activated {
+impl CudaLayer<3> for CudaLinearActivated {
     const NAME: &'static str = "linear with activation";
 
-    fn forward(&self, [x, weight, bias]: [Argument<'_>; 3]) -> Result<(CudaStorage, Shape)> {
+    fn forward(&self, [x, weight, bias]: [LayerArgument<'_>; 3]) -> Result<(CudaStorage, Shape)> {
         let shape = Shape::from(self.product.shape.clone());
         let before = tensor(self.product.multiply(x, weight)?, &shape);
         let width = bias.layout.shape().elem_count();
         let size = (before.elem_count() / width.max(1), width);
+
         let y = issue(|on| {
             on.made(&shape, before.dtype(), |y| {
                 on.with([&before], |[before]| {
@@ -209,6 +224,7 @@ impl Layer<3> for Activated {
                 })
             })
         })?;
+
         self.before.get_or_init(|| before);
         Ok((y, shape))
     }
@@ -224,6 +240,7 @@ impl Layer<3> for Activated {
         };
         let width = bias.elem_count();
         let size = (before.elem_count() / width.max(1), width);
+
         let gradient = issue(|on| {
             on.tensor_like(before, |d_x| {
                 on.with([before, bias, gradient], |[before, bias, d_y]| {
@@ -232,13 +249,14 @@ impl Layer<3> for Activated {
                 })
             })
         })?;
+
         let (d_x, d_weight) = self.product.gradients(x, weight, &gradient)?;
         Ok([d_x, d_weight, bias_gradient(bias, &gradient)?])
     }
 }
 
 /// Returns the sum of contiguous rows and a bias.
-fn sum(y: Argument<'_>, bias: Argument<'_>) -> Result<CudaStorage> {
+fn sum(y: LayerArgument<'_>, bias: LayerArgument<'_>) -> Result<CudaStorage> {
     let rows = bias.layout.broadcast_as(y.layout.shape().clone())?;
     y.storage.binary_impl::<Add>(bias.storage, y.layout, &rows)
 }
@@ -246,9 +264,11 @@ fn sum(y: Argument<'_>, bias: Argument<'_>) -> Result<CudaStorage> {
 /// Adds the contiguous gradient `[..., width]` of a layer's output to that of `bias` `[width]`, or
 /// defers that, or returns it.
 pub(super) fn bias_gradient(bias: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-    let (width, gradient) = (bias.elem_count(), gradient.clone());
+    let width = bias.elem_count();
+    let gradient = gradient.clone();
     let size = (gradient.elem_count() / width.max(1), width);
     let is_fit = fit(&[&gradient]);
+
     device_gradient(bias, move |into| match is_fit {
         true => into.add_by(|on, sums| {
             on.with([&gradient], |[d]| {
@@ -260,12 +280,12 @@ pub(super) fn bias_gradient(bias: &Tensor, gradient: &Tensor) -> Result<Option<T
 }
 
 /// The operation that adds a bias `[width]` to contiguous rows `[..., width]`.
-struct AddBias;
+struct CudaBiasAddition;
 
-impl Layer<2> for AddBias {
+impl CudaLayer<2> for CudaBiasAddition {
     const NAME: &'static str = "bias";
 
-    fn forward(&self, [y, bias]: [Argument<'_>; 2]) -> Result<(CudaStorage, Shape)> {
+    fn forward(&self, [y, bias]: [LayerArgument<'_>; 2]) -> Result<(CudaStorage, Shape)> {
         Ok((sum(y, bias)?, y.layout.shape().clone()))
     }
 

@@ -3,10 +3,10 @@
 use std::sync::OnceLock;
 
 use candle_core::{CudaStorage, D, DType, Result, Shape, Tensor, bail};
-use mpmd_core::cuda::Part;
-use mpmd_core::cuda::layers::CrossEntropy;
+use mpmd_core::cuda::CudaPart;
+use mpmd_core::cuda::layers::CudaCrossEntropy;
 
-use super::op::{Argument, Layer, Op, fit, issue};
+use super::op::{CudaLayer, LayerArgument, LayerOp, fit, issue};
 use crate::cuda::tensor;
 use crate::cuda::{OnCuda, are_on_cuda};
 
@@ -21,17 +21,20 @@ pub(crate) fn cross_entropy(
     if !is_known || !fit(&[logits]) || !are_on_cuda(&[targets]) || !weights.is_none_or(is_on_cuda) {
         return None;
     }
+
     let compute = || {
         let flat = |x: &Tensor| x.detach().flatten_all()?.contiguous();
         let weights = weights
             .map(|weights| flat(&weights.to_dtype(DType::F32)?))
             .transpose()?;
-        let loss = Loss {
+
+        let loss = CudaLossSum {
             targets: flat(targets)?,
             weights,
             kept: OnceLock::new(),
         };
-        let total = logits.contiguous()?.apply_op1(Op(loss))?;
+
+        let total = logits.contiguous()?.apply_op1(LayerOp(loss))?;
         Ok((total.get(0)?, total.detach().get(1)?))
     };
     Some(compute())
@@ -42,7 +45,7 @@ fn is_on_cuda(tensor: &Tensor) -> bool {
 }
 
 /// The operation that returns the sum of the weighted losses and that of the weights.
-struct Loss {
+struct CudaLossSum {
     /// The class of each row.
     targets: Tensor,
     weights: Option<Tensor>,
@@ -50,21 +53,22 @@ struct Loss {
     kept: OnceLock<Tensor>,
 }
 
-impl Loss {
+impl CudaLossSum {
     /// Calls `f` with the loss of rows of `classes` logits.
     fn with<R>(
         &self,
         on: &OnCuda<'_>,
         classes: usize,
-        f: impl FnOnce(CrossEntropy<'static>) -> mpmd_core::Result<R>,
+        f: impl FnOnce(CudaCrossEntropy<'static>) -> mpmd_core::Result<R>,
     ) -> mpmd_core::Result<R> {
         let rows = self.targets.elem_count();
-        let loss = |targets: Part<'static>, weights| CrossEntropy {
+        let loss = |targets: CudaPart<'static>, weights| CudaCrossEntropy {
             rows,
             classes,
             targets,
             weights,
         };
+
         match &self.weights {
             None => on.with([&self.targets], |[targets]| f(loss(targets, None))),
             Some(weights) => on.with([&self.targets, weights], |[targets, weights]| {
@@ -74,13 +78,15 @@ impl Loss {
     }
 }
 
-impl Layer<1> for Loss {
+impl CudaLayer<1> for CudaLossSum {
     const NAME: &'static str = "cross-entropy";
 
-    fn forward(&self, [logits]: [Argument<'_>; 1]) -> Result<(CudaStorage, Shape)> {
+    fn forward(&self, [logits]: [LayerArgument<'_>; 1]) -> Result<(CudaStorage, Shape)> {
         let classes = logits.layout.dim(D::Minus1)?;
-        let (shape, kept) = (Shape::from(2), Shape::from((self.targets.elem_count(), 2)));
+        let shape = Shape::from(2);
+        let kept = Shape::from((self.targets.elem_count(), 2));
         let mut normalizers = None;
+
         let total = issue(|on| {
             on.made(&shape, DType::F32, |total| {
                 let forward = |into| {
@@ -93,6 +99,7 @@ impl Layer<1> for Loss {
                 Ok(())
             })
         })?;
+
         if let Some(normalizers) = normalizers {
             self.kept.get_or_init(|| tensor(normalizers, &kept));
         }
@@ -109,6 +116,7 @@ impl Layer<1> for Loss {
             bail!("the backward pass of a cross-entropy before its forward pass");
         };
         let classes = logits.dim(D::Minus1)?;
+
         let d_logits = issue(|on| {
             on.tensor_like(logits, |d_logits| {
                 on.with([logits, kept, gradient], |[logits, kept, d_loss]| {

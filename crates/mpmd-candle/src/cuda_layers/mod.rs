@@ -6,22 +6,22 @@
 mod activation;
 mod attention;
 mod collectives;
+mod device_blocks;
 mod embedding;
 mod linear;
 mod loss;
 mod norm;
 mod op;
-mod paged;
 mod rows;
 
 pub(crate) use activation::activate;
-pub(crate) use attention::{Sight, attention, self_attention};
+pub(crate) use attention::{CudaSight, attention, self_attention};
 pub(crate) use collectives::collective;
+pub(crate) use device_blocks::{DeviceBlocks, paged};
 pub(crate) use embedding::embedding;
 pub(crate) use linear::{activated, add_bias, grouped, linear};
 pub(crate) use loss::cross_entropy;
 pub(crate) use norm::norm;
-pub(crate) use paged::{Blocks, paged};
 pub(crate) use rows::{dropout, rotary, softmax};
 
 use mpmd_core::cuda::Source;

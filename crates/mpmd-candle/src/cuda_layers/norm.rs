@@ -7,7 +7,7 @@ use candle_core::{CudaStorage, DType, Result, Shape, Tensor, bail};
 use mpmd_core::cuda::layers;
 
 use super::linear::bias_gradient;
-use super::op::{Argument, Layer, Op, fit, issue};
+use super::op::{CudaLayer, LayerArgument, LayerOp, fit, issue};
 use crate::cuda::tensor;
 use crate::pass::device_gradient;
 
@@ -21,20 +21,24 @@ pub(crate) fn norm(
     if !fit(&[x, weight]) || bias.is_some_and(|bias| !fit(&[x, bias])) {
         return None;
     }
+
     let width = weight.elem_count();
     let rows = x.elem_count() / width.max(1);
-    let sizes = layers::Norm {
+    let sizes = layers::CudaNorm {
         rows,
         width,
         eps: eps as f32,
         remove_mean,
     };
-    let operation = Op(Norm {
+
+    let operation = LayerOp(CudaRowNorm {
         sizes,
         statistics: OnceLock::new(),
     });
+
     let compute = || {
-        let (x, weight) = (x.contiguous()?, weight.contiguous()?);
+        let x = x.contiguous()?;
+        let weight = weight.contiguous()?;
         match bias {
             None => x.apply_op2(&weight, operation),
             Some(bias) => x.apply_op3(&weight, &bias.contiguous()?, operation),
@@ -44,21 +48,23 @@ pub(crate) fn norm(
 }
 
 /// The operation of a norm.
-struct Norm {
-    sizes: layers::Norm,
+struct CudaRowNorm {
+    sizes: layers::CudaNorm,
     /// Two numbers for each row, for the backward pass.
     statistics: OnceLock<Tensor>,
 }
 
-impl Norm {
+impl CudaRowNorm {
     fn rows(
         &self,
-        x: Argument<'_>,
-        weight: Argument<'_>,
-        bias: Option<Argument<'_>>,
+        x: LayerArgument<'_>,
+        weight: LayerArgument<'_>,
+        bias: Option<LayerArgument<'_>>,
     ) -> Result<(CudaStorage, Shape)> {
-        let (shape, kept) = (x.layout.shape().clone(), Shape::from((self.sizes.rows, 2)));
+        let shape = x.layout.shape().clone();
+        let kept = Shape::from((self.sizes.rows, 2));
         let mut statistics = None;
+
         let y = issue(|on| {
             on.made(&shape, x.storage.dtype(), |y| {
                 let bias = bias.map(|bias| bias.part(on)).transpose()?;
@@ -71,6 +77,7 @@ impl Norm {
                 Ok(())
             })
         })?;
+
         if let Some(statistics) = statistics {
             self.statistics.get_or_init(|| tensor(statistics, &kept));
         }
@@ -87,6 +94,7 @@ impl Norm {
         let Some(statistics) = self.statistics.get() else {
             bail!("a norm's backward pass before its forward pass");
         };
+
         let sizes = self.sizes;
         let d_x = match x.track_op() {
             true => Some(issue(|on| {
@@ -101,7 +109,11 @@ impl Norm {
             })?),
             false => None,
         };
-        let (x, gradient, statistics) = (x.detach(), gradient.clone(), statistics.clone());
+
+        let x = x.detach();
+        let gradient = gradient.clone();
+        let statistics = statistics.clone();
+
         let d_weight = device_gradient(weight, move |into| {
             into.add_by(|on, sums| {
                 on.with([&x, &gradient, &statistics], |[x, d_y, statistics]| {
@@ -113,10 +125,10 @@ impl Norm {
     }
 }
 
-impl Layer<2> for Norm {
+impl CudaLayer<2> for CudaRowNorm {
     const NAME: &'static str = "norm";
 
-    fn forward(&self, [x, weight]: [Argument<'_>; 2]) -> Result<(CudaStorage, Shape)> {
+    fn forward(&self, [x, weight]: [LayerArgument<'_>; 2]) -> Result<(CudaStorage, Shape)> {
         self.rows(x, weight, None)
     }
 
@@ -131,10 +143,10 @@ impl Layer<2> for Norm {
     }
 }
 
-impl Layer<3> for Norm {
+impl CudaLayer<3> for CudaRowNorm {
     const NAME: &'static str = "norm with bias";
 
-    fn forward(&self, [x, weight, bias]: [Argument<'_>; 3]) -> Result<(CudaStorage, Shape)> {
+    fn forward(&self, [x, weight, bias]: [LayerArgument<'_>; 3]) -> Result<(CudaStorage, Shape)> {
         self.rows(x, weight, Some(bias))
     }
 

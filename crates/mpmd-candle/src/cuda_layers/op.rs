@@ -4,17 +4,17 @@ use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor,
     bail,
 };
-use mpmd_core::cuda::Part;
+use mpmd_core::cuda::CudaPart;
 
 use crate::cuda::OnCuda;
 use crate::pass;
 
 /// An operation of `N` contiguous tensors.
-pub(super) trait Layer<const N: usize>: Send + Sync + 'static {
+pub(super) trait CudaLayer<const N: usize>: Send + Sync + 'static {
     const NAME: &'static str;
 
     /// Issues the forward pass.
-    fn forward(&self, x: [Argument<'_>; N]) -> Result<(CudaStorage, Shape)>;
+    fn forward(&self, x: [LayerArgument<'_>; N]) -> Result<(CudaStorage, Shape)>;
 
     /// Issues the backward pass for the contiguous gradient of the result `y`. Returns the
     /// gradients of the arguments.
@@ -28,26 +28,26 @@ pub(super) trait Layer<const N: usize>: Send + Sync + 'static {
 
 /// An argument of a forward pass.
 #[derive(Clone, Copy)]
-pub(super) struct Argument<'a> {
+pub(super) struct LayerArgument<'a> {
     pub(super) storage: &'a CudaStorage,
     pub(super) layout: &'a Layout,
 }
 
-impl Argument<'_> {
+impl LayerArgument<'_> {
     /// Returns the elements, for kernels of ours.
-    pub(super) fn part(&self, on: &OnCuda<'_>) -> mpmd_core::Result<Part<'static>> {
+    pub(super) fn part(&self, on: &OnCuda<'_>) -> mpmd_core::Result<CudaPart<'static>> {
         on.part(self.storage, self.layout, false)
     }
 }
 
-/// A [`Layer`] as an operation of candle.
-pub(super) struct Op<T>(pub(super) T);
+/// A [`CudaLayer`] as an operation of candle.
+pub(super) struct LayerOp<T>(pub(super) T);
 
 fn on_the_cpu<T>() -> Result<T> {
     bail!("a layer of a CUDA device on the CPU")
 }
 
-impl<T: Layer<1>> CustomOp1 for Op<T> {
+impl<T: CudaLayer<1>> CustomOp1 for LayerOp<T> {
     fn name(&self) -> &'static str {
         T::NAME
     }
@@ -57,7 +57,7 @@ impl<T: Layer<1>> CustomOp1 for Op<T> {
     }
 
     fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        self.0.forward([Argument { storage, layout }])
+        self.0.forward([LayerArgument { storage, layout }])
     }
 
     fn bwd(&self, x: &Tensor, y: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
@@ -66,7 +66,7 @@ impl<T: Layer<1>> CustomOp1 for Op<T> {
     }
 }
 
-impl<T: Layer<2>> CustomOp2 for Op<T> {
+impl<T: CudaLayer<2>> CustomOp2 for LayerOp<T> {
     fn name(&self) -> &'static str {
         T::NAME
     }
@@ -88,7 +88,7 @@ impl<T: Layer<2>> CustomOp2 for Op<T> {
         b: &CudaStorage,
         b_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        let argument = |storage, layout| Argument { storage, layout };
+        let argument = |storage, layout| LayerArgument { storage, layout };
         self.0
             .forward([argument(a, a_layout), argument(b, b_layout)])
     }
@@ -105,7 +105,7 @@ impl<T: Layer<2>> CustomOp2 for Op<T> {
     }
 }
 
-impl<T: Layer<3>> CustomOp3 for Op<T> {
+impl<T: CudaLayer<3>> CustomOp3 for LayerOp<T> {
     fn name(&self) -> &'static str {
         T::NAME
     }
@@ -131,7 +131,7 @@ impl<T: Layer<3>> CustomOp3 for Op<T> {
         c: &CudaStorage,
         c_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        let argument = |storage, layout| Argument { storage, layout };
+        let argument = |storage, layout| LayerArgument { storage, layout };
         self.0.forward([
             argument(a, a_layout),
             argument(b, b_layout),

@@ -2,22 +2,25 @@
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, D, DType, Result, Shape, Tensor};
-use mpmd_core::cuda::Part;
-use mpmd_core::cuda::layers::{self, Angles, Heads};
+use mpmd_core::cuda::CudaPart;
+use mpmd_core::cuda::layers::{self, Heads, RotaryAngles};
 use mpmd_layout::random::Key;
 
-use super::op::{Argument, Layer, Op, fit, issue};
+use super::op::{CudaLayer, LayerArgument, LayerOp, fit, issue};
 use crate::cuda::OnCuda;
 
 /// Computes the softmax of each row, or its logarithm.
 pub(crate) fn softmax(x: &Tensor, is_log: bool) -> Option<Result<Tensor>> {
-    fit(&[x]).then(|| x.contiguous()?.apply_op1(Op(Softmax { is_log })))
+    fit(&[x]).then(|| x.contiguous()?.apply_op1(LayerOp(CudaSoftmax { is_log })))
 }
 
 /// Sets each element to zero with the probability `drop_p`, and scales the others. The choice is
 /// that of the CPU.
 pub(crate) fn dropout(x: &Tensor, key: Key, drop_p: f32) -> Option<Result<Tensor>> {
-    fit(&[x]).then(|| x.contiguous()?.apply_op1(Op(Drop { key, drop_p })))
+    fit(&[x]).then(|| {
+        x.contiguous()?
+            .apply_op1(LayerOp(CudaDropout { key, drop_p }))
+    })
 }
 
 /// Rotates the pairs `(i, i + dim / 2)` of the rows of `x` `[batch, time, heads, dim]`. `cos` and
@@ -29,7 +32,7 @@ pub(crate) fn rotary(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Option<Result<Te
     }
     let table = |angles: &Tensor| angles.to_dtype(DType::F32)?.contiguous();
     let rotate = || {
-        x.contiguous()?.apply_op1(Op(Rotation {
+        x.contiguous()?.apply_op1(LayerOp(CudaRotation {
             cos: table(cos)?,
             sin: table(sin)?,
         }))
@@ -37,14 +40,14 @@ pub(crate) fn rotary(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Option<Result<Te
     Some(rotate())
 }
 
-struct Softmax {
+struct CudaSoftmax {
     is_log: bool,
 }
 
-impl Layer<1> for Softmax {
+impl CudaLayer<1> for CudaSoftmax {
     const NAME: &'static str = "softmax";
 
-    fn forward(&self, [x]: [Argument<'_>; 1]) -> Result<(CudaStorage, Shape)> {
+    fn forward(&self, [x]: [LayerArgument<'_>; 1]) -> Result<(CudaStorage, Shape)> {
         let width = x.layout.dim(D::Minus1)?;
         let size = (x.layout.shape().elem_count() / width.max(1), width);
         map(x, |on, x, y| {
@@ -60,6 +63,7 @@ impl Layer<1> for Softmax {
     ) -> Result<[Option<Tensor>; 1]> {
         let width = x.dim(D::Minus1)?;
         let size = (x.elem_count() / width.max(1), width);
+
         let d_x = issue(|on| {
             on.tensor_like(x, |d_x| {
                 on.with([y, gradient], |[y, d_y]| {
@@ -71,27 +75,27 @@ impl Layer<1> for Softmax {
     }
 }
 
-struct Drop {
+struct CudaDropout {
     key: Key,
     drop_p: f32,
 }
 
-impl Drop {
+impl CudaDropout {
     fn run(
         &self,
         on: &OnCuda<'_>,
         elements: usize,
-        x: Part<'static>,
-        y: Part<'static>,
+        x: CudaPart<'static>,
+        y: CudaPart<'static>,
     ) -> mpmd_core::Result<()> {
         layers::dropout(&on.kernels(), elements, (self.key, self.drop_p), x, y)
     }
 }
 
-impl Layer<1> for Drop {
+impl CudaLayer<1> for CudaDropout {
     const NAME: &'static str = "dropout";
 
-    fn forward(&self, [x]: [Argument<'_>; 1]) -> Result<(CudaStorage, Shape)> {
+    fn forward(&self, [x]: [LayerArgument<'_>; 1]) -> Result<(CudaStorage, Shape)> {
         let elements = x.layout.shape().elem_count();
         map(x, |on, x, y| self.run(on, elements, x, y))
     }
@@ -108,21 +112,21 @@ impl Layer<1> for Drop {
     }
 }
 
-struct Rotation {
+struct CudaRotation {
     cos: Tensor,
     sin: Tensor,
 }
 
-impl Rotation {
+impl CudaRotation {
     fn run(
         &self,
         on: &OnCuda<'_>,
         dims: &[usize],
         is_back: bool,
-        [x, y]: [Part<'static>; 2],
+        [x, y]: [CudaPart<'static>; 2],
     ) -> mpmd_core::Result<()> {
         let [batch, time, heads, dim] = [0, 1, 2, 3].map(|at| dims[at]);
-        let angles = Angles::ByTime(if self.cos.dims()[0] == 1 { 0 } else { time });
+        let angles = RotaryAngles::ByTime(if self.cos.dims()[0] == 1 { 0 } else { time });
         let rotary = layers::Rotary {
             batch,
             time,
@@ -131,6 +135,7 @@ impl Rotation {
             beside: false,
             angles,
         };
+
         let [x, y] = [x, y].map(|part| Heads::new(part, [time * heads * dim, heads * dim, dim]));
         on.with([&self.cos, &self.sin], |tables| {
             rotary.rotate(&on.kernels(), is_back, x, tables, y)
@@ -138,10 +143,10 @@ impl Rotation {
     }
 }
 
-impl Layer<1> for Rotation {
+impl CudaLayer<1> for CudaRotation {
     const NAME: &'static str = "rotary embedding";
 
-    fn forward(&self, [x]: [Argument<'_>; 1]) -> Result<(CudaStorage, Shape)> {
+    fn forward(&self, [x]: [LayerArgument<'_>; 1]) -> Result<(CudaStorage, Shape)> {
         let dims = x.layout.dims().to_vec();
         map(x, |on, x, y| self.run(on, &dims, false, [x, y]))
     }
@@ -160,8 +165,8 @@ impl Layer<1> for Rotation {
 
 /// Makes a result of the shape and type of `x`.
 fn map(
-    x: Argument<'_>,
-    fill: impl FnOnce(&OnCuda<'_>, Part<'static>, Part<'static>) -> mpmd_core::Result<()>,
+    x: LayerArgument<'_>,
+    fill: impl FnOnce(&OnCuda<'_>, CudaPart<'static>, CudaPart<'static>) -> mpmd_core::Result<()>,
 ) -> Result<(CudaStorage, Shape)> {
     let shape = x.layout.shape().clone();
     let y = issue(|on| on.made(&shape, x.storage.dtype(), |y| fill(on, x.part(on)?, y)))?;
@@ -172,7 +177,7 @@ fn map(
 fn back(
     x: &Tensor,
     gradient: &Tensor,
-    fill: impl FnOnce(&OnCuda<'_>, Part<'static>, Part<'static>) -> mpmd_core::Result<()>,
+    fill: impl FnOnce(&OnCuda<'_>, CudaPart<'static>, CudaPart<'static>) -> mpmd_core::Result<()>,
 ) -> Result<[Option<Tensor>; 1]> {
     let d_x = issue(|on| on.tensor_like(x, |d_x| on.with([gradient], |[d_y]| fill(on, d_y, d_x))))?;
     Ok([Some(d_x)])

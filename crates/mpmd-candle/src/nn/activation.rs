@@ -82,11 +82,11 @@ impl Module for Activation {
 ///
 /// If candle fails.
 pub fn gelu(xs: &Tensor) -> Result<Tensor> {
-    if let Some(y) = cuda_layers::activate(xs, Curve::Gelu.on_cuda()) {
+    if let Some(y) = cuda_layers::activate(xs, ActivationKernel::Gelu.on_cuda()) {
         return y;
     }
     match are_fast(&[xs]) {
-        true => xs.contiguous()?.apply_op1(Curve::Gelu),
+        true => xs.contiguous()?.apply_op1(ActivationKernel::Gelu),
         false => bounded(xs, 1e3, Tensor::gelu),
     }
 }
@@ -97,11 +97,11 @@ pub fn gelu(xs: &Tensor) -> Result<Tensor> {
 ///
 /// If candle fails.
 pub fn gelu_erf(xs: &Tensor) -> Result<Tensor> {
-    if let Some(y) = cuda_layers::activate(xs, Curve::GeluErf.on_cuda()) {
+    if let Some(y) = cuda_layers::activate(xs, ActivationKernel::GeluErf.on_cuda()) {
         return y;
     }
     match are_fast(&[xs]) {
-        true => xs.contiguous()?.apply_op1(Curve::GeluErf),
+        true => xs.contiguous()?.apply_op1(ActivationKernel::GeluErf),
         false => bounded(xs, 1e3, Tensor::gelu_erf),
     }
 }
@@ -112,11 +112,11 @@ pub fn gelu_erf(xs: &Tensor) -> Result<Tensor> {
 ///
 /// If candle fails.
 pub fn silu(xs: &Tensor) -> Result<Tensor> {
-    if let Some(y) = cuda_layers::activate(xs, Curve::Silu.on_cuda()) {
+    if let Some(y) = cuda_layers::activate(xs, ActivationKernel::Silu.on_cuda()) {
         return y;
     }
     match are_fast(&[xs]) {
-        true => xs.contiguous()?.apply_op1(Curve::Silu),
+        true => xs.contiguous()?.apply_op1(ActivationKernel::Silu),
         false => bounded(xs, 1e3, Tensor::silu),
     }
 }
@@ -134,6 +134,7 @@ pub fn swiglu(xs: &Tensor) -> Result<Tensor> {
             xs.dims()
         );
     }
+
     // `chunk` makes no halves of rows of width 0.
     let half = width / 2;
     let gate = xs.narrow(D::Minus1, 0, half)?;
@@ -164,11 +165,11 @@ fn bounded(xs: &Tensor, bound: f64, f: impl Fn(&Tensor) -> Result<Tensor>) -> Re
 
 impl Activation {
     /// Returns the function's kernel, if it has one and is of one number.
-    pub(super) fn curve(self) -> Option<Curve> {
+    pub(super) fn curve(self) -> Option<ActivationKernel> {
         match self {
-            Self::Gelu => Some(Curve::GeluErf),
-            Self::NewGelu | Self::GeluPytorchTanh => Some(Curve::Gelu),
-            Self::Silu | Self::Swish => Some(Curve::Silu),
+            Self::Gelu => Some(ActivationKernel::GeluErf),
+            Self::NewGelu | Self::GeluPytorchTanh => Some(ActivationKernel::Gelu),
+            Self::Silu | Self::Swish => Some(ActivationKernel::Silu),
             _ => None,
         }
     }
@@ -176,19 +177,19 @@ impl Activation {
 
 /// A function of one number with a kernel.
 #[derive(Clone, Copy)]
-pub(super) enum Curve {
+pub(super) enum ActivationKernel {
     Gelu,
     GeluErf,
     Silu,
 }
 
-impl Curve {
+impl ActivationKernel {
     /// Returns the function for kernels on CUDA devices.
-    pub(super) fn on_cuda(self) -> layers::Curve {
+    pub(super) fn on_cuda(self) -> layers::ActivationCurve {
         match self {
-            Self::Gelu => layers::Curve::Gelu,
-            Self::GeluErf => layers::Curve::GeluErf,
-            Self::Silu => layers::Curve::Silu,
+            Self::Gelu => layers::ActivationCurve::Gelu,
+            Self::GeluErf => layers::ActivationCurve::GeluErf,
+            Self::Silu => layers::ActivationCurve::Silu,
         }
     }
 
@@ -218,7 +219,7 @@ impl Curve {
     }
 }
 
-impl CustomOp1 for Curve {
+impl CustomOp1 for ActivationKernel {
     fn name(&self) -> &'static str {
         "activation"
     }
@@ -266,7 +267,8 @@ fn sigmoid(x: f32) -> f32 {
 
 #[inline(always)]
 fn silu_slope(x: f32) -> f32 {
-    let (x, share) = (x.clamp(-BOUND, BOUND), sigmoid(x));
+    let share = sigmoid(x);
+    let x = x.clamp(-BOUND, BOUND);
     share + x * share * (1.0 - share)
 }
 
@@ -298,6 +300,7 @@ fn normal(x: f32) -> (f32, f32) {
     for coefficient in [-1.453_152, 1.421_413_7, -0.284_496_74, 0.254_829_6] {
         series = series * t + coefficient;
     }
+
     let tail = 0.5 * series * t * power;
     (if x > 0.0 { 1.0 - tail } else { tail }, power * DENSITY)
 }
@@ -323,10 +326,10 @@ mod tests {
             0.5 * x * (1.0 + sum * 2.0 / std::f64::consts::PI.sqrt())
         };
         let silu = |x: f64| x / (1.0 + (-x).exp());
-        let curves: [(Curve, &dyn Fn(f64) -> f64); 3] = [
-            (Curve::Gelu, &tanh),
-            (Curve::GeluErf, &erf),
-            (Curve::Silu, &silu),
+        let curves: [(ActivationKernel, &dyn Fn(f64) -> f64); 3] = [
+            (ActivationKernel::Gelu, &tanh),
+            (ActivationKernel::GeluErf, &erf),
+            (ActivationKernel::Silu, &silu),
         ];
         let points: Vec<f32> = (-1000..=1000).map(|i| i as f32 * 0.004).collect();
         for (at, (curve, exact)) in curves.into_iter().enumerate() {

@@ -14,7 +14,7 @@ pub use candle_nn::attention::*;
 use rayon::prelude::*;
 
 use super::softmax::softmax;
-use super::values::{Values, are_fast, exact, result, single, slice, tensor_like, values};
+use super::values::{TensorValues, are_fast, exact, result, single, slice, tensor_like, values};
 use crate::cuda_layers;
 use crate::matmul::{Matrix, multiply_here};
 use crate::pass::{attends, keeps};
@@ -84,20 +84,27 @@ fn attention_to(
     cap: Option<f64>,
 ) -> Result<Tensor> {
     let (mask, sight) = match mask {
-        Mask::None => (None, Sight::All),
-        Mask::Causal => (None, Sight::Causal),
+        Mask::None => (None, SightByPosition::All),
+        Mask::Causal => (None, SightByPosition::Causal),
         Mask::CausalFrom(first) => {
-            let sizes = Sizes::of(q, k, v)?;
+            let sizes = AttentionSizes::of(q, k, v)?;
             check_first_keys(&first, sizes)?;
-            let sight = cuda_layers::Sight::From(first.clone());
+            let sight = cuda_layers::CudaSight::From(first.clone());
             if let Some(y) = cuda_layers::attention([q, k, v], sight, scale, cap) {
                 return y;
             }
-            (None, Sight::From(first_keys(&first, sizes)?))
+            (None, SightByPosition::From(first_keys(&first, sizes)?))
         }
-        Mask::Additive(mask) => (Some(mask), Sight::All),
+        Mask::Additive(mask) => (Some(mask), SightByPosition::All),
     };
-    attend(q, k, v, (mask.as_ref(), sight), scale, cap)
+
+    let scoring = Scoring {
+        mask,
+        sight,
+        scale,
+        cap,
+    };
+    attend(q, k, v, scoring)
 }
 
 /// Does the same as [`attention`], where one tensor has queries, keys and values.
@@ -118,23 +125,30 @@ pub fn self_attention(qkv: &Tensor, heads: usize, mask: Mask, scale: f64) -> Res
         );
     }
     let dim = columns / (3 * heads);
+
     if let (Mask::None | Mask::Causal, is_causal) = (&mask, matches!(mask, Mask::Causal))
         && let Some(y) = cuda_layers::self_attention(qkv, heads, is_causal, scale)
     {
         return y;
     }
+
     let parts = qkv
         .reshape((batch, time, heads, 3, dim))?
         .permute((3, 0, 2, 1, 4))?;
+
     let sight = match mask {
-        Mask::None => Some(Sight::All),
-        Mask::Causal => Some(Sight::Causal),
+        Mask::None => Some(SightByPosition::All),
+        Mask::Causal => Some(SightByPosition::Causal),
         _ => None,
     };
+
     let y = match sight.filter(|_| are_fast(&[qkv])) {
         Some(sight) => {
-            let (groups, queries, keys, out_dim) = (heads, time, time, dim);
-            let sizes = Sizes {
+            let groups = heads;
+            let queries = time;
+            let keys = time;
+            let out_dim = dim;
+            let sizes = AttentionSizes {
                 batch,
                 heads,
                 groups,
@@ -143,27 +157,38 @@ pub fn self_attention(qkv: &Tensor, heads: usize, mask: Mask, scale: f64) -> Res
                 dim,
                 out_dim,
             };
-            let operation = Attention::new(sizes, None, sight, scale, qkv.track_op());
+            let operation = AttentionOp::new(sizes, None, sight, scale, qkv.track_op());
             parts.contiguous()?.apply_op1(SelfAttention(operation))?
         }
         None => attention(&parts.get(0)?, &parts.get(1)?, &parts.get(2)?, mask, scale)?,
     };
+
     y.transpose(1, 2)?.reshape((batch, time, heads * dim))
+}
+
+/// The way from the products of queries and keys to scores.
+pub(super) struct Scoring {
+    /// Numbers that are added to the scaled scores.
+    pub(super) mask: Option<Tensor>,
+    pub(super) sight: SightByPosition,
+    pub(super) scale: f64,
+    /// A scaled score `x` becomes `cap tanh(x / cap)`.
+    pub(super) cap: Option<f64>,
 }
 
 /// The keys that a query sees by its position.
 #[derive(Clone)]
-pub(super) enum Sight {
+pub(super) enum SightByPosition {
     All,
     Causal,
     /// Causal, from the first key of each query on: `[batch, queries]`.
     From(Arc<[u32]>),
 }
 
-impl Sight {
+impl SightByPosition {
     /// Returns the keys that a query of a sequence sees.
-    fn of(&self, sizes: Sizes, sequence: usize, query: usize) -> Range<usize> {
-        let Sizes { queries, keys, .. } = sizes;
+    fn of(&self, sizes: AttentionSizes, sequence: usize, query: usize) -> Range<usize> {
+        let AttentionSizes { queries, keys, .. } = sizes;
         match self {
             Self::All => 0..keys,
             Self::Causal => 0..keys - queries + query + 1,
@@ -175,12 +200,13 @@ impl Sight {
 }
 
 /// Returns an error if the tensor has not a first key for each query.
-fn check_first_keys(first: &Tensor, sizes: Sizes) -> Result<()> {
-    let Sizes { batch, queries, .. } = sizes;
+fn check_first_keys(first: &Tensor, sizes: AttentionSizes) -> Result<()> {
+    let AttentionSizes { batch, queries, .. } = sizes;
     if first.dtype() != DType::U32
         || !matches!(*first.dims(), [n, q] if q == queries && (n == batch || n == 1))
     {
-        let (dims, dtype) = (first.dims(), first.dtype());
+        let dims = first.dims();
+        let dtype = first.dtype();
         bail!(
             "attention with first keys {dtype:?} {dims:?}: expected U32 {:?}",
             [batch, queries]
@@ -190,8 +216,8 @@ fn check_first_keys(first: &Tensor, sizes: Sizes) -> Result<()> {
 }
 
 /// Returns the first key of each query, for each sequence.
-fn first_keys(first: &Tensor, sizes: Sizes) -> Result<Arc<[u32]>> {
-    let Sizes {
+fn first_keys(first: &Tensor, sizes: AttentionSizes) -> Result<Arc<[u32]>> {
+    let AttentionSizes {
         batch,
         queries,
         keys,
@@ -201,6 +227,7 @@ fn first_keys(first: &Tensor, sizes: Sizes) -> Result<Arc<[u32]>> {
         .broadcast_as((batch, queries))?
         .flatten_all()?
         .to_vec1::<u32>()?;
+
     for (at, first) in first.iter().enumerate() {
         let own = (keys + at % queries).checked_sub(queries);
         if own.is_none_or(|own| *first as usize > own) {
@@ -215,31 +242,32 @@ fn first_keys(first: &Tensor, sizes: Sizes) -> Result<Arc<[u32]>> {
 
 /// Does the same as [`attention`], with an additive mask, a mask by position or both. With a cap,
 /// scores are `cap tanh(score / cap)`.
-pub(super) fn attend(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    (mask, sight): (Option<&Tensor>, Sight),
-    scale: f64,
-    cap: Option<f64>,
-) -> Result<Tensor> {
-    let sizes = Sizes::of(q, k, v)?;
-    if !matches!(sight, Sight::All) && sizes.queries > sizes.keys {
+pub(super) fn attend(q: &Tensor, k: &Tensor, v: &Tensor, scoring: Scoring) -> Result<Tensor> {
+    let Scoring {
+        mask,
+        sight,
+        scale,
+        cap,
+    } = scoring;
+    let sizes = AttentionSizes::of(q, k, v)?;
+    if !matches!(sight, SightByPosition::All) && sizes.queries > sizes.keys {
         bail!(
             "causal attention of {} queries to {} keys",
             sizes.queries,
             sizes.keys
         );
     }
+
     let scores = (sizes.batch, sizes.heads, sizes.queries, sizes.keys);
     let mask = mask
-        .map(|mask| single(mask)?.broadcast_as(scores))
+        .map(|mask| single(&mask)?.broadcast_as(scores))
         .transpose()?;
+
     let on_cuda = match (&mask, &sight) {
-        (None, Sight::All) => Some(cuda_layers::Sight::All),
-        (None, Sight::Causal) => Some(cuda_layers::Sight::Causal),
-        (Some(mask), Sight::All) if !mask.track_op() && mask.stride()[3] == 1 => {
-            Some(cuda_layers::Sight::Additive(mask.clone()))
+        (None, SightByPosition::All) => Some(cuda_layers::CudaSight::All),
+        (None, SightByPosition::Causal) => Some(cuda_layers::CudaSight::Causal),
+        (Some(mask), SightByPosition::All) if !mask.track_op() && mask.stride()[3] == 1 => {
+            Some(cuda_layers::CudaSight::Additive(mask.clone()))
         }
         _ => None,
     };
@@ -247,19 +275,27 @@ pub(super) fn attend(
     {
         return y;
     }
+
     let is_plain = mask
         .as_ref()
         .is_none_or(|mask| are_fast(&[mask]) && !mask.track_op());
     if !is_plain || cap.is_some() || !are_fast(&[q, k, v]) {
-        return compose(q, k, v, (mask, sight), scale, cap, sizes);
+        let scoring = Scoring {
+            mask,
+            sight,
+            scale,
+            cap,
+        };
+        return compose(q, k, v, scoring, sizes);
     }
     // Only the last dimension must be dense: a mask without heads is not copied for each head.
     let mask = match mask {
         Some(mask) if mask.stride()[3] != 1 => Some(mask.contiguous()?),
         mask => mask,
     };
+
     let is_tracked = q.track_op() || k.track_op() || v.track_op();
-    let operation = Attention::new(sizes, mask, sight, scale, is_tracked);
+    let operation = AttentionOp::new(sizes, mask, sight, scale, is_tracked);
     q.contiguous()?
         .apply_op3(&k.contiguous()?, &v.contiguous()?, operation)
 }
@@ -269,12 +305,16 @@ fn compose(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    (mask, sight): (Option<Tensor>, Sight),
-    scale: f64,
-    cap: Option<f64>,
-    sizes: Sizes,
+    scoring: Scoring,
+    sizes: AttentionSizes,
 ) -> Result<Tensor> {
-    let Sizes {
+    let Scoring {
+        mask,
+        sight,
+        scale,
+        cap,
+    } = scoring;
+    let AttentionSizes {
         batch,
         heads,
         groups,
@@ -282,8 +322,12 @@ fn compose(
         keys,
         ..
     } = sizes;
+
     let dtype = q.dtype();
-    let (q, k, v) = (single(q)?, single(k)?, single(v)?);
+    let q = single(q)?;
+    let k = single(k)?;
+    let v = single(v)?;
+
     // Gives each head its own keys or values.
     let spread = |x: &Tensor| {
         let (_, _, keys, dim) = x.dims4()?;
@@ -295,6 +339,7 @@ fn compose(
             .contiguous()?
             .reshape((batch, heads, keys, dim))
     };
+
     let mut scores = (q.contiguous()?.matmul(&spread(&k)?.t()?)? * scale)?;
     if let Some(cap) = cap {
         scores = ((scores / cap)?.tanh()? * cap)?;
@@ -302,20 +347,23 @@ fn compose(
     if let Some(mask) = mask {
         scores = (scores + mask.to_dtype(q.dtype())?)?;
     }
-    if !matches!(sight, Sight::All) {
-        let rows = if matches!(sight, Sight::From(_)) {
+
+    if !matches!(sight, SightByPosition::All) {
+        let rows = if matches!(sight, SightByPosition::From(_)) {
             batch
         } else {
             1
         };
         let hidden = (0..rows * queries * keys).map(|at| {
-            let (row, key) = (at / keys, at % keys);
+            let row = at / keys;
+            let key = at % keys;
             let sees = sight.of(sizes, row / queries, row % queries).contains(&key);
             if sees { 0.0 } else { f32::NEG_INFINITY }
         });
         let hidden = Tensor::from_vec(hidden.collect(), (rows, 1, queries, keys), q.device())?;
         scores = scores.broadcast_add(&hidden.to_dtype(q.dtype())?)?;
     }
+
     softmax(&scores, D::Minus1)?
         .matmul(&spread(&v)?)?
         .to_dtype(dtype)
@@ -323,7 +371,7 @@ fn compose(
 
 /// The sizes of the arguments.
 #[derive(Clone, Copy)]
-struct Sizes {
+struct AttentionSizes {
     batch: usize,
     heads: usize,
     groups: usize,
@@ -333,7 +381,7 @@ struct Sizes {
     out_dim: usize,
 }
 
-impl Sizes {
+impl AttentionSizes {
     fn of(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Self> {
         if let (
             &[batch, heads, queries, dim],
@@ -355,6 +403,7 @@ impl Sizes {
                 out_dim,
             });
         }
+
         bail!(
             "attention of q {:?}, k {:?} and v {:?}: expected [batch, heads, queries, dim], \
              [batch, groups, keys, dim] and [batch, groups, keys, out_dim], where groups divides \
@@ -367,11 +416,11 @@ impl Sizes {
 }
 
 /// The operation of [`attention`].
-struct Attention {
-    sizes: Sizes,
+struct AttentionOp {
+    sizes: AttentionSizes,
     /// An additive mask: `[batch, heads, queries, keys]` with dense rows.
     mask: Option<Tensor>,
-    sight: Sight,
+    sight: SightByPosition,
     scale: f32,
     /// One for each query, for the backward pass: `[batch, heads, queries]`.
     normalizers: OnceLock<Vec<Normalizer>>,
@@ -389,7 +438,7 @@ pub(super) struct Normalizer {
 
 /// A block of queries of one head.
 #[derive(Clone)]
-struct Block {
+struct QueryBlock {
     /// `sequence * heads + head`.
     head: usize,
     /// The position of the first query.
@@ -399,9 +448,15 @@ struct Block {
     keys: Range<usize>,
 }
 
-impl Attention {
+impl AttentionOp {
     /// Creates the operation. `is_tracked` is true if it keeps normalizers for a backward pass.
-    fn new(sizes: Sizes, mask: Option<Tensor>, sight: Sight, scale: f64, is_tracked: bool) -> Self {
+    fn new(
+        sizes: AttentionSizes,
+        mask: Option<Tensor>,
+        sight: SightByPosition,
+        scale: f64,
+        is_tracked: bool,
+    ) -> Self {
         attends(sizes.dim);
         if is_tracked {
             keeps((sizes.batch * sizes.heads * sizes.queries * size_of::<Normalizer>()) as u64);
@@ -415,16 +470,17 @@ impl Attention {
         }
     }
 
-    fn block(&self, head: usize, first: usize, rows: usize) -> Block {
+    fn block(&self, head: usize, first: usize, rows: usize) -> QueryBlock {
         let sees = |row| {
             self.sight
                 .of(self.sizes, head / self.sizes.heads, first + row)
         };
         let start = match self.sight {
-            Sight::From(_) => (0..rows).map(|row| sees(row).start).min().unwrap_or(0),
+            SightByPosition::From(_) => (0..rows).map(|row| sees(row).start).min().unwrap_or(0),
             _ => 0,
         };
-        Block {
+
+        QueryBlock {
             head,
             first,
             rows,
@@ -438,7 +494,7 @@ impl Attention {
     }
 
     /// Replaces the products `scores` `[rows, keys]` of a block by the scaled and masked scores.
-    fn finish_scores(&self, block: &Block, scores: &mut [f32], mask: Option<&MaskValues<'_>>) {
+    fn finish_scores(&self, block: &QueryBlock, scores: &mut [f32], mask: Option<&MaskValues<'_>>) {
         for (i, row) in scores.chunks_exact_mut(block.keys.len()).enumerate() {
             match mask {
                 Some(mask) => {
@@ -454,7 +510,7 @@ impl Attention {
     }
 
     /// Returns the keys that a block's query sees, counted from the first of the block.
-    fn seen(&self, block: &Block, row: usize) -> Range<usize> {
+    fn seen(&self, block: &QueryBlock, row: usize) -> Range<usize> {
         let seen = self
             .sight
             .of(self.sizes, block.head / self.sizes.heads, block.first + row);
@@ -466,7 +522,7 @@ impl Attention {
     }
 
     fn forward(&self, q: &[f32], k: &[f32], v: &[f32]) -> Result<(Vec<f32>, Vec<Normalizer>)> {
-        let Sizes {
+        let AttentionSizes {
             batch,
             heads,
             queries,
@@ -477,17 +533,21 @@ impl Attention {
         } = self.sizes;
         let mask = self.mask()?;
         let mask = mask.as_ref();
+
         let mut out = vec![0.0; batch * heads * queries * out_dim];
         let mut normalizers = vec![Normalizer::default(); batch * heads * queries];
         if out.is_empty() || keys == 0 {
             return Ok((out, normalizers));
         }
+
         let all = out
             .par_chunks_mut(queries * out_dim)
             .zip(normalizers.par_chunks_mut(queries));
         all.enumerate().for_each(|(head, (out, normalizers))| {
             let group = self.group(head);
-            let (k, v) = (&k[group * keys * dim..], &v[group * keys * out_dim..]);
+            let k = &k[group * keys * dim..];
+            let v = &v[group * keys * out_dim..];
+
             let blocks = out
                 .par_chunks_mut(BLOCK * out_dim)
                 .zip(normalizers.par_chunks_mut(BLOCK));
@@ -496,16 +556,21 @@ impl Attention {
                 .for_each_init(Vec::new, |scores: &mut Vec<f32>, (at, place)| {
                     let (out, normalizers) = place;
                     let block = self.block(head, at * BLOCK, normalizers.len());
-                    let (rows, start, keys) = (block.rows, block.keys.start, block.keys.len());
+                    let rows = block.rows;
+                    let start = block.keys.start;
+                    let keys = block.keys.len();
                     scores.resize(rows * keys, 0.0);
+
                     let q = &q[(head * queries + block.first) * dim..][..rows * dim];
                     let k = Matrix::new(&k[start * dim..][..keys * dim], keys, dim);
                     multiply_here(scores, Matrix::new(q, rows, dim), k.t(), false);
                     self.finish_scores(&block, scores, mask);
+
                     let all = scores.chunks_exact_mut(keys).zip(&mut *normalizers);
                     for (i, (row, normalizer)) in all.enumerate() {
                         *normalizer = probabilities(row, self.seen(&block, i));
                     }
+
                     let v = Matrix::new(&v[start * out_dim..][..keys * out_dim], keys, out_dim);
                     multiply_here(out, Matrix::new(scores, rows, keys), v, false);
                 });
@@ -514,8 +579,8 @@ impl Attention {
     }
 
     /// Returns the gradients of queries, keys and values.
-    fn backward(&self, from: &Given<'_>) -> Result<[Vec<f32>; 3]> {
-        let Sizes {
+    fn backward(&self, from: &BackwardArrays<'_>) -> Result<[Vec<f32>; 3]> {
+        let AttentionSizes {
             batch,
             heads,
             groups,
@@ -525,6 +590,7 @@ impl Attention {
             out_dim,
         } = self.sizes;
         let mask = self.mask()?;
+
         let mut d_q = vec![0.0; batch * heads * queries * dim];
         let mut d_k = vec![0.0; batch * groups * keys * dim];
         let mut d_v = vec![0.0; batch * groups * keys * out_dim];
@@ -537,14 +603,16 @@ impl Attention {
             d_k.par_chunks_mut(keys * dim)
                 .zip(d_v.par_chunks_mut(keys * out_dim)),
         );
+
         parts.enumerate().for_each_init(
-            || (Vec::new(), Vec::new()),
+            BlockScratch::default,
             |scratch, (group, (d_q, (d_k, d_v)))| {
                 for (at, d_q) in d_q.chunks_mut(queries * dim).enumerate() {
                     let head = group * shared + at;
                     for (at, d_q) in d_q.chunks_mut(BLOCK * dim).enumerate() {
                         let block = self.block(head, at * BLOCK, d_q.len() / dim);
-                        self.backward_block(&block, from, mask.as_ref(), (d_q, d_k, d_v), scratch);
+                        let into = BlockGradients { d_q, d_k, d_v };
+                        self.backward_block(&block, from, mask.as_ref(), into, scratch);
                     }
                 }
             },
@@ -556,27 +624,32 @@ impl Attention {
     /// values. `scratch` may have any content.
     fn backward_block(
         &self,
-        block: &Block,
-        from: &Given<'_>,
+        block: &QueryBlock,
+        from: &BackwardArrays<'_>,
         mask: Option<&MaskValues<'_>>,
-        (d_q, d_k, d_v): (&mut [f32], &mut [f32], &mut [f32]),
-        (scores, d_scores): &mut (Vec<f32>, Vec<f32>),
+        into: BlockGradients<'_>,
+        scratch: &mut BlockScratch,
     ) {
-        let Sizes {
+        let BlockGradients { d_q, d_k, d_v } = into;
+        let BlockScratch { scores, d_scores } = scratch;
+        let AttentionSizes {
             queries,
             keys: all_keys,
             dim,
             out_dim,
             ..
         } = self.sizes;
-        let &Block {
+        let &QueryBlock {
             head,
             first,
             rows,
             ref keys,
         } = block;
-        let (start, keys) = (keys.start, keys.len());
-        let (group, at) = (self.group(head), head * queries + first);
+        let start = keys.start;
+        let keys = keys.len();
+        let group = self.group(head);
+        let at = head * queries + first;
+
         let k = &from.k[(group * all_keys + start) * dim..][..keys * dim];
         let k = Matrix::new(k, keys, dim);
         let v = &from.v[(group * all_keys + start) * out_dim..][..keys * out_dim];
@@ -584,24 +657,28 @@ impl Attention {
         let q = Matrix::new(&from.q[at * dim..][..rows * dim], rows, dim);
         let out = from.out.map(|out| &out[at * out_dim..][..rows * out_dim]);
         let d_out = &from.d_out[at * out_dim..][..rows * out_dim];
+
         scores.resize(rows * keys, 0.0);
         d_scores.resize(rows * keys, 0.0);
         let d_out_rows = Matrix::new(d_out, rows, out_dim);
         multiply_here(scores, q, k.t(), false);
         self.finish_scores(block, scores, mask);
         multiply_here(d_scores, d_out_rows, v.t(), false);
+
         let rows_of = scores
             .chunks_exact_mut(keys)
             .zip(d_scores.chunks_exact_mut(keys));
         for (i, (row, d_row)) in rows_of.enumerate() {
             let columns = i * out_dim..(i + 1) * out_dim;
             let mean = out.map(|out| lanes::dot(&out[columns.clone()], &d_out[columns]));
-            let factors = (self.scale, from.normalizers[at + i], mean);
-            score_gradients(row, d_row, self.seen(block, i), factors);
+            let seen = self.seen(block, i);
+            score_gradients(row, d_row, seen, self.scale, from.normalizers[at + i], mean);
         }
+
         let probabilities = Matrix::new(scores, rows, keys);
         let d_scores = Matrix::new(d_scores, rows, keys);
-        let (d_k, d_v) = (&mut d_k[start * dim..], &mut d_v[start * out_dim..]);
+        let d_k = &mut d_k[start * dim..];
+        let d_v = &mut d_v[start * out_dim..];
         multiply_here(
             &mut d_v[..keys * out_dim],
             probabilities.t(),
@@ -634,18 +711,22 @@ fn hide(row: &mut [f32], seen: &Range<usize>) {
 /// Replaces the scores of a query by its probabilities, and the gradients `d_row` of the latter by
 /// those of the products of query and keys. Only those of the keys that it sees are not zero.
 ///
-/// The factors are (scale of the products, normalizer of the scores, mean of the probabilities'
-/// gradients). The mean is the product of the result and its gradient, and computed here if it is
-/// `None`.
+/// `scale` is that of the products. `mean` is the mean of the probabilities' gradients: the product
+/// of the result and its gradient, which is computed here if it is `None`.
 fn score_gradients(
     row: &mut [f32],
     d_row: &mut [f32],
     seen: Range<usize>,
-    (scale, Normalizer { largest, share }, mean): (f32, Normalizer, Option<f32>),
+    scale: f32,
+    normalizer: Normalizer,
+    mean: Option<f32>,
 ) {
+    let Normalizer { largest, share } = normalizer;
     hide(row, &seen);
     hide(d_row, &seen);
-    let (d_seen, seen) = (&mut d_row[seen.clone()], &mut row[seen]);
+    let d_seen = &mut d_row[seen.clone()];
+    let seen = &mut row[seen];
+
     let probability = |x: f32| share * lanes::exp(x - largest);
     let mean = match mean {
         Some(mean) => mean,
@@ -657,8 +738,22 @@ fn score_gradients(
     }
 }
 
+/// Gradients that a block adds to: of its own queries, and of its group's keys and values.
+struct BlockGradients<'a> {
+    d_q: &'a mut [f32],
+    d_k: &'a mut [f32],
+    d_v: &'a mut [f32],
+}
+
+/// Memory for the scores of a block and their gradients. It may have any content.
+#[derive(Default)]
+struct BlockScratch {
+    scores: Vec<f32>,
+    d_scores: Vec<f32>,
+}
+
 /// The arrays that the backward pass reads.
-struct Given<'a> {
+struct BackwardArrays<'a> {
     q: &'a [f32],
     k: &'a [f32],
     v: &'a [f32],
@@ -670,13 +765,13 @@ struct Given<'a> {
 
 /// The elements of a mask `[batch, heads, queries, keys]` with dense rows.
 struct MaskValues<'a> {
-    values: Values<'a>,
+    values: TensorValues<'a>,
     strides: [usize; 3],
 }
 
 impl<'a> MaskValues<'a> {
     fn of(mask: &'a Tensor) -> Result<Self> {
-        let values = Values::strided(mask)?;
+        let values = TensorValues::strided(mask)?;
         Ok(Self {
             values,
             strides: [0, 1, 2].map(|dim| mask.stride()[dim]),
@@ -684,7 +779,7 @@ impl<'a> MaskValues<'a> {
     }
 
     /// Returns the row of one query, where `head` is `sequence * heads + head`.
-    fn row(&self, sizes: Sizes, head: usize, query: usize) -> &[f32] {
+    fn row(&self, sizes: AttentionSizes, head: usize, query: usize) -> &[f32] {
         let at = [head / sizes.heads, head % sizes.heads, query];
         let start: usize = at
             .iter()
@@ -695,7 +790,7 @@ impl<'a> MaskValues<'a> {
     }
 }
 
-impl CustomOp3 for Attention {
+impl CustomOp3 for AttentionOp {
     fn name(&self) -> &'static str {
         "attention"
     }
@@ -709,13 +804,14 @@ impl CustomOp3 for Attention {
         v: &CpuStorage,
         v_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let Sizes {
+        let AttentionSizes {
             batch,
             heads,
             queries,
             out_dim,
             ..
         } = self.sizes;
+
         let [keys, values] = [slice(k, k_layout)?, slice(v, v_layout)?];
         let (out, normalizers) = self.forward(&slice(q, q_layout)?, &keys, &values)?;
         self.normalizers.get_or_init(|| normalizers);
@@ -733,12 +829,13 @@ impl CustomOp3 for Attention {
         let Some(normalizers) = self.normalizers.get() else {
             bail!("attention's backward pass before its forward pass");
         };
+
         let gradient = gradient.contiguous()?;
         let [d_q, d_k, d_v] = {
             let [q, k, v, d_out] = [values(q)?, values(k)?, values(v)?, values(&gradient)?];
             let out = exact(out)?;
             let out = out.as_deref();
-            self.backward(&Given {
+            self.backward(&BackwardArrays {
                 q: &q,
                 k: &k,
                 v: &v,
@@ -747,6 +844,7 @@ impl CustomOp3 for Attention {
                 normalizers,
             })?
         };
+
         let needed = |gradient: Vec<f32>, like: &Tensor| {
             like.track_op()
                 .then(|| tensor_like(gradient, like))
@@ -758,7 +856,7 @@ impl CustomOp3 for Attention {
 
 /// The operation of [`self_attention`]: attention to one tensor with queries, keys and values, one
 /// after the other.
-struct SelfAttention(Attention);
+struct SelfAttention(AttentionOp);
 
 impl CustomOp1 for SelfAttention {
     fn name(&self) -> &'static str {
@@ -766,16 +864,14 @@ impl CustomOp1 for SelfAttention {
     }
 
     fn cpu_fwd(&self, qkv: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (
-            Sizes {
-                batch,
-                heads,
-                queries,
-                out_dim,
-                ..
-            },
-            all,
-        ) = (self.0.sizes, slice(qkv, layout)?);
+        let AttentionSizes {
+            batch,
+            heads,
+            queries,
+            out_dim,
+            ..
+        } = self.0.sizes;
+        let all = slice(qkv, layout)?;
         let (q, rest) = all.split_at(all.len() / 3);
         let (k, v) = rest.split_at(q.len());
         let (out, normalizers) = self.0.forward(q, k, v)?;
@@ -787,6 +883,7 @@ impl CustomOp1 for SelfAttention {
         let Some(normalizers) = self.0.normalizers.get() else {
             bail!("attention's backward pass before its forward pass");
         };
+
         let gradient = gradient.contiguous()?;
         let d_qkv = {
             let [all, d_out] = [values(qkv)?, values(&gradient)?];
@@ -795,7 +892,7 @@ impl CustomOp1 for SelfAttention {
             let out = exact(out)?;
             let out = out.as_deref();
             self.0
-                .backward(&Given {
+                .backward(&BackwardArrays {
                     q,
                     k,
                     v,

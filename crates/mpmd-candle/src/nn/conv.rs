@@ -57,10 +57,12 @@ impl Conv1d {
             groups,
             ..
         } = self.config;
-        let (x_dims, dims) = (x.dims(), self.weight.dims());
+        let x_dims = x.dims();
+        let dims = self.weight.dims();
         let (&[batch, channels, length], &[outputs, _, size]) = (x_dims, dims) else {
             bail!("the input is {x_dims:?} and the weight {dims:?}: expected 3 dimensions each");
         };
+
         let convolution = Convolution {
             channels,
             outputs,
@@ -71,6 +73,7 @@ impl Conv1d {
             stride,
             dilation,
         };
+
         let y = convolution.apply(x, &self.weight, batch)?.squeeze(2)?;
         add_bias(y, self.bias.as_ref())
     }
@@ -126,11 +129,13 @@ impl Conv2d {
             groups,
             ..
         } = self.config;
-        let (x_dims, dims) = (x.dims(), self.weight.dims());
+        let x_dims = x.dims();
+        let dims = self.weight.dims();
         let (&[batch, channels, height, width], &[outputs, _, rows, columns]) = (x_dims, dims)
         else {
             bail!("the input is {x_dims:?} and the weight {dims:?}: expected 4 dimensions each");
         };
+
         let convolution = Convolution {
             channels,
             outputs,
@@ -141,6 +146,7 @@ impl Conv2d {
             stride,
             dilation,
         };
+
         add_bias(
             convolution.apply(x, &self.weight, batch)?,
             self.bias.as_ref(),
@@ -233,6 +239,7 @@ pub fn conv2d_no_bias(
         kernel_size,
     );
     let weight = vb.get_with_hints(shape, "weight", candle_nn::init::DEFAULT_KAIMING_NORMAL)?;
+
     Ok(Conv2d {
         weight,
         bias: None,
@@ -306,9 +313,12 @@ impl Convolution {
                 weight.dim(1)? * groups
             );
         }
-        let (dtype, weight) = (x.dtype(), single(weight)?);
+
+        let dtype = x.dtype();
+        let weight = single(weight)?;
         let x = single(x)?.reshape((batch, channels, input[0], input[1]))?;
         let weight = weight.reshape((outputs, channels / groups, kernel[0], kernel[1]))?;
+
         // Candle's backward pass fails for windows that do not fill the input, so the rest is cut.
         let x = x.pad_with_zeros(2, padding[0], padding[0])?;
         let x = x.pad_with_zeros(3, padding[1], padding[1])?;
@@ -317,6 +327,7 @@ impl Convolution {
             .narrow(2, 0, used[0])?
             .narrow(3, 0, used[1])?
             .contiguous()?;
+
         x.conv2d(&weight, 0, stride, dilation, groups)?
             .to_dtype(dtype)
     }

@@ -62,15 +62,18 @@ pub fn dropout(xs: &Tensor, drop_p: f32) -> Result<Tensor> {
     if drop_p == 0.0 {
         return Ok(xs.clone());
     }
+
     let limit = ((f64::from(drop_p) * DRAWS).round() as u64).min(DRAWS as u64 - 1);
     let key = random_key()?;
     if let Some(y) = cuda_layers::dropout(xs, key, drop_p) {
         return y;
     }
-    let drop = Drop { key, limit };
+
+    let drop = DropoutOp { key, limit };
     if are_fast(&[xs]) {
         return xs.contiguous()?.apply_op1(drop);
     }
+
     let mask = Tensor::from_vec(
         drop.apply(&vec![1.0; xs.elem_count()]),
         xs.shape(),
@@ -80,13 +83,13 @@ pub fn dropout(xs: &Tensor, drop_p: f32) -> Result<Tensor> {
 }
 
 /// The operation of one call.
-struct Drop {
+struct DropoutOp {
     key: Key,
     /// An element is kept if its 16 random bits are not below this number.
     limit: u64,
 }
 
-impl Drop {
+impl DropoutOp {
     /// Returns `x` with dropped and scaled elements.
     fn apply(&self, x: &[f32]) -> Vec<f32> {
         let scale = (DRAWS / (DRAWS - self.limit as f64)) as f32;
@@ -95,6 +98,7 @@ impl Drop {
             let chunks = out
                 .chunks_mut(SHARED)
                 .zip(x[first * SHARED..].chunks(SHARED));
+
             for (at, (out, x)) in chunks.enumerate() {
                 let mut random = bits(self.key, (first + at) as u64);
                 for (out, x) in out.iter_mut().zip(x) {
@@ -111,7 +115,7 @@ impl Drop {
     }
 }
 
-impl CustomOp1 for Drop {
+impl CustomOp1 for DropoutOp {
     fn name(&self) -> &'static str {
         "dropout"
     }

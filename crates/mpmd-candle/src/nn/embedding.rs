@@ -43,17 +43,20 @@ impl Embedding {
                 self.hidden_size
             );
         }
+
         let mut shape = indexes.dims().to_vec();
         shape.push(width);
         let table = self.embeddings.contiguous()?;
         if let Some(rows) = cuda_layers::embedding(&table, indexes, &shape) {
             return rows;
         }
+
         if !are_fast(&[&table]) {
             return table
                 .index_select(&indexes.flatten_all()?, 0)?
                 .reshape(shape);
         }
+
         let indices = indices(indexes)?;
         if let Some(index) = indices.iter().find(|index| **index as usize >= rows) {
             bail!("index {index} is not in the table of {rows} rows");
@@ -61,7 +64,8 @@ impl Embedding {
         if table.track_op() {
             keeps(size_of_val(&*indices) as u64);
         }
-        table.apply_op1(Lookup { indices, shape })
+
+        table.apply_op1(RowLookup { indices, shape })
     }
 }
 
@@ -110,13 +114,13 @@ pub(super) fn indices(tensor: &Tensor) -> Result<Vec<u32>> {
 }
 
 /// The operation that copies rows of a table.
-struct Lookup {
+struct RowLookup {
     indices: Vec<u32>,
     /// The shape of the result. Its last dimension is the length of a row.
     shape: Vec<usize>,
 }
 
-impl Lookup {
+impl RowLookup {
     fn rows<T: Copy>(&self, table: &[T], width: usize) -> Vec<T> {
         let mut out = Vec::with_capacity(self.indices.len() * width);
         for index in &self.indices {
@@ -126,13 +130,14 @@ impl Lookup {
     }
 }
 
-impl CustomOp1 for Lookup {
+impl CustomOp1 for RowLookup {
     fn name(&self) -> &'static str {
         "embedding"
     }
 
     fn cpu_fwd(&self, table: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let ((from, to), width) = (offsets(layout)?, layout.dims()[1]);
+        let (from, to) = offsets(layout)?;
+        let width = layout.dims()[1];
         let rows = match table {
             CpuStorage::F32(table) => CpuStorage::F32(self.rows(&table[from..to], width)),
             CpuStorage::F16(table) => CpuStorage::F16(self.rows(&table[from..to], width)),
@@ -143,8 +148,10 @@ impl CustomOp1 for Lookup {
     }
 
     fn bwd(&self, table: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        let (gradient, indices) = (gradient.contiguous()?, self.indices.clone());
+        let gradient = gradient.contiguous()?;
+        let indices = self.indices.clone();
         let width = table.dim(1)?;
+
         weight_gradient(table, move |into| {
             let gradient = values(&gradient)?;
             for (at, index) in indices.iter().enumerate() {

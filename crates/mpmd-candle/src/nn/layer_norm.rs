@@ -84,7 +84,7 @@ impl LayerNorm {
 
 impl Module for LayerNorm {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let norm = Norm {
+        let norm = RowNorm {
             remove_mean: self.remove_mean,
             eps: self.eps,
         };
@@ -111,6 +111,7 @@ pub fn layer_norm<C: Into<LayerNormConfig>>(
         remove_mean,
         affine,
     } = config.into();
+
     let variable = |name: &str, old: &str, value| {
         let is_old = !vb.contains_tensor(name) && vb.contains_tensor(old);
         vb.get_with_hints(size, if is_old { old } else { name }, Init::Const(value))
@@ -121,6 +122,7 @@ pub fn layer_norm<C: Into<LayerNormConfig>>(
     } else {
         None
     };
+
     Ok(LayerNorm {
         weight,
         bias,
@@ -205,15 +207,19 @@ pub fn rms_norm(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
 
 /// The operation of a norm.
 #[derive(Clone, Copy)]
-pub(super) struct Norm {
+pub(super) struct RowNorm {
     pub(super) remove_mean: bool,
     pub(super) eps: f64,
 }
 
 /// The mean of a row, and one over its standard deviation.
-type Statistics = (f32, f32);
+#[derive(Clone, Copy)]
+struct RowStatistics {
+    mean: f32,
+    scale: f32,
+}
 
-impl Norm {
+impl RowNorm {
     /// Normalises the rows of `x` `[..., width]`. `weight` and `bias` are `[width]`.
     pub(super) fn apply(
         &self,
@@ -230,16 +236,19 @@ impl Norm {
         {
             bail!("the bias is {:?}: expected [{width}]", bias.dims());
         }
+
         if let Some(y) = cuda_layers::norm(x, weight, bias, (self.remove_mean, self.eps)) {
             return y;
         }
         if are_fast(&[x, weight]) && bias.is_none_or(|bias| are_fast(&[bias])) {
-            let (x, weight) = (x.contiguous()?, weight.contiguous()?);
+            let x = x.contiguous()?;
+            let weight = weight.contiguous()?;
             return match bias {
                 None => x.apply_op2(&weight, *self),
                 Some(bias) => x.apply_op3(&weight, &bias.contiguous()?, *self),
             };
         }
+
         self.compose(x, weight, bias)
     }
 
@@ -253,6 +262,7 @@ impl Norm {
         };
         let variance = x.sqr()?.mean_keepdim(D::Minus1)?;
         let x = x.broadcast_div(&(variance + self.eps)?.sqrt()?)?;
+
         let mut x = x.broadcast_mul(&single(weight)?)?;
         if let Some(bias) = bias {
             x = x.broadcast_add(&single(bias)?)?;
@@ -260,7 +270,7 @@ impl Norm {
         x.to_dtype(dtype)
     }
 
-    fn statistics(&self, row: &[f32]) -> Statistics {
+    fn statistics(&self, row: &[f32]) -> RowStatistics {
         let share = 1.0 / row.len() as f32;
         let mean = if self.remove_mean {
             lanes::sum(row) * share
@@ -268,7 +278,10 @@ impl Norm {
             0.0
         };
         let variance = lanes::sum_of(row, |x| (x - mean) * (x - mean)) * share;
-        (mean, 1.0 / (variance + self.eps as f32).sqrt())
+        RowStatistics {
+            mean,
+            scale: 1.0 / (variance + self.eps as f32).sqrt(),
+        }
     }
 
     fn forward(&self, x: &[f32], weight: &[f32], bias: Option<&[f32]>) -> Vec<f32> {
@@ -277,7 +290,7 @@ impl Norm {
         for_rows(&mut out, width, |first, out| {
             let rows = x[first * width..].chunks_exact(width);
             for (out, x) in out.chunks_exact_mut(width).zip(rows) {
-                let (mean, scale) = self.statistics(x);
+                let RowStatistics { mean, scale } = self.statistics(x);
                 for ((out, x), weight) in out.iter_mut().zip(x).zip(weight) {
                     *out = (*x - mean) * scale * *weight;
                 }
@@ -298,12 +311,14 @@ impl Norm {
         weight: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let statistics: Arc<[Statistics]> = {
-            let (x, width) = (values(x)?, weight.elem_count());
+        let statistics: Arc<[RowStatistics]> = {
+            let x = values(x)?;
+            let width = weight.elem_count();
             x.chunks_exact(width)
                 .map(|row| self.statistics(row))
                 .collect()
         };
+
         let d_x = if x.track_op() {
             let d_x = self.backward_input(
                 &values(x)?,
@@ -315,11 +330,15 @@ impl Norm {
         } else {
             None
         };
-        let (x, gradient) = (x.detach(), gradient.clone());
+
+        let x = x.detach();
+        let gradient = gradient.clone();
         let d_weight = weight_gradient(weight, move |into| {
-            let (x, gradient, width) = (values(&x)?, values(&gradient)?, into.len());
+            let x = values(&x)?;
+            let gradient = values(&gradient)?;
+            let width = into.len();
             add_columns(into, statistics.len(), |row, at, sums| {
-                let (mean, scale) = statistics[row];
+                let RowStatistics { mean, scale } = statistics[row];
                 let columns = row * width + at..row * width + at + sums.len();
                 let terms = x[columns.clone()].iter().zip(&gradient[columns]);
                 for (sum, (x, d)) in sums.iter_mut().zip(terms) {
@@ -328,6 +347,7 @@ impl Norm {
             });
             Ok(())
         })?;
+
         Ok((d_x, d_weight))
     }
 
@@ -336,28 +356,32 @@ impl Norm {
         x: &[f32],
         weight: &[f32],
         gradient: &[f32],
-        statistics: &[Statistics],
+        statistics: &[RowStatistics],
     ) -> Vec<f32> {
         let width = weight.len();
         let share = 1.0 / width as f32;
         let mut d_x = vec![0.0; x.len()];
         for_rows(&mut d_x, width, |first, d_x| {
-            let (x, gradient) = (&x[first * width..], &gradient[first * width..]);
+            let x = &x[first * width..];
+            let gradient = &gradient[first * width..];
+
             let rows = x.chunks_exact(width).zip(gradient.chunks_exact(width));
             let rows = d_x
                 .chunks_exact_mut(width)
                 .zip(rows)
                 .zip(&statistics[first..]);
-            for ((d_x, (x, gradient)), (mean, scale)) in rows {
+            for ((d_x, (x, gradient)), RowStatistics { mean, scale }) in rows {
                 for ((d_x, d), weight) in d_x.iter_mut().zip(gradient).zip(weight) {
                     *d_x = *d * *weight;
                 }
+
                 // Mean and variance depend on all elements of the row. These terms subtract their
                 // part of the gradient.
                 let sum = lanes::sum(d_x);
                 let along =
                     lanes::sum_of_both(d_x, x, |d, x| d * (x - mean)) * scale * scale * share;
                 let shift = if self.remove_mean { sum * share } else { 0.0 };
+
                 for (d_x, x) in d_x.iter_mut().zip(x) {
                     *d_x = *scale * (*d_x - shift - (*x - mean) * along);
                 }
@@ -367,7 +391,7 @@ impl Norm {
     }
 }
 
-impl CustomOp2 for Norm {
+impl CustomOp2 for RowNorm {
     fn name(&self) -> &'static str {
         "norm"
     }
@@ -394,7 +418,7 @@ impl CustomOp2 for Norm {
     }
 }
 
-impl CustomOp3 for Norm {
+impl CustomOp3 for RowNorm {
     fn name(&self) -> &'static str {
         "norm with bias"
     }
@@ -408,7 +432,8 @@ impl CustomOp3 for Norm {
         bias: &CpuStorage,
         bias_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (weight, bias) = (slice(weight, weight_layout)?, slice(bias, bias_layout)?);
+        let weight = slice(weight, weight_layout)?;
+        let bias = slice(bias, bias_layout)?;
         let y = self.forward(&slice(x, x_layout)?, &weight, Some(&bias));
         result(y, x_layout.shape(), x)
     }

@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
 use candle_nn::{Init, Module, VarBuilder};
 
-use super::activation::{Activation, Curve};
+use super::activation::{Activation, ActivationKernel};
 use super::values::{
     are_fast, bias_gradient, in_layer, name_of, result, single, slice, tensor_like, values,
 };
@@ -60,17 +60,21 @@ impl Linear {
         if sizes.iter().all(|size| *size == 1) {
             return self.forward(x);
         }
+
         let product = Self {
             weight: self.weight.clone(),
             bias: None,
             name: self.name.clone(),
         };
-        let sum = |y: Tensor, axis: &&str| cx.all_reduce(&y, axis);
-        let y = axes.iter().rev().try_fold(product.forward(x)?, sum)?;
+        let y = axes
+            .iter()
+            .rev()
+            .try_fold(product.forward(x)?, |y, axis| cx.all_reduce(&y, axis))?;
+
         match &self.bias {
             None => Ok(y),
             Some(bias) if cuda::are_on_cuda(&[&y, bias]) => cuda_layers::add_bias(&y, bias),
-            Some(bias) if are_fast(&[&y, bias]) => y.apply_op2(&bias.contiguous()?, AddBias),
+            Some(bias) if are_fast(&[&y, bias]) => y.apply_op2(&bias.contiguous()?, BiasAddition),
             Some(bias) => single(&y)?
                 .broadcast_add(&single(bias)?)?
                 .to_dtype(y.dtype()),
@@ -91,6 +95,7 @@ impl Linear {
         {
             return in_layer(self.name.as_deref(), y);
         }
+
         let fast = self
             .bias
             .as_ref()
@@ -102,8 +107,9 @@ impl Linear {
             if x.track_op() || self.weight.track_op() || bias.track_op() {
                 keeps((shape.iter().product::<usize>() * size_of::<f32>()) as u64);
             }
-            let operation = Activated {
-                product: Product(shape),
+
+            let operation = LinearActivated {
+                product: LinearProduct(shape),
                 curve,
                 before: OnceLock::new(),
             };
@@ -126,6 +132,7 @@ impl Linear {
         {
             bail!("the bias is {:?}: expected [{outputs}]", bias.dims());
         }
+
         let mut shape = leading.to_vec();
         shape.push(outputs);
         Ok(shape)
@@ -136,23 +143,24 @@ impl Linear {
         let x = x.contiguous()?;
         let weight = self.weight.contiguous()?;
         let bias = self.bias.as_ref().map(Tensor::contiguous).transpose()?;
+
         if let Some(y) = cuda_layers::linear(&x, &weight, bias.as_ref(), &shape) {
             return y;
         }
         if are_fast(&[&x, &weight]) && bias.as_ref().is_none_or(|bias| are_fast(&[bias])) {
             return match &bias {
-                None => x.apply_op2(&weight, Product(shape)),
-                Some(bias) => x.apply_op3(&weight, bias, Product(shape)),
+                None => x.apply_op2(&weight, LinearProduct(shape)),
+                Some(bias) => x.apply_op3(&weight, bias, LinearProduct(shape)),
             };
         }
-        let (rows, inputs) = (
-            shape.iter().rev().skip(1).product::<usize>(),
-            self.weight.dim(1)?,
-        );
+
+        let rows = shape.iter().rev().skip(1).product::<usize>();
+        let inputs = self.weight.dim(1)?;
         let y = x
             .reshape((rows, inputs))?
             .matmul(&weight.t()?)?
             .reshape(shape)?;
+
         match bias {
             None => Ok(y),
             Some(bias) => single(&y)?
@@ -219,9 +227,9 @@ pub fn linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder) -> Re
 }
 
 /// The operation of a layer with a result of this shape.
-struct Product(Vec<usize>);
+struct LinearProduct(Vec<usize>);
 
-impl Product {
+impl LinearProduct {
     fn forward(&self, x: &[f32], weight: &[f32], bias: Option<&[f32]>) -> Vec<f32> {
         let outputs = *self.0.last().unwrap_or(&0);
         let rows = self.0.iter().rev().skip(1).product::<usize>();
@@ -229,6 +237,7 @@ impl Product {
             Some(bias) => bias.repeat(rows),
             None => vec![0.0; rows * outputs],
         };
+
         if let Some(inputs) = weight.len().checked_div(outputs) {
             let weight = Matrix::new(weight, outputs, inputs);
             multiply(
@@ -250,9 +259,11 @@ fn backward(
 ) -> Result<(Option<Tensor>, Option<Tensor>)> {
     let (outputs, inputs) = weight.dims2()?;
     let rows = x.elem_count().checked_div(inputs).unwrap_or(0);
+
     let d_x = if x.track_op() {
         let mut d_x = vec![0.0; x.elem_count()];
-        let (gradient, weight) = (values(gradient)?, values(weight)?);
+        let gradient = values(gradient)?;
+        let weight = values(weight)?;
         let weight = Matrix::new(&weight, outputs, inputs);
         multiply(
             &mut d_x,
@@ -264,17 +275,21 @@ fn backward(
     } else {
         None
     };
-    let (x, gradient) = (x.detach(), gradient.clone());
+
+    let x = x.detach();
+    let gradient = gradient.clone();
     let d_weight = weight_gradient(weight, move |into| {
-        let (x, gradient) = (values(&x)?, values(&gradient)?);
+        let x = values(&x)?;
+        let gradient = values(&gradient)?;
         let gradient = Matrix::new(&gradient, rows, outputs);
         multiply(into, gradient.t(), Matrix::new(&x, rows, inputs), true);
         Ok(())
     })?;
+
     Ok((d_x, d_weight))
 }
 
-impl CustomOp2 for Product {
+impl CustomOp2 for LinearProduct {
     fn name(&self) -> &'static str {
         "linear"
     }
@@ -301,7 +316,7 @@ impl CustomOp2 for Product {
     }
 }
 
-impl CustomOp3 for Product {
+impl CustomOp3 for LinearProduct {
     fn name(&self) -> &'static str {
         "linear with bias"
     }
@@ -315,7 +330,8 @@ impl CustomOp3 for Product {
         bias: &CpuStorage,
         bias_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (weight, bias) = (slice(weight, weight_layout)?, slice(bias, bias_layout)?);
+        let weight = slice(weight, weight_layout)?;
+        let bias = slice(bias, bias_layout)?;
         let y = self.forward(&slice(x, x_layout)?, &weight, Some(&bias));
         result(y, self.0.clone(), x)
     }
@@ -335,14 +351,14 @@ impl CustomOp3 for Product {
 }
 
 /// The operation of a layer with a bias, then an activation function.
-struct Activated {
-    product: Product,
-    curve: Curve,
+struct LinearActivated {
+    product: LinearProduct,
+    curve: ActivationKernel,
     /// The layer's output before the function, for the backward pass.
     before: OnceLock<Vec<f32>>,
 }
 
-impl CustomOp3 for Activated {
+impl CustomOp3 for LinearActivated {
     fn name(&self) -> &'static str {
         "linear with activation"
     }
@@ -356,7 +372,9 @@ impl CustomOp3 for Activated {
         bias: &CpuStorage,
         bias_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (weight, bias) = (slice(weight, weight_layout)?, slice(bias, bias_layout)?);
+        let weight = slice(weight, weight_layout)?;
+        let bias = slice(bias, bias_layout)?;
+
         let before = self
             .product
             .forward(&slice(x, x_layout)?, &weight, Some(&bias));
@@ -385,9 +403,9 @@ impl CustomOp3 for Activated {
 }
 
 /// The operation that adds a bias `[outputs]` to rows `[..., outputs]`.
-struct AddBias;
+struct BiasAddition;
 
-impl CustomOp2 for AddBias {
+impl CustomOp2 for BiasAddition {
     fn name(&self) -> &'static str {
         "bias"
     }

@@ -68,7 +68,8 @@ pub fn huber(inp: &Tensor, target: &Tensor, delta: f64) -> Result<Tensor> {
 ///
 /// If the shapes do not fit each other.
 pub fn binary_cross_entropy_with_logit(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
-    let (x, target) = (single(inp)?, single(target)?);
+    let x = single(inp)?;
+    let target = single(target)?;
     // The loss is `ln(1 + e^x) - x target`, in a form without overflow.
     let log = (x.abs()?.neg()?.exp()? + 1.0)?.log()?;
     ((x.relu()? - (x * target)?)? + log)?
@@ -140,6 +141,7 @@ fn total(logits: &Tensor, targets: &Tensor, weights: Option<&Tensor>) -> Result<
             .to_dtype(DType::F32)?
             .to_vec1::<f32>()?,
     };
+
     for (row, (target, weight)) in targets.iter_mut().zip(&weights).enumerate() {
         if *weight == 0.0 {
             *target = 0;
@@ -150,29 +152,33 @@ fn total(logits: &Tensor, targets: &Tensor, weights: Option<&Tensor>) -> Result<
         }
     }
     let sum = weights.iter().map(|weight| f64::from(*weight)).sum();
+
     if are_fast(&[logits]) {
         if logits.track_op() {
             let row = 2 * size_of::<f32>() + size_of::<Normalizer>();
             keeps((targets.len() * row) as u64);
         }
-        let operation = CrossEntropy {
+        let operation = CrossEntropyOp {
             targets,
             weights,
             normalizers: OnceLock::new(),
         };
         return Ok((logits.contiguous()?.apply_op1(operation)?, sum));
     }
+
     let rows = targets.len();
     let on_device = |tensor: Tensor| tensor.to_device(logits.device());
     let targets = on_device(Tensor::from_vec(targets, (rows, 1), &Device::Cpu)?)?;
     let has_empty = weights.contains(&0.0);
     let weights = on_device(Tensor::from_vec(weights, (rows, 1), &Device::Cpu)?)?;
     let mut logits = single(logits)?.reshape((rows, classes))?;
+
     if has_empty {
         // A row of weight 0 may have infinite logits, whose products with 0 are NaN.
         let counts = weights.ne(0f32)?.broadcast_as((rows, classes))?;
         logits = counts.where_cond(&logits, &logits.zeros_like()?)?;
     }
+
     let logs = log_softmax(&logits, D::Minus1)?.gather(&targets, 1)?;
     Ok((
         (logs * weights.to_dtype(logits.dtype())?)?
@@ -183,7 +189,7 @@ fn total(logits: &Tensor, targets: &Tensor, weights: Option<&Tensor>) -> Result<
 }
 
 /// The operation that sums the weighted losses, in f32.
-struct CrossEntropy {
+struct CrossEntropyOp {
     /// The class of each row.
     targets: Vec<u32>,
     /// The weight of each row.
@@ -192,14 +198,16 @@ struct CrossEntropy {
     normalizers: OnceLock<Vec<Normalizer>>,
 }
 
-impl CustomOp1 for CrossEntropy {
+impl CustomOp1 for CrossEntropyOp {
     fn name(&self) -> &'static str {
         "cross-entropy"
     }
 
     fn cpu_fwd(&self, logits: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (logits, classes) = (slice(logits, layout)?, layout.dim(D::Minus1)?);
+        let logits = slice(logits, layout)?;
+        let classes = layout.dim(D::Minus1)?;
         let logits: &[f32] = &logits;
+
         let mut normalizers = vec![Normalizer::default(); self.targets.len()];
         for_costly_rows(&mut normalizers, 1, classes, |first, normalizers| {
             for (at, normalizer) in normalizers.iter_mut().enumerate() {
@@ -214,6 +222,7 @@ impl CustomOp1 for CrossEntropy {
                 }
             }
         });
+
         let rows = self
             .targets
             .iter()
@@ -228,6 +237,7 @@ impl CustomOp1 for CrossEntropy {
                 f64::from(*weight) * (below - f64::from(normalizer.share).ln())
             })
             .sum();
+
         self.normalizers.get_or_init(|| normalizers);
         Ok((CpuStorage::F32(vec![sum as f32]), Shape::from(())))
     }
@@ -236,7 +246,9 @@ impl CustomOp1 for CrossEntropy {
         let Some(normalizers) = self.normalizers.get() else {
             bail!("the backward pass of a cross-entropy before its forward pass");
         };
-        let (factor, classes) = (gradient.to_scalar::<f32>()?, logits.dim(D::Minus1)?);
+        let factor = gradient.to_scalar::<f32>()?;
+        let classes = logits.dim(D::Minus1)?;
+
         let mut d_logits = vec![0.0; logits.elem_count()];
         {
             let logits = values(logits)?;
@@ -244,8 +256,8 @@ impl CustomOp1 for CrossEntropy {
             for_rows(&mut d_logits, classes, |first, d_logits| {
                 for (at, d_row) in d_logits.chunks_exact_mut(classes).enumerate() {
                     let row = first + at;
-                    let (Normalizer { largest, share }, weight) =
-                        (normalizers[row], self.weights[row]);
+                    let Normalizer { largest, share } = normalizers[row];
+                    let weight = self.weights[row];
                     if weight == 0.0 {
                         continue;
                     }
@@ -257,6 +269,7 @@ impl CustomOp1 for CrossEntropy {
                 }
             });
         }
+
         tensor_like(d_logits, logits).map(Some)
     }
 }

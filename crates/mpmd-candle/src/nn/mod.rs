@@ -34,13 +34,13 @@ pub mod attention;
 pub mod conv;
 mod dropout;
 pub mod embedding;
-mod grouped;
+mod grouped_linear;
 pub mod layer_norm;
 pub mod linear;
 pub mod loss;
 pub mod ops;
-mod packed;
-mod paged;
+mod packed_linear;
+mod paged_cache;
 pub mod rotary_emb;
 mod softmax;
 #[cfg(test)]
@@ -52,10 +52,10 @@ pub use attention::{Mask, attention, capped_attention, self_attention};
 pub use conv::{Conv1d, Conv2d, conv1d, conv1d_no_bias, conv2d, conv2d_no_bias};
 pub use dropout::Dropout;
 pub use embedding::{Embedding, embedding};
-pub use grouped::{Grouped, grouped};
+pub use grouped_linear::{Grouped, grouped};
 pub use layer_norm::{
     LayerNorm, LayerNormConfig, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm,
 };
 pub use linear::{Linear, linear, linear_b, linear_no_bias};
-pub use packed::PackedLinear;
-pub use paged::{BLOCK, PagedCache, PagedRows, PagedScores};
+pub use packed_linear::PackedLinear;
+pub use paged_cache::{BLOCK, PagedCache, PagedRows, PagedScores};

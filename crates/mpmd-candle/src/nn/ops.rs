@@ -3,8 +3,8 @@
 use candle_core::{Result, Tensor};
 pub use candle_nn::ops::*;
 
-use super::attention::{Sight, attend};
-use super::layer_norm::Norm;
+use super::attention::{Scoring, SightByPosition, attend};
+use super::layer_norm::RowNorm;
 
 pub use super::activation::{gelu, gelu_erf, mish, silu, swiglu};
 pub use super::dropout::{Dropout, dropout};
@@ -17,7 +17,7 @@ pub use super::softmax::{log_softmax, softmax, softmax_last_dim};
 ///
 /// If the shapes do not fit each other.
 pub fn rms_norm(xs: &Tensor, alpha: &Tensor, eps: f32) -> Result<Tensor> {
-    Norm {
+    RowNorm {
         remove_mean: false,
         eps: f64::from(eps),
     }
@@ -31,7 +31,7 @@ pub fn rms_norm(xs: &Tensor, alpha: &Tensor, eps: f32) -> Result<Tensor> {
 ///
 /// If the shapes do not fit each other.
 pub fn layer_norm(xs: &Tensor, alpha: &Tensor, beta: &Tensor, eps: f32) -> Result<Tensor> {
-    Norm {
+    RowNorm {
         remove_mean: true,
         eps: f64::from(eps),
     }
@@ -55,7 +55,18 @@ pub fn sdpa(
     scale: f32,
     softcapping: f32,
 ) -> Result<Tensor> {
-    let sight = if do_causal { Sight::Causal } else { Sight::All };
+    let sight = if do_causal {
+        SightByPosition::Causal
+    } else {
+        SightByPosition::All
+    };
     let cap = (softcapping != 1.0).then(|| f64::from(softcapping));
-    attend(q, k, v, (mask, sight), f64::from(scale), cap)
+
+    let scoring = Scoring {
+        mask: mask.cloned(),
+        sight,
+        scale: f64::from(scale),
+        cap,
+    };
+    attend(q, k, v, scoring)
 }

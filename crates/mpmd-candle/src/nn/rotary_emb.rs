@@ -65,20 +65,25 @@ pub fn rope_thd(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
             [batch, time, dim / 2]
         );
     }
+
     // Each sequence's angles, without positions beyond the time.
     let angles = |angles: &Tensor| match angles.rank() {
         2 => angles.narrow(0, 0, time)?.unsqueeze(0),
         _ => angles.narrow(1, 0, time),
     };
-    let (cos, sin) = (angles(cos)?, angles(sin)?);
+    let cos = angles(cos)?;
+    let sin = angles(sin)?;
+
     if let Some(y) = cuda_layers::rotary(xs, &cos, &sin) {
         return y;
     }
     if !are_fast(&[xs, &cos, &sin]) || cos.track_op() || sin.track_op() {
         return compose(xs, &cos, &sin);
     }
-    let (cos, sin) = (cos.contiguous()?, sin.contiguous()?);
-    xs.contiguous()?.apply_op1(Rotation {
+
+    let cos = cos.contiguous()?;
+    let sin = sin.contiguous()?;
+    xs.contiguous()?.apply_op1(PairRotation {
         cos,
         sin,
         time,
@@ -90,20 +95,20 @@ pub fn rope_thd(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// 2]`.
 fn compose(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let dtype = xs.dtype();
-    let (xs, cos, sin) = (
-        single(xs)?,
-        single(cos)?.unsqueeze(2)?,
-        single(sin)?.unsqueeze(2)?,
-    );
+    let xs = single(xs)?;
+    let cos = single(cos)?.unsqueeze(2)?;
+    let sin = single(sin)?.unsqueeze(2)?;
     let half = xs.dim(D::Minus1)? / 2;
-    let (a, b) = (xs.narrow(3, 0, half)?, xs.narrow(3, half, half)?);
+    let a = xs.narrow(3, 0, half)?;
+    let b = xs.narrow(3, half, half)?;
+
     let first = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
     let second = (a.broadcast_mul(&sin)? + b.broadcast_mul(&cos)?)?;
     Tensor::cat(&[first, second], 3)?.to_dtype(dtype)
 }
 
 /// The operation of a rotation.
-struct Rotation {
+struct PairRotation {
     /// `[batch or 1, time, dim / 2]`, as `sin`.
     cos: Tensor,
     sin: Tensor,
@@ -111,17 +116,22 @@ struct Rotation {
     heads: usize,
 }
 
-impl Rotation {
+impl PairRotation {
     /// Rotates the rows of `x`, in the other direction if `is_back` is set.
     fn apply(&self, x: &[f32], is_back: bool) -> Result<Vec<f32>> {
-        let (cos, sin) = (values(&self.cos)?, values(&self.sin)?);
-        let (cos, sin): (&[f32], &[f32]) = (&cos, &sin);
+        let cos = values(&self.cos)?;
+        let sin = values(&self.sin)?;
+        let cos: &[f32] = &cos;
+        let sin: &[f32] = &sin;
         let half = self.cos.dim(D::Minus1)?;
-        let (sequences, direction) = (self.cos.dim(0)?, if is_back { -1.0 } else { 1.0 });
+        let sequences = self.cos.dim(0)?;
+        let direction = if is_back { -1.0 } else { 1.0 };
+
         let mut out = vec![0.0; x.len()];
         if half == 0 {
             return Ok(out);
         }
+
         for_rows(&mut out, 2 * half, |first, out| {
             let rows = x[first * 2 * half..].chunks_exact(2 * half);
             for (at, (out, x)) in out.chunks_exact_mut(2 * half).zip(rows).enumerate() {
@@ -130,11 +140,13 @@ impl Rotation {
                 let time = row / self.heads % self.time;
                 let place = (sequence * self.time + time) * half;
                 let angles = cos[place..][..half].iter().zip(&sin[place..][..half]);
-                let ((out_a, out_b), (a, b)) = (out.split_at_mut(half), x.split_at(half));
+                let (out_a, out_b) = out.split_at_mut(half);
+                let (a, b) = x.split_at(half);
                 let pairs = out_a.iter_mut().zip(out_b).zip(a.iter().zip(b));
                 for (((out_a, out_b), (a, b)), (cos, sin)) in pairs.zip(angles) {
                     let sin = direction * sin;
-                    (*out_a, *out_b) = (a * cos - b * sin, a * sin + b * cos);
+                    *out_a = a * cos - b * sin;
+                    *out_b = a * sin + b * cos;
                 }
             }
         });
@@ -142,7 +154,7 @@ impl Rotation {
     }
 }
 
-impl CustomOp1 for Rotation {
+impl CustomOp1 for PairRotation {
     fn name(&self) -> &'static str {
         "rotary embedding"
     }

@@ -4,7 +4,7 @@ use candle_core::shape::Dim;
 use candle_core::{CpuStorage, CustomOp1, D, Layout, Result, Shape, Tensor};
 
 use super::values::{
-    Values, are_fast, exact, for_rows, result, single, slice, tensor_like, values,
+    TensorValues, are_fast, exact, for_rows, result, single, slice, tensor_like, values,
 };
 use crate::cuda_layers;
 use mpmd_device::cpu::lanes;
@@ -16,7 +16,7 @@ use mpmd_device::cpu::lanes;
 /// If there is no such dimension.
 pub fn softmax<D: Dim>(xs: &Tensor, dim: D) -> Result<Tensor> {
     let dim = dim.to_index(xs.shape(), "softmax")?;
-    along(xs, dim, Softmax { is_log: false }, |xs| {
+    along(xs, dim, RowSoftmax { is_log: false }, |xs| {
         candle_nn::ops::softmax(xs, dim)
     })
 }
@@ -37,7 +37,7 @@ pub fn softmax_last_dim(xs: &Tensor) -> Result<Tensor> {
 /// If there is no such dimension.
 pub fn log_softmax<D: Dim>(xs: &Tensor, d: D) -> Result<Tensor> {
     let dim = d.to_index(xs.shape(), "log-softmax")?;
-    along(xs, dim, Softmax { is_log: true }, |xs| {
+    along(xs, dim, RowSoftmax { is_log: true }, |xs| {
         candle_nn::ops::log_softmax(xs, dim)
     })
 }
@@ -47,7 +47,7 @@ pub fn log_softmax<D: Dim>(xs: &Tensor, d: D) -> Result<Tensor> {
 fn along(
     xs: &Tensor,
     dim: usize,
-    rows: Softmax,
+    rows: RowSoftmax,
     compose: impl Fn(&Tensor) -> Result<Tensor>,
 ) -> Result<Tensor> {
     if xs.elem_count() == 0 {
@@ -58,6 +58,7 @@ fn along(
     {
         return y;
     }
+
     if are_fast(&[xs]) && dim + 1 == xs.rank() {
         return xs.contiguous()?.apply_op1(rows);
     }
@@ -66,11 +67,11 @@ fn along(
 
 /// The operation of a softmax of rows, or of its logarithm. The backward pass needs its result
 /// alone.
-struct Softmax {
+struct RowSoftmax {
     is_log: bool,
 }
 
-impl Softmax {
+impl RowSoftmax {
     fn forward(&self, x: &[f32], width: usize) -> Vec<f32> {
         let mut out = vec![0.0; x.len()];
         for_rows(&mut out, width, |first, out| {
@@ -80,6 +81,7 @@ impl Softmax {
                 out.iter_mut()
                     .zip(x)
                     .for_each(|(out, x)| *out = lanes::exp(*x - largest));
+
                 let total = lanes::sum(out);
                 if self.is_log {
                     let log = total.ln();
@@ -96,7 +98,7 @@ impl Softmax {
     }
 }
 
-impl CustomOp1 for Softmax {
+impl CustomOp1 for RowSoftmax {
     fn name(&self) -> &'static str {
         "softmax"
     }
@@ -117,9 +119,10 @@ impl CustomOp1 for Softmax {
             // The sum of a row of rounded halves is not 1.
             let y = match exact(y)? {
                 Some(y) => y,
-                None => Values::Copied(self.forward(&values(x)?, width)),
+                None => TensorValues::Copied(self.forward(&values(x)?, width)),
             };
-            let (y, gradient): (&[f32], &[f32]) = (&y, &values(&gradient)?);
+            let y: &[f32] = &y;
+            let gradient: &[f32] = &values(&gradient)?;
             for_rows(&mut d_x, width, |first, d_x| {
                 let rows = y[first * width..].chunks_exact(width);
                 let rows = rows.zip(gradient[first * width..].chunks_exact(width));

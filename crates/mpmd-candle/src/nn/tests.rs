@@ -9,12 +9,12 @@ use mpmd_layout::random::Key;
 use super::{
     Dropout, Embedding, Grouped, LayerNorm, Linear, Mask, RmsNorm, attention, self_attention,
 };
-use crate::pass::{Gradient, Pass, enter};
+use crate::pass::{Gradient, PassState, enter};
 
-fn pass(key: Option<Key>) -> Pass<'static> {
-    Pass {
+fn pass(key: Option<Key>) -> PassState<'static> {
+    PassState {
         key,
-        ..Pass::default()
+        ..PassState::default()
     }
 }
 
@@ -77,16 +77,16 @@ fn deferred_gradients_have_the_bits_of_immediate_ones() {
             .map(|weight| vec![0.0; weight.elem_count()])
             .collect();
         let ids = weights.iter().map(Tensor::id);
-        let mut pass = Pass {
+        let mut pass = PassState {
             gradients: ids
                 .zip(slices.iter_mut().map(|slice| Gradient::Host(slice)))
                 .collect(),
             deferred: is_deferred.then(Vec::new),
-            ..Pass::default()
+            ..PassState::default()
         };
         let rest = enter(&mut pass, || loss(&weights)?.backward()).unwrap();
         assert!(weights.iter().all(|weight| rest.get(weight).is_none()));
-        let Pass {
+        let PassState {
             gradients,
             deferred,
             kept_bytes,

@@ -34,7 +34,7 @@ pub(super) fn single(x: &Tensor) -> Result<Tensor> {
 }
 
 /// Elements of a tensor on the CPU: those of an f32 tensor in place, or copies of halves.
-pub(super) enum Values<'a> {
+pub(super) enum TensorValues<'a> {
     InPlace {
         storage: StorageRef<'a>,
         from: usize,
@@ -48,25 +48,27 @@ pub(super) enum Values<'a> {
 /// # Errors
 ///
 /// If the tensor is not f32 or half precision, not contiguous, or not on the CPU.
-pub(super) fn values(tensor: &Tensor) -> Result<Values<'_>> {
+pub(super) fn values(tensor: &Tensor) -> Result<TensorValues<'_>> {
     let (storage, layout) = tensor.storage_and_layout();
     let (from, to) = offsets(layout)?;
     match &*storage {
-        Storage::Cpu(CpuStorage::F32(_)) => Ok(Values::InPlace { storage, from, to }),
-        Storage::Cpu(halves) => slice(halves, layout).map(|copy| Values::Copied(copy.into_owned())),
+        Storage::Cpu(CpuStorage::F32(_)) => Ok(TensorValues::InPlace { storage, from, to }),
+        Storage::Cpu(halves) => {
+            slice(halves, layout).map(|copy| TensorValues::Copied(copy.into_owned()))
+        }
         _ => bail!("the tensor is on {:?}: expected the CPU", tensor.device()),
     }
 }
 
 /// Returns the elements of the result of an operation, as [`values`] does, or `None` if they were
 /// rounded to half precision.
-pub(super) fn exact(result: &Tensor) -> Result<Option<Values<'_>>> {
+pub(super) fn exact(result: &Tensor) -> Result<Option<TensorValues<'_>>> {
     (result.dtype() == DType::F32)
         .then(|| values(result))
         .transpose()
 }
 
-impl<'a> Values<'a> {
+impl<'a> TensorValues<'a> {
     /// Returns the elements of an f32 `tensor` from its first one to the end of its memory. The
     /// tensor's strides count in them.
     ///
@@ -82,12 +84,13 @@ impl<'a> Values<'a> {
                 tensor.device()
             );
         };
-        let (from, to) = (layout.start_offset(), all.len());
+        let from = layout.start_offset();
+        let to = all.len();
         Ok(Self::InPlace { storage, from, to })
     }
 }
 
-impl Deref for Values<'_> {
+impl Deref for TensorValues<'_> {
     type Target = [f32];
 
     fn deref(&self) -> &[f32] {
@@ -203,7 +206,8 @@ pub(super) fn add_columns(
 /// As [`weight_gradient`].
 pub(super) fn bias_gradient(bias: &Tensor, gradient: Tensor) -> Result<Option<Tensor>> {
     weight_gradient(bias, move |into| {
-        let (gradient, width) = (values(&gradient)?, into.len());
+        let gradient = values(&gradient)?;
+        let width = into.len();
         add_columns(
             into,
             gradient.len().checked_div(width).unwrap_or(0),

@@ -27,7 +27,7 @@ use mpmd_layout::topology::Mesh;
 
 use crate::collectives;
 use crate::cx::Cx;
-use crate::params::{self, Params};
+use crate::params::{self, ParamRequest, Params};
 use crate::shortage::with_shortage;
 use crate::tensors::Tensors;
 use probe::Probed;
@@ -89,6 +89,7 @@ where
     let name = format!("candle stage at {}:{}", at.file(), at.line());
     let params = params::record(&new)
         .map_err(|why| Error::kernel(format!("the constructor of the {name} fails: {why}")))?;
+
     Ok(CandleStage {
         name,
         at,
@@ -130,6 +131,7 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
             .filter(|path| !matches(path))
             .cloned()
             .collect();
+
         if frozen.len() == self.params.len() && !self.params.is_empty() {
             let paths: Vec<&String> = self.params.keys().collect();
             return Err(Error::kernel(format!(
@@ -137,6 +139,7 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
                 self.name
             )));
         }
+
         self.frozen = Mutex::new(frozen);
         Ok(self)
     }
@@ -197,7 +200,7 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     pub fn shapes(&self) -> BTreeMap<String, ShapedArray> {
         self.params
             .iter()
-            .map(|(path, (aval, _))| (path.clone(), aval.clone()))
+            .map(|(path, param)| (path.clone(), param.aval.clone()))
             .collect()
     }
 
@@ -233,8 +236,10 @@ impl<M, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         sharding: impl Fn(&str, &ShapedArray) -> Sharding,
     ) -> Result<BTreeMap<String, MpmdArray>> {
         let mut arrays = BTreeMap::new();
-        for (path, (aval, initial)) in &self.params {
-            let (key, initial, shape) = (params::key_of(seed, path), *initial, aval.clone());
+        for (path, ParamRequest { aval, initial }) in &self.params {
+            let key = params::key_of(seed, path);
+            let initial = *initial;
+            let shape = aval.clone();
             let array =
                 p.array_from_fn(aval.clone(), sharding(path, aval), move |region, view| {
                     initial.fill(key, &shape, region, view)
@@ -290,6 +295,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> Stage for CandleStage<M, X, Y> {
             .residual(graph)
             .forward_collectives(collectives::declared(&found.forward))
             .backward_collectives(collectives::declared(&found.backward));
+
         match self.passes {
             Passes::Fused => Ok(signature),
             _ => Ok(signature.weight_residual(PlacedShape::object_of_bytes(
@@ -392,7 +398,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> Stage for CandleStage<M, X, Y> {
     fn cuda(&self) -> Vec<&'static Source> {
         let probed = self.probed.lock();
         let heads = probed.iter().flat_map(Probed::heads).copied();
-        let dtypes = self.params.values().map(|(aval, _)| aval.dtype());
+        let dtypes = self.params.values().map(|param| param.aval.dtype());
         crate::cuda_layers::kernels(dtypes.flat_map(|dtype| [dtype, self.working(dtype)]), heads)
     }
 
@@ -417,7 +423,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> Stage for CandleStage<M, X, Y> {
         &self.name
     }
 
-    /// The stage's line, and the paths and shapes of its parameters.
+    /// Returns words of the stage's line, and of the paths and shapes of its parameters.
     fn statics(&self) -> Vec<u64> {
         let text = |text: &str| params::key_of(0, text).0;
         let place = [
@@ -425,13 +431,15 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> Stage for CandleStage<M, X, Y> {
             self.at.line().into(),
             self.at.column().into(),
         ];
-        let params = self.params.iter().flat_map(|(path, (aval, _))| {
-            std::iter::once(text(path)).chain(aval.shape().iter().map(|size| *size as u64))
+
+        let params = self.params.iter().flat_map(|(path, param)| {
+            std::iter::once(text(path)).chain(param.aval.shape().iter().map(|size| *size as u64))
         });
         let computes_in = self
             .computes_in
             .lock()
             .map_or(0, |dtype| text(dtype.name()));
+
         place
             .into_iter()
             .chain(params)

@@ -19,14 +19,14 @@ use crate::tensors::Tensors;
 use crate::threads;
 
 /// The working form of a stage's parameters on one device.
-pub(super) struct Prepared<M> {
+pub(super) struct PreparedStage<M> {
     /// Taken out while a pass runs.
     models: Option<Models<M>>,
 }
 
 /// The models over one device's parameters.
 pub(super) struct Models<M> {
-    pub(super) weights: Arc<Weights>,
+    pub(super) weights: Arc<StageWeights>,
     /// The model over variables, which records graphs.
     trained: M,
     /// The model over the same memory without variables; made when it is first used.
@@ -34,7 +34,7 @@ pub(super) struct Models<M> {
 }
 
 /// The parameters as tensors, in the order of their paths. Trainable ones are variables.
-pub(super) struct Weights {
+pub(super) struct StageWeights {
     device: Device,
     tensors: BTreeMap<String, Tensor>,
     places: HashMap<TensorId, usize>,
@@ -42,19 +42,28 @@ pub(super) struct Weights {
     singles: Vec<bool>,
 }
 
-impl Weights {
-    /// `tensors` have (dtype of the array, tensor) of each parameter.
-    pub(super) fn new(device: Device, tensors: BTreeMap<String, (DType, Tensor)>) -> Self {
+/// A parameter as a tensor.
+pub(super) struct ParamTensor {
+    /// The dtype of the array.
+    pub(super) stored: DType,
+    pub(super) tensor: Tensor,
+}
+
+impl StageWeights {
+    pub(super) fn new(device: Device, tensors: BTreeMap<String, ParamTensor>) -> Self {
         let singles = tensors.values();
         let singles = singles
-            .map(|(dtype, tensor)| *dtype == DType::F32 && tensor.is_variable())
+            .map(|param| param.stored == DType::F32 && param.tensor.is_variable())
             .collect();
+
         let tensors: BTreeMap<_, _> = tensors
             .into_iter()
-            .map(|(path, (_, tensor))| (path, tensor))
+            .map(|(path, param)| (path, param.tensor))
             .collect();
+
         let places = tensors.values().enumerate();
         let places = places.map(|(place, tensor)| (tensor.id(), place)).collect();
+
         Self {
             device,
             tensors,
@@ -132,9 +141,11 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     ) -> Result<()> {
         let on = OnCuda::enter(cx)?;
         let on = on.as_ref();
+
         let before = prepared
             .take()
-            .and_then(|before| before.downcast::<Prepared<M>>().ok());
+            .and_then(|before| before.downcast::<PreparedStage<M>>().ok());
+
         let weights = match before.and_then(|before| before.models) {
             Some(Models { weights, .. }) => {
                 for ((_, tensor), view) in weights.iter().zip(params.values()) {
@@ -144,21 +155,23 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
             }
             None => {
                 let tensors = params.iter().map(|(path, view)| {
-                    let (stored, trainable) = (view.global().dtype(), !self.is_frozen(path));
+                    let stored = view.global().dtype();
+                    let trainable = !self.is_frozen(path);
                     let tensor = bridge::tensor_in(view, self.working(stored), trainable, on)?;
-                    Ok((path.clone(), (stored, tensor)))
+                    Ok((path.clone(), ParamTensor { stored, tensor }))
                 });
                 let device = on.map_or(Device::Cpu, OnCuda::device);
-                Arc::new(Weights::new(device, tensors.collect::<Result<_>>()?))
+                Arc::new(StageWeights::new(device, tensors.collect::<Result<_>>()?))
             }
         };
+
         let models = Some(self.models(weights)?);
-        *prepared = Some(Box::new(Prepared { models }));
+        *prepared = Some(Box::new(PreparedStage { models }));
         Ok(())
     }
 
     /// Runs the constructor over the parameters of a device.
-    pub(super) fn models(&self, weights: Arc<Weights>) -> Result<Models<M>> {
+    pub(super) fn models(&self, weights: Arc<StageWeights>) -> Result<Models<M>> {
         let trained = (self.new)(params::builder(weights.tensors.clone(), &weights.device));
         Ok(Models {
             trained: trained.map_err(|why| self.failed(why))?,
@@ -187,14 +200,14 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         f: impl FnOnce(&mut StageContext<'_, '_>, &mut Models<M>) -> Result<R>,
     ) -> Result<R> {
         threads::enter_pool();
-        let lost = || Error::kernel("an earlier pass on this device panicked");
         let mut models = cx
-            .prepared::<Prepared<M>>()?
+            .prepared::<PreparedStage<M>>()?
             .models
             .take()
-            .ok_or_else(lost)?;
+            .ok_or_else(|| Error::kernel("an earlier pass on this device panicked"))?;
+
         let result = f(cx, &mut models);
-        cx.prepared::<Prepared<M>>()?.models = Some(models);
+        cx.prepared::<PreparedStage<M>>()?.models = Some(models);
         result
     }
 }

@@ -13,29 +13,35 @@ use mpmd_layout::aval::DType as ArrayType;
 use mpmd_layout::tree::Tree;
 
 use super::CandleStage;
-use super::model::{Models, Weights, gradient};
+use super::model::{Models, StageWeights, gradient};
 use crate::bridge::{self, Place};
 use crate::cuda::OnCuda;
-use crate::cx::{Cx, Side};
+use crate::cx::{Cx, SideValues};
 use crate::dtypes;
-use crate::pass::{self, Deferred, Gradient, Pass};
-use crate::tensors::{Tensors, Value, Values};
+use crate::pass::{self, Deferred, Gradient, PassState};
+use crate::tensors::{TensorLeaf, Tensors, Values};
 use crate::threads;
 
 /// The autograd graph of a microbatch, from the forward to the backward pass.
-pub(super) struct Graph {
+pub(super) struct MicrobatchGraph {
     /// The inputs. Those with a gradient are variables.
     pub(super) x: Vec<Tensor>,
     pub(super) y: Vec<Tensor>,
-    pub(super) weights: Arc<Weights>,
+    pub(super) weights: Arc<StageWeights>,
 }
 
 /// The weight gradients of a microbatch that are computed later.
 struct Postponed {
-    weights: Arc<Weights>,
+    weights: Arc<StageWeights>,
     work: Vec<Deferred>,
-    /// Gradients of layers that cannot defer: (index of the parameter, gradient).
-    computed: Vec<(usize, Tensor)>,
+    /// Gradients of layers that cannot defer.
+    computed: Vec<ComputedGradient>,
+}
+
+struct ComputedGradient {
+    /// The index of the parameter.
+    place: usize,
+    gradient: Tensor,
 }
 
 impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
@@ -55,20 +61,26 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         } else {
             None
         };
-        let (side, state) = (Side::Values(cx.side()?), cx.state_view());
+
+        let side = SideValues::Values(cx.side()?);
+        let state = cx.state_view();
         let with_gradient = records && self.needs_dx();
+
         let structure = x.structure();
         let x = x.into_leaves();
-        let input = |view: &View<'_>| self.input(view, with_gradient, place);
-        let x = x.iter().map(input).collect::<Result<Vec<_>>>()?;
+        let x = x
+            .iter()
+            .map(|view| self.input(view, with_gradient, place))
+            .collect::<Result<Vec<_>>>()?;
         let mut graph: Option<ViewMut<'_>> = cx.residual_mut().ok();
         let tree = values::<X>(&structure, &x)?;
+
         let (out, weights) = self.with_models(cx, |cx, models| {
-            let mut pass = Pass {
+            let mut pass = PassState {
                 key,
                 exchange: Some(&mut **cx),
                 cuda: place,
-                ..Pass::default()
+                ..PassState::default()
             };
             let cx = Cx {
                 training,
@@ -79,7 +91,9 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
             let out = self.call(models, records, &mut pass, tree, cx)?;
             Ok((out, models.weights.clone()))
         })?;
-        let (expected, found) = (y.structure(), out.structure());
+
+        let expected = y.structure();
+        let found = out.structure();
         if expected != found {
             return Err(self.failed("its outputs have another structure than in its probe"));
         }
@@ -87,13 +101,14 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         for (tensor, view) in out.iter().zip(&mut y.into_leaves()) {
             bridge::write(tensor, view, place).map_err(|why| self.failed(why))?;
         }
+
         if let Some(graph) = &mut graph {
             let (x, y) = if records {
                 (x, out)
             } else {
                 (Vec::new(), Vec::new())
             };
-            graph.put_object(Graph { x, y, weights })?;
+            graph.put_object(MicrobatchGraph { x, y, weights })?;
         }
         Ok(())
     }
@@ -103,7 +118,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         &self,
         models: &mut Models<M>,
         records: bool,
-        pass: &mut Pass<'_>,
+        pass: &mut PassState<'_>,
         x: Values<X::Arrays>,
         mut cx: Cx<'_>,
     ) -> Result<Values<Y::Arrays>> {
@@ -112,20 +127,22 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         } else {
             self.plain(models)?
         };
+
         let x = X::from_values(x);
         let y = pass::enter(pass, || (self.forward)(model, x, &mut cx));
         let y = y.map_err(|why| self.failed(why))?.into_values();
         // A loss is f32, whatever the model computes in.
         let leaves = y.structure();
         let is_half = self.working(ArrayType::F32) != ArrayType::F32;
-        let wide = |Value(leaf)| match (leaf.rank(), leaf.dtype()) {
+        let wide = |TensorLeaf(leaf)| match (leaf.rank(), leaf.dtype()) {
             (0, DType::F16 | DType::BF16) if is_half => leaf.to_dtype(DType::F32),
             _ => Ok(leaf),
         };
+
         let wide = y
             .into_leaves()
             .into_iter()
-            .map(|leaf| Ok(Value(wide(leaf)?)));
+            .map(|leaf| Ok(TensorLeaf(wide(leaf)?)));
         let wide = wide
             .collect::<candle_core::Result<Vec<_>>>()
             .map_err(|why| self.failed(why))?;
@@ -142,16 +159,21 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     ) -> Result<()> {
         let on = enter(cx, true)?;
         let place = on.as_ref();
-        let graph = cx.residual::<View<'_>>()?.take_object::<Graph>()?;
+        let graph = cx
+            .residual::<View<'_>>()?
+            .take_object::<MicrobatchGraph>()?;
         let gradients = graph.weights.gradients(&mut gradient, place)?;
-        let mut pass = Pass {
+
+        let mut pass = PassState {
             gradients,
             exchange: Some(&mut **cx),
             cuda: place,
-            ..Pass::default()
+            ..PassState::default()
         };
+
         let mut store = self.backpropagate(&graph, dy.into_leaves(), &mut pass)?;
         drop(pass);
+
         for ((_, tensor), view) in graph.weights.iter().zip(&mut gradient) {
             if let Some(more) = store.as_mut().and_then(|store| store.remove(tensor)) {
                 bridge::add(&more, view, place)?;
@@ -170,9 +192,12 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     ) -> Result<()> {
         let on = enter(cx, true)?;
         let place = on.as_ref();
-        let graph = cx.residual::<View<'_>>()?.take_object::<Graph>()?;
+        let graph = cx
+            .residual::<View<'_>>()?
+            .take_object::<MicrobatchGraph>()?;
         let mut later: ViewMut<'_> = cx.weight_residual_mut()?;
-        let mut pass = Pass {
+
+        let mut pass = PassState {
             exchange: Some(&mut **cx),
             cuda: place,
             ..deferring(&graph.weights)
@@ -180,7 +205,6 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         let mut store = self.backpropagate(&graph, dy.into_leaves(), &mut pass)?;
         let work = pass.deferred.take().unwrap_or_default();
         drop(pass);
-        let mut taken = |tensor: &Tensor| store.as_mut().and_then(|store| store.remove(tensor));
         // candle computes gradients of constants too.
         let trained = graph
             .weights
@@ -188,8 +212,12 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
             .enumerate()
             .filter(|(_, (_, one))| one.is_variable());
         let computed = trained
-            .filter_map(|(place, (_, tensor))| Some((place, taken(tensor)?)))
+            .filter_map(|(place, (_, tensor))| {
+                let gradient = store.as_mut().and_then(|store| store.remove(tensor))?;
+                Some(ComputedGradient { place, gradient })
+            })
             .collect();
+
         later.put_object(Postponed {
             weights: graph.weights.clone(),
             work,
@@ -213,6 +241,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         } = cx
             .weight_residual::<View<'_>>()?
             .take_object::<Postponed>()?;
+
         threads::enter_pool();
         for Deferred { weight, add } in work {
             let view = weights
@@ -222,10 +251,10 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
             add(&mut gradient(view, place)?).map_err(|why| self.failed(why))?;
         }
         // In the order of a pass that computes all gradients: those of a graph come last.
-        for (at, more) in computed {
-            let view = gradients.get_mut(at);
+        for computed in computed {
+            let view = gradients.get_mut(computed.place);
             bridge::add(
-                &more,
+                &computed.gradient,
                 view.ok_or_else(|| Error::kernel("an unknown parameter"))?,
                 place,
             )?;
@@ -243,9 +272,9 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     /// Runs candle's backward pass from the gradients `dy` of the outputs.
     pub(super) fn backpropagate(
         &self,
-        graph: &Graph,
+        graph: &MicrobatchGraph,
         dy: Vec<View<'_>>,
-        pass: &mut Pass<'_>,
+        pass: &mut PassState<'_>,
     ) -> Result<Option<GradStore>> {
         let mut seeds = Vec::with_capacity(dy.len());
         for (y, dy) in graph.y.iter().zip(&dy) {
@@ -264,7 +293,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         &self,
         y: &[Tensor],
         seeds: Vec<Option<Tensor>>,
-        pass: &mut Pass<'_>,
+        pass: &mut PassState<'_>,
     ) -> Result<Option<GradStore>> {
         let mut total: Option<Tensor> = None;
         let add = |y: &Tensor, dy: Tensor, total: Option<Tensor>| {
@@ -276,6 +305,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
             total = Some(add(y, dy, total).map_err(|why| self.failed(why))?);
         }
         let Some(total) = total else { return Ok(None) };
+
         let store = pass::enter(pass, || total.backward());
         store
             .map(Some)
@@ -293,15 +323,15 @@ fn enter<'c>(cx: &Context<'c>, is_training: bool) -> Result<Option<OnCuda<'c>>> 
 }
 
 /// Returns a pass that postpones the gradients of all trainable f32 parameters.
-pub(super) fn deferring(weights: &Weights) -> Pass<'static> {
+pub(super) fn deferring(weights: &StageWeights) -> PassState<'static> {
     let gradients: HashMap<_, Gradient<'static>> = weights
         .singles()
         .map(|tensor| (tensor.id(), Gradient::Host(&mut [])))
         .collect();
-    Pass {
+    PassState {
         gradients,
         deferred: Some(Vec::new()),
-        ..Pass::default()
+        ..PassState::default()
     }
 }
 
@@ -312,14 +342,14 @@ pub(super) fn values<T: Tensors>(
 ) -> Result<Values<T::Arrays>> {
     Ok(Tree::from_leaves(
         structure,
-        tensors.iter().cloned().map(Value),
+        tensors.iter().cloned().map(TensorLeaf),
     )?)
 }
 
 /// Writes the gradients of the inputs; zeros where there are none.
 fn write_dx<'v, T: Tree<Leaf = ViewMut<'v>>>(
     cx: &Context<'_>,
-    graph: &Graph,
+    graph: &MicrobatchGraph,
     store: &Option<GradStore>,
     dx: Option<T>,
     place: Place<'_>,

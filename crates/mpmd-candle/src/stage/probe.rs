@@ -17,29 +17,29 @@ use mpmd_layout::tree::Tree;
 use serde::{Deserialize, Serialize};
 
 use super::CandleStage;
-use super::model::Weights;
-use super::passes::{Graph, Named, deferring, values};
+use super::model::{ParamTensor, StageWeights};
+use super::passes::{MicrobatchGraph, Named, deferring, values};
 use crate::bridge;
-use crate::collectives::{self, Recorder};
-use crate::cx::{Cx, Side};
+use crate::collectives::{self, CollectiveRecorder};
+use crate::cx::{Cx, SideValues};
 use crate::dtypes;
-use crate::form::Form;
-use crate::pass::Pass;
+use crate::pass::PassState;
 use crate::tensors::Tensors;
 use crate::threads;
+use crate::tree_form::TreeForm;
 
 /// The result of a probe, for inputs of these global shapes.
 pub(super) struct Probed {
     x: Vec<ShapedArray>,
     side: Named<ShapedArray>,
-    found: Found,
+    found: ProbeFacts,
 }
 
 /// The facts that a probe finds.
 #[derive(Clone, Deserialize, Serialize)]
-pub(super) struct Found {
+pub(super) struct ProbeFacts {
     /// The outputs' global shapes.
-    out: Form,
+    out: TreeForm,
     /// The bytes of a microbatch's graph on a device.
     pub(super) graph_bytes: u64,
     /// The parameters whose gradients are computed with those of the inputs although the stage
@@ -47,12 +47,18 @@ pub(super) struct Found {
     at_once: Vec<String>,
     /// The bytes of these gradients on a device.
     pub(super) at_once_bytes: u64,
-    pub(super) forward: Vec<collectives::Found>,
-    pub(super) backward: Vec<collectives::Found>,
+    pub(super) forward: Vec<collectives::FoundCollective>,
+    pub(super) backward: Vec<collectives::FoundCollective>,
     draws: bool,
     needs_dx: bool,
     /// The lengths of the vectors of attentions.
     heads: BTreeSet<usize>,
+}
+
+/// The gradient of a parameter on a device that is computed with that of the inputs.
+struct AtOnceGradient {
+    path: String,
+    bytes: u64,
 }
 
 impl Probed {
@@ -88,7 +94,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         &self,
         x: &Shapes<X::Arrays>,
         side: &SideShapes,
-    ) -> Result<(Shapes<Y::Arrays>, Found)> {
+    ) -> Result<(Shapes<Y::Arrays>, ProbeFacts)> {
         let side: Named<ShapedArray> = side.tree()?;
         let probed = self.probed.lock();
         let leaves = x.leaves();
@@ -97,6 +103,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         if let Some(Probed { found, .. }) = probed.iter().find(same) {
             return Ok((found.out.shapes()?, found.clone()));
         }
+
         let Some((outputs, probed)) = self.outputs.as_ref().zip(probed.first()) else {
             return Err(Error::kernel(format!(
                 "the output shapes of the stage made at {} are unknown for these inputs: call \
@@ -105,22 +112,25 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
                 self.at
             )));
         };
+
         let elements = |avals: &mut dyn Iterator<Item = usize>| avals.sum::<usize>().max(1) as u64;
         let here = elements(&mut leaves.iter().map(|aval| aval.elements()));
         let there = elements(&mut probed.x.iter().map(ShapedArray::elements));
         // Activations grow with the inputs.
         let graph_bytes = probed.found.graph_bytes.saturating_mul(here) / there;
-        let grown = |found: &[collectives::Found]| {
+        let grown = |found: &[collectives::FoundCollective]| {
             found
                 .iter()
                 .map(|found| found.scaled(here, there))
                 .collect::<Vec<_>>()
         };
         let [forward, backward] = [&probed.found.forward, &probed.found.backward];
-        let (forward, backward) = (grown(forward), grown(backward));
+        let forward = grown(forward);
+        let backward = grown(backward);
+
         Ok((
             outputs(x)?,
-            Found {
+            ProbeFacts {
                 graph_bytes,
                 forward,
                 backward,
@@ -134,17 +144,20 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         threads::share_cores(program);
         let side: Named<ShapedArray> = at.side.tree()?;
         let x: Vec<ShapedArray> = at.x.leaves().into_iter().cloned().collect();
+
         let known = |probed: &Probed| {
             probed.x == x && probed.side == side && probed.found.needs_dx == at.needs_dx
         };
         if self.probed.lock().iter().any(known) {
             return Ok(());
         }
+
         let Some(device) = at.mesh.devices().first().copied() else {
             return Ok(());
         };
         let owner = program.topology().process_of(device);
         let owner = owner.ok_or_else(|| Error::kernel(format!("device {device} has no owner")))?;
+
         let run = || {
             self.try_out(at, &side, device)
                 .map_err(|why| why.to_string())
@@ -155,6 +168,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         } else {
             Err(String::new())
         };
+
         let found = program
             .broadcast_value(owner, in_dry_run, || Ok(run()))?
             .map_err(Error::kernel)?;
@@ -162,7 +176,8 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         // Small vectors, such as weights of norms, take no time worth a word.
         let all: u64 = at.params.values().map(|aval| aval.bytes() as u64).sum();
         if found.at_once_bytes * 100 > all && program.process() == owner {
-            let (stage, parameters) = (&self.name, found.at_once.join(", "));
+            let stage = &self.name;
+            let parameters = found.at_once.join(", ");
             tracing::warn!(
                 stage,
                 at = %self.at,
@@ -171,6 +186,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
                  that can, with f32 parameters"
             );
         }
+
         let mut probed = self.probed.lock();
         probed.retain(|probed| probed.x != x || probed.side != side);
         probed.push(Probed { x, side, found });
@@ -179,7 +195,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
 
     /// Returns an error if a gradient is declared whole of which each device has only the sum over
     /// its own part of the batch.
-    fn check_gradients(&self, at: &Probe<'_, Self>, found: &Found) -> Result<()> {
+    fn check_gradients(&self, at: &Probe<'_, Self>, found: &ProbeFacts) -> Result<()> {
         for axis in self.specs[0].entries().iter().flat_map(SpecEntry::axes) {
             // After a gather, all devices may compute the same.
             let gathers = found
@@ -189,6 +205,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
             if gathers || at.mesh.axis_size(axis)? == 1 {
                 continue;
             }
+
             let params = at.params.keys().zip(at.shardings).zip(at.gradients);
             for ((path, sharding), gradient) in params {
                 let divides = |spec: &Spec| spec.entries().iter().any(|e| e.axes().contains(axis));
@@ -214,63 +231,52 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         at: &Probe<'_, Self>,
         side: &Named<ShapedArray>,
         device: DeviceId,
-    ) -> Result<Found> {
+    ) -> Result<ProbeFacts> {
         let input = at.mesh.sharding(self.specs[0].clone());
-        let mut weights = Named::new();
-        for ((path, aval), sharding) in at.params.iter().zip(at.shardings) {
-            let part = part_of(aval, sharding, device)?;
-            let zeros = bridge::zeros(&self.working_form(&part), !self.is_frozen(path))?;
-            weights.insert(path.clone(), (part.dtype(), zeros));
-        }
-        let mut models = self.models(Arc::new(Weights::new(Device::Cpu, weights)))?;
-        let mut x = Vec::new();
-        for aval in at.x.leaves() {
-            let float = dtypes::candle_type(aval.dtype())?.is_float();
-            let part = self.working_form(&part_of(aval, &input, device)?);
-            x.push(bridge::zeros(&part, at.needs_dx && float)?);
-        }
-        let mut parts = Named::new();
-        for (name, aval) in side {
-            // As the estimate of memory does: side inputs are divided like the inputs, where that
-            // fits.
-            let part = part_of(aval, &input, device).unwrap_or_else(|_| aval.clone());
-            parts.insert(name.clone(), part);
-        }
-        let mut recorder = Recorder {
+        let weights = StageWeights::new(Device::Cpu, self.zero_params(at, device)?);
+        let mut models = self.models(Arc::new(weights))?;
+        let x = self.zero_inputs(at, &input, device)?;
+        let parts = side_parts(side, &input, device);
+
+        let mut recorder = CollectiveRecorder {
             mesh: at.mesh,
             found: Vec::new(),
         };
         let tree = values::<X>(&at.x.structure(), &x)?;
         let cx = Cx {
             training: true,
-            side: Side::Shapes(parts),
+            side: SideValues::Shapes(parts),
             state: None,
             place: None,
         };
-        let mut pass = Pass {
+        let mut pass = PassState {
             key: Some(Key(0)),
             exchange: Some(&mut recorder),
-            ..Pass::default()
+            ..PassState::default()
         };
         let out = self.call(&mut models, true, &mut pass, tree, cx)?;
-        let (draws, kept_bytes) = (pass.draws > 0, pass.kept_bytes);
+        let draws = pass.draws > 0;
+        let kept_bytes = pass.kept_bytes;
         let heads = std::mem::take(&mut pass.heads);
         let forward = std::mem::take(&mut recorder.found);
         let structure = out.structure();
         let y: Vec<Tensor> = out.into_leaves().into_iter().map(|value| value.0).collect();
-        let graph = Graph {
+
+        let graph = MicrobatchGraph {
             x,
             y,
             weights: models.weights.clone(),
         };
         let graph_bytes = bytes_of(&graph) + kept_bytes;
         let at_once = self.try_out_backward(&graph, &mut recorder)?;
-        let whole = |part| whole_of(&part, &self.specs[1], at.mesh);
-        Ok(Found {
-            out: Form::of(&structure, &graph.y, whole)?,
+
+        Ok(ProbeFacts {
+            out: TreeForm::of(&structure, &graph.y, |part| {
+                whole_of(&part, &self.specs[1], at.mesh)
+            })?,
             graph_bytes,
-            at_once_bytes: at_once.iter().map(|(_, bytes)| bytes).sum(),
-            at_once: at_once.into_iter().map(|(path, _)| path).collect(),
+            at_once_bytes: at_once.iter().map(|one| one.bytes).sum(),
+            at_once: at_once.into_iter().map(|one| one.path).collect(),
             forward,
             backward: recorder.found,
             draws,
@@ -279,13 +285,44 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
         })
     }
 
-    /// Runs the backward pass on zeros. Returns path and bytes of each gradient that is computed at
-    /// once although the stage splits them.
+    /// Returns the parameters of a device, as zeros.
+    fn zero_params(&self, at: &Probe<'_, Self>, device: DeviceId) -> Result<Named<ParamTensor>> {
+        let mut params = Named::new();
+        for ((path, aval), sharding) in at.params.iter().zip(at.shardings) {
+            let part = part_of(aval, sharding, device)?;
+            let zeros = bridge::zeros(&self.working_form(&part), !self.is_frozen(path))?;
+            let param = ParamTensor {
+                stored: part.dtype(),
+                tensor: zeros,
+            };
+            params.insert(path.clone(), param);
+        }
+        Ok(params)
+    }
+
+    /// Returns the inputs of a device, as zeros.
+    fn zero_inputs(
+        &self,
+        at: &Probe<'_, Self>,
+        sharding: &Sharding,
+        device: DeviceId,
+    ) -> Result<Vec<Tensor>> {
+        let mut x = Vec::new();
+        for aval in at.x.leaves() {
+            let float = dtypes::candle_type(aval.dtype())?.is_float();
+            let part = self.working_form(&part_of(aval, sharding, device)?);
+            x.push(bridge::zeros(&part, at.needs_dx && float)?);
+        }
+        Ok(x)
+    }
+
+    /// Runs the backward pass on zeros. Returns the gradients that are computed at once although
+    /// the stage splits them.
     fn try_out_backward(
         &self,
-        graph: &Graph,
-        recorder: &mut Recorder<'_>,
-    ) -> Result<Vec<(String, u64)>> {
+        graph: &MicrobatchGraph,
+        recorder: &mut CollectiveRecorder<'_>,
+    ) -> Result<Vec<AtOnceGradient>> {
         let seed = |y: &Tensor| -> Result<Option<Tensor>> {
             match y.track_op() {
                 true => Ok(Some(y.zeros_like().map_err(dtypes::refused)?.detach())),
@@ -293,28 +330,35 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
             }
         };
         let seeds = graph.y.iter().map(seed).collect::<Result<Vec<_>>>()?;
+
         let splits = self.passes != Passes::Fused;
         let pass = if splits {
             deferring(&graph.weights)
         } else {
-            Pass::default()
+            PassState::default()
         };
-        let mut pass = Pass {
+        let mut pass = PassState {
             exchange: Some(recorder),
             ..pass
         };
+
         let store = self.backpropagate_from(&graph.y, seeds, &mut pass)?;
         let deferred = pass.deferred.take().unwrap_or_default();
         drop(pass);
         let gradient = |tensor: &Tensor| store.as_ref().and_then(|store| store.get(tensor));
-        let at_once = |(path, tensor): (&String, &Tensor)| {
-            Some((path.clone(), bridge::memory_of(gradient(tensor)?).1))
-        };
         let trained = graph
             .weights
             .iter()
             .filter(|(_, tensor)| splits && tensor.is_variable());
-        let at_once = trained.filter_map(at_once).collect();
+        let at_once = trained
+            .filter_map(|(path, tensor)| {
+                Some(AtOnceGradient {
+                    path: path.clone(),
+                    bytes: bridge::memory_of(gradient(tensor)?).bytes,
+                })
+            })
+            .collect();
+
         let has = |tensor: &Tensor| {
             gradient(tensor).is_some()
                 || deferred
@@ -328,6 +372,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
                  it, freeze it with `trainable`"
             )));
         }
+
         let mut inputs = graph.x.iter().filter(|x| x.is_variable()).peekable();
         if inputs.peek().is_some() && inputs.all(lost) {
             return Err(self.failed(format!("its input gets no gradient. {WITHOUT_GRADIENT}")));
@@ -340,6 +385,21 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
 const WITHOUT_GRADIENT: &str = "An operation after it may have none: `detach`, or `layer_norm`, \
                                 `rms_norm`, `softmax_last_dim`, `rope` and `sdpa` of candle_nn. \
                                 Take these from `mpmd::candle::nn`.";
+
+/// Returns the shapes of a device's side inputs. As in the estimate of memory, they are divided
+/// like the inputs, where that fits.
+fn side_parts(
+    side: &Named<ShapedArray>,
+    sharding: &Sharding,
+    device: DeviceId,
+) -> Named<ShapedArray> {
+    let mut parts = Named::new();
+    for (name, aval) in side {
+        let part = part_of(aval, sharding, device).unwrap_or_else(|_| aval.clone());
+        parts.insert(name.clone(), part);
+    }
+    parts
+}
 
 /// Returns the shape of a device's region.
 fn part_of(aval: &ShapedArray, sharding: &Sharding, device: DeviceId) -> Result<ShapedArray> {
@@ -361,16 +421,17 @@ fn whole_of(part: &ShapedArray, spec: &Spec, mesh: &Mesh) -> Result<ShapedArray>
 }
 
 /// Returns the bytes that the graph holds, without the parameters.
-fn bytes_of(graph: &Graph) -> u64 {
+fn bytes_of(graph: &MicrobatchGraph) -> u64 {
     let mut seen: BTreeSet<usize> = graph
         .weights
         .iter()
-        .map(|(_, tensor)| bridge::memory_of(tensor).0)
+        .map(|(_, tensor)| bridge::memory_of(tensor).address)
         .collect();
+
     let nodes = graph.y.iter().flat_map(|y| y.sorted_nodes());
     let held = graph.x.iter().chain(&graph.y).chain(nodes);
     let new = held
         .map(bridge::memory_of)
-        .filter(|(address, _)| seen.insert(*address));
-    new.map(|(_, bytes)| bytes).sum()
+        .filter(|memory| seen.insert(memory.address));
+    new.map(|memory| memory.bytes).sum()
 }

@@ -2,16 +2,16 @@
 
 use candle_core::{D, Result as CandleResult, Tensor};
 use mpmd_candle::nn::{self, PagedCache, PagedRows, PagedScores};
-use mpmd_candle::{Call, Function, function};
+use mpmd_candle::{FunctionKernel, TensorFunction, function};
 use mpmd_core::Result;
 use mpmd_core::prelude::*;
 use mpmd_layout::topology::DeviceKind;
 
 /// Calls the kernel of a function with values of these shapes on a device.
-fn call<A, F>(kind: DeviceKind, f: Function<F, A>, shapes: [&[usize]; 3]) -> Result<Vec<f32>>
+fn call<A, F>(kind: DeviceKind, f: FunctionKernel<F, A>, shapes: [&[usize]; 3]) -> Result<Vec<f32>>
 where
     A: 'static,
-    F: Call<A, In = (MpmdArray, MpmdArray, MpmdArray), Out = MpmdArray>,
+    F: TensorFunction<A, In = (MpmdArray, MpmdArray, MpmdArray), Out = MpmdArray>,
 {
     let mut p = Program::builder().device_kinds(&[kind]).alone()?;
     let mesh = p.mesh(&[("x", 1)])?;

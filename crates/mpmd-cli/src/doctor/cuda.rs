@@ -333,7 +333,7 @@ fn turns(gpus: usize) -> Finding {
 impl Cuda {
     /// Returns the facts of a machine with two GPUs and no faults.
     pub(super) fn well() -> Self {
-        use mpmd_device::cuda::{Attributes, Uuid, Version};
+        use mpmd_device::cuda::{Attributes, CudaVersion, Uuid};
         let attributes = Attributes {
             processors: 132,
             copy_engines: 3,
@@ -346,12 +346,12 @@ impl Cuda {
             name: "NVIDIA H100".to_owned(),
             uuid: Uuid([ordinal as u8; 16]),
             memory_bytes: 80 << 30,
-            capability: Version { major: 9, minor: 0 },
+            capability: CudaVersion { major: 9, minor: 0 },
             attributes,
         };
         Self::Found {
             driver: Driver {
-                version: Version {
+                version: CudaVersion {
                     major: 12,
                     minor: 8,
                 },

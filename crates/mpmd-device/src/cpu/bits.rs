@@ -5,7 +5,8 @@ const KEYS: usize = 4096;
 static TABLE: [u32; KEYS] = table();
 
 const fn table() -> [u32; KEYS] {
-    let (mut table, mut i) = ([0; KEYS], 0);
+    let mut table = [0; KEYS];
+    let mut i = 0;
     while i < KEYS {
         table[i] = (mixed(i as u64) >> 32) as u32;
         i += 1;
@@ -39,6 +40,7 @@ macro_rules! widest {
 /// If `out` has not half as many bytes as `values`.
 pub fn round_to_bf16(values: &[u8], out: &mut [u8]) {
     assert_eq!(values.len(), 2 * out.len(), "bytes");
+
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx2") {
         // SAFETY: the processor has the instructions.
@@ -104,7 +106,10 @@ fn sum(bytes: &[u8], word: usize, first: usize) -> u64 {
 
 #[inline(always)]
 fn sum_of<const N: usize>(words: &[[u8; N]], first: usize, value: impl Fn(&[u8; N]) -> u32) -> u64 {
-    let (mut sum, mut words, mut place) = (0u64, words, first);
+    let mut sum = 0u64;
+    let mut words = words;
+    let mut place = first;
+
     while !words.is_empty() {
         // Up to the end of the table: the keys behind it are those of another block.
         let (now, rest) = words.split_at(words.len().min(KEYS - place % KEYS));
@@ -113,7 +118,8 @@ fn sum_of<const N: usize>(words: &[[u8; N]], first: usize, value: impl Fn(&[u8; 
             let key = u64::from((key ^ block) | 1);
             sum = sum.wrapping_add(u64::from(value(word)).wrapping_mul(key));
         }
-        (words, place) = (rest, place + now.len());
+        words = rest;
+        place += now.len();
     }
     sum
 }
@@ -141,7 +147,9 @@ pub fn each_changed(old: &[u8], new: &[u8], item: usize, mut changed: impl FnMut
             .filter(|(_, (old, new))| old != new)
             .for_each(|(at, _)| changed(first + at));
     };
-    let ((olds, old), (news, new)) = (old.as_chunks::<BLOCK>(), new.as_chunks::<BLOCK>());
+
+    let (olds, old) = old.as_chunks::<BLOCK>();
+    let (news, new) = new.as_chunks::<BLOCK>();
     for (block, (old, new)) in olds.iter().zip(news).enumerate() {
         if old != new {
             let words = old
@@ -155,6 +163,7 @@ pub fn each_changed(old: &[u8], new: &[u8], item: usize, mut changed: impl FnMut
             }
         }
     }
+
     elements(olds.len() * BLOCK / item, old, new);
 }
 

@@ -17,11 +17,13 @@ pub fn sum(x: &[f32]) -> f32 {
 pub fn sum_of(x: &[f32], f: impl Fn(f32) -> f32) -> f32 {
     let (chunks, rest) = x.as_chunks::<LANES>();
     let mut lanes = [0.0; LANES];
+
     for chunk in chunks {
         for (lane, x) in lanes.iter_mut().zip(chunk) {
             *lane += f(*x);
         }
     }
+
     for (lane, x) in lanes.iter_mut().zip(rest) {
         *lane += f(*x);
     }
@@ -37,8 +39,10 @@ pub fn dot(x: &[f32], y: &[f32]) -> f32 {
 #[inline(always)]
 pub fn sum_of_both(x: &[f32], y: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
     debug_assert_eq!(x.len(), y.len(), "elements of a sum");
-    let ((x_chunks, x_rest), (y_chunks, y_rest)) = (x.as_chunks::<LANES>(), y.as_chunks::<LANES>());
+    let (x_chunks, x_rest) = x.as_chunks::<LANES>();
+    let (y_chunks, y_rest) = y.as_chunks::<LANES>();
     let mut lanes = [0.0; LANES];
+
     for (x, y) in x_chunks.iter().zip(y_chunks) {
         for (lane, (x, y)) in lanes.iter_mut().zip(x.iter().zip(y)) {
             *lane += f(*x, *y);
@@ -47,6 +51,7 @@ pub fn sum_of_both(x: &[f32], y: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
     for (lane, (x, y)) in lanes.iter_mut().zip(x_rest.iter().zip(y_rest)) {
         *lane += f(*x, *y);
     }
+
     combine(lanes, |a, b| a + b)
 }
 
@@ -56,14 +61,17 @@ pub fn max(x: &[f32]) -> f32 {
     let larger = |a: f32, b: f32| if b > a { b } else { a };
     let (chunks, rest) = x.as_chunks::<LANES>();
     let mut lanes = [f32::NEG_INFINITY; LANES];
+
     for chunk in chunks {
         for (lane, x) in lanes.iter_mut().zip(chunk) {
             *lane = larger(*lane, *x);
         }
     }
+
     for (lane, x) in lanes.iter_mut().zip(rest) {
         *lane = larger(*lane, *x);
     }
+
     combine(lanes, larger)
 }
 
@@ -82,14 +90,17 @@ pub fn exp(x: f32) -> f32 {
     // ln 2 in two parts. The first has so few bits that its product with `n` is exact.
     const LN_2_HIGH: f32 = 355.0 / 512.0;
     const LN_2_LOW: f32 = (std::f64::consts::LN_2 - 355.0 / 512.0) as f32;
+
     let capped = if x > LIMIT { LIMIT } else { x };
     let rounded = capped * std::f32::consts::LOG2_E + ROUND;
     let n = rounded - ROUND;
     let r = capped - n * LN_2_HIGH - n * LN_2_LOW;
+
     let mut series = 1.0 / 720.0;
     for factorial in [120.0, 24.0, 6.0, 2.0, 1.0, 1.0] {
         series = series * r + 1.0 / factorial;
     }
+
     // The shift removes all of `ROUND` and makes the integer the exponent.
     let power = f32::from_bits((rounded.to_bits() << 23).wrapping_add(1.0f32.to_bits()));
     if x < -LIMIT { 0.0 } else { series * power }

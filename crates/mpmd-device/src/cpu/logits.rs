@@ -63,6 +63,7 @@ widest!(largest_wide = largest(logits: &[f32]) -> i32);
 fn largest(logits: &[f32]) -> i32 {
     let (chunks, rest) = logits.as_chunks::<LANES>();
     let mut lanes = [i32::MIN; LANES];
+
     for chunk in chunks {
         for (lane, logit) in lanes.iter_mut().zip(chunk) {
             *lane = key(*logit).max(*lane);
@@ -71,6 +72,7 @@ fn largest(logits: &[f32]) -> i32 {
     for (lane, logit) in lanes.iter_mut().zip(rest) {
         *lane = key(*logit).max(*lane);
     }
+
     lanes.into_iter().fold(i32::MIN, i32::max)
 }
 
@@ -157,6 +159,7 @@ fn add(weights: TokenWeights, logits: &[f32], least: i32, sums: &mut [f64; BINS]
             *term = weights.from_key(*logit, least);
             *bin = weights.bin(*logit) as u32;
         }
+
         for (bin, term) in bins.iter().zip(&terms[..logits.len()]) {
             sums[*bin as usize % BINS] += f64::from(*term);
         }
@@ -170,6 +173,7 @@ fn find(weights: TokenWeights, logits: &[f32], bin: usize, found: &mut dyn FnMut
         for (hit, logit) in hits.iter_mut().zip(logits) {
             *hit = u32::from(weights.bin(*logit) as u32 == bin as u32);
         }
+
         if hits.iter().sum::<u32>() > 0 {
             let own = hits.iter().enumerate().filter(|(_, hit)| **hit > 0);
             own.for_each(|(at, _)| found(chunk * LANES + at));

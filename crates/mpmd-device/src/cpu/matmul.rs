@@ -50,7 +50,12 @@ pub fn matmul<T: Scalar>(
     n: usize,
     accumulate: bool,
 ) {
-    dense(c, Matrix::new(a, m, k), Matrix::new(b, k, n), accumulate);
+    dense(
+        c,
+        MatrixRef::new(a, m, k),
+        MatrixRef::new(b, k, n),
+        accumulate,
+    );
 }
 
 /// Computes `c = a bᵀ`, or `c += a bᵀ` if `accumulate` is set. `c` is `[m, n]`, `a` is `[m, k]`,
@@ -72,8 +77,8 @@ pub fn matmul_nt<T: Scalar>(
 ) {
     dense(
         c,
-        Matrix::new(a, m, k),
-        Matrix::new(b, n, k).t(),
+        MatrixRef::new(a, m, k),
+        MatrixRef::new(b, n, k).t(),
         accumulate,
     );
 }
@@ -97,21 +102,21 @@ pub fn matmul_tn<T: Scalar>(
 ) {
     dense(
         c,
-        Matrix::new(a, k, m).t(),
-        Matrix::new(b, k, n),
+        MatrixRef::new(a, k, m).t(),
+        MatrixRef::new(b, k, n),
         accumulate,
     );
 }
 
-fn dense<T: Scalar>(c: &mut [T], a: Matrix<'_, T>, b: Matrix<'_, T>, accumulate: bool) {
+fn dense<T: Scalar>(c: &mut [T], a: MatrixRef<'_, T>, b: MatrixRef<'_, T>, accumulate: bool) {
     assert_len(c.len(), a.rows, b.columns);
-    multiply((c, b.columns), a, b, accumulate, Parallelism::None);
+    multiply(c, b.columns, a, b, accumulate, Parallelism::None);
 }
 
 /// A read-only matrix with dense rows, perhaps transposed. Its strides, in elements, stay within
 /// its slice.
 #[derive(Clone, Copy)]
-pub struct Matrix<'a, T> {
+pub struct MatrixRef<'a, T> {
     data: &'a [T],
     rows: usize,
     columns: usize,
@@ -119,7 +124,7 @@ pub struct Matrix<'a, T> {
     column_stride: usize,
 }
 
-impl<'a, T> Matrix<'a, T> {
+impl<'a, T> MatrixRef<'a, T> {
     /// Wraps `data` as a row-major `[rows, columns]` matrix.
     ///
     /// # Panics
@@ -197,9 +202,10 @@ fn assert_rows(len: usize, rows: usize, columns: usize, stride: usize) {
 ///
 /// If the shapes do not fit each other, or a row is longer than `stride`.
 pub fn multiply<T: Scalar>(
-    (c, stride): (&mut [T], usize),
-    a: Matrix<'_, T>,
-    b: Matrix<'_, T>,
+    c: &mut [T],
+    stride: usize,
+    a: MatrixRef<'_, T>,
+    b: MatrixRef<'_, T>,
     accumulate: bool,
     threads: Parallelism,
 ) {
@@ -209,8 +215,12 @@ pub fn multiply<T: Scalar>(
         "inner dimensions of a product of {}",
         type_name::<T>()
     );
-    let (m, k, n) = (a.rows, a.columns, b.columns);
+
+    let m = a.rows;
+    let k = a.columns;
+    let n = b.columns;
     assert_rows(c.len(), m, n, stride);
+
     if m == 0 || n == 0 || k == 0 {
         // There is nothing to read, and `gemm` must not get pointers of empty slices.
         if !accumulate && n > 0 {
@@ -220,6 +230,7 @@ pub fn multiply<T: Scalar>(
         }
         return;
     }
+
     // SAFETY: no dimension is zero here. `c` is addressed as row * stride + column with row < m and
     // column < n <= stride, which lies within its elements (checked above), and no two places are
     // equal. An operand is addressed in the same way within its own elements (checked where it was
@@ -354,10 +365,10 @@ mod tests {
         let (a, b) = (whole_numbers(5 * 9, 1), whole_numbers(3 * 8, 2));
         let mut c = [7.0; 5 * 6];
         let (left, right) = (
-            Matrix::strided(&a[2..], 5, 3, 9),
-            Matrix::strided(&b[1..], 3, 4, 8),
+            MatrixRef::strided(&a[2..], 5, 3, 9),
+            MatrixRef::strided(&b[1..], 3, 4, 8),
         );
-        multiply((&mut c[1..], 6), left, right, false, Parallelism::None);
+        multiply(&mut c[1..], 6, left, right, false, Parallelism::None);
         for (at, c) in c.iter().enumerate() {
             let (row, column) = (at / 6, at % 6);
             let inside = (1..5).contains(&column);
@@ -369,6 +380,6 @@ mod tests {
     #[test]
     #[should_panic(expected = "with rows at every 5 in a slice of 13 elements")]
     fn rows_beyond_the_slice_panic() {
-        let _ = Matrix::strided(&[0.0f64; 13], 3, 4, 5);
+        let _ = MatrixRef::strided(&[0.0f64; 13], 3, 4, 5);
     }
 }

@@ -27,7 +27,7 @@ const FEW_ROWS: usize = 16;
 
 /// A weight `[rows, columns]` of `f32` or `bf16` elements.
 #[derive(Clone, Debug)]
-pub struct Packed {
+pub struct PackedWeight {
     rows: usize,
     columns: usize,
     panels: Panels,
@@ -40,7 +40,7 @@ enum Panels {
     Bf16(Vec<bf16>),
 }
 
-impl Packed {
+impl PackedWeight {
     /// Creates a weight of zeros. With `in_half`, its elements are `bf16`; sums are in `f32`.
     pub fn zeros(rows: usize, columns: usize, in_half: bool) -> Self {
         let elements = rows.next_multiple_of(PANEL) * columns;
@@ -67,7 +67,8 @@ impl Packed {
             columns,
             panels,
         } = self;
-        let (columns, count) = (*columns, values.len() / (*columns).max(1));
+        let columns = *columns;
+        let count = values.len() / columns.max(1);
         assert!(
             count * columns == values.len() && first + count <= *rows,
             "rows of the weight"
@@ -89,8 +90,10 @@ impl Packed {
             "row {row} of {}",
             self.rows
         );
+
         let start = row / PANEL * PANEL * self.columns + row % PANEL;
         let out = out.iter_mut();
+
         match &self.panels {
             Panels::F32(all) => {
                 out.zip(all[start..].iter().step_by(PANEL))
@@ -136,6 +139,7 @@ impl Packed {
             panels.len() * m * PANEL,
             "a result of whole panels"
         );
+
         let elements = panels.start * PANEL * self.columns..panels.end * PANEL * self.columns;
         match &self.panels {
             Panels::F32(all) => dispatch(&all[elements], x, self.columns, out),
@@ -158,6 +162,7 @@ fn set<T>(
         let end = (first + count).min((row / PANEL + 1) * PANEL);
         let values = &values[(row - first) * columns..(end - first) * columns];
         let panel = &mut panels[row / PANEL * PANEL * columns..][..PANEL * columns];
+
         for (column, to) in panel.chunks_exact_mut(PANEL).enumerate() {
             let to = &mut to[row % PANEL..][..end - row];
             let from = values[column..].iter().step_by(columns);
@@ -170,18 +175,18 @@ fn set<T>(
 }
 
 /// An element of a weight.
-trait Element: Copy {
+trait WeightElement: Copy {
     fn value(self) -> f32;
 }
 
-impl Element for f32 {
+impl WeightElement for f32 {
     #[inline(always)]
     fn value(self) -> f32 {
         self
     }
 }
 
-impl Element for bf16 {
+impl WeightElement for bf16 {
     #[inline(always)]
     fn value(self) -> f32 {
         f32::from_bits(u32::from(self.to_bits()) << 16)
@@ -189,7 +194,7 @@ impl Element for bf16 {
 }
 
 /// Multiplies with the best instructions that the processor has.
-fn dispatch<T: Element>(weight: &[T], x: &[f32], columns: usize, out: &mut [f32]) {
+fn dispatch<T: WeightElement>(weight: &[T], x: &[f32], columns: usize, out: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
     {
         if is_x86_feature_detected!("avx512f") {
@@ -201,6 +206,7 @@ fn dispatch<T: Element>(weight: &[T], x: &[f32], columns: usize, out: &mut [f32]
             return unsafe { with_avx2(weight, x, columns, out) };
         }
     }
+
     #[cfg(target_arch = "x86_64")]
     blocks::<T, 2, false>(weight, x, columns, out);
     // Others have the instruction always.
@@ -210,19 +216,19 @@ fn dispatch<T: Element>(weight: &[T], x: &[f32], columns: usize, out: &mut [f32]
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-fn with_avx512<T: Element>(weight: &[T], x: &[f32], columns: usize, out: &mut [f32]) {
+fn with_avx512<T: WeightElement>(weight: &[T], x: &[f32], columns: usize, out: &mut [f32]) {
     blocks::<T, 4, true>(weight, x, columns, out);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-fn with_avx2<T: Element>(weight: &[T], x: &[f32], columns: usize, out: &mut [f32]) {
+fn with_avx2<T: WeightElement>(weight: &[T], x: &[f32], columns: usize, out: &mut [f32]) {
     blocks::<T, 3, true>(weight, x, columns, out);
 }
 
 /// Multiplies block by block, `TILE` rows of `x` at a time.
 #[inline(always)]
-fn blocks<T: Element, const TILE: usize, const FUSED: bool>(
+fn blocks<T: WeightElement, const TILE: usize, const FUSED: bool>(
     weight: &[T],
     x: &[f32],
     columns: usize,
@@ -241,7 +247,9 @@ fn blocks<T: Element, const TILE: usize, const FUSED: bool>(
                     let (panel, _) = panel[first * PANEL..].as_chunks::<PANEL>();
                     let panel = &panel[..COLUMNS.min(columns - first)];
                     let (out, _) = out.as_chunks_mut::<PANEL>();
+
                     let is_first = first == 0;
+
                     let mut row = rows.start;
                     while row + TILE <= rows.end {
                         let x = &x[row * columns + first..];
@@ -262,7 +270,7 @@ fn blocks<T: Element, const TILE: usize, const FUSED: bool>(
 /// Adds the products of `TILE` rows of `x` and the columns of a panel to the rows of `out`. For the
 /// first columns, replaces the old values instead.
 #[inline(always)]
-fn tile<T: Element, const TILE: usize, const FUSED: bool>(
+fn tile<T: WeightElement, const TILE: usize, const FUSED: bool>(
     panel: &[[T; PANEL]],
     x: &[f32],
     stride: usize,
@@ -271,6 +279,7 @@ fn tile<T: Element, const TILE: usize, const FUSED: bool>(
 ) {
     let mut sums = [[0.0f32; PANEL]; TILE];
     let rows: [&[f32]; TILE] = std::array::from_fn(|row| &x[row * stride..][..panel.len()]);
+
     for (column, weights) in panel.iter().enumerate() {
         let weights: [f32; PANEL] = std::array::from_fn(|at| weights[at].value());
         for (sums, row) in sums.iter_mut().zip(&rows) {
@@ -284,6 +293,7 @@ fn tile<T: Element, const TILE: usize, const FUSED: bool>(
             }
         }
     }
+
     for (out, sums) in out.iter_mut().zip(&sums) {
         for (out, sum) in out.iter_mut().zip(sums) {
             *out = if is_first { *sum } else { *out + *sum };
@@ -302,7 +312,7 @@ mod tests {
     }
 
     /// Returns `x wᵀ` `[m, rows]`, computed in two parts.
-    fn product(weight: &Packed, x: &[f32], m: usize) -> Vec<f32> {
+    fn product(weight: &PackedWeight, x: &[f32], m: usize) -> Vec<f32> {
         let mut parts = vec![f32::NAN; weight.panels() * m * PANEL];
         let middle = weight.panels() / 2;
         let (left, right) = parts.split_at_mut(middle * m * PANEL);
@@ -315,9 +325,9 @@ mod tests {
         (0..m * weight.rows()).map(at).collect()
     }
 
-    fn packed(rows: usize, columns: usize, in_half: bool) -> (Packed, Vec<f32>) {
+    fn packed(rows: usize, columns: usize, in_half: bool) -> (PackedWeight, Vec<f32>) {
         let values = numbers(rows * columns, 3);
-        let mut weight = Packed::zeros(rows, columns, in_half);
+        let mut weight = PackedWeight::zeros(rows, columns, in_half);
         let half = rows / 2;
         weight.set_rows(half, &values[half * columns..]);
         weight.set_rows(0, &values[..half * columns]);
@@ -397,6 +407,6 @@ mod tests {
     fn empty_products_have_no_elements() {
         let (weight, _) = packed(3, 4, false);
         weight.multiply(&[], 0..1, &mut []);
-        Packed::zeros(0, 5, true).multiply(&[0.0; 5], 0..0, &mut []);
+        PackedWeight::zeros(0, 5, true).multiply(&[0.0; 5], 0..0, &mut []);
     }
 }

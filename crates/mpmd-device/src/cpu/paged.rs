@@ -16,7 +16,7 @@ const TILE: usize = 4;
 
 /// The keys and values of tokens, in blocks.
 #[derive(Clone, Debug)]
-pub struct Paged {
+pub struct KeyValueBlocks {
     heads: usize,
     dim: usize,
     /// `[blocks, heads, dim, BLOCK]`: the keys of a block lie next to each other.
@@ -43,7 +43,7 @@ pub struct Scores {
     pub cap: Option<f32>,
 }
 
-impl Paged {
+impl KeyValueBlocks {
     /// Creates `blocks` blocks of zeros.
     pub fn zeros(blocks: usize, heads: usize, dim: usize) -> Self {
         let elements = blocks * heads * dim * BLOCK;
@@ -73,7 +73,8 @@ impl Paged {
         assert!(place < BLOCK && keys.len() == heads * dim && values.len() == heads * dim);
         let start = block * heads * dim * BLOCK;
         for head in 0..heads {
-            let (from, to) = (head * dim, start + head * dim * BLOCK);
+            let from = head * dim;
+            let to = start + head * dim * BLOCK;
             let column = self.keys[to..][..dim * BLOCK]
                 .iter_mut()
                 .skip(place)
@@ -81,6 +82,7 @@ impl Paged {
             column
                 .zip(&keys[from..][..dim])
                 .for_each(|(to, key)| *to = *key);
+
             let row = &mut self.values[to + place * dim..][..dim];
             row.copy_from_slice(&values[from..][..dim]);
         }
@@ -111,9 +113,10 @@ impl Paged {
                 "a query of {dim}"
             );
         }
+
         let mut room = Vec::new();
         for (queries, out) in queries.chunks(TILE).zip(out.chunks_mut(TILE * dim)) {
-            let tile = Tile {
+            let tile = QueryTile {
                 paged: self,
                 head,
                 table,
@@ -138,8 +141,8 @@ impl Paged {
 }
 
 /// Up to [`TILE`] queries, and the keys and values that they read together.
-struct Tile<'a> {
-    paged: &'a Paged,
+struct QueryTile<'a> {
+    paged: &'a KeyValueBlocks,
     head: usize,
     table: &'a [u32],
     queries: &'a [Query<'a>],
@@ -147,7 +150,7 @@ struct Tile<'a> {
 }
 
 /// Computes with the best instructions that the processor has. `room` is for scores.
-fn dispatch(tile: &Tile<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
+fn dispatch(tile: &QueryTile<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
     {
         if is_x86_feature_detected!("avx512f") {
@@ -159,6 +162,7 @@ fn dispatch(tile: &Tile<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
             return unsafe { with_avx2(tile, room, out) };
         }
     }
+
     #[cfg(target_arch = "x86_64")]
     compute::<false>(tile, room, out);
     // Others have the instruction always.
@@ -168,19 +172,20 @@ fn dispatch(tile: &Tile<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-fn with_avx512(tile: &Tile<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
+fn with_avx512(tile: &QueryTile<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
     compute::<true>(tile, room, out);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-fn with_avx2(tile: &Tile<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
+fn with_avx2(tile: &QueryTile<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
     compute::<true>(tile, room, out);
 }
 
+/// Computes the results of the queries: `softmax(scores) v`.
 #[inline(always)]
-fn compute<const FUSED: bool>(tile: &Tile<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
-    let &Tile {
+fn compute<const FUSED: bool>(tile: &QueryTile<'_>, room: &mut Vec<f32>, out: &mut [f32]) {
+    let &QueryTile {
         paged,
         head,
         table,
@@ -196,28 +201,15 @@ fn compute<const FUSED: bool>(tile: &Tile<'_>, room: &mut Vec<f32>, out: &mut [f
     ) else {
         return;
     };
-    let (blocks, first) = (&table[start..end], start * BLOCK);
+
+    let blocks = &table[start..end];
+    let first = start * BLOCK;
     let len = blocks.len() * BLOCK;
     room.resize(TILE * len, 0.0);
-    for (at, block) in blocks.iter().enumerate() {
-        let keys = paged.keys_of(*block, head);
-        let mut sums = [[0.0f32; BLOCK]; TILE];
-        for (column, keys) in keys.iter().enumerate() {
-            for (sums, query) in sums.iter_mut().zip(queries) {
-                let x = query.elements[column];
-                for (sum, key) in sums.iter_mut().zip(keys) {
-                    *sum = if FUSED {
-                        x.mul_add(*key, *sum)
-                    } else {
-                        *sum + x * *key
-                    };
-                }
-            }
-        }
-        for (query, sums) in sums.iter().enumerate() {
-            room[query * len + at * BLOCK..][..BLOCK].copy_from_slice(sums);
-        }
-    }
+
+    multiply_keys::<FUSED>(tile, blocks, room);
+
+    // The seen keys' scores become weights, which add up the values.
     out.fill(0.0);
     let each = queries
         .iter()
@@ -231,9 +223,11 @@ fn compute<const FUSED: bool>(tile: &Tile<'_>, room: &mut Vec<f32>, out: &mut [f
                 *x = cap * (*x / cap).tanh();
             }
         }
+
         let largest = lanes::max(row);
         row.iter_mut().for_each(|x| *x = lanes::exp(*x - largest));
         let share = 1.0 / lanes::sum(row);
+
         for (position, x) in query.seen.clone().zip(row) {
             let values = paged.values_of(table[position / BLOCK], head);
             let values = &values[position % BLOCK * paged.dim..][..paged.dim];
@@ -245,6 +239,32 @@ fn compute<const FUSED: bool>(tile: &Tile<'_>, room: &mut Vec<f32>, out: &mut [f
                     *sum + weight * *value
                 };
             }
+        }
+    }
+}
+
+/// Sets `room`, `[TILE, keys]`, to the products of the queries and all keys of `blocks`, also of
+/// keys that a query does not see.
+#[inline(always)]
+fn multiply_keys<const FUSED: bool>(tile: &QueryTile<'_>, blocks: &[u32], room: &mut [f32]) {
+    let len = blocks.len() * BLOCK;
+    for (at, block) in blocks.iter().enumerate() {
+        let keys = tile.paged.keys_of(*block, tile.head);
+        let mut sums = [[0.0f32; BLOCK]; TILE];
+        for (column, keys) in keys.iter().enumerate() {
+            for (sums, query) in sums.iter_mut().zip(tile.queries) {
+                let x = query.elements[column];
+                for (sum, key) in sums.iter_mut().zip(keys) {
+                    *sum = if FUSED {
+                        x.mul_add(*key, *sum)
+                    } else {
+                        *sum + x * *key
+                    };
+                }
+            }
+        }
+        for (query, sums) in sums.iter().enumerate() {
+            room[query * len + at * BLOCK..][..BLOCK].copy_from_slice(sums);
         }
     }
 }
@@ -265,8 +285,8 @@ mod tests {
     const DIM: usize = 5;
 
     /// Returns the blocks of a sequence of `tokens` tokens, in this order, and others of NaN.
-    fn sequence(tokens: usize, table: &[u32]) -> Paged {
-        let mut paged = Paged::zeros(40, HEADS, DIM);
+    fn sequence(tokens: usize, table: &[u32]) -> KeyValueBlocks {
+        let mut paged = KeyValueBlocks::zeros(40, HEADS, DIM);
         let none = [f32::NAN; HEADS * DIM];
         (0..40 * BLOCK).for_each(|at| paged.set(at / BLOCK, at % BLOCK, &none, &none));
         for token in 0..tokens {

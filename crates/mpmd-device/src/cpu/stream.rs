@@ -81,26 +81,27 @@ mod x86 {
         let (first, dst) = dst.split_at_mut(head);
         let (begin, src) = src.split_at(head);
         first.copy_from_slice(begin);
+
         let whole = dst.len() / LINE * LINE;
         let (dst, last) = dst.split_at_mut(whole);
         let (src, end) = src.split_at(whole);
         last.copy_from_slice(end);
+
         // Bytes for which the line that is fetched lies in `src` too.
         let own = src.len().saturating_sub(AHEAD);
         let lines = dst
             .chunks_exact_mut(LINE)
             .zip(src.chunks_exact(LINE))
             .enumerate();
+
         for (line, (to, from)) in lines {
             let at = line * LINE;
             let soon = match at.checked_sub(own) {
                 None => from.as_ptr().wrapping_add(AHEAD),
                 Some(past) => next.as_ptr().wrapping_add(past),
             };
-            let (to, from) = (
-                to.as_mut_ptr().cast::<__m256i>(),
-                from.as_ptr().cast::<__m256i>(),
-            );
+            let to = to.as_mut_ptr().cast::<__m256i>();
+            let from = from.as_ptr().cast::<__m256i>();
             // SAFETY: both chunks are two vectors long, so both loads and both stores lie in them.
             // Loads take any address. `to` is aligned to a line, because `head` bytes were left out
             // for that and each chunk is a line long. The borrows keep others from the memory. A

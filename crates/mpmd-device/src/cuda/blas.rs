@@ -7,10 +7,10 @@ use mpmd_base::block::Mutex;
 use mpmd_memory::OwnedBuffer;
 use mpmd_memory::{DevicePlace, Pool};
 
-use super::asked::{Operand, Product};
-use super::calls::{self, Answer, static_text};
+use super::calls::{self, CallStatus, static_text};
 use super::compile::Architecture;
-use super::context::Context;
+use super::context::DeviceContext;
+use super::descriptions::{CublasProduct, Operand};
 use super::error::CudaError;
 use super::gpu::Gpu;
 use super::stream::RawStream;
@@ -24,12 +24,12 @@ const WORKSPACE_BYTES: [usize; 2] = [32 << 20, 4 << 20];
 /// cuBLAS on one device: a handle for the compute stream and a workspace, so that calls allocate no
 /// memory.
 pub(super) struct Blas {
-    handle: Mutex<Handle>,
+    handle: Mutex<BlasHandle>,
 }
 
-struct Handle {
+struct BlasHandle {
     raw: sys::cublasHandle_t,
-    context: Arc<Context>,
+    context: Arc<DeviceContext>,
     /// cuBLAS's scratch memory on the device. Returns to its pool after the handle is destroyed,
     /// which waits for the device.
     #[expect(dead_code, reason = "held for its drop")]
@@ -37,7 +37,7 @@ struct Handle {
 }
 
 // SAFETY: a handle may be used by any thread that has bound its context, by one at a time.
-unsafe impl Send for Handle {}
+unsafe impl Send for BlasHandle {}
 
 impl Blas {
     /// Creates the handle and allocates the workspace. May wait for the device, so this belongs
@@ -47,7 +47,7 @@ impl Blas {
     ///
     /// If cuBLAS is missing or fails, or the pool has no room for the workspace.
     pub(super) fn new(
-        context: &Arc<Context>,
+        context: &Arc<DeviceContext>,
         stream: &RawStream,
         architecture: Architecture,
         pool: &Pool,
@@ -63,15 +63,18 @@ impl Blas {
             )
         })?;
         let address = workspace.device().map_or(0, |place| place.address);
+
         context.bind()?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: the context is bound, and there is room for the handle.
         check(DOING, unsafe { calls::cublasCreate_v2(&raw mut raw) })?;
-        let handle = Handle {
+
+        let handle = BlasHandle {
             raw,
             context: context.clone(),
             workspace,
         };
+
         // SAFETY: the handle and the stream are alive and of this context. The workspace lives as
         // long as the handle and is aligned to 256 bytes, as all device segments are. Only work of
         // this stream uses it. The order matters: setting the stream resets the workspace.
@@ -92,6 +95,7 @@ impl Blas {
             let mode = sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
             check(DOING, calls::cublasSetMathMode(raw, mode))?;
         }
+
         Ok(Self {
             handle: Mutex::new(handle),
         })
@@ -101,10 +105,10 @@ impl Blas {
     /// b, c]` are the memory of the row-major matrices A, B and C.
     pub(super) fn product(
         &self,
-        product: &Product,
+        product: &CublasProduct,
         [a, b, c]: [DevicePlace; 3],
     ) -> Result<(), CudaError> {
-        let Product {
+        let CublasProduct {
             m,
             n,
             k,
@@ -115,9 +119,11 @@ impl Blas {
             types,
             ..
         } = *product;
+
         let handle = self.handle.lock();
         let [factor, into] = [types.factors, types.result].map(data_type);
         let compute = compute_type(types);
+
         // The scalars must have the type of the sums.
         let singles = [product.alpha as f32, product.beta as f32];
         let doubles = [product.alpha, product.beta];
@@ -130,10 +136,12 @@ impl Blas {
                 .each_ref()
                 .map(|scalar| std::ptr::from_ref(scalar).cast())
         };
+
         let algorithm = sys::cublasGemmAlgo_t::CUBLAS_GEMM_DFALT;
         let at = |place: DevicePlace| std::ptr::with_exposed_provenance_mut(place.address as usize);
         let [first_at, second_at, result_at] = [b, a, c].map(at);
         let [first_op, second_op] = [first, second].map(operation);
+
         // SAFETY: the handle is alive, and the issuing thread has bound its context. Sizes were
         // checked against the lengths of the places (`Gemm::product`). The scalars live until the
         // call returns, which reads them.
@@ -188,11 +196,12 @@ impl Blas {
                 )
             }
         };
+
         check("multiplying matrices", issued)
     }
 }
 
-impl Drop for Handle {
+impl Drop for BlasHandle {
     fn drop(&mut self) {
         let Ok(_visit) = self.context.visit() else {
             return;
@@ -218,7 +227,7 @@ impl Gpu {
         &self,
         stream: &RawStream,
         pool: &Pool,
-        product: &Product,
+        product: &CublasProduct,
         places: [DevicePlace; 3],
     ) -> Result<(), CudaError> {
         if stream.raw != self.compute().stream().raw {
@@ -230,6 +239,7 @@ impl Gpu {
                  that library's own cuBLAS the product",
             ));
         }
+
         if self.blas_if_ready().is_none() {
             tracing::warn!(
                 "initialising cuBLAS during a call, because no kernel lists it as a source \
@@ -271,7 +281,7 @@ fn compute_type(types: Types) -> sys::cublasComputeType_t {
     }
 }
 
-fn check(doing: &str, answer: Answer) -> Result<(), CudaError> {
+fn check(doing: &str, answer: CallStatus) -> Result<(), CudaError> {
     if answer.is_success() {
         return Ok(());
     }
@@ -282,6 +292,7 @@ fn check(doing: &str, answer: Answer) -> Result<(), CudaError> {
             static_text(calls::cublasGetStatusString(answer)),
         )
     };
+
     let number = || format!("cuBLAS error {}", answer.0);
     Err(CudaError::new(
         doing,
@@ -312,7 +323,7 @@ mod tests {
             result: DType::F32,
             math: Math::F32,
         };
-        let product = Product {
+        let product = CublasProduct {
             m: 1,
             n: 1,
             k: 1,

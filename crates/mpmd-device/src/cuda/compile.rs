@@ -9,11 +9,11 @@ use std::sync::{Arc, OnceLock};
 use cudarc::nvrtc::sys;
 use mpmd_base::block::{Mutex, now, since};
 
-use super::calls::{self, Answer, static_text};
+use super::calls::{self, CallStatus, static_text};
 use super::error::CudaError;
 use super::library::NVRTC;
-use crate::cuda::source::Kind;
 use crate::cuda::source::Source;
+use crate::cuda::source::SourceKind;
 
 /// A device's architecture: its compute capability as `major * 10 + minor`.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
@@ -65,7 +65,7 @@ impl Image {
 
 /// The form of compiled code.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
-enum Form {
+enum ImageForm {
     /// CUBIN: machine code for one architecture.
     Binary,
     /// PTX: for this architecture and later ones; the driver compiles it.
@@ -84,8 +84,9 @@ pub(super) fn image(
 ) -> Result<Image, CudaError> {
     let known = known()?;
     if known.is_empty() || known.contains(&architecture) {
-        return in_process(source, architecture, Form::Binary);
+        return in_process(source, architecture, ImageForm::Binary);
     }
+
     // The device is newer than NVRTC: the driver compiles PTX for the newest architecture that
     // NVRTC knows.
     assembly(source, architecture)
@@ -109,43 +110,56 @@ pub(super) fn assembly(
     in_process(
         source,
         newest.copied().unwrap_or(architecture),
-        Form::Assembly,
+        ImageForm::Assembly,
     )
 }
 
-/// Images of this process, also those still being compiled. The key is (address of the source,
-/// architecture, form).
-type Images = HashMap<(usize, Architecture, Form), Arc<OnceLock<Result<Image, CudaError>>>>;
+/// Images of this process, also those still being compiled.
+type Images = HashMap<ImageKey, Arc<OnceLock<Result<Image, CudaError>>>>;
+
+#[derive(Eq, Hash, PartialEq)]
+struct ImageKey {
+    /// The address of the source.
+    source: usize,
+    architecture: Architecture,
+    form: ImageForm,
+}
 
 fn in_process(
     source: &'static Source,
     architecture: Architecture,
-    form: Form,
+    form: ImageForm,
 ) -> Result<Image, CudaError> {
     static IMAGES: Mutex<Option<Images>> = Mutex::new(None);
-    let key = (std::ptr::from_ref(source).addr(), architecture, form);
+    let key = ImageKey {
+        source: std::ptr::from_ref(source).addr(),
+        architecture,
+        form,
+    };
+
     let compiled = IMAGES
         .lock()
         .get_or_insert_default()
         .entry(key)
         .or_default()
         .clone();
+
     compiled
         .get_or_init(|| new(source, architecture, form))
         .clone()
 }
 
-fn new(source: &Source, architecture: Architecture, form: Form) -> Result<Image, CudaError> {
+fn new(source: &Source, architecture: Architecture, form: ImageForm) -> Result<Image, CudaError> {
     let begin = now();
     let bytes = compile(source, &options(source, architecture, form), form)?;
     tracing::debug!(source = source.name(), took = ?since(begin), "compiled");
-    Ok(Image::new(bytes, form == Form::Binary))
+    Ok(Image::new(bytes, form == ImageForm::Binary))
 }
 
-fn options(source: &Source, architecture: Architecture, form: Form) -> Vec<String> {
+fn options(source: &Source, architecture: Architecture, form: ImageForm) -> Vec<String> {
     let what = match form {
-        Form::Binary => "sm",
-        Form::Assembly => "compute",
+        ImageForm::Binary => "sm",
+        ImageForm::Assembly => "compute",
     };
     let mut options = vec![
         format!("--gpu-architecture={what}_{}", architecture.0),
@@ -153,7 +167,8 @@ fn options(source: &Source, architecture: Architecture, form: Form) -> Vec<Strin
         // Used by profilers and compute-sanitizer; free at run time.
         "--generate-line-info".to_owned(),
     ];
-    if source.kind == (Kind::Cuda { exact: true }) {
+
+    if source.kind == (SourceKind::Cuda { exact: true }) {
         options.push("--fmad=false".to_owned());
     }
     options.extend(headers().map(|folder| format!("--include-path={}", folder.display())));
@@ -187,6 +202,7 @@ fn architectures() -> Vec<Architecture> {
     if !asked.into_iter().all(|symbol| NVRTC.has(symbol)) {
         return Vec::new();
     }
+
     let mut count = 0;
     // SAFETY: NVRTC has both functions; there is room for the number, and for as many as it says.
     let known = unsafe {
@@ -199,6 +215,7 @@ fn architectures() -> Vec<Architecture> {
         }
         known
     };
+
     known
         .into_iter()
         .filter_map(|number| u32::try_from(number).ok().map(Architecture))
@@ -206,20 +223,20 @@ fn architectures() -> Vec<Architecture> {
 }
 
 /// An NVRTC program, destroyed when dropped.
-struct Program(sys::nvrtcProgram);
+struct NvrtcProgram(sys::nvrtcProgram);
 
-impl Drop for Program {
+impl Drop for NvrtcProgram {
     fn drop(&mut self) {
         // SAFETY: created in `compile`, destroyed once.
         let _ = unsafe { calls::nvrtcDestroyProgram(&raw mut self.0) };
     }
 }
 
-fn compile(source: &Source, options: &[String], form: Form) -> Result<Vec<u8>, CudaError> {
+fn compile(source: &Source, options: &[String], form: ImageForm) -> Result<Vec<u8>, CudaError> {
     code(source, &compiled(source, options)?, form)
 }
 
-fn compiled(source: &Source, options: &[String]) -> Result<Program, CudaError> {
+fn compiled(source: &Source, options: &[String]) -> Result<NvrtcProgram, CudaError> {
     let text = c_string(source, source.text())?;
     let name = c_string(source, source.name())?;
     let options = options
@@ -227,6 +244,7 @@ fn compiled(source: &Source, options: &[String]) -> Result<Program, CudaError> {
         .map(|option| c_string(source, option))
         .collect::<Result<Vec<_>, _>>()?;
     let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
+
     let mut program = std::ptr::null_mut();
     // SAFETY: text and name end with zeros, there are no headers, and there is room for the
     // program.
@@ -241,23 +259,25 @@ fn compiled(source: &Source, options: &[String]) -> Result<Program, CudaError> {
         )
     };
     check(source, created)?;
-    let program = Program(program);
+
+    let program = NvrtcProgram(program);
     // SAFETY: the program is alive. There are `options.len()` options, each of which ends with a
     // zero.
     let compiled =
         unsafe { calls::nvrtcCompileProgram(program.0, options.len() as i32, options.as_ptr()) };
     check(source, compiled).map_err(|error| error.with_log(&log(&program)))?;
+
     Ok(program)
 }
 
 /// Returns the code of a compiled program.
-fn code(source: &Source, program: &Program, form: Form) -> Result<Vec<u8>, CudaError> {
+fn code(source: &Source, program: &NvrtcProgram, form: ImageForm) -> Result<Vec<u8>, CudaError> {
     let mut size = 0;
     // SAFETY: the program is alive and compiled; there is room for the number, and for as many
     // bytes as it says.
     unsafe {
         match form {
-            Form::Binary => {
+            ImageForm::Binary => {
                 check(source, calls::nvrtcGetCUBINSize(program.0, &raw mut size))?;
                 let mut bytes = vec![0u8; size];
                 check(
@@ -266,7 +286,7 @@ fn code(source: &Source, program: &Program, form: Form) -> Result<Vec<u8>, CudaE
                 )?;
                 Ok(bytes)
             }
-            Form::Assembly => {
+            ImageForm::Assembly => {
                 check(source, calls::nvrtcGetPTXSize(program.0, &raw mut size))?;
                 let mut bytes = vec![0u8; size];
                 check(
@@ -280,7 +300,7 @@ fn code(source: &Source, program: &Program, form: Form) -> Result<Vec<u8>, CudaE
 }
 
 /// Returns NVRTC's log of a compilation, successful or not. Empty if NVRTC gives none.
-fn log(program: &Program) -> String {
+fn log(program: &NvrtcProgram) -> String {
     let mut size = 0;
     // SAFETY: the program is alive; there is room for the number, and for as many bytes as it says.
     let bytes = unsafe {
@@ -295,6 +315,7 @@ fn log(program: &Program) -> String {
         }
         bytes
     };
+
     let said = bytes.split(|byte| *byte == 0).next().unwrap_or_default();
     String::from_utf8_lossy(said).trim_end().to_owned()
 }
@@ -309,16 +330,15 @@ fn c_string(source: &Source, text: &str) -> Result<CString, CudaError> {
     })
 }
 
-fn check(source: &Source, answer: Answer) -> Result<(), CudaError> {
+fn check(source: &Source, answer: CallStatus) -> Result<(), CudaError> {
     if answer.is_success() {
         return Ok(());
     }
     // SAFETY: NVRTC has a static text for each status, and one for numbers that are none.
     let name = unsafe { static_text(calls::nvrtcGetErrorString(answer)) };
-    let (doing, number) = (
-        format!("compiling {}", source.name()),
-        format!("NVRTC error {}", answer.0),
-    );
+
+    let doing = format!("compiling {}", source.name());
+    let number = format!("NVRTC error {}", answer.0);
     Err(CudaError::new(
         doing,
         name.unwrap_or_else(|| number.clone()),

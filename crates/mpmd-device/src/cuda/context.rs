@@ -6,10 +6,10 @@ use cudarc::driver::sys;
 
 use super::calls::{self, DriverError};
 use super::error::CudaError;
-use super::ipc_tables::{Foreign, Shown};
+use super::ipc_tables::{OpenedBlocks, ShownMemory};
 
 /// The device's primary context, shared by all users of the device in this process.
-pub(super) struct Context {
+pub(super) struct DeviceContext {
     raw: sys::CUcontext,
     device: sys::CUdevice,
     /// The driver's number of the device, which its memory carries. It is the same for every `Gpu`
@@ -19,8 +19,8 @@ pub(super) struct Context {
     uuid: [u8; 16],
     /// The first error, after which the device does nothing more.
     broken: OnceLock<CudaError>,
-    shown: Shown,
-    foreign: Foreign,
+    shown: ShownMemory,
+    foreign: OpenedBlocks,
 }
 
 /// The bytes of the driver's own pool of a device.
@@ -33,18 +33,20 @@ pub(super) struct DriverPool {
 }
 
 // SAFETY: contexts, and what belongs to them, may be used by any thread that has made them its
-// current one, which `Context::bind` does before each use; CUDA's calls are thread-safe.
-unsafe impl Send for Context {}
+// current one, which `DeviceContext::bind` does before each use; CUDA's calls are thread-safe.
+unsafe impl Send for DeviceContext {}
 // SAFETY: as above.
-unsafe impl Sync for Context {}
+unsafe impl Sync for DeviceContext {}
 
-impl Context {
+impl DeviceContext {
     /// Opens the device that the driver numbers `ordinal`.
     pub(super) fn open(ordinal: u32) -> Result<Self, CudaError> {
         let doing = || format!("opening CUDA device {ordinal}");
         let number = i32::try_from(ordinal)
             .map_err(|_| CudaError::new(doing(), "", "there is no such device"))?;
-        let (mut device, mut raw) = (0, std::ptr::null_mut());
+
+        let mut device = 0;
+        let mut raw = std::ptr::null_mut();
         // SAFETY: there is room for the device and for the context, which is released once, when
         // this is dropped.
         unsafe {
@@ -54,6 +56,7 @@ impl Context {
                 .and_then(|()| calls::cuDevicePrimaryCtxRetain(&raw mut raw, device).result())
         }
         .map_err(|error| cuda(doing(), error))?;
+
         let mut uuid = sys::CUuuid { bytes: [0; 16] };
         // SAFETY: it writes 16 bytes, for which there is room. Only this version of the call
         // distinguishes the parts of a divided device.
@@ -61,15 +64,14 @@ impl Context {
             .result()
             .map_err(|error| cuda(doing(), error))?;
         let uuid = uuid.bytes.map(|byte| byte.to_ne_bytes()[0]);
-        let (broken, shown, foreign) = Default::default();
         Ok(Self {
             raw,
             device,
             ordinal,
             uuid,
-            broken,
-            shown,
-            foreign,
+            broken: OnceLock::new(),
+            shown: ShownMemory::default(),
+            foreign: OpenedBlocks::default(),
         })
     }
 
@@ -126,6 +128,7 @@ impl Context {
     pub(super) fn reach(&self, other: &Self) -> Result<(), CudaError> {
         const DOING: &str = "reaching another CUDA device";
         let _visit = self.visit()?;
+
         let mut can = 0;
         // SAFETY: both devices are the driver's own; there is room for the number.
         unsafe { calls::cuDeviceCanAccessPeer(&raw mut can, self.device, other.device) }
@@ -138,6 +141,7 @@ impl Context {
                 "the machine has no way between the two",
             ));
         }
+
         // SAFETY: both contexts are alive, and this one is current.
         let answer = unsafe { calls::cuCtxEnablePeerAccess(other.raw, 0) };
         // The primary context outlives a `Gpu`: an earlier one may have enabled it.
@@ -167,6 +171,7 @@ impl Context {
                 .map_err(|error| cuda("asking for the driver's pool of a CUDA device", error))?;
             Ok::<_, CudaError>(bytes)
         };
+
         use sys::CUmemPool_attribute_enum as Attribute;
         Ok(DriverPool {
             used: figure(Attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?,
@@ -196,7 +201,8 @@ impl Context {
     /// Returns the free and the total bytes of the device.
     pub(super) fn free_and_total(&self) -> Result<[u64; 2], CudaError> {
         let _visit = self.visit()?;
-        let (mut free, mut total) = (0, 0);
+        let mut free = 0;
+        let mut total = 0;
         // SAFETY: the context is current, and there is room for both numbers.
         unsafe { calls::cuMemGetInfo_v2(&raw mut free, &raw mut total) }
             .result()
@@ -225,17 +231,17 @@ impl Context {
     }
 
     /// Returns the memory shown to other processes.
-    pub(super) fn shown(&self) -> &Shown {
+    pub(super) fn shown(&self) -> &ShownMemory {
         &self.shown
     }
 
     /// Returns the memory of other processes that is open in this context.
-    pub(super) fn foreign(&self) -> &Foreign {
+    pub(super) fn foreign(&self) -> &OpenedBlocks {
         &self.foreign
     }
 }
 
-impl Drop for Context {
+impl Drop for DeviceContext {
     fn drop(&mut self) {
         // SAFETY: retained once in `open`; everything that belongs to the context holds this, so
         // nothing of it is left.
@@ -271,13 +277,13 @@ impl Drop for ContextGuard {
 
 /// Host pages that stay pinned until this is dropped.
 pub(super) struct Pinned {
-    context: Arc<Context>,
+    context: Arc<DeviceContext>,
     address: usize,
 }
 
 impl Pinned {
     pub(super) fn new(
-        context: Arc<Context>,
+        context: Arc<DeviceContext>,
         address: usize,
         bytes: usize,
     ) -> Result<Self, CudaError> {
@@ -299,6 +305,7 @@ impl Drop for Pinned {
         let Some(_visit) = self.context.last_visit() else {
             return;
         };
+
         // SAFETY: pinned in `new`, and unpinned once. Work of devices on it is over: memory is
         // dropped only after that.
         let unpinned = unsafe {

@@ -17,7 +17,7 @@ use super::calls;
 use super::context::cuda;
 use super::error::CudaError;
 use super::stream::{RawStream, Stream};
-use super::{Part, Then};
+use super::{RegionCopy, Then};
 use crate::copy::{Loop, Loops};
 
 /// The largest row pitch in bytes: the driver counts it in signed 32 bits.
@@ -25,7 +25,7 @@ const MOST_PITCH: usize = i32::MAX as usize;
 
 /// The source or target address of a copy.
 #[derive(Clone, Copy)]
-enum End {
+enum CopyAddress {
     Device { ordinal: u32, address: u64 },
     Host(*mut c_void),
 }
@@ -42,16 +42,21 @@ impl Stream {
     ///
     /// If a buffer's length is not that of its region, the piece is not within both regions, or
     /// `to` is on the host.
-    pub fn copy_in(&self, from: &SharedBuffer, to: &mut OwnedBuffer, part: Part<'_>, then: Then) {
+    pub fn copy_in(
+        &self,
+        from: &SharedBuffer,
+        to: &mut OwnedBuffer,
+        part: RegionCopy<'_>,
+        then: Then,
+    ) {
         let place = to.device().expect("copies go into a device's memory");
         let loops = part.loops(from.len(), place.bytes);
-        let ends = (
-            End::of(from),
-            End::Device {
-                ordinal: place.device,
-                address: place.address,
-            },
-        );
+        let src = CopyAddress::of(from);
+        let dst = CopyAddress::Device {
+            ordinal: place.device,
+            address: place.address,
+        };
+
         let mut reached = false;
         let work = |stream: &RawStream| {
             reached = true;
@@ -59,10 +64,9 @@ impl Stream {
             // filled; this work runs after that, and the read added below keeps its memory. `to` is
             // borrowed exclusively. Its earlier uses come before this work, and the fence added
             // below keeps it.
-            loops.map_or(Ok(()), |loops| unsafe {
-                stream.copy_all(&loops, ends.0, ends.1)
-            })
+            loops.map_or(Ok(()), |loops| unsafe { stream.copy_all(&loops, src, dst) })
         };
+
         let fence = self.submit(&[from.ready(), to.fences()], work, then);
         from.add_read(fence.clone());
         if reached {
@@ -84,20 +88,20 @@ impl Stream {
         &self,
         from: &SharedBuffer,
         mut to: OwnedBuffer,
-        part: Part<'_>,
+        part: RegionCopy<'_>,
         then: impl FnOnce(Result<OwnedBuffer, CudaError>) + Send + 'static,
     ) {
         let loops = part.loops(from.len(), to.len());
-        let ends = (End::of(from), End::Host(to.as_mut_ptr().cast()));
+        let src = CopyAddress::of(from);
+        let dst = CopyAddress::Host(to.as_mut_ptr().cast());
         let before = to.fences().clone();
         let work = |stream: &RawStream| {
             // SAFETY: `loops` was checked against both lengths. `from` never changes once it is
             // filled; this work runs after that, and the read added below keeps its memory. `done`
             // owns `to` from here on and does not touch it until the copy is over.
-            loops.map_or(Ok(()), |loops| unsafe {
-                stream.copy_all(&loops, ends.0, ends.1)
-            })
+            loops.map_or(Ok(()), |loops| unsafe { stream.copy_all(&loops, src, dst) })
         };
+
         let done = move |result: Result<(), CudaError>| {
             match result {
                 Ok(()) => {
@@ -113,6 +117,7 @@ impl Stream {
                 }
             }
         };
+
         let fence = self.submit(&[from.ready(), &before], work, Box::new(done));
         from.add_read(fence);
     }
@@ -136,14 +141,15 @@ impl Stream {
                 .map_err(|error| cuda("clearing memory of a CUDA device", error));
             set.map_err(|error| stream.context.fails(error))
         };
+
         let fence = self.submit(&[to.fences()], work, then);
         to.add_fence(fence);
     }
 }
 
-impl Part<'_> {
+impl RegionCopy<'_> {
     fn loops(&self, from: usize, to: usize) -> Option<Loops> {
-        Loops::checked((from, to), self.from, self.to, self.piece, self.item_bytes)
+        Loops::checked(from, to, self.from, self.to, self.piece, self.item_bytes)
     }
 }
 
@@ -155,7 +161,12 @@ impl RawStream {
     /// The runs lie within the memory that begins at `src` and `dst`. That memory stays allocated
     /// until the stream has passed the copies. Only the stream's order and its fences allow other
     /// uses of it meanwhile.
-    unsafe fn copy_all(&self, loops: &Loops, src: End, dst: End) -> Result<(), CudaError> {
+    unsafe fn copy_all(
+        &self,
+        loops: &Loops,
+        src: CopyAddress,
+        dst: CopyAddress,
+    ) -> Result<(), CudaError> {
         // SAFETY: as the caller says.
         let issued = unsafe {
             self.copy_loops(
@@ -178,8 +189,8 @@ impl RawStream {
         &self,
         dims: &[Loop],
         run: usize,
-        src: End,
-        dst: End,
+        src: CopyAddress,
+        dst: CopyAddress,
     ) -> Result<(), CudaError> {
         match dims {
             // SAFETY: as the caller says.
@@ -191,7 +202,8 @@ impl RawStream {
                 unsafe { self.copy_blocks(*blocks, *rows, run, src, dst) }
             }
             [outer, inner @ ..] => (0..outer.count).try_for_each(|i| {
-                let (src, dst) = (src.plus(i * outer.src_step), dst.plus(i * outer.dst_step));
+                let src = src.plus(i * outer.src_step);
+                let dst = dst.plus(i * outer.dst_step);
                 // SAFETY: as the caller says: these runs are some of all.
                 unsafe { self.copy_loops(inner, run, src, dst) }
             }),
@@ -203,35 +215,42 @@ impl RawStream {
     /// # Safety
     ///
     /// As [`RawStream::copy_all`].
-    unsafe fn copy_run(&self, bytes: usize, src: End, dst: End) -> Result<(), CudaError> {
+    unsafe fn copy_run(
+        &self,
+        bytes: usize,
+        src: CopyAddress,
+        dst: CopyAddress,
+    ) -> Result<(), CudaError> {
         // SAFETY: as the caller says. Between devices the driver tells by the addresses on which
         // device each of them is.
         let copied = unsafe {
             match (src, dst) {
-                (End::Host(src), End::Device { address, .. }) => {
+                (CopyAddress::Host(src), CopyAddress::Device { address, .. }) => {
                     calls::cuMemcpyHtoDAsync_v2(address, src, bytes, self.raw)
                 }
-                (End::Device { address, .. }, End::Host(dst)) => {
+                (CopyAddress::Device { address, .. }, CopyAddress::Host(dst)) => {
                     calls::cuMemcpyDtoHAsync_v2(dst, address, bytes, self.raw)
                 }
                 (
-                    End::Device {
+                    CopyAddress::Device {
                         address: src,
                         ordinal: a,
                     },
-                    End::Device {
+                    CopyAddress::Device {
                         address: dst,
                         ordinal: b,
                     },
                 ) if a == b => calls::cuMemcpyDtoDAsync_v2(dst, src, bytes, self.raw),
-                (End::Device { address: src, .. }, End::Device { address: dst, .. }) => {
-                    calls::cuMemcpyAsync(dst, src, bytes, self.raw)
-                }
-                (End::Host(_), End::Host(_)) => {
+                (
+                    CopyAddress::Device { address: src, .. },
+                    CopyAddress::Device { address: dst, .. },
+                ) => calls::cuMemcpyAsync(dst, src, bytes, self.raw),
+                (CopyAddress::Host(_), CopyAddress::Host(_)) => {
                     return Err(CudaError::new("copying", "", "no device takes part"));
                 }
             }
         };
+
         copied
             .result()
             .map_err(|error| cuda(doing(src, dst), error))
@@ -246,21 +265,21 @@ impl RawStream {
         &self,
         rows: Loop,
         run: usize,
-        src: End,
-        dst: End,
+        src: CopyAddress,
+        dst: CopyAddress,
     ) -> Result<(), CudaError> {
-        let types = memory_types(src, dst);
+        let (src_type, dst_type) = memory_types(src, dst);
         let copy = sys::CUDA_MEMCPY2D_st {
             srcXInBytes: 0,
             srcY: 0,
-            srcMemoryType: types.0,
+            srcMemoryType: src_type,
             srcHost: src.host(),
             srcDevice: src.address(),
             srcArray: null_mut(),
             srcPitch: rows.src_step,
             dstXInBytes: 0,
             dstY: 0,
-            dstMemoryType: types.1,
+            dstMemoryType: dst_type,
             dstHost: dst.host(),
             dstDevice: dst.address(),
             dstArray: null_mut(),
@@ -268,6 +287,7 @@ impl RawStream {
             WidthInBytes: run,
             Height: rows.count,
         };
+
         // SAFETY: as the caller says; the description is read before this returns.
         let copied = unsafe { calls::cuMemcpy2DAsync_v2(&raw const copy, self.raw) };
         copied
@@ -285,16 +305,16 @@ impl RawStream {
         blocks: Loop,
         rows: Loop,
         run: usize,
-        src: End,
-        dst: End,
+        src: CopyAddress,
+        dst: CopyAddress,
     ) -> Result<(), CudaError> {
-        let types = memory_types(src, dst);
+        let (src_type, dst_type) = memory_types(src, dst);
         let copy = sys::CUDA_MEMCPY3D_st {
             srcXInBytes: 0,
             srcY: 0,
             srcZ: 0,
             srcLOD: 0,
-            srcMemoryType: types.0,
+            srcMemoryType: src_type,
             srcHost: src.host(),
             srcDevice: src.address(),
             srcArray: null_mut(),
@@ -305,7 +325,7 @@ impl RawStream {
             dstY: 0,
             dstZ: 0,
             dstLOD: 0,
-            dstMemoryType: types.1,
+            dstMemoryType: dst_type,
             dstHost: dst.host(),
             dstDevice: dst.address(),
             dstArray: null_mut(),
@@ -316,6 +336,7 @@ impl RawStream {
             Height: rows.count,
             Depth: blocks.count,
         };
+
         // SAFETY: as the caller says; the description is read before this returns.
         let copied = unsafe { calls::cuMemcpy3DAsync_v2(&raw const copy, self.raw) };
         copied
@@ -342,7 +363,7 @@ impl Loop {
     }
 }
 
-impl End {
+impl CopyAddress {
     fn of(buffer: &SharedBuffer) -> Self {
         match buffer.device() {
             Some(place) => Self::Device {
@@ -382,26 +403,28 @@ impl End {
 
 /// Returns the driver's memory types (source, destination). Between two devices both are "unified":
 /// the driver finds the devices from the addresses.
-fn memory_types(src: End, dst: End) -> (sys::CUmemorytype, sys::CUmemorytype) {
+fn memory_types(src: CopyAddress, dst: CopyAddress) -> (sys::CUmemorytype, sys::CUmemorytype) {
     use sys::CUmemorytype_enum::{CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_UNIFIED};
     match (src, dst) {
-        (End::Device { ordinal: a, .. }, End::Device { ordinal: b, .. }) if a != b => {
+        (CopyAddress::Device { ordinal: a, .. }, CopyAddress::Device { ordinal: b, .. })
+            if a != b =>
+        {
             (CU_MEMORYTYPE_UNIFIED, CU_MEMORYTYPE_UNIFIED)
         }
         _ => {
             let of = |end| match end {
-                End::Device { .. } => CU_MEMORYTYPE_DEVICE,
-                End::Host(_) => CU_MEMORYTYPE_HOST,
+                CopyAddress::Device { .. } => CU_MEMORYTYPE_DEVICE,
+                CopyAddress::Host(_) => CU_MEMORYTYPE_HOST,
             };
             (of(src), of(dst))
         }
     }
 }
 
-fn doing(src: End, dst: End) -> &'static str {
+fn doing(src: CopyAddress, dst: CopyAddress) -> &'static str {
     match (src, dst) {
-        (End::Host(_), _) => "copying to a CUDA device",
-        (_, End::Host(_)) => "copying from a CUDA device",
+        (CopyAddress::Host(_), _) => "copying to a CUDA device",
+        (_, CopyAddress::Host(_)) => "copying from a CUDA device",
         _ => "copying between CUDA devices",
     }
 }
@@ -476,8 +499,8 @@ mod tests {
 
     const SOON: Duration = Duration::from_secs(20);
 
-    fn all(whole: &Region) -> Part<'_> {
-        Part {
+    fn all(whole: &Region) -> RegionCopy<'_> {
+        RegionCopy {
             from: whole,
             to: whole,
             piece: whole,
@@ -518,7 +541,7 @@ mod tests {
             let before = vec![255; bytes(&to)];
             let mut expected = before.clone();
             copy_region(&source, &from, &mut expected, &to, &piece, item_bytes);
-            let part = Part {
+            let part = RegionCopy {
                 from: &from,
                 to: &to,
                 piece: &piece,

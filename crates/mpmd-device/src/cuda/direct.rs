@@ -12,7 +12,7 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 use mpmd_memory::{Arena, OwnedBuffer, Pool};
 
-use super::calls::{self, Answer};
+use super::calls::{self, CallStatus};
 use super::context::cuda;
 use super::error::CudaError;
 use super::found;
@@ -25,9 +25,9 @@ pub type Handle = [u8; 64];
 
 /// A graphics processor and one stream of its own. Clones share both.
 #[derive(Clone)]
-pub struct Direct(Rc<Inner>);
+pub struct Direct(Rc<DirectState>);
 
-struct Inner {
+struct DirectState {
     gpu: Arc<Gpu>,
     stream: sys::CUstream,
     /// The event behind all work that was issued, for [`Direct::wait`].
@@ -36,14 +36,14 @@ struct Inner {
 
 /// Memory of the device or of the host, which copies read and write. Dropping it waits for all work
 /// of the stream, then frees, closes or unpins it.
-pub struct Memory {
+pub struct DirectMemory {
     direct: Direct,
     address: u64,
     bytes: usize,
-    origin: Origin,
+    origin: MemoryOrigin,
 }
 
-enum Origin {
+enum MemoryOrigin {
     Allocated,
     Opened,
     /// The buffer is not accessed as long as this exists, only its address.
@@ -54,14 +54,14 @@ enum Origin {
 }
 
 /// An event of this process, or of another one that has shown it.
-pub struct Event {
+pub struct DirectEvent {
     direct: Direct,
     raw: sys::CUevent,
 }
 
 /// The way in which the host waits for an event, and whether other processes can open it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Waiting {
+pub enum EventWait {
     /// The thread spins.
     Spinning,
     /// The thread sleeps.
@@ -71,7 +71,7 @@ pub enum Waiting {
 }
 
 /// A function of a module that is loaded on the device.
-pub struct Function {
+pub struct DirectFunction {
     direct: Direct,
     raw: sys::CUfunction,
 }
@@ -86,20 +86,21 @@ impl Direct {
         found().map_err(|error| CudaError::new("using CUDA directly", "", error.to_string()))?;
         let gpu = Gpu::open(ordinal)?;
         gpu.context().bind()?;
-        let (mut stream, flags) = (
-            std::ptr::null_mut(),
-            sys::CUstream_flags::CU_STREAM_NON_BLOCKING,
-        );
+
+        let mut stream = std::ptr::null_mut();
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING;
         // SAFETY: the context is bound, and there is room for the stream.
         said("creating a CUDA stream directly", unsafe {
             calls::cuStreamCreate(&raw mut stream, flags as u32)
         })?;
-        let end = create_event(Waiting::Spinning);
+
+        let end = create_event(EventWait::Spinning);
         if end.is_err() {
             // SAFETY: created above, and nothing was issued to it.
             let _ = unsafe { calls::cuStreamDestroy_v2(stream) };
         }
-        Ok(Self(Rc::new(Inner {
+
+        Ok(Self(Rc::new(DirectState {
             gpu,
             stream,
             end: end?,
@@ -115,18 +116,18 @@ impl Direct {
     /// # Errors
     ///
     /// If the driver refuses.
-    pub fn allocate(&self, bytes: usize) -> Result<Memory, CudaError> {
+    pub fn allocate(&self, bytes: usize) -> Result<DirectMemory, CudaError> {
         self.bind()?;
         let mut address = 0;
         // SAFETY: there is room for the address.
         said("allocating memory directly", unsafe {
             calls::cuMemAlloc_v2(&raw mut address, bytes)
         })?;
-        Ok(Memory {
+        Ok(DirectMemory {
             direct: self.clone(),
             address,
             bytes,
-            origin: Origin::Allocated,
+            origin: MemoryOrigin::Allocated,
         })
     }
 
@@ -136,10 +137,11 @@ impl Direct {
     /// # Errors
     ///
     /// If the system has no such memory.
-    pub fn host(&self, bytes: usize, shared: bool) -> Result<Memory, CudaError> {
+    pub fn host(&self, bytes: usize, shared: bool) -> Result<DirectMemory, CudaError> {
         let none = |error: &dyn ToString| {
             CudaError::new("allocating memory of the host", "", error.to_string())
         };
+
         let arena = if shared {
             Arena::shared()
         } else {
@@ -147,13 +149,14 @@ impl Direct {
         };
         let pool = Pool::in_arena("direct", None, &arena.map_err(|error| none(&error))?);
         let mut memory = pool.allocate(bytes).map_err(|error| none(&error))?;
+
         memory.fill(1);
         let address = memory.as_mut_ptr().expose_provenance() as u64;
-        let origin = Origin::Host {
+        let origin = MemoryOrigin::Host {
             is_pinned: false,
             _memory: memory,
         };
-        Ok(Memory {
+        Ok(DirectMemory {
             direct: self.clone(),
             address,
             bytes,
@@ -161,28 +164,29 @@ impl Direct {
         })
     }
 
-    /// Opens memory of `bytes` bytes that another process has [shown](Memory::handle).
+    /// Opens memory of `bytes` bytes that another process has [shown](DirectMemory::handle).
     ///
     /// # Errors
     ///
     /// If the driver refuses the handle.
-    pub fn open_memory(&self, handle: Handle, bytes: usize) -> Result<Memory, CudaError> {
+    pub fn open_memory(&self, handle: Handle, bytes: usize) -> Result<DirectMemory, CudaError> {
         self.bind()?;
         let handle = sys::CUipcMemHandle {
             reserved: handle.map(|byte| byte as c_char),
         };
         let flags = sys::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+
         let mut address = 0;
         // SAFETY: a handle is plain bytes, which the driver validates; there is room for the
         // address.
         said("opening memory directly", unsafe {
             calls::cuIpcOpenMemHandle_v2(&raw mut address, handle, flags)
         })?;
-        Ok(Memory {
+        Ok(DirectMemory {
             direct: self.clone(),
             address,
             bytes,
-            origin: Origin::Opened,
+            origin: MemoryOrigin::Opened,
         })
     }
 
@@ -192,7 +196,12 @@ impl Direct {
     /// # Errors
     ///
     /// If the driver refuses.
-    pub fn copy(&self, from: &Memory, to: &Memory, bytes: usize) -> Result<(), CudaError> {
+    pub fn copy(
+        &self,
+        from: &DirectMemory,
+        to: &DirectMemory,
+        bytes: usize,
+    ) -> Result<(), CudaError> {
         let bytes = bytes.min(from.bytes).min(to.bytes);
         // SAFETY: both have these bytes, and are dropped only after all work of the stream.
         said("copying directly", unsafe {
@@ -205,7 +214,7 @@ impl Direct {
     /// # Errors
     ///
     /// If the driver refuses.
-    pub fn fill(&self, to: &Memory, value: u8) -> Result<(), CudaError> {
+    pub fn fill(&self, to: &DirectMemory, value: u8) -> Result<(), CudaError> {
         // SAFETY: the memory has these bytes, and is dropped only after all work of the stream.
         said("filling memory directly", unsafe {
             calls::cuMemsetD8Async(to.address, value, to.bytes, self.0.stream)
@@ -228,30 +237,31 @@ impl Direct {
     /// # Errors
     ///
     /// If the driver refuses.
-    pub fn event(&self, waiting: Waiting) -> Result<Event, CudaError> {
+    pub fn event(&self, waiting: EventWait) -> Result<DirectEvent, CudaError> {
         self.bind()?;
-        Ok(Event {
+        Ok(DirectEvent {
             direct: self.clone(),
             raw: create_event(waiting)?,
         })
     }
 
-    /// Opens an event that another process has [shown](Event::handle).
+    /// Opens an event that another process has [shown](DirectEvent::handle).
     ///
     /// # Errors
     ///
     /// If the driver refuses the handle.
-    pub fn open_event(&self, handle: Handle) -> Result<Event, CudaError> {
+    pub fn open_event(&self, handle: Handle) -> Result<DirectEvent, CudaError> {
         self.bind()?;
         let handle = sys::CUipcEventHandle {
             reserved: handle.map(|byte| byte as c_char),
         };
+
         let mut raw = std::ptr::null_mut();
         // SAFETY: a handle is plain bytes, which the driver validates; there is room for the event.
         said("opening an event directly", unsafe {
             calls::cuIpcOpenEventHandle(&raw mut raw, handle)
         })?;
-        Ok(Event {
+        Ok(DirectEvent {
             direct: self.clone(),
             raw,
         })
@@ -262,7 +272,7 @@ impl Direct {
     /// # Errors
     ///
     /// If the driver refuses.
-    pub fn come_after(&self, event: &Event) -> Result<(), CudaError> {
+    pub fn come_after(&self, event: &DirectEvent) -> Result<(), CudaError> {
         // SAFETY: stream and event are alive.
         said("waiting for an event on the device", unsafe {
             calls::cuStreamWaitEvent(self.0.stream, event.raw, WAIT_DEFAULT)
@@ -274,12 +284,16 @@ impl Direct {
     /// # Errors
     ///
     /// If NVRTC is missing, the source does not compile, or has no such function.
-    pub fn function(&self, source: &'static Source, name: &str) -> Result<Function, CudaError> {
+    pub fn function(
+        &self,
+        source: &'static Source,
+        name: &str,
+    ) -> Result<DirectFunction, CudaError> {
         self.bind()?;
         let modules = self.0.gpu.modules();
         modules.make_ready(source)?;
         modules.with_function(source, name, |found| {
-            Ok(Function {
+            Ok(DirectFunction {
                 direct: self.clone(),
                 raw: found.raw(),
             })
@@ -287,7 +301,7 @@ impl Direct {
     }
 }
 
-impl Drop for Inner {
+impl Drop for DirectState {
     fn drop(&mut self) {
         if self.gpu.context().bind_failed().is_err() {
             return;
@@ -301,7 +315,7 @@ impl Drop for Inner {
     }
 }
 
-impl Memory {
+impl DirectMemory {
     /// Returns the address of the first byte.
     pub fn address(&self) -> u64 {
         self.address
@@ -314,7 +328,7 @@ impl Memory {
     /// If the driver refuses. The memory can still be copied.
     pub fn pin(&mut self) -> Result<(), CudaError> {
         self.direct.bind()?;
-        let Origin::Host { is_pinned, .. } = &mut self.origin else {
+        let MemoryOrigin::Host { is_pinned, .. } = &mut self.origin else {
             return Ok(());
         };
         // SAFETY: these pages stay mapped until this is dropped, which unpins them first.
@@ -350,6 +364,7 @@ impl Memory {
     pub fn range(&self) -> Result<(u64, u64), CudaError> {
         use sys::CUpointer_attribute_enum as Attribute;
         self.direct.bind()?;
+
         let ask = |attribute| {
             let mut found = 0u64;
             // SAFETY: both attributes are numbers of the size of `found`.
@@ -358,6 +373,7 @@ impl Memory {
             };
             said("asking for the range of memory", answer).map(|()| found)
         };
+
         Ok((
             ask(Attribute::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR)?,
             ask(Attribute::CU_POINTER_ATTRIBUTE_RANGE_SIZE)?,
@@ -381,27 +397,29 @@ impl Memory {
                 self.direct.0.stream,
             )
         });
+
         self.direct.wait().and(copied)?;
         Ok(byte)
     }
 }
 
-impl Drop for Memory {
+impl Drop for DirectMemory {
     fn drop(&mut self) {
         // A failed device does no more work.
         let _ = self.direct.wait();
         if self.direct.0.gpu.context().bind_failed().is_err() {
             return;
         }
+
         // SAFETY: it was allocated, opened or pinned once, and no work uses it any more.
         let _ = unsafe {
             match &self.origin {
-                Origin::Allocated => calls::cuMemFree_v2(self.address),
-                Origin::Opened => calls::cuIpcCloseMemHandle(self.address),
-                Origin::Host {
+                MemoryOrigin::Allocated => calls::cuMemFree_v2(self.address),
+                MemoryOrigin::Opened => calls::cuIpcCloseMemHandle(self.address),
+                MemoryOrigin::Host {
                     is_pinned: false, ..
                 } => return,
-                Origin::Host { .. } => calls::cuMemHostUnregister(
+                MemoryOrigin::Host { .. } => calls::cuMemHostUnregister(
                     std::ptr::with_exposed_provenance_mut(self.address as usize),
                 ),
             }
@@ -409,7 +427,7 @@ impl Drop for Memory {
     }
 }
 
-impl Event {
+impl DirectEvent {
     /// Records the event behind all work that was issued to the stream.
     ///
     /// # Errors
@@ -432,7 +450,7 @@ impl Event {
     ///
     /// # Errors
     ///
-    /// If the driver refuses, as for events that are not [`Waiting::Interprocess`].
+    /// If the driver refuses, as for events that are not [`EventWait::Interprocess`].
     pub fn handle(&self) -> Result<Handle, CudaError> {
         self.direct.bind()?;
         let mut handle = sys::CUipcEventHandle { reserved: [0; 64] };
@@ -444,7 +462,7 @@ impl Event {
     }
 }
 
-impl Drop for Event {
+impl Drop for DirectEvent {
     fn drop(&mut self) {
         if self.direct.0.gpu.context().bind_failed().is_ok() {
             // SAFETY: created or opened once, and destroyed once; CUDA lets waits for it come to
@@ -454,17 +472,19 @@ impl Drop for Event {
     }
 }
 
-impl Function {
+impl DirectFunction {
     /// Issues a launch of one block of 32 threads. The function takes two pointers, and may use
     /// only the memory there. Does not wait.
     ///
     /// # Errors
     ///
     /// If the driver refuses.
-    pub fn launch(&self, x: &Memory, y: &Memory) -> Result<(), CudaError> {
-        let pointer = |of: &Memory| (&raw const of.address).cast_mut().cast::<c_void>();
+    pub fn launch(&self, x: &DirectMemory, y: &DirectMemory) -> Result<(), CudaError> {
+        let pointer = |of: &DirectMemory| (&raw const of.address).cast_mut().cast::<c_void>();
         let mut arguments = [pointer(x), pointer(y)];
-        let (stream, extra) = (self.direct.0.stream, std::ptr::null_mut());
+        let stream = self.direct.0.stream;
+        let extra = std::ptr::null_mut();
+
         // SAFETY: module and stream are alive. The driver reads two addresses before it returns;
         // the memory is dropped only after all work of the stream.
         said("launching directly", unsafe {
@@ -474,13 +494,14 @@ impl Function {
     }
 }
 
-fn create_event(waiting: Waiting) -> Result<sys::CUevent, CudaError> {
+fn create_event(waiting: EventWait) -> Result<sys::CUevent, CudaError> {
     use sys::CUevent_flags_enum as Flags;
-    let (mut event, no_times) = (std::ptr::null_mut(), Flags::CU_EVENT_DISABLE_TIMING as u32);
+    let mut event = std::ptr::null_mut();
+    let no_times = Flags::CU_EVENT_DISABLE_TIMING as u32;
     let more = match waiting {
-        Waiting::Spinning => 0,
-        Waiting::Blocking => Flags::CU_EVENT_BLOCKING_SYNC as u32,
-        Waiting::Interprocess => {
+        EventWait::Spinning => 0,
+        EventWait::Blocking => Flags::CU_EVENT_BLOCKING_SYNC as u32,
+        EventWait::Interprocess => {
             Flags::CU_EVENT_BLOCKING_SYNC as u32 | Flags::CU_EVENT_INTERPROCESS as u32
         }
     };
@@ -503,7 +524,7 @@ fn synchronize(event: sys::CUevent) -> Result<(), CudaError> {
     })
 }
 
-fn said(doing: &'static str, answer: Answer) -> Result<(), CudaError> {
+fn said(doing: &'static str, answer: CallStatus) -> Result<(), CudaError> {
     answer.result().map_err(|error| cuda(doing, error))
 }
 
@@ -535,11 +556,15 @@ mod tests {
         let (start, bytes) = device[0].range().unwrap();
         assert!(start <= device[0].address() && bytes >= 1 << 20);
         assert!(direct.open_memory([7; 64], 1).is_err() && direct.open_event([7; 64]).is_err());
-        let events = [Waiting::Spinning, Waiting::Blocking, Waiting::Interprocess];
+        let events = [
+            EventWait::Spinning,
+            EventWait::Blocking,
+            EventWait::Interprocess,
+        ];
         for waiting in events {
             let event = direct.event(waiting).unwrap();
             event.record().and_then(|()| event.wait()).unwrap();
-            assert_eq!(event.handle().is_ok(), waiting == Waiting::Interprocess);
+            assert_eq!(event.handle().is_ok(), waiting == EventWait::Interprocess);
         }
         assert!(device[0].handle().is_ok());
     }

@@ -9,10 +9,10 @@ use std::sync::Arc;
 /// a failure the device does nothing more in this process, and every later operation fails with the
 /// same message.
 #[derive(Clone, Eq, PartialEq)]
-pub struct CudaError(Arc<Inner>);
+pub struct CudaError(Arc<ErrorParts>);
 
 #[derive(Eq, PartialEq)]
-struct Inner {
+struct ErrorParts {
     doing: String,
     name: String,
     text: String,
@@ -25,7 +25,7 @@ impl CudaError {
     /// `text`.
     pub fn new(doing: impl Into<String>, name: impl Into<String>, text: impl Into<String>) -> Self {
         let is_lost = false;
-        Self(Arc::new(Inner {
+        Self(Arc::new(ErrorParts {
             doing: doing.into(),
             name: name.into(),
             text: text.into(),
@@ -35,20 +35,22 @@ impl CudaError {
 
     /// Returns the error with a library's log appended; unchanged if the log is empty.
     pub(super) fn with_log(&self, log: &str) -> Self {
-        let Inner {
+        let ErrorParts {
             doing, name, text, ..
         } = &*self.0;
+
         let text = if log.is_empty() {
             text.clone()
         } else {
             format!("{text}):\n{log}\n(end of log")
         };
+
         Self::new(doing.clone(), name.clone(), text)
     }
 
     /// Returns the error with the name of the enclosing operation in front of its own operation.
     pub(super) fn in_the_course_of(&self, operation: String) -> Self {
-        let Inner {
+        let ErrorParts {
             doing, name, text, ..
         } = &*self.0;
         Self::new(format!("{operation}: {doing}"), name.clone(), text.clone())
@@ -56,11 +58,14 @@ impl CudaError {
 
     /// Returns the error marked as lost: the work may still be running.
     pub(super) fn lost(&self) -> Self {
-        let Inner {
+        let ErrorParts {
             doing, name, text, ..
         } = &*self.0;
-        let (doing, name, text) = (doing.clone(), name.clone(), text.clone());
-        Self(Arc::new(Inner {
+
+        let doing = doing.clone();
+        let name = name.clone();
+        let text = text.clone();
+        Self(Arc::new(ErrorParts {
             doing,
             name,
             text,
@@ -93,9 +98,10 @@ impl CudaError {
 
 impl fmt::Display for CudaError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Inner {
+        let ErrorParts {
             doing, name, text, ..
         } = &*self.0;
+
         if name.is_empty() {
             return write!(f, "{doing}: {text}");
         }

@@ -8,24 +8,24 @@ use mpmd_memory::{DeviceAllocator, Pin, Pool};
 
 use super::blas::Blas;
 use super::compile::Architecture;
-use super::context::{Context, Pinned};
+use super::context::{DeviceContext, Pinned};
+use super::device_room::DeviceRoom;
 use super::error::CudaError;
 use super::memory::Allocator;
 use super::module::Modules;
-use super::room::DeviceRoom;
 use super::stream::Stream;
-use crate::cuda::spare::Spare;
+use crate::cuda::spare_blocks::SpareBlocks;
 
 /// A CUDA device, its context in this process, and its streams.
 pub struct Gpu {
-    context: Arc<Context>,
+    context: Arc<DeviceContext>,
     /// cuBLAS for the compute stream, or the error of creating it. Created at first use. Declared
     /// before the streams, so that it is dropped first.
     blas: OnceLock<Result<Blas, CudaError>>,
     /// Set once cuBLAS has loaded the kernels of small products.
     products: OnceLock<()>,
     /// Scratch memory for the compute stream, kept between calls.
-    spare: Arc<Spare>,
+    spare: Arc<SpareBlocks>,
     compute: Stream,
     inward: Stream,
     outward: Stream,
@@ -47,20 +47,25 @@ impl Gpu {
     ///
     /// If there is no driver: look for it first with [`found`](super::found).
     pub fn open(ordinal: u32) -> Result<Arc<Self>, CudaError> {
-        let context = Arc::new(Context::open(ordinal)?);
+        let context = Arc::new(DeviceContext::open(ordinal)?);
         let line = |purpose: &str| Stream::start(&context, format!("cuda-{ordinal}-{purpose}"));
-        let (compute, inward, outward) = (line("compute")?, line("in")?, line("out")?);
+        let compute = line("compute")?;
+        let inward = line("in")?;
+        let outward = line("out")?;
+
         let figure = |attribute| context.figure(attribute);
         let architecture = Architecture::new(
             figure(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
             figure(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         );
+
         // The second one is older than blocks that ask for more than it.
         let shared_bytes =
             figure(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?
                 .max(figure(
                     sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK,
                 )?);
+
         Ok(Arc::new(Self {
             blas: OnceLock::new(),
             products: OnceLock::new(),
@@ -83,7 +88,7 @@ impl Gpu {
     }
 
     /// Returns the device's context.
-    pub(super) fn context(&self) -> &Arc<Context> {
+    pub(super) fn context(&self) -> &Arc<DeviceContext> {
         &self.context
     }
 
@@ -111,6 +116,7 @@ impl Gpu {
                 });
                 tracing::debug!(%error, bytes, "host memory is not pinned");
             });
+
             pinned
                 .ok()
                 .map(|pinned| Box::new(pinned) as Box<dyn Any + Send + Sync>)
@@ -144,7 +150,7 @@ impl Gpu {
     }
 
     /// Returns the scratch memory that the compute stream keeps between calls.
-    pub fn spare(&self) -> &Spare {
+    pub fn spare(&self) -> &SpareBlocks {
         &self.spare
     }
 
@@ -172,16 +178,15 @@ impl Gpu {
     /// Returns cuBLAS for the compute stream, created at the first call. Waits if another thread is
     /// creating it. If that failed, every call returns the same error.
     pub(super) fn blas(&self, pool: &Pool) -> Result<&Blas, CudaError> {
-        let make = || {
-            Blas::new(
-                &self.context,
-                self.compute.stream(),
-                self.architecture,
-                pool,
-            )
-        };
         self.blas
-            .get_or_init(make)
+            .get_or_init(|| {
+                Blas::new(
+                    &self.context,
+                    self.compute.stream(),
+                    self.architecture,
+                    pool,
+                )
+            })
             .as_ref()
             .map_err(CudaError::clone)
     }
@@ -208,7 +213,8 @@ pub fn reach_each_other(gpus: &[Arc<Gpu>]) {
     for from in gpus {
         for to in gpus.iter().filter(|to| to.ordinal() != from.ordinal()) {
             if let Err(error) = from.context.reach(&to.context) {
-                let (from, to) = (from.ordinal(), to.ordinal());
+                let from = from.ordinal();
+                let to = to.ordinal();
                 tracing::debug!(%error, from, to, "no direct access between these devices");
             }
         }

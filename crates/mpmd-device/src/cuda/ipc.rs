@@ -1,16 +1,17 @@
 //! Sharing of device memory between the processes of one host, with CUDA IPC.
 //!
 //! A description ([`Words`]) that travels between processes is a CUDA handle of 64 bytes, the UUID
-//! of the device, and the memory's [`Origin`]. CUDA cannot open a handle in the process that
-//! created it, so this process looks up its own handles in a table ([`Shown`]).
+//! of the device, and the memory's [`IpcOrigin`]. CUDA cannot open a handle in the process that
+//! created it, so this process looks up its own handles in a table ([`ShownMemory`]).
 //!
 //! A driver may keep several allocations in one block. The handle of one of them then opens the
 //! whole block, and the handle of another one is refused (`CUDA_ERROR_ALREADY_MAPPED`). So open
-//! blocks are kept in a table, and found by the origin of their memory ([`Foreign`]).
+//! blocks are kept in a table, and found by the origin of their memory ([`OpenedBlocks`]).
 //!
 //! [`Words`]: super::ipc_tables::Words
-//! [`Shown`]: super::ipc_tables::Shown
-//! [`Foreign`]: super::ipc_tables::Foreign
+//! [`IpcOrigin`]: super::ipc_tables::IpcOrigin
+//! [`ShownMemory`]: super::ipc_tables::ShownMemory
+//! [`OpenedBlocks`]: super::ipc_tables::OpenedBlocks
 //!
 //! If this process uses the device that holds the memory, the memory is opened in that device's
 //! context and used like local memory. Otherwise it is opened in the context of this process's
@@ -29,10 +30,10 @@ use cudarc::driver::sys;
 use mpmd_memory::{DeviceMemory, DeviceSharing};
 
 use super::calls;
-use super::context::{Context, cuda};
+use super::context::{DeviceContext, cuda};
 use super::error::CudaError;
 use super::gpu::Gpu;
-use super::ipc_tables::{HANDLE, Origin, close, parts};
+use super::ipc_tables::{Description, HANDLE, MemoryRange, ShownRange, close, parts};
 use super::library::DRIVER;
 use mpmd_base::variables;
 
@@ -50,38 +51,44 @@ pub fn sharing(gpus: Vec<Arc<Gpu>>) -> Option<Arc<dyn DeviceSharing>> {
         return None;
     }
     let contexts = gpus.iter().map(|gpu| gpu.context().clone()).collect();
-    Some(Arc::new(Sharing {
+    Some(Arc::new(CudaSharing {
         gpus,
         contexts,
         samples: OnceLock::new(),
     }))
 }
 
-struct Sharing {
+struct CudaSharing {
     gpus: Vec<Arc<Gpu>>,
-    contexts: Vec<Arc<Context>>,
+    contexts: Vec<Arc<DeviceContext>>,
     /// Memory that peers try to open at the start, to find out if sharing works. Kept as long as
     /// this.
     samples: OnceLock<Result<Vec<Box<dyn DeviceMemory>>, String>>,
 }
 
-impl Sharing {
-    /// Returns (context, is far): the context in which memory of the device `uuid` is opened. Far
-    /// means that it is the context of another device of this process.
-    fn place(&self, uuid: &[u8]) -> (&Arc<Context>, bool) {
-        let near = self.contexts.iter().find(|context| context.uuid() == uuid);
-        near.map_or((&self.contexts[0], true), |context| (context, false))
+/// Memory that this process has shown to others.
+struct OwnMemory<'a> {
+    context: &'a Arc<DeviceContext>,
+    range: ShownRange,
+}
+
+impl CudaSharing {
+    /// Returns the context of the device `uuid`. `None` if this process does not use the device.
+    fn near(&self, uuid: &[u8]) -> Option<&Arc<DeviceContext>> {
+        self.contexts.iter().find(|context| context.uuid() == uuid)
     }
 
-    /// Returns memory that this process has shown to others: its context, address and length in
-    /// bytes. `None` if the handle is of another process.
-    fn own(&self, uuid: &[u8], handle: [u8; HANDLE]) -> Option<(&Arc<Context>, (u64, usize))> {
+    /// Returns memory that this process has shown to others. `None` if the handle is of another
+    /// process.
+    fn own(&self, uuid: &[u8], handle: [u8; HANDLE]) -> Option<OwnMemory<'_>> {
         let mut same = self
             .contexts
             .iter()
             .filter(|context| context.uuid() == uuid);
-        let shown = |context: &Context| context.shown().memory.lock().get(&handle).copied();
-        same.find_map(|context| Some((context, shown(context)?)))
+        same.find_map(|context| {
+            let range = context.shown().memory.lock().get(&handle).copied()?;
+            Some(OwnMemory { context, range })
+        })
     }
 
     fn make_samples(&self) -> Result<Vec<Box<dyn DeviceMemory>>, String> {
@@ -91,6 +98,7 @@ impl Sharing {
         if let Some(missing) = SYMBOLS.iter().find(|name| !DRIVER.has(name)) {
             return Err(format!("the CUDA driver has no {missing}"));
         }
+
         let mut samples = Vec::new();
         for gpu in &self.gpus {
             let memory = gpu
@@ -106,7 +114,7 @@ impl Sharing {
     }
 }
 
-impl DeviceSharing for Sharing {
+impl DeviceSharing for CudaSharing {
     fn samples(&self) -> Result<Vec<Vec<u8>>, String> {
         match self.samples.get_or_init(|| self.make_samples()) {
             Ok(samples) => {
@@ -128,27 +136,25 @@ impl DeviceSharing for Sharing {
     }
 
     fn open(&self, words: &[u8], bytes: usize) -> io::Result<Box<dyn DeviceMemory>> {
-        let (handle, uuid, origin) = parts(words).map_err(io::Error::other)?;
-        let (opened, has) = match self.own(uuid, handle) {
-            Some((context, (address, has))) => {
-                let (context, is_far, block) = (context.clone(), false, None);
-                (
-                    Opened {
-                        context,
-                        address,
-                        bytes,
-                        is_far,
-                        block,
-                    },
-                    has as u64,
-                )
-            }
+        let description = parts(words).map_err(io::Error::other)?;
+        let opened = match self.own(description.uuid, description.handle) {
+            Some(OwnMemory { context, range }) => OpenedMemory {
+                context: context.clone(),
+                address: range.address,
+                bytes,
+                open_bytes: Some(range.bytes as u64),
+                is_far: false,
+                block: None,
+            },
             None => {
-                let (context, is_far) = self.place(uuid);
-                Opened::open(context, handle, origin, bytes, is_far).map_err(io::Error::other)?
+                let near = self.near(description.uuid);
+                let context = near.unwrap_or(&self.contexts[0]);
+                OpenedMemory::open(context, &description, bytes, near.is_none())
+                    .map_err(io::Error::other)?
             }
         };
-        if has < bytes as u64 {
+
+        if opened.open_bytes.is_some_and(|open| open < bytes as u64) {
             return Err(io::Error::other(
                 "memory of a device is shorter than its owner says",
             ));
@@ -158,37 +164,41 @@ impl DeviceSharing for Sharing {
 }
 
 /// Device memory of another process, or of this one if its own description came back.
-struct Opened {
-    context: Arc<Context>,
+struct OpenedMemory {
+    context: Arc<DeviceContext>,
     address: u64,
     bytes: usize,
+    /// The number of bytes that are open from the first one on. `None` if the driver does not tell.
+    open_bytes: Option<u64>,
     is_far: bool,
     /// The address of the open block that it is in. `None` if the memory is this process's own, so
     /// there is nothing to close.
     block: Option<u64>,
 }
 
-impl Opened {
-    /// Opens memory of another process. Also returns the number of bytes that are open from its
-    /// first one on; `u64::MAX` if the driver does not tell.
+impl OpenedMemory {
+    /// Opens memory of another process in `context`, which is that of another device if `is_far` is
+    /// set.
     fn open(
-        context: &Arc<Context>,
-        handle: [u8; HANDLE],
-        origin: Origin,
+        context: &Arc<DeviceContext>,
+        description: &Description<'_>,
         bytes: usize,
         is_far: bool,
-    ) -> Result<(Self, u64), CudaError> {
+    ) -> Result<Self, CudaError> {
         let _visit = context.visit()?;
         let handle = sys::CUipcMemHandle {
-            reserved: handle.map(|byte| byte as c_char),
+            reserved: description.handle.map(|byte| byte as c_char),
         };
+        let origin = description.origin;
+
         // The only flag that exists, and it is required. For remote memory it enables access
         // between the devices.
         let flags = sys::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+
         // The table is not locked during calls of the driver: closing may wait for the device, and
         // the thread that opens also takes all messages. So a block may be closed in between.
         let mut tries = 3;
-        let (found, address) = loop {
+        let found = loop {
             let mut address = 0;
             // SAFETY: a handle is plain bytes, which the driver validates; there is room for the
             // address.
@@ -197,34 +207,31 @@ impl Opened {
             if is_open && let Some(found) = context.foreign().join(origin, bytes) {
                 break found;
             }
-            let failed = |error| cuda("opening memory of another process's CUDA device", error);
+
             match answer.result() {
                 Ok(()) => break context.foreign().add(address, origin),
                 Err(_) if is_open && tries > 0 => tries -= 1,
-                Err(error) => return Err(failed(error)),
+                Err(error) => {
+                    let doing = "opening memory of another process's CUDA device";
+                    return Err(cuda(doing, error));
+                }
             }
         };
-        let (start, length) = found.range;
-        let has = if length == 0 {
-            u64::MAX
-        } else {
-            length - (address - start)
-        };
-        let block = Some(found.address);
-        Ok((
-            Self {
-                context: context.clone(),
-                address,
-                bytes,
-                is_far,
-                block,
-            },
-            has,
-        ))
+
+        let address = found.address;
+        let MemoryRange { start, length } = found.range;
+        Ok(Self {
+            context: context.clone(),
+            address,
+            bytes,
+            open_bytes: (length > 0).then(|| length - (address - start)),
+            is_far,
+            block: Some(found.block),
+        })
     }
 }
 
-impl DeviceMemory for Opened {
+impl DeviceMemory for OpenedMemory {
     fn address(&self) -> u64 {
         self.address
     }
@@ -242,7 +249,7 @@ impl DeviceMemory for Opened {
     }
 }
 
-impl Drop for Opened {
+impl Drop for OpenedMemory {
     fn drop(&mut self) {
         let Some(address) = self.block else { return };
         if self.context.foreign().leave(address) {

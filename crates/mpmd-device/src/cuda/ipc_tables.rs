@@ -10,7 +10,7 @@ use mpmd_base::block::Mutex;
 use super::calls;
 use super::error::CudaError;
 
-/// Lengths in bytes of a CUDA handle, of a device's UUID and of an [`Origin`].
+/// Lengths in bytes of a CUDA handle, of a device's UUID and of an [`IpcOrigin`].
 pub(super) const HANDLE: usize = 64;
 const UUID: usize = 16;
 const ORIGIN: usize = 16;
@@ -20,22 +20,29 @@ pub(super) type Words = [u8; HANDLE + UUID + ORIGIN];
 
 /// The place of memory in its owner's context.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) struct Origin {
+pub(super) struct IpcOrigin {
     /// A random number of the owner's context.
     context: u64,
     /// The address there.
     address: u64,
 }
 
-/// Memory of a device that was shown to other processes: its (address, length in bytes) by its CUDA
-/// handle. Used when such a handle comes back.
-pub(super) struct Shown {
-    pub(super) memory: Mutex<HashMap<[u8; HANDLE], (u64, usize)>>,
+/// Memory of a device that was shown to other processes, by its CUDA handle. Used when such a
+/// handle comes back.
+pub(super) struct ShownMemory {
+    pub(super) memory: Mutex<HashMap<[u8; HANDLE], ShownRange>>,
     /// The number of this context in the origins of its memory.
     pub(super) context: u64,
 }
 
-impl Default for Shown {
+/// The address and the length of shown memory.
+#[derive(Clone, Copy)]
+pub(super) struct ShownRange {
+    pub(super) address: u64,
+    pub(super) bytes: usize,
+}
+
+impl Default for ShownMemory {
     fn default() -> Self {
         // Each `RandomState` has keys of its own, which differ between processes.
         Self {
@@ -47,50 +54,54 @@ impl Default for Shown {
 
 /// Memory of other processes that is open in a context.
 #[derive(Default)]
-pub(super) struct Foreign(Mutex<Vec<Block>>);
+pub(super) struct OpenedBlocks(Mutex<Vec<OpenedBlock>>);
 
-impl Foreign {
-    /// Adds a user to the block that holds `bytes` bytes with this origin. Returns the block's
-    /// address and range, and the address of these bytes. `None` if no such block is open.
-    pub(super) fn join(&self, origin: Origin, bytes: usize) -> Option<(Found, u64)> {
+impl OpenedBlocks {
+    /// Adds a user to the block that holds `bytes` bytes with this origin. `None` if no such block
+    /// is open.
+    pub(super) fn join(&self, origin: IpcOrigin, bytes: usize) -> Option<FoundBytes> {
         let mut blocks = self.0.lock();
         let mut found = blocks
             .iter_mut()
             .filter_map(|block| Some((block.find(origin, bytes)?, block)));
         let (address, block) = found.next()?;
         block.users += 1;
-        Some((
-            Found {
-                address: block.address,
-                range: block.range,
-            },
+        Some(FoundBytes {
             address,
-        ))
+            block: block.address,
+            range: block.range,
+        })
     }
 
     /// Adds a user to the block that the driver has opened at this address. The context must be
     /// current.
-    pub(super) fn add(&self, address: u64, origin: Origin) -> (Found, u64) {
+    pub(super) fn add(&self, address: u64, origin: IpcOrigin) -> FoundBytes {
         let mut blocks = self.0.lock();
         if let Some(block) = blocks.iter_mut().find(|block| block.address == address) {
             block.users += 1;
-            let found = Found {
+            let found = FoundBytes {
                 address,
+                block: address,
                 range: block.range,
             };
             drop(blocks);
             // The driver counts how often a handle is opened, and a block is closed once.
             close(address);
-            return (found, address);
+            return found;
         }
+
         let range = range_of(address);
-        blocks.push(Block {
+        blocks.push(OpenedBlock {
             address,
             origin,
             range,
             users: 1,
         });
-        (Found { address, range }, address)
+        FoundBytes {
+            address,
+            block: address,
+            range,
+        }
     }
 
     /// Removes a user of the block at this address. Returns true if it was the last one, so that
@@ -100,6 +111,7 @@ impl Foreign {
         let Some(at) = blocks.iter().position(|block| block.address == address) else {
             return false;
         };
+
         blocks[at].users -= 1;
         let is_last = blocks[at].users == 0;
         if is_last {
@@ -109,49 +121,73 @@ impl Foreign {
     }
 }
 
-/// The address and the range of an open [`Block`].
-pub(super) struct Found {
+/// Bytes in an open [`OpenedBlock`].
+pub(super) struct FoundBytes {
+    /// The address of the bytes.
     pub(super) address: u64,
-    pub(super) range: (u64, u64),
+    /// The address of the block.
+    pub(super) block: u64,
+    /// All that was opened with the block.
+    pub(super) range: MemoryRange,
+}
+
+/// A range of device memory. The length is 0 if the driver does not tell the range.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct MemoryRange {
+    pub(super) start: u64,
+    pub(super) length: u64,
 }
 
 /// Memory that the driver has opened: at least the allocation of the handle by which it was opened.
-struct Block {
+struct OpenedBlock {
     /// The address that the driver returned, and the origin of the handle's memory.
     address: u64,
-    origin: Origin,
-    /// First address and length in bytes of all that was opened. The length is 0 if the driver does
-    /// not tell.
-    range: (u64, u64),
-    /// The number of [`Opened`] in it.
+    origin: IpcOrigin,
+    /// All that was opened.
+    range: MemoryRange,
+    /// The number of [`OpenedMemory`] in it.
     users: usize,
 }
 
-impl Block {
+impl OpenedBlock {
     /// Returns the address of `bytes` bytes with another origin. `None` if the block does not hold
     /// them all.
-    fn find(&self, origin: Origin, bytes: usize) -> Option<u64> {
-        let Origin { context, address } = self.origin;
+    fn find(&self, origin: IpcOrigin, bytes: usize) -> Option<u64> {
+        let IpcOrigin { context, address } = self.origin;
         let found = self
             .address
             .wrapping_add(origin.address.wrapping_sub(address));
-        let (start, length) = self.range;
+        let MemoryRange { start, length } = self.range;
         let inside = found.wrapping_sub(start);
         let holds = inside < length && bytes as u64 <= length - inside;
         (context == origin.context && holds).then_some(found)
     }
 }
 
-/// Returns the CUDA handle, the UUID and the origin in a description.
-pub(super) fn parts(words: &[u8]) -> Result<([u8; HANDLE], &[u8], Origin), CudaError> {
+/// The parts of a description.
+pub(super) struct Description<'a> {
+    /// The CUDA handle.
+    pub(super) handle: [u8; HANDLE],
+    /// The identity of the device.
+    pub(super) uuid: &'a [u8],
+    pub(super) origin: IpcOrigin,
+}
+
+/// Reads a description.
+pub(super) fn parts(words: &[u8]) -> Result<Description<'_>, CudaError> {
     let read = || {
         let (handle, rest) = words.split_first_chunk::<HANDLE>()?;
         let (uuid, rest) = rest.split_at_checked(UUID)?;
         let (context, address) = rest.split_first_chunk()?;
         let context = u64::from_le_bytes(*context);
         let address = u64::from_le_bytes(address.try_into().ok()?);
-        Some((*handle, uuid, Origin { context, address }))
+        Some(Description {
+            handle: *handle,
+            uuid,
+            origin: IpcOrigin { context, address },
+        })
     };
+
     read().ok_or_else(|| {
         CudaError::new(
             "opening a CUDA IPC handle of another process",
@@ -161,9 +197,9 @@ pub(super) fn parts(words: &[u8]) -> Result<([u8; HANDLE], &[u8], Origin), CudaE
     })
 }
 
-/// Returns the first address and the length in bytes of the memory that holds an address. Both are
-/// 0 if the driver does not tell. The context must be current.
-fn range_of(address: u64) -> (u64, u64) {
+/// Returns the range of the memory that holds an address. Start and length are 0 if the driver does
+/// not tell. The context must be current.
+fn range_of(address: u64) -> MemoryRange {
     use sys::CUpointer_attribute_enum as Attribute;
     let ask = |attribute| {
         let mut value = 0u64;
@@ -173,10 +209,14 @@ fn range_of(address: u64) -> (u64, u64) {
             unsafe { calls::cuPointerGetAttribute((&raw mut value).cast(), attribute, address) };
         asked.result().ok().map(|()| value)
     };
+
     let start = ask(Attribute::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR);
     let length = ask(Attribute::CU_POINTER_ATTRIBUTE_RANGE_SIZE);
-    let holds = |(start, length): &(u64, u64)| address.wrapping_sub(*start) < *length;
-    start.zip(length).filter(holds).unwrap_or_default()
+    start
+        .zip(length)
+        .map(|(start, length)| MemoryRange { start, length })
+        .filter(|range| address.wrapping_sub(range.start) < range.length)
+        .unwrap_or_default()
 }
 
 /// Closes memory of another process once. The context must be current.
@@ -194,14 +234,17 @@ mod tests {
 
     #[test]
     fn parts_of_a_block_are_found_by_their_origins() {
-        let origin = |address| Origin {
+        let origin = |address| IpcOrigin {
             context: 5,
             address,
         };
-        let block = Block {
+        let block = OpenedBlock {
             address: 0x10_0100,
             origin: origin(0x100),
-            range: (0x10_0000, 0x800),
+            range: MemoryRange {
+                start: 0x10_0000,
+                length: 0x800,
+            },
             users: 1,
         };
         assert_eq!(block.find(origin(0x100), 0x700), Some(0x10_0100));
@@ -215,7 +258,7 @@ mod tests {
         }
         assert_eq!(
             block.find(
-                Origin {
+                IpcOrigin {
                     context: 6,
                     address: 0x100
                 },
@@ -225,8 +268,8 @@ mod tests {
             "another process"
         );
         assert_eq!(
-            Block {
-                range: (0, 0),
+            OpenedBlock {
+                range: MemoryRange::default(),
                 ..block
             }
             .find(origin(0x100), 1),

@@ -10,9 +10,9 @@ use std::sync::OnceLock;
 use cudarc::driver::sys;
 use mpmd_memory::DevicePlace;
 
-use super::asked::RawArg;
 use super::calls::{self, DriverError};
 use super::context::cuda;
+use super::descriptions::{RawArg, UsedMemory};
 use super::error::CudaError;
 use super::gpu::Gpu;
 use super::library::DRIVER;
@@ -42,6 +42,7 @@ impl Gpu {
             found.check(source, function, args)?;
             found.allow_shared(source, grid.shared_bytes, self.shared_bytes())?;
             note_uses(stream, args);
+
             let pointer = |arg: &RawArg| arg.bytes.as_ptr().cast::<c_void>().cast_mut();
             let mut few = [std::ptr::null_mut(); FEW];
             let mut many = Vec::new();
@@ -54,12 +55,14 @@ impl Gpu {
                 many.extend(args.iter().map(pointer));
                 &mut many
             };
+
             // SAFETY: function and stream are of the context that is bound, and alive as long as it
             // is. The arguments are as many as the function's where the driver tells their number;
             // each pointer is to the bytes of one, which the driver copies before it returns. The
             // function's author answers for its accesses to memory.
             unsafe {
-                let ((x, y, z), (threads_x, threads_y, threads_z)) = (grid.blocks, grid.threads);
+                let (x, y, z) = grid.blocks;
+                let (threads_x, threads_y, threads_z) = grid.threads;
                 calls::cuLaunchKernel(
                     found.raw(),
                     x,
@@ -98,6 +101,7 @@ impl RawStream {
         if count == 0 {
             return Ok(());
         }
+
         // SAFETY: the place is memory of the device's that this call may write; the stream is alive
         // and its context bound.
         let set = unsafe {
@@ -115,6 +119,7 @@ impl RawStream {
                 ),
             }
         };
+
         set.result()
             .map_err(|error| cuda("setting memory of a CUDA device", error))
     }
@@ -190,7 +195,8 @@ fn note_uses(stream: &RawStream, args: &[RawArg]) {
         unsafe { DRIVER.function::<NoteUse>("softcuda_note_use") }
     });
     let Some(note) = note else { return };
-    for (place, writes) in args.iter().filter_map(|arg| arg.uses) {
+
+    for UsedMemory { place, writes } in args.iter().filter_map(|arg| arg.uses) {
         // SAFETY: it takes any numbers; the stream is alive.
         unsafe { note(stream.raw, place.address, place.bytes, i32::from(writes)) }
     }

@@ -18,24 +18,24 @@ use super::no_cuda::{self, NoCuda};
 
 /// The driver. It is installed for the loader to find. The plain name is also that of the stub with
 /// which programs are linked.
-pub(super) static DRIVER: Library =
-    Library::new("CUDA driver", &["libcuda.so.1", "libcuda.so"], &[]);
-pub(super) static NVRTC: Library = Library::new(
+pub(super) static DRIVER: CudaLibrary =
+    CudaLibrary::new("CUDA driver", &["libcuda.so.1", "libcuda.so"], &[]);
+pub(super) static NVRTC: CudaLibrary = CudaLibrary::new(
     "NVRTC",
     &["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"],
     &["cu13", "cuda_nvrtc"],
 )
 .with_helper("libnvrtc-builtins.so.");
-pub(super) static CUBLAS: Library = Library::new(
+pub(super) static CUBLAS: CudaLibrary = CudaLibrary::new(
     "cuBLAS",
     &["libcublas.so.13", "libcublas.so.12", "libcublas.so"],
     &["cu13", "cublas"],
 );
-pub(super) static NCCL: Library =
-    Library::new(no_cuda::NCCL, &["libnccl.so.2", "libnccl.so"], &["nccl"]);
+pub(super) static NCCL: CudaLibrary =
+    CudaLibrary::new(no_cuda::NCCL, &["libnccl.so.2", "libnccl.so"], &["nccl"]);
 
 /// A library of CUDA, loaded at its first use.
-pub(super) struct Library {
+pub(super) struct CudaLibrary {
     /// The library's name in messages.
     pub(super) name: &'static str,
     /// Its file names, best first.
@@ -52,7 +52,7 @@ pub(super) struct Library {
 /// Returns the value of an environment variable; [`std::env::var_os`] except in tests.
 type Variable<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
-impl Library {
+impl CudaLibrary {
     const fn new(
         name: &'static str,
         files: &'static [&'static str],
@@ -140,6 +140,7 @@ impl Library {
             wheels.flat_map(|nvidia| self.wheels.iter().map(move |wheel| nvidia.join(wheel)));
         let wheels = wheels.map(|wheel| wheel.join("lib"));
         let folders: Vec<PathBuf> = toolkits.iter().cloned().chain(wheels).collect();
+
         // A name without a version may be that of an old library of the system.
         let (versioned, plain) = self.files.split_at(self.files.len() - 1);
         for files in [versioned, plain] {
@@ -151,6 +152,7 @@ impl Library {
                     Err(why) => failed.push(why),
                 }
             }
+
             for folder in &folders {
                 let files = files.iter().map(|file| folder.join(file));
                 for file in files.filter(|file| file.exists()) {
@@ -165,6 +167,7 @@ impl Library {
                 }
             }
         }
+
         let in_packages = |packages: &PathBuf| match self.wheels {
             [wheel] => packages
                 .join("nvidia")
@@ -174,6 +177,7 @@ impl Library {
                 .to_string(),
             wheels => format!("{}/nvidia/{{{}}}/lib", packages.display(), wheels.join(",")),
         };
+
         let toolkits = toolkits.iter().map(|folder| folder.display().to_string());
         Err(NoCuda::NoLibrary {
             library: self.name,
@@ -214,6 +218,7 @@ fn toolkits(variable: Variable<'_>) -> Vec<PathBuf> {
     let named = ["CUDA_HOME", "CUDA_PATH"]
         .into_iter()
         .filter_map(|name| set(variable, name));
+
     let mut folders = Vec::new();
     for home in named.chain([PathBuf::from("/usr/local/cuda")]) {
         for folder in ["lib64", "lib"].map(|below| home.join(below)) {
@@ -229,17 +234,21 @@ fn toolkits(variable: Variable<'_>) -> Vec<PathBuf> {
 /// `python3` on the path, of the user and of the system, then those of environments in `/opt`.
 fn packages(variable: Variable<'_>) -> Vec<PathBuf> {
     let mut environments: Vec<PathBuf> = set(variable, "VIRTUAL_ENV").into_iter().collect();
+
     let path = variable("PATH").unwrap_or_default();
     let python = std::env::split_paths(&path).map(|folder| folder.join("python3"));
     if let Some(python) = python.into_iter().find(|python| python.is_file()) {
         // In a virtual environment this is a link to another installation, whose packages the
         // environment may have as well.
         let programs = [Some(python.clone()), fs::canonicalize(&python).ok()];
-        let above = |program: PathBuf| Some(program.parent()?.parent()?.to_owned());
-        environments.extend(programs.into_iter().flatten().filter_map(above));
+        let folders = programs.into_iter().flatten();
+        environments
+            .extend(folders.filter_map(|program| Some(program.parent()?.parent()?.to_owned())));
     }
+
     environments.extend(set(variable, "HOME").map(|home| home.join(".local")));
     environments.extend(["/usr/local", "/usr"].map(PathBuf::from));
+
     let optional = entries(Path::new("/opt"));
     environments.extend(
         optional
@@ -301,9 +310,10 @@ mod tests {
     use super::*;
 
     /// A library that no machine has.
-    static ABSENT: Library = Library::new("it", &["libmpmd-no.so.2", "libmpmd-no.so"], &["a", "b"]);
+    static ABSENT: CudaLibrary =
+        CudaLibrary::new("it", &["libmpmd-no.so.2", "libmpmd-no.so"], &["a", "b"]);
 
-    fn why_not(library: &Library, variables: &[(&str, &Path)]) -> String {
+    fn why_not(library: &CudaLibrary, variables: &[(&str, &Path)]) -> String {
         let found = library.load(&|name| {
             let set = variables.iter().find(|(other, _)| *other == name);
             set.map(|(_, value)| value.as_os_str().to_owned())

@@ -7,11 +7,11 @@ use cudarc::driver::sys;
 use mpmd_memory::{DeviceAllocator, DeviceMemory};
 
 use super::calls::{self, DriverError};
-use super::context::{Context, cuda};
+use super::context::{DeviceContext, cuda};
+use super::device_room::{DriverPoolText, make_room};
 use super::error::CudaError;
-use super::ipc_tables::{HANDLE, Words, parts};
-use super::room::{Held, make_room};
-use super::spare::Spare;
+use super::ipc_tables::{HANDLE, ShownRange, Words, parts};
+use super::spare_blocks::SpareBlocks;
 
 /// The bytes of the blocks that drivers of CUDA map. Smaller allocations share a block, and another
 /// process that opens one of them maps all of it.
@@ -22,13 +22,13 @@ const BLOCK: usize = 2 << 20;
 /// It uses `cuMemAlloc`, because memory of the stream-ordered allocator cannot be shared with other
 /// processes through CUDA IPC.
 pub(super) struct Allocator {
-    context: Arc<Context>,
-    spare: Arc<Spare>,
+    context: Arc<DeviceContext>,
+    spare: Arc<SpareBlocks>,
 }
 
 /// One allocation of device memory, freed when dropped.
-pub(super) struct Memory {
-    context: Arc<Context>,
+pub(super) struct SegmentMemory {
+    context: Arc<DeviceContext>,
     address: sys::CUdeviceptr,
     bytes: usize,
     /// The IPC description for other processes, created at first use. `None` if the memory cannot
@@ -37,7 +37,7 @@ pub(super) struct Memory {
 }
 
 impl Allocator {
-    pub(super) fn new(context: Arc<Context>, spare: Arc<Spare>) -> Self {
+    pub(super) fn new(context: Arc<DeviceContext>, spare: Arc<SpareBlocks>) -> Self {
         Self { context, spare }
     }
 
@@ -57,6 +57,7 @@ impl DeviceAllocator for Allocator {
         let _visit = self.context.visit().map_err(io::Error::other)?;
         let whole = bytes.checked_next_multiple_of(BLOCK).unwrap_or(bytes);
         let is_out = |error: &DriverError| error.is(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+
         let allocated = self.allocate_once(whole).or_else(|error| {
             if !is_out(&error) {
                 return Err(error);
@@ -64,15 +65,17 @@ impl DeviceAllocator for Allocator {
             make_room(&self.context, &self.spare);
             self.allocate_once(whole)
         });
+
         let address = allocated.map_err(|error| {
             let held = match is_out(&error) {
-                true => format!("; {}", Held(&self.context)),
+                true => format!("; {}", DriverPoolText(&self.context)),
                 false => String::new(),
             };
             let error = cuda(format!("allocating {bytes} bytes on a CUDA device"), error);
             io::Error::other(format!("{error}{held}"))
         })?;
-        Ok(Box::new(Memory {
+
+        Ok(Box::new(SegmentMemory {
             context: self.context.clone(),
             address,
             bytes,
@@ -81,7 +84,7 @@ impl DeviceAllocator for Allocator {
     }
 }
 
-impl DeviceMemory for Memory {
+impl DeviceMemory for SegmentMemory {
     fn address(&self) -> u64 {
         self.address
     }
@@ -95,15 +98,14 @@ impl DeviceMemory for Memory {
     }
 
     fn export(&self) -> Option<&[u8]> {
-        let show = || export(&self.context, self.address, self.bytes);
         self.words
-            .get_or_init(show)
+            .get_or_init(|| export(&self.context, self.address, self.bytes))
             .as_ref()
             .map(|words| &words[..])
     }
 }
 
-impl Drop for Memory {
+impl Drop for SegmentMemory {
     fn drop(&mut self) {
         if let Some(Some(words)) = self.words.get() {
             forget(&self.context, words);
@@ -121,7 +123,11 @@ impl Drop for Memory {
 
 /// Returns the description by which other processes open memory of this process, and notes the
 /// memory as shown. `None` if the driver refuses.
-pub(super) fn export(context: &Context, address: sys::CUdeviceptr, bytes: usize) -> Option<Words> {
+pub(super) fn export(
+    context: &DeviceContext,
+    address: sys::CUdeviceptr,
+    bytes: usize,
+) -> Option<Words> {
     let show = || {
         let _visit = context.visit()?;
         let mut handle = sys::CUipcMemHandle {
@@ -134,10 +140,14 @@ pub(super) fn export(context: &Context, address: sys::CUdeviceptr, bytes: usize)
             .map_err(|error| cuda("showing memory of a CUDA device to other processes", error))?;
         Ok::<_, CudaError>(handle.reserved.map(|byte| byte.to_ne_bytes()[0]))
     };
+
     match show() {
         Ok(handle) => {
             let shown = context.shown();
-            shown.memory.lock().insert(handle, (address, bytes));
+            shown
+                .memory
+                .lock()
+                .insert(handle, ShownRange { address, bytes });
             let words = [&handle[..], context.uuid(), &shown.context.to_le_bytes()];
             let words = [words.concat(), address.to_le_bytes().to_vec()].concat();
             words.try_into().ok()
@@ -158,9 +168,9 @@ pub(super) fn export(context: &Context, address: sys::CUdeviceptr, bytes: usize)
 }
 
 /// Removes freed memory from the table of shown memory.
-pub(super) fn forget(context: &Context, words: &Words) {
-    if let Ok((handle, ..)) = parts(words) {
-        context.shown().memory.lock().remove(&handle);
+pub(super) fn forget(context: &DeviceContext, words: &Words) {
+    if let Ok(description) = parts(words) {
+        context.shown().memory.lock().remove(&description.handle);
     }
 }
 

@@ -40,7 +40,7 @@
 //!
 //! In `mpmd-core`, `api/jit/on_cuda.rs` takes the inputs as they are issued and runs the kernel,
 //! which launches and multiplies through `Context::cuda` (`kernel/cuda/`). Sources are prepared
-//! when the kernel is bound to its mesh (`api/jit/warm.rs`, `warm.rs`). Copies by region are in
+//! when the kernel is bound to its mesh (`api/jit/warm.rs`, `prepare.rs`). Copies by region are in
 //! `copy.rs`, the assembly of shards in `exec/moves/assembly/device.rs`. A piece for a process that
 //! does not take device memory is copied to pinned memory as a whole and sent from there.
 //! `exec/moves/reach.rs` alone decides how two processes exchange device memory.
@@ -53,17 +53,18 @@
 //! (`Runtime::fail_job`), because the other devices wait for this one and cannot learn of it. A job
 //! that fails or loses a process gives up all communicators.
 
-mod asked;
 mod blas;
 mod calls;
-mod clock;
 mod compile;
 mod context;
 mod copy;
+mod descriptions;
+mod device_room;
 pub mod direct;
 pub(crate) mod driver;
 mod error;
-mod foreign;
+mod first_uses;
+mod foreign_stream;
 mod gpu;
 mod ipc;
 mod ipc_tables;
@@ -74,35 +75,36 @@ mod memory;
 mod module;
 mod nccl;
 mod no_cuda;
-mod room;
+mod prepare;
 mod stream;
+mod stream_clock;
 mod stream_turn;
-mod trial;
-mod warm;
 
 pub mod source;
-pub mod spare;
+pub mod spare_blocks;
 pub mod work;
 
 use mpmd_layout::region::Region;
 
-pub use asked::{CommunicatorId, FirstUses, Joint, NotJoined, Operand, Product, RawArg};
-pub use driver::{Attributes, Driver, Gpu as GpuInfo, Uuid, cublas, found, nccl, nvrtc};
+pub use descriptions::{
+    CommunicatorId, CublasProduct, FirstUses, Joint, NotJoined, Operand, RawArg,
+};
+pub use device_room::DeviceRoom;
+pub use driver::{Attributes, Driver, GpuInfo, Uuid, cublas, found, nccl, nvrtc};
 pub use error::CudaError;
-pub use foreign::ForeignHandle;
+pub use first_uses::first_uses;
+pub use foreign_stream::ForeignHandle;
 pub use gpu::{Gpu, reach_each_other};
 pub use ipc::sharing;
 pub use nccl::{Communicator, Communicators, nccl_has, new_id};
-pub use no_cuda::{NoCuda, OLDEST, Version};
-pub use room::DeviceRoom;
+pub use no_cuda::{CudaVersion, NoCuda, OLDEST};
 pub use stream::{RawStream, Stream};
-pub use stream_turn::{Ending, StreamTurn};
-pub use trial::first_uses;
+pub use stream_turn::{StreamTurn, WorkEnding};
 
 /// The elements that a copy moves, and the regions of the source and target buffers. See
 /// [`copy_region`](crate::copy::copy_region).
 #[derive(Clone, Copy)]
-pub struct Part<'a> {
+pub struct RegionCopy<'a> {
     /// The region that the source buffer holds.
     pub from: &'a Region,
     /// The region that the target buffer holds.
@@ -118,16 +120,16 @@ pub struct Part<'a> {
 pub type Then = Box<dyn FnOnce(Result<(), CudaError>) + Send>;
 
 /// The result and the times of work on a stream.
-pub struct Ended {
+pub struct WorkOutcome {
     /// The first error from issuing the work or from running it.
     pub result: Result<(), CudaError>,
     /// The times of the work, if [`Gpu::keep_time`] was called and the work succeeded.
-    pub times: Option<Times>,
+    pub times: Option<WorkTimes>,
 }
 
 /// The times of work on a stream, in nanoseconds of the clock given to [`Gpu::keep_time`].
 #[derive(Clone, Copy, Debug)]
-pub struct Times {
+pub struct WorkTimes {
     /// The time at which the preceding work on the stream ended.
     pub before: u64,
     /// The time at which the work began.

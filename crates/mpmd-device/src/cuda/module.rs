@@ -11,14 +11,14 @@ use std::sync::{Arc, OnceLock};
 use cudarc::driver::sys;
 use mpmd_base::block::RwLock;
 
-use super::asked::RawArg;
 use super::calls;
 use super::compile::{self, Architecture};
-use super::context::{Context, cuda};
+use super::context::{DeviceContext, cuda};
+use super::descriptions::RawArg;
 use super::error::CudaError;
 use super::library::DRIVER;
-use crate::cuda::source::Kind;
 use crate::cuda::source::Source;
+use crate::cuda::source::SourceKind;
 
 /// Dynamic shared memory in bytes that a block can have without a request to the driver.
 const SHARED_BYTES: u32 = 48 << 10;
@@ -27,14 +27,14 @@ const LOG_BYTES: usize = 8 << 10;
 
 /// The modules loaded on one device.
 pub(super) struct Modules {
-    context: Arc<Context>,
+    context: Arc<DeviceContext>,
     architecture: Architecture,
     /// Keyed by the address of the source.
-    slots: RwLock<HashMap<usize, Arc<AsyncBuffer>>>,
+    slots: RwLock<HashMap<usize, Arc<ModuleSlot>>>,
 }
 
 /// A source that was announced or launched, and its module.
-struct AsyncBuffer {
+struct ModuleSlot {
     source: &'static Source,
     /// The loaded module, or the error. Created by the first thread that needs it; other threads
     /// wait.
@@ -43,7 +43,7 @@ struct AsyncBuffer {
 
 struct Module {
     raw: sys::CUmodule,
-    functions: RwLock<Vec<Function>>,
+    functions: RwLock<Vec<LoadedFunction>>,
 }
 
 // SAFETY: modules and functions may be used by any thread that has bound their context; CUDA's
@@ -53,7 +53,7 @@ unsafe impl Send for Module {}
 unsafe impl Sync for Module {}
 
 /// A function that can be launched.
-pub(super) struct Function {
+pub(super) struct LoadedFunction {
     name: Box<str>,
     raw: sys::CUfunction,
     /// Sizes of the parameters in bytes, if the driver reports them.
@@ -65,7 +65,7 @@ pub(super) struct Function {
 }
 
 impl Modules {
-    pub(super) fn new(context: Arc<Context>, architecture: Architecture) -> Self {
+    pub(super) fn new(context: Arc<DeviceContext>, architecture: Architecture) -> Self {
         Self {
             context,
             architecture,
@@ -81,7 +81,7 @@ impl Modules {
         self.slots
             .write()
             .entry(key(source))
-            .or_insert_with(|| Arc::new(AsyncBuffer::new(source)));
+            .or_insert_with(|| Arc::new(ModuleSlot::new(source)));
     }
 
     /// Compiles and loads a source, unless that was done before. Waits if another thread is doing
@@ -107,7 +107,7 @@ impl Modules {
         &self,
         source: &'static Source,
         function: &str,
-        then: impl FnOnce(&Function) -> Result<T, CudaError>,
+        then: impl FnOnce(&LoadedFunction) -> Result<T, CudaError>,
     ) -> Result<T, CudaError> {
         let slots = self.slots.read();
         if let Some(slot) = slots.get(&key(source))
@@ -117,10 +117,12 @@ impl Modules {
         {
             return then(found);
         }
+
         let announced = slots.contains_key(&key(source));
         drop(slots);
         self.find(source, function, announced)
             .map_err(|error| error.in_the_course_of(format!("launching {function}")))?;
+
         let slots = self.slots.read();
         let module = slots
             .get(&key(source))
@@ -148,12 +150,14 @@ impl Modules {
             );
         }
         self.make_ready(source)?;
+
         let slot = self.slots.read().get(&key(source)).cloned();
         let Some(slot) = slot else {
             return Err(no_function(source, function));
         };
+
         let module = self.module(&slot)?;
-        let found = Function::find(module, source, function)?;
+        let found = LoadedFunction::find(module, source, function)?;
         let mut functions = module.functions.write();
         if functions.iter().all(|known| *known.name != *function) {
             functions.push(found);
@@ -161,7 +165,7 @@ impl Modules {
         Ok(())
     }
 
-    fn module<'s>(&self, slot: &'s AsyncBuffer) -> Result<&'s Module, CudaError> {
+    fn module<'s>(&self, slot: &'s ModuleSlot) -> Result<&'s Module, CudaError> {
         let made = slot
             .module
             .get_or_init(|| self.context.bind().and_then(|()| self.load(slot.source)));
@@ -170,7 +174,7 @@ impl Modules {
 
     fn load(&self, source: &'static Source) -> Result<Module, CudaError> {
         match source.kind {
-            Kind::Cuda { .. } => {
+            SourceKind::Cuda { .. } => {
                 let image = compile::image(source, self.architecture)?;
                 match Module::load(source, &image) {
                     // A driver older than NVRTC cannot load NVRTC's machine code, but may compile
@@ -185,8 +189,8 @@ impl Modules {
                     loaded => loaded,
                 }
             }
-            Kind::Ptx => Module::load(source, &compile::Image::of_text(source.text())),
-            Kind::Cublas => Err(CudaError::new(
+            SourceKind::Ptx => Module::load(source, &compile::Image::of_text(source.text())),
+            SourceKind::Cublas => Err(CudaError::new(
                 "loading cuBLAS",
                 "",
                 "it is called by `Cuda::gemm`, and has no functions to launch",
@@ -195,7 +199,7 @@ impl Modules {
     }
 }
 
-impl AsyncBuffer {
+impl ModuleSlot {
     fn new(source: &'static Source) -> Self {
         Self {
             source,
@@ -218,6 +222,7 @@ impl Module {
             log.as_mut_ptr().cast::<c_void>(),
             std::ptr::without_provenance_mut(log.len()),
         ];
+
         let mut raw = std::ptr::null_mut();
         // SAFETY: the context is bound by the caller. The image ends with a zero, as texts must;
         // there are as many options as values, and the log is as long as is said. There is room for
@@ -231,6 +236,7 @@ impl Module {
                 values.as_mut_ptr(),
             )
         };
+
         if let Err(error) = loaded.result() {
             let error = cuda(format!("loading {}", source.name()), error);
             let said = log
@@ -240,6 +246,7 @@ impl Module {
                 .unwrap_or_default();
             return Err(error.with_log(said.trim()));
         }
+
         let module = Self {
             raw,
             functions: RwLock::default(),
@@ -261,6 +268,7 @@ impl Module {
         {
             return;
         }
+
         let mut count = 0;
         // SAFETY: the module is alive, and the driver has these functions. There is room for the
         // number, and for as many functions as it says.
@@ -276,13 +284,14 @@ impl Module {
                         .try_for_each(|function| calls::cuFuncLoad(function).result())
                 })
         };
+
         if let Err(error) = loaded {
             tracing::debug!(%error, "functions will be loaded at their first launch");
         }
     }
 }
 
-impl Function {
+impl LoadedFunction {
     fn find(module: &Module, source: &Source, function: &str) -> Result<Self, CudaError> {
         let name = CString::new(function).map_err(|_| no_function(source, function))?;
         let mut raw = std::ptr::null_mut();
@@ -296,10 +305,9 @@ impl Function {
                     error,
                 )
             })?;
-        let (mut own, which) = (
-            0,
-            sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
-        );
+
+        let mut own = 0;
+        let which = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
         // SAFETY: the function is alive, and there is room for the number.
         let told = unsafe { calls::cuFuncGetAttribute(&raw mut own, which, raw) }.is_success();
         let own = if told {
@@ -307,6 +315,7 @@ impl Function {
         } else {
             0
         };
+
         let shared_bytes = SHARED_BYTES.saturating_sub(own);
         Ok(Self {
             name: function.into(),
@@ -340,6 +349,7 @@ impl Function {
         if fit {
             return Ok(());
         }
+
         let given: Vec<usize> = args.iter().map(|arg| arg.size).collect();
         let text = format!("it takes parameters of {parameters:?} bytes, and is given {given:?}");
         Err(CudaError::new(
@@ -364,6 +374,7 @@ impl Function {
         if bytes <= self.shared_bytes.load(Ordering::Relaxed) {
             return Ok(());
         }
+
         let doing = || format!("launching {} of {}", self.name, source.name());
         let needed = u64::from(bytes) + u64::from(self.own_shared);
         if needed > u64::from(most) {
@@ -373,12 +384,14 @@ impl Function {
             );
             return Err(CudaError::new(doing(), "", text));
         }
+
         let dynamic = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         let asked = i32::try_from(bytes).unwrap_or(i32::MAX);
         // SAFETY: the function is alive.
         unsafe { calls::cuFuncSetAttribute(self.raw, dynamic, asked) }
             .result()
             .map_err(|error| cuda(doing(), error))?;
+
         self.shared_bytes.fetch_max(bytes, Ordering::Relaxed);
         Ok(())
     }
@@ -402,8 +415,10 @@ fn parameters(function: sys::CUfunction) -> Option<Vec<usize>> {
     if !DRIVER.has("cuFuncGetParamInfo") {
         return None;
     }
+
     let size = |index| {
-        let (mut offset, mut size) = (0, 0);
+        let mut offset = 0;
+        let mut size = 0;
         // SAFETY: the function is alive, the driver has this call, and there is room for both
         // numbers.
         let told =
@@ -411,5 +426,6 @@ fn parameters(function: sys::CUfunction) -> Option<Vec<usize>> {
         // An error means that there are no more parameters.
         told.result().ok().map(|()| size)
     };
+
     Some((0..).map_while(size).collect())
 }

@@ -6,7 +6,7 @@ use serde::{Serialize, Serializer};
 
 /// A version of CUDA, of one of its libraries, or of an architecture.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
-pub struct Version {
+pub struct CudaVersion {
     /// The number before the point.
     pub major: u32,
     /// The number after the point.
@@ -77,7 +77,7 @@ pub enum NoCuda {
     )]
     TooOld {
         /// The CUDA version that the driver supports.
-        version: Version,
+        version: CudaVersion,
     },
     /// The driver works but shows no graphics processor.
     #[error(
@@ -106,12 +106,12 @@ impl NoCuda {
 pub(super) const NCCL: &str = "NCCL";
 
 /// The oldest CUDA version that a driver must support.
-pub const OLDEST: Version = Version {
+pub const OLDEST: CudaVersion = CudaVersion {
     major: 12,
     minor: 0,
 };
 
-impl Version {
+impl CudaVersion {
     /// Converts CUDA's number for a version: 12080 is 12.8.
     pub fn of_number(number: u32) -> Self {
         Self {
@@ -121,14 +121,14 @@ impl Version {
     }
 }
 
-impl fmt::Display for Version {
+impl fmt::Display for CudaVersion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}.{}", self.major, self.minor)
     }
 }
 
 /// Serialised as the text `major.minor`.
-impl Serialize for Version {
+impl Serialize for CudaVersion {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(self)
     }

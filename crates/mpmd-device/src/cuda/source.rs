@@ -25,7 +25,7 @@ pub struct Source {
     name: &'static str,
     text: &'static str,
     /// The language of the text.
-    pub(crate) kind: Kind,
+    pub(crate) kind: SourceKind,
     smaller: Option<Smaller>,
 }
 
@@ -40,7 +40,7 @@ struct Smaller {
 
 /// The kind of a source.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Kind {
+pub(crate) enum SourceKind {
     /// CUDA C for NVRTC.
     Cuda {
         /// True if each product and sum is rounded by itself.
@@ -57,7 +57,7 @@ pub(crate) enum Kind {
 pub static CUBLAS: Source = Source {
     name: "cuBLAS",
     text: "",
-    kind: Kind::Cublas,
+    kind: SourceKind::Cublas,
     smaller: None,
 };
 
@@ -71,7 +71,7 @@ impl Source {
         Self {
             name,
             text,
-            kind: Kind::Cuda { exact: false },
+            kind: SourceKind::Cuda { exact: false },
             smaller: None,
         }
     }
@@ -81,7 +81,7 @@ impl Source {
         Self {
             name,
             text,
-            kind: Kind::Ptx,
+            kind: SourceKind::Ptx,
             smaller: None,
         }
     }
@@ -110,7 +110,7 @@ impl Source {
     #[must_use]
     pub const fn exact(self) -> Self {
         let kind = match self.kind {
-            Kind::Cuda { .. } => Kind::Cuda { exact: true },
+            SourceKind::Cuda { .. } => SourceKind::Cuda { exact: true },
             other => other,
         };
         Self { kind, ..self }

@@ -11,11 +11,11 @@ use mpmd_base::block::{Condvar, Mutex, thread};
 use mpmd_memory::{Fence, Fences, Landing, Latch};
 
 use super::calls;
-use super::clock::Clock;
-use super::context::{Context, cuda};
+use super::context::{DeviceContext, cuda};
 use super::error::CudaError;
+use super::stream_clock::StreamClock;
 use super::stream_turn::StreamTurn;
-use super::{Ended, Then};
+use super::{Then, WorkOutcome};
 
 /// The number of unused events from which a stream keeps no more for reuse. A stream needs about
 /// one for each piece of work in flight.
@@ -27,12 +27,12 @@ pub struct Stream {
     /// The number of pieces of work issued so far. Locked while work is issued, so that one piece
     /// stays together and ends are reported in order.
     pub(super) issuing: Mutex<u64>,
-    pub(super) ends: Arc<Ends>,
+    pub(super) ends: Arc<StreamEnds>,
 }
 
 /// The raw CUDA stream of a [`Stream`], with its context.
 pub struct RawStream {
-    pub(super) context: Arc<Context>,
+    pub(super) context: Arc<DeviceContext>,
     pub(super) raw: sys::CUstream,
     /// False if another library made the stream, and destroys it.
     pub(super) is_own: bool,
@@ -46,29 +46,29 @@ unsafe impl Sync for RawStream {}
 
 /// The work of a stream that was issued and has not ended, in order.
 #[derive(Default)]
-pub(super) struct Ends {
-    state: Mutex<State>,
+pub(super) struct StreamEnds {
+    state: Mutex<PendingEnds>,
     changed: Condvar,
     spare: Mutex<Vec<RawEvent>>,
     /// Set if begin and end times are recorded.
-    pub(super) clock: OnceLock<Clock>,
+    pub(super) clock: OnceLock<StreamClock>,
 }
 
 #[derive(Default)]
-struct State {
-    entries: VecDeque<Entry>,
+struct PendingEnds {
+    entries: VecDeque<PendingEnd>,
     closed: bool,
 }
 
-struct Entry {
-    event: Arc<Event>,
+struct PendingEnd {
+    event: Arc<StreamEvent>,
     /// The error from issuing the work, if any.
     issued: Result<(), CudaError>,
 }
 
 /// A point in a stream: the end of one piece of work. Also the fence for the memory that the work
 /// uses.
-pub(super) struct Event {
+pub(super) struct StreamEvent {
     /// `None` if nothing was issued, or if the event could not be created or recorded. In the
     /// second case the work has ended, or the device counts as failed and the work as lost.
     raw: Option<RawEvent>,
@@ -84,17 +84,26 @@ pub(super) struct Event {
     lost: AtomicBool,
     /// The work's error message, if it failed.
     failure: OnceLock<String>,
-    told: Mutex<Told>,
-    ends: Weak<Ends>,
+    told: Mutex<EndReport>,
+    ends: Weak<StreamEnds>,
+}
+
+/// The begin of a piece of work. Empty if times are not recorded.
+#[derive(Default)]
+pub(super) struct WorkBegin {
+    /// The event before the work.
+    pub(super) event: Option<RawEvent>,
+    /// The host's time in nanoseconds when the work was issued.
+    pub(super) issued_at: u64,
 }
 
 /// The completion callback of a piece of work. It runs after all fence callbacks.
 #[derive(Default)]
-struct Told {
-    then: Option<Box<dyn FnOnce(Ended) + Send>>,
+struct EndReport {
+    then: Option<Box<dyn FnOnce(WorkOutcome) + Send>>,
     /// The result, if it came before the callback was set. Set only after all fence callbacks have
     /// run.
-    ended: Option<Ended>,
+    ended: Option<WorkOutcome>,
 }
 
 /// A CUDA event.
@@ -111,30 +120,32 @@ pub(super) const WAIT_DEFAULT: u32 = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFA
 
 impl Stream {
     /// Creates the CUDA stream and starts its waiter thread.
-    pub(super) fn start(context: &Arc<Context>, name: String) -> Result<Self, CudaError> {
+    pub(super) fn start(context: &Arc<DeviceContext>, name: String) -> Result<Self, CudaError> {
         context.bind()?;
         // The stream does not synchronise with the default stream, which is not used here.
-        let (mut raw, flags) = (
-            std::ptr::null_mut(),
-            sys::CUstream_flags::CU_STREAM_NON_BLOCKING,
-        );
+        let mut raw = std::ptr::null_mut();
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING;
         // SAFETY: the context is bound, and there is room for the stream.
         unsafe { calls::cuStreamCreate(&raw mut raw, flags as u32) }
             .result()
             .map_err(|error| cuda("making a stream", error))?;
+
         let stream = Arc::new(RawStream {
             context: context.clone(),
             raw,
             is_own: true,
         });
-        let ends = Arc::<Ends>::default();
-        let (theirs, of) = (ends.clone(), stream.clone());
+
+        let ends = Arc::<StreamEnds>::default();
+        let theirs = ends.clone();
+        let of = stream.clone();
         thread::Builder::new()
             .name(name)
             .spawn(move || theirs.tell_all(&of))
             .map_err(|error| {
                 CudaError::new("starting the thread of a stream", "", error.to_string())
             })?;
+
         Ok(Self {
             stream,
             issuing: Mutex::new(0),
@@ -157,12 +168,14 @@ impl Stream {
     ) -> Arc<dyn Fence> {
         // This thread may be in the middle of issuing work to another device.
         let _visit = self.stream.context.visit();
+
         let mut turn = self.turn();
         let issued = after.iter().try_for_each(|fences| turn.come_after(fences));
         let issued = issued.and_then(|()| turn.begin()).and_then(work);
+
         let ending = turn.end(issued);
         let fence = ending.fence();
-        ending.then(Box::new(move |ended: Ended| then(ended.result)));
+        ending.then(Box::new(move |ended: WorkOutcome| then(ended.result)));
         fence
     }
 
@@ -181,7 +194,7 @@ impl Stream {
     /// later work on it. False if `fences` is empty.
     pub fn has_issued_all(&self, fences: &Fences) -> bool {
         let mine = |fence: &Arc<dyn Fence>| {
-            let event = (&**fence as &dyn Any).downcast_ref::<Event>();
+            let event = (&**fence as &dyn Any).downcast_ref::<StreamEvent>();
             event.is_some_and(|event| event.stream.raw == self.stream.raw)
         };
         fences.iter().next().is_some() && fences.iter().all(mine)
@@ -194,7 +207,7 @@ impl Stream {
         &self,
         now: Box<dyn Fn() -> u64 + Send + Sync>,
     ) -> Result<(), CudaError> {
-        let clock = Clock::new(self, now)?;
+        let clock = StreamClock::new(self, now)?;
         // A second call keeps the first clock.
         let _ = self.ends.clock.set(clock);
         Ok(())
@@ -219,16 +232,18 @@ impl RawStream {
             // The other process lent the memory after its work had ended.
             return Ok(());
         }
-        let Some(event) = (fence as &dyn Any).downcast_ref::<Event>() else {
+        let Some(event) = (fence as &dyn Any).downcast_ref::<StreamEvent>() else {
             return Err(CudaError::new(
                 "waiting for other work",
                 "",
                 "it is no work of a CUDA device's",
             ));
         };
+
         let Some(raw) = event.raw.as_ref().filter(|_| event.stream.raw != self.raw) else {
             return Ok(());
         };
+
         // SAFETY: the event is alive, as `event` holds it, and was recorded when it was made.
         unsafe { calls::cuStreamWaitEvent(self.raw, raw.0, WAIT_DEFAULT) }
             .result()
@@ -262,11 +277,14 @@ impl Drop for RawStream {
     }
 }
 
-impl Ends {
+impl StreamEnds {
     /// Appends the end of a piece of work and wakes the waiter thread. The caller holds the issue
     /// lock.
-    pub(super) fn push(&self, event: Arc<Event>, issued: Result<(), CudaError>) {
-        self.state.lock().entries.push_back(Entry { event, issued });
+    pub(super) fn push(&self, event: Arc<StreamEvent>, issued: Result<(), CudaError>) {
+        self.state
+            .lock()
+            .entries
+            .push_back(PendingEnd { event, issued });
         self.changed.notify_one();
     }
 
@@ -284,6 +302,7 @@ impl Ends {
                 create_event(flags)?
             }
         };
+
         match event.record(stream) {
             Ok(()) => Ok(event),
             Err(error) => {
@@ -309,7 +328,7 @@ impl Ends {
     fn tell_all(&self, stream: &RawStream) {
         // A failure shows up when events are waited for.
         let _ = stream.context.bind();
-        while let Some(Entry { event, issued }) = self.next() {
+        while let Some(PendingEnd { event, issued }) = self.next() {
             // If no event was recorded, `issued` has the error.
             let ran = event.raw.as_ref().map_or(Ok(()), RawEvent::wait);
             let ran = ran.map_err(|error| stream.context.fails(error));
@@ -317,14 +336,14 @@ impl Ends {
                 (Some(clock), Ok(())) => clock.times(&event),
                 _ => None,
             };
-            event.pass(Ended {
+            event.pass(WorkOutcome {
                 result: issued.and(ran),
                 times,
             });
         }
     }
 
-    fn next(&self) -> Option<Entry> {
+    fn next(&self) -> Option<PendingEnd> {
         let mut state = self.state.lock();
         loop {
             if let Some(entry) = state.entries.pop_front() {
@@ -338,26 +357,19 @@ impl Ends {
     }
 }
 
-impl Event {
-    pub(super) fn new(
-        line: &Stream,
-        raw: Option<RawEvent>,
-        (begin, issued_at): (Option<RawEvent>, u64),
-        number: u64,
-    ) -> Self {
-        let (stream, ends) = (line.stream.clone(), Arc::downgrade(&line.ends));
-        let (over, lost, failure, told) = Default::default();
+impl StreamEvent {
+    pub(super) fn new(line: &Stream, raw: Option<RawEvent>, begin: WorkBegin, number: u64) -> Self {
         Self {
             raw,
-            begin,
-            issued_at,
+            begin: begin.event,
+            issued_at: begin.issued_at,
             number,
-            stream,
-            over,
-            lost,
-            failure,
-            told,
-            ends,
+            stream: line.stream.clone(),
+            over: Latch::default(),
+            lost: AtomicBool::default(),
+            failure: OnceLock::default(),
+            told: Mutex::default(),
+            ends: Arc::downgrade(&line.ends),
         }
     }
 
@@ -365,19 +377,22 @@ impl Event {
     /// work that ends at `other`. `None` if one of them is not known.
     pub(super) fn until(&self, other: &Self) -> Option<[f64; 2]> {
         let from = self.raw.as_ref()?;
-        let (begin, end) = (other.begin.as_ref()?, other.raw.as_ref()?);
+        let begin = other.begin.as_ref()?;
+        let end = other.raw.as_ref()?;
         Some([from.until(begin).ok()?, from.until(end).ok()?])
     }
 
-    fn pass(&self, ended: Ended) {
+    fn pass(&self, ended: WorkOutcome) {
         if let Err(error) = &ended.result {
             self.lost.store(error.is_lost(), Ordering::Relaxed);
             // Set only here.
             let _ = self.failure.set(error.to_string());
         }
+
         // Memory returns to its pool before the callback runs: waiters for memory check the pool
         // then.
         self.over.pass().into_iter().for_each(guarded);
+
         let mut told = self.told.lock();
         let Some(then) = told.then.take() else {
             told.ended = Some(ended);
@@ -389,7 +404,7 @@ impl Event {
 
     /// Sets the callback that receives the result of the work. It runs on the waiter thread, or
     /// immediately on this thread if the work has ended.
-    pub(super) fn on_end(&self, then: Box<dyn FnOnce(Ended) + Send>) {
+    pub(super) fn on_end(&self, then: Box<dyn FnOnce(WorkOutcome) + Send>) {
         let mut told = self.told.lock();
         let Some(ended) = told.ended.take() else {
             told.then = Some(then);
@@ -408,7 +423,7 @@ fn guarded(then: impl FnOnce()) {
     }
 }
 
-impl Fence for Event {
+impl Fence for StreamEvent {
     fn is_over(&self) -> bool {
         self.over.is_passed()
     }
@@ -433,7 +448,7 @@ impl Fence for Event {
     }
 }
 
-impl Drop for Event {
+impl Drop for StreamEvent {
     fn drop(&mut self) {
         let is_over = self.over.is_passed();
         for raw in [self.raw.take(), self.begin.take()].into_iter().flatten() {

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use mpmd_base::block::{MutexGuard, mpsc};
 use mpmd_memory::{Fence, Fences};
 
-use super::Ended;
+use super::WorkOutcome;
 use super::error::CudaError;
-use super::stream::{Event, RawEvent, RawStream, Stream};
+use super::stream::{RawStream, Stream, StreamEvent, WorkBegin};
 
 /// Exclusive access to a [`Stream`] for issuing one piece of work. Nothing else is issued in
 /// between.
@@ -18,22 +18,21 @@ use super::stream::{Event, RawEvent, RawStream, Stream};
 pub struct StreamTurn<'a> {
     line: &'a Stream,
     issuing: MutexGuard<'a, u64>,
-    /// The event before the work and its host time in nanoseconds, if times are recorded.
-    begin: (Option<RawEvent>, u64),
+    begin: WorkBegin,
     /// True once work may have been issued to the stream in this turn.
     has_begun: bool,
 }
 
 /// A handle to the end of issued work, for its fence and its completion callback.
 #[must_use = "errors of the issued work are reported only through `then`"]
-pub struct Ending(Arc<Event>);
+pub struct WorkEnding(Arc<StreamEvent>);
 
 impl<'a> StreamTurn<'a> {
     pub(super) fn new(line: &'a Stream, issuing: MutexGuard<'a, u64>) -> Self {
         Self {
             line,
             issuing,
-            begin: (None, 0),
+            begin: WorkBegin::default(),
             has_begun: false,
         }
     }
@@ -67,10 +66,13 @@ impl<'a> StreamTurn<'a> {
         stream.context.bind()?;
         self.has_begun = true;
         if let Some(clock) = ends.clock.get()
-            && self.begin.0.is_none()
+            && self.begin.event.is_none()
         {
             // Without an event the times of the work are not known.
-            self.begin = (ends.record(stream).ok(), clock.now());
+            self.begin = WorkBegin {
+                event: ends.record(stream).ok(),
+                issued_at: clock.now(),
+            };
         }
         Ok(stream)
     }
@@ -89,14 +91,23 @@ impl<'a> StreamTurn<'a> {
         let Ok(here) = ends.record(stream) else {
             return stream.synchronize();
         };
+
         *self.issuing += 1;
-        let event = Arc::new(Event::new(self.line, Some(here), (None, 0), *self.issuing));
+        let begin = WorkBegin::default();
+        let event = Arc::new(StreamEvent::new(
+            self.line,
+            Some(here),
+            begin,
+            *self.issuing,
+        ));
         ends.push(event.clone(), Ok(()));
+
         // The waiter thread reports this end like any other.
         let (tell, told) = mpsc::channel();
         event.on_end(Box::new(move |ended| {
             tell.send(ended.result).unwrap_or_default()
         }));
+
         let ended = MutexGuard::unlocked(&mut self.issuing, || told.recv());
         ended.unwrap_or_else(|_| {
             Err(CudaError::new(
@@ -115,15 +126,17 @@ impl<'a> StreamTurn<'a> {
 
     /// Ends the access. `issued` is the error from issuing, if any; it is reported as the work's
     /// result. The fence is behind everything that could be issued.
-    pub fn end(mut self, issued: Result<(), CudaError>) -> Ending {
+    pub fn end(mut self, issued: Result<(), CudaError>) -> WorkEnding {
         let Stream { stream, ends, .. } = self.line;
         *self.issuing += 1;
+
         // Issued work is under way even if the device has been marked as failed since.
         let bound = if self.has_begun {
             stream.context.bind_failed()
         } else {
             stream.context.bind()
         };
+
         let (raw, issued) = match bound.and_then(|()| ends.record(stream)) {
             Ok(raw) => (Some(raw), issued),
             // No event can show the end of the work, so this thread waits for it.
@@ -143,13 +156,14 @@ impl<'a> StreamTurn<'a> {
                 (None, issued.and(Err(error)))
             }
         };
-        let event = Arc::new(Event::new(self.line, raw, self.begin, *self.issuing));
+
+        let event = Arc::new(StreamEvent::new(self.line, raw, self.begin, *self.issuing));
         ends.push(event.clone(), issued);
-        Ending(event)
+        WorkEnding(event)
     }
 }
 
-impl Ending {
+impl WorkEnding {
     /// Returns the fence behind the issued work, for the memory that the work uses.
     pub fn fence(&self) -> Arc<dyn Fence> {
         self.0.clone()
@@ -158,7 +172,7 @@ impl Ending {
     /// Sets the callback that receives the result, after all memory that waited for the work has
     /// returned to its pool. It runs on the waiter thread, or immediately on this thread if the
     /// work has ended. It must be short.
-    pub fn then(self, then: Box<dyn FnOnce(Ended) + Send>) {
+    pub fn then(self, then: Box<dyn FnOnce(WorkOutcome) + Send>) {
         self.0.on_end(then);
     }
 }

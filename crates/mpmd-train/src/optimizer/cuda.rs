@@ -3,7 +3,7 @@
 
 use mpmd_core::Result;
 use mpmd_core::aval::DType;
-use mpmd_core::cuda::{Arg, Cuda, Grid, Part};
+use mpmd_core::cuda::{Arg, Cuda, CudaPart, Grid};
 use mpmd_core::kernel::{View, ViewMut};
 use mpmd_core::pipeline::Loss;
 use mpmd_device::cuda::kernels::UPDATE;
@@ -70,7 +70,7 @@ pub(super) fn figures(
     let one = Grid::new(1, 1);
     // The total of the sums, and the last stage whose sums are not finite.
     let state = cuda.scratch(DType::F64, 2)?;
-    let add = |sums: Part<'_>, count: usize, stage: f64, first: bool| {
+    let add = |sums: CudaPart<'_>, count: usize, stage: f64, first: bool| {
         let first = i32::from(first);
         let args = [
             count.into(),

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use mpmd_device::cuda::{CudaError, Ended, Ending, Gpu, RawStream, StreamTurn};
+use mpmd_device::cuda::{CudaError, Gpu, RawStream, StreamTurn, WorkEnding, WorkOutcome};
 use mpmd_memory::{OwnedBuffer, SharedBuffer};
 
 use super::call::{
@@ -17,7 +17,7 @@ use super::call::{copy_in, poison_objects, prepare_outputs};
 use crate::exec::array::object::ObjectCell;
 use crate::exec::{AsyncBuffer, Exchange, Parker, Resolvers};
 use crate::kernel::cuda::{CallMemory, Cuda};
-use crate::kernel::{Context, Kernel, OnCuda};
+use crate::kernel::{Context, CudaAccess, Kernel};
 use mpmd_layout::topology::DeviceId;
 use mpmd_proto::Failure;
 
@@ -94,7 +94,7 @@ impl<K: Kernel> DeviceCall<K> {
             issuing,
             last,
         };
-        ending.then(Box::new(move |ended: Ended| {
+        ending.then(Box::new(move |ended: WorkOutcome| {
             let call = RunningCall::new(&bound, seat, op, at, label);
             let runtime = call.runtime().clone();
             trace.record(&call, &ended);
@@ -240,7 +240,7 @@ impl<K: Kernel> DeviceCall<K> {
         call: &RunningCall<'_, K>,
         memory: &'a CallMemory,
         context: &mut Context<'a>,
-    ) -> (CallResult<()>, Ending) {
+    ) -> (CallResult<()>, WorkEnding) {
         let Self {
             arrived,
             outputs,
@@ -263,7 +263,7 @@ impl<K: Kernel> DeviceCall<K> {
         let result = match result {
             Err(failure) => Err(failure),
             Ok(stream) => {
-                context.enter(OnCuda {
+                context.enter(CudaAccess {
                     cuda: Cuda::new(gpu, stream, memory),
                     turn,
                 });

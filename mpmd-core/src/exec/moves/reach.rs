@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use mpmd_base::ProcessId;
-use mpmd_device::accelerator::{Accelerator, DeviceError, Part};
+use mpmd_device::accelerator::{Accelerator, DeviceError, RegionCopy};
 use mpmd_memory::DevicePlace;
 use mpmd_memory::{OwnedBuffer, SharedBuffer};
 use mpmd_proto::router::{Failure, FailureKind};
@@ -117,7 +117,7 @@ impl Runtime {
                 }
             };
             let all = Region::full(&[bytes.len()]);
-            let part = Part {
+            let part = RegionCopy {
                 from: &all,
                 to: &all,
                 piece: &all,
@@ -141,7 +141,7 @@ impl Runtime {
         op: u64,
         bytes: &SharedBuffer,
         source: Option<AsyncBuffer>,
-        part: Part<'_>,
+        part: RegionCopy<'_>,
         to: OwnedBuffer,
         then: impl FnOnce(Result<OwnedBuffer, Arc<Failure>>) + Send + 'static,
     ) {

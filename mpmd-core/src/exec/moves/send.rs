@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use mpmd_base::ProcessId;
-use mpmd_device::accelerator::Part;
+use mpmd_device::accelerator::RegionCopy;
 use mpmd_device::copy::copy_region;
 use mpmd_memory::{OwnedBuffer, SharedBuffer};
 use mpmd_proto::router::Failure;
@@ -131,7 +131,7 @@ impl Send {
         }
         let transfer = self.transfer.clone();
         let Transfer { region, holds, .. } = &*transfer;
-        let part = Part {
+        let part = RegionCopy {
             from: holds,
             to: region,
             piece: region,

@@ -61,25 +61,24 @@ impl<O> Returned<O> for Result<O> {
 }
 
 /// The outputs of a kernel from closures: one array or a tuple of several.
-pub trait Outputs: Tree<Leaf = MpmdArray> {
+pub trait ClosureOutputs: Tree<Leaf = MpmdArray> {
     /// Returns outputs that all have the shape and dtype of `aval`.
     fn all(aval: &ShapedArray) -> Shapes<Self>;
 }
 
-impl<I: Tree<Leaf = MpmdArray>, O: Outputs> InferShapes<(), I, O> for like_input {
+impl<I: Tree<Leaf = MpmdArray>, O: ClosureOutputs> InferShapes<(), I, O> for like_input {
     fn infer(&self, x: &Shapes<I>) -> Result<Shapes<O>> {
-        let none = || Error::kernel("`like_input` is for functions with an input");
         x.leaves()
             .first()
             .map(|first| O::all(first))
-            .ok_or_else(none)
+            .ok_or_else(|| Error::kernel("`like_input` is for functions with an input"))
     }
 }
 
-/// Implements `Outputs` for this many arrays.
+/// Implements `ClosureOutputs` for this many arrays.
 macro_rules! outputs {
     ($($y:ident)+) => {
-        impl Outputs for arrays!($($y)+) {
+        impl ClosureOutputs for arrays!($($y)+) {
             fn all(aval: &ShapedArray) -> Shapes<Self> {
                 $(let $y = aval.clone();)+
                 names!($($y)+)

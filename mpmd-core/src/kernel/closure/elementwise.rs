@@ -61,14 +61,14 @@ pub struct Elementwise<F, A> {
 }
 
 /// An input of the loop over elements.
-struct Argument<'a, T> {
+struct ElementwiseInput<'a, T> {
     values: &'a [T],
     /// Copies of a scalar's value; unused for other inputs.
     repeated: [T; CHUNK],
     is_scalar: bool,
 }
 
-impl<'a, T: Element> Argument<'a, T> {
+impl<'a, T: Element> ElementwiseInput<'a, T> {
     /// Checks that the input is a scalar, or has the region that the device has of the output.
     /// Neither may be empty.
     fn new(path: &str, x: View<'a, T>, y: &ViewMut<'_, impl Element>) -> Result<Self> {
@@ -133,7 +133,7 @@ macro_rules! elementwise {
                     return Ok(());
                 }
                 let names!($($x)+) = x;
-                $(let $x = Argument::new($path, $x.typed::<$X>()?, &y)?;)+
+                $(let $x = ElementwiseInput::new($path, $x.typed::<$X>()?, &y)?;)+
                 for (chunk, y) in y.chunks_mut(CHUNK).enumerate() {
                     $(let $x = $x.chunk(chunk * CHUNK, y.len());)+
                     for (i, y) in y.iter_mut().enumerate() {

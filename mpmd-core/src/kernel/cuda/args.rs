@@ -9,8 +9,8 @@ use mpmd_layout::aval::DType;
 /// Values on a CUDA device for a launch, a product or a copy: a view or [`Scratch`], or the rest of
 /// one from some element on.
 #[derive(Clone, Copy, Debug)]
-pub struct Part<'a> {
-    memory: Memory<'a>,
+pub struct CudaPart<'a> {
+    memory: PartMemory<'a>,
     dtype: DType,
     /// The number of elements left out at the start.
     skipped: usize,
@@ -21,7 +21,7 @@ pub struct Part<'a> {
 
 /// The location of values.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Memory<'a> {
+pub(super) enum PartMemory<'a> {
     Device(DevicePlace),
     /// Host memory of an input that is on no device.
     Host(&'a [u8]),
@@ -29,7 +29,7 @@ pub(super) enum Memory<'a> {
     InPlace,
 }
 
-impl<'a> Part<'a> {
+impl<'a> CudaPart<'a> {
     /// Returns the values from `elements` further on. A start beyond the end is an error of the
     /// call that uses it.
     #[must_use]
@@ -51,7 +51,12 @@ impl<'a> Part<'a> {
         }
     }
 
-    pub(super) fn new(memory: Memory<'a>, dtype: DType, elements: usize, writable: bool) -> Self {
+    pub(super) fn new(
+        memory: PartMemory<'a>,
+        dtype: DType,
+        elements: usize,
+        writable: bool,
+    ) -> Self {
         Self {
             memory,
             dtype,
@@ -62,10 +67,10 @@ impl<'a> Part<'a> {
     }
 
     pub(super) fn scratch(place: DevicePlace, dtype: DType, elements: usize) -> Self {
-        Self::new(Memory::Device(place), dtype, elements, true)
+        Self::new(PartMemory::Device(place), dtype, elements, true)
     }
 
-    pub(super) fn memory(&self) -> Memory<'a> {
+    pub(super) fn memory(&self) -> PartMemory<'a> {
         self.memory
     }
 
@@ -95,24 +100,24 @@ impl<'a> Part<'a> {
 
 impl<'a> View<'a> {
     /// Returns the values from element `elements` on, for work of a CUDA device.
-    pub fn at(&self, elements: usize) -> Part<'a> {
-        Part::from(self).at(elements)
+    pub fn at(&self, elements: usize) -> CudaPart<'a> {
+        CudaPart::from(self).at(elements)
     }
 }
 
 impl ViewMut<'_> {
     /// Returns the values from element `elements` on, for work of a CUDA device.
-    pub fn at(&mut self, elements: usize) -> Part<'_> {
-        Part::from(self).at(elements)
+    pub fn at(&mut self, elements: usize) -> CudaPart<'_> {
+        CudaPart::from(self).at(elements)
     }
 }
 
-impl<'a> From<&View<'a>> for Part<'a> {
+impl<'a> From<&View<'a>> for CudaPart<'a> {
     fn from(view: &View<'a>) -> Self {
         let memory = match (view.device(), view.host_bytes()) {
-            (Some(place), _) => Memory::Device(place),
-            (None, Some(bytes)) => Memory::Host(bytes),
-            (None, None) => Memory::InPlace,
+            (Some(place), _) => PartMemory::Device(place),
+            (None, Some(bytes)) => PartMemory::Host(bytes),
+            (None, None) => PartMemory::InPlace,
         };
         let elements = view.region().elements();
         Self {
@@ -126,9 +131,11 @@ impl<'a> From<&View<'a>> for Part<'a> {
 }
 
 /// For reading an output that is updated in place, or that this kernel has filled.
-impl<'a> From<&'a ViewMut<'_>> for Part<'a> {
+impl<'a> From<&'a ViewMut<'_>> for CudaPart<'a> {
     fn from(view: &'a ViewMut<'_>) -> Self {
-        let memory = view.device().map_or(Memory::Host(&[]), Memory::Device);
+        let memory = view
+            .device()
+            .map_or(PartMemory::Host(&[]), PartMemory::Device);
         let elements = view.region().elements();
         Self {
             memory,
@@ -140,7 +147,7 @@ impl<'a> From<&'a ViewMut<'_>> for Part<'a> {
     }
 }
 
-impl<'a> From<&'a mut ViewMut<'_>> for Part<'a> {
+impl<'a> From<&'a mut ViewMut<'_>> for CudaPart<'a> {
     fn from(view: &'a mut ViewMut<'_>) -> Self {
         Self {
             writable: true,
@@ -149,7 +156,7 @@ impl<'a> From<&'a mut ViewMut<'_>> for Part<'a> {
     }
 }
 
-impl<'a> From<&'a Scratch<'_>> for Part<'a> {
+impl<'a> From<&'a Scratch<'_>> for CudaPart<'a> {
     fn from(scratch: &'a Scratch<'_>) -> Self {
         scratch.at(0)
     }
@@ -161,22 +168,22 @@ impl<'a> From<&'a Scratch<'_>> for Part<'a> {
 /// becomes a 64-bit number. The launch copies an input that is on no device to the device. For a
 /// single number, pass [`View::scalar`] instead.
 #[derive(Debug)]
-pub struct Arg<'a>(pub(super) Value<'a>);
+pub struct Arg<'a>(pub(super) ArgValue<'a>);
 
 #[derive(Debug)]
-pub(super) enum Value<'a> {
-    Part(Part<'a>),
-    Number(Number),
+pub(super) enum ArgValue<'a> {
+    Part(CudaPart<'a>),
+    Number(NumberBytes),
 }
 
 /// The bytes of a number argument: the first `size` of `bytes`, in this machine's byte order.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) struct Number {
+pub(super) struct NumberBytes {
     pub(super) bytes: [u8; 8],
     pub(super) size: usize,
 }
 
-impl Number {
+impl NumberBytes {
     fn new<const N: usize>(number: [u8; N]) -> Self {
         let mut bytes = [0; 8];
         bytes[..N].copy_from_slice(&number);
@@ -184,39 +191,39 @@ impl Number {
     }
 }
 
-impl<'a> From<Part<'a>> for Arg<'a> {
-    fn from(part: Part<'a>) -> Self {
-        Self(Value::Part(part))
+impl<'a> From<CudaPart<'a>> for Arg<'a> {
+    fn from(part: CudaPart<'a>) -> Self {
+        Self(ArgValue::Part(part))
     }
 }
 
-impl<'a> From<Option<Part<'a>>> for Arg<'a> {
-    fn from(part: Option<Part<'a>>) -> Self {
+impl<'a> From<Option<CudaPart<'a>>> for Arg<'a> {
+    fn from(part: Option<CudaPart<'a>>) -> Self {
         part.map_or_else(|| 0u64.into(), Self::from)
     }
 }
 
 impl<'a> From<&View<'a>> for Arg<'a> {
     fn from(view: &View<'a>) -> Self {
-        Part::from(view).into()
+        CudaPart::from(view).into()
     }
 }
 
 impl<'a> From<&'a ViewMut<'_>> for Arg<'a> {
     fn from(view: &'a ViewMut<'_>) -> Self {
-        Part::from(view).into()
+        CudaPart::from(view).into()
     }
 }
 
 impl<'a> From<&'a mut ViewMut<'_>> for Arg<'a> {
     fn from(view: &'a mut ViewMut<'_>) -> Self {
-        Part::from(view).into()
+        CudaPart::from(view).into()
     }
 }
 
 impl<'a> From<&'a Scratch<'_>> for Arg<'a> {
     fn from(scratch: &'a Scratch<'_>) -> Self {
-        Part::from(scratch).into()
+        CudaPart::from(scratch).into()
     }
 }
 
@@ -224,7 +231,7 @@ macro_rules! numbers {
     ($($number:ty),*) => {$(
         impl From<$number> for Arg<'_> {
             fn from(number: $number) -> Self {
-                Self(Value::Number(Number::new(number.to_ne_bytes())))
+                Self(ArgValue::Number(NumberBytes::new(number.to_ne_bytes())))
             }
         }
     )*};
@@ -257,10 +264,13 @@ mod tests {
     #[test]
     fn numbers_keep_their_bytes() {
         let number = |arg: Arg<'_>| match arg.0 {
-            Value::Number(number) => number,
-            Value::Part(_) => panic!("a part"),
+            ArgValue::Number(number) => number,
+            ArgValue::Part(_) => panic!("a part"),
         };
-        assert_eq!(number(1.5f32.into()), Number::new(1.5f32.to_ne_bytes()));
+        assert_eq!(
+            number(1.5f32.into()),
+            NumberBytes::new(1.5f32.to_ne_bytes())
+        );
         assert_eq!(number(1.5f32.into()).size, 4);
         assert_eq!(
             (number(7usize.into()).bytes, number(7usize.into()).size),
@@ -283,7 +293,7 @@ mod tests {
             bytes: 40,
         };
         let part = |from| {
-            Part::scratch(place, DType::F32, 10)
+            CudaPart::scratch(place, DType::F32, 10)
                 .at(from)
                 .at(0)
                 .elements()
@@ -293,7 +303,7 @@ mod tests {
             [Some(10), Some(7), Some(0), None, None]
         );
         let first = |from, count| {
-            Part::scratch(place, DType::F32, 10)
+            CudaPart::scratch(place, DType::F32, 10)
                 .at(from)
                 .first(count)
                 .elements()

@@ -3,7 +3,7 @@
 
 use crate::error::{Error, Result};
 use mpmd_device::cuda::work::{Math, Types};
-use mpmd_device::cuda::{Operand, Product};
+use mpmd_device::cuda::{CublasProduct, Operand};
 use mpmd_layout::aval::DType;
 
 /// A product `C = alpha * op(A) * op(B) + beta * C` of row-major matrices, or a batch of products.
@@ -35,6 +35,27 @@ pub struct Gemm {
     batch: usize,
     strides: [usize; 3],
     math: Math,
+}
+
+/// The shape of a matrix as it is stored.
+#[derive(Clone, Copy)]
+struct StoredShape {
+    rows: usize,
+    columns: usize,
+}
+
+impl StoredShape {
+    /// Describes a matrix of `rows` rows and `columns` columns that is stored transposed or not.
+    fn new(rows: usize, columns: usize, transposed: bool) -> Self {
+        if transposed {
+            Self {
+                rows: columns,
+                columns: rows,
+            }
+        } else {
+            Self { rows, columns }
+        }
+    }
 }
 
 impl Gemm {
@@ -112,19 +133,12 @@ impl Gemm {
         Self { math, ..self }
     }
 
-    /// Returns (rows, columns) of A, B and C as they are stored.
-    fn stored(&self) -> [(usize, usize); 3] {
-        let turned = |(rows, columns), turn| {
-            if turn {
-                (columns, rows)
-            } else {
-                (rows, columns)
-            }
-        };
+    /// Returns the shapes of A, B and C as they are stored.
+    fn stored(&self) -> [StoredShape; 3] {
         [
-            turned((self.m, self.k), self.transpose[0]),
-            turned((self.k, self.n), self.transpose[1]),
-            (self.m, self.n),
+            StoredShape::new(self.m, self.k, self.transpose[0]),
+            StoredShape::new(self.k, self.n, self.transpose[1]),
+            StoredShape::new(self.m, self.n, false),
         ]
     }
 
@@ -141,24 +155,67 @@ impl Gemm {
         &self,
         dtypes: [DType; 3],
         elements: [usize; 3],
-    ) -> Result<Option<Product>> {
-        let wrong = |why: String| Error::kernel(format!("{self}: {why}"));
+    ) -> Result<Option<CublasProduct>> {
         let types = types(dtypes, self.math).ok_or_else(|| {
             let [a, b, c] = dtypes;
-            wrong(format!("there is no product of {a} and {b} into {c}"))
+            self.wrong(&format!("there is no product of {a} and {b} into {c}"))
         })?;
         if self.m == 0 || self.n == 0 || self.batch == 0 {
             return Ok(None);
         }
+
         let stored = self.stored();
-        let leading = self.leading.unwrap_or(stored.map(|(_, columns)| columns));
+        let leading = self.leading.unwrap_or(stored.map(|shape| shape.columns));
+        self.check_operands(&stored, leading, elements)?;
+        if self.batch > 1 && !self.results_are_apart(leading[2]) {
+            let stride = self.strides[2];
+            return Err(self.wrong(&format!(
+                "matrices C that begin {stride} elements apart overlap"
+            )));
+        }
+
+        let operand = |i: usize| -> Result<Operand> {
+            Ok(Operand {
+                transposed: i < 2 && self.transpose[i],
+                leading: self.int(leading[i].max(1))?,
+                stride: i64::try_from(self.strides[i])
+                    .map_err(|_| self.wrong("a stride is more than cuBLAS takes"))?,
+            })
+        };
+        Ok(Some(CublasProduct {
+            m: self.int(self.n)?,
+            n: self.int(self.m)?,
+            k: self.int(self.k)?,
+            // cuBLAS's first factor is B.
+            first: operand(1)?,
+            second: operand(0)?,
+            result: operand(2)?,
+            batch: self.int(self.batch)?,
+            alpha: self.alpha,
+            beta: self.beta,
+            types,
+        }))
+    }
+
+    /// Checks that no row is longer than the distance between rows, and that A, B and C have enough
+    /// elements.
+    fn check_operands(
+        &self,
+        stored: &[StoredShape; 3],
+        leading: [usize; 3],
+        elements: [usize; 3],
+    ) -> Result<()> {
         for (i, name) in ["A", "B", "C"].into_iter().enumerate() {
-            let ((rows, columns), leading) = (stored[i], leading[i]);
+            let StoredShape { rows, columns } = stored[i];
+            let leading = leading[i];
             if leading < columns {
-                return Err(wrong(format!(
+                return Err(self.wrong(&format!(
                     "rows of {name} have {columns} elements and begin {leading} apart"
                 )));
             }
+
+            // The number of elements up to the end of the last matrix; the inner `None` is an
+            // overflow.
             let last = (rows * columns > 0).then(|| {
                 let first = (self.batch - 1).checked_mul(self.strides[i])?;
                 (rows - 1)
@@ -170,49 +227,30 @@ impl Gemm {
                 .unwrap_or(Some(0))
                 .filter(|needed| *needed <= elements[i]);
             if needed.is_none() {
-                return Err(wrong(format!(
+                return Err(self.wrong(&format!(
                     "{name} has {} elements, which is too short",
                     elements[i]
                 )));
             }
         }
-        if self.batch > 1 && !self.results_are_apart(leading[2]) {
-            let stride = self.strides[2];
-            return Err(wrong(format!(
-                "matrices C that begin {stride} elements apart overlap"
-            )));
-        }
-        let int = |size: usize| {
-            i32::try_from(size)
-                .map_err(|_| wrong(format!("a size of {size} is more than cuBLAS takes")))
-        };
-        let operand = |i: usize| -> Result<Operand> {
-            Ok(Operand {
-                transposed: i < 2 && self.transpose[i],
-                leading: int(leading[i].max(1))?,
-                stride: i64::try_from(self.strides[i])
-                    .map_err(|_| wrong("a stride is more than cuBLAS takes".to_owned()))?,
-            })
-        };
-        Ok(Some(Product {
-            m: int(self.n)?,
-            n: int(self.m)?,
-            k: int(self.k)?,
-            // cuBLAS's first factor is B.
-            first: operand(1)?,
-            second: operand(0)?,
-            result: operand(2)?,
-            batch: int(self.batch)?,
-            alpha: self.alpha,
-            beta: self.beta,
-            types,
-        }))
+        Ok(())
+    }
+
+    /// Converts a size for cuBLAS.
+    fn int(&self, size: usize) -> Result<i32> {
+        i32::try_from(size)
+            .map_err(|_| self.wrong(&format!("a size of {size} is more than cuBLAS takes")))
+    }
+
+    fn wrong(&self, why: &str) -> Error {
+        Error::kernel(format!("{self}: {why}"))
     }
 
     /// Returns true if the matrices C of a batch do not overlap: they follow each other, or lie
     /// side by side within the rows.
     fn results_are_apart(&self, leading: usize) -> bool {
-        let (stride, last) = (self.strides[2], self.batch - 1);
+        let stride = self.strides[2];
+        let last = self.batch - 1;
         let one_after_another =
             stride >= (self.m - 1).saturating_mul(leading).saturating_add(self.n);
         let beside =
@@ -258,8 +296,8 @@ mod tests {
     const F32: [DType; 3] = [DType::F32; 3];
 
     /// Computes a product in the way of a column-major library.
-    fn by_columns(product: &Product, a: &[f64], b: &[f64], c: &mut [f64]) {
-        let Product {
+    fn by_columns(product: &CublasProduct, a: &[f64], b: &[f64], c: &mut [f64]) {
+        let CublasProduct {
             m,
             n,
             k,
@@ -297,7 +335,7 @@ mod tests {
     fn by_rows(gemm: &Gemm, a: &[f64], b: &[f64], c: &mut [f64]) {
         let leading = gemm
             .leading
-            .unwrap_or(gemm.stored().map(|(_, columns)| columns));
+            .unwrap_or(gemm.stored().map(|shape| shape.columns));
         for index in 0..gemm.batch {
             let base: Vec<usize> = gemm.strides.iter().map(|stride| index * stride).collect();
             let at = |i: usize, row: usize, column: usize| {

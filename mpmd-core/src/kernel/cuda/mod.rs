@@ -14,27 +14,28 @@
 //! when it is bound to its mesh, and compiled only once in a process.
 
 mod args;
-mod foreign;
+mod foreign_stream;
 mod gemm;
 pub mod layers;
 mod scratch;
-mod staged;
+mod staging;
 
 use std::fmt;
 
 pub use mpmd_device::cuda::source::{CUBLAS, Source};
 pub use mpmd_device::cuda::work::{Grid, Math};
-pub use mpmd_device::cuda::{CudaError, NoCuda, Version};
+pub use mpmd_device::cuda::{CudaError, CudaVersion, NoCuda};
 use mpmd_device::cuda::{Gpu, RawArg, RawStream};
 use mpmd_memory::{DevicePlace, OutOfMemory};
 
-pub use args::{Arg, Part};
-pub use foreign::{DeviceRoom, ForeignHandle, ForeignStream};
+pub use args::{Arg, CudaPart};
+pub use foreign_stream::{DeviceRoom, ForeignHandle, ForeignStream};
 pub use gemm::Gemm;
 pub(crate) use scratch::CallMemory;
+use scratch::DeviceCopy;
 pub use scratch::Scratch;
 
-use args::{Memory, Value};
+use args::{ArgValue, PartMemory};
 
 use crate::error::ViewError;
 use crate::error::{Error, Result};
@@ -132,18 +133,21 @@ impl<'a> Cuda<'a> {
         const FEW: usize = 16;
         let mut few = [RawArg::NONE; FEW];
         let mut many = Vec::new();
+
         let raw = if args.len() <= FEW {
             &mut few[..args.len()]
         } else {
             many.resize(args.len(), RawArg::NONE);
             &mut many[..]
         };
+
         for (raw, arg) in raw.iter_mut().zip(args) {
             *raw = match &arg.0 {
-                Value::Number(number) => RawArg::number(number.bytes, number.size),
-                Value::Part(part) => RawArg::memory(self.place(part)?, part.is_writable()),
+                ArgValue::Number(number) => RawArg::number(number.bytes, number.size),
+                ArgValue::Part(part) => RawArg::memory(self.place(part)?, part.is_writable()),
             };
         }
+
         Ok(self.gpu.launch(self.stream, source, function, grid, raw)?)
     }
 
@@ -157,17 +161,21 @@ impl<'a> Cuda<'a> {
     pub fn gemm<'x>(
         &self,
         gemm: Gemm,
-        a: impl Into<Part<'x>>,
-        b: impl Into<Part<'x>>,
-        c: impl Into<Part<'x>>,
+        a: impl Into<CudaPart<'x>>,
+        b: impl Into<CudaPart<'x>>,
+        c: impl Into<CudaPart<'x>>,
     ) -> Result<()> {
-        let (a, b, c) = (a.into(), b.into(), c.into());
+        let a = a.into();
+        let b = b.into();
+        let c = c.into();
         self.check_writable(&c, "a product")?;
-        let elements = |part: &Part<'_>| part.elements().ok_or_else(|| behind(part));
+        let elements = |part: &CudaPart<'_>| part.elements().ok_or_else(|| behind(part));
         let elements = [elements(&a)?, elements(&b)?, elements(&c)?];
+
         let Some(product) = gemm.product([a.dtype(), b.dtype(), c.dtype()], elements)? else {
             return Ok(());
         };
+
         let places = [self.place(&a)?, self.place(&b)?, self.place(&c)?];
         Ok(self
             .gpu
@@ -179,7 +187,7 @@ impl<'a> Cuda<'a> {
     /// # Errors
     ///
     /// If the values are read-only, or the driver refuses.
-    pub fn zero<'x>(&self, values: impl Into<Part<'x>>) -> Result<()> {
+    pub fn zero<'x>(&self, values: impl Into<CudaPart<'x>>) -> Result<()> {
         let values = values.into();
         self.check_writable(&values, "zeros")?;
         let place = self.place(&values)?;
@@ -191,7 +199,7 @@ impl<'a> Cuda<'a> {
     /// # Errors
     ///
     /// If the elements have another dtype, the values are read-only, or the driver refuses.
-    pub fn fill<'x, T: Element>(&self, values: impl Into<Part<'x>>, value: T) -> Result<()> {
+    pub fn fill<'x, T: Element>(&self, values: impl Into<CudaPart<'x>>, value: T) -> Result<()> {
         let values = values.into();
         self.check_writable(&values, "values")?;
         if values.dtype() != T::DTYPE {
@@ -201,6 +209,7 @@ impl<'a> Cuda<'a> {
             }
             .into());
         }
+
         let place = self.place(&values)?;
         let bytes = bytemuck::bytes_of(&value);
         if let [first, rest @ ..] = bytes
@@ -211,6 +220,7 @@ impl<'a> Cuda<'a> {
             pattern[..width].copy_from_slice(&bytes[..width]);
             return Ok(self.stream.fill(place, pattern, width)?);
         }
+
         self.fill_wide(place, bytes)
     }
 
@@ -223,12 +233,14 @@ impl<'a> Cuda<'a> {
         if first == 0 {
             return Ok(());
         }
+
         let mut staged = self.memory.stage(first).map_err(out_of_memory)?;
         staged
             .chunks_mut(element.len())
             .for_each(|chunk| chunk.copy_from_slice(&element[..chunk.len()]));
         self.stream.upload(&staged, place.address)?;
         self.memory.hold(staged);
+
         let mut filled = first;
         while filled < place.bytes {
             let next = filled.min(place.bytes - filled);
@@ -246,6 +258,7 @@ impl<'a> Cuda<'a> {
             )?;
             filled += next;
         }
+
         Ok(())
     }
 
@@ -254,9 +267,15 @@ impl<'a> Cuda<'a> {
     /// # Errors
     ///
     /// If lengths or dtypes differ, `to` is read-only, or the driver refuses.
-    pub fn copy<'x, 'y>(&self, from: impl Into<Part<'x>>, to: impl Into<Part<'y>>) -> Result<()> {
-        let (from, to) = (from.into(), to.into());
+    pub fn copy<'x, 'y>(
+        &self,
+        from: impl Into<CudaPart<'x>>,
+        to: impl Into<CudaPart<'y>>,
+    ) -> Result<()> {
+        let from = from.into();
+        let to = to.into();
         self.check_writable(&to, "a copy")?;
+
         if from.dtype() != to.dtype() {
             return Err(ViewError::DType {
                 asked: to.dtype(),
@@ -264,13 +283,16 @@ impl<'a> Cuda<'a> {
             }
             .into());
         }
+
         if from.elements() != to.elements() {
             let [from, to] = [&from, &to].map(|part| part.elements().unwrap_or(0));
             return Err(Error::kernel(format!(
                 "{from} values are copied to a place of {to}"
             )));
         }
-        let (from, to) = (self.place(&from)?, self.place(&to)?);
+
+        let from = self.place(&from)?;
+        let to = self.place(&to)?;
         Ok(self.stream.copy(from, to)?)
     }
 
@@ -295,7 +317,7 @@ impl<'a> Cuda<'a> {
     ///
     /// If the part begins beyond its end, or is an input that is updated in place. If it is on the
     /// host and cannot be copied to the device.
-    pub fn address<'x>(&self, values: impl Into<Part<'x>>) -> Result<u64> {
+    pub fn address<'x>(&self, values: impl Into<CudaPart<'x>>) -> Result<u64> {
         self.place(&values.into()).map(|place| place.address)
     }
 
@@ -328,15 +350,17 @@ impl<'a> Cuda<'a> {
 
     /// Returns the place of a part on the device. Host values are copied there first, once per
     /// call and stream.
-    fn place(&self, part: &Part<'_>) -> Result<DevicePlace> {
+    fn place(&self, part: &CudaPart<'_>) -> Result<DevicePlace> {
         let size = part.dtype().size();
         let bytes = part.elements().ok_or_else(|| behind(part))? * size;
         let skip = part.skipped() * size;
+
         let whole = match part.memory() {
-            Memory::Device(place) => place,
-            Memory::InPlace => return Err(ViewError::InPlace.into()),
-            Memory::Host(values) => self.copy_of(values)?,
+            PartMemory::Device(place) => place,
+            PartMemory::InPlace => return Err(ViewError::InPlace.into()),
+            PartMemory::Host(values) => self.copy_of(values)?,
         };
+
         Ok(DevicePlace {
             address: whole.address + skip as u64,
             bytes,
@@ -345,10 +369,11 @@ impl<'a> Cuda<'a> {
     }
 
     fn copy_of(&self, values: &[u8]) -> Result<DevicePlace> {
-        let (place, staged) = self
+        let DeviceCopy { place, staged } = self
             .memory
             .copy_of(self.gpu.spare(), self.stream, values)
             .map_err(out_of_memory)?;
+
         if let Some(staged) = staged {
             self.stream.upload(&staged, place.address)?;
             self.memory.hold(staged);
@@ -356,7 +381,7 @@ impl<'a> Cuda<'a> {
         Ok(place)
     }
 
-    fn check_writable(&self, part: &Part<'_>, values: &str) -> Result<()> {
+    fn check_writable(&self, part: &CudaPart<'_>, values: &str) -> Result<()> {
         if part.is_writable() {
             return Ok(());
         }
@@ -372,7 +397,7 @@ impl fmt::Debug for Cuda<'_> {
     }
 }
 
-fn behind(part: &Part<'_>) -> Error {
+fn behind(part: &CudaPart<'_>) -> Error {
     Error::kernel(format!(
         "a part from element {} on begins behind the end of its values",
         part.skipped()

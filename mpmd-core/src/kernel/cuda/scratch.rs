@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use mpmd_base::block::Mutex;
 use mpmd_device::cuda::RawStream;
-use mpmd_device::cuda::spare::{Spare, place, take};
+use mpmd_device::cuda::spare_blocks::{SpareBlocks, place, take};
 use mpmd_memory::OwnedBuffer;
 use mpmd_memory::{DevicePlace, Fence, OutOfMemory, Pool};
 
-use super::Part;
+use super::CudaPart;
 use mpmd_layout::aval::DType;
 
 /// Device memory for values that live no longer than a call. The initial values are arbitrary.
@@ -27,8 +27,8 @@ pub struct Scratch<'a> {
 
 impl<'a> Scratch<'a> {
     /// Returns the values from element `elements` on. They are always writable.
-    pub fn at(&self, elements: usize) -> Part<'_> {
-        Part::scratch(self.place, self.dtype, self.elements).at(elements)
+    pub fn at(&self, elements: usize) -> CudaPart<'_> {
+        CudaPart::scratch(self.place, self.dtype, self.elements).at(elements)
     }
 
     /// Returns the number of elements.
@@ -58,17 +58,17 @@ pub(crate) struct CallMemory {
     device: Pool,
     /// A pool of pinned host memory.
     host: Pool,
-    state: Mutex<State>,
+    state: Mutex<CallMemoryState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct CallMemoryState {
     /// Device blocks that no [`Scratch`] holds.
     free: Vec<OwnedBuffer>,
     /// Host memory that work uses until it has ended.
     held: Vec<OwnedBuffer>,
     /// Device copies of host values.
-    copies: Vec<(CopyKey, OwnedBuffer)>,
+    copies: Vec<KeptCopy>,
     /// Device bytes that the call has allocated or taken from the spare blocks.
     bytes: usize,
 }
@@ -79,6 +79,21 @@ struct CopyKey {
     address: usize,
     bytes: usize,
     stream: usize,
+}
+
+/// A device copy of host values, until the call ends.
+#[derive(Debug)]
+struct KeptCopy {
+    key: CopyKey,
+    buffer: OwnedBuffer,
+}
+
+/// The device copy of host values, for a caller of [`CallMemory::copy_of`].
+pub(super) struct DeviceCopy {
+    pub(super) place: DevicePlace,
+    /// The host buffer from which the caller must issue the copy to the stream. `None` if the copy
+    /// was issued before.
+    pub(super) staged: Option<OwnedBuffer>,
 }
 
 impl CallMemory {
@@ -95,16 +110,18 @@ impl CallMemory {
     /// Ends the call: all its work was issued and ends at `fence`. Device blocks go to `spare`,
     /// which belongs to the stream that the work was issued to. Held host memory is free after
     /// `fence`.
-    pub(crate) fn end(self, spare: &Spare, fence: &Arc<dyn Fence>) {
-        let State {
+    pub(crate) fn end(self, spare: &SpareBlocks, fence: &Arc<dyn Fence>) {
+        let CallMemoryState {
             mut free,
             mut held,
             copies,
             bytes,
         } = self.state.into_inner();
-        free.extend(copies.into_iter().map(|(_, copy)| copy));
+
+        free.extend(copies.into_iter().map(|copy| copy.buffer));
         held.iter_mut()
             .for_each(|buffer| buffer.add_fence(fence.clone()));
+
         if !free.is_empty() {
             spare.keep(free, bytes, fence);
         }
@@ -112,7 +129,7 @@ impl CallMemory {
 
     pub(super) fn scratch(
         &self,
-        spare: &Spare,
+        spare: &SpareBlocks,
         dtype: DType,
         elements: usize,
     ) -> Result<Scratch<'_>, OutOfMemory> {
@@ -128,15 +145,14 @@ impl CallMemory {
         })
     }
 
-    /// Returns the place of the device copy of these host values. At the first call for these
-    /// values and this stream, also returns a host buffer from which the caller must issue the copy
-    /// to the stream.
+    /// Returns the device copy of these host values. At the first call for these values and this
+    /// stream the caller must issue the copy.
     pub(super) fn copy_of(
         &self,
-        spare: &Spare,
+        spare: &SpareBlocks,
         stream: &RawStream,
         bytes: &[u8],
-    ) -> Result<(DevicePlace, Option<OwnedBuffer>), OutOfMemory> {
+    ) -> Result<DeviceCopy, OutOfMemory> {
         let len = bytes.len();
         let stream = stream.handle().addr();
         let key = CopyKey {
@@ -144,26 +160,38 @@ impl CallMemory {
             bytes: len,
             stream,
         };
+
         let part = |copy: &OwnedBuffer| DevicePlace {
             bytes: len,
             ..place(copy)
         };
-        if let Some((_, copy)) = self
+
+        if let Some(known) = self
             .state
             .lock()
             .copies
             .iter()
-            .find(|(known, _)| *known == key)
+            .find(|known| known.key == key)
         {
-            return Ok((part(copy), None));
+            return Ok(DeviceCopy {
+                place: part(&known.buffer),
+                staged: None,
+            });
         }
+
         let mut staged = self.stage(len)?;
         staged.copy_from_slice(bytes);
         let copy = self.block(spare, len.max(1))?;
         let place = part(&copy);
         // Kept until the call ends, because the same values may be used again.
-        self.state.lock().copies.push((key, copy));
-        Ok((place, Some(staged)))
+        self.state
+            .lock()
+            .copies
+            .push(KeptCopy { key, buffer: copy });
+        Ok(DeviceCopy {
+            place,
+            staged: Some(staged),
+        })
     }
 
     /// Allocates pinned host memory for values on their way to the device. [Hold](Self::hold) it
@@ -184,9 +212,10 @@ impl CallMemory {
 
     /// Returns a device block of at least `bytes` bytes that is unused, or used only by earlier
     /// work of the compute stream. If the pool is full, first returns all spare blocks to it.
-    fn block(&self, spare: &Spare, bytes: usize) -> Result<OwnedBuffer, OutOfMemory> {
+    fn block(&self, spare: &SpareBlocks, bytes: usize) -> Result<OwnedBuffer, OutOfMemory> {
         // Rounded to the pool's size classes, so that blocks are reused.
         let bytes = usize::try_from(Pool::rounded(bytes)).unwrap_or(usize::MAX);
+
         let mut state = self.state.lock();
         let known = take(&mut state.free, bytes);
         if let Some(buffer) = known {
@@ -194,9 +223,11 @@ impl CallMemory {
         }
         state.bytes += bytes;
         drop(state);
+
         if let Some(buffer) = spare.take(bytes) {
             return Ok(buffer);
         }
+
         self.device.allocate(bytes).or_else(|_| {
             spare.clear();
             self.device.allocate(bytes)

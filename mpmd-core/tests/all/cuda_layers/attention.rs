@@ -1,7 +1,7 @@
 //! Attention with all masks, and its gradients.
 
 use super::*;
-use layers::{Attention, Heads, Mask};
+use layers::{CudaAttention, CudaMask, Heads};
 
 /// The mask of a case.
 #[derive(Clone, Copy, Debug)]
@@ -181,14 +181,14 @@ fn check(case: Case, dtype: DType) {
         // Not used if there is one matrix.
         cuda.zero(&mut *d_kv)?;
         let mask = match case.masked {
-            Masked::None => Mask::None,
-            Masked::Causal => Mask::Causal,
-            Masked::Window(_) | Masked::Packed => Mask::CausalFrom(x[4].at(0), sequences),
+            Masked::None => CudaMask::None,
+            Masked::Causal => CudaMask::Causal,
+            Masked::Window(_) | Masked::Packed => CudaMask::CausalFrom(x[4].at(0), sequences),
             Masked::Additive | Masked::Blind => {
-                Mask::Additive(x[3].at(0), [queries * keys, 0, keys])
+                CudaMask::Additive(x[3].at(0), [queries * keys, 0, keys])
             }
         };
-        let attention = Attention {
+        let attention = CudaAttention {
             batch,
             heads,
             groups,

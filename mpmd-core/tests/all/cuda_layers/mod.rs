@@ -72,7 +72,7 @@ fn shape(dtype: DType, elements: usize) -> ShapedArray {
 /// Runs `work` twice in a kernel on a CUDA device. Returns the values of the outputs, which must
 /// have the same bits both times.
 fn device<F>(
-    pair: &'static layers::Pair,
+    pair: &'static layers::SourcePair,
     inputs: &[HostArray],
     outputs: &[ShapedArray],
     work: F,
@@ -159,7 +159,7 @@ fn wrong_arguments_are_refused_by_name() {
     if softcuda::again!() {
         return;
     }
-    use layers::{Attention, Heads, Norm};
+    use layers::{CudaAttention, CudaNorm, Heads};
     let (x, _) = sample(DType::F32, 12, 1);
     let said = |work: fn(&Cuda<'_>, &[View<'_>], &mut [ViewMut<'_>]) -> Result<()>| {
         let inputs = [x.clone(), of(&[1u32; 12])];
@@ -171,7 +171,7 @@ fn wrong_arguments_are_refused_by_name() {
         let [out, statistics] = y else {
             panic!("two outputs")
         };
-        let norm = Norm {
+        let norm = CudaNorm {
             rows: 4,
             width: 4,
             eps: 1e-5,
@@ -184,7 +184,14 @@ fn wrong_arguments_are_refused_by_name() {
         "{norm}"
     );
     let dtype = said(|cuda, x, y| {
-        layers::activate(cuda, layers::Curve::Gelu, (1, 4), &x[1], None, &mut y[0])
+        layers::activate(
+            cuda,
+            layers::ActivationCurve::Gelu,
+            (1, 4),
+            &x[1],
+            None,
+            &mut y[0],
+        )
     });
     assert!(
         dtype.contains("activation of u32: expected f32 or bf16"),
@@ -205,9 +212,9 @@ fn wrong_arguments_are_refused_by_name() {
             panic!("two outputs")
         };
         let q = Heads::in_rows(&x[0], 2, 6, 3);
-        let attention = Attention {
+        let attention = CudaAttention {
             groups: 3,
-            ..Attention::causal(1, 2, 2, 3)
+            ..CudaAttention::causal(1, 2, 2, 3)
         };
         attention.forward(cuda, [q; 3], Heads::in_rows(out, 2, 6, 3), normalizers)
     });
@@ -220,7 +227,7 @@ fn wrong_arguments_are_refused_by_name() {
             panic!("two outputs")
         };
         let q = Heads::in_rows(&x[0], 3, 6, 3);
-        let attention = Attention::causal(1, 2, 3, 3);
+        let attention = CudaAttention::causal(1, 2, 3, 3);
         attention.forward(cuda, [q; 3], Heads::in_rows(out, 3, 6, 3), normalizers)
     });
     assert!(

@@ -1,7 +1,7 @@
 //! Attention to keys and values in blocks.
 
 use super::*;
-use layers::{Heads, Paged, PagedRows};
+use layers::{Heads, PagedKeysValues, PagedTokens};
 
 /// Heads, groups and elements of a vector.
 const SIZES: [usize; 3] = [4, 2, 24];
@@ -61,7 +61,7 @@ fn run(
         cuda.zero(&mut *keys)?;
         cuda.zero(&mut *values)?;
         let out = out.at(0);
-        let cache = Paged {
+        let cache = PagedKeysValues {
             blocks: 24,
             groups,
             dim,
@@ -70,7 +70,7 @@ fn run(
         };
         let mut first = 0;
         for tokens in &lengths {
-            let rows = PagedRows {
+            let rows = PagedTokens {
                 tokens: *tokens,
                 sequences: x[1].at(first),
                 positions: x[2].at(first),

@@ -1,18 +1,22 @@
 //! Activations, sums and conversions.
 
 use super::*;
-use layers::{Curve, add_to};
+use layers::{ActivationCurve, add_to};
 
-const CURVES: [Curve; 3] = [Curve::Gelu, Curve::GeluErf, Curve::Silu];
+const CURVES: [ActivationCurve; 3] = [
+    ActivationCurve::Gelu,
+    ActivationCurve::GeluErf,
+    ActivationCurve::Silu,
+];
 
 /// The value of a curve.
-fn value(curve: Curve, x: f64) -> f64 {
+fn value(curve: ActivationCurve, x: f64) -> f64 {
     match curve {
-        Curve::Gelu => {
+        ActivationCurve::Gelu => {
             let u = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
             0.5 * x * (1.0 + u.tanh())
         }
-        Curve::GeluErf => {
+        ActivationCurve::GeluErf => {
             // The error function by its series.
             let z = x / std::f64::consts::SQRT_2;
             let (mut term, mut sum) = (z, z);
@@ -26,7 +30,7 @@ fn value(curve: Curve, x: f64) -> f64 {
     }
 }
 
-fn slope(curve: Curve, x: f64) -> f64 {
+fn slope(curve: ActivationCurve, x: f64) -> f64 {
     (value(curve, x + 1e-5) - value(curve, x - 1e-5)) / 2e-5
 }
 

@@ -1,7 +1,7 @@
 //! Rotary position embeddings.
 
 use super::*;
-use layers::{Angles, Heads, Rotary};
+use layers::{Heads, Rotary, RotaryAngles};
 
 #[test]
 fn rotations_are_exact_and_turn_back() {
@@ -43,9 +43,9 @@ fn rotate(dtype: DType, [batch, time, heads, dim]: [usize; 4], beside: bool, kin
             panic!("two outputs")
         };
         let angles = match kind {
-            0 => Angles::ByTime(0),
-            1 => Angles::ByTime(time),
-            _ => Angles::ByPosition(x[3].at(0)),
+            0 => RotaryAngles::ByTime(0),
+            1 => RotaryAngles::ByTime(time),
+            _ => RotaryAngles::ByPosition(x[3].at(0)),
         };
         let rotary = Rotary {
             batch,

@@ -1,7 +1,7 @@
 //! Norms, column sums, embeddings and cross-entropy.
 
 use super::*;
-use layers::{CrossEntropy, Embedding, Norm, add_to};
+use layers::{CudaCrossEntropy, CudaEmbedding, CudaNorm, add_to};
 
 /// Shapes `[rows, width]`: single elements, and more columns than a block has threads.
 const SHAPES: [(usize, usize); 5] = [(1, 1), (3, 33), (33, 257), (2, 1000), (300, 4)];
@@ -16,7 +16,7 @@ fn norms_and_their_gradients_are_exact() {
             for remove_mean in [true, false] {
                 norm(
                     dtype,
-                    Norm {
+                    CudaNorm {
                         rows,
                         width,
                         eps: 1e-5,
@@ -28,8 +28,8 @@ fn norms_and_their_gradients_are_exact() {
     }
 }
 
-fn norm(dtype: DType, norm: Norm) {
-    let Norm {
+fn norm(dtype: DType, norm: CudaNorm) {
+    let CudaNorm {
         rows,
         width,
         eps,
@@ -169,7 +169,7 @@ fn embeddings_and_their_gradients_are_exact() {
         for (tokens, entries, width) in [(1, 1, 1), (12, 5, 3), (300, 7, 257), (600, 256, 33)] {
             embedding(
                 dtype,
-                Embedding {
+                CudaEmbedding {
                     tokens,
                     entries,
                     width,
@@ -179,8 +179,8 @@ fn embeddings_and_their_gradients_are_exact() {
     }
 }
 
-fn embedding(dtype: DType, embedding: Embedding) {
-    let Embedding {
+fn embedding(dtype: DType, embedding: CudaEmbedding) {
+    let CudaEmbedding {
         tokens: count,
         entries,
         width,
@@ -282,7 +282,7 @@ fn cross_entropy(dtype: DType, rows: usize, classes: usize, with_weights: bool) 
             panic!("three outputs")
         };
         let weights = with_weights.then(|| x[2].at(0));
-        let loss = CrossEntropy {
+        let loss = CudaCrossEntropy {
             rows,
             classes,
             targets: x[1].at(0),
@@ -335,7 +335,7 @@ fn wrong_target_is_seen_in_the_loss() {
         let [total, normalizers] = y else {
             panic!("two outputs")
         };
-        let loss = CrossEntropy {
+        let loss = CudaCrossEntropy {
             rows: 2,
             classes: 3,
             targets: x[1].at(0),

@@ -170,7 +170,7 @@ fn compile_all(folder: &Path) {
     let architecture = Architecture::new(9, 0);
     let count = sources.len();
     for source in sources {
-        for (form, exact) in [(Form::Binary, false), (Form::Assembly, true)] {
+        for (form, exact) in [(ImageForm::Binary, false), (ImageForm::Assembly, true)] {
             let source = Source::cuda(source.name(), source.text());
             let source = if exact { source.exact() } else { source };
             let (place, begin) = (source.name(), now());
@@ -199,7 +199,7 @@ fn own_sources() -> impl Iterator<Item = &'static Source> {
     [&kernels::ADD, &kernels::UPDATE].into_iter().chain(layers)
 }
 
-fn both(pair: &'static kernels::Pair) -> [&'static Source; 2] {
+fn both(pair: &'static kernels::SourcePair) -> [&'static Source; 2] {
     [DType::F32, DType::Bf16].map(|dtype| pair.of(dtype).expect("the dtypes of layers"))
 }
 
@@ -221,7 +221,7 @@ fn print_registers(architecture: Architecture) {
 ///
 /// If the compilation has warnings, or registers are spilled to memory.
 fn registers(source: &'static Source, architecture: Architecture) -> BTreeMap<String, [String; 2]> {
-    let mut options = options(source, architecture, Form::Binary);
+    let mut options = options(source, architecture, ImageForm::Binary);
     options.push("--ptxas-options=-v".to_owned());
     let log = log(&compiled(source, &options).unwrap());
     assert!(!log.contains("warning"), "{log}");

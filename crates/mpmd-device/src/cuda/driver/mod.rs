@@ -4,28 +4,28 @@
 //! [`found`] checks first that the driver has all functions that `DRIVER` in `calls` lists. So code
 //! that has a [`Driver`] may call them.
 
-mod ask;
+mod query;
 
 use std::fmt;
 
 use serde::{Serialize, Serializer};
 
-use super::no_cuda::Version;
-pub use ask::{cublas, found, nccl, nvrtc};
+use super::no_cuda::CudaVersion;
+pub use query::{cublas, found, nccl, nvrtc};
 
 /// The CUDA driver, as this process sees it. It does not change while the process runs.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub struct Driver {
     /// The newest CUDA version that the driver supports.
-    pub version: Version,
+    pub version: CudaVersion,
     /// The visible graphics processors, in the order of their ordinals; at least one. The variable
     /// `CUDA_VISIBLE_DEVICES` hides some and numbers the others.
-    pub gpus: Vec<Gpu>,
+    pub gpus: Vec<GpuInfo>,
 }
 
 /// A graphics processor.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
-pub struct Gpu {
+pub struct GpuInfo {
     /// The driver's number of the device in this process.
     pub ordinal: u32,
     /// The product name.
@@ -35,7 +35,7 @@ pub struct Gpu {
     /// Total memory in bytes, used or not.
     pub memory_bytes: u64,
     /// The compute capability of the device, such as 9.0.
-    pub capability: Version,
+    pub capability: CudaVersion,
     /// Further properties of the device.
     pub attributes: Attributes,
 }
@@ -103,9 +103,9 @@ mod tests {
 
     #[test]
     fn versions_and_uuids_are_written_as_cuda_does() {
-        assert_eq!(Version::of_number(12080).to_string(), "12.8");
-        assert_eq!(Version::of_number(13000).to_string(), "13.0");
-        assert!(Version::of_number(11080) < OLDEST && Version::of_number(12000) >= OLDEST);
+        assert_eq!(CudaVersion::of_number(12080).to_string(), "12.8");
+        assert_eq!(CudaVersion::of_number(13000).to_string(), "13.0");
+        assert!(CudaVersion::of_number(11080) < OLDEST && CudaVersion::of_number(12000) >= OLDEST);
         let uuid = Uuid([
             0x12, 0x34, 0x56, 0x78, 0x9a, 0xbc, 0xde, 0xf0, 1, 2, 3, 4, 5, 6, 7, 0xff,
         ]);

@@ -24,21 +24,21 @@ pub static UPDATE: Source = Source::cuda(
 )
 .exact();
 
-/// Returns the bytes of shared memory of a block of attention, with so many tiles of `rows` vectors
-/// of up to `dim` elements, and with a square of scores. All rows have four numbers more. The
-/// forward pass has two such tiles, those of gradients have four.
+/// Returns the bytes of shared memory of a block of attention: `tiles` tiles of `rows` vectors of
+/// up to `dim` elements, and a square of scores. All rows have four numbers more. The forward pass
+/// has two tiles, the passes of gradients have four.
 pub const fn attention_shared(dim: usize, rows: usize, tiles: usize) -> u32 {
     (rows * (tiles * (dim + 4) + rows + 4) * size_of::<f32>()) as u32
 }
 
 /// One text compiled for `f32` and for `bf16`.
 #[derive(Debug)]
-pub struct Pair {
+pub struct SourcePair {
     f32: Source,
     bf16: Source,
 }
 
-impl Pair {
+impl SourcePair {
     /// Returns the source for a dtype. `None` unless it is `f32` or `bf16`.
     pub fn of(&'static self, dtype: DType) -> Option<&'static Source> {
         match dtype {
@@ -55,7 +55,7 @@ macro_rules! pairs {
         $name:ident: $file:literal
             $(with $defines:literal named $label:literal)? $(or $smaller:ident below $bytes:expr)?,
     )*) => {
-        $($(#[$doc])* pub static $name: Pair = Pair {
+        $($(#[$doc])* pub static $name: SourcePair = SourcePair {
             f32: pairs!($file, "float", "f32" $(, $defines, $label)?)
                 $(.or_below($bytes, &$smaller.f32))?,
             bf16: pairs!($file, "bf16", "bf16" $(, $defines, $label)?)
@@ -63,7 +63,7 @@ macro_rules! pairs {
         };)*
 
         /// The sources of all layers.
-        pub static LAYERS: &[&Pair] = &[$(&$name),*];
+        pub static LAYERS: &[&SourcePair] = &[$(&$name),*];
     };
     ($file:literal, $type:literal, $dtype:literal $(, $defines:literal, $label:literal)?) => {
         Source::cuda(

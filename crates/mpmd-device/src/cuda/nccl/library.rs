@@ -31,7 +31,7 @@ pub(super) struct UniqueId {
 /// The configuration of a communicator in NCCL 2.14. Newer libraries use defaults for the fields
 /// that were added since.
 #[repr(C)]
-pub(super) struct Config {
+pub(super) struct NcclConfig {
     size: usize,
     magic: c_uint,
     version: c_uint,
@@ -40,7 +40,7 @@ pub(super) struct Config {
     cga_cluster_size: c_int,
 }
 
-impl Config {
+impl NcclConfig {
     /// Returns a non-blocking configuration, otherwise with NCCL's defaults.
     pub(super) fn non_blocking() -> Self {
         Self {
@@ -59,7 +59,7 @@ functions! { NCCL, SYMBOLS:
     fn ncclGetUniqueId(id: *mut UniqueId) -> u32;
     fn ncclCommInitRankConfig(
         communicator: *mut RawCommunicator, ranks: c_int, id: UniqueId, rank: c_int,
-        config: *mut Config
+        config: *mut NcclConfig
     ) -> u32;
     fn ncclCommGetAsyncError(communicator: RawCommunicator, state: *mut u32) -> u32;
     fn ncclCommFinalize(communicator: RawCommunicator) -> u32;
@@ -112,8 +112,8 @@ pub(crate) fn version() -> Result<i32, NoCuda> {
 ///
 /// If NCCL is missing or lacks some of them.
 pub(super) fn ready() -> Result<(), CudaError> {
-    let missing = |error: NoCuda| CudaError::new("making NCCL ready", "", error.to_string());
-    NCCL.check(SYMBOLS).map_err(missing)
+    NCCL.check(SYMBOLS)
+        .map_err(|error| CudaError::new("making NCCL ready", "", error.to_string()))
 }
 
 /// Returns an error if `answer` is an error status of NCCL; `doing` names the operation in it.
@@ -137,6 +137,7 @@ pub(super) unsafe fn check(
         text.map(|text| text.to_string_lossy().trim().to_owned())
             .unwrap_or_default()
     };
+
     // SAFETY: a number of NCCL's own, and a communicator that is alive or null, both of which
     // it takes.
     let (text, last) = unsafe {
@@ -145,6 +146,7 @@ pub(super) unsafe fn check(
             text(ncclGetLastError(communicator)),
         )
     };
+
     let last = if last.is_empty() {
         text
     } else {
@@ -152,6 +154,7 @@ pub(super) unsafe fn check(
     };
     Err(CudaError::new(doing, name(answer), last))
 }
+
 /// Returns the name of a status, as in NCCL's header.
 fn name(answer: u32) -> String {
     const NAMES: [&str; 9] = [
@@ -217,13 +220,13 @@ mod tests {
 
     #[test]
     fn configuration_is_non_blocking_in_the_2_14_layout() {
-        let Config {
+        let NcclConfig {
             size,
             magic,
             version,
             blocking,
             ..
-        } = Config::non_blocking();
+        } = NcclConfig::non_blocking();
         assert_eq!(
             (size, magic, version, blocking),
             (24, 0xcafe_beef, 21_400, 0)

@@ -15,7 +15,7 @@
 pub(super) mod library;
 
 use std::collections::HashMap;
-use std::ffi::{c_char, c_int};
+use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -26,10 +26,10 @@ use mpmd_memory::DevicePlace;
 use mpmd_proto::Failure;
 
 use library::{
-    Config, IN_PROGRESS, RawCommunicator, SUCCESS, UniqueId, check, data_type, operation, ready,
+    IN_PROGRESS, NcclConfig, RawCommunicator, SUCCESS, UniqueId, check, data_type, operation, ready,
 };
 
-use super::context::Context;
+use super::context::DeviceContext;
 use super::error::CudaError;
 use super::gpu::Gpu;
 use super::stream::RawStream;
@@ -47,36 +47,52 @@ const UNTIL_GONE: Duration = Duration::from_secs(2);
 /// All NCCL communicators of this process, open or being ended.
 #[derive(Default)]
 pub struct Communicators {
-    state: Mutex<State>,
+    state: Mutex<CommunicatorsState>,
     is_watched: AtomicBool,
 }
 
 #[derive(Default)]
-struct State {
-    /// Keyed by the group's devices, in order, and the rank. Several ranks may be in this process.
-    open: HashMap<(Vec<DeviceId>, usize), Arc<Communicator>>,
+struct CommunicatorsState {
+    open: HashMap<CommunicatorKey, Arc<Communicator>>,
     given_up: Option<Arc<Failure>>,
     /// Communicators that are being aborted or were aborted.
     leaving: Vec<Arc<Communicator>>,
 }
 
+/// A rank of a group of devices. Several ranks of a group may be in this process.
+#[derive(Eq, Hash, PartialEq)]
+struct CommunicatorKey {
+    /// The group's devices, in order.
+    devices: Vec<DeviceId>,
+    rank: usize,
+}
+
+impl CommunicatorKey {
+    fn new(devices: &[DeviceId], rank: usize) -> Self {
+        Self {
+            devices: devices.to_vec(),
+            rank,
+        }
+    }
+}
+
 /// One rank of an NCCL communicator.
 pub struct Communicator {
-    context: Arc<Context>,
+    context: Arc<DeviceContext>,
     rank: usize,
     /// The NCCL handle. `None` before it is created and after it was ended.
-    raw: Mutex<Option<Raw>>,
+    raw: Mutex<Option<NcclHandle>>,
     given_up: OnceLock<Arc<Failure>>,
     is_gone: Mutex<bool>,
     gone: Condvar,
 }
 
 #[derive(Clone, Copy)]
-struct Raw(RawCommunicator);
+struct NcclHandle(RawCommunicator);
 
 // SAFETY: a communicator may be used by any thread, but by one at a time, which the lock around it
 // ensures.
-unsafe impl Send for Raw {}
+unsafe impl Send for NcclHandle {}
 
 /// Returns true if NCCL supports this dtype.
 pub fn nccl_has(dtype: DType) -> bool {
@@ -118,7 +134,10 @@ impl Communicators {
         let state = self.state.lock();
         match &state.given_up {
             Some(failure) => Err(NotJoined::GivenUp(failure.clone())),
-            None => Ok(state.open.get(&(devices.to_vec(), rank)).cloned()),
+            None => Ok(state
+                .open
+                .get(&CommunicatorKey::new(devices, rank))
+                .cloned()),
         }
     }
 
@@ -132,11 +151,13 @@ impl Communicators {
     pub fn open(
         &self,
         gpu: &Gpu,
-        (devices, rank): (&[DeviceId], usize),
+        devices: &[DeviceId],
+        rank: usize,
         id: &CommunicatorId,
         deadline: Instant,
     ) -> Result<Arc<Communicator>, NotJoined> {
         ready()?;
+
         let made = Arc::new(Communicator {
             context: gpu.context().clone(),
             rank,
@@ -145,14 +166,18 @@ impl Communicators {
             is_gone: Mutex::default(),
             gone: Condvar::new(),
         });
+
         {
             let mut state = self.state.lock();
             if let Some(failure) = &state.given_up {
                 return Err(NotJoined::GivenUp(failure.clone()));
             }
             // Registered before the wait, so that `give_up` reaches it.
-            state.open.insert((devices.to_vec(), rank), made.clone());
+            state
+                .open
+                .insert(CommunicatorKey::new(devices, rank), made.clone());
         }
+
         made.begin(devices.len(), id)?;
         made.until_done("creating an NCCL communicator", deadline)?;
         Ok(made)
@@ -168,6 +193,7 @@ impl Communicators {
             state.leaving.extend(open.iter().cloned());
             open
         };
+
         for communicator in open {
             // Set only once: open communicators were not given up before.
             let _ = communicator.given_up.set(why.clone());
@@ -197,13 +223,11 @@ impl Communicators {
     /// Ends all communicators that were not given up. Their work must be over on all ranks. Blocks
     /// for at most `within`; communicators still open then are left to their threads.
     pub fn close(&self, within: Duration) {
-        let (open, mut closing) = {
-            let mut state = self.state.lock();
-            (
-                std::mem::take(&mut state.open),
-                std::mem::take(&mut state.leaving),
-            )
-        };
+        let mut state = self.state.lock();
+        let open = std::mem::take(&mut state.open);
+        let mut closing = std::mem::take(&mut state.leaving);
+        drop(state);
+
         let deadline = after(now(), within);
         for communicator in open.into_values() {
             closing.push(communicator.clone());
@@ -212,6 +236,7 @@ impl Communicators {
                 communicator.end(|raw| communicator.close(raw, deadline))
             });
         }
+
         for communicator in closing {
             if !communicator.wait_until_gone(deadline) {
                 tracing::debug!("an NCCL communicator did not end in time");
@@ -232,15 +257,19 @@ impl Communicator {
         const DOING: &str = "creating an NCCL communicator";
         let mut held = self.raw.lock();
         self.still_joined()?;
+
         let number = |number: usize| {
             c_int::try_from(number)
                 .map_err(|_| CudaError::new(DOING, "", "the group has too many devices"))
         };
-        let (ranks, rank) = (number(ranks)?, number(self.rank)?);
+        let ranks = number(ranks)?;
+        let rank = number(self.rank)?;
         let id = UniqueId {
             internal: id.map(|byte| byte as c_char),
         };
-        let (mut raw, mut config) = (NONE, Config::non_blocking());
+
+        let mut raw = NONE;
+        let mut config = NcclConfig::non_blocking();
         // SAFETY: there is room for the communicator, and the configuration says how much of it is
         // filled. The context of the device is current, as the caller has seen to.
         let begun = unsafe {
@@ -248,8 +277,9 @@ impl Communicator {
                 library::ncclCommInitRankConfig(&raw mut raw, ranks, id, rank, &raw mut config);
             check(DOING, answer, raw)
         };
+
         // A failed call may still have created one.
-        *held = (raw != NONE).then_some(Raw(raw));
+        *held = (raw != NONE).then_some(NcclHandle(raw));
         Ok(begun?)
     }
 
@@ -261,7 +291,7 @@ impl Communicator {
     /// If NCCL fails or the communicator was given up.
     pub fn issue(&self, stream: &RawStream, joint: &Joint<'_>) -> Result<(), NotJoined> {
         let held = self.held()?;
-        let Some(Raw(raw)) = *held else {
+        let Some(NcclHandle(raw)) = *held else {
             return Err(self.is_over());
         };
         let Joint {
@@ -276,8 +306,10 @@ impl Communicator {
         let Some(dtype_number) = data_type(dtype) else {
             return Err(CudaError::new(doing(), "", format!("NCCL has no dtype {dtype}")).into());
         };
-        let stream = stream.handle().cast();
-        let (source, target) = (at(from, 0), at(to, 0));
+
+        let stream = stream.handle();
+        let source = at(from, 0);
+        let target = at(to, 0);
         // Sizes were checked where the collective was called: both places have the number of
         // elements that it needs. SAFETY: the communicator is alive and held by this thread, the
         // stream of its device and alive. The places are memory of the device, as long as NCCL
@@ -297,7 +329,8 @@ impl Communicator {
                     )
                 }
                 CollectiveKind::ReduceScatter(reduce) => {
-                    let (reduce, share) = (operation(*reduce), elements / ranks);
+                    let reduce = operation(*reduce);
+                    let share = elements / ranks;
                     library::ncclReduceScatter(
                         source,
                         target,
@@ -311,54 +344,85 @@ impl Communicator {
                 CollectiveKind::AllGather => {
                     library::ncclAllGather(source, target, elements, dtype_number, raw, stream)
                 }
-                CollectiveKind::AllToAll => {
-                    let (share, bytes) = (elements / ranks, elements / ranks * dtype.size());
-                    self.together((0..ranks).filter(|other| *other != self.rank).map(|other| {
-                        let (from, to) = (at(from, other * bytes), at(to, other * bytes));
-                        let peer = other as c_int;
-                        move || {
-                            let sent =
-                                library::ncclSend(from, share, dtype_number, peer, raw, stream);
-                            worse(
-                                sent,
-                                library::ncclRecv(to, share, dtype_number, peer, raw, stream),
-                            )
-                        }
-                    }))
-                }
+                CollectiveKind::AllToAll => self.exchange_blocks(joint, dtype_number, raw, stream),
                 CollectiveKind::Permute(pairs) => {
-                    let mine = pairs.iter().filter(|(from, to)| from != to);
-                    self.together(
-                        mine.filter(|pair| pair.0 == self.rank || pair.1 == self.rank)
-                            .map(|pair| {
-                                move || match *pair {
-                                    (from, to) if from == self.rank => library::ncclSend(
-                                        source,
-                                        elements,
-                                        dtype_number,
-                                        to as c_int,
-                                        raw,
-                                        stream,
-                                    ),
-                                    (from, _) => {
-                                        let peer = from as c_int;
-                                        library::ncclRecv(
-                                            target,
-                                            elements,
-                                            dtype_number,
-                                            peer,
-                                            raw,
-                                            stream,
-                                        )
-                                    }
-                                }
-                            }),
-                    )
+                    self.exchange_pairs(pairs, joint, dtype_number, raw, stream)
                 }
             }
         };
+
         // SAFETY: it is alive.
         unsafe { check(&doing(), answer, raw) }.map_err(NotJoined::from)
+    }
+
+    /// Sends each other rank its block of the values, and receives one from each. Returns NCCL's
+    /// status.
+    ///
+    /// # Safety
+    ///
+    /// As for the calls in [`issue`](Self::issue), which checks sizes and holds the communicator
+    /// `raw`.
+    unsafe fn exchange_blocks(
+        &self,
+        joint: &Joint<'_>,
+        dtype_number: u32,
+        raw: RawCommunicator,
+        stream: *mut c_void,
+    ) -> u32 {
+        let share = joint.elements / joint.ranks;
+        let bytes = share * joint.dtype.size();
+        let others = (0..joint.ranks).filter(|other| *other != self.rank);
+        // SAFETY: as the caller says.
+        unsafe {
+            self.together(others.map(|other| {
+                let from = at(joint.from, other * bytes);
+                let to = at(joint.to, other * bytes);
+                let peer = other as c_int;
+                move || {
+                    let sent = library::ncclSend(from, share, dtype_number, peer, raw, stream);
+                    let received = library::ncclRecv(to, share, dtype_number, peer, raw, stream);
+                    worse(sent, received)
+                }
+            }))
+        }
+    }
+
+    /// Sends the values to other ranks, and receives them from one, by pairs (sender, receiver).
+    /// Returns NCCL's status.
+    ///
+    /// # Safety
+    ///
+    /// As for [`exchange_blocks`](Self::exchange_blocks).
+    unsafe fn exchange_pairs(
+        &self,
+        pairs: &[(usize, usize)],
+        joint: &Joint<'_>,
+        dtype_number: u32,
+        raw: RawCommunicator,
+        stream: *mut c_void,
+    ) -> u32 {
+        let source = at(joint.from, 0);
+        let target = at(joint.to, 0);
+        let elements = joint.elements;
+        let rank = self.rank;
+        let mine = pairs
+            .iter()
+            .filter(|(from, to)| from != to)
+            .filter(|(from, to)| *from == rank || *to == rank);
+        // SAFETY: as the caller says.
+        unsafe {
+            self.together(mine.map(|&(from, to)| {
+                move || {
+                    if from == rank {
+                        let peer = to as c_int;
+                        library::ncclSend(source, elements, dtype_number, peer, raw, stream)
+                    } else {
+                        let peer = from as c_int;
+                        library::ncclRecv(target, elements, dtype_number, peer, raw, stream)
+                    }
+                }
+            }))
+        }
     }
 
     /// Makes several NCCL calls as one group, which NCCL issues together. Returns their worst
@@ -377,6 +441,7 @@ impl Communicator {
         if !matches!(begun, SUCCESS | IN_PROGRESS) {
             return begun;
         }
+
         let called = calls.fold(SUCCESS, |answer, call| worse(answer, call()));
         // SAFETY: begun above.
         worse(called, unsafe { library::ncclGroupEnd() })
@@ -400,6 +465,7 @@ impl Communicator {
                     return Ok(());
                 }
             }
+
             if now() >= deadline {
                 let text = "the other devices of the group did not come in time";
                 return Err(CudaError::new(doing, "", text).into());
@@ -410,7 +476,7 @@ impl Communicator {
     }
 
     /// Returns the status of the background work: `SUCCESS` or `IN_PROGRESS`.
-    fn state(&self, doing: &str, Raw(raw): Raw) -> Result<u32, CudaError> {
+    fn state(&self, doing: &str, NcclHandle(raw): NcclHandle) -> Result<u32, CudaError> {
         let mut state = SUCCESS;
         // SAFETY: it is alive, as its lock is held, and there is room for the number.
         unsafe {
@@ -430,7 +496,7 @@ impl Communicator {
 
     /// Locks the communicator. If it was given up, waits up to [`UNTIL_GONE`] for its abort and
     /// fails.
-    fn held(&self) -> Result<MutexGuard<'_, Option<Raw>>, NotJoined> {
+    fn held(&self) -> Result<MutexGuard<'_, Option<NcclHandle>>, NotJoined> {
         if let Err(error) = self.still_joined() {
             // Until it is gone, NCCL may add work to the stream behind the caller's next work.
             self.wait_until_gone(now() + UNTIL_GONE);
@@ -449,7 +515,7 @@ impl Communicator {
 
     /// Takes the communicator away from all users, calls `end` with it, and wakes the threads that
     /// wait for its end.
-    fn end(&self, end: impl FnOnce(Raw)) {
+    fn end(&self, end: impl FnOnce(NcclHandle)) {
         let raw = self.raw.lock().take();
         if let Some(raw) = raw {
             // If the device has failed, NCCL reports the error itself.
@@ -466,7 +532,7 @@ impl Communicator {
         *is_gone
     }
 
-    fn abort(&self, Raw(raw): Raw) {
+    fn abort(&self, NcclHandle(raw): NcclHandle) {
         // SAFETY: it is alive, and no other thread can reach it any more.
         let aborted = unsafe { check("leaving NCCL", library::ncclCommAbort(raw), NONE) };
         if let Err(error) = aborted {
@@ -475,19 +541,22 @@ impl Communicator {
     }
 
     /// Finalises and destroys the communicator. Aborts it if it does not finish until the deadline.
-    fn close(&self, held: Raw, deadline: Instant) {
+    fn close(&self, held: NcclHandle, deadline: Instant) {
         const DOING: &str = "leaving NCCL";
-        let Raw(raw) = held;
+        let NcclHandle(raw) = held;
         // SAFETY: it is alive, and no other thread can reach it any more.
         let mut is_over = unsafe { check(DOING, library::ncclCommFinalize(raw), raw) }
             .and_then(|()| self.state(DOING, held));
+
         while matches!(is_over, Ok(IN_PROGRESS)) && now() < deadline {
             thread::sleep(PAUSES[1]);
             is_over = self.state(DOING, held);
         }
+
         if !matches!(is_over, Ok(SUCCESS)) {
             return self.abort(held);
         }
+
         // SAFETY: as above; it was finalised.
         let closed = unsafe { check(DOING, library::ncclCommDestroy(raw), NONE) };
         if let Err(error) = closed {
@@ -596,8 +665,8 @@ mod tests {
         let [source, target] = [&from, &to].map(|memory| memory.device().unwrap());
         let (all, deadline) = (Communicators::default(), now() + SOON);
         gpu.context().bind().unwrap();
-        let group = (&[DeviceId(0)][..], 0);
-        let communicator = all.open(&gpu, group, &new_id().unwrap(), deadline).unwrap();
+        let id = new_id().unwrap();
+        let communicator = all.open(&gpu, &[DeviceId(0)], 0, &id, deadline).unwrap();
         let kind = CollectiveKind::AllReduce(Reduce::Sum);
         let joint = Joint {
             kind: &kind,

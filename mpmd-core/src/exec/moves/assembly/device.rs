@@ -4,7 +4,7 @@ use std::mem::replace;
 use std::sync::Arc;
 
 use mpmd_base::block::Mutex;
-use mpmd_device::accelerator::{Accelerator, Addition, Part};
+use mpmd_device::accelerator::{Accelerator, Addition, RegionCopy};
 use mpmd_device::copy::copy_region;
 use mpmd_memory::{OutOfMemory, Reservation};
 use mpmd_memory::{OwnedBuffer, SharedBuffer};
@@ -284,7 +284,7 @@ impl DeviceAssembly {
         source: Option<AsyncBuffer>,
         until: impl Send + 'static,
     ) {
-        let part = Part {
+        let part = RegionCopy {
             from: holds,
             to: &self.region,
             piece: region,

@@ -8,7 +8,7 @@ mod host;
 
 use std::sync::Arc;
 
-use mpmd_device::accelerator::Part;
+use mpmd_device::accelerator::RegionCopy;
 use mpmd_memory::Reservation;
 use mpmd_memory::{OwnedBuffer, SharedBuffer};
 
@@ -169,7 +169,7 @@ impl HostAssembly {
                 }
             }
         };
-        let part = Part {
+        let part = RegionCopy {
             from: &transfer.holds,
             to: region,
             piece: region,

@@ -2,12 +2,12 @@
 
 use mpmd_device::cuda::kernels::ACTIVATION;
 
-use super::{Call, Cuda, Part, Target, args, fours, product};
+use super::{Cuda, CudaPart, LayerCall, ResultTarget, args, fours, product};
 use crate::error::Result;
 
 /// A function of one number.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Curve {
+pub enum ActivationCurve {
     /// GELU in the form with the hyperbolic tangent.
     Gelu,
     /// GELU in the form with the error function.
@@ -16,7 +16,7 @@ pub enum Curve {
     Silu,
 }
 
-impl Curve {
+impl ActivationCurve {
     /// Returns the number by which the kernels know the function.
     fn number(self) -> u32 {
         match self {
@@ -35,19 +35,22 @@ impl Curve {
 /// If lengths or dtypes do not fit, or the driver refuses.
 pub fn activate<'x>(
     cuda: &Cuda<'_>,
-    curve: Curve,
+    curve: ActivationCurve,
     (rows, width): (usize, usize),
-    x: impl Into<Part<'x>>,
-    bias: Option<Part<'x>>,
-    y: impl Into<Part<'x>>,
+    x: impl Into<CudaPart<'x>>,
+    bias: Option<CudaPart<'x>>,
+    y: impl Into<CudaPart<'x>>,
 ) -> Result<()> {
-    let (x, y) = (x.into(), y.into());
-    let call = Call::new(cuda, "activation", &ACTIVATION, &x)?;
+    let x = x.into();
+    let y = y.into();
+
+    let call = LayerCall::new(cuda, "activation", &ACTIVATION, &x)?;
     let all = product(&[rows, width]);
     call.has(&[("x", &x, all), ("y", &y, all)])?;
     bias.iter()
         .try_for_each(|bias| call.has(&[("the bias", bias, width)]))?;
     call.writes(&[&y])?;
+
     let args = args![rows, width, curve.number(), x, bias, y];
     call.over("activate", fours(rows, width), args)
 }
@@ -60,21 +63,24 @@ pub fn activate<'x>(
 /// If lengths or dtypes do not fit, or the driver refuses.
 pub fn activate_backward<'x>(
     cuda: &Cuda<'_>,
-    curve: Curve,
+    curve: ActivationCurve,
     (rows, width): (usize, usize),
-    x: impl Into<Part<'x>>,
-    bias: Option<Part<'x>>,
-    d_y: impl Into<Part<'x>>,
-    d_x: impl Into<Target<'x>>,
+    x: impl Into<CudaPart<'x>>,
+    bias: Option<CudaPart<'x>>,
+    d_y: impl Into<CudaPart<'x>>,
+    d_x: impl Into<ResultTarget<'x>>,
 ) -> Result<()> {
-    let (x, d_y) = (x.into(), d_y.into());
-    let Target { part: d_x, adds } = d_x.into();
-    let call = Call::new(cuda, "gradient of an activation", &ACTIVATION, &x)?;
+    let x = x.into();
+    let d_y = d_y.into();
+    let ResultTarget { part: d_x, adds } = d_x.into();
+
+    let call = LayerCall::new(cuda, "gradient of an activation", &ACTIVATION, &x)?;
     let all = product(&[rows, width]);
     call.has(&[("x", &x, all), ("d_y", &d_y, all), ("d_x", &d_x, all)])?;
     bias.iter()
         .try_for_each(|bias| call.has(&[("the bias", bias, width)]))?;
     call.writes(&[&d_x])?;
+
     let args = args![
         rows,
         width,
@@ -97,13 +103,14 @@ pub fn activate_backward<'x>(
 /// If lengths or dtypes do not fit, or the driver refuses.
 pub fn gate<'x>(
     cuda: &Cuda<'_>,
-    curve: Curve,
+    curve: ActivationCurve,
     (rows, width): (usize, usize),
-    ([a, b], stride): ([Part<'x>; 2], usize),
-    y: impl Into<Part<'x>>,
+    ([a, b], stride): ([CudaPart<'x>; 2], usize),
+    y: impl Into<CudaPart<'x>>,
 ) -> Result<()> {
     let y = y.into();
-    let call = Call::new(cuda, "gate", &ACTIVATION, &a)?;
+
+    let call = LayerCall::new(cuda, "gate", &ACTIVATION, &a)?;
     let last = in_rows(rows, width, stride);
     call.has(&[
         ("a", &a, last),
@@ -111,6 +118,7 @@ pub fn gate<'x>(
         ("y", &y, product(&[rows, width])),
     ])?;
     call.writes(&[&y])?;
+
     let args = args![rows, width, stride, curve.number(), a, b, y];
     call.over("gate", fours(rows, width), args)
 }
@@ -123,14 +131,15 @@ pub fn gate<'x>(
 /// If lengths or dtypes do not fit, or the driver refuses.
 pub fn gate_backward<'x>(
     cuda: &Cuda<'_>,
-    curve: Curve,
+    curve: ActivationCurve,
     (rows, width): (usize, usize),
-    ([a, b], stride): ([Part<'x>; 2], usize),
-    d_y: impl Into<Part<'x>>,
-    [d_a, d_b]: [Part<'x>; 2],
+    ([a, b], stride): ([CudaPart<'x>; 2], usize),
+    d_y: impl Into<CudaPart<'x>>,
+    [d_a, d_b]: [CudaPart<'x>; 2],
 ) -> Result<()> {
     let d_y = d_y.into();
-    let call = Call::new(cuda, "gradient of a gate", &ACTIVATION, &a)?;
+
+    let call = LayerCall::new(cuda, "gradient of a gate", &ACTIVATION, &a)?;
     let last = in_rows(rows, width, stride);
     call.has(&[
         ("a", &a, last),
@@ -140,6 +149,7 @@ pub fn gate_backward<'x>(
     ])?;
     call.has(&[("d_y", &d_y, product(&[rows, width]))])?;
     call.writes(&[&d_a, &d_b])?;
+
     let args = args![rows, width, stride, curve.number(), a, b, d_y, d_a, d_b];
     call.over("gate_backward", fours(rows, width), args)
 }

@@ -2,10 +2,10 @@
 
 use mpmd_device::cuda::kernels::{
     ATTENTION_64, ATTENTION_64_BY_32, ATTENTION_128, ATTENTION_128_BY_32, ATTENTION_256,
-    ATTENTION_256_BY_16, Pair, attention_shared,
+    ATTENTION_256_BY_16, SourcePair, attention_shared,
 };
 
-use super::{Arg, Call, Cuda, Part, capped, product};
+use super::{Arg, Cuda, CudaPart, LayerCall, capped, product};
 use crate::error::{Error, Result};
 use mpmd_layout::aval::DType;
 
@@ -13,13 +13,13 @@ use mpmd_layout::aval::DType;
 /// strides[1] + head * strides[2]` elements, and is dense.
 #[derive(Clone, Copy, Debug)]
 pub struct Heads<'a> {
-    pub(super) part: Part<'a>,
+    pub(super) part: CudaPart<'a>,
     pub(super) strides: [usize; 3],
 }
 
 impl<'a> Heads<'a> {
     /// Describes vectors by the distances in elements between sequences, tokens and heads.
-    pub fn new(part: impl Into<Part<'a>>, strides: [usize; 3]) -> Self {
+    pub fn new(part: impl Into<CudaPart<'a>>, strides: [usize; 3]) -> Self {
         Self {
             part: part.into(),
             strides,
@@ -30,7 +30,12 @@ impl<'a> Heads<'a> {
     ///
     /// So a matrix with query, key and value of each head side by side has `columns = heads * 3 *
     /// dim` and `head = 3 * dim`. The parts begin at its elements 0, `dim` and `2 * dim`.
-    pub fn in_rows(part: impl Into<Part<'a>>, time: usize, columns: usize, head: usize) -> Self {
+    pub fn in_rows(
+        part: impl Into<CudaPart<'a>>,
+        time: usize,
+        columns: usize,
+        head: usize,
+    ) -> Self {
         Self::new(part, [time.saturating_mul(columns), columns, head])
     }
 
@@ -38,7 +43,7 @@ impl<'a> Heads<'a> {
     /// and heads.
     pub(super) fn check(
         &self,
-        call: &Call<'_>,
+        call: &LayerCall<'_>,
         name: &str,
         counts: [usize; 3],
         dim: usize,
@@ -46,6 +51,7 @@ impl<'a> Heads<'a> {
         if counts.contains(&0) || dim == 0 {
             return call.has(&[(name, &self.part, 0)]);
         }
+
         let last = counts
             .iter()
             .zip(self.strides)
@@ -63,7 +69,7 @@ impl<'a> Heads<'a> {
 
 /// The keys that each query sees.
 #[derive(Clone, Copy, Debug)]
-pub enum Mask<'a> {
+pub enum CudaMask<'a> {
     /// All keys.
     None,
     /// The keys up to the query's own position. With fewer queries than keys, the last query is at
@@ -71,10 +77,10 @@ pub enum Mask<'a> {
     Causal,
     /// The keys from a first one up to the query's own position. The part has the first key's index
     /// for each query, `u32`; the number is the distance between sequences: 0 if all have the same.
-    CausalFrom(Part<'a>, usize),
+    CausalFrom(CudaPart<'a>, usize),
     /// Numbers of `f32` that are added to the scaled scores, dense along keys. The numbers are the
     /// distances in elements between sequences, heads and queries.
-    Additive(Part<'a>, [usize; 3]),
+    Additive(CudaPart<'a>, [usize; 3]),
 }
 
 /// Attention, `softmax(scale q kᵀ + mask) v`, for each head. Memory does not grow with the square
@@ -82,7 +88,7 @@ pub enum Mask<'a> {
 ///
 /// A query that sees no key gives NaN.
 #[derive(Clone, Copy, Debug)]
-pub struct Attention<'a> {
+pub struct CudaAttention<'a> {
     /// Number of sequences.
     pub batch: usize,
     /// Number of heads of queries.
@@ -100,10 +106,10 @@ pub struct Attention<'a> {
     /// A scaled score `x` becomes `cap tanh(x / cap)` before the mask.
     pub cap: Option<f32>,
     /// The keys that queries see.
-    pub mask: Mask<'a>,
+    pub mask: CudaMask<'a>,
 }
 
-impl Attention<'_> {
+impl CudaAttention<'_> {
     /// Describes causal attention of `time` tokens to each other, with `scale` one over the square
     /// root of `dim`.
     pub fn causal(batch: usize, heads: usize, time: usize, dim: usize) -> Self {
@@ -116,7 +122,7 @@ impl Attention<'_> {
             dim,
             scale: (dim as f32).sqrt().recip(),
             cap: None,
-            mask: Mask::Causal,
+            mask: CudaMask::Causal,
         }
     }
 
@@ -132,15 +138,17 @@ impl Attention<'_> {
         cuda: &Cuda<'_>,
         [q, k, v]: [Heads<'x>; 3],
         out: Heads<'x>,
-        normalizers: impl Into<Part<'x>>,
+        normalizers: impl Into<CudaPart<'x>>,
     ) -> Result<()> {
         let normalizers = normalizers.into();
+
         let (call, tiles) = self.call(cuda, "attention", OF_FORWARD, &q)?;
         let is_empty = self.check(&call, [&q, &k, &v], &[("the result", &out)], &normalizers)?;
         call.writes(&[&out.part, &normalizers])?;
         if is_empty {
             return Ok(());
         }
+
         let Self {
             batch,
             heads,
@@ -153,6 +161,7 @@ impl Attention<'_> {
             .for_each(|heads| args.extend(heads.args()));
         args.push(normalizers.into());
         args.extend(self.sizes());
+
         let blocks = product(&[queries.div_ceil(tiles.rows), heads, batch]);
         call.shared("attention", blocks, tiles.shared(OF_FORWARD), &args)
     }
@@ -169,10 +178,11 @@ impl Attention<'_> {
         cuda: &Cuda<'_>,
         [q, k, v]: [Heads<'x>; 3],
         [out, d_out]: [Heads<'x>; 2],
-        normalizers: impl Into<Part<'x>>,
+        normalizers: impl Into<CudaPart<'x>>,
         [d_q, d_k, d_v]: [Heads<'x>; 3],
     ) -> Result<()> {
         let normalizers = normalizers.into();
+
         let (call, tiles) = self.call(cuda, "gradient of attention", OF_GRADIENTS, &q)?;
         let of_queries = [("the result", &out), ("d_out", &d_out), ("d_q", &d_q)];
         let is_empty = self.check(&call, [&q, &k, &v], &of_queries, &normalizers)?;
@@ -192,6 +202,7 @@ impl Attention<'_> {
         if is_empty {
             return Ok(());
         }
+
         let rows = product(&[batch, heads, queries]);
         let means = cuda.scratch(DType::F32, rows)?;
         let mut args: Vec<_> = [out, d_out].iter().flat_map(Heads::args).collect();
@@ -203,6 +214,7 @@ impl Attention<'_> {
             (&means).into(),
         ]);
         call.blocks("attention_means", rows.div_ceil(8), &args)?;
+
         let of_queries = (
             &[d_q][..],
             product(&[queries.div_ceil(tiles.rows), heads, batch]),
@@ -215,6 +227,7 @@ impl Attention<'_> {
             ("attention_queries", of_queries),
             ("attention_keys", of_keys),
         ];
+
         for (function, (results, blocks)) in both {
             let mut args = Vec::new();
             [q, k, v, d_out]
@@ -236,7 +249,7 @@ impl Attention<'_> {
         name: &'static str,
         count: usize,
         q: &Heads<'_>,
-    ) -> Result<(Call<'x>, &'static Tiles)> {
+    ) -> Result<(LayerCall<'x>, &'static Tiles)> {
         let dim = self.dim;
         let most = cuda.shared_bytes();
         let Some(smallest) = tiles(dim).last() else {
@@ -251,17 +264,18 @@ impl Attention<'_> {
                  and this device gives a block at most {most}"
             ))
         })?;
-        Ok((Call::new(cuda, name, tiles.source, &q.part)?, tiles))
+
+        Ok((LayerCall::new(cuda, name, tiles.source, &q.part)?, tiles))
     }
 
     /// Checks what both passes take; `of_queries` are arrays with vectors for queries. Returns true
     /// if there is nothing to compute.
     fn check(
         &self,
-        call: &Call<'_>,
+        call: &LayerCall<'_>,
         [q, k, v]: [&Heads<'_>; 3],
         of_queries: &[(&str, &Heads<'_>)],
-        normalizers: &Part<'_>,
+        normalizers: &CudaPart<'_>,
     ) -> Result<bool> {
         let Self {
             batch,
@@ -272,6 +286,7 @@ impl Attention<'_> {
             dim,
             ..
         } = *self;
+
         if groups == 0 || !heads.is_multiple_of(groups) {
             return call.fail(&format!(
                 "{heads} heads cannot share {groups} heads of keys"
@@ -285,23 +300,26 @@ impl Attention<'_> {
                 "{heads} heads, {queries} queries or {keys} keys: too many"
             ));
         }
+
         for (name, heads_of) in [("q", q)].iter().chain(of_queries) {
             heads_of.check(call, name, [batch, queries, heads], dim)?;
         }
         for (name, heads_of) in [("k", k), ("v", v)] {
             heads_of.check(call, name, [batch, keys, groups], dim)?;
         }
+
         let rows = product(&[batch, heads, queries]);
         call.has_f32(&[("normalizers", normalizers, product(&[rows, 2]))])?;
+
         match self.mask {
-            Mask::Causal | Mask::CausalFrom(..) if queries > keys => {
+            CudaMask::Causal | CudaMask::CausalFrom(..) if queries > keys => {
                 return call.fail(&format!("{queries} causal queries to {keys} keys"));
             }
-            Mask::CausalFrom(first, stride) if rows > 0 => {
+            CudaMask::CausalFrom(first, stride) if rows > 0 => {
                 let least = product(&[batch - 1, stride]).saturating_add(queries);
                 call.one("the first keys", &first, DType::U32, least)?;
             }
-            Mask::Additive(mask, [sequence, head, query]) if rows > 0 => {
+            CudaMask::Additive(mask, [sequence, head, query]) if rows > 0 => {
                 let strides = [(batch, sequence), (heads, head), (queries, query)];
                 let last = strides.iter().fold(keys, |sum, (count, stride)| {
                     sum.saturating_add(product(&[count - 1, *stride]))
@@ -310,6 +328,7 @@ impl Attention<'_> {
             }
             _ => {}
         }
+
         Ok(rows == 0 || dim == 0)
     }
 
@@ -326,15 +345,17 @@ impl Attention<'_> {
             mask,
             ..
         } = *self;
-        let causal = matches!(mask, Mask::Causal | Mask::CausalFrom(..));
+
+        let causal = matches!(mask, CudaMask::Causal | CudaMask::CausalFrom(..));
         let (first, stride) = match mask {
-            Mask::CausalFrom(first, stride) => (Some(first), stride),
+            CudaMask::CausalFrom(first, stride) => (Some(first), stride),
             _ => (None, 0),
         };
         let (mask, strides) = match mask {
-            Mask::Additive(mask, strides) => (Some(mask), strides),
+            CudaMask::Additive(mask, strides) => (Some(mask), strides),
             _ => (None, [0; 3]),
         };
+
         let mut args: Vec<_> = [heads, groups, queries, keys, dim].map(small).into();
         args.push(scale.into());
         args.extend(capped(cap));
@@ -351,7 +372,7 @@ fn small(size: usize) -> Arg<'static> {
 }
 
 /// Returns the source for heads of `dim` elements. `None` if they are too long.
-pub(super) fn source(dim: usize) -> Option<&'static Pair> {
+pub(super) fn source(dim: usize) -> Option<&'static SourcePair> {
     tiles(dim).next().map(|tiles| tiles.source)
 }
 
@@ -374,7 +395,7 @@ struct Tiles {
     dim: usize,
     /// Vectors of a tile: `N` of the source.
     rows: usize,
-    source: &'static Pair,
+    source: &'static SourcePair,
 }
 
 static TILES: [Tiles; 6] = [

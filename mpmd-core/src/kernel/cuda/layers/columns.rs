@@ -2,7 +2,7 @@
 
 use mpmd_device::cuda::kernels::COLUMNS;
 
-use super::{Call, Cuda, Grid, Part, Target, args, product};
+use super::{Cuda, CudaPart, Grid, LayerCall, ResultTarget, args, product};
 use crate::error::{Error, Result};
 use mpmd_layout::aval::DType;
 
@@ -15,13 +15,13 @@ const CHUNKS: usize = 64;
 
 /// The rows of a matrix in chunks. Each chunk has sums of its own, which are then added in order.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Chunks {
+pub(super) struct RowChunks {
     /// Number of rows of a chunk; of the last one at most as many.
     pub(super) rows: usize,
     pub(super) count: usize,
 }
 
-impl Chunks {
+impl RowChunks {
     pub(super) fn of(rows: usize) -> Self {
         let each = rows.div_ceil(CHUNKS).max(2 * ROWS_EACH as usize);
         Self {
@@ -51,35 +51,38 @@ impl Chunks {
 pub fn sum_rows<'x>(
     cuda: &Cuda<'_>,
     (rows, width): (usize, usize),
-    x: impl Into<Part<'x>>,
-    sums: impl Into<Target<'x>>,
+    x: impl Into<CudaPart<'x>>,
+    sums: impl Into<ResultTarget<'x>>,
 ) -> Result<()> {
     let x = x.into();
-    let call = Call::new(cuda, "sum of rows", &COLUMNS, &x)?;
+    let call = LayerCall::new(cuda, "sum of rows", &COLUMNS, &x)?;
     let all = product(&[rows, width]);
     call.has(&[("x", &x, all)])?;
-    let chunks = Chunks::of(rows);
+
+    let chunks = RowChunks::of(rows);
     let parts = cuda.scratch(DType::F32, product(&[chunks.count, width]))?;
     if all > 0 {
         let args = args![rows, width, chunks.rows, x, &parts];
         call.launch("column_sums", chunks.grid(width), args)?;
     }
+
     finish(&call, chunks, width, parts.at(0), sums.into())
 }
 
 /// Adds the sums of chunks, `[chunks, width]`, in order.
 pub(super) fn finish(
-    call: &Call<'_>,
-    chunks: Chunks,
+    call: &LayerCall<'_>,
+    chunks: RowChunks,
     width: usize,
-    parts: Part<'_>,
-    Target { part, adds }: Target<'_>,
+    parts: CudaPart<'_>,
+    ResultTarget { part, adds }: ResultTarget<'_>,
 ) -> Result<()> {
     call.has_f32(&[("the sums", &part, width)])?;
     call.writes(&[&part])?;
     if width == 0 {
         return Ok(());
     }
+
     let source = COLUMNS
         .of(call.dtype)
         .ok_or_else(|| Error::kernel("sums of no float"))?;

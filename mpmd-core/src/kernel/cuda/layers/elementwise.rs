@@ -2,12 +2,12 @@
 
 use mpmd_device::cuda::kernels::ELEMENTWISE;
 
-use super::{Call, Cuda, Part, args, fours, product};
+use super::{Cuda, CudaPart, LayerCall, args, fours, product};
 use crate::error::Result;
 use mpmd_layout::aval::DType;
 use mpmd_layout::random::Key;
 
-/// Computes `y = a + b` of so many elements. `y` may be `a` or `b`.
+/// Computes `y = a + b` of `elements` elements. `y` may be `a` or `b`.
 ///
 /// # Errors
 ///
@@ -15,9 +15,9 @@ use mpmd_layout::random::Key;
 pub fn add<'x>(
     cuda: &Cuda<'_>,
     elements: usize,
-    a: impl Into<Part<'x>>,
-    b: impl Into<Part<'x>>,
-    y: impl Into<Part<'x>>,
+    a: impl Into<CudaPart<'x>>,
+    b: impl Into<CudaPart<'x>>,
+    y: impl Into<CudaPart<'x>>,
 ) -> Result<()> {
     add_bias(cuda, (1, elements), a, None, Some(b.into()), y)
 }
@@ -31,13 +31,15 @@ pub fn add<'x>(
 pub fn add_bias<'x>(
     cuda: &Cuda<'_>,
     (rows, width): (usize, usize),
-    x: impl Into<Part<'x>>,
-    bias: Option<Part<'x>>,
-    residual: Option<Part<'x>>,
-    y: impl Into<Part<'x>>,
+    x: impl Into<CudaPart<'x>>,
+    bias: Option<CudaPart<'x>>,
+    residual: Option<CudaPart<'x>>,
+    y: impl Into<CudaPart<'x>>,
 ) -> Result<()> {
-    let (x, y) = (x.into(), y.into());
-    let call = Call::new(cuda, "sum", &ELEMENTWISE, &x)?;
+    let x = x.into();
+    let y = y.into();
+
+    let call = LayerCall::new(cuda, "sum", &ELEMENTWISE, &x)?;
     let all = product(&[rows, width]);
     call.has(&[("x", &x, all), ("y", &y, all)])?;
     bias.iter()
@@ -46,11 +48,12 @@ pub fn add_bias<'x>(
         .iter()
         .try_for_each(|more| call.has(&[("the residual", more, all)]))?;
     call.writes(&[&y])?;
+
     let args = args![rows, width, x, bias, residual, y];
     call.over("add_bias", fours(rows, width), args)
 }
 
-/// Computes `y += factor x` of so many elements. `y` has the dtype of `x`, or `f32`.
+/// Computes `y += factor x` of `elements` elements. `y` has the dtype of `x`, or `f32`.
 ///
 /// # Errors
 ///
@@ -59,11 +62,13 @@ pub fn add_scaled<'x>(
     cuda: &Cuda<'_>,
     elements: usize,
     factor: f32,
-    x: impl Into<Part<'x>>,
-    y: impl Into<Part<'x>>,
+    x: impl Into<CudaPart<'x>>,
+    y: impl Into<CudaPart<'x>>,
 ) -> Result<()> {
-    let (x, y) = (x.into(), y.into());
-    let call = Call::new(cuda, "scaled sum", &ELEMENTWISE, &x)?;
+    let x = x.into();
+    let y = y.into();
+
+    let call = LayerCall::new(cuda, "scaled sum", &ELEMENTWISE, &x)?;
     call.has(&[("x", &x, elements)])?;
     let function = match y.dtype() {
         DType::F32 => "add_scaled_f32",
@@ -73,12 +78,14 @@ pub fn add_scaled<'x>(
         DType::F32 => call.has_f32(&[("y", &y, elements)])?,
         _ => call.has(&[("y", &y, elements)])?,
     }
+
     call.writes(&[&y])?;
     let args = args![elements, factor, x, y];
     call.over(function, elements.div_ceil(4), args)
 }
 
-/// Copies so many elements of `f32` or `bf16` to an array of either dtype. Rounds to nearest even.
+/// Copies `elements` elements of `f32` or `bf16` to an array of either dtype. Rounds to nearest
+/// even.
 ///
 /// # Errors
 ///
@@ -86,17 +93,20 @@ pub fn add_scaled<'x>(
 pub fn convert<'x>(
     cuda: &Cuda<'_>,
     elements: usize,
-    x: impl Into<Part<'x>>,
-    y: impl Into<Part<'x>>,
+    x: impl Into<CudaPart<'x>>,
+    y: impl Into<CudaPart<'x>>,
 ) -> Result<()> {
-    let (x, y) = (x.into(), y.into());
+    let x = x.into();
+    let y = y.into();
+
     let from_f32 = x.dtype() == DType::F32;
-    let call = Call::new(
+    let call = LayerCall::new(
         cuda,
         "conversion",
         &ELEMENTWISE,
         if from_f32 { &y } else { &x },
     )?;
+
     call.one("x", &x, x.dtype(), elements)?;
     call.one(
         "y",
@@ -104,6 +114,7 @@ pub fn convert<'x>(
         if from_f32 { y.dtype() } else { DType::F32 },
         elements,
     )?;
+
     call.writes(&[&y])?;
     let args = args![elements, x, y];
     let function = if from_f32 { "from_f32" } else { "to_f32" };
@@ -124,20 +135,24 @@ pub fn dropout<'x>(
     cuda: &Cuda<'_>,
     elements: usize,
     (key, drop_p): (Key, f32),
-    x: impl Into<Part<'x>>,
-    y: impl Into<Part<'x>>,
+    x: impl Into<CudaPart<'x>>,
+    y: impl Into<CudaPart<'x>>,
 ) -> Result<()> {
     /// The number of values of an element's random bits.
     const DRAWS: f64 = 65536.0;
-    let (x, y) = (x.into(), y.into());
-    let call = Call::new(cuda, "dropout", &ELEMENTWISE, &x)?;
+
+    let x = x.into();
+    let y = y.into();
+    let call = LayerCall::new(cuda, "dropout", &ELEMENTWISE, &x)?;
     if !(0.0..1.0).contains(&drop_p) {
         return call.fail(&format!(
             "the probability is {drop_p}: expected a number in [0, 1)"
         ));
     }
+
     call.has(&[("x", &x, elements), ("y", &y, elements)])?;
     call.writes(&[&y])?;
+
     // Below 2^16.
     let limit = (f64::from(drop_p) * DRAWS).round().min(DRAWS - 1.0) as u32;
     let scale = (DRAWS / (DRAWS - f64::from(limit))) as f32;

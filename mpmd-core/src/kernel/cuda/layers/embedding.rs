@@ -2,15 +2,16 @@
 
 use mpmd_device::cuda::kernels::EMBEDDING;
 
-use super::{Call, Cuda, Part, Target, args, product};
+use super::{Cuda, CudaPart, LayerCall, ResultTarget, args, product};
 use crate::error::Result;
 use mpmd_layout::aval::DType;
 
 /// Sorted tokens that a block adds up.
 const CHUNK: usize = 32;
+
 /// Gets rows of a table of `entries` rows by `tokens` indices.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct Embedding {
+pub struct CudaEmbedding {
     /// Number of indices.
     pub tokens: usize,
     /// Number of rows of the table.
@@ -19,7 +20,7 @@ pub struct Embedding {
     pub width: usize,
 }
 
-impl Embedding {
+impl CudaEmbedding {
     /// Copies the rows of `table` for `indices`, of u8, u32 or i64, to `y`, `[tokens, width]`. Adds
     /// `positions`, `[time, width]`: row `i` to each token whose number is `i` modulo `time`. An
     /// index beyond the table gives a row of NaN.
@@ -30,28 +31,34 @@ impl Embedding {
     pub fn forward<'x>(
         &self,
         cuda: &Cuda<'_>,
-        table: impl Into<Part<'x>>,
-        indices: impl Into<Part<'x>>,
-        positions: Option<(Part<'x>, usize)>,
-        y: impl Into<Part<'x>>,
+        table: impl Into<CudaPart<'x>>,
+        indices: impl Into<CudaPart<'x>>,
+        positions: Option<(CudaPart<'x>, usize)>,
+        y: impl Into<CudaPart<'x>>,
     ) -> Result<()> {
         let Self {
             tokens,
             entries,
             width,
         } = *self;
-        let (table, indices, y) = (table.into(), indices.into(), y.into());
-        let call = Call::new(cuda, "embedding", &EMBEDDING, &table)?;
+
+        let table = table.into();
+        let indices = indices.into();
+        let y = y.into();
+
+        let call = LayerCall::new(cuda, "embedding", &EMBEDDING, &table)?;
         let all = product(&[tokens, width]);
         call.has(&[
             ("the table", &table, product(&[entries, width])),
             ("y", &y, all),
         ])?;
+
         let bytes = call.indices("the indices", &indices, tokens)?;
         let time = positions.map_or(1, |(_, time)| time.max(1));
         if let Some((positions, _)) = &positions {
             call.has(&[("the positions", positions, product(&[time, width]))])?;
         }
+
         call.writes(&[&y])?;
         let positions = positions.map(|(positions, _)| positions);
         let args = args![entries, width, time, table, indices, bytes, positions, y];
@@ -68,41 +75,48 @@ impl Embedding {
     pub fn backward<'x>(
         &self,
         cuda: &Cuda<'_>,
-        indices: impl Into<Part<'x>>,
-        d_y: impl Into<Part<'x>>,
-        d_table: impl Into<Target<'x>>,
+        indices: impl Into<CudaPart<'x>>,
+        d_y: impl Into<CudaPart<'x>>,
+        d_table: impl Into<ResultTarget<'x>>,
     ) -> Result<()> {
         let Self {
             tokens,
             entries,
             width,
         } = *self;
-        let (indices, d_y) = (indices.into(), d_y.into());
-        let Target {
+
+        let indices = indices.into();
+        let d_y = d_y.into();
+        let ResultTarget {
             part: d_table,
             adds,
         } = d_table.into();
-        let call = Call::new(cuda, "gradient of an embedding", &EMBEDDING, &d_y)?;
+
+        let call = LayerCall::new(cuda, "gradient of an embedding", &EMBEDDING, &d_y)?;
         let bytes = call.indices("the indices", &indices, tokens)?;
         call.has(&[("d_y", &d_y, product(&[tokens, width]))])?;
         let table = product(&[entries, width]);
         call.has_f32(&[("d_table", &d_table, table)])?;
         call.writes(&[&d_table])?;
+
         if u32::try_from(tokens).is_err() {
             return call.fail(&format!("{tokens} tokens are too many"));
         }
         if !adds {
             call.over("clear", table, args![table, d_table])?;
         }
+
         let order = cuda.scratch(DType::U32, tokens)?;
         let args = args![tokens, indices, bytes, &order];
         call.over("sort_tokens", tokens, args)?;
+
         // For each chunk: the sum of its last index, and of its first one.
         let chunks = tokens.div_ceil(CHUNK);
         let open = cuda.scratch(DType::F32, product(&[chunks, 2, width]))?;
         let args = args![
             tokens, entries, width, indices, bytes, &order, d_y, &open, d_table
         ];
+
         call.blocks("embed_backward", chunks, args)?;
         call.blocks("embed_backward_open", chunks, args)
     }

@@ -16,25 +16,25 @@ mod columns;
 mod elementwise;
 mod embedding;
 mod norm;
-mod paged;
+mod paged_attention;
 mod rotary;
 mod softmax;
 
-pub use activation::{Curve, activate, activate_backward, gate, gate_backward};
-pub use attention::{Attention, Heads, Mask};
+pub use activation::{ActivationCurve, activate, activate_backward, gate, gate_backward};
+pub use attention::{CudaAttention, CudaMask, Heads};
 pub use columns::sum_rows;
 pub use elementwise::{add, add_bias, add_scaled, convert, dropout};
-pub use embedding::Embedding;
+pub use embedding::CudaEmbedding;
 pub use mpmd_device::cuda::kernels::{
     ACTIVATION, ATTENTION_64, ATTENTION_128, ATTENTION_256, COLUMNS, ELEMENTWISE, EMBEDDING, NORM,
-    PAGED, Pair, ROTARY, SOFTMAX,
+    PAGED, ROTARY, SOFTMAX, SourcePair,
 };
-pub use norm::Norm;
-pub use paged::{Paged, PagedRows};
-pub use rotary::{Angles, Rotary};
-pub use softmax::{CrossEntropy, softmax, softmax_backward};
+pub use norm::CudaNorm;
+pub use paged_attention::{PagedKeysValues, PagedTokens};
+pub use rotary::{Rotary, RotaryAngles};
+pub use softmax::{CudaCrossEntropy, softmax, softmax_backward};
 
-use super::{Arg, Cuda, Grid, Part, Source};
+use super::{Arg, Cuda, CudaPart, Grid, Source};
 use crate::error::{Error, Result};
 use mpmd_layout::aval::DType;
 
@@ -51,26 +51,27 @@ pub fn sources(dtype: DType, dim: usize) -> Vec<&'static Source> {
         &ROTARY,
         &SOFTMAX,
     ];
+
     let all = pairs.into_iter().chain(attention::source(dim));
     all.filter_map(|pair| pair.of(dtype)).collect()
 }
 
 /// The place of a result. Its old values are overwritten, unless it is made by [`add_to`].
 #[derive(Clone, Copy, Debug)]
-pub struct Target<'a> {
-    part: Part<'a>,
+pub struct ResultTarget<'a> {
+    part: CudaPart<'a>,
     adds: bool,
 }
 
 /// Returns the place of a result that is added to the old values.
-pub fn add_to<'a>(part: impl Into<Part<'a>>) -> Target<'a> {
-    Target {
+pub fn add_to<'a>(part: impl Into<CudaPart<'a>>) -> ResultTarget<'a> {
+    ResultTarget {
         part: part.into(),
         adds: true,
     }
 }
 
-impl<'a, P: Into<Part<'a>>> From<P> for Target<'a> {
+impl<'a, P: Into<CudaPart<'a>>> From<P> for ResultTarget<'a> {
     fn from(part: P) -> Self {
         Self {
             part: part.into(),
@@ -90,7 +91,7 @@ use args;
 
 /// Checks the arguments of a function, and launches it.
 #[derive(Clone, Copy)]
-struct Call<'a> {
+struct LayerCall<'a> {
     cuda: &'a Cuda<'a>,
     /// The name of the function in messages.
     name: &'static str,
@@ -98,13 +99,13 @@ struct Call<'a> {
     dtype: DType,
 }
 
-impl<'a> Call<'a> {
+impl<'a> LayerCall<'a> {
     /// Creates a call for arrays of the dtype of `like`.
     fn new(
         cuda: &'a Cuda<'a>,
         name: &'static str,
-        pair: &'static Pair,
-        like: &Part<'_>,
+        pair: &'static SourcePair,
+        like: &CudaPart<'_>,
     ) -> Result<Self> {
         let dtype = like.dtype();
         let source = pair
@@ -119,20 +120,20 @@ impl<'a> Call<'a> {
     }
 
     /// Checks arrays of the call's dtype: (name, part, least number of elements).
-    fn has(&self, parts: &[(&str, &Part<'_>, usize)]) -> Result<()> {
+    fn has(&self, parts: &[(&str, &CudaPart<'_>, usize)]) -> Result<()> {
         parts
             .iter()
             .try_for_each(|(name, part, least)| self.one(name, part, self.dtype, *least))
     }
 
     /// Checks arrays of `f32`.
-    fn has_f32(&self, parts: &[(&str, &Part<'_>, usize)]) -> Result<()> {
+    fn has_f32(&self, parts: &[(&str, &CudaPart<'_>, usize)]) -> Result<()> {
         parts
             .iter()
             .try_for_each(|(name, part, least)| self.one(name, part, DType::F32, *least))
     }
 
-    fn one(&self, name: &str, part: &Part<'_>, dtype: DType, least: usize) -> Result<()> {
+    fn one(&self, name: &str, part: &CudaPart<'_>, dtype: DType, least: usize) -> Result<()> {
         if part.dtype() != dtype {
             return self.fail(&format!("{name} is of {}: expected {dtype}", part.dtype()));
         }
@@ -144,7 +145,7 @@ impl<'a> Call<'a> {
     }
 
     /// Checks an array of indices, and returns its bytes per element.
-    fn indices(&self, name: &str, part: &Part<'_>, least: usize) -> Result<u32> {
+    fn indices(&self, name: &str, part: &CudaPart<'_>, least: usize) -> Result<u32> {
         match part.dtype() {
             DType::U8 | DType::U32 | DType::I64 => {}
             other => return self.fail(&format!("{name} is of {other}: expected u8, u32 or i64")),
@@ -155,7 +156,7 @@ impl<'a> Call<'a> {
     }
 
     /// Checks that results can be written.
-    fn writes(&self, parts: &[&Part<'_>]) -> Result<()> {
+    fn writes(&self, parts: &[&CudaPart<'_>]) -> Result<()> {
         match parts.iter().all(|part| part.is_writable()) {
             true => Ok(()),
             false => self.fail("a result cannot go to values that are only read"),
@@ -166,12 +167,12 @@ impl<'a> Call<'a> {
         Err(Error::kernel(format!("{}: {why}", self.name)))
     }
 
-    /// Launches a function with a block for each of something. No block is no launch.
+    /// Launches a function with `blocks` blocks. With none, launches nothing.
     fn blocks(&self, function: &str, blocks: usize, args: &[Arg<'_>]) -> Result<()> {
         self.shared(function, blocks, 0, args)
     }
 
-    /// Launches a function whose blocks have so many bytes of shared memory.
+    /// Launches a function whose blocks have `bytes` bytes of shared memory.
     fn shared(&self, function: &str, blocks: usize, bytes: u32, args: &[Arg<'_>]) -> Result<()> {
         match i32::try_from(blocks) {
             Ok(0) => Ok(()),
@@ -185,7 +186,7 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Launches a function with a thread for each of something.
+    /// Launches a function with `threads` threads.
     fn over(&self, function: &str, threads: usize, args: &[Arg<'_>]) -> Result<()> {
         self.launch(function, Grid::over(threads), args)
     }
@@ -195,7 +196,7 @@ impl<'a> Call<'a> {
     }
 }
 
-/// Returns the product of sizes. `usize::MAX` if it is larger: no part has so many elements.
+/// Returns the product of sizes. `usize::MAX` if it is larger: no part has as many elements.
 fn product(sizes: &[usize]) -> usize {
     sizes
         .iter()

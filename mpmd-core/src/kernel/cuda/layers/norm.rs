@@ -2,14 +2,14 @@
 
 use mpmd_device::cuda::kernels::NORM;
 
-use super::columns::{Chunks, finish};
-use super::{Call, Cuda, Part, Target, args, product};
+use super::columns::{RowChunks, finish};
+use super::{Cuda, CudaPart, LayerCall, ResultTarget, args, product};
 use crate::error::Result;
 use mpmd_layout::aval::DType;
 
 /// Scales each row to variance 1, then scales and shifts each column.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Norm {
+pub struct CudaNorm {
     /// Number of rows.
     pub rows: usize,
     /// Length of a row.
@@ -21,7 +21,7 @@ pub struct Norm {
     pub remove_mean: bool,
 }
 
-impl Norm {
+impl CudaNorm {
     /// Computes `y`, `[rows, width]`, from `x` of this shape. `weight` and `bias` have one element
     /// for each column. `statistics`, `[rows, 2]` of `f32`, becomes the mean of each row and one
     /// over its standard deviation, for the backward pass. `y` may be `x`.
@@ -32,10 +32,10 @@ impl Norm {
     pub fn forward<'x>(
         &self,
         cuda: &Cuda<'_>,
-        x: impl Into<Part<'x>>,
-        (weight, bias): (Part<'x>, Option<Part<'x>>),
-        y: impl Into<Part<'x>>,
-        statistics: impl Into<Part<'x>>,
+        x: impl Into<CudaPart<'x>>,
+        (weight, bias): (CudaPart<'x>, Option<CudaPart<'x>>),
+        y: impl Into<CudaPart<'x>>,
+        statistics: impl Into<CudaPart<'x>>,
     ) -> Result<()> {
         let Self {
             rows,
@@ -43,8 +43,12 @@ impl Norm {
             eps,
             remove_mean,
         } = *self;
-        let (x, y, statistics) = (x.into(), y.into(), statistics.into());
-        let call = Call::new(cuda, "norm", &NORM, &x)?;
+
+        let x = x.into();
+        let y = y.into();
+        let statistics = statistics.into();
+
+        let call = LayerCall::new(cuda, "norm", &NORM, &x)?;
         let all = product(&[rows, width]);
         call.has(&[
             ("x", &x, all),
@@ -55,6 +59,7 @@ impl Norm {
             .try_for_each(|bias| call.has(&[("the bias", bias, width)]))?;
         call.has_f32(&[("statistics", &statistics, product(&[rows, 2]))])?;
         call.writes(&[&y, &statistics])?;
+
         let args = args![
             width,
             eps,
@@ -77,11 +82,11 @@ impl Norm {
     pub fn backward<'x>(
         &self,
         cuda: &Cuda<'_>,
-        x: impl Into<Part<'x>>,
-        weight: impl Into<Part<'x>>,
-        d_y: impl Into<Part<'x>>,
-        statistics: impl Into<Part<'x>>,
-        d_x: impl Into<Target<'x>>,
+        x: impl Into<CudaPart<'x>>,
+        weight: impl Into<CudaPart<'x>>,
+        d_y: impl Into<CudaPart<'x>>,
+        statistics: impl Into<CudaPart<'x>>,
+        d_x: impl Into<ResultTarget<'x>>,
     ) -> Result<()> {
         let Self {
             rows,
@@ -89,14 +94,20 @@ impl Norm {
             remove_mean,
             ..
         } = *self;
-        let (x, weight, d_y, statistics) = (x.into(), weight.into(), d_y.into(), statistics.into());
-        let Target { part: d_x, adds } = d_x.into();
-        let call = Call::new(cuda, "gradient of a norm", &NORM, &x)?;
+
+        let x = x.into();
+        let weight = weight.into();
+        let d_y = d_y.into();
+        let statistics = statistics.into();
+        let ResultTarget { part: d_x, adds } = d_x.into();
+
+        let call = LayerCall::new(cuda, "gradient of a norm", &NORM, &x)?;
         let all = product(&[rows, width]);
         call.has(&[("x", &x, all), ("the weight", &weight, width)])?;
         call.has(&[("d_y", &d_y, all), ("d_x", &d_x, all)])?;
         call.has_f32(&[("statistics", &statistics, product(&[rows, 2]))])?;
         call.writes(&[&d_x])?;
+
         let args = args![
             width,
             u32::from(remove_mean),
@@ -119,20 +130,25 @@ impl Norm {
     pub fn backward_weight<'x>(
         &self,
         cuda: &Cuda<'_>,
-        x: impl Into<Part<'x>>,
-        d_y: impl Into<Part<'x>>,
-        statistics: impl Into<Part<'x>>,
-        d_weight: impl Into<Target<'x>>,
-        d_bias: Option<Target<'x>>,
+        x: impl Into<CudaPart<'x>>,
+        d_y: impl Into<CudaPart<'x>>,
+        statistics: impl Into<CudaPart<'x>>,
+        d_weight: impl Into<ResultTarget<'x>>,
+        d_bias: Option<ResultTarget<'x>>,
     ) -> Result<()> {
         let Self { rows, width, .. } = *self;
-        let (x, d_y, statistics) = (x.into(), d_y.into(), statistics.into());
+
+        let x = x.into();
+        let d_y = d_y.into();
+        let statistics = statistics.into();
         let d_weight = d_weight.into();
-        let call = Call::new(cuda, "weight gradient of a norm", &NORM, &x)?;
+
+        let call = LayerCall::new(cuda, "weight gradient of a norm", &NORM, &x)?;
         let all = product(&[rows, width]);
         call.has(&[("x", &x, all), ("d_y", &d_y, all)])?;
         call.has_f32(&[("statistics", &statistics, product(&[rows, 2]))])?;
-        let chunks = Chunks::of(rows);
+
+        let chunks = RowChunks::of(rows);
         let sums = cuda.scratch(DType::F32, product(&[2, chunks.count, width]))?;
         if all > 0 {
             let args = args![
@@ -147,6 +163,7 @@ impl Norm {
             ];
             call.launch("norm_weight_sums", chunks.grid(width), args)?;
         }
+
         finish(&call, chunks, width, sums.at(0), d_weight)?;
         match d_bias {
             Some(d_bias) => finish(&call, chunks, width, sums.at(chunks.count * width), d_bias),

@@ -2,18 +2,18 @@
 
 use mpmd_device::cuda::kernels::ROTARY;
 
-use super::{Call, Cuda, Heads, Part, product};
+use super::{Cuda, CudaPart, Heads, LayerCall, product};
 use crate::error::Result;
 use mpmd_layout::aval::DType;
 
 /// The rows of the tables of cosines and sines, which are `f32` and `[_, dim / 2]`.
 #[derive(Clone, Copy, Debug)]
-pub enum Angles<'a> {
+pub enum RotaryAngles<'a> {
     /// Token `t` of a sequence has row `sequence * n + t`. With `n` 0 all sequences have the same
     /// rows.
     ByTime(usize),
     /// The row of each token, `u32`, which must be below the tables' number of rows.
-    ByPosition(Part<'a>),
+    ByPosition(CudaPart<'a>),
 }
 
 /// Rotates pairs of elements of the vectors of `heads` heads by angles that depend on the token.
@@ -30,7 +30,7 @@ pub struct Rotary<'a> {
     /// True if the pairs are `(2i, 2i + 1)`. Else they are `(i, i + dim / 2)`.
     pub beside: bool,
     /// The rows of the tables.
-    pub angles: Angles<'a>,
+    pub angles: RotaryAngles<'a>,
 }
 
 impl Rotary<'_> {
@@ -45,7 +45,7 @@ impl Rotary<'_> {
         cuda: &Cuda<'_>,
         is_back: bool,
         x: Heads<'x>,
-        [cos, sin]: [Part<'x>; 2],
+        [cos, sin]: [CudaPart<'x>; 2],
         y: Heads<'x>,
     ) -> Result<()> {
         let Self {
@@ -56,31 +56,37 @@ impl Rotary<'_> {
             beside,
             angles,
         } = *self;
-        let call = Call::new(cuda, "rotary embedding", &ROTARY, &x.part)?;
+
+        let call = LayerCall::new(cuda, "rotary embedding", &ROTARY, &x.part)?;
         if !dim.is_multiple_of(2) {
             return call.fail(&format!("{dim} elements have no pairs"));
         }
-        let (tokens, half) = (product(&[batch, time]), dim / 2);
+
+        let tokens = product(&[batch, time]);
+        let half = dim / 2;
         x.check(&call, "x", [batch, time, heads], dim)?;
         y.check(&call, "y", [batch, time, heads], dim)?;
         call.writes(&[&y.part])?;
+
         let all = product(&[tokens, heads, half]);
         if all == 0 {
             return Ok(());
         }
+
         let (rows, stride, positions) = match angles {
-            Angles::ByTime(stride) => (
+            RotaryAngles::ByTime(stride) => (
                 product(&[batch - 1, stride]).saturating_add(time),
                 stride,
                 None,
             ),
-            Angles::ByPosition(positions) => {
+            RotaryAngles::ByPosition(positions) => {
                 call.one("the positions", &positions, DType::U32, tokens)?;
                 (1, 0, Some(positions))
             }
         };
         let table = product(&[rows, half]);
         call.has_f32(&[("the cosines", &cos, table), ("the sines", &sin, table)])?;
+
         let mut args = vec![tokens.into(), time.into(), heads.into(), half.into()];
         let direction = if is_back { -1f32 } else { 1.0 };
         args.extend([u32::from(beside).into(), direction.into()]);

@@ -2,7 +2,7 @@
 
 use mpmd_device::cuda::kernels::SOFTMAX;
 
-use super::{Call, Cuda, Part, args, product};
+use super::{Cuda, CudaPart, LayerCall, args, product};
 use crate::error::Result;
 use mpmd_layout::aval::DType;
 
@@ -16,14 +16,17 @@ pub fn softmax<'x>(
     cuda: &Cuda<'_>,
     (rows, width): (usize, usize),
     is_log: bool,
-    x: impl Into<Part<'x>>,
-    y: impl Into<Part<'x>>,
+    x: impl Into<CudaPart<'x>>,
+    y: impl Into<CudaPart<'x>>,
 ) -> Result<()> {
-    let (x, y) = (x.into(), y.into());
-    let call = Call::new(cuda, "softmax", &SOFTMAX, &x)?;
+    let x = x.into();
+    let y = y.into();
+
+    let call = LayerCall::new(cuda, "softmax", &SOFTMAX, &x)?;
     let all = product(&[rows, width]);
     call.has(&[("x", &x, all), ("y", &y, all)])?;
     call.writes(&[&y])?;
+
     let args = args![width, u32::from(is_log), x, y];
     call.blocks("softmax", rows, args)
 }
@@ -38,34 +41,38 @@ pub fn softmax_backward<'x>(
     cuda: &Cuda<'_>,
     (rows, width): (usize, usize),
     is_log: bool,
-    y: impl Into<Part<'x>>,
-    d_y: impl Into<Part<'x>>,
-    d_x: impl Into<Part<'x>>,
+    y: impl Into<CudaPart<'x>>,
+    d_y: impl Into<CudaPart<'x>>,
+    d_x: impl Into<CudaPart<'x>>,
 ) -> Result<()> {
-    let (y, d_y, d_x) = (y.into(), d_y.into(), d_x.into());
-    let call = Call::new(cuda, "gradient of a softmax", &SOFTMAX, &y)?;
+    let y = y.into();
+    let d_y = d_y.into();
+    let d_x = d_x.into();
+
+    let call = LayerCall::new(cuda, "gradient of a softmax", &SOFTMAX, &y)?;
     let all = product(&[rows, width]);
     call.has(&[("y", &y, all), ("d_y", &d_y, all), ("d_x", &d_x, all)])?;
     call.writes(&[&d_x])?;
+
     let args = args![width, u32::from(is_log), y, d_y, d_x];
     call.blocks("softmax_backward", rows, args)
 }
 
 /// The cross-entropy of classes under rows of logits, in nats.
 #[derive(Clone, Copy, Debug)]
-pub struct CrossEntropy<'a> {
+pub struct CudaCrossEntropy<'a> {
     /// Number of rows.
     pub rows: usize,
     /// Length of a row.
     pub classes: usize,
     /// The class of each row, of u8, u32 or i64.
-    pub targets: Part<'a>,
+    pub targets: CudaPart<'a>,
     /// The weight of each row, `f32`. Without, each has weight 1. A row of weight 0 may have any
     /// target.
-    pub weights: Option<Part<'a>>,
+    pub weights: Option<CudaPart<'a>>,
 }
 
-impl CrossEntropy<'_> {
+impl CudaCrossEntropy<'_> {
     /// Sets `total`, two numbers of `f32`, to the sum of all losses times their weights, and to the
     /// sum of the weights. `normalizers`, `[rows, 2]` of `f32`, becomes the largest logit of each
     /// row and one over the sum of its exponentials, for [`backward`](Self::backward). A target
@@ -77,15 +84,19 @@ impl CrossEntropy<'_> {
     pub fn forward<'x>(
         &self,
         cuda: &Cuda<'_>,
-        logits: impl Into<Part<'x>>,
-        total: impl Into<Part<'x>>,
-        normalizers: impl Into<Part<'x>>,
+        logits: impl Into<CudaPart<'x>>,
+        total: impl Into<CudaPart<'x>>,
+        normalizers: impl Into<CudaPart<'x>>,
     ) -> Result<()> {
-        let (logits, total, normalizers) = (logits.into(), total.into(), normalizers.into());
-        let call = Call::new(cuda, "cross-entropy", &SOFTMAX, &logits)?;
+        let logits = logits.into();
+        let total = total.into();
+        let normalizers = normalizers.into();
+
+        let call = LayerCall::new(cuda, "cross-entropy", &SOFTMAX, &logits)?;
         let bytes = self.check(&call, &logits, &normalizers)?;
         call.has_f32(&[("the total", &total, 2)])?;
         call.writes(&[&total, &normalizers])?;
+
         let Self {
             rows,
             classes,
@@ -103,6 +114,7 @@ impl CrossEntropy<'_> {
             normalizers
         ];
         call.blocks("cross_entropy", rows, args)?;
+
         let args = args![rows, &losses, weights, total];
         call.blocks("loss_total", 1, args)
     }
@@ -116,13 +128,16 @@ impl CrossEntropy<'_> {
     pub fn backward<'x>(
         &self,
         cuda: &Cuda<'_>,
-        logits: impl Into<Part<'x>>,
-        normalizers: impl Into<Part<'x>>,
-        (scale, d_loss): (f32, Option<Part<'x>>),
-        d_logits: impl Into<Part<'x>>,
+        logits: impl Into<CudaPart<'x>>,
+        normalizers: impl Into<CudaPart<'x>>,
+        (scale, d_loss): (f32, Option<CudaPart<'x>>),
+        d_logits: impl Into<CudaPart<'x>>,
     ) -> Result<()> {
-        let (logits, normalizers, d_logits) = (logits.into(), normalizers.into(), d_logits.into());
-        let call = Call::new(cuda, "gradient of a cross-entropy", &SOFTMAX, &logits)?;
+        let logits = logits.into();
+        let normalizers = normalizers.into();
+        let d_logits = d_logits.into();
+
+        let call = LayerCall::new(cuda, "gradient of a cross-entropy", &SOFTMAX, &logits)?;
         let bytes = self.check(&call, &logits, &normalizers)?;
         let Self {
             rows,
@@ -130,11 +145,13 @@ impl CrossEntropy<'_> {
             targets,
             weights,
         } = *self;
+
         call.has(&[("d_logits", &d_logits, product(&[rows, classes]))])?;
         d_loss
             .iter()
             .try_for_each(|d_loss| call.has_f32(&[("d_loss", d_loss, 1)]))?;
         call.writes(&[&d_logits])?;
+
         let args = args![
             classes,
             logits,
@@ -150,13 +167,19 @@ impl CrossEntropy<'_> {
     }
 
     /// Checks what both passes take. Returns the bytes of a target.
-    fn check(&self, call: &Call<'_>, logits: &Part<'_>, normalizers: &Part<'_>) -> Result<u32> {
+    fn check(
+        &self,
+        call: &LayerCall<'_>,
+        logits: &CudaPart<'_>,
+        normalizers: &CudaPart<'_>,
+    ) -> Result<u32> {
         let Self {
             rows,
             classes,
             targets,
             weights,
         } = self;
+
         call.has(&[("the logits", logits, product(&[*rows, *classes]))])?;
         call.has_f32(&[("normalizers", normalizers, product(&[*rows, 2]))])?;
         weights

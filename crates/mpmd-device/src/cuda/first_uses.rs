@@ -6,9 +6,9 @@ use std::sync::Arc;
 use mpmd_base::block::{Instant, Mutex, now, since};
 use mpmd_memory::{Arena, Pool};
 
-use super::asked::FirstUses;
 use super::compile;
 use super::context::Pinned;
+use super::descriptions::FirstUses;
 use super::error::CudaError;
 use super::gpu::Gpu;
 use super::kernels::ADD;
@@ -32,6 +32,7 @@ pub fn first_uses(ordinal: u32) -> Result<FirstUses, CudaError> {
     let gpu = Gpu::open(ordinal)?;
     let open_ms = millis(begin);
     let pool = Pool::in_arena("doctor", None, &Arena::device(gpu.allocator()));
+
     Ok(FirstUses {
         open_ms,
         allocation_ms: timed(|| pool.allocate(1).map(drop)),
@@ -47,7 +48,9 @@ pub fn first_uses(ordinal: u32) -> Result<FirstUses, CudaError> {
 fn pinning(gpu: &Arc<Gpu>) -> Result<f64, String> {
     let arena = Arena::shared().map_err(|error| error.to_string())?;
     let took = Arc::new(Mutex::new(None));
-    let (context, result) = (gpu.context().clone(), took.clone());
+    let context = gpu.context().clone();
+    let result = took.clone();
+
     arena.on_map(Box::new(move |address, bytes| {
         let begin = now();
         let pinned = Pinned::new(context.clone(), address, bytes);
@@ -60,6 +63,7 @@ fn pinning(gpu: &Arc<Gpu>) -> Result<f64, String> {
             .ok()
             .map(|pinned| Box::new(pinned) as Box<dyn Any + Send + Sync>)
     }));
+
     let pool = Pool::in_arena("doctor", None, &arena);
     let memory = pool
         .allocate(PINNED_BYTES)

@@ -9,19 +9,27 @@ use super::collectives_nccl::AGREEING_BYTES;
 use super::signature::Collective;
 use crate::exec::Flow;
 
+/// A message between two devices of a group. The devices are ranks in the group.
+pub(crate) struct RankMessage {
+    pub(crate) from: usize,
+    pub(crate) to: usize,
+    pub(crate) bytes: u64,
+}
+
 impl Collective {
-    /// Returns the messages of one round with this flow, as `(from, to, bytes)` by rank. `rounds`
-    /// is the number of rounds of the collective. `processes` are the owners of the group's
-    /// devices, by rank. Bytes for several devices of one process are counted once, at the first of
-    /// them.
+    /// Returns the messages of one round with this flow. `rounds` is the number of rounds of the
+    /// collective. `processes` are the owners of the group's devices, by rank. Bytes for several
+    /// devices of one process are counted once, at the first of them.
     pub(crate) fn sent(
         &self,
         flow: &Flow,
         rounds: usize,
         processes: &[ProcessId],
-    ) -> Vec<(usize, usize, u64)> {
-        let (n, item) = (processes.len(), self.aval.dtype().size());
+    ) -> Vec<RankMessage> {
+        let n = processes.len();
+        let item = self.aval.dtype().size();
         let segment = |rank| share(self.aval.elements(), n, rank).len() * item;
+
         messages(flow, processes, |from, to| {
             match (&self.kind, flow.shared, rounds) {
                 (CollectiveKind::Permute(_), ..) | (_, true, 1) => self.aval.bytes(),
@@ -32,9 +40,9 @@ impl Collective {
     }
 }
 
-/// Returns the messages of the round in which a group that uses NCCL agrees on a call, as `(from,
-/// to, bytes)` by rank. `processes` are the owners of the group's devices, by rank.
-pub(crate) fn agreeing(flow: &Flow, processes: &[ProcessId]) -> Vec<(usize, usize, u64)> {
+/// Returns the messages of the round in which a group that uses NCCL agrees on a call. `processes`
+/// are the owners of the group's devices, by rank.
+pub(crate) fn agreeing(flow: &Flow, processes: &[ProcessId]) -> Vec<RankMessage> {
     messages(flow, processes, |_, _| AGREEING_BYTES)
 }
 
@@ -42,7 +50,7 @@ fn messages(
     flow: &Flow,
     processes: &[ProcessId],
     bytes: impl Fn(usize, usize) -> usize,
-) -> Vec<(usize, usize, u64)> {
+) -> Vec<RankMessage> {
     let mut sent = Vec::new();
     for from in 0..processes.len() {
         let mut reached: Vec<ProcessId> = Vec::new();
@@ -51,8 +59,13 @@ fn messages(
             if flow.shared && reached.contains(&process) {
                 continue;
             }
+
             reached.push(process);
-            sent.push((from, to, bytes(from, to) as u64));
+            sent.push(RankMessage {
+                from,
+                to,
+                bytes: bytes(from, to) as u64,
+            });
         }
     }
     sent

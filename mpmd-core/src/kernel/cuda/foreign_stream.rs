@@ -7,8 +7,8 @@ pub use mpmd_device::cuda::ForeignHandle;
 use mpmd_device::cuda::RawStream;
 use mpmd_memory::DevicePlace;
 
-use super::args::Memory;
-use super::{Cuda, Part};
+use super::args::PartMemory;
+use super::{Cuda, CudaPart};
 use crate::error::Result;
 use mpmd_layout::aval::DType;
 
@@ -65,7 +65,7 @@ impl<'a> Cuda<'a> {
     }
 }
 
-impl Part<'_> {
+impl CudaPart<'_> {
     /// Returns values in another library's memory on the device of `cuda`. They must exist until
     /// the work that uses them has ended; this is not checked.
     pub fn foreign(
@@ -81,7 +81,7 @@ impl Part<'_> {
             address,
             bytes,
         };
-        Self::new(Memory::Device(place), dtype, elements, is_writable)
+        Self::new(PartMemory::Device(place), dtype, elements, is_writable)
     }
 }
 

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 pub use mpmd_device::cpu::paged::BLOCK;
-use mpmd_device::cpu::paged::{Paged, Query, Scores};
+use mpmd_device::cpu::paged::{KeyValueBlocks, Query, Scores};
 use rayon::prelude::*;
 
 use super::values::values;
@@ -17,9 +17,9 @@ const ROWS: usize = 16;
 /// or share those of equal beginnings.
 #[derive(Clone, Debug)]
 pub struct PagedCache {
-    paged: Paged,
+    paged: KeyValueBlocks,
     /// The blocks on a CUDA device, from the first pass there on.
-    on_cuda: Option<cuda_layers::Blocks>,
+    on_cuda: Option<cuda_layers::DeviceBlocks>,
     blocks: usize,
     heads: usize,
     dim: usize,
@@ -48,10 +48,10 @@ pub struct PagedScores {
 }
 
 impl PagedCache {
-    /// Creates `blocks` blocks for so many heads of keys, of width `dim`.
+    /// Creates `blocks` blocks for `heads` heads of keys, each of width `dim`.
     pub fn new(blocks: usize, heads: usize, dim: usize) -> Self {
         Self {
-            paged: Paged::zeros(blocks, heads, dim),
+            paged: KeyValueBlocks::zeros(blocks, heads, dim),
             on_cuda: None,
             blocks,
             heads,
@@ -72,20 +72,59 @@ impl PagedCache {
         &mut self,
         [q, k, v]: [&Tensor; 3],
         sequences: &[PagedRows],
-        PagedScores { scale, cap, window }: PagedScores,
+        scores: PagedScores,
     ) -> Result<Tensor> {
-        let &mut Self {
-            heads: groups, dim, ..
-        } = self;
+        let groups = self.heads;
+        let dim = self.dim;
         let tokens: usize = sequences.iter().map(|sequence| sequence.rows).sum();
-        let heads = match *q.dims() {
+        let heads = self.check_tensors([q, k, v], tokens)?;
+        self.check_blocks(sequences)?;
+
+        let sizes = [self.blocks, groups, dim];
+        let rows: Vec<(usize, usize, &[u32])> = sequences
+            .iter()
+            .map(|one| (one.start, one.rows, &one.blocks[..]))
+            .collect();
+        let factors = (scores.scale, scores.cap, scores.window);
+        if let Some(out) = cuda_layers::paged(&mut self.on_cuda, sizes, [q, k, v], &rows, factors) {
+            // The host's blocks were never touched.
+            self.paged = KeyValueBlocks::zeros(0, groups, dim);
+            return out;
+        }
+
+        let [q, k, v] = [q.contiguous()?, k.contiguous()?, v.contiguous()?];
+        let [q, k, v] = [values(&q)?, values(&k)?, values(&v)?];
+        self.write(&k, &v, sequences);
+        let parts = self.parts(sequences);
+        let results: Vec<Vec<f32>> = parts
+            .par_iter()
+            .map(|part| self.attend(part, &q, heads, scores))
+            .collect();
+
+        let width = heads * dim;
+        let own = heads / groups * dim;
+        let mut out = vec![0.0; tokens * width];
+        for (part, result) in parts.iter().zip(&results) {
+            for (row, result) in part.rows.clone().zip(result.chunks_exact(own)) {
+                let at = row * width + part.group * own;
+                out[at..][..own].copy_from_slice(result);
+            }
+        }
+        Tensor::from_vec(out, (tokens, heads, dim), &Device::Cpu)
+    }
+
+    /// Returns the number of heads of queries, or an error if shapes or dtypes do not fit.
+    fn check_tensors(&self, [q, k, v]: [&Tensor; 3], tokens: usize) -> Result<usize> {
+        let groups = self.heads;
+        let dim = self.dim;
+        match *q.dims() {
             [count, heads, own]
                 if (count, own) == (tokens, dim)
                     && heads.is_multiple_of(groups)
                     && [k, v].iter().all(|x| x.dims() == [tokens, groups, dim])
                     && [q, k, v].iter().all(|x| x.dtype() == DType::F32) =>
             {
-                heads
+                Ok(heads)
             }
             _ => bail!(
                 "attention of q {:?}, k {:?} and v {:?}: expected F32 [{tokens}, _, {dim}] and \
@@ -94,7 +133,11 @@ impl PagedCache {
                 k.dims(),
                 v.dims()
             ),
-        };
+        }
+    }
+
+    /// Returns an error if a sequence has too few blocks, or one that does not exist.
+    fn check_blocks(&self, sequences: &[PagedRows]) -> Result<()> {
         for PagedRows {
             start,
             rows,
@@ -107,20 +150,13 @@ impl PagedCache {
                 bail!("{needed} blocks of {all} are needed for a sequence, found {blocks:?}");
             }
         }
-        let sizes = [self.blocks, groups, dim];
-        let rows: Vec<(usize, usize, &[u32])> = sequences
-            .iter()
-            .map(|one| (one.start, one.rows, &one.blocks[..]))
-            .collect();
-        let scores = (scale, cap, window);
-        if let Some(out) = cuda_layers::paged(&mut self.on_cuda, sizes, [q, k, v], &rows, scores) {
-            // The host's blocks were never touched.
-            self.paged = Paged::zeros(0, groups, dim);
-            return out;
-        }
-        let [q, k, v] = [q.contiguous()?, k.contiguous()?, v.contiguous()?];
-        let [q, k, v] = [values(&q)?, values(&k)?, values(&v)?];
-        let (mut row, width) = (0, groups * dim);
+        Ok(())
+    }
+
+    /// Writes the keys and values of the tokens of a pass to their blocks.
+    fn write(&mut self, k: &[f32], v: &[f32], sequences: &[PagedRows]) {
+        let width = self.heads * self.dim;
+        let mut row = 0;
         for PagedRows {
             start,
             rows,
@@ -128,74 +164,80 @@ impl PagedCache {
         } in sequences
         {
             for position in *start..start + rows {
-                let [keys, values] = [&k, &v].map(|x| &x[row * width..][..width]);
+                let [keys, values] = [k, v].map(|x| &x[row * width..][..width]);
                 let block = blocks[position / BLOCK] as usize;
                 self.paged.set(block, position % BLOCK, keys, values);
                 row += 1;
             }
         }
-        let (shared, width) = (heads / groups, heads * dim);
-        let scores = Scores {
-            scale: scale as f32,
-            cap: cap.map(|cap| cap as f32),
-        };
-        let mut parts: Vec<Part<'_>> = Vec::new();
+    }
+
+    /// Divides the tokens of a pass into parts of up to [`ROWS`] tokens, for each head of keys.
+    fn parts<'a>(&self, sequences: &'a [PagedRows]) -> Vec<PassPart<'a>> {
+        let mut parts = Vec::new();
         let mut first = 0;
         for sequence in sequences {
             for start in (0..sequence.rows).step_by(ROWS) {
                 let rows = first + start..first + sequence.rows.min(start + ROWS);
                 let position = sequence.start + start;
-                let part = |group| Part {
+                parts.extend((0..self.heads).map(|group| PassPart {
                     rows: rows.clone(),
                     position,
                     group,
                     sequence,
-                };
-                parts.extend((0..groups).map(part));
+                }));
             }
             first += sequence.rows;
         }
-        let results: Vec<Vec<f32>> = parts
-            .par_iter()
-            .map(|part| {
-                let queries = part.rows.clone().flat_map(|row| {
-                    let position = part.position + row - part.rows.start;
-                    let start = window.map_or(0, |window| (position + 1).saturating_sub(window));
-                    (0..shared).map(move |head| (row, head, start..position + 1))
-                });
-                let queries: Vec<Query<'_>> = queries
-                    .map(|(row, head, seen)| {
-                        let at = row * width + (part.group * shared + head) * dim;
-                        Query {
-                            elements: &q[at..][..dim],
-                            seen,
-                        }
-                    })
-                    .collect();
-                let mut out = vec![0.0; queries.len() * dim];
-                self.paged.attend(
-                    part.group,
-                    &part.sequence.blocks,
-                    &queries,
-                    scores,
-                    &mut out,
-                );
-                out
+        parts
+    }
+
+    /// Returns the results of a part, `[tokens, heads of its group, dim]`. `q` is that of the pass.
+    fn attend(
+        &self,
+        part: &PassPart<'_>,
+        q: &[f32],
+        heads: usize,
+        scores: PagedScores,
+    ) -> Vec<f32> {
+        let PagedScores { scale, cap, window } = scores;
+        let dim = self.dim;
+        let shared = heads / self.heads;
+        let queries: Vec<Query<'_>> = part
+            .rows
+            .clone()
+            .flat_map(|row| {
+                let position = part.position + row - part.rows.start;
+                let start = window.map_or(0, |window| (position + 1).saturating_sub(window));
+                (0..shared).map(move |head| (row, head, start..position + 1))
+            })
+            .map(|(row, head, seen)| {
+                let at = row * heads * dim + (part.group * shared + head) * dim;
+                Query {
+                    elements: &q[at..][..dim],
+                    seen,
+                }
             })
             .collect();
-        let mut out = vec![0.0; tokens * width];
-        for (part, result) in parts.iter().zip(&results) {
-            for (row, result) in part.rows.clone().zip(result.chunks_exact(shared * dim)) {
-                let at = row * width + part.group * shared * dim;
-                out[at..][..shared * dim].copy_from_slice(result);
-            }
-        }
-        Tensor::from_vec(out, (tokens, heads, dim), &Device::Cpu)
+
+        let scores = Scores {
+            scale: scale as f32,
+            cap: cap.map(|cap| cap as f32),
+        };
+        let mut out = vec![0.0; queries.len() * dim];
+        self.paged.attend(
+            part.group,
+            &part.sequence.blocks,
+            &queries,
+            scores,
+            &mut out,
+        );
+        out
     }
 }
 
 /// Tokens of a sequence, and a head of keys.
-struct Part<'a> {
+struct PassPart<'a> {
     /// Their places in the pass.
     rows: Range<usize>,
     /// Position of the first one.

@@ -61,6 +61,7 @@ impl Stream {
         let Ok(event) = self.ends.record(first) else {
             return first.synchronize();
         };
+
         // SAFETY: event and stream are alive; the call notes the work that the event stands for.
         let waits = unsafe { calls::cuStreamWaitEvent(second.raw, event.handle(), WAIT_DEFAULT) };
         if let Some(event) = self.ends.spare(event) {

@@ -51,27 +51,30 @@ impl Grouped {
                 rows.len()
             );
         }
-        let (x, weight) = (x.contiguous()?, self.weight.contiguous()?);
+
+        let x = x.contiguous()?;
+        let weight = self.weight.contiguous()?;
         if are_fast(&[&x, &weight]) {
             return x.apply_op2(
                 &weight,
-                Product {
+                GroupedProduct {
                     rows: rows.into(),
                     outputs,
                     inputs,
                 },
             );
         }
+
         if let Some(y) = cuda_layers::grouped(&x, &weight, ranges(rows)) {
             return y;
         }
-        let product = |(group, rows): (usize, Range<usize>)| {
-            x.narrow(0, rows.start, rows.len())?
-                .matmul(&weight.get(group)?.t()?)
-        };
+
         let parts = ranges(rows)
             .enumerate()
-            .map(product)
+            .map(|(group, rows)| {
+                x.narrow(0, rows.start, rows.len())?
+                    .matmul(&weight.get(group)?.t()?)
+            })
             .collect::<Result<Vec<_>>>()?;
         Tensor::cat(&parts, 0)
     }
@@ -104,13 +107,13 @@ fn ranges(rows: &[usize]) -> impl Iterator<Item = Range<usize>> {
 }
 
 /// The operation of the layers, with the number of rows of each group.
-struct Product {
+struct GroupedProduct {
     rows: Arc<[usize]>,
     outputs: usize,
     inputs: usize,
 }
 
-impl Product {
+impl GroupedProduct {
     /// Returns (rows, range of the group's weight) of each group that has rows.
     fn groups(&self) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
         let size = self.outputs * self.inputs;
@@ -126,7 +129,7 @@ impl Product {
     }
 }
 
-impl CustomOp2 for Product {
+impl CustomOp2 for GroupedProduct {
     fn name(&self) -> &'static str {
         "grouped linear"
     }
@@ -138,8 +141,11 @@ impl CustomOp2 for Product {
         weight: &CpuStorage,
         weight_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (outputs, inputs) = (self.outputs, self.inputs);
-        let (from, all) = (slice(x, x_layout)?, slice(weight, weight_layout)?);
+        let outputs = self.outputs;
+        let inputs = self.inputs;
+        let from = slice(x, x_layout)?;
+        let all = slice(weight, weight_layout)?;
+
         let rows: usize = self.rows.iter().sum();
         let mut y = vec![0.0; rows * outputs];
         for (rows, weight) in self.groups() {
@@ -147,6 +153,7 @@ impl CustomOp2 for Product {
             let from = Matrix::new(&from[Self::rows(&rows, inputs)], rows.len(), inputs);
             multiply(&mut y[Self::rows(&rows, outputs)], from, weight.t(), false);
         }
+
         result(y, (rows, outputs), x)
     }
 
@@ -157,11 +164,14 @@ impl CustomOp2 for Product {
         _: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let (outputs, inputs) = (self.outputs, self.inputs);
+        let outputs = self.outputs;
+        let inputs = self.inputs;
+
         let gradient = gradient.contiguous()?;
         let d_x = if x.track_op() {
             let mut d_x = vec![0.0; x.elem_count()];
-            let (gradient, all) = (values(&gradient)?, values(weight)?);
+            let gradient = values(&gradient)?;
+            let all = values(weight)?;
             for (rows, weight) in self.groups() {
                 let weight = Matrix::new(&all[weight], outputs, inputs);
                 let part = &gradient[Self::rows(&rows, outputs)];
@@ -172,15 +182,15 @@ impl CustomOp2 for Product {
         } else {
             None
         };
-        let (x, own) = (
-            x.detach(),
-            Self {
-                rows: self.rows.clone(),
-                ..*self
-            },
-        );
+
+        let x = x.detach();
+        let own = Self {
+            rows: self.rows.clone(),
+            ..*self
+        };
         let d_weight = weight_gradient(weight, move |into| {
-            let (x, gradient) = (values(&x)?, values(&gradient)?);
+            let x = values(&x)?;
+            let gradient = values(&gradient)?;
             for (rows, weight) in own.groups() {
                 let part = &gradient[Self::rows(&rows, outputs)];
                 let part = Matrix::new(part, rows.len(), outputs);
@@ -189,6 +199,7 @@ impl CustomOp2 for Product {
             }
             Ok(())
         })?;
+
         Ok((d_x, d_weight))
     }
 }

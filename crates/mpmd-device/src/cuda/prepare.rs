@@ -6,13 +6,13 @@ use std::sync::Arc;
 use mpmd_layout::aval::DType;
 use mpmd_memory::{DevicePlace, Pool};
 
-use super::asked::{Operand, Product};
 use super::blas::Blas;
+use super::descriptions::{CublasProduct, Operand};
 use super::error::CudaError;
 use super::gpu::Gpu;
-use crate::cuda::source::Kind;
 use crate::cuda::source::Source;
-use crate::cuda::spare::place;
+use crate::cuda::source::SourceKind;
+use crate::cuda::spare_blocks::place;
 use crate::cuda::work::{Math, Types};
 
 /// The dtypes of the first products, their rows and columns, and the bytes of a matrix.
@@ -36,22 +36,27 @@ impl Gpu {
             .iter()
             .filter_map(|source| source.smaller_for(self.shared_bytes()));
         let all: Vec<&'static Source> = sources.iter().copied().chain(smaller).collect();
-        for source in all.iter().filter(|source| source.kind != Kind::Cublas) {
+
+        for source in all
+            .iter()
+            .filter(|source| source.kind != SourceKind::Cublas)
+        {
             self.modules().announce(source);
         }
+
         all.iter()
             .try_for_each(|source| self.make_ready(source, pool))
     }
 
     fn make_ready(&self, source: &'static Source, pool: &Pool) -> Result<(), CudaError> {
         match source.kind {
-            Kind::Cublas => {
+            SourceKind::Cublas => {
                 let blas = self.blas(pool)?;
                 self.products()
                     .get_or_init(|| self.first_products(blas, pool));
                 Ok(())
             }
-            Kind::Cuda { .. } | Kind::Ptx => self.modules().make_ready(source),
+            SourceKind::Cuda { .. } | SourceKind::Ptx => self.modules().make_ready(source),
         }
     }
 
@@ -66,18 +71,21 @@ impl Gpu {
             Ok(memory) => memory,
             Err(error) => return failed(&error),
         };
+
         let at = place(&memory);
         let places = [0, 1, 2].map(|index: u64| DevicePlace {
             address: at.address + index * FIRST_BYTES as u64,
             bytes: FIRST_BYTES,
             ..at
         });
+
         let side = i32::from(FIRST_SIDE);
         let matrix = Operand {
             transposed: false,
             leading: side,
             stride: 0,
         };
+
         let work = |_: &_| {
             for dtype in FIRST_DTYPES {
                 let types = Types {
@@ -85,7 +93,7 @@ impl Gpu {
                     result: dtype,
                     math: Math::F32,
                 };
-                let product = Product {
+                let product = CublasProduct {
                     m: side,
                     n: side,
                     k: side,
@@ -103,6 +111,7 @@ impl Gpu {
             }
             Ok(())
         };
+
         // A failure of the device is the error of all later work.
         let fence = self
             .compute()

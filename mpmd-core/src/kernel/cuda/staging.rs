@@ -4,22 +4,23 @@
 use mpmd_memory::DevicePlace;
 use mpmd_memory::OwnedBuffer;
 
-use super::args::Memory;
-use super::{Cuda, Part, behind, out_of_memory};
+use super::args::PartMemory;
+use super::{Cuda, CudaPart, behind, out_of_memory};
 use crate::error::Result;
 
 impl Cuda<'_> {
     /// Returns a host buffer and issues the copy of device values into it. The values are valid
     /// after a wait for the stream. If that wait fails, [hold](Self::hold) the buffer. Host values
     /// are copied at once.
-    pub(crate) fn fetch(&self, values: &Part<'_>) -> Result<OwnedBuffer> {
+    pub(crate) fn fetch(&self, values: &CudaPart<'_>) -> Result<OwnedBuffer> {
         let mut staged = self.room(values)?;
-        if let Memory::Host(all) = values.memory() {
+        if let PartMemory::Host(all) = values.memory() {
             let from = values.skipped() * values.dtype().size();
             let bytes = staged.len();
             staged.copy_from_slice(&all[from..from + bytes]);
             return Ok(staged);
         }
+
         let place = self.place(values)?;
         if let Err(error) = self.stream.download(place, &mut staged) {
             self.hold(staged);
@@ -29,7 +30,7 @@ impl Cuda<'_> {
     }
 
     /// Allocates pinned host memory as large as these values, with arbitrary content.
-    pub(crate) fn room(&self, values: &Part<'_>) -> Result<OwnedBuffer> {
+    pub(crate) fn room(&self, values: &CudaPart<'_>) -> Result<OwnedBuffer> {
         let elements = values.elements().ok_or_else(|| behind(values))?;
         self.memory
             .stage(elements * values.dtype().size())
@@ -37,7 +38,7 @@ impl Cuda<'_> {
     }
 
     /// Issues a copy of values from the host to their place on the device.
-    pub(crate) fn put(&self, staged: OwnedBuffer, values: &Part<'_>) -> Result<()> {
+    pub(crate) fn put(&self, staged: OwnedBuffer, values: &CudaPart<'_>) -> Result<()> {
         let place = self.place(values)?;
         let copied = self.stream.upload(&staged, place.address);
         self.hold(staged);
@@ -50,17 +51,17 @@ impl Cuda<'_> {
     }
 
     /// Returns the number of values. Fails if the part begins beyond the end.
-    pub(crate) fn count(&self, values: &Part<'_>) -> Result<usize> {
+    pub(crate) fn count(&self, values: &CudaPart<'_>) -> Result<usize> {
         values.elements().ok_or_else(|| behind(values))
     }
 
     /// Returns the place of values on the device. Host values are copied there first.
-    pub(crate) fn place_of(&self, values: &Part<'_>) -> Result<DevicePlace> {
+    pub(crate) fn place_of(&self, values: &CudaPart<'_>) -> Result<DevicePlace> {
         self.place(values)
     }
 
     /// Returns an error if the values are read-only.
-    pub(crate) fn check_room(&self, values: &Part<'_>) -> Result<()> {
+    pub(crate) fn check_room(&self, values: &CudaPart<'_>) -> Result<()> {
         self.check_writable(values, "the result of a collective")
     }
 }

@@ -16,8 +16,8 @@ use mpmd_base::bytes_text;
 use mpmd_memory::Pool;
 
 use super::calls;
-use super::context::Context;
-use super::spare::Spare;
+use super::context::DeviceContext;
+use super::spare_blocks::SpareBlocks;
 
 /// Time limit for scratch blocks to be free once the device has ended its work.
 const FREE_WITHIN: Duration = Duration::from_millis(500);
@@ -26,13 +26,13 @@ const FREE_LOOK: Duration = Duration::from_millis(1);
 /// The allocators of a device, for another library that allocates from the driver's pool.
 #[derive(Clone)]
 pub struct DeviceRoom {
-    context: Arc<Context>,
-    spare: Arc<Spare>,
+    context: Arc<DeviceContext>,
+    spare: Arc<SpareBlocks>,
     pool: Pool,
 }
 
 impl DeviceRoom {
-    pub(super) fn new(context: &Arc<Context>, spare: &Arc<Spare>, pool: &Pool) -> Self {
+    pub(super) fn new(context: &Arc<DeviceContext>, spare: &Arc<SpareBlocks>, pool: &Pool) -> Self {
         Self {
             context: context.clone(),
             spare: spare.clone(),
@@ -82,15 +82,15 @@ impl fmt::Display for DeviceRoom {
         write!(
             f,
             "arrays and scratch hold {live} and keep {cached} more; {}",
-            Held(&self.context)
+            DriverPoolText(&self.context)
         )
     }
 }
 
 /// Displays the bytes in the driver's pool of a device, and the free bytes of the device.
-pub(super) struct Held<'a>(pub(super) &'a Context);
+pub(super) struct DriverPoolText<'a>(pub(super) &'a DeviceContext);
 
-impl fmt::Display for Held<'_> {
+impl fmt::Display for DriverPoolText<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let pool = self.0.driver_pool().unwrap_or_default();
         let [used, reserved] = [pool.used, pool.reserved].map(bytes_text);
@@ -98,6 +98,7 @@ impl fmt::Display for Held<'_> {
             f,
             "the driver's pool, from which candle allocates, has {reserved}, {used} in use"
         )?;
+
         match self.0.free_and_total() {
             Ok([free, total]) => {
                 write!(
@@ -114,7 +115,7 @@ impl fmt::Display for Held<'_> {
 
 /// Gives scratch blocks back to their pool, and memory of the driver's pool back to the device.
 /// Blocks until the device has ended all work that was issued to it.
-pub(super) fn make_room(context: &Context, spare: &Spare) {
+pub(super) fn make_room(context: &DeviceContext, spare: &SpareBlocks) {
     let blocks = spare.take_all();
     // A device that has failed has nothing more to give.
     if let Err(error) = context
@@ -123,6 +124,7 @@ pub(super) fn make_room(context: &Context, spare: &Spare) {
     {
         tracing::debug!(%error, "making room on a CUDA device");
     }
+
     // The stream's thread reports the end of work a moment after it.
     let until = now() + FREE_WITHIN;
     while now() < until && blocks.iter().any(|block| !block.fences().are_over()) {

@@ -3,7 +3,7 @@
 use mpmd_device::cpu::paged::BLOCK;
 use mpmd_device::cuda::kernels::PAGED;
 
-use super::{Arg, Call, Cuda, Heads, Part, THREADS, args, capped, product};
+use super::{Arg, Cuda, CudaPart, Heads, LayerCall, THREADS, args, capped, product};
 use crate::error::Result;
 use mpmd_layout::aval::DType;
 
@@ -15,7 +15,7 @@ const ROOM: usize = 1 << 24;
 /// The keys and values of a layer, in blocks of 16 tokens. Sequences have their own blocks, or
 /// share those of equal beginnings.
 #[derive(Clone, Copy, Debug)]
-pub struct Paged<'a> {
+pub struct PagedKeysValues<'a> {
     /// Number of blocks.
     pub blocks: usize,
     /// Number of heads of keys and values.
@@ -23,27 +23,27 @@ pub struct Paged<'a> {
     /// Elements of a key and of a value: at most 256.
     pub dim: usize,
     /// `[blocks, groups, dim, 16]`: the keys of a block lie next to each other.
-    pub keys: Part<'a>,
+    pub keys: CudaPart<'a>,
     /// `[blocks, groups, 16, dim]`.
-    pub values: Part<'a>,
+    pub values: CudaPart<'a>,
 }
 
 /// The tokens of a pass, of any sequences. All numbers are `u32`.
 #[derive(Clone, Copy, Debug)]
-pub struct PagedRows<'a> {
+pub struct PagedTokens<'a> {
     /// Number of tokens.
     pub tokens: usize,
     /// The sequence of each token: a row of `tables`.
-    pub sequences: Part<'a>,
+    pub sequences: CudaPart<'a>,
     /// The position of each token in its sequence.
-    pub positions: Part<'a>,
+    pub positions: CudaPart<'a>,
     /// The blocks of sequences in order: `[sequences, most]`. A sequence may have fewer.
-    pub tables: Part<'a>,
+    pub tables: CudaPart<'a>,
     /// The length of a row of `tables`.
     pub most: usize,
 }
 
-impl Paged<'_> {
+impl PagedKeysValues<'_> {
     /// Writes the keys and values of the tokens of a pass to their places. Heads of `k` and `v` are
     /// of one sequence. A token whose block does not exist is left out.
     ///
@@ -53,7 +53,7 @@ impl Paged<'_> {
     pub fn write<'x>(
         &self,
         cuda: &Cuda<'_>,
-        rows: &PagedRows<'x>,
+        rows: &PagedTokens<'x>,
         k: Heads<'x>,
         v: Heads<'x>,
     ) -> Result<()> {
@@ -64,15 +64,18 @@ impl Paged<'_> {
             values,
             ..
         } = *self;
-        let call = Call::new(cuda, "write to blocks", &PAGED, &k.part)?;
+
+        let call = LayerCall::new(cuda, "write to blocks", &PAGED, &k.part)?;
         self.check(&call, rows)?;
         k.check(&call, "k", [1, rows.tokens, groups], dim)?;
         v.check(&call, "v", [1, rows.tokens, groups], dim)?;
         call.writes(&[&keys, &values])?;
+
         let all = product(&[rows.tokens, groups, dim]);
         if all == 0 {
             return Ok(());
         }
+
         let mut args = self.args(rows);
         args.push(rows.tokens.into());
         for Heads {
@@ -99,7 +102,7 @@ impl Paged<'_> {
     pub fn attend<'x>(
         &self,
         cuda: &Cuda<'_>,
-        rows: &PagedRows<'x>,
+        rows: &PagedTokens<'x>,
         heads: usize,
         (scale, cap, window): (f32, Option<f32>, Option<usize>),
         q: Heads<'x>,
@@ -112,7 +115,8 @@ impl Paged<'_> {
             values,
             ..
         } = *self;
-        let call = Call::new(cuda, "attention to blocks", &PAGED, &q.part)?;
+
+        let call = LayerCall::new(cuda, "attention to blocks", &PAGED, &q.part)?;
         self.check(&call, rows)?;
         if groups == 0 || !heads.is_multiple_of(groups) || dim > 256 {
             let why = format!("{heads} heads of {dim} elements, and {groups} heads of keys");
@@ -121,18 +125,20 @@ impl Paged<'_> {
         q.check(&call, "q", [1, rows.tokens, heads], dim)?;
         out.check(&call, "the result", [1, rows.tokens, heads], dim)?;
         call.writes(&[&out.part])?;
-        let (parts, window) = (
-            product(&[rows.most, BLOCK]).div_ceil(KEYS),
-            window.unwrap_or(usize::MAX),
-        );
+
+        let parts = product(&[rows.most, BLOCK]).div_ceil(KEYS);
+        let window = window.unwrap_or(usize::MAX);
         let each = product(&[heads, parts, dim + 2]);
         if product(&[rows.tokens, heads, dim, parts]) == 0 {
             return Ok(());
         }
-        // As many tokens at once as have room.
+
+        // The number of tokens at once for which scratch memory has room.
         let step = (ROOM / each).clamp(1, rows.tokens);
         let results = cuda.scratch(DType::F32, product(&[step, each]))?;
-        let ([_, q_token, q_head], [_, out_token, out_head]) = (q.strides, out.strides);
+        let [_, q_token, q_head] = q.strides;
+        let [_, out_token, out_head] = out.strides;
+
         for first in (0..rows.tokens).step_by(step) {
             let tokens = step.min(rows.tokens - first);
             let mut args = self.args(rows);
@@ -142,6 +148,7 @@ impl Paged<'_> {
             args.extend([q.part.into(), q_token.into(), q_head.into()]);
             args.extend([keys.into(), values.into(), (&results).into()]);
             call.blocks("paged_parts", product(&[tokens, heads, parts]), &args)?;
+
             let args = args![
                 first,
                 heads,
@@ -156,22 +163,25 @@ impl Paged<'_> {
             ];
             call.blocks("paged_join", product(&[tokens, heads]), args)?;
         }
+
         Ok(())
     }
 
-    fn check(&self, call: &Call<'_>, rows: &PagedRows<'_>) -> Result<()> {
+    fn check(&self, call: &LayerCall<'_>, rows: &PagedTokens<'_>) -> Result<()> {
         let all = product(&[self.blocks, self.groups, self.dim, BLOCK]);
         call.has(&[
             ("the keys", &self.keys, all),
             ("the values", &self.values, all),
         ])?;
-        let PagedRows {
+
+        let PagedTokens {
             tokens,
             sequences,
             positions,
             tables,
             most,
         } = rows;
+
         call.one("the sequences", sequences, DType::U32, *tokens)?;
         call.one("the positions", positions, DType::U32, *tokens)?;
         call.one(
@@ -183,7 +193,7 @@ impl Paged<'_> {
     }
 
     /// Returns the arguments that all kernels take.
-    fn args<'x>(&self, rows: &PagedRows<'x>) -> Vec<Arg<'x>> {
+    fn args<'x>(&self, rows: &PagedTokens<'x>) -> Vec<Arg<'x>> {
         vec![
             self.blocks.into(),
             self.groups.into(),

@@ -17,8 +17,15 @@ pub struct RawArg {
     pub(super) bytes: [u8; 8],
     /// The number of bytes used.
     pub(super) size: usize,
-    /// For an address: the memory that it points to, and true if the function may write it.
-    pub(super) uses: Option<(DevicePlace, bool)>,
+    /// The memory that an address points to. `None` for a number.
+    pub(super) uses: Option<UsedMemory>,
+}
+
+/// Memory that a launched function may read, and also write if `writes` is set.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct UsedMemory {
+    pub(super) place: DevicePlace,
+    pub(super) writes: bool,
 }
 
 impl RawArg {
@@ -44,7 +51,7 @@ impl RawArg {
         Self {
             bytes: place.address.to_ne_bytes(),
             size: 8,
-            uses: Some((place, writes)),
+            uses: Some(UsedMemory { place, writes }),
         }
     }
 }
@@ -67,7 +74,7 @@ pub struct FirstUses {
 /// A product of column-major matrices, as cuBLAS takes it, or a batch of products: `result[m, n] =
 /// first[m, k] second[k, n]`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Product {
+pub struct CublasProduct {
     /// Rows of the result.
     pub m: i32,
     /// Columns of the result.

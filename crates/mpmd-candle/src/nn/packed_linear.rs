@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_nn::Module;
-use mpmd_device::cpu::packed::{PANEL, Packed};
+use mpmd_device::cpu::packed::{PANEL, PackedWeight};
 use rayon::prelude::*;
 
 use super::linear::Linear;
@@ -19,7 +19,7 @@ const BLOCK: usize = 1 << 20;
 /// the number of rows. Clones share the weight.
 #[derive(Clone, Debug)]
 pub struct PackedLinear {
-    weight: Arc<Packed>,
+    weight: Arc<PackedWeight>,
     bias: Option<Tensor>,
 }
 
@@ -32,9 +32,10 @@ impl PackedLinear {
     /// If the weight is not of a float type in host memory.
     pub fn new(layer: &Linear, in_half: bool) -> Result<Self> {
         let (rows, columns) = layer.weight().dims2()?;
-        let mut weight = Packed::zeros(rows, columns, in_half);
+        let mut weight = PackedWeight::zeros(rows, columns, in_half);
         let source = single(layer.weight())?.contiguous()?;
         weight.set_rows(0, &values(&source)?);
+
         let bias = layer.bias().map(single).transpose()?;
         Ok(Self {
             weight: Arc::new(weight),
@@ -53,8 +54,8 @@ impl PackedLinear {
         in_half: bool,
         mut read: impl FnMut(Range<usize>, &mut [f32]) -> Result<()>,
     ) -> Result<Self> {
-        let mut weight = Packed::zeros(rows, columns, in_half);
-        // Whole panels.
+        let mut weight = PackedWeight::zeros(rows, columns, in_half);
+        // A block has whole panels.
         let step = (BLOCK / columns.max(1)).next_multiple_of(PANEL).max(PANEL);
         let mut values = Vec::new();
         for first in (0..rows).step_by(step) {
@@ -79,8 +80,10 @@ impl PackedLinear {
             weight: self.weight.clone(),
             bias: None,
         };
-        let sum = |y: Tensor, axis: &&str| cx.all_reduce(&y, axis);
-        let y = axes.iter().rev().try_fold(product.forward(x)?, sum)?;
+        let y = axes
+            .iter()
+            .rev()
+            .try_fold(product.forward(x)?, |y, axis| cx.all_reduce(&y, axis))?;
         self.bias
             .as_ref()
             .map_or(Ok(y.clone()), |bias| y.broadcast_add(bias))
@@ -97,9 +100,11 @@ impl PackedLinear {
     ///
     /// If `indices` are not of type u32, or there is no such row.
     pub fn rows(&self, indices: &Tensor) -> Result<Tensor> {
-        let (rows, columns) = (self.weight.rows(), self.weight.columns());
+        let rows = self.weight.rows();
+        let columns = self.weight.columns();
         let mut shape = indices.dims().to_vec();
         shape.push(columns);
+
         let indices = indices.flatten_all()?.to_vec1::<u32>()?;
         let mut out = vec![0.0; indices.len() * columns];
         for (index, out) in indices.iter().zip(out.chunks_exact_mut(columns.max(1))) {
@@ -114,7 +119,8 @@ impl PackedLinear {
 
 impl Module for PackedLinear {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let (rows, columns) = (self.weight.rows(), self.weight.columns());
+        let rows = self.weight.rows();
+        let columns = self.weight.columns();
         let Some((&last, leading)) = x.dims().split_last() else {
             bail!("the input has no dimension: expected [..., {columns}]");
         };
@@ -125,7 +131,9 @@ impl Module for PackedLinear {
                 x.dims()
             );
         }
-        let (m, panels) = (leading.iter().product::<usize>(), self.weight.panels());
+
+        let m = leading.iter().product::<usize>();
+        let panels = self.weight.panels();
         let x = x.contiguous()?;
         let x = values(&x)?;
         // `[panels, m, PANEL]`. Each thread gets several panels, and so reads `x` less often.
@@ -137,6 +145,7 @@ impl Module for PackedLinear {
             self.weight
                 .multiply(&x, first..panels.min(first + each), out);
         });
+
         let mut out = vec![0.0; m * rows];
         out.par_chunks_mut(rows.max(1))
             .enumerate()
@@ -145,6 +154,7 @@ impl Module for PackedLinear {
                     out.copy_from_slice(&parts[(panel * m + row) * PANEL..][..out.len()]);
                 }
             });
+
         let mut shape = leading.to_vec();
         shape.push(rows);
         let y = Tensor::from_vec(out, shape, &Device::Cpu)?;

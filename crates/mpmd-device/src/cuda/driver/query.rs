@@ -8,8 +8,8 @@ use cudarc::driver::sys::CUdevice_attribute as Attribute;
 
 use super::super::calls::{self, DriverError};
 use super::super::library;
-use super::super::no_cuda::{NoCuda, OLDEST, Version};
-use super::{Attributes, Driver, Gpu, Uuid};
+use super::super::no_cuda::{CudaVersion, NoCuda, OLDEST};
+use super::{Attributes, Driver, GpuInfo, Uuid};
 
 /// Room for a device's name, in bytes.
 const NAME_BYTES: usize = 256;
@@ -27,6 +27,7 @@ pub fn found() -> Result<&'static Driver, NoCuda> {
 
 fn look() -> Result<Driver, NoCuda> {
     library::DRIVER.check(calls::DRIVER)?;
+
     let variable = |name| std::env::var_os(name).map(library::text);
     let no_gpu = || NoCuda::NoGpu {
         visible: variable("CUDA_VISIBLE_DEVICES"),
@@ -41,35 +42,39 @@ fn look() -> Result<Driver, NoCuda> {
             },
             error => refused("cuInit", error),
         })?;
+
     let version = driver_version().map_err(|error| refused("cuDriverGetVersion", error))?;
     if version < OLDEST {
         return Err(NoCuda::TooOld { version });
     }
+
     let mut count = 0;
     // SAFETY: it writes one number, for which there is room.
     unsafe { calls::cuDeviceGetCount(&raw mut count) }
         .result()
         .map_err(|error| refused("cuDeviceGetCount", error))?;
-    let gpus: Vec<Gpu> = (0..count).map(gpu).collect::<Result<_, _>>()?;
+
+    let gpus: Vec<GpuInfo> = (0..count).map(gpu).collect::<Result<_, _>>()?;
     if gpus.is_empty() {
         return Err(no_gpu());
     }
     Ok(Driver { version, gpus })
 }
 
-fn driver_version() -> Result<Version, DriverError> {
+fn driver_version() -> Result<CudaVersion, DriverError> {
     let mut number = 0;
     // SAFETY: it writes one number, for which there is room.
     unsafe { calls::cuDriverGetVersion(&raw mut number) }.result()?;
-    Ok(Version::of_number(u32::try_from(number).unwrap_or(0)))
+    Ok(CudaVersion::of_number(u32::try_from(number).unwrap_or(0)))
 }
 
-fn gpu(ordinal: i32) -> Result<Gpu, NoCuda> {
+fn gpu(ordinal: i32) -> Result<GpuInfo, NoCuda> {
     let mut device = 0;
     // SAFETY: it writes one device, for which there is room.
     unsafe { calls::cuDeviceGet(&raw mut device, ordinal) }
         .result()
         .map_err(|error| refused("cuDeviceGet", error))?;
+
     let number = |attribute: Attribute| {
         let mut number = 0;
         // SAFETY: the device comes from `cuDeviceGet`, and there is room for the number.
@@ -81,6 +86,7 @@ fn gpu(ordinal: i32) -> Result<Gpu, NoCuda> {
         }
     };
     let has = |attribute| number(attribute).map(|number| number != 0);
+
     let mode = number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_MODE)?;
     let attributes = Attributes {
         processors: number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
@@ -94,15 +100,18 @@ fn gpu(ordinal: i32) -> Result<Gpu, NoCuda> {
             Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
         )?,
     };
-    let capability = Version {
+
+    let capability = CudaVersion {
         major: number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
         minor: number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
     };
+
     let mut memory_bytes = 0;
     // SAFETY: the device comes from `cuDeviceGet`, and there is room for the number.
     unsafe { calls::cuDeviceTotalMem_v2(&raw mut memory_bytes, device) }
         .result()
         .map_err(|error| refused("cuDeviceTotalMem", error))?;
+
     let mut name = [0u8; NAME_BYTES];
     // SAFETY: the device comes from `cuDeviceGet`, and there is room for the number of bytes that
     // is passed.
@@ -110,13 +119,15 @@ fn gpu(ordinal: i32) -> Result<Gpu, NoCuda> {
         .result()
         .map_err(|error| refused("cuDeviceGetName", error))?;
     let name = name.split(|byte| *byte == 0).next().unwrap_or_default();
+
     let mut uuid = sys::CUuuid { bytes: [0; 16] };
     // SAFETY: the device comes from `cuDeviceGet`, and there is room for the number. This version
     // of the call distinguishes the parts of a divided device.
     let got = unsafe { calls::cuDeviceGetUuid_v2(&raw mut uuid, device) };
     got.result()
         .map_err(|error| refused("cuDeviceGetUuid_v2", error))?;
-    Ok(Gpu {
+
+    Ok(GpuInfo {
         ordinal: ordinal.unsigned_abs(),
         name: String::from_utf8_lossy(name).into_owned(),
         uuid: Uuid(uuid.bytes.map(|byte| byte.to_ne_bytes()[0])),
@@ -144,7 +155,8 @@ pub(crate) fn refused(call: &'static str, error: DriverError) -> NoCuda {
 /// If NVRTC cannot be loaded or does not work.
 pub fn nvrtc() -> Result<String, NoCuda> {
     library::NVRTC.check(calls::NVRTC)?;
-    let (mut major, mut minor) = (0, 0);
+    let mut major = 0;
+    let mut minor = 0;
     // SAFETY: it writes two numbers, for which there is room.
     match unsafe { calls::nvrtcVersion(&raw mut major, &raw mut minor) } {
         answer if answer.is_success() => Ok(format!("{major}.{minor}")),
@@ -164,6 +176,7 @@ pub fn cublas() -> Result<String, NoCuda> {
     if !library::CUBLAS.has("cublasGetProperty") {
         return Ok("of unknown version".to_owned());
     }
+
     let number = |property: Property| {
         let mut number = 0;
         // SAFETY: it writes one number, for which there is room. It needs neither handle nor
@@ -173,6 +186,7 @@ pub fn cublas() -> Result<String, NoCuda> {
             answer => Err(library::CUBLAS.refused("cublasGetProperty", answer.0)),
         }
     };
+
     Ok(format!(
         "{}.{}.{}",
         number(Property::MAJOR_VERSION)?,

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 use mpmd_base::block::Mutex;
 
-use super::Times;
+use super::WorkTimes;
 use super::error::CudaError;
-use super::stream::{Event, Stream, create_event};
+use super::stream::{Stream, StreamEvent, WorkBegin, create_event};
 
 /// The number of attempts to measure the initial offset, and the error in nanoseconds that ends
 /// them early.
@@ -20,13 +20,18 @@ const LITTLE_DOUBT: u64 = 20_000;
 /// while the device is idle, and measures its host time. Each later end is computed from the
 /// preceding one, which keeps the measured spans short. Because the two clocks drift, results are
 /// clamped: no work begins before it was issued or ends after its end was observed.
-pub(super) struct Clock {
+pub(super) struct StreamClock {
     now: Box<dyn Fn() -> u64 + Send + Sync>,
-    /// The last event with a known time, and that time in nanoseconds.
-    known: Mutex<(Arc<Event>, f64)>,
+    known: Mutex<KnownTime>,
 }
 
-impl Clock {
+/// The last event with a known time, and that time in nanoseconds of the host's clock.
+struct KnownTime {
+    event: Arc<StreamEvent>,
+    nanos: f64,
+}
+
+impl StreamClock {
     /// Creates a clock for a stream to which nothing was issued yet. `now` returns the host's time
     /// in nanoseconds. Waits for the device.
     pub(super) fn new(
@@ -35,7 +40,9 @@ impl Clock {
     ) -> Result<Self, CudaError> {
         line.stream.context.bind()?;
         let event = create_event(sys::CUevent_flags_enum::CU_EVENT_BLOCKING_SYNC as u32)?;
-        let (mut before, mut after) = (0, 0);
+
+        let mut before = 0;
+        let mut after = 0;
         for _ in 0..TRIES {
             before = now();
             event.record(&line.stream)?;
@@ -45,10 +52,14 @@ impl Clock {
                 break;
             }
         }
-        let event = Event::new(line, Some(event), (None, 0), 0);
+
+        let event = StreamEvent::new(line, Some(event), WorkBegin::default(), 0);
         Ok(Self {
             now,
-            known: Mutex::new((Arc::new(event), (before + after) as f64 / 2.0)),
+            known: Mutex::new(KnownTime {
+                event: Arc::new(event),
+                nanos: (before + after) as f64 / 2.0,
+            }),
         })
     }
 
@@ -60,16 +71,20 @@ impl Clock {
     /// Returns the begin and end times of the work that ended at `event`, which the device has just
     /// passed. The waiter thread must call this once per event, in order. `None` if the event
     /// records no times.
-    pub(super) fn times(&self, event: &Arc<Event>) -> Option<Times> {
+    pub(super) fn times(&self, event: &Arc<StreamEvent>) -> Option<WorkTimes> {
         let mut known = self.known.lock();
-        let before = known.1;
-        let [begin, end] = known.0.until(event)?.map(|nanos| before + nanos);
+        let before = known.nanos;
+        let [begin, end] = known.event.until(event)?.map(|nanos| before + nanos);
         // In whole nanoseconds, so that an end never equals the next begin, however coarse the
         // device's clock is.
         let earliest = (event.issued_at as f64).max(before.floor() + 1.0);
         let (begin, end) = on_host((begin, end), earliest, self.now() as f64);
-        *known = (event.clone(), end);
-        Some(Times {
+
+        *known = KnownTime {
+            event: event.clone(),
+            nanos: end,
+        };
+        Some(WorkTimes {
             before: before as u64,
             begin: begin as u64,
             end: end as u64,

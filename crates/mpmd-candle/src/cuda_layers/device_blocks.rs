@@ -1,7 +1,7 @@
 //! Attention to keys and values in blocks.
 
 use candle_core::{Result, Shape, Tensor};
-use mpmd_core::cuda::Part;
+use mpmd_core::cuda::CudaPart;
 use mpmd_core::cuda::layers::{self, Heads};
 use mpmd_device::cpu::paged::BLOCK;
 
@@ -10,7 +10,7 @@ use crate::cuda::tensor;
 
 /// The keys and values of a layer on a device.
 #[derive(Clone, Debug)]
-pub(crate) struct Blocks {
+pub(crate) struct DeviceBlocks {
     /// Numbers of blocks, heads of keys, and elements of a key.
     sizes: [usize; 3],
     keys: Tensor,
@@ -26,7 +26,7 @@ type Scores = (f64, Option<f64>, Option<usize>);
 /// Computes the same as [`PagedCache::attention`](crate::nn::PagedCache::attention), which has
 /// checked the arguments. The first call makes the `cache` of these sizes.
 pub(crate) fn paged(
-    cache: &mut Option<Blocks>,
+    cache: &mut Option<DeviceBlocks>,
     sizes: [usize; 3],
     [q, k, v]: [&Tensor; 3],
     sequences: &[Sequence<'_>],
@@ -35,13 +35,13 @@ pub(crate) fn paged(
     fit(&[q, k, v]).then(|| {
         let cache = match cache {
             Some(cache) => cache,
-            None => cache.insert(Blocks::new(sizes, q)?),
+            None => cache.insert(DeviceBlocks::new(sizes, q)?),
         };
         cache.attention([q, k, v], sequences, scores)
     })
 }
 
-impl Blocks {
+impl DeviceBlocks {
     fn new(sizes: [usize; 3], like: &Tensor) -> Result<Self> {
         let elements = sizes.iter().product::<usize>() * BLOCK;
         let zeros = || Tensor::zeros(elements, like.dtype(), like.device());
@@ -65,7 +65,10 @@ impl Blocks {
             .max()
             .unwrap_or(0)
             .max(1);
-        let (mut owners, mut positions, mut tables) = (Vec::new(), Vec::new(), Vec::new());
+
+        let mut owners = Vec::new();
+        let mut positions = Vec::new();
+        let mut tables = Vec::new();
         for (number, (start, rows, blocks)) in sequences.iter().enumerate() {
             owners.extend(std::iter::repeat_n(number as u32, *rows));
             positions.extend((*start..start + rows).map(|position| position as u32));
@@ -73,18 +76,23 @@ impl Blocks {
             // No block has this number.
             tables.resize((number + 1) * most, u32::MAX);
         }
+
         let words = |words: Vec<u32>| {
             let count = words.len();
             Tensor::from_vec(words, count, q.device())
         };
         let numbers = [words(owners)?, words(positions)?, words(tables)?];
+
         let [q, k, v] = [q.contiguous()?, k.contiguous()?, v.contiguous()?];
-        let ([blocks, groups, _], shape) = (self.sizes, Shape::from((tokens, heads, dim)));
-        let in_rows = |part: Part<'static>, heads: usize| Heads::new(part, [0, heads * dim, dim]);
+        let [blocks, groups, _] = self.sizes;
+        let shape = Shape::from((tokens, heads, dim));
+        let in_rows =
+            |part: CudaPart<'static>, heads: usize| Heads::new(part, [0, heads * dim, dim]);
         let scores = (scale as f32, cap.map(|cap| cap as f32), window);
+
         let out = issue(|on| {
             let [keys, values] = [on.writable(&self.keys)?, on.writable(&self.values)?];
-            let paged = layers::Paged {
+            let paged = layers::PagedKeysValues {
                 blocks,
                 groups,
                 dim,
@@ -93,7 +101,7 @@ impl Blocks {
             };
             on.made(&shape, q.dtype(), |out| {
                 on.with(numbers.each_ref(), |[sequences, positions, tables]| {
-                    let rows = layers::PagedRows {
+                    let rows = layers::PagedTokens {
                         tokens,
                         sequences,
                         positions,
@@ -103,7 +111,8 @@ impl Blocks {
                     on.with([&q, &k, &v], |[q, k, v]| {
                         let cuda = on.kernels();
                         paged.write(&cuda, &rows, in_rows(k, groups), in_rows(v, groups))?;
-                        let (q, out) = (in_rows(q, heads), in_rows(out, heads));
+                        let q = in_rows(q, heads);
+                        let out = in_rows(out, heads);
                         paged.attend(&cuda, &rows, heads, scores, q, out)
                     })
                 })

@@ -11,7 +11,7 @@ use crate::dtypes;
 
 /// A tree's structure, and the shape and dtype of each leaf.
 #[derive(Clone, Debug, Deserialize, Serialize)]
-pub(crate) struct Form {
+pub(crate) struct TreeForm {
     branches: Branches,
     leaves: Vec<(Vec<usize>, DType)>,
 }
@@ -23,7 +23,7 @@ enum Branches {
     Node(Vec<(String, Branches)>),
 }
 
-impl Form {
+impl TreeForm {
     /// Returns the form of tensors, with each shape changed by `change`.
     ///
     /// # Errors

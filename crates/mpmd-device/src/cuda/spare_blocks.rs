@@ -29,10 +29,10 @@ pub fn take(blocks: &mut Vec<OwnedBuffer>, bytes: usize) -> Option<OwnedBuffer> 
 /// Scratch blocks of earlier calls, kept for later ones. Because one stream runs its work in order,
 /// a later call need not wait for the earlier one to end. The blocks count as used device memory.
 #[derive(Debug, Default)]
-pub struct Spare(Mutex<Kept>);
+pub struct SpareBlocks(Mutex<KeptBlocks>);
 
 #[derive(Debug, Default)]
-struct Kept {
+struct KeptBlocks {
     /// In the order of their last use.
     blocks: Vec<OwnedBuffer>,
     bytes: usize,
@@ -40,7 +40,7 @@ struct Kept {
     most: usize,
 }
 
-impl Spare {
+impl SpareBlocks {
     /// Keeps the scratch blocks of a call for later calls. `used` is the call's scratch memory in
     /// bytes, and `fence` is passed at the end of its work. Drops the least recently used blocks
     /// beyond twice the memory of the largest call.
@@ -54,6 +54,7 @@ impl Spare {
             kept.bytes += place(&block).bytes;
             kept.blocks.push(block);
         }
+
         // Drops the least recently used blocks, so that at most twice the largest call's memory is
         // kept.
         let most = kept.most.saturating_mul(2);
