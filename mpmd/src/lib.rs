@@ -296,9 +296,9 @@ pub mod pipeline {
     //! shards parameters over a stage's devices.
 
     pub use mpmd_core::pipeline::{
-        Gradients, Loss, Microbatch, MicrobatchShapes, Output, Outputs, ParamSharding, Passes,
-        Pipeline, PlacedShape, Probe, SideInput, SideShapes, Stage, StageContext, StageSignature,
-        StepOutput,
+        Gradients, Loss, Microbatch, MicrobatchShapes, ParamSharding, Passes, Pipeline,
+        PlacedShape, SideInput, SideShapes, Stage, StageContext, StageOutput, StageOutputs,
+        StageProbe, StageSignature, StepOutput,
     };
     pub use mpmd_schedule::{
         Action, ActionKind, Builtin, Cell, CellFault, Dialect, Entry, LowerError, Lowered,
@@ -339,16 +339,16 @@ pub mod launch {
 
 pub mod weights {
     //! Arrays that one program publishes, version by version, and others take in layouts of their
-    //! own: [`Program::publish`](crate::Program::publish) and
+    //! own: [`Program::publisher`](crate::Program::publisher) and
     //! [`Program::subscribe`](crate::Program::subscribe).
     //!
     //! A [`Publisher`] has the settings of a [`Publication`]; a [`Subscription`] those of
-    //! [`Subscribing`], and leaves that are [`Wanted`], also as views of [`Part`]s. An [`Intake`]
-    //! takes what was [`Received`] on each process.
+    //! [`Subscribing`], and of each [`WantedLeaf`], which may be a view of [`LeafPart`]s. An
+    //! [`Intake`] takes what was [`Received`] on each process.
 
     pub use mpmd_core::weights::{
-        Intake, Part, Publication, Publisher, PublisherMetrics, Received, Subscribing,
-        Subscription, SubscriptionState, Wanted,
+        Intake, LeafPart, Publication, Publisher, PublisherMetrics, Received, Subscribing,
+        Subscription, SubscriptionState, WantedLeaf,
     };
 }
 

@@ -9,7 +9,7 @@ use clap::Args;
 use mpmd_base::{DeviceId, ProcessId};
 use mpmd_core::MpmdArray;
 use mpmd_core::prelude::{Program, spec};
-use mpmd_core::weights::{Publication, Subscribing, Wanted};
+use mpmd_core::weights::{Publication, Subscribing, WantedLeaf};
 use mpmd_launch::JobEnv;
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::sharding::Sharding;
@@ -67,7 +67,7 @@ fn measure(p: &mut Program, args: &WeightsArgs) -> Result<()> {
     let count = args.mib >> 3;
     let leaves = tree(p, count, 0, args.changed)?;
     let publication = Publication::new("bench", token.clone()).dtype(DType::Bf16);
-    let mut publisher = p.publish(publication.changes(args.changed.is_some()), &leaves)?;
+    let mut publisher = p.publisher(publication.changes(args.changed.is_some()), &leaves)?;
     let address = publisher.address().context("no address")?.to_string();
     let halves = p.mesh_of(&[("tensor", 2)], &[DeviceId(2), DeviceId(3)])?;
     let wanted = (0..count).map(|leaf| {
@@ -77,7 +77,7 @@ fn measure(p: &mut Program, args: &WeightsArgs) -> Result<()> {
             spec![None, "tensor"]
         };
         let aval = ShapedArray::new(&SHAPE, DType::Bf16);
-        Wanted::new(leaf.to_string(), aval, halves.sharding(spec))
+        WantedLeaf::new(leaf.to_string(), aval, halves.sharding(spec))
     });
     let subscribing = Subscribing::new("bench", address, token)
         .transport(&args.transport)

@@ -22,7 +22,7 @@ pub(crate) const MOST_STEPS: u64 = 16;
 
 /// Builds a dry run while its program runs. Handles may be dropped on any thread.
 pub(crate) struct DryRunBuilder {
-    state: Mutex<State>,
+    state: Mutex<DryRunState>,
     /// The process that the program stands for in this dry run.
     process: ProcessId,
     /// The output file and the limit of steps, for a process that was started to write its dry run.
@@ -39,8 +39,9 @@ pub(crate) struct Order {
     pub(crate) most_steps: u64,
 }
 
+/// The dry run so far, with the indices of its texts.
 #[derive(Default)]
-struct State {
+struct DryRunState {
     dry_run: DryRun,
     descriptors: HashMap<OpDescriptor, u32>,
     lines: HashMap<&'static Location<'static>, u32>,
@@ -62,9 +63,9 @@ impl DryRunBuilder {
             .collect();
         let dry_run = DryRun::new(topology.processes() as u32, devices);
         Self {
-            state: Mutex::new(State {
+            state: Mutex::new(DryRunState {
                 dry_run,
-                ..State::default()
+                ..DryRunState::default()
             }),
             process,
             order,
@@ -99,6 +100,7 @@ impl DryRunBuilder {
             }
         });
         let takes: Vec<Taken> = takes.collect();
+
         let mut state = self.state.lock();
         let descriptor = match known.and_then(|known| known.0.get()) {
             Some(descriptor) => *descriptor,
@@ -107,6 +109,7 @@ impl DryRunBuilder {
         if let Some(known) = known {
             known.0.get_or_init(|| descriptor);
         }
+
         let line = state.line(at);
         state.dry_run.operations.push(Operation {
             descriptor,
@@ -137,7 +140,8 @@ impl DryRunBuilder {
         at: &'static Location<'static>,
     ) {
         let mut state = self.state.lock();
-        let (after, line) = (state.dry_run.operations.len() as u64, state.line(at));
+        let after = state.dry_run.operations.len() as u64;
+        let line = state.line(at);
         state.dry_run.reads.push(Read {
             array: Array { operation, result },
             after,
@@ -150,7 +154,8 @@ impl DryRunBuilder {
     /// the arrays that they made since the last such wait.
     pub(crate) fn sync(&self, at: &'static Location<'static>) {
         let mut state = self.state.lock();
-        let (after, line) = (state.dry_run.operations.len() as u64, state.line(at));
+        let after = state.dry_run.operations.len() as u64;
+        let line = state.line(at);
         let since = std::mem::replace(&mut state.synced, after);
         for operation in since + 1..=after {
             let made = state
@@ -182,6 +187,7 @@ impl DryRunBuilder {
             reads: reads.len() as u64,
         };
         state.dry_run.steps.push(end);
+
         let most = self.order.as_ref()?.most_steps;
         if state.dry_run.is_steady() {
             return Some(End::Steady);
@@ -208,7 +214,7 @@ impl DryRunBuilder {
     }
 }
 
-impl State {
+impl DryRunState {
     fn descriptor(&mut self, descriptor: OpDescriptor) -> u32 {
         let next = self.dry_run.descriptors.len() as u32;
         match self.descriptors.entry(descriptor) {

@@ -60,7 +60,8 @@ impl Rolling {
             let (words, _) = block.as_chunks::<8>();
             let (pairs, _) = words.as_chunks::<2>();
             for ((lane, odd), [a, b]) in lanes.iter_mut().zip(LANES).zip(pairs) {
-                let (a, b) = (u64::from_le_bytes(*a) ^ odd, u64::from_le_bytes(*b) ^ *lane);
+                let a = u64::from_le_bytes(*a) ^ odd;
+                let b = u64::from_le_bytes(*b) ^ *lane;
                 let product = u128::from(a) * u128::from(b);
                 // With `b` added, since a product with zero would lose it.
                 *lane = (product as u64 ^ (product >> 64) as u64).wrapping_add(b.rotate_left(32));

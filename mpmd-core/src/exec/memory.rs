@@ -14,7 +14,7 @@ use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_transport::Transport;
 
 use crate::exec::Runtime;
-use crate::exec::array::{Handle, LocalShard, WeakHandle};
+use crate::exec::array::{ArrayHandle, LocalShard, WeakHandle};
 use mpmd_layout::sharding::MemoryKind;
 use mpmd_layout::topology::DeviceId;
 
@@ -23,13 +23,13 @@ pub(super) const WORTH_NAMING: u64 = 64 << 10;
 
 /// Large arrays of this process, listed in out-of-memory errors.
 #[derive(Default)]
-pub(crate) struct Holders {
+pub(crate) struct LargeArrays {
     arrays: BTreeMap<(u64, u32), WeakHandle>,
     sweep_at: usize,
 }
 
-impl Holders {
-    fn insert(&mut self, key: (u64, u32), array: &Handle) {
+impl LargeArrays {
+    fn insert(&mut self, key: (u64, u32), array: &ArrayHandle) {
         if self.arrays.len() >= self.sweep_at {
             self.arrays.retain(|_, array| array.upgrade().is_some());
             self.sweep_at = (2 * self.arrays.len()).max(256);
@@ -43,9 +43,10 @@ impl Holders {
     fn largest(
         &self,
         count: usize,
-        (devices, kind): (&[DeviceId], MemoryKind),
+        devices: &[DeviceId],
+        kind: MemoryKind,
         pool: &Pool,
-    ) -> Vec<(u64, Handle)> {
+    ) -> Vec<(u64, ArrayHandle)> {
         let mut seen: Vec<SharedBuffer> = Vec::new();
         let mut is_there = |shard: &&LocalShard| match shard.slot.peek() {
             None => devices.contains(&shard.device),
@@ -59,13 +60,15 @@ impl Holders {
                 counts
             }
         };
+
         let alive = self.arrays.values().filter_map(WeakHandle::upgrade);
         let alive = alive.filter(|array| array.made.sharding.memory_kind() == kind);
-        let bytes = |array: Handle| {
+        let bytes = |array: ArrayHandle| {
             let shards = array.shards.iter().filter(&mut is_there);
             (shards.map(|shard| array.shard_bytes(shard)).sum(), array)
         };
-        let mut largest: Vec<(u64, Handle)> = alive.map(bytes).collect();
+
+        let mut largest: Vec<(u64, ArrayHandle)> = alive.map(bytes).collect();
         largest.retain(|(bytes, _)| *bytes > 0);
         largest.sort_by_key(|(bytes, _)| std::cmp::Reverse(*bytes));
         largest.truncate(count);
@@ -126,6 +129,7 @@ impl Runtime {
         if let Ok(reservation) = pool.reserve_all(sizes) {
             return Ok(reservation);
         }
+
         let mut patient = self.is_patient();
         loop {
             let before = self.in_flight.counts();
@@ -133,6 +137,7 @@ impl Runtime {
                 Ok(reservation) => return Ok(reservation),
                 Err(error) => error,
             };
+
             let for_loans = patient && loans_are_enough(&error, before.lent);
             if before.ops <= 1 && !for_loans {
                 let mut failure = Failure::clone(&self.out_of_memory(op, &error));
@@ -141,12 +146,14 @@ impl Runtime {
                     MemoryKind::Device => &all[local_index..=local_index],
                     MemoryKind::Host => &all[..],
                 };
-                for (bytes, array) in self.holders.lock().largest(5, (devices, kind), pool) {
-                    let (bytes, array) = (bytes_text(bytes), array.describe());
+                for (bytes, array) in self.holders.lock().largest(5, devices, kind, pool) {
+                    let bytes = bytes_text(bytes);
+                    let array = array.describe();
                     failure.message.push_str(&format!("; {bytes} in {array}"));
                 }
                 return Err(Arc::new(failure));
             }
+
             if !self.has_ended_since(before.ended) {
                 if before.ops <= 1 {
                     patient = false;
@@ -195,6 +202,7 @@ impl Runtime {
                 }
                 Err(shared) => shared,
             };
+
             match pool.allocate(memory.len()) {
                 Ok(other) => return Ok((other, Some(memory))),
                 Err(error) => {
@@ -218,8 +226,8 @@ impl Runtime {
         }
     }
 
-    /// True if operations wait for returns of lent memory. Once the job has failed, they would only
-    /// delay its end, each by the peer timeout.
+    /// Returns true if operations wait for returns of lent memory. Once the job has failed, they
+    /// would only delay its end, each by the peer timeout.
     fn is_patient(&self) -> bool {
         self.trouble().is_none()
     }
@@ -299,7 +307,7 @@ impl Runtime {
     }
 
     /// Remembers an array with at least 64 KiB on this process, to list it in out-of-memory errors.
-    pub(crate) fn holds(&self, array: &Handle) {
+    pub(crate) fn holds(&self, array: &ArrayHandle) {
         if array.local_bytes() >= WORTH_NAMING {
             self.holders.lock().insert(array.origin(), array);
         }
@@ -322,7 +330,7 @@ fn wait_for_devices(memory: &mut OwnedBuffer) {
     memory.clear_fences();
 }
 
-/// True if there would be room once all lent memory is returned.
+/// Returns true if there would be room once all lent memory is returned.
 fn loans_are_enough(error: &OutOfMemory, lent: u64) -> bool {
     let wanted = error.live + error.reserved + error.asked;
     lent > 0

@@ -10,16 +10,16 @@
 //! 3. *Wait.* The resolver of a shard's `waits/async_buffer` fills it, and the operation ends. The
 //!    program reads its `array` as a host array. Its thread waits in `waits/parker`.
 //!
-//! `job` starts the process's part and ends it. `kept` has what outlives an epoch.
+//! `job` starts the process's part and ends it. `recovery_store` has what outlives an epoch.
 
 pub(crate) mod array;
 pub(crate) mod dry_run;
 mod hash;
 mod job;
-pub(crate) mod kept;
 mod memory;
 mod moves;
-pub(crate) mod slow;
+pub(crate) mod process_paces;
+pub(crate) mod recovery_store;
 #[cfg(test)]
 mod tests;
 mod waits;
@@ -37,16 +37,17 @@ use mpmd_transport::{Payload, Transport};
 
 pub(crate) use hash::{BLOCK, OriginMap, Rolling};
 use job::life_cycle::Trouble;
-use job::worker::{Crew, Worker};
+use job::worker::{Crew, JobWorker};
 pub(crate) use job::worker::{Job, Work};
-use memory::Holders;
+use memory::LargeArrays;
+pub(crate) use moves::assembly::BufferPart;
 use moves::assembly::{Assembly, DeviceAssembly, HostAssembly};
-use moves::chunks::Chunks;
+use moves::chunks::ChunkQueue;
 pub(crate) use moves::exchange::{
-    Exchange, Flow, Group, MOST_COLLECTIVES, MOST_DEVICES, Pattern, Round,
+    CollectiveGroup, KernelExchange, MOST_COLLECTIVES, MOST_DEVICES, Pattern, Round, RoundFlow,
 };
 use moves::mailbox::Mailbox;
-pub(crate) use moves::put::{PutPlan, PutWhat, Source};
+pub(crate) use moves::put::{PutPlan, PutSource, PutWhat, SourceLayout};
 pub(crate) use moves::reach::follow;
 pub(crate) use moves::receive::Waiter;
 pub(crate) use moves::send::Outgoing;
@@ -55,9 +56,9 @@ pub(crate) use mpmd_proto::router::{OpSpan, ValueHashes};
 pub(crate) use waits::async_buffer::{
     AsyncBuffer, AsyncBuffers, BufferUse, Outcome, Resolver, Resolvers,
 };
-pub(crate) use waits::in_flight::{Counts, InFlight, LeftBehind, OnLoan, OpGuard};
+pub(crate) use waits::in_flight::{InFlight, LeftBehind, OnLoan, OpCounts, OpGuard};
 pub(crate) use waits::parker::Parker;
-pub(crate) use waits::status::{Doing, Status};
+pub(crate) use waits::status::{ActivityStatus, Doing};
 use waits::under_way::UnderWay;
 
 use crate::exec::dry_run::DryRunBuilder;
@@ -79,7 +80,7 @@ pub(crate) struct Runtime {
     /// Pool for pieces in transit, control payloads and host values.
     pub(crate) staging: Pool,
     pub(crate) in_flight: Arc<InFlight>,
-    pub(crate) status: Status,
+    pub(crate) status: ActivityStatus,
     /// Records the events of operations while tracing is on.
     pub(crate) trace: Trace,
     pub(crate) parker: Parker,
@@ -91,12 +92,12 @@ pub(crate) struct Runtime {
     /// By process: true if pieces to and from it are transferred zero-copy.
     zero_copy: Vec<bool>,
     copy_workers: Crew,
-    chunks: Chunks,
-    callbacks: Worker,
+    chunks: ChunkQueue,
+    callbacks: JobWorker,
     pub(crate) mailbox: Mailbox,
     /// NCCL communicators of this process's accelerators.
     pub(crate) communicators: Communicators,
-    holders: Mutex<Holders>,
+    holders: Mutex<LargeArrays>,
     under_way: Mutex<UnderWay>,
     /// The last operation before the step that is being captured, `u64::MAX` if no step is being
     /// captured.
@@ -154,7 +155,7 @@ pub(crate) struct LocalDevice {
     pub(crate) accelerator: Option<Arc<Accelerator>>,
     /// The trace time at which the work of an accelerator ended last, as the host saw it.
     seen_end: AtomicU64,
-    queue: Worker,
+    queue: JobWorker,
 }
 
 impl Runtime {
@@ -170,7 +171,7 @@ impl Runtime {
             .map_or("none", |transport| transport.name())
     }
 
-    /// True if pieces between this process and `peer` are transferred zero-copy.
+    /// Returns true if pieces between this process and `peer` are transferred zero-copy.
     pub(crate) fn zero_copy(&self, peer: ProcessId) -> bool {
         self.zero_copy[peer.index()]
     }
@@ -180,7 +181,7 @@ impl Runtime {
         self.devices.iter().position(|local| local.id == device)
     }
 
-    /// True if operation `op` belongs to a step that is being captured.
+    /// Returns true if operation `op` belongs to a step that is being captured.
     pub(crate) fn is_in_capture(&self, op: u64) -> bool {
         op > self.capture_from.load(Ordering::Relaxed)
     }
@@ -198,15 +199,12 @@ impl Runtime {
         input: Option<u64>,
     ) {
         let memory = || self.devices[device].pool.stats().live;
-        self.trace.note_at(at, || {
-            let (device, input) = (device as u32, input.unwrap_or(0));
-            What::Started {
-                op,
-                device,
-                since,
-                input,
-                memory: memory(),
-            }
+        self.trace.note_at(at, || What::Started {
+            op,
+            device: device as u32,
+            since,
+            input: input.unwrap_or(0),
+            memory: memory(),
         });
     }
 

@@ -33,7 +33,7 @@ use super::collectives_nccl::AGREEING_BYTES;
 use super::context::Context;
 use super::signature::Collective;
 use crate::error::{Error, Result};
-use crate::exec::{Flow, Group, Pattern, Round};
+use crate::exec::{CollectiveGroup, Pattern, Round, RoundFlow};
 use mpmd_layout::aval::{DType, Element};
 
 /// The declared size, in bytes per device, above which a collective takes two rounds if that saves
@@ -51,8 +51,8 @@ impl Collective {
     /// Returns the flow of each round of the collective. `processes` are the owners of the group's
     /// devices, by rank; `joined` says if the group [uses NCCL](Self::is_joined). A group of one
     /// device has no rounds. A pure function: all devices of the group get the same result.
-    pub(crate) fn rounds(&self, processes: &[ProcessId], joined: bool) -> Vec<Flow> {
-        let agree = joined.then_some(Flow {
+    pub(crate) fn rounds(&self, processes: &[ProcessId], joined: bool) -> Vec<RoundFlow> {
+        let agree = joined.then_some(RoundFlow {
             pattern: Pattern::Everyone,
             shared: true,
         });
@@ -62,10 +62,10 @@ impl Collective {
             .collect()
     }
 
-    fn rounds_of_the_host(&self, processes: &[ProcessId]) -> Vec<Flow> {
+    fn rounds_of_the_host(&self, processes: &[ProcessId]) -> Vec<RoundFlow> {
         let large = self.aval.bytes() > TWO_ROUNDS_FROM_BYTES;
         let n = processes.len();
-        let flow = |pattern, shared| Flow { pattern, shared };
+        let flow = |pattern, shared| RoundFlow { pattern, shared };
 
         match &self.kind {
             _ if n == 1 => Vec::new(),
@@ -104,7 +104,7 @@ impl Collective {
 pub(super) struct CollectiveCall<'a> {
     pub(super) index: usize,
     pub(super) declared: &'a Collective,
-    pub(super) group: &'a Group,
+    pub(super) group: &'a CollectiveGroup,
     /// The number of elements that this device calls it with.
     pub(super) elements: usize,
 }

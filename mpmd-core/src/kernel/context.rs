@@ -9,7 +9,7 @@ use super::collectives_nccl::UsedCommunicators;
 use super::signature::Collective;
 use super::view::ViewMut;
 use crate::error::{Error, Result};
-use crate::exec::{Exchange, Group, OpGuard, Round};
+use crate::exec::{CollectiveGroup, KernelExchange, OpGuard, Round};
 use crate::kernel::cuda::Cuda;
 use mpmd_layout::topology::{DeviceId, Mesh};
 
@@ -21,7 +21,7 @@ pub(crate) struct MeshPosition {
     /// Coordinates along the mesh's axes.
     pub(crate) position: Vec<usize>,
     /// The group of devices of each declared collective.
-    pub(crate) groups: Vec<Group>,
+    pub(crate) groups: Vec<CollectiveGroup>,
 }
 
 /// The mesh and the declared collectives of a kernel. Shared by the devices of one call shape.
@@ -35,7 +35,7 @@ pub(crate) struct DeviceBindings {
 pub struct Context<'a> {
     pub(super) seats: &'a DeviceBindings,
     pub(super) place: &'a MeshPosition,
-    pub(super) exchange: Exchange,
+    pub(super) exchange: KernelExchange,
     pub(super) op: u64,
     /// The number of declared collectives that have ended, also by failure.
     pub(super) called: usize,
@@ -58,7 +58,7 @@ impl<'a> Context<'a> {
     pub(crate) fn new(
         seats: &'a DeviceBindings,
         place: &'a MeshPosition,
-        exchange: Exchange,
+        exchange: KernelExchange,
         op: u64,
     ) -> Self {
         Self {

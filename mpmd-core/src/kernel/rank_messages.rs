@@ -7,7 +7,7 @@ use mpmd_device::collective::CollectiveKind;
 use super::collectives::share;
 use super::collectives_nccl::AGREEING_BYTES;
 use super::signature::Collective;
-use crate::exec::Flow;
+use crate::exec::RoundFlow;
 
 /// A message between two devices of a group. The devices are ranks in the group.
 pub(crate) struct RankMessage {
@@ -22,7 +22,7 @@ impl Collective {
     /// devices of one process are counted once, at the first of them.
     pub(crate) fn sent(
         &self,
-        flow: &Flow,
+        flow: &RoundFlow,
         rounds: usize,
         processes: &[ProcessId],
     ) -> Vec<RankMessage> {
@@ -42,12 +42,12 @@ impl Collective {
 
 /// Returns the messages of the round in which a group that uses NCCL agrees on a call. `processes`
 /// are the owners of the group's devices, by rank.
-pub(crate) fn agreeing(flow: &Flow, processes: &[ProcessId]) -> Vec<RankMessage> {
+pub(crate) fn agreeing(flow: &RoundFlow, processes: &[ProcessId]) -> Vec<RankMessage> {
     messages(flow, processes, |_, _| AGREEING_BYTES)
 }
 
 fn messages(
-    flow: &Flow,
+    flow: &RoundFlow,
     processes: &[ProcessId],
     bytes: impl Fn(usize, usize) -> usize,
 ) -> Vec<RankMessage> {

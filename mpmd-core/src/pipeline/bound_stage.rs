@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use super::bundle::{Bundle, put_each};
 use super::context::{Extras, Mode};
-use super::erased::{ErasedStage, ProbeOf};
+use super::erased::{ErasedProbe, ErasedStage};
+use super::erased_tree::{ErasedTree, put_each};
 use super::kernel_set::KernelSet;
-use super::param_sharding::ParamSharding;
-use super::prepare::{Freshness, Prepared};
+use super::param_sharding::{NamedShape, ParamSharding};
+use super::prepare::{Freshness, PreparedParams};
 use super::stage::{Passes, Stage, StageSignature};
 use crate::api::program::Program;
 use crate::error::{Error, Result};
@@ -31,9 +31,9 @@ const BACKWARD_OUTPUTS: [&str; 3] = ["input gradient", "weight residual", "gradi
 
 /// The results of a forward pass.
 pub(super) struct Forwarded {
-    pub(super) y: Bundle,
+    pub(super) y: ErasedTree,
     /// The declared residuals; `None` if the stage keeps its inputs and side inputs instead.
-    pub(super) residual: Option<Bundle>,
+    pub(super) residual: Option<ErasedTree>,
     /// Index of the kernel set for these shapes.
     pub(super) kernels: usize,
 }
@@ -41,15 +41,15 @@ pub(super) struct Forwarded {
 /// The results of a pass that computes the input gradient.
 pub(super) struct BackwardOutput {
     /// The gradient of the input; `None` if nothing that the stage reads is trained.
-    pub(super) dx: Option<Bundle>,
-    pub(super) weight_residual: Bundle,
+    pub(super) dx: Option<ErasedTree>,
+    pub(super) weight_residual: ErasedTree,
     /// The gradients of the parameters, if the pass is fused.
-    pub(super) gradient: Option<Bundle>,
+    pub(super) gradient: Option<ErasedTree>,
 }
 
-/// Data that the passes of a microbatch at a stage share.
+/// The values that the passes of a microbatch at a stage share.
 #[derive(Clone, Debug, Default)]
-pub(super) struct PassOf {
+pub(super) struct PassData {
     /// Index of the kernel set compiled for the microbatch's shapes. The forward pass returns it.
     pub(super) kernels: usize,
     /// The random key, if the stage draws.
@@ -57,12 +57,20 @@ pub(super) struct PassOf {
 }
 
 /// Gradients of a stage's parameters so far; `None` before the first microbatch.
-pub(super) type SoFar = Option<Bundle>;
+pub(super) type SoFar = Option<ErasedTree>;
 
-/// Shape and sharding of a parameter.
+/// Shape and sharding of a parameter, or of its gradient.
+#[derive(Clone)]
 pub(super) struct ParamPlace {
     pub(super) aval: ShapedArray,
     pub(super) sharding: Sharding,
+}
+
+/// The values of a parameter that another stage stores.
+pub(super) struct TiedParam {
+    /// Index of the parameter among the leaves of the using stage's parameters.
+    pub(super) place: usize,
+    pub(super) array: MpmdArray,
 }
 
 /// A stage on a mesh, with its type erased.
@@ -85,7 +93,7 @@ pub(super) struct BoundStage {
     pub(super) needs_dx: bool,
     /// The object that every pass of the stage has.
     state: Option<MpmdArray>,
-    pub(super) prepared: Prepared,
+    pub(super) prepared: PreparedParams,
     /// One kernel set for each shape of microbatches, built when the first microbatch of that shape
     /// comes. Shapes of residuals are known only then.
     pub(super) kernels: Vec<KernelSet>,
@@ -100,10 +108,10 @@ fn no_kernel() -> Error {
 
 impl BoundStage {
     pub(super) fn new<S: Stage>(stage: S, mesh: &Mesh, params: S::Params) -> Result<Self> {
-        Self::of(Arc::new(stage), mesh, Bundle::of(params))
+        Self::of(Arc::new(stage), mesh, ErasedTree::of(params))
     }
 
-    fn of(stage: Arc<dyn ErasedStage>, mesh: &Mesh, params: Bundle) -> Result<Self> {
+    fn of(stage: Arc<dyn ErasedStage>, mesh: &Mesh, params: ErasedTree) -> Result<Self> {
         let mut places = Vec::new();
         for (path, param) in params.leaves_with_paths() {
             let here = param.sharding().filter(|sharding| is_on(sharding, mesh));
@@ -115,6 +123,7 @@ impl BoundStage {
                 sharding: sharding.clone(),
             });
         }
+
         let structure = params.structure;
         let mut stage = Self {
             mesh: mesh.clone(),
@@ -133,7 +142,7 @@ impl BoundStage {
             gathered: None,
             needs_dx: false,
             state: None,
-            prepared: Prepared::new(None),
+            prepared: PreparedParams::new(None),
             kernels: Vec::new(),
             computes_in: None,
         };
@@ -152,10 +161,7 @@ impl BoundStage {
                 .map_or(Ok(()), |dtype| stage.compute_in(dtype))?;
         }
         let stage = stage.unwrap_or_else(|| self.stage.clone());
-        let place = |place: &ParamPlace| ParamPlace {
-            aval: place.aval.clone(),
-            sharding: place.sharding.clone(),
-        };
+
         let mut again = Self {
             mesh: self.mesh.clone(),
             input: self.mesh.sharding(stage.input_spec()),
@@ -163,17 +169,19 @@ impl BoundStage {
             frozen: paths.iter().map(|path| stage.is_frozen(path)).collect(),
             stage,
             structure: self.structure.clone(),
-            places: self.places.iter().map(place).collect(),
+            places: self.places.clone(),
             params: self.params.clone(),
             storage: self.storage.clone(),
             gathered: None,
             needs_dx: false,
             state: self.state.clone(),
-            prepared: Prepared::new(None),
+            prepared: PreparedParams::new(None),
             kernels: Vec::new(),
             computes_in: self.computes_in,
         };
         again.forget_shapes()?;
+
+        // The same stage goes on with the working form of its parameters.
         if is_same {
             again.prepared = self.prepared.shared();
         }
@@ -184,37 +192,37 @@ impl BoundStage {
     fn forget_shapes(&mut self) -> Result<()> {
         self.gathered = None;
         self.kernels.clear();
-        let compute = self.compute().into_iter();
-        let largest = self
-            .places
-            .iter()
-            .zip(compute)
-            .map(|(ParamPlace { aval, .. }, compute)| {
-                let wrong = |why| Error::kernel(format!("parameter {aval}: {why}"));
-                let layout = compute.layout(aval.shape()).map_err(wrong)?;
-                let here = layout
-                    .iter()
-                    .filter(|(device, _)| self.mesh.devices().contains(device));
-                let largest = here
-                    .map(|(_, region)| region)
-                    .max_by_key(|region| region.elements());
-                let shape =
-                    largest.map_or_else(|| aval.shape().to_vec(), |region| region.shape().to_vec());
-                Ok(ShapedArray::new(&shape, aval.dtype()))
-            });
-        let largest = largest.collect::<Result<Vec<_>>>()?;
-        let largest = Bundle {
+
+        let mut leaves = Vec::with_capacity(self.places.len());
+        for (ParamPlace { aval, .. }, compute) in self.places.iter().zip(self.compute()) {
+            leaves.push(self.largest_region(aval, &compute)?);
+        }
+        let largest = ErasedTree {
             structure: self.structure.clone(),
-            leaves: largest,
+            leaves,
         };
-        self.prepared = Prepared::new(self.stage.prepared_bytes(largest)?);
+        self.prepared = PreparedParams::new(self.stage.prepared_bytes(largest)?);
         Ok(())
+    }
+
+    /// Returns the shape of the largest region of a parameter on one device of the stage's mesh.
+    fn largest_region(&self, aval: &ShapedArray, sharding: &Sharding) -> Result<ShapedArray> {
+        let wrong = |why| Error::kernel(format!("parameter {aval}: {why}"));
+        let layout = sharding.layout(aval.shape()).map_err(wrong)?;
+        let here = layout
+            .iter()
+            .filter(|(device, _)| self.mesh.devices().contains(device));
+        let largest = here
+            .map(|(_, region)| region)
+            .max_by_key(|region| region.elements());
+        let shape = largest.map_or_else(|| aval.shape().to_vec(), |region| region.shape().to_vec());
+        Ok(ShapedArray::new(&shape, aval.dtype()))
     }
 
     /// Returns the index of the kernel set for microbatches of these shapes, and builds it if it is
     /// new.
-    fn kernels(&mut self, program: &Program, x: &Bundle, side: &Bundle) -> Result<usize> {
-        let of = |known: &Bundle<ShapedArray>, given: &Bundle| {
+    fn kernels(&mut self, program: &Program, x: &ErasedTree, side: &ErasedTree) -> Result<usize> {
+        let of = |known: &ErasedTree<ShapedArray>, given: &ErasedTree| {
             known.structure == given.structure
                 && given.leaves.iter().map(MpmdArray::aval).eq(&known.leaves)
         };
@@ -222,6 +230,7 @@ impl BoundStage {
         if let Some(known) = self.kernels.iter().position(known) {
             return Ok(known);
         }
+
         let aval = |leaf: &MpmdArray| leaf.aval().clone();
         let kernels = self.bind(
             program,
@@ -232,9 +241,9 @@ impl BoundStage {
         Ok(self.kernels.len() - 1)
     }
 
-    pub(super) fn param_shapes(&self) -> Bundle<ShapedArray> {
+    pub(super) fn param_shapes(&self) -> ErasedTree<ShapedArray> {
         let leaves = self.places.iter().map(|place| place.aval.clone()).collect();
-        Bundle {
+        ErasedTree {
             structure: self.structure.clone(),
             leaves,
         }
@@ -244,27 +253,31 @@ impl BoundStage {
     /// its text.
     pub(super) fn infer(
         &self,
-        params: &Bundle<ShapedArray>,
-        x: &Bundle<ShapedArray>,
-        side: &Bundle<ShapedArray>,
-    ) -> Result<StageSignature<Bundle<ShapedArray>>> {
+        params: &ErasedTree<ShapedArray>,
+        x: &ErasedTree<ShapedArray>,
+        side: &ErasedTree<ShapedArray>,
+    ) -> Result<StageSignature<ErasedTree<ShapedArray>>> {
         let signature = self.stage.infer(params, x, side)?;
         let Some(residual) = &signature.residual else {
             return match signature.keeps.first() {
                 None => Ok(signature),
-                Some((kept, _)) => Err(Error::kernel(format!(
-                    "its `infer` keeps residual {kept:?}, and declares no residuals: call \
-                     `.residual(…)`"
+                Some(kept) => Err(Error::kernel(format!(
+                    "its `infer` keeps residual {:?}, and declares no residuals: call \
+                     `.residual(…)`",
+                    kept.residual
                 ))),
             };
         };
-        let kept = |path: &str| {
+
+        let is_object = |path: &str| {
             let leaves = residual.leaves_with_paths();
             leaves
                 .iter()
                 .any(|(leaf, placed)| leaf == path && placed.aval.is_object())
         };
-        if let Some((path, _)) = signature.keeps.iter().find(|(path, _)| kept(path)) {
+        let mut keeps = signature.keeps.iter();
+        if let Some(kept) = keeps.find(|kept| is_object(&kept.residual)) {
+            let path = &kept.residual;
             return Err(Error::kernel(format!(
                 "its `infer` keeps the object {path:?}: take it from the residual, and put it into \
                  the weight residual"
@@ -289,18 +302,23 @@ impl BoundStage {
     }
 
     /// Returns the shape and sharding of each parameter's gradient as the backward passes write it.
-    pub(super) fn gradients(&self) -> Vec<(ShapedArray, Sharding)> {
+    pub(super) fn gradients(&self) -> Vec<ParamPlace> {
         let shardings = match &self.storage {
             Some(storage) => storage.gradients().to_vec(),
             None => self.stored(),
         };
+
         let all = self.places.iter().zip(shardings).zip(&self.frozen);
-        all.map(
-            |((ParamPlace { aval, .. }, sharding), frozen)| match frozen {
-                true => (ShapedArray::new(&[0], aval.dtype()), self.mesh.replicated()),
-                false => (aval.clone(), sharding),
+        all.map(|((param, sharding), frozen)| match frozen {
+            true => ParamPlace {
+                aval: ShapedArray::new(&[0], param.aval.dtype()),
+                sharding: self.mesh.replicated(),
             },
-        )
+            false => ParamPlace {
+                aval: param.aval.clone(),
+                sharding,
+            },
+        })
         .collect()
     }
 
@@ -360,6 +378,7 @@ fn not_here(value: &str, array: &MpmdArray, mesh: &Mesh) -> Error {
     let found = array
         .sharding()
         .map_or_else(|| "host values".to_owned(), ToString::to_string);
+
     let put = if array.aval().is_object() {
         "make it there"
     } else {
@@ -386,6 +405,7 @@ fn in_words(mut error: Error, inputs: &[&str], outputs: &[&str]) -> Error {
     let Some(path) = issue.why.path_mut() else {
         return error;
     };
+
     let (names, place) = path
         .strip_prefix("output ")
         .map_or((inputs, path.as_str()), |place| (outputs, place));
@@ -405,12 +425,12 @@ impl BoundStage {
         &self.mesh
     }
 
-    /// The sharding of the inputs on this stage's mesh.
+    /// Returns the sharding of the inputs on this stage's mesh.
     pub(super) fn input(&self) -> &Sharding {
         &self.input
     }
 
-    /// The sharding of the outputs and of their gradients.
+    /// Returns the sharding of the outputs and of their gradients.
     pub(super) fn output(&self) -> &Sharding {
         &self.output
     }
@@ -441,7 +461,8 @@ impl BoundStage {
     pub(super) fn set_params(&mut self, params: Vec<MpmdArray>) -> Result<()> {
         let own = self.own();
         if own.len() != params.len() {
-            let (own, found) = (own.len(), params.len());
+            let own = own.len();
+            let found = params.len();
             let problem = format!(
                 "{found} arrays for the {own} parameters that it stores: give one for each, in \
                  leaf order"
@@ -460,6 +481,8 @@ impl BoundStage {
                 &self.mesh,
             ));
         }
+
+        // Kernels are compiled for shapes and shardings, not for values.
         let mut differ = false;
         for (place, param) in own.into_iter().zip(params) {
             let known = &mut self.places[place];
@@ -475,6 +498,7 @@ impl BoundStage {
             }
             self.params[place] = Some(param);
         }
+
         self.gathered = None;
         self.prepared.set_stale(true);
         if differ { self.forget_shapes() } else { Ok(()) }
@@ -528,13 +552,13 @@ impl BoundStage {
     /// Makes or updates the working form of the parameters, which must be gathered.
     pub(super) fn prepare(&mut self, program: &mut Program) -> Result<()> {
         let leaves = self.for_kernels().cloned().collect();
-        let params = Bundle {
+        let params = ErasedTree {
             structure: self.structure.clone(),
             leaves,
         };
         let updated = self
             .prepared
-            .update(program, (&self.stage, &self.mesh), params);
+            .update(program, &self.stage, &self.mesh, params);
         updated.map_err(|error| in_words(error, &["parameter", "prepared"], &["prepared"]))
     }
 
@@ -543,15 +567,16 @@ impl BoundStage {
         &self,
         program: &mut Program,
         index: usize,
-        x: &Bundle<ShapedArray>,
-        side: &Bundle<ShapedArray>,
+        x: &ErasedTree<ShapedArray>,
+        side: &ErasedTree<ShapedArray>,
     ) -> Result<()> {
         let gradients: Vec<Sharding> = self
             .gradients()
             .into_iter()
-            .map(|(_, sharding)| sharding)
+            .map(|gradient| gradient.sharding)
             .collect();
-        let at = ProbeOf {
+
+        let at = ErasedProbe {
             mesh: &self.mesh,
             params: self.param_shapes(),
             shardings: &self.compute(),
@@ -605,12 +630,14 @@ impl BoundStage {
     /// Sets the shardings in which kernels compute with the parameters. The arrays stay stored as
     /// they are.
     pub(super) fn store(&mut self, storage: ParamSharding) -> Result<()> {
-        let avals: Vec<(String, &ShapedArray)> = self
+        let avals = self.places.iter().map(|place| &place.aval);
+        let params: Vec<NamedShape<'_>> = self
             .paths()
             .into_iter()
-            .zip(self.places.iter().map(|place| &place.aval))
+            .zip(avals)
+            .map(|(path, aval)| NamedShape { path, aval })
             .collect();
-        storage.check(&avals, &self.mesh)?;
+        storage.check(&params, &self.mesh)?;
         self.storage = Some(storage);
         self.forget_shapes()
     }
@@ -622,15 +649,13 @@ impl BoundStage {
     }
 
     /// Transfers the parameters to the shardings that kernels compute with. The copies stay until
-    /// `release`. `tied` are (leaf index, array) of the parameters that other stages store.
-    pub(super) fn gather(
-        &mut self,
-        program: &mut Program,
-        tied: Vec<(usize, MpmdArray)>,
-    ) -> Result<()> {
+    /// `release`. `tied` are the parameters that other stages store.
+    pub(super) fn gather(&mut self, program: &mut Program, tied: Vec<TiedParam>) -> Result<()> {
         let mut params = self.params.clone();
-        tied.into_iter()
-            .for_each(|(place, param)| params[place] = Some(param));
+        for TiedParam { place, array } in tied {
+            params[place] = Some(array);
+        }
+
         let params: Vec<MpmdArray> = params.into_iter().flatten().collect();
         let compute = self.compute();
         self.gathered = Some(put_each(program, params, |place| &compute[place])?);
@@ -645,8 +670,10 @@ impl BoundStage {
     pub(super) fn forward(
         &mut self,
         program: &mut Program,
-        (x, side): (&Bundle, &Bundle),
-        (mut mode, key): (Mode, Option<MpmdArray>),
+        x: &ErasedTree,
+        side: &ErasedTree,
+        mut mode: Mode,
+        key: Option<MpmdArray>,
     ) -> Result<Forwarded> {
         let index = self.kernels(program, x, side)?;
         let keeps_inputs = self.kernels[index].keeps_inputs;
@@ -655,6 +682,7 @@ impl BoundStage {
             mode = Mode::Training;
         }
         let kernel = self.forward_kernel(program, index, mode)?;
+
         let extras = self.extras(key);
         let branches = [
             &self.structure,
@@ -664,8 +692,9 @@ impl BoundStage {
         ];
         let arrays = self.for_kernels().chain(&x.leaves).chain(&side.leaves);
         let leaves: Vec<&MpmdArray> = arrays.chain(extras.leaves()).collect();
-        let jit = &self.kernels[index].forward[kernel].1;
-        let y = Bundle::called(jit, program, branches, &leaves).map_err(|error| {
+
+        let jit = &self.kernels[index].forward[kernel].jit;
+        let y = ErasedTree::called(jit, program, branches, &leaves).map_err(|error| {
             in_words(
                 error,
                 &["parameter", "input", "side input", ""],
@@ -686,11 +715,12 @@ impl BoundStage {
     pub(super) fn backward(
         &mut self,
         program: &mut Program,
-        PassOf { kernels, key }: &PassOf,
-        (residual, dy): (Bundle, Bundle),
+        pass: &PassData,
+        residual: ErasedTree,
+        dy: ErasedTree,
         fused: Option<SoFar>,
     ) -> Result<BackwardOutput> {
-        let kernels = self.bound(*kernels)?;
+        let kernels = self.bound(pass.kernels)?;
         let jit = match &fused {
             None => kernels.split.as_ref().map(|split| &split.input),
             Some(so_far) => kernels
@@ -698,23 +728,24 @@ impl BoundStage {
                 .as_ref()
                 .map(|fused| &fused[usize::from(so_far.is_some())]),
         };
-        let so_far = fused.flatten().unwrap_or_else(Bundle::absent);
-        let extras = self.extras(key.clone());
-        let [residuals, dys, sums] = [&residual, &dy, &so_far].map(|bundle| &bundle.structure);
+
+        let so_far = fused.flatten().unwrap_or_else(ErasedTree::absent);
+        let extras = self.extras(pass.key.clone());
+        let [residuals, dys, sums] = [&residual, &dy, &so_far].map(|tree| &tree.structure);
         let branches = [&self.structure, residuals, dys, sums, &extras.structure()];
         let arrays = self.for_kernels().chain(&residual.leaves).chain(&dy.leaves);
         let leaves: Vec<&MpmdArray> = arrays
             .chain(&so_far.leaves)
             .chain(extras.leaves())
             .collect();
-        let y = Bundle::called(jit.ok_or_else(no_kernel)?, program, branches, &leaves)
+
+        let y = ErasedTree::called(jit.ok_or_else(no_kernel)?, program, branches, &leaves)
             .map_err(|error| in_words(error, &BACKWARD_INPUTS, &BACKWARD_OUTPUTS))?;
         let [dx, weight_residual, gradient] = y.into_branches().ok_or_else(no_kernel)?;
-        let (dx, gradient) = (dx.present(), gradient.present());
         Ok(BackwardOutput {
-            dx,
+            dx: dx.present(),
             weight_residual,
-            gradient,
+            gradient: gradient.present(),
         })
     }
 
@@ -722,14 +753,16 @@ impl BoundStage {
     pub(super) fn backward_weight(
         &mut self,
         program: &mut Program,
-        PassOf { kernels, key }: &PassOf,
-        weight_residual: Bundle,
+        pass: &PassData,
+        weight_residual: ErasedTree,
         so_far: SoFar,
-    ) -> Result<Bundle> {
-        let split = self.bound(*kernels)?.split.as_ref().ok_or_else(no_kernel)?;
+    ) -> Result<ErasedTree> {
+        let kernels = self.bound(pass.kernels)?;
+        let split = kernels.split.as_ref().ok_or_else(no_kernel)?;
         let jit = &split.weight[usize::from(so_far.is_some())];
-        let so_far = so_far.unwrap_or_else(Bundle::absent);
-        let extras = self.extras(key.clone());
+
+        let so_far = so_far.unwrap_or_else(ErasedTree::absent);
+        let extras = self.extras(pass.key.clone());
         let branches = [
             &weight_residual.structure,
             &so_far.structure,
@@ -737,8 +770,9 @@ impl BoundStage {
         ];
         let arrays = weight_residual.leaves.iter().chain(&so_far.leaves);
         let leaves: Vec<&MpmdArray> = arrays.chain(extras.leaves()).collect();
+
         let inputs = ["weight residual", "gradient so far", ""];
-        Bundle::called(jit, program, branches, &leaves)
+        ErasedTree::called(jit, program, branches, &leaves)
             .map_err(|error| in_words(error, &inputs, &[]))
     }
 }

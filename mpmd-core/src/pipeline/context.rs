@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::ops::{Deref, DerefMut};
 
-use super::bundle::Bundle;
+use super::erased_tree::ErasedTree;
 use crate::error::{Error, Result};
 use crate::exec::array::object::ObjectRef;
 use crate::kernel::{Context, View, ViewMut};
@@ -19,7 +19,7 @@ pub struct StageContext<'v, 'c> {
     context: &'v mut Context<'c>,
     stage: &'v str,
     mode: Mode,
-    given: Given<'v>,
+    given: PassValues<'v>,
     extras: Extras<View<'v>>,
     /// Access to the prepared parameters, from the first use to the end of the pass.
     prepared: Option<ObjectRef<'v, WorkingForm>>,
@@ -55,13 +55,13 @@ pub(super) struct Extras<L> {
 
 /// The optional values of a pass; `None` for those that the pass does not have.
 #[derive(Default)]
-pub(super) struct Given<'v> {
-    pub(super) input: Option<Bundle<View<'v>>>,
-    pub(super) side: Option<Bundle<View<'v>>>,
-    pub(super) residual: Option<Bundle<View<'v>>>,
-    pub(super) weight_residual: Option<Bundle<View<'v>>>,
-    pub(super) residual_mut: Option<Bundle<ViewMut<'v>>>,
-    pub(super) weight_residual_mut: Option<Bundle<ViewMut<'v>>>,
+pub(super) struct PassValues<'v> {
+    pub(super) input: Option<ErasedTree<View<'v>>>,
+    pub(super) side: Option<ErasedTree<View<'v>>>,
+    pub(super) residual: Option<ErasedTree<View<'v>>>,
+    pub(super) weight_residual: Option<ErasedTree<View<'v>>>,
+    pub(super) residual_mut: Option<ErasedTree<ViewMut<'v>>>,
+    pub(super) weight_residual_mut: Option<ErasedTree<ViewMut<'v>>>,
 }
 
 impl<'v, 'c> StageContext<'v, 'c> {
@@ -69,7 +69,7 @@ impl<'v, 'c> StageContext<'v, 'c> {
         context: &'v mut Context<'c>,
         stage: &'v str,
         mode: Mode,
-        given: Given<'v>,
+        given: PassValues<'v>,
         extras: Extras<View<'v>>,
     ) -> Self {
         Self {
@@ -136,6 +136,7 @@ impl<'v, 'c> StageContext<'v, 'c> {
             let access = self.extras.prepared.as_ref().ok_or_else(none)?.object()?;
             self.prepared = Some(access);
         }
+
         let stage = self.stage;
         let found = self
             .prepared
@@ -244,7 +245,7 @@ impl<'v, 'c> StageContext<'v, 'c> {
 
     fn read<T: Tree<Leaf = View<'v>>>(
         &self,
-        found: &Option<Bundle<View<'v>>>,
+        found: &Option<ErasedTree<View<'v>>>,
         value: &str,
         help: &str,
     ) -> Result<T> {
@@ -256,7 +257,7 @@ impl<'v, 'c> StageContext<'v, 'c> {
 
     fn write<T: Tree<Leaf = ViewMut<'v>>>(
         &self,
-        found: Option<Bundle<ViewMut<'v>>>,
+        found: Option<ErasedTree<ViewMut<'v>>>,
         value: &str,
         help: &str,
     ) -> Result<T> {

@@ -1,11 +1,11 @@
-//! A stage without its types: its trees are [`Bundle`]s. So the kernels of passes, and all that
+//! A stage without its types: its trees are [`ErasedTree`]s. So the kernels of passes, and all that
 //! binds and calls them, are compiled once, and not again for each type of stage.
 
 use std::any::Any;
 
-use super::bundle::Bundle;
 use super::context::StageContext;
-use super::stage::{Passes, Probe, SideInput, SideShapes, Stage, StageSignature};
+use super::erased_tree::ErasedTree;
+use super::stage::{Passes, SideInput, SideShapes, Stage, StageProbe, StageSignature};
 use crate::api::program::Program;
 use crate::error::{Error, Result};
 use crate::kernel::{Context, Shapes, View, ViewMut};
@@ -19,40 +19,41 @@ use mpmd_layout::tree::Tree;
 /// ones.
 const LISTED: usize = 4;
 
-/// [`Stage`] with bundles in place of trees. Each method is that of [`Stage`] with its name.
+/// [`Stage`] with [`ErasedTree`]s in place of typed trees. Each method is that of [`Stage`] with
+/// its name.
 pub(super) trait ErasedStage: Send + Sync {
     fn infer(
         &self,
-        params: &Bundle<ShapedArray>,
-        x: &Bundle<ShapedArray>,
-        side: &Bundle<ShapedArray>,
-    ) -> Result<StageSignature<Bundle<ShapedArray>>>;
+        params: &ErasedTree<ShapedArray>,
+        x: &ErasedTree<ShapedArray>,
+        side: &ErasedTree<ShapedArray>,
+    ) -> Result<StageSignature<ErasedTree<ShapedArray>>>;
     fn forward(
         &self,
         cx: &mut StageContext<'_, '_>,
-        params: Bundle<View<'_>>,
-        x: Bundle<View<'_>>,
-        y: Bundle<ViewMut<'_>>,
+        params: ErasedTree<View<'_>>,
+        x: ErasedTree<View<'_>>,
+        y: ErasedTree<ViewMut<'_>>,
     ) -> Result<()>;
     fn backward(
         &self,
         cx: &mut StageContext<'_, '_>,
-        params: Bundle<View<'_>>,
-        dy: Bundle<View<'_>>,
-        dx: Option<Bundle<ViewMut<'_>>>,
-        gradient: Bundle<ViewMut<'_>>,
+        params: ErasedTree<View<'_>>,
+        dy: ErasedTree<View<'_>>,
+        dx: Option<ErasedTree<ViewMut<'_>>>,
+        gradient: ErasedTree<ViewMut<'_>>,
     ) -> Result<()>;
     fn backward_input(
         &self,
         cx: &mut StageContext<'_, '_>,
-        params: Bundle<View<'_>>,
-        dy: Bundle<View<'_>>,
-        dx: Option<Bundle<ViewMut<'_>>>,
+        params: ErasedTree<View<'_>>,
+        dy: ErasedTree<View<'_>>,
+        dx: Option<ErasedTree<ViewMut<'_>>>,
     ) -> Result<()>;
     fn backward_weight(
         &self,
         cx: &mut StageContext<'_, '_>,
-        gradient: Bundle<ViewMut<'_>>,
+        gradient: ErasedTree<ViewMut<'_>>,
     ) -> Result<()>;
     fn passes(&self) -> Passes;
     fn side(&self) -> SideInput;
@@ -61,14 +62,14 @@ pub(super) trait ErasedStage: Send + Sync {
     fn draws_random(&self) -> bool;
     fn is_frozen(&self, path: &str) -> bool;
     fn freeze(&self, path: &str);
-    fn prepared_bytes(&self, params: Bundle<ShapedArray>) -> Result<Option<u64>>;
+    fn prepared_bytes(&self, params: ErasedTree<ShapedArray>) -> Result<Option<u64>>;
     fn prepare(
         &self,
         cx: &mut Context<'_>,
-        params: Bundle<View<'_>>,
+        params: ErasedTree<View<'_>>,
         prepared: &mut Option<Box<dyn Any + Send>>,
     ) -> Result<()>;
-    fn probe(&self, program: &mut Program, at: ProbeOf<'_>) -> Result<()>;
+    fn probe(&self, program: &mut Program, at: ErasedProbe<'_>) -> Result<()>;
     fn compute_in(&self, dtype: DType) -> Result<()>;
     fn name(&self) -> &str;
     fn statics(&self) -> Vec<u64>;
@@ -76,14 +77,14 @@ pub(super) trait ErasedStage: Send + Sync {
     fn cuda(&self) -> Vec<&'static Source>;
 }
 
-/// [`Probe`] with bundles in place of trees.
-pub(super) struct ProbeOf<'a> {
+/// [`StageProbe`] with [`ErasedTree`]s in place of typed trees.
+pub(super) struct ErasedProbe<'a> {
     pub(super) mesh: &'a Mesh,
-    pub(super) params: Bundle<ShapedArray>,
+    pub(super) params: ErasedTree<ShapedArray>,
     pub(super) shardings: &'a [Sharding],
     pub(super) gradients: &'a [Sharding],
-    pub(super) x: Bundle<ShapedArray>,
-    pub(super) side: Bundle<ShapedArray>,
+    pub(super) x: ErasedTree<ShapedArray>,
+    pub(super) side: ErasedTree<ShapedArray>,
     pub(super) needs_dx: bool,
     pub(super) stage: usize,
 }
@@ -91,44 +92,46 @@ pub(super) struct ProbeOf<'a> {
 impl<S: Stage> ErasedStage for S {
     fn infer(
         &self,
-        params: &Bundle<ShapedArray>,
-        x: &Bundle<ShapedArray>,
-        side: &Bundle<ShapedArray>,
-    ) -> Result<StageSignature<Bundle<ShapedArray>>> {
+        params: &ErasedTree<ShapedArray>,
+        x: &ErasedTree<ShapedArray>,
+        side: &ErasedTree<ShapedArray>,
+    ) -> Result<StageSignature<ErasedTree<ShapedArray>>> {
         let params: Shapes<S::Params> = params.clone().into_tree("parameters")?;
         let x: Shapes<S::In> = x.clone().into_tree("input")?;
         let side = SideShapes(side.clone());
+
         let signature = Stage::infer(self, &params, &x, &side).map_err(|why| {
-            let (params, x, side) = (listed(&params), listed(&x), listed(&side.0));
+            let params = listed(&params);
+            let x = listed(&x);
+            let side = listed(&side.0);
             let given = format!("parameters ({params}), input ({x}), side input ({side})");
             Error::kernel(format!("its `infer` refuses {given}: {why}"))
         })?;
-        Ok(signature.map_out(Bundle::of))
+        Ok(signature.map_out(ErasedTree::of))
     }
 
     fn forward(
         &self,
         cx: &mut StageContext<'_, '_>,
-        params: Bundle<View<'_>>,
-        x: Bundle<View<'_>>,
-        y: Bundle<ViewMut<'_>>,
+        params: ErasedTree<View<'_>>,
+        x: ErasedTree<View<'_>>,
+        y: ErasedTree<ViewMut<'_>>,
     ) -> Result<()> {
-        let (params, x) = (params.into_tree("parameters")?, x.into_tree("input")?);
+        let params = params.into_tree("parameters")?;
+        let x = x.into_tree("input")?;
         Stage::forward(self, cx, params, x, y.into_tree("output")?)
     }
 
     fn backward(
         &self,
         cx: &mut StageContext<'_, '_>,
-        params: Bundle<View<'_>>,
-        dy: Bundle<View<'_>>,
-        dx: Option<Bundle<ViewMut<'_>>>,
-        gradient: Bundle<ViewMut<'_>>,
+        params: ErasedTree<View<'_>>,
+        dy: ErasedTree<View<'_>>,
+        dx: Option<ErasedTree<ViewMut<'_>>>,
+        gradient: ErasedTree<ViewMut<'_>>,
     ) -> Result<()> {
-        let (params, dy) = (
-            params.into_tree("parameters")?,
-            dy.into_tree("output gradient")?,
-        );
+        let params = params.into_tree("parameters")?;
+        let dy = dy.into_tree("output gradient")?;
         let dx = dx.map(|dx| dx.into_tree("input gradient")).transpose()?;
         Stage::backward(self, cx, params, dy, dx, gradient.into_tree("gradient")?)
     }
@@ -136,14 +139,12 @@ impl<S: Stage> ErasedStage for S {
     fn backward_input(
         &self,
         cx: &mut StageContext<'_, '_>,
-        params: Bundle<View<'_>>,
-        dy: Bundle<View<'_>>,
-        dx: Option<Bundle<ViewMut<'_>>>,
+        params: ErasedTree<View<'_>>,
+        dy: ErasedTree<View<'_>>,
+        dx: Option<ErasedTree<ViewMut<'_>>>,
     ) -> Result<()> {
-        let (params, dy) = (
-            params.into_tree("parameters")?,
-            dy.into_tree("output gradient")?,
-        );
+        let params = params.into_tree("parameters")?;
+        let dy = dy.into_tree("output gradient")?;
         let dx = dx.map(|dx| dx.into_tree("input gradient")).transpose()?;
         Stage::backward_input(self, cx, params, dy, dx)
     }
@@ -151,7 +152,7 @@ impl<S: Stage> ErasedStage for S {
     fn backward_weight(
         &self,
         cx: &mut StageContext<'_, '_>,
-        gradient: Bundle<ViewMut<'_>>,
+        gradient: ErasedTree<ViewMut<'_>>,
     ) -> Result<()> {
         Stage::backward_weight(self, cx, gradient.into_tree("gradient")?)
     }
@@ -184,7 +185,7 @@ impl<S: Stage> ErasedStage for S {
         Stage::freeze(self, path);
     }
 
-    fn prepared_bytes(&self, params: Bundle<ShapedArray>) -> Result<Option<u64>> {
+    fn prepared_bytes(&self, params: ErasedTree<ShapedArray>) -> Result<Option<u64>> {
         Ok(Stage::prepared_bytes(
             self,
             &params.into_tree("parameters")?,
@@ -194,14 +195,14 @@ impl<S: Stage> ErasedStage for S {
     fn prepare(
         &self,
         cx: &mut Context<'_>,
-        params: Bundle<View<'_>>,
+        params: ErasedTree<View<'_>>,
         prepared: &mut Option<Box<dyn Any + Send>>,
     ) -> Result<()> {
         Stage::prepare(self, cx, params.into_tree("parameters")?, prepared)
     }
 
-    fn probe(&self, program: &mut Program, at: ProbeOf<'_>) -> Result<()> {
-        let probe = Probe::<Self> {
+    fn probe(&self, program: &mut Program, at: ErasedProbe<'_>) -> Result<()> {
+        let probe = StageProbe::<Self> {
             mesh: at.mesh,
             params: &at.params.into_tree("parameters")?,
             shardings: at.shardings,

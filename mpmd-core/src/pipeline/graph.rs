@@ -2,15 +2,16 @@
 
 use std::sync::Arc;
 
-use super::bound_stage::BoundStage;
+use super::bound_stage::{BoundStage, TiedParam};
 use super::erased::ErasedStage;
 use super::kernels::AddArrays;
-use super::links::Feed;
+use super::links::StageFeed;
 use super::prepare::Freshness;
 use crate::api::jit::Jit;
 use crate::api::program::Program;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
+use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::{Structure, TreeError};
 use mpmd_record::trace::{Label, Role};
 use mpmd_schedule::Schedule;
@@ -19,10 +20,10 @@ use mpmd_schedule::Schedule;
 pub(super) struct StageGraph {
     pub(super) stages: Vec<BoundStage>,
     /// The parts of the input of each stage, indexed by stage.
-    pub(super) feeds: Vec<Feed>,
-    /// For each stage, the readers of its outputs: (index of a later stage, index of a part of that
-    /// stage's input), ascending.
-    pub(super) readers: Vec<Vec<(usize, usize)>>,
+    pub(super) feeds: Vec<StageFeed>,
+    /// The parts of later stages' inputs that each stage's outputs go to, indexed by the stage;
+    /// ascending.
+    pub(super) readers: Vec<Vec<InputPart>>,
     pub(super) ties: Vec<Tie>,
     /// For each stage, true if it computes its forward pass again for the backward one.
     pub(super) recomputes: Vec<bool>,
@@ -35,27 +36,40 @@ pub(super) struct StageGraph {
     /// The first stage that is never trained; `None` if all may be. With one, the pipeline runs
     /// forward passes alone.
     pub(super) untrained_from: Option<usize>,
-    /// The identity of this pipeline, which its `Output`s share.
+    /// The identity of this pipeline, which its `StageOutput`s share.
     pub(super) identity: Arc<()>,
     /// For each stage, the kernel that adds up gradients of its outputs; built at first use.
     adders: Vec<Option<Jit<AddArrays>>>,
 }
 
+/// A part of a stage's input. The order is that of the stages.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub(super) struct InputPart {
+    pub(super) stage: usize,
+    /// Index of the part among those of the input.
+    pub(super) part: usize,
+}
+
+/// A parameter of a stage. The order is that of the stages.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub(super) struct StageParam {
+    pub(super) stage: usize,
+    /// Index of the parameter among the leaves of the stage's parameters.
+    pub(super) place: usize,
+}
+
 /// A parameter that one stage stores and another uses.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(super) struct Tie {
-    /// (index of the storing stage, index of its parameter)
-    pub(super) owner: (usize, usize),
-    /// (index of the using stage, index of its parameter)
-    pub(super) user: (usize, usize),
+    /// The parameter of the stage that stores it.
+    pub(super) owner: StageParam,
+    /// The parameter of the stage that uses the owner's values in its place.
+    pub(super) user: StageParam,
 }
 
-/// Sets the label of the operations that the program issues from now on.
-pub(super) fn label(
-    program: &mut Program,
-    (stage, microbatch): (usize, Option<usize>),
-    role: Role,
-) {
+/// Sets the label of the operations that the program issues from now on. `microbatch` is `None` for
+/// operations of no single microbatch.
+pub(super) fn label(program: &mut Program, stage: usize, microbatch: Option<usize>, role: Role) {
     let microbatch = microbatch.map(|microbatch| microbatch as u32);
     program.set_label(Some(Label {
         stage: stage as u32,
@@ -73,7 +87,7 @@ impl StageGraph {
     pub(super) fn new(first: BoundStage) -> Self {
         let mut graph = Self {
             stages: vec![first],
-            feeds: vec![Feed::of_pipeline()],
+            feeds: vec![StageFeed::of_pipeline()],
             readers: vec![Vec::new()],
             ties: Vec::new(),
             recomputes: vec![false],
@@ -92,21 +106,18 @@ impl StageGraph {
     pub(super) fn with_last(&self, last: Arc<dyn ErasedStage>) -> Result<Self> {
         let count = self.stages.len();
         let mut last = Some(last);
-        let stage = |(index, stage): (usize, &BoundStage)| {
+        let mut stages = Vec::with_capacity(count);
+        for (index, stage) in self.stages.iter().enumerate() {
             let other = if index + 1 == count {
                 last.take()
             } else {
                 None
             };
-            stage.again(other).map_err(|why| self.at(index, &why))
-        };
+            stages.push(stage.again(other).map_err(|why| self.at(index, &why))?);
+        }
+
         let mut graph = Self {
-            stages: self
-                .stages
-                .iter()
-                .enumerate()
-                .map(stage)
-                .collect::<Result<_>>()?,
+            stages,
             feeds: self.feeds.clone(),
             readers: self.readers.clone(),
             ties: self.ties.clone(),
@@ -117,16 +128,17 @@ impl StageGraph {
             identity: Arc::new(()),
             adders: (0..count).map(|_| None).collect(),
         };
+
         // The stages before it are shared with the trained pipeline, and stay as they are.
         graph.find_trained();
         Ok(graph)
     }
 
     /// Appends a stage that reads its input from `feed`.
-    pub(super) fn push(&mut self, stage: BoundStage, feed: Feed) {
+    pub(super) fn push(&mut self, stage: BoundStage, feed: StageFeed) {
         let index = self.stages.len();
         for (part, from) in feed.parts.iter().enumerate() {
-            self.readers[from.stage].push((index, part));
+            self.readers[from.stage].push(InputPart { stage: index, part });
         }
         self.stages.push(stage);
         self.feeds.push(feed);
@@ -220,6 +232,7 @@ impl StageGraph {
             let problem = self.no_stage(beyond);
             return Err(format!("a side input is for stage {beyond}, and {problem}"));
         }
+
         for (index, stage) in self.stages.iter().enumerate() {
             let side = sides
                 .clone()
@@ -227,6 +240,7 @@ impl StageGraph {
             let Err(why) = stage.check_side(side) else {
                 continue;
             };
+
             let named = self.named(index);
             return Err(match (side, why) {
                 (None, _) => format!("{named} needs a side input: call `.side({index}, …)`"),
@@ -248,15 +262,14 @@ impl StageGraph {
 
     /// Returns an error if the schedule has another number of stages than the pipeline.
     pub(super) fn check_stages(&self, schedule: &Schedule) -> Result<()> {
-        let (name, ranks, expected, stages) = (
-            schedule.name(),
-            schedule.ranks(),
-            schedule.stages(),
-            self.stages.len(),
-        );
+        let expected = schedule.stages();
+        let stages = self.stages.len();
         if expected == stages {
             return Ok(());
         }
+
+        let name = schedule.name();
+        let ranks = schedule.ranks();
         Err(Error::kernel(format!(
             "schedule {name} is for {expected} stages (on {ranks} ranks), and the pipeline has \
              {stages} stages: make a \
@@ -267,79 +280,103 @@ impl StageGraph {
     /// Makes the stage `user` use a parameter of the stage `owner` instead of its own. Both are
     /// (stage, path of the parameter).
     pub(super) fn tie(&mut self, owner: (usize, &str), user: (usize, &str)) -> Result<()> {
-        let place = |(stage, path): (usize, &str)| {
-            let found = self
-                .stages
-                .get(stage)
-                .ok_or_else(|| Error::kernel(self.no_stage(stage)))?;
-            let paths = found.paths();
-            paths.iter().position(|known| known == path).ok_or_else(|| {
-                let known = paths
-                    .iter()
-                    .map(|path| format!("{path:?}"))
-                    .collect::<Vec<_>>()
-                    .join(", ");
-                let known = if known.is_empty() { "none" } else { &known };
-                Error::kernel(format!(
-                    "{} has no parameter {path:?}; it has {known}",
-                    self.named(stage)
-                ))
-            })
-        };
         let tie = Tie {
-            owner: (owner.0, place(owner)?),
-            user: (user.0, place(user)?),
+            owner: self.find_param(owner.0, owner.1)?,
+            user: self.find_param(user.0, user.1)?,
         };
-        if tie.owner.0 == tie.user.0 {
-            let stage = self.named(owner.0);
-            let problem = format!(
-                "parameters {:?} and {:?} of one stage cannot be tied: both are of {stage}",
-                owner.1, user.1
-            );
-            return Err(Error::kernel(problem));
-        }
-        for ((stage, path), (_, place)) in [(owner, tie.owner), (user, tie.user)] {
-            if self.stages[stage].param(place).is_none() {
-                let problem = format!(
-                    "parameter {path:?} of {} is tied to another already",
-                    self.named(stage)
-                );
-                return Err(Error::kernel(problem));
-            }
-        }
-        if self.ties.iter().any(|known| known.owner == tie.user) {
-            let problem = format!(
-                "other stages use parameter {:?} of {}: tie these to the new owner instead",
-                user.1,
-                self.named(user.0)
-            );
-            return Err(Error::kernel(problem));
-        }
-        let [kept, other] =
-            [tie.owner, tie.user].map(|(stage, place)| &self.stages[stage].place(place).aval);
-        if kept != other {
-            return Err(Error::kernel(format!(
-                "parameter {:?} of {} is {kept}, {:?} of {} is {other}: only equal shapes and \
-                 dtypes can be tied",
-                owner.1,
-                self.named(owner.0),
-                user.1,
-                self.named(user.0)
-            )));
-        }
-        let frozen = self.stages[tie.owner.0].frozen()[tie.owner.1];
-        self.change(tie.user.0, |stage| stage.give_up(tie.user.1, frozen))?;
+        self.check_tie(tie)?;
+
+        let Tie { owner, user } = tie;
+        let frozen = self.stages[owner.stage].frozen()[owner.place];
+        self.change(user.stage, |stage| stage.give_up(user.place, frozen))?;
         self.find_trained();
         self.ties.push(tie);
         self.ties.sort_unstable();
         Ok(())
     }
 
+    /// Finds a parameter of a stage by its path. An unknown one is an error.
+    fn find_param(&self, stage: usize, path: &str) -> Result<StageParam> {
+        let found = self
+            .stages
+            .get(stage)
+            .ok_or_else(|| Error::kernel(self.no_stage(stage)))?;
+        let paths = found.paths();
+        if let Some(place) = paths.iter().position(|known| known == path) {
+            return Ok(StageParam { stage, place });
+        }
+
+        let known = paths
+            .iter()
+            .map(|path| format!("{path:?}"))
+            .collect::<Vec<_>>()
+            .join(", ");
+        let known = if known.is_empty() { "none" } else { &known };
+        Err(Error::kernel(format!(
+            "{} has no parameter {path:?}; it has {known}",
+            self.named(stage)
+        )))
+    }
+
+    /// Returns an error if the two parameters cannot be tied.
+    fn check_tie(&self, tie: Tie) -> Result<()> {
+        let Tie { owner, user } = tie;
+        let path = |param: StageParam| self.stages[param.stage].paths().swap_remove(param.place);
+        if owner.stage == user.stage {
+            let stage = self.named(owner.stage);
+            let problem = format!(
+                "parameters {:?} and {:?} of one stage cannot be tied: both are of {stage}",
+                path(owner),
+                path(user)
+            );
+            return Err(Error::kernel(problem));
+        }
+
+        // Values must not pass through two ties.
+        for param in [owner, user] {
+            if self.stages[param.stage].param(param.place).is_none() {
+                let problem = format!(
+                    "parameter {:?} of {} is tied to another already",
+                    path(param),
+                    self.named(param.stage)
+                );
+                return Err(Error::kernel(problem));
+            }
+        }
+        if self.ties.iter().any(|known| known.owner == user) {
+            let problem = format!(
+                "other stages use parameter {:?} of {}: tie these to the new owner instead",
+                path(user),
+                self.named(user.stage)
+            );
+            return Err(Error::kernel(problem));
+        }
+
+        let [kept, other] =
+            [owner, user].map(|param| &self.stages[param.stage].place(param.place).aval);
+        if kept != other {
+            return Err(Error::kernel(format!(
+                "parameter {:?} of {} is {kept}, {:?} of {} is {other}: only equal shapes and \
+                 dtypes can be tied",
+                path(owner),
+                self.named(owner.stage),
+                path(user),
+                self.named(user.stage)
+            )));
+        }
+        Ok(())
+    }
+
+    /// Returns the sharding in which a parameter is stored.
+    pub(super) fn stored_sharding(&self, param: StageParam) -> &Sharding {
+        &self.stages[param.stage].place(param.place).sharding
+    }
+
     /// Replaces the parameters that a stage stores.
     pub(super) fn set_params(&mut self, stage: usize, params: Vec<MpmdArray>) -> Result<()> {
         self.change(stage, |stage| stage.set_params(params))?;
-        for tie in self.ties.iter().filter(|tie| tie.owner.0 == stage) {
-            self.stages[tie.user.0].set_stale(true);
+        for tie in self.ties.iter().filter(|tie| tie.owner.stage == stage) {
+            self.stages[tie.user.stage].set_stale(true);
         }
         Ok(())
     }
@@ -351,7 +388,7 @@ impl StageGraph {
         if self.stages[stage].freshness() == Freshness::Fresh {
             return Ok(());
         }
-        label(program, (stage, None), Role::Prepare);
+        label(program, stage, None, Role::Prepare);
         self.stages[stage].prepare(program)
     }
 
@@ -359,13 +396,15 @@ impl StageGraph {
         if self.stages[stage].is_gathered() {
             return Ok(());
         }
-        label(program, (stage, None), Role::Gather);
-        let used = self.ties.iter().filter(|tie| tie.user.0 == stage);
+
+        label(program, stage, None, Role::Gather);
+        let used = self.ties.iter().filter(|tie| tie.user.stage == stage);
         let tied = used.filter_map(|tie| {
-            Some((
-                tie.user.1,
-                self.stages[tie.owner.0].param(tie.owner.1)?.clone(),
-            ))
+            let owner = &self.stages[tie.owner.stage];
+            Some(TiedParam {
+                place: tie.user.place,
+                array: owner.param(tie.owner.place)?.clone(),
+            })
         });
         let tied = tied.collect();
         self.stages[stage].gather(program, tied)
@@ -387,7 +426,9 @@ impl StageGraph {
         let mut arrays = arrays.into_iter();
         let none = || Error::kernel("no gradient of an output");
         let first = arrays.next().ok_or_else(none)?;
-        let (at, adder) = (&self.stages[stage], &mut self.adders[stage]);
+
+        let at = &self.stages[stage];
+        let adder = &mut self.adders[stage];
         let mut sum = first;
         for more in arrays {
             let adder = match adder {

@@ -3,9 +3,11 @@
 use std::sync::Arc;
 
 use super::bound_stage::BoundStage;
-use super::bundle::Bundle;
 use super::context::Mode;
-use super::kernels::{Backward, BackwardWeight, Forward, Inferred, PassKernel};
+use super::erased_tree::ErasedTree;
+use super::kernels::{
+    BackwardKernel, BackwardWeightKernel, ForwardKernel, InferredStage, PassKernel,
+};
 use super::stage::{Passes, PlacedShape};
 use crate::api::jit::{Jit, JitBuilder};
 use crate::api::program::Program;
@@ -18,24 +20,31 @@ use mpmd_layout::tree::{PrefixTree, Tree};
 /// The kernels of a stage for microbatches of these shapes.
 pub(super) struct KernelSet {
     /// The shapes of the stage's input and side input.
-    pub(super) x: Bundle<ShapedArray>,
-    pub(super) side: Bundle<ShapedArray>,
+    pub(super) x: ErasedTree<ShapedArray>,
+    pub(super) side: ErasedTree<ShapedArray>,
     pub(super) keeps_inputs: bool,
     /// The shardings of the outputs of the forward pass.
     outputs: PrefixTree<Sharding>,
     /// A kernel of the forward pass for each mode, built at first use.
-    pub(super) forward: Vec<(Mode, Jit<PassKernel<Forward>>)>,
+    pub(super) forward: Vec<ForwardOfMode>,
     /// The kernels of the separate gradients, if the stage splits them.
-    pub(super) split: Option<Split>,
+    pub(super) split: Option<SplitKernels>,
     /// The kernels of both gradients, if the stage fuses them: for the first microbatch, and for
     /// later ones.
-    pub(super) fused: Option<[Jit<PassKernel<Backward>>; 2]>,
+    pub(super) fused: Option<[Jit<PassKernel<BackwardKernel>>; 2]>,
 }
 
-pub(super) struct Split {
-    pub(super) input: Jit<PassKernel<Backward>>,
+/// A kernel of the forward pass, compiled for one mode.
+pub(super) struct ForwardOfMode {
+    mode: Mode,
+    pub(super) jit: Jit<PassKernel<ForwardKernel>>,
+}
+
+/// The kernels of the separate gradients.
+pub(super) struct SplitKernels {
+    pub(super) input: Jit<PassKernel<BackwardKernel>>,
     /// The kernels of the weight gradient: for the first microbatch, and for later ones.
-    pub(super) weight: [Jit<PassKernel<BackwardWeight>>; 2],
+    pub(super) weight: [Jit<PassKernel<BackwardWeightKernel>>; 2],
 }
 
 impl BoundStage {
@@ -47,20 +56,21 @@ impl BoundStage {
         kernels: usize,
         mode: Mode,
     ) -> Result<usize> {
-        let (stage, mesh, set) = (&self.stage, &self.mesh, &mut self.kernels[kernels]);
-        if let Some(known) = set.forward.iter().position(|(known, _)| *known == mode) {
+        let set = &mut self.kernels[kernels];
+        if let Some(known) = set.forward.iter().position(|known| known.mode == mode) {
             return Ok(known);
         }
-        let kernel = Forward {
-            stage: stage.clone(),
+
+        let kernel = ForwardKernel {
+            stage: self.stage.clone(),
             mode,
         };
         let jit = program
             .jit(PassKernel(kernel))
-            .on(mesh)
+            .on(&self.mesh)
             .outputs(set.outputs.clone())
             .build()?;
-        set.forward.push((mode, jit));
+        set.forward.push(ForwardOfMode { mode, jit });
         Ok(set.forward.len() - 1)
     }
 
@@ -68,23 +78,20 @@ impl BoundStage {
     pub(super) fn bind(
         &self,
         program: &Program,
-        x: Bundle<ShapedArray>,
-        side: Bundle<ShapedArray>,
+        x: ErasedTree<ShapedArray>,
+        side: ErasedTree<ShapedArray>,
     ) -> Result<KernelSet> {
         let signature = self.infer(&self.param_shapes(), &x, &side)?;
         let keeps_inputs = signature.residual.is_none();
-        let residual = signature.residual.unwrap_or_else(Bundle::empty);
-        let (shapes, places) = self.gradients().into_iter().unzip();
-        let gradient = PrefixTree::of(&Bundle {
-            structure: self.structure.clone(),
-            leaves: places,
-        });
-        let [input, output] = [&self.input, &self.output].map(PrefixTree::from);
-        let weight_residual = self.shardings(&signature.weight_residual);
-        let outputs = PrefixTree::from((output, self.shardings(&residual)));
-        let nothing = || PrefixTree::Node(Vec::new());
-        let inferred = Arc::new(Inferred {
-            gradients: Bundle {
+        let residual = signature.residual.unwrap_or_else(ErasedTree::empty);
+        let outputs = PrefixTree::from((PrefixTree::from(&self.output), self.shardings(&residual)));
+
+        let gradients = self.gradients().into_iter();
+        let (shapes, shardings) = gradients
+            .map(|gradient| (gradient.aval, gradient.sharding))
+            .unzip();
+        let inferred = Arc::new(InferredStage {
+            gradients: ErasedTree {
                 structure: self.structure.clone(),
                 leaves: shapes,
             },
@@ -94,38 +101,25 @@ impl BoundStage {
             keeps: signature.keeps,
             backward_input: signature.backward_input,
         });
-        let (stage, mesh) = (&self.stage, &self.mesh);
-        // Each pass is the last reader of the residuals of the pass before, so it takes them as
-        // donations. Inputs that are kept may have other readers.
-        let backward = |fused, outputs| {
-            let (stage, inferred) = (stage.clone(), inferred.clone());
-            let kernel = Backward {
-                stage,
-                inferred,
-                needs_dx: self.needs_dx,
-                fused,
-            };
-            donate(
-                program.jit(PassKernel(kernel)).on(mesh).outputs(outputs),
-                1,
-                &residual,
-            )
+
+        let builder = BackwardBuilder {
+            stage: self,
+            program,
+            residual: &residual,
+            inferred: &inferred,
+            gradients: PrefixTree::of(&ErasedTree {
+                structure: self.structure.clone(),
+                leaves: shardings,
+            }),
         };
-        let split = || {
-            let outputs = PrefixTree::from((input.clone(), weight_residual.clone(), nothing()));
-            backward(false, outputs)
+        let split = match self.stage.passes() {
+            Passes::Fused => None,
+            Passes::Split | Passes::Both => Some(builder.split()?),
         };
-        let fused = || {
-            let outputs = PrefixTree::from((input.clone(), nothing(), gradient.clone()));
-            backward(true, outputs)
-        };
-        let weight = || {
-            let kernel = BackwardWeight(stage.clone(), inferred.clone());
-            let jit = program
-                .jit(PassKernel(kernel))
-                .on(mesh)
-                .outputs(gradient.clone());
-            donate(jit, 0, &inferred.weight_residual)
+        let fused = if self.fuses() {
+            Some(builder.fused()?)
+        } else {
+            None
         };
         Ok(KernelSet {
             x,
@@ -133,36 +127,100 @@ impl BoundStage {
             keeps_inputs,
             outputs,
             forward: Vec::new(),
-            split: match stage.passes() {
-                Passes::Fused => None,
-                Passes::Split | Passes::Both => Some(Split {
-                    input: split().build()?,
-                    weight: [
-                        weight().build()?,
-                        weight().donate("1").partial_sums("1").build()?,
-                    ],
-                }),
-            },
-            fused: match self.fuses() {
-                false => None,
-                true => Some([
-                    fused().build()?,
-                    fused().donate("3").partial_sums("3").build()?,
-                ]),
-            },
+            split,
+            fused,
         })
     }
 
-    fn shardings(&self, placed: &Bundle<PlacedShape>) -> PrefixTree<Sharding> {
+    fn shardings(&self, placed: &ErasedTree<PlacedShape>) -> PrefixTree<Sharding> {
         PrefixTree::of(&placed.map_ref(&mut |leaf| leaf.sharding(&self.mesh)))
     }
+}
+
+/// Builds the kernels of the backward passes for microbatches of one shape.
+///
+/// Each pass is the last reader of the residuals of the pass before, so it takes them as donations.
+/// Inputs that are kept may have other readers.
+struct BackwardBuilder<'a> {
+    stage: &'a BoundStage,
+    program: &'a Program,
+    /// The declared residuals; empty if the inputs are kept.
+    residual: &'a ErasedTree<PlacedShape>,
+    inferred: &'a Arc<InferredStage>,
+    /// The shardings of the gradients of the parameters.
+    gradients: PrefixTree<Sharding>,
+}
+
+impl BackwardBuilder<'_> {
+    /// Builds the kernels of the separate gradients.
+    fn split(&self) -> Result<SplitKernels> {
+        let weight_residual = self.stage.shardings(&self.inferred.weight_residual);
+        let outputs = PrefixTree::from((self.input(), weight_residual, nothing()));
+        Ok(SplitKernels {
+            input: self.backward(false, outputs).build()?,
+            weight: [
+                self.weight().build()?,
+                self.weight().donate("1").partial_sums("1").build()?,
+            ],
+        })
+    }
+
+    /// Builds the kernels of both gradients.
+    fn fused(&self) -> Result<[Jit<PassKernel<BackwardKernel>>; 2]> {
+        let fused = || {
+            let outputs = PrefixTree::from((self.input(), nothing(), self.gradients.clone()));
+            self.backward(true, outputs)
+        };
+        Ok([
+            fused().build()?,
+            fused().donate("3").partial_sums("3").build()?,
+        ])
+    }
+
+    /// Returns the sharding of the gradients of the input.
+    fn input(&self) -> PrefixTree<Sharding> {
+        PrefixTree::from(&self.stage.input)
+    }
+
+    fn backward(
+        &self,
+        fused: bool,
+        outputs: PrefixTree<Sharding>,
+    ) -> JitBuilder<PassKernel<BackwardKernel>> {
+        let kernel = BackwardKernel {
+            stage: self.stage.stage.clone(),
+            inferred: self.inferred.clone(),
+            needs_dx: self.stage.needs_dx,
+            fused,
+        };
+        let jit = self.program.jit(PassKernel(kernel)).on(&self.stage.mesh);
+        donate(jit.outputs(outputs), 1, self.residual)
+    }
+
+    fn weight(&self) -> JitBuilder<PassKernel<BackwardWeightKernel>> {
+        let kernel = BackwardWeightKernel {
+            stage: self.stage.stage.clone(),
+            inferred: self.inferred.clone(),
+        };
+        let jit = self.program.jit(PassKernel(kernel)).on(&self.stage.mesh);
+        donate(
+            jit.outputs(self.gradients.clone()),
+            0,
+            &self.inferred.weight_residual,
+        )
+    }
+}
+
+/// Returns the shardings of an output without leaves.
+fn nothing() -> PrefixTree<Sharding> {
+    PrefixTree::Node(Vec::new())
 }
 
 /// Donates residuals, which are the input `input` of the kernel, if there are any.
 fn donate<K: Kernel>(
     jit: JitBuilder<K>,
     input: usize,
-    residual: &Bundle<PlacedShape>,
+    residual: &ErasedTree<PlacedShape>,
 ) -> JitBuilder<K> {
     if residual.leaves.is_empty() {
         jit

@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use half::{bf16, f16};
 
-use super::bundle::Bundle;
-use super::context::{Extras, Given, Mode, StageContext};
+use super::context::{Extras, Mode, PassValues, StageContext};
 use super::erased::ErasedStage;
-use super::stage::PlacedShape;
+use super::erased_tree::ErasedTree;
+use super::stage::{KeptResidual, PlacedShape};
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use crate::kernel::{
@@ -20,7 +20,7 @@ use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::tree::Tree;
 
 /// A pass of a stage, which [`PassKernel`] runs.
-pub(super) trait Pass: Send + Sync + 'static {
+pub(super) trait StagePass: Send + Sync + 'static {
     type In: Tree<Leaf = MpmdArray>;
     type Out: Tree<Leaf = MpmdArray>;
 
@@ -44,7 +44,7 @@ pub(super) trait Pass: Send + Sync + 'static {
 /// The kernel of a pass.
 pub(super) struct PassKernel<P>(pub(super) P);
 
-impl<P: Pass> Kernel for PassKernel<P> {
+impl<P: StagePass> Kernel for PassKernel<P> {
     type In = P::In;
     type Out = P::Out;
 
@@ -79,7 +79,7 @@ impl<P: Pass> Kernel for PassKernel<P> {
 
 /// The kernel of the forward pass: (parameters, inputs, side inputs, extras) -> (outputs,
 /// residuals).
-pub(super) struct Forward {
+pub(super) struct ForwardKernel {
     pub(super) stage: Arc<dyn ErasedStage>,
     pub(super) mode: Mode,
 }
@@ -90,34 +90,37 @@ pub(super) struct Forward {
 /// A stage that reads nothing trained has no input gradients. If the kernel is fused, it computes
 /// both gradients, and has no weight residuals. Only then are there gradients, and after the first
 /// microbatch also gradients so far.
-pub(super) struct Backward {
+pub(super) struct BackwardKernel {
     pub(super) stage: Arc<dyn ErasedStage>,
-    pub(super) inferred: Arc<Inferred>,
+    pub(super) inferred: Arc<InferredStage>,
     pub(super) needs_dx: bool,
     pub(super) fused: bool,
 }
 
 /// The kernel of the weight gradient: (weight residuals, gradients so far, extras) -> gradients.
 /// The first microbatch has no gradients so far.
-pub(super) struct BackwardWeight(pub(super) Arc<dyn ErasedStage>, pub(super) Arc<Inferred>);
+pub(super) struct BackwardWeightKernel {
+    pub(super) stage: Arc<dyn ErasedStage>,
+    pub(super) inferred: Arc<InferredStage>,
+}
 
 /// The kernel that adds the second of two arrays to the first, in place.
 pub(super) struct AddArrays;
 
 /// The stage's declaration for given shapes.
-pub(super) struct Inferred {
+pub(super) struct InferredStage {
     /// The shapes of the gradients: those of the parameters, and `[0]` for frozen ones.
-    pub(super) gradients: Bundle<ShapedArray>,
-    pub(super) x: Bundle<ShapedArray>,
+    pub(super) gradients: ErasedTree<ShapedArray>,
+    pub(super) x: ErasedTree<ShapedArray>,
     /// True if the residuals are the inputs and the side inputs.
     pub(super) keeps_inputs: bool,
-    pub(super) weight_residual: Bundle<PlacedShape>,
-    pub(super) keeps: Vec<(String, String)>,
+    pub(super) weight_residual: ErasedTree<PlacedShape>,
+    pub(super) keeps: Vec<KeptResidual>,
     pub(super) backward_input: Vec<Collective>,
 }
 
 /// Returns the shapes of residuals.
-fn avals(placed: &Bundle<PlacedShape>) -> Bundle<ShapedArray> {
+fn avals(placed: &ErasedTree<PlacedShape>) -> ErasedTree<ShapedArray> {
     placed.map_ref(&mut |leaf| leaf.aval.clone())
 }
 
@@ -130,7 +133,7 @@ fn declare<O>(mut signature: Signature<O>, collectives: &[Collective]) -> Signat
 fn declare_objects<O>(
     signature: Signature<O>,
     output: usize,
-    placed: &Bundle<PlacedShape>,
+    placed: &ErasedTree<PlacedShape>,
 ) -> Signature<O> {
     let all = placed
         .leaves_with_paths()
@@ -144,7 +147,7 @@ fn declare_objects<O>(
 /// Prepares the gradient of parameters, to be added to. Sets it to zero if there is none so far.
 fn prepare_gradient(
     cx: &Context<'_>,
-    gradient: &mut Bundle<ViewMut<'_>>,
+    gradient: &mut ErasedTree<ViewMut<'_>>,
     starts: bool,
 ) -> Result<()> {
     if starts {
@@ -157,9 +160,9 @@ fn prepare_gradient(
     Ok(())
 }
 
-impl Pass for Forward {
-    type In = (Bundle, Bundle, Bundle, Extras<MpmdArray>);
-    type Out = (Bundle, Bundle);
+impl StagePass for ForwardKernel {
+    type In = (ErasedTree, ErasedTree, ErasedTree, Extras<MpmdArray>);
+    type Out = (ErasedTree, ErasedTree);
 
     fn stage(&self) -> &dyn ErasedStage {
         &*self.stage
@@ -170,7 +173,7 @@ impl Pass for Forward {
         (params, x, side, _): &Shapes<Self::In>,
     ) -> Result<Signature<Shapes<Self::Out>>> {
         let signature = self.stage.infer(params, x, side)?;
-        let residual = signature.residual.unwrap_or_else(Bundle::empty);
+        let residual = signature.residual.unwrap_or_else(ErasedTree::empty);
         let kernel = Signature::new((signature.out, avals(&residual)));
         let kernel = declare(kernel, &signature.forward);
         Ok(if self.mode == Mode::Training {
@@ -190,19 +193,25 @@ impl Pass for Forward {
         (params, x, side, extras): Views<'_, Self::In>,
         (y, residual): ViewsMut<'_, Self::Out>,
     ) -> Result<()> {
-        let given = Given {
+        let given = PassValues {
             side: Some(side),
             residual_mut: Some(residual),
-            ..Given::default()
+            ..PassValues::default()
         };
         let mut cx = StageContext::new(cx, self.stage.name(), self.mode, given, extras);
         self.stage.forward(&mut cx, params, x, y)
     }
 }
 
-impl Pass for Backward {
-    type In = (Bundle, Bundle, Bundle, Option<Bundle>, Extras<MpmdArray>);
-    type Out = (Option<Bundle>, Bundle, Option<Bundle>);
+impl StagePass for BackwardKernel {
+    type In = (
+        ErasedTree,
+        ErasedTree,
+        ErasedTree,
+        Option<ErasedTree>,
+        Extras<MpmdArray>,
+    );
+    type Out = (Option<ErasedTree>, ErasedTree, Option<ErasedTree>);
 
     fn stage(&self) -> &dyn ErasedStage {
         &*self.stage
@@ -214,20 +223,24 @@ impl Pass for Backward {
     ) -> Result<Signature<Shapes<Self::Out>>> {
         let inferred = &self.inferred;
         let dx = self.needs_dx.then(|| inferred.x.clone());
+
+        // A fused kernel adds to the gradients so far, in place.
         if self.fused {
             let gradient = Some(inferred.gradients.clone());
-            let signature = Signature::new((dx, Bundle::empty(), gradient));
+            let signature = Signature::new((dx, ErasedTree::empty(), gradient));
             let signature = declare(signature, &inferred.backward_input);
             let paths = so_far.iter().flat_map(|so_far| so_far.structure().paths());
             return Ok(paths.fold(signature, |signature, path| {
                 signature.alias(below(3, &path), below(2, &path))
             }));
         }
+
         let signature = Signature::new((dx, avals(&inferred.weight_residual), None));
         let signature = declare(signature, &inferred.backward_input);
         let keeps = inferred.keeps.iter();
-        let signature = keeps.fold(signature, |signature, (residual, weight)| {
-            signature.alias(below(1, residual), below(1, weight))
+        let signature = keeps.fold(signature, |signature, kept| {
+            let residual = below(1, &kept.residual);
+            signature.alias(residual, below(1, &kept.weight_residual))
         });
         Ok(declare_objects(signature, 1, &inferred.weight_residual))
     }
@@ -243,7 +256,7 @@ impl Pass for Backward {
         (params, residual, dy, so_far, extras): Views<'_, Self::In>,
         (dx, weight_residual, gradient): ViewsMut<'_, Self::Out>,
     ) -> Result<()> {
-        let mut given = Given::default();
+        let mut given = PassValues::default();
         let mut objects = Vec::new();
         if self.inferred.keeps_inputs {
             (given.input, given.side) = residual
@@ -254,6 +267,7 @@ impl Pass for Backward {
             objects.clone_from(&residual.leaves);
             given.residual = Some(residual);
         }
+
         let stage = self.stage.name();
         let Some(mut gradient) = gradient else {
             given.weight_residual_mut = Some(weight_residual);
@@ -262,6 +276,7 @@ impl Pass for Backward {
             objects.iter().for_each(View::discard_object);
             return Ok(());
         };
+
         prepare_gradient(cx, &mut gradient, so_far.is_none())?;
         let mut cx = StageContext::new(cx, stage, Mode::Training, given, extras);
         self.stage.backward(&mut cx, params, dy, dx, gradient)?;
@@ -270,16 +285,16 @@ impl Pass for Backward {
     }
 }
 
-impl Pass for BackwardWeight {
-    type In = (Bundle, Option<Bundle>, Extras<MpmdArray>);
-    type Out = Bundle;
+impl StagePass for BackwardWeightKernel {
+    type In = (ErasedTree, Option<ErasedTree>, Extras<MpmdArray>);
+    type Out = ErasedTree;
 
     fn stage(&self) -> &dyn ErasedStage {
-        &*self.0
+        &*self.stage
     }
 
     fn signature(&self, (_, so_far, _): &Shapes<Self::In>) -> Result<Signature<Shapes<Self::Out>>> {
-        let signature = Signature::new(self.1.gradients.clone());
+        let signature = Signature::new(self.inferred.gradients.clone());
         let paths = so_far.iter().flat_map(|so_far| so_far.structure().paths());
         Ok(paths.fold(signature, |signature, path| {
             signature.alias(below(1, &path), path)
@@ -297,13 +312,14 @@ impl Pass for BackwardWeight {
         mut gradient: ViewsMut<'_, Self::Out>,
     ) -> Result<()> {
         prepare_gradient(cx, &mut gradient, so_far.is_none())?;
+
         let objects = weight_residual.leaves.clone();
-        let given = Given {
+        let given = PassValues {
             weight_residual: Some(weight_residual),
-            ..Given::default()
+            ..PassValues::default()
         };
-        let mut cx = StageContext::new(cx, self.0.name(), Mode::Training, given, extras);
-        self.0.backward_weight(&mut cx, gradient)?;
+        let mut cx = StageContext::new(cx, self.stage.name(), Mode::Training, given, extras);
+        self.stage.backward_weight(&mut cx, gradient)?;
         objects.iter().for_each(View::discard_object);
         Ok(())
     }
@@ -351,6 +367,7 @@ pub(super) fn add(cx: &Context<'_>, sum: &mut ViewMut<'_>, more: &View<'_>) -> R
             DType::F64 => "add_f64",
             _ => "add_f32",
         };
+
         let n = more.region().elements();
         return cuda.launch(
             &ADD,
@@ -359,6 +376,7 @@ pub(super) fn add(cx: &Context<'_>, sum: &mut ViewMut<'_>, more: &View<'_>) -> R
             &[n.into(), sum.into(), more.into()],
         );
     }
+
     match dtype {
         DType::F16 => combine(Reduce::Sum, sum.as_mut_slice::<f16>()?, more.as_slice()?),
         DType::Bf16 => combine(Reduce::Sum, sum.as_mut_slice::<bf16>()?, more.as_slice()?),

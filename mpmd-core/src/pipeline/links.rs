@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use super::bundle::Bundle;
+use super::erased_tree::ErasedTree;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use mpmd_layout::tree::{Leaf, Structure, Tree};
@@ -12,17 +12,17 @@ use mpmd_layout::tree::{Leaf, Structure, Tree};
 /// [`Pipeline::then_from`](super::Pipeline::then_from). Created by
 /// [`Pipeline::output`](super::Pipeline::output).
 #[derive(Clone)]
-pub struct Output<T> {
-    part: Part,
+pub struct StageOutput<T> {
+    part: OutputPart,
     /// The identity of the pipeline.
     of: Arc<()>,
     tree: PhantomData<fn() -> T>,
 }
 
-impl<T: Tree<Leaf = MpmdArray>> Output<T> {
+impl<T: Tree<Leaf = MpmdArray>> StageOutput<T> {
     pub(super) fn new(stage: usize, of: Arc<()>) -> Self {
         Self {
-            part: Part { stage, path: None },
+            part: OutputPart { stage, path: None },
             of,
             tree: PhantomData,
         }
@@ -36,12 +36,12 @@ impl<T: Tree<Leaf = MpmdArray>> Output<T> {
     /// Selects the one array at a path of the outputs. An unknown path is an error at the first
     /// microbatch.
     #[must_use]
-    pub fn leaf(&self, path: impl Into<String>) -> Output<MpmdArray> {
-        let part = Part {
+    pub fn leaf(&self, path: impl Into<String>) -> StageOutput<MpmdArray> {
+        let part = OutputPart {
             stage: self.part.stage,
             path: Some(path.into()),
         };
-        Output {
+        StageOutput {
             part,
             of: self.of.clone(),
             tree: PhantomData,
@@ -49,9 +49,9 @@ impl<T: Tree<Leaf = MpmdArray>> Output<T> {
     }
 }
 
-/// Outputs of earlier stages that together form the input of a later one: an [`Output`], a tuple of
-/// them, or a vector of equal ones.
-pub trait Outputs {
+/// Outputs of earlier stages that together form the input of a later one: a [`StageOutput`], a
+/// tuple of them, or a vector of equal ones.
+pub trait StageOutputs {
     /// The input type of the later stage.
     type In: Tree<Leaf = MpmdArray>;
 
@@ -59,16 +59,16 @@ pub trait Outputs {
     fn feed(&self) -> FeedOf;
 }
 
-/// The feed of an [`Outputs`], with the identities of the pipelines that its parts belong to.
+/// The feed of [`StageOutputs`], with the identities of the pipelines that its parts belong to.
 #[doc(hidden)]
 pub struct FeedOf {
-    feed: Feed,
+    feed: StageFeed,
     of: Vec<Arc<()>>,
 }
 
 impl FeedOf {
     /// Returns the feed, or an error if a part belongs to another pipeline.
-    pub(super) fn checked(self, pipeline: &Arc<()>) -> Result<Feed> {
+    pub(super) fn checked(self, pipeline: &Arc<()>) -> Result<StageFeed> {
         if self.of.iter().all(|of| Arc::ptr_eq(of, pipeline)) {
             return Ok(self.feed);
         }
@@ -79,12 +79,12 @@ impl FeedOf {
     }
 }
 
-impl<T: Tree<Leaf = MpmdArray>> Outputs for Output<T> {
+impl<T: Tree<Leaf = MpmdArray>> StageOutputs for StageOutput<T> {
     type In = T;
 
     fn feed(&self) -> FeedOf {
         FeedOf {
-            feed: Feed {
+            feed: StageFeed {
                 parts: vec![self.part.clone()],
                 whole: true,
             },
@@ -93,13 +93,13 @@ impl<T: Tree<Leaf = MpmdArray>> Outputs for Output<T> {
     }
 }
 
-impl<T: Tree<Leaf = MpmdArray>> Outputs for Vec<Output<T>> {
+impl<T: Tree<Leaf = MpmdArray>> StageOutputs for Vec<StageOutput<T>> {
     type In = Vec<T>;
 
     fn feed(&self) -> FeedOf {
         let parts = self.iter().map(|output| output.part.clone()).collect();
         FeedOf {
-            feed: Feed {
+            feed: StageFeed {
                 parts,
                 whole: false,
             },
@@ -110,12 +110,13 @@ impl<T: Tree<Leaf = MpmdArray>> Outputs for Vec<Output<T>> {
 
 macro_rules! tuples {
     ($(($($name:ident $index:tt),+))*) => {$(
-        impl<$($name: Tree<Leaf = MpmdArray>),+> Outputs for ($(Output<$name>,)+) {
+        impl<$($name: Tree<Leaf = MpmdArray>),+> StageOutputs for ($(StageOutput<$name>,)+) {
             type In = ($($name,)+);
 
             fn feed(&self) -> FeedOf {
                 let parts = vec![$(self.$index.part.clone()),+];
-                FeedOf { feed: Feed { parts, whole: false }, of: vec![$(self.$index.of.clone()),+] }
+                let feed = StageFeed { parts, whole: false };
+                FeedOf { feed, of: vec![$(self.$index.of.clone()),+] }
             }
         }
     )*};
@@ -129,8 +130,8 @@ tuples! {
 
 /// The parts that form the input of a stage.
 #[derive(Clone, Debug)]
-pub(super) struct Feed {
-    pub(super) parts: Vec<Part>,
+pub(super) struct StageFeed {
+    pub(super) parts: Vec<OutputPart>,
     /// True if the only part is the whole input, false if the parts are elements of a tuple or
     /// vector.
     whole: bool,
@@ -138,12 +139,12 @@ pub(super) struct Feed {
 
 /// Outputs of one stage: all of them, or one array if `path` is given.
 #[derive(Clone, Debug)]
-pub(super) struct Part {
+pub(super) struct OutputPart {
     pub(super) stage: usize,
     pub(super) path: Option<String>,
 }
 
-impl Feed {
+impl StageFeed {
     /// Returns the feed of the first stage, which reads no other stage.
     pub(super) fn of_pipeline() -> Self {
         Self {
@@ -162,7 +163,7 @@ impl Feed {
     }
 }
 
-impl Part {
+impl OutputPart {
     /// Returns the indices of the leaves of this part among the leaves of the stage's outputs. An
     /// unknown path is an error.
     pub(super) fn places(&self, outputs: &Structure) -> Result<std::ops::Range<usize>> {
@@ -170,6 +171,7 @@ impl Part {
             return Ok(0..outputs.leaves());
         };
         let paths = outputs.paths();
+
         let place = paths
             .iter()
             .position(|known| known == path)
@@ -196,9 +198,9 @@ impl Part {
     }
 
     /// Returns this part of a stage's outputs. An unknown path is an error.
-    pub(super) fn of<L: Leaf + Clone>(&self, outputs: &Bundle<L>) -> Result<Bundle<L>> {
+    pub(super) fn of<L: Leaf + Clone>(&self, outputs: &ErasedTree<L>) -> Result<ErasedTree<L>> {
         let places = self.places(&outputs.structure)?;
-        Ok(Bundle {
+        Ok(ErasedTree {
             structure: self.structure(&outputs.structure),
             leaves: outputs.leaves[places].to_vec(),
         })
@@ -210,12 +212,13 @@ impl Part {
 pub(super) fn check_all_read<'a>(
     stage: usize,
     outputs: &Structure,
-    parts: impl IntoIterator<Item = &'a Part>,
+    parts: impl IntoIterator<Item = &'a OutputPart>,
 ) -> Result<()> {
     let mut read = vec![false; outputs.leaves()];
     for part in parts {
         read[part.places(outputs)?].fill(true);
     }
+
     match read.iter().position(|read| !read) {
         None => Ok(()),
         Some(place) => {

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use super::bundle::Bundle;
+use super::erased_tree::ErasedTree;
 use super::graph::StageGraph;
 use super::shapes::MicrobatchShapes;
 use crate::error::{Error, Result};
@@ -13,14 +13,14 @@ use mpmd_layout::tree::Tree;
 /// One microbatch: the input of the pipeline, and the side inputs of its stages.
 pub struct Microbatch<In> {
     x: In,
-    side: HashMap<usize, Bundle>,
+    side: HashMap<usize, ErasedTree>,
     key: Option<Key>,
 }
 
 /// A microbatch with its type erased.
-pub(super) struct Parts {
-    pub(super) x: Bundle,
-    pub(super) side: HashMap<usize, Bundle>,
+pub(super) struct ErasedMicrobatch {
+    pub(super) x: ErasedTree,
+    pub(super) side: HashMap<usize, ErasedTree>,
     pub(super) key: Option<Key>,
     /// The random key of each stage that draws, once `fold_keys` has computed them.
     pub(super) keys: BTreeMap<usize, MpmdArray>,
@@ -40,7 +40,7 @@ impl<In: Tree<Leaf = MpmdArray>> Microbatch<In> {
     /// ones.
     #[must_use]
     pub fn side<T: Tree<Leaf = MpmdArray>>(mut self, stage: usize, side: T) -> Self {
-        self.side.insert(stage, Bundle::of(side));
+        self.side.insert(stage, ErasedTree::of(side));
         self
     }
 
@@ -58,15 +58,15 @@ impl<In: Tree<Leaf = MpmdArray>> Microbatch<In> {
     /// Returns the shapes of the microbatch, for [`Pipeline::probe`](super::Pipeline::probe).
     pub fn shapes(&self) -> MicrobatchShapes<In> {
         let shapes = MicrobatchShapes::new(self.x.map_ref(&mut |leaf| leaf.aval().clone()));
-        let shape = |side: &Bundle| side.map_ref(&mut |leaf| leaf.aval().clone());
+        let shape = |side: &ErasedTree| side.map_ref(&mut |leaf| leaf.aval().clone());
         self.side.iter().fold(shapes, |shapes, (stage, side)| {
             shapes.side(*stage, &shape(side))
         })
     }
 
-    pub(super) fn into_parts(self) -> Parts {
-        Parts {
-            x: Bundle::of(self.x),
+    pub(super) fn into_parts(self) -> ErasedMicrobatch {
+        ErasedMicrobatch {
+            x: ErasedTree::of(self.x),
             side: self.side,
             key: self.key,
             keys: BTreeMap::new(),
@@ -75,28 +75,24 @@ impl<In: Tree<Leaf = MpmdArray>> Microbatch<In> {
 }
 
 /// Checks that the microbatches bring each stage the side input that it takes.
-pub(super) fn check_sides(graph: &StageGraph, microbatches: &[Parts]) -> Result<()> {
-    let check = |(number, parts): (usize, &Parts)| {
+pub(super) fn check_sides(graph: &StageGraph, microbatches: &[ErasedMicrobatch]) -> Result<()> {
+    for (number, parts) in microbatches.iter().enumerate() {
         let sides = parts
             .side
             .iter()
             .map(|(stage, side)| (*stage, &side.structure));
         graph
             .check_sides(sides)
-            .map_err(|problem| Error::kernel(format!("microbatch {number}: {problem}")))
-    };
-    microbatches.iter().enumerate().try_for_each(check)
+            .map_err(|problem| Error::kernel(format!("microbatch {number}: {problem}")))?;
+    }
+    Ok(())
 }
 
 /// Folds the index of each stage that draws random numbers into the keys of the microbatches. A
 /// missing key is an error.
-pub(super) fn fold_keys(graph: &StageGraph, microbatches: &mut [Parts]) -> Result<()> {
-    for (stage, _) in graph
-        .stages
-        .iter()
-        .enumerate()
-        .filter(|(_, stage)| stage.draws_random())
-    {
+pub(super) fn fold_keys(graph: &StageGraph, microbatches: &mut [ErasedMicrobatch]) -> Result<()> {
+    let stages = graph.stages.iter().enumerate();
+    for (stage, _) in stages.filter(|(_, stage)| stage.draws_random()) {
         for (number, parts) in microbatches.iter_mut().enumerate() {
             let key = parts.key.ok_or_else(|| {
                 let named = graph.named(stage);
@@ -105,9 +101,8 @@ pub(super) fn fold_keys(graph: &StageGraph, microbatches: &mut [Parts]) -> Resul
                      one with `Microbatch::key`"
                 ))
             })?;
-            parts
-                .keys
-                .insert(stage, MpmdArray::scalar(key.fold_in(stage as u64).0));
+            let key = MpmdArray::scalar(key.fold_in(stage as u64).0);
+            parts.keys.insert(stage, key);
         }
     }
     Ok(())

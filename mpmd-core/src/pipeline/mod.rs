@@ -8,9 +8,9 @@
 //! drops each buffer after the last action that needs it.
 
 mod bound_stage;
-mod bundle;
 mod context;
 mod erased;
+mod erased_tree;
 mod graph;
 mod kernel_set;
 mod kernels;
@@ -28,17 +28,19 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use bound_stage::BoundStage;
-use bundle::Bundle;
 pub use context::StageContext;
+use erased_tree::ErasedTree;
 use graph::StageGraph;
-pub use links::{Output, Outputs};
+pub use links::{StageOutput, StageOutputs};
 pub use microbatch::Microbatch;
 pub use mpmd_schedule::*;
 pub use param_sharding::ParamSharding;
 use replay::Captures;
 pub use run::{Gradients, StepOutput};
 pub use shapes::MicrobatchShapes;
-pub use stage::{Loss, Passes, PlacedShape, Probe, SideInput, SideShapes, Stage, StageSignature};
+pub use stage::{
+    Loss, Passes, PlacedShape, SideInput, SideShapes, Stage, StageProbe, StageSignature,
+};
 
 use crate::api::object::MpmdObject;
 use crate::api::program::Program;
@@ -75,12 +77,10 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         let named = graph::named(0, stage.name());
         let stage = BoundStage::new(stage, mesh, params);
         let stage = stage.map_err(|why| refused(why, at, "Pipeline::first", Some(&named)))?;
-        let graph = StageGraph::new(stage);
-        let captures = Captures::default();
         Ok(Self {
-            graph,
+            graph: StageGraph::new(stage),
             replays: true,
-            captures,
+            captures: Captures::default(),
             compared: None,
             types: PhantomData,
         })
@@ -132,11 +132,10 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         let at = Location::caller();
         let graph = self.graph.with_last(Arc::new(last));
         let graph = graph.map_err(|why| refused(why, at, "Pipeline::with_last", None))?;
-        let (replays, captures) = (self.replays, Captures::default());
         Ok(Pipeline {
             graph,
-            replays,
-            captures,
+            replays: self.replays,
+            captures: Captures::default(),
             compared: None,
             types: PhantomData,
         })
@@ -144,8 +143,8 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
 
     /// Returns a handle to the outputs of the last stage so far. Pass it to [`Pipeline::then_from`]
     /// to feed them to a later stage.
-    pub fn output(&self) -> Output<Out> {
-        Output::new(self.graph.stages.len() - 1, self.graph.identity.clone())
+    pub fn output(&self) -> StageOutput<Out> {
+        StageOutput::new(self.graph.stages.len() - 1, self.graph.identity.clone())
     }
 
     /// Appends a stage that takes outputs of any earlier stages, for skip connections.
@@ -185,7 +184,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     ///
     /// As for [`Pipeline::first`], and if an output belongs to another pipeline.
     #[track_caller]
-    pub fn then_from<S: Stage<In = X::In>, X: Outputs>(
+    pub fn then_from<S: Stage<In = X::In>, X: StageOutputs>(
         mut self,
         stage: S,
         mesh: &Mesh,
@@ -194,10 +193,11 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     ) -> Result<Pipeline<In, S::Out>> {
         let at = Location::caller();
         let named = graph::named(self.stages(), stage.name());
+        let refuse = |why| refused(why, at, "Pipeline::then", Some(&named));
         let feed = from.feed().checked(&self.graph.identity);
-        let wired = feed.and_then(|feed| Ok((BoundStage::new(stage, mesh, params)?, feed)));
-        let (stage, feed) =
-            wired.map_err(|why| refused(why, at, "Pipeline::then", Some(&named)))?;
+        let feed = feed.map_err(refuse)?;
+        let stage = BoundStage::new(stage, mesh, params).map_err(refuse)?;
+
         self.graph.push(stage, feed);
         Ok(Pipeline {
             graph: self.graph,
@@ -269,7 +269,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         self.captures.clear();
     }
 
-    /// Has all stages compute in `dtype`, where their parameters are f32: with `DType::Bf16` on
+    /// Makes all stages compute in `dtype`, where their parameters are f32: with `DType::Bf16` on
     /// devices with tensor cores. The parameters stay f32, and so do their gradients; each stage
     /// converts the parameters once after each update. Outputs of a stage have the dtype that its
     /// model gives them, so those between stages become half as large.
@@ -313,6 +313,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
                 .any(|id| program.topology().kind_of(*id) == Some(DeviceKind::Cuda))
         };
         let on_cuda: Vec<usize> = (0..stages).filter(is_on_cuda).collect();
+
         let computed = on_cuda
             .iter()
             .filter(|stage| self.computed_by(program, **stage) == DeviceKind::Cuda);
@@ -344,9 +345,9 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// The first run with a schedule, and with given shapes and shardings of parameters and
     /// microbatches, is [captured](Program::capture). Later ones are
     /// [replayed](crate::Captured::replay). Up to 16 captures of training steps, and as many of
-    /// forward passes, are kept, so forms of microbatches may alternate. Another one replaces that
-    /// which was not used for longest, first among those that were never replayed. Runs in which a
-    /// stage [prepares](Stage::prepare) its parameters are another form than those without. A run
+    /// forward passes, are kept, so forms of microbatches may alternate. A further one replaces the
+    /// one that was not used for longest, first among those that were never replayed. Runs in which
+    /// a stage [prepares](Stage::prepare) its parameters are another form than those without. A run
     /// in which a stage prepares for the first time is not captured.
     ///
     /// Turn it off if nearly every step has another form: then each capture is made in vain, and
@@ -431,12 +432,13 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     #[track_caller]
     pub fn probe(&mut self, program: &mut Program, shapes: &MicrobatchShapes<In>) -> Result<()> {
         issue(
-            (&mut self.graph, program),
+            &mut self.graph,
+            program,
             Location::caller(),
             "Pipeline::probe",
             |graph, program| {
                 let graph = &*graph;
-                let probe = |index: usize, x: &Bundle<_>, side: &Bundle<_>| {
+                let probe = |index: usize, x: &ErasedTree<_>, side: &ErasedTree<_>| {
                     graph.stages[index].probe(program, index, x, side)
                 };
                 shapes::infer_all(graph, shapes, probe)
@@ -469,13 +471,15 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     pub fn forward(&mut self, program: &mut Program, microbatch: Microbatch<In>) -> Result<Out> {
         let captures = self.replays.then(|| self.captures.forwards());
         issue(
-            (&mut self.graph, program),
+            &mut self.graph,
+            program,
             Location::caller(),
             "Pipeline::forward",
             |graph, program| {
                 let parts = vec![microbatch.into_parts()];
                 microbatch::check_sides(graph, &parts)?;
-                let outputs = replay::run(captures, (graph, program), None, parts, run::forward)?;
+                let outputs = replay::run(captures, graph, program, None, parts, run::forward)?;
+
                 let none = || Error::kernel("a forward pass without outputs");
                 outputs
                     .into_iter()
@@ -509,16 +513,18 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
             .collect();
         let captures = self.replays.then(|| self.captures.forwards());
         issue(
-            (&mut self.graph, program),
+            &mut self.graph,
+            program,
             Location::caller(),
             "Pipeline::forward_all",
             |graph, program| {
                 run::check(graph, schedule, parts.len())?;
                 microbatch::check_sides(graph, &parts)?;
+
                 let all = |graph: &mut StageGraph, program: &mut Program, parts| {
                     run::forward_all(graph, program, schedule, parts)
                 };
-                let outputs = replay::run(captures, (graph, program), Some(schedule), parts, all)?;
+                let outputs = replay::run(captures, graph, program, Some(schedule), parts, all)?;
                 outputs
                     .into_iter()
                     .map(|output| output.into_tree("output"))
@@ -557,23 +563,26 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         let compared = &mut self.compared;
         let captures = self.replays.then(|| self.captures.steps());
         issue(
-            (&mut self.graph, program),
+            &mut self.graph,
+            program,
             Location::caller(),
             "Pipeline::train_step",
             |graph, program| {
                 microbatch::check_sides(graph, &parts)?;
                 microbatch::fold_keys(graph, &mut parts)?;
-                run::compare(compared, (graph, parts.len()), program, schedule)?;
+                run::compare(compared, graph, program, schedule, parts.len())?;
+
                 // A trace may begin while the steps are replayed.
                 if program.runtime.trace.is_on()
                     && let Ok(schedule) = run::effective(graph, schedule)
                 {
                     program.runtime.trace.schedule(&schedule);
                 }
+
                 let step = |graph: &mut StageGraph, program: &mut Program, parts| {
                     run::train_step(graph, program, schedule, parts)
                 };
-                replay::run(captures, (graph, program), Some(schedule), parts, step)
+                replay::run(captures, graph, program, Some(schedule), parts, step)
             },
         )
     }
@@ -582,17 +591,24 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
 /// Runs `f` with `at` as the source location of all operations that it issues. An error gets the
 /// location, `call`, and the stage and microbatch that the runner had reached.
 fn issue<T>(
-    (graph, program): (&mut StageGraph, &mut Program),
+    graph: &mut StageGraph,
+    program: &mut Program,
     at: &'static Location<'static>,
     call: &str,
     f: impl FnOnce(&mut StageGraph, &mut Program) -> Result<T>,
 ) -> Result<T> {
-    let before = (program.set_label(None), program.caller(at));
-    let caller = program.set_caller(Some(before.1));
+    // A call within another one keeps the source location of the outer call.
+    let label_before = program.set_label(None);
+    let at = program.caller(at);
+    let caller_before = program.set_caller(Some(at));
+
     let result = f(graph, program);
-    let place = program.set_label(before.0).map(|label| place(graph, label));
-    program.set_caller(caller);
-    result.map_err(|why| refused(why, before.1, call, place.as_deref()))
+
+    let place = program
+        .set_label(label_before)
+        .map(|label| place(graph, label));
+    program.set_caller(caller_before);
+    result.map_err(|why| refused(why, at, call, place.as_deref()))
 }
 
 /// Describes a label in words, with the name of the stage.
@@ -610,7 +626,8 @@ fn refused(why: Error, at: &'static Location<'static>, call: &str, place: Option
     let call = place.map_or_else(|| call.to_owned(), |place| format!("{call}: {place}"));
     match why {
         Error::Issue(mut issue) => {
-            (issue.at, issue.call) = (at, format!("{call}: {}", issue.call));
+            issue.at = at;
+            issue.call = format!("{call}: {}", issue.call);
             Error::Issue(issue)
         }
         Error::Kernel(_)

@@ -19,6 +19,12 @@ pub struct ParamSharding {
     gradients: Vec<Sharding>,
 }
 
+/// A parameter as an error names it.
+pub(super) struct NamedShape<'a> {
+    pub(super) path: String,
+    pub(super) aval: &'a ShapedArray,
+}
+
 impl ParamSharding {
     /// Computes with the parameters in these shardings, one for each parameter in leaf order.
     /// Kernels write whole gradients in the same shardings.
@@ -44,17 +50,18 @@ impl ParamSharding {
         Ok(self)
     }
 
-    /// Checks that there is one valid sharding on `mesh` for each parameter. `params` are (path,
-    /// shape).
-    pub(super) fn check(&self, params: &[(String, &ShapedArray)], mesh: &Mesh) -> Result<()> {
-        let (found, expected) = (self.compute.len(), params.len());
+    /// Checks that there is one valid sharding on `mesh` for each parameter.
+    pub(super) fn check(&self, params: &[NamedShape<'_>], mesh: &Mesh) -> Result<()> {
+        let found = self.compute.len();
+        let expected = params.len();
         if found != expected {
             let problem = format!(
                 "{found} shardings for the {expected} parameters: give one for each, in leaf order"
             );
             return Err(Error::kernel(problem));
         }
-        for ((path, param), sharding) in params.iter().zip(&self.compute) {
+
+        for (NamedShape { path, aval }, sharding) in params.iter().zip(&self.compute) {
             let mut devices = mesh.devices().iter();
             if !devices.all(|device| sharding.devices().contains(device)) {
                 return Err(Error::kernel(format!(
@@ -62,7 +69,7 @@ impl ParamSharding {
                      {mesh}"
                 )));
             }
-            sharding.layout(param.shape()).map_err(|why| {
+            sharding.layout(aval.shape()).map_err(|why| {
                 Error::kernel(format!("it cannot compute with parameter {path:?}: {why}"))
             })?;
         }

@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
-use super::bundle::Bundle;
 use super::context::WorkingForm;
 use super::erased::ErasedStage;
-use super::kernels::{Pass, PassKernel};
+use super::erased_tree::ErasedTree;
+use super::kernels::{PassKernel, StagePass};
 use crate::api::jit::Jit;
 use crate::api::program::Program;
 use crate::error::{Error, Result};
@@ -17,7 +17,7 @@ use mpmd_layout::topology::Mesh;
 
 /// The kernel that makes the working form, or updates it in place: (parameters, working form) ->
 /// working form. There is an output only if there is no input.
-struct Prepare {
+struct PrepareKernel {
     stage: Arc<dyn ErasedStage>,
     bytes: u64,
 }
@@ -34,16 +34,16 @@ pub(super) enum Freshness {
 }
 
 /// The working form of a stage's parameters, as the runner keeps it.
-pub(super) struct Prepared {
+pub(super) struct PreparedParams {
     /// The declared bytes on each device; `None` if the stage has no working form.
     bytes: Option<u64>,
-    jit: Option<Jit<PassKernel<Prepare>>>,
+    jit: Option<Jit<PassKernel<PrepareKernel>>>,
     object: Option<MpmdArray>,
     stale: bool,
 }
 
-impl Pass for Prepare {
-    type In = (Bundle, Option<MpmdArray>);
+impl StagePass for PrepareKernel {
+    type In = (ErasedTree, Option<MpmdArray>);
     type Out = Option<MpmdArray>;
 
     fn stage(&self) -> &dyn ErasedStage {
@@ -78,6 +78,7 @@ impl Pass for Prepare {
                  from `prepared_bytes`"
             )));
         }
+
         if let Some(mut made) = made {
             made.put_object(new)?;
         }
@@ -85,7 +86,7 @@ impl Pass for Prepare {
     }
 }
 
-impl Prepared {
+impl PreparedParams {
     /// Creates the state of a stage with a working form of `bytes` bytes on each device.
     pub(super) fn new(bytes: Option<u64>) -> Self {
         Self {
@@ -119,12 +120,12 @@ impl Prepared {
         }
     }
 
-    /// Notes whether the parameters have changed since the last call of [`Prepared::update`].
+    /// Notes if the parameters have changed since the last call of [`PreparedParams::update`].
     pub(super) fn set_stale(&mut self, stale: bool) {
         self.stale = stale;
     }
 
-    /// Has the working form made anew.
+    /// Drops the working form, which is then made anew.
     pub(super) fn forget(&mut self) {
         self.object = None;
     }
@@ -134,16 +135,18 @@ impl Prepared {
     pub(super) fn update(
         &mut self,
         program: &mut Program,
-        (stage, mesh): (&Arc<dyn ErasedStage>, &Mesh),
-        params: Bundle,
+        stage: &Arc<dyn ErasedStage>,
+        mesh: &Mesh,
+        params: ErasedTree,
     ) -> Result<()> {
         let Some(bytes) = self.bytes else {
             return Ok(());
         };
+
         let jit = match &self.jit {
             Some(jit) => jit,
             None => {
-                let kernel = Prepare {
+                let kernel = PrepareKernel {
                     stage: stage.clone(),
                     bytes,
                 };
@@ -155,6 +158,7 @@ impl Prepared {
                 self.jit.insert(jit)
             }
         };
+
         if let Some(made) = jit.call(program, (params, self.object.clone()))? {
             self.object = Some(made);
         }

@@ -1,10 +1,10 @@
 //! Captures the runs of a pipeline and replays them: [`Pipeline::replay`](super::Pipeline::replay).
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
-use super::bundle::Bundle;
+use super::erased_tree::ErasedTree;
 use super::graph::StageGraph;
-use super::microbatch::Parts;
+use super::microbatch::ErasedMicrobatch;
 use super::prepare::Freshness;
 use super::run::StepOutput;
 use super::stage::Loss;
@@ -27,13 +27,13 @@ const REPLAYS_CHECKED: u32 = 16;
 #[derive(Default)]
 pub(super) struct Captures {
     /// Training steps. The one used last is at the end.
-    steps: Vec<Kept<StepOutput>>,
+    steps: Vec<CapturedRun<StepOutput>>,
     /// Forward passes alone, in the same order.
-    forwards: Vec<Kept<Vec<Bundle>>>,
+    forwards: Vec<CapturedRun<Vec<ErasedTree>>>,
 }
 
 /// A captured run, with the schedule and the layout of inputs that it is valid for.
-pub(super) struct Kept<R: Results> {
+pub(super) struct CapturedRun<R: RunResults> {
     /// `None` for the forward pass of one microbatch without a schedule.
     schedule: Option<Schedule>,
     form: RunShape,
@@ -43,14 +43,20 @@ pub(super) struct Kept<R: Results> {
 }
 
 /// The results of a run, which a replay computes again.
-pub(super) trait Results: Sized {
+pub(super) trait RunResults: Sized {
     /// The part of the results beside their arrays.
     type Layout: Default;
 
-    fn take_apart(self) -> (Self::Layout, Vec<MpmdArray>);
+    fn take_apart(self) -> TakenApart<Self::Layout>;
 
     /// Rebuilds the results from the arrays that `take_apart` returned, or from those of a replay.
     fn put_together(layout: &Self::Layout, arrays: Vec<MpmdArray>) -> Self;
+}
+
+/// The arrays of a run's inputs or results, and all else about them.
+pub(super) struct TakenApart<L> {
+    layout: L,
+    arrays: Vec<MpmdArray>,
 }
 
 /// The layout of a run's inputs: the parameters that each stage stores, then the microbatches, each
@@ -67,16 +73,16 @@ struct RunShape {
 #[derive(Eq, PartialEq)]
 struct MicrobatchShape {
     x: Structure,
-    /// (stage, structure) of the side inputs, in order of stages.
-    side: Vec<(usize, Structure)>,
+    /// The structures of the side inputs, by stage.
+    side: BTreeMap<usize, Structure>,
     /// The stages that have a random key.
     keys: Vec<usize>,
 }
 
 /// All captures of a pipeline, with the list for runs of one kind.
-pub(super) struct Chosen<'a, R: Results> {
+pub(super) struct CaptureList<'a, R: RunResults> {
     all: &'a mut Captures,
-    list: fn(&mut Captures) -> &mut Vec<Kept<R>>,
+    list: fn(&mut Captures) -> &mut Vec<CapturedRun<R>>,
 }
 
 impl Captures {
@@ -84,15 +90,15 @@ impl Captures {
         *self = Self::default();
     }
 
-    pub(super) fn steps(&mut self) -> Chosen<'_, StepOutput> {
-        Chosen {
+    pub(super) fn steps(&mut self) -> CaptureList<'_, StepOutput> {
+        CaptureList {
             all: self,
             list: |all| &mut all.steps,
         }
     }
 
-    pub(super) fn forwards(&mut self) -> Chosen<'_, Vec<Bundle>> {
-        Chosen {
+    pub(super) fn forwards(&mut self) -> CaptureList<'_, Vec<ErasedTree>> {
+        CaptureList {
             all: self,
             list: |all| &mut all.forwards,
         }
@@ -105,17 +111,19 @@ impl Captures {
 /// A run is only issued without `captures`, within a larger capture, and in a dry run. A run
 /// that makes an object that stays is only issued too: a replay would make it again. If an input is
 /// refused, the run is issued so that the error names the pass.
-pub(super) fn run<R: Results>(
-    captures: Option<Chosen<'_, R>>,
-    (graph, program): (&mut StageGraph, &mut Program),
+pub(super) fn run<R: RunResults>(
+    captures: Option<CaptureList<'_, R>>,
+    graph: &mut StageGraph,
+    program: &mut Program,
     schedule: Option<&Schedule>,
-    microbatches: Vec<Parts>,
-    issue: impl FnOnce(&mut StageGraph, &mut Program, Vec<Parts>) -> Result<R>,
+    microbatches: Vec<ErasedMicrobatch>,
+    issue: impl FnOnce(&mut StageGraph, &mut Program, Vec<ErasedMicrobatch>) -> Result<R>,
 ) -> Result<R> {
     let only_issues = program.capture.is_some() || program.is_dry_run();
     let Some(captures) = captures.filter(|_| !only_issues) else {
         return issue(graph, program, microbatches);
     };
+
     if graph
         .stages
         .iter()
@@ -125,70 +133,83 @@ pub(super) fn run<R: Results>(
         captures.all.clear();
         return issue(graph, program, microbatches);
     }
+
     let kept = (captures.list)(captures.all);
-    let (form, inputs) = RunShape::take_apart(graph, microbatches);
-    let fits = |kept: &Kept<R>| {
-        kept.schedule.as_ref() == schedule
-            && kept.form == form
-            && kept.captured.fits(program, &inputs)
-    };
-    let mut found = kept.iter().rposition(fits);
-    if program.runtime.config.check_replay > 0
-        && let Some(index) = found.take_if(|index| kept[*index].replays >= REPLAYS_CHECKED)
-    {
-        kept.remove(index);
-    }
-    if let Some(index) = found {
-        // The run that was used last is at the end.
-        kept[index..].rotate_left(1);
-        let last = kept.len() - 1;
-        let Kept {
-            captured,
-            layout,
-            replays,
-            ..
-        } = &mut kept[last];
-        *replays = replays.saturating_add(1);
-        let results = captured.replay_fitting(program, &inputs)?;
+    let TakenApart {
+        layout: form,
+        arrays: inputs,
+    } = RunShape::take_apart(graph, microbatches);
+    if let Some(found) = find_fitting(kept, program, schedule, &form, &inputs) {
+        found.replays = found.replays.saturating_add(1);
+        let results = found.captured.replay_fitting(program, &inputs)?;
         graph
             .stages
             .iter_mut()
             .for_each(|stage| stage.set_stale(false));
-        return Ok(R::put_together(layout, results));
+        return Ok(R::put_together(&found.layout, results));
     }
+
     let usable = |x: &MpmdArray| x.check_usable("").is_ok() && program.check_own("", x).is_ok();
     if !inputs.iter().all(usable) {
         let microbatches = form.put_together(graph, inputs)?;
         return issue(graph, program, microbatches);
     }
+
     let mut layout = R::Layout::default();
     let (results, captured) = program.capture(inputs, |program, inputs| {
         let microbatches = form.put_together(graph, inputs)?;
-        let arrays;
-        (layout, arrays) = issue(graph, program, microbatches)?.take_apart();
-        Ok(arrays)
+        let issued = issue(graph, program, microbatches)?.take_apart();
+        layout = issued.layout;
+        Ok(issued.arrays)
     })?;
     let output = R::put_together(&layout, results);
-    if kept.len() == MOST_KEPT {
-        kept.remove(
-            kept.iter()
-                .position(|kept| kept.replays == 0)
-                .unwrap_or_default(),
-        );
-    }
-    let schedule = schedule.cloned();
-    kept.push(Kept {
-        schedule,
+    let run = CapturedRun {
+        schedule: schedule.cloned(),
         form,
         captured,
         layout,
         replays: 0,
-    });
+    };
+    keep(kept, run);
     Ok(output)
 }
 
+/// Finds the newest capture that fits these arguments, and moves it to the end of the list. Drops
+/// it instead if it has been replayed so often that calls are to be chosen again for recomputation.
+fn find_fitting<'a, R: RunResults>(
+    kept: &'a mut Vec<CapturedRun<R>>,
+    program: &Program,
+    schedule: Option<&Schedule>,
+    form: &RunShape,
+    inputs: &Vec<MpmdArray>,
+) -> Option<&'a mut CapturedRun<R>> {
+    let index = kept.iter().rposition(|kept| {
+        kept.schedule.as_ref() == schedule
+            && kept.form == *form
+            && kept.captured.fits(program, inputs)
+    })?;
+    if program.runtime.config.check_replay > 0 && kept[index].replays >= REPLAYS_CHECKED {
+        kept.remove(index);
+        return None;
+    }
+
+    // The run that was used last is at the end.
+    kept[index..].rotate_left(1);
+    kept.last_mut()
+}
+
+/// Adds a capture to the list. A full list drops one first.
+fn keep<R: RunResults>(kept: &mut Vec<CapturedRun<R>>, run: CapturedRun<R>) {
+    if kept.len() == MOST_KEPT {
+        let unused = kept.iter().position(|kept| kept.replays == 0);
+        kept.remove(unused.unwrap_or_default());
+    }
+    kept.push(run);
+}
+
 impl RunShape {
-    fn take_apart(graph: &StageGraph, microbatches: Vec<Parts>) -> (Self, Vec<MpmdArray>) {
+    /// Returns the layout of a run's inputs, and the inputs as one list.
+    fn take_apart(graph: &StageGraph, microbatches: Vec<ErasedMicrobatch>) -> TakenApart<Self> {
         let mut all = Vec::new();
         let mut params = Vec::with_capacity(graph.stages.len());
         for stage in &graph.stages {
@@ -196,73 +217,81 @@ impl RunShape {
             all.extend(stage.params());
             params.push(all.len() - before);
         }
+
         let stages = graph.stages.iter();
         let stale = stages
             .map(|stage| stage.freshness() == Freshness::Stale)
             .collect();
-        let mut take = |Bundle { structure, leaves }: Bundle| {
+
+        let mut take = |ErasedTree { structure, leaves }: ErasedTree| {
             all.extend(leaves);
             structure
         };
-        let one = |Parts { x, side, keys, .. }: Parts| {
+        let mut shapes = Vec::with_capacity(microbatches.len());
+        for ErasedMicrobatch { x, side, keys, .. } in microbatches {
             let x = take(x);
-            let mut side: Vec<(usize, Bundle)> = side.into_iter().collect();
-            side.sort_unstable_by_key(|(stage, _)| *stage);
-            let side = side
-                .into_iter()
-                .map(|(stage, side)| (stage, take(side)))
-                .collect();
+            let side: BTreeMap<usize, ErasedTree> = side.into_iter().collect();
+            let side = side.into_iter();
+            let side = side.map(|(stage, side)| (stage, take(side))).collect();
             let (stages, keys): (Vec<usize>, Vec<MpmdArray>) = keys.into_iter().unzip();
-            take(Bundle::of(keys));
-            MicrobatchShape {
+            take(ErasedTree::of(keys));
+            shapes.push(MicrobatchShape {
                 x,
                 side,
                 keys: stages,
-            }
+            });
+        }
+        let layout = Self {
+            params,
+            stale,
+            microbatches: shapes,
         };
-        let microbatches = microbatches.into_iter().map(one).collect();
-        (
-            Self {
-                params,
-                stale,
-                microbatches,
-            },
-            all,
-        )
+        TakenApart {
+            layout,
+            arrays: all,
+        }
     }
 
     /// Sets the parameters of all stages to the first of the arrays. Returns the microbatches, made
     /// of the other arrays.
-    fn put_together(&self, graph: &mut StageGraph, all: Vec<MpmdArray>) -> Result<Vec<Parts>> {
+    fn put_together(
+        &self,
+        graph: &mut StageGraph,
+        all: Vec<MpmdArray>,
+    ) -> Result<Vec<ErasedMicrobatch>> {
         let mut all = all.into_iter();
         for (stage, own) in graph.stages.iter_mut().zip(&self.params) {
             stage.set_params(all.by_ref().take(*own).collect())?;
         }
+
         // These are the same values as before.
         for (stage, stale) in graph.stages.iter_mut().zip(&self.stale) {
             stage.set_stale(*stale);
         }
-        let mut one = |MicrobatchShape { x, side, keys }: &MicrobatchShape| {
-            let mut bundle = |structure: &Structure| {
-                let leaves = all.by_ref().take(structure.leaves()).collect();
-                Bundle {
-                    structure: structure.clone(),
-                    leaves,
-                }
-            };
-            let x = bundle(x);
+
+        let mut microbatches = Vec::with_capacity(self.microbatches.len());
+        for MicrobatchShape { x, side, keys } in &self.microbatches {
+            let x = next_tree(x, &mut all);
             let side = side
                 .iter()
-                .map(|(stage, side)| (*stage, bundle(side)))
+                .map(|(stage, side)| (*stage, next_tree(side, &mut all)))
                 .collect();
-            Parts {
+            microbatches.push(ErasedMicrobatch {
                 x,
                 side,
                 key: None,
                 keys: keys.iter().copied().zip(all.by_ref()).collect(),
-            }
-        };
-        Ok(self.microbatches.iter().map(&mut one).collect())
+            });
+        }
+        Ok(microbatches)
+    }
+}
+
+/// Returns a tree of this structure, made of the next arrays.
+fn next_tree(structure: &Structure, arrays: &mut impl Iterator<Item = MpmdArray>) -> ErasedTree {
+    ErasedTree {
+        structure: structure.clone(),
+        leaves: arrays.take(structure.leaves()).collect(),
     }
 }
 
@@ -274,33 +303,36 @@ pub(super) struct StepLayout {
     paths: Vec<Vec<String>>,
 }
 
-impl Results for StepOutput {
+impl RunResults for StepOutput {
     type Layout = StepLayout;
 
-    fn take_apart(self) -> (StepLayout, Vec<MpmdArray>) {
+    fn take_apart(self) -> TakenApart<StepLayout> {
         let Self {
             loss,
             losses,
             gradients,
         } = self;
-        let (mut all, mut structures) = (Vec::new(), Vec::with_capacity(1 + losses.len()));
+        let mut all = Vec::new();
+        let mut structures = Vec::with_capacity(1 + losses.len());
         for loss in std::iter::once(loss).chain(losses) {
             structures.push(loss.structure());
             all.extend(loss.into_leaves());
         }
+
         let mut paths = Vec::with_capacity(gradients.len());
         for stage in gradients {
             let (names, arrays): (Vec<String>, Vec<MpmdArray>) = stage.into_iter().unzip();
             paths.push(names);
             all.extend(arrays);
         }
-        (
-            StepLayout {
+
+        TakenApart {
+            layout: StepLayout {
                 losses: structures,
                 paths,
             },
-            all,
-        )
+            arrays: all,
+        }
     }
 
     /// Panics if there are fewer arrays.
@@ -314,6 +346,7 @@ impl Results for StepOutput {
             let leaves = (0..structure.leaves()).map(|_| next());
             Loss::from_leaves(structure, leaves).expect("it is as when it was captured")
         };
+
         let mut losses = layout.losses.iter().map(loss).collect::<VecDeque<_>>();
         let whole = losses.pop_front().expect("a step has a loss");
         let losses = losses.into();
@@ -330,28 +363,25 @@ impl Results for StepOutput {
     }
 }
 
-impl Results for Vec<Bundle> {
+impl RunResults for Vec<ErasedTree> {
     /// The structure of the outputs of each microbatch.
     type Layout = Vec<Structure>;
 
-    fn take_apart(self) -> (Vec<Structure>, Vec<MpmdArray>) {
-        let mut all = Vec::new();
-        let structure = |Bundle { structure, leaves }| {
-            all.extend(leaves);
-            structure
-        };
-        (self.into_iter().map(structure).collect(), all)
+    fn take_apart(self) -> TakenApart<Vec<Structure>> {
+        let mut layout = Vec::with_capacity(self.len());
+        let mut arrays = Vec::new();
+        for ErasedTree { structure, leaves } in self {
+            layout.push(structure);
+            arrays.extend(leaves);
+        }
+        TakenApart { layout, arrays }
     }
 
     fn put_together(layout: &Vec<Structure>, arrays: Vec<MpmdArray>) -> Self {
         let mut all = arrays.into_iter();
-        let bundle = |structure: &Structure| {
-            let leaves = all.by_ref().take(structure.leaves()).collect();
-            Bundle {
-                structure: structure.clone(),
-                leaves,
-            }
-        };
-        layout.iter().map(bundle).collect()
+        layout
+            .iter()
+            .map(|structure| next_tree(structure, &mut all))
+            .collect()
     }
 }

@@ -2,13 +2,13 @@
 
 use std::fmt::Write as _;
 
-use super::bound_stage::{BoundStage, Forwarded, PassOf};
-use super::bundle::{Bundle, put_each};
+use super::bound_stage::{BoundStage, PassData};
 use super::context::Mode;
-use super::graph::{StageGraph, label};
+use super::erased_tree::{ErasedTree, put_each};
+use super::graph::{InputPart, StageGraph, StageParam, label};
 use super::kernels::{AddArrays, add};
 use super::links::check_all_read;
-use super::microbatch::Parts;
+use super::microbatch::ErasedMicrobatch;
 use super::stage::{Loss, Passes};
 use crate::api::jit::Jit;
 use crate::api::program::Program;
@@ -58,6 +58,8 @@ impl Kernel for AddLoss {
                 names(one)
             )));
         }
+
+        // The sum is computed in place.
         let paths = sum.structure().paths();
         Ok(paths
             .into_iter()
@@ -85,49 +87,74 @@ impl Kernel for AddLoss {
     }
 }
 
-/// The numbers of passes of a step that are still to come at a stage.
+/// A microbatch at a stage: the place of an action in a step.
+#[derive(Clone, Copy, Debug)]
+struct StageMicrobatch {
+    stage: usize,
+    microbatch: usize,
+}
+
+/// Counts of a stage's passes in a step.
 #[derive(Clone, Copy, Default)]
-struct Uses {
+struct PassCounts {
     /// Passes that read the stage's parameters.
-    params: usize,
+    reads_params: usize,
     /// Passes that add to the gradients of the stage's parameters.
-    weights: usize,
+    adds_gradients: usize,
 }
 
 /// Data of a microbatch at a stage between its passes.
 #[derive(Default)]
-struct Held {
+struct MicrobatchState {
     /// The parts of the stage's input that have arrived; `None` for the missing ones.
-    parts: Vec<Option<Bundle>>,
+    parts: Vec<Option<ErasedTree>>,
     /// The stage's input, kept for recomputing the forward pass.
-    x: Option<Bundle>,
-    side: Option<Bundle>,
-    of: PassOf,
+    x: Option<ErasedTree>,
+    side: Option<ErasedTree>,
+    pass: PassData,
     /// The number of leaves of each part of the stage's input.
-    leaves: Vec<usize>,
+    part_leaves: Vec<usize>,
+    /// The structure of the stage's outputs, once the forward pass is issued.
     outputs: Option<Structure>,
-    residual: Option<Bundle>,
+    residual: Option<ErasedTree>,
     /// Gradients of the stage's outputs that have arrived from the reading stages.
-    gradients: Vec<Arrived>,
-    weight_residual: Option<Bundle>,
+    gradients: Vec<ArrivedGradient>,
+    weight_residual: Option<ErasedTree>,
 }
 
-struct Arrived {
-    from: (usize, usize),
+/// The states of all microbatches at all stages.
+struct MicrobatchStates {
+    /// All microbatches of the first stage, then those of the next one.
+    all: Vec<MicrobatchState>,
+    microbatches: usize,
+}
+
+/// A gradient of some of a stage's outputs, from one of the stages that read them.
+struct ArrivedGradient {
+    /// The part of the reader's input that the gradient belongs to.
+    from: InputPart,
+    /// Index of the first leaf among the leaves of the stage's outputs.
     first: usize,
-    gradient: Bundle,
+    gradient: ErasedTree,
 }
 
 /// The state of a running step.
 struct RunningStep<'a> {
     graph: &'a mut StageGraph,
     program: &'a mut Program,
-    /// Indexed by stage and microbatch.
-    held: Vec<Held>,
-    microbatches: usize,
+    /// The actions of the step, in the order in which all processes issue them.
+    order: &'a [Action],
+    /// True in a training step, false if only forward passes run.
     trains: bool,
-    gradients: Vec<Option<Bundle>>,
+    states: MicrobatchStates,
+    /// The passes that are still to come, indexed by stage.
+    remaining: Vec<PassCounts>,
+    /// The gradients so far, summed over the microbatches, indexed by stage.
+    gradients: Vec<Option<ErasedTree>>,
+    /// The last stage's losses in a training step, indexed by microbatch.
     losses: Vec<Option<Loss<MpmdArray>>>,
+    /// The last stage's outputs outside of training, indexed by microbatch.
+    outputs: Vec<Option<ErasedTree>>,
 }
 
 /// Returns the schedule that is run. In `schedule`'s copy, stages that fuse their gradients have
@@ -138,6 +165,9 @@ pub(super) fn effective(graph: &StageGraph, schedule: &Schedule) -> Result<Sched
     if !graph.ascending {
         return Ok(schedule);
     }
+
+    // To come in order, a weight gradient may have been split off its input gradient. A stage that
+    // fuses them cannot do that.
     let ascending = mpmd_schedule::ascending(&schedule)?;
     let split = |action: &&Action| action.kind == ActionKind::BackwardInput && fused(action.stage);
     match ascending.rows().iter().flatten().find(split) {
@@ -163,17 +193,20 @@ const COMPARED: usize = 64;
 /// first that the schedule trains this pipeline. Does not compare while the program captures.
 pub(super) fn compare(
     known: &mut Option<Schedule>,
-    (graph, microbatches): (&StageGraph, usize),
+    graph: &StageGraph,
     program: &mut Program,
     schedule: &Schedule,
+    microbatches: usize,
 ) -> Result<()> {
     check_training(graph, schedule, microbatches)?;
     // A replay could not repeat the comparison, so a capture must not contain it.
     if known.as_ref() == Some(schedule) || program.capture.is_some() {
         return Ok(());
     }
-    // Before anything is issued.
+
+    // An error of the schedule must show before anything is issued.
     effective(graph, schedule)?;
+
     let together = schedule.ranks().div_ceil(COMPARED);
     for (index, rows) in schedule.rows().chunks(together).enumerate() {
         let mut text = format!("of schedule {}:", schedule.name());
@@ -189,17 +222,19 @@ pub(super) fn compare(
     Ok(())
 }
 
+/// Issues a training step in the order of `schedule`.
 pub(super) fn train_step(
     graph: &mut StageGraph,
     program: &mut Program,
     schedule: &Schedule,
-    microbatches: Vec<Parts>,
+    microbatches: Vec<ErasedMicrobatch>,
 ) -> Result<StepOutput> {
     check_training(graph, schedule, microbatches.len())?;
     let schedule = effective(graph, schedule)?;
     let mut order = schedule.global_order()?;
     order.retain(|action| action.kind == ActionKind::Forward || graph.trains[action.stage]);
-    let output = RunningStep::new(graph, program, microbatches, true).train(&order);
+
+    let output = RunningStep::new(graph, program, &order, microbatches, true).train();
     if output.is_err() {
         graph.release();
     }
@@ -212,40 +247,45 @@ pub(super) fn forward_all(
     graph: &mut StageGraph,
     program: &mut Program,
     schedule: &Schedule,
-    microbatches: Vec<Parts>,
-) -> Result<Vec<Bundle>> {
+    microbatches: Vec<ErasedMicrobatch>,
+) -> Result<Vec<ErasedTree>> {
     let mut order = schedule.global_order()?;
     order.retain(|action| action.kind == ActionKind::Forward);
-    let outputs = RunningStep::new(graph, program, microbatches, false).forward_all(&order);
-    if outputs.is_err() {
-        graph.release();
-    }
-    outputs
+    forward_in_order(graph, program, &order, microbatches)
 }
 
 /// Runs each microbatch through all stages in order, and returns the outputs of the last stage.
 pub(super) fn forward(
     graph: &mut StageGraph,
     program: &mut Program,
-    microbatches: Vec<Parts>,
-) -> Result<Vec<Bundle>> {
-    let stages = 0..graph.stages.len();
-    let pass = |microbatch| {
-        let kind = ActionKind::Forward;
-        stages.clone().map(move |stage| Action {
+    microbatches: Vec<ErasedMicrobatch>,
+) -> Result<Vec<ErasedTree>> {
+    let mut order = Vec::with_capacity(microbatches.len() * graph.stages.len());
+    for microbatch in 0..microbatches.len() {
+        order.extend((0..graph.stages.len()).map(|stage| Action {
             stage,
-            kind,
+            kind: ActionKind::Forward,
             microbatch,
-        })
-    };
-    let order: Vec<Action> = (0..microbatches.len()).flat_map(pass).collect();
-    let outputs = RunningStep::new(graph, program, microbatches, false).forward_all(&order);
+        }));
+    }
+    forward_in_order(graph, program, &order, microbatches)
+}
+
+/// Runs the forward passes of `order`, which has no others. Returns the outputs of each microbatch.
+fn forward_in_order(
+    graph: &mut StageGraph,
+    program: &mut Program,
+    order: &[Action],
+    microbatches: Vec<ErasedMicrobatch>,
+) -> Result<Vec<ErasedTree>> {
+    let outputs = RunningStep::new(graph, program, order, microbatches, false).forward_all();
     if outputs.is_err() {
         graph.release();
     }
     outputs
 }
 
+/// Returns an error if the schedule cannot train this pipeline with this number of microbatches.
 fn check_training(graph: &StageGraph, schedule: &Schedule, microbatches: usize) -> Result<()> {
     graph.check_trains()?;
     check(graph, schedule, microbatches)?;
@@ -262,7 +302,8 @@ fn check_training(graph: &StageGraph, schedule: &Schedule, microbatches: usize) 
 /// Returns an error if the schedule is for another number of stages or microbatches.
 pub(super) fn check(graph: &StageGraph, schedule: &Schedule, microbatches: usize) -> Result<()> {
     graph.check_stages(schedule)?;
-    let (name, expected) = (schedule.name(), schedule.microbatches());
+    let name = schedule.name();
+    let expected = schedule.microbatches();
     if expected == microbatches {
         return Ok(());
     }
@@ -283,23 +324,71 @@ fn role(kind: ActionKind) -> Role {
     }
 }
 
-/// Returns, for each stage, the number of passes that read its parameters and of those that add to
-/// its gradients.
-fn uses(stages: usize, order: &[Action]) -> Vec<Uses> {
-    let mut uses = vec![Uses::default(); stages];
-    for action in order {
-        let (params, weights) = counted(action.kind);
-        uses[action.stage].params += params;
-        uses[action.stage].weights += weights;
+impl StageMicrobatch {
+    /// Returns the place of an action.
+    fn of(action: &Action) -> Self {
+        Self {
+            stage: action.stage,
+            microbatch: action.microbatch,
+        }
     }
-    uses
 }
 
-fn counted(kind: ActionKind) -> (usize, usize) {
-    match kind {
-        ActionKind::Forward | ActionKind::BackwardInput => (1, 0),
-        ActionKind::BackwardWeight => (0, 1),
-        ActionKind::Backward => (1, 1),
+impl PassCounts {
+    /// Counts the passes of one action.
+    fn of(kind: ActionKind) -> Self {
+        let (reads_params, adds_gradients) = match kind {
+            ActionKind::Forward | ActionKind::BackwardInput => (1, 0),
+            ActionKind::BackwardWeight => (0, 1),
+            ActionKind::Backward => (1, 1),
+        };
+        Self {
+            reads_params,
+            adds_gradients,
+        }
+    }
+
+    /// Counts the passes of each of the stages in `order`.
+    fn of_stages(stages: usize, order: &[Action]) -> Vec<Self> {
+        let mut counts = vec![Self::default(); stages];
+        for action in order {
+            let one = Self::of(action.kind);
+            counts[action.stage].reads_params += one.reads_params;
+            counts[action.stage].adds_gradients += one.adds_gradients;
+        }
+        counts
+    }
+}
+
+impl MicrobatchStates {
+    /// Creates the states before a step: the input of the first stage, the side inputs and the keys
+    /// are there.
+    fn new(stages: usize, microbatches: Vec<ErasedMicrobatch>) -> Self {
+        let count = microbatches.len();
+        let mut states = Self {
+            all: (0..stages * count)
+                .map(|_| MicrobatchState::default())
+                .collect(),
+            microbatches: count,
+        };
+
+        for (microbatch, parts) in microbatches.into_iter().enumerate() {
+            let at = |stage| StageMicrobatch { stage, microbatch };
+            states.at(at(0)).parts = vec![Some(parts.x)];
+            for (stage, side) in parts.side {
+                if stage < stages {
+                    states.at(at(stage)).side = Some(side);
+                }
+            }
+            for (stage, key) in parts.keys {
+                states.at(at(stage)).pass.key = Some(key);
+            }
+        }
+        states
+    }
+
+    fn at(&mut self, at: StageMicrobatch) -> &mut MicrobatchState {
+        &mut self.all[at.stage * self.microbatches + at.microbatch]
     }
 }
 
@@ -307,107 +396,41 @@ impl<'a> RunningStep<'a> {
     fn new(
         graph: &'a mut StageGraph,
         program: &'a mut Program,
-        microbatches: Vec<Parts>,
+        order: &'a [Action],
+        microbatches: Vec<ErasedMicrobatch>,
         trains: bool,
     ) -> Self {
-        let (stages, count) = (graph.stages.len(), microbatches.len());
-        let mut held: Vec<Held> = (0..stages * count).map(|_| Held::default()).collect();
-        for (microbatch, parts) in microbatches.into_iter().enumerate() {
-            held[microbatch].parts = vec![Some(parts.x)];
-            for (stage, side) in parts.side {
-                if stage < stages {
-                    held[stage * count + microbatch].side = Some(side);
-                }
-            }
-            for (stage, key) in parts.keys {
-                held[stage * count + microbatch].of.key = Some(key);
-            }
-        }
+        let stages = graph.stages.len();
+        let count = microbatches.len();
+        let states = MicrobatchStates::new(stages, microbatches);
+
         // A failed step may have left gathered parameters.
         graph.release();
         Self {
             program,
-            held,
-            microbatches: count,
+            order,
             trains,
+            states,
+            remaining: PassCounts::of_stages(stages, order),
             gradients: (0..stages).map(|_| None).collect(),
             losses: (0..count).map(|_| None).collect(),
+            outputs: (0..count).map(|_| None).collect(),
             graph,
         }
     }
 
-    fn held(&mut self, (stage, microbatch): (usize, usize)) -> &mut Held {
-        &mut self.held[stage * self.microbatches + microbatch]
-    }
-
-    fn label(&mut self, (stage, microbatch): (usize, usize), role: Role) {
-        label(self.program, (stage, Some(microbatch)), role);
-    }
-
-    fn train(mut self, order: &[Action]) -> Result<StepOutput> {
-        let stages = self.graph.stages.len();
-        let last = stages - 1;
-        let mut left = uses(stages, order);
-        for action in order {
-            let key = (action.stage, action.microbatch);
-            // Labels the position of the step for errors.
-            self.label(key, role(action.kind));
-            if action.kind != ActionKind::BackwardWeight {
-                self.graph.make_ready(self.program, action.stage)?;
-            }
-            match action.kind {
-                ActionKind::Forward => {
-                    let y = self.forward_pass(key)?;
-                    if !self.graph.trains[action.stage] {
-                        *self.held(key) = Held::default();
-                    }
-                    if action.stage == last {
-                        self.take_loss(key, y)?;
-                    } else {
-                        self.send_outputs(key, &y)?;
-                    }
-                }
-                ActionKind::BackwardInput => self.input_pass(key, false)?,
-                ActionKind::BackwardWeight => self.weight_pass(key)?,
-                ActionKind::Backward => {
-                    let fuses = self.graph.stages[action.stage].fuses();
-                    self.input_pass(key, fuses)?;
-                    if !fuses {
-                        self.weight_pass(key)?;
-                    }
-                }
-            }
-            let (params, weights) = counted(action.kind);
-            let left = &mut left[action.stage];
-            (left.params, left.weights) = (left.params - params, left.weights - weights);
-            if left.params == 0 {
-                self.graph.stages[action.stage].release();
-            }
-            if weights > 0 && left.weights == 0 {
-                self.reduce(action.stage)?;
-            }
-        }
+    /// Runs a training step.
+    fn train(mut self) -> Result<StepOutput> {
+        self.run_actions()?;
         self.add_tied()?;
+
+        let last = self.last_stage();
         let losses: Vec<Loss<MpmdArray>> = self.losses.into_iter().flatten().collect();
-        label(self.program, (last, None), Role::Loss);
+        label(self.program, last, None, Role::Loss);
         let loss = sum_losses(&self.graph.stages[last], self.program, &losses)?;
-        let gradients = self
-            .gradients
-            .into_iter()
-            .enumerate()
-            .map(|(stage, gradients)| {
-                let stage = &self.graph.stages[stage];
-                let (paths, own) = (stage.paths(), stage.own());
-                let leaves = gradients
-                    .map(|gradients| gradients.leaves)
-                    .unwrap_or_default();
-                let trained = |place: &usize| own.contains(place) && !stage.frozen()[*place];
-                let pairs = paths.into_iter().zip(leaves).enumerate();
-                pairs
-                    .filter(|(place, _)| trained(place))
-                    .map(|(_, pair)| pair)
-                    .collect()
-            });
+
+        let stages = self.graph.stages.iter().zip(self.gradients);
+        let gradients = stages.map(|(stage, gradients)| trained_gradients(stage, gradients));
         Ok(StepOutput {
             loss,
             losses,
@@ -415,234 +438,335 @@ impl<'a> RunningStep<'a> {
         })
     }
 
-    fn forward_all(mut self, order: &[Action]) -> Result<Vec<Bundle>> {
-        let last = self.graph.stages.len() - 1;
-        let mut left = uses(last + 1, order);
-        let mut outputs: Vec<Option<Bundle>> = (0..self.microbatches).map(|_| None).collect();
-        for Action {
-            stage, microbatch, ..
-        } in order.iter().copied()
-        {
-            let key = (stage, microbatch);
-            self.label(key, Role::Forward);
-            self.graph.make_ready(self.program, stage)?;
-            let y = self.forward_pass(key)?;
+    /// Runs the forward passes, and returns the last stage's outputs for each microbatch.
+    fn forward_all(mut self) -> Result<Vec<ErasedTree>> {
+        self.run_actions()?;
+        Ok(self.outputs.into_iter().flatten().collect())
+    }
+
+    fn run_actions(&mut self) -> Result<()> {
+        for action in self.order {
+            self.run_action(action)?;
+            self.finish_action(action)?;
+        }
+        Ok(())
+    }
+
+    /// Issues the operations of one action of the schedule.
+    fn run_action(&mut self, action: &Action) -> Result<()> {
+        let at = StageMicrobatch::of(action);
+        // An error of the operations up to the next label names this place.
+        self.label(at, role(action.kind));
+        if action.kind != ActionKind::BackwardWeight {
+            self.graph.make_ready(self.program, at.stage)?;
+        }
+
+        match action.kind {
+            ActionKind::Forward => self.run_forward(at),
+            ActionKind::BackwardInput => self.run_backward_input(at, false),
+            ActionKind::BackwardWeight => self.run_backward_weight(at),
+            ActionKind::Backward => self.run_backward(at),
+        }
+    }
+
+    /// Counts an action as done. Drops a stage's gathered parameters after the last pass that reads
+    /// them, and reduces its gradients after the last pass that adds to them.
+    fn finish_action(&mut self, action: &Action) -> Result<()> {
+        let done = PassCounts::of(action.kind);
+        let remaining = &mut self.remaining[action.stage];
+        remaining.reads_params -= done.reads_params;
+        remaining.adds_gradients -= done.adds_gradients;
+        let is_reduced = done.adds_gradients > 0 && remaining.adds_gradients == 0;
+
+        if remaining.reads_params == 0 {
+            self.graph.stages[action.stage].release();
+        }
+        if is_reduced {
+            self.reduce_gradients(action.stage)?;
+        }
+        Ok(())
+    }
+
+    /// Runs the action [`ActionKind::Forward`]: computes the outputs, and gives them to the readers
+    /// or, on the last stage, to the results of the step.
+    fn run_forward(&mut self, at: StageMicrobatch) -> Result<()> {
+        let y = self.forward_pass(at)?;
+        if !self.trains || !self.graph.trains[at.stage] {
             // No backward pass will read the residuals.
-            *self.held(key) = Held::default();
-            if stage == last {
-                outputs[microbatch] = Some(y);
-            } else {
-                self.send_outputs(key, &y)?;
-            }
-            left[stage].params -= 1;
-            if left[stage].params == 0 {
-                self.graph.stages[stage].release();
-            }
+            *self.states.at(at) = MicrobatchState::default();
         }
-        Ok(outputs.into_iter().flatten().collect())
+
+        if at.stage != self.last_stage() {
+            return self.send_outputs(at, &y);
+        }
+        if self.trains {
+            return self.take_loss(at, y);
+        }
+        self.outputs[at.microbatch] = Some(y);
+        Ok(())
     }
 
-    /// Runs the forward pass of `key`, (stage, microbatch), and returns the stage's outputs.
-    fn forward_pass(&mut self, key: (usize, usize)) -> Result<Bundle> {
-        let held = self.held(key);
-        let parts: Option<Vec<Bundle>> = std::mem::take(&mut held.parts).into_iter().collect();
-        let side = held.side.take().unwrap_or_else(Bundle::empty);
-        let parts = there(parts.filter(|parts| !parts.is_empty()), key, "input")?;
-        held.leaves = parts.iter().map(|part| part.leaves.len()).collect();
-        let structure = parts.iter().map(|part| part.structure.clone()).collect();
-        let structure = self.graph.feeds[key.0].structure(structure);
-        let x = Bundle {
-            structure,
+    /// Runs the action [`ActionKind::Backward`]: both gradients, in one kernel if the stage fuses
+    /// them.
+    fn run_backward(&mut self, at: StageMicrobatch) -> Result<()> {
+        let fuses = self.graph.stages[at.stage].fuses();
+        self.run_backward_input(at, fuses)?;
+        if !fuses {
+            self.run_backward_weight(at)?;
+        }
+        Ok(())
+    }
+
+    /// Runs the action [`ActionKind::BackwardInput`]: computes the input gradient of a microbatch
+    /// at a stage, and sends it. With `fused`, the same kernel computes the weight gradient.
+    fn run_backward_input(&mut self, at: StageMicrobatch, fused: bool) -> Result<()> {
+        let role = if fused {
+            Role::Backward
+        } else {
+            Role::BackwardInput
+        };
+        let residual = self.take_residual(at)?;
+        let dy = self.take_output_gradient(at, role)?;
+
+        self.label(at, role);
+        let pass = self.states.at(at).pass.clone();
+        // Without parameters there is no gradient to add to.
+        let so_far = fused.then(|| {
+            self.gradients[at.stage]
+                .take()
+                .filter(|so_far| !so_far.leaves.is_empty())
+        });
+        let stage = &mut self.graph.stages[at.stage];
+        let output = stage.backward(self.program, &pass, residual, dy, so_far)?;
+
+        match output.gradient {
+            Some(gradient) => self.gradients[at.stage] = Some(gradient),
+            None => self.states.at(at).weight_residual = Some(output.weight_residual),
+        }
+        self.send_gradients(at, output.dx)
+    }
+
+    /// Runs the action [`ActionKind::BackwardWeight`]: adds the weight gradient of a microbatch to
+    /// the stage's gradients so far.
+    fn run_backward_weight(&mut self, at: StageMicrobatch) -> Result<()> {
+        let state = self.states.at(at);
+        let pass = state.pass.clone();
+        let weight_residual = required(state.weight_residual.take(), at, "weight residual")?;
+        if !self.graph.has_trained(at.stage) {
+            return Ok(());
+        }
+
+        self.label(at, Role::BackwardWeight);
+        let so_far = self.gradients[at.stage].take();
+        let stage = &mut self.graph.stages[at.stage];
+        let sum = stage.backward_weight(self.program, &pass, weight_residual, so_far)?;
+        self.gradients[at.stage] = Some(sum);
+        Ok(())
+    }
+
+    fn last_stage(&self) -> usize {
+        self.graph.stages.len() - 1
+    }
+
+    /// Labels the operations that are issued from now on.
+    fn label(&mut self, at: StageMicrobatch, role: Role) {
+        label(self.program, at.stage, Some(at.microbatch), role);
+    }
+
+    /// Runs a forward pass, and returns the stage's outputs. Stores the residuals, or the inputs
+    /// that take their place.
+    fn forward_pass(&mut self, at: StageMicrobatch) -> Result<ErasedTree> {
+        let side = self.states.at(at).side.take();
+        let side = side.unwrap_or_else(ErasedTree::empty);
+        let x = self.take_input(at)?;
+
+        self.label(at, Role::Forward);
+        let mode = self.forward_mode(at.stage);
+        let key = self.states.at(at).pass.key.clone();
+        let stage = &mut self.graph.stages[at.stage];
+        let forwarded = stage.forward(self.program, &x, &side, mode, key)?;
+
+        let recomputes = self.graph.recomputes[at.stage];
+        let state = self.states.at(at);
+        state.pass.kernels = forwarded.kernels;
+        state.outputs = Some(forwarded.y.structure.clone());
+        match forwarded.residual {
+            None => state.residual = Some(ErasedTree::pair(x, side)),
+            Some(_) if recomputes => {
+                state.x = Some(x);
+                state.side = Some(side);
+            }
+            Some(residual) => state.residual = Some(residual),
+        }
+        Ok(forwarded.y)
+    }
+
+    /// Returns the mode in which the forward passes of a stage run in this step.
+    fn forward_mode(&self, stage: usize) -> Mode {
+        if !self.trains {
+            Mode::Evaluation
+        } else if !self.graph.trains[stage] {
+            Mode::ForwardOnly
+        } else if self.graph.recomputes[stage] {
+            Mode::Recomputed
+        } else {
+            Mode::Training
+        }
+    }
+
+    /// Returns a stage's input, made of the parts that have arrived. A missing part is an error.
+    fn take_input(&mut self, at: StageMicrobatch) -> Result<ErasedTree> {
+        let state = self.states.at(at);
+        let parts: Option<Vec<ErasedTree>> = std::mem::take(&mut state.parts).into_iter().collect();
+        let parts = required(parts.filter(|parts| !parts.is_empty()), at, "input")?;
+        state.part_leaves = parts.iter().map(|part| part.leaves.len()).collect();
+
+        let structures = parts.iter().map(|part| part.structure.clone()).collect();
+        Ok(ErasedTree {
+            structure: self.graph.feeds[at.stage].structure(structures),
             leaves: parts.into_iter().flat_map(|part| part.leaves).collect(),
-        };
-        self.label(key, Role::Forward);
-        let recomputes = self.graph.recomputes[key.0];
-        let mode = match self.trains {
-            false => Mode::Evaluation,
-            true if !self.graph.trains[key.0] => Mode::ForwardOnly,
-            true if recomputes => Mode::Recomputed,
-            true => Mode::Training,
-        };
-        let random = self.held(key).of.key.clone();
-        let stage = &mut self.graph.stages[key.0];
-        let Forwarded {
-            y,
-            residual,
-            kernels,
-        } = stage.forward(self.program, (&x, &side), (mode, random))?;
-        let held = self.held(key);
-        held.of.kernels = kernels;
-        held.outputs = Some(y.structure.clone());
-        match residual {
-            None => held.residual = Some(Bundle::pair(x, side)),
-            Some(_) if recomputes => (held.x, held.side) = (Some(x), Some(side)),
-            Some(residual) => held.residual = Some(residual),
-        }
-        Ok(y)
+        })
     }
 
-    /// Sends the outputs `y` of `key`, (stage, microbatch), to all stages that read them. An output
-    /// that no stage reads is an error.
-    fn send_outputs(&mut self, key: (usize, usize), y: &Bundle) -> Result<()> {
-        let (stage, microbatch) = key;
-        self.label(key, Role::SendForward);
-        let readers = &self.graph.readers[stage];
+    /// Sends the outputs `y` of a stage to all stages that read them. An output that no stage reads
+    /// is an error.
+    fn send_outputs(&mut self, at: StageMicrobatch, y: &ErasedTree) -> Result<()> {
+        self.label(at, Role::SendForward);
+        let readers = &self.graph.readers[at.stage];
         check_all_read(
-            stage,
+            at.stage,
             &y.structure,
             readers
                 .iter()
-                .map(|(to, part)| &self.graph.feeds[*to].parts[*part]),
+                .map(|reader| &self.graph.feeds[reader.stage].parts[reader.part]),
         )?;
-        for (to, part) in readers.iter().copied() {
-            let feed = &self.graph.feeds[to];
-            let moved = feed.parts[part]
-                .of(y)?
-                .put(self.program, self.graph.stages[to].input())?;
-            let parts = &mut self.held[to * self.microbatches + microbatch].parts;
+
+        for reader in readers {
+            let feed = &self.graph.feeds[reader.stage];
+            let input = self.graph.stages[reader.stage].input();
+            let moved = feed.parts[reader.part].of(y)?.put(self.program, input)?;
+
+            let to = StageMicrobatch {
+                stage: reader.stage,
+                ..at
+            };
+            let parts = &mut self.states.at(to).parts;
             parts.resize(feed.parts.len(), None);
-            parts[part] = Some(moved);
+            parts[reader.part] = Some(moved);
         }
         Ok(())
     }
 
     /// Stores the loss of a microbatch, and seeds its gradient: 1 for the loss, 0 for its weight
     /// and its metrics.
-    fn take_loss(&mut self, key: (usize, usize), y: Bundle) -> Result<()> {
+    fn take_loss(&mut self, at: StageMicrobatch, y: ErasedTree) -> Result<()> {
         let loss: Loss<MpmdArray> = y.into_tree("output")?;
         loss.map_ref(&mut |array| array.aval().clone()).check()?;
+
         let seed = |array: &MpmdArray, value: f64| match array.dtype() {
             DType::F64 => MpmdArray::scalar(value),
             _ => MpmdArray::scalar(value as f32),
         };
         let mut gradient = loss.map_ref(&mut |array| seed(array, 0.0));
         gradient.sum = seed(&loss.sum, 1.0);
-        let gradient = Bundle::of(gradient);
-        self.held(key).gradients.push(Arrived {
-            from: key,
+
+        // No stage reads the last one's outputs, so this is the only gradient that arrives there.
+        self.states.at(at).gradients.push(ArrivedGradient {
+            from: InputPart {
+                stage: at.stage,
+                part: 0,
+            },
             first: 0,
-            gradient,
+            gradient: ErasedTree::of(gradient),
         });
-        self.losses[key.1] = Some(loss);
+        self.losses[at.microbatch] = Some(loss);
         Ok(())
     }
 
     /// Returns the residuals for a backward pass. Residuals that were not kept are recomputed.
-    fn residual(&mut self, key: (usize, usize)) -> Result<Bundle> {
-        let held = self.held(key);
-        if let Some(residual) = held.residual.take() {
+    fn take_residual(&mut self, at: StageMicrobatch) -> Result<ErasedTree> {
+        let state = self.states.at(at);
+        if let Some(residual) = state.residual.take() {
             return Ok(residual);
         }
-        let (x, side) = (
-            there(held.x.take(), key, "input")?,
-            there(held.side.take(), key, "side input")?,
-        );
-        let how = (Mode::Training, held.of.key.clone());
-        self.label(key, Role::Recompute);
-        let again = self.graph.stages[key.0].forward(self.program, (&x, &side), how)?;
-        there(again.residual, key, "residual")
+
+        let x = required(state.x.take(), at, "input")?;
+        let side = required(state.side.take(), at, "side input")?;
+        let key = state.pass.key.clone();
+        self.label(at, Role::Recompute);
+        let stage = &mut self.graph.stages[at.stage];
+        let again = stage.forward(self.program, &x, &side, Mode::Training, key)?;
+        required(again.residual, at, "residual")
     }
 
     /// Returns the gradient of a stage's outputs: the sum of the readers' gradients, in the order
     /// of the readers. `role` is that of the pass that needs it.
-    fn output_gradient(&mut self, key: (usize, usize), role: Role) -> Result<Bundle> {
-        let held = self.held(key);
-        let mut all = std::mem::take(&mut held.gradients);
-        let structure = there(held.outputs.take(), key, "output")?;
-        if let [Arrived { gradient, .. }] = &all[..]
+    fn take_output_gradient(&mut self, at: StageMicrobatch, role: Role) -> Result<ErasedTree> {
+        let state = self.states.at(at);
+        let mut arrived = std::mem::take(&mut state.gradients);
+        let structure = required(state.outputs.take(), at, "output")?;
+
+        // One reader of all outputs: there is nothing to add.
+        if let [ArrivedGradient { gradient, .. }] = &arrived[..]
             && gradient.structure == structure
         {
-            return Ok(all.swap_remove(0).gradient);
+            return Ok(arrived.swap_remove(0).gradient);
         }
-        all.sort_unstable_by_key(|arrived| arrived.from);
-        let mut leaves: Vec<Vec<MpmdArray>> = (0..structure.leaves()).map(|_| Vec::new()).collect();
-        for Arrived {
-            first, gradient, ..
-        } in all
-        {
-            for (leaf, gradient) in leaves[first..].iter_mut().zip(gradient.leaves) {
+
+        // The bits of a sum depend on its order, which must not be that of the arrivals.
+        arrived.sort_unstable_by_key(|arrived| arrived.from);
+        let mut summands: Vec<Vec<MpmdArray>> = vec![Vec::new(); structure.leaves()];
+        for one in arrived {
+            for (leaf, gradient) in summands[one.first..].iter_mut().zip(one.gradient.leaves) {
                 leaf.push(gradient);
             }
         }
-        self.label(key, role);
-        let sum = |arrays: Vec<MpmdArray>| {
+
+        self.label(at, role);
+        let mut leaves = Vec::with_capacity(summands.len());
+        for arrays in summands {
             let arrays = (!arrays.is_empty()).then_some(arrays);
-            self.graph
-                .add_outputs(self.program, key.0, there(arrays, key, "output gradient")?)
-        };
-        let leaves = leaves.into_iter().map(sum).collect::<Result<_>>()?;
-        Ok(Bundle { structure, leaves })
-    }
-
-    /// Computes the input gradient of a microbatch at a stage, and sends it. With `fused`, the same
-    /// kernel computes the weight gradient.
-    fn input_pass(&mut self, key: (usize, usize), fused: bool) -> Result<()> {
-        let residual = self.residual(key)?;
-        let role = if fused {
-            Role::Backward
-        } else {
-            Role::BackwardInput
-        };
-        let dy = self.output_gradient(key, role)?;
-        self.label(key, role);
-        let of = self.held(key).of.clone();
-        // Without parameters there is no gradient to add to.
-        let so_far = || {
-            self.gradients[key.0]
-                .take()
-                .filter(|so_far| !so_far.leaves.is_empty())
-        };
-        let fused = fused.then(so_far);
-        let stage = &mut self.graph.stages[key.0];
-        let output = stage.backward(self.program, &of, (residual, dy), fused)?;
-        match output.gradient {
-            Some(gradient) => self.gradients[key.0] = Some(gradient),
-            None => self.held(key).weight_residual = Some(output.weight_residual),
+            let arrays = required(arrays, at, "output gradient")?;
+            leaves.push(self.graph.add_outputs(self.program, at.stage, arrays)?);
         }
-        self.send_gradients(key, output.dx)
-    }
-
-    fn weight_pass(&mut self, key: (usize, usize)) -> Result<()> {
-        let held = self.held(key);
-        let of = held.of.clone();
-        let weight_residual = there(held.weight_residual.take(), key, "weight residual")?;
-        if !self.graph.has_trained(key.0) {
-            return Ok(());
-        }
-        self.label(key, Role::BackwardWeight);
-        let so_far = self.gradients[key.0].take();
-        let stage = &mut self.graph.stages[key.0];
-        self.gradients[key.0] =
-            Some(stage.backward_weight(self.program, &of, weight_residual, so_far)?);
-        Ok(())
+        Ok(ErasedTree { structure, leaves })
     }
 
     /// Sends the gradient of a stage's input to the stages that produced the input, and that run
     /// backward passes. Does nothing if `dx` is `None`.
-    fn send_gradients(&mut self, key: (usize, usize), dx: Option<Bundle>) -> Result<()> {
-        let (stage, microbatch) = key;
-        let leaves = std::mem::take(&mut self.held(key).leaves);
+    fn send_gradients(&mut self, at: StageMicrobatch, dx: Option<ErasedTree>) -> Result<()> {
+        let part_leaves = std::mem::take(&mut self.states.at(at).part_leaves);
         let Some(dx) = dx else { return Ok(()) };
-        self.label(key, Role::SendBackward);
+
+        self.label(at, Role::SendBackward);
         let mut dx = dx.leaves.into_iter();
-        for (part, leaves) in leaves.into_iter().enumerate() {
-            let Some(from) = self.graph.feeds[stage].parts.get(part) else {
+        for (part, leaves) in part_leaves.into_iter().enumerate() {
+            // The first stage's input has no parts: it comes from no stage.
+            let Some(source) = self.graph.feeds[at.stage].parts.get(part) else {
                 break;
             };
-            if !self.graph.trains[from.stage] {
+            if !self.graph.trains[source.stage] {
                 dx.by_ref().take(leaves).for_each(drop);
                 continue;
             }
-            let held = &mut self.held[from.stage * self.microbatches + microbatch];
-            let outputs = there(held.outputs.as_ref(), (from.stage, microbatch), "output")?;
-            let (first, structure) = (from.places(outputs)?.start, from.structure(outputs));
-            let gradient = Bundle {
-                structure,
+
+            let to = StageMicrobatch {
+                stage: source.stage,
+                ..at
+            };
+            let state = self.states.at(to);
+            let outputs = required(state.outputs.as_ref(), to, "output")?;
+            let first = source.places(outputs)?.start;
+            let gradient = ErasedTree {
+                structure: source.structure(outputs),
                 leaves: dx.by_ref().take(leaves).collect(),
             };
-            let gradient = gradient.put(self.program, self.graph.stages[from.stage].output())?;
-            held.gradients.push(Arrived {
-                from: (stage, part),
+            let gradient = gradient.put(self.program, self.graph.stages[to.stage].output())?;
+            state.gradients.push(ArrivedGradient {
+                from: InputPart {
+                    stage: at.stage,
+                    part,
+                },
                 first,
                 gradient,
             });
@@ -651,61 +775,92 @@ impl<'a> RunningStep<'a> {
     }
 
     /// Transfers a stage's finished gradients to the shardings of its stored parameters.
-    fn reduce(&mut self, stage: usize) -> Result<()> {
+    fn reduce_gradients(&mut self, stage: usize) -> Result<()> {
         let Some(finished) = self.gradients[stage].take() else {
             return Ok(());
         };
-        label(self.program, (stage, None), Role::Reduce);
-        let trained = &self.graph.stages[stage];
-        let mut to: Vec<Sharding> = (0..finished.leaves.len())
-            .map(|place| trained.place(place).sharding.clone())
-            .collect();
-        for tie in self.graph.ties.iter().filter(|tie| tie.user.0 == stage) {
-            let (owner, place) = tie.owner;
-            to[tie.user.1] = self.graph.stages[owner].place(place).sharding.clone();
-        }
-        let frozen = to.iter_mut().zip(&finished.leaves).zip(trained.frozen());
-        for ((to, gradient), _) in frozen.filter(|(_, frozen)| **frozen) {
-            // It has no elements, and stays where it is.
-            gradient
-                .sharding()
-                .into_iter()
-                .for_each(|sharding| to.clone_from(sharding));
-        }
-        let Bundle { structure, leaves } = finished;
-        self.gradients[stage] = Some(Bundle {
+        label(self.program, stage, None, Role::Reduce);
+        let to = self.gradient_shardings(stage, &finished);
+        let ErasedTree { structure, leaves } = finished;
+        self.gradients[stage] = Some(ErasedTree {
             structure,
             leaves: put_each(self.program, leaves, |place| &to[place])?,
         });
         Ok(())
     }
 
+    /// Returns the sharding to which each of a stage's finished gradients is transferred.
+    fn gradient_shardings(&self, stage: usize, finished: &ErasedTree) -> Vec<Sharding> {
+        let reduced = &self.graph.stages[stage];
+        let mut to: Vec<Sharding> = (0..finished.leaves.len())
+            .map(|place| reduced.place(place).sharding.clone())
+            .collect();
+
+        // The gradient of a tied parameter goes to the stage that stores the parameter.
+        let ties = self.graph.ties.iter();
+        for tie in ties.filter(|tie| tie.user.stage == stage) {
+            to[tie.user.place] = self.graph.stored_sharding(tie.owner).clone();
+        }
+
+        // A frozen gradient has no elements, and stays where it is.
+        let gradients = to.iter_mut().zip(&finished.leaves).zip(reduced.frozen());
+        for ((to, gradient), _) in gradients.filter(|(_, frozen)| **frozen) {
+            if let Some(sharding) = gradient.sharding() {
+                to.clone_from(sharding);
+            }
+        }
+        to
+    }
+
     /// Adds the gradients of tied parameters to those of the stages that store them, in the order
     /// of the stages.
     fn add_tied(&mut self) -> Result<()> {
         for tie in self.graph.ties.clone() {
-            let ((owner, at), (user, from)) = (tie.owner, tie.user);
-            let (Some(sums), Some(more)) = (&self.gradients[owner], &self.gradients[user]) else {
-                continue;
-            };
-            if self.graph.stages[user].frozen()[from] {
-                continue;
-            }
-            let pair = (sums.leaves[at].clone(), more.leaves[from].clone());
-            label(self.program, (owner, None), Role::Reduce);
-            let stage = &self.graph.stages[owner];
-            let add = self
-                .program
-                .jit(AddArrays)
-                .on(stage.mesh())
-                .outputs(&stage.place(at).sharding);
-            let sum = add.donate("0").build()?.call(self.program, pair)?;
-            if let Some(sums) = &mut self.gradients[owner] {
-                sums.leaves[at] = sum;
-            }
+            self.add_tied_gradient(tie.owner, tie.user)?;
         }
         Ok(())
     }
+
+    /// Adds the gradient of `user` to that of `owner`, unless `user` is frozen or one has no
+    /// gradient.
+    fn add_tied_gradient(&mut self, owner: StageParam, user: StageParam) -> Result<()> {
+        let Some(sums) = &self.gradients[owner.stage] else {
+            return Ok(());
+        };
+        let Some(more) = &self.gradients[user.stage] else {
+            return Ok(());
+        };
+        if self.graph.stages[user.stage].frozen()[user.place] {
+            return Ok(());
+        }
+
+        let sum = sums.leaves[owner.place].clone();
+        let more = more.leaves[user.place].clone();
+        label(self.program, owner.stage, None, Role::Reduce);
+        let add = self
+            .program
+            .jit(AddArrays)
+            .on(self.graph.stages[owner.stage].mesh())
+            .outputs(self.graph.stored_sharding(owner));
+        let sum = add.donate("0").build()?.call(self.program, (sum, more))?;
+
+        if let Some(sums) = &mut self.gradients[owner.stage] {
+            sums.leaves[owner.place] = sum;
+        }
+        Ok(())
+    }
+}
+
+/// Returns the gradients of the parameters that a stage stores and trains. There are none if no
+/// pass has computed them.
+fn trained_gradients(stage: &BoundStage, gradients: Option<ErasedTree>) -> Gradients {
+    let leaves = gradients.map_or_else(Vec::new, |gradients| gradients.leaves);
+    let own = stage.own();
+    let pairs = stage.paths().into_iter().zip(leaves).enumerate();
+    pairs
+        .filter(|(place, _)| own.contains(place) && !stage.frozen()[*place])
+        .map(|(_, pair)| pair)
+        .collect()
 }
 
 /// Returns the losses added in ascending order of microbatches, independent of the order of
@@ -721,6 +876,7 @@ fn sum_losses(
         .on(mesh)
         .outputs(mesh.replicated())
         .build()?;
+
     let (first, rest) = losses
         .split_first()
         .ok_or_else(|| Error::kernel("a step without microbatches"))?;
@@ -731,7 +887,8 @@ fn sum_losses(
 
 /// Returns the value, or an error that names it if it is missing. Only a schedule that bypassed the
 /// checks gets this error.
-fn there<T>(found: Option<T>, (stage, microbatch): (usize, usize), value: &str) -> Result<T> {
+fn required<T>(found: Option<T>, at: StageMicrobatch, value: &str) -> Result<T> {
+    let StageMicrobatch { stage, microbatch } = at;
     found.ok_or_else(|| {
         let problem =
             format!("the {value} of stage {stage}, microbatch {microbatch}, is not there");

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
 
-use super::bundle::Bundle;
+use super::erased_tree::ErasedTree;
 use super::graph::StageGraph;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
@@ -14,8 +14,8 @@ use mpmd_layout::tree::Tree;
 /// The shapes of one microbatch, for [`Pipeline::probe`](super::Pipeline::probe).
 #[derive(Debug)]
 pub struct MicrobatchShapes<In> {
-    x: Bundle<ShapedArray>,
-    side: BTreeMap<usize, Bundle<ShapedArray>>,
+    x: ErasedTree<ShapedArray>,
+    side: BTreeMap<usize, ErasedTree<ShapedArray>>,
     input: PhantomData<fn(In)>,
 }
 
@@ -29,7 +29,7 @@ impl<In: Tree<Leaf = MpmdArray>> MicrobatchShapes<In> {
     /// Describes a microbatch with these global shapes of the pipeline input.
     pub fn new(x: Shapes<In>) -> Self {
         Self {
-            x: Bundle::of(x),
+            x: ErasedTree::of(x),
             side: BTreeMap::new(),
             input: PhantomData,
         }
@@ -41,7 +41,7 @@ impl<In: Tree<Leaf = MpmdArray>> MicrobatchShapes<In> {
         let leaves = side.leaves().into_iter().cloned().collect();
         self.side.insert(
             stage,
-            Bundle {
+            ErasedTree {
                 structure: side.structure(),
                 leaves,
             },
@@ -50,36 +50,39 @@ impl<In: Tree<Leaf = MpmdArray>> MicrobatchShapes<In> {
     }
 }
 
-/// Has each stage infer its shapes for one microbatch. Calls `before` for each stage with its index
-/// and the shapes of its input and side inputs, before that.
+/// Calls [`Stage::infer`](super::Stage::infer) of each stage with its shapes for one microbatch,
+/// and before that `before` with the stage's index and the shapes of its input and side inputs.
 pub(super) fn infer_all<In: Tree<Leaf = MpmdArray>>(
     graph: &StageGraph,
     microbatch: &MicrobatchShapes<In>,
-    mut before: impl FnMut(usize, &Bundle<ShapedArray>, &Bundle<ShapedArray>) -> Result<()>,
+    mut before: impl FnMut(usize, &ErasedTree<ShapedArray>, &ErasedTree<ShapedArray>) -> Result<()>,
 ) -> Result<()> {
     let sides = microbatch
         .side
         .iter()
         .map(|(stage, side)| (*stage, &side.structure));
     graph.check_sides(sides).map_err(Error::kernel)?;
-    let nothing = Bundle::empty();
-    let mut outputs: Vec<Bundle<ShapedArray>> = Vec::with_capacity(graph.stages.len());
+
+    let nothing = ErasedTree::empty();
+    let mut outputs: Vec<ErasedTree<ShapedArray>> = Vec::with_capacity(graph.stages.len());
     for (index, stage) in graph.stages.iter().enumerate() {
         let feed = &graph.feeds[index];
         let x = if index == 0 {
             microbatch.x.clone()
         } else {
-            let (mut structures, mut leaves) = (Vec::new(), Vec::new());
+            let mut structures = Vec::new();
+            let mut leaves = Vec::new();
             for part in &feed.parts {
                 let part = part.of(&outputs[part.stage])?;
                 leaves.extend(part.leaves);
                 structures.push(part.structure);
             }
-            Bundle {
+            ErasedTree {
                 structure: feed.structure(structures),
                 leaves,
             }
         };
+
         let side = microbatch.side.get(&index).unwrap_or(&nothing);
         let inferred =
             before(index, &x, side).and_then(|()| stage.infer(&stage.param_shapes(), &x, side));

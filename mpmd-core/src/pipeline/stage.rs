@@ -4,8 +4,8 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 
-use super::bundle::Bundle;
 use super::context::StageContext;
+use super::erased_tree::ErasedTree;
 use crate::api::program::Program;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
@@ -203,12 +203,12 @@ pub trait Stage: Send + Sync + 'static {
     /// # Errors
     ///
     /// If the shapes do not fit together, or the trial fails.
-    fn probe(&self, program: &mut Program, at: &Probe<'_, Self>) -> Result<()> {
+    fn probe(&self, program: &mut Program, at: &StageProbe<'_, Self>) -> Result<()> {
         let _ = (program, at);
         Ok(())
     }
 
-    /// Has the passes compute in this dtype, where the parameters are f32:
+    /// Makes the passes compute in this dtype, where the parameters are f32:
     /// [`Pipeline::compute_in`](super::Pipeline::compute_in) calls it before any pass. Gradients
     /// of parameters stay f32. Default: an error.
     ///
@@ -252,7 +252,7 @@ pub trait Stage: Send + Sync + 'static {
 
 /// The place and the shapes of a stage, for [`Stage::probe`].
 #[non_exhaustive]
-pub struct Probe<'a, S: Stage + ?Sized> {
+pub struct StageProbe<'a, S: Stage + ?Sized> {
     /// The mesh of the stage.
     pub mesh: &'a Mesh,
     /// The global shapes of the parameters.
@@ -273,7 +273,8 @@ pub struct Probe<'a, S: Stage + ?Sized> {
 
 /// Returns the error for a pass that a stage does not implement.
 fn lacks<S: Stage + ?Sized>(stage: &S, pass: &str) -> Error {
-    let (name, passes) = (stage.name(), stage.passes());
+    let name = stage.name();
+    let passes = stage.passes();
     Error::kernel(format!(
         "stage {name} has `Passes::{passes:?}`, and no `{pass}`: implement it, or return other \
          `passes`"
@@ -325,7 +326,7 @@ impl SideInput {
 
 /// The global shapes of a microbatch's side inputs.
 #[derive(Debug)]
-pub struct SideShapes(pub(super) Bundle<ShapedArray>);
+pub struct SideShapes(pub(super) ErasedTree<ShapedArray>);
 
 impl SideShapes {
     /// Returns the shapes as a tree: `let labels: ShapedArray = side.tree()?`.
@@ -388,14 +389,23 @@ impl PlacedShape {
     }
 }
 
+/// A residual that is a weight residual, too, without a copy.
+#[derive(Clone, Debug)]
+pub(super) struct KeptResidual {
+    /// The path of the residual.
+    pub(super) residual: String,
+    /// The path of the weight residual.
+    pub(super) weight_residual: String,
+}
+
 /// The declaration of a stage: outputs, residuals and collectives, known before it runs.
 #[derive(Clone, Debug)]
 pub struct StageSignature<O> {
     pub(super) out: O,
     /// `None` if the stage keeps its inputs and side inputs instead.
-    pub(super) residual: Option<Bundle<PlacedShape>>,
-    pub(super) weight_residual: Bundle<PlacedShape>,
-    pub(super) keeps: Vec<(String, String)>,
+    pub(super) residual: Option<ErasedTree<PlacedShape>>,
+    pub(super) weight_residual: ErasedTree<PlacedShape>,
+    pub(super) keeps: Vec<KeptResidual>,
     pub(super) forward: Vec<Collective>,
     pub(super) backward_input: Vec<Collective>,
 }
@@ -407,7 +417,7 @@ impl<O> StageSignature<O> {
         Self {
             out,
             residual: None,
-            weight_residual: Bundle::empty(),
+            weight_residual: ErasedTree::empty(),
             keeps: Vec::new(),
             forward: Vec::new(),
             backward_input: Vec::new(),
@@ -441,14 +451,14 @@ impl<O> StageSignature<O> {
     /// [`Empty`](mpmd_layout::tree::Empty) it keeps nothing.
     #[must_use]
     pub fn residual(mut self, residual: impl Tree<Leaf = PlacedShape>) -> Self {
-        self.residual = Some(Bundle::of(residual));
+        self.residual = Some(ErasedTree::of(residual));
         self
     }
 
     /// Declares residuals that [`Stage::backward_input`] writes for [`Stage::backward_weight`].
     #[must_use]
     pub fn weight_residual(mut self, residual: impl Tree<Leaf = PlacedShape>) -> Self {
-        self.weight_residual = Bundle::of(residual);
+        self.weight_residual = ErasedTree::of(residual);
         self
     }
 
@@ -456,7 +466,10 @@ impl<O> StageSignature<O> {
     /// `weight_residual`. It is not copied.
     #[must_use]
     pub fn keep(mut self, residual: impl Into<String>, weight_residual: impl Into<String>) -> Self {
-        self.keeps.push((residual.into(), weight_residual.into()));
+        self.keeps.push(KeptResidual {
+            residual: residual.into(),
+            weight_residual: weight_residual.into(),
+        });
         self
     }
 
@@ -516,6 +529,7 @@ impl Loss<ShapedArray> {
                 "a metric of the loss has the name {name:?}: take another, in one line"
             )));
         }
+
         let metrics = self
             .metrics
             .iter()
@@ -527,6 +541,7 @@ impl Loss<ShapedArray> {
         let wrong = |(_, aval): &(String, &ShapedArray)| {
             !aval.shape().is_empty() || !matches!(aval.dtype(), DType::F32 | DType::F64)
         };
+
         match own.into_iter().chain(metrics).find(wrong) {
             None => Ok(()),
             Some((name, aval)) => Err(Error::kernel(format!(

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use mpmd_core::Simulation;
 use mpmd_core::pipeline::{
-    Loss, Microbatch, MicrobatchShapes, ParamSharding, Pipeline, PlacedShape, Probe, Schedule,
-    SideShapes, Stage, StageContext, StageSignature,
+    Loss, Microbatch, MicrobatchShapes, ParamSharding, Pipeline, PlacedShape, Schedule, SideShapes,
+    Stage, StageContext, StageProbe, StageSignature,
 };
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Spec;
@@ -53,7 +53,7 @@ impl Stage for SumRows {
             .backward_collectives(Signature::new(()).reduce_scatter("data", x.clone())))
     }
 
-    fn probe(&self, program: &mut Program, at: &Probe<'_, Self>) -> Result<()> {
+    fn probe(&self, program: &mut Program, at: &StageProbe<'_, Self>) -> Result<()> {
         if self.refuses {
             return Err(Error::kernel("no such shapes"));
         }

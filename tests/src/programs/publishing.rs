@@ -7,7 +7,7 @@ use mpmd::launch::Token;
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::DeviceId;
-use mpmd_core::weights::{Part, Publication, Subscribing, Wanted};
+use mpmd_core::weights::{LeafPart, Publication, Subscribing, WantedLeaf};
 
 use super::Say;
 
@@ -60,7 +60,7 @@ pub(super) fn publish(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Resu
     let publication = Publication::new("test", token())
         .listen(address)
         .dtype(DType::Bf16);
-    let mut publisher = p.publish(publication, &leaves)?;
+    let mut publisher = p.publisher(publication, &leaves)?;
     loop {
         let leaves = tree(p, version)?;
         publisher.publish(version, &leaves)?;
@@ -83,17 +83,18 @@ pub(super) fn subscribe(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Re
     let bf16 = |shape: [usize; 2]| ShapedArray::new(&shape, DType::Bf16);
     let rows = |at: usize| {
         let region = Region::new(vec![at..at + 512, 0..768]);
-        Part {
+        LeafPart {
             from: "2".to_owned(),
             region: Some(region),
             at: vec![0, 0],
         }
     };
     let wanted = vec![
-        Wanted::new("0", bf16(SHAPES[0]), mesh.sharding(spec![None, "y"])),
-        Wanted::new("1", bf16(SHAPES[1]), mesh.replicated()),
-        Wanted::new("upper", bf16([512, 768]), mesh.sharding(spec![None, "y"])).of(vec![rows(0)]),
-        Wanted::new("lower", bf16([512, 768]), mesh.sharding(spec!["y"])).of(vec![rows(512)]),
+        WantedLeaf::new("0", bf16(SHAPES[0]), mesh.sharding(spec![None, "y"])),
+        WantedLeaf::new("1", bf16(SHAPES[1]), mesh.replicated()),
+        WantedLeaf::new("upper", bf16([512, 768]), mesh.sharding(spec![None, "y"]))
+            .of(vec![rows(0)]),
+        WantedLeaf::new("lower", bf16([512, 768]), mesh.sharding(spec!["y"])).of(vec![rows(512)]),
     ];
     let subscribing = Subscribing::new("test", *address, token());
     let subscribing = subscribing.transport(*transport).changes(*how == "changes");

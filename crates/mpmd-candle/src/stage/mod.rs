@@ -18,7 +18,7 @@ use mpmd_base::block::Mutex;
 use mpmd_core::cuda::Source;
 use mpmd_core::kernel::{Context, Shapes, View, ViewMut, Views, ViewsMut};
 use mpmd_core::pipeline::{
-    Passes, PlacedShape, Probe, SideInput, SideShapes, Stage, StageContext, StageSignature,
+    Passes, PlacedShape, SideInput, SideShapes, Stage, StageContext, StageProbe, StageSignature,
 };
 use mpmd_core::{Error, MpmdArray, Program, Result};
 use mpmd_layout::aval::{DType, ShapedArray};
@@ -347,7 +347,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> Stage for CandleStage<M, X, Y> {
         self.run_backward_weight(cx, gradient.into_values().collect())
     }
 
-    fn probe(&self, program: &mut Program, at: &Probe<'_, Self>) -> Result<()> {
+    fn probe(&self, program: &mut Program, at: &StageProbe<'_, Self>) -> Result<()> {
         self.run_probe(program, at)
     }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 use mpmd_base::DeviceId;
 use mpmd_core::kernel::Shapes;
-use mpmd_core::pipeline::{Passes, Probe, SideShapes, Stage};
+use mpmd_core::pipeline::{Passes, SideShapes, Stage, StageProbe};
 use mpmd_core::{Error, Program, Result};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::random::Key;
@@ -140,7 +140,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     }
 
     /// Probes the stage for inputs of these shapes, unless that was done before.
-    pub(super) fn run_probe(&self, program: &mut Program, at: &Probe<'_, Self>) -> Result<()> {
+    pub(super) fn run_probe(&self, program: &mut Program, at: &StageProbe<'_, Self>) -> Result<()> {
         threads::share_cores(program);
         let side: Named<ShapedArray> = at.side.tree()?;
         let x: Vec<ShapedArray> = at.x.leaves().into_iter().cloned().collect();
@@ -195,7 +195,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
 
     /// Returns an error if a gradient is declared whole of which each device has only the sum over
     /// its own part of the batch.
-    fn check_gradients(&self, at: &Probe<'_, Self>, found: &ProbeFacts) -> Result<()> {
+    fn check_gradients(&self, at: &StageProbe<'_, Self>, found: &ProbeFacts) -> Result<()> {
         for axis in self.specs[0].entries().iter().flat_map(SpecEntry::axes) {
             // After a gather, all devices may compute the same.
             let gathers = found
@@ -228,7 +228,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     /// Runs the forward and the backward pass of the model on zeros, as on `device`.
     fn try_out(
         &self,
-        at: &Probe<'_, Self>,
+        at: &StageProbe<'_, Self>,
         side: &Named<ShapedArray>,
         device: DeviceId,
     ) -> Result<ProbeFacts> {

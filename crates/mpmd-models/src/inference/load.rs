@@ -12,7 +12,7 @@ use mpmd::candle::{Device, Result as CandleResult, Tensor, parts_builder, stage}
 use mpmd::object::ObjectBytes;
 use mpmd::region::Region;
 use mpmd::topology::Mesh;
-use mpmd::weights::{Part as Published, Wanted};
+use mpmd::weights::{LeafPart as Published, WantedLeaf};
 use mpmd::{DeviceId, Error, Result};
 use mpmd_base::block::Mutex;
 
@@ -342,14 +342,14 @@ impl Load {
     }
 
     /// Returns the leaves of a publication that the devices of the mesh need.
-    pub(crate) fn wanted(&self) -> Result<Vec<Wanted>> {
+    pub(crate) fn wanted(&self) -> Result<Vec<WantedLeaf>> {
         let params = self.params(self.layers.clone())?;
         let shardings = rules::shardings(self.folder.config(), &self.mesh, params.clone())?;
         let tied = self.folder.config().tie_word_embeddings;
         let wanted = params.into_iter().map(|(name, aval)| {
             let aval = ShapedArray::try_new(aval.shape(), held_as(&name, &aval, self.in_half))?;
             let at = vec![0; aval.shape().len()];
-            let leaf = Wanted::new(&name, aval, shardings[&name].clone());
+            let leaf = WantedLeaf::new(&name, aval, shardings[&name].clone());
             Ok(match tied && name == OUTPUT {
                 true => leaf.of(vec![Published {
                     from: EMBEDDING.to_owned(),

@@ -26,7 +26,7 @@ use mpmd::object::MpmdObject;
 use mpmd::pipeline::{Microbatch, Pipeline};
 use mpmd::sharding::Sharding;
 use mpmd::topology::{DeviceKind, Mesh};
-use mpmd::weights::{Subscribing, Subscription, Wanted};
+use mpmd::weights::{Subscribing, Subscription, WantedLeaf};
 use mpmd::{DeviceId, Error, MpmdArray, ProcessId, Program, Result};
 use mpmd_base::block::{now, since};
 use rayon::prelude::*;
@@ -179,7 +179,7 @@ impl Inference {
     ///
     /// As for [`Program::subscribe_with`].
     pub fn subscribe(&self, p: &mut Program, subscribing: Subscribing) -> Result<Subscription> {
-        let wanted: Result<Vec<Vec<Wanted>>> = self.loads.iter().map(Load::wanted).collect();
+        let wanted: Result<Vec<Vec<WantedLeaf>>> = self.loads.iter().map(Load::wanted).collect();
         let intake = Box::new(Arrival::new(p, &self.loads, &self.versions));
         p.subscribe_with(subscribing, wanted?.into_iter().flatten().collect(), intake)
     }

@@ -25,7 +25,7 @@ impl WeightPublisher {
     ///
     /// # Errors
     ///
-    /// As for [`Program::publish`].
+    /// As for [`Program::publisher`].
     pub fn new<In: Tree<Leaf = MpmdArray>>(
         p: &mut Program,
         publication: Publication,
@@ -39,7 +39,7 @@ impl WeightPublisher {
         let publication = publication.dtype_of(move |name, aval| held_as(name, aval, in_half));
         let params = params(p, pipeline, lora, is_tied)?;
         Ok(Self {
-            publisher: p.publish(publication, &params)?,
+            publisher: p.publisher(publication, &params)?,
             lora,
             is_tied,
         })

@@ -13,7 +13,7 @@ use mpmd::aval::{DType, ShapedArray};
 use mpmd::launch::Token;
 use mpmd::testing::{ProcessEnd, Processes};
 use mpmd::train::tensors::TensorFile;
-use mpmd::weights::{Subscribing, Wanted};
+use mpmd::weights::{Subscribing, WantedLeaf};
 use mpmd::{MpmdArray, Program};
 
 use crate::folders::{change, change_config, copy, expected, path, read_all, text};
@@ -868,7 +868,7 @@ fn finetune_publishes_what_it_saves() {
         let all = p.mesh(&[("all", 1)]).unwrap().replicated();
         let wanted = |at: usize, dtype| {
             let aval = ShapedArray::new(avals[at].shape(), dtype);
-            Wanted::new(names[at], aval, all.clone())
+            WantedLeaf::new(names[at], aval, all.clone())
         };
         let token = Token::of_secret(&fs::read(&secret).unwrap(), "model");
         let subscribing = Subscribing::new("model", address.as_str(), token);

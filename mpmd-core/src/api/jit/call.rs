@@ -17,9 +17,9 @@ use crate::api::program::Program;
 use crate::error::{Error, Result, panic_text};
 use crate::exec::array::host_array::HostArray;
 use crate::exec::array::object::{NewObject, ObjectCell};
-use crate::exec::array::{Handle, MpmdArray};
+use crate::exec::array::{ArrayHandle, MpmdArray};
 use crate::exec::{
-    AsyncBuffer, BufferUse, Exchange, Job, OpGuard, Parker, Resolvers, Runtime, Work,
+    AsyncBuffer, BufferUse, Job, KernelExchange, OpGuard, Parker, Resolvers, Runtime, Work,
 };
 use crate::kernel::{Context, Kernel, Shapes, ShardInfo, View, ViewMut, Views, ViewsMut};
 use mpmd_layout::region::Region;
@@ -91,7 +91,7 @@ pub(super) enum CallInput {
         op: u64,
     },
     /// An array that is donated to this call. Later readers of it get a failure.
-    Donated(Handle),
+    Donated(ArrayHandle),
 }
 
 pub(super) type CallResult<T> = std::result::Result<T, Arc<Failure>>;
@@ -181,7 +181,7 @@ impl<K: Kernel> DeviceCall<K> {
 
         let runtime = call.runtime();
         let seat = call.seat;
-        let exchange = Exchange {
+        let exchange = KernelExchange {
             runtime: runtime.clone(),
             guard,
         };
@@ -292,7 +292,7 @@ impl<K: Kernel> Default for DeviceCall<K> {
 /// too.
 pub(super) enum Unfilled {
     Use(BufferUse),
-    Donated(Handle),
+    Donated(ArrayHandle),
 }
 
 /// The contents of an output when the kernel begins.

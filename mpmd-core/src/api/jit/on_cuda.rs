@@ -15,7 +15,7 @@ use super::call::{
 };
 use super::call::{copy_in, poison_objects, prepare_outputs};
 use crate::exec::array::object::ObjectCell;
-use crate::exec::{AsyncBuffer, Exchange, Parker, Resolvers};
+use crate::exec::{AsyncBuffer, KernelExchange, Parker, Resolvers};
 use crate::kernel::cuda::{CallMemory, Cuda};
 use crate::kernel::{Context, CudaAccess, Kernel};
 use mpmd_layout::topology::DeviceId;
@@ -44,7 +44,7 @@ impl<K: Kernel> DeviceCall<K> {
         let place = &call.seat.place;
         let local_index = call.seat.local_index;
         let call_memory = CallMemory::new(&runtime.devices[local_index].pool, &runtime.staging);
-        let exchange = Exchange {
+        let exchange = KernelExchange {
             runtime: runtime.clone(),
             guard,
         };
@@ -315,7 +315,7 @@ struct WorkTrace {
 
 impl WorkTrace {
     /// Records the run of the call's work in the log and in the trace.
-    fn record<K: Kernel>(&self, call: &RunningCall<'_, K>, ended: &Ended) {
+    fn record<K: Kernel>(&self, call: &RunningCall<'_, K>, ended: &WorkOutcome) {
         let runtime = call.runtime();
         let local_index = call.seat.local_index;
         let op = call.op;

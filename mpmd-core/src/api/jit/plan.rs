@@ -14,7 +14,7 @@ use super::warm::Warm;
 use super::{DeviceSlots, Jit, PreparedCalls};
 use crate::error::IssueProblem;
 use crate::exec::array::{LocalShard, Made, MpmdArray, NewArrays, Origin, Placed, Repr, Shards};
-use crate::exec::{Group, MOST_COLLECTIVES, MOST_DEVICES, Rolling, Runtime};
+use crate::exec::{CollectiveGroup, MOST_COLLECTIVES, MOST_DEVICES, Rolling, Runtime};
 use crate::kernel::{Collective, DeviceBindings, Kernel, MeshPosition, Shapes, ShardInfo};
 use crate::{api::program::Program, exec::dry_run::KnownDescriptor};
 use mpmd_layout::aval::ShapedArray;
@@ -819,7 +819,7 @@ fn group(
     mesh: &Mesh,
     collective: &Collective,
     topology: &Topology,
-) -> Result<Group, MeshError> {
+) -> Result<CollectiveGroup, MeshError> {
     let devices = mesh.group_of(device, &collective.axis)?;
     // The mesh's devices were checked against this topology.
     let processes: Vec<ProcessId> = devices
@@ -838,7 +838,7 @@ fn group(
     let joined = collective.is_joined(&devices, topology);
     let rounds = collective.rounds(&processes, joined);
     let most = collective.most_bytes() as u64;
-    Ok(Group {
+    Ok(CollectiveGroup {
         devices,
         places,
         processes,

@@ -11,7 +11,7 @@ use mpmd_proto::router::{Failure, FailureKind};
 use super::Program;
 use super::membership::Returning;
 use crate::error::Error;
-use crate::exec::kept::Kept;
+use crate::exec::recovery_store::RecoveryStore;
 
 /// The end of an epoch on this process.
 pub(crate) enum EpochEnd<T, E> {
@@ -65,7 +65,7 @@ impl Program {
 
     /// Lets [`Program::commit`] keep its copies in `kept`. A job that `may_change` keeps them also
     /// while it has one process.
-    pub(crate) fn keep_commits(&mut self, kept: &Arc<Mutex<Kept>>, may_change: bool) {
+    pub(crate) fn keep_commits(&mut self, kept: &Arc<Mutex<RecoveryStore>>, may_change: bool) {
         kept.lock().begin_epoch(self.run_id());
         self.kept = Some(kept.clone());
         self.may_change = may_change && self.membership.is_some();

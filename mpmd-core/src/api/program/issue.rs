@@ -13,7 +13,7 @@ use super::Program;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
 use crate::exec::dry_run::KnownDescriptor;
-use crate::exec::{Counts, Doing, OpGuard, Rolling, Runtime};
+use crate::exec::{Doing, OpCounts, OpGuard, Rolling, Runtime};
 use crate::trace::spans;
 use mpmd_record::dry_run::OpDescriptor;
 use mpmd_record::trace::Label;
@@ -266,7 +266,7 @@ impl Program {
             return;
         }
 
-        let is_room = |counts: &Counts| {
+        let is_room = |counts: &OpCounts| {
             let ahead = counts.ahead();
             ahead.ops == 0 || (ahead.ops < ops && ahead.bytes < bytes)
         };
@@ -336,7 +336,7 @@ impl Program {
         &self,
         what: &'static str,
         at: &'static Location<'static>,
-        enough: impl Fn(&Counts) -> bool,
+        enough: impl Fn(&OpCounts) -> bool,
     ) {
         let runtime = &self.runtime;
         let _doing = runtime.status.enter(Doing::Waiting(what, at));

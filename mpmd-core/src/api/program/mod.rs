@@ -59,7 +59,7 @@ use values::LargeValueCalls;
 
 use crate::error::{Error, Result};
 use crate::exec::dry_run::DryRunBuilder;
-use crate::exec::kept::Kept;
+use crate::exec::recovery_store::RecoveryStore;
 use crate::exec::{Rolling, Runtime};
 use crate::trace::spans::StepSpan;
 use crate::warning::warn_user;
@@ -106,7 +106,7 @@ pub struct Program {
     /// Called with the number of each operation when it is issued. Only a simulation sets it.
     on_issue: Option<IssueHook>,
     /// The copies of committed state, of a program that recovers.
-    pub(crate) kept: Option<Arc<Mutex<Kept>>>,
+    pub(crate) kept: Option<Arc<Mutex<RecoveryStore>>>,
     /// True if the job may have more or fewer processes in a later epoch.
     pub(crate) may_change: bool,
     /// The change of the job by which the epoch ends.

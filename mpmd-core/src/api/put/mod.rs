@@ -13,8 +13,8 @@ use std::sync::Arc;
 
 use crate::api::program::{Again, IssuedOp, NewOp, OpPart, Program, Replayed};
 use crate::error::{IssueProblem, Result};
-use crate::exec::array::{MpmdArray, Origin, Placed, Repr, Sends};
-use crate::exec::{AsyncBuffer, OpGuard, PutPlan, Source};
+use crate::exec::array::{ArraySends, MpmdArray, Origin, Placed, Repr};
+use crate::exec::{AsyncBuffer, OpGuard, PutPlan, PutSource};
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::{PrefixTree, Tree};
 pub use options::MoveOptions;
@@ -331,7 +331,7 @@ impl Program {
 
             let before = before.and_then(MpmdArray::sends).cloned();
             let sends = match left.next().flatten() {
-                Some(left) => Some(Sends {
+                Some(left) => Some(ArraySends {
                     op,
                     left,
                     before: before.map(Box::new),
@@ -366,10 +366,10 @@ struct PutCall<'a> {
     at: &'static Location<'static>,
 }
 
-fn source_of(array: &MpmdArray) -> Source<'_> {
+fn source_of(array: &MpmdArray) -> PutSource<'_> {
     match &array.repr {
-        Repr::Host(host) => Source::Host(host),
-        Repr::Placed(placed) => Source::Shards(&placed.shards),
+        Repr::Host(host) => PutSource::Host(host),
+        Repr::Placed(placed) => PutSource::Shards(&placed.shards),
     }
 }
 

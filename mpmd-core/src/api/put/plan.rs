@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use crate::api::program::{Program, PutKey};
 use crate::error::IssueProblem;
-use crate::exec::PutPlan;
 use crate::exec::array::{MpmdArray, Repr};
+use crate::exec::{PutPlan, SourceLayout};
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::reshard::scattered;
 use mpmd_layout::sharding::{Layout, Sharding};
@@ -108,6 +108,7 @@ impl Program {
         let from = from.zip(source.as_deref());
         check_partial_sums(path, aval, from, &layout)?;
 
+        let from = from.map(|(sharding, layout)| SourceLayout { sharding, layout });
         let plan = PutPlan::new(&self.runtime, aval, from, to, layout)
             .map_err(|error| IssueProblem::Signature(error.to_string()))?;
         let plan = Arc::new(plan);

@@ -15,7 +15,7 @@ use super::Commits;
 use super::commit::can_leave;
 use crate::api::program::{Convicted, JobChange, Program};
 use crate::error::{Error, Result};
-use crate::exec::kept::Kept;
+use crate::exec::recovery_store::RecoveryStore;
 
 /// Bit of a process's word: more processes could take part in the job.
 const COULD_GROW: u64 = 1;
@@ -81,7 +81,7 @@ struct Leaver {
 
 impl Program {
     /// Returns the word of this process for its next commit.
-    pub(super) fn word(&self, kept: &Mutex<Kept>) -> u64 {
+    pub(super) fn word(&self, kept: &Mutex<RecoveryStore>) -> u64 {
         let could_grow = self.could_have() > self.processes();
         let micros = self.runtime.kernel_nanos.load(Ordering::Relaxed) / 1000;
         let kept = kept.lock();
@@ -96,7 +96,7 @@ impl Program {
     /// It is the same on every process.
     pub(super) fn agreed_change(
         &mut self,
-        kept: &Mutex<Kept>,
+        kept: &Mutex<RecoveryStore>,
         at: &'static Location<'static>,
     ) -> Result<Option<JobChange>> {
         let words = {
@@ -180,7 +180,7 @@ impl Program {
     pub(super) fn end_by(
         &mut self,
         change: JobChange,
-        kept: &Mutex<Kept>,
+        kept: &Mutex<RecoveryStore>,
         at: &'static Location<'static>,
     ) -> Result<()> {
         let whole = kept.lock().words.back().cloned();

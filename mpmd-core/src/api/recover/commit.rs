@@ -16,7 +16,7 @@ use crate::api::program::Program;
 use crate::error::{Error, IssueProblem, Result};
 use crate::exec::Rolling;
 use crate::exec::array::{MpmdArray, Repr};
-use crate::exec::kept::{Contents, Issued, Kept, hash};
+use crate::exec::recovery_store::{CommitContents, IssuedCommit, RecoveryStore, hash};
 
 /// State that a commit keeps: a tree of arrays, or a type that has arrays and small values.
 pub trait Committed {
@@ -153,7 +153,7 @@ impl Program {
         &mut self,
         step: u64,
         state: Snapshot,
-        kept: &Arc<Mutex<Kept>>,
+        kept: &Arc<Mutex<RecoveryStore>>,
         at: &'static Location<'static>,
     ) -> Result<()> {
         let Snapshot { arrays, contents } = state;
@@ -208,7 +208,7 @@ impl Program {
             }
             let mut kept = kept.lock();
             kept.words.push_back(whole.clone());
-            kept.issued.push_back(Issued {
+            kept.issued.push_back(IssuedCommit {
                 id,
                 contents,
                 made,
@@ -236,13 +236,13 @@ impl Program {
 /// The arrays of a state, and the rest of it.
 pub(super) struct Snapshot {
     arrays: Vec<MpmdArray>,
-    contents: Arc<Contents>,
+    contents: Arc<CommitContents>,
 }
 
 impl Snapshot {
     pub(super) fn of(state: &impl Committed) -> Self {
         let arrays = state.arrays();
-        let contents = Arc::new(Contents::of(&arrays, state.names(), state.values()));
+        let contents = Arc::new(CommitContents::of(&arrays, state.names(), state.values()));
         Self { arrays, contents }
     }
 

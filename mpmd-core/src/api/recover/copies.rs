@@ -21,7 +21,7 @@ use super::commit::first_devices;
 use crate::api::program::{IssuedOp, NewOp, OpPart, Program};
 use crate::error::Result;
 use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr};
-use crate::exec::kept::{CommitId, Copy, hash};
+use crate::exec::recovery_store::{CommitId, RegionCopy, hash};
 use crate::exec::{AsyncBuffer, OpGuard, Resolver, Runtime};
 
 /// An array to commit.
@@ -36,7 +36,7 @@ pub(super) struct ArrayToCopy<'a> {
 /// The copies of a commit, after their operation was issued.
 pub(super) struct IssuedCopies {
     /// The copies of this process, to be filled.
-    pub(super) made: Arc<Mutex<Vec<Copy>>>,
+    pub(super) made: Arc<Mutex<Vec<RegionCopy>>>,
     /// An array whose shard of each process is its word. It is there once that process has made its
     /// copies.
     pub(super) whole: MpmdArray,
@@ -44,14 +44,14 @@ pub(super) struct IssuedCopies {
 
 /// A region that this process copies, and the slot that has it.
 struct RegionToCopy {
-    copy: RegionCopy,
+    copy: PlannedCopy,
     /// True if the region is in the memory of a CUDA device.
     on_accelerator: bool,
     slot: AsyncBuffer,
 }
 
 /// The copy of a region of an array.
-struct RegionCopy {
+struct PlannedCopy {
     array: usize,
     is_own: bool,
     region: Region,
@@ -65,7 +65,7 @@ struct RegionCopy {
 struct CommitCopying {
     runtime: Arc<Runtime>,
     memory: Pool,
-    made: Arc<Mutex<Vec<Copy>>>,
+    made: Arc<Mutex<Vec<RegionCopy>>>,
     state: Mutex<CopyingState>,
     /// The value of the resolver: what this process asks for.
     word: u64,
@@ -187,7 +187,7 @@ impl RegionToCopy {
             layout,
         } = to_copy;
         let source = |is_own, region: &Region, held: &Region, on_accelerator, slot| Self {
-            copy: RegionCopy {
+            copy: PlannedCopy {
                 array: number,
                 is_own,
                 region: region.clone(),
@@ -258,8 +258,8 @@ impl CommitCopying {
     }
 
     /// Copies a region of `bytes`.
-    fn copy(&self, copy: RegionCopy, bytes: SharedBuffer) {
-        let RegionCopy {
+    fn copy(&self, copy: PlannedCopy, bytes: SharedBuffer) {
+        let PlannedCopy {
             array,
             is_own,
             region,
@@ -279,7 +279,7 @@ impl CommitCopying {
         match copied {
             Ok(bytes) => {
                 let hash = hash(&bytes);
-                self.made.lock().push(Copy {
+                self.made.lock().push(RegionCopy {
                     array,
                     is_own,
                     region,

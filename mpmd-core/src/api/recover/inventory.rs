@@ -14,7 +14,7 @@ use super::Commits;
 use crate::api::program::Program;
 use crate::error::{Error, Result};
 use crate::exec::Doing;
-use crate::exec::kept::{CommitId, Copies, Copy};
+use crate::exec::recovery_store::{CommitCopies, CommitId, RegionCopy};
 use crate::warning::warn_user;
 
 /// The largest numbers of lost commits, and of lost arrays of each, that an error names.
@@ -96,7 +96,7 @@ impl Commits {
         let (found, damaged) = mpsc::channel();
         let mut kept = self.kept.lock();
         kept.earlier
-            .retain(|id, Copies { contents, .. }| contents.hash() == id.hash);
+            .retain(|id, CommitCopies { contents, .. }| contents.hash() == id.hash);
         for (id, copies) in &kept.earlier {
             for (index, copy) in copies.regions.iter().enumerate() {
                 let id = *id;
@@ -132,7 +132,7 @@ impl Commits {
             let Some(copies) = kept.earlier.get_mut(&id) else {
                 continue;
             };
-            let Copy { array, region, .. } = copies.regions.swap_remove(index);
+            let RegionCopy { array, region, .. } = copies.regions.swap_remove(index);
             warn_user(&format!(
                 "process {}: its copy of region {region} of {}, of the commit of step {}, has \
                  changed in memory, and is not used",
@@ -143,7 +143,7 @@ impl Commits {
 
     fn inventory(&self) -> Inventory {
         let kept = self.kept.lock();
-        let copy = |copy: &Copy| {
+        let copy = |copy: &RegionCopy| {
             let ranges = copy
                 .region
                 .ranges()
@@ -160,7 +160,7 @@ impl Commits {
         let commits = kept
             .earlier
             .iter()
-            .map(|(id, Copies { contents, regions })| {
+            .map(|(id, CommitCopies { contents, regions })| {
                 let elements = contents.arrays.iter().map(|array| array.elements).collect();
                 (
                     *id,

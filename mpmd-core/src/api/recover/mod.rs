@@ -5,7 +5,7 @@
 //!    was lost, the others leave it, and meet under the next epoch with a spare in the free place.
 //! 2. `commit` moves each region of the state to a *buddy* process: on another host if there is
 //!    one. In `copies` the owner and the buddy copy it to memory that outlives the epoch.
-//! 3. `exec/kept` has the copies of this process, between the epochs too.
+//! 3. `exec/recovery_store` has the copies of this process, between the epochs too.
 //! 4. `restore` runs in the new epoch. The processes exchange lists of their copies (`inventory`)
 //!    and choose the newest commit that is whole. Then each region moves to the devices that need a
 //!    part of it (`restore_arrays`).

@@ -10,7 +10,7 @@ use super::restore_arrays::restore_arrays;
 use super::{Commits, Committed};
 use crate::api::program::Program;
 use crate::error::{Error, IssueProblem, Result};
-use crate::exec::kept::{CommitId, Contents, Copies};
+use crate::exec::recovery_store::{CommitContents, CommitCopies, CommitId};
 
 /// The number of epochs that may begin at one commit. A job that loses processes again and again
 /// without a newer commit ends.
@@ -72,7 +72,7 @@ impl Commits {
         let inventories = self.tell_inventories(p, at)?;
 
         let arrays = state.arrays();
-        let asked = Contents::of(&arrays, state.names(), Vec::new());
+        let asked = CommitContents::of(&arrays, state.names(), Vec::new());
         let name = |id: CommitId, array: usize| {
             let kept = self.kept.lock();
             // A new process knows the order of its own arrays alone.
@@ -173,12 +173,12 @@ fn contents(
     p: &mut Program,
     id: CommitId,
     inventories: &[Inventory],
-    copies: &Copies,
-) -> Result<Contents> {
+    copies: &CommitCopies,
+) -> Result<CommitContents> {
     let has = |inventory: &Inventory| inventory.commits.iter().any(|(kept, _)| *kept == id);
     let from = inventories.iter().position(has).unwrap_or(0);
-    let contents: Contents = tell(p, ProcessId(from as u32), || {
-        Contents::clone(&copies.contents)
+    let contents: CommitContents = tell(p, ProcessId(from as u32), || {
+        CommitContents::clone(&copies.contents)
     })?;
 
     match contents.hash() == id.hash {

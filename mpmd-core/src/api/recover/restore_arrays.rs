@@ -21,7 +21,7 @@ use crate::api::program::Program;
 use crate::api::put::MoveOptions;
 use crate::error::{Error, Result};
 use crate::exec::array::MpmdArray;
-use crate::exec::kept::{Copy, hash};
+use crate::exec::recovery_store::{RegionCopy, hash};
 
 /// A region of an array in this process's memory.
 struct HeldRegion {
@@ -49,7 +49,7 @@ pub(super) fn restore_arrays(
     p: &mut Program,
     like: &[MpmdArray],
     sources: Vec<Vec<RegionSource>>,
-    copies: Vec<Copy>,
+    copies: Vec<RegionCopy>,
     at: &'static Location<'static>,
 ) -> Result<Vec<MpmdArray>> {
     let first = p.topology().device_ids()[0];
@@ -82,7 +82,7 @@ fn move_regions(
     like: &[MpmdArray],
     homes: &[ArrayHome],
     sources: Vec<Vec<RegionSource>>,
-    copies: Vec<Copy>,
+    copies: Vec<RegionCopy>,
     at: &'static Location<'static>,
 ) -> Result<Vec<Vec<HeldRegion>>> {
     let mut here: Vec<HashMap<Region, SharedBuffer>> = vec![HashMap::new(); like.len()];

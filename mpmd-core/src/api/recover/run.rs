@@ -13,8 +13,8 @@ use crate::api::program::{
     Builder, EnvironmentJob, EpochEnd, EpochStart, LayoutFn, Program, Returning, devices_of_size,
 };
 use crate::error::{Error, Result};
-use crate::exec::kept::Kept;
-use crate::exec::slow::Paces;
+use crate::exec::process_paces::ProcessPaces;
+use crate::exec::recovery_store::RecoveryStore;
 
 /// Settings of a program that survives lost processes: see [`Builder::spares`].
 #[derive(Clone, Debug)]
@@ -79,7 +79,7 @@ impl fmt::Debug for GivenLayout {
 /// the newest that is whole.
 #[derive(Clone, Debug)]
 pub struct Commits {
-    pub(super) kept: Arc<Mutex<Kept>>,
+    pub(super) kept: Arc<Mutex<RecoveryStore>>,
     pub(super) recovery: Arc<Mutex<Option<Recovery>>>,
 }
 
@@ -236,7 +236,7 @@ where
         slow,
     } = rules;
     let commits = Commits {
-        kept: Arc::new(Mutex::new(Kept::new(every))),
+        kept: Arc::new(Mutex::new(RecoveryStore::new(every))),
         recovery: Arc::default(),
     };
 
@@ -249,7 +249,7 @@ where
                 let run = format!("{:032x}", p.run_id());
                 tracing::info!(run, epoch = p.epoch(), "an epoch of the job begins");
                 p.keep_commits(&commits.kept, may_change);
-                commits.kept.lock().paces = slow.map(Paces::new);
+                commits.kept.lock().paces = slow.map(ProcessPaces::new);
                 if slow.is_some() {
                     p.runtime.times_kernels.store(true, Ordering::Relaxed);
                     p.runtime.watch_stalls();

@@ -9,7 +9,7 @@ use mpmd_device::copy::{contiguous_bytes, copy_region};
 use crate::api::program::{IssuedOp, NewOp, OpPart, Program};
 use crate::error::{IssueProblem, Result};
 use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr};
-use crate::exec::{AsyncBuffer, OpGuard, Resolver, Runtime, follow};
+use crate::exec::{AsyncBuffer, BufferPart, OpGuard, Resolver, Runtime, follow};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::MemoryKind;
@@ -218,7 +218,11 @@ impl ShardCut {
                 shard.device,
                 op,
                 &shard.slot,
-                (whole, part, item),
+                BufferPart {
+                    whole,
+                    part,
+                    item_bytes: item,
+                },
                 resolver,
                 guard,
             );

@@ -6,7 +6,7 @@ use mpmd_device::cpu::bits::{round_to_bf16, sum_of_words};
 use mpmd_layout::aval::DType;
 use mpmd_layout::region::Region;
 
-/// True if values of dtype `from` can be published as `to`.
+/// Returns true if values of dtype `from` can be published as `to`.
 pub(super) fn can_cast(from: DType, to: DType) -> bool {
     from == to || matches!((from, to), (DType::F32, DType::Bf16 | DType::F16))
 }
@@ -43,9 +43,9 @@ pub(super) fn cast(from: DType, values: &[u8], to: DType, out: &mut [u8]) {
 /// of `region`, row-major.
 ///
 /// It is the [`sum_of_words`] of four bytes, or of one or two of smaller elements, whose keys
-/// depend on the word's place in the array. So hashes of disjoint pieces add
-/// up to that of their union, and the same values have the same hash in any layout. A change of one
-/// word always changes the hash. It guards against mistakes, not against malice.
+/// depend on the word's place in the array. So hashes of disjoint pieces add up to that of their
+/// union, and the same values have the same hash in any layout. A change of one word always changes
+/// the hash. It guards against mistakes, not against malice.
 ///
 /// # Panics
 ///
@@ -57,24 +57,29 @@ pub(super) fn hash(
     shape: &[usize],
     item: usize,
 ) -> u64 {
-    let sums = rows(region, piece, shape).map(|(at, place, len)| {
+    let sums = rows(region, piece, shape).map(|run| {
         let words = (item / 4).max(1);
         sum_of_words(
-            &values[at * item..][..len * item],
+            &values[run.at * item..][..run.len * item],
             item.min(4),
-            place * words,
+            run.place * words,
         )
     });
     sums.fold(0, u64::wrapping_add)
 }
 
-/// Returns the runs of a piece: (place in the values of `region`, place in the array, length), in
+/// A run of elements that are contiguous in the values of a region and in the array. All in
 /// elements.
-pub(super) fn rows(
-    region: &Region,
-    piece: &Region,
-    shape: &[usize],
-) -> impl Iterator<Item = (usize, usize, usize)> {
+struct ElementRun {
+    /// The place of the first one in the values of the region.
+    at: usize,
+    /// The place of the first one in the array.
+    place: usize,
+    len: usize,
+}
+
+/// Returns the runs of a piece.
+fn rows(region: &Region, piece: &Region, shape: &[usize]) -> impl Iterator<Item = ElementRun> {
     let dims = shape.len();
     let own = region.shape();
     // The dimensions from here on are contiguous in both.
@@ -82,25 +87,34 @@ pub(super) fn rows(
     while inner > 0 && piece.range(inner).len() == shape[inner] {
         inner -= 1;
     }
-    let run: usize = (inner..dims).map(|dim| piece.range(dim).len()).product();
+    let len: usize = (inner..dims).map(|dim| piece.range(dim).len()).product();
     let count = if piece.is_empty() {
         0
     } else {
-        piece.elements() / run
+        piece.elements() / len
     };
-    let (piece, region, shape) = (piece.clone(), region.clone(), shape.to_vec());
+
+    // The steps of the dimension `inner` in the values of the region and in the array.
+    let behind = inner + usize::from(dims > 0);
+    let own_tail: usize = own[behind..].iter().product();
+    let tail: usize = shape[behind..].iter().product();
+    let piece = piece.clone();
+    let region = region.clone();
+    let shape = shape.to_vec();
     (0..count).map(move |row| {
-        let (mut left, mut at, mut place) = (row, 0, 0);
-        let (mut own_step, mut step) = (1, 1);
-        let tail: (usize, usize) = (
-            own[inner + usize::from(dims > 0)..].iter().product(),
-            shape[inner + usize::from(dims > 0)..].iter().product(),
-        );
+        let mut at = 0;
+        let mut place = 0;
+        let mut own_step = 1;
+        let mut step = 1;
         if dims > 0 {
-            at += (piece.range(inner).start - region.range(inner).start) * tail.0;
-            place += piece.range(inner).start * tail.1;
-            (own_step, step) = (tail.0 * own[inner], tail.1 * shape[inner]);
+            let start = piece.range(inner).start;
+            at += (start - region.range(inner).start) * own_tail;
+            place += start * tail;
+            own_step = own_tail * own[inner];
+            step = tail * shape[inner];
         }
+
+        let mut left = row;
         for dim in (0..inner).rev() {
             let range = piece.range(dim);
             let index = range.start + left % range.len();
@@ -110,21 +124,21 @@ pub(super) fn rows(
             own_step *= own[dim];
             step *= shape[dim];
         }
-        (at, place, run)
+        ElementRun { at, place, len }
     })
 }
 
 /// The places of elements in a buffer, ascending: the gap to the one before each, less one, as a
 /// number of seven bits a byte.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
-pub(super) struct Places {
+pub(super) struct ChangedPlaces {
     gaps: Vec<u8>,
     count: usize,
     /// One more than the last place.
     next: usize,
 }
 
-impl Places {
+impl ChangedPlaces {
     /// Adds a place behind all others.
     pub(super) fn push(&mut self, place: usize) {
         let mut gap = place - self.next;
@@ -133,7 +147,8 @@ impl Places {
             gap >>= 7;
         }
         self.gaps.push(gap as u8);
-        (self.count, self.next) = (self.count + 1, place + 1);
+        self.count += 1;
+        self.next = place + 1;
     }
 
     pub(super) fn len(&self) -> usize {
@@ -146,7 +161,8 @@ impl Places {
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = usize> {
-        let (mut rest, mut next) = (&self.gaps[..], 0);
+        let mut rest = &self.gaps[..];
+        let mut next = 0;
         std::iter::from_fn(move || {
             let gap = take_number(&mut rest)?;
             let place = next + gap;
@@ -157,11 +173,9 @@ impl Places {
 
     /// Returns the places that are in either.
     pub(super) fn or(&self, other: &Self) -> Self {
-        let (mut all, mut a, mut b) = (
-            Self::default(),
-            self.iter().peekable(),
-            other.iter().peekable(),
-        );
+        let mut all = Self::default();
+        let mut a = self.iter().peekable();
+        let mut b = other.iter().peekable();
         loop {
             let next = match (a.peek(), b.peek()) {
                 (Some(a), Some(b)) => *a.min(b),
@@ -176,7 +190,7 @@ impl Places {
 }
 
 /// Appends changed elements: their number, places and values. `values` has all elements.
-pub(super) fn write_changes(places: &Places, values: &[u8], item: usize, to: &mut Vec<u8>) {
+pub(super) fn write_changes(places: &ChangedPlaces, values: &[u8], item: usize, to: &mut Vec<u8>) {
     to.extend((places.len() as u64).to_le_bytes());
     to.extend((places.bytes() as u64).to_le_bytes());
     to.extend(&places.gaps);
@@ -186,12 +200,12 @@ pub(super) fn write_changes(places: &Places, values: &[u8], item: usize, to: &mu
 }
 
 /// Returns the number of bytes that [`write_changes`] appends.
-pub(super) fn changes_bytes(places: &Places, item: usize) -> usize {
+pub(super) fn changes_bytes(places: &ChangedPlaces, item: usize) -> usize {
     16 + places.bytes() + places.len() * item
 }
 
-/// Takes what [`write_changes`] has written off the front of `from`: `change` gets the place and
-/// the new value of each element. `None` if the bytes are no changes.
+/// Takes changes off the front of `from`, as [`write_changes`] has written them. Calls `change`
+/// with the place and the new value of each element. `None` if the bytes are no changes.
 pub(super) fn read_changes(
     from: &mut &[u8],
     item: usize,
@@ -202,10 +216,13 @@ pub(super) fn read_changes(
         *from = rest;
         usize::try_from(u64::from_le_bytes(*word)).ok()
     };
-    let (count, bytes) = (word()?, word()?);
+    let count = word()?;
+    let bytes = word()?;
+
     let (mut gaps, rest) = from.split_at_checked(bytes)?;
     let (values, rest) = rest.split_at_checked(count.checked_mul(item)?)?;
     *from = rest;
+
     let mut next = 0usize;
     for value in values.chunks_exact(item) {
         let place = next.checked_add(take_number(&mut gaps)?)?;
@@ -215,6 +232,7 @@ pub(super) fn read_changes(
     gaps.is_empty().then_some(())
 }
 
+/// Takes a number of seven bits a byte off the front. `None` if it does not end or is too large.
 fn take_number(from: &mut &[u8]) -> Option<usize> {
     let mut number = 0usize;
     for shift in (0..usize::BITS).step_by(7) {
@@ -318,7 +336,7 @@ mod tests {
             for i in (3..new.len() / item).step_by(every) {
                 new[i * item] ^= 0x55;
             }
-            let mut places = Places::default();
+            let mut places = ChangedPlaces::default();
             each_changed(&old, &new, item, |place| places.push(place));
             assert_eq!(places.len(), (3..new.len() / item).step_by(every).count());
             let mut bytes = vec![];
@@ -347,7 +365,7 @@ mod tests {
     #[test]
     fn places_of_two_steps_are_merged() {
         let of = |places: &[usize]| {
-            let mut all = Places::default();
+            let mut all = ChangedPlaces::default();
             places.iter().for_each(|place| all.push(*place));
             all
         };

@@ -15,6 +15,12 @@ use crate::error::Result;
 use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed};
 use crate::exec::{AsyncBuffer, Rolling};
 
+/// The bits of a shard on a device of this process.
+pub(super) struct DeviceBuffer {
+    pub(super) device: DeviceId,
+    pub(super) buffer: SharedBuffer,
+}
+
 impl Program {
     /// Creates an array whose shards on this process are these buffers, without a copy. Each
     /// process gives those of its own devices, all of them.
@@ -22,7 +28,7 @@ impl Program {
         &mut self,
         aval: ShapedArray,
         sharding: Sharding,
-        buffers: Vec<(DeviceId, SharedBuffer)>,
+        buffers: Vec<DeviceBuffer>,
         at: &'static Location<'static>,
     ) -> Result<MpmdArray> {
         let layout = sharding.layout(aval.shape())?;
@@ -30,6 +36,7 @@ impl Program {
             aval: aval.clone(),
             sharding: sharding.clone(),
         });
+
         let descriptor = || {
             let results = vec![dry_run::shards(&layout, aval.dtype().size(), |_| {
                 Memory::Host
@@ -50,7 +57,8 @@ impl Program {
                 ..NewOp::new(at, &|| what.clone(), &descriptor)
             },
         );
-        let shard = |(device, buffer)| LocalShard {
+
+        let shard = |DeviceBuffer { device, buffer }| LocalShard {
             device,
             slot: AsyncBuffer::filled(buffer),
         };
@@ -64,6 +72,7 @@ impl Program {
     }
 }
 
+/// The text of the operation, for messages.
 struct OfBuffers {
     aval: ShapedArray,
     sharding: Sharding,

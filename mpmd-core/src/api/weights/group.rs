@@ -12,7 +12,7 @@ use mpmd_proto::control;
 use mpmd_rendezvous::{JoinConfig, Member, Rendezvous, RendezvousError, ServerConfig, Token};
 use serde::{Deserialize, Serialize};
 
-use super::link::Numbers;
+use super::link::VersionNumbers;
 use super::net::{Net, Service};
 use crate::api::program::{Program, join_beside};
 use crate::error::{Error, Result, panic_text};
@@ -24,14 +24,14 @@ pub(super) const LONGEST: Duration = Duration::from_secs(15);
 
 /// A call to all processes of an end.
 #[derive(Clone, Debug, Deserialize, Serialize)]
-pub(super) enum Call {
+pub(super) enum GroupCall {
     /// Asks for the publication of this name.
     Hello(String),
     /// Joins a link.
     Join(Invitation),
     /// Settles the version that a process of a subscriber has taken, if its link broke before it
     /// heard how that ended: it is whole if it is this one, the newest that the first process has.
-    Settle(Option<Numbers>),
+    Settle(Option<VersionNumbers>),
 }
 
 /// A link to be joined.
@@ -55,19 +55,19 @@ impl Invitation {
     /// have joined. Fails at once if the link is over.
     pub(super) fn join(
         &self,
-        end: End,
+        end: LinkParty,
         place: usize,
         secret: &Token,
         peer_timeout: Duration,
         net: &Net,
     ) -> Result<Program> {
         let first = match end {
-            End::Publisher => 0,
-            End::Subscriber => self.publishers,
+            LinkParty::Publisher => 0,
+            LinkParty::Subscriber => self.publishers,
         };
         let all = match end {
-            End::Publisher => self.publishers,
-            End::Subscriber => self.devices.len(),
+            LinkParty::Publisher => self.publishers,
+            LinkParty::Subscriber => self.devices.len(),
         };
         let process = first.saturating_add(place);
         if process >= all || self.publishers == 0 || self.publishers >= self.devices.len() {
@@ -78,15 +78,15 @@ impl Invitation {
                 self.publishers
             )));
         }
+
         let process = ProcessId(process as u32);
         let token = link_token(secret, &self.nonce);
         let how = (&self.devices[..], &*self.transport);
-        let (peer_timeout, processes) = (peer_timeout.min(LONGEST), self.devices.len());
-        let server = self.server.clone();
+        let peer_timeout = peer_timeout.min(LONGEST);
         let config = JoinConfig {
-            server,
+            server: self.server.clone(),
             process,
-            processes,
+            processes: self.devices.len(),
             token: token.clone(),
             peer_timeout,
         };
@@ -97,7 +97,7 @@ impl Invitation {
 
 /// An end of a link.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum End {
+pub(super) enum LinkParty {
     Publisher,
     Subscriber,
 }
@@ -120,7 +120,7 @@ pub(super) fn guarded<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
 
 /// The answer of a process to a call.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub(super) enum Answer {
+pub(super) enum GroupAnswer {
     /// The number of its devices.
     Here(usize),
     /// It publishes something of another name.
@@ -147,6 +147,7 @@ impl Members {
         let owner = |device: DeviceId| topology.process_of(device);
         let all: BTreeSet<ProcessId> = used.into_iter().filter_map(owner).chain(also).collect();
         let processes: Vec<ProcessId> = all.into_iter().collect();
+
         let devices = processes
             .iter()
             .map(|process| topology.devices_of(*process).len())
@@ -177,26 +178,36 @@ impl Members {
 }
 
 /// This process's part of an end. Dropping it leaves the rendezvous.
-pub(super) struct Group {
+pub(super) struct GroupMembership {
     rendezvous: Rendezvous,
     server: Option<Service>,
 }
 
-impl Group {
+/// The rendezvous of an end, opened.
+pub(super) struct OpenedGroup {
+    pub(super) address: SocketAddr,
+    /// This process's part, on members.
+    pub(super) group: Option<GroupMembership>,
+}
+
+impl GroupMembership {
     /// Opens the rendezvous on the first member, at `listen` or any free port, and joins it. Blocks
     /// until all members have. `answer` is called for each call, on a thread that must not block.
-    /// All processes must call it. Returns the address, and the group on members.
+    /// All processes must call it.
     pub(super) fn open(
         p: &mut Program,
         members: &Members,
-        (listen, token, net): (Option<SocketAddr>, Token, &Net),
-        answer: impl Fn(Call) -> Answer + Send + Sync + 'static,
-    ) -> Result<(SocketAddr, Option<Self>)> {
+        listen: Option<SocketAddr>,
+        token: Token,
+        net: &Net,
+        answer: impl Fn(GroupCall) -> GroupAnswer + Send + Sync + 'static,
+    ) -> Result<OpenedGroup> {
         let processes = members.processes.len();
         // It keeps every process that the program's own job keeps.
         let peer_timeout = p.runtime.config.peer_timeout.saturating_mul(2);
         let first = members.processes.first().copied().unwrap_or(ProcessId(0));
         let ip = p.local_ip();
+
         let mut server = None;
         let config = ServerConfig {
             processes,
@@ -221,30 +232,36 @@ impl Group {
             .parse()
             .map_err(|_| Error::Environment(format!("{text} is no address of a publication")))?;
         let Some(place) = members.place_of(p.process()) else {
-            return Ok((address, None));
+            return Ok(OpenedGroup {
+                address,
+                group: None,
+            });
         };
-        let process = ProcessId(place as u32);
+
         let config = JoinConfig {
             server: text,
-            process,
+            process: ProcessId(place as u32),
             processes,
             token,
             peer_timeout,
         };
         let rendezvous = net.connect(config).map_err(wrong)?;
         rendezvous.on_look(move |words| {
-            let answered = control::decode::<Call>(words).map(&answer);
+            let answered = control::decode::<GroupCall>(words).map(&answer);
             answered
                 .ok()
                 .and_then(|answer| control::encode(&answer).ok())
                 .unwrap_or_default()
         });
         rendezvous.join(Member::default()).map_err(wrong)?;
-        Ok((address, Some(Self { rendezvous, server })))
+        Ok(OpenedGroup {
+            address,
+            group: Some(Self { rendezvous, server }),
+        })
     }
 }
 
-impl Drop for Group {
+impl Drop for GroupMembership {
     fn drop(&mut self) {
         if let Err(error) = self.rendezvous.leave() {
             tracing::debug!(%error, "leaving the processes of a publication");
@@ -256,17 +273,25 @@ impl Drop for Group {
     }
 }
 
-/// Calls all processes of the end at an address. Returns their answers, by process.
+/// The answers of the processes of an end to a call.
+pub(super) struct GroupAnswers {
+    pub(super) by_process: Vec<GroupAnswer>,
+    /// This process's address in the network that leads to the end.
+    pub(super) local_ip: IpAddr,
+}
+
+/// Calls all processes of the end at an address. Returns their answers.
 ///
 /// # Errors
 ///
 /// Why the end cannot be reached, or a process of it has not answered.
 pub(super) fn call(
     address: &str,
-    (token, net): (&Token, &Net),
-    call: &Call,
+    token: &Token,
+    net: &Net,
+    call: &GroupCall,
     timeout: Duration,
-) -> std::result::Result<(Vec<Answer>, IpAddr), String> {
+) -> std::result::Result<GroupAnswers, String> {
     let said = |error: RendezvousError| match error {
         RendezvousError::Token { server } => format!(
             "the publisher at {server} has another secret or another name: give both ends the same"
@@ -279,18 +304,22 @@ pub(super) fn call(
         }
         other => other.to_string(),
     };
+
     let observer = net.observe(address, token, timeout).map_err(said)?;
     let words = control::encode(call).map_err(|error| error.to_string())?;
     let answers = observer.look(&words, timeout).map_err(said)?;
-    let read = |(process, status): (ProcessId, std::result::Result<Vec<u8>, String>)| {
+
+    let mut by_process = Vec::with_capacity(answers.len());
+    for (process, status) in answers {
         let bytes = status.map_err(|why| format!("process {process} at {address}: {why}"))?;
-        control::decode(&bytes).map_err(|_| format!("process {process} at {address}: no answer"))
-    };
-    let answers = answers
-        .into_iter()
-        .map(read)
-        .collect::<Result<Vec<_>, String>>()?;
-    Ok((answers, observer.local_address().ip()))
+        let answer = control::decode(&bytes)
+            .map_err(|_| format!("process {process} at {address}: no answer"))?;
+        by_process.push(answer);
+    }
+    Ok(GroupAnswers {
+        by_process,
+        local_ip: observer.local_address().ip(),
+    })
 }
 
 impl Program {
@@ -324,12 +353,12 @@ mod tests {
     fn invitation_without_a_place_for_this_process_is_refused() {
         let secret = Token::new([7; 32]);
         for (publishers, processes, end, place) in [
-            (0, 2, End::Subscriber, 0),
-            (2, 2, End::Publisher, 0),
-            (7, 2, End::Subscriber, 0),
-            (1, 2, End::Publisher, 1),
-            (1, 2, End::Subscriber, 1),
-            (1, 2, End::Subscriber, usize::MAX),
+            (0, 2, LinkParty::Subscriber, 0),
+            (2, 2, LinkParty::Publisher, 0),
+            (7, 2, LinkParty::Subscriber, 0),
+            (1, 2, LinkParty::Publisher, 1),
+            (1, 2, LinkParty::Subscriber, 1),
+            (1, 2, LinkParty::Subscriber, usize::MAX),
         ] {
             let invitation = Invitation {
                 name: "policy".to_owned(),

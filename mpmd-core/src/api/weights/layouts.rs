@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 /// A leaf that a publisher offers. The devices are those of the link.
 #[derive(Clone, Debug, Deserialize, Serialize)]
-pub(super) struct Offered {
+pub(super) struct OfferedLeaf {
     pub(super) name: String,
     pub(super) shape: Vec<usize>,
     pub(super) dtype: DType,
@@ -24,16 +24,16 @@ pub(super) struct Offered {
 /// By default it is the publisher's leaf of the same name. A leaf with parts is a *view*: for
 /// instance a query projection that is some rows of a fused one, or a fused one of three.
 #[derive(Clone, Debug)]
-pub struct Wanted {
+pub struct WantedLeaf {
     pub(super) name: String,
     pub(super) aval: ShapedArray,
     pub(super) sharding: Sharding,
-    pub(super) parts: Vec<Part>,
+    pub(super) parts: Vec<LeafPart>,
 }
 
 /// A region of a publisher's leaf that is a region of a subscriber's.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub struct Part {
+pub struct LeafPart {
     /// The name of the publisher's leaf.
     pub from: String,
     /// The region of the publisher's leaf; its whole if `None`.
@@ -42,12 +42,12 @@ pub struct Part {
     pub at: Vec<usize>,
 }
 
-impl Wanted {
+impl WantedLeaf {
     /// Wants the publisher's leaf `name` in this sharding on this job's devices. Shape and dtype
     /// are compared with the publisher's.
     pub fn new(name: impl Into<String>, aval: ShapedArray, sharding: Sharding) -> Self {
         let name = name.into();
-        let part = Part {
+        let part = LeafPart {
             from: name.clone(),
             region: None,
             at: vec![0; aval.shape().len()],
@@ -62,7 +62,7 @@ impl Wanted {
 
     /// Declares the leaf as a view of other leaves. The parts must fill it without overlap.
     #[must_use]
-    pub fn of(mut self, parts: Vec<Part>) -> Self {
+    pub fn of(mut self, parts: Vec<LeafPart>) -> Self {
         self.parts = parts;
         self
     }
@@ -78,13 +78,13 @@ impl Wanted {
     }
 
     /// Returns the leaf as it is told to the publisher: its devices have the numbers of `number`.
-    pub(super) fn told(&self, number: impl Fn(DeviceId) -> u32) -> Result<Asked, String> {
+    pub(super) fn told(&self, number: impl Fn(DeviceId) -> u32) -> Result<AskedLeaf, String> {
         let layout = self.sharding.layout(self.aval.shape());
         let layout = layout.map_err(|why| format!("{}: {why}", self.name))?;
         let shards = layout
             .iter()
             .map(|(device, region)| (number(device), region.clone()));
-        Ok(Asked {
+        Ok(AskedLeaf {
             name: self.name.clone(),
             shape: self.aval.shape().to_vec(),
             dtype: self.aval.dtype(),
@@ -94,19 +94,19 @@ impl Wanted {
     }
 }
 
-/// A [`Wanted`] leaf, on the devices of the link.
+/// A [`WantedLeaf`] leaf, on the devices of the link.
 #[derive(Clone, Debug, Deserialize, Serialize)]
-pub(super) struct Asked {
+pub(super) struct AskedLeaf {
     pub(super) name: String,
     pub(super) shape: Vec<usize>,
     pub(super) dtype: DType,
     pub(super) shards: Vec<(u32, Region)>,
-    pub(super) parts: Vec<Part>,
+    pub(super) parts: Vec<LeafPart>,
 }
 
 /// A part of a leaf that travels as an array of its own. Its regions are in its own indices.
 #[derive(Clone, Debug)]
-pub(super) struct Piece {
+pub(super) struct LeafPiece {
     /// The indices of the leaves, of the publisher and of the subscriber.
     pub(super) from: usize,
     pub(super) to: usize,
@@ -129,19 +129,21 @@ pub(super) struct Piece {
 ///
 /// The message names a leaf that is not offered, or whose shape, dtype, shards or parts do not fit.
 pub(super) fn pieces(
-    (offered, from): (&[Offered], Range<u32>),
-    (asked, to): (&[Asked], Range<u32>),
-) -> Result<Vec<Piece>, String> {
-    for Offered {
+    offered: &[OfferedLeaf],
+    publisher_devices: Range<u32>,
+    asked: &[AskedLeaf],
+    subscriber_devices: Range<u32>,
+) -> Result<Vec<LeafPiece>, String> {
+    for OfferedLeaf {
         name,
         shape,
         dtype,
         shards,
     } in offered
     {
-        check_told(name, (shape, *dtype), shards, &from)?;
+        check_told(name, shape, *dtype, shards, &publisher_devices)?;
     }
-    for Asked {
+    for AskedLeaf {
         name,
         shape,
         dtype,
@@ -149,14 +151,14 @@ pub(super) fn pieces(
         ..
     } in asked
     {
-        check_told(name, (shape, *dtype), shards, &to)?;
+        check_told(name, shape, *dtype, shards, &subscriber_devices)?;
     }
 
     let mut pieces = Vec::new();
     for (to, leaf) in asked.iter().enumerate() {
         let mut filled = Vec::new();
         for part in &leaf.parts {
-            let piece = piece(offered, (to, leaf), part)?;
+            let piece = piece(offered, to, leaf, part)?;
             let own = shifted(&Region::full(piece.aval.shape()), &piece.to_at, &[]);
             if let Some(other) = filled.iter().find(|other: &&Region| overlap(other, &own)) {
                 return Err(format!(
@@ -169,6 +171,7 @@ pub(super) fn pieces(
                 pieces.push(piece);
             }
         }
+
         let elements: usize = filled.iter().map(Region::elements).sum();
         if elements != leaf.shape.iter().product::<usize>() {
             return Err(format!(
@@ -184,16 +187,18 @@ pub(super) fn pieces(
 /// Checks the numbers of a leaf that another process has told: they are used as indices.
 fn check_told(
     name: &str,
-    (shape, dtype): (&[usize], DType),
+    shape: &[usize],
+    dtype: DType,
     shards: &[(u32, Region)],
     devices: &Range<u32>,
 ) -> Result<(), String> {
     ShapedArray::try_new(shape, dtype).map_err(|why| format!("{name}: {why}"))?;
+
     let full = Region::full(shape);
-    let is_shard = |(device, region): &&(u32, Region)| {
-        devices.contains(device) && region.ndim() == full.ndim() && full.contains(region)
-    };
-    match shards.iter().find(|shard| !is_shard(shard)) {
+    let wrong = shards.iter().find(|(device, region)| {
+        !devices.contains(device) || region.ndim() != full.ndim() || !full.contains(region)
+    });
+    match wrong {
         Some((device, region)) => Err(format!(
             "{name}: {region} on device {device} of the link is no shard of {dtype}{shape:?} on \
              its devices {devices:?}"
@@ -202,13 +207,70 @@ fn check_told(
     }
 }
 
-fn piece(offered: &[Offered], (to, leaf): (usize, &Asked), part: &Part) -> Result<Piece, String> {
-    let Asked {
-        name,
-        shape,
-        dtype,
-        shards,
-        ..
+/// Returns the piece for a part of the wanted leaf `leaf`, whose index is `to`.
+fn piece(
+    offered: &[OfferedLeaf],
+    to: usize,
+    leaf: &AskedLeaf,
+    part: &LeafPart,
+) -> Result<LeafPiece, String> {
+    let AskedLeaf { name, shape, .. } = leaf;
+    let from = find_offered(offered, leaf, part)?;
+    let source = &offered[from];
+    let region = part
+        .region
+        .clone()
+        .unwrap_or_else(|| Region::full(&source.shape));
+    let aval = ShapedArray::try_new(&region.shape(), leaf.dtype).map_err(|why| why.to_string())?;
+    if region.ndim() != source.shape.len() || !Region::full(&source.shape).contains(&region) {
+        return Err(format!("{name}: {region} is no region of {}", part.from));
+    }
+    let placed = shifted(&Region::full(aval.shape()), &part.at, &[]);
+    let fits = part.at.len() == shape.len()
+        && placed.ndim() == shape.len()
+        && placed.shape() == aval.shape()
+        && Region::full(shape).contains(&placed);
+    if !fits {
+        return Err(format!(
+            "{name}: {region} of {} does not fit at {:?}",
+            part.from, part.at
+        ));
+    }
+
+    let from_at: Vec<usize> = region.ranges().map(|range| range.start).collect();
+    let sources = shards_within(&source.shards, &region, &from_at);
+    let targets = layers(shards_within(&leaf.shards, &placed, &part.at));
+    // A process without a device of the leaf has no part in it.
+    if targets.is_empty() && aval.elements() > 0 {
+        return Err(format!("{name}: it is wanted on no device"));
+    }
+    let mut others = targets.iter().skip(1);
+    if others.any(|layer| layer.len() != targets[0].len()) {
+        return Err(format!(
+            "{name}: its regions have unequal numbers of replicas"
+        ));
+    }
+
+    Ok(LeafPiece {
+        from,
+        to,
+        aval,
+        from_shape: source.shape.clone(),
+        from_at,
+        to_at: part.at.clone(),
+        sources,
+        targets,
+    })
+}
+
+/// Returns the index of the offered leaf that a part is of, if its dtype and shape fit.
+fn find_offered(
+    offered: &[OfferedLeaf],
+    leaf: &AskedLeaf,
+    part: &LeafPart,
+) -> Result<usize, String> {
+    let AskedLeaf {
+        name, shape, dtype, ..
     } = leaf;
     let from = offered.iter().position(|offered| offered.name == part.from);
     let from = from.ok_or_else(|| {
@@ -223,6 +285,7 @@ fn piece(offered: &[Offered], (to, leaf): (usize, &Asked), part: &Part) -> Resul
             known.join(", ")
         )
     })?;
+
     let source = &offered[from];
     if source.dtype != *dtype {
         let found = source.dtype;
@@ -233,75 +296,41 @@ fn piece(offered: &[Offered], (to, leaf): (usize, &Asked), part: &Part) -> Resul
         ));
     }
     if leaf.parts.len() == 1 && part.region.is_none() && source.shape != *shape {
-        let (from, found) = (&part.from, &source.shape);
+        let from = &part.from;
+        let found = &source.shape;
         return Err(format!(
             "{name}: {shape:?} is wanted, and {from} is published with the shape {found:?}"
         ));
     }
-    let region = part
-        .region
-        .clone()
-        .unwrap_or_else(|| Region::full(&source.shape));
-    let own = Region::full(shape);
-    let aval = ShapedArray::try_new(&region.shape(), *dtype).map_err(|why| why.to_string())?;
-    if region.ndim() != source.shape.len() || !Region::full(&source.shape).contains(&region) {
-        return Err(format!("{name}: {region} is no region of {}", part.from));
-    }
-    let placed = shifted(&Region::full(aval.shape()), &part.at, &[]);
-    let fits = part.at.len() == shape.len()
-        && placed.ndim() == shape.len()
-        && placed.shape() == aval.shape()
-        && own.contains(&placed);
-    if !fits {
-        return Err(format!(
-            "{name}: {region} of {} does not fit at {:?}",
-            part.from, part.at
-        ));
-    }
-    let from_at: Vec<usize> = region.ranges().map(|range| range.start).collect();
-    let within = |shards: &[(u32, Region)], all: &Region, at: &[usize]| {
-        let common = |(device, shard): &(u32, Region)| {
-            let common = shard.intersect(all).filter(|common| !common.is_empty())?;
-            Some((DeviceId(*device), shifted(&common, &[], at)))
-        };
-        shards.iter().filter_map(common).collect::<Vec<_>>()
-    };
-    let sources = within(&source.shards, &region, &from_at);
-    let mut targets: Vec<Vec<(DeviceId, Region)>> = Vec::new();
-    for (device, own) in within(shards, &placed, &part.at) {
-        let free = |layer: &&mut Vec<_>| layer.iter().all(|(_, other): &(_, Region)| *other != own);
-        match targets.iter_mut().find(free) {
-            Some(layer) => layer.push((device, own)),
-            None => targets.push(vec![(device, own)]),
-        }
-    }
-    // A process without a device of the leaf has no part in it.
-    if targets.is_empty() && aval.elements() > 0 {
-        return Err(format!("{name}: it is wanted on no device"));
-    }
-    if targets
-        .iter()
-        .skip(1)
-        .any(|layer| layer.len() != targets[0].len())
-    {
-        return Err(format!(
-            "{name}: its regions have unequal numbers of replicas"
-        ));
-    }
-    let (from_shape, to_at) = (source.shape.clone(), part.at.clone());
-    Ok(Piece {
-        from,
-        to,
-        aval,
-        from_shape,
-        from_at,
-        to_at,
-        sources,
-        targets,
-    })
+    Ok(from)
 }
 
-impl Piece {
+/// Returns the parts of shards within `all`, with the indices of `all`, which begins at `at`.
+fn shards_within(shards: &[(u32, Region)], all: &Region, at: &[usize]) -> Vec<(DeviceId, Region)> {
+    let mut within = Vec::new();
+    for (device, shard) in shards {
+        let common = shard.intersect(all).filter(|common| !common.is_empty());
+        if let Some(common) = common {
+            within.push((DeviceId(*device), shifted(&common, &[], at)));
+        }
+    }
+    within
+}
+
+/// Divides shards into layers, none of which has a region twice.
+fn layers(shards: Vec<(DeviceId, Region)>) -> Vec<Vec<(DeviceId, Region)>> {
+    let mut layers: Vec<Vec<(DeviceId, Region)>> = Vec::new();
+    for (device, own) in shards {
+        let mut free = layers.iter_mut();
+        match free.find(|layer| layer.iter().all(|(_, other)| *other != own)) {
+            Some(layer) => layer.push((device, own)),
+            None => layers.push(vec![(device, own)]),
+        }
+    }
+    layers
+}
+
+impl LeafPiece {
     /// Returns a region of the piece in the publisher's leaf.
     pub(super) fn in_source(&self, region: &Region) -> Region {
         shifted(region, &self.from_at, &[])
@@ -323,12 +352,13 @@ impl Piece {
 /// Returns a region with its first indices `plus` higher and `less` lower.
 fn shifted(region: &Region, plus: &[usize], less: &[usize]) -> Region {
     let by = |offsets: &[usize], dim: usize| offsets.get(dim).copied().unwrap_or(0);
-    let shift = |(dim, range): (usize, Range<usize>)| {
-        let (plus, less) = (by(plus, dim), by(less, dim));
+    let ranges = region.ranges().enumerate().map(|(dim, range)| {
+        let plus = by(plus, dim);
+        let less = by(less, dim);
         let shifted = |index: usize| index.saturating_add(plus).saturating_sub(less);
         shifted(range.start)..shifted(range.end)
-    };
-    Region::new(region.ranges().enumerate().map(shift).collect())
+    });
+    Region::new(ranges.collect())
 }
 
 fn overlap(one: &Region, other: &Region) -> bool {
@@ -343,7 +373,7 @@ mod tests {
     #[test]
     fn told_shards_are_on_devices_of_their_end_and_in_their_leaf() {
         let all = Region::full(&[4]);
-        let part = Part {
+        let part = LeafPart {
             from: "w".to_owned(),
             region: None,
             at: vec![0],
@@ -351,21 +381,21 @@ mod tests {
         let found = |shape: &[usize], (from, own): (u32, &Region), (to, other): (u32, &Region)| {
             let (name, dtype) = ("w".to_owned(), DType::F32);
             let shards = vec![(from, own.clone())];
-            let offered = Offered {
+            let offered = OfferedLeaf {
                 name: name.clone(),
                 shape: shape.to_vec(),
                 dtype,
                 shards,
             };
             let (shards, parts) = (vec![(to, other.clone())], vec![part.clone()]);
-            let asked = Asked {
+            let asked = AskedLeaf {
                 name,
                 shape: shape.to_vec(),
                 dtype,
                 shards,
                 parts,
             };
-            pieces((&[offered], 0..2), (&[asked], 2..3)).map(|pieces| pieces.len())
+            pieces(&[offered], 0..2, &[asked], 2..3).map(|pieces| pieces.len())
         };
         assert_eq!(found(&[4], (1, &all), (2, &all)), Ok(1));
         for (from, to) in [(2, 2), (1, 1), (0, u32::MAX)] {
@@ -377,25 +407,25 @@ mod tests {
             assert!(found(&[4], (0, &all), (2, &region)).is_err());
         }
         assert!(found(&[usize::MAX, 2], (0, &all), (2, &all)).is_err());
-        let far = Part {
+        let far = LeafPart {
             at: vec![usize::MAX],
             ..part.clone()
         };
         let (name, dtype, shards) = ("w".to_owned(), DType::F32, vec![(0, all.clone())]);
-        let offered = Offered {
+        let offered = OfferedLeaf {
             name: name.clone(),
             shape: vec![4],
             dtype,
             shards,
         };
-        let asked = Asked {
+        let asked = AskedLeaf {
             name,
             shape: vec![4],
             dtype,
             shards: vec![(2, all)],
             parts: vec![far],
         };
-        let why = pieces((&[offered], 0..2), (&[asked], 2..3)).unwrap_err();
+        let why = pieces(&[offered], 0..2, &[asked], 2..3).unwrap_err();
         assert!(why.contains("does not fit at"), "{why}");
     }
 }

@@ -1,13 +1,13 @@
 //! The program of a link: the processes of a publisher and of one subscriber form a job beside
 //! their own programs. The first processes of that job are the publisher's.
 //!
-//! A turn moves a version. The subscriber tells its state ([`Ask`]), and the publisher's processes
-//! tell the numbers of their versions. The newest version that all of them have is moved. Its
-//! pieces go by [`Program::reshard`], or as changed elements in the *notes*: there is a note from
-//! each device of the publisher to each device of the subscriber, with the hashes of the regions
-//! that the one gets from the other. The subscriber's processes compare the hashes, take the
-//! version, and say so. The version is whole once the first of them has heard that from all: its
-//! word decides, also if the link breaks before the others hear it.
+//! A turn moves a version. The subscriber tells its state ([`SubscriberTurn`]), and the publisher's
+//! processes tell the numbers of their versions. The newest version that all of them have is moved.
+//! Its pieces go by [`Program::reshard`], or as changed elements in the *notes*: there is a note
+//! from each device of the publisher to each device of the subscriber, with the hashes of the
+//! regions that the one gets from the other. The subscriber's processes compare the hashes, take
+//! the version, and say so. The version is whole once the first of them has heard that from all:
+//! its word decides, also if the link breaks before the others hear it.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
@@ -24,7 +24,8 @@ use mpmd_layout::topology::DeviceId;
 use mpmd_memory::SharedBuffer;
 use serde::{Deserialize, Serialize};
 
-use super::layouts::{Asked, Offered, Piece, pieces};
+use super::buffers::DeviceBuffer;
+use super::layouts::{AskedLeaf, LeafPiece, OfferedLeaf, pieces};
 use crate::api::program::Program;
 use crate::api::recover::tell;
 use crate::error::{Error, Result};
@@ -37,7 +38,7 @@ const IDLE: Duration = Duration::from_millis(500);
 
 /// The state of a publisher's process before a turn.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
-struct Offer {
+struct PublisherTurn {
     /// The numbers of its versions.
     versions: Vec<u64>,
     /// True if readers of its memory keep more of that than it lends.
@@ -45,7 +46,7 @@ struct Offer {
 }
 
 /// The version that a turn moves.
-struct Chosen {
+struct ChosenVersion {
     number: u64,
     /// True if the subscriber's processes copy the memory that they are lent.
     copies: bool,
@@ -53,7 +54,7 @@ struct Chosen {
 
 /// The subscriber's state before a turn, as its first process tells it.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Serialize)]
-pub(super) struct Ask {
+pub(super) struct SubscriberTurn {
     /// Number of publications that the subscriber has found before this one.
     pub(super) publication: u64,
     /// The next version is to be above this one.
@@ -65,17 +66,25 @@ pub(super) struct Ask {
     pub(super) has_ended: bool,
 }
 
+/// The publication of a link.
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+pub(super) struct Offering {
+    /// The id of the publication.
+    pub(super) id: String,
+    pub(super) leaves: Vec<OfferedLeaf>,
+}
+
 /// The bytes that a target device gets of a piece: all, or some places with new values.
-pub(super) enum Arrived {
+pub(super) enum ArrivedPiece {
     Whole(SharedBuffer),
     /// As [`write_changes`](super::bits::write_changes) has written them, for each source.
     Changes(Vec<(Region, SharedBuffer)>),
 }
 
 /// The part of a publisher's process in a link.
-pub(super) trait Source {
-    /// Returns the id of the publication, and its leaves.
-    fn offered(&self) -> (String, Vec<Offered>);
+pub(super) trait PublisherLink {
+    /// Returns the publication, as the subscriber is told about it.
+    fn offered(&self) -> Offering;
     /// Returns the versions above `above`, and holds them until the next call. Waits for one at
     /// most for `timeout`. An error ends the link in order.
     fn wait(
@@ -83,54 +92,59 @@ pub(super) trait Source {
         above: Option<u64>,
         timeout: Duration,
     ) -> std::result::Result<Vec<u64>, String>;
-    /// True if readers of the versions' memory keep more of that than the publisher lends.
+    /// Returns true if readers of the versions' memory keep more of that than the publisher lends.
     fn is_short(&self) -> bool;
-    /// Has a version kept that is to come, in place of another one.
+    /// Keeps a version once it comes, in place of the one that was pinned before.
     fn pin(&mut self, number: Option<u64>);
-    /// Takes one of these versions for what follows.
+    /// Selects one of the versions that [`wait`](Self::wait) returned for the calls that follow.
     fn choose(&mut self, number: u64);
     /// Returns the bytes of the changes of each piece since `base`; `None` for unknown ones.
-    fn change_bytes(&mut self, pieces: &[Piece], base: u64, number: u64) -> Vec<Option<u64>>;
+    fn change_bytes(&mut self, pieces: &[LeafPiece], base: u64, number: u64) -> Vec<Option<u64>>;
     /// Returns the source's bits of a piece on one of its devices, where the piece has `region`.
-    fn bits(&mut self, piece: &Piece, region: &Region) -> Result<SharedBuffer>;
+    fn bits(&mut self, piece: &LeafPiece, region: &Region) -> Result<SharedBuffer>;
     /// Appends the note about a piece's `common` region: its hash, and its changes if wanted.
-    fn note(&mut self, piece: &Piece, common: &Region, changes: bool, to: &mut Vec<u8>);
-    /// Says that the subscriber has taken a version, or why it has not.
+    fn note(&mut self, piece: &LeafPiece, common: &Region, changes: bool, to: &mut Vec<u8>);
+    /// Counts a version as taken by the subscriber, or as refused for this reason.
     fn sent(&mut self, number: u64, refused: Option<&str>);
 }
 
 /// The part of a subscriber's process in a link.
-pub(super) trait Target {
+pub(super) trait SubscriberLink {
     /// Takes the id of the link's publication.
     fn found(&mut self, id: String);
-    fn asked(&self) -> Vec<Asked>;
-    /// True if this process has given up its subscription, and not only just now: the first process
-    /// usually does so at the same time, and ends the link in order.
+    fn asked(&self) -> Vec<AskedLeaf>;
+    /// Returns true if this process has given up its subscription, and not only just now: the first
+    /// process usually does so at the same time, and ends the link in order.
     fn has_left(&self) -> bool;
     /// Waits for room on this process, at most for `timeout`. Returns true if there is some, or the
     /// subscription has ended.
     fn has_room(&mut self, timeout: Duration) -> bool;
     /// Returns the state of the subscription, for which this process has room or not.
-    fn ask(&self, has_room: bool) -> Ask;
+    fn ask(&self, has_room: bool) -> SubscriberTurn;
     /// Takes the bytes of a piece on a device, if they have this hash.
     fn piece(
         &mut self,
-        piece: (usize, &Piece),
+        index: usize,
+        piece: &LeafPiece,
         device: DeviceId,
-        arrived: Arrived,
+        arrived: ArrivedPiece,
         hash: u64,
     ) -> std::result::Result<(), String>;
     /// Takes the version whose pieces have arrived.
-    fn take(&mut self, version: Numbers, pieces: &[Piece]) -> std::result::Result<(), String>;
-    /// Says why the publisher gives out no further version.
+    fn take(
+        &mut self,
+        version: VersionNumbers,
+        pieces: &[LeafPiece],
+    ) -> std::result::Result<(), String>;
+    /// Notes why the publisher gives out no further version.
     fn ended(&mut self, why: &str);
-    /// Says that all processes have taken it, or why one has not.
-    fn end(&mut self, version: Numbers, bytes: u64, refused: Option<&str>);
+    /// Ends a version: all processes have taken it, or one has refused it for this reason.
+    fn end(&mut self, version: VersionNumbers, bytes: u64, refused: Option<&str>);
 }
 
 /// A version on its way. A later version has larger numbers, in this order.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
-pub(super) struct Numbers {
+pub(super) struct VersionNumbers {
     /// Number of publications that the subscriber has found before.
     pub(super) publication: u64,
     /// The number that the publisher gave it.
@@ -138,9 +152,9 @@ pub(super) struct Numbers {
 }
 
 /// The side of a process.
-pub(super) enum Side<'a> {
-    Publisher(&'a mut dyn Source),
-    Subscriber(&'a mut dyn Target),
+pub(super) enum LinkSide<'a> {
+    Publisher(&'a mut dyn PublisherLink),
+    Subscriber(&'a mut dyn SubscriberLink),
 }
 
 /// Runs a link until a side ends it. The first `publishers` processes of the program are the
@@ -149,24 +163,27 @@ pub(super) enum Side<'a> {
 /// # Errors
 ///
 /// If the layouts do not fit each other, or a process is lost.
-pub(super) fn run(p: &mut Program, publishers: usize, side: &mut Side<'_>) -> Result<()> {
-    let (id, offered): (String, Vec<Offered>) = tell(p, ProcessId(0), || match side {
-        Side::Publisher(source) => source.offered(),
-        Side::Subscriber(_) => Default::default(),
+pub(super) fn run(p: &mut Program, publishers: usize, side: &mut LinkSide<'_>) -> Result<()> {
+    let offering: Offering = tell(p, ProcessId(0), || match side {
+        LinkSide::Publisher(source) => source.offered(),
+        LinkSide::Subscriber(_) => Offering::default(),
     })?;
-    if let Side::Subscriber(target) = side {
-        target.found(id);
+    if let LinkSide::Subscriber(target) = side {
+        target.found(offering.id);
     }
+
     let subscriber = ProcessId(publishers as u32);
-    let asked: Vec<Asked> = tell(p, subscriber, || match side {
-        Side::Publisher(_) => Vec::new(),
-        Side::Subscriber(target) => target.asked(),
+    let asked: Vec<AskedLeaf> = tell(p, subscriber, || match side {
+        LinkSide::Publisher(_) => Vec::new(),
+        LinkSide::Subscriber(target) => target.asked(),
     })?;
+
     let all = p.topology().devices().len() as u32;
     let counts = p.topology().counts();
     let first = counts.iter().take(publishers).sum::<usize>() as u32;
-    let pieces = pieces((&offered, 0..first), (&asked, first..all)).map_err(Error::Environment)?;
-    let link = Link {
+    let pieces =
+        pieces(&offering.leaves, 0..first, &asked, first..all).map_err(Error::Environment)?;
+    let link = VersionLink {
         publishers,
         subscriber,
         pieces,
@@ -178,18 +195,19 @@ pub(super) fn run(p: &mut Program, publishers: usize, side: &mut Side<'_>) -> Re
     Ok(())
 }
 
-struct Link {
+/// A link, as one of its processes has it.
+struct VersionLink {
     publishers: usize,
     /// The first process of the subscriber.
     subscriber: ProcessId,
-    pieces: Vec<Piece>,
+    pieces: Vec<LeafPiece>,
     /// The version that the publisher's processes keep.
     pin: Cell<Option<u64>>,
 }
 
 /// How a version moves.
-struct Moved<'a> {
-    version: Numbers,
+struct VersionMove<'a> {
+    version: VersionNumbers,
     /// For each piece, if its changes travel, and not all of it.
     changed: &'a [bool],
     /// True if the subscriber's processes copy the memory that they are lent.
@@ -197,51 +215,67 @@ struct Moved<'a> {
 }
 
 /// The pieces and notes on their way to a subscriber's process.
-struct Arrivals<'a> {
+struct VersionArrivals<'a> {
     /// For each piece, if its changes come, and not all of it.
     changed: &'a [bool],
     /// True if memory that is lent is to be copied.
     copies: bool,
     notes: &'a Notes,
-    notes_here: BTreeMap<(DeviceId, DeviceId), AsyncBuffer>,
+    /// The notes to devices of this process.
+    notes_here: BTreeMap<DevicePair, AsyncBuffer>,
     /// The pieces on devices of this process.
-    here: HashMap<(usize, DeviceId), AsyncBuffer>,
+    here: HashMap<PieceShard, AsyncBuffer>,
+}
+
+/// The devices that a note travels between.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
+struct DevicePair {
+    from: DeviceId,
+    to: DeviceId,
+}
+
+/// A region of a piece that a note is about.
+struct NotedRegion {
+    /// Index of the piece.
+    piece: usize,
+    region: Region,
+}
+
+/// A piece on one of its target devices.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+pub(super) struct PieceShard {
+    /// Index of the piece.
+    pub(super) piece: usize,
+    pub(super) device: DeviceId,
+}
+
+/// The result of a version on a process of the subscriber.
+#[derive(Default)]
+struct TakeOutcome {
+    /// Bytes that this process has got.
+    bytes: u64,
+    /// The reason why it does not take the version.
+    refused: Option<String>,
 }
 
 /// The sum of the hashes and the changes of a piece on a device, from all notes.
 #[derive(Default)]
-struct About {
+struct NotedPiece {
     hash: u64,
     changes: Vec<(Region, SharedBuffer)>,
 }
 
-/// The note from a device to another: the pieces that it is about, with their common regions.
-type Notes = BTreeMap<(DeviceId, DeviceId), Vec<(usize, Region)>>;
+/// The regions that each note is about.
+type Notes = BTreeMap<DevicePair, Vec<NotedRegion>>;
 
-impl Link {
+impl VersionLink {
     /// Moves a version if there is a newer one. Returns false at the end of the link.
-    fn turn(&self, p: &mut Program, side: &mut Side<'_>) -> Result<bool> {
-        // Room is that of all. Only one process waits for its own.
-        let mut has_room = true;
-        for process in self.others(p) {
-            let timeout = if has_room { IDLE } else { Duration::ZERO };
-            has_room &= p.broadcast_value(process, false, || match side {
-                Side::Publisher(_) => Ok(false),
-                Side::Subscriber(target) => Ok(target.has_room(timeout)),
-            })?;
-        }
-        let ask: Ask = p.broadcast_value(self.subscriber, Ask::default(), || match side {
-            Side::Publisher(_) => Ok(Ask::default()),
-            Side::Subscriber(target) => {
-                let timeout = if has_room { IDLE } else { Duration::ZERO };
-                let own = target.has_room(timeout);
-                Ok(target.ask(has_room && own))
-            }
-        })?;
+    fn turn(&self, p: &mut Program, side: &mut LinkSide<'_>) -> Result<bool> {
+        let ask = self.ask(p, side)?;
         if ask.has_ended {
             return Ok(false);
         }
-        if let Side::Subscriber(target) = side
+        if let LinkSide::Subscriber(target) = side
             && target.has_left()
         {
             return Err(Error::Environment(
@@ -251,9 +285,10 @@ impl Link {
         if !ask.has_room {
             return Ok(true);
         }
-        let Chosen { number, copies } = match self.choose(p, side, ask.above)? {
+
+        let ChosenVersion { number, copies } = match self.choose(p, side, ask.above)? {
             Err(why) => {
-                if let Side::Subscriber(target) = side {
+                if let LinkSide::Subscriber(target) = side {
                     target.ended(&why);
                 }
                 return Ok(false);
@@ -261,25 +296,58 @@ impl Link {
             Ok(None) => return Ok(true),
             Ok(Some(chosen)) => chosen,
         };
-        if let Side::Publisher(source) = side {
+        if let LinkSide::Publisher(source) = side {
             source.choose(number);
         }
+
         let changed = match ask.base {
-            Some(base) => self.choose_changes(p, side, (base, number))?,
+            Some(base) => self.choose_changes(p, side, base, number)?,
             None => vec![false; self.pieces.len()],
         };
         let notes = self.notes();
-        let version = Numbers {
+        let version = VersionNumbers {
             publication: ask.publication,
             version: number,
         };
-        let how = Moved {
+        let how = VersionMove {
             version,
             changed: &changed,
             copies,
         };
-        let (bytes, own) = self.move_pieces(p, side, how, &notes)?;
-        // The first reason of a process to refuse the version.
+        let outcome = self.move_pieces(p, side, how, &notes)?;
+
+        let refused = self.tell_refusal(p, outcome.refused)?;
+        match side {
+            LinkSide::Publisher(source) => source.sent(number, refused.as_deref()),
+            LinkSide::Subscriber(target) => target.end(version, outcome.bytes, refused.as_deref()),
+        }
+        Ok(true)
+    }
+
+    /// Returns the state of the subscriber, which has room for a version if all its processes have.
+    fn ask(&self, p: &mut Program, side: &mut LinkSide<'_>) -> Result<SubscriberTurn> {
+        // Only one process waits for its own room.
+        let mut has_room = true;
+        for process in self.others(p) {
+            let timeout = if has_room { IDLE } else { Duration::ZERO };
+            has_room &= p.broadcast_value(process, false, || match side {
+                LinkSide::Publisher(_) => Ok(false),
+                LinkSide::Subscriber(target) => Ok(target.has_room(timeout)),
+            })?;
+        }
+        p.broadcast_value(self.subscriber, SubscriberTurn::default(), || match side {
+            LinkSide::Publisher(_) => Ok(SubscriberTurn::default()),
+            LinkSide::Subscriber(target) => {
+                let timeout = if has_room { IDLE } else { Duration::ZERO };
+                let own = target.has_room(timeout);
+                Ok(target.ask(has_room && own))
+            }
+        })
+    }
+
+    /// Returns the first reason of a process of the subscriber to refuse the version. `own` is this
+    /// process's reason.
+    fn tell_refusal(&self, p: &mut Program, own: Option<String>) -> Result<Option<String>> {
         let mut refused = None;
         for process in self.others(p) {
             let own = own.clone();
@@ -287,13 +355,7 @@ impl Link {
             refused = refused.or(why);
         }
         // The first process has heard all others. Its word decides.
-        let refused: Option<String> =
-            p.broadcast_value(self.subscriber, None, || Ok(refused.or(own)))?;
-        match side {
-            Side::Publisher(source) => source.sent(number, refused.as_deref()),
-            Side::Subscriber(target) => target.end(version, bytes, refused.as_deref()),
-        }
-        Ok(true)
+        p.broadcast_value(self.subscriber, None, || Ok(refused.or(own)))
     }
 
     /// Returns the subscriber's processes but the first.
@@ -306,21 +368,22 @@ impl Link {
     fn choose(
         &self,
         p: &mut Program,
-        side: &mut Side<'_>,
+        side: &mut LinkSide<'_>,
         above: Option<u64>,
-    ) -> Result<std::result::Result<Option<Chosen>, String>> {
+    ) -> Result<std::result::Result<Option<ChosenVersion>, String>> {
+        // The versions of each process of the publisher.
         let mut all = Vec::new();
         let mut copies = false;
         for process in (0..self.publishers as u32).map(ProcessId) {
-            let none = Ok(Offer::default());
-            let offer: std::result::Result<Offer, String> =
+            let none = Ok(PublisherTurn::default());
+            let offer: std::result::Result<PublisherTurn, String> =
                 p.broadcast_value(process, none.clone(), || match side {
-                    Side::Publisher(source) => {
+                    LinkSide::Publisher(source) => {
                         let versions = source.wait(above, IDLE);
                         let is_short = source.is_short();
-                        Ok(versions.map(|versions| Offer { versions, is_short }))
+                        Ok(versions.map(|versions| PublisherTurn { versions, is_short }))
                     }
-                    Side::Subscriber(_) => Ok(none),
+                    LinkSide::Subscriber(_) => Ok(none),
                 })?;
             copies |= offer.as_ref().is_ok_and(|offer| offer.is_short);
             all.push(offer.map(|offer| offer.versions));
@@ -334,9 +397,9 @@ impl Link {
         let common = all.iter().flatten().copied().filter(has).max();
         if let Some(number) = common {
             self.pin.set(None);
-            return Ok(Ok(Some(Chosen { number, copies })));
+            return Ok(Ok(Some(ChosenVersion { number, copies })));
         }
-        if let (Side::Publisher(source), Some(next)) = (side, first_of_all(&all)) {
+        if let (LinkSide::Publisher(source), Some(next)) = (side, first_of_all(&all)) {
             // One process is ahead by more versions than are kept. All keep the first one that each
             // has or will make; one that has lost it meanwhile tries again with a later one.
             let newest = all.iter().filter_map(|have| have.iter().max());
@@ -353,23 +416,26 @@ impl Link {
     fn choose_changes(
         &self,
         p: &mut Program,
-        side: &mut Side<'_>,
-        (base, number): (u64, u64),
+        side: &mut LinkSide<'_>,
+        base: u64,
+        number: u64,
     ) -> Result<Vec<bool>> {
         let mut sums: Vec<Option<u64>> = vec![Some(0); self.pieces.len()];
         for process in (0..self.publishers as u32).map(ProcessId) {
             let own: Vec<Option<u64>> = tell(p, process, || match side {
-                Side::Publisher(source) => source.change_bytes(&self.pieces, base, number),
-                Side::Subscriber(_) => Vec::new(),
+                LinkSide::Publisher(source) => source.change_bytes(&self.pieces, base, number),
+                LinkSide::Subscriber(_) => Vec::new(),
             })?;
             for (sum, own) in sums.iter_mut().zip(own) {
                 *sum = sum.zip(own).map(|(sum, own)| sum.saturating_add(own));
             }
         }
-        let is_less = |(piece, sum): (&Piece, Option<u64>)| {
-            sum.is_some_and(|sum| sum < piece.aval.bytes() as u64)
-        };
-        Ok(self.pieces.iter().zip(sums).map(is_less).collect())
+
+        let pieces = self.pieces.iter().zip(sums);
+        let is_less = pieces.map(|(piece, changes)| {
+            changes.is_some_and(|changes| changes < piece.aval.bytes() as u64)
+        });
+        Ok(is_less.collect())
     }
 
     /// Returns the notes of a version.
@@ -379,7 +445,14 @@ impl Link {
             for (from, source) in &piece.sources {
                 for (to, target) in piece.targets.iter().flatten() {
                     if let Some(common) = source.intersect(target) {
-                        notes.entry((*from, *to)).or_default().push((index, common));
+                        let pair = DevicePair {
+                            from: *from,
+                            to: *to,
+                        };
+                        notes.entry(pair).or_default().push(NotedRegion {
+                            piece: index,
+                            region: common,
+                        });
                     }
                 }
             }
@@ -387,32 +460,28 @@ impl Link {
         notes
     }
 
-    /// Issues the moves of a version, and has the subscriber take it. Returns the bytes that this
-    /// process has got, and the reason why it does not take the version.
+    /// Issues the moves of a version. On a process of the subscriber, takes it.
     fn move_pieces(
         &self,
         p: &mut Program,
-        side: &mut Side<'_>,
-        Moved {
-            version,
-            changed,
-            copies,
-        }: Moved<'_>,
+        side: &mut LinkSide<'_>,
+        how: VersionMove<'_>,
         notes: &Notes,
-    ) -> Result<(u64, Option<String>)> {
+    ) -> Result<TakeOutcome> {
         let at = Location::caller();
-        let is_here = |p: &Program, device: DeviceId| p.runtime.local_index(device).is_some();
-        let (mut arrays, mut to, mut moving) = (Vec::new(), Vec::new(), Vec::new());
-        for (index, piece) in self
-            .pieces
-            .iter()
-            .enumerate()
-            .filter(|(index, _)| !changed[*index])
-        {
+        let mut arrays = Vec::new();
+        let mut to = Vec::new();
+        let mut moving = Vec::new();
+        let pieces = self.pieces.iter().enumerate();
+        for (index, piece) in pieces.filter(|(index, _)| !how.changed[*index]) {
             let mut shards = Vec::new();
             for (device, region) in &piece.sources {
-                if let (true, Side::Publisher(source)) = (is_here(p, *device), &mut *side) {
-                    shards.push((*device, source.bits(piece, region)?));
+                let is_here = p.runtime.local_index(*device).is_some();
+                if let (true, LinkSide::Publisher(source)) = (is_here, &mut *side) {
+                    shards.push(DeviceBuffer {
+                        device: *device,
+                        buffer: source.bits(piece, region)?,
+                    });
                 }
             }
             let from = Sharding::enumerated(piece.sources.clone())?;
@@ -420,159 +489,214 @@ impl Link {
             to.push(Sharding::enumerated(piece.targets[0].clone())?);
             moving.push(index);
         }
+
         let first = p.reshard(&arrays, to, Default::default())?;
-        let mut here: HashMap<(usize, DeviceId), AsyncBuffer> = HashMap::new();
-        let mut note = |index: usize, array: &MpmdArray| {
-            let shards = array.shards().iter();
-            here.extend(shards.map(|shard| ((index, shard.device), shard.slot.clone())));
+        let mut here: HashMap<PieceShard, AsyncBuffer> = HashMap::new();
+        let mut note = |piece: usize, array: &MpmdArray| {
+            for shard in array.shards() {
+                let key = PieceShard {
+                    piece,
+                    device: shard.device,
+                };
+                here.insert(key, shard.slot.clone());
+            }
         };
         for (index, first) in moving.into_iter().zip(&first) {
             note(index, first);
             // The replicas come from the first one, which is nearer.
             for layer in &self.pieces[index].targets[1..] {
-                note(
-                    index,
-                    &p.device_put(first, Sharding::enumerated(layer.clone())?)?,
-                );
+                let to = Sharding::enumerated(layer.clone())?;
+                note(index, &p.device_put(first, to)?);
             }
         }
-        let notes_here = self.move_notes(p, side, changed, notes)?;
+        let notes_here = self.move_notes(p, side, how.changed, notes)?;
+
         // The arrays are given up first: loans go back before the publisher makes another version.
         drop(first);
         match side {
-            Side::Publisher(_) => Ok((0, None)),
-            Side::Subscriber(target) => {
-                let arrivals = Arrivals {
-                    changed,
-                    copies,
+            LinkSide::Publisher(_) => Ok(TakeOutcome::default()),
+            LinkSide::Subscriber(target) => {
+                let arrivals = VersionArrivals {
+                    changed: how.changed,
+                    copies: how.copies,
                     notes,
                     notes_here,
                     here,
                 };
-                self.take(p, *target, version, arrivals)
+                self.take(p, *target, how.version, arrivals)
             }
         }
     }
 
-    /// Waits for a version, and has the subscriber take it. Returns the bytes that this process has
-    /// got, and the reason why it does not take the version.
+    /// Waits for a version, and gives it to the subscriber.
     fn take(
         &self,
         p: &Program,
-        target: &mut dyn Target,
-        version: Numbers,
-        Arrivals {
-            changed,
-            copies,
-            notes,
-            notes_here,
-            mut here,
-        }: Arrivals<'_>,
-    ) -> Result<(u64, Option<String>)> {
-        let damaged = || Error::Environment("a note of a version is damaged".to_owned());
-        let (mut bytes, mut about) = (0, BTreeMap::<(DeviceId, usize), About>::new());
-        for (key, slot) in &notes_here {
-            let note = arrived(p, slot)?;
-            bytes += note.len() as u64;
-            let mut rest = &note[..];
-            for (index, common) in notes.get(key).into_iter().flatten() {
-                let hash = take_word(&mut rest).ok_or_else(damaged)?;
-                let about = about.entry((key.1, *index)).or_default();
-                about.hash = about.hash.wrapping_add(hash);
-                if changed[*index] {
-                    let len = take_word(&mut rest).ok_or_else(damaged)?;
-                    let start = note.len() - rest.len();
-                    let (own, more) = usize::try_from(len)
-                        .ok()
-                        .and_then(|len| rest.split_at_checked(len))
-                        .ok_or_else(damaged)?;
-                    rest = more;
-                    about
-                        .changes
-                        .push((common.clone(), note.slice(start..start + own.len())));
-                }
-            }
-        }
-        let mut refused = None;
-        for ((device, index), About { hash, changes }) in about {
-            let arrived = match changed[index] {
-                true => Arrived::Changes(changes),
-                false => {
-                    let slot = here.remove(&(index, device)).ok_or_else(damaged)?;
-                    let whole = arrived(p, &slot)?;
-                    bytes += whole.len() as u64;
-                    Arrived::Whole(match copies && whole.is_lent() {
-                        true => whole.to_vec().into(),
-                        false => whole,
-                    })
-                }
+        target: &mut dyn SubscriberLink,
+        version: VersionNumbers,
+        mut arrivals: VersionArrivals<'_>,
+    ) -> Result<TakeOutcome> {
+        let mut outcome = TakeOutcome::default();
+        let about = read_notes(p, &arrivals, &mut outcome.bytes)?;
+        for (key, NotedPiece { hash, changes }) in about {
+            let arrived = if arrivals.changed[key.piece] {
+                ArrivedPiece::Changes(changes)
+            } else {
+                let slot = arrivals.here.remove(&key).ok_or_else(damaged)?;
+                let whole = arrived(p, &slot)?;
+                outcome.bytes += whole.len() as u64;
+                ArrivedPiece::Whole(match arrivals.copies && whole.is_lent() {
+                    true => whole.to_vec().into(),
+                    false => whole,
+                })
             };
-            if refused.is_none() {
-                let piece = (index, &self.pieces[index]);
-                refused = target.piece(piece, device, arrived, hash).err();
+            if outcome.refused.is_none() {
+                let piece = &self.pieces[key.piece];
+                let taken = target.piece(key.piece, piece, key.device, arrived, hash);
+                outcome.refused = taken.err();
             }
         }
-        let refused = refused.or_else(|| target.take(version, &self.pieces).err());
-        Ok((bytes, refused))
+
+        if outcome.refused.is_none() {
+            outcome.refused = target.take(version, &self.pieces).err();
+        }
+        Ok(outcome)
     }
 
     /// Issues the moves of the notes. Returns those that come to this process.
     fn move_notes(
         &self,
         p: &mut Program,
-        side: &mut Side<'_>,
+        side: &mut LinkSide<'_>,
         changed: &[bool],
         notes: &Notes,
-    ) -> Result<BTreeMap<(DeviceId, DeviceId), AsyncBuffer>> {
+    ) -> Result<BTreeMap<DevicePair, AsyncBuffer>> {
         let at = Location::caller();
-        let mut own = BTreeMap::new();
-        if let Side::Publisher(source) = side {
-            for (key, about) in notes {
-                if p.runtime.local_index(key.0).is_none() {
-                    continue;
-                }
-                let mut note = Vec::new();
-                for (index, common) in about {
-                    source.note(&self.pieces[*index], common, changed[*index], &mut note);
-                }
-                own.insert(*key, note);
-            }
-        }
-        let mut lengths: BTreeMap<(DeviceId, DeviceId), u64> = notes
-            .iter()
-            .map(|(key, about)| (*key, 8 * about.len() as u64))
-            .collect();
-        if changed.contains(&true) {
-            for process in (0..self.publishers as u32).map(ProcessId) {
-                let told = || {
-                    own.iter()
-                        .map(|(key, note)| (*key, note.len() as u64))
-                        .collect()
-                };
-                let told: Vec<((DeviceId, DeviceId), u64)> = tell(p, process, told)?;
-                for (key, bytes) in told {
-                    // Its own notes alone.
-                    if p.topology().process_of(key.0) == Some(process)
-                        && let Some(length) = lengths.get_mut(&key)
-                    {
-                        *length = bytes;
-                    }
-                }
-            }
-        }
+        let mut own = self.write_notes(p, side, changed, notes);
+        let lengths = self.note_lengths(p, changed, notes, &own)?;
+
         let mut here = BTreeMap::new();
-        for (key, bytes) in lengths {
+        for (pair, bytes) in lengths {
             let aval = ShapedArray::try_new(&[bytes as usize], DType::U8)?;
-            let shards = own
-                .remove(&key)
-                .map(|note| (key.0, SharedBuffer::from(note)));
-            let from = Sharding::single_device(key.0);
-            let array = p.array_of_buffers(aval, from, shards.into_iter().collect(), at)?;
-            let moved = p.device_put(&array, Sharding::single_device(key.1))?;
-            here.extend(moved.shards().iter().map(|shard| (key, shard.slot.clone())));
+            let note = own.remove(&pair).map(|note| DeviceBuffer {
+                device: pair.from,
+                buffer: SharedBuffer::from(note),
+            });
+            let from = Sharding::single_device(pair.from);
+            let array = p.array_of_buffers(aval, from, note.into_iter().collect(), at)?;
+            let moved = p.device_put(&array, Sharding::single_device(pair.to))?;
+            here.extend(
+                moved
+                    .shards()
+                    .iter()
+                    .map(|shard| (pair, shard.slot.clone())),
+            );
         }
         Ok(here)
     }
+
+    /// Writes the notes from devices of this process.
+    fn write_notes(
+        &self,
+        p: &Program,
+        side: &mut LinkSide<'_>,
+        changed: &[bool],
+        notes: &Notes,
+    ) -> BTreeMap<DevicePair, Vec<u8>> {
+        let mut own = BTreeMap::new();
+        let LinkSide::Publisher(source) = side else {
+            return own;
+        };
+        for (pair, about) in notes {
+            if p.runtime.local_index(pair.from).is_none() {
+                continue;
+            }
+            let mut note = Vec::new();
+            for NotedRegion { piece, region } in about {
+                source.note(&self.pieces[*piece], region, changed[*piece], &mut note);
+            }
+            own.insert(*pair, note);
+        }
+        own
+    }
+
+    /// Returns the bytes of all notes. Only the writer of a note with changes knows its length.
+    fn note_lengths(
+        &self,
+        p: &mut Program,
+        changed: &[bool],
+        notes: &Notes,
+        own: &BTreeMap<DevicePair, Vec<u8>>,
+    ) -> Result<BTreeMap<DevicePair, u64>> {
+        let hashes = |about: &Vec<NotedRegion>| 8 * about.len() as u64;
+        let mut lengths: BTreeMap<DevicePair, u64> = notes
+            .iter()
+            .map(|(pair, about)| (*pair, hashes(about)))
+            .collect();
+        if !changed.contains(&true) {
+            return Ok(lengths);
+        }
+
+        for process in (0..self.publishers as u32).map(ProcessId) {
+            let told: Vec<(DevicePair, u64)> = tell(p, process, || {
+                own.iter()
+                    .map(|(pair, note)| (*pair, note.len() as u64))
+                    .collect()
+            })?;
+            for (pair, bytes) in told {
+                // Its own notes alone.
+                if p.topology().process_of(pair.from) == Some(process)
+                    && let Some(length) = lengths.get_mut(&pair)
+                {
+                    *length = bytes;
+                }
+            }
+        }
+        Ok(lengths)
+    }
+}
+
+/// Waits for the notes to this process. Returns what they say about each piece here, and adds their
+/// bytes to `bytes`.
+fn read_notes(
+    p: &Program,
+    arrivals: &VersionArrivals<'_>,
+    bytes: &mut u64,
+) -> Result<Vec<(PieceShard, NotedPiece)>> {
+    // In the order of devices, then of pieces.
+    let mut all = BTreeMap::<(DeviceId, usize), NotedPiece>::new();
+    for (pair, slot) in &arrivals.notes_here {
+        let note = arrived(p, slot)?;
+        *bytes += note.len() as u64;
+
+        let mut rest = &note[..];
+        for NotedRegion { piece, region } in arrivals.notes.get(pair).into_iter().flatten() {
+            let hash = take_word(&mut rest).ok_or_else(damaged)?;
+            let about = all.entry((pair.to, *piece)).or_default();
+            about.hash = about.hash.wrapping_add(hash);
+            if arrivals.changed[*piece] {
+                let len = take_word(&mut rest).ok_or_else(damaged)?;
+                let start = note.len() - rest.len();
+                let (own, more) = usize::try_from(len)
+                    .ok()
+                    .and_then(|len| rest.split_at_checked(len))
+                    .ok_or_else(damaged)?;
+                rest = more;
+                let changes = note.slice(start..start + own.len());
+                about.changes.push((region.clone(), changes));
+            }
+        }
+    }
+    let shard = |(device, piece)| PieceShard { piece, device };
+    Ok(all
+        .into_iter()
+        .map(|(key, about)| (shard(key), about))
+        .collect())
+}
+
+/// Returns the error for a note that is not as it was written.
+fn damaged() -> Error {
+    Error::Environment("a note of a version is damaged".to_owned())
 }
 
 /// Returns the lowest version that each process has or is still to make, by the versions of each.
@@ -580,6 +704,7 @@ impl Link {
 fn first_of_all(all: &[Vec<u64>]) -> Option<u64> {
     let newest: Option<Vec<u64>> = all.iter().map(|have| have.iter().max().copied()).collect();
     let newest = newest?;
+
     let is_for_all = |number: &u64| {
         all.iter()
             .zip(&newest)
@@ -596,7 +721,8 @@ fn first_of_all(all: &[Vec<u64>]) -> Option<u64> {
 
 /// Waits for a buffer.
 fn arrived(p: &Program, slot: &AsyncBuffer) -> Result<SharedBuffer> {
-    let (runtime, at) = (&p.runtime, Location::caller());
+    let runtime = &p.runtime;
+    let at = Location::caller();
     let _doing = runtime
         .status
         .enter(Doing::Waiting("a version of published arrays", at));

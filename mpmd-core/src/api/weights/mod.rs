@@ -16,7 +16,7 @@
 mod bits;
 mod buffers;
 mod group;
-mod held;
+mod held_versions;
 mod layouts;
 mod link;
 mod net;
@@ -30,6 +30,6 @@ mod taker;
 #[cfg(test)]
 mod tests;
 
-pub use layouts::{Part, Wanted};
+pub use layouts::{LeafPart, WantedLeaf};
 pub use publisher::{Publication, Publisher, PublisherMetrics};
 pub use subscriber::{Intake, Received, Subscribing, Subscription, SubscriptionState};

@@ -10,15 +10,18 @@ use std::time::Duration;
 use mpmd_base::block::{Condvar, Mutex, mpsc, now, thread};
 use mpmd_base::deadline::after;
 use mpmd_layout::aval::{DType, ShapedArray};
+use mpmd_layout::sharding::Sharding;
 use mpmd_layout::tree::Tree;
 use mpmd_memory::SharedBuffer;
 use mpmd_rendezvous::Token;
 
 use super::bits::can_cast;
-use super::group::{Answer, Call, End, Group, Invitation, Members, guarded, spawn};
-use super::held::Held;
-use super::layouts::Offered;
-use super::link::{self, Side};
+use super::group::{
+    GroupAnswer, GroupCall, GroupMembership, Invitation, LinkParty, Members, guarded, spawn,
+};
+use super::held_versions::HeldVersions;
+use super::layouts::OfferedLeaf;
+use super::link::{self, LinkSide};
 use super::net::Net;
 use super::store::{OwnShard, Store};
 use crate::api::program::Program;
@@ -56,14 +59,13 @@ impl fmt::Debug for Publication {
 impl Publication {
     /// Creates the settings of a publication. Subscribers need its name and its token.
     pub fn new(name: impl Into<String>, token: Token) -> Self {
-        let (name, net) = (name.into(), Net::default());
         Self {
-            name,
+            name: name.into(),
             token,
             listen: None,
             dtype: None,
             changes: true,
-            net,
+            net: Net::default(),
         }
     }
 
@@ -96,7 +98,7 @@ impl Publication {
         self
     }
 
-    /// Sets whether changed elements are noted, for subscribers that take changes alone. It costs a
+    /// Sets if changed elements are noted, for subscribers that take changes alone. It costs a
     /// comparison of each version with the one before. The default is true.
     #[must_use]
     pub fn changes(mut self, changes: bool) -> Self {
@@ -127,35 +129,64 @@ pub struct PublisherMetrics {
 /// Subscribers cost the program nothing: threads of their own serve them, and a subscriber that
 /// dies ends its own link alone. Dropping the publisher ends all links.
 pub struct Publisher {
-    shared: Arc<Shared>,
-    offered: Vec<Leaf>,
-    /// For each own shard: the index of its leaf, and of the shard on this process.
-    places: Vec<(usize, usize)>,
-    copies: mpsc::Sender<Copying>,
+    shared: Arc<PublicationShared>,
+    leaves: Vec<PublishedLeaf>,
+    /// The own shards, as in the [`Store`].
+    shards: Vec<PublishedShard>,
+    copies: mpsc::Sender<VersionCopy>,
     last: Option<u64>,
     address: Option<SocketAddr>,
-    group: Option<Group>,
+    group: Option<GroupMembership>,
     threads: Vec<thread::JoinHandle<()>>,
 }
 
-/// The values of a version as they come from the devices: (own shard, values or the failure).
-struct Copying {
+/// The values of a version as they come from the devices.
+struct VersionCopy {
     number: u64,
-    values: mpsc::Receiver<(usize, std::result::Result<SharedBuffer, String>)>,
+    values: mpsc::Receiver<ShardValues>,
 }
 
-struct Leaf {
+/// The values of an own shard.
+struct ShardValues {
+    /// Index of the own shard.
+    shard: usize,
+    /// The values, or the failure that they have in their place.
+    outcome: std::result::Result<SharedBuffer, String>,
+}
+
+/// A leaf of the tree, as it was at the start.
+struct PublishedLeaf {
     path: String,
     shape: Vec<usize>,
     dtype: DType,
-    sharding: Option<mpmd_layout::sharding::Sharding>,
+    sharding: Sharding,
 }
 
-pub(super) struct Shared {
+/// The array shard that an own shard is copied from.
+struct PublishedShard {
+    /// Index of the leaf.
+    leaf: usize,
+    /// Index among the leaf's shards on this process.
+    local: usize,
+}
+
+/// The leaves of a tree, with this process's part of them.
+#[derive(Default)]
+struct PublishedTree {
+    leaves: Vec<PublishedLeaf>,
+    /// The leaves as subscribers are told about them.
+    offered: Vec<OfferedLeaf>,
+    /// The own shards, and the array shards that these are copied from.
+    own: Vec<OwnShard>,
+    shards: Vec<PublishedShard>,
+}
+
+/// The state of a publication that its threads on this process share.
+pub(super) struct PublicationShared {
     pub(super) name: String,
     /// A random text, by which subscribers tell this publication from others.
     pub(super) id: String,
-    pub(super) leaves: Vec<Offered>,
+    pub(super) leaves: Vec<OfferedLeaf>,
     pub(super) store: Store,
     /// Number of copies that are being made.
     copying: Mutex<usize>,
@@ -164,9 +195,9 @@ pub(super) struct Shared {
 }
 
 impl Program {
-    /// Publishes a tree of arrays under a name: subscribers of other jobs, or of this one, get the
-    /// versions that [`Publisher::publish`] gives out, in any layout of their own. Every process
-    /// must call it. Blocks until all have.
+    /// Creates a publisher of a tree of arrays under a name: subscribers of other jobs, or of this
+    /// one, get the versions that [`Publisher::publish`] gives out, in any layout of their own.
+    /// Every process must call it. Blocks until all have.
     ///
     /// The leaves are known by their paths in the tree. Their shapes, dtypes and shardings must
     /// stay. Nothing is copied before the first version.
@@ -176,170 +207,197 @@ impl Program {
     /// If a leaf is uncommitted, has partial sums, or cannot be cast to the dtype of the
     /// publication. If process 0 cannot listen, or the system gives no threads.
     #[track_caller]
-    pub fn publish<T: Tree<Leaf = MpmdArray>>(
+    pub fn publisher<T: Tree<Leaf = MpmdArray>>(
         &mut self,
         publication: Publication,
         tree: &T,
     ) -> Result<Publisher> {
         let at = Location::caller();
-        let wrong = |path: &str, why: String| {
-            IssueProblem::Signature(format!("{path}: {why}")).at(at, "publish")
-        };
-        let Publication {
-            name,
-            token,
-            listen,
-            dtype,
-            changes,
-            net,
-        } = publication;
-        let (mut leaves, mut offered, mut own, mut places) =
-            (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         let tree = tree.leaves_with_paths();
         let used = tree.iter().filter_map(|(_, array)| array.sharding());
         let used = used.flat_map(|sharding| sharding.devices().iter().copied());
         let members = Members::of(self.topology(), used, None);
-        for (index, (path, array)) in tree.into_iter().enumerate() {
-            let Some(sharding) = array.sharding() else {
-                return Err(wrong(
-                    &path,
-                    "is uncommitted: device_put it first".to_owned(),
-                ));
-            };
-            let layout = sharding.layout(array.shape())?;
-            if layout.terms() > 1 {
-                return Err(wrong(
-                    &path,
-                    "has partial sums: add them up first".to_owned(),
-                ));
-            }
-            let from = array.dtype();
-            let to = dtype
-                .as_ref()
-                .map_or(from, |dtype| dtype(&path, array.aval()));
-            if !can_cast(from, to) || from == DType::Object {
-                return Err(wrong(
-                    &path,
-                    format!("is {from}, which cannot be published as {to}"),
-                ));
-            }
-            let holders = sharding
-                .first_holders(array.shape())?
-                .layout(array.shape())?;
-            for (device, region) in holders.iter().filter(|(_, region)| !region.is_empty()) {
-                let local = array
-                    .shards()
-                    .iter()
-                    .position(|shard| shard.device == device);
-                if let Some(local) = local {
-                    let (shape, region) = (array.shape().to_vec(), region.clone());
-                    own.push(OwnShard {
-                        leaf: index,
-                        shape,
-                        region,
-                        dtypes: [from, to],
-                    });
-                    places.push((index, local));
-                }
-            }
-            let shards = holders.iter().filter(|(_, region)| !region.is_empty());
-            let shards = shards.map(|(device, region)| (members.number_of(device), region.clone()));
-            let shards = shards.collect();
-            let shape = array.shape().to_vec();
-            offered.push(Offered {
-                name: path.clone(),
-                shape: shape.clone(),
-                dtype: to,
-                shards,
-            });
-            leaves.push(Leaf {
-                path,
-                shape,
-                dtype: from,
-                sharding: Some(sharding.clone()),
-            });
+
+        let mut published = PublishedTree::default();
+        for (path, array) in tree {
+            published.add_leaf(path, array, &members, publication.dtype.as_deref(), at)?;
         }
-        let store = Store::new(own, changes);
-        let (copying, copied, metrics) = Default::default();
+        let store = Store::new(published.own, publication.changes);
         let id = Token::random()
             .map_err(|why| Error::Environment(why.to_string()))?
             .to_hex();
-        let shared = Arc::new(Shared {
-            name,
+        let shared = Arc::new(PublicationShared {
+            name: publication.name.clone(),
             id,
-            leaves: offered,
+            leaves: published.offered,
             store,
-            copying,
-            copied,
-            metrics,
+            copying: Mutex::default(),
+            copied: Condvar::default(),
+            metrics: Mutex::default(),
         });
-        let (copies, taken) = mpsc::channel();
+        let (copies, to_copy) = mpsc::channel();
         let mut publisher = Publisher {
-            shared: shared.clone(),
-            offered: leaves,
-            places,
+            shared,
+            leaves: published.leaves,
+            shards: published.shards,
             copies,
             last: None,
             address: None,
             group: None,
             threads: Vec::new(),
         };
-        if self.is_dry_run() {
-            return Ok(publisher);
+
+        if !self.is_dry_run() {
+            publisher.open(self, &members, publication, to_copy)?;
         }
-        let devices = self.topology().devices_of(self.process()).len();
-        let (invited, invitations) = mpsc::channel();
-        // The channel is locked, since the answers may be given by any thread.
-        let invited = Mutex::new(invited);
-        let answering = shared.clone();
-        let answer = move |call: Call| match call {
-            Call::Hello(name) | Call::Join(Invitation { name, .. }) if name != answering.name => {
-                Answer::Other(answering.name.clone())
-            }
-            Call::Join(invitation) => {
-                _ = invited.lock().send(invitation);
-                Answer::Here(devices)
-            }
-            // The second is a call to subscribers alone.
-            Call::Hello(_) | Call::Settle(_) => Answer::Here(devices),
-        };
-        let secret = token.clone();
-        let (address, group) = Group::open(self, &members, (listen, token, &net), answer)?;
-        publisher.address = Some(address);
-        let Some(me) = members.place_of(self.process()) else {
-            return Ok(publisher);
-        };
-        publisher.group = group;
-        let copier = shared.clone();
-        let copy = move || taken.iter().for_each(|copying| copier.copy(&copying));
-        publisher.threads.push(spawn("mpmd-publish", copy)?);
-        let peer_timeout = self.runtime.config.peer_timeout;
-        let listen = move || {
-            for invitation in invitations.iter() {
-                let shared = shared.clone();
-                let (secret, net) = (secret.clone(), net.clone());
-                let serve = move || {
-                    let join = || invitation.join(End::Publisher, me, &secret, peer_timeout, &net);
-                    shared.serve(invitation.publishers, join);
-                };
-                if let Err(error) = spawn("mpmd-link", serve) {
-                    tracing::error!(%error, "a subscriber cannot be served");
-                }
-            }
-        };
-        publisher.threads.push(spawn("mpmd-links", listen)?);
         Ok(publisher)
     }
 }
 
+impl PublishedTree {
+    /// Adds a leaf. An error if the leaf cannot be published.
+    fn add_leaf(
+        &mut self,
+        path: String,
+        array: &MpmdArray,
+        members: &Members,
+        dtype: Option<&DTypeOf>,
+        at: &'static Location<'static>,
+    ) -> Result<()> {
+        let wrong =
+            |why: String| IssueProblem::Signature(format!("{path}: {why}")).at(at, "publisher");
+        let Some(sharding) = array.sharding() else {
+            return Err(wrong("is uncommitted: device_put it first".to_owned()));
+        };
+        if sharding.layout(array.shape())?.terms() > 1 {
+            return Err(wrong("has partial sums: add them up first".to_owned()));
+        }
+        let from = array.dtype();
+        let to = dtype.map_or(from, |dtype| dtype(&path, array.aval()));
+        if !can_cast(from, to) || from == DType::Object {
+            return Err(wrong(format!(
+                "is {from}, which cannot be published as {to}"
+            )));
+        }
+
+        // Each region is published by the first device that has it.
+        let holders = sharding
+            .first_holders(array.shape())?
+            .layout(array.shape())?;
+        let leaf = self.leaves.len();
+        let shape = array.shape().to_vec();
+        let mut shards = Vec::new();
+        for (device, region) in holders.iter().filter(|(_, region)| !region.is_empty()) {
+            shards.push((members.number_of(device), region.clone()));
+            let mut here = array.shards().iter();
+            if let Some(local) = here.position(|shard| shard.device == device) {
+                self.own.push(OwnShard {
+                    leaf,
+                    shape: shape.clone(),
+                    region: region.clone(),
+                    dtypes: [from, to],
+                });
+                self.shards.push(PublishedShard { leaf, local });
+            }
+        }
+
+        self.offered.push(OfferedLeaf {
+            name: path.clone(),
+            shape: shape.clone(),
+            dtype: to,
+            shards,
+        });
+        self.leaves.push(PublishedLeaf {
+            path,
+            shape,
+            dtype: from,
+            sharding: sharding.clone(),
+        });
+        Ok(())
+    }
+}
+
+/// Serves the links of a publication, each on a thread of its own.
+struct LinkListener {
+    shared: Arc<PublicationShared>,
+    /// This process's place among those of the publisher.
+    place: usize,
+    secret: Token,
+    net: Net,
+    peer_timeout: Duration,
+}
+
+impl LinkListener {
+    /// Starts a link for each invitation, until there can be no more.
+    fn run(self, invitations: &mpsc::Receiver<Invitation>) {
+        let Self {
+            place,
+            peer_timeout,
+            ..
+        } = self;
+        for invitation in invitations.iter() {
+            let shared = self.shared.clone();
+            let secret = self.secret.clone();
+            let net = self.net.clone();
+
+            let serve = move || {
+                let join =
+                    || invitation.join(LinkParty::Publisher, place, &secret, peer_timeout, &net);
+                shared.serve(invitation.publishers, join);
+            };
+            if let Err(error) = spawn("mpmd-link", serve) {
+                tracing::error!(%error, "a subscriber cannot be served");
+            }
+        }
+    }
+}
+
 impl Publisher {
+    /// Opens the rendezvous at which subscribers find the publication, and starts the threads that
+    /// copy the versions and serve the links.
+    fn open(
+        &mut self,
+        p: &mut Program,
+        members: &Members,
+        publication: Publication,
+        to_copy: mpsc::Receiver<VersionCopy>,
+    ) -> Result<()> {
+        let Publication {
+            token, listen, net, ..
+        } = publication;
+        let devices = p.topology().devices_of(p.process()).len();
+        let (invited, invitations) = mpsc::channel();
+        let answer = answer_calls(self.shared.clone(), devices, invited);
+        let opened = GroupMembership::open(p, members, listen, token.clone(), &net, answer)?;
+        self.address = Some(opened.address);
+        let Some(place) = members.place_of(p.process()) else {
+            return Ok(());
+        };
+        self.group = opened.group;
+
+        let copier = self.shared.clone();
+        let copy = move || to_copy.iter().for_each(|version| copier.copy(&version));
+        self.threads.push(spawn("mpmd-publish", copy)?);
+
+        let listener = LinkListener {
+            shared: self.shared.clone(),
+            place,
+            secret: token,
+            net,
+            peer_timeout: p.runtime.config.peer_timeout,
+        };
+        let listen = move || listener.run(&invitations);
+        self.threads.push(spawn("mpmd-links", listen)?);
+        Ok(())
+    }
+
     /// Returns the address at which subscribers find the publication. `None` in a dry run.
     pub fn address(&self) -> Option<SocketAddr> {
         self.address
     }
 
     /// Gives out the tree as a version. Every process must call it with the same numbers, in
-    /// ascending order. The leaves must be as in [`Program::publish`].
+    /// ascending order. The leaves must be as in [`Program::publisher`].
     ///
     /// Blocks while the copy of the version before is being made, otherwise not: the copy of this
     /// one begins when its values are there, on a thread of its own. The arrays may be donated at
@@ -350,7 +408,7 @@ impl Publisher {
     /// # Errors
     ///
     /// If the number is not above the one before, or a leaf is another than in
-    /// [`Program::publish`]. The same on every process.
+    /// [`Program::publisher`]. The same on every process.
     #[track_caller]
     pub fn publish<T: Tree<Leaf = MpmdArray>>(&mut self, number: u64, tree: &T) -> Result<()> {
         let at = Location::caller();
@@ -359,21 +417,39 @@ impl Publisher {
             return Err(wrong(format!("version {number} after version {last}")));
         }
         let leaves = tree.leaves_with_paths();
-        if leaves.len() != self.offered.len() {
-            let expected = self.offered.len();
+        self.check_leaves(&leaves, at)?;
+
+        self.last = Some(number);
+        if self.group.is_some() {
+            self.wait_for_copy(&leaves, at);
+            self.start_copy(number, &leaves);
+        }
+        Ok(())
+    }
+
+    /// Returns an error if the leaves are not the published ones.
+    fn check_leaves(
+        &self,
+        leaves: &[(String, &MpmdArray)],
+        at: &'static Location<'static>,
+    ) -> Result<()> {
+        let wrong = |why: String| IssueProblem::Signature(why).at(at, "Publisher::publish");
+        if leaves.len() != self.leaves.len() {
+            let expected = self.leaves.len();
             return Err(wrong(format!(
                 "{} leaves: there were {expected}",
                 leaves.len()
             )));
         }
-        for ((path, array), known) in leaves.iter().zip(&self.offered) {
+
+        for ((path, array), known) in leaves.iter().zip(&self.leaves) {
             array
                 .check_usable(path)
                 .map_err(|problem| problem.at(at, "Publisher::publish"))?;
             let is_same = *path == known.path
                 && array.shape() == known.shape
                 && array.dtype() == known.dtype
-                && array.sharding() == known.sharding.as_ref();
+                && array.sharding() == Some(&known.sharding);
             if !is_same {
                 return Err(wrong(format!(
                     "{path}: {array:?} in the place of {}, {}{:?}",
@@ -381,28 +457,35 @@ impl Publisher {
                 )));
             }
         }
-        self.last = Some(number);
-        if self.group.is_none() {
-            return Ok(());
-        }
-        self.wait_for_copy(&leaves, at);
+        Ok(())
+    }
+
+    /// Gives the copying thread a version, whose values come to it once they are computed.
+    fn start_copy(&self, number: u64, leaves: &[(String, &MpmdArray)]) {
         *self.shared.copying.lock() += 1;
         let (sender, values) = mpsc::channel();
-        let mut slots = (usize::MAX, Vec::new());
-        for (own, (leaf, shard)) in self.places.iter().enumerate() {
-            if let Repr::Placed(placed) = &leaves[*leaf].1.repr
-                && slots.0 != *leaf
+
+        // The own shards are in the order of the leaves.
+        let mut slots_leaf = None;
+        let mut slots = Vec::new();
+        for (index, shard) in self.shards.iter().enumerate() {
+            if let Repr::Placed(placed) = &leaves[shard.leaf].1.repr
+                && slots_leaf != Some(shard.leaf)
             {
-                slots = (*leaf, placed.in_host_memory());
+                slots_leaf = Some(shard.leaf);
+                slots = placed.in_host_memory();
             }
             let sender = sender.clone();
             // Registered now, since a later operation may take the memory over.
-            slots.1[*shard].on_end(move |outcome| {
-                _ = sender.send((own, outcome.clone().map_err(|failure| failure.to_string())));
+            slots[shard.local].on_end(move |outcome| {
+                let outcome = outcome.clone().map_err(|failure| failure.to_string());
+                _ = sender.send(ShardValues {
+                    shard: index,
+                    outcome,
+                });
             });
         }
-        _ = self.copies.send(Copying { number, values });
-        Ok(())
+        _ = self.copies.send(VersionCopy { number, values });
     }
 
     /// Blocks until the copy of the version before is made. Reports a hang after the peer timeout,
@@ -411,8 +494,10 @@ impl Publisher {
         let Some(made) = leaves.iter().find_map(|(_, array)| array.made()) else {
             return;
         };
-        let (runtime, what) = (&made.runtime, "the copy of the version before");
+        let runtime = &made.runtime;
+        let what = "the copy of the version before";
         let _doing = runtime.status.enter(Doing::Waiting(what, at));
+
         let mut copying = self.shared.copying.lock();
         while *copying > 0 {
             let until = after(now(), runtime.config.peer_timeout);
@@ -423,7 +508,8 @@ impl Publisher {
                 .timed_out()
                 && *copying > 0
             {
-                let (me, why) = (runtime.me, runtime.doing_and_why());
+                let me = runtime.me;
+                let why = runtime.doing_and_why();
                 runtime.report_hang(&format!("process {me}: {at} waits for {what}; {why}"));
             }
         }
@@ -452,11 +538,13 @@ impl Drop for Publisher {
         // Its values may never come. Then nobody waits for the thread.
         let is_stuck = *copying > 0;
         drop(copying);
+
         self.shared.store.end("the publisher has ended".to_owned());
         // Subscribers that have room take the last version.
         while self.shared.metrics.lock().subscribers > 0 && now() < until {
             thread::sleep(Duration::from_millis(5));
         }
+
         // Ends the thread of the copies, and with the group that of the links.
         (self.copies, _) = mpsc::channel();
         self.group = None;
@@ -466,26 +554,53 @@ impl Drop for Publisher {
     }
 }
 
-impl Shared {
-    fn copy(&self, copying: &Copying) {
+/// Returns the function that answers calls to this process. It passes invitations on to `invited`.
+fn answer_calls(
+    shared: Arc<PublicationShared>,
+    devices: usize,
+    invited: mpsc::Sender<Invitation>,
+) -> impl Fn(GroupCall) -> GroupAnswer + Send + Sync + 'static {
+    // The channel is locked, since the answers may be given by any thread.
+    let invited = Mutex::new(invited);
+    move |call: GroupCall| match call {
+        GroupCall::Hello(name) | GroupCall::Join(Invitation { name, .. })
+            if name != shared.name =>
+        {
+            GroupAnswer::Other(shared.name.clone())
+        }
+        GroupCall::Join(invitation) => {
+            _ = invited.lock().send(invitation);
+            GroupAnswer::Here(devices)
+        }
+        // The second is a call to subscribers alone.
+        GroupCall::Hello(_) | GroupCall::Settle(_) => GroupAnswer::Here(devices),
+    }
+}
+
+impl PublicationShared {
+    /// Makes the bits of a version once its values come. A failure ends all links.
+    fn copy(&self, version: &VersionCopy) {
+        // The store takes the shards in order; values may come in any.
         let mut early = HashMap::new();
-        let next = |own: usize| loop {
-            if let Some(values) = early.remove(&own) {
-                return values;
+        let next = |shard: usize| loop {
+            if let Some(outcome) = early.remove(&shard) {
+                return outcome;
             }
-            match copying.values.recv() {
-                Ok((other, values)) => _ = early.insert(other, values),
+            match version.values.recv() {
+                Ok(values) => _ = early.insert(values.shard, values.outcome),
                 Err(_) => return Err("the program has ended".to_owned()),
             }
         };
-        let add = || self.store.add(copying.number, next);
+
+        let add = || self.store.add(version.number, next);
         let added = catch_unwind(AssertUnwindSafe(add));
         // Else the program would wait for this copy for ever.
         if let Err(why) = added.unwrap_or_else(|panic| Err(panic_text(&*panic))) {
-            let why = format!("version {} could not be published: {why}", copying.number);
+            let why = format!("version {} could not be published: {why}", version.number);
             tracing::error!("{why}");
             self.store.end(why);
         }
+
         *self.copying.lock() -= 1;
         self.copied.notify_all();
     }
@@ -495,11 +610,12 @@ impl Shared {
         self.metrics.lock().subscribers += 1;
         let link = || {
             let mut p = join()?;
-            let mut held = Held::new(self);
-            let result = link::run(&mut p, publishers, &mut Side::Publisher(&mut held));
+            let mut held = HeldVersions::new(self);
+            let result = link::run(&mut p, publishers, &mut LinkSide::Publisher(&mut held));
             p.conclude(result)
         };
         let result = guarded(link);
+
         self.metrics.lock().subscribers -= 1;
         match result {
             Ok(()) => tracing::info!(name = self.name, "a subscriber has left"),

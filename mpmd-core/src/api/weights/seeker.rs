@@ -12,28 +12,30 @@ use mpmd_base::block::mpsc;
 use mpmd_proto::router::FailureKind;
 use mpmd_rendezvous::{ServerConfig, Token};
 
-use super::group::{Answer, Call, Invitation, LONGEST, call, link_token, wrong};
+use super::group::{GroupAnswer, GroupCall, Invitation, LONGEST, call, link_token, wrong};
 use super::net::Service;
-use super::subscriber::{Shared, Subscribing};
-use super::taker::News;
+use super::subscriber::{Subscribing, SubscriptionShared};
+use super::taker::TakerNews;
 
-/// Time between two attempts to reach a publisher, and after many links without a version.
-const RETRY: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(10)];
+/// Time between two attempts to reach a publisher.
+const RETRY: Duration = Duration::from_millis(500);
+/// Limit of that time, which grows with each link without a version.
+const LONGEST_RETRY: Duration = Duration::from_secs(10);
 /// Time limit of a call of the processes of an end.
 const CALL: Duration = Duration::from_secs(5);
-/// Time between two looks whether the subscription ends, while a link lasts.
+/// Time between two checks for the end of the subscription, while a link lasts.
 const WATCH: Duration = Duration::from_millis(100);
 
 /// Looks for the publisher on process 0, and invites all processes to links with it.
-pub(super) struct Seeker {
+pub(super) struct PublisherSeeker {
     pub(super) subscribing: Subscribing,
     /// The address and the token of this job's group.
     pub(super) own: String,
     pub(super) token: Token,
     pub(super) devices: Vec<usize>,
     pub(super) peer_timeout: Duration,
-    pub(super) shared: Arc<Shared>,
-    pub(super) told: mpsc::Sender<News>,
+    pub(super) shared: Arc<SubscriptionShared>,
+    pub(super) told: mpsc::Sender<TakerNews>,
 }
 
 /// The end of a link that had begun.
@@ -44,9 +46,9 @@ enum LinkEnd {
     Over,
 }
 
-impl Seeker {
+impl PublisherSeeker {
     pub(super) fn run(&self) {
-        let mut retry = RETRY[0];
+        let mut retry = RETRY;
         // The reasons of the last attempt and of the last line in the log.
         let mut last = None;
         let mut said = None;
@@ -56,18 +58,19 @@ impl Seeker {
             let has_more = self.shared.state().versions > before;
             retry = match found {
                 // One that does not fit is not called all the time.
-                Ok(LinkEnd::Over) if !has_more => (retry * 2).min(RETRY[1]),
-                _ => RETRY[0],
+                Ok(LinkEnd::Over) if !has_more => (retry * 2).min(LONGEST_RETRY),
+                _ => RETRY,
             };
             if let Err(why) = &found {
                 self.shared.note(|state| state.trouble = Some(why.clone()));
             }
+
             let why = found.err();
             match &why {
                 None => said = None,
                 Some(reason) if why != last => {
                     // The receiver is gone once the subscription has ended.
-                    _ = self.told.send(News::NotFound(reason.clone()));
+                    _ = self.told.send(TakerNews::NotFound(reason.clone()));
                 }
                 // A publisher that starts is not ready at the first attempt.
                 Some(reason) if why != said => {
@@ -76,6 +79,7 @@ impl Seeker {
                 }
                 Some(_) => {}
             }
+
             last = why;
             self.shared.sleep(retry);
         }
@@ -83,8 +87,6 @@ impl Seeker {
 
     /// Begins a link, and returns after its end.
     fn link(&self) -> Result<LinkEnd, String> {
-        // This process has decided on all versions of the link before. The others hear of it before
-        // they are invited to the next one, and all are there.
         let Subscribing {
             name,
             address,
@@ -93,18 +95,21 @@ impl Seeker {
             net,
             ..
         } = &self.subscribing;
-        let settle = Call::Settle(self.shared.whole());
-        let own = |asked: &Call| match call(&self.own, (&self.token, net), asked, CALL) {
+
+        // This process has decided on all versions of the link before. The others hear of it before
+        // they are invited to the next one, and all are there.
+        let settle = GroupCall::Settle(self.shared.whole());
+        let own = |asked: &GroupCall| match call(&self.own, &self.token, net, asked, CALL) {
             Ok(_) => Ok(()),
             Err(why) => Err(format!("a process of this job does not answer: {why}")),
         };
         own(&settle)?;
 
-        let publisher = |asked: &Call| call(address, (token, net), asked, CALL);
-        let (answers, ip) = publisher(&Call::Hello(name.clone()))?;
-        let devices = answers.iter().map(|answer| match answer {
-            Answer::Here(devices) => Ok(*devices),
-            Answer::Other(other) => Err(format!("{address} publishes {other}, not {name}")),
+        let publisher = |asked: &GroupCall| call(address, token, net, asked, CALL);
+        let answers = publisher(&GroupCall::Hello(name.clone()))?;
+        let devices = answers.by_process.iter().map(|answer| match answer {
+            GroupAnswer::Here(devices) => Ok(*devices),
+            GroupAnswer::Other(other) => Err(format!("{address} publishes {other}, not {name}")),
         });
         let mut devices = devices.collect::<Result<Vec<usize>, String>>()?;
         let publishers = devices.len();
@@ -117,19 +122,17 @@ impl Seeker {
             peer_timeout: self.peer_timeout.min(LONGEST),
         };
         let server = net
-            .bind((ip, 0).into(), config)
+            .bind((answers.local_ip, 0).into(), config)
             .map_err(|why| wrong(why).to_string())?;
-        let (name, transport) = (name.clone(), transport.clone());
-        let server_address = server.address().to_string();
         let invitation = Invitation {
-            name,
-            server: server_address,
+            name: name.clone(),
+            server: server.address().to_string(),
             nonce,
             publishers,
             devices,
-            transport,
+            transport: transport.clone(),
         };
-        let join = Call::Join(invitation);
+        let join = GroupCall::Join(invitation);
         publisher(&join)?;
         own(&join)?;
 

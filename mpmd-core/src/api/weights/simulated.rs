@@ -329,7 +329,7 @@ impl Job {
         let leaves = tree(p, 0)?;
         let mut publication = Publication::new("sim", token()).listen(ADDRESS.into());
         publication.net = net;
-        let mut publisher = p.publish(publication, &leaves)?;
+        let mut publisher = p.publisher(publication, &leaves)?;
         for version in first.. {
             let leaves = tree(p, version)?;
             publisher.publish(version, &leaves)?;
@@ -343,13 +343,13 @@ impl Job {
     }
 
     /// Wants a leaf on all processes, and another one on the last.
-    fn wanted(&self, p: &Program) -> Result<Vec<Wanted>> {
+    fn wanted(&self, p: &Program) -> Result<Vec<WantedLeaf>> {
         let last = Sharding::single_device(DeviceId(self.processes() - 1));
         let all = p.mesh(&[("x", -1)])?.replicated();
         let f32s = |length: usize| ShapedArray::new(&[length], DType::F32);
         Ok(vec![
-            Wanted::new("0", f32s(16), all),
-            Wanted::new("1", f32s(64), last),
+            WantedLeaf::new("0", f32s(16), all),
+            WantedLeaf::new("1", f32s(64), last),
         ])
     }
 

@@ -15,7 +15,7 @@ use mpmd_layout::region::Region;
 use mpmd_memory::{Arena, OutOfMemory};
 use mpmd_memory::{Pool, SharedBuffer};
 
-use super::bits::{Places, cast, hash};
+use super::bits::{ChangedPlaces, cast, hash};
 
 /// Number of versions whose bits are kept: processes may be a version apart.
 const VERSIONS: usize = 2;
@@ -38,7 +38,7 @@ pub(super) struct OwnShard {
 }
 
 /// The bits of a version on this process, by own shard.
-pub(super) struct Version {
+pub(super) struct StoredVersion {
     pub(super) number: u64,
     /// The number of the version before.
     before: Option<u64>,
@@ -47,12 +47,27 @@ pub(super) struct Version {
     pub(super) hashes: Vec<HashMap<Region, u64>>,
 }
 
+/// A region of an own shard whose hash is computed with each version.
+#[derive(Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub(super) struct HashedRegion {
+    /// Index of the own shard.
+    pub(super) shard: usize,
+    pub(super) region: Region,
+}
+
 /// The elements that changed from one version to the next, by own shard.
-struct Step {
+struct ChangeStep {
     from: u64,
     to: u64,
-    places: Vec<Places>,
+    places: Vec<ChangedPlaces>,
     bytes: usize,
+}
+
+/// An own shard of a new version.
+struct CopiedShard {
+    bits: SharedBuffer,
+    /// The places that differ from the version before.
+    changed: ChangedPlaces,
 }
 
 /// The versions of this process, shared by its links.
@@ -60,25 +75,25 @@ pub(super) struct Store {
     pub(super) shards: Vec<OwnShard>,
     memory: Pool,
     tracks_changes: bool,
-    state: Mutex<State>,
+    state: Mutex<StoreState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
-    versions: VecDeque<Arc<Version>>,
+struct StoreState {
+    versions: VecDeque<Arc<StoredVersion>>,
     /// Links wait for the first versions from these numbers on. Those that would be gone are kept.
     pins: Vec<u64>,
-    pinned: Vec<Arc<Version>>,
+    pinned: Vec<Arc<StoredVersion>>,
     /// The regions of own shards whose hashes links need, with the number of these links.
-    hashed: BTreeMap<(usize, Region), usize>,
-    steps: VecDeque<Step>,
+    hashed: BTreeMap<HashedRegion, usize>,
+    steps: VecDeque<ChangeStep>,
     /// Why there will be no further version.
     ended: Option<String>,
 }
 
-impl Version {
-    /// True if this is the first version from one of these numbers on.
+impl StoredVersion {
+    /// Returns true if this is the first version from one of these numbers on.
     fn is_pinned(&self, pins: &[u64]) -> bool {
         pins.iter()
             .any(|pin| self.before < Some(*pin) && *pin <= self.number)
@@ -91,13 +106,12 @@ impl Store {
         // Other processes of this host read the bits where they are.
         let arena = Arena::shared().unwrap_or_else(|_| Arena::private());
         let memory = Pool::in_arena("published versions", None, &arena);
-        let (state, changed) = (Mutex::default(), Condvar::default());
         Self {
             shards,
             memory,
             tracks_changes,
-            state,
-            changed,
+            state: Mutex::default(),
+            changed: Condvar::default(),
         }
     }
 
@@ -117,22 +131,26 @@ impl Store {
             (state.versions.back().cloned(), state.hashed.clone())
         };
         let last = last.filter(|_| self.tracks_changes);
-        let (mut bits, mut places, mut hashes) = (Vec::new(), Vec::new(), Vec::new());
+
+        let mut bits = Vec::new();
+        let mut places = Vec::new();
+        let mut hashes = Vec::new();
         for (index, shard) in self.shards.iter().enumerate() {
             let values = next(index)?;
             let old = last.as_ref().map(|last| &*last.bits[index]);
             let failed = |why: OutOfMemory| why.to_string();
-            let hashed = hashed.keys().filter(|(shard, _)| *shard == index);
-            let mut own = hashed.map(|(_, region)| (region.clone(), 0)).collect();
-            let (new, changed) = self.copy(shard, &values, old, &mut own).map_err(failed)?;
+            let hashed = hashed.keys().filter(|hashed| hashed.shard == index);
+            let mut own = hashed.map(|hashed| (hashed.region.clone(), 0)).collect();
+            let copied = self.copy(shard, &values, old, &mut own).map_err(failed)?;
             hashes.push(own);
-            bits.push(new);
-            places.push(changed);
+            bits.push(copied.bits);
+            places.push(copied.changed);
         }
+
         let mut state = self.state.lock();
         if let Some(last) = last {
-            let bytes = places.iter().map(Places::bytes).sum();
-            state.steps.push_back(Step {
+            let bytes = places.iter().map(ChangedPlaces::bytes).sum();
+            state.steps.push_back(ChangeStep {
                 from: last.number,
                 to: number,
                 places,
@@ -143,8 +161,9 @@ impl Store {
                 state.steps.pop_front();
             }
         }
+
         let before = state.versions.back().map(|version| version.number);
-        state.versions.push_back(Arc::new(Version {
+        state.versions.push_back(Arc::new(StoredVersion {
             number,
             before,
             bits,
@@ -174,17 +193,17 @@ impl Store {
         values: &[u8],
         old: Option<&[u8]>,
         hashes: &mut HashMap<Region, u64>,
-    ) -> Result<(SharedBuffer, Places), OutOfMemory> {
-        let (from_item, item) = (from.size(), to.size());
+    ) -> Result<CopiedShard, OutOfMemory> {
+        let from_item = from.size();
+        let item = to.size();
         let mut new = self.memory.allocate(values.len() / from_item * item)?;
+
         // Some rows of the first dimension at once.
         let rows = region.shape().first().copied().unwrap_or(1);
         let row = region.elements() / rows.max(1);
         let each = (SLICE / (from_item * row.max(1))).clamp(1, rows.max(1));
-        let (slices, mut places) = (
-            values.chunks((each * row * from_item).max(1)),
-            Places::default(),
-        );
+        let slices = values.chunks((each * row * from_item).max(1));
+        let mut places = ChangedPlaces::default();
         let news = new.chunks_mut((each * row * item).max(1));
         for (i, (values, new)) in slices.zip(news).enumerate() {
             cast(*from, values, *to, new);
@@ -202,18 +221,21 @@ impl Store {
                 each_changed(old, new, item, |place| places.push(first * row + place));
             }
         }
-        Ok((new.freeze(), places))
+        Ok(CopiedShard {
+            bits: new.freeze(),
+            changed: places,
+        })
     }
 
     /// Computes the hash of a region of an own shard with each version to come, until
     /// [`unhash`](Self::unhash).
-    pub(super) fn hash(&self, shard: usize, region: Region) {
-        *self.state.lock().hashed.entry((shard, region)).or_default() += 1;
+    pub(super) fn hash(&self, region: HashedRegion) {
+        *self.state.lock().hashed.entry(region).or_default() += 1;
     }
 
     /// Takes back that a link needs the hash of a region.
-    pub(super) fn unhash(&self, shard: usize, region: Region) {
-        if let Entry::Occupied(mut links) = self.state.lock().hashed.entry((shard, region)) {
+    pub(super) fn unhash(&self, region: HashedRegion) {
+        if let Entry::Occupied(mut links) = self.state.lock().hashed.entry(region) {
             *links.get_mut() -= 1;
             if *links.get() == 0 {
                 links.remove();
@@ -221,7 +243,7 @@ impl Store {
         }
     }
 
-    /// True if readers keep more memory of versions than is lent.
+    /// Returns true if readers keep more memory of versions than is lent.
     pub(super) fn is_short(&self) -> bool {
         let state = self.state.lock();
         let Some(newest) = state.versions.back() else {
@@ -259,6 +281,7 @@ impl Store {
                 Some(_) => return Ok(newer),
                 None => {}
             }
+
             if self.changed.wait_until(&mut state, until).timed_out() {
                 return Ok(newer);
             }
@@ -267,7 +290,7 @@ impl Store {
 
     /// Keeps the first version from a number on until [`unpin`](Self::unpin): one that is to come,
     /// or `held`.
-    pub(super) fn pin(&self, number: u64, held: Option<Arc<Version>>) {
+    pub(super) fn pin(&self, number: u64, held: Option<Arc<StoredVersion>>) {
         let mut state = self.state.lock();
         state.pins.push(number);
         let mut known = state.pinned.iter().chain(&state.versions);
@@ -290,7 +313,7 @@ impl Store {
     }
 
     /// Returns a version, if its bits are still here.
-    pub(super) fn get(&self, number: u64) -> Option<Arc<Version>> {
+    pub(super) fn get(&self, number: u64) -> Option<Arc<StoredVersion>> {
         let state = self.state.lock();
         let mut all = state.pinned.iter().chain(&state.versions);
         all.find(|version| version.number == number).cloned()
@@ -298,11 +321,12 @@ impl Store {
 
     /// Returns the places of each own shard that changed between two versions. `None` if this is
     /// not known any more.
-    pub(super) fn changes(&self, base: u64, number: u64) -> Option<Vec<Places>> {
+    pub(super) fn changes(&self, base: u64, number: u64) -> Option<Vec<ChangedPlaces>> {
         let state = self.state.lock();
         let mut steps = state.steps.iter().skip_while(|step| step.from != base);
         let first = steps.next()?;
-        let (mut to, mut places) = (first.to, first.places.clone());
+        let mut to = first.to;
+        let mut places = first.places.clone();
         for step in steps.take_while(|step| step.to <= number) {
             places
                 .iter_mut()
@@ -327,11 +351,11 @@ impl Store {
 
 /// Returns some rows of the first dimension of a region.
 fn rows_of(region: &Region, rows: Range<usize>) -> Region {
-    let first = |(dim, range): (usize, Range<usize>)| match dim {
+    let ranges = region.ranges().enumerate().map(|(dim, range)| match dim {
         0 => range.start + rows.start..range.start + rows.end,
         _ => range,
-    };
-    Region::new(region.ranges().enumerate().map(first).collect())
+    });
+    Region::new(ranges.collect())
 }
 
 #[cfg(test)]
@@ -439,7 +463,11 @@ mod tests {
     fn hash_is_computed_until_the_last_link_ends() {
         let store = store();
         let part = Region::full(&[2]);
-        (0..2).for_each(|_| store.hash(0, part.clone()));
+        let hashed_part = HashedRegion {
+            shard: 0,
+            region: part,
+        };
+        (0..2).for_each(|_| store.hash(hashed_part.clone()));
         for (number, hashed) in [(1, 1), (2, 1), (3, 0)] {
             add(&store, number, [1.0; 3]);
             assert_eq!(
@@ -447,7 +475,7 @@ mod tests {
                 hashed,
                 "{number}"
             );
-            store.unhash(0, part.clone());
+            store.unhash(hashed_part.clone());
         }
         assert!(store.state.lock().hashed.is_empty());
     }
@@ -464,7 +492,10 @@ mod tests {
             dtypes,
         };
         let store = Store::new(vec![shard], true);
-        store.hash(0, part.clone());
+        store.hash(HashedRegion {
+            shard: 0,
+            region: part.clone(),
+        });
         let bytes: Vec<u8> = (0..400 * 700u32)
             .flat_map(|i| (i as f32).to_le_bytes())
             .collect();

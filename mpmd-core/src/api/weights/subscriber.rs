@@ -13,12 +13,12 @@ use mpmd_layout::region::Region;
 use mpmd_memory::SharedBuffer;
 use mpmd_rendezvous::Token;
 
-use super::group::{Answer, Call, Group, Members, group_token, spawn};
-use super::layouts::Wanted;
-use super::link::Numbers;
+use super::group::{GroupAnswer, GroupCall, GroupMembership, Members, group_token, spawn};
+use super::layouts::WantedLeaf;
+use super::link::VersionNumbers;
 use super::net::Net;
-use super::seeker::Seeker;
-use super::taker::{News, Taking};
+use super::seeker::PublisherSeeker;
+use super::taker::{TakerNews, Taking};
 use crate::api::program::Program;
 use crate::api::program::transports::DEFAULT;
 use crate::error::{Error, Result};
@@ -39,15 +39,13 @@ pub struct Subscribing {
 impl Subscribing {
     /// Creates the settings of a subscription to the publication `name` at an address, `host:port`.
     pub fn new(name: impl Into<String>, address: impl Into<String>, token: Token) -> Self {
-        let transport = DEFAULT.to_owned();
-        let (name, address, net) = (name.into(), address.into(), Net::default());
         Self {
-            name,
-            address,
+            name: name.into(),
+            address: address.into(),
             token,
             changes: false,
-            transport,
-            net,
+            transport: DEFAULT.to_owned(),
+            net: Net::default(),
         }
     }
 
@@ -78,27 +76,40 @@ pub struct Received {
     /// of a new publication, such as of a training that has begun anew, may be the same as of the
     /// one before.
     pub publication: u64,
-    pub(super) shards: Vec<(usize, Region, SharedBuffer)>,
-    pub(super) avals: Arc<Vec<(String, ShapedArray)>>,
+    pub(super) shards: Vec<ReceivedShard>,
+    pub(super) leaves: Arc<Vec<ReceivedLeaf>>,
+}
+
+/// A region of a leaf, with its values.
+#[derive(Clone, Debug)]
+pub(super) struct ReceivedShard {
+    /// Index of the leaf.
+    pub(super) leaf: usize,
+    pub(super) region: Region,
+    pub(super) values: SharedBuffer,
+}
+
+/// A wanted leaf.
+#[derive(Clone, Debug)]
+pub(super) struct ReceivedLeaf {
+    pub(super) name: String,
+    pub(super) aval: ShapedArray,
 }
 
 impl Received {
     /// Returns the regions of a leaf on this process, with their values, row-major.
     pub fn shards(&self, leaf: &str) -> impl Iterator<Item = (&Region, &SharedBuffer)> {
-        let index = self.avals.iter().position(|(name, _)| name == leaf);
+        let index = self.leaves.iter().position(|known| known.name == leaf);
         let own = self
             .shards
             .iter()
-            .filter(move |(leaf, ..)| Some(*leaf) == index);
-        own.map(|(_, region, values)| (region, values))
+            .filter(move |shard| Some(shard.leaf) == index);
+        own.map(|shard| (&shard.region, &shard.values))
     }
 
     /// Returns the dtype of a leaf. `None` if there is no such leaf.
     pub fn dtype(&self, leaf: &str) -> Option<DType> {
-        self.avals
-            .iter()
-            .find(|(name, _)| name == leaf)
-            .map(|(_, aval)| aval.dtype())
+        self.leaf(leaf).map(|aval| aval.dtype())
     }
 
     /// Copies a region of a leaf that is within one of this process's regions.
@@ -111,14 +122,17 @@ impl Received {
     ///
     /// If `to` has another length than the region, or this another number of dimensions.
     pub fn read(&self, leaf: &str, region: &Region, to: &mut [u8]) -> Result<(), String> {
-        let index = self.avals.iter().position(|(name, _)| name == leaf);
-        let aval = index.map(|index| &self.avals[index].1);
         let found = self.shards(leaf).find(|(own, _)| own.contains(region));
-        let (Some(aval), Some((own, values))) = (aval, found) else {
+        let (Some(aval), Some((own, values))) = (self.leaf(leaf), found) else {
             return Err(format!("{leaf} {region} is not here"));
         };
         copy_region(values, own, to, region, region, aval.dtype().size());
         Ok(())
+    }
+
+    fn leaf(&self, name: &str) -> Option<&ShapedArray> {
+        let mut leaves = self.leaves.iter();
+        leaves.find(|leaf| leaf.name == name).map(|leaf| &leaf.aval)
     }
 }
 
@@ -126,8 +140,8 @@ impl Received {
 /// subscription, on every process for each version. A panic in one of them is logged, and is the
 /// subscription's trouble; in [`take`](Self::take) it refuses the version.
 pub trait Intake: Send {
-    /// True if there is room for a further version on this process. Asked often. A version comes
-    /// once every process has room.
+    /// Returns true if there is room for a further version on this process. Called often. A version
+    /// comes once every process has room.
     fn has_room(&mut self) -> bool;
 
     /// Takes this process's part of a version, whose bits have been compared with the publisher's.
@@ -139,14 +153,13 @@ pub trait Intake: Send {
     /// The reason to refuse the version. It is told to all processes and to the publisher.
     fn take(&mut self, received: &Received) -> Result<(), String>;
 
-    /// Says that every process has taken the version; or why one has not, so that it is to be
-    /// forgotten: for example since the publisher died meanwhile. Called once for each version that
-    /// was [taken](Self::take), unless the subscription ends first.
+    /// Ends a version: every process has taken it, or `refused` is the reason why one has not. A
+    /// refused version is to be forgotten: for example since the publisher died meanwhile. Called
+    /// once for each version that was [taken](Self::take), unless the subscription ends first.
     fn end(&mut self, version: u64, refused: Option<&str>);
 
-    /// Says that a link to the publisher has begun; or that there is none, with the reason: it has
-    /// ended, or on process 0 that a process of either end cannot be reached. By default it does
-    /// nothing.
+    /// Notes that a link to the publisher has begun. With a reason, notes that there is none: it
+    /// has ended, or on process 0 a process of either end cannot be reached. Default: does nothing.
     fn linked(&mut self, ended: Option<&str>) {
         let _ = ended;
     }
@@ -177,48 +190,48 @@ pub struct SubscriptionState {
 /// it, or for its successor, until it is dropped. Of a successor it takes every version, also one
 /// with a lower number.
 pub struct Subscription {
-    shared: Arc<Shared>,
-    group: Option<Group>,
+    shared: Arc<SubscriptionShared>,
+    group: Option<GroupMembership>,
     threads: Vec<thread::JoinHandle<()>>,
-    latest: Option<Arc<Mutex<Latest>>>,
-    wanted: Arc<Vec<Wanted>>,
+    latest: Option<Arc<Mutex<LatestVersions>>>,
+    wanted: Arc<Vec<WantedLeaf>>,
 }
 
 /// The state of a subscription that its threads on this process share.
 #[derive(Default)]
-pub(super) struct Shared {
-    state: Mutex<Known>,
+pub(super) struct SubscriptionShared {
+    state: Mutex<SubscriptionProgress>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct Known {
+struct SubscriptionProgress {
     state: SubscriptionState,
     /// When this process has given up the subscription.
     ended: Option<Instant>,
     /// On process 0: the newest version that every process has taken.
-    whole: Option<Numbers>,
+    whole: Option<VersionNumbers>,
 }
 
 /// The intake of a program that takes versions as arrays.
 #[derive(Default)]
-struct Latest {
+struct LatestVersions {
     /// At most one, and one whose end this process has not heard.
     taken: VecDeque<Received>,
     /// The newest that every process has.
-    whole: Option<Numbers>,
+    whole: Option<VersionNumbers>,
 }
 
 impl Received {
-    fn numbers(&self) -> Numbers {
-        Numbers {
+    fn numbers(&self) -> VersionNumbers {
+        VersionNumbers {
             publication: self.publication,
             version: self.version,
         }
     }
 }
 
-impl Intake for Arc<Mutex<Latest>> {
+impl Intake for Arc<Mutex<LatestVersions>> {
     fn has_room(&mut self) -> bool {
         self.lock().taken.is_empty()
     }
@@ -252,9 +265,9 @@ impl Program {
     pub fn subscribe(
         &mut self,
         subscribing: Subscribing,
-        wanted: Vec<Wanted>,
+        wanted: Vec<WantedLeaf>,
     ) -> Result<Subscription> {
-        let latest = Arc::new(Mutex::new(Latest::default()));
+        let latest = Arc::new(Mutex::new(LatestVersions::default()));
         let mut subscription =
             self.subscribe_with(subscribing, wanted, Box::new(latest.clone()))?;
         subscription.latest = Some(latest);
@@ -269,7 +282,7 @@ impl Program {
     pub fn subscribe_with(
         &mut self,
         subscribing: Subscribing,
-        wanted: Vec<Wanted>,
+        wanted: Vec<WantedLeaf>,
         intake: Box<dyn Intake>,
     ) -> Result<Subscription> {
         for (index, leaf) in wanted.iter().enumerate() {
@@ -279,80 +292,101 @@ impl Program {
             leaf.sharding.check_devices(self.topology())?;
             leaf.told(|device| device.0).map_err(Error::Environment)?;
         }
-        let shared = Arc::new(Shared::default());
-        let wanted = Arc::new(wanted);
-        let (group, threads, latest) = (None, Vec::new(), None);
+
         let mut subscription = Subscription {
-            shared: shared.clone(),
-            group,
-            threads,
-            latest,
-            wanted: wanted.clone(),
+            shared: Arc::new(SubscriptionShared::default()),
+            group: None,
+            threads: Vec::new(),
+            latest: None,
+            wanted: Arc::new(wanted),
         };
         if self.is_dry_run() {
             return Ok(subscription);
         }
-        let devices = self.topology().devices_of(self.process()).len();
-        let used = wanted
-            .iter()
-            .flat_map(|leaf| leaf.sharding.devices().iter().copied());
-        let members = Members::of(self.topology(), used, Some(ProcessId(0)));
-        let (told, news) = mpsc::channel();
-        let called = Mutex::new(told.clone());
-        let answer = move |call| {
-            let news = match call {
-                Call::Join(invitation) => Some(News::Invited(invitation)),
-                Call::Settle(whole) => Some(News::Settled(whole)),
-                Call::Hello(_) => None,
-            };
-            // The receiver is gone once the subscription has ended.
-            news.into_iter()
-                .for_each(|news| _ = called.lock().send(news));
-            Answer::Here(devices)
-        };
-        let nonce = Token::random().map_err(|why| Error::Environment(why.to_string()))?;
-        // That of process 0 counts.
-        let nonce = self.broadcast_value(ProcessId(0), String::new(), || Ok(nonce.to_hex()))?;
-        let token = group_token(&subscribing.token, &nonce);
-        let (own, group) = Group::open(
-            self,
-            &members,
-            (None, token.clone(), &subscribing.net),
-            answer,
-        )?;
-        let Some(me) = members.place_of(self.process()) else {
-            return Ok(subscription);
-        };
-        subscription.group = group;
-        let peer_timeout = self.runtime.config.peer_timeout;
-        let name = subscribing.name.clone();
-        let devices = members.devices.clone();
-        let settings = (&subscribing, peer_timeout);
-        let taking = Taking::new(shared.clone(), wanted, (members, me), intake, settings);
-        subscription
-            .threads
-            .push(spawn("mpmd-subscribe", move || taking.run(&news))?);
-        if me == 0 {
-            let own = own.to_string();
-            let seeker = Seeker {
-                subscribing,
-                own,
-                token,
-                devices,
-                peer_timeout,
-                shared,
-                told,
-            };
-            subscription
-                .threads
-                .push(spawn("mpmd-seek", move || seeker.run())?);
-        }
-        tracing::debug!(name, "subscribed");
+
+        subscription.open(self, subscribing, intake)?;
         Ok(subscription)
     }
 }
 
+/// Returns the function that answers calls to this process. It passes them on to `told`.
+fn answer_calls(
+    told: mpsc::Sender<TakerNews>,
+    devices: usize,
+) -> impl Fn(GroupCall) -> GroupAnswer + Send + Sync + 'static {
+    // The channel is locked, since the answers may be given by any thread.
+    let told = Mutex::new(told);
+    move |call| {
+        let news = match call {
+            GroupCall::Join(invitation) => Some(TakerNews::Invited(invitation)),
+            GroupCall::Settle(whole) => Some(TakerNews::Settled(whole)),
+            GroupCall::Hello(_) => None,
+        };
+        // The receiver is gone once the subscription has ended.
+        news.into_iter().for_each(|news| _ = told.lock().send(news));
+        GroupAnswer::Here(devices)
+    }
+}
+
 impl Subscription {
+    /// Opens the rendezvous of the subscriber's processes, and starts the threads that take the
+    /// versions and, on process 0, look for the publisher.
+    fn open(
+        &mut self,
+        p: &mut Program,
+        subscribing: Subscribing,
+        intake: Box<dyn Intake>,
+    ) -> Result<()> {
+        let wanted = self.wanted.clone();
+        let used = wanted
+            .iter()
+            .flat_map(|leaf| leaf.sharding.devices().iter().copied());
+        let members = Members::of(p.topology(), used, Some(ProcessId(0)));
+        let (told, news) = mpsc::channel();
+        let devices = p.topology().devices_of(p.process()).len();
+        let answer = answer_calls(told.clone(), devices);
+
+        let nonce = Token::random().map_err(|why| Error::Environment(why.to_string()))?;
+        // That of process 0 counts.
+        let nonce = p.broadcast_value(ProcessId(0), String::new(), || Ok(nonce.to_hex()))?;
+        let token = group_token(&subscribing.token, &nonce);
+        let net = &subscribing.net;
+        let opened = GroupMembership::open(p, &members, None, token.clone(), net, answer)?;
+        let Some(me) = members.place_of(p.process()) else {
+            return Ok(());
+        };
+        self.group = opened.group;
+
+        let peer_timeout = p.runtime.config.peer_timeout;
+        let name = subscribing.name.clone();
+        let devices = members.devices.clone();
+        let taking = Taking::new(
+            self.shared.clone(),
+            wanted,
+            members,
+            me,
+            intake,
+            &subscribing,
+            peer_timeout,
+        );
+        self.threads
+            .push(spawn("mpmd-subscribe", move || taking.run(&news))?);
+        if me == 0 {
+            let seeker = PublisherSeeker {
+                subscribing,
+                own: opened.address.to_string(),
+                token,
+                devices,
+                peer_timeout,
+                shared: self.shared.clone(),
+                told,
+            };
+            self.threads.push(spawn("mpmd-seek", move || seeker.run())?);
+        }
+        tracing::debug!(name, "subscribed");
+        Ok(())
+    }
+
     /// Returns the state on this process. Does not block.
     pub fn state(&self) -> SubscriptionState {
         self.shared.state()
@@ -399,6 +433,7 @@ impl Subscription {
         let Some(numbers) = p.broadcast_value(ProcessId(0), None, whole)? else {
             return Ok(None);
         };
+
         // Taken on every process before process 0 could know that it is whole.
         let received = {
             let taken = &mut latest.lock().taken;
@@ -409,9 +444,11 @@ impl Subscription {
                     .unwrap_or_default(),
             )
         };
+
         let mut arrays = Vec::new();
         for leaf in self.wanted.iter() {
-            let (received, name) = (received.clone(), leaf.name.clone());
+            let received = received.clone();
+            let name = leaf.name.clone();
             let fill = move |region: &Region, mut view: crate::kernel::ViewMut<'_>| {
                 let read = received.read(&name, region, view.as_bytes_mut());
                 read.map_err(Error::Kernel)
@@ -432,7 +469,7 @@ impl Drop for Subscription {
     }
 }
 
-impl Shared {
+impl SubscriptionShared {
     pub(super) fn state(&self) -> SubscriptionState {
         self.state.lock().state.clone()
     }
@@ -457,11 +494,11 @@ impl Shared {
     }
 
     /// Returns the newest version that every process has taken, on process 0.
-    pub(super) fn whole(&self) -> Option<Numbers> {
+    pub(super) fn whole(&self) -> Option<VersionNumbers> {
         self.state.lock().whole
     }
 
-    pub(super) fn set_whole(&self, version: Numbers) {
+    pub(super) fn set_whole(&self, version: VersionNumbers) {
         self.state.lock().whole = Some(version);
     }
 

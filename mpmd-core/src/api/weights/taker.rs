@@ -9,18 +9,21 @@ use std::time::Duration;
 use mpmd_base::block::{mpsc, now, since};
 use mpmd_base::deadline::after;
 use mpmd_device::copy::copy_region;
-use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
 use mpmd_layout::topology::DeviceId;
 use mpmd_memory::{Pool, SharedBuffer};
 use mpmd_rendezvous::Token;
 
 use super::bits::{hash, read_changes};
-use super::group::{End, Invitation, Members, guarded};
-use super::layouts::{Asked, Piece, Wanted};
-use super::link::{self, Arrived, Ask, Numbers, Side, Target};
+use super::group::{Invitation, LinkParty, Members, guarded};
+use super::layouts::{AskedLeaf, LeafPiece, WantedLeaf};
+use super::link::{
+    self, ArrivedPiece, LinkSide, PieceShard, SubscriberLink, SubscriberTurn, VersionNumbers,
+};
 use super::net::Net;
-use super::subscriber::{Intake, Received, Shared, Subscribing};
+use super::subscriber::{
+    Intake, Received, ReceivedLeaf, ReceivedShard, Subscribing, SubscriptionShared,
+};
 use crate::error::{Error, panic_text};
 
 /// Time between two questions for room.
@@ -31,20 +34,20 @@ const ALONE: Duration = Duration::from_secs(2);
 const BROKEN: &str = "the link to the publisher broke before every process had taken it";
 
 /// News for the thread that takes versions.
-pub(super) enum News {
+pub(super) enum TakerNews {
     /// There is a link to join.
     Invited(Invitation),
     /// The link before is over. The newest version that process 0 knows to be whole.
-    Settled(Option<Numbers>),
+    Settled(Option<VersionNumbers>),
     /// A process of either end cannot be reached, with the reason.
     NotFound(String),
 }
 
 /// Takes the versions on this process.
 pub(super) struct Taking {
-    shared: Arc<Shared>,
-    wanted: Arc<Vec<Wanted>>,
-    avals: Arc<Vec<(String, ShapedArray)>>,
+    shared: Arc<SubscriptionShared>,
+    wanted: Arc<Vec<WantedLeaf>>,
+    leaves: Arc<Vec<ReceivedLeaf>>,
     members: Members,
     /// This process's place among them.
     me: usize,
@@ -58,7 +61,7 @@ pub(super) struct Taking {
     /// It outlives links: their bits may still be read.
     memory: Pool,
     /// A version that this process took before its link broke. Process 0 tells whether it is whole.
-    doubt: Option<Numbers>,
+    doubt: Option<VersionNumbers>,
 }
 
 /// The publications that the subscription has found.
@@ -86,51 +89,51 @@ impl Publications {
 
 impl Taking {
     pub(super) fn new(
-        shared: Arc<Shared>,
-        wanted: Arc<Vec<Wanted>>,
-        (members, me): (Members, usize),
+        shared: Arc<SubscriptionShared>,
+        wanted: Arc<Vec<WantedLeaf>>,
+        members: Members,
+        me: usize,
         intake: Box<dyn Intake>,
-        (subscribing, peer_timeout): (&Subscribing, Duration),
+        subscribing: &Subscribing,
+        peer_timeout: Duration,
     ) -> Self {
-        let avals = wanted
-            .iter()
-            .map(|leaf| (leaf.name.clone(), leaf.aval.clone()));
-        let avals = Arc::new(avals.collect::<Vec<_>>());
+        let leaves = wanted.iter().map(|leaf| ReceivedLeaf {
+            name: leaf.name.clone(),
+            aval: leaf.aval.clone(),
+        });
+        let leaves = Arc::new(leaves.collect::<Vec<_>>());
+
         let intake = Guarded {
             intake,
             shared: shared.clone(),
         };
-        let (secret, changes) = (subscribing.token.clone(), subscribing.changes);
-        let net = subscribing.net.clone();
-        let (publications, doubt) = Default::default();
-        let memory = Pool::new("bits of a subscription", None);
         Self {
             shared,
             wanted,
-            avals,
+            leaves,
             members,
             me,
-            secret,
-            net,
+            secret: subscribing.token.clone(),
+            net: subscribing.net.clone(),
             peer_timeout,
-            changes,
+            changes: subscribing.changes,
             intake,
-            publications,
-            memory,
-            doubt,
+            publications: Publications::default(),
+            memory: Pool::new("bits of a subscription", None),
+            doubt: None,
         }
     }
 
     /// Takes versions until the subscription ends. Of several invitations only the newest is to a
     /// link that may still come about.
-    pub(super) fn run(mut self, news: &mpsc::Receiver<News>) {
+    pub(super) fn run(mut self, news: &mpsc::Receiver<TakerNews>) {
         while let Ok(first) = news.recv() {
             let mut newest = None;
             for news in std::iter::once(first).chain(std::iter::from_fn(|| news.try_recv().ok())) {
                 match news {
-                    News::Invited(invitation) => newest = Some(invitation),
-                    News::Settled(whole) => self.settle(whole),
-                    News::NotFound(why) => self.intake.linked(Some(&why)),
+                    TakerNews::Invited(invitation) => newest = Some(invitation),
+                    TakerNews::Settled(whole) => self.settle(whole),
+                    TakerNews::NotFound(why) => self.intake.linked(Some(&why)),
                 }
             }
             if let Some(invitation) = newest.filter(|_| !self.shared.has_ended()) {
@@ -141,17 +144,21 @@ impl Taking {
 
     /// Joins a link, and returns after its end.
     fn link(&mut self, invitation: &Invitation) {
-        let (me, peer_timeout, secret) = (self.me, self.peer_timeout, self.secret.clone());
+        let me = self.me;
+        let peer_timeout = self.peer_timeout;
+        let secret = self.secret.clone();
         let net = self.net.clone();
+
         let mut taker = Taker::new(self, invitation);
-        let joined = guarded(|| invitation.join(End::Subscriber, me, &secret, peer_timeout, &net));
+        let joined =
+            guarded(|| invitation.join(LinkParty::Subscriber, me, &secret, peer_timeout, &net));
         let result = joined.and_then(|mut p| {
-            taker
-                .taking
-                .shared
-                .note(|state| (state.is_linked, state.trouble) = (true, None));
+            taker.taking.shared.note(|state| {
+                state.is_linked = true;
+                state.trouble = None;
+            });
             taker.taking.intake.linked(None);
-            let side = &mut Side::Subscriber(&mut taker);
+            let side = &mut LinkSide::Subscriber(&mut taker);
             let result = guarded(|| link::run(&mut p, invitation.publishers, side));
             // Before another link can begin.
             taker.break_off();
@@ -172,6 +179,7 @@ impl Taking {
         {
             tracing::warn!(name = invitation.name, "the publisher is lost: {why}");
         }
+
         self.shared.note(|state| {
             if let Some(why) = why {
                 state.trouble = Some(why);
@@ -182,9 +190,9 @@ impl Taking {
         self.shared.note(|state| state.is_linked = false);
     }
 
-    /// Ends a version whose end this process has not heard. It is whole if it is the newest one
-    /// that process 0 has.
-    fn settle(&mut self, whole: Option<Numbers>) {
+    /// Ends the version in doubt: its link broke before this process heard how it ended. It is
+    /// whole if it is the newest one that process 0 has.
+    fn settle(&mut self, whole: Option<VersionNumbers>) {
         let Some(version) = self.doubt.take() else {
             return;
         };
@@ -203,7 +211,7 @@ impl Taking {
 /// An intake whose panics are the subscription's trouble.
 struct Guarded {
     intake: Box<dyn Intake>,
-    shared: Arc<Shared>,
+    shared: Arc<SubscriptionShared>,
 }
 
 impl Guarded {
@@ -236,8 +244,9 @@ impl Guarded {
 }
 
 /// The bits of pieces on devices of this process.
-type Bits = HashMap<(usize, DeviceId), SharedBuffer>;
+type Bits = HashMap<PieceShard, SharedBuffer>;
 
+/// The part of this process in one link.
 struct Taker<'a> {
     taking: &'a mut Taking,
     /// The number in the link of this job's first device.
@@ -247,14 +256,22 @@ struct Taker<'a> {
     fresh: Bits,
     /// The version whose bits all processes keep.
     base: Option<u64>,
-    /// The version that was refused last, and how often.
-    refused: (u64, u32),
+    refused: RefusalCount,
     /// The version that was taken and has not ended.
-    taken: Option<Taken>,
+    taken: Option<TakenVersion>,
 }
 
-struct Taken {
-    version: Numbers,
+/// How often the same version was refused.
+#[derive(Default)]
+struct RefusalCount {
+    /// The version that was refused last, if `count` is not 0.
+    version: u64,
+    count: u32,
+}
+
+/// A version that this process has given to the intake.
+struct TakenVersion {
+    version: VersionNumbers,
     is_refused: bool,
 }
 
@@ -267,7 +284,7 @@ impl<'a> Taker<'a> {
             bits: HashMap::new(),
             base: None,
             fresh: HashMap::new(),
-            refused: (0, 0),
+            refused: RefusalCount::default(),
             taken: None,
         }
     }
@@ -275,7 +292,7 @@ impl<'a> Taker<'a> {
     /// Ends the version that the link was moving when it broke. On other processes than the first
     /// it may be whole all the same: it is in doubt until the first one tells.
     fn break_off(&mut self) {
-        let Some(Taken {
+        let Some(TakenVersion {
             version,
             is_refused,
         }) = self.taken.take()
@@ -288,21 +305,67 @@ impl<'a> Taker<'a> {
         }
     }
 
+    /// Returns the pieces of a leaf that have come to a device, with their places in the leaf.
+    fn parts_of(
+        &self,
+        leaf: usize,
+        device: DeviceId,
+        pieces: &[LeafPiece],
+    ) -> Vec<(Region, SharedBuffer)> {
+        let parts = pieces.iter().enumerate();
+        let parts = parts.filter(|(_, piece)| piece.to == leaf);
+        parts
+            .filter_map(|(index, piece)| {
+                let shard = PieceShard {
+                    piece: index,
+                    device,
+                };
+                let bytes = self.fresh.get(&shard)?.clone();
+                Some((piece.in_target(piece.target_of(device)?), bytes))
+            })
+            .collect()
+    }
+
+    /// Returns the values of a region that is made of these parts. A single part is not copied.
+    fn join(
+        &self,
+        region: &Region,
+        parts: &[(Region, SharedBuffer)],
+        item: usize,
+    ) -> std::result::Result<SharedBuffer, String> {
+        if let [(only, bytes)] = parts
+            && only == region
+        {
+            return Ok(bytes.clone());
+        }
+        let all = self.taking.memory.allocate(region.elements() * item);
+        let mut all = all.map_err(|why| why.to_string())?;
+        for (part, bytes) in parts {
+            copy_region(bytes, part, &mut all, region, part, item);
+        }
+        Ok(all.freeze())
+    }
+
     /// Returns the bytes of a piece, after its changes.
     fn changed(
         &self,
-        (index, piece): (usize, &Piece),
-        device: DeviceId,
+        piece: &LeafPiece,
+        shard: PieceShard,
         changes: &[(Region, SharedBuffer)],
     ) -> Option<SharedBuffer> {
-        let (old, item) = (self.bits.get(&(index, device))?, piece.aval.dtype().size());
-        let target = piece.target_of(device)?;
+        let old = self.bits.get(&shard)?;
+        let item = piece.aval.dtype().size();
+        let target = piece.target_of(shard.device)?;
+
         let mut new = self.taking.memory.allocate(old.len()).ok()?;
         new.copy_from_slice(old);
         for (common, bytes) in changes {
             let row = common.shape();
             let change = |place: usize, value: &[u8]| {
-                let (mut left, mut at, mut step) = (place, 0, 1);
+                // The place in `common` as one in the device's region.
+                let mut left = place;
+                let mut at = 0;
+                let mut step = 1;
                 for dim in (0..row.len()).rev() {
                     let range = target.range(dim);
                     at += (common.range(dim).start + left % row[dim] - range.start) * step;
@@ -321,12 +384,12 @@ impl<'a> Taker<'a> {
     }
 }
 
-impl Target for Taker<'_> {
+impl SubscriberLink for Taker<'_> {
     fn found(&mut self, id: String) {
         self.taking.publications.find(id);
     }
 
-    fn asked(&self) -> Vec<Asked> {
+    fn asked(&self) -> Vec<AskedLeaf> {
         // They were checked at the start.
         let number = |device| self.first + self.taking.members.number_of(device);
         self.taking
@@ -361,52 +424,55 @@ impl Target for Taker<'_> {
         true
     }
 
-    fn ask(&self, has_room: bool) -> Ask {
+    fn ask(&self, has_room: bool) -> SubscriberTurn {
         // A version may be damaged on its way once; it is not asked for a third time.
-        let given_up = Some(self.refused.0).filter(|_| self.refused.1 > 1);
-        let Publications {
-            before: publication,
-            version,
-            ..
-        } = self.taking.publications;
-        let above = version.max(given_up);
-        let has_ended = self.taking.shared.has_ended();
-        Ask {
-            publication,
-            above,
+        let given_up = Some(self.refused.version).filter(|_| self.refused.count > 1);
+        let publications = &self.taking.publications;
+        SubscriberTurn {
+            publication: publications.before,
+            above: publications.version.max(given_up),
             base: self.base,
             has_room,
-            has_ended,
+            has_ended: self.taking.shared.has_ended(),
         }
     }
 
     fn piece(
         &mut self,
-        (index, piece): (usize, &Piece),
+        index: usize,
+        piece: &LeafPiece,
         device: DeviceId,
-        arrived: Arrived,
+        arrived: ArrivedPiece,
         sum: u64,
     ) -> std::result::Result<(), String> {
+        let shard = PieceShard {
+            piece: index,
+            device,
+        };
         let wanted = self.taking.wanted.get(piece.to);
         let name = &wanted
             .ok_or("process 0 wants other leaves than this one")?
             .name;
         let bytes = match arrived {
-            Arrived::Whole(bytes) => bytes,
-            Arrived::Changes(changes) => self
-                .changed((index, piece), device, &changes)
+            ArrivedPiece::Whole(bytes) => bytes,
+            ArrivedPiece::Changes(changes) => self
+                .changed(piece, shard, &changes)
                 .ok_or_else(|| format!("{name}: the changes do not fit the version before"))?,
         };
+
         let Some(target) = piece.target_of(device) else {
             return Ok(());
         };
-        let (region, item) = (piece.in_source(target), piece.aval.dtype().size());
+        let region = piece.in_source(target);
+        let item = piece.aval.dtype().size();
         if hash(&bytes, &region, &region, &piece.from_shape, item) != sum {
             let region = piece.in_target(target);
             return Err(format!(
                 "{name} {region} arrived with other bits than were published"
             ));
         }
+
+        // Bits that are kept for later changes must not be the publisher's memory.
         let bytes = match self.taking.changes && bytes.is_lent() {
             true => {
                 let own = self.taking.memory.allocate(bytes.len());
@@ -416,57 +482,40 @@ impl Target for Taker<'_> {
             }
             false => bytes,
         };
-        self.fresh.insert((index, device), bytes);
+        self.fresh.insert(shard, bytes);
         Ok(())
     }
 
-    fn take(&mut self, version: Numbers, pieces: &[Piece]) -> std::result::Result<(), String> {
+    fn take(
+        &mut self,
+        version: VersionNumbers,
+        pieces: &[LeafPiece],
+    ) -> std::result::Result<(), String> {
         let mut shards = Vec::new();
         for (leaf, asked) in self.asked().iter().enumerate() {
             let item = asked.dtype.size();
             let own = asked.shards.iter().filter(|(device, region)| {
-                self.fresh.keys().any(|(_, own)| own.0 == *device) || region.is_empty()
+                self.fresh.keys().any(|own| own.device.0 == *device) || region.is_empty()
             });
             for (device, region) in own {
-                let device = DeviceId(*device);
-                let parts = pieces
-                    .iter()
-                    .enumerate()
-                    .filter(|(_, piece)| piece.to == leaf);
-                let parts: Vec<(Region, SharedBuffer)> = parts
-                    .filter_map(|(index, piece)| {
-                        let bytes = self.fresh.get(&(index, device))?.clone();
-                        Some((piece.in_target(piece.target_of(device)?), bytes))
-                    })
-                    .collect();
-                let values = match &parts[..] {
-                    [(only, bytes)] if only == region => bytes.clone(),
-                    parts => {
-                        let bytes = region.elements() * item;
-                        let all = self.taking.memory.allocate(bytes);
-                        let mut all = all.map_err(|why| why.to_string())?;
-                        for (part, bytes) in parts {
-                            copy_region(bytes, part, &mut all, region, part, item);
-                        }
-                        all.freeze()
-                    }
-                };
-                shards.push((leaf, region.clone(), values));
+                let parts = self.parts_of(leaf, DeviceId(*device), pieces);
+                let values = self.join(region, &parts, item)?;
+                shards.push(ReceivedShard {
+                    leaf,
+                    region: region.clone(),
+                    values,
+                });
             }
         }
-        let avals = self.taking.avals.clone();
-        let Numbers {
-            publication,
-            version: number,
-        } = version;
+
         let received = Received {
-            version: number,
-            publication,
+            version: version.version,
+            publication: version.publication,
             shards,
-            avals,
+            leaves: self.taking.leaves.clone(),
         };
         let taken = self.taking.intake.take(&received);
-        self.taken = Some(Taken {
+        self.taken = Some(TakenVersion {
             version,
             is_refused: taken.is_err(),
         });
@@ -479,14 +528,21 @@ impl Target for Taker<'_> {
             .note(|state| state.trouble = Some(why.to_owned()));
     }
 
-    fn end(&mut self, version: Numbers, bytes: u64, refused: Option<&str>) {
+    fn end(&mut self, version: VersionNumbers, bytes: u64, refused: Option<&str>) {
         let number = version.version;
         let fresh = std::mem::take(&mut self.fresh);
-        self.refused = match (refused, self.refused) {
-            (Some(_), (last, count)) if last == number => (number, count + 1),
-            (Some(_), _) => (number, 1),
-            (None, _) => (0, 0),
+        self.refused = match refused {
+            Some(_) => RefusalCount {
+                version: number,
+                count: if self.refused.version == number {
+                    self.refused.count + 1
+                } else {
+                    1
+                },
+            },
+            None => RefusalCount::default(),
         };
+
         // After a refusal all bits are asked for.
         let keeps = self.taking.changes && refused.is_none();
         (self.bits, self.base) = if keeps {
@@ -498,6 +554,7 @@ impl Target for Taker<'_> {
             self.taking.publications.version = Some(number);
             self.taking.shared.set_whole(version);
         }
+
         self.taken = None;
         self.taking.shared.note(|state| {
             state.bytes = bytes;
@@ -508,7 +565,8 @@ impl Target for Taker<'_> {
         self.taking.intake.end(number, refused);
         self.taking.shared.note(|state| match refused {
             None => {
-                (state.version, state.versions) = (Some(number), state.versions + 1);
+                state.version = Some(number);
+                state.versions += 1;
             }
             Some(why) => {
                 state.refused += 1;

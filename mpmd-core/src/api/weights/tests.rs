@@ -71,7 +71,7 @@ fn publisher(
     let thread = std::thread::spawn(move || {
         let mut p = Program::builder().devices(3).alone().unwrap();
         let first = tree(&mut p, 0, shapes);
-        let mut publisher = p.publish(publication, &first).unwrap();
+        let mut publisher = p.publisher(publication, &first).unwrap();
         told.send(publisher.address().unwrap()).unwrap();
         for version in versions {
             let leaves = tree(&mut p, version, shapes);
@@ -113,26 +113,26 @@ fn check(array: &MpmdArray, version: u64, from: impl Fn(&[usize]) -> (usize, u64
 
 const SHAPES: &[&[usize]] = &[&[6, 640], &[7], &[4, 3, 130]];
 
-fn wanted(p: &Program) -> Vec<Wanted> {
+fn wanted(p: &Program) -> Vec<WantedLeaf> {
     let mesh = p.mesh(&[("y", 2), ("z", 2)]).unwrap();
     let bf16 = |shape: &[usize]| ShapedArray::new(shape, DType::Bf16);
-    let part = |from: &str, region: &[std::ops::Range<usize>], at: &[usize]| Part {
+    let part = |from: &str, region: &[std::ops::Range<usize>], at: &[usize]| LeafPart {
         from: from.to_owned(),
         region: Some(Region::new(region.to_vec())),
         at: at.to_vec(),
     };
     vec![
-        Wanted::new("0", bf16(&[6, 640]), mesh.sharding(spec![None, "y"])),
-        Wanted::new("1", bf16(&[7]), mesh.replicated()),
-        Wanted::new("2", bf16(&[4, 3, 130]), mesh.sharding(spec![("y", "z")])),
+        WantedLeaf::new("0", bf16(&[6, 640]), mesh.sharding(spec![None, "y"])),
+        WantedLeaf::new("1", bf16(&[7]), mesh.replicated()),
+        WantedLeaf::new("2", bf16(&[4, 3, 130]), mesh.sharding(spec![("y", "z")])),
         // Rows of a fused leaf, and a fused one of columns in another order.
-        Wanted::new(
+        WantedLeaf::new(
             "rows",
             bf16(&[3, 640]),
             mesh.sharding(spec![None, ("z", "y")]),
         )
         .of(vec![part("0", &[2..5, 0..640], &[0, 0])]),
-        Wanted::new("fused", bf16(&[6, 600]), mesh.sharding(spec!["z", "y"])).of(vec![
+        WantedLeaf::new("fused", bf16(&[6, 600]), mesh.sharding(spec!["z", "y"])).of(vec![
             part("0", &[0..6, 540..640], &[0, 0]),
             part("0", &[0..6, 0..500], &[0, 100]),
         ]),
@@ -372,7 +372,7 @@ fn refused_version_is_told_to_both_ends() {
     let mut p = Program::builder().devices(2).alone().unwrap();
     let counts = std::sync::Arc::new([AtomicU64::new(0), AtomicU64::new(0)]);
     let all = p.mesh(&[("y", 2)]).unwrap().replicated();
-    let leaf = Wanted::new("1", ShapedArray::new(&[7], DType::F32), all);
+    let leaf = WantedLeaf::new("1", ShapedArray::new(&[7], DType::F32), all);
     let subscribing = Subscribing::new("policy", address.to_string(), token()).changes(true);
     let intake = Box::new(Choosy(counts.clone()));
     let subscription = p.subscribe_with(subscribing, vec![leaf], intake).unwrap();
@@ -403,8 +403,8 @@ fn subscriber_says_what_does_not_fit() {
     let mut p = Program::builder().devices(2).alone().unwrap();
     let all = p.mesh(&[("y", 2)]).unwrap().replicated();
     let f32s = |shape: &[usize]| ShapedArray::new(shape, DType::F32);
-    let leaf = |name: &str, aval: &ShapedArray| Wanted::new(name, aval.clone(), all.clone());
-    let part = |at: usize| Part {
+    let leaf = |name: &str, aval: &ShapedArray| WantedLeaf::new(name, aval.clone(), all.clone());
+    let part = |at: usize| LeafPart {
         from: "1".to_owned(),
         region: None,
         at: vec![at],
@@ -574,7 +574,7 @@ fn publish_refuses_other_leaves_and_lower_versions() {
     let mut p = Program::builder().devices(2).alone().unwrap();
     let leaves = tree(&mut p, 0, SHAPES);
     let mut publisher = p
-        .publish(Publication::new("policy", token()), &leaves)
+        .publisher(Publication::new("policy", token()), &leaves)
         .unwrap();
     publisher.publish(4, &leaves).unwrap();
     for (version, leaves, expected) in [
@@ -591,7 +591,7 @@ fn publish_refuses_other_leaves_and_lower_versions() {
     }
     let host = MpmdArray::from_slice(&[1], &[1.0f32]).unwrap();
     let said = p
-        .publish(Publication::new("policy", token()), &vec![host])
+        .publisher(Publication::new("policy", token()), &vec![host])
         .err()
         .unwrap();
     assert!(said.to_string().contains("0: is uncommitted"), "{said}");
@@ -606,9 +606,9 @@ fn publish_refuses_other_leaves_and_lower_versions() {
     p.finish().unwrap();
 }
 
-fn wanted_here(p: &Program) -> Wanted {
+fn wanted_here(p: &Program) -> WantedLeaf {
     let all = p.mesh(&[("y", -1)]).unwrap().replicated();
-    Wanted::new("1", ShapedArray::new(&[7], DType::F32), all)
+    WantedLeaf::new("1", ShapedArray::new(&[7], DType::F32), all)
 }
 
 #[test]
@@ -627,7 +627,7 @@ fn publisher_whose_values_never_come_ends_in_time() {
     );
     let slow = vec![slow.unwrap()];
     let mut publisher = p
-        .publish(Publication::new("policy", token()), &slow)
+        .publisher(Publication::new("policy", token()), &slow)
         .unwrap();
     publisher.publish(1, &slow).unwrap();
     let start = std::time::Instant::now();

@@ -11,8 +11,8 @@ use crate::exec::memory::WORTH_NAMING;
 ///
 /// The arrays of one operation share one allocation. The buffers of an array are still freed with
 /// its own last handle.
-pub(crate) struct Handle {
-    all: Arc<Results>,
+pub(crate) struct ArrayHandle {
+    all: Arc<ResultArrays>,
     index: u32,
     /// True if the array's own last handle has something to do: a dry run notes its end; the
     /// shards of one of several arrays are freed.
@@ -21,12 +21,12 @@ pub(crate) struct Handle {
 
 /// A handle that does not keep the array alive. It can be upgraded while another handle exists.
 pub(crate) struct WeakHandle {
-    all: Weak<Results>,
+    all: Weak<ResultArrays>,
     index: u32,
 }
 
 /// The arrays that one operation made.
-struct Results {
+struct ResultArrays {
     /// Empty as long as nobody has read one of several arrays without a shard on this process.
     arrays: OnceLock<Arrays>,
     /// The properties of such arrays; `None` for arrays with shards.
@@ -36,7 +36,7 @@ struct Results {
 /// The first handles to all arrays of an operation, in order. Take all of them: the arrays share
 /// an allocation.
 pub(crate) struct NewArrays {
-    all: Arc<Results>,
+    all: Arc<ResultArrays>,
     next: Range<u32>,
     /// True if handles to the arrays are counted.
     counted: bool,
@@ -57,7 +57,7 @@ struct Remote {
     first: Origin,
 }
 
-impl Results {
+impl ResultArrays {
     /// Returns all arrays. Creates them if they were left out so far.
     #[inline]
     fn arrays(&self) -> &[Placed] {
@@ -74,16 +74,16 @@ impl Results {
     #[cold]
     fn created(&self) -> &Arrays {
         self.arrays.get_or_init(|| {
-            let array = |(made, leaf): (&Arc<Made>, u32)| {
-                let first = self.remote.as_ref().map(|remote| remote.first);
+            let remote = self.remote.as_ref();
+            let remote = remote.expect("arrays with shards are not left out");
+            let arrays = remote.made.iter().zip(0..).map(|(made, leaf)| {
                 let origin = Origin {
                     leaf,
-                    ..first.expect("arrays with shards are not left out")
+                    ..remote.first
                 };
                 Placed::new(made.clone(), Shards::Several(Vec::new()), origin)
-            };
-            let made = self.remote.iter().flat_map(|remote| remote.made.iter());
-            Arrays::Several(made.zip(0..).map(array).collect())
+            });
+            Arrays::Several(arrays.collect())
         })
     }
 }
@@ -109,10 +109,11 @@ impl Placed {
     }
 
     fn handles(arrays: Arrays) -> NewArrays {
-        let all = Arc::new(Results {
+        let all = Arc::new(ResultArrays {
             arrays: OnceLock::from(arrays),
             remote: None,
         });
+
         let arrays = all.arrays();
         let noted = arrays
             .first()
@@ -129,7 +130,7 @@ impl Placed {
         }
     }
 
-    /// True if the array is listed for out-of-memory errors.
+    /// Returns true if the array is listed for out-of-memory errors.
     fn is_large(&self) -> bool {
         self.shards.len().saturating_mul(self.made.bytes) as u64 >= WORTH_NAMING
     }
@@ -138,27 +139,24 @@ impl Placed {
     /// process has no part in the operation. The arrays themselves are created when one is read.
     /// Not for a dry run, which counts handles.
     pub(crate) fn remote_arrays(made: &Arc<[Arc<Made>]>, first: Origin) -> NewArrays {
-        let (count, remote) = (
-            made.len() as u32,
-            Remote {
-                made: made.clone(),
-                first,
-            },
-        );
-        let all = Arc::new(Results {
+        let remote = Remote {
+            made: made.clone(),
+            first,
+        };
+        let all = Arc::new(ResultArrays {
             arrays: OnceLock::new(),
             remote: Some(remote),
         });
         NewArrays {
             all,
-            next: 0..count,
+            next: 0..made.len() as u32,
             counted: false,
             large: false,
         }
     }
 
-    /// True if handles to this array, one of `arrays` in an allocation, are counted. The shards of
-    /// a single array are freed with the allocation.
+    /// Returns true if handles to this array, one of `arrays` in an allocation, are counted. The
+    /// shards of a single array are freed with the allocation.
     fn is_counted(&self, arrays: usize, noted: bool) -> bool {
         arrays > 1 && !self.shards.is_empty() || noted
     }
@@ -169,9 +167,10 @@ impl Iterator for NewArrays {
 
     #[inline]
     fn next(&mut self) -> Option<MpmdArray> {
-        let (index, all) = (self.next.next()?, self.all.clone());
+        let index = self.next.next()?;
+        let all = self.all.clone();
         // The array's count already includes this handle.
-        let handle = Handle {
+        let handle = ArrayHandle {
             all,
             index,
             counted: self.counted,
@@ -191,7 +190,7 @@ impl Iterator for NewArrays {
 
 impl ExactSizeIterator for NewArrays {}
 
-impl Handle {
+impl ArrayHandle {
     #[inline]
     pub(crate) fn is_same(&self, other: &Self) -> bool {
         self.index == other.index && Arc::ptr_eq(&self.all, &other.all)
@@ -225,7 +224,8 @@ impl Handle {
         }
     }
 
-    /// True if the array was donated, so that nothing may use it. Does not create the arrays.
+    /// Returns true if the array was donated, so that nothing may use it. Does not create the
+    /// arrays.
     #[inline]
     pub(crate) fn is_donated(&self) -> bool {
         self.all.arrays.get().is_some() && Placed::is_donated(self)
@@ -241,7 +241,7 @@ impl Handle {
     }
 }
 
-impl Deref for Handle {
+impl Deref for ArrayHandle {
     type Target = Placed;
 
     #[inline]
@@ -250,7 +250,7 @@ impl Deref for Handle {
     }
 }
 
-impl Clone for Handle {
+impl Clone for ArrayHandle {
     #[inline]
     fn clone(&self) -> Self {
         if self.counted {
@@ -264,7 +264,7 @@ impl Clone for Handle {
     }
 }
 
-impl Drop for Handle {
+impl Drop for ArrayHandle {
     #[inline]
     fn drop(&mut self) {
         if self.counted && self.handles.fetch_sub(1, Ordering::AcqRel) == 1 {
@@ -274,14 +274,14 @@ impl Drop for Handle {
 }
 
 impl WeakHandle {
-    /// True if `handle` is a handle to this array. Reads nothing of the array.
+    /// Returns true if `handle` is a handle to this array. Reads nothing of the array.
     #[inline]
-    pub(crate) fn is(&self, handle: &Handle) -> bool {
+    pub(crate) fn is(&self, handle: &ArrayHandle) -> bool {
         self.index == handle.index && std::ptr::eq(self.all.as_ptr(), Arc::as_ptr(&handle.all))
     }
 
     /// Returns a handle, or `None` if the array's last handle was dropped.
-    pub(crate) fn upgrade(&self) -> Option<Handle> {
+    pub(crate) fn upgrade(&self) -> Option<ArrayHandle> {
         let all = self.all.upgrade()?;
         let arrays = all.arrays();
         let array = &arrays[self.index as usize];
@@ -293,7 +293,7 @@ impl WeakHandle {
                 .fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more)
                 .ok()?;
         }
-        Some(Handle {
+        Some(ArrayHandle {
             all,
             index: self.index,
             counted,

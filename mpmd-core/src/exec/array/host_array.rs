@@ -27,7 +27,8 @@ impl HostArray {
     pub fn from_slice<E: Element>(shape: &[usize], values: &[E]) -> Result<Self, AvalError> {
         let aval = ShapedArray::try_new(shape, E::DTYPE)?;
         if values.len() != aval.elements() {
-            let (at, found) = (Location::caller(), values.len());
+            let at = Location::caller();
+            let found = values.len();
             return Err(AvalError::Elements {
                 at,
                 expected: aval,
@@ -48,7 +49,8 @@ impl HostArray {
     #[track_caller]
     pub fn from_bytes(aval: ShapedArray, data: SharedBuffer) -> Result<Self, AvalError> {
         if data.len() != aval.bytes() {
-            let (at, found) = (Location::caller(), data.len());
+            let at = Location::caller();
+            let found = data.len();
             return Err(AvalError::Length {
                 at,
                 expected: aval,

@@ -15,7 +15,7 @@ use std::sync::{Arc, OnceLock};
 use mpmd_proto::{Failure, FailureKind};
 
 pub use future::{ArrayFuture, all_ready};
-pub(crate) use handle::{Handle, NewArrays, WeakHandle};
+pub(crate) use handle::{ArrayHandle, NewArrays, WeakHandle};
 pub use read::Shard;
 
 use crate::error::{IssueProblem, Result};
@@ -49,7 +49,7 @@ pub struct MpmdArray {
 #[derive(Clone)]
 pub(crate) enum Repr {
     Host(HostArray),
-    Placed(Handle),
+    Placed(ArrayHandle),
 }
 
 /// An array on devices.
@@ -57,7 +57,7 @@ pub(crate) struct Placed {
     pub(crate) made: Arc<Made>,
     pub(crate) shards: Shards,
     /// The sends of this process in the operations that make the array; `None` if it has none.
-    pub(crate) sends: Option<Box<Sends>>,
+    pub(crate) sends: Option<Box<ArraySends>>,
     pub(crate) origin: Origin,
     donated: OnceLock<Donation>,
     /// True if a donation of the array is counted, see [`Placed::watch`].
@@ -95,7 +95,7 @@ pub(crate) struct LocalShard {
 
 /// The pieces that this process sends to peers while an array is made.
 #[derive(Clone)]
-pub(crate) struct Sends {
+pub(crate) struct ArraySends {
     pub(crate) op: u64,
     /// Without bytes. Ends when all pieces were taken or copied out, or with the first failure.
     pub(crate) left: AsyncBuffer,
@@ -116,6 +116,13 @@ pub(crate) struct Origin {
 struct Donation {
     op: u64,
     at: &'static Location<'static>,
+}
+
+/// Numbers of an array's devices.
+struct DeviceCounts {
+    /// Those that this process owns.
+    here: usize,
+    all: usize,
 }
 
 impl Leaf for MpmdArray {}
@@ -179,33 +186,34 @@ impl MpmdArray {
         }
     }
 
-    /// True if this process owns none of the array's devices. Always false for an uncommitted
-    /// array.
-    pub fn is_fully_remote(&self) -> bool {
-        self.local_devices().is_some_and(|(local, _)| local == 0)
-    }
-
-    /// True if this process owns all of the array's devices. Always false for an uncommitted array.
-    pub fn is_fully_local(&self) -> bool {
-        self.local_devices()
-            .is_some_and(|(local, all)| local == all)
-    }
-
-    /// True if this process owns some of the array's devices, but not all. Always false for an
+    /// Returns true if this process owns none of the array's devices. Always false for an
     /// uncommitted array.
-    pub fn is_partially_local(&self) -> bool {
-        self.local_devices()
-            .is_some_and(|(local, all)| local > 0 && local < all)
+    pub fn is_fully_remote(&self) -> bool {
+        self.device_counts().is_some_and(|count| count.here == 0)
     }
 
-    /// Returns (the number of the array's devices that this process owns, the number of its
-    /// devices). `None` for an uncommitted array.
-    fn local_devices(&self) -> Option<(usize, usize)> {
+    /// Returns true if this process owns all of the array's devices. Always false for an
+    /// uncommitted array.
+    pub fn is_fully_local(&self) -> bool {
+        self.device_counts()
+            .is_some_and(|count| count.here == count.all)
+    }
+
+    /// Returns true if this process owns some of the array's devices, but not all. Always false for
+    /// an uncommitted array.
+    pub fn is_partially_local(&self) -> bool {
+        self.device_counts()
+            .is_some_and(|count| count.here > 0 && count.here < count.all)
+    }
+
+    /// Counts the array's devices. `None` for an uncommitted array.
+    fn device_counts(&self) -> Option<DeviceCounts> {
         match &self.repr {
             Repr::Host(_) => None,
-            Repr::Placed(placed) => {
-                Some((placed.shards.len(), placed.made.sharding.devices().len()))
-            }
+            Repr::Placed(placed) => Some(DeviceCounts {
+                here: placed.shards.len(),
+                all: placed.made.sharding.devices().len(),
+            }),
         }
     }
 
@@ -227,7 +235,7 @@ impl MpmdArray {
         }
     }
 
-    /// True if both are handles to the same array on devices. False for uncommitted arrays.
+    /// Returns true if both are handles to the same array on devices. False for uncommitted arrays.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
         matches!((&self.repr, &other.repr), (Repr::Placed(a), Repr::Placed(b)) if a.is_same(b))
     }
@@ -241,7 +249,7 @@ impl MpmdArray {
     }
 
     /// Returns this process's sends in the operations that make the array; `None` if it has none.
-    pub(crate) fn sends(&self) -> Option<&Sends> {
+    pub(crate) fn sends(&self) -> Option<&ArraySends> {
         match &self.repr {
             Repr::Host(_) => None,
             Repr::Placed(placed) => placed.sends.as_deref(),
@@ -333,7 +341,7 @@ impl Placed {
 
     /// Creates a new array, which is complete only after `sends`, and returns a handle to it.
     pub(crate) fn array_after(
-        sends: Option<Sends>,
+        sends: Option<ArraySends>,
         made: Arc<Made>,
         shards: impl Into<Shards>,
         origin: Origin,
@@ -346,21 +354,19 @@ impl Placed {
     }
 
     pub(crate) fn new(made: Arc<Made>, shards: Shards, origin: Origin) -> Self {
-        let (donated, handles) = (OnceLock::new(), AtomicUsize::new(1));
-        let watched = AtomicBool::new(false);
         Self {
             made,
             shards,
             sends: None,
             origin,
-            donated,
-            watched,
-            handles,
+            donated: OnceLock::new(),
+            watched: AtomicBool::new(false),
+            handles: AtomicUsize::new(1),
         }
     }
 
     /// Returns the sends of the operations that make the array, last operation first.
-    fn sends(&self) -> impl Iterator<Item = &Sends> {
+    fn sends(&self) -> impl Iterator<Item = &ArraySends> {
         std::iter::successors(self.sends.as_deref(), |sends| sends.before.as_deref())
     }
 
@@ -386,7 +392,8 @@ impl Placed {
 
     /// Describes the array for messages: dtype and shape, operation, line.
     pub(crate) fn describe(&self) -> String {
-        let (Origin { op, at, .. }, Made { aval, what, .. }) = (&self.origin, &*self.made);
+        let Origin { op, at, .. } = &self.origin;
+        let Made { aval, what, .. } = &*self.made;
         format!("{aval} of operation {op} ({what}) at {at}")
     }
 
@@ -421,7 +428,7 @@ impl Placed {
             .map(|shard| &shard.slot)
     }
 
-    /// True if the array was donated, so that nothing may use it.
+    /// Returns true if the array was donated, so that nothing may use it.
     #[inline]
     pub(crate) fn is_donated(&self) -> bool {
         self.donated.get().is_some()

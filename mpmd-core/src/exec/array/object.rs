@@ -34,7 +34,7 @@ pub(crate) struct NewObject {
 
 /// The place of one device's value.
 pub(crate) struct ObjectCell {
-    content: Mutex<Content>,
+    content: Mutex<ObjectContent>,
     /// The failure of the first call that failed. Every later call gets it.
     failure: OnceLock<Arc<Failure>>,
     type_name: &'static str,
@@ -42,7 +42,7 @@ pub(crate) struct ObjectCell {
     local_index: usize,
 }
 
-struct Content {
+struct ObjectContent {
     /// `None` once the value was taken out.
     value: Option<Box<dyn Any + Send>>,
     /// The declared memory of the value, which counts against the device's limit.
@@ -64,7 +64,7 @@ impl fmt::Debug for ObjectCell {
 
 /// Exclusive access to an object of type `T`, until it is dropped.
 pub struct ObjectRef<'a, T> {
-    content: MutexGuard<'a, Content>,
+    content: MutexGuard<'a, ObjectContent>,
     object: PhantomData<T>,
 }
 
@@ -90,8 +90,9 @@ impl NewObject {
             type_name,
             measure,
         } = self;
+
         let memory = memory.map(Reservation::hold);
-        let content = Content {
+        let content = ObjectContent {
             value: Some(value),
             memory,
             measure,
@@ -187,7 +188,8 @@ impl ObjectCell {
         let Some(mut content) = self.content.try_lock() else {
             return;
         };
-        let (value, memory) = (content.value.take(), content.memory.take());
+        let value = content.value.take();
+        let memory = content.memory.take();
         drop(content);
         drop(ObjectEnd {
             value,
@@ -257,10 +259,11 @@ impl<T: 'static> DerefMut for ObjectRef<'_, T> {
 /// The value is dropped on the calling thread if the program has ended.
 impl Drop for ObjectCell {
     fn drop(&mut self) {
-        let Content { value, memory, .. } = self.content.get_mut();
+        let ObjectContent { value, memory, .. } = self.content.get_mut();
         let (Some(value), memory) = (value.take(), memory.take()) else {
             return;
         };
+
         let mut end = ObjectEnd {
             value: Some(value),
             type_name: self.type_name,
@@ -274,7 +277,10 @@ impl Drop for ObjectCell {
             .memory
             .as_ref()
             .map_or(0, |memory| memory.bytes() as u64);
-        end.pending = Some((runtime.in_flight.lend(bytes), runtime.in_flight.reading()));
+        end.pending = Some(PendingDrop {
+            loan: runtime.in_flight.lend(bytes),
+            reading: runtime.in_flight.reading(),
+        });
         runtime.run_on(self.local_index, Box::new(move || drop(end)));
     }
 }
@@ -284,9 +290,15 @@ struct ObjectEnd {
     value: Option<Box<dyn Any + Send>>,
     type_name: &'static str,
     memory: Option<Reservation>,
-    /// Until the value is dropped, operations may wait for its memory, and the program's end waits
-    /// for the drop.
-    pending: Option<(OnLoan, Reading)>,
+    pending: Option<PendingDrop>,
+}
+
+/// Until the value is dropped, operations may wait for its memory, and the program's end waits for
+/// the drop.
+#[expect(dead_code, reason = "held for its drop")]
+struct PendingDrop {
+    loan: OnLoan,
+    reading: Reading,
 }
 
 impl Drop for ObjectEnd {

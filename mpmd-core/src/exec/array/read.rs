@@ -62,8 +62,8 @@ impl MpmdArray {
         Ok(self)
     }
 
-    /// True if this process's part of the array is done or has failed: its shards and its sends, as
-    /// for [`MpmdArray::block_until_ready`]. Does not block, and asks no receiver.
+    /// Returns true if this process's part of the array is done or has failed: its shards and its
+    /// sends, as for [`MpmdArray::block_until_ready`]. Does not block, and asks no receiver.
     pub fn is_complete(&self) -> bool {
         match &self.repr {
             Repr::Host(_) => true,
@@ -86,6 +86,7 @@ impl MpmdArray {
         let at = Location::caller();
         self.check_whole(at)?;
         self.note_read(true, at);
+
         let placed = match &self.repr {
             Repr::Host(host) => return Ok(Some(host.clone())),
             Repr::Placed(placed) if placed.shards.is_empty() => return Ok(None),
@@ -107,6 +108,7 @@ impl MpmdArray {
         let at = Location::caller();
         let read = |why: String| Error::Read { at, why };
         self.check_whole(at)?;
+
         match &self.repr {
             Repr::Host(host) => Err(read(format!(
                 "{} is uncommitted: it has no shards",
@@ -148,6 +150,7 @@ impl MpmdArray {
                         .call_back(Box::new(move || f(Err(error))));
                     return;
                 }
+
                 // Queued when the last shard ends. Each shard is taken as it ends, because the
                 // array may be donated before `f` runs.
                 let shards = placed.in_host_memory();
@@ -257,6 +260,7 @@ impl MpmdArray {
                 why: format!("the array {problem}"),
             });
         }
+
         let deadline = timeout.map(|timeout| after(now(), timeout));
         placed.ask_taken();
         for part in placed.parts() {
@@ -327,6 +331,7 @@ impl Placed {
             .status
             .enter(Doing::Waiting("a read of an array", at));
         let _waiting = runtime.trace.wait("a read of an array", at);
+
         loop {
             let peer_timeout = after(now(), runtime.config.peer_timeout);
             let until = deadline.map_or(peer_timeout, |deadline| deadline.min(peer_timeout));
@@ -364,6 +369,7 @@ impl Placed {
                 buffers[index].clone(),
             )?);
         }
+
         // Regions of one layout are equal or disjoint, so the sizes of distinct ones add up.
         let distinct: Vec<usize> = (0..regions.len())
             .filter(|i| !regions[..*i].contains(&regions[*i]))
@@ -382,6 +388,7 @@ impl Placed {
                 ),
             });
         }
+
         let item = self.made.aval.dtype().size();
         let memory = |error: mpmd_memory::OutOfMemory| Error::Environment(error.to_string());
         let mut whole = self
@@ -407,26 +414,38 @@ impl Placed {
     }
 }
 
+/// The outcomes of several async buffers, until all have ended.
+struct CollectedOutcomes {
+    outcomes: Vec<Option<Outcome>>,
+    /// Number of async buffers that have not ended.
+    missing: usize,
+    then: Option<Box<dyn FnOnce(Vec<Outcome>) + Send>>,
+}
+
 /// Calls `then` with the outcomes of all async buffers, in order, once all have ended. Does not
 /// block: `then` runs on the thread that ends the last one.
 ///
 /// Registers on each of them now: a later operation may take the buffer of one before another has
 /// ended.
 fn collect_all(slots: &[AsyncBuffer], then: Box<dyn FnOnce(Vec<Outcome>) + Send>) {
-    let missing = slots.iter().map(|_| None).collect::<Vec<Option<Outcome>>>();
-    let collected = Arc::new(Mutex::new((missing, slots.len(), Some(then))));
+    let collected = Arc::new(Mutex::new(CollectedOutcomes {
+        outcomes: slots.iter().map(|_| None).collect(),
+        missing: slots.len(),
+        then: Some(then),
+    }));
     for (i, slot) in slots.iter().enumerate() {
         let collected = collected.clone();
         slot.on_end(move |outcome| {
-            let mut guard = collected.lock();
-            let (outcomes, missing, then) = &mut *guard;
-            outcomes[i] = Some(outcome.clone());
-            *missing -= 1;
-            if *missing > 0 {
+            let mut collected = collected.lock();
+            collected.outcomes[i] = Some(outcome.clone());
+            collected.missing -= 1;
+            if collected.missing > 0 {
                 return;
             }
-            let (outcomes, then) = (std::mem::take(outcomes), then.take());
-            drop(guard);
+
+            let outcomes = std::mem::take(&mut collected.outcomes);
+            let then = collected.then.take();
+            drop(collected);
             if let Some(then) = then {
                 then(outcomes.into_iter().flatten().collect());
             }

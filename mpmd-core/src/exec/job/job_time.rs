@@ -44,12 +44,12 @@ impl JobTime {
         }
     }
 
-    /// The age of the job.
+    /// Returns the age of the job.
     pub(crate) fn age(&self) -> Duration {
         self.before + since(self.at)
     }
 
-    /// The time lost so far.
+    /// Returns the time lost so far.
     pub(crate) fn lost(&self) -> Duration {
         self.lost + self.behind.map(since).unwrap_or_default()
     }

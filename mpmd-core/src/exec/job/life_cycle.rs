@@ -59,8 +59,7 @@ impl Runtime {
     pub(crate) fn rendezvous_lost(&self, why: &str) {
         warn_user(&format!(
             "process {} has lost the rendezvous service of the job ({why}). The job goes on; a \
-             process that dies \
-             without closing its connections is noticed only after {:?}",
+             process that dies without closing its connections is noticed only after {:?}",
             self.me, self.config.peer_timeout
         ));
     }
@@ -112,11 +111,13 @@ impl Runtime {
     /// growing intervals. Fails if an operation has failed or a peer is lost.
     pub(crate) fn wait_for_peers(self: &Arc<Self>) -> Result<(), Arc<Failure>> {
         let _doing = self.status.enter(Doing::Finishing);
-        let (mut begin, mut asked) = (now(), false);
+        let mut begin = now();
+        let mut asked = false;
         loop {
             if let Some(failure) = self.trouble() {
                 return Err(failure);
             }
+
             let waited = since(begin);
             if !asked && waited >= self.config.peer_timeout / 2 {
                 self.with_router(Router::ask_all);
@@ -128,8 +129,10 @@ impl Runtime {
                     "process {} has ended, and waits for others:\n  {said}",
                     self.me
                 ));
-                (begin, asked) = (now(), false);
+                begin = now();
+                asked = false;
             }
+
             // Both under one lock: `trouble` may not have the router's failure yet.
             let (all_left, trouble) =
                 self.with_router(|router| (router.still_here().is_empty(), router.trouble()));
@@ -198,11 +201,14 @@ impl Runtime {
             if wait() {
                 return;
             }
-            let (counts, first) = (self.in_flight.counts(), self.in_flight.first_open());
+
+            let counts = self.in_flight.counts();
+            let first = self.in_flight.first_open();
             let first = first
                 .map(|op| format!(", the first is operation {op}"))
                 .unwrap_or_default();
-            let (me, doing) = (self.me, self.doing_and_why());
+            let me = self.me;
+            let doing = self.doing_and_why();
             self.report_hang(&format!(
                 "process {me}: finish waits for {} operations{first}; {doing}",
                 counts.ops
@@ -257,6 +263,7 @@ impl Runtime {
                 break;
             }
         }
+
         let (done, all_done) = mpsc::channel::<()>();
         self.call_back(Box::new(move || drop(done)));
         let _ = all_done.recv_timeout(left());

@@ -26,11 +26,13 @@ use mpmd_proto::router::{Failure, FailureKind, Router};
 use mpmd_transport::Transport;
 
 use crate::exec::dry_run::DryRunBuilder;
-use crate::exec::job::worker::{self, Crew, Worker};
-use crate::exec::moves::chunks::Chunks;
+use crate::exec::job::worker::{self, Crew, JobWorker};
+use crate::exec::moves::chunks::ChunkQueue;
 use crate::exec::moves::driver;
 use crate::exec::moves::mailbox::Mailbox;
-use crate::exec::{InFlight, LocalDevice, Parker, Runtime, RuntimeConfig, Status};
+use crate::exec::{
+    ActivityStatus, InFlight, InProcess, LocalDevice, Parker, Runtime, RuntimeConfig,
+};
 use mpmd_layout::topology::{DeviceId, DeviceKind, Topology};
 
 /// Interval of the ticker thread.
@@ -74,6 +76,7 @@ impl Runtime {
         } else {
             Spin::Never
         };
+
         let devices = open_devices(me, &topology, &config, &arena, spin)?;
         share_devices(me, &topology, &config, &devices, transport.as_deref())?;
         let zero_copy = |peer: usize| {
@@ -82,32 +85,15 @@ impl Runtime {
                 .is_some_and(|transport| transport.zero_copy(ProcessId(peer as u32)))
         };
         let zero_copy: Vec<bool> = (0..topology.processes()).map(zero_copy).collect();
-        let mut router = Router::new(router::RouterConfig {
-            process: me,
-            processes: topology.processes(),
-            epoch: config.epoch,
-            peer_timeout: config.peer_timeout,
-            heartbeat: config.heartbeat,
-            zero_copy: zero_copy.clone(),
-        });
-        for process in (0..topology.processes() as u32).map(ProcessId) {
-            if topology.has_accelerator(process) {
-                router.allow_start(process, DEVICES_START_WITHIN);
-            }
-        }
+        let router = create_router(me, &topology, &config, &zero_copy);
+
         let runtime = Arc::new(Self {
             me,
             times_kernels: AtomicBool::new(false),
             kernel_nanos: AtomicU64::new(0),
             bytes_sent: counters(&topology),
             messages_sent: counters(&topology),
-            status: Status::new(devices.iter().map(|device| {
-                let kind = topology
-                    .kind_of(device.id)
-                    .filter(|kind| kind.is_accelerator());
-                let kind = kind.map_or_else(String::new, |kind| format!(" ({kind})"));
-                format!("device {}{kind}", device.id)
-            })),
+            status: ActivityStatus::new(device_names(&topology, &devices)),
             parker: Parker::new(transport.clone(), config.spin, room),
             wait_spin: SpinPolicy::new(worker::PACE, spin),
             topology_fingerprint: topology.fingerprint(),
@@ -122,8 +108,8 @@ impl Runtime {
             transport,
             zero_copy,
             copy_workers: Crew::start("mpmd-copy", copy_workers())?,
-            chunks: Chunks::default(),
-            callbacks: Worker::start("mpmd-callbacks".to_owned(), Spin::Never)?,
+            chunks: ChunkQueue::default(),
+            callbacks: JobWorker::start("mpmd-callbacks".to_owned(), Spin::Never)?,
             mailbox: Mailbox::default(),
             communicators: accelerator::Communicators::default(),
             holders: Mutex::default(),
@@ -136,6 +122,7 @@ impl Runtime {
             stopped: Arc::default(),
             config,
         });
+
         runtime.say_ways();
         if let Some(transport) = &runtime.transport {
             transport.start(Arc::new(driver::TransportHandler(Arc::downgrade(&runtime))));
@@ -150,7 +137,8 @@ impl Runtime {
         if !self.communicators.are_to_be_watched() {
             return;
         }
-        let (weak, stopped): (Weak<Self>, _) = (Arc::downgrade(self), self.stopped.clone());
+        let weak: Weak<Self> = Arc::downgrade(self);
+        let stopped = self.stopped.clone();
         let watch = move || {
             while !stopped.load(Ordering::Relaxed) {
                 thread::sleep(TICK);
@@ -165,6 +153,7 @@ impl Runtime {
                 }
             }
         };
+
         if let Err(error) = thread::Builder::new()
             .name("mpmd-nccl".to_owned())
             .spawn(watch)
@@ -176,7 +165,8 @@ impl Runtime {
     /// Starts a thread that counts the time in which this process cannot run, as when it is stopped
     /// or its machine stands still, until the process leaves the job.
     pub(crate) fn watch_stalls(self: &Arc<Self>) {
-        let (weak, stopped): (Weak<Self>, _) = (Arc::downgrade(self), self.stopped.clone());
+        let weak: Weak<Self> = Arc::downgrade(self);
+        let stopped = self.stopped.clone();
         let watch = move || {
             while !stopped.load(Ordering::Relaxed) {
                 let before = now();
@@ -190,6 +180,7 @@ impl Runtime {
                 }
             }
         };
+
         if let Err(error) = thread::Builder::new()
             .name("mpmd-stalls".to_owned())
             .spawn(watch)
@@ -215,6 +206,41 @@ impl Runtime {
     }
 }
 
+/// Creates the router, which gives the processes with accelerators more time to start.
+fn create_router(
+    me: ProcessId,
+    topology: &Topology,
+    config: &RuntimeConfig,
+    zero_copy: &[bool],
+) -> Router<InProcess> {
+    let mut router = Router::new(router::RouterConfig {
+        process: me,
+        processes: topology.processes(),
+        epoch: config.epoch,
+        peer_timeout: config.peer_timeout,
+        heartbeat: config.heartbeat,
+        zero_copy: zero_copy.to_vec(),
+    });
+    for process in (0..topology.processes() as u32).map(ProcessId) {
+        if topology.has_accelerator(process) {
+            router.allow_start(process, DEVICES_START_WITHIN);
+        }
+    }
+    router
+}
+
+/// Returns the names of devices in hang reports.
+fn device_names(topology: &Topology, devices: &[LocalDevice]) -> impl Iterator<Item = String> {
+    devices.iter().map(|device| {
+        let kind = topology
+            .kind_of(device.id)
+            .filter(|kind| kind.is_accelerator());
+        let kind = kind.map_or_else(String::new, |kind| format!(" ({kind})"));
+        format!("device {}{kind}", device.id)
+    })
+}
+
+/// Opens the devices of process `me`, and starts their threads.
 fn open_devices(
     me: ProcessId,
     topology: &Topology,
@@ -237,6 +263,7 @@ fn open_devices(
                     .map_err(std::io::Error::other)?;
             }
         }
+
         let name = format!("device {id} of process {me}");
         let pool = match &accelerator {
             None => Pool::in_arena(name, config.device_memory, arena),
@@ -246,7 +273,7 @@ fn open_devices(
                 &arena.device_beside(accelerator.allocator()),
             ),
         };
-        let queue = Worker::start(format!("mpmd-{id}"), spin)?;
+        let queue = JobWorker::start(format!("mpmd-{id}"), spin)?;
         Ok(LocalDevice {
             id: *id,
             pool,
@@ -260,6 +287,7 @@ fn open_devices(
         .iter()
         .map(&mut open)
         .collect::<std::io::Result<Vec<LocalDevice>>>()?;
+
     let accelerators: Vec<_> = devices
         .iter()
         .filter_map(|local| local.accelerator.clone())
@@ -293,6 +321,7 @@ fn share_devices(
     let (Some(transport), true) = (transport, with.contains(&true)) else {
         return Ok(());
     };
+
     let Some(sharing) = accelerator::sharing(accelerators) else {
         return Ok(());
     };

@@ -20,7 +20,7 @@ pub(crate) const PACE: SpinPace = SpinPace {
     most_skipped: 64,
 };
 
-/// A job for a [`Worker`] or a [`Crew`].
+/// A job for a [`JobWorker`] or a [`Crew`].
 pub(crate) type Job = Box<dyn Work>;
 
 /// The work of a job: a closure, or an object that reuses its own box.
@@ -36,36 +36,38 @@ impl<F: FnOnce() + Send> Work for F {
 
 /// A named thread that runs queued jobs in order. Dropping this lets the thread finish its queue
 /// and end, without waiting for it.
-pub(crate) struct Worker {
-    queue: Arc<Queue>,
+pub(crate) struct JobWorker {
+    queue: Arc<JobQueue>,
 }
 
 /// Threads that share a queue. Jobs start in order and may end in any order. Dropping this lets the
 /// threads finish the queue and end, without waiting for them.
 pub(crate) struct Crew {
-    queue: Arc<Queue>,
+    queue: Arc<JobQueue>,
 }
 
+/// The jobs of a worker or a crew.
 #[derive(Default)]
-struct Queue {
-    state: Mutex<State>,
+struct JobQueue {
+    state: Mutex<JobQueueState>,
     changed: Condvar,
     /// True if there are jobs; readable without the lock.
     any: AtomicBool,
 }
 
 #[derive(Default)]
-struct State {
+struct JobQueueState {
     jobs: VecDeque<Job>,
     closed: bool,
 }
 
-impl Worker {
+impl JobWorker {
     /// Starts the thread. The thread polls for jobs as `spin` allows before it sleeps.
     pub(crate) fn start(name: String, spin: Spin) -> std::io::Result<Self> {
         let worker = Self {
             queue: Arc::default(),
         };
+
         let policy = SpinPolicy::new(PACE, spin);
         let queue = worker.queue.clone();
         let work = move || {
@@ -79,6 +81,7 @@ impl Worker {
                 jobs.drain(..).for_each(run);
             }
         };
+
         thread::Builder::new().name(name).spawn(work)?;
         Ok(worker)
     }
@@ -89,7 +92,7 @@ impl Worker {
     }
 }
 
-impl Drop for Worker {
+impl Drop for JobWorker {
     fn drop(&mut self) {
         self.queue.close();
     }
@@ -127,7 +130,7 @@ impl Drop for Crew {
     }
 }
 
-impl Queue {
+impl JobQueue {
     fn push(&self, job: Job) {
         let mut state = self.state.lock();
         state.jobs.push_back(job);
@@ -205,7 +208,7 @@ mod tests {
 
     #[test]
     fn worker_runs_all_jobs_in_order_despite_panics() {
-        let worker = Worker::start("test".to_owned(), Spin::Auto).unwrap();
+        let worker = JobWorker::start("test".to_owned(), Spin::Auto).unwrap();
         let (done, all_done) = mpsc::channel();
         for i in 0..1000 {
             let done = done.clone();

@@ -13,7 +13,7 @@ use mpmd_base::block::Mutex;
 use mpmd_memory::SharedBuffer;
 
 use crate::exec::moves::assembly::DeviceAssembly;
-use crate::exec::moves::transfer::Transfer;
+use crate::exec::moves::transfer::RegionTransfer;
 use crate::exec::{OpGuard, Runtime};
 use mpmd_layout::region::Region;
 
@@ -30,24 +30,26 @@ pub(crate) const MOST_CHUNKS: usize = 8;
 
 /// The chunk limit of a process, and the pieces that wait for chunks.
 #[derive(Default)]
-pub(crate) struct Chunks(Mutex<State>);
+pub(crate) struct ChunkQueue(Mutex<ChunkState>);
 
+/// The chunks in use and the pieces that wait.
 #[derive(Default)]
-struct State {
+struct ChunkState {
     taken: usize,
-    waiting: VecDeque<Chunked>,
+    waiting: VecDeque<WaitingChunks>,
 }
 
 /// A piece of a shard that is copied in chunks.
-pub(crate) struct Chunked {
-    piece: Arc<Piece>,
+pub(crate) struct WaitingChunks {
+    piece: Arc<ChunkedPiece>,
     /// Chunks that no copy worker has started.
     left: std::vec::IntoIter<Region>,
 }
 
-struct Piece {
+/// A piece of a shard, shared by the copies of its chunks.
+struct ChunkedPiece {
     shard: Arc<DeviceAssembly>,
-    transfer: Arc<Transfer>,
+    transfer: Arc<RegionTransfer>,
     bytes: SharedBuffer,
     /// The number of chunks that are not yet issued to the device.
     missing: AtomicUsize,
@@ -57,15 +59,15 @@ struct Piece {
 }
 
 /// The right to use one chunk. Dropping it lets the next waiting chunk be queued.
-struct StreamTurn(Arc<Runtime>);
+struct ChunkTurn(Arc<Runtime>);
 
-impl Chunked {
+impl WaitingChunks {
     /// Queues a piece to be copied to its place in a shard, in chunks. Returns without waiting for
     /// the copy.
     pub(crate) fn begin(
         runtime: &Arc<Runtime>,
         shard: Arc<DeviceAssembly>,
-        transfer: Arc<Transfer>,
+        transfer: Arc<RegionTransfer>,
         bytes: SharedBuffer,
         guard: OpGuard,
     ) {
@@ -75,8 +77,9 @@ impl Chunked {
             (CHUNK / transfer.item_bytes()).max(1),
             &mut chunks,
         );
+
         let missing = AtomicUsize::new(chunks.len());
-        let piece = Arc::new(Piece {
+        let piece = Arc::new(ChunkedPiece {
             shard,
             transfer,
             bytes,
@@ -112,13 +115,14 @@ fn go_on(runtime: &Arc<Runtime>) {
             state.taken += 1;
             next
         };
-        let turn = StreamTurn(runtime.clone());
+
+        let turn = ChunkTurn(runtime.clone());
         runtime.move_data(Box::new(move || piece.copy(&chunk, turn)));
     }
 }
 
-impl Piece {
-    fn copy(self: Arc<Self>, chunk: &Region, turn: StreamTurn) {
+impl ChunkedPiece {
+    fn copy(self: Arc<Self>, chunk: &Region, turn: ChunkTurn) {
         let Self {
             shard,
             transfer,
@@ -138,7 +142,7 @@ impl Piece {
     }
 }
 
-impl Drop for StreamTurn {
+impl Drop for ChunkTurn {
     fn drop(&mut self) {
         self.0.chunks.0.lock().taken -= 1;
         go_on(&self.0);
@@ -153,6 +157,7 @@ fn cut(region: &Region, most: usize, parts: &mut Vec<Region>) {
         parts.push(region.clone());
         return;
     };
+
     let range = region.range(dim);
     // Number of slices that fit into one part. At least one, which is then cut further.
     let step = (most / (region.elements() / range.len())).max(1);

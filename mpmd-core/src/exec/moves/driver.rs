@@ -4,11 +4,12 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
 use mpmd_base::ProcessId;
+use mpmd_memory::SharedBuffer;
 use mpmd_proto::router::{Body, OpRecord, OpSpan, Router, RouterAction};
 use mpmd_proto::{Header, MessageKind};
 use mpmd_transport::{Handler, Payload, Ticket, TransportError};
 
-use crate::exec::waits::under_way::HandedOver;
+use crate::exec::waits::under_way::{EndedSend, HandedOver, Sending};
 use crate::exec::{InProcess, OpGuard, Outgoing, Runtime};
 use mpmd_record::trace::{PieceStep, What};
 
@@ -21,12 +22,15 @@ impl Handler for TransportHandler {
         let Some(runtime) = self.0.upgrade() else {
             return;
         };
-        let (now, announced, found) = (runtime.now(), header.payload_bytes(), payload.bytes());
+        let now = runtime.now();
+        let announced = header.payload_bytes();
+        let found = payload.bytes();
         if found != announced {
             let sent = format!("a {:?} message of {found} bytes", header.kind);
             let why = format!("it sent {sent}, and announced {announced}");
             return runtime.with_router(|router| router.broken(from, &why));
         }
+
         match header.kind {
             MessageKind::Batch => return runtime.take_batch(from, &payload),
             MessageKind::Eager | MessageKind::Data => {
@@ -87,13 +91,13 @@ impl Runtime {
     /// Ends the send of a piece: the transport no longer uses its bytes.
     fn done(self: &Arc<Self>, ticket: Ticket, result: &Result<(), TransportError>) {
         self.trace.note(|| What::Left { ticket: ticket.0 });
-        let (loan, operation) = self.under_way.lock().sent(ticket);
+        let EndedSend { loan, sending } = self.under_way.lock().sent(ticket);
         drop(loan);
-        match (operation, result) {
+        match (sending, result) {
             (None, _) => {}
-            (Some((_, operation)), Ok(())) => operation.sent(),
+            (Some(Sending { operation, .. }), Ok(())) => operation.sent(),
             // The loss of the peer is reported separately.
-            (Some((to, operation)), Err(error)) => {
+            (Some(Sending { to, operation }), Err(error)) => {
                 operation.fail_sends(&self.broken_off(to, operation.op(), error));
             }
         }
@@ -131,7 +135,8 @@ impl Runtime {
                 RouterAction::Post { to, header, body } => self.post(to, header, body),
                 RouterAction::Deliver { waiter, result } => self.deliver(waiter, result),
                 RouterAction::Answer { to, op, piece } => {
-                    let (doing, running) = (self.doing(), self.status.lowest());
+                    let doing = self.doing();
+                    let running = self.status.lowest();
                     self.with_router(|router| router.answer(to, op, piece, doing, running));
                 }
                 RouterAction::Taken { by, op } => {
@@ -175,69 +180,87 @@ impl Runtime {
         let Some(transport) = &self.transport else {
             return;
         };
-        let posted = |bytes: u64, ticket: Ticket| {
-            let Header { op, piece, .. } = header;
-            let (step, ticket) = (PieceStep::Posted, ticket.0);
-            self.trace.note(|| What::Piece {
-                step,
-                op,
-                piece,
-                peer: to.0,
-                bytes,
-                ticket,
-            });
-            self.log_piece(step, (op, piece), to, bytes);
-        };
         match body {
             Body::Empty => transport.post(to, header, None, Ticket::NONE),
             Body::Control(bytes) => transport.post(to, header, Some(bytes.into()), Ticket::NONE),
-            Body::Cargo(Outgoing {
-                buffer,
-                bytes,
-                guard,
-            }) if self.zero_copy(to) => {
-                let loan = self.in_flight.lend(buffer.len() as u64);
-                let sending = self.under_way.lock().hand_over(to, header.op, loan, guard);
-                let (ticket, handed_over) = match sending {
-                    Ok(sending) => sending,
-                    Err((loan, guard)) => {
-                        drop((buffer, loan));
-                        return self.never_taken(to, guard);
-                    }
-                };
-                self.bytes_sent[to.index()].fetch_add(bytes, Ordering::Relaxed);
-                posted(bytes, ticket);
-                let payload = (!buffer.is_empty()).then_some(buffer);
-                self.post_piece(to, header, payload, ticket);
-                match handed_over {
-                    HandedOver::Untaken => {}
-                    HandedOver::Awaited => {
-                        self.with_router(|router| router.ask_taken(to, header.op));
-                    }
-                    HandedOver::Taken(operation) => operation.sent(),
-                }
-            }
-            Body::Cargo(Outgoing {
-                buffer,
-                bytes,
-                guard,
-            }) => {
-                let sending = self.under_way.lock().send(to, guard);
-                // If nothing is sent, the memory is dropped first: threads that wait for memory
-                // check it when operations end.
-                let ticket = match sending {
-                    Ok(ticket) => ticket,
-                    Err(guard) => {
-                        drop(buffer);
-                        return self.never_taken(to, guard);
-                    }
-                };
-                self.bytes_sent[to.index()].fetch_add(bytes, Ordering::Relaxed);
-                posted(bytes, ticket);
-                let payload = (!buffer.is_empty()).then_some(buffer);
-                self.post_piece(to, header, payload, ticket);
-            }
+            Body::Cargo(piece) if self.zero_copy(to) => self.post_lent(to, header, piece),
+            Body::Cargo(piece) => self.post_bytes(to, header, piece),
         }
+    }
+
+    /// Posts a piece whose memory is lent to the peer. The operation stays in flight until the peer
+    /// has taken the piece.
+    fn post_lent(self: &Arc<Self>, to: ProcessId, header: Header, piece: Outgoing) {
+        let Outgoing {
+            buffer,
+            bytes,
+            guard,
+        } = piece;
+        let loan = self.in_flight.lend(buffer.len() as u64);
+        let sending = self.under_way.lock().hand_over(to, header.op, loan, guard);
+        let lent = match sending {
+            Ok(lent) => lent,
+            Err(refused) => {
+                drop((buffer, refused.loan));
+                return self.never_taken(to, refused.operation);
+            }
+        };
+
+        self.post_counted(to, header, buffer, bytes, lent.ticket);
+        match lent.state {
+            HandedOver::Untaken => {}
+            HandedOver::Awaited => {
+                self.with_router(|router| router.ask_taken(to, header.op));
+            }
+            HandedOver::Taken(operation) => operation.sent(),
+        }
+    }
+
+    /// Posts a piece whose bytes the transport sends. The operation stays in flight until they have
+    /// left.
+    fn post_bytes(self: &Arc<Self>, to: ProcessId, header: Header, piece: Outgoing) {
+        let Outgoing {
+            buffer,
+            bytes,
+            guard,
+        } = piece;
+        let sending = self.under_way.lock().send(to, guard);
+        // If nothing is sent, the memory is dropped first: threads that wait for memory check it
+        // when operations end.
+        let ticket = match sending {
+            Ok(ticket) => ticket,
+            Err(guard) => {
+                drop(buffer);
+                return self.never_taken(to, guard);
+            }
+        };
+        self.post_counted(to, header, buffer, bytes, ticket);
+    }
+
+    /// Counts a piece as sent, writes it to the trace and the log, and posts it.
+    fn post_counted(
+        &self,
+        to: ProcessId,
+        header: Header,
+        buffer: SharedBuffer,
+        bytes: u64,
+        ticket: Ticket,
+    ) {
+        self.bytes_sent[to.index()].fetch_add(bytes, Ordering::Relaxed);
+        let Header { op, piece, .. } = header;
+        let step = PieceStep::Posted;
+        self.trace.note(|| What::Piece {
+            step,
+            op,
+            piece,
+            peer: to.0,
+            bytes,
+            ticket: ticket.0,
+        });
+        self.log_piece(step, (op, piece), to, bytes);
+
+        let payload = (!buffer.is_empty()).then_some(buffer);
+        self.post_piece(to, header, payload, ticket);
     }
 }
 

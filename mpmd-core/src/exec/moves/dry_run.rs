@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::exec::moves::put::{OnlyPiece, PutPlan, PutWhat};
+use crate::exec::moves::put::{OnlyPiece, PutPlan, PutWhat, ShardPlace};
 use mpmd_layout::region::Region;
 use mpmd_layout::reshard::{self, Piece};
 use mpmd_layout::sharding::{Layout, MemoryKind};
@@ -30,13 +30,17 @@ impl PutPlan {
                 .unwrap_or_default(),
             _ => Vec::new(),
         };
+
         let mut comes: HashMap<DeviceId, Vec<&Piece>> = HashMap::new();
         pieces
             .iter()
             .for_each(|piece| comes.entry(piece.dst).or_default().push(piece));
         let whole = Region::full(aval.shape());
         let can_alias = |device: DeviceId, region: &Region| {
-            let from = |device| Some((device, from.as_ref()?.memory_kind()));
+            let from = |device| {
+                let kind = from.as_ref()?.memory_kind();
+                Some(ShardPlace { device, kind })
+            };
             let only = match (&source, comes.get(&device).map(Vec::as_slice)) {
                 (None, _) if term(layout, device) == 0 => OnlyPiece {
                     from: None,
@@ -60,9 +64,14 @@ impl PutPlan {
                 }
                 _ => return false,
             };
-            only.can_alias(runtime, (device, to.memory_kind()), region)
+            let to = ShardPlace {
+                device,
+                kind: to.memory_kind(),
+            };
+            only.can_alias(runtime, to, region)
         };
-        let shard = |(device, region): (DeviceId, &Region)| {
+
+        let shard = |device: DeviceId, region: &Region| {
             let memory = match (may_alias && can_alias(device, region), to.memory_kind()) {
                 (true, _) if source.is_some() => Memory::Of(0),
                 (_, MemoryKind::Host) => Memory::Host,
@@ -83,10 +92,11 @@ impl PutPlan {
             leaf: 0,
         };
         let moved = pieces.iter().filter(|piece| piece.src != piece.dst);
+        let shards = layout.iter().map(|(device, region)| shard(device, region));
         OpDescriptor {
             what: self.what.to_string(),
             kind: Kind::Put,
-            results: vec![layout.iter().map(shard).collect()],
+            results: vec![shards.collect()],
             messages: moved.map(message).collect(),
         }
     }

@@ -1,11 +1,11 @@
 //! The messages of collectives, between devices of one process or of several.
 //!
-//! A collective has a few [rounds](Round). In each round, devices of a [`Group`] send bytes to
-//! others, by a [`Flow`] that all of them know. A message is a piece of the kernel's operation. Its
-//! number encodes the collective's index, the round and the devices. Between devices of one process
-//! it goes through the mailbox, between processes through the router. Bytes for several devices of
-//! a process are sent to it once: the first device that needs them asks the router, the others find
-//! them in the mailbox.
+//! A collective has a few [rounds](Round). In each round, devices of a [`CollectiveGroup`] send
+//! bytes to others, by a [`RoundFlow`] that all of them know. A message is a piece of the kernel's
+//! operation. Its number encodes the collective's index, the round and the devices. Between devices
+//! of one process it goes through the mailbox, between processes through the router. Bytes for
+//! several devices of a process are sent to it once: the first device that needs them asks the
+//! router, the others find them in the mailbox.
 
 use std::sync::Arc;
 
@@ -35,7 +35,7 @@ pub(crate) const MOST_COLLECTIVES: usize = 1 << (63 - ROUND_BITS - 2 * DEVICE_BI
 
 /// The devices that a collective spans, as seen by one of them.
 #[derive(Debug)]
-pub(crate) struct Group {
+pub(crate) struct CollectiveGroup {
     /// The devices of the group, in the order of the axis.
     pub(crate) devices: Vec<DeviceId>,
     /// The place of each device in the kernel's mesh. Places are below [`MOST_DEVICES`]; device ids
@@ -51,13 +51,13 @@ pub(crate) struct Group {
     /// Maximum bytes of a message from one device to another.
     pub(crate) most: u64,
     /// The messages of each round; empty in a group of one.
-    pub(crate) rounds: Vec<Flow>,
+    pub(crate) rounds: Vec<RoundFlow>,
 }
 
 /// The messages of one round of a collective: its sender and receiver devices. Devices are ranks of
 /// the group.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(crate) struct Flow {
+pub(crate) struct RoundFlow {
     pub(crate) pattern: Pattern,
     /// True if a device sends the same bytes to all its receivers.
     pub(crate) shared: bool,
@@ -72,7 +72,8 @@ pub(crate) enum Pattern {
     Pairs(Vec<(usize, usize)>),
 }
 
-impl Flow {
+impl RoundFlow {
+    /// Returns true if the device of rank `from` sends to that of rank `to`.
     pub(crate) fn goes(&self, from: usize, to: usize) -> bool {
         from != to
             && match &self.pattern {
@@ -89,11 +90,11 @@ pub(crate) struct Round<'a> {
     pub(crate) index: usize,
     /// The round's index within the collective.
     pub(crate) round: usize,
-    pub(crate) group: &'a Group,
+    pub(crate) group: &'a CollectiveGroup,
 }
 
 /// A message that this device sends or receives in a round.
-struct Message {
+struct RoundMessage {
     key: Key,
     /// Rank of the other device. For shared bytes, the rank of one of several receivers.
     rank: usize,
@@ -105,15 +106,15 @@ struct Message {
 
 impl Round<'_> {
     /// Returns the messages that this device sends. Shared bytes are one message for each process.
-    fn outgoing(&self) -> Vec<Message> {
+    fn outgoing(&self) -> Vec<RoundMessage> {
         let me = self.group.rank;
-        let mut messages: Vec<Message> = Vec::new();
+        let mut messages: Vec<RoundMessage> = Vec::new();
         for to in self.receivers(me) {
             let process = self.group.processes[to];
             let mut before = messages.iter_mut().filter(|_| self.flow().shared);
             match before.find(|message| message.process == process) {
                 Some(message) => message.takers += 1,
-                None => messages.push(Message {
+                None => messages.push(RoundMessage {
                     key: self.key(me, to),
                     rank: to,
                     process,
@@ -125,7 +126,7 @@ impl Round<'_> {
     }
 
     /// Returns the messages that this device receives, in order of the senders' ranks.
-    fn incoming(&self) -> impl Iterator<Item = Message> {
+    fn incoming(&self) -> impl Iterator<Item = RoundMessage> {
         let me = self.group.rank;
         (0..self.group.devices.len())
             .filter(move |from| self.flow().goes(*from, me))
@@ -136,7 +137,7 @@ impl Round<'_> {
                 } else {
                     1
                 };
-                Message {
+                RoundMessage {
                     key: self.key(from, me),
                     rank: from,
                     process: self.group.processes[from],
@@ -149,7 +150,7 @@ impl Round<'_> {
         (0..self.group.devices.len()).filter(move |to| self.flow().goes(from, *to))
     }
 
-    fn flow(&self) -> &Flow {
+    fn flow(&self) -> &RoundFlow {
         &self.group.rounds[self.round]
     }
 
@@ -176,12 +177,12 @@ impl Runtime {
 }
 
 /// Access of one kernel call to the other devices of its mesh.
-pub(crate) struct Exchange {
+pub(crate) struct KernelExchange {
     pub(crate) runtime: Arc<Runtime>,
     pub(crate) guard: OpGuard,
 }
 
-impl Exchange {
+impl KernelExchange {
     /// Copies `bytes` to a staging buffer that may outlive the kernel call. Fails if there is no
     /// memory.
     pub(crate) fn copy_in(&self, bytes: &[u8]) -> Outcome {
@@ -209,8 +210,8 @@ impl Exchange {
                 };
                 // Announced with its length: a kernel that uses another length on another device
                 // must get an error.
-                let (hash, runtime) = (self.guard.hash(), &self.runtime);
-                runtime.with_router(|router| {
+                let hash = self.guard.hash();
+                self.runtime.with_router(|router| {
                     router.announce(message.process, message.key, hash, size, outgoing);
                 });
             }
@@ -283,6 +284,7 @@ impl Exchange {
                 (message.rank, slot)
             })
             .collect();
+
         // This ends: each wait is for a kernel earlier in a device's queue, for this operation on
         // another device, or for a peer that the router watches. All messages are taken before the
         // first failure is returned.
@@ -291,6 +293,7 @@ impl Exchange {
             .into_iter()
             .map(|(rank, slot)| (rank, parker.wait(&slot, None).expect("no deadline was set")))
             .collect();
+
         let mut parts = vec![None; round.group.devices.len()];
         for (rank, outcome) in outcomes {
             parts[rank] = Some(outcome?);
@@ -300,7 +303,7 @@ impl Exchange {
 
     /// Returns the async buffer of a message from another process. Asks the router for the message
     /// unless another device has. `likely` is its expected size in bytes.
-    fn want(&self, round: &Round<'_>, message: &Message, likely: u64) -> AsyncBuffer {
+    fn want(&self, round: &Round<'_>, message: &RoundMessage, likely: u64) -> AsyncBuffer {
         let (slot, resolver) = if message.takers == 1 {
             let (resolver, slot) = AsyncBuffer::new();
             (slot, Some(resolver))
@@ -317,7 +320,7 @@ impl Exchange {
 
     /// Asks the router for a message that this device does not need, but other devices of this
     /// process may. Returns its async buffer, or `None` if another device has asked already.
-    fn ask(&self, round: &Round<'_>, message: &Message) -> Option<AsyncBuffer> {
+    fn ask(&self, round: &Round<'_>, message: &RoundMessage) -> Option<AsyncBuffer> {
         let (slot, resolver) = self
             .runtime
             .mailbox
@@ -326,15 +329,17 @@ impl Exchange {
         Some(slot)
     }
 
-    fn expect(&self, round: &Round<'_>, message: &Message, likely: u64, resolver: Resolver) {
-        let (op, from, sizes) = (round.op, message.process, (likely, round.group.most));
+    fn expect(&self, round: &Round<'_>, message: &RoundMessage, likely: u64, resolver: Resolver) {
+        let from = message.process;
         let waiter = Waiter::Bytes {
             resolver,
             from,
-            op,
+            op: round.op,
             piece: message.key.1,
         };
-        let (hash, now) = (self.guard.hash(), self.runtime.now());
+        let sizes = (likely, round.group.most);
+        let hash = self.guard.hash();
+        let now = self.runtime.now();
         self.runtime.with_router(|router| {
             router.expect_any_size(from, message.key, hash, sizes, waiter, now);
         });
@@ -347,11 +352,11 @@ mod tests {
 
     use super::*;
 
-    fn group(rank: usize, processes: &[u32], flow: Flow) -> Group {
+    fn group(rank: usize, processes: &[u32], flow: RoundFlow) -> CollectiveGroup {
         let processes: Vec<ProcessId> = processes.iter().copied().map(ProcessId).collect();
         let places: Vec<usize> = (0..processes.len()).collect();
         let devices = places.iter().map(|place| DeviceId(*place as u32)).collect();
-        Group {
+        CollectiveGroup {
             devices,
             places,
             processes,
@@ -364,7 +369,11 @@ mod tests {
 
     /// Returns the messages that `rank` sends, as `(first taker, process, takers)`, and receives,
     /// as `(sender, takers)`.
-    fn messages(rank: usize, processes: &[u32], flow: &Flow) -> (Vec<[usize; 3]>, Vec<[usize; 2]>) {
+    fn messages(
+        rank: usize,
+        processes: &[u32],
+        flow: &RoundFlow,
+    ) -> (Vec<[usize; 3]>, Vec<[usize; 2]>) {
         let group = group(rank, processes, flow.clone());
         let round = Round {
             op: 1,
@@ -385,21 +394,21 @@ mod tests {
 
     #[test]
     fn shared_bytes_are_sent_once_per_process_others_per_device() {
-        let shared = Flow {
+        let shared = RoundFlow {
             pattern: Pattern::Everyone,
             shared: true,
         };
         let (sends, gets) = messages(1, &[0, 0, 1, 1], &shared);
         assert_eq!(sends, [[0, 0, 1], [2, 1, 2]]);
         assert_eq!(gets, [[0, 1], [2, 2], [3, 2]]);
-        let own = Flow {
+        let own = RoundFlow {
             pattern: Pattern::Everyone,
             shared: false,
         };
         let (sends, gets) = messages(1, &[0, 0, 1, 1], &own);
         assert_eq!(sends, [[0, 0, 1], [2, 1, 1], [3, 1, 1]]);
         assert_eq!(gets, [[0, 1], [2, 1], [3, 1]]);
-        let pairs = Flow {
+        let pairs = RoundFlow {
             pattern: Pattern::Pairs(vec![(0, 1), (1, 1)]),
             shared: false,
         };
@@ -414,19 +423,19 @@ mod tests {
                 let mut group = group(
                     rank,
                     &[0, 1, 2],
-                    Flow {
+                    RoundFlow {
                         pattern: Pattern::Everyone,
                         shared: false,
                     },
                 );
-                group.rounds.push(Flow {
+                group.rounds.push(RoundFlow {
                     pattern: Pattern::Everyone,
                     shared: true,
                 });
                 group.places[2] = MOST_DEVICES - 1;
                 // Device ids may be any numbers.
                 group.devices[2] = DeviceId(MOST_DEVICES as u32);
-                group.rounds.push(Flow {
+                group.rounds.push(RoundFlow {
                     pattern: Pattern::Everyone,
                     shared: true,
                 });

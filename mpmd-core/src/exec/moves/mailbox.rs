@@ -59,8 +59,7 @@ impl Mailbox {
     }
 
     /// Returns the async buffer of a contribution from another process, and counts one of its
-    /// `takers`. The first taker also gets the resolver, and must have the buffer filled for all of
-    /// them.
+    /// `takers`. The first taker also gets the resolver, and must fill the buffer for all of them.
     pub(crate) fn take_from_afar(
         &self,
         key: Key,

@@ -31,8 +31,8 @@ impl Runtime {
             .and_then(|local| local.accelerator.as_ref())
     }
 
-    /// True if shards on a device of any process are in accelerator memory. The result is the same
-    /// on every process.
+    /// Returns true if shards on a device of any process are in accelerator memory. The result is
+    /// the same on every process.
     pub(crate) fn is_on_accelerator(&self, device: DeviceId, kind: MemoryKind) -> bool {
         kind == MemoryKind::Device
             && self
@@ -54,8 +54,8 @@ impl Runtime {
             .or_else(|| accelerators().next())
     }
 
-    /// True if accelerator memory goes to and from `peer` zero-copy. The result is the same on both
-    /// sides.
+    /// Returns true if accelerator memory goes to and from `peer` zero-copy. The result is the same
+    /// on both sides.
     ///
     /// If false, the bytes are copied through host memory.
     pub(crate) fn carries_device_memory(&self, peer: ProcessId) -> bool {
@@ -66,9 +66,9 @@ impl Runtime {
             && transport.is_some_and(|transport| transport.carries_device_memory(peer))
     }
 
-    /// True if a shard on `device` goes between this process and `peer` zero-copy. `device` belongs
-    /// to one of the two. Then a part of the shard that is not contiguous is sent as the whole
-    /// shard. The result is the same on both sides.
+    /// Returns true if a shard on `device` goes between this process and `peer` zero-copy. `device`
+    /// belongs to one of the two. Then a part of the shard that is not contiguous is sent as the
+    /// whole shard. The result is the same on both sides.
     pub(crate) fn lends(&self, device: DeviceId, kind: MemoryKind, peer: ProcessId) -> bool {
         self.zero_copy(peer)
             && (!self.is_on_accelerator(device, kind) || self.carries_device_memory(peer))
@@ -80,10 +80,12 @@ impl Runtime {
         if !self.topology.has_accelerator(self.me) {
             return;
         }
+
         let others = (0..self.topology.processes() as u32)
             .map(ProcessId)
             .filter(|peer| *peer != self.me);
         let others = others.filter(|peer| self.topology.has_accelerator(*peer));
+
         let (in_place, through_host): (Vec<_>, Vec<_>) = others
             .map(|peer| (peer.0, self.carries_device_memory(peer)))
             .partition(|(_, carries)| *carries);
@@ -103,7 +105,8 @@ impl Runtime {
     /// Does not block.
     pub(crate) fn in_host_memory(self: &Arc<Self>, op: u64, slot: &AsyncBuffer) -> AsyncBuffer {
         let (resolver, found) = AsyncBuffer::new();
-        let (runtime, source) = (self.clone(), slot.clone());
+        let runtime = self.clone();
+        let source = slot.clone();
         let reading = self.in_flight.reading();
         slot.on_issued(move |outcome| {
             let bytes = match outcome {
@@ -116,6 +119,7 @@ impl Runtime {
                     return resolver.keep(Err(runtime.out_of_memory(op, &error)));
                 }
             };
+
             let all = Region::full(&[bytes.len()]);
             let part = RegionCopy {
                 from: &all,
@@ -151,6 +155,7 @@ impl Runtime {
                 "received accelerator memory, but this process has no accelerator",
             )));
         };
+
         let runtime = self.clone();
         accelerator
             .outward()
@@ -203,6 +208,7 @@ pub(crate) fn follow(
             runtime.remember(failure);
         }
     };
+
     source.on_issued(move |outcome| match outcome {
         Ok(bytes) if bytes.device().is_some() => {
             let issued = resolver.issue(part(bytes));

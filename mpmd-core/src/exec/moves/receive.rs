@@ -54,20 +54,27 @@ enum ReadTarget {
     Staging,
 }
 
+/// Memory that a region's bytes are read into.
+struct ReadRoom {
+    buffer: OwnedBuffer,
+    target: ReadTarget,
+}
+
 impl Receive {
     /// Registers the receive with the router. A region that nobody needs any more is received too,
     /// so that its sender does not wait. All receives of an operation are registered within one
     /// lock of the router: it reports an operation as taken once none is left.
     pub(crate) fn begin(self, runtime: &Runtime, router: &mut Router<InProcess>) {
-        let (
-            from,
-            Send {
-                transfer, guard, ..
-            },
-        ) = (self.from, &self.forward);
-        let (key, hash, now) = (guard.key(transfer.id), guard.hash(), runtime.now());
+        let from = self.from;
+        let Send {
+            transfer, guard, ..
+        } = &self.forward;
+        let key = guard.key(transfer.id);
+        let hash = guard.hash();
+        let now = runtime.now();
         let bytes = (transfer.holds.elements() * transfer.item_bytes()) as u64;
         runtime.trace_piece(PieceStep::Expected, key, from, transfer.bytes as u64);
+
         let waiter = if self.shards.is_empty() && transfer.peers.is_empty() {
             Waiter::Nobody(self.forward.guard)
         } else {
@@ -98,6 +105,7 @@ impl Receive {
             .device()
             .map_or_else(|| bytes.as_ptr().addr() as u64, |place| place.address);
         let aligned = address.is_multiple_of(ALIGNMENT as u64);
+
         let fits = aligned && transfer.is_by_itself();
         let whole =
             |shard: &Assembly| fits && shard.is_whole(&transfer.region) && shard.can_be(&bytes);
@@ -115,13 +123,15 @@ impl Receive {
     /// Starts to read bytes that the transport still has to fetch. Once they are read, gives them
     /// to the receivers of the region.
     fn read(self: Box<Self>, runtime: &Arc<Runtime>, fetch: Box<dyn Fetch>) {
-        let (buffer, place) = match self.room(runtime, fetch.bytes()) {
+        let room = match self.room(runtime, fetch.bytes()) {
             Ok(Some(room)) => room,
             // Dropped: the payload is read and discarded.
             Ok(None) => return,
             Err(failure) => return self.fail(runtime, &failure),
         };
-        let (from, then) = (self.from, runtime.clone());
+
+        let from = self.from;
+        let then = runtime.clone();
         let then = move |result: Result<OwnedBuffer, TransportError>| {
             let buffer = match result {
                 Ok(buffer) => buffer,
@@ -131,7 +141,7 @@ impl Receive {
                 }
             };
             self.trace_taken(&then);
-            match place {
+            match room.target {
                 ReadTarget::Part => self.shards[0].give_back(buffer),
                 ReadTarget::Whole(at) => {
                     self.spread(&then, buffer.freeze(), None, |shard| shard == at);
@@ -139,7 +149,7 @@ impl Receive {
                 ReadTarget::Staging => self.spread(&then, buffer.freeze(), None, |_| false),
             }
         };
-        runtime.fetch(from, fetch, buffer, Box::new(then));
+        runtime.fetch(from, fetch, room.buffer, Box::new(then));
     }
 
     /// Returns an async buffer with the completion status of device memory that a peer lent before
@@ -150,42 +160,43 @@ impl Receive {
         }
         let (resolver, slot) = AsyncBuffer::new();
         let issued = resolver.issue(bytes.clone());
-        let (runtime, op, from) = (runtime.clone(), self.forward.guard.op(), self.from);
+        let runtime = runtime.clone();
+        let op = self.forward.guard.op();
+        let from = self.from;
         bytes.on_made(Box::new(move |failure| {
             issued.end(failure.map_or(Ok(()), |why| Err(runtime.never_made(from, op, &why))));
         }));
         Some(slot)
     }
 
-    /// Returns memory to read the region into, and the kind of that memory. `None` if the region is
-    /// no longer needed. Fails if there is no memory.
-    fn room(
-        &self,
-        runtime: &Runtime,
-        bytes: u64,
-    ) -> Result<Option<(OwnedBuffer, ReadTarget)>, Arc<Failure>> {
+    /// Returns memory to read the region into. `None` if the region is no longer needed. Fails if
+    /// there is no memory.
+    fn room(&self, runtime: &Runtime, bytes: u64) -> Result<Option<ReadRoom>, Arc<Failure>> {
+        let room = |buffer, target| Ok(Some(ReadRoom { buffer, target }));
         let Send {
             transfer, guard, ..
         } = &self.forward;
         let by_itself = transfer.is_by_itself();
         for (at, shard) in self.shards.iter().enumerate().filter(|_| by_itself) {
             if let Some(buffer) = shard.take_whole(&transfer.region) {
-                return Ok(Some((buffer, ReadTarget::Whole(at))));
+                return room(buffer, ReadTarget::Whole(at));
             }
         }
+
         // A region that is also forwarded needs a buffer that outlives the shard's part.
         if let [shard] = &self.shards[..]
             && by_itself
             && transfer.peers.is_empty()
             && let Some(part) = shard.take_part(&transfer.region)
         {
-            return Ok(Some((part, ReadTarget::Part)));
+            return room(part, ReadTarget::Part);
         }
+
         if transfer.peers.is_empty() && !self.shards.iter().any(|shard| shard.is_open()) {
             return Ok(None);
         }
         match runtime.staging.allocate(in_memory(bytes)) {
-            Ok(buffer) => Ok(Some((buffer, ReadTarget::Staging))),
+            Ok(buffer) => room(buffer, ReadTarget::Staging),
             Err(error) => Err(runtime.out_of_memory(guard.op(), &error)),
         }
     }
@@ -228,6 +239,7 @@ impl Receive {
                 .clone()
                 .pack_and_offer(runtime, peers, bytes.clone(), source.clone());
         }
+
         let (whole, others): (Vec<_>, Vec<_>) = (0..shards.len()).partition(|at| in_place(*at));
         for at in others {
             shards[at].place(runtime, transfer, bytes.clone(), source.clone(), guard);
@@ -292,11 +304,13 @@ impl Runtime {
             }
             Ok(Payload::Waiting(fetch)) => fetch,
         };
+
         // The router has checked that this piece may have this length.
         let buffer = match self.staging.allocate(in_memory(fetch.bytes())) {
             Ok(buffer) => buffer,
             Err(error) => return resolver.keep(Err(self.out_of_memory(op, &error))),
         };
+
         let runtime = self.clone();
         let then = move |result: Result<OwnedBuffer, TransportError>| {
             resolver.keep(match result {

@@ -10,7 +10,7 @@ use mpmd_memory::{OwnedBuffer, SharedBuffer};
 use mpmd_proto::router::Failure;
 
 use crate::exec::moves::chunks::COPY_INLINE;
-use crate::exec::moves::transfer::Transfer;
+use crate::exec::moves::transfer::RegionTransfer;
 use crate::exec::{AsyncBuffer, OpGuard, Outcome, Runtime};
 use mpmd_record::trace::PieceStep;
 
@@ -26,7 +26,7 @@ pub(crate) struct Outgoing {
 /// The send of one region to peers.
 #[derive(Clone)]
 pub(crate) struct Send {
-    pub(crate) transfer: Arc<Transfer>,
+    pub(crate) transfer: Arc<RegionTransfer>,
     // Last, so that it is dropped after the memory.
     pub(crate) guard: OpGuard,
 }
@@ -62,8 +62,11 @@ impl Send {
         let carried = |peer: &ProcessId| runtime.carries_device_memory(*peer);
         let (takers, others): (Vec<_>, Vec<_>) =
             self.transfer.peers.iter().copied().partition(carried);
+
         if !takers.is_empty() {
-            let (send, runtime, source) = (self.clone(), runtime.clone(), slot.clone());
+            let send = self.clone();
+            let runtime = runtime.clone();
+            let source = slot.clone();
             slot.on_issued(move |outcome| match outcome {
                 Err(failure) => send.poison(&runtime, &takers, failure),
                 Ok(buffer) => {
@@ -76,7 +79,8 @@ impl Send {
             });
         }
         if !others.is_empty() {
-            let (runtime, source) = (runtime.clone(), slot.clone());
+            let runtime = runtime.clone();
+            let source = slot.clone();
             slot.on_issued(move |outcome| match outcome {
                 Err(failure) => self.poison(&runtime, &others, failure),
                 Ok(buffer) => self.pack_and_offer(&runtime, others, buffer.clone(), Some(source)),
@@ -87,7 +91,8 @@ impl Send {
     /// Tells the router to send `bytes` to these peers. They are the region's bytes, or contain
     /// them.
     pub(crate) fn offer(&self, runtime: &Arc<Runtime>, peers: &[ProcessId], bytes: SharedBuffer) {
-        let (key, size) = (self.guard.key(self.transfer.id), self.transfer.bytes as u64);
+        let key = self.guard.key(self.transfer.id);
+        let size = self.transfer.bytes as u64;
         for peer in peers {
             runtime.trace_piece(PieceStep::Offered, key, *peer, size);
             let outgoing = Outgoing {
@@ -116,7 +121,8 @@ impl Send {
     ) {
         let runtime = runtime.clone();
         if bytes.device().is_none() {
-            let (here, is_small) = (runtime.clone(), self.transfer.bytes <= COPY_INLINE);
+            let here = runtime.clone();
+            let is_small = self.transfer.bytes <= COPY_INLINE;
             let pack = move || {
                 let packed = self.pack(&runtime, &bytes);
                 // Dropped before the operation can end: threads that wait for memory check it then.
@@ -129,8 +135,9 @@ impl Send {
                 here.move_data(Box::new(pack))
             };
         }
+
         let transfer = self.transfer.clone();
-        let Transfer { region, holds, .. } = &*transfer;
+        let RegionTransfer { region, holds, .. } = &*transfer;
         let part = RegionCopy {
             from: holds,
             to: region,
@@ -161,7 +168,7 @@ impl Send {
         let transfer = &*self.transfer;
         let packed = runtime.staging.allocate(transfer.bytes);
         let mut packed = packed.map_err(|error| runtime.out_of_memory(self.guard.op(), &error))?;
-        let Transfer { region, holds, .. } = transfer;
+        let RegionTransfer { region, holds, .. } = transfer;
         copy_region(
             from,
             holds,

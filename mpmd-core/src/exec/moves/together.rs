@@ -19,17 +19,18 @@ use crate::exec::Runtime;
 
 thread_local! {
     /// The pieces of this thread that wait for others, if it gathers them.
-    static GATHERED: RefCell<Option<Gathered>> = const { RefCell::new(None) };
+    static GATHERED: RefCell<Option<GatheredPieces>> = const { RefCell::new(None) };
 }
 
 /// Pieces that wait, in the order in which they were sent.
-struct Gathered {
+struct GatheredPieces {
     /// The address of the runtime that sends them. A thread may serve several in tests.
     runtime: *const Runtime,
-    pieces: Vec<Piece>,
+    pieces: Vec<SmallPiece>,
 }
 
-struct Piece {
+/// A piece that may leave in a batch.
+struct SmallPiece {
     to: ProcessId,
     header: Header,
     payload: SharedBuffer,
@@ -45,7 +46,7 @@ impl Runtime {
     pub(crate) fn send_together<R>(self: &Arc<Self>, send: impl FnOnce() -> R) -> R {
         let begins = GATHERED.with_borrow_mut(|gathered| {
             let begins = gathered.is_none();
-            gathered.get_or_insert_with(|| Gathered {
+            gathered.get_or_insert_with(|| GatheredPieces {
                 runtime: Arc::as_ptr(self),
                 pieces: Vec::new(),
             });
@@ -67,12 +68,13 @@ impl Runtime {
             |bytes: &SharedBuffer| bytes.len() <= MOST_BATCHED && bytes.device().is_none();
         match payload {
             Some(payload) if is_small(&payload) => {
-                let piece = Piece {
+                let piece = SmallPiece {
                     to,
                     header,
                     payload,
                     ticket,
                 };
+
                 let alone = GATHERED.with_borrow_mut(|gathered| match gathered {
                     Some(gathered) if ptr::eq(gathered.runtime, self) => {
                         gathered.pieces.push(piece);
@@ -80,7 +82,7 @@ impl Runtime {
                     }
                     _ => Some(piece),
                 });
-                if let Some(Piece { payload, .. }) = alone {
+                if let Some(SmallPiece { payload, .. }) = alone {
                     self.post_message(to, header, Some(payload), ticket);
                 }
             }
@@ -104,7 +106,7 @@ impl Runtime {
     }
 
     /// Posts pieces for one process, as a batch if there are several.
-    fn post_batch(&self, pieces: Vec<Piece>) {
+    fn post_batch(&self, pieces: Vec<SmallPiece>) {
         let messages: Vec<_> = pieces
             .iter()
             .map(|piece| (piece.header, piece.payload.clone()))
@@ -113,6 +115,7 @@ impl Runtime {
             [_] => None,
             several => batch::pack(several, &self.staging).ok(),
         };
+
         match batch {
             Some((header, payload)) => {
                 let tickets = pieces.iter().map(|piece| piece.ticket).collect();
@@ -121,7 +124,7 @@ impl Runtime {
             }
             // Alone, or without memory for a batch.
             None => pieces.into_iter().for_each(
-                |Piece {
+                |SmallPiece {
                      to,
                      header,
                      payload,
@@ -141,6 +144,7 @@ impl Runtime {
             }
             _ => Err("a batch without bytes".to_owned()),
         };
+
         match messages {
             Ok(messages) => self.send_together(|| self.take_pieces(from, messages)),
             Err(why) => {
@@ -156,9 +160,11 @@ impl Drop for Gathering<'_> {
         let mut pieces = gathered.map_or_else(Vec::new, |gathered| gathered.pieces);
         // Stable: the pieces for a process stay in order.
         pieces.sort_by_key(|piece| piece.to);
+
         let mut pieces = pieces.into_iter().peekable();
         while let Some(first) = pieces.next() {
-            let (to, mut bytes) = (first.to, batch::size(&first.payload));
+            let to = first.to;
+            let mut bytes = batch::size(&first.payload);
             let mut batch = vec![first];
             while let Some(next) = pieces.next_if(|next| {
                 bytes += batch::size(&next.payload);

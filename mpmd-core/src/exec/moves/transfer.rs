@@ -8,14 +8,15 @@ use mpmd_base::ProcessId;
 use mpmd_device::copy::contiguous_bytes;
 
 use crate::exec::Runtime;
+use crate::exec::moves::put::SourceLayout;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
 use mpmd_layout::reshard::{self, Delivery};
-use mpmd_layout::sharding::{Layout, MemoryKind};
+use mpmd_layout::sharding::Layout;
 use mpmd_layout::topology::DeviceId;
 
 /// A shard that this process will own.
-pub(crate) struct Target {
+pub(crate) struct TargetShard {
     pub(crate) device: DeviceId,
     pub(crate) local_index: usize,
     pub(crate) region: Region,
@@ -25,12 +26,12 @@ pub(crate) struct Target {
     /// True if every piece is contiguous in the shard and is copied, not added.
     pub(crate) in_parts: bool,
     /// The source that the shard may share memory with; `None` if its memory must be its own.
-    pub(crate) alias: Option<Origin>,
+    pub(crate) alias: Option<PieceOrigin>,
 }
 
 /// One region: its source and its destinations, as seen by this process.
 #[derive(Clone)]
-pub(crate) struct Transfer {
+pub(crate) struct RegionTransfer {
     /// The piece number of the region, in messages and in the trace.
     pub(crate) id: u64,
     /// Index of the source's partial sum that the region belongs to.
@@ -45,15 +46,16 @@ pub(crate) struct Transfer {
     pub(crate) run: Option<Range<usize>>,
     /// Size of the region in bytes.
     pub(crate) bytes: usize,
-    pub(crate) origin: Origin,
+    pub(crate) origin: PieceOrigin,
     /// Indices of the shards that contain the region, among the plan's targets.
     pub(crate) targets: Vec<usize>,
     /// The processes to which this one sends the region.
     pub(crate) peers: Vec<ProcessId>,
 }
 
+/// The source of a region, as seen by this process.
 #[derive(Clone, Copy)]
-pub(crate) enum Origin {
+pub(crate) enum PieceOrigin {
     /// A device of this process.
     Device(DeviceId),
     /// Another process, which sends a message.
@@ -64,45 +66,54 @@ pub(crate) enum Origin {
 
 /// Returns the transfers by which each device gets its part of host values, which every process
 /// has. Of several partial sums, only the first gets them.
-pub(crate) fn from_host(targets: &[Target], layout: &Layout, aval: &ShapedArray) -> Vec<Transfer> {
+pub(crate) fn from_host(
+    targets: &[TargetShard],
+    layout: &Layout,
+    aval: &ShapedArray,
+) -> Vec<RegionTransfer> {
     let whole = Region::full(aval.shape());
     let term = |device| {
         layout
             .place_of(device)
             .map_or(0, |place| layout.term_of(place))
     };
-    let targets = targets
-        .iter()
-        .enumerate()
-        .filter(|(_, target)| term(target.device) == 0);
-    let targets = targets.filter(|(_, target)| !target.region.is_empty());
-    let transfer = |(at, target): (usize, &Target)| {
-        Transfer::local(at, target, Origin::Host, whole.clone(), aval.dtype().size())
-    };
-    targets.map(transfer).collect()
+    let item = aval.dtype().size();
+    let mut transfers = Vec::new();
+    for (at, target) in targets.iter().enumerate() {
+        if term(target.device) == 0 && !target.region.is_empty() {
+            let origin = PieceOrigin::Host;
+            transfers.push(RegionTransfer::local(
+                at,
+                target,
+                origin,
+                whole.clone(),
+                item,
+            ));
+        }
+    }
+    transfers
 }
 
 /// Returns the transfers by which each device keeps its own shard.
-pub(crate) fn in_place(targets: &[Target], item: usize) -> Vec<Transfer> {
-    let targets = targets
-        .iter()
-        .enumerate()
-        .filter(|(_, target)| !target.region.is_empty());
-    let transfer = |(at, target): (usize, &Target)| {
-        Transfer::local(
-            at,
-            target,
-            Origin::Device(target.device),
-            target.region.clone(),
-            item,
-        )
-    };
-    targets.map(transfer).collect()
+pub(crate) fn in_place(targets: &[TargetShard], item: usize) -> Vec<RegionTransfer> {
+    let targets = targets.iter().enumerate();
+    let targets = targets.filter(|(_, target)| !target.region.is_empty());
+    let transfers = targets.map(|(at, target)| {
+        let origin = PieceOrigin::Device(target.device);
+        RegionTransfer::local(at, target, origin, target.region.clone(), item)
+    });
+    transfers.collect()
 }
 
-impl Transfer {
+impl RegionTransfer {
     /// Creates a transfer of the whole shard of target `at`, from local bytes that cover `holds`.
-    fn local(at: usize, target: &Target, origin: Origin, holds: Region, item: usize) -> Self {
+    fn local(
+        at: usize,
+        target: &TargetShard,
+        origin: PieceOrigin,
+        holds: Region,
+        item: usize,
+    ) -> Self {
         Self {
             id: 0,
             term: 0,
@@ -116,11 +127,12 @@ impl Transfer {
         }
     }
 
+    /// Creates a transfer from this process's part of a plan.
     pub(crate) fn new(
         runtime: &Runtime,
         delivery: Delivery,
-        (source, kind): (&Layout, MemoryKind),
-        targets: &[Target],
+        source: SourceLayout<'_>,
+        targets: &[TargetShard],
         item: usize,
     ) -> Self {
         let Delivery {
@@ -132,19 +144,21 @@ impl Transfer {
             targets: devices,
             peers,
         } = delivery;
-        let shard = giver.and_then(|device| source.region_of(device));
+        let kind = source.sharding.memory_kind();
+        let shard = giver.and_then(|device| source.layout.region_of(device));
         let (origin, holds) = match from {
-            reshard::Origin::Device(device) => (Origin::Device(device), shard),
+            reshard::Origin::Device(device) => (PieceOrigin::Device(device), shard),
             reshard::Origin::Process(process) => {
                 // Same rule as on the sender: a contiguous part of its shard is sent alone.
                 let strided = |shard: &&Region| contiguous_bytes(shard, &region, item).is_none();
                 let lent = giver.is_some_and(|device| runtime.lends(device, kind, process));
                 (
-                    Origin::Process(process),
+                    PieceOrigin::Process(process),
                     shard.filter(|_| lent).filter(strided),
                 )
             }
         };
+
         let holds = holds.unwrap_or(&region).clone();
         let place = |device| targets.iter().position(|target| target.device == device);
         Self {
@@ -160,7 +174,7 @@ impl Transfer {
         }
     }
 
-    /// True if the incoming bytes cover exactly the region.
+    /// Returns true if the incoming bytes cover exactly the region.
     pub(crate) fn is_by_itself(&self) -> bool {
         self.holds == self.region
     }

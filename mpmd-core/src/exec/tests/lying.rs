@@ -112,7 +112,11 @@ struct Move {
 impl Move {
     fn new(runtime: &Arc<Runtime>, aval: &ShapedArray, from: &Sharding, to: &Sharding) -> Self {
         let [source, layout] = [from, to].map(|sharding| sharding.layout(aval.shape()).unwrap());
-        let plan = PutPlan::new(runtime, aval, Some((from, &source)), to, layout.clone()).unwrap();
+        let source_layout = SourceLayout {
+            sharding: from,
+            layout: &source,
+        };
+        let plan = PutPlan::new(runtime, aval, Some(source_layout), to, layout.clone()).unwrap();
         let whole = Region::full(aval.shape());
         let values: Vec<u8> = (0..whole.elements())
             .flat_map(|i| (i as f32).to_le_bytes())
@@ -159,7 +163,7 @@ impl Move {
             slot: AsyncBuffer::filled(bytes.clone()),
         };
         let shards: Vec<LocalShard> = self.source.iter().map(shard).collect();
-        let source = Source::Shards(&shards);
+        let source = PutSource::Shards(&shards);
         self.plan.send(runtime, &guard, &source);
         self.plan
             .receive(runtime, &guard, &source, false)

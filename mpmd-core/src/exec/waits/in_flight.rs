@@ -17,7 +17,7 @@ use tracing::Span;
 /// Counts the operations that have a part on this process and have not ended.
 #[derive(Default)]
 pub(crate) struct InFlight {
-    state: Mutex<State>,
+    state: Mutex<InFlightState>,
     changed: Condvar,
     at_last_begin: AtLastBegin,
     trace: Trace,
@@ -34,43 +34,49 @@ struct AtLastBegin {
     bytes: AtomicU64,
 }
 
+/// The operations that have not ended.
 #[derive(Default)]
-struct State {
-    counts: Counts,
-    /// Open operations by ascending number, and some that have ended.
-    open: VecDeque<Open>,
+struct InFlightState {
+    counts: OpCounts,
+    /// OpenOperation operations by ascending number, and some that have ended.
+    open: VecDeque<OpenOperation>,
 }
 
-struct Open {
+/// An operation that has not ended.
+struct OpenOperation {
     op: u64,
     bytes: u64,
     /// Number of guards of the operation; 0 once it has ended.
     parts: usize,
     /// The sends of each result for which the program can wait, until they have ended.
-    sends: Vec<Sends>,
+    sends: Vec<ResultSends>,
     /// The span of the operation in the program's log, if the log takes spans.
     span: Option<Span>,
 }
 
 /// The pieces that this process sends of one result of an operation, until the last has left or one
 /// has failed.
-struct Sends {
+struct ResultSends {
     result: u32,
     missing: usize,
     resolver: Resolver,
 }
 
-impl Open {
+impl OpenOperation {
     /// Takes out the sends of a result for which `ended` returns true. `None` if there are none.
-    fn take_sends(&mut self, result: u32, ended: impl FnOnce(&mut Sends) -> bool) -> Option<Sends> {
+    fn take_sends(
+        &mut self,
+        result: u32,
+        ended: impl FnOnce(&mut ResultSends) -> bool,
+    ) -> Option<ResultSends> {
         let at = self.sends.iter().position(|sends| sends.result == result)?;
         ended(&mut self.sends[at]).then(|| self.sends.swap_remove(at))
     }
 }
 
-impl State {
+impl InFlightState {
     /// Returns the entry of operation `op`, which must not have ended.
-    fn find(&mut self, op: u64) -> Option<&mut Open> {
+    fn find(&mut self, op: u64) -> Option<&mut OpenOperation> {
         // Mostly the operation that was issued last, or the oldest one.
         let last = self.open.len().checked_sub(1)?;
         let at = [last, 0].into_iter().find(|at| self.open[*at].op == op);
@@ -90,7 +96,7 @@ impl State {
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Counts {
+pub(crate) struct OpCounts {
     pub(crate) ops: usize,
     pub(crate) bytes: u64,
     /// Bytes of this process's memory that are lent to peers.
@@ -112,7 +118,7 @@ pub(crate) struct AheadOf {
     pub(crate) bytes: u64,
 }
 
-impl Counts {
+impl OpCounts {
     /// Returns the operations that have not ended, and what others have left at peers.
     pub(crate) fn ahead(&self) -> AheadOf {
         AheadOf {
@@ -168,13 +174,15 @@ impl InFlight {
         let mut state = self.state.lock();
         state.counts.ops += 1;
         state.counts.bytes += bytes;
-        let new = Open {
+        let new = OpenOperation {
             op,
             bytes,
             parts: 1,
             sends: Vec::new(),
             span: None,
         };
+
+        // The list is ascending; nearly always the new operation is the last.
         match state.open.back() {
             Some(last) if last.op >= op => {
                 let at = state.open.partition_point(|before| before.op < op);
@@ -182,6 +190,7 @@ impl InFlight {
             }
             _ => state.open.push_back(new),
         }
+
         let AheadOf { ops, bytes } = state.counts.ahead();
         self.at_last_begin.ops.store(ops, Ordering::Relaxed);
         self.at_last_begin.bytes.store(bytes, Ordering::Relaxed);
@@ -226,12 +235,12 @@ impl InFlight {
         Reading(self.clone())
     }
 
-    pub(crate) fn counts(&self) -> Counts {
+    pub(crate) fn counts(&self) -> OpCounts {
         self.state.lock().counts
     }
 
-    /// Returns upper bounds of [`Counts::ahead`]: (operations, bytes). Takes no lock. Only for the
-    /// thread that begins operations.
+    /// Returns upper bounds of [`OpCounts::ahead`]: (operations, bytes). Takes no lock. Only for
+    /// the thread that begins operations.
     pub(crate) fn at_most(&self) -> (usize, u64) {
         let AtLastBegin { ops, bytes } = &self.at_last_begin;
         (ops.load(Ordering::Relaxed), bytes.load(Ordering::Relaxed))
@@ -243,7 +252,7 @@ impl InFlight {
     }
 
     /// Returns the counts, and true if an operation before `op` has not ended.
-    pub(crate) fn counts_before(&self, op: u64) -> (Counts, bool) {
+    pub(crate) fn counts_before(&self, op: u64) -> (OpCounts, bool) {
         let state = self.state.lock();
         (
             state.counts,
@@ -252,7 +261,7 @@ impl InFlight {
     }
 
     /// Blocks until `enough` returns true for the counts. Returns false if `deadline` came first.
-    pub(crate) fn wait_until(&self, deadline: Instant, enough: impl Fn(&Counts) -> bool) -> bool {
+    pub(crate) fn wait_until(&self, deadline: Instant, enough: impl Fn(&OpCounts) -> bool) -> bool {
         let mut state = self.state.lock();
         while !enough(&state.counts) {
             if self.changed.wait_until(&mut state, deadline).timed_out() {
@@ -315,7 +324,7 @@ impl OpGuard {
     pub(crate) fn expect_sends(&self, pieces: usize) -> AsyncBuffer {
         let (resolver, slot) = AsyncBuffer::new();
         if let Some(open) = self.in_flight.state.lock().find(self.op) {
-            open.sends.push(Sends {
+            open.sends.push(ResultSends {
                 result: self.result,
                 missing: pieces,
                 resolver,
@@ -335,7 +344,7 @@ impl OpGuard {
         let open = state.find(self.op);
         let sends = open.and_then(|open| open.take_sends(self.result, |_| true));
         drop(state);
-        if let Some(Sends { resolver, .. }) = sends {
+        if let Some(ResultSends { resolver, .. }) = sends {
             resolver.keep(Err(failure.clone()));
         }
     }
@@ -353,9 +362,12 @@ impl OpGuard {
             })
         });
         open.parts -= 1;
-        let (mut abandoned, mut span) = (Vec::new(), None);
+
+        let mut abandoned = Vec::new();
+        let mut span = None;
         if open.parts == 0 {
-            (abandoned, span) = (std::mem::take(&mut open.sends), open.span.take());
+            abandoned = std::mem::take(&mut open.sends);
+            span = open.span.take();
             let bytes = open.bytes;
             state.end(bytes);
             // Under the lock: a thread that finds no open operation may end the trace.
@@ -363,8 +375,9 @@ impl OpGuard {
             self.in_flight.changed.notify_all();
         }
         drop(state);
+
         drop(span);
-        if let Some(Sends { resolver, .. }) = left.flatten() {
+        if let Some(ResultSends { resolver, .. }) = left.flatten() {
             resolver.keep(Ok(Vec::new().into()));
         }
         // Their resolvers fail the sends.

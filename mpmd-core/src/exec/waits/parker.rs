@@ -69,7 +69,7 @@ impl Parker {
         Self::new(None, Spin::Auto, CoreBudget::None)
     }
 
-    /// True if this thread would drive the transport if it waited now.
+    /// Returns true if this thread would drive the transport if it waited now.
     pub(crate) fn can_drive(&self) -> bool {
         self.door().is_some()
     }
@@ -100,6 +100,7 @@ impl Parker {
         let Some(transport) = self.door() else {
             return until.sleep(slot, deadline);
         };
+
         let mut gap = POLICY.with(|policy| policy.begin_as(self.setting, now()));
         if let Some(deadline) = deadline {
             gap.poll_until(deadline);
@@ -152,6 +153,7 @@ impl Parker {
     }
 }
 
+/// The right to poll, until it is dropped.
 struct PollPermit<'a>(Option<&'a AtomicBool>);
 
 impl Drop for PollPermit<'_> {
@@ -208,7 +210,8 @@ fn sleep(
     slot: &AsyncBuffer,
     deadline: Option<Instant>,
 ) -> Option<Outcome> {
-    let (mut bell, mut wait) = (None, None);
+    let mut bell = None;
+    let mut wait = None;
     let outcome = loop {
         let Some(parking) = transport.parking() else {
             break until.sleep(slot, deadline);
@@ -218,10 +221,11 @@ fn sleep(
         if until.has_come(slot) {
             break until.peek(slot);
         }
-        let bell = bell.get_or_insert_with(|| Bell::of(transport.clone()));
+        let bell = bell.get_or_insert_with(|| ParkBell::of(transport.clone()));
         if let Poll::Ready(outcome) = until.poll(slot, &mut wait, bell) {
             break Some(outcome);
         }
+
         let now = now();
         if deadline.is_some_and(|deadline| now >= deadline) {
             break None;
@@ -237,12 +241,12 @@ fn sleep(
 }
 
 /// Wakes a thread that sleeps in the transport.
-struct Bell {
+struct ParkBell {
     transport: Arc<dyn Transport>,
     thread: thread::ThreadId,
 }
 
-impl Bell {
+impl ParkBell {
     fn of(transport: Arc<dyn Transport>) -> Waker {
         Waker::from(Arc::new(Self {
             transport,
@@ -251,7 +255,7 @@ impl Bell {
     }
 }
 
-impl Wake for Bell {
+impl Wake for ParkBell {
     fn wake(self: Arc<Self>) {
         self.wake_by_ref();
     }

@@ -11,14 +11,20 @@ use mpmd_record::activity::{Activity, DeviceActivity, MemoryActivity};
 use crate::exec::Runtime;
 
 /// The current activity of the program thread and of the devices.
-pub(crate) struct Status {
+pub(crate) struct ActivityStatus {
     program: Mutex<Doing>,
     /// Number of steps that the program has ended.
     steps: AtomicU64,
     reports: Mutex<Reports>,
-    /// By device: (name, its operations that have not ended, in order). The device works on the
-    /// first. Only a device that runs asynchronously has more than one.
-    devices: Vec<(String, Mutex<VecDeque<Running>>)>,
+    devices: Vec<DeviceStatus>,
+}
+
+/// The current activity of a device.
+struct DeviceStatus {
+    name: String,
+    /// The operations that have not ended, in order. The device works on the first. Only a device
+    /// that runs asynchronously has more than one.
+    running: Mutex<VecDeque<RunningOperation>>,
 }
 
 /// The times of hang reports while a process does nothing.
@@ -35,7 +41,8 @@ impl Reports {
     /// times the peer timeout. All waits of a process report in one round.
     fn next(&mut self, progress: (u64, u64), now: Duration, timeout: Duration) -> Option<Duration> {
         let Some((first, last)) = self.times.filter(|_| self.progress == progress) else {
-            (self.progress, self.times) = (progress, Some((now, now)));
+            self.progress = progress;
+            self.times = Some((now, now));
             return Some(Duration::ZERO);
         };
         let since_last = now.saturating_sub(last);
@@ -63,8 +70,9 @@ pub(crate) enum Doing {
     Finishing,
 }
 
+/// An operation on a device.
 #[derive(Clone)]
-struct Running {
+struct RunningOperation {
     op: u64,
     call: std::sync::Arc<dyn std::fmt::Display + Send + Sync>,
     /// Time at which the ticker first saw the operation as its device's current one: devices read
@@ -72,7 +80,7 @@ struct Running {
     seen: Option<Instant>,
 }
 
-impl Status {
+impl ActivityStatus {
     pub(crate) fn new(devices: impl IntoIterator<Item = String>) -> Self {
         Self {
             program: Mutex::new(Doing::Program),
@@ -80,7 +88,10 @@ impl Status {
             reports: Mutex::default(),
             devices: devices
                 .into_iter()
-                .map(|name| (name, Mutex::default()))
+                .map(|name| DeviceStatus {
+                    name,
+                    running: Mutex::default(),
+                })
                 .collect(),
         }
     }
@@ -102,7 +113,8 @@ impl Status {
         op: u64,
         call: std::sync::Arc<dyn std::fmt::Display + Send + Sync>,
     ) {
-        self.devices[device].1.lock().push_back(Running {
+        let mut running = self.devices[device].running.lock();
+        running.push_back(RunningOperation {
             op,
             call,
             seen: None,
@@ -111,7 +123,7 @@ impl Status {
 
     /// Removes an operation that the device with this local index has ended, if it is there.
     pub(crate) fn device_ends(&self, device: usize, op: u64) {
-        let mut running = self.devices[device].1.lock();
+        let mut running = self.devices[device].running.lock();
         if let Some(at) = running.iter().position(|running| running.op == op) {
             running.remove(at);
         }
@@ -119,10 +131,10 @@ impl Status {
 
     /// Sets the start time of each device's current operation to now, if it has none.
     pub(crate) fn tick(&self) {
-        for (_, running) in &self.devices {
-            if let Some(Running {
+        for device in &self.devices {
+            if let Some(RunningOperation {
                 seen: seen @ None, ..
-            }) = running.lock().front_mut()
+            }) = device.running.lock().front_mut()
             {
                 *seen = Some(now());
             }
@@ -134,7 +146,7 @@ impl Status {
     pub(crate) fn lowest(&self) -> Option<u64> {
         self.devices
             .iter()
-            .filter_map(|(_, running)| running.lock().front().map(|running| running.op))
+            .filter_map(|device| device.running.lock().front().map(|running| running.op))
             .min()
     }
 
@@ -154,15 +166,16 @@ impl Status {
 
     /// Returns the current activity of each device. `name` is as in [`describe`](Self::describe).
     fn devices(&self, name: impl Fn(u64) -> Option<String>) -> Vec<DeviceActivity> {
-        let activity = |(device, running): &(String, Mutex<VecDeque<Running>>)| {
+        let activity = |device: &DeviceStatus| {
             let (first, behind) = {
-                let running = running.lock();
+                let running = device.running.lock();
                 (running.front().cloned(), running.len().saturating_sub(1))
             };
+
             let seen = first.as_ref().and_then(|first| first.seen);
             DeviceActivity {
-                device: device.clone(),
-                operation: first.map(|Running { op, call, .. }| {
+                device: device.name.clone(),
+                operation: first.map(|RunningOperation { op, call, .. }| {
                     name(op).unwrap_or_else(|| format!("operation {op} ({call})"))
                 }),
                 seconds: seen.map(|seen| since(seen).as_secs_f32()),
@@ -193,7 +206,8 @@ impl Runtime {
     /// Describes the current activity of this process. Then, one line per link, describes the chain
     /// of processes that it waits for.
     pub(crate) fn doing_and_why(&self) -> String {
-        let (doing, running) = (self.doing(), self.status.lowest());
+        let doing = self.doing();
+        let running = self.status.lowest();
         let mut chain = self.router.lock().chain(running);
         if chain.is_empty() && running.is_none() {
             // This process waits for others to take its pieces.
@@ -212,6 +226,7 @@ impl Runtime {
                 .map(|counter| counter.load(Ordering::Relaxed))
                 .collect()
         };
+
         let counts = self.in_flight.counts();
         let devices = self.status.devices(|op| self.router.lock().describe(op));
         let running = self.status.lowest();
@@ -220,6 +235,7 @@ impl Runtime {
             // The other links are older answers of other processes.
             (router.count(), router.chain(running).into_iter().next())
         };
+
         let pools = self.devices.iter().map(|device| device.pool.stats());
         let memory = MemoryActivity {
             limit: self
@@ -230,6 +246,7 @@ impl Runtime {
             lent: counts.lent,
             ..MemoryActivity::default()
         };
+
         Activity {
             pid: std::process::id(),
             steps: self.status.steps.load(Ordering::Relaxed),
@@ -284,7 +301,7 @@ fn waited_text(timeout: Duration, idle: Duration) -> String {
 
 /// Restores the previous activity of the program thread when dropped.
 pub(crate) struct ProgramGuard<'a> {
-    status: &'a Status,
+    status: &'a ActivityStatus,
     before: Doing,
 }
 
@@ -330,7 +347,7 @@ mod tests {
 
     #[test]
     fn describe_names_current_operations_and_their_age() {
-        let status = Status::new(["device 0".to_owned(), "device 1".to_owned()]);
+        let status = ActivityStatus::new(["device 0".to_owned(), "device 1".to_owned()]);
         status.device_starts(0, 7, Arc::new("jit Slow"));
         assert_eq!(status.lowest(), Some(7));
         let plain = status.describe(|_| None);

@@ -18,30 +18,76 @@ use crate::exec::{LeftBehind, OnLoan, OpGuard, Runtime};
 /// *memory-outlives-operation*).
 #[derive(Default)]
 pub(crate) struct UnderWay {
-    /// (peer, guard of the operation) of bytes that are being sent, by ticket number.
-    sending: BTreeMap<u64, (ProcessId, OpGuard)>,
-    /// (peer, operation, loan) of memory lent by zero-copy transfer, by ticket number.
-    lent: BTreeMap<u64, (ProcessId, u64, OnLoan)>,
-    /// Guards of operations with zero-copy payloads that a peer has not taken yet, by (peer,
-    /// operation, ticket number). Only those stay in flight, because a peer may keep a payload
-    /// forever once taken.
-    untaken: BTreeMap<(ProcessId, u64, u64), OpGuard>,
+    /// Bytes that are being sent, by ticket number.
+    sending: BTreeMap<u64, Sending>,
+    /// Memory lent by zero-copy transfer, by ticket number.
+    lent: BTreeMap<u64, LentPayload>,
+    /// Guards of operations with zero-copy payloads that a peer has not taken yet. Only those stay
+    /// in flight, because a peer may keep a payload forever once taken.
+    untaken: BTreeMap<PayloadKey, OpGuard>,
     /// Zero-copy payloads with which the transport is done, but that the peer has not taken, by the
     /// same keys: small ones are copied into its memory at once.
-    left: BTreeMap<(ProcessId, u64, u64), LeftBehind>,
+    left: BTreeMap<PayloadKey, LeftBehind>,
     /// By peer: the last operation up to which the peer has taken all zero-copy payloads.
     taken: BTreeMap<ProcessId, u64>,
     /// Peers that take no more zero-copy payloads.
     gone: BTreeSet<ProcessId>,
     /// Operations that the program waits for because of their sends, and some that have ended.
     awaited: BTreeSet<u64>,
-    /// (peer, callback) of incoming bytes that are being read, by ticket number.
-    receiving: BTreeMap<u64, (ProcessId, FetchDone)>,
+    /// Incoming bytes that are being read, by ticket number.
+    receiving: BTreeMap<u64, Receiving>,
     /// Tickets of the pieces of a batch, by the batch's ticket number.
     bundles: BTreeMap<u64, Vec<Ticket>>,
     /// Peers to and from which nothing more is sent, and the reason.
     given_up: BTreeMap<ProcessId, String>,
     next: u64,
+}
+
+/// Bytes that are being sent to a peer.
+pub(crate) struct Sending {
+    pub(crate) to: ProcessId,
+    /// The guard of the operation, which stays in flight until the bytes have left.
+    pub(crate) operation: OpGuard,
+}
+
+/// Memory that is lent to a peer by zero-copy transfer.
+struct LentPayload {
+    to: ProcessId,
+    op: u64,
+    loan: OnLoan,
+}
+
+/// Bytes from a peer that are being read.
+struct Receiving {
+    from: ProcessId,
+    then: FetchDone,
+}
+
+/// A zero-copy payload to a peer. The order is by peer, then by operation.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+struct PayloadKey {
+    to: ProcessId,
+    op: u64,
+    ticket: u64,
+}
+
+/// A zero-copy payload that was registered.
+pub(crate) struct LentTicket {
+    pub(crate) ticket: Ticket,
+    pub(crate) state: HandedOver,
+}
+
+/// A loan to a peer that takes nothing more.
+pub(crate) struct RefusedLoan {
+    pub(crate) loan: OnLoan,
+    pub(crate) operation: OpGuard,
+}
+
+/// The end of a send, as far as there is something to end.
+pub(crate) struct EndedSend {
+    /// The loan to drop.
+    pub(crate) loan: Option<OnLoan>,
+    pub(crate) sending: Option<Sending>,
 }
 
 /// The state of a zero-copy payload right after it was registered.
@@ -62,35 +108,44 @@ impl UnderWay {
             return Err(operation);
         }
         let number = self.number();
-        self.sending.insert(number, (to, operation));
+        self.sending.insert(number, Sending { to, operation });
         Ok(Ticket(number))
     }
 
-    /// Registers memory that is about to be lent to a peer. Returns (its ticket, its state). If the
-    /// peer takes nothing more, returns loan and guard as the error.
+    /// Registers memory that is about to be lent to a peer. If the peer takes nothing more, returns
+    /// loan and guard as the error.
     pub(crate) fn hand_over(
         &mut self,
         to: ProcessId,
         op: u64,
         loan: OnLoan,
         operation: OpGuard,
-    ) -> Result<(Ticket, HandedOver), (OnLoan, OpGuard)> {
+    ) -> Result<LentTicket, RefusedLoan> {
         if self.given_up.contains_key(&to) || self.gone.contains(&to) {
-            return Err((loan, operation));
+            return Err(RefusedLoan { loan, operation });
         }
+
         let number = self.number();
-        self.lent.insert(number, (to, op, loan));
-        if self.taken.get(&to).is_some_and(|taken| op <= *taken) {
-            return Ok((Ticket(number), HandedOver::Taken(operation)));
-        }
-        self.untaken.insert((to, op, number), operation);
-        let is_awaited = self.awaited.contains(&op);
-        let state = if is_awaited {
-            HandedOver::Awaited
+        self.lent.insert(number, LentPayload { to, op, loan });
+        let state = if self.taken.get(&to).is_some_and(|taken| op <= *taken) {
+            HandedOver::Taken(operation)
         } else {
-            HandedOver::Untaken
+            let key = PayloadKey {
+                to,
+                op,
+                ticket: number,
+            };
+            self.untaken.insert(key, operation);
+            if self.awaited.contains(&op) {
+                HandedOver::Awaited
+            } else {
+                HandedOver::Untaken
+            }
         };
-        Ok((Ticket(number), state))
+        Ok(LentTicket {
+            ticket: Ticket(number),
+            state,
+        })
     }
 
     /// Notes that the program waits for the sends of operation `op`. Returns the peers to ask:
@@ -101,8 +156,8 @@ impl UnderWay {
             return Vec::new();
         }
         self.awaited = self.awaited.split_off(&first_open.min(op));
-        let keys = self.untaken.keys().filter(|key| key.1 == op);
-        let mut peers: Vec<_> = keys.map(|key| key.0).collect();
+        let keys = self.untaken.keys().filter(|key| key.op == op);
+        let mut peers: Vec<_> = keys.map(|key| key.to).collect();
         peers.dedup();
         peers
     }
@@ -119,11 +174,7 @@ impl UnderWay {
     /// Returns, for each peer that has not taken a payload which has left, the first operation of
     /// one.
     fn first_left(&self) -> BTreeMap<ProcessId, u64> {
-        self.left
-            .keys()
-            .rev()
-            .map(|(peer, op, _)| (*peer, *op))
-            .collect()
+        self.left.keys().rev().map(|key| (key.to, key.op)).collect()
     }
 
     /// Notes that a peer takes no more zero-copy payloads. Returns the guards of their operations.
@@ -133,22 +184,27 @@ impl UnderWay {
     }
 
     /// Notes that the transport is done with a ticket: sent bytes have left, lent bytes were
-    /// returned, or the transfer failed. Returns the loan to drop, and the guard with its peer, as
-    /// far as there are any.
-    pub(crate) fn sent(
-        &mut self,
-        ticket: Ticket,
-    ) -> (Option<OnLoan>, Option<(ProcessId, OpGuard)>) {
-        match self.lent.remove(&ticket.0) {
-            Some((to, op, loan)) => {
-                let key = (to, op, ticket.0);
-                let operation = self.untaken.remove(&key);
-                if operation.is_some() {
-                    self.left.insert(key, loan.left_behind());
-                }
-                (Some(loan), operation.map(|operation| (to, operation)))
-            }
-            None => (None, self.sending.remove(&ticket.0)),
+    /// returned, or the transfer failed.
+    pub(crate) fn sent(&mut self, ticket: Ticket) -> EndedSend {
+        let Some(LentPayload { to, op, loan }) = self.lent.remove(&ticket.0) else {
+            return EndedSend {
+                loan: None,
+                sending: self.sending.remove(&ticket.0),
+            };
+        };
+
+        let key = PayloadKey {
+            to,
+            op,
+            ticket: ticket.0,
+        };
+        let operation = self.untaken.remove(&key);
+        if operation.is_some() {
+            self.left.insert(key, loan.left_behind());
+        }
+        EndedSend {
+            loan: Some(loan),
+            sending: operation.map(|operation| Sending { to, operation }),
         }
     }
 
@@ -195,16 +251,17 @@ impl Runtime {
                 return then(Err(error));
             }
             let number = under_way.number();
-            under_way.receiving.insert(number, (from, then));
+            under_way.receiving.insert(number, Receiving { from, then });
             number
         };
+
         let runtime = self.clone();
         fetch.fetch(
             into,
             Box::new(move |result| {
                 let waiting = runtime.under_way.lock().receiving.remove(&number);
                 // No entry is left if the sender was given up.
-                if let Some((_, then)) = waiting {
+                if let Some(Receiving { then, .. }) = waiting {
                     then(result);
                 }
             }),
@@ -262,18 +319,19 @@ impl Runtime {
             .given_up
             .entry(peer)
             .or_insert_with(|| why.to_owned());
-        let sending = take_if(&mut under_way.sending, |(to, _)| *to == peer);
-        let lent = take_if(&mut under_way.lent, |(to, ..)| *to == peer);
+        let sending = take_if(&mut under_way.sending, |sending| sending.to == peer);
+        let lent = take_if(&mut under_way.lent, |lent| lent.to == peer);
         let untaken = under_way.never_taken(peer);
-        let receiving = take_if(&mut under_way.receiving, |(from, _)| *from == peer);
+        let receiving = take_if(&mut under_way.receiving, |one| one.from == peer);
+
         // Dropping these guards calls into the rest of the runtime, so the lock is released first.
         drop(under_way);
         drop(lent);
-        let sending = sending.into_iter().map(|(_, operation)| operation);
+        let sending = sending.into_iter().map(|sending| sending.operation);
         sending
             .chain(untaken)
             .for_each(|operation| self.never_taken(peer, operation));
-        for (_, then) in receiving {
+        for Receiving { then, .. } in receiving {
             then(Err(TransportError::PeerGone {
                 peer,
                 why: why.to_owned(),
@@ -283,10 +341,18 @@ impl Runtime {
 }
 
 /// Takes the values of a peer's operations up to `op` out of a map.
-fn take_range<V>(map: &mut BTreeMap<(ProcessId, u64, u64), V>, by: ProcessId, op: u64) -> Vec<V> {
-    let keys = map
-        .range((by, 0, 0)..=(by, op, u64::MAX))
-        .map(|(key, _)| *key);
+fn take_range<V>(map: &mut BTreeMap<PayloadKey, V>, by: ProcessId, op: u64) -> Vec<V> {
+    let first = PayloadKey {
+        to: by,
+        op: 0,
+        ticket: 0,
+    };
+    let last = PayloadKey {
+        to: by,
+        op,
+        ticket: u64::MAX,
+    };
+    let keys = map.range(first..=last).map(|(key, _)| *key);
     let keys: Vec<_> = keys.collect();
     keys.iter().filter_map(|key| map.remove(key)).collect()
 }
@@ -313,7 +379,10 @@ mod tests {
         let mut tickets = Vec::new();
         for (to, op) in [(near, 1), (near, 2), (near, 3), (far, 1)] {
             let (loan, operation) = (in_flight.lend(10), in_flight.begin(10 * op, 0, 0));
-            let Ok((ticket, HandedOver::Untaken)) = under_way.hand_over(to, op, loan, operation)
+            let Ok(LentTicket {
+                ticket,
+                state: HandedOver::Untaken,
+            }) = under_way.hand_over(to, op, loan, operation)
             else {
                 panic!("in flight")
             };
@@ -338,7 +407,10 @@ mod tests {
         assert_eq!(in_flight.counts().ahead().ops, 1);
         // Of an operation that the peer has already taken.
         let (loan, operation) = (in_flight.lend(1), in_flight.begin(50, 0, 0));
-        let Ok((late, HandedOver::Taken(ended))) = under_way.hand_over(near, 2, loan, operation)
+        let Ok(LentTicket {
+            ticket: late,
+            state: HandedOver::Taken(ended),
+        }) = under_way.hand_over(near, 2, loan, operation)
         else {
             panic!("ended")
         };

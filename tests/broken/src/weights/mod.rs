@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use mpmd::launch::Token;
 use mpmd::prelude::*;
-use mpmd::weights::{Publication, Publisher, Subscribing, Subscription, Wanted};
+use mpmd::weights::{Publication, Publisher, Subscribing, Subscription, WantedLeaf};
 
 /// Time for the trouble of a subscription.
 const SOON: Duration = Duration::from_secs(30);
@@ -26,7 +26,7 @@ fn leaf(p: &mut Program) -> Result<MpmdArray> {
 
 /// Publishes a tree of one leaf, `w`.
 fn publisher(p: &mut Program, tree: &BTreeMap<String, MpmdArray>) -> Result<Publisher> {
-    p.publish(Publication::new("policy", token()), tree)
+    p.publisher(Publication::new("policy", token()), tree)
 }
 
 /// Returns the settings of a subscription to a publisher.
@@ -36,8 +36,8 @@ fn subscribing(publisher: &Publisher) -> Subscribing {
 }
 
 /// Wants a leaf whole on every device.
-fn wanted(p: &Program, name: &str) -> Result<Vec<Wanted>> {
-    Ok(vec![Wanted::new(
+fn wanted(p: &Program, name: &str) -> Result<Vec<WantedLeaf>> {
+    Ok(vec![WantedLeaf::new(
         name,
         f32s([4]),
         p.mesh(&[("x", -1)])?.replicated(),

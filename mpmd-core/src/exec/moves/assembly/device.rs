@@ -11,10 +11,9 @@ use mpmd_memory::{OwnedBuffer, SharedBuffer};
 use mpmd_proto::router::Failure;
 
 use super::NewShard;
-use crate::exec::moves::chunks::COPY_INLINE;
-use crate::exec::moves::chunks::Chunked;
+use crate::exec::moves::chunks::{COPY_INLINE, WaitingChunks};
 use crate::exec::moves::reach::when_made;
-use crate::exec::moves::transfer::Transfer;
+use crate::exec::moves::transfer::RegionTransfer;
 use crate::exec::waits::async_buffer::{AsyncBuffer, IssuedPromises, Resolver};
 use crate::exec::{OpGuard, Outcome, Runtime};
 use mpmd_layout::region::Region;
@@ -38,32 +37,33 @@ pub(crate) struct DeviceAssembly {
     region: Region,
     item_bytes: usize,
     sum: Option<Addition>,
-    open: Mutex<Option<Open>>,
-    ending: Arc<Ending>,
+    open: Mutex<Option<OpenDeviceShard>>,
+    ending: Arc<ShardEnding>,
 }
 
 /// The state of a shard until all its copies are issued.
-struct Open {
+struct OpenDeviceShard {
     resolver: Resolver,
-    memory: Memory,
+    memory: DeviceShardMemory,
     /// By partial sum: the number of pieces that are not completely issued.
     missing: Vec<usize>,
     /// Index of the partial sum that is being assembled.
     term: usize,
     /// Pieces of later partial sums that have arrived early.
-    waiting: Vec<Piece>,
+    waiting: Vec<EarlyPiece>,
 }
 
 /// A piece that arrived before its partial sum is assembled.
-struct Piece {
-    transfer: Arc<Transfer>,
+struct EarlyPiece {
+    transfer: Arc<RegionTransfer>,
     bytes: SharedBuffer,
     source: Option<AsyncBuffer>,
     // Last, so that it is dropped after the bytes.
     guard: OpGuard,
 }
 
-enum Memory {
+/// The memory of a shard that still takes pieces.
+enum DeviceShardMemory {
     /// Reserved until the first piece needs it.
     Reserved(Reservation),
     /// (the shard's memory, a second buffer for the partial sum to be added).
@@ -73,13 +73,14 @@ enum Memory {
 }
 
 /// The completion state of the issued copies. The last copy to end also ends the shard.
-struct Ending {
+struct ShardEnding {
     runtime: Arc<Runtime>,
     op: u64,
-    state: Mutex<Ended>,
+    state: Mutex<ShardEndState>,
 }
 
-struct Ended {
+/// What is left until the end of a shard.
+struct ShardEndState {
     /// Copies that are not over, plus one until the shard is issued or has failed.
     left: usize,
     /// The first failure of a copy, or of the shard itself.
@@ -107,21 +108,22 @@ impl DeviceAssembly {
             resolver,
             guard,
         } = shard;
-        let memory = Memory::Reserved(reservation);
-        let open = Mutex::new(Some(Open {
+
+        let memory = DeviceShardMemory::Reserved(reservation);
+        let open = Mutex::new(Some(OpenDeviceShard {
             resolver,
             memory,
             missing,
             term: 0,
             waiting: Vec::new(),
         }));
-        let state = Mutex::new(Ended {
+        let state = Mutex::new(ShardEndState {
             left: 1,
             failed: None,
             issued: None,
             guard: Some(guard),
         });
-        let ending = Arc::new(Ending {
+        let ending = Arc::new(ShardEnding {
             runtime: runtime.clone(),
             op,
             state,
@@ -138,19 +140,21 @@ impl DeviceAssembly {
         })
     }
 
-    /// True if the shard still takes pieces.
+    /// Returns true if the shard still takes pieces.
     pub(crate) fn is_open(&self) -> bool {
         self.open.lock().is_some()
     }
 
-    /// True if the shard is open, nothing was written to it, and `piece` is all that it waits for.
+    /// Returns true if the shard is open, nothing was written to it, and `piece` is all that it
+    /// waits for.
     pub(super) fn is_whole(&self, piece: &Region) -> bool {
-        let reserved =
-            |open: &Open| open.missing == [1] && matches!(open.memory, Memory::Reserved(_));
+        let reserved = |open: &OpenDeviceShard| {
+            open.missing == [1] && matches!(open.memory, DeviceShardMemory::Reserved(_))
+        };
         *piece == self.region && self.open.lock().as_ref().is_some_and(reserved)
     }
 
-    /// True if these bytes are in this device's own memory and may stay there.
+    /// Returns true if these bytes are in this device's own memory and may stay there.
     pub(super) fn can_be(&self, bytes: &SharedBuffer) -> bool {
         let here = bytes
             .device()
@@ -161,7 +165,7 @@ impl DeviceAssembly {
     /// Ends the shard with its complete bytes, or with a failure. Copies that were issued still run
     /// to their end.
     pub(crate) fn end(&self, outcome: Outcome) {
-        let Some(Open {
+        let Some(OpenDeviceShard {
             resolver, memory, ..
         }) = self.open.lock().take()
         else {
@@ -183,7 +187,7 @@ impl DeviceAssembly {
     /// Issues the shard with its complete bytes, which the work of `source` makes. The shard ends
     /// when that work has ended.
     pub(super) fn end_as(&self, bytes: SharedBuffer, source: &AsyncBuffer) {
-        let Some(Open {
+        let Some(OpenDeviceShard {
             resolver, memory, ..
         }) = self.open.lock().take()
         else {
@@ -200,7 +204,7 @@ impl DeviceAssembly {
     /// over.
     pub(super) fn place(
         self: &Arc<Self>,
-        transfer: &Arc<Transfer>,
+        transfer: &Arc<RegionTransfer>,
         bytes: SharedBuffer,
         source: Option<AsyncBuffer>,
         guard: &OpGuard,
@@ -208,22 +212,22 @@ impl DeviceAssembly {
         if let Some(open) = self.open.lock().as_mut()
             && open.term != transfer.term
         {
-            let (transfer, guard) = (transfer.clone(), guard.clone());
-            open.waiting.push(Piece {
-                transfer,
+            open.waiting.push(EarlyPiece {
+                transfer: transfer.clone(),
                 bytes,
                 source,
-                guard,
+                guard: guard.clone(),
             });
             return;
         }
+
         if bytes.device().is_some() || bytes.is_pinned() {
             self.copy(&bytes, &transfer.holds, &transfer.region, source, ());
             self.placed();
         } else if transfer.bytes <= COPY_INLINE {
             self.place_packed(transfer, &bytes);
         } else {
-            Chunked::begin(
+            WaitingChunks::begin(
                 &self.runtime,
                 self.clone(),
                 transfer.clone(),
@@ -241,8 +245,8 @@ impl DeviceAssembly {
 
     /// Packs a piece of a few bytes into memory that the device can reach, on this thread, and
     /// starts its copy to the shard.
-    fn place_packed(self: &Arc<Self>, transfer: &Transfer, bytes: &SharedBuffer) {
-        let Transfer { region, holds, .. } = transfer;
+    fn place_packed(self: &Arc<Self>, transfer: &RegionTransfer, bytes: &SharedBuffer) {
+        let RegionTransfer { region, holds, .. } = transfer;
         if let Some(packed) = self.pack(bytes, holds, region) {
             self.copy(&packed, region, region, None, ());
             self.placed();
@@ -290,6 +294,7 @@ impl DeviceAssembly {
             piece: region,
             item_bytes: self.item_bytes,
         };
+
         let failed = self.with_memory(|buffer| {
             let ending = self.ending.one_more();
             let then = move |result: Result<(), _>| {
@@ -332,8 +337,9 @@ impl DeviceAssembly {
         if open.missing[open.term] > 0 {
             return;
         }
+
         if open.term > 0
-            && let Memory::Here(shard, Some(beside)) = &mut open.memory
+            && let DeviceShardMemory::Here(shard, Some(beside)) = &mut open.memory
         {
             self.add(shard, beside);
         }
@@ -345,7 +351,7 @@ impl DeviceAssembly {
                 .extract_if(.., |piece| piece.transfer.term == term)
                 .collect::<Vec<_>>();
             drop(guard);
-            for Piece {
+            for EarlyPiece {
                 transfer,
                 bytes,
                 source,
@@ -356,9 +362,10 @@ impl DeviceAssembly {
             }
             return;
         }
-        if let Some(Open {
+
+        if let Some(OpenDeviceShard {
             resolver,
-            memory: Memory::Here(shard, beside),
+            memory: DeviceShardMemory::Here(shard, beside),
             ..
         }) = guard.take()
         {
@@ -403,8 +410,9 @@ impl DeviceAssembly {
         let Some(open) = guard.as_mut() else {
             return Ok(());
         };
-        if let Memory::Reserved(_) = open.memory
-            && let Memory::Reserved(reservation) = replace(&mut open.memory, Memory::Gone)
+        if let DeviceShardMemory::Reserved(_) = open.memory
+            && let DeviceShardMemory::Reserved(reservation) =
+                replace(&mut open.memory, DeviceShardMemory::Gone)
         {
             let failed = |error: OutOfMemory| self.runtime.out_of_memory(self.op, &error);
             open.memory = if open.missing.len() > 1 {
@@ -413,13 +421,15 @@ impl DeviceAssembly {
                     .allocate_all([bytes; 2].into_iter())
                     .map_err(failed)?;
                 let beside = both.pop();
-                both.pop()
-                    .map_or(Memory::Gone, |shard| Memory::Here(shard, beside))
+                both.pop().map_or(DeviceShardMemory::Gone, |shard| {
+                    DeviceShardMemory::Here(shard, beside)
+                })
             } else {
-                Memory::Here(reservation.allocate().map_err(failed)?, None)
+                DeviceShardMemory::Here(reservation.allocate().map_err(failed)?, None)
             };
         }
-        if let Memory::Here(shard, beside) = &mut open.memory {
+
+        if let DeviceShardMemory::Here(shard, beside) = &mut open.memory {
             match beside {
                 Some(beside) if open.term > 0 => with(beside),
                 _ => with(shard),
@@ -427,6 +437,14 @@ impl DeviceAssembly {
         }
         Ok(())
     }
+}
+
+/// A part of a shard's buffer.
+pub(crate) struct BufferPart {
+    /// The region that the buffer has.
+    pub(crate) whole: Region,
+    pub(crate) part: Region,
+    pub(crate) item_bytes: usize,
 }
 
 impl Runtime {
@@ -444,6 +462,7 @@ impl Runtime {
         let Some(accelerator) = self.accelerator_of(device, MemoryKind::Device) else {
             return;
         };
+
         let all = Region::full(&[values.len()]);
         let shard = DeviceAssembly::new(
             NewShard {
@@ -463,26 +482,31 @@ impl Runtime {
     }
 
     /// Starts a copy of a part of the buffer of `slot` on the device that holds it, and resolves
-    /// `resolver` with the copy. The tuple is (the region of `slot`, the part, bytes per element).
-    /// Fails `resolver` if there is no memory.
+    /// `resolver` with the copy. Fails `resolver` if there is no memory.
     pub(crate) fn copy_on_device(
         self: &Arc<Self>,
         device: DeviceId,
         op: u64,
         slot: &AsyncBuffer,
-        (whole, part, item): (Region, Region, usize),
+        of: BufferPart,
         resolver: Resolver,
         guard: OpGuard,
     ) {
         let Some(accelerator) = self.accelerator_of(device, MemoryKind::Device) else {
             return;
         };
+        let BufferPart {
+            whole,
+            part,
+            item_bytes,
+        } = of;
         let pool = self
             .devices
             .iter()
             .find(|local| local.id == device)
             .map(|local| &local.pool);
-        let reservation = match pool.map(|pool| pool.reserve(part.elements() * item)) {
+
+        let reservation = match pool.map(|pool| pool.reserve(part.elements() * item_bytes)) {
             Some(Ok(reservation)) => reservation,
             Some(Err(error)) => {
                 let failure = self.out_of_memory(op, &error);
@@ -491,7 +515,7 @@ impl Runtime {
             }
             None => return,
         };
-        let (runtime, accelerator) = (self.clone(), accelerator.clone());
+
         let shard = DeviceAssembly::new(
             NewShard {
                 op,
@@ -501,11 +525,12 @@ impl Runtime {
                 resolver,
                 guard,
             },
-            runtime,
-            accelerator,
-            item,
+            self.clone(),
+            accelerator.clone(),
+            item_bytes,
             None,
         );
+
         let source = slot.clone();
         slot.on_issued(move |outcome| match outcome {
             Ok(bytes) => {
@@ -517,7 +542,7 @@ impl Runtime {
     }
 }
 
-impl Ending {
+impl ShardEnding {
     fn one_more(self: &Arc<Self>) -> Arc<Self> {
         self.state.lock().left += 1;
         self.clone()
@@ -538,9 +563,11 @@ impl Ending {
         if state.left > 0 {
             return;
         }
-        let (issued, failed, guard) =
-            (state.issued.take(), state.failed.take(), state.guard.take());
+        let issued = state.issued.take();
+        let failed = state.failed.take();
+        let guard = state.guard.take();
         drop(state);
+
         if let Some(failure) = &failed {
             self.runtime.remember(failure);
         }

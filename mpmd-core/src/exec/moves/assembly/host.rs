@@ -15,7 +15,7 @@ use mpmd_memory::{OwnedBuffer, SharedBuffer};
 use mpmd_proto::router::{Failure, FailureKind};
 
 use super::NewShard;
-use crate::exec::moves::transfer::Transfer;
+use crate::exec::moves::transfer::RegionTransfer;
 use crate::exec::waits::async_buffer::Resolver;
 use crate::exec::{OpGuard, Outcome, Runtime};
 use mpmd_layout::aval::DType;
@@ -44,7 +44,7 @@ pub(crate) struct HostAssembly {
     in_parts: bool,
     /// True if the whole move is small on this process.
     is_small: bool,
-    state: Mutex<State>,
+    state: Mutex<HostShardState>,
 }
 
 thread_local! {
@@ -54,9 +54,9 @@ thread_local! {
 }
 
 /// Marks this thread as one that copies a piece of a small move, until it is dropped.
-struct Copying(());
+struct CopyingMark(());
 
-impl Copying {
+impl CopyingMark {
     /// Returns `None` if this thread is marked already.
     fn begin() -> Option<Self> {
         // The guard is created only here: the drop of another one would take the mark away.
@@ -64,24 +64,26 @@ impl Copying {
     }
 }
 
-impl Drop for Copying {
+impl Drop for CopyingMark {
     fn drop(&mut self) {
         COPYING.set(false);
     }
 }
 
-struct State {
+/// The state of a shard and of the pieces that wait for it.
+struct HostShardState {
     /// `None` once the shard has ended.
-    open: Option<Open>,
+    open: Option<OpenHostShard>,
     /// Pieces that have arrived and are not in place yet, in order of arrival.
-    waiting: VecDeque<Piece>,
+    waiting: VecDeque<QueuedPiece>,
     /// True if a copy worker works on the waiting pieces, or soon will.
     busy: bool,
 }
 
-struct Open {
+/// A shard that still takes pieces.
+struct OpenHostShard {
     resolver: Resolver,
-    memory: Memory,
+    memory: HostShardMemory,
     /// By partial sum: the number of pieces that are not in place yet.
     missing: Vec<usize>,
     /// Index of the partial sum that is being assembled.
@@ -90,7 +92,8 @@ struct Open {
     guard: OpGuard,
 }
 
-enum Memory {
+/// The memory of a shard that still takes pieces.
+enum HostShardMemory {
     /// Reserved until the first piece needs it.
     Reserved(Reservation),
     Here(OwnedBuffer),
@@ -101,8 +104,8 @@ enum Memory {
 }
 
 /// A piece that has arrived. The transfer describes its bytes and its destination.
-struct Piece {
-    transfer: Arc<Transfer>,
+struct QueuedPiece {
+    transfer: Arc<RegionTransfer>,
     bytes: SharedBuffer,
     // Last, so that it is dropped after the bytes: threads that wait for memory check it when
     // operations end.
@@ -128,19 +131,19 @@ impl HostAssembly {
             resolver,
             guard,
         } = shard;
-        let open = Open {
+
+        let open = OpenHostShard {
             resolver,
-            memory: Memory::Reserved(reservation),
+            memory: HostShardMemory::Reserved(reservation),
             missing,
             term: 0,
             guard,
         };
-        let state = State {
+        let state = Mutex::new(HostShardState {
             open: Some(open),
             waiting: VecDeque::new(),
             busy: false,
-        };
-        let state = Mutex::new(state);
+        });
         Arc::new(Self {
             runtime,
             op,
@@ -157,7 +160,7 @@ impl HostAssembly {
         self.op
     }
 
-    /// True if the shard still takes pieces.
+    /// Returns true if the shard still takes pieces.
     pub(crate) fn is_open(&self) -> bool {
         self.state.lock().open.is_some()
     }
@@ -169,7 +172,7 @@ impl HostAssembly {
             (state.open.take(), std::mem::take(&mut state.waiting))
         };
         drop(waiting);
-        if let Some(Open {
+        if let Some(OpenHostShard {
             resolver,
             memory,
             guard,
@@ -189,7 +192,10 @@ impl HostAssembly {
         if !self.is_whole(piece) {
             return None;
         }
-        let memory = replace(&mut self.state.lock().open.as_mut()?.memory, Memory::Lent);
+        let memory = replace(
+            &mut self.state.lock().open.as_mut()?.memory,
+            HostShardMemory::Lent,
+        );
         match self.buffer(memory)? {
             Ok(buffer) => Some(buffer),
             Err(failure) => {
@@ -199,7 +205,7 @@ impl HostAssembly {
         }
     }
 
-    /// True if the shard is open and `piece` is all that it waits for.
+    /// Returns true if the shard is open and `piece` is all that it waits for.
     pub(crate) fn is_whole(&self, piece: &Region) -> bool {
         *piece == self.region
             && self
@@ -210,9 +216,9 @@ impl HostAssembly {
                 .is_some_and(|open| open.missing == [1])
     }
 
-    /// True if the shard can use the bytes without a copy. Bools that a peer lends are copied. The
-    /// peer can still write them, and a `bool` that is neither 0 nor 1 is undefined behaviour even
-    /// if it was checked before.
+    /// Returns true if the shard can use the bytes without a copy. Bools that a peer lends are
+    /// copied. The peer can still write them, and a `bool` that is neither 0 nor 1 is undefined
+    /// behaviour even if it was checked before.
     pub(super) fn can_be(&self, bytes: &SharedBuffer) -> bool {
         self.dtype != DType::Bool || !bytes.is_lent()
     }
@@ -222,19 +228,21 @@ impl HostAssembly {
     pub(crate) fn place(
         self: &Arc<Self>,
         runtime: &Runtime,
-        transfer: &Arc<Transfer>,
+        transfer: &Arc<RegionTransfer>,
         bytes: SharedBuffer,
         guard: &OpGuard,
     ) {
         if self.in_parts {
-            let (assembly, transfer, guard) = (self.clone(), transfer.clone(), guard.clone());
+            let assembly = self.clone();
+            let transfer = transfer.clone();
+            let guard = guard.clone();
             runtime.move_data(Box::new(move || {
                 assembly.copy_part(&transfer, &bytes);
                 drop(bytes);
                 drop(guard);
             }));
         } else if self.queue(transfer, bytes, guard) {
-            match Copying::begin().filter(|_| self.is_small) {
+            match CopyingMark::begin().filter(|_| self.is_small) {
                 Some(_copying) => self.work(),
                 None => {
                     let assembly = self.clone();
@@ -250,11 +258,12 @@ impl HostAssembly {
     pub(crate) fn take_part(&self, piece: &Region) -> Option<OwnedBuffer> {
         let run =
             contiguous_bytes(&self.region, piece, self.dtype.size()).filter(|_| self.in_parts)?;
+
         let mut state = self.state.lock();
         let open = state.open.as_mut()?;
-        if let Memory::Reserved(_) = open.memory {
-            match self.buffer(replace(&mut open.memory, Memory::Lent))? {
-                Ok(buffer) => open.memory = Memory::Divided(DividedBuffer::new(buffer)),
+        if let HostShardMemory::Reserved(_) = open.memory {
+            match self.buffer(replace(&mut open.memory, HostShardMemory::Lent))? {
+                Ok(buffer) => open.memory = HostShardMemory::Divided(DividedBuffer::new(buffer)),
                 Err(failure) => {
                     drop(state);
                     self.end(Err(failure));
@@ -262,7 +271,7 @@ impl HostAssembly {
                 }
             }
         }
-        let Memory::Divided(divided) = &mut open.memory else {
+        let HostShardMemory::Divided(divided) = &mut open.memory else {
             return None;
         };
         divided.part(run)
@@ -279,7 +288,9 @@ impl HostAssembly {
         if open.missing[0] > 0 {
             return;
         }
-        if let Memory::Divided(divided) = replace(&mut open.memory, Memory::Lent) {
+
+        if let HostShardMemory::Divided(divided) = replace(&mut open.memory, HostShardMemory::Lent)
+        {
             drop(state);
             // The last part is back, so the shard is complete.
             let whole = divided.join().map_err(|_| {
@@ -295,23 +306,21 @@ impl HostAssembly {
         }
     }
 
-    fn copy_part(&self, transfer: &Transfer, bytes: &[u8]) {
+    fn copy_part(&self, transfer: &RegionTransfer, bytes: &[u8]) {
         let Some(mut part) = self.take_part(&transfer.region) else {
             return;
         };
-        let Transfer { region, holds, .. } = transfer;
-        let (item, written) = (
-            self.dtype.size(),
-            self.region.elements() * self.dtype.size(),
-        );
+        let RegionTransfer { region, holds, .. } = transfer;
+        let item = self.dtype.size();
+        let written = self.region.elements() * item;
         copy_part(bytes, holds, &mut part, region, region, item, written);
         self.give_back(part);
     }
 
     /// Queues a piece. Returns true if no copy worker works on the shard: the caller must then
     /// start one.
-    fn queue(&self, transfer: &Arc<Transfer>, bytes: SharedBuffer, guard: &OpGuard) -> bool {
-        let piece = Piece {
+    fn queue(&self, transfer: &Arc<RegionTransfer>, bytes: SharedBuffer, guard: &OpGuard) -> bool {
+        let piece = QueuedPiece {
             transfer: transfer.clone(),
             bytes,
             guard: guard.clone(),
@@ -329,30 +338,7 @@ impl HostAssembly {
     /// Copies or adds the queued pieces of the current partial sum to the shard until none is left.
     /// Ends the shard after its last piece.
     fn work(&self) {
-        loop {
-            let (piece, memory) = {
-                let mut state = self.state.lock();
-                let State {
-                    open: Some(open),
-                    waiting,
-                    busy,
-                } = &mut *state
-                else {
-                    return;
-                };
-                let Some(at) = waiting
-                    .iter()
-                    .position(|piece| piece.transfer.term == open.term)
-                else {
-                    *busy = false;
-                    return;
-                };
-                // Nearly always the first piece.
-                let Some(piece) = waiting.remove(at) else {
-                    return;
-                };
-                (piece, replace(&mut open.memory, Memory::Lent))
-            };
+        while let Some((piece, memory)) = self.next_piece() {
             let Some(buffer) = self.buffer(memory) else {
                 return;
             };
@@ -360,61 +346,87 @@ impl HostAssembly {
                 Ok(buffer) => buffer,
                 Err(failure) => return self.end(Err(failure)),
             };
-            let Piece {
+
+            let QueuedPiece {
                 transfer,
                 bytes,
                 guard,
             } = piece;
-            let Transfer {
-                term,
-                region,
-                holds,
-                ..
-            } = &*transfer;
-            if *term == 0 {
-                copy_region(
-                    &bytes,
-                    holds,
-                    &mut buffer,
-                    &self.region,
-                    region,
-                    self.dtype.size(),
-                );
-            } else {
-                add_region(&bytes, holds, &mut buffer, &self.region, region, self.dtype);
-            }
+            self.write_piece(&transfer, &bytes, &mut buffer);
             drop(bytes);
-            let mut state = self.state.lock();
-            match state.open.as_mut() {
-                None => {
-                    drop(state);
-                    drop(buffer);
-                }
-                Some(open) => {
-                    open.missing[*term] -= 1;
-                    if open.missing[*term] == 0 {
-                        open.term += 1;
-                    }
-                    if open.term < open.missing.len() {
-                        open.memory = Memory::Here(buffer);
-                    } else {
-                        drop(state);
-                        self.end(Ok(buffer.freeze()));
-                    }
-                }
-            }
+            self.finish_piece(transfer.term, buffer);
             drop(guard);
         }
     }
 
-    fn buffer(&self, memory: Memory) -> Option<Result<OwnedBuffer, Arc<Failure>>> {
+    /// Takes the next piece of the current partial sum, and the shard's memory. `None` if there is
+    /// no such piece, or the shard has ended.
+    fn next_piece(&self) -> Option<(QueuedPiece, HostShardMemory)> {
+        let mut state = self.state.lock();
+        let HostShardState {
+            open: Some(open),
+            waiting,
+            busy,
+        } = &mut *state
+        else {
+            return None;
+        };
+        let mut pieces = waiting.iter();
+        let Some(at) = pieces.position(|piece| piece.transfer.term == open.term) else {
+            *busy = false;
+            return None;
+        };
+        // Nearly always the first piece.
+        let piece = waiting.remove(at)?;
+        Some((piece, replace(&mut open.memory, HostShardMemory::Lent)))
+    }
+
+    /// Copies a piece of the first partial sum to its place, or adds one of a later sum.
+    fn write_piece(&self, transfer: &RegionTransfer, bytes: &[u8], buffer: &mut [u8]) {
+        let RegionTransfer {
+            term,
+            region,
+            holds,
+            ..
+        } = transfer;
+        if *term == 0 {
+            let item = self.dtype.size();
+            copy_region(bytes, holds, buffer, &self.region, region, item);
+        } else {
+            add_region(bytes, holds, buffer, &self.region, region, self.dtype);
+        }
+    }
+
+    /// Notes that a piece is in place, and gives the memory back. Ends the shard after its last
+    /// piece.
+    fn finish_piece(&self, term: usize, buffer: OwnedBuffer) {
+        let mut state = self.state.lock();
+        let Some(open) = state.open.as_mut() else {
+            drop(state);
+            drop(buffer);
+            return;
+        };
+        open.missing[term] -= 1;
+        if open.missing[term] == 0 {
+            open.term += 1;
+        }
+        if open.term < open.missing.len() {
+            open.memory = HostShardMemory::Here(buffer);
+        } else {
+            drop(state);
+            self.end(Ok(buffer.freeze()));
+        }
+    }
+
+    /// Returns the memory as one buffer, allocated now if needed. `None` if others write to it.
+    fn buffer(&self, memory: HostShardMemory) -> Option<Result<OwnedBuffer, Arc<Failure>>> {
         match memory {
-            Memory::Reserved(reservation) => {
+            HostShardMemory::Reserved(reservation) => {
                 let failed = |error| self.runtime.out_of_memory(self.op, &error);
                 Some(reservation.allocate().map_err(failed))
             }
-            Memory::Here(buffer) => Some(Ok(buffer)),
-            Memory::Divided(_) | Memory::Lent => None,
+            HostShardMemory::Here(buffer) => Some(Ok(buffer)),
+            HostShardMemory::Divided(_) | HostShardMemory::Lent => None,
         }
     }
 }
@@ -425,10 +437,13 @@ mod tests {
 
     #[test]
     fn refused_marks_leave_the_mark_of_the_outer_copy() {
-        let outer = Copying::begin().unwrap();
-        assert!(Copying::begin().is_none() && Copying::begin().is_none());
+        let outer = CopyingMark::begin().unwrap();
+        assert!(CopyingMark::begin().is_none() && CopyingMark::begin().is_none());
         drop(outer);
-        assert!(Copying::begin().is_some());
-        assert!(Copying::begin().is_some(), "the mark ends with its guard");
+        assert!(CopyingMark::begin().is_some());
+        assert!(
+            CopyingMark::begin().is_some(),
+            "the mark ends with its guard"
+        );
     }
 }

@@ -12,10 +12,10 @@ use mpmd_device::accelerator::RegionCopy;
 use mpmd_memory::Reservation;
 use mpmd_memory::{OwnedBuffer, SharedBuffer};
 
-pub(crate) use device::DeviceAssembly;
+pub(crate) use device::{BufferPart, DeviceAssembly};
 pub(crate) use host::HostAssembly;
 
-use crate::exec::moves::transfer::Transfer;
+use crate::exec::moves::transfer::RegionTransfer;
 use crate::exec::waits::async_buffer::{AsyncBuffer, Resolver};
 use crate::exec::{OpGuard, Outcome, Runtime};
 use mpmd_layout::region::Region;
@@ -50,7 +50,7 @@ enum CopyTarget {
 }
 
 impl Assembly {
-    /// True if the shard has neither ended nor got all its pieces.
+    /// Returns true if the shard has neither ended nor got all its pieces.
     pub(crate) fn is_open(&self) -> bool {
         match self {
             Self::Host(shard) => shard.is_open(),
@@ -58,7 +58,7 @@ impl Assembly {
         }
     }
 
-    /// True if the shard is open and still lacks only `piece`, which is all of it.
+    /// Returns true if the shard is open and still lacks only `piece`, which is all of it.
     pub(crate) fn is_whole(&self, piece: &Region) -> bool {
         match self {
             Self::Host(shard) => shard.is_whole(piece),
@@ -66,8 +66,8 @@ impl Assembly {
         }
     }
 
-    /// True if the shard can use these bytes without a copy: they are in the shard's own kind of
-    /// memory and nobody changes them.
+    /// Returns true if the shard can use these bytes without a copy: they are in the shard's own
+    /// kind of memory and nobody changes them.
     pub(crate) fn can_be(&self, bytes: &SharedBuffer) -> bool {
         match self {
             Self::Host(shard) => bytes.device().is_none() && shard.can_be(bytes),
@@ -126,7 +126,7 @@ impl Assembly {
     pub(crate) fn place(
         &self,
         runtime: &Arc<Runtime>,
-        transfer: &Arc<Transfer>,
+        transfer: &Arc<RegionTransfer>,
         bytes: SharedBuffer,
         source: Option<AsyncBuffer>,
         guard: &OpGuard,
@@ -147,7 +147,7 @@ impl HostAssembly {
     fn read(
         self: &Arc<Self>,
         runtime: &Arc<Runtime>,
-        transfer: &Arc<Transfer>,
+        transfer: &Arc<RegionTransfer>,
         bytes: &SharedBuffer,
         source: Option<AsyncBuffer>,
         guard: &OpGuard,
@@ -175,12 +175,11 @@ impl HostAssembly {
             piece: region,
             item_bytes: transfer.item_bytes(),
         };
-        let (shard, here, alone, guard) = (
-            self.clone(),
-            runtime.clone(),
-            transfer.alone(),
-            guard.clone(),
-        );
+
+        let shard = self.clone();
+        let here = runtime.clone();
+        let alone = transfer.alone();
+        let guard = guard.clone();
         runtime.read_device(self.op(), bytes, source, part, to, move |result| {
             match (result, place) {
                 (Ok(whole), CopyTarget::Whole) => shard.end(Ok(whole.freeze())),

@@ -14,15 +14,14 @@ use mpmd_base::ProcessId;
 use mpmd_device::accelerator::{Addition, DeviceError};
 use mpmd_device::copy::contiguous_bytes;
 
-use crate::exec::moves::transfer::Transfer;
-use crate::exec::moves::transfer::{Origin, Target, from_host, in_place};
-pub(crate) use alias::OnlyPiece;
-use start::Start;
+use crate::exec::moves::transfer::{PieceOrigin, RegionTransfer, TargetShard, from_host, in_place};
+pub(crate) use alias::{OnlyPiece, ShardPlace};
+use start::PutStart;
 
 use crate::exec::array::host_array::HostArray;
 use crate::exec::array::{LocalShard, Made};
 use crate::exec::dry_run::KnownDescriptor;
-use crate::exec::{AsyncBuffer, OpGuard, Runtime};
+use crate::exec::{AsyncBuffer, OpGuard, Rolling, Runtime};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::reshard::{self, ReshardError};
 use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
@@ -38,9 +37,9 @@ pub(crate) struct PutPlan {
     pub(crate) made: Arc<Made>,
     pub(crate) what: Arc<PutWhat>,
     pub(crate) fingerprint: u64,
-    targets: Vec<Target>,
+    targets: Vec<TargetShard>,
     /// Regions that move to, from or through this process, in the order in which they are started.
-    transfers: Vec<Arc<Transfer>>,
+    transfers: Vec<Arc<RegionTransfer>>,
     /// Number of pieces that this process sends or forwards to peers.
     sends: usize,
     /// Bytes of new memory that this process may need.
@@ -51,7 +50,30 @@ pub(crate) struct PutPlan {
     /// with the source.
     pub(crate) known_descriptors: [KnownDescriptor; 2],
     /// The compilation of the function that adds partial sums, for each accelerator that needs it.
-    sums: Vec<(DeviceId, Result<(), DeviceError>)>,
+    sums: Vec<DeviceSum>,
+}
+
+/// The addition of partial sums on an accelerator.
+struct DeviceSum {
+    device: DeviceId,
+    /// Bytes of the second buffer, for the partial sum to be added.
+    bytes: usize,
+    /// The result of the compilation.
+    ready: Result<(), DeviceError>,
+}
+
+/// The sharding of a source array on devices, and its layout for the array's shape.
+#[derive(Clone, Copy)]
+pub(crate) struct SourceLayout<'a> {
+    pub(crate) sharding: &'a Sharding,
+    pub(crate) layout: &'a Layout,
+}
+
+/// The memory kinds of both ends of a move.
+#[derive(Clone, Copy)]
+struct MoveKinds {
+    from: MemoryKind,
+    to: MemoryKind,
 }
 
 /// Describes a `device_put` in messages.
@@ -62,7 +84,7 @@ pub(crate) struct PutWhat {
 }
 
 /// The source values of a `device_put`.
-pub(crate) enum Source<'a> {
+pub(crate) enum PutSource<'a> {
     /// Host values, the same on every process.
     Host(&'a HostArray),
     /// The shards that this process owns of an array on devices; empty if it owns none.
@@ -78,59 +100,19 @@ impl PutPlan {
     pub(crate) fn new(
         runtime: &Arc<Runtime>,
         aval: &ShapedArray,
-        from: Option<(&Sharding, &Layout)>,
+        from: Option<SourceLayout<'_>>,
         to: &Sharding,
         layout: Arc<Layout>,
     ) -> Result<Self, ReshardError> {
-        let mut targets: Vec<Target> = layout
-            .iter()
-            .filter_map(|(device, region)| {
-                let local_index = runtime.local_index(device)?;
-                Some(Target {
-                    device,
-                    local_index,
-                    region: region.clone(),
-                    pieces: Vec::new(),
-                    in_parts: true,
-                    alias: None,
-                })
-            })
-            .collect();
         let item = aval.dtype().size();
-        let mut transfers = match from {
-            None => from_host(&targets, &layout, aval),
-            // Equal layouts: each partial sum stays in place.
-            Some((_, source)) if source.terms() > 1 && *source == *layout => {
-                in_place(&targets, item)
-            }
-            Some((_, source)) => {
-                let part =
-                    reshard::plan(source, &layout, item, &runtime.topology)?.part_of(runtime.me);
-                let deliveries = part.deliveries.into_iter();
-                let kind = kind_of(from.map(|(from, _)| from));
-                let transfer =
-                    |delivery| Transfer::new(runtime, delivery, (source, kind), &targets, item);
-                deliveries.map(transfer).collect()
-            }
+        let kinds = MoveKinds {
+            from: kind_of(from.map(|from| from.sharding)),
+            to: to.memory_kind(),
         };
-        let processes = runtime.topology.processes();
-        // Each process starts with the peer after it, so that they do not all send to the same one.
-        let distance = |peer: &ProcessId| {
-            (peer.index() + processes - runtime.me.index() % processes) % processes
-        };
-        for transfer in &mut transfers {
-            // Forwarded pieces keep the order of the plan.
-            if !matches!(transfer.origin, Origin::Process(_)) {
-                transfer.peers.sort_by_key(distance);
-            }
-        }
-        transfers.sort_by_key(|transfer| {
-            (
-                transfer.peers.first().map_or(usize::MAX, distance),
-                transfer.id,
-            )
-        });
-        let (kind, to_kind) = (kind_of(from.map(|(from, _)| from)), to.memory_kind());
+        let mut targets = local_targets(runtime, &layout);
+        let mut transfers = plan_transfers(runtime, aval, from, &layout, &targets)?;
+        order_transfers(runtime, &mut transfers);
+
         let mut bytes: usize = targets
             .iter()
             .map(|target| target.region.elements() * item)
@@ -138,68 +120,21 @@ impl PutPlan {
         let mut copied = 0;
         for transfer in &transfers {
             copied += transfer.bytes * transfer.targets.len();
-            // A piece that is forwarded or packed takes a staging buffer, unless it is transferred
-            // zero-copy.
-            let mut places = transfer.targets.iter().map(|at| targets[*at].device);
-            let kept = match transfer.origin {
-                Origin::Process(from) => {
-                    let in_place = runtime.zero_copy(from) && transfer.is_by_itself();
-                    let to_accelerator =
-                        places.any(|device| runtime.accelerator_of(device, to_kind).is_some());
-                    (!transfer.peers.is_empty() || to_accelerator) && !in_place
-                }
-                Origin::Device(device) => {
-                    let on_accelerator = runtime.accelerator_of(device, kind).is_some();
-                    transfer.peers.iter().any(|peer| {
-                        let lends = runtime.lends(device, kind, *peer);
-                        (transfer.run.is_none() && !lends)
-                            || (on_accelerator && !runtime.carries_device_memory(*peer))
-                    })
-                }
-                Origin::Host => false,
-            };
-            if kept {
+            if needs_staging(runtime, transfer, &targets, kinds) {
                 bytes += transfer.bytes;
             }
             for at in &transfer.targets {
-                let target = &mut targets[*at];
-                if target.pieces.len() <= transfer.term {
-                    target.pieces.resize(transfer.term + 1, 0);
-                }
-                target.pieces[transfer.term] += 1;
-                // Pieces of later partial sums are added, so they cannot be written in place.
-                target.in_parts &= transfer.term == 0
-                    && contiguous_bytes(&target.region, &transfer.region, item).is_some();
-                let from = match transfer.origin {
-                    Origin::Device(device) => Some(Some((device, kind))),
-                    Origin::Host => Some(None),
-                    Origin::Process(_) => None,
-                };
-                let can_alias = from.filter(|_| target.pieces == [1]).is_some_and(|from| {
-                    let (held, region) = (&transfer.holds, &transfer.region);
-                    let to = (target.device, to_kind);
-                    OnlyPiece { from, held, region }.can_alias(runtime, to, &target.region)
-                });
-                target.alias = can_alias.then_some(transfer.origin);
+                targets[*at].add_piece(runtime, transfer, kinds, item);
             }
         }
-        let fingerprint = [
-            from.map_or(1, |(sharding, _)| sharding.fingerprint()),
-            to.fingerprint(),
-            // Processes that see different links make different plans. The fingerprint turns that
-            // into an error instead of a hang.
-            runtime.topology_fingerprint,
-            crate::exec::Rolling::default()
-                .mix_bytes(aval.to_string().as_bytes())
-                .word(),
-        ]
-        .into_iter()
-        .fold(crate::exec::Rolling::default(), crate::exec::Rolling::mix)
-        .word();
-        let from = from.map(|(sharding, _)| sharding.clone());
+        let sums = prepare_sums(runtime, &targets, aval, kinds.to);
+        // The second buffer of each shard, for the partial sum to be added.
+        bytes += sums.iter().map(|sum| sum.bytes).sum::<usize>();
+
+        let from = from.map(|from| from.sharding);
         let what = Arc::new(PutWhat {
             aval: aval.clone(),
-            from,
+            from: from.cloned(),
             to: to.clone(),
         });
         let made = Made::new(
@@ -209,44 +144,29 @@ impl PutPlan {
             what.clone(),
             runtime.clone(),
         );
-        let sends = transfers.iter().map(|transfer| transfer.peers.len()).sum();
-        let transfers = transfers.into_iter().map(Arc::new).collect();
-        let known_descriptors = Default::default();
-        let adds =
-            |target: &&Target| target.pieces.len() > 1 && Addition::of(aval.dtype()).is_some();
-        let sums: Vec<_> = targets
-            .iter()
-            .filter(adds)
-            .filter_map(|target| {
-                let accelerator = runtime.accelerator_of(target.device, to_kind)?;
-                let pool = &runtime.devices[target.local_index].pool;
-                bytes += target.region.elements() * item;
-                Some((target.device, Addition::prepare(accelerator, pool)))
-            })
-            .collect();
         Ok(Self {
             made: Arc::new(made),
+            fingerprint: fingerprint(runtime, &what),
             what,
-            fingerprint,
             targets,
-            transfers,
-            sends,
+            sends: transfers.iter().map(|transfer| transfer.peers.len()).sum(),
+            transfers: transfers.into_iter().map(Arc::new).collect(),
             bytes: bytes as u64,
             is_small: copied <= SMALL,
-            known_descriptors,
+            known_descriptors: Default::default(),
             sums,
         })
     }
 
-    /// True if the move may share an operation with those of other leaves: it has at most `most`
-    /// bytes, and no partial sums, whose indices the numbers of its pieces would need.
+    /// Returns true if the move may share an operation with those of other leaves: it has at most
+    /// `most` bytes, and no partial sums, whose indices the numbers of its pieces would need.
     pub(crate) fn is_joinable(&self, most: usize) -> bool {
         let PutWhat { aval, from, to } = &*self.what;
         let whole = |sharding: &Sharding| sharding.unreduced_axes().is_empty();
         aval.elements() * aval.dtype().size() <= most && from.iter().all(whole) && whole(to)
     }
 
-    /// True if this process neither sends, receives nor owns any part of the move.
+    /// Returns true if this process neither sends, receives nor owns any part of the move.
     pub(crate) fn is_idle(&self) -> bool {
         self.transfers.is_empty() && self.targets.is_empty()
     }
@@ -263,22 +183,20 @@ impl PutPlan {
         &self,
         runtime: &Arc<Runtime>,
         guard: &OpGuard,
-        source: &Source<'_>,
+        source: &PutSource<'_>,
     ) -> Option<AsyncBuffer> {
         let sent = (self.sends > 0).then(|| guard.expect_sends(self.sends));
-        let start = Start {
+
+        let start = PutStart {
             plan: self,
             runtime,
             guard,
             source,
             shards: Vec::new(),
         };
-        for transfer in self
-            .transfers
-            .iter()
-            .filter(|transfer| !transfer.peers.is_empty())
-        {
-            if let Origin::Device(device) = transfer.origin {
+        let sending = self.transfers.iter();
+        for transfer in sending.filter(|transfer| !transfer.peers.is_empty()) {
+            if let PieceOrigin::Device(device) = transfer.origin {
                 start.send(transfer, device);
             }
         }
@@ -294,23 +212,24 @@ impl PutPlan {
         &self,
         runtime: &Arc<Runtime>,
         guard: &OpGuard,
-        source: &Source<'_>,
+        source: &PutSource<'_>,
         may_alias: bool,
     ) -> Vec<LocalShard> {
-        let mut start = Start {
+        let mut start = PutStart {
             plan: self,
             runtime,
             guard,
             source,
             shards: Vec::new(),
         };
+
         let mut result = Vec::with_capacity(self.targets.len());
         for target in &self.targets {
-            let (slot, shard) = start.open(target, may_alias);
-            start.shards.push(shard);
+            let opened = start.open(target, may_alias);
+            start.shards.push(opened.assembly);
             result.push(LocalShard {
                 device: target.device,
-                slot,
+                slot: opened.slot,
             });
         }
         start.receive();
@@ -319,16 +238,15 @@ impl PutPlan {
 
     /// Returns the device function that adds the partial sums of a shard, or `None` if the host
     /// adds them or there are none.
-    fn sum_on_device(&self, target: &Target) -> Option<Addition> {
+    fn sum_on_device(&self, target: &TargetShard) -> Option<Addition> {
         if target.pieces.len() < 2 {
             return None;
         }
-        let (_, ready) = self
-            .sums
-            .iter()
-            .find(|(device, _)| *device == target.device)?;
+        let mut sums = self.sums.iter();
+        let prepared = sums.find(|sum| sum.device == target.device)?;
         let sum = Addition::of(self.what.aval.dtype())?;
-        let ready = ready.as_ref().inspect_err(|error| {
+
+        let ready = prepared.ready.as_ref().inspect_err(|error| {
             static SAID: Once = Once::new();
             SAID.call_once(
                 || tracing::warn!(%error, "partial sums of accelerators are added up by the host"),
@@ -342,16 +260,187 @@ impl PutPlan {
     }
 }
 
-impl Source<'_> {
+impl PutSource<'_> {
     fn slot(&self, device: DeviceId) -> Option<&AsyncBuffer> {
         match self {
-            Source::Host(_) => None,
-            Source::Shards(shards) => shards
+            PutSource::Host(_) => None,
+            PutSource::Shards(shards) => shards
                 .iter()
                 .find(|shard| shard.device == device)
                 .map(|shard| &shard.slot),
         }
     }
+}
+
+/// Returns the shards that this process will own, without their pieces.
+fn local_targets(runtime: &Runtime, layout: &Layout) -> Vec<TargetShard> {
+    let all = layout.iter();
+    all.filter_map(|(device, region)| {
+        let local_index = runtime.local_index(device)?;
+        Some(TargetShard {
+            device,
+            local_index,
+            region: region.clone(),
+            pieces: Vec::new(),
+            in_parts: true,
+            alias: None,
+        })
+    })
+    .collect()
+}
+
+/// Returns the regions that move to, from or through this process.
+fn plan_transfers(
+    runtime: &Runtime,
+    aval: &ShapedArray,
+    from: Option<SourceLayout<'_>>,
+    layout: &Layout,
+    targets: &[TargetShard],
+) -> Result<Vec<RegionTransfer>, ReshardError> {
+    let item = aval.dtype().size();
+    let Some(from) = from else {
+        return Ok(from_host(targets, layout, aval));
+    };
+
+    // Equal layouts: each partial sum stays in place.
+    if from.layout.terms() > 1 && *from.layout == *layout {
+        return Ok(in_place(targets, item));
+    }
+
+    let plan = reshard::plan(from.layout, layout, item, &runtime.topology)?;
+    let deliveries = plan.part_of(runtime.me).deliveries.into_iter();
+    Ok(deliveries
+        .map(|delivery| RegionTransfer::new(runtime, delivery, from, targets, item))
+        .collect())
+}
+
+/// Sets the order in which the transfers are started. Each process starts with the peer after it,
+/// so that they do not all send to the same one.
+fn order_transfers(runtime: &Runtime, transfers: &mut [RegionTransfer]) {
+    let processes = runtime.topology.processes();
+    let distance =
+        |peer: &ProcessId| (peer.index() + processes - runtime.me.index() % processes) % processes;
+    for transfer in &mut *transfers {
+        // Forwarded pieces keep the order of the plan.
+        if !matches!(transfer.origin, PieceOrigin::Process(_)) {
+            transfer.peers.sort_by_key(distance);
+        }
+    }
+    transfers.sort_by_key(|transfer| {
+        (
+            transfer.peers.first().map_or(usize::MAX, distance),
+            transfer.id,
+        )
+    });
+}
+
+/// Returns true if a piece that is forwarded or packed takes a staging buffer here. A piece that is
+/// transferred zero-copy takes none.
+fn needs_staging(
+    runtime: &Runtime,
+    transfer: &RegionTransfer,
+    targets: &[TargetShard],
+    kinds: MoveKinds,
+) -> bool {
+    match transfer.origin {
+        PieceOrigin::Process(from) => {
+            let in_place = runtime.zero_copy(from) && transfer.is_by_itself();
+            let mut devices = transfer.targets.iter().map(|at| targets[*at].device);
+            let to_accelerator =
+                devices.any(|device| runtime.accelerator_of(device, kinds.to).is_some());
+            (!transfer.peers.is_empty() || to_accelerator) && !in_place
+        }
+        PieceOrigin::Device(device) => {
+            let on_accelerator = runtime.accelerator_of(device, kinds.from).is_some();
+            transfer.peers.iter().any(|peer| {
+                let lends = runtime.lends(device, kinds.from, *peer);
+                (transfer.run.is_none() && !lends)
+                    || (on_accelerator && !runtime.carries_device_memory(*peer))
+            })
+        }
+        PieceOrigin::Host => false,
+    }
+}
+
+impl TargetShard {
+    /// Counts a piece of the shard, and finds out if the shard can share the memory of its source.
+    fn add_piece(
+        &mut self,
+        runtime: &Runtime,
+        transfer: &RegionTransfer,
+        kinds: MoveKinds,
+        item: usize,
+    ) {
+        if self.pieces.len() <= transfer.term {
+            self.pieces.resize(transfer.term + 1, 0);
+        }
+        self.pieces[transfer.term] += 1;
+        // Pieces of later partial sums are added, so they cannot be written in place.
+        self.in_parts &=
+            transfer.term == 0 && contiguous_bytes(&self.region, &transfer.region, item).is_some();
+
+        let from = match transfer.origin {
+            PieceOrigin::Device(device) => Some(ShardPlace {
+                device,
+                kind: kinds.from,
+            }),
+            PieceOrigin::Host => None,
+            PieceOrigin::Process(_) => {
+                self.alias = None;
+                return;
+            }
+        };
+        let only = OnlyPiece {
+            from,
+            held: &transfer.holds,
+            region: &transfer.region,
+        };
+        let to = ShardPlace {
+            device: self.device,
+            kind: kinds.to,
+        };
+        let can_alias = self.pieces == [1] && only.can_alias(runtime, to, &self.region);
+        self.alias = can_alias.then_some(transfer.origin);
+    }
+}
+
+/// Compiles the additions of the shards whose partial sums are added on an accelerator.
+fn prepare_sums(
+    runtime: &Runtime,
+    targets: &[TargetShard],
+    aval: &ShapedArray,
+    kind: MemoryKind,
+) -> Vec<DeviceSum> {
+    let adds =
+        |target: &&TargetShard| target.pieces.len() > 1 && Addition::of(aval.dtype()).is_some();
+    let sums = targets.iter().filter(adds).filter_map(|target| {
+        let accelerator = runtime.accelerator_of(target.device, kind)?;
+        let pool = &runtime.devices[target.local_index].pool;
+        Some(DeviceSum {
+            device: target.device,
+            bytes: target.region.elements() * aval.dtype().size(),
+            ready: Addition::prepare(accelerator, pool),
+        })
+    });
+    sums.collect()
+}
+
+/// Returns a word that differs for different moves. Processes that see different links make
+/// different plans: it has the topology, too, which turns that into an error instead of a hang.
+fn fingerprint(runtime: &Runtime, what: &PutWhat) -> u64 {
+    let PutWhat { aval, from, to } = what;
+    let words = [
+        from.as_ref().map_or(1, Sharding::fingerprint),
+        to.fingerprint(),
+        runtime.topology_fingerprint,
+        Rolling::default()
+            .mix_bytes(aval.to_string().as_bytes())
+            .word(),
+    ];
+    words
+        .into_iter()
+        .fold(Rolling::default(), Rolling::mix)
+        .word()
 }
 
 /// Returns the memory kind of the source. Host values have the default kind, device memory.

@@ -7,12 +7,12 @@ use mpmd_device::accelerator::{Accelerator, Addition};
 use mpmd_memory::Reservation;
 use mpmd_memory::SharedBuffer;
 
-use super::{PutPlan, PutWhat, SMALL, Source, kind_of};
+use super::{PutPlan, PutSource, PutWhat, SMALL, kind_of};
 use crate::exec::array::host_array::HostArray;
 use crate::exec::moves::assembly::NewShard;
 use crate::exec::moves::receive::Receive;
 use crate::exec::moves::send::Send;
-use crate::exec::moves::transfer::{Origin, Target, Transfer};
+use crate::exec::moves::transfer::{PieceOrigin, RegionTransfer, TargetShard};
 use crate::exec::{
     Assembly, AsyncBuffer, DeviceAssembly, HostAssembly, OpGuard, Outcome, Resolver, Runtime,
     follow,
@@ -20,44 +20,56 @@ use crate::exec::{
 use mpmd_layout::topology::DeviceId;
 
 /// A `device_put` that is being started.
-pub(super) struct Start<'a> {
+pub(super) struct PutStart<'a> {
     pub(super) plan: &'a PutPlan,
     pub(super) runtime: &'a Arc<Runtime>,
     pub(super) guard: &'a OpGuard,
-    pub(super) source: &'a Source<'a>,
+    pub(super) source: &'a PutSource<'a>,
     /// Assembly of each target; `None` if the shard is not assembled from pieces.
     pub(super) shards: Vec<Option<Assembly>>,
 }
 
-impl Start<'_> {
+/// A new shard of this process.
+pub(super) struct OpenedShard {
+    pub(super) slot: AsyncBuffer,
+    /// `None` if the shard needs no pieces.
+    pub(super) assembly: Option<Assembly>,
+}
+
+impl OpenedShard {
+    fn without_pieces(slot: AsyncBuffer) -> Self {
+        Self {
+            slot,
+            assembly: None,
+        }
+    }
+}
+
+impl PutStart<'_> {
     /// Registers the send of a region of a local shard to the peers that get it from this process.
     /// The send starts once the shard is filled, or in accelerator memory once it is issued.
-    pub(super) fn send(&self, transfer: &Arc<Transfer>, device: DeviceId) {
+    pub(super) fn send(&self, transfer: &Arc<RegionTransfer>, device: DeviceId) {
         let Some(slot) = self.source.slot(device) else {
             return;
         };
         let send = self.send_of(transfer);
-        if self
-            .runtime
-            .accelerator_of(device, kind_of(self.plan.what.from.as_ref()))
-            .is_some()
-        {
+        let kind = kind_of(self.plan.what.from.as_ref());
+        if self.runtime.accelerator_of(device, kind).is_some() {
             send.begin_from_accelerator(self.runtime, slot);
         } else {
             send.begin(self.runtime, slot);
         }
     }
 
-    fn send_of(&self, transfer: &Arc<Transfer>) -> Send {
+    fn send_of(&self, transfer: &Arc<RegionTransfer>) -> Send {
         Send {
             transfer: transfer.clone(),
             guard: self.guard.clone(),
         }
     }
 
-    /// Reserves the memory of a shard of this process. Returns (its async buffer, its assembly),
-    /// and no assembly if the shard needs no pieces. If there is no memory, the shard fails.
-    pub(super) fn open(&self, target: &Target, may_alias: bool) -> (AsyncBuffer, Option<Assembly>) {
+    /// Reserves the memory of a shard of this process. If there is no memory, the shard fails.
+    pub(super) fn open(&self, target: &TargetShard, may_alias: bool) -> OpenedShard {
         let Self {
             plan,
             runtime,
@@ -67,17 +79,21 @@ impl Start<'_> {
         } = *self;
         let op = guard.op();
         if target.region.is_empty() {
-            return (AsyncBuffer::filled(Vec::new().into()), None);
+            return OpenedShard::without_pieces(AsyncBuffer::filled(Vec::new().into()));
         }
         if may_alias {
             match (target.alias, source) {
-                (Some(Origin::Device(device)), _) => {
-                    return (alias(runtime, guard, source.slot(device)), None);
+                (Some(PieceOrigin::Device(device)), _) => {
+                    let slot = alias(runtime, guard, source.slot(device));
+                    return OpenedShard::without_pieces(slot);
                 }
-                (Some(Origin::Host), Source::Host(host)) => return (self.hold(target, host), None),
+                (Some(PieceOrigin::Host), PutSource::Host(host)) => {
+                    return OpenedShard::without_pieces(self.hold(target, host));
+                }
                 _ => {}
             }
         }
+
         let PutWhat { aval, to, .. } = &*plan.what;
         let (resolver, slot) = AsyncBuffer::new();
         let bytes = target.region.elements() * plan.item_bytes();
@@ -87,55 +103,56 @@ impl Start<'_> {
         let sizes = std::iter::repeat_n(bytes, 1 + usize::from(sum.is_some())).collect();
         let reserved =
             runtime.reserve_all(target.local_index, to.memory_kind(), sizes, op, &*plan.what);
-        match (reserved, accelerator) {
-            (Ok(reservation), Some(accelerator)) => (
-                slot,
-                self.open_on_accelerator(target, accelerator, sum, reservation, resolver),
-            ),
+
+        let assembly = match (reserved, accelerator) {
+            (Ok(reservation), Some(accelerator)) => {
+                self.open_on_accelerator(target, accelerator, sum, reservation, resolver)
+            }
             (Ok(reservation), None) if target.pieces.is_empty() => {
                 self.zeros(reservation, resolver);
-                (slot, None)
+                None
             }
             (Ok(reservation), None) => {
-                let (region, missing) = (target.region.clone(), target.pieces.clone());
-                let (dtype, guard) = (aval.dtype(), guard.clone());
                 let shard = HostAssembly::new(
                     NewShard {
                         op,
-                        region,
-                        missing,
+                        region: target.region.clone(),
+                        missing: target.pieces.clone(),
                         reservation,
                         resolver,
-                        guard,
+                        guard: guard.clone(),
                     },
                     runtime.clone(),
-                    dtype,
+                    aval.dtype(),
                     target.in_parts && target.pieces != [1] && bytes > SMALL,
                     plan.is_small,
                 );
-                (slot, Some(Assembly::Host(shard)))
+                Some(Assembly::Host(shard))
             }
             (Err(failure), _) => {
                 runtime.remember(&failure);
                 resolver.keep(Err(failure));
-                (slot, None)
+                None
             }
-        }
+        };
+        OpenedShard { slot, assembly }
     }
 
     /// Returns a shard that shares the memory of host values. It counts as any shard of its device,
     /// unless the device has these bytes already: if there is no memory, it fails.
-    fn hold(&self, target: &Target, host: &HostArray) -> AsyncBuffer {
+    fn hold(&self, target: &TargetShard, host: &HostArray) -> AsyncBuffer {
         let Self {
             plan,
             runtime,
             guard,
             ..
         } = *self;
-        let (kind, bytes) = (plan.what.to.memory_kind(), host.bytes());
+        let kind = plan.what.to.memory_kind();
+        let bytes = host.bytes();
         if bytes.is_counted_by(runtime.pool(target.local_index, kind)) {
             return AsyncBuffer::filled(bytes.clone());
         }
+
         let reserved = runtime.reserve(
             target.local_index,
             kind,
@@ -158,7 +175,7 @@ impl Start<'_> {
     /// adds its partial sums. `None` if it is filled with zeros or has failed.
     fn open_on_accelerator(
         &self,
-        target: &Target,
+        target: &TargetShard,
         accelerator: &Arc<Accelerator>,
         sum: Option<Addition>,
         reservation: Reservation,
@@ -170,8 +187,6 @@ impl Start<'_> {
             guard,
             ..
         } = *self;
-        let op = guard.op();
-        let (item, region) = (plan.item_bytes(), target.region.clone());
         let on_host = target.pieces.len() > 1 && sum.is_none();
         let missing = if on_host || target.pieces.is_empty() {
             vec![1]
@@ -180,8 +195,8 @@ impl Start<'_> {
         };
         let shard = DeviceAssembly::new(
             NewShard {
-                op,
-                region: region.clone(),
+                op: guard.op(),
+                region: target.region.clone(),
                 missing,
                 reservation,
                 resolver,
@@ -189,18 +204,38 @@ impl Start<'_> {
             },
             runtime.clone(),
             accelerator.clone(),
-            item,
+            plan.item_bytes(),
             sum,
         );
+
         if target.pieces.is_empty() {
             shard.zero();
             return None;
         }
-        if !on_host {
-            return Some(Assembly::Device(shard));
+        if on_host {
+            self.open_sum_on_host(target, shard)
+        } else {
+            Some(Assembly::Device(shard))
         }
-        // The host adds the partial sums, then the device copies the result.
-        let reservation = match runtime.staging.reserve(region.elements() * item) {
+    }
+
+    /// Opens the sum of a shard's partial sums, which the host adds. `shard` is filled with the
+    /// result. `None` if there is no memory, which fails the shard.
+    fn open_sum_on_host(
+        &self,
+        target: &TargetShard,
+        shard: Arc<DeviceAssembly>,
+    ) -> Option<Assembly> {
+        let Self {
+            plan,
+            runtime,
+            guard,
+            ..
+        } = *self;
+        let op = guard.op();
+        let region = &target.region;
+        let bytes = region.elements() * plan.item_bytes();
+        let reservation = match runtime.staging.reserve(bytes) {
             Ok(reservation) => reservation,
             Err(error) => {
                 let failure = runtime.out_of_memory(op, &error);
@@ -209,6 +244,7 @@ impl Start<'_> {
                 return None;
             }
         };
+
         let (resolver, sum) = AsyncBuffer::new();
         let host = HostAssembly::new(
             NewShard {
@@ -233,7 +269,8 @@ impl Start<'_> {
 
     /// Queues the filling with zeros of a host shard to which no piece contributes.
     fn zeros(&self, reservation: Reservation, resolver: Resolver) {
-        let (runtime, guard) = (self.runtime.clone(), self.guard.clone());
+        let runtime = self.runtime.clone();
+        let guard = self.guard.clone();
         self.runtime.move_data(Box::new(move || {
             let zeros = reservation.allocate().map(|mut buffer| {
                 buffer.fill(0);
@@ -249,15 +286,14 @@ impl Start<'_> {
     /// forwarded to the transfer's peers. Waits for none of this. The pieces of a small move that
     /// are there are copied now.
     pub(super) fn receive(&self) {
-        let from_peer = |transfer: &Transfer| match transfer.origin {
-            Origin::Process(from) => Some(from),
-            Origin::Device(_) | Origin::Host => None,
+        let from_peer = |transfer: &RegionTransfer| match transfer.origin {
+            PieceOrigin::Process(from) => Some(from),
+            PieceOrigin::Device(_) | PieceOrigin::Host => None,
         };
+
         let transfers = &self.plan.transfers;
-        if transfers
-            .iter()
-            .any(|transfer| from_peer(transfer).is_some())
-        {
+        let mut origins = transfers.iter().map(|transfer| from_peer(transfer));
+        if origins.any(|from| from.is_some()) {
             self.runtime.with_router(|router| {
                 for transfer in transfers {
                     if let Some(from) = from_peer(transfer) {
@@ -277,7 +313,7 @@ impl Start<'_> {
     }
 
     /// Returns the assemblies of the shards that contain a region.
-    fn shards_of(&self, transfer: &Transfer) -> impl Iterator<Item = Assembly> {
+    fn shards_of(&self, transfer: &RegionTransfer) -> impl Iterator<Item = Assembly> {
         transfer
             .targets
             .iter()
@@ -285,29 +321,32 @@ impl Start<'_> {
     }
 
     /// Registers the copy of a region of this process's own values.
-    fn copy(&self, transfer: &Arc<Transfer>) {
+    fn copy(&self, transfer: &Arc<RegionTransfer>) {
         let shards = self.shards_of(transfer);
-        let (runtime, guard) = (self.runtime, self.guard);
+        let runtime = self.runtime;
+        let guard = self.guard;
         match (transfer.origin, self.source) {
-            (Origin::Process(_), _) => {}
-            (Origin::Host, Source::Host(host)) => {
+            (PieceOrigin::Process(_), _) => {}
+            (PieceOrigin::Host, PutSource::Host(host)) => {
                 for shard in shards {
                     shard.place(runtime, transfer, host.bytes().clone(), None, guard);
                 }
             }
-            (Origin::Host, Source::Shards(_)) => {}
-            (Origin::Device(device), _) => {
+            (PieceOrigin::Host, PutSource::Shards(_)) => {}
+            (PieceOrigin::Device(device), _) => {
                 let Some(slot) = self.source.slot(device) else {
                     return;
                 };
+
                 // An accelerator's shard is taken once its work is issued; the copy is ordered
                 // behind it. Other shards are taken once they are filled.
                 let on_accelerator = runtime
                     .accelerator_of(device, kind_of(self.plan.what.from.as_ref()))
                     .is_some();
                 for shard in shards {
-                    let (runtime, transfer, guard) =
-                        (runtime.clone(), transfer.clone(), guard.clone());
+                    let runtime = runtime.clone();
+                    let transfer = transfer.clone();
+                    let guard = guard.clone();
                     let source = on_accelerator.then(|| slot.clone());
                     let place = move |outcome: &Outcome| match outcome {
                         Ok(buffer) => {

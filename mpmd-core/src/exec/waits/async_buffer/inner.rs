@@ -15,32 +15,32 @@ type Callback = Box<dyn FnOnce(&Outcome) + Send>;
 /// Callback for the completion status of the work that fills a buffer.
 type CompletionStatus = Box<dyn FnOnce(Result<(), Arc<Failure>>) + Send>;
 
-/// One holder of the async buffer, as added to [`Inner::counts`].
+/// One holder of the async buffer, as added to [`BufferCell::counts`].
 pub(super) const HOLDER: u64 = 1;
-/// One registered use that has not picked up its input, as added to [`Inner::counts`].
+/// One registered use that has not picked up its input, as added to [`BufferCell::counts`].
 pub(super) const USE: u64 = 1 << 32;
 pub(super) const USES: u64 = ISSUED - USE;
-/// Flag in [`Inner::counts`]: the buffer is there, though it may not be filled yet.
+/// Flag in [`BufferCell::counts`]: the buffer is there, though it may not be filled yet.
 pub(super) const ISSUED: u64 = 1 << 61;
-/// Flag in [`Inner::counts`]: the async buffer has ended.
+/// Flag in [`BufferCell::counts`]: the async buffer has ended.
 pub(super) const ENDED: u64 = 1 << 62;
-/// Flag in [`Inner::counts`]: the buffer was given up.
+/// Flag in [`BufferCell::counts`]: the buffer was given up.
 pub(super) const GIVEN_UP: u64 = 1 << 63;
 
-pub(super) struct Inner {
+pub(super) struct BufferCell {
     /// From low to high bits: holders, uses, and three flags. One word, so that registering and
     /// ending a use takes no lock.
     pub(super) counts: AtomicU64,
-    pub(super) held: Mutex<Held>,
+    pub(super) held: Mutex<HeldBuffer>,
     pub(super) ended: Condvar,
 }
 
-pub(super) struct Held {
-    pub(super) state: State,
+pub(super) struct HeldBuffer {
+    pub(super) state: BufferState,
     /// Set once the buffer is given up. It is freed when no registered use needs it; later readers
     /// get this failure.
     pub(super) given_up: Option<Arc<Failure>>,
-    pub(super) filling: Filling,
+    pub(super) filling: FillStatus,
     /// True if no input of the work that fills the buffer can still fail: the async buffer ends
     /// exactly as that work.
     pub(super) ends_with_its_work: bool,
@@ -49,7 +49,7 @@ pub(super) struct Held {
 /// The completion status of the work that was issued to fill the buffer. Known even if the buffer
 /// was taken.
 #[derive(Default)]
-pub(super) enum Filling {
+pub(super) enum FillStatus {
     /// No work was issued, or it has filled the buffer.
     #[default]
     Done,
@@ -58,16 +58,16 @@ pub(super) enum Filling {
     Failed(Arc<Failure>),
 }
 
-pub(super) enum State {
+pub(super) enum BufferState {
     /// There is no buffer yet. Has the waiters, if there are any.
-    Pending(Option<Box<Waiting>>),
+    Pending(Option<Box<BufferWaiters>>),
     /// Work that fills the buffer was issued: (the buffer, the waiters if there are any).
-    Issued(SharedBuffer, Option<Box<Waiting>>),
+    Issued(SharedBuffer, Option<Box<BufferWaiters>>),
     Ended(Outcome),
 }
 
 #[derive(Default)]
-pub(super) struct Waiting {
+pub(super) struct BufferWaiters {
     /// Called when the async buffer is issued, or ends before that.
     pub(super) issued: Vec<Callback>,
     pub(super) callbacks: Vec<Callback>,
@@ -77,12 +77,12 @@ pub(super) struct Waiting {
     pub(super) futures: u64,
 }
 
-impl Inner {
-    pub(super) fn new(state: State, counts: u64) -> Self {
-        let held = Mutex::new(Held {
+impl BufferCell {
+    pub(super) fn new(state: BufferState, counts: u64) -> Self {
+        let held = Mutex::new(HeldBuffer {
             state,
             given_up: None,
-            filling: Filling::Done,
+            filling: FillStatus::Done,
             ends_with_its_work: false,
         });
         Self {
@@ -98,14 +98,15 @@ impl Inner {
         if self.counts.load(Ordering::Acquire) & USES != 0 {
             return;
         }
-        let Held {
-            state: State::Ended(outcome),
+        let HeldBuffer {
+            state: BufferState::Ended(outcome),
             given_up,
             ..
         } = &mut *held
         else {
             return;
         };
+
         if let Some(donated) = given_up.take()
             && outcome.is_ok()
         {
@@ -120,7 +121,7 @@ impl Inner {
     pub(super) fn let_go(&self, shared: bool) {
         let last = (self.counts.fetch_sub(HOLDER, Ordering::AcqRel) & (USE - 1)) == HOLDER;
         if last && shared {
-            let state = std::mem::replace(&mut self.held.lock().state, State::Pending(None));
+            let state = std::mem::replace(&mut self.held.lock().state, BufferState::Pending(None));
             drop(state);
         }
     }
@@ -130,22 +131,24 @@ impl Inner {
         self.end_as(held, outcome);
     }
 
-    pub(super) fn end_as(&self, mut held: MutexGuard<'_, Held>, outcome: Outcome) {
+    pub(super) fn end_as(&self, mut held: MutexGuard<'_, HeldBuffer>, outcome: Outcome) {
         // A second reference, however short, would keep a kernel from taking the memory over.
         let shared = match &held.state {
-            State::Pending(Some(waiting)) | State::Issued(_, Some(waiting))
+            BufferState::Pending(Some(waiting)) | BufferState::Issued(_, Some(waiting))
                 if !waiting.callbacks.is_empty() || !waiting.issued.is_empty() =>
             {
                 Some(outcome.clone())
             }
             _ => None,
         };
-        let before = std::mem::replace(&mut held.state, State::Ended(outcome));
+
+        let before = std::mem::replace(&mut held.state, BufferState::Ended(outcome));
         let counts = self.counts.fetch_or(ENDED | ISSUED, Ordering::AcqRel);
         drop(held);
         self.ended.notify_all();
-        if let State::Pending(Some(waiting)) | State::Issued(_, Some(waiting)) = before {
-            let Waiting {
+        if let BufferState::Pending(Some(waiting)) | BufferState::Issued(_, Some(waiting)) = before
+        {
+            let BufferWaiters {
                 issued,
                 callbacks,
                 wakers,
@@ -169,7 +172,7 @@ impl Inner {
     /// it. Does nothing unless the async buffer is pending.
     pub(super) fn issue(&self, buffer: SharedBuffer) {
         let mut held = self.held.lock();
-        let State::Pending(waiting) = &mut held.state else {
+        let BufferState::Pending(waiting) = &mut held.state else {
             return;
         };
         let mut waiting = waiting.take();
@@ -183,8 +186,9 @@ impl Inner {
             .as_ref()
             .map(|waiting| waiting.wakers.clone())
             .unwrap_or_default();
-        held.state = State::Issued(buffer, waiting);
-        held.filling = Filling::UnderWay(Vec::new());
+
+        held.state = BufferState::Issued(buffer, waiting);
+        held.filling = FillStatus::UnderWay(Vec::new());
         self.counts.fetch_or(ISSUED, Ordering::AcqRel);
         drop(held);
         self.ended.notify_all();
@@ -199,14 +203,15 @@ impl Inner {
         let mut held = self.held.lock();
         let known = result
             .clone()
-            .map_or_else(Filling::Failed, |()| Filling::Done);
+            .map_or_else(FillStatus::Failed, |()| FillStatus::Done);
         let verdicts = match std::mem::replace(&mut held.filling, known) {
-            Filling::UnderWay(verdicts) => verdicts,
-            Filling::Done | Filling::Failed(_) => Vec::new(),
+            FillStatus::UnderWay(verdicts) => verdicts,
+            FillStatus::Done | FillStatus::Failed(_) => Vec::new(),
         };
-        match std::mem::replace(&mut held.state, State::Pending(None)) {
-            State::Issued(buffer, waiting) => {
-                held.state = State::Pending(waiting);
+
+        match std::mem::replace(&mut held.state, BufferState::Pending(None)) {
+            BufferState::Issued(buffer, waiting) => {
+                held.state = BufferState::Pending(waiting);
                 let (outcome, buffer) = match &result {
                     Ok(()) => (Ok(buffer), None),
                     Err(failure) => (Err(failure.clone()), Some(buffer)),
@@ -224,12 +229,12 @@ impl Inner {
     }
 }
 
-impl Held {
+impl HeldBuffer {
     pub(super) fn issued(&self) -> Option<Outcome> {
         match &self.state {
-            State::Ended(outcome) => Some(outcome.clone()),
-            State::Issued(buffer, _) => Some(Ok(buffer.clone())),
-            State::Pending(_) => None,
+            BufferState::Ended(outcome) => Some(outcome.clone()),
+            BufferState::Issued(buffer, _) => Some(Ok(buffer.clone())),
+            BufferState::Pending(_) => None,
         }
     }
 }

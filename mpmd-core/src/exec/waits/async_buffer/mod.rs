@@ -20,7 +20,7 @@ use mpmd_base::block::Instant;
 use mpmd_memory::SharedBuffer;
 use mpmd_proto::router::Failure;
 
-use inner::{ENDED, Filling, GIVEN_UP, HOLDER, ISSUED, Inner, State, USE, USES};
+use inner::{BufferCell, BufferState, ENDED, FillStatus, GIVEN_UP, HOLDER, ISSUED, USE, USES};
 pub(crate) use resolver::{IssuedPromises, Resolver, Resolvers};
 
 use crate::exec::waits::parker::Parker;
@@ -33,7 +33,7 @@ pub(crate) type Outcome = Result<SharedBuffer, Arc<Failure>>;
 /// The async buffers of one operation share an allocation. The memory of each is still freed with
 /// its own last holder.
 pub(crate) struct AsyncBuffer {
-    all: Arc<[Inner]>,
+    all: Arc<[BufferCell]>,
     index: u32,
     /// True once this holder was released early by `leave`.
     left: AtomicBool,
@@ -45,22 +45,23 @@ pub(crate) struct BufferUse(AsyncBuffer);
 
 /// The async buffers that `Resolvers` will resolve, in order.
 pub(crate) struct AsyncBuffers {
-    all: Arc<[Inner]>,
+    all: Arc<[BufferCell]>,
     next: u32,
 }
 
 impl AsyncBuffer {
     /// Creates a pending async buffer and its resolver.
     pub(crate) fn new() -> (Resolver, Self) {
-        let all: Arc<[Inner]> = Arc::new([Inner::new(State::Pending(None), 2 * HOLDER)]);
+        let all: Arc<[BufferCell]> =
+            Arc::new([BufferCell::new(BufferState::Pending(None), 2 * HOLDER)]);
         (Resolver(Some(Self::of(all.clone(), 0))), Self::of(all, 0))
     }
 
     /// Creates `count` pending async buffers and their resolvers. Take every one of them: one that
     /// is not taken keeps its memory while others live.
     pub(crate) fn several(count: usize) -> (Resolvers, AsyncBuffers) {
-        let all: Arc<[Inner]> = (0..count)
-            .map(|_| Inner::new(State::Pending(None), 2 * HOLDER))
+        let all: Arc<[BufferCell]> = (0..count)
+            .map(|_| BufferCell::new(BufferState::Pending(None), 2 * HOLDER))
             .collect();
         (
             Resolvers {
@@ -73,11 +74,11 @@ impl AsyncBuffer {
 
     /// Creates an async buffer that is already filled.
     pub(crate) fn filled(buffer: SharedBuffer) -> Self {
-        let inner = Inner::new(State::Ended(Ok(buffer)), HOLDER | ENDED);
+        let inner = BufferCell::new(BufferState::Ended(Ok(buffer)), HOLDER | ENDED);
         Self::of(Arc::new([inner]), 0)
     }
 
-    fn of(all: Arc<[Inner]>, index: u32) -> Self {
+    fn of(all: Arc<[BufferCell]>, index: u32) -> Self {
         Self {
             all,
             index,
@@ -85,7 +86,7 @@ impl AsyncBuffer {
         }
     }
 
-    fn inner(&self) -> &Inner {
+    fn inner(&self) -> &BufferCell {
         &self.all[self.index as usize]
     }
 
@@ -97,7 +98,7 @@ impl AsyncBuffer {
         }
     }
 
-    /// True if the async buffer has ended. One atomic load.
+    /// Returns true if the async buffer has ended. One atomic load.
     pub(crate) fn has_ended(&self) -> bool {
         self.inner().counts.load(Ordering::Acquire) & ENDED != 0
     }
@@ -105,13 +106,13 @@ impl AsyncBuffer {
     /// Returns the buffer or the failure, or `None` if the async buffer has not ended.
     pub(crate) fn peek(&self) -> Option<Outcome> {
         match &self.inner().held.lock().state {
-            State::Ended(outcome) => Some(outcome.clone()),
-            State::Pending(_) | State::Issued(..) => None,
+            BufferState::Ended(outcome) => Some(outcome.clone()),
+            BufferState::Pending(_) | BufferState::Issued(..) => None,
         }
     }
 
-    /// True if the async buffer is issued or has ended: its buffer is there, filled or not, or it
-    /// failed. One atomic load.
+    /// Returns true if the async buffer is issued or has ended: its buffer is there, filled or not,
+    /// or it failed. One atomic load.
     pub(crate) fn has_issued(&self) -> bool {
         self.inner().counts.load(Ordering::Acquire) & ISSUED != 0
     }
@@ -121,8 +122,9 @@ impl AsyncBuffer {
         self.inner().held.lock().issued()
     }
 
-    /// True if the issued async buffer ends exactly as the work that fills its buffer. If false,
-    /// the async buffer may fail although that work succeeds, because one of its inputs failed.
+    /// Returns true if the issued async buffer ends exactly as the work that fills its buffer. If
+    /// false, the async buffer may fail although that work succeeds, because one of its inputs
+    /// failed.
     pub(crate) fn ends_with_its_work(&self) -> bool {
         self.inner().held.lock().ends_with_its_work
     }
@@ -130,7 +132,7 @@ impl AsyncBuffer {
     /// Blocks until the async buffer is issued or has ended, and returns the buffer or the failure.
     /// Returns `None` if `deadline` comes first. Most callers should use [`Parker::wait_issued`].
     pub(crate) fn wait_issued_until(&self, deadline: Option<Instant>) -> Option<Outcome> {
-        let Inner { held, ended, .. } = self.inner();
+        let BufferCell { held, ended, .. } = self.inner();
         let mut held = held.lock();
         loop {
             if let Some(outcome) = held.issued() {
@@ -154,7 +156,7 @@ impl AsyncBuffer {
             drop(held);
             return then(&outcome);
         }
-        if let State::Pending(waiting) = &mut held.state {
+        if let BufferState::Pending(waiting) = &mut held.state {
             waiting.get_or_insert_default().issued.push(Box::new(then));
         }
     }
@@ -168,12 +170,12 @@ impl AsyncBuffer {
     ) {
         let mut held = self.inner().held.lock();
         let known = match &mut held.filling {
-            Filling::UnderWay(waiting) => {
+            FillStatus::UnderWay(waiting) => {
                 waiting.push(Box::new(then));
                 return;
             }
-            Filling::Done => Ok(()),
-            Filling::Failed(failure) => Err(failure.clone()),
+            FillStatus::Done => Ok(()),
+            FillStatus::Failed(failure) => Err(failure.clone()),
         };
         drop(held);
         then(known);
@@ -185,7 +187,8 @@ impl AsyncBuffer {
     pub(crate) fn take_issued(&self, donated: Arc<Failure>) -> Option<Outcome> {
         let inner = self.inner();
         let mut held = inner.held.lock();
-        if let State::Issued(buffer, Some(waiting)) = &held.state
+        // The callbacks have no buffer of their own yet.
+        if let BufferState::Issued(buffer, Some(waiting)) = &held.state
             && !waiting.callbacks.is_empty()
         {
             let shared = buffer.clone();
@@ -193,9 +196,10 @@ impl AsyncBuffer {
             inner.counts.fetch_or(GIVEN_UP, Ordering::AcqRel);
             return Some(Ok(shared));
         }
-        match std::mem::replace(&mut held.state, State::Pending(None)) {
-            State::Issued(buffer, waiting) => {
-                held.state = State::Pending(waiting);
+
+        match std::mem::replace(&mut held.state, BufferState::Pending(None)) {
+            BufferState::Issued(buffer, waiting) => {
+                held.state = BufferState::Pending(waiting);
                 inner.end_as(held, Err(donated));
                 Some(Ok(buffer))
             }
@@ -210,15 +214,15 @@ impl AsyncBuffer {
     /// Blocks until another thread ends the async buffer, and returns the buffer or the failure.
     /// Returns `None` if `deadline` comes first. Most callers should use [`Parker::wait`].
     pub(crate) fn wait_until(&self, deadline: Option<Instant>) -> Option<Outcome> {
-        let Inner { held, ended, .. } = self.inner();
+        let BufferCell { held, ended, .. } = self.inner();
         let mut held = held.lock();
         loop {
             match &held.state {
-                State::Ended(outcome) => return Some(outcome.clone()),
-                State::Pending(_) | State::Issued(..) => match deadline {
+                BufferState::Ended(outcome) => return Some(outcome.clone()),
+                BufferState::Pending(_) | BufferState::Issued(..) => match deadline {
                     Some(deadline) => {
                         if ended.wait_until(&mut held, deadline).timed_out()
-                            && !matches!(held.state, State::Ended(_))
+                            && !matches!(held.state, BufferState::Ended(_))
                         {
                             return None;
                         }
@@ -236,13 +240,13 @@ impl AsyncBuffer {
     pub(crate) fn on_end(&self, then: impl FnOnce(&Outcome) + Send + 'static) {
         let mut held = self.inner().held.lock();
         match &mut held.state {
-            State::Pending(waiting) | State::Issued(_, waiting) => {
+            BufferState::Pending(waiting) | BufferState::Issued(_, waiting) => {
                 waiting
                     .get_or_insert_default()
                     .callbacks
                     .push(Box::new(then));
             }
-            State::Ended(outcome) => {
+            BufferState::Ended(outcome) => {
                 let outcome = outcome.clone();
                 drop(held);
                 then(&outcome);
@@ -257,13 +261,14 @@ impl AsyncBuffer {
     /// waker replaces the future's last one.
     pub(crate) fn poll(&self, future: &mut Option<u64>, waker: &Waker) -> Poll<Outcome> {
         match &mut self.inner().held.lock().state {
-            State::Ended(outcome) => Poll::Ready(outcome.clone()),
-            State::Pending(waiting) | State::Issued(_, waiting) => {
+            BufferState::Ended(outcome) => Poll::Ready(outcome.clone()),
+            BufferState::Pending(waiting) | BufferState::Issued(_, waiting) => {
                 let waiting = waiting.get_or_insert_default();
                 let number = *future.get_or_insert_with(|| {
                     waiting.futures += 1;
                     waiting.futures
                 });
+
                 match waiting
                     .wakers
                     .iter_mut()
@@ -279,7 +284,7 @@ impl AsyncBuffer {
 
     /// Forgets the waker of a future that is polled no more. `future` is its number here.
     pub(crate) fn forget(&self, future: u64) {
-        if let State::Pending(Some(waiting)) | State::Issued(_, Some(waiting)) =
+        if let BufferState::Pending(Some(waiting)) | BufferState::Issued(_, Some(waiting)) =
             &mut self.inner().held.lock().state
         {
             waiting.wakers.retain(|(known, _)| *known != future);
@@ -304,11 +309,11 @@ impl AsyncBuffer {
     /// `donated` as the failure. `None` if it has not ended.
     pub(crate) fn take(&self, donated: Arc<Failure>) -> Option<Outcome> {
         match &mut self.inner().held.lock().state {
-            State::Ended(outcome) if outcome.is_ok() => {
+            BufferState::Ended(outcome) if outcome.is_ok() => {
                 Some(std::mem::replace(outcome, Err(donated)))
             }
-            State::Ended(outcome) => Some(outcome.clone()),
-            State::Pending(_) | State::Issued(..) => None,
+            BufferState::Ended(outcome) => Some(outcome.clone()),
+            BufferState::Pending(_) | BufferState::Issued(..) => None,
         }
     }
 
@@ -359,7 +364,7 @@ impl Iterator for AsyncBuffers {
 }
 
 impl BufferUse {
-    /// True if the async buffer has ended.
+    /// Returns true if the async buffer has ended.
     pub(crate) fn has_ended(&self) -> bool {
         self.0.has_ended()
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use mpmd_memory::SharedBuffer;
 use mpmd_proto::router::{Failure, FailureKind};
 
-use super::inner::Inner;
+use super::inner::BufferCell;
 use super::{AsyncBuffer, Outcome};
 
 /// The writing side of one async buffer. Dropping it unused fails the async buffer.
@@ -14,12 +14,12 @@ pub(crate) struct Resolver(pub(super) Option<AsyncBuffer>);
 
 /// The writing side of issued async buffers: ends them when their work is over. Dropping it unused
 /// fails them.
-pub(crate) struct IssuedPromises(Option<Arc<[Inner]>>);
+pub(crate) struct IssuedPromises(Option<Arc<[BufferCell]>>);
 
 /// The writing side of several async buffers, which are resolved in order. Dropping it fails the
 /// remaining ones.
 pub(crate) struct Resolvers {
-    pub(super) all: Arc<[Inner]>,
+    pub(super) all: Arc<[BufferCell]>,
     pub(super) next: u32,
 }
 

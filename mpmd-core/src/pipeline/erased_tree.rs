@@ -10,12 +10,12 @@ use mpmd_layout::tree::{Leaf, Path, Structure, Tree, TreeError};
 
 /// A tree of any structure, known only at run time.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Bundle<L = MpmdArray> {
+pub(super) struct ErasedTree<L = MpmdArray> {
     pub(super) structure: Structure,
     pub(super) leaves: Vec<L>,
 }
 
-impl<L: Leaf> Bundle<L> {
+impl<L: Leaf> ErasedTree<L> {
     pub(super) fn of<T: Tree<Leaf = L>>(tree: T) -> Self {
         Self {
             structure: tree.structure(),
@@ -30,7 +30,7 @@ impl<L: Leaf> Bundle<L> {
         }
     }
 
-    /// Returns the bundle of two others, with the branches 0 and 1.
+    /// Returns the tree of two others, with the branches 0 and 1.
     pub(super) fn pair(first: Self, second: Self) -> Self {
         let structure = Structure::sequence([first.structure, second.structure]);
         Self {
@@ -39,7 +39,7 @@ impl<L: Leaf> Bundle<L> {
         }
     }
 
-    /// Returns the bundle of an option that is `None`.
+    /// Returns the tree of an option that is `None`.
     pub(super) fn absent() -> Self {
         Self {
             structure: Structure::Absent,
@@ -47,12 +47,12 @@ impl<L: Leaf> Bundle<L> {
         }
     }
 
-    /// Returns the bundle as the content of an option.
+    /// Returns the tree as the content of an option.
     pub(super) fn present(self) -> Option<Self> {
         (self.structure != Structure::Absent).then_some(self)
     }
 
-    /// Splits the bundle into its branches. `None` if it has another number of them.
+    /// Splits the tree into its branches. `None` if it has another number of them.
     pub(super) fn into_branches<const N: usize>(self) -> Option<[Self; N]> {
         let Structure::Node(branches) = self.structure else {
             return None;
@@ -79,7 +79,7 @@ impl<L: Leaf> Bundle<L> {
     }
 }
 
-impl Bundle {
+impl ErasedTree {
     /// Calls a kernel on a tuple of trees: the structure of each, and the leaves of all in order.
     /// Returns the outputs.
     #[track_caller]
@@ -104,9 +104,9 @@ impl Bundle {
     }
 }
 
-impl<L: Leaf> Tree for Bundle<L> {
+impl<L: Leaf> Tree for ErasedTree<L> {
     type Leaf = L;
-    type With<M: Leaf> = Bundle<M>;
+    type With<M: Leaf> = ErasedTree<M>;
 
     fn structure(&self) -> Structure {
         self.structure.clone()
@@ -127,13 +127,13 @@ impl<L: Leaf> Tree for Bundle<L> {
     fn try_map<M: Leaf, E>(
         self,
         f: &mut dyn FnMut(L) -> std::result::Result<M, E>,
-    ) -> std::result::Result<Bundle<M>, E> {
+    ) -> std::result::Result<ErasedTree<M>, E> {
         let leaves = self
             .leaves
             .into_iter()
             .map(f)
             .collect::<std::result::Result<_, E>>()?;
-        Ok(Bundle {
+        Ok(ErasedTree {
             structure: self.structure,
             leaves,
         })
@@ -142,13 +142,13 @@ impl<L: Leaf> Tree for Bundle<L> {
     fn try_map_ref<M: Leaf, E>(
         &self,
         f: &mut dyn FnMut(&L) -> std::result::Result<M, E>,
-    ) -> std::result::Result<Bundle<M>, E> {
+    ) -> std::result::Result<ErasedTree<M>, E> {
         let leaves = self
             .leaves
             .iter()
             .map(f)
             .collect::<std::result::Result<_, E>>()?;
-        Ok(Bundle {
+        Ok(ErasedTree {
             structure: self.structure.clone(),
             leaves,
         })
@@ -202,6 +202,7 @@ pub(super) fn put_each<'a>(
     if places.is_empty() {
         return Ok(arrays);
     }
+
     let moved = places.iter().map(|place| (&arrays[*place], to(*place)));
     let moved = program.put_list(&moved.collect::<Vec<_>>())?;
     places

@@ -8,60 +8,75 @@ use mpmd_device::copy::{contiguous_bytes, copy_region};
 use mpmd_layout::region::Region;
 use mpmd_memory::SharedBuffer;
 
-use super::bits::{Places, changes_bytes, hash, write_changes};
-use super::layouts::{Offered, Piece};
-use super::link::Source;
-use super::publisher::Shared;
-use super::store::{OwnShard, Version};
+use super::bits::{ChangedPlaces, changes_bytes, hash, write_changes};
+use super::layouts::LeafPiece;
+use super::link::{Offering, PublisherLink};
+use super::publisher::PublicationShared;
+use super::store::{HashedRegion, OwnShard, StoredVersion};
 use crate::error::{Error, Result};
 
 /// The versions that a link holds while it moves one of them.
-pub(super) struct Held<'a> {
-    shared: &'a Shared,
-    versions: Vec<Arc<Version>>,
+pub(super) struct HeldVersions<'a> {
+    shared: &'a PublicationShared,
+    versions: Vec<Arc<StoredVersion>>,
     /// The version that is kept for this link once it comes.
     pin: Option<u64>,
     /// The changes since the subscriber's version, by own shard.
-    changes: Option<Vec<Places>>,
+    changes: Option<Vec<ChangedPlaces>>,
     /// The regions of own shards whose hashes are computed with each version for this link.
-    hashed: HashSet<(usize, Region)>,
+    hashed: HashSet<HashedRegion>,
 }
 
-impl Drop for Held<'_> {
+/// The bits of an own shard in a version.
+struct OwnBits<'a> {
+    /// Index of the shard among the own ones.
+    index: usize,
+    shard: &'a OwnShard,
+    bits: &'a SharedBuffer,
+}
+
+impl Drop for HeldVersions<'_> {
     fn drop(&mut self) {
         self.pin(None);
-        for (shard, region) in self.hashed.drain() {
-            self.shared.store.unhash(shard, region);
+        for region in self.hashed.drain() {
+            self.shared.store.unhash(region);
         }
     }
 }
 
-impl<'a> Held<'a> {
-    pub(super) fn new(shared: &'a Shared) -> Self {
-        let (versions, hashed) = Default::default();
+impl<'a> HeldVersions<'a> {
+    pub(super) fn new(shared: &'a PublicationShared) -> Self {
         Self {
             shared,
-            versions,
+            versions: Vec::new(),
             pin: None,
             changes: None,
-            hashed,
+            hashed: HashSet::new(),
         }
     }
 
-    /// Returns the number and the bits of an own shard in the chosen version.
-    fn own(&self, piece: &Piece, common: &Region) -> Option<(usize, &OwnShard, &SharedBuffer)> {
-        let (shards, version) = (&self.shared.store.shards, self.versions.last()?);
+    /// Returns the own shard that has a region of a piece, with its bits in the chosen version.
+    fn own(&self, piece: &LeafPiece, common: &Region) -> Option<OwnBits<'_>> {
+        let shards = &self.shared.store.shards;
+        let version = self.versions.last()?;
         let common = piece.in_source(common);
-        let own = shards
+        let index = shards
             .iter()
             .position(|own| own.leaf == piece.from && own.region.contains(&common))?;
-        Some((own, &shards[own], &version.bits[own]))
+        Some(OwnBits {
+            index,
+            shard: &shards[index],
+            bits: &version.bits[index],
+        })
     }
 }
 
-impl Source for Held<'_> {
-    fn offered(&self) -> (String, Vec<Offered>) {
-        (self.shared.id.clone(), self.shared.leaves.clone())
+impl PublisherLink for HeldVersions<'_> {
+    fn offered(&self) -> Offering {
+        Offering {
+            id: self.shared.id.clone(),
+            leaves: self.shared.leaves.clone(),
+        }
     }
 
     fn wait(
@@ -101,12 +116,13 @@ impl Source for Held<'_> {
         self.changes = None;
     }
 
-    fn change_bytes(&mut self, pieces: &[Piece], base: u64, number: u64) -> Vec<Option<u64>> {
+    fn change_bytes(&mut self, pieces: &[LeafPiece], base: u64, number: u64) -> Vec<Option<u64>> {
         self.changes = self.shared.store.changes(base, number);
         let Some(changes) = &self.changes else {
             return vec![None; pieces.len()];
         };
-        let bytes = |piece: &Piece| {
+
+        let bytes = |piece: &LeafPiece| {
             let own = self.shared.store.shards.iter().zip(changes);
             let own = own.filter(|(own, _)| own.leaf == piece.from);
             own.map(|(own, places)| changes_bytes(places, own.dtypes[1].size()) as u64)
@@ -115,42 +131,48 @@ impl Source for Held<'_> {
         pieces.iter().map(|piece| Some(bytes(piece))).collect()
     }
 
-    fn bits(&mut self, piece: &Piece, region: &Region) -> Result<SharedBuffer> {
+    fn bits(&mut self, piece: &LeafPiece, region: &Region) -> Result<SharedBuffer> {
         let gone = || Error::kernel("a region of a published version is gone");
-        let (_, own, bits) = self.own(piece, region).ok_or_else(gone)?;
+        let OwnBits { shard, bits, .. } = self.own(piece, region).ok_or_else(gone)?;
         #[cfg(test)]
         let bits = &super::tests::on_the_way(&self.shared.name, self.versions[0].number, bits);
-        let (region, item) = (piece.in_source(region), own.dtypes[1].size());
-        if let Some(range) = contiguous_bytes(&own.region, &region, item) {
+
+        let region = piece.in_source(region);
+        let item = shard.dtypes[1].size();
+        if let Some(range) = contiguous_bytes(&shard.region, &region, item) {
             return Ok(bits.slice(range));
         }
         let mut part = vec![0; region.elements() * item];
-        copy_region(bits, &own.region, &mut part, &region, &region, item);
+        copy_region(bits, &shard.region, &mut part, &region, &region, item);
         Ok(part.into())
     }
 
-    fn note(&mut self, piece: &Piece, common: &Region, changes: bool, to: &mut Vec<u8>) {
-        let Some((index, own, bits)) = self.own(piece, common) else {
+    fn note(&mut self, piece: &LeafPiece, common: &Region, changes: bool, to: &mut Vec<u8>) {
+        let Some(OwnBits { index, shard, bits }) = self.own(piece, common) else {
             return;
         };
-        let (common, item) = (piece.in_source(common), own.dtypes[1].size());
+        let common = piece.in_source(common);
+        let item = shard.dtypes[1].size();
         let known = self
             .versions
             .last()
             .and_then(|one| one.hashes[index].get(&common).copied());
         let hash =
-            known.unwrap_or_else(|| hash(bits, &own.region, &common, &piece.from_shape, item));
+            known.unwrap_or_else(|| hash(bits, &shard.region, &common, &piece.from_shape, item));
         to.extend(hash.to_le_bytes());
+
+        // The length goes in front of the changes, and is known after them.
         if changes {
             let at = to.len();
             to.extend(0u64.to_le_bytes());
             if let Some(places) = self.changes.as_ref().map(|changes| &changes[index]) {
-                match common == own.region {
-                    true => write_changes(places, bits, item, to),
-                    false => {
-                        let (places, values) = within(places, bits, own, &common);
-                        write_changes(&places, &values, item, to);
-                    }
+                if common == shard.region {
+                    write_changes(places, bits, item, to);
+                } else {
+                    let places_within = within(places, shard, &common);
+                    let mut values = vec![0; common.elements() * item];
+                    copy_region(bits, &shard.region, &mut values, &common, &common, item);
+                    write_changes(&places_within, &values, item, to);
                 }
             }
             let len = (to.len() - at - 8) as u64;
@@ -158,8 +180,12 @@ impl Source for Held<'_> {
         }
 
         // Next time it is computed while the bits are in the cache.
-        if known.is_none() && self.hashed.insert((index, common.clone())) {
-            self.shared.store.hash(index, common);
+        let hashed = HashedRegion {
+            shard: index,
+            region: common,
+        };
+        if known.is_none() && self.hashed.insert(hashed.clone()) {
+            self.shared.store.hash(hashed);
         }
     }
 
@@ -179,27 +205,28 @@ impl Source for Held<'_> {
     }
 }
 
-/// Returns the places in `common` of changes of a shard, and the values of `common`.
-fn within(places: &Places, bits: &[u8], own: &OwnShard, common: &Region) -> (Places, Vec<u8>) {
-    let item = own.dtypes[1].size();
-    let mut values = vec![0; common.elements() * item];
-    copy_region(bits, &own.region, &mut values, common, common, item);
-    let (shape, mut found) = (own.region.shape(), Places::default());
+/// Returns the places in `common` of changes of a shard.
+fn within(places: &ChangedPlaces, shard: &OwnShard, common: &Region) -> ChangedPlaces {
+    let shape = shard.region.shape();
+    let mut found = ChangedPlaces::default();
     for place in places.iter() {
-        let (mut left, mut at, mut step, mut is_in) = (place, 0, 1, true);
+        // The place as indices, from the last dimension to the first.
+        let mut left = place;
+        let mut at = 0;
+        let mut step = 1;
+        let mut is_in = true;
         for dim in (0..shape.len()).rev() {
-            let (index, range) = (
-                own.region.range(dim).start + left % shape[dim],
-                common.range(dim),
-            );
+            let index = shard.region.range(dim).start + left % shape[dim];
+            let range = common.range(dim);
             left /= shape[dim];
             is_in &= range.contains(&index);
             at += index.saturating_sub(range.start) * step;
             step *= range.len();
         }
+
         if is_in {
             found.push(at);
         }
     }
-    (found, values)
+    found
 }

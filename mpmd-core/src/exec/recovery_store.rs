@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::exec::Rolling;
 use crate::exec::array::MpmdArray;
 use crate::exec::job::job_time::JobTime;
-use crate::exec::slow::Paces;
+use crate::exec::process_paces::ProcessPaces;
 
 /// The number of commits that may be unconfirmed: not known to be whole on every process. Each
 /// holds a copy of the state on both processes, and on its way between them.
@@ -31,14 +31,14 @@ pub(crate) struct CommitId {
     pub(crate) number: u64,
     /// The step that the program names.
     pub(crate) step: u64,
-    /// The hash of the [`Contents`].
+    /// The hash of the [`CommitContents`].
     pub(crate) hash: u128,
 }
 
 /// The committed state without the bytes of its arrays. It says nothing of shardings, which differ
 /// from epoch to epoch.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
-pub(crate) struct Contents {
+pub(crate) struct CommitContents {
     pub(crate) arrays: Vec<ArrayOfCommit>,
     /// The small values.
     pub(crate) values: Vec<u8>,
@@ -55,13 +55,13 @@ pub(crate) struct ArrayOfCommit {
 
 /// The commits of which this process has copies, oldest first.
 #[derive(Debug)]
-pub(crate) struct Kept {
+pub(crate) struct RecoveryStore {
     /// Only multiples of this step are committed.
     pub(crate) every: u64,
     /// Commits of the running epoch.
-    pub(crate) issued: VecDeque<Issued>,
+    pub(crate) issued: VecDeque<IssuedCommit>,
     /// Commits of earlier epochs.
-    pub(crate) earlier: BTreeMap<CommitId, Copies>,
+    pub(crate) earlier: BTreeMap<CommitId, CommitCopies>,
     /// The newest commit that is known to be whole on every process.
     pub(crate) known: CommitId,
     /// When a process was first lost since the last restore, and how.
@@ -76,9 +76,8 @@ pub(crate) struct Kept {
     run: Option<u128>,
     /// The number of commits in the running epoch.
     number: u64,
-    /// The step that the program has committed last in the running epoch, and the identity of its
-    /// state. `None` before its first commit.
-    last: Option<(u64, u128)>,
+    /// The last commit of the program in the running epoch. `None` before the first.
+    last: Option<LastCommit>,
     /// True once the program has restored a commit in the running epoch, or found none.
     pub(crate) is_restored: bool,
     /// The words of all processes with the last two commits, in which they ask for a change of the
@@ -95,30 +94,37 @@ pub(crate) struct Kept {
     /// True if the job may have more or fewer processes in a later epoch.
     pub(crate) may_change: bool,
     /// The times of the processes' kernels, if slow processes are dropped.
-    pub(crate) paces: Option<Paces>,
+    pub(crate) paces: Option<ProcessPaces>,
+}
+
+/// A step that the program has committed, and the identity of its state.
+#[derive(Clone, Copy, Debug)]
+struct LastCommit {
+    step: u64,
+    identity: u128,
 }
 
 /// A commit that was issued in the running epoch.
 #[derive(Debug)]
-pub(crate) struct Issued {
+pub(crate) struct IssuedCommit {
     pub(crate) id: CommitId,
-    pub(crate) contents: Arc<Contents>,
+    pub(crate) contents: Arc<CommitContents>,
     /// The copies that this process has made so far.
-    pub(crate) made: Arc<Mutex<Vec<Copy>>>,
+    pub(crate) made: Arc<Mutex<Vec<RegionCopy>>>,
     /// An array that is there once every process has made its copies.
     pub(crate) whole: MpmdArray,
 }
 
 /// The copies of a commit on this process.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Copies {
-    pub(crate) contents: Arc<Contents>,
-    pub(crate) regions: Vec<Copy>,
+pub(crate) struct CommitCopies {
+    pub(crate) contents: Arc<CommitContents>,
+    pub(crate) regions: Vec<RegionCopy>,
 }
 
 /// A region of an array in host memory.
 #[derive(Clone, Debug)]
-pub(crate) struct Copy {
+pub(crate) struct RegionCopy {
     /// The index of the array in its commit.
     pub(crate) array: usize,
     /// True if a device of this process owned the region, false if this process was the buddy.
@@ -129,21 +135,21 @@ pub(crate) struct Copy {
     pub(crate) hash: u128,
 }
 
-impl Contents {
-    /// Describes the arrays and values that a commit keeps. `names` may
-    /// be shorter than `arrays`, and have empty names.
+impl CommitContents {
+    /// Describes the arrays and values that a commit keeps. `names` may be shorter than `arrays`,
+    /// and have empty names.
     pub(crate) fn of(arrays: &[MpmdArray], names: Vec<String>, values: Vec<u8>) -> Self {
         let mut names = names.into_iter();
-        let array = |(number, array): (usize, &MpmdArray)| {
+        let arrays = arrays.iter().enumerate().map(|(number, array)| {
             let name = names.next().filter(|name| !name.is_empty());
             ArrayOfCommit {
                 name: name.unwrap_or_else(|| format!("array {number}")),
                 aval: array.aval().to_string(),
                 elements: array.aval().elements(),
             }
-        };
+        });
         Self {
-            arrays: arrays.iter().enumerate().map(array).collect(),
+            arrays: arrays.collect(),
             values,
         }
     }
@@ -166,10 +172,12 @@ impl Contents {
     ///
     /// The first difference, if the commit cannot be restored into the state.
     pub(crate) fn places(&self, state: &Self) -> Result<Vec<usize>, String> {
-        let (here, there) = (self.arrays.len(), state.arrays.len());
+        let here = self.arrays.len();
+        let there = state.arrays.len();
         if here != there {
             return Err(format!("it has {here} arrays, and the state has {there}"));
         }
+
         let names = |of: &Self| -> HashMap<String, usize> {
             (0..)
                 .zip(&of.arrays)
@@ -178,34 +186,36 @@ impl Contents {
         };
         let by_name = names(self);
         let is_unique = by_name.len() == here && names(state).len() == here;
-        let place = |(index, asked): (usize, &ArrayOfCommit)| {
+
+        let mut places = Vec::with_capacity(there);
+        for (index, asked) in state.arrays.iter().enumerate() {
             let place = match is_unique {
                 true => by_name.get(&asked.name).copied().unwrap_or(index),
                 false => index,
             };
             let found = &self.arrays[place];
             let shown = |array: &ArrayOfCommit| format!("{} {}", array.name, array.aval);
-            match found == asked {
-                true => Ok(place),
-                false => Err(format!(
+            if found != asked {
+                return Err(format!(
                     "it has {}, and the state has {}",
                     shown(found),
                     shown(asked)
-                )),
+                ));
             }
-        };
-        state.arrays.iter().enumerate().map(place).collect()
+            places.push(place);
+        }
+        Ok(places)
     }
 }
 
-impl Copy {
-    /// True if the bytes are still those that were copied. Reads all of them.
+impl RegionCopy {
+    /// Returns true if the bytes are still those that were copied. Reads all of them.
     pub(crate) fn is_intact(&self) -> bool {
         hash(&self.bytes) == self.hash
     }
 }
 
-impl Kept {
+impl RecoveryStore {
     pub(crate) fn new(every: u64) -> Self {
         Self {
             every,
@@ -239,8 +249,10 @@ impl Kept {
                 ..Self::new(self.every)
             };
         }
-        (self.run, self.number) = (Some(run), 0);
-        (self.last, self.is_restored) = (None, false);
+        self.run = Some(run);
+        self.number = 0;
+        self.last = None;
+        self.is_restored = false;
     }
 
     /// Notes that the program has come to a step. Returns true if that is to be committed.
@@ -249,7 +261,7 @@ impl Kept {
         step.is_multiple_of(self.every)
     }
 
-    /// True if the program has neither restored nor committed a state in the running epoch.
+    /// Returns true if the program has neither restored nor committed a state in the running epoch.
     pub(crate) fn may_restore(&self) -> bool {
         !self.is_restored && self.last.is_none()
     }
@@ -257,18 +269,16 @@ impl Kept {
     /// Notes that the program commits a state with this identity. Returns false if it has committed
     /// the step with another state.
     pub(crate) fn is_new_or_same(&mut self, step: u64, identity: u128) -> bool {
-        if self
-            .last
-            .is_some_and(|(last, of)| last == step && of != identity)
-        {
+        let is_other = |last: LastCommit| last.step == step && last.identity != identity;
+        if self.last.is_some_and(is_other) {
             return false;
         }
-        self.last = Some((step, identity));
+        self.last = Some(LastCommit { step, identity });
         true
     }
 
     /// Returns the identity of the next commit.
-    pub(crate) fn next_id(&mut self, epoch: u64, step: u64, contents: &Contents) -> CommitId {
+    pub(crate) fn next_id(&mut self, epoch: u64, step: u64, contents: &CommitContents) -> CommitId {
         self.number += 1;
         let Self { run, number, .. } = *self;
         CommitId {
@@ -317,18 +327,19 @@ impl Kept {
         self.words.clear();
         self.lost.get_or_insert((now(), failure));
         self.time.lose();
-        for Issued {
+
+        for IssuedCommit {
             id, contents, made, ..
         } in std::mem::take(&mut self.issued)
         {
             let regions = std::mem::take(&mut *made.lock());
-            self.earlier.insert(id, Copies { contents, regions });
+            self.earlier.insert(id, CommitCopies { contents, regions });
         }
     }
 }
 
-impl Issued {
-    /// True if every process is known to have made its copies. Always false in a dry run.
+impl IssuedCommit {
+    /// Returns true if every process is known to have made its copies. Always false in a dry run.
     fn is_confirmed(&self) -> bool {
         let shards = self.whole.shards();
         !shards.is_empty()
@@ -349,12 +360,12 @@ mod tests {
 
     #[test]
     fn copies_of_another_run_are_dropped() {
-        let mut kept = Kept::new(2);
+        let mut kept = RecoveryStore::new(2);
         kept.begin_epoch(7);
-        let id = |kept: &mut Kept| kept.next_id(1, 4, &Contents::default());
+        let id = |kept: &mut RecoveryStore| kept.next_id(1, 4, &CommitContents::default());
         let first = id(&mut kept);
         assert!(id(&mut kept) > first);
-        kept.earlier.insert(first, Copies::default());
+        kept.earlier.insert(first, CommitCopies::default());
         kept.known = first;
         kept.begin_epoch(7);
         assert_eq!((kept.earlier.len(), kept.known), (1, first));

@@ -22,17 +22,32 @@ const SHORTEST: f64 = 200.0;
 
 /// The times of an epoch.
 #[derive(Debug)]
-pub(crate) struct Paces {
+pub(crate) struct ProcessPaces {
     /// The factor by which a process must have become slower than the others.
     factor: f64,
     /// By process: its time so far, in microseconds.
     totals: Vec<u64>,
-    /// By process: the times of the first commits after the warm-up; and the changes since then, by
-    /// a factor, at the last commits, beyond those of the other processes.
-    windows: Vec<(Vec<f64>, VecDeque<f64>)>,
+    /// By process.
+    windows: Vec<PaceWindow>,
     commits: usize,
-    /// The process that was too slow at the last commits, and their number.
-    streak: (usize, usize),
+    streak: SlowStreak,
+}
+
+/// The times of a process that are compared.
+#[derive(Clone, Debug, Default)]
+struct PaceWindow {
+    /// The times of the first commits after the warm-up, in microseconds.
+    first: Vec<f64>,
+    /// The changes since then, by a factor, at the last commits, beyond those of the other
+    /// processes.
+    last: VecDeque<f64>,
+}
+
+/// The last commits in a row at which the same process was too slow.
+#[derive(Clone, Copy, Debug, Default)]
+struct SlowStreak {
+    process: usize,
+    commits: usize,
 }
 
 /// A process that has become slow.
@@ -42,14 +57,14 @@ pub(crate) struct SlowProcess {
     pub(crate) why: String,
 }
 
-impl Paces {
+impl ProcessPaces {
     pub(crate) fn new(factor: f64) -> Self {
         Self {
             factor,
             totals: Vec::new(),
             windows: Vec::new(),
             commits: 0,
-            streak: (0, 0),
+            streak: SlowStreak::default(),
         }
     }
 
@@ -57,8 +72,9 @@ impl Paces {
     /// that has become slow by most, if one has.
     pub(crate) fn at_commit(&mut self, totals: &[u64]) -> Option<SlowProcess> {
         if self.totals.len() != totals.len() {
-            self.windows = totals.iter().map(|_| Default::default()).collect();
-            (self.totals, self.commits) = (totals.to_vec(), 0);
+            self.windows = vec![PaceWindow::default(); totals.len()];
+            self.totals = totals.to_vec();
+            self.commits = 0;
             return None;
         }
         let before = std::mem::replace(&mut self.totals, totals.to_vec());
@@ -66,30 +82,68 @@ impl Paces {
         if self.commits <= WARM_UP {
             return None;
         }
+
         let times = totals
             .iter()
             .zip(before)
             .map(|(now, before)| now.saturating_sub(before) as f64);
         let times: Vec<f64> = times.collect();
         if self.commits <= WARM_UP + WINDOW {
-            self.windows
-                .iter_mut()
-                .zip(times)
-                .for_each(|((first, _), time)| first.push(time));
+            for (window, time) in self.windows.iter_mut().zip(times) {
+                window.first.push(time);
+            }
             return None;
         }
-        // The load of the machine is that of all processes: it goes out commit by commit.
+
         let usual: Vec<f64> = self
             .windows
             .iter()
-            .map(|(first, _)| median(&mut first.clone()).max(1.0))
+            .map(|window| median(&mut window.first.clone()).max(1.0))
             .collect();
         let changes: Vec<f64> = times
             .iter()
             .zip(&usual)
             .map(|(time, first)| time / first)
             .collect();
-        for (process, (_, last)) in self.windows.iter_mut().enumerate() {
+        self.add_changes(&changes);
+
+        let slower = self.windows.iter().map(PaceWindow::slower);
+        let (process, slower) = slower
+            .enumerate()
+            .max_by(|(_, one), (_, other)| one.total_cmp(other))?;
+        if slower <= self.factor || usual[process] < SHORTEST {
+            self.streak = SlowStreak {
+                process,
+                commits: 0,
+            };
+            return None;
+        }
+        let before = if self.streak.process == process {
+            self.streak.commits
+        } else {
+            0
+        };
+        self.streak = SlowStreak {
+            process,
+            commits: before + 1,
+        };
+        (self.streak.commits >= STREAK).then(|| {
+            let first = usual[process] / 1000.0;
+            let last = times[process] / 1000.0;
+            let why = format!(
+                "process {process} has become slow: from commit to commit it computed or was held \
+                 up for {first:.1} ms at first, and for {last:.1} ms at the last one; in the \
+                 median of {WINDOW} commits {slower:.1} times as long, beyond the change of the \
+                 others"
+            );
+            SlowProcess { process, why }
+        })
+    }
+
+    /// Adds the changes of all processes at a commit, each without the load of the machine. The
+    /// load is that of all processes: it goes out commit by commit.
+    fn add_changes(&mut self, changes: &[f64]) {
+        for (process, window) in self.windows.iter_mut().enumerate() {
             let others = changes
                 .iter()
                 .enumerate()
@@ -100,42 +154,23 @@ impl Paces {
             } else {
                 upper_median(&mut others)
             };
-            last.push_back(changes[process] / load.max(1.0));
-            if last.len() > WINDOW {
-                last.pop_front();
+
+            window.last.push_back(changes[process] / load.max(1.0));
+            if window.last.len() > WINDOW {
+                window.last.pop_front();
             }
         }
-        let slower = self.windows.iter().map(|(_, last)| {
-            let mut last: Vec<f64> = last.iter().copied().collect();
-            if last.len() < WINDOW {
-                0.0
-            } else {
-                median(&mut last)
-            }
-        });
-        let (process, slower) = slower
-            .enumerate()
-            .max_by(|(_, one), (_, other)| one.total_cmp(other))?;
-        if slower <= self.factor || usual[process] < SHORTEST {
-            self.streak = (process, 0);
-            return None;
+    }
+}
+
+impl PaceWindow {
+    /// Returns the factor by which the process has become slower; 0 while too few commits show it.
+    fn slower(&self) -> f64 {
+        if self.last.len() < WINDOW {
+            return 0.0;
         }
-        let before = if self.streak.0 == process {
-            self.streak.1
-        } else {
-            0
-        };
-        self.streak = (process, before + 1);
-        (self.streak.1 >= STREAK).then(|| {
-            let (first, last) = (usual[process] / 1000.0, times[process] / 1000.0);
-            let why = format!(
-                "process {process} has become slow: from commit to commit it computed or was held \
-                 up for {first:.1} ms at first, and for {last:.1} ms at the last one; in the \
-                 median of {WINDOW} commits {slower:.1} times as long, beyond the change of the \
-                 others"
-            );
-            SlowProcess { process, why }
-        })
+        let mut last: Vec<f64> = self.last.iter().copied().collect();
+        median(&mut last)
     }
 }
 
@@ -166,7 +201,7 @@ mod tests {
         commits: usize,
         time: impl Fn(usize, usize) -> f64,
     ) -> Option<(usize, usize)> {
-        let (mut paces, mut totals) = (Paces::new(2.0), vec![0; processes]);
+        let (mut paces, mut totals) = (ProcessPaces::new(2.0), vec![0; processes]);
         (0..commits).find_map(|commit| {
             for (process, total) in totals.iter_mut().enumerate() {
                 *total += (1000.0 * time(commit, process)) as u64;
