@@ -10,8 +10,8 @@ use std::time::Instant;
 use anyhow::Context as _;
 use mpmd::pipeline::{Builtin, Schedule, Text as ScheduleText};
 use mpmd::{MpmdArray, Program};
-use mpmd_train::data::Text;
-use mpmd_train::{Outcome, StepReport, Trainer};
+use mpmd_train::data::TextBytes;
+use mpmd_train::{RunOutcome, StepReport, Trainer};
 
 /// Returns a built-in schedule, or reads one from a file in torch's text format. `chunks` are the
 /// stages of each rank: by default 2 for schedules with several, else 1. By default there are 4
@@ -144,7 +144,7 @@ impl Figures {
     pub fn start(
         p: &Program,
         trainer: &Trainer<MpmdArray>,
-        text: &Text,
+        text: &TextBytes,
         windows: (usize, usize),
         losses_out: Option<&PathBuf>,
     ) -> anyhow::Result<Self> {
@@ -227,7 +227,7 @@ impl Figures {
     /// # Errors
     ///
     /// If the file of losses could not be written, or a repeated step had another loss than before.
-    pub fn finish(self, outcome: &Outcome) -> anyhow::Result<()> {
+    pub fn finish(self, outcome: &RunOutcome) -> anyhow::Result<()> {
         let Self {
             losses,
             steps,

@@ -7,14 +7,14 @@
 //!
 //! ```no_run
 //! use mpmd::prelude::*;
-//! use mpmd::train::data::Text;
+//! use mpmd::train::data::TextBytes;
 //! use mpmd_models::{Folder, Stages, Tokens, score, tokenizer};
 //!
 //! fn main() -> Result<()> {
 //!     let folder = Folder::open("model")?;
 //!     Program::builder().devices(2).run(|p| {
 //!         // Process 0 reads the text, and all get its tokens.
-//!         let read = || Tokens::of(&Text::of(&["README.md"])?, &folder);
+//!         let read = || Tokens::of(&TextBytes::of(&["README.md"])?, &folder);
 //!         let tokens = Tokens::spread(p, read)?;
 //!         let model = Stages::new(&folder, 2, tokens.ids().len())?;
 //!         let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
@@ -39,28 +39,28 @@ mod rope;
 mod stages;
 mod text;
 
-pub use config::{Config, Experts, HeadNorm, LayerConfig, Norm};
+pub use config::{ExpertsConfig, HeadNorm, LayerConfig, ModelConfig, NormKind};
 pub use decoder::lora::{Lora, merged};
 pub use division::Division;
-pub use division::costs::{Held, Room};
+pub use division::costs::{HeldBytes, Room};
 pub use error::{DivisionError, InvalidSetting};
 pub use hub::content::CHANGED;
 pub use hub::folder::Folder;
 pub use hub::save::{save, save_adapter};
 pub use inference::choice::{Choice, Unchosen};
 pub use inference::generator::Generator;
-pub use inference::load::WeightType;
-pub use inference::pass::{Begin, Chunk, MOST_TOKENS, Pass, TOP, most_words};
+pub use inference::pass::{InferencePass, MOST_TOKENS, NewSequence, PassChunk, TOP, most_words};
 pub use inference::sample::Sampling;
 pub use inference::stage_times::StageTimes;
-pub use inference::versions::{Versions, next_of_folder, version_number};
-pub use inference::{Choices, Inference, Times};
-pub use rope::{Angles, Places, Rope, Rotation, Scaling};
+pub use inference::versions::{VersionsState, WeightVersions, next_of_folder, version_number};
+pub use inference::weight_store::WeightType;
+pub use inference::{Choices, Inference, PendingTimes};
+pub use rope::{Rope, RopeAngles, RopePlaces, RopeRotation, Scaling};
 pub use stages::Stages;
 pub use stages::publish::WeightPublisher;
 pub use stages::score;
 pub use stages::trainer::{TrainerSettings, trainer};
 pub use text::examples::{read_examples, spread_examples};
-pub use text::stream::Text;
-pub use text::template::{Message, Templates};
+pub use text::stream::TextStream;
+pub use text::template::{ChatMessage, Templates};
 pub use text::tokens::{Tokens, check_rows, encode_prompt, has_more_tokens, spread, tokenizer};

@@ -129,13 +129,15 @@ impl Rope {
         let index = |turns: f64| {
             dim * (original as f64 / (turns * 2.0 * PI)).ln() / (2.0 * self.theta.ln())
         };
-        let (low, high) = (index(fast), index(slow));
+        let low = index(fast);
+        let high = index(slow);
         let (low, high) = if truncate {
             (low.floor(), high.ceil())
         } else {
             (low, high)
         };
-        let (low, mut high) = (low.max(0.0), high.min(dim - 1.0));
+        let low = low.max(0.0);
+        let mut high = high.min(dim - 1.0);
         if low == high {
             high += 0.001;
         }
@@ -225,7 +227,7 @@ impl Scaling {
 /// The cosines and sines of the angles at the first positions, `[positions, pairs]` each. Clones
 /// share them.
 #[derive(Clone, Debug)]
-pub struct Angles {
+pub struct RopeAngles {
     rope: Rope,
     /// Those of short sequences, or of all.
     tables: [Tensor; 2],
@@ -234,7 +236,7 @@ pub struct Angles {
     is_fixed: bool,
 }
 
-impl Angles {
+impl RopeAngles {
     /// Computes the angles of `positions` positions.
     ///
     /// # Errors
@@ -316,18 +318,20 @@ impl Angles {
     /// # Errors
     ///
     /// If there are more positions than angles.
-    pub fn rotation(&self, places: Places<'_>, device: &Device) -> Result<Rotation> {
+    pub fn rotation(&self, places: RopePlaces<'_>, device: &Device) -> Result<RopeRotation> {
         let is_long = |time| !self.is_fixed && self.rope.is_long(time);
         let moved = |[cos, sin]: [Tensor; 2]| -> Result<_> {
             Ok([cos.to_device(device)?, sin.to_device(device)?])
         };
         let [cos, sin] = match places {
-            Places::Whole(time) if is_long(time) => moved(Self::tables(&self.rope, time, time)?)?,
-            Places::Packed(starts) if is_long(starts.dim(1)?) => {
+            RopePlaces::Whole(time) if is_long(time) => {
+                moved(Self::tables(&self.rope, time, time)?)?
+            }
+            RopePlaces::Packed(starts) if is_long(starts.dim(1)?) => {
                 moved(Self::packed(&self.rope, starts)?)?
             }
-            Places::Whole(_) | Places::Packed(_) => self.on(device)?,
-            Places::At(positions) => {
+            RopePlaces::Whole(_) | RopePlaces::Packed(_) => self.on(device)?,
+            RopePlaces::At(positions) => {
                 let [cos, sin] = self.on(device)?;
                 [
                     cos.index_select(positions, 0)?,
@@ -335,7 +339,7 @@ impl Angles {
                 ]
             }
         };
-        Ok(Rotation {
+        Ok(RopeRotation {
             cos,
             sin,
             dim: 2 * self.rope.pairs(),
@@ -363,7 +367,7 @@ fn waves(angles: &[f32], amplitude: f32, shape: &[usize]) -> Result<[Tensor; 2]>
 
 /// The places of the tokens of a pass in their sequences.
 #[derive(Clone, Copy, Debug)]
-pub enum Places<'a> {
+pub enum RopePlaces<'a> {
     /// The first tokens of a sequence in each row: so many.
     Whole(usize),
     /// Several sequences in each row. The tensor has the column at which each token's sequence
@@ -375,7 +379,7 @@ pub enum Places<'a> {
 
 /// The rotation of the tokens of a pass.
 #[derive(Clone, Debug)]
-pub struct Rotation {
+pub struct RopeRotation {
     /// `[time, pairs]` or `[batch, time, pairs]`, as `sin`.
     cos: Tensor,
     sin: Tensor,
@@ -383,7 +387,7 @@ pub struct Rotation {
     dim: usize,
 }
 
-impl Rotation {
+impl RopeRotation {
     /// Rotates heads `[batch, time, heads, head_dim]`.
     ///
     /// # Errors

@@ -12,8 +12,8 @@ use mpmd::pipeline::Schedule;
 use mpmd::prelude::*;
 use mpmd::topology::{DeviceKind, Mesh};
 use mpmd::train::Rate;
-use mpmd::train::data::At;
 use mpmd::train::data::Data as _;
+use mpmd::train::data::MicrobatchPlace;
 use mpmd_models::{Sampling, Stages, trainer};
 
 use folders::{expected, open};
@@ -60,7 +60,13 @@ fn losses(name: &str, more: &str) -> Vec<f64> {
         set_lora(p, trainer.pipeline_mut())?;
         let mut losses = Vec::new();
         for step in 1..=STEPS {
-            let one = |m| given.training(p, meshes, At::new(0, step, m, given.0[0].len()));
+            let one = |m| {
+                given.training(
+                    p,
+                    meshes,
+                    MicrobatchPlace::new(0, step, m, given.0[0].len()),
+                )
+            };
             let microbatches = (0..given.0[0].len()).map(one).collect::<Result<Vec<_>>>()?;
             losses.push(trainer.step(p, microbatches)?.read()?.loss);
         }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use anyhow::{Context as _, anyhow, ensure};
 use mpmd::job::at_least;
 use mpmd_base::parse_bytes;
-use mpmd_models::{Division, DivisionError, Held, InvalidSetting, Stages};
+use mpmd_models::{Division, DivisionError, HeldBytes, InvalidSetting, Stages};
 
 /// Arguments that divide a model over stages and devices.
 #[derive(Clone, Debug, clap::Args)]
@@ -58,7 +58,7 @@ impl DivisionArgs {
     /// # Errors
     ///
     /// If the arguments do not fit the model or each other. The message names the option.
-    pub(crate) fn divide(&self, model: Stages, held: Held) -> anyhow::Result<Stages> {
+    pub(crate) fn divide(&self, model: Stages, held: HeldBytes) -> anyhow::Result<Stages> {
         model.divide(&self.division(), held).map_err(named)
     }
 }

@@ -6,7 +6,13 @@ use std::time::Duration;
 use anyhow::anyhow;
 use mpmd::job::at_least;
 use mpmd_base::parse_bytes;
-use mpmd_serve::{FrontError, FrontSettings, Limits};
+use mpmd_serve::{Engine, Front, FrontError, FrontSettings, QueueLimits};
+
+/// The front of a server and the engine behind it, on process 0.
+pub(crate) struct ServerEnds {
+    pub(crate) front: Front,
+    pub(crate) engine: Engine,
+}
 
 /// Arguments of the front.
 #[derive(Clone, Debug, clap::Args)]
@@ -41,11 +47,11 @@ pub(crate) struct FrontArgs {
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     pub drain: u32,
     /// Largest number of waiting requests
-    #[arg(long, value_name = "N", default_value_t = Limits::default().requests,
+    #[arg(long, value_name = "N", default_value_t = QueueLimits::default().requests,
         value_parser = at_least(1))]
     pub max_waiting: usize,
     /// Largest number of tokens in waiting prompts
-    #[arg(long, value_name = "N", default_value_t = Limits::default().tokens,
+    #[arg(long, value_name = "N", default_value_t = QueueLimits::default().tokens,
         value_parser = at_least(1))]
     pub max_waiting_tokens: usize,
     /// Largest number of new tokens of a request; default: as many as the model has positions
@@ -72,7 +78,7 @@ impl FrontArgs {
             weight_folders: self.allow_weights.clone(),
             description: description.map(str::to_owned),
             drain: Duration::from_secs(self.drain.into()),
-            waiting: Limits {
+            waiting: QueueLimits {
                 requests: self.max_waiting,
                 tokens: self.max_waiting_tokens,
             },

@@ -12,8 +12,8 @@ use mpmd::job::{JobArgs, at_least, not_negative, printable, say};
 use mpmd::topology::Mesh;
 use mpmd::{Error, ProcessId, Program, Result};
 use mpmd_models::{
-    Folder, Held, Message, Room, Sampling, Stages, Templates, Text, check_rows, encode_prompt,
-    spread, tokenizer,
+    ChatMessage, Folder, HeldBytes, Room, Sampling, Stages, Templates, TextStream, check_rows,
+    encode_prompt, spread, tokenizer,
 };
 use serde::Serialize;
 use tokenizers::Tokenizer;
@@ -162,7 +162,7 @@ impl GenerateArgs {
         positions: usize,
         room: usize,
     ) -> anyhow::Result<Stages> {
-        let held = Held::inference(folder, Room::for_one(room), self.dtype.is_half());
+        let held = HeldBytes::inference(folder, Room::for_one(room), self.dtype.is_half());
         cut.divide(Stages::new(folder, cut.stages(), positions)?, held)
     }
 
@@ -176,7 +176,8 @@ impl GenerateArgs {
             }
             ids.clone()
         } else if let Some(message) = &self.chat {
-            let message = Message::new([("role", "user".to_owned()), ("content", message.clone())]);
+            let message =
+                ChatMessage::new([("role", "user".to_owned()), ("content", message.clone())]);
             let text = Templates::of(folder)?.prompt(&[message])?;
             encode_prompt(tokenizer, &text, false)?
         } else {
@@ -276,7 +277,7 @@ impl Generation<'_> {
         }
 
         let tokenizer = own.into_inner().filter(|_| !p.is_dry_run());
-        let output = RefCell::new(tokenizer.map(|tokenizer| Output::new(tokenizer, args)));
+        let output = RefCell::new(tokenizer.map(|tokenizer| PrintedText::new(tokenizer, args)));
         let is_end = |p: &mut Program, tokens: &[u32]| {
             let is_end = tokens.last().is_some_and(|last| self.ends.contains(last));
             let next = || match (output.borrow_mut().as_mut(), tokens.last()) {
@@ -321,7 +322,7 @@ impl Generation<'_> {
 
 /// The form in which the new text is printed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Form {
+enum PrintForm {
     /// One line of JSON at the end.
     Json,
     /// As it comes, with control characters escaped: the text of a model could command the
@@ -331,7 +332,7 @@ enum Form {
     Bytes,
 }
 
-impl Form {
+impl PrintForm {
     /// Returns what is printed of a part of the text as it comes.
     fn shown(self, part: &str) -> Cow<'_, str> {
         match self {
@@ -343,20 +344,20 @@ impl Form {
 }
 
 /// The text of the new tokens, which is printed as it comes.
-struct Output {
-    text: Text,
-    form: Form,
+struct PrintedText {
+    text: TextStream,
+    form: PrintForm,
 }
 
-impl Output {
+impl PrintedText {
     fn new(tokenizer: Tokenizer, args: &GenerateArgs) -> Self {
         let form = match (args.json, stdout().is_terminal()) {
-            (true, _) => Form::Json,
-            (false, true) => Form::Terminal,
-            (false, false) => Form::Bytes,
+            (true, _) => PrintForm::Json,
+            (false, true) => PrintForm::Terminal,
+            (false, false) => PrintForm::Bytes,
         };
         Self {
-            text: Text::new(tokenizer.into(), args.stop.clone()),
+            text: TextStream::new(tokenizer.into(), args.stop.clone()),
             form,
         }
     }
@@ -374,7 +375,7 @@ impl Output {
     fn end(mut self, tokens: &[u32]) -> anyhow::Result<()> {
         let rest = self.text.end()?;
         match self.form {
-            Form::Json => println!("{}", json_line(tokens, self.text.given())?),
+            PrintForm::Json => println!("{}", json_line(tokens, self.text.given())?),
             form => println!("{}", form.shown(rest)),
         }
         Ok(())
@@ -396,8 +397,8 @@ mod tests {
     fn text_of_a_model_cannot_command_a_terminal() {
         let text = "a\u{1b}[2J\u{9b}\u{202e}\n\tb\r";
         let escaped = "a\\u001b[2J\\u009b\\u202e\n\tb\\u000d";
-        assert_eq!(Form::Terminal.shown(text), escaped);
-        assert_eq!(Form::Bytes.shown(text), text);
+        assert_eq!(PrintForm::Terminal.shown(text), escaped);
+        assert_eq!(PrintForm::Bytes.shown(text), text);
         let line = json_line(&[7], text).unwrap();
         assert!(
             !line.contains(|c: char| c.is_control() || c == '\u{202e}'),

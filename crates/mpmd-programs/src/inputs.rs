@@ -13,11 +13,11 @@ use mpmd::{Error, Fact, Result};
 use mpmd_models::{CHANGED, Folder, tokenizer};
 
 /// Returns the arguments of a job whose processes compare a folder and files.
-pub(crate) fn compared(job: &JobArgs, folder: &Folder, files: &[&Files]) -> JobArgs {
+pub(crate) fn compared(job: &JobArgs, folder: &Folder, files: &[&InputFiles]) -> JobArgs {
     let of_folder = folder.clone();
     let job = job.clone().input(move || of_folder.facts());
     files.iter().fold(job, |job, files| {
-        let files = Files::clone(files);
+        let files = InputFiles::clone(files);
         job.input(move || files.fact().into_iter().collect())
     })
 }
@@ -53,14 +53,14 @@ pub(crate) fn check_inputs(
 
 /// Files that a program reads on process 0, such as a text to train on.
 #[derive(Clone, Debug)]
-pub(crate) struct Files {
+pub(crate) struct InputFiles {
     option: &'static str,
     paths: Vec<PathBuf>,
     /// The hash when the processes were compared.
     known: Arc<OnceLock<Option<u64>>>,
 }
 
-impl Files {
+impl InputFiles {
     /// Creates the files of an option.
     pub(crate) fn new(option: &'static str, paths: &[PathBuf]) -> Self {
         Self {
@@ -108,7 +108,8 @@ impl Files {
                     .iter()
                     .map(|path| path.display().to_string())
                     .collect();
-                let (option, paths) = (self.option, paths.join(" "));
+                let option = self.option;
+                let paths = paths.join(" ");
                 Err(Error::Environment(format!(
                     "{option} {paths}: the file {CHANGED}"
                 )))

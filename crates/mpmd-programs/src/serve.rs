@@ -14,11 +14,11 @@ use mpmd::train::stop::wait_for_process_0;
 use mpmd::weights::Subscribing;
 use mpmd::{DeviceId, Error, ProcessId, Program};
 use mpmd_base::{bytes_text, parse_bytes};
-use mpmd_models::{Folder, Held, Inference, MOST_TOKENS, Room, Stages};
-use mpmd_serve::{Engine, Front, FrontSettings, Model, Sizes, queue};
+use mpmd_models::{Folder, HeldBytes, Inference, MOST_TOKENS, Room, Stages};
+use mpmd_serve::{Engine, Front, FrontSettings, Model, SchedulerSizes, queue};
 
 use crate::division::{DivisionArgs, named_option};
-use crate::front::{self, FrontArgs};
+use crate::front::{self, FrontArgs, ServerEnds};
 use crate::weight_type::WeightTypeArg;
 use crate::weights::SubscribeArgs;
 
@@ -126,15 +126,17 @@ impl ServeArgs {
     }
 
     /// Returns the sizes for a model. A block takes `block` bytes on a device.
-    fn sizes(&self, folder: &Folder, stages: usize, block: u64) -> anyhow::Result<Sizes> {
+    fn sizes(&self, folder: &Folder, stages: usize, block: u64) -> anyhow::Result<SchedulerSizes> {
         let most = folder.config().positions();
         let positions = self.max_len.unwrap_or(most.min(POSITIONS));
         ensure!(
             positions <= most,
             "--max-len: expected at most {most}, the positions of the model, found {positions}"
         );
+
         let one = positions.div_ceil(BLOCK);
-        let (least, all) = (one as u64 * block, (one * self.sequences) as u64 * block);
+        let least = one as u64 * block;
+        let all = (one * self.sequences) as u64 * block;
         let cache = self.cache.unwrap_or(CACHE.max(least)).min(all);
         ensure!(
             cache >= least,
@@ -143,14 +145,11 @@ impl ServeArgs {
             bytes_text(least),
             bytes_text(cache)
         );
-        let sequences = self.sequences.max(stages);
-        let blocks = (cache / block.max(1)) as usize;
-        let chunk = self.chunk.unwrap_or(MOST_TOKENS);
-        Ok(Sizes {
+        Ok(SchedulerSizes {
             lanes: stages,
-            sequences,
-            blocks,
-            chunk,
+            sequences: self.sequences.max(stages),
+            blocks: (cache / block.max(1)) as usize,
+            chunk: self.chunk.unwrap_or(MOST_TOKENS),
             positions,
         })
     }
@@ -164,7 +163,7 @@ fn run(folder: &Folder, args: &Serve, settings: &FrontSettings) -> anyhow::Resul
         job,
         ..
     } = args;
-    let server = Server::new(folder, options, cut, settings)?;
+    let server = JobServer::new(folder, options, cut, settings)?;
     let devices = server.devices()?;
     ensure!(
         !options.front
@@ -210,7 +209,8 @@ fn run(folder: &Folder, args: &Serve, settings: &FrontSettings) -> anyhow::Resul
             mpmd::job::run_recovering(job, processes, all_devices, elastic, |p, _| program(p))
         }
     };
-    if let Some((front, engine)) = own.into_inner().unwrap_or_else(PoisonError::into_inner) {
+    if let Some(own) = own.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        let ServerEnds { front, engine } = own;
         engine.end();
         front.drain();
         front.join();
@@ -218,21 +218,18 @@ fn run(folder: &Folder, args: &Serve, settings: &FrontSettings) -> anyhow::Resul
     code
 }
 
-/// The front of a server and the engine behind it, on process 0.
-type Own = Option<(Front, Engine)>;
-
 /// A server, as all processes of its job run it.
-struct Server<'a> {
+struct JobServer<'a> {
     folder: &'a Folder,
     options: &'a ServeArgs,
     settings: &'a FrontSettings,
     model: Stages,
     meshes: Vec<Mesh>,
-    sizes: Sizes,
+    sizes: SchedulerSizes,
     subscribing: Option<Subscribing>,
 }
 
-impl<'a> Server<'a> {
+impl<'a> JobServer<'a> {
     fn new(
         folder: &'a Folder,
         options: &'a ServeArgs,
@@ -241,13 +238,14 @@ impl<'a> Server<'a> {
     ) -> anyhow::Result<Self> {
         let stages = cut.stages();
         // The cut depends on the room for keys and values, and the size of a block on the cut.
-        let undivided = cut.divide(Stages::new(folder, stages, 1)?, Held::default())?;
+        let undivided = cut.divide(Stages::new(folder, stages, 1)?, HeldBytes::default())?;
         let sizes = options.sizes(folder, stages, undivided.block_bytes())?;
-        let mut held = Held::inference(folder, room(&sizes), options.dtype.is_half());
+        let mut held = HeldBytes::inference(folder, room(&sizes), options.dtype.is_half());
         if options.changes_weights(settings) {
             // Two versions at a time.
             held.element *= 2;
         }
+
         let model = cut.divide(Stages::new(folder, stages, sizes.positions)?, held)?;
         let model = model.after(usize::from(options.front));
         let meshes = model.meshes(|stage| stage)?;
@@ -277,7 +275,7 @@ impl<'a> Server<'a> {
 
     /// Starts the front on process 0: clients can ask for the state of the server before the
     /// processes of the job meet. It stays from epoch to epoch of a job that recovers.
-    fn start(&self, part: JobPart, name: Option<String>) -> anyhow::Result<Own> {
+    fn start(&self, part: JobPart, name: Option<String>) -> anyhow::Result<Option<ServerEnds>> {
         match part {
             JobPart::First => Ok(Some(self.listen(name)?)),
             JobPart::Parent => {
@@ -296,7 +294,7 @@ impl<'a> Server<'a> {
     }
 
     /// Starts the front, and returns it with the engine behind it.
-    fn listen(&self, name: Option<String>) -> anyhow::Result<(Front, Engine)> {
+    fn listen(&self, name: Option<String>) -> anyhow::Result<ServerEnds> {
         let (queue, arrivals) = queue(self.settings.waiting);
         let model = Model::of(self.folder, name, self.sizes.positions)?;
         let front = Front::listen(self.settings, model, queue).map_err(front::named)?;
@@ -305,16 +303,18 @@ impl<'a> Server<'a> {
             Some(description) => format!("{description} Its chat page: http://{address}/"),
             None => format!("listening on http://{address}"),
         });
+
         let grace = Duration::from_secs(self.options.version_grace.into());
         let engine = Engine::new(self.sizes, arrivals).grace(grace);
-        Ok(match self.options.chunk {
-            Some(_) => (front, engine),
-            None => (front, engine.measure_chunk()),
-        })
+        let engine = match self.options.chunk {
+            Some(_) => engine,
+            None => engine.measure_chunk(),
+        };
+        Ok(ServerEnds { front, engine })
     }
 
     /// Serves in an epoch of the job.
-    fn run(&self, p: &mut Program, own: &Mutex<Own>) -> anyhow::Result<()> {
+    fn run(&self, p: &mut Program, own: &Mutex<Option<ServerEnds>>) -> anyhow::Result<()> {
         // A launcher passes the signal on to all processes. The front of process 0 drains; the
         // others stay until it has.
         let is_first = p.process() == ProcessId(0);
@@ -328,6 +328,7 @@ impl<'a> Server<'a> {
                 "the process that answers clients is lost, and no other can: the server ends"
             );
         }
+
         let mut inference = self.inference(p)?;
         let subscribe = |subscribing| inference.subscribe(p, subscribing);
         let _subscription = self.subscribing.clone().map(subscribe).transpose()?;
@@ -339,10 +340,10 @@ impl<'a> Server<'a> {
             return Ok(mpmd_serve::run(p, &mut inference, lanes, None)?);
         }
         let mut own = own.lock().unwrap_or_else(PoisonError::into_inner);
-        let engine = own.as_mut().map(|(_, engine)| engine);
+        let engine = own.as_mut().map(|own| &mut own.engine);
         let result = mpmd_serve::run(p, &mut inference, lanes, engine);
-        if let (Err(why), Some((_, engine))) = (&result, &mut *own) {
-            engine.fail_with(why);
+        if let (Err(why), Some(own)) = (&result, &mut *own) {
+            own.engine.fail_with(why);
         }
         Ok(result?)
     }
@@ -365,7 +366,7 @@ impl<'a> Server<'a> {
 }
 
 /// Returns the room for sequences of these sizes.
-fn room(sizes: &Sizes) -> Room {
+fn room(sizes: &SchedulerSizes) -> Room {
     Room {
         blocks: sizes.blocks,
         sequences: sizes.sequences,
@@ -373,12 +374,12 @@ fn room(sizes: &Sizes) -> Room {
 }
 
 /// Lets signals drain the server from now on.
-fn catch_signals(own: &Mutex<Own>) -> mpmd::Result<()> {
+fn catch_signals(own: &Mutex<Option<ServerEnds>>) -> mpmd::Result<()> {
     let mut own = own.lock().unwrap_or_else(PoisonError::into_inner);
-    let Some((front, _)) = own.as_mut() else {
+    let Some(own) = own.as_mut() else {
         return Ok(());
     };
-    front
+    own.front
         .catch_signals()
         .map_err(|why| Error::Environment(format!("SIGTERM: {why}")))
 }

@@ -17,16 +17,20 @@ use mpmd::job::{JobArgs, JobPart, at_least, say};
 use mpmd::launch::Token;
 use mpmd::pipeline::Schedule;
 use mpmd::topology::Mesh;
-use mpmd::train::data::{At, Data as _, Text, Windows};
+use mpmd::train::data::{Data as _, MicrobatchPlace, TextBytes, Windows};
 use mpmd::train::stop::wait_for_process_0;
 use mpmd::train::{AdamW, Rate, StepHandle, Trainer};
 use mpmd::weights::{Publication, Subscribing};
-use mpmd::{Error, ProcessId, Program};
-use mpmd_models::{Folder, Held, MOST_TOKENS, Room, Stages, Tokens, WeightPublisher, WeightType};
-use mpmd_serve::{Engine, Front, FrontSettings, Model, Serving, Sizes, Turn, queue};
+use mpmd::{Error, MpmdArray, ProcessId, Program};
+use mpmd_models::{
+    Folder, HeldBytes, MOST_TOKENS, Room, Stages, Tokens, WeightPublisher, WeightType,
+};
+use mpmd_serve::{
+    Engine, Front, FrontSettings, Model, SchedulerSizes, Serving, ServingTurn, Waker, queue,
+};
 
 use crate::division::DivisionArgs;
-use crate::front::{self, FrontArgs};
+use crate::front::{self, FrontArgs, ServerEnds};
 use crate::weights::PUBLICATION;
 
 /// Tokens of a prompt and its reply.
@@ -69,11 +73,24 @@ pub struct TrainAndServe {
     front: FrontArgs,
 }
 
+/// The training, on the devices that do not serve.
+struct ServedTraining<'a> {
+    args: &'a TrainAndServe,
+    schedule: &'a Schedule,
+    meshes: Vec<Mesh>,
+    data: Windows,
+    trainer: Trainer<MpmdArray>,
+    /// The last step, on process 0 until it has ended.
+    last: Option<StepHandle>,
+    /// The reason why there is no further step.
+    spoiled: Option<Error>,
+}
+
 /// The stages of a model for both uses.
-struct Parts {
+struct DividedStages {
     serving: Stages,
     training: Stages,
-    sizes: Sizes,
+    sizes: SchedulerSizes,
     schedule: Schedule,
 }
 
@@ -85,13 +102,14 @@ struct Parts {
 pub fn train_and_serve(args: &TrainAndServe) -> anyhow::Result<ExitCode> {
     let folder = Folder::open(&args.model)?;
     folder.check_training()?;
-    let parts = Parts::new(args, &folder)?;
+    let parts = DividedStages::new(args, &folder)?;
     let mut devices = parts.serving.devices(|stage| stage)?;
     devices.extend(parts.training.devices(|stage| stage)?);
 
     let of_folder = folder.clone();
     let job = args.job.clone().input(move || of_folder.facts());
     let settings = args.front.settings(None);
+
     let own = match job.part(devices.len(), devices.clone())? {
         JobPart::First => Some(listen(args, &folder, &settings, parts.sizes)?),
         JobPart::Parent => {
@@ -100,6 +118,7 @@ pub fn train_and_serve(args: &TrainAndServe) -> anyhow::Result<ExitCode> {
         }
         JobPart::Other => None,
     };
+
     let own = Mutex::new(own);
     mpmd::job::run(&job, devices.len(), devices, |p| {
         let is_first = p.process() == ProcessId(0);
@@ -108,21 +127,22 @@ pub fn train_and_serve(args: &TrainAndServe) -> anyhow::Result<ExitCode> {
     })
 }
 
-impl Parts {
+impl DividedStages {
     fn new(args: &TrainAndServe, folder: &Folder) -> anyhow::Result<Self> {
         let stages = args.cut.stages();
         let most = folder.config().positions().min(POSITIONS);
         ensure!(args.time <= most, "--time: expected at most {most}");
         let serving = args
             .cut
-            .divide(Stages::new(folder, stages, most)?, Held::default())?;
+            .divide(Stages::new(folder, stages, most)?, HeldBytes::default())?;
         let devices = serving.devices(|stage| stage)?;
+
         // The processes that train follow those that serve.
         let training =
             Stages::new(folder, args.training_stages, args.time)?.after(devices.iter().sum());
         let microbatches = 2 * args.training_stages;
         let schedule = Schedule::one_f_one_b(args.training_stages, microbatches)?;
-        let sizes = Sizes {
+        let sizes = SchedulerSizes {
             lanes: stages,
             sequences: SEQUENCES.max(devices.len() + args.training_stages),
             blocks: 2 * SEQUENCES * POSITIONS.div_ceil(16),
@@ -144,67 +164,53 @@ fn listen(
     args: &TrainAndServe,
     folder: &Folder,
     settings: &FrontSettings,
-    sizes: Sizes,
-) -> anyhow::Result<(Front, Engine)> {
+    sizes: SchedulerSizes,
+) -> anyhow::Result<ServerEnds> {
     let (queue, arrivals) = queue(settings.waiting);
     let model = Model::of(folder, args.front.model_name.clone(), sizes.positions)?;
     let front = Front::listen(settings, model, queue).map_err(front::named)?;
     say(&format!("listening on http://{}", front.address()));
-    Ok((front, Engine::new(sizes, arrivals).measure_chunk()))
+    let engine = Engine::new(sizes, arrivals).measure_chunk();
+    Ok(ServerEnds { front, engine })
 }
 
+/// Runs the training and the server on one process of the job.
 fn program(
     p: &mut Program,
     args: &TrainAndServe,
     folder: &Folder,
-    parts: &Parts,
-    own: Option<(Front, Engine)>,
+    parts: &DividedStages,
+    own: Option<ServerEnds>,
 ) -> anyhow::Result<()> {
     let is_first = p.process() == ProcessId(0);
     if !is_first {
         // A signal comes to all processes. Process 0 drains the server; the others wait for that.
         wait_for_process_0()?;
     }
-    let Parts {
-        serving,
-        training,
-        sizes,
-        schedule,
-    } = parts;
+    let sizes = parts.sizes;
     let room = Room {
         blocks: sizes.blocks,
         sequences: sizes.sequences,
     };
-    let meshes = serving.meshes(|stage| stage)?;
-    let mut inference = serving.inference(p, &meshes, room, true)?;
+    let meshes = parts.serving.meshes(|stage| stage)?;
+    let mut inference = parts.serving.inference(p, &meshes, room, true)?;
 
-    // The training, on the other devices.
-    let tokens = Tokens::spread(p, || Tokens::of(&Text::of(&args.texts)?, folder))?;
-    let data = Windows::new(&tokens, args.time, 1)?;
-    let meshes: Vec<Mesh> = training.meshes(|stage| stage)?;
-    let pipeline = training.training(p, &meshes)?;
-    let mut trainer = Trainer::new(p, pipeline, schedule.clone(), AdamW::default())?
-        .rate(Rate::Constant(args.lr));
+    let mut training = ServedTraining::new(p, args, folder, parts)?;
     let computed_by = inference
         .computed_by(p)
         .filter(|_| is_first && !p.is_dry_run());
     if let Some(line) = computed_by {
         say(&format!("serving: {line}"));
-        say(&format!("training: {}", trainer.computed_by(p)));
+        say(&format!("training: {}", training.trainer.computed_by(p)));
     }
 
     // The way of the weights: published as bf16, taken in the server's own layout.
-    let none = Token::new([0; 32]).to_hex();
-    let token = p.broadcast_value(ProcessId(0), none, || {
-        let token = Token::random().map_err(|why| Error::Environment(why.to_string()))?;
-        Ok(token.to_hex())
-    })?;
-    let token: Token = token.parse()?;
+    let token = share_token(p)?;
     let publication = Publication::new(PUBLICATION, token.clone()).changes(false);
     let mut weights = WeightPublisher::new(
         p,
         publication,
-        trainer.pipeline(),
+        training.trainer.pipeline(),
         folder.config(),
         None,
         WeightType::Bf16,
@@ -216,59 +222,123 @@ fn program(
     let subscribing = Subscribing::new(PUBLICATION, address.unwrap_or_default(), token);
     let subscription = inference.subscribe(p, subscribing)?;
 
-    let (mut front, mut engine) = own.unzip();
+    let (mut front, mut engine) = own.map(|own| (own.front, own.engine)).unzip();
     if let Some(front) = &mut front {
         front.catch_signals()?;
     }
     let waker = engine.as_ref().map(Engine::waker);
     let mut serving = Serving::start(p, &mut inference, sizes.lanes, engine.as_mut())?;
-    // The last step, on process 0 until it has ended.
-    let mut last: Option<StepHandle> = None;
-    // The reason why there is no further step.
-    let mut spoiled: Option<Error> = None;
     loop {
-        if let Some(ended) = last.take_if(|last| is_first && last.is_complete()) {
-            match ended.read() {
-                Ok(report) => say(&format!("step {}: loss {:.3}", report.step, report.loss)),
-                // Its weights are refused, so the server goes on with those before.
-                Err(why @ Error::Kernel(_)) => {
-                    say(&format!(
-                        "error: the training has ended, and the server goes on: {why}"
-                    ));
-                    spoiled = Some(why);
-                }
-                Err(why) => return Err(why.into()),
-            }
+        if is_first {
+            training.read_ended()?;
         }
-        let is_done = spoiled.is_some() || trainer.steps() >= args.steps as u64;
-        let is_next = last.is_none() && !is_done;
-        let next = is_next.then_some(());
-        let turn = match p.is_dry_run() && trainer.steps() < STEPS_OF_DRY_RUN {
-            true => Turn::Other(()),
+        let next = training.is_next().then_some(());
+        let turn = match p.is_dry_run() && training.trainer.steps() < STEPS_OF_DRY_RUN {
+            true => ServingTurn::Other(()),
             false => serving.turn(p, || next)?,
         };
         match turn {
-            Turn::Ended => break,
-            Turn::Served => continue,
-            Turn::Other(()) => {}
-        }
-        let count = schedule.microbatches();
-        let at = |microbatch| At::new(0, trainer.steps() + 1, microbatch, count);
-        let microbatches = (0..count).map(|microbatch| data.training(p, &meshes, at(microbatch)));
-        let microbatches = microbatches.collect::<mpmd::Result<Vec<_>>>()?;
-        let step = trainer.step(p, microbatches)?;
-        if let Some(waker) = waker.clone() {
-            step.then(move || waker.wake());
-        }
-        last = Some(step);
-        if trainer.steps().is_multiple_of(args.publish_every as u64) {
-            weights.publish(p, trainer.steps(), trainer.pipeline())?;
+            ServingTurn::Ended => break,
+            ServingTurn::Served => {}
+            ServingTurn::Other(()) => training.step(p, &waker, &mut weights)?,
         }
     }
+
     drop((subscription, weights));
     if let Some(front) = front {
         front.drain();
         front.join();
     }
-    spoiled.map_or(Ok(()), |why| Err(why.into()))
+    training.spoiled.map_or(Ok(()), |why| Err(why.into()))
+}
+
+/// Returns a secret of process 0 on every process.
+fn share_token(p: &mut Program) -> anyhow::Result<Token> {
+    let none = Token::new([0; 32]).to_hex();
+    let token = p.broadcast_value(ProcessId(0), none, || {
+        let token = Token::random().map_err(|why| Error::Environment(why.to_string()))?;
+        Ok(token.to_hex())
+    })?;
+    Ok(token.parse()?)
+}
+
+impl<'a> ServedTraining<'a> {
+    /// Issues the reading of the texts and of the weights.
+    fn new(
+        p: &mut Program,
+        args: &'a TrainAndServe,
+        folder: &Folder,
+        parts: &'a DividedStages,
+    ) -> anyhow::Result<Self> {
+        let tokens = Tokens::spread(p, || Tokens::of(&TextBytes::of(&args.texts)?, folder))?;
+        let data = Windows::new(&tokens, args.time, 1)?;
+        let meshes = parts.training.meshes(|stage| stage)?;
+        let pipeline = parts.training.training(p, &meshes)?;
+        let trainer = Trainer::new(p, pipeline, parts.schedule.clone(), AdamW::default())?
+            .rate(Rate::Constant(args.lr));
+        Ok(Self {
+            args,
+            schedule: &parts.schedule,
+            meshes,
+            data,
+            trainer,
+            last: None,
+            spoiled: None,
+        })
+    }
+
+    /// Reads the report of the last step, if it has ended.
+    fn read_ended(&mut self) -> anyhow::Result<()> {
+        let Some(ended) = self.last.take_if(|last| last.is_complete()) else {
+            return Ok(());
+        };
+        match ended.read() {
+            Ok(report) => say(&format!("step {}: loss {:.3}", report.step, report.loss)),
+            // Its weights are refused, so the server goes on with those before.
+            Err(why @ Error::Kernel(_)) => {
+                say(&format!(
+                    "error: the training has ended, and the server goes on: {why}"
+                ));
+                self.spoiled = Some(why);
+            }
+            Err(why) => return Err(why.into()),
+        }
+        Ok(())
+    }
+
+    /// True if the next step can be issued.
+    fn is_next(&self) -> bool {
+        let is_done = self.spoiled.is_some() || self.trainer.steps() >= self.args.steps as u64;
+        self.last.is_none() && !is_done
+    }
+
+    /// Issues a step, and publishes its weights if it is time. The end of the step wakes the
+    /// server's engine.
+    fn step(
+        &mut self,
+        p: &mut Program,
+        waker: &Option<Waker>,
+        weights: &mut WeightPublisher,
+    ) -> anyhow::Result<()> {
+        let count = self.schedule.microbatches();
+        let number = self.trainer.steps() + 1;
+        let at = |microbatch| MicrobatchPlace::new(0, number, microbatch, count);
+        let microbatches =
+            (0..count).map(|microbatch| self.data.training(p, &self.meshes, at(microbatch)));
+        let microbatches = microbatches.collect::<mpmd::Result<Vec<_>>>()?;
+        let step = self.trainer.step(p, microbatches)?;
+        if let Some(waker) = waker.clone() {
+            step.then(move || waker.wake());
+        }
+        self.last = Some(step);
+
+        if self
+            .trainer
+            .steps()
+            .is_multiple_of(self.args.publish_every as u64)
+        {
+            weights.publish(p, self.trainer.steps(), self.trainer.pipeline())?;
+        }
+        Ok(())
+    }
 }

@@ -9,13 +9,15 @@ use std::time::Duration;
 
 use mpmd::{Error, FailureKind, Result};
 use mpmd_base::block::{Instant, now, since};
-use mpmd_models::{Choices, Inference, Times, Versions, next_of_folder, version_number};
+use mpmd_models::{
+    Choices, Inference, PendingTimes, VersionsState, WeightVersions, next_of_folder, version_number,
+};
 use serde::{Deserialize, Serialize};
 
-use crate::metrics::{Figures, StageFigures};
-use crate::queue::{Arrivals, Awaited, News, PauseMode, Sender, Waker};
-use crate::request::{Event, Request, reason};
-use crate::scheduler::{Decision, Scheduler, Sizes};
+use crate::metrics::{EngineFigures, StageFigures};
+use crate::queue::{Awaited, EngineNews, PauseMode, ReplySender, RequestArrivals, Waker};
+use crate::request::{ReplyEvent, TextRequest, reason};
+use crate::scheduler::{Decision, Scheduler, SchedulerSizes};
 
 /// Longest time between two steps: shorter than any peer timeout, so that a server without requests
 /// is not taken for one that hangs.
@@ -30,7 +32,7 @@ const WORTH: f64 = 0.9;
 
 /// The next step of all processes.
 #[derive(Debug, Deserialize, Serialize)]
-pub(crate) enum Step {
+pub(crate) enum ServerStep {
     Pass(Decision),
     /// New caches, since a pass has failed.
     Renew,
@@ -50,38 +52,58 @@ pub(crate) enum Step {
 /// The requests of a server, on process 0.
 pub struct Engine {
     scheduler: Scheduler,
-    arrivals: Arrivals,
-    clients: BTreeMap<u64, Sender>,
+    arrivals: RequestArrivals,
+    clients: BTreeMap<u64, ReplySender>,
     /// The number of the next request.
     next: u64,
     /// The choices of passes that have not ended.
-    pub(crate) open: VecDeque<Choices>,
-    sizes: Sizes,
+    open: VecDeque<Choices>,
+    sizes: SchedulerSizes,
     /// False if the size of a pass is yet to be measured.
     has_chunk: bool,
-    /// Number of passes so far, and of those that failed.
-    passes: [u64; 2],
+    passes: PassCounts,
     /// Number of lost processes that were replaced.
     recoveries: u64,
-    /// The times of the stages since they were made, as far as they are known, and before.
-    stages: [Vec<StageFigures>; 2],
-    /// The time of the last question for them, and the answer unless it was read.
-    asked: (Instant, Option<Times>),
+    stages: StageTotals,
+    times: TimesRequest,
     pause: Option<PauseMode>,
-    weights: Weights,
+    weights: WeightChanges,
     /// Why the last call of [`run`](crate::run) failed.
     failed: Option<Arc<str>>,
 }
 
+/// Numbers of passes so far.
+#[derive(Clone, Copy, Default)]
+struct PassCounts {
+    issued: u64,
+    failed: u64,
+}
+
+/// The times of the stages.
+#[derive(Default)]
+struct StageTotals {
+    /// Since the stages were made, as far as they are known.
+    present: Vec<StageFigures>,
+    /// Of the stages before those.
+    earlier: Vec<StageFigures>,
+}
+
+/// The last question for the times of the stages.
+struct TimesRequest {
+    asked: Instant,
+    /// The answer, unless it was read.
+    answer: Option<PendingTimes>,
+}
+
 /// The changes of the weights.
-struct Weights {
+struct WeightChanges {
     /// Time for which requests go on with an older version.
     grace: Duration,
     /// The time when the newest version began.
     begun: Instant,
-    /// The last value of [`Versions::has_room`] that was set.
+    /// The last value of [`WeightVersions::has_room`] that was set.
     has_room: bool,
-    load: Option<Load>,
+    load: Option<FolderLoad>,
     polled: Instant,
     /// Number of versions that have begun.
     versions: u64,
@@ -90,7 +112,7 @@ struct Weights {
 }
 
 /// The weights of a folder that a client wants.
-enum Load {
+enum FolderLoad {
     Asked(String),
     /// They are being read as this version.
     Reading(u64),
@@ -102,7 +124,7 @@ impl Engine {
     /// # Panics
     ///
     /// As [`Scheduler::new`].
-    pub fn new(sizes: Sizes, arrivals: Arrivals) -> Self {
+    pub fn new(sizes: SchedulerSizes, arrivals: RequestArrivals) -> Self {
         Self {
             scheduler: Scheduler::new(sizes),
             arrivals,
@@ -111,12 +133,15 @@ impl Engine {
             open: VecDeque::new(),
             sizes,
             has_chunk: true,
-            passes: [0; 2],
+            passes: PassCounts::default(),
             recoveries: 0,
-            stages: [Vec::new(), Vec::new()],
-            asked: (now(), None),
+            stages: StageTotals::default(),
+            times: TimesRequest {
+                asked: now(),
+                answer: None,
+            },
             pause: None,
-            weights: Weights {
+            weights: WeightChanges {
                 grace: Duration::MAX,
                 begun: now(),
                 has_room: false,
@@ -129,7 +154,7 @@ impl Engine {
         }
     }
 
-    /// Has the number of tokens of a pass measured at the start, in place of that of the sizes: the
+    /// Measures the number of tokens of a pass at the start, in place of that of the sizes: the
     /// smallest with which a token costs hardly more than with larger ones.
     #[must_use]
     pub fn measure_chunk(mut self) -> Self {
@@ -168,70 +193,88 @@ impl Engine {
             .into_iter()
             .map(|arrival| arrival.sender);
         let open = std::mem::take(&mut self.clients).into_values();
-        open.chain(waiting)
-            .for_each(|mut sender| sender.send(Event::Failed(why.clone())));
+
+        for mut sender in open.chain(waiting) {
+            sender.send(ReplyEvent::Failed(why.clone()));
+        }
     }
 
     /// Returns the next step of all processes. Blocks while there is nothing to do, and while
     /// enough passes are open.
-    pub(crate) fn step(&mut self, inference: &Inference) -> Result<Step> {
+    pub(crate) fn step(&mut self, inference: &Inference) -> Result<ServerStep> {
         loop {
             self.take_news(inference);
             if let Some(step) = self.change_weights(inference.versions()) {
                 return Ok(step);
             }
             if let Some(decision) = self.decide() {
-                self.passes[0] += 1;
-                return Ok(Step::Pass(decision));
+                self.passes.issued += 1;
+                return Ok(ServerStep::Pass(decision));
             }
+
             if let Some(choices) = self.open.pop_front() {
-                self.arrivals.wait_for(Awaited::Choices);
-                let read = inference.read(&choices);
-                self.arrivals.answered(Awaited::Choices);
-                let choices = match read {
-                    Ok(choices) => choices.unwrap_or_default(),
-                    Err(why) if concerns_one_pass(&why) => {
-                        self.fail(&why, inference);
-                        return Ok(Step::Renew);
-                    }
-                    Err(why) => return Err(why),
-                };
-                for (id, event) in self.scheduler.end(&choices) {
-                    let is_last = !matches!(event, Event::Token(_));
-                    if let Some(sender) = self.clients.get_mut(&id) {
-                        sender.send(event);
-                    }
-                    if is_last {
-                        self.clients.remove(&id);
-                    }
-                }
-                self.read_times(inference)?;
-                self.report();
-                if self.must_ask() {
-                    return Ok(Step::Times);
+                if let Some(step) = self.end_pass(&choices, inference)? {
+                    return Ok(step);
                 }
             } else if self.clients.is_empty() && self.arrivals.is_over() {
-                return Ok(Step::End);
+                return Ok(ServerStep::End);
             } else if !self.wait(inference.versions()) {
                 self.read_times(inference)?;
                 // So it is known without requests, too, that the stages answer.
                 return Ok(if self.must_ask() {
-                    Step::Times
+                    ServerStep::Times
                 } else {
-                    Step::Idle
+                    ServerStep::Idle
                 });
             }
         }
     }
 
+    /// Waits for the oldest open pass, and sends its tokens to the clients. Returns the step that
+    /// has to follow.
+    fn end_pass(&mut self, choices: &Choices, inference: &Inference) -> Result<Option<ServerStep>> {
+        self.arrivals.wait_for(Awaited::Choices);
+        let read = inference.read(choices);
+        self.arrivals.answered(Awaited::Choices);
+        let choices = match read {
+            Ok(choices) => choices.unwrap_or_default(),
+            Err(why) if concerns_one_pass(&why) => {
+                self.fail(&why, inference);
+                return Ok(Some(ServerStep::Renew));
+            }
+            Err(why) => return Err(why),
+        };
+
+        for (id, event) in self.scheduler.end(&choices) {
+            let is_last = !matches!(event, ReplyEvent::Token(_));
+            if let Some(sender) = self.clients.get_mut(&id) {
+                sender.send(event);
+            }
+            if is_last {
+                self.clients.remove(&id);
+            }
+        }
+        self.read_times(inference)?;
+        self.report();
+        Ok(self.must_ask().then_some(ServerStep::Times))
+    }
+
     /// True if it is time to ask for the times of the stages.
     fn must_ask(&self) -> bool {
-        self.asked.1.is_none() && since(self.asked.0) > TIMES
+        self.times.answer.is_none() && since(self.times.asked) > TIMES
+    }
+
+    /// Notes that a pass was issued.
+    pub(crate) fn pass_issued(&mut self, choices: Choices) {
+        self.open.push_back(choices);
     }
 
     /// Notes that the times of the stages have been asked for.
-    pub(crate) fn ask(&mut self, times: Times) {
-        self.asked = (now(), Some(times));
+    pub(crate) fn times_issued(&mut self, times: PendingTimes) {
+        self.times = TimesRequest {
+            asked: now(),
+            answer: Some(times),
+        };
         self.arrivals.wait_for(Awaited::Times);
     }
 
@@ -242,6 +285,7 @@ impl Engine {
         if is_frozen || self.scheduler.open() > self.sizes.lanes {
             return None;
         }
+
         let decision = self.scheduler.decide();
         let has_begun = |id: &u64| self.scheduler.version(*id).is_some();
         let begun = self.clients.iter_mut().filter(|(id, _)| has_begun(id));
@@ -251,7 +295,7 @@ impl Engine {
 
     /// Waits for news, since there is nothing to compute. Returns false if there are none for the
     /// engine.
-    fn wait(&mut self, versions: &Versions) -> bool {
+    fn wait(&mut self, versions: &WeightVersions) -> bool {
         self.report();
         if let Some(mode) = self.pause {
             self.arrivals.paused(mode);
@@ -264,57 +308,70 @@ impl Engine {
 
     /// Begins a version of the weights that has come, and ends an older one. Returns the step that
     /// it takes.
-    fn change_weights(&mut self, versions: &Versions) -> Option<Step> {
-        // Asked first: the version has come once this is false.
-        let (is_loading, newest) = (versions.is_loading(), versions.newest());
-        if self.scheduler.old().is_none() && newest != self.scheduler.newest() {
-            self.scheduler.begin(newest);
+    fn change_weights(&mut self, versions: &WeightVersions) -> Option<ServerStep> {
+        let state = versions.state();
+        if self.scheduler.old().is_none() && state.newest != self.scheduler.newest() {
+            self.scheduler.begin(state.newest);
             self.weights.begun = now();
             self.weights.versions += 1;
             self.set_room(versions, false);
             self.tell_weights();
         }
+
         let is_late = since(self.weights.begun) >= self.weights.grace;
         if is_late && self.scheduler.old().is_some() {
             for id in self.scheduler.upgrade() {
                 self.weights.upgrades += 1;
-                self.clients
-                    .get(&id)
-                    .into_iter()
-                    .for_each(Sender::tell_version);
+                if let Some(sender) = self.clients.get(&id) {
+                    sender.tell_version();
+                }
             }
         }
         if let Some(version) = self.scheduler.retired() {
             self.tell_weights();
-            return Some(Step::Retire(version));
+            return Some(ServerStep::Retire(version));
         }
+
+        if let Some(step) = self.change_load(versions, &state) {
+            return Some(step);
+        }
+        let is_reading = matches!(self.weights.load, Some(FolderLoad::Reading(_)));
+        self.set_room(versions, self.scheduler.old().is_none() && !is_reading);
+        if state.is_loading && since(self.weights.polled) >= POLL {
+            self.weights.polled = now();
+            return Some(ServerStep::Poll);
+        }
+        None
+    }
+
+    /// Begins to load the weights of a folder that a client wants, or ends the loading. Returns the
+    /// step that it takes.
+    fn change_load(
+        &mut self,
+        versions: &WeightVersions,
+        state: &VersionsState,
+    ) -> Option<ServerStep> {
         match self.weights.load.take() {
-            Some(Load::Asked(path)) if self.scheduler.old().is_none() => {
+            Some(FolderLoad::Asked(path)) if self.scheduler.old().is_none() => {
                 self.set_room(versions, false);
-                let version = next_of_folder(newest);
-                self.weights.load = Some(Load::Reading(version));
-                return Some(Step::Load(path, version));
+                let version = next_of_folder(state.newest);
+                self.weights.load = Some(FolderLoad::Reading(version));
+                return Some(ServerStep::Load(path, version));
             }
-            Some(Load::Reading(version)) if self.scheduler.newest() == version => {
+            Some(FolderLoad::Reading(version)) if self.scheduler.newest() == version => {
                 self.arrivals.loaded(Ok(version));
             }
-            Some(Load::Reading(version)) if !is_loading && newest != version => {
-                let why = versions.failure();
+            Some(FolderLoad::Reading(version)) if !state.is_loading && state.newest != version => {
+                let why = state.failure.clone();
                 let why = why.unwrap_or_else(|| "the weights could not be read".to_owned());
                 self.arrivals.loaded(Err(why));
             }
             load => self.weights.load = load,
         }
-        let is_reading = matches!(self.weights.load, Some(Load::Reading(_)));
-        self.set_room(versions, self.scheduler.old().is_none() && !is_reading);
-        if is_loading && since(self.weights.polled) >= POLL {
-            self.weights.polled = now();
-            return Some(Step::Poll);
-        }
         None
     }
 
-    fn set_room(&mut self, versions: &Versions, has_room: bool) {
+    fn set_room(&mut self, versions: &WeightVersions, has_room: bool) {
         // A version that is on its way takes the room: only a change is told.
         if std::mem::replace(&mut self.weights.has_room, has_room) != has_room {
             versions.set_room(has_room);
@@ -333,30 +390,32 @@ impl Engine {
     fn fail(&mut self, why: &Error, inference: &Inference) {
         // No version may retire before the passes that compute by it have ended. Their choices are
         // forgotten.
-        self.open
-            .iter()
-            .for_each(|choices| _ = inference.read(choices));
+        for choices in &self.open {
+            _ = inference.read(choices);
+        }
         tracing::error!("a pass has failed: {why}");
+
         let ended = self.scheduler.fail();
         if let Some(mut sender) = ended.and_then(|id| self.clients.remove(&id)) {
-            sender.send(Event::Failed(
+            sender.send(ReplyEvent::Failed(
                 format!("the model has failed: {}", reason(why)).into(),
             ));
         }
-        self.passes[1] += 1;
+        self.passes.failed += 1;
         self.forget();
     }
 
     /// Reads the times of the stages, if they have come.
     fn read_times(&mut self, inference: &Inference) -> Result<()> {
-        let Some(asked) = &self.asked.1 else {
+        let Some(answer) = &self.times.answer else {
             return Ok(());
         };
-        let Some(times) = inference.read_times(asked)? else {
+        let Some(times) = inference.read_times(answer)? else {
             return Ok(());
         };
-        self.asked.1 = None;
+        self.times.answer = None;
         self.arrivals.answered(Awaited::Times);
+
         let figures = times.iter().enumerate().map(|(stage, own)| StageFigures {
             busy: own.busy,
             handed_bytes: own.handed_bytes,
@@ -364,17 +423,18 @@ impl Engine {
                 .get(stage + 1)
                 .map_or(Duration::ZERO, |next| own.until(next)),
         });
-        self.stages[0] = figures.collect();
+        self.stages.present = figures.collect();
         Ok(())
     }
 
     /// Begins an epoch, whose stages know nothing.
-    pub(crate) fn restart(&mut self, epoch: u64, versions: &Versions) {
+    pub(crate) fn restart(&mut self, epoch: u64, versions: &WeightVersions) {
         self.arrivals.set_versions(versions.clone());
         self.weights.has_room = versions.has_room();
         if self.weights.load.take().is_some() {
             self.arrivals.loaded(Err("a process was lost".to_owned()));
         }
+
         self.has_chunk = true;
         self.scheduler.set_chunk(self.sizes.chunk);
         self.scheduler.restart();
@@ -386,9 +446,9 @@ impl Engine {
     /// Forgets open passes. The times of stages that are made anew begin at zero.
     fn forget(&mut self) {
         self.open.clear();
-        self.stages[1] = self.stages();
-        self.stages[0].clear();
-        self.asked.1 = None;
+        self.stages.earlier = self.stages.sums();
+        self.stages.present.clear();
+        self.times.answer = None;
         self.arrivals.forget_answers();
         self.report();
     }
@@ -404,6 +464,7 @@ impl Engine {
         if self.has_chunk {
             return tokens >= self.sizes.chunk;
         }
+
         let cost = time.as_secs_f64() / tokens as f64;
         // With as many tokens of prompts as there can be texts.
         let least = 2 * self.sizes.sequences.div_ceil(self.sizes.lanes);
@@ -416,15 +477,6 @@ impl Engine {
         self.has_chunk
     }
 
-    /// Returns the times of the stages since the start of the server.
-    fn stages(&self) -> Vec<StageFigures> {
-        let [now, before] = &self.stages;
-        let of = |stages: &[StageFigures], at: usize| stages.get(at).copied().unwrap_or_default();
-        (0..now.len().max(before.len()))
-            .map(|at| of(now, at) + of(before, at))
-            .collect()
-    }
-
     /// Takes new requests, forgets those of clients that have left, and ends those that a pause
     /// aborts.
     fn take_news(&mut self, inference: &Inference) {
@@ -434,7 +486,8 @@ impl Engine {
             self.scheduler.leave(id);
             self.clients.remove(&id);
         }
-        let News {
+
+        let EngineNews {
             arrived,
             aborts,
             pause,
@@ -446,16 +499,18 @@ impl Engine {
                 sender.abort();
             }
         }
+
         self.pause = pause;
         self.scheduler.close(pause.is_some());
         if let Some(path) = load {
-            self.weights.load = Some(Load::Asked(path));
+            self.weights.load = Some(FolderLoad::Asked(path));
         }
+
         for arrival in arrived {
             let request = arrival.request;
             let mut sender = arrival.sender;
             if let Err(why) = self.check(&request, inference) {
-                sender.send(Event::Failed(why.into()));
+                sender.send(ReplyEvent::Failed(why.into()));
                 continue;
             }
             self.scheduler.arrive(self.next, request);
@@ -465,7 +520,11 @@ impl Engine {
     }
 
     /// Checks all conditions of a request on which a pass with it could fail.
-    fn check(&self, request: &Request, inference: &Inference) -> std::result::Result<(), String> {
+    fn check(
+        &self,
+        request: &TextRequest,
+        inference: &Inference,
+    ) -> std::result::Result<(), String> {
         let tokens = request.prompt.len();
         let most = self.sizes.positions;
         if tokens == 0 || tokens >= most || request.max_tokens == 0 {
@@ -481,16 +540,18 @@ impl Engine {
 
     fn report(&self) {
         let counts = self.scheduler.counts();
-        let (newest, old) = (self.scheduler.newest(), self.scheduler.old());
+        let newest = self.scheduler.newest();
+        let old = self.scheduler.old();
         let of = |version| self.scheduler.count(version);
-        self.arrivals.report(Figures {
+
+        self.arrivals.report(EngineFigures {
             chunk: self.sizes.chunk,
             blocks: self.sizes.blocks,
             blocks_used: counts.blocks_used,
             prefix_tokens: counts.known_tokens,
             preemptions: counts.preemptions,
-            passes: self.passes[0],
-            failed_passes: self.passes[1],
+            passes: self.passes.issued,
+            failed_passes: self.passes.failed,
             surplus_rows: counts.surplus_tokens,
             in_flight: self.scheduler.open(),
             recoveries: self.recoveries,
@@ -498,8 +559,18 @@ impl Engine {
             versions: self.weights.versions,
             upgrades: self.weights.upgrades,
             version_requests: [of(newest), old.map_or(0, of)],
-            stages: self.stages(),
+            stages: self.stages.sums(),
         });
+    }
+}
+
+impl StageTotals {
+    /// Returns the times of the stages since the start of the server.
+    fn sums(&self) -> Vec<StageFigures> {
+        let of = |stages: &[StageFigures], at: usize| stages.get(at).copied().unwrap_or_default();
+        (0..self.present.len().max(self.earlier.len()))
+            .map(|at| of(&self.present, at) + of(&self.earlier, at))
+            .collect()
     }
 }
 

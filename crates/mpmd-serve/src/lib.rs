@@ -13,12 +13,12 @@ mod serving;
 
 pub use engine::Engine;
 pub use http::{Front, FrontError, FrontSettings, KeyFile};
-pub use metrics::{Figures, StageFigures};
+pub use metrics::{EngineFigures, StageFigures};
 pub use model::Model;
 pub use queue::{
-    Arrival, Arrivals, Denied, Limits, PauseMode, Phase, Queue, Refused, Sender, Stream, Waker,
-    WeightInfo, queue,
+    Denied, PauseMode, QueueLimits, Refused, ReplySender, ReplyStream, RequestArrival,
+    RequestArrivals, RequestQueue, ServerPhase, Waker, WeightInfo, queue,
 };
-pub use request::{Event, Finish, Logprobs, Request, Token};
-pub use scheduler::{Counts, Decision, Scheduler, Sizes};
-pub use serving::{Serving, Turn, run};
+pub use request::{Finish, Logprobs, ReplyEvent, ReplyToken, TextRequest};
+pub use scheduler::{Decision, Scheduler, SchedulerCounts, SchedulerSizes};
+pub use serving::{Serving, ServingTurn, run};

@@ -19,7 +19,7 @@ const WINDOW: Duration = Duration::from_secs(2);
 
 /// Figures that the engine knows. Those that are sums start at zero and grow.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Figures {
+pub struct EngineFigures {
     /// Largest number of tokens of a pass.
     pub chunk: usize,
     /// Number of the cache's blocks on each stage.
@@ -77,9 +77,9 @@ impl Add for StageFigures {
 }
 
 /// The figures of a server.
-pub(crate) struct Metrics {
+pub(crate) struct ServerMetrics {
     registry: Registry,
-    engine: Arc<Engine>,
+    engine: Arc<EngineMetrics>,
     prompt_tokens: Counter,
     new_tokens: Counter,
     rejected: Family<Label, Counter>,
@@ -93,32 +93,46 @@ type Label = [(&'static str, &'static str); 1];
 
 /// The figures of the engine and the line.
 #[derive(Debug)]
-struct Engine(Mutex<Known>);
+struct EngineMetrics(Mutex<KnownFigures>);
 
 #[derive(Debug)]
-struct Known {
-    figures: Figures,
+struct KnownFigures {
+    figures: EngineFigures,
     /// Number of requests that wait and that are being answered, and of pauses in force.
     line: [usize; 3],
-    /// The time that each stage was busy, at two times: the idle shares are those since the first.
-    marks: [(Instant, Vec<Duration>); 2],
+    /// Two marks: the idle shares are those since the first.
+    marks: [BusyMark; 2],
 }
 
-impl Metrics {
+/// The time for which each stage was busy, at one moment.
+#[derive(Clone, Debug)]
+struct BusyMark {
+    time: Instant,
+    busy: Vec<Duration>,
+}
+
+impl ServerMetrics {
     pub(crate) fn new() -> Self {
-        let mark = (now(), Vec::new());
-        let known = Known {
-            figures: Figures::default(),
+        let mark = BusyMark {
+            time: now(),
+            busy: Vec::new(),
+        };
+        let known = KnownFigures {
+            figures: EngineFigures::default(),
             line: [0; 3],
             marks: [mark.clone(), mark],
         };
-        let engine = Arc::new(Engine(Mutex::new(known)));
+        let engine = Arc::new(EngineMetrics(Mutex::new(known)));
         let mut registry = Registry::with_prefix("mpmd");
         registry.register_collector(Box::new(engine.clone()));
-        let (prompt_tokens, new_tokens) = (Counter::default(), Counter::default());
+
+        let prompt_tokens = Counter::default();
+        let new_tokens = Counter::default();
         registry.register("prompt_tokens", "Tokens of prompts", prompt_tokens.clone());
         registry.register("generated_tokens", "Tokens of replies", new_tokens.clone());
-        let (rejected, ended) = (Family::default(), Family::default());
+
+        let rejected = Family::default();
+        let ended = Family::default();
         registry.register(
             "requests_rejected",
             "Requests that were refused",
@@ -129,6 +143,7 @@ impl Metrics {
             "Requests by the way they ended",
             ended.clone(),
         );
+
         let times = [
             (
                 "time_to_first_token_seconds",
@@ -146,6 +161,7 @@ impl Metrics {
             registry.register(name, help, histogram.clone());
             histogram
         });
+
         Self {
             registry,
             engine,
@@ -159,7 +175,7 @@ impl Metrics {
         }
     }
 
-    pub(crate) fn set(&self, figures: Figures) {
+    pub(crate) fn set(&self, figures: EngineFigures) {
         self.engine.0.lock().figures = figures;
     }
 
@@ -196,6 +212,7 @@ impl Metrics {
         known.line = line;
         known.move_marks();
         drop(known);
+
         let mut text = String::new();
         // A string takes everything.
         _ = prometheus_text::encode(&mut text, &self.registry);
@@ -203,26 +220,26 @@ impl Metrics {
     }
 }
 
-impl Known {
+impl KnownFigures {
     /// Replaces the older mark once the newer one is old enough.
     fn move_marks(&mut self) {
-        if since(self.marks[1].0) >= WINDOW {
+        if since(self.marks[1].time) >= WINDOW {
             let busy = self.figures.stages.iter().map(|stage| stage.busy).collect();
             self.marks.swap(0, 1);
-            self.marks[1] = (now(), busy);
+            self.marks[1] = BusyMark { time: now(), busy };
         }
     }
 
     /// Returns the share of the recent time in which a stage had nothing to compute.
     fn idle(&self, stage: usize) -> f64 {
-        let (time, busy) = &self.marks[0];
-        let before = busy.get(stage).copied().unwrap_or_default();
+        let mark = &self.marks[0];
+        let before = mark.busy.get(stage).copied().unwrap_or_default();
         let busy = self.figures.stages[stage].busy.saturating_sub(before);
-        (1.0 - busy.as_secs_f64() / since(*time).as_secs_f64().max(1e-3)).clamp(0.0, 1.0)
+        (1.0 - busy.as_secs_f64() / since(mark.time).as_secs_f64().max(1e-3)).clamp(0.0, 1.0)
     }
 }
 
-impl Collector for Engine {
+impl Collector for EngineMetrics {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let known = self.0.lock();
         let figures = &known.figures;
@@ -265,6 +282,7 @@ impl Collector for Engine {
             let gauge = ConstGauge::new(value as i64);
             gauge.encode(encoder.encode_descriptor(name, help, None, gauge.metric_type())?)?;
         }
+
         let counters = [
             (
                 "prefix_hit_tokens",
@@ -312,21 +330,24 @@ impl Collector for Engine {
                 counter.metric_type(),
             )?)?;
         }
+
         known.encode_stages(&mut encoder)
     }
 }
 
-impl Known {
+impl KnownFigures {
     /// Writes the figures that each stage has.
     fn encode_stages(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         let stages = &self.figures.stages;
         let idle = (0..stages.len()).map(|stage| ConstGauge::new(self.idle(stage)));
         let name = "stage_idle_share";
         encode_by_stage(encoder, name, "Share of time without work", idle)?;
+
         let busy = stages
             .iter()
             .map(|stage| ConstCounter::new(stage.busy.as_secs_f64()));
         encode_by_stage(encoder, "stage_busy_seconds", "Time with work", busy)?;
+
         let bytes = stages
             .iter()
             .map(|stage| ConstCounter::new(stage.handed_bytes));
@@ -336,6 +357,7 @@ impl Known {
             "Bytes handed to the next stage",
             bytes,
         )?;
+
         let times = stages
             .iter()
             .map(|stage| ConstCounter::new(stage.handed.as_secs_f64()));

@@ -5,7 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use mpmd::Result as CoreResult;
 use mpmd_models::{
-    Folder, Message, Sampling, Templates, encode_prompt, has_more_tokens, tokenizer,
+    ChatMessage, Folder, Sampling, Templates, encode_prompt, has_more_tokens, tokenizer,
 };
 use tokenizers::Tokenizer;
 
@@ -42,6 +42,7 @@ impl Model {
         let sampling = Sampling::of(folder)?;
         let path = folder.path();
         let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+
         let own_name = || {
             path.file_name()
                 .unwrap_or(path.as_os_str())
@@ -76,7 +77,7 @@ impl Model {
     }
 
     /// Returns the text with which a conversation goes on.
-    pub(crate) fn rendered(&self, messages: &[Message]) -> Result<String, String> {
+    pub(crate) fn rendered(&self, messages: &[ChatMessage]) -> Result<String, String> {
         let templates = self.templates.as_ref().map_err(Clone::clone)?;
         templates.prompt(messages).map_err(|why| why.to_string())
     }

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 /// A text to continue.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Request {
+pub struct TextRequest {
     /// The tokens of the text; at least one.
     pub prompt: Vec<u32>,
     /// Largest number of new tokens; at least one.
@@ -24,9 +24,9 @@ pub struct Request {
 
 /// A step of a reply.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Event {
-    /// A further token. It comes before [`Event::End`], also if it ends the text.
-    Token(Token),
+pub enum ReplyEvent {
+    /// A further token. It comes before [`ReplyEvent::End`], also if it ends the text.
+    Token(ReplyToken),
     /// The text has ended. Nothing follows.
     End(Finish),
     /// The request failed for this reason. Nothing follows.
@@ -36,9 +36,9 @@ pub enum Event {
 /// Why a text has ended.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub enum Finish {
-    /// A token of [`Request::ends`].
+    /// A token of [`TextRequest::ends`].
     Stop,
-    /// There are [`Request::max_tokens`], or as many as the model has positions.
+    /// There are [`TextRequest::max_tokens`], or as many as the model has positions.
     Length,
     /// A pause of the server has ended it: see [`PauseMode::Abort`](crate::PauseMode::Abort).
     Abort,
@@ -46,7 +46,7 @@ pub enum Finish {
 
 /// A token of the text.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Token {
+pub struct ReplyToken {
     /// Its number in the vocabulary.
     pub id: u32,
     /// The probabilities, if they are wanted.

@@ -5,13 +5,14 @@ use mpmd_models::{Choices, Inference};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::engine::{Engine, Step};
+use crate::engine::{Engine, ServerStep};
 use crate::scheduler::Decision;
 
 /// A server in a loop of its program.
 ///
 /// Every process calls [`turn`](Self::turn) again and again. Between two calls the program may
-/// issue other work, if all processes issue the same: [`Turn::Other`] has them agree on it.
+/// issue other work, if all processes issue the same: they agree on it by
+/// [`ServingTurn::Other`].
 pub struct Serving<'a> {
     inference: &'a mut Inference,
     engine: Option<&'a mut Engine>,
@@ -21,7 +22,7 @@ pub struct Serving<'a> {
 
 /// The result of a turn, on all processes the same.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Turn<T> {
+pub enum ServingTurn<T> {
     /// A step of the server was issued, or there was none.
     Served,
     /// The work that process 0 gave.
@@ -32,8 +33,8 @@ pub enum Turn<T> {
 
 /// The decision of process 0.
 #[derive(Deserialize, Serialize)]
-enum Next<T> {
-    Step(Step),
+enum NextStep<T> {
+    Step(ServerStep),
     Other(T),
 }
 
@@ -56,6 +57,7 @@ impl<'a> Serving<'a> {
                 "choices are not read on process 0, which takes the requests",
             ));
         }
+
         let mut cost = None;
         inference.warm_up(p, |tokens, time| {
             engine
@@ -93,47 +95,58 @@ impl<'a> Serving<'a> {
         &mut self,
         p: &mut Program,
         other: impl FnOnce() -> Option<T>,
-    ) -> Result<Turn<T>> {
-        let (inference, engine) = (&mut *self.inference, &mut self.engine);
+    ) -> Result<ServingTurn<T>> {
+        let inference = &*self.inference;
+        let engine = &mut self.engine;
         let decide = || {
             let Some(engine) = engine else {
-                return Ok(Next::Step(Step::End));
+                return Ok(NextStep::Step(ServerStep::End));
             };
             match other() {
-                Some(work) => Ok(Next::Other(work)),
-                None => engine.step(inference).map(Next::Step),
+                Some(work) => Ok(NextStep::Other(work)),
+                None => engine.step(inference).map(NextStep::Step),
             }
         };
-        let step = match p.broadcast_value(ProcessId(0), Next::Step(Step::End), decide)? {
-            Next::Step(step) => step,
-            Next::Other(work) => return Ok(Turn::Other(work)),
-        };
+        let end = NextStep::Step(ServerStep::End);
+
+        match p.broadcast_value(ProcessId(0), end, decide)? {
+            NextStep::Other(work) => Ok(ServingTurn::Other(work)),
+            NextStep::Step(ServerStep::End) => Ok(ServingTurn::Ended),
+            NextStep::Step(step) => {
+                self.issue(p, step)?;
+                Ok(ServingTurn::Served)
+            }
+        }
+    }
+
+    /// Issues a step. On process 0 the engine gets its results.
+    fn issue(&mut self, p: &mut Program, step: ServerStep) -> Result<()> {
+        let inference = &mut *self.inference;
         match step {
-            Step::Pass(Decision { lane, pass }) => {
+            ServerStep::Pass(Decision { lane, pass }) => {
                 let last = &mut self.last[lane as usize];
                 let choices = inference.pass(p, &pass, last.as_ref())?;
                 if let Some(engine) = &mut self.engine {
-                    engine.open.push_back(choices.clone());
+                    engine.pass_issued(choices.clone());
                 }
                 *last = Some(choices);
             }
-            Step::Renew => {
+            ServerStep::Renew => {
                 self.last.fill(None);
                 inference.renew(p)?;
             }
-            Step::Times => {
+            ServerStep::Times => {
                 let times = inference.times(p)?;
                 if let Some(engine) = &mut self.engine {
-                    engine.ask(times);
+                    engine.times_issued(times);
                 }
             }
-            Step::Retire(version) => inference.retire(version),
-            Step::Load(path, version) => inference.load_weights(p, path.as_ref(), version),
-            Step::Poll => inference.poll(p)?,
-            Step::Idle => {}
-            Step::End => return Ok(Turn::Ended),
+            ServerStep::Retire(version) => inference.retire(version),
+            ServerStep::Load(path, version) => inference.load_weights(p, path.as_ref(), version),
+            ServerStep::Poll => inference.poll(p)?,
+            ServerStep::Idle | ServerStep::End => {}
         }
-        Ok(Turn::Served)
+        Ok(())
     }
 }
 
@@ -150,6 +163,6 @@ pub fn run(
     engine: Option<&mut Engine>,
 ) -> Result<()> {
     let mut serving = Serving::start(p, inference, lanes, engine)?;
-    while serving.turn(p, || None::<()>)? != Turn::Ended {}
+    while serving.turn(p, || None::<()>)? != ServingTurn::Ended {}
     Ok(())
 }

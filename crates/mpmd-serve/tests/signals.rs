@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use mpmd_models::Folder;
-use mpmd_serve::{Front, FrontSettings, Model, Phase, queue};
+use mpmd_serve::{Front, FrontSettings, Model, ServerPhase, queue};
 use rustix::process::{Signal, getpid, kill_process};
 
 #[test]
@@ -19,5 +19,5 @@ fn sigterm_drains_the_server() {
     arrivals.open();
     kill_process(getpid(), Signal::TERM).unwrap();
     front.join();
-    assert!(queue.phase() == Phase::Draining && arrivals.is_over());
+    assert!(queue.phase() == ServerPhase::Draining && arrivals.is_over());
 }

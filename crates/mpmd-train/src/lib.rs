@@ -8,7 +8,7 @@
 //! ```
 //! use mpmd_core::pipeline::{Loss, Pipeline, Schedule, Stage};
 //! use mpmd_core::prelude::*;
-//! use mpmd_train::data::{Text, Windows};
+//! use mpmd_train::data::{TextBytes, Windows};
 //! use mpmd_train::optimizer::AdamW;
 //! use mpmd_train::{Rate, Run, Trainer};
 //!
@@ -18,7 +18,7 @@
 //!     A: Stage<In = MpmdArray>,
 //!     B: Stage<In = A::Out, Out = Loss<MpmdArray>>,
 //! {
-//!     let text = Text::of(&["."])?;
+//!     let text = TextBytes::of(&["."])?;
 //!     let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
 //!     let pipeline = Pipeline::first(a.0, &meshes[0], a.1)?.then(b.0, &meshes[1], b.1)?;
 //!     let data = Windows::new(&text, 64, 8)?;
@@ -55,5 +55,6 @@ pub use checkpoint::Checkpoints;
 pub use optimizer::{AdamW, Sgd};
 pub use rate::Rate;
 pub use trainer::{
-    EvaluationHandle, EvaluationReport, Next, Outcome, Run, StepHandle, StepReport, Trainer,
+    EvaluationHandle, EvaluationReport, ReportAnswer, Run, RunOutcome, StepHandle, StepReport,
+    Trainer,
 };

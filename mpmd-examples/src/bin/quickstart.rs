@@ -52,7 +52,7 @@ fn main() -> Result<()> {
         let (a, b) = (lower.init(p, &meshes[0], 0)?, upper.init(p, &meshes[1], 0)?);
         let pipeline = Pipeline::first(lower, &meshes[0], a)?.then(upper, &meshes[1], b)?;
 
-        let windows = data::Windows::new(&data::Text::of_this_repository()?, TIME, 4)?;
+        let windows = data::Windows::new(&data::TextBytes::of_this_repository()?, TIME, 4)?;
         let schedule = Schedule::one_f_one_b(2, 4)?;
         let trainer = Trainer::new(p, pipeline, schedule, AdamW::default())?;
         let run = Run::steps(200).evaluate_every(100);

@@ -28,7 +28,7 @@ use mpmd::prelude::*;
 use mpmd::sharding::Sharding;
 use mpmd::sharding::rules::{Inferred, Registry, Strategy, infer};
 use mpmd::topology::Mesh;
-use mpmd::train::data::{SEPARATOR, Text, Windows};
+use mpmd::train::data::{SEPARATOR, TextBytes, Windows};
 use mpmd::train::stop::{StopFlag, exit_code, stop_name};
 use mpmd::train::{AdamW, Checkpoints, Rate, Run, Trainer};
 use mpmd::{Commits, DeviceId, Fact, ProcessId};
@@ -184,8 +184,8 @@ fn main() -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let text = match &args.paths[..] {
-        [] => Text::of_this_repository(),
-        paths => Text::of(paths),
+        [] => TextBytes::of_this_repository(),
+        paths => TextBytes::of(paths),
     }?;
     let fact = Fact::new("the text", format!("hash {:016x}", text.fingerprint()));
     let job = args.job.clone().input(move || vec![fact.clone()]);
@@ -244,7 +244,7 @@ fn run(
     p: &mut Program,
     args: &Args,
     plan: &Plan<'_>,
-    text: &Text,
+    text: &TextBytes,
     commits: Option<&Commits>,
 ) -> anyhow::Result<Option<i32>> {
     let first = p.process() == ProcessId(0) && !p.is_dry_run();

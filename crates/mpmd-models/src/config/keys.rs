@@ -43,7 +43,7 @@ pub(crate) const HARMLESS: &str = "
 ";
 
 /// The keys of an object in a config. Notes those that have been read.
-pub(crate) struct Keys<'a> {
+pub(crate) struct ConfigKeys<'a> {
     file: &'a Path,
     /// Path of the object, for messages: empty, or with a dot at its end.
     prefix: String,
@@ -53,7 +53,7 @@ pub(crate) struct Keys<'a> {
     read: RefCell<BTreeSet<String>>,
 }
 
-impl<'a> Keys<'a> {
+impl<'a> ConfigKeys<'a> {
     pub(crate) fn new(file: &'a Path, map: Map<String, Value>) -> Self {
         Self {
             file,

@@ -6,7 +6,7 @@ mod rope;
 
 use mpmd::candle::nn::Activation;
 
-pub(crate) use keys::{HARMLESS, Keys, word};
+pub(crate) use keys::{ConfigKeys, HARMLESS, word};
 pub(crate) use rope::{RopeDefaults, rope, rope_of};
 
 use crate::rope::Rope;
@@ -21,7 +21,7 @@ pub(crate) const POSITIONS: &str = "max_position_embeddings";
 /// The sizes of a decoder, and the values that choose its parts. Sizes have the names that most
 /// families give them in `config.json`.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Config {
+pub struct ModelConfig {
     /// The family: `model_type` in `config.json`.
     pub family: &'static str,
     /// Number of tokens that the embedding has rows for.
@@ -47,7 +47,7 @@ pub struct Config {
     /// True if a table of positions is added to the embedding.
     pub learned_positions: bool,
     /// The kind of its norms.
-    pub norm: Norm,
+    pub norm: NormKind,
     /// Number that is added to the variance or the mean square in a norm.
     pub norm_eps: f64,
     /// Names of a layer's norms: before and after the attention, before and after the MLP.
@@ -67,7 +67,7 @@ pub struct Config {
     /// True if the projections of the MLP have biases.
     pub mlp_bias: bool,
     /// The experts of layers that have them in place of an MLP.
-    pub experts: Option<Experts>,
+    pub experts: Option<ExpertsConfig>,
     /// True if attention and MLP of a layer have the same input.
     pub is_parallel: bool,
     /// Factor of the results of attention and MLP, before they are added to their inputs.
@@ -86,7 +86,7 @@ pub struct Config {
 
 /// The kind of a norm.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Norm {
+pub enum NormKind {
     /// Scales to mean square 1, then by the weight.
     Rms,
     /// Scales to mean square 1, then by one plus the weight.
@@ -108,7 +108,7 @@ pub enum HeadNorm {
 
 /// Gated MLPs without biases, of which each token takes some.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Experts {
+pub struct ExpertsConfig {
     /// Number of experts of a layer.
     pub count: usize,
     /// Number of experts that a token takes: those with the largest probabilities.
@@ -128,7 +128,7 @@ pub struct Experts {
 pub struct LayerConfig {
     /// Number of keys that a query sees, its own included. `None` if it sees all before it.
     pub window: Option<usize>,
-    /// Index of its rotary embedding in [`Config::ropes`].
+    /// Index of its rotary embedding in [`ModelConfig::ropes`].
     pub rope: Option<usize>,
     /// Factor of the products of queries and keys.
     pub scale: f64,
@@ -136,7 +136,7 @@ pub struct LayerConfig {
     pub has_experts: bool,
 }
 
-impl Config {
+impl ModelConfig {
     /// Returns the most tokens of a sequence.
     pub fn positions(&self) -> usize {
         let own = self.max_position_embeddings;

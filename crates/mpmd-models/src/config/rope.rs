@@ -3,7 +3,7 @@
 use mpmd::Result;
 
 use super::POSITIONS;
-use super::keys::Keys;
+use super::keys::ConfigKeys;
 use crate::rope::{Rope, Scaling};
 
 /// The kinds of scalings, for messages.
@@ -25,7 +25,7 @@ pub(crate) struct RopeDefaults {
 }
 
 /// Reads `rope_parameters`, or in the old form `rope_theta` and `rope_scaling`.
-pub(crate) fn rope(keys: &Keys<'_>, or: &RopeDefaults, head_dim: usize) -> Result<Rope> {
+pub(crate) fn rope(keys: &ConfigKeys<'_>, or: &RopeDefaults, head_dim: usize) -> Result<Rope> {
     let new = keys.object("rope_parameters")?;
     let scaling = keys.object("rope_scaling")?.or(new);
     rope_of(keys, scaling.as_ref(), or, head_dim)
@@ -33,8 +33,8 @@ pub(crate) fn rope(keys: &Keys<'_>, or: &RopeDefaults, head_dim: usize) -> Resul
 
 /// Reads the settings in an object of a config. Those that it lacks may be at the top.
 pub(crate) fn rope_of(
-    keys: &Keys<'_>,
-    object: Option<&Keys<'_>>,
+    keys: &ConfigKeys<'_>,
+    object: Option<&ConfigKeys<'_>>,
     or: &RopeDefaults,
     head_dim: usize,
 ) -> Result<Rope> {
@@ -104,7 +104,7 @@ pub(crate) fn rope_of(
     })
 }
 
-fn check(keys: &Keys<'_>, or: &RopeDefaults, share: f64, head_dim: usize) -> Result<()> {
+fn check(keys: &ConfigKeys<'_>, or: &RopeDefaults, share: f64, head_dim: usize) -> Result<()> {
     if share == 1.0 && !head_dim.is_multiple_of(2) {
         return Err(keys.unexpected("head_dim", "an even number", head_dim));
     }
@@ -117,7 +117,7 @@ fn check(keys: &Keys<'_>, or: &RopeDefaults, share: f64, head_dim: usize) -> Res
     }
 }
 
-fn yarn(object: &Keys<'_>, factor: f64, original: usize) -> Result<Scaling> {
+fn yarn(object: &ConfigKeys<'_>, factor: f64, original: usize) -> Result<Scaling> {
     let grown = |share: f64| {
         if factor <= 1.0 {
             1.0
@@ -147,8 +147,8 @@ fn yarn(object: &Keys<'_>, factor: f64, original: usize) -> Result<Scaling> {
 }
 
 fn longrope(
-    keys: &Keys<'_>,
-    object: &Keys<'_>,
+    keys: &ConfigKeys<'_>,
+    object: &ConfigKeys<'_>,
     original: usize,
     or: &RopeDefaults,
     pairs: usize,
@@ -164,6 +164,7 @@ fn longrope(
             None => Ok(factors),
         }
     };
+
     let factor = match object.positive("factor")? {
         Some(factor) => factor,
         None => keys.size(POSITIONS, or.positions)? as f64 / original as f64,

@@ -4,18 +4,18 @@ use mpmd::candle::candle_core::DType;
 use mpmd::candle::nn::{self, Mask, PagedCache, PagedScores, VarBuilder};
 use mpmd::candle::{Cx, Device, Result, Tensor};
 
-use super::Plan;
-use super::cache::Rows;
-use super::norm::{HeadNorms, Norm};
-use crate::decoder::devices::Over;
+use super::DecoderPlan;
+use super::cache::PassRows;
+use super::norm::{HeadNorms, NormLayer};
+use crate::decoder::devices::DeviceDivision;
 
 use crate::config::{HeadNorm, LayerConfig};
 use crate::decoder::lora::Projection;
-use crate::decoder::matrix::Form;
-use crate::rope::Rotation;
+use crate::decoder::matrix::MatrixForm;
+use crate::rope::RopeRotation;
 
 /// Causal attention, in which groups of query heads share keys and values.
-pub(super) struct Attention {
+pub(super) struct AttentionLayer {
     q: Projection,
     k: Projection,
     v: Projection,
@@ -24,33 +24,33 @@ pub(super) struct Attention {
     head_dim: usize,
     layer: LayerConfig,
     cap: Option<f64>,
-    over: Over,
+    over: DeviceDivision,
 }
 
 /// The norms of queries and of keys, by the elements that one takes together.
 enum Norms {
-    Head([Norm; 2]),
+    Head([NormLayer; 2]),
     EachHead([HeadNorms; 2]),
-    Width([Norm; 2]),
+    Width([NormLayer; 2]),
 }
 
-impl Attention {
+impl AttentionLayer {
     pub(super) fn new(
-        Plan {
+        DecoderPlan {
             config, lora, over, ..
-        }: Plan<'_>,
+        }: DecoderPlan<'_>,
         layer: LayerConfig,
         vb: &VarBuilder<'_>,
     ) -> Result<Self> {
-        let (width, dim) = (config.hidden_size, config.head_dim);
-        let (queries, keys) = (
-            config.num_attention_heads * dim,
-            config.num_key_value_heads * dim,
-        );
+        let width = config.hidden_size;
+        let dim = config.head_dim;
+        let queries = config.num_attention_heads * dim;
+        let keys = config.num_key_value_heads * dim;
         let projection = |name, inputs, outputs, bias| {
             Projection::new((inputs, outputs), bias, lora, &vb.pp(name))
         };
-        let norm = |name, size| Norm::new(config, size, vb.pp(name));
+
+        let norm = |name, size| NormLayer::new(config, size, vb.pp(name));
         let each = |name, heads| HeadNorms::new(config, heads, vb.pp(name));
         let norms = |kind| {
             Result::Ok(match kind {
@@ -62,6 +62,7 @@ impl Attention {
                 HeadNorm::Width => Norms::Width([norm("q_norm", queries)?, norm("k_norm", keys)?]),
             })
         };
+
         Ok(Self {
             q: projection("q_proj", width, queries, config.qkv_bias)?,
             k: projection("k_proj", width, keys, config.qkv_bias)?,
@@ -75,7 +76,7 @@ impl Attention {
         })
     }
 
-    pub(super) fn pack(&mut self, form: Form) -> Result<()> {
+    pub(super) fn pack(&mut self, form: MatrixForm) -> Result<()> {
         let all = [&mut self.q, &mut self.k, &mut self.v, &mut self.o];
         all.into_iter()
             .try_for_each(|projection| projection.pack(form))
@@ -86,8 +87,8 @@ impl Attention {
     pub(super) fn forward(
         &self,
         x: &Tensor,
-        keys: Keys<'_>,
-        rotations: &[Rotation],
+        keys: SeenKeys<'_>,
+        rotations: &[RopeRotation],
         cx: &Cx<'_>,
     ) -> Result<Tensor> {
         let (batch, time, _) = x.dims3()?;
@@ -101,18 +102,21 @@ impl Attention {
             Some(Norms::EachHead(norms)) => norms[which].inside(&heads(x)?, over, cx, axes[which]),
             Some(Norms::Width(norms)) => heads(norms[which].over(&x, cx, axes[which])?),
         };
+
         let rotation = self.layer.rope.and_then(|rope| rotations.get(rope));
         let rotated = |x: Tensor| match rotation {
             Some(rotation) => rotation.rotate(&x),
             None => Ok(x),
         };
+
         let [of_keys, of_queries] = over.heads(x, cx)?;
         let q = rotated(normed(self.q.part(&of_queries)?, 0)?)?;
         let k = over.repeated(rotated(normed(self.k.part(&of_keys)?, 1)?)?, cx)?;
         let v = over.repeated(heads(self.v.part(&of_keys)?)?, cx)?;
+
         let LayerConfig { window, scale, .. } = self.layer;
         let out = match keys {
-            Keys::Cached(cache, rows) => {
+            SeenKeys::Cached(cache, rows) => {
                 let scores = PagedScores {
                     scale,
                     cap: self.cap,
@@ -124,7 +128,7 @@ impl Attention {
                 let out = cache.attention([&of_q, &k, &v], &rows.sequences, scores)?;
                 out.to_dtype(q.dtype())?
             }
-            Keys::Own(starts) => {
+            SeenKeys::Own(starts) => {
                 let [q, k, v] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
                 let mask = mask(window, starts, time, x.device())?;
                 let out = match self.cap {
@@ -134,18 +138,19 @@ impl Attention {
                 out.transpose(1, 2)?
             }
         };
+
         self.o
             .whole(&out.reshape((batch, time, ()))?, cx, over.divided())
     }
 }
 
 /// The keys that the tokens of a pass see.
-pub(super) enum Keys<'a> {
+pub(super) enum SeenKeys<'a> {
     /// Those of the pass. A row's sequences start at these columns, `[batch, time]`; by default
     /// each row is a sequence.
     Own(Option<&'a Tensor>),
     /// Those of their sequences so far, which are kept here, and their own. There is one row.
-    Cached(&'a mut PagedCache, &'a Rows),
+    Cached(&'a mut PagedCache, &'a PassRows),
 }
 
 /// Returns the mask of a causal attention of `time` queries, in which each sees `window` keys at
@@ -159,6 +164,7 @@ fn mask(
     let Some(window) = window.filter(|window| *window < time) else {
         return Ok(starts.map_or(Mask::Causal, |starts| Mask::CausalFrom(starts.clone())));
     };
+
     let first = (0..time).map(|query| (query + 1).saturating_sub(window) as u32);
     let first = Tensor::from_vec(first.collect(), (1, time), device)?;
     Ok(Mask::CausalFrom(match starts {

@@ -30,6 +30,7 @@ impl Balance {
             Some(before) => before,
             None => Tensor::zeros((2, experts), DType::F32, &Device::Cpu)?,
         };
+
         let counted = |row: &Vec<u32>| {
             let is_start = |column: usize| {
                 row.get(column)
@@ -40,6 +41,7 @@ impl Balance {
                 .map(|column| f32::from(u8::from(counts(column))))
                 .collect::<Vec<_>>()
         };
+
         let rows = starts.map(Tensor::to_vec2::<u32>).transpose()?;
         Ok(Self {
             sums,
@@ -58,6 +60,7 @@ impl Balance {
                 .iter()
                 .for_each(|expert| counts[*expert as usize] += weight(token));
         }
+
         let shares = match &self.counted {
             None => shares.clone(),
             Some(counted) => {

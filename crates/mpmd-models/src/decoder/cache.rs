@@ -3,16 +3,21 @@
 use mpmd::candle::nn::{PagedCache, PagedRows};
 use mpmd::candle::{Device, Result, Tensor};
 
-use crate::decoder::devices::Over;
+use crate::decoder::devices::DeviceDivision;
 
-use crate::config::Config;
+use crate::config::ModelConfig;
 
 /// The keys and values of a device, for each layer of a part.
 pub(crate) struct Caches(pub(super) Vec<PagedCache>);
 
 impl Caches {
     /// Creates empty caches of so many blocks.
-    pub(crate) fn new(config: &Config, layers: usize, over: Over, blocks: usize) -> Self {
+    pub(crate) fn new(
+        config: &ModelConfig,
+        layers: usize,
+        over: DeviceDivision,
+        blocks: usize,
+    ) -> Self {
         let heads = config.num_key_value_heads / over.tensor;
         Self(
             (0..layers)
@@ -23,13 +28,13 @@ impl Caches {
 }
 
 /// The tokens of a pass: those of the first sequence, then those of the next.
-pub(crate) struct Rows {
+pub(crate) struct PassRows {
     pub(crate) sequences: Vec<PagedRows>,
     /// The position of each token.
     pub(super) positions: Tensor,
 }
 
-impl Rows {
+impl PassRows {
     /// Returns the tokens of these sequences, for a pass on `device`.
     ///
     /// # Errors

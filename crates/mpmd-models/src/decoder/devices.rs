@@ -17,7 +17,7 @@ const AXES: [&str; 2] = [TENSOR, REPEAT];
 
 /// The numbers of devices over which a stage's layers are divided.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
-pub(crate) struct Over {
+pub(crate) struct DeviceDivision {
     /// Number of devices along [`EXPERT`].
     pub(crate) expert: usize,
     /// Number of devices along [`TENSOR`].
@@ -27,7 +27,7 @@ pub(crate) struct Over {
 }
 
 /// The input of projections of which each device has some rows.
-pub(crate) struct Shared<'a> {
+pub(crate) struct SharedInput<'a> {
     /// The input, as all devices have it.
     pub(crate) x: &'a Tensor,
     /// The same for computations that differ between devices.
@@ -36,7 +36,7 @@ pub(crate) struct Shared<'a> {
     cx: &'a Cx<'a>,
 }
 
-impl Over {
+impl DeviceDivision {
     /// One device.
     pub(crate) const ONE: Self = Self {
         expert: 1,
@@ -106,17 +106,17 @@ impl Over {
     }
 
     /// Returns the inputs of projections to keys and values, and to queries.
-    pub(crate) fn heads<'a>(self, x: &'a Tensor, cx: &'a Cx<'a>) -> Result<[Shared<'a>; 2]> {
+    pub(crate) fn heads<'a>(self, x: &'a Tensor, cx: &'a Cx<'a>) -> Result<[SharedInput<'a>; 2]> {
         let keys = inside(x, cx, self.of_keys())?;
         let queries = inside(&keys, cx, self.divided().get(1..).unwrap_or_default())?;
         Ok([
-            Shared {
+            SharedInput {
                 x,
                 inside: keys,
                 axes: self.of_keys(),
                 cx,
             },
-            Shared {
+            SharedInput {
                 x,
                 inside: queries,
                 axes: self.divided(),
@@ -126,9 +126,9 @@ impl Over {
     }
 
     /// Returns the input of projections of which each device has some rows.
-    pub(crate) fn shared<'a>(self, x: &'a Tensor, cx: &'a Cx<'a>) -> Result<Shared<'a>> {
+    pub(crate) fn shared<'a>(self, x: &'a Tensor, cx: &'a Cx<'a>) -> Result<SharedInput<'a>> {
         let axes = self.divided();
-        Ok(Shared {
+        Ok(SharedInput {
             x,
             inside: inside(x, cx, axes)?,
             axes,
@@ -190,7 +190,7 @@ impl Over {
     }
 }
 
-impl Shared<'_> {
+impl SharedInput<'_> {
     /// Returns the product with a matrix that all devices have, for computations that differ
     /// between them.
     pub(crate) fn product(&self, matrix: &Linear) -> Result<Tensor> {

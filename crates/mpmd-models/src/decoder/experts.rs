@@ -7,13 +7,13 @@ use mpmd::candle::nn::ops::{sigmoid, softmax_last_dim};
 use mpmd::candle::nn::{Activation, Module, VarBuilder, grouped, linear_no_bias};
 use mpmd::candle::{Cx, Device, Result, Tensor};
 
-use super::Plan;
+use super::DecoderPlan;
 use super::balance::Balance;
 use super::mlp::Mlp;
-use super::routes::{Routes, Spread, Sum};
+use super::routes::{Routes, SpreadRows, Sum};
 use crate::config;
-use crate::decoder::devices::Over;
-use crate::decoder::matrix::{Form, Matrices, Matrix};
+use crate::decoder::devices::DeviceDivision;
+use crate::decoder::matrix::{Matrices, MatrixForm, MatrixLayer};
 
 /// The experts of a layer, the router that gives each token its experts, and an expert that all
 /// tokens share.
@@ -24,37 +24,46 @@ use crate::decoder::matrix::{Form, Matrices, Matrix};
 /// A token has at most as many rows on a device as it takes experts, and as the device has. A probe
 /// of zeros has so many: all experts have equal shares, so each token takes the first ones, which
 /// are those of the device that is probed. So no microbatch has a larger graph.
-pub(super) struct Experts {
-    router: Matrix,
+pub(super) struct ExpertLayer {
+    router: MatrixLayer,
     gate: Matrices,
     up: Matrices,
     down: Matrices,
     activation: Activation,
     /// An MLP that all tokens take, and the weight of the factor of its result.
-    shared: Option<(Mlp, Matrix)>,
-    config: config::Experts,
-    over: Over,
+    shared: Option<(Mlp, MatrixLayer)>,
+    config: config::ExpertsConfig,
+    over: DeviceDivision,
 }
 
-impl Experts {
+impl ExpertLayer {
     pub(super) fn new(
-        plan: Plan<'_>,
-        experts: config::Experts,
+        plan: DecoderPlan<'_>,
+        experts: config::ExpertsConfig,
         vb: &VarBuilder<'_>,
     ) -> Result<Self> {
-        let Plan { config, over, .. } = plan;
-        let (width, inner, vb_experts) = (config.hidden_size, experts.width, vb.pp("experts"));
+        let DecoderPlan { config, over, .. } = plan;
+        let width = config.hidden_size;
+        let inner = experts.width;
+        let vb_experts = vb.pp("experts");
+
         let matrices = |name, inputs, outputs| {
             let layer = grouped(experts.count, inputs, outputs, vb_experts.pp(name))?;
             Result::Ok(Matrices::Plain(layer))
         };
+
         let shared = |inner| {
-            let mlp = Mlp::new(Plan { lora: None, ..plan }, inner, &vb.pp("shared_expert"))?;
+            let mlp = Mlp::new(
+                DecoderPlan { lora: None, ..plan },
+                inner,
+                &vb.pp("shared_expert"),
+            )?;
             let factor = linear_no_bias(width, 1, vb.pp("shared_expert_gate"))?;
-            Result::Ok((mlp, Matrix::Plain(factor)))
+            Result::Ok((mlp, MatrixLayer::Plain(factor)))
         };
+
         Ok(Self {
-            router: Matrix::Plain(linear_no_bias(width, experts.count, vb.pp("gate"))?),
+            router: MatrixLayer::Plain(linear_no_bias(width, experts.count, vb.pp("gate"))?),
             gate: matrices("gate_proj", width, inner)?,
             up: matrices("up_proj", width, inner)?,
             down: matrices("down_proj", inner, width)?,
@@ -65,7 +74,7 @@ impl Experts {
         })
     }
 
-    pub(super) fn pack(&mut self, form: Form) -> Result<()> {
+    pub(super) fn pack(&mut self, form: MatrixForm) -> Result<()> {
         let all = [&mut self.gate, &mut self.up, &mut self.down];
         all.into_iter()
             .try_for_each(|matrices| matrices.pack(form))?;
@@ -85,6 +94,7 @@ impl Experts {
     ) -> Result<Tensor> {
         let (batch, time, width) = x.dims3()?;
         let x = x.reshape((batch * time, width))?;
+
         // Shares and sums are f32, whatever the model computes in.
         let dtype = x.dtype();
         let shares = softmax_last_dim(&self.router.forward(&x)?.to_dtype(DType::F32)?)?;
@@ -95,6 +105,7 @@ impl Experts {
             .map(|of| taken(of, per_token))
             .collect();
         balance.map_or(Ok(()), |balance| balance.add(&shares, &taken))?;
+
         let indices: Vec<u32> = taken.iter().flatten().copied().collect();
         let indices = Tensor::from_vec(indices, (batch * time, per_token), &Device::Cpu)?;
         let mut weights = shares.gather(&indices, 1)?;
@@ -107,12 +118,15 @@ impl Experts {
         let first = self.over.first_expert(own, cx)?;
         let routes = Arc::new(Routes::new(&taken, first..first + own));
         let rows = self.over.for_experts(&x.to_dtype(DType::F32)?, cx)?;
-        let rows = rows.apply_op1(Spread(routes.clone()))?.to_dtype(dtype)?;
+        let rows = rows
+            .apply_op1(SpreadRows(routes.clone()))?
+            .to_dtype(dtype)?;
         let gate = self
             .activation
             .forward(&self.gate.forward(&rows, &routes.rows)?)?;
         let inner = (gate * self.up.forward(&rows, &routes.rows)?)?;
         let results = self.down.forward(&inner, &routes.rows)?;
+
         let sum = results
             .to_dtype(DType::F32)?
             .apply_op2(&weights, Sum(routes))?;

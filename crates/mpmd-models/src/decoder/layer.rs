@@ -3,54 +3,56 @@
 use mpmd::candle::nn::VarBuilder;
 use mpmd::candle::{Cx, Result, Tensor};
 
-use super::Plan;
-use super::attention::{Attention, Keys};
+use super::DecoderPlan;
+use super::attention::{AttentionLayer, SeenKeys};
 use super::balance::Balance;
-use super::experts::Experts;
+use super::experts::ExpertLayer;
 use super::mlp::Mlp;
-use super::norm::Norm;
+use super::norm::NormLayer;
 
-use crate::decoder::matrix::Form;
-use crate::rope::Rotation;
+use crate::decoder::matrix::MatrixForm;
+use crate::rope::RopeRotation;
 
 /// Attention and MLP, each added to its input, with norms before and after.
-pub(super) struct Layer {
-    attention: Attention,
-    mlp: Feed,
+pub(super) struct DecoderLayer {
+    attention: AttentionLayer,
+    mlp: FeedForward,
     /// Before and after the attention, before and after the MLP.
-    norms: [Option<Norm>; 4],
+    norms: [Option<NormLayer>; 4],
     is_parallel: bool,
     residual_scale: f64,
 }
 
 /// The part of a layer behind the attention.
-enum Feed {
+enum FeedForward {
     Mlp(Box<Mlp>),
-    Experts(Box<Experts>),
+    Experts(Box<ExpertLayer>),
 }
 
-impl Layer {
-    pub(super) fn new(plan: Plan<'_>, index: usize, vb: &VarBuilder<'_>) -> Result<Self> {
+impl DecoderLayer {
+    pub(super) fn new(plan: DecoderPlan<'_>, index: usize, vb: &VarBuilder<'_>) -> Result<Self> {
         let config = plan.config;
         let norm = |which: usize| {
             let name = config.norm_names[which];
-            name.map(|name| Norm::new(config, config.hidden_size, vb.pp(name)))
+            name.map(|name| NormLayer::new(config, config.hidden_size, vb.pp(name)))
                 .transpose()
         };
         let layer = config.layers[index];
         let vb_mlp = vb.pp("mlp");
         let mlp = match config.experts.filter(|_| layer.has_experts) {
-            Some(experts) => Feed::Experts(Box::new(Experts::new(plan, experts, &vb_mlp)?)),
+            Some(experts) => {
+                FeedForward::Experts(Box::new(ExpertLayer::new(plan, experts, &vb_mlp)?))
+            }
             None => {
                 // Of a model with experts, `peft` knows no matrices of LoRA but the attention's.
                 let lora = plan.lora.filter(|_| config.experts.is_none());
-                let plan = Plan { lora, ..plan };
+                let plan = DecoderPlan { lora, ..plan };
                 let mlp = Mlp::new(plan, config.intermediate_size, &vb_mlp)?;
-                Feed::Mlp(Box::new(mlp))
+                FeedForward::Mlp(Box::new(mlp))
             }
         };
         Ok(Self {
-            attention: Attention::new(plan, layer, &vb.pp("self_attn"))?,
+            attention: AttentionLayer::new(plan, layer, &vb.pp("self_attn"))?,
             mlp,
             norms: [norm(0)?, norm(1)?, norm(2)?, norm(3)?],
             is_parallel: config.is_parallel,
@@ -59,19 +61,19 @@ impl Layer {
     }
 
     /// Changes the weights of all projections for inference.
-    pub(super) fn pack(&mut self, form: Form) -> Result<()> {
+    pub(super) fn pack(&mut self, form: MatrixForm) -> Result<()> {
         self.attention.pack(form)?;
         match &mut self.mlp {
-            Feed::Mlp(mlp) => mlp.pack(form),
-            Feed::Experts(experts) => experts.pack(form),
+            FeedForward::Mlp(mlp) => mlp.pack(form),
+            FeedForward::Experts(experts) => experts.pack(form),
         }
     }
 
     pub(super) fn forward(
         &self,
         x: &Tensor,
-        keys: Keys<'_>,
-        rotations: &[Rotation],
+        keys: SeenKeys<'_>,
+        rotations: &[RopeRotation],
         balance: Option<&mut Balance>,
         cx: &Cx<'_>,
     ) -> Result<Tensor> {
@@ -80,8 +82,8 @@ impl Layer {
         let inputs = if self.is_parallel { x } else { &attended };
         &attended
             + self.part(inputs, 2, |x| match &self.mlp {
-                Feed::Mlp(mlp) => mlp.forward(x, cx),
-                Feed::Experts(experts) => experts.forward(x, balance, cx),
+                FeedForward::Mlp(mlp) => mlp.forward(x, cx),
+                FeedForward::Experts(experts) => experts.forward(x, balance, cx),
             })?
     }
 

@@ -11,8 +11,8 @@ use mpmd::sharding::Sharding;
 use mpmd::tree::Tree;
 use mpmd::{MpmdArray, Program, Result};
 
-use crate::decoder::devices::Shared;
-use crate::decoder::matrix::{Form, Matrix};
+use crate::decoder::devices::SharedInput;
+use crate::decoder::matrix::{MatrixForm, MatrixLayer};
 
 /// Ends of the names of the two matrices, as the library `peft` has them: A `[rank, inputs]` and B
 /// `[outputs, rank]`.
@@ -40,7 +40,7 @@ impl Lora {
 
 /// A linear layer, with LoRA's matrices if the model has them.
 pub(crate) struct Projection {
-    base: Matrix,
+    base: MatrixLayer,
     /// A, B, and the factor of their product.
     lora: Option<(Linear, Linear, f64)>,
 }
@@ -52,10 +52,11 @@ impl Projection {
         lora: Option<Lora>,
         vb: &VarBuilder<'_>,
     ) -> CandleResult<Self> {
-        let base = Matrix::Plain(linear_b(inputs, outputs, bias, vb.clone())?);
+        let base = MatrixLayer::Plain(linear_b(inputs, outputs, bias, vb.clone())?);
         let Some(lora) = lora else {
             return Ok(Self { base, lora: None });
         };
+
         let matrix = |shape, name| {
             let weight = vb.get_with_hints(shape, name, Init::Const(0.0))?;
             CandleResult::Ok(Linear::new(weight, None))
@@ -68,13 +69,13 @@ impl Projection {
         })
     }
 
-    /// Changes the weight for inference, as [`Matrix::pack`] does.
-    pub(crate) fn pack(&mut self, form: Form) -> CandleResult<()> {
+    /// Changes the weight for inference, as [`MatrixLayer::pack`] does.
+    pub(crate) fn pack(&mut self, form: MatrixForm) -> CandleResult<()> {
         self.base.pack(form)
     }
 
     /// Computes this device's part of the outputs. It has rows of the weight and of B.
-    pub(crate) fn part(&self, x: &Shared<'_>) -> CandleResult<Tensor> {
+    pub(crate) fn part(&self, x: &SharedInput<'_>) -> CandleResult<Tensor> {
         let y = self.base.forward(&x.inside)?;
         match &self.lora {
             None => Ok(y),
@@ -99,7 +100,8 @@ impl Projection {
 /// alone. B is zero, so the model is unchanged before the first step.
 pub(crate) fn initial(
     p: &mut Program,
-    (name, aval): (&str, &ShapedArray),
+    name: &str,
+    aval: &ShapedArray,
     sharding: &Sharding,
     seed: u64,
 ) -> Option<Result<MpmdArray>> {
@@ -107,6 +109,7 @@ pub(crate) fn initial(
     if !is_a && !name.ends_with(MATRICES[1]) {
         return None;
     }
+
     let key = name
         .bytes()
         .fold(Key(seed), |key, byte| key.fold_in(u64::from(byte)));

@@ -5,14 +5,14 @@ use mpmd::candle::{Cx, Result, Tensor};
 
 /// A linear layer.
 #[derive(Clone, Debug)]
-pub(crate) enum Matrix {
+pub(crate) enum MatrixLayer {
     Plain(Linear),
     Packed(PackedLinear),
     /// Without values, for a probe: the number of outputs. Its results are zeros.
     Hollow(usize),
 }
 
-impl Matrix {
+impl MatrixLayer {
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Self::Plain(linear) => linear.forward(x),
@@ -35,11 +35,11 @@ impl Matrix {
     }
 
     /// Packs the weight, unless it is. With `in_half` its elements are rounded to `bf16`.
-    pub(crate) fn pack(&mut self, form: Form) -> Result<()> {
+    pub(crate) fn pack(&mut self, form: MatrixForm) -> Result<()> {
         if let Self::Plain(linear) = self {
             *self = match form {
-                Form::Packed { in_half } => Self::Packed(PackedLinear::new(linear, in_half)?),
-                Form::Hollow => Self::Hollow(linear.weight().dim(0)?),
+                MatrixForm::Packed { in_half } => Self::Packed(PackedLinear::new(linear, in_half)?),
+                MatrixForm::Hollow => Self::Hollow(linear.weight().dim(0)?),
             };
         }
         Ok(())
@@ -61,7 +61,10 @@ pub(crate) enum Matrices {
     Plain(Grouped),
     Packed(Vec<PackedLinear>),
     /// Without values, for a probe: the numbers of experts and of outputs.
-    Hollow(usize, usize),
+    Hollow {
+        experts: usize,
+        outputs: usize,
+    },
 }
 
 impl Matrices {
@@ -70,7 +73,8 @@ impl Matrices {
         match self {
             Self::Plain(grouped) => grouped.forward(x, rows),
             Self::Packed(packed) => {
-                let (mut parts, mut first) = (Vec::new(), 0);
+                let mut parts = Vec::new();
+                let mut first = 0;
                 for (packed, rows) in packed.iter().zip(rows).filter(|(_, rows)| **rows > 0) {
                     parts.push(packed.forward(&x.narrow(0, first, *rows)?)?);
                     first += rows;
@@ -80,12 +84,12 @@ impl Matrices {
                     parts => Tensor::cat(parts, 0),
                 }
             }
-            Self::Hollow(_, outputs) => zeros(x, *outputs),
+            Self::Hollow { outputs, .. } => zeros(x, *outputs),
         }
     }
 
-    /// Packs the weights as [`Matrix::pack`] does.
-    pub(crate) fn pack(&mut self, form: Form) -> Result<()> {
+    /// Packs the weights as [`MatrixLayer::pack`] does.
+    pub(crate) fn pack(&mut self, form: MatrixForm) -> Result<()> {
         let Self::Plain(grouped) = self else {
             return Ok(());
         };
@@ -94,11 +98,11 @@ impl Matrices {
             PackedLinear::new(&Linear::new(grouped.weight().get(expert)?, None), in_half)
         };
         *self = match form {
-            Form::Packed { in_half } => {
+            MatrixForm::Packed { in_half } => {
                 let all = (0..experts).map(|expert| packed(expert, in_half));
                 Self::Packed(all.collect::<Result<_>>()?)
             }
-            Form::Hollow => Self::Hollow(experts, outputs),
+            MatrixForm::Hollow => Self::Hollow { experts, outputs },
         };
         Ok(())
     }
@@ -108,14 +112,14 @@ impl Matrices {
         match self {
             Self::Plain(grouped) => grouped.weight().dim(0),
             Self::Packed(packed) => Ok(packed.len()),
-            Self::Hollow(experts, _) => Ok(*experts),
+            Self::Hollow { experts, .. } => Ok(*experts),
         }
     }
 }
 
 /// The form of matrices for inference.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Form {
+pub(crate) enum MatrixForm {
     /// Packed. With `in_half` the elements are rounded to `bf16`.
     Packed { in_half: bool },
     /// Without values, for a probe.
@@ -128,7 +132,10 @@ pub(crate) enum Table {
     Plain(Embedding),
     Packed(PackedLinear),
     /// Without values, for a probe: the numbers of rows and columns.
-    Hollow(usize, usize),
+    Hollow {
+        rows: usize,
+        columns: usize,
+    },
 }
 
 impl Table {
@@ -136,7 +143,7 @@ impl Table {
         match self {
             Self::Plain(embedding) => embedding.forward(tokens),
             Self::Packed(packed) => packed.rows(tokens),
-            Self::Hollow(_, columns) => zeros(&tokens.unsqueeze(tokens.rank())?, *columns),
+            Self::Hollow { columns, .. } => zeros(&tokens.unsqueeze(tokens.rank())?, *columns),
         }
     }
 
@@ -145,7 +152,7 @@ impl Table {
         match self {
             Self::Plain(embedding) => embedding.embeddings().dim(0),
             Self::Packed(packed) => Ok(packed.outputs()),
-            Self::Hollow(rows, _) => Ok(*rows),
+            Self::Hollow { rows, .. } => Ok(*rows),
         }
     }
 }

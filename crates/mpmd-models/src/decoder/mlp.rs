@@ -3,11 +3,11 @@
 use mpmd::candle::nn::{Activation, Module, VarBuilder};
 use mpmd::candle::{Cx, Result, Tensor};
 
-use super::Plan;
-use crate::decoder::devices::Over;
+use super::DecoderPlan;
+use crate::decoder::devices::DeviceDivision;
 
 use crate::decoder::lora::Projection;
-use crate::decoder::matrix::Form;
+use crate::decoder::matrix::MatrixForm;
 
 /// Two projections with an activation function between them, and a third one for a gate.
 pub(super) struct Mlp {
@@ -15,15 +15,15 @@ pub(super) struct Mlp {
     up: Projection,
     down: Projection,
     activation: Activation,
-    over: Over,
+    over: DeviceDivision,
 }
 
 impl Mlp {
     /// Creates an MLP with `inner` elements between the projections.
     pub(super) fn new(
-        Plan {
+        DecoderPlan {
             config, lora, over, ..
-        }: Plan<'_>,
+        }: DecoderPlan<'_>,
         inner: usize,
         vb: &VarBuilder<'_>,
     ) -> Result<Self> {
@@ -31,6 +31,7 @@ impl Mlp {
         let projection = |name, inputs, outputs| {
             Projection::new((inputs, outputs), config.mlp_bias, lora, &vb.pp(name))
         };
+
         let gate = config
             .is_gated
             .then(|| projection("gate_proj", width, inner))
@@ -44,7 +45,7 @@ impl Mlp {
         })
     }
 
-    pub(super) fn pack(&mut self, form: Form) -> Result<()> {
+    pub(super) fn pack(&mut self, form: MatrixForm) -> Result<()> {
         let all = self.gate.iter_mut().chain([&mut self.up, &mut self.down]);
         all.into_iter()
             .try_for_each(|projection| projection.pack(form))

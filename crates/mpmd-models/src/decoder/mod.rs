@@ -1,5 +1,5 @@
-//! The decoder: layers between an embedding and an output. The values of a [`Config`] choose its
-//! parts.
+//! The decoder: layers between an embedding and an output. The values of a [`ModelConfig`] choose
+//! its parts.
 //!
 //! Its parameters have the same names and forms for all families: those of Llama on model hubs.
 
@@ -26,16 +26,16 @@ use mpmd::candle::nn::{
 };
 use mpmd::candle::{Cx, Result, Tensor, stage};
 
-use crate::config::Config;
-use crate::decoder::devices::Over;
+use crate::config::ModelConfig;
+use crate::decoder::devices::DeviceDivision;
 use crate::decoder::lora::Lora;
-use crate::decoder::matrix::{Form, Matrix, Table};
-use crate::rope::{Angles, Places, Rotation};
-use attention::Keys;
+use crate::decoder::matrix::{MatrixForm, MatrixLayer, Table};
+use crate::rope::{RopeAngles, RopePlaces, RopeRotation};
+use attention::SeenKeys;
 pub(crate) use balance::Balance;
-pub(crate) use cache::{Caches, Rows};
-use layer::{Layer, scaled};
-use norm::Norm;
+pub(crate) use cache::{Caches, PassRows};
+use layer::{DecoderLayer, scaled};
+use norm::NormLayer;
 
 /// Name of the embedding's table, `[vocab_size, hidden_size]`.
 pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";
@@ -43,32 +43,38 @@ pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";
 pub(crate) const OUTPUT: &str = "lm_head.weight";
 
 /// Some layers of a model. The first part has the embedding too, the last part the output.
-pub(crate) struct Part {
+pub(crate) struct Decoder {
     embedding: Option<Table>,
     /// The table of learned positions.
     positions: Option<Embedding>,
     embedding_scale: f64,
-    /// Those of [`Config::ropes`].
-    angles: Vec<Angles>,
-    layers: Vec<Layer>,
-    head: Option<(Norm, Matrix)>,
+    /// Those of [`ModelConfig::ropes`].
+    angles: Vec<RopeAngles>,
+    layers: Vec<DecoderLayer>,
+    head: Option<(NormLayer, MatrixLayer)>,
     vocab_size: usize,
     logits_divisor: f64,
     logits_cap: Option<f64>,
-    over: Over,
+    over: DeviceDivision,
 }
 
 /// The values that a decoder is made from, beside its parameters.
 #[derive(Clone, Copy)]
-pub(crate) struct Plan<'a> {
-    pub(crate) config: &'a Config,
+pub(crate) struct DecoderPlan<'a> {
+    pub(crate) config: &'a ModelConfig,
     pub(crate) lora: Option<Lora>,
-    /// Those of [`Config::ropes`].
-    pub(crate) angles: &'a [Angles],
-    pub(crate) over: Over,
+    /// Those of [`ModelConfig::ropes`].
+    pub(crate) angles: &'a [RopeAngles],
+    pub(crate) over: DeviceDivision,
 }
 
-impl Part {
+/// The keys and values of earlier tokens, and the tokens of a pass that follow them.
+struct CachedPass<'a> {
+    caches: &'a mut Caches,
+    rows: &'a PassRows,
+}
+
+impl Decoder {
     /// Creates the layers `layers` from parameters by name.
     ///
     /// A part with all layers of a model with tied embeddings asks for no output weight. A last
@@ -77,20 +83,25 @@ impl Part {
     /// # Errors
     ///
     /// As [`VarBuilder::get_with_hints`].
-    pub(crate) fn new(plan: Plan<'_>, layers: Range<usize>, vb: &VarBuilder<'_>) -> Result<Self> {
+    pub(crate) fn new(
+        plan: DecoderPlan<'_>,
+        layers: Range<usize>,
+        vb: &VarBuilder<'_>,
+    ) -> Result<Self> {
         Self::with_tables(plan, layers, [None, None], vb)
     }
 
-    /// Does the same as [`Part::new`], with this embedding and output in place of those of the
+    /// Does the same as [`Decoder::new`], with this embedding and output in place of those of the
     /// parameters.
     fn with_tables(
-        plan: Plan<'_>,
+        plan: DecoderPlan<'_>,
         layers: Range<usize>,
         [packed, output]: [Option<PackedLinear>; 2],
         vb: &VarBuilder<'_>,
     ) -> Result<Self> {
         let config = plan.config;
-        let (tokens, width) = (config.vocab_size, config.hidden_size);
+        let tokens = config.vocab_size;
+        let width = config.hidden_size;
         let model = vb.pp("model");
         let first = layers.start == 0;
         let table = || {
@@ -100,27 +111,31 @@ impl Part {
                 model.pp("embed_positions"),
             )
         };
+
         let positions = (first && config.learned_positions)
             .then(table)
             .transpose()?;
+
         let own = || match packed {
             Some(packed) => Ok(Table::Packed(packed)),
             None => embedding(tokens, width, model.pp("embed_tokens")).map(Table::Plain),
         };
         let embedding = first.then(own).transpose()?;
+
         let head = if layers.end == config.num_hidden_layers {
             let output = match (output, &embedding) {
-                (Some(output), _) => Matrix::Packed(output),
+                (Some(output), _) => MatrixLayer::Packed(output),
                 (None, Some(Table::Plain(embedding))) if config.tie_word_embeddings => {
-                    Matrix::Plain(Linear::new(embedding.embeddings().clone(), None))
+                    MatrixLayer::Plain(Linear::new(embedding.embeddings().clone(), None))
                 }
-                _ => Matrix::Plain(linear_no_bias(width, tokens, vb.pp("lm_head"))?),
+                _ => MatrixLayer::Plain(linear_no_bias(width, tokens, vb.pp("lm_head"))?),
             };
-            Some((Norm::new(config, width, model.pp("norm"))?, output))
+            Some((NormLayer::new(config, width, model.pp("norm"))?, output))
         } else {
             None
         };
-        let layer = |layer| Layer::new(plan, layer, &model.pp("layers").pp(layer));
+
+        let layer = |layer| DecoderLayer::new(plan, layer, &model.pp("layers").pp(layer));
         Ok(Self {
             embedding,
             positions,
@@ -135,15 +150,15 @@ impl Part {
         })
     }
 
-    /// Creates the layers as [`Part::new`] does, for inference. Their weights are packed layer by
-    /// layer, so that others are needed for one layer alone. `table` returns the embedding or the
-    /// output, and `params` the other parameters of some layers.
+    /// Creates the layers as [`Decoder::new`] does, for inference. Their weights are packed layer
+    /// by layer, so that others are needed for one layer alone. `table` returns the embedding or
+    /// the output, and `params` the other parameters of some layers.
     ///
     /// # Errors
     ///
-    /// As for [`Part::new`].
+    /// As for [`Decoder::new`].
     pub(crate) fn packed(
-        plan: Plan<'_>,
+        plan: DecoderPlan<'_>,
         layers: Range<usize>,
         in_half: bool,
         table: impl Fn(&str) -> Result<PackedLinear>,
@@ -156,16 +171,20 @@ impl Part {
             Some(embedding) => Some(embedding),
             None => Some(table(OUTPUT)?),
         };
+
         let mut whole: Option<Self> = None;
         for layer in layers {
             let own = layer..layer + 1;
-            let (vb, tables) = (params(own.clone())?, [embedding.clone(), output.clone()]);
+            let vb = params(own.clone())?;
+            let tables = [embedding.clone(), output.clone()];
             let mut part = Self::with_tables(plan, own, tables, &vb)?;
             drop(vb);
-            let form = Form::Packed { in_half };
+
+            let form = MatrixForm::Packed { in_half };
             part.layers
                 .iter_mut()
                 .try_for_each(|layer| layer.pack(form))?;
+
             match &mut whole {
                 None => whole = Some(part),
                 Some(whole) => {
@@ -185,16 +204,16 @@ impl Part {
     pub(crate) fn hollow(mut self) -> Result<Self> {
         self.layers
             .iter_mut()
-            .try_for_each(|layer| layer.pack(Form::Hollow))?;
+            .try_for_each(|layer| layer.pack(MatrixForm::Hollow))?;
         if let Some(Table::Plain(table)) = &self.embedding {
-            self.embedding = Some(Table::Hollow(
-                table.embeddings().dim(0)?,
-                table.hidden_size(),
-            ));
+            self.embedding = Some(Table::Hollow {
+                rows: table.embeddings().dim(0)?,
+                columns: table.hidden_size(),
+            });
         }
         self.head
             .iter_mut()
-            .try_for_each(|(_, output)| output.pack(Form::Hollow))?;
+            .try_for_each(|(_, output)| output.pack(MatrixForm::Hollow))?;
         Ok(self)
     }
 
@@ -212,14 +231,15 @@ impl Part {
         starts: Option<&Tensor>,
         cx: &Cx<'_>,
     ) -> Result<Tensor> {
-        self.run(x, starts, (None, None), cx)
+        self.run(x, starts, None, None, cx)
     }
 
-    /// Does the same as [`Part::forward`], and adds to the sums of the loss that balances experts.
+    /// Does the same as [`Decoder::forward`], and adds to the sums of the loss that balances
+    /// experts.
     ///
     /// # Errors
     ///
-    /// As for [`Part::forward`].
+    /// As for [`Decoder::forward`].
     pub(crate) fn balanced(
         &self,
         x: Tensor,
@@ -227,30 +247,31 @@ impl Part {
         balance: &mut Balance,
         cx: &Cx<'_>,
     ) -> Result<Tensor> {
-        self.run(x, starts, (None, Some(balance)), cx)
+        self.run(x, starts, None, Some(balance), cx)
     }
 
     /// Computes the part's layers for tokens of several sequences, which follow those in the
-    /// caches, and adds them. The shapes are those of [`Part::forward`], with a batch of one.
+    /// caches, and adds them. The shapes are those of [`Decoder::forward`], with a batch of one.
     ///
     /// # Errors
     ///
-    /// As for [`Part::forward`], and if the rows do not fit `x` or the caches.
+    /// As for [`Decoder::forward`], and if the rows do not fit `x` or the caches.
     pub(crate) fn follow(
         &self,
         x: Tensor,
-        rows: &Rows,
+        rows: &PassRows,
         caches: &mut Caches,
         cx: &Cx<'_>,
     ) -> Result<Tensor> {
-        self.run(x, None, (Some((caches, rows)), None), cx)
+        self.run(x, None, Some(CachedPass { caches, rows }), None, cx)
     }
 
     fn run(
         &self,
         x: Tensor,
         starts: Option<&Tensor>,
-        (mut cached, mut balance): (Option<(&mut Caches, &Rows)>, Option<&mut Balance>),
+        mut cached: Option<CachedPass<'_>>,
+        mut balance: Option<&mut Balance>,
         cx: &Cx<'_>,
     ) -> Result<Tensor> {
         let mut x = match &self.embedding {
@@ -259,26 +280,28 @@ impl Part {
         };
         if let Some(positions) = &self.positions {
             let at = match &cached {
-                Some((_, rows)) => rows.positions.clone(),
+                Some(cached) => cached.rows.positions.clone(),
                 None => Tensor::arange(0, x.dim(1)? as u32, x.device())?,
             };
             let at = starts.map_or(Ok(at.clone()), |starts| at.broadcast_sub(starts))?;
             x = x.broadcast_add(&positions.forward(&at)?)?;
         }
+
         let places = match (&cached, starts) {
-            (Some((_, rows)), _) => Places::At(&rows.positions),
-            (None, Some(starts)) => Places::Packed(starts),
-            (None, None) => Places::Whole(x.dim(1)?),
+            (Some(cached), _) => RopePlaces::At(&cached.rows.positions),
+            (None, Some(starts)) => RopePlaces::Packed(starts),
+            (None, None) => RopePlaces::Whole(x.dim(1)?),
         };
         let rotations = self
             .angles
             .iter()
             .map(|angles| angles.rotation(places, x.device()));
-        let rotations = rotations.collect::<Result<Vec<Rotation>>>()?;
+        let rotations = rotations.collect::<Result<Vec<RopeRotation>>>()?;
+
         for (at, layer) in self.layers.iter().enumerate() {
             let keys = match &mut cached {
-                Some((caches, rows)) => Keys::Cached(&mut caches.0[at], rows),
-                None => Keys::Own(starts),
+                Some(cached) => SeenKeys::Cached(&mut cached.caches.0[at], cached.rows),
+                None => SeenKeys::Own(starts),
             };
             x = layer.forward(&x, keys, &rotations, balance.as_deref_mut(), cx)?;
         }
@@ -298,11 +321,13 @@ impl Part {
             let own = (own * is_own.to_dtype(DType::F64)?)?.to_dtype(DType::U32)?;
             return self.over.sum(own_rows(table.forward(&own)?, &is_own)?, cx);
         }
+
         let all = tokens
             .to_dtype(DType::U32)?
             .flatten_all()?
             .to_vec1::<u32>()?;
-        let (mut own, mut is_own) = (Vec::new(), Vec::new());
+        let mut own = Vec::new();
+        let mut is_own = Vec::new();
         for token in all {
             if token as usize >= self.vocab_size {
                 bail!(
@@ -316,6 +341,7 @@ impl Part {
             own.push(row.unwrap_or(0) as u32);
             is_own.push(u8::from(row.is_some()));
         }
+
         let own = Tensor::from_vec(own, tokens.shape(), tokens.device())?;
         let is_own = Tensor::from_vec(is_own, tokens.shape(), tokens.device())?;
         self.over.sum(own_rows(table.forward(&own)?, &is_own)?, cx)
@@ -337,6 +363,7 @@ impl Part {
                 .over
                 .gathered(output.forward(&self.over.shared(&x, cx)?.inside)?, cx)?,
         };
+
         let logits = if self.logits_divisor == 1.0 {
             logits
         } else {
@@ -364,21 +391,23 @@ fn own_rows(rows: Tensor, is_own: &Tensor) -> Result<Tensor> {
 /// # Errors
 ///
 /// If a shape has too many elements.
-pub(crate) fn shapes_of(config: &Config) -> CoreResult<BTreeMap<String, ShapedArray>> {
-    let (all, owned) = (0..config.num_hidden_layers, config.clone());
+pub(crate) fn shapes_of(config: &ModelConfig) -> CoreResult<BTreeMap<String, ShapedArray>> {
+    let all = 0..config.num_hidden_layers;
+    let owned = config.clone();
     let whole = stage(
         // No parameter depends on the angles. Those of a wrong `head_dim` could take all memory.
         move |vb| {
-            let plan = Plan {
+            let plan = DecoderPlan {
                 config: &owned,
                 lora: None,
                 angles: &[],
-                over: Over::ONE,
+                over: DeviceDivision::ONE,
             };
-            Part::new(plan, all.clone(), &vb)
+            Decoder::new(plan, all.clone(), &vb)
         },
         |part, x: Tensor, cx| part.forward(x, None, cx),
     )?;
+
     let shapes = whole.shapes();
     debug_assert!(shapes.values().all(|aval| aval.dtype() == aval::DType::F32));
     Ok(shapes)

@@ -4,26 +4,26 @@ use mpmd::candle::candle_core::D;
 use mpmd::candle::nn::{Init, LayerNorm, Module, VarBuilder, layer_norm, rms_norm};
 use mpmd::candle::{Cx, Result, Tensor};
 
-use crate::config::{self, Config};
-use crate::decoder::devices::{self, Over};
+use crate::config::{self, ModelConfig};
+use crate::decoder::devices::{self, DeviceDivision};
 
 /// A norm of rows.
-pub(super) struct Norm {
+pub(super) struct NormLayer {
     norm: LayerNorm,
     adds_one: bool,
     /// Number of elements of a row, of all devices together.
     width: usize,
 }
 
-impl Norm {
-    pub(super) fn new(config: &Config, width: usize, vb: VarBuilder<'_>) -> Result<Self> {
+impl NormLayer {
+    pub(super) fn new(config: &ModelConfig, width: usize, vb: VarBuilder<'_>) -> Result<Self> {
         let norm = match config.norm {
-            config::Norm::Layer => layer_norm(width, config.norm_eps, vb)?,
+            config::NormKind::Layer => layer_norm(width, config.norm_eps, vb)?,
             _ => rms_norm(width, config.norm_eps, vb)?.into_inner(),
         };
         Ok(Self {
             norm,
-            adds_one: config.norm == config::Norm::RmsPlusOne,
+            adds_one: config.norm == config::NormKind::RmsPlusOne,
             width,
         })
     }
@@ -65,7 +65,7 @@ pub(super) struct HeadNorms {
 }
 
 impl HeadNorms {
-    pub(super) fn new(config: &Config, heads: usize, vb: VarBuilder<'_>) -> Result<Self> {
+    pub(super) fn new(config: &ModelConfig, heads: usize, vb: VarBuilder<'_>) -> Result<Self> {
         let dim = config.head_dim;
         let weight = |head| vb.pp(head).get_with_hints(dim, "weight", Init::Const(1.0));
         let weights: Vec<Tensor> = (0..heads).map(weight).collect::<Result<_>>()?;
@@ -79,7 +79,7 @@ impl HeadNorms {
     pub(super) fn inside(
         &self,
         x: &Tensor,
-        over: Over,
+        over: DeviceDivision,
         cx: &Cx<'_>,
         axes: &[&str],
     ) -> Result<Tensor> {

@@ -33,6 +33,7 @@ impl Routes {
                 }
             }
         }
+
         all.sort_unstable();
         let mut rows = vec![0; experts.len()];
         let mut places = vec![Vec::new(); taken.len()];
@@ -40,6 +41,7 @@ impl Routes {
             rows[expert - experts.start] += 1;
             places[*token].push((*expert, row));
         }
+
         let (tokens, weights) = all
             .into_iter()
             .map(|(_, token, weight)| (token, weight))
@@ -87,6 +89,7 @@ fn add(
     if let [(_, row)] = places {
         return read(*row, out);
     }
+
     let middle = experts.start.midpoint(experts.end);
     let (low, high) = places.split_at(places.partition_point(|place| place.0 < middle));
     match (low, high) {
@@ -107,7 +110,7 @@ fn add(
 ///
 /// The sums of a token's rows are its gradient, in an order that does not depend on the experts'
 /// devices.
-pub(super) struct Spread(pub(super) Arc<Routes>);
+pub(super) struct SpreadRows(pub(super) Arc<Routes>);
 
 /// Adds up the rows of each token; with weights, each times its own.
 ///
@@ -116,9 +119,9 @@ pub(super) struct Spread(pub(super) Arc<Routes>);
 pub(super) struct Sum(pub(super) Arc<Routes>);
 
 /// Computes the gradient of each weight from those of the tokens, and from the rows.
-struct Weights(Arc<Routes>);
+struct RouteWeights(Arc<Routes>);
 
-impl CustomOp1 for Spread {
+impl CustomOp1 for SpreadRows {
     fn name(&self) -> &'static str {
         "rows of experts"
     }
@@ -146,7 +149,9 @@ impl CustomOp1 for Sum {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (x, width) = (values(x, layout)?, layout.dims()[1]);
+        let x = values(x, layout)?;
+        let width = layout.dims()[1];
+
         let sum = self.0.sum(width, &|row, out| {
             out.copy_from_slice(&x[row * width..][..width])
         });
@@ -157,7 +162,7 @@ impl CustomOp1 for Sum {
     }
 }
 
-impl CustomOp2 for Spread {
+impl CustomOp2 for SpreadRows {
     fn name(&self) -> &'static str {
         "weighted rows of experts"
     }
@@ -169,7 +174,8 @@ impl CustomOp2 for Spread {
         weights: &CpuStorage,
         of_weights: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (width, weights) = (layout.dims()[1], values(weights, of_weights)?);
+        let width = layout.dims()[1];
+        let weights = values(weights, of_weights)?;
         let mut rows = self.0.spread(values(x, layout)?, width);
         for (row, weight) in rows.chunks_exact_mut(width.max(1)).zip(&self.0.weights) {
             row.iter_mut().for_each(|value| *value *= weights[*weight]);
@@ -193,11 +199,9 @@ impl CustomOp2 for Sum {
         weights: &CpuStorage,
         of_weights: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (x, width, weights) = (
-            values(x, layout)?,
-            layout.dims()[1],
-            values(weights, of_weights)?,
-        );
+        let x = values(x, layout)?;
+        let width = layout.dims()[1];
+        let weights = values(weights, of_weights)?;
         let sum = self.0.sum(width, &|row, out| {
             let weight = weights[self.0.weights[row]];
             out.iter_mut()
@@ -218,13 +222,13 @@ impl CustomOp2 for Sum {
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let gradient = gradient.contiguous()?;
-        let of_x = gradient.apply_op2_no_bwd(weights, &Spread(self.0.clone()))?;
-        let of_weights = gradient.apply_op2_no_bwd(x, &Weights(self.0.clone()))?;
+        let of_x = gradient.apply_op2_no_bwd(weights, &SpreadRows(self.0.clone()))?;
+        let of_weights = gradient.apply_op2_no_bwd(x, &RouteWeights(self.0.clone()))?;
         Ok((Some(of_x), Some(of_weights.reshape(weights.shape())?)))
     }
 }
 
-impl CustomOp2 for Weights {
+impl CustomOp2 for RouteWeights {
     fn name(&self) -> &'static str {
         "weights of experts"
     }
@@ -236,12 +240,11 @@ impl CustomOp2 for Weights {
         x: &CpuStorage,
         of_x: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (gradient, width, x) = (
-            values(gradient, layout)?,
-            layout.dims()[1],
-            values(x, of_x)?,
-        );
+        let gradient = values(gradient, layout)?;
+        let width = layout.dims()[1];
+        let x = values(x, of_x)?;
         let mut out = vec![0.0; self.0.all];
+
         let rows = x
             .chunks_exact(width.max(1))
             .zip(&self.0.tokens)
@@ -351,7 +354,7 @@ mod tests {
                 .into_iter()
                 .collect::<Result<Vec<_>>>()
             };
-            let rows = x.as_tensor().apply_op1(Spread(routes.clone()))?.sqr()?;
+            let rows = x.as_tensor().apply_op1(SpreadRows(routes.clone()))?.sqr()?;
             let found = of(rows.apply_op2(weights.as_tensor(), Sum(routes.clone()))?)?;
             if routes.tokens.is_empty() {
                 assert_eq!(

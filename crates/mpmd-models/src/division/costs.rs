@@ -27,14 +27,14 @@ impl Room {
 
 /// The bytes that a device holds of a stage.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub struct Held {
+pub struct HeldBytes {
     /// For each element of a parameter.
     pub element: u64,
     /// For each layer beside.
     pub layer: u64,
 }
 
-impl Held {
+impl HeldBytes {
     /// In a training of all parameters, in f32: the array, the model's own, the gradient, and two
     /// moments.
     pub const TRAINING: Self = Self {
@@ -107,9 +107,9 @@ impl Layers {
 
 /// The costs of a model's layers, for each stage: its devices may have parts of the layers.
 #[derive(Clone, Debug)]
-pub(crate) struct Costs(pub(crate) Vec<Layers>);
+pub(crate) struct ModelCosts(pub(crate) Vec<Layers>);
 
-impl Costs {
+impl ModelCosts {
     fn stages(&self) -> usize {
         self.0.len()
     }
@@ -132,7 +132,9 @@ impl Costs {
     /// If there are fewer layers than stages, or no stage.
     pub(crate) fn cut(&self, limits: &[u64]) -> Result<Vec<Range<usize>>, TooLittle> {
         let most = self.least_work(limits)?;
-        let (stages, layers) = (self.stages(), self.len());
+        let stages = self.stages();
+        let layers = self.len();
+
         // `best[n]`: the least sum of squared works of the stages so far with `n` layers together,
         // and the layers before the last of them.
         let mut best: Vec<Option<(u128, usize)>> = vec![None; layers + 1];
@@ -156,6 +158,7 @@ impl Costs {
             }
             chosen.push(std::mem::replace(&mut best, next));
         }
+
         chosen.push(best);
         let mut end = layers;
         let mut ranges = Vec::new();
@@ -171,11 +174,13 @@ impl Costs {
     /// Returns the costs of a device of a stage with these layers.
     pub(crate) fn cost(&self, layers: Range<usize>, stage: usize) -> Cost {
         let Layers { sums, first, last } = &self.0[stage];
-        let (before, all) = (sums[layers.start], sums[layers.end]);
+        let before = sums[layers.start];
+        let all = sums[layers.end];
         let own = Cost {
             work: all.work - before.work,
             bytes: all.bytes - before.bytes,
         };
+
         let own = if stage == 0 { own.and(*first) } else { own };
         if stage + 1 == self.stages() {
             own.and(*last)
@@ -189,7 +194,9 @@ impl Costs {
         let all = (0..self.stages()).map(|stage| self.cost(0..self.len(), stage).work);
         let all = all.max().unwrap_or(0);
         self.fits(limits, all)?;
-        let (mut low, mut high) = (0, all);
+
+        let mut low = 0;
+        let mut high = all;
         while low < high {
             let middle = low + (high - low) / 2;
             match self.fits(limits, middle) {
@@ -203,7 +210,8 @@ impl Costs {
     /// Fills one stage after another with as many layers as work and memory allow. Fails at the
     /// first stage for which a layer does not fit, or at the last one if layers are left.
     fn fits(&self, limits: &[u64], most: u64) -> Result<(), TooLittle> {
-        let (mut start, stages) = (0, self.stages());
+        let mut start = 0;
+        let stages = self.stages();
         for stage in 0..stages {
             let last = self.len() - (stages - 1 - stage);
             let limit = limits.get(stage).copied().unwrap_or(u64::MAX);
@@ -213,6 +221,7 @@ impl Costs {
             };
             // A last stage must take all that is left.
             let least = if stage + 1 == stages { last } else { start + 1 };
+
             let Some(end) = (least..=last).take_while(fits).last() else {
                 let needs = self.cost(start..least, stage).bytes;
                 return Err(TooLittle { stage, needs });
@@ -231,7 +240,7 @@ mod tests {
 
     /// Returns the costs of layers with this work, for stages that are divided over so many
     /// devices.
-    fn costs(devices: &[u64], works: &[u64], first: u64, last: u64) -> Costs {
+    fn costs(devices: &[u64], works: &[u64], first: u64, last: u64) -> ModelCosts {
         let of = |devices: &u64| {
             let cost = |work: &u64| Cost {
                 work: work / devices,
@@ -240,11 +249,11 @@ mod tests {
             let all: Vec<Cost> = works.iter().map(cost).collect();
             Layers::new(&all, cost(&first), cost(&last))
         };
-        Costs(devices.iter().map(of).collect())
+        ModelCosts(devices.iter().map(of).collect())
     }
 
     /// Returns the number of layers of each stage.
-    fn lengths(model: &Costs, limits: &[u64]) -> Vec<usize> {
+    fn lengths(model: &ModelCosts, limits: &[u64]) -> Vec<usize> {
         let cut = model.cut(limits).unwrap();
         let ends = cut.iter().map(|range| range.end);
         let starts = [0].into_iter().chain(ends).take(model.stages());
@@ -253,7 +262,7 @@ mod tests {
     }
 
     /// Tries all divisions.
-    fn least(model: &Costs, start: usize, stage: usize) -> u64 {
+    fn least(model: &ModelCosts, start: usize, stage: usize) -> u64 {
         let (all, stages) = (model.len(), model.stages());
         if stage + 1 == stages {
             return model.cost(start..all, stage).work;

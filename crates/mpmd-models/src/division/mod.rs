@@ -9,9 +9,9 @@ use mpmd::topology::Mesh;
 use mpmd::{DeviceId, Result};
 use mpmd_base::bytes_text;
 
-use crate::decoder::devices::Over;
+use crate::decoder::devices::DeviceDivision;
 use crate::decoder::{EMBEDDING, OUTPUT};
-use crate::division::costs::{Cost, Costs, Held, Layers, TooLittle};
+use crate::division::costs::{Cost, HeldBytes, Layers, ModelCosts, TooLittle};
 use crate::error::{DivisionError, InvalidSetting};
 use crate::hub::folder::Folder;
 
@@ -36,7 +36,10 @@ pub struct Division {
 /// # Errors
 ///
 /// If a stage has too little memory.
-pub(crate) fn by_work(costs: &Costs, limits: &[u64]) -> Result<Vec<Range<usize>>, DivisionError> {
+pub(crate) fn by_work(
+    costs: &ModelCosts,
+    limits: &[u64],
+) -> Result<Vec<Range<usize>>, DivisionError> {
     costs
         .cut(limits)
         .map_err(|TooLittle { stage, needs }| DivisionError::Memory {
@@ -89,7 +92,7 @@ pub(crate) fn check_layers(
 
 /// Checks that each stage has memory for given layers.
 pub(crate) fn check_memory(
-    costs: &Costs,
+    costs: &ModelCosts,
     ranges: &[Range<usize>],
     limits: &[u64],
 ) -> Result<(), InvalidSetting> {
@@ -105,9 +108,13 @@ pub(crate) fn check_memory(
 
 /// Returns the costs of the layers on a device of each stage, and of what the first and the last
 /// stage have beside. `over` is the division of each stage over its devices.
-pub(crate) fn costs(folder: &Folder, over: &[Over], held: Held) -> Result<Costs> {
+pub(crate) fn costs(
+    folder: &Folder,
+    over: &[DeviceDivision],
+    held: HeldBytes,
+) -> Result<ModelCosts> {
     let stages = over.len();
-    let mut known: Vec<(Over, Layers)> = Vec::new();
+    let mut known: Vec<(DeviceDivision, Layers)> = Vec::new();
     for over in over.iter().copied() {
         let same = known.iter().find(|(other, _)| *other == over);
         let costs = match same {
@@ -116,23 +123,32 @@ pub(crate) fn costs(folder: &Folder, over: &[Over], held: Held) -> Result<Costs>
         };
         known.push((over, costs));
     }
-    Ok(Costs(known.into_iter().map(|(_, costs)| costs).collect()))
+    Ok(ModelCosts(
+        known.into_iter().map(|(_, costs)| costs).collect(),
+    ))
 }
 
 /// Returns the costs of the layers on each of these devices, for one of `stages` stages. A layer's
 /// work is the number of its parameters, of experts of those that a token takes. Of the embedding a
 /// token reads a row. Where there are caches, tokens of prompts need no logits: a third of all
 /// tokens is taken to be such.
-fn costs_on(folder: &Folder, over: Over, stages: usize, held: Held) -> Result<Layers> {
+fn costs_on(
+    folder: &Folder,
+    over: DeviceDivision,
+    stages: usize,
+    held: HeldBytes,
+) -> Result<Layers> {
     let config = folder.config();
     let mesh = Mesh::new(
         &over.axes(),
         (0..over.devices() as u32).map(DeviceId).collect(),
     )?;
+
     let params = folder
         .params()
         .map(|(name, aval)| (name.to_owned(), aval.clone()));
     let cache = held.layer.div_ceil(over.tensor as u64);
+
     let mut layers = vec![
         Cost {
             work: 0,
@@ -140,9 +156,11 @@ fn costs_on(folder: &Folder, over: Over, stages: usize, held: Held) -> Result<La
         };
         config.num_hidden_layers
     ];
-    let (mut first, mut last) = (Cost::default(), Cost::default());
+    let mut first = Cost::default();
+    let mut last = Cost::default();
     for leaf in rules::divided(config, &mesh, params)?.leaves() {
-        let (name, elements) = (&*leaf.name, leaf.bytes_per_device / size_of::<f32>() as u64);
+        let name = &*leaf.name;
+        let elements = leaf.bytes_per_device / size_of::<f32>() as u64;
         let cost = |work: u64| Cost {
             work,
             bytes: elements * held.element,
@@ -152,6 +170,7 @@ fn costs_on(folder: &Folder, over: Over, stages: usize, held: Held) -> Result<La
         } else {
             elements
         };
+
         let index = name
             .strip_prefix("model.layers.")
             .and_then(|rest| rest.split('.').next());
@@ -162,6 +181,7 @@ fn costs_on(folder: &Folder, over: Over, stages: usize, held: Held) -> Result<La
             }
             _ => elements,
         };
+
         let (work, to) = match (layer, name) {
             (Some(layer), _) => (taken, layer),
             (None, OUTPUT) => (logits, &mut last),
@@ -169,6 +189,7 @@ fn costs_on(folder: &Folder, over: Over, stages: usize, held: Held) -> Result<La
             _ => (0, &mut last),
         };
         *to = to.and(cost(work));
+
         if name == EMBEDDING && config.tie_word_embeddings {
             // A copy, unless it is in the same stage.
             let bytes = if stages > 1 { cost(elements).bytes } else { 0 };

@@ -8,8 +8,8 @@ use mpmd::sharding::rules::{Inferred, Registry, Strategy, infer};
 use mpmd::topology::Mesh;
 use mpmd::{Error, Result};
 
-use crate::config::{Config, HeadNorm};
-use crate::decoder::devices::Over;
+use crate::config::{HeadNorm, ModelConfig};
+use crate::decoder::devices::DeviceDivision;
 use crate::error::{DivisionError, InvalidSetting, unexpected};
 use crate::hub::folder::{CONFIG, Folder};
 
@@ -39,7 +39,7 @@ const RULES: [(&str, &str); 5] = [
 ];
 
 /// Returns the rules for a model, in order.
-fn rules(config: &Config, over: Over) -> Vec<(&'static str, &'static str)> {
+fn rules(config: &ModelConfig, over: DeviceDivision) -> Vec<(&'static str, &'static str)> {
     let mut rules = RULES.to_vec();
     let all = r#"shard_dim(["tensor", "repeat"], 0)"#;
     if config.head_norm == Some(HeadNorm::Width) {
@@ -61,15 +61,16 @@ fn rules(config: &Config, over: Over) -> Vec<(&'static str, &'static str)> {
 ///
 /// If the mesh has some of the axes only, or its devices do not divide a parameter evenly.
 pub(crate) fn divided(
-    config: &Config,
+    config: &ModelConfig,
     mesh: &Mesh,
     params: impl IntoIterator<Item = (String, ShapedArray)>,
 ) -> Result<Inferred> {
-    let over = Over::of(mesh)?;
+    let over = DeviceDivision::of(mesh)?;
     let rules = match over {
-        Over::ONE => vec![(".*", "replicate")],
+        DeviceDivision::ONE => vec![(".*", "replicate")],
         _ => rules(config, over),
     };
+
     let failed = |why: &dyn std::fmt::Display| Error::kernel(format!("the parameters: {why}"));
     let strategy = Strategy::parse(&rules, &Registry::default()).map_err(|why| failed(&why))?;
     let leaves: Vec<_> = params.into_iter().collect();
@@ -77,7 +78,8 @@ pub(crate) fn divided(
     match inferred.leaves().iter().find(|leaf| leaf.uneven) {
         None => Ok(inferred),
         Some(leaf) => {
-            let (name, aval) = (&leaf.name, &leaf.aval);
+            let name = &leaf.name;
+            let aval = &leaf.aval;
             Err(failed(&format!(
                 "{name} {aval} does not divide evenly over {mesh}"
             )))
@@ -91,7 +93,7 @@ pub(crate) fn divided(
 ///
 /// As for [`divided`].
 pub(crate) fn shardings(
-    config: &Config,
+    config: &ModelConfig,
     mesh: &Mesh,
     params: impl IntoIterator<Item = (String, ShapedArray)>,
 ) -> Result<BTreeMap<String, Sharding>> {
@@ -105,14 +107,16 @@ pub(crate) fn shardings(
 /// # Errors
 ///
 /// If these do not divide its heads, or its MLPs. The message names the key of the config.
-pub(crate) fn over(folder: &Folder, devices: usize) -> Result<Over> {
+pub(crate) fn over(folder: &Folder, devices: usize) -> Result<DeviceDivision> {
     let config = folder.config();
     let refused = |key, expected: String, found: usize| {
         let file = folder.path().join(CONFIG);
         Err(unexpected(&file, folder.key(key), expected, found))
     };
+
     let multiple = format!("a multiple of {devices}, the tensor parallel devices");
-    let (heads, groups) = (config.num_attention_heads, config.num_key_value_heads);
+    let heads = config.num_attention_heads;
+    let groups = config.num_key_value_heads;
     if !heads.is_multiple_of(devices) {
         return refused("num_attention_heads", multiple, heads);
     }
@@ -127,6 +131,7 @@ pub(crate) fn over(folder: &Folder, devices: usize) -> Result<Over> {
             return refused("num_key_value_heads", expected, groups);
         }
     };
+
     let has_mlp = config.layers.iter().any(|layer| !layer.has_experts);
     if has_mlp && !config.intermediate_size.is_multiple_of(devices) {
         return refused("intermediate_size", multiple, config.intermediate_size);
@@ -142,7 +147,7 @@ pub(crate) fn over(folder: &Folder, devices: usize) -> Result<Over> {
             return refused(key, multiple, width);
         }
     }
-    Ok(Over {
+    Ok(DeviceDivision {
         expert: 1,
         tensor,
         repeat: devices / tensor,

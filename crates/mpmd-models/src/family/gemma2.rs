@@ -3,7 +3,7 @@
 use mpmd::Result;
 
 use super::{Defaults, Family, LLAMA, PLAIN, base, slide, window};
-use crate::config::{Config, Keys, Norm, RopeDefaults};
+use crate::config::{ConfigKeys, ModelConfig, NormKind, RopeDefaults};
 
 pub(super) const FAMILY: Family = Family {
     name: "gemma2",
@@ -39,11 +39,15 @@ pub(super) const DEFAULTS: Defaults = Defaults {
 };
 
 /// Reads the common settings of Gemma 2 and 3.
-pub(super) fn gemma(keys: &Keys<'_>, or: &Defaults, logits_cap: Option<f64>) -> Result<Config> {
+pub(super) fn gemma(
+    keys: &ConfigKeys<'_>,
+    or: &Defaults,
+    logits_cap: Option<f64>,
+) -> Result<ModelConfig> {
     let mut config = base(keys, or)?;
     config.qkv_bias = keys.flag("attention_bias", false)?;
     config.out_bias = config.qkv_bias;
-    config.norm = Norm::RmsPlusOne;
+    config.norm = NormKind::RmsPlusOne;
     config.norm_names = [
         Some("input_layernorm"),
         Some("post_attention_layernorm"),
@@ -65,7 +69,7 @@ pub(super) fn gemma(keys: &Keys<'_>, or: &Defaults, logits_cap: Option<f64>) -> 
 }
 
 /// Reads a cap. `None` if it is null.
-fn cap(keys: &Keys<'_>, key: &str, default: Option<f64>) -> Result<Option<f64>> {
+fn cap(keys: &ConfigKeys<'_>, key: &str, default: Option<f64>) -> Result<Option<f64>> {
     keys.unless_null(key, default, |keys, key| {
         Ok(keys.positive(key)?.unwrap_or_default())
     })

@@ -4,7 +4,7 @@ use mpmd::Result;
 
 use super::gemma2::{self, gemma};
 use super::{Defaults, Family, LLAMA, PLAIN, slide, window};
-use crate::config::{Config, HeadNorm, Keys, RopeDefaults, rope_of};
+use crate::config::{ConfigKeys, HeadNorm, ModelConfig, RopeDefaults, rope_of};
 
 pub(super) const FAMILY: Family = Family {
     name: "gemma3_text",
@@ -14,23 +14,22 @@ pub(super) const FAMILY: Family = Family {
 
 const POSITIONS: usize = 131_072;
 
-fn read(keys: &Keys<'_>) -> Result<Config> {
+fn read(keys: &ConfigKeys<'_>) -> Result<ModelConfig> {
     let rope = |theta| RopeDefaults {
         theta,
         positions: POSITIONS,
         ..LLAMA.rope
     };
-    let (full, local) = (
-        rope(("rope_theta", 1e6)),
-        rope(("rope_local_base_freq", 1e4)),
-    );
+    let full = rope(("rope_theta", 1e6));
+    let local = rope(("rope_local_base_freq", 1e4));
     let nested = keys.object("rope_parameters")?;
     let of = |kind| {
         nested
             .as_ref()
             .map_or(Ok(None), |nested| nested.object(kind))
     };
-    let (full_keys, local_keys) = (of("full_attention")?, of("sliding_attention")?);
+    let full_keys = of("full_attention")?;
+    let local_keys = of("sliding_attention")?;
     if let Some(nested) = &nested {
         nested.finish("")?;
     }

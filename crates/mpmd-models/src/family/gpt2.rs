@@ -3,8 +3,8 @@
 
 use mpmd::Result;
 
-use super::{Defaults, Family, LLAMA, Rows, base, check_heads, dropout};
-use crate::config::{Config, Keys, Norm, RopeDefaults};
+use super::{Defaults, Family, LLAMA, TensorRows, base, check_heads, dropout};
+use crate::config::{ConfigKeys, ModelConfig, NormKind, RopeDefaults};
 
 pub(super) const FAMILY: Family = Family {
     name: "gpt2",
@@ -52,12 +52,12 @@ const DEFAULTS: Defaults = Defaults {
     ..LLAMA
 };
 
-fn read(keys: &Keys<'_>) -> Result<Config> {
+fn read(keys: &ConfigKeys<'_>) -> Result<ModelConfig> {
     let mut config = base(keys, &DEFAULTS)?;
     check_heads(keys, &config)?;
     config.intermediate_size = keys.size("intermediate_size", 4 * config.hidden_size)?;
     config.learned_positions = true;
-    config.norm = Norm::Layer;
+    config.norm = NormKind::Layer;
     config.qkv_bias = true;
     config.out_bias = true;
     config.mlp_bias = true;
@@ -82,9 +82,12 @@ fn read(keys: &Keys<'_>) -> Result<Config> {
     Ok(config)
 }
 
-fn fused(config: &Config, projection: &str) -> Option<Rows> {
+fn fused(config: &ModelConfig, projection: &str) -> Option<TensorRows> {
     let place = ["q_proj", "k_proj", "v_proj"]
         .iter()
         .position(|name| *name == projection)?;
-    Some(Rows::block(place * config.hidden_size, config.hidden_size))
+    Some(TensorRows::block(
+        place * config.hidden_size,
+        config.hidden_size,
+    ))
 }

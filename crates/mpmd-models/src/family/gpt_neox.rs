@@ -3,8 +3,8 @@
 
 use mpmd::Result;
 
-use super::{Defaults, Family, LLAMA, PLAIN, Rows, base, check_heads, dropout};
-use crate::config::{Config, Keys, Norm, RopeDefaults};
+use super::{Defaults, Family, LLAMA, PLAIN, TensorRows, base, check_heads, dropout};
+use crate::config::{ConfigKeys, ModelConfig, NormKind, RopeDefaults};
 
 pub(super) const FAMILY: Family = Family {
     name: "gpt_neox",
@@ -48,10 +48,10 @@ const DEFAULTS: Defaults = Defaults {
     ..LLAMA
 };
 
-fn read(keys: &Keys<'_>) -> Result<Config> {
+fn read(keys: &ConfigKeys<'_>) -> Result<ModelConfig> {
     let mut config = base(keys, &DEFAULTS)?;
     check_heads(keys, &config)?;
-    config.norm = Norm::Layer;
+    config.norm = NormKind::Layer;
     config.qkv_bias = keys.flag("attention_bias", true)?;
     config.out_bias = config.qkv_bias;
     config.mlp_bias = true;
@@ -67,12 +67,13 @@ fn read(keys: &Keys<'_>) -> Result<Config> {
     Ok(config)
 }
 
-fn fused(config: &Config, projection: &str) -> Option<Rows> {
+fn fused(config: &ModelConfig, projection: &str) -> Option<TensorRows> {
     let place = ["q_proj", "k_proj", "v_proj"]
         .iter()
         .position(|name| *name == projection)?;
-    let (len, blocks) = (config.head_dim, config.num_attention_heads);
-    Some(Rows {
+    let len = config.head_dim;
+    let blocks = config.num_attention_heads;
+    Some(TensorRows {
         first: place * len,
         len,
         stride: 3 * len,

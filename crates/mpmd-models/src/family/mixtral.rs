@@ -1,7 +1,7 @@
 //! Mixtral: Mistral with experts in each layer.
 
 use super::{Defaults, Family, PLAIN, base, dropout, experts, mistral, window};
-use crate::config::{Experts, RopeDefaults};
+use crate::config::{ExpertsConfig, RopeDefaults};
 
 pub(super) const FAMILY: Family = Family {
     name: "mixtral",
@@ -9,12 +9,13 @@ pub(super) const FAMILY: Family = Family {
         let mut config = base(keys, &DEFAULTS)?;
         let window = window(keys, None)?;
         let experts = experts(keys, config.num_hidden_layers, 8, 2)?;
-        config.experts = Some(Experts {
+        config.experts = Some(ExpertsConfig {
             width: config.intermediate_size,
             ..experts
         });
         for layer in &mut config.layers {
-            (layer.window, layer.has_experts) = (window, true);
+            layer.window = window;
+            layer.has_experts = true;
         }
         let shares = ["attention_dropout", "router_jitter_noise"].map(|key| (key, 0.0));
         config.dropout = dropout(keys, &shares)?;

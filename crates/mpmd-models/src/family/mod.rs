@@ -28,8 +28,8 @@ use mpmd::train::tensors::read_regular;
 use serde_json::{Map, Value};
 
 use crate::config::{
-    Config, EXPECTED, Experts, HARMLESS, Keys, LARGEST_FILE, LayerConfig, Norm, POSITIONS,
-    RopeDefaults, rope, word,
+    ConfigKeys, EXPECTED, ExpertsConfig, HARMLESS, LARGEST_FILE, LayerConfig, ModelConfig,
+    NormKind, POSITIONS, RopeDefaults, rope, word,
 };
 use crate::error::unexpected;
 
@@ -51,11 +51,11 @@ pub(crate) struct Family {
     /// `model_type` in its configs.
     pub(crate) name: &'static str,
     /// Reads a config.
-    pub(crate) read: fn(&Keys<'_>) -> Result<Config>,
+    pub(crate) read: fn(&ConfigKeys<'_>) -> Result<ModelConfig>,
     /// Its own words for keys of a config, and for parts of parameters' names between dots.
     pub(crate) words: &'static [(&'static str, &'static str)],
     /// Returns the rows that a projection, by its part of the name, has in a tensor of several.
-    pub(crate) fused: fn(&Config, &str) -> Option<Rows>,
+    pub(crate) fused: fn(&ModelConfig, &str) -> Option<TensorRows>,
     /// True if files have the weights of projections as `[inputs, outputs]`.
     pub(crate) is_transposed: bool,
     /// Ends of the names of tables in files that nothing needs.
@@ -88,12 +88,12 @@ pub(crate) static FAMILIES: [Family; 15] = [
 /// If the file cannot be read, describes no model of a known family, or has a key that may change
 /// results and that nothing handles. The message names the file, the key, the expected and the
 /// found value.
-pub(crate) fn read(file: &Path) -> Result<(&'static Family, Config)> {
+pub(crate) fn read(file: &Path) -> Result<(&'static Family, ModelConfig)> {
     let text =
         read_regular(file, LARGEST_FILE).map_err(|why| unexpected(file, "", EXPECTED, why))?;
     let map: Map<String, Value> =
         serde_json::from_slice(&text).map_err(|why| unexpected(file, "", EXPECTED, why))?;
-    let keys = Keys::new(file, map);
+    let keys = ConfigKeys::new(file, map);
     let names: Vec<String> = FAMILIES
         .iter()
         .map(|family| format!("{:?}", family.name))
@@ -104,7 +104,7 @@ pub(crate) fn read(file: &Path) -> Result<(&'static Family, Config)> {
         return Err(keys.unexpected("model_type", names, format!("{kind:?}")));
     };
     let keys = keys.words(family.words);
-    let config = Config {
+    let config = ModelConfig {
         family: family.name,
         ..(family.read)(&keys)?
     };
@@ -132,17 +132,17 @@ const PLAIN: Family = Family {
 
 /// The place of a parameter in the files: rows of a tensor, or of several that it is a stack of.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Source {
+pub(crate) struct ParameterSource {
     /// The name of the tensor. `*` stands for the index of one of several.
     pub(crate) name: String,
     /// Number of tensors, if the parameter is a stack of them: a tensor for each expert.
     pub(crate) stacked: Option<usize>,
-    pub(crate) rows: Rows,
+    pub(crate) rows: TensorRows,
     /// True if the tensor is `[inputs, outputs]`, so that the rows are its columns.
     pub(crate) is_transposed: bool,
 }
 
-impl Source {
+impl ParameterSource {
     /// Returns the names of the tensors.
     pub(crate) fn names(&self) -> Vec<String> {
         match self.stacked {
@@ -156,7 +156,7 @@ impl Source {
 
 /// Blocks of rows of a tensor, which are the rows of a parameter one after another.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Rows {
+pub(crate) struct TensorRows {
     /// First row of the first block.
     first: usize,
     /// Number of rows in a block.
@@ -166,7 +166,7 @@ pub(crate) struct Rows {
     blocks: usize,
 }
 
-impl Rows {
+impl TensorRows {
     /// Returns one block.
     pub(crate) fn block(first: usize, len: usize) -> Self {
         Self {
@@ -196,7 +196,12 @@ impl Family {
     }
 
     /// Returns the place of a parameter of this shape.
-    pub(crate) fn source(&self, config: &Config, name: &str, shape: &[usize]) -> Source {
+    pub(crate) fn source(
+        &self,
+        config: &ModelConfig,
+        name: &str,
+        shape: &[usize],
+    ) -> ParameterSource {
         // A matrix for each expert.
         let (stacked, shape) = match shape {
             [count, shape @ ..] if shape.len() == 2 => (Some(*count), shape),
@@ -209,10 +214,10 @@ impl Family {
         let rows = shape.first().copied().unwrap_or(1);
         let projection = name.split('.').find(|part| part.ends_with("_proj"));
         let fused = projection.and_then(|part| (self.fused)(config, part));
-        Source {
+        ParameterSource {
             name: words.join("."),
             stacked,
-            rows: fused.unwrap_or(Rows::block(0, rows)),
+            rows: fused.unwrap_or(TensorRows::block(0, rows)),
             is_transposed: self.is_transposed && projection.is_some() && name.ends_with(".weight"),
         }
     }
@@ -261,7 +266,7 @@ const LLAMA: Defaults = Defaults {
 
 /// Reads the settings that most families have, of a decoder with RMS norms before attention and
 /// MLP, a gated MLP, and no biases.
-fn base(keys: &Keys<'_>, or: &Defaults) -> Result<Config> {
+fn base(keys: &ConfigKeys<'_>, or: &Defaults) -> Result<ModelConfig> {
     let heads = keys.size("num_attention_heads", or.heads)?;
     let groups = keys.unless_null("num_key_value_heads", or.groups, |keys, key| {
         keys.size(key, 1)
@@ -275,6 +280,7 @@ fn base(keys: &Keys<'_>, or: &Defaults) -> Result<Config> {
         );
         return Err(keys.unexpected("hidden_size", expected, hidden_size));
     }
+
     let layers = keys.size("num_hidden_layers", or.layers)?;
     let head_dim = keys.size(
         "head_dim",
@@ -284,6 +290,7 @@ fn base(keys: &Keys<'_>, or: &Defaults) -> Result<Config> {
         .is_rotary
         .then(|| rope(keys, &or.rope, head_dim))
         .transpose()?;
+
     if layers > MOST_LAYERS {
         let expected = format!("at most {MOST_LAYERS}");
         return Err(keys.unexpected("num_hidden_layers", expected, layers));
@@ -292,14 +299,14 @@ fn base(keys: &Keys<'_>, or: &Defaults) -> Result<Config> {
         let expected = format!("a divisor of num_attention_heads, {heads}");
         return Err(keys.unexpected("num_key_value_heads", expected, groups));
     }
-    let (rope_of_layer, scale) = (rope.as_ref().map(|_| 0), (head_dim as f64).sqrt().recip());
+
     let layer = LayerConfig {
         window: None,
-        rope: rope_of_layer,
-        scale,
+        rope: rope.as_ref().map(|_| 0),
+        scale: (head_dim as f64).sqrt().recip(),
         has_experts: false,
     };
-    Ok(Config {
+    Ok(ModelConfig {
         family: "",
         vocab_size: keys.size("vocab_size", or.vocab_size)?,
         hidden_size,
@@ -312,7 +319,7 @@ fn base(keys: &Keys<'_>, or: &Defaults) -> Result<Config> {
         tie_word_embeddings: keys.flag("tie_word_embeddings", or.is_tied)?,
         embedding_scale: 1.0,
         learned_positions: false,
-        norm: Norm::Rms,
+        norm: NormKind::Rms,
         norm_eps: keys.number("rms_norm_eps", or.norm_eps)?,
         norm_names: BEFORE,
         qkv_bias: false,
@@ -333,7 +340,7 @@ fn base(keys: &Keys<'_>, or: &Defaults) -> Result<Config> {
     })
 }
 
-fn activation(keys: &Keys<'_>, (key, default): (&str, &str)) -> Result<Activation> {
+fn activation(keys: &ConfigKeys<'_>, (key, default): (&str, &str)) -> Result<Activation> {
     let names = r#""silu", "gelu", "gelu_new" or "gelu_pytorch_tanh""#;
     let name = keys.or(key, names, default.to_owned())?;
     match name.as_str() {
@@ -345,7 +352,10 @@ fn activation(keys: &Keys<'_>, (key, default): (&str, &str)) -> Result<Activatio
 }
 
 /// Returns the first of these keys that is not zero. Each has a default.
-fn dropout(keys: &Keys<'_>, shares: &[(&'static str, f64)]) -> Result<Option<(&'static str, f64)>> {
+fn dropout(
+    keys: &ConfigKeys<'_>,
+    shares: &[(&'static str, f64)],
+) -> Result<Option<(&'static str, f64)>> {
     let mut first = None;
     for (key, default) in shares {
         let share = keys.number(key, *default)?;
@@ -355,28 +365,35 @@ fn dropout(keys: &Keys<'_>, shares: &[(&'static str, f64)]) -> Result<Option<(&'
 }
 
 /// Refuses heads of other widths, and groups of heads, where a family has none.
-fn check_heads(keys: &Keys<'_>, config: &Config) -> Result<()> {
+fn check_heads(keys: &ConfigKeys<'_>, config: &ModelConfig) -> Result<()> {
     keys.only("head_dim", config.hidden_size / config.num_attention_heads)?;
     keys.only("num_key_value_heads", config.num_attention_heads)
 }
 
 /// Reads the settings of experts. `count` is the default of their number, and `per_token` of the
 /// number that a token takes.
-fn experts(keys: &Keys<'_>, layers: usize, count: usize, per_token: usize) -> Result<Experts> {
+fn experts(
+    keys: &ConfigKeys<'_>,
+    layers: usize,
+    count: usize,
+    per_token: usize,
+) -> Result<ExpertsConfig> {
     const KEY: &str = "num_local_experts";
     let count = keys.size(KEY, count)?;
     let most = MOST_EXPERTS / layers;
     if count > most {
         return Err(keys.unexpected(KEY, format!("at most {most} in {layers} layers"), count));
     }
+
     let per_token = keys.size("num_experts_per_tok", per_token)?;
     if per_token > count {
         let expected = format!("at most {count}, the number of experts");
         return Err(keys.unexpected("num_experts_per_tok", expected, per_token));
     }
+
     let factor = keys.number("router_aux_loss_coef", 0.001)?;
     let balance = keys.flag("output_router_logits", false)?.then_some(factor);
-    Ok(Experts {
+    Ok(ExpertsConfig {
         count,
         per_token,
         width: 0,
@@ -389,12 +406,12 @@ fn experts(keys: &Keys<'_>, layers: usize, count: usize, per_token: usize) -> Re
 /// Reads which layers have experts, and how many: those of Qwen. The defaults are the number of
 /// experts, that which a token takes, and the width of each.
 fn sparse(
-    keys: &Keys<'_>,
-    config: &mut Config,
+    keys: &ConfigKeys<'_>,
+    config: &mut ModelConfig,
     [count, per_token, width]: [usize; 3],
 ) -> Result<()> {
     let count = keys.size("num_experts", count)?;
-    config.experts = Some(Experts {
+    config.experts = Some(ExpertsConfig {
         width: keys.size("moe_intermediate_size", width)?,
         normalizes: keys.flag("norm_topk_prob", false)?,
         ..experts(keys, config.num_hidden_layers, count, per_token)?
@@ -408,15 +425,15 @@ fn sparse(
 }
 
 /// Reads the size of a sliding window.
-fn window(keys: &Keys<'_>, default: Option<usize>) -> Result<Option<usize>> {
+fn window(keys: &ConfigKeys<'_>, default: Option<usize>) -> Result<Option<usize>> {
     keys.unless_null("sliding_window", default, |keys, key| keys.size(key, 1))
 }
 
 /// Gives the layers of `layer_types` that slide this window. Without the key, `slides` chooses them
 /// by index. Returns the choice.
 fn slide(
-    keys: &Keys<'_>,
-    config: &mut Config,
+    keys: &ConfigKeys<'_>,
+    config: &mut ModelConfig,
     window: Option<usize>,
     slides: impl Fn(usize) -> bool,
 ) -> Result<Vec<bool>> {
@@ -424,6 +441,7 @@ fn slide(
     let layers = config.num_hidden_layers;
     let expected =
         format!("{layers} times \"full_attention\" or \"sliding_attention\", one for each layer");
+
     let types: Option<Vec<String>> = keys.get(KEY, &expected)?;
     let choice: Vec<bool> = match types {
         None => (0..layers).map(slides).collect(),
@@ -442,6 +460,7 @@ fn slide(
                 .collect()
         }
     };
+
     if window.is_none() && choice.contains(&true) {
         let expected = "a size, for the layers that layer_types has sliding";
         return Err(keys.unexpected("sliding_window", expected, "none"));

@@ -1,7 +1,7 @@
 //! Phi 3 and 4: one tensor for queries, keys and values, and one for both inputs of the MLP.
 
-use super::{Defaults, Family, LLAMA, PLAIN, Rows, base, dropout, window};
-use crate::config::{Config, RopeDefaults};
+use super::{Defaults, Family, LLAMA, PLAIN, TensorRows, base, dropout, window};
+use crate::config::{ModelConfig, RopeDefaults};
 
 pub(super) const FAMILY: Family = Family {
     name: "phi3",
@@ -47,7 +47,7 @@ const DEFAULTS: Defaults = Defaults {
     ..LLAMA
 };
 
-fn fused(config: &Config, projection: &str) -> Option<Rows> {
+fn fused(config: &ModelConfig, projection: &str) -> Option<TensorRows> {
     let inner = config.intermediate_size;
     let queries = config.num_attention_heads * config.head_dim;
     let keys = config.num_key_value_heads * config.head_dim;
@@ -59,5 +59,5 @@ fn fused(config: &Config, projection: &str) -> Option<Rows> {
         "up_proj" => (inner, inner),
         _ => return None,
     };
-    Some(Rows::block(start, rows))
+    Some(TensorRows::block(start, rows))
 }

@@ -3,7 +3,7 @@
 use mpmd::Result;
 
 use super::{Defaults, Family, LLAMA, PLAIN, base, slide, window};
-use crate::config::{Config, Keys, RopeDefaults};
+use crate::config::{ConfigKeys, ModelConfig, RopeDefaults};
 
 pub(super) const FAMILY: Family = Family {
     name: "qwen2",
@@ -29,7 +29,7 @@ pub(super) const DEFAULTS: Defaults = Defaults {
 };
 
 /// Gives the upper layers their window, if it is used.
-pub(super) fn windows(keys: &Keys<'_>, mut config: Config) -> Result<Config> {
+pub(super) fn windows(keys: &ConfigKeys<'_>, mut config: ModelConfig) -> Result<ModelConfig> {
     let is_used = keys.flag("use_sliding_window", false)?;
     let window = window(keys, Some(4096))?.filter(|_| is_used);
     let full: usize = keys.or("max_window_layers", "a number of layers", 28)?;

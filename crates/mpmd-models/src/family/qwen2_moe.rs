@@ -3,7 +3,7 @@
 use mpmd::Result;
 
 use super::{Defaults, Family, PLAIN, base, qwen2, slide, sparse, window};
-use crate::config::{Config, Keys};
+use crate::config::{ConfigKeys, ModelConfig};
 
 pub(super) const FAMILY: Family = Family {
     name: "qwen2_moe",
@@ -20,7 +20,7 @@ const DEFAULTS: Defaults = Defaults {
     ..qwen2::DEFAULTS
 };
 
-fn read(keys: &Keys<'_>) -> Result<Config> {
+fn read(keys: &ConfigKeys<'_>) -> Result<ModelConfig> {
     let mut config = base(keys, &DEFAULTS)?;
     config.qkv_bias = keys.flag("qkv_bias", true)?;
     let full: usize = keys.or("max_window_layers", "a number of layers", 28)?;

@@ -3,7 +3,7 @@
 use mpmd::Result;
 
 use super::{Defaults, Family, PLAIN, base, qwen2, sparse, window};
-use crate::config::{Config, HeadNorm, Keys};
+use crate::config::{ConfigKeys, HeadNorm, ModelConfig};
 
 pub(super) const FAMILY: Family = Family {
     name: "qwen3_moe",
@@ -19,7 +19,7 @@ const DEFAULTS: Defaults = Defaults {
     ..qwen2::DEFAULTS
 };
 
-fn read(keys: &Keys<'_>) -> Result<Config> {
+fn read(keys: &ConfigKeys<'_>) -> Result<ModelConfig> {
     let mut config = base(keys, &DEFAULTS)?;
     config.qkv_bias = keys.flag("attention_bias", false)?;
     config.out_bias = config.qkv_bias;

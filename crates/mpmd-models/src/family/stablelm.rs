@@ -1,14 +1,14 @@
 //! StableLM: Llama with layer norms, of whose heads a quarter rotates.
 
 use super::{Defaults, Family, LLAMA, PLAIN, base, dropout};
-use crate::config::{HeadNorm, Norm, RopeDefaults};
+use crate::config::{HeadNorm, NormKind, RopeDefaults};
 
 pub(super) const FAMILY: Family = Family {
     name: "stablelm",
     read: |keys| {
         let mut config = base(keys, &DEFAULTS)?;
         keys.only("head_dim", config.hidden_size / config.num_attention_heads)?;
-        config.norm = Norm::Layer;
+        config.norm = NormKind::Layer;
         config.qkv_bias = keys.flag("use_qkv_bias", false)?;
         config.head_norm = keys
             .flag("qk_layernorm", false)?

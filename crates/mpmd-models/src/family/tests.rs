@@ -6,12 +6,12 @@ use super::*;
 use crate::rope::{Rope, Scaling};
 
 /// Reads a config of Llama with these settings.
-fn read(settings: &str) -> Result<Config, String> {
+fn read(settings: &str) -> Result<ModelConfig, String> {
     let comma = if settings.is_empty() { "" } else { "," };
     read_text(&format!("{{\"model_type\": \"llama\"{comma} {settings}}}"))
 }
 
-fn read_text(config: &str) -> Result<Config, String> {
+fn read_text(config: &str) -> Result<ModelConfig, String> {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("config.json");
     fs::write(&file, config).unwrap();

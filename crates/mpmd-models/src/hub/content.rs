@@ -11,7 +11,7 @@ use mpmd::{Error, Fact, Result};
 use serde_json::Value;
 
 use crate::hub::files::{COMPANIONS, CONFIG, GENERATION};
-use crate::hub::stored::{Origin, Stored};
+use crate::hub::stored_tensor::{StoredTensor, ValueOrigin};
 
 /// Limit on the samples of all tensors, unless there are more tensors.
 const SAMPLES: usize = 4096;
@@ -25,7 +25,7 @@ pub const CHANGED: &str =
 
 /// The content of a folder.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(crate) struct Content {
+pub(crate) struct FolderContent {
     /// Hash of samples of each tensor. Those of a new model have none.
     tensors: BTreeMap<String, u64>,
     /// Number of samples of each tensor.
@@ -35,16 +35,16 @@ pub(crate) struct Content {
 }
 
 /// The content of a folder when it was first compared. Clones share it.
-pub(crate) type Known = Arc<OnceLock<Result<Content>>>;
+pub(crate) type Known = Arc<OnceLock<Result<FolderContent>>>;
 
-impl Content {
+impl FolderContent {
     /// Reads samples of the tensors. `file` reads a file beside them, if the folder has it.
     pub(crate) fn of(
-        stored: &BTreeMap<String, Stored>,
+        stored: &BTreeMap<String, StoredTensor>,
         file: impl Fn(&str) -> Result<Option<Vec<u8>>>,
     ) -> Result<Self> {
         let samples = (SAMPLES / stored.len().max(1)).clamp(1, SAMPLES_OF_ONE) as u64;
-        let hash = |(name, stored): (&String, &Stored)| {
+        let hash = |(name, stored): (&String, &StoredTensor)| {
             let hash = stored.hash_samples(samples).transpose()?;
             Some(hash.map(|hash| (name.clone(), hash)))
         };
@@ -66,12 +66,12 @@ impl Content {
     }
 
     /// Checks that samples of a tensor are as they were.
-    pub(crate) fn check_tensor(&self, name: &str, stored: &Stored) -> Result<()> {
+    pub(crate) fn check_tensor(&self, name: &str, stored: &StoredTensor) -> Result<()> {
         let Some(known) = self.tensors.get(name) else {
             return Ok(());
         };
         match (&stored.origin, stored.hash_samples(self.samples)?) {
-            (Origin::File(file), Some(found)) if found != *known => {
+            (ValueOrigin::File(file), Some(found)) if found != *known => {
                 let file = file.path().display();
                 Err(Error::Environment(format!(
                     "{file}: {name}: the tensor {CHANGED}"
@@ -93,7 +93,7 @@ impl Content {
 
     /// Returns the facts by which processes see that they have the same folder. Tensors of a layer
     /// are one fact. The names of files and their division into files are none.
-    pub(crate) fn facts(&self, path: &Path, stored: &BTreeMap<String, Stored>) -> Vec<Fact> {
+    pub(crate) fn facts(&self, path: &Path, stored: &BTreeMap<String, StoredTensor>) -> Vec<Fact> {
         let mut groups = BTreeMap::<String, (Key, Option<&Path>)>::new();
         for (name, hash) in &self.tensors {
             let (key, path) = groups.entry(group(name)).or_insert((Key(0), None));
@@ -146,6 +146,7 @@ fn hash_file(name: &str, bytes: &[u8]) -> u64 {
         CONFIG | GENERATION => serde_json::from_slice::<Value>(bytes).ok(),
         _ => None,
     };
+
     match settings {
         Some(mut settings @ Value::Object(_)) => {
             for key in NOT_OF_MODEL {

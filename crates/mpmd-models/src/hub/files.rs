@@ -42,7 +42,7 @@ const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
 /// The tensors of a folder.
-pub(crate) struct Found {
+pub(crate) struct FolderTensors {
     /// The file that lists them.
     pub(crate) list: PathBuf,
     /// The file of each tensor.
@@ -63,7 +63,9 @@ struct Index {
 /// folder in `snapshots/REV` of a hub cache to `blobs` beside `snapshots`.
 pub(crate) fn checked(folder: &Path, name: &str, most: u64) -> io::Result<PathBuf> {
     let path = folder.join(name);
-    let (real, root) = (path.canonicalize()?, folder.canonicalize()?);
+    let real = path.canonicalize()?;
+    let root = folder.canonicalize()?;
+
     let snapshots = root
         .ancestors()
         .skip(1)
@@ -77,6 +79,7 @@ pub(crate) fn checked(folder: &Path, name: &str, most: u64) -> io::Result<PathBu
             "a link out of the folder, to {real}: copy the file"
         )));
     }
+
     let found = real.metadata()?;
     if !found.is_file() {
         return Err(io::Error::other("no regular file"));
@@ -112,8 +115,9 @@ pub(crate) fn companions(folder: &Path) -> Result<Vec<&'static str>> {
 /// # Errors
 ///
 /// If a file is missing or damaged.
-pub(crate) fn find(folder: &Path) -> Result<Found> {
-    let (single, index) = (folder.join(SINGLE), folder.join(INDEX));
+pub(crate) fn find(folder: &Path) -> Result<FolderTensors> {
+    let single = folder.join(SINGLE);
+    let index = folder.join(INDEX);
     let open = |name: &str| {
         let path = folder.join(name);
         match checked(folder, name, u64::MAX) {
@@ -121,6 +125,7 @@ pub(crate) fn find(folder: &Path) -> Result<Found> {
             Err(why) => Err(Error::Environment(format!("{}: {why}", path.display()))),
         }
     };
+
     if single.symlink_metadata().is_ok() {
         let file = open(SINGLE)?;
         let files = file
@@ -128,19 +133,22 @@ pub(crate) fn find(folder: &Path) -> Result<Found> {
             .into_iter()
             .map(|name| (name, file.clone()))
             .collect();
-        return Ok(Found {
+        return Ok(FolderTensors {
             list: single,
             files,
             split: None,
         });
     }
+
     let expected = format!("{SINGLE} or {INDEX}");
     let text = checked(folder, INDEX, LARGEST_FILE)
         .and_then(|path| read_regular(&path, LARGEST_FILE))
         .map_err(|why| unexpected(folder, "", expected, why))?;
     let Index { weight_map } = serde_json::from_slice(&text)
         .map_err(|why| unexpected(&index, "", "the files of all tensors", why))?;
-    let (mut opened, mut files) = (BTreeMap::<&str, TensorFile>::new(), BTreeMap::new());
+
+    let mut opened = BTreeMap::<&str, TensorFile>::new();
+    let mut files = BTreeMap::new();
     let mut largest = 0;
     for (name, file) in &weight_map {
         if Path::new(file).file_name() != Some(file.as_ref()) {
@@ -151,6 +159,7 @@ pub(crate) fn find(folder: &Path) -> Result<Found> {
                 format!("{file:?}"),
             ));
         }
+
         if !opened.contains_key(file.as_str()) {
             opened.insert(file, open(file)?);
             let path = folder.join(file);
@@ -158,7 +167,7 @@ pub(crate) fn find(folder: &Path) -> Result<Found> {
         }
         files.insert(name.clone(), opened[file.as_str()].clone());
     }
-    Ok(Found {
+    Ok(FolderTensors {
         list: index,
         files,
         split: Some(largest),

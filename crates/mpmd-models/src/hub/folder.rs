@@ -16,15 +16,15 @@ use mpmd::train::tensors::{TensorFile, read_regular};
 use mpmd::{Error, Fact, MpmdArray, Program, Result};
 use serde_json::{Map, Value};
 
-use crate::config::{self, Config};
+use crate::config::{self, ModelConfig};
 use crate::decoder::{EMBEDDING, OUTPUT, shapes_of};
 use crate::error::unexpected;
-use crate::family::{Family, Source, read};
-use crate::hub::content::{Content, Known, fold};
+use crate::family::{Family, ParameterSource, read};
+use crate::hub::content::{FolderContent, Known, fold};
 pub(crate) use crate::hub::files::{CONFIG, GENERATION, TOKENIZER};
-use crate::hub::files::{Found, LARGEST_FILE, checked, companions, find};
-use crate::hub::initial::{Initial, Settings};
-use crate::hub::stored::{DTYPES, Origin, Reader, Stored, are_equal};
+use crate::hub::files::{FolderTensors, LARGEST_FILE, checked, companions, find};
+use crate::hub::initial::{InitialSettings, InitialValues};
+use crate::hub::stored_tensor::{DTYPES, ParameterReader, StoredTensor, ValueOrigin, are_equal};
 use crate::rope::Rope;
 
 /// A model on disk. Its headers are read and checked; values are read later, by region.
@@ -32,13 +32,13 @@ use crate::rope::Rope;
 pub struct Folder {
     path: PathBuf,
     family: &'static Family,
-    config: Config,
+    config: ModelConfig,
     /// The names of the companions that it has.
     companions: Vec<&'static str>,
     /// The place of each parameter, and its shape.
-    sources: BTreeMap<String, (Source, ShapedArray)>,
+    sources: BTreeMap<String, (ParameterSource, ShapedArray)>,
     /// The tensors of the files, by the names that `transformers` gives them.
-    tensors: BTreeMap<String, Stored>,
+    tensors: BTreeMap<String, StoredTensor>,
     /// The names of further tensors, which the model does not use.
     unused: Vec<String>,
     /// The size of the largest file of weights, in bytes. `None` if there is one file.
@@ -64,7 +64,7 @@ impl Folder {
         let path = path.into();
         let (family, mut config) = config_of(&path)?;
         let companions = companions(&path)?;
-        let Found { list, files, split } = find(&path)?;
+        let FolderTensors { list, files, split } = find(&path)?;
         let [table, output] =
             [EMBEDDING, OUTPUT].map(|name| family.source(&config, name, &[0]).name);
         let may_be_tied = config.tie_word_embeddings && files.contains_key(&output);
@@ -88,8 +88,8 @@ impl Folder {
             if !is_float || stored.aval.shape() != shape {
                 let found = format!("{} {:?}", stored.aval.dtype(), stored.aval.shape());
                 let file = match &stored.origin {
-                    Origin::File(file) => file.path(),
-                    Origin::New(_) => &list,
+                    ValueOrigin::File(file) => file.path(),
+                    ValueOrigin::New(_) => &list,
                 };
                 return Err(unexpected(file, name, expected, found));
             }
@@ -124,7 +124,8 @@ impl Folder {
     pub fn untrained(path: impl Into<PathBuf>, seed: u64) -> Result<Self> {
         let path = path.into();
         let (family, config) = config_of(&path)?;
-        let (companions, sources) = (companions(&path)?, sources(&path, family, &config)?);
+        let companions = companions(&path)?;
+        let sources = sources(&path, family, &config)?;
         let mut folder = Self {
             path,
             family,
@@ -137,14 +138,14 @@ impl Folder {
             read: Arc::default(),
             known: Known::default(),
         };
-        let settings = Settings::of(&folder.path.join(CONFIG), &folder.config_values()?)?;
+        let settings = InitialSettings::of(&folder.path.join(CONFIG), &folder.config_values()?)?;
         let shapes = needed(folder.sources.values());
         for (param, (source, _)) in &folder.sources {
             for name in source.names() {
-                let initial = Initial::of(&folder.config, settings, (param, &name), seed);
+                let initial = InitialValues::of(&folder.config, settings, (param, &name), seed);
                 let aval = ShapedArray::new(&shapes[&name], settings.dtype);
-                let stored = Stored {
-                    origin: Origin::New(initial),
+                let stored = StoredTensor {
+                    origin: ValueOrigin::New(initial),
                     name: name.clone(),
                     aval,
                 };
@@ -179,8 +180,8 @@ impl Folder {
     }
 
     /// Reads the present content.
-    fn present(&self) -> Result<Content> {
-        Content::of(&self.tensors, |name| {
+    fn present(&self) -> Result<FolderContent> {
+        FolderContent::of(&self.tensors, |name| {
             let has_it = self.companions.contains(&name);
             let bytes = has_it.then(|| self.current(name)).transpose();
             bytes.map_err(|why| {
@@ -190,7 +191,7 @@ impl Folder {
     }
 
     /// Returns the content of the folder when it was first asked for.
-    pub(crate) fn content(&self) -> Result<&Content> {
+    pub(crate) fn content(&self) -> Result<&FolderContent> {
         self.known
             .get_or_init(|| self.present())
             .as_ref()
@@ -290,7 +291,7 @@ impl Folder {
     }
 
     /// Returns the model's config.
-    pub fn config(&self) -> &Config {
+    pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
@@ -308,7 +309,7 @@ impl Folder {
     }
 
     /// Returns the dtype of the tensors of a parameter: f32 if they have several.
-    pub(crate) fn dtype(&self, source: &Source) -> DType {
+    pub(crate) fn dtype(&self, source: &ParameterSource) -> DType {
         let names = source.names();
         let mut all = names.iter().map(|name| self.tensors[name].aval.dtype());
         let first = all.next().unwrap_or(DType::F32);
@@ -320,7 +321,7 @@ impl Folder {
     }
 
     /// Returns the place of each parameter.
-    pub(crate) fn sources(&self) -> impl Iterator<Item = (&str, &Source)> {
+    pub(crate) fn sources(&self) -> impl Iterator<Item = (&str, &ParameterSource)> {
         self.sources
             .iter()
             .map(|(name, (source, _))| (name.as_str(), source))
@@ -335,7 +336,7 @@ impl Folder {
 
     /// Returns the bytes of a saved model, in the dtypes of the files.
     pub fn saved_bytes(&self) -> u64 {
-        let bytes = |(source, aval): &(Source, ShapedArray)| {
+        let bytes = |(source, aval): &(ParameterSource, ShapedArray)| {
             (aval.elements() * self.dtype(source).size()) as u64
         };
         self.sources.values().map(bytes).sum()
@@ -419,7 +420,7 @@ impl Folder {
         // The names and shapes of the parameters, and the settings above, show all of Llama's.
         if config.family != "llama" {
             // These change no result.
-            let rest = Config {
+            let rest = ModelConfig {
                 max_position_embeddings: 0,
                 dropout: None,
                 ..config.clone()
@@ -440,8 +441,8 @@ impl Folder {
             .tensors
             .values()
             .filter_map(|stored| match &stored.origin {
-                Origin::New(initial) => Some(initial.key.0),
-                Origin::File(_) => None,
+                ValueOrigin::New(initial) => Some(initial.key.0),
+                ValueOrigin::File(_) => None,
             });
         let key = self.form().fold_in(self.content()?.of_weights());
         Ok(new.fold(key, Key::fold_in).0)
@@ -460,7 +461,7 @@ impl Folder {
     }
 
     /// Returns the tensors of a parameter.
-    fn reader(&self, name: &str) -> Result<Reader> {
+    fn reader(&self, name: &str) -> Result<ParameterReader> {
         let Some((source, _)) = self.sources.get(name) else {
             return Err(unexpected(
                 &self.path,
@@ -474,7 +475,7 @@ impl Folder {
             .iter()
             .map(|name| self.tensors[name].clone())
             .collect();
-        Ok(Reader {
+        Ok(ParameterReader {
             source: source.clone(),
             tensors,
             read: self.read.clone(),
@@ -489,7 +490,8 @@ impl Folder {
     /// As for [`Program::array_from_fn`], and if the model has no such parameter. If the file
     /// cannot be read, the array fails instead.
     pub fn load(&self, p: &mut Program, name: &str, sharding: &Sharding) -> Result<MpmdArray> {
-        let (reader, aval) = (self.reader(name)?, self.sources[name].1.clone());
+        let reader = self.reader(name)?;
+        let aval = self.sources[name].1.clone();
         let known = self.known.clone();
         p.array_from_fn(aval, sharding, move |region, mut view| {
             reader.read_into(region, &mut view)?;
@@ -510,7 +512,7 @@ fn token(value: &Value) -> Option<u32> {
 }
 
 /// Reads the config of a folder.
-fn config_of(path: &Path) -> Result<(&'static Family, Config)> {
+fn config_of(path: &Path) -> Result<(&'static Family, ModelConfig)> {
     let file = path.join(CONFIG);
     checked(path, CONFIG, config::LARGEST_FILE)
         .map_err(|why| unexpected(&file, "", config::EXPECTED, why))?;
@@ -521,8 +523,8 @@ fn config_of(path: &Path) -> Result<(&'static Family, Config)> {
 fn sources(
     path: &Path,
     family: &Family,
-    config: &Config,
-) -> Result<BTreeMap<String, (Source, ShapedArray)>> {
+    config: &ModelConfig,
+) -> Result<BTreeMap<String, (ParameterSource, ShapedArray)>> {
     let place = |(name, aval): (String, ShapedArray)| {
         (
             name.clone(),
@@ -537,7 +539,7 @@ fn sources(
 
 /// Returns the shapes of the tensors that have these parameters, by name.
 fn needed<'a>(
-    sources: impl Iterator<Item = &'a (Source, ShapedArray)>,
+    sources: impl Iterator<Item = &'a (ParameterSource, ShapedArray)>,
 ) -> BTreeMap<String, Vec<usize>> {
     let mut needed = BTreeMap::<String, Vec<usize>>::new();
     for (source, aval) in sources {
@@ -560,7 +562,7 @@ fn needed<'a>(
 /// Adds a tensor of a file to those found, by its name in the model. Returns its name if the model
 /// does not have it. A file of a model without an output may lack `prefix` in its names.
 fn add(
-    tensors: &mut BTreeMap<String, Stored>,
+    tensors: &mut BTreeMap<String, StoredTensor>,
     (name, prefix): (String, &str),
     file: &TensorFile,
     needed: &BTreeMap<String, Vec<usize>>,
@@ -582,8 +584,8 @@ fn add(
         aval.map_err(|why| Error::Environment(format!("{why}: expected {DTYPES} {shape:?}")))?;
     tensors.insert(
         known.clone(),
-        Stored {
-            origin: Origin::File(file.clone()),
+        StoredTensor {
+            origin: ValueOrigin::File(file.clone()),
             name,
             aval,
         },

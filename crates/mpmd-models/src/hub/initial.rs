@@ -8,12 +8,12 @@ use mpmd::random::{Key, normal_f32};
 use mpmd::region::Region;
 use serde_json::Value;
 
-use crate::config::{Config, Norm};
+use crate::config::{ModelConfig, NormKind};
 use crate::error::unexpected;
 
 /// The settings of a config that a new model has first values by.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Settings {
+pub(crate) struct InitialSettings {
     /// Standard deviation of the weights.
     deviation: f32,
     /// The dtype in which the model is saved. It is trained in f32.
@@ -23,13 +23,13 @@ pub(crate) struct Settings {
 /// The first values of a tensor. Each depends on the seed, the tensor's name and the place in the
 /// tensor alone, so it is the same on any number of stages and devices.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Initial {
+pub(crate) struct InitialValues {
     pub(crate) key: Key,
     mean: f32,
     deviation: f32,
 }
 
-impl Settings {
+impl InitialSettings {
     /// Reads `initializer_range` and `dtype` (or `torch_dtype`) of the values of a config. The
     /// defaults are 0.02 and f32.
     ///
@@ -64,14 +64,14 @@ impl Settings {
     }
 }
 
-impl Initial {
+impl InitialValues {
     /// Chooses the values of the tensor `name`, which has the parameter `param`. Norms change
     /// nothing, biases are zero. Weights and tables are normal with the config's deviation. With
     /// GPT-2, as its authors have it, projections back to the residual have less the more layers
     /// there are; `transformers` has this for no other family here.
     pub(crate) fn of(
-        config: &Config,
-        settings: Settings,
+        config: &ModelConfig,
+        settings: InitialSettings,
         (param, name): (&str, &str),
         seed: u64,
     ) -> Self {
@@ -92,7 +92,7 @@ impl Initial {
         let deviation = settings.deviation;
         match config.family {
             _ if has(&["bias"]) => fixed(0.0),
-            _ if has(&["norm"]) => fixed(f32::from(config.norm != Norm::RmsPlusOne)),
+            _ if has(&["norm"]) => fixed(f32::from(config.norm != NormKind::RmsPlusOne)),
             "gpt2" if has(&["o_proj", "down_proj"]) => Self {
                 key,
                 mean: 0.0,

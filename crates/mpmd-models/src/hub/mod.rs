@@ -5,4 +5,4 @@ pub(crate) mod files;
 pub(crate) mod folder;
 pub(crate) mod initial;
 pub(crate) mod save;
-pub(crate) mod stored;
+pub(crate) mod stored_tensor;

@@ -15,7 +15,7 @@ use serde_json::{Map, Value, json};
 
 use crate::decoder::lora::{Lora, MATRICES, WEIGHT};
 use crate::error::unexpected;
-use crate::family::{Rows, Source};
+use crate::family::{ParameterSource, TensorRows};
 use crate::hub::folder::{CONFIG, Folder};
 
 /// Saves parameters by name in a folder of the same form as `source`: with its config and
@@ -34,7 +34,8 @@ pub fn save(
 ) -> Result<()> {
     let mut arrays = Vec::new();
     for (name, parts) in parts(source) {
-        let (place, stacked) = (parts[0].1, parts[0].1.stacked.is_some());
+        let place = parts[0].1;
+        let stacked = parts[0].1.stacked.is_some();
         let found = parts
             .into_iter()
             .map(|(name, source)| match params.get(name) {
@@ -42,6 +43,7 @@ pub fn save(
                 None => Err(unexpected(to, name, "a parameter of the pipeline", "none")),
             });
         let mut found = found.collect::<Result<Vec<_>>>()?;
+
         let array = match stacked {
             // The files have a tensor for each index of its first dimension.
             true => found.swap_remove(0).0,
@@ -49,6 +51,7 @@ pub fn save(
         };
         arrays.push((name.to_owned(), array, source.dtype(place)));
     }
+
     // The library `transformers` refuses files without it.
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
     tensors::save(
@@ -62,7 +65,7 @@ pub fn save(
 }
 
 /// Returns the names and places of the parameters in each tensor of a folder's files.
-fn parts(source: &Folder) -> BTreeMap<&str, Vec<(&str, &Source)>> {
+fn parts(source: &Folder) -> BTreeMap<&str, Vec<(&str, &ParameterSource)>> {
     let mut parts = BTreeMap::<&str, Vec<_>>::new();
     for (name, source) in source.sources() {
         parts.entry(&source.name).or_default().push((name, source));
@@ -74,15 +77,17 @@ fn parts(source: &Folder) -> BTreeMap<&str, Vec<(&str, &Source)>> {
 /// parameter has columns of its own in the tensor; the others are zero there.
 fn fused(
     p: &mut Program,
-    parts: Vec<(MpmdArray, Rows)>,
+    parts: Vec<(MpmdArray, TensorRows)>,
     is_transposed: bool,
     spreads: bool,
 ) -> Result<MpmdArray> {
-    let (arrays, rows): (Vec<MpmdArray>, Vec<Rows>) = parts.into_iter().unzip();
+    let (arrays, rows): (Vec<MpmdArray>, Vec<TensorRows>) = parts.into_iter().unzip();
+
     let mut shape = arrays[0].shape().to_vec();
-    if rows[..] == [Rows::block(0, shape[0])] && !is_transposed {
+    if rows[..] == [TensorRows::block(0, shape[0])] && !is_transposed {
         return Ok(arrays[0].clone());
     }
+
     // (row in the tensor, index of the parameter, its row, number of rows)
     let mut pieces = Vec::new();
     for (index, rows) in rows.into_iter().enumerate() {
@@ -90,14 +95,17 @@ fn fused(
         pieces.extend(places.map(|(first, rows)| (rows.start, index, first, rows.len())));
     }
     pieces.sort_unstable();
+
     shape[0] = pieces.iter().map(|piece| piece.3).sum();
-    let (parts, own) = (arrays.len(), shape.last().copied().unwrap_or(1));
+    let parts = arrays.len();
+    let own = shape.last().copied().unwrap_or(1);
     if spreads {
         shape[1] = parts * own;
     }
     if is_transposed {
         shape.reverse();
     }
+
     let captured = format!("{pieces:?} {spreads} {is_transposed}");
     let fuse = function(move |params: Vec<Tensor>| {
         let rows = pieces.iter().map(|(_, index, first, rows)| {
@@ -114,6 +122,7 @@ fn fused(
             Ok(whole)
         }
     });
+
     let Some(mesh) = arrays[0].sharding().and_then(Sharding::mesh).cloned() else {
         let expected = "parameters over the mesh of a stage";
         return Err(Error::kernel(format!(
@@ -121,6 +130,7 @@ fn fused(
             arrays[0].sharding()
         )));
     };
+
     let whole = |array: &MpmdArray| p.device_put(array, mesh.replicated());
     let arrays = arrays.iter().map(whole).collect::<Result<Vec<_>>>()?;
     let fuse = fuse
@@ -158,8 +168,11 @@ where
 {
     let params = (0..pipeline.stages()).flat_map(|stage| pipeline.params(stage));
     let params: BTreeMap<String, MpmdArray> = params.collect();
-    let (mut arrays, mut layers) = (Vec::new(), BTreeSet::new());
-    let (mut ranks, mut alphas) = (Map::new(), Map::new());
+
+    let mut arrays = Vec::new();
+    let mut layers = BTreeSet::new();
+    let mut ranks = Map::new();
+    let mut alphas = Map::new();
     for (tensor, parts) in parts(source) {
         let matrices = |which: usize| {
             let matrix = |(name, _): &(&str, _)| {
@@ -173,6 +186,7 @@ where
             };
             parts.iter().map(matrix).collect::<Option<Vec<MpmdArray>>>()
         };
+
         let (Some(a), Some(b)) = (matrices(0), matrices(1)) else {
             continue;
         };
@@ -180,18 +194,21 @@ where
             let expected = format!("matrices of LoRA of rank {}", lora.rank);
             return Err(unexpected(to, tensor, expected, a[0].shape()[0]));
         }
+
         let module = tensor.strip_suffix(".weight").unwrap_or(tensor);
         // `peft` names the layers by the ends of their names: `q_proj`.
         let layer = module.rsplit('.').next().unwrap_or(module).to_owned();
-        let (count, rank) = (parts.len(), lora.rank);
+        let count = parts.len();
+        let rank = lora.rank;
         if count > 1 {
             // The factor of each part stays `alpha / rank`.
             ranks.insert(layer.clone(), (count * rank).into());
             alphas.insert(layer.clone(), (count as f64 * lora.alpha).into());
         }
         layers.insert(layer);
+
         // One below the other; and for B one beside the other, in the rows of its outputs.
-        let stacked = (0..count).map(|at| Rows::block(at * rank, rank));
+        let stacked = (0..count).map(|at| TensorRows::block(at * rank, rank));
         let a = a.into_iter().zip(stacked).collect();
         let b = b
             .into_iter()
@@ -202,6 +219,7 @@ where
             arrays.push((format!("{WRAPPED}{module}.{end}"), array, DType::F32));
         }
     }
+
     if arrays.is_empty() {
         let rank = lora.rank;
         return Err(unexpected(
@@ -211,13 +229,37 @@ where
             "others",
         ));
     }
+
     arrays.sort_by(|a, b| a.0.cmp(&b.0));
+    let config = json!({
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": source.path().display().to_string(),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": parts(source).values().flatten().any(|(_, part)| part.is_transposed),
+        "inference_mode": true,
+        "target_modules": layers,
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
+    });
+    write_adapter(p, to, &arrays, &config)
+}
+
+/// Writes the files of an adapter. They become part of the folder at once and whole.
+fn write_adapter(
+    p: &mut Program,
+    to: &Path,
+    arrays: &[(String, MpmdArray, DType)],
+    config: &Value,
+) -> Result<()> {
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
-    // They become part of the folder at once and whole. A save that was broken off may have left
-    // it.
+    // A save that was broken off may have left it.
     let new = to.join("adapter.partial");
     p.broadcast_value(ProcessId(0), (), || Ok(_ = fs::remove_dir_all(&new)))?;
-    tensors::save(p, &new, &arrays, u64::MAX, &metadata)?;
+    tensors::save(p, &new, arrays, u64::MAX, &metadata)?;
     p.broadcast_value(ProcessId(0), (), || {
         let settings = to.join(ADAPTER_CONFIG);
         // Without it, matrices of one save cannot be read with the settings of another.
@@ -228,20 +270,6 @@ where
         )
         .map_err(|why| unexpected(to, "", "a folder for an adapter", why))?;
         _ = fs::remove_dir_all(&new);
-        let config = json!({
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": source.path().display().to_string(),
-            "r": lora.rank,
-            "lora_alpha": lora.alpha,
-            "lora_dropout": 0.0,
-            "bias": "none",
-            "fan_in_fan_out": parts(source).values().flatten().any(|(_, part)| part.is_transposed),
-            "inference_mode": true,
-            "target_modules": layers,
-            "rank_pattern": ranks,
-            "alpha_pattern": alphas,
-        });
         tensors::replace(&settings, format!("{config:#}\n").as_bytes())
     })
 }
@@ -259,6 +287,7 @@ fn copy_settings(from: &Folder, to: &Path) -> Result<()> {
         if let Err(why) = from.check(name, &bytes) {
             tracing::warn!("{}: {why}; the present one is copied", path.display());
         }
+
         if *name == CONFIG {
             let mut map: Map<String, Value> = serde_json::from_slice(&bytes)
                 .map_err(|why| unexpected(&path, "", &cannot, why))?;
@@ -269,6 +298,7 @@ fn copy_settings(from: &Folder, to: &Path) -> Result<()> {
                 bytes = format!("{:#}\n", Value::Object(map)).into_bytes();
             }
         }
+
         let file = to.join(name);
         file.parent()
             .map_or(Ok(()), fs::create_dir_all)

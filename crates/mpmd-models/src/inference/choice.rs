@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::inference::pass::{Begin, CHOICE, NONE, TOP};
+use crate::inference::pass::{CHOICE, NONE, NewSequence, TOP};
 use crate::inference::token_order::{TokenOrder, TokenRank, TokenWeights};
 
 /// In place of a token: [`Unchosen::NotFinite`].
@@ -94,8 +94,8 @@ impl Choice {
 
 /// A sequence on the last stage.
 #[derive(Clone, Debug)]
-pub(crate) struct History {
-    begin: Begin,
+pub(crate) struct SequenceHistory {
+    begin: NewSequence,
     /// Position of the first token that is known here.
     first: usize,
     tokens: Vec<u32>,
@@ -103,10 +103,10 @@ pub(crate) struct History {
     failed: Option<Unchosen>,
 }
 
-impl History {
+impl SequenceHistory {
     /// Begins with the token at position `first`. Tokens before are not known here: penalties for
     /// tokens of the prompt do not count them.
-    pub(crate) fn new(begin: Begin, first: usize) -> Self {
+    pub(crate) fn new(begin: NewSequence, first: usize) -> Self {
         Self {
             begin,
             first,
@@ -137,7 +137,7 @@ impl History {
             return why.into();
         }
         let logits = logits.as_ref();
-        let Begin {
+        let NewSequence {
             sampling,
             prompt,
             top,
@@ -190,8 +190,8 @@ mod tests {
     use super::*;
     use crate::inference::sample::Sampling;
 
-    fn begin(prompt: u32, top: Option<u32>) -> Begin {
-        Begin {
+    fn begin(prompt: u32, top: Option<u32>) -> NewSequence {
+        NewSequence {
             sampling: Sampling::default(),
             prompt,
             top,
@@ -224,7 +224,7 @@ mod tests {
 
     #[test]
     fn most_probable_tokens_are_told_in_order() {
-        let mut history = History::new(begin(1, Some(3)), 0);
+        let mut history = SequenceHistory::new(begin(1, Some(3)), 0);
         history.add(0, &[9]);
         let choice = history.choose(vec![1.0, 3.0, 2.0, 3.0]);
         assert_eq!(choice.token, Ok(1));
@@ -240,7 +240,7 @@ mod tests {
 
     #[test]
     fn failed_sequence_keeps_its_reason() {
-        let mut history = History::new(begin(1, Some(3)), 0);
+        let mut history = SequenceHistory::new(begin(1, Some(3)), 0);
         history.add(0, &[9]);
         let failed = Choice::from(Unchosen::NotFinite);
         assert_eq!(history.choose(vec![f32::NAN; 4]), failed);
@@ -252,7 +252,7 @@ mod tests {
     #[test]
     fn tokens_out_of_order_fail_their_sequence() {
         for (start, given) in [(2, &[5][..]), (0, &[5]), (1, &[]), (7, &[])] {
-            let mut history = History::new(begin(1, None), 0);
+            let mut history = SequenceHistory::new(begin(1, None), 0);
             history.add(0, &[9]);
             history.add(start, given);
             assert_eq!(
@@ -269,8 +269,8 @@ mod tests {
             frequency_penalty: 1.0,
             ..Sampling::default()
         };
-        let mut history = History::new(
-            Begin {
+        let mut history = SequenceHistory::new(
+            NewSequence {
                 sampling: frequency,
                 prompt: 3,
                 top: None,

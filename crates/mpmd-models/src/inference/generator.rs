@@ -4,7 +4,7 @@ use mpmd::{Error, Program, Result};
 
 use crate::division::costs::Room;
 use crate::inference::choice::Unchosen;
-use crate::inference::pass::{Begin, Chunk, Pass};
+use crate::inference::pass::{InferencePass, NewSequence, PassChunk};
 use crate::inference::sample::Sampling;
 use crate::inference::{Choices, Inference};
 
@@ -70,17 +70,20 @@ impl Generator {
         if prompt.is_empty() {
             return Err(Error::Environment("the prompt has no tokens".to_owned()));
         }
-        let begin = Begin {
+        let begin = NewSequence {
             sampling: *sampling,
             prompt: prompt.len() as u32,
             top: None,
         };
-        let (mut new, mut start, mut choices) = (Some(begin), 0, None);
+        let mut new = Some(begin);
+        let mut start = 0;
+        let mut choices = None;
         for part in prompt.chunks(CHUNK) {
             let is_last = start + part.len() == prompt.len() && most > 0;
-            choices = Some(self.pass(p, (start, part), (new.take(), is_last), None)?);
+            choices = Some(self.pass(p, start, part, new.take(), is_last, None)?);
             start += part.len();
         }
+
         let mut text = Vec::new();
         while text.len() < most {
             let Some(chosen) = &choices else { break };
@@ -90,12 +93,13 @@ impl Generator {
                 Ok(choice.map_or(Err(Unchosen::OutOfOrder), |choice| choice.token))
             };
             let next = p.broadcast_value(self.inference.owner(), Ok(0), read)?;
+
             text.push(next.map_err(|why| Error::kernel(why.to_string()))?);
             if is_end(p, &text)? {
                 break;
             }
             if text.len() < most {
-                choices = Some(self.pass(p, (start, &[]), (None, true), choices.as_ref())?);
+                choices = Some(self.pass(p, start, &[], None, true, choices.as_ref())?);
                 start += 1;
             }
         }
@@ -106,8 +110,10 @@ impl Generator {
     fn pass(
         &mut self,
         p: &mut Program,
-        (start, given): (usize, &[u32]),
-        (new, samples): (Option<Begin>, bool),
+        start: usize,
+        given: &[u32],
+        new: Option<NewSequence>,
+        samples: bool,
         last: Option<&Choices>,
     ) -> Result<Choices> {
         let needed = start + given.len().max(1);
@@ -118,17 +124,17 @@ impl Generator {
                 self.positions
             )));
         }
+
         let blocks = (0..Room::for_one(needed).blocks as u32).collect();
-        let (start, given) = (start as u32, given.to_vec());
-        let chunk = Chunk {
+        let chunk = PassChunk {
             slot: 0,
-            start,
-            given,
+            start: start as u32,
+            given: given.to_vec(),
             samples,
             blocks,
             new,
         };
-        let pass = Pass {
+        let pass = InferencePass {
             version: 0,
             chunks: vec![chunk],
         };

@@ -13,16 +13,16 @@ use crate::inference::sample::Sampling;
 
 /// A pass of inference over all stages.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
-pub struct Pass {
+pub struct InferencePass {
     /// The version of the weights that compute it: 0 for those of the folder, else a published one.
     pub version: u64,
     /// The sequences of the pass.
-    pub chunks: Vec<Chunk>,
+    pub chunks: Vec<PassChunk>,
 }
 
 /// Tokens of a sequence that a pass computes.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
-pub struct Chunk {
+pub struct PassChunk {
     /// The sequence's place in tables of sequences.
     pub slot: u32,
     /// The position of the first of the tokens.
@@ -34,12 +34,12 @@ pub struct Chunk {
     /// The blocks of the sequence, up to the last token of the chunk.
     pub blocks: Vec<u32>,
     /// Begins another sequence in this place.
-    pub new: Option<Begin>,
+    pub new: Option<NewSequence>,
 }
 
 /// How the tokens of a new sequence are chosen.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
-pub struct Begin {
+pub struct NewSequence {
     /// The choice of each token.
     pub sampling: Sampling,
     /// Number of tokens from the start that are the prompt.
@@ -57,7 +57,7 @@ pub(crate) const CHOICE: usize = 2 + 2 * TOP;
 pub(crate) const NONE: u32 = u32::MAX;
 
 /// (number of tokens, number of words of the table) of the forms that passes have. The last one has
-/// more words where a sequence needs them: see [`Forms::of`].
+/// more words where a sequence needs them: see [`PassForms::of`].
 const FORMS: [(usize, usize); 5] = [
     (1, 512),
     (8, 2048),
@@ -69,33 +69,33 @@ const FORMS: [(usize, usize); 5] = [
 const START: usize = 3;
 /// Words of a chunk beside its tokens, blocks and settings.
 const HEAD: usize = 6;
-/// Words of [`Begin`].
+/// Words of [`NewSequence`].
 const BEGIN: usize = 18;
 
 /// The largest number of tokens of a pass.
 pub const MOST_TOKENS: usize = FORMS[FORMS.len() - 1].0;
 
 /// Returns the largest number of words of the chunks of a pass, for sequences of up to `positions`
-/// tokens: see [`Chunk::words`]. Any chunk of one sequence has room.
+/// tokens: see [`PassChunk::words`]. Any chunk of one sequence has room.
 pub fn most_words(positions: usize) -> usize {
-    Forms::of(positions).largest().words - START
+    PassForms::of(positions).largest().words - START
 }
 
 /// The size of the arrays in which stages get a pass.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) struct Form {
+pub(crate) struct PassForm {
     pub(crate) tokens: usize,
     pub(crate) words: usize,
 }
 
 /// The forms of passes, the smallest first.
 #[derive(Clone, Debug)]
-pub(crate) struct Forms([Form; FORMS.len()]);
+pub(crate) struct PassForms([PassForm; FORMS.len()]);
 
-impl Forms {
+impl PassForms {
     /// Creates the forms for sequences of up to `positions` tokens.
     pub(crate) fn of(positions: usize) -> Self {
-        let mut forms = FORMS.map(|(tokens, words)| Form { tokens, words });
+        let mut forms = FORMS.map(|(tokens, words)| PassForm { tokens, words });
         let largest = &mut forms[FORMS.len() - 1];
         let blocks = positions.div_ceil(BLOCK);
         largest.words = largest
@@ -104,7 +104,7 @@ impl Forms {
         Self(forms)
     }
 
-    fn largest(&self) -> Form {
+    fn largest(&self) -> PassForm {
         self.0[FORMS.len() - 1]
     }
 
@@ -113,13 +113,13 @@ impl Forms {
     /// # Errors
     ///
     /// If none has.
-    pub(crate) fn form(&self, pass: &Pass) -> Result<Form> {
+    pub(crate) fn form(&self, pass: &InferencePass) -> Result<PassForm> {
         let tokens = pass.tokens();
-        let words: usize = pass.chunks.iter().map(Chunk::words).sum();
+        let words: usize = pass.chunks.iter().map(PassChunk::words).sum();
 
-        let has_room = |form: &&Form| tokens <= form.tokens && words + START <= form.words;
+        let has_room = |form: &&PassForm| tokens <= form.tokens && words + START <= form.words;
         self.0.iter().find(has_room).copied().ok_or_else(|| {
-            let Form {
+            let PassForm {
                 tokens: most_tokens,
                 words: most_words,
             } = self.largest();
@@ -133,10 +133,10 @@ impl Forms {
 
     /// Returns passes of all forms, of one sequence whose next tokens are not chosen. There are
     /// blocks for `most` tokens.
-    pub(crate) fn pass_of_each(&self, most: usize) -> impl Iterator<Item = Pass> {
+    pub(crate) fn pass_of_each(&self, most: usize) -> impl Iterator<Item = InferencePass> {
         self.0.into_iter().map(move |form| {
             let tokens = form.tokens.min(most).max(1);
-            Pass::without_choice(
+            InferencePass::without_choice(
                 vec![0; tokens],
                 (0..tokens.div_ceil(BLOCK) as u32).collect(),
             )
@@ -145,14 +145,14 @@ impl Forms {
 
     /// Returns passes of one token with so many words that they have larger forms than a pass of
     /// `tokens` tokens: those that long sequences can need.
-    pub(crate) fn pass_of_each_wider(&self, tokens: usize) -> impl Iterator<Item = Pass> {
+    pub(crate) fn pass_of_each_wider(&self, tokens: usize) -> impl Iterator<Item = InferencePass> {
         let pairs = self.0.windows(2);
         let wider = pairs.filter(move |two| two[0].tokens >= tokens && two[1].words > two[0].words);
-        wider.map(|two| Pass::without_choice(vec![0], vec![0; two[0].words]))
+        wider.map(|two| InferencePass::without_choice(vec![0], vec![0; two[0].words]))
     }
 }
 
-impl Chunk {
+impl PassChunk {
     /// Returns the number of tokens.
     pub fn tokens(&self) -> usize {
         self.given.len().max(1)
@@ -165,7 +165,7 @@ impl Chunk {
     }
 }
 
-impl fmt::Display for Pass {
+impl fmt::Display for InferencePass {
     /// Writes the numbers of sequences and tokens, and a hash of all that the pass has.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let hash = self
@@ -183,10 +183,10 @@ impl fmt::Display for Pass {
     }
 }
 
-impl Pass {
+impl InferencePass {
     /// Creates a pass of the first tokens of one sequence, after which none is chosen.
     fn without_choice(given: Vec<u32>, blocks: Vec<u32>) -> Self {
-        let chunk = Chunk {
+        let chunk = PassChunk {
             slot: 0,
             start: 0,
             given,
@@ -202,7 +202,7 @@ impl Pass {
 
     /// Returns the number of tokens.
     pub fn tokens(&self) -> usize {
-        self.chunks.iter().map(Chunk::tokens).sum()
+        self.chunks.iter().map(PassChunk::tokens).sum()
     }
 
     /// Writes the tokens, and zeros for those that the first stage knows.
@@ -230,7 +230,7 @@ impl Pass {
             (*version >> 32) as u32,
         ];
         for chunk in chunks {
-            let Chunk {
+            let PassChunk {
                 slot,
                 start,
                 given,
@@ -241,7 +241,7 @@ impl Pass {
             let counts = [given.len() as u32, blocks.len() as u32];
             let flags = u32::from(*samples) + 2 * u32::from(new.is_some());
             words.extend([*slot, *start, counts[0], counts[1], flags, 0]);
-            if let Some(Begin {
+            if let Some(NewSequence {
                 sampling,
                 prompt,
                 top,
@@ -273,8 +273,9 @@ impl Pass {
     /// If the words are no pass.
     pub(crate) fn read(words: &Tensor) -> CandleResult<Self> {
         let words = words.to_vec1::<u32>()?;
-        let mut words = Words(&words);
-        let ([count], version) = (words.take()?, words.wide()?);
+        let mut words = PassWords(&words);
+        let [count] = words.take()?;
+        let version = words.wide()?;
         let mut chunks = Vec::new();
         for _ in 0..count {
             let [slot, start, given, blocks, flags, _] = words.take()?;
@@ -283,8 +284,9 @@ impl Pass {
             } else {
                 None
             };
-            let (given, blocks) = (words.list(given)?, words.list(blocks)?);
-            chunks.push(Chunk {
+            let given = words.list(given)?;
+            let blocks = words.list(blocks)?;
+            chunks.push(PassChunk {
                 slot,
                 start,
                 given,
@@ -298,7 +300,7 @@ impl Pass {
 
     /// Returns the sequences of the pass with their blocks.
     pub(crate) fn rows(&self) -> Vec<PagedRows> {
-        let rows = |chunk: &Chunk| PagedRows {
+        let rows = |chunk: &PassChunk| PagedRows {
             start: chunk.start as usize,
             rows: chunk.tokens(),
             blocks: chunk.blocks.clone(),
@@ -308,9 +310,9 @@ impl Pass {
 }
 
 /// The words of a pass that are not read yet.
-struct Words<'a>(&'a [u32]);
+struct PassWords<'a>(&'a [u32]);
 
-impl Words<'_> {
+impl PassWords<'_> {
     fn take<const N: usize>(&mut self) -> CandleResult<[u32; N]> {
         let Some((taken, rest)) = self.0.split_first_chunk::<N>() else {
             bail!("the words of a pass end too early");
@@ -332,7 +334,7 @@ impl Words<'_> {
         Ok(u64::from(low) | u64::from(high) << 32)
     }
 
-    fn begin(&mut self) -> CandleResult<Begin> {
+    fn begin(&mut self) -> CandleResult<NewSequence> {
         let mut number = || self.wide().map(f64::from_bits);
         let sampling = Sampling {
             temperature: number()?,
@@ -345,7 +347,7 @@ impl Words<'_> {
             top_k: self.wide()? as usize,
         };
         let [prompt, top] = self.take()?;
-        Ok(Begin {
+        Ok(NewSequence {
             sampling,
             prompt,
             top: top.checked_sub(1),
@@ -361,7 +363,7 @@ mod tests {
 
     #[test]
     fn passes_are_read_as_they_were_written() {
-        let begin = Begin {
+        let begin = NewSequence {
             sampling: Sampling {
                 temperature: 0.7,
                 top_k: 3,
@@ -375,7 +377,7 @@ mod tests {
             prompt: 3,
             top: Some(0),
         };
-        let first = Chunk {
+        let first = PassChunk {
             slot: 4,
             start: 0,
             given: vec![7, 8, 9],
@@ -384,7 +386,7 @@ mod tests {
             new: Some(begin),
         };
         let (given, blocks) = (Vec::new(), vec![5]);
-        let second = Chunk {
+        let second = PassChunk {
             slot: 1,
             start: 15,
             given,
@@ -392,18 +394,18 @@ mod tests {
             blocks,
             new: None,
         };
-        let pass = Pass {
+        let pass = InferencePass {
             version: 7 << 32 | 5,
             chunks: vec![first, second],
         };
         assert_eq!(
-            Forms::of(100).form(&pass).unwrap(),
-            Form {
+            PassForms::of(100).form(&pass).unwrap(),
+            PassForm {
                 tokens: 8,
                 words: 2048
             }
         );
-        let all: usize = pass.chunks.iter().map(Chunk::words).sum();
+        let all: usize = pass.chunks.iter().map(PassChunk::words).sum();
         let mut words = vec![9; 2048];
         pass.write(&mut words);
         let all = START + all;
@@ -416,7 +418,7 @@ mod tests {
             "there are as many as told"
         );
         let read = |words: &[u32]| {
-            Pass::read(&Tensor::from_slice(words, words.len(), &Device::Cpu).unwrap())
+            InferencePass::read(&Tensor::from_slice(words, words.len(), &Device::Cpu).unwrap())
         };
         assert_eq!(read(&words).unwrap(), pass);
         for len in 0..all {
@@ -429,7 +431,7 @@ mod tests {
 
     #[test]
     fn passes_without_room_are_refused() {
-        let chunk = |given: usize, blocks: usize| Chunk {
+        let chunk = |given: usize, blocks: usize| PassChunk {
             slot: 0,
             start: 0,
             given: vec![1; given],
@@ -437,9 +439,9 @@ mod tests {
             blocks: vec![0; blocks],
             new: None,
         };
-        let forms = Forms::of(1000);
+        let forms = PassForms::of(1000);
         let form = |given, blocks| {
-            forms.form(&Pass {
+            forms.form(&InferencePass {
                 version: 0,
                 chunks: vec![chunk(given, blocks)],
             })
@@ -447,7 +449,7 @@ mod tests {
         assert_eq!(form(MOST_TOKENS, 32).unwrap().tokens, MOST_TOKENS);
         assert_eq!(
             form(1, 600).unwrap(),
-            Form {
+            PassForm {
                 tokens: 8,
                 words: 2048
             }
@@ -456,7 +458,7 @@ mod tests {
             let said = form(given, blocks).unwrap_err().to_string();
             assert!(said.contains("at most 512 and 16381 have room"), "{said}");
         }
-        assert_eq!(forms.form(&Pass::default()).unwrap(), forms.0[0]);
+        assert_eq!(forms.form(&InferencePass::default()).unwrap(), forms.0[0]);
         let wider = |tokens| {
             let passes = forms.pass_of_each_wider(tokens);
             passes
@@ -470,12 +472,12 @@ mod tests {
     #[test]
     fn whole_chunk_of_the_longest_sequence_has_room() {
         for positions in [1, 4096, 253_000, 300_000, 10_000_000] {
-            let begin = Begin {
+            let begin = NewSequence {
                 sampling: Sampling::default(),
                 prompt: 1,
                 top: None,
             };
-            let chunk = Chunk {
+            let chunk = PassChunk {
                 slot: 0,
                 start: 0,
                 given: vec![0; MOST_TOKENS.min(positions)],
@@ -484,22 +486,22 @@ mod tests {
                 new: Some(begin),
             };
             assert!(chunk.words() <= most_words(positions), "{positions}");
-            let forms = Forms::of(positions);
+            let forms = PassForms::of(positions);
             forms
-                .form(&Pass {
+                .form(&InferencePass {
                     version: 0,
                     chunks: vec![chunk],
                 })
                 .unwrap();
             // A pass of one token of it has a form that a warm-up knows, too.
-            let known: Vec<Form> = [1, 8]
+            let known: Vec<PassForm> = [1, 8]
                 .into_iter()
                 .flat_map(|tokens| forms.pass_of_each_wider(tokens))
                 .map(|pass| forms.form(&pass).unwrap())
                 .chain(forms.0[..2].iter().copied())
                 .collect();
             let blocks = positions.div_ceil(BLOCK);
-            let one = Pass::without_choice(vec![0], vec![0; blocks]);
+            let one = InferencePass::without_choice(vec![0], vec![0; blocks]);
             assert!(known.contains(&forms.form(&one).unwrap()), "{positions}");
         }
     }

@@ -6,7 +6,7 @@ use mpmd::Result;
 use mpmd::random::{Key, uniform_f64};
 use serde::{Deserialize, Serialize};
 
-use crate::config::Keys;
+use crate::config::ConfigKeys;
 use crate::error::InvalidSetting;
 use crate::hub::folder::{Folder, GENERATION};
 use crate::inference::token_order::{TokenOrder, TokenRank, TokenWeights};
@@ -58,7 +58,7 @@ impl Sampling {
     /// If the file is damaged, or a value is of another type or out of its range: with the key.
     pub fn of(folder: &Folder) -> Result<Self> {
         let file = folder.path().join(GENERATION);
-        let keys = Keys::new(&file, folder.generation()?);
+        let keys = ConfigKeys::new(&file, folder.generation()?);
         let drawn = Self {
             temperature: keys.number("temperature", 1.0)?,
             top_k: keys.or("top_k", "a whole number, 0 or more", 0)?,

@@ -49,7 +49,7 @@ impl StageTimes {
 
 /// Counts the times of a stage.
 #[derive(Debug, Default)]
-pub(crate) struct Clock {
+pub(crate) struct StageClock {
     busy: AtomicU64,
     bytes: AtomicU64,
     passes: AtomicU64,
@@ -57,9 +57,9 @@ pub(crate) struct Clock {
 }
 
 /// The start of a pass. One that does not end, since it fails, is not counted.
-pub(crate) struct Started(Instant, u64);
+pub(crate) struct PassStart(Instant, u64);
 
-impl Clock {
+impl StageClock {
     /// Forgets all passes.
     pub(crate) fn reset(&self) {
         self.numbers()
@@ -67,12 +67,12 @@ impl Clock {
             .for_each(|number| number.store(0, Ordering::Relaxed));
     }
 
-    pub(crate) fn start(&self) -> Started {
-        Started(now(), unix_nanos())
+    pub(crate) fn start(&self) -> PassStart {
+        PassStart(now(), unix_nanos())
     }
 
     /// Counts a pass that hands over so many bytes.
-    pub(crate) fn end(&self, Started(start, unix): Started, bytes: usize) {
+    pub(crate) fn end(&self, PassStart(start, unix): PassStart, bytes: usize) {
         let busy = since(start).as_nanos() as u64;
         let more = [busy, bytes as u64, 1, unix, unix_nanos()];
         for (number, more) in self.numbers().into_iter().zip(more) {
@@ -111,7 +111,7 @@ mod tests {
 
     #[test]
     fn times_are_read_as_they_were_written() {
-        let (first, second) = (Clock::default(), Clock::default());
+        let (first, second) = (StageClock::default(), StageClock::default());
         for bytes in [12, 30] {
             let started = first.start();
             std::thread::sleep(Duration::from_millis(2));
@@ -119,7 +119,7 @@ mod tests {
             std::thread::sleep(Duration::from_millis(3));
             second.end(second.start(), 0);
         }
-        let read = |clock: &Clock| {
+        let read = |clock: &StageClock| {
             let mut words = [9; TIMES];
             clock.write(&mut words);
             StageTimes::read(&words)
@@ -135,7 +135,7 @@ mod tests {
         clocks[1].start();
         assert_eq!(read(&clocks[1]), second, "it is not counted");
         assert_eq!(read(&clocks[0]).until(&second), Duration::ZERO);
-        clocks.iter().for_each(Clock::reset);
+        clocks.iter().for_each(StageClock::reset);
         assert_eq!(clocks.each_ref().map(read), [StageTimes::default(); 2]);
     }
 }

@@ -1,11 +1,10 @@
 //! The versions of a model's weights, while a trainer publishes new ones.
 //!
-//! A version is taken on each process by a thread: that of a subscription ([`Arrival`]), or one
-//! that reads a folder ([`Loading`]). Passes find it by its number (`load`).
+//! A version is taken on each process by a thread: that of a subscription ([`PublishedIntake`]), or
+//! one that reads a folder ([`FolderLoading`]). Passes find it by its number (`weight_store`).
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use half::{bf16, f16};
 use mpmd::aval::{DType, ShapedArray};
@@ -17,11 +16,12 @@ use mpmd::{DeviceId, Error, MpmdArray, ProcessId, Program, Result};
 use mpmd_base::block::Mutex;
 
 use crate::hub::folder::Folder;
-use crate::inference::load::{Load, Source};
+use crate::inference::stage_loader::StageLoader;
+use crate::inference::weight_store::WeightSource;
 
 /// Words of the state of a device that reads a folder: the state, then the two halves of the hash
 /// of the weights, or else the number of bytes of a reason, and the reason.
-const STATE: usize = 2 + 64;
+const STATE_WORDS: usize = 2 + 64;
 
 /// Bits of a version below those that tell its source: the number for people.
 const NUMBER: u32 = 48;
@@ -49,69 +49,111 @@ fn received_version(received: &Received) -> u64 {
 /// Version 0 are the weights of the folder. The upper bits of a later version tell its source; the
 /// others are [`version_number`].
 #[derive(Clone, Debug, Default)]
-pub struct Versions(Arc<Shared>);
+pub struct WeightVersions(Arc<Mutex<VersionsState>>);
 
-#[derive(Debug, Default)]
-struct Shared {
-    newest: AtomicU64,
-    has_room: AtomicBool,
-    is_loading: AtomicBool,
-    failure: Mutex<Option<String>>,
-    publisher: Mutex<Option<Result<(), String>>>,
+/// The state of a [`WeightVersions`] at one moment.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct VersionsState {
+    /// The newest version that is whole on every process. 0 before the first one.
+    pub newest: u64,
+    /// True if there is room for a further version.
+    pub has_room: bool,
+    /// True if weights of a folder are being read.
+    pub is_loading: bool,
+    /// The reason why the last version was not taken, until a later one is.
+    pub failure: Option<String>,
+    /// The state of the link to a publisher, if the weights are subscribed to: why there is none
+    /// now.
+    pub publisher: Option<Result<(), String>>,
 }
 
-impl Versions {
+impl WeightVersions {
+    /// Returns a copy of the whole state. Does not wait for anything.
+    pub fn state(&self) -> VersionsState {
+        self.0.lock().clone()
+    }
+
     /// Returns the newest version that is whole on every process. 0 before the first one. Does not
-    /// block.
+    /// wait for anything.
     pub fn newest(&self) -> u64 {
-        self.0.newest.load(Ordering::Acquire)
+        self.0.lock().newest
     }
 
     /// Says that every process has a further version. There is no room for others until
     /// [`set_room`](Self::set_room).
     pub fn arrive(&self, version: u64) {
-        self.set_room(false);
-        *self.0.failure.lock() = None;
-        self.0.newest.store(version, Ordering::Release);
-    }
-
-    /// Says that a version was not taken.
-    fn refuse(&self, why: String) {
-        *self.0.failure.lock() = Some(why);
+        self.0.lock().arrive(version);
     }
 
     /// Says if there is room for a further version: no other one than the newest is in use.
     pub fn set_room(&self, has_room: bool) {
-        self.0.has_room.store(has_room, Ordering::Release);
+        self.0.lock().has_room = has_room;
     }
 
     /// True if weights of a folder are being read.
     pub fn is_loading(&self) -> bool {
-        self.0.is_loading.load(Ordering::Acquire)
+        self.0.lock().is_loading
     }
 
     /// Returns the reason why the last version was not taken, until a later one is.
     pub fn failure(&self) -> Option<String> {
-        self.0.failure.lock().clone()
+        self.0.lock().failure.clone()
     }
 
     /// Returns the state of the link to a publisher, if the weights are subscribed to: why there is
     /// none now.
     pub fn publisher(&self) -> Option<Result<(), String>> {
-        self.0.publisher.lock().clone()
+        self.0.lock().publisher.clone()
     }
 
     /// True if there is room for a further version.
     pub fn has_room(&self) -> bool {
-        self.0.has_room.load(Ordering::Acquire)
+        self.0.lock().has_room
+    }
+
+    /// Sets the state of the link to a publisher.
+    fn link(&self, publisher: Result<(), String>) {
+        self.0.lock().publisher = Some(publisher);
+    }
+
+    /// Says that weights of a folder are being read.
+    fn begin_loading(&self) {
+        self.0.lock().is_loading = true;
+    }
+
+    /// Says that a version was not taken.
+    fn refuse(&self, why: String) {
+        self.0.lock().failure = Some(why);
+    }
+
+    /// Says that every process has read the weights of a folder as this version, or why they cannot
+    /// be used.
+    fn end_loading(&self, version: u64, result: Result<(), LoadRefusal>) {
+        let mut state = self.0.lock();
+        match result {
+            Ok(()) => state.arrive(version),
+            Err(why) => {
+                let number = version_number(version);
+                state.failure = Some(format!("version {number}: {why}"));
+            }
+        }
+        state.is_loading = false;
+    }
+}
+
+impl VersionsState {
+    fn arrive(&mut self, version: u64) {
+        self.has_room = false;
+        self.failure = None;
+        self.newest = version;
     }
 }
 
 /// Takes the versions of a subscription.
-pub(crate) struct Arrival {
-    loads: Vec<Load>,
+pub(super) struct PublishedIntake {
+    loaders: Vec<StageLoader>,
     devices: Vec<DeviceId>,
-    versions: Versions,
+    versions: WeightVersions,
     /// The version that was taken last, until its end.
     taken: Option<u64>,
     /// True on process 0, which decides on the passes.
@@ -120,14 +162,29 @@ pub(crate) struct Arrival {
     held: Vec<u64>,
 }
 
-impl Intake for Arrival {
+impl PublishedIntake {
+    /// Creates the intake of a subscription on this process.
+    pub(super) fn new(p: &Program, loaders: &[StageLoader], versions: &WeightVersions) -> Self {
+        versions.link(Err("the publisher has not been found yet".to_owned()));
+        Self {
+            loaders: loaders.to_vec(),
+            devices: p.topology().devices_of(p.process()).to_vec(),
+            versions: versions.clone(),
+            taken: None,
+            decides: p.process() == ProcessId(0),
+            held: Vec::new(),
+        }
+    }
+}
+
+impl Intake for PublishedIntake {
     fn has_room(&mut self) -> bool {
         let has_room = match self.decides {
             true => self.versions.has_room(),
             // An older one goes with the pass that retires it, which this process may reach late.
             false => {
-                let Self { held, loads, .. } = self;
-                held.retain(|version| loads.iter().any(|load| load.has(*version)));
+                let Self { held, loaders, .. } = self;
+                held.retain(|version| loaders.iter().any(|loader| loader.has(*version)));
                 held.len() < 2
             }
         };
@@ -145,13 +202,16 @@ impl Intake for Arrival {
         if self.versions.is_loading() {
             return Err("weights of a folder are being read".to_owned());
         }
-        let source: Source = Arc::new(move |name: &str, region: &Region, values: &mut [f32]| {
-            read(&received, name, region, values).map_err(Error::Kernel)
-        });
+
+        let source: WeightSource =
+            Arc::new(move |name: &str, region: &Region, values: &mut [f32]| {
+                read_leaf(&received, name, region, values)
+                    .map_err(|why| Error::Kernel(why.to_string()))
+            });
         self.taken = Some(version);
         self.held.push(version);
-        let mut loads = self.loads.iter();
-        let taken = loads.try_for_each(|load| load.take(&self.devices, version, &source));
+        let mut loaders = self.loaders.iter();
+        let taken = loaders.try_for_each(|loader| loader.take(&self.devices, version, &source));
         taken.map_err(|why| why.to_string())
     }
 
@@ -160,7 +220,9 @@ impl Intake for Arrival {
         match (taken, refused) {
             (_, Some(why)) => {
                 if let Some(version) = taken {
-                    self.loads.iter().for_each(|load| load.retire(version));
+                    self.loaders
+                        .iter()
+                        .for_each(|loader| loader.retire(version));
                 }
                 self.versions.refuse(format!("version {number}: {why}"));
             }
@@ -170,23 +232,39 @@ impl Intake for Arrival {
     }
 
     fn linked(&mut self, ended: Option<&str>) {
-        let state = ended.map_or(Ok(()), |why| Err(why.to_owned()));
-        *self.versions.0.publisher.lock() = Some(state);
+        self.versions
+            .link(ended.map_or(Ok(()), |why| Err(why.to_owned())));
     }
 }
 
+/// A region of the weights that cannot be computed with.
+#[derive(Debug, thiserror::Error)]
+enum RegionError {
+    #[error("{0} was not published")]
+    NotPublished(String),
+    #[error("{0}")]
+    NotReceived(String),
+    #[error("{name} is of {dtype}")]
+    OtherType { name: String, dtype: DType },
+    #[error("{name} {region} has values that are not finite")]
+    NotFinite { name: String, region: Region },
+}
+
 /// Reads a region of a received leaf as `f32`.
-fn read(
+fn read_leaf(
     received: &Received,
     name: &str,
     region: &Region,
     values: &mut [f32],
-) -> Result<(), String> {
+) -> Result<(), RegionError> {
     let dtype = received
         .dtype(name)
-        .ok_or_else(|| format!("{name} was not published"))?;
+        .ok_or_else(|| RegionError::NotPublished(name.to_owned()))?;
     let mut bytes = vec![0; region.elements() * dtype.size()];
-    received.read(name, region, &mut bytes)?;
+    received
+        .read(name, region, &mut bytes)
+        .map_err(RegionError::NotReceived)?;
+
     let (halves, _) = bytes.as_chunks::<2>();
     let (singles, _) = bytes.as_chunks::<4>();
     match dtype {
@@ -199,72 +277,106 @@ fn read(
         DType::F32 => values.iter_mut().zip(singles).for_each(|(value, bytes)| {
             *value = f32::from_le_bytes(*bytes);
         }),
-        other => return Err(format!("{name} is of {other}")),
+        dtype => {
+            let name = name.to_owned();
+            return Err(RegionError::OtherType { name, dtype });
+        }
     }
     check_finite(name, region, values)
 }
 
 /// Checks that the values of a version can be computed with.
-fn check_finite(name: &str, region: &Region, values: &[f32]) -> Result<(), String> {
+fn check_finite(name: &str, region: &Region, values: &[f32]) -> Result<(), RegionError> {
     match values.iter().all(|value| value.is_finite()) {
         true => Ok(()),
-        false => Err(format!("{name} {region} has values that are not finite")),
+        false => Err(RegionError::NotFinite {
+            name: name.to_owned(),
+            region: region.clone(),
+        }),
     }
 }
 
+/// A folder whose weights are read as a version.
+#[derive(Clone, Debug)]
+pub(super) struct FolderVersion {
+    pub(super) folder: PathBuf,
+    pub(super) version: u64,
+}
+
 /// The weights of a folder that threads of all processes are reading.
-pub(crate) struct Loading {
-    version: u64,
-    folder: PathBuf,
-    /// The result on this process: the hash of the weights.
-    result: Arc<Mutex<Option<Result<u64, String>>>>,
+pub(super) struct FolderLoading {
+    what: FolderVersion,
+    /// The state of this process.
+    reading: Arc<Mutex<FolderReading>>,
     /// The states of all devices, on the way to the reader.
     states: Option<Vec<MpmdArray>>,
 }
 
-impl Arrival {
-    /// Creates the intake of a subscription on this process.
-    pub(crate) fn new(p: &Program, loads: &[Load], versions: &Versions) -> Self {
-        let none = Err("the publisher has not been found yet".to_owned());
-        *versions.0.publisher.lock() = Some(none);
-        let devices = p.topology().devices_of(p.process()).to_vec();
-        let (loads, versions) = (loads.to_vec(), versions.clone());
-        let decides = p.process() == ProcessId(0);
-        Self {
-            loads,
-            devices,
-            versions,
-            taken: None,
-            decides,
-            held: Vec::new(),
-        }
-    }
+/// How far a process has read the weights of a folder.
+#[derive(Clone, Debug)]
+enum FolderReading {
+    Running,
+    /// The weights are taken, and have this hash.
+    Read(u64),
+    /// For this reason.
+    Failed(String),
 }
 
-impl Loading {
+/// The reason why the weights of a folder are not used.
+#[derive(Debug, thiserror::Error)]
+enum LoadRefusal {
+    /// A process could not read them.
+    #[error("{0}")]
+    Failed(String),
+    /// Two processes have read other weights.
+    #[error(
+        "{}: the weights of process {} have hash {:016x}, those of process {} {:016x}: give all \
+         hosts the same files",
+        .folder.display(), .first.process, .first.hash, .other.process, .other.hash
+    )]
+    Different {
+        folder: PathBuf,
+        first: ProcessHash,
+        other: ProcessHash,
+    },
+}
+
+/// The hash of the weights that a process has read.
+#[derive(Clone, Copy, Debug)]
+struct ProcessHash {
+    process: ProcessId,
+    hash: u64,
+}
+
+impl FolderLoading {
     /// Begins to read the weights of a folder on this process, on a thread of its own.
-    pub(crate) fn begin(
+    pub(super) fn begin(
         p: &Program,
-        loads: &[Load],
-        versions: &Versions,
-        (folder, version): (&Path, u64),
+        loaders: &[StageLoader],
+        versions: &WeightVersions,
+        what: FolderVersion,
     ) -> Self {
-        versions.0.is_loading.store(true, Ordering::Release);
-        let result = Arc::new(Mutex::new(None));
-        let (path, loads, to) = (folder.to_owned(), loads.to_vec(), result.clone());
+        versions.begin_loading();
+        let reading = Arc::new(Mutex::new(FolderReading::Running));
+
+        let loaders = loaders.to_vec();
+        let own = what.clone();
+        let to = reading.clone();
         let devices = p.topology().devices_of(p.process()).to_vec();
         let read = move || {
-            let loaded = take_folder(&loads, &devices, &path, version);
-            *to.lock() = Some(loaded.map_err(|why| why.to_string()));
+            let taken = take_folder(&loaders, &devices, &own);
+            *to.lock() = match taken {
+                Ok(hash) => FolderReading::Read(hash),
+                Err(why) => FolderReading::Failed(why.to_string()),
+            };
         };
         let builder = std::thread::Builder::new().name("mpmd-load".to_owned());
         if let Err(why) = builder.spawn(read) {
-            *result.lock() = Some(Err(why.to_string()));
+            *reading.lock() = FolderReading::Failed(why.to_string());
         }
         Self {
-            version,
-            folder: folder.to_owned(),
-            result,
+            what,
+            reading,
             states: None,
         }
     }
@@ -275,106 +387,112 @@ impl Loading {
     /// # Errors
     ///
     /// As for [`Program::device_put`].
-    pub(crate) fn poll(
+    pub(super) fn poll(
         &mut self,
         p: &mut Program,
         meshes: &[Mesh],
         reader: &Mesh,
-        versions: &Versions,
+        versions: &WeightVersions,
     ) -> Result<()> {
         if let Some(states) = self
             .states
             .take_if(|all| all.iter().all(MpmdArray::is_complete))
             && let Some(ended) = ended(&states)?
         {
-            let ended = ended.and_then(|hashes| self.compared(p, meshes, &hashes));
-            match ended {
-                Ok(()) => versions.arrive(self.version),
-                Err(why) => {
-                    let number = version_number(self.version);
-                    versions.refuse(format!("version {number}: {why}"));
-                }
-            }
-            versions.0.is_loading.store(false, Ordering::Release);
+            let result = ended.and_then(|hashes| self.compare(p, meshes, &hashes));
+            versions.end_loading(self.what.version, result);
         }
+
         let mut states = Vec::new();
         for device in meshes.iter().flat_map(|mesh| mesh.devices()) {
-            let aval = ShapedArray::try_new(&[STATE], DType::U32)?;
-            let (on, result) = (Sharding::single_device(*device), self.result.clone());
+            let aval = ShapedArray::try_new(&[STATE_WORDS], DType::U32)?;
+            let on = Sharding::single_device(*device);
+            let reading = self.reading.clone();
             let own = p.array_from_fn(aval, on, move |_, mut view| {
-                write_state(result.lock().as_ref(), view.as_mut_slice::<u32>()?);
+                write_state(&reading.lock(), view.as_mut_slice::<u32>()?);
                 Ok(())
             })?;
             states.push(p.device_put(&own, reader.replicated())?);
         }
+
         // An earlier question that has not been answered stays.
         self.states.get_or_insert(states);
         Ok(())
     }
-}
 
-impl Loading {
     /// Returns an error if two processes have read other weights. `hashes` are those of the devices
     /// of the meshes.
-    fn compared(&self, p: &Program, meshes: &[Mesh], hashes: &[u64]) -> Result<(), String> {
+    fn compare(&self, p: &Program, meshes: &[Mesh], hashes: &[u64]) -> Result<(), LoadRefusal> {
         let devices = meshes.iter().flat_map(|mesh| mesh.devices());
         let process = |device: &DeviceId| p.topology().process_of(*device);
         let processes: Option<Vec<ProcessId>> = devices.map(process).collect();
-        let mut all = processes.unwrap_or_default().into_iter().zip(hashes);
-        let Some((first, hash)) = all.next() else {
+        let mut all =
+            processes
+                .unwrap_or_default()
+                .into_iter()
+                .zip(hashes)
+                .map(|(process, hash)| ProcessHash {
+                    process,
+                    hash: *hash,
+                });
+        let Some(first) = all.next() else {
             return Ok(());
         };
-        match all.find(|(_, other)| *other != hash) {
+        match all.find(|other| other.hash != first.hash) {
             None => Ok(()),
-            Some((process, other)) => Err(format!(
-                "{}: the weights of process {first} have hash {hash:016x}, those of process \
-                 {process} {other:016x}: give all hosts the same files",
-                self.folder.display()
-            )),
+            Some(other) => Err(LoadRefusal::Different {
+                folder: self.what.folder.clone(),
+                first,
+                other,
+            }),
         }
     }
 }
 
 /// Takes a version of the weights from a folder, whose model must be the same. Returns a hash of
 /// the weights.
-pub(crate) fn take_folder(
-    loads: &[Load],
+pub(super) fn take_folder(
+    loaders: &[StageLoader],
     devices: &[DeviceId],
-    path: &Path,
-    version: u64,
+    what: &FolderVersion,
 ) -> Result<u64> {
-    let folder = Folder::open(path)?;
+    let folder = Folder::open(&what.folder)?;
     let hash = folder.content()?.of_weights();
-    let checked = folder.clone();
-    if loads
+    if loaders
         .iter()
-        .any(|load| load.folder.config() != folder.config())
+        .any(|loader| loader.folder.config() != folder.config())
     {
-        let path = path.display();
+        let path = what.folder.display();
         return Err(Error::Environment(format!(
             "{path}: its model has another config"
         )));
     }
-    let source: Source = Arc::new(move |name: &str, region: &Region, values: &mut [f32]| {
+
+    let checked = folder.clone();
+    let source: WeightSource = Arc::new(move |name: &str, region: &Region, values: &mut [f32]| {
         folder.read(name, region, values)?;
         check_finite(name, region, values)
             .map_err(|why| Error::Environment(format!("{}: {why}", folder.path().display())))
     });
-    loads
+    loaders
         .iter()
-        .try_for_each(|load| load.take(devices, version, &source))?;
+        .try_for_each(|loader| loader.take(devices, what.version, &source))?;
     checked.check_weights()?;
     Ok(hash)
 }
 
-fn write_state(state: Option<&Result<u64, String>>, to: &mut [u32]) {
+/// Writes the state of a process as [`STATE_WORDS`] words.
+fn write_state(state: &FolderReading, to: &mut [u32]) {
     to.fill(0);
     match state {
-        None => {}
-        Some(Ok(hash)) => to[..3].copy_from_slice(&[1, *hash as u32, (hash >> 32) as u32]),
-        Some(Err(why)) => {
-            let bytes = &why.as_bytes()[..why.len().min((STATE - 2) * 4)];
-            (to[0], to[1]) = (2, bytes.len() as u32);
+        FolderReading::Running => {}
+        FolderReading::Read(hash) => {
+            to[..3].copy_from_slice(&[1, *hash as u32, (hash >> 32) as u32])
+        }
+        FolderReading::Failed(why) => {
+            let bytes = &why.as_bytes()[..why.len().min((STATE_WORDS - 2) * 4)];
+            to[0] = 2;
+            to[1] = bytes.len() as u32;
             for (word, bytes) in to[2..].iter_mut().zip(bytes.chunks(4)) {
                 let mut four = [0; 4];
                 four[..bytes.len()].copy_from_slice(bytes);
@@ -386,8 +504,9 @@ fn write_state(state: Option<&Result<u64, String>>, to: &mut [u32]) {
 
 /// Returns how the reading has ended: with a hash of the weights on each device. `None` if a device
 /// still reads, or on other processes than the reader.
-fn ended(states: &[MpmdArray]) -> Result<Option<Result<Vec<u64>, String>>> {
-    let (mut failed, mut runs) = (None, false);
+fn ended(states: &[MpmdArray]) -> Result<Option<Result<Vec<u64>, LoadRefusal>>> {
+    let mut failed = None;
+    let mut runs = false;
     let mut hashes = Vec::new();
     for state in states {
         let Some(host) = state.to_host()? else {
@@ -396,13 +515,15 @@ fn ended(states: &[MpmdArray]) -> Result<Option<Result<Vec<u64>, String>>> {
         let words = host.to_vec::<u32>()?;
         runs |= words[0] == 0;
         hashes.push(u64::from(words[1]) | u64::from(words[2]) << 32);
+
         if words[0] == 2 {
             let bytes: Vec<u8> = words[2..]
                 .iter()
                 .flat_map(|word| word.to_le_bytes())
                 .collect();
             let len = (words[1] as usize).min(bytes.len());
-            failed.get_or_insert(String::from_utf8_lossy(&bytes[..len]).into_owned());
+            let why = String::from_utf8_lossy(&bytes[..len]).into_owned();
+            failed.get_or_insert(LoadRefusal::Failed(why));
         }
     }
     Ok((!runs).then(|| failed.map_or(Ok(hashes), Err)))

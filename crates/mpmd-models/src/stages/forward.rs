@@ -6,15 +6,15 @@ use mpmd::candle::nn::loss::cross_entropy_sum;
 use mpmd::candle::{Cx, Result, Tensor};
 use mpmd::pipeline::Loss;
 
-use crate::config::Config;
-use crate::decoder::{Balance, Part};
+use crate::config::ModelConfig;
+use crate::decoder::{Balance, Decoder};
 
 /// The forward passes of the stages of a model.
 ///
 /// Between stages are outputs of layers `[batch, time, hidden_size]`. Behind them are sums of the
 /// loss that balances experts, `[2, experts]`, if there is one.
 #[derive(Clone, Copy)]
-pub(crate) struct Forward {
+pub(crate) struct StageForward {
     /// True if a row may have several sequences.
     is_packed: bool,
     /// The loss that balances experts.
@@ -30,9 +30,9 @@ struct Balanced {
     factor: f64,
 }
 
-impl Forward {
+impl StageForward {
     /// Creates the passes of a model. Only a training has the loss that balances experts.
-    pub(crate) fn new(config: &Config, trains: bool, is_packed: bool) -> Self {
+    pub(crate) fn new(config: &ModelConfig, trains: bool, is_packed: bool) -> Self {
         let layers = config
             .layers
             .iter()
@@ -55,13 +55,14 @@ impl Forward {
     /// Computes the layers from tokens, or from what the stage before returns.
     pub(crate) fn run(
         self,
-        part: &Part,
+        part: &Decoder,
         x: Vec<Tensor>,
         cx: &Cx<'_>,
     ) -> Result<(Tensor, Option<Balance>)> {
         let starts = self.side(cx, "starts")?;
         let mut x = x.into_iter();
-        let (first, before) = (x.next(), x.next());
+        let first = x.next();
+        let before = x.next();
         let first = first.ok_or_else(|| CandleError::msg("a stage without inputs"))?;
         let Some(Balanced { experts, .. }) = self.balanced else {
             return Ok((part.forward(first, starts.as_ref(), cx)?, None));
@@ -74,7 +75,12 @@ impl Forward {
     }
 
     /// Computes the inputs of the next stage.
-    pub(crate) fn forward(self, part: &Part, x: Vec<Tensor>, cx: &Cx<'_>) -> Result<Vec<Tensor>> {
+    pub(crate) fn forward(
+        self,
+        part: &Decoder,
+        x: Vec<Tensor>,
+        cx: &Cx<'_>,
+    ) -> Result<Vec<Tensor>> {
         let (x, balance) = self.run(part, x, cx)?;
         Ok([x]
             .into_iter()
@@ -94,11 +100,12 @@ impl Forward {
     pub(crate) fn loss(
         self,
         at_once: usize,
-    ) -> impl Fn(&Part, Vec<Tensor>, &mut Cx<'_>) -> Result<Loss<Tensor>> + Send + Sync + 'static
+    ) -> impl Fn(&Decoder, Vec<Tensor>, &mut Cx<'_>) -> Result<Loss<Tensor>> + Send + Sync + 'static
     {
         move |part, x, cx| {
             let (x, balance) = self.run(part, x, cx)?;
-            let (targets, weights) = (cx.side("targets")?, self.side(cx, "weights")?);
+            let targets = cx.side("targets")?;
+            let weights = self.side(cx, "weights")?;
             let (batch, time, _) = x.dims3()?;
             let of = |start: usize| {
                 let len = at_once.min(time - start);
@@ -112,7 +119,8 @@ impl Forward {
             let (mut sum, mut weight) = of(0)?;
             for start in (0..time).step_by(at_once).skip(1) {
                 let (more, tokens) = of(start)?;
-                (sum, weight) = ((sum + more)?, (weight + tokens)?);
+                sum = (sum + more)?;
+                weight = (weight + tokens)?;
             }
             if let (Some(balance), Some(Balanced { layers, factor, .. }), true) =
                 (balance, self.balanced, cx.is_training())
@@ -130,7 +138,7 @@ impl Forward {
     }
 }
 
-/// Returns the shapes of the results of [`Forward::loss`].
+/// Returns the shapes of the results of [`StageForward::loss`].
 pub(crate) fn loss_shapes(_: &ShapedArray) -> Loss<ShapedArray> {
     Loss::new(f32s([]), f32s([]))
 }

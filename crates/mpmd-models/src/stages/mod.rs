@@ -16,19 +16,20 @@ use mpmd::topology::Mesh;
 use mpmd::{DeviceId, Error, MpmdArray, Program, Result};
 
 use crate::config::POSITIONS;
-use crate::decoder::devices::Over;
+use crate::decoder::devices::DeviceDivision;
 use crate::decoder::lora::{self, Lora};
-use crate::decoder::{EMBEDDING, OUTPUT, Part, Plan};
-use crate::division::costs::{Held, Room};
+use crate::decoder::{Decoder, DecoderPlan, EMBEDDING, OUTPUT};
+use crate::division::costs::{HeldBytes, Room};
 use crate::division::rules;
 use crate::division::{Division, by_work, check_layers, check_memory, costs};
 use crate::error::{DivisionError, InvalidSetting, unexpected};
 use crate::hub::folder::{CONFIG, Folder};
 use crate::inference::Inference;
 use crate::inference::generator::Generator;
-use crate::inference::load::{Load, Weights};
-use crate::rope::Angles;
-use crate::stages::forward::{Forward, loss_shapes, sequences};
+use crate::inference::stage_loader::{StageLoader, StageSpec};
+use crate::inference::weight_store::WeightStore;
+use crate::rope::RopeAngles;
+use crate::stages::forward::{StageForward, loss_shapes, sequences};
 
 /// Limit on the number of layers in a stage that is trained: candle walks over the operations of a
 /// pass by recursion, on the stack of the device's thread.
@@ -43,15 +44,15 @@ pub struct Stages {
     /// The layers of each stage.
     cut: Vec<Range<usize>>,
     positions: usize,
-    angles: Vec<Angles>,
+    angles: Vec<RopeAngles>,
     /// The division of each stage's layers over its devices.
-    over: Vec<Over>,
+    over: Vec<DeviceDivision>,
     lora: Option<Lora>,
     seed: u64,
     is_packed: bool,
     /// The number of devices of the job before those of the stages.
     after: usize,
-    weights: Weights,
+    weights: WeightStore,
 }
 
 impl Stages {
@@ -62,13 +63,15 @@ impl Stages {
     ///
     /// If the model has fewer layers than stages, or was made for fewer positions.
     pub fn new(folder: &Folder, stages: usize, positions: usize) -> Result<Self> {
-        let (config, file) = (folder.config(), folder.path().join(CONFIG));
+        let config = folder.config();
+        let file = folder.path().join(CONFIG);
         if config.num_hidden_layers < stages {
             let expected = format!("at least {stages}, the number of stages");
             let key = folder.key("num_hidden_layers");
             return Err(unexpected(&file, key, expected, config.num_hidden_layers));
         }
-        let (own, most) = (config.max_position_embeddings, config.positions());
+        let own = config.max_position_embeddings;
+        let most = config.positions();
         if positions > most {
             let expected = format!("at least {positions}, the tokens of a sequence");
             let scaled = if most == own {
@@ -79,11 +82,15 @@ impl Stages {
             let key = folder.key(POSITIONS);
             return Err(unexpected(&file, key, expected, format!("{own}{scaled}")));
         }
-        let angles = config.ropes.iter().map(|rope| Angles::new(rope, positions));
+
+        let angles = config
+            .ropes
+            .iter()
+            .map(|rope| RopeAngles::new(rope, positions));
         let angles = angles.collect::<CandleResult<_>>();
         let angles = angles.map_err(|why| Error::kernel(why.to_string()))?;
-        let over = vec![Over::ONE; stages.max(1)];
-        let cut = costs(folder, &over, Held::default())?.cut(&[]);
+        let over = vec![DeviceDivision::ONE; stages.max(1)];
+        let cut = costs(folder, &over, HeldBytes::default())?.cut(&[]);
         let cut = cut.map_err(|_| Error::kernel("no division without limits"))?;
         Ok(Self {
             folder: folder.clone(),
@@ -95,12 +102,12 @@ impl Stages {
             seed: 0,
             is_packed: false,
             after: 0,
-            weights: Weights::default(),
+            weights: WeightStore::default(),
         })
     }
 
-    /// Has the stages read the side inputs of [`Packed`](mpmd::train::data::Packed): `starts`, and
-    /// the last stage `weights` for its loss.
+    /// Reads the side inputs of [`PackedSequences`](mpmd::train::data::PackedSequences): `starts`
+    /// on each stage, and `weights` for the loss on the last one.
     #[must_use]
     pub fn packed(mut self, is_packed: bool) -> Self {
         self.is_packed = is_packed;
@@ -118,7 +125,8 @@ impl Stages {
     /// on the seed.
     #[must_use]
     pub fn lora(mut self, lora: Option<Lora>, seed: u64) -> Self {
-        (self.lora, self.seed) = (lora, seed);
+        self.lora = lora;
+        self.seed = seed;
         self
     }
 
@@ -134,7 +142,7 @@ impl Stages {
     pub fn tensor_parallel(mut self, devices: &[usize]) -> Result<Self, DivisionError> {
         let each = self.each("tensor_parallel", devices)?;
         for (over, devices) in self.over.iter_mut().zip(each) {
-            *over = Over {
+            *over = DeviceDivision {
                 expert: over.expert,
                 ..rules::over(&self.folder, devices)?
             };
@@ -204,7 +212,7 @@ impl Stages {
     /// As for [`Stages::devices`].
     pub fn meshes(&self, rank_of: impl Fn(usize) -> usize) -> Result<Vec<Mesh>> {
         let devices = self.devices(&rank_of)?;
-        let mesh = |(stage, over): (usize, &Over)| {
+        let mesh = |(stage, over): (usize, &DeviceDivision)| {
             let first = self.after + devices[..rank_of(stage)].iter().sum::<usize>();
             let own = first as u32..(first + over.devices()) as u32;
             Ok(Mesh::new(&over.axes(), own.map(DeviceId).collect())?)
@@ -215,7 +223,7 @@ impl Stages {
     /// Returns the bytes that a block of keys and values takes on a device of the stage with most
     /// layers for its devices.
     pub fn block_bytes(&self) -> u64 {
-        let one = Held::inference(
+        let one = HeldBytes::inference(
             &self.folder,
             Room {
                 blocks: 1,
@@ -224,10 +232,11 @@ impl Stages {
             false,
         )
         .layer;
-        let of = |(layers, over): (&Range<usize>, &Over)| {
-            layers.len() as u64 * one.div_ceil(over.tensor as u64)
-        };
-        self.cut.iter().zip(&self.over).map(of).max().unwrap_or(one)
+        let stages = self.cut.iter().zip(&self.over);
+        stages
+            .map(|(layers, over)| layers.len() as u64 * one.div_ceil(over.tensor as u64))
+            .max()
+            .unwrap_or(one)
     }
 
     /// Returns tables of each stage's parameters, and of their division over its devices.
@@ -239,12 +248,14 @@ impl Stages {
         let mut text = String::new();
         for (index, mesh) in self.meshes(|stage| stage)?.iter().enumerate() {
             let stage = self.stage(
-                (index, mesh),
+                index,
+                mesh,
                 self.lora.is_some(),
-                |part: &Part, x: Tensor, cx: &mut Cx<'_>| part.forward(x, None, cx),
+                |part: &Decoder, x: Tensor, cx: &mut Cx<'_>| part.forward(x, None, cx),
                 |x: &ShapedArray| x.clone(),
             )?;
             let table = rules::divided(self.folder.config(), mesh, stage.shapes())?;
+
             let Range { start, end } = self.layers(index);
             let of = format!("stage {index}, layers {start} to {}", end - 1);
             let devices = match mesh.devices().len() {
@@ -263,7 +274,7 @@ impl Stages {
     ///
     /// If the given layers are not those of the model, each once, or a device of some stage has too
     /// little memory. As for [`Stages::tensor_parallel`] and [`Stages::expert_parallel`].
-    pub fn divide(mut self, division: &Division, held: Held) -> Result<Self, DivisionError> {
+    pub fn divide(mut self, division: &Division, held: HeldBytes) -> Result<Self, DivisionError> {
         let stages = self.cut.len();
         let limits = &division.memory;
         if !limits.is_empty() && limits.len() != stages {
@@ -408,7 +419,7 @@ impl Stages {
         let tokens = self.folder.config().vocab_size;
         let all = self.forward(false);
         let logits =
-            move |part: &Part, x, cx: &mut Cx<'_>| part.logits(&all.run(part, x, cx)?.0, cx);
+            move |part: &Decoder, x, cx: &mut Cx<'_>| part.logits(&all.run(part, x, cx)?.0, cx);
         self.pipeline(p, meshes, false, logits, move |x| sequences(x, tokens))
     }
 
@@ -452,36 +463,39 @@ impl Stages {
     ) -> Result<Inference> {
         self.folder.compare(p)?;
         let ropes = &self.folder.config().ropes;
-        let angles = ropes.iter().map(|rope| Angles::fixed(rope, self.positions));
+        let angles = ropes
+            .iter()
+            .map(|rope| RopeAngles::fixed(rope, self.positions));
         let angles = angles.collect::<CandleResult<Vec<_>>>();
         let angles = angles.map_err(|why| Error::kernel(why.to_string()))?;
+
         let meshes = &meshes[..self.cut.len()];
-        let load = |(layers, mesh): (&Range<usize>, &Mesh)| {
-            let place = (layers.clone(), mesh);
-            let device = mesh
-                .devices()
-                .first()
-                .and_then(|device| p.topology().kind_of(*device));
+        let mut loaders = Vec::new();
+        for (layers, mesh) in self.cut.iter().zip(meshes) {
+            let device = mesh.devices().first();
+            let kind = device.and_then(|device| p.topology().kind_of(*device));
             // Routing, products of experts and parts of matrices are for CPUs.
-            let on_device = device
+            let on_device = kind
                 .is_some_and(|kind| kind.is_accelerator() && mpmd::candle::computes_on(kind))
                 && mesh.devices().len() == 1
                 && self.folder.config().experts.is_none();
-            let kind = (in_half, on_device, &self.weights);
-            Load::new(&self.folder, &angles, place, (room, self.positions), kind)
-        };
-        let loads = self
-            .cut
-            .iter()
-            .zip(meshes)
-            .map(load)
-            .collect::<Result<_>>()?;
-        Inference::new(p, loads, meshes, room)
+            let spec = StageSpec {
+                layers: layers.clone(),
+                mesh,
+                room,
+                positions: self.positions,
+                in_half,
+                on_device,
+                weights: &self.weights,
+            };
+            loaders.push(StageLoader::new(&self.folder, &angles, spec)?);
+        }
+        Inference::new(p, loaders, meshes, room)
     }
 
     /// Returns the forward passes of the stages.
-    fn forward(&self, trains: bool) -> Forward {
-        Forward::new(self.folder.config(), trains, self.is_packed)
+    fn forward(&self, trains: bool) -> StageForward {
+        StageForward::new(self.folder.config(), trains, self.is_packed)
     }
 
     /// Creates a pipeline. `end` computes the last stage, and `shapes` the shapes of its results
@@ -491,32 +505,36 @@ impl Stages {
         p: &mut Program,
         meshes: &[Mesh],
         trains: bool,
-        end: impl Fn(&Part, Vec<Tensor>, &mut Cx<'_>) -> CandleResult<Y> + Send + Sync + 'static,
+        end: impl Fn(&Decoder, Vec<Tensor>, &mut Cx<'_>) -> CandleResult<Y> + Send + Sync + 'static,
         shapes: impl Fn(&ShapedArray) -> Shapes<Y::Arrays> + Send + Sync + 'static,
     ) -> Result<Pipeline<MpmdArray, Y::Arrays>> {
         self.folder.compare(p)?;
-        let (last, width) = (self.cut.len() - 1, self.folder.config().hidden_size);
+        let last = self.cut.len() - 1;
+        let width = self.folder.config().hidden_size;
         let all = self.forward(trains);
         let between = move |x: &ShapedArray| all.shapes(x, width);
         if last == 0 {
-            let end = move |part: &Part, x, cx: &mut Cx<'_>| end(part, vec![x], cx);
-            let end = self.stage((0, &meshes[0]), trains, end, shapes)?;
+            let end = move |part: &Decoder, x, cx: &mut Cx<'_>| end(part, vec![x], cx);
+            let end = self.stage(0, &meshes[0], trains, end, shapes)?;
             let params = self.params(p, &end, &meshes[0])?;
             return Pipeline::first(end, &meshes[0], params);
         }
-        let first = move |part: &Part, x, cx: &mut Cx<'_>| all.forward(part, vec![x], cx);
-        let first = self.stage((0, &meshes[0]), trains, first, between)?;
+
+        let first = move |part: &Decoder, x, cx: &mut Cx<'_>| all.forward(part, vec![x], cx);
+        let first = self.stage(0, &meshes[0], trains, first, between)?;
         let params = self.params(p, &first, &meshes[0])?;
         let mut pipeline = Pipeline::first(first, &meshes[0], params)?;
+
         for (i, mesh) in meshes.iter().enumerate().take(last).skip(1) {
-            let middle = move |part: &Part, x, cx: &mut Cx<'_>| all.forward(part, x, cx);
+            let middle = move |part: &Decoder, x, cx: &mut Cx<'_>| all.forward(part, x, cx);
             let shapes = move |x: &Vec<ShapedArray>| between(&x[0]);
-            let stage = self.stage((i, mesh), trains, middle, shapes)?;
+            let stage = self.stage(i, mesh, trains, middle, shapes)?;
             let params = self.params(p, &stage, mesh)?;
             pipeline = pipeline.then(stage, mesh, params)?;
         }
+
         let shapes = move |x: &Vec<ShapedArray>| shapes(&x[0]);
-        let end = self.stage((last, &meshes[last]), trains, end, shapes)?;
+        let end = self.stage(last, &meshes[last], trains, end, shapes)?;
         let params = self.params(p, &end, &meshes[last])?;
         let mut pipeline = pipeline.then(end, &meshes[last], params)?;
         if self.folder.config().tie_word_embeddings {
@@ -527,26 +545,31 @@ impl Stages {
 
     fn stage<X: Tensors, Y: Tensors>(
         &self,
-        (index, mesh): (usize, &Mesh),
+        index: usize,
+        mesh: &Mesh,
         trains: bool,
-        forward: impl Fn(&Part, X, &mut Cx<'_>) -> CandleResult<Y> + Send + Sync + 'static,
+        forward: impl Fn(&Decoder, X, &mut Cx<'_>) -> CandleResult<Y> + Send + Sync + 'static,
         shapes: impl Fn(&Shapes<X::Arrays>) -> Shapes<Y::Arrays> + Send + Sync + 'static,
-    ) -> Result<CandleStage<Part, X, Y>> {
-        let (config, angles) = (self.folder.config().clone(), self.angles.clone());
-        let (lora, layers, over) = (self.lora, self.layers(index), Over::of(mesh)?);
+    ) -> Result<CandleStage<Decoder, X, Y>> {
+        let config = self.folder.config().clone();
+        let angles = self.angles.clone();
+        let lora = self.lora;
+        let layers = self.layers(index);
+        let over = DeviceDivision::of(mesh)?;
         let name = format!("layers {} to {}", layers.start, layers.end - 1);
         let new = move |vb| {
-            let plan = Plan {
+            let plan = DecoderPlan {
                 config: &config,
                 lora,
                 angles: &angles,
                 over,
             };
-            Part::new(plan, layers.clone(), &vb)
+            Decoder::new(plan, layers.clone(), &vb)
         };
         let stage = stage(new, forward)?
             .named(name)
             .outputs(move |x| Ok(shapes(x)));
+
         // Routing and products of experts are for CPUs.
         let has_experts = self.folder.config().layers[self.layers(index)]
             .iter()
@@ -563,14 +586,14 @@ impl Stages {
     fn params<X: Tensors, Y: Tensors>(
         &self,
         p: &mut Program,
-        stage: &CandleStage<Part, X, Y>,
+        stage: &CandleStage<Decoder, X, Y>,
         mesh: &Mesh,
     ) -> Result<BTreeMap<String, MpmdArray>> {
         let shardings = rules::shardings(self.folder.config(), mesh, stage.shapes())?;
         let mut params = BTreeMap::new();
         for (name, aval) in stage.shapes() {
             let sharding = &shardings[&name];
-            let array = match lora::initial(p, (&name, &aval), sharding, self.seed) {
+            let array = match lora::initial(p, &name, &aval, sharding, self.seed) {
                 Some(array) => array?,
                 // Tied to the embedding of the first stage, whose values replace it.
                 None if name == OUTPUT && self.folder.config().tie_word_embeddings => p

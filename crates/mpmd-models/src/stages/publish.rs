@@ -7,10 +7,10 @@ use mpmd::tree::Tree;
 use mpmd::weights::{Publication, Publisher};
 use mpmd::{MpmdArray, Program, Result};
 
-use crate::config::Config;
+use crate::config::ModelConfig;
 use crate::decoder::OUTPUT;
 use crate::decoder::lora::{Lora, merged};
-use crate::inference::load::{WeightType, held_as};
+use crate::inference::weight_store::{WeightType, held_as};
 
 /// Publishes the parameters of a pipeline, those of LoRA merged with the weights that they change.
 pub struct WeightPublisher {
@@ -30,7 +30,7 @@ impl WeightPublisher {
         p: &mut Program,
         publication: Publication,
         pipeline: &Pipeline<In, Loss<MpmdArray>>,
-        config: &Config,
+        config: &ModelConfig,
         lora: Option<Lora>,
         held: WeightType,
     ) -> Result<Self> {

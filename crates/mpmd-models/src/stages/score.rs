@@ -57,6 +57,7 @@ fn microbatch(
         })
     };
     let last = meshes.len() - 1;
-    let (inputs, targets) = (array(&meshes[0], 0)?, array(&meshes[last], 1)?);
+    let inputs = array(&meshes[0], 0)?;
+    let targets = array(&meshes[last], 1)?;
     Ok(Microbatch::new(inputs).side(last, named([("targets", targets)])))
 }

@@ -58,7 +58,9 @@ pub fn spread_examples(
             .collect::<Vec<u32>>()
     };
     let words: Arc<[u32]> = spread(p, || Ok(make()?.iter().flat_map(line).collect()))?;
+
     let mut words = words.iter().copied();
+
     let mut all = Vec::new();
     while let Some(count) = words.next() {
         let mut sequence = || -> Sequence {
@@ -84,7 +86,7 @@ pub fn spread_examples(
 pub fn read_examples(file: &Path, folder: &Folder, time: usize) -> Result<Vec<Examples>> {
     let failed = |why| unexpected(file, "", "lines of JSON", why);
     let mut lines = BufReader::new(File::open(file).map_err(failed)?);
-    let mut reader = Reader {
+    let mut reader = ExampleReader {
         file,
         folder,
         tokenizer: tokenizer(folder)?,
@@ -92,7 +94,9 @@ pub fn read_examples(file: &Path, folder: &Folder, time: usize) -> Result<Vec<Ex
         end: None,
         number: 0,
     };
-    let (mut all, mut long, mut line) = (Vec::new(), Vec::new(), Vec::new());
+    let mut all = Vec::new();
+    let mut long = Vec::new();
+    let mut line = Vec::new();
     loop {
         line.clear();
         reader.number += 1;
@@ -104,18 +108,22 @@ pub fn read_examples(file: &Path, folder: &Folder, time: usize) -> Result<Vec<Ex
         if len as u64 == LONGEST_LINE {
             return Err(reader.wrong(format!("less than {LONGEST_LINE} bytes"), "more"));
         }
+
         if len == 0 {
             break;
         }
+
         // Some editors begin a file with a mark of its encoding.
         let line = line.strip_prefix("\u{feff}".as_bytes()).unwrap_or(&line);
         if !line.trim_ascii().is_empty() {
             let no_json = |why: serde_json::Error| {
-                let (why, column) = (why.to_string(), why.column());
+                let column = why.column();
+                let why = why.to_string();
                 let why = why.split(" at line ").next().unwrap_or_default().to_owned();
                 reader.wrong(FORMS, format!("no JSON: {why} at column {column}"))
             };
             let line: Value = serde_json::from_slice(line).map_err(no_json)?;
+
             let examples = reader.examples(&line)?;
             let lengths = examples
                 .iter()
@@ -124,10 +132,12 @@ pub fn read_examples(file: &Path, folder: &Folder, time: usize) -> Result<Vec<Ex
             all.push(examples);
         }
     }
+
     if let Some((tokens, number)) = long.iter().max() {
         reader.number = *number;
         let expected = format!("at most {} tokens, for rows of {time}", time + 1);
-        let (count, all) = (long.len(), all.iter().map(Vec::len).sum::<usize>());
+        let count = long.len();
+        let all = all.iter().map(Vec::len).sum::<usize>();
         let found = format!("{tokens}, the longest of {count} (of {all}) that are too long");
         return Err(reader.wrong(expected, found));
     }
@@ -138,7 +148,7 @@ pub fn read_examples(file: &Path, folder: &Folder, time: usize) -> Result<Vec<Ex
 }
 
 /// The lines of a file, and the folder whose tokenizer and template turn them into tokens.
-struct Reader<'a> {
+struct ExampleReader<'a> {
     file: &'a Path,
     folder: &'a Folder,
     tokenizer: Tokenizer,
@@ -150,7 +160,7 @@ struct Reader<'a> {
     number: usize,
 }
 
-impl Reader<'_> {
+impl ExampleReader<'_> {
     fn wrong(&self, expected: impl fmt::Display, found: impl fmt::Display) -> Error {
         unexpected(self.file, &format!("line {}", self.number), expected, found)
     }
@@ -162,7 +172,8 @@ impl Reader<'_> {
                 .ok()
                 .filter(|value| !value.is_none() && !value.is_undefined())
         };
-        let (prompt, completion) = (get("prompt"), get("completion"));
+        let prompt = get("prompt");
+        let completion = get("completion");
         let (all, from) = match (prompt, completion, get("messages")) {
             (Some(prompt), Some(completion), _) => {
                 if let (Some(prompt), Some(completion)) = (prompt.as_str(), completion.as_str()) {
@@ -171,7 +182,8 @@ impl Reader<'_> {
                     let text = (format!("{prompt}{completion}"), vec![reply]);
                     return Ok(vec![self.tokens(&text, Some(end))?]);
                 }
-                let (all, completion) = (messages(&prompt), messages(&completion));
+                let all = messages(&prompt);
+                let completion = messages(&completion);
                 let from = all.as_ref().map_or(0, Vec::len);
                 let all = all.zip(completion).map(|(all, more)| [all, more].concat());
                 (all, from)
@@ -179,6 +191,7 @@ impl Reader<'_> {
             (_, None, Some(all)) => (messages(&all), 0),
             _ => (None, 0),
         };
+
         let Some(all) = all else {
             let found = match line.kind() {
                 ValueKind::Map => {
@@ -190,6 +203,7 @@ impl Reader<'_> {
             };
             return Err(self.wrong(FORMS, found));
         };
+
         let templates = match &self.templates {
             Some(templates) => templates,
             None => self.templates.insert(Templates::of(self.folder)?),
@@ -211,6 +225,7 @@ impl Reader<'_> {
                 .iter()
                 .any(|reply| start < reply.end && reply.start < last)
         };
+
         let tokens = encoding.get_ids().iter().zip(encoding.get_offsets());
         let mut tokens: Sequence = tokens.map(|(id, at)| (*id, is_reply(*at))).collect();
         if let Some(end) = end {
@@ -218,6 +233,7 @@ impl Reader<'_> {
             tokens.pop_if(|(last, _)| *last == end);
             tokens.push((end, true));
         }
+
         check_rows(
             self.folder,
             &self.tokenizer,
@@ -234,6 +250,7 @@ impl Reader<'_> {
         if let Some(end) = self.end {
             return Ok(end);
         }
+
         let special = special_tokens(self.folder)?;
         let end = match special.get("eos_token") {
             Some(token) => self.tokenizer.token_to_id(token).ok_or_else(|| {

@@ -7,7 +7,7 @@ use tokenizers::Tokenizer;
 
 /// The text of new tokens, up to the first stop text. It is given out as it grows. An end that may
 /// still become another character or a stop text is kept back.
-pub struct Text {
+pub struct TextStream {
     tokenizer: Arc<Tokenizer>,
     stops: Vec<String>,
     /// The last tokens: the text of a token depends on those before it.
@@ -20,11 +20,12 @@ pub struct Text {
     is_stopped: bool,
 }
 
-impl Text {
+impl TextStream {
     /// Creates an empty text with these stop texts. Empty ones end nothing.
     pub fn new(tokenizer: Arc<Tokenizer>, mut stops: Vec<String>) -> Self {
         stops.retain(|stop| !stop.is_empty());
-        let (tokens, text) = (Vec::new(), String::new());
+        let tokens = Vec::new();
+        let text = String::new();
         Self {
             tokenizer,
             stops,
@@ -79,7 +80,8 @@ impl Text {
             let text = self.tokenizer.decode(tokens, true);
             text.map_err(|why| Error::Environment(format!("the tokenizer: {why}")))
         };
-        let (before, all) = (decode(&self.tokens[..self.known])?, decode(&self.tokens)?);
+        let before = decode(&self.tokens[..self.known])?;
+        let all = decode(&self.tokens)?;
         Ok(all.get(before.len()..).unwrap_or_default().to_owned())
     }
 
@@ -124,7 +126,7 @@ mod tests {
     /// Returns the parts in which a text is given out, and whether it was stopped.
     fn parts(tokenizer: &Arc<Tokenizer>, tokens: &[u32], stops: &[&str]) -> (Vec<String>, bool) {
         let stops = stops.iter().map(|stop| (*stop).to_owned()).collect();
-        let mut text = Text::new(tokenizer.clone(), stops);
+        let mut text = TextStream::new(tokenizer.clone(), stops);
         let mut parts: Vec<String> = tokens
             .iter()
             .map(|token| text.push(*token).unwrap().to_owned())
@@ -186,7 +188,7 @@ mod tests {
         }
         // Nothing is given out that a later token may turn into a stop.
         let tokens = tokenizer.encode("ab", false).unwrap().get_ids().to_vec();
-        let mut text = Text::new(tokenizer, vec!["abc".to_owned()]);
+        let mut text = TextStream::new(tokenizer, vec!["abc".to_owned()]);
         assert!(
             tokens
                 .iter()

@@ -52,9 +52,9 @@ struct Template {
 
 /// A message of a conversation. Templates see its keys in their order: `tojson` writes them.
 #[derive(Clone, Debug)]
-pub struct Message(Value);
+pub struct ChatMessage(Value);
 
-impl Message {
+impl ChatMessage {
     /// Creates a message from keys, such as `role` and `content`, and their texts.
     pub fn new<'a>(texts: impl IntoIterator<Item = (&'a str, String)>) -> Self {
         Self(Value::from_pairs(texts))
@@ -139,7 +139,8 @@ impl Templates {
     ///
     /// If the folder has none, or a file is damaged.
     pub fn of(folder: &Folder) -> Result<Self> {
-        let (path, special) = (folder.path(), special_tokens(folder)?);
+        let path = folder.path();
+        let special = special_tokens(folder)?;
         let read = |name| {
             let Some(source) = source(folder, name)? else {
                 return Ok(None);
@@ -149,6 +150,7 @@ impl Templates {
                 .map(Some)
                 .map_err(failed)
         };
+
         let all = [read(0)?, read(1)?];
         match all.iter().any(Option::is_some) {
             true => Ok(Self { all }),
@@ -164,7 +166,7 @@ impl Templates {
     /// # Errors
     ///
     /// If the template refuses them.
-    pub fn prompt(&self, messages: &[Message]) -> Result<String> {
+    pub fn prompt(&self, messages: &[ChatMessage]) -> Result<String> {
         let failed = |why: String| Error::Environment(format!("the chat template: {why}"));
         let messages: Vec<Value> = messages.iter().map(|message| message.0.clone()).collect();
         let template = self.all.iter().rev().flatten().next();
@@ -207,6 +209,7 @@ fn detail(error: &JinjaError) -> String {
 impl Template {
     fn new(source: &str, special: BTreeMap<String, String>) -> Result<Self, JinjaError> {
         let (source, marks_replies) = with_filters(&source.replace("\r\n", "\n"));
+
         let mut environment = Environment::new();
         environment.set_syntax(
             SyntaxConfig::builder()
@@ -221,6 +224,7 @@ impl Template {
         environment.add_test("iterable", |value: &Value| {
             !value.is_none() && value.try_iter().is_ok()
         });
+
         environment.add_filter("tojson", to_json);
         environment.add_filter("generation", |text: String| {
             format!("{}{text}{}", MARKS[0], MARKS[1])
@@ -231,6 +235,7 @@ impl Template {
                 Err(JinjaError::new(ErrorKind::InvalidOperation, why))
             },
         );
+
         environment.add_template_owned(KEY, source)?;
         Ok(Self {
             environment,
@@ -252,6 +257,7 @@ impl Template {
         };
         let role = |message: &Value| message.get_attr("role").unwrap_or_default();
         let is_reply = |at: &usize| role(&messages[*at]).as_str() == Some("assistant");
+
         let replies: Vec<usize> = (from.max(1)..messages.len()).filter(is_reply).collect();
         if replies.is_empty() {
             let roles: Vec<String> = messages.iter().map(|one| role(one).to_string()).collect();
@@ -264,6 +270,7 @@ impl Template {
                 "no reply of the role assistant behind a prompt, but {roles}"
             ));
         }
+
         if self.marks_replies {
             let (text, mut marked) = render(messages.len(), false)?;
             let (prompt, _) = if from == 0 {
@@ -275,8 +282,10 @@ impl Template {
             marked.retain(|reply| reply.end > shared);
             return Ok(vec![(text, marked)]);
         }
+
         let part = |at: &usize| {
-            let ((prompt, _), (text, _)) = (render(*at, true)?, render(at + 1, false)?);
+            let (prompt, _) = render(*at, true)?;
+            let (text, _) = render(at + 1, false)?;
             let mut start = common(&text, &prompt);
             if start < prompt.len() {
                 // The prompt of a reply may begin it otherwise than the template writes a reply.
@@ -294,6 +303,7 @@ impl Template {
             }
             Ok((start..text.len(), text))
         };
+
         let parts = replies
             .iter()
             .map(part)
@@ -323,7 +333,10 @@ impl Template {
         let given = context! { messages, tools, documents => (), add_generation_prompt => asks };
         let context = context! { ..given, ..special };
         let text = self.environment.get_template(KEY)?.render(context)?;
-        let (mut plain, mut replies, mut start) = (String::new(), Vec::new(), 0);
+
+        let mut plain = String::new();
+        let mut replies = Vec::new();
+        let mut start = 0;
         for part in text.split_inclusive(MARKS) {
             plain += part.trim_end_matches(MARKS);
             match part.chars().next_back().filter(|last| MARKS.contains(last)) {
@@ -345,7 +358,9 @@ fn common(a: &str, b: &str) -> usize {
 /// Replaces the tags around replies, which are an extension of the library `transformers`, by those
 /// of a filter. Returns true if there are any.
 fn with_filters(source: &str) -> (String, bool) {
-    let (mut text, mut found, mut rest) = (String::new(), false, source);
+    let mut text = String::new();
+    let mut found = false;
+    let mut rest = source;
     while let Some(at) = rest.find("{%").into_iter().chain(rest.find("{#")).min() {
         let end = if rest[at..].starts_with("{#") {
             "#}"
@@ -355,7 +370,9 @@ fn with_filters(source: &str) -> (String, bool) {
         let Some(len) = rest[at..].find(end) else {
             break;
         };
-        let (before, (tag, after)) = (&rest[..at], rest[at..].split_at(len));
+        let before = &rest[..at];
+        let (tag, after) = rest[at..].split_at(len);
+
         let name = tag
             .trim_start_matches(['{', '%', '-', '+'])
             .trim_end_matches(['-', '+'])
@@ -365,6 +382,7 @@ fn with_filters(source: &str) -> (String, bool) {
             "endgeneration" => "endfilter",
             other => other,
         };
+
         found |= new != name;
         text += before;
         text += &tag.replacen(name, new, 1);
@@ -399,6 +417,7 @@ fn to_json(value: Value, options: Kwargs) -> Result<String, JinjaError> {
         let why = format!("tojson: expected an indent of at most {WIDEST}");
         return Err(JinjaError::new(ErrorKind::InvalidOperation, why));
     }
+
     let failed =
         |why: serde_json::Error| JinjaError::new(ErrorKind::BadSerialization, why.to_string());
     let value = match is_sorted {
@@ -408,6 +427,7 @@ fn to_json(value: Value, options: Kwargs) -> Result<String, JinjaError> {
             .map_err(failed)?,
         false => value,
     };
+
     let mut json = Vec::new();
     let written = match indent {
         Some(width) => {
@@ -424,6 +444,7 @@ fn to_json(value: Value, options: Kwargs) -> Result<String, JinjaError> {
         }
     };
     written.map_err(failed)?;
+
     let json = String::from_utf8_lossy(&json);
     let mut pair = [0; 2];
     let mut escaped = |char: char| -> String {
@@ -495,7 +516,7 @@ mod tests {
             let templates = Templates {
                 all: [None, Some(template)],
             };
-            let found = templates.prompt(&[Message::new([("role", "user".to_owned())])]);
+            let found = templates.prompt(&[ChatMessage::new([("role", "user".to_owned())])]);
             assert!(found.is_err(), "{source}: {} bytes", found.unwrap().len());
         }
     }
@@ -519,7 +540,7 @@ mod tests {
             ["user", "日本 {% endif %} a"],
         ];
         let messages = messages.map(|[role, content]| {
-            Message::new([("role", role.to_owned()), ("content", content.to_owned())])
+            ChatMessage::new([("role", role.to_owned()), ("content", content.to_owned())])
         });
         let special = BTreeMap::from([("eos_token".to_owned(), "</s>".to_owned())]);
         let samples = samples.map(|sample| sample.as_bytes().to_vec());

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use mpmd::aval::{DType, ShapedArray};
 use mpmd::random::Key;
 use mpmd::sharding::Sharding;
-use mpmd::train::data::{SEPARATOR, Text, TokenSource};
+use mpmd::train::data::{SEPARATOR, TextBytes, TokenSource};
 use mpmd::{Error, ProcessId, Program, Result};
 use tokenizers::{Encoding, ModelWrapper, Tokenizer};
 
@@ -140,7 +140,9 @@ fn encode_pieces(
     count: usize,
     ids: &mut Vec<u32>,
 ) -> Result<usize> {
-    let (mut pieces, mut rest, mut extra) = (0, text, 0);
+    let mut pieces = 0;
+    let mut rest = text;
+    let mut extra = 0;
     while !rest.is_empty() && ids.len() < count {
         let border = cut(tokenizer, rest)?;
         ids.extend(
@@ -148,7 +150,9 @@ fn encode_pieces(
                 .into_iter()
                 .skip(extra),
         );
-        (pieces, rest, extra) = (pieces + 1, &rest[border.start..], border.extra);
+        pieces += 1;
+        rest = &rest[border.start..];
+        extra = border.extra;
     }
     Ok(pieces)
 }
@@ -170,7 +174,8 @@ fn cut(tokenizer: &Tokenizer, text: &str) -> Result<Border> {
             .char_indices()
             .take_while(|(at, _)| *at < PIECE);
         for (at, blank) in window.filter(is_first_blank).take(TRIES) {
-            let (at, after) = (from + at, from + at + blank.len_utf8());
+            let at = from + at;
+            let after = at + blank.len_utf8();
             for (end, start, extra) in [(at, at, 0), (after, after, 0), (at, after, 0), (at, at, 1)]
             {
                 let border = Border { end, start, extra };
@@ -225,7 +230,7 @@ impl Tokens {
     ///
     /// If the tokenizer is invalid or fails. If the text has a token without a row in the
     /// embedding.
-    pub fn of(text: &Text, folder: &Folder) -> Result<Self> {
+    pub fn of(text: &TextBytes, folder: &Folder) -> Result<Self> {
         Self::start_of(text, folder, usize::MAX)
     }
 
@@ -234,19 +239,23 @@ impl Tokens {
     /// # Errors
     ///
     /// As for [`Tokens::of`].
-    pub fn start_of(text: &Text, folder: &Folder, count: usize) -> Result<Self> {
+    pub fn start_of(text: &TextBytes, folder: &Folder, count: usize) -> Result<Self> {
         if !folder.unused().is_empty() {
             // Here, since one process makes the tokens.
-            let (path, unused) = (folder.path().display(), folder.unused().join(", "));
+            let path = folder.path().display();
+            let unused = folder.unused().join(", ");
             tracing::warn!("{path}: the model does not use the tensors {unused}");
         }
-        let (tokenizer, mut ids) = (tokenizer(folder)?, Vec::new());
+
+        let tokenizer = tokenizer(folder)?;
+        let mut ids = Vec::new();
         // The last file ends with a separator, too.
         for file in text.bytes().split(|byte| *byte == SEPARATOR) {
             let file = std::str::from_utf8(file)
                 .map_err(|why| Error::Environment(format!("a text is not UTF-8: {why}")))?;
             encode_pieces(&tokenizer, file, count, &mut ids)?;
         }
+
         ids.truncate(count);
         check_rows(folder, &tokenizer, ids.iter())?;
         Ok(Self { ids: ids.into() })
@@ -285,6 +294,7 @@ pub fn spread(p: &mut Program, make: impl Fn() -> Result<Arc<[u32]>>) -> Result<
         Ok(all) => Ok(own.insert(all).len()),
         Err(why) => Err(why.to_string()),
     };
+
     let in_dry_run = if p.is_dry_run() { make() } else { Ok(0) };
     let len: std::result::Result<usize, String> =
         p.broadcast_value(ProcessId(0), in_dry_run, || Ok(make()))?;
@@ -292,15 +302,15 @@ pub fn spread(p: &mut Program, make: impl Fn() -> Result<Arc<[u32]>>) -> Result<
     if len == 0 || p.processes() == 1 {
         return Ok(own.unwrap_or_default());
     }
+
     let no_device = || Error::Environment("a process without a device has no tokens".into());
     let processes = (0..p.processes() as u32).map(ProcessId);
     let devices = processes.map(|process| p.topology().devices_of(process).first().copied());
     let devices = devices.collect::<Option<Vec<_>>>().ok_or_else(no_device)?;
     let everywhere = p.mesh_of(&[("process", devices.len())], &devices)?;
-    let (aval, first) = (
-        ShapedArray::try_new(&[len], DType::U32)?,
-        Sharding::single_device(devices[0]),
-    );
+
+    let aval = ShapedArray::try_new(&[len], DType::U32)?;
+    let first = Sharding::single_device(devices[0]);
     let all = own.clone().unwrap_or_default();
     // Only process 0 has the device, and fills it.
     let array = p.array_from_fn(aval, &first, move |_, mut view| {
@@ -308,6 +318,7 @@ pub fn spread(p: &mut Program, make: impl Fn() -> Result<Arc<[u32]>>) -> Result<
         Ok(())
     })?;
     let array = p.device_put(&array, everywhere.replicated())?;
+
     match own {
         Some(all) => Ok(all),
         None => Ok(array

@@ -211,7 +211,7 @@ fn saved_weights_compute_what_the_trained_ones_do() {
                 let schedule = Schedule::named("1f1b", devices.len(), 2, None)?;
                 let mut trainer = trainer(p, &model, meshes, schedule, &args.settings)?;
                 trainer.run(p, Run::steps(steps).progress(false), &given)?;
-                let at = mpmd::train::data::At::new(0, 20, 0, 1);
+                let at = mpmd::train::data::MicrobatchPlace::new(0, 20, 0, 1);
                 let microbatch = mpmd::train::data::Data::training(&given, p, meshes, at)?;
                 let loss = trainer.evaluate(p, vec![microbatch])?.read()?.loss();
                 let params = merged(p, trainer.pipeline(), lora)?;

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 
 use mpmd::pipeline::Schedule;
-use mpmd::train::data::{Data as _, Packed, Sequence};
+use mpmd::train::data::{Data as _, PackedSequences, Sequence};
 use mpmd::train::{Rate, Run};
 use mpmd_models::{Folder, Stages, read_examples, tokenizer, trainer};
 use serde::Deserialize;
@@ -216,10 +216,11 @@ fn packed_completions_train_as_torch_does() {
     let args = args(&format!("--weight-decay {}", expected.decay));
     for (processes, stages) in [(1, 1), (2, 2), (3, 3)] {
         let losses: Vec<f64> = simulate(processes, stages, |p, meshes| {
-            let rows = Packed::new(examples.clone(), None, time, 1)?.training_rows();
+            let rows = PackedSequences::new(examples.clone(), None, time, 1)?.training_rows();
             assert!(rows > 1 && rows < examples.len(), "{rows} rows");
             // Each step has all rows.
-            let data = Packed::new(examples.clone(), Some(examples[..3].to_vec()), time, 1)?;
+            let data =
+                PackedSequences::new(examples.clone(), Some(examples[..3].to_vec()), time, 1)?;
             let schedule = Schedule::one_f_one_b(stages, rows)?;
             let model = Stages::new(&open("plain"), stages, time)?.packed(true);
             let trainer = trainer(p, &model, meshes, schedule, &args.settings)?;
@@ -246,7 +247,7 @@ fn together_and_apart(name: &str, examples: &[Sequence], time: usize) -> (f64, f
         let model = Stages::new(&open(name), 2, time)?.packed(true);
         let mut trainer = trainer(p, &model, meshes, schedule, &args("").settings)?;
         let mut evaluate = |examples: &[Sequence]| -> mpmd::Result<_> {
-            let data = Packed::new(examples.to_vec(), Some(examples.to_vec()), time, 1)?;
+            let data = PackedSequences::new(examples.to_vec(), Some(examples.to_vec()), time, 1)?;
             let rows = (0..data.held_out_len()).map(|row| data.held_out(p, meshes, row));
             let rows = rows.collect::<mpmd::Result<Vec<_>>>()?;
             let report = trainer.evaluate(p, rows)?.read()?;

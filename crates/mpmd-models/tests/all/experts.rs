@@ -10,7 +10,7 @@ use mpmd::topology::Mesh;
 use mpmd::train::{Rate, Run};
 use mpmd::{Program, Result};
 use mpmd_models::score::nats_per_token;
-use mpmd_models::{Division, Held, Sampling, Stages, merged, save, trainer};
+use mpmd_models::{Division, HeldBytes, Sampling, Stages, merged, save, trainer};
 
 use crate::folders::{expected, open, path, read_all, tokens};
 use crate::given::{Given, args};
@@ -218,7 +218,7 @@ fn experts_that_cannot_be_divided_are_refused() {
             ..Division::default()
         };
         let model = Stages::new(&open("qwen3-moe-sparse"), cut.len(), 1).unwrap();
-        model.divide(&division, Held::FROZEN)
+        model.divide(&division, HeldBytes::FROZEN)
     };
     cut(&[0..4, 4..6], &[4, 2]).unwrap();
     let said = cut(&[0..2, 2..5, 5..6], &[2]).unwrap_err().to_string();

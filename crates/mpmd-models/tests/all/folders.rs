@@ -8,7 +8,7 @@ use mpmd::aval::{DType, ShapedArray};
 use mpmd::region::Region;
 use mpmd::testing::Simulation;
 use mpmd::topology::Mesh;
-use mpmd::train::data::Text;
+use mpmd::train::data::TextBytes;
 use mpmd::train::tensors::{TensorFile, header};
 use mpmd::{Program, Result};
 use mpmd_models::{Folder, Tokens};
@@ -113,7 +113,7 @@ pub(crate) fn open(name: &str) -> Folder {
 
 /// Returns the tokens of the text.
 pub(crate) fn tokens(folder: &Folder) -> Tokens {
-    Tokens::of(&Text::of(&[text()]).unwrap(), folder).unwrap()
+    Tokens::of(&TextBytes::of(&[text()]).unwrap(), folder).unwrap()
 }
 
 /// Runs a program as `processes` processes with one device for each stage. Returns the value of the

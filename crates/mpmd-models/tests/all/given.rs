@@ -4,7 +4,7 @@ use mpmd::aval::{DType, ShapedArray};
 use mpmd::candle::named;
 use mpmd::pipeline::{Loss, Microbatch, Pipeline};
 use mpmd::topology::Mesh;
-use mpmd::train::data::{At, Data};
+use mpmd::train::data::{Data, MicrobatchPlace};
 use mpmd::{MpmdArray, Program, Result};
 use mpmd_models::{Lora, TrainerSettings};
 
@@ -48,7 +48,13 @@ pub(crate) fn args(text: &str) -> Args {
 pub(crate) struct Given(pub(crate) Vec<Vec<Vec<Vec<u32>>>>);
 
 impl Given {
-    fn array(&self, p: &mut Program, mesh: &Mesh, at: At, skip: usize) -> Result<MpmdArray> {
+    fn array(
+        &self,
+        p: &mut Program,
+        mesh: &Mesh,
+        at: MicrobatchPlace,
+        skip: usize,
+    ) -> Result<MpmdArray> {
         let rows = &self.0[at.step as usize - 1][at.microbatch];
         let time = rows[0].len() - 1;
         let aval = ShapedArray::new(&[rows.len(), time], DType::U32);
@@ -65,7 +71,12 @@ impl Given {
 }
 
 impl Data<MpmdArray> for Given {
-    fn training(&self, p: &mut Program, meshes: &[Mesh], at: At) -> Result<Microbatch<MpmdArray>> {
+    fn training(
+        &self,
+        p: &mut Program,
+        meshes: &[Mesh],
+        at: MicrobatchPlace,
+    ) -> Result<Microbatch<MpmdArray>> {
         let last = meshes.len() - 1;
         let (x, targets) = (
             self.array(p, &meshes[0], at, 0)?,

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use mpmd::aval::DType;
 use mpmd::candle::nn::Activation;
-use mpmd_models::{Folder, HeadNorm, Norm};
+use mpmd_models::{Folder, HeadNorm, NormKind};
 
 use crate::folders::{ALL, change_config, copy, open};
 
@@ -53,9 +53,9 @@ fn row(name: &str, folder: &Folder) -> String {
         )
     });
     let norm = match config.norm {
-        Norm::Rms => "RMS",
-        Norm::RmsPlusOne => "RMS with 1 + weight",
-        Norm::Layer => "layer norm",
+        NormKind::Rms => "RMS",
+        NormKind::RmsPlusOne => "RMS with 1 + weight",
+        NormKind::Layer => "layer norm",
     };
     let place = match config.norm_names.map(|name| name.is_some()) {
         [true, true, ..] => "before and after",

@@ -105,7 +105,7 @@ fn scores(name: &str, lora: &str) -> [f64; 2] {
         let model = Stages::new(&folder, 2, 16)?.lora(args.lora(), 0);
         let mut trainer = trainer(p, &model, meshes, schedule, &args.settings)?;
         trainer.run(p, Run::steps(20).progress(false), &given)?;
-        let at = mpmd::train::data::At::new(0, 20, 0, 1);
+        let at = mpmd::train::data::MicrobatchPlace::new(0, 20, 0, 1);
         let microbatch = mpmd::train::data::Data::training(&given, p, meshes, at)?;
         let loss = trainer.evaluate(p, vec![microbatch])?.read()?.loss();
         let params = merged(p, trainer.pipeline(), args.lora())?;
@@ -117,7 +117,7 @@ fn scores(name: &str, lora: &str) -> [f64; 2] {
         let schedule = Schedule::named("1f1b", 1, 2, None)?;
         let model = Stages::new(&saved, 1, 16)?;
         let mut trainer = trainer(p, &model, meshes, schedule, &args.settings)?;
-        let at = mpmd::train::data::At::new(0, 20, 0, 1);
+        let at = mpmd::train::data::MicrobatchPlace::new(0, 20, 0, 1);
         let microbatch = mpmd::train::data::Data::training(&given, p, meshes, at)?;
         Ok(Some(trainer.evaluate(p, vec![microbatch])?.read()?.loss()))
     });

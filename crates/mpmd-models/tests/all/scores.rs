@@ -8,7 +8,7 @@ use mpmd::aval::{DType, ShapedArray};
 use mpmd::pipeline::Microbatch;
 use mpmd::sharding::{Sharding, Spec, SpecEntry};
 use mpmd::topology::Mesh;
-use mpmd::train::data::Text;
+use mpmd::train::data::TextBytes;
 use mpmd_models::score::nats_per_token;
 use mpmd_models::{Folder, Stages, Tokens};
 use serde_json::Value;
@@ -124,7 +124,7 @@ fn folders_of_other_programs_score_alike() {
     );
     let first = tokens(&Folder::open(folder.path()).unwrap()).ids()[0];
     rename(Some(first), rows + 1);
-    let text = Text::of(&[crate::folders::text()]).unwrap();
+    let text = TextBytes::of(&[crate::folders::text()]).unwrap();
     let error = Tokens::of(&text, &Folder::open(folder.path()).unwrap())
         .unwrap_err()
         .to_string();

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use mpmd::testing::{Processes, Simulation};
-use mpmd::train::data::Text;
+use mpmd::train::data::TextBytes;
 use mpmd::{Error, Program, Result};
 use mpmd_models::{Folder, Tokens};
 use serde_json::{Value, json};
@@ -23,7 +23,7 @@ pub(crate) fn change_tokenizer(folder: &Path, change: impl FnOnce(&mut Value)) {
 
 /// Returns the tokens of a text of one file.
 fn ids(folder: &Folder, text: &str) -> Result<Vec<u32>> {
-    let text = Text::of_files(&[text.as_bytes().to_vec()])?;
+    let text = TextBytes::of_files(&[text.as_bytes().to_vec()])?;
     Ok(Tokens::of(&text, folder)?.ids().to_vec())
 }
 

@@ -1,7 +1,7 @@
 //! Training equals torch's, and LoRA trains only its matrices.
 
 use mpmd::pipeline::Schedule;
-use mpmd::train::data::{At, Data, Packed, Sequence};
+use mpmd::train::data::{Data, MicrobatchPlace, PackedSequences, Sequence};
 use mpmd::train::{Rate, Run};
 use mpmd_models::{Folder, Stages, trainer};
 
@@ -112,7 +112,7 @@ fn ten_steps_with_balanced_experts_equal_those_of_torch() {
                 let mut losses = Vec::new();
                 let steps = expected.balanced_losses.len() as u64;
                 let run = Run::steps(steps).progress(false);
-                let first = given.training(p, &meshes, At::new(0, 1, 0, 2))?;
+                let first = given.training(p, &meshes, MicrobatchPlace::new(0, 1, 0, 2))?;
                 let evaluated = trainer.evaluate(p, vec![first])?.read()?.loss();
                 trainer.run(p, run.on_step(|report| losses.push(report.loss)), &given)?;
                 Ok(Some((losses, evaluated)))
@@ -202,7 +202,7 @@ fn sequences_of_one_row_train_as_alone() {
         // The rows are no longer than the shortest context that scales with the length.
         let losses = |time: usize, rows: usize| {
             simulate(1, 2, |p, meshes| {
-                let data = Packed::new(sequences.clone(), None, time, 1)?;
+                let data = PackedSequences::new(sequences.clone(), None, time, 1)?;
                 assert_eq!(data.training_rows(), rows);
                 let schedule = Schedule::one_f_one_b(2, rows)?;
                 let model = Stages::new(&open(name), 2, time)?.packed(true);

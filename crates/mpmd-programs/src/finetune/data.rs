@@ -3,30 +3,30 @@
 use std::path::{Path, PathBuf};
 
 use mpmd::job::say;
-use mpmd::train::data::{Data, HELD_OUT_EVERY, Packed, Sequence, Text, Windows};
+use mpmd::train::data::{Data, HELD_OUT_EVERY, PackedSequences, Sequence, TextBytes, Windows};
 use mpmd::{MpmdArray, ProcessId, Program, Result};
 use mpmd_models::{Folder, Tokens, read_examples, spread_examples};
 
 use super::train::TrainArgs;
-use crate::inputs::{Files, check_inputs};
+use crate::inputs::{InputFiles, check_inputs};
 
 /// The files of a training.
-pub(super) struct Inputs {
-    texts: Files,
-    examples: Files,
-    held_out: Files,
+pub(super) struct TrainingFiles {
+    texts: InputFiles,
+    examples: InputFiles,
+    held_out: InputFiles,
 }
 
-impl Inputs {
+impl TrainingFiles {
     pub(super) fn new(args: &TrainArgs) -> Self {
         Self {
-            texts: Files::new("TEXT", &args.paths),
-            examples: Files::new("--data", args.data.as_slice()),
-            held_out: Files::new("--held-out", args.held_out.as_slice()),
+            texts: InputFiles::new("TEXT", &args.paths),
+            examples: InputFiles::new("--data", args.data.as_slice()),
+            held_out: InputFiles::new("--held-out", args.held_out.as_slice()),
         }
     }
 
-    pub(super) fn all(&self) -> [&Files; 3] {
+    pub(super) fn all(&self) -> [&InputFiles; 3] {
         [&self.texts, &self.examples, &self.held_out]
     }
 
@@ -50,13 +50,13 @@ impl Inputs {
     /// Checks that the files are those that the processes have compared: a later epoch of the job
     /// reads them again.
     fn check_unchanged(&self) -> Result<()> {
-        self.all().into_iter().try_for_each(Files::check)
+        self.all().into_iter().try_for_each(InputFiles::check)
     }
 
     /// Reads texts on process 0, and returns their tokens on every process.
     fn tokens(&self, p: &mut Program, paths: &[PathBuf], source: &Folder) -> Result<Tokens> {
         Tokens::spread(p, || {
-            let tokens = Tokens::of(&Text::of(paths)?, source)?;
+            let tokens = Tokens::of(&TextBytes::of(paths)?, source)?;
             self.check_unchanged()?;
             Ok(tokens)
         })
@@ -87,7 +87,7 @@ pub(super) fn data(
     p: &mut Program,
     source: &Folder,
     args: &TrainArgs,
-    inputs: &Inputs,
+    inputs: &TrainingFiles,
 ) -> Result<Box<dyn Data<MpmdArray>>> {
     match &args.data {
         None => Ok(Box::new(windows(p, source, args, inputs)?)),
@@ -96,7 +96,12 @@ pub(super) fn data(
 }
 
 /// Returns windows of the texts.
-fn windows(p: &mut Program, source: &Folder, args: &TrainArgs, inputs: &Inputs) -> Result<Windows> {
+fn windows(
+    p: &mut Program,
+    source: &Folder,
+    args: &TrainArgs,
+    inputs: &TrainingFiles,
+) -> Result<Windows> {
     let tokens = inputs.tokens(p, &args.paths, source)?;
     let windows = Windows::new(&tokens, args.time, args.rows)?;
     match &args.held_out {
@@ -114,8 +119,8 @@ fn packed(
     file: &Path,
     source: &Folder,
     args: &TrainArgs,
-    inputs: &Inputs,
-) -> Result<Packed> {
+    inputs: &TrainingFiles,
+) -> Result<PackedSequences> {
     let lines = inputs.examples(p, file, source, args.time)?;
     let mut training = Vec::new();
     let mut held_out = Vec::new();
@@ -135,7 +140,7 @@ fn packed(
         }
     }
 
-    let packed = Packed::new(training, Some(held_out), args.time, args.rows)?;
+    let packed = PackedSequences::new(training, Some(held_out), args.time, args.rows)?;
     if p.process() == ProcessId(0) && !p.is_dry_run() {
         let rows = packed.training_rows();
         let time = args.time;

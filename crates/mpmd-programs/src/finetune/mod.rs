@@ -1,7 +1,7 @@
 //! The program `finetune`: trains or scores a model.
 
 mod data;
-mod divided;
+mod divided_model;
 mod score;
 mod train;
 

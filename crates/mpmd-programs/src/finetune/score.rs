@@ -4,14 +4,14 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use mpmd::job::{JobArgs, Rejected, at_least};
-use mpmd::train::data::Text;
+use mpmd::train::data::TextBytes;
 use mpmd::{Error, ProcessId};
 use mpmd_models::score::nats_per_token;
-use mpmd_models::{Folder, Held, Stages, Tokens};
+use mpmd_models::{Folder, HeldBytes, Stages, Tokens};
 use serde::Serialize;
 
 use crate::division::DivisionArgs;
-use crate::inputs::{Files, check_inputs, compared};
+use crate::inputs::{InputFiles, check_inputs, compared};
 
 /// Arguments of a training that a scoring would ignore.
 const NOT_SCORED: [&str; 7] = [
@@ -59,7 +59,7 @@ pub(crate) fn run(
     job: &JobArgs,
 ) -> anyhow::Result<ExitCode> {
     let stages = cut.stages();
-    let model = cut.divide(Stages::new(folder, stages, count)?, Held::FROZEN)?;
+    let model = cut.divide(Stages::new(folder, stages, count)?, HeldBytes::FROZEN)?;
     let devices = model.devices(|stage| stage)?;
     let meshes = model.meshes(|stage| stage)?;
     if cut.show_sharding {
@@ -68,7 +68,7 @@ pub(crate) fn run(
     }
     check_inputs(folder, &[file.to_owned()], &[])?;
     let read = || {
-        let tokens = Tokens::start_of(&Text::of(&[file])?, folder, count)?;
+        let tokens = Tokens::start_of(&TextBytes::of(&[file])?, folder, count)?;
         let found = tokens.ids().len();
         if found < count {
             let file = file.display();
@@ -77,7 +77,7 @@ pub(crate) fn run(
         }
         Ok(tokens)
     };
-    let text = Files::new("--score", &[file.to_owned()]);
+    let text = InputFiles::new("--score", &[file.to_owned()]);
     let job = compared(job, folder, &[&text]);
     mpmd::job::run(&job, stages, devices, |p| {
         let tokens = Tokens::spread(p, read)?;

@@ -17,8 +17,8 @@ use mpmd_models::{
 };
 use serde::Serialize;
 
-use super::data::{Inputs, data};
-use super::divided::Divided;
+use super::data::{TrainingFiles, data};
+use super::divided_model::DividedModel;
 use crate::division::DivisionArgs;
 use crate::inputs::compared;
 use crate::weight_type::ComputeArg;
@@ -132,7 +132,8 @@ impl TrainArgs {
     /// Returns the schedule for this number of stages.
     pub(super) fn schedule(&self, stages: usize) -> anyhow::Result<Schedule> {
         let chunks = Builtin::named(&self.schedule).map_or(1, Builtin::default_chunks);
-        let (name, ranks) = (&self.schedule, stages / chunks);
+        let name = &self.schedule;
+        let ranks = stages / chunks;
         ensure!(
             ranks * chunks == stages,
             "{name} has {chunks} stages a rank: --stages {stages} is no multiple of it"
@@ -176,9 +177,9 @@ pub(crate) fn run(
         !args.paths.is_empty() || args.data.is_some(),
         "there is nothing to train on: give a TEXT, --data FILE or --score FILE"
     );
-    let Divided { model, devices, .. } = Divided::new(source, args, cut)?;
+    let DividedModel { model, devices, .. } = DividedModel::new(source, args, cut)?;
     model.check_trained()?;
-    let inputs = Inputs::new(args);
+    let inputs = TrainingFiles::new(args);
     inputs.check_readable(source)?;
     if cut.show_sharding {
         print!("{}", model.show_sharding()?);
@@ -246,7 +247,7 @@ struct Training<'a> {
     source: &'a Folder,
     args: &'a TrainArgs,
     cut: &'a DivisionArgs,
-    inputs: Inputs,
+    inputs: TrainingFiles,
     publication: Option<Publication>,
     /// The exit code for the signal that has stopped the training, if this process is one of the
     /// job's. A launcher learns of the signal by it.
@@ -260,7 +261,7 @@ impl Training<'_> {
         let args = self.args.clone();
         let cut = self.cut.clone();
         Box::new(move |processes| {
-            let divided = Divided::over(&source, &args, &cut, processes);
+            let divided = DividedModel::over(&source, &args, &cut, processes);
             divided
                 .map(|all| all.devices.iter().sum())
                 .map_err(|why| format!("{why:#}"))
@@ -280,10 +281,10 @@ impl Training<'_> {
             check_folder(p, folder, 0)?;
         }
         let divided = match p.epoch() {
-            1 => Divided::new(source, args, cut)?,
-            _ => Divided::over(source, args, cut, p.processes())?,
+            1 => DividedModel::new(source, args, cut)?,
+            _ => DividedModel::over(source, args, cut, p.processes())?,
         };
-        let Divided {
+        let DividedModel {
             model,
             schedule,
             meshes,

@@ -6,7 +6,7 @@ use axum::http::{HeaderMap, StatusCode, header};
 use mpmd::launch::read_private;
 use subtle::{Choice, ConstantTimeEq as _};
 
-use super::failure::Failure;
+use super::failure::HttpFailure;
 use super::settings::{FrontError, KeyFile};
 
 /// Limit on the length of the file of keys, in bytes.
@@ -30,10 +30,12 @@ impl Access {
             path: path.to_owned(),
             expected,
         };
+
         let name = path.to_str().ok_or_else(|| invalid("a path in UTF-8"))?;
         let text = read_private(name, file.setting(), LARGEST_FILE)
             .map_err(|why| FrontError::UnreadableKeys { file, why })?;
         let text = String::from_utf8_lossy(&text);
+
         let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
         let keys: Vec<String> = lines.map(str::to_owned).collect();
         if keys.is_empty() {
@@ -55,7 +57,7 @@ impl Access {
     }
 
     /// Checks that the client may use the server.
-    pub(super) fn check(&self, headers: &HeaderMap) -> Result<(), Failure> {
+    pub(super) fn check(&self, headers: &HeaderMap) -> Result<(), HttpFailure> {
         match self {
             Self::Keys(keys) => check_key(keys, headers),
             Self::ThisHost => check_host(headers),
@@ -65,7 +67,7 @@ impl Access {
 }
 
 /// Compares a request's key with all keys, in a time that does not depend on their characters.
-fn check_key(keys: &[String], headers: &HeaderMap) -> Result<(), Failure> {
+fn check_key(keys: &[String], headers: &HeaderMap) -> Result<(), HttpFailure> {
     let given = headers
         .get(header::AUTHORIZATION)
         .map_or(&[][..], |value| value.as_bytes());
@@ -75,6 +77,7 @@ fn check_key(keys: &[String], headers: &HeaderMap) -> Result<(), Failure> {
     } else {
         &[]
     };
+
     let equal = keys.iter().map(|own| own.as_bytes().ct_eq(key));
     match equal
         .fold(Choice::from(0), |any, is_equal| any | is_equal)
@@ -84,19 +87,20 @@ fn check_key(keys: &[String], headers: &HeaderMap) -> Result<(), Failure> {
         false => {
             let why = "expected a key of this server for the endpoint in the header \
                        `Authorization: Bearer`";
-            Err(Failure::new(StatusCode::UNAUTHORIZED, why).code("invalid_api_key"))
+            Err(HttpFailure::new(StatusCode::UNAUTHORIZED, why).code("invalid_api_key"))
         }
     }
 }
 
 /// Refuses requests that a browser on this host sends for a page of another server. Such a request
 /// has the page's origin, or as its host a name that the page has pointed at this host.
-fn check_host(headers: &HeaderMap) -> Result<(), Failure> {
+fn check_host(headers: &HeaderMap) -> Result<(), HttpFailure> {
     let text = |name| {
         headers
             .get(name)
             .map(|value| value.to_str().unwrap_or_default())
     };
+
     let Some(host) = text(header::HOST) else {
         return Ok(());
     };
@@ -105,17 +109,19 @@ fn check_host(headers: &HeaderMap) -> Result<(), Failure> {
         .filter(|(_, port)| port.parse::<u16>().is_ok());
     let name = name.map_or(host, |(name, _)| name);
     let address = name.trim_start_matches('[').trim_end_matches(']');
+
     let is_own = name.eq_ignore_ascii_case("localhost")
         || address
             .parse::<std::net::IpAddr>()
             .is_ok_and(|address| address.is_loopback());
     let origin = text(header::ORIGIN).map(|origin| origin.split_once("://").unwrap_or_default().1);
+
     match is_own && origin.is_none_or(|origin| origin.eq_ignore_ascii_case(host)) {
         true => Ok(()),
         false => {
             let why = "a page of another server sent this: without API keys only this server's \
                        own page and programs on this host may";
-            Err(Failure::new(StatusCode::FORBIDDEN, why).code("other_origin"))
+            Err(HttpFailure::new(StatusCode::FORBIDDEN, why).code("other_origin"))
         }
     }
 }

@@ -22,15 +22,17 @@ use tokio::sync::{Semaphore, watch};
 use tokio::time::{sleep, timeout};
 
 use super::LAST;
-use super::failure::Failure;
-use super::paced::Paced;
-use super::peer::Peer;
+use super::failure::HttpFailure;
+use super::paced_connection::PacedConnection;
+use super::peer_socket::PeerSocket;
 use super::settings::FrontError;
 
 /// Time limit for the head of a request, also on a connection that had one before.
 const HEAD: Duration = Duration::from_secs(30);
-/// Limits on the head of a request: number of headers, and bytes.
-const HEADERS: (usize, usize) = (64, 32 << 10);
+/// Largest number of headers of a request.
+const MOST_HEADERS: usize = 64;
+/// Largest number of bytes of the head of a request.
+const HEAD_BYTES: usize = 32 << 10;
 /// Time limit for a client to take the next byte of a reply.
 const SLOWEST: Duration = Duration::from_secs(30);
 /// Time from a connection that could not be accepted to the next attempt.
@@ -91,6 +93,7 @@ pub(super) async fn accept(
             _ = ended.changed() => break,
             accepted = accepted => accepted,
         };
+
         match accepted {
             Ok(stream) => {
                 has_failed = false;
@@ -109,6 +112,7 @@ pub(super) async fn accept(
             }
         }
     }
+
     drop(next);
     _ = timeout(
         LAST,
@@ -120,19 +124,22 @@ pub(super) async fn accept(
 async fn connection(stream: TcpStream, routes: Router, mut ended: watch::Receiver<()>) {
     // Else each event would wait for the acknowledgement of the one before.
     _ = stream.set_nodelay(true);
-    let (headers, bytes) = HEADERS;
-    let peer = Arc::new(Peer::new(stream));
+
+    let peer = Arc::new(PeerSocket::new(stream));
     let routes = TowerToHyperService::new(routes);
     let asked = peer.clone();
     let service = service_fn(move |request| answer(routes.clone(), asked.clone(), request));
     let connection = Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD)
-        .max_headers(headers)
-        .max_buf_size(bytes)
+        .max_headers(MOST_HEADERS)
+        .max_buf_size(HEAD_BYTES)
         // It is noticed here that a client has left.
         .half_close(true)
-        .serve_connection(TokioIo::new(Paced::new(peer.clone(), SLOWEST)), service);
+        .serve_connection(
+            TokioIo::new(PacedConnection::new(peer.clone(), SLOWEST)),
+            service,
+        );
     let mut connection = pin!(connection);
 
     // An error is the client's: it has left, or sent no HTTP, which has been answered.
@@ -150,12 +157,13 @@ async fn connection(stream: TcpStream, routes: Router, mut ended: watch::Receive
 /// Answers a request, unless the client leaves before.
 async fn answer(
     routes: TowerToHyperService<Router>,
-    peer: Arc<Peer>,
+    peer: Arc<PeerSocket>,
     mut request: Request<Incoming>,
 ) -> io::Result<Response> {
     let version = request.version();
     let has_body = !request.body().is_end_stream();
     request.extensions_mut().insert(peer.clone());
+
     let answer = async {
         match check_head(&request) {
             Ok(()) => routes
@@ -165,6 +173,7 @@ async fn answer(
             Err(failure) => failure.into_response(),
         }
     };
+
     tokio::select! {
         biased;
         answer = answer => {
@@ -178,23 +187,22 @@ async fn answer(
 }
 
 /// Checks the number of `Host` headers and the bytes of a request's head.
-fn check_head(request: &Request<Incoming>) -> Result<(), Failure> {
+fn check_head(request: &Request<Incoming>) -> Result<(), HttpFailure> {
     let headers = request.headers();
     let hosts = headers.get_all(header::HOST).iter().count();
     if hosts > 1 || hosts == 0 && request.version() >= Version::HTTP_11 {
-        return Err(Failure::invalid(format!(
+        return Err(HttpFailure::invalid(format!(
             "expected one header `Host`, found {hosts}"
         )));
     }
 
-    let most = HEADERS.1;
     let path = request
         .uri()
         .path_and_query()
         .map_or(0, |path| path.as_str().len());
-    if path + head_bytes(headers) > most {
-        let why = format!("expected a path and headers of at most {most} bytes");
-        return Err(Failure::new(
+    if path + head_bytes(headers) > HEAD_BYTES {
+        let why = format!("expected a path and headers of at most {HEAD_BYTES} bytes");
+        return Err(HttpFailure::new(
             StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
             why,
         ));

@@ -9,7 +9,7 @@ use axum::http::{StatusCode, Uri};
 use axum::response::IntoResponse as _;
 use serde_json::{Value, json};
 
-use super::failure::Failure;
+use super::failure::HttpFailure;
 use super::fields::Fields;
 use super::routes::{Answer, Shares, parse};
 use crate::queue::{Denied, PauseMode, WeightInfo};
@@ -17,7 +17,7 @@ use crate::queue::{Denied, PauseMode, WeightInfo};
 /// Most characters of a label.
 const LABEL: usize = 256;
 
-impl From<Denied> for Failure {
+impl From<Denied> for HttpFailure {
     fn from(denied: Denied) -> Self {
         match denied {
             Denied::Refused(refused) => refused.into(),
@@ -38,17 +38,19 @@ pub(super) async fn pause(State(shared): Shares, uri: Uri, body: Body) -> Answer
     {
         let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
         if name != "mode" {
-            let failure = Failure::field(name, "not supported by this server");
+            let failure = HttpFailure::field(name, "not supported by this server");
             return Err(failure.code("unsupported_parameter"));
         }
-        let wrong = || Failure::field("mode", format!("expected {MODES}, found {value:?}"));
+        let wrong = || HttpFailure::field("mode", format!("expected {MODES}, found {value:?}"));
         mode = Some(mode_of(value).ok_or_else(wrong)?);
     }
+
     let in_body = |body: &[u8], _: &_| {
         let mut fields = Fields::of(if body.is_empty() { b"{}" } else { body })?;
         let mode = fields.take("mode", MODES, |value| mode_of(value.as_str()?))?;
         fields.end().map(|()| mode)
     };
+
     let mode = mode.or(parse(&shared, body, in_body).await?);
     shared.queue.pause(mode.unwrap_or(PauseMode::Abort)).await?;
     Ok(Json(json!({ "status": "paused" })).into_response())
@@ -83,6 +85,7 @@ pub(super) async fn weight_info(State(shared): Shares) -> Json<Value> {
         failure,
         publisher,
     } = shared.queue.weights();
+
     let one = |version: u64, label: &str, requests: usize| {
         let mut one = json!({ "version": version, "requests": requests });
         one["weight_version"] = label.into();
@@ -107,10 +110,11 @@ pub(super) async fn update_weight_version(State(shared): Shares, body: Body) -> 
         let label = fields.text("weight_version")?.unwrap_or_default();
         if !(1..=LABEL).contains(&label.chars().count()) {
             let why = format!("expected a text of 1 to {LABEL} characters");
-            return Err(Failure::field("weight_version", why));
+            return Err(HttpFailure::field("weight_version", why));
         }
         fields.end().map(|()| label)
     };
+
     let label = parse(&shared, body, label).await?;
     shared.queue.set_label(&label);
     Ok(Json(json!({ "weight_version": label })).into_response())
@@ -125,6 +129,7 @@ pub(super) async fn load_weights(State(shared): Shares, body: Body) -> Answer {
         fields.end()?;
         allowed(&path, &weights)
     };
+
     let path = parse(&shared, body, path).await?;
     let version = shared.queue.load(path).await?;
     let label = shared.queue.weights().label;
@@ -133,13 +138,13 @@ pub(super) async fn load_weights(State(shared): Shares, body: Body) -> Answer {
 
 /// Returns the path of a folder without symbolic links, if it is one of `folders` or within one.
 /// Says the same of folders that do not exist and of those elsewhere.
-fn allowed(path: &str, folders: &[PathBuf]) -> Result<String, Failure> {
+fn allowed(path: &str, folders: &[PathBuf]) -> Result<String, HttpFailure> {
     let is_in = |path: &PathBuf| folders.iter().any(|folder| path.starts_with(folder));
     let found = Path::new(path).canonicalize().ok();
     let found = found.filter(|path| is_in(path) && path.is_dir());
     let found = found.and_then(|path| path.into_os_string().into_string().ok());
     let wrong = || {
-        Failure::field(
+        HttpFailure::field(
             "path",
             "expected a folder within those that the server allows",
         )

@@ -13,7 +13,7 @@ use crate::queue::Refused;
 
 /// Why a request has no answer.
 #[derive(Debug)]
-pub(super) struct Failure {
+pub(super) struct HttpFailure {
     status: StatusCode,
     message: String,
     /// The field at fault.
@@ -23,7 +23,7 @@ pub(super) struct Failure {
     retry: Option<Duration>,
 }
 
-impl Failure {
+impl HttpFailure {
     pub(super) fn new(status: StatusCode, message: impl Into<String>) -> Self {
         Self {
             status,
@@ -100,7 +100,7 @@ impl Failure {
     }
 }
 
-impl From<Refused> for Failure {
+impl From<Refused> for HttpFailure {
     fn from(refused: Refused) -> Self {
         let (status, code, retry) = match refused {
             Refused::Requests { retry, .. } | Refused::Tokens { retry, .. } => {
@@ -119,7 +119,7 @@ impl From<Refused> for Failure {
     }
 }
 
-impl IntoResponse for Failure {
+impl IntoResponse for HttpFailure {
     fn into_response(self) -> Response {
         let mut response = (self.status, Json(self.body())).into_response();
         let headers = response.headers_mut();

@@ -6,7 +6,7 @@ use std::fmt;
 use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::{Map, Value, json};
 
-use super::failure::Failure;
+use super::failure::HttpFailure;
 
 /// Fields that change no reply.
 const HARMLESS: [&str; 6] = [
@@ -27,17 +27,17 @@ pub(super) struct Fields<'a> {
 }
 
 impl<'a> Fields<'a> {
-    pub(super) fn of(body: &'a [u8]) -> Result<Self, Failure> {
+    pub(super) fn of(body: &'a [u8]) -> Result<Self, HttpFailure> {
         match serde_json::from_slice(body) {
             Ok(Value::Object(fields)) => Ok(Self { body, fields }),
-            Ok(_) => Err(Failure::invalid("the body: expected an object")),
+            Ok(_) => Err(HttpFailure::invalid("the body: expected an object")),
             Err(why) => Err(invalid_json(why)),
         }
     }
 
     /// Returns the keys of each message in the order of the request, which `serde_json`'s maps do
     /// not keep.
-    pub(super) fn message_keys(&self) -> Result<Vec<Vec<String>>, Failure> {
+    pub(super) fn message_keys(&self) -> Result<Vec<Vec<String>>, HttpFailure> {
         let body: BodyKeys = serde_json::from_slice(self.body).map_err(invalid_json)?;
         Ok(body.messages.into_iter().map(|keys| keys.0).collect())
     }
@@ -48,30 +48,30 @@ impl<'a> Fields<'a> {
         name: &str,
         expected: &str,
         read: impl FnOnce(&Value) -> Option<T>,
-    ) -> Result<Option<T>, Failure> {
+    ) -> Result<Option<T>, HttpFailure> {
         let Some(value) = self.fields.remove(name).filter(|value| !value.is_null()) else {
             return Ok(None);
         };
         let wrong = || {
             let found: String = value.to_string().chars().take(SHOWN).collect();
-            Failure::field(name, format!("expected {expected}, found {found}"))
+            HttpFailure::field(name, format!("expected {expected}, found {found}"))
         };
         read(&value).map(Some).ok_or_else(wrong)
     }
 
-    pub(super) fn flag(&mut self, name: &str, default: bool) -> Result<bool, Failure> {
+    pub(super) fn flag(&mut self, name: &str, default: bool) -> Result<bool, HttpFailure> {
         Ok(self
             .take(name, "true or false", Value::as_bool)?
             .unwrap_or(default))
     }
 
-    pub(super) fn number(&mut self, name: &str, default: f64) -> Result<f64, Failure> {
+    pub(super) fn number(&mut self, name: &str, default: f64) -> Result<f64, HttpFailure> {
         Ok(self
             .take(name, "a number", Value::as_f64)?
             .unwrap_or(default))
     }
 
-    pub(super) fn text(&mut self, name: &str) -> Result<Option<String>, Failure> {
+    pub(super) fn text(&mut self, name: &str) -> Result<Option<String>, HttpFailure> {
         self.take(name, "a text", |value| value.as_str().map(str::to_owned))
     }
 
@@ -80,7 +80,7 @@ impl<'a> Fields<'a> {
         &mut self,
         name: &str,
         (least, most): (u64, u64),
-    ) -> Result<Option<usize>, Failure> {
+    ) -> Result<Option<usize>, HttpFailure> {
         let expected = match most {
             u64::MAX => format!("a whole number, {least} or more"),
             _ => format!("a whole number from {least} to {most}"),
@@ -95,7 +95,7 @@ impl<'a> Fields<'a> {
     }
 
     /// Checks that no field is left, except those that change no reply.
-    pub(super) fn end(self) -> Result<(), Failure> {
+    pub(super) fn end(self) -> Result<(), HttpFailure> {
         let neutral = |name: &str, value: &Value| match name {
             "best_of" | "n" => *value == 1,
             "echo" | "store" => *value == false,
@@ -106,6 +106,7 @@ impl<'a> Fields<'a> {
             "response_format" => *value == json!({ "type": "text" }),
             _ => HARMLESS.contains(&name) || value.is_null(),
         };
+
         match self
             .fields
             .iter()
@@ -116,26 +117,26 @@ impl<'a> Fields<'a> {
                 let found: String = value.to_string().chars().take(SHOWN).collect();
                 let name: String = name.chars().take(SHOWN).collect();
                 let why = format!("not supported by this server: {found}");
-                Err(Failure::field(name, why).code("unsupported_parameter"))
+                Err(HttpFailure::field(name, why).code("unsupported_parameter"))
             }
         }
     }
 }
 
-fn invalid_json(why: serde_json::Error) -> Failure {
-    Failure::invalid(format!("the body: expected JSON: {why}"))
+fn invalid_json(why: serde_json::Error) -> HttpFailure {
+    HttpFailure::invalid(format!("the body: expected JSON: {why}"))
 }
 
 /// The keys of the messages of a request.
 #[derive(serde::Deserialize)]
 struct BodyKeys {
-    messages: Vec<Keys>,
+    messages: Vec<ObjectKeys>,
 }
 
 /// The keys of an object, in their order.
-struct Keys(Vec<String>);
+struct ObjectKeys(Vec<String>);
 
-impl<'de> Deserialize<'de> for Keys {
+impl<'de> Deserialize<'de> for ObjectKeys {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         from.deserialize_map(KeysVisitor)
     }
@@ -144,17 +145,17 @@ impl<'de> Deserialize<'de> for Keys {
 struct KeysVisitor;
 
 impl<'de> Visitor<'de> for KeysVisitor {
-    type Value = Keys;
+    type Value = ObjectKeys;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("an object")
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Keys, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<ObjectKeys, A::Error> {
         let mut keys = Vec::new();
         while let Some((key, IgnoredAny)) = map.next_entry()? {
             keys.push(key);
         }
-        Ok(Keys(keys))
+        Ok(ObjectKeys(keys))
     }
 }

@@ -1,13 +1,13 @@
 //! The front of a server: HTTP with the interface of OpenAI, on threads of its own.
 
 mod access;
-mod ask;
 mod connection;
 mod control;
 mod failure;
 mod fields;
-mod paced;
-mod peer;
+mod paced_connection;
+mod parsed_request;
+mod peer_socket;
 mod reply;
 mod routes;
 mod settings;
@@ -26,9 +26,9 @@ use tokio::sync::{Semaphore, watch};
 use tokio::time::{sleep, timeout};
 
 use crate::model::Model;
-use crate::queue::Queue;
+use crate::queue::RequestQueue;
 use connection::{accept, reserve_descriptors};
-use routes::{Shared, bodies, routes};
+use routes::{EndpointState, bodies, routes};
 pub use settings::{FrontError, FrontSettings, KeyFile};
 
 /// Number of threads for connections, and for the reading of requests: one for long bodies, and one
@@ -57,7 +57,11 @@ impl Front {
     /// # Errors
     ///
     /// As for [`listen`](Self::listen).
-    pub fn start(settings: &FrontSettings, model: Model, queue: Queue) -> Result<Self, FrontError> {
+    pub fn start(
+        settings: &FrontSettings,
+        model: Model,
+        queue: RequestQueue,
+    ) -> Result<Self, FrontError> {
         let mut front = Self::listen(settings, model, queue)?;
         front.catch_signals().map_err(FrontError::Start)?;
         Ok(front)
@@ -74,7 +78,7 @@ impl Front {
     pub fn listen(
         settings: &FrontSettings,
         model: Model,
-        queue: Queue,
+        queue: RequestQueue,
     ) -> Result<Self, FrontError> {
         let doors = settings.doors()?;
         reserve_descriptors(settings.max_connections)?;
@@ -85,6 +89,7 @@ impl Front {
             .enable_all()
             .build()
             .map_err(FrontError::Start)?;
+
         let address = doors.address;
         let listen_failed = |why| FrontError::Listen { address, why };
         let listener = {
@@ -93,7 +98,7 @@ impl Front {
         };
         let address = listener.local_addr().map_err(listen_failed)?;
 
-        let routes = routes(Shared {
+        let routes = routes(EndpointState {
             model: Arc::new(model),
             description: settings.description.clone(),
             queue: queue.clone(),
@@ -105,11 +110,13 @@ impl Front {
             long_body: Arc::new(Semaphore::new(1)),
             most: settings.max_tokens,
         });
+
         let connections = settings.max_connections;
         let drain = settings.drain;
         let signals = watch::Sender::new(0);
         let asked = signals.subscribe();
         let uncaught = Some(runtime.handle().clone());
+
         let serve = move || {
             let (end, ended) = watch::channel(());
             let next = move |cx: &mut Context<'_>| {
@@ -123,6 +130,7 @@ impl Front {
             _ = runtime.block_on(accept);
             runtime.shutdown_timeout(LAST);
         };
+
         let thread = std::thread::Builder::new()
             .name("front".to_owned())
             .spawn(serve);
@@ -135,7 +143,7 @@ impl Front {
         })
     }
 
-    /// Has SIGTERM and SIGINT drain the server from now on; a second one also ends the open
+    /// Drains the server at SIGTERM and SIGINT from now on; a second one also ends the open
     /// requests. A second call does nothing.
     ///
     /// # Errors
@@ -189,6 +197,7 @@ fn catch_signals(runtime: &Handle, count: &watch::Sender<u32>) -> io::Result<()>
     let _entered = runtime.enter();
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
+
     let count = count.clone();
     runtime.spawn(async move {
         let mut requests = StopRequests::default();
@@ -205,10 +214,11 @@ fn catch_signals(runtime: &Handle, count: &watch::Sender<u32>) -> io::Result<()>
 }
 
 /// Waits for the first request to end, then until no client is left, for `longest` at most.
-async fn drained(queue: &Queue, mut asked: watch::Receiver<u32>, longest: Duration) {
+async fn drained(queue: &RequestQueue, mut asked: watch::Receiver<u32>, longest: Duration) {
     // The sender is never dropped before.
     _ = asked.wait_for(|count| *count > 0).await;
     queue.drain();
+
     let empty = async || {
         while queue.open() > 0 {
             sleep(Duration::from_millis(10)).await;
@@ -219,6 +229,7 @@ async fn drained(queue: &Queue, mut asked: watch::Receiver<u32>, longest: Durati
         () = sleep(longest) => {}
         _ = asked.wait_for(|count| *count > 1) => {}
     }
+
     queue.fail("the server is shutting down");
     _ = timeout(LAST, empty()).await;
 }

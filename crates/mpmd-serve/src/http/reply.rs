@@ -9,15 +9,15 @@ use axum::Json;
 use axum::response::sse::{Event as Sent, KeepAlive, Sse};
 use axum::response::{IntoResponse as _, Response};
 use futures::stream::{Stream as _, poll_fn, unfold};
-use mpmd_models::Text;
+use mpmd_models::TextStream;
 use serde_json::{Map, Value, json};
 
-use super::ask::{Ask, Form, random};
-use super::failure::Failure;
-use super::peer::Peer;
+use super::failure::HttpFailure;
+use super::parsed_request::{ParsedRequest, ReplyForm, random};
+use super::peer_socket::PeerSocket;
 use crate::model::{Model, unix_seconds};
-use crate::queue::Stream;
-use crate::request::{Event, Finish, Token};
+use crate::queue::ReplyStream;
+use crate::request::{Finish, ReplyEvent, ReplyToken};
 
 /// Time without an event after which a comment is sent, so that nobody takes the connection for
 /// dead.
@@ -26,12 +26,12 @@ const KEEP_ALIVE: Duration = Duration::from_secs(10);
 const NEVER: f32 = -9999.0;
 
 /// A reply under way.
-pub(super) struct Reply {
+pub(super) struct ReplyProgress {
     model: Arc<Model>,
-    ask: Ask,
+    ask: ParsedRequest,
     /// `None` once the reply has ended.
-    stream: Option<Stream>,
-    text: Text,
+    stream: Option<ReplyStream>,
+    text: TextStream,
     /// Number of new tokens.
     count: usize,
     /// Number of characters in the texts of the tokens so far, for `text_offset`.
@@ -44,42 +44,40 @@ pub(super) struct Reply {
 
 /// A part of a reply.
 #[derive(Default)]
-struct Piece {
+struct ReplyPiece {
     text: String,
-    tokens: Vec<Token>,
+    tokens: Vec<ReplyToken>,
     finish: Option<&'static str>,
 }
 
-impl Reply {
-    pub(super) fn new(model: Arc<Model>, ask: Ask, stream: Stream) -> Self {
-        let text = Text::new(model.tokenizer.clone(), ask.stops.clone());
-        let prefix = if ask.form == Form::Chat {
+impl ReplyProgress {
+    pub(super) fn new(model: Arc<Model>, ask: ParsedRequest, stream: ReplyStream) -> Self {
+        let text = TextStream::new(model.tokenizer.clone(), ask.stops.clone());
+        let prefix = if ask.form == ReplyForm::Chat {
             "chatcmpl"
         } else {
             "cmpl"
         };
-        let (id, created) = (format!("{prefix}-{:016x}", random()), unix_seconds());
-        let (stream, versions) = (Some(stream), Vec::new());
         Self {
             model,
             ask,
-            stream,
+            stream: Some(stream),
             text,
             count: 0,
             offset: 0,
-            id,
-            created,
-            versions,
+            id: format!("{prefix}-{:016x}", random()),
+            created: unix_seconds(),
+            versions: Vec::new(),
         }
     }
 
     /// Waits for the next part that a client would see. `None` after the last.
-    async fn next(&mut self) -> Option<Result<Piece, Failure>> {
-        let mut piece = Piece::default();
+    async fn next(&mut self) -> Option<Result<ReplyPiece, HttpFailure>> {
+        let mut piece = ReplyPiece::default();
         let shows_tokens = self.ask.has_ids || self.ask.request.logprobs.is_some();
         while let Some(event) = self.stream.as_mut()?.next().await {
             let added = match event {
-                Event::Token(token) => {
+                ReplyEvent::Token(token) => {
                     self.count += 1;
                     let is_end = self.ask.request.ends.contains(&token.id);
                     let added = if is_end {
@@ -90,7 +88,7 @@ impl Reply {
                     piece.tokens.push(token);
                     added
                 }
-                Event::End(finish) => {
+                ReplyEvent::End(finish) => {
                     self.end();
                     piece.finish = Some(match finish {
                         Finish::Stop => "stop",
@@ -99,21 +97,22 @@ impl Reply {
                     });
                     self.text.end()
                 }
-                Event::Failed(why) => {
+                ReplyEvent::Failed(why) => {
                     self.stream = None;
-                    return Some(Err(Failure::server(&*why)));
+                    return Some(Err(HttpFailure::server(&*why)));
                 }
             };
+
             match added {
                 Ok(added) => piece.text += added,
                 Err(why) => {
                     self.stream = None;
-                    return Some(Err(Failure::internal("the tokens have no text", why)));
+                    return Some(Err(HttpFailure::internal("the tokens have no text", why)));
                 }
             }
             if self.text.is_stopped() {
                 piece.finish = Some("stop");
-                self.end().into_iter().for_each(Stream::stop);
+                self.end().into_iter().for_each(ReplyStream::stop);
             }
             if piece.finish.is_some() || !piece.text.is_empty() || shows_tokens {
                 return Some(Ok(piece));
@@ -123,17 +122,17 @@ impl Reply {
     }
 
     /// Takes the stream of a reply that has ended.
-    fn end(&mut self) -> Option<Stream> {
+    fn end(&mut self) -> Option<ReplyStream> {
         let stream = self.stream.take()?;
         self.versions = stream.versions().to_vec();
         Some(stream)
     }
 
     /// Waits for the whole reply.
-    pub(super) async fn whole(mut self) -> Result<Response, Failure> {
-        let mut whole = Piece::default();
+    pub(super) async fn whole(mut self) -> Result<Response, HttpFailure> {
+        let mut whole = ReplyPiece::default();
         while let Some(piece) = self.next().await {
-            let Piece {
+            let ReplyPiece {
                 text,
                 tokens,
                 finish,
@@ -142,7 +141,8 @@ impl Reply {
             whole.tokens.extend(tokens);
             whole.finish = finish;
         }
-        let is_chat = self.ask.form == Form::Chat;
+
+        let is_chat = self.ask.form == ReplyForm::Chat;
         let mut choice = self.choice(&whole);
         let text = whole.text;
         match is_chat {
@@ -156,6 +156,7 @@ impl Reply {
         } else {
             "text_completion"
         };
+
         let mut reply = self.frame(object, vec![choice]);
         self.add_prompt(&mut reply);
         self.add_versions(&mut reply);
@@ -165,16 +166,17 @@ impl Reply {
 
     /// Returns the reply as server-sent events. A client that sends nothing more gets a comment,
     /// which shows if it has left.
-    pub(super) fn events(self, peer: Arc<Peer>) -> Response {
-        let at = if self.ask.form == Form::Chat {
-            Part::Role
+    pub(super) fn events(self, peer: Arc<PeerSocket>) -> Response {
+        let at = if self.ask.form == ReplyForm::Chat {
+            ReplyPart::Role
         } else {
-            Part::Piece
+            ReplyPart::Piece
         };
-        let next = async |(mut reply, at): (Self, Part)| {
+        let next = async |(mut reply, at): (Self, ReplyPart)| {
             let (data, at) = reply.event(at).await?;
             Some((Ok::<_, Infallible>(Sent::default().data(data)), (reply, at)))
         };
+
         let mut events = Box::pin(unfold((self, at), next));
         let mut silence = Box::pin(async move { peer.silence().await });
         let mut is_silent = false;
@@ -185,62 +187,67 @@ impl Reply {
             }
             events.as_mut().poll_next(cx)
         });
+
         Sse::new(events)
             .keep_alive(KeepAlive::new().interval(KEEP_ALIVE))
             .into_response()
     }
 
     /// Waits for the next event. Returns its data, and the part after it.
-    async fn event(&mut self, mut at: Part) -> Option<(String, Part)> {
+    async fn event(&mut self, mut at: ReplyPart) -> Option<(String, ReplyPart)> {
         loop {
             let chunk = match at {
-                Part::Role => {
+                ReplyPart::Role => {
                     let delta = json!({ "role": "assistant", "content": "" });
                     let choice = json!({ "index": 0, "delta": delta, "logprobs": null,
                         "finish_reason": null });
                     let mut chunk = self.chunk(vec![choice]);
                     self.add_prompt(&mut chunk);
-                    (chunk, Part::Piece)
+                    (chunk, ReplyPart::Piece)
                 }
-                Part::Piece => match self.next().await {
-                    Some(Ok(piece)) => {
-                        let is_first = self.count == piece.tokens.len();
-                        let is_last = piece.finish.is_some();
-                        let mut choice = self.choice(&piece);
-                        match self.ask.form {
-                            Form::Chat if piece.text.is_empty() => choice["delta"] = json!({}),
-                            Form::Chat => choice["delta"] = json!({ "content": piece.text }),
-                            Form::Completion => choice["text"] = piece.text.into(),
-                        }
-                        let mut chunk = self.chunk(vec![choice]);
-                        if is_first && self.ask.form == Form::Completion {
-                            self.add_prompt(&mut chunk);
-                        }
-                        if is_last {
-                            self.add_versions(&mut chunk);
-                        }
-                        (chunk, Part::Piece)
-                    }
-                    Some(Err(failure)) => (failure.body(), Part::Done),
+                ReplyPart::Piece => match self.next().await {
+                    Some(Ok(piece)) => (self.piece_chunk(piece), ReplyPart::Piece),
+                    Some(Err(failure)) => (failure.body(), ReplyPart::Done),
                     None => {
                         at = if self.ask.has_usage {
-                            Part::Usage
+                            ReplyPart::Usage
                         } else {
-                            Part::Done
+                            ReplyPart::Done
                         };
                         continue;
                     }
                 },
-                Part::Usage => {
+                ReplyPart::Usage => {
                     let mut chunk = self.chunk(Vec::new());
                     chunk["usage"] = self.usage();
-                    (chunk, Part::Done)
+                    (chunk, ReplyPart::Done)
                 }
-                Part::Done => return Some(("[DONE]".to_owned(), Part::Nothing)),
-                Part::Nothing => return None,
+                ReplyPart::Done => return Some(("[DONE]".to_owned(), ReplyPart::Nothing)),
+                ReplyPart::Nothing => return None,
             };
             return Some((chunk.0.to_string(), chunk.1));
         }
+    }
+
+    /// Returns the data of the event for a piece.
+    fn piece_chunk(&mut self, piece: ReplyPiece) -> Value {
+        let is_first = self.count == piece.tokens.len();
+        let is_last = piece.finish.is_some();
+        let mut choice = self.choice(&piece);
+        match self.ask.form {
+            ReplyForm::Chat if piece.text.is_empty() => choice["delta"] = json!({}),
+            ReplyForm::Chat => choice["delta"] = json!({ "content": piece.text }),
+            ReplyForm::Completion => choice["text"] = piece.text.into(),
+        }
+
+        let mut chunk = self.chunk(vec![choice]);
+        if is_first && self.ask.form == ReplyForm::Completion {
+            self.add_prompt(&mut chunk);
+        }
+        if is_last {
+            self.add_versions(&mut chunk);
+        }
+        chunk
     }
 
     /// Returns the fields that all objects of a reply have.
@@ -254,7 +261,7 @@ impl Reply {
     }
 
     fn chunk(&self, choices: Vec<Value>) -> Value {
-        let is_chat = self.ask.form == Form::Chat;
+        let is_chat = self.ask.form == ReplyForm::Chat;
         let object = if is_chat {
             "chat.completion.chunk"
         } else {
@@ -271,8 +278,8 @@ impl Reply {
     fn add_prompt(&self, reply: &mut Value) {
         if self.ask.has_ids {
             let at = match self.ask.form {
-                Form::Chat => reply,
-                Form::Completion => &mut reply["choices"][0],
+                ReplyForm::Chat => reply,
+                ReplyForm::Completion => &mut reply["choices"][0],
             };
             at["prompt_token_ids"] = self.ask.request.prompt.iter().copied().collect();
         }
@@ -289,20 +296,21 @@ impl Reply {
     }
 
     fn usage(&self) -> Value {
-        let (prompt, count) = (self.ask.request.prompt.len(), self.count);
+        let prompt = self.ask.request.prompt.len();
+        let count = self.count;
         json!({ "prompt_tokens": prompt, "completion_tokens": count,
             "total_tokens": prompt + count })
     }
 
     /// Returns the choice of a part, without its text.
-    fn choice(&mut self, piece: &Piece) -> Value {
+    fn choice(&mut self, piece: &ReplyPiece) -> Value {
         let logprobs = match self
             .ask
             .request
             .logprobs
             .filter(|_| !piece.tokens.is_empty())
         {
-            Some(_) if self.ask.form == Form::Chat => self.chat_logprobs(&piece.tokens),
+            Some(_) if self.ask.form == ReplyForm::Chat => self.chat_logprobs(&piece.tokens),
             Some(_) => self.text_logprobs(&piece.tokens),
             None => Value::Null,
         };
@@ -313,7 +321,7 @@ impl Reply {
         choice
     }
 
-    fn chat_logprobs(&self, tokens: &[Token]) -> Value {
+    fn chat_logprobs(&self, tokens: &[ReplyToken]) -> Value {
         let entry = |id: u32, logprob: f32| {
             let text = self.token_text(id);
             let bytes = text.as_bytes();
@@ -332,8 +340,11 @@ impl Reply {
         json!({ "content": content.collect::<Vec<_>>(), "refusal": null })
     }
 
-    fn text_logprobs(&mut self, tokens: &[Token]) -> Value {
-        let (mut texts, mut chosen, mut tops, mut offsets) = (vec![], vec![], vec![], vec![]);
+    fn text_logprobs(&mut self, tokens: &[ReplyToken]) -> Value {
+        let mut texts = Vec::new();
+        let mut chosen = Vec::new();
+        let mut tops = Vec::new();
+        let mut offsets = Vec::new();
         for token in tokens {
             let Some(logprobs) = &token.logprobs else {
                 continue;
@@ -341,6 +352,7 @@ impl Reply {
             let text = self.token_text(token.id);
             offsets.push(self.offset);
             self.offset += text.chars().count();
+
             let top = logprobs
                 .top
                 .iter()
@@ -363,7 +375,7 @@ impl Reply {
 }
 
 /// The parts of a streamed reply.
-enum Part {
+enum ReplyPart {
     /// The role, with which a chat begins.
     Role,
     Piece,

@@ -17,14 +17,16 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 
 use super::access::Access;
-use super::ask::{Ask, Form, Source, chat_source, check_model, read_tokens, tokens};
 use super::control::{is_paused, load_weights, pause, resume, update_weight_version, weight_info};
-use super::failure::Failure;
+use super::failure::HttpFailure;
 use super::fields::Fields;
-use super::peer::Peer;
-use super::reply::Reply;
+use super::parsed_request::{
+    ParsedRequest, PromptSource, ReplyForm, chat_source, check_model, read_tokens, tokens,
+};
+use super::peer_socket::PeerSocket;
+use super::reply::ReplyProgress;
 use crate::model::Model;
-use crate::queue::{Phase, Queue};
+use crate::queue::{RequestQueue, ServerPhase};
 
 /// The chat page. It loads nothing, and asks only this server.
 const PAGE: &str = include_str!("page.html");
@@ -41,11 +43,11 @@ const BODIES: usize = 64 << 20;
 const LONG_BODY: usize = 64 << 10;
 
 /// The state that all endpoints share.
-pub(super) struct Shared {
+pub(super) struct EndpointState {
     pub(super) model: Arc<Model>,
     /// A sentence about the model.
     pub(super) description: Option<String>,
-    pub(super) queue: Queue,
+    pub(super) queue: RequestQueue,
     pub(super) access: Access,
     /// The clients that may control the server, if any may.
     pub(super) control: Option<Access>,
@@ -61,12 +63,12 @@ pub(super) struct Shared {
     pub(super) most: Option<usize>,
 }
 
-pub(super) type Answer = Result<Response, Failure>;
-pub(super) type Shares = State<Arc<Shared>>;
+pub(super) type Answer = Result<Response, HttpFailure>;
+pub(super) type Shares = State<Arc<EndpointState>>;
 
 /// Returns the endpoints. The page and those that tell the state are for everyone. Those that
 /// control the server have a key of their own: without one they do not exist.
-pub(super) fn routes(shared: Shared) -> Router {
+pub(super) fn routes(shared: EndpointState) -> Router {
     let shared = Arc::new(shared);
     let guarded = Router::new()
         .route("/v1/models", get(models))
@@ -89,6 +91,7 @@ pub(super) fn routes(shared: Shared) -> Router {
     } else {
         guarded
     };
+
     let page = [(header::CONTENT_SECURITY_POLICY, PAGE_POLICY)];
     let version = json!({ "version": env!("CARGO_PKG_VERSION") });
     guarded
@@ -96,10 +99,10 @@ pub(super) fn routes(shared: Shared) -> Router {
         .route("/health", get(async || StatusCode::OK))
         .route("/ready", get(ready))
         .route("/version", get(move || async move { Json(version) }))
-        .fallback(async || Failure::new(StatusCode::NOT_FOUND, "there is no such endpoint"))
+        .fallback(async || HttpFailure::new(StatusCode::NOT_FOUND, "there is no such endpoint"))
         .method_not_allowed_fallback(async || {
             let why = "the endpoint has no such method";
-            Failure::new(StatusCode::METHOD_NOT_ALLOWED, why)
+            HttpFailure::new(StatusCode::METHOD_NOT_ALLOWED, why)
         })
         .with_state(shared)
 }
@@ -124,10 +127,12 @@ async fn checked(access: &Access, request: Request, next: Next) -> Response {
 
 async fn ready(State(shared): Shares) -> (StatusCode, Json<Value>) {
     let (status, word) = match shared.queue.phase() {
-        Phase::Ready if shared.queue.is_stalled() => (StatusCode::SERVICE_UNAVAILABLE, "stalled"),
-        Phase::Ready => (StatusCode::OK, "ready"),
-        Phase::Starting => (StatusCode::SERVICE_UNAVAILABLE, "starting"),
-        Phase::Draining => (StatusCode::SERVICE_UNAVAILABLE, "draining"),
+        ServerPhase::Ready if shared.queue.is_stalled() => {
+            (StatusCode::SERVICE_UNAVAILABLE, "stalled")
+        }
+        ServerPhase::Ready => (StatusCode::OK, "ready"),
+        ServerPhase::Starting => (StatusCode::SERVICE_UNAVAILABLE, "starting"),
+        ServerPhase::Draining => (StatusCode::SERVICE_UNAVAILABLE, "draining"),
     };
     (status, Json(json!({ "status": word })))
 }
@@ -154,25 +159,31 @@ async fn models(State(shared): Shares) -> Json<Value> {
     Json(json!({ "object": "list", "data": [model] }))
 }
 
-type Client = Extension<Arc<Peer>>;
+type Client = Extension<Arc<PeerSocket>>;
 
 async fn completions(shared: Shares, client: Client, body: Body) -> Answer {
-    reply(shared, client, body, Form::Completion).await
+    reply(shared, client, body, ReplyForm::Completion).await
 }
 
 async fn chat(shared: Shares, client: Client, body: Body) -> Answer {
-    reply(shared, client, body, Form::Chat).await
+    reply(shared, client, body, ReplyForm::Chat).await
 }
 
-async fn reply(State(shared): Shares, Extension(client): Client, body: Body, form: Form) -> Answer {
+async fn reply(
+    State(shared): Shares,
+    Extension(client): Client,
+    body: Body,
+    form: ReplyForm,
+) -> Answer {
     let most = shared.most;
     let ask = parse(&shared, body, move |body, model| {
-        Ask::of(body, form, model, most)
+        ParsedRequest::of(body, form, model, most)
     })
     .await?;
+
     let stream = shared.queue.submit(ask.request.clone())?;
     let streams = ask.streams;
-    let reply = Reply::new(shared.model.clone(), ask, stream);
+    let reply = ReplyProgress::new(shared.model.clone(), ask, stream);
     if streams {
         Ok(reply.events(client))
     } else {
@@ -186,15 +197,17 @@ async fn tokenize(State(shared): Shares, body: Body) -> Answer {
         check_model(&mut fields, model)?;
         let special = fields.flag("add_special_tokens", true)?;
         let source = match fields.text("prompt")? {
-            Some(text) => Source::Text(text, special),
+            Some(text) => PromptSource::Text { text, special },
             None => chat_source(&mut fields)?,
         };
         fields.end()?;
+
         let tokens = match &source {
-            Source::Text(text, _) if text.is_empty() && !special => Vec::new(),
+            PromptSource::Text { text, .. } if text.is_empty() && !special => Vec::new(),
             source => tokens(source, "prompt", model, None)?,
         };
-        let (count, most) = (tokens.len(), model.positions);
+        let count = tokens.len();
+        let most = model.positions;
         Ok(json!({ "count": count, "max_model_len": most, "tokens": tokens }))
     };
     Ok(Json(parse(&shared, body, count).await?).into_response())
@@ -205,15 +218,16 @@ async fn detokenize(State(shared): Shares, body: Body) -> Answer {
         let mut fields = Fields::of(body)?;
         check_model(&mut fields, model)?;
         let tokens = fields.take("tokens", "a list of tokens", read_tokens)?;
-        let tokens = tokens.ok_or_else(|| Failure::field("tokens", "expected a list of tokens"))?;
+        let tokens =
+            tokens.ok_or_else(|| HttpFailure::field("tokens", "expected a list of tokens"))?;
         fields.end()?;
         if let Some(token) = tokens.iter().find(|token| !model.knows(**token)) {
             let why = format!("expected tokens of the model's tokenizer, found {token}");
-            return Err(Failure::field("tokens", why));
+            return Err(HttpFailure::field("tokens", why));
         }
         let text = model
             .decode(&tokens)
-            .map_err(|why| Failure::field("tokens", why))?;
+            .map_err(|why| HttpFailure::field("tokens", why))?;
         Ok(json!({ "prompt": text }))
     };
     Ok(Json(parse(&shared, body, text).await?).into_response())
@@ -221,20 +235,22 @@ async fn detokenize(State(shared): Shares, body: Body) -> Answer {
 
 /// Reads a body and calls `read` with it on a thread for such work, since texts may be long.
 pub(super) async fn parse<T: Send + 'static>(
-    shared: &Shared,
+    shared: &EndpointState,
     body: Body,
-    read: impl FnOnce(&[u8], &Model) -> Result<T, Failure> + Send + 'static,
-) -> Result<T, Failure> {
+    read: impl FnOnce(&[u8], &Model) -> Result<T, HttpFailure> + Send + 'static,
+) -> Result<T, HttpFailure> {
     let late = |_| {
         let why = format!("the body did not come within {} seconds", BODY.as_secs());
-        Failure::new(StatusCode::REQUEST_TIMEOUT, why)
+        HttpFailure::new(StatusCode::REQUEST_TIMEOUT, why)
     };
+
     let (bytes, held) = timeout(BODY, bytes(body, shared)).await.map_err(late)??;
     let turn = match bytes.len() > LONG_BODY {
         // It is never closed.
         true => shared.long_body.clone().acquire_owned().await.ok(),
         false => None,
     };
+
     let model = shared.model.clone();
     let read = move || {
         let result = read(&bytes, &model);
@@ -242,33 +258,36 @@ pub(super) async fn parse<T: Send + 'static>(
         result
     };
     let result = tokio::task::spawn_blocking(read).await;
-    result.map_err(|why| Failure::internal("the request could not be read", why))?
+    result.map_err(|why| HttpFailure::internal("the request could not be read", why))?
 }
 
 /// Reads a body, unless its announced length is too long. Returns its bytes, and the permits for
 /// their memory.
 async fn bytes(
     body: Body,
-    shared: &Shared,
-) -> Result<(Vec<u8>, Vec<OwnedSemaphorePermit>), Failure> {
+    shared: &EndpointState,
+) -> Result<(Vec<u8>, Vec<OwnedSemaphorePermit>), HttpFailure> {
     let most = shared.body;
     let too_long = || {
         let why = format!("the body: expected at most {most} bytes");
-        Failure::new(StatusCode::PAYLOAD_TOO_LARGE, why)
+        HttpFailure::new(StatusCode::PAYLOAD_TOO_LARGE, why)
     };
     if body.size_hint().lower() > most as u64 {
         return Err(too_long());
     }
 
-    let (mut parts, mut bytes, mut held) = (body.into_data_stream(), Vec::new(), Vec::new());
+    let mut parts = body.into_data_stream();
+    let mut bytes = Vec::new();
+    let mut held = Vec::new();
     while let Some(part) = parts.next().await {
-        let part = part.map_err(|why| Failure::invalid(format!("the body: {why}")))?;
+        let part = part.map_err(|why| HttpFailure::invalid(format!("the body: {why}")))?;
         if bytes.len() + part.len() > most {
             return Err(too_long());
         }
+
         let permits = u32::try_from(part.len()).unwrap_or(u32::MAX);
         let permit = shared.bodies.clone().try_acquire_many_owned(permits);
-        let full = |_| Failure::busy("the bodies of other requests take all memory for them");
+        let full = |_| HttpFailure::busy("the bodies of other requests take all memory for them");
         held.push(permit.map_err(full)?);
         bytes.extend_from_slice(&part);
     }

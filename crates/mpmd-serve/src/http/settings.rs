@@ -10,7 +10,7 @@ use mpmd::launch::LaunchError;
 use super::access::Access;
 use super::bind;
 use super::connection::reserve_descriptors;
-use crate::queue::Limits;
+use crate::queue::QueueLimits;
 
 /// The settings of a [`Front`](super::Front).
 #[derive(Clone, Debug)]
@@ -35,7 +35,7 @@ pub struct FrontSettings {
     /// Time for open requests to end after SIGTERM. Default: 30 s.
     pub drain: Duration,
     /// Limits on the waiting line.
-    pub waiting: Limits,
+    pub waiting: QueueLimits,
     /// Largest number of new tokens of a request. Default: as many as the model has positions.
     pub max_tokens: Option<usize>,
     /// Largest number of connections; more of them wait. Default: 512.
@@ -55,7 +55,7 @@ impl Default for FrontSettings {
             weight_folders: Vec::new(),
             description: None,
             drain: Duration::from_secs(30),
-            waiting: Limits::default(),
+            waiting: QueueLimits::default(),
             max_tokens: None,
             max_connections: 512,
             max_body: 2 << 20,
@@ -203,6 +203,7 @@ impl FrontSettings {
         {
             return Err(FrontError::SharedKey);
         }
+
         let mut weights = Vec::new();
         for path in &self.weight_folders {
             let failed = |why| FrontError::WeightFolder {

@@ -3,11 +3,13 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use mpmd_models::{Versions, version_number};
+use mpmd_models::{WeightVersions, version_number};
 use thiserror::Error;
 use tokio::sync::{oneshot, watch};
 
-use super::{Arrival, Arrivals, Phase, Queue, Refused, Shared, State};
+use super::{
+    QueueShared, QueueState, Refused, RequestArrival, RequestArrivals, RequestQueue, ServerPhase,
+};
 
 /// The requests that a pause stops.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -21,7 +23,7 @@ pub enum PauseMode {
 }
 
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub(super) enum Pause {
+pub(super) enum PauseState {
     #[default]
     None,
     Asked(PauseMode),
@@ -64,24 +66,24 @@ pub struct WeightInfo {
 
 /// The weights of a server.
 #[derive(Default)]
-pub(super) struct Weights {
+pub(super) struct ServedWeights {
     newest: u64,
     old: Option<u64>,
     /// Labels that clients have set.
     labels: BTreeMap<u64, Arc<str>>,
     /// The source of versions.
-    versions: Versions,
-    load: Option<Load>,
+    versions: WeightVersions,
+    load: Option<PendingLoad>,
 }
 
 /// Weights of a folder that are being loaded.
-struct Load {
+struct PendingLoad {
     /// `None` once the engine has taken it.
     path: Option<String>,
     reply: oneshot::Sender<Result<u64, Denied>>,
 }
 
-impl Weights {
+impl ServedWeights {
     /// Returns the label of the newest version.
     pub(super) fn label(&self) -> Arc<str> {
         self.label_of(self.newest)
@@ -105,9 +107,9 @@ impl Weights {
 }
 
 /// The changes since the engine asked last.
-pub(crate) struct News {
+pub(crate) struct EngineNews {
     /// The new requests, in their order.
-    pub(crate) arrived: Vec<Arrival>,
+    pub(crate) arrived: Vec<RequestArrival>,
     /// True if all earlier requests are to be aborted.
     pub(crate) aborts: bool,
     /// The present pause.
@@ -119,7 +121,7 @@ pub(crate) struct News {
 /// Wakes an idle engine, which then asks for other work of its program. Clones wake the same
 /// engine.
 #[derive(Clone)]
-pub struct Waker(Arc<Shared>);
+pub struct Waker(Arc<QueueShared>);
 
 impl Waker {
     /// Wakes the engine. May be called from any thread. Does not block.
@@ -128,7 +130,7 @@ impl Waker {
     }
 }
 
-impl Queue {
+impl RequestQueue {
     /// Pauses the server, and waits until the pause is in force. If the future is dropped before,
     /// the server pauses nevertheless. Requests are taken into the waiting line meanwhile.
     ///
@@ -138,18 +140,19 @@ impl Queue {
     pub async fn pause(&self, mode: PauseMode) -> Result<(), Denied> {
         let mut pause = self.ask_for_pause(mode)?;
         let known = pause
-            .wait_for(|pause| !matches!(pause, Pause::Asked(_)))
+            .wait_for(|pause| !matches!(pause, PauseState::Asked(_)))
             .await;
         match known.as_deref() {
-            Ok(Pause::InForce(_)) => Ok(()),
+            Ok(PauseState::InForce(_)) => Ok(()),
             _ => Err(Denied::Resumed),
         }
     }
 
-    fn ask_for_pause(&self, mode: PauseMode) -> Result<watch::Receiver<Pause>, Denied> {
+    fn ask_for_pause(&self, mode: PauseMode) -> Result<watch::Receiver<PauseState>, Denied> {
         let mut state = self.0.state.lock();
         refuse_unless_ready(&state)?;
-        self.0.pause.send_replace(Pause::Asked(mode));
+        self.0.pause.send_replace(PauseState::Asked(mode));
+
         let mut aborted = Vec::new();
         if mode == PauseMode::Abort {
             state.aborts = true;
@@ -157,28 +160,30 @@ impl Queue {
         }
         state.has_news = true;
         drop(state);
+
         self.0.changed.notify_all();
-        aborted
-            .into_iter()
-            .for_each(|arrival| arrival.sender.abort());
+        for arrival in aborted {
+            arrival.sender.abort();
+        }
         Ok(self.0.pause.subscribe())
     }
 
     /// Ends a pause, if there is one.
     pub fn resume(&self) {
         self.0
-            .change(|_| _ = self.0.pause.send_replace(Pause::None));
+            .change(|_| _ = self.0.pause.send_replace(PauseState::None));
     }
 
     /// True if a pause is in force.
     pub fn is_paused(&self) -> bool {
-        matches!(*self.0.pause.borrow(), Pause::InForce(_))
+        matches!(*self.0.pause.borrow(), PauseState::InForce(_))
     }
 
     /// Returns the versions of the weights. The numbers of requests are those of the last pass.
     pub fn weights(&self) -> WeightInfo {
         let requests = self.0.metrics.requests_by_version();
         let weights = &self.0.state.lock().weights;
+        let versions = weights.versions.state();
         WeightInfo {
             version: version_number(weights.newest),
             label: weights.label(),
@@ -186,8 +191,8 @@ impl Queue {
                 .old
                 .map(|old| (version_number(old), weights.label_of(old))),
             requests,
-            failure: weights.versions.failure(),
-            publisher: weights.versions.publisher(),
+            failure: versions.failure,
+            publisher: versions.publisher,
         }
     }
 
@@ -197,7 +202,7 @@ impl Queue {
         weights.labels.insert(weights.newest, label.into());
     }
 
-    /// Has the weights of a folder loaded as the next version, and waits until it is in use.
+    /// Loads the weights of a folder as the next version, and waits until it is in use.
     /// Returns its number. If the future is dropped before, they are loaded nevertheless.
     ///
     /// # Errors
@@ -211,12 +216,13 @@ impl Queue {
             if state.weights.load.is_some() {
                 return Err(Denied::Busy);
             }
-            state.weights.load = Some(Load {
+            state.weights.load = Some(PendingLoad {
                 path: Some(path),
                 reply,
             });
             state.has_news = true;
         }
+
         self.0.changed.notify_all();
         answer
             .await
@@ -224,23 +230,23 @@ impl Queue {
     }
 }
 
-fn refuse_unless_ready(state: &State) -> Result<(), Refused> {
+fn refuse_unless_ready(state: &QueueState) -> Result<(), Refused> {
     match state.phase {
-        Phase::Ready => Ok(()),
-        Phase::Starting => Err(Refused::Starting),
-        Phase::Draining => Err(Refused::Draining),
+        ServerPhase::Ready => Ok(()),
+        ServerPhase::Starting => Err(Refused::Starting),
+        ServerPhase::Draining => Err(Refused::Draining),
     }
 }
 
-impl Arrivals {
+impl RequestArrivals {
     /// Returns what has happened since the last call. Does not block.
-    pub(crate) fn news(&self) -> News {
+    pub(crate) fn news(&self) -> EngineNews {
         let state = &mut *self.0.state.lock();
         let pause = match *self.0.pause.borrow() {
-            Pause::None => None,
-            Pause::Asked(mode) | Pause::InForce(mode) => Some(mode),
+            PauseState::None => None,
+            PauseState::Asked(mode) | PauseState::InForce(mode) => Some(mode),
         };
-        News {
+        EngineNews {
             arrived: std::mem::take(&mut state.arrived),
             aborts: std::mem::take(&mut state.aborts),
             pause,
@@ -256,23 +262,24 @@ impl Arrivals {
     pub(crate) fn paused(&self, mode: PauseMode) {
         let state = self.0.state.lock();
         self.0.pause.send_if_modified(|pause| {
-            let is_new = *pause == Pause::Asked(mode) && !state.aborts;
+            let is_new = *pause == PauseState::Asked(mode) && !state.aborts;
             if is_new {
-                *pause = Pause::InForce(mode);
+                *pause = PauseState::InForce(mode);
             }
             is_new
         });
     }
 
     /// Sets the source of versions.
-    pub(crate) fn set_versions(&self, versions: Versions) {
+    pub(crate) fn set_versions(&self, versions: WeightVersions) {
         self.0.state.lock().weights.versions = versions;
     }
 
     /// Sets the versions in use. Requests that start from now on have the newest.
     pub(crate) fn set_weights(&self, newest: u64, old: Option<u64>) {
         let weights = &mut self.0.state.lock().weights;
-        (weights.newest, weights.old) = (newest, old);
+        weights.newest = newest;
+        weights.old = old;
         weights
             .labels
             .retain(|version, _| *version == newest || Some(*version) == old);
@@ -299,13 +306,13 @@ impl Arrivals {
     }
 }
 
-impl Drop for Arrivals {
+impl Drop for RequestArrivals {
     fn drop(&mut self) {
         self.0
             .state
             .lock()
             .weights
             .loaded(Err(Refused::Draining.into()));
-        self.0.pause.send_replace(Pause::None);
+        self.0.pause.send_replace(PauseState::None);
     }
 }

@@ -14,13 +14,13 @@ use mpmd_base::block::{Condvar, Instant, Mutex, now, since};
 use thiserror::Error;
 use tokio::sync::{mpsc, watch};
 
-use crate::metrics::{Figures, Metrics};
-use crate::request::{Event, Finish, Request};
+use crate::metrics::{EngineFigures, ServerMetrics};
+use crate::request::{Finish, ReplyEvent, TextRequest};
 use answers::Answers;
 pub(crate) use answers::Awaited;
-pub(crate) use control::News;
+pub(crate) use control::EngineNews;
 pub use control::{Denied, PauseMode, Waker, WeightInfo};
-use control::{Pause, Weights};
+use control::{PauseState, ServedWeights};
 
 /// Number of recent ends from which the rate of ends is estimated.
 const ENDS: usize = 64;
@@ -29,14 +29,14 @@ const RETRY: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(60)];
 
 /// Limits on the waiting line.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct Limits {
+pub struct QueueLimits {
     /// Largest number of waiting requests.
     pub requests: usize,
     /// Largest number of tokens in the prompts of waiting requests. A single prompt may have more.
     pub tokens: usize,
 }
 
-impl Default for Limits {
+impl Default for QueueLimits {
     fn default() -> Self {
         Self {
             requests: 256,
@@ -86,7 +86,7 @@ impl Refused {
 
 /// The state of a server.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Phase {
+pub enum ServerPhase {
     /// The engine does not take requests yet.
     Starting,
     /// Requests are taken.
@@ -95,25 +95,24 @@ pub enum Phase {
     Draining,
 }
 
-struct Shared {
-    limits: Limits,
-    metrics: Metrics,
-    state: Mutex<State>,
+struct QueueShared {
+    limits: QueueLimits,
+    metrics: ServerMetrics,
+    state: Mutex<QueueState>,
     /// Told when `has_news` is set.
     changed: Condvar,
     /// The reason for which all open requests fail.
     cut: watch::Sender<Option<Arc<str>>>,
     /// Changes with the state's lock held.
-    pause: watch::Sender<Pause>,
+    pause: watch::Sender<PauseState>,
     answers: Mutex<Answers>,
 }
 
-struct State {
-    phase: Phase,
+struct QueueState {
+    phase: ServerPhase,
     /// Requests that the engine has not taken.
-    arrived: Vec<Arrival>,
-    /// Number of waiting requests, and of their prompts' tokens.
-    waiting: (usize, usize),
+    arrived: Vec<RequestArrival>,
+    waiting: WaitingCounts,
     /// Number of requests that the engine is answering.
     running: usize,
     /// Number of clients.
@@ -123,14 +122,22 @@ struct State {
     is_woken: bool,
     /// True if the requests that the engine has are to be aborted.
     aborts: bool,
-    weights: Weights,
+    weights: ServedWeights,
     /// Times of the most recent ends.
     ends: VecDeque<Instant>,
 }
 
-impl Shared {
+/// The requests that wait.
+#[derive(Clone, Copy, Default)]
+struct WaitingCounts {
+    requests: usize,
+    /// Number of tokens of their prompts.
+    tokens: usize,
+}
+
+impl QueueShared {
     /// Changes the state, and wakes the engine.
-    fn change(&self, change: impl FnOnce(&mut State)) {
+    fn change(&self, change: impl FnOnce(&mut QueueState)) {
         let mut state = self.state.lock();
         change(&mut state);
         state.has_news = true;
@@ -139,43 +146,44 @@ impl Shared {
     }
 }
 
-/// Creates an empty waiting line. It is [`Phase::Starting`].
-pub fn queue(limits: Limits) -> (Queue, Arrivals) {
-    let state = State {
-        phase: Phase::Starting,
+/// Creates an empty waiting line. It is [`ServerPhase::Starting`].
+pub fn queue(limits: QueueLimits) -> (RequestQueue, RequestArrivals) {
+    let state = QueueState {
+        phase: ServerPhase::Starting,
         arrived: Vec::new(),
-        waiting: (0, 0),
+        waiting: WaitingCounts::default(),
         running: 0,
         open: 0,
         has_news: false,
         is_woken: false,
         aborts: false,
-        weights: Weights::default(),
+        weights: ServedWeights::default(),
         ends: VecDeque::with_capacity(ENDS),
     };
-    let shared = Arc::new(Shared {
+
+    let shared = Arc::new(QueueShared {
         limits,
-        metrics: Metrics::new(),
+        metrics: ServerMetrics::new(),
         state: Mutex::new(state),
         changed: Condvar::new(),
         cut: watch::channel(None).0,
         pause: watch::Sender::default(),
         answers: Mutex::default(),
     });
-    (Queue(shared.clone()), Arrivals(shared))
+    (RequestQueue(shared.clone()), RequestArrivals(shared))
 }
 
 /// The clients' end of the waiting line. Clones lead to the same line.
 #[derive(Clone)]
-pub struct Queue(Arc<Shared>);
+pub struct RequestQueue(Arc<QueueShared>);
 
-impl Queue {
+impl RequestQueue {
     /// Appends a request to the waiting line. Does not block.
     ///
     /// # Errors
     ///
     /// If the line is full, or no requests are taken.
-    pub fn submit(&self, request: Request) -> Result<Stream, Refused> {
+    pub fn submit(&self, request: TextRequest) -> Result<ReplyStream, Refused> {
         let tokens = request.prompt.len();
         let (events, received) = mpsc::unbounded_channel();
         let submitted = now();
@@ -184,12 +192,12 @@ impl Queue {
             self.0.metrics.refuse(refused.label());
             return Err(refused);
         }
-        state.waiting.0 += 1;
-        state.waiting.1 += tokens;
+
+        state.waiting.requests += 1;
+        state.waiting.tokens += tokens;
         state.open += 1;
-        let shared = self.0.clone();
-        let sender = Sender {
-            shared,
+        let sender = ReplySender {
+            shared: self.0.clone(),
             events,
             tokens,
             submitted,
@@ -197,41 +205,42 @@ impl Queue {
             is_waiting: true,
             has_left: false,
         };
-        state.arrived.push(Arrival { request, sender });
+        state.arrived.push(RequestArrival { request, sender });
         state.has_news = true;
         self.0.changed.notify_all();
-        let cut = self.0.cut.subscribe();
-        let (shared, versions) = (self.0.clone(), Vec::new());
-        Ok(Stream {
-            shared,
+        Ok(ReplyStream {
+            shared: self.0.clone(),
             events: received,
-            cut,
+            cut: self.0.cut.subscribe(),
             end: None,
-            versions,
+            versions: Vec::new(),
         })
     }
 
-    fn admit(&self, state: &State, tokens: usize) -> Result<(), Refused> {
-        let ((requests, prompts), limits) = (state.waiting, self.0.limits);
+    fn admit(&self, state: &QueueState, tokens: usize) -> Result<(), Refused> {
+        let waiting = state.waiting;
+        let limits = self.0.limits;
         match state.phase {
-            Phase::Starting => Err(Refused::Starting),
-            Phase::Draining => Err(Refused::Draining),
-            Phase::Ready if requests >= limits.requests => Err(Refused::Requests {
-                waiting: requests,
+            ServerPhase::Starting => Err(Refused::Starting),
+            ServerPhase::Draining => Err(Refused::Draining),
+            ServerPhase::Ready if waiting.requests >= limits.requests => Err(Refused::Requests {
+                waiting: waiting.requests,
                 retry: retry(state),
             }),
-            Phase::Ready if requests > 0 && prompts + tokens > limits.tokens => {
+            ServerPhase::Ready
+                if waiting.requests > 0 && waiting.tokens + tokens > limits.tokens =>
+            {
                 Err(Refused::Tokens {
-                    waiting: prompts,
+                    waiting: waiting.tokens,
                     retry: retry(state),
                 })
             }
-            Phase::Ready => Ok(()),
+            ServerPhase::Ready => Ok(()),
         }
     }
 
     /// Returns the state of the server.
-    pub fn phase(&self) -> Phase {
+    pub fn phase(&self) -> ServerPhase {
         self.0.state.lock().phase
     }
 
@@ -243,13 +252,13 @@ impl Queue {
     /// Takes no further requests. Ends a pause.
     pub fn drain(&self) {
         self.0.change(|state| {
-            state.phase = Phase::Draining;
-            self.0.pause.send_replace(Pause::None);
+            state.phase = ServerPhase::Draining;
+            self.0.pause.send_replace(PauseState::None);
             state.weights.loaded(Err(Refused::Draining.into()));
         });
     }
 
-    /// Ends all open requests with [`Event::Failed`] for this reason, and those to come.
+    /// Ends all open requests with [`ReplyEvent::Failed`] for this reason, and those to come.
     pub fn fail(&self, why: &str) {
         self.0.cut.send_replace(Some(why.into()));
     }
@@ -262,7 +271,8 @@ impl Queue {
     /// Returns the figures in Prometheus' text format.
     pub fn metrics(&self) -> String {
         let state = self.0.state.lock();
-        let (waiting, running) = (state.waiting.0, state.running);
+        let waiting = state.waiting.requests;
+        let running = state.running;
         drop(state);
         self.0
             .metrics
@@ -271,20 +281,20 @@ impl Queue {
 }
 
 /// Returns the time until half of the waiting requests have probably left, by the recent ends.
-fn retry(state: &State) -> Duration {
+fn retry(state: &QueueState) -> Duration {
     let rate = match (state.ends.front(), state.ends.len()) {
         (Some(first), count @ 2..) => count as f64 / since(*first).as_secs_f64().max(1e-3),
         _ => 1.0,
     };
-    let seconds = state.waiting.0 as f64 / 2.0 / rate;
+    let seconds = state.waiting.requests as f64 / 2.0 / rate;
     Duration::from_secs_f64(seconds.ceil().min(RETRY[1].as_secs_f64())).clamp(RETRY[0], RETRY[1])
 }
 
 /// The events of a request, for its client. Dropping it before the last one means that the client
 /// has left.
-pub struct Stream {
-    shared: Arc<Shared>,
-    events: mpsc::UnboundedReceiver<Sent>,
+pub struct ReplyStream {
+    shared: Arc<QueueShared>,
+    events: mpsc::UnboundedReceiver<StreamMessage>,
     cut: watch::Receiver<Option<Arc<str>>>,
     /// The label of the metric, if the request has ended.
     end: Option<&'static str>,
@@ -292,15 +302,15 @@ pub struct Stream {
 }
 
 /// A message from the engine to a client.
-enum Sent {
+enum StreamMessage {
     /// The label of the version of the weights that computes the tokens from now on.
     Version(Arc<str>),
-    Event(Event),
+    Event(ReplyEvent),
 }
 
-impl Stream {
+impl ReplyStream {
     /// Waits for the next event. `None` after the last one. Cancel safe.
-    pub async fn next(&mut self) -> Option<Event> {
+    pub async fn next(&mut self) -> Option<ReplyEvent> {
         if self.end.is_some() {
             return None;
         }
@@ -309,22 +319,23 @@ impl Stream {
                 biased;
                 sent = self.events.recv() => sent,
                 Ok(why) = self.cut.wait_for(Option::is_some) => {
-                    why.clone().map(|why| Sent::Event(Event::Failed(why)))
+                    why.clone().map(|why| StreamMessage::Event(ReplyEvent::Failed(why)))
                 }
             };
             match sent {
-                Some(Sent::Version(label)) => self.versions.push(label),
-                Some(Sent::Event(event)) => break Some(event),
+                Some(StreamMessage::Version(label)) => self.versions.push(label),
+                Some(StreamMessage::Event(event)) => break Some(event),
                 None => break None,
             }
         };
-        let event = event.unwrap_or_else(|| Event::Failed("the engine has ended".into()));
+
+        let event = event.unwrap_or_else(|| ReplyEvent::Failed("the engine has ended".into()));
         self.end = match event {
-            Event::Token(_) => None,
-            Event::End(Finish::Stop) => Some("stop"),
-            Event::End(Finish::Length) => Some("length"),
-            Event::End(Finish::Abort) => Some("abort"),
-            Event::Failed(_) => Some("failed"),
+            ReplyEvent::Token(_) => None,
+            ReplyEvent::End(Finish::Stop) => Some("stop"),
+            ReplyEvent::End(Finish::Length) => Some("length"),
+            ReplyEvent::End(Finish::Abort) => Some("abort"),
+            ReplyEvent::Failed(_) => Some("failed"),
         };
         Some(event)
     }
@@ -341,7 +352,7 @@ impl Stream {
     }
 }
 
-impl Drop for Stream {
+impl Drop for ReplyStream {
     fn drop(&mut self) {
         // The engine finds it closed.
         self.events.close();
@@ -351,28 +362,28 @@ impl Drop for Stream {
 }
 
 /// The engine's end of the waiting line.
-pub struct Arrivals(Arc<Shared>);
+pub struct RequestArrivals(Arc<QueueShared>);
 
 /// A request of a client.
-pub struct Arrival {
+pub struct RequestArrival {
     /// The request.
-    pub request: Request,
+    pub request: TextRequest,
     /// The way to the client.
-    pub sender: Sender,
+    pub sender: ReplySender,
 }
 
-impl Arrivals {
-    /// Has requests taken from now on, unless the server ends.
+impl RequestArrivals {
+    /// Takes requests from now on, unless the server ends.
     pub fn open(&self) {
         self.0.change(|state| {
-            if state.phase == Phase::Starting {
-                state.phase = Phase::Ready;
+            if state.phase == ServerPhase::Starting {
+                state.phase = ServerPhase::Ready;
             }
         });
     }
 
     /// Returns the new requests, in their order. Does not block.
-    pub fn take(&self) -> Vec<Arrival> {
+    pub fn take(&self) -> Vec<RequestArrival> {
         std::mem::take(&mut self.0.state.lock().arrived)
     }
 
@@ -393,11 +404,11 @@ impl Arrivals {
     /// True once no request is taken and all clients have got their last event.
     pub fn is_over(&self) -> bool {
         let state = self.0.state.lock();
-        state.phase == Phase::Draining && state.open == 0
+        state.phase == ServerPhase::Draining && state.open == 0
     }
 
     /// Sets the figures that `/metrics` shows.
-    pub fn report(&self, figures: Figures) {
+    pub fn report(&self, figures: EngineFigures) {
         self.0.metrics.set(figures);
     }
 
@@ -419,9 +430,9 @@ impl Arrivals {
 
 /// The way from the engine to the client of a request. Dropping it before the last event fails the
 /// request.
-pub struct Sender {
-    shared: Arc<Shared>,
-    events: mpsc::UnboundedSender<Sent>,
+pub struct ReplySender {
+    shared: Arc<QueueShared>,
+    events: mpsc::UnboundedSender<StreamMessage>,
     /// Number of tokens of the prompt.
     tokens: usize,
     submitted: Instant,
@@ -432,7 +443,7 @@ pub struct Sender {
     has_left: bool,
 }
 
-impl Sender {
+impl ReplySender {
     /// Notes that the request has left the waiting line. A second call does nothing.
     pub fn start(&mut self) {
         if std::mem::take(&mut self.is_waiting) {
@@ -448,7 +459,7 @@ impl Sender {
     pub(crate) fn tell_version(&self) {
         let label = self.shared.state.lock().weights.label();
         // An error says that the client has left.
-        _ = self.events.send(Sent::Version(label));
+        _ = self.events.send(StreamMessage::Version(label));
     }
 
     /// Ends the request with the tokens that the client has got.
@@ -456,30 +467,30 @@ impl Sender {
         if self.is_waiting {
             self.tell_version();
         }
-        self.send(Event::End(Finish::Abort));
+        self.send(ReplyEvent::End(Finish::Abort));
     }
 
-    fn leave_line(&self, state: &mut State) {
-        state.waiting.0 -= 1;
-        state.waiting.1 -= self.tokens;
+    fn leave_line(&self, state: &mut QueueState) {
+        state.waiting.requests -= 1;
+        state.waiting.tokens -= self.tokens;
         state.running += 1;
     }
 
     /// Sends an event. Does not block, and does nothing if the client has left. At most
     /// `max_tokens` events wait for a client that does not read.
-    pub fn send(&mut self, event: Event) {
-        if let Event::Token(_) = event {
+    pub fn send(&mut self, event: ReplyEvent) {
+        if let ReplyEvent::Token(_) = event {
             let time = now();
             let before = self.last.replace(time);
             let since = time.saturating_duration_since(before.unwrap_or(self.submitted));
             self.shared.metrics.token(before.is_none(), since);
         }
-        if let Event::End(_) | Event::Failed(_) = event {
+        if let ReplyEvent::End(_) | ReplyEvent::Failed(_) = event {
             // Who has got the whole reply finds it ended in the metrics.
             self.leave();
         }
         // An error says that the client has left.
-        _ = self.events.send(Sent::Event(event));
+        _ = self.events.send(StreamMessage::Event(event));
     }
 
     /// Counts the request as ended. A second call does nothing.
@@ -492,6 +503,7 @@ impl Sender {
         if was_waiting {
             self.leave_line(&mut state);
         }
+
         state.running -= 1;
         if state.ends.len() == ENDS {
             state.ends.pop_front();
@@ -505,7 +517,7 @@ impl Sender {
     }
 }
 
-impl Drop for Sender {
+impl Drop for ReplySender {
     fn drop(&mut self) {
         self.leave();
     }

@@ -4,13 +4,13 @@ use mpmd_models::Sampling;
 
 use super::*;
 use crate::metrics::StageFigures;
-use crate::request::Token;
+use crate::request::ReplyToken;
 
 const SECOND: Duration = Duration::from_secs(1);
 
-fn request(tokens: usize) -> Request {
+fn request(tokens: usize) -> TextRequest {
     let (prompt, sampling) = (vec![1; tokens], Sampling::default());
-    Request {
+    TextRequest {
         prompt,
         max_tokens: 9,
         sampling,
@@ -20,21 +20,21 @@ fn request(tokens: usize) -> Request {
 }
 
 /// Waits for the next event of a client.
-fn next(client: &mut Stream) -> Option<Event> {
+fn next(client: &mut ReplyStream) -> Option<ReplyEvent> {
     let mut runtime = tokio::runtime::Builder::new_current_thread();
     let runtime = runtime.enable_time().build().unwrap();
     let next = async { tokio::time::timeout(60 * SECOND, client.next()).await };
     runtime.block_on(next).expect("an event comes")
 }
 
-fn ready(requests: usize, tokens: usize) -> (Queue, Arrivals) {
-    let (queue, arrivals) = queue(Limits { requests, tokens });
+fn ready(requests: usize, tokens: usize) -> (RequestQueue, RequestArrivals) {
+    let (queue, arrivals) = queue(QueueLimits { requests, tokens });
     arrivals.open();
     arrivals.wait(Duration::ZERO);
     (queue, arrivals)
 }
 
-fn refused(queue: &Queue, tokens: usize) -> Refused {
+fn refused(queue: &RequestQueue, tokens: usize) -> Refused {
     queue.submit(request(tokens)).err().unwrap()
 }
 
@@ -95,7 +95,7 @@ fn retry_follows_the_rate_of_ends() {
 
 #[test]
 fn no_request_is_taken_before_start_and_after_drain() {
-    let (queue, arrivals) = queue(Limits::default());
+    let (queue, arrivals) = queue(QueueLimits::default());
     assert_eq!(refused(&queue, 1), Refused::Starting);
     arrivals.open();
     let client = queue.submit(request(1)).unwrap();
@@ -103,7 +103,7 @@ fn no_request_is_taken_before_start_and_after_drain() {
     arrivals.open();
     assert_eq!(
         (refused(&queue, 1), queue.phase()),
-        (Refused::Draining, Phase::Draining)
+        (Refused::Draining, ServerPhase::Draining)
     );
     assert!(!arrivals.is_over());
     drop(client);
@@ -134,26 +134,33 @@ fn wait_returns_for_arrivals_leavers_and_drain() {
 #[test]
 fn events_end_once_however_a_request_ends() {
     let (queue, arrivals) = ready(9, 99);
-    let ends = |end: fn(Sender)| {
+    let ends = |end: fn(ReplySender)| {
         let mut client = queue.submit(request(1)).unwrap();
         let mut sender = arrivals.take().remove(0).sender;
         sender.start();
-        sender.send(Event::Token(Token {
+        sender.send(ReplyEvent::Token(ReplyToken {
             id: 7,
             logprobs: None,
         }));
         end(sender);
-        let events: Vec<Event> = std::iter::from_fn(|| next(&mut client)).collect();
+        let events: Vec<ReplyEvent> = std::iter::from_fn(|| next(&mut client)).collect();
         assert!(next(&mut client).is_none());
         events.last().cloned().unwrap()
     };
-    assert_eq!(ends(|mut sender| sender.send(Event::End(Finish::Stop))), {
-        Event::End(Finish::Stop)
-    });
-    assert_eq!(ends(drop), Event::Failed("the engine has ended".into()));
+    assert_eq!(
+        ends(|mut sender| sender.send(ReplyEvent::End(Finish::Stop))),
+        { ReplyEvent::End(Finish::Stop) }
+    );
+    assert_eq!(
+        ends(drop),
+        ReplyEvent::Failed("the engine has ended".into())
+    );
     let mut client = queue.submit(request(1)).unwrap();
     queue.fail("a reason");
-    assert_eq!(next(&mut client), Some(Event::Failed("a reason".into())));
+    assert_eq!(
+        next(&mut client),
+        Some(ReplyEvent::Failed("a reason".into()))
+    );
     drop(client);
     let text = queue.metrics();
     for line in [
@@ -173,8 +180,8 @@ fn request_with_its_last_event_runs_no_more() {
     let mut sender = arrivals.take().remove(0).sender;
     sender.start();
     assert!(queue.metrics().contains("mpmd_requests_running 1\n"));
-    sender.send(Event::End(Finish::Stop));
-    assert_eq!(next(&mut client), Some(Event::End(Finish::Stop)));
+    sender.send(ReplyEvent::End(Finish::Stop));
+    assert_eq!(next(&mut client), Some(ReplyEvent::End(Finish::Stop)));
     assert!(queue.metrics().contains("mpmd_requests_running 0\n"));
     // It is counted once.
     drop(sender);
@@ -189,10 +196,10 @@ fn figures_of_the_engine_are_shown_by_stage() {
         handed_bytes: 5,
         handed: 2 * SECOND,
     };
-    arrivals.report(Figures {
+    arrivals.report(EngineFigures {
         blocks: 8,
         stages: vec![stage, StageFigures::default()],
-        ..Figures::default()
+        ..EngineFigures::default()
     });
     let text = queue.metrics();
     for line in [
@@ -252,7 +259,7 @@ fn pause_aborts_earlier_requests_alone() {
     let mut earlier = queue.submit(request(1)).unwrap();
     let asked = queue.clone();
     let asked = std::thread::spawn(move || result(asked.pause(PauseMode::Abort)));
-    assert_eq!(next(&mut earlier), Some(Event::End(Finish::Abort)));
+    assert_eq!(next(&mut earlier), Some(ReplyEvent::End(Finish::Abort)));
     assert_eq!(earlier.versions(), ["default".into()]);
     let _later = queue.submit(request(1)).unwrap();
     arrivals.paused(PauseMode::Abort);
@@ -301,7 +308,7 @@ fn requests_keep_the_label_with_which_they_start() {
     );
     senders
         .into_iter()
-        .for_each(|mut sender| sender.send(Event::End(Finish::Stop)));
+        .for_each(|mut sender| sender.send(ReplyEvent::End(Finish::Stop)));
     let labels = clients.iter_mut().map(|client| {
         next(client);
         client

@@ -5,19 +5,19 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use mpmd::candle::nn::BLOCK;
 
-use super::Scheduler;
+use super::{FilledBlocks, Scheduler};
 
 /// Blocks of keys and values, each of [`BLOCK`] tokens. Sequences with equal beginnings share full
 /// blocks.
 #[derive(Clone, Debug)]
-pub(super) struct Blocks {
-    blocks: Vec<Block>,
+pub(super) struct BlockPool {
+    blocks: Vec<CacheBlock>,
     /// Blocks without content.
     empty: Vec<u32>,
     /// Blocks with content that nobody uses, by the time of their last use.
     unused: BTreeSet<(u64, u32)>,
     /// The block with these tokens after a beginning.
-    known: BTreeMap<Key, u32>,
+    known: BTreeMap<BlockKey, u32>,
     time: u64,
     /// Number of beginnings so far.
     beginnings: u64,
@@ -25,22 +25,32 @@ pub(super) struct Blocks {
     starts: BTreeMap<u64, u64>,
 }
 
-/// The content of a full block: the beginning before it, and its tokens. A beginning is a number
-/// that no other one had.
-type Key = (u64, [u32; BLOCK]);
-
-#[derive(Clone, Debug, Default)]
-struct Block {
-    users: usize,
-    time: u64,
-    /// Its content, and the beginning that ends with it.
-    content: Option<(Key, u64)>,
+/// The content of a full block. A beginning is a number that no other one had.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+struct BlockKey {
+    /// The beginning before the block.
+    beginning: u64,
+    tokens: [u32; BLOCK],
 }
 
-impl Blocks {
+#[derive(Clone, Copy, Debug)]
+struct BlockContent {
+    key: BlockKey,
+    /// The beginning that ends with the block.
+    end: u64,
+}
+
+#[derive(Clone, Debug, Default)]
+struct CacheBlock {
+    users: usize,
+    time: u64,
+    content: Option<BlockContent>,
+}
+
+impl BlockPool {
     pub(super) fn new(count: usize) -> Self {
         Self {
-            blocks: vec![Block::default(); count],
+            blocks: vec![CacheBlock::default(); count],
             empty: (0..count as u32).rev().collect(),
             unused: BTreeSet::new(),
             known: BTreeMap::new(),
@@ -66,8 +76,8 @@ impl Blocks {
             Some(block) => block,
             None => {
                 let (_, block) = self.unused.pop_first()?;
-                if let Some((key, _)) = self.blocks[block as usize].content.take() {
-                    self.known.remove(&key);
+                if let Some(content) = self.blocks[block as usize].content.take() {
+                    self.known.remove(&content.key);
                 }
                 block
             }
@@ -84,7 +94,7 @@ impl Blocks {
         })
     }
 
-    /// Has no later sequence share the blocks that a version of the weights has filled.
+    /// Shares the blocks that a version of the weights has filled with no later sequence.
     pub(super) fn forget(&mut self, version: u64) {
         self.starts.remove(&version);
     }
@@ -93,11 +103,11 @@ impl Blocks {
     /// beginning that ends with it.
     pub(super) fn share(&mut self, beginning: u64, tokens: &[u32]) -> Option<(u32, u64)> {
         let tokens: [u32; BLOCK] = tokens.try_into().ok()?;
-        let block = *self.known.get(&(beginning, tokens))?;
+        let block = *self.known.get(&BlockKey { beginning, tokens })?;
         let found = &mut self.blocks[block as usize];
         self.unused.remove(&(found.time, block));
         found.users += 1;
-        found.content.as_ref().map(|(_, next)| (block, *next))
+        found.content.map(|content| (block, content.end))
     }
 
     /// Says that a block is full of these tokens after a beginning. Returns the beginning that ends
@@ -106,16 +116,20 @@ impl Blocks {
         let Ok(tokens) = <[u32; BLOCK]>::try_from(tokens) else {
             return beginning;
         };
-        let key = (beginning, tokens);
+        let key = BlockKey { beginning, tokens };
         if let Some(other) = self.known.get(&key)
-            && let Some((_, next)) = &self.blocks[*other as usize].content
+            && let Some(content) = self.blocks[*other as usize].content
         {
             // Two sequences with this beginning were computed at once.
-            return *next;
+            return content.end;
         }
+
         self.beginnings += 1;
         self.known.insert(key, block);
-        self.blocks[block as usize].content = Some((key, self.beginnings));
+        self.blocks[block as usize].content = Some(BlockContent {
+            key,
+            end: self.beginnings,
+        });
         self.beginnings
     }
 
@@ -127,6 +141,7 @@ impl Blocks {
         if found.users > 0 {
             return;
         }
+
         found.time = self.time;
         match found.content {
             Some(_) => _ = self.unused.insert((self.time, block)),
@@ -165,14 +180,18 @@ impl Scheduler {
         let Some(place) = &mut sequence.place else {
             return;
         };
+
         let full = place.computed.min(sequence.tokens.len()) / BLOCK;
-        while place.filled.0 < full {
-            let (at, beginning) = place.filled;
+        while place.filled.count < full {
+            let FilledBlocks {
+                count: at,
+                beginning,
+            } = place.filled;
             let tokens = &sequence.tokens[at * BLOCK..][..BLOCK];
-            place.filled = (
-                at + 1,
-                self.blocks.fill(place.blocks[at], beginning, tokens),
-            );
+            place.filled = FilledBlocks {
+                count: at + 1,
+                beginning: self.blocks.fill(place.blocks[at], beginning, tokens),
+            };
         }
     }
 }
@@ -183,7 +202,7 @@ mod tests {
 
     #[test]
     fn equal_beginnings_share_blocks_until_these_are_taken() {
-        let mut blocks = Blocks::new(3);
+        let mut blocks = BlockPool::new(3);
         let start = blocks.start(0);
         let [a, b] = [[1; BLOCK], [2; BLOCK]];
         let first = blocks.take().unwrap();
@@ -216,7 +235,7 @@ mod tests {
 
     #[test]
     fn content_of_two_blocks_is_known_once() {
-        let mut blocks = Blocks::new(2);
+        let mut blocks = BlockPool::new(2);
         let start = blocks.start(0);
         let tokens = [7; BLOCK];
         let [one, other] = [(); 2].map(|()| blocks.take().unwrap());
@@ -228,7 +247,7 @@ mod tests {
     }
     #[test]
     fn versions_share_no_blocks() {
-        let mut blocks = Blocks::new(2);
+        let mut blocks = BlockPool::new(2);
         let tokens = [7; BLOCK];
         let (old, new) = (blocks.start(3), blocks.start(4));
         let block = blocks.take().unwrap();

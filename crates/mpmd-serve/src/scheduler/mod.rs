@@ -23,12 +23,14 @@ mod versions;
 use std::collections::{BTreeMap, VecDeque};
 
 use mpmd::candle::nn::BLOCK;
-use mpmd_models::{Begin, Choice, Chunk, MOST_TOKENS, Pass, Unchosen, most_words};
+use mpmd_models::{
+    Choice, InferencePass, MOST_TOKENS, NewSequence, PassChunk, Unchosen, most_words,
+};
 use serde::{Deserialize, Serialize};
 
-use crate::request::{Event, Finish, Logprobs, Request, Token};
-use blocks::Blocks;
-use versions::Versions;
+use crate::request::{Finish, Logprobs, ReplyEvent, ReplyToken, TextRequest};
+use blocks::BlockPool;
+use versions::ActiveVersions;
 
 /// Largest number of passes of a lane that are not known to have ended. With two, the next one
 /// waits for no decision.
@@ -36,7 +38,7 @@ const AHEAD: usize = 2;
 
 /// The sizes of a scheduler.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct Sizes {
+pub struct SchedulerSizes {
     /// Number of lanes: that of the stages.
     pub lanes: usize,
     /// Number of sequences at a time; at least one for each lane.
@@ -55,12 +57,12 @@ pub struct Decision {
     /// The lane whose last choices it needs.
     pub lane: u32,
     /// The tokens that it computes.
-    pub pass: Pass,
+    pub pass: InferencePass,
 }
 
 /// Counts since the start, and the present state.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub struct Counts {
+pub struct SchedulerCounts {
     /// Number of sequences that have places.
     pub running: usize,
     /// Number of requests that wait for a place.
@@ -83,7 +85,7 @@ pub struct Counts {
 /// Decides which sequences are computed when.
 #[derive(Clone, Debug)]
 pub struct Scheduler {
-    sizes: Sizes,
+    sizes: SchedulerSizes,
     sequences: BTreeMap<u64, Sequence>,
     /// Those without a place, in order.
     waiting: VecDeque<u64>,
@@ -91,10 +93,10 @@ pub struct Scheduler {
     /// The lane of the next decision.
     next: usize,
     /// The passes that have not ended.
-    open: VecDeque<Open>,
-    blocks: Blocks,
-    counts: Counts,
-    versions: Versions,
+    open: VecDeque<OpenPass>,
+    blocks: BlockPool,
+    counts: SchedulerCounts,
+    versions: ActiveVersions,
     /// True if only sequences that have begun get places.
     is_closed: bool,
     /// Number of words of the chunks of a pass at most.
@@ -103,15 +105,15 @@ pub struct Scheduler {
 
 /// A pass that has not ended.
 #[derive(Clone, Debug)]
-struct Open {
+struct OpenPass {
     lane: usize,
     version: u64,
-    members: Vec<Member>,
+    members: Vec<PassMember>,
 }
 
 /// A sequence of a pass.
 #[derive(Clone, Copy, Debug)]
-struct Member {
+struct PassMember {
     id: u64,
     /// Number of its starts.
     starts: u64,
@@ -133,22 +135,22 @@ struct Lane {
 
 #[derive(Clone, Debug)]
 struct Sequence {
-    request: Request,
+    request: TextRequest,
     /// The tokens that are known: those of the prompt and of the text.
     tokens: Vec<u32>,
     /// Number of times that it got a place.
     starts: u64,
     /// The version of the weights that computes it, once it has begun.
     version: Option<u64>,
-    place: Option<Place>,
+    place: Option<SequencePlace>,
     /// True if a pass with this sequence and others has failed, and none of its own has ended
     /// since.
     is_suspect: bool,
 }
 
 /// The next tokens of a sequence.
-enum Next {
-    Chunk(Chunk),
+enum NextChunk {
+    Chunk(PassChunk),
     /// No token is to be computed before an open pass ends.
     Nothing,
     /// The pass has no room for a token, or there is no block for it.
@@ -164,7 +166,7 @@ struct PassRoom {
 
 /// The state of a sequence that has a place.
 #[derive(Clone, Debug)]
-struct Place {
+struct SequencePlace {
     lane: usize,
     slot: usize,
     /// Number of tokens that were known at the start: they are given, and others are chosen.
@@ -176,8 +178,15 @@ struct Place {
     blocks: Vec<u32>,
     /// True if a pass has told the stages of it.
     has_begun: bool,
-    /// Number of full blocks that are known to others, and the beginning that they are.
-    filled: (usize, u64),
+    filled: FilledBlocks,
+}
+
+/// The full blocks of a sequence that are known to others.
+#[derive(Clone, Copy, Debug)]
+struct FilledBlocks {
+    count: usize,
+    /// The beginning that they are.
+    beginning: u64,
 }
 
 impl Sequence {
@@ -191,13 +200,13 @@ impl Sequence {
     }
 
     /// Returns the next chunk of the sequence in its place, without tokens and blocks.
-    fn head(&self, place: &Place) -> Chunk {
-        let begin = Begin {
+    fn head(&self, place: &SequencePlace) -> PassChunk {
+        let begin = NewSequence {
             sampling: self.request.sampling,
             prompt: self.request.prompt.len() as u32,
             top: self.request.logprobs.map(|top| top as u32),
         };
-        Chunk {
+        PassChunk {
             slot: place.slot as u32,
             start: place.computed as u32,
             given: Vec::new(),
@@ -215,8 +224,8 @@ impl Scheduler {
     ///
     /// If there is no lane, no place for each lane, no token for a chunk, or not as many blocks as
     /// a sequence may need.
-    pub fn new(sizes: Sizes) -> Self {
-        let Sizes {
+    pub fn new(sizes: SchedulerSizes) -> Self {
+        let SchedulerSizes {
             lanes,
             sequences,
             blocks,
@@ -228,9 +237,10 @@ impl Scheduler {
             positions.div_ceil(BLOCK) <= blocks && positions > 1,
             "{sizes:?}"
         );
+
         let places = |lane: usize| vec![None; (sequences - lane).div_ceil(lanes)];
         Self {
-            sizes: Sizes {
+            sizes: SchedulerSizes {
                 chunk: chunk.min(MOST_TOKENS),
                 ..sizes
             },
@@ -246,9 +256,9 @@ impl Scheduler {
                 .collect(),
             next: 0,
             open: VecDeque::new(),
-            blocks: Blocks::new(blocks),
-            counts: Counts::default(),
-            versions: Versions::default(),
+            blocks: BlockPool::new(blocks),
+            counts: SchedulerCounts::default(),
+            versions: ActiveVersions::default(),
             is_closed: false,
             words: most_words(positions),
         }
@@ -265,13 +275,12 @@ impl Scheduler {
     }
 
     /// Returns the counts.
-    pub fn counts(&self) -> Counts {
+    pub fn counts(&self) -> SchedulerCounts {
         let running = self.sequences.len() - self.waiting.len();
-        let (waiting, blocks_used) = (self.waiting.len(), self.blocks.used());
-        Counts {
+        SchedulerCounts {
             running,
-            waiting,
-            blocks_used,
+            waiting: self.waiting.len(),
+            blocks_used: self.blocks.used(),
             ..self.counts
         }
     }
@@ -288,7 +297,7 @@ impl Scheduler {
 
     /// Takes a request. `id` is a number that no other one has. The prompt has at least one token,
     /// and fewer than there are positions.
-    pub fn arrive(&mut self, id: u64, request: Request) {
+    pub fn arrive(&mut self, id: u64, request: TextRequest) {
         let tokens = request.prompt.clone();
         let sequence = Sequence {
             request,
@@ -314,13 +323,16 @@ impl Scheduler {
     pub fn restart(&mut self) {
         let mut running: Vec<u64> = self.sequences.keys().copied().collect();
         running.retain(|id| self.sequences[id].place.is_some());
-        running.into_iter().rev().for_each(|id| {
+        for id in running.into_iter().rev() {
             self.give_up_place(id);
             self.waiting.push_front(id);
-        });
+        }
+
         self.open.clear();
-        self.lanes.iter_mut().for_each(|lane| lane.open = 0);
-        self.blocks = Blocks::new(self.sizes.blocks);
+        for lane in &mut self.lanes {
+            lane.open = 0;
+        }
+        self.blocks = BlockPool::new(self.sizes.blocks);
     }
 
     /// Decides on the next pass. `None` if no lane has something to compute, before an open pass
@@ -332,13 +344,14 @@ impl Scheduler {
             if self.lanes[lane].open >= AHEAD {
                 continue;
             }
+
             self.admit(lane);
             for version in self.versions.after(self.lanes[lane].version) {
                 let (pass, members) = self.pass_of(lane, version);
                 if !pass.chunks.is_empty() {
                     self.lanes[lane].open += 1;
                     self.lanes[lane].version = version;
-                    self.open.push_back(Open {
+                    self.open.push_back(OpenPass {
                         lane,
                         version,
                         members,
@@ -355,8 +368,8 @@ impl Scheduler {
 
     /// Takes the choices of the oldest open pass, by place. Returns what its sequences' clients
     /// get.
-    pub fn end(&mut self, choices: &[Option<Choice>]) -> Vec<(u64, Event)> {
-        let Some(Open { lane, members, .. }) = self.open.pop_front() else {
+    pub fn end(&mut self, choices: &[Option<Choice>]) -> Vec<(u64, ReplyEvent)> {
+        let Some(OpenPass { lane, members, .. }) = self.open.pop_front() else {
             return Vec::new();
         };
         self.lanes[lane].open -= 1;
@@ -381,9 +394,10 @@ impl Scheduler {
             .map_or(Vec::new(), |pass| pass.members);
         // Also one that had to give up its place since: it would fail at the same token again.
         let ended = match members[..] {
-            [Member { id, .. }] => Some(id).filter(|id| self.sequences.contains_key(id)),
+            [PassMember { id, .. }] => Some(id).filter(|id| self.sequences.contains_key(id)),
             _ => None,
         };
+
         match ended {
             Some(id) => self.leave(id),
             None => members.iter().for_each(|member| self.suspect(member.id)),
@@ -399,13 +413,13 @@ impl Scheduler {
     }
 
     /// True if a sequence has not ended, nor given up its place, since a pass was decided.
-    fn is_current(&self, Member { id, starts, .. }: Member) -> bool {
+    fn is_current(&self, PassMember { id, starts, .. }: PassMember) -> bool {
         let sequence = self.sequences.get(&id);
         sequence.is_some_and(|one| one.starts == starts && one.place.is_some())
     }
 
     /// Adds a token to a sequence.
-    fn choose(&mut self, id: u64, choice: Option<Choice>) -> Vec<(u64, Event)> {
+    fn choose(&mut self, id: u64, choice: Option<Choice>) -> Vec<(u64, ReplyEvent)> {
         let Some(sequence) = self.sequences.get_mut(&id) else {
             return Vec::new();
         };
@@ -424,20 +438,21 @@ impl Scheduler {
             Ok(token) => token,
             Err(why) => {
                 self.leave(id);
-                return vec![(id, Event::Failed(why.to_string().into()))];
+                return vec![(id, ReplyEvent::Failed(why.to_string().into()))];
             }
         };
+
         sequence.tokens.push(token);
         self.counts.generated_tokens += 1;
         let logprobs = logprob.map(|chosen| Logprobs { chosen, top });
-        let mut events = vec![(
-            id,
-            Event::Token(Token {
-                id: token,
-                logprobs,
-            }),
-        )];
-        let (known, request) = (sequence.tokens.len(), &sequence.request);
+        let chosen = ReplyToken {
+            id: token,
+            logprobs,
+        };
+        let mut events = vec![(id, ReplyEvent::Token(chosen))];
+
+        let known = sequence.tokens.len();
+        let request = &sequence.request;
         let text = known - request.prompt.len();
         let finish = match request.ends.contains(&token) {
             true => Some(Finish::Stop),
@@ -446,10 +461,11 @@ impl Scheduler {
             }
             false => None,
         };
+
         self.fill(id);
         if let Some(finish) = finish {
             self.leave(id);
-            events.push((id, Event::End(finish)));
+            events.push((id, ReplyEvent::End(finish)));
         }
         events
     }
@@ -462,11 +478,9 @@ impl Scheduler {
         let lanes = self.sizes.lanes;
         self.lanes[place.lane].places[place.slot / lanes] = None;
         // The later blocks are forgotten first.
-        place
-            .blocks
-            .into_iter()
-            .rev()
-            .for_each(|block| self.blocks.release(block));
+        for block in place.blocks.into_iter().rev() {
+            self.blocks.release(block);
+        }
     }
 
     /// Gives places of a lane to sequences that wait.
@@ -479,6 +493,7 @@ impl Scheduler {
             let (Some(free), true) = (free, is_shortest) else {
                 return;
             };
+
             let Some(sequence) = self.sequences.get(&id) else {
                 return;
             };
@@ -490,6 +505,7 @@ impl Scheduler {
             if needed > self.blocks.available() {
                 return;
             }
+
             self.waiting.pop_front();
             let slot = free * self.sizes.lanes + lane;
             self.lanes[lane].places[free] = Some(id);
@@ -504,78 +520,65 @@ impl Scheduler {
         };
         let version = *sequence.version.get_or_insert(self.versions.newest);
         let start = self.blocks.start(version);
-        let (given, mut blocks, mut filled) = (sequence.tokens.len(), Vec::new(), (0, start));
+        let given = sequence.tokens.len();
+        let mut blocks = Vec::new();
+        let mut filled = FilledBlocks {
+            count: 0,
+            beginning: start,
+        };
         // The last stage needs the tokens of the text, and those of the prompt for this penalty.
         if sequence.request.sampling.repetition_penalty == 1.0 {
             // One token is left to compute.
             let most = sequence.request.prompt.len().min(given - 1);
             for tokens in sequence.tokens[..most].chunks_exact(BLOCK) {
-                let Some((block, beginning)) = self.blocks.share(filled.1, tokens) else {
+                let Some((block, beginning)) = self.blocks.share(filled.beginning, tokens) else {
                     break;
                 };
                 blocks.push(block);
-                filled = (filled.0 + 1, beginning);
+                filled = FilledBlocks {
+                    count: filled.count + 1,
+                    beginning,
+                };
             }
         }
+
         let computed = blocks.len() * BLOCK;
         self.counts.known_tokens += computed as u64;
         sequence.starts += 1;
-        let (open, has_begun) = (0, false);
-        sequence.place = Some(Place {
+        sequence.place = Some(SequencePlace {
             lane,
             slot,
             given,
             computed,
-            open,
+            open: 0,
             blocks,
-            has_begun,
+            has_begun: false,
             filled,
         });
     }
 
     /// Returns the next pass of a lane with a version, and its sequences: one token of each text,
     /// then prompts as far as there is room.
-    fn pass_of(&mut self, lane: usize, version: u64) -> (Pass, Vec<Member>) {
-        let ids = self.lanes[lane].places.iter().flatten().copied();
-        let mut ids: Vec<u64> = ids
-            .filter(|id| self.version(*id) == Some(version))
-            .collect();
-        // Where there is no room for all, each comes first in turn.
-        let turn = &mut self.lanes[lane].turns[usize::from(version != self.versions.newest)];
-        *turn = turn.wrapping_add(1);
-        let first = turn.checked_rem(ids.len()).unwrap_or(0);
-        ids.rotate_left(first);
-        let is_text = |id: &u64| {
-            let sequence = &self.sequences[id];
-            sequence
-                .place
-                .as_ref()
-                .is_some_and(|place| place.computed + 1 >= place.given)
-        };
-        let (texts, prompts): (Vec<u64>, Vec<u64>) = ids.into_iter().partition(is_text);
-        let (suspects, others): (Vec<u64>, Vec<u64>) = texts
-            .into_iter()
-            .chain(prompts)
-            .partition(|id| self.sequences[id].is_suspect);
-
+    fn pass_of(&mut self, lane: usize, version: u64) -> (InferencePass, Vec<PassMember>) {
+        let ids = self.in_turn(lane, version);
         let mut room = PassRoom {
             tokens: self.sizes.chunk,
             words: self.words,
         };
-        let mut pass = Pass {
+        let mut pass = InferencePass {
             version,
             chunks: Vec::new(),
         };
         let mut members = Vec::new();
-        for id in suspects.into_iter().chain(others) {
+        for id in ids {
             let is_suspect = self
                 .sequences
                 .get(&id)
                 .is_some_and(|sequence| sequence.is_suspect);
             let chunk = match self.next(id, room) {
-                Next::Chunk(chunk) => chunk,
-                Next::Nothing => continue,
-                Next::NoRoom => {
+                NextChunk::Chunk(chunk) => chunk,
+                NextChunk::Nothing => continue,
+                NextChunk::NoRoom => {
                     let has_place = self
                         .sequences
                         .get(&id)
@@ -585,13 +588,13 @@ impl Scheduler {
                     continue;
                 }
             };
+
             room.tokens -= chunk.tokens();
             room.words -= chunk.words();
-            let (starts, slot) = (self.sequences[&id].starts, chunk.slot as usize);
-            members.push(Member {
+            members.push(PassMember {
                 id,
-                starts,
-                slot,
+                starts: self.sequences[&id].starts,
+                slot: chunk.slot as usize,
                 samples: chunk.samples,
             });
             pass.chunks.push(chunk);
@@ -599,6 +602,7 @@ impl Scheduler {
                 break;
             }
         }
+
         // Without those of sequences that had to give up their places.
         let places = &self.lanes[lane].places;
         let is_there = |slot: usize| places[slot / self.sizes.lanes].is_some();
@@ -606,32 +610,63 @@ impl Scheduler {
         members.retain(|member| is_there(member.slot));
         let ids: Vec<u64> = places.iter().flatten().copied().collect();
         // Only now the blocks will have their content.
-        ids.into_iter().for_each(|id| self.fill(id));
+        for id in ids {
+            self.fill(id);
+        }
         (pass, members)
     }
 
+    /// Returns the sequences of a lane with a version in the order in which its next pass computes
+    /// them: suspects first, then texts, then prompts. Counts the turn.
+    fn in_turn(&mut self, lane: usize, version: u64) -> Vec<u64> {
+        let ids = self.lanes[lane].places.iter().flatten().copied();
+        let mut ids: Vec<u64> = ids
+            .filter(|id| self.version(*id) == Some(version))
+            .collect();
+        // Where there is no room for all, each comes first in turn.
+        let turn = &mut self.lanes[lane].turns[usize::from(version != self.versions.newest)];
+        *turn = turn.wrapping_add(1);
+        let first = turn.checked_rem(ids.len()).unwrap_or(0);
+        ids.rotate_left(first);
+
+        let is_text = |id: &u64| {
+            let sequence = &self.sequences[id];
+            sequence
+                .place
+                .as_ref()
+                .is_some_and(|place| place.computed + 1 >= place.given)
+        };
+        let (texts, prompts): (Vec<u64>, Vec<u64>) = ids.into_iter().partition(is_text);
+        let (mut suspects, others): (Vec<u64>, Vec<u64>) = texts
+            .into_iter()
+            .chain(prompts)
+            .partition(|id| self.sequences[id].is_suspect);
+        suspects.extend(others);
+        suspects
+    }
+
     /// Decides on the next tokens of a sequence, for a pass with this room.
-    fn next(&mut self, id: u64, room: PassRoom) -> Next {
+    fn next(&mut self, id: u64, room: PassRoom) -> NextChunk {
         let Some(sequence) = self.sequences.get(&id) else {
-            return Next::Nothing;
+            return NextChunk::Nothing;
         };
         let Some(place) = &sequence.place else {
-            return Next::Nothing;
+            return NextChunk::Nothing;
         };
         let start = place.computed;
         let len = sequence.len();
         let is_done = sequence.text_len() >= sequence.request.max_tokens;
         if is_done || len >= self.sizes.positions || start == len {
-            return Next::Nothing;
+            return NextChunk::Nothing;
         }
 
         let head = sequence.head(place);
         let Some(words) = room.words.checked_sub(head.words() + len.div_ceil(BLOCK)) else {
-            return Next::NoRoom;
+            return NextChunk::NoRoom;
         };
         let end = len.min(start + room.tokens.min(words));
         if end == start {
-            return Next::NoRoom;
+            return NextChunk::NoRoom;
         }
         let given = sequence
             .tokens
@@ -641,11 +676,11 @@ impl Scheduler {
         let has_room = self.grow(id, end.div_ceil(BLOCK));
 
         let Some(sequence) = self.sequences.get_mut(&id).filter(|_| has_room) else {
-            return Next::NoRoom;
+            return NextChunk::NoRoom;
         };
         let prompt = sequence.request.prompt.len();
         let Some(place) = &mut sequence.place else {
-            return Next::NoRoom;
+            return NextChunk::NoRoom;
         };
         self.counts.prompt_tokens += end.min(prompt).saturating_sub(start) as u64;
         let samples = end == len;
@@ -653,7 +688,7 @@ impl Scheduler {
         place.has_begun = true;
         place.open += usize::from(samples);
         let blocks = place.blocks[..end.div_ceil(BLOCK)].to_vec();
-        Next::Chunk(Chunk {
+        NextChunk::Chunk(PassChunk {
             given,
             samples,
             blocks,
@@ -674,6 +709,7 @@ impl Scheduler {
             if place.blocks.len() >= blocks {
                 return true;
             }
+
             let Some(block) = self.take_block(id) else {
                 return false;
             };

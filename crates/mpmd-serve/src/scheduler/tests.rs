@@ -34,7 +34,7 @@ struct Toy {
     /// The last chosen token of each place.
     last: Vec<u32>,
     /// The tokens of each place since its sequence began.
-    begun: Vec<Option<Begin>>,
+    begun: Vec<Option<NewSequence>>,
     /// The places of sequences for which no token can be chosen.
     unchosen: BTreeSet<usize>,
 }
@@ -44,7 +44,7 @@ struct Toy {
 struct PassFailed;
 
 impl Toy {
-    fn new(sizes: Sizes) -> Self {
+    fn new(sizes: SchedulerSizes) -> Self {
         Self {
             cache: vec![[None; BLOCK]; sizes.blocks],
             last: vec![0; sizes.sequences],
@@ -54,11 +54,11 @@ impl Toy {
     }
 
     /// Computes a pass that does not fail.
-    fn run(&mut self, pass: &Pass) -> Vec<Option<Choice>> {
+    fn run(&mut self, pass: &InferencePass) -> Vec<Option<Choice>> {
         self.try_run(pass).expect("a pass without poison")
     }
 
-    fn try_run(&mut self, pass: &Pass) -> Result<Vec<Option<Choice>>, PassFailed> {
+    fn try_run(&mut self, pass: &InferencePass) -> Result<Vec<Option<Choice>>, PassFailed> {
         if pass
             .chunks
             .iter()
@@ -141,14 +141,14 @@ impl Toy {
 
 /// Returns the events that a request gets, computed alone: by each version from this number of new
 /// tokens on.
-fn alone(request: &Request, positions: usize, versions: &[(usize, u64)]) -> Vec<Event> {
+fn alone(request: &TextRequest, positions: usize, versions: &[(usize, u64)]) -> Vec<ReplyEvent> {
     let mut tokens = request.prompt.clone();
     let mut events = Vec::new();
     if tokens.contains(&POISON) {
         return events;
     }
     if tokens.contains(&NOT_FINITE) {
-        return vec![Event::Failed(Unchosen::NotFinite.to_string().into())];
+        return vec![ReplyEvent::Failed(Unchosen::NotFinite.to_string().into())];
     }
     loop {
         let hash = tokens.iter().fold(0, |hash, token| mixed(hash, *token));
@@ -159,12 +159,12 @@ fn alone(request: &Request, positions: usize, versions: &[(usize, u64)]) -> Vec<
             .map_or(0, |of| of.1);
         let id = next_token(hash, version);
         tokens.push(id);
-        events.push(Event::Token(Token { id, logprobs: None }));
+        events.push(ReplyEvent::Token(ReplyToken { id, logprobs: None }));
         let text = tokens.len() - request.prompt.len();
         if request.ends.contains(&id) {
-            events.push(Event::End(Finish::Stop));
+            events.push(ReplyEvent::End(Finish::Stop));
         } else if text == request.max_tokens || tokens.len() == positions {
-            events.push(Event::End(Finish::Length));
+            events.push(ReplyEvent::End(Finish::Length));
         } else {
             continue;
         }
@@ -175,13 +175,13 @@ fn alone(request: &Request, positions: usize, versions: &[(usize, u64)]) -> Vec<
 /// A job of random requests, in which clients leave, stages are lost and versions begin.
 struct World {
     random: Rng,
-    sizes: Sizes,
+    sizes: SchedulerSizes,
     scheduler: Scheduler,
     toy: Toy,
     /// Decided passes whose results the scheduler does not have.
-    passes: VecDeque<Pass>,
-    requests: BTreeMap<u64, Request>,
-    events: BTreeMap<u64, Vec<Event>>,
+    passes: VecDeque<InferencePass>,
+    requests: BTreeMap<u64, TextRequest>,
+    events: BTreeMap<u64, Vec<ReplyEvent>>,
     left: Vec<u64>,
     /// The requests that a failed pass has ended.
     failed: Vec<u64>,
@@ -203,7 +203,7 @@ impl World {
         let mut draw = |end: u64| random.u64(..end);
         let lanes = 1 + draw(4) as usize;
         let positions = 2 + draw(100) as usize;
-        let sizes = Sizes {
+        let sizes = SchedulerSizes {
             lanes,
             sequences: lanes + draw(8) as usize,
             blocks: positions.div_ceil(BLOCK) + draw(12) as usize,
@@ -213,13 +213,13 @@ impl World {
         let mut scheduler = Scheduler::new(sizes);
         // As few as one sequence needs, or some more.
         let blocks = vec![0; positions.div_ceil(BLOCK)];
-        let begin = Begin {
+        let begin = NewSequence {
             sampling: Sampling::default(),
             prompt: 1,
             top: None,
         };
         let (given, new) = (vec![0], Some(begin));
-        let chunk = Chunk {
+        let chunk = PassChunk {
             slot: 0,
             start: 0,
             given,
@@ -270,7 +270,7 @@ impl World {
             prompt[at] = bad;
         }
         let repetition_penalty = [1.0, 1.2][self.draw(6) as usize / 5];
-        let request = Request {
+        let request = TextRequest {
             prompt,
             max_tokens: 1 + self.draw(40) as usize,
             sampling: Sampling {
@@ -305,7 +305,7 @@ impl World {
     }
 
     /// Has the oldest pass, which this one was, fail as a whole.
-    fn fail(&mut self, pass: &Pass) {
+    fn fail(&mut self, pass: &InferencePass) {
         let ended = self.scheduler.fail();
         if let Some(id) = ended {
             assert_eq!(pass.chunks.len(), 1, "only one that was alone has ended");
@@ -340,10 +340,10 @@ impl World {
             );
             return false;
         };
-        let words: usize = pass.chunks.iter().map(Chunk::words).sum();
+        let words: usize = pass.chunks.iter().map(PassChunk::words).sum();
         assert!(words <= self.scheduler.words, "the pass has a form");
         assert!(pass.tokens() <= self.sizes.chunk, "at most a chunk");
-        let on_lane = |chunk: &Chunk| chunk.slot as usize % self.sizes.lanes == lane as usize;
+        let on_lane = |chunk: &PassChunk| chunk.slot as usize % self.sizes.lanes == lane as usize;
         assert!(pass.chunks.iter().all(on_lane));
         self.passes.push_back(pass);
         assert!(self.scheduler.counts().blocks_used <= self.sizes.blocks);
@@ -389,7 +389,7 @@ impl World {
             "the older one"
         );
         self.known.remove(0);
-        let is_open = |pass: &Pass| pass.version == version;
+        let is_open = |pass: &InferencePass| pass.version == version;
         assert!(!self.passes.iter().any(is_open), "an open pass needs it");
         assert_eq!(self.scheduler.retired(), None, "it is told once");
         let keys = self.toy.cache.iter_mut().flatten();
@@ -403,7 +403,7 @@ impl World {
             0..=3 if self.requests.len() < 30 => self.arrive(),
             4 => {
                 let id = self.draw(self.requests.len() as u64 + 1);
-                let is_last = |event: &Event| !matches!(event, Event::Token(_));
+                let is_last = |event: &ReplyEvent| !matches!(event, ReplyEvent::Token(_));
                 let has_ended = self
                     .events
                     .get(&id)
@@ -433,7 +433,7 @@ impl World {
 
     /// Returns the counts, and the numbers of upgraded requests and of failures of several requests
     /// at a time.
-    fn run(random: Rng) -> (Counts, [usize; 2]) {
+    fn run(random: Rng) -> (SchedulerCounts, [usize; 2]) {
         let mut world = Self::new(random);
         (0..400).for_each(|_| world.step());
         world.is_closed = false;
@@ -478,7 +478,7 @@ impl World {
 
 #[test]
 fn fuzz_scheduler() {
-    let mut all = Counts::default();
+    let mut all = SchedulerCounts::default();
     let mut all_upgraded = 0;
     let mut all_shared_failures = 0;
     let mut runs = 0;
@@ -499,9 +499,9 @@ fn fuzz_scheduler() {
     );
 }
 
-fn request(prompt: Vec<u32>, max_tokens: usize) -> Request {
+fn request(prompt: Vec<u32>, max_tokens: usize) -> TextRequest {
     let sampling = Sampling::default();
-    Request {
+    TextRequest {
         prompt,
         max_tokens,
         sampling,
@@ -510,7 +510,7 @@ fn request(prompt: Vec<u32>, max_tokens: usize) -> Request {
     }
 }
 
-const SIZES: Sizes = Sizes {
+const SIZES: SchedulerSizes = SchedulerSizes {
     lanes: 1,
     sequences: 4,
     blocks: 100,
@@ -584,7 +584,7 @@ fn equal_prompts_are_computed_once() {
 
 #[test]
 fn versions_of_a_lane_alternate() {
-    let sizes = Sizes { chunk: 1, ..SIZES };
+    let sizes = SchedulerSizes { chunk: 1, ..SIZES };
     let (mut scheduler, mut toy) = (Scheduler::new(sizes), Toy::new(sizes));
     let mut run = |scheduler: &mut Scheduler, passes: usize| {
         let mut computed = Vec::new();
@@ -629,7 +629,7 @@ fn versions_of_a_lane_alternate() {
 #[test]
 fn closed_scheduler_computes_only_what_has_begun() {
     // Both sequences do not fit at once: the second gives its place up.
-    let sizes = Sizes {
+    let sizes = SchedulerSizes {
         blocks: 3,
         positions: 48,
         ..SIZES
@@ -642,7 +642,7 @@ fn closed_scheduler_computes_only_what_has_begun() {
             let events = scheduler.end(&toy.run(&pass));
             let ends = events
                 .iter()
-                .filter(|(_, event)| matches!(event, Event::End(_)));
+                .filter(|(_, event)| matches!(event, ReplyEvent::End(_)));
             ended.extend(ends.map(|(id, _)| *id));
             if scheduler.count(0) == 2 && scheduler.counts().waiting == 0 {
                 scheduler.close(true);

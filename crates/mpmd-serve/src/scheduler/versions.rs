@@ -4,18 +4,19 @@ use super::Scheduler;
 
 /// The versions in use: at most two.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Versions {
+pub(super) struct ActiveVersions {
     /// That of sequences that begin.
     pub(super) newest: u64,
     /// The one before, until it has retired.
     pub(super) old: Option<u64>,
 }
 
-impl Versions {
+impl ActiveVersions {
     /// Returns the versions in the order in which a lane tries them: `last` is that of its last
     /// pass.
     pub(super) fn after(self, last: u64) -> impl Iterator<Item = u64> {
-        let (newest, old) = (Some(self.newest), self.old);
+        let newest = Some(self.newest);
+        let old = self.old;
         let order = if last == self.newest {
             [old, newest]
         } else {
@@ -49,7 +50,7 @@ impl Scheduler {
             .count()
     }
 
-    /// Has sequences that begin from now on computed by another version.
+    /// Computes sequences that begin from now on by another version.
     ///
     /// # Panics
     ///
@@ -76,8 +77,8 @@ impl Scheduler {
         self.versions.old.take()
     }
 
-    /// Has the sequences of the older version computed again on the newest, from their tokens so
-    /// far. Returns them.
+    /// Computes the sequences of the older version again on the newest, from their tokens so far.
+    /// Returns them.
     pub fn upgrade(&mut self) -> Vec<u64> {
         let Some(old) = self.versions.old else {
             return Vec::new();
@@ -87,6 +88,7 @@ impl Scheduler {
             .iter()
             .filter(|(_, one)| one.version == Some(old));
         let ids: Vec<u64> = ids.map(|(id, _)| *id).collect();
+
         for id in ids.iter().rev() {
             let Some(sequence) = self.sequences.get_mut(id) else {
                 continue;

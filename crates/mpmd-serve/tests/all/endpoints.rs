@@ -1,7 +1,7 @@
 //! Every endpoint, and every form of a request.
 
 use mpmd_models::Sampling;
-use mpmd_serve::{Finish, Request};
+use mpmd_serve::{Finish, TextRequest};
 use serde_json::{Value, json};
 
 use crate::server::{Act, POSITIONS, Server, greedy};
@@ -228,7 +228,7 @@ fn settings_reach_the_engine() {
     let chat = json!({ "messages": [{ "role": "user", "content": "a" }] });
     server.post("/v1/chat/completions", &chat);
     let seen = server.end();
-    let first = Request {
+    let first = TextRequest {
         prompt: vec![5],
         max_tokens: 16,
         sampling: greedy(3),
@@ -238,7 +238,7 @@ fn settings_reach_the_engine() {
     assert_eq!(seen[0], first);
     assert_eq!(
         seen[1],
-        Request {
+        TextRequest {
             sampling: greedy(u64::MAX),
             ends: Vec::new(),
             ..first

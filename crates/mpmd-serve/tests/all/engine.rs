@@ -7,8 +7,13 @@ use futures::executor::block_on;
 use mpmd::ProcessId;
 use mpmd::random::Key;
 use mpmd::testing::Simulation;
-use mpmd_models::{Chunk, Folder, Pass, Room, Sampling, Stages, Unchosen, Versions};
-use mpmd_serve::{Engine, Event, Finish, Limits, Queue, Request, Sizes, Stream, queue, run};
+use mpmd_models::{
+    Folder, InferencePass, PassChunk, Room, Sampling, Stages, Unchosen, WeightVersions,
+};
+use mpmd_serve::{
+    Engine, Finish, QueueLimits, ReplyEvent, ReplyStream, RequestQueue, SchedulerSizes,
+    TextRequest, queue, run,
+};
 use serde::Deserialize;
 
 use crate::folder::{path, with_poisoned_token};
@@ -25,7 +30,7 @@ pub(crate) fn expected(name: &str) -> Expected {
     serde_json::from_str(&text).unwrap()
 }
 
-fn request(prompt: &[u32], max_tokens: usize, seed: Option<u64>) -> Request {
+fn request(prompt: &[u32], max_tokens: usize, seed: Option<u64>) -> TextRequest {
     let greedy = Sampling::default();
     let sampling = seed.map_or(greedy, |seed| Sampling {
         temperature: 0.8,
@@ -34,7 +39,7 @@ fn request(prompt: &[u32], max_tokens: usize, seed: Option<u64>) -> Request {
         seed,
         ..greedy
     });
-    Request {
+    TextRequest {
         prompt: prompt.to_vec(),
         max_tokens,
         sampling,
@@ -44,20 +49,25 @@ fn request(prompt: &[u32], max_tokens: usize, seed: Option<u64>) -> Request {
 }
 
 /// Returns the tokens of a request.
-fn tokens(mut stream: Stream) -> Vec<u32> {
+fn tokens(mut stream: ReplyStream) -> Vec<u32> {
     let mut tokens = Vec::new();
     while let Some(event) = block_on(stream.next()) {
         match event {
-            Event::Token(token) => tokens.push(token.id),
-            Event::End(finish) => assert_eq!(finish, Finish::Length),
-            Event::Failed(why) => panic!("{why}"),
+            ReplyEvent::Token(token) => tokens.push(token.id),
+            ReplyEvent::End(finish) => assert_eq!(finish, Finish::Length),
+            ReplyEvent::Failed(why) => panic!("{why}"),
         }
     }
     tokens
 }
 
 /// Serves a model of the tests over stages of so many devices, while `clients` runs.
-fn serve(name: &str, devices: &[usize], sizes: Sizes, clients: impl Fn(&Queue) + Send + Sync) {
+fn serve(
+    name: &str,
+    devices: &[usize],
+    sizes: SchedulerSizes,
+    clients: impl Fn(&RequestQueue) + Send + Sync,
+) {
     serve_folder(&path(name), devices, sizes, |queue, _| clients(queue));
 }
 
@@ -65,18 +75,18 @@ fn serve(name: &str, devices: &[usize], sizes: Sizes, clients: impl Fn(&Queue) +
 fn serve_folder(
     folder: &Path,
     devices: &[usize],
-    sizes: Sizes,
-    clients: impl Fn(&Queue, &Versions) + Send + Sync,
+    sizes: SchedulerSizes,
+    clients: impl Fn(&RequestQueue, &WeightVersions) + Send + Sync,
 ) {
     let folder = Folder::open(folder).unwrap();
     let versions = OnceLock::new();
     let model = Stages::new(&folder, devices.len(), sizes.positions).unwrap();
     let model = model.tensor_parallel(devices).unwrap();
-    let (queue, arrivals) = queue(Limits::default());
+    let (queue, arrivals) = queue(QueueLimits::default());
     let engine = Mutex::new(Some(Engine::new(sizes, arrivals)));
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            while queue.phase() == mpmd_serve::Phase::Starting {
+            while queue.phase() == mpmd_serve::ServerPhase::Starting {
                 std::thread::sleep(std::time::Duration::from_millis(1));
             }
             // A failed assertion must end the server, too.
@@ -115,7 +125,7 @@ fn serve_folder(
 }
 
 /// Ends a server when it is dropped, also by a failed assertion.
-pub(crate) struct Drain<'a>(pub(crate) &'a Queue);
+pub(crate) struct Drain<'a>(pub(crate) &'a RequestQueue);
 
 impl Drop for Drain<'_> {
     fn drop(&mut self) {
@@ -123,7 +133,7 @@ impl Drop for Drain<'_> {
     }
 }
 
-const SIZES: Sizes = Sizes {
+const SIZES: SchedulerSizes = SchedulerSizes {
     lanes: 1,
     sequences: 16,
     blocks: 60,
@@ -136,7 +146,7 @@ fn greedy_tokens_equal_those_of_transformers_among_others() {
     for name in ["plain", "qwen3-window", "gemma2", "gpt2", "mixtral"] {
         let Expected { prompt, greedy } = expected(name);
         for devices in [&[1][..], &[1, 1], &[1, 1, 1, 1]] {
-            let sizes = Sizes {
+            let sizes = SchedulerSizes {
                 lanes: devices.len(),
                 ..SIZES
             };
@@ -186,7 +196,7 @@ fn drawn_tokens_depend_on_request_and_seed_alone() {
         (&[1, 1, 1], 60, 512),
         (&[2, 1], 60, 24),
     ] {
-        let sizes = Sizes {
+        let sizes = SchedulerSizes {
             lanes: devices.len(),
             blocks,
             chunk,
@@ -195,7 +205,7 @@ fn drawn_tokens_depend_on_request_and_seed_alone() {
         serve("llama3", devices, sizes, |queue| {
             let drawn = |seed| request(&prompt, 50, Some(seed));
             // Some have to give up their places, where there are few blocks.
-            let streams: Vec<Stream> = (0..6)
+            let streams: Vec<ReplyStream> = (0..6)
                 .map(|seed| queue.submit(drawn(seed)).unwrap())
                 .collect();
             let texts: Vec<Vec<u32>> = streams.into_iter().map(tokens).collect();
@@ -216,29 +226,34 @@ fn texts_end_at_end_tokens_and_tell_probabilities() {
     let Expected { prompt, greedy } = expected("plain");
     let end = greedy[20];
     let until = greedy.iter().position(|token| *token == end).unwrap();
-    serve("plain", &[1, 1], Sizes { lanes: 2, ..SIZES }, |queue| {
-        let mut request = request(&prompt, 64, None);
-        (request.ends, request.logprobs) = (vec![end, 9999], Some(2));
-        let mut stream = queue.submit(request).unwrap();
-        let (mut found, mut finish) = (Vec::new(), None);
-        while let Some(event) = block_on(stream.next()) {
-            match event {
-                Event::Token(token) => {
-                    let logprobs = token.logprobs.unwrap();
-                    assert_eq!(logprobs.top.len(), 2);
-                    assert_eq!(logprobs.top[0], (token.id, logprobs.chosen), "greedy");
-                    assert!(logprobs.chosen <= 0.0 && logprobs.top[1].1 <= logprobs.chosen);
-                    found.push(token.id);
+    serve(
+        "plain",
+        &[1, 1],
+        SchedulerSizes { lanes: 2, ..SIZES },
+        |queue| {
+            let mut request = request(&prompt, 64, None);
+            (request.ends, request.logprobs) = (vec![end, 9999], Some(2));
+            let mut stream = queue.submit(request).unwrap();
+            let (mut found, mut finish) = (Vec::new(), None);
+            while let Some(event) = block_on(stream.next()) {
+                match event {
+                    ReplyEvent::Token(token) => {
+                        let logprobs = token.logprobs.unwrap();
+                        assert_eq!(logprobs.top.len(), 2);
+                        assert_eq!(logprobs.top[0], (token.id, logprobs.chosen), "greedy");
+                        assert!(logprobs.chosen <= 0.0 && logprobs.top[1].1 <= logprobs.chosen);
+                        found.push(token.id);
+                    }
+                    ReplyEvent::End(why) => finish = Some(why),
+                    ReplyEvent::Failed(why) => panic!("{why}"),
                 }
-                Event::End(why) => finish = Some(why),
-                Event::Failed(why) => panic!("{why}"),
             }
-        }
-        assert_eq!(
-            (found, finish),
-            (greedy[..=until].to_vec(), Some(Finish::Stop))
-        );
-    });
+            assert_eq!(
+                (found, finish),
+                (greedy[..=until].to_vec(), Some(Finish::Stop))
+            );
+        },
+    );
 }
 
 #[test]
@@ -257,7 +272,7 @@ fn long_sequences_need_no_plans_after_a_warm_up_with_few_tokens() {
         let mut last = None;
         for count in [1, 600, 3000, 5000] {
             let (given, blocks) = (vec![1], vec![0; count]);
-            let chunk = Chunk {
+            let chunk = PassChunk {
                 slot: 0,
                 start: 0,
                 given,
@@ -267,7 +282,7 @@ fn long_sequences_need_no_plans_after_a_warm_up_with_few_tokens() {
             };
             last = Some(inference.pass(
                 p,
-                &Pass {
+                &InferencePass {
                     version: 0,
                     chunks: vec![chunk],
                 },
@@ -288,17 +303,17 @@ fn logits_that_are_not_finite_end_their_request() {
     for (token, devices) in [(7, &[1][..]), (7, &[1, 1, 1]), (0, &[2, 1]), (160, &[2])] {
         let folder = with_poisoned_token("plain", token);
         assert!(!prompt.contains(&token) && !greedy.contains(&token));
-        let sizes = Sizes {
+        let sizes = SchedulerSizes {
             lanes: devices.len(),
             ..SIZES
         };
         serve_folder(folder.path(), devices, sizes, |queue, _| {
             let submit =
                 |prompt: &[u32], tokens| queue.submit(request(prompt, tokens, None)).unwrap();
-            let others: Vec<Stream> = (0..4).map(|_| submit(&prompt, greedy.len())).collect();
+            let others: Vec<ReplyStream> = (0..4).map(|_| submit(&prompt, greedy.len())).collect();
             for round in 0..3 {
                 let mut bad = submit(&[token], 20);
-                let Some(Event::Failed(why)) = block_on(bad.next()) else {
+                let Some(ReplyEvent::Failed(why)) = block_on(bad.next()) else {
                     panic!("no error")
                 };
                 assert!(why.contains("logits are not finite"), "{round}: {why}");
@@ -316,29 +331,29 @@ fn logits_that_are_not_finite_end_their_request() {
 fn failed_pass_has_its_requests_computed_alone() {
     let Expected { prompt, greedy } = expected("plain");
     for devices in [&[1][..], &[1, 1, 1]] {
-        let sizes = Sizes {
+        let sizes = SchedulerSizes {
             lanes: devices.len(),
             ..SIZES
         };
         serve_folder(&path("plain"), devices, sizes, |queue, versions| {
             let submit = |tokens| queue.submit(request(&prompt, tokens, None)).unwrap();
-            let mut others: Vec<Stream> = (0..4).map(|_| submit(greedy.len())).collect();
+            let mut others: Vec<ReplyStream> = (0..4).map(|_| submit(greedy.len())).collect();
             let begun = others.iter_mut().map(|other| block_on(other.next()));
-            let firsts: Vec<Option<Event>> = begun.collect();
+            let firsts: Vec<Option<ReplyEvent>> = begun.collect();
             // Its weights are nowhere, so its passes fail.
             versions.arrive(9);
             while !queue.metrics().contains("mpmd_weight_version 9") {
                 std::thread::sleep(std::time::Duration::from_millis(1));
             }
-            let bad: Vec<Stream> = (0..3).map(|_| submit(4)).collect();
+            let bad: Vec<ReplyStream> = (0..3).map(|_| submit(4)).collect();
             for mut bad in bad {
-                let Some(Event::Failed(why)) = block_on(bad.next()) else {
+                let Some(ReplyEvent::Failed(why)) = block_on(bad.next()) else {
                     panic!("no error")
                 };
                 assert!(why.contains("the model has failed"), "{why}");
             }
             for (other, first) in others.into_iter().zip(firsts) {
-                let Some(Event::Token(first)) = first else {
+                let Some(ReplyEvent::Token(first)) = first else {
                     panic!("no token")
                 };
                 let found = [vec![first.id], tokens(other)].concat();
@@ -353,18 +368,24 @@ fn failed_pass_has_its_requests_computed_alone() {
 #[test]
 fn token_without_a_row_ends_its_request() {
     let Expected { prompt, greedy } = expected("plain");
-    serve("plain", &[1, 1], Sizes { lanes: 2, ..SIZES }, |queue| {
-        let submit = |prompt: &[u32], tokens| queue.submit(request(prompt, tokens, None)).unwrap();
-        let other = submit(&prompt, greedy.len());
-        let mut wrong = submit(&[1_000_000], 4);
-        let Some(Event::Failed(why)) = block_on(wrong.next()) else {
-            panic!("no error")
-        };
-        assert!(why.contains("token 1000000 has no row"), "{why}");
-        assert_eq!(tokens(other), greedy);
-        let metrics = queue.metrics();
-        assert!(metrics.contains("mpmd_failed_passes_total 0"), "{metrics}");
-    });
+    serve(
+        "plain",
+        &[1, 1],
+        SchedulerSizes { lanes: 2, ..SIZES },
+        |queue| {
+            let submit =
+                |prompt: &[u32], tokens| queue.submit(request(prompt, tokens, None)).unwrap();
+            let other = submit(&prompt, greedy.len());
+            let mut wrong = submit(&[1_000_000], 4);
+            let Some(ReplyEvent::Failed(why)) = block_on(wrong.next()) else {
+                panic!("no error")
+            };
+            assert!(why.contains("token 1000000 has no row"), "{why}");
+            assert_eq!(tokens(other), greedy);
+            let metrics = queue.metrics();
+            assert!(metrics.contains("mpmd_failed_passes_total 0"), "{metrics}");
+        },
+    );
 }
 
 #[test]
@@ -378,7 +399,7 @@ fn invalid_chunks_are_refused_before_issue() {
         };
         let meshes = model.meshes(|stage| stage)?;
         let mut inference = model.inference(p, &meshes, room, false)?;
-        let good = Chunk {
+        let good = PassChunk {
             slot: 0,
             start: 0,
             given: vec![1, 2],
@@ -388,14 +409,14 @@ fn invalid_chunks_are_refused_before_issue() {
         };
         let wrong = [
             (
-                Chunk {
+                PassChunk {
                     slot: 16,
                     ..good.clone()
                 },
                 "place 16 of 16",
             ),
             (
-                Chunk {
+                PassChunk {
                     start: 127,
                     blocks: vec![0; 9],
                     ..good.clone()
@@ -403,21 +424,21 @@ fn invalid_chunks_are_refused_before_issue() {
                 "129 tokens, where 128",
             ),
             (
-                Chunk {
+                PassChunk {
                     start: 15,
                     ..good.clone()
                 },
                 "1 blocks for 17 tokens",
             ),
             (
-                Chunk {
+                PassChunk {
                     blocks: vec![60],
                     ..good.clone()
                 },
                 "block 60 of 60",
             ),
             (
-                Chunk {
+                PassChunk {
                     given: vec![1, 9999],
                     ..good.clone()
                 },
@@ -425,7 +446,7 @@ fn invalid_chunks_are_refused_before_issue() {
             ),
         ];
         for (chunk, expected) in wrong {
-            let pass = Pass {
+            let pass = InferencePass {
                 version: 0,
                 chunks: vec![good.clone(), chunk],
             };
@@ -435,7 +456,7 @@ fn invalid_chunks_are_refused_before_issue() {
         // Nothing was issued: the job goes on. A sequence that never began is a value.
         let choices = inference.pass(
             p,
-            &Pass {
+            &InferencePass {
                 version: 0,
                 chunks: vec![good],
             },
@@ -455,7 +476,7 @@ fn prompts_without_room_fail_alone() {
     let Expected { prompt, greedy } = expected("plain");
     serve("plain", &[1], SIZES, |queue| {
         let mut long = queue.submit(request(&[1; 128], 1, None)).unwrap();
-        let Some(Event::Failed(why)) = block_on(long.next()) else {
+        let Some(ReplyEvent::Failed(why)) = block_on(long.next()) else {
             panic!("no room")
         };
         assert!(

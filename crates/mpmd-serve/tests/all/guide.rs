@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use mpmd_serve::{Figures, FrontSettings, StageFigures};
+use mpmd_serve::{EngineFigures, FrontSettings, StageFigures};
 use serde_json::json;
 
 use crate::client::send;
@@ -57,9 +57,9 @@ fn metrics_of_the_guide_are_those_of_the_server() {
     server.post("/v1/completions", &json!({ "prompt": "a" }));
     server.queue.drain();
     server.post("/v1/completions", &json!({ "prompt": "a" }));
-    server.report(Figures {
+    server.report(EngineFigures {
         stages: vec![StageFigures::default()],
-        ..Figures::default()
+        ..EngineFigures::default()
     });
     let text = server.queue.metrics();
     let types = text

@@ -4,7 +4,7 @@ use std::io::{BufReader, Read as _, Write as _};
 use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};
 
-use mpmd_serve::{Finish, Front, FrontSettings, Phase};
+use mpmd_serve::{Finish, Front, FrontSettings, ServerPhase};
 use rustix::net::sockopt::set_socket_recv_buffer_size;
 use serde_json::json;
 
@@ -194,7 +194,7 @@ fn draining_server_answers_open_requests_and_no_new_ones() {
     until("the request is taken", || server.queue.open() == 1);
     server.front().drain();
     until("the server drains", || {
-        server.queue.phase() == Phase::Draining
+        server.queue.phase() == ServerPhase::Draining
     });
     let ready = server.get("/ready");
     assert_eq!(

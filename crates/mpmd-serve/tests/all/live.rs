@@ -18,7 +18,10 @@ use mpmd::{MpmdArray, ProcessId, Program, Result};
 use mpmd_models::{
     Folder, Inference, Room, Sampling, Stages, WeightPublisher, WeightType, merged, save,
 };
-use mpmd_serve::{Engine, Event, Limits, Queue, Request, Serving, Sizes, Turn, queue};
+use mpmd_serve::{
+    Engine, QueueLimits, ReplyEvent, RequestQueue, SchedulerSizes, Serving, ServingTurn,
+    TextRequest, queue,
+};
 
 use crate::engine::{Drain, expected};
 use crate::folder::path;
@@ -34,9 +37,9 @@ struct Reply {
     versions: Vec<String>,
 }
 
-fn ask(queue: &Queue, prompt: &[u32], max_tokens: usize) -> Reply {
+fn ask(queue: &RequestQueue, prompt: &[u32], max_tokens: usize) -> Reply {
     let (prompt, sampling, ends) = (prompt.to_vec(), Sampling::default(), Vec::new());
-    let request = Request {
+    let request = TextRequest {
         prompt,
         max_tokens,
         sampling,
@@ -47,12 +50,12 @@ fn ask(queue: &Queue, prompt: &[u32], max_tokens: usize) -> Reply {
     let (mut tokens, mut probabilities) = (Vec::new(), Vec::new());
     while let Some(event) = block_on(stream.next()) {
         match event {
-            Event::Token(token) => {
+            ReplyEvent::Token(token) => {
                 tokens.push(token.id);
                 probabilities.push(token.logprobs.unwrap().chosen.to_bits());
             }
-            Event::End(_) => {}
-            Event::Failed(why) => panic!("{why}"),
+            ReplyEvent::End(_) => {}
+            ReplyEvent::Failed(why) => panic!("{why}"),
         }
     }
     let versions = stream.versions().iter().map(ToString::to_string).collect();
@@ -68,7 +71,7 @@ struct Both {
     serving: Stages,
     training: Stages,
     devices: Vec<usize>,
-    sizes: Sizes,
+    sizes: SchedulerSizes,
     /// The type of the weights of the server.
     in_half: bool,
 }
@@ -79,7 +82,7 @@ impl Both {
         let lanes = devices.len();
         let training = training.after(devices.iter().sum());
         devices.extend(training.devices(|stage| stage).unwrap());
-        let sizes = Sizes {
+        let sizes = SchedulerSizes {
             lanes,
             sequences: 6,
             blocks: 90,
@@ -108,14 +111,14 @@ impl Both {
     fn run(
         &self,
         program: impl Fn(&mut Program, Option<&mut Engine>) -> Result<()> + Sync,
-        clients: impl FnOnce(&Queue) + Send,
+        clients: impl FnOnce(&RequestQueue) + Send,
     ) {
-        let (queue, arrivals) = queue(Limits::default());
+        let (queue, arrivals) = queue(QueueLimits::default());
         let engine = Mutex::new(Some(Engine::new(self.sizes, arrivals)));
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 let start = Instant::now();
-                while queue.phase() == mpmd_serve::Phase::Starting {
+                while queue.phase() == mpmd_serve::ServerPhase::Starting {
                     assert!(start.elapsed() < LONG);
                     std::thread::sleep(Duration::from_millis(1));
                 }
@@ -200,7 +203,7 @@ fn each_version_gives_the_tokens_of_its_checkpoint() {
     // The newest version that has answered a request.
     let answered = AtomicU64::new(0);
     let replies = Mutex::new(Vec::new());
-    let clients = |queue: &Queue| {
+    let clients = |queue: &RequestQueue| {
         std::thread::scope(|scope| {
             for client in 0..3 {
                 let (prompt, answered, replies) = (&prompt, &answered, &replies);
@@ -231,9 +234,9 @@ fn each_version_gives_the_tokens_of_its_checkpoint() {
             let step = trainer.steps();
             let is_next = step < VERSIONS && answered.load(Ordering::SeqCst) >= step;
             match serving.turn(p, || is_next.then_some(()))? {
-                Turn::Served => continue,
-                Turn::Ended => return Ok(()),
-                Turn::Other(()) => {}
+                ServingTurn::Served => continue,
+                ServingTurn::Ended => return Ok(()),
+                ServingTurn::Other(()) => {}
             }
             let vocab = folder.config().vocab_size as u64;
             let batch = [2 * step, 2 * step + 1].map(|at| microbatch(p, &meshes, at, vocab));
@@ -350,12 +353,12 @@ fn any_layout_of_the_training_gives_the_servers_bits() {
                 loop {
                     let next = published.load(Ordering::SeqCst);
                     match serving.turn(p, || (next > version).then_some(next))? {
-                        Turn::Served => {}
-                        Turn::Other(next) => {
+                        ServingTurn::Served => {}
+                        ServingTurn::Other(next) => {
                             version = next;
                             weights.publish(p, version, &pipeline)?;
                         }
-                        Turn::Ended => return Ok(()),
+                        ServingTurn::Ended => return Ok(()),
                     }
                 }
             };

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use mpmd_browser::Chromium;
-use mpmd_serve::{Figures, StageFigures};
+use mpmd_serve::{EngineFigures, StageFigures};
 
 use crate::server::{Act, Server};
 
@@ -34,7 +34,7 @@ fn page_chats_by_the_keyboard() {
         handed: Duration::ZERO,
     };
     let stages = vec![busy(500), busy(900)];
-    server.report(Figures {
+    server.report(EngineFigures {
         stages,
         in_flight: 3,
         blocks: 8,

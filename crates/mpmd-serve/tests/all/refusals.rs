@@ -5,7 +5,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
 use mpmd_models::Folder;
-use mpmd_serve::{Front, FrontSettings, Limits, Model};
+use mpmd_serve::{Front, FrontSettings, Model, QueueLimits};
 use serde_json::{Value, json};
 
 use crate::client::{Answer, LONG, connect, read, send, write};
@@ -218,7 +218,7 @@ fn other_models_and_endpoints_are_not_found() {
 
 #[test]
 fn full_line_is_429_with_a_time() {
-    let waiting = Limits {
+    let waiting = QueueLimits {
         requests: 2,
         tokens: 50,
     };

@@ -7,8 +7,8 @@ use std::thread::JoinHandle;
 
 use mpmd_models::{Folder, Sampling};
 use mpmd_serve::{
-    Arrival, Arrivals, Event, Figures, Finish, Front, FrontSettings, Logprobs, Model, Queue,
-    Request, Token,
+    EngineFigures, Finish, Front, FrontSettings, Logprobs, Model, ReplyEvent, ReplyToken,
+    RequestArrival, RequestArrivals, RequestQueue, TextRequest,
 };
 use serde_json::Value;
 use tempfile::TempDir;
@@ -45,10 +45,10 @@ pub(crate) enum Act {
 
 pub(crate) struct Server {
     pub(crate) address: SocketAddr,
-    pub(crate) queue: Queue,
-    arrivals: Arc<Arrivals>,
+    pub(crate) queue: RequestQueue,
+    arrivals: Arc<RequestArrivals>,
     front: Option<Front>,
-    engine: Option<JoinHandle<Vec<Request>>>,
+    engine: Option<JoinHandle<Vec<TextRequest>>>,
     _folder: TempDir,
 }
 
@@ -62,11 +62,11 @@ impl Server {
         Self::start(|_| Act::Echo)
     }
 
-    pub(crate) fn start(act: fn(&Request) -> Act) -> Self {
+    pub(crate) fn start(act: fn(&TextRequest) -> Act) -> Self {
         Self::start_with(settings(), act)
     }
 
-    pub(crate) fn start_with(settings: FrontSettings, act: fn(&Request) -> Act) -> Self {
+    pub(crate) fn start_with(settings: FrontSettings, act: fn(&TextRequest) -> Act) -> Self {
         let folder = tempfile::tempdir().unwrap();
         for file in [
             "config.json",
@@ -91,7 +91,7 @@ impl Server {
             let (mut seen, mut held) = (Vec::new(), Vec::new());
             while !arrivals.is_over() {
                 arrivals.wait(LONG);
-                held.retain(|arrival: &Arrival| !arrival.sender.is_gone());
+                held.retain(|arrival: &RequestArrival| !arrival.sender.is_gone());
                 for arrival in arrivals.take() {
                     seen.push(arrival.request.clone());
                     let act = act(&arrival.request);
@@ -133,7 +133,7 @@ impl Server {
     }
 
     /// Sets the figures of the engine.
-    pub(crate) fn report(&self, figures: Figures) {
+    pub(crate) fn report(&self, figures: EngineFigures) {
         self.arrivals.report(figures);
     }
 
@@ -142,11 +142,11 @@ impl Server {
     }
 
     /// Ends the server. Returns the requests that the engine has seen.
-    pub(crate) fn end(mut self) -> Vec<Request> {
+    pub(crate) fn end(mut self) -> Vec<TextRequest> {
         self.finish()
     }
 
-    fn finish(&mut self) -> Vec<Request> {
+    fn finish(&mut self) -> Vec<TextRequest> {
         let Some(front) = self.front.take() else {
             return Vec::new();
         };
@@ -164,8 +164,8 @@ impl Drop for Server {
 }
 
 /// Answers a request. Returns it if it stays open.
-fn answer(mut arrival: Arrival, act: Act) -> Option<Arrival> {
-    let Arrival { request, sender } = &mut arrival;
+fn answer(mut arrival: RequestArrival, act: Act) -> Option<RequestArrival> {
+    let RequestArrival { request, sender } = &mut arrival;
     let token = |id| {
         let wanted = |top| Logprobs {
             chosen: -0.5,
@@ -173,7 +173,7 @@ fn answer(mut arrival: Arrival, act: Act) -> Option<Arrival> {
                 .map(|at| (70 + at, -1.0 - at as f32))
                 .collect(),
         };
-        Event::Token(Token {
+        ReplyEvent::Token(ReplyToken {
             id,
             logprobs: request.logprobs.map(wanted),
         })
@@ -184,13 +184,13 @@ fn answer(mut arrival: Arrival, act: Act) -> Option<Arrival> {
     match act {
         Act::Send(tokens, finish) => {
             tokens.into_iter().for_each(|id| sender.send(token(id)));
-            sender.send(Event::End(finish));
+            sender.send(ReplyEvent::End(finish));
         }
         Act::Echo => {
             let tokens = request.prompt.iter().take(request.max_tokens);
             tokens.for_each(|id| sender.send(token(*id)));
             let is_all = request.prompt.len() <= request.max_tokens;
-            sender.send(Event::End(if is_all {
+            sender.send(ReplyEvent::End(if is_all {
                 Finish::Stop
             } else {
                 Finish::Length
@@ -202,7 +202,7 @@ fn answer(mut arrival: Arrival, act: Act) -> Option<Arrival> {
         }
         Act::Fail => {
             sender.send(token(70));
-            sender.send(Event::Failed("process 1 has died".into()));
+            sender.send(ReplyEvent::Failed("process 1 has died".into()));
         }
         Act::Forget => sender.send(token(70)),
         Act::Ignore => return Some(arrival),

@@ -8,7 +8,10 @@ use futures::executor::block_on;
 use mpmd::ProcessId;
 use mpmd::testing::Simulation;
 use mpmd_models::{Folder, Room, Sampling, Stages};
-use mpmd_serve::{Engine, Event, Limits, Phase, Request, Serving, Sizes, Turn, queue};
+use mpmd_serve::{
+    Engine, QueueLimits, ReplyEvent, SchedulerSizes, ServerPhase, Serving, ServingTurn,
+    TextRequest, queue,
+};
 
 use crate::engine::{Drain, Expected, expected};
 use crate::folder::path;
@@ -18,7 +21,7 @@ fn other_work_reaches_all_processes_at_once() {
     const WORK: u32 = 12;
     let Expected { prompt, greedy } = expected("plain");
     let folder = Folder::open(path("plain")).unwrap();
-    let sizes = Sizes {
+    let sizes = SchedulerSizes {
         lanes: 2,
         sequences: 4,
         blocks: 60,
@@ -26,14 +29,14 @@ fn other_work_reaches_all_processes_at_once() {
         positions: 128,
     };
     let model = Stages::new(&folder, 2, sizes.positions).unwrap();
-    let (queue, arrivals) = queue(Limits::default());
+    let (queue, arrivals) = queue(QueueLimits::default());
     let engine = Engine::new(sizes, arrivals);
     let (waker, engine) = (engine.waker(), Mutex::new(Some(engine)));
     let work: Mutex<VecDeque<u32>> = Mutex::default();
     let done: Mutex<Vec<(usize, u32)>> = Mutex::default();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            while queue.phase() == Phase::Starting {
+            while queue.phase() == ServerPhase::Starting {
                 std::thread::yield_now();
             }
             let drain = Drain(&queue);
@@ -54,7 +57,7 @@ fn other_work_reaches_all_processes_at_once() {
             );
             let (max_tokens, sampling) = (greedy.len(), Sampling::default());
             let (prompt, ends) = (prompt.clone(), Vec::new());
-            let request = Request {
+            let request = TextRequest {
                 prompt,
                 max_tokens,
                 sampling,
@@ -64,7 +67,7 @@ fn other_work_reaches_all_processes_at_once() {
             let mut stream = queue.submit(request).unwrap();
             work.lock().unwrap().extend(WORK..2 * WORK);
             let mut tokens = Vec::new();
-            while let Some(Event::Token(token)) = block_on(stream.next()) {
+            while let Some(ReplyEvent::Token(token)) = block_on(stream.next()) {
                 tokens.push(token.id);
             }
             assert_eq!(tokens, greedy, "between other work");
@@ -82,11 +85,11 @@ fn other_work_reaches_all_processes_at_once() {
             let mut serving = Serving::start(p, &mut inference, 2, own.as_mut())?;
             loop {
                 match serving.turn(p, || work.lock().unwrap().pop_front())? {
-                    Turn::Served => {}
-                    Turn::Other(number) => {
+                    ServingTurn::Served => {}
+                    ServingTurn::Other(number) => {
                         done.lock().unwrap().push((p.process().index(), number));
                     }
-                    Turn::Ended => return Ok(()),
+                    ServingTurn::Ended => return Ok(()),
                 }
             }
         });

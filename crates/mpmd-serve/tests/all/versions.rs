@@ -9,8 +9,11 @@ use std::time::{Duration, Instant};
 use futures::executor::block_on;
 use mpmd::ProcessId;
 use mpmd::testing::Simulation;
-use mpmd_models::{Folder, Room, Sampling, Stages, Versions};
-use mpmd_serve::{Engine, Event, Front, FrontSettings, Model, Queue, Request, Sizes, queue, run};
+use mpmd_models::{Folder, Room, Sampling, Stages, WeightVersions};
+use mpmd_serve::{
+    Engine, Front, FrontSettings, Model, ReplyEvent, RequestQueue, SchedulerSizes, TextRequest,
+    queue, run,
+};
 use serde_json::{Value, json};
 
 use crate::client::{Answer, LONG, send};
@@ -18,7 +21,7 @@ use crate::control::key_file;
 use crate::folder::{copied, path, with_poisoned_token};
 use crate::server::settings;
 
-const SIZES: Sizes = Sizes {
+const SIZES: SchedulerSizes = SchedulerSizes {
     lanes: 2,
     sequences: 4,
     blocks: 200,
@@ -29,8 +32,8 @@ const SIZES: Sizes = Sizes {
 /// A server of a model over two processes.
 struct Live {
     address: SocketAddr,
-    queue: Queue,
-    versions: Versions,
+    queue: RequestQueue,
+    versions: WeightVersions,
     front: Option<Front>,
     job: Option<JoinHandle<()>>,
 }
@@ -385,7 +388,7 @@ fn failed_pass_spares_requests_of_the_other_version() {
     live.versions.arrive(9);
     live.until("it has begun", || live.get("/weight_info")["version"] == 9);
     let (prompt, sampling, ends) = (vec![1], Sampling::default(), Vec::new());
-    let request = Request {
+    let request = TextRequest {
         prompt,
         max_tokens: 4,
         sampling,
@@ -393,7 +396,10 @@ fn failed_pass_spares_requests_of_the_other_version() {
         logprobs: None,
     };
     let mut wrong = live.queue.submit(request).unwrap();
-    assert!(matches!(block_on(wrong.next()), Some(Event::Failed(_))));
+    assert!(matches!(
+        block_on(wrong.next()),
+        Some(ReplyEvent::Failed(_))
+    ));
     drop(wrong);
     let reply = first.join().unwrap();
     assert_eq!(

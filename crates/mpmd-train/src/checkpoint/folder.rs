@@ -9,7 +9,7 @@ use mpmd_core::Result;
 
 use crate::tensors::disk::{beside, create_folder, remove, sync_folder, write_new};
 use crate::tensors::failed;
-use crate::tensors::files::{Files, INDEX, MODEL, indexed};
+use crate::tensors::files::{INDEX, MODEL, TensorFiles, indexed};
 
 /// Returns the path of the manifest of a step.
 pub(super) fn manifest(folder: &Path, step: u64) -> PathBuf {
@@ -84,7 +84,7 @@ fn step_and_epoch_of(name: &str) -> Option<(u64, u64)> {
 ///
 /// If the step has a manifest in the first epoch; then nothing is changed. If a file cannot be
 /// written.
-pub(super) fn prepare(folder: &Path, step: u64, epoch: u64, plan: &Files) -> Result<bool> {
+pub(super) fn prepare(folder: &Path, step: u64, epoch: u64, plan: &TensorFiles) -> Result<bool> {
     create_folder(folder)?;
     let manifest = manifest(folder, step);
     if manifest.exists() && epoch > 1 {
@@ -94,6 +94,7 @@ pub(super) fn prepare(folder: &Path, step: u64, epoch: u64, plan: &Files) -> Res
         let problem = format!("there is a checkpoint of step {step} already, which is kept");
         return Err(failed(&manifest, &problem));
     }
+
     let files = files(folder, step, epoch);
     remove_save(&files)?;
     match fs::create_dir(&files) {
@@ -101,6 +102,7 @@ pub(super) fn prepare(folder: &Path, step: u64, epoch: u64, plan: &Files) -> Res
         Err(error) if error.kind() == ErrorKind::AlreadyExists && is_folder(&files) => {}
         created => created.map_err(|error| failed(&files, &error))?,
     }
+
     // First, so that the rest of a broken save can be removed by it.
     if let Some(index) = plan.index(&plan.names(1)) {
         let path = files.join(INDEX);
@@ -162,6 +164,7 @@ pub(super) fn remove_old(folder: &Path, keep: usize) -> Result<()> {
     for step in old {
         remove(&manifest(folder, *step))?;
     }
+
     // A manifest must not outlive its files.
     sync_folder(folder)?;
     for name in names(folder)? {
@@ -187,6 +190,7 @@ fn remove_save(folder: &Path) -> Result<()> {
             .and_then(|number| number.parse().ok())
             .is_some_and(|number| list(number) == *name)
     };
+
     let lists = names(folder)?.into_iter().filter(is_list);
     // The index names the others, so it is the last.
     let all = indexed(folder)
@@ -195,6 +199,7 @@ fn remove_save(folder: &Path) -> Result<()> {
         .chain([MODEL, INDEX].map(str::to_owned));
     all.into_iter()
         .try_for_each(|name| remove(&folder.join(name)))?;
+
     match fs::remove_dir(folder) {
         Err(error) if error.kind() != ErrorKind::DirectoryNotEmpty => Err(failed(folder, &error)),
         _ => Ok(()),
@@ -227,7 +232,7 @@ mod tests {
     fn later_epochs_have_folders_of_their_own() {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path();
-        let plan = Files::plan(&[], 1 << 20, &Default::default()).unwrap();
+        let plan = TensorFiles::plan(&[], 1 << 20, &Default::default()).unwrap();
         assert!(prepare(folder, 7, 1, &plan).unwrap());
         let early = files(folder, 7, 1).join(list(3));
         fs::write(&early, "of a process that sleeps").unwrap();
@@ -269,7 +274,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path();
         let arrays: Vec<_> = ["a", "b"].map(|name| (name.to_owned(), f32s([2]))).into();
-        let plan = Files::plan(&arrays, 1, &Default::default()).unwrap();
+        let plan = TensorFiles::plan(&arrays, 1, &Default::default()).unwrap();
         let [parts, other, elsewhere] = [1, 2, 3].map(|step| files(folder, step, 1));
         for step in [1, 2] {
             assert!(prepare(folder, step, 1, &plan).unwrap());

@@ -14,13 +14,13 @@ use mpmd_layout::sharding::Sharding;
 
 use super::manifest::{FileEntry, LARGEST, Manifest, hash, read_list};
 use super::pieces::check_pieces;
-use super::{At, Checkpoints, Contents, folder};
+use super::{CheckpointContents, Checkpoints, RestorePoint, folder};
 use crate::agree::{agree, on_first};
 use crate::tensors::owners::owners;
 use crate::tensors::{LONGEST_HEADER, TensorFile, failed};
 
 /// The arrays of a checkpoint, in the order of the contents that were asked for, and its position.
-pub(crate) struct Loaded {
+pub(crate) struct LoadedCheckpoint {
     pub(crate) step: u64,
     pub(crate) seed: u64,
     pub(crate) arrays: Vec<MpmdArray>,
@@ -57,12 +57,14 @@ impl Checkpoint {
                 &format!("the name of a file is expected, {name:?} found"),
             ));
         }
+
         let mut lists: HashMap<String, Vec<(Region, String)>> = HashMap::new();
         for list in &manifest.lists {
             for array in read_list(&files, list)? {
                 lists.entry(array.array).or_default().extend(array.pieces);
             }
         }
+
         let mut arrays = BTreeMap::new();
         for entry in &manifest.files {
             let file = open_file(files.join(&entry.name), entry)?;
@@ -80,6 +82,7 @@ impl Checkpoint {
                 }
             }
         }
+
         if let Some(name) = lists.keys().min() {
             return Err(failed(
                 &path,
@@ -95,16 +98,14 @@ impl Checkpoint {
     }
 
     /// Compares the settings and arrays of the checkpoint with those of a training.
-    fn check(&self, from: &Checkpoints, contents: &Contents) -> Result<()> {
-        let Manifest {
-            by_stage,
-            stages,
-            settings,
-            ..
-        } = &self.manifest;
-        let (by_stage, stages) = (*by_stage, *stages);
+    fn check(&self, from: &Checkpoints, contents: &CheckpointContents) -> Result<()> {
+        let stages = self.manifest.stages;
         for (name, expected) in &from.settings {
-            let found = settings.get(name).map_or("none", String::as_str);
+            let found = self
+                .manifest
+                .settings
+                .get(name)
+                .map_or("none", String::as_str);
             if found != expected {
                 let problem = format!(
                     "the checkpoint has {name} {found}, and this training has {name} {expected}: \
@@ -113,7 +114,8 @@ impl Checkpoint {
                 return Err(failed(&self.path, &problem));
             }
         }
-        if by_stage && stages != contents.stages {
+
+        if self.manifest.by_stage && stages != contents.stages {
             let problem = format!(
                 "its arrays are named by stage, since stages have parameters of one path. So it \
                  restores to {stages} stages only, and the training has {}",
@@ -121,6 +123,7 @@ impl Checkpoint {
             );
             return Err(failed(&self.path, &problem));
         }
+
         for (name, array) in &contents.arrays {
             let Some(saved) = self.arrays.get(name) else {
                 let problem = format!("{name}: {} is expected, no such array found", array.aval());
@@ -132,6 +135,7 @@ impl Checkpoint {
                 return Err(failed(saved.file.path(), &problem));
             }
         }
+
         let known: HashSet<&String> = contents.arrays.iter().map(|(name, _)| name).collect();
         match self.arrays.iter().find(|(name, _)| !known.contains(name)) {
             Some((name, saved)) => {
@@ -153,6 +157,7 @@ impl Checkpoint {
         let SavedArray { file, pieces } = self.arrays.get(name).ok_or_else(missing)?;
         let damaged =
             |region, why: &str| failed(file.path(), &format!("{name}: region {region}: {why}"));
+
         let aval = file.aval(name)?;
         let item = aval.dtype().size();
         let mut buffer = Vec::new();
@@ -164,6 +169,7 @@ impl Checkpoint {
             file.read(name, piece, &mut buffer)?;
             self.bytes_read
                 .fetch_add(buffer.len() as u64, Ordering::Relaxed);
+
             let found = hash(&buffer);
             if found != *expected {
                 let why = format!("damaged: hash {expected} is expected, {found} found");
@@ -185,6 +191,7 @@ fn open_file(path: PathBuf, entry: &FileEntry) -> Result<TensorFile> {
         Ok(bytes)
     });
     let found = read.map_err(|error| failed(&path, &error))?;
+
     if found != entry.bytes {
         let problem = format!("damaged: {} bytes are expected, {found} found", entry.bytes);
         return Err(failed(&path, &problem));
@@ -201,15 +208,16 @@ fn open_file(path: PathBuf, entry: &FileEntry) -> Result<TensorFile> {
 pub(crate) fn load(
     p: &mut Program,
     from: &Checkpoints,
-    contents: &Contents,
-) -> Result<Option<Loaded>> {
+    contents: &CheckpointContents,
+) -> Result<Option<LoadedCheckpoint>> {
     let steps = on_first(p, Vec::new(), || from.steps())?;
     if p.is_dry_run() {
         return Ok(None);
     }
+
     let wanted = match from.at {
-        At::Newest => steps.last().copied(),
-        At::Step(step) => Some(step),
+        RestorePoint::Newest => steps.last().copied(),
+        RestorePoint::Step(step) => Some(step),
     };
     let step = match wanted {
         None => return Ok(None),
@@ -219,6 +227,7 @@ pub(crate) fn load(
             return Err(failed(&from.folder, &problem));
         }
     };
+
     let older: Vec<u64> = steps.into_iter().filter(|older| *older < step).collect();
     // Of a damaged checkpoint alone: what differs from this training differs in older ones too.
     let advice = |error: Error| match older.last() {
@@ -228,11 +237,13 @@ pub(crate) fn load(
         )),
         None => error,
     };
+
     let opened = Checkpoint::open(from, step).map_err(advice);
     let own = opened
         .as_ref()
         .map_or(Ok(String::new()), |opened| opened.manifest.hash());
     let first = on_first(p, String::new(), || own.clone())?;
+
     let checked = opened.and_then(|opened| {
         opened.check(from, contents)?;
         if own? != first {
@@ -242,10 +253,19 @@ pub(crate) fn load(
         Ok(opened)
     });
     agree(p, checked.as_ref().map(drop).map_err(Clone::clone))?;
+
     let checkpoint = Arc::new(checked?);
     let arrays = read_arrays(p, &checkpoint, &contents.arrays).map_err(advice)?;
     let Manifest { step, seed, .. } = checkpoint.manifest;
-    Ok(Some(Loaded { step, seed, arrays }))
+    Ok(Some(LoadedCheckpoint { step, seed, arrays }))
+}
+
+/// The first error of a process that reads arrays.
+struct ReadProblem {
+    /// The place of the array in the list.
+    place: usize,
+    region: Region,
+    error: Error,
 }
 
 /// Loads arrays with the shardings of `like`. Each region is read by its owner only, and moves from
@@ -256,7 +276,7 @@ fn read_arrays(
     like: &[(String, MpmdArray)],
 ) -> Result<Vec<MpmdArray>> {
     // A failed operation would end the job, so the error goes beside it.
-    let problem: Arc<Mutex<Option<(usize, Region, Error)>>> = Arc::default();
+    let problem: Arc<Mutex<Option<ReadProblem>>> = Arc::default();
     let first = p.topology().device_ids()[0];
     let once = MoveOptions::default().donate(true).cache_plans(false);
     let mut arrays = Vec::with_capacity(like.len());
@@ -265,21 +285,29 @@ fn read_arrays(
             .sharding()
             .cloned()
             .unwrap_or_else(|| Sharding::single_device(first));
-        let (checkpoint, problem, name) = (checkpoint.clone(), problem.clone(), name.clone());
+        let checkpoint = checkpoint.clone();
+        let problem = problem.clone();
+        let name = name.clone();
         let owned = owners(like.aval(), &to)?;
+
         let array = p.array_from_fn(like.aval().clone(), &owned, move |region, mut values| {
             if let Err(error) = checkpoint.read(&name, region, values.as_bytes_mut()) {
                 let mut problem = problem.lock();
-                let earlier =
-                    |(other, at, _): &(usize, Region, Error)| (*other, at) < (place, region);
-                if !problem.as_ref().is_some_and(earlier) {
-                    *problem = Some((place, region.clone(), error));
+                let is_earlier =
+                    |other: &ReadProblem| (other.place, &other.region) < (place, region);
+                if !problem.as_ref().is_some_and(is_earlier) {
+                    *problem = Some(ReadProblem {
+                        place,
+                        region: region.clone(),
+                        error,
+                    });
                 }
             }
             Ok(())
         })?;
         arrays.push(p.device_put_with(&array, to, once)?);
     }
+
     let mut read = Ok(());
     for array in &arrays {
         read = read.and(array.block_until_ready().map(drop));
@@ -287,7 +315,7 @@ fn read_arrays(
     let problem = problem.lock().take();
     agree(
         p,
-        read.and(problem.map_or(Ok(()), |(_, _, error)| Err(error))),
+        read.and(problem.map_or(Ok(()), |problem| Err(problem.error))),
     )?;
     Ok(arrays)
 }
@@ -312,7 +340,7 @@ mod tests {
         p: &mut Program,
         sharding: impl Fn(&Mesh) -> Sharding,
         factor: f32,
-    ) -> Result<Contents> {
+    ) -> Result<CheckpointContents> {
         let to = sharding(&p.mesh(&[("a", 2), ("b", 2)])?);
         let fill = move |region: &Region, mut values: ViewMut<'_>| {
             let values = values
@@ -324,7 +352,7 @@ mod tests {
         };
         let w = p.array_from_fn(f32s(SHAPE), &to, fill)?;
         let arrays = vec![("w".to_owned(), w)];
-        Ok(Contents {
+        Ok(CheckpointContents {
             step: 1,
             seed: 2,
             stages: 1,

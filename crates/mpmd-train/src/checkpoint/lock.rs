@@ -49,13 +49,15 @@ impl FolderLock {
     /// If another job holds it, or the file cannot be written.
     pub(super) fn take(folder: &Path, run: u128, epoch: u64) -> Result<Self> {
         let path = folder.join(NAME);
-        let (process, run) = (std::process::id(), format!("{run:032x}"));
+        let process = std::process::id();
+        let run = format!("{run:032x}");
         let holder = Holder {
             process,
             host: host(),
             run,
             epoch,
         };
+
         let refused = |why: &dyn std::fmt::Display| failed(&path, why);
         loop {
             let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
@@ -71,6 +73,7 @@ impl FolderLock {
                 }
                 opened => (opened.map_err(|error| refused(&error))?, true),
             };
+
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) if !is_named(&file, &path) => continue,
                 Err(Errno::WOULDBLOCK) => {}
@@ -89,6 +92,7 @@ impl FolderLock {
                 }
                 Err(error) => return Err(refused(&error)),
             }
+
             let Some(other) = Holder::read(&file) else {
                 return Err(refused(
                     &"another job is just taking this folder: save elsewhere",
@@ -100,6 +104,7 @@ impl FolderLock {
                     .map(Self)
                     .map_err(|error| refused(&error));
             }
+
             let Holder { process, host, .. } = other;
             return Err(failed(
                 folder,

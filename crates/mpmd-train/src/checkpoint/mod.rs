@@ -3,14 +3,14 @@
 //! ```
 //! use mpmd_core::prelude::*;
 //! use mpmd_train::data::Data;
-//! use mpmd_train::{Checkpoints, Outcome, Run, Trainer};
+//! use mpmd_train::{Checkpoints, RunOutcome, Run, Trainer};
 //!
 //! /// Continues from the newest checkpoint, if there is one, and saves every 100 steps.
 //! fn train<D: Data<MpmdArray>>(
 //!     p: &mut Program,
 //!     trainer: &mut Trainer<MpmdArray>,
 //!     data: &D,
-//! ) -> Result<Outcome> {
+//! ) -> Result<RunOutcome> {
 //!     let checkpoints = Checkpoints::new("checkpoints").keep(3);
 //!     trainer.restore(p, &checkpoints)?;
 //!     trainer.run(p, Run::steps(1000).checkpoints(checkpoints).save_every(100), data)
@@ -55,12 +55,12 @@ use mpmd_core::{MpmdArray, Program, Result};
 use crate::agree::on_first;
 use crate::tensors::disk::create_folder;
 use crate::tensors::{check_folder, failed};
-pub(crate) use load::{Loaded, load};
+pub(crate) use load::{LoadedCheckpoint, load};
 use lock::FolderLock;
-pub(crate) use save::{Phase, SaveStatus, Saving};
+pub(crate) use save::{SaveProgress, SaveStatus, Saving};
 
 /// The arrays of a training, and its position.
-pub(crate) struct Contents {
+pub(crate) struct CheckpointContents {
     pub(crate) step: u64,
     pub(crate) seed: u64,
     pub(crate) stages: usize,
@@ -72,7 +72,7 @@ pub(crate) struct Contents {
 
 /// The checkpoint to restore.
 #[derive(Clone, Copy, Debug)]
-enum At {
+enum RestorePoint {
     Newest,
     Step(u64),
 }
@@ -88,7 +88,7 @@ pub struct Checkpoints {
     keep: Option<usize>,
     file_bytes: u64,
     trained_only: bool,
-    at: At,
+    at: RestorePoint,
     settings: BTreeMap<String, String>,
     /// The lock of the folder, on process 0.
     lock: Arc<Mutex<Option<FolderLock>>>,
@@ -103,7 +103,7 @@ impl Checkpoints {
             keep: None,
             file_bytes: 4 << 30,
             trained_only: false,
-            at: At::Newest,
+            at: RestorePoint::Newest,
             settings: BTreeMap::new(),
             lock: Arc::default(),
         }
@@ -137,7 +137,7 @@ impl Checkpoints {
     /// place of the newest one. Saves do not depend on it.
     #[must_use]
     pub fn at(mut self, step: u64) -> Self {
-        self.at = At::Step(step);
+        self.at = RestorePoint::Step(step);
         self
     }
 
@@ -185,7 +185,7 @@ impl Checkpoints {
     /// Returns the same error on every process if it cannot be written, if there is no room for a
     /// checkpoint, if another job saves there, or if there is a checkpoint of a later step, which
     /// the training would meet. After the first epoch those are its own.
-    pub(crate) fn claim(&self, p: &mut Program, contents: &Contents) -> Result<()> {
+    pub(crate) fn claim(&self, p: &mut Program, contents: &CheckpointContents) -> Result<()> {
         let bytes = contents
             .arrays
             .iter()
@@ -193,7 +193,9 @@ impl Checkpoints {
             .sum();
         check_folder(p, &self.folder, bytes)?;
         let step = contents.step;
-        let (run, epoch) = (p.run_id(), p.epoch());
+        let run = p.run_id();
+        let epoch = p.epoch();
+
         on_first(p, (), || {
             self.lock(run, epoch)?;
             if epoch > 1 {

@@ -14,17 +14,17 @@ use mpmd_base::block::{Mutex, mpsc};
 use mpmd_core::{Error, MoveOptions, MpmdArray, ProcessId, Program, Result, read_regular};
 
 use super::manifest::{ArrayPieces, FORMAT, FileEntry, LARGEST, ListEntry, Manifest, hash};
-use super::{Checkpoints, Contents, folder};
+use super::{CheckpointContents, Checkpoints, folder};
 use crate::agree::{agree, on_first};
 use crate::tensors::disk::{sync_folder, write_new};
 use crate::tensors::failed;
-use crate::tensors::files::{Files, PlannedFile};
+use crate::tensors::files::{PlannedFile, TensorFiles};
 use crate::tensors::host_owners;
 use crate::tensors::owners::{PIECE_BYTES, pieces};
 
 /// The progress of a process with a save.
 #[derive(Clone, Copy, Debug, Default, Eq, Ord, PartialEq, PartialOrd)]
-pub(crate) enum Phase {
+pub(crate) enum SavePhase {
     /// A file could not be written.
     Failed,
     /// Its regions are being written.
@@ -36,27 +36,41 @@ pub(crate) enum Phase {
     Committed,
 }
 
-/// The step of the last save and its phase on a process. Clones are one value.
+/// The step of the last save, and its phase on a process.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub(crate) struct SaveProgress {
+    pub(crate) step: u64,
+    pub(crate) phase: SavePhase,
+}
+
+/// The progress of a process with its last save. Clones are one value.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct SaveStatus(Arc<Mutex<(u64, Phase)>>);
+pub(crate) struct SaveStatus(Arc<Mutex<SaveProgress>>);
 
 impl SaveStatus {
     /// Returns the step and the phase as words of a report.
     pub(crate) fn words(&self) -> [i64; 2] {
-        let (step, phase) = *self.0.lock();
+        let SaveProgress { step, phase } = *self.0.lock();
         [step.cast_signed(), phase as i64]
     }
 
+    fn set(&self, step: u64, phase: SavePhase) {
+        *self.0.lock() = SaveProgress { step, phase };
+    }
+
     /// Reads the words of a report.
-    pub(crate) fn read([step, phase]: [i64; 2]) -> (u64, Phase) {
+    pub(crate) fn read([step, phase]: [i64; 2]) -> SaveProgress {
         let phases = [
-            Phase::Failed,
-            Phase::Writing,
-            Phase::Written,
-            Phase::Committed,
+            SavePhase::Failed,
+            SavePhase::Writing,
+            SavePhase::Written,
+            SavePhase::Committed,
         ];
         let phase = phases.into_iter().find(|known| *known as i64 == phase);
-        (step.cast_unsigned(), phase.unwrap_or_default())
+        SaveProgress {
+            step: step.cast_unsigned(),
+            phase: phase.unwrap_or_default(),
+        }
     }
 }
 
@@ -76,10 +90,10 @@ impl Saving {
     pub(crate) fn begin(
         p: &mut Program,
         to: &Checkpoints,
-        contents: Contents,
+        contents: CheckpointContents,
         status: &SaveStatus,
     ) -> Result<Self> {
-        let Contents {
+        let CheckpointContents {
             step,
             seed,
             stages,
@@ -91,58 +105,44 @@ impl Saving {
             .map(|(name, array)| (name.clone(), array.aval().clone()))
             .collect();
         let metadata = BTreeMap::from([("step".to_owned(), step.to_string())]);
-        let plan = Files::plan(&avals, to.file_bytes, &metadata)?;
+
+        let plan = TensorFiles::plan(&avals, to.file_bytes, &metadata)?;
         let hosts = arrays.iter().map(|(_, array)| host_owners(p, array));
         let hosts = hosts.collect::<Result<Vec<_>>>()?;
-        let (run, epoch) = (p.run_id(), p.epoch());
+
+        let run = p.run_id();
+        let epoch = p.epoch();
         let prepare = || {
             to.lock(run, epoch)?;
             folder::prepare(&to.folder, step, epoch, &plan)
         };
         if !on_first(p, true, prepare)? {
-            *status.0.lock() = (step, Phase::Committed);
-            return Ok(Self {
-                step,
-                written: None,
-                commit: None,
-                thread: None,
-            });
+            status.set(step, SavePhase::Committed);
+            return Ok(Self::without_thread(step));
         }
+
         // Later steps change the arrays in place, so the copies must not share their memory.
         let options = MoveOptions::default().may_alias(false);
         let mut copies = Vec::with_capacity(arrays.len());
         for ((name, array), host) in arrays.into_iter().zip(hosts) {
             copies.push((name, p.device_put_with(&array, host, options)?));
         }
-        *status.0.lock() = (step, Phase::Writing);
+        status.set(step, SavePhase::Writing);
         if p.is_dry_run() {
-            return Ok(Self {
-                step,
-                written: None,
-                commit: None,
-                thread: None,
-            });
+            return Ok(Self::without_thread(step));
         }
-        let file = |file: &PlannedFile| FileEntry {
-            name: file.name.clone(),
-            bytes: file.bytes,
-            header_bytes: file.start.len() as u64,
-            header_hash: hash(&file.start),
-        };
-        let (files, lists) = (plan.files.iter().map(file).collect(), Vec::new());
-        let processes = p.processes();
-        let (format, settings) = (FORMAT, to.settings.clone());
+
         let manifest = Manifest {
-            format,
+            format: FORMAT,
             step,
             epoch,
             seed,
-            processes,
+            processes: p.processes(),
             stages,
             by_stage,
-            settings,
-            files,
-            lists,
+            settings: to.settings.clone(),
+            files: plan.files.iter().map(file_entry).collect(),
+            lists: Vec::new(),
         };
         let writer = Writer {
             process: p.process(),
@@ -153,6 +153,23 @@ impl Saving {
             manifest,
             status: status.clone(),
         };
+        Ok(Self::start(writer))
+    }
+
+    /// Returns a save that writes nothing.
+    fn without_thread(step: u64) -> Self {
+        Self {
+            step,
+            written: None,
+            commit: None,
+            thread: None,
+        }
+    }
+
+    /// Starts the thread of a save.
+    fn start(writer: Writer) -> Self {
+        let step = writer.manifest.step;
+        let status = writer.status.clone();
         let (told, written) = mpsc::channel();
         let (commit, committing) = mpsc::channel();
         let tell = told.clone();
@@ -160,16 +177,16 @@ impl Saving {
         let thread = Builder::new().name("checkpoint".to_owned()).spawn(run);
         if let Err(error) = &thread {
             // The other processes learn it as they learn that a file cannot be written.
-            status.0.lock().1 = Phase::Failed;
+            status.0.lock().phase = SavePhase::Failed;
             let problem = format!("cannot start the thread of a save: {error}");
             let _ = tell.send(Err(Error::Environment(problem)));
         }
-        Ok(Self {
+        Self {
             step,
             written: Some(written),
             commit: Some(commit),
             thread: thread.ok(),
-        })
+        }
     }
 
     /// Takes the phases of all processes from a report, which is the same on every process. Returns
@@ -178,22 +195,23 @@ impl Saving {
     /// # Errors
     ///
     /// If a process could not write. Every process gets its error.
-    pub(crate) fn report(&mut self, p: &mut Program, phases: &[(u64, Phase)]) -> Result<bool> {
-        let here = phases.iter().filter(|(step, _)| *step == self.step);
-        let here: Vec<Phase> = here.map(|(_, phase)| *phase).collect();
-        if here.contains(&Phase::Failed) {
+    pub(crate) fn report(&mut self, p: &mut Program, saves: &[SaveProgress]) -> Result<bool> {
+        let here = saves.iter().filter(|save| save.step == self.step);
+        let here: Vec<SavePhase> = here.map(|save| save.phase).collect();
+        if here.contains(&SavePhase::Failed) {
             self.finish(p)?;
         }
-        let all = here.len() == phases.len();
+
+        let all = here.len() == saves.len();
         if all
-            && here.iter().all(|phase| *phase >= Phase::Written)
+            && here.iter().all(|phase| *phase >= SavePhase::Written)
             && let Some(commit) = self.commit.take()
             && p.process() == ProcessId(0)
         {
             // Without a receiver the thread has failed, as a later report says.
             let _ = commit.send(());
         }
-        Ok(all && here.first() == Some(&Phase::Committed))
+        Ok(all && here.first() == Some(&SavePhase::Committed))
     }
 
     /// Blocks until the checkpoint is complete. Every process must call it.
@@ -212,7 +230,9 @@ impl Saving {
             p,
             written.map_or(Ok(()), |written| written.recv().unwrap_or_else(|_| ended())),
         )?;
-        let (commit, thread) = (self.commit.take(), self.thread.take());
+
+        let commit = self.commit.take();
+        let thread = self.thread.take();
         on_first(p, (), || {
             if let Some(commit) = commit {
                 // Without a receiver the thread has ended, with the result that is read next.
@@ -223,12 +243,21 @@ impl Saving {
     }
 }
 
+fn file_entry(file: &PlannedFile) -> FileEntry {
+    FileEntry {
+        name: file.name.clone(),
+        bytes: file.bytes,
+        header_bytes: file.start.len() as u64,
+        header_hash: hash(&file.start),
+    }
+}
+
 /// The work of a save's thread on one process.
 struct Writer {
     process: ProcessId,
     folder: PathBuf,
     keep: Option<usize>,
-    plan: Files,
+    plan: TensorFiles,
     /// The arrays as copies in host memory, with their names.
     copies: Vec<(String, MpmdArray)>,
     /// The manifest without the lists of pieces.
@@ -244,30 +273,31 @@ impl Writer {
     ) -> Result<()> {
         let written = self.write();
         self.note(if written.is_ok() {
-            Phase::Written
+            SavePhase::Written
         } else {
-            Phase::Failed
+            SavePhase::Failed
         });
         // Without a receiver the training has ended with an error.
         let _ = told.send(written.clone());
         written?;
+
         if self.process != ProcessId(0) || committing.recv().is_err() {
             return Ok(());
         }
         let committed = self.commit();
         self.note(if committed.is_ok() {
-            Phase::Committed
+            SavePhase::Committed
         } else {
-            Phase::Failed
+            SavePhase::Failed
         });
         committed
     }
 
-    fn note(&self, phase: Phase) {
+    fn note(&self, phase: SavePhase) {
         let mut status = self.status.0.lock();
         // Otherwise a later save has begun.
-        if status.0 == self.manifest.step {
-            status.1 = phase;
+        if status.step == self.manifest.step {
+            status.phase = phase;
         }
     }
 
@@ -297,6 +327,7 @@ impl Writer {
                 pieces: hashes,
             });
         }
+
         files.sync(self.process == ProcessId(0))?;
         let path = folder.join(folder::list(self.process.index()));
         let text = serde_json::to_vec(&lists).map_err(|error| failed(&path, &error))?;
@@ -318,6 +349,7 @@ impl Writer {
                 hash: hash(&list),
             });
         }
+
         // A manifest must not outlive its files. Each process has done the same for their folder.
         sync_folder(&self.folder)?;
         folder::commit(&self.folder, step, epoch, &manifest.seal()?)?;

@@ -15,13 +15,13 @@ const RUN: usize = BLOCK * (HELD_OUT_EVERY - 1);
 
 /// The blocks of a sequence of `len` tokens.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Blocks {
+pub(super) struct SequenceBlocks {
     pub(super) len: usize,
     /// No block is held out.
     pub(super) is_whole: bool,
 }
 
-impl Blocks {
+impl SequenceBlocks {
     /// Returns the held-out blocks, as ranges of indices.
     pub(super) fn held_out(self) -> impl Iterator<Item = Range<usize>> {
         let starts = (0..self.len)
@@ -90,7 +90,7 @@ mod tests {
             (30, 3000, 3 * run + 3000 - 16),
         ];
         for (count, rest, expected) in cases {
-            let blocks = Blocks {
+            let blocks = SequenceBlocks {
                 len: count * BLOCK + rest,
                 is_whole: false,
             };
@@ -112,7 +112,8 @@ mod tests {
                     .all(|start| blocks_of(start) == [9; 2])
             );
         }
-        let start = |len, time, is_whole| Blocks { len, is_whole }.sequence_start(u64::MAX, time);
+        let start =
+            |len, time, is_whole| SequenceBlocks { len, is_whole }.sequence_start(u64::MAX, time);
         assert_eq!(start(16, 16, false), None);
         assert_eq!(start(100 * BLOCK, RUN, false), None);
         assert_eq!(start(100 * BLOCK, RUN, true), Some(100 * BLOCK - RUN - 1));

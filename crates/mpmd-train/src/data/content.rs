@@ -5,14 +5,14 @@ use std::path::Path;
 use mpmd_core::{Result, hash_samples, open_regular};
 use mpmd_layout::random::Key;
 
-use super::Text;
+use super::TextBytes;
 use crate::tensors::failed;
 
 /// Number of samples of a file, of 4 KiB each: a file of up to 64 MiB is hashed whole.
 const SAMPLES: u64 = 16 << 10;
 
-/// Returns a hash of files and folders: of folders that of their [`Text`], of files that of their
-/// length and content. Of a file above 64 MiB only samples of 64 MiB together are read.
+/// Returns a hash of files and folders: of folders that of their [`TextBytes`], of files that of
+/// their length and content. Of a file above 64 MiB only samples of 64 MiB together are read.
 ///
 /// # Errors
 ///
@@ -20,7 +20,7 @@ const SAMPLES: u64 = 16 << 10;
 pub fn hash_files(paths: &[impl AsRef<Path>]) -> Result<u64> {
     let hash = |path: &Path| {
         if path.is_dir() {
-            return Text::of(&[path]).map(|text| text.fingerprint());
+            return TextBytes::of(&[path]).map(|text| text.fingerprint());
         }
         let hash = open_regular(path).and_then(|file| {
             let bytes = file.metadata()?.len();

@@ -5,7 +5,7 @@
 
 mod blocks;
 mod content;
-mod packed;
+mod packed_sequences;
 mod rows;
 mod text;
 mod tokens;
@@ -18,14 +18,14 @@ use mpmd_layout::topology::Mesh;
 
 pub use blocks::{BLOCK, HELD_OUT_EVERY};
 pub use content::hash_files;
-pub use packed::{Packed, Sequence};
-pub use text::{LARGEST_FILE, SEPARATOR, Text};
+pub use packed_sequences::{PackedSequences, Sequence};
+pub use text::{LARGEST_FILE, SEPARATOR, TextBytes};
 pub use tokens::TokenSource;
 pub use windows::Windows;
 
 /// The place of a training microbatch, and its random key.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct At {
+pub struct MicrobatchPlace {
     /// Number of the step, counted from 1.
     pub step: u64,
     /// Index of the microbatch in its step.
@@ -38,7 +38,7 @@ pub struct At {
     pub key: Key,
 }
 
-impl At {
+impl MicrobatchPlace {
     /// Creates the place of a microbatch in a training with this seed and `count` microbatches a
     /// step.
     pub fn new(seed: u64, step: u64, microbatch: usize, count: usize) -> Self {
@@ -75,7 +75,12 @@ pub trait Data<In> {
     /// # Errors
     ///
     /// As [`Program::array_from_fn`].
-    fn training(&self, p: &mut Program, meshes: &[Mesh], at: At) -> Result<Microbatch<In>>;
+    fn training(
+        &self,
+        p: &mut Program,
+        meshes: &[Mesh],
+        at: MicrobatchPlace,
+    ) -> Result<Microbatch<In>>;
 
     /// Returns the number of held-out microbatches, for evaluation. Default: none.
     fn held_out_len(&self) -> usize {

@@ -22,12 +22,12 @@ const SKIPPED_FOLDERS: [&str; 2] = [".git", "target"];
 
 /// A text in memory. Clones share the bytes.
 #[derive(Clone, Debug)]
-pub struct Text {
+pub struct TextBytes {
     bytes: Arc<[u8]>,
     files: usize,
 }
 
-impl Text {
+impl TextBytes {
     /// Reads files and folders, in the order given.
     ///
     /// A folder is read in sorted order. It skips `.git`, `target`, links, pointers of Git LFS,
@@ -44,7 +44,7 @@ impl Text {
             let path = path.as_ref();
             let unreadable = |error| unreadable(path, error);
             if fs::metadata(path).map_err(unreadable)?.is_dir() {
-                let mut found = Found::default();
+                let mut found = FolderFiles::default();
                 found.walk(path).map_err(unreadable)?;
                 files.extend(found.read(path)?);
             } else {
@@ -69,7 +69,7 @@ impl Text {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2);
         let root =
             root.ok_or_else(|| Error::Environment("the workspace has no folder".to_owned()))?;
-        let mut found = Found::default();
+        let mut found = FolderFiles::default();
         match tracked_files(root) {
             Some(files) => found.files = files,
             None => found.walk(root).map_err(|error| unreadable(root, error))?,
@@ -127,7 +127,9 @@ impl Text {
     ///
     /// If this call is within a captured step.
     pub fn compare(&self, p: &mut Program) -> Result<()> {
-        let (bytes, files, hash) = (self.bytes.len(), self.files, self.fingerprint());
+        let bytes = self.bytes.len();
+        let files = self.files;
+        let hash = self.fingerprint();
         p.assert_same(format!(
             "a text of {bytes} bytes in {files} files, with hash {hash:016x}"
         ))
@@ -151,6 +153,7 @@ fn tracked_files(root: &Path) -> Option<Vec<PathBuf>> {
     if !output.status.success() || output.stdout.is_empty() {
         return None;
     }
+
     let names = String::from_utf8(output.stdout).ok()?;
     // A set, because a file in conflict is listed several times.
     let names: BTreeSet<_> = names.split('\0').filter(|name| !name.is_empty()).collect();
@@ -170,13 +173,13 @@ fn is_plain(file: &Path) -> bool {
 
 /// The files that a folder has.
 #[derive(Default)]
-struct Found {
+struct FolderFiles {
     files: Vec<PathBuf>,
     /// Number of links, which are skipped: one may lead back up.
     links: usize,
 }
 
-impl Found {
+impl FolderFiles {
     fn walk(&mut self, folder: &Path) -> io::Result<()> {
         let mut entries = fs::read_dir(folder)?.collect::<Result<Vec<_>, _>>()?;
         entries.sort_by_key(|entry| entry.file_name());
@@ -212,8 +215,11 @@ impl Found {
                 Err(error) => return Err(failed(error)),
             }
         }
+
         if texts.is_empty() {
-            let (folder, files, links) = (folder.display(), self.files.len(), self.links);
+            let folder = folder.display();
+            let files = self.files.len();
+            let links = self.links;
             let advice = if links > 0 {
                 ": name the files that they lead to"
             } else {
@@ -263,20 +269,21 @@ mod tests {
         write("target/x.txt", b"built");
         write(".git/config", b"history");
         write("large.txt", &vec![b'x'; LARGEST_FILE as usize + 1]);
-        let walked = Text::of(std::slice::from_ref(&folder));
-        let named = Text::of(&[folder.join("b.txt"), folder.join("a/z.txt")]);
-        let large = Text::of(&[folder.join("large.txt")]);
+        let walked = TextBytes::of(std::slice::from_ref(&folder));
+        let named = TextBytes::of(&[folder.join("b.txt"), folder.join("a/z.txt")]);
+        let large = TextBytes::of(&[folder.join("large.txt")]);
         let pipe = folder.join("pipe");
         mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
-        let pipes = [Text::of(&[&pipe]), Text::of(&["/dev/zero"])];
-        let errors = ["a/latin1", "a/nul", "absent"].map(|name| Text::of(&[folder.join(name)]));
+        let pipes = [TextBytes::of(&[&pipe]), TextBytes::of(&["/dev/zero"])];
+        let errors =
+            ["a/latin1", "a/nul", "absent"].map(|name| TextBytes::of(&[folder.join(name)]));
         write(
             "pointers/weights",
             b"version https://git-lfs.github.com/spec/v1\nsize 9\n",
         );
         symlink("../b.txt", folder.join("pointers/link")).unwrap();
         let [pointer, none] = ["pointers/weights", "pointers"]
-            .map(|name| Text::of(&[folder.join(name)]).unwrap_err().to_string());
+            .map(|name| TextBytes::of(&[folder.join(name)]).unwrap_err().to_string());
         fs::remove_dir_all(&folder).unwrap();
 
         let walked = walked.unwrap();
@@ -311,16 +318,16 @@ mod tests {
         for pipe in pipes {
             assert!(pipe.unwrap_err().to_string().ends_with("no regular file"));
         }
-        assert!(Text::of_files(&[]).is_err());
+        assert!(TextBytes::of_files(&[]).is_err());
     }
 
     #[test]
     fn repository_text_is_the_same_at_each_reading() {
-        let text = Text::of_this_repository().unwrap();
+        let text = TextBytes::of_this_repository().unwrap();
         assert!(text.files() > 10);
         assert_eq!(
             text.fingerprint(),
-            Text::of_this_repository().unwrap().fingerprint()
+            TextBytes::of_this_repository().unwrap().fingerprint()
         );
     }
 }

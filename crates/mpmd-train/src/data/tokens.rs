@@ -4,7 +4,7 @@ use std::fmt;
 
 use mpmd_core::{Error, Program, Result};
 
-use super::Text;
+use super::TextBytes;
 
 /// A long sequence of tokens from which [`Windows`](super::Windows) cut theirs.
 pub trait TokenSource: fmt::Debug + Send + Sync + 'static {
@@ -27,7 +27,7 @@ pub trait TokenSource: fmt::Debug + Send + Sync + 'static {
 }
 
 /// Each byte is a token.
-impl TokenSource for Text {
+impl TokenSource for TextBytes {
     fn tokens(&self) -> usize {
         self.bytes().len()
     }
@@ -44,6 +44,6 @@ impl TokenSource for Text {
     }
 
     fn compare(&self, p: &mut Program) -> Result<()> {
-        Text::compare(self, p)
+        TextBytes::compare(self, p)
     }
 }

@@ -9,9 +9,9 @@ use mpmd_layout::random;
 use mpmd_layout::sharding::{Sharding, Spec};
 use mpmd_layout::topology::Mesh;
 
-use super::blocks::Blocks;
+use super::blocks::SequenceBlocks;
 use super::rows::{Named, array_of_rows, ends};
-use super::{At, Data, TokenSource};
+use super::{Data, MicrobatchPlace, TokenSource};
 
 /// Limit on the number of held-out microbatches. It bounds the time for texts of any size.
 const MOST_HELD_OUT: usize = 256;
@@ -40,14 +40,14 @@ pub struct Windows {
 
 impl Windows {
     /// Creates windows of `time` tokens, `rows` of them in each microbatch, from a
-    /// [`Text`](super::Text) or another source. Keeps up to 256 held-out microbatches, spread
-    /// evenly.
+    /// [`TextBytes`](super::TextBytes) or another source. Keeps up to 256 held-out microbatches,
+    /// spread evenly.
     ///
     /// # Errors
     ///
     /// If a size is zero, or the source has no training sequence of `time` tokens.
     pub fn new(source: &(impl TokenSource + Clone), time: usize, rows: usize) -> Result<Self> {
-        let blocks = Blocks {
+        let blocks = SequenceBlocks {
             len: source.tokens(),
             is_whole: false,
         };
@@ -57,6 +57,7 @@ impl Windows {
                 blocks.len
             )));
         }
+
         let held_out = some(blocks.held_out_starts(time).collect(), rows);
         Ok(Self {
             source: Arc::new(source.clone()),
@@ -76,7 +77,8 @@ impl Windows {
     ///
     /// If the source has no sequence of `time` tokens.
     pub fn evaluated_on(mut self, source: &(impl TokenSource + Clone)) -> Result<Self> {
-        let (len, time) = (source.tokens(), self.time);
+        let len = source.tokens();
+        let time = self.time;
         let starts = (0..len).step_by(time).filter(|start| start + time < len);
         self.held_out = some(starts.collect(), self.rows);
         if self.held_out.len() < self.rows {
@@ -118,7 +120,8 @@ impl Windows {
         let following = start.clone();
         let inputs = self.array(p, &first, source, start)?;
         let targets = self.array(p, &last, source, move |row| following(row) + 1)?;
-        let (microbatch, stage) = (Microbatch::new(inputs), meshes.len() - 1);
+        let microbatch = Microbatch::new(inputs);
+        let stage = meshes.len() - 1;
         Ok(microbatch.side(stage, Named::from([("targets".to_owned(), targets)])))
     }
 
@@ -161,16 +164,20 @@ impl Windows {
     }
 
     /// Returns the blocks of the source for training.
-    fn blocks(&self) -> Blocks {
-        Blocks {
+    fn blocks(&self) -> SequenceBlocks {
+        SequenceBlocks {
             len: self.source.tokens(),
             is_whole: self.other.is_some(),
         }
     }
 
     /// Returns a function from a row of a training microbatch to the index of its first token.
-    fn training_start(&self, at: At) -> impl Fn(usize) -> usize + Clone + Send + Sync + 'static {
-        let (blocks, time) = (self.blocks(), self.time);
+    fn training_start(
+        &self,
+        at: MicrobatchPlace,
+    ) -> impl Fn(usize) -> usize + Clone + Send + Sync + 'static {
+        let blocks = self.blocks();
+        let time = self.time;
         // `new` has found a training window.
         move |row| {
             blocks
@@ -192,7 +199,12 @@ impl Data<MpmdArray> for Windows {
         self.other.iter().try_for_each(|other| other.compare(p))
     }
 
-    fn training(&self, p: &mut Program, meshes: &[Mesh], at: At) -> Result<Microbatch<MpmdArray>> {
+    fn training(
+        &self,
+        p: &mut Program,
+        meshes: &[Mesh],
+        at: MicrobatchPlace,
+    ) -> Result<Microbatch<MpmdArray>> {
         self.microbatch(p, meshes, &self.source, self.training_start(at))
     }
 
@@ -213,7 +225,8 @@ impl Data<MpmdArray> for Windows {
                 "there is no held-out microbatch {index}"
             )));
         }
-        let (held_out, first) = (self.held_out.clone(), index * self.rows);
+        let held_out = self.held_out.clone();
+        let first = index * self.rows;
         let source = self.other.as_ref().unwrap_or(&self.source);
         self.microbatch(p, meshes, source, move |row| held_out[first + row])
     }
@@ -224,18 +237,18 @@ mod tests {
     use mpmd_core::Simulation;
     use mpmd_layout::spec;
 
-    use super::super::{BLOCK, Text};
+    use super::super::{BLOCK, TextBytes};
     use super::*;
 
-    fn text() -> Text {
-        Text::of_files(&[(0..20 * BLOCK).map(|i| (i % 251) as u8 + 1).collect()]).unwrap()
+    fn text() -> TextBytes {
+        TextBytes::of_files(&[(0..20 * BLOCK).map(|i| (i % 251) as u8 + 1).collect()]).unwrap()
     }
 
     /// Returns (inputs, targets) of training microbatch 3 of step 2.
     fn values(processes: usize, windows: &Windows) -> (Vec<u32>, Vec<u32>) {
         let results = Simulation::new(processes, 4).run(|p| {
             let meshes = p.mesh(&[("stage", 2), ("data", 2)])?.split("stage")?;
-            let start = windows.training_start(At::new(5, 2, 3, 4));
+            let start = windows.training_start(MicrobatchPlace::new(5, 2, 3, 4));
             let following = start.clone();
             let (first, last) = ends(&meshes, &windows.spec);
             let source = &windows.source;
@@ -276,7 +289,7 @@ mod tests {
 
     #[test]
     fn another_source_is_for_evaluation_alone() {
-        let other = Text::of_files(&[vec![b'x'; 50]]).unwrap();
+        let other = TextBytes::of_files(&[vec![b'x'; 50]]).unwrap();
         let windows = Windows::new(&text(), 8, 3)
             .unwrap()
             .evaluated_on(&other)
@@ -296,7 +309,7 @@ mod tests {
 
     #[test]
     fn text_that_is_too_short_is_an_error() {
-        let text = Text::of_files(&[vec![b'x'; 99]]).unwrap();
+        let text = TextBytes::of_files(&[vec![b'x'; 99]]).unwrap();
         assert!(Windows::new(&text, 100, 1).is_err() && Windows::new(&text, 0, 1).is_err());
         assert_eq!(Windows::new(&text, 99, 1).unwrap().held_out_len(), 0);
     }

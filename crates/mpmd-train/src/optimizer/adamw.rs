@@ -71,11 +71,10 @@ impl AdamW {
     ) {
         assert!(step.number > 0, "updates are counted from one");
         let len = w.len();
-        assert_eq!(
-            (mean.len(), square.len(), gradient.len()),
-            (len, len, len),
-            "state and gradient"
-        );
+        assert_eq!(mean.len(), len, "state and gradient");
+        assert_eq!(square.len(), len, "state and gradient");
+        assert_eq!(gradient.len(), len, "state and gradient");
+
         let AdamFactors {
             rate,
             root,
@@ -86,6 +85,7 @@ impl AdamW {
             fresh2,
             epsilon,
         } = self.factors(step);
+
         let factor = T::from_double(step.gradient_factor);
         let state = mean.iter_mut().zip(square.iter_mut());
         for ((w, (mean, square)), gradient) in w.iter_mut().zip(state).zip(gradient) {

@@ -33,12 +33,14 @@ pub(super) fn square_sums(
             DType::F16 => "square_sums_f16",
             _ => "square_sums_f32",
         };
+
         let blocks = |elements: usize| elements.div_ceil(BLOCK);
         let first = cuda.scratch(DType::F64, blocks(elements))?;
         let issue = |function, elements: usize, from: Arg<'_>, to: Arg<'_>| {
             let grid = Grid::new(blocks(elements) as u32, LANES as u32);
             cuda.launch(&UPDATE, function, grid, &[elements.into(), from, to])
         };
+
         let mut left = blocks(elements);
         if left == 1 {
             issue(function, elements, array.into(), sums.at(at).into())?;
@@ -52,7 +54,8 @@ pub(super) fn square_sums(
                 1 => issue("sums_f64", left, (&from).into(), sums.at(at).into())?,
                 _ => issue("sums_f64", left, (&from).into(), (&to).into())?,
             }
-            (from, left) = (to, blocks(left));
+            from = to;
+            left = blocks(left);
         }
     }
     Ok(())
@@ -171,6 +174,7 @@ pub(super) fn update<T: Float>(
         }
         (rule, state) => return Err(wrong_state(rule, state.len())),
     };
+
     let suffix = if T::DTYPE == DType::F64 { "f64" } else { "f32" };
     let mut args = vec![elements.into(), w.into()];
     args.extend(state);

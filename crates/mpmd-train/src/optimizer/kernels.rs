@@ -44,7 +44,8 @@ impl Kernel for SquareSums {
     type Out = MpmdArray;
 
     fn infer(&self, gradients: &Vec<ShapedArray>) -> Result<Signature<ShapedArray>> {
-        let (found, expected) = (gradients.len(), self.counting.len());
+        let found = gradients.len();
+        let expected = self.counting.len();
         if found != expected {
             return Err(Error::kernel(format!(
                 "{found} gradients of {expected} parameters"
@@ -63,9 +64,11 @@ impl Kernel for SquareSums {
             .counting
             .iter()
             .map(|devices| devices.contains(&cx.device()));
+
         if let Some(cuda) = cx.cuda() {
             return cuda::square_sums(&cuda, &gradients, counted, &mut sums);
         }
+
         let leaves = sums
             .as_mut_slice::<f64>()?
             .iter_mut()
@@ -116,7 +119,7 @@ pub(super) struct FiguresOut<L> {
 }
 
 /// Kernel that computes the gradients' factor and the figures of a step.
-pub(super) struct Figures {
+pub(super) struct StepFigures {
     /// The stages with trainable parameters.
     pub(super) stages: Vec<usize>,
 }
@@ -142,7 +145,7 @@ pub(crate) fn check_metrics(loss: &Loss<ShapedArray>) -> Result<()> {
     Ok(())
 }
 
-impl Kernel for Figures {
+impl Kernel for StepFigures {
     type In = FiguresIn<MpmdArray>;
     type Out = FiguresOut<MpmdArray>;
 
@@ -164,7 +167,8 @@ impl Kernel for Figures {
         if let Some(cuda) = cx.cuda() {
             return cuda::figures(&cuda, &self.stages, (&x.sums, &x.loss), limit, y);
         }
-        let (sum, weight) = (double(&x.loss.sum)?, double(&x.loss.weight)?);
+        let sum = double(&x.loss.sum)?;
+        let weight = double(&x.loss.weight)?;
         let mut sums = Vec::new();
         let mut not_finite = -1.0;
         for (stage, found) in self.stages.iter().zip(&x.sums) {
@@ -204,7 +208,7 @@ impl Kernel for Figures {
 
 /// The arrays that an update changes in place.
 #[derive(Tree)]
-pub(super) struct State<L> {
+pub(super) struct UpdateState<L> {
     /// The trainable parameters of a stage.
     pub(super) params: Vec<L>,
     /// For each name of the rule's state, an array for each parameter.
@@ -213,7 +217,7 @@ pub(super) struct State<L> {
 
 #[derive(Tree)]
 pub(super) struct UpdateIn<L> {
-    pub(super) state: State<L>,
+    pub(super) state: UpdateState<L>,
     pub(super) gradients: Vec<L>,
     /// Factor of the gradients: an `f64`.
     pub(super) factor: L,
@@ -232,11 +236,11 @@ pub(super) struct Update {
 
 impl Kernel for Update {
     type In = UpdateIn<MpmdArray>;
-    type Out = State<MpmdArray>;
+    type Out = UpdateState<MpmdArray>;
 
-    fn infer(&self, x: &UpdateIn<ShapedArray>) -> Result<Signature<State<ShapedArray>>> {
+    fn infer(&self, x: &UpdateIn<ShapedArray>) -> Result<Signature<UpdateState<ShapedArray>>> {
         let UpdateIn {
-            state: State { params, kept },
+            state: UpdateState { params, kept },
             gradients,
             ..
         } = x;
@@ -248,7 +252,8 @@ impl Kernel for Update {
                 "parameters, gradients and state differ in shape",
             ));
         }
-        let state = State {
+
+        let state = UpdateState {
             params: params.clone(),
             kept: kept.clone(),
         };
@@ -264,7 +269,7 @@ impl Kernel for Update {
         &self,
         cx: &mut Context<'_>,
         x: UpdateIn<View<'_>>,
-        y: State<ViewMut<'_>>,
+        y: UpdateState<ViewMut<'_>>,
     ) -> Result<()> {
         self.update(cx, x, y)
     }
@@ -285,9 +290,10 @@ impl Update {
         &self,
         cx: &Context<'_>,
         x: UpdateIn<View<'_>>,
-        mut y: State<ViewMut<'_>>,
+        mut y: UpdateState<ViewMut<'_>>,
     ) -> Result<()> {
-        let (number, rate) = (x.number.scalar()?, x.rate.scalar()?);
+        let number = x.number.scalar()?;
+        let rate = x.rate.scalar()?;
         let on_cuda = cx.cuda();
         // On a CUDA device the factor is in its memory.
         let gradient_factor = if on_cuda.is_some() {
@@ -337,7 +343,9 @@ fn update<T: Float>(
     state: &mut [&mut ViewMut<'_>],
     gradient: &View<'_>,
 ) -> Result<()> {
-    let (w, gradient) = (w.as_mut_slice::<T>()?, gradient.as_slice::<T>()?);
+    let w = w.as_mut_slice::<T>()?;
+    let gradient = gradient.as_slice::<T>()?;
+
     match (rule, state) {
         (UpdateRule::AdamW(adamw), [mean, square]) => {
             adamw.update(
@@ -432,7 +440,7 @@ mod tests {
             .iter()
             .map(|_| all(&mut p, true))
             .collect();
-        let mut state = State { params, kept };
+        let mut state = UpdateState { params, kept };
         let counting = vec![vec![mesh.devices()[0]]; LENGTHS.len()];
         let sums = p
             .jit(SquareSums { counting })
@@ -441,7 +449,7 @@ mod tests {
             .build()
             .unwrap();
         let figures = p
-            .jit(Figures { stages: vec![3] })
+            .jit(StepFigures { stages: vec![3] })
             .on(&mesh)
             .outputs(&whole)
             .build()

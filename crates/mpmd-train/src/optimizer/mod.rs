@@ -26,7 +26,7 @@ use mpmd_layout::topology::Mesh;
 
 pub use adamw::{AdamStep, AdamW};
 pub use float::{Float, clip_factor, square_sum};
-use kernels::{Figures, FiguresIn, FiguresOut, SquareSums, State, Update, UpdateIn};
+use kernels::{FiguresIn, FiguresOut, SquareSums, StepFigures, Update, UpdateIn, UpdateState};
 pub(crate) use kernels::{MOST_METRICS, STEP_FIGURES, check_metrics, double};
 pub use settings::{OptimizerSettings, UpdateRule};
 pub use sgd::Sgd;
@@ -40,7 +40,7 @@ pub struct Optimizer {
     rule: UpdateRule,
     clip: Option<f64>,
     updates: u64,
-    figures: Jit<Figures>,
+    figures: Jit<StepFigures>,
     last: Mesh,
     /// `None` for stages without trainable parameters.
     stages: Vec<Option<StageOptimizer>>,
@@ -86,10 +86,11 @@ impl Optimizer {
                 .transpose()
         });
         let stages: Vec<Option<StageOptimizer>> = stages.collect::<Result<_>>()?;
+
         let trained = (0..stages.len())
             .filter(|stage| stages[*stage].is_some())
             .collect();
-        let figures = p.jit(Figures { stages: trained });
+        let figures = p.jit(StepFigures { stages: trained });
         let figures = figures.on(&last).outputs(last.replicated()).build()?;
         let OptimizerSettings { rule, clip, .. } = settings;
         Ok(Self {
@@ -154,9 +155,11 @@ impl Optimizer {
             sums.push(p.device_put(&sum, self.last.replicated())?);
             sorted.push((index, gradients));
         }
+
         let limit = MpmdArray::scalar(self.clip.unwrap_or(f64::INFINITY));
         let FiguresOut { factor, figures } =
             self.figures.call(p, FiguresIn { sums, loss, limit })?;
+
         let number = self.updates + 1;
         for (index, gradients) in sorted {
             let Some(stage) = &mut self.stages[index] else {
@@ -166,7 +169,7 @@ impl Optimizer {
             let places = places(&all, &stage.paths)?;
             let params = places.iter().map(|place| all[*place].1.clone()).collect();
             let input = UpdateIn {
-                state: State {
+                state: UpdateState {
                     params,
                     kept: stage.kept.clone(),
                 },
@@ -175,7 +178,8 @@ impl Optimizer {
                 number: MpmdArray::scalar(number),
                 rate: MpmdArray::scalar(rate),
             };
-            let State { params, kept } = stage.update.call(p, input)?;
+
+            let UpdateState { params, kept } = stage.update.call(p, input)?;
             stage.kept = kept;
             places
                 .into_iter()
@@ -183,6 +187,7 @@ impl Optimizer {
                 .for_each(|(place, param)| all[place].1 = param);
             pipeline.set_params(index, all.into_iter().map(|(_, param)| param).collect())?;
         }
+
         self.updates = number;
         Ok(figures)
     }
@@ -237,6 +242,7 @@ impl Optimizer {
             if frozen.is_empty() {
                 continue;
             }
+
             let kernel = square_sums(p, pipeline.mesh(stage), &frozen)?;
             let (paths, arrays): (_, Vec<MpmdArray>) = frozen.into_iter().unzip();
             let sum = kernel.call(p, arrays)?;
@@ -296,6 +302,7 @@ impl Optimizer {
             }
             arrays.push(new);
         }
+
         if let Some(name) = found.keys().next() {
             let problem = format!("set_state of stage {stage}: array {name:?} is of no parameter");
             return Err(Error::kernel(problem));
@@ -328,7 +335,7 @@ impl StageOptimizer {
             rule: settings.rule,
             decays: decays.collect(),
         };
-        let outputs = State {
+        let outputs = UpdateState {
             params: shardings.clone(),
             kept: vec![shardings.clone(); names.len()],
         };
@@ -357,7 +364,8 @@ impl StageOptimizer {
 
     /// Returns the gradients in the order of the trainable parameters.
     fn in_order(&self, stage: usize, gradients: Gradients) -> Result<Vec<MpmdArray>> {
-        let (found, expected) = (gradients.len(), self.paths.len());
+        let found = gradients.len();
+        let expected = self.paths.len();
         if found != expected {
             let problem = format!(
                 "stage {stage} has {found} gradients, and {expected} trainable parameters when the \

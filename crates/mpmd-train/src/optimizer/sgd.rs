@@ -36,13 +36,17 @@ impl Sgd {
     ) {
         assert_eq!(gradient.len(), w.len(), "gradient");
         let of = T::from_double;
-        let (rate, factor) = (of(rate), of(factor));
-        let (decay, momentum) = (of(self.decay), of(self.momentum));
+        let rate = of(rate);
+        let factor = of(factor);
+        let decay = of(self.decay);
+        let momentum = of(self.momentum);
+
         let pairs = w.iter_mut().zip(gradient);
         let Some(sum) = sum else {
             pairs.for_each(|(w, gradient)| *w = *w - rate * (factor * *gradient + decay * *w));
             return;
         };
+
         assert_eq!(sum.len(), gradient.len(), "running sum");
         for ((w, gradient), sum) in pairs.zip(sum) {
             let gradient = factor * *gradient + decay * *w;

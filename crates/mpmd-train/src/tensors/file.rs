@@ -101,12 +101,14 @@ impl TensorFile {
     ///
     /// If `bytes` does not have the region's size.
     pub fn read(&self, name: &str, region: &Region, bytes: &mut [u8]) -> Result<()> {
-        let (info, item) = (self.info(name)?, self.aval(name)?.dtype().size());
+        let info = self.info(name)?;
+        let item = self.aval(name)?.dtype().size();
         assert_eq!(
             bytes.len(),
             region.elements() * item,
             "{region:?} of {name:?}"
         );
+
         let start = self.start + info.data_offsets.0 as u64;
         let mut done = 0;
         for run in runs(&info.shape, region, item) {
@@ -181,7 +183,8 @@ pub fn header(
         let dtype = safetensors_dtype(aval.dtype()).ok_or_else(|| {
             Error::kernel(format!("{name}: safetensors has no dtype {}", aval.dtype()))
         })?;
-        let (shape, data_offsets) = (aval.shape().to_vec(), (start, offset));
+        let shape = aval.shape().to_vec();
+        let data_offsets = (start, offset);
         tensors.push((
             name.clone(),
             TensorInfo {
@@ -222,11 +225,13 @@ fn read_header(mut file: impl Read, found: u64) -> Result<(Metadata, u64), Strin
             "no safetensors file: its header would have {length} bytes"
         ));
     }
+
     let mut text = Vec::new();
     let read = file.take(length).read_to_end(&mut text);
     if read.ok() != Some(length as usize) {
         return Err("cut off within its header".to_owned());
     }
+
     let header: Metadata = serde_json::from_slice(&text)
         .map_err(|error| format!("no safetensors file: its header is invalid ({error})"))?;
     let start = 8 + length;

@@ -26,7 +26,7 @@ pub(crate) const LARGEST_INDEX: u64 = 64 << 20;
 /// The plan of the files of some arrays. It depends on names, shapes and dtypes only, so it is the
 /// same on every process.
 #[derive(Clone)]
-pub(crate) struct Files {
+pub(crate) struct TensorFiles {
     pub(crate) files: Vec<PlannedFile>,
     arrays: Vec<PlannedArray>,
 }
@@ -34,7 +34,8 @@ pub(crate) struct Files {
 /// A file to be written.
 #[derive(Clone)]
 pub(crate) struct PlannedFile {
-    /// The name that the file has unless a file of an older model has it: see [`Files::names`].
+    /// The name that the file has unless a file of an older model has it: see
+    /// [`TensorFiles::names`].
     pub(crate) name: String,
     /// The bytes before the first value.
     pub(crate) start: Vec<u8>,
@@ -52,7 +53,7 @@ struct PlannedArray {
     offset: u64,
 }
 
-impl Files {
+impl TensorFiles {
     /// Puts the arrays into files, in order. Begins a new file when one would have more than
     /// `file_bytes` bytes of values.
     ///
@@ -70,16 +71,20 @@ impl Files {
                 "two arrays to be saved have the name {name:?}"
             )));
         }
+
         let mut groups: Vec<&[(String, ShapedArray)]> = Vec::new();
-        let (mut start, mut bytes) = (0, 0);
+        let mut start = 0;
+        let mut bytes = 0;
         for (place, (_, aval)) in arrays.iter().enumerate() {
             if place > start && bytes + aval.bytes() as u64 > file_bytes {
                 groups.push(&arrays[start..place]);
-                (start, bytes) = (place, 0);
+                start = place;
+                bytes = 0;
             }
             bytes += aval.bytes() as u64;
         }
         groups.push(&arrays[start..]);
+
         let count = groups.len();
         let mut plan = Self {
             files: Vec::with_capacity(count),
@@ -151,8 +156,8 @@ impl Files {
         Ok(())
     }
 
-    /// Opens the files in `folder`, which [`Files::create`] has made with the same `suffix`, when
-    /// they are first written to.
+    /// Opens the files in `folder`, which [`TensorFiles::create`] has made with the same `suffix`,
+    /// when they are first written to.
     pub(crate) fn writer(&self, folder: &Path, suffix: &str) -> FilesWriter<'_> {
         let paths = self
             .files
@@ -167,7 +172,7 @@ impl Files {
 
 /// Writes regions of arrays to files that other processes write to as well.
 pub(crate) struct FilesWriter<'a> {
-    plan: &'a Files,
+    plan: &'a TensorFiles,
     files: Vec<(PathBuf, Option<File>)>,
 }
 

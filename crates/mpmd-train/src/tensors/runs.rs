@@ -38,7 +38,8 @@ pub fn runs(
     };
     (0..count).map(move |index| {
         // The position of the run's first element, from the last outer dimension to the first.
-        let (mut rest, mut start) = (index, first);
+        let mut rest = index;
+        let mut start = first;
         for (range, stride) in outer.iter().rev() {
             start += (range.start + rest % range.len()) * stride;
             rest /= range.len();

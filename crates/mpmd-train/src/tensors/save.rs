@@ -14,7 +14,7 @@ use mpmd_layout::sharding::{MemoryKind, Sharding};
 
 use super::disk::{create_folder, partial, remove, replace, sync_folder};
 use super::failed;
-use super::files::{Files, FilesWriter, INDEX, MODEL, indexed};
+use super::files::{FilesWriter, INDEX, MODEL, TensorFiles, indexed};
 use super::owners::{PIECE_BYTES, owners, pieces};
 use crate::agree::{agree, on_first};
 
@@ -52,7 +52,8 @@ pub fn save(
     metadata: &BTreeMap<String, String>,
 ) -> Result<()> {
     // The saved arrays, and the place of each array's first one.
-    let (mut planned, mut first) = (Vec::with_capacity(arrays.len()), Vec::new());
+    let mut planned = Vec::with_capacity(arrays.len());
+    let mut first = Vec::new();
     for (name, array, dtype) in arrays {
         let halves = matches!(
             (array.dtype(), dtype),
@@ -73,7 +74,7 @@ pub fn save(
             shape => planned.push((name.clone(), ShapedArray::try_new(shape, *dtype)?)),
         }
     }
-    let files = Files::plan(&planned, file_bytes, metadata)?;
+    let files = TensorFiles::plan(&planned, file_bytes, metadata)?;
     let shardings: Vec<Sharding> = arrays
         .iter()
         .map(|(_, array, _)| host_owners(p, array))
@@ -178,7 +179,12 @@ fn converted(bytes: &[u8], from: DType, to: DType) -> Cow<'_, [u8]> {
 ///
 /// A reader takes `model.safetensors` if there is one, otherwise the files of the index. So one
 /// rename, or the removal of `model.safetensors`, replaces the older model by the new one.
-fn commit(files: &Files, folder: &Path, suffix: &str, mut before: impl FnMut()) -> Result<()> {
+fn commit(
+    files: &TensorFiles,
+    folder: &Path,
+    suffix: &str,
+    mut before: impl FnMut(),
+) -> Result<()> {
     let old = indexed(folder);
     let names = reserve(files, folder, &mut before)?;
     let mut place = || {
@@ -215,7 +221,7 @@ fn commit(files: &Files, folder: &Path, suffix: &str, mut before: impl FnMut()) 
 
 /// Returns names for the files. Several files get names that no file in the folder has, and that no
 /// other save will take: empty files have them from now on.
-fn reserve(files: &Files, folder: &Path, before: &mut impl FnMut()) -> Result<Vec<String>> {
+fn reserve(files: &TensorFiles, folder: &Path, before: &mut impl FnMut()) -> Result<Vec<String>> {
     let mut list = 0;
     loop {
         list += 1;
@@ -252,14 +258,14 @@ mod tests {
     use super::*;
 
     /// The plan of a model of three arrays in some files.
-    fn plan(files: usize) -> Files {
+    fn plan(files: usize) -> TensorFiles {
         let arrays = ["a", "b", "c"].map(|name| (name.to_owned(), f32s([2])));
         let file_bytes = match files {
             1 => 100,
             2 => 16,
             _ => 1,
         };
-        Files::plan(&arrays, file_bytes, &BTreeMap::new()).unwrap()
+        TensorFiles::plan(&arrays, file_bytes, &BTreeMap::new()).unwrap()
     }
 
     /// Saves a model with this value everywhere. Stops before change number `stop` of the folder,

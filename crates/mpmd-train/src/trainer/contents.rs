@@ -6,7 +6,7 @@ use mpmd_core::tree::Tree;
 use mpmd_core::{MpmdArray, Result};
 
 use super::Trainer;
-use crate::checkpoint::Contents;
+use crate::checkpoint::CheckpointContents;
 
 /// Name of a parameter without a path: one that is all parameters of its stage.
 const WHOLE: &str = "param";
@@ -15,8 +15,9 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// Returns the arrays that a checkpoint has, and the position. If two stages have parameters of
     /// one path, all names begin with the stage, as in `stage.1.`. With `trained_only`, leaves out
     /// the parameters that are not trained.
-    pub(super) fn contents(&self, trained_only: bool) -> Contents {
-        let (pipeline, optimizer) = (&self.pipeline, &self.optimizer);
+    pub(super) fn contents(&self, trained_only: bool) -> CheckpointContents {
+        let pipeline = &self.pipeline;
+        let optimizer = &self.optimizer;
         let stages = pipeline.stages();
         let whole = |path: &str| {
             if path.is_empty() {
@@ -52,7 +53,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             (stage + name, array.clone())
         };
         let arrays = all.iter().map(name).collect();
-        Contents {
+        CheckpointContents {
             step: self.steps(),
             seed: self.seed,
             stages,

@@ -13,7 +13,7 @@ use crate::tensors::disk::beside;
 
 /// A file with one line of JSON for each step, each evaluation and each recovery. A line that
 /// cannot be written is left out: the training is worth more.
-pub(super) struct Metrics {
+pub(super) struct MetricsFile {
     file: File,
     path: PathBuf,
     /// True once a warning has said that lines are missing.
@@ -22,7 +22,7 @@ pub(super) struct Metrics {
     before: f64,
 }
 
-impl Metrics {
+impl MetricsFile {
     /// Opens the file. With `append`, keeps the lines that it has.
     pub(super) fn open(path: &Path, append: bool) -> Result<Self> {
         let mut options = OpenOptions::new();
@@ -37,6 +37,7 @@ impl Metrics {
         } else {
             String::new()
         };
+
         let file = options
             .open(path)
             .map_err(|error| unwritable(path, &error))?;
@@ -80,6 +81,7 @@ impl Metrics {
                 .and_then(|step| step.as_u64())
                 .is_some_and(|step| step < end)
         };
+
         let kept: String = text.split_inclusive('\n').filter(is_kept).collect();
         // An older process may be about to do the same.
         let new = beside(path);
@@ -147,6 +149,7 @@ impl Metrics {
         let Err(error) = self.file.write_all(format!("{value}\n").as_bytes()) else {
             return;
         };
+
         // A part of the line may be there. Neither has to succeed, as on a pipe.
         if let Ok(whole) = whole {
             _ = self.file.set_len(whole);
@@ -188,7 +191,7 @@ mod tests {
     fn line_that_cannot_be_written_is_left_out_whole() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
-        let mut metrics = Metrics::open(&path, false).unwrap();
+        let mut metrics = MetricsFile::open(&path, false).unwrap();
         metrics.line(&json!({ "step": 1 }));
         // A handle for reading alone stands for a full disk.
         let writable = std::mem::replace(&mut metrics.file, File::open(&path).unwrap());
@@ -198,7 +201,7 @@ mod tests {
         metrics.line(&json!({ "step": 3 }));
         let expected = "{\"step\":1}\n{\"step\":3}\n";
         assert_eq!(std::fs::read_to_string(&path).unwrap(), expected);
-        let gone = Metrics::open(&folder.path().join("none/metrics.jsonl"), false);
+        let gone = MetricsFile::open(&folder.path().join("none/metrics.jsonl"), false);
         assert_eq!(
             gone.err().map(|why| why.to_string().contains("none")),
             Some(true)

@@ -19,14 +19,14 @@ use mpmd_core::{Commits, MpmdArray, Program, Recovery, Result};
 use mpmd_layout::topology::Mesh;
 
 pub use report::{EvaluationHandle, EvaluationReport, StepHandle, StepReport};
-pub use run::{Next, Outcome, Run};
+pub use run::{ReportAnswer, Run, RunOutcome};
 
-use crate::data::{At, Data};
+use crate::data::{Data, MicrobatchPlace};
 use crate::optimizer::{Optimizer, OptimizerSettings};
 use crate::rate::Rate;
 use crate::stop::StopFlag;
 use recovery::Recent;
-use report::{MetricNames, Reporter, Status};
+use report::{MetricNames, ProcessReport, Reporter};
 
 /// A pipeline under training: parameters, optimiser, schedule and learning rate.
 ///
@@ -39,7 +39,7 @@ pub struct Trainer<In> {
     reporter: Reporter,
     rate: Rate,
     seed: u64,
-    status: Status,
+    status: ProcessReport,
     watches: bool,
     /// The shapes of microbatches for which the stages were probed.
     probed: Vec<MicrobatchShapes<In>>,
@@ -86,7 +86,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             reporter,
             rate: Rate::Constant(1e-3),
             seed: 0,
-            status: Status::default(),
+            status: ProcessReport::default(),
             watches: false,
             probed: Vec::new(),
             saved: None,
@@ -114,7 +114,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         self
     }
 
-    /// Has the stages compute in `dtype`, as with `DType::Bf16`; parameters, their gradients, the
+    /// Computes the stages in `dtype`, as with `DType::Bf16`; parameters, their gradients, the
     /// optimiser's state, losses and norms stay f32. See [`Pipeline::compute_in`].
     ///
     /// # Errors
@@ -140,7 +140,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         self
     }
 
-    /// Has [`Trainer::run`] call `f` on every process after each step was issued, with the number
+    /// Calls `f` in [`Trainer::run`] on every process after each step was issued, with the number
     /// of updates and the pipeline: for instance to [publish](mpmd_core::weights::Publisher) its
     /// parameters. Its error ends the training.
     #[must_use]
@@ -156,7 +156,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// [`StopFlag::install`], which Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 set.
     #[must_use]
     pub fn stop_on(mut self, stop: &StopFlag) -> Self {
-        (self.status.stop, self.watches) = (stop.clone(), true);
+        self.status.stop = stop.clone();
+        self.watches = true;
         self
     }
 
@@ -294,7 +295,8 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         data: &D,
     ) -> Result<Vec<S::Out>> {
         data.compare(p)?;
-        let (meshes, mut probed) = (self.meshes(), Vec::new());
+        let meshes = self.meshes();
+        let mut probed = Vec::new();
         let mut pipeline = self.pipeline.with_last(last)?;
         let mut predictions = Vec::with_capacity(data.held_out_len());
         for index in 0..data.held_out_len() {
@@ -339,7 +341,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         let meshes = self.meshes();
         let count = self.schedule.microbatches();
         let one = |microbatch| {
-            let at = At::new(self.seed, self.steps() + 1, microbatch, count);
+            let at = MicrobatchPlace::new(self.seed, self.steps() + 1, microbatch, count);
             Ok(data.training(p, &meshes, at)?.key(at.key))
         };
         (0..count).map(one).collect()

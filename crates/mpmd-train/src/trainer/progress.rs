@@ -77,7 +77,8 @@ impl Progress {
         };
         let tenth = Some((10.0 * share) as u64);
         if tenth > self.tenth || self.said.elapsed().as_secs() >= SILENT {
-            (self.tenth, self.said) = (tenth, Instant::now());
+            self.tenth = tenth;
+            self.said = Instant::now();
             say(&format!(
                 "{message}  {:.0} s left",
                 elapsed * (1.0 / share - 1.0)
@@ -93,7 +94,9 @@ impl Progress {
 
     /// Shows the mean loss and metrics of an evaluation.
     pub(super) fn evaluated(&self, report: &EvaluationReport) {
-        let (step, loss, metrics) = (report.step, report.loss(), text(&report.metrics, 4));
+        let step = report.step;
+        let loss = report.loss();
+        let metrics = text(&report.metrics, 4);
         let message = format!("evaluation after step {step}: loss {loss:.4}{metrics}");
         match self.bar.is_hidden() {
             true => say(&message),

@@ -7,7 +7,7 @@ use mpmd_core::tree::Tree;
 use mpmd_core::{Commits, Committed, Error, MpmdArray, Program, Result};
 
 use super::Trainer;
-use super::report::{Figures, StepHandle};
+use super::report::{ReportArrays, StepHandle};
 use crate::checkpoint::Checkpoints;
 
 /// Number of steps whose figures a commit has. The reports of older ones are read before it is
@@ -53,6 +53,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
                 })
             })
             .collect::<Result<_>>()?;
+
         self.commits = Some(commits.clone());
         let restored = commits.restore(p, self);
         self.recovery = commits.last_recovery();
@@ -63,6 +64,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
                 step => return Ok(step),
             },
         };
+
         match files
             .map(|files| self.restore(p, files))
             .transpose()?
@@ -76,14 +78,11 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// Keeps the figures of a step for the commits of a training that may resume.
     pub(super) fn keep_recent(&mut self, step: &StepHandle) {
         if self.recent.pop_front().is_some() {
-            let StepHandle {
-                step,
-                rate,
-                figures,
-                ..
-            } = step;
-            let (step, rate, values) = (*step, *rate, figures.values().clone());
-            self.recent.push_back(Recent { step, rate, values });
+            self.recent.push_back(Recent {
+                step: step.step,
+                rate: step.rate,
+                values: step.figures.values().clone(),
+            });
         }
     }
 }
@@ -134,17 +133,20 @@ impl<In: Tree<Leaf = MpmdArray>> Committed for Trainer<In> {
         let (words, _) = words.as_chunks::<8>();
         let words: Vec<u64> = words.iter().map(|word| u64::from_le_bytes(*word)).collect();
         let names = str::from_utf8(names).map_err(|_| other(values))?;
+
         let [step, seed, ref recent @ ..] = words[..] else {
             return Err(other(values));
         };
         if recent.len() != 2 * count || arrays.len() < count {
             return Err(other(values));
         }
+
         let figures = arrays.split_off(arrays.len() - count);
         self.set_arrays(arrays, false)?;
         self.optimizer.set_updates(step);
         self.seed = seed;
         self.metrics = names.lines().map(str::to_owned).collect();
+
         let recent = recent
             .chunks_exact(2)
             .zip(figures)
@@ -161,8 +163,8 @@ impl<In: Tree<Leaf = MpmdArray>> Committed for Trainer<In> {
 
 impl Recent {
     /// Returns the report of the step to be read again, with `values` of every process.
-    pub(super) fn figures(&self) -> Figures {
-        Figures::of_recent(self.values.clone())
+    pub(super) fn figures(&self) -> ReportArrays {
+        ReportArrays::of_recent(self.values.clone())
     }
 }
 

@@ -16,7 +16,7 @@ use mpmd_layout::sharding::Sharding;
 use mpmd_layout::spec;
 use mpmd_layout::topology::{DeviceId, Mesh};
 
-use crate::checkpoint::{Phase, SaveStatus};
+use crate::checkpoint::{SaveProgress, SaveStatus};
 use crate::optimizer::{MOST_METRICS, STEP_FIGURES, check_metrics, double};
 use crate::stop::StopFlag;
 use signal_hook::consts::{SIGTERM, SIGUSR1};
@@ -28,7 +28,7 @@ pub(super) type MetricNames = Arc<[String]>;
 const SUMS: usize = 2 + MOST_METRICS;
 /// The mesh axis over the processes.
 const PROCESS: &str = "process";
-/// Number of words of a [`Status`].
+/// Number of words of a [`ProcessReport`].
 const WORDS: usize = 4;
 
 /// Brings the figures of steps and evaluations to all processes, with their statuses.
@@ -89,7 +89,7 @@ pub struct StepHandle {
     pub(super) step: u64,
     pub(super) rate: f64,
     pub(super) names: MetricNames,
-    pub(super) figures: Figures,
+    pub(super) figures: ReportArrays,
 }
 
 /// The figures of an issued evaluation, which may still be running. Dropping it does not block.
@@ -98,7 +98,7 @@ pub struct StepHandle {
 pub struct EvaluationHandle {
     pub(super) step: u64,
     pub(super) names: MetricNames,
-    pub(super) figures: Figures,
+    pub(super) figures: ReportArrays,
 }
 
 /// Sums over the microbatches of an evaluation.
@@ -144,16 +144,16 @@ fn by_name(names: &MetricNames, figures: &[f64]) -> BTreeMap<String, f64> {
 
 /// Figures and statuses on one device of each process.
 #[derive(Debug)]
-pub(super) struct Figures {
+pub(super) struct ReportArrays {
     values: MpmdArray,
-    /// `i64`s, `[processes, WORDS]`: for each process the words of its [`Status`]. `None` for
+    /// `i64`s, `[processes, WORDS]`: for each process the words of its [`ProcessReport`]. `None` for
     /// figures of an earlier epoch.
     statuses: Option<MpmdArray>,
 }
 
 /// The part of a process in every report.
 #[derive(Clone, Debug)]
-pub(super) struct Status {
+pub(super) struct ProcessReport {
     pub(super) stop: StopFlag,
     /// True while SIGTERM and SIGUSR1 ask this process to leave the job, which may go on.
     pub(super) leaves: bool,
@@ -162,20 +162,19 @@ pub(super) struct Status {
     pub(super) save: SaveStatus,
 }
 
-impl Default for Status {
+impl Default for ProcessReport {
     /// Creates the status of a trainer that is created now.
     fn default() -> Self {
-        let (stop, save) = (StopFlag::default(), SaveStatus::default());
         Self {
-            stop,
+            stop: StopFlag::default(),
             leaves: false,
             start: Instant::now(),
-            save,
+            save: SaveStatus::default(),
         }
     }
 }
 
-impl Status {
+impl ProcessReport {
     /// Returns the signal that this process got, or zero; the nanoseconds since the start; and the
     /// words of the last save.
     fn words(&self) -> [i64; WORDS] {
@@ -201,12 +200,17 @@ struct Statuses {
     /// Seconds since the start, by the clock of process 0.
     seconds: f64,
     /// The last save of each process, and its phase.
-    saves: Vec<(u64, Phase)>,
+    saves: Vec<SaveProgress>,
 }
 
-/// A step's figures, the last stage with a gradient that is not finite, and the last save of each
-/// process with its phase.
-pub(super) type AllOfReport = (StepReport, Option<usize>, Vec<(u64, Phase)>);
+/// All that a process reads of a step.
+pub(super) struct StepReading {
+    pub(super) report: StepReport,
+    /// The last stage with gradients that are not finite.
+    pub(super) gradients: Option<usize>,
+    /// The progress of each process with its last save.
+    pub(super) saves: Vec<SaveProgress>,
+}
 
 impl StepHandle {
     /// Calls `f` once the figures of the step are on this process, on a thread for such closures.
@@ -234,7 +238,7 @@ impl StepHandle {
     /// gradients is not finite: the update has spoiled the parameters.
     pub fn read(self) -> Result<StepReport> {
         let is_dry_run = self.figures.values.to_host()?.is_none();
-        let report = self.read_all()?.0;
+        let report = self.read_all()?.report;
         let StepReport {
             step, loss, norm, ..
         } = report;
@@ -249,38 +253,30 @@ impl StepHandle {
     }
 
     /// As [`StepHandle::read`], with what the trainer alone looks at.
-    pub(super) fn read_all(self) -> Result<AllOfReport> {
+    pub(super) fn read_all(self) -> Result<StepReading> {
         let Self {
             step,
             rate,
             names,
             figures,
         } = self;
-        let (
-            figures,
-            Statuses {
-                stop,
-                seconds,
-                saves,
-            },
-        ) = figures.read::<STEP_FIGURES>()?;
+        let (figures, statuses) = figures.read::<STEP_FIGURES>()?;
         let [loss, weight, norm, stage, ref metrics @ ..] = figures;
-        let metrics = by_name(&names, metrics);
-        let stage = (stage >= 0.0).then_some(stage as usize);
-        Ok((
-            StepReport {
-                step,
-                loss,
-                weight,
-                metrics,
-                norm,
-                rate,
-                seconds,
-                stop,
-            },
-            stage,
-            saves,
-        ))
+        let report = StepReport {
+            step,
+            loss,
+            weight,
+            metrics: by_name(&names, metrics),
+            norm,
+            rate,
+            seconds: statuses.seconds,
+            stop: statuses.stop,
+        };
+        Ok(StepReading {
+            report,
+            gradients: (stage >= 0.0).then_some(stage as usize),
+            saves: statuses.saves,
+        })
     }
 }
 
@@ -300,18 +296,16 @@ impl EvaluationHandle {
     /// Blocks until the evaluation has finished, and returns its sums and the signal to stop.
     pub(super) fn read_sums(self) -> Result<(Sums, Option<i32>)> {
         let ([sum, weight, metrics @ ..], statuses) = self.figures.read::<SUMS>()?;
-        Ok((
-            Sums {
-                sum,
-                weight,
-                metrics: by_name(&self.names, &metrics),
-            },
-            statuses.stop,
-        ))
+        let sums = Sums {
+            sum,
+            weight,
+            metrics: by_name(&self.names, &metrics),
+        };
+        Ok((sums, statuses.stop))
     }
 }
 
-impl Figures {
+impl ReportArrays {
     /// Returns figures that a commit had. Nobody stops by them, and they have no time.
     pub(super) fn of_recent(values: MpmdArray) -> Self {
         Self {
@@ -336,6 +330,7 @@ impl Figures {
         };
         let values = values.as_slice::<f64>()?;
         let other = |_| Error::kernel(format!("{} figures in place of {N}", values.len()));
+
         let statuses = self
             .statuses
             .map(|statuses| statuses.to_host())
@@ -344,6 +339,7 @@ impl Figures {
         let Some(statuses) = statuses else {
             return Ok((values.try_into().map_err(other)?, none));
         };
+
         let (statuses, _) = statuses.as_slice::<i64>()?.as_chunks::<WORDS>();
         let signal = statuses.iter().map(|[signal, ..]| *signal as i32).max();
         let seconds = statuses
@@ -353,14 +349,12 @@ impl Figures {
             .iter()
             .map(|[.., step, phase]| SaveStatus::read([*step, *phase]));
         let stop = signal.filter(|signal| *signal != 0);
-        Ok((
-            values.try_into().map_err(other)?,
-            Statuses {
-                stop,
-                seconds,
-                saves: saves.collect(),
-            },
-        ))
+        let all = Statuses {
+            stop,
+            seconds,
+            saves: saves.collect(),
+        };
+        Ok((values.try_into().map_err(other)?, all))
     }
 }
 
@@ -374,6 +368,7 @@ impl Reporter {
             let problem = "a process without a device cannot read the reports of a training";
             return Err(Error::Environment(problem.to_owned()));
         }
+
         let everywhere = p.mesh_of(&[(PROCESS, devices.len())], &devices)?;
         let sum = p
             .jit(SumLosses)
@@ -393,10 +388,11 @@ impl Reporter {
         &self,
         p: &mut Program,
         figures: &MpmdArray,
-        status: &Status,
-    ) -> Result<Figures> {
+        status: &ProcessReport,
+    ) -> Result<ReportArrays> {
         let values = p.device_put(figures, self.everywhere.replicated())?;
         let status = status.clone();
+
         let processes = ShapedArray::new(&[p.processes(), WORDS], DType::I64);
         let own = self.everywhere.sharding(spec![PROCESS]);
         let statuses = p.array_from_fn(processes, &own, move |_, mut words| {
@@ -406,7 +402,7 @@ impl Reporter {
             Ok(())
         })?;
         let statuses = p.device_put(&statuses, self.everywhere.replicated())?;
-        Ok(Figures {
+        Ok(ReportArrays {
             values,
             statuses: Some(statuses),
         })

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use mpmd_core::pipeline::Microbatch;
@@ -10,7 +10,7 @@ use mpmd_core::tree::Tree;
 use mpmd_core::{Commits, Error, MpmdArray, ProcessId, Program, Result};
 
 use super::Trainer;
-use super::metrics::Metrics;
+use super::metrics::MetricsFile;
 use super::not_finite::{NotFinite, UNKNOWN};
 use super::progress::{Progress, say};
 use super::report::{EvaluationHandle, EvaluationReport, StepHandle, StepReport, Sums};
@@ -27,9 +27,9 @@ const PENDING: usize = 2;
 /// Number of steps in a dry run: enough to see that all steps are equal.
 const DRY_RUN_STEPS: u64 = 8;
 
-/// The answer of a function that has seen a report: `()` stands for [`Next::Continue`].
+/// The answer of a function that has seen a report: `()` stands for [`ReportAnswer::Continue`].
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub enum Next {
+pub enum ReportAnswer {
     /// The training goes on.
     #[default]
     Continue,
@@ -37,14 +37,14 @@ pub enum Next {
     Stop,
 }
 
-impl From<()> for Next {
+impl From<()> for ReportAnswer {
     fn from((): ()) -> Self {
         Self::Continue
     }
 }
 
 /// A function of the caller that sees reports.
-type OnReport<'a, R> = Box<dyn FnMut(&R) -> Next + 'a>;
+type OnReport<'a, R> = Box<dyn FnMut(&R) -> ReportAnswer + 'a>;
 
 /// Options of [`Trainer::run`].
 #[must_use = "options do nothing until `Trainer::run` takes them"]
@@ -70,8 +70,8 @@ impl<'a> Run<'a> {
             evaluate_every: None,
             metrics: None,
             progress: true,
-            on_step: Box::new(|_| Next::Continue),
-            on_evaluation: Box::new(|_| Next::Continue),
+            on_step: Box::new(|_| ReportAnswer::Continue),
+            on_evaluation: Box::new(|_| ReportAnswer::Continue),
             checkpoints: None,
             save_every: None,
         }
@@ -117,30 +117,33 @@ impl<'a> Run<'a> {
     /// Calls `f` with the report of each step, in order, on every process. Not called in a dry run.
     /// After [`Trainer::resume`] the reports of the last steps before it come again.
     ///
-    /// `f` returns nothing, or [`Next`]. If it returns [`Next::Stop`], the training ends after up
-    /// to two further steps, which are issued already. Reports are the same on every process; `f`
-    /// must decide by them alone, so that all processes end alike.
-    pub fn on_step<N: Into<Next>>(mut self, mut f: impl FnMut(&StepReport) -> N + 'a) -> Self {
+    /// `f` returns nothing, or [`ReportAnswer`]. If it returns [`ReportAnswer::Stop`], the training
+    /// ends after up to two further steps, which are issued already. Reports are the same on every
+    /// process; `f` must decide by them alone, so that all processes end alike.
+    pub fn on_step<N: Into<ReportAnswer>>(
+        mut self,
+        mut f: impl FnMut(&StepReport) -> N + 'a,
+    ) -> Self {
         self.on_step = Box::new(move |report| f(report).into());
         self
     }
 
     /// Calls `f` with the report of each evaluation of all held-out data, as [`Run::on_step`] does
-    /// with that of a step. If it returns [`Next::Stop`], no step follows: the model is the one
-    /// that was evaluated.
+    /// with that of a step. If it returns [`ReportAnswer::Stop`], no step follows: the model is the
+    /// one that was evaluated.
     ///
     /// ```
-    /// use mpmd_train::{Next, Run};
+    /// use mpmd_train::{ReportAnswer, Run};
     ///
     /// // Ends when three evaluations in a row were no better than the best.
     /// let (mut best, mut worse) = (f64::INFINITY, 0);
     /// let run = Run::steps(1000).evaluate_every(50).on_evaluation(move |report| {
     ///     worse = if report.loss() < best { 0 } else { worse + 1 };
     ///     best = best.min(report.loss());
-    ///     if worse < 3 { Next::Continue } else { Next::Stop }
+    ///     if worse < 3 { ReportAnswer::Continue } else { ReportAnswer::Stop }
     /// });
     /// ```
-    pub fn on_evaluation<N: Into<Next>>(
+    pub fn on_evaluation<N: Into<ReportAnswer>>(
         mut self,
         mut f: impl FnMut(&EvaluationReport) -> N + 'a,
     ) -> Self {
@@ -183,7 +186,7 @@ impl fmt::Debug for Run<'_> {
 /// The result of [`Trainer::run`]. It is the same on every process.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
-pub struct Outcome {
+pub struct RunOutcome {
     /// Number of updates of the model, those of earlier runs included.
     pub steps: u64,
     /// The report of the last step; `None` if there was no step.
@@ -220,105 +223,48 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     pub fn run<D: Data<In> + ?Sized>(
         &mut self,
         p: &mut Program,
-        run: Run<'_>,
+        mut run: Run<'_>,
         data: &D,
-    ) -> Result<Outcome> {
-        let Run {
-            mut steps,
-            seconds,
-            evaluate_every,
-            metrics,
-            progress,
-            ..
-        } = run;
-        let (on_step, on_evaluation) = (run.on_step, run.on_evaluation);
+    ) -> Result<RunOutcome> {
         data.compare(p)?;
         let is_saved = run.checkpoints.is_some();
-        let saves = Saves::new(p, run.checkpoints, run.save_every, self)?;
+        let is_shown = run.progress && p.process() == ProcessId(0) && !p.is_dry_run();
+        let evaluate_every = run.evaluate_every;
+        let mut steps = run.steps;
+        let saves = Saves::new(p, run.checkpoints.take(), run.save_every, self)?;
         if p.is_dry_run() {
             steps = steps.min(self.steps() + DRY_RUN_STEPS);
-        } else if !self.watches {
-            let refused = |error| Error::Environment(format!("cannot watch for Ctrl-C: {error}"));
-            self.status.stop = StopFlag::install().map_err(refused)?;
-            self.watches = true;
+        } else {
+            self.watch_signals()?;
         }
-        let start = Instant::now();
-        // All processes take the time from the reports, which have the clock of process 0.
-        let now = self.status.start.elapsed().as_secs_f64();
-        let began = match seconds {
-            Some(_) => p.broadcast_value(ProcessId(0), 0.0, || Ok(now))?,
-            None => 0.0,
-        };
-        let first = p.process() == ProcessId(0) && !p.is_dry_run();
-        let open = |path: &PathBuf| {
-            let done = self.steps();
-            let repeated = self
-                .recent
-                .iter()
-                .map(|recent| recent.step)
-                .filter(|step| *step > 0);
-            let resumed = match (self.is_resumed, p.epoch() > 1) {
-                (true, _) => Metrics::resume(path, repeated.min().unwrap_or(done + 1), done),
-                (false, true) => Metrics::resume(path, done + 1, steps.min(done + 1)),
-                (false, false) => return Metrics::open(path, done > 0).map(Some),
-            };
-            // The training has begun before, so it goes on.
-            let unwritten = |why: &Error| {
-                say(&format!(
-                    "warning: {why}. The training goes on without them"
-                ))
-            };
-            Ok(resumed.inspect_err(unwritten).ok())
-        };
-        let mut observer = Observer {
-            is_dry_run: p.is_dry_run(),
-            saves,
-            start,
-            metrics: metrics
-                .as_ref()
-                .filter(|_| first)
-                .map(open)
-                .transpose()?
-                .flatten(),
-            progress: (first && progress)
-                .then(|| Progress::new((self.steps(), steps), seconds, start)),
-            limit: seconds.map(|seconds| (began, seconds)),
-            on_step,
-            on_evaluation,
-            next: Next::Continue,
-            last: None,
-            stopped: None,
-            evaluation: None,
-        };
+
+        let mut observer = self.observer(p, run, saves, steps)?;
         if let (Some(recovery), Some(metrics)) = (self.recovery.take(), &mut observer.metrics) {
             metrics.recovery(self.steps(), &recovery);
         }
+        let plan = StepPlan {
+            steps,
+            evaluate_every,
+        };
         if std::mem::take(&mut self.is_resumed) {
             self.repeat_reports(p, &mut observer)?;
             // A process may have died in this evaluation.
-            let is_due = evaluate_every.is_some_and(|every| self.steps().is_multiple_of(every));
-            if is_due && self.steps() < steps {
+            if plan.is_evaluated_after(self.steps()) {
                 self.evaluate_held_out(p, data, &mut observer)?;
             }
         }
-        self.train(p, (steps, evaluate_every), data, &mut observer)?;
+
+        self.train(p, plan, data, &mut observer)?;
         self.begin_save_if_finite(p, &mut observer)?;
         let is_evaluated = |report: &EvaluationReport| report.step == self.steps();
         if observer.stopped.is_none() && !observer.evaluation.as_ref().is_some_and(is_evaluated) {
             self.evaluate_held_out(p, data, &mut observer)?;
         }
-        let Observer {
-            mut saves,
-            progress: bar,
-            last,
-            stopped,
-            evaluation,
-            ..
-        } = observer;
-        saves.finish(p)?;
+
+        observer.saves.finish(p)?;
         // Its end draws it once more.
-        drop(bar);
-        if let Some(signal) = stopped.filter(|_| first && progress) {
+        drop(observer.progress.take());
+        if let Some(signal) = observer.stopped.filter(|_| is_shown) {
             let saved = if is_saved { ", saved" } else { "" };
             say(&format!(
                 "stopped by {} after step {}{saved}",
@@ -326,60 +272,120 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
                 self.steps()
             ));
         }
-        let (evaluation, metrics) = evaluation
-            .map(|report| (report.loss(), report.metrics))
-            .unzip();
-        let metrics = metrics.unwrap_or_default();
-        Ok(Outcome {
-            steps: self.steps(),
-            last,
-            stopped,
-            evaluation,
+        Ok(observer.outcome(self.steps()))
+    }
+
+    /// Watches for signals to stop from now on.
+    fn watch_signals(&mut self) -> Result<()> {
+        if self.watches {
+            return Ok(());
+        }
+        let refused = |error| Error::Environment(format!("cannot watch for Ctrl-C: {error}"));
+        self.status.stop = StopFlag::install().map_err(refused)?;
+        self.watches = true;
+        Ok(())
+    }
+
+    /// Starts the clock of a run until the model has had `steps` updates, its metrics and its
+    /// progress.
+    #[track_caller]
+    fn observer<'a>(
+        &self,
+        p: &mut Program,
+        run: Run<'a>,
+        saves: Saves,
+        steps: u64,
+    ) -> Result<RunObserver<'a>> {
+        let start = Instant::now();
+        // All processes take the time from the reports, which have the clock of process 0.
+        let now = self.status.start.elapsed().as_secs_f64();
+        let limit = match run.seconds {
+            Some(seconds) => Some(TimeLimit {
+                began: p.broadcast_value(ProcessId(0), 0.0, || Ok(now))?,
+                seconds,
+            }),
+            None => None,
+        };
+
+        let is_first = p.process() == ProcessId(0) && !p.is_dry_run();
+        let metrics = match &run.metrics {
+            Some(path) if is_first => self.open_metrics(p, path, steps)?,
+            _ => None,
+        };
+        let progress = (is_first && run.progress)
+            .then(|| Progress::new((self.steps(), steps), run.seconds, start));
+        Ok(RunObserver {
+            is_dry_run: p.is_dry_run(),
+            saves,
+            start,
+            limit,
             metrics,
+            progress,
+            on_step: run.on_step,
+            on_evaluation: run.on_evaluation,
+            next: ReportAnswer::Continue,
+            last: None,
+            stopped: None,
+            evaluation: None,
         })
+    }
+
+    /// Opens the file of metrics for a run until the model has had `steps` updates. `None` if the
+    /// training goes on without it.
+    fn open_metrics(&self, p: &Program, path: &Path, steps: u64) -> Result<Option<MetricsFile>> {
+        let done = self.steps();
+        let repeated = self
+            .recent
+            .iter()
+            .map(|recent| recent.step)
+            .filter(|step| *step > 0);
+        let resumed = match (self.is_resumed, p.epoch() > 1) {
+            (true, _) => MetricsFile::resume(path, repeated.min().unwrap_or(done + 1), done),
+            (false, true) => MetricsFile::resume(path, done + 1, steps.min(done + 1)),
+            (false, false) => return MetricsFile::open(path, done > 0).map(Some),
+        };
+
+        // The training has begun before, so it goes on.
+        let unwritten = |why: &Error| {
+            say(&format!(
+                "warning: {why}. The training goes on without them"
+            ))
+        };
+        Ok(resumed.inspect_err(unwritten).ok())
     }
 
     /// Passes on the reports of the steps that a resumed training has in its commit: perhaps nobody
     /// has read them.
-    fn repeat_reports(&mut self, p: &mut Program, observer: &mut Observer<'_>) -> Result<()> {
+    fn repeat_reports(&mut self, p: &mut Program, observer: &mut RunObserver<'_>) -> Result<()> {
         // It counts from the steps that are done.
         let progress = observer.progress.take();
         for recent in self.recent.clone().iter().filter(|recent| recent.step > 0) {
-            let (step, rate, figures) = (recent.step, recent.rate, recent.figures());
-            let names = self.metrics.clone();
-            let (report, gradients, _) = StepHandle {
-                step,
-                rate,
-                names,
-                figures,
-            }
-            .read_all()?;
-            self.observe(
-                p,
-                observer,
-                StepReport {
-                    seconds: 0.0,
-                    ..report
-                },
-                gradients,
-            )?;
+            let handle = StepHandle {
+                step: recent.step,
+                rate: recent.rate,
+                names: self.metrics.clone(),
+                figures: recent.figures(),
+            };
+            let mut reading = handle.read_all()?;
+            reading.report.seconds = 0.0;
+            self.observe(p, observer, reading.report, reading.gradients)?;
         }
         observer.progress = progress;
         Ok(())
     }
 
-    /// Trains until the model has had `steps` updates, or a process was asked to stop. Evaluates
-    /// held-out data between steps.
+    /// Trains until the model has had the updates of `plan`, or a process was asked to stop.
+    /// Evaluates held-out data between steps.
     #[track_caller]
     fn train<D: Data<In> + ?Sized>(
         &mut self,
         p: &mut Program,
-        (steps, evaluate_every): (u64, Option<u64>),
+        plan: StepPlan,
         data: &D,
-        observer: &mut Observer<'_>,
+        observer: &mut RunObserver<'_>,
     ) -> Result<()> {
         self.status.leaves = self.commits.as_ref().is_some_and(Commits::may_change);
-        let trained = self.train_steps(p, (steps, evaluate_every), data, observer);
+        let trained = self.train_steps(p, plan, data, observer);
         self.status.leaves = false;
         trained
     }
@@ -388,12 +394,12 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     fn train_steps<D: Data<In> + ?Sized>(
         &mut self,
         p: &mut Program,
-        (steps, evaluate_every): (u64, Option<u64>),
+        plan: StepPlan,
         data: &D,
-        observer: &mut Observer<'_>,
+        observer: &mut RunObserver<'_>,
     ) -> Result<()> {
         let mut pending: VecDeque<StepHandle> = VecDeque::new();
-        while self.steps() < steps && observer.goes_on() && observer.share() < Some(1.0) {
+        while self.steps() < plan.steps && observer.goes_on() && observer.share() < Some(1.0) {
             let microbatches = self.training(p, data)?;
             let rate = match observer.share() {
                 None => self.rate.at(self.steps() + 1),
@@ -404,6 +410,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
                 after(p, self.steps(), &self.pipeline)?;
                 self.after_step = Some(after);
             }
+
             if observer.saves.is_due(self.steps()) {
                 // They show if the save before, which is complete then, has a model of use.
                 pending
@@ -411,6 +418,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
                     .try_for_each(|step| self.read(p, observer, step))?;
                 self.begin_save_if_finite(p, observer)?;
             }
+
             if let Some(commits) = self
                 .commits
                 .as_ref()
@@ -423,13 +431,13 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
             if self.commits.as_ref().is_some_and(Commits::all_ask_to_leave) {
                 observer.stopped = Some(SIGTERM);
             }
+
             if pending.len() > PENDING
                 && let Some(step) = pending.pop_front()
             {
                 self.read(p, observer, step)?;
             }
-            let now = evaluate_every.is_some_and(|every| self.steps().is_multiple_of(every));
-            if now && self.steps() < steps && observer.goes_on() {
+            if plan.is_evaluated_after(self.steps()) && observer.goes_on() {
                 self.evaluate_held_out(p, data, observer)?;
             }
         }
@@ -440,7 +448,11 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
 
     /// Begins to save the last step, if there are checkpoints and that is not done. Fails if a
     /// trained parameter is not finite.
-    fn begin_save_if_finite(&mut self, p: &mut Program, observer: &mut Observer<'_>) -> Result<()> {
+    fn begin_save_if_finite(
+        &mut self,
+        p: &mut Program,
+        observer: &mut RunObserver<'_>,
+    ) -> Result<()> {
         if let Some(parameter) = self.spoiled(p)? {
             let what = format!("the model after step {} cannot be used", self.steps());
             let figure = NotFinite {
@@ -457,7 +469,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     fn fail(
         &mut self,
         p: &mut Program,
-        observer: &mut Observer<'_>,
+        observer: &mut RunObserver<'_>,
         what: &str,
         figure: NotFinite,
     ) -> Result<()> {
@@ -478,7 +490,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         &mut self,
         p: &mut Program,
         data: &D,
-        observer: &mut Observer<'_>,
+        observer: &mut RunObserver<'_>,
     ) -> Result<()> {
         let group = self.schedule.microbatches();
         // All groups of a dry run are equal.
@@ -488,6 +500,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         if count == 0 {
             return Ok(());
         }
+
         let meshes = self.meshes();
         let mut total = Sums::default();
         let mut pending: VecDeque<EvaluationHandle> = VecDeque::new();
@@ -508,12 +521,14 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         for group in pending {
             total.add(&observer.group(group)?);
         }
+
         // Padding alone has no loss.
         if next < count || p.is_dry_run() || (total.sum == 0.0 && total.weight == 0.0) {
             return Ok(());
         }
         let report = total.report(self.steps(), observer.stopped);
-        let (loss, weight) = (report.loss(), report.weight);
+        let loss = report.loss();
+        let weight = report.weight;
         if !loss.is_finite() {
             let what = format!("the evaluation after step {} has loss {loss}", self.steps());
             return self.fail(p, observer, &what, NotFinite { weight, ..UNKNOWN });
@@ -526,12 +541,12 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     fn read(
         &mut self,
         p: &mut Program,
-        observer: &mut Observer<'_>,
+        observer: &mut RunObserver<'_>,
         step: StepHandle,
     ) -> Result<()> {
-        let (report, gradients, phases) = step.read_all()?;
-        self.observe(p, observer, report, gradients)?;
-        observer.saves.report(p, &phases)
+        let reading = step.read_all()?;
+        self.observe(p, observer, reading.report, reading.gradients)?;
+        observer.saves.report(p, &reading.saves)
     }
 
     /// Passes a step's report to the observer. Fails if a figure is not finite. `gradients` is the
@@ -539,68 +554,114 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     fn observe(
         &mut self,
         p: &mut Program,
-        observer: &mut Observer<'_>,
+        observer: &mut RunObserver<'_>,
         report: StepReport,
         gradients: Option<usize>,
     ) -> Result<()> {
-        let (step, loss, weight, norm) = (report.step, report.loss, report.weight, report.norm);
+        let StepReport {
+            step,
+            loss,
+            weight,
+            norm,
+            ..
+        } = report;
         if observer.is_dry_run || (loss.is_finite() && norm.is_finite()) {
             observer.step(report);
             return Ok(());
         }
+
         let what =
             format!("step {step} of the training has loss {loss} and gradients of norm {norm}");
         // A loss that is not finite has no finite gradients.
         let gradients = gradients.filter(|_| loss.is_finite());
-        self.fail(
-            p,
-            observer,
-            &what,
-            NotFinite {
-                gradients,
-                weight,
-                ..UNKNOWN
-            },
-        )
+        let figure = NotFinite {
+            gradients,
+            weight,
+            ..UNKNOWN
+        };
+        self.fail(p, observer, &what, figure)
     }
 }
 
+/// The steps of a run.
+#[derive(Clone, Copy)]
+struct StepPlan {
+    /// Number of updates that the model has at the end.
+    steps: u64,
+    /// Number of updates from one evaluation to the next.
+    evaluate_every: Option<u64>,
+}
+
+impl StepPlan {
+    /// True if the model is evaluated after so many updates, and trained further.
+    fn is_evaluated_after(self, steps: u64) -> bool {
+        let is_due = self
+            .evaluate_every
+            .is_some_and(|every| steps.is_multiple_of(every));
+        is_due && steps < self.steps
+    }
+}
+
+/// The limit of a run's time.
+#[derive(Clone, Copy)]
+struct TimeLimit {
+    /// Seconds when the run began, by the clock of the reports.
+    began: f64,
+    /// Seconds that it may take.
+    seconds: f64,
+}
+
 /// The reports so far, and where they go.
-struct Observer<'a> {
+struct RunObserver<'a> {
     /// True in a dry run, in which all figures are NaN.
     is_dry_run: bool,
     saves: Saves,
     start: Instant,
-    /// Seconds when the run began, by the clock of the reports, and the limit of its seconds.
-    limit: Option<(f64, f64)>,
-    metrics: Option<Metrics>,
+    limit: Option<TimeLimit>,
+    metrics: Option<MetricsFile>,
     progress: Option<Progress>,
     on_step: OnReport<'a, StepReport>,
     on_evaluation: OnReport<'a, EvaluationReport>,
-    /// [`Next::Stop`] as soon as a function that has seen a report has answered so.
-    next: Next,
+    /// [`ReportAnswer::Stop`] as soon as a function that has seen a report has answered so.
+    next: ReportAnswer,
     last: Option<StepReport>,
     stopped: Option<i32>,
     evaluation: Option<EvaluationReport>,
 }
 
-impl Observer<'_> {
+impl RunObserver<'_> {
     /// Returns the share of the time that the last report shows to be over. `None` if there is no
     /// limit. It is the same on every process.
     fn share(&self) -> Option<f64> {
-        let (began, limit) = self.limit?;
-        let seconds = self.last.as_ref().map_or(0.0, |last| last.seconds - began);
+        let limit = self.limit?;
+        let last = self.last.as_ref();
+        let seconds = last.map_or(0.0, |last| last.seconds - limit.began);
         // A dry run has no time.
         Some(if seconds.is_nan() {
             0.0
         } else {
-            seconds / limit
+            seconds / limit.seconds
         })
     }
 
     /// True unless a process was asked to stop, or a function that sees reports ends the training.
     fn goes_on(&self) -> bool {
-        self.stopped.is_none() && self.next == Next::Continue
+        self.stopped.is_none() && self.next == ReportAnswer::Continue
+    }
+
+    /// Returns the result of the run, whose model has had so many updates.
+    fn outcome(self, steps: u64) -> RunOutcome {
+        let (evaluation, metrics) = self
+            .evaluation
+            .map(|report| (report.loss(), report.metrics))
+            .unzip();
+        RunOutcome {
+            steps,
+            last: self.last,
+            stopped: self.stopped,
+            evaluation,
+            metrics: metrics.unwrap_or_default(),
+        }
     }
 
     /// Reads the sums of a group of an evaluation.
@@ -616,33 +677,34 @@ impl Observer<'_> {
             self.last = Some(report);
             return;
         }
+
         if let Some(metrics) = &mut self.metrics {
             metrics.step(&report, self.start.elapsed().as_secs_f64());
         }
         if let Some(progress) = &mut self.progress {
             progress.step(&report);
         }
-        if (self.on_step)(&report) == Next::Stop {
-            self.next = Next::Stop;
+        if (self.on_step)(&report) == ReportAnswer::Stop {
+            self.next = ReportAnswer::Stop;
         }
         self.last = Some(report);
     }
 
     fn evaluating(&self, done: usize, all: usize) {
-        self.progress
-            .iter()
-            .for_each(|progress| progress.evaluating(done, all));
+        if let Some(progress) = &self.progress {
+            progress.evaluating(done, all);
+        }
     }
 
     fn evaluated(&mut self, report: EvaluationReport) {
         if let Some(metrics) = &mut self.metrics {
             metrics.evaluation(&report, self.start.elapsed().as_secs_f64());
         }
-        self.progress
-            .iter()
-            .for_each(|progress| progress.evaluated(&report));
-        if (self.on_evaluation)(&report) == Next::Stop {
-            self.next = Next::Stop;
+        if let Some(progress) = &self.progress {
+            progress.evaluated(&report);
+        }
+        if (self.on_evaluation)(&report) == ReportAnswer::Stop {
+            self.next = ReportAnswer::Stop;
         }
         self.evaluation = Some(report);
     }

@@ -4,7 +4,7 @@ use mpmd_core::tree::Tree;
 use mpmd_core::{Error, MpmdArray, Program, Result};
 
 use super::Trainer;
-use crate::checkpoint::{Checkpoints, Loaded, Phase, Saving, load};
+use crate::checkpoint::{Checkpoints, LoadedCheckpoint, SaveProgress, Saving, load};
 
 impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
     /// Saves a checkpoint and blocks until it is complete. Every process must call it.
@@ -64,7 +64,7 @@ impl<In: Tree<Leaf = MpmdArray>> Trainer<In> {
         let Some(loaded) = load(p, from, &self.contents(trained_only))? else {
             return Ok(None);
         };
-        let Loaded { step, seed, arrays } = loaded;
+        let LoadedCheckpoint { step, seed, arrays } = loaded;
         self.set_arrays(arrays, trained_only)?;
         self.optimizer.set_updates(step);
         self.seed = seed;
@@ -107,9 +107,9 @@ impl Saves {
     }
 
     /// Takes the phases of all processes from a report, which is the same on every process.
-    pub(super) fn report(&mut self, p: &mut Program, phases: &[(u64, Phase)]) -> Result<()> {
+    pub(super) fn report(&mut self, p: &mut Program, saves: &[SaveProgress]) -> Result<()> {
         if let Some(saving) = &mut self.current
-            && saving.report(p, phases)?
+            && saving.report(p, saves)?
         {
             self.current = None;
         }

@@ -7,7 +7,7 @@ use mpmd_core::pipeline::Microbatch;
 use mpmd_core::prelude::*;
 use mpmd_core::topology::Mesh;
 use mpmd_core::{Simulation, random};
-use mpmd_train::data::{At, Data};
+use mpmd_train::data::{Data, MicrobatchPlace};
 use mpmd_train::optimizer::AdamW;
 use mpmd_train::stop::StopFlag;
 use mpmd_train::{Rate, Run, StepReport};
@@ -107,7 +107,12 @@ fn filled<T: Element>(
 }
 
 impl Data<MpmdArray> for Padded {
-    fn training(&self, p: &mut Program, meshes: &[Mesh], at: At) -> Result<Microbatch<MpmdArray>> {
+    fn training(
+        &self,
+        p: &mut Program,
+        meshes: &[Mesh],
+        at: MicrobatchPlace,
+    ) -> Result<Microbatch<MpmdArray>> {
         let mut members = self.members(false);
         members.retain(|(_, sequences)| !sequences.is_empty());
         let drawn = |i: u64, end: usize| random::bits(at.key, i) as usize % end;
@@ -274,13 +279,13 @@ fn gradient_of_unequal_weights_is_that_of_one_batch() {
 
 #[test]
 fn keys_differ_by_seed_step_and_microbatch() {
-    let at = At::new(1, 2, 3, 4);
-    assert_eq!(at, At::new(1, 2, 3, 4));
+    let at = MicrobatchPlace::new(1, 2, 3, 4);
+    assert_eq!(at, MicrobatchPlace::new(1, 2, 3, 4));
     for other in [
-        At::new(2, 2, 3, 4),
-        At::new(1, 3, 3, 4),
-        At::new(1, 2, 4, 4),
-        At::new(1, 3, 2, 4),
+        MicrobatchPlace::new(2, 2, 3, 4),
+        MicrobatchPlace::new(1, 3, 3, 4),
+        MicrobatchPlace::new(1, 2, 4, 4),
+        MicrobatchPlace::new(1, 3, 2, 4),
     ] {
         assert_ne!(at.key, other.key);
     }

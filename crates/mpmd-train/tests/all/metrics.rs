@@ -7,10 +7,10 @@ use mpmd_core::Simulation;
 use mpmd_core::aval::DType;
 use mpmd_core::pipeline::{Loss, SideInput, SideShapes, Stage, StageContext, StageSignature};
 use mpmd_core::prelude::*;
-use mpmd_train::data::{At, Data as _};
+use mpmd_train::data::{Data as _, MicrobatchPlace};
 use mpmd_train::optimizer::AdamW;
 use mpmd_train::stop::StopFlag;
-use mpmd_train::{Checkpoints, Next, Outcome, Rate, Run};
+use mpmd_train::{Checkpoints, Rate, ReportAnswer, Run, RunOutcome};
 use serde_json::Value;
 
 use crate::stages::{Head, HeadParams, NEAR, read, trainer, windows};
@@ -64,7 +64,7 @@ impl Stage for Errors {
 }
 
 /// Trains on this number of processes, and returns the outcome of each.
-fn outcomes(processes: usize, options: impl Fn() -> Run<'static> + Sync) -> Vec<Outcome> {
+fn outcomes(processes: usize, options: impl Fn() -> Run<'static> + Sync) -> Vec<RunOutcome> {
     let results = Simulation::new(processes, 4).run(|p| {
         let mut trainer = trainer(p, true, AdamW::default())?
             .rate(Rate::Constant(0.02))
@@ -125,8 +125,8 @@ fn reports_end_a_training_on_every_process() {
     for processes in [1, 2] {
         let by_step = || {
             Run::steps(20).on_step(|report| match report.step {
-                4.. => Next::Stop,
-                _ => Next::Continue,
+                4.. => ReportAnswer::Stop,
+                _ => ReportAnswer::Continue,
             })
         };
         for outcome in outcomes(processes, by_step) {
@@ -145,9 +145,9 @@ fn reports_end_a_training_on_every_process() {
                     evaluated += 1;
                     assert_eq!(report.step, 3 * evaluated, "each model once");
                     if evaluated < 2 {
-                        Next::Continue
+                        ReportAnswer::Continue
                     } else {
-                        Next::Stop
+                        ReportAnswer::Stop
                     }
                 })
         };
@@ -169,7 +169,7 @@ fn predictions_are_of_the_trained_parameters() {
             let errors = trainer.predict(p, Errors, &data)?;
             assert_eq!(errors.len(), data.held_out_len());
             let (meshes, schedule) = (trainer.meshes(), trainer.schedule().clone());
-            let batch = (0..4).map(|m| data.training(p, &meshes, At::new(0, 1, m, 4)));
+            let batch = (0..4).map(|m| data.training(p, &meshes, MicrobatchPlace::new(0, 1, m, 4)));
             let batch = batch.collect::<Result<Vec<_>>>()?;
             let mut other = trainer.pipeline().with_last(Head)?;
             let error = other

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use mpmd_core::Simulation;
 use mpmd_core::pipeline::{Microbatch, Schedule};
 use mpmd_core::prelude::*;
-use mpmd_train::data::{At, Data};
+use mpmd_train::data::{Data, MicrobatchPlace};
 use mpmd_train::optimizer::{
     AdamStep, AdamW, Optimizer, OptimizerSettings, Sgd, UpdateRule, clip_factor, square_sum,
 };
@@ -33,7 +33,7 @@ fn updated(rule: UpdateRule, clip: f64) -> [Vec<Vec<f32>>; 2] {
         let (mut found, mut plain) = (Vec::new(), Vec::new());
         let mut state: Vec<[Vec<f32>; 2]> = Vec::new();
         for step in 1..=3 {
-            let one = |m| data.training(p, &meshes, At::new(0, step, m, 4));
+            let one = |m| data.training(p, &meshes, MicrobatchPlace::new(0, step, m, 4));
             let microbatches = (0..MICROBATCHES).map(one).collect::<Result<Vec<_>>>()?;
             let output = pipeline.train_step(p, &schedule, microbatches)?;
             let mut before = Vec::new();
@@ -115,7 +115,7 @@ fn sharded_parameters_get_the_same_bits() {
             let mut trainer = trainer(p, sharded, rule)?.rate(Rate::Constant(0.01));
             let (data, meshes) = (windows(), meshes(p)?);
             for step in 1..=3 {
-                let one = |m| data.training(p, &meshes, At::new(0, step, m, 4));
+                let one = |m| data.training(p, &meshes, MicrobatchPlace::new(0, step, m, 4));
                 let microbatches = (0..MICROBATCHES).map(one).collect::<Result<Vec<_>>>()?;
                 trainer.step(p, microbatches)?.read()?;
             }
@@ -142,7 +142,7 @@ fn state_is_named_and_continues_a_training() {
         let (data, meshes) = (windows(), meshes(p)?);
         let steps = |p: &mut Program, trainer: &mut mpmd_train::Trainer<MpmdArray>, steps| {
             for step in steps {
-                let one = |m| data.training(p, &meshes, At::new(0, step, m, 4));
+                let one = |m| data.training(p, &meshes, MicrobatchPlace::new(0, step, m, 4));
                 let microbatches = (0..MICROBATCHES).map(one).collect::<Result<Vec<_>>>()?;
                 trainer.step(p, microbatches)?.read()?;
             }
@@ -202,7 +202,7 @@ fn predicate_chooses_the_decaying_parameters() {
             let settings = OptimizerSettings::new(adamw).decays(decays);
             let mut trainer = trainer(p, false, settings)?;
             let (data, meshes) = (windows(), meshes(p)?);
-            let one = |m| data.training(p, &meshes, At::new(0, 1, m, 4));
+            let one = |m| data.training(p, &meshes, MicrobatchPlace::new(0, 1, m, 4));
             let microbatches = (0..MICROBATCHES).map(one).collect::<Result<Vec<_>>>()?;
             trainer.step(p, microbatches)?.read()?;
             params(p, &trainer)

@@ -2,7 +2,7 @@
 
 use mpmd_core::prelude::*;
 use mpmd_core::{Builder, Simulation};
-use mpmd_train::data::{At, Data};
+use mpmd_train::data::{Data, MicrobatchPlace};
 use mpmd_train::optimizer::{AdamW, Sgd};
 use mpmd_train::{Rate, Run, StepReport};
 
@@ -24,7 +24,7 @@ fn reports(p: &mut Program, replay: bool) -> Result<Vec<StepReport>> {
     let (data, meshes) = (windows(), meshes(p)?);
     let mut handles = Vec::new();
     for step in 1..=4 {
-        let one = |m| data.training(p, &meshes, At::new(9, step, m, MICROBATCHES));
+        let one = |m| data.training(p, &meshes, MicrobatchPlace::new(9, step, m, MICROBATCHES));
         let microbatches = (0..MICROBATCHES).map(one).collect::<Result<Vec<_>>>()?;
         handles.push(trainer.step(p, microbatches)?);
     }
@@ -76,7 +76,7 @@ fn evaluation_equals_the_loss_of_a_step() {
             let (data, meshes) = (windows(), meshes(p)?);
             let mut microbatches = || -> Result<Vec<_>> {
                 (0..MICROBATCHES)
-                    .map(|m| data.training(p, &meshes, At::new(0, 1, m, 4)))
+                    .map(|m| data.training(p, &meshes, MicrobatchPlace::new(0, 1, m, 4)))
                     .collect()
             };
             let (one, two) = (microbatches()?, microbatches()?);
@@ -104,7 +104,7 @@ fn step_with_a_loss_that_is_no_number_is_an_error() {
         let (data, meshes) = (windows(), meshes(p)?);
         let mut reports = Vec::new();
         for step in 1..=2 {
-            let one = |m| data.training(p, &meshes, At::new(0, step, m, 4));
+            let one = |m| data.training(p, &meshes, MicrobatchPlace::new(0, step, m, 4));
             let microbatches = (0..MICROBATCHES).map(one).collect::<Result<Vec<_>>>()?;
             reports.push(trainer.step(p, microbatches)?.read());
         }

@@ -6,10 +6,10 @@ use mpmd_core::pipeline::{Microbatch, Schedule};
 use mpmd_core::prelude::*;
 use mpmd_core::topology::Mesh;
 use mpmd_core::{ProcessId, Simulation};
-use mpmd_train::data::{At, Data};
+use mpmd_train::data::{Data, MicrobatchPlace};
 use mpmd_train::optimizer::AdamW;
 use mpmd_train::stop::StopFlag;
-use mpmd_train::{Checkpoints, Outcome, Rate, Run, Trainer};
+use mpmd_train::{Checkpoints, Rate, Run, RunOutcome, Trainer};
 use serde_json::Value;
 
 use crate::stages::{Embed, MICROBATCHES, params, pipeline_of, trainer, untimed, windows};
@@ -24,7 +24,12 @@ struct Stopping<D> {
 }
 
 impl<D: Data<MpmdArray>> Data<MpmdArray> for Stopping<D> {
-    fn training(&self, p: &mut Program, meshes: &[Mesh], at: At) -> Result<Microbatch<MpmdArray>> {
+    fn training(
+        &self,
+        p: &mut Program,
+        meshes: &[Mesh],
+        at: MicrobatchPlace,
+    ) -> Result<Microbatch<MpmdArray>> {
         self.data.training(p, meshes, at)
     }
 
@@ -50,7 +55,7 @@ fn run(
     processes: usize,
     replay: bool,
     options: impl Fn() -> Run<'static> + Sync,
-) -> Vec<(Outcome, Vec<Option<Vec<f32>>>)> {
+) -> Vec<(RunOutcome, Vec<Option<Vec<f32>>>)> {
     let results = Simulation::new(processes, 4).run(|p| {
         let trainer = trainer(p, true, AdamW::default())?;
         let trainer = trainer
@@ -66,7 +71,7 @@ fn run(
 }
 
 /// Returns the outcome with a time of zero.
-fn without_time(mut outcome: Outcome) -> Outcome {
+fn without_time(mut outcome: RunOutcome) -> RunOutcome {
     outcome.last = outcome.last.map(untimed);
     outcome
 }
@@ -138,7 +143,7 @@ fn flag_of_one_process_stops_all_after_the_same_step() {
             assert_eq!(seen, (1..=outcome.steps).collect::<Vec<_>>());
             Ok(without_time(outcome))
         });
-        let outcomes: Vec<Outcome> = results.into_iter().map(Result::unwrap).collect();
+        let outcomes: Vec<RunOutcome> = results.into_iter().map(Result::unwrap).collect();
         assert!(
             outcomes.iter().all(|outcome| *outcome == outcomes[0]),
             "{outcomes:?}"

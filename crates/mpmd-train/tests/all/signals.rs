@@ -5,7 +5,7 @@ use mpmd_core::pipeline::Microbatch;
 use mpmd_core::prelude::*;
 use mpmd_core::topology::Mesh;
 use mpmd_train::Run;
-use mpmd_train::data::{At, Data, Windows};
+use mpmd_train::data::{Data, MicrobatchPlace, Windows};
 use mpmd_train::optimizer::AdamW;
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -22,7 +22,12 @@ struct Endless {
 }
 
 impl Data<MpmdArray> for Endless {
-    fn training(&self, p: &mut Program, meshes: &[Mesh], at: At) -> Result<Microbatch<MpmdArray>> {
+    fn training(
+        &self,
+        p: &mut Program,
+        meshes: &[Mesh],
+        at: MicrobatchPlace,
+    ) -> Result<Microbatch<MpmdArray>> {
         self.windows.training(p, meshes, at)
     }
 

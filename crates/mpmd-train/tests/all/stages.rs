@@ -10,7 +10,7 @@ use mpmd_core::prelude::*;
 use mpmd_core::random::{Key, uniform_f32};
 use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::Mesh;
-use mpmd_train::data::{BLOCK, Text, Windows};
+use mpmd_train::data::{BLOCK, TextBytes, Windows};
 use mpmd_train::optimizer::OptimizerSettings;
 use mpmd_train::{StepReport, Trainer};
 
@@ -208,9 +208,9 @@ impl Stage for Head {
 }
 
 /// Returns a text with a pattern, long enough for held-out windows.
-pub(crate) fn text() -> Text {
+pub(crate) fn text() -> TextBytes {
     let byte = |i: usize| 1 + ((i * i / 7 + i / 3) % 250) as u8;
-    Text::of_files(&[(0..20 * BLOCK).map(byte).collect()]).unwrap()
+    TextBytes::of_files(&[(0..20 * BLOCK).map(byte).collect()]).unwrap()
 }
 
 /// Returns windows of 6 tokens in microbatches of 2 rows.

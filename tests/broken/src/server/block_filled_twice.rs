@@ -6,13 +6,13 @@
 //! says: fill block 0 twice
 
 use mpmd::{Program, Result};
-use mpmd_models::Chunk;
+use mpmd_models::PassChunk;
 
 use super::{inference, pass, prompt};
 
 pub(crate) fn run(p: &mut Program) -> Result<()> {
     let mut inference = inference(p)?;
-    let other = Chunk {
+    let other = PassChunk {
         blocks: vec![0],
         ..prompt(1, &[9, 9])
     };

@@ -11,7 +11,9 @@ pub(crate) mod version_on_one_process;
 use std::path::PathBuf;
 
 use mpmd::{Program, Result};
-use mpmd_models::{Begin, Chunk, Folder, Inference, Pass, Room, Sampling, Stages};
+use mpmd_models::{
+    Folder, Inference, InferencePass, NewSequence, PassChunk, Room, Sampling, Stages,
+};
 
 /// Tokens of a sequence.
 const POSITIONS: usize = 64;
@@ -40,13 +42,13 @@ fn inference(p: &mut Program) -> Result<Inference> {
 }
 
 /// Returns a chunk with the first tokens of a sequence, after which a token is chosen.
-fn prompt(slot: u32, tokens: &[u32]) -> Chunk {
-    let begin = Begin {
+fn prompt(slot: u32, tokens: &[u32]) -> PassChunk {
+    let begin = NewSequence {
         sampling: Sampling::default(),
         prompt: tokens.len() as u32,
         top: None,
     };
-    Chunk {
+    PassChunk {
         slot,
         start: 0,
         given: tokens.to_vec(),
@@ -57,8 +59,8 @@ fn prompt(slot: u32, tokens: &[u32]) -> Chunk {
 }
 
 /// Returns a chunk with the token that was chosen last, at a position.
-fn next(slot: u32, start: u32) -> Chunk {
-    Chunk {
+fn next(slot: u32, start: u32) -> PassChunk {
+    PassChunk {
         slot,
         start,
         given: Vec::new(),
@@ -69,6 +71,6 @@ fn next(slot: u32, start: u32) -> Chunk {
 }
 
 /// Returns a pass of these chunks.
-fn pass(chunks: Vec<Chunk>) -> Pass {
-    Pass { version: 0, chunks }
+fn pass(chunks: Vec<PassChunk>) -> InferencePass {
+    InferencePass { version: 0, chunks }
 }

@@ -6,7 +6,7 @@
 //! says: the programs diverged
 
 use mpmd::{ProcessId, Program, Result};
-use mpmd_models::Pass;
+use mpmd_models::InferencePass;
 
 use super::{folder, inference, prompt};
 
@@ -15,7 +15,7 @@ pub(crate) fn run(p: &mut Program) -> Result<()> {
     if p.process() == ProcessId(0) {
         inference.read_weights(p, &folder(), 7)?;
     }
-    let pass = Pass {
+    let pass = InferencePass {
         version: 7,
         chunks: vec![prompt(0, &[5, 17, 3])],
     };

@@ -21,7 +21,7 @@ const ASK: Duration = Duration::from_millis(50);
 const CONTINUE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 
 /// The socket of a connection.
-pub(super) struct Peer {
+pub(super) struct PeerSocket {
     pub(super) stream: TcpStream,
     /// True if no byte waits to be written.
     is_flushed: AtomicBool,
@@ -29,7 +29,7 @@ pub(super) struct Peer {
     has_unread: AtomicBool,
 }
 
-impl Peer {
+impl PeerSocket {
     pub(super) fn new(stream: TcpStream) -> Self {
         Self {
             stream,

@@ -3,16 +3,18 @@
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 
 use axum::http::StatusCode;
-use mpmd_models::{InvalidSetting, Message, Sampling};
+use mpmd_models::{ChatMessage, InvalidSetting, Sampling};
 use serde_json::{Map, Value};
 
-use super::failure::Failure;
+use super::failure::HttpFailure;
 use super::fields::Fields;
 use crate::model::Model;
-use crate::request::Request;
+use crate::request::TextRequest;
 
-/// Largest number of stop texts, and of bytes in each.
-const STOPS: (usize, usize) = (16, 256);
+/// Largest number of stop texts.
+const MOST_STOPS: usize = 16;
+/// Largest number of bytes in a stop text.
+const STOP_BYTES: usize = 256;
 /// Largest number of the most probable tokens that are returned beside the chosen one.
 const LOGPROBS: u64 = 20;
 /// Number of new tokens that a completion has by default, as at OpenAI.
@@ -20,15 +22,15 @@ const COMPLETION: usize = 16;
 
 /// The two forms of requests and replies.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Form {
+pub(super) enum ReplyForm {
     Completion,
     Chat,
 }
 
 /// A request, and the form of its reply.
-pub(super) struct Ask {
-    pub(super) form: Form,
-    pub(super) request: Request,
+pub(super) struct ParsedRequest {
+    pub(super) form: ReplyForm,
+    pub(super) request: TextRequest,
     /// The stop texts: the reply ends before the first.
     pub(super) stops: Vec<String>,
     /// True if the reply is sent as it comes.
@@ -39,14 +41,14 @@ pub(super) struct Ask {
     pub(super) has_ids: bool,
 }
 
-impl Ask {
+impl ParsedRequest {
     /// Reads a request. `most` is the largest number of new tokens.
     pub(super) fn of(
         body: &[u8],
-        form: Form,
+        form: ReplyForm,
         model: &Model,
         most: Option<usize>,
-    ) -> Result<Self, Failure> {
+    ) -> Result<Self, HttpFailure> {
         let mut fields = Fields::of(body)?;
         check_model(&mut fields, model)?;
         let sampling = sampling(&mut fields, model)?;
@@ -59,47 +61,38 @@ impl Ask {
             false => model.ends.clone(),
         };
         let logprobs = match form {
-            Form::Completion => fields.count("logprobs", (0, LOGPROBS))?,
-            Form::Chat => chat_logprobs(&mut fields)?,
+            ReplyForm::Completion => fields.count("logprobs", (0, LOGPROBS))?,
+            ReplyForm::Chat => chat_logprobs(&mut fields)?,
         };
-        let mut limit = fields.count("max_tokens", (1, u64::MAX))?;
-        let mut param = "max_tokens";
-        if form == Form::Chat
-            && let Some(newer) = fields.count("max_completion_tokens", (1, u64::MAX))?
-        {
-            (limit, param) = (Some(newer), "max_completion_tokens");
-        }
+        let limit = TokenLimit::of(&mut fields, form)?;
         let (source, name) = match form {
-            Form::Completion => (text_source(&mut fields)?, "prompt"),
-            Form::Chat => (chat_source(&mut fields)?, "messages"),
+            ReplyForm::Completion => (text_source(&mut fields)?, "prompt"),
+            ReplyForm::Chat => (chat_source(&mut fields)?, "messages"),
         };
+
         // The costly part comes last.
         fields.end()?;
         let prompt = tokens(&source, name, model, Some(model.positions))?;
         let room = model.positions.saturating_sub(prompt.len());
-        let most = room.min(most.unwrap_or(usize::MAX));
-        let (given, positions) = (prompt.len(), model.positions);
         if room == 0 {
-            let why =
-                format!("{given} tokens; the model has {positions} positions, replies included");
-            return Err(Failure::field(name, why).code("context_length_exceeded"));
-        }
-        if let Some(limit) = limit.filter(|limit| *limit > most) {
             let why = format!(
-                "expected at most {most} behind a prompt of {given} tokens, found {limit}; the \
-                 model has {positions} positions"
+                "{} tokens; the model has {} positions, replies included",
+                prompt.len(),
+                model.positions
             );
-            return Err(Failure::field(param, why).code("context_length_exceeded"));
+            return Err(HttpFailure::field(name, why).code("context_length_exceeded"));
         }
-        let own = if form == Form::Chat {
+        let most = room.min(most.unwrap_or(usize::MAX));
+        limit.check(most, prompt.len(), model.positions)?;
+
+        let own = if form == ReplyForm::Chat {
             most
         } else {
             most.min(COMPLETION)
         };
-        let max_tokens = limit.unwrap_or(own);
-        let request = Request {
+        let request = TextRequest {
             prompt,
-            max_tokens,
+            max_tokens: limit.tokens.unwrap_or(own),
             sampling,
             ends,
             logprobs,
@@ -115,19 +108,57 @@ impl Ask {
     }
 }
 
+/// The limit that a request sets to its new tokens.
+struct TokenLimit {
+    tokens: Option<usize>,
+    /// The field that sets it.
+    field: &'static str,
+}
+
+impl TokenLimit {
+    /// Takes the limit. Chats have a newer field for it, too, which comes first.
+    fn of(fields: &mut Fields<'_>, form: ReplyForm) -> Result<Self, HttpFailure> {
+        let tokens = fields.count("max_tokens", (1, u64::MAX))?;
+        if form == ReplyForm::Chat
+            && let Some(newer) = fields.count("max_completion_tokens", (1, u64::MAX))?
+        {
+            return Ok(Self {
+                tokens: Some(newer),
+                field: "max_completion_tokens",
+            });
+        }
+        Ok(Self {
+            tokens,
+            field: "max_tokens",
+        })
+    }
+
+    /// Checks that it is at most `most` behind a prompt of `given` tokens.
+    fn check(&self, most: usize, given: usize, positions: usize) -> Result<(), HttpFailure> {
+        let Some(limit) = self.tokens.filter(|limit| *limit > most) else {
+            return Ok(());
+        };
+        let why = format!(
+            "expected at most {most} behind a prompt of {given} tokens, found {limit}; the model \
+             has {positions} positions"
+        );
+        Err(HttpFailure::field(self.field, why).code("context_length_exceeded"))
+    }
+}
+
 /// Checks that a request asks for this model, if for any.
-pub(super) fn check_model(fields: &mut Fields<'_>, model: &Model) -> Result<(), Failure> {
+pub(super) fn check_model(fields: &mut Fields<'_>, model: &Model) -> Result<(), HttpFailure> {
     match fields.text("model")?.filter(|name| *name != model.name) {
         None => Ok(()),
         Some(_) => {
             let why = format!("the model of this server is {:?}", model.name);
-            let failure = Failure::field("model", why).code("model_not_found");
+            let failure = HttpFailure::field("model", why).code("model_not_found");
             Err(failure.status(StatusCode::NOT_FOUND))
         }
     }
 }
 
-fn sampling(fields: &mut Fields<'_>, model: &Model) -> Result<Sampling, Failure> {
+fn sampling(fields: &mut Fields<'_>, model: &Model) -> Result<Sampling, HttpFailure> {
     let own = model.sampling;
     // vLLM's clients write all tokens as -1.
     let top_k = fields.take("top_k", "a whole number, -1 or more", |value| {
@@ -139,6 +170,7 @@ fn sampling(fields: &mut Fields<'_>, model: &Model) -> Result<Sampling, Failure>
     let seed = fields.take("seed", "a whole number", |value| {
         value.as_u64().or(value.as_i64().map(i64::cast_unsigned))
     })?;
+
     let sampling = Sampling {
         temperature: fields.number("temperature", own.temperature)?,
         top_k: top_k.unwrap_or(own.top_k),
@@ -155,6 +187,7 @@ fn sampling(fields: &mut Fields<'_>, model: &Model) -> Result<Sampling, Failure>
         frequency_penalty,
         ..
     } = sampling;
+
     // Beyond them logits overflow.
     let limits = [
         (
@@ -173,19 +206,20 @@ fn sampling(fields: &mut Fields<'_>, model: &Model) -> Result<Sampling, Failure>
     ];
     for (name, found, range, expected) in limits {
         if !range.contains(&found) {
-            return Err(Failure::field(
-                name,
-                format!("expected {expected}, found {found}"),
-            ));
+            let why = format!("expected {expected}, found {found}");
+            return Err(HttpFailure::field(name, why));
         }
     }
-    sampling.check().map(|()| sampling).map_err(
-        |InvalidSetting {
-             setting,
-             expected,
-             found,
-         }| { Failure::field(setting, format!("expected {expected}, found {found}")) },
-    )
+
+    let invalid = |invalid: InvalidSetting| {
+        let InvalidSetting {
+            setting,
+            expected,
+            found,
+        } = invalid;
+        HttpFailure::field(setting, format!("expected {expected}, found {found}"))
+    };
+    sampling.check().map(|()| sampling).map_err(invalid)
 }
 
 /// Returns a number that a client cannot guess.
@@ -193,7 +227,7 @@ pub(super) fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }
 
-fn usage(fields: &mut Fields<'_>, streams: bool) -> Result<bool, Failure> {
+fn usage(fields: &mut Fields<'_>, streams: bool) -> Result<bool, HttpFailure> {
     let options = fields.take("stream_options", "an object with include_usage", |value| {
         let options = value.as_object()?;
         let usage = options
@@ -205,7 +239,7 @@ fn usage(fields: &mut Fields<'_>, streams: bool) -> Result<bool, Failure> {
             .then_some(usage)
     })?;
     match options {
-        Some(_) if !streams => Err(Failure::field(
+        Some(_) if !streams => Err(HttpFailure::field(
             "stream_options",
             "only with \"stream\": true",
         )),
@@ -213,26 +247,26 @@ fn usage(fields: &mut Fields<'_>, streams: bool) -> Result<bool, Failure> {
     }
 }
 
-fn stops(fields: &mut Fields<'_>) -> Result<Vec<String>, Failure> {
-    let (count, bytes) = STOPS;
-    let expected = format!("a text, or {count} texts at most, each of 1 to {bytes} bytes");
+fn stops(fields: &mut Fields<'_>) -> Result<Vec<String>, HttpFailure> {
+    let expected =
+        format!("a text, or {MOST_STOPS} texts at most, each of 1 to {STOP_BYTES} bytes");
     let stops = fields.take("stop", &expected, |value| {
         let one = |value: &Value| value.as_str().map(str::to_owned);
         let stops: Option<Vec<String>> = match value {
             Value::Array(several) => several.iter().map(one).collect(),
             value => Some(vec![one(value)?]),
         };
-        let is_valid = |stop: &String| (1..=bytes).contains(&stop.len());
-        stops.filter(|stops| stops.len() <= count && stops.iter().all(is_valid))
+        let is_valid = |stop: &String| (1..=STOP_BYTES).contains(&stop.len());
+        stops.filter(|stops| stops.len() <= MOST_STOPS && stops.iter().all(is_valid))
     })?;
     Ok(stops.unwrap_or_default())
 }
 
-fn chat_logprobs(fields: &mut Fields<'_>) -> Result<Option<usize>, Failure> {
+fn chat_logprobs(fields: &mut Fields<'_>) -> Result<Option<usize>, HttpFailure> {
     let wanted = fields.flag("logprobs", false)?;
     let top = fields.count("top_logprobs", (0, LOGPROBS))?;
     match top {
-        Some(1..) if !wanted => Err(Failure::field(
+        Some(1..) if !wanted => Err(HttpFailure::field(
             "top_logprobs",
             "only with \"logprobs\": true",
         )),
@@ -241,30 +275,37 @@ fn chat_logprobs(fields: &mut Fields<'_>) -> Result<Option<usize>, Failure> {
 }
 
 /// A prompt that is not yet tokens.
-pub(super) enum Source {
-    Text(String, bool),
+pub(super) enum PromptSource {
+    /// With the tokens that the tokenizer puts around it, if `special` is set.
+    Text {
+        text: String,
+        special: bool,
+    },
     Tokens(Vec<u32>),
-    Messages(Vec<Message>),
+    Messages(Vec<ChatMessage>),
 }
 
-fn text_source(fields: &mut Fields<'_>) -> Result<Source, Failure> {
+fn text_source(fields: &mut Fields<'_>) -> Result<PromptSource, HttpFailure> {
     fields
         .take(
             "prompt",
             "a text, a list of tokens, or a list of one of these",
             read_prompt,
         )?
-        .ok_or_else(|| Failure::field("prompt", "expected a prompt, found none"))
+        .ok_or_else(|| HttpFailure::field("prompt", "expected a prompt, found none"))
 }
 
-fn read_prompt(value: &Value) -> Option<Source> {
+fn read_prompt(value: &Value) -> Option<PromptSource> {
     let value = match value {
         Value::Array(one) if one.len() == 1 && !one[0].is_number() => &one[0],
         value => value,
     };
     match value {
-        Value::String(text) => Some(Source::Text(text.clone(), true)),
-        several => read_tokens(several).map(Source::Tokens),
+        Value::String(text) => Some(PromptSource::Text {
+            text: text.clone(),
+            special: true,
+        }),
+        several => read_tokens(several).map(PromptSource::Tokens),
     }
 }
 
@@ -275,21 +316,23 @@ pub(super) fn read_tokens(value: &Value) -> Option<Vec<u32>> {
 }
 
 /// Takes the messages of a conversation.
-pub(super) fn chat_source(fields: &mut Fields<'_>) -> Result<Source, Failure> {
+pub(super) fn chat_source(fields: &mut Fields<'_>) -> Result<PromptSource, HttpFailure> {
     let list = |value: &Value| value.as_array().filter(|list| !list.is_empty()).cloned();
     let messages = fields
         .take("messages", "a list of messages", list)?
-        .ok_or_else(|| Failure::field("messages", "expected a list of messages, found none"))?;
+        .ok_or_else(|| HttpFailure::field("messages", "expected a list of messages, found none"))?;
+
     let mut read = Vec::new();
     for (at, message) in messages.into_iter().enumerate() {
         let Value::Object(message) = message else {
             let why = "expected an object with role and content";
-            return Err(Failure::field(format!("messages[{at}]"), why));
+            return Err(HttpFailure::field(format!("messages[{at}]"), why));
         };
         read.push(message_of(at, message)?);
     }
+
     let ordered = fields.message_keys()?.into_iter().zip(read);
-    Ok(Source::Messages(
+    Ok(PromptSource::Messages(
         ordered
             .map(|(keys, texts)| in_order(&keys, texts))
             .collect(),
@@ -297,12 +340,13 @@ pub(super) fn chat_source(fields: &mut Fields<'_>) -> Result<Source, Failure> {
 }
 
 /// Returns the texts of a message: role, content and perhaps name.
-fn message_of(at: usize, mut fields: Map<String, Value>) -> Result<MessageTexts, Failure> {
+fn message_of(at: usize, mut fields: Map<String, Value>) -> Result<MessageTexts, HttpFailure> {
     const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
-    let wrong = |field: &str, why: &str| Failure::field(format!("messages[{at}]{field}"), why);
+    let wrong = |field: &str, why: &str| HttpFailure::field(format!("messages[{at}]{field}"), why);
     let role = fields.remove("role").unwrap_or_default();
     let role = role.as_str().filter(|role| ROLES.contains(role));
     let role = role.ok_or_else(|| wrong(".role", &format!("expected one of {ROLES:?}")))?;
+
     let expected = "expected a text, or a list of objects with type \"text\" and text";
     let content = match fields.remove("content") {
         Some(Value::String(text)) => text,
@@ -316,11 +360,13 @@ fn message_of(at: usize, mut fields: Map<String, Value>) -> Result<MessageTexts,
         }
         _ => return Err(wrong(".content", expected)),
     };
+
     let name = fields.remove("name").filter(|name| !name.is_null());
     if let Some((key, _)) = fields.iter().find(|(_, value)| !value.is_null()) {
         let key: String = key.chars().take(60).collect();
         return Err(wrong(&format!(".{key}"), "not supported by this server"));
     }
+
     let mut texts = vec![("role", role.to_owned()), ("content", content)];
     match name {
         Some(Value::String(name)) => texts.push(("name", name)),
@@ -335,20 +381,20 @@ type MessageTexts = Vec<(&'static str, String)>;
 
 /// Returns a message with its keys in the order of the request. A template may show it, as it does
 /// with the examples of a training.
-fn in_order(keys: &[String], mut texts: MessageTexts) -> Message {
+fn in_order(keys: &[String], mut texts: MessageTexts) -> ChatMessage {
     texts.sort_by_key(|(key, _)| keys.iter().position(|found| found == key));
-    Message::new(texts)
+    ChatMessage::new(texts)
 }
 
 /// Returns the tokens of a prompt, which is the field `name`. A text that has more than `most`
 /// tokens is refused before all of it is turned into tokens.
 pub(super) fn tokens(
-    source: &Source,
+    source: &PromptSource,
     name: &str,
     model: &Model,
     most: Option<usize>,
-) -> Result<Vec<u32>, Failure> {
-    let failed = |why: String| Failure::field(name, why);
+) -> Result<Vec<u32>, HttpFailure> {
+    let failed = |why: String| HttpFailure::field(name, why);
     let encode = |text: &str, special: bool| {
         if let Some(most) = most
             && model.is_beyond(text, most).map_err(failed)?
@@ -361,23 +407,25 @@ pub(super) fn tokens(
         }
         model.encode(text, special).map_err(failed)
     };
+
     let tokens = match source {
-        Source::Text(text, special) => encode(text, *special)?,
-        Source::Tokens(tokens) => tokens.clone(),
-        Source::Messages(messages) => {
+        PromptSource::Text { text, special } => encode(text, *special)?,
+        PromptSource::Tokens(tokens) => tokens.clone(),
+        PromptSource::Messages(messages) => {
             let text = model.rendered(messages).map_err(failed)?;
             encode(&text, false)?
         }
     };
+
     let vocab = model.vocab;
     if let Some(token) = tokens.iter().find(|token| **token as usize >= vocab) {
-        return Err(Failure::field(
+        return Err(HttpFailure::field(
             name,
             format!("expected tokens below {vocab}, found {token}"),
         ));
     }
     match tokens.is_empty() {
-        true => Err(Failure::field(
+        true => Err(HttpFailure::field(
             name,
             "expected at least one token, found none",
         )),
@@ -434,7 +482,7 @@ mod tests {
             ),
         ] {
             let body = format!("{{\"messages\": [{message}], \"max_tokens\": 1}}");
-            let ask = Ask::of(body.as_bytes(), Form::Chat, &model, None).unwrap();
+            let ask = ParsedRequest::of(body.as_bytes(), ReplyForm::Chat, &model, None).unwrap();
             assert_eq!(model.decode(&ask.request.prompt).unwrap(), expected);
         }
     }
@@ -456,11 +504,11 @@ mod tests {
                  \"max_completion_tokens\": 4, \"user\": \"x\", {sampling}}}"
             ),
         ];
-        for form in [Form::Completion, Form::Chat] {
+        for form in [ReplyForm::Completion, ReplyForm::Chat] {
             assert!(
                 samples
                     .iter()
-                    .any(|body| Ask::of(body.as_bytes(), form, &model, None).is_ok())
+                    .any(|body| ParsedRequest::of(body.as_bytes(), form, &model, None).is_ok())
             );
         }
         mpmd_fuzz::bytes("requests", &samples.map(String::into_bytes), |body| {
@@ -529,11 +577,11 @@ mod tests {
 
     /// Checks that a request is refused or within all bounds.
     fn check(body: &[u8], model: &Model) {
-        for form in [Form::Completion, Form::Chat] {
-            let Ok(ask) = Ask::of(body, form, model, Some(40)) else {
+        for form in [ReplyForm::Completion, ReplyForm::Chat] {
+            let Ok(ask) = ParsedRequest::of(body, form, model, Some(40)) else {
                 continue;
             };
-            let Request {
+            let TextRequest {
                 prompt,
                 max_tokens,
                 sampling,
@@ -543,11 +591,11 @@ mod tests {
             assert!(!prompt.is_empty() && prompt.iter().all(|id| (*id as usize) < model.vocab));
             assert!((1..=40).contains(&max_tokens) && prompt.len() + max_tokens <= POSITIONS);
             assert!(sampling.check().is_ok() && logprobs.unwrap_or(0) <= 20);
-            assert!(ask.stops.len() <= STOPS.0 && ask.streams >= ask.has_usage);
+            assert!(ask.stops.len() <= MOST_STOPS && ask.streams >= ask.has_usage);
             assert!(
                 ask.stops
                     .iter()
-                    .all(|stop| (1..=STOPS.1).contains(&stop.len()))
+                    .all(|stop| (1..=STOP_BYTES).contains(&stop.len()))
             );
         }
     }

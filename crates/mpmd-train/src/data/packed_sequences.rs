@@ -11,7 +11,7 @@ use mpmd_layout::sharding::Spec;
 use mpmd_layout::topology::Mesh;
 
 use super::rows::{Named, array_of_rows};
-use super::{At, Data, HELD_OUT_EVERY};
+use super::{Data, HELD_OUT_EVERY, MicrobatchPlace};
 
 /// Tokens, each with the answer whether it has a loss. A prompt's tokens have none, those of the
 /// reply have one.
@@ -30,7 +30,7 @@ pub type Sequence = Vec<(u32, bool)>;
 /// Training takes each row once before it takes one again, in an order that depends on the seed and
 /// the epoch alone. Without sequences for evaluation, every tenth sequence is held out.
 #[derive(Clone, Debug)]
-pub struct Packed {
+pub struct PackedSequences {
     /// The sequences of training, then those of evaluation.
     sequences: Arc<[Sequence]>,
     time: usize,
@@ -44,14 +44,14 @@ pub struct Packed {
 
 /// A token of a row.
 #[derive(Clone, Copy)]
-struct Token {
+struct RowToken {
     input: u32,
     start: u32,
     target: u32,
     weight: f32,
 }
 
-impl Packed {
+impl PackedSequences {
     /// Packs sequences into rows of `time` tokens: the longest first, each into the row with the
     /// least sufficient room. A microbatch has `rows` rows.
     ///
@@ -92,8 +92,10 @@ impl Packed {
                 "{trained} sequences in {rows} rows"
             )));
         }
+
         let pack = |members| pack(&sequences, members, time);
-        let (training, held_out) = (pack(trained).into(), pack(evaluated).into());
+        let training = pack(trained).into();
+        let held_out = pack(evaluated).into();
         let spec = Spec::default();
         Ok(Self {
             time,
@@ -126,6 +128,7 @@ impl Packed {
         members: impl Fn(usize) -> Vec<usize> + Clone + Send + Sync + 'static,
     ) -> Result<Microbatch<MpmdArray>> {
         let inputs = self.array(p, &meshes[0], members.clone(), |token| token.input)?;
+
         let mut microbatch = Microbatch::new(inputs);
         for (stage, mesh) in meshes.iter().enumerate() {
             let starts = self.array(p, mesh, members.clone(), |token| token.start)?;
@@ -148,9 +151,10 @@ impl Packed {
         p: &mut Program,
         mesh: &Mesh,
         members: impl Fn(usize) -> Vec<usize> + Send + Sync + 'static,
-        value: impl Fn(Token) -> T + Send + Sync + 'static,
+        value: impl Fn(RowToken) -> T + Send + Sync + 'static,
     ) -> Result<MpmdArray> {
-        let (all, shape) = (self.sequences.clone(), [self.rows, self.time]);
+        let all = self.sequences.clone();
+        let shape = [self.rows, self.time];
         let sharding = mesh.sharding(self.spec.clone());
         array_of_rows::<T>(p, &sharding, shape, move |row, columns, values| {
             let tokens = tokens(&all, &members(row)).skip(columns.start);
@@ -164,13 +168,13 @@ impl Packed {
 }
 
 /// Returns the tokens of a row, and then those that fill it up.
-fn tokens(all: &[Sequence], members: &[usize]) -> impl Iterator<Item = Token> + use<> {
+fn tokens(all: &[Sequence], members: &[usize]) -> impl Iterator<Item = RowToken> + use<> {
     let mut row = Vec::new();
     for sequence in members.iter().map(|member| &all[*member]) {
         let start = row.len() as u32;
         row.extend(sequence.windows(2).map(|pair| {
             let [(input, _), (target, has_loss)] = [pair[0], pair[1]];
-            Token {
+            RowToken {
                 input,
                 start,
                 target,
@@ -178,8 +182,9 @@ fn tokens(all: &[Sequence], members: &[usize]) -> impl Iterator<Item = Token> + 
             }
         }));
     }
+
     let end = row.len() as u32;
-    let fill = |start| Token {
+    let fill = |start| RowToken {
         input: 0,
         start,
         target: 0,
@@ -206,7 +211,7 @@ fn pack(sequences: &[Sequence], mut members: Vec<usize>, time: usize) -> Vec<Vec
     rows
 }
 
-impl Data<MpmdArray> for Packed {
+impl Data<MpmdArray> for PackedSequences {
     fn compare(&self, p: &mut Program) -> Result<()> {
         let hash = self
             .sequences
@@ -224,8 +229,14 @@ impl Data<MpmdArray> for Packed {
         ))
     }
 
-    fn training(&self, p: &mut Program, meshes: &[Mesh], at: At) -> Result<Microbatch<MpmdArray>> {
-        let (training, rows) = (self.training.clone(), self.rows as u64);
+    fn training(
+        &self,
+        p: &mut Program,
+        meshes: &[Mesh],
+        at: MicrobatchPlace,
+    ) -> Result<Microbatch<MpmdArray>> {
+        let training = self.training.clone();
+        let rows = self.rows as u64;
         self.microbatch(p, meshes, move |row| {
             let count = training.len() as u64;
             let taken = at.before * rows + row as u64;
@@ -250,7 +261,8 @@ impl Data<MpmdArray> for Packed {
                 "there is no held-out microbatch {index}"
             )));
         }
-        let (held_out, first) = (self.held_out.clone(), index * self.rows);
+        let held_out = self.held_out.clone();
+        let first = index * self.rows;
         self.microbatch(p, meshes, move |row| {
             held_out.get(first + row).cloned().unwrap_or_default()
         })
@@ -272,13 +284,13 @@ mod tests {
     fn rows_are_filled_by_the_longest_first() {
         let lengths = [3, 9, 4, 6, 2, 5, 3];
         let sequences = lengths.map(|tokens| sequence(1, tokens - 1)).to_vec();
-        let packed = Packed::new(sequences.clone(), None, 8, 2).unwrap();
+        let packed = PackedSequences::new(sequences.clone(), None, 8, 2).unwrap();
         assert_eq!(
             *packed.training,
             [vec![1], vec![3, 2], vec![5, 0, 6], vec![4]]
         );
         let row: Vec<_> = tokens(&sequences, &[2, 4]).take(6).collect();
-        let of = |field: fn(&Token) -> u32| row.iter().map(field).collect::<Vec<_>>();
+        let of = |field: fn(&RowToken) -> u32| row.iter().map(field).collect::<Vec<_>>();
         assert_eq!(of(|token| token.input), [1, 2, 3, 1, 0, 0]);
         assert_eq!(of(|token| token.target), [2, 3, 4, 2, 0, 0]);
         assert_eq!(of(|token| token.start), [0, 0, 0, 3, 4, 5]);
@@ -288,14 +300,14 @@ mod tests {
     #[test]
     fn every_tenth_sequence_is_held_out_unless_others_are_given() {
         let some = |count| vec![sequence(2, 3); count];
-        let members = |packed: &Packed| {
+        let members = |packed: &PackedSequences| {
             let mut all: Vec<usize> = packed.held_out.concat();
             all.sort_unstable();
             (packed.training.concat().len(), all)
         };
-        let tenth = Packed::new(some(21), None, 8, 2).unwrap();
+        let tenth = PackedSequences::new(some(21), None, 8, 2).unwrap();
         assert_eq!(members(&tenth), (19, vec![9, 19]));
-        let given = Packed::new(some(21), Some(some(3)), 8, 2).unwrap();
+        let given = PackedSequences::new(some(21), Some(some(3)), 8, 2).unwrap();
         assert_eq!(members(&given), (21, vec![21, 22, 23]));
         assert_eq!((given.held_out.len(), given.held_out_len()), (2, 1));
     }
@@ -308,8 +320,11 @@ mod tests {
             vec![sequence(0, 1)],
             vec![],
         ] {
-            assert!(Packed::new(wrong.clone(), None, 8, 1).is_err(), "{wrong:?}");
+            assert!(
+                PackedSequences::new(wrong.clone(), None, 8, 1).is_err(),
+                "{wrong:?}"
+            );
         }
-        assert!(Packed::new(vec![sequence(2, 7)], None, 8, 1).is_ok());
+        assert!(PackedSequences::new(vec![sequence(2, 7)], None, 8, 1).is_ok());
     }
 }

@@ -3,13 +3,13 @@
 use anyhow::ensure;
 use mpmd::pipeline::Schedule;
 use mpmd::topology::Mesh;
-use mpmd_models::{Folder, Held, Stages};
+use mpmd_models::{Folder, HeldBytes, Stages};
 
 use super::train::TrainArgs;
 use crate::division::{DivisionArgs, named_option};
 
 /// A model under training, divided over devices.
-pub(super) struct Divided {
+pub(super) struct DividedModel {
     pub(super) model: Stages,
     pub(super) schedule: Schedule,
     /// The number of devices of each rank.
@@ -18,7 +18,7 @@ pub(super) struct Divided {
     pub(super) meshes: Vec<Mesh>,
 }
 
-impl Divided {
+impl DividedModel {
     /// Divides a model over as many stages as the arguments say.
     ///
     /// # Errors
@@ -32,9 +32,9 @@ impl Divided {
         let stages = cut.stages();
         let schedule = args.schedule(stages)?;
         let held = if args.lora.is_some() {
-            Held::FROZEN
+            HeldBytes::FROZEN
         } else {
-            Held::TRAINING
+            HeldBytes::TRAINING
         };
         let model = cut.divide(Stages::new(source, stages, args.time)?, held)?;
         let model = model.lora(args.lora(), args.seed);
@@ -59,7 +59,7 @@ impl Divided {
     ///
     /// # Errors
     ///
-    /// As for [`Divided::new`].
+    /// As for [`DividedModel::new`].
     pub(super) fn over(
         source: &Folder,
         args: &TrainArgs,
@@ -133,7 +133,7 @@ mod tests {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/mpmd-demo");
         let source = Folder::open(folder).unwrap();
         let Args { train, cut } = Args::parse_from([&["finetune"], args].concat());
-        let over = |processes| Divided::over(&source, &train, &cut, processes);
+        let over = |processes| DividedModel::over(&source, &train, &cut, processes);
         (1..=5)
             .map(|processes| Ok(over(processes)?.schedule.ranks()))
             .collect()

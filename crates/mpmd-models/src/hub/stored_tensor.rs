@@ -13,8 +13,8 @@ use mpmd::kernel::ViewMut;
 use mpmd::region::Region;
 use mpmd::train::tensors::TensorFile;
 
-use crate::family::{Rows, Source};
-use crate::hub::initial::Initial;
+use crate::family::{ParameterSource, TensorRows};
+use crate::hub::initial::InitialValues;
 
 /// The dtypes of weights that are read, for messages.
 pub(crate) const DTYPES: &str = "f32, bf16 or f16";
@@ -23,8 +23,8 @@ const BLOCK: usize = 1 << 18;
 
 /// A tensor of a model.
 #[derive(Clone, Debug)]
-pub(crate) struct Stored {
-    pub(crate) origin: Origin,
+pub(crate) struct StoredTensor {
+    pub(crate) origin: ValueOrigin,
     /// Its name in the file.
     pub(crate) name: String,
     pub(crate) aval: ShapedArray,
@@ -32,22 +32,22 @@ pub(crate) struct Stored {
 
 /// The origin of a tensor's values.
 #[derive(Clone, Debug)]
-pub(crate) enum Origin {
+pub(crate) enum ValueOrigin {
     File(TensorFile),
     /// The model is new. `aval` has the dtype in which it is saved.
-    New(Initial),
+    New(InitialValues),
 }
 
 /// The tensors of a parameter.
-pub(crate) struct Reader {
-    pub(crate) source: Source,
+pub(crate) struct ParameterReader {
+    pub(crate) source: ParameterSource,
     /// One, or those that the parameter is a stack of.
-    pub(crate) tensors: Vec<Stored>,
+    pub(crate) tensors: Vec<StoredTensor>,
     /// Counts the bytes that are read.
     pub(crate) read: Arc<AtomicU64>,
 }
 
-impl Reader {
+impl ParameterReader {
     /// Reads a region of the parameter as f32, row-major.
     pub(crate) fn read(&self, region: &Region, values: &mut [f32]) -> Result<()> {
         if self.source.stacked.is_none() {
@@ -64,21 +64,21 @@ impl Reader {
 
     /// Reads a region into the memory of an array of f32.
     pub(crate) fn read_into(&self, region: &Region, view: &mut ViewMut<'_>) -> Result<()> {
-        let Source {
+        let ParameterSource {
             rows,
             is_transposed,
             stacked,
             ..
         } = &self.source;
         let aval = &self.tensors[0].aval;
-        let all = Rows::block(0, aval.shape().first().copied().unwrap_or(1));
+        let all = TensorRows::block(0, aval.shape().first().copied().unwrap_or(1));
         // Without a copy, if the parameter is the tensor.
         if stacked.is_none()
             && !is_transposed
             && *rows == all
             && aval.dtype() == DType::F32
-            && let Stored {
-                origin: Origin::File(file),
+            && let StoredTensor {
+                origin: ValueOrigin::File(file),
                 name,
                 ..
             } = self.counted(0, region)
@@ -89,9 +89,9 @@ impl Reader {
     }
 
     /// Returns a tensor, and counts the bytes of a region of it.
-    fn counted(&self, tensor: usize, region: &Region) -> &Stored {
+    fn counted(&self, tensor: usize, region: &Region) -> &StoredTensor {
         let stored = &self.tensors[tensor];
-        if let Origin::File(_) = stored.origin {
+        if let ValueOrigin::File(_) = stored.origin {
             let bytes = region.elements() * stored.aval.dtype().size();
             self.read.fetch_add(bytes as u64, Ordering::Relaxed);
         }
@@ -99,10 +99,10 @@ impl Reader {
     }
 }
 
-impl Stored {
+impl StoredTensor {
     /// Returns a hash of the type and of samples of the values. `None` if the model is new.
     pub(crate) fn hash_samples(&self, samples: u64) -> Result<Option<u64>> {
-        let Origin::File(file) = &self.origin else {
+        let ValueOrigin::File(file) = &self.origin else {
             return Ok(None);
         };
         file.hash_samples(&self.name, samples).map(Some)
@@ -111,13 +111,13 @@ impl Stored {
     /// Returns the path of the file. `None` if the model is new.
     pub(crate) fn path(&self) -> Option<&Path> {
         match &self.origin {
-            Origin::File(file) => Some(file.path()),
-            Origin::New(_) => None,
+            ValueOrigin::File(file) => Some(file.path()),
+            ValueOrigin::New(_) => None,
         }
     }
 
     /// Reads a region of the rows at `source`, row-major.
-    fn read(&self, source: &Source, region: &Region, values: &mut [f32]) -> Result<()> {
+    fn read(&self, source: &ParameterSource, region: &Region, values: &mut [f32]) -> Result<()> {
         let rows = region.range(0);
         let inner: Vec<Range<usize>> = region.ranges().skip(1).collect();
         let width = inner.iter().map(|range| range.len()).product::<usize>();
@@ -144,7 +144,8 @@ impl Stored {
     ) -> Result<()> {
         let width = values.len() / rows.len();
         let step = (BLOCK / width).max(1);
-        let (dtype, mut bytes) = (self.aval.dtype(), Vec::new());
+        let dtype = self.aval.dtype();
+        let mut bytes = Vec::new();
         for (start, values) in rows
             .clone()
             .step_by(step)
@@ -153,12 +154,13 @@ impl Stored {
             let block = iter::once(start..rows.end.min(start + step)).chain(inner.iter().cloned());
             let block = Region::new(block.collect());
             let file = match &self.origin {
-                Origin::File(file) => file,
-                Origin::New(initial) => {
+                ValueOrigin::File(file) => file,
+                ValueOrigin::New(initial) => {
                     initial.fill(self.aval.shape(), &block, values);
                     continue;
                 }
             };
+
             bytes.resize(values.len() * dtype.size(), 0);
             file.read(&self.name, &block, &mut bytes)?;
             let halves = bytes
@@ -171,6 +173,7 @@ impl Stored {
                 .0
                 .iter()
                 .map(|four| f32::from_le_bytes(*four));
+
             let values = values.iter_mut();
             match dtype {
                 DType::Bf16 => values
@@ -194,7 +197,8 @@ impl Stored {
         columns: Range<usize>,
         values: &mut [f32],
     ) -> Result<()> {
-        let (height, width) = (rows.len(), columns.len());
+        let height = rows.len();
+        let width = columns.len();
         let step = (BLOCK / width).max(1);
         let mut block = Vec::new();
         for start in rows.clone().step_by(step) {
@@ -213,17 +217,19 @@ impl Stored {
 }
 
 /// True if two matrices have the same elements. Reads both, up to the first block that differs.
-pub(crate) fn are_equal(a: &Stored, b: &Stored) -> Result<bool> {
-    let (Origin::File(file), Origin::File(other)) = (&a.origin, &b.origin) else {
+pub(crate) fn are_equal(a: &StoredTensor, b: &StoredTensor) -> Result<bool> {
+    let (ValueOrigin::File(file), ValueOrigin::File(other)) = (&a.origin, &b.origin) else {
         return Ok(false);
     };
     if a.aval != b.aval {
         return Ok(false);
     }
+
     let [rows, columns] = *a.aval.shape() else {
         return Ok(false);
     };
-    let (mut left, mut right) = (Vec::new(), Vec::new());
+    let mut left = Vec::new();
+    let mut right = Vec::new();
     let step = (BLOCK / columns.max(1)).max(1);
     for row in (0..rows).step_by(step) {
         for column in (0..columns).step_by(BLOCK) {
@@ -266,8 +272,8 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         fs::write(file.path(), bytes).unwrap();
         let file = TensorFile::open(file.path()).unwrap();
-        let stored = Stored {
-            origin: Origin::File(file),
+        let stored = StoredTensor {
+            origin: ValueOrigin::File(file),
             name: "a".to_owned(),
             aval,
         };
@@ -278,8 +284,8 @@ mod tests {
             } else {
                 (1280, 500)
             };
-            let rows_of = Rows::block(20, rows);
-            let source = Source {
+            let rows_of = TensorRows::block(20, rows);
+            let source = ParameterSource {
                 name: "a".to_owned(),
                 stacked: None,
                 rows: rows_of,

@@ -10,15 +10,15 @@ use rustix::net::{Shutdown, shutdown};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep, sleep};
 
-use super::peer::Peer;
+use super::peer_socket::PeerSocket;
 
 /// Longest time for which the bytes of a refused body are read and dropped. A connection that is
 /// closed with unread bytes is reset, and the client may lose the refusal.
 const LINGER: Duration = Duration::from_secs(1);
 
 /// A connection that fails once its peer has taken no byte for a while, although there are some.
-pub(super) struct Paced {
-    peer: Arc<Peer>,
+pub(super) struct PacedConnection {
+    peer: Arc<PeerSocket>,
     longest: Duration,
     /// The end of the wait for the peer.
     end: Pin<Box<Sleep>>,
@@ -26,8 +26,8 @@ pub(super) struct Paced {
     is_shut: bool,
 }
 
-impl Paced {
-    pub(super) fn new(peer: Arc<Peer>, longest: Duration) -> Self {
+impl PacedConnection {
+    pub(super) fn new(peer: Arc<PeerSocket>, longest: Duration) -> Self {
         Self {
             peer,
             longest,
@@ -58,7 +58,7 @@ impl Paced {
     }
 }
 
-impl AsyncRead for Paced {
+impl AsyncRead for PacedConnection {
     fn poll_read(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -68,7 +68,7 @@ impl AsyncRead for Paced {
     }
 }
 
-impl AsyncWrite for Paced {
+impl AsyncWrite for PacedConnection {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -134,8 +134,8 @@ mod tests {
         let address = listener.local_addr().unwrap();
         let (client, accepted) = tokio::join!(TcpStream::connect(address), listener.accept());
         let (mut client, server) = (client.unwrap(), accepted.unwrap().0);
-        let peer = Arc::new(Peer::new(server));
-        let mut paced = Paced::new(peer, Duration::from_secs(3));
+        let peer = Arc::new(PeerSocket::new(server));
+        let mut paced = PacedConnection::new(peer, Duration::from_secs(3));
         let bytes = vec![7; 1 << 24];
         let mut taken = vec![0; 1 << 24];
         let (written, read) = tokio::join!(paced.write_all(&bytes), client.read_exact(&mut taken));

@@ -1,0 +1,174 @@
+//! The state of a stage of inference on one device: its caches, and what it knows of sequences.
+
+use std::sync::Arc;
+
+use mpmd::candle::candle_core;
+use mpmd::candle::{Cx, Result as CandleResult, Tensor};
+use mpmd::object::ObjectBytes;
+use rayon::prelude::*;
+
+use crate::decoder::devices::DeviceDivision;
+use crate::decoder::{Caches, Decoder};
+use crate::inference::choice::{SequenceHistory, Unchosen, read_token};
+use crate::inference::pass::{CHOICE, InferencePass, NONE};
+use crate::inference::stage_times::StageClock;
+
+/// The state of a stage on a device.
+pub(super) struct InferenceState {
+    /// The place of the device in its mesh.
+    pub(super) place: usize,
+    /// The versions on a device of candle's other than the CPU.
+    pub(super) versions: Vec<DeviceVersion>,
+    pub(super) caches: Caches,
+    /// The last token of each place, on the first stage.
+    pub(super) last: Vec<u32>,
+    /// The sequence of each place, on the last stage.
+    pub(super) histories: Vec<Option<SequenceHistory>>,
+    /// On the first device of the stage.
+    pub(super) clock: Option<Arc<StageClock>>,
+    pub(super) bytes: u64,
+}
+
+/// The weights of a version in the memory of a device.
+pub(super) struct DeviceVersion {
+    pub(super) version: u64,
+    pub(super) part: Arc<Decoder>,
+}
+
+/// The rows of a pass after which tokens are chosen.
+struct SampledRows {
+    rows: Vec<u32>,
+    /// The place of the sequence of each row.
+    slots: Vec<usize>,
+}
+
+impl ObjectBytes for InferenceState {
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
+impl InferenceState {
+    /// Returns the tokens of a pass, those of the table of last tokens included.
+    pub(super) fn tokens(
+        &mut self,
+        x: &Tensor,
+        pass: &InferencePass,
+        cx: &Cx<'_>,
+    ) -> CandleResult<Tensor> {
+        let last = cx
+            .side("last")?
+            .narrow(1, 0, 1)?
+            .flatten_all()?
+            .to_vec1::<u32>()?;
+        for (known, last) in self.last.iter_mut().zip(last) {
+            if let Some(last) = read_token(last) {
+                // A sequence without a token has failed. What is computed for it is not used.
+                *known = last.unwrap_or(0);
+            }
+        }
+
+        let mut tokens = x.flatten_all()?.to_vec1::<u32>()?;
+        let mut at = 0;
+        for chunk in &pass.chunks {
+            if chunk.given.is_empty() {
+                tokens[at] = self.last.get(chunk.slot as usize).copied().unwrap_or(0);
+            }
+            at += chunk.tokens();
+        }
+        Tensor::from_vec(tokens, x.shape(), x.device())
+    }
+
+    /// Chooses the token that follows each chunk which asks for it. `x` are the outputs of the last
+    /// layer, whose devices divide it as `over` says.
+    pub(super) fn choices(
+        &mut self,
+        part: &Decoder,
+        x: &Tensor,
+        pass: &InferencePass,
+        over: DeviceDivision,
+        cx: &Cx<'_>,
+    ) -> CandleResult<Tensor> {
+        self.note(pass);
+        let sequences = self.histories.len();
+        let SampledRows { mut rows, slots } = SampledRows::of(pass);
+        // All devices call the same collectives.
+        if rows.is_empty() && over != DeviceDivision::ONE && pass.tokens() > 0 {
+            rows.push(0);
+        }
+
+        let mut choices = vec![NONE; sequences * CHOICE];
+        if rows.is_empty() {
+            return Tensor::from_vec(choices, (sequences, CHOICE), x.device());
+        }
+
+        let count = rows.len();
+        let x = x.index_select(&Tensor::from_vec(rows, count, x.device())?, 1)?;
+        let logits = part
+            .logits(&x, cx)?
+            .squeeze(0)?
+            .to_dtype(candle_core::DType::F32)?;
+        let tokens = logits.dim(1)?;
+        let logits = logits.flatten_all()?.to_vec1::<f32>()?;
+        let mut logits_of = vec![None; sequences];
+        for (slot, logits) in slots.into_iter().zip(logits.chunks_exact(tokens)) {
+            if let Some(of_place) = logits_of.get_mut(slot) {
+                *of_place = Some(logits);
+            }
+        }
+
+        self.choose(&logits_of, &mut choices);
+        Tensor::from_vec(choices, (sequences, CHOICE), x.device())
+    }
+
+    /// Chooses a token for each place that has logits, on the threads of this device. Writes the
+    /// words of the choices.
+    fn choose(&mut self, logits_of: &[Option<&[f32]>], choices: &mut [u32]) {
+        let places = self
+            .histories
+            .par_iter_mut()
+            .zip(choices.par_chunks_exact_mut(CHOICE));
+        places
+            .zip(logits_of)
+            .for_each(|((history, words), logits)| {
+                let Some(logits) = logits else { return };
+                let choice = match history {
+                    Some(history) => history.choose(logits),
+                    None => Unchosen::OutOfOrder.into(),
+                };
+                choice.write(words);
+            });
+    }
+
+    /// Adds the tokens of a pass to their sequences, and begins new ones.
+    fn note(&mut self, pass: &InferencePass) {
+        for chunk in &pass.chunks {
+            let Some(place) = self.histories.get_mut(chunk.slot as usize) else {
+                continue;
+            };
+            if let Some(begin) = chunk.new {
+                *place = Some(SequenceHistory::new(begin, chunk.start as usize));
+            }
+            if let Some(history) = place {
+                history.add(chunk.start as usize, &chunk.given);
+            }
+        }
+    }
+}
+
+impl SampledRows {
+    /// Returns the last row of each chunk that asks for a token.
+    fn of(pass: &InferencePass) -> Self {
+        let mut rows = Vec::new();
+        let mut slots = Vec::new();
+        let mut end = 0;
+        for chunk in &pass.chunks {
+            end += chunk.tokens();
+            if chunk.samples {
+                rows.push(end as u32 - 1);
+                slots.push(chunk.slot as usize);
+            }
+        }
+        Self { rows, slots }
+    }
+}
