@@ -22,7 +22,7 @@ use mpmd::pipeline::{
 };
 use mpmd::prelude::*;
 
-use crate::transformer::{BYTES, Sizes};
+use crate::transformer::{BYTES, ModelSizes};
 
 /// Number added to a row's variance.
 const EPS: f32 = 1e-5;
@@ -31,7 +31,7 @@ const EPS: f32 = 1e-5;
 /// `MpmdArray`, or on the last stage `Loss<MpmdArray>`.
 pub struct KernelStage<Out> {
     name: String,
-    sizes: Sizes,
+    sizes: ModelSizes,
     blocks: Range<usize>,
     embeds: bool,
     math: Math,
@@ -41,14 +41,20 @@ pub struct KernelStage<Out> {
 }
 
 /// A stage before the last one.
-pub type Front = KernelStage<MpmdArray>;
+pub type FrontStage = KernelStage<MpmdArray>;
 /// The last stage.
-pub type Last = KernelStage<Loss<MpmdArray>>;
+pub type LastStage = KernelStage<Loss<MpmdArray>>;
 
 impl<Out> KernelStage<Out> {
     /// Creates the stage of the blocks `blocks`. It has the embedding if `embeds` is set. `math` is
     /// the precision of products of f32 matrices.
-    pub fn new(name: String, sizes: Sizes, blocks: Range<usize>, embeds: bool, math: Math) -> Self {
+    pub fn new(
+        name: String,
+        sizes: ModelSizes,
+        blocks: Range<usize>,
+        embeds: bool,
+        math: Math,
+    ) -> Self {
         Self {
             name,
             sizes,
@@ -95,12 +101,14 @@ impl<Out> KernelStage<Out> {
     }
 
     /// Returns the work of the stage on a device, for a microbatch of this shape.
-    fn work<'c>(&self, cx: &StageContext<'_, 'c>, tokens: &[usize]) -> Result<Work<'c>> {
+    fn work<'c>(&self, cx: &StageContext<'_, 'c>, tokens: &[usize]) -> Result<KernelWork<'c>> {
         let cuda = cx.cuda().ok_or_else(|| {
             Error::kernel(format!("{} has kernels for CUDA devices alone", self.name))
         })?;
-        let (batch, time) = (tokens[0], tokens[1]);
-        let Sizes { width, heads, .. } = self.sizes;
+
+        let batch = tokens[0];
+        let time = tokens[1];
+        let ModelSizes { width, heads, .. } = self.sizes;
         let attention = CudaAttention::causal(batch, heads, time, width / heads);
         let rows = batch * time;
         let norm = CudaNorm {
@@ -109,8 +117,10 @@ impl<Out> KernelStage<Out> {
             eps: EPS,
             remove_mean: true,
         };
-        let (math, dtype) = (self.math, self.dtype());
-        Ok(Work {
+
+        let math = self.math;
+        let dtype = self.dtype();
+        Ok(KernelWork {
             cuda,
             dtype,
             math,
@@ -124,17 +134,20 @@ impl<Out> KernelStage<Out> {
 
     /// Returns the shapes of the residuals: those of the embedding, of each block, and of the head.
     fn residuals(&self, x: &ShapedArray, head: bool) -> Vec<PlacedShape> {
-        let (rows, Sizes { width, heads, .. }) = (x.shape()[0] * x.shape()[1], self.sizes);
+        let rows = x.shape()[0] * x.shape()[1];
+        let ModelSizes { width, heads, .. } = self.sizes;
         let matrix = |columns: usize| ShapedArray::new(&[rows, columns], self.dtype());
         let figures = |columns: usize| f32s([rows, columns]);
         let bytes = ShapedArray::new(&x.shape()[..2], DType::U8);
+
         let mut kept = Vec::new();
         if self.embeds {
             kept.push(bytes.clone());
         }
         for _ in self.blocks.clone() {
             let [one, three, four] = [1, 3, 4].map(|times| matrix(times * width));
-            let (pairs, of_heads) = (figures(2), figures(2 * heads));
+            let pairs = figures(2);
+            let of_heads = figures(2 * heads);
             kept.extend([
                 one.clone(),
                 pairs.clone(),
@@ -145,6 +158,7 @@ impl<Out> KernelStage<Out> {
             ]);
             kept.extend([one.clone(), pairs, one, four.clone(), four]);
         }
+
         if head {
             kept.extend([
                 matrix(width),
@@ -162,8 +176,8 @@ impl<Out> KernelStage<Out> {
     /// of `kept` that it takes.
     fn run_blocks<'v>(
         &self,
-        work: &Work<'_>,
-        params: &Named<CudaPart<'v>>,
+        work: &KernelWork<'_>,
+        params: &NamedMap<CudaPart<'v>>,
         x: &View<'v>,
         kept: &mut impl Iterator<Item = CudaPart<'v>>,
     ) -> Result<CudaPart<'v>> {
@@ -171,10 +185,12 @@ impl<Out> KernelStage<Out> {
             kept.next()
                 .ok_or_else(|| Error::kernel("too few residuals"))
         };
+
         let cuda = &work.cuda;
         let mut rows = match self.embeds {
             true => {
-                let (tokens, rows) = (next()?, next()?);
+                let tokens = next()?;
+                let rows = next()?;
                 cuda.copy(x, tokens)?;
                 let positions = Some((part(params, "embed.positions")?, work.time));
                 work.embedding().forward(
@@ -192,6 +208,7 @@ impl<Out> KernelStage<Out> {
                 rows
             }
         };
+
         for block in self.blocks.clone() {
             let mut array = || next();
             let [pairs, norm1, qkv, of_heads, context] =
@@ -240,17 +257,21 @@ impl<Out> KernelStage<Out> {
     /// the residuals without those of the head.
     fn run_blocks_backward<'v>(
         &self,
-        work: &Work<'_>,
-        params: &Named<CudaPart<'v>>,
+        work: &KernelWork<'_>,
+        params: &NamedMap<CudaPart<'v>>,
         kept: &[CudaPart<'v>],
         d: CudaPart<'v>,
-        sums: &Named<CudaPart<'v>>,
+        sums: &NamedMap<CudaPart<'v>>,
     ) -> Result<()> {
-        let (cuda, width, rows) = (&work.cuda, work.width, work.rows);
+        let cuda = &work.cuda;
+        let width = work.width;
+        let rows = work.rows;
+
         let skip = usize::from(self.embeds);
         let wide = cuda.scratch(work.dtype, rows * 4 * width)?;
         let narrow = cuda.scratch(work.dtype, rows * width)?;
-        let (wide, narrow): (CudaPart<'_>, CudaPart<'_>) = ((&wide).into(), (&narrow).into());
+        let wide: CudaPart<'_> = (&wide).into();
+        let narrow: CudaPart<'_> = (&narrow).into();
         for (at, block) in self.blocks.clone().enumerate().rev() {
             let [
                 x,
@@ -268,6 +289,7 @@ impl<Out> KernelStage<Out> {
                 .first_chunk()
                 .copied()
                 .ok_or_else(too_few)?;
+
             let of = |name: &str| part(params, &format!("blocks.{block}.{name}"));
             let sum = |name: &str| {
                 let sum = sums.get(&format!("blocks.{block}.{name}"));
@@ -291,7 +313,7 @@ impl<Out> KernelStage<Out> {
             work.times_turned(wide, norm2, sum("up.weight")?, [4 * width, width])?;
             work.times_back(wide, of("up.weight")?, narrow, [4 * width, width])?;
             let weights = [sum("norm2.weight")?, sum("norm2.bias")?];
-            work.norm_backward((middle, pairs2), of("norm2.weight")?, narrow, weights, d)?;
+            work.norm_backward(middle, pairs2, of("norm2.weight")?, narrow, weights, d)?;
 
             sum_rows(cuda, (rows, width), d, add_to(sum("out.bias")?))?;
             work.times_turned(d, context, sum("out.weight")?, [width, width])?;
@@ -304,8 +326,9 @@ impl<Out> KernelStage<Out> {
             work.times_turned(wide, norm1, sum("qkv.weight")?, [3 * width, width])?;
             work.times_back(wide, of("qkv.weight")?, narrow, [3 * width, width])?;
             let weights = [sum("norm1.weight")?, sum("norm1.bias")?];
-            work.norm_backward((x, pairs), of("norm1.weight")?, narrow, weights, d)?;
+            work.norm_backward(x, pairs, of("norm1.weight")?, narrow, weights, d)?;
         }
+
         if self.embeds {
             let sum = |name: &str| sums.get(name).copied().ok_or_else(|| missing(name));
             let tokens = kept.first().copied().ok_or_else(too_few)?;
@@ -319,7 +342,7 @@ impl<Out> KernelStage<Out> {
 }
 
 /// The products and layers of a microbatch on one device.
-struct Work<'a> {
+struct KernelWork<'a> {
     cuda: Cuda<'a>,
     dtype: DType,
     math: Math,
@@ -330,11 +353,11 @@ struct Work<'a> {
     attention: CudaAttention<'static>,
 }
 
-impl<'a> Work<'a> {
+impl<'a> KernelWork<'a> {
     /// Converts the parameters to the dtype that the stage computes in. Returns none if that is
     /// f32.
-    fn converted(&self, params: &Named<View<'_>>) -> Result<Named<Scratch<'a>>> {
-        let mut converted = Named::new();
+    fn converted(&self, params: &NamedMap<View<'_>>) -> Result<NamedMap<Scratch<'a>>> {
+        let mut converted = NamedMap::new();
         for (name, param) in params.iter().filter(|_| self.dtype != DType::F32) {
             let elements = param.region().elements();
             let to = self.cuda.scratch(self.dtype, elements)?;
@@ -408,7 +431,8 @@ impl<'a> Work<'a> {
     /// Adds the gradients of a norm's weights, and that of its input to `d_x`.
     fn norm_backward(
         &self,
-        (x, pairs): (CudaPart<'_>, CudaPart<'_>),
+        x: CudaPart<'_>,
+        pairs: CudaPart<'_>,
         weight: CudaPart<'_>,
         d_y: CudaPart<'_>,
         [d_weight, d_bias]: [CudaPart<'_>; 2],
@@ -436,13 +460,13 @@ impl<'a> Work<'a> {
     }
 }
 
-type Named<T> = BTreeMap<String, T>;
+type NamedMap<T> = BTreeMap<String, T>;
 
 /// Returns the parameters as kernels read them: those converted, or all as they are.
 fn parts<'v>(
-    params: &'v Named<View<'_>>,
-    converted: &'v Named<Scratch<'_>>,
-) -> Named<CudaPart<'v>> {
+    params: &'v NamedMap<View<'_>>,
+    converted: &'v NamedMap<Scratch<'_>>,
+) -> NamedMap<CudaPart<'v>> {
     match converted.is_empty() {
         true => params
             .iter()
@@ -455,7 +479,7 @@ fn parts<'v>(
     }
 }
 
-fn part<'v>(params: &Named<CudaPart<'v>>, name: &str) -> Result<CudaPart<'v>> {
+fn part<'v>(params: &NamedMap<CudaPart<'v>>, name: &str) -> Result<CudaPart<'v>> {
     params.get(name).copied().ok_or_else(|| missing(name))
 }
 
@@ -467,14 +491,14 @@ fn too_few() -> Error {
     Error::kernel("too few residuals")
 }
 
-impl Stage for Front {
-    type Params = Named<MpmdArray>;
+impl Stage for FrontStage {
+    type Params = NamedMap<MpmdArray>;
     type In = MpmdArray;
     type Out = MpmdArray;
 
     fn infer(
         &self,
-        _: &Named<ShapedArray>,
+        _: &NamedMap<ShapedArray>,
         x: &ShapedArray,
         _: &SideShapes,
     ) -> Result<StageSignature<ShapedArray>> {
@@ -485,7 +509,7 @@ impl Stage for Front {
     fn forward(
         &self,
         cx: &mut StageContext<'_, '_>,
-        params: Named<View<'_>>,
+        params: NamedMap<View<'_>>,
         x: View<'_>,
         mut y: ViewMut<'_>,
     ) -> Result<()> {
@@ -503,13 +527,14 @@ impl Stage for Front {
     fn backward(
         &self,
         cx: &mut StageContext<'_, '_>,
-        params: Named<View<'_>>,
+        params: NamedMap<View<'_>>,
         dy: View<'_>,
         dx: Option<ViewMut<'_>>,
-        mut gradient: Named<ViewMut<'_>>,
+        mut gradient: NamedMap<ViewMut<'_>>,
     ) -> Result<()> {
         let kept: Vec<View<'_>> = cx.residual()?;
         let kept: Vec<CudaPart<'_>> = kept.iter().map(CudaPart::from).collect();
+
         let work = self.work(cx, dy.shape())?;
         let converted = work.converted(&params)?;
         let params = parts(&params, &converted);
@@ -517,6 +542,7 @@ impl Stage for Front {
             .iter_mut()
             .map(|(name, sum)| (name.clone(), CudaPart::from(sum)))
             .collect();
+
         let d = work.cuda.scratch(work.dtype, work.rows * work.width)?;
         work.cuda.copy(&dy, &d)?;
         self.run_blocks_backward(&work, &params, &kept, (&d).into(), &sums)?;
@@ -536,14 +562,14 @@ impl Stage for Front {
     }
 }
 
-impl Stage for Last {
-    type Params = Named<MpmdArray>;
+impl Stage for LastStage {
+    type Params = NamedMap<MpmdArray>;
     type In = MpmdArray;
     type Out = Loss<MpmdArray>;
 
     fn infer(
         &self,
-        _: &Named<ShapedArray>,
+        _: &NamedMap<ShapedArray>,
         x: &ShapedArray,
         _: &SideShapes,
     ) -> Result<StageSignature<Loss<ShapedArray>>> {
@@ -560,14 +586,16 @@ impl Stage for Last {
         mut y: Loss<ViewMut<'_>>,
     ) -> Result<()> {
         let mut kept: Vec<ViewMut<'_>> = cx.residual_mut()?;
-        let side: Named<View<'_>> = cx.side()?;
+        let side: NamedMap<View<'_>> = cx.side()?;
         let work = self.work(cx, x.shape())?;
         let converted = work.converted(&params)?;
         let params = parts(&params, &converted);
+
         let cuda = &work.cuda;
         let mut kept = kept.iter_mut().map(CudaPart::from);
         let rows = self.run_blocks(&work, &params, &x, &mut kept)?;
         let kept: Vec<CudaPart<'_>> = kept.collect();
+
         let [pairs, norm, logits, normalizers, targets] =
             kept.first_chunk().copied().ok_or_else(too_few)?;
         let weights = [
@@ -581,8 +609,10 @@ impl Stage for Last {
             logits,
             [BYTES, work.width],
         )?;
+
         let given = side.get("targets").ok_or_else(|| missing("targets"))?;
         cuda.copy(given, targets)?;
+
         let total = cuda.scratch(DType::F32, 2)?;
         let loss = CudaCrossEntropy {
             rows: work.rows,
@@ -606,16 +636,21 @@ impl Stage for Last {
         let kept: Vec<View<'_>> = cx.residual()?;
         let tokens = kept.last().ok_or_else(too_few)?.shape();
         let kept: Vec<CudaPart<'_>> = kept.iter().map(CudaPart::from).collect();
+
         let (kept, head) = kept
             .split_at_checked(kept.len().wrapping_sub(6))
             .ok_or_else(too_few)?;
         let [x, pairs, norm, logits, normalizers, targets] =
             head.first_chunk().copied().ok_or_else(too_few)?;
+
         let work = self.work(cx, tokens)?;
         let converted = work.converted(&params)?;
         let params = parts(&params, &converted);
-        let (cuda, rows, width) = (&work.cuda, work.rows, work.width);
-        let sums: Named<CudaPart<'_>> = gradient
+        let cuda = &work.cuda;
+        let rows = work.rows;
+        let width = work.width;
+
+        let sums: NamedMap<CudaPart<'_>> = gradient
             .iter_mut()
             .map(|(name, sum)| (name.clone(), CudaPart::from(sum)))
             .collect();
@@ -628,12 +663,14 @@ impl Stage for Last {
             targets,
             weights: None,
         };
+
         // A number of the host needs no copy to the device.
         let d_loss = match dy.sum.scalar::<f32>() {
             Ok(number) => (number, None),
             Err(_) => (1.0, Some(CudaPart::from(&dy.sum))),
         };
         loss.backward(cuda, logits, normalizers, d_loss, &d_logits)?;
+
         let d_logits = CudaPart::from(&d_logits);
         work.times_turned(d_logits, norm, sum("head.weight")?, [BYTES, width])?;
         let [d_norm, d] = [
@@ -646,18 +683,20 @@ impl Stage for Last {
             (&d_norm).into(),
             [BYTES, width],
         )?;
+
         cuda.zero(&d)?;
         let weights = [sum("head.norm.weight")?, sum("head.norm.bias")?];
         let weight = part(&params, "head.norm.weight")?;
-        work.norm_backward((x, pairs), weight, (&d_norm).into(), weights, (&d).into())?;
+        work.norm_backward(x, pairs, weight, (&d_norm).into(), weights, (&d).into())?;
         drop(d_norm);
+
         self.run_blocks_backward(&work, &params, kept, (&d).into(), &sums)?;
         dx.map_or(Ok(()), |mut dx| cuda.copy(&d, &mut dx))
     }
 
     /// Named arrays: the targets.
     fn side(&self) -> SideInput {
-        SideInput::of::<Named<MpmdArray>>()
+        SideInput::of::<NamedMap<MpmdArray>>()
     }
 
     fn name(&self) -> &str {

@@ -40,12 +40,15 @@ impl Layouts {
         let chunks = self.first.stages() / self.first.ranks();
         let most = self.first.ranks().max(self.layers / chunks);
         let recut = (1..=most).filter_map(|ranks| {
-            let (stages, microbatches) = (Some(ranks * chunks), Some(self.first.microbatches()));
+            let stages = Some(ranks * chunks);
+            let microbatches = Some(self.first.microbatches());
             training::schedule(&self.schedule, self.chunks, stages, microbatches).ok()
         });
+
         let all = std::iter::once(self.first.clone()).chain(recut);
         let all = all.map(|schedule| (self.most_blocks(&schedule, processes), schedule));
         let (blocks, best) = all.min_by_key(|(blocks, _)| *blocks).ok_or("no schedule")?;
+
         let needs = self.bytes * blocks as u64 / (self.layers * self.devices) as u64;
         match self.memory.filter(|memory| needs > *memory) {
             None => Ok(best),
@@ -61,11 +64,13 @@ impl Layouts {
     /// Returns the number of blocks of the process with most of them, at least 1, times the devices
     /// of a rank, over which the work of each block is divided.
     fn most_blocks(&self, schedule: &Schedule, processes: usize) -> usize {
-        let (stages, mut of_ranks) = (schedule.stages(), vec![0; schedule.ranks()]);
+        let stages = schedule.stages();
+        let mut of_ranks = vec![0; schedule.ranks()];
         let bound = |stage: usize| stage * self.layers / stages;
         for (stage, rank) in schedule.ranks_of_stages().iter().enumerate() {
             of_ranks[*rank] += bound(stage + 1) - bound(stage);
         }
+
         let topology = Topology::spread(of_ranks.len() * self.devices, processes);
         let work = |process: u32| -> usize {
             let ranks = topology.devices_of(ProcessId(process)).iter();

@@ -15,11 +15,13 @@ pub fn next_byte(logits: &[f32], temperature: f64, seed: u64, position: u64) -> 
     if temperature <= 0.0 {
         return best as u8;
     }
+
     let highest = f64::from(logits[best]);
     let weights: Vec<f64> = logits
         .iter()
         .map(|logit| ((f64::from(*logit) - highest) / temperature).exp())
         .collect();
+
     let mut left = uniform_f64(Key(seed), position) * weights.iter().sum::<f64>();
     for (byte, weight) in weights.iter().enumerate() {
         left -= weight;

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::Context as _;
-use mpmd::pipeline::{Builtin, Schedule, Text as ScheduleText};
+use mpmd::pipeline::{Builtin, Schedule, ScheduleText};
 use mpmd::{MpmdArray, Program};
 use mpmd_train::data::TextBytes;
 use mpmd_train::{RunOutcome, StepReport, Trainer};
@@ -28,7 +28,8 @@ pub fn schedule(
 ) -> anyhow::Result<Schedule> {
     let schedule = if let Some(builtin) = Builtin::named(name) {
         let chunks = chunks.unwrap_or(builtin.default_chunks());
-        let (stages, microbatches) = (stages.unwrap_or(4 * chunks), microbatches.unwrap_or(8));
+        let stages = stages.unwrap_or(4 * chunks);
+        let microbatches = microbatches.unwrap_or(8);
         anyhow::ensure!(
             stages.is_multiple_of(chunks),
             "schedule {name} has {chunks} stages on each rank: give a multiple of {chunks}, not \
@@ -47,6 +48,7 @@ pub fn schedule(
         let text = ScheduleText::parse(&text, None).with_context(|| name.to_owned())?;
         text.schedule(title).with_context(|| name.to_owned())?
     };
+
     let found = (schedule.stages(), schedule.microbatches());
     let asked = (stages.unwrap_or(found.0), microbatches.unwrap_or(found.1));
     anyhow::ensure!(
@@ -57,6 +59,7 @@ pub fn schedule(
         asked.0,
         asked.1
     );
+
     anyhow::ensure!(
         schedule.has_backward(),
         "schedule {name} has no backward passes to train with"
@@ -64,9 +67,18 @@ pub fn schedule(
     Ok(schedule)
 }
 
+/// The shape of a microbatch of text.
+#[derive(Clone, Copy)]
+pub struct WindowShape {
+    /// Number of windows.
+    pub rows: usize,
+    /// Bytes of a window.
+    pub time: usize,
+}
+
 /// The figures of a training, on the process that prints them.
 #[derive(Debug)]
-pub struct Figures {
+pub struct TrainingFigures {
     /// The loss of each step, by its number.
     losses: BTreeMap<u64, f64>,
     /// Number of steps so far, and their bytes.
@@ -105,12 +117,14 @@ impl LossFile {
                 .filter(|(step, _)| *step <= done)
                 .collect();
         }
+
         let new = path.with_extension(format!("new-{}", std::process::id()));
         let file = File::create(&new).with_context(cannot)?;
         let mut this = Self {
             file,
             path: path.to_owned(),
         };
+
         losses
             .iter()
             .try_for_each(|(step, loss)| this.write(*step, *loss))?;
@@ -132,11 +146,10 @@ impl LossFile {
     }
 }
 
-impl Figures {
+impl TrainingFigures {
     /// Prints the sizes of the text, of the model and of a step, or in a later epoch of the job the
     /// step from which it goes on. Starts the clock, and creates the file of losses, in a later
-    /// epoch with the lines that it has. `windows` are the numbers of windows of a microbatch and
-    /// of bytes of each.
+    /// epoch with the lines that it has.
     ///
     /// # Errors
     ///
@@ -145,16 +158,21 @@ impl Figures {
         p: &Program,
         trainer: &Trainer<MpmdArray>,
         text: &TextBytes,
-        windows: (usize, usize),
+        windows: WindowShape,
         losses_out: Option<&PathBuf>,
     ) -> anyhow::Result<Self> {
-        let (pipeline, schedule) = (trainer.pipeline(), trainer.schedule());
+        let pipeline = trainer.pipeline();
+        let schedule = trainer.schedule();
         let stages = pipeline.stages();
         let arrays = (0..stages).flat_map(|stage| pipeline.params(stage));
         let parameters: usize = arrays.map(|(_, array)| array.aval().elements()).sum();
-        let (bytes, files) = (text.bytes().len(), text.files());
-        let (name, microbatches, (rows, time)) =
-            (schedule.name(), schedule.microbatches(), windows);
+
+        let bytes = text.bytes().len();
+        let files = text.files();
+        let name = schedule.name();
+        let microbatches = schedule.microbatches();
+        let WindowShape { rows, time } = windows;
+
         if p.epoch() > 1 {
             println!(
                 "epoch {} of the job goes on after step {}",
@@ -179,13 +197,19 @@ impl Figures {
             );
             println!("compute: {}", trainer.computed_by(p));
         }
+
         let done = if p.epoch() > 1 { trainer.steps() } else { 0 };
         let file = losses_out
             .map(|path| LossFile::create(path, done))
             .transpose()?;
         let (file, losses) = file.unzip();
-        let (losses, start) = (losses.unwrap_or_default(), Instant::now());
-        let (steps, bytes, seconds, wrong) = (0, 0.0, 0.0, None);
+
+        let losses = losses.unwrap_or_default();
+        let start = Instant::now();
+        let steps = 0;
+        let bytes = 0.0;
+        let seconds = 0.0;
+        let wrong = None;
         Ok(Self {
             losses,
             steps,
@@ -198,7 +222,7 @@ impl Figures {
     }
 
     /// Keeps the figures of a step, and writes its line into the file of losses.
-    /// [`Figures::finish`] returns an error of this.
+    /// [`TrainingFigures::finish`] returns an error of this.
     pub fn step(&mut self, report: &StepReport) {
         let noted = self.note(report);
         self.wrong = self.wrong.take().or(noted.err());
@@ -209,11 +233,13 @@ impl Figures {
         let &StepReport {
             step, loss, weight, ..
         } = report;
+
         if let Some(before) = self.losses.insert(step, loss) {
             let same = before.to_bits() == loss.to_bits();
             anyhow::ensure!(same, "step {step} has loss {loss}, and had {before} before");
             return Ok(());
         }
+
         self.steps += 1;
         self.bytes += weight;
         self.seconds = self.start.elapsed().as_secs_f64();
@@ -236,6 +262,7 @@ impl Figures {
             wrong,
             ..
         } = self;
+
         wrong.map_or(Ok(()), Err)?;
         let last = losses.values().rev().take(20);
         let count = last.len();
@@ -244,6 +271,7 @@ impl Figures {
         if outcome.stopped.is_none() {
             rows.push(("held-out loss".to_owned(), outcome.evaluation));
         }
+
         println!("{:40}{:>10}{:>10}", "per byte", "nats", "bits");
         for (name, nats) in rows {
             match nats {
@@ -251,6 +279,7 @@ impl Figures {
                 None => println!("{name:40}{:>10}{:>10}", "-", "-"),
             }
         }
+
         let rate = bytes / seconds;
         println!("{steps} steps in {seconds:.1} s: {rate:.0} tokens/s");
         Ok(())

@@ -20,7 +20,7 @@ pub const BYTES: usize = 256;
 
 /// The sizes of a model.
 #[derive(Clone, Copy, Debug, clap::Args)]
-pub struct Sizes {
+pub struct ModelSizes {
     /// Number of blocks
     #[arg(long, default_value_t = 4, value_parser = at_least(1))]
     pub layers: usize,
@@ -37,13 +37,13 @@ pub struct Sizes {
 }
 
 /// Some blocks of the model; the embedding before the first block, and the head after the last.
-pub struct Part {
+pub struct ModelPart {
     embeddings: Option<[Embedding; 2]>,
-    blocks: Vec<Block>,
+    blocks: Vec<TransformerBlock>,
     head: Option<(LayerNorm, Linear)>,
 }
 
-struct Block {
+struct TransformerBlock {
     norms: [LayerNorm; 2],
     qkv: Linear,
     out: Linear,
@@ -53,7 +53,7 @@ struct Block {
     dim: usize,
 }
 
-impl Part {
+impl ModelPart {
     /// Creates the blocks `blocks`. `ends` tells whether the stage is the first and the last.
     ///
     /// # Errors
@@ -61,11 +61,11 @@ impl Part {
     /// As [`VarBuilder::get`].
     pub fn new(
         vb: &VarBuilder,
-        sizes: Sizes,
+        sizes: ModelSizes,
         blocks: Range<usize>,
         ends: [bool; 2],
     ) -> Result<Self> {
-        let Sizes { width, time, .. } = sizes;
+        let ModelSizes { width, time, .. } = sizes;
         let table = |name: &str, rows: usize, stdev: f64| {
             let table = vb
                 .pp("embed")
@@ -85,7 +85,8 @@ impl Part {
                 Linear::new(weight, None),
             ))
         };
-        let blocks = blocks.map(|at| Block::new(&vb.pp(format!("blocks.{at}")), sizes));
+
+        let blocks = blocks.map(|at| TransformerBlock::new(&vb.pp(format!("blocks.{at}")), sizes));
         Ok(Self {
             embeddings: ends[0].then(embeddings).transpose()?,
             blocks: blocks.collect::<Result<_>>()?,
@@ -126,25 +127,27 @@ impl Part {
     }
 }
 
-impl Block {
+impl TransformerBlock {
     /// The variance of the rows does not grow with depth, since the weights that lead back to them
     /// become smaller with the number of blocks.
     fn new(
         vb: &VarBuilder,
-        Sizes {
+        ModelSizes {
             layers,
             width,
             heads,
             ..
-        }: Sizes,
+        }: ModelSizes,
     ) -> Result<Self> {
         let linear = |name: &str, inputs: usize, outputs: usize, fan: usize| {
-            let (vb, stdev) = (vb.pp(name), (fan as f64).sqrt().recip());
+            let vb = vb.pp(name);
+            let stdev = (fan as f64).sqrt().recip();
             let weight = vb.get_with_hints((outputs, inputs), "weight", normal(stdev))?;
             let bias = vb.get_with_hints(outputs, "bias", Init::Const(0.0))?;
             Ok::<_, mpmd::candle::candle_core::Error>(Linear::new(weight, Some(bias)))
         };
         let norm = |name| nn::layer_norm(width, 1e-5, vb.pp(name));
+
         let hidden = 4 * width;
         Ok(Self {
             norms: [norm("norm1")?, norm("norm2")?],

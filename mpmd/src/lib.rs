@@ -170,12 +170,13 @@ pub mod topology {
     //! Devices, the processes that own them, and meshes of devices.
     //!
     //! [`Mesh`] arranges devices along named axes; [`Topology`] lists all devices of the job. Use
-    //! [`DeviceKind`] and [`CudaCollectives`] to ask for GPUs. [`Links`] has the cost of a [`Link`]
-    //! of each [`LinkClass`], by which planners choose. A [`MeshError`] says why devices make no
-    //! mesh.
+    //! [`DeviceKind`] and [`CudaCollectives`] to ask for GPUs. [`LinkSpeeds`] has the cost of
+    //! each [`LinkClass`], a [`LinkSpeed`], by which planners choose. A [`MeshError`] says why
+    //! devices make no mesh.
 
     pub use mpmd_layout::topology::{
-        CudaCollectives, Device, DeviceKind, Link, LinkClass, Links, Mesh, MeshError, Topology,
+        CudaCollectives, Device, DeviceKind, LinkClass, LinkSpeed, LinkSpeeds, Mesh, MeshError,
+        Topology,
     };
 }
 
@@ -192,18 +193,20 @@ pub mod sharding {
         //! Rules that choose the sharding of each leaf by its name.
         //!
         //! [`infer_sharding`] applies a [`Strategy`] to a tree and returns a tree of shardings.
-        //! [`infer`] returns a table with the rule that applies to each leaf: [`Inferred`], with an
-        //! [`InferredLeaf`] for each. [`LogicalAxes`] names the dimensions of leaves.
+        //! [`infer`] returns a table with the rule that applies to each leaf:
+        //! [`InferredShardings`], with an [`InferredLeaf`] for each. [`LogicalAxes`] names the
+        //! dimensions of leaves.
         //!
-        //! A [`Registry`] adds ops of your own. One closure gets the [`Call`] as it is written,
+        //! A [`Registry`] adds ops of your own. One closure gets the [`OpCall`] as it is written,
         //! with its [`Literal`]s, and returns its arguments or an [`ArgumentError`]. The other
-        //! divides a leaf through a [`Placement`], or refuses it with an [`OpError`]. A
+        //! divides a leaf through a [`LeafPlacement`], or refuses it with an [`OpError`]. A
         //! [`RulesError`] names the rule that fails; its parts are [`OpFailed`], [`ParseError`] and
         //! [`ErrorKind`].
 
         pub use mpmd_layout::sharding::rules::{
-            ArgumentError, Call, ErrorKind, Inferred, InferredLeaf, Literal, LogicalAxes, OpError,
-            OpFailed, ParseError, Placement, Registry, RulesError, Strategy, infer, infer_sharding,
+            ArgumentError, ErrorKind, InferredLeaf, InferredShardings, LeafPlacement, Literal,
+            LogicalAxes, OpCall, OpError, OpFailed, ParseError, Registry, RulesError, Strategy,
+            infer, infer_sharding,
         };
     }
 }
@@ -212,15 +215,16 @@ pub mod reshard {
     //! Plans of the copies that bring an array from one sharding to another.
     //!
     //! [`Program::reshard`](crate::Program::reshard) makes its plans itself. Use [`plan()`] to see
-    //! the pieces and bytes of a move without moving them: a [`Plan`] has each [`Piece`] and their
-    //! [`Summary`]. [`cheapest_intermediate`] finds the [`Intermediate`] that
-    //! `Program::reshard_with_intermediate_sharding`
-    //! moves through. [`find_intermediate_sharding`] finds one by the rule of pathways-utils, which
-    //! knows no shape.
+    //! the pieces and bytes of a move without moving them: a [`ReshardPlan`] has each
+    //! [`ReshardPiece`] and their [`Summary`]. [`cheapest_intermediate`] finds the [`Intermediate`]
+    //! that `Program::reshard_with_intermediate_sharding` moves through.
+    //! [`find_intermediate_sharding`] finds one by the rule of pathways-utils, which knows no
+    //! shape.
 
     pub use mpmd_layout::reshard::{
-        Delivery, Intermediate, NoIntermediate, Origin, Part, Piece, Plan, ReshardError, Summary,
-        WhyNoIntermediate, cheapest_intermediate, find_intermediate_sharding, plan,
+        DeliveryOrigin, Intermediate, NoIntermediate, PieceDelivery, ProcessPart, ReshardError,
+        ReshardPiece, ReshardPlan, Summary, WhyNoIntermediate, cheapest_intermediate,
+        find_intermediate_sharding, plan,
     };
 }
 
@@ -292,8 +296,8 @@ pub mod pipeline {
     //! Pipelines: stages, schedules and training steps.
     //!
     //! Implement [`Stage`], wire a [`Pipeline`], choose a [`Schedule`] (for example by [`Builtin`])
-    //! and call [`Pipeline::train_step`]. [`Text`] reads schedules from files. [`ParamSharding`]
-    //! shards parameters over a stage's devices.
+    //! and call [`Pipeline::train_step`]. [`ScheduleText`] reads schedules from files.
+    //! [`ParamSharding`] shards parameters over a stage's devices.
 
     pub use mpmd_core::pipeline::{
         Gradients, Loss, Microbatch, MicrobatchShapes, ParamSharding, Passes, Pipeline,
@@ -302,7 +306,7 @@ pub mod pipeline {
     };
     pub use mpmd_schedule::{
         Action, ActionKind, Builtin, Cell, CellFault, Dialect, Entry, LowerError, Lowered,
-        Placement, Schedule, ScheduleError, Step, StepKind, Text, TextError,
+        Schedule, ScheduleError, ScheduleText, StagePlacement, Step, StepKind, TextError,
     };
 }
 
@@ -314,9 +318,9 @@ pub mod dry_run {
     //! far. `mpmd check` is made of it.
 
     pub use mpmd_record::dry_run::{
-        Array, Computed, DeviceMemory, Dropped, DryRun, DryRunError, DryRunFlow, DryRunMemory, End,
-        Kind, Link, Memory, MemoryPeak, Message, OpDescriptor, Operation, Parting, Read, Sent,
-        Shard, StepEnd, Taken,
+        Array, Computed, DeviceMemoryUse, Dropped, DryRun, DryRunEnd, DryRunError, DryRunFlow,
+        DryRunMemory, IssuedOperation, MemoryPeak, MessageTotals, OpDescriptor, OpKind, OpMessage,
+        Read, ResultShard, RunParting, SentMessages, ShardMemory, StepEnd, TakenArray,
     };
     pub use mpmd_schedule::flow::{Flow, FlowError, Leaves, Node, Post, Transfer};
 }

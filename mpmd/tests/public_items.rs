@@ -695,7 +695,7 @@ fn every_type_in_a_public_signature_has_a_name() {
     let mentions = facade.mentions();
     for (by, home, name) in [
         ("Program::jit", "core", "Kernel"),
-        ("Registry::register", "layout", "Placement"),
+        ("Registry::register", "layout", "LeafPlacement"),
     ] {
         let mention = Mention {
             by: by.into(),

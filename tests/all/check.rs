@@ -3,7 +3,7 @@
 
 use std::process::{Command, Output};
 
-use mpmd_record::dry_run::{DryRun, End};
+use mpmd_record::dry_run::{DryRun, DryRunEnd};
 use mpmd_tests::{bare_command, package_program};
 
 fn check(args: &[&str]) -> Output {
@@ -47,7 +47,7 @@ fn endless_program_is_proved_by_two_equal_steps() {
     let dry_run = DryRun::read(&out).expect("it was kept");
     assert_eq!(
         (dry_run.end, dry_run.processes, dry_run.devices.len()),
-        (End::Steady, 4, 4)
+        (DryRunEnd::Steady, 4, 4)
     );
     assert!(
         dry_run

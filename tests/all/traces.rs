@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use mpmd_core::launch::variables;
-use mpmd_record::trace::{PieceStep, ProcessTrace, Run, What};
+use mpmd_record::trace::{PieceStep, ProcessTrace, TraceEventKind, TracedRun};
 use mpmd_tests::{Carrier, Job, over_each_carrier};
 
 over_each_carrier! {
@@ -57,8 +57,8 @@ fn every_operation_is_in_the_traces_of_its_processes(carrier: Carrier) {
             found.extend(check_order(process, trace));
         }
         assert_eq!(found, issued, "{processes} processes");
-        check_merged(&Run::merge(&traces, problems), processes);
-        check_merged(&Run::merge(&on_hosts(traces), Vec::new()), processes);
+        check_merged(&TracedRun::merge(&traces, problems), processes);
+        check_merged(&TracedRun::merge(&on_hosts(traces), Vec::new()), processes);
     }
 }
 
@@ -79,10 +79,10 @@ fn check_order(process: usize, trace: &ProcessTrace) -> BTreeSet<(usize, u64)> {
     let (mut issued, mut started, mut over) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
     for event in &trace.events {
         match event.what {
-            What::Issued { op, .. } => {
+            TraceEventKind::Issued { op, .. } => {
                 assert_eq!(issued.insert(op, event.at), None, "operation {op}")
             }
-            What::Started {
+            TraceEventKind::Started {
                 op, device, since, ..
             } => {
                 assert!(
@@ -91,10 +91,10 @@ fn check_order(process: usize, trace: &ProcessTrace) -> BTreeSet<(usize, u64)> {
                 );
                 started.insert((op, device), event.at);
             }
-            What::Ended { op, device, .. } => {
+            TraceEventKind::Ended { op, device, .. } => {
                 assert!(started[&(op, device)] <= event.at, "operation {op}")
             }
-            What::Over { op } => {
+            TraceEventKind::Over { op } => {
                 assert!(issued[&op] <= event.at && over.insert(op), "operation {op}");
                 let mine = started.range((op, 0)..=(op, u32::MAX));
                 assert!(
@@ -109,7 +109,7 @@ fn check_order(process: usize, trace: &ProcessTrace) -> BTreeSet<(usize, u64)> {
     over.into_iter().map(|op| (process, op)).collect()
 }
 
-fn check_merged(run: &Run, processes: usize) {
+fn check_merged(run: &TracedRun, processes: usize) {
     assert_eq!(run.steps.len(), 8);
     assert!(
         run.bound > 0.0 && run.problems.is_empty(),
@@ -182,7 +182,7 @@ fn killed_process_leaves_its_trace_so_far(carrier: Carrier) {
     );
     // The other process fails, and writes its complete trace before it ends.
     assert!(traces[0].ended);
-    let run = Run::merge(&traces, problems);
+    let run = TracedRun::merge(&traces, problems);
     assert!(
         run.problems
             .iter()
@@ -192,10 +192,10 @@ fn killed_process_leaves_its_trace_so_far(carrier: Carrier) {
     );
     assert!(run.steps.len() > 1 && run.kernels.iter().any(|kernel| kernel.process == 1));
     let posted = |trace: &ProcessTrace| {
-        let posted = |what: &What| {
+        let posted = |what: &TraceEventKind| {
             matches!(
                 what,
-                What::Piece {
+                TraceEventKind::Piece {
                     step: PieceStep::Posted,
                     ..
                 }

@@ -79,6 +79,7 @@ fn build_toolkit(root: &Path, folder: &Path) -> anyhow::Result<()> {
     let programs = folder.join("debug");
     let toolkit = folder.join("toolkit");
     fs::create_dir_all(&toolkit).context("making a folder for the driver")?;
+
     let mut links = vec![("nvcc", programs.join("nvcc"))];
     links.extend(LIBRARIES.map(|name| (name, programs.join("deps").join(DRIVER))));
     for (name, file) in links {
@@ -123,6 +124,7 @@ fn real(root: &Path, folder: &Path) -> anyhow::Result<()> {
     command.args(["--package", "mpmd-examples", "--bin", "train_gpt"]);
     by_toolkit(folder, &mut command)?;
     run(&mut command)?;
+
     let program = folder
         .with_file_name("candle-cuda-real")
         .join("gpu/train_gpt");
@@ -139,12 +141,14 @@ fn by_toolkit(folder: &Path, command: &mut Command) -> anyhow::Result<()> {
         "CARGO_TARGET_DIR",
         folder.with_file_name("candle-cuda-real"),
     );
+
     if let Some(home) = std::env::var_os("CUDA_HOME").map(PathBuf::from) {
         command.env("PATH", first("PATH", &home.join("bin"))?);
         command.env("LIBRARY_PATH", first("LIBRARY_PATH", &home.join("lib64"))?);
     } else if !crate::commands::answers("nvcc", &["--version"]) {
         bail!("this build needs CUDA's toolkit: set CUDA_HOME, or put nvcc on PATH");
     }
+
     if std::env::var_os("CUDA_COMPUTE_CAP").is_none()
         && Command::new("nvidia-smi").output().is_err()
     {

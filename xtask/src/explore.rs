@@ -44,11 +44,13 @@ fn planted(root: &Path) -> anyhow::Result<ExitCode> {
             false => bail!("`{}` failed", shown(&git)),
         }
     };
+
     let files = std::fs::read_dir(root.join(PLANTED))?;
     let mut patches = files
         .map(|file| Ok(file?.path()))
         .collect::<std::io::Result<Vec<_>>>()?;
     patches.sort();
+
     if !copy.is_dir() {
         let to = copy.to_str().context("a path in UTF-8")?;
         git(
@@ -56,6 +58,7 @@ fn planted(root: &Path) -> anyhow::Result<ExitCode> {
             &["worktree", "add", "--quiet", "--force", "--detach", to],
         )?;
     }
+
     let mut missed = Vec::new();
     for patch in &patches {
         let name = patch
@@ -64,11 +67,13 @@ fn planted(root: &Path) -> anyhow::Result<ExitCode> {
             .to_string_lossy()
             .into_owned();
         println!("{name}:");
+
         git(&copy, &["reset", "--quiet", "--hard"])?;
         git(
             &copy,
             &["apply", patch.to_str().context("a path in UTF-8")?],
         )?;
+
         let mut command = cargo_run(&copy);
         command.env("CARGO_TARGET_DIR", root.join("target/planted-build"));
         command
@@ -78,6 +83,7 @@ fn planted(root: &Path) -> anyhow::Result<ExitCode> {
             missed.push(name);
         }
     }
+
     git(
         root,
         &[
@@ -87,6 +93,7 @@ fn planted(root: &Path) -> anyhow::Result<ExitCode> {
             copy.to_str().context("a path in UTF-8")?,
         ],
     )?;
+
     if !missed.is_empty() {
         bail!("not found within {SEEDS} seeds: {}", missed.join(", "));
     }

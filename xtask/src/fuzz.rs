@@ -29,13 +29,13 @@ const MOST_LINES: usize = 400;
 
 /// Arguments of the command.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(crate) struct Options {
+pub(crate) struct FuzzOptions {
     inputs: u64,
     /// The only target to run; all if `None`.
     target: Option<String>,
 }
 
-impl Options {
+impl FuzzOptions {
     /// Parses `[--inputs N] [--target T]`; returns `None` for other arguments.
     pub(crate) fn parse(arguments: &[&str]) -> Option<Self> {
         let mut options = Self {
@@ -57,7 +57,7 @@ impl Options {
 
 /// A program with unit tests.
 #[derive(Debug, Eq, PartialEq)]
-struct Program {
+struct TestProgram {
     file: PathBuf,
     /// The folder of its package, in which its tests run.
     folder: PathBuf,
@@ -65,7 +65,7 @@ struct Program {
 
 /// A test that is a target.
 #[derive(Debug)]
-struct Target {
+struct FuzzTarget {
     /// The test's name without `fuzz_`, with `-` for `_`.
     name: String,
     /// The path of the test in its program.
@@ -75,17 +75,17 @@ struct Target {
 
 /// Number of inputs that a target has tried, and of those that failed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-struct Count {
+struct FuzzCount {
     inputs: u64,
     failures: u64,
 }
 
 /// Builds the unit tests and runs the targets one after the other, all or the chosen one. Fails if
 /// any input of any target failed.
-pub(crate) fn fuzz(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
+pub(crate) fn fuzz(root: &Path, options: &FuzzOptions) -> anyhow::Result<ExitCode> {
     let programs = build(root)?;
     let mut targets = Vec::new();
-    for (program, Program { file, folder }) in programs.iter().enumerate() {
+    for (program, TestProgram { file, folder }) in programs.iter().enumerate() {
         let mut list = Command::new(file);
         list.current_dir(folder)
             .args(["--list", "--format", "terse"])
@@ -95,8 +95,10 @@ pub(crate) fn fuzz(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
             .with_context(|| format!("`{}`", shown(&list)))?;
         targets.extend(listed(&String::from_utf8_lossy(&output.stdout), program));
     }
+
     targets.sort_by(|a, b| a.name.cmp(&b.name));
     let names: Vec<String> = targets.iter().map(|target| target.name.clone()).collect();
+
     if let Some(wanted) = &options.target {
         targets.retain(|target| target.name == *wanted);
         if targets.is_empty() {
@@ -109,8 +111,10 @@ pub(crate) fn fuzz(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
     if targets.is_empty() {
         bail!("no package has a test with a name that starts with fuzz_");
     }
+
     let begin = Instant::now();
-    let (mut failed, mut slowest) = (Vec::new(), (0.0, ""));
+    let mut failed = Vec::new();
+    let mut slowest = (0.0, "");
     for target in &targets {
         let begin = Instant::now();
         if let Err(why) = run(target, &programs[target.program], options.inputs) {
@@ -124,11 +128,14 @@ pub(crate) fn fuzz(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
             slowest
         };
     }
-    let (count, seconds) = (targets.len(), begin.elapsed().as_secs_f64());
+
+    let count = targets.len();
+    let seconds = begin.elapsed().as_secs_f64();
     println!(
         "\n{count} targets; {seconds:.1} s, of which {} took {:.1} s",
         slowest.1, slowest.0
     );
+
     if failed.is_empty() {
         return Ok(ExitCode::SUCCESS);
     }
@@ -136,7 +143,7 @@ pub(crate) fn fuzz(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
 }
 
 /// Builds all unit tests and returns the programs with them.
-fn build(root: &Path) -> anyhow::Result<Vec<Program>> {
+fn build(root: &Path) -> anyhow::Result<Vec<TestProgram>> {
     // Of the programs, only the command line has tests. `--bins` would build the examples as tests,
     // which takes minutes.
     let targets = ["--lib", "--bin", "mpmd"];
@@ -146,6 +153,7 @@ fn build(root: &Path) -> anyhow::Result<Vec<Program>> {
         &["--no-run", "--message-format", "json"],
     ]
     .concat();
+
     let mut build = cargo_in(root, &[&asked, WITH_ALL].concat());
     let line = shown(&build);
     let output = build
@@ -155,6 +163,7 @@ fn build(root: &Path) -> anyhow::Result<Vec<Program>> {
     if !output.status.success() {
         bail!("`{line}` ended with {}", output.status);
     }
+
     String::from_utf8_lossy(&output.stdout)
         .lines()
         .filter_map(|line| program(line).transpose())
@@ -162,7 +171,7 @@ fn build(root: &Path) -> anyhow::Result<Vec<Program>> {
 }
 
 /// Parses a line of cargo's messages. Returns `None` unless it is about a program with tests.
-fn program(line: &str) -> anyhow::Result<Option<Program>> {
+fn program(line: &str) -> anyhow::Result<Option<TestProgram>> {
     let message: serde_json::Value = serde_json::from_str(line).context("a message of cargo")?;
     let is_test = message["profile"]["test"] == true && message["reason"] == "compiler-artifact";
     let (Some(file), Some(manifest)) = (
@@ -171,17 +180,18 @@ fn program(line: &str) -> anyhow::Result<Option<Program>> {
     ) else {
         return Ok(None);
     };
+
     let folder = Path::new(manifest)
         .parent()
         .context("a manifest without a folder")?;
-    Ok(is_test.then(|| Program {
+    Ok(is_test.then(|| TestProgram {
         file: file.into(),
         folder: folder.to_owned(),
     }))
 }
 
 /// Finds the targets in the list of a program's tests.
-fn listed(list: &str, program: usize) -> Vec<Target> {
+fn listed(list: &str, program: usize) -> Vec<FuzzTarget> {
     let target = |line: &str| {
         let test = line.strip_suffix(": test")?;
         let name = test
@@ -189,7 +199,7 @@ fn listed(list: &str, program: usize) -> Vec<Target> {
             .next()?
             .strip_prefix("fuzz_")?
             .replace('_', "-");
-        Some(Target {
+        Some(FuzzTarget {
             name,
             test: test.to_owned(),
             program,
@@ -200,10 +210,10 @@ fn listed(list: &str, program: usize) -> Vec<Target> {
 
 /// Parses a target's result line, which may begin with text of the test runner. Returns `None` for
 /// other lines.
-fn count(line: &str, target: &str) -> Option<Count> {
+fn count(line: &str, target: &str) -> Option<FuzzCount> {
     let (_, said) = line.split_once(&format!("{target}: "))?;
     let (inputs, failures) = said.strip_suffix(" failures")?.split_once(" inputs, ")?;
-    Some(Count {
+    Some(FuzzCount {
         inputs: inputs.parse().ok()?,
         failures: failures.parse().ok()?,
     })
@@ -211,8 +221,9 @@ fn count(line: &str, target: &str) -> Option<Count> {
 
 /// Runs a target and prints its result line. Fails with its last lines of output if the target
 /// failed or took too long.
-fn run(target: &Target, program: &Program, inputs: u64) -> anyhow::Result<()> {
+fn run(target: &FuzzTarget, program: &TestProgram, inputs: u64) -> anyhow::Result<()> {
     let (reader, writer) = pipe()?;
+
     let mut command = Command::new(&program.file);
     command
         .args([&target.test, "--exact", "--nocapture"])
@@ -227,6 +238,7 @@ fn run(target: &Target, program: &Program, inputs: u64) -> anyhow::Result<()> {
     let mut child = command
         .spawn()
         .with_context(|| format!("`{}`", shown(&command)))?;
+
     // Closes this process's ends of the pipe, so that the output ends with the child.
     drop(command);
     let (say, said) = channel();
@@ -244,9 +256,11 @@ fn run(target: &Target, program: &Program, inputs: u64) -> anyhow::Result<()> {
             }
         }
     });
+
     let limit = START + EACH.saturating_mul(u32::try_from(inputs).unwrap_or(u32::MAX));
     let until = Instant::now() + limit;
-    let (mut lines, mut found) = (VecDeque::new(), None);
+    let mut lines = VecDeque::new();
+    let mut found = None;
     let in_time = loop {
         match said.recv_timeout(until.saturating_duration_since(Instant::now())) {
             Ok(line) => {
@@ -260,11 +274,12 @@ fn run(target: &Target, program: &Program, inputs: u64) -> anyhow::Result<()> {
             Err(RecvTimeoutError::Timeout) => break false,
         }
     };
+
     if !in_time {
         child.kill().context("ending it")?;
     }
     let status = child.wait()?;
-    if let Some(Count { inputs, failures }) = found {
+    if let Some(FuzzCount { inputs, failures }) = found {
         println!("{}: {inputs} inputs, {failures} failures", target.name);
     }
     let why = if in_time {
@@ -272,13 +287,14 @@ fn run(target: &Target, program: &Program, inputs: u64) -> anyhow::Result<()> {
     } else {
         Some(format!("not over after {limit:?}"))
     };
+
     let Some(why) = why else { return Ok(()) };
     let said = lines.make_contiguous().join("\n    ");
     bail!("{why}; it said\n    {said}\n");
 }
 
 /// Returns the reason why a target has failed, or `None` if it has not.
-fn fault(status: ExitStatus, found: Option<Count>, inputs: u64) -> Option<String> {
+fn fault(status: ExitStatus, found: Option<FuzzCount>, inputs: u64) -> Option<String> {
     match found {
         None => Some(format!("it ended with {status} before it was through")),
         Some(count) if count.failures > 0 => Some(format!("{} inputs failed", count.failures)),
@@ -299,14 +315,14 @@ mod tests {
     #[test]
     fn arguments_are_read_and_others_refused() {
         let options = |inputs, target: Option<&str>| {
-            Some(Options {
+            Some(FuzzOptions {
                 inputs,
                 target: target.map(Into::into),
             })
         };
-        assert_eq!(Options::parse(&[]), options(INPUTS, None));
+        assert_eq!(FuzzOptions::parse(&[]), options(INPUTS, None));
         assert_eq!(
-            Options::parse(&["--target", "a", "--inputs", "7"]),
+            FuzzOptions::parse(&["--target", "a", "--inputs", "7"]),
             options(7, Some("a"))
         );
         for wrong in [
@@ -316,7 +332,7 @@ mod tests {
             &["--jobs", "2"],
             &["a"],
         ] {
-            assert_eq!(Options::parse(wrong), None, "{wrong:?}");
+            assert_eq!(FuzzOptions::parse(wrong), None, "{wrong:?}");
         }
     }
 
@@ -348,7 +364,7 @@ mod tests {
             program(&line).unwrap()
         };
         let file = r#""/w/target/p-1""#;
-        let expected = Program {
+        let expected = TestProgram {
             file: "/w/target/p-1".into(),
             folder: "/w/p".into(),
         };
@@ -380,7 +396,7 @@ mod tests {
     #[test]
     fn target_passes_only_if_it_tried_all_inputs_and_succeeded() {
         let (good, killed) = (ExitStatus::from_raw(0), ExitStatus::from_raw(9));
-        let count = |inputs, failures| Some(Count { inputs, failures });
+        let count = |inputs, failures| Some(FuzzCount { inputs, failures });
         assert_eq!(fault(good, count(9, 0), 9), None);
         assert!(fault(killed, None, 9).unwrap().contains("signal: 9"));
         assert!(

@@ -4,12 +4,12 @@
 
 mod bench;
 mod candle_cuda;
-mod captured;
 mod commands;
 mod explore;
 mod fuzz;
 mod gpu;
 mod packages;
+mod program_output;
 mod soak;
 mod steps;
 mod tidy;
@@ -70,11 +70,11 @@ cargo xtask help             this text";
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let result = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-        ["test"] => root().and_then(|root| steps::test(root, steps::Extent::All)),
-        ["test", "--quick"] => root().and_then(|root| steps::test(root, steps::Extent::Quick)),
+        ["test"] => root().and_then(|root| steps::test(root, steps::TestExtent::All)),
+        ["test", "--quick"] => root().and_then(|root| steps::test(root, steps::TestExtent::Quick)),
         ["tidy"] => root().and_then(tidy::check),
         ["fuzz", ref rest @ ..] => {
-            let Some(options) = fuzz::Options::parse(rest) else {
+            let Some(options) = fuzz::FuzzOptions::parse(rest) else {
                 eprintln!("{USAGE}");
                 return ExitCode::from(2);
             };
@@ -90,7 +90,7 @@ fn main() -> ExitCode {
             };
             return ended(root().and_then(|root| soak::soak(root, time)));
         }
-        ["gpu", ref rest @ ..] => match gpu::Options::parse(rest) {
+        ["gpu", ref rest @ ..] => match gpu::GpuOptions::parse(rest) {
             Ok(options) => return ended(gpu::gpu(root, &options)),
             Err(why) => {
                 eprintln!("{why}\n\n{USAGE}");
@@ -100,7 +100,7 @@ fn main() -> ExitCode {
         ["candle-cuda", ref rest @ ..] => {
             root().and_then(|root| candle_cuda::candle_cuda(root, rest))
         }
-        ["bench", ref rest @ ..] => match bench::Options::parse(rest) {
+        ["bench", ref rest @ ..] => match bench::BenchOptions::parse(rest) {
             Ok(options) => return ended(root().and_then(|root| bench::bench(root, &options))),
             Err(why) => {
                 eprintln!("{why}\n\n{USAGE}");
@@ -116,6 +116,7 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
+
     ended(result.map(|()| ExitCode::SUCCESS))
 }
 

@@ -16,12 +16,12 @@ pub(crate) struct Need {
     purpose: &'static str,
     /// Debian's packages that contain the program or library.
     packages: &'static [&'static str],
-    probe: Probe,
+    probe: NeedProbe,
 }
 
 /// A check that finds out if something is installed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Probe {
+enum NeedProbe {
     /// A program that answers to `--version`.
     Answers(&'static str),
     /// A program that answers only with settings, or that is not in every user's `PATH`.
@@ -57,7 +57,7 @@ pub(crate) const FULL: &[Need] = &[
         what: "libclang",
         purpose: "reads UCX's headers",
         packages: &["libclang-dev"],
-        probe: Probe::Libclang,
+        probe: NeedProbe::Libclang,
     },
     answering("mpirun", MPI, &["openmpi-bin"]),
     lying("srun", SLURM, &["slurm-client"]),
@@ -81,7 +81,7 @@ const fn answering(
         what,
         purpose,
         packages,
-        probe: Probe::Answers(what),
+        probe: NeedProbe::Answers(what),
     }
 }
 
@@ -94,7 +94,7 @@ const fn lying(
         what,
         purpose,
         packages,
-        probe: Probe::Lies(what),
+        probe: NeedProbe::Lies(what),
     }
 }
 
@@ -126,6 +126,7 @@ pub(crate) fn provide(needs: &[Need]) -> anyhow::Result<()> {
         println!("   nothing to install: {} are here", here.join(", "));
         return Ok(());
     }
+
     for need in &absent {
         let packages = need.packages.join(" ");
         println!(
@@ -133,6 +134,7 @@ pub(crate) fn provide(needs: &[Need]) -> anyhow::Result<()> {
             need.what, need.purpose
         );
     }
+
     let packages = packages_of(&absent);
     let is_root = Command::new("id")
         .arg("-u")
@@ -143,12 +145,14 @@ pub(crate) fn provide(needs: &[Need]) -> anyhow::Result<()> {
         "install these with your system's package manager first: {}",
         packages.join(" ")
     );
+
     let install = ["install", "--yes", "--no-install-recommends"];
     run(Command::new("apt-get").arg("update"))?;
     run(Command::new("apt-get")
         .args(install)
         .args(&packages)
         .env("DEBIAN_FRONTEND", "noninteractive"))?;
+
     let still: Vec<&str> = missing(needs, &is_here)
         .iter()
         .map(|need| need.what)
@@ -161,7 +165,7 @@ pub(crate) fn provide(needs: &[Need]) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn missing<'a>(needs: &'a [Need], is_here: &dyn Fn(Probe) -> bool) -> Vec<&'a Need> {
+fn missing<'a>(needs: &'a [Need], is_here: &dyn Fn(NeedProbe) -> bool) -> Vec<&'a Need> {
     needs.iter().filter(|need| !is_here(need.probe)).collect()
 }
 
@@ -176,17 +180,17 @@ fn packages_of(absent: &[&Need]) -> Vec<&'static str> {
     packages
 }
 
-fn is_here(probe: Probe) -> bool {
+fn is_here(probe: NeedProbe) -> bool {
     match probe {
-        Probe::Answers(program) => answers(program, &["--version"]),
-        Probe::Lies(program) => {
+        NeedProbe::Answers(program) => answers(program, &["--version"]),
+        NeedProbe::Lies(program) => {
             let path = std::env::var_os("PATH").unwrap_or_default();
             let more = MORE_PROGRAMS.iter().map(PathBuf::from);
             std::env::split_paths(&path)
                 .chain(more)
                 .any(|folder| folder.join(program).is_file())
         }
-        Probe::Libclang => has_libclang(Path::new("/"), &|name| std::env::var_os(name)),
+        NeedProbe::Libclang => has_libclang(Path::new("/"), &|name| std::env::var_os(name)),
     }
 }
 
@@ -200,6 +204,7 @@ fn has_libclang(root: &Path, variable: &dyn Fn(&str) -> Option<OsString>) -> boo
             said.is_file() && said.file_name().is_some_and(|name| is_libclang(name, true));
         return is_file || names_in(said).iter().any(|name| is_libclang(name, true));
     }
+
     let given = ["LD_LIBRARY_PATH", "LIBRARY_PATH"]
         .into_iter()
         .filter_map(variable);
@@ -263,7 +268,7 @@ mod tests {
 
     #[test]
     fn missing_needs_name_each_package_once() {
-        let without = |absent: &'static [Probe]| {
+        let without = |absent: &'static [NeedProbe]| {
             let needs = missing(FULL, &|probe| !absent.contains(&probe));
             (
                 needs.iter().map(|need| need.what).collect::<Vec<_>>(),
@@ -272,9 +277,9 @@ mod tests {
         };
         assert_eq!(without(&[]), (vec![], vec![]));
         let (what, packages) = without(&[
-            Probe::Libclang,
-            Probe::Lies("munged"),
-            Probe::Answers("libtoolize"),
+            NeedProbe::Libclang,
+            NeedProbe::Lies("munged"),
+            NeedProbe::Answers("libtoolize"),
         ]);
         assert_eq!(what, ["libtoolize", "libclang", "munged"]);
         assert_eq!(packages, ["libtool", "libclang-dev", "munge"]);
@@ -284,9 +289,10 @@ mod tests {
 
     #[test]
     fn programs_are_found_by_answer_or_file() {
-        assert!(is_here(Probe::Answers("git")) && is_here(Probe::Lies("git")));
+        assert!(is_here(NeedProbe::Answers("git")) && is_here(NeedProbe::Lies("git")));
         assert!(
-            !is_here(Probe::Answers("no-such-program")) && !is_here(Probe::Lies("no-such-program"))
+            !is_here(NeedProbe::Answers("no-such-program"))
+                && !is_here(NeedProbe::Lies("no-such-program"))
         );
     }
 

@@ -40,6 +40,7 @@ pub(crate) fn soak(root: &Path, time: Duration) -> anyhow::Result<ExitCode> {
     let seconds = (time / (2 * CARRIERS)).as_secs().to_string();
     println!("long jobs over {CARRIERS} transports, {seconds} s each");
     tests(root, "mpmd-tests", "soak::", Some(&seconds))?;
+
     let mut rounds = 0;
     while begin.elapsed() < time {
         for (package, name) in ROUND {
@@ -51,6 +52,7 @@ pub(crate) fn soak(root: &Path, time: Duration) -> anyhow::Result<ExitCode> {
             begin.elapsed().as_secs_f64() / 60.0
         );
     }
+
     println!("all passed: long jobs, and {rounds} rounds of faults");
     Ok(ExitCode::SUCCESS)
 }

@@ -11,7 +11,7 @@ use crate::{packages, tidy};
 
 /// The set of steps to run.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Extent {
+pub(crate) enum TestExtent {
     /// The inner loop: steps that find most mistakes in little time.
     Quick,
     /// All steps.
@@ -19,12 +19,28 @@ pub(crate) enum Extent {
 }
 
 /// The result of a step that did not fail.
-enum Outcome {
+enum StepOutcome {
     Done,
     Skipped(String),
 }
 
-type Step = (&'static str, Extent, fn(&Path) -> anyhow::Result<Outcome>);
+/// One step of `cargo xtask test`.
+struct TestStep {
+    name: &'static str,
+    /// `Quick` for a step of both extents.
+    extent: TestExtent,
+    run: fn(&Path) -> anyhow::Result<StepOutcome>,
+}
+
+impl TestStep {
+    const fn new(
+        name: &'static str,
+        extent: TestExtent,
+        run: fn(&Path) -> anyhow::Result<StepOutcome>,
+    ) -> Self {
+        Self { name, extent, run }
+    }
+}
 
 /// The features of a full run, except for steps that choose others.
 pub(crate) const WITH_ALL: &[&str] = &["--features", "ucx"];
@@ -41,40 +57,48 @@ const DENIED: &[&str] = &[
 /// The steps of a full run. A step of extent `Quick` is part of every run. Cheap ones come first.
 ///
 /// Tests start the programs that they find, so all are built before the first test.
-const STEPS: &[Step] = &[
-    ("system packages", Extent::Quick, |_| {
-        packages::provide(packages::ALWAYS).map(|()| Outcome::Done)
+const STEPS: &[TestStep] = &[
+    TestStep::new("system packages", TestExtent::Quick, |_| {
+        packages::provide(packages::ALWAYS).map(|()| StepOutcome::Done)
     }),
-    ("system packages for UCX and launchers", Extent::All, |_| {
-        packages::provide(packages::FULL).map(|()| Outcome::Done)
+    TestStep::new(
+        "system packages for UCX and launchers",
+        TestExtent::All,
+        |_| packages::provide(packages::FULL).map(|()| StepOutcome::Done),
+    ),
+    TestStep::new("format", TestExtent::Quick, format),
+    TestStep::new("tidy", TestExtent::Quick, |root| {
+        tidy::check(root).map(|()| StepOutcome::Done)
     }),
-    ("format", Extent::Quick, format),
-    ("tidy", Extent::Quick, |root| {
-        tidy::check(root).map(|()| Outcome::Done)
-    }),
-    (
+    TestStep::new(
         "licences and security advisories of dependencies",
-        Extent::All,
+        TestExtent::All,
         dependencies,
     ),
-    ("clippy", Extent::All, |root| {
+    TestStep::new("clippy", TestExtent::All, |root| {
         clippy(root, &[&["--all-targets"], WITH_ALL].concat())
     }),
     // As users build it. The features of others' crates are those of the other steps, so that
     // none of these is built once more.
-    ("clippy without UCX", Extent::All, |root| clippy(root, &[])),
-    ("documentation", Extent::All, documentation),
-    ("tests and the programs they start", Extent::All, programs),
-    ("tests", Extent::All, tests),
-    ("documentation tests", Extent::All, documentation_tests),
+    TestStep::new("clippy without UCX", TestExtent::All, |root| {
+        clippy(root, &[])
+    }),
+    TestStep::new("documentation", TestExtent::All, documentation),
+    TestStep::new(
+        "tests and the programs they start",
+        TestExtent::All,
+        programs,
+    ),
+    TestStep::new("tests", TestExtent::All, tests),
+    TestStep::new("documentation tests", TestExtent::All, documentation_tests),
 ];
 
 /// The steps of a quick run that replace longer ones.
-const QUICK: &[Step] = &[
-    ("clippy", Extent::Quick, |root| {
+const QUICK: &[TestStep] = &[
+    TestStep::new("clippy", TestExtent::Quick, |root| {
         clippy(root, &["--all-targets"])
     }),
-    ("unit tests", Extent::Quick, unit_tests),
+    TestStep::new("unit tests", TestExtent::Quick, unit_tests),
 ];
 
 /// Runs the steps of `extent` in the workspace at `root`.
@@ -82,27 +106,34 @@ const QUICK: &[Step] = &[
 /// # Errors
 ///
 /// If a step fails. The error names it, and later steps do not run.
-pub(crate) fn test(root: &Path, extent: Extent) -> anyhow::Result<()> {
-    let instead: &[Step] = if extent == Extent::Quick { QUICK } else { &[] };
+pub(crate) fn test(root: &Path, extent: TestExtent) -> anyhow::Result<()> {
+    let instead: &[TestStep] = if extent == TestExtent::Quick {
+        QUICK
+    } else {
+        &[]
+    };
     let of_extent = STEPS
         .iter()
-        .filter(|step| extent == Extent::All || step.1 == Extent::Quick);
-    let steps: Vec<&Step> = of_extent.chain(instead).collect();
+        .filter(|step| extent == TestExtent::All || step.extent == TestExtent::Quick);
+    let steps: Vec<&TestStep> = of_extent.chain(instead).collect();
+
     let begin = Instant::now();
     let mut skipped = Vec::new();
-    for (i, (name, _, run)) in steps.iter().enumerate() {
+    for (i, TestStep { name, run, .. }) in steps.iter().enumerate() {
         println!("\n== {}/{} {name}", i + 1, steps.len());
+
         let step_begin = Instant::now();
         let outcome = run(root).with_context(|| format!("step {name:?}"))?;
         let seconds = step_begin.elapsed().as_secs_f64();
         match outcome {
-            Outcome::Done => println!("   {name}: passed, {seconds:.1} s"),
-            Outcome::Skipped(why) => {
+            StepOutcome::Done => println!("   {name}: passed, {seconds:.1} s"),
+            StepOutcome::Skipped(why) => {
                 println!("   {name}: SKIPPED, {why}");
                 skipped.push(*name);
             }
         }
     }
+
     let passed = steps.len() - skipped.len();
     let also = if skipped.is_empty() {
         String::new()
@@ -116,11 +147,11 @@ pub(crate) fn test(root: &Path, extent: Extent) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn format(root: &Path) -> anyhow::Result<Outcome> {
+fn format(root: &Path) -> anyhow::Result<StepOutcome> {
     in_workspace(root, &["fmt", "--all", "--", "--check"])
 }
 
-fn clippy(root: &Path, selected: &[&str]) -> anyhow::Result<Outcome> {
+fn clippy(root: &Path, selected: &[&str]) -> anyhow::Result<StepOutcome> {
     let command: &[&str] = &["clippy", "--workspace"];
     in_workspace(
         root,
@@ -128,16 +159,16 @@ fn clippy(root: &Path, selected: &[&str]) -> anyhow::Result<Outcome> {
     )
 }
 
-fn documentation(root: &Path) -> anyhow::Result<Outcome> {
+fn documentation(root: &Path) -> anyhow::Result<StepOutcome> {
     let mut command = cargo_in(
         root,
         &[&["doc", "--workspace", "--no-deps"], WITH_ALL].concat(),
     );
     run(command.env("RUSTDOCFLAGS", "-D warnings"))?;
-    Ok(Outcome::Done)
+    Ok(StepOutcome::Done)
 }
 
-fn programs(root: &Path) -> anyhow::Result<Outcome> {
+fn programs(root: &Path) -> anyhow::Result<StepOutcome> {
     // Tests look for programs and the driver beside their own binary. All is built at once:
     // separate builds of targets or packages would build the dependencies again with other
     // features.
@@ -151,7 +182,7 @@ fn programs(root: &Path) -> anyhow::Result<Outcome> {
     )
 }
 
-fn tests(root: &Path) -> anyhow::Result<Outcome> {
+fn tests(root: &Path) -> anyhow::Result<StepOutcome> {
     if !has_nextest() {
         println!(
             "   cargo-nextest is not installed: `cargo test`, without its limits on time and \
@@ -166,6 +197,7 @@ fn tests(root: &Path) -> anyhow::Result<Outcome> {
             .concat(),
         );
     }
+
     // Tests that wait take one slot, tests that compute take two: see `.config/nextest.toml`.
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let slots = (2 * cores).to_string();
@@ -181,7 +213,7 @@ fn tests(root: &Path) -> anyhow::Result<Outcome> {
     in_workspace(root, &[&run, WITH_ALL].concat())
 }
 
-fn unit_tests(root: &Path) -> anyhow::Result<Outcome> {
+fn unit_tests(root: &Path) -> anyhow::Result<StepOutcome> {
     let runner: &[&str] = if has_nextest() {
         &["nextest", "run"]
     } else {
@@ -190,7 +222,7 @@ fn unit_tests(root: &Path) -> anyhow::Result<Outcome> {
     in_workspace(root, &[runner, &["--workspace", "--lib"]].concat())
 }
 
-fn documentation_tests(root: &Path) -> anyhow::Result<Outcome> {
+fn documentation_tests(root: &Path) -> anyhow::Result<StepOutcome> {
     in_workspace(
         root,
         &[&["test", "--workspace", "--doc"], WITH_ALL].concat(),
@@ -198,10 +230,13 @@ fn documentation_tests(root: &Path) -> anyhow::Result<Outcome> {
 }
 
 /// Checks licences and advisories with cargo-deny, after `deny.toml`.
-fn dependencies(root: &Path) -> anyhow::Result<Outcome> {
+fn dependencies(root: &Path) -> anyhow::Result<StepOutcome> {
     if !answers("cargo-deny", &["--version"]) {
-        return Ok(Outcome::Skipped("cargo-deny is not installed".to_owned()));
+        return Ok(StepOutcome::Skipped(
+            "cargo-deny is not installed".to_owned(),
+        ));
     }
+
     // The database comes from the network. A failed download says nothing about the dependencies.
     let fetched = cargo_in(root, &["deny", "fetch", "db"])
         .stdin(Stdio::null())
@@ -209,11 +244,12 @@ fn dependencies(root: &Path) -> anyhow::Result<Outcome> {
     if !fetched.status.success() {
         in_workspace(root, &["deny", "check", "licenses"])?;
         let said = String::from_utf8_lossy(&fetched.stderr);
-        return Ok(Outcome::Skipped(format!(
+        return Ok(StepOutcome::Skipped(format!(
             "licences are allowed, but the advisory database cannot be fetched: {}",
             said.trim()
         )));
     }
+
     in_workspace(root, &["deny", "check", "advisories", "licenses"])
 }
 
@@ -221,7 +257,7 @@ fn has_nextest() -> bool {
     answers("cargo-nextest", &["nextest", "--version"])
 }
 
-fn in_workspace(root: &Path, arguments: &[&str]) -> anyhow::Result<Outcome> {
+fn in_workspace(root: &Path, arguments: &[&str]) -> anyhow::Result<StepOutcome> {
     run(&mut cargo_in(root, arguments))?;
-    Ok(Outcome::Done)
+    Ok(StepOutcome::Done)
 }

@@ -14,7 +14,7 @@ use std::{fs, io};
 use anyhow::{Context as _, bail, ensure};
 
 use rules::{PRODUCTION_RULES, RULES};
-use source::{Source, line_of};
+use source::{SourceFile, line_of};
 
 /// The file that names the invariants.
 const ARCHITECTURE: &str = "ARCHITECTURE.md";
@@ -31,6 +31,7 @@ pub(crate) fn check(root: &Path) -> anyhow::Result<()> {
     let sources = sources(root)?;
     let crates = cycles::crates(&sources);
     let production: BTreeSet<&str> = crates.iter().flat_map(cycles::Crate::files).collect();
+
     let mut findings = Vec::new();
     for source in &sources {
         let is_production = production.contains(source.path.as_str());
@@ -40,6 +41,7 @@ pub(crate) fn check(root: &Path) -> anyhow::Result<()> {
             of_file.map(|found| format!("{}:{}: {}", source.path, found.line, found.message)),
         );
     }
+
     findings.extend(cycles::check(&crates));
     if let Some(architecture) = sources.iter().find(|source| source.path == ARCHITECTURE) {
         findings.extend(invariants_have_tests(
@@ -54,9 +56,11 @@ pub(crate) fn check(root: &Path) -> anyhow::Result<()> {
             );
         }
     }
+
     if !findings.is_empty() {
         bail!("{} findings:\n  {}", findings.len(), findings.join("\n  "));
     }
+
     let rules = RULES.len() + PRODUCTION_RULES.len() + 3;
     println!(
         "   {} files, {} crates, {rules} rules",
@@ -77,6 +81,7 @@ fn invariants_have_tests(architecture: &str, tests: &BTreeSet<String>) -> Vec<St
             .flatten()
             .min()
             .unwrap_or(rest.len());
+
         let paragraph = &rest[..end];
         let place = format!("{ARCHITECTURE}:{}", line_of(architecture, at));
         let Some(name) = paragraph
@@ -89,6 +94,7 @@ fn invariants_have_tests(architecture: &str, tests: &BTreeSet<String>) -> Vec<St
             ));
             continue;
         };
+
         let quoted = paragraph.split('`').skip(1).step_by(2);
         // `crate module::test`, `module::test` or the test alone.
         let mut named = quoted.filter_map(|quoted| quoted.rsplit([':', ' ']).next());
@@ -103,7 +109,7 @@ fn invariants_have_tests(architecture: &str, tests: &BTreeSet<String>) -> Vec<St
 
 /// Returns the names of all functions under an attribute that ends in `test`, such as `#[test]` or
 /// `#[tokio::test]`.
-fn test_names(sources: &[Source]) -> BTreeSet<String> {
+fn test_names(sources: &[SourceFile]) -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     for source in sources {
         let mut is_test = false;
@@ -122,7 +128,7 @@ fn test_names(sources: &[Source]) -> BTreeSet<String> {
 }
 
 /// Reads all files that the rules apply to: Rust, manifests and settings, prose, scripts. Not data.
-fn sources(root: &Path) -> anyhow::Result<Vec<Source>> {
+fn sources(root: &Path) -> anyhow::Result<Vec<SourceFile>> {
     let files = match listed_by_git(root) {
         Some(files) => files,
         None => {
@@ -132,14 +138,15 @@ fn sources(root: &Path) -> anyhow::Result<Vec<Source>> {
             found
         }
     };
+
     let mut sources = Vec::new();
     for path in files.into_iter().filter(|path| is_source(path)) {
         let text =
             fs::read_to_string(root.join(&path)).with_context(|| format!("cannot read {path}"))?;
-        sources.push(Source::new(path, text));
+        sources.push(SourceFile::new(path, text));
     }
     ensure!(
-        sources.iter().any(Source::is_rust),
+        sources.iter().any(SourceFile::is_rust),
         "no Rust file below {}",
         root.display()
     );
@@ -166,12 +173,14 @@ fn listed_by_git(root: &Path) -> Option<BTreeSet<String>> {
         "--exclude-standard",
         "-z",
     ];
+
     let output = Command::new("git")
         .arg("-C")
         .arg(root)
         .args(arguments)
         .output()
         .ok()?;
+
     let names = String::from_utf8(output.stdout)
         .ok()
         .filter(|_| output.status.success())?;
@@ -186,7 +195,8 @@ fn listed_by_git(root: &Path) -> Option<BTreeSet<String>> {
 fn walk(root: &Path, folder: &Path, found: &mut BTreeSet<String>) -> io::Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
-        let (path, kind): (PathBuf, _) = (entry.path(), entry.file_type()?);
+        let path: PathBuf = entry.path();
+        let kind = entry.file_type()?;
         if kind.is_dir()
             && ![".git", "target"]
                 .iter()
@@ -271,7 +281,7 @@ mod tests {
             c() { fn d() {} }\n\
                     // #[test]\nfn e() {}\n#[cfg(test)]\nmod tests { fn f() {} \
                     }\n#[test]\n#[should_panic]\nfn g() {}";
-        let names = test_names(&[Source::new("a.rs", text)]);
+        let names = test_names(&[SourceFile::new("a.rs", text)]);
         assert_eq!(
             names.iter().map(String::as_str).collect::<Vec<_>>(),
             ["a", "c", "g"]

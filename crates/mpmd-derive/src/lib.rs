@@ -35,94 +35,145 @@ fn derive(input: &DeriveInput) -> Result<TokenStream> {
         }
     }
 
-    let name = &input.ident;
-    let tree = quote!(::mpmd::__private);
-    let parts: Vec<Part> = fields.iter().enumerate().map(Part::new).collect();
-    let (leaf_name, mapped) = (&leaf.ident, Ident::new("__M", Span::mixed_site()));
-    let parameters = |bound: TokenStream| parameters(input, &bound);
-    let implemented = parameters(quote!(#tree::Leaf));
-    let with_clone = parameters(quote!(#tree::Leaf + ::core::clone::Clone));
-    let (own, with) = (arguments(input, leaf_name), arguments(input, &mapped));
+    let parts: Vec<TreeField> = fields.iter().enumerate().map(TreeField::new).collect();
+    let tree = tree_impl(input, &leaf.ident, &parts);
+    let prefix = prefix_impls(input, &leaf.ident);
+    Ok(quote! {
+        #tree
+        #prefix
+    })
+}
 
+/// Returns the path of the items that generated code names.
+fn private() -> TokenStream {
+    quote!(::mpmd::__private)
+}
+
+/// Returns the implementation of `Tree`.
+fn tree_impl(input: &DeriveInput, leaf: &Ident, parts: &[TreeField]) -> TokenStream {
+    let name = &input.ident;
+    let tree = private();
+    let mapped = Ident::new("__M", Span::mixed_site());
+    let implemented = parameters(input, &quote!(#tree::Leaf));
+    let own = arguments(input, leaf);
+    let with = arguments(input, &mapped);
+    let reading = reading_methods(leaf, parts);
+    let mapping = mapping_methods(input, leaf, &mapped, parts);
+
+    quote! {
+        #[automatically_derived]
+        impl <#implemented> #tree::Tree for #name <#own> {
+            type Leaf = #leaf;
+            type With<#mapped: #tree::Leaf> = #name <#with>;
+
+            #reading
+            #mapping
+        }
+    }
+}
+
+/// Returns the methods of `Tree` that look at a tree.
+fn reading_methods(leaf_name: &Ident, parts: &[TreeField]) -> TokenStream {
+    let tree = private();
     let members: Vec<_> = parts.iter().map(|part| &part.member).collect();
-    let texts: Vec<_> = parts.iter().map(|part| &part.text).collect();
     let names: Vec<_> = parts.iter().map(|part| part.name(&tree)).collect();
     let count = parts.len();
     let indices: Vec<_> = (0..count).collect();
 
-    Ok(quote! {
-        #[automatically_derived]
-        impl <#implemented> #tree::Tree for #name <#own> {
-            type Leaf = #leaf_name;
-            type With<#mapped: #tree::Leaf> = #name <#with>;
+    quote! {
+        fn structure(&self) -> #tree::Structure {
+            #tree::Structure::node([
+                #((#names, #tree::Tree::structure(&self.#members)),)*
+            ])
+        }
 
-            fn structure(&self) -> #tree::Structure {
-                #tree::Structure::node([
-                    #((#names, #tree::Tree::structure(&self.#members)),)*
-                ])
-            }
-
-            fn has_structure(&self, structure: &#tree::Structure) -> bool {
-                match structure {
-                    #tree::Structure::Node(branches) => {
-                        branches.len() == #count
-                            #(
-                                && branches[#indices].0 == #names
-                                && #tree::Tree::has_structure(
-                                    &self.#members, &branches[#indices].1
-                                )
-                            )*
-                    }
-                    _ => false,
+        fn has_structure(&self, structure: &#tree::Structure) -> bool {
+            match structure {
+                #tree::Structure::Node(branches) => {
+                    branches.len() == #count
+                        #(
+                            && branches[#indices].0 == #names
+                            && #tree::Tree::has_structure(
+                                &self.#members, &branches[#indices].1
+                            )
+                        )*
                 }
-            }
-
-            fn visit<'a>(
-                &'a self,
-                path: &mut #tree::Path,
-                f: &mut dyn ::core::ops::FnMut(&#tree::Path, &'a #leaf_name),
-            ) {
-                #(
-                    path.push(#names);
-                    #tree::Tree::visit(&self.#members, path, f);
-                    path.pop();
-                )*
-            }
-
-            fn each_leaf<'a>(&'a self, f: &mut dyn ::core::ops::FnMut(&'a #leaf_name)) {
-                #(#tree::Tree::each_leaf(&self.#members, f);)*
-            }
-
-            fn try_map<#mapped: #tree::Leaf, __E>(
-                self,
-                f: &mut dyn ::core::ops::FnMut(#leaf_name) -> ::core::result::Result<#mapped, __E>,
-            ) -> ::core::result::Result<#name <#with>, __E> {
-                ::core::result::Result::Ok(#name {
-                    #(#members: #tree::Tree::try_map(self.#members, f)?,)*
-                })
-            }
-
-            fn try_map_ref<#mapped: #tree::Leaf, __E>(
-                &self,
-                f: &mut dyn ::core::ops::FnMut(&#leaf_name) -> ::core::result::Result<#mapped, __E>,
-            ) -> ::core::result::Result<#name <#with>, __E> {
-                ::core::result::Result::Ok(#name {
-                    #(#members: #tree::Tree::try_map_ref(&self.#members, f)?,)*
-                })
-            }
-
-            fn build(
-                structure: &#tree::Structure,
-                leaves: &mut dyn ::core::iter::Iterator<Item = #leaf_name>,
-            ) -> ::core::result::Result<Self, #tree::TreeError> {
-                let branches = structure.fields(&[#(#texts),*])?;
-                ::core::result::Result::Ok(#name {
-                    #(#members: #tree::Tree::build(&branches[#indices].1, leaves)
-                        .map_err(|error| error.below(&branches[#indices].0))?,)*
-                })
+                _ => false,
             }
         }
 
+        fn visit<'a>(
+            &'a self,
+            path: &mut #tree::Path,
+            f: &mut dyn ::core::ops::FnMut(&#tree::Path, &'a #leaf_name),
+        ) {
+            #(
+                path.push(#names);
+                #tree::Tree::visit(&self.#members, path, f);
+                path.pop();
+            )*
+        }
+
+        fn each_leaf<'a>(&'a self, f: &mut dyn ::core::ops::FnMut(&'a #leaf_name)) {
+            #(#tree::Tree::each_leaf(&self.#members, f);)*
+        }
+    }
+}
+
+/// Returns the methods of `Tree` that make a tree from another one, or from leaves.
+fn mapping_methods(
+    input: &DeriveInput,
+    leaf_name: &Ident,
+    mapped: &Ident,
+    parts: &[TreeField],
+) -> TokenStream {
+    let name = &input.ident;
+    let tree = private();
+    let with = arguments(input, mapped);
+    let members: Vec<_> = parts.iter().map(|part| &part.member).collect();
+    let texts: Vec<_> = parts.iter().map(|part| &part.text).collect();
+    let indices: Vec<_> = (0..parts.len()).collect();
+
+    quote! {
+        fn try_map<#mapped: #tree::Leaf, __E>(
+            self,
+            f: &mut dyn ::core::ops::FnMut(#leaf_name) -> ::core::result::Result<#mapped, __E>,
+        ) -> ::core::result::Result<#name <#with>, __E> {
+            ::core::result::Result::Ok(#name {
+                #(#members: #tree::Tree::try_map(self.#members, f)?,)*
+            })
+        }
+
+        fn try_map_ref<#mapped: #tree::Leaf, __E>(
+            &self,
+            f: &mut dyn ::core::ops::FnMut(&#leaf_name) -> ::core::result::Result<#mapped, __E>,
+        ) -> ::core::result::Result<#name <#with>, __E> {
+            ::core::result::Result::Ok(#name {
+                #(#members: #tree::Tree::try_map_ref(&self.#members, f)?,)*
+            })
+        }
+
+        fn build(
+            structure: &#tree::Structure,
+            leaves: &mut dyn ::core::iter::Iterator<Item = #leaf_name>,
+        ) -> ::core::result::Result<Self, #tree::TreeError> {
+            let branches = structure.fields(&[#(#texts),*])?;
+            ::core::result::Result::Ok(#name {
+                #(#members: #tree::Tree::build(&branches[#indices].1, leaves)
+                    .map_err(|error| error.below(&branches[#indices].0))?,)*
+            })
+        }
+    }
+}
+
+/// Returns the conversions of a tree to a `PrefixTree`.
+fn prefix_impls(input: &DeriveInput, leaf_name: &Ident) -> TokenStream {
+    let name = &input.ident;
+    let tree = private();
+    let with_clone = parameters(input, &quote!(#tree::Leaf + ::core::clone::Clone));
+    let own = arguments(input, leaf_name);
+
+    quote! {
         #[automatically_derived]
         impl <#with_clone> ::core::convert::From<&#name <#own>> for #tree::PrefixTree<#leaf_name> {
             fn from(tree: &#name <#own>) -> Self {
@@ -136,17 +187,17 @@ fn derive(input: &DeriveInput) -> Result<TokenStream> {
                 #tree::PrefixTree::of(&tree)
             }
         }
-    })
+    }
 }
 
 /// A field in the generated code.
-struct Part {
+struct TreeField {
     member: Member,
     /// The field's name, or its index in a tuple struct, as it appears in the paths of leaves.
     text: String,
 }
 
-impl Part {
+impl TreeField {
     fn new((index, field): (usize, &Field)) -> Self {
         let Some(ident) = &field.ident else {
             return Self {
@@ -190,6 +241,7 @@ fn fields(input: &DeriveInput) -> Result<&Fields> {
             ));
         }
     };
+
     if fields.is_empty() {
         return Err(Error::new(
             input.ident.span(),
@@ -219,6 +271,7 @@ fn leaf_parameter(input: &DeriveInput) -> Result<&TypeParam> {
             GenericParam::Const(_) => {}
         }
     }
+
     let Some(leaf) = leaf else {
         let message = format!(
             "a tree has a type parameter, its leaf: `struct {}<L>`",
@@ -230,10 +283,12 @@ fn leaf_parameter(input: &DeriveInput) -> Result<&TypeParam> {
         matches!(bound, TypeParamBound::Trait(bound)
             if bound.path.segments.last().is_some_and(|segment| segment.ident == "Leaf"))
     };
+
     if let Some(bound) = leaf.bounds.iter().find(|bound| !is_leaf(bound)) {
         let message = "a tree takes every leaf: its parameter has no bound, or only `Leaf`";
         return Err(Error::new(bound.span(), message));
     }
+
     if let Some(clause) = input
         .generics
         .where_clause
@@ -261,7 +316,8 @@ fn parameters(input: &DeriveInput, bound: &TokenStream) -> TokenStream {
                 quote!(#ident: #bound)
             }
             GenericParam::Const(parameter) => {
-                let (ident, ty) = (&parameter.ident, &parameter.ty);
+                let ident = &parameter.ident;
+                let ty = &parameter.ty;
                 quote!(const #ident: #ty)
             }
             GenericParam::Lifetime(lifetime) => lifetime.to_token_stream(),

@@ -71,9 +71,11 @@ pub fn permuted(key: Key, index: u64, count: u64) -> u64 {
     // until they come back below `count`.
     let half = (u64::BITS - (count - 1).leading_zeros()).div_ceil(2).max(1);
     let mask = (1 << half) - 1;
+
     let mut place = index;
     loop {
-        let (mut high, mut low) = (place >> half, place & mask);
+        let mut high = place >> half;
+        let mut low = place & mask;
         for round in 0..4 {
             (high, low) = (low, high ^ (bits(key.fold_in(round), low) & mask));
         }
@@ -103,6 +105,7 @@ fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
                 key[1].wrapping_add(0xbb67_ae85),
             ];
         }
+
         let a = u64::from(counter[0]) * 0xd251_1f53;
         let b = u64::from(counter[2]) * 0xcd9e_8d57;
         counter = [

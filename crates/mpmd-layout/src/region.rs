@@ -77,10 +77,14 @@ impl Region {
             self.ndim(),
             "dimensions of a region and of its array"
         );
-        let (shape, dims) = (self.shape(), dims.to_vec());
+
+        let shape = self.shape();
+        let dims = dims.to_vec();
         let starts: Vec<usize> = self.ranges().map(|range| range.start).collect();
+
         (0..self.elements()).map(move |mut element| {
-            let (mut place, mut stride) = (0, 1);
+            let mut place = 0;
+            let mut stride = 1;
             for dim in (0..dims.len()).rev() {
                 place += (starts[dim] + element % shape[dim]) * stride;
                 element /= shape[dim];
@@ -140,11 +144,13 @@ impl Region {
                 vec![self.clone()]
             };
         };
+
         let mut rest = Vec::new();
         // For each dimension, cuts off the parts before and after the common part.
         let mut core = self.bounds.to_vec();
         for dim in 0..core.len() {
-            let (inner, outer) = (common.bounds[dim], core[dim]);
+            let inner = common.bounds[dim];
+            let outer = core[dim];
             for side in [(outer.0, inner.0), (inner.1, outer.1)] {
                 if side.0 < side.1 {
                     core[dim] = side;
@@ -153,6 +159,7 @@ impl Region {
             }
             core[dim] = inner;
         }
+
         rest.sort_unstable();
         rest
     }

@@ -72,6 +72,7 @@ impl fmt::Display for DeviceActivity {
         let Some(operation) = operation else {
             return write!(f, "{device} is idle");
         };
+
         write!(f, "{device} is at {operation}")?;
         if let Some(seconds) = seconds {
             write!(f, ", for {seconds:.1} s")?;

@@ -110,7 +110,7 @@ impl Flow {
     /// - If a step transfers data of other ranks, or between stages of one rank.
     /// - If a step sends data that no rank computes.
     pub fn of_lowered(rows: &Lowered, leaves: Leaves) -> Result<Self, FlowError> {
-        let flow = Builder::new(&rows.steps)?.flow(&rows.steps)?;
+        let flow = FlowBuilder::new(&rows.steps)?.flow(&rows.steps)?;
         Ok(if leaves == Leaves::InOrder {
             flow.in_order(rows)
         } else {
@@ -124,11 +124,13 @@ impl Flow {
     /// together.
     fn in_order(mut self, rows: &Lowered) -> Self {
         // Nodes and posts have the order of the rows.
-        let (mut node, mut row_begins) = (0, 0);
+        let mut node = 0;
+        let mut row_begins = 0;
         for ((row, pairs), posts) in rows.steps.iter().zip(&rows.pairs).zip(&self.posts) {
             let mut posts = posts.iter();
             let mut pairs = pairs.iter().copied().peekable();
             let mut pair = None;
+
             for (place, step) in row.iter().enumerate() {
                 let StepKind::Compute(kind) = step.kind else {
                     if let Some(Post::Send(transfer)) = posts.next()
@@ -140,11 +142,10 @@ impl Flow {
                     }
                     continue;
                 };
+
                 if let Some(first) = pair.take() {
-                    let (own, other) = (
-                        self.nodes[first as usize].takes,
-                        self.nodes[node as usize].takes,
-                    );
+                    let own = self.nodes[first as usize].takes;
+                    let other = self.nodes[node as usize].takes;
                     let from = self.takes.len() as u32;
                     for (begin, count) in [own, other] {
                         self.takes
@@ -152,6 +153,7 @@ impl Flow {
                     }
                     self.nodes[first as usize].takes = (from, own.1 + other.1);
                 }
+
                 if pairs.next_if_eq(&place).is_some() {
                     pair = Some(node);
                 }
@@ -252,7 +254,8 @@ impl StepNames {
 
     /// Returns the step of a node's or transfer's tag. For a transfer this is the send.
     pub fn step(self, tag: u32) -> Step {
-        let (at, kind) = (tag / RADIX, tag % RADIX);
+        let at = tag / RADIX;
+        let kind = tag % RADIX;
         let kind = KINDS[kind as usize % KINDS.len()];
         Step {
             stage: at / self.microbatches,
@@ -293,7 +296,7 @@ const NONE: u32 = u32::MAX;
 
 /// Builds a flow. Its tables have the numbers of nodes and transfers, indexed by stage and
 /// microbatch.
-struct Builder {
+struct FlowBuilder {
     names: StepNames,
     stages: u32,
     /// The rank that computes each stage.
@@ -309,13 +312,14 @@ struct Builder {
     flow: Flow,
 }
 
-impl Builder {
+impl FlowBuilder {
     fn new(rows: &[Vec<Step>]) -> Result<Self, FlowError> {
         let steps = || rows.iter().flatten();
         let stages = steps()
             .map(|step| step.stage as usize + 1)
             .max()
             .unwrap_or(0);
+
         let names = StepNames::of_lowered(rows);
         let microbatches = names.microbatches as usize;
         let count = stages.saturating_mul(microbatches);
@@ -325,6 +329,7 @@ impl Builder {
                 microbatches,
             });
         }
+
         let mut rank_of_stage = vec![NONE; stages];
         for (rank, row) in rows.iter().enumerate() {
             for step in row
@@ -335,6 +340,7 @@ impl Builder {
                 *on = (*on).min(rank as u32);
             }
         }
+
         let none = || vec![NONE; count];
         Ok(Self {
             names,
@@ -364,15 +370,18 @@ impl Builder {
                     .map_err(|problem| wrong(rank, place, *step, problem))?;
             }
         }
+
         self.add_transfers();
         self.flow.posts = rows.iter().map(|_| Vec::new()).collect();
         let mut posted = vec![[false; 2]; self.flow.transfers.len()];
+
         for (rank, row) in rows.iter().enumerate() {
             for (place, step) in row.iter().enumerate() {
                 self.add_post(rank as u32, *step, &mut posted)
                     .map_err(|problem| wrong(rank, place, *step, problem))?;
             }
         }
+
         self.add_inputs();
         Ok(self.flow)
     }
@@ -381,10 +390,12 @@ impl Builder {
         let StepKind::Compute(kind) = step.kind else {
             return Ok(());
         };
+
         let on = self.rank_of_stage[step.stage as usize];
         if on != rank {
             return Err(format!("is of a stage of rank {on}"));
         }
+
         let at = self.at(step.stage, step.microbatch);
         match kind {
             ActionKind::Forward => {
@@ -448,10 +459,13 @@ impl Builder {
         if after == NONE || needed == NONE {
             return NONE;
         }
-        let (from, to) = (self.flow.process_of(after), self.flow.process_of(needed));
+
+        let from = self.flow.process_of(after);
+        let to = self.flow.process_of(needed);
         if from == to {
             return NONE;
         }
+
         let tag = self.names.tag(stage, microbatch, kind);
         self.flow.transfers.push(Transfer {
             from,
@@ -470,6 +484,7 @@ impl Builder {
             StepKind::ReceiveForward => (step.stage.checked_sub(1), false),
             StepKind::ReceiveBackward => (step.stage.checked_add(1), false),
         };
+
         let is_forward = matches!(step.kind, StepKind::SendForward | StepKind::ReceiveForward);
         let stage = stage.filter(|stage| *stage < self.stages);
         let list = if is_forward {
@@ -478,12 +493,14 @@ impl Builder {
             &self.gradient
         };
         let number = stage.map_or(NONE, |stage| list[self.at(stage, step.microbatch)]);
+
         let Some(transfer) = self.flow.transfers.get(number as usize) else {
             return Err(
                 "moves data that one of its two ranks does not compute, or that stays on one rank"
                     .to_owned(),
             );
         };
+
         let own = if is_send { transfer.from } else { transfer.to };
         if own != rank {
             return Err(format!("is for rank {own}"));
@@ -491,6 +508,7 @@ impl Builder {
         if std::mem::replace(&mut posted[number as usize][usize::from(is_send)], true) {
             return Err("appears twice".to_owned());
         }
+
         let post = if is_send {
             Post::Send(number)
         } else {
@@ -509,6 +527,7 @@ impl Builder {
                 kind,
                 microbatch,
             } = self.names.step(tag);
+
             let at = self.at(stage, microbatch);
             let mut own = [NONE; 2];
             let mut moved = NONE;
@@ -528,6 +547,7 @@ impl Builder {
                 }
                 _ => {}
             }
+
             let lane = self.flow.nodes[node].lane;
             let first = self.flow.needs.len() as u32;
             for need in own {
@@ -535,10 +555,12 @@ impl Builder {
                     self.flow.needs.push(need);
                 }
             }
+
             let first_taken = self.flow.takes.len() as u32;
             self.flow.takes.extend((moved != NONE).then_some(moved));
             let count = self.flow.needs.len() as u32 - first;
             let taken = self.flow.takes.len() as u32 - first_taken;
+
             let at = &mut self.flow.nodes[node];
             (at.needs, at.takes) = ((first, count), (first_taken, taken));
         }

@@ -8,11 +8,10 @@
 
 #![forbid(unsafe_code)]
 
-mod ascending;
+mod backward_fusion;
 pub mod check;
 mod costs;
 pub mod flow;
-mod fused;
 mod lower;
 mod schedule;
 mod search;
@@ -20,14 +19,18 @@ pub mod simulate;
 mod step;
 mod text;
 pub mod timeline;
+mod weight_order;
 
 #[doc(hidden)]
-pub use ascending::ascending;
+pub use backward_fusion::fused;
 pub use costs::{Costs, StageCosts};
-#[doc(hidden)]
-pub use fused::fused;
 pub use lower::{LowerError, Lowered, lower};
-pub use schedule::{Action, ActionKind, Builtin, Fault, Placement, Schedule, ScheduleError};
+pub use schedule::{
+    Action, ActionKind, Builtin, PlacedAction, RowPlace, Schedule, ScheduleError, ScheduleFault,
+    StagePlacement,
+};
 pub use search::{SearchOptions, SearchResult, by_cost, is_by_cost, search};
 pub use step::{Step, StepKind};
-pub use text::{Cell, CellFault, Dialect, Entry, Text, TextError};
+pub use text::{Cell, CellFault, Dialect, Entry, ScheduleText, TextError};
+#[doc(hidden)]
+pub use weight_order::ascending;

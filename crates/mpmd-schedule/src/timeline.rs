@@ -18,14 +18,14 @@ pub struct Timeline {
     #[serde(default)]
     pub memory_unit: String,
     /// The steps, in the order of their starts.
-    pub marks: Vec<Mark>,
+    pub marks: Vec<TimelineMark>,
     /// One row for each rank, or for each process and device.
-    pub rows: Vec<Row>,
+    pub rows: Vec<TimelineRow>,
 }
 
 /// The start of a step, with its name.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
-pub struct Mark {
+pub struct TimelineMark {
     /// Start time of the step.
     pub at: f64,
     /// End time of the step. With `None` it ends at the next mark, or at the end of the timeline.
@@ -37,7 +37,7 @@ pub struct Mark {
 
 /// The work of one rank or device.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
-pub struct Row {
+pub struct TimelineRow {
     /// A name such as `rank 3`, or `process 1, cpu 0`.
     pub name: String,
     /// Number of the process that the row belongs to; `None` if there is none.
@@ -48,7 +48,7 @@ pub struct Row {
     pub moves: Vec<Bar>,
     /// Times without computation between beginning and end of the timeline, in order, with their
     /// reasons.
-    pub gaps: Vec<Gap>,
+    pub gaps: Vec<TimelineGap>,
     /// Memory in use, in [`Timeline::memory_unit`]. Each value holds until the next point.
     pub memory: Vec<MemoryPoint>,
 }
@@ -58,7 +58,7 @@ pub struct Row {
     Clone, Copy, Debug, Default, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize,
 )]
 #[serde(rename_all = "snake_case")]
-pub enum Kind {
+pub enum BarKind {
     /// A forward pass.
     Forward,
     /// The gradient of a stage's inputs.
@@ -78,7 +78,7 @@ pub enum Kind {
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct Bar {
     /// Kind of the bar.
-    pub kind: Kind,
+    pub kind: BarKind,
     /// A name such as `2F7`, or the name of a kernel.
     pub name: String,
     /// The stage of the work; `None` if it belongs to no stage.
@@ -109,7 +109,7 @@ pub struct Bar {
 
 /// A time in which a row computes nothing.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
-pub struct Gap {
+pub struct TimelineGap {
     /// Start time, in [`Timeline::unit`].
     pub start: f64,
     /// End time, in [`Timeline::unit`].
@@ -151,9 +151,11 @@ impl Timeline {
             .skip(1)
             .map(|mark| mark.at)
             .chain([self.end]);
+
         let mut steps: Vec<TimelineStep> = Vec::new();
         for (mark, next) in self.marks.iter().zip(next) {
-            let (from, until) = (mark.at, mark.end.unwrap_or(next));
+            let from = mark.at;
+            let until = mark.end.unwrap_or(next);
             if until > from {
                 let takes = until - steps.last().map_or(from, |before| before.until);
                 steps.push(TimelineStep {
@@ -164,6 +166,7 @@ impl Timeline {
                 });
             }
         }
+
         if steps.is_empty() && self.end > 0.0 {
             steps.push(TimelineStep {
                 name: String::new(),
@@ -172,6 +175,7 @@ impl Timeline {
                 takes: self.end,
             });
         }
+
         steps
     }
 
@@ -200,7 +204,7 @@ impl Timeline {
     }
 }
 
-impl Row {
+impl TimelineRow {
     /// Returns the time that the row computes between the times `from` and `until`, in the
     /// timeline's `unit`.
     pub fn busy(&self, from: f64, until: f64) -> f64 {
@@ -234,9 +238,9 @@ mod tests {
             end,
             ..Bar::default()
         };
-        let row = |bars| Row {
+        let row = |bars| TimelineRow {
             bars,
-            ..Row::default()
+            ..TimelineRow::default()
         };
         let rows = vec![
             row(vec![bar(0.0, 2.0), bar(3.0, 4.0)]),
@@ -254,7 +258,7 @@ mod tests {
 
     #[test]
     fn steps_span_from_mark_to_mark() {
-        let mark = |at, name: &str| Mark {
+        let mark = |at, name: &str| TimelineMark {
             at,
             name: name.to_owned(),
             end: None,
@@ -290,7 +294,7 @@ mod tests {
 
     #[test]
     fn steps_with_own_ends_may_overlap() {
-        let mark = |(at, end): (f64, f64)| Mark {
+        let mark = |(at, end): (f64, f64)| TimelineMark {
             at,
             end: Some(end),
             name: at.to_string(),
@@ -330,18 +334,21 @@ mod tests {
         let memory = [1.0, 3.0, 2.0]
             .map(|used| MemoryPoint { at: used, used })
             .to_vec();
-        let row = Row {
+        let row = TimelineRow {
             bars,
             memory,
-            ..Row::default()
+            ..TimelineRow::default()
         };
         assert_eq!((row.stages(), row.peak()), (vec![0, 7], Some(3.0)));
         assert_eq!(
-            (Row::default().stages(), Row::default().peak()),
+            (
+                TimelineRow::default().stages(),
+                TimelineRow::default().peak()
+            ),
             (vec![], None)
         );
         let timeline = Timeline {
-            rows: vec![row, Row::default()],
+            rows: vec![row, TimelineRow::default()],
             ..Timeline::default()
         };
         assert_eq!(

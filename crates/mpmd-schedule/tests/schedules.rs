@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use mpmd_schedule::{Action, ActionKind, Builtin, Dialect, Schedule, Text};
+use mpmd_schedule::{Action, ActionKind, Builtin, Dialect, Schedule, ScheduleText};
 use serde_json::Value;
 
 fn cases(golden: &str) -> Vec<Value> {
@@ -48,7 +48,7 @@ fn text_matches_torch_to_the_byte() {
         for flavour in [Dialect::ComputeOnly, Dialect::ComputeComms] {
             let theirs = theirs(flavour.name());
             for asked in [None, Some(flavour)] {
-                let read = Text::parse(theirs, asked).unwrap();
+                let read = ScheduleText::parse(theirs, asked).unwrap();
                 assert_eq!(read.flavour, flavour, "{called}");
                 assert_eq!(read.to_csv(), theirs, "{called}");
                 assert_eq!(
@@ -58,13 +58,15 @@ fn text_matches_torch_to_the_byte() {
                 );
             }
         }
-        let lowered = Text::of(&schedule, Dialect::ComputeComms).unwrap();
+        let lowered = ScheduleText::of(&schedule, Dialect::ComputeComms).unwrap();
         assert_eq!(lowered.to_csv(), theirs("compute_comms"), "{called}");
         // Torch's text includes waits; this one does not.
-        let ours = Text::of(&schedule, Dialect::ComputeOnly).unwrap();
+        let ours = ScheduleText::of(&schedule, Dialect::ComputeOnly).unwrap();
         assert_eq!(
             ours.hash(),
-            Text::parse(theirs("compute_only"), None).unwrap().hash(),
+            ScheduleText::parse(theirs("compute_only"), None)
+                .unwrap()
+                .hash(),
             "{called}"
         );
     }

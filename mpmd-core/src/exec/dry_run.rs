@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::exec::array::{MpmdArray, Repr};
 use mpmd_layout::topology::Topology;
 use mpmd_record::dry_run::{
-    Array, Dropped, DryRun, End, OpDescriptor, Operation, Read, StepEnd, Taken,
+    Array, Dropped, DryRun, DryRunEnd, IssuedOperation, OpDescriptor, Read, StepEnd, TakenArray,
 };
 use mpmd_record::trace::Label;
 
@@ -87,19 +87,19 @@ impl DryRunBuilder {
         descriptor: impl FnOnce() -> OpDescriptor,
     ) {
         let takes = takes.into_iter().map(|(array, donated)| match &array.repr {
-            Repr::Host(_) => Taken {
+            Repr::Host(_) => TakenArray {
                 array: None,
                 donated: false,
             },
             Repr::Placed(placed) => {
                 let (operation, result) = placed.origin();
-                Taken {
+                TakenArray {
                     array: Some(Array { operation, result }),
                     donated,
                 }
             }
         });
-        let takes: Vec<Taken> = takes.collect();
+        let takes: Vec<TakenArray> = takes.collect();
 
         let mut state = self.state.lock();
         let descriptor = match known.and_then(|known| known.0.get()) {
@@ -111,7 +111,7 @@ impl DryRunBuilder {
         }
 
         let line = state.line(at);
-        state.dry_run.operations.push(Operation {
+        state.dry_run.operations.push(IssuedOperation {
             descriptor,
             line,
             label,
@@ -173,7 +173,7 @@ impl DryRunBuilder {
     }
 
     /// Notes the end of a step. Returns the reason if the dry run ends with this step.
-    pub(crate) fn step_end(&self) -> Option<End> {
+    pub(crate) fn step_end(&self) -> Option<DryRunEnd> {
         let mut state = self.state.lock();
         let DryRun {
             operations,
@@ -190,12 +190,12 @@ impl DryRunBuilder {
 
         let most = self.order.as_ref()?.most_steps;
         if state.dry_run.is_steady() {
-            return Some(End::Steady);
+            return Some(DryRunEnd::Steady);
         }
-        (state.dry_run.steps.len() as u64 >= most).then_some(End::Steps)
+        (state.dry_run.steps.len() as u64 >= most).then_some(DryRunEnd::Steps)
     }
 
-    pub(crate) fn so_far(&self, end: End) -> DryRun {
+    pub(crate) fn so_far(&self, end: DryRunEnd) -> DryRun {
         let mut dry_run = self.state.lock().dry_run.clone();
         dry_run.end = end;
         dry_run
@@ -203,7 +203,7 @@ impl DryRunBuilder {
 
     /// Writes the dry run to the file of the [`Order`] and returns true. Without an order, returns
     /// false. Fails if the file cannot be written.
-    pub(crate) fn deliver(&self, end: End) -> Result<bool> {
+    pub(crate) fn deliver(&self, end: DryRunEnd) -> Result<bool> {
         let Some(order) = &self.order else {
             return Ok(false);
         };

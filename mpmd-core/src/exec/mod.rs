@@ -65,7 +65,7 @@ use crate::exec::dry_run::DryRunBuilder;
 use crate::trace::Trace;
 use crate::trace::spans::{self, KernelSpan};
 use mpmd_layout::topology::{DeviceId, Topology};
-use mpmd_record::trace::{PieceStep, What};
+use mpmd_record::trace::{PieceStep, TraceEventKind};
 
 /// One process's part of a job: everything except the program thread's operation numbering.
 pub(crate) struct Runtime {
@@ -199,7 +199,7 @@ impl Runtime {
         input: Option<u64>,
     ) {
         let memory = || self.devices[device].pool.stats().live;
-        self.trace.note_at(at, || What::Started {
+        self.trace.note_at(at, || TraceEventKind::Started {
             op,
             device: device as u32,
             since,
@@ -213,7 +213,7 @@ impl Runtime {
     pub(crate) fn trace_end(&self, device: usize, op: u64) {
         self.trace.note(|| {
             let memory = self.devices[device].pool.stats().live;
-            What::Ended {
+            TraceEventKind::Ended {
                 op,
                 device: device as u32,
                 memory,
@@ -233,7 +233,7 @@ impl Runtime {
         self.trace_start(device, op, begin, since.min(begin), input);
         self.trace.note_at(end, || {
             let memory = self.devices[device].pool.stats().live;
-            What::Ended {
+            TraceEventKind::Ended {
                 op,
                 device: device as u32,
                 memory,
@@ -256,7 +256,7 @@ impl Runtime {
     /// number).
     #[inline]
     fn trace_piece(&self, step: PieceStep, (op, piece): (u64, u64), peer: ProcessId, bytes: u64) {
-        self.trace.note(|| What::Piece {
+        self.trace.note(|| TraceEventKind::Piece {
             step,
             op,
             piece,

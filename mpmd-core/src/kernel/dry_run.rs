@@ -6,7 +6,7 @@
 use super::rank_messages::RankMessage;
 use super::{Collective, agreeing};
 use mpmd_layout::topology::{DeviceId, Mesh, MeshError, ProcessId, Topology};
-use mpmd_record::dry_run::Message;
+use mpmd_record::dry_run::OpMessage;
 
 /// Returns the messages of collectives at their largest, in the order of their rounds: each device
 /// passes the declared number of elements. Bytes for several devices of one process are sent once.
@@ -18,7 +18,7 @@ pub(crate) fn messages(
     mesh: &Mesh,
     collectives: &[Collective],
     topology: &Topology,
-) -> Result<Vec<Message>, MeshError> {
+) -> Result<Vec<OpMessage>, MeshError> {
     let mut messages = Vec::new();
     let mut step = 0;
 
@@ -56,8 +56,8 @@ pub(crate) fn messages(
     Ok(messages)
 }
 
-fn message(from: DeviceId, to: DeviceId, bytes: u64, step: u32) -> Message {
-    Message {
+fn message(from: DeviceId, to: DeviceId, bytes: u64, step: u32) -> OpMessage {
+    OpMessage {
         from: from.0,
         to: to.0,
         bytes,
@@ -83,7 +83,7 @@ mod tests {
         let mesh = Mesh::new(&[("x", devices.len())], devices).unwrap();
         let signature = add(Signature::new(f32s([1])));
         let found = messages(&mesh, &signature.collectives, &topology).unwrap();
-        let plain = |m: Message| {
+        let plain = |m: OpMessage| {
             [
                 u64::from(m.from),
                 u64::from(m.to),

@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use mpmd_base::block::{Condvar, Instant, Mutex, now, since, thread};
 use mpmd_record::trace::Label;
-use mpmd_record::trace::file::{self, Chunk};
-use mpmd_record::trace::{About, Clock, Event, What};
+use mpmd_record::trace::file::{self, TraceChunk};
+use mpmd_record::trace::{ClockSample, TraceEvent, TraceEventKind, TraceHeader};
 use mpmd_schedule::Schedule;
 use tracing::span::EnteredSpan;
 
@@ -76,13 +76,13 @@ struct TraceRecorder {
 /// by one thread.
 #[derive(Default)]
 #[repr(align(128))]
-struct EventList(Mutex<Vec<Event>>);
+struct EventList(Mutex<Vec<TraceEvent>>);
 
 /// Contents of the file other than events and texts: chunks to be written, and the schedules
 /// recorded so far.
 #[derive(Default)]
 struct ExtraChunks {
-    chunks: Vec<Chunk<'static>>,
+    chunks: Vec<TraceChunk<'static>>,
     schedules: Vec<Schedule>,
 }
 
@@ -125,7 +125,7 @@ thread_local! {
 impl Trace {
     /// Begins the trace: creates its file in a folder, and starts the thread that writes it.
     /// Creates the folder if necessary, and replaces an older file. To be called once.
-    pub(crate) fn begin(&self, folder: &Path, about: About) -> io::Result<()> {
+    pub(crate) fn begin(&self, folder: &Path, about: TraceHeader) -> io::Result<()> {
         let recorder = &self.0;
         std::fs::create_dir_all(folder)?;
         let path = folder.join(file::name(about.process));
@@ -170,7 +170,7 @@ impl Trace {
     /// Records an event at the current time. If tracing is off, does nothing and does not call the
     /// closure.
     #[inline]
-    pub(crate) fn note(&self, what: impl FnOnce() -> What) {
+    pub(crate) fn note(&self, what: impl FnOnce() -> TraceEventKind) {
         if let Some((recorder, began)) = self.on() {
             recorder.push(began, recorder.now(), what());
         }
@@ -179,7 +179,7 @@ impl Trace {
     /// Records an event at the time `at`, a result of [`now`](Self::now). Does nothing if tracing
     /// is off.
     #[inline]
-    pub(crate) fn note_at(&self, at: u64, what: impl FnOnce() -> What) {
+    pub(crate) fn note_at(&self, at: u64, what: impl FnOnce() -> TraceEventKind) {
         if let Some((recorder, began)) = self.on() {
             recorder.push(began, at, what());
         }
@@ -203,7 +203,7 @@ impl Trace {
                 (texts.description(what()), texts.line(at))
             };
 
-            let what = What::Issued {
+            let what = TraceEventKind::Issued {
                 op,
                 label,
                 text,
@@ -232,7 +232,11 @@ impl Trace {
     /// Records that the program's thread has waited since the trace time `since` until now, for
     /// what the text says. Does nothing if tracing is off.
     pub(crate) fn waited(&self, since: u64, what: &str, at: &'static Location<'static>) {
-        self.note_text(what, at, |text, line| What::Waited { since, text, line });
+        self.note_text(what, at, |text, line| TraceEventKind::Waited {
+            since,
+            text,
+            line,
+        });
     }
 
     /// Returns a guard that records a range of the program's thread, from now until the guard is
@@ -258,7 +262,7 @@ impl Trace {
         &self,
         text: &str,
         at: &'static Location<'static>,
-        what: impl FnOnce(u32, u32) -> What,
+        what: impl FnOnce(u32, u32) -> TraceEventKind,
     ) {
         if let Some((recorder, began)) = self.on() {
             let (text, line) = {
@@ -278,7 +282,7 @@ impl Trace {
                 .extra
                 .lock()
                 .chunks
-                .push(Chunk::Clock(Clock { at, server, bound }));
+                .push(TraceChunk::Clock(ClockSample { at, server, bound }));
         }
     }
 
@@ -294,7 +298,7 @@ impl Trace {
                 .collect();
             let rows = rows.join("\n");
             extra.schedules.push(schedule.clone());
-            extra.chunks.push(Chunk::Schedule {
+            extra.chunks.push(TraceChunk::Schedule {
                 name: schedule.name().to_owned(),
                 rows,
             });
@@ -344,7 +348,7 @@ pub(crate) struct AnnotatedRange<'a> {
 impl Drop for AnnotatedRange<'_> {
     fn drop(&mut self) {
         let since = self.since;
-        let what = |text, line| What::Annotated { since, text, line };
+        let what = |text, line| TraceEventKind::Annotated { since, text, line };
         self.trace.note_text(self.name, self.at, what);
     }
 }
@@ -372,14 +376,14 @@ impl TraceRecorder {
 
     /// Adds an event of the trace that began at `began`, unless this has ended. In the file, times
     /// count from there: what began earlier begins with the trace.
-    fn push(&self, began: u64, at: u64, mut what: What) {
-        if let What::Started { since, .. }
-        | What::Waited { since, .. }
-        | What::Annotated { since, .. } = &mut what
+    fn push(&self, began: u64, at: u64, mut what: TraceEventKind) {
+        if let TraceEventKind::Started { since, .. }
+        | TraceEventKind::Waited { since, .. }
+        | TraceEventKind::Annotated { since, .. } = &mut what
         {
             *since = since.saturating_sub(began);
         }
-        let event = Event {
+        let event = TraceEvent {
             at: at.saturating_sub(began),
             what,
         };
@@ -423,10 +427,10 @@ impl TraceRecorder {
             let dropped = self.dropped.load(Ordering::Relaxed);
             if dropped > told {
                 told = dropped;
-                Chunk::Dropped { events: dropped }.write(&mut bytes);
+                TraceChunk::Dropped { events: dropped }.write(&mut bytes);
             }
             if end {
-                Chunk::End.write(&mut bytes);
+                TraceChunk::End.write(&mut bytes);
             }
 
             let written = out.write_all(&bytes);
@@ -443,7 +447,7 @@ impl TraceRecorder {
 
     /// Returns, as bytes for the file, everything recorded since the last call. `spare` is an empty
     /// list that is reused.
-    fn take(&self, spare: &mut Vec<Event>) -> Vec<u8> {
+    fn take(&self, spare: &mut Vec<TraceEvent>) -> Vec<u8> {
         let mut events = Vec::new();
         for list in &self.lists {
             std::mem::swap(&mut *list.0.lock(), spare);
@@ -456,7 +460,7 @@ impl TraceRecorder {
         let extra = std::mem::take(&mut self.extra.lock().chunks);
         let mut bytes = Vec::new();
         for NewText { number, text } in texts {
-            Chunk::Text { number, text }.write(&mut bytes);
+            TraceChunk::Text { number, text }.write(&mut bytes);
         }
         extra.into_iter().for_each(|chunk| chunk.write(&mut bytes));
         file::write_events(&events, &mut bytes);

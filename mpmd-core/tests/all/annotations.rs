@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use mpmd_core::Program;
 use mpmd_core::prelude::*;
-use mpmd_core::trace::{ProcessTrace, Run};
+use mpmd_core::trace::{ProcessTrace, TracedRun};
 
 use crate::common::watchdog;
 
@@ -34,7 +34,7 @@ fn annotations_are_recorded_also_early_and_by_a_panic() {
     names_ranges(&mut p).unwrap();
     p.finish().unwrap();
     let (traces, problems) = ProcessTrace::read_all(folder.path()).unwrap();
-    let run = Run::merge(&traces, problems);
+    let run = TracedRun::merge(&traces, problems);
     assert_eq!(run.problems, [""; 0]);
     let names: Vec<&str> = run.annotations.iter().map(|range| &*range.name).collect();
     assert_eq!(names, ["outer", "inner", "early", "panics"]);

@@ -914,7 +914,7 @@ fn traces_have_device_times_in_order() {
     y.block_until_ready().unwrap();
     p.finish().unwrap();
     let (traces, problems) = mpmd_core::trace::ProcessTrace::read_all(&folder).unwrap();
-    let run = mpmd_core::trace::Run::merge(&traces, problems);
+    let run = mpmd_core::trace::TracedRun::merge(&traces, problems);
     std::fs::remove_dir_all(&folder).unwrap();
     let kernels: Vec<_> = run.kernels.iter().filter(|kernel| kernel.op >= 2).collect();
     assert_eq!(kernels.len(), 30);

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use crate::common::kernels::{add_one, fun, like_first};
 use crate::common::watchdog;
 use mpmd_core::Simulation;
-use mpmd_core::dry_run::{DryRun, End, Kind};
+use mpmd_core::dry_run::{DryRun, DryRunEnd, OpKind};
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::DeviceId;
@@ -93,7 +93,7 @@ fn replayed_steps_are_in_dry_runs_like_issued_ones() {
         dry_run
     };
     let (by_hand, replayed) = (dry_run_with(false), dry_run_with(true));
-    assert_eq!(by_hand.end, End::Open);
+    assert_eq!(by_hand.end, DryRunEnd::Open);
     assert_eq!(by_hand.operations, replayed.operations);
     assert_eq!(by_hand.descriptors, replayed.descriptors);
     for step in 0..6 {
@@ -279,7 +279,7 @@ fn only_dry_runs_list_operations() {
     let dry_run = p.dry_run().unwrap();
     assert_eq!(
         dry_run.descriptor_of(1).unwrap().kind,
-        Kind::BroadcastValue { from: 1, bytes: 1 }
+        OpKind::BroadcastValue { from: 1, bytes: 1 }
     );
     assert!(
         dry_run.describe(1).contains("dry_run.rs:"),

@@ -116,7 +116,7 @@ fn host_values_donated_to_a_kernel_are_copied_and_counted() {
     let descriptor = dry_run.descriptor_of(2).unwrap();
     assert_eq!(
         descriptor.results[0][0].memory,
-        mpmd_core::dry_run::Memory::Own
+        mpmd_core::dry_run::ShardMemory::Own
     );
 }
 

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 use super::simulations::{simulation, zero_copy};
 use crate::common::watchdog;
 use mpmd_core::prelude::*;
-use mpmd_core::reshard::{self, Origin};
+use mpmd_core::reshard::{self, DeliveryOrigin};
 use mpmd_core::sharding::Sharding;
-use mpmd_core::topology::{DeviceId, LinkClass, Links, Mesh, Topology};
+use mpmd_core::topology::{DeviceId, LinkClass, LinkSpeeds, Mesh, Topology};
 use mpmd_core::{FailureKind, ProcessId, Simulation};
 
 const MIB: usize = 1 << 20;
@@ -144,7 +144,8 @@ fn shards_are_right_and_sent_bytes_match_the_plan() {
                             let bytes = (delivery.region.elements() * 4) as u64;
                             let far = topology.host_of(process) != topology.host_of(peer);
                             over[usize::from(far)] += bytes;
-                            passed_on += usize::from(matches!(delivery.from, Origin::Process(_)));
+                            passed_on +=
+                                usize::from(matches!(delivery.from, DeliveryOrigin::Process(_)));
                             if process == p.process() {
                                 sent[peer.index()] += bytes;
                             }
@@ -309,7 +310,7 @@ fn relay_without_room_still_passes_on() {
 fn devices_of_a_process_share_one_arrival() {
     let _limit = watchdog(60);
     // Small, received in place, and in chunks behind a relay.
-    for (rows, links) in [(1, None), (2048, None), (2048, Some(Links::default()))] {
+    for (rows, links) in [(1, None), (2048, None), (2048, Some(LinkSpeeds::default()))] {
         let simulation = simulation(3, 9).settings(|b| match links {
             // Each on its own host: passed on from one to the next.
             Some(links) => b.hosts(&[0, 1, 2]).links(links),

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::simulations::{simulation, zero_copy};
 use crate::common::watchdog;
 use mpmd_core::prelude::*;
-use mpmd_core::reshard::{self, Origin};
+use mpmd_core::reshard::{self, DeliveryOrigin};
 use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::{DeviceId, Mesh, Topology};
 use mpmd_core::{Error, FailureKind, ProcessId};
@@ -170,7 +170,7 @@ fn forwarder_completes_after_the_next_process_has_taken() {
         let forwards = |process: &u32| {
             let part = plan.part_of(ProcessId(*process));
             part.deliveries.iter().any(|delivery| {
-                matches!(delivery.from, Origin::Process(_)) && !delivery.peers.is_empty()
+                matches!(delivery.from, DeliveryOrigin::Process(_)) && !delivery.peers.is_empty()
             })
         };
         let forwarder = [1, 2]

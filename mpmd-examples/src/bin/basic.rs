@@ -45,6 +45,7 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
     let shape = f32s([args.rows, args.columns]);
     let a = p.array_from_fn(shape.clone(), &front, |_, mut a| Ok(a.fill(0.0f32)?))?;
     let b = p.array_from_fn(shape, &front, |_, mut b| Ok(b.fill(1.0f32)?))?;
+
     for round in 0..args.rounds {
         // Both chains are issued before the program waits: `b` is computed while `a` is moving.
         let mut both_stages = |x: &MpmdArray| {
@@ -52,7 +53,8 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
             let x = p.device_put(&x, &back)?;
             double.call(p, x)
         };
-        let (a2, b2) = (both_stages(&a)?, both_stages(&b)?);
+        let a2 = both_stages(&a)?;
+        let b2 = both_stages(&b)?;
         println!(
             "process {}, round {round}: a2 {}",
             p.process(),
@@ -76,6 +78,7 @@ fn equal(x: &MpmdArray, expected: f32) -> Result<String> {
     if x.is_fully_remote() {
         return Ok(format!("is a handle: {} on other processes", x.aval()));
     }
+
     let mut places = Vec::new();
     for shard in x.addressable_shards()? {
         let place = format!(
@@ -95,6 +98,7 @@ fn equal(x: &MpmdArray, expected: f32) -> Result<String> {
         }
         places.push(place);
     }
+
     Ok(format!(
         "is {expected:?} everywhere in {}",
         places.join(", ")

@@ -104,6 +104,7 @@ fn run(args: &Args) -> Result<()> {
         }
     };
     let mut p = Program::builder().device_kinds(&[kind]).alone()?;
+
     let mesh = p.mesh(&[("x", 1)])?;
     let here = mesh.replicated();
     let saxpy = p

@@ -10,7 +10,9 @@ use mpmd::ProcessId;
 use mpmd::job::{JobArgs, Rejected, at_least};
 use mpmd::prelude::*;
 use mpmd::sharding::Sharding;
-use mpmd_examples::pipeline::{DEVICES, Job, LEARNING_RATE, Number, Settings, Start, check};
+use mpmd_examples::pipeline::{
+    DEVICES, InitialValues, JobSettings, LEARNING_RATE, Number, TrainingJob, check,
+};
 
 /// Train a four-stage, tensor-parallel pipeline on 8 devices.
 #[derive(Parser)]
@@ -72,20 +74,22 @@ fn run_check(p: &mut Program, learning_rate: f64) -> anyhow::Result<()> {
 }
 
 fn train<T: Number>(p: &mut Program, args: &Args) -> Result<()> {
-    let settings = Settings {
+    let settings = JobSettings {
         width: args.width,
         batch: args.batch,
         microbatches: args.microbatches,
         slice: true,
         learning_rate: args.learning_rate,
-        start: Start::Random,
+        start: InitialValues::Random,
     };
-    let mut job = Job::new::<T>(p, &settings)?;
+    let mut job = TrainingJob::new::<T>(p, &settings)?;
+
     let start = Instant::now();
     // No step waits for a loss: all are issued before the first value is read.
     let figures = (0..args.steps)
         .map(|_| Ok(job.step(p)?.1))
         .collect::<Result<Vec<_>>>()?;
+
     let first = Sharding::single_device(p.topology().devices_of(ProcessId(0))[0]);
     let mut losses = Vec::new();
     for figures in [&figures[0], &figures[args.steps - 1]] {

@@ -32,7 +32,7 @@ struct Args {
 
 /// One value `L` for each parameter of a layer: a shape, a sharding or an array.
 #[derive(Tree)]
-struct Layer<L> {
+struct TransformerLayer<L> {
     bias: L,
     down: L,
     scale: L,
@@ -50,6 +50,7 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
     // two devices.
     let train = p.mesh_of(&[("data", 2), ("fsdp", 3)], &devices(0..6))?;
     let serve = p.mesh_of(&[("replica", 2), ("model", 2)], &devices(4..8))?;
+
     let trained = rules(&[(".*", r#"fsdp(["data", "fsdp"], min_size_to_shard_mb=0)"#)])?;
     let served = rules(&[
         ("up", r#"shard_dim("model", 1)"#),
@@ -57,7 +58,7 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
         (".*", "replicate"),
     ])?;
 
-    let shapes = Layer {
+    let shapes = TransformerLayer {
         bias: f32s([args.width]),
         down: f32s([args.width, args.width]),
         scale: f32s([]),
@@ -71,7 +72,7 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
     }
 
     let mut places = shapes.leaves_with_paths().into_iter().zip(from.leaves());
-    let layer: Layer<MpmdArray> = shapes.try_map_ref(&mut |shape: &ShapedArray| {
+    let layer: TransformerLayer<MpmdArray> = shapes.try_map_ref(&mut |shape: &ShapedArray| {
         let ((path, _), sharding) = places
             .next()
             .ok_or_else(|| Error::kernel("fewer shardings than shapes"))?;
@@ -85,11 +86,13 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
             Ok(())
         })
     })?;
+
     let options = MoveOptions::default().donate(true);
     let layer = p.reshard(&layer, PrefixTree::of(&to), options)?;
     let there = proved(&layer)?;
     let layer = p.reshard(&layer, PrefixTree::of(&from), options)?;
     let back = proved(&layer)?;
+
     println!(
         "process {}: {there} values proved on the second mesh, {back} back on the first",
         p.process()
@@ -105,9 +108,9 @@ fn rules(rules: &[(&str, &str)]) -> Result<Strategy> {
 /// bytes by class of link.
 fn report(
     p: &Program,
-    shapes: &Layer<ShapedArray>,
-    from: &Layer<Sharding>,
-    to: &Layer<Sharding>,
+    shapes: &TransformerLayer<ShapedArray>,
+    from: &TransformerLayer<Sharding>,
+    to: &TransformerLayer<Sharding>,
 ) -> Result<String> {
     let mut text = format!(
         "{:<6} {:<14} {:<24} {:<24} {:>6}",
@@ -117,6 +120,7 @@ fn report(
         text += &format!(" {:>13}", class.to_string());
     }
     text.push('\n');
+
     let mut total = [0; 4];
     for (((path, aval), from), to) in shapes
         .leaves_with_paths()
@@ -124,9 +128,11 @@ fn report(
         .zip(from.leaves())
         .zip(to.leaves())
     {
-        let (src, dst) = (from.layout(aval.shape())?, to.layout(aval.shape())?);
+        let src = from.layout(aval.shape())?;
+        let dst = to.layout(aval.shape())?;
         let plan = reshard::plan(&src, &dst, aval.dtype().size(), p.topology())?;
         let Summary { pieces, bytes, .. } = plan.summary();
+
         let spec = |sharding: &Sharding| {
             sharding
                 .spec()
@@ -144,6 +150,7 @@ fn report(
         }
         text.push('\n');
     }
+
     text += &format!("{:<78}", "bytes in all");
     total
         .iter()
@@ -155,13 +162,14 @@ fn report(
 /// the number of elements compared.
 ///
 /// An element that differs is an error.
-fn proved(layer: &Layer<MpmdArray>) -> Result<usize> {
+fn proved(layer: &TransformerLayer<MpmdArray>) -> Result<usize> {
     let mut proved = 0;
     for (path, array) in layer.leaves_with_paths() {
         array.block_until_ready()?;
         if array.is_fully_remote() {
             continue;
         }
+
         for shard in array.addressable_shards()? {
             let values = shard.data.to_vec::<f32>()?;
             for (value, i) in values.iter().zip(elements(&shard.region, array.shape())) {

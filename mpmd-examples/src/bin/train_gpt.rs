@@ -26,7 +26,7 @@ use mpmd::job::{Elastic, JobArgs, at_least, not_negative, say};
 use mpmd::pipeline::{Loss, Microbatch, MicrobatchShapes, ParamSharding, Pipeline, Schedule};
 use mpmd::prelude::*;
 use mpmd::sharding::Sharding;
-use mpmd::sharding::rules::{Inferred, Registry, Strategy, infer};
+use mpmd::sharding::rules::{InferredShardings, Registry, Strategy, infer};
 use mpmd::topology::Mesh;
 use mpmd::train::data::{SEPARATOR, TextBytes, Windows};
 use mpmd::train::stop::{StopFlag, exit_code, stop_name};
@@ -36,8 +36,8 @@ use mpmd_base::parse_bytes;
 use mpmd_examples::kernel_gpt;
 use mpmd_examples::layout::Layouts;
 use mpmd_examples::sample::{next_byte, printable};
-use mpmd_examples::training::{self, Figures};
-use mpmd_examples::transformer::{BYTES, DATA_AXIS, MODEL_AXIS, Part, Sizes};
+use mpmd_examples::training::{self, TrainingFigures, WindowShape};
+use mpmd_examples::transformer::{BYTES, DATA_AXIS, MODEL_AXIS, ModelPart, ModelSizes};
 
 /// Train a byte-level transformer on text, as a pipeline
 #[derive(Parser)]
@@ -48,7 +48,7 @@ struct Args {
     /// Files and folders to train on; default: the text of this repository
     paths: Vec<PathBuf>,
     #[command(flatten)]
-    sizes: Sizes,
+    sizes: ModelSizes,
     /// Sequences of a microbatch
     #[arg(long, default_value_t = 2, value_parser = at_least(1))]
     batch: usize,
@@ -159,7 +159,7 @@ enum Compute {
 }
 
 /// (pattern of parameter paths, tactic): see [`mpmd::sharding::rules`].
-type Rule = (String, String);
+type RuleText = (String, String);
 
 /// Rules for the shardings in computation: each device of the axis `model` has some heads and some
 /// hidden columns.
@@ -178,11 +178,12 @@ type Params = Vec<BTreeMap<String, MpmdArray>>;
 fn main() -> anyhow::Result<ExitCode> {
     let args = Args::parse();
     // Before any process is started, so that a wrong argument gives one message.
-    let plan = Plan::new(&args)?;
+    let plan = TrainingPlan::new(&args)?;
     if args.show_sharding {
         print!("{}", plan.sharding_tables()?);
         return Ok(ExitCode::SUCCESS);
     }
+
     let text = match &args.paths[..] {
         [] => TextBytes::of_this_repository(),
         paths => TextBytes::of(paths),
@@ -191,9 +192,11 @@ fn main() -> anyhow::Result<ExitCode> {
     let job = args.job.clone().input(move || vec![fact.clone()]);
     // Process 0 alone writes them.
     let job = job.may_differ(["metrics", "losses_out"]);
+
     // Set if this process is one of the job's. A launcher learns of the signal from their exit
     // codes.
     let stopped = OnceLock::new();
+
     let each = args.fsdp * args.tensor_parallel;
     let devices = plan.schedule.ranks() * each;
     let program = |p: &mut Program, commits: Option<&Commits>| {
@@ -204,7 +207,8 @@ fn main() -> anyhow::Result<ExitCode> {
                 .of(p.processes())
                 .map_err(|why| anyhow::anyhow!(why))?,
         };
-        let plan = Plan {
+
+        let plan = TrainingPlan {
             args: &args,
             schedule,
             strategy: plan.strategy.clone(),
@@ -215,6 +219,7 @@ fn main() -> anyhow::Result<ExitCode> {
             .for_each(|signal| _ = stopped.set(exit_code(signal)));
         anyhow::Ok(())
     };
+
     let processes = devices.min(4);
     let code = match args.elastic {
         true => {
@@ -234,6 +239,7 @@ fn main() -> anyhow::Result<ExitCode> {
         }
         false => mpmd::job::run(&job, processes, devices, |p| program(p, None)),
     }?;
+
     let ended = stopped.get().filter(|_| code == ExitCode::SUCCESS);
     Ok(ended.map_or(code, |code| ExitCode::from(*code)))
 }
@@ -243,83 +249,32 @@ fn main() -> anyhow::Result<ExitCode> {
 fn run(
     p: &mut Program,
     args: &Args,
-    plan: &Plan<'_>,
+    plan: &TrainingPlan<'_>,
     text: &TextBytes,
     commits: Option<&Commits>,
 ) -> anyhow::Result<Option<i32>> {
     let first = p.process() == ProcessId(0) && !p.is_dry_run();
-    let (schedule, ranks) = (&plan.schedule, plan.schedule.ranks());
-    let axes = [
-        ("rank", ranks),
-        (DATA_AXIS, args.fsdp),
-        (MODEL_AXIS, args.tensor_parallel),
-    ];
-    // An epoch with more processes than devices has further devices.
-    let devices = &p.topology().device_ids()[..ranks * args.fsdp * args.tensor_parallel];
-    let by_rank = p.mesh_of(&axes, devices)?.split("rank")?;
-    let mesh = |rank: &usize| by_rank[*rank].clone();
-    let meshes: Vec<Mesh> = schedule.ranks_of_stages().iter().map(mesh).collect();
-    let (total, peak) = (args.steps as u64, args.learning_rate);
-    let rate = Rate::WarmupCosine {
-        peak,
-        floor: 0.05 * peak,
-        warmup: 40.min(total / 4),
-        total,
-    };
+    let meshes = plan.meshes(p)?;
     let stop = StopFlag::install().context("cannot watch for Ctrl-C")?;
-    let pipeline = match args.kernels {
-        true => plan.kernel_pipeline(p, &meshes)?,
-        false => plan.pipeline(p, &meshes, None, loss)?,
-    };
-    let trainer = Trainer::new(p, pipeline, schedule.clone(), AdamW::default())?;
-    let trainer = match args.compute {
-        Compute::Bf16 => trainer.compute(DType::Bf16)?,
-        Compute::F32 | Compute::Tf32 => trainer,
-    };
-    let mut trainer = trainer.rate(rate).clip(1.0).seed(args.seed).stop_on(&stop);
-    let checkpoints = |folder| Checkpoints::new(folder).setting("heads", args.sizes.heads);
-    let load = args.load.as_ref().map(checkpoints);
-    let mut step = 0;
-    if let Some(commits) = commits {
-        // A later epoch may find newer checkpoints of its own.
-        let own = args
-            .save
-            .as_ref()
-            .filter(|_| p.epoch() > 1)
-            .map(checkpoints);
-        step = trainer.resume(p, commits, own.as_ref().or(load.as_ref()))?;
-    }
-    if let Some(load) = load.as_ref().filter(|_| step == 0) {
-        step = trainer.restore(p, load)?.unwrap_or(0);
-    }
-    // A dry run reads no file.
-    if let Some(folder) = args.load.as_ref().filter(|_| step == 0 && !p.is_dry_run()) {
-        anyhow::bail!("{}: it has no checkpoint", folder.display());
-    }
-    let windows = (args.batch, args.sizes.time);
-    let data = Windows::new(text, windows.1, windows.0)?
+
+    let mut trainer = plan.trainer(p, &meshes)?.stop_on(&stop);
+    plan.restore(p, &mut trainer, commits)?;
+
+    let time = args.sizes.time;
+    let data = Windows::new(text, time, args.batch)?
         .bytes()
         .sharded(spec![DATA_AXIS]);
+    let windows = WindowShape {
+        rows: args.batch,
+        time,
+    };
     let figures =
-        first.then(|| Figures::start(p, &trainer, text, windows, args.losses_out.as_ref()));
+        first.then(|| TrainingFigures::start(p, &trainer, text, windows, args.losses_out.as_ref()));
     let mut figures = figures.transpose()?;
 
-    let end = if args.seconds.is_some() {
-        u64::MAX
-    } else {
-        total
-    };
-    let mut steps = Run::steps(end.min(args.stop_after.unwrap_or(end)))
+    let steps = plan
+        .steps()
         .on_step(|report| figures.iter_mut().for_each(|figures| figures.step(report)));
-    if let Some(seconds) = args.seconds {
-        steps = steps.seconds(seconds);
-    }
-    if let Some(folder) = &args.save {
-        steps = steps.checkpoints(checkpoints(folder));
-    }
-    if let Some(every) = args.save_every {
-        steps = steps.save_every(every);
-    }
     let outcome = trainer.run(p, steps, &data)?;
     if let Some(figures) = figures {
         if let Some(folder) = &args.save {
@@ -331,46 +286,47 @@ fn run(
         }
         figures.finish(&outcome)?;
     }
-    let mut signal = outcome.stopped;
-    if signal.is_none() {
-        let params = (0..meshes.len()).map(|i| trainer.pipeline().params(i).into_iter().collect());
-        let model = plan.pipeline(p, &meshes, Some(params.collect()), |part, x, cx| {
-            part.logits(x, cx)
-        })?;
-        let continuation = sample(p, model, args, &stop)?;
-        signal = stop.agree(p)?;
-        if let (true, Some(signal)) = (first, signal) {
-            say(&format!(
-                "stopped by {} after step {}",
-                stop_name(signal),
-                trainer.steps()
-            ));
-        }
-        if first && signal.is_none() {
-            println!("\n{}{}\n", args.prompt, printable(&continuation));
-        }
+    if outcome.stopped.is_some() {
+        return Ok(outcome.stopped);
+    }
+
+    let params = (0..meshes.len()).map(|i| trainer.pipeline().params(i).into_iter().collect());
+    let model = plan.pipeline(p, &meshes, Some(params.collect()), |part, x, cx| {
+        part.logits(x, cx)
+    })?;
+    let continuation = sample(p, model, args, &stop)?;
+    let signal = stop.agree(p)?;
+    if let (true, Some(signal)) = (first, signal) {
+        say(&format!(
+            "stopped by {} after step {}",
+            stop_name(signal),
+            trainer.steps()
+        ));
+    }
+    if first && signal.is_none() {
+        println!("\n{}{}\n", args.prompt, printable(&continuation));
     }
     Ok(signal)
 }
 
 /// Computes the loss of the last stage, summed over all devices.
-fn loss(part: &Part, x: Tensor, cx: &mut Cx<'_>) -> candle::Result<Loss<Tensor>> {
+fn loss(part: &ModelPart, x: Tensor, cx: &mut Cx<'_>) -> candle::Result<Loss<Tensor>> {
     let (sum, weight) = cross_entropy_sum(&part.logits(x, cx)?, &cx.side("targets")?, None)?;
     let [sum, weight] = [sum, weight].map(|value| cx.all_reduce(&value, DATA_AXIS));
     Ok(Loss::new(sum?, weight?))
 }
 
 /// The arguments, with the files that they name.
-struct Plan<'a> {
+struct TrainingPlan<'a> {
     args: &'a Args,
     schedule: Schedule,
-    strategy: Option<Vec<Rule>>,
+    strategy: Option<Vec<RuleText>>,
 }
 
-impl<'a> Plan<'a> {
+impl<'a> TrainingPlan<'a> {
     fn new(args: &'a Args) -> anyhow::Result<Self> {
         let Args {
-            sizes: Sizes { width, heads, .. },
+            sizes: ModelSizes { width, heads, .. },
             batch,
             fsdp,
             tensor_parallel,
@@ -386,6 +342,7 @@ impl<'a> Plan<'a> {
                 "{size} {what} do not divide by {parts}"
             );
         }
+
         let wrong = args.compute == Compute::Tf32 && !args.kernels;
         anyhow::ensure!(!wrong, "--compute tf32 needs --kernels");
         let strategy = args.strategy.as_deref().map(read_strategy).transpose()?;
@@ -396,6 +353,7 @@ impl<'a> Plan<'a> {
             microbatches,
             ..
         } = args;
+
         let schedule = training::schedule(schedule, *chunks, *stages, *microbatches)?;
         let plan = Self {
             args,
@@ -404,6 +362,106 @@ impl<'a> Plan<'a> {
         };
         plan.sharding_tables()?;
         Ok(plan)
+    }
+
+    /// Returns the mesh of each stage.
+    fn meshes(&self, p: &Program) -> anyhow::Result<Vec<Mesh>> {
+        let ranks = self.schedule.ranks();
+        let Args {
+            fsdp,
+            tensor_parallel,
+            ..
+        } = *self.args;
+        let axes = [
+            ("rank", ranks),
+            (DATA_AXIS, fsdp),
+            (MODEL_AXIS, tensor_parallel),
+        ];
+        // An epoch with more processes than devices has further devices.
+        let devices = &p.topology().device_ids()[..ranks * fsdp * tensor_parallel];
+        let by_rank = p.mesh_of(&axes, devices)?.split("rank")?;
+
+        let ranks_of_stages = self.schedule.ranks_of_stages().iter();
+        Ok(ranks_of_stages.map(|rank| by_rank[*rank].clone()).collect())
+    }
+
+    /// Returns a trainer with new parameters.
+    fn trainer(&self, p: &mut Program, meshes: &[Mesh]) -> anyhow::Result<Trainer<MpmdArray>> {
+        let args = self.args;
+        let total = args.steps as u64;
+        let peak = args.learning_rate;
+        let rate = Rate::WarmupCosine {
+            peak,
+            floor: 0.05 * peak,
+            warmup: 40.min(total / 4),
+            total,
+        };
+
+        let pipeline = match args.kernels {
+            true => self.kernel_pipeline(p, meshes)?,
+            false => self.pipeline(p, meshes, None, loss)?,
+        };
+        let trainer = Trainer::new(p, pipeline, self.schedule.clone(), AdamW::default())?;
+        let trainer = match args.compute {
+            Compute::Bf16 => trainer.compute(DType::Bf16)?,
+            Compute::F32 | Compute::Tf32 => trainer,
+        };
+        Ok(trainer.rate(rate).clip(1.0).seed(args.seed))
+    }
+
+    fn checkpoints(&self, folder: &Path) -> Checkpoints {
+        Checkpoints::new(folder).setting("heads", self.args.sizes.heads)
+    }
+
+    /// Restores the state of an earlier epoch or run, if there is one.
+    fn restore(
+        &self,
+        p: &mut Program,
+        trainer: &mut Trainer<MpmdArray>,
+        commits: Option<&Commits>,
+    ) -> anyhow::Result<()> {
+        let args = self.args;
+        let load = args.load.as_ref().map(|folder| self.checkpoints(folder));
+        let mut step = 0;
+        if let Some(commits) = commits {
+            // A later epoch may find newer checkpoints of its own.
+            let own = args
+                .save
+                .as_ref()
+                .filter(|_| p.epoch() > 1)
+                .map(|folder| self.checkpoints(folder));
+            step = trainer.resume(p, commits, own.as_ref().or(load.as_ref()))?;
+        }
+
+        if let Some(load) = load.as_ref().filter(|_| step == 0) {
+            step = trainer.restore(p, load)?.unwrap_or(0);
+        }
+        // A dry run reads no file.
+        if let Some(folder) = args.load.as_ref().filter(|_| step == 0 && !p.is_dry_run()) {
+            anyhow::bail!("{}: it has no checkpoint", folder.display());
+        }
+        Ok(())
+    }
+
+    /// Returns the limits and checkpoints of the training.
+    fn steps(&self) -> Run<'_> {
+        let args = self.args;
+        let end = if args.seconds.is_some() {
+            u64::MAX
+        } else {
+            args.steps as u64
+        };
+        let mut steps = Run::steps(end.min(args.stop_after.unwrap_or(end)));
+        if let Some(seconds) = args.seconds {
+            steps = steps.seconds(seconds);
+        }
+        if let Some(folder) = &args.save {
+            steps = steps.checkpoints(self.checkpoints(folder));
+        }
+        if let Some(every) = args.save_every {
+            steps = steps.save_every(every);
+        }
+        steps
     }
 
     /// Returns the schedules with which the training may go on.
@@ -417,6 +475,7 @@ impl<'a> Plan<'a> {
             memory,
             ..
         } = self.args;
+
         let mut elements = 0;
         for i in 0..self.schedule.stages() {
             let part = stage(self.part(i), |part, x, cx| part.forward(x, cx))?;
@@ -426,6 +485,7 @@ impl<'a> Plan<'a> {
                 .map(ShapedArray::elements)
                 .sum::<usize>();
         }
+
         Ok(Layouts {
             schedule: schedule.clone(),
             chunks: *chunks,
@@ -445,7 +505,7 @@ impl<'a> Plan<'a> {
         p: &mut Program,
         meshes: &[Mesh],
         params: Option<Params>,
-        last: impl Fn(&Part, Tensor, &mut Cx<'_>) -> candle::Result<Y> + Send + Sync + 'static,
+        last: impl Fn(&ModelPart, Tensor, &mut Cx<'_>) -> candle::Result<Y> + Send + Sync + 'static,
     ) -> Result<Model<Y::Arrays>> {
         let end = meshes.len() - 1;
         let mut given = params.into_iter().flatten();
@@ -460,6 +520,7 @@ impl<'a> Plan<'a> {
                 Some(front) => front.then(part, mesh, params)?,
             });
         }
+
         let part = stage(self.part(end), last)?.named(format!("part {end}"));
         let part = part.input_spec(spec![DATA_AXIS]).split_gradients();
         let params = self.params(p, &part, &meshes[end], given.next())?;
@@ -467,6 +528,7 @@ impl<'a> Plan<'a> {
             None => Pipeline::first(part, &meshes[end], params)?,
             Some(front) => front.then(part, &meshes[end], params)?,
         };
+
         for (i, mesh) in meshes.iter().enumerate() {
             pipeline.recompute(i, self.args.recompute);
             let params = pipeline.params(i).into_iter();
@@ -476,6 +538,7 @@ impl<'a> Plan<'a> {
             let Some([compute, stored]) = self.shardings(leaves, mesh)? else {
                 continue;
             };
+
             let storage = ParamSharding::new(compute.shardings().collect());
             if self.args.fsdp > 1 {
                 pipeline.store(i, storage.partial_over(&[DATA_AXIS])?)?;
@@ -492,22 +555,26 @@ impl<'a> Plan<'a> {
             Compute::Tf32 => Math::Tf32,
             Compute::F32 | Compute::Bf16 => Math::F32,
         };
-        let (end, mut front) = (meshes.len() - 1, None::<Model<MpmdArray>>);
+
+        let end = meshes.len() - 1;
+        let mut front = None::<Model<MpmdArray>>;
         let name = |i: usize| format!("part {i}");
-        let (sizes, blocks) = (self.args.sizes, |i| self.blocks(i));
+        let sizes = self.args.sizes;
+        let blocks = |i| self.blocks(i);
         for (i, mesh) in meshes[..end].iter().enumerate() {
             // Both kinds of stages have the same parameters.
             let part = stage(self.part(i), |part, x, cx| part.forward(x, cx))?;
             let params = part.init(p, mesh, self.args.seed)?;
-            let part = kernel_gpt::Front::new(name(i), sizes, blocks(i), i == 0, math);
+            let part = kernel_gpt::FrontStage::new(name(i), sizes, blocks(i), i == 0, math);
             front = Some(match front {
                 None => Pipeline::first(part, mesh, params)?,
                 Some(front) => front.then(part, mesh, params)?,
             });
         }
+
         let part = stage(self.part(end), loss)?;
         let params = part.init(p, &meshes[end], self.args.seed)?;
-        let part = kernel_gpt::Last::new(name(end), sizes, blocks(end), end == 0, math);
+        let part = kernel_gpt::LastStage::new(name(end), sizes, blocks(end), end == 0, math);
         Ok(match front {
             None => Pipeline::first(part, &meshes[end], params)?,
             Some(front) => front.then(part, &meshes[end], params)?,
@@ -521,11 +588,15 @@ impl<'a> Plan<'a> {
     }
 
     /// Returns the constructor of a stage's part of the model.
-    fn part(&self, stage: usize) -> impl Fn(VarBuilder<'static>) -> candle::Result<Part> + use<> {
-        let (sizes, stages) = (self.args.sizes, self.schedule.stages());
+    fn part(
+        &self,
+        stage: usize,
+    ) -> impl Fn(VarBuilder<'static>) -> candle::Result<ModelPart> + use<> {
+        let sizes = self.args.sizes;
+        let stages = self.schedule.stages();
         let blocks = self.blocks(stage);
         move |vb| {
-            Part::new(
+            ModelPart::new(
                 &vb,
                 sizes,
                 blocks.clone(),
@@ -538,7 +609,7 @@ impl<'a> Plan<'a> {
     fn params<Y: Tensors>(
         &self,
         p: &mut Program,
-        part: &CandleStage<Part, Tensor, Y>,
+        part: &CandleStage<ModelPart, Tensor, Y>,
         mesh: &Mesh,
         given: Option<BTreeMap<String, MpmdArray>>,
     ) -> Result<BTreeMap<String, MpmdArray>> {
@@ -557,11 +628,11 @@ impl<'a> Plan<'a> {
         &self,
         leaves: Vec<(String, ShapedArray)>,
         mesh: &Mesh,
-    ) -> Result<Option<[Inferred; 2]>> {
+    ) -> Result<Option<[InferredShardings; 2]>> {
         if leaves.is_empty() {
             return Ok(None);
         }
-        let inferred = |rules: &[Rule]| {
+        let inferred = |rules: &[RuleText]| {
             let wrong = |why: &dyn std::fmt::Display| {
                 Error::kernel(format!("the sharding of parameters: {why}"))
             };
@@ -576,6 +647,7 @@ impl<'a> Plan<'a> {
                 ))),
             }
         };
+
         let compute = COMPUTE.map(|(pattern, tactic)| (pattern.to_owned(), tactic.to_owned()));
         // In addition, each device of the axis `data` stores a part of the largest dimension.
         let divided = compute
@@ -584,6 +656,7 @@ impl<'a> Plan<'a> {
                 "replicate" => (pattern, r#"fsdp("data", 0)"#.to_owned()),
                 _ => (pattern, format!(r#"{tactic}|fsdp("data", 0)"#)),
             });
+
         let stored = match &self.strategy {
             Some(strategy) => strategy,
             None if self.args.fsdp > 1 => &divided[..],
@@ -595,9 +668,11 @@ impl<'a> Plan<'a> {
     /// Returns a text that lists, for each stage, the stored and the computed shardings of its
     /// parameters.
     fn sharding_tables(&self) -> anyhow::Result<String> {
-        let (axes, mut text) = ([self.args.fsdp, self.args.tensor_parallel], String::new());
+        let axes = [self.args.fsdp, self.args.tensor_parallel];
+        let mut text = String::new();
         let devices = (0..(axes[0] * axes[1]) as u32).map(DeviceId).collect();
         let mesh = Mesh::new(&[(DATA_AXIS, axes[0]), (MODEL_AXIS, axes[1])], devices)?;
+
         for i in 0..self.schedule.stages() {
             let part = stage(self.part(i), |part, x, cx| part.forward(x, cx))?;
             match self.shardings(part.shapes().into_iter().collect(), &mesh)? {
@@ -613,7 +688,7 @@ impl<'a> Plan<'a> {
 }
 
 /// Reads sharding rules, ordered pairs of pattern and tactic, from a JSON file.
-fn read_strategy(path: &Path) -> anyhow::Result<Vec<Rule>> {
+fn read_strategy(path: &Path) -> anyhow::Result<Vec<RuleText>> {
     let text =
         std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
     let rules = serde_json::from_str(&text);
@@ -642,6 +717,7 @@ fn sample(
     if bytes.is_empty() {
         bytes.push(SEPARATOR);
     }
+
     let start = bytes.len();
     for number in 0..args.sample as u64 {
         let context = bytes[bytes.len().saturating_sub(time)..].to_vec();
@@ -654,6 +730,7 @@ fn sample(
             }
             Ok(())
         })?;
+
         let logits = model.forward(p, Microbatch::new(x))?;
         let logits = p.device_put(&logits, &first)?;
         let byte = p.broadcast_value(ProcessId(0), Some(0), || {
@@ -663,6 +740,7 @@ fn sample(
             let byte = next_byte(row, args.temperature, args.seed, number);
             Ok((!stop.is_set()).then_some(byte))
         })?;
+
         let Some(byte) = byte else { break };
         bytes.push(byte);
     }

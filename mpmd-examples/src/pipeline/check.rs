@@ -5,7 +5,7 @@ use std::fmt;
 use mpmd::prelude::*;
 use mpmd::sharding::Sharding;
 
-use super::{DEVICES, Job, Number, STAGES, Settings, Start};
+use super::{DEVICES, InitialValues, JobSettings, Number, STAGES, TrainingJob};
 
 /// Microbatches of a step, rows of the batch, and width of the weights.
 const SIZE: usize = 4;
@@ -31,13 +31,13 @@ const TOLERANCE: f64 = 1e-5;
 
 /// The expected figures of a run, and the figures found.
 #[derive(Clone, Debug)]
-pub struct Report {
-    rows: Vec<Row>,
+pub struct CheckReport {
+    rows: Vec<CheckedQuantity>,
 }
 
 /// The expected figures of one kind in one run, such as the losses of a step, and those found.
 #[derive(Clone, Debug)]
-struct Row {
+struct CheckedQuantity {
     run: String,
     quantity: String,
     expected: Vec<f64>,
@@ -57,39 +57,46 @@ struct Row {
 ///
 /// # Errors
 ///
-/// If the job fails. Wrong figures are not an error: see [`Report::first_off`].
-pub fn check(p: &mut Program, learning_rate: f64) -> Result<Report> {
+/// If the job fails. Wrong figures are not an error: see [`CheckReport::first_off`].
+pub fn check(p: &mut Program, learning_rate: f64) -> Result<CheckReport> {
     let mut rows = Vec::new();
     for slice in [false, true] {
         rows.extend(run::<f32>(p, learning_rate, slice)?);
         rows.extend(run::<f64>(p, learning_rate, slice)?);
     }
-    Ok(Report { rows })
+    Ok(CheckReport { rows })
 }
 
-fn run<T: Number>(p: &mut Program, learning_rate: f64, slice: bool) -> Result<Vec<Row>> {
-    let settings = Settings {
+fn run<T: Number>(
+    p: &mut Program,
+    learning_rate: f64,
+    slice: bool,
+) -> Result<Vec<CheckedQuantity>> {
+    let settings = JobSettings {
         width: SIZE,
         batch: SIZE,
         microbatches: SIZE,
         slice,
         learning_rate,
-        start: Start::Check,
+        start: InitialValues::Check,
     };
+
     let microbatch = if slice { "one row" } else { "the whole batch" };
     let run = format!("{}, each microbatch {microbatch}", T::DTYPE);
-    let row = |quantity: String, expected: &[f64], found: Vec<f64>| Row {
+    let row = |quantity: String, expected: &[f64], found: Vec<f64>| CheckedQuantity {
         run: run.clone(),
         quantity,
         expected: expected.to_vec(),
         found,
     };
-    let mut job = Job::new::<T>(p, &settings)?;
+
+    let mut job = TrainingJob::new::<T>(p, &settings)?;
     // All steps are issued before the first value is read: no step waits for a loss.
     let steps = figures::LOSSES
         .iter()
         .map(|_| Ok(job.step(p)?.0))
         .collect::<Result<Vec<_>>>()?;
+
     let all = p.mesh(&[("all", DEVICES)])?.replicated();
     let last = steps.len() - 1;
     let mut rows = Vec::new();
@@ -111,12 +118,11 @@ fn run<T: Number>(p: &mut Program, learning_rate: f64, slice: bool) -> Result<Ve
             }
         });
     }
+
     let wa = values::<T>(p, &job.pipeline.params(0)[0].1, &all)?;
     let wb = values::<T>(p, &job.pipeline.params(STAGES - 1)[1].1, &all)?;
-    let (wa, wb) = (
-        wa.into_iter().take(SIZE).collect(),
-        wb.into_iter().skip(3 * SIZE).collect(),
-    );
+    let wa = wa.into_iter().take(SIZE).collect();
+    let wb = wb.into_iter().skip(3 * SIZE).collect();
     rows.push(row("WA of stage 0, row 0".to_owned(), &figures::WA0, wa));
     rows.push(row("WB of stage 3, row 3".to_owned(), &figures::WB3, wb));
     Ok(rows)
@@ -135,7 +141,7 @@ fn values<T: Number>(p: &mut Program, array: &MpmdArray, all: &Sharding) -> Resu
         .collect())
 }
 
-impl Row {
+impl CheckedQuantity {
     /// Returns the index of the first figure that is wrong or missing.
     fn first_off(&self) -> Option<usize> {
         let near = |(at, expected): (usize, &f64)| {
@@ -150,16 +156,17 @@ impl Row {
     }
 }
 
-impl Report {
+impl CheckReport {
     /// Describes the first figure that is wrong or missing. `None` if all figures are right.
     pub fn first_off(&self) -> Option<String> {
-        let off = |row: &Row| {
+        let off = |row: &CheckedQuantity| {
             let at = row.first_off()?;
             let found = row
                 .found
                 .get(at)
                 .map_or("no figure".to_owned(), |found| format!("{found:.6}"));
-            let Row {
+
+            let CheckedQuantity {
                 run,
                 quantity,
                 expected,
@@ -174,7 +181,7 @@ impl Report {
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for CheckReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut run = "";
         for row in &self.rows {
@@ -186,6 +193,7 @@ impl fmt::Display for Report {
             row.found
                 .iter()
                 .try_for_each(|found| write!(f, " {found:>10.6}"))?;
+
             let blank = 11 * SIZE.saturating_sub(row.found.len());
             let off = row.first_off().is_some();
             write!(
@@ -212,13 +220,13 @@ mod tests {
     #[test]
     fn first_off_names_the_first_wrong_figure() {
         let report = |found: &[f64]| {
-            let row = |found: &[f64], expected: usize| Row {
+            let row = |found: &[f64], expected: usize| CheckedQuantity {
                 run: "f64".to_owned(),
                 quantity: "losses".to_owned(),
                 expected: vec![1.0; expected],
                 found: found.to_vec(),
             };
-            Report {
+            CheckReport {
                 rows: vec![row(&[1.0], 1), row(found, found.len().max(1))],
             }
         };

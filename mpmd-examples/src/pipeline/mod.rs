@@ -9,7 +9,7 @@ mod stages;
 
 use std::marker::PhantomData;
 
-pub use check::{Report, check};
+pub use check::{CheckReport, check};
 use mpmd::aval::ShapedArray;
 use mpmd::pipeline::{Loss, Microbatch, Pipeline, Schedule};
 use mpmd::prelude::*;
@@ -18,7 +18,7 @@ use mpmd::sharding::Sharding;
 use mpmd::train::Sgd;
 use mpmd_train::optimizer::Optimizer;
 pub use stages::Number;
-use stages::{Layer, Products, SquareError};
+use stages::{Products, SquareError, StageWeights};
 
 /// Number of stages of the pipeline.
 const STAGES: usize = 4;
@@ -29,7 +29,7 @@ pub const LEARNING_RATE: f64 = 0.04;
 
 /// The sizes, the learning rate and the initial values of a job.
 #[derive(Clone, Debug)]
-pub struct Settings {
+pub struct JobSettings {
     /// Columns of the activations, and rows and columns of the weights.
     pub width: usize,
     /// Rows of the whole batch.
@@ -41,12 +41,12 @@ pub struct Settings {
     /// Learning rate of gradient descent.
     pub learning_rate: f64,
     /// Initial weights and batch.
-    pub start: Start,
+    pub start: InitialValues,
 }
 
 /// Initial weights and batch. Labels are seven times the inputs.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Start {
+pub enum InitialValues {
     /// The values for which [`check`] knows the results.
     Check,
     /// Random values, for any width. Activations keep their size through the stages, so that the
@@ -54,7 +54,7 @@ pub enum Start {
     Random,
 }
 
-impl Start {
+impl InitialValues {
     /// Returns element `[row, column]` of `WA` (`matrix` 0) or `WB` (`matrix` 1) of a stage: close
     /// to the identity.
     fn weight(self, [stage, matrix, row, column]: [usize; 4], width: usize) -> f64 {
@@ -82,24 +82,31 @@ impl Start {
 }
 
 /// A training job: the pipeline, its optimiser and its batch.
-pub struct Job {
+pub struct TrainingJob {
     pipeline: Pipeline<MpmdArray, Loss<MpmdArray>>,
     optimizer: Optimizer,
     schedule: Schedule,
-    /// (input on the first stage, labels on the last stage) of each microbatch.
-    microbatches: Vec<(MpmdArray, MpmdArray)>,
+    microbatches: Vec<LabelledInput>,
     learning_rate: f64,
 }
 
-impl Job {
+/// A microbatch.
+struct LabelledInput {
+    /// On the first stage.
+    x: MpmdArray,
+    /// On the last stage.
+    labels: MpmdArray,
+}
+
+impl TrainingJob {
     /// Issues the making of weights and batch, each on the devices that own them.
     ///
     /// # Errors
     ///
     /// If the job has not [`DEVICES`] devices, the width is odd, or `slice` is asked for and the
     /// microbatches do not divide the batch.
-    pub fn new<T: Number>(p: &mut Program, settings: &Settings) -> Result<Self> {
-        let Settings {
+    pub fn new<T: Number>(p: &mut Program, settings: &JobSettings) -> Result<Self> {
+        let JobSettings {
             width,
             batch,
             microbatches,
@@ -110,6 +117,7 @@ impl Job {
         let meshes = p
             .mesh(&[("stage", STAGES), ("model", DEVICES / STAGES)])?
             .split("stage")?;
+
         let mut layer = |stage: usize| {
             // Each device has columns of `WA` and the same rows of `WB`.
             let specs = [spec![None, "model"], spec!["model", None]];
@@ -118,11 +126,12 @@ impl Job {
                 let element = move |i, j| start.weight([stage, matrix, i, j], width);
                 filled::<T>(p, [width, width], &sharding, element)
             };
-            Ok::<_, Error>(Layer {
+            Ok::<_, Error>(StageWeights {
                 wa: weights(0)?,
                 wb: weights(1)?,
             })
         };
+
         let last = STAGES - 1;
         let mut pipeline = Pipeline::first(Products::<T>(PhantomData), &meshes[0], layer(0)?)?;
         for (stage, mesh) in meshes.iter().enumerate().take(last).skip(1) {
@@ -140,7 +149,13 @@ impl Job {
                 false => Ok(vec![whole; microbatches]),
             }
         };
-        let microbatches = data(0, 1.0)?.into_iter().zip(data(last, 7.0)?).collect();
+        let inputs = data(0, 1.0)?;
+        let labels = data(last, 7.0)?;
+        let microbatches = inputs
+            .into_iter()
+            .zip(labels)
+            .map(|(x, labels)| LabelledInput { x, labels })
+            .collect();
         Ok(Self {
             pipeline,
             optimizer,
@@ -158,10 +173,10 @@ impl Job {
     ///
     /// If the job is known to have failed.
     pub fn step(&mut self, p: &mut Program) -> Result<(Vec<MpmdArray>, MpmdArray)> {
-        let microbatches = self
-            .microbatches
-            .iter()
-            .map(|(x, labels)| Microbatch::new(x.clone()).side(STAGES - 1, labels.clone()));
+        let microbatches = self.microbatches.iter().map(|LabelledInput { x, labels }| {
+            Microbatch::new(x.clone()).side(STAGES - 1, labels.clone())
+        });
+
         let mut output = self
             .pipeline
             .train_step(p, &self.schedule, microbatches.collect())?;
@@ -169,6 +184,7 @@ impl Job {
             .into_iter()
             .map(|loss| loss.sum);
         let losses = losses.collect();
+
         let figures = self
             .optimizer
             .step(p, &mut self.pipeline, output, self.learning_rate)?;
@@ -203,16 +219,16 @@ mod tests {
 
     #[test]
     fn loss_with_random_weights_is_finite_and_falls() {
-        let settings = Settings {
+        let settings = JobSettings {
             width: 64,
             batch: 16,
             microbatches: 4,
             slice: true,
             learning_rate: LEARNING_RATE,
-            start: Start::Random,
+            start: InitialValues::Random,
         };
         let job = |p: &mut Program| {
-            let mut job = Job::new::<f32>(p, &settings)?;
+            let mut job = TrainingJob::new::<f32>(p, &settings)?;
             let mut means = Vec::new();
             for _ in 0..8 {
                 let (_, figures) = job.step(p)?;

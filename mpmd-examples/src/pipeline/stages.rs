@@ -20,7 +20,7 @@ impl Number for f64 {}
 
 /// The weights of a stage, or one value for each of them.
 #[derive(Clone, Debug, Tree)]
-pub(super) struct Layer<L> {
+pub(super) struct StageWeights<L> {
     /// Weights of the first product: `[width, width]`, columns sharded over `"model"`.
     pub(super) wa: L,
     /// Weights of the second product: `[width, width]`, rows sharded over `"model"`.
@@ -36,13 +36,13 @@ pub(super) struct SquareError<T>(pub(super) PhantomData<fn() -> T>);
 type Shape = ShapedArray;
 
 impl<T: Number> Stage for Products<T> {
-    type Params = Layer<MpmdArray>;
+    type Params = StageWeights<MpmdArray>;
     type In = MpmdArray;
     type Out = MpmdArray;
 
     fn infer(
         &self,
-        layer: &Layer<Shape>,
+        layer: &StageWeights<Shape>,
         x: &Shape,
         _: &SideShapes,
     ) -> Result<StageSignature<Shape>> {
@@ -56,38 +56,45 @@ impl<T: Number> Stage for Products<T> {
     fn forward(
         &self,
         cx: &mut StageContext<'_, '_>,
-        layer: Layer<View<'_>>,
+        layer: StageWeights<View<'_>>,
         x: View<'_>,
         mut y: ViewMut<'_>,
     ) -> Result<()> {
         let y = y.as_mut_slice::<T>()?;
-        Sizes::of(&layer, &x).forward(cx, &layer, &x, y).map(drop)
+        MatrixSizes::of(&layer, &x)
+            .forward(cx, &layer, &x, y)
+            .map(drop)
     }
 
     fn backward(
         &self,
         cx: &mut StageContext<'_, '_>,
-        layer: Layer<View<'_>>,
+        layer: StageWeights<View<'_>>,
         dy: View<'_>,
         dx: Option<ViewMut<'_>>,
-        gradient: Layer<ViewMut<'_>>,
+        gradient: StageWeights<ViewMut<'_>>,
     ) -> Result<()> {
         // Of the forward pass only `x` is kept. Its first product is computed again.
         let x: View<'_> = cx.input()?;
-        let sizes = Sizes::of(&layer, &x);
+        let sizes = MatrixSizes::of(&layer, &x);
         let h = sizes.first_product(&layer, &x)?;
-        sizes.backward::<T>(cx, &layer, (&x, &h, dy.as_slice()?), dx, gradient)
+        let values = PassValues {
+            x: &x,
+            h: &h,
+            dy: dy.as_slice()?,
+        };
+        sizes.backward::<T>(cx, &layer, values, dx, gradient)
     }
 }
 
 impl<T: Number> Stage for SquareError<T> {
-    type Params = Layer<MpmdArray>;
+    type Params = StageWeights<MpmdArray>;
     type In = MpmdArray;
     type Out = Loss<MpmdArray>;
 
     fn infer(
         &self,
-        layer: &Layer<Shape>,
+        layer: &StageWeights<Shape>,
         x: &Shape,
         side: &SideShapes,
     ) -> Result<StageSignature<Loss<Shape>>> {
@@ -110,11 +117,11 @@ impl<T: Number> Stage for SquareError<T> {
     fn forward(
         &self,
         cx: &mut StageContext<'_, '_>,
-        layer: Layer<View<'_>>,
+        layer: StageWeights<View<'_>>,
         x: View<'_>,
         mut loss: Loss<ViewMut<'_>>,
     ) -> Result<()> {
-        let (_, errors) = errors::<T>(cx, &layer, &x)?;
+        let OutputErrors { errors, .. } = output_errors::<T>(cx, &layer, &x)?;
         let sum = errors
             .iter()
             .fold(T::ZERO, |sum, error| sum + *error * *error);
@@ -126,39 +133,61 @@ impl<T: Number> Stage for SquareError<T> {
     fn backward(
         &self,
         cx: &mut StageContext<'_, '_>,
-        layer: Layer<View<'_>>,
+        layer: StageWeights<View<'_>>,
         loss: Loss<View<'_>>,
         dx: Option<ViewMut<'_>>,
-        gradient: Layer<ViewMut<'_>>,
+        gradient: StageWeights<ViewMut<'_>>,
     ) -> Result<()> {
         let x: View<'_> = cx.input()?;
-        let (h, mut dy) = errors::<T>(cx, &layer, &x)?;
+        let OutputErrors { h, errors: mut dy } = output_errors::<T>(cx, &layer, &x)?;
         let scale = loss.sum.scalar::<T>()? * T::from_double(2.0 / dy.len() as f64);
         dy.iter_mut().for_each(|dy| *dy = scale * *dy);
-        Sizes::of(&layer, &x).backward(cx, &layer, (&x, &h, &dy), dx, gradient)
+        let values = PassValues {
+            x: &x,
+            h: &h,
+            dy: &dy,
+        };
+        MatrixSizes::of(&layer, &x).backward(cx, &layer, values, dx, gradient)
     }
 }
 
-/// Computes this device's part of `x WA`, and the differences between the complete output of the
-/// stage and the labels.
-fn errors<T: Number>(
+/// The results of the last stage's forward pass.
+struct OutputErrors<T> {
+    /// This device's part of `x WA`.
+    h: Vec<T>,
+    /// The differences between the complete output of the stage and the labels.
+    errors: Vec<T>,
+}
+
+/// The values that a backward pass needs.
+struct PassValues<'v, 'x, T> {
+    /// The stage's input.
+    x: &'v View<'x>,
+    /// This device's part of `x WA`.
+    h: &'v [T],
+    /// The gradient of the stage's output.
+    dy: &'v [T],
+}
+
+/// Computes the output of the last stage, and compares it with the labels.
+fn output_errors<T: Number>(
     cx: &mut StageContext<'_, '_>,
-    layer: &Layer<View<'_>>,
+    layer: &StageWeights<View<'_>>,
     x: &View<'_>,
-) -> Result<(Vec<T>, Vec<T>)> {
+) -> Result<OutputErrors<T>> {
     let labels: View<'_> = cx.side()?;
     let labels = labels.as_slice::<T>()?;
     let mut y = vec![T::ZERO; labels.len()];
-    let h = Sizes::of(layer, x).forward(cx, layer, x, &mut y)?;
+    let h = MatrixSizes::of(layer, x).forward(cx, layer, x, &mut y)?;
     y.iter_mut()
         .zip(labels)
         .for_each(|(y, label)| *y = *y - *label);
-    Ok((h, y))
+    Ok(OutputErrors { h, errors: y })
 }
 
 /// The sizes of the matrices of a stage on one device.
 #[derive(Clone, Copy)]
-struct Sizes {
+struct MatrixSizes {
     /// Rows of the microbatch.
     rows: usize,
     /// Columns of the stage's input and output.
@@ -167,8 +196,8 @@ struct Sizes {
     hidden: usize,
 }
 
-impl Sizes {
-    fn of(layer: &Layer<View<'_>>, x: &View<'_>) -> Self {
+impl MatrixSizes {
+    fn of(layer: &StageWeights<View<'_>>, x: &View<'_>) -> Self {
         Self {
             rows: x.shape()[0],
             width: x.shape()[1],
@@ -177,12 +206,17 @@ impl Sizes {
     }
 
     /// Computes this device's part of `x WA`.
-    fn first_product<T: Number>(self, layer: &Layer<View<'_>>, x: &View<'_>) -> Result<Vec<T>> {
+    fn first_product<T: Number>(
+        self,
+        layer: &StageWeights<View<'_>>,
+        x: &View<'_>,
+    ) -> Result<Vec<T>> {
         let Self {
             rows,
             width,
             hidden,
         } = self;
+
         let mut h = vec![T::ZERO; rows * hidden];
         matmul(
             &mut h,
@@ -200,7 +234,7 @@ impl Sizes {
     fn forward<T: Number>(
         self,
         cx: &mut StageContext<'_, '_>,
-        layer: &Layer<View<'_>>,
+        layer: &StageWeights<View<'_>>,
         x: &View<'_>,
         y: &mut [T],
     ) -> Result<Vec<T>> {
@@ -216,20 +250,22 @@ impl Sizes {
     }
 
     /// Computes the complete gradient `dx` of the stage's input. Adds to the gradients of this
-    /// device's weights. `h` is its part of `x WA`.
+    /// device's weights.
     fn backward<T: Number>(
         self,
         cx: &mut StageContext<'_, '_>,
-        layer: &Layer<View<'_>>,
-        (x, h, dy): (&View<'_>, &[T], &[T]),
+        layer: &StageWeights<View<'_>>,
+        values: PassValues<'_, '_, T>,
         dx: Option<ViewMut<'_>>,
-        mut gradient: Layer<ViewMut<'_>>,
+        mut gradient: StageWeights<ViewMut<'_>>,
     ) -> Result<()> {
         let Self {
             rows,
             width,
             hidden,
         } = self;
+        let PassValues { x, h, dy } = values;
+
         let mut dh = vec![T::ZERO; rows * hidden];
         matmul_nt(
             &mut dh,
@@ -240,6 +276,7 @@ impl Sizes {
             hidden,
             false,
         );
+
         let mut sum = vec![T::ZERO; rows * width];
         matmul_nt(
             &mut sum,
@@ -250,6 +287,7 @@ impl Sizes {
             width,
             false,
         );
+
         matmul_tn(
             gradient.wa.as_mut_slice()?,
             x.as_slice()?,
@@ -268,6 +306,7 @@ impl Sizes {
             width,
             true,
         );
+
         // The first stage declares the sum too, though nothing reads it.
         cx.all_reduce("model", &mut sum)?;
         if let Some(mut dx) = dx {
@@ -277,8 +316,8 @@ impl Sizes {
     }
 }
 
-fn check(layer: &Layer<Shape>, x: &Shape) -> Result<()> {
-    let Layer { wa, wb } = layer;
+fn check(layer: &StageWeights<Shape>, x: &Shape) -> Result<()> {
+    let StageWeights { wa, wb } = layer;
     let fits = matches!(
         (wa.shape(), wb.shape(), x.shape()),
         ([width, hidden], [rows, columns], [_, x])

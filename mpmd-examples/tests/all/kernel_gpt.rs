@@ -10,10 +10,10 @@ use mpmd::random::{Key, uniform_f64};
 use mpmd::topology::{DeviceKind, Mesh};
 use mpmd::train::AdamW;
 use mpmd::train::optimizer::{Optimizer, OptimizerSettings};
-use mpmd_examples::kernel_gpt::{Front, Last};
-use mpmd_examples::transformer::{MODEL_AXIS, Part, Sizes};
+use mpmd_examples::kernel_gpt::{FrontStage, LastStage};
+use mpmd_examples::transformer::{MODEL_AXIS, ModelPart, ModelSizes};
 
-const SIZES: Sizes = Sizes {
+const SIZES: ModelSizes = ModelSizes {
     layers: 3,
     width: 24,
     heads: 3,
@@ -32,7 +32,7 @@ fn model(
     meshes: &[Mesh],
 ) -> Result<Model> {
     let part = |blocks: std::ops::Range<usize>, ends: [bool; 2]| {
-        move |vb: VarBuilder<'static>| Part::new(&vb, SIZES, blocks.clone(), ends)
+        move |vb: VarBuilder<'static>| ModelPart::new(&vb, SIZES, blocks.clone(), ends)
     };
     let front = stage(
         part(0..1, [true, false]),
@@ -50,8 +50,8 @@ fn model(
     let [of_front, of_last] = params;
     let mut model = match kind {
         DeviceKind::Cuda => {
-            let kernels = Front::new("front".to_owned(), SIZES, 0..1, true, Math::F32);
-            let last = Last::new("last".to_owned(), SIZES, 1..3, false, Math::F32);
+            let kernels = FrontStage::new("front".to_owned(), SIZES, 0..1, true, Math::F32);
+            let last = LastStage::new("last".to_owned(), SIZES, 1..3, false, Math::F32);
             Pipeline::first(kernels, &meshes[0], of_front)?.then(last, &meshes[1], of_last)?
         }
         _ => Pipeline::first(front, &meshes[0], of_front)?.then(last, &meshes[1], of_last)?,

@@ -29,11 +29,13 @@ pub fn driver() -> Option<Driver> {
     if library.is_null() {
         return None;
     }
+
     let symbol = |name: &CStr| {
         // SAFETY: the library is open, and the name a text.
         let found = unsafe { libc::dlsym(library, name.as_ptr()) };
         (!found.is_null()).then_some(found)
     };
+
     // SAFETY: functions of these names are this crate's own, and have these types.
     unsafe {
         Some(Driver {

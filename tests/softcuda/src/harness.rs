@@ -37,6 +37,7 @@ pub fn library() -> io::Result<PathBuf> {
     let program = std::env::current_exe()?;
     let folder = program.parent().unwrap_or(Path::new("/"));
     let above = folder.parent().unwrap_or(folder);
+
     // A test lies in `deps`, a program in the folder above. The library in `deps` is the one built
     // last.
     [
@@ -90,6 +91,7 @@ pub fn install(folder: &Path) -> io::Result<PathBuf> {
          for machines with GPUs have it"
     );
     let library = library()?;
+
     for name in NAMES {
         let link = folder.join(name);
         match std::fs::remove_file(&link) {
@@ -143,6 +145,7 @@ pub fn run_again(function: &'static str, settings: &[(&str, &str)]) -> bool {
         }
         return told.is_some();
     }
+
     register(function);
     let folder = tempfile::tempdir().expect("a temporary folder");
     let installed = install(folder.path()).unwrap_or_else(|error| panic!("{error}"));
@@ -170,11 +173,13 @@ pub fn run_anew(function: &str, prepare: impl FnOnce(&mut Command)) -> Option<St
     if std::env::var_os(MARK).is_some() {
         return None;
     }
+
     // The name is `crate::module::test::here`, as the macro defines a function inside the test.
     let name = function
         .split_once("::")
         .and_then(|(_, rest)| rest.rsplit_once("::"))
         .map_or(function, |it| it.0);
+
     let folder = tempfile::tempdir().expect("a temporary folder");
     let output = folder.path().join("output");
     let file = std::fs::File::create(&output).expect("a file for the output");
@@ -186,6 +191,7 @@ pub fn run_anew(function: &str, prepare: impl FnOnce(&mut Command)) -> Option<St
         "--include-ignored",
         "--test-threads=1",
     ]);
+
     prepare(&mut command);
     command.env(MARK, "1");
     let errors = file.try_clone().expect("the file once more");
@@ -195,6 +201,7 @@ pub fn run_anew(function: &str, prepare: impl FnOnce(&mut Command)) -> Option<St
         .stderr(errors)
         .spawn()
         .expect("this program again");
+
     let start = Instant::now();
     let status = loop {
         match child.try_wait().expect("the state of a child") {
@@ -207,6 +214,7 @@ pub fn run_anew(function: &str, prepare: impl FnOnce(&mut Command)) -> Option<St
             None => std::thread::sleep(Duration::from_millis(5)),
         }
     };
+
     let output = String::from_utf8_lossy(&std::fs::read(&output).unwrap_or_default()).into_owned();
     let ended = status.map_or("did not end in time".to_owned(), |status| {
         status.to_string()

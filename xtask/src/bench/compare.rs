@@ -14,13 +14,13 @@ pub(super) fn order(pair: usize) -> [bool; 2] {
 
 /// A median and the values at a tenth and at nine tenths of the sorted values.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Spread {
+pub(super) struct RatioSpread {
     pub(super) median: f64,
     pub(super) p10: f64,
     pub(super) p90: f64,
 }
 
-impl Spread {
+impl RatioSpread {
     /// Returns the spread of these values without interpolation; `None` if there are none.
     pub(super) fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
         let mut sorted: Vec<f64> = values.into_iter().collect();
@@ -37,13 +37,13 @@ impl Spread {
     }
 
     /// Returns the direction that the whole spread of a ratio shows.
-    pub(super) fn mark(self) -> Mark {
+    pub(super) fn mark(self) -> RatioMark {
         if self.p90 < 1.0 {
-            Mark::Faster
+            RatioMark::Faster
         } else if self.p10 > 1.0 {
-            Mark::Slower
+            RatioMark::Slower
         } else {
-            Mark::Neither
+            RatioMark::Neither
         }
     }
 
@@ -55,14 +55,14 @@ impl Spread {
 
 /// The direction of a difference.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Mark {
+pub(super) enum RatioMark {
     Faster,
     Slower,
     /// The spread has values on both sides of 1.
     Neither,
 }
 
-impl Mark {
+impl RatioMark {
     pub(super) fn word(self) -> &'static str {
         match self {
             Self::Faster => "faster",
@@ -115,24 +115,27 @@ mod tests {
 
     #[test]
     fn spread_of_seven_leaves_out_both_extremes() {
-        let spread = Spread::of([1.3, 0.5, 1.2, 1.1, 9.0, 1.25, 1.4]).unwrap();
+        let spread = RatioSpread::of([1.3, 0.5, 1.2, 1.1, 9.0, 1.25, 1.4]).unwrap();
         assert_eq!(
             spread,
-            Spread {
+            RatioSpread {
                 median: 1.25,
                 p10: 1.1,
                 p90: 1.4
             }
         );
-        assert_eq!(Spread::of([]), None);
-        assert_eq!((spread.mark(), spread.is_above(1.09)), (Mark::Slower, true));
+        assert_eq!(RatioSpread::of([]), None);
+        assert_eq!(
+            (spread.mark(), spread.is_above(1.09)),
+            (RatioMark::Slower, true)
+        );
         assert!(!spread.is_above(1.1));
     }
 
     #[test]
     fn mark_needs_the_whole_spread_on_one_side() {
         let mark = |p10, p90| {
-            Spread {
+            RatioSpread {
                 median: 0.9,
                 p10,
                 p90,
@@ -141,11 +144,11 @@ mod tests {
         };
         assert_eq!(
             [mark(0.8, 0.99), mark(0.8, 1.0)],
-            [Mark::Faster, Mark::Neither]
+            [RatioMark::Faster, RatioMark::Neither]
         );
         assert_eq!(
             [mark(1.01, 1.2), mark(1.0, 1.2)],
-            [Mark::Slower, Mark::Neither]
+            [RatioMark::Slower, RatioMark::Neither]
         );
     }
 }

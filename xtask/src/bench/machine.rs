@@ -41,11 +41,13 @@ impl Machine {
             kernel,
             load,
         } = self;
+
         let cores = if *cores == 1 {
             "1 core".to_owned()
         } else {
             format!("{cores} cores")
         };
+
         format!("{cpu}, {cores}, {memory_gib} GiB, Linux {kernel}, load {load} before")
     }
 

@@ -5,10 +5,10 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use super::compare::{Spread, order, ratios};
+use super::compare::{RatioSpread, order, ratios};
 use super::programs::Programs;
-use super::set::{Figure, Measurement};
-use crate::captured::quiet;
+use super::set::{FigureSpec, Measurement};
+use crate::program_output::quiet;
 
 /// Time limit for one run of a program.
 const RUN: Duration = Duration::from_secs(120);
@@ -23,7 +23,7 @@ pub(super) struct Sides<'a> {
 }
 
 /// The surroundings of a run.
-pub(super) struct Place<'a> {
+pub(super) struct MeasurePlace<'a> {
     /// The folder in which programs run.
     pub(super) root: &'a Path,
     /// The folder for the programs' temporary files.
@@ -32,9 +32,9 @@ pub(super) struct Place<'a> {
 }
 
 /// The values of a figure. Both sides have one place for each pair.
-pub(super) struct Row {
+pub(super) struct MeasuredFigure {
     pub(super) measurement: &'static Measurement,
-    pub(super) figure: &'static Figure,
+    pub(super) figure: &'static FigureSpec,
     pub(super) tree: Vec<Option<f64>>,
     /// The values of the other commit. Empty without one.
     pub(super) against: Vec<Option<f64>>,
@@ -44,11 +44,11 @@ pub(super) struct Row {
     pub(super) failed: bool,
 }
 
-impl Row {
+impl MeasuredFigure {
     /// Returns the ratios of the pairs and their spread; see [`ratios`].
-    pub(super) fn ratios(&self) -> (Vec<f64>, Option<Spread>) {
+    pub(super) fn ratios(&self) -> (Vec<f64>, Option<RatioSpread>) {
         let all = ratios(&self.tree, &self.against, self.figure.better);
-        let spread = Spread::of(all.iter().copied());
+        let spread = RatioSpread::of(all.iter().copied());
         (all, spread)
     }
 }
@@ -70,12 +70,12 @@ pub(super) fn measure(
     measurement: &'static Measurement,
     sides: &Sides<'_>,
     pairs: usize,
-    place: &Place<'_>,
-) -> Vec<Row> {
-    let mut rows: Vec<Row> = measurement
+    place: &MeasurePlace<'_>,
+) -> Vec<MeasuredFigure> {
+    let mut rows: Vec<MeasuredFigure> = measurement
         .figures
         .iter()
-        .map(|figure| Row {
+        .map(|figure| MeasuredFigure {
             measurement,
             figure,
             tree: Vec::new(),
@@ -84,6 +84,7 @@ pub(super) fn measure(
             failed: false,
         })
         .collect();
+
     let mut over = [false; 2];
     for pair in 0..pairs {
         for other in order(pair) {
@@ -95,6 +96,7 @@ pub(super) fn measure(
             let Some(programs) = side.filter(|_| !over[usize::from(other)]) else {
                 continue;
             };
+
             if place.stop.load(Ordering::Relaxed) {
                 return rows;
             }
@@ -108,7 +110,7 @@ pub(super) fn measure(
     rows
 }
 
-impl Row {
+impl MeasuredFigure {
     /// Takes the result of one run. `at` is the place of this row's figure among those of the
     /// measurement.
     fn take(&mut self, ran: &Ran, at: usize, pair: usize, other: bool) {
@@ -117,6 +119,7 @@ impl Row {
         } else {
             "the working tree"
         };
+
         let value = match ran {
             Ran::Done(values) => values.get(at).copied().flatten(),
             Ran::Absent(_) | Ran::Failed(_) => None,
@@ -127,6 +130,7 @@ impl Row {
             Ran::Absent(why) => (Some(format!("{side} {why}")), !other),
             Ran::Failed(why) => (Some(format!("{side}: {why}")), true),
         };
+
         self.failed |= failed;
         self.why = self.why.take().or(why);
         let values = if other {
@@ -140,15 +144,17 @@ impl Row {
     }
 }
 
-fn run(measurement: &Measurement, programs: &Programs, place: &Place<'_>) -> Ran {
+fn run(measurement: &Measurement, programs: &Programs, place: &MeasurePlace<'_>) -> Ran {
     let Some(program) = programs.get(measurement.program) else {
         return Ran::Absent(format!("has no program {}", measurement.program));
     };
+
     let mut command = Command::new(program);
     command
         .current_dir(place.root)
         .args(measurement.arguments)
         .env("TMPDIR", place.scratch);
+
     let said = match quiet(&mut command, RUN, place.stop) {
         Ok(said) => said,
         Err(error) => return Ran::Failed(format!("{error:#}")),
@@ -179,7 +185,7 @@ mod tests {
         echo '{"name":"handover warm-up","parameters":"64Mi, x","median":4}'"#;
 
     /// Measures `handover` in three pairs with these scripts in place of the programs.
-    fn handover(name: &str, tree: &str, against: Option<&str>) -> Vec<Row> {
+    fn handover(name: &str, tree: &str, against: Option<&str>) -> Vec<MeasuredFigure> {
         let there = Repository::new(name, tree);
         let of = |script: &str| Programs::from([("mpmd".to_owned(), there.root.join(script))]);
         let measurement = SET
@@ -192,7 +198,7 @@ mod tests {
             tree: &tree,
             against: against.map(|_| &other),
         };
-        let place = Place {
+        let place = MeasurePlace {
             root: &there.root,
             scratch: &there.root,
             stop: &there.stop,
@@ -215,7 +221,7 @@ mod tests {
             tree: &tree,
             against: Some(&other),
         };
-        let place = Place {
+        let place = MeasurePlace {
             root: &there.root,
             scratch: &there.root,
             stop: &there.stop,

@@ -24,11 +24,11 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::commands::{cargo, target};
 use machine::Machine;
-use measure::{Place, Row, Sides};
-use programs::Builder;
-use report::Run;
+use measure::{MeasurePlace, MeasuredFigure, Sides};
+use programs::ProgramBuilder;
+use report::{BenchRun, OtherCommit};
 
-pub(crate) use options::Options;
+pub(crate) use options::BenchOptions;
 
 /// Exit code after Ctrl-C, as in a shell.
 const INTERRUPTED: u8 = 130;
@@ -39,7 +39,7 @@ const INTERRUPTED: u8 = 130;
 /// # Errors
 ///
 /// If a build fails, if there is no such commit, or if a file cannot be written.
-pub(crate) fn bench(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
+pub(crate) fn bench(root: &Path, options: &BenchOptions) -> anyhow::Result<ExitCode> {
     if options.list {
         for measurement in &options.only {
             println!("{:10}{} {}", measurement.name, measurement.program, {
@@ -52,12 +52,14 @@ pub(crate) fn bench(root: &Path, options: &Options) -> anyhow::Result<ExitCode> 
         }
         return Ok(ExitCode::SUCCESS);
     }
+
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGHUP, SIGINT, SIGTERM] {
         signal_hook::flag::register(signal, stop.clone()).context("listening for signals")?;
     }
+
     let folder = target()?.join("bench");
-    let builder = Builder {
+    let builder = ProgramBuilder {
         root,
         folder,
         cargo: cargo(),
@@ -76,8 +78,10 @@ pub(crate) fn bench(root: &Path, options: &Options) -> anyhow::Result<ExitCode> 
 }
 
 /// Builds, measures and reports. Returns true if nothing failed.
-fn measured(builder: &Builder<'_>, options: &Options) -> anyhow::Result<bool> {
-    let (date, machine) = (machine::now(), Machine::look());
+fn measured(builder: &ProgramBuilder<'_>, options: &BenchOptions) -> anyhow::Result<bool> {
+    let date = machine::now();
+    let machine = Machine::look();
+
     // Without a repository the figures have no name, and can still be read.
     let known = builder
         .commit("HEAD")
@@ -91,11 +95,13 @@ fn measured(builder: &Builder<'_>, options: &Options) -> anyhow::Result<bool> {
             "a record names a commit: commit your changes first"
         );
     }
+
     let (commit, changed) = known.unwrap_or_else(|_| ("unknown".to_owned(), true));
     let other = match &options.against {
         Some(rev) => Some((rev.as_str(), builder.commit(rev)?)),
         None => None,
     };
+
     let mut names: Vec<&str> = options
         .only
         .iter()
@@ -103,30 +109,35 @@ fn measured(builder: &Builder<'_>, options: &Options) -> anyhow::Result<bool> {
         .collect();
     names.sort_unstable();
     names.dedup();
+
     let tree = builder.here(&names)?;
     let against = other
         .as_ref()
         .map(|(_, hash)| builder.of(hash, &names))
         .transpose()?;
+
     let sides = Sides {
         tree: &tree,
         against: against.as_ref(),
     };
     let rows = all(builder, options, &sides)?;
     ensure!(!builder.stop.load(Ordering::Relaxed), "interrupted");
-    let run = Run {
+
+    let run = BenchRun {
         date: &date,
         machine: &machine,
         commit: &commit,
         changed,
-        against: other.as_ref().map(|(rev, hash)| (*rev, hash.as_str())),
+        against: other.as_ref().map(|(rev, hash)| OtherCommit { rev, hash }),
         pairs: options.pairs,
     };
     println!("\n{}", report::text(&rows, &run));
+
     let json = serde_json::to_string_pretty(&report::json(&rows, &run))? + "\n";
     if let Some(path) = &options.json {
         write(path, &json)?;
     }
+
     if options.record {
         let docs = builder.root.join("docs");
         let name = format!(
@@ -144,13 +155,18 @@ fn measured(builder: &Builder<'_>, options: &Options) -> anyhow::Result<bool> {
 }
 
 /// Runs all measurements and prints a line for each.
-fn all(builder: &Builder<'_>, options: &Options, sides: &Sides<'_>) -> anyhow::Result<Vec<Row>> {
-    let scratch = Scratch::make(builder.folder.join("temporary"))?;
-    let place = Place {
+fn all(
+    builder: &ProgramBuilder<'_>,
+    options: &BenchOptions,
+    sides: &Sides<'_>,
+) -> anyhow::Result<Vec<MeasuredFigure>> {
+    let scratch = ScratchFolder::make(builder.folder.join("temporary"))?;
+    let place = MeasurePlace {
         root: builder.root,
         scratch: &scratch.0,
         stop: builder.stop,
     };
+
     let mut rows = Vec::new();
     for measurement in options.only.iter().copied() {
         let runs = options.pairs * (1 + usize::from(sides.against.is_some()));
@@ -161,7 +177,7 @@ fn all(builder: &Builder<'_>, options: &Options, sides: &Sides<'_>) -> anyhow::R
 }
 
 /// Prints the failed figures and those that are too slow. Returns true if there are none.
-fn verdict(rows: &[Row], at_most: Option<f64>) -> bool {
+fn verdict(rows: &[MeasuredFigure], at_most: Option<f64>) -> bool {
     let mut well = true;
     for row in rows {
         let ratio = row.ratios().1;
@@ -185,16 +201,16 @@ fn write(path: &Path, text: &str) -> anyhow::Result<()> {
 }
 
 /// A folder for temporary files, removed on drop.
-struct Scratch(PathBuf);
+struct ScratchFolder(PathBuf);
 
-impl Scratch {
+impl ScratchFolder {
     fn make(path: PathBuf) -> anyhow::Result<Self> {
         fs::create_dir_all(&path).with_context(|| format!("making {}", path.display()))?;
         Ok(Self(path))
     }
 }
 
-impl Drop for Scratch {
+impl Drop for ScratchFolder {
     fn drop(&mut self) {
         // A file that is left harms no later run.
         let _ = fs::remove_dir_all(&self.0);
@@ -210,8 +226,8 @@ mod tests {
     const HANDOVER: &str = r#"echo '{"name":"handover","parameters":"64Mi, x","median":FIRST}'
         echo '{"name":"handover warm-up","parameters":"64Mi, x","median":4}'"#;
 
-    fn options(text: &str) -> Options {
-        Options::parse(&text.split(' ').collect::<Vec<_>>()).unwrap()
+    fn options(text: &str) -> BenchOptions {
+        BenchOptions::parse(&text.split(' ').collect::<Vec<_>>()).unwrap()
     }
 
     #[test]

@@ -11,7 +11,7 @@ const PAIRS: usize = 7;
 const FEWEST_PAIRS: usize = 3;
 
 /// Arguments of the command.
-pub(crate) struct Options {
+pub(crate) struct BenchOptions {
     /// The commit to compare with, as git understands it.
     pub(super) against: Option<String>,
     pub(super) pairs: usize,
@@ -27,7 +27,7 @@ pub(crate) struct Options {
     pub(super) list: bool,
 }
 
-impl Options {
+impl BenchOptions {
     /// Parses the arguments.
     ///
     /// # Errors
@@ -43,6 +43,7 @@ impl Options {
             record: false,
             list: false,
         };
+
         let mut rest = arguments.iter();
         while let Some(argument) = rest.next() {
             let mut value = || {
@@ -71,6 +72,7 @@ impl Options {
                 other => return Err(format!("there is no argument {other}")),
             }
         }
+
         if options.against.is_some() && options.pairs < FEWEST_PAIRS {
             return Err(format!(
                 "a spread of ratios takes {FEWEST_PAIRS} pairs or more"
@@ -104,14 +106,14 @@ mod tests {
 
     #[test]
     fn arguments_are_parsed() {
-        let options = Options::parse(&[]).unwrap();
+        let options = BenchOptions::parse(&[]).unwrap();
         assert_eq!(
             (options.against, options.pairs, options.only.len()),
             (None, 7, SET.len())
         );
         let all =
             "--against HEAD~1 --pairs 3 --only reshard,dispatch --json x --at-most 1.1 --list";
-        let options = Options::parse(&all.split(' ').collect::<Vec<_>>()).unwrap();
+        let options = BenchOptions::parse(&all.split(' ').collect::<Vec<_>>()).unwrap();
         let names: Vec<&str> = options
             .only
             .iter()
@@ -126,7 +128,7 @@ mod tests {
             (vec!["reshard", "dispatch"], Some(1.1))
         );
         assert_eq!((options.json, options.list), (Some("x".into()), true));
-        assert!(Options::parse(&["--record"]).unwrap().record);
+        assert!(BenchOptions::parse(&["--record"]).unwrap().record);
     }
 
     #[test]
@@ -144,7 +146,7 @@ mod tests {
             ("--against HEAD --at-most -1", "--at-most -1 is no ratio"),
             ("--record --only reshard", "leave --only out"),
         ] {
-            let parsed = Options::parse(&arguments.split(' ').collect::<Vec<_>>());
+            let parsed = BenchOptions::parse(&arguments.split(' ').collect::<Vec<_>>());
             let why = parsed.err().unwrap_or_default();
             assert!(why.contains(reason), "{arguments}: {why}");
         }

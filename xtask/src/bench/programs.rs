@@ -13,7 +13,7 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use serde_json::Value;
 
-use crate::captured::{Said, quiet, watched};
+use crate::program_output::{ProgramOutput, quiet, watched};
 
 /// Time limit for git, which writes a few thousand files.
 const GIT: Duration = Duration::from_secs(120);
@@ -25,7 +25,7 @@ const BUILD: Duration = Duration::from_secs(3600);
 pub(super) type Programs = BTreeMap<String, PathBuf>;
 
 /// Builds programs with cargo, and keeps those of other commits for later comparisons.
-pub(super) struct Builder<'a> {
+pub(super) struct ProgramBuilder<'a> {
     /// The folder of the workspace.
     pub(super) root: &'a Path,
     /// The folder for the work tree, its build, and the programs of other commits.
@@ -35,7 +35,7 @@ pub(super) struct Builder<'a> {
     pub(super) stop: &'a AtomicBool,
 }
 
-impl Builder<'_> {
+impl ProgramBuilder<'_> {
     /// Returns the hash of a commit.
     ///
     /// # Errors
@@ -79,12 +79,14 @@ impl Builder<'_> {
     pub(super) fn of(&self, commit: &str, names: &[&str]) -> anyhow::Result<Programs> {
         let kept = self.folder.join(commit);
         let known = kept.join("built");
+
         // The first line is the compiler, each further line a name that was asked for.
         let compiler = self.compiler();
         let said = fs::read_to_string(&known).unwrap_or_default();
         let mut lines = said.lines();
         let same = lines.next() == Some(&compiler);
         let mut built: Vec<&str> = if same { lines.collect() } else { Vec::new() };
+
         if !names.iter().all(|name| built.contains(name)) {
             let source = WorkTree::add(self, commit)?;
             let target = self.folder.join("build");
@@ -101,6 +103,7 @@ impl Builder<'_> {
             )
             .with_context(|| format!("writing {}", known.display()))?;
         }
+
         let found = names
             .iter()
             .map(|name| ((*name).to_owned(), kept.join(name)));
@@ -119,6 +122,7 @@ impl Builder<'_> {
         ask.args(["metadata", "--no-deps", "--format-version", "1"]);
         let said = ended_well(watched(&mut ask, GIT, self.stop)?)?;
         let metadata: Value = serde_json::from_str(&said).context("the metadata of cargo")?;
+
         let mut programs = Programs::new();
         for name in names {
             let Some(package) = package_of(&metadata, name) else {
@@ -130,6 +134,7 @@ impl Builder<'_> {
             if let Some(target) = target {
                 command.arg("--target-dir").arg(target);
             }
+
             println!("   building {name} in {}", source.display());
             let said = ended_well(watched(&mut command, BUILD, self.stop)?)?;
             let file = said.lines().find_map(|line| executable(line, name));
@@ -161,13 +166,13 @@ impl Builder<'_> {
 
 /// Runs git in a process group of its own, so a terminal's Ctrl-C does not interrupt it. Otherwise
 /// half a work tree could be left behind.
-fn run_git(root: &Path, arguments: &[&str]) -> anyhow::Result<Said> {
+fn run_git(root: &Path, arguments: &[&str]) -> anyhow::Result<ProgramOutput> {
     let mut command = Command::new("git");
     command.process_group(0).current_dir(root).args(arguments);
     quiet(&mut command, GIT, &AtomicBool::new(false))
 }
 
-fn ended_well(said: Said) -> anyhow::Result<String> {
+fn ended_well(said: ProgramOutput) -> anyhow::Result<String> {
     if said.code != Some(0) {
         bail!("{}", said.last_words());
     }
@@ -183,6 +188,7 @@ fn package_of<'a>(metadata: &'a Value, name: &str) -> Option<&'a str> {
             .unwrap_or_default();
         target["name"] == name && kinds.iter().any(|kind| kind == "bin")
     };
+
     let mut packages = metadata["packages"].as_array()?.iter();
     let package = packages.find(|package| {
         package["targets"]
@@ -210,12 +216,13 @@ struct WorkTree<'a> {
 impl<'a> WorkTree<'a> {
     /// Checks out a commit into a folder that is the same for all commits, so cargo can reuse the
     /// build of the dependencies.
-    fn add(builder: &Builder<'a>, commit: &str) -> anyhow::Result<Self> {
+    fn add(builder: &ProgramBuilder<'a>, commit: &str) -> anyhow::Result<Self> {
         let folder = builder.folder.join("source");
         let tree = Self {
             root: builder.root,
             folder,
         };
+
         // A killed run may have left one.
         tree.remove();
         let path = tree
@@ -292,8 +299,8 @@ pub(super) mod tests {
             this
         }
 
-        pub(in crate::bench) fn builder(&self) -> Builder<'_> {
-            Builder {
+        pub(in crate::bench) fn builder(&self) -> ProgramBuilder<'_> {
+            ProgramBuilder {
                 root: &self.root,
                 folder: self.root.join("target"),
                 cargo: self.root.join("cargo").into(),
@@ -377,7 +384,7 @@ pub(super) mod tests {
         )
         .unwrap();
         there.commit("package");
-        let builder = Builder {
+        let builder = ProgramBuilder {
             cargo: crate::commands::cargo(),
             ..there.builder()
         };

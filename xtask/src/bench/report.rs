@@ -4,28 +4,36 @@ use comfy_table::presets::{ASCII_MARKDOWN, NOTHING};
 use comfy_table::{CellAlignment, Table};
 use serde_json::{Value, json};
 
-use super::compare::Spread;
+use super::compare::RatioSpread;
 use super::machine::Machine;
-use super::measure::Row;
+use super::measure::MeasuredFigure;
 use super::set::Better;
 
+/// The commit that the working tree is compared with.
+#[derive(Clone, Copy)]
+pub(super) struct OtherCommit<'a> {
+    /// The commit as the user named it.
+    pub(super) rev: &'a str,
+    pub(super) hash: &'a str,
+}
+
 /// The circumstances of a run.
-pub(super) struct Run<'a> {
+pub(super) struct BenchRun<'a> {
     pub(super) date: &'a str,
     pub(super) machine: &'a Machine,
     /// The commit of the working tree.
     pub(super) commit: &'a str,
     /// True if the working tree differs from its commit.
     pub(super) changed: bool,
-    /// The other commit: as the user named it, and its hash.
-    pub(super) against: Option<(&'a str, &'a str)>,
+    /// The other commit, if there is one.
+    pub(super) against: Option<OtherCommit<'a>>,
     pub(super) pairs: usize,
 }
 
 /// The number of digits of a hash that people read.
 const SHORT: usize = 9;
 
-impl Run<'_> {
+impl BenchRun<'_> {
     /// Returns the first digits of the working tree's commit.
     pub(super) fn short_commit(&self) -> &str {
         short(self.commit)
@@ -37,7 +45,7 @@ impl Run<'_> {
         let tree = format!("{}{changed}", self.short_commit());
         let how = match self.against {
             None => format!("Commit {tree}: medians of {} runs.", self.pairs),
-            Some((rev, hash)) => {
+            Some(OtherCommit { rev, hash }) => {
                 let rev = if hash.starts_with(rev) {
                     String::new()
                 } else {
@@ -52,6 +60,7 @@ impl Run<'_> {
                 )
             }
         };
+
         format!("{how}\n{}; {}.", self.machine.text(), self.date)
     }
 }
@@ -61,12 +70,12 @@ fn short(hash: &str) -> &str {
 }
 
 /// Formats the results for a terminal.
-pub(super) fn text(rows: &[Row], run: &Run<'_>) -> String {
+pub(super) fn text(rows: &[MeasuredFigure], run: &BenchRun<'_>) -> String {
     format!("{}\n\n{}", table(rows, run, false), run.about())
 }
 
 /// Formats the results as the page of the record. `data` is the name of the file with all values.
-pub(super) fn page(rows: &[Row], run: &Run<'_>, data: &str) -> String {
+pub(super) fn page(rows: &[MeasuredFigure], run: &BenchRun<'_>, data: &str) -> String {
     format!(
         "# Performance\n\n`cargo xtask bench --record` writes this page. All values: \
          [{data}](performance/{data}).\n\n{}\n\n{}\n",
@@ -75,15 +84,16 @@ pub(super) fn page(rows: &[Row], run: &Run<'_>, data: &str) -> String {
     )
 }
 
-fn table(rows: &[Row], run: &Run<'_>, markdown: bool) -> String {
+fn table(rows: &[MeasuredFigure], run: &BenchRun<'_>, markdown: bool) -> String {
     let mut table = Table::new();
     table.load_style(if markdown { ASCII_MARKDOWN } else { NOTHING });
+
     let numbers = match run.against {
         None => {
             table.set_header(["figure", "median", "p10", "p90", "unit", ""]);
             1..4
         }
-        Some((_, hash)) => {
+        Some(OtherCommit { hash, .. }) => {
             let heading = [
                 "figure",
                 short(hash),
@@ -98,6 +108,7 @@ fn table(rows: &[Row], run: &Run<'_>, markdown: bool) -> String {
             1..6
         }
     };
+
     for row in rows {
         let tree = spread(&row.tree);
         let cells = match run.against {
@@ -108,10 +119,12 @@ fn table(rows: &[Row], run: &Run<'_>, markdown: bool) -> String {
                 [&medians[..], &spread_cells(ratio)].concat()
             }
         };
+
         let note = row.why.clone().unwrap_or_else(|| mark(row).to_owned());
         let name = [row.figure.item.to_owned()];
         table.add_row([&name[..], &cells, &[row.figure.unit.to_owned(), note]].concat());
     }
+
     for (at, column) in table.column_iter_mut().enumerate() {
         if !markdown {
             column.set_padding((0, 2));
@@ -123,20 +136,21 @@ fn table(rows: &[Row], run: &Run<'_>, markdown: bool) -> String {
     table.trim_fmt()
 }
 
-fn mark(row: &Row) -> &'static str {
+fn mark(row: &MeasuredFigure) -> &'static str {
     row.ratios().1.map_or("", |spread| spread.mark().word())
 }
 
-fn spread(values: &[Option<f64>]) -> Option<Spread> {
-    Spread::of(values.iter().copied().flatten())
+fn spread(values: &[Option<f64>]) -> Option<RatioSpread> {
+    RatioSpread::of(values.iter().copied().flatten())
 }
 
-fn median_cell(spread: Option<Spread>) -> String {
+fn median_cell(spread: Option<RatioSpread>) -> String {
     spread.map_or_else(|| "-".to_owned(), |spread| figure(spread.median))
 }
 
-fn spread_cells(spread: Option<Spread>) -> [String; 3] {
-    let cell = |of: fn(Spread) -> f64| spread.map_or_else(|| "-".to_owned(), |s| figure(of(s)));
+fn spread_cells(spread: Option<RatioSpread>) -> [String; 3] {
+    let cell =
+        |of: fn(RatioSpread) -> f64| spread.map_or_else(|| "-".to_owned(), |s| figure(of(s)));
     [
         cell(|spread| spread.median),
         cell(|spread| spread.p10),
@@ -154,11 +168,14 @@ fn figure(value: f64) -> String {
 }
 
 /// Returns everything as JSON.
-pub(super) fn json(rows: &[Row], run: &Run<'_>) -> Value {
-    let spread_of = |spread: Option<Spread>| {
-        spread.map(|Spread { median, p10, p90 }| json!({"median": median, "p10": p10, "p90": p90}))
+pub(super) fn json(rows: &[MeasuredFigure], run: &BenchRun<'_>) -> Value {
+    let spread_of = |spread: Option<RatioSpread>| {
+        spread.map(
+            |RatioSpread { median, p10, p90 }| json!({"median": median, "p10": p10, "p90": p90}),
+        )
     };
-    let one = |row: &Row| {
+
+    let one = |row: &MeasuredFigure| {
         let (ratios, ratio) = row.ratios();
         let measurement = row.measurement;
         let words = [&[measurement.program], measurement.arguments].concat();
@@ -182,7 +199,7 @@ pub(super) fn json(rows: &[Row], run: &Run<'_>) -> Value {
         "machine": run.machine.json(),
         "commit": run.commit,
         "changed": run.changed,
-        "against": run.against.map(|(rev, hash)| json!({"rev": rev, "commit": hash})),
+        "against": run.against.map(|OtherCommit { rev, hash }| json!({"rev": rev, "commit": hash})),
         "pairs": run.pairs,
         "figures": rows.iter().map(one).collect::<Vec<_>>(),
     })
@@ -193,8 +210,8 @@ mod tests {
     use super::super::set::SET;
     use super::*;
 
-    fn row(tree: [f64; 3], against: &[f64], why: Option<&str>) -> Row {
-        Row {
+    fn row(tree: [f64; 3], against: &[f64], why: Option<&str>) -> MeasuredFigure {
+        MeasuredFigure {
             measurement: &SET[0],
             figure: &SET[0].figures[0],
             tree: tree.map(Some).to_vec(),
@@ -204,14 +221,14 @@ mod tests {
         }
     }
 
-    fn run<'a>(machine: &'a Machine, against: Option<(&'a str, &'a str)>) -> Run<'a> {
+    fn run<'a>(machine: &'a Machine, against: Option<(&'a str, &'a str)>) -> BenchRun<'a> {
         let commit = "0123456789abcdef";
-        Run {
+        BenchRun {
             date: "today",
             machine,
             commit,
             changed: true,
-            against,
+            against: against.map(|(rev, hash)| OtherCommit { rev, hash }),
             pairs: 3,
         }
     }

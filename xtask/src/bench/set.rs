@@ -10,20 +10,20 @@ pub(super) struct Measurement {
     /// The program: the name of a binary of the workspace.
     pub(super) program: &'static str,
     pub(super) arguments: &'static [&'static str],
-    pub(super) figures: &'static [Figure],
+    pub(super) figures: &'static [FigureSpec],
 }
 
 /// A figure in the output of a measurement.
-pub(super) struct Figure {
+pub(super) struct FigureSpec {
     /// The name of the figure, for people.
     pub(super) item: &'static str,
-    at: At,
+    at: FigurePosition,
     pub(super) unit: &'static str,
     pub(super) better: Better,
 }
 
 /// The place of a figure in the output.
-enum At {
+enum FigurePosition {
     /// The median of the first line of JSON that has this case and parameters with this start.
     Median {
         case: &'static str,
@@ -51,20 +51,20 @@ const fn median(
     parameters: &'static str,
     unit: &'static str,
     better: Better,
-) -> Figure {
-    Figure {
+) -> FigureSpec {
+    FigureSpec {
         item,
-        at: At::Median { case, parameters },
+        at: FigurePosition::Median { case, parameters },
         unit,
         better,
     }
 }
 
 /// Returns the rate that `train_gpt` prints.
-const fn tokens(item: &'static str) -> Figure {
-    Figure {
+const fn tokens(item: &'static str) -> FigureSpec {
+    FigureSpec {
         item,
-        at: At::Before("tokens/s"),
+        at: FigurePosition::Before("tokens/s"),
         unit: "tokens/s",
         better: Higher,
     }
@@ -233,11 +233,11 @@ pub(super) const SET: &[Measurement] = &[
     },
 ];
 
-const fn rows_to_columns(item: &'static str, parameters: &'static str) -> Figure {
+const fn rows_to_columns(item: &'static str, parameters: &'static str) -> FigureSpec {
     median(item, "rows to columns", parameters, "GB/s", Higher)
 }
 
-impl Figure {
+impl FigureSpec {
     /// Reads the figure. `None` if the output has no such figure, or if it is no finite number.
     ///
     /// # Errors
@@ -245,7 +245,7 @@ impl Figure {
     /// If a line of JSON is damaged.
     pub(super) fn read(&self, output: &str) -> Result<Option<f64>, String> {
         let found = match self.at {
-            At::Median { case, parameters } => {
+            FigurePosition::Median { case, parameters } => {
                 let lines = output.lines().filter(|line| line.starts_with('{'));
                 let lines = lines.map(|line| serde_json::from_str::<Value>(line).map_err(|_| line));
                 let lines = lines.collect::<Result<Vec<_>, _>>();
@@ -258,12 +258,13 @@ impl Figure {
                 });
                 wanted.and_then(|line| line["median"].as_f64())
             }
-            At::Before(word) => {
+            FigurePosition::Before(word) => {
                 let words: Vec<&str> = output.split_whitespace().collect();
                 let at = words.iter().position(|found| *found == word);
                 at.and_then(|at| words.get(at.checked_sub(1)?)?.parse().ok())
             }
         };
+
         Ok(found.filter(|value| f64::is_finite(*value)))
     }
 }

@@ -4,6 +4,7 @@
 //! look for programs and for the driver in software in the folder above their own.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
 use std::fmt;
 use std::fs::{self, File};
 use std::io::{self, BufReader};
@@ -17,15 +18,15 @@ use ruzstd::decoding::StreamingDecoder;
 use serde_json::Value;
 
 use crate::candle_cuda;
-use crate::captured::{quiet, watched};
 use crate::commands::cargo;
+use crate::program_output::{quiet, watched};
 
 /// The program that runs the stages.
 const RUNNER: &str = "xtask";
 
 /// The content of a kit.
 #[derive(Debug)]
-pub(super) struct Content {
+pub(super) struct KitContent {
     /// The name in the manifest.
     pub(super) name: &'static str,
     /// The programs that the stages and their tests start, and the one that runs the stages.
@@ -34,11 +35,26 @@ pub(super) struct Content {
     packages: &'static [&'static str],
     /// The features that make candle compute on CUDA devices, if the kit is for that.
     features: Option<&'static str>,
-    /// Files and folders for tests and stages: (path in the repository, path in the kit).
-    data: &'static [(&'static str, &'static str)],
+    /// Files and folders for tests and stages.
+    data: &'static [KitData],
 }
 
-impl Content {
+/// A file or folder of the repository that a kit contains.
+#[derive(Debug)]
+struct KitData {
+    /// Path in the repository.
+    from: &'static str,
+    /// Path in the kit.
+    to: &'static str,
+}
+
+impl KitData {
+    const fn new(from: &'static str, to: &'static str) -> Self {
+        Self { from, to }
+    }
+}
+
+impl KitContent {
     /// True if the programs and tests of the kit are linked with CUDA's libraries.
     pub(super) fn links_cuda(&self) -> bool {
         self.features.is_some()
@@ -46,10 +62,10 @@ impl Content {
 }
 
 /// Both kits.
-pub(super) static CONTENTS: [&Content; 2] = [&FRAMEWORK, &CANDLE];
+pub(super) static CONTENTS: [&KitContent; 2] = [&FRAMEWORK, &CANDLE];
 
 /// Everything that needs no build of candle for CUDA.
-pub(super) static FRAMEWORK: Content = Content {
+pub(super) static FRAMEWORK: KitContent = KitContent {
     name: "framework",
     programs: &[
         "mpmd",
@@ -72,19 +88,19 @@ pub(super) static FRAMEWORK: Content = Content {
     ],
     features: None,
     // Something to train on.
-    data: &[("README.md", "text")],
+    data: &[KitData::new("README.md", "text")],
 };
 
 /// Models on CUDA devices: the tests of candle's build for them, and the programs of models.
-pub(super) static CANDLE: Content = Content {
+pub(super) static CANDLE: KitContent = KitContent {
     name: "candle",
     programs: &["finetune", "generate", "serve", "train_and_serve", RUNNER],
     packages: &["mpmd-candle", "mpmd-models", "mpmd-programs", "xtask"],
     features: Some("mpmd-candle/cuda,mpmd-models/candle-cuda,mpmd-programs/candle-cuda"),
     data: &[
-        ("README.md", "text"),
-        ("crates/mpmd-programs/mpmd-demo", "model"),
-        ("crates/mpmd-models/tests/folders", FOLDERS),
+        KitData::new("README.md", "text"),
+        KitData::new("crates/mpmd-programs/mpmd-demo", "model"),
+        KitData::new("crates/mpmd-models/tests/folders", FOLDERS),
     ],
 };
 
@@ -133,18 +149,18 @@ pub(super) struct Kit {
     /// The absolute folder.
     pub(super) folder: PathBuf,
     pub(super) commit: String,
-    pub(super) content: &'static Content,
-    pub(super) tests: Vec<Test>,
+    pub(super) content: &'static KitContent,
+    pub(super) tests: Vec<KitTest>,
 }
 
 /// A test of a kit.
-pub(super) struct Test {
+pub(super) struct KitTest {
     /// The test executable, relative to the kit.
     pub(super) file: String,
     pub(super) name: String,
 }
 
-impl fmt::Display for Test {
+impl fmt::Display for KitTest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let file = self.file.rsplit('/').next().unwrap_or_default();
         write!(f, "{file} {}", self.name)
@@ -167,15 +183,18 @@ impl Kit {
     ///
     /// If it cannot be unpacked, or has no manifest or a wrong one.
     pub(super) fn read(folder: &Path) -> anyhow::Result<Self> {
-        let (path, packed) = (folder.join(MANIFEST), folder.join(PACKED));
+        let path = folder.join(MANIFEST);
+        let packed = folder.join(PACKED);
         if packed.exists() {
             unpack(&packed, folder).with_context(|| format!("unpacking {}", packed.display()))?;
         }
+
         let text = fs::read_to_string(&path)
             .with_context(|| format!("{}: no kit of `cargo xtask gpu --pack`", path.display()))?;
         let mut lines = text.lines();
         let commit = lines.next().and_then(|line| line.strip_prefix("commit "));
         let commit = commit.with_context(|| format!("{} names no commit", path.display()))?;
+
         let name = lines
             .next()
             .and_then(|line| line.strip_prefix("kit "))
@@ -183,15 +202,17 @@ impl Kit {
         let content = CONTENTS.into_iter().find(|content| content.name == name);
         let content =
             content.with_context(|| format!("{}: there is no kit {name:?}", path.display()))?;
+
         let tests = lines.map(|line| {
             let (file, name) = line
                 .split_once(' ')
                 .with_context(|| format!("{}: {line:?}", path.display()))?;
-            Ok(Test {
+            Ok(KitTest {
                 file: file.to_owned(),
                 name: name.to_owned(),
             })
         });
+
         Ok(Self {
             commit: commit.to_owned(),
             content,
@@ -209,7 +230,7 @@ impl Kit {
 /// If the build fails or is interrupted by `stop`, or if the folder holds something else.
 pub(super) fn lay(
     root: &Path,
-    content: &'static Content,
+    content: &'static KitContent,
     software: bool,
     folder: &Path,
     stop: &AtomicBool,
@@ -229,9 +250,11 @@ pub(super) fn lay(
         candle_cuda::prepare(root, &mut command, software)?;
     }
     command.args(["--message-format", "json-render-diagnostics"]);
+
     println!("building programs and tests for speed, which takes 20 minutes or more at first");
     let said = watched(&mut command, LONG, stop)?;
     ensure!(said.code == Some(0), "the build failed");
+
     let mut describe = Command::new("git");
     describe
         .current_dir(root)
@@ -245,6 +268,7 @@ pub(super) fn lay(
         || "unknown".to_owned(),
         |said| said.stdout.trim().to_owned(),
     );
+
     laid(&built(&said.stdout), content, &commit, root, folder, stop)
 }
 
@@ -255,14 +279,17 @@ fn built(said: &str) -> Built {
         let Ok(message) = serde_json::from_str::<Value>(line) else {
             continue;
         };
-        let (target, files) = (&message["target"], message["filenames"].as_array());
+        let target = &message["target"];
+        let files = message["filenames"].as_array();
         let Some(name) = target["name"].as_str() else {
             continue;
         };
+
         let files = files.into_iter().flatten().filter_map(Value::as_str);
         if let Some(file) = files.into_iter().find(|file| file.ends_with(SOFTWARE)) {
             built.software = Some(file.into());
         }
+
         let Some(executable) = message["executable"].as_str() else {
             continue;
         };
@@ -285,7 +312,7 @@ fn built(said: &str) -> Built {
 /// Lays a kit of what was built.
 fn laid(
     built: &Built,
-    content: &'static Content,
+    content: &'static KitContent,
     commit: &str,
     root: &Path,
     folder: &Path,
@@ -298,6 +325,7 @@ fn laid(
         .with_context(|| format!("making {}", folder.display()))?;
     let is_new = fs::read_dir(folder).is_ok_and(|entries| entries.count() == 1);
     ensure!(is_new, "{} is neither empty nor a kit", folder.display());
+
     for name in content.programs {
         let program = built
             .programs
@@ -310,20 +338,23 @@ fn laid(
         .as_ref()
         .with_context(|| format!("{SOFTWARE} was not built"))?;
     link(software, &folder.join(SOFTWARE))?;
-    for (from, to) in content.data {
+    for KitData { from, to } in content.data {
         link_all(&root.join(from), &folder.join(to))?;
     }
+
     let mut manifest = format!("commit {commit}\nkit {}\n", content.name);
     for (file, path) in &built.tests {
         let registered = registered(&fs::read(path).context("reading a test executable")?);
         if registered.is_empty() {
             continue;
         }
+
         let mut list = Command::new(path);
         list.args(["--list", "--format", "terse"]);
         if content.links_cuda() {
             list.env("LD_LIBRARY_PATH", candle_cuda::toolkit()?);
         }
+
         let said = quiet(&mut list, LONG, stop)?;
         let listed: Vec<&str> = said
             .stdout
@@ -335,6 +366,7 @@ fn laid(
         link(path, &folder.join("deps").join(file))?;
         manifest.extend(names.iter().map(|name| format!("deps/{file} {name}\n")));
     }
+
     fs::write(folder.join(MANIFEST), manifest).context("writing the manifest")?;
     Kit::read(folder)
 }
@@ -355,6 +387,7 @@ fn registered(executable: &[u8]) -> BTreeSet<String> {
             .take_while(|byte| is_of_name(byte))
             .count();
         let name = &executable[end - name..end];
+
         // The constant itself, in an executable that has this function.
         if !name.is_empty() {
             found.insert(String::from_utf8_lossy(name).into_owned());
@@ -408,12 +441,54 @@ fn link(from: &Path, to: &Path) -> anyhow::Result<()> {
 ///
 /// If a file needs a newer system than such machines have, or if the archive is too large.
 pub(super) fn pack(kit: &Kit) -> anyhow::Result<String> {
-    let never = AtomicBool::new(false);
     let mut files = vec![PathBuf::from(SOFTWARE)];
     files.extend(kit.content.programs.iter().map(PathBuf::from));
     files.extend(kit.tests.iter().map(|test| PathBuf::from(&test.file)));
     files.dedup();
-    for file in &files {
+
+    check_needs(kit, &files)?;
+
+    let name = kit
+        .folder
+        .file_name()
+        .context("the kit's folder has no name")?;
+    let archive = kit.folder.with_extension("tar");
+    let above = kit.folder.parent().context("the kit lies in no folder")?;
+    println!("packing {} files", files.len() + 2);
+    write_archive(kit, &files, above, name, &archive)?;
+
+    let bytes = fs::metadata(&archive).context("the archive")?.len();
+    let mut sizes: Vec<(u64, &PathBuf)> = files
+        .iter()
+        .map(|file| Ok((fs::metadata(kit.folder.join(file))?.len(), file)))
+        .collect::<std::io::Result<_>>()?;
+    sizes.sort_unstable();
+    let mut text = String::new();
+    for (bytes, file) in &sizes {
+        text += &format!("{:8.1} MB  {}\n", *bytes as f64 / 1e6, file.display());
+    }
+
+    ensure!(
+        bytes <= MOST,
+        "{text}{} has {bytes} bytes, more than {MOST}",
+        archive.display()
+    );
+
+    let tests = kit.tests.len();
+    let name = name.display();
+    Ok(format!(
+        "{text}{:8.1} MB packed: {}, {tests} tests, commit {}\nthere: tar xf {name}.tar && \
+         {name}/{RUNNER} gpu --prebuilt {name}",
+        bytes as f64 / 1e6,
+        archive.display(),
+        kit.commit
+    ))
+}
+
+/// Checks that the files need no library or symbol that machines with GPUs may lack.
+fn check_needs(kit: &Kit, files: &[PathBuf]) -> anyhow::Result<()> {
+    let never = AtomicBool::new(false);
+    for file in files {
         let mut dump = Command::new("objdump");
         dump.args(["-p", "-T"])
             .arg(kit.folder.join(file))
@@ -425,6 +500,7 @@ pub(super) fn pack(kit: &Kit) -> anyhow::Result<String> {
             file.display(),
             said.first_words()
         );
+
         let more = kit.content.features.map_or(&[][..], |_| &OF_CANDLE[..]);
         if let Some(need) = too_new(&said.stdout, GLIBC, more) {
             bail!(
@@ -433,14 +509,20 @@ pub(super) fn pack(kit: &Kit) -> anyhow::Result<String> {
             );
         }
     }
-    let name = kit
-        .folder
-        .file_name()
-        .context("the kit's folder has no name")?;
-    let archive = kit.folder.with_extension("tar");
-    let above = kit.folder.parent().context("the kit lies in no folder")?;
+    Ok(())
+}
+
+/// Packs a kit's files, and the program that unpacks them. The kit is the folder `name` in `above`.
+fn write_archive(
+    kit: &Kit,
+    files: &[PathBuf],
+    above: &Path,
+    name: &OsStr,
+    archive: &Path,
+) -> anyhow::Result<()> {
+    let never = AtomicBool::new(false);
     let packed = kit.folder.join(PACKED);
-    println!("packing {} files", files.len() + 2);
+
     let mut inner = Command::new("tar");
     // No machine has all of xz and zstd: the stages' program unpacks by itself.
     inner
@@ -450,39 +532,18 @@ pub(super) fn pack(kit: &Kit) -> anyhow::Result<String> {
     inner
         .arg(&kit.folder)
         .arg(MANIFEST)
-        .args(kit.content.data.iter().map(|(_, to)| to));
+        .args(kit.content.data.iter().map(|data| data.to));
     inner.args(files.iter().filter(|file| *file != Path::new(RUNNER)));
+
     let mut outer = Command::new("tar");
-    outer.arg("-cf").arg(&archive).arg("-C").arg(above);
+    outer.arg("-cf").arg(archive).arg("-C").arg(above);
     outer.args([RUNNER, PACKED].map(|file| Path::new(name).join(file)));
+
     for mut tar in [inner, outer] {
         let said = quiet(&mut tar, LONG, &never).context("tar and zstd pack a kit")?;
         ensure!(said.code == Some(0), "tar {}", said.last_words());
     }
-    fs::remove_file(&packed).context("removing what is in the archive")?;
-    let bytes = fs::metadata(&archive).context("the archive")?.len();
-    let mut sizes: Vec<(u64, &PathBuf)> = files
-        .iter()
-        .map(|file| Ok((fs::metadata(kit.folder.join(file))?.len(), file)))
-        .collect::<std::io::Result<_>>()?;
-    sizes.sort_unstable();
-    let mut text = String::new();
-    for (bytes, file) in &sizes {
-        text += &format!("{:8.1} MB  {}\n", *bytes as f64 / 1e6, file.display());
-    }
-    ensure!(
-        bytes <= MOST,
-        "{text}{} has {bytes} bytes, more than {MOST}",
-        archive.display()
-    );
-    let (tests, name) = (kit.tests.len(), name.display());
-    Ok(format!(
-        "{text}{:8.1} MB packed: {}, {tests} tests, commit {}\nthere: tar xf {name}.tar && \
-         {name}/{RUNNER} gpu --prebuilt {name}",
-        bytes as f64 / 1e6,
-        archive.display(),
-        kit.commit
-    ))
+    fs::remove_file(&packed).context("removing what is in the archive")
 }
 
 /// Unpacks the rest of a kit into its folder, and removes the archive.
@@ -495,6 +556,7 @@ fn unpack(packed: &Path, folder: &Path) -> anyhow::Result<()> {
         .stdin(Stdio::piped());
     let mut tar = tar.spawn().context("tar cannot be started")?;
     let mut input = tar.stdin.take().context("tar takes no input")?;
+
     let copied = io::copy(&mut plain, &mut input);
     drop(input);
     let status = tar.wait()?;
@@ -515,6 +577,7 @@ fn too_new(dump: &str, newest: (u32, u32), more: &[&str]) -> Option<String> {
                 .any(|known| library.starts_with(known));
             return (!is_known).then(|| format!("the library {library}"));
         }
+
         let version = words
             .iter()
             .rev()
@@ -536,9 +599,9 @@ pub(super) mod tests {
     use super::*;
 
     /// A temporary folder.
-    pub(in crate::gpu) struct Folder(pub(in crate::gpu) PathBuf);
+    pub(in crate::gpu) struct TestFolder(pub(in crate::gpu) PathBuf);
 
-    impl Folder {
+    impl TestFolder {
         pub(in crate::gpu) fn new(name: &str) -> Self {
             let name = format!("mpmd-xtask-gpu-{name}-{}", std::process::id());
             let folder = std::env::temp_dir().canonicalize().unwrap().join(name);
@@ -554,14 +617,14 @@ pub(super) mod tests {
         }
     }
 
-    impl Drop for Folder {
+    impl Drop for TestFolder {
         fn drop(&mut self) {
             let _ = fs::remove_dir_all(&self.0);
         }
     }
 
     /// Returns a build that has a small file in place of each program.
-    fn fake(folder: &Folder) -> Built {
+    fn fake(folder: &TestFolder) -> Built {
         let small = folder.0.join("small");
         fs::write(&small, "no program").unwrap();
         fs::write(folder.0.join("README.md"), "text").unwrap();
@@ -577,8 +640,9 @@ pub(super) mod tests {
 
     #[test]
     fn kit_has_tests_of_gpus_alone_and_replaces_only_a_kit() {
-        let folder = Folder::new("lay");
-        let (mut built, stop) = (fake(&folder), AtomicBool::new(false));
+        let folder = TestFolder::new("lay");
+        let mut built = fake(&folder);
+        let stop = AtomicBool::new(false);
         let listing = folder.0.join("listing");
         let script = "#!/bin/sh\necho 'cuda::one: test'\necho 'two: test'\n\
                       # all::cuda::one::needs_softcuda_driver\n";
@@ -589,7 +653,7 @@ pub(super) mod tests {
         let lay = |built: &Built| laid(built, &FRAMEWORK, "abc", &folder.0, &kit, &stop);
         for _ in 0..2 {
             let kit = lay(&built).unwrap();
-            let names: Vec<String> = kit.tests.iter().map(Test::to_string).collect();
+            let names: Vec<String> = kit.tests.iter().map(KitTest::to_string).collect();
             assert_eq!(names, ["listing cuda::one"]);
             assert_eq!(kit.commit, "abc");
             assert!(!kit.folder.join("deps/small").exists());
@@ -649,7 +713,7 @@ pub(super) mod tests {
 
     #[test]
     fn packed_kit_is_unpacked_when_it_is_read() {
-        let folder = Folder::new("pack");
+        let folder = TestFolder::new("pack");
         let program = PathBuf::from("/bin/true");
         let mut built = fake(&folder);
         built.software = Some(program.clone());
@@ -657,7 +721,8 @@ pub(super) mod tests {
             .programs
             .values_mut()
             .for_each(|file| file.clone_from(&program));
-        let (to, never) = (folder.0.join("kit"), AtomicBool::new(false));
+        let to = folder.0.join("kit");
+        let never = AtomicBool::new(false);
         let kit = laid(&built, &FRAMEWORK, "abc", &folder.0, &to, &never);
         let said = pack(&kit.unwrap()).unwrap();
         assert!(

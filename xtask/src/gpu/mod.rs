@@ -23,10 +23,10 @@ use anyhow::Context as _;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::commands::target;
-use kit::{CANDLE, Content, FRAMEWORK, Kit};
-use report::Report;
-use stages::{STAGES, Stage};
-use turn::{Place, Turn};
+use kit::{CANDLE, FRAMEWORK, Kit, KitContent};
+use report::StageReport;
+use stages::{GpuStage, STAGES};
+use turn::{StagePlace, StageTurn};
 
 /// Exit status if there is no driver to run on.
 const NO_DRIVER: u8 = 2;
@@ -38,20 +38,20 @@ const DRIVER: [&str; 3] = ["/dev/nvidiactl", "/dev/dxg", "/dev/nvmap"];
 const WORTH_A_START: Duration = Duration::from_secs(5);
 
 /// Arguments of the command.
-pub(crate) struct Options {
-    way: Way,
+pub(crate) struct GpuOptions {
+    way: GpuCommand,
     /// The kit to build.
-    content: &'static Content,
+    content: &'static KitContent,
     /// True if the stages run on the driver in software.
     software: bool,
-    stages: Vec<&'static Stage>,
+    stages: Vec<&'static GpuStage>,
     /// Time limit of all stages together.
     limit: Duration,
 }
 
 /// The action of the command.
 #[derive(Debug, Eq, PartialEq)]
-enum Way {
+enum GpuCommand {
     List,
     /// Builds, and runs them on this machine.
     Here,
@@ -61,7 +61,7 @@ enum Way {
     Prebuilt(PathBuf),
 }
 
-impl Options {
+impl GpuOptions {
     /// Parses the arguments.
     ///
     /// # Errors
@@ -69,12 +69,13 @@ impl Options {
     /// A message for people, if an argument is unknown or wrong.
     pub(crate) fn parse(arguments: &[&str]) -> Result<Self, String> {
         let mut options = Self {
-            way: Way::Here,
+            way: GpuCommand::Here,
             content: &FRAMEWORK,
             software: false,
             stages: STAGES.iter().collect(),
             limit: Duration::MAX,
         };
+
         let mut rest = arguments.iter();
         while let Some(argument) = rest.next() {
             let mut value = || {
@@ -83,9 +84,9 @@ impl Options {
                     .ok_or(format!("{argument} takes a value"))
             };
             match *argument {
-                "--list" => options.way = Way::List,
-                "--pack" => options.way = Way::Pack(value()?.into()),
-                "--prebuilt" => options.way = Way::Prebuilt(value()?.into()),
+                "--list" => options.way = GpuCommand::List,
+                "--pack" => options.way = GpuCommand::Pack(value()?.into()),
+                "--prebuilt" => options.way = GpuCommand::Prebuilt(value()?.into()),
                 "--software" => options.software = true,
                 "--candle" => options.content = &CANDLE,
                 "--stage" => {
@@ -124,24 +125,27 @@ impl Options {
 /// If the build fails, if the kit is damaged or too large, or if the results cannot be written.
 pub(crate) fn gpu(
     root: impl FnOnce() -> anyhow::Result<&'static Path>,
-    options: &Options,
+    options: &GpuOptions,
 ) -> anyhow::Result<ExitCode> {
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGHUP, SIGINT, SIGTERM] {
         signal_hook::flag::register(signal, stop.clone()).context("listening for signals")?;
     }
+
     match &options.way {
-        Way::List => {
+        GpuCommand::List => {
             print!("{}", stages::list());
             Ok(ExitCode::SUCCESS)
         }
-        Way::Pack(folder) => {
+        GpuCommand::Pack(folder) => {
             let kit = kit::lay(root()?, options.content, options.software, folder, &stop)?;
             println!("{}", kit::pack(&kit)?);
             Ok(ExitCode::SUCCESS)
         }
-        Way::Prebuilt(folder) => staged(&Kit::read(folder)?, options, stop),
-        Way::Here if !options.software && DRIVER.iter().all(|file| !Path::new(file).exists()) => {
+        GpuCommand::Prebuilt(folder) => staged(&Kit::read(folder)?, options, stop),
+        GpuCommand::Here
+            if !options.software && DRIVER.iter().all(|file| !Path::new(file).exists()) =>
+        {
             eprintln!(
                 "no CUDA driver found: there is none of {}; nothing was built or run. `cargo xtask \
                  gpu --software` tries the command itself, `--pack` is for another machine",
@@ -149,7 +153,7 @@ pub(crate) fn gpu(
             );
             Ok(ExitCode::from(NO_DRIVER))
         }
-        Way::Here => {
+        GpuCommand::Here => {
             let name = format!("gpu-kit-{}", options.content.name);
             let folder = target()?.join(name);
             let kit = kit::lay(root()?, options.content, options.software, &folder, &stop)?;
@@ -159,18 +163,20 @@ pub(crate) fn gpu(
 }
 
 /// Runs the stages from a kit and prints what they found.
-fn staged(kit: &Kit, options: &Options, stop: Arc<AtomicBool>) -> anyhow::Result<ExitCode> {
+fn staged(kit: &Kit, options: &GpuOptions, stop: Arc<AtomicBool>) -> anyhow::Result<ExitCode> {
     let begin = Instant::now();
     let end = begin.checked_add(options.limit);
-    let place = Place::new(kit, options.software, stop)?;
-    let mut report = Report::new(&place);
+    let place = StagePlace::new(kit, options.software, stop)?;
+    let mut report = StageReport::new(&place);
+
     for stage in &options.stages {
         let mut until = Instant::now() + Duration::from_secs(stage.limit);
         let is_cut = end.is_some_and(|end| end < until);
         if let Some(end) = end.filter(|_| is_cut) {
             until = end;
         }
-        let mut turn = Turn::new(&place, until);
+
+        let mut turn = StageTurn::new(&place, until);
         let missing = stage
             .programs
             .iter()
@@ -188,6 +194,7 @@ fn staged(kit: &Kit, options: &Options, stop: Arc<AtomicBool>) -> anyhow::Result
             println!("{} …", stage.name);
             (stage.run)(&mut turn);
         }
+
         report.add(stage, turn)?;
     }
     report.end(begin.elapsed())
@@ -197,8 +204,8 @@ fn staged(kit: &Kit, options: &Options, stop: Arc<AtomicBool>) -> anyhow::Result
 mod options {
     use super::*;
 
-    fn parsed(arguments: &str) -> Result<Options, String> {
-        Options::parse(&arguments.split_whitespace().collect::<Vec<_>>())
+    fn parsed(arguments: &str) -> Result<GpuOptions, String> {
+        GpuOptions::parse(&arguments.split_whitespace().collect::<Vec<_>>())
     }
 
     #[test]
@@ -206,12 +213,12 @@ mod options {
         let all = parsed("").unwrap();
         assert_eq!(
             (all.way, all.stages.len(), all.software),
-            (Way::Here, STAGES.len(), false)
+            (GpuCommand::Here, STAGES.len(), false)
         );
         let some = parsed("--prebuilt kit --stage tests,facts --limit 30 --software").unwrap();
         assert_eq!(
             (some.way, some.software),
-            (Way::Prebuilt("kit".into()), true)
+            (GpuCommand::Prebuilt("kit".into()), true)
         );
         assert_eq!(some.limit, Duration::from_secs(30));
         // In the order of the list, which is that of their priority.
@@ -220,13 +227,13 @@ mod options {
         let pack = parsed("--pack kit").unwrap();
         assert_eq!(
             (pack.way, pack.content.name),
-            (Way::Pack("kit".into()), "framework")
+            (GpuCommand::Pack("kit".into()), "framework")
         );
         assert_eq!(
             parsed("--pack kit --candle").unwrap().content.name,
             "candle"
         );
-        assert_eq!(parsed("--list").unwrap().way, Way::List);
+        assert_eq!(parsed("--list").unwrap().way, GpuCommand::List);
     }
 
     #[test]

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 
-use super::stages::Stage;
-use super::turn::{Failure, Place, SUMMARY, Turn};
+use super::stages::GpuStage;
+use super::turn::{SUMMARY, StageFailure, StagePlace, StageTurn};
 
 /// Bytes of output of failed commands and tests in the summary. A caller may see no more than the
 /// last 12,000 bytes that this program prints.
@@ -18,10 +18,10 @@ const OUTPUT: usize = 8000;
 const LEAST: usize = 400;
 
 /// The results so far.
-pub(super) struct Report<'a> {
-    place: &'a Place<'a>,
+pub(super) struct StageReport<'a> {
+    place: &'a StagePlace<'a>,
     lines: String,
-    failures: Vec<Failure>,
+    failures: Vec<StageFailure>,
     passed: usize,
     failed: usize,
     not_run: usize,
@@ -29,8 +29,8 @@ pub(super) struct Report<'a> {
     is_cut: bool,
 }
 
-impl<'a> Report<'a> {
-    pub(super) fn new(place: &'a Place<'a>) -> Self {
+impl<'a> StageReport<'a> {
+    pub(super) fn new(place: &'a StagePlace<'a>) -> Self {
         Self {
             place,
             lines: String::new(),
@@ -43,7 +43,7 @@ impl<'a> Report<'a> {
     }
 
     /// Adds a stage that has had its turn; prints its line, and writes it to the summary's file.
-    pub(super) fn add(&mut self, stage: &Stage, turn: Turn<'_>) -> anyhow::Result<()> {
+    pub(super) fn add(&mut self, stage: &GpuStage, turn: StageTurn<'_>) -> anyhow::Result<()> {
         let took = turn.begin.elapsed().as_secs_f64();
         let (word, count) = match (&turn.not_run, turn.failures.first()) {
             (Some(_), _) => ("NOTRUN", &mut self.not_run),
@@ -52,16 +52,19 @@ impl<'a> Report<'a> {
             (None, None) => ("ok", &mut self.passed),
         };
         *count += 1;
+
         self.is_cut |= turn.is_cut || self.place.is_stopped();
         let mut detail = turn.not_run.unwrap_or(turn.detail);
         if let (true, Some(failure)) = (detail.is_empty(), turn.failures.first()) {
             detail.clone_from(&failure.what);
         }
+
         let line = format!(
             "{:10} {word:6} {took:6.1} s of {:3} s  {detail}",
             stage.name, stage.limit
         );
         let line = format!("{}\n", line.trim_end());
+
         self.failures.extend(turn.failures);
         self.lines += &line;
         print!("{line}");
@@ -72,12 +75,13 @@ impl<'a> Report<'a> {
     pub(super) fn end(self, took: Duration) -> anyhow::Result<ExitCode> {
         let mut text = String::new();
         let each = (OUTPUT / self.failures.len().max(1)).max(LEAST);
-        for (number, Failure { what, output }) in self.failures.iter().enumerate() {
+        for (number, StageFailure { what, output }) in self.failures.iter().enumerate() {
             let _ = writeln!(text, "\n== {what}");
             if number * each < OUTPUT {
                 text += last(output.trim(), each);
             }
         }
+
         let Self {
             place,
             passed,
@@ -96,12 +100,14 @@ impl<'a> Report<'a> {
                 ""
             }
         );
+
         self.write(&text)?;
         println!(
             "\n{}{text}results are in {}",
             self.lines,
             place.out.display()
         );
+
         let is_well = self.failed == 0 && !self.is_cut;
         Ok(if is_well {
             ExitCode::SUCCESS
@@ -138,16 +144,16 @@ mod lines {
     use std::time::Instant;
 
     use super::*;
-    use crate::gpu::kit::tests::Folder;
+    use crate::gpu::kit::tests::TestFolder;
     use crate::gpu::stages::STAGES;
 
     #[test]
     fn summary_has_every_stage_and_ends_of_long_outputs() {
-        let folder = Folder::new("report");
+        let folder = TestFolder::new("report");
         let kit = folder.kit("");
-        let place = Place::new(&kit, true, Arc::default()).unwrap();
-        let mut report = Report::new(&place);
-        let turns: [fn(&mut Turn<'_>); 4] = [
+        let place = StagePlace::new(&kit, true, Arc::default()).unwrap();
+        let mut report = StageReport::new(&place);
+        let turns: [fn(&mut StageTurn<'_>); 4] = [
             |turn| turn.detail = "fine".to_owned(),
             |turn| {
                 for _ in 0..30 {
@@ -158,7 +164,7 @@ mod lines {
             |turn| turn.cut("no time"),
         ];
         for (stage, fill) in STAGES.iter().zip(turns) {
-            let mut turn = Turn::new(&place, Instant::now());
+            let mut turn = StageTurn::new(&place, Instant::now());
             fill(&mut turn);
             report.add(stage, turn).unwrap();
         }

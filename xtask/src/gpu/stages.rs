@@ -3,97 +3,97 @@
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
-use super::kit::{CONTENTS, Content};
+use super::kit::{CONTENTS, KitContent};
 use super::tests::{self, Kind};
-use super::turn::Turn;
+use super::turn::StageTurn;
 
 /// A part of the run with a time limit of its own.
-pub(super) struct Stage {
+pub(super) struct GpuStage {
     pub(super) name: &'static str,
     /// Time limit in seconds.
     pub(super) limit: u64,
     /// The programs that the stage starts: a kit without them leaves it out.
     pub(super) programs: &'static [&'static str],
-    pub(super) run: fn(&mut Turn<'_>),
+    pub(super) run: fn(&mut StageTurn<'_>),
 }
 
 /// All stages. The limits of those of a kit together are at most ten minutes, the longest time that
 /// one command may take on some machines with GPUs.
-pub(super) const STAGES: [Stage; 13] = [
-    Stage {
+pub(super) const STAGES: [GpuStage; 13] = [
+    GpuStage {
         name: "facts",
         limit: 20,
         programs: &[],
         run: facts,
     },
-    Stage {
+    GpuStage {
         name: "doctor",
         limit: 30,
         programs: &["mpmd"],
         run: doctor,
     },
-    Stage {
+    GpuStage {
         name: "kernel",
         limit: 30,
         programs: &["cuda_kernel"],
         run: kernel,
     },
-    Stage {
+    GpuStage {
         name: "probe",
         limit: 60,
         programs: &["mpmd"],
         run: probe,
     },
-    Stage {
+    GpuStage {
         name: "tests",
         limit: 120,
         programs: &[],
         run: |turn| tests::run(turn, Kind::Usual, 8),
     },
-    Stage {
+    GpuStage {
         name: "hand-over",
         limit: 50,
         programs: &["mpmd"],
         run: hand_over,
     },
-    Stage {
+    GpuStage {
         name: "dispatch",
         limit: 25,
         programs: &["mpmd"],
         run: dispatch,
     },
-    Stage {
+    GpuStage {
         name: "reshard",
         limit: 40,
         programs: &["mpmd"],
         run: reshard,
     },
-    Stage {
+    GpuStage {
         name: "programs",
         limit: 50,
         programs: &["basic", "reshard"],
         run: programs,
     },
-    Stage {
+    GpuStage {
         name: "gpt",
         limit: 55,
         programs: &["train_gpt"],
         run: gpt,
     },
-    Stage {
+    GpuStage {
         name: "models",
         limit: 120,
         programs: &["generate", "finetune", "serve", "train_and_serve"],
         run: models,
     },
-    Stage {
+    GpuStage {
         name: "memcheck",
         limit: 60,
         programs: &["mpmd", "cuda_kernel"],
         run: memcheck,
     },
     // Last: a driver may wait for a dead process for ever.
-    Stage {
+    GpuStage {
         name: "kills",
         limit: 60,
         programs: &["mpmd"],
@@ -110,7 +110,7 @@ const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 /// Returns the stages with their limits as a text for people.
 pub(super) fn list() -> String {
     let mut text = String::new();
-    for Stage { name, limit, .. } in &STAGES {
+    for GpuStage { name, limit, .. } in &STAGES {
         let _ = writeln!(text, "{name:10} {limit:4} s");
     }
     for content in CONTENTS {
@@ -120,8 +120,8 @@ pub(super) fn list() -> String {
 }
 
 /// Returns the seconds that all stages of a kit may take together.
-fn limit_of(content: &Content) -> u64 {
-    let has_all = |stage: &&Stage| {
+fn limit_of(content: &KitContent) -> u64 {
+    let has_all = |stage: &&GpuStage| {
         stage
             .programs
             .iter()
@@ -131,7 +131,7 @@ fn limit_of(content: &Content) -> u64 {
 }
 
 /// Shows what may explain a failure. Programs that the machine lacks are no failure.
-fn facts(turn: &mut Turn<'_>) {
+fn facts(turn: &mut StageTurn<'_>) {
     const SCRIPT: &str = "\
         nvidia-smi; nvidia-smi -q -d COMPUTE,PERFORMANCE | head -60
         uname -a; ldd --version | head -1; nproc; free -g; df -h /dev/shm /tmp; ulimit -a
@@ -144,11 +144,11 @@ fn facts(turn: &mut Turn<'_>) {
     turn.run(turn.command("/bin/sh", &["-c", SCRIPT]));
 }
 
-fn doctor(turn: &mut Turn<'_>) {
+fn doctor(turn: &mut StageTurn<'_>) {
     turn.program("mpmd", &["doctor", "--device", "cuda", "--json"]);
 }
 
-fn kernel(turn: &mut Turn<'_>) {
+fn kernel(turn: &mut StageTurn<'_>) {
     let elements = turn.sized("1048576", "4096");
     let said = turn.program("cuda_kernel", &["--elements", elements]);
     if said.contains("on the CPU") {
@@ -156,12 +156,12 @@ fn kernel(turn: &mut Turn<'_>) {
     }
 }
 
-fn probe(turn: &mut Turn<'_>) {
+fn probe(turn: &mut StageTurn<'_>) {
     let command = turn.bench(&["probe"], &["--events", "100"]);
     turn.run_measuring(command);
 }
 
-fn hand_over(turn: &mut Turn<'_>) {
+fn hand_over(turn: &mut StageTurn<'_>) {
     // A benchmark prints its figures at its end: one command for each size.
     for size in turn.sized(["1Mi", "256Mi"], ["64Ki", "1Mi"]) {
         let arguments = ["p2p", "--case", "handover", "--sizes", size];
@@ -177,12 +177,12 @@ fn hand_over(turn: &mut Turn<'_>) {
     }
 }
 
-fn dispatch(turn: &mut Turn<'_>) {
+fn dispatch(turn: &mut StageTurn<'_>) {
     let command = turn.bench(&["dispatch"], &["--repeats", "2"]);
     turn.run_measuring(command);
 }
 
-fn reshard(turn: &mut Turn<'_>) {
+fn reshard(turn: &mut StageTurn<'_>) {
     let (processes, mib, repeats) = turn.sized(("1,2", "64", "3"), ("1", "1", "2"));
     let arguments = [
         "reshard",
@@ -197,7 +197,7 @@ fn reshard(turn: &mut Turn<'_>) {
     turn.run_measuring(command);
 }
 
-fn programs(turn: &mut Turn<'_>) {
+fn programs(turn: &mut StageTurn<'_>) {
     let small = |arguments: &'static str| turn.sized("", arguments).split_whitespace();
     let [basic, reshard] = ["--rows 32 --columns 100 --rounds 1", "--width 24"]
         .map(|arguments| small(arguments).collect::<Vec<_>>());
@@ -214,13 +214,14 @@ fn programs(turn: &mut Turn<'_>) {
 
 /// Trains on CUDA devices and on CPU devices. The losses must be equal: stages of candle compute on
 /// the host. Those of stages of kernels must be near. Then trains a larger model of kernels.
-fn gpt(turn: &mut Turn<'_>) {
+fn gpt(turn: &mut StageTurn<'_>) {
     let sizes = turn.sized(
         "--steps 20 --sample 20",
         "--width 8 --heads 2 --time 8 --microbatches 4 --steps 3 --sample 2",
     );
     let text = turn.place.kit.folder.join("text");
     let text = text.to_string_lossy();
+
     let [kernels, cuda, cpu] = ["cuda --kernels", "cuda", "cpu"].map(|device| {
         let losses = turn
             .place
@@ -243,6 +244,7 @@ fn gpt(turn: &mut Turn<'_>) {
         turn.program("train_gpt", &[&how[..], &given, &[&text]].concat());
         std::fs::read_to_string(&losses).unwrap_or_default()
     });
+
     if cuda.is_empty() || cuda != cpu {
         turn.failed(
             "the losses on CUDA and CPU devices differ",
@@ -255,7 +257,9 @@ fn gpt(turn: &mut Turn<'_>) {
             .filter_map(|line| line.split(' ').nth(1)?.parse().ok())
             .collect()
     };
-    let (near, far) = (losses(&kernels), losses(&cpu));
+
+    let near = losses(&kernels);
+    let far = losses(&cpu);
     let is_near = |(near, far): (&f64, &f64)| (near - far).abs() <= 1e-4 * far;
     if near.is_empty() || near.len() != far.len() || !near.iter().zip(&far).all(is_near) {
         turn.failed(
@@ -263,6 +267,7 @@ fn gpt(turn: &mut Turn<'_>) {
             &format!("{kernels}\n{cpu}"),
         );
     }
+
     if !turn.place.software {
         let large = "--kernels --width 1024 --layers 8 --heads 16 --time 512 --batch 8 \
                      --microbatches 4 --steps 12 --sample 0 --device cuda --stages 1 --processes 1";
@@ -277,7 +282,7 @@ fn gpt(turn: &mut Turn<'_>) {
 }
 
 /// Trains the demonstration model, continues a text with it, and starts and drains a server.
-fn models(turn: &mut Turn<'_>) {
+fn models(turn: &mut StageTurn<'_>) {
     let [model, text] = ["model", "text"].map(|name| turn.place.kit.folder.join(name));
     let [model, text] = [&model, &text].map(|path| path.to_string_lossy().into_owned());
     let on_cuda = ["--model", &model, "--device", "cuda"];
@@ -315,7 +320,7 @@ fn models(turn: &mut Turn<'_>) {
 }
 
 /// Runs small programs under compute-sanitizer, for memory errors within kernels.
-fn memcheck(turn: &mut Turn<'_>) {
+fn memcheck(turn: &mut StageTurn<'_>) {
     const SANITIZER: &str = "compute-sanitizer";
     let Some(sanitizer) = installed(SANITIZER).filter(|_| !turn.place.software) else {
         turn.not_run(if turn.place.software {
@@ -325,12 +330,14 @@ fn memcheck(turn: &mut Turn<'_>) {
         });
         return;
     };
+
     let handover = ["bench", "p2p", "--case", "handover", "--sizes", "64Ki"];
     let handover = [
         &handover[..],
         &["--repeats", "2", "--device", "cuda", "--json"],
     ]
     .concat();
+
     for (program, arguments) in [("cuda_kernel", &[][..]), ("mpmd", &handover)] {
         let program = turn.place.kit.folder.join(program);
         let program = program.to_string_lossy();

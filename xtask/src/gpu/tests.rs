@@ -7,8 +7,8 @@ use std::process::Command;
 use std::sync::{Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
-use super::kit::Test;
-use super::turn::{Place, TESTS, Turn};
+use super::kit::KitTest;
+use super::turn::{StagePlace, StageTurn, TESTS};
 
 /// Time limit of one test.
 const EACH: Duration = Duration::from_secs(60);
@@ -36,7 +36,7 @@ enum Outcome {
 }
 
 impl Kind {
-    fn of(test: &Test) -> Self {
+    fn of(test: &KitTest) -> Self {
         const KILLS: [&str; 4] = ["killed_", "::stop_", "ended_process", "dead_process"];
         const SOFTWARE: [(&str, &str); 2] = [
             ("", "with_a_driver_in_software::"),
@@ -55,13 +55,13 @@ impl Kind {
 }
 
 /// Runs the tests of a kind, `jobs` at once. Those for the driver in software run only on it.
-pub(super) fn run(turn: &mut Turn<'_>, kind: Kind, jobs: usize) {
+pub(super) fn run(turn: &mut StageTurn<'_>, kind: Kind, jobs: usize) {
     let place = turn.place;
-    let is_wanted = |test: &&Test| match Kind::of(test) {
+    let is_wanted = |test: &&KitTest| match Kind::of(test) {
         Kind::Software => kind == Kind::Usual && place.software,
         of => of == kind,
     };
-    let tests: Vec<&Test> = place.kit.tests.iter().filter(is_wanted).collect();
+    let tests: Vec<&KitTest> = place.kit.tests.iter().filter(is_wanted).collect();
     if tests.is_empty() {
         turn.failed("the kit has no tests of this kind", "");
         return;
@@ -111,7 +111,7 @@ pub(super) fn run(turn: &mut Turn<'_>, kind: Kind, jobs: usize) {
 }
 
 /// Runs one test. Returns its result with the last part of its output.
-fn one(place: &Place<'_>, test: &Test, number: usize, until: Instant) -> (Outcome, String) {
+fn one(place: &StagePlace<'_>, test: &KitTest, number: usize, until: Instant) -> (Outcome, String) {
     let now = Instant::now();
     if place.is_stopped() || until.saturating_duration_since(now) < WORTH_A_START {
         return (Outcome::NotRun, String::new());
@@ -157,11 +157,11 @@ mod runs {
     use std::sync::Arc;
 
     use super::*;
-    use crate::gpu::kit::tests::Folder;
+    use crate::gpu::kit::tests::TestFolder;
 
     #[test]
     fn each_test_has_a_result_and_failed_ones_their_output() {
-        let folder = Folder::new("tests");
+        let folder = TestFolder::new("tests");
         let kit = folder.kit(
             "deps/a cuda::good\ndeps/a cuda::bad\ndeps/a cuda::none\ndeps/a cuda::idle\n\
              deps/a cuda::killed_x\ndeps/a with_a_driver_in_software::y\n",
@@ -172,8 +172,8 @@ mod runs {
         fs::create_dir(folder.0.join("deps")).unwrap();
         fs::write(folder.0.join("deps/a"), script).unwrap();
         fs::set_permissions(folder.0.join("deps/a"), fs::Permissions::from_mode(0o755)).unwrap();
-        let place = Place::new(&kit, false, Arc::default()).unwrap();
-        let mut turn = Turn::new(&place, Instant::now() + Duration::from_secs(60));
+        let place = StagePlace::new(&kit, false, Arc::default()).unwrap();
+        let mut turn = StageTurn::new(&place, Instant::now() + Duration::from_secs(60));
         run(&mut turn, Kind::Usual, 2);
         assert_eq!(turn.detail, "1 passed, 1 skipped, 2 failed, 0 not run");
         let mut whats: Vec<&str> = turn.failures.iter().map(|failed| &*failed.what).collect();
@@ -190,10 +190,10 @@ mod runs {
             written.contains("\nwhy\n") && written.lines().count() == 10,
             "{written}"
         );
-        let mut kills = Turn::new(&place, Instant::now() + Duration::from_secs(60));
+        let mut kills = StageTurn::new(&place, Instant::now() + Duration::from_secs(60));
         run(&mut kills, Kind::Kill, 2);
         assert_eq!(kills.detail, "1 passed, 0 skipped, 0 failed, 0 not run");
-        let mut late = Turn::new(&place, Instant::now());
+        let mut late = StageTurn::new(&place, Instant::now());
         run(&mut late, Kind::Usual, 2);
         assert_eq!(late.detail, "0 passed, 0 skipped, 0 failed, 4 not run");
         assert!(late.is_cut);

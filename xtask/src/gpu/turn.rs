@@ -15,8 +15,8 @@ use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 
 use super::kit::Kit;
 use crate::candle_cuda::LIBRARIES;
-use crate::captured;
 use crate::commands::shown;
+use crate::program_output;
 
 /// The files for results, all in one folder. A machine with a GPU may hand back only a few.
 pub(super) const LOG: &str = "log.txt";
@@ -35,7 +35,7 @@ const NCCL: &str = "libnccl.so.2";
 const MARK: &str = "XTASK_GPU_RUN";
 
 /// The kit and the folders of a run.
-pub(super) struct Place<'a> {
+pub(super) struct StagePlace<'a> {
     pub(super) kit: &'a Kit,
     /// True if programs run on the driver in software.
     pub(super) software: bool,
@@ -47,12 +47,13 @@ pub(super) struct Place<'a> {
     stop: Arc<AtomicBool>,
 }
 
-impl<'a> Place<'a> {
+impl<'a> StagePlace<'a> {
     /// Makes the folders of a run, and deletes the results of an earlier one.
     pub(super) fn new(kit: &'a Kit, software: bool, stop: Arc<AtomicBool>) -> anyhow::Result<Self> {
         let out = std::env::var_os("OUT").filter(|out| !out.is_empty());
         let out = out.map_or_else(|| kit.folder.join("out"), PathBuf::from);
         let scratch = kit.folder.join("scratch");
+
         let _ = fs::remove_dir_all(&scratch);
         for folder in [&out, &scratch] {
             fs::create_dir_all(folder).with_context(|| format!("making {}", folder.display()))?;
@@ -61,6 +62,7 @@ impl<'a> Place<'a> {
         for name in [LOG, FIGURES, TESTS, SUMMARY] {
             File::create(out.join(name)).with_context(|| format!("making {name}"))?;
         }
+
         if software {
             let library = kit.folder.join("libsoftcuda_driver.so");
             let folder = scratch.join("cuda");
@@ -69,6 +71,7 @@ impl<'a> Place<'a> {
                 symlink(&library, folder.join(name)).with_context(|| format!("linking {name}"))?;
             }
         }
+
         Ok(Self {
             kit,
             software,
@@ -99,7 +102,7 @@ impl<'a> Place<'a> {
     }
 }
 
-impl Drop for Place<'_> {
+impl Drop for StagePlace<'_> {
     fn drop(&mut self) {
         // It is in nobody's way.
         let _ = fs::remove_dir_all(&self.scratch);
@@ -107,17 +110,17 @@ impl Drop for Place<'_> {
 }
 
 /// A failed command or test, with the last part of its output.
-pub(super) struct Failure {
+pub(super) struct StageFailure {
     pub(super) what: String,
     pub(super) output: String,
 }
 
 /// The turn of a stage.
-pub(super) struct Turn<'a> {
-    pub(super) place: &'a Place<'a>,
+pub(super) struct StageTurn<'a> {
+    pub(super) place: &'a StagePlace<'a>,
     pub(super) begin: Instant,
     pub(super) until: Instant,
-    pub(super) failures: Vec<Failure>,
+    pub(super) failures: Vec<StageFailure>,
     /// A result in a few words.
     pub(super) detail: String,
     /// The reason why nothing ran.
@@ -127,7 +130,7 @@ pub(super) struct Turn<'a> {
 }
 
 /// The end of a command.
-pub(super) enum End {
+pub(super) enum CommandEnd {
     Status(ExitStatus),
     /// It was killed at its time limit, or because the run was interrupted.
     Killed,
@@ -135,8 +138,8 @@ pub(super) enum End {
     NotStarted(std::io::Error),
 }
 
-impl<'a> Turn<'a> {
-    pub(super) fn new(place: &'a Place<'a>, until: Instant) -> Self {
+impl<'a> StageTurn<'a> {
+    pub(super) fn new(place: &'a StagePlace<'a>, until: Instant) -> Self {
         Self {
             place,
             begin: Instant::now(),
@@ -166,7 +169,7 @@ impl<'a> Turn<'a> {
 
     /// Notes a failure, with the output that shows it.
     pub(super) fn failed(&mut self, what: &str, output: &str) {
-        self.failures.push(Failure {
+        self.failures.push(StageFailure {
             what: what.to_owned(),
             output: output.to_owned(),
         });
@@ -222,6 +225,7 @@ impl<'a> Turn<'a> {
     fn logged(&mut self, mut command: Command, figures: Option<File>) -> String {
         let line = shown(&command);
         let begin = Instant::now();
+
         let log = self.place.file(LOG).and_then(|mut log| {
             writeln!(log, "\n$ {line}")?;
             let start = log.metadata()?.len();
@@ -235,6 +239,7 @@ impl<'a> Turn<'a> {
                 return String::new();
             }
         };
+
         command.stdout(figures.unwrap_or(stdout)).stderr(stderr);
         let end = self.place.ended(&mut command, self.until);
         let said = shortened(log, start, begin.elapsed()).unwrap_or_default();
@@ -245,16 +250,17 @@ impl<'a> Turn<'a> {
     }
 }
 
-impl Place<'_> {
+impl StagePlace<'_> {
     /// Runs a command in a process group of its own until it ends, at the latest `until`. No
     /// process that it has started is left then.
-    pub(super) fn ended(&self, command: &mut Command, until: Instant) -> End {
+    pub(super) fn ended(&self, command: &mut Command, until: Instant) -> CommandEnd {
         static RUNS: AtomicU64 = AtomicU64::new(0);
         let mark = format!(
             "{}-{}",
             std::process::id(),
             RUNS.fetch_add(1, Ordering::Relaxed)
         );
+
         // Without a real driver, tests install the one in software themselves.
         if self.software {
             command.env_remove("MPMD_TEST_GPU");
@@ -266,21 +272,23 @@ impl Place<'_> {
             .stdin(Stdio::null())
             .process_group(0);
         command.env(MARK, &mark);
+
         let mut child = match command.spawn() {
             Ok(child) => child,
-            Err(error) => return End::NotStarted(error),
+            Err(error) => return CommandEnd::NotStarted(error),
         };
-        let end = captured::ended(&mut child, until, &self.stop);
+
+        let end = program_output::ended(&mut child, until, &self.stop);
         sweep(&child, &mark);
         match end {
-            Ok(Some(status)) => End::Status(status),
-            Ok(None) => End::Killed,
-            Err(error) => End::NotStarted(error),
+            Ok(Some(status)) => CommandEnd::Status(status),
+            Ok(None) => CommandEnd::Killed,
+            Err(error) => CommandEnd::NotStarted(error),
         }
     }
 }
 
-impl End {
+impl CommandEnd {
     /// Returns how the command failed, in a few words; `None` if it did not.
     pub(super) fn failure(&self) -> Option<String> {
         match self {
@@ -347,14 +355,14 @@ fn marked(wanted: &[u8]) -> Vec<Pid> {
 #[cfg(test)]
 mod places {
     use super::*;
-    use crate::gpu::kit::tests::Folder;
+    use crate::gpu::kit::tests::TestFolder;
 
     #[test]
     fn late_command_is_killed_with_processes_that_left_its_group() {
-        let folder = Folder::new("late");
+        let folder = TestFolder::new("late");
         let kit = folder.kit("");
-        let place = Place::new(&kit, false, Arc::default()).unwrap();
-        let mut turn = Turn::new(&place, Instant::now() + Duration::from_millis(500));
+        let place = StagePlace::new(&kit, false, Arc::default()).unwrap();
+        let mut turn = StageTurn::new(&place, Instant::now() + Duration::from_millis(500));
         // The first one has its own session, and its parent is gone at once.
         let script = "(setsid sleep 71 &); sleep 72 & echo started; sleep 73";
         let said = turn.run(turn.command("/bin/sh", &["-c", script]));
@@ -377,10 +385,10 @@ mod places {
 
     #[test]
     fn long_output_keeps_its_beginning_and_its_end() {
-        let folder = Folder::new("long");
+        let folder = TestFolder::new("long");
         let kit = folder.kit("");
-        let place = Place::new(&kit, false, Arc::default()).unwrap();
-        let mut turn = Turn::new(&place, Instant::now() + Duration::from_secs(60));
+        let place = StagePlace::new(&kit, false, Arc::default()).unwrap();
+        let mut turn = StageTurn::new(&place, Instant::now() + Duration::from_secs(60));
         let script = "echo first; head -c 3000000 /dev/zero | tr '\\0' x; echo; echo last; exit 3";
         let said = turn.run(turn.command("/bin/sh", &["-c", script]));
         assert!(said.starts_with("first\nxxx") && said.ends_with("xxx\nlast\n"));

@@ -7,8 +7,8 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use super::outline::Scope;
-use super::source::Source;
+use super::outline::ModuleScope;
+use super::source::SourceFile;
 
 /// The sources of core, the crate with sub-folders that are checked as well.
 const CORE: &str = "mpmd-core/src/";
@@ -22,25 +22,32 @@ type ModulePath = Vec<String>;
 /// The modules of a crate that are compiled without `cfg(test)`.
 pub(crate) struct Crate<'a> {
     root: &'a str,
-    files: Vec<(ModulePath, &'a Source)>,
-    modules: BTreeMap<ModulePath, &'a Scope>,
+    files: Vec<ModuleFile<'a>>,
+    modules: BTreeMap<ModulePath, &'a ModuleScope>,
+}
+
+/// A file of a crate, and the module that it holds.
+struct ModuleFile<'a> {
+    module: ModulePath,
+    source: &'a SourceFile,
 }
 
 /// The end of a path: a module, or the module that defines an item.
-enum Target {
+enum ResolvedPath {
     Module(ModulePath),
     Item(ModulePath),
 }
 
 /// For each importing node the nodes that it imports, each with a line of code that does it.
-type Graph = BTreeMap<String, BTreeMap<String, String>>;
+type ImportGraph = BTreeMap<String, BTreeMap<String, String>>;
 
 /// Finds all libraries and programs among the sources. Test targets are none.
-pub(crate) fn crates(sources: &[Source]) -> Vec<Crate<'_>> {
-    let by_path: BTreeMap<&str, &Source> = sources
+pub(crate) fn crates(sources: &[SourceFile]) -> Vec<Crate<'_>> {
+    let by_path: BTreeMap<&str, &SourceFile> = sources
         .iter()
         .map(|source| (source.path.as_str(), source))
         .collect();
+
     let is_root = |path: &str| {
         let is_program = |(_, name): (_, &str)| {
             !name.contains('/') || name.ends_with("/main.rs") && name.matches('/').count() == 1
@@ -62,9 +69,10 @@ pub(crate) fn check(crates: &[Crate<'_>]) -> Vec<String> {
     for krate in crates {
         let top = krate.graph(|module| module.first().cloned());
         findings.extend(cycles(&top, krate.root, "modules", 1));
+
         if krate.root.starts_with(CORE) {
-            let of_folder = |(_, source): &(_, &Source)| {
-                let parts: Vec<&str> = source.path.strip_prefix(CORE)?.split('/').collect();
+            let of_folder = |file: &ModuleFile<'_>| {
+                let parts: Vec<&str> = file.source.path.strip_prefix(CORE)?.split('/').collect();
                 (parts.len() > 2).then(|| parts[..2].join("/"))
             };
             let folders: BTreeSet<String> = krate.files.iter().filter_map(of_folder).collect();
@@ -74,7 +82,9 @@ pub(crate) fn check(crates: &[Crate<'_>]) -> Vec<String> {
             });
             findings.extend(cycles(&below, krate.root, "folders", 1));
         }
-        let of_file: BTreeSet<&[String]> = krate.files.iter().map(|(m, _)| &m[..]).collect();
+
+        let of_file: BTreeSet<&[String]> =
+            krate.files.iter().map(|file| &file.module[..]).collect();
         let files = krate.graph(|module| {
             let lengths = (1..=module.len()).rev();
             let mut prefixes = lengths.map(|length| &module[..length]);
@@ -89,12 +99,13 @@ pub(crate) fn check(crates: &[Crate<'_>]) -> Vec<String> {
 }
 
 impl<'a> Crate<'a> {
-    fn new(root: &'a Source, by_path: &BTreeMap<&str, &'a Source>) -> Self {
+    fn new(root: &'a SourceFile, by_path: &BTreeMap<&str, &'a SourceFile>) -> Self {
         let mut krate = Self {
             root: &root.path,
             files: Vec::new(),
             modules: BTreeMap::default(),
         };
+
         let mut todo = vec![(ModulePath::new(), root)];
         while let Some((module, source)) = todo.pop() {
             let path = source.path.as_str();
@@ -105,6 +116,7 @@ impl<'a> Crate<'a> {
             } else {
                 path.trim_end_matches(".rs")
             };
+
             for (scope, name) in &source.outline.declared {
                 let below = [&scope[..], std::slice::from_ref(name)].concat();
                 let base = format!("{folder}/{}", below.join("/"));
@@ -113,32 +125,35 @@ impl<'a> Crate<'a> {
                     todo.push(([&module[..], &below].concat(), file));
                 }
             }
+
             for (scope, names) in &source.outline.scopes {
                 krate.modules.insert([&module[..], scope].concat(), names);
             }
-            krate.files.push((module, source));
+            krate.files.push(ModuleFile { module, source });
         }
-        krate.files.sort_by_key(|(_, source)| &source.path);
+
+        krate.files.sort_by_key(|file| &file.source.path);
         krate
     }
 
     /// Returns the paths of all files of the crate.
     pub(crate) fn files(&self) -> impl Iterator<Item = &'a str> {
-        self.files.iter().map(|(_, source)| source.path.as_str())
+        self.files.iter().map(|file| file.source.path.as_str())
     }
 
     /// Returns the imports between the nodes that modules belong to. `node` gives the node of a
     /// module as a path with `/`, or `None` for modules to leave out. Imports from the node itself
     /// and from those around it are left out.
-    fn graph(&self, node: impl Fn(&[String]) -> Option<String>) -> Graph {
-        let mut graph = Graph::new();
-        for (module, source) in &self.files {
+    fn graph(&self, node: impl Fn(&[String]) -> Option<String>) -> ImportGraph {
+        let mut graph = ImportGraph::new();
+        for ModuleFile { module, source } in &self.files {
             for path in &source.outline.paths {
                 let from = [&module[..], &path.scope].concat();
                 let Some(importer) = node(&from) else {
                     continue;
                 };
-                let Some(Target::Module(to) | Target::Item(to)) =
+
+                let Some(ResolvedPath::Module(to) | ResolvedPath::Item(to)) =
                     self.resolve(&from, &path.segments, &mut BTreeSet::new())
                 else {
                     continue;
@@ -148,6 +163,7 @@ impl<'a> Crate<'a> {
                         .strip_prefix(other)
                         .is_some_and(|r| r.is_empty() || r.starts_with('/'))
                 };
+
                 if let Some(imported) = node(&to).filter(|imported| !is_within(imported)) {
                     let by = format!(
                         "{}:{}: {}",
@@ -174,7 +190,7 @@ impl<'a> Crate<'a> {
         from: &[String],
         segments: &[String],
         seen: &mut BTreeSet<(ModulePath, String)>,
-    ) -> Option<Target> {
+    ) -> Option<ResolvedPath> {
         let mut module = from.to_vec();
         for (i, segment) in segments.iter().enumerate() {
             match segment.as_str() {
@@ -182,14 +198,14 @@ impl<'a> Crate<'a> {
                 "super" => drop(module.pop()),
                 "self" | "*" => {}
                 name => match self.look_up(&module, name, seen) {
-                    Some(Target::Module(found)) => module = found,
+                    Some(ResolvedPath::Module(found)) => module = found,
                     None if i == 0 => return None,
-                    None => return Some(Target::Item(module)),
+                    None => return Some(ResolvedPath::Item(module)),
                     item => return item,
                 },
             }
         }
-        Some(Target::Module(module))
+        Some(ResolvedPath::Module(module))
     }
 
     /// Returns the module or item that `name` stands for in `module`, or `None` if it is unknown or
@@ -199,35 +215,37 @@ impl<'a> Crate<'a> {
         module: &[String],
         name: &str,
         seen: &mut BTreeSet<(ModulePath, String)>,
-    ) -> Option<Target> {
+    ) -> Option<ResolvedPath> {
         if !seen.insert((module.to_vec(), name.to_owned())) {
             return None;
         }
+
         let child = [module, &[name.to_owned()]].concat();
         if self.modules.contains_key(&child) {
-            return Some(Target::Module(child));
+            return Some(ResolvedPath::Module(child));
         }
         let scope = self.modules.get(module)?;
         if scope.names.contains(name) {
-            return Some(Target::Item(module.to_vec()));
+            return Some(ResolvedPath::Item(module.to_vec()));
         }
+
         if let Some(path) = scope.imports.get(name) {
             let target = self.resolve(module, path, seen);
-            return Some(target.unwrap_or_else(|| Target::Item(module.to_vec())));
+            return Some(target.unwrap_or_else(|| ResolvedPath::Item(module.to_vec())));
         }
         scope
             .globs
             .iter()
             .find_map(|glob| match self.resolve(module, glob, seen)? {
-                Target::Module(globbed) => self.look_up(&globbed, name, seen),
-                Target::Item(_) => None,
+                ResolvedPath::Module(globbed) => self.look_up(&globbed, name, seen),
+                ResolvedPath::Item(_) => None,
             })
     }
 }
 
 /// Returns a description of one shortest cycle for each group of more than `most` nodes in `graph`
 /// that reach each other.
-fn cycles(graph: &Graph, root: &str, kind: &str, most: usize) -> Vec<String> {
+fn cycles(graph: &ImportGraph, root: &str, kind: &str, most: usize) -> Vec<String> {
     let paths: BTreeMap<&str, BTreeMap<&str, Vec<&str>>> = graph
         .keys()
         .map(|node| (node.as_str(), shortest_paths(graph, node)))
@@ -237,12 +255,14 @@ fn cycles(graph: &Graph, root: &str, kind: &str, most: usize) -> Vec<String> {
             .get(from)
             .is_some_and(|to_all| to_all.contains_key(to))
     };
+
     let mut findings = Vec::new();
     let mut reported: BTreeSet<&str> = BTreeSet::new();
     for node in paths.keys().filter(|node| reaches(node, node)) {
         if reported.contains(node) {
             continue;
         }
+
         let group: Vec<&str> = paths
             .keys()
             .copied()
@@ -252,11 +272,13 @@ fn cycles(graph: &Graph, root: &str, kind: &str, most: usize) -> Vec<String> {
         if group.len() <= most {
             continue;
         }
+
         let cycle = group
             .iter()
             .map(|m| &paths[m][m])
             .min_by_key(|cycle| cycle.len());
         let cycle = cycle.map_or(&[][..], Vec::as_slice);
+
         let mut text = format!("{root}: {kind} import each other: {}", cycle.join(" -> "));
         for edge in cycle.windows(2) {
             text += &format!(
@@ -271,6 +293,7 @@ fn cycles(graph: &Graph, root: &str, kind: &str, most: usize) -> Vec<String> {
                 group.join(", ")
             );
         }
+
         findings.push(text);
     }
     findings
@@ -278,9 +301,10 @@ fn cycles(graph: &Graph, root: &str, kind: &str, most: usize) -> Vec<String> {
 
 /// Returns a shortest path from `from` to each node that it reaches, over at least one edge. Both
 /// ends are part of the path.
-fn shortest_paths<'a>(graph: &'a Graph, from: &'a str) -> BTreeMap<&'a str, Vec<&'a str>> {
+fn shortest_paths<'a>(graph: &'a ImportGraph, from: &'a str) -> BTreeMap<&'a str, Vec<&'a str>> {
     let mut paths: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     let mut todo = VecDeque::from([vec![from]]);
+
     while let Some(path) = todo.pop_front() {
         let last = path[path.len() - 1];
         for next in graph.get(last).into_iter().flat_map(BTreeMap::keys) {
@@ -300,9 +324,9 @@ mod tests {
 
     /// Returns the findings on a crate with these files below `mpmd-core/src/`.
     fn found(files: &[(&str, &str)]) -> Vec<String> {
-        let sources: Vec<Source> = files
+        let sources: Vec<SourceFile> = files
             .iter()
-            .map(|(path, text)| Source::new(format!("{CORE}{path}"), *text))
+            .map(|(path, text)| SourceFile::new(format!("{CORE}{path}"), *text))
             .collect();
         check(&crates(&sources))
     }
@@ -488,10 +512,10 @@ mod tests {
             "c/src/lib.md",
             "c/src/m/x.rs",
         ];
-        let sources: Vec<Source> = paths
+        let sources: Vec<SourceFile> = paths
             .iter()
             .chain(&others)
-            .map(|path| Source::new(*path, "mod m;"))
+            .map(|path| SourceFile::new(*path, "mod m;"))
             .collect();
         let crates = crates(&sources);
         assert_eq!(

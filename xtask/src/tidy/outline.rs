@@ -3,13 +3,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::source::Token;
+use super::source::SourceToken;
 
 /// The modules, names and paths of a file.
 #[derive(Debug, Default)]
 pub(crate) struct Outline {
     /// The inline modules by their path in the file. The file itself has the empty path.
-    pub(crate) scopes: BTreeMap<Vec<String>, Scope>,
+    pub(crate) scopes: BTreeMap<Vec<String>, ModuleScope>,
     /// The modules with files of their own (`mod name;`): the path of the parent, and the name.
     pub(crate) declared: Vec<(Vec<String>, String)>,
     /// All paths of two and more segments, and all leaves of imports.
@@ -18,7 +18,7 @@ pub(crate) struct Outline {
 
 /// The names of a module.
 #[derive(Debug, Default)]
-pub(crate) struct Scope {
+pub(crate) struct ModuleScope {
     /// Items that are defined in the module.
     pub(crate) names: BTreeSet<String>,
     /// Imports by the name that they have in the module.
@@ -54,14 +54,16 @@ const ITEMS: &[&str] = &[
 ];
 
 impl Outline {
-    pub(crate) fn new(tokens: &[Token]) -> Self {
+    pub(crate) fn new(tokens: &[SourceToken]) -> Self {
         let texts: Vec<&str> = tokens.iter().map(|token| token.text.as_str()).collect();
         let mut outline = Self::default();
         let mut scope = Vec::new();
+
         // Open delimiters; true for the brace of a module.
         let mut open: Vec<bool> = Vec::new();
         let mut at = 0;
         outline.scopes.entry(Vec::new()).or_default();
+
         while at < texts.len() {
             let in_module = open.iter().all(|is_module| *is_module);
             match texts[at..] {
@@ -103,7 +105,8 @@ impl Outline {
                 }
                 [first, "::", second, ..] if is_word(first) && is_word(second) => {
                     let mut segments = vec![first.to_owned()];
-                    let (line, mut end) = (tokens[at].line, at + 1);
+                    let line = tokens[at].line;
+                    let mut end = at + 1;
                     while let ["::", segment, ..] = texts[end..]
                         && is_word(segment)
                     {
@@ -128,13 +131,19 @@ impl Outline {
         outline
     }
 
-    fn scope(&mut self, path: &[String]) -> &mut Scope {
+    fn scope(&mut self, path: &[String]) -> &mut ModuleScope {
         self.scopes.entry(path.to_vec()).or_default()
     }
 
     /// Appends the leaves of the tree of imports that begins at `at` to `paths`, and moves `at`
     /// behind the tree.
-    fn import(&mut self, tokens: &[Token], at: &mut usize, scope: &[String], prefix: &[String]) {
+    fn import(
+        &mut self,
+        tokens: &[SourceToken],
+        at: &mut usize,
+        scope: &[String],
+        prefix: &[String],
+    ) {
         let mut segments = prefix.to_vec();
         while let Some(token) = tokens.get(*at) {
             *at += 1;
@@ -157,11 +166,14 @@ impl Outline {
                     if next(0) == Some("::") {
                         continue;
                     }
+
                     let renamed = next(1).filter(|_| next(0) == Some("as")).map(str::to_owned);
                     *at += if renamed.is_some() { 2 } else { 0 };
                     let alias = renamed.or_else(|| segments.last().cloned());
                     let alias = alias.filter(|_| text != "*");
-                    let (scope, line) = (scope.to_vec(), token.line);
+
+                    let scope = scope.to_vec();
+                    let line = token.line;
                     self.paths.push(PathUse {
                         scope,
                         segments,
@@ -245,6 +257,7 @@ fn end_of_tests(texts: &[&str], mut at: usize) -> usize {
         });
         return end.next().map_or(texts.len(), |(end, _)| end);
     }
+
     while texts.get(at) == Some(&"#") {
         at = end_of_group(texts, at + 1);
     }
@@ -254,23 +267,25 @@ fn end_of_tests(texts: &[&str], mut at: usize) -> usize {
             at = end_of_group(texts, at);
         }
     }
+
     let kind = match texts.get(at..).unwrap_or_default() {
-        ["const", "fn" | "unsafe" | "async" | "extern", ..] => End::Brace,
-        ["use" | "const" | "static" | "let" | "type", ..] => End::Semicolon,
+        ["const", "fn" | "unsafe" | "async" | "extern", ..] => ItemEnd::Brace,
+        ["use" | "const" | "static" | "let" | "type", ..] => ItemEnd::Semicolon,
         [
             "fn" | "mod" | "impl" | "struct" | "enum" | "union" | "trait" | "async" | "unsafe"
             | "extern" | "macro_rules" | "if" | "for" | "while" | "loop" | "match" | "{",
             ..,
-        ] => End::Brace,
-        _ => End::Comma,
+        ] => ItemEnd::Brace,
+        _ => ItemEnd::Comma,
     };
+
     while let Some(text) = texts.get(at) {
         match (*text, kind) {
             (")" | "]" | "}", _) => return at,
-            (";", _) | (",", End::Comma) => return at + 1,
-            ("{", End::Brace) => return end_of_group(texts, at),
+            (";", _) | (",", ItemEnd::Comma) => return at + 1,
+            ("{", ItemEnd::Brace) => return end_of_group(texts, at),
             // The body of an arm or of a macro.
-            ("{", End::Comma) if [">", "!"].contains(&texts[at - 1]) => {
+            ("{", ItemEnd::Comma) if [">", "!"].contains(&texts[at - 1]) => {
                 return end_of_group(texts, at);
             }
             ("{" | "(" | "[", _) => at = end_of_group(texts, at),
@@ -282,7 +297,7 @@ fn end_of_tests(texts: &[&str], mut at: usize) -> usize {
 
 /// The token that ends some code, besides a semicolon.
 #[derive(Clone, Copy, Eq, PartialEq)]
-enum End {
+enum ItemEnd {
     Semicolon,
     Brace,
     Comma,
@@ -290,10 +305,10 @@ enum End {
 
 #[cfg(test)]
 mod tests {
-    use crate::tidy::source::Source;
+    use crate::tidy::source::SourceFile;
 
     fn paths(text: &str) -> Vec<String> {
-        let paths = Source::new("a.rs", text).outline.paths.into_iter();
+        let paths = SourceFile::new("a.rs", text).outline.paths.into_iter();
         let shown = paths.map(|path| match (path.alias, path.segments.last()) {
             (Some(alias), Some(last)) if alias != *last => {
                 format!("{} as {alias}", path.segments.join("::"))
@@ -357,7 +372,7 @@ mod tests {
     fn modules_keep_their_names_apart() {
         let code = "mod a; fn f() { fn inner() {} } mod b { pub use c::D; use e::*; struct G; \
             mod h; } macro_rules! m { () => {} } const fn i() {}";
-        let outline = Source::new("a.rs", code).outline;
+        let outline = SourceFile::new("a.rs", code).outline;
         let root = &outline.scopes[&[][..]];
         assert!(
             ["f", "b", "m", "i"]

@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use super::source::Source;
+use super::source::SourceFile;
 
 /// A line that breaks a rule.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(crate) struct Finding {
+pub(crate) struct TidyFinding {
     /// Line number, from one.
     pub(crate) line: usize,
     /// The problem, for people.
@@ -14,10 +14,10 @@ pub(crate) struct Finding {
 }
 
 /// A check of one file.
-type Rule = fn(&Source) -> Vec<Finding>;
+type TidyRule = fn(&SourceFile) -> Vec<TidyFinding>;
 
 /// The rules on all files.
-pub(crate) const RULES: &[Rule] = &[
+pub(crate) const RULES: &[TidyRule] = &[
     rust_can_be_read,
     lines_are_short,
     files_are_short,
@@ -26,7 +26,7 @@ pub(crate) const RULES: &[Rule] = &[
 ];
 
 /// The rules on files of libraries and programs. Unit tests in them are exempt.
-pub(crate) const PRODUCTION_RULES: &[Rule] = &[
+pub(crate) const PRODUCTION_RULES: &[TidyRule] = &[
     one_way_in,
     one_face_of_devices,
     planners_are_pure,
@@ -116,7 +116,7 @@ const BLOCKING: &[&str] = &[
 ];
 
 /// Finds Rust files with wrong tokens, which no other rule can check.
-fn rust_can_be_read(source: &Source) -> Vec<Finding> {
+fn rust_can_be_read(source: &SourceFile) -> Vec<TidyFinding> {
     let found = source.error.iter();
     found
         .map(|(line, error)| finding(*line, format!("cannot be read as Rust: {error}")))
@@ -124,7 +124,7 @@ fn rust_can_be_read(source: &Source) -> Vec<Finding> {
 }
 
 /// Finds lines of Rust with more than 100 columns. Raw strings are exempt.
-fn lines_are_short(source: &Source) -> Vec<Finding> {
+fn lines_are_short(source: &SourceFile) -> Vec<TidyFinding> {
     if !source.is_rust() {
         return Vec::new();
     }
@@ -140,7 +140,7 @@ fn lines_are_short(source: &Source) -> Vec<Finding> {
 }
 
 /// Finds Rust files of more than 1,000 lines.
-fn files_are_short(source: &Source) -> Vec<Finding> {
+fn files_are_short(source: &SourceFile) -> Vec<TidyFinding> {
     let lines = source.text.lines().count();
     if !source.is_rust() || lines <= MOST_LINES {
         return Vec::new();
@@ -151,15 +151,17 @@ fn files_are_short(source: &Source) -> Vec<Finding> {
 
 /// Finds blanks at the end of a line, and files without a newline at the end. Rust is exempt:
 /// rustfmt cleans it.
-fn text_is_clean(source: &Source) -> Vec<Finding> {
+fn text_is_clean(source: &SourceFile) -> Vec<TidyFinding> {
     if source.is_rust() {
         return Vec::new();
     }
+
     let lines = source.text.split('\n').enumerate();
-    let mut findings: Vec<Finding> = lines
+    let mut findings: Vec<TidyFinding> = lines
         .filter(|(_, line)| line.ends_with([' ', '\t', '\r']))
         .map(|(i, _)| finding(i + 1, "blanks at the end of the line"))
         .collect();
+
     if !source.text.is_empty() && !source.text.ends_with('\n') {
         findings.push(finding(
             source.text.lines().count(),
@@ -172,8 +174,9 @@ fn text_is_clean(source: &Source) -> Vec<Finding> {
 /// Finds crates that the map of the architecture does not list, and dependencies on crates that do
 /// not stand below the crate in it. So invariant *transport-knows-bytes* holds: the transport
 /// stands below the crates that know arrays, meshes and shapes. Dependencies of tests are exempt.
-pub(crate) fn crates_are_below(source: &Source, map: &[&str]) -> Vec<Finding> {
+pub(crate) fn crates_are_below(source: &SourceFile, map: &[&str]) -> Vec<TidyFinding> {
     let row = |name: &str| map.iter().position(|row| *row == name);
+
     let package = source.path.strip_suffix("/Cargo.toml").map(package_in);
     let package = package.filter(|package| is_ours(package));
     let Some(package) = package else {
@@ -185,6 +188,7 @@ pub(crate) fn crates_are_below(source: &Source, map: &[&str]) -> Vec<Finding> {
             format!("{package} is not in the map of ARCHITECTURE.md"),
         )];
     };
+
     let mut findings = Vec::new();
     let mut section = "";
     for (i, line) in source.text.lines().enumerate() {
@@ -196,6 +200,7 @@ pub(crate) fn crates_are_below(source: &Source, map: &[&str]) -> Vec<Finding> {
                 .rsplit_once("dependencies.")
                 .map_or("", |(_, name)| name);
         }
+
         let end = key
             .find(|c: char| !c.is_alphanumeric() && c != '-')
             .unwrap_or(key.len());
@@ -231,12 +236,12 @@ pub(crate) fn map(architecture: &str) -> Vec<&str> {
 }
 
 /// True for the sources of crates that users depend on or run.
-fn is_of_users(source: &Source) -> bool {
+fn is_of_users(source: &SourceFile) -> bool {
     source.path.starts_with("mpmd") || source.path.starts_with("crates/")
 }
 
 /// Finds uses of bincode outside its one module. It encodes control messages only.
-fn bincode_in_one_module(source: &Source) -> Vec<Finding> {
+fn bincode_in_one_module(source: &SourceFile) -> Vec<TidyFinding> {
     if source.path == "crates/mpmd-proto/src/control.rs" {
         return Vec::new();
     }
@@ -249,13 +254,13 @@ fn bincode_in_one_module(source: &Source) -> Vec<Finding> {
 
 /// Finds uses of a transport outside core's execution and the program that sets it up (invariant
 /// *one-way-in*).
-fn one_way_in(source: &Source) -> Vec<Finding> {
+fn one_way_in(source: &SourceFile) -> Vec<TidyFinding> {
     if is_in(source, TRANSPORT_USERS) || !is_of_users(source) {
         return Vec::new();
     }
     let named = names_of(source, TRANSPORTS).into_iter();
     named
-        .map(|(line, path)| {
+        .map(|NamedPath { line, path }| {
             finding(
                 line,
                 format!("one-way-in: {path} is for exec and program only"),
@@ -265,13 +270,13 @@ fn one_way_in(source: &Source) -> Vec<Finding> {
 }
 
 /// Finds names of a kind of device in execution (invariant *one-face*).
-fn one_face_of_devices(source: &Source) -> Vec<Finding> {
+fn one_face_of_devices(source: &SourceFile) -> Vec<TidyFinding> {
     if !is_in(source, DEVICE_USERS) {
         return Vec::new();
     }
     let named = names_of(source, DEVICE_KINDS).into_iter();
     named
-        .map(|(line, path)| {
+        .map(|NamedPath { line, path }| {
             finding(
                 line,
                 format!("one-face: names {path}: take it from mpmd_device::accelerator"),
@@ -281,24 +286,26 @@ fn one_face_of_devices(source: &Source) -> Vec<Finding> {
 }
 
 /// Finds names of clocks, I/O and threads in code that makes plans (invariant *planners-are-pure*).
-fn planners_are_pure(source: &Source) -> Vec<Finding> {
+fn planners_are_pure(source: &SourceFile) -> Vec<TidyFinding> {
     if !is_in(source, PLANNERS) {
         return Vec::new();
     }
     let named = names_of(source, IMPURE).into_iter();
     named
-        .map(|(line, path)| finding(line, format!("planners-are-pure: names {path}")))
+        .map(|NamedPath { line, path }| finding(line, format!("planners-are-pure: names {path}")))
         .collect()
 }
 
 /// Finds threads, locks, channels and clocks that do not come from `mpmd_base::block`.
-fn blocking_in_one_module(source: &Source) -> Vec<Finding> {
+fn blocking_in_one_module(source: &SourceFile) -> Vec<TidyFinding> {
     if !is_in(source, SIMULATED) {
         return Vec::new();
     }
     let named = names_of(source, BLOCKING).into_iter();
-    let named = named
-        .map(|(line, path)| finding(line, format!("names {path}: take it from mpmd_base::block")));
+    let named = named.map(|NamedPath { line, path }| {
+        finding(line, format!("names {path}: take it from mpmd_base::block"))
+    });
+
     // A time of a simulated clock must not be compared with the real one.
     let elapsed = source
         .tokens
@@ -311,16 +318,18 @@ fn blocking_in_one_module(source: &Source) -> Vec<Finding> {
 
 /// Finds sums of the current time and a variable in the crates of users, which panic if that is
 /// `Duration::MAX`. Sums with constants are exempt.
-fn deadlines_have_a_limit(source: &Source) -> Vec<Finding> {
+fn deadlines_have_a_limit(source: &SourceFile) -> Vec<TidyFinding> {
     if !is_of_users(source) {
         return Vec::new();
     }
+
     let text = |at: usize| {
         source
             .tokens
             .get(at)
             .map_or("", |token| token.text.as_str())
     };
+
     let is_tests = |at: &usize| text(*at) == "mod" && text(at + 1) == "tests";
     let end = (0..source.tokens.len())
         .find(is_tests)
@@ -331,6 +340,7 @@ fn deadlines_have_a_limit(source: &Source) -> Vec<Finding> {
         (0..sum.len()).all(|i| text(at + i) == sum[i])
             && added.starts_with(|first: char| first.is_ascii_lowercase())
     };
+
     let remedy = "a time of a caller may be `Duration::MAX`: write \
                   `mpmd_base::deadline::after(now(), time)`";
     (0..end)
@@ -340,7 +350,7 @@ fn deadlines_have_a_limit(source: &Source) -> Vec<Finding> {
 }
 
 /// Finds programs whose arguments lack `--version`.
-fn version_is_told(source: &Source) -> Vec<Finding> {
+fn version_is_told(source: &SourceFile) -> Vec<TidyFinding> {
     if !source.path.contains("/src/bin/") && !source.path.ends_with("/src/main.rs") {
         return Vec::new();
     }
@@ -354,14 +364,20 @@ fn version_is_told(source: &Source) -> Vec<Finding> {
     found.map(|(i, _)| finding(i + 1, remedy)).collect()
 }
 
-fn is_in(source: &Source, places: &[&str]) -> bool {
+fn is_in(source: &SourceFile, places: &[&str]) -> bool {
     places.iter().any(|place| source.is_in_module(place))
 }
 
-/// Returns (line, path) for the paths of the code that lead to one of `places` or to something in
+/// A path in a source that leads to a place.
+struct NamedPath {
+    line: usize,
+    path: String,
+}
+
+/// Returns the paths of the code that lead to one of `places` or to something in
 /// it. Names that an import of a module gave are followed. An import of everything around a place
 /// counts.
-fn names_of(source: &Source, places: &[&str]) -> Vec<(usize, String)> {
+fn names_of(source: &SourceFile, places: &[&str]) -> Vec<NamedPath> {
     let leads_there = |path: &str| {
         places.iter().any(|place| {
             let is_below = path
@@ -373,30 +389,37 @@ fn names_of(source: &Source, places: &[&str]) -> Vec<(usize, String)> {
             path == *place || is_below || is_around
         })
     };
+
     let paths = &source.outline.paths;
     let aliases: BTreeMap<&str, String> = paths
         .iter()
         .filter_map(|path| Some((path.alias.as_deref()?, path.segments.join("::"))))
         .filter(|(_, import)| !leads_there(import))
         .collect();
+
     let mut found = Vec::new();
     for path in paths {
-        let (first, rest) = (path.segments[0].as_str(), path.segments[1..].join("::"));
+        let first = path.segments[0].as_str();
+        let rest = path.segments[1..].join("::");
         let whole = path.segments.join("::");
+
         let followed = aliases.get(first).map(|import| format!("{import}::{rest}"));
         if let Some(named) = [Some(whole), followed]
             .into_iter()
             .flatten()
             .find(|p| leads_there(p))
         {
-            found.push((path.line, named));
+            found.push(NamedPath {
+                line: path.line,
+                path: named,
+            });
         }
     }
     found
 }
 
-fn finding(line: usize, message: impl Into<String>) -> Finding {
-    Finding {
+fn finding(line: usize, message: impl Into<String>) -> TidyFinding {
+    TidyFinding {
         line,
         message: message.into(),
     }
@@ -407,8 +430,8 @@ mod tests {
     use super::*;
 
     /// Returns the lines of `text`, at `path`, that break `rule`.
-    fn broken(rule: Rule, path: &str, text: &str) -> Vec<usize> {
-        rule(&Source::new(path, text))
+    fn broken(rule: TidyRule, path: &str, text: &str) -> Vec<usize> {
+        rule(&SourceFile::new(path, text))
             .into_iter()
             .map(|finding| finding.line)
             .collect()
@@ -475,7 +498,7 @@ mod tests {
         let map = map(architecture);
         assert_eq!(map, ["mpmd-cli", "mpmd-core", "mpmd-layout"]);
         let check = |package: &str, text| {
-            let source = Source::new(format!("{package}/Cargo.toml"), text);
+            let source = SourceFile::new(format!("{package}/Cargo.toml"), text);
             let findings = crates_are_below(&source, &map).into_iter();
             findings.map(|finding| finding.line).collect::<Vec<_>>()
         };

@@ -7,13 +7,13 @@ use proc_macro2::{Delimiter, Spacing, TokenStream, TokenTree};
 use super::outline::Outline;
 
 /// A file of the repository.
-pub(crate) struct Source {
+pub(crate) struct SourceFile {
     /// Path relative to the repository, with `/` between folders.
     pub(crate) path: String,
     /// The whole text.
     pub(crate) text: String,
     /// The tokens of a Rust file. Empty for other files, and if the file cannot be read as Rust.
-    pub(crate) tokens: Vec<Token>,
+    pub(crate) tokens: Vec<SourceToken>,
     /// The modules, names and paths of a Rust file without its unit tests.
     pub(crate) outline: Outline,
     /// The numbers of all lines that a raw string touches.
@@ -24,14 +24,14 @@ pub(crate) struct Source {
 
 /// A token of Rust. Comments are none; documentation has the form of an attribute.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(crate) struct Token {
+pub(crate) struct SourceToken {
     /// The token as written; `::` is one token. Empty for a literal.
     pub(crate) text: String,
     /// Line number, from one.
     pub(crate) line: usize,
 }
 
-impl Source {
+impl SourceFile {
     pub(crate) fn new(path: impl Into<String>, text: impl Into<String>) -> Self {
         let mut source = Self {
             path: path.into(),
@@ -41,6 +41,7 @@ impl Source {
             raw_lines: BTreeSet::new(),
             error: None,
         };
+
         if source.is_rust() {
             match source.text.parse() {
                 Ok(stream) => source.flatten(stream),
@@ -105,12 +106,13 @@ impl Source {
                     String::new()
                 }
             };
+
             self.push(text, span.start().line);
         }
     }
 
     fn push(&mut self, text: impl Into<String>, line: usize) {
-        self.tokens.push(Token {
+        self.tokens.push(SourceToken {
             text: text.into(),
             line,
         });
@@ -131,7 +133,7 @@ mod tests {
     use super::*;
 
     fn tokens(text: &str) -> String {
-        let source = Source::new("a.rs", text);
+        let source = SourceFile::new("a.rs", text);
         assert_eq!(source.error, None);
         let texts: Vec<&str> = source
             .tokens
@@ -149,13 +151,13 @@ mod tests {
             "a (  ,  ,  ,  )"
         );
         assert_eq!(tokens("a::b: c :: d<'a>"), "a :: b : c :: d < ' a >");
-        let source = Source::new("a.rs", "a // ä\n/* ü\n ö */ b");
+        let source = SourceFile::new("a.rs", "a // ä\n/* ü\n ö */ b");
         assert_eq!(source.lines_with("b").collect::<Vec<_>>(), [3]);
     }
 
     #[test]
     fn lines_of_raw_strings_are_known() {
-        let source = Source::new("a.rs", "r; \"r\";\nf(r#\"\nx\n\"#);\nbr\"x\";\n");
+        let source = SourceFile::new("a.rs", "r; \"r\";\nf(r#\"\nx\n\"#);\nbr\"x\";\n");
         assert_eq!(
             source.raw_lines.into_iter().collect::<Vec<_>>(),
             [2, 3, 4, 5]
@@ -164,13 +166,16 @@ mod tests {
 
     #[test]
     fn text_that_is_not_rust_is_an_error() {
-        assert_eq!(Source::new("a.rs", "a\n\"not closed").error.unwrap().0, 2);
-        assert_eq!(Source::new("a.md", "\"not closed").error, None);
+        assert_eq!(
+            SourceFile::new("a.rs", "a\n\"not closed").error.unwrap().0,
+            2
+        );
+        assert_eq!(SourceFile::new("a.md", "\"not closed").error, None);
     }
 
     #[test]
     fn a_module_is_a_file_or_a_folder() {
-        let is_in = |path: &str| Source::new(path, "").is_in_module("src/a");
+        let is_in = |path: &str| SourceFile::new(path, "").is_in_module("src/a");
         assert!(is_in("src/a.rs") && is_in("src/a/mod.rs") && is_in("src/a/b/c.rs"));
         assert!(!is_in("src/ab.rs") && !is_in("src/b/a.rs"));
     }

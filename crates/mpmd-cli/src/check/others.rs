@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use mpmd_base::deadline::after;
-use mpmd_record::dry_run::{DryRun, Parting};
+use mpmd_record::dry_run::{DryRun, RunParting};
 
 /// The maximum number of listed places at which processes differ from process 0.
 const MOST_PARTINGS: usize = 8;
@@ -17,7 +17,7 @@ pub(crate) struct Others {
     /// The processes that issue the same operations, including process 0.
     same: Vec<u32>,
     /// The first differences from process 0, each with the processes that part there.
-    parted: Vec<(Parting, Vec<u32>)>,
+    parted: Vec<(RunParting, Vec<u32>)>,
     /// Processes without a dry run, because the time limit was over.
     left: Vec<u32>,
     within: Duration,
@@ -57,7 +57,7 @@ impl Others {
             done
         };
         let cores = thread::available_parallelism().map_or(1, usize::from);
-        let mut done: Vec<(u32, anyhow::Result<Option<Parting>>)> = thread::scope(|scope| {
+        let mut done: Vec<(u32, anyhow::Result<Option<RunParting>>)> = thread::scope(|scope| {
             let threads: Vec<_> = (0..cores.min(order.len()))
                 .map(|_| scope.spawn(work))
                 .collect();
@@ -70,7 +70,7 @@ impl Others {
         let left = (1..count)
             .filter(|process| done.iter().all(|(done, _)| done != process))
             .collect();
-        let (mut same, mut parted) = (vec![0], Vec::<(Parting, Vec<u32>)>::new());
+        let (mut same, mut parted) = (vec![0], Vec::<(RunParting, Vec<u32>)>::new());
         for (process, found) in done {
             match found? {
                 None => same.push(process),
@@ -113,7 +113,7 @@ impl fmt::Display for Others {
             _ => writeln!(f, "issue    {} issue the same operations", Numbers(same))?,
         }
         for (
-            Parting {
+            RunParting {
                 operation,
                 issued: [first, other],
                 why,

@@ -5,7 +5,9 @@ use std::fmt;
 use std::ops::Range;
 
 use mpmd_base::bytes_text;
-use mpmd_record::dry_run::{DryRun, DryRunFlow, DryRunMemory, End, Kind, Link, MemoryPeak};
+use mpmd_record::dry_run::{
+    DryRun, DryRunEnd, DryRunFlow, DryRunMemory, MemoryPeak, MessageTotals, OpKind,
+};
 use mpmd_schedule::check::{self, Channel, Deadlock, Names, Proof};
 
 use super::others::Others;
@@ -103,7 +105,7 @@ impl<'a> Report<'a> {
         )?;
         let count = steps.len();
         match end {
-            End::Steady => {
+            DryRunEnd::Steady => {
                 let step = self.dry_run.step(count - 1).unwrap_or_default();
                 let length = step.end - step.start;
                 writeln!(
@@ -113,7 +115,7 @@ impl<'a> Report<'a> {
                     count - 1
                 )
             }
-            End::Steps => {
+            DryRunEnd::Steps => {
                 writeln!(
                     f,
                     "steps    {count} run, no two in succession equal at the end"
@@ -210,12 +212,12 @@ impl<'a> Report<'a> {
         }
         let total: u64 = links.values().map(|link| link.bytes).sum();
         writeln!(f, "links    {} between processes {when}", bytes_text(total))?;
-        let mut listed: Vec<(&(u32, u32), &Link)> = links.iter().collect();
+        let mut listed: Vec<(&(u32, u32), &MessageTotals)> = links.iter().collect();
         listed.sort_by_key(|(_, link)| std::cmp::Reverse(link.bytes));
         let rest = listed.len().saturating_sub(MOST_LINKS);
         listed.truncate(MOST_LINKS);
         listed.sort_by_key(|(between, _)| **between);
-        for ((from, to), Link { messages, bytes }) in listed {
+        for ((from, to), MessageTotals { messages, bytes }) in listed {
             writeln!(
                 f,
                 "           {from} to {to}: {} in {messages} messages",
@@ -234,7 +236,7 @@ impl<'a> Report<'a> {
         let forms = (1..=self.dry_run.operations.len() as u64)
             .filter_map(|operation| self.dry_run.descriptor_of(operation));
         let agreed = forms
-            .filter(|form| matches!(form.kind, Kind::BroadcastValue { .. }))
+            .filter(|form| matches!(form.kind, OpKind::BroadcastValue { .. }))
             .count();
         if agreed > 0 {
             writeln!(

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use anyhow::{Result, bail, ensure};
 use clap::Args;
-use mpmd_schedule::check::{Budget, Channel, Limits, Problem, Report, check_lowered};
+use mpmd_schedule::check::{Budget, Channel, CheckLimits, Problem, ScheduleReport, check_lowered};
 use mpmd_schedule::flow::{Leaves, StepNames};
 use mpmd_schedule::simulate::{SimulateError, SimulatedSchedule, simulate_lowered};
 use mpmd_schedule::{Builtin, Costs, Lowered, Schedule, lower};
@@ -55,7 +55,7 @@ struct Findings {
     names: StepNames,
     unit: String,
     /// The proof or the problems, for each requested channel.
-    reports: Vec<(Channel, Report)>,
+    reports: Vec<(Channel, ScheduleReport)>,
     /// The simulation over tags with `leaves`; `other` has the opposite setting. Both are `None` if
     /// the rows are no schedule or do not end.
     simulated: Option<SimulatedSchedule>,
@@ -121,7 +121,7 @@ impl ScheduleArgs {
                 *channel,
                 check_lowered(
                     &rows,
-                    Limits {
+                    CheckLimits {
                         channel: *channel,
                         leaves,
                         costs: costs.as_ref(),
@@ -130,8 +130,8 @@ impl ScheduleArgs {
                 ),
             )
         };
-        let reports: Vec<(Channel, Report)> = channels.iter().map(report).collect();
-        let whole = |report: &Report| !report.peaks.is_empty();
+        let reports: Vec<(Channel, ScheduleReport)> = channels.iter().map(report).collect();
+        let whole = |report: &ScheduleReport| !report.peaks.is_empty();
         let is_schedule = reports.iter().all(|(_, report)| whole(report));
         // A text without moves gets torch's moves.
         let moved = if rows.has_moves() || !is_schedule {
@@ -221,7 +221,7 @@ impl Findings {
 
     /// Returns the problems that occur over every channel.
     fn faults(&self) -> Vec<&Problem> {
-        let of = |report: &'_ Report, problem: &Problem| report.problems.contains(problem);
+        let of = |report: &'_ ScheduleReport, problem: &Problem| report.problems.contains(problem);
         let Some((_, first)) = self.reports.first() else {
             return Vec::new();
         };

@@ -3,7 +3,7 @@
 use mpmd_base::DeviceId;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
-use mpmd_layout::reshard::{Piece, plan};
+use mpmd_layout::reshard::{ReshardPiece, plan};
 use mpmd_layout::topology::LinkClass;
 use serde::Serialize;
 
@@ -102,7 +102,7 @@ impl Case {
 }
 
 impl<'a> PieceJson<'a> {
-    fn of(piece: &'a Piece) -> Self {
+    fn of(piece: &'a ReshardPiece) -> Self {
         Self {
             src: piece.src,
             dst: piece.dst,

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use mpmd_schedule::simulate::SimulatedSchedule;
-use mpmd_schedule::{Dialect, Text};
+use mpmd_schedule::{Dialect, ScheduleText};
 use serde::Serialize;
 
 use super::source::Source;
@@ -51,7 +51,10 @@ pub(super) fn json(source: &Source, simulated: &SimulatedSchedule) -> Result<Str
         rows: (0..schedule.ranks())
             .map(|rank| schedule.cells(rank))
             .collect(),
-        hash: format!("{:016x}", Text::of(schedule, Dialect::ComputeOnly)?.hash()),
+        hash: format!(
+            "{:016x}",
+            ScheduleText::of(schedule, Dialect::ComputeOnly)?.hash()
+        ),
         unit: source.costs().unit,
         makespan: simulated.simulated.makespan,
         bubble: simulated.simulated.bubble(),

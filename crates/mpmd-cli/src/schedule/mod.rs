@@ -12,7 +12,7 @@ use clap::{Args, ValueEnum};
 use mpmd_schedule::check::{Budget, Channel};
 use mpmd_schedule::flow::Leaves;
 use mpmd_schedule::simulate::{SimulatedSchedule, simulate_lowered};
-use mpmd_schedule::{Dialect, Lowered, Schedule, Text};
+use mpmd_schedule::{Dialect, Lowered, Schedule, ScheduleText};
 
 use crate::files::{say, write, write_output};
 use crate::trace_events::trace_events;
@@ -124,8 +124,8 @@ fn show(args: &ScheduleArgs) -> Result<()> {
 fn text(args: &ScheduleArgs, source: &Source) -> Result<()> {
     let text = match (&source.text, args.comms) {
         (Some(text), true) if text.flavour == Dialect::ComputeComms => text.clone(),
-        (_, true) => Text::of(&source.schedule, Dialect::ComputeComms)?,
-        (_, false) => Text::of(&source.schedule, Dialect::ComputeOnly)?,
+        (_, true) => ScheduleText::of(&source.schedule, Dialect::ComputeComms)?,
+        (_, false) => ScheduleText::of(&source.schedule, Dialect::ComputeOnly)?,
     };
     let Some(path) = &args.output else {
         // With line ends that people and other programs expect.

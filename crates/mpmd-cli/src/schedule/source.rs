@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use mpmd_launch::printable;
-use mpmd_schedule::{Builtin, Costs, Dialect, Schedule, Text, by_cost, is_by_cost};
+use mpmd_schedule::{Builtin, Costs, Dialect, Schedule, ScheduleText, by_cost, is_by_cost};
 
 use super::{Asked, ScheduleArgs, units};
 use crate::files::{note, read};
@@ -13,7 +13,7 @@ use crate::files::{note, read};
 pub(super) struct Source {
     pub(super) schedule: Schedule,
     /// The text of the schedule's file; `None` if it comes from a name.
-    pub(super) text: Option<Text>,
+    pub(super) text: Option<ScheduleText>,
     /// The costs from the arguments.
     pub(super) costs: Option<Costs>,
 }
@@ -146,7 +146,7 @@ pub(crate) fn built_in(
 ///
 /// If the file cannot be read, or has something else. The error names the option that takes a file
 /// of costs.
-pub(crate) fn read_text(path: &Path, flavour: Option<Dialect>) -> Result<Text> {
+pub(crate) fn read_text(path: &Path, flavour: Option<Dialect>) -> Result<ScheduleText> {
     let text = read(path)?;
     let here = path.display();
     ensure!(
@@ -158,7 +158,7 @@ pub(crate) fn read_text(path: &Path, flavour: Option<Dialect>) -> Result<Text> {
         !toml::from_str::<toml::Table>(&text).is_ok_and(|table| !table.is_empty()),
         "{here} is TOML, and no text of a schedule: that has a line for each rank, such as 0F0,0B0"
     );
-    Text::parse(&text, flavour).with_context(|| here.to_string())
+    ScheduleText::parse(&text, flavour).with_context(|| here.to_string())
 }
 
 /// Checks the requested ranks, microbatches and chunks against those of a file.

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use mpmd_schedule::Schedule;
 use mpmd_schedule::simulate::{Simulated, SimulatedSchedule};
-use mpmd_schedule::timeline::Row;
+use mpmd_schedule::timeline::TimelineRow;
 
 /// The maximum number of characters for the whole step. In a longer table not all names fit.
 const LONGEST: f64 = 100_000.0;
@@ -93,7 +93,7 @@ pub(crate) fn step_length(found: &Simulated, unit: &str) -> String {
 
 /// Returns the characters per unit of time: enough for the longest name and a space in the shortest
 /// bar.
-fn scale(rows: &[Row], makespan: f64) -> f64 {
+fn scale(rows: &[TimelineRow], makespan: f64) -> f64 {
     let bars = || {
         rows.iter()
             .flat_map(|row| &row.bars)
@@ -111,7 +111,7 @@ fn scale(rows: &[Row], makespan: f64) -> f64 {
 
 /// Returns a rank's line of `columns` characters, in ASCII. `scale` is the number of characters per
 /// unit of time.
-fn bars(row: &Row, scale: f64, columns: usize) -> String {
+fn bars(row: &TimelineRow, scale: f64, columns: usize) -> String {
     let mut line = vec![b'.'; columns];
     for bar in &row.bars {
         let column = |time: f64| ((time * scale).round() as usize).min(columns);

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, Result};
 use clap::Args;
-use mpmd_record::trace::{NoPlan, ProcessTrace, Run};
+use mpmd_record::trace::{NoPlan, ProcessTrace, TracedRun};
 
 use crate::trace_events::trace_events;
 
@@ -30,7 +30,7 @@ pub(crate) struct TraceArgs {
 
 pub(crate) fn trace(args: &TraceArgs) -> Result<ExitCode> {
     let (traces, problems) = ProcessTrace::read_all(&args.folder)?;
-    let run = Run::merge(&traces, problems);
+    let run = TracedRun::merge(&traces, problems);
     drop(traces);
     if args.output.is_some() || args.timeline.is_some() {
         let timeline = run.timeline_with_plan();

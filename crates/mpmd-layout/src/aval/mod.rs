@@ -100,6 +100,7 @@ impl ShapedArray {
         let bytes = shape
             .iter()
             .try_fold(dtype.size(), |bytes, dim| bytes.checked_mul((*dim).max(1)));
+
         match bytes {
             Some(bytes) if bytes <= isize::MAX as usize => Ok(Self {
                 shape: shape.into(),

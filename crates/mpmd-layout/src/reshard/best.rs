@@ -42,11 +42,13 @@ pub fn cheapest_intermediate(
         src: src.clone(),
         dst: dst.clone(),
     };
+
     let cuts = find_cuts(src, dst, aval.ndim()).map_err(none)?;
     let whole = cuts.whole().map_err(none)?;
     let Some(split) = cuts.split() else {
         return Ok(whole);
     };
+
     let cost = |between: &Intermediate| cost(src, between, dst, aval, topology);
     match (cost(&whole), cost(&split)) {
         (Some(of_whole), Some(of_split)) if of_split < of_whole => Ok(split),
@@ -65,18 +67,19 @@ fn cost(
 ) -> Option<[u64; 3]> {
     let spec = between.sharding.spec()?.clone();
     let replica = between.replica_mesh()?.sharding(spec);
+
     let bytes = |from: &Sharding, to: &Sharding| {
-        let (from, to) = (
-            from.layout(aval.shape()).ok()?,
-            to.layout(aval.shape()).ok()?,
-        );
+        let from = from.layout(aval.shape()).ok()?;
+        let to = to.layout(aval.shape()).ok()?;
         Some(
             plan(&from, &to, aval.dtype().size(), topology)
                 .ok()?
                 .bytes_over_links(),
         )
     };
-    let (gather, onward) = (bytes(src, &between.sharding)?, bytes(&replica, dst)?);
+
+    let gather = bytes(src, &between.sharding)?;
+    let onward = bytes(&replica, dst)?;
     Some(LINKS.map(|class| gather[class as usize].saturating_add(onward[class as usize])))
 }
 

@@ -17,6 +17,7 @@ pub fn groups_by_devices<'a>(
     let mut everywhere = Vec::new();
     let mut groups: Vec<Vec<usize>> = Vec::new();
     let mut known: HashMap<Vec<DeviceId>, usize> = HashMap::new();
+
     for (place, source) in sources.into_iter().enumerate() {
         let Some(devices) = source else {
             everywhere.push(place);
@@ -30,6 +31,7 @@ pub fn groups_by_devices<'a>(
         });
         groups[group].push(place);
     }
+
     if !everywhere.is_empty() {
         groups.insert(0, everywhere);
     }

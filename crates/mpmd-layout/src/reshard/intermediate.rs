@@ -136,19 +136,19 @@ impl Intermediate {
 }
 
 /// The axes of a source that an intermediate cuts, and the numbers of parts on both sides.
-pub(super) struct Cuts<'a> {
+pub(super) struct AxisCuts<'a> {
     src: &'a Sharding,
     mesh: &'a Mesh,
     /// One entry for each dimension of the source.
     entries: Vec<SpecEntry>,
-    cuts: Vec<Cut>,
+    cuts: Vec<AxisCut>,
     /// Number of parts of the source.
     parts: usize,
     /// Number of parts of the target.
     dst_parts: usize,
 }
 
-impl Cuts<'_> {
+impl AxisCuts<'_> {
     /// Returns the intermediate whose replicas are not divided along the cut axes.
     pub(super) fn whole(&self) -> Result<Intermediate, WhyNoIntermediate> {
         let found = cut_axes(self.src, self.mesh, &self.entries, &self.cuts);
@@ -162,11 +162,13 @@ impl Cuts<'_> {
         let cut: usize = self.cuts.iter().map(|cut| cut.parts).product();
         let kept = self.parts.checked_div(cut)?;
         let mut wanted = self.dst_parts / gcd(self.dst_parts, kept);
+
         let mut cuts = self.cuts.clone();
         for cut in &mut cuts {
             cut.split = gcd(cut.parts, wanted);
             wanted /= cut.split;
         }
+
         if cuts.iter().all(|cut| cut.split == 1) {
             return None;
         }
@@ -182,7 +184,7 @@ pub(super) fn find_cuts<'a>(
     src: &'a Sharding,
     dst: &Sharding,
     ndim: usize,
-) -> Result<Cuts<'a>, WhyNoIntermediate> {
+) -> Result<AxisCuts<'a>, WhyNoIntermediate> {
     let (Some(mesh), Some(src_spec)) = (src.mesh(), src.spec()) else {
         return Err(WhyNoIntermediate::NotNamed);
     };
@@ -195,7 +197,10 @@ pub(super) fn find_cuts<'a>(
     {
         return Err(WhyNoIntermediate::NotNamed);
     }
-    let (mut entries, mut dst_entries) = (src_spec.entries().to_vec(), dst_spec.entries().to_vec());
+
+    // An empty spec keeps all dimensions whole, so it can be as long as the other.
+    let mut entries = src_spec.entries().to_vec();
+    let mut dst_entries = dst_spec.entries().to_vec();
     let length = if entries.is_empty() != dst_entries.is_empty() {
         entries.len().max(dst_entries.len()).max(ndim)
     } else {
@@ -207,6 +212,7 @@ pub(super) fn find_cuts<'a>(
     if entries.len() != dst_entries.len() {
         return Err(WhyNoIntermediate::RankMismatch);
     }
+
     let parts = parts_by_dim(mesh, &entries).ok_or(WhyNoIntermediate::NoSplitCandidate)?;
     let dst_parts =
         parts_by_dim(dst_mesh, &dst_entries).ok_or(WhyNoIntermediate::NoSplitCandidate)?;
@@ -215,25 +221,24 @@ pub(super) fn find_cuts<'a>(
         return Err(WhyNoIntermediate::Undividable);
     }
     // Neither product exceeds the number of devices of its mesh.
-    let (total, dst_total) = (
-        parts.iter().product::<usize>(),
-        dst_parts.iter().product::<usize>(),
-    );
+    let total = parts.iter().product::<usize>();
+    let dst_total = dst_parts.iter().product::<usize>();
     if total <= dst_total {
         return Err(WhyNoIntermediate::SourceNotLarger);
     }
     if !total.is_multiple_of(dst_total) {
         return Err(WhyNoIntermediate::TotalNotDivisible);
     }
+
     let pairs = || parts.iter().copied().zip(dst_parts.iter().copied());
     if pairs().any(|(src, dst)| gcd(src, dst) != 1) {
         return Err(WhyNoIntermediate::NotNeeded);
     }
-    let cuts: Vec<Cut> = entries
+    let cuts: Vec<AxisCut> = entries
         .iter()
         .zip(pairs())
         .filter_map(|(entry, (src, dst))| match entry {
-            SpecEntry::Axis(axis) if src > dst => Some(Cut {
+            SpecEntry::Axis(axis) if src > dst => Some(AxisCut {
                 axis: axis.clone(),
                 parts: src,
                 split: dst,
@@ -241,7 +246,8 @@ pub(super) fn find_cuts<'a>(
             _ => None,
         })
         .collect();
-    Ok(Cuts {
+
+    Ok(AxisCuts {
         src,
         mesh,
         entries,
@@ -253,7 +259,7 @@ pub(super) fn find_cuts<'a>(
 
 /// A request to cut an axis into a replica axis and a split axis.
 #[derive(Clone)]
-struct Cut {
+struct AxisCut {
     axis: String,
     /// The axis' size.
     parts: usize,
@@ -267,13 +273,14 @@ fn cut_axes(
     src: &Sharding,
     mesh: &Mesh,
     entries: &[SpecEntry],
-    cuts: &[Cut],
+    cuts: &[AxisCut],
 ) -> Option<Intermediate> {
     let cut = |axis: &String| cuts.iter().find(|cut| cut.axis == *axis);
-    let (mut replicas, mut kept) = (Vec::new(), Vec::new());
+    let mut replicas = Vec::new();
+    let mut kept = Vec::new();
     for (axis, size) in mesh.axis_names().iter().zip(mesh.shape()) {
         match cut(axis) {
-            Some(Cut { parts, split, .. }) => {
+            Some(AxisCut { parts, split, .. }) => {
                 if *split == 0 || !parts.is_multiple_of(*split) {
                     return None;
                 }
@@ -283,6 +290,7 @@ fn cut_axes(
             None => kept.push((axis.clone(), *size)),
         }
     }
+
     if replicas.is_empty() {
         return None;
     }
@@ -292,6 +300,8 @@ fn cut_axes(
         .chain(&kept)
         .map(|(axis, size)| (axis.as_str(), *size))
         .collect();
+
+    // The cut axes come before the kept ones, and entries name the part that stays divided.
     let mesh = Mesh::new(&axes, mesh.devices().to_vec()).ok()?;
     let entry = |entry: &SpecEntry| match entry {
         SpecEntry::Axis(axis) if cut(axis).is_some() => SpecEntry::Axis(format!("{axis}{SPLIT}")),
@@ -315,6 +325,7 @@ fn parts_by_dim(mesh: &Mesh, entries: &[SpecEntry]) -> Option<Vec<usize>> {
     {
         return None;
     }
+
     let size = |axis: &String| mesh.axis_index(axis).map(|index| mesh.shape()[index]);
     entries
         .iter()

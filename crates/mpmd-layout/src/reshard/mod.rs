@@ -16,7 +16,8 @@ pub use intermediate::{
     Intermediate, NoIntermediate, WhyNoIntermediate, find_intermediate_sharding,
 };
 pub use plan::{
-    Delivery, MOST_JOINED, Origin, Part, Piece, Plan, ReshardError, Summary, joined, plan,
+    DeliveryOrigin, MOST_JOINED, PieceDelivery, ProcessPart, ReshardError, ReshardPiece,
+    ReshardPlan, Summary, joined, plan,
 };
 #[doc(hidden)]
 pub use reduce::scattered;

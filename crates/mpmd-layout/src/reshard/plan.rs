@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use mpmd_base::ProcessId;
 
-use super::spread::Spread;
-use super::tiling::{Process, Tiling};
+use super::spread::{RegionSpread, TileRef};
+use super::tiling::{ProcessHolders, Tiling};
 use crate::region::Region;
 use crate::sharding::Layout;
 use crate::topology::{DeviceId, LinkClass, Topology};
@@ -22,8 +22,8 @@ pub const MOST_JOINED: usize = 1 << TERM_BITS;
 /// A plan of the moves that fill every destination region exactly once.
 ///
 /// A pure function of the two layouts, the topology and the size of an element, and so the same on
-/// every process. It stores only the two tilings. [`part_of`](Plan::part_of) computes the work of
-/// one process without listing the work of the others.
+/// every process. It stores only the two tilings. [`part_of`](ReshardPlan::part_of) computes the
+/// work of one process without listing the work of the others.
 ///
 /// If several devices hold a region, a destination takes it from its own device first, then from
 /// its process, then from its host. Equally near devices take turns. A region that several devices
@@ -32,7 +32,7 @@ pub const MOST_JOINED: usize = 1 << TERM_BITS;
 /// to the next. This happens where the topology's link costs make it cheaper than sending it from
 /// its holders repeatedly.
 #[derive(Clone, Debug)]
-pub struct Plan {
+pub struct ReshardPlan {
     /// The source's tiles: one tiling for each partial sum.
     sources: Vec<Tiling>,
     dst: Tiling,
@@ -43,7 +43,7 @@ pub struct Plan {
 
 /// One region that moves from one device to another, or stays on the same device.
 #[derive(Clone, Debug, Eq, Hash, PartialEq)]
-pub struct Piece {
+pub struct ReshardPiece {
     /// The device that sends the region.
     pub src: DeviceId,
     /// The device that needs the region.
@@ -59,18 +59,18 @@ pub struct Piece {
     pub step: u32,
 }
 
-/// The work of one process in a [`Plan`].
+/// The work of one process in a [`ReshardPlan`].
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
-pub struct Part {
+pub struct ProcessPart {
     /// The deliveries, in ascending order of their ids.
-    pub deliveries: Vec<Delivery>,
+    pub deliveries: Vec<PieceDelivery>,
 }
 
 /// A region that a process holds or receives, with the devices and processes that get it from
 /// there.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub struct Delivery {
+pub struct PieceDelivery {
     /// The id of the transfer in messages. The sending and the receiving process compute the same
     /// id.
     pub id: u64,
@@ -80,7 +80,7 @@ pub struct Delivery {
     /// The delivered part of the whole array. Never empty.
     pub region: Region,
     /// The device or process that the region comes from.
-    pub from: Origin,
+    pub from: DeliveryOrigin,
     /// The device that holds the region in its shard of the source array. `None` if the sending
     /// process has no such shard and passes on the region alone, as it received it.
     pub giver: Option<DeviceId>,
@@ -92,7 +92,7 @@ pub struct Delivery {
 
 /// The place from which a process takes a region.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
-pub enum Origin {
+pub enum DeliveryOrigin {
     /// The source array's shard on this device, which belongs to the process.
     Device(DeviceId),
     /// Another process, which sends the region.
@@ -152,8 +152,8 @@ pub enum ReshardError {
 }
 
 /// Plans the moves from an array laid out as `src` to one laid out as `dst`, with elements of
-/// `item_bytes` bytes. Moves no data, and lists no pieces yet: the methods of [`Plan`] compute
-/// them.
+/// `item_bytes` bytes. Moves no data, and lists no pieces yet: the methods of [`ReshardPlan`]
+/// compute them.
 ///
 /// If the source is unreduced, the pieces of all its partial sums go to every device that wants
 /// their sum. If the destination is unreduced, only the devices of its first partial sum receive
@@ -168,15 +168,18 @@ pub fn plan(
     dst: &Layout,
     item_bytes: usize,
     topology: &Topology,
-) -> Result<Plan, ReshardError> {
+) -> Result<ReshardPlan, ReshardError> {
     if src.shape() != dst.shape() {
         return Err(ReshardError::Shape {
             expected: dst.shape().to_vec(),
             found: src.shape().to_vec(),
         });
     }
-    let (devices, terms) = (src.devices().len().max(dst.devices().len()), src.terms());
-    let (most_devices, most_terms) = (1 << TILE_BITS, 1 << TERM_BITS);
+
+    let devices = src.devices().len().max(dst.devices().len());
+    let terms = src.terms();
+    let most_devices = 1 << TILE_BITS;
+    let most_terms = 1 << TERM_BITS;
     if devices > most_devices || terms > most_terms {
         return Err(ReshardError::TooLarge {
             devices,
@@ -185,7 +188,8 @@ pub fn plan(
             most_terms,
         });
     }
-    Ok(Plan {
+
+    Ok(ReshardPlan {
         sources: (0..terms)
             .map(|term| Tiling::new(src, term, topology))
             .collect::<Result<_, _>>()?,
@@ -196,9 +200,9 @@ pub fn plan(
     })
 }
 
-impl Plan {
+impl ReshardPlan {
     /// Returns the deliveries that one process carries out: its copies, sends and receives.
-    pub fn part_of(&self, process: ProcessId) -> Part {
+    pub fn part_of(&self, process: ProcessId) -> ProcessPart {
         let host = self.topology.host_of(process);
         let tiles = |tiling: &Tiling| {
             let devices = self.topology.devices_of(process).iter();
@@ -209,30 +213,43 @@ impl Plan {
             tiles.dedup();
             tiles
         };
+
         let wanted = tiles(&self.dst);
         let mut deliveries = Vec::new();
         for (term, src) in self.sources.iter().enumerate() {
             for b in &wanted {
                 for a in src.touching(&self.dst.tile(*b).region) {
-                    self.deliveries(term, a, *b, process, host, &mut deliveries);
+                    let pair = TilePair {
+                        term,
+                        src: a,
+                        dst: *b,
+                    };
+                    self.deliveries(pair, process, host, &mut deliveries);
                 }
             }
+
             // Source tiles that this process gives to others and does not want itself.
             for a in tiles(src) {
                 for b in self.dst.touching(&src.tile(a).region) {
                     if wanted.binary_search(&b).is_err() {
-                        self.deliveries(term, a, b, process, host, &mut deliveries);
+                        let pair = TilePair {
+                            term,
+                            src: a,
+                            dst: b,
+                        };
+                        self.deliveries(pair, process, host, &mut deliveries);
                     }
                 }
             }
         }
+
         deliveries.sort_unstable_by_key(|delivery| (delivery.id, delivery.from));
-        Part { deliveries }
+        ProcessPart { deliveries }
     }
 
     /// Returns every piece, in an order in which they can be executed one after the other. They are
     /// sorted by step, then by the destination's device order, then by partial sum and region.
-    pub fn pieces(&self) -> Vec<Piece> {
+    pub fn pieces(&self) -> Vec<ReshardPiece> {
         let mut pieces = Vec::new();
         for dst in &self.dst_devices {
             let Some(b) = self.dst.tile_of(*dst) else {
@@ -240,10 +257,16 @@ impl Plan {
             };
             for (term, src) in self.sources.iter().enumerate() {
                 for a in src.touching(&self.dst.tile(b).region) {
-                    self.pieces_to(*dst, term, a, b, &mut pieces);
+                    let pair = TilePair {
+                        term,
+                        src: a,
+                        dst: b,
+                    };
+                    self.pieces_to(*dst, pair, &mut pieces);
                 }
             }
         }
+
         // The sort is stable: within a step the pieces are already in order.
         pieces.sort_by_key(|piece| piece.step);
         pieces
@@ -267,6 +290,7 @@ impl Plan {
                 *sent = sent.saturating_add(bytes);
             }
         }
+
         summary.max_bytes_sent_by_a_device = sent.into_values().max().unwrap_or(0);
         summary
     }
@@ -306,110 +330,110 @@ impl Plan {
         bytes
     }
 
-    /// Returns the intersection of tiles `a` and `b` and its route, or `None` if they share
-    /// nothing.
-    fn spread(&self, term: usize, a: u32, b: u32) -> Option<(Region, Spread<'_>)> {
-        let src = &self.sources[term];
-        let region = src.tile(a).region.intersect(&self.dst.tile(b).region)?;
-        let spread = Spread::new(
-            (src, a),
-            (&self.dst, b),
-            &region,
-            self.item_bytes,
-            self.topology.links(),
-        );
-        Some((region, spread))
+    /// Returns the route of the intersection of a pair's tiles, or `None` if they share nothing.
+    fn spread(&self, pair: TilePair) -> Option<RegionSpread<'_>> {
+        let src = TileRef {
+            tiling: &self.sources[pair.term],
+            tile: pair.src,
+        };
+        let dst = TileRef {
+            tiling: &self.dst,
+            tile: pair.dst,
+        };
+        RegionSpread::new(src, dst, self.item_bytes, self.topology.links())
     }
 
-    /// Appends the deliveries of process `process` on host `host` for the intersection of tiles `a`
-    /// and `b`.
+    /// Appends the deliveries of process `process` on host `host` for the intersection of a pair's
+    /// tiles.
     fn deliveries(
         &self,
-        term: usize,
-        a: u32,
-        b: u32,
+        pair: TilePair,
         process: ProcessId,
         host: u32,
-        into: &mut Vec<Delivery>,
+        into: &mut Vec<PieceDelivery>,
     ) {
-        let Some((region, spread)) = self.spread(term, a, b) else {
+        let Some(spread) = self.spread(pair) else {
             return;
         };
-        let wanting = self.dst.in_process(b, process, host);
-        let delivery = |piece: usize, region: Region, (from, giver), targets, peers| Delivery {
-            id: number(term, a, b, piece),
-            term: term as u32,
-            region,
-            from,
-            giver,
-            targets,
-            peers,
-        };
-        let here = |device: DeviceId| (Origin::Device(device), Some(device));
-        let Some(holding) = self.sources[term].in_process(a, process, host) else {
-            let Some(wanting) = wanting else { return };
-            for part in 0..spread.parts() {
-                let Some(giver) = spread.giver(wanting, part) else {
-                    continue;
-                };
-                let has_it = spread.has_it(giver.process, self.topology.host_of(giver.process));
-                let from = (
-                    Origin::Process(giver.process),
-                    has_it.then_some(giver.device),
-                );
-                let takers = spread.takers(process, host, part).into_iter();
-                let peers: Vec<ProcessId> = takers.map(|(peer, _)| peer).collect();
-                for piece in spread.pieces_of(part) {
-                    let targets = self.dst.devices(wanting).to_vec();
-                    let region = spread.piece(&region, piece);
-                    into.push(delivery(piece, region, from, targets, peers.clone()));
-                }
-            }
-            return;
-        };
-        for (device, targets) in self.local(&spread, term, a, holding, wanting) {
-            into.push(delivery(
-                0,
-                region.clone(),
-                here(device),
-                targets,
-                Vec::new(),
-            ));
+        let holding = self.sources[pair.term].in_process(pair.src, process, host);
+        let wanting = self.dst.in_process(pair.dst, process, host);
+
+        if let Some(holding) = holding {
+            self.deliveries_inside(pair, &spread, holding, wanting, into);
+            deliveries_to_peers(pair, &spread, holding, into);
+        } else if let Some(wanting) = wanting {
+            self.deliveries_from_peers(pair, &spread, wanting, into);
         }
+    }
+
+    /// Appends the deliveries from one device of a process to others of its devices.
+    fn deliveries_inside(
+        &self,
+        pair: TilePair,
+        spread: &RegionSpread<'_>,
+        holding: &ProcessHolders,
+        wanting: Option<&ProcessHolders>,
+        into: &mut Vec<PieceDelivery>,
+    ) {
+        for (device, targets) in self.local(spread, pair, holding, wanting) {
+            into.push(PieceDelivery {
+                id: pair.delivery_id(0),
+                term: pair.term as u32,
+                region: spread.region().clone(),
+                from: DeliveryOrigin::Device(device),
+                giver: Some(device),
+                targets,
+                peers: Vec::new(),
+            });
+        }
+    }
+
+    /// Appends the deliveries that a process without the region receives, and passes on to peers.
+    fn deliveries_from_peers(
+        &self,
+        pair: TilePair,
+        spread: &RegionSpread<'_>,
+        wanting: &ProcessHolders,
+        into: &mut Vec<PieceDelivery>,
+    ) {
         for part in 0..spread.parts() {
-            let mut by_device: BTreeMap<DeviceId, Vec<ProcessId>> = BTreeMap::new();
-            for (peer, device) in spread.takers(process, host, part) {
-                by_device.entry(device).or_default().push(peer);
-            }
-            for (device, peers) in &by_device {
-                for piece in spread.pieces_of(part) {
-                    let region = spread.piece(&region, piece);
-                    into.push(delivery(
-                        piece,
-                        region,
-                        here(*device),
-                        Vec::new(),
-                        peers.clone(),
-                    ));
-                }
+            let Some(giver) = spread.giver(wanting, part) else {
+                continue;
+            };
+            let has_it = spread.has_it(giver.process, self.topology.host_of(giver.process));
+            let takers = spread
+                .takers(wanting.process, wanting.host, part)
+                .into_iter();
+            let peers: Vec<ProcessId> = takers.map(|taker| taker.process).collect();
+
+            for piece in spread.pieces_of(part) {
+                into.push(PieceDelivery {
+                    id: pair.delivery_id(piece),
+                    term: pair.term as u32,
+                    region: spread.piece(piece),
+                    from: DeliveryOrigin::Process(giver.process),
+                    giver: has_it.then_some(giver.device),
+                    targets: self.dst.devices(wanting).to_vec(),
+                    peers: peers.clone(),
+                });
             }
         }
     }
 
-    /// Maps each giving device of a process that holds tile `a` to the process' devices that copy
-    /// from it.
+    /// Maps each giving device of a process that holds the source tile to the process' devices
+    /// that copy from it.
     fn local(
         &self,
-        spread: &Spread<'_>,
-        term: usize,
-        a: u32,
-        holding: &Process,
-        wanting: Option<&Process>,
+        spread: &RegionSpread<'_>,
+        pair: TilePair,
+        holding: &ProcessHolders,
+        wanting: Option<&ProcessHolders>,
     ) -> BTreeMap<DeviceId, Vec<DeviceId>> {
         let mut by_device: BTreeMap<DeviceId, Vec<DeviceId>> = BTreeMap::new();
         let mut rank = 0;
+
         for target in wanting.map_or(&[][..], |wanting| self.dst.devices(wanting)) {
-            let from = if self.sources[term].tile_of(*target) == Some(a) {
+            let from = if self.sources[pair.term].tile_of(*target) == Some(pair.src) {
                 *target
             } else {
                 rank += 1;
@@ -417,43 +441,48 @@ impl Plan {
             };
             by_device.entry(from).or_default().push(*target);
         }
+
         by_device
     }
 
-    /// Appends the pieces that bring the intersection of tiles `a` and `b` to device `dst`.
-    fn pieces_to(&self, dst: DeviceId, term: usize, a: u32, b: u32, into: &mut Vec<Piece>) {
-        let Some((region, spread)) = self.spread(term, a, b) else {
+    /// Appends the pieces that bring the intersection of a pair's tiles to device `dst`.
+    fn pieces_to(&self, dst: DeviceId, pair: TilePair, into: &mut Vec<ReshardPiece>) {
+        let Some(spread) = self.spread(pair) else {
             return;
         };
         let Some(process) = self.topology.process_of(dst) else {
             return;
         };
         let host = self.topology.host_of(process);
-        let Some(wanting) = self.dst.in_process(b, process, host) else {
+        let Some(wanting) = self.dst.in_process(pair.dst, process, host) else {
             return;
         };
-        let term_number = term as u32;
-        let piece = |src, region, step| Piece {
+
+        let term = pair.term as u32;
+        let piece = |src, region, step| ReshardPiece {
             src,
             dst,
             region,
-            term: term_number,
+            term,
             step,
         };
-        if let Some(holding) = self.sources[term].in_process(a, process, host) {
-            let local = self.local(&spread, term, a, holding, Some(wanting));
+
+        if let Some(holding) = self.sources[pair.term].in_process(pair.src, process, host) {
+            let local = self.local(&spread, pair, holding, Some(wanting));
             let from = local
                 .into_iter()
                 .find(|(_, targets)| targets.contains(&dst));
-            into.extend(from.map(|(src, _)| piece(src, region, 1)));
+            into.extend(from.map(|(src, _)| piece(src, spread.region().clone(), 1)));
             return;
         }
+
         let landing = spread.landing_device(wanting);
         for part in 0..spread.parts() {
             let Some(giver) = spread.giver(wanting, part) else {
                 continue;
             };
-            let (region, step) = (spread.part(&region, part), spread.step(wanting, part));
+            let region = spread.part(part);
+            let step = spread.step(wanting, part);
             // The other devices of the process copy it from the landing device.
             into.push(if dst == landing {
                 piece(giver.device, region, step)
@@ -477,7 +506,51 @@ pub fn joined(id: u64, leaf: u32) -> u64 {
     id | u64::from(leaf) << (2 * TILE_BITS + PIECE_BITS)
 }
 
-fn number(term: usize, a: u32, b: u32, piece: usize) -> u64 {
-    (((term as u64) << TILE_BITS | u64::from(a)) << TILE_BITS | u64::from(b)) << PIECE_BITS
-        | piece as u64
+/// A source tile and a destination tile, by their indices in their tilings.
+#[derive(Clone, Copy)]
+struct TilePair {
+    /// Index of the partial sum that `src` belongs to.
+    term: usize,
+    src: u32,
+    dst: u32,
+}
+
+impl TilePair {
+    /// Returns the number of the delivery of piece `piece` of the tiles' intersection.
+    fn delivery_id(self, piece: usize) -> u64 {
+        let tiles = (self.term as u64) << TILE_BITS | u64::from(self.src);
+        (tiles << TILE_BITS | u64::from(self.dst)) << PIECE_BITS | piece as u64
+    }
+}
+
+/// Appends the deliveries that a process with the region sends to peers.
+fn deliveries_to_peers(
+    pair: TilePair,
+    spread: &RegionSpread<'_>,
+    holding: &ProcessHolders,
+    into: &mut Vec<PieceDelivery>,
+) {
+    for part in 0..spread.parts() {
+        let mut by_device: BTreeMap<DeviceId, Vec<ProcessId>> = BTreeMap::new();
+        for taker in spread.takers(holding.process, holding.host, part) {
+            by_device
+                .entry(taker.device)
+                .or_default()
+                .push(taker.process);
+        }
+
+        for (device, peers) in &by_device {
+            for piece in spread.pieces_of(part) {
+                into.push(PieceDelivery {
+                    id: pair.delivery_id(piece),
+                    term: pair.term as u32,
+                    region: spread.piece(piece),
+                    from: DeliveryOrigin::Device(*device),
+                    giver: Some(*device),
+                    targets: Vec::new(),
+                    peers: peers.clone(),
+                });
+            }
+        }
+    }
 }

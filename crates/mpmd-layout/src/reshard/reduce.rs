@@ -41,10 +41,14 @@ pub fn scattered(
     if elements.saturating_mul(item_bytes) < TWO_STEPS_BYTES || wanted < 2 * elements {
         return None;
     }
-    let (mesh, spec, axes) = (from.mesh()?, from.spec()?, from.unreduced_axes());
+
+    let mesh = from.mesh()?;
+    let spec = from.spec()?;
+    let axes = from.unreduced_axes();
     if axes.is_empty() || from.layout(shape).is_ok_and(|held| *held == *to) {
         return None;
     }
+
     let mut entries = spec.entries().to_vec();
     entries.resize_with(shape.len(), || SpecEntry::from(None));
     let divided = |dim: usize| {
@@ -54,6 +58,7 @@ pub fn scattered(
         let sharding = Sharding::named(mesh.clone(), Spec::new(entries), from.memory_kind());
         sharding.layout(shape).is_ok().then_some(sharding)
     };
+
     let free = |dim: &usize| entries[*dim].axes().is_empty();
     let dims = (0..shape.len())
         .filter(free)

@@ -13,9 +13,9 @@ use std::ops::Range;
 
 use mpmd_base::ProcessId;
 
-use super::tiling::{Host, Process, Tiling};
+use super::tiling::{HostHolders, ProcessHolders, Tiling};
 use crate::region::Region;
-use crate::topology::{DeviceId, Links};
+use crate::topology::{DeviceId, LinkSpeeds};
 
 /// Approximate size in bytes of the chunks of larger pieces between processes. Chunks let packing,
 /// sending, passing on and unpacking overlap. This size keeps the fixed cost of a message small in
@@ -31,11 +31,12 @@ pub(super) const MOST_CHUNKS: usize = 1 << 13;
 
 /// The route of one region: the intersection of tile `a` of the source and tile `b` of the
 /// destination. A tile is one of the distinct regions of a layout.
-pub(super) struct Spread<'a> {
+pub(super) struct RegionSpread<'a> {
     src: &'a Tiling,
     dst: &'a Tiling,
     a: u32,
     b: u32,
+    region: Region,
     /// Index of `b` among the destination tiles that touch `a`. Lets the holders of `a` take turns.
     turn: usize,
     /// Index of `a` among the source tiles that touch `b`. Lets the devices and processes that
@@ -63,19 +64,50 @@ pub(super) struct Giver {
     pub(super) device: DeviceId,
 }
 
-impl<'a> Spread<'a> {
+/// A process that receives a part, and the device that sends it to that process.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) struct PieceTaker {
+    pub(super) process: ProcessId,
+    pub(super) device: DeviceId,
+}
+
+/// One tile of a tiling.
+#[derive(Clone, Copy)]
+pub(super) struct TileRef<'a> {
+    pub(super) tiling: &'a Tiling,
+    pub(super) tile: u32,
+}
+
+/// The position of a host in its arc, a chain of hosts that pass the region on.
+struct ArcPlace {
+    arc: usize,
+    place: usize,
+}
+
+impl<'a> RegionSpread<'a> {
+    /// Computes the route of the intersection of two tiles. Returns `None` if they share nothing.
     pub(super) fn new(
-        (src, a): (&'a Tiling, u32),
-        (dst, b): (&'a Tiling, u32),
-        region: &Region,
+        src_tile: TileRef<'a>,
+        dst_tile: TileRef<'a>,
         item_bytes: usize,
-        links: &Links,
-    ) -> Self {
+        links: &LinkSpeeds,
+    ) -> Option<Self> {
+        let TileRef {
+            tiling: src,
+            tile: a,
+        } = src_tile;
+        let TileRef {
+            tiling: dst,
+            tile: b,
+        } = dst_tile;
+        let region = src.tile(a).region.intersect(&dst.tile(b).region)?;
+        let bytes = region.elements().saturating_mul(item_bytes);
         let mut spread = Self {
             src,
             dst,
             a,
             b,
+            region,
             turn: 0,
             arrival: OnceCell::new(),
             served: Vec::new(),
@@ -85,11 +117,13 @@ impl<'a> Spread<'a> {
             chunks: 1,
             dim: 0,
         };
-        let (having, wanting) = (src.hosts(a), dst.hosts(b));
+
+        let having = src.hosts(a);
+        let wanting = dst.hosts(b);
         // Searches from the shorter list: thousands of hosts may hold a tile that thousands of
         // destination tiles are part of.
         if wanting.len() < having.len() {
-            let has = |host: &Host| {
+            let has = |host: &HostHolders| {
                 having
                     .binary_search_by_key(&host.host, |found| found.host)
                     .is_ok()
@@ -98,20 +132,21 @@ impl<'a> Spread<'a> {
                 .served
                 .extend((0..wanting.len()).filter(|at| has(&wanting[*at])));
         } else {
-            let place = |host: &Host| {
+            let place = |host: &HostHolders| {
                 wanting
                     .binary_search_by_key(&host.host, |found| found.host)
                     .ok()
             };
             spread.served.extend(having.iter().filter_map(place));
         }
+
         spread.needing = wanting.len() - spread.served.len();
         let is_one = |host| matches!(src.processes(host), [at] if src.devices(at).len() == 1);
         let alone = matches!(having, [host] if is_one(host));
         if !alone {
             spread.turn = dst.turn(b, &src.tile(a).region);
         }
-        let bytes = region.elements().saturating_mul(item_bytes);
+
         let per_source = spread.needing.div_ceil(having.len()) as u64;
         if per_source > 1 {
             let link = links.network;
@@ -123,17 +158,23 @@ impl<'a> Spread<'a> {
                 .saturating_mul(per_source - 1);
             spread.relay = link.nanos(bytes as u64).saturating_add(chunk) < one_by_one;
         }
-        spread.divide(region, bytes);
-        spread
+
+        spread.divide(bytes);
+        Some(spread)
+    }
+
+    /// Returns the region that travels.
+    pub(super) fn region(&self) -> &Region {
+        &self.region
     }
 
     /// Sets `parts`, `chunks` and `dim` for a region of `bytes` bytes.
-    fn divide(&mut self, region: &Region, bytes: usize) {
+    fn divide(&mut self, bytes: usize) {
         if bytes < 2 * PART_BYTES.min(CHUNK_BYTES) || !self.leaves_a_process() {
             return;
         }
         // Cutting the outermost dimension that has enough indices keeps parts contiguous.
-        let lengths: Vec<usize> = region.ranges().map(|range| range.len()).collect();
+        let lengths: Vec<usize> = self.region.ranges().map(|range| range.len()).collect();
         let wanted = bytes.div_ceil(CHUNK_BYTES).clamp(1, MOST_CHUNKS);
         let longest = || (0..lengths.len()).max_by_key(|dim| (lengths[*dim], usize::MAX - dim));
         let Some(dim) = lengths
@@ -143,6 +184,7 @@ impl<'a> Spread<'a> {
         else {
             return;
         };
+
         self.dim = dim;
         let sources: usize = self
             .src
@@ -161,8 +203,9 @@ impl<'a> Spread<'a> {
                 .min(lengths[dim])
                 .max(1);
         }
-        let whole =
-            *region == self.src.tile(self.a).region && *region == self.dst.tile(self.b).region;
+
+        let whole = self.region == self.src.tile(self.a).region
+            && self.region == self.dst.tile(self.b).region;
         // A whole shard that is not passed on needs no chunks: it is a zero-copy transfer.
         if !whole || self.relay || self.parts > 1 {
             let each = lengths[dim] / self.parts;
@@ -176,7 +219,7 @@ impl<'a> Spread<'a> {
 
     /// True if some process wants the region and has it in no source shard.
     fn leaves_a_process(&self) -> bool {
-        let without = |process: &Process| {
+        let without = |process: &ProcessHolders| {
             self.src
                 .in_process(self.a, process.process, process.host)
                 .is_none()
@@ -205,13 +248,13 @@ impl<'a> Spread<'a> {
     }
 
     /// Returns the `piece`-th of the region's pieces.
-    pub(super) fn piece(&self, region: &Region, piece: usize) -> Region {
-        cut(region, self.dim, piece, self.pieces())
+    pub(super) fn piece(&self, piece: usize) -> Region {
+        cut(&self.region, self.dim, piece, self.pieces())
     }
 
     /// Returns the `part`-th of the region's parts.
-    pub(super) fn part(&self, region: &Region, part: usize) -> Region {
-        cut(region, self.dim, part, self.parts)
+    pub(super) fn part(&self, part: usize) -> Region {
+        cut(&self.region, self.dim, part, self.parts)
     }
 
     /// True if `process`, which runs on `host`, has the region in a shard of the source.
@@ -221,13 +264,13 @@ impl<'a> Spread<'a> {
 
     /// Returns the device of a holding process that gives to the `rank`-th of the process' devices
     /// without the region.
-    pub(super) fn holder(&self, holding: &Process, rank: usize) -> DeviceId {
+    pub(super) fn holder(&self, holding: &ProcessHolders, rank: usize) -> DeviceId {
         let devices = self.src.devices(holding);
         devices[(self.turn + rank) % devices.len()]
     }
 
     /// Returns the device of a process that receives the region for all its devices.
-    pub(super) fn landing_device(&self, wanting: &Process) -> DeviceId {
+    pub(super) fn landing_device(&self, wanting: &ProcessHolders) -> DeviceId {
         let devices = self.dst.devices(wanting);
         if devices.len() == 1 {
             return devices[0];
@@ -241,7 +284,7 @@ impl<'a> Spread<'a> {
 
     /// Returns the sender of a part to a process that wants it, or `None` if the process has the
     /// region itself.
-    pub(super) fn giver(&self, wanting: &Process, part: usize) -> Option<Giver> {
+    pub(super) fn giver(&self, wanting: &ProcessHolders, part: usize) -> Option<Giver> {
         if self
             .src
             .in_process(self.a, wanting.process, wanting.host)
@@ -249,6 +292,7 @@ impl<'a> Spread<'a> {
         {
             return None;
         }
+
         if let Some(having) = self.src.on_host(self.a, wanting.host) {
             let neighbours = self.without(wanting.host);
             let rank = neighbours
@@ -256,6 +300,7 @@ impl<'a> Spread<'a> {
                 .position(|process| process.process == wanting.process)?;
             return Some(self.neighbour(having, neighbours.len(), rank));
         }
+
         let landing = self.landing(self.dst.on_host(self.b, wanting.host)?, part);
         if landing.process != wanting.process {
             return Some(Giver {
@@ -263,14 +308,16 @@ impl<'a> Spread<'a> {
                 device: self.landing_device(landing),
             });
         }
+
         let rank = self.rank(wanting.host);
         if !self.relay {
             return Some(self.source(self.crossing(self.needing, rank, part)));
         }
-        let (arc, place) = self.place_in_arc(rank);
+        let ArcPlace { arc, place } = self.place_in_arc(rank);
         if place == 0 {
             return Some(self.source(self.crossing(self.arcs(), arc, part)));
         }
+
         let before = self.landing(
             self.needing_host((rank + self.needing - 1) % self.needing),
             part,
@@ -281,45 +328,58 @@ impl<'a> Spread<'a> {
         })
     }
 
-    /// Returns (receiver, sending device) for each process to which `process` sends a part. `host`
-    /// is the host of `process`.
-    pub(super) fn takers(
-        &self,
-        process: ProcessId,
-        host: u32,
-        part: usize,
-    ) -> Vec<(ProcessId, DeviceId)> {
-        let mut takers = Vec::new();
-        if self.src.in_process(self.a, process, host).is_some() {
-            let mut give = |giver: Giver, taker: &Process| {
-                if giver.process == process {
-                    takers.push((taker.process, giver.device));
-                }
-            };
-            if let Some(having) = self.src.on_host(self.a, host) {
-                let neighbours = self.without(host);
-                for (rank, taker) in neighbours.iter().enumerate() {
-                    give(self.neighbour(having, neighbours.len(), rank), taker);
-                }
-            }
-            let starts = if self.relay {
-                self.arcs()
-            } else {
-                self.needing
-            };
-            for start in 0..starts {
-                let giver = self.source(self.crossing(starts, start, part));
-                if giver.process == process {
-                    let rank = if self.relay {
-                        self.rank_in_arc(start, 0)
-                    } else {
-                        start
-                    };
-                    give(giver, self.landing(self.needing_host(rank), part));
-                }
-            }
-            return takers;
+    /// Returns the processes to which `process` sends a part. `host` is the host of `process`.
+    pub(super) fn takers(&self, process: ProcessId, host: u32, part: usize) -> Vec<PieceTaker> {
+        if self.has_it(process, host) {
+            self.takers_from_holder(process, host, part)
+        } else {
+            self.takers_from_landing(process, host, part)
         }
+    }
+
+    /// Returns the processes to which a process with the region sends a part: neighbours on its
+    /// host, and the first processes of other hosts.
+    fn takers_from_holder(&self, process: ProcessId, host: u32, part: usize) -> Vec<PieceTaker> {
+        let mut takers = Vec::new();
+        let mut give = |giver: Giver, taker: &ProcessHolders| {
+            if giver.process == process {
+                takers.push(PieceTaker {
+                    process: taker.process,
+                    device: giver.device,
+                });
+            }
+        };
+
+        if let Some(having) = self.src.on_host(self.a, host) {
+            let neighbours = self.without(host);
+            for (rank, taker) in neighbours.iter().enumerate() {
+                give(self.neighbour(having, neighbours.len(), rank), taker);
+            }
+        }
+
+        let starts = if self.relay {
+            self.arcs()
+        } else {
+            self.needing
+        };
+        for start in 0..starts {
+            let giver = self.source(self.crossing(starts, start, part));
+            if giver.process == process {
+                let rank = if self.relay {
+                    self.rank_in_arc(start, 0)
+                } else {
+                    start
+                };
+                give(giver, self.landing(self.needing_host(rank), part));
+            }
+        }
+        takers
+    }
+
+    /// Returns the processes to which a process without the region passes a part on: none, unless
+    /// the part arrives on its host in this process.
+    fn takers_from_landing(&self, process: ProcessId, host: u32, part: usize) -> Vec<PieceTaker> {
+        let mut takers = Vec::new();
         let Some(here) = self.dst.on_host(self.b, host) else {
             return takers;
         };
@@ -327,32 +387,36 @@ impl<'a> Spread<'a> {
         if landing.process != process || self.src.on_host(self.a, host).is_some() {
             return takers;
         }
+
         let device = self.landing_device(landing);
+        let taker = |process| PieceTaker { process, device };
+        if self.relay {
+            let ArcPlace { arc, place } = self.place_in_arc(self.rank(host));
+            if place + 1 < self.arc(arc).len() {
+                // The network transfer comes first.
+                let next = self.needing_host(self.rank_in_arc(arc, place + 1));
+                takers.push(taker(self.landing(next, part).process));
+            }
+        }
+
         let others = self
             .dst
             .processes(here)
             .iter()
             .filter(|other| other.process != process);
-        if self.relay {
-            let (arc, place) = self.place_in_arc(self.rank(host));
-            if place + 1 < self.arc(arc).len() {
-                // The network transfer comes first.
-                let next = self.needing_host(self.rank_in_arc(arc, place + 1));
-                takers.push((self.landing(next, part).process, device));
-            }
-        }
-        takers.extend(others.map(|other| (other.process, device)));
+        takers.extend(others.map(|other| taker(other.process)));
         takers
     }
 
     /// Returns the number of transfers after which a part reaches the first device of a process: 1
     /// if it comes straight from a holder.
-    pub(super) fn step(&self, wanting: &Process, part: usize) -> u32 {
+    pub(super) fn step(&self, wanting: &ProcessHolders, part: usize) -> u32 {
         if self.src.on_host(self.a, wanting.host).is_some() {
             return 1;
         }
+
         let passed = if self.relay {
-            self.place_in_arc(self.rank(wanting.host)).1 as u32
+            self.place_in_arc(self.rank(wanting.host)).place as u32
         } else {
             0
         };
@@ -369,12 +433,12 @@ impl<'a> Spread<'a> {
     }
 
     /// Returns the processes of a host that want the region and do not have it.
-    fn without(&self, host: u32) -> Vec<&'a Process> {
+    fn without(&self, host: u32) -> Vec<&'a ProcessHolders> {
         let wanting = self
             .dst
             .on_host(self.b, host)
             .map_or(&[][..], |host| self.dst.processes(host));
-        let without = |process: &&Process| {
+        let without = |process: &&ProcessHolders| {
             self.src
                 .in_process(self.a, process.process, process.host)
                 .is_none()
@@ -384,13 +448,13 @@ impl<'a> Spread<'a> {
 
     /// Returns the holder on the same host that gives to the `rank`-th of the host's `count`
     /// processes without the region.
-    fn neighbour(&self, having: &Host, count: usize, rank: usize) -> Giver {
+    fn neighbour(&self, having: &HostHolders, count: usize, rank: usize) -> Giver {
         self.among(having, self.turn * count + rank)
     }
 
     /// Returns the process that receives a part for all wanting processes of a host without the
     /// region.
-    fn landing(&self, wanting: &Host, part: usize) -> &'a Process {
+    fn landing(&self, wanting: &HostHolders, part: usize) -> &'a ProcessHolders {
         let processes = self.dst.processes(wanting);
         if processes.len() == 1 {
             return &processes[0];
@@ -418,7 +482,7 @@ impl<'a> Spread<'a> {
         self.among(&hosts[crossing % hosts.len()], crossing / hosts.len())
     }
 
-    fn among(&self, host: &Host, turn: usize) -> Giver {
+    fn among(&self, host: &HostHolders, turn: usize) -> Giver {
         let processes = self.src.processes(host);
         let process = &processes[turn % processes.len()];
         let devices = self.src.devices(process);
@@ -429,10 +493,11 @@ impl<'a> Spread<'a> {
     }
 
     /// Returns the host with rank `rank` among those that get the region over the network.
-    fn needing_host(&self, rank: usize) -> &'a Host {
+    fn needing_host(&self, rank: usize) -> &'a HostHolders {
         // Counts the served hosts before it. A binary search works because the number of needing
         // hosts before each served one never decreases.
-        let (mut before, mut end) = (0, self.served.len());
+        let mut before = 0;
+        let mut end = self.served.len();
         while before < end {
             let middle = before.midpoint(end);
             if self.served[middle] - middle <= rank {
@@ -473,12 +538,14 @@ impl<'a> Spread<'a> {
         arc * self.needing / arcs..(arc + 1) * self.needing / arcs
     }
 
-    /// Returns (arc, place in the arc) of the needing host with this rank. An arc is a chain of
-    /// hosts.
-    fn place_in_arc(&self, rank: usize) -> (usize, usize) {
+    /// Returns the position of the needing host with this rank.
+    fn place_in_arc(&self, rank: usize) -> ArcPlace {
         let on_ring = (rank + self.needing - self.opening()) % self.needing;
         let arc = ((on_ring + 1) * self.arcs()).div_ceil(self.needing) - 1;
-        (arc, on_ring - self.arc(arc).start)
+        ArcPlace {
+            arc,
+            place: on_ring - self.arc(arc).start,
+        }
     }
 
     fn rank_in_arc(&self, arc: usize, place: usize) -> usize {

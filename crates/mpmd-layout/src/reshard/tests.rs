@@ -9,7 +9,7 @@ use super::*;
 use crate::region::Region;
 use crate::sharding::{Layout, Sharding, Spec, SpecEntry};
 use crate::spec;
-use crate::topology::{DeviceId, Link, LinkClass, Links, Mesh, Topology};
+use crate::topology::{DeviceId, LinkClass, LinkSpeed, LinkSpeeds, Mesh, Topology};
 
 fn mesh(axes: &[(&str, usize)], first: u32) -> Mesh {
     let count: u32 = axes.iter().map(|(_, size)| *size as u32).product();
@@ -263,8 +263,10 @@ fn processes_of_a_host_share_received_regions() {
     let plan = plan(&src, &dst, 4, &topology).unwrap();
     for process in [4, 5] {
         let part = plan.part_of(ProcessId(process));
-        let from_far =
-            |delivery: &&Delivery| matches!(delivery.from, Origin::Process(from) if from.0 < 4);
+        let from_far = |delivery: &&PieceDelivery| match delivery.from {
+            DeliveryOrigin::Process(from) => from.0 < 4,
+            DeliveryOrigin::Device(_) => false,
+        };
         assert_eq!(
             part.deliveries.iter().filter(from_far).count(),
             4,
@@ -331,7 +333,7 @@ fn part_of_large_gather_lists_only_own_deliveries() {
     let received = part
         .deliveries
         .iter()
-        .filter(|delivery| matches!(delivery.from, Origin::Process(_)));
+        .filter(|delivery| matches!(delivery.from, DeliveryOrigin::Process(_)));
     assert_eq!(received.count(), 1023);
 }
 
@@ -398,13 +400,13 @@ fn any_topology() -> impl Strategy<Value = Topology> {
             let topology = Topology::even((DEVICES as usize).div_ceil(per_process), per_process);
             let hosts = &hosts[..topology.processes()];
             // Without latency everything is passed on, with very high latency nothing.
-            let network = Link {
+            let network = LinkSpeed {
                 latency_ns,
                 bytes_per_us: 1,
             };
-            topology.on_hosts(hosts).unwrap().with_links(Links {
+            topology.on_hosts(hosts).unwrap().with_links(LinkSpeeds {
                 network,
-                ..Links::default()
+                ..LinkSpeeds::default()
             })
         },
     )
@@ -513,7 +515,7 @@ proptest! {
         let plan = plan(&src, &dst, item, &topology).unwrap();
         let process = |p: usize| ProcessId(p as u32);
         let processes = 0..topology.processes();
-        let parts: Vec<Part> = processes.map(|p| plan.part_of(process(p))).collect();
+        let parts: Vec<ProcessPart> = processes.map(|p| plan.part_of(process(p))).collect();
         let mut sent = BTreeMap::new();
         let mut received = BTreeMap::new();
         let mut covered: BTreeMap<DeviceId, usize> = BTreeMap::new();
@@ -523,12 +525,12 @@ proptest! {
                 prop_assert!(delivery.id >> 63 == 0 && !delivery.region.is_empty());
                 prop_assert!(!delivery.targets.is_empty() || !delivery.peers.is_empty());
                 match delivery.from {
-                    Origin::Device(device) => {
+                    DeliveryOrigin::Device(device) => {
                         prop_assert!(src.region_of(device).unwrap().contains(&delivery.region));
                         prop_assert_eq!(topology.process_of(device), Some(process(p)));
                         prop_assert_eq!(delivery.giver, Some(device));
                     }
-                    Origin::Process(from) => {
+                    DeliveryOrigin::Process(from) => {
                         if let Some(device) = delivery.giver {
                             prop_assert!(src.region_of(device).unwrap().contains(&delivery.region));
                             prop_assert_eq!(topology.process_of(device), Some(from));
@@ -541,7 +543,7 @@ proptest! {
                 for peer in &delivery.peers {
                     // The receiver knows the device that holds the region in its shard, or that the
                     // region is passed on.
-                    let is_in_shard = matches!(delivery.from, Origin::Device(_));
+                    let is_in_shard = matches!(delivery.from, DeliveryOrigin::Device(_));
                     let giver = delivery.giver.filter(|_| is_in_shard);
                     let what = (delivery.region.clone(), giver);
                     let before = sent.insert((process(p), *peer, delivery.id), what);

@@ -18,34 +18,67 @@ use crate::topology::{DeviceId, Topology};
 /// The distinct non-empty regions of a layout, and their holders.
 #[derive(Clone, Debug)]
 pub(super) struct Tiling {
-    tiles: Vec<Tile>,
+    tiles: Vec<LayoutTile>,
     /// The hosts that hold each tile, grouped by tile; ascending in each group. `processes` are
     /// grouped by host in the same way.
-    hosts: Vec<Host>,
-    processes: Vec<Process>,
+    hosts: Vec<HostHolders>,
+    processes: Vec<ProcessHolders>,
     /// The holding devices, grouped by process, in the layout's order.
     devices: Vec<DeviceId>,
-    /// (device, index of its tile) for each device that holds a tile, ascending.
-    tile_of: Vec<(DeviceId, u32)>,
-    lookup: Lookup,
+    /// The devices that hold a tile, ascending.
+    tile_of: Vec<DeviceTile>,
+    lookup: TileLookup,
+}
+
+/// A device, and the index of the tile that it holds.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+struct DeviceTile {
+    device: DeviceId,
+    tile: u32,
+}
+
+/// A device that holds a tile. Holders are ordered by their fields, so sorting groups them by tile,
+/// host and process; inside a process they keep the layout's order.
+#[derive(Clone, Copy, Eq, Ord, PartialEq, PartialOrd)]
+struct TileHolder {
+    tile: u32,
+    host: u32,
+    process: ProcessId,
+    /// Index of the device in the layout.
+    place: usize,
+    device: DeviceId,
+}
+
+/// One range into which a dimension is cut. Ordered by its start.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+struct CutRange {
+    start: usize,
+    end: usize,
+}
+
+/// A tile, and its first index along the dimension that is searched.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+struct TileStart {
+    start: usize,
+    tile: u32,
 }
 
 #[derive(Clone, Debug)]
-pub(super) struct Tile {
+pub(super) struct LayoutTile {
     pub(super) region: Region,
     hosts: Range<u32>,
 }
 
 /// The holders of a tile on one host.
 #[derive(Clone, Debug)]
-pub(super) struct Host {
+pub(super) struct HostHolders {
     pub(super) host: u32,
     processes: Range<u32>,
 }
 
 /// The holders of a tile in one process.
 #[derive(Clone, Debug)]
-pub(super) struct Process {
+pub(super) struct ProcessHolders {
     pub(super) process: ProcessId,
     pub(super) host: u32,
     devices: Range<u32>,
@@ -53,29 +86,29 @@ pub(super) struct Process {
 
 /// Numbers of hosts, processes and devices that hold something.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) struct Holders {
+pub(super) struct HolderCounts {
     pub(super) hosts: usize,
     pub(super) processes: usize,
     pub(super) devices: usize,
 }
 
 #[derive(Clone, Debug)]
-enum Lookup {
+enum TileLookup {
     Grid {
         /// (start, end) of the ranges of each dimension, ascending.
-        cuts: Vec<Vec<(usize, usize)>>,
+        cuts: Vec<Vec<CutRange>>,
         /// Index of the tile at each combination of ranges, row-major.
         cells: Vec<u32>,
     },
-    Line(Line),
+    Line(TileLine),
 }
 
 /// The tiles, sorted along the dimension with the most cuts.
 #[derive(Clone, Debug)]
-struct Line {
+struct TileLine {
     dim: usize,
     /// (start along `dim`, index of the tile), ascending.
-    by_start: Vec<(usize, u32)>,
+    by_start: Vec<TileStart>,
     /// For each entry of `by_start`, the largest end along `dim` of the entry and of those before
     /// it.
     ends: Vec<usize>,
@@ -89,11 +122,9 @@ impl Tiling {
         term: usize,
         topology: &Topology,
     ) -> Result<Self, ReshardError> {
-        let mut tiles: Vec<Tile> = Vec::new();
+        let mut tiles: Vec<LayoutTile> = Vec::new();
         let mut known: HashMap<&Region, u32> = HashMap::with_capacity(layout.devices().len());
-        // Tile, host, process, place, device.
-        let mut held: Vec<(u32, u32, ProcessId, usize, DeviceId)> =
-            Vec::with_capacity(layout.devices().len());
+        let mut held: Vec<TileHolder> = Vec::with_capacity(layout.devices().len());
         for (place, (device, region)) in layout.iter().enumerate() {
             let unknown = || ReshardError::UnknownDevice {
                 device,
@@ -104,50 +135,72 @@ impl Tiling {
                 continue;
             }
             let tile = *known.entry(region).or_insert_with(|| {
-                tiles.push(Tile {
+                tiles.push(LayoutTile {
                     region: region.clone(),
                     hosts: 0..0,
                 });
                 tiles.len() as u32 - 1
             });
-            held.push((tile, topology.host_of(process), process, place, device));
+            held.push(TileHolder {
+                tile,
+                host: topology.host_of(process),
+                process,
+                place,
+                device,
+            });
         }
-        let mut tile_of: Vec<_> = held.iter().map(|holder| (holder.4, holder.0)).collect();
+
+        let mut tile_of: Vec<DeviceTile> = held
+            .iter()
+            .map(|holder| DeviceTile {
+                device: holder.device,
+                tile: holder.tile,
+            })
+            .collect();
         tile_of.sort_unstable();
         held.sort_unstable();
+
         let mut tiling = Self {
-            lookup: Lookup::new(&tiles),
+            lookup: TileLookup::new(&tiles),
             tiles,
             hosts: Vec::new(),
             processes: Vec::new(),
             devices: Vec::with_capacity(held.len()),
             tile_of,
         };
-        for of_tile in held.chunk_by(|a, b| a.0 == b.0) {
-            let first_host = tiling.hosts.len() as u32;
-            for on_host in of_tile.chunk_by(|a, b| a.1 == b.1) {
-                let host = on_host[0].1;
-                let first_process = tiling.processes.len() as u32;
-                for in_process in on_host.chunk_by(|a, b| a.2 == b.2) {
-                    let first_device = tiling.devices.len() as u32;
-                    tiling
-                        .devices
-                        .extend(in_process.iter().map(|holder| holder.4));
-                    let devices = first_device..tiling.devices.len() as u32;
-                    tiling.processes.push(Process {
-                        process: in_process[0].2,
+        tiling.group(&held);
+        Ok(tiling)
+    }
+
+    /// Fills `hosts`, `processes` and `devices` from the sorted holders of all tiles.
+    fn group(&mut self, held: &[TileHolder]) {
+        for of_tile in held.chunk_by(|a, b| a.tile == b.tile) {
+            let first_host = self.hosts.len() as u32;
+
+            for on_host in of_tile.chunk_by(|a, b| a.host == b.host) {
+                let host = on_host[0].host;
+                let first_process = self.processes.len() as u32;
+
+                for in_process in on_host.chunk_by(|a, b| a.process == b.process) {
+                    let first_device = self.devices.len() as u32;
+                    self.devices
+                        .extend(in_process.iter().map(|holder| holder.device));
+                    self.processes.push(ProcessHolders {
+                        process: in_process[0].process,
                         host,
-                        devices,
+                        devices: first_device..self.devices.len() as u32,
                     });
                 }
-                tiling.hosts.push(Host {
+
+                self.hosts.push(HostHolders {
                     host,
-                    processes: first_process..tiling.processes.len() as u32,
+                    processes: first_process..self.processes.len() as u32,
                 });
             }
-            tiling.tiles[of_tile[0].0 as usize].hosts = first_host..tiling.hosts.len() as u32;
+
+            let tile = of_tile[0].tile as usize;
+            self.tiles[tile].hosts = first_host..self.hosts.len() as u32;
         }
-        Ok(tiling)
     }
 
     /// Returns the number of tiles. Their indices are below it.
@@ -155,7 +208,7 @@ impl Tiling {
         self.tiles.len() as u32
     }
 
-    pub(super) fn tile(&self, tile: u32) -> &Tile {
+    pub(super) fn tile(&self, tile: u32) -> &LayoutTile {
         &self.tiles[tile as usize]
     }
 
@@ -163,28 +216,28 @@ impl Tiling {
     pub(super) fn tile_of(&self, device: DeviceId) -> Option<u32> {
         let at = self
             .tile_of
-            .binary_search_by_key(&device, |(device, _)| *device)
+            .binary_search_by_key(&device, |holder| holder.device)
             .ok()?;
-        Some(self.tile_of[at].1)
+        Some(self.tile_of[at].tile)
     }
 
     /// Returns the hosts that hold a tile.
-    pub(super) fn hosts(&self, tile: u32) -> &[Host] {
+    pub(super) fn hosts(&self, tile: u32) -> &[HostHolders] {
         slice(&self.hosts, &self.tile(tile).hosts)
     }
 
     /// Returns the processes on `host` that hold the tile that `host` is an entry of.
-    pub(super) fn processes(&self, host: &Host) -> &[Process] {
+    pub(super) fn processes(&self, host: &HostHolders) -> &[ProcessHolders] {
         slice(&self.processes, &host.processes)
     }
 
     /// Returns the devices of `process` that hold the tile that `process` is an entry of.
-    pub(super) fn devices(&self, process: &Process) -> &[DeviceId] {
+    pub(super) fn devices(&self, process: &ProcessHolders) -> &[DeviceId] {
         slice(&self.devices, &process.devices)
     }
 
     /// Returns the holders of a tile on a host, or `None` if no device there holds the tile.
-    pub(super) fn on_host(&self, tile: u32, host: u32) -> Option<&Host> {
+    pub(super) fn on_host(&self, tile: u32, host: u32) -> Option<&HostHolders> {
         let hosts = self.hosts(tile);
         hosts
             .binary_search_by_key(&host, |found| found.host)
@@ -194,7 +247,12 @@ impl Tiling {
 
     /// Returns the holders of a tile in a process, or `None` if none of its devices holds the tile.
     /// `host` is the host of the process.
-    pub(super) fn in_process(&self, tile: u32, process: ProcessId, host: u32) -> Option<&Process> {
+    pub(super) fn in_process(
+        &self,
+        tile: u32,
+        process: ProcessId,
+        host: u32,
+    ) -> Option<&ProcessHolders> {
         let processes = self.processes(self.on_host(tile, host)?);
         processes
             .binary_search_by_key(&process, |found| found.process)
@@ -203,9 +261,10 @@ impl Tiling {
     }
 
     /// Returns the numbers of holders of a tile.
-    pub(super) fn holders(&self, tile: u32) -> Holders {
-        let (processes, devices) = (self.all_processes(tile), self.all_devices(tile));
-        Holders {
+    pub(super) fn holders(&self, tile: u32) -> HolderCounts {
+        let processes = self.all_processes(tile);
+        let devices = self.all_devices(tile);
+        HolderCounts {
             hosts: self.hosts(tile).len(),
             processes: processes.len(),
             devices: devices.len(),
@@ -214,14 +273,15 @@ impl Tiling {
 
     /// Returns the numbers of hosts, processes and devices that hold tile `a` of this layout and
     /// tile `b` of `other`. Takes time in proportion to the shorter of the two lists.
-    pub(super) fn common_holders(&self, a: u32, other: &Self, b: u32) -> Holders {
+    pub(super) fn common_holders(&self, a: u32, other: &Self, b: u32) -> HolderCounts {
         if other.holders(b).devices < self.holders(a).devices {
             return other.common_holders(b, self, a);
         }
-        let on = |host: &&Host| other.on_host(b, host.host).is_some();
-        let within = |held: &&Process| other.in_process(b, held.process, held.host).is_some();
+        let on = |host: &&HostHolders| other.on_host(b, host.host).is_some();
+        let within =
+            |held: &&ProcessHolders| other.in_process(b, held.process, held.host).is_some();
         let at = |device: &&DeviceId| other.tile_of(**device) == Some(b);
-        Holders {
+        HolderCounts {
             hosts: self.hosts(a).iter().filter(on).count(),
             processes: self.all_processes(a).iter().filter(within).count(),
             devices: self.all_devices(a).iter().filter(at).count(),
@@ -229,7 +289,7 @@ impl Tiling {
     }
 
     /// Returns the processes that hold a tile, on all hosts.
-    fn all_processes(&self, tile: u32) -> &[Process] {
+    fn all_processes(&self, tile: u32) -> &[ProcessHolders] {
         match self.hosts(tile) {
             [] => &[],
             [first, .., last] => slice(
@@ -253,7 +313,7 @@ impl Tiling {
     /// order.
     pub(super) fn touching(&self, region: &Region) -> Vec<u32> {
         match &self.lookup {
-            Lookup::Grid { cuts, cells } => {
+            TileLookup::Grid { cuts, cells } => {
                 let mut found = vec![0];
                 for (cuts, range) in cuts.iter().zip(region.ranges()) {
                     let touched = touched(cuts, &range);
@@ -270,9 +330,9 @@ impl Tiling {
                 }
                 found.into_iter().map(|cell| cells[cell]).collect()
             }
-            Lookup::Line(line) => {
+            TileLookup::Line(line) => {
                 let mut found: Vec<u32> =
-                    line.window(region).iter().map(|(_, tile)| *tile).collect();
+                    line.window(region).iter().map(|start| start.tile).collect();
                 found.retain(|tile| self.tile(*tile).region.intersect(region).is_some());
                 found.sort_unstable();
                 found
@@ -284,18 +344,18 @@ impl Tiling {
     /// must be one of them.
     pub(super) fn turn(&self, tile: u32, region: &Region) -> usize {
         match &self.lookup {
-            Lookup::Grid { cuts, .. } => {
+            TileLookup::Grid { cuts, .. } => {
                 let dims = cuts
                     .iter()
                     .zip(region.ranges())
                     .zip(self.tile(tile).region.ranges());
                 dims.fold(0, |turn, ((cuts, range), own)| {
                     let touched = touched(cuts, &range);
-                    let at = cuts.partition_point(|cut| cut.0 < own.start);
+                    let at = cuts.partition_point(|cut| cut.start < own.start);
                     turn * touched.len() + at.saturating_sub(touched.start)
                 })
             }
-            Lookup::Line(_) => self
+            TileLookup::Line(_) => self
                 .touching(region)
                 .iter()
                 .position(|found| *found == tile)
@@ -305,58 +365,69 @@ impl Tiling {
 }
 
 /// Returns the half-open range of the indices of a dimension's cuts that a range touches. `cuts`
-/// are (start, end) in ascending order.
-fn touched(cuts: &[(usize, usize)], range: &Range<usize>) -> Range<usize> {
-    let first = cuts.partition_point(|cut| cut.1 <= range.start);
-    first..cuts.partition_point(|cut| cut.0 < range.end).max(first)
+/// are ascending.
+fn touched(cuts: &[CutRange], range: &Range<usize>) -> Range<usize> {
+    let first = cuts.partition_point(|cut| cut.end <= range.start);
+    first..cuts.partition_point(|cut| cut.start < range.end).max(first)
 }
 
 fn slice<'a, T>(all: &'a [T], range: &Range<u32>) -> &'a [T] {
     &all[range.start as usize..range.end as usize]
 }
 
-impl Lookup {
-    fn new(tiles: &[Tile]) -> Self {
-        Self::grid(tiles).unwrap_or_else(|| Self::Line(Line::new(tiles)))
+impl TileLookup {
+    fn new(tiles: &[LayoutTile]) -> Self {
+        Self::grid(tiles).unwrap_or_else(|| Self::Line(TileLine::new(tiles)))
     }
 
     /// Returns the grid that the tiles form, or `None` if they form none.
-    fn grid(tiles: &[Tile]) -> Option<Self> {
+    fn grid(tiles: &[LayoutTile]) -> Option<Self> {
         let ndim = tiles.first().map_or(0, |tile| tile.region.ndim());
         let mut cuts = Vec::with_capacity(ndim);
         let mut count = 1usize;
         for dim in 0..ndim {
-            let range = |tile: &Tile| (tile.region.range(dim).start, tile.region.range(dim).end);
-            let mut ranges: Vec<_> = tiles.iter().map(range).collect();
+            let mut ranges: Vec<CutRange> = tiles
+                .iter()
+                .map(|tile| {
+                    let range = tile.region.range(dim);
+                    CutRange {
+                        start: range.start,
+                        end: range.end,
+                    }
+                })
+                .collect();
             ranges.sort_unstable();
             ranges.dedup();
-            if ranges.windows(2).any(|pair| pair[1].0 < pair[0].1) {
+            if ranges.windows(2).any(|pair| pair[1].start < pair[0].end) {
                 return None;
             }
             count = count.checked_mul(ranges.len())?;
             cuts.push(ranges);
         }
+
         // The tiles are distinct combinations of these ranges. They form a grid if their number
         // equals the number of combinations.
         if count != tiles.len() {
             return None;
         }
+
         let mut cells = vec![0; count];
         for (at, tile) in tiles.iter().enumerate() {
             let cell = cuts
                 .iter()
                 .zip(tile.region.ranges())
                 .fold(0, |cell, (cuts, range)| {
-                    cell * cuts.len() + cuts.partition_point(|cut| cut.0 < range.start)
+                    cell * cuts.len() + cuts.partition_point(|cut| cut.start < range.start)
                 });
             cells[cell] = at as u32;
         }
+
         Some(Self::Grid { cuts, cells })
     }
 }
 
-impl Line {
-    fn new(tiles: &[Tile]) -> Self {
+impl TileLine {
+    fn new(tiles: &[LayoutTile]) -> Self {
         let ndim = tiles.first().map_or(0, |tile| tile.region.ndim());
         let cut = |dim: &usize| {
             let mut starts: Vec<usize> = tiles
@@ -367,16 +438,21 @@ impl Line {
             starts.dedup();
             (starts.len(), Reverse(*dim))
         };
+
         let dim = (0..ndim).max_by_key(cut).unwrap_or(0);
         let range = |tile: u32| tiles[tile as usize].region.range(dim);
-        let mut by_start: Vec<_> = (0..tiles.len() as u32)
-            .map(|tile| (range(tile).start, tile))
+        let mut by_start: Vec<TileStart> = (0..tiles.len() as u32)
+            .map(|tile| TileStart {
+                start: range(tile).start,
+                tile,
+            })
             .collect();
         by_start.sort_unstable();
-        let ends = by_start.iter().scan(0, |end, (_, tile)| {
-            *end = range(*tile).end.max(*end);
+        let ends = by_start.iter().scan(0, |end, start| {
+            *end = range(start.tile).end.max(*end);
             Some(*end)
         });
+
         Self {
             dim,
             ends: ends.collect(),
@@ -384,11 +460,9 @@ impl Line {
         }
     }
 
-    fn window(&self, region: &Region) -> &[(usize, u32)] {
+    fn window(&self, region: &Region) -> &[TileStart] {
         let range = region.range(self.dim);
-        let last = self
-            .by_start
-            .partition_point(|(start, _)| *start < range.end);
+        let last = self.by_start.partition_point(|tile| tile.start < range.end);
         let first = self
             .ends
             .partition_point(|end| *end <= range.start)
@@ -424,7 +498,7 @@ mod tests {
         let mut regions = quarters();
         regions.reverse();
         let tiling = tiling(&[6, 6], regions);
-        assert!(matches!(tiling.lookup, Lookup::Grid { .. }));
+        assert!(matches!(tiling.lookup, TileLookup::Grid { .. }));
         // Tiles are numbered in the order of their holders and found in the order of the grid.
         assert_eq!(tiling.touching(&region([(0, 6), (0, 6)])), [3, 2, 1, 0]);
         assert_eq!(tiling.touching(&region([(1, 3), (2, 3)])), [2, 0]);
@@ -443,7 +517,7 @@ mod tests {
         .map(region)
         .to_vec();
         let tiling = tiling(&[6, 6], tiles.clone());
-        assert!(matches!(tiling.lookup, Lookup::Line(_)));
+        assert!(matches!(tiling.lookup, TileLookup::Line(_)));
         for wanted in tiles
             .iter()
             .cloned()
@@ -470,14 +544,14 @@ mod tests {
             .hosts(0)
             .iter()
             .map(|host| {
-                let devices = |process: &Process| {
+                let devices = |process: &ProcessHolders| {
                     tiling
                         .devices(process)
                         .iter()
                         .map(|device| device.0)
                         .collect()
                 };
-                let of = |process: &Process| (process.process.0, devices(process));
+                let of = |process: &ProcessHolders| (process.process.0, devices(process));
                 (
                     host.host,
                     tiling

@@ -47,6 +47,7 @@ pub fn chunk_by_rank(
     if placements.is_empty() {
         return Err(ShardingError::NoPlacements { dim });
     }
+
     let world = world.unwrap_or(placements.len());
     // A map instead of a list by rank, because `world` may be any number.
     let mut chunk_of = HashMap::with_capacity(placements.len());
@@ -62,6 +63,7 @@ pub fn chunk_by_rank(
             });
         }
     }
+
     if let Some(rank) = (0..world).find(|rank| !chunk_of.contains_key(rank)) {
         return Err(ShardingError::MissingRank {
             rank,
@@ -69,6 +71,7 @@ pub fn chunk_by_rank(
             placements: placements.len(),
         });
     }
+
     let regions =
         || (0..world).map(|rank| chunk_region(shape, at, placements.len(), chunk_of[&rank]));
     Ok(ChunkRanks {
@@ -86,6 +89,7 @@ pub(super) fn check(dim: isize, placements: &[DeviceId]) -> Result<(), ShardingE
     if placements.is_empty() {
         return Err(ShardingError::NoPlacements { dim });
     }
+
     let mut chunk_of = HashMap::with_capacity(placements.len());
     for (chunk, device) in placements.iter().copied().enumerate() {
         if let Some(first) = chunk_of.insert(device, chunk) {

@@ -23,6 +23,7 @@ pub(super) fn check(shards: &[(DeviceId, Region)]) -> Result<(), ShardingError> 
             region: region.clone(),
         });
     }
+
     let mut by_device: Vec<(DeviceId, usize)> =
         shards.iter().map(|(device, _)| *device).zip(0..).collect();
     by_device.sort_unstable();
@@ -34,9 +35,15 @@ pub(super) fn check(shards: &[(DeviceId, Region)]) -> Result<(), ShardingError> 
             second,
         });
     }
-    if let Some((first, second, common)) = overlap(shards) {
-        let ((first_device, first_region), (second_device, second_region)) =
-            (shards[first].clone(), shards[second].clone());
+
+    if let Some(ShardOverlap {
+        first,
+        second,
+        common,
+    }) = overlap(shards)
+    {
+        let (first_device, first_region) = shards[first].clone();
+        let (second_device, second_region) = shards[second].clone();
         return Err(ShardingError::Overlap {
             first_device,
             first_region,
@@ -65,7 +72,9 @@ pub(super) fn layout(
         }
         // Also checks empty shards: a shard that ends past the array was meant for another array.
         if let Some(dim) = (0..shape.len()).find(|dim| region.range(*dim).end > shape[*dim]) {
-            let (device, region, shape) = (*device, region.clone(), shape.to_vec());
+            let device = *device;
+            let region = region.clone();
+            let shape = shape.to_vec();
             return Err(ShardingError::PastEnd {
                 device,
                 region,
@@ -74,6 +83,7 @@ pub(super) fn layout(
             });
         }
     }
+
     let whole = Region::full(shape);
     let held: Vec<&Region> = shards.iter().map(|(_, region)| region).collect();
     if let Some(region) = gap(whole, held) {
@@ -83,19 +93,29 @@ pub(super) fn layout(
             shards: shards.len(),
         });
     }
+
     let (devices, regions) = shards.iter().cloned().unzip();
     Ok(Layout::new(shape, devices, regions, shards.len() == 1))
 }
 
-/// Returns two shards that overlap, as (index of the first in the list, index of the second, their
-/// intersection). Returns `None` if no two shards overlap.
+/// Two shards that overlap.
+struct ShardOverlap {
+    /// Index in the list of shards of the earlier one, and of the later one.
+    first: usize,
+    second: usize,
+    /// The intersection of their regions.
+    common: Region,
+}
+
+/// Returns two shards that overlap, or `None` if no two shards overlap.
 ///
 /// Sweeps along the dimension with the most distinct starts. A shard is compared only with the
 /// shards that start no later and have not ended yet.
-fn overlap(shards: &[(DeviceId, Region)]) -> Option<(usize, usize, Region)> {
+fn overlap(shards: &[(DeviceId, Region)]) -> Option<ShardOverlap> {
     let mut order: Vec<usize> = (0..shards.len())
         .filter(|shard| !shards[*shard].1.is_empty())
         .collect();
+
     let ndim = shards.first()?.1.ndim();
     let range = |shard: usize, dim: usize| shards[shard].1.range(dim);
     let starts = |dim: usize| {
@@ -104,9 +124,12 @@ fn overlap(shards: &[(DeviceId, Region)]) -> Option<(usize, usize, Region)> {
         starts.dedup();
         starts.len()
     };
+
+    // Sorted along the dimension with the most different starts, few shards stay open at a time.
     let along = (0..ndim).max_by_key(|dim| (starts(*dim), Reverse(*dim)));
     let starts_at = |shard: usize| along.map_or(0, |dim| range(shard, dim).start);
     order.sort_by_key(|shard| starts_at(*shard));
+
     let mut open: Vec<usize> = Vec::new();
     for shard in order {
         if let Some(dim) = along {
@@ -114,7 +137,8 @@ fn overlap(shards: &[(DeviceId, Region)]) -> Option<(usize, usize, Region)> {
         }
         let common = |earlier: &usize| {
             let meet = (0..ndim).all(|dim| {
-                let (a, b) = (range(*earlier, dim), range(shard, dim));
+                let a = range(*earlier, dim);
+                let b = range(shard, dim);
                 a.start < b.end && b.start < a.end
             });
             meet.then(|| shards[*earlier].1.intersect(&shards[shard].1))
@@ -124,7 +148,11 @@ fn overlap(shards: &[(DeviceId, Region)]) -> Option<(usize, usize, Region)> {
             .iter()
             .find_map(|earlier| Some((*earlier, common(earlier)?)))
         {
-            return Some((earlier.min(shard), earlier.max(shard), common));
+            return Some(ShardOverlap {
+                first: earlier.min(shard),
+                second: earlier.max(shard),
+                common,
+            });
         }
         open.push(shard);
     }
@@ -140,6 +168,7 @@ fn gap(whole: Region, mut held: Vec<&Region>) -> Option<Region> {
     if is_full(&whole, &held) {
         return None;
     }
+
     let mut rest = whole;
     loop {
         held.retain(|region| region.intersect(&rest).is_some());

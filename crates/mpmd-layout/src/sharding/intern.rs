@@ -12,7 +12,7 @@ use crate::topology::DeviceId;
 const SWEEP_ABOVE: usize = 256;
 
 /// The data that equal shardings share.
-pub(super) struct Inner {
+pub(super) struct InternedSharding {
     pub(super) kind: ShardingKind,
     pub(super) fingerprint: u64,
     /// The devices of listed shards, in the order of the list. Empty for other kinds.
@@ -21,8 +21,9 @@ pub(super) struct Inner {
 }
 
 /// Returns the one object with this value; creates it if there is none. Takes the interner's lock.
-pub(super) fn intern(kind: ShardingKind) -> Arc<Inner> {
+pub(super) fn intern(kind: ShardingKind) -> Arc<InternedSharding> {
     let fingerprint = kind.fingerprint();
+
     let mut interner = INTERNER.lock();
     let bucket = interner.by_fingerprint.entry(fingerprint).or_default();
     // Upgraded first and compared after: dropping the last strong reference here is harmless.
@@ -30,21 +31,24 @@ pub(super) fn intern(kind: ShardingKind) -> Arc<Inner> {
         .iter()
         .filter_map(Weak::upgrade)
         .find(|inner| inner.kind == kind);
+
     if let Some(inner) = found {
         return inner;
     }
+
     let listed = match &kind {
         ShardingKind::Enumerated { shards, .. } => {
             shards.iter().map(|(device, _)| *device).collect()
         }
         _ => Vec::new(),
     };
-    let inner = Arc::new(Inner {
+    let inner = Arc::new(InternedSharding {
         kind,
         fingerprint,
         listed,
         layouts: Mutex::default(),
     });
+
     bucket.retain(|weak| weak.strong_count() > 0);
     bucket.push(Arc::downgrade(&inner));
     interner.sweep();
@@ -57,7 +61,7 @@ static INTERNER: LazyLock<Mutex<Interner>> = LazyLock::new(Mutex::default);
 
 #[derive(Default)]
 struct Interner {
-    by_fingerprint: HashMap<u64, Vec<Weak<Inner>>>,
+    by_fingerprint: HashMap<u64, Vec<Weak<InternedSharding>>>,
     /// The number of entries above which the next sweep happens.
     sweep_above: usize,
 }

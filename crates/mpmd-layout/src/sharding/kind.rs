@@ -87,6 +87,7 @@ impl ShardingKind {
 
     pub(super) fn fingerprint(&self) -> u64 {
         let mut fingerprint = Fingerprint::new("sharding");
+
         match self {
             Self::Named {
                 mesh,
@@ -121,6 +122,7 @@ impl ShardingKind {
                 fingerprint.word(u64::from(device.0));
             }
         }
+
         fingerprint.word(self.memory_kind() as u64);
         fingerprint.finish()
     }
@@ -162,6 +164,7 @@ impl fmt::Display for ShardingKind {
             }
             Self::SingleDevice { device, .. } => write!(f, "device {device}")?,
         }
+
         match self.memory_kind() {
             MemoryKind::Device => Ok(()),
             MemoryKind::Host => f.write_str(" in host memory"),

@@ -3,6 +3,7 @@
 use crate::fingerprint::Fingerprint;
 use crate::region::Region;
 use crate::topology::DeviceId;
+use crate::topology::mesh::DeviceIndex;
 
 /// The region that each device holds of an array of one shape.
 ///
@@ -21,8 +22,8 @@ pub struct Layout {
     /// is one.
     term_of: Vec<usize>,
     fingerprint: u64,
-    /// (device, index in `devices`), ascending by device.
-    places: Vec<(DeviceId, usize)>,
+    /// The indices in `devices`, ascending by device.
+    places: Vec<DeviceIndex>,
 }
 
 impl Layout {
@@ -50,12 +51,15 @@ impl Layout {
         if let Some(region) = regions.iter().find(|region| !whole.contains(region)) {
             panic!("region {region} is not within {whole}");
         }
-        let mut places: Vec<_> = devices.iter().copied().zip(0..).collect();
-        places.sort_unstable();
+
+        let places = DeviceIndex::sorted(&devices);
         assert!(
-            places.windows(2).all(|pair| pair[0].0 != pair[1].0),
+            places
+                .windows(2)
+                .all(|pair| pair[0].device != pair[1].device),
             "a device comes twice: {devices:?}"
         );
+
         let mut fingerprint = Fingerprint::new("layout");
         fingerprint.words(shape.iter().map(|dim| *dim as u64));
         fingerprint.words(devices.iter().map(|device| u64::from(device.0)));
@@ -64,7 +68,10 @@ impl Layout {
             fingerprint.word(range.end as u64);
         }
         let fingerprint = fingerprint.finish();
-        let (shape, terms, term_of) = (shape.to_vec(), 1, Vec::new());
+
+        let shape = shape.to_vec();
+        let terms = 1;
+        let term_of = Vec::new();
         Self {
             shape,
             devices,
@@ -90,6 +97,7 @@ impl Layout {
             term_of.len(),
             "a layout has one term for each device"
         );
+
         let mut held = term_of.clone();
         held.sort_unstable();
         held.dedup();
@@ -97,6 +105,7 @@ impl Layout {
             held.iter().copied().eq(0..held.len()),
             "no device holds one of the terms: {held:?}"
         );
+
         if held.len() > 1 {
             let mut fingerprint = Fingerprint::new("partial sums");
             fingerprint.word(self.fingerprint);
@@ -169,9 +178,9 @@ impl Layout {
     pub fn place_of(&self, device: DeviceId) -> Option<usize> {
         let at = self
             .places
-            .binary_search_by_key(&device, |(device, _)| *device)
+            .binary_search_by_key(&device, |place| place.device)
             .ok()?;
-        Some(self.places[at].1)
+        Some(self.places[at].index)
     }
 }
 

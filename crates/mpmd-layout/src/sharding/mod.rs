@@ -28,7 +28,7 @@ pub use spec::{Spec, SpecEntry};
 use crate::region::Region;
 use crate::topology::{DeviceId, Mesh, Topology};
 use crate::tree::Leaf;
-use intern::{Inner, intern};
+use intern::{InternedSharding, intern};
 
 /// The number of shapes for which a sharding caches layouts. A program has few shapes; one with an
 /// endless number of them clears the cache and starts over.
@@ -39,7 +39,7 @@ const CACHED_LAYOUTS: usize = 1024;
 /// Equal shardings of one process are one object, so cloning and comparing are pointer operations.
 #[derive(Clone)]
 pub struct Sharding {
-    inner: Arc<Inner>,
+    inner: Arc<InternedSharding>,
 }
 
 impl Mesh {
@@ -160,7 +160,10 @@ impl Sharding {
                 ..
             } => {
                 let unreduced = named::unreduced(mesh, spec, axes)?;
-                let (mesh, spec, memory_kind) = (mesh.clone(), spec.clone(), *memory_kind);
+                let mesh = mesh.clone();
+                let spec = spec.clone();
+                let memory_kind = *memory_kind;
+
                 Ok(Self::of_kind(ShardingKind::Named {
                     mesh,
                     spec,
@@ -252,6 +255,7 @@ impl Sharding {
         if let Some(layout) = self.inner.layouts.lock().get(shape) {
             return Ok(layout.clone());
         }
+
         let layout = Arc::new(match &self.inner.kind {
             ShardingKind::Named {
                 mesh,
@@ -267,6 +271,7 @@ impl Sharding {
                 Layout::new(shape, vec![*device], vec![Region::full(shape)], true)
             }
         });
+
         let mut layouts = self.inner.layouts.lock();
         if layouts.len() >= CACHED_LAYOUTS {
             layouts.clear();

@@ -9,12 +9,14 @@ use crate::topology::Mesh;
 pub(super) fn layout(mesh: &Mesh, spec: &Spec, shape: &[usize]) -> Result<Layout, ShardingError> {
     let dims = divide(mesh, spec, shape)?;
     let fully_replicated = dims.iter().all(|dim| dim.parts == 1);
+
     let region = |place: usize| {
         let coordinates = mesh.coordinates(place);
         dims.iter()
             .map(|dim| dim.part(mesh, &coordinates))
             .collect::<Region>()
     };
+
     let regions = (0..mesh.devices().len()).map(region).collect();
     Ok(Layout::new(
         shape,
@@ -39,17 +41,21 @@ pub(super) fn unreduced(
                 mesh: mesh.clone(),
             });
         };
+
         if std::mem::replace(&mut chosen[index], true) {
             return Err(ShardingError::UnreducedTwice {
                 axis: (*axis).to_owned(),
             });
         }
+
         let divides = |entry: &SpecEntry| entry.axes().iter().any(|used| used == axis);
         if let Some(dim) = spec.entries().iter().position(divides) {
-            let (axis, spec) = ((*axis).to_owned(), spec.clone());
+            let axis = (*axis).to_owned();
+            let spec = spec.clone();
             return Err(ShardingError::UnreducedDivides { axis, dim, spec });
         }
     }
+
     let names = mesh.axis_names().iter().zip(chosen);
     Ok(names
         .filter(|(_, chosen)| *chosen)
@@ -74,7 +80,7 @@ pub(super) fn terms(mesh: &Mesh, unreduced: &[String]) -> Vec<usize> {
 }
 
 /// The division of one dimension.
-struct Divided {
+struct DividedDim {
     /// Indices of the dividing mesh axes, major to minor.
     axes: Vec<usize>,
     parts: usize,
@@ -82,7 +88,7 @@ struct Divided {
     size: usize,
 }
 
-impl Divided {
+impl DividedDim {
     /// Returns the half-open (start, end) of the part that the device at these mesh coordinates
     /// holds.
     fn part(&self, mesh: &Mesh, coordinates: &[usize]) -> (usize, usize) {
@@ -93,14 +99,16 @@ impl Divided {
     }
 }
 
-fn divide(mesh: &Mesh, spec: &Spec, shape: &[usize]) -> Result<Vec<Divided>, ShardingError> {
+fn divide(mesh: &Mesh, spec: &Spec, shape: &[usize]) -> Result<Vec<DividedDim>, ShardingError> {
     let mut used_by = vec![None; mesh.shape().len()];
     let mut by_entry = Vec::with_capacity(spec.entries().len());
     for (dim, entry) in spec.entries().iter().enumerate() {
         let mut axes = Vec::with_capacity(entry.axes().len());
         for axis in entry.axes() {
             let Some(index) = mesh.axis_index(axis) else {
-                let (axis, spec, mesh) = (axis.clone(), spec.clone(), mesh.clone());
+                let axis = axis.clone();
+                let spec = spec.clone();
+                let mesh = mesh.clone();
                 return Err(ShardingError::UnknownAxis {
                     dim,
                     axis,
@@ -108,8 +116,10 @@ fn divide(mesh: &Mesh, spec: &Spec, shape: &[usize]) -> Result<Vec<Divided>, Sha
                     mesh,
                 });
             };
+
             if let Some(first) = used_by[index].replace(dim) {
-                let (axis, spec) = (axis.clone(), spec.clone());
+                let axis = axis.clone();
+                let spec = spec.clone();
                 return Err(ShardingError::AxisUsedTwice {
                     axis,
                     first,
@@ -117,22 +127,27 @@ fn divide(mesh: &Mesh, spec: &Spec, shape: &[usize]) -> Result<Vec<Divided>, Sha
                     spec,
                 });
             }
+
             axes.push(index);
         }
         by_entry.push(axes);
     }
+
     if by_entry.len() > shape.len() {
         return Err(ShardingError::SpecTooLong {
             spec: spec.clone(),
             shape: shape.to_vec(),
         });
     }
+
     by_entry.resize(shape.len(), Vec::new());
     let divided = |(dim, axes): (usize, Vec<usize>)| {
         // Cannot overflow: the axes are distinct, and the mesh lists all its devices.
         let parts: usize = axes.iter().map(|axis| mesh.shape()[*axis]).product();
         if !shape[dim].is_multiple_of(parts) {
-            let (axes, shape, spec) = (axes_text(mesh, &axes), shape.to_vec(), spec.clone());
+            let axes = axes_text(mesh, &axes);
+            let shape = shape.to_vec();
+            let spec = spec.clone();
             return Err(ShardingError::NotDivisible {
                 dim,
                 axes,
@@ -141,7 +156,7 @@ fn divide(mesh: &Mesh, spec: &Spec, shape: &[usize]) -> Result<Vec<Divided>, Sha
                 spec,
             });
         }
-        Ok(Divided {
+        Ok(DividedDim {
             size: shape[dim] / parts,
             axes,
             parts,

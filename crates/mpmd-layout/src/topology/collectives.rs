@@ -95,6 +95,7 @@ impl Topology {
         if self.inner.collectives != CudaCollectives::Nccl || devices.len() < 2 {
             return false;
         }
+
         // NCCL refuses two ranks on one GPU.
         let mut gpus: Vec<_> = devices
             .iter()
@@ -103,6 +104,7 @@ impl Topology {
         let known = gpus.len();
         gpus.sort_unstable();
         gpus.dedup();
+
         gpus.len() == known
             && devices
                 .iter()

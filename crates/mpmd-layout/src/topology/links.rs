@@ -20,7 +20,7 @@ pub enum LinkClass {
 
 /// The cost of a message over one link.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
-pub struct Link {
+pub struct LinkSpeed {
     /// Nanoseconds that every message takes in addition to the time for its bytes.
     pub latency_ns: u64,
     /// Bytes per microsecond, which is megabytes (10^6) per second.
@@ -32,15 +32,15 @@ pub struct Link {
 /// They are the same on every process of a job: plans depend on them, and all processes must make
 /// the same plans.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
-pub struct Links {
+pub struct LinkSpeeds {
     /// Within a device's memory.
-    pub same_device: Link,
+    pub same_device: LinkSpeed,
     /// Between devices of a process.
-    pub same_process: Link,
+    pub same_process: LinkSpeed,
     /// Between processes of a host.
-    pub same_host: Link,
+    pub same_host: LinkSpeed,
     /// Between hosts.
-    pub network: Link,
+    pub network: LinkSpeed,
 }
 
 impl LinkClass {
@@ -69,7 +69,7 @@ impl fmt::Display for LinkClass {
     }
 }
 
-impl Link {
+impl LinkSpeed {
     /// Returns the nanoseconds that a message of `bytes` bytes takes: latency plus the time for the
     /// bytes. Saturates at `u64::MAX`.
     pub fn nanos(&self, bytes: u64) -> u64 {
@@ -79,9 +79,9 @@ impl Link {
     }
 }
 
-impl Links {
+impl LinkSpeeds {
     /// Returns the cost of a link of this class.
-    pub fn of(&self, class: LinkClass) -> Link {
+    pub fn of(&self, class: LinkClass) -> LinkSpeed {
         match class {
             LinkClass::SameDevice => self.same_device,
             LinkClass::SameProcess => self.same_process,
@@ -93,22 +93,22 @@ impl Links {
 
 /// Costs of a common machine with a network of 10 Gbit/s, rounded. On many machines the resulting
 /// plans differ little.
-impl Default for Links {
+impl Default for LinkSpeeds {
     fn default() -> Self {
         Self {
-            same_device: Link {
+            same_device: LinkSpeed {
                 latency_ns: 500,
                 bytes_per_us: 8_000,
             },
-            same_process: Link {
+            same_process: LinkSpeed {
                 latency_ns: 2_000,
                 bytes_per_us: 8_000,
             },
-            same_host: Link {
+            same_host: LinkSpeed {
                 latency_ns: 25_000,
                 bytes_per_us: 4_000,
             },
-            network: Link {
+            network: LinkSpeed {
                 latency_ns: 50_000,
                 bytes_per_us: 1_200,
             },
@@ -122,7 +122,7 @@ mod tests {
 
     #[test]
     fn a_message_costs_its_latency_and_its_bytes() {
-        let link = Link {
+        let link = LinkSpeed {
             latency_ns: 100,
             bytes_per_us: 1_000,
         };
@@ -131,7 +131,7 @@ mod tests {
             (100, 105, 100 + (1 << 20))
         );
         assert!(
-            Link {
+            LinkSpeed {
                 latency_ns: 0,
                 bytes_per_us: 0
             }
@@ -146,7 +146,7 @@ mod tests {
         for class in LinkClass::ALL {
             assert_eq!(serde_json::to_value(class).unwrap(), class.name());
         }
-        let links = serde_json::to_value(Links::default()).unwrap();
+        let links = serde_json::to_value(LinkSpeeds::default()).unwrap();
         let mut names: Vec<_> = links
             .as_object()
             .unwrap()

@@ -13,18 +13,39 @@ use crate::tree::Leaf;
 /// devices are equal, in the same order.
 #[derive(Clone)]
 pub struct Mesh {
-    inner: Arc<Inner>,
+    inner: Arc<MeshInner>,
 }
 
 #[derive(Eq, PartialEq)]
-struct Inner {
+struct MeshInner {
     fingerprint: u64,
     names: Vec<String>,
     shape: Vec<usize>,
     /// Row-major.
     devices: Vec<DeviceId>,
-    /// (device, index in `devices`), ascending by device.
-    places: Vec<(DeviceId, usize)>,
+    /// The indices in `devices`, ascending by device.
+    places: Vec<DeviceIndex>,
+}
+
+/// A device, and its index in a list of devices. Ordered by the device.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub(crate) struct DeviceIndex {
+    pub(crate) device: DeviceId,
+    pub(crate) index: usize,
+}
+
+impl DeviceIndex {
+    /// Returns the indices of devices, in the order of the devices' ids.
+    pub(crate) fn sorted(devices: &[DeviceId]) -> Vec<Self> {
+        let mut places: Vec<Self> = devices
+            .iter()
+            .copied()
+            .zip(0..)
+            .map(|(device, index)| Self { device, index })
+            .collect();
+        places.sort_unstable();
+        places
+    }
 }
 
 impl Mesh {
@@ -54,6 +75,7 @@ impl Mesh {
             .iter()
             .map(|(_, size)| (*size).try_into().unwrap_or(isize::MAX))
             .collect();
+
         let shape = shape(&names, &sizes, devices.len())?;
         let text = || axes_text(&names, &shape);
         for (i, (name, size)) in names.iter().zip(&shape).enumerate() {
@@ -71,6 +93,7 @@ impl Mesh {
                 });
             }
         }
+
         let expected = shape
             .iter()
             .fold(1usize, |product, size| product.saturating_mul(*size));
@@ -81,11 +104,17 @@ impl Mesh {
                 found: devices.len(),
             });
         }
-        let mut places: Vec<_> = devices.iter().copied().zip(0..).collect();
-        places.sort_unstable();
-        if let Some(pair) = places.windows(2).find(|pair| pair[0].0 == pair[1].0) {
-            return Err(MeshError::DuplicateDevice { device: pair[0].0 });
+
+        let places = DeviceIndex::sorted(&devices);
+        if let Some(pair) = places
+            .windows(2)
+            .find(|pair| pair[0].device == pair[1].device)
+        {
+            return Err(MeshError::DuplicateDevice {
+                device: pair[0].device,
+            });
         }
+
         Ok(Self::of_parts(names, shape, devices, places))
     }
 
@@ -93,14 +122,15 @@ impl Mesh {
         names: Vec<String>,
         shape: Vec<usize>,
         devices: Vec<DeviceId>,
-        places: Vec<(DeviceId, usize)>,
+        places: Vec<DeviceIndex>,
     ) -> Self {
         let mut fingerprint = Fingerprint::new("mesh");
         fingerprint.words(shape.iter().map(|size| *size as u64));
         names.iter().for_each(|name| fingerprint.text(name));
         fingerprint.words(devices.iter().map(|device| u64::from(device.0)));
+
         Self {
-            inner: Arc::new(Inner {
+            inner: Arc::new(MeshInner {
                 fingerprint: fingerprint.finish(),
                 names,
                 shape,
@@ -163,7 +193,9 @@ impl Mesh {
             if self.inner.shape.len() == 1 {
                 return piece;
             }
-            let (mut names, mut shape) = (piece.inner.names.clone(), piece.inner.shape.clone());
+
+            let mut names = piece.inner.names.clone();
+            let mut shape = piece.inner.shape.clone();
             names.remove(index);
             shape.remove(index);
             Self::of_parts(
@@ -234,9 +266,9 @@ impl Mesh {
         let at = self
             .inner
             .places
-            .binary_search_by_key(&device, |(device, _)| *device)
+            .binary_search_by_key(&device, |place| place.device)
             .ok()?;
-        Some(self.inner.places[at].1)
+        Some(self.inner.places[at].index)
     }
 
     /// Returns the distance in row-major order of two devices that are neighbours along axis number
@@ -246,7 +278,8 @@ impl Mesh {
     }
 
     fn group_at(&self, index: usize, place: usize) -> Vec<DeviceId> {
-        let (size, stride) = (self.inner.shape[index], self.stride(index));
+        let size = self.inner.shape[index];
+        let stride = self.stride(index);
         let first = place - place / stride % size * stride;
         (0..size)
             .map(|i| self.inner.devices[first + i * stride])
@@ -254,12 +287,12 @@ impl Mesh {
     }
 
     fn part(&self, index: usize, range: Range<usize>) -> Self {
-        let (size, stride) = (self.inner.shape[index], self.stride(index));
+        let size = self.inner.shape[index];
+        let stride = self.stride(index);
         let inside = |place: &usize| range.contains(&(place / stride % size));
         let kept = (0..self.inner.devices.len()).filter(inside);
         let devices: Vec<DeviceId> = kept.map(|place| self.inner.devices[place]).collect();
-        let mut places: Vec<_> = devices.iter().copied().zip(0..).collect();
-        places.sort_unstable();
+        let places = DeviceIndex::sorted(&devices);
         let mut shape = self.inner.shape.clone();
         shape[index] = range.len();
         Self::of_parts(self.inner.names.clone(), shape, devices, places)
@@ -313,6 +346,7 @@ impl fmt::Display for DeviceList<'_> {
                 .entries(self.0.iter().map(|device| device.0))
                 .finish();
         }
+
         let runs = self
             .0
             .chunk_by(|before, device| before.0.checked_add(1) == Some(device.0));
@@ -324,6 +358,7 @@ impl fmt::Display for DeviceList<'_> {
             }
             shown += run.len();
         }
+
         match self.0.len() - shown {
             0 => f.write_str("]"),
             more => write!(f, ", and {more} more]"),
@@ -335,12 +370,15 @@ impl fmt::Display for DeviceList<'_> {
 /// 0, one is below -1, or the others do not divide the devices.
 fn shape(names: &[String], sizes: &[isize], devices: usize) -> Result<Vec<usize>, MeshError> {
     let mut below = (0..sizes.len()).filter(|at| sizes[*at] < 0);
-    let (rest, second) = (below.next(), below.next());
+    let rest = below.next();
+    let second = below.next();
+
     let of_others = sizes.iter().filter(|size| **size >= 0);
     let others = of_others.fold(1usize, |all, size| all.saturating_mul(size.unsigned_abs()));
     let fits = |at: usize| {
         second.is_none() && sizes[at] == -1 && others > 0 && devices.is_multiple_of(others)
     };
+
     let Some(at) = rest.filter(|at| !fits(*at)) else {
         let left = devices.checked_div(others).unwrap_or(0);
         let size = |size: &isize| if *size < 0 { left } else { size.unsigned_abs() };

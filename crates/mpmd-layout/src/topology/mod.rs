@@ -13,7 +13,7 @@ pub use collectives::CudaCollectives;
 #[doc(hidden)]
 pub use collectives::GpuId;
 pub use kind::DeviceKind;
-pub use links::{Link, LinkClass, Links};
+pub use links::{LinkClass, LinkSpeed, LinkSpeeds};
 pub use mesh::Mesh;
 pub use mpmd_base::{DeviceId, ProcessId};
 use serde::{Deserialize, Serialize};
@@ -37,11 +37,11 @@ pub struct Device {
 /// All devices and processes of a job; the same on every process. Cheap to clone.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Topology {
-    inner: Arc<Inner>,
+    inner: Arc<TopologyInner>,
 }
 
 #[derive(Clone, Debug, Eq, PartialEq)]
-struct Inner {
+struct TopologyInner {
     /// Ascending by id.
     devices: Vec<Device>,
     ids: Vec<DeviceId>,
@@ -49,7 +49,7 @@ struct Inner {
     owned: Vec<Vec<DeviceId>>,
     /// The host number of each process, indexed by process. Hosts are numbered by first appearance.
     hosts: Vec<u32>,
-    links: Links,
+    links: LinkSpeeds,
     /// The path of collectives between CUDA devices.
     collectives: CudaCollectives,
     /// The GPUs of CUDA devices that are known. `with_gpus_of` adds them.
@@ -193,6 +193,7 @@ impl Topology {
         if let Some(pair) = devices.windows(2).find(|pair| pair[0].id == pair[1].id) {
             return Err(MeshError::DuplicateDevice { device: pair[0].id });
         }
+
         let mut owned = vec![Vec::new(); processes];
         for Device { id, process, .. } in &devices {
             let Some(own) = owned.get_mut(process.index()) else {
@@ -204,11 +205,12 @@ impl Topology {
             };
             own.push(*id);
         }
+
         let ids = devices.iter().map(|device| device.id).collect();
         let hosts = vec![0; processes];
         let (links, collectives, gpus) = Default::default();
         Ok(Self {
-            inner: Arc::new(Inner {
+            inner: Arc::new(TopologyInner {
                 devices,
                 ids,
                 owned,
@@ -233,6 +235,7 @@ impl Topology {
                 found: hosts.len(),
             });
         }
+
         let mut numbers = BTreeMap::new();
         let number = |host| {
             let next = numbers.len() as u32;
@@ -269,11 +272,11 @@ impl Topology {
 
     /// Returns a copy of the topology with these costs of links. Plans compare routes by them.
     #[must_use]
-    pub fn with_links(&self, links: Links) -> Self {
+    pub fn with_links(&self, links: LinkSpeeds) -> Self {
         self.with(|inner| inner.links = links)
     }
 
-    fn with(&self, change: impl FnOnce(&mut Inner)) -> Self {
+    fn with(&self, change: impl FnOnce(&mut TopologyInner)) -> Self {
         let mut inner = (*self.inner).clone();
         change(&mut inner);
         Self {
@@ -321,6 +324,7 @@ impl Topology {
             "{} processes or their devices are too many",
             counts.len()
         );
+
         let owners = (0u32..)
             .zip(counts)
             .flat_map(|(p, count)| std::iter::repeat_n(p, *count));
@@ -329,6 +333,7 @@ impl Topology {
             process: ProcessId(process),
             kind: DeviceKind::Cpu,
         };
+
         Self::with_processes(counts.len(), (0..).zip(owners).map(device).collect())
             .expect("numbered ascending, each within the processes")
     }
@@ -406,19 +411,20 @@ impl Topology {
     }
 
     /// Returns the costs of the links between devices.
-    pub fn links(&self) -> &Links {
+    pub fn links(&self) -> &LinkSpeeds {
         &self.inner.links
     }
 
     /// Returns a number that is the same for equal topologies, on every process and in every run.
     #[doc(hidden)]
     pub fn fingerprint(&self) -> u64 {
-        let Inner {
+        let TopologyInner {
             devices,
             hosts,
             links,
             ..
         } = &*self.inner;
+
         let mut fingerprint = Fingerprint::new("topology");
         fingerprint.words(
             devices
@@ -427,8 +433,9 @@ impl Topology {
         );
         fingerprint.words(devices.iter().map(|device| device.kind as u64));
         fingerprint.words(hosts.iter().map(|host| u64::from(*host)));
+
         for class in LinkClass::ALL {
-            let Link {
+            let LinkSpeed {
                 latency_ns,
                 bytes_per_us,
             } = links.of(class);
@@ -440,7 +447,8 @@ impl Topology {
 
     /// Returns the class of the link between two devices, or `None` if the job lacks one of them.
     pub fn link_between(&self, a: DeviceId, b: DeviceId) -> Option<LinkClass> {
-        let (of_a, of_b) = (self.process_of(a)?, self.process_of(b)?);
+        let of_a = self.process_of(a)?;
+        let of_b = self.process_of(b)?;
         Some(if a == b {
             LinkClass::SameDevice
         } else if of_a == of_b {

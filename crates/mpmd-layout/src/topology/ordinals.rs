@@ -15,6 +15,7 @@ impl Topology {
         if gpus == 0 {
             return Vec::new();
         }
+
         let of = |process: ProcessId| {
             let kinds = self
                 .devices_of(process)
@@ -22,10 +23,12 @@ impl Topology {
                 .map(|device| self.kind_of(*device));
             kinds.filter(|kind| *kind == Some(DeviceKind::Cuda)).count()
         };
+
         let neighbours = (0..process.0)
             .map(ProcessId)
             .filter(|other| self.host_of(*other) == self.host_of(process));
         let first: usize = neighbours.map(of).sum();
+
         // Below `gpus`, which is a `u32`, so the cast is exact.
         (first..first + of(process))
             .map(|at| (at % gpus as usize) as u32)

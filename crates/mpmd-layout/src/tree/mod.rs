@@ -145,9 +145,9 @@ pub trait Tree: Sized {
     /// Returns the leaves by value, in order.
     fn into_leaves(self) -> Vec<Self::Leaf> {
         let mut leaves = Vec::new();
-        let Ok(_) = self.try_map::<Taken, Infallible>(&mut |leaf| {
+        let Ok(_) = self.try_map::<TakenLeaf, Infallible>(&mut |leaf| {
             leaves.push(leaf);
-            Ok(Taken)
+            Ok(TakenLeaf)
         });
         leaves
     }
@@ -241,9 +241,9 @@ fn place(path: &str) -> String {
 }
 
 /// Takes the place of a leaf that `into_leaves` moves out of its tree.
-struct Taken;
+struct TakenLeaf;
 
-impl Leaf for Taken {}
+impl Leaf for TakenLeaf {}
 
 impl<L: Leaf> Tree for L {
     type Leaf = L;

@@ -74,6 +74,7 @@ impl Structure {
                 .enumerate()
                 .all(|(i, (name, _))| name.is_index(i))
         };
+
         match self {
             Self::Node(branches)
                 if count.is_none_or(|count| count == branches.len()) && numbered(branches) =>

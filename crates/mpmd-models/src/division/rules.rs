@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use mpmd::aval::ShapedArray;
 use mpmd::sharding::Sharding;
-use mpmd::sharding::rules::{Inferred, Registry, Strategy, infer};
+use mpmd::sharding::rules::{InferredShardings, Registry, Strategy, infer};
 use mpmd::topology::Mesh;
 use mpmd::{Error, Result};
 
@@ -64,7 +64,7 @@ pub(crate) fn divided(
     config: &ModelConfig,
     mesh: &Mesh,
     params: impl IntoIterator<Item = (String, ShapedArray)>,
-) -> Result<Inferred> {
+) -> Result<InferredShardings> {
     let over = DeviceDivision::of(mesh)?;
     let rules = match over {
         DeviceDivision::ONE => vec![(".*", "replicate")],

@@ -15,18 +15,18 @@ pub struct OpDescriptor {
     /// Description of the operation for messages.
     pub what: String,
     /// Kind of the operation.
-    pub kind: Kind,
+    pub kind: OpKind,
     /// The shards of each result, in the order of the results.
-    pub results: Vec<Vec<Shard>>,
+    pub results: Vec<Vec<ResultShard>>,
     /// Messages between devices, in an order in which they can be sent.
-    pub messages: Vec<Message>,
+    pub messages: Vec<OpMessage>,
 }
 
 /// Kinds of operations.
 #[derive(Clone, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
-pub enum Kind {
+pub enum OpKind {
     /// A kernel runs on devices.
     Call {
         /// The kernel's name.
@@ -53,20 +53,20 @@ pub enum Kind {
 
 /// One device's part of a result.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
-pub struct Shard {
+pub struct ResultShard {
     /// Id of the device.
     pub device: u32,
     /// Size of the shard in bytes.
     pub bytes: u64,
     /// The memory in which the shard is stored.
-    pub memory: Memory,
+    pub memory: ShardMemory,
 }
 
 /// The memory in which a shard is stored.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
-pub enum Memory {
+pub enum ShardMemory {
     /// In new memory of its device, or host values that count as such.
     Own,
     /// Host memory. No device's limit includes it.
@@ -80,7 +80,7 @@ pub enum Memory {
 ///
 /// Bytes for several devices of one process are sent to one of them, once.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
-pub struct Message {
+pub struct OpMessage {
     /// Id of the source device.
     pub from: u32,
     /// Id of the target device.
@@ -104,7 +104,7 @@ fn is_first(leaf: &u32) -> bool {
 impl OpDescriptor {
     /// Describes an operation without messages between devices.
     #[doc(hidden)]
-    pub fn local(what: &impl fmt::Display, kind: Kind, results: Vec<Vec<Shard>>) -> Self {
+    pub fn local(what: &impl fmt::Display, kind: OpKind, results: Vec<Vec<ResultShard>>) -> Self {
         Self {
             what: what.to_string(),
             kind,
@@ -116,7 +116,7 @@ impl OpDescriptor {
     /// Returns the ids of all devices that the descriptor names, some of them several times.
     pub(super) fn devices(&self) -> impl Iterator<Item = u32> + '_ {
         let runs = match &self.kind {
-            Kind::Call { devices, .. } => &devices[..],
+            OpKind::Call { devices, .. } => &devices[..],
             _ => &[],
         };
         let shards = self.results.iter().flatten().map(|shard| shard.device);
@@ -134,7 +134,7 @@ impl OpDescriptor {
             .iter()
             .flatten()
             .filter_map(|shard| match shard.memory {
-                Memory::Of(input) => Some(input),
+                ShardMemory::Of(input) => Some(input),
                 _ => None,
             })
     }
@@ -143,8 +143,8 @@ impl OpDescriptor {
     /// without device work.
     pub fn computes_on(&self) -> Vec<u32> {
         match &self.kind {
-            Kind::Call { devices, .. } => devices.clone(),
-            Kind::ArrayFromFn => self
+            OpKind::Call { devices, .. } => devices.clone(),
+            OpKind::ArrayFromFn => self
                 .results
                 .iter()
                 .flatten()
@@ -158,8 +158,12 @@ impl OpDescriptor {
 /// Returns the shards of an array of this layout, with elements of `item` bytes. `memory` returns
 /// the memory of a device's shard.
 #[doc(hidden)]
-pub fn shards(layout: &Layout, item: usize, memory: impl Fn(DeviceId) -> Memory) -> Vec<Shard> {
-    let shard = |(device, region): (DeviceId, &Region)| Shard {
+pub fn shards(
+    layout: &Layout,
+    item: usize,
+    memory: impl Fn(DeviceId) -> ShardMemory,
+) -> Vec<ResultShard> {
+    let shard = |(device, region): (DeviceId, &Region)| ResultShard {
         device: device.0,
         bytes: (region.elements() * item) as u64,
         memory: memory(device),

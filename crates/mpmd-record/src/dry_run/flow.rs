@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use super::{Array, DryRun, Kind, Memory, OpDescriptor, Read, Taken};
+use super::{Array, DryRun, OpDescriptor, OpKind, Read, ShardKey, ShardMemory, TakenArray};
 use mpmd_schedule::flow::{Flow, Node, Post, Transfer};
 
 /// A [`Flow`] of a whole program, and the meaning of its nodes and transfers.
@@ -20,7 +20,7 @@ pub struct DryRunFlow {
     /// Meaning of each node. The index is the node's number, and its tag.
     pub nodes: Vec<Computed>,
     /// Meaning of each transfer. The index is the transfer's number, and its tag.
-    pub transfers: Vec<Sent>,
+    pub transfers: Vec<SentMessages>,
 }
 
 /// The meaning of a node of a dry run's flow.
@@ -59,7 +59,7 @@ pub enum Computed {
 /// The meaning of a transfer of a dry run's flow: all pieces of one step of an operation from one
 /// process to another that are ready at the same time.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct Sent {
+pub struct SentMessages {
     /// Number of the operation that moves the data.
     pub operation: u64,
     /// The number of pieces in the transfer.
@@ -68,12 +68,12 @@ pub struct Sent {
 
 /// The nodes and transfers that must be complete before some work on a process can begin.
 #[derive(Clone, Debug, Default, Eq, Ord, PartialEq, PartialOrd)]
-struct Ready {
+struct ReadyAfter {
     nodes: BTreeSet<u32>,
     transfers: BTreeSet<u32>,
 }
 
-impl Ready {
+impl ReadyAfter {
     fn with(&mut self, other: &Self) {
         self.nodes.extend(&other.nodes);
         self.transfers.extend(&other.transfers);
@@ -82,17 +82,38 @@ impl Ready {
 
 /// The data between two processes in one step of an operation, while it is collected.
 #[derive(Default)]
-struct Bundle {
+struct MessageBundle {
     bytes: u64,
     messages: u32,
-    after: Ready,
+    after: ReadyAfter,
 }
 
-struct Builder<'a> {
+/// The sending and the receiving process of a transfer.
+#[derive(Clone, Copy, Eq, Ord, PartialEq, PartialOrd)]
+struct ProcessPair {
+    from: u32,
+    to: u32,
+}
+
+/// A leaf that moves between two processes.
+#[derive(Clone, Copy, Eq, Ord, PartialEq, PartialOrd)]
+struct LeafMove {
+    between: ProcessPair,
+    leaf: u32,
+}
+
+/// The messages of a leaf's move, and the devices that receive it.
+#[derive(Default)]
+struct MovedLeaf {
+    bundle: MessageBundle,
+    devices: BTreeSet<u32>,
+}
+
+struct DryRunFlowBuilder<'a> {
     dry_run: &'a DryRun,
     made: DryRunFlow,
-    /// Nodes and transfers that make a shard ready, by (array, device id).
-    ready: HashMap<(Array, u32), Ready>,
+    /// Nodes and transfers that make each shard ready.
+    ready: HashMap<ShardKey, ReadyAfter>,
     /// Lane for the program's waits, by process. `copy_engines` has the lane for nodes that combine
     /// data to send.
     programs: BTreeMap<u32, u32>,
@@ -117,7 +138,8 @@ impl DryRun {
             posts: vec![Vec::new(); self.processes as usize],
             ..Flow::default()
         };
-        let mut builder = Builder {
+
+        let mut builder = DryRunFlowBuilder {
             dry_run: self,
             made: DryRunFlow {
                 flow,
@@ -128,6 +150,7 @@ impl DryRun {
             copy_engines: BTreeMap::new(),
             waited: vec![None; self.processes as usize],
         };
+
         let mut reads = self.reads.iter().enumerate().peekable();
         for operation in 1..=self.operations.len() as u64 {
             while let Some((place, read)) = reads.next_if(|(_, read)| read.after < operation) {
@@ -140,7 +163,7 @@ impl DryRun {
     }
 }
 
-impl Builder<'_> {
+impl DryRunFlowBuilder<'_> {
     fn operation(&mut self, operation: u64) {
         let dry_run = self.dry_run;
         let Some(descriptor) = dry_run.descriptor_of(operation) else {
@@ -148,11 +171,11 @@ impl Builder<'_> {
         };
         let takes = &dry_run.operations[operation as usize - 1].takes;
         match &descriptor.kind {
-            Kind::Call { .. } | Kind::ArrayFromFn => self.run(operation, descriptor, takes),
-            Kind::Put => self.put(operation, descriptor, takes),
-            Kind::Relabel => self.relabel(operation, descriptor, takes),
-            Kind::BroadcastValue { from, bytes } => self.agree(operation, *from, *bytes),
-            Kind::AssertSame => {}
+            OpKind::Call { .. } | OpKind::ArrayFromFn => self.run(operation, descriptor, takes),
+            OpKind::Put => self.put(operation, descriptor, takes),
+            OpKind::Relabel => self.relabel(operation, descriptor, takes),
+            OpKind::BroadcastValue { from, bytes } => self.agree(operation, *from, *bytes),
+            OpKind::AssertSame => {}
         }
     }
 
@@ -162,30 +185,34 @@ impl Builder<'_> {
 
     /// Returns the nodes and transfers that must be complete before an operation's inputs are ready
     /// on a device.
-    fn inputs(&self, takes: &[Taken], device: u32) -> Ready {
-        let mut ready = Ready::default();
+    fn inputs(&self, takes: &[TakenArray], device: u32) -> ReadyAfter {
+        let mut ready = ReadyAfter::default();
         for array in takes.iter().filter_map(|taken| taken.array) {
-            if let Some(known) = self.ready.get(&(array, device)) {
+            if let Some(known) = self.ready.get(&array.on(device)) {
                 ready.with(known);
             }
         }
         ready
     }
 
-    fn run(&mut self, operation: u64, descriptor: &OpDescriptor, takes: &[Taken]) {
+    fn run(&mut self, operation: u64, descriptor: &OpDescriptor, takes: &[TakenArray]) {
         let devices = descriptor.computes_on();
         let crosses = descriptor
             .messages
             .iter()
             .filter(|message| self.process_of(message.from) != self.process_of(message.to));
-        let mut bundles: BTreeMap<(u32, u32), Bundle> = BTreeMap::new();
+        let mut bundles: BTreeMap<ProcessPair, MessageBundle> = BTreeMap::new();
         for message in crosses {
-            let between = (self.process_of(message.from), self.process_of(message.to));
+            let between = ProcessPair {
+                from: self.process_of(message.from),
+                to: self.process_of(message.to),
+            };
             let bundle = bundles.entry(between).or_default();
             bundle.bytes += message.bytes;
             bundle.messages += 1;
         }
-        let mut arrived: BTreeMap<u32, Ready> = BTreeMap::new();
+
+        let mut arrived: BTreeMap<u32, ReadyAfter> = BTreeMap::new();
         if !bundles.is_empty() {
             for device in &devices {
                 let ready = self.inputs(takes, *device);
@@ -194,50 +221,48 @@ impl Builder<'_> {
                 arrived.entry(process).or_default().nodes.insert(node);
             }
         }
-        let mut gets: BTreeMap<u32, Ready> = BTreeMap::new();
-        for ((from, to), mut bundle) in bundles {
+
+        let mut gets: BTreeMap<u32, ReadyAfter> = BTreeMap::new();
+        for (ProcessPair { from, to }, mut bundle) in bundles {
             bundle.after = arrived.get(&from).cloned().unwrap_or_default();
             let transfer = self.transfer(operation, from, to, bundle);
             gets.entry(to).or_default().transfers.insert(transfer);
         }
+
         for device in devices {
             let process = self.process_of(device);
             // The inputs were already dependencies of the node that arrives.
             let mut ready = match gets.is_empty() {
                 true => self.inputs(takes, device),
-                false => Ready::default(),
+                false => ReadyAfter::default(),
             };
             [arrived.get(&process), gets.get(&process)]
                 .into_iter()
                 .flatten()
                 .for_each(|more| ready.with(more));
+
             let node = self.node(device, process, ready, Computed::Run { operation });
             for (result, shards) in descriptor.results.iter().enumerate() {
                 if shards.iter().any(|shard| shard.device == device) {
-                    let made = Ready {
+                    let made = ReadyAfter {
                         nodes: BTreeSet::from([node]),
                         transfers: BTreeSet::new(),
                     };
-                    self.ready.insert(
-                        (
-                            Array {
-                                operation,
-                                result: result as u32,
-                            },
-                            device,
-                        ),
-                        made,
-                    );
+                    let array = Array {
+                        operation,
+                        result: result as u32,
+                    };
+                    self.ready.insert(array.on(device), made);
                 }
             }
         }
     }
 
-    fn put(&mut self, operation: u64, descriptor: &OpDescriptor, takes: &[Taken]) {
+    fn put(&mut self, operation: u64, descriptor: &OpDescriptor, takes: &[TakenArray]) {
         let at_source = |this: &Self, leaf: u32, device: u32| {
             let source = takes.get(leaf as usize).and_then(|taken| taken.array);
             source
-                .and_then(|array| this.ready.get(&(array, device)).cloned())
+                .and_then(|array| this.ready.get(&array.on(device)).cloned())
                 .unwrap_or_default()
         };
         let array = |leaf: u32| Array {
@@ -248,96 +273,117 @@ impl Builder<'_> {
         for (leaf, shards) in (0..).zip(&descriptor.results) {
             for shard in shards {
                 let own = at_source(self, leaf, shard.device);
-                self.ready.insert((array(leaf), shard.device), own);
+                self.ready.insert(array(leaf).on(shard.device), own);
             }
         }
+
         let mut messages = &descriptor.messages[..];
         while let Some(step) = messages.first().map(|message| message.step) {
             let (now, later) =
                 messages.split_at(messages.partition_point(|message| message.step <= step));
             messages = later;
-            let mut leaves: BTreeMap<(u32, u32, u32), (Bundle, BTreeSet<u32>)> = BTreeMap::new();
-            let mut within: Vec<((Array, u32), Ready)> = Vec::new();
+
+            let mut leaves: BTreeMap<LeafMove, MovedLeaf> = BTreeMap::new();
+            let mut within: Vec<(ShardKey, ReadyAfter)> = Vec::new();
             for message in now {
-                let (from, to) = (self.process_of(message.from), self.process_of(message.to));
+                let from = self.process_of(message.from);
+                let to = self.process_of(message.to);
                 let has = match step {
                     1 => at_source(self, message.leaf, message.from),
                     _ => {
-                        let source = (array(message.leaf), message.from);
+                        let source = array(message.leaf).on(message.from);
                         self.ready.get(&source).cloned().unwrap_or_default()
                     }
                 };
                 if from == to {
-                    within.push(((array(message.leaf), message.to), has));
+                    within.push((array(message.leaf).on(message.to), has));
                     continue;
                 }
-                let (bundle, targets) = leaves.entry((from, to, message.leaf)).or_default();
-                bundle.bytes += message.bytes;
-                bundle.messages += 1;
-                bundle.after.with(&has);
-                targets.insert(message.to);
+
+                let between = ProcessPair { from, to };
+                let leaf = message.leaf;
+                let moved = leaves.entry(LeafMove { between, leaf }).or_default();
+                moved.bundle.bytes += message.bytes;
+                moved.bundle.messages += 1;
+                moved.bundle.after.with(&has);
+                moved.devices.insert(message.to);
             }
-            // Leaves that are ready at the same time leave together.
-            let mut together: BTreeMap<(u32, u32, Ready), (Bundle, Vec<_>)> = BTreeMap::new();
-            for ((from, to, leaf), (bundle, devices)) in leaves {
-                let (all, targets) = together.entry((from, to, bundle.after)).or_default();
-                all.bytes += bundle.bytes;
-                all.messages += bundle.messages;
-                targets.extend(devices.into_iter().map(|device| (array(leaf), device)));
-            }
-            for ((from, to, after), (bundle, targets)) in together {
-                let transfer = self.transfer(operation, from, to, Bundle { after, ..bundle });
-                for target in targets {
-                    self.ready
-                        .entry(target)
-                        .or_default()
-                        .transfers
-                        .insert(transfer);
-                }
-            }
+
+            self.send_together(operation, leaves);
             for (target, has) in within {
                 self.ready.entry(target).or_default().with(&has);
             }
         }
     }
 
-    fn relabel(&mut self, operation: u64, descriptor: &OpDescriptor, takes: &[Taken]) {
+    /// Adds the transfers of leaves. Those that are ready at the same time leave together.
+    fn send_together(&mut self, operation: u64, leaves: BTreeMap<LeafMove, MovedLeaf>) {
+        let mut together: BTreeMap<(ProcessPair, ReadyAfter), (MessageBundle, Vec<ShardKey>)> =
+            BTreeMap::new();
+        for (LeafMove { between, leaf }, MovedLeaf { bundle, devices }) in leaves {
+            let array = Array {
+                operation,
+                result: leaf,
+            };
+            let (all, targets) = together.entry((between, bundle.after)).or_default();
+            all.bytes += bundle.bytes;
+            all.messages += bundle.messages;
+            targets.extend(devices.into_iter().map(|device| array.on(device)));
+        }
+
+        for ((ProcessPair { from, to }, after), (bundle, targets)) in together {
+            let transfer = self.transfer(operation, from, to, MessageBundle { after, ..bundle });
+            for target in targets {
+                self.ready
+                    .entry(target)
+                    .or_default()
+                    .transfers
+                    .insert(transfer);
+            }
+        }
+    }
+
+    fn relabel(&mut self, operation: u64, descriptor: &OpDescriptor, takes: &[TakenArray]) {
         for (result, shards) in descriptor.results.iter().enumerate() {
             for shard in shards {
-                let Memory::Of(input) = shard.memory else {
+                let ShardMemory::Of(input) = shard.memory else {
                     continue;
                 };
                 let array = takes.get(input as usize).and_then(|taken| taken.array);
-                let known = array.and_then(|array| self.ready.get(&(array, shard.device)).cloned());
+                let known =
+                    array.and_then(|array| self.ready.get(&array.on(shard.device)).cloned());
                 let array = Array {
                     operation,
                     result: result as u32,
                 };
                 self.ready
-                    .insert((array, shard.device), known.unwrap_or_default());
+                    .insert(array.on(shard.device), known.unwrap_or_default());
             }
         }
     }
 
     fn agree(&mut self, operation: u64, from: u32, bytes: u64) {
         let what = Computed::BroadcastValue { operation };
-        let given = self.program_node(from, Ready::default(), what);
+        let given = self.program_node(from, ReadyAfter::default(), what);
+
         for to in (0..self.dry_run.processes).filter(|to| *to != from) {
-            let after = Ready {
+            let after = ReadyAfter {
                 nodes: BTreeSet::from([given]),
                 transfers: BTreeSet::new(),
             };
+
             let transfer = self.transfer(
                 operation,
                 from,
                 to,
-                Bundle {
+                MessageBundle {
                     bytes,
                     messages: 1,
                     after,
                 },
             );
-            let taken = Ready {
+
+            let taken = ReadyAfter {
                 nodes: BTreeSet::new(),
                 transfers: BTreeSet::from([transfer]),
             };
@@ -351,22 +397,24 @@ impl Builder<'_> {
         let descriptor = self.dry_run.descriptor_of(read.array.operation);
         let shards =
             descriptor.and_then(|descriptor| descriptor.results.get(read.array.result as usize));
-        let mut parts: BTreeMap<u32, Ready> = BTreeMap::new();
+
+        let mut parts: BTreeMap<u32, ReadyAfter> = BTreeMap::new();
         for shard in shards.into_iter().flatten() {
             let process = self.process_of(shard.device);
             let known = self
                 .ready
-                .get(&(read.array, shard.device))
+                .get(&read.array.on(shard.device))
                 .cloned()
                 .unwrap_or_default();
             parts.entry(process).or_default().with(&known);
         }
+
         for (process, ready) in parts {
             self.program_node(process, ready, Computed::Wait { read: place });
         }
     }
 
-    fn program_node(&mut self, process: u32, ready: Ready, what: Computed) -> u32 {
+    fn program_node(&mut self, process: u32, ready: ReadyAfter, what: Computed) -> u32 {
         let lane = lane(&mut self.programs, &mut self.made.flow.lanes, process);
         let node = self.node(lane, process, ready, what);
         self.waited[process as usize] = Some(node);
@@ -375,9 +423,10 @@ impl Builder<'_> {
 
     /// Adds a node to a lane and returns its number. The node also depends on the last wait of the
     /// process's program.
-    fn node(&mut self, lane: u32, process: u32, mut ready: Ready, what: Computed) -> u32 {
+    fn node(&mut self, lane: u32, process: u32, mut ready: ReadyAfter, what: Computed) -> u32 {
         ready.nodes.extend(self.waited[process as usize]);
         let DryRunFlow { flow, nodes, .. } = &mut self.made;
+
         let number = flow.nodes.len() as u32;
         let needs = (flow.needs.len() as u32, ready.nodes.len() as u32);
         let takes = (flow.takes.len() as u32, ready.transfers.len() as u32);
@@ -395,12 +444,13 @@ impl Builder<'_> {
 
     /// Adds a transfer, with its send and its receive, and returns its number. If it depends on
     /// more than one node, adds a node that joins them.
-    fn transfer(&mut self, operation: u64, from: u32, to: u32, bundle: Bundle) -> u32 {
-        let Bundle {
+    fn transfer(&mut self, operation: u64, from: u32, to: u32, bundle: MessageBundle) -> u32 {
+        let MessageBundle {
             bytes,
             messages,
             mut after,
         } = bundle;
+
         after.nodes.extend(self.waited[from as usize]);
         let after = match (after.nodes.len(), after.transfers.len()) {
             (0, 0) => u32::MAX,
@@ -410,6 +460,7 @@ impl Builder<'_> {
                 self.node(lane, from, after, Computed::Join { operation })
             }
         };
+
         let DryRunFlow {
             flow, transfers, ..
         } = &mut self.made;
@@ -421,10 +472,11 @@ impl Builder<'_> {
             bytes,
             tag: number,
         });
-        transfers.push(Sent {
+        transfers.push(SentMessages {
             operation,
             messages,
         });
+
         flow.posts[from as usize].push(Post::Send(number));
         flow.posts[to as usize].push(Post::Receive(number));
         number
@@ -466,6 +518,7 @@ impl DryRunFlow {
                 .get(line as usize)
                 .map_or("nowhere", String::as_str)
         };
+
         match self.nodes.get(node as usize) {
             Some(Computed::Run { operation }) => dry_run.describe(*operation),
             Some(Computed::Arrive { operation }) => {
@@ -487,7 +540,7 @@ impl DryRunFlow {
 #[cfg(test)]
 mod tests {
     use super::super::tests::small;
-    use super::super::{Message, Operation, Shard};
+    use super::super::{IssuedOperation, OpMessage, ResultShard};
     use super::*;
 
     /// Returns the dependencies of a node: `(nodes, transfers)`.
@@ -538,12 +591,12 @@ mod tests {
         let mut dry_run = small();
         dry_run.processes = 3;
         dry_run.devices = vec![0, 1, 2];
-        dry_run.descriptors[1].results[0].push(Shard {
+        dry_run.descriptors[1].results[0].push(ResultShard {
             device: 2,
             bytes: 64,
-            memory: Memory::Own,
+            memory: ShardMemory::Own,
         });
-        dry_run.descriptors[1].messages.push(Message {
+        dry_run.descriptors[1].messages.push(OpMessage {
             from: 1,
             to: 2,
             bytes: 64,
@@ -563,11 +616,11 @@ mod tests {
     #[test]
     fn collectives_wait_for_all_participants() {
         let mut dry_run = small();
-        dry_run.descriptors[2].kind = Kind::Call {
+        dry_run.descriptors[2].kind = OpKind::Call {
             kernel: "k".into(),
             devices: vec![0, 1],
         };
-        let [to, back] = [(0, 1), (1, 0)].map(|(from, to)| Message {
+        let [to, back] = [(0, 1), (1, 0)].map(|(from, to)| OpMessage {
             from,
             to,
             bytes: 8,
@@ -603,7 +656,7 @@ mod tests {
     #[test]
     fn operations_after_agree_wait_for_the_value() {
         let mut dry_run = small();
-        let kind = Kind::BroadcastValue { from: 1, bytes: 1 };
+        let kind = OpKind::BroadcastValue { from: 1, bytes: 1 };
         dry_run.descriptors.push(OpDescriptor {
             what: "broadcast_value".into(),
             kind,
@@ -612,7 +665,7 @@ mod tests {
         });
         dry_run.operations.insert(
             0,
-            Operation {
+            IssuedOperation {
                 descriptor: 3,
                 takes: Vec::new(),
                 ..dry_run.operations[0].clone()

@@ -5,14 +5,14 @@ use std::collections::HashMap;
 use mpmd_memory::Pool;
 
 use super::flow::{Computed, DryRunFlow};
-use super::{Array, DryRun, Kind, Memory};
+use super::{Array, DryRun, OpKind, ResultShard, ShardKey, ShardMemory};
 
 /// The memory use of a dry run's devices.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct DryRunMemory {
-    /// Memory use of each device, by device id.
-    pub devices: Vec<DeviceMemory>,
+    /// ShardMemory use of each device, by device id.
+    pub devices: Vec<DeviceMemoryUse>,
     /// By process: peak of the sum over its devices, in simulated time.
     pub processes: Vec<MemoryPeak>,
 }
@@ -20,7 +20,7 @@ pub struct DryRunMemory {
 /// Memory of one device.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
-pub struct DeviceMemory {
+pub struct DeviceMemoryUse {
     /// Id of the device.
     pub device: u32,
     /// The process that owns the device.
@@ -46,7 +46,7 @@ pub struct MemoryPeak {
 }
 
 /// Device memory of one size that one or more arrays share.
-struct Block {
+struct MemoryBlock {
     device: u32,
     bytes: u64,
     operation: u64,
@@ -73,12 +73,13 @@ impl DryRun {
     /// memory, its owner holds it instead until the receiver has finished. Not included are buffers
     /// for packing and forwarding, and memory that kernels keep.
     pub fn memory(&self, dry_run_flow: &DryRunFlow) -> DryRunMemory {
-        let times = Times::of(self, dry_run_flow);
-        let mut blocks = Blocks {
+        let times = WorkTimes::of(self, dry_run_flow);
+        let mut blocks = MemoryBlocks {
             dry_run: self,
             blocks: Vec::new(),
             of: HashMap::new(),
         };
+
         let mut drops = self.drops.iter().peekable();
         for operation in 1..=self.operations.len() as u64 {
             while let Some(dropped) = drops.next_if(|dropped| dropped.after < operation) {
@@ -93,21 +94,71 @@ impl DryRun {
 
 /// Simulated times: a kernel takes one unit, all other work none.
 #[derive(Default)]
-struct Times {
-    /// (start, end) of an operation's work on a device, by (operation, device id).
-    runs: HashMap<(u64, u32), (u64, u64)>,
-    /// Time at which the last transfer of an operation leaves its sender, by (operation, sending
-    /// process).
-    sends: HashMap<(u64, u32), u64>,
-    /// Time at which the first transfer of an operation reaches its receiver, by (operation,
-    /// receiving process).
-    comes: HashMap<(u64, u32), u64>,
-    /// By process, the waits of its program in order: (last operation that was issued before the
-    /// wait, end of the wait).
-    waits: HashMap<u32, Vec<(u64, u64)>>,
+struct WorkTimes {
+    runs: HashMap<WorkPlace, RunTime>,
+    /// Time at which the last transfer of an operation leaves its sending process.
+    sends: HashMap<WorkPlace, u64>,
+    /// Time at which the first transfer of an operation reaches its receiving process.
+    comes: HashMap<WorkPlace, u64>,
+    /// By process, the waits of its program in order.
+    waits: HashMap<u32, Vec<WaitEnd>>,
 }
 
-impl Times {
+/// An operation's work on one device, or in one process.
+#[derive(Clone, Copy, Eq, Hash, PartialEq)]
+struct WorkPlace {
+    operation: u64,
+    /// Id of the device or process.
+    place: u32,
+}
+
+/// The time of an operation's work on a device.
+#[derive(Clone, Copy)]
+struct RunTime {
+    start: u64,
+    end: u64,
+}
+
+/// A wait of a program.
+#[derive(Clone, Copy)]
+struct WaitEnd {
+    /// The last operation that was issued before the wait.
+    after: u64,
+    end: u64,
+}
+
+/// The allocation or release of a block.
+struct BlockEvent<'b> {
+    /// Position in the order or time of the events.
+    at: u64,
+    allocates: bool,
+    block: &'b MemoryBlock,
+}
+
+impl<'b> BlockEvent<'b> {
+    fn allocation(at: u64, block: &'b MemoryBlock) -> Self {
+        Self {
+            at,
+            allocates: true,
+            block,
+        }
+    }
+
+    fn release(at: u64, block: &'b MemoryBlock) -> Self {
+        Self {
+            at,
+            allocates: false,
+            block,
+        }
+    }
+
+    /// Returns the key by which events are sorted.
+    fn rank(&self) -> (u64, bool, u64) {
+        (self.at, self.allocates, self.block.operation)
+    }
+}
+
+impl WorkTimes {
     fn of(dry_run: &DryRun, dry_run_flow: &DryRunFlow) -> Self {
         let DryRunFlow {
             flow,
@@ -117,10 +168,12 @@ impl Times {
         let mut ends: Vec<u64> = Vec::with_capacity(flow.nodes.len());
         let mut free = vec![0; flow.lanes.len()];
         let mut times = Self::default();
+
         let sent = |ends: &[u64], transfer: u32| {
             let after = flow.transfers[transfer as usize].after;
             ends.get(after as usize).copied().unwrap_or_default()
         };
+
         for (node, what) in flow.nodes.iter().zip(nodes) {
             let part = |(start, len): (u32, u32)| start as usize..(start + len) as usize;
             let needs = flow.needs[part(node.needs)]
@@ -129,6 +182,7 @@ impl Times {
             let takes = flow.takes[part(node.takes)]
                 .iter()
                 .map(|transfer| sent(&ends, *transfer));
+
             let start = needs
                 .chain(takes)
                 .chain([free[node.lane as usize]])
@@ -137,9 +191,14 @@ impl Times {
             let end = start + u64::from(what.takes_time());
             free[node.lane as usize] = end;
             ends.push(end);
+
             let waited_after = match *what {
                 Computed::Run { operation } => {
-                    times.runs.insert((operation, node.lane), (start, end));
+                    let place = WorkPlace {
+                        operation,
+                        place: node.lane,
+                    };
+                    times.runs.insert(place, RunTime { start, end });
                     None
                 }
                 Computed::Wait { read } => dry_run.reads.get(read).map(|read| read.after),
@@ -148,19 +207,27 @@ impl Times {
             };
             if let Some(after) = waited_after {
                 let process = flow.lanes[node.lane as usize];
-                times.waits.entry(process).or_default().push((after, end));
+                let wait = WaitEnd { after, end };
+                times.waits.entry(process).or_default().push(wait);
             }
         }
+
         for (number, (transfer, what)) in flow.transfers.iter().zip(transfers).enumerate() {
             let at = sent(&ends, number as u32);
             let left = times
                 .sends
-                .entry((what.operation, transfer.from))
+                .entry(WorkPlace {
+                    operation: what.operation,
+                    place: transfer.from,
+                })
                 .or_default();
             *left = at.max(*left);
             let come = times
                 .comes
-                .entry((what.operation, transfer.to))
+                .entry(WorkPlace {
+                    operation: what.operation,
+                    place: transfer.to,
+                })
                 .or_insert(at);
             *come = at.min(*come);
         }
@@ -171,27 +238,28 @@ impl Times {
     /// last wait before.
     fn issued_at(&self, operation: u64, process: u32) -> u64 {
         let waits = self.waits.get(&process).map_or(&[][..], Vec::as_slice);
-        let before = waits.partition_point(|(after, _)| *after < operation);
-        before.checked_sub(1).map_or(0, |last| waits[last].1)
+        let before = waits.partition_point(|wait| wait.after < operation);
+        before.checked_sub(1).map_or(0, |last| waits[last].end)
     }
 }
 
-struct Blocks<'a> {
+struct MemoryBlocks<'a> {
     dry_run: &'a DryRun,
-    blocks: Vec<Block>,
-    /// Index into `blocks` of the memory of a live array's shard, by (array, device id). Arrays in
-    /// host memory have none.
-    of: HashMap<(Array, u32), usize>,
+    blocks: Vec<MemoryBlock>,
+    /// Index into `blocks` of the memory of a live array's shard. Arrays in host memory have
+    /// none.
+    of: HashMap<ShardKey, usize>,
 }
 
-impl Blocks<'_> {
-    fn operation(&mut self, operation: u64, times: &Times) {
+impl MemoryBlocks<'_> {
+    fn operation(&mut self, operation: u64, times: &WorkTimes) {
         let dry_run = self.dry_run;
         let Some(descriptor) = dry_run.descriptor_of(operation) else {
             return;
         };
         let takes = &dry_run.operations[operation as usize - 1].takes;
-        let is_put = matches!(descriptor.kind, Kind::Put);
+        let is_put = matches!(descriptor.kind, OpKind::Put);
+
         for (result, shards) in descriptor.results.iter().enumerate() {
             let array = Array {
                 operation,
@@ -199,72 +267,100 @@ impl Blocks<'_> {
             };
             for shard in shards {
                 let block = match shard.memory {
-                    Memory::Own => {
-                        let process = dry_run.devices[shard.device as usize];
-                        let run = times
-                            .runs
-                            .get(&(operation, shard.device))
-                            .map(|(start, _)| *start);
-                        let come = times.comes.get(&(operation, process)).copied();
-                        let start = run
-                            .or(come)
-                            .unwrap_or_else(|| self.known_at(takes, process));
-                        let start = start.max(times.issued_at(operation, process));
-                        self.blocks.push(Block {
-                            device: shard.device,
-                            bytes: Pool::rounded(shard.bytes as usize),
-                            operation,
-                            start,
-                            read_until: times
-                                .runs
-                                .get(&(operation, shard.device))
-                                .map_or(start, |run| run.1),
-                            read_by: operation,
-                            arrays: 0,
-                            let_go_after: 0,
-                        });
+                    ShardMemory::Own => {
+                        self.allocate(operation, shard, times);
                         Some(self.blocks.len() - 1)
                     }
-                    Memory::Host => None,
-                    Memory::Of(input) => takes
+                    ShardMemory::Host => None,
+                    ShardMemory::Of(input) => takes
                         .get(input as usize)
                         .and_then(|taken| self.block_near(taken.array?, shard.device)),
                 };
+
                 if let Some(block) = block {
                     self.blocks[block].arrays += 1;
-                    self.of.insert((array, shard.device), block);
+                    self.of.insert(array.on(shard.device), block);
                 }
             }
         }
+
         for taken in takes {
             let Some(array) = taken.array else { continue };
             for device in 0..dry_run.devices.len() as u32 {
-                let Some(block) = self.of.get(&(array, device)).copied() else {
+                let Some(block) = self.of.get(&array.on(device)).copied() else {
                     continue;
                 };
+
                 let process = dry_run.devices[device as usize];
                 let until = match is_put {
-                    true => times.sends.get(&(operation, process)).copied(),
-                    false => times.runs.get(&(operation, device)).map(|(_, end)| *end),
+                    true => {
+                        let place = WorkPlace {
+                            operation,
+                            place: process,
+                        };
+                        times.sends.get(&place).copied()
+                    }
+                    false => {
+                        let place = WorkPlace {
+                            operation,
+                            place: device,
+                        };
+                        times.runs.get(&place).map(|run| run.end)
+                    }
                 };
+
                 let block = &mut self.blocks[block];
                 block.read_by = operation;
                 block.read_until = block.read_until.max(until.unwrap_or_default());
             }
+
             if taken.donated {
                 self.let_go(array, operation);
             }
         }
     }
 
+    /// Adds the block of a result that has memory of its own.
+    fn allocate(&mut self, operation: u64, shard: &ResultShard, times: &WorkTimes) {
+        let process = self.dry_run.devices[shard.device as usize];
+        let takes = &self.dry_run.operations[operation as usize - 1].takes;
+        let on_device = WorkPlace {
+            operation,
+            place: shard.device,
+        };
+        let in_process = WorkPlace {
+            operation,
+            place: process,
+        };
+
+        let run = times.runs.get(&on_device).copied();
+        let come = times.comes.get(&in_process).copied();
+        let start = run
+            .map(|run| run.start)
+            .or(come)
+            .unwrap_or_else(|| self.known_at(takes, process));
+        let start = start.max(times.issued_at(operation, process));
+
+        self.blocks.push(MemoryBlock {
+            device: shard.device,
+            bytes: Pool::rounded(shard.bytes as usize),
+            operation,
+            start,
+            read_until: run.map_or(start, |run| run.end),
+            read_by: operation,
+            arrays: 0,
+            let_go_after: 0,
+        });
+    }
+
     /// Returns the time at which an operation's inputs on `process` are ready, for results without
     /// a kernel or a transfer.
-    fn known_at(&self, takes: &[super::Taken], process: u32) -> u64 {
+    fn known_at(&self, takes: &[super::TakenArray], process: u32) -> u64 {
         let arrays = takes.iter().filter_map(|taken| taken.array);
-        let devices = |array| {
+        let devices = |array: Array| {
             (0..self.dry_run.devices.len() as u32)
                 .filter(move |device| self.dry_run.devices[*device as usize] == process)
-                .filter_map(move |device| self.of.get(&(array, device)))
+                .filter_map(move |device| self.of.get(&array.on(device)))
         };
         arrays
             .flat_map(devices)
@@ -281,14 +377,14 @@ impl Blocks<'_> {
             .filter(|other| self.dry_run.devices[*other as usize] == process);
         std::iter::once(device)
             .chain(others)
-            .find_map(|device| self.of.get(&(array, device)).copied())
+            .find_map(|device| self.of.get(&array.on(device)).copied())
     }
 
     /// Removes an array from its blocks, after its last handle was dropped or by donation. `after`
     /// is the last operation that was issued before.
     fn let_go(&mut self, array: Array, after: u64) {
         for device in 0..self.dry_run.devices.len() as u32 {
-            let Some(block) = self.of.remove(&(array, device)) else {
+            let Some(block) = self.of.remove(&array.on(device)) else {
                 continue;
             };
             let block = &mut self.blocks[block];
@@ -301,41 +397,47 @@ impl Blocks<'_> {
         let Self {
             dry_run, blocks, ..
         } = self;
-        let (count, processes) = (dry_run.devices.len(), dry_run.processes as usize);
-        // (position, true for an allocation and false for a release, block).
-        let mut in_order: Vec<(u64, bool, &Block)> = Vec::new();
-        let mut in_time: Vec<(u64, bool, &Block)> = Vec::new();
-        let mut devices: Vec<DeviceMemory> = (0..count)
-            .map(|device| DeviceMemory {
+
+        let count = dry_run.devices.len();
+        let processes = dry_run.processes as usize;
+        let mut in_order: Vec<BlockEvent<'_>> = Vec::new();
+        let mut in_time: Vec<BlockEvent<'_>> = Vec::new();
+        let mut devices: Vec<DeviceMemoryUse> = (0..count)
+            .map(|device| DeviceMemoryUse {
                 device: device as u32,
                 process: dry_run.devices[device],
-                ..DeviceMemory::default()
+                ..DeviceMemoryUse::default()
             })
             .collect();
+
         for block in blocks {
-            in_order.push((2 * block.operation, true, block));
-            in_time.push((2 * block.start + 1, true, block));
+            in_order.push(BlockEvent::allocation(2 * block.operation, block));
+            in_time.push(BlockEvent::allocation(2 * block.start + 1, block));
             if block.arrays > 0 {
                 devices[block.device as usize].left += block.bytes;
                 continue;
             }
+
             let last = block.let_go_after.max(block.read_by);
-            in_order.push((2 * last + 1, false, block));
+            in_order.push(BlockEvent::release(2 * last + 1, block));
             // At equal times, releases come before allocations. A block lives for at least one
             // unit.
             let end = block.read_until.max(block.start + 1);
-            in_time.push((2 * end, false, block));
+            in_time.push(BlockEvent::release(2 * end, block));
         }
-        in_order.sort_by_key(|(at, comes, block)| (*at, *comes, block.operation));
-        in_time.sort_by_key(|(at, comes, block)| (*at, *comes, block.operation));
-        let by_device = |block: &Block| block.device as usize;
-        let by_process = |block: &Block| dry_run.devices[block.device as usize] as usize;
+
+        in_order.sort_by_key(BlockEvent::rank);
+        in_time.sort_by_key(BlockEvent::rank);
+        let by_device = |block: &MemoryBlock| block.device as usize;
+        let by_process = |block: &MemoryBlock| dry_run.devices[block.device as usize] as usize;
+
         for (device, peak) in peaks(&in_order, count, by_device).into_iter().enumerate() {
             devices[device].in_order = peak;
         }
         for (device, peak) in peaks(&in_time, count, by_device).into_iter().enumerate() {
             devices[device].in_time = peak;
         }
+
         DryRunMemory {
             devices,
             processes: peaks(&in_time, processes, by_process),
@@ -346,15 +448,19 @@ impl Blocks<'_> {
 /// Returns the peak of each owner. `events` are (position, true for an allocation, block), in
 /// order. The closure maps a block to its owner, a device or a process.
 fn peaks(
-    events: &[(u64, bool, &Block)],
+    events: &[BlockEvent<'_>],
     count: usize,
-    whose: impl Fn(&Block) -> usize,
+    whose: impl Fn(&MemoryBlock) -> usize,
 ) -> Vec<MemoryPeak> {
     let mut live = vec![0u64; count];
     let mut peaks = vec![MemoryPeak::default(); count];
-    for (_, comes, block) in events {
+
+    for BlockEvent {
+        allocates, block, ..
+    } in events
+    {
         let who = whose(block);
-        if *comes {
+        if *allocates {
             live[who] += block.bytes;
             if live[who] > peaks[who].bytes {
                 peaks[who] = MemoryPeak {
@@ -372,7 +478,7 @@ fn peaks(
 #[cfg(test)]
 mod tests {
     use super::super::tests::small;
-    use super::super::{Dropped, Message};
+    use super::super::{Dropped, OpMessage};
     use super::*;
 
     #[test]
@@ -381,7 +487,7 @@ mod tests {
         let memory = dry_run.memory(&dry_run.flow());
         let one = Pool::rounded(64);
         let of = |device: usize| {
-            let DeviceMemory {
+            let DeviceMemoryUse {
                 in_order,
                 in_time,
                 left,
@@ -407,7 +513,7 @@ mod tests {
             |dry_run: &DryRun| dry_run.memory(&dry_run.flow()).devices[1].in_order.bytes / one;
         assert_eq!(peak(&dry_run), 4);
         // The kernel writes its input in place.
-        dry_run.descriptors[2].results[0][0].memory = Memory::Of(0);
+        dry_run.descriptors[2].results[0][0].memory = ShardMemory::Of(0);
         for call in [2, 4] {
             dry_run.operations[call].takes[0].donated = true;
         }
@@ -431,8 +537,8 @@ mod tests {
     fn memory_shared_by_two_devices_counts_once() {
         let mut dry_run = small();
         dry_run.devices = vec![0, 0];
-        dry_run.descriptors[1].results[0][0].memory = Memory::Of(0);
-        dry_run.descriptors[1].messages = vec![Message {
+        dry_run.descriptors[1].results[0][0].memory = ShardMemory::Of(0);
+        dry_run.descriptors[1].messages = vec![OpMessage {
             from: 0,
             to: 1,
             bytes: 64,

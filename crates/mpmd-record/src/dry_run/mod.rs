@@ -21,10 +21,10 @@ use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 
-pub use descriptor::{Kind, Memory, Message, OpDescriptor, Shard};
-pub use flow::{Computed, DryRunFlow, Sent};
-pub use memory::{DeviceMemory, DryRunMemory, MemoryPeak};
-pub use parting::Parting;
+pub use descriptor::{OpDescriptor, OpKind, OpMessage, ResultShard, ShardMemory};
+pub use flow::{Computed, DryRunFlow, SentMessages};
+pub use memory::{DeviceMemoryUse, DryRunMemory, MemoryPeak};
+pub use parting::RunParting;
 use serde::{Deserialize, Serialize};
 
 #[doc(hidden)]
@@ -54,7 +54,7 @@ pub struct DryRun {
     /// them by index.
     pub descriptors: Vec<OpDescriptor>,
     /// Operations in order; the first is operation 1.
-    pub operations: Vec<Operation>,
+    pub operations: Vec<IssuedOperation>,
     /// The rolling hash of the program at each operation, as the processes of a job compare it. It
     /// covers everything that must be equal on all processes, host values included. For operations
     /// of a replay, it is the hash before the replay's first operation.
@@ -67,14 +67,14 @@ pub struct DryRun {
     /// Ends of the program's steps, in order.
     pub steps: Vec<StepEnd>,
     /// The reason why the dry run ends.
-    pub end: End,
+    pub end: DryRunEnd,
 }
 
 /// The reason why a dry run ends.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
-pub enum End {
+pub enum DryRunEnd {
     /// The program was still running when the dry run was requested.
     #[default]
     Open,
@@ -88,7 +88,7 @@ pub enum End {
 
 /// One operation.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub struct Operation {
+pub struct IssuedOperation {
     /// Index of the operation's description in [`DryRun::descriptors`].
     pub descriptor: u32,
     /// Index of the line that issued the operation in [`DryRun::lines`].
@@ -97,7 +97,7 @@ pub struct Operation {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub label: Option<Label>,
     /// The arrays that the operation takes as inputs.
-    pub takes: Vec<Taken>,
+    pub takes: Vec<TakenArray>,
 }
 
 /// An array, by the operation that made it.
@@ -109,9 +109,25 @@ pub struct Array {
     pub result: u32,
 }
 
+/// An array's shard on a device.
+#[derive(Clone, Copy, Eq, Hash, PartialEq)]
+struct ShardKey {
+    array: Array,
+    device: u32,
+}
+
+impl Array {
+    fn on(self, device: u32) -> ShardKey {
+        ShardKey {
+            array: self,
+            device,
+        }
+    }
+}
+
 /// An input of an operation.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub struct Taken {
+pub struct TakenArray {
     /// The array; `None` for host values, which every process has.
     pub array: Option<Array>,
     /// True if the operation donates the array: every clone of it becomes unusable.
@@ -154,7 +170,7 @@ pub struct StepEnd {
 
 /// The traffic from one process to another.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub struct Link {
+pub struct MessageTotals {
     /// The number of messages with payload.
     pub messages: u64,
     /// Payload bytes of the messages. For collectives, the maximum that their declarations allow.
@@ -221,6 +237,7 @@ impl DryRun {
             path: path.display().to_string(),
             why,
         };
+
         let bytes = serde_json::to_vec(self).map_err(|error| wrong(error.into()))?;
         let mut beside = path.as_os_str().to_owned();
         beside.push(format!(".{}.part", std::process::id()));
@@ -248,6 +265,7 @@ impl DryRun {
                 "it has version {version}, and this is for {VERSION}"
             ));
         }
+
         let device = |device: u32| match self.devices.get(device as usize) {
             Some(_) => Ok(()),
             None => Err(format!(
@@ -265,9 +283,10 @@ impl DryRun {
                 self.processes
             ));
         }
+
         for descriptor in &self.descriptors {
             descriptor.devices().try_for_each(device)?;
-            if let Kind::BroadcastValue { from, .. } = descriptor.kind
+            if let OpKind::BroadcastValue { from, .. } = descriptor.kind
                 && from >= self.processes
             {
                 return Err(format!(
@@ -276,6 +295,7 @@ impl DryRun {
                 ));
             }
         }
+
         let made = |array: Array, before: u64| {
             let descriptor = (array.operation >= 1 && array.operation <= before)
                 .then(|| self.descriptor_of(array.operation))
@@ -285,6 +305,7 @@ impl DryRun {
                 _ => Err(format!("{array} is not made before it is used")),
             }
         };
+
         for (index, operation) in self.operations.iter().enumerate() {
             let descriptor = self.descriptors.get(operation.descriptor as usize);
             let descriptor =
@@ -292,6 +313,7 @@ impl DryRun {
             for taken in operation.takes.iter().filter_map(|taken| taken.array) {
                 made(taken, index as u64)?;
             }
+
             if descriptor
                 .inputs()
                 .any(|input| input as usize >= operation.takes.len())
@@ -303,6 +325,7 @@ impl DryRun {
             }
             self.line(operation.line)?;
         }
+
         let count = self.operations.len() as u64;
         self.drops
             .iter()
@@ -311,12 +334,14 @@ impl DryRun {
             made(read.array, read.after.min(count))?;
             self.line(read.line)?;
         }
+
         if !self.hashes.is_empty() && self.hashes.len() as u64 != count {
             return Err(format!(
                 "it has {} hashes for {count} operations",
                 self.hashes.len()
             ));
         }
+
         let most = StepEnd {
             operation: count,
             drops: self.drops.len() as u64,
@@ -352,6 +377,7 @@ impl DryRun {
         let Some(issued) = self.operations.get(index) else {
             return format!("operation {operation}");
         };
+
         let label = issued
             .label
             .map(|label| format!("{label}: "))
@@ -375,36 +401,47 @@ impl DryRun {
 
     /// Returns the traffic between processes in these operations, by (sending process, receiving
     /// process).
-    pub fn links(&self, operations: Range<u64>) -> BTreeMap<(u32, u32), Link> {
-        let mut links: BTreeMap<(u32, u32), Link> = BTreeMap::new();
+    pub fn links(&self, operations: Range<u64>) -> BTreeMap<(u32, u32), MessageTotals> {
+        let mut links: BTreeMap<(u32, u32), MessageTotals> = BTreeMap::new();
         for descriptor in operations.filter_map(|operation| self.descriptor_of(operation)) {
-            for (between, bytes) in self.crossings(descriptor) {
-                let link = links.entry(between).or_default();
+            for crossing in self.crossings(descriptor) {
+                let link = links.entry((crossing.from, crossing.to)).or_default();
                 link.messages += 1;
-                link.bytes += bytes;
+                link.bytes += crossing.bytes;
             }
         }
         links
     }
 
-    /// Returns the messages of a descriptor that cross between processes: ((sending process,
-    /// receiving process), bytes).
+    /// Returns the messages of a descriptor that cross between processes.
     fn crossings<'a>(
         &'a self,
         descriptor: &'a OpDescriptor,
-    ) -> Box<dyn Iterator<Item = ((u32, u32), u64)> + 'a> {
-        if let Kind::BroadcastValue { from, bytes } = descriptor.kind {
+    ) -> Box<dyn Iterator<Item = Crossing> + 'a> {
+        if let OpKind::BroadcastValue { from, bytes } = descriptor.kind {
             let others = (0..self.processes).filter(move |to| *to != from);
-            return Box::new(others.map(move |to| ((from, to), bytes)));
+            return Box::new(others.map(move |to| Crossing { from, to, bytes }));
         }
+
         let process = |device: u32| self.devices[device as usize];
         let messages = descriptor.messages.iter();
         Box::new(
             messages
-                .map(move |message| ((process(message.from), process(message.to)), message.bytes))
-                .filter(|((from, to), _)| from != to),
+                .map(move |message| Crossing {
+                    from: process(message.from),
+                    to: process(message.to),
+                    bytes: message.bytes,
+                })
+                .filter(|crossing| crossing.from != crossing.to),
         )
     }
+}
+
+/// A message between two processes.
+struct Crossing {
+    from: u32,
+    to: u32,
+    bytes: u64,
 }
 
 impl fmt::Display for Array {

@@ -2,12 +2,12 @@
 
 use std::collections::HashMap;
 
-use super::{Array, DryRun, End, Kind, OpDescriptor, Taken};
+use super::{Array, DryRun, DryRunEnd, OpDescriptor, OpKind, TakenArray};
 
 /// The first operation at which two dry runs of one job diverge.
 #[derive(Clone, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
-pub struct Parting {
+pub struct RunParting {
     /// The number of the operation.
     pub operation: u64,
     /// Descriptions of the operation, with its line, in the first and in the second dry run. For a
@@ -23,13 +23,15 @@ impl DryRun {
     ///
     /// Compares the same properties as the processes of a job. These are the operation's effect,
     /// its input arrays, its host values, and the number of steps that ended before it. Lines and
-    /// labels may differ. A dry run that ends [steady](End::Steady) repeats its last step forever,
-    /// so it also matches a longer dry run.
-    pub fn parting(&self, other: &Self) -> Option<Parting> {
+    /// labels may differ. A dry run that ends [steady](DryRunEnd::Steady) repeats its last step
+    /// forever, so it also matches a longer dry run.
+    pub fn parting(&self, other: &Self) -> Option<RunParting> {
         let mut descriptors: HashMap<(u32, u32), bool> = HashMap::new();
         let both = self.operations.len().min(other.operations.len());
+
         for index in 0..both {
-            let (one, two) = (&self.operations[index], &other.operations[index]);
+            let one = &self.operations[index];
+            let two = &other.operations[index];
             let same_form = *descriptors
                 .entry((one.descriptor, two.descriptor))
                 .or_insert_with(|| {
@@ -41,36 +43,45 @@ impl DryRun {
                         _ => false,
                     }
                 });
+
             let same_hash = match (self.hashes.get(index), other.hashes.get(index)) {
                 (Some(one), Some(two)) => one == two,
                 // A dry run of an earlier version has no hashes.
                 _ => true,
             };
+
             if !same_form || one.takes != two.takes || !same_hash {
                 let operation = index as u64 + 1;
                 let issued = [self.describe(operation), other.describe(operation)];
                 // The two descriptions would differ only in their lines, so the difference is given
                 // too.
                 let why = same_form.then(|| self.difference(other, operation));
-                return Some(Parting {
+                return Some(RunParting {
                     operation,
                     issued,
                     why,
                 });
             }
         }
+
         let (operation, longer) = match self.operations.len() > both {
             true => (self.departs_after(other)?, 0),
             false => (other.departs_after(self)?, 1),
         };
+
         let ended = |dry_run: &Self| match dry_run.end {
-            End::Finished => format!("nothing: it finishes after operation {both}"),
-            End::Steady => "the next operation of a step that is like the one before it".to_owned(),
-            End::Steps | End::Open => format!("the end of step {}", dry_run.steps.len()),
+            DryRunEnd::Finished => format!("nothing: it finishes after operation {both}"),
+            DryRunEnd::Steady => {
+                "the next operation of a step that is like the one before it".to_owned()
+            }
+            DryRunEnd::Steps | DryRunEnd::Open => {
+                format!("the end of step {}", dry_run.steps.len())
+            }
         };
+
         let mut issued = [ended(self), ended(other)];
         issued[longer] = [self, other][longer].describe(operation);
-        Some(Parting {
+        Some(RunParting {
             operation,
             issued,
             why: None,
@@ -82,15 +93,17 @@ impl DryRun {
     /// repetitions of its last step count as part of it.
     fn departs_after(&self, shorter: &Self) -> Option<u64> {
         let end = shorter.operations.len();
+
         let length = match shorter
             .steps
             .len()
             .checked_sub(1)
             .and_then(|last| shorter.step(last))
         {
-            Some(step) if shorter.end == End::Steady => (step.end - step.start) as usize,
+            Some(step) if shorter.end == DryRunEnd::Steady => (step.end - step.start) as usize,
             _ => 0,
         };
+
         let differs = |index: &usize| {
             let Some(before) = (*index - end).checked_rem(length) else {
                 return true;
@@ -107,11 +120,10 @@ impl DryRun {
     /// steps, host values or settings.
     fn difference(&self, other: &Self, operation: u64) -> String {
         let index = operation as usize - 1;
-        let (one, two) = (
-            &self.operations[index].takes,
-            &other.operations[index].takes,
-        );
-        let names = |taken: &Taken| {
+        let one = &self.operations[index].takes;
+        let two = &other.operations[index].takes;
+
+        let names = |taken: &TakenArray| {
             let array = taken
                 .array
                 .map_or("host values".to_owned(), |array: Array| array.to_string());
@@ -121,6 +133,7 @@ impl DryRun {
                 array
             }
         };
+
         if let Some(place) = one.iter().zip(two).position(|(one, two)| one != two) {
             return format!(
                 "input {place} is {}, and {}",
@@ -128,6 +141,7 @@ impl DryRun {
                 names(&two[place])
             );
         }
+
         let ended = |dry_run: &Self| {
             dry_run
                 .steps
@@ -148,8 +162,8 @@ impl OpDescriptor {
         match (&self.kind, &other.kind) {
             // Each process may use its own value for the dry run.
             (
-                Kind::BroadcastValue { from, .. },
-                Kind::BroadcastValue {
+                OpKind::BroadcastValue { from, .. },
+                OpKind::BroadcastValue {
                     from: other_from, ..
                 },
             ) => from == other_from && self.what == other.what,
@@ -161,12 +175,12 @@ impl OpDescriptor {
 #[cfg(test)]
 mod tests {
     use super::super::tests::small;
-    use super::super::{DryRun, End};
+    use super::super::{DryRun, DryRunEnd};
 
     fn hashed() -> DryRun {
         DryRun {
             hashes: vec![1, 2, 3, 4, 5],
-            end: End::Finished,
+            end: DryRunEnd::Finished,
             ..small()
         }
     }
@@ -234,7 +248,7 @@ mod tests {
 
     #[test]
     fn shorter_dry_run_differs_unless_steady() {
-        let shorter = |end: End| {
+        let shorter = |end: DryRunEnd| {
             let mut dry_run = hashed();
             (dry_run.end, dry_run.operations, dry_run.hashes) = (
                 end,
@@ -245,15 +259,15 @@ mod tests {
             dry_run
         };
         assert_eq!(
-            hashed().parting(&shorter(End::Steady)),
+            hashed().parting(&shorter(DryRunEnd::Steady)),
             None,
             "the third step is the second again"
         );
-        let found = hashed().parting(&shorter(End::Finished)).unwrap();
+        let found = hashed().parting(&shorter(DryRunEnd::Finished)).unwrap();
         assert_eq!(found.issued[1], "nothing: it finishes after operation 3");
         let mut other = hashed();
         other.operations[4].takes[0].donated = true;
-        let found = shorter(End::Steady).parting(&other).unwrap();
+        let found = shorter(DryRunEnd::Steady).parting(&other).unwrap();
         assert_eq!(found.operation, 5);
         assert!(
             found.issued[1].starts_with("operation 5 (jit k)"),

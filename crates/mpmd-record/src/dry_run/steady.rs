@@ -1,11 +1,11 @@
 //! Detection of a steady dry run: the last two steps are equal.
 
-use super::{Array, Dropped, DryRun, Operation, Read, StepEnd};
+use super::{Array, Dropped, DryRun, IssuedOperation, Read, StepEnd};
 
 /// The part of a dry run between two ends of steps.
 struct IssuedStep<'a> {
     before: u64,
-    operations: &'a [Operation],
+    operations: &'a [IssuedOperation],
     drops: &'a [Dropped],
     reads: &'a [Read],
 }
@@ -58,7 +58,7 @@ impl IssuedStep<'_> {
     }
 }
 
-impl Operation {
+impl IssuedOperation {
     /// True if `later`, which comes `shift` operations later in the same dry run, repeats this
     /// operation.
     pub(super) fn is_again(&self, later: &Self, shift: u64) -> bool {

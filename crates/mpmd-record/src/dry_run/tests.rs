@@ -5,22 +5,22 @@ use super::*;
 /// A dry run that makes one array of 64 bytes on device 0. Then twice: it puts the array to
 /// device 1 of another process, runs a kernel there, and drops both results.
 pub(crate) fn small() -> DryRun {
-    let own = |device| Shard {
+    let own = |device| ResultShard {
         device,
         bytes: 64,
-        memory: Memory::Own,
+        memory: ShardMemory::Own,
     };
     let make = OpDescriptor {
         what: "array_from_fn".into(),
-        kind: Kind::ArrayFromFn,
+        kind: OpKind::ArrayFromFn,
         results: vec![vec![own(0)]],
         messages: Vec::new(),
     };
     let put = OpDescriptor {
         what: "put".into(),
-        kind: Kind::Put,
+        kind: OpKind::Put,
         results: vec![vec![own(1)]],
-        messages: vec![Message {
+        messages: vec![OpMessage {
             from: 0,
             to: 1,
             bytes: 64,
@@ -30,7 +30,7 @@ pub(crate) fn small() -> DryRun {
     };
     let call = OpDescriptor {
         what: "jit k".into(),
-        kind: Kind::Call {
+        kind: OpKind::Call {
             kernel: "k".into(),
             devices: vec![1],
         },
@@ -42,7 +42,7 @@ pub(crate) fn small() -> DryRun {
         result: 0,
     };
     let take = |operation| {
-        vec![Taken {
+        vec![TakenArray {
             array: Some(Array {
                 operation,
                 result: 0,
@@ -50,7 +50,7 @@ pub(crate) fn small() -> DryRun {
             donated: false,
         }]
     };
-    let operation = |descriptor, takes| Operation {
+    let operation = |descriptor, takes| IssuedOperation {
         descriptor,
         line: 0,
         label: None,
@@ -149,7 +149,7 @@ fn links_count_messages_between_processes() {
     let dry_run = small();
     let twice = BTreeMap::from([(
         (0, 1),
-        Link {
+        MessageTotals {
             messages: 2,
             bytes: 128,
         },

@@ -7,7 +7,7 @@ use super::file::ProcessTrace;
 /// Conversion of each process's times to the common clock.
 pub(super) struct Aligned {
     /// The conversion for each trace, by the index of the trace.
-    lines: Vec<Line>,
+    lines: Vec<ClockLine>,
     /// Error bound between times of different processes, in nanoseconds.
     pub(super) bound: u64,
     /// Messages about clocks that could not be compared.
@@ -16,13 +16,19 @@ pub(super) struct Aligned {
 
 /// A linear map from a process's trace time to the common clock, both in nanoseconds.
 #[derive(Clone, Copy)]
-struct Line {
+struct ClockLine {
     at: i128,
     common: i128,
     /// The slope is `rise / run`: the common clock advances by `rise` while the process's advances
     /// by `run`.
     rise: i128,
     run: i128,
+}
+
+/// A line, and the error bound of its times in nanoseconds.
+struct BoundedLine {
+    line: ClockLine,
+    bound: u64,
 }
 
 /// One comparison of a clock with the common clock, both in nanoseconds. Processes that share a
@@ -47,6 +53,7 @@ impl Aligned {
             };
             groups.entry(clock).or_default().push(place);
         }
+
         let own = traces
             .iter()
             .map(|trace| trace.about.monotonic_bound)
@@ -54,12 +61,13 @@ impl Aligned {
             .unwrap_or(0);
         let own = own.saturating_mul(2);
         let of_start = |trace: &ProcessTrace| i128::from(trace.about.monotonic);
-        let unchanged = |trace| Line {
+        let unchanged = |trace| ClockLine {
             at: 0,
             common: of_start(trace),
             rise: 1,
             run: 1,
         };
+
         if groups.len() == 1 {
             return Self {
                 lines: traces.iter().map(unchanged).collect(),
@@ -67,8 +75,10 @@ impl Aligned {
                 problems: Vec::new(),
             };
         }
-        let mut lines: Vec<Line> = traces.iter().map(unchanged).collect();
-        let (mut bounds, mut problems) = (Vec::new(), Vec::new());
+
+        let mut lines: Vec<ClockLine> = traces.iter().map(unchanged).collect();
+        let mut bounds = Vec::new();
+        let mut problems = Vec::new();
         for places in groups.values() {
             let samples = places.iter().flat_map(|place| {
                 let trace = &traces[*place];
@@ -78,8 +88,9 @@ impl Aligned {
                     bound: clock.bound,
                 })
             });
+
             let line = match line(samples.collect()) {
-                Some((line, bound)) => {
+                Some(BoundedLine { line, bound }) => {
                     bounds.push(bound);
                     line
                 }
@@ -90,7 +101,7 @@ impl Aligned {
                          as it says",
                         trace.about.process
                     ));
-                    Line {
+                    ClockLine {
                         at: of_start(trace),
                         common: i128::from(trace.about.unix),
                         rise: 1,
@@ -98,13 +109,15 @@ impl Aligned {
                     }
                 }
             };
+
             for place in places {
-                lines[*place] = Line {
+                lines[*place] = ClockLine {
                     at: line.at - of_start(&traces[*place]),
                     ..line
                 };
             }
         }
+
         bounds.sort_unstable();
         let bound = bounds
             .iter()
@@ -121,7 +134,7 @@ impl Aligned {
     /// Converts a time of the trace with index `place`, in nanoseconds since the trace began, to
     /// nanoseconds of the common clock.
     pub(super) fn time(&self, place: usize, at: u64) -> i128 {
-        let Line {
+        let ClockLine {
             at: from,
             common,
             rise,
@@ -136,40 +149,49 @@ impl Aligned {
 /// drift by at most some 100 parts per million.
 const FAR: i128 = 10_000;
 
-/// Returns (line, error bound in nanoseconds). The line goes through the best sample of the first
-/// half of the time and the best of the second. `None` without samples.
-fn line(mut samples: Vec<Sample>) -> Option<(Line, u64)> {
+/// Returns the line through the best sample of the first half of the time and the best of the
+/// second. `None` without samples.
+fn line(mut samples: Vec<Sample>) -> Option<BoundedLine> {
     samples.sort_unstable();
     let middle = (samples.first()?.here + samples.last()?.here) / 2;
     let (early, late): (Vec<Sample>, Vec<Sample>) = samples
         .into_iter()
         .partition(|sample| sample.here <= middle);
+
     let best = |samples: Vec<Sample>| samples.into_iter().min_by_key(|sample| sample.bound);
     let first = best(early)?;
-    let constant = Line {
+    let constant = ClockLine {
         at: first.here,
         common: first.common,
         rise: 1,
         run: 1,
     };
+
     // Between close samples, the error bounds allow any slope.
     let far = |last: &Sample| {
         last.here - first.here >= FAR * (i128::from(first.bound) + i128::from(last.bound))
     };
     let Some(last) = best(late).filter(far) else {
-        return Some((constant, first.bound));
+        return Some(BoundedLine {
+            line: constant,
+            bound: first.bound,
+        });
     };
-    let line = Line {
+
+    let line = ClockLine {
         rise: last.common - first.common,
         run: last.here - first.here,
         ..constant
     };
-    Some((line, first.bound.max(last.bound)))
+    Some(BoundedLine {
+        line,
+        bound: first.bound.max(last.bound),
+    })
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::file::{About, Clock};
+    use super::super::file::{ClockSample, TraceHeader};
     use super::*;
 
     const SECOND: u64 = 1_000_000_000;
@@ -178,16 +200,16 @@ mod tests {
     /// the clock gains `drift` nanoseconds per second. The samples are wrong by `skew`, within
     /// `bound`.
     fn process(process: u32, begin: i64, drift: i64, bound: u64, skew: i64) -> ProcessTrace {
-        let clock = |seconds: i64| Clock {
+        let clock = |seconds: i64| ClockSample {
             at: (seconds * (SECOND as i64 + drift)) as u64,
             server: begin + seconds * SECOND as i64 + skew,
             bound,
         };
-        let about = About {
+        let about = TraceHeader {
             process,
             clock: format!("host {process}"),
             monotonic: 77,
-            ..About::default()
+            ..TraceHeader::default()
         };
         ProcessTrace {
             about,
@@ -231,7 +253,7 @@ mod tests {
         assert_eq!(aligned.time(0, 3_500), aligned.time(1, 500));
         // With another host in the run, both use the best sample of either.
         let mut three = [on(0, 1_000), on(1, 4_000), process(2, 9, 0, 20, 0)];
-        three[1].clocks = vec![Clock {
+        three[1].clocks = vec![ClockSample {
             at: 0,
             server: 3_000,
             bound: 5,

@@ -2,35 +2,41 @@
 
 use std::collections::BTreeMap;
 
-use super::merge::{Kernel, Operation, Piece, Run};
+use super::merge::{KernelRun, TracedOperation, TracedPiece, TracedRun};
 use super::reasons::short;
 use crate::trace::{Label, Role};
-use mpmd_schedule::timeline::{Bar, Gap, Kind, Mark, MemoryPoint, Row, Timeline};
+use mpmd_schedule::timeline::{
+    Bar, BarKind, MemoryPoint, Timeline, TimelineGap, TimelineMark, TimelineRow,
+};
 
 /// The shortest idle time, in seconds, that becomes a gap with a reason.
 const SHORT: f64 = 1e-6;
 
-impl Run {
+impl TracedRun {
     /// Returns the run's timeline, with a row for each device.
     pub fn timeline(&self) -> Timeline {
-        let step = |step: &super::RunStep| Mark {
+        let step = |step: &super::RunStep| TimelineMark {
             at: step.start,
             end: Some(step.end),
             name: format!("step {}", step.number),
         };
-        let devices = |process: &super::Process| 0..process.devices.len().max(1) as u32;
+        let devices = |process: &super::TracedProcess| 0..process.devices.len().max(1) as u32;
+
         // Index of each process's first row.
-        let (mut first, mut next) = (BTreeMap::new(), 0);
+        let mut first = BTreeMap::new();
+        let mut next = 0;
         for process in &self.processes {
             first.insert(process.process, next);
             next += devices(process).end;
         }
+
         let processes = self.processes.iter();
         let rows = processes
             .flat_map(|process| {
                 devices(process).map(|device| self.row(process.process, device, &first))
             })
             .collect();
+
         Timeline {
             title: self.title.clone(),
             unit: "s".to_owned(),
@@ -48,6 +54,7 @@ impl Run {
         let bars = plan.rows.iter().flat_map(|row| &row.bars);
         let span = |bar: &Bar| ((bar.kind, bar.stage, bar.microbatch), (bar.start, bar.end));
         let planned: BTreeMap<_, _> = bars.map(span).collect();
+
         // If both gradients are one bar in the plan, the share of the input gradient in it.
         let costs = self.costs().ok();
         let share = |stage: Option<u32>| {
@@ -64,36 +71,44 @@ impl Run {
             both.filter(|(_, both)| *both > 0.0)
                 .map_or(0.5, |(input, both)| input / both)
         };
+
         let find = |bar: &Bar| {
             let of = |kind| planned.get(&(kind, bar.stage, bar.microbatch)).copied();
             let whole = || {
-                of(Kind::Backward)
+                of(BarKind::Backward)
                     .map(|(start, end)| (start, start + share(bar.stage) * (end - start), end))
             };
+
             match bar.kind {
-                Kind::Forward => of(Kind::Forward),
-                Kind::BackwardInput => of(Kind::BackwardInput)
+                BarKind::Forward => of(BarKind::Forward),
+                BarKind::BackwardInput => of(BarKind::BackwardInput)
                     .or_else(|| whole().map(|(start, middle, _)| (start, middle))),
-                Kind::BackwardWeight => of(Kind::BackwardWeight)
+                BarKind::BackwardWeight => of(BarKind::BackwardWeight)
                     .or_else(|| whole().map(|(_, middle, end)| (middle, end))),
-                Kind::Backward => of(Kind::Backward).or_else(|| {
-                    let (start, _) = of(Kind::BackwardInput)?;
-                    Some((start, of(Kind::BackwardWeight)?.1))
+                BarKind::Backward => of(BarKind::Backward).or_else(|| {
+                    let (start, _) = of(BarKind::BackwardInput)?;
+                    Some((start, of(BarKind::BackwardWeight)?.1))
                 }),
                 _ => None,
             }
         };
+
         let mut timeline = self.timeline();
-        let step_of = |op: u64| self.steps.partition_point(|step| step.ops.1 < op);
+        let step_of = |op: u64| self.steps.partition_point(|step| step.last_op < op);
+
         let mut begins: BTreeMap<usize, f64> = BTreeMap::new();
         let bars = timeline.rows.iter().flat_map(|row| &row.bars);
         let counts = |bar: &&Bar| self.is_of_a_step(bar.op.unwrap_or(0));
-        for bar in bars.filter(|bar| bar.kind == Kind::Forward).filter(counts) {
+        for bar in bars
+            .filter(|bar| bar.kind == BarKind::Forward)
+            .filter(counts)
+        {
             let begin = begins
                 .entry(step_of(bar.op.unwrap_or(0)))
                 .or_insert(bar.start);
             *begin = begin.min(bar.start);
         }
+
         let bars = timeline.rows.iter_mut().flat_map(|row| &mut row.bars);
         for bar in bars.filter(|bar| self.is_of_a_step(bar.op.unwrap_or(0))) {
             let begin = begins.get(&step_of(bar.op.unwrap_or(0)));
@@ -105,20 +120,21 @@ impl Run {
 
     /// Returns the row of one device. The row of device 0 also shows the process's outgoing pieces.
     /// `first` has the index of each process's first row.
-    fn row(&self, process: u32, device: u32, first: &BTreeMap<u32, u32>) -> Row {
-        let of_row = |kernel: &&Kernel| (kernel.process, kernel.device) == (process, device);
-        let kernels: Vec<&Kernel> = self.kernels.iter().filter(of_row).collect();
-        let mut row = Row {
+    fn row(&self, process: u32, device: u32, first: &BTreeMap<u32, u32>) -> TimelineRow {
+        let of_row = |kernel: &&KernelRun| (kernel.process, kernel.device) == (process, device);
+        let kernels: Vec<&KernelRun> = self.kernels.iter().filter(of_row).collect();
+        let mut row = TimelineRow {
             name: format!("process {process}, {}", self.device_name(process, device)),
             process: Some(process),
             bars: kernels.iter().map(|kernel| self.bar(kernel)).collect(),
-            ..Row::default()
+            ..TimelineRow::default()
         };
+
         let mut idle: f64 = 0.0;
         for kernel in &kernels {
             if kernel.start - idle >= SHORT {
                 let waits_for = self.why_idle(kernel, idle);
-                row.gaps.push(Gap {
+                row.gaps.push(TimelineGap {
                     start: idle,
                     end: kernel.start,
                     waits_for,
@@ -127,20 +143,22 @@ impl Run {
             idle = idle.max(kernel.end);
             row.memory.push(MemoryPoint {
                 at: kernel.start,
-                used: kernel.memory.0 as f64,
+                used: kernel.memory_at_start as f64,
             });
             row.memory.push(MemoryPoint {
                 at: kernel.end,
-                used: kernel.memory.1 as f64,
+                used: kernel.memory_at_end as f64,
             });
         }
+
         if self.end - idle >= SHORT {
-            row.gaps.push(Gap {
+            row.gaps.push(TimelineGap {
                 start: idle,
                 end: self.end,
                 waits_for: "nothing more to do".to_owned(),
             });
         }
+
         if device == 0 {
             let given = self.pieces.iter().filter(|piece| piece.from == process);
             row.moves = given
@@ -148,13 +166,15 @@ impl Run {
                 .collect();
             row.moves.sort_by(|a, b| a.start.total_cmp(&b.start));
         }
+
         row
     }
 
-    fn bar(&self, kernel: &Kernel) -> Bar {
+    fn bar(&self, kernel: &KernelRun) -> Bar {
         let operation = self.operation(kernel.process, kernel.op);
         let label = operation.and_then(|operation| operation.label);
         let unfinished = if kernel.ended { "" } else { " (did not end)" };
+
         Bar {
             kind: kind(label),
             name: format!("{}{unfinished}", name(operation, kernel.op)),
@@ -172,14 +192,15 @@ impl Run {
         }
     }
 
-    fn move_of(&self, piece: &Piece, first: &BTreeMap<u32, u32>) -> Option<Bar> {
+    fn move_of(&self, piece: &TracedPiece, first: &BTreeMap<u32, u32>) -> Option<Bar> {
         let (start, end) = piece.on_its_way()?;
         let known = |process| self.operation(process, piece.op);
         let operation = known(piece.from).or(known(piece.to));
         let label = operation.and_then(|operation| operation.label);
+
         let name = name(operation, piece.op);
         Some(Bar {
-            kind: Kind::Move,
+            kind: BarKind::Move,
             name: format!("{name} to process {}", piece.to),
             stage: label.map(|label| label.stage),
             microbatch: label.and_then(|label| label.microbatch),
@@ -206,6 +227,7 @@ impl Run {
             let within = (kernel.end.min(until) - kernel.start.max(from)).max(0.0);
             *devices.entry(kernel.device).or_default() += within;
         }
+
         let owned = self.processes.iter().find(|known| known.process == process);
         let count = owned.map_or(1, |process| process.devices.len().max(1));
         if until > from {
@@ -216,22 +238,23 @@ impl Run {
     }
 }
 
-fn kind(label: Option<Label>) -> Kind {
+fn kind(label: Option<Label>) -> BarKind {
     match label.map(|label| label.role) {
-        Some(Role::Forward) => Kind::Forward,
-        Some(Role::BackwardInput) => Kind::BackwardInput,
-        Some(Role::BackwardWeight) => Kind::BackwardWeight,
-        Some(Role::Backward) => Kind::Backward,
-        _ => Kind::Other,
+        Some(Role::Forward) => BarKind::Forward,
+        Some(Role::BackwardInput) => BarKind::BackwardInput,
+        Some(Role::BackwardWeight) => BarKind::BackwardWeight,
+        Some(Role::Backward) => BarKind::Backward,
+        _ => BarKind::Other,
     }
 }
 
 /// Returns the name of a pass or move as in a schedule's text, such as `2F7`. Other operations keep
 /// their description. Of one that was issued before the trace began, only the number `op` is known.
-fn name(operation: Option<&Operation>, op: u64) -> String {
+fn name(operation: Option<&TracedOperation>, op: u64) -> String {
     let Some(operation) = operation else {
         return format!("operation {op}");
     };
+
     let description = short(&operation.description);
     let Some(Label {
         stage,
@@ -241,6 +264,7 @@ fn name(operation: Option<&Operation>, op: u64) -> String {
     else {
         return description.to_owned();
     };
+
     match role {
         Role::Forward | Role::SendForward => format!("{stage}F{microbatch}"),
         Role::BackwardInput | Role::SendBackward => format!("{stage}I{microbatch}"),

@@ -6,11 +6,11 @@ use crate::trace::Label;
 
 /// An event of a traced process.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
-pub struct Event {
+pub struct TraceEvent {
     /// Time in nanoseconds since the process's trace began.
     pub at: u64,
     /// The kind of the event, with its data.
-    pub what: What,
+    pub what: TraceEventKind,
 }
 
 /// The kinds of events. Texts are numbers: indices into
@@ -18,7 +18,7 @@ pub struct Event {
 /// process's trace began.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 #[non_exhaustive]
-pub enum What {
+pub enum TraceEventKind {
     /// The program issued an operation in which this process takes part.
     Issued {
         /// The number of the operation.
@@ -73,8 +73,8 @@ pub enum What {
         peer: u32,
         /// Size of the piece in bytes.
         bytes: u64,
-        /// For [`PieceStep::Posted`], the ticket by which [`What::Left`] reports completion. For
-        /// other progress it is 0.
+        /// For [`PieceStep::Posted`], the ticket by which [`TraceEventKind::Left`] reports
+        /// completion. For other progress it is 0.
         ticket: u64,
     },
     /// The transport of the sender has completed a send.

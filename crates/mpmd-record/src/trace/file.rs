@@ -1,9 +1,9 @@
 //! Trace files: one for each process. If a process dies, its file is readable up to the last
 //! complete write.
 //!
-//! A file begins with eight magic bytes, the version, the length of the process's [`About`], and
-//! the `About` as JSON. Then come *chunks*: the length in four bytes, and the content as in
-//! control messages. Numbers are little-endian.
+//! A file begins with eight magic bytes, the version, the length of the process's [`TraceHeader`],
+//! and the `TraceHeader` as JSON. Then come *chunks*: the length in four bytes, and the content as
+//! in control messages. Numbers are little-endian.
 
 use std::borrow::Cow;
 use std::io::Write;
@@ -14,7 +14,7 @@ use mpmd_base::block::{Instant, SystemTime, UNIX_EPOCH};
 use mpmd_proto::control;
 use serde::{Deserialize, Serialize};
 
-use super::event::Event;
+use super::event::TraceEvent;
 
 const MAGIC: &[u8; 8] = b"mpmdtrc\n";
 
@@ -26,7 +26,7 @@ const EVENTS_TOGETHER: usize = 1024;
 
 /// The description of a process at the beginning of its file.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
-pub struct About {
+pub struct TraceHeader {
     /// The number of the process in the job.
     pub process: u32,
     /// Number of processes in the job.
@@ -58,13 +58,13 @@ pub struct About {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ProcessTrace {
     /// The description of the process.
-    pub about: About,
+    pub about: TraceHeader,
     /// Events, sorted by time.
-    pub events: Vec<Event>,
+    pub events: Vec<TraceEvent>,
     /// Texts, indexed by the numbers that events contain.
     pub texts: Vec<String>,
     /// Comparisons of the process's clock with the common clock of the job.
-    pub clocks: Vec<Clock>,
+    pub clocks: Vec<ClockSample>,
     /// (name of a schedule, its rows in torch's text format)
     pub schedules: Vec<(String, String)>,
     /// The number of events that were dropped because they came faster than they could be written.
@@ -78,7 +78,7 @@ pub struct ProcessTrace {
 /// One comparison of a process's time with the clock of the rendezvous service, which is common to
 /// the job.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub struct Clock {
+pub struct ClockSample {
     /// Time in nanoseconds since the process's trace began.
     pub at: u64,
     /// Time of the common clock at the moment `at`, in nanoseconds since 1970.
@@ -121,7 +121,7 @@ pub fn name(process: u32) -> String {
     format!("process-{process}.trace")
 }
 
-impl About {
+impl TraceHeader {
     /// Sets the clocks' times to those of now, when the trace begins. Returns (this moment, the
     /// description).
     pub fn begin(self) -> (Instant, Self) {
@@ -129,6 +129,7 @@ impl About {
             let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
             now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
         };
+
         // Uses the quickest of 8 reads: the thread may have slept in a slower one.
         let look = |_| {
             let before = monotonic();
@@ -136,6 +137,7 @@ impl About {
             let trip = monotonic() - before;
             (trip, before + trip / 2, now)
         };
+
         let best = (0..8).map(look).min_by_key(|(trip, ..)| *trip);
         let (trip, monotonic, (start, unix)) = best.unwrap_or_else(|| look(0));
         (
@@ -173,16 +175,16 @@ fn own_clock() -> String {
 
 /// The parts of a file.
 #[derive(Deserialize, Serialize)]
-pub enum Chunk<'a> {
-    Events(Cow<'a, [Event]>),
+pub enum TraceChunk<'a> {
+    Events(Cow<'a, [TraceEvent]>),
     Text { number: u32, text: String },
-    Clock(Clock),
+    Clock(ClockSample),
     Schedule { name: String, rows: String },
     Dropped { events: u64 },
     End,
 }
 
-impl Chunk<'_> {
+impl TraceChunk<'_> {
     /// Appends the chunk to the bytes of a file. Leaves out one that is too long for a control
     /// message.
     pub fn write(&self, out: &mut Vec<u8>) {
@@ -193,13 +195,13 @@ impl Chunk<'_> {
     }
 }
 
-pub fn write_events(events: &[Event], out: &mut Vec<u8>) {
+pub fn write_events(events: &[TraceEvent], out: &mut Vec<u8>) {
     let chunks = events.chunks(EVENTS_TOGETHER);
-    chunks.for_each(|events| Chunk::Events(events.into()).write(out));
+    chunks.for_each(|events| TraceChunk::Events(events.into()).write(out));
 }
 
 /// Returns the first bytes of a file: magic bytes, version and description.
-pub fn beginning(about: &About) -> std::io::Result<Vec<u8>> {
+pub fn beginning(about: &TraceHeader) -> std::io::Result<Vec<u8>> {
     let about = serde_json::to_vec(about)?;
     let mut bytes = Vec::new();
     bytes.write_all(MAGIC)?;
@@ -230,8 +232,10 @@ impl ProcessTrace {
     ///
     /// If the folder cannot be read, or has no trace.
     pub fn read_all(folder: &Path) -> Result<(Vec<Self>, Vec<String>), TraceError> {
-        let (mut traces, mut wrong) = (Vec::new(), Vec::new());
+        let mut traces = Vec::new();
+        let mut wrong = Vec::new();
         let mut found = Vec::new();
+
         for entry in std::fs::read_dir(folder).map_err(|error| unreadable(folder, &error))? {
             let path = entry.map_err(|error| unreadable(folder, &error))?.path();
             let name = path
@@ -245,6 +249,7 @@ impl ProcessTrace {
                 found.push((number, path));
             }
         }
+
         found.sort();
         for (_, path) in &found {
             // A pipe would have to wait for a writer.
@@ -260,6 +265,7 @@ impl ProcessTrace {
                 Err(error) => wrong.push(error.to_string()),
             }
         }
+
         if traces.is_empty() {
             return match wrong.into_iter().next() {
                 Some(why) => Err(TraceError::NotATrace {
@@ -271,12 +277,14 @@ impl ProcessTrace {
                 }),
             };
         }
+
         traces.sort_by_key(|trace: &Self| trace.about.process);
         // An earlier job with more processes may have left files.
         let newest = traces.iter().max_by_key(|trace| trace.about.unix);
         let processes = newest.map_or(0, |trace| trace.about.processes);
+
         traces.retain(|trace| {
-            let About {
+            let TraceHeader {
                 process,
                 processes: of,
                 ..
@@ -288,6 +296,7 @@ impl ProcessTrace {
             }
             *of == processes
         });
+
         // Walks over the gaps between files: the number of processes comes from a file and may be
         // huge.
         let mut next = 0;
@@ -299,6 +308,7 @@ impl ProcessTrace {
             wrong.extend(missing(next..number));
             next = number + 1;
         }
+
         wrong.extend(missing(next..processes));
         Ok((traces, wrong))
     }
@@ -315,21 +325,25 @@ impl ProcessTrace {
         if rest.take(MAGIC.len()) != Some(MAGIC) {
             return Err("it begins otherwise".to_owned());
         }
+
         let version = rest.number().ok_or("it is empty")?;
         if version != VERSION {
             return Err(format!(
                 "it is of version {version}, and this program reads {VERSION}"
             ));
         }
+
         let length = rest.number().ok_or("it breaks off in its beginning")?;
         let about = rest
             .take(length as usize)
             .ok_or("it breaks off in its beginning")?;
         let about = serde_json::from_slice(about).map_err(|error| error.to_string())?;
+
         let mut trace = Self {
             about,
             ..Self::default()
         };
+
         while !rest.0.is_empty() {
             let at = bytes.len() - rest.0.len();
             let content = rest.number().and_then(|length| rest.take(length as usize));
@@ -345,24 +359,25 @@ impl ProcessTrace {
                 break;
             }
         }
+
         trace.events.sort_by_key(|event| event.at);
         Ok(trace)
     }
 
     fn chunk(&mut self, content: &[u8]) -> Result<(), String> {
         match control::decode(content).map_err(|error| error.to_string())? {
-            Chunk::Events(events) => self.events.extend(&*events),
-            Chunk::Text { number, text } => {
+            TraceChunk::Events(events) => self.events.extend(&*events),
+            TraceChunk::Text { number, text } => {
                 if number as usize > self.texts.len() {
                     return Err("a text comes before its turn".to_owned());
                 }
                 self.texts.truncate(number as usize);
                 self.texts.push(text);
             }
-            Chunk::Clock(clock) => self.clocks.push(clock),
-            Chunk::Schedule { name, rows } => self.schedules.push((name, rows)),
-            Chunk::Dropped { events } => self.dropped = events,
-            Chunk::End => self.ended = true,
+            TraceChunk::Clock(clock) => self.clocks.push(clock),
+            TraceChunk::Schedule { name, rows } => self.schedules.push((name, rows)),
+            TraceChunk::Dropped { events } => self.dropped = events,
+            TraceChunk::End => self.ended = true,
         }
         Ok(())
     }
@@ -407,41 +422,41 @@ fn unreadable(path: &Path, error: &std::io::Error) -> TraceError {
 
 #[cfg(test)]
 mod tests {
-    use super::super::event::What;
+    use super::super::event::TraceEventKind;
     use super::*;
 
     fn whole() -> Vec<u8> {
-        let mut bytes = beginning(&About {
+        let mut bytes = beginning(&TraceHeader {
             process: 1,
             processes: 2,
-            ..About::default()
+            ..TraceHeader::default()
         })
         .unwrap();
-        Chunk::Text {
+        TraceChunk::Text {
             number: 0,
             text: "one".to_owned(),
         }
         .write(&mut bytes);
         let events: Vec<_> = (0..3)
-            .map(|op| Event {
+            .map(|op| TraceEvent {
                 at: op,
-                what: What::Over { op },
+                what: TraceEventKind::Over { op },
             })
             .collect();
         write_events(&events, &mut bytes);
-        Chunk::Clock(Clock {
+        TraceChunk::Clock(ClockSample {
             at: 1,
             server: -2,
             bound: 3,
         })
         .write(&mut bytes);
-        Chunk::Schedule {
+        TraceChunk::Schedule {
             name: "a".to_owned(),
             rows: "0F0\n1F0".to_owned(),
         }
         .write(&mut bytes);
-        Chunk::Dropped { events: 4 }.write(&mut bytes);
-        Chunk::End.write(&mut bytes);
+        TraceChunk::Dropped { events: 4 }.write(&mut bytes);
+        TraceChunk::End.write(&mut bytes);
         bytes
     }
 
@@ -455,7 +470,7 @@ mod tests {
         );
         assert_eq!(
             all.clocks,
-            [Clock {
+            [ClockSample {
                 at: 1,
                 server: -2,
                 bound: 3
@@ -486,11 +501,11 @@ mod tests {
         let folder = std::env::temp_dir().join(format!("mpmd-traces-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         for (process, processes, unix) in [(0, 3, 9), (1, 4, 5), (3, 4, 6)] {
-            let about = About {
+            let about = TraceHeader {
                 process,
                 processes,
                 unix,
-                ..About::default()
+                ..TraceHeader::default()
             };
             std::fs::write(folder.join(name(process)), beginning(&about).unwrap()).unwrap();
         }
@@ -518,10 +533,10 @@ mod tests {
 
         let folder = std::env::temp_dir().join(format!("mpmd-pipe-traces-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
-        let about = About {
+        let about = TraceHeader {
             process: 0,
             processes: 1,
-            ..About::default()
+            ..TraceHeader::default()
         };
         std::fs::write(folder.join(name(0)), beginning(&about).unwrap()).unwrap();
         mknodat(
@@ -543,10 +558,10 @@ mod tests {
         let folder = std::env::temp_dir().join(format!("mpmd-wild-traces-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         for process in [1, 2, 4] {
-            let about = About {
+            let about = TraceHeader {
                 process,
                 processes: u32::MAX,
-                ..About::default()
+                ..TraceHeader::default()
             };
             std::fs::write(folder.join(name(process)), beginning(&about).unwrap()).unwrap();
         }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use super::merge::{Kernel, Run};
+use super::merge::{KernelRun, TracedRun};
 use super::reasons::bytes;
 use crate::trace::{Label, Role};
 use mpmd_schedule::{Costs, StageCosts};
@@ -31,7 +31,71 @@ pub enum CostsError {
     },
 }
 
-impl Run {
+/// The measured times of all stages' passes and moves, by stage and role.
+#[derive(Default)]
+struct RoleTimes {
+    /// In seconds, one for each pass or move.
+    seconds: BTreeMap<(u32, Role), Vec<f64>>,
+    /// Bytes of the largest move.
+    bytes: BTreeMap<(u32, Role), u64>,
+}
+
+/// The time and bytes of an operation's pieces.
+struct MoveTime {
+    from: f64,
+    until: f64,
+    bytes: u64,
+}
+
+impl RoleTimes {
+    fn add(&mut self, label: Label, took: f64) {
+        self.seconds
+            .entry((label.stage, label.role))
+            .or_default()
+            .push(took);
+    }
+
+    /// Returns the median time of a stage's passes or moves, rounded to nanoseconds, the
+    /// resolution of traces.
+    fn median_of(&mut self, stage: u32, role: Role) -> Option<f64> {
+        let times = self.seconds.get_mut(&(stage, role))?;
+        Some((median(times) * 1e9).round() / 1e9)
+    }
+
+    fn bytes_of(&self, stage: u32, role: Role) -> u64 {
+        self.bytes.get(&(stage, role)).copied().unwrap_or(0)
+    }
+
+    fn costs_of(&mut self, stage: u32) -> Result<StageCosts, CostsError> {
+        let missing = |role| CostsError::Missing { stage, role };
+        let forward = self
+            .median_of(stage, Role::Forward)
+            .ok_or(missing(Role::Forward))?;
+        let gradients = (
+            self.median_of(stage, Role::BackwardInput),
+            self.median_of(stage, Role::BackwardWeight),
+        );
+        let (backward_input, backward_weight) = match gradients {
+            (Some(input), Some(weight)) => (input, weight),
+            (Some(both), None) | (None, Some(both)) => (both / 2.0, both / 2.0),
+            (None, None) => return Err(missing(Role::BackwardInput)),
+        };
+
+        Ok(StageCosts {
+            forward,
+            backward_input,
+            backward_weight,
+            // Between stages of one process nothing is sent.
+            send_forward: self.median_of(stage, Role::SendForward).unwrap_or(0.0),
+            send_backward: self.median_of(stage, Role::SendBackward).unwrap_or(0.0),
+            output_bytes: self.bytes_of(stage, Role::SendForward),
+            gradient_bytes: self.bytes_of(stage, Role::SendBackward),
+            ..StageCosts::default()
+        })
+    }
+}
+
+impl TracedRun {
     /// Returns the median time in seconds of each stage's passes and moves.
     ///
     /// The first step is left out if there are others, since it contains one-time work. Operations
@@ -46,16 +110,45 @@ impl Run {
     /// If the run has no passes, or a stage has no forward pass or no gradient.
     pub fn costs(&self) -> Result<Costs, CostsError> {
         let after = match self.steps.as_slice() {
-            [first, _, ..] => first.ops.1,
+            [first, _, ..] => first.last_op,
             _ => 0,
         };
-        let step = |op: u64| self.steps.partition_point(|step| step.ops.1 < op);
+
+        let mut times = RoleTimes::default();
+        self.add_pass_times(after, &mut times);
+        self.add_move_times(after, &mut times);
+
+        let passes = [Role::Forward, Role::BackwardInput, Role::BackwardWeight];
+        let stages = times
+            .seconds
+            .keys()
+            .filter(|(_, role)| passes.contains(role))
+            .map(|(stage, _)| stage + 1)
+            .max();
+        let stages = stages.ok_or(CostsError::NoPasses)?;
+
+        let stage = (0..stages)
+            .map(|stage| times.costs_of(stage))
+            .collect::<Result<_, _>>()?;
+        Ok(Costs {
+            unit: "s".to_owned(),
+            stage,
+        })
+    }
+
+    /// Returns true if an operation counts for the costs: it belongs to a step, and comes after
+    /// operation `after`.
+    fn counts(&self, op: u64, after: u64) -> bool {
+        op > after && self.is_of_a_step(op)
+    }
+
+    /// Adds the time of each stage's passes in each step after operation `after`.
+    fn add_pass_times(&self, after: u64, times: &mut RoleTimes) {
         let mut took: BTreeMap<u64, (Label, f64)> = BTreeMap::new();
-        let counts = |op: u64| op > after && self.is_of_a_step(op);
         for kernel in self
             .kernels
             .iter()
-            .filter(|kernel| counts(kernel.op) && kernel.ended)
+            .filter(|kernel| self.counts(kernel.op, after) && kernel.ended)
         {
             let Some(label) = self
                 .operation(kernel.process, kernel.op)
@@ -63,8 +156,9 @@ impl Run {
             else {
                 continue;
             };
+
             // A repeated forward pass counts with the gradient that needs it. A pass with both
-            // gradients is divided below.
+            // gradients is divided later.
             let role = match label.role {
                 Role::Recompute | Role::Backward => Role::BackwardInput,
                 role => role,
@@ -73,86 +167,48 @@ impl Run {
             let (_, longest) = took.entry(kernel.op).or_insert((label, 0.0));
             *longest = longest.max(kernel.end - kernel.start);
         }
-        let mut moved: BTreeMap<u64, (f64, f64, u64)> = BTreeMap::new();
-        for piece in self.pieces.iter().filter(|piece| counts(piece.op)) {
-            let Some((posted, came)) = piece.on_its_way() else {
-                continue;
-            };
-            let start = piece.offered.unwrap_or(posted);
-            let (from, until, bytes) = moved.entry(piece.op).or_insert((start, came, 0));
-            (*from, *until) = (from.min(start), until.max(came));
-            *bytes = bytes.saturating_add(piece.bytes);
-        }
+
+        let step = |op: u64| self.steps.partition_point(|step| step.last_op < op);
         let mut passes: BTreeMap<(usize, Label), f64> = BTreeMap::new();
         for (op, (label, took)) in took {
             *passes.entry((step(op), label)).or_default() += took;
         }
-        let mut times: BTreeMap<(u32, Role), Vec<f64>> = BTreeMap::new();
         for ((_, label), took) in passes {
-            times
-                .entry((label.stage, label.role))
-                .or_default()
-                .push(took);
+            times.add(label, took);
         }
+    }
+
+    /// Adds the times and bytes of the moves between stages after operation `after`.
+    fn add_move_times(&self, after: u64, times: &mut RoleTimes) {
+        let mut moved: BTreeMap<u64, MoveTime> = BTreeMap::new();
+        for piece in self
+            .pieces
+            .iter()
+            .filter(|piece| self.counts(piece.op, after))
+        {
+            let Some((posted, came)) = piece.on_its_way() else {
+                continue;
+            };
+            let start = piece.offered.unwrap_or(posted);
+            let time = moved.entry(piece.op).or_insert(MoveTime {
+                from: start,
+                until: came,
+                bytes: 0,
+            });
+            time.from = time.from.min(start);
+            time.until = time.until.max(came);
+            time.bytes = time.bytes.saturating_add(piece.bytes);
+        }
+
         let processes = || self.processes.iter().map(|process| process.process);
-        let mut sizes: BTreeMap<(u32, Role), u64> = BTreeMap::new();
-        for (op, (from, until, bytes)) in moved {
+        for (op, time) in moved {
             let operation = processes().find_map(|process| self.operation(process, op));
             if let Some(label) = operation.and_then(|operation| operation.label) {
-                times
-                    .entry((label.stage, label.role))
-                    .or_default()
-                    .push(until - from);
-                let largest = sizes.entry((label.stage, label.role)).or_default();
-                *largest = bytes.max(*largest);
+                times.add(label, time.until - time.from);
+                let largest = times.bytes.entry((label.stage, label.role)).or_default();
+                *largest = time.bytes.max(*largest);
             }
         }
-        let passes = [Role::Forward, Role::BackwardInput, Role::BackwardWeight];
-        let stages = times
-            .keys()
-            .filter(|(_, role)| passes.contains(role))
-            .map(|(stage, _)| stage + 1)
-            .max();
-        let stages = stages.ok_or(CostsError::NoPasses)?;
-        // Rounded to nanoseconds, the resolution of traces.
-        let nanoseconds = |time: f64| (time * 1e9).round() / 1e9;
-        let mut of = |stage: u32, role: Role| {
-            times
-                .get_mut(&(stage, role))
-                .map(|times| nanoseconds(median(times)))
-        };
-        let mut stage = |stage: u32| {
-            let missing = |role| CostsError::Missing { stage, role };
-            let forward = of(stage, Role::Forward).ok_or(missing(Role::Forward))?;
-            let gradients = (
-                of(stage, Role::BackwardInput),
-                of(stage, Role::BackwardWeight),
-            );
-            let (backward_input, backward_weight) = match gradients {
-                (Some(input), Some(weight)) => (input, weight),
-                (Some(both), None) | (None, Some(both)) => (both / 2.0, both / 2.0),
-                (None, None) => return Err(missing(Role::BackwardInput)),
-            };
-            Ok(StageCosts {
-                forward,
-                backward_input,
-                backward_weight,
-                // Between stages of one process nothing is sent.
-                send_forward: of(stage, Role::SendForward).unwrap_or(0.0),
-                send_backward: of(stage, Role::SendBackward).unwrap_or(0.0),
-                output_bytes: sizes.get(&(stage, Role::SendForward)).copied().unwrap_or(0),
-                gradient_bytes: sizes
-                    .get(&(stage, Role::SendBackward))
-                    .copied()
-                    .unwrap_or(0),
-                ..StageCosts::default()
-            })
-        };
-        let stage = (0..stages).map(&mut stage).collect::<Result<_, _>>()?;
-        Ok(Costs {
-            unit: "s".to_owned(),
-            stage,
-        })
     }
 
     /// Returns the summary that `mpmd trace` prints: several lines of text.
@@ -163,7 +219,9 @@ impl Run {
         } else {
             &self.title
         };
-        let (processes, kernels) = (self.processes.len(), self.kernels.len());
+
+        let processes = self.processes.len();
+        let kernels = self.kernels.len();
         let sent = self
             .pieces
             .iter()
@@ -180,11 +238,14 @@ impl Run {
             "times of different processes agree within {}",
             seconds(self.bound)
         );
+
         for problem in &self.problems {
             let _ = writeln!(text, "note: {problem}");
         }
+
         self.summarize_steps(&mut text);
         let (from, until) = self.window();
+
         for process in &self.processes {
             let busy = self.busy(process.process, from, until);
             let peak = self
@@ -192,9 +253,10 @@ impl Run {
                 .iter()
                 .filter(|kernel| kernel.process == process.process);
             let peak = peak
-                .map(|kernel| kernel.memory.0.max(kernel.memory.1))
+                .map(|kernel| kernel.memory_at_start.max(kernel.memory_at_end))
                 .max()
                 .unwrap_or(0);
+
             let _ = writeln!(
                 text,
                 "process {}: computes {:.1} %, bubble {:.1} %, up to {} on a device",
@@ -204,6 +266,7 @@ impl Run {
                 bytes(peak)
             );
         }
+
         self.summarize_waits(&mut text, from, until);
         self.summarize_annotations(&mut text);
         text
@@ -222,10 +285,12 @@ impl Run {
                 seconds(one.end - one.start)
             ),
             ([first, .., last], _) => {
-                let (longest, median) =
-                    (took.iter().copied().fold(0.0, f64::max), median(&mut took));
-                let (first, last) = (first.number, last.number);
-                let (median, longest) = (seconds(median), seconds(longest));
+                let longest = took.iter().copied().fold(0.0, f64::max);
+                let median = median(&mut took);
+                let first = first.number;
+                let last = last.number;
+                let median = seconds(median);
+                let longest = seconds(longest);
                 writeln!(
                     text,
                     "steps {first} to {last}: {median} each (median), {longest} at most"
@@ -236,7 +301,8 @@ impl Run {
 
     fn summarize_waits(&self, text: &mut String, from: f64, until: f64) {
         let mut idle: BTreeMap<String, (f64, usize)> = BTreeMap::new();
-        let mut last: Option<&Kernel> = None;
+
+        let mut last: Option<&KernelRun> = None;
         for kernel in self
             .kernels
             .iter()
@@ -250,14 +316,17 @@ impl Run {
                 let (whole, count) = idle
                     .entry(format!("process {}: {why}", kernel.process))
                     .or_default();
-                (*whole, *count) = (*whole + kernel.start - before.end, *count + 1);
+                *whole = *whole + kernel.start - before.end;
+                *count += 1;
             }
         }
+
         let mut idle: Vec<(String, (f64, usize))> = idle.into_iter().collect();
         idle.sort_by(|a, b| b.1.0.total_cmp(&a.1.0));
         if !idle.is_empty() {
             let _ = writeln!(text, "the longest waits between kernels, by cause:");
         }
+
         for (cause, (whole, count)) in idle.into_iter().take(LONGEST_WAITS) {
             let times = if count == 1 {
                 String::new()
@@ -275,16 +344,20 @@ impl Run {
                 .or_default()
                 .push(range.end - range.start);
         }
+
         if !took.is_empty() {
             let _ = writeln!(text, "ranges that the program named:");
         }
         let more = took.len().saturating_sub(MOST_ANNOTATIONS);
+
         for ((name, process), mut took) in took.into_iter().take(MOST_ANNOTATIONS) {
             let times = match took.len() {
                 1 => "once".to_owned(),
                 several => format!("{several} times"),
             };
-            let (whole, longest) = (took.iter().sum(), took.iter().copied().fold(0.0, f64::max));
+
+            let whole = took.iter().sum();
+            let longest = took.iter().copied().fold(0.0, f64::max);
             let [whole, median, longest] = [whole, median(&mut took), longest].map(seconds);
             let _ = writeln!(
                 text,
@@ -292,6 +365,7 @@ impl Run {
                  most)"
             );
         }
+
         if more > 0 {
             let _ = writeln!(text, "  and {more} more, by name and process");
         }

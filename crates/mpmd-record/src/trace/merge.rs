@@ -5,13 +5,13 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use super::align::Aligned;
-use super::event::{Event, PieceStep, What};
+use super::event::{PieceStep, TraceEvent, TraceEventKind};
 use super::file::ProcessTrace;
 use crate::trace::Label;
 
 /// The merged traces of a job. Times are in seconds since the first event.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Run {
+pub struct TracedRun {
     /// The file name of the program.
     pub title: String,
     /// Error bound between times of different processes, in seconds.
@@ -19,15 +19,15 @@ pub struct Run {
     /// Messages about missing or uncertain parts of the traces.
     pub problems: Vec<String>,
     /// The processes that have a trace, by number.
-    pub processes: Vec<Process>,
+    pub processes: Vec<TracedProcess>,
     /// The parts of processes in operations, by (process, number of the operation).
-    pub operations: BTreeMap<(u32, u64), Operation>,
+    pub operations: BTreeMap<(u32, u64), TracedOperation>,
     /// Kernels, sorted by process, device and start.
-    pub kernels: Vec<Kernel>,
+    pub kernels: Vec<KernelRun>,
     /// Pieces, sorted by operation, piece, sender and receiver.
-    pub pieces: Vec<Piece>,
+    pub pieces: Vec<TracedPiece>,
     /// Waits, sorted by process and time.
-    pub waits: Vec<Wait>,
+    pub waits: Vec<ProgramWait>,
     /// Ranges that the programs named, sorted by process and start; an outer one comes before those
     /// in it.
     pub annotations: Vec<Annotation>,
@@ -41,7 +41,7 @@ pub struct Run {
 
 /// A process of a run.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Process {
+pub struct TracedProcess {
     /// The number of the process in the job.
     pub process: u32,
     /// The job's numbers of the devices that the process owns.
@@ -54,7 +54,7 @@ pub struct Process {
 
 /// One process's part of an operation. Times are in seconds since the beginning of the run.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Operation {
+pub struct TracedOperation {
     /// The part of the operation in a pipeline; `None` outside of pipelines.
     pub label: Option<Label>,
     /// The description of the operation.
@@ -75,7 +75,7 @@ pub struct Operation {
 
 /// The work of one device for an operation. Times are in seconds since the beginning of the run.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Kernel {
+pub struct KernelRun {
     /// The number of the process in the job.
     pub process: u32,
     /// The device's index in the process.
@@ -93,14 +93,16 @@ pub struct Kernel {
     /// The number of the operation that made the last input; `None` if the device waited for no
     /// input.
     pub waited_for: Option<u64>,
-    /// (at start, at end): bytes of arrays on the device.
-    pub memory: (u64, u64),
+    /// Bytes of arrays on the device at the start of the kernel.
+    pub memory_at_start: u64,
+    /// Bytes of arrays on the device at the end of the kernel.
+    pub memory_at_end: u64,
 }
 
 /// A part of an array that was sent from one process to another. Times are in seconds, and `None`
 /// if they were not recorded.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Piece {
+pub struct TracedPiece {
     /// The number of the operation.
     pub op: u64,
     /// The number of the piece in the operation.
@@ -127,7 +129,7 @@ pub struct Piece {
 
 /// A wait of a program's thread. Times are in seconds since the beginning of the run.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Wait {
+pub struct ProgramWait {
     /// The number of the process in the job.
     pub process: u32,
     /// Start of the wait.
@@ -161,9 +163,10 @@ pub struct Annotation {
 pub struct RunStep {
     /// Number of the step, from 1.
     pub number: u64,
-    /// The operations of the step: those with numbers after the first, up to and including the
-    /// second.
-    pub ops: (u64, u64),
+    /// The last operation before the step.
+    pub after_op: u64,
+    /// The last operation of the step.
+    pub last_op: u64,
     /// Start of the step's first kernel, in seconds.
     pub start: f64,
     /// Time in seconds at which the last kernel of this step and of those before has ended. Kernels
@@ -171,7 +174,7 @@ pub struct RunStep {
     pub end: f64,
 }
 
-impl Piece {
+impl TracedPiece {
     /// Returns (start, end) of the transfer in seconds, or `None` if either was not recorded.
     pub fn on_its_way(&self) -> Option<(f64, f64)> {
         let start = self.posted.or(self.offered)?;
@@ -180,7 +183,7 @@ impl Piece {
     }
 }
 
-impl Run {
+impl TracedRun {
     /// Returns the name of a device within its process, such as `cpu 0`.
     pub(super) fn device_name(&self, process: u32, device: u32) -> String {
         let owner = self.processes.iter().find(|known| known.process == process);
@@ -196,10 +199,12 @@ impl Run {
             let first = traces[place].events.iter().map(begin_of).min();
             first.map(|at| (place, at))
         };
+
         let begin = (0..traces.len())
             .filter_map(first)
             .map(|(place, at)| aligned.time(place, at))
             .min();
+
         let run = Self {
             problems,
             ..Self::default()
@@ -213,33 +218,35 @@ impl Run {
             .run
             .problems
             .extend(aligned.problems.iter().cloned());
+
         let mut step_ends: BTreeMap<u64, u64> = BTreeMap::new();
         for (place, trace) in traces.iter().enumerate() {
             let time =
                 |at: u64| aligned.time(place, at).saturating_sub(begin.unwrap_or(0)) as f64 * 1e-9;
             merging.add(trace, &time);
             for event in &trace.events {
-                if let What::StepEnd { step, op } = event.what {
+                if let TraceEventKind::StepEnd { step, op } = event.what {
                     step_ends.insert(step, op);
                 }
             }
         }
+
         merging.finish(&step_ends)
     }
 
     /// Returns true if `op` belongs to one of the steps, or if there are none.
     pub(super) fn is_of_a_step(&self, op: u64) -> bool {
         let ends = self.steps.first().zip(self.steps.last());
-        ends.is_none_or(|(first, last)| first.ops.0 < op && op <= last.ops.1)
+        ends.is_none_or(|(first, last)| first.after_op < op && op <= last.last_op)
     }
 
     /// Returns the part of process `process` in operation `op`; `None` if its trace has none.
-    pub fn operation(&self, process: u32, op: u64) -> Option<&Operation> {
+    pub fn operation(&self, process: u32, op: u64) -> Option<&TracedOperation> {
         self.operations.get(&(process, op))
     }
 
     /// Returns the pieces of operation `op`, of all processes.
-    pub(super) fn pieces_of(&self, op: u64) -> &[Piece] {
+    pub(super) fn pieces_of(&self, op: u64) -> &[TracedPiece] {
         let from = self.pieces.partition_point(|piece| piece.op < op);
         let until = self.pieces.partition_point(|piece| piece.op <= op);
         &self.pieces[from..until]
@@ -248,24 +255,211 @@ impl Run {
 
 /// Returns the time at which an event's subject began, in nanoseconds since the process's trace
 /// began.
-fn begin_of(event: &Event) -> u64 {
+fn begin_of(event: &TraceEvent) -> u64 {
     match event.what {
-        What::Waited { since, .. }
-        | What::Annotated { since, .. }
-        | What::Started { since, .. } => since.min(event.at),
+        TraceEventKind::Waited { since, .. }
+        | TraceEventKind::Annotated { since, .. }
+        | TraceEventKind::Started { since, .. } => since.min(event.at),
         _ => event.at,
     }
 }
 
+/// A run under construction.
 struct Merging {
-    run: Run,
-    /// By operation, piece, sender and receiver.
-    pieces: BTreeMap<(u64, u64, u32, u32), Piece>,
+    run: TracedRun,
+    pieces: BTreeMap<TracedPieceKey, TracedPiece>,
+}
+
+/// A piece of an operation, with its sender and receiver.
+#[derive(Clone, Copy, Eq, Ord, PartialEq, PartialOrd)]
+struct TracedPieceKey {
+    op: u64,
+    piece: u64,
+    from: u32,
+    to: u32,
+}
+
+/// The merge of one process's events.
+struct ProcessMerge<'m> {
+    run: &'m mut TracedRun,
+    pieces: &'m mut BTreeMap<TracedPieceKey, TracedPiece>,
+    process: u32,
+    /// Time of the process's last event.
+    last: f64,
+    texts: Vec<Arc<str>>,
+    /// By device, the index of the kernel that runs.
+    running: HashMap<u32, usize>,
+    /// The pieces that were posted and have not left, by ticket.
+    tickets: HashMap<u64, TracedPieceKey>,
+    /// Converts a time in the trace to seconds in the run.
+    time: &'m dyn Fn(u64) -> f64,
+}
+
+impl ProcessMerge<'_> {
+    fn add(&mut self, event: &TraceEvent) {
+        let at = (self.time)(event.at);
+        match event.what {
+            TraceEventKind::Issued {
+                op,
+                label,
+                text,
+                line,
+                source,
+            } => {
+                let operation = TracedOperation {
+                    label,
+                    description: self.text(text),
+                    at: self.text(line),
+                    issued: at,
+                    started: f64::INFINITY,
+                    ended: None,
+                    source: (source != 0).then_some(source),
+                };
+                self.run.operations.insert((self.process, op), operation);
+            }
+            TraceEventKind::Started {
+                op,
+                device,
+                since,
+                input,
+                memory,
+            } => {
+                self.running.insert(device, self.run.kernels.len());
+                self.run.kernels.push(KernelRun {
+                    process: self.process,
+                    device,
+                    op,
+                    since: (self.time)(since),
+                    start: at,
+                    end: self.last.max(at),
+                    ended: false,
+                    waited_for: (input != 0).then_some(input),
+                    memory_at_start: memory,
+                    memory_at_end: memory,
+                });
+                self.start(op, at);
+            }
+            TraceEventKind::Ended { op, device, memory } => self.end_kernel(op, device, memory, at),
+            TraceEventKind::Over { op } => {
+                if let Some(operation) = self.run.operations.get_mut(&(self.process, op)) {
+                    operation.ended = Some(at.max(operation.issued));
+                }
+            }
+            TraceEventKind::Piece { .. } => self.add_piece(event.what, at),
+            TraceEventKind::Left { ticket } => {
+                let piece = self
+                    .tickets
+                    .remove(&ticket)
+                    .and_then(|key| self.pieces.get_mut(&key));
+                if let Some(piece) = piece {
+                    piece.left = Some(at);
+                }
+            }
+            TraceEventKind::Waited { since, text, line } => {
+                let wait = ProgramWait {
+                    process: self.process,
+                    start: (self.time)(since),
+                    end: at,
+                    call: self.text(text),
+                    at: self.text(line),
+                };
+                self.run.waits.push(wait);
+            }
+            TraceEventKind::Annotated { since, text, line } => {
+                let annotation = Annotation {
+                    process: self.process,
+                    start: (self.time)(since),
+                    end: at,
+                    name: self.text(text),
+                    at: self.text(line),
+                };
+                self.run.annotations.push(annotation);
+            }
+            TraceEventKind::StepEnd { .. } => {}
+        }
+    }
+
+    fn text(&self, number: u32) -> Arc<str> {
+        self.texts
+            .get(number as usize)
+            .cloned()
+            .unwrap_or_else(|| Arc::from(""))
+    }
+
+    /// Notes that an operation is at work at time `at`.
+    fn start(&mut self, op: u64, at: f64) {
+        if let Some(operation) = self.run.operations.get_mut(&(self.process, op)) {
+            operation.started = operation.started.min(at);
+        }
+    }
+
+    fn end_kernel(&mut self, op: u64, device: u32, memory: u64, at: f64) {
+        let kernel = self
+            .running
+            .remove(&device)
+            .and_then(|place| self.run.kernels.get_mut(place));
+        if let Some(kernel) = kernel
+            && kernel.op == op
+        {
+            kernel.end = at.max(kernel.start);
+            kernel.ended = true;
+            kernel.memory_at_end = memory;
+        }
+    }
+
+    /// Notes a step of a piece's way. Ignores events that are not [`TraceEventKind::Piece`].
+    fn add_piece(&mut self, what: TraceEventKind, at: f64) {
+        let TraceEventKind::Piece {
+            step,
+            op,
+            piece,
+            peer,
+            bytes,
+            ticket,
+        } = what
+        else {
+            return;
+        };
+
+        let gives = matches!(step, PieceStep::Offered | PieceStep::Posted);
+        let (from, to) = if gives {
+            (self.process, peer)
+        } else {
+            (peer, self.process)
+        };
+        let key = TracedPieceKey {
+            op,
+            piece,
+            from,
+            to,
+        };
+        let known = self.pieces.entry(key).or_insert(TracedPiece {
+            op,
+            piece,
+            from,
+            to,
+            ..TracedPiece::default()
+        });
+        known.bytes = known.bytes.max(bytes);
+        *match step {
+            PieceStep::Offered => &mut known.offered,
+            PieceStep::Posted => &mut known.posted,
+            PieceStep::Expected => &mut known.expected,
+            PieceStep::Arrived => &mut known.arrived,
+            PieceStep::Taken => &mut known.taken,
+        } = Some(at);
+
+        if step == PieceStep::Posted {
+            self.tickets.insert(ticket, key);
+        }
+        if step != PieceStep::Expected {
+            self.start(op, at);
+        }
+    }
 }
 
 impl Merging {
     fn add(&mut self, trace: &ProcessTrace, time: &dyn Fn(u64) -> f64) {
-        let process = trace.about.process;
         self.say_what_is_missing(trace);
         let run = &mut self.run;
         if run.title.is_empty() {
@@ -276,162 +470,33 @@ impl Merging {
                 run.schedules.push(schedule.clone());
             }
         }
+
+        let process = trace.about.process;
         let last = trace.events.last().map_or(0.0, |event| time(event.at));
-        let (devices, kinds) = (trace.about.devices.clone(), trace.about.kinds.clone());
-        run.processes.push(Process {
+        run.processes.push(TracedProcess {
             process,
-            devices,
-            kinds,
+            devices: trace.about.devices.clone(),
+            kinds: trace.about.kinds.clone(),
             last,
         });
-        let texts: Vec<Arc<str>> = trace
+
+        let texts = trace
             .texts
             .iter()
             .map(|text| Arc::from(text.as_str()))
             .collect();
-        let text = |number: u32| {
-            texts
-                .get(number as usize)
-                .cloned()
-                .unwrap_or_else(|| Arc::from(""))
+        let mut merge = ProcessMerge {
+            run,
+            pieces: &mut self.pieces,
+            process,
+            last,
+            texts,
+            running: HashMap::new(),
+            tickets: HashMap::new(),
+            time,
         };
-        // By device, the index of the kernel that runs.
-        let mut running: HashMap<u32, usize> = HashMap::new();
-        let mut tickets: HashMap<u64, (u64, u64, u32, u32)> = HashMap::new();
         for event in &trace.events {
-            let at = time(event.at);
-            match event.what {
-                What::Issued {
-                    op,
-                    label,
-                    text: number,
-                    line,
-                    source,
-                } => {
-                    let operation = Operation {
-                        label,
-                        description: text(number),
-                        at: text(line),
-                        issued: at,
-                        started: f64::INFINITY,
-                        ended: None,
-                        source: (source != 0).then_some(source),
-                    };
-                    run.operations.insert((process, op), operation);
-                }
-                What::Started {
-                    op,
-                    device,
-                    since,
-                    input,
-                    memory,
-                } => {
-                    running.insert(device, run.kernels.len());
-                    run.kernels.push(Kernel {
-                        process,
-                        device,
-                        op,
-                        since: time(since),
-                        start: at,
-                        end: last.max(at),
-                        ended: false,
-                        waited_for: (input != 0).then_some(input),
-                        memory: (memory, memory),
-                    });
-                    start(run, (process, op), at);
-                }
-                What::Ended { op, device, memory } => {
-                    let kernel = running
-                        .remove(&device)
-                        .and_then(|place| run.kernels.get_mut(place));
-                    if let Some(kernel) = kernel
-                        && kernel.op == op
-                    {
-                        (kernel.end, kernel.ended, kernel.memory.1) =
-                            (at.max(kernel.start), true, memory);
-                    }
-                }
-                What::Over { op } => {
-                    if let Some(operation) = run.operations.get_mut(&(process, op)) {
-                        operation.ended = Some(at.max(operation.issued));
-                    }
-                }
-                What::Piece {
-                    step,
-                    op,
-                    piece,
-                    peer,
-                    bytes,
-                    ticket,
-                } => {
-                    let gives = matches!(step, PieceStep::Offered | PieceStep::Posted);
-                    let (from, to) = if gives {
-                        (process, peer)
-                    } else {
-                        (peer, process)
-                    };
-                    let key = (op, piece, from, to);
-                    let known = self.pieces.entry(key);
-                    let known = known.or_insert(Piece {
-                        op,
-                        piece,
-                        from,
-                        to,
-                        ..Piece::default()
-                    });
-                    known.bytes = known.bytes.max(bytes);
-                    *match step {
-                        PieceStep::Offered => &mut known.offered,
-                        PieceStep::Posted => &mut known.posted,
-                        PieceStep::Expected => &mut known.expected,
-                        PieceStep::Arrived => &mut known.arrived,
-                        PieceStep::Taken => &mut known.taken,
-                    } = Some(at);
-                    if step == PieceStep::Posted {
-                        tickets.insert(ticket, key);
-                    }
-                    if step != PieceStep::Expected {
-                        start(run, (process, op), at);
-                    }
-                }
-                What::Left { ticket } => {
-                    let piece = tickets
-                        .remove(&ticket)
-                        .and_then(|key| self.pieces.get_mut(&key));
-                    if let Some(piece) = piece {
-                        piece.left = Some(at);
-                    }
-                }
-                What::Waited {
-                    since,
-                    text: number,
-                    line,
-                } => {
-                    let (call, at_line) = (text(number), text(line));
-                    run.waits.push(Wait {
-                        process,
-                        start: time(since),
-                        end: at,
-                        call,
-                        at: at_line,
-                    });
-                }
-                What::Annotated {
-                    since,
-                    text: number,
-                    line,
-                } => {
-                    let (start, name, at_line) = (time(since), text(number), text(line));
-                    run.annotations.push(Annotation {
-                        process,
-                        start,
-                        end: at,
-                        name,
-                        at: at_line,
-                    });
-                }
-                What::StepEnd { .. } => {}
-            }
+            merge.add(event);
         }
     }
 
@@ -447,6 +512,7 @@ impl Merging {
                 "process {process} did not end its trace: its last events are missing"
             ));
         }
+
         if trace.dropped > 0 {
             let events = trace.dropped;
             problems.push(format!(
@@ -455,7 +521,7 @@ impl Merging {
         }
     }
 
-    fn finish(self, step_ends: &BTreeMap<u64, u64>) -> Run {
+    fn finish(self, step_ends: &BTreeMap<u64, u64>) -> TracedRun {
         let Self { mut run, pieces } = self;
         run.pieces = pieces.into_values().collect();
         run.processes.sort_by_key(|process| process.process);
@@ -465,12 +531,14 @@ impl Merging {
             let by_start = a.process.cmp(&b.process).then(a.start.total_cmp(&b.start));
             by_start.then(b.end.total_cmp(&a.end))
         });
-        let by_start = |a: &Kernel, b: &Kernel| {
+
+        let by_start = |a: &KernelRun, b: &KernelRun| {
             (a.process, a.device)
                 .cmp(&(b.process, b.device))
                 .then(a.start.total_cmp(&b.start))
         };
         run.kernels.sort_by(by_start);
+
         for operation in run.operations.values_mut() {
             // Bytes may arrive before the program issues their operation.
             let known = operation.started.is_finite();
@@ -485,44 +553,45 @@ impl Merging {
                 .iter_mut()
                 .for_each(|ended| *ended = ended.max(started));
         }
+
         let mut before = 0;
         let mut by_last: BTreeMap<u64, RunStep> = BTreeMap::new();
         for (number, op) in step_ends {
             let step = RunStep {
                 number: *number,
-                ops: (before, *op),
+                after_op: before,
+                last_op: *op,
                 start: f64::INFINITY,
                 end: 0.0,
             };
             by_last.insert(*op, step);
             before = *op;
         }
+
         for kernel in &run.kernels {
             if let Some((_, step)) = by_last.range_mut(kernel.op..).next() {
-                (step.start, step.end) = (step.start.min(kernel.start), step.end.max(kernel.end));
+                step.start = step.start.min(kernel.start);
+                step.end = step.end.max(kernel.end);
             }
         }
+
         // A step without kernels took no time and is left out.
         let counts = |step: &RunStep| step.start.is_finite();
         run.steps = by_last.into_values().filter(counts).collect();
+
         let mut latest = 0.0;
         for step in &mut run.steps {
             step.end = step.end.max(latest);
             latest = step.end;
         }
+
         let kernels = run.kernels.iter().map(|kernel| kernel.end);
         let pieces = run
             .pieces
             .iter()
-            .filter_map(Piece::on_its_way)
+            .filter_map(TracedPiece::on_its_way)
             .map(|(_, end)| end);
         run.end = kernels.chain(pieces).fold(0.0, f64::max);
         run
-    }
-}
-
-fn start(run: &mut Run, key: (u32, u64), at: f64) {
-    if let Some(operation) = run.operations.get_mut(&key) {
-        operation.started = operation.started.min(at);
     }
 }

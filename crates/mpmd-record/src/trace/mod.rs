@@ -2,8 +2,8 @@
 //! the same form.
 //!
 //! With `Builder::trace`, `mpmd run --trace` or `MPMD_TRACE`, each process
-//! records the progress of its operations ([`Event`]s) in a file ([`ProcessTrace`]). [`Run::merge`]
-//! combines the files of a job. The other items are views of the merged run.
+//! records the progress of its operations ([`TraceEvent`]s) in a file ([`ProcessTrace`]).
+//! [`TracedRun::merge`] combines the files of a job. The other items are views of the merged run.
 
 mod align;
 mod drawn;
@@ -19,10 +19,15 @@ mod reasons;
 #[cfg(test)]
 mod tests;
 
-pub use event::{Event, PieceStep, What};
-pub use file::{About, Clock, ProcessTrace, TraceError};
+pub use event::{PieceStep, TraceEvent, TraceEventKind};
+pub use file::{ClockSample, ProcessTrace, TraceError, TraceHeader};
 pub use label::{Label, Role};
 pub use measure::CostsError;
-pub use merge::{Annotation, Kernel, Operation, Piece, Process, Run, RunStep, Wait};
-pub use mpmd_schedule::timeline::{Bar, Gap, Kind, Mark, MemoryPoint, Row, Timeline, TimelineStep};
+pub use merge::{
+    Annotation, KernelRun, ProgramWait, RunStep, TracedOperation, TracedPiece, TracedProcess,
+    TracedRun,
+};
+pub use mpmd_schedule::timeline::{
+    Bar, BarKind, MemoryPoint, Timeline, TimelineGap, TimelineMark, TimelineRow, TimelineStep,
+};
 pub use plan::NoPlan;

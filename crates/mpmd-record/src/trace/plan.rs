@@ -1,12 +1,12 @@
 //! The plan of a traced run: its schedule, simulated with the costs that were measured in the run.
 
 use super::measure::CostsError;
-use super::merge::Run;
+use super::merge::TracedRun;
 use mpmd_schedule::check::Channel;
 use mpmd_schedule::flow::Leaves;
 use mpmd_schedule::simulate::{SimulateError, simulate_schedule};
 use mpmd_schedule::timeline::Timeline;
-use mpmd_schedule::{Dialect, ScheduleError, Text, TextError};
+use mpmd_schedule::{Dialect, ScheduleError, ScheduleText, TextError};
 
 /// The reason why a run has no plan to compare with.
 #[derive(Debug, thiserror::Error)]
@@ -29,7 +29,7 @@ pub enum NoPlan {
     Simulate(#[from] SimulateError),
 }
 
-impl Run {
+impl TracedRun {
     /// Simulates one step of the run's first schedule with the run's own [costs](Self::costs). The
     /// result is the duration of a step in which all passes and moves take their median time,
     /// without other delays.
@@ -39,7 +39,8 @@ impl Run {
     /// If the run has no pipeline, or the traces lack data for its costs.
     pub fn plan(&self) -> Result<Timeline, NoPlan> {
         let (name, rows) = self.schedules.first().ok_or(NoPlan::NoSchedule)?;
-        let schedule = Text::parse(rows, Some(Dialect::ComputeOnly))?.schedule(name.as_str())?;
+        let schedule =
+            ScheduleText::parse(rows, Some(Dialect::ComputeOnly))?.schedule(name.as_str())?;
         let costs = self.costs()?;
         let simulated = simulate_schedule(&schedule, &costs, Leaves::AtOnce, Channel::Tags)?;
         Ok(simulated.timeline(name, &costs.unit))

@@ -1,9 +1,9 @@
 //! Reasons for idle times in a merged run, as texts for messages.
 
-use super::merge::{Kernel, Operation, Run};
+use super::merge::{KernelRun, TracedOperation, TracedRun};
 use crate::trace::{Label, Role};
 
-impl Run {
+impl TracedRun {
     /// Describes what process `process` waited for when it waited for the values of operation `op`.
     /// The wait began at `since`, in seconds. If the transfer of the values took more than half of
     /// it, that is the transfer; else the pass that made the values, with its process.
@@ -11,19 +11,22 @@ impl Run {
         let Some(operation) = self.operation(process, op) else {
             return format!("operation {op}");
         };
-        let come = |piece: &&super::Piece| piece.to == process && piece.on_its_way().is_some();
-        let end = |piece: &super::Piece| piece.on_its_way().map_or(0.0, |(_, end)| end);
+        let come =
+            |piece: &&super::TracedPiece| piece.to == process && piece.on_its_way().is_some();
+        let end = |piece: &super::TracedPiece| piece.on_its_way().map_or(0.0, |(_, end)| end);
         let last = self
             .pieces_of(op)
             .iter()
             .filter(come)
             .max_by(|a, b| end(a).total_cmp(&end(b)));
+
         let from = last.map_or(process, |piece| piece.from);
         let maker = self.made_by(operation, op, from);
         let Some((piece, (left, came))) = last.and_then(|piece| Some((piece, piece.on_its_way()?)))
         else {
             return format!("{maker} on process {process}");
         };
+
         // True if the transfer took more than half of the wait.
         let moving = came - left.max(since);
         match moving > 0.5 * (came - since) {
@@ -37,10 +40,11 @@ impl Run {
 
     /// Describes the reason why a device that was idle from `idle` on did not begin `kernel`
     /// earlier.
-    pub(super) fn why_idle(&self, kernel: &Kernel, idle: f64) -> String {
+    pub(super) fn why_idle(&self, kernel: &KernelRun, idle: f64) -> String {
         if let Some(input) = kernel.waited_for {
             return self.reason(kernel.process, input, idle);
         }
+
         let issued = self
             .operation(kernel.process, kernel.op)
             .map_or(0.0, |operation| operation.issued);
@@ -51,12 +55,14 @@ impl Run {
                 idle,
             );
         }
-        let overlap = |wait: &&super::Wait| wait.end.min(issued) - wait.start.max(idle);
+
+        let overlap = |wait: &&super::ProgramWait| wait.end.min(issued) - wait.start.max(idle);
         // Waits of one process do not overlap, so they are also sorted by their ends.
-        let before = |wait: &super::Wait| (wait.process, wait.end) < (kernel.process, idle);
+        let before = |wait: &super::ProgramWait| (wait.process, wait.end) < (kernel.process, idle);
         let waits = self.waits[self.waits.partition_point(before)..].iter();
         let waits = waits.take_while(|wait| wait.process == kernel.process && wait.start < issued);
         let longest = waits.max_by(|a, b| overlap(a).total_cmp(&overlap(b)));
+
         match longest.filter(|wait| overlap(wait) > 0.5 * (issued - idle)) {
             Some(wait) => format!("the program, which waited in {} at {}", wait.call, wait.at),
             None => "the program to issue it".to_owned(),
@@ -65,13 +71,15 @@ impl Run {
 
     /// Describes the operation that made the values of operation `op`: `op` itself, or for a move
     /// the operation of process `from` that made the array.
-    fn made_by(&self, operation: &Operation, op: u64, from: u32) -> String {
+    fn made_by(&self, operation: &TracedOperation, op: u64, from: u32) -> String {
         let source = operation
             .source
             .and_then(|source| Some((source, self.operation(from, source)?)));
+
         let label = source
             .and_then(|(_, source)| source.label)
             .or(operation.label.map(made));
+
         match (label, source) {
             (Some(label), _) => label.to_string(),
             (None, Some((source, operation))) => {
@@ -84,7 +92,7 @@ impl Run {
 
 /// Describes the work of a device's thread between `idle` and the start of `kernel`, which did not
 /// wait for inputs. A trace cannot tell that work from a wait for a processor core.
-fn why_thread(kernel: &Kernel, device: &str, idle: f64) -> String {
+fn why_thread(kernel: &KernelRun, device: &str, idle: f64) -> String {
     let did = match kernel.since - idle > 0.5 * (kernel.start - idle) {
         true => "handed over earlier outputs",
         false => "collected the inputs",

@@ -15,14 +15,14 @@ struct Writing {
 impl Writing {
     /// Creates the trace of a process that begins `begins` milliseconds after time 0.
     fn new(process: u32, begins: u64) -> Self {
-        let about = About {
+        let about = TraceHeader {
             process,
             processes: 2,
             devices: vec![process],
             program: "written".to_owned(),
             clock: "one".to_owned(),
             monotonic: begins * MILLI,
-            ..About::default()
+            ..TraceHeader::default()
         };
         Self {
             trace: ProcessTrace {
@@ -38,8 +38,8 @@ impl Writing {
         self.trace.texts.len() as u32 - 1
     }
 
-    fn note(&mut self, at: u64, what: What) {
-        self.trace.events.push(Event {
+    fn note(&mut self, at: u64, what: TraceEventKind) {
+        self.trace.events.push(TraceEvent {
             at: at * MILLI,
             what,
         });
@@ -49,7 +49,7 @@ impl Writing {
         let (text, line) = (self.text(what), self.text(&format!("main.rs:{op}:1")));
         self.note(
             at,
-            What::Issued {
+            TraceEventKind::Issued {
                 op,
                 label,
                 text,
@@ -63,7 +63,7 @@ impl Writing {
         let since = since * MILLI;
         self.note(
             start,
-            What::Started {
+            TraceEventKind::Started {
                 op,
                 device: 0,
                 since,
@@ -73,20 +73,20 @@ impl Writing {
         );
         self.note(
             end,
-            What::Ended {
+            TraceEventKind::Ended {
                 op,
                 device: 0,
                 memory: 50,
             },
         );
-        self.note(end, What::Over { op });
+        self.note(end, TraceEventKind::Over { op });
     }
 
     fn piece(&mut self, at: u64, step: PieceStep, op: u64, peer: u32) {
         let ticket = u64::from(step == PieceStep::Posted) * op;
         self.note(
             at,
-            What::Piece {
+            TraceEventKind::Piece {
                 step,
                 op,
                 piece: 0,
@@ -144,9 +144,9 @@ fn steps_of_two_stages(steps: u64) -> Vec<ProcessTrace> {
         }
         front.piece(at + 10, PieceStep::Offered, op + 2, 1);
         front.piece(at + 10, PieceStep::Posted, op + 2, 1);
-        front.note(at + 13, What::Left { ticket: op + 2 });
-        front.note(at + 13, What::Over { op: op + 2 });
-        back.note(there + 12, What::Over { op: op + 2 });
+        front.note(at + 13, TraceEventKind::Left { ticket: op + 2 });
+        front.note(at + 13, TraceEventKind::Over { op: op + 2 });
+        back.note(there + 12, TraceEventKind::Over { op: op + 2 });
         back.piece(there, PieceStep::Expected, op + 2, 0);
         back.piece(there + 12, PieceStep::Arrived, op + 2, 0);
         back.piece(there + 12, PieceStep::Taken, op + 2, 0);
@@ -188,8 +188,8 @@ fn steps_of_two_stages(steps: u64) -> Vec<ProcessTrace> {
         front.piece(at, PieceStep::Expected, op + 6, 1);
         front.piece(at + 31, PieceStep::Arrived, op + 6, 1);
         front.piece(at + 31, PieceStep::Taken, op + 6, 1);
-        front.note(at + 31, What::Over { op: op + 6 });
-        back.note(there + 31, What::Over { op: op + 6 });
+        front.note(at + 31, TraceEventKind::Over { op: op + 6 });
+        back.note(there + 31, TraceEventKind::Over { op: op + 6 });
         front.issued(
             at - 5,
             op + 7,
@@ -207,14 +207,14 @@ fn steps_of_two_stages(steps: u64) -> Vec<ProcessTrace> {
         );
         front.kernel((at + 40, at + 40, at + 47), op + 8, 0);
         for process in [&mut front, &mut back] {
-            process.note(at - 4, What::StepEnd { step, op: op + 8 });
+            process.note(at - 4, TraceEventKind::StepEnd { step, op: op + 8 });
         }
     }
     // The program of process 0 waits before the second step.
     let (text, line) = (front.text("a read of an array"), front.text("main.rs:77:5"));
     front.note(
         100,
-        What::Waited {
+        TraceEventKind::Waited {
             since: 60 * MILLI,
             text,
             line,
@@ -229,7 +229,7 @@ fn near(a: f64, b: f64) -> bool {
 
 #[test]
 fn merged_processes_share_a_clock_and_have_reasons() {
-    let run = Run::merge(&two_stages(), Vec::new());
+    let run = TracedRun::merge(&two_stages(), Vec::new());
     assert_eq!(
         (run.problems.len(), run.bound, &*run.title),
         (0, 0.0, "written")
@@ -256,7 +256,7 @@ fn merged_processes_share_a_clock_and_have_reasons() {
     let first = &timeline.rows[1].bars[0];
     assert_eq!(
         (first.kind, first.stage, first.op),
-        (Kind::Forward, Some(1), Some(3))
+        (BarKind::Forward, Some(1), Some(3))
     );
     assert_eq!(
         first.waited_for.as_deref(),
@@ -291,7 +291,7 @@ fn slow_transfer_is_named_as_the_reason() {
     let mut traces = two_stages();
     // The bytes of the first move were ready at once, so the transfer took long.
     for event in &mut traces[0].events {
-        if let What::Piece {
+        if let TraceEventKind::Piece {
             step: PieceStep::Offered | PieceStep::Posted,
             op: 2,
             ..
@@ -300,7 +300,7 @@ fn slow_transfer_is_named_as_the_reason() {
             event.at = 11 * MILLI;
         }
     }
-    let timeline = Run::merge(&traces, Vec::new()).timeline();
+    let timeline = TracedRun::merge(&traces, Vec::new()).timeline();
     let gap = &timeline.rows[1].gaps[0];
     assert_eq!(
         gap.waits_for,
@@ -313,11 +313,11 @@ fn late_thread_is_named_with_its_work() {
     let mut traces = two_stages();
     // The thread of process 0 takes up its weight gradient at once, and begins 5 ms later.
     for event in &mut traces[0].events {
-        if let What::Started { op: 8, .. } = event.what {
+        if let TraceEventKind::Started { op: 8, .. } = event.what {
             event.at += 5 * MILLI;
         }
     }
-    let timeline = Run::merge(&traces, Vec::new()).timeline();
+    let timeline = TracedRun::merge(&traces, Vec::new()).timeline();
     let gap = timeline.rows[0]
         .gaps
         .iter()
@@ -334,11 +334,11 @@ fn no_step_ends_before_the_one_before() {
     let mut traces = two_stages();
     // A kernel of the first step goes on until the second one has ended.
     for event in &mut traces[1].events {
-        if let What::Ended { op: 5, .. } = event.what {
+        if let TraceEventKind::Ended { op: 5, .. } = event.what {
             event.at = 300 * MILLI;
         }
     }
-    let run = Run::merge(&traces, Vec::new());
+    let run = TracedRun::merge(&traces, Vec::new());
     let ends: Vec<f64> = run.steps.iter().map(|step| step.end).collect();
     assert!(ends[0] > 0.2 && near(ends[0], ends[1]), "{ends:?}");
     let said = run.summary();
@@ -351,7 +351,7 @@ fn no_step_ends_before_the_one_before() {
 
 #[test]
 fn work_after_the_last_step_is_no_part_of_it() {
-    let whole = Run::merge(&two_stages(), Vec::new());
+    let whole = TracedRun::merge(&two_stages(), Vec::new());
     let mut traces = two_stages();
     // An evaluation after the steps: a forward pass of each stage, far longer than a step.
     for (process, stage) in [(0, 0), (1, 1)] {
@@ -369,19 +369,19 @@ fn work_after_the_last_step_is_no_part_of_it() {
         writing.kernel((160, 160, 2160), op, 0);
         traces.insert(process, writing.end());
     }
-    let run = Run::merge(&traces, Vec::new());
+    let run = TracedRun::merge(&traces, Vec::new());
     assert!(near(run.end, 2.164), "{}", run.end);
     let bar = Bar {
-        kind: Kind::Forward,
+        kind: BarKind::Forward,
         stage: Some(0),
         microbatch: Some(0),
         end: 0.5,
         ..Bar::default()
     };
     let plan = Timeline {
-        rows: vec![Row {
+        rows: vec![TimelineRow {
             bars: vec![bar],
-            ..Row::default()
+            ..TimelineRow::default()
         }],
         ..Timeline::default()
     };
@@ -406,7 +406,7 @@ fn work_after_the_last_step_is_no_part_of_it() {
 
 #[test]
 fn costs_are_the_medians_without_the_first_step() {
-    let run = Run::merge(&two_stages(), Vec::new());
+    let run = TracedRun::merge(&two_stages(), Vec::new());
     let costs = run.costs().unwrap();
     assert_eq!((&*costs.unit, costs.stage.len()), ("s", 2));
     let (front, back) = (costs.stage[0], costs.stage[1]);
@@ -455,17 +455,17 @@ fn bars_get_their_planned_times() {
         ..Bar::default()
     };
     let bars = vec![
-        bar(Kind::Forward, 0, 0.0, 1.0),
-        bar(Kind::Backward, 0, 3.0, 3.016),
+        bar(BarKind::Forward, 0, 0.0, 1.0),
+        bar(BarKind::Backward, 0, 3.0, 3.016),
     ];
     let plan = Timeline {
-        rows: vec![Row {
+        rows: vec![TimelineRow {
             bars,
-            ..Row::default()
+            ..TimelineRow::default()
         }],
         ..Timeline::default()
     };
-    let timeline = Run::merge(&two_stages(), Vec::new()).timeline_beside(&plan);
+    let timeline = TracedRun::merge(&two_stages(), Vec::new()).timeline_beside(&plan);
     let planned: Vec<_> = timeline.rows[0]
         .bars
         .iter()
@@ -490,7 +490,7 @@ fn bars_get_their_planned_times() {
 
 #[test]
 fn plan_simulates_the_schedule_with_measured_costs() {
-    let mut run = Run::merge(&two_stages(), Vec::new());
+    let mut run = TracedRun::merge(&two_stages(), Vec::new());
     assert!(matches!(run.plan(), Err(NoPlan::NoSchedule)));
     run.schedules
         .push(("two".to_owned(), "0F0,0I0,0W0\n1F0,1I0,1W0".to_owned()));
@@ -518,7 +518,7 @@ fn incomplete_trace_is_reported_and_used() {
     traces[1].dropped = 3;
     // It was killed during a computation.
     traces[1].events.retain(|event| event.at <= 130 * MILLI);
-    let run = Run::merge(
+    let run = TracedRun::merge(
         &traces,
         vec!["the trace of process 2 is missing".to_owned()],
     );
@@ -543,14 +543,14 @@ fn incomplete_trace_is_reported_and_used() {
     ] {
         assert!(summary.contains(text), "{text} is not in {summary}");
     }
-    let alone = Run::merge(&traces[..1], Vec::new());
+    let alone = TracedRun::merge(&traces[..1], Vec::new());
     assert!(!alone.kernels.is_empty());
-    assert!(Run::merge(&[], Vec::new()).timeline().rows.is_empty());
+    assert!(TracedRun::merge(&[], Vec::new()).timeline().rows.is_empty());
 }
 
 #[test]
 fn summary_has_step_times_shares_and_waits() {
-    let summary = Run::merge(&two_stages(), Vec::new()).summary();
+    let summary = TracedRun::merge(&two_stages(), Vec::new()).summary();
     for text in [
         "written: 2 processes, 12 kernels, 4 pieces sent (8.0 KiB)",
         "steps 1 to 2: 100.00 ms each (median), 100.00 ms at most",
@@ -573,13 +573,15 @@ fn beyond_all_bounds() -> Vec<ProcessTrace> {
             (1 << 63, 0, 0),
         ];
         trace.clocks = samples
-            .map(|(at, server, bound)| Clock { at, server, bound })
+            .map(|(at, server, bound)| ClockSample { at, server, bound })
             .to_vec();
         for event in &mut trace.events {
             match &mut event.what {
-                What::Piece { bytes, .. } => *bytes = u64::MAX,
-                What::Started { device, .. } | What::Ended { device, .. } => *device = u32::MAX,
-                What::StepEnd { op, .. } => *op = u64::MAX,
+                TraceEventKind::Piece { bytes, .. } => *bytes = u64::MAX,
+                TraceEventKind::Started { device, .. } | TraceEventKind::Ended { device, .. } => {
+                    *device = u32::MAX
+                }
+                TraceEventKind::StepEnd { op, .. } => *op = u64::MAX,
                 _ => {}
             }
         }
@@ -590,19 +592,19 @@ fn beyond_all_bounds() -> Vec<ProcessTrace> {
 #[test]
 fn extreme_times_and_sizes_do_not_overflow() {
     let mut traces = beyond_all_bounds();
-    let run = Run::merge(&traces, Vec::new());
+    let run = TracedRun::merge(&traces, Vec::new());
     assert!(run.summary().contains("pieces sent"));
     assert_eq!(
         run.costs(),
         Err(CostsError::NoPasses),
         "no operation lies in a step"
     );
-    let is_end = |event: &Event| matches!(event.what, What::StepEnd { .. });
+    let is_end = |event: &TraceEvent| matches!(event.what, TraceEventKind::StepEnd { .. });
     traces
         .iter_mut()
         .for_each(|trace| trace.events.retain(|event| !is_end(event)));
     assert_eq!(
-        Run::merge(&traces, Vec::new()).costs().unwrap().stage[0].output_bytes,
+        TracedRun::merge(&traces, Vec::new()).costs().unwrap().stage[0].output_bytes,
         u64::MAX
     );
     assert!(run.kernels.iter().any(|kernel| kernel.device == u32::MAX));
@@ -612,7 +614,7 @@ fn extreme_times_and_sizes_do_not_overflow() {
 fn file_of(trace: &ProcessTrace) -> Vec<u8> {
     let mut bytes = file::beginning(&trace.about).unwrap();
     for (number, text) in (0..).zip(&trace.texts) {
-        file::Chunk::Text {
+        file::TraceChunk::Text {
             number,
             text: text.clone(),
         }
@@ -622,15 +624,15 @@ fn file_of(trace: &ProcessTrace) -> Vec<u8> {
     trace
         .clocks
         .iter()
-        .for_each(|clock| file::Chunk::Clock(*clock).write(&mut bytes));
+        .for_each(|clock| file::TraceChunk::Clock(*clock).write(&mut bytes));
     for (name, rows) in trace.schedules.iter().cloned() {
-        file::Chunk::Schedule { name, rows }.write(&mut bytes);
+        file::TraceChunk::Schedule { name, rows }.write(&mut bytes);
     }
-    file::Chunk::Dropped {
+    file::TraceChunk::Dropped {
         events: trace.dropped,
     }
     .write(&mut bytes);
-    file::Chunk::End.write(&mut bytes);
+    file::TraceChunk::End.write(&mut bytes);
     bytes
 }
 
@@ -641,7 +643,7 @@ fn fuzz_trace_files() {
         trace.about.clock = clock.to_owned();
         let samples = [(0, 7, 3), (1 << 40, 7 + (1 << 40), 9)];
         trace.clocks = samples
-            .map(|(at, server, bound)| Clock { at, server, bound })
+            .map(|(at, server, bound)| ClockSample { at, server, bound })
             .to_vec();
         trace.schedules = vec![("written".to_owned(), "0F0,0B0\n1F0,1B0".to_owned())];
     }
@@ -656,7 +658,7 @@ fn fuzz_trace_files() {
         let Ok(trace) = ProcessTrace::of_bytes(bytes) else {
             return;
         };
-        let run = Run::merge(&[trace, known.clone()], Vec::new());
+        let run = TracedRun::merge(&[trace, known.clone()], Vec::new());
         match bytes.len() % 3 {
             0 => drop(run.timeline_with_plan()),
             1 => drop((run.summary(), run.costs().map(|costs| costs.to_toml()))),

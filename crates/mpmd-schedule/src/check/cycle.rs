@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use super::channel::Channel;
-use super::engine::Engine;
+use super::engine::FlowEngine;
 use super::lists::{NONE, Queues};
 use super::names::Names;
 use crate::flow::Flow;
@@ -18,7 +18,7 @@ pub struct Deadlock {
     ///
     /// Of the cycles through the first unfinished item of a lane or queue, it is a shortest one.
     /// Later items of the lane or queue wait for its first one.
-    pub cycle: Vec<Wait>,
+    pub cycle: Vec<CycleWait>,
     /// Transfers that can never happen, because an end is missing.
     pub missing: Vec<Missing>,
     /// (number of unfinished nodes, number of unfinished transfers)
@@ -27,7 +27,7 @@ pub struct Deadlock {
 
 /// An item of a cycle, which waits for the next item.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct Wait {
+pub struct CycleWait {
     /// The waiting operation.
     pub item: Item,
     /// The process of the operation.
@@ -73,10 +73,19 @@ pub struct Missing {
     pub transfer: u32,
     /// The tag of the transfer in the flow.
     pub tag: u32,
-    /// (sending process, true if it posts a send)
-    pub from: (u32, bool),
-    /// (receiving process, true if it posts a receive)
-    pub to: (u32, bool),
+    /// The end of the sender.
+    pub from: TransferEnd,
+    /// The end of the receiver.
+    pub to: TransferEnd,
+}
+
+/// One end of a transfer.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct TransferEnd {
+    /// The process that sends or receives.
+    pub process: u32,
+    /// True if the process posts the send or receive.
+    pub is_posted: bool,
 }
 
 impl Deadlock {
@@ -99,7 +108,7 @@ impl Deadlock {
     }
 }
 
-impl Wait {
+impl CycleWait {
     /// Describes the operation and its process in words.
     pub fn text(&self, names: &dyn Names) -> String {
         let process = names.process(self.process);
@@ -115,8 +124,9 @@ impl Missing {
     /// Describes in words the end that is missing.
     pub fn line(&self, names: &dyn Names) -> String {
         let transfer = names.transfer(self.tag);
-        let (from, to) = (names.process(self.from.0), names.process(self.to.0));
-        match (self.from.1, self.to.1) {
+        let from = names.process(self.from.process);
+        let to = names.process(self.to.process);
+        match (self.from.is_posted, self.to.is_posted) {
             (true, _) => format!("{from} sends {transfer}, which {to} never receives"),
             (false, true) => format!("{to} receives {transfer}, which {from} never sends"),
             (false, false) => {
@@ -127,20 +137,25 @@ impl Missing {
 }
 
 /// Returns the transfers with a missing end.
-pub(super) fn missing(engine: &Engine) -> Vec<Missing> {
+pub(super) fn missing(engine: &FlowEngine) -> Vec<Missing> {
     let transfers = engine.flow.transfers.iter().zip(0..);
     let lacking = transfers.filter_map(|(transfer, number)| {
-        let (send, receive) = (
-            engine.is_posted(number * 2),
-            engine.is_posted(number * 2 + 1),
-        );
+        let send = engine.is_posted(number * 2);
+        let receive = engine.is_posted(number * 2 + 1);
         (!(send && receive)).then_some(Missing {
             transfer: number,
             tag: transfer.tag,
-            from: (transfer.from, send),
-            to: (transfer.to, receive),
+            from: TransferEnd {
+                process: transfer.from,
+                is_posted: send,
+            },
+            to: TransferEnd {
+                process: transfer.to,
+                is_posted: receive,
+            },
         })
     });
+
     lacking.collect()
 }
 
@@ -152,15 +167,22 @@ const SEARCH: usize = 50_000_000;
 ///
 /// Each front of a lane or queue waits for an item, which is at a front or behind one. So a path
 /// leads from every front to a front again, and some cycle passes through a front.
-pub(super) fn shortest(engine: &Engine) -> Vec<Wait> {
-    let graph = Graph::new(engine);
+pub(super) fn shortest(engine: &FlowEngine) -> Vec<CycleWait> {
+    let graph = WaitGraph::new(engine);
     let count = engine.flow.nodes.len() + engine.flow.transfers.len() * 2;
     // The last search that saw each item; `from` is the item before it.
     let mut seen = vec![NONE; count];
-    let mut from: Vec<(u32, Why)> = vec![(NONE, Why::Need); count];
-    let mut best: Vec<(u32, Why)> = Vec::new();
+    let mut from = vec![
+        WaitEdge {
+            item: NONE,
+            why: Why::Need
+        };
+        count
+    ];
+    let mut best: Vec<WaitEdge> = Vec::new();
     let mut steps = 0;
     let mut edges = Vec::new();
+
     for (search, start) in graph.fronts().into_iter().enumerate() {
         if steps > SEARCH && !best.is_empty() {
             break;
@@ -171,15 +193,16 @@ pub(super) fn shortest(engine: &Engine) -> Vec<Wait> {
             if !best.is_empty() && depth >= best.len() {
                 break;
             }
+
             edges.clear();
             graph.edges(item, &mut edges);
-            for &(to, why) in &edges {
+            for &WaitEdge { item: to, why } in &edges {
                 steps += 1;
                 if to == start {
                     best.clear();
-                    best.push((item, why));
-                    while best.last().is_some_and(|(item, _)| *item != start) {
-                        let last = best[best.len() - 1].0;
+                    best.push(WaitEdge { item, why });
+                    while best.last().is_some_and(|wait| wait.item != start) {
+                        let last = best[best.len() - 1].item;
                         best.push(from[last as usize]);
                     }
                     best.reverse();
@@ -187,20 +210,34 @@ pub(super) fn shortest(engine: &Engine) -> Vec<Wait> {
                 }
                 if seen[to as usize] != search as u32 {
                     seen[to as usize] = search as u32;
-                    from[to as usize] = (item, why);
+                    from[to as usize] = WaitEdge { item, why };
                     queue.push_back((to, depth + 1));
                 }
             }
         }
     }
+
     best.into_iter()
-        .map(|(item, why)| graph.wait(item, why))
+        .map(|wait| graph.wait(wait.item, wait.why))
         .collect()
 }
 
+/// One item of a wait, and the reason of the wait: an item that is waited for, or one that waits.
+#[derive(Clone, Copy)]
+struct WaitEdge {
+    item: u32,
+    why: Why,
+}
+
+impl WaitEdge {
+    fn new(item: u32, why: Why) -> Self {
+        Self { item, why }
+    }
+}
+
 /// The graph of waits. Items have numbers: nodes first, then ends of transfers.
-struct Graph<'e, 'f> {
-    engine: &'e Engine<'f>,
+struct WaitGraph<'e, 'f> {
+    engine: &'e FlowEngine<'f>,
     nodes: u32,
     /// Number of the first unfinished item of each lane, or `NONE`.
     lane_front: Vec<u32>,
@@ -208,8 +245,8 @@ struct Graph<'e, 'f> {
     queue_front: Vec<u32>,
 }
 
-impl<'e, 'f> Graph<'e, 'f> {
-    fn new(engine: &'e Engine<'f>) -> Self {
+impl<'e, 'f> WaitGraph<'e, 'f> {
+    fn new(engine: &'e FlowEngine<'f>) -> Self {
         let mut lane_front = vec![NONE; engine.flow.lanes.len()];
         for (number, node) in engine.flow.nodes.iter().enumerate() {
             let front = &mut lane_front[node.lane as usize];
@@ -217,6 +254,7 @@ impl<'e, 'f> Graph<'e, 'f> {
                 *front = number as u32;
             }
         }
+
         let queues = engine.queues.as_ref();
         let first = |queue: u32| {
             let ends = queues.map_or(&[][..], |queues| queues.ends(queue));
@@ -225,6 +263,7 @@ impl<'e, 'f> Graph<'e, 'f> {
                 .find(|end| !engine.is_sent(*end / 2))
                 .unwrap_or(NONE)
         };
+
         let queue_front = (0..queues.map_or(0, Queues::len)).map(first).collect();
         Self {
             engine,
@@ -244,61 +283,70 @@ impl<'e, 'f> Graph<'e, 'f> {
     }
 
     /// Adds to `edges` the (item, reason) pairs that an unfinished item waits for.
-    fn edges(&self, item: u32, edges: &mut Vec<(u32, Why)>) {
-        let (engine, flow): (_, &Flow) = (self.engine, self.engine.flow);
+    fn edges(&self, item: u32, edges: &mut Vec<WaitEdge>) {
+        let engine = self.engine;
+        let flow: &Flow = self.engine.flow;
         let end = |transfer: u32, receive: u32| self.nodes + transfer * 2 + receive;
         if item < self.nodes {
             let takes = flow
                 .takes_of(item)
                 .iter()
                 .filter(|taken| !engine.is_sent(**taken));
-            edges.extend(takes.map(|taken| (end(*taken, 1), Why::Take)));
+            edges.extend(takes.map(|taken| WaitEdge::new(end(*taken, 1), Why::Take)));
+
             let needs = flow
                 .needs_of(item)
                 .iter()
                 .filter(|need| !engine.ended[**need as usize]);
-            edges.extend(needs.map(|need| (*need, Why::Need)));
+            edges.extend(needs.map(|need| WaitEdge::new(*need, Why::Need)));
+
             let front = self.lane_front[flow.nodes[item as usize].lane as usize];
             if front != item {
-                edges.push((front, Why::Lane));
+                edges.push(WaitEdge::new(front, Why::Lane));
             }
             return;
         }
-        let (transfer, is_receive) = ((item - self.nodes) / 2, (item - self.nodes) % 2 == 1);
+
+        let transfer = (item - self.nodes) / 2;
+        let is_receive = (item - self.nodes) % 2 == 1;
         if !engine.is_at_front(item - self.nodes) {
             let queues = engine.queues.as_ref();
             let queue = queues.and_then(|queues| queues.queue_of(item - self.nodes));
             let front = queue.map_or(NONE, |queue| self.queue_front[queue as usize]);
             if front != NONE {
-                edges.push((self.nodes + front, Why::Queue));
+                edges.push(WaitEdge::new(self.nodes + front, Why::Queue));
             }
         } else if is_receive {
-            edges.push((end(transfer, 0), Why::Peer));
+            edges.push(WaitEdge::new(end(transfer, 0), Why::Peer));
         } else if !engine.is_made(transfer) {
-            edges.push((flow.transfers[transfer as usize].after, Why::Make));
+            edges.push(WaitEdge::new(
+                flow.transfers[transfer as usize].after,
+                Why::Make,
+            ));
         } else {
-            edges.push((end(transfer, 1), Why::Peer));
+            edges.push(WaitEdge::new(end(transfer, 1), Why::Peer));
         }
     }
 
-    fn wait(&self, item: u32, why: Why) -> Wait {
+    fn wait(&self, item: u32, why: Why) -> CycleWait {
         let flow = self.engine.flow;
         if item < self.nodes {
             let tag = flow.nodes[item as usize].tag;
-            return Wait {
+            return CycleWait {
                 item: Item::Node(item),
                 process: flow.process_of(item),
                 tag,
                 why,
             };
         }
+
         let number = (item - self.nodes) / 2;
         let transfer = flow.transfers[number as usize];
         let (item, process) = match (item - self.nodes) % 2 {
             0 => (Item::Send(number), transfer.from),
             _ => (Item::Receive(number), transfer.to),
         };
-        Wait {
+        CycleWait {
             item,
             process,
             tag: transfer.tag,

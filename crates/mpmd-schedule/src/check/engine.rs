@@ -13,10 +13,10 @@
 //! events of the same time.
 
 use super::channel::Channel;
-use super::lists::{Lists, NONE, Queues};
+use super::lists::{IndexLists, NONE, Queues};
 use crate::flow::{Flow, Post};
 
-/// Bits of [`Engine::state`].
+/// Bits of [`FlowEngine::state`].
 const SEND_POSTED: u8 = 1;
 const RECEIVE_POSTED: u8 = 2;
 /// Bits for ends at the front of their queues.
@@ -29,7 +29,7 @@ const SENT: u8 = 64;
 
 /// A node or transfer that can begin, with its number.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Begin {
+pub(crate) enum ReadyItem {
     Node(u32),
     Transfer(u32),
 }
@@ -37,7 +37,7 @@ pub(crate) enum Begin {
 /// The state of an execution. The send of a transfer has twice the transfer's number, the receive
 /// one more.
 #[derive(Debug)]
-pub(crate) struct Engine<'a> {
+pub(crate) struct FlowEngine<'a> {
     pub(super) flow: &'a Flow,
     /// The number of events that each node still waits for.
     waits: Vec<u32>,
@@ -46,16 +46,16 @@ pub(crate) struct Engine<'a> {
     after: Vec<u32>,
     /// For each node, the nodes that need it. The next lists are the nodes that take each transfer,
     /// and the transfers that each node computes.
-    needed_by: Lists,
-    taken_by: Lists,
-    makes: Lists,
+    needed_by: IndexLists,
+    taken_by: IndexLists,
+    makes: IndexLists,
     state: Vec<u8>,
     /// Queues of ends; `None` if all ends are at the front at once.
     pub(super) queues: Option<Queues>,
     /// Ends that have come to the front of their queues and are not processed yet.
     fresh: Vec<u32>,
     /// Items that can begin. The caller removes and runs them.
-    pub(crate) begins: Vec<Begin>,
+    pub(crate) begins: Vec<ReadyItem>,
     /// The causes of all starts; `None` in the check. Only for the simulation.
     pub(crate) causes: Option<Causes>,
     pub(crate) nodes_left: usize,
@@ -74,14 +74,16 @@ pub(crate) struct Causes {
     now: u32,
 }
 
-impl<'a> Engine<'a> {
+impl<'a> FlowEngine<'a> {
     /// Creates the initial state, with all items that can begin in `begins`.
     ///
     /// # Panics
     ///
     /// If numbers in the flow are out of range, or an end of a transfer is posted twice.
     pub(crate) fn new(flow: &'a Flow, channel: Channel, with_causes: bool) -> Self {
-        let (nodes, transfers) = (flow.nodes.len(), flow.transfers.len());
+        let nodes = flow.nodes.len();
+        let transfers = flow.transfers.len();
+
         let mut last = vec![NONE; flow.lanes.len()];
         let mut after = vec![NONE; nodes];
         let mut waits = vec![0; nodes];
@@ -92,6 +94,7 @@ impl<'a> Engine<'a> {
                 after[before as usize] = number as u32;
             }
         }
+
         let all = || 0..nodes as u32;
         let needs =
             all().flat_map(|node| flow.needs_of(node).iter().map(move |need| (*need, node)));
@@ -102,19 +105,21 @@ impl<'a> Engine<'a> {
             .iter()
             .zip(0..)
             .filter(|(transfer, _)| transfer.after != NONE);
+
         let causes = with_causes.then(|| Causes {
             node: vec![NONE; nodes],
             transfer: vec![NONE; transfers],
             now: NONE,
         });
+
         let mut engine = Self {
             flow,
             waits,
             ended: vec![false; nodes],
             after,
-            needed_by: Lists::new(nodes, needs),
-            taken_by: Lists::new(transfers, takes),
-            makes: Lists::new(
+            needed_by: IndexLists::new(nodes, needs),
+            taken_by: IndexLists::new(transfers, takes),
+            makes: IndexLists::new(
                 nodes,
                 made.map(|(transfer, number)| (transfer.after, number)),
             ),
@@ -126,6 +131,7 @@ impl<'a> Engine<'a> {
             nodes_left: nodes,
             transfers_left: transfers,
         };
+
         engine.start();
         engine
     }
@@ -144,9 +150,11 @@ impl<'a> Engine<'a> {
             );
             *state |= bit;
         }
+
         for (transfer, state) in flow.transfers.iter().zip(&mut self.state) {
             *state |= if transfer.after == NONE { MADE } else { 0 };
         }
+
         match &mut self.queues {
             Some(queues) => {
                 for queue in 0..queues.len() {
@@ -157,9 +165,10 @@ impl<'a> Engine<'a> {
                 .fresh
                 .extend(flow.posts.iter().flatten().map(|post| end_of(*post))),
         }
+
         for node in 0..self.waits.len() {
             if self.waits[node] == 0 {
-                self.begins.push(Begin::Node(node as u32));
+                self.begins.push(ReadyItem::Node(node as u32));
             }
         }
         self.settle();
@@ -172,13 +181,16 @@ impl<'a> Engine<'a> {
         if let Some(causes) = &mut self.causes {
             causes.now = node;
         }
+
         let after = self.after[node as usize];
         if after != NONE {
             self.has(after, node);
         }
+
         for at in self.needed_by.range(node) {
             self.has(self.needed_by.items[at], node);
         }
+
         for at in self.makes.range(node) {
             let transfer = self.makes.items[at];
             self.state[transfer as usize] |= MADE;
@@ -192,6 +204,7 @@ impl<'a> Engine<'a> {
         if let Some(causes) = &mut self.causes {
             causes.now = self.flow.nodes.len() as u32 + transfer;
         }
+
         self.state[transfer as usize] |= SENT;
         self.transfers_left -= 1;
         if let Some(queues) = &mut self.queues {
@@ -202,6 +215,7 @@ impl<'a> Engine<'a> {
                     .filter_map(|queue| queues.advance(queue)),
             );
         }
+
         let cause = self.flow.nodes.len() as u32 + transfer;
         for at in self.taken_by.range(transfer) {
             self.has(self.taken_by.items[at], cause);
@@ -218,7 +232,7 @@ impl<'a> Engine<'a> {
             if let Some(causes) = &mut self.causes {
                 causes.node[node as usize] = cause;
             }
-            self.begins.push(Begin::Node(node));
+            self.begins.push(ReadyItem::Node(node));
         }
     }
 
@@ -230,7 +244,7 @@ impl<'a> Engine<'a> {
             if let Some(causes) = &mut self.causes {
                 causes.transfer[transfer as usize] = causes.now;
             }
-            self.begins.push(Begin::Transfer(transfer));
+            self.begins.push(ReadyItem::Transfer(transfer));
         }
     }
 
@@ -297,6 +311,7 @@ fn queues(flow: &Flow, channel: Channel) -> Option<Queues> {
     if channel == Channel::Tags {
         return None;
     }
+
     // Within a process: one queue for all, one for each peer, or two for each peer.
     let key = |post: Post| match (channel, post) {
         (Channel::PerPair, _) => peer_of(flow, post) * 2,
@@ -304,9 +319,13 @@ fn queues(flow: &Flow, channel: Channel) -> Option<Queues> {
         (Channel::PerDirection, Post::Receive(_)) => peer_of(flow, post) * 2 + 1,
         _ => 0,
     };
-    let (keys, count) = numbered(flow, key);
+
+    let QueueNumbers {
+        of_processes,
+        count,
+    } = number_queues(flow, key);
     let ends = all_posts(flow).map(|(process, post)| {
-        let (first, keys) = &keys[process];
+        let ProcessQueues { first, keys } = &of_processes[process];
         (
             first + keys.partition_point(|known| *known < key(post)) as u32,
             end_of(post),
@@ -322,20 +341,38 @@ fn all_posts(flow: &Flow) -> impl Iterator<Item = (usize, Post)> + Clone {
         .flat_map(|(process, posts)| posts.iter().map(move |post| (process, *post)))
 }
 
-/// Numbers the distinct keys of all posts. Returns (keys, total).
-/// `keys` has for each process (number of its first key, its sorted keys).
-fn numbered(flow: &Flow, key: impl Fn(Post) -> u32) -> (Vec<(u32, Vec<u32>)>, u32) {
-    let mut first = 0;
-    let of_process = |posts: &Vec<Post>| {
+/// The queues of all processes, numbered in the order of processes and keys.
+struct QueueNumbers {
+    of_processes: Vec<ProcessQueues>,
+    count: u32,
+}
+
+/// The queues of one process.
+struct ProcessQueues {
+    /// Number of the first queue.
+    first: u32,
+    /// The keys of the queues, ascending.
+    keys: Vec<u32>,
+}
+
+/// Numbers the distinct keys of all posts.
+fn number_queues(flow: &Flow, key: impl Fn(Post) -> u32) -> QueueNumbers {
+    let mut count = 0;
+    let mut of_processes = Vec::with_capacity(flow.posts.len());
+    for posts in &flow.posts {
         let mut keys: Vec<u32> = Vec::new();
         for key in posts.iter().map(|post| key(*post)) {
             if let Err(place) = keys.binary_search(&key) {
                 keys.insert(place, key);
             }
         }
-        first += keys.len() as u32;
-        (first - keys.len() as u32, keys)
-    };
-    let keys = flow.posts.iter().map(of_process).collect();
-    (keys, first)
+
+        let first = count;
+        count += keys.len() as u32;
+        of_processes.push(ProcessQueues { first, keys });
+    }
+    QueueNumbers {
+        of_processes,
+        count,
+    }
 }

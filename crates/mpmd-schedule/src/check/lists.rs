@@ -5,12 +5,12 @@ pub(super) const NONE: u32 = u32::MAX;
 
 /// A list of numbers for each index.
 #[derive(Debug)]
-pub(super) struct Lists {
+pub(super) struct IndexLists {
     bounds: Vec<u32>,
     pub(super) items: Vec<u32>,
 }
 
-impl Lists {
+impl IndexLists {
     /// Creates `count` lists. `pairs` yields (list, item).
     pub(super) fn new(count: usize, pairs: impl Iterator<Item = (u32, u32)> + Clone) -> Self {
         let mut bounds = vec![0; count + 1];
@@ -20,6 +20,7 @@ impl Lists {
         for at in 0..count {
             bounds[at + 1] += bounds[at];
         }
+
         let mut next = bounds.clone();
         let mut items = vec![0; bounds[count] as usize];
         for (of, item) in pairs {
@@ -38,7 +39,7 @@ impl Lists {
 /// Queues of ends. Only the first unfinished end of each is at the front.
 #[derive(Debug)]
 pub(super) struct Queues {
-    lists: Lists,
+    lists: IndexLists,
     /// The queue of each end; `NONE` for an end that is not posted.
     queue_of: Vec<u32>,
     /// For each queue, the number of ends that have come to its front.
@@ -56,7 +57,7 @@ impl Queues {
         pairs
             .clone()
             .for_each(|(queue, end)| queue_of[end as usize] = queue);
-        let lists = Lists::new(count as usize, pairs);
+        let lists = IndexLists::new(count as usize, pairs);
         Self {
             lists,
             queue_of,

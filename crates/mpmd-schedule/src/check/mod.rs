@@ -17,12 +17,14 @@ mod tests;
 
 pub use budget::Budget;
 pub use channel::{Channel, NoChannel};
-pub use cycle::{Deadlock, Item, Missing, Wait, Why};
-pub(super) use engine::{Begin, Causes, Engine};
+pub use cycle::{CycleWait, Deadlock, Item, Missing, TransferEnd, Why};
+pub(super) use engine::{Causes, FlowEngine, ReadyItem};
 pub use names::Names;
 pub use peak::RankPeak;
-pub(super) use peak::{Ledger, Unit};
-pub use report::{Limits, Link, Problem, Report, check_lowered, check_schedule};
+pub(super) use peak::{MemoryLedger, Unit};
+pub use report::{
+    CheckLimits, LinkTraffic, Problem, ScheduleReport, check_lowered, check_schedule,
+};
 
 use super::flow::Flow;
 
@@ -51,11 +53,11 @@ pub struct Proof {
 ///
 /// If numbers in the flow are out of range, or an end of a transfer is posted twice.
 pub fn check(flow: &Flow, channel: Channel) -> Result<Proof, Deadlock> {
-    let mut engine = Engine::new(flow, channel, false);
+    let mut engine = FlowEngine::new(flow, channel, false);
     while let Some(begin) = engine.begins.pop() {
         match begin {
-            Begin::Node(node) => engine.end_node(node),
-            Begin::Transfer(transfer) => engine.end_transfer(transfer),
+            ReadyItem::Node(node) => engine.end_node(node),
+            ReadyItem::Transfer(transfer) => engine.end_transfer(transfer),
         }
     }
     verdict(&engine, channel)
@@ -63,9 +65,10 @@ pub fn check(flow: &Flow, channel: Channel) -> Result<Proof, Deadlock> {
 
 /// Returns the proof if all nodes and transfers are done, else the deadlock. Nothing more can begin
 /// in `engine`.
-pub(super) fn verdict(engine: &Engine, channel: Channel) -> Result<Proof, Deadlock> {
+pub(super) fn verdict(engine: &FlowEngine, channel: Channel) -> Result<Proof, Deadlock> {
     let undone = (engine.nodes_left, engine.transfers_left);
     let missing = cycle::missing(engine);
+
     if !missing.is_empty() {
         return Err(Deadlock {
             channel,
@@ -74,6 +77,7 @@ pub(super) fn verdict(engine: &Engine, channel: Channel) -> Result<Proof, Deadlo
             undone,
         });
     }
+
     if undone != (0, 0) {
         return Err(Deadlock {
             channel,
@@ -82,6 +86,7 @@ pub(super) fn verdict(engine: &Engine, channel: Channel) -> Result<Proof, Deadlo
             undone,
         });
     }
+
     Ok(Proof {
         channel,
         nodes: engine.flow.nodes.len(),

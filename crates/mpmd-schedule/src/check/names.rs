@@ -1,7 +1,7 @@
 //! Names for the tags and processes of a flow.
 
 use crate::flow::StepNames;
-use crate::timeline::{Bar, Kind};
+use crate::timeline::{Bar, BarKind};
 use crate::{ActionKind, StepKind};
 
 /// Names for tags and processes: steps of a schedule, or operations and lines of a program.
@@ -34,7 +34,7 @@ pub trait Names {
     /// Returns the bar of a transfer in a timeline, without times and bytes.
     fn moved(&self, tag: u32) -> Bar {
         Bar {
-            kind: Kind::Move,
+            kind: BarKind::Move,
             name: self.transfer(tag),
             ..Bar::default()
         }
@@ -64,13 +64,15 @@ impl Names for StepNames {
     fn bar(&self, tag: u32) -> Bar {
         let step = self.step(tag);
         let kind = match step.kind {
-            StepKind::Compute(ActionKind::Forward) => Kind::Forward,
-            StepKind::Compute(ActionKind::BackwardInput) => Kind::BackwardInput,
-            StepKind::Compute(ActionKind::BackwardWeight) => Kind::BackwardWeight,
-            StepKind::Compute(ActionKind::Backward) => Kind::Backward,
-            _ => Kind::Move,
+            StepKind::Compute(ActionKind::Forward) => BarKind::Forward,
+            StepKind::Compute(ActionKind::BackwardInput) => BarKind::BackwardInput,
+            StepKind::Compute(ActionKind::BackwardWeight) => BarKind::BackwardWeight,
+            StepKind::Compute(ActionKind::Backward) => BarKind::Backward,
+            _ => BarKind::Move,
         };
-        let (stage, microbatch) = (Some(step.stage), Some(step.microbatch));
+
+        let stage = Some(step.stage);
+        let microbatch = Some(step.microbatch);
         Bar {
             kind,
             name: step.to_string(),
@@ -107,7 +109,7 @@ mod tests {
         }
         let bars = [Numbers.bar(3), Numbers.moved(4)];
         assert_eq!(bars.each_ref().map(|bar| bar.name.as_str()), ["n3", "t4"]);
-        assert_eq!(bars.map(|bar| bar.kind == Kind::Move), [false, true]);
+        assert_eq!(bars.map(|bar| bar.kind == BarKind::Move), [false, true]);
         assert_eq!(Numbers.lane(7, 2), "process 2");
         assert!(!Numbers.is_rest(3));
     }

@@ -11,8 +11,31 @@ pub struct RankPeak {
     pub activations: u64,
     /// The largest number of bytes of activations and weight residuals; 0 if the costs have none.
     pub bytes: u64,
-    /// The tags of the nodes that first reach the peaks: (activations, bytes).
-    pub at: (u32, u32),
+    /// The tag of the node that first reaches the peak of activations.
+    pub activations_at: u32,
+    /// The tag of the node that first reaches the peak of bytes.
+    pub bytes_at: u32,
+}
+
+/// The changes of a rank's memory through one node.
+#[derive(Clone, Copy)]
+pub(crate) struct KeptChange {
+    pub(crate) at_start: i64,
+    pub(crate) at_end: i64,
+}
+
+/// The memory that a rank keeps.
+#[derive(Clone, Copy, Default)]
+struct KeptMemory {
+    activations: i64,
+    bytes: i64,
+}
+
+impl KeptMemory {
+    fn change(&mut self, activations: i64, bytes: i64) {
+        self.activations += activations;
+        self.bytes = self.bytes.saturating_add(bytes);
+    }
 }
 
 /// Converts a size in bytes to a signed number; sizes above `i64::MAX` become `i64::MAX`.
@@ -29,13 +52,13 @@ pub(crate) enum Unit {
 
 /// The memory that the nodes of a schedule allocate and free.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Ledger<'a> {
+pub(crate) struct MemoryLedger<'a> {
     names: StepNames,
     costs: Option<&'a Costs>,
     has_backward: bool,
 }
 
-impl<'a> Ledger<'a> {
+impl<'a> MemoryLedger<'a> {
     pub(crate) fn new(flow: &Flow, names: StepNames, costs: Option<&'a Costs>) -> Self {
         let is_backward = |tag| names.step(tag).kind != StepKind::Compute(ActionKind::Forward);
         let has_backward = flow.nodes.iter().any(|node| is_backward(node.tag));
@@ -56,9 +79,8 @@ impl<'a> Ledger<'a> {
         }
     }
 
-    /// Returns (change at the start, change at the end) of a rank's memory through the node with
-    /// this tag.
-    pub(crate) fn change(&self, tag: u32, unit: Unit) -> (i64, i64) {
+    /// Returns the changes of a rank's memory through the node with this tag.
+    pub(crate) fn change(&self, tag: u32, unit: Unit) -> KeptChange {
         let step = self.names.step(tag);
         let stage = self
             .costs
@@ -72,8 +94,9 @@ impl<'a> Ledger<'a> {
                 )
             }),
         };
+
         let is_rest = self.names.is_second_half(tag);
-        match step.kind {
+        let (at_start, at_end) = match step.kind {
             StepKind::Compute(ActionKind::Forward) if self.has_backward => (activation, 0),
             StepKind::Compute(ActionKind::Forward) => (activation, -activation),
             // An activation counts until the weight gradient has ended, but its bytes only until
@@ -86,32 +109,34 @@ impl<'a> Ledger<'a> {
             StepKind::Compute(ActionKind::BackwardWeight) => (0, -residual),
             _ if is_rest => (0, -residual),
             _ => (residual, -activation),
-        }
+        };
+        KeptChange { at_start, at_end }
     }
 
     /// Returns the peak of each lane, indexed by lane.
     pub(crate) fn peaks(&self, flow: &Flow) -> Vec<RankPeak> {
         let mut peaks = vec![RankPeak::default(); flow.lanes.len()];
-        let mut kept = vec![(0i64, 0i64); flow.lanes.len()];
+        let mut kept = vec![KeptMemory::default(); flow.lanes.len()];
         for node in &flow.nodes {
             let lane = node.lane as usize;
-            let (peak, kept) = (&mut peaks[lane], &mut kept[lane]);
-            let (activations, bytes) = (
-                self.change(node.tag, Unit::Activations),
-                self.change(node.tag, Unit::Bytes),
-            );
-            *kept = (kept.0 + activations.0, kept.1.saturating_add(bytes.0));
-            let now = (
-                u64::try_from(kept.0).unwrap_or(0),
-                u64::try_from(kept.1).unwrap_or(0),
-            );
-            if now.0 > peak.activations {
-                (peak.activations, peak.at.0) = (now.0, node.tag);
+            let peak = &mut peaks[lane];
+            let kept = &mut kept[lane];
+            let activations = self.change(node.tag, Unit::Activations);
+            let bytes = self.change(node.tag, Unit::Bytes);
+
+            kept.change(activations.at_start, bytes.at_start);
+            let activations_now = u64::try_from(kept.activations).unwrap_or(0);
+            let bytes_now = u64::try_from(kept.bytes).unwrap_or(0);
+            if activations_now > peak.activations {
+                peak.activations = activations_now;
+                peak.activations_at = node.tag;
             }
-            if now.1 > peak.bytes {
-                (peak.bytes, peak.at.1) = (now.1, node.tag);
+            if bytes_now > peak.bytes {
+                peak.bytes = bytes_now;
+                peak.bytes_at = node.tag;
             }
-            *kept = (kept.0 + activations.1, kept.1.saturating_add(bytes.1));
+
+            kept.change(activations.at_end, bytes.at_end);
         }
         peaks
     }

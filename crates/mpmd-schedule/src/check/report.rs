@@ -1,14 +1,14 @@
 //! Checks a schedule: reports all its faults, its memory and its transfers.
 
-use super::{Budget, Channel, Deadlock, Ledger, Names, Proof, RankPeak, check};
+use super::{Budget, Channel, Deadlock, MemoryLedger, Names, Proof, RankPeak, check};
 use crate::flow::{Flow, FlowError, Leaves, StepNames};
 use crate::lower::{lower, lower_late};
-use crate::schedule::{Fault, Places};
+use crate::schedule::{ActionPlaces, RowPlace, ScheduleFault};
 use crate::{Action, ActionKind, Costs, Lowered, Schedule, ScheduleError};
 
 /// The conditions that a schedule is checked against.
 #[derive(Clone, Copy, Debug)]
-pub struct Limits<'a> {
+pub struct CheckLimits<'a> {
     /// The channel of its transfers.
     pub channel: Channel,
     /// When a result is sent: as soon as it is there, or in the order of the schedule. A runtime
@@ -22,7 +22,7 @@ pub struct Limits<'a> {
 
 /// The result of checking a schedule.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Report {
+pub struct ScheduleReport {
     /// All faults; empty if the schedule is fit to run.
     pub problems: Vec<Problem>,
     /// The proof that the schedule has no deadlock; `None` if it was not proved.
@@ -30,12 +30,12 @@ pub struct Report {
     /// The peak memory of each rank, indexed by rank; empty if the rows are not a schedule.
     pub peaks: Vec<RankPeak>,
     /// The transfers between ranks, sorted by sending and receiving rank.
-    pub links: Vec<Link>,
+    pub links: Vec<LinkTraffic>,
 }
 
 /// The transfers from one rank to another.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct Link {
+pub struct LinkTraffic {
     /// The sending rank.
     pub from: u32,
     /// The receiving rank.
@@ -53,7 +53,7 @@ pub enum Problem {
     /// There are no actions at all.
     Empty,
     /// Actions are missing, or are not where they belong.
-    Fault(Fault),
+    Fault(ScheduleFault),
     /// Explicit transfers do not match the actions.
     Moves(FlowError),
     /// The schedule deadlocks.
@@ -108,8 +108,8 @@ impl Problem {
 
 /// Checks a schedule over a channel and against a budget. Its actions are known to be complete and
 /// in order.
-pub fn check_schedule(schedule: &Schedule, limits: Limits) -> Report {
-    let mut report = Report::default();
+pub fn check_schedule(schedule: &Schedule, limits: CheckLimits) -> ScheduleReport {
+    let mut report = ScheduleReport::default();
     match lower(schedule) {
         Ok(rows) => report.prove(&rows, limits),
         // The halves of an overlapped pair may wait for each other; one after the other they
@@ -121,20 +121,22 @@ pub fn check_schedule(schedule: &Schedule, limits: Limits) -> Report {
 
 /// Checks rows that may not be a valid schedule; faults are listed in the report. If the rows have
 /// no transfers, those of [`lower`] are added.
-pub fn check_lowered(rows: &Lowered, limits: Limits) -> Report {
+pub fn check_lowered(rows: &Lowered, limits: CheckLimits) -> ScheduleReport {
     let (actions, pairs) = rows.actions();
-    let mut report = Report::default();
+    let mut report = ScheduleReport::default();
     if actions.iter().all(Vec::is_empty) {
         report.problems.push(Problem::Empty);
         return report;
     }
-    let places = match Places::new(&actions) {
+
+    let places = match ActionPlaces::new(&actions) {
         Ok(places) => places,
         Err(fault) => {
             report.problems.push(Problem::Fault(fault));
             return report;
         }
     };
+
     let faults = places.faults(&actions);
     if !faults.is_empty() {
         let more = faults.len().saturating_sub(NAMED);
@@ -147,10 +149,12 @@ pub fn check_lowered(rows: &Lowered, limits: Limits) -> Report {
         report.circle(&actions, &places);
         return report;
     }
+
     if rows.has_moves() {
         report.prove(rows, limits);
         return report;
     }
+
     match Schedule::with_overlaps("", actions, pairs) {
         Ok(schedule) => check_schedule(&schedule, limits),
         Err(error) => {
@@ -166,7 +170,7 @@ pub fn check_lowered(rows: &Lowered, limits: Limits) -> Report {
 /// The limit for the number of missing or misplaced actions that a report lists.
 const NAMED: usize = 100;
 
-impl Report {
+impl ScheduleReport {
     /// Returns true if there are no faults and the schedule has a proof.
     pub fn is_fit(&self) -> bool {
         self.problems.is_empty() && self.proof.is_some()
@@ -174,23 +178,30 @@ impl Report {
 
     /// Adds a problem if ranks wait for each other over any channel. If an action appears twice,
     /// the first one counts. A missing action is not waited for.
-    fn circle(&mut self, rows: &[Vec<Action>], places: &Places) {
+    fn circle(&mut self, rows: &[Vec<Action>], places: &ActionPlaces) {
         let first = |(rank, row): (usize, &Vec<Action>)| {
             let row = row.iter().enumerate();
-            row.filter(|(place, action)| places.of(**action) == Some((rank, *place)))
-                .map(|(_, action)| *action)
-                .filter(|action| {
-                    // If a `B` has its parts beside it, only the `B` counts.
-                    let both = Action {
-                        kind: ActionKind::Backward,
-                        ..*action
-                    };
-                    matches!(action.kind, ActionKind::Forward | ActionKind::Backward)
-                        || places.of(both).is_none()
-                })
-                .collect()
+            row.filter(|(place, action)| {
+                places.of(**action)
+                    == Some(RowPlace {
+                        rank,
+                        place: *place,
+                    })
+            })
+            .map(|(_, action)| *action)
+            .filter(|action| {
+                // If a `B` has its parts beside it, only the `B` counts.
+                let both = Action {
+                    kind: ActionKind::Backward,
+                    ..*action
+                };
+                matches!(action.kind, ActionKind::Forward | ActionKind::Backward)
+                    || places.of(both).is_none()
+            })
+            .collect()
         };
         let rows: Vec<Vec<Action>> = rows.iter().enumerate().map(first).collect();
+
         if let Ok(flow) = Flow::of_lowered(&lower_late(&rows).into(), Leaves::AtOnce)
             && let Err(deadlock) = check(&flow, Channel::Tags)
             && !deadlock.cycle.is_empty()
@@ -199,15 +210,17 @@ impl Report {
         }
     }
 
-    fn prove(&mut self, rows: &Lowered, limits: Limits) {
+    fn prove(&mut self, rows: &Lowered, limits: CheckLimits) {
         let mut flow = match Flow::of_lowered(rows, Leaves::AtOnce) {
             Ok(flow) => flow,
             Err(error) => return self.problems.push(Problem::Moves(error)),
         };
+
         let names = StepNames::of_lowered(&rows.steps);
         if let Some(costs) = limits.costs {
             names.weigh(&mut flow, costs);
         }
+
         let proof = match limits.leaves {
             Leaves::AtOnce => check(&flow, limits.channel),
             leaves => match Flow::of_lowered(rows, leaves) {
@@ -219,13 +232,15 @@ impl Report {
             Ok(proof) => self.proof = Some(proof),
             Err(deadlock) => self.problems.push(Problem::Deadlock(deadlock)),
         }
-        let ledger = Ledger::new(&flow, names, limits.costs);
+
+        let ledger = MemoryLedger::new(&flow, names, limits.costs);
         self.peaks = ledger.peaks(&flow);
         self.links = links(&flow);
+
         for (rank, peak) in self.peaks.iter().enumerate() {
             let (most, kept, tag) = match limits.budget {
-                Some(Budget::Activations(most)) => (most, peak.activations, peak.at.0),
-                Some(Budget::Bytes(most)) => (most, peak.bytes, peak.at.1),
+                Some(Budget::Activations(most)) => (most, peak.activations, peak.activations_at),
+                Some(Budget::Bytes(most)) => (most, peak.bytes, peak.bytes_at),
                 None => continue,
             };
             if let (true, Some(at), Some(budget)) =
@@ -243,14 +258,15 @@ impl Report {
 }
 
 /// Returns the transfers of each pair of processes, sorted by sender and receiver.
-fn links(flow: &Flow) -> Vec<Link> {
+fn links(flow: &Flow) -> Vec<LinkTraffic> {
     let mut pairs: Vec<(u32, u32, u64)> = flow
         .transfers
         .iter()
         .map(|transfer| (transfer.from, transfer.to, transfer.bytes))
         .collect();
     pairs.sort_unstable();
-    let mut links: Vec<Link> = Vec::new();
+
+    let mut links: Vec<LinkTraffic> = Vec::new();
     for (from, to, bytes) in pairs {
         match links
             .last_mut()
@@ -260,7 +276,7 @@ fn links(flow: &Flow) -> Vec<Link> {
                 link.transfers += 1;
                 link.bytes += bytes;
             }
-            None => links.push(Link {
+            None => links.push(LinkTraffic {
                 from,
                 to,
                 transfers: 1,
@@ -276,7 +292,7 @@ mod tests {
     use super::*;
     use crate::{Builtin, Step, StepKind};
 
-    const LIMITS: Limits = Limits {
+    const LIMITS: CheckLimits = CheckLimits {
         channel: Channel::Tags,
         leaves: Leaves::AtOnce,
         costs: None,
@@ -291,7 +307,7 @@ mod tests {
             .collect()
     }
 
-    fn lines(report: &Report, microbatches: usize) -> Vec<String> {
+    fn lines(report: &ScheduleReport, microbatches: usize) -> Vec<String> {
         let names = StepNames::new(microbatches);
         report
             .problems
@@ -303,7 +319,7 @@ mod tests {
     #[test]
     fn impossible_pairs_and_huge_numbers_are_refused() {
         let of = |text: &str| {
-            let text = crate::Text::parse(text, None).unwrap();
+            let text = crate::ScheduleText::parse(text, None).unwrap();
             check_lowered(&Lowered::of_text(&text), LIMITS)
         };
         let pair = of("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1F1,1B0,1B1\n");
@@ -313,7 +329,7 @@ mod tests {
             assert!(
                 matches!(
                     report.problems[..],
-                    [Problem::Fault(Fault::Numbers { actions: 1, .. })]
+                    [Problem::Fault(ScheduleFault::Numbers { actions: 1, .. })]
                 ),
                 "{report:?}"
             );
@@ -326,7 +342,7 @@ mod tests {
             ("0F0,0I0\n", ActionKind::BackwardWeight),
             ("0F0,0W0\n", ActionKind::BackwardInput),
         ] {
-            let text = crate::Text::parse(text, None).unwrap();
+            let text = crate::ScheduleText::parse(text, None).unwrap();
             let report = check_lowered(&Lowered::of_text(&text), LIMITS);
             let action = Action {
                 stage: 0,
@@ -335,7 +351,7 @@ mod tests {
             };
             assert_eq!(
                 report.problems,
-                [Problem::Fault(Fault::Missing {
+                [Problem::Fault(ScheduleFault::Missing {
                     action,
                     rank: Some(0)
                 })]
@@ -346,11 +362,11 @@ mod tests {
     #[test]
     fn sends_in_order_deadlock_where_sends_at_once_do_not() {
         let text = "0F0,0B0,0SEND_F0,0RECV_B0\n1RECV_F0,1F0,1B0,1SEND_B0\n";
-        let rows = Lowered::of_text(&crate::Text::parse(text, None).unwrap());
+        let rows = Lowered::of_text(&crate::ScheduleText::parse(text, None).unwrap());
         assert!(check_lowered(&rows, LIMITS).is_fit());
         let in_order = check_lowered(
             &rows,
-            Limits {
+            CheckLimits {
                 leaves: Leaves::InOrder,
                 ..LIMITS
             },
@@ -444,7 +460,7 @@ mod tests {
             (stage.activation_bytes, stage.weight_residual_bytes) = (100, 10);
             (stage.output_bytes, stage.gradient_bytes) = (7, 5);
         }
-        let limits = Limits {
+        let limits = CheckLimits {
             costs: Some(&costs),
             budget: Some(Budget::Bytes(250)),
             ..LIMITS
@@ -458,7 +474,7 @@ mod tests {
             lines(&report, 6),
             ["rank 0 keeps 310 bytes at 0B0; it may keep 250"]
         );
-        let link = |from, to, bytes| Link {
+        let link = |from, to, bytes| LinkTraffic {
             from,
             to,
             transfers: 6,
@@ -473,7 +489,7 @@ mod tests {
                 link(2, 1, 30)
             ]
         );
-        let limits = Limits {
+        let limits = CheckLimits {
             budget: Some(Budget::Activations(2)),
             ..LIMITS
         };
@@ -494,7 +510,7 @@ mod tests {
         }
         let report = check_schedule(
             &schedule,
-            Limits {
+            CheckLimits {
                 costs: Some(&costs),
                 ..LIMITS
             },

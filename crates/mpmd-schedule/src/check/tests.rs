@@ -425,13 +425,13 @@ proptest! {
         flow in flows(), picks in prop::collection::vec(any::<u16>(), 64),
     ) {
         for channel in Channel::ALL {
-            let mut engine = Engine::new(&flow, channel, false);
+            let mut engine = FlowEngine::new(&flow, channel, false);
             let mut picks = picks.iter().cycle();
             while !engine.begins.is_empty() {
                 let pick = *picks.next().unwrap() as usize % engine.begins.len();
                 match engine.begins.swap_remove(pick) {
-                    Begin::Node(node) => engine.end_node(node),
-                    Begin::Transfer(transfer) => engine.end_transfer(transfer),
+                    ReadyItem::Node(node) => engine.end_node(node),
+                    ReadyItem::Transfer(transfer) => engine.end_transfer(transfer),
                 }
             }
             prop_assert_eq!(verdict(&engine, channel), check(&flow, channel));

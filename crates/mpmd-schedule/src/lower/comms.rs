@@ -1,9 +1,9 @@
 //! Lowers a schedule to all operations of torch's runtime. Beside computations and transfers, these
 //! gather and release sharded weights, and reduce their gradients.
 
-use super::{LowerError, lower_turns};
+use super::{LowerError, LoweredTurns, lower_turns};
 use crate::schedule::{Action, ActionKind, Schedule};
-use crate::text::{Cell, Dialect, Entry, Text, cells};
+use crate::text::{Cell, Dialect, Entry, ScheduleText, cells};
 
 /// The number of stages that a rank keeps gathered: the next ones in its row. Torch has the same
 /// number.
@@ -26,10 +26,12 @@ pub(crate) fn lower_comms(schedule: &Schedule) -> Result<Vec<Vec<Cell>>, LowerEr
         with_reductions(gathered, schedule)
     });
     let rows: Vec<Vec<Cell>> = rows.collect();
+
     let actions: Vec<Vec<Action>> = rows
         .iter()
         .map(|row| row.iter().flat_map(|cell| cell.actions()).collect())
         .collect();
+
     let slices: Vec<Vec<&[Action]>> = rows
         .iter()
         .zip(&actions)
@@ -43,7 +45,8 @@ pub(crate) fn lower_comms(schedule: &Schedule) -> Result<Vec<Vec<Cell>>, LowerEr
             row.iter().map(slice).collect()
         })
         .collect();
-    let (steps, turns) = lower_turns(&slices)?;
+
+    let LoweredTurns { steps, turns } = lower_turns(&slices)?;
     let mut lowered = Vec::with_capacity(rows.len());
     for ((row, steps), turns) in rows.iter().zip(&steps).zip(&turns) {
         let mut cells = Vec::with_capacity(row.len() + steps.len());
@@ -54,13 +57,14 @@ pub(crate) fn lower_comms(schedule: &Schedule) -> Result<Vec<Vec<Cell>>, LowerEr
             cells.push(*cell);
             next = turn + cell.actions().count();
         }
+
         cells.extend(steps[next..].iter().copied().map(one));
         lowered.push(cells);
     }
     Ok(lowered)
 }
 
-impl Text {
+impl ScheduleText {
     /// Converts a schedule to text. As `compute_only`, the text has no empty cells. As
     /// `compute_comms` it equals, to the byte, torch's text of the same orders.
     ///
@@ -96,6 +100,7 @@ fn next_stages(row: &[Cell]) -> Vec<Vec<u32>> {
     for cell in row.iter().rev() {
         let own: Vec<u32> = stages(*cell).collect();
         let mut found = own.len();
+
         let mut kept = vec![own];
         for group in groups {
             if found >= GATHERED {
@@ -113,6 +118,7 @@ fn next_stages(row: &[Cell]) -> Vec<Vec<u32>> {
         next.push(kept.concat());
         groups = kept;
     }
+
     next.reverse();
     next
 }
@@ -133,6 +139,7 @@ fn with_gathers(row: &[Cell], all: usize) -> Vec<Cell> {
             }
             stays
         });
+
         for stage in next {
             if !active.contains(&stage) {
                 active.push(stage);
@@ -141,6 +148,7 @@ fn with_gathers(row: &[Cell], all: usize) -> Vec<Cell> {
         }
         cells.push(*cell);
     }
+
     active.sort_unstable();
     cells.extend(
         active
@@ -173,7 +181,7 @@ mod tests {
     use super::*;
 
     fn gathers(line: &str) -> String {
-        let text = Text::parse(line, Some(Dialect::ComputeOnly)).unwrap();
+        let text = ScheduleText::parse(line, Some(Dialect::ComputeOnly)).unwrap();
         with_gathers(&text.rows[0], 9)
             .iter()
             .map(ToString::to_string)
@@ -229,7 +237,7 @@ mod tests {
             let line: Vec<String> = (0..12)
                 .map(|_| cell((random(3), random(6), random(6))))
                 .collect();
-            let text = Text::parse(&line.join(","), None).unwrap();
+            let text = ScheduleText::parse(&line.join(","), None).unwrap();
             let row = &text.rows[0];
             let expected: Vec<Vec<u32>> = (0..row.len()).map(|at| ahead(&row[at..])).collect();
             assert_eq!(next_stages(row), expected, "{line:?}");

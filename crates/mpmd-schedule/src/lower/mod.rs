@@ -8,7 +8,7 @@ mod comms;
 
 use super::schedule::{Action, ActionKind, Schedule};
 use super::step::{Step, StepKind};
-use super::text::{Cell, Entry, Text};
+use super::text::{Cell, Entry, ScheduleText};
 
 pub(crate) use comms::lower_comms;
 
@@ -43,14 +43,16 @@ impl From<Vec<Vec<Step>>> for Lowered {
 
 impl Lowered {
     /// Converts the rows of a text unchanged, with transfers if the text has them.
-    pub fn of_text(text: &Text) -> Self {
+    pub fn of_text(text: &ScheduleText) -> Self {
         Self::of_cells(&text.rows)
     }
 
     fn of_cells(rows: &[Vec<Cell>]) -> Self {
         let mut lowered = Self::default();
         for row in rows {
-            let (mut steps, mut pairs) = (Vec::with_capacity(row.len()), Vec::new());
+            let mut steps = Vec::with_capacity(row.len());
+            let mut pairs = Vec::new();
+
             for cell in row {
                 match *cell {
                     Cell::One(Entry::Step(step)) => steps.push(step),
@@ -61,6 +63,7 @@ impl Lowered {
                     _ => {}
                 }
             }
+
             lowered.steps.push(steps);
             lowered.pairs.push(pairs);
         }
@@ -79,7 +82,8 @@ impl Lowered {
     /// `pairs` are the indices in `actions` of the first actions of overlapped pairs, ascending.
     pub fn actions(&self) -> (Vec<Vec<Action>>, Vec<Vec<usize>>) {
         let row = |(row, pairs): (&Vec<Step>, &Vec<usize>)| {
-            let (mut actions, mut places) = (Vec::with_capacity(row.len()), Vec::new());
+            let mut actions = Vec::with_capacity(row.len());
+            let mut places = Vec::new();
             let mut pairs = pairs.iter().copied().peekable();
             for (place, step) in row.iter().enumerate() {
                 if pairs.next_if_eq(&place).is_some() {
@@ -89,6 +93,7 @@ impl Lowered {
             }
             (actions, places)
         };
+
         self.steps.iter().zip(&self.pairs).map(row).unzip()
     }
 }
@@ -108,6 +113,7 @@ pub fn lower(schedule: &Schedule) -> Result<Lowered, LowerError> {
     if has_pairs || schedule.stages() > schedule.ranks() {
         return Ok(Lowered::of_cells(&lower_comms(schedule)?));
     }
+
     // With one stage on each rank, weights are gathered before all else. The turns are the same
     // without gathering.
     let cells = |row| Vec::from_iter(<[Action]>::iter(row).map(std::slice::from_ref));
@@ -133,22 +139,26 @@ pub fn lower(schedule: &Schedule) -> Result<Lowered, LowerError> {
 ///
 /// If the ranks wait for each other, or for an action that no rank has.
 fn lower_cells(rows: &[Vec<&[Action]>]) -> Result<Vec<Vec<Step>>, LowerError> {
-    Ok(lower_turns(rows)?.0)
+    Ok(lower_turns(rows)?.steps)
 }
 
-/// (steps of each rank; for each rank and cell, the number of the rank's steps before the cell's
-/// turn)
-pub(super) type Turns = (Vec<Vec<Step>>, Vec<Vec<usize>>);
+/// Lowered rows, and the turns in which they were made.
+pub(super) struct LoweredTurns {
+    /// The steps of each rank.
+    pub(super) steps: Vec<Vec<Step>>,
+    /// For each rank and cell, the number of the rank's steps before the cell's turn.
+    pub(super) turns: Vec<Vec<usize>>,
+}
 
-/// Like [`lower_cells`]. Also returns, for each rank and cell, the number of the rank's steps
-/// before the cell's turn.
+/// Converts rows like [`lower_cells`], and also returns the turns.
 ///
 /// # Errors
 ///
 /// As for [`lower_cells`].
-pub(super) fn lower_turns(rows: &[Vec<&[Action]>]) -> Result<Turns, LowerError> {
-    let mut there = There::new(rows);
+pub(super) fn lower_turns(rows: &[Vec<&[Action]>]) -> Result<LoweredTurns, LowerError> {
+    let mut there = MadePasses::new(rows);
     let mut next = vec![0; rows.len()];
+
     let moves = |row: &Vec<&[Action]>| {
         Vec::with_capacity(row.iter().map(|cell| cell.len()).sum::<usize>() * 3)
     };
@@ -157,6 +167,7 @@ pub(super) fn lower_turns(rows: &[Vec<&[Action]>]) -> Result<Turns, LowerError> 
         .iter()
         .map(|row| Vec::with_capacity(row.len()))
         .collect();
+
     let mut open: Vec<usize> = (0..rows.len())
         .filter(|rank| !rows[*rank].is_empty())
         .collect();
@@ -167,25 +178,29 @@ pub(super) fn lower_turns(rows: &[Vec<&[Action]>]) -> Result<Turns, LowerError> 
             if !cell.iter().all(|action| there.is_ready(*action)) {
                 continue;
             }
+
             progress = true;
             next[rank] += 1;
             turns[rank].push(steps[rank].len());
             steps[rank].extend(cell.iter().map(|action| Step::of_action(*action)));
+
             for action in cell {
                 there.done(*action);
-                let Some((send, receive)) = there.moves(*action) else {
+                let Some(StepMove { send, receive }) = there.moves(*action) else {
                     continue;
                 };
                 steps[rank].push(send);
                 steps[there.rank_of_stage[receive.stage as usize] as usize].push(receive);
             }
         }
+
         if !progress {
             return Err(there.stuck(rows, &next));
         }
+
         open.retain(|rank| next[*rank] < rows[*rank].len());
     }
-    Ok((steps, turns))
+    Ok(LoweredTurns { steps, turns })
 }
 
 /// Converts the actions of each rank to steps, with each send right after its computation. Each
@@ -199,14 +214,16 @@ pub(crate) fn lower_late(rows: &[Vec<Action>]) -> Vec<Vec<Step>> {
         .iter()
         .map(|row| row.iter().map(std::slice::from_ref).collect())
         .collect();
-    let mut all = There::new(&cells);
+
+    let mut all = MadePasses::new(&cells);
     rows.iter().flatten().for_each(|action| all.done(*action));
+
     let late = |row: &Vec<Action>| {
         let mut steps = Vec::with_capacity(row.len() * 3);
         for action in row {
             steps.extend(all.receive_of(*action));
             steps.push(Step::of_action(*action));
-            if let Some((send, receive)) = all.moves(*action)
+            if let Some(StepMove { send, receive }) = all.moves(*action)
                 && all.is_wanted(receive)
             {
                 steps.push(send);
@@ -219,19 +236,32 @@ pub(crate) fn lower_late(rows: &[Vec<Action>]) -> Vec<Vec<Step>> {
 
 /// The rank of a stage that no rank has.
 const NOWHERE: u32 = u32::MAX;
-/// Bits of [`There::done`].
+/// Bits of [`MadePasses::done`].
 const FORWARD: u8 = 1;
 const INPUT: u8 = 2;
 
 /// The rank of each stage, and the passes that are done.
-struct There {
+struct MadePasses {
     microbatches: usize,
     rank_of_stage: Vec<u32>,
     /// Bits of the finished passes, indexed by stage and microbatch.
     done: Vec<u8>,
 }
 
-impl There {
+/// A pass of another stage that an action needs.
+struct NeededPass {
+    stage: usize,
+    /// `FORWARD` or `INPUT`.
+    bit: u8,
+}
+
+/// The two steps that move a result between ranks.
+struct StepMove {
+    send: Step,
+    receive: Step,
+}
+
+impl MadePasses {
     fn new(rows: &[Vec<&[Action]>]) -> Self {
         let actions = || rows.iter().flatten().flat_map(|cell| cell.iter());
         let stages = actions().map(|action| action.stage + 1).max().unwrap_or(0);
@@ -239,6 +269,7 @@ impl There {
             .map(|action| action.microbatch + 1)
             .max()
             .unwrap_or(0);
+
         let mut rank_of_stage = vec![NOWHERE; stages];
         for (rank, row) in rows.iter().enumerate() {
             for action in row.iter().flat_map(|cell| cell.iter()) {
@@ -246,6 +277,7 @@ impl There {
                 *on = (*on).min(rank as u32);
             }
         }
+
         Self {
             microbatches,
             rank_of_stage,
@@ -266,13 +298,16 @@ impl There {
         };
     }
 
-    /// Returns the pass of another stage that an action needs, as (stage, bit of the pass). `None`
-    /// if it needs none.
-    fn need(&self, action: Action) -> Option<(usize, u8)> {
+    /// Returns the pass of another stage that an action needs. `None` if it needs none.
+    fn need(&self, action: Action) -> Option<NeededPass> {
         match action.kind {
-            ActionKind::Forward => Some((action.stage.checked_sub(1)?, FORWARD)),
+            ActionKind::Forward => Some(NeededPass {
+                stage: action.stage.checked_sub(1)?,
+                bit: FORWARD,
+            }),
             ActionKind::BackwardInput | ActionKind::Backward => {
-                (action.stage + 1 < self.rank_of_stage.len()).then_some((action.stage + 1, INPUT))
+                let stage = action.stage + 1;
+                (stage < self.rank_of_stage.len()).then_some(NeededPass { stage, bit: INPUT })
             }
             ActionKind::BackwardWeight => None,
         }
@@ -280,12 +315,11 @@ impl There {
 
     fn is_ready(&self, action: Action) -> bool {
         self.need(action)
-            .is_none_or(|(stage, bit)| self.done[self.at(stage, action.microbatch)] & bit != 0)
+            .is_none_or(|need| self.done[self.at(need.stage, action.microbatch)] & need.bit != 0)
     }
 
-    /// Returns (send, receive) for the result of an action. `None` if no other rank needs the
-    /// result.
-    fn moves(&self, action: Action) -> Option<(Step, Step)> {
+    /// Returns the move of an action's result. `None` if no other rank needs the result.
+    fn moves(&self, action: Action) -> Option<StepMove> {
         let (to, send, receive) = match action.kind {
             ActionKind::Forward => (
                 action.stage + 1,
@@ -299,31 +333,36 @@ impl There {
             ),
             ActionKind::BackwardWeight => return None,
         };
+
         let rank = *self.rank_of_stage.get(to)?;
         if rank == NOWHERE || rank == self.rank_of_stage[action.stage] {
             return None;
         }
+
         let step = Step::of_action(action);
-        Some((
-            Step { kind: send, ..step },
-            Step {
+        Some(StepMove {
+            send: Step { kind: send, ..step },
+            receive: Step {
                 kind: receive,
                 stage: to as u32,
                 ..step
             },
-        ))
+        })
     }
 
     /// Returns the receive that an action needs. `None` if no other rank computes the data.
     fn receive_of(&self, action: Action) -> Option<Step> {
-        let (from, bit) = self.need(action)?;
-        let (here, there) = (self.rank_of_stage[action.stage], self.rank_of_stage[from]);
+        let NeededPass { stage: from, bit } = self.need(action)?;
+        let here = self.rank_of_stage[action.stage];
+        let there = self.rank_of_stage[from];
+
         let made = there != here && self.done[self.at(from, action.microbatch)] & bit != 0;
         let kind = if bit == FORWARD {
             StepKind::ReceiveForward
         } else {
             StepKind::ReceiveBackward
         };
+
         made.then_some(Step {
             kind,
             ..Step::of_action(action)
@@ -348,7 +387,7 @@ impl There {
             .filter_map(|(rank, (row, next))| {
                 let cell = row.get(*next)?;
                 let action = *cell.iter().find(|action| !self.is_ready(**action))?;
-                let (stage, bit) = self.need(action)?;
+                let NeededPass { stage, bit } = self.need(action)?;
                 let letter = if bit == FORWARD { 'F' } else { 'I' };
                 let on = match self.rank_of_stage[stage] {
                     NOWHERE => "no rank".to_owned(),
@@ -359,6 +398,7 @@ impl There {
                     action.microbatch
                 ))
             });
+
         LowerError::Stuck {
             heads: heads.collect(),
         }

@@ -89,6 +89,7 @@ impl Builtin {
                 .map(|c| c.to_ascii_lowercase())
                 .collect()
         };
+
         let asked = plain(name);
         let short = match asked.as_str() {
             "interleaved" => Some(Self::Interleaved1F1B),
@@ -99,6 +100,7 @@ impl Builtin {
             "forward" => Some(Self::ForwardOnly),
             _ => None,
         };
+
         short.or_else(|| {
             Self::ALL
                 .into_iter()
@@ -146,6 +148,47 @@ impl Builtin {
                 microbatches,
             });
         }
+
+        let size = BuiltinSize {
+            ranks,
+            microbatches,
+            chunks,
+        };
+        self.check(size)?;
+        let mut rows = Vec::with_capacity(ranks);
+        let mut overlaps = Vec::with_capacity(ranks);
+
+        for rank in 0..ranks {
+            let mut row = RankRow::new(3 * microbatches * chunks);
+            match self {
+                Self::GPipe => size.gpipe(rank, false, &mut row),
+                Self::GPipeReversed => size.gpipe(rank, true, &mut row),
+                Self::OneFOneB => size.interleaved(rank, ranks - 1 - rank, &mut row),
+                Self::Eager1F1B => size.interleaved(rank, 2 * (ranks - rank) - 2, &mut row),
+                Self::Interleaved1F1B => {
+                    size.interleaved(rank, size.first_chunks() + 2 * (ranks - 1 - rank), &mut row)
+                }
+                Self::LoopedBfs => size.breadth_first(rank, &mut row),
+                Self::ZbH1 | Self::InterleavedZeroBubble => size.zero_bubble(rank, &mut row),
+                Self::ZbvZeroBubble => size.zbv(rank, &mut row),
+                Self::DualPipeV => size.dual_pipe_v(rank, &mut row),
+                Self::ForwardOnly => size.forward_only(rank, &mut row),
+            }
+
+            row.actions.shrink_to_fit();
+            rows.push(row.actions);
+            overlaps.push(row.overlaps);
+        }
+        Schedule::with_overlaps(self.name(), rows, overlaps)
+    }
+
+    /// Refuses numbers of microbatches and stages that the rule is not made for.
+    fn check(self, size: BuiltinSize) -> Result<(), ScheduleError> {
+        let BuiltinSize {
+            ranks,
+            microbatches,
+            chunks,
+        } = size;
         let refuse = |rule: String| {
             Err(ScheduleError::Rule {
                 schedule: self.name(),
@@ -155,6 +198,7 @@ impl Builtin {
                 rule,
             })
         };
+
         match self {
             Self::GPipe | Self::GPipeReversed | Self::OneFOneB | Self::Eager1F1B | Self::ZbH1
                 if chunks != 1 =>
@@ -167,12 +211,14 @@ impl Builtin {
             _ if chunks == 0 => return refuse("a rank needs a stage".to_owned()),
             _ => {}
         }
+
         let passes = [ranks, microbatches, chunks, 3]
             .into_iter()
             .try_fold(1, usize::checked_mul);
         if passes.is_none_or(|passes| passes > MOST_ACTIONS) {
             return refuse(format!("that is more than {MOST_ACTIONS} actions"));
         }
+
         let rounds = (microbatches / ranks).max(1);
         if matches!(
             self,
@@ -193,50 +239,24 @@ impl Builtin {
                     .unwrap_or(microbatches)
             ));
         }
+
         if self == Self::DualPipeV && microbatches < 2 * ranks {
             return refuse(format!(
                 "it needs two microbatches a rank, {}, at the least",
                 2 * ranks
             ));
         }
-        let size = Size {
-            ranks,
-            microbatches,
-            chunks,
-        };
-        let mut rows = Vec::with_capacity(ranks);
-        let mut overlaps = Vec::with_capacity(ranks);
-        for rank in 0..ranks {
-            let mut row = Row::new(3 * microbatches * chunks);
-            match self {
-                Self::GPipe => size.gpipe(rank, false, &mut row),
-                Self::GPipeReversed => size.gpipe(rank, true, &mut row),
-                Self::OneFOneB => size.interleaved(rank, ranks - 1 - rank, &mut row),
-                Self::Eager1F1B => size.interleaved(rank, 2 * (ranks - rank) - 2, &mut row),
-                Self::Interleaved1F1B => {
-                    size.interleaved(rank, size.first_chunks() + 2 * (ranks - 1 - rank), &mut row)
-                }
-                Self::LoopedBfs => size.breadth_first(rank, &mut row),
-                Self::ZbH1 | Self::InterleavedZeroBubble => size.zero_bubble(rank, &mut row),
-                Self::ZbvZeroBubble => size.zbv(rank, &mut row),
-                Self::DualPipeV => size.dual_pipe_v(rank, &mut row),
-                Self::ForwardOnly => size.forward_only(rank, &mut row),
-            }
-            row.actions.shrink_to_fit();
-            rows.push(row.actions);
-            overlaps.push(row.overlaps);
-        }
-        Schedule::with_overlaps(self.name(), rows, overlaps)
+        Ok(())
     }
 }
 
 /// A row under construction.
-struct Row {
+struct RankRow {
     actions: Vec<Action>,
     overlaps: Vec<usize>,
 }
 
-impl Row {
+impl RankRow {
     fn new(capacity: usize) -> Self {
         Self {
             actions: Vec::with_capacity(capacity),
@@ -253,15 +273,22 @@ impl Row {
     }
 }
 
+/// A pass of a microbatch through a stage.
+#[derive(Clone, Copy)]
+struct StagePass {
+    stage: usize,
+    microbatch: usize,
+}
+
 /// The numbers that a rule is applied to.
 #[derive(Clone, Copy)]
-struct Size {
+struct BuiltinSize {
     ranks: usize,
     microbatches: usize,
     chunks: usize,
 }
 
-impl Size {
+impl BuiltinSize {
     /// Returns the number of microbatches of a round.
     fn round(self) -> usize {
         self.microbatches / (self.microbatches / self.ranks).max(1)
@@ -272,9 +299,9 @@ impl Size {
         (self.chunks - 1) * self.round()
     }
 
-    /// Returns (stage, microbatch) of the `n`-th pass of a rank, from 0, if chunks go round. It
+    /// Returns the `n`-th pass of a rank, from 0, if chunks go round. It
     /// counts forward passes if `forward`, else backward passes, with descending chunks.
-    fn nth(self, rank: usize, n: usize, forward: bool) -> (usize, usize) {
+    fn nth(self, rank: usize, n: usize, forward: bool) -> StagePass {
         let Self {
             ranks,
             microbatches,
@@ -282,17 +309,24 @@ impl Size {
         } = self;
         if chunks == 1 {
             // Also valid if microbatches do not divide into equal rounds.
-            return (rank, n);
+            return StagePass {
+                stage: rank,
+                microbatch: n,
+            };
         }
+
         let round = self.round();
         let chunk = n / round % chunks;
         let chunk = if forward { chunk } else { chunks - 1 - chunk };
         let microbatch = n / (round * chunks) * round + n % round;
         debug_assert!(microbatch < microbatches);
-        (chunk * ranks + rank, microbatch)
+        StagePass {
+            stage: chunk * ranks + rank,
+            microbatch,
+        }
     }
 
-    fn gpipe(self, rank: usize, reversed: bool, row: &mut Row) {
+    fn gpipe(self, rank: usize, reversed: bool, row: &mut RankRow) {
         let Self { microbatches, .. } = self;
         for microbatch in 0..microbatches {
             row.push(rank, Forward, microbatch);
@@ -308,22 +342,22 @@ impl Size {
 
     /// Builds 1F1B in all its forms: `warm_up` forward passes, then forward and backward in turn,
     /// then the remaining backward passes.
-    fn interleaved(self, rank: usize, warm_up: usize, row: &mut Row) {
+    fn interleaved(self, rank: usize, warm_up: usize, row: &mut RankRow) {
         let passes = self.microbatches * self.chunks;
         let warm_up = warm_up.min(passes);
         for n in 0..passes + warm_up {
             if n < passes {
-                let (stage, microbatch) = self.nth(rank, n, true);
+                let StagePass { stage, microbatch } = self.nth(rank, n, true);
                 row.push(stage, Forward, microbatch);
             }
             if n >= warm_up {
-                let (stage, microbatch) = self.nth(rank, n - warm_up, false);
+                let StagePass { stage, microbatch } = self.nth(rank, n - warm_up, false);
                 row.push(stage, Backward, microbatch);
             }
         }
     }
 
-    fn breadth_first(self, rank: usize, row: &mut Row) {
+    fn breadth_first(self, rank: usize, row: &mut RankRow) {
         let stage = |chunk| chunk * self.ranks + rank;
         for chunk in 0..self.chunks {
             for microbatch in 0..self.microbatches {
@@ -339,27 +373,29 @@ impl Size {
 
     /// Builds 1F1B with input gradients. From the `rank`-th on, each is followed by the oldest
     /// waiting weight gradient. The remaining weight gradients come at the end.
-    fn zero_bubble(self, rank: usize, row: &mut Row) {
+    fn zero_bubble(self, rank: usize, row: &mut RankRow) {
         let passes = self.microbatches * self.chunks;
         let warm_up = (self.first_chunks() + self.ranks - 1 - rank).min(passes);
-        let weight = |n: usize, row: &mut Row| {
-            let (stage, microbatch) = self.nth(rank, n, false);
+        let weight = |n: usize, row: &mut RankRow| {
+            let StagePass { stage, microbatch } = self.nth(rank, n, false);
             row.push(stage, BackwardWeight, microbatch);
         };
+
         for n in 0..passes + warm_up {
             if n < passes {
-                let (stage, microbatch) = self.nth(rank, n, true);
+                let StagePass { stage, microbatch } = self.nth(rank, n, true);
                 row.push(stage, Forward, microbatch);
             }
             if n >= warm_up {
                 let backward = n - warm_up;
-                let (stage, microbatch) = self.nth(rank, backward, false);
+                let StagePass { stage, microbatch } = self.nth(rank, backward, false);
                 row.push(stage, BackwardInput, microbatch);
                 if backward >= rank {
                     weight(backward - rank, row);
                 }
             }
         }
+
         for n in passes.saturating_sub(rank)..passes {
             weight(n, row);
         }
@@ -367,7 +403,7 @@ impl Size {
 
     /// Builds rounds of `p` microbatches (the last may have fewer), each through all chunks of the
     /// rank.
-    fn forward_only(self, rank: usize, row: &mut Row) {
+    fn forward_only(self, rank: usize, row: &mut RankRow) {
         for first in (0..self.microbatches).step_by(self.ranks) {
             for chunk in 0..self.chunks {
                 for microbatch in first..(first + self.ranks).min(self.microbatches) {
@@ -377,7 +413,7 @@ impl Size {
         }
     }
 
-    fn zbv(self, rank: usize, row: &mut Row) {
+    fn zbv(self, rank: usize, row: &mut RankRow) {
         let Self {
             ranks,
             microbatches,
@@ -386,7 +422,7 @@ impl Size {
         // The rule assumes at least this many microbatches; passes of nonexistent ones are left
         // out.
         let all = microbatches.max(2 * ranks - 1);
-        let mut v = V::new(self, rank);
+        let mut v = VProgress::new(self, rank);
         for _ in 0..2 * (ranks - rank) - 1 {
             v.next(There, Forward, row);
         }
@@ -394,6 +430,7 @@ impl Size {
             v.next(Back, Forward, row);
             v.next(There, Forward, row);
         }
+
         for _ in rank..ranks {
             v.each(Back, &[Forward, BackwardInput, BackwardWeight], row);
         }
@@ -404,6 +441,7 @@ impl Size {
             v.each(There, &[BackwardInput, BackwardWeight], row);
             v.each(Back, &[Forward, BackwardInput, BackwardWeight], row);
         }
+
         for _ in 0..rank {
             v.next(There, BackwardInput, row);
             v.next(Back, BackwardInput, row);
@@ -411,6 +449,7 @@ impl Size {
         for _ in rank..ranks {
             v.each(There, &[BackwardInput, BackwardWeight], row);
         }
+
         while v.count(Back, BackwardWeight) < all {
             v.next(Back, BackwardWeight, row);
         }
@@ -419,14 +458,15 @@ impl Size {
         }
     }
 
-    fn dual_pipe_v(self, rank: usize, row: &mut Row) {
+    fn dual_pipe_v(self, rank: usize, row: &mut RankRow) {
         let Self {
             ranks,
             microbatches,
             ..
         } = self;
+
         let after = ranks - 1 - rank;
-        let mut v = V::new(self, rank);
+        let mut v = VProgress::new(self, rank);
         for _ in 0..2 * after {
             v.next(There, Forward, row);
         }
@@ -439,6 +479,7 @@ impl Size {
             v.oldest(row);
             v.next(Back, Forward, row);
         }
+
         for n in 0..microbatches - 2 * ranks + rank + 1 {
             v.pair(There, Back, n > 0 || after > 0, row);
             v.pair(Back, There, true, row);
@@ -447,6 +488,7 @@ impl Size {
             v.both(Back, row);
             v.pair(Back, There, true, row);
         }
+
         let mut split = false;
         for n in 0..rank + 1 {
             let turn = n == rank.div_ceil(2);
@@ -455,6 +497,7 @@ impl Size {
             split |= turn;
             v.whole_or_input(There, split, row);
         }
+
         for _ in 0..after {
             v.oldest(row);
             v.whole_or_input(There, split, row);
@@ -472,23 +515,25 @@ enum Leg {
 use Leg::{Back, There};
 
 /// The progress of a rank in a V.
-struct V {
+struct VProgress {
     stages: [usize; 2],
     microbatches: usize,
     /// Passes so far, by leg: forward, input gradient, weight gradient.
     counts: [[usize; 3]; 2],
-    /// Waiting weight gradients of separate input gradients, the oldest first; and the number of
-    /// them already taken.
-    waiting: (Vec<(usize, usize)>, usize),
+    /// Weight gradients of separate input gradients, the oldest first.
+    waiting: Vec<StagePass>,
+    /// Number of passes in `waiting` that are already in the row.
+    taken: usize,
 }
 
-impl V {
-    fn new(size: Size, rank: usize) -> Self {
+impl VProgress {
+    fn new(size: BuiltinSize, rank: usize) -> Self {
         Self {
             stages: [rank, 2 * size.ranks - 1 - rank],
             microbatches: size.microbatches,
             counts: [[0; 3]; 2],
-            waiting: (Vec::new(), 0),
+            waiting: Vec::new(),
+            taken: 0,
         }
     }
 
@@ -506,7 +551,7 @@ impl V {
 
     /// Adds the leg's next pass of this kind to `row` if its microbatch exists. Counts the pass in
     /// any case.
-    fn next(&mut self, leg: Leg, kind: ActionKind, row: &mut Row) {
+    fn next(&mut self, leg: Leg, kind: ActionKind, row: &mut RankRow) {
         let count = &mut self.counts[leg as usize][Self::column(kind)];
         if *count < self.microbatches {
             row.push(self.stages[leg as usize], kind, *count);
@@ -514,25 +559,26 @@ impl V {
         *count += 1;
     }
 
-    fn each(&mut self, leg: Leg, kinds: &[ActionKind], row: &mut Row) {
+    fn each(&mut self, leg: Leg, kinds: &[ActionKind], row: &mut RankRow) {
         for kind in kinds {
             self.next(leg, *kind, row);
         }
     }
 
     /// Adds the leg's next input gradient to `row`; its weight gradient waits for `oldest`.
-    fn input(&mut self, leg: Leg, row: &mut Row) {
-        self.waiting
-            .0
-            .push((self.stages[leg as usize], self.count(leg, BackwardInput)));
+    fn input(&mut self, leg: Leg, row: &mut RankRow) {
+        self.waiting.push(StagePass {
+            stage: self.stages[leg as usize],
+            microbatch: self.count(leg, BackwardInput),
+        });
         self.next(leg, BackwardInput, row);
     }
 
-    fn both(&mut self, leg: Leg, row: &mut Row) {
+    fn both(&mut self, leg: Leg, row: &mut RankRow) {
         self.next(leg, Backward, row);
     }
 
-    fn whole_or_input(&mut self, leg: Leg, input: bool, row: &mut Row) {
+    fn whole_or_input(&mut self, leg: Leg, input: bool, row: &mut RankRow) {
         if input {
             self.input(leg, row)
         } else {
@@ -541,19 +587,18 @@ impl V {
     }
 
     /// Adds the oldest waiting weight gradient to `row`. Returns false if there is none.
-    fn oldest(&mut self, row: &mut Row) -> bool {
-        let (waiting, taken) = &mut self.waiting;
-        let Some((stage, microbatch)) = waiting.get(*taken).copied() else {
+    fn oldest(&mut self, row: &mut RankRow) -> bool {
+        let Some(StagePass { stage, microbatch }) = self.waiting.get(self.taken).copied() else {
             return false;
         };
-        *taken += 1;
+        self.taken += 1;
         row.push(stage, BackwardWeight, microbatch);
         true
     }
 
     /// Adds the next forward pass of one leg and the next backward pass of the other to `row`. They
     /// run at the same time if `overlapped`.
-    fn pair(&mut self, forward: Leg, backward: Leg, overlapped: bool, row: &mut Row) {
+    fn pair(&mut self, forward: Leg, backward: Leg, overlapped: bool, row: &mut RankRow) {
         if overlapped {
             row.overlaps.push(row.actions.len());
         }

@@ -2,16 +2,16 @@
 
 mod builtin;
 mod error;
+mod faults;
 mod order;
-mod whole;
 
 use std::fmt;
 use std::sync::Arc;
 
 pub use builtin::Builtin;
 pub use error::ScheduleError;
-pub use whole::Fault;
-pub(crate) use whole::Places;
+pub(crate) use faults::ActionPlaces;
+pub use faults::{PlacedAction, RowPlace, ScheduleFault};
 
 /// The computation of an action for its stage and microbatch.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
@@ -61,7 +61,7 @@ impl fmt::Display for Action {
 /// The placement of stages on ranks.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
-pub enum Placement {
+pub enum StagePlacement {
     /// Stage `s` is on rank `s mod p` of `p` ranks: several stages per rank go round.
     Loop,
     /// Two stages per rank, in the form of a V: rank `r` of `p` has stages `r` and `2p - 1 - r`.
@@ -70,7 +70,7 @@ pub enum Placement {
     Custom,
 }
 
-impl Placement {
+impl StagePlacement {
     /// Returns `loop`, `V` or `custom`.
     pub fn name(self) -> &'static str {
         match self {
@@ -129,12 +129,13 @@ impl Schedule {
         overlaps: Vec<Vec<usize>>,
     ) -> Result<Self, ScheduleError> {
         let name = name.into();
-        whole::check_overlaps(&name, &rows, &overlaps)?;
-        let whole::Whole {
+        faults::check_overlaps(&name, &rows, &overlaps)?;
+        let faults::CompleteSchedule {
             microbatches,
             rank_of_stage,
             has_backward,
-        } = whole::check(&name, &rows)?;
+        } = faults::check(&name, &rows)?;
+
         let schedule = Self {
             name,
             microbatches,
@@ -143,6 +144,7 @@ impl Schedule {
             overlaps: Arc::new(overlaps),
             has_backward,
         };
+
         schedule.global_order()?;
         schedule.check_pairs()?;
         Ok(schedule)
@@ -236,17 +238,18 @@ impl Schedule {
     }
 
     /// Returns the placement of the stages on the ranks. On a single rank it is
-    /// [`Placement::Loop`].
-    pub fn placement(&self) -> Placement {
-        let (ranks, stages) = (self.ranks(), self.stages());
+    /// [`StagePlacement::Loop`].
+    pub fn placement(&self) -> StagePlacement {
+        let ranks = self.ranks();
+        let stages = self.stages();
         let is =
             |of: &dyn Fn(usize) -> usize| (0..stages).all(|stage| self.rank_of(stage) == of(stage));
         if stages.is_multiple_of(ranks) && is(&|stage| stage % ranks) {
-            Placement::Loop
+            StagePlacement::Loop
         } else if stages == 2 * ranks && is(&|stage| stage.min(2 * ranks - 1 - stage)) {
-            Placement::V
+            StagePlacement::V
         } else {
-            Placement::Custom
+            StagePlacement::Custom
         }
     }
 
@@ -315,6 +318,7 @@ impl Schedule {
                 microbatch,
             })
         };
+
         let needs = match kind {
             ActionKind::Forward if stage == 0 => [None, None],
             ActionKind::Forward => [of(stage - 1, ActionKind::Forward), None],
@@ -327,6 +331,7 @@ impl Schedule {
                 ]
             }
         };
+
         needs.into_iter().flatten()
     }
 }
@@ -349,12 +354,12 @@ mod tests {
         let named = |name, chunks| {
             Schedule::named(name, 3, 6, Some(chunks)).map(|schedule| schedule.placement())
         };
-        assert_eq!(named("1f1b", 1), Ok(Placement::Loop));
-        assert_eq!(named("interleaved", 3), Ok(Placement::Loop));
-        assert_eq!(named("dualpipev", 2), Ok(Placement::V));
+        assert_eq!(named("1f1b", 1), Ok(StagePlacement::Loop));
+        assert_eq!(named("interleaved", 3), Ok(StagePlacement::Loop));
+        assert_eq!(named("dualpipev", 2), Ok(StagePlacement::V));
         let one = |stage| vec![a(stage, Forward, 0), a(stage, Backward, 0)];
         let swapped = Schedule::new("x", vec![one(1), one(0)]).unwrap();
-        assert_eq!(swapped.placement(), Placement::Custom);
+        assert_eq!(swapped.placement(), StagePlacement::Custom);
         assert_eq!(swapped.ranks_of_stages(), [1, 0]);
     }
 

@@ -4,7 +4,7 @@
 use std::collections::{BTreeSet, VecDeque};
 
 use super::error::ScheduleError;
-use super::whole::place;
+use super::faults::{RowPlace, place};
 use super::{Action, ActionKind, Schedule};
 
 impl Schedule {
@@ -39,6 +39,7 @@ impl Schedule {
         let mut pairs = vec![0; self.rows.len()];
         let mut done = Done::new(self);
         let mut order = Vec::with_capacity(total);
+
         // The next action of a rank can become ready only after one of two events in the last
         // round. Either the rank itself did an action, or a rank that it waits for did.
         let mut asked: Vec<usize> = (0..self.rows.len()).collect();
@@ -57,12 +58,14 @@ impl Schedule {
                     pairs[rank] += usize::from(head.len() == 2);
                 }
             }
+
             if order.len() == before {
                 let heads: Vec<&[Action]> = (0..self.rows.len())
                     .map(|rank| self.head(rank, next[rank], together.then_some(pairs[rank])))
                     .collect();
                 return Err(self.stuck(&heads, &next, &done));
             }
+
             asked.clear();
             for action in &order[before..] {
                 done.add(*action);
@@ -95,18 +98,23 @@ impl Schedule {
             let needs = head.iter().flat_map(|action| self.needs(*action));
             needs.filter(|need| !done.has(*need)).collect::<Vec<_>>()
         };
+
         let waits: Vec<Vec<Action>> = heads.iter().map(missing).collect();
         let cycle = (0..heads.len())
             .filter_map(|rank| self.circle(rank, &waits))
             .min_by_key(Vec::len)
             .unwrap_or_default();
+
         let shown = |rank: usize| match heads[rank] {
             [one, other] => format!("({one};{other})OVERLAP_F_B"),
             head => head.iter().map(ToString::to_string).collect(),
         };
-        let said = cycle.iter().map(|(rank, need)| {
+        let said = cycle.iter().map(|RankWait { rank, need }| {
             let made = self.made_by(*need);
-            let (on, position) = place(&self.rows, made).unwrap_or_default();
+            let RowPlace {
+                rank: on,
+                place: position,
+            } = place(&self.rows, made).unwrap_or_default();
             let behind = if heads[on].contains(&made) {
                 String::new()
             } else {
@@ -119,6 +127,7 @@ impl Schedule {
                 next[*rank]
             )
         });
+
         let waiting = waits.iter().filter(|needs| !needs.is_empty()).count();
         ScheduleError::Stuck {
             schedule: self.name.clone(),
@@ -127,25 +136,26 @@ impl Schedule {
         }
     }
 
-    /// Returns a shortest cycle through rank `start`: (rank, the action that it waits for) for each
-    /// member. `None` if there is no cycle.
-    fn circle(&self, start: usize, waits: &[Vec<Action>]) -> Option<Vec<(usize, Action)>> {
-        let mut from: Vec<Option<(usize, Action)>> = vec![None; waits.len()];
+    /// Returns a shortest cycle through rank `start`. `None` if there is no cycle.
+    fn circle(&self, start: usize, waits: &[Vec<Action>]) -> Option<Vec<RankWait>> {
+        let mut from: Vec<Option<RankWait>> = vec![None; waits.len()];
         let mut queue = VecDeque::from([start]);
         let mut known = BTreeSet::new();
+
         while let Some(rank) = queue.pop_front() {
             for need in &waits[rank] {
                 let on = self.rank_of(need.stage);
                 if !known.insert(on) {
                     continue;
                 }
-                from[on] = Some((rank, *need));
+
+                from[on] = Some(RankWait { rank, need: *need });
                 if on == start {
                     let mut circle = Vec::new();
                     let mut at = start;
-                    while let Some((rank, need)) = from[at] {
-                        circle.push((rank, need));
-                        at = rank;
+                    while let Some(wait) = from[at] {
+                        circle.push(wait);
+                        at = wait.rank;
                         if at == start {
                             break;
                         }
@@ -172,6 +182,13 @@ impl Schedule {
             need
         }
     }
+}
+
+/// A rank, and the action that it waits for.
+#[derive(Clone, Copy)]
+struct RankWait {
+    rank: usize,
+    need: Action,
 }
 
 /// The passes done for each stage and microbatch.

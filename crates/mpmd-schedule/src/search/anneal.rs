@@ -1,28 +1,31 @@
 //! Improves an order by swaps on its critical path.
 
-use super::shop::{Rows, Shop};
+use super::shop::{OrderPlace, Shop, TimedOrder};
 
 impl Shop<'_> {
-    /// Improves an order by up to `tries` swaps on its critical path. Takes and returns (makespan,
-    /// orders of the ranks). Early in the search it also accepts swaps that make the order longer.
+    /// Improves an order by up to `tries` swaps on its critical path. Early in the search it also
+    /// accepts swaps that make the order longer.
     pub(super) fn anneal(
         &self,
-        (makespan, rows): (f64, Rows),
+        start: TimedOrder,
         tries: usize,
         random: &mut Random,
-    ) -> (f64, Rows) {
-        let Some(mut run) = self.run(&rows) else {
-            return (makespan, rows);
+    ) -> TimedOrder {
+        let Some(mut run) = self.run(&start.rows) else {
+            return start;
         };
-        let mut now = rows.clone();
-        let mut best = (makespan, rows);
+
+        let mut now = start.rows.clone();
         // At the beginning, a step that adds this much to the makespan is accepted once in e times.
-        let warm = 0.01 * makespan;
+        let warm = 0.01 * start.makespan;
+        let mut best = start;
+
         for step in 0..tries {
             if run.critical.is_empty() {
                 break;
             }
-            let (rank, place) = run.critical[random.below(run.critical.len())];
+
+            let OrderPlace { rank, place } = run.critical[random.below(run.critical.len())];
             let row = &mut now[rank];
             // The number of places that the action moves.
             let far = 1 + random.below(4);
@@ -31,12 +34,14 @@ impl Shop<'_> {
             } else {
                 self.shift(row, place + 1, far, false)
             };
-            let Some((from, to)) = moved else { continue };
+            let Some(shift) = moved else { continue };
+
             let tried = if self.holds(&now[rank]) {
                 self.run(&now)
             } else {
                 None
             };
+
             let warmth = warm * (1.0 - step as f64 / tries as f64);
             match tried {
                 Some(tried)
@@ -44,25 +49,22 @@ impl Shop<'_> {
                         || random.chance((run.makespan - tried.makespan) / warmth) =>
                 {
                     run = tried;
-                    if run.makespan < best.0 {
-                        best = (run.makespan, now.clone());
+                    if run.makespan < best.makespan {
+                        best = TimedOrder {
+                            makespan: run.makespan,
+                            rows: now.clone(),
+                        };
                     }
                 }
-                _ => back(&mut now[rank], from, to),
+                _ => shift.undo(&mut now[rank]),
             }
         }
         best
     }
 
     /// Moves the action at index `place` of a row by up to `far` places, towards the end if
-    /// `later`. Returns (old index, new index), or `None` if it cannot move.
-    fn shift(
-        &self,
-        row: &mut [u32],
-        place: usize,
-        far: usize,
-        later: bool,
-    ) -> Option<(usize, usize)> {
+    /// `later`. Returns `None` if it cannot move.
+    fn shift(&self, row: &mut [u32], place: usize, far: usize, later: bool) -> Option<ActionShift> {
         let mut at = place;
         for _ in 0..far {
             let other = if later {
@@ -70,6 +72,7 @@ impl Shop<'_> {
             } else {
                 at.checked_sub(1)
             };
+
             let Some(other) = other.filter(|other| *other < row.len()) else {
                 break;
             };
@@ -79,16 +82,28 @@ impl Shop<'_> {
             row.swap(at, other);
             at = other;
         }
-        (at != place).then_some((place, at))
+        (at != place).then_some(ActionShift {
+            from: place,
+            to: at,
+        })
     }
 }
 
-/// Undoes a shift: moves the action at index `to` back to index `from`.
-fn back(row: &mut [u32], from: usize, to: usize) {
-    if from < to {
-        row[from..=to].rotate_right(1);
-    } else {
-        row[to..=from].rotate_left(1);
+/// A move of one action inside its row, from index `from` to index `to`.
+struct ActionShift {
+    from: usize,
+    to: usize,
+}
+
+impl ActionShift {
+    /// Moves the action back.
+    fn undo(self, row: &mut [u32]) {
+        let Self { from, to } = self;
+        if from < to {
+            row[from..=to].rotate_right(1);
+        } else {
+            row[to..=from].rotate_left(1);
+        }
     }
 }
 

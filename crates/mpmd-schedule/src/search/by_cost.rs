@@ -34,6 +34,7 @@ pub fn by_cost(
         (None, Some(costs)) => costs.stage.len() / ranks.max(1),
         (None, None) => 1,
     };
+
     let known = Builtin::ALL
         .iter()
         .filter_map(|builtin| builtin.schedule(ranks, microbatches, chunks).ok());
@@ -43,12 +44,14 @@ pub fn by_cost(
             "no schedule has {ranks} ranks of {chunks} stages and {microbatches} microbatches"
         ))
     })?;
+
     let units = Costs::units(first.stages());
     let costs = costs.unwrap_or(&units);
     let options = SearchOptions {
         budget,
         ..SearchOptions::default()
     };
+
     let mut best: Option<SearchResult> = None;
     let mut refused = None;
     let mut placements: Vec<&[usize]> = Vec::new();
@@ -58,6 +61,7 @@ pub fn by_cost(
             continue;
         }
         placements.push(placement);
+
         let alike: Vec<Schedule> = known
             .iter()
             .filter(|other| other.ranks_of_stages() == placement)

@@ -1,6 +1,6 @@
 //! Greedy orders: each step adds the action that can begin first on any rank.
 
-use super::shop::{FORWARD, INPUT, Rows, Shop, WEIGHT};
+use super::shop::{ActionParts, FORWARD, INPUT, MemoryChange, OrderRows, Shop, WEIGHT};
 
 /// The rules of a greedy order.
 #[derive(Clone, Copy)]
@@ -35,21 +35,22 @@ impl Rules {
 impl Shop<'_> {
     /// Builds a greedy order: each step adds the action that can begin first on any rank. Returns
     /// `None` if no rank can proceed within the budget.
-    pub(super) fn greedy(&self, rules: Rules) -> Option<Rows> {
+    pub(super) fn greedy(&self, rules: Rules) -> Option<OrderRows> {
         let stages = self.placement.len();
-        let mut rows: Rows = vec![Vec::new(); self.ranks];
+        let mut rows: OrderRows = vec![Vec::new(); self.ranks];
         let mut of_rank: Vec<Vec<usize>> = vec![Vec::new(); self.ranks];
         self.placement
             .iter()
             .enumerate()
             .for_each(|(stage, rank)| of_rank[*rank].push(stage));
+
         let mut ends = vec![f64::NAN; 3 * stages * self.microbatches];
         let mut next = vec![[0usize; 3]; stages];
         let mut free = vec![0.0f64; self.ranks];
         let mut held = vec![0u64; self.ranks];
         let mut left = 3 * stages * self.microbatches;
         while left > 0 {
-            let mut chosen: Option<(f64, usize, u32)> = None;
+            let mut chosen: Option<(usize, NextAction)> = None;
             for rank in 0..self.ranks {
                 let at = Greedy {
                     stages: &of_rank[rank],
@@ -58,29 +59,34 @@ impl Shop<'_> {
                     free: free[rank],
                     held: held[rank],
                 };
-                if let Some((start, id)) = self.choose(rules, &at)
-                    && chosen.is_none_or(|(first, ..)| start < first)
+                if let Some(next) = self.choose(rules, &at)
+                    && chosen.is_none_or(|(_, first)| next.start < first.start)
                 {
-                    chosen = Some((start, rank, id));
+                    chosen = Some((rank, next));
                 }
             }
-            let (start, rank, id) = chosen?;
-            let (stage, kind, _) = self.parts(id);
+
+            let (rank, NextAction { start, id }) = chosen?;
+            let ActionParts { stage, kind, .. } = self.parts(id);
             let end = start + self.cost(id);
-            (ends[id as usize], free[rank]) = (end, end);
+            ends[id as usize] = end;
+            free[rank] = end;
+
             next[stage][kind as usize] += 1;
-            let (takes, gives) = self.memory(id);
-            held[rank] = held[rank].saturating_add(takes).saturating_sub(gives);
+            let MemoryChange { takes, frees } = self.memory(id);
+            held[rank] = held[rank].saturating_add(takes).saturating_sub(frees);
             rows[rank].push(id);
             left -= 1;
         }
         Some(rows)
     }
 
-    /// Returns (start time, action) of the action that a rank does next. `None` if none can begin.
-    fn choose(&self, rules: Rules, at: &Greedy<'_>) -> Option<(f64, u32)> {
-        let mut other: Option<(f64, bool, u32)> = None;
-        let mut weight: Option<(f64, u32)> = None;
+    /// Returns the action that a rank does next. `None` if none can begin.
+    fn choose(&self, rules: Rules, at: &Greedy<'_>) -> Option<NextAction> {
+        // A pass that is not a weight gradient, and whether its kind comes last by the rules.
+        let mut other: Option<(NextAction, bool)> = None;
+        let mut weight: Option<NextAction> = None;
+
         // Later stages first: their microbatches end sooner, and so free memory sooner.
         for stage in at.stages.iter().rev() {
             let next = at.next[*stage];
@@ -94,39 +100,44 @@ impl Shop<'_> {
                 if microbatch >= self.microbatches || microbatch >= before {
                     continue;
                 }
+
                 let id = self.id(*stage, kind, microbatch);
                 let ready = match self.need(id) {
-                    Some((need, way)) => at.ends[need as usize] + way,
+                    Some(need) => at.ends[need.id as usize] + need.way,
                     None => 0.0,
                 };
                 if ready.is_nan() || kind == FORWARD && !self.may_begin(rules, at, *stage) {
                     continue;
                 }
-                if kind != WEIGHT && at.held.saturating_add(self.memory(id).0) > self.limit() {
+                if kind != WEIGHT && at.held.saturating_add(self.memory(id).takes) > self.limit() {
                     continue;
                 }
+
                 let start = ready.max(at.free);
                 if kind == WEIGHT {
                     if weight.is_none() {
-                        weight = Some((start, id));
+                        weight = Some(NextAction { start, id });
                     }
                     continue;
                 }
+
                 let last = (kind == FORWARD) == rules.inputs_first;
-                if other.is_none_or(|(first, after, _)| {
-                    start < first || start == first && !last && after
+                if other.is_none_or(|(first, after)| {
+                    start < first.start || start == first.start && !last && after
                 }) {
-                    other = Some((start, last, id));
+                    other = Some((NextAction { start, id }, last));
                 }
             }
         }
+
         match (other, weight) {
-            (Some((start, ..)), Some((now, id)))
-                if start - now >= rules.fits * self.cost(id) && start > now =>
+            (Some((other, _)), Some(weight))
+                if other.start - weight.start >= rules.fits * self.cost(weight.id)
+                    && other.start > weight.start =>
             {
-                Some((now, id))
+                Some(weight)
             }
-            (Some((start, _, id)), _) => Some((start, id)),
+            (Some((other, _)), _) => Some(other),
             (None, weight) => weight,
         }
     }
@@ -140,20 +151,30 @@ impl Shop<'_> {
         if forward - input >= depth.saturating_add(rules.ahead) {
             return false;
         }
+
         let later = at
             .stages
             .iter()
             .filter(|later| **later > stage && at.next[**later][0] < self.microbatches);
         let room: u64 = later
             .map(|later| {
-                self.memory(self.id(*later, FORWARD, 0)).0
-                    + self.memory(self.id(*later, INPUT, 0)).0
+                self.memory(self.id(*later, FORWARD, 0)).takes
+                    + self.memory(self.id(*later, INPUT, 0)).takes
             })
             .sum();
-        let own =
-            self.memory(self.id(stage, FORWARD, 0)).0 + self.memory(self.id(stage, INPUT, 0)).0;
+
+        let own = self.memory(self.id(stage, FORWARD, 0)).takes
+            + self.memory(self.id(stage, INPUT, 0)).takes;
         at.held.saturating_add(own).saturating_add(room) <= self.limit()
     }
+}
+
+/// An action that a rank can do next.
+#[derive(Clone, Copy)]
+struct NextAction {
+    /// The time at which it starts.
+    start: f64,
+    id: u32,
 }
 
 /// The progress of a rank while an order is built.

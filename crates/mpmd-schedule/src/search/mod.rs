@@ -19,10 +19,10 @@ mod shop;
 use anneal::Random;
 pub use by_cost::{by_cost, is_by_cost};
 use greedy::Rules;
-use shop::{Rows, Shop};
+use shop::{Shop, TimedOrder};
 
 use super::check::Budget;
-use super::costs::{Costs, StageCosts};
+use super::costs::Costs;
 use super::schedule::{Schedule, ScheduleError};
 
 /// Budget and effort of a search.
@@ -80,20 +80,77 @@ pub fn search(
     costs: &Costs,
     options: &SearchOptions,
 ) -> Result<SearchResult, ScheduleError> {
-    let wrong = |problem: String| ScheduleError::Search { problem };
+    let first = check_inputs(fixed, costs, options)?;
+    let shop = Shop {
+        placement: ranks_of_stages(first),
+        ranks: first.ranks(),
+        microbatches: first.microbatches(),
+        costs,
+        budget: options.budget,
+    };
+
+    let FixedOrders { makespans, orders } = fixed_orders(&shop, fixed);
+    let starts = starting_orders(&shop, orders);
+    if starts.is_empty() {
+        return Err(wrong(match options.budget {
+            Some(Budget::Activations(most)) => {
+                format!("none was found that holds at most {most} activations")
+            }
+            Some(Budget::Bytes(most)) => format!("none was found that holds at most {most} bytes"),
+            None => "none was found".to_owned(),
+        }));
+    }
+
+    /// The number of starting orders that are improved.
+    const IMPROVED: usize = 3;
+    let chosen = starts.len().min(IMPROVED);
+    // Limits the tries so that large orders also end in seconds.
+    let tries = options.tries.min(MOST_WORK / shop.actions().max(1)) / chosen;
+    let mut random = Random(options.seed ^ 0x9e37_79b9_7f4a_7c15);
+    let improved = starts
+        .into_iter()
+        .take(chosen)
+        .map(|start| shop.anneal(start, tries, &mut random));
+    let Some(best) = improved.min_by(|a, b| a.makespan.total_cmp(&b.makespan)) else {
+        return Err(wrong("nothing was tried".to_owned()));
+    };
+
+    let rows = best
+        .rows
+        .iter()
+        .map(|row| row.iter().map(|id| shop.action(*id)).collect())
+        .collect();
+    Ok(SearchResult {
+        schedule: Schedule::new("by cost", rows)?,
+        makespan: best.makespan,
+        fixed: makespans,
+    })
+}
+
+fn wrong(problem: String) -> ScheduleError {
+    ScheduleError::Search { problem }
+}
+
+fn ranks_of_stages(schedule: &Schedule) -> Vec<usize> {
+    (0..schedule.stages())
+        .map(|stage| schedule.rank_of(stage))
+        .collect()
+}
+
+/// Checks that the schedules, costs and budget fit each other. Returns the first schedule.
+fn check_inputs<'s>(
+    fixed: &'s [Schedule],
+    costs: &Costs,
+    options: &SearchOptions,
+) -> Result<&'s Schedule, ScheduleError> {
     let Some(first) = fixed.first() else {
         return Err(wrong(
             "no schedule is given: at least one must give the rank of each stage".to_owned(),
         ));
     };
-    let rank_of = |schedule: &Schedule| {
-        (0..schedule.stages())
-            .map(|s| schedule.rank_of(s))
-            .collect::<Vec<_>>()
-    };
-    let placement = rank_of(first);
+    let placement = ranks_of_stages(first);
     if let Some(other) = fixed.iter().find(|other| {
-        rank_of(other) != placement
+        ranks_of_stages(other) != placement
             || other.microbatches() != first.microbatches()
             || other.ranks() != first.ranks()
     }) {
@@ -103,6 +160,7 @@ pub fn search(
             other.name()
         )));
     }
+
     if costs.stage.len() != placement.len() {
         return Err(wrong(format!(
             "costs of {} stages, for {}",
@@ -115,91 +173,68 @@ pub fn search(
             "the budget is in bytes, but the costs have no bytes that stages keep".to_owned(),
         ));
     }
-    let bad = |cost: &f64| !cost.is_finite() || *cost < 0.0;
+
     for (stage, cost) in costs.stage.iter().enumerate() {
-        let StageCosts {
-            forward,
-            backward_input,
-            backward_weight,
-            send_forward,
-            send_backward,
-            ..
-        } = *cost;
-        if let Some(cost) = [
-            forward,
-            backward_input,
-            backward_weight,
-            send_forward,
-            send_backward,
-        ]
-        .iter()
-        .find(|cost| bad(cost))
-        {
+        let times = [
+            cost.forward,
+            cost.backward_input,
+            cost.backward_weight,
+            cost.send_forward,
+            cost.send_backward,
+        ];
+        if let Some(cost) = times.iter().find(|cost| !cost.is_finite() || **cost < 0.0) {
             return Err(wrong(format!("stage {stage} costs {cost}")));
         }
     }
-    let shop = Shop {
-        placement,
-        ranks: first.ranks(),
-        microbatches: first.microbatches(),
-        costs,
-        budget: options.budget,
-    };
-    let mut starts: Vec<(f64, Rows)> = Vec::new();
-    let mut known = Vec::with_capacity(fixed.len());
+    Ok(first)
+}
+
+/// The orders of given schedules.
+struct FixedOrders {
+    /// Name and makespan of each schedule; `None` for one that deadlocks or exceeds the budget.
+    makespans: Vec<(String, Option<f64>)>,
+    /// The orders that the search can start from.
+    orders: Vec<TimedOrder>,
+}
+
+fn fixed_orders(shop: &Shop<'_>, fixed: &[Schedule]) -> FixedOrders {
+    let mut makespans = Vec::with_capacity(fixed.len());
+    let mut orders = Vec::new();
     for schedule in fixed {
         let rows = shop.rows_of(schedule);
         let within = rows.iter().all(|row| shop.holds(row));
         let makespan = shop.run(&rows).map(|run| run.makespan);
-        known.push((schedule.name().to_owned(), makespan.filter(|_| within)));
+        makespans.push((schedule.name().to_owned(), makespan.filter(|_| within)));
+
         if within
             && shop.ascends(&rows)
             && let Some(makespan) = makespan
         {
-            starts.push((makespan, rows));
+            orders.push(TimedOrder { makespan, rows });
         }
     }
-    let actions = 3 * costs.stage.len() * first.microbatches();
+    FixedOrders { makespans, orders }
+}
+
+/// Adds greedy orders to those of given schedules. Returns the distinct orders, the shortest first.
+fn starting_orders(shop: &Shop<'_>, fixed: Vec<TimedOrder>) -> Vec<TimedOrder> {
+    let mut starts = fixed;
     // Each takes time in proportion to ranks times actions.
-    let rules = Rules::all().take((MOST_WORK / (actions * first.ranks()).max(1)).max(1));
-    for rules in rules {
+    let most = (MOST_WORK / (shop.actions() * shop.ranks).max(1)).max(1);
+    for rules in Rules::all().take(most) {
         if let Some(rows) = shop.greedy(rules)
             && let Some(run) = shop.run(&rows)
         {
-            starts.push((run.makespan, rows));
+            starts.push(TimedOrder {
+                makespan: run.makespan,
+                rows,
+            });
         }
     }
-    starts.sort_by(|a, b| a.0.total_cmp(&b.0));
-    starts.dedup_by(|a, b| a.1 == b.1);
-    if starts.is_empty() {
-        return Err(wrong(match options.budget {
-            Some(Budget::Activations(most)) => {
-                format!("none was found that holds at most {most} activations")
-            }
-            Some(Budget::Bytes(most)) => format!("none was found that holds at most {most} bytes"),
-            None => "none was found".to_owned(),
-        }));
-    }
-    /// The number of starting points that are improved.
-    const IMPROVED: usize = 3;
-    let chosen = starts.len().min(IMPROVED);
-    let mut random = Random(options.seed ^ 0x9e37_79b9_7f4a_7c15);
-    let improved = starts.into_iter().take(chosen);
-    // Limits the tries so that large orders also end in seconds.
-    let tries = options.tries.min(MOST_WORK / actions.max(1)) / chosen;
-    let improved = improved.map(|start| shop.anneal(start, tries, &mut random));
-    let Some((makespan, rows)) = improved.min_by(|a, b| a.0.total_cmp(&b.0)) else {
-        return Err(wrong("nothing was tried".to_owned()));
-    };
-    let rows = rows
-        .iter()
-        .map(|row| row.iter().map(|id| shop.action(*id)).collect())
-        .collect();
-    Ok(SearchResult {
-        schedule: Schedule::new("by cost", rows)?,
-        makespan,
-        fixed: known,
-    })
+
+    starts.sort_by(|a, b| a.makespan.total_cmp(&b.makespan));
+    starts.dedup_by(|a, b| a.rows == b.rows);
+    starts
 }
 
 #[cfg(test)]
@@ -208,6 +243,7 @@ mod tests {
 
     use super::super::schedule::ActionKind;
     use super::*;
+    use crate::costs::StageCosts;
 
     fn costs(stages: &[[f64; 3]]) -> Costs {
         let stage = |[forward, backward_input, backward_weight]: &[f64; 3]| StageCosts {

@@ -11,7 +11,7 @@ pub(super) const INPUT: u32 = 1;
 pub(super) const WEIGHT: u32 = 2;
 
 /// For each rank, the numbers of its actions, in order. `Shop::id` defines the numbers.
-pub(super) type Rows = Vec<Vec<u32>>;
+pub(super) type OrderRows = Vec<Vec<u32>>;
 
 /// The scheduling problem: actions, costs and budget.
 pub(super) struct Shop<'a> {
@@ -24,11 +24,46 @@ pub(super) struct Shop<'a> {
 }
 
 /// The simulated times of an order.
-pub(super) struct Run {
+pub(super) struct OrderRun {
     pub(super) makespan: f64,
-    /// Neighbours in a rank's row that follow each other without pause on the critical path: (rank,
-    /// index of the first in the row).
-    pub(super) critical: Vec<(usize, usize)>,
+    /// The first ones of neighbours in a rank's row that follow each other without pause on the
+    /// critical path.
+    pub(super) critical: Vec<OrderPlace>,
+}
+
+/// The parts of an action's id.
+pub(super) struct ActionParts {
+    pub(super) stage: usize,
+    /// `FORWARD`, `INPUT` or `WEIGHT`.
+    pub(super) kind: u32,
+    pub(super) microbatch: usize,
+}
+
+/// An action of another stage that an action needs.
+pub(super) struct StageNeed {
+    pub(super) id: u32,
+    /// The transfer time of its result. 0 on the same rank.
+    pub(super) way: f64,
+}
+
+/// The memory that an action takes at its start and frees at its end.
+pub(super) struct MemoryChange {
+    pub(super) takes: u64,
+    pub(super) frees: u64,
+}
+
+/// The place of an action in the orders of all ranks.
+#[derive(Clone, Copy)]
+pub(super) struct OrderPlace {
+    pub(super) rank: usize,
+    pub(super) place: usize,
+}
+
+/// The orders of all ranks, and the time that they take.
+#[derive(Clone)]
+pub(super) struct TimedOrder {
+    pub(super) makespan: f64,
+    pub(super) rows: OrderRows,
 }
 
 impl Shop<'_> {
@@ -36,26 +71,30 @@ impl Shop<'_> {
         ((stage * self.microbatches + microbatch) * 3) as u32 + kind
     }
 
-    pub(super) fn parts(&self, id: u32) -> (usize, u32, usize) {
+    pub(super) fn parts(&self, id: u32) -> ActionParts {
         let place = id as usize / 3;
-        (place / self.microbatches, id % 3, place % self.microbatches)
+        ActionParts {
+            stage: place / self.microbatches,
+            kind: id % 3,
+            microbatch: place % self.microbatches,
+        }
     }
 
     pub(super) fn action(&self, id: u32) -> Action {
-        let (stage, kind, microbatch) = self.parts(id);
-        let kind = match kind {
+        let parts = self.parts(id);
+        let kind = match parts.kind {
             FORWARD => ActionKind::Forward,
             INPUT => ActionKind::BackwardInput,
             _ => ActionKind::BackwardWeight,
         };
         Action {
-            stage,
+            stage: parts.stage,
             kind,
-            microbatch,
+            microbatch: parts.microbatch,
         }
     }
 
-    pub(super) fn rows_of(&self, schedule: &Schedule) -> Rows {
+    pub(super) fn rows_of(&self, schedule: &Schedule) -> OrderRows {
         let ids = |action: &Action| {
             let id = |kind| self.id(action.stage, kind, action.microbatch);
             match action.kind {
@@ -74,7 +113,7 @@ impl Shop<'_> {
 
     /// Returns the duration of an action, in the unit of the costs.
     pub(super) fn cost(&self, id: u32) -> f64 {
-        let (stage, kind, _) = self.parts(id);
+        let ActionParts { stage, kind, .. } = self.parts(id);
         let StageCosts {
             forward,
             backward_input,
@@ -88,10 +127,18 @@ impl Shop<'_> {
         }
     }
 
-    /// Returns (action, transfer time) for the action of another stage that `id` needs. `None` if
-    /// it needs no other stage. The transfer time is 0 on the same rank.
-    pub(super) fn need(&self, id: u32) -> Option<(u32, f64)> {
-        let (stage, kind, microbatch) = self.parts(id);
+    /// Returns the number of actions of all ranks.
+    pub(super) fn actions(&self) -> usize {
+        3 * self.placement.len() * self.microbatches
+    }
+
+    /// Returns the action of another stage that `id` needs. `None` if it needs no other stage.
+    pub(super) fn need(&self, id: u32) -> Option<StageNeed> {
+        let ActionParts {
+            stage,
+            kind,
+            microbatch,
+        } = self.parts(id);
         let way = |from: usize, cost: f64| {
             if self.placement[from] == self.placement[stage] {
                 0.0
@@ -99,14 +146,17 @@ impl Shop<'_> {
                 cost
             }
         };
+
         match kind {
             FORWARD if stage > 0 => {
                 let way = way(stage - 1, self.costs.stage[stage - 1].send_forward);
-                Some((self.id(stage - 1, FORWARD, microbatch), way))
+                let id = self.id(stage - 1, FORWARD, microbatch);
+                Some(StageNeed { id, way })
             }
             INPUT if stage + 1 < self.placement.len() => {
                 let way = way(stage + 1, self.costs.stage[stage + 1].send_backward);
-                Some((self.id(stage + 1, INPUT, microbatch), way))
+                let id = self.id(stage + 1, INPUT, microbatch);
+                Some(StageNeed { id, way })
             }
             _ => None,
         }
@@ -114,7 +164,11 @@ impl Shop<'_> {
 
     /// Returns the action of another stage that needs `id`, or `None`.
     pub(super) fn needed_by(&self, id: u32) -> Option<u32> {
-        let (stage, kind, microbatch) = self.parts(id);
+        let ActionParts {
+            stage,
+            kind,
+            microbatch,
+        } = self.parts(id);
         match kind {
             FORWARD if stage + 1 < self.placement.len() => {
                 Some(self.id(stage + 1, FORWARD, microbatch))
@@ -124,23 +178,25 @@ impl Shop<'_> {
         }
     }
 
-    /// Returns (memory taken at the start, memory freed at the end) of an action: bytes if the
-    /// budget is in bytes, else activations.
-    pub(super) fn memory(&self, id: u32) -> (u64, u64) {
-        let (stage, kind, _) = self.parts(id);
+    /// Returns the memory that an action takes and frees: bytes if the budget is in bytes, else
+    /// activations.
+    pub(super) fn memory(&self, id: u32) -> MemoryChange {
+        let ActionParts { stage, kind, .. } = self.parts(id);
         let StageCosts {
             activation_bytes,
             weight_residual_bytes,
             ..
         } = self.costs.stage[stage];
-        match (self.budget, kind) {
+
+        let (takes, frees) = match (self.budget, kind) {
             (Some(Budget::Bytes(_)), FORWARD) => (activation_bytes, 0),
             (Some(Budget::Bytes(_)), INPUT) => (weight_residual_bytes, activation_bytes),
             (Some(Budget::Bytes(_)), _) => (0, weight_residual_bytes),
             (_, FORWARD) => (1, 0),
             (_, INPUT) => (0, 0),
             _ => (0, 1),
-        }
+        };
+        MemoryChange { takes, frees }
     }
 
     pub(super) fn limit(&self) -> u64 {
@@ -152,22 +208,27 @@ impl Shop<'_> {
 
     /// Returns true if a rank that runs these actions in order stays within the budget.
     pub(super) fn holds(&self, row: &[u32]) -> bool {
-        let (limit, mut held) = (self.limit(), 0);
+        let limit = self.limit();
+        let mut held = 0;
         row.iter().all(|id| {
-            let (takes, gives) = self.memory(*id);
+            let MemoryChange { takes, frees } = self.memory(*id);
             held = u64::saturating_add(held, takes);
             let within = held <= limit;
-            held = held.saturating_sub(gives);
+            held = held.saturating_sub(frees);
             within
         })
     }
 
     /// Returns true if microbatches come in ascending order within each stage and kind of action.
-    pub(super) fn ascends(&self, rows: &Rows) -> bool {
+    pub(super) fn ascends(&self, rows: &OrderRows) -> bool {
         rows.iter().all(|row| {
             let mut next = vec![0; 3 * self.placement.len()];
             row.iter().all(|id| {
-                let (stage, kind, microbatch) = self.parts(*id);
+                let ActionParts {
+                    stage,
+                    kind,
+                    microbatch,
+                } = self.parts(*id);
                 let next = &mut next[3 * stage + kind as usize];
                 *next += 1;
                 *next == microbatch + 1
@@ -179,77 +240,88 @@ impl Shop<'_> {
     /// stage and kind, or the same stage and microbatch. They also may not if the second needs the
     /// first.
     pub(super) fn may_swap(&self, first: u32, second: u32) -> bool {
-        let ((stage, kind, microbatch), (other, later, next)) =
-            (self.parts(first), self.parts(second));
-        let same_stage = stage == other;
-        let same_queue = same_stage && kind == later;
-        let of_one = same_stage && microbatch == next;
-        !same_queue && !of_one && self.need(second).is_none_or(|(need, _)| need != first)
+        let one = self.parts(first);
+        let other = self.parts(second);
+        let same_stage = one.stage == other.stage;
+        let same_queue = same_stage && one.kind == other.kind;
+        let of_one = same_stage && one.microbatch == other.microbatch;
+        !same_queue && !of_one && self.need(second).is_none_or(|need| need.id != first)
     }
 
     /// Simulates the orders, with each action as early as possible. Returns `None` if the ranks
     /// wait for each other in a cycle.
-    pub(super) fn run(&self, rows: &Rows) -> Option<Run> {
+    pub(super) fn run(&self, rows: &OrderRows) -> Option<OrderRun> {
         let total: usize = rows.iter().map(Vec::len).sum();
         let mut ends = vec![f64::NAN; 3 * self.placement.len() * self.microbatches];
         let mut next = vec![0; self.ranks];
         let mut free = vec![0.0f64; self.ranks];
         let mut woken: Vec<usize> = (0..self.ranks).rev().collect();
         let mut done = 0;
+
         while let Some(rank) = woken.pop() {
             while let Some(id) = rows[rank].get(next[rank]) {
                 let mut start = free[rank];
-                if let Some((need, way)) = self.need(*id) {
-                    let end = ends[need as usize];
+                if let Some(need) = self.need(*id) {
+                    let end = ends[need.id as usize];
                     if end.is_nan() {
                         break;
                     }
-                    start = start.max(end + way);
+                    start = start.max(end + need.way);
                 }
+
                 let end = start + self.cost(*id);
-                (ends[*id as usize], free[rank]) = (end, end);
+                ends[*id as usize] = end;
+                free[rank] = end;
                 next[rank] += 1;
                 done += 1;
                 if let Some(user) = self.needed_by(*id) {
-                    let other = self.placement[self.parts(user).0];
+                    let other = self.placement[self.parts(user).stage];
                     if other != rank {
                         woken.push(other);
                     }
                 }
             }
         }
+
         if done < total {
             return None;
         }
+
         let last = (0..self.ranks).max_by(|a, b| free[*a].total_cmp(&free[*b]))?;
-        Some(Run {
+        Some(OrderRun {
             makespan: free[last],
             critical: self.critical(rows, &ends, last),
         })
     }
 
     /// Follows the critical path back from the last action of rank `last`. Returns the pairs of
-    /// [`Run::critical`], the latest first.
-    pub(super) fn critical(&self, rows: &Rows, ends: &[f64], last: usize) -> Vec<(usize, usize)> {
+    /// [`OrderRun::critical`], the latest first.
+    pub(super) fn critical(&self, rows: &OrderRows, ends: &[f64], last: usize) -> Vec<OrderPlace> {
         let mut places = vec![0u32; ends.len()];
         for row in rows {
             row.iter()
                 .enumerate()
                 .for_each(|(place, id)| places[*id as usize] = place as u32);
         }
+
         let mut found = Vec::new();
         let Some(mut id) = rows[last].last().copied() else {
             return found;
         };
+
         loop {
-            let rank = self.placement[self.parts(id).0];
+            let rank = self.placement[self.parts(id).stage];
             let place = places[id as usize] as usize;
             let before = place.checked_sub(1).map(|place| rows[rank][place]);
             let free = before.map_or(0.0, |before| ends[before as usize]);
+
             match (self.need(id), before) {
-                (Some((need, way)), _) if ends[need as usize] + way > free => id = need,
+                (Some(need), _) if ends[need.id as usize] + need.way > free => id = need.id,
                 (_, Some(before)) => {
-                    found.push((rank, place - 1));
+                    found.push(OrderPlace {
+                        rank,
+                        place: place - 1,
+                    });
                     id = before;
                 }
                 (_, None) => return found,

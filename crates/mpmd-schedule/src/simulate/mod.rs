@@ -14,40 +14,40 @@ mod tests;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-pub use path::Pause;
+pub use path::LanePause;
 pub use schedule::{SimulateError, SimulatedSchedule, simulate_lowered, simulate_schedule};
 
-use super::check::{Begin, Causes, Channel, Deadlock, Engine, verdict};
+use super::check::{Causes, Channel, Deadlock, FlowEngine, ReadyItem, verdict};
 use super::flow::Flow;
 
 /// Durations of nodes and transfers, indexed by their numbers, in any common unit; finite and not
 /// negative.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Times {
+pub struct ItemTimes {
     /// Compute time of each node.
     pub nodes: Vec<f64>,
     /// Time to carry each transfer from one process to the other.
     pub transfers: Vec<f64>,
 }
 
-/// A time interval, in the unit of [`Times`].
+/// A time interval, in the unit of [`ItemTimes`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Span {
+pub struct TimeSpan {
     /// Start time.
     pub start: f64,
     /// End time; for a transfer, the time at which the receiver takes it.
     pub end: f64,
 }
 
-/// The times of a simulated flow, in the unit of [`Times`]. They begin at 0.
+/// The times of a simulated flow, in the unit of [`ItemTimes`]. They begin at 0.
 #[derive(Clone, Debug)]
 pub struct Simulated {
     /// The simulated channel.
     pub channel: Channel,
     /// The interval of each node, indexed by its number.
-    pub nodes: Vec<Span>,
+    pub nodes: Vec<TimeSpan>,
     /// The interval of each transfer, indexed by its number.
-    pub transfers: Vec<Span>,
+    pub transfers: Vec<TimeSpan>,
     /// The use of each lane's time, indexed by lane.
     pub lanes: Vec<LaneTime>,
     /// The time at which the last node or transfer ends.
@@ -55,7 +55,7 @@ pub struct Simulated {
     causes: Causes,
 }
 
-/// The use of a lane's time, in the unit of [`Times`].
+/// The use of a lane's time, in the unit of [`ItemTimes`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LaneTime {
     /// Start time of the lane's first node; 0 for a lane without nodes.
@@ -83,16 +83,17 @@ impl LaneTime {
 ///
 /// If the numbers of times, nodes and transfers differ, and in the cases of
 /// [`check`](super::check::check).
-pub fn simulate(flow: &Flow, times: &Times, channel: Channel) -> Result<Simulated, Deadlock> {
+pub fn simulate(flow: &Flow, times: &ItemTimes, channel: Channel) -> Result<Simulated, Deadlock> {
     assert_eq!(times.nodes.len(), flow.nodes.len(), "times of nodes");
     assert_eq!(
         times.transfers.len(),
         flow.transfers.len(),
         "times of transfers"
     );
-    let mut engine = Engine::new(flow, channel, true);
-    let mut nodes = vec![Span::default(); flow.nodes.len()];
-    let mut transfers = vec![Span::default(); flow.transfers.len()];
+
+    let mut engine = FlowEngine::new(flow, channel, true);
+    let mut nodes = vec![TimeSpan::default(); flow.nodes.len()];
+    let mut transfers = vec![TimeSpan::default(); flow.transfers.len()];
     let mut lanes = vec![
         LaneTime {
             first: f64::INFINITY,
@@ -100,6 +101,7 @@ pub fn simulate(flow: &Flow, times: &Times, channel: Channel) -> Result<Simulate
         };
         flow.lanes.len()
     ];
+
     // Running items, by their end. At equal times nodes go first, each kind in the order of
     // numbers.
     let mut under_way = BinaryHeap::new();
@@ -107,14 +109,15 @@ pub fn simulate(flow: &Flow, times: &Times, channel: Channel) -> Result<Simulate
     let mut at_once = Vec::new();
     let count = flow.nodes.len() as u32;
     let mut now = 0.0;
+
     loop {
         while let Some(begin) = engine.begins.pop() {
             let (item, takes) = match begin {
-                Begin::Node(node) => {
+                ReadyItem::Node(node) => {
                     nodes[node as usize].start = now;
                     (node, times.nodes[node as usize])
                 }
-                Begin::Transfer(transfer) => {
+                ReadyItem::Transfer(transfer) => {
                     transfers[transfer as usize].start = now;
                     (count + transfer, times.transfers[transfer as usize])
                 }
@@ -125,6 +128,7 @@ pub fn simulate(flow: &Flow, times: &Times, channel: Channel) -> Result<Simulate
                 under_way.push(Reverse((Moment(now + takes), item)));
             }
         }
+
         let item = match at_once.pop() {
             Some(item) => item,
             None => {
@@ -135,6 +139,7 @@ pub fn simulate(flow: &Flow, times: &Times, channel: Channel) -> Result<Simulate
                 item
             }
         };
+
         if item < count {
             let span = &mut nodes[item as usize];
             span.end = now;
@@ -148,10 +153,12 @@ pub fn simulate(flow: &Flow, times: &Times, channel: Channel) -> Result<Simulate
             engine.end_transfer(item - count);
         }
     }
+
     verdict(&engine, channel)?;
     for lane in &mut lanes {
         lane.first = lane.first.min(lane.last);
     }
+
     let causes = engine.causes.take().unwrap_or_default();
     Ok(Simulated {
         channel,
@@ -181,7 +188,7 @@ impl Simulated {
 
 /// Simulates a flow over each channel. Returns (channel, makespan) for each, or the deadlock in
 /// place of the makespan.
-pub fn channel_costs(flow: &Flow, times: &Times) -> Vec<(Channel, Result<f64, Deadlock>)> {
+pub fn channel_costs(flow: &Flow, times: &ItemTimes) -> Vec<(Channel, Result<f64, Deadlock>)> {
     Channel::ALL
         .map(|channel| {
             (

@@ -8,7 +8,7 @@ const NONE: u32 = u32::MAX;
 
 /// An interval in which a lane computes nothing, with its cause.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Pause {
+pub struct LanePause {
     /// Start time, in the unit of the simulated times.
     pub start: f64,
     /// End time, in the unit of the simulated times.
@@ -24,10 +24,11 @@ pub struct Pause {
 impl Simulated {
     /// Returns the pauses of each lane between 0 and the makespan, in order. `flow` is the
     /// simulated flow.
-    pub fn pauses(&self, flow: &Flow) -> Vec<Vec<Pause>> {
+    pub fn pauses(&self, flow: &Flow) -> Vec<Vec<LanePause>> {
         let mut until = vec![0.0; flow.lanes.len()];
-        let mut pauses: Vec<Vec<Pause>> = vec![Vec::new(); flow.lanes.len()];
+        let mut pauses: Vec<Vec<LanePause>> = vec![Vec::new(); flow.lanes.len()];
         let count = flow.nodes.len() as u32;
+
         for (number, (node, span)) in flow.nodes.iter().zip(&self.nodes).enumerate() {
             let lane = node.lane as usize;
             if span.start > until[lane] {
@@ -37,8 +38,9 @@ impl Simulated {
                     node if node < count => Some(Item::Node(node)),
                     transfer => Some(Item::Receive(transfer - count)),
                 };
-                let (start, end) = (until[lane], span.start);
-                pauses[lane].push(Pause {
+                let start = until[lane];
+                let end = span.start;
+                pauses[lane].push(LanePause {
                     start,
                     end,
                     node: Some(number as u32),
@@ -47,9 +49,10 @@ impl Simulated {
             }
             until[lane] = span.end;
         }
+
         for (pauses, until) in pauses.iter_mut().zip(until) {
             if self.makespan > until {
-                pauses.push(Pause {
+                pauses.push(LanePause {
                     start: until,
                     end: self.makespan,
                     node: None,
@@ -62,7 +65,7 @@ impl Simulated {
 
     /// Describes the cause of a pause in words: the node that computed the received data, or the
     /// operation that delayed the transfer.
-    pub fn waited_for(&self, flow: &Flow, pause: &Pause, names: &dyn Names) -> String {
+    pub fn waited_for(&self, flow: &Flow, pause: &LanePause, names: &dyn Names) -> String {
         let count = flow.nodes.len() as u32;
         let item = |item: u32| {
             if item < count {
@@ -76,6 +79,7 @@ impl Simulated {
                 names.process(transfer.from)
             )
         };
+
         match (pause.node, pause.waits_for) {
             (None, _) => "nothing more to do".to_owned(),
             (_, None) => "nothing".to_owned(),

@@ -1,7 +1,7 @@
 //! Simulates a schedule with the costs of its stages.
 
-use super::{Simulated, Times, channel_costs, simulate};
-use crate::check::{Channel, Deadlock, Ledger, Unit};
+use super::{ItemTimes, Simulated, channel_costs, simulate};
+use crate::check::{Channel, Deadlock, MemoryLedger, Unit};
 use crate::flow::{Flow, FlowError, Leaves, StepNames};
 use crate::timeline::{MemoryPoint, Timeline};
 use crate::{ActionKind, Costs, Lowered, Schedule, StepKind};
@@ -50,7 +50,7 @@ pub struct SimulatedSchedule {
     /// The decoder of the flow's tags, which names the step of each node and transfer.
     pub names: StepNames,
     /// The durations of the flow's nodes and transfers.
-    pub times: Times,
+    pub times: ItemTimes,
     /// The simulated times.
     pub simulated: Simulated,
     /// For each rank, the memory that it keeps between forward and backward passes. Each point
@@ -104,6 +104,7 @@ pub fn simulate_lowered(
             found: costs.stage.len(),
         });
     }
+
     for (stage, cost) in costs.stage.iter().enumerate() {
         let all = [
             cost.forward,
@@ -119,12 +120,14 @@ pub fn simulate_lowered(
             return Err(SimulateError::Cost { stage, cost });
         }
     }
+
     let mut flow = Flow::of_lowered(rows, leaves)?;
     let names = StepNames::of_lowered(&rows.steps);
     names.weigh(&mut flow, costs);
     let times = times(&flow, names, costs);
     let simulated = simulate(&flow, &times, channel).map_err(SimulateError::Deadlock)?;
-    let ledger = Ledger::new(&flow, names, Some(costs));
+
+    let ledger = MemoryLedger::new(&flow, names, Some(costs));
     let memory_is_bytes = ledger.unit() == Unit::Bytes;
     let memory = memory(&flow, &ledger, &simulated);
     Ok(SimulatedSchedule {
@@ -156,20 +159,16 @@ impl SimulatedSchedule {
             "activations"
         }
         .to_owned();
+
         for (row, memory) in timeline.rows.iter_mut().zip(&self.memory) {
             row.memory.clone_from(memory);
         }
-        timeline.memory_unit = if self.memory_is_bytes {
-            "B"
-        } else {
-            "activations"
-        }
-        .to_owned();
+
         timeline
     }
 }
 
-fn times(flow: &Flow, names: StepNames, costs: &Costs) -> Times {
+fn times(flow: &Flow, names: StepNames, costs: &Costs) -> ItemTimes {
     let node = |tag| {
         let step = names.step(tag);
         let stage = costs.stage[step.stage as usize];
@@ -180,6 +179,7 @@ fn times(flow: &Flow, names: StepNames, costs: &Costs) -> Times {
             _ => stage.backward_input,
         }
     };
+
     let transfer = |tag| {
         let step = names.step(tag);
         let stage = costs.stage[step.stage as usize];
@@ -189,19 +189,22 @@ fn times(flow: &Flow, names: StepNames, costs: &Costs) -> Times {
             stage.send_backward
         }
     };
-    Times {
+
+    ItemTimes {
         nodes: flow.nodes.iter().map(|of| node(of.tag)).collect(),
         transfers: flow.transfers.iter().map(|of| transfer(of.tag)).collect(),
     }
 }
 
-fn memory(flow: &Flow, ledger: &Ledger, simulated: &Simulated) -> Vec<Vec<MemoryPoint>> {
+fn memory(flow: &Flow, ledger: &MemoryLedger, simulated: &Simulated) -> Vec<Vec<MemoryPoint>> {
     let unit = ledger.unit();
     let mut curves: Vec<Vec<MemoryPoint>> = vec![vec![MemoryPoint::default()]; flow.lanes.len()];
     let mut kept = vec![0_i64; flow.lanes.len()];
+
     for (node, span) in flow.nodes.iter().zip(&simulated.nodes) {
-        let (lane, change) = (node.lane as usize, ledger.change(node.tag, unit));
-        for (at, change) in [(span.start, change.0), (span.end, change.1)] {
+        let lane = node.lane as usize;
+        let change = ledger.change(node.tag, unit);
+        for (at, change) in [(span.start, change.at_start), (span.end, change.at_end)] {
             if change != 0 {
                 // The costs may come from a file and have any values.
                 kept[lane] = kept[lane].saturating_add(change);

@@ -3,24 +3,25 @@
 use super::Simulated;
 use crate::check::Names;
 use crate::flow::Flow;
-use crate::timeline::{Bar, Gap, Row, Timeline};
+use crate::timeline::{Bar, Timeline, TimelineGap, TimelineRow};
 
 impl Simulated {
     /// Converts the simulation to a timeline with bars, transfers and gaps, one row for each lane.
     /// The memory curves stay empty: a flow does not contain memory. `unit` is the unit of the
     /// times: `s` or `unit`.
     pub fn timeline(&self, flow: &Flow, names: &dyn Names, title: &str, unit: &str) -> Timeline {
-        let row = |(lane, process): (usize, &u32)| Row {
+        let row = |(lane, process): (usize, &u32)| TimelineRow {
             name: names.lane(lane as u32, *process),
             process: Some(*process),
-            ..Row::default()
+            ..TimelineRow::default()
         };
-        let mut rows: Vec<Row> = flow.lanes.iter().enumerate().map(row).collect();
+        let mut rows: Vec<TimelineRow> = flow.lanes.iter().enumerate().map(row).collect();
+
         let pauses = self.pauses(flow);
-        let gaps: Vec<Vec<Gap>> = pauses
+        let gaps: Vec<Vec<TimelineGap>> = pauses
             .iter()
             .map(|pauses| {
-                let gap = |pause: &super::Pause| Gap {
+                let gap = |pause: &super::LanePause| TimelineGap {
                     start: pause.start,
                     end: pause.end,
                     waits_for: self.waited_for(flow, pause, names),
@@ -28,6 +29,7 @@ impl Simulated {
                 pauses.iter().map(gap).collect()
             })
             .collect();
+
         let mut next = vec![0; rows.len()];
         for (number, (node, span)) in flow.nodes.iter().zip(&self.nodes).enumerate() {
             let lane = node.lane as usize;
@@ -38,11 +40,13 @@ impl Simulated {
                 last.end = span.end;
                 continue;
             }
+
             let mut bar = Bar {
                 start: span.start,
                 end: span.end,
                 ..names.bar(node.tag)
             };
+
             let pause = pauses[lane].get(next[lane]);
             if pause.is_some_and(|pause| pause.node == Some(number as u32)) {
                 bar.waited_for = Some(gaps[lane][next[lane]].waits_for.clone());
@@ -50,9 +54,11 @@ impl Simulated {
             }
             bars.push(bar);
         }
+
         for (row, gaps) in rows.iter_mut().zip(gaps) {
             row.gaps = gaps;
         }
+
         for (transfer, span) in flow.transfers.iter().zip(&self.transfers) {
             let lane = match transfer.after {
                 u32::MAX => flow
@@ -64,6 +70,7 @@ impl Simulated {
             let Some(row) = lane.and_then(|lane| rows.get_mut(lane)) else {
                 continue;
             };
+
             let bytes = (transfer.bytes > 0).then_some(transfer.bytes);
             let to = flow
                 .lanes
@@ -78,10 +85,12 @@ impl Simulated {
                 ..names.moved(transfer.tag)
             });
         }
+
         for row in &mut rows {
             row.moves
                 .sort_by(|a, b| a.start.total_cmp(&b.start).then(a.end.total_cmp(&b.end)));
         }
+
         Timeline {
             title: title.to_owned(),
             unit: unit.to_owned(),

@@ -7,7 +7,7 @@ use crate::check::{Item, Names};
 use crate::flow::Leaves::{AtOnce, InOrder};
 use crate::flow::{Node, Post, Transfer};
 use crate::lower::lower_late;
-use crate::timeline::Kind;
+use crate::timeline::BarKind;
 use crate::{Builtin, Costs, Schedule, StageCosts, lower};
 
 impl Simulated {
@@ -223,7 +223,7 @@ fn timeline_of_a_small_step_is_exact() {
     assert_eq!((timeline.end, timeline.rows.len()), (8.5, 2));
     let row = &timeline.rows[0];
     assert_eq!((row.name.as_str(), row.process), ("rank 0", Some(0)));
-    let bars: Vec<(&str, Kind, f64, f64)> = row
+    let bars: Vec<(&str, BarKind, f64, f64)> = row
         .bars
         .iter()
         .map(|bar| (bar.name.as_str(), bar.kind, bar.start, bar.end))
@@ -231,10 +231,10 @@ fn timeline_of_a_small_step_is_exact() {
     assert_eq!(
         bars,
         [
-            ("0F0", Kind::Forward, 0.0, 1.0),
-            ("0F1", Kind::Forward, 1.0, 2.0),
-            ("0B0", Kind::Backward, 4.5, 6.5),
-            ("0B1", Kind::Backward, 6.5, 8.5)
+            ("0F0", BarKind::Forward, 0.0, 1.0),
+            ("0F1", BarKind::Forward, 1.0, 2.0),
+            ("0B0", BarKind::Backward, 4.5, 6.5),
+            ("0B1", BarKind::Backward, 6.5, 8.5)
         ]
     );
     assert_eq!(
@@ -272,7 +272,7 @@ fn gaps_name_the_operation_that_delays_a_message() {
     let single = Channel::Single;
     let made = over(Builtin::LoopedBfs, 4, 8, 2, single);
     let timeline = made.timeline("bfs", "unit");
-    let held = |gap: &crate::timeline::Gap| {
+    let held = |gap: &crate::timeline::TimelineGap| {
         gap.waits_for.contains("held up by") || gap.waits_for.contains("after")
     };
     assert!(timeline.rows.iter().flat_map(|row| &row.gaps).any(held));
@@ -362,7 +362,7 @@ fn last_transfer_counts_though_no_node_takes_it() {
     let posts: [&[Post]; 2] = [&[Send(0), Send(1)], &[Receive(0), Receive(1)]];
     let transfers = [(0, 1, 0), (0, 1, FROM_THE_BEGINNING)];
     let flow = flow_of(&[0, 1], &[(0, &[]), (1, &[0])], &transfers, &posts);
-    let times = Times {
+    let times = ItemTimes {
         nodes: vec![2.0, 3.0],
         transfers: vec![1.0, 7.0],
     };
@@ -390,7 +390,7 @@ fn transfers_that_are_never_taken_are_a_deadlock() {
     // The node ends all the same: only the transfers remain.
     let posts: [&[Post]; 2] = [&sends_first[0], &sends_first[1]];
     let flow = flow_of(&[0], &[(0, &[])], &transfers, &posts);
-    let times = Times {
+    let times = ItemTimes {
         nodes: vec![1.0],
         transfers: vec![1.0; 2],
     };
@@ -403,7 +403,7 @@ fn transfers_that_are_never_taken_are_a_deadlock() {
 
 /// Returns the makespan over the channel `tags`, computed directly from the rules, in rounds until
 /// nothing changes.
-fn by_rounds(flow: &Flow, times: &Times) -> f64 {
+fn by_rounds(flow: &Flow, times: &ItemTimes) -> f64 {
     let mut ends = vec![f64::NAN; flow.nodes.len()];
     loop {
         let before = ends.iter().filter(|end| end.is_nan()).count();

@@ -15,7 +15,7 @@ use super::step::{Step, StepKind};
 
 /// The text of a schedule: the cells of each rank, in order.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub struct Text {
+pub struct ScheduleText {
     /// The dialect, which limits the kinds of cells.
     pub flavour: Dialect,
     /// The cells of each rank.
@@ -101,7 +101,7 @@ impl Cell {
     }
 }
 
-impl Text {
+impl ScheduleText {
     /// Parses a text. With `None`, the dialect is detected: `compute_comms` if the text has a send,
     /// receive, gather or release, else `compute_only`.
     ///
@@ -146,6 +146,7 @@ impl Text {
                 hash = (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
             }
         };
+
         for row in &self.rows {
             let full = row.iter().filter(|cell| **cell != Cell::Empty);
             for (at, cell) in full.enumerate() {
@@ -154,6 +155,7 @@ impl Text {
             }
             add(b"\r\n");
         }
+
         hash
     }
 
@@ -167,7 +169,8 @@ impl Text {
         let mut rows = Vec::with_capacity(self.rows.len());
         let mut overlaps = Vec::with_capacity(self.rows.len());
         for cells in &self.rows {
-            let (mut row, mut pairs) = (Vec::with_capacity(cells.len()), Vec::new());
+            let mut row = Vec::with_capacity(cells.len());
+            let mut pairs = Vec::new();
             for cell in cells {
                 if matches!(cell, Cell::Overlapped(..)) {
                     pairs.push(row.len());
@@ -228,9 +231,9 @@ mod tests {
         for builtin in crate::Builtin::ALL {
             let schedule = builtin.schedule(3, 6, builtin.default_chunks()).unwrap();
             for flavour in [Dialect::ComputeOnly, Dialect::ComputeComms] {
-                let text = Text::of(&schedule, flavour).unwrap();
+                let text = ScheduleText::of(&schedule, flavour).unwrap();
                 let csv = text.to_csv();
-                let read = Text::parse(&csv, None).unwrap();
+                let read = ScheduleText::parse(&csv, None).unwrap();
                 assert_eq!(read, text, "{builtin:?}");
                 assert_eq!(read.to_csv(), csv);
                 assert_eq!(read.schedule(builtin.name()).unwrap(), schedule);
@@ -240,7 +243,7 @@ mod tests {
 
     #[test]
     fn lines_equal_those_of_pythons_csv_module() {
-        let one = |text: &str| Text::parse(text, None).unwrap();
+        let one = |text: &str| ScheduleText::parse(text, None).unwrap();
         assert_eq!(
             one("0F0,,0B0\n,1F0 , 1B0,\n").to_csv(),
             "0F0,,0B0\r\n,1F0,1B0,\r\n"
@@ -251,7 +254,7 @@ mod tests {
 
     #[test]
     fn transfers_are_steps_but_not_in_the_schedule() {
-        let text = Text::parse(
+        let text = ScheduleText::parse(
             "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0,1F0,1B0,1SEND_B0",
             None,
         );

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{Action, Cell, Dialect, Entry, Step, StepKind, Text};
+use super::{Action, Cell, Dialect, Entry, ScheduleText, Step, StepKind};
 use crate::ActionKind;
 
 /// The number of faults that an error lists; further ones are only counted.
@@ -64,22 +64,24 @@ fn and_more(more: &usize) -> String {
     }
 }
 
-pub(super) fn parse(text: &str, asked: Option<Dialect>) -> Result<Text, TextError> {
-    let mut faults = Faults::default();
+pub(super) fn parse(text: &str, asked: Option<Dialect>) -> Result<ScheduleText, TextError> {
+    let mut faults = CellFaults::default();
     let mut rows = Vec::new();
     let mut moves = false;
     // The first empty cell of each line, for `compute_comms`.
     let mut empty = Vec::new();
-    for (line, (start, content)) in lines(text).enumerate() {
+    for (line, TextLine { start, content }) in lines(text).enumerate() {
         let mut place = TextPosition {
             line: line + 1,
             column: 1,
             byte: start,
         };
+
         if content.is_empty() {
             let problem = "an empty line is, to torch, a rank that does nothing; remove it";
             faults.add(place, content, problem.to_owned());
         }
+
         let mut row = Vec::new();
         let mut first_empty = None;
         for raw in content.split(',') {
@@ -98,9 +100,11 @@ pub(super) fn parse(text: &str, asked: Option<Dialect>) -> Result<Text, TextErro
                 }
                 Err(problem) => faults.add(place, raw, problem),
             }
+
             place.column += 1;
             place.byte += raw.len() + 1;
         }
+
         if let Some((place, index)) = first_empty
             && !content.is_empty()
         {
@@ -109,6 +113,7 @@ pub(super) fn parse(text: &str, asked: Option<Dialect>) -> Result<Text, TextErro
         }
         rows.push(row);
     }
+
     if rows.is_empty() {
         faults.add(
             TextPosition {
@@ -120,12 +125,14 @@ pub(super) fn parse(text: &str, asked: Option<Dialect>) -> Result<Text, TextErro
             "there are no lines".to_owned(),
         );
     }
+
     let found = if moves {
         Dialect::ComputeComms
     } else {
         Dialect::ComputeOnly
     };
     let flavour = asked.unwrap_or(found);
+
     if flavour == Dialect::ComputeComms {
         for (place, padding) in empty {
             let problem = match padding {
@@ -140,13 +147,20 @@ pub(super) fn parse(text: &str, asked: Option<Dialect>) -> Result<Text, TextErro
             faults.add(place, "", problem);
         }
     }
+
     faults.end()?;
-    Ok(Text { flavour, rows })
+    Ok(ScheduleText { flavour, rows })
 }
 
-/// Returns (byte offset, line) for each line, as Python's `csv` module splits them. The last line
-/// needs no end.
-fn lines(text: &str) -> impl Iterator<Item = (usize, &str)> {
+/// One line of a text.
+struct TextLine<'t> {
+    /// Offset in bytes in the text.
+    start: usize,
+    content: &'t str,
+}
+
+/// Returns the lines as Python's `csv` module splits them. The last line needs no end.
+fn lines(text: &str) -> impl Iterator<Item = TextLine<'_>> {
     let mut start = 0;
     std::iter::from_fn(move || {
         let rest = text.get(start..).filter(|rest| !rest.is_empty())?;
@@ -156,7 +170,10 @@ fn lines(text: &str) -> impl Iterator<Item = (usize, &str)> {
         } else {
             1
         };
-        let line = (start, &rest[..end]);
+        let line = TextLine {
+            start,
+            content: &rest[..end],
+        };
         start += end + ends;
         Some(line)
     })
@@ -179,18 +196,21 @@ fn cell(raw: &str) -> Result<Cell, String> {
     if cell.is_empty() {
         return Ok(Cell::Empty);
     }
+
     let Some(rest) = cell.strip_prefix('(') else {
         return entry(cell).map(Cell::One);
     };
     let Some((inner, kind)) = rest.split_once(')') else {
         return Err("a `)` is missing".to_owned());
     };
+
     if kind != "OVERLAP_F_B" {
         return Err(format!(
             "`OVERLAP_F_B` must stand after `)`, not `{}`",
             shown(kind)
         ));
     }
+
     let halves: Vec<Action> = inner
         .split(';')
         .map(|half| match entry(half.trim())? {
@@ -201,6 +221,7 @@ fn cell(raw: &str) -> Result<Cell, String> {
         })
         .collect::<Result<_, _>>()
         .map_err(|problem| format!("in the pair: {problem}"))?;
+
     match halves[..] {
         [one, other]
             if (one.kind == ActionKind::Forward) != (other.kind == ActionKind::Forward) =>
@@ -220,15 +241,18 @@ fn entry(text: &str) -> Result<Entry, String> {
     let (stage, rest) = leading(text, |c| c.is_ascii_digit());
     let (kind, rest) = leading(rest, |c| c.is_ascii_alphabetic() || c == '_');
     let (microbatch, rest) = leading(rest, |c| c.is_ascii_digit());
+
     if stage.is_empty() {
         return Err("an action begins with the number of its stage".to_owned());
     }
+
     let number = |field: &str, digits: &str| {
         digits
             .parse::<u32>()
             .map_err(|_| format!("{field} {} is too large", shown(digits)))
     };
     let stage_number = number("stage", stage)?;
+
     let moved = match kind {
         "F" => StepKind::Compute(ActionKind::Forward),
         "I" => StepKind::Compute(ActionKind::BackwardInput),
@@ -271,6 +295,7 @@ fn entry(text: &str) -> Result<Entry, String> {
             return Err(format!("there is no action `{}`{hint}", shown(kind)));
         }
     };
+
     if microbatch.is_empty() {
         return Err(format!(
             "{kind} is for one microbatch, and its number is missing"
@@ -279,6 +304,7 @@ fn entry(text: &str) -> Result<Entry, String> {
     if !rest.is_empty() {
         return Err(format!("`{}` stands after the action", shown(rest)));
     }
+
     let microbatch = number("microbatch", microbatch)?;
     Ok(Entry::Step(Step {
         stage: stage_number,
@@ -318,12 +344,12 @@ struct TextPosition {
 }
 
 #[derive(Default)]
-struct Faults {
+struct CellFaults {
     named: Vec<CellFault>,
     more: usize,
 }
 
-impl Faults {
+impl CellFaults {
     fn add(&mut self, place: TextPosition, cell: &str, problem: String) {
         let TextPosition { line, column, byte } = place;
         if self.named.len() < NAMED {
@@ -360,7 +386,7 @@ mod tests {
     use crate::Schedule;
 
     fn fault(text: &str) -> String {
-        Text::parse(text, None).unwrap_err().to_string()
+        ScheduleText::parse(text, None).unwrap_err().to_string()
     }
 
     #[test]
@@ -410,14 +436,14 @@ mod tests {
 
     #[test]
     fn faults_give_line_column_and_byte() {
-        let error = Text::parse("0F0,0B0\r\n1F0, 1BW0,1X\r\n", None).unwrap_err();
+        let error = ScheduleText::parse("0F0,0B0\r\n1F0, 1BW0,1X\r\n", None).unwrap_err();
         let places: Vec<_> = error
             .faults
             .iter()
             .map(|f| (f.line, f.column, f.byte, f.cell.as_str()))
             .collect();
         assert_eq!(places, [(2, 2, 13, " 1BW0"), (2, 3, 19, "1X")]);
-        let many = Text::parse(&vec!["x"; 100].join(","), None).unwrap_err();
+        let many = ScheduleText::parse(&vec!["x"; 100].join(","), None).unwrap_err();
         assert_eq!((many.faults.len(), many.more), (8, 92));
         assert!(many.to_string().ends_with("; and 92 more"));
         assert!(
@@ -439,16 +465,16 @@ mod tests {
             padded.contains("line 2, column 2 (byte 23), ``: a compute_comms text has no empty"),
             "{padded}"
         );
-        let asked = Text::parse("0F0,,0B0", Some(Dialect::ComputeComms))
+        let asked = ScheduleText::parse("0F0,,0B0", Some(Dialect::ComputeComms))
             .unwrap_err()
             .to_string();
         assert!(asked.contains("a wait is not written"), "{asked}");
-        assert!(Text::parse("0F0,0B0", Some(Dialect::ComputeComms)).is_ok());
-        let moves = Text::parse("0F0,0SEND_F0", Some(Dialect::ComputeOnly))
+        assert!(ScheduleText::parse("0F0,0B0", Some(Dialect::ComputeComms)).is_ok());
+        let moves = ScheduleText::parse("0F0,0SEND_F0", Some(Dialect::ComputeOnly))
             .unwrap_err()
             .to_string();
         assert!(moves.contains("read it as compute_comms"), "{moves}");
-        let reduced = Text::parse("0F0,,0B0,0REDUCE_GRAD", None).unwrap();
+        let reduced = ScheduleText::parse("0F0,,0B0,0REDUCE_GRAD", None).unwrap();
         assert_eq!(reduced.flavour, Dialect::ComputeOnly);
     }
 
@@ -525,11 +551,11 @@ mod tests {
         fn cell_is_read_if_it_matches_the_grammar(cell in cells()) {
             let expected = grammar().is_match(&cell).unwrap();
             // A second cell, so that an empty cell is not an empty line.
-            let found = Text::parse(&format!("0F0,{cell}"), None);
+            let found = ScheduleText::parse(&format!("0F0,{cell}"), None);
             let empty = cell.trim().is_empty();
             prop_assert_eq!(found.is_ok(), expected, "{:?} {:?}", cell, found);
             if let Ok(text) = found && !empty {
-                let again = Text::parse(&text.to_csv(), None).unwrap();
+                let again = ScheduleText::parse(&text.to_csv(), None).unwrap();
                 prop_assert_eq!(again, text);
             }
         }
@@ -544,7 +570,7 @@ mod tests {
             let grammar = grammar();
             let bad = |cell: &&String| !grammar.is_match(cell).unwrap();
             let count = rows.iter().flatten().filter(bad).count();
-            match Text::parse(&text, None) {
+            match ScheduleText::parse(&text, None) {
                 Ok(read) => {
                     prop_assert_eq!(count, 0);
                     prop_assert_eq!(read.rows.iter().map(Vec::len).collect::<Vec<_>>(),
@@ -566,7 +592,12 @@ mod tests {
     #[test]
     fn fuzz_schedule_text() {
         let schedule = Schedule::named("zbv", 2, 2, None).unwrap();
-        let of = |flavour| Text::of(&schedule, flavour).unwrap().to_csv().into_bytes();
+        let of = |flavour| {
+            ScheduleText::of(&schedule, flavour)
+                .unwrap()
+                .to_csv()
+                .into_bytes()
+        };
         let mut samples = vec![of(Dialect::ComputeOnly), of(Dialect::ComputeComms)];
         samples.push(b"0F0,,(0F1;0B0)OVERLAP_F_B,\"0B1\"\n1F0, 1I0,1W0,1F1,1B1,\n".to_vec());
         samples.push(b"0F0,0B0,0F1,0B1\r\n1F0,1B0,1F1,1B1\r\n".to_vec());
@@ -577,13 +608,15 @@ mod tests {
                 Some(Dialect::ComputeOnly),
                 Some(Dialect::ComputeComms),
             ] {
-                match Text::parse(&text, flavour) {
+                match ScheduleText::parse(&text, flavour) {
                     Ok(read) => {
-                        let again = Text::parse(&read.to_csv(), Some(read.flavour)).unwrap();
+                        let again =
+                            ScheduleText::parse(&read.to_csv(), Some(read.flavour)).unwrap();
                         assert_eq!((again.hash(), &again), (read.hash(), &read));
                         let _ = read.steps();
                         if let Ok(schedule) = read.schedule("x") {
-                            let written = Text::of(&schedule, Dialect::ComputeComms).unwrap();
+                            let written =
+                                ScheduleText::of(&schedule, Dialect::ComputeComms).unwrap();
                             assert_eq!(written.schedule("x").unwrap(), schedule);
                         }
                     }

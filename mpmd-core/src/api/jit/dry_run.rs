@@ -1,7 +1,7 @@
 //! A call in a dry run: on all devices of all processes.
 
 use super::plan::{CallPlan, OutputPlan};
-use mpmd_record::dry_run::{self, Kind, Memory, OpDescriptor};
+use mpmd_record::dry_run::{self, OpDescriptor, OpKind, ShardMemory};
 
 impl CallPlan {
     /// Returns the descriptor of the call for the plan of a dry run: its results and messages on
@@ -9,8 +9,8 @@ impl CallPlan {
     pub(super) fn descriptor(&self) -> OpDescriptor {
         let shards = |(index, output): (usize, &OutputPlan)| {
             let memory = match output.alias {
-                Some(input) if self.takes_over(output) => Memory::Of(input as u32),
-                _ => Memory::Own,
+                Some(input) if self.takes_over(output) => ShardMemory::Of(input as u32),
+                _ => ShardMemory::Own,
             };
             let mut shards =
                 dry_run::shards(&output.made.layout, output.made.aval.dtype().size(), |_| {
@@ -31,7 +31,7 @@ impl CallPlan {
         );
         OpDescriptor {
             what: self.what.to_string(),
-            kind: Kind::Call {
+            kind: OpKind::Call {
                 kernel: self.what.name.clone(),
                 devices: devices.iter().map(|device| device.0).collect(),
             },

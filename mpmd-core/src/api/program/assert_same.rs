@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::{NewOp, Program};
 use crate::error::Result;
 use crate::exec::Rolling;
-use mpmd_record::dry_run::{Kind, OpDescriptor};
+use mpmd_record::dry_run::{OpDescriptor, OpKind};
 
 /// Maximum bytes of text in one comparison, and so in its error message.
 const SHOWN: usize = 1000;
@@ -49,7 +49,7 @@ impl Program {
 
             let what = Arc::new(ComparedText(piece.to_owned()));
             let word = Rolling::default().mix_bytes(what.0.as_bytes()).word();
-            let descriptor = || OpDescriptor::local(&what, Kind::AssertSame, Vec::new());
+            let descriptor = || OpDescriptor::local(&what, OpKind::AssertSame, Vec::new());
             self.issue_op(
                 [0xc0a9a2e, word],
                 NewOp::new(at, &|| what.clone(), &descriptor),

@@ -16,8 +16,8 @@ use serde::de::DeserializeOwned;
 use super::{IssuedOp, NewOp, OpPart, Program};
 use crate::error::{Error, IssueProblem, Result};
 use crate::exec::{AsyncBuffer, Doing, Outgoing, Waiter};
-use mpmd_record::dry_run::{Kind, OpDescriptor};
-use mpmd_record::trace::What;
+use mpmd_record::dry_run::{OpDescriptor, OpKind};
+use mpmd_record::trace::TraceEventKind;
 
 /// The description of a `broadcast_value` for messages.
 struct ValueBroadcast {
@@ -71,7 +71,7 @@ impl Program {
         });
         let descriptor = || {
             let bytes = control::encode(&in_dry_run).map_or(0, |bytes| bytes.len() as u64);
-            let kind = Kind::BroadcastValue {
+            let kind = OpKind::BroadcastValue {
                 from: from.0,
                 bytes,
             };
@@ -194,7 +194,7 @@ impl Program {
                 break outcome;
             }
         };
-        runtime.trace.note(|| What::Over { op });
+        runtime.trace.note(|| TraceEventKind::Over { op });
 
         let bytes = outcome.map_err(|failure| {
             runtime.remember(&failure);

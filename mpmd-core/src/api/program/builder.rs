@@ -20,8 +20,8 @@ use crate::exec::dry_run::{DryRunBuilder, Order};
 use crate::exec::{Runtime, RuntimeConfig};
 use crate::trace::Trace;
 use mpmd_launch::{DEFAULT_PEER_TIMEOUT, variables};
-use mpmd_layout::topology::{CudaCollectives, DeviceId, DeviceKind, GpuId, Links, Topology};
-use mpmd_record::trace::About;
+use mpmd_layout::topology::{CudaCollectives, DeviceId, DeviceKind, GpuId, LinkSpeeds, Topology};
+use mpmd_record::trace::TraceHeader;
 
 /// A layout is asked for numbers of processes up to this multiple of the number at the start.
 const MOST_TIMES: usize = 4;
@@ -73,7 +73,7 @@ pub struct Builder {
     pub(super) kinds: Option<Vec<DeviceKind>>,
     pub(super) collectives: Option<CudaCollectives>,
     pub(super) hosts: Option<Vec<String>>,
-    pub(super) links: Option<Links>,
+    pub(super) links: Option<LinkSpeeds>,
     pub(super) check_uncommitted: Option<bool>,
     pub(super) check_replicas: Option<bool>,
     pub(super) check_replay: Option<u64>,
@@ -217,7 +217,7 @@ impl Builder {
 
     /// Sets the costs of links between devices, for the planner. The same on all processes. The
     /// default is rough figures of a common machine.
-    pub fn links(mut self, links: Links) -> Self {
+    pub fn links(mut self, links: LinkSpeeds) -> Self {
         self.links = Some(links);
         self
     }
@@ -638,7 +638,7 @@ impl Builder {
     }
 
     /// Returns the trace of this process, which has begun if the builder has a folder for it.
-    fn begin_trace(&self, about: About) -> Result<Trace> {
+    fn begin_trace(&self, about: TraceHeader) -> Result<Trace> {
         let trace = Trace::default();
         let Some(folder) = &self.trace else {
             return Ok(trace);
@@ -681,7 +681,7 @@ impl Builder {
 }
 
 /// Describes a process for its trace.
-fn about(me: ProcessId, topology: &Topology, transport: Option<&dyn Transport>) -> About {
+fn about(me: ProcessId, topology: &Topology, transport: Option<&dyn Transport>) -> TraceHeader {
     let program = std::env::current_exe().unwrap_or_default();
     let kind = |device: &DeviceId| {
         topology
@@ -689,7 +689,7 @@ fn about(me: ProcessId, topology: &Topology, transport: Option<&dyn Transport>) 
             .map_or_else(String::new, |kind| kind.to_string())
     };
 
-    About {
+    TraceHeader {
         process: me.0,
         processes: topology.processes() as u32,
         devices: topology
@@ -707,7 +707,7 @@ fn about(me: ProcessId, topology: &Topology, transport: Option<&dyn Transport>) 
             .unwrap_or_default()
             .to_string_lossy()
             .into_owned(),
-        ..About::default()
+        ..TraceHeader::default()
     }
 }
 

@@ -2,13 +2,13 @@
 
 use super::Program;
 use crate::error::Result;
-use mpmd_record::dry_run::{DryRun, End};
+use mpmd_record::dry_run::{DryRun, DryRunEnd};
 
 impl Program {
     /// Returns the operations of all processes that were issued so far. `None` unless this
     /// process is [a dry run](super::Builder::dry_run).
     pub fn dry_run(&self) -> Option<DryRun> {
-        Some(self.runtime.dry_run.as_ref()?.so_far(End::Open))
+        Some(self.runtime.dry_run.as_ref()?.so_far(DryRunEnd::Open))
     }
 
     /// Ends a step. If the process was started to write its dry run and the dry run is
@@ -32,7 +32,7 @@ impl Program {
     /// so.
     pub(super) fn finish_dry_run(&self) -> Result<()> {
         match &self.runtime.dry_run {
-            Some(dry_run) => dry_run.deliver(End::Finished).map(drop),
+            Some(dry_run) => dry_run.deliver(DryRunEnd::Finished).map(drop),
             None => Ok(()),
         }
     }

@@ -64,7 +64,7 @@ use crate::exec::{Rolling, Runtime};
 use crate::trace::spans::StepSpan;
 use crate::warning::warn_user;
 use mpmd_layout::topology::{DeviceId, Mesh, Topology};
-use mpmd_record::trace::{Label, What};
+use mpmd_record::trace::{Label, TraceEventKind};
 
 /// One process's part of a job. Every process of the job runs the same program and issues the same
 /// operations in the same order.
@@ -329,7 +329,7 @@ impl Program {
         self.end_dry_step()?;
         self.read_comparisons(false);
 
-        self.runtime.trace.note(|| What::StepEnd {
+        self.runtime.trace.note(|| TraceEventKind::StepEnd {
             step,
             op: self.count,
         });

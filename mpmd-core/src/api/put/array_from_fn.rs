@@ -17,7 +17,7 @@ use mpmd_layout::region::Region;
 use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
 use mpmd_layout::topology::DeviceId;
 use mpmd_memory::Reservation;
-use mpmd_record::dry_run::{self, Kind, Memory, OpDescriptor};
+use mpmd_record::dry_run::{self, OpDescriptor, OpKind, ShardMemory};
 
 impl Program {
     /// Creates an array on its owners: `fill` runs on each device, for that device's region.
@@ -60,11 +60,11 @@ impl Program {
         });
         let descriptor = || {
             let memory = match sharding.memory_kind() {
-                MemoryKind::Device => Memory::Own,
-                MemoryKind::Host => Memory::Host,
+                MemoryKind::Device => ShardMemory::Own,
+                MemoryKind::Host => ShardMemory::Host,
             };
             let results = vec![dry_run::shards(&layout, aval.dtype().size(), |_| memory)];
-            OpDescriptor::local(&what, Kind::ArrayFromFn, results)
+            OpDescriptor::local(&what, OpKind::ArrayFromFn, results)
         };
         let item = aval.dtype().size();
         let kind = sharding.memory_kind();

@@ -16,7 +16,7 @@ use crate::exec::array::MpmdArray;
 use crate::exec::{PutPlan, PutWhat};
 use mpmd_layout::reshard::MOST_JOINED;
 use mpmd_layout::topology::DeviceId;
-use mpmd_record::dry_run::{Memory, OpDescriptor};
+use mpmd_record::dry_run::{OpDescriptor, ShardMemory};
 
 /// Maximum size in bytes of a leaf that shares an operation.
 const SMALL_LEAF: usize = 64 << 10;
@@ -84,7 +84,7 @@ pub(super) fn descriptor(plans: &[Arc<PutPlan>], may_alias: bool) -> OpDescripto
     let mut all = leaves.next().expect("a move has a leaf");
     for (leaf, mut other) in (1..).zip(leaves) {
         for shard in other.results.iter_mut().flatten() {
-            if let Memory::Of(input) = &mut shard.memory {
+            if let ShardMemory::Of(input) = &mut shard.memory {
                 *input = leaf;
             }
         }

@@ -15,7 +15,7 @@ use mpmd_layout::sharding::{Layout, MemoryKind};
 use mpmd_layout::spec;
 use mpmd_memory::{Pool, SharedBuffer};
 use mpmd_proto::router::Failure;
-use mpmd_record::dry_run::{self, Kind, Memory, OpDescriptor};
+use mpmd_record::dry_run::{self, OpDescriptor, OpKind, ShardMemory};
 
 use super::commit::first_devices;
 use crate::api::program::{IssuedOp, NewOp, OpPart, Program};
@@ -125,8 +125,8 @@ impl Program {
             arrays: arrays.len(),
         });
         let descriptor = || {
-            let results = vec![dry_run::shards(&layout, 1, |_| Memory::Host)];
-            OpDescriptor::local(&what, Kind::ArrayFromFn, results)
+            let results = vec![dry_run::shards(&layout, 1, |_| ShardMemory::Host)];
+            OpDescriptor::local(&what, OpKind::ArrayFromFn, results)
         };
         let takes: Vec<&MpmdArray> = arrays
             .iter()

@@ -13,7 +13,7 @@ use crate::exec::{AsyncBuffer, BufferPart, OpGuard, Resolver, Runtime, follow};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::MemoryKind;
-use mpmd_record::dry_run::{self, Kind, Memory, OpDescriptor};
+use mpmd_record::dry_run::{self, OpDescriptor, OpKind, ShardMemory};
 
 impl MpmdArray {
     /// Splits each device's shard into `m` equal parts along `dim`. Moves nothing between devices.
@@ -56,8 +56,9 @@ impl MpmdArray {
             m,
         });
         let descriptor = || {
-            let results = vec![dry_run::shards(&layout, self.dtype().size(), |_| Memory::Of(0)); m];
-            OpDescriptor::local(&what, Kind::Relabel, results)
+            let results =
+                vec![dry_run::shards(&layout, self.dtype().size(), |_| ShardMemory::Of(0)); m];
+            OpDescriptor::local(&what, OpKind::Relabel, results)
         };
 
         let words = [

@@ -14,7 +14,7 @@ use crate::exec::{AsyncBuffer, OpGuard, follow};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::{Layout, Sharding};
 use mpmd_layout::topology::Mesh;
-use mpmd_record::dry_run::{self, Kind, Memory, OpDescriptor};
+use mpmd_record::dry_run::{self, OpDescriptor, OpKind, ShardMemory};
 
 /// Description of a new array that consists of existing shards.
 #[derive(Clone)]
@@ -189,13 +189,14 @@ impl Relabel {
 
         let shards = |made: &Relabelled| {
             let source = |device| made.sources.clone().find(|source| has(*source, device));
-            let memory =
-                |device| source(device).map_or(Memory::Own, |source| Memory::Of(source as u32));
+            let memory = |device| {
+                source(device).map_or(ShardMemory::Own, |source| ShardMemory::Of(source as u32))
+            };
             dry_run::shards(&made.layout, made.aval.dtype().size(), memory)
         };
         OpDescriptor::local(
             &self.what,
-            Kind::Relabel,
+            OpKind::Relabel,
             self.made.iter().map(shards).collect(),
         )
     }

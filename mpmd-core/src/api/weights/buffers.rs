@@ -8,7 +8,7 @@ use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::DeviceId;
 use mpmd_memory::SharedBuffer;
-use mpmd_record::dry_run::{self, Kind, Memory, OpDescriptor};
+use mpmd_record::dry_run::{self, OpDescriptor, OpKind, ShardMemory};
 
 use crate::api::program::{IssuedOp, NewOp, OpPart, Program};
 use crate::error::Result;
@@ -39,9 +39,9 @@ impl Program {
 
         let descriptor = || {
             let results = vec![dry_run::shards(&layout, aval.dtype().size(), |_| {
-                Memory::Host
+                ShardMemory::Host
             })];
-            OpDescriptor::local(&what, Kind::ArrayFromFn, results)
+            OpDescriptor::local(&what, OpKind::ArrayFromFn, results)
         };
         let word = Rolling::default()
             .mix_bytes(aval.to_string().as_bytes())

@@ -11,7 +11,7 @@ use mpmd_transport::{Handler, Payload, Ticket, TransportError};
 
 use crate::exec::waits::under_way::{EndedSend, HandedOver, Sending};
 use crate::exec::{InProcess, OpGuard, Outgoing, Runtime};
-use mpmd_record::trace::{PieceStep, What};
+use mpmd_record::trace::{PieceStep, TraceEventKind};
 
 /// The handler that the transport calls. Holds the runtime weakly, because a transport may outlive
 /// it.
@@ -90,7 +90,8 @@ impl Runtime {
 
     /// Ends the send of a piece: the transport no longer uses its bytes.
     fn done(self: &Arc<Self>, ticket: Ticket, result: &Result<(), TransportError>) {
-        self.trace.note(|| What::Left { ticket: ticket.0 });
+        self.trace
+            .note(|| TraceEventKind::Left { ticket: ticket.0 });
         let EndedSend { loan, sending } = self.under_way.lock().sent(ticket);
         drop(loan);
         match (sending, result) {

@@ -4,10 +4,10 @@ use std::collections::HashMap;
 
 use crate::exec::moves::put::{OnlyPiece, PutPlan, PutWhat, ShardPlace};
 use mpmd_layout::region::Region;
-use mpmd_layout::reshard::{self, Piece};
+use mpmd_layout::reshard::{self, ReshardPiece};
 use mpmd_layout::sharding::{Layout, MemoryKind};
 use mpmd_layout::topology::DeviceId;
-use mpmd_record::dry_run::{Kind, Memory, Message, OpDescriptor, Shard};
+use mpmd_record::dry_run::{OpDescriptor, OpKind, OpMessage, ResultShard, ShardMemory};
 
 impl PutPlan {
     /// Returns the descriptor of the move. With `may_alias`, shards may share memory with the
@@ -31,7 +31,7 @@ impl PutPlan {
             _ => Vec::new(),
         };
 
-        let mut comes: HashMap<DeviceId, Vec<&Piece>> = HashMap::new();
+        let mut comes: HashMap<DeviceId, Vec<&ReshardPiece>> = HashMap::new();
         pieces
             .iter()
             .for_each(|piece| comes.entry(piece.dst).or_default().push(piece));
@@ -73,18 +73,18 @@ impl PutPlan {
 
         let shard = |device: DeviceId, region: &Region| {
             let memory = match (may_alias && can_alias(device, region), to.memory_kind()) {
-                (true, _) if source.is_some() => Memory::Of(0),
-                (_, MemoryKind::Host) => Memory::Host,
+                (true, _) if source.is_some() => ShardMemory::Of(0),
+                (_, MemoryKind::Host) => ShardMemory::Host,
                 // Host values that a device shares count as its own memory, too.
-                (_, MemoryKind::Device) => Memory::Own,
+                (_, MemoryKind::Device) => ShardMemory::Own,
             };
-            Shard {
+            ResultShard {
                 device: device.0,
                 bytes: (region.elements() * item) as u64,
                 memory,
             }
         };
-        let message = |piece: &Piece| Message {
+        let message = |piece: &ReshardPiece| OpMessage {
             from: piece.src.0,
             to: piece.dst.0,
             bytes: (piece.region.elements() * item) as u64,
@@ -95,7 +95,7 @@ impl PutPlan {
         let shards = layout.iter().map(|(device, region)| shard(device, region));
         OpDescriptor {
             what: self.what.to_string(),
-            kind: Kind::Put,
+            kind: OpKind::Put,
             results: vec![shards.collect()],
             messages: moved.map(message).collect(),
         }

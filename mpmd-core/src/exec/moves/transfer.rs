@@ -11,7 +11,7 @@ use crate::exec::Runtime;
 use crate::exec::moves::put::SourceLayout;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
-use mpmd_layout::reshard::{self, Delivery};
+use mpmd_layout::reshard::{self, PieceDelivery};
 use mpmd_layout::sharding::Layout;
 use mpmd_layout::topology::DeviceId;
 
@@ -130,12 +130,12 @@ impl RegionTransfer {
     /// Creates a transfer from this process's part of a plan.
     pub(crate) fn new(
         runtime: &Runtime,
-        delivery: Delivery,
+        delivery: PieceDelivery,
         source: SourceLayout<'_>,
         targets: &[TargetShard],
         item: usize,
     ) -> Self {
-        let Delivery {
+        let PieceDelivery {
             id,
             term,
             region,
@@ -147,8 +147,8 @@ impl RegionTransfer {
         let kind = source.sharding.memory_kind();
         let shard = giver.and_then(|device| source.layout.region_of(device));
         let (origin, holds) = match from {
-            reshard::Origin::Device(device) => (PieceOrigin::Device(device), shard),
-            reshard::Origin::Process(process) => {
+            reshard::DeliveryOrigin::Device(device) => (PieceOrigin::Device(device), shard),
+            reshard::DeliveryOrigin::Process(process) => {
                 // Same rule as on the sender: a contiguous part of its shard is sent alone.
                 let strided = |shard: &&Region| contiguous_bytes(shard, &region, item).is_none();
                 let lent = giver.is_some_and(|device| runtime.lends(device, kind, process));

@@ -134,10 +134,12 @@ impl Move {
         let (mut pieces, mut known) = (Vec::new(), Vec::new());
         for delivery in deliveries {
             let values = part(&delivery.region);
-            if let reshard::Origin::Process(from) = delivery.from {
+            if let reshard::DeliveryOrigin::Process(from) = delivery.from {
                 pieces.push((from, delivery.id, values.clone()));
             }
-            if delivery.from != reshard::Origin::Process(LIAR) && delivery.targets.contains(&here) {
+            if delivery.from != reshard::DeliveryOrigin::Process(LIAR)
+                && delivery.targets.contains(&here)
+            {
                 known.push((delivery.region, values));
             }
         }

@@ -11,7 +11,7 @@ use mpmd_proto::Failure;
 use crate::exec::waits::async_buffer::{AsyncBuffer, Resolver};
 use crate::trace::Trace;
 use mpmd_layout::reshard;
-use mpmd_record::trace::What;
+use mpmd_record::trace::TraceEventKind;
 use tracing::Span;
 
 /// Counts the operations that have a part on this process and have not ended.
@@ -371,7 +371,7 @@ impl OpGuard {
             let bytes = open.bytes;
             state.end(bytes);
             // Under the lock: a thread that finds no open operation may end the trace.
-            self.in_flight.trace.note(|| What::Over { op });
+            self.in_flight.trace.note(|| TraceEventKind::Over { op });
             self.in_flight.changed.notify_all();
         }
         drop(state);

@@ -8,10 +8,10 @@ fn recorded_events_are_read_back_with_texts() {
     let folder = std::env::temp_dir().join(format!("mpmd-record-{}", std::process::id()));
     let (trace, at) = (Trace::default(), Location::caller());
     let early = trace.wait("a wait that begins before the trace", at);
-    let about = About {
+    let about = TraceHeader {
         process: 3,
         processes: 4,
-        ..About::default()
+        ..TraceHeader::default()
     };
     trace.begin(&folder, about).unwrap();
     let what = Arc::new("a kernel".to_owned());
@@ -24,7 +24,7 @@ fn recorded_events_are_read_back_with_texts() {
             let trace = &trace;
             scope.spawn(move || {
                 for op in 0..5_000 {
-                    trace.note(|| What::Ended {
+                    trace.note(|| TraceEventKind::Ended {
                         op,
                         device,
                         memory: 0,
@@ -38,7 +38,7 @@ fn recorded_events_are_read_back_with_texts() {
     trace.schedule(&schedule);
     trace.clock(trace.now(), 6, 7);
     trace.close();
-    trace.note(|| What::Over { op: 1 });
+    trace.note(|| TraceEventKind::Over { op: 1 });
     let read = ProcessTrace::read(&folder.join(file::name(3))).unwrap();
     std::fs::remove_dir_all(&folder).unwrap();
     assert_eq!(
@@ -54,7 +54,7 @@ fn recorded_events_are_read_back_with_texts() {
         .events
         .iter()
         .filter_map(|event| match event.what {
-            What::Issued {
+            TraceEventKind::Issued {
                 op,
                 text,
                 line,
@@ -72,15 +72,15 @@ fn recorded_events_are_read_back_with_texts() {
     let ended = read
         .events
         .iter()
-        .filter(|event| matches!(event.what, What::Ended { .. }))
+        .filter(|event| matches!(event.what, TraceEventKind::Ended { .. }))
         .count();
     assert_eq!(ended, 20_000);
     assert!(read.events.is_sorted_by_key(|event| event.at));
     let is_read = |text| read.text(text) == "a read";
-    let is_wait = |event: &Event| matches!(event.what, What::Waited { text, .. } if is_read(text));
+    let is_wait = |event: &TraceEvent| matches!(event.what, TraceEventKind::Waited { text, .. } if is_read(text));
     assert!(read.events.iter().any(is_wait));
-    let since_begin = |event: &Event| {
-        matches!(event.what, What::Waited { since: 0, text, .. }
+    let since_begin = |event: &TraceEvent| {
+        matches!(event.what, TraceEventKind::Waited { since: 0, text, .. }
             if read.text(text).contains("before the trace"))
     };
     assert!(read.events.iter().any(since_begin));

@@ -7,7 +7,7 @@ use fastrand::Rng;
 use mpmd_core::aval::DType;
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::{MemoryKind, Sharding};
-use mpmd_core::topology::{DeviceId, DeviceKind, Link, Links, Mesh};
+use mpmd_core::topology::{DeviceId, DeviceKind, LinkSpeed, LinkSpeeds, Mesh};
 use mpmd_core::{Builder, Simulation};
 
 use super::arrays::{check, values};
@@ -66,13 +66,13 @@ pub(crate) fn chain(
     let most = 1 + numbers.usize(..4);
     let hosts: Vec<usize> = (0..processes).map(|_| numbers.usize(..most)).collect();
     // Without latency every region is passed on from host to host.
-    let network = Link {
+    let network = LinkSpeed {
         latency_ns: any(&mut numbers, &[0, 50_000]),
         bytes_per_us: 1200,
     };
-    let links = Links {
+    let links = LinkSpeeds {
         network,
-        ..Links::default()
+        ..LinkSpeeds::default()
     };
     let rows = 8 * (1 + numbers.usize(..16));
     // The larger arrays move in parts and chunks.

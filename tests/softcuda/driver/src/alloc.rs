@@ -125,6 +125,7 @@ fn pointer_attribute(data: u64, attribute: u32, address: u64) -> Result {
             _ => Err(Code::INVALID_VALUE),
         };
     }
+
     let found = pinned(address, 1).ok_or(Code::INVALID_VALUE)?;
     match attribute {
         2 => out32(1),
@@ -157,7 +158,8 @@ api! {
     fn cuPointerGetAttributes(count: u32, attributes: In<u32>, data: In<u64>, address: u64) {
         initialized()?;
         for at in 0..count as usize {
-            let (attribute, data) = (attributes.at(at)?, data.at(at)?);
+            let attribute = attributes.at(at)?;
+            let data = data.at(at)?;
             if pointer_attribute(data, attribute, address).is_err() {
                 match attribute {
                     1 | 3 | 4 | 7 | 11 | 12 => out(data).set(0_u64)?,
@@ -206,7 +208,8 @@ api! {
     /// Sets an attribute of the default pool. Only the bytes that it may keep (4) have an effect:
     /// beyond them freed memory goes back to the device, here at once.
     fn cuMemPoolSetAttribute(pool: Handle, attribute: u32, value: In<u64>) {
-        let (device, value) = (device_of(pool)?, value.get()?);
+        let device = device_of(pool)?;
+        let value = value.get()?;
         match attribute {
             1..=3 => Ok(()),
             4 => {

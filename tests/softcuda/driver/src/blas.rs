@@ -257,6 +257,7 @@ fn way(library: Handle, kind: u32, a: Element, b: Element, c: Element) -> Result
         double: false,
         scale: F32,
     };
+
     let fast = |rounding| {
         if (a, b, c) == (F32, F32, F32) {
             Ok(single(rounding))
@@ -264,6 +265,7 @@ fn way(library: Handle, kind: u32, a: Element, b: Element, c: Element) -> Result
             Err(NOT_SUPPORTED)
         }
     };
+
     match (kind, a, b, c) {
         (64 | 65, F16, F16, F16) => Ok(Way {
             rounding: Rounding::Exact,
@@ -293,13 +295,13 @@ fn issue(library: Handle, call: Call) -> Result {
     first(First::Product);
     let library = handle(library)?;
     let library = library.lock();
+
     let size = |number: i32| u64::try_from(number).map_err(|_| INVALID_VALUE);
-    let (m, n, k, batch) = (
-        size(call.sizes[0])?,
-        size(call.sizes[1])?,
-        size(call.sizes[2])?,
-        size(call.batch)?,
-    );
+    let m = size(call.sizes[0])?;
+    let n = size(call.sizes[1])?;
+    let k = size(call.sizes[2])?;
+    let batch = size(call.batch)?;
+
     let matrix = |side: &Side, rows: u64, columns: u64, taken: u32| {
         // For real numbers, the conjugate transpose (2) is the transpose (1).
         let transposed = match taken {
@@ -307,11 +309,13 @@ fn issue(library: Handle, call: Call) -> Result {
             1 | 2 => true,
             _ => return Err(INVALID_VALUE),
         };
+
         let (rows, columns) = if transposed {
             (columns, rows)
         } else {
             (rows, columns)
         };
+
         let leading = size(side.leading)?;
         let stride = u64::try_from(side.stride).map_err(|_| INVALID_VALUE)?;
         if leading < rows.max(1) || !side.address.is_multiple_of(side.element.bytes()) {
@@ -327,12 +331,15 @@ fn issue(library: Handle, call: Call) -> Result {
             transposed,
         })
     };
+
     let a = matrix(&call.a, m, k, call.taken[0])?;
     let b = matrix(&call.b, k, n, call.taken[1])?;
     let c = matrix(&call.c, m, n, 0)?;
+
     if m == 0 || n == 0 || batch == 0 {
         return Ok(());
     }
+
     let scale = |address: u64| {
         if library.scales_on_device {
             return Ok(Scale::There(address, call.way.scale));
@@ -344,7 +351,9 @@ fn issue(library: Handle, call: Call) -> Result {
         };
         known.map(Scale::Known).map_err(|_| INVALID_VALUE)
     };
-    let (alpha, beta) = (scale(call.alpha)?, scale(call.beta)?);
+
+    let alpha = scale(call.alpha)?;
+    let beta = scale(call.beta)?;
     let product = Product {
         a,
         b,
@@ -356,11 +365,13 @@ fn issue(library: Handle, call: Call) -> Result {
         rounding: call.way.rounding,
         double: call.way.double,
     };
+
     let stream = own_stream(library.stream).map_err(|_| EXECUTION_FAILED)?;
     let mut uses = vec![c.used(batch, true)];
     if k > 0 && !matches!(alpha, Scale::Known(0.0)) {
         uses.extend([a.used(batch, false), b.used(batch, false)]);
     }
+
     stream.issue(
         Work::new("a product of matrices", move || {
             meet(CallKind::Launch)?;
@@ -379,8 +390,12 @@ blas! {
     ) {
         let side = |address, leading| Side { address, element: Element::F32, leading, stride: 0 };
         let way = Way { rounding: by_mode(library)?, double: false, scale: Element::F32 };
-        let (a, b, c) = (side(a, lda), side(b, ldb), side(c, ldc));
-        let (taken, sizes, batch) = ([transa, transb], [m, n, k], 1);
+        let a = side(a, lda);
+        let b = side(b, ldb);
+        let c = side(c, ldc);
+        let taken = [transa, transb];
+        let sizes = [m, n, k];
+        let batch = 1;
         issue(library, Call { taken, sizes, alpha, beta, a, b, c, batch, way })
     }
 }
@@ -393,8 +408,12 @@ blas! {
     ) {
         let side = |address, leading| Side { address, element: Element::F64, leading, stride: 0 };
         let way = Way { rounding: Rounding::Exact, double: true, scale: Element::F64 };
-        let (a, b, c) = (side(a, lda), side(b, ldb), side(c, ldc));
-        let (taken, sizes, batch) = ([transa, transb], [m, n, k], 1);
+        let a = side(a, lda);
+        let b = side(b, ldb);
+        let c = side(c, ldc);
+        let taken = [transa, transb];
+        let sizes = [m, n, k];
+        let batch = 1;
         issue(library, Call { taken, sizes, alpha, beta, a, b, c, batch, way })
     }
 }
@@ -410,8 +429,11 @@ blas! {
         let side =
             |address, leading, stride| Side { address, element: Element::F32, leading, stride };
         let way = Way { rounding: by_mode(library)?, double: false, scale: Element::F32 };
-        let (a, b, c) = (side(a, lda, stride_a), side(b, ldb, stride_b), side(c, ldc, stride_c));
-        let (taken, sizes) = ([transa, transb], [m, n, k]);
+        let a = side(a, lda, stride_a);
+        let b = side(b, ldb, stride_b);
+        let c = side(c, ldc, stride_c);
+        let taken = [transa, transb];
+        let sizes = [m, n, k];
         issue(library, Call { taken, sizes, alpha, beta, a, b, c, batch, way })
     }
 }
@@ -427,8 +449,11 @@ blas! {
         let side =
             |address, leading, stride| Side { address, element: Element::F64, leading, stride };
         let way = Way { rounding: Rounding::Exact, double: true, scale: Element::F64 };
-        let (a, b, c) = (side(a, lda, stride_a), side(b, ldb, stride_b), side(c, ldc, stride_c));
-        let (taken, sizes) = ([transa, transb], [m, n, k]);
+        let a = side(a, lda, stride_a);
+        let b = side(b, ldb, stride_b);
+        let c = side(c, ldc, stride_c);
+        let taken = [transa, transb];
+        let sizes = [m, n, k];
         issue(library, Call { taken, sizes, alpha, beta, a, b, c, batch, way })
     }
 }
@@ -445,9 +470,13 @@ blas! {
         let side = |address, kind, leading| {
             Ok::<_, Code>(Side { address, element: element(kind)?, leading, stride: 0 })
         };
-        let (a, b, c) = (side(a, a_type, lda)?, side(b, b_type, ldb)?, side(c, c_type, ldc)?);
+        let a = side(a, a_type, lda)?;
+        let b = side(b, b_type, ldb)?;
+        let c = side(c, c_type, ldc)?;
         let way = way(library, compute_type, a.element, b.element, c.element)?;
-        let (taken, sizes, batch) = ([transa, transb], [m, n, k], 1);
+        let taken = [transa, transb];
+        let sizes = [m, n, k];
+        let batch = 1;
         issue(library, Call { taken, sizes, alpha, beta, a, b, c, batch, way })
     }
 }
@@ -465,10 +494,12 @@ blas! {
         let side = |address, kind, leading, stride| {
             Ok::<_, Code>(Side { address, element: element(kind)?, leading, stride })
         };
-        let (a, b) = (side(a, a_type, lda, stride_a)?, side(b, b_type, ldb, stride_b)?);
+        let a = side(a, a_type, lda, stride_a)?;
+        let b = side(b, b_type, ldb, stride_b)?;
         let c = side(c, c_type, ldc, stride_c)?;
         let way = way(library, compute_type, a.element, b.element, c.element)?;
-        let (taken, sizes) = ([transa, transb], [m, n, k]);
+        let taken = [transa, transb];
+        let sizes = [m, n, k];
         issue(library, Call { taken, sizes, alpha, beta, a, b, c, batch, way })
     }
 }

@@ -71,6 +71,7 @@ pub(crate) fn compile(program: &Program) -> Result<Arc<Vec<u8>>, String> {
     if let Some(done) = DONE.lock().get(program) {
         return Ok(done.clone());
     }
+
     let library = build(program)?;
     let mut image = Vec::with_capacity(library.len() * 2 + 64);
     image.extend_from_slice(MARK.as_bytes());
@@ -79,6 +80,7 @@ pub(crate) fn compile(program: &Program) -> Result<Arc<Vec<u8>>, String> {
         image.extend_from_slice(format!("{byte:02x}").as_bytes());
     }
     let image = Arc::new(image);
+
     DONE.lock().insert(program.clone(), image.clone());
     Ok(image)
 }
@@ -103,6 +105,7 @@ pub(crate) fn library(image: &[u8]) -> Result<Vec<u8>, Refused> {
     if version_text != format!("{:016x}\n", version()).as_bytes() {
         return Err(Refused::OtherVersion);
     }
+
     let digit = |byte: u8| (byte as char).to_digit(16).map(|digit| digit as u8);
     let pairs = rest.chunks(2).map(|pair| match pair {
         [high, low] => Some(digit(*high)? << 4 | digit(*low)?),
@@ -141,6 +144,7 @@ fn build(program: &Program) -> Result<Vec<u8>, String> {
     let folder = tempfile::Builder::new().prefix("softcuda").tempdir();
     let folder = folder.map_err(|error| format!("no temporary folder: {error}"))?;
     let path = folder.path();
+
     let ours = HEADERS
         .iter()
         .map(|(name, text)| ((*name).to_owned(), (*text).to_owned()));
@@ -185,14 +189,17 @@ fn build(program: &Program) -> Result<Vec<u8>, String> {
         text.push_str(&format!("    __SC_KERNEL({name:?}, 1024, &{plain}),\n"));
     }
     text.push_str("    {nullptr, nullptr, nullptr, 0, nullptr, nullptr, 0},\n};\n");
+
     let key = format!("{} {FLAGS:?}\n{text}", settings().compiler);
     let kept = settings()
         .cache
         .as_ref()
         .map(|folder| Kept::new(folder, &key));
+
     if let Some(library) = kept.as_ref().and_then(Kept::read) {
         return Ok(library);
     }
+
     write(&path.join("module.cc"), &text)?;
     run(Command::new(&settings().compiler)
         .current_dir(path)
@@ -201,6 +208,7 @@ fn build(program: &Program) -> Result<Vec<u8>, String> {
     .map_err(|log| log.replace("kernel.cu", &program.name))?;
     let library = std::fs::read(path.join("module.so"))
         .map_err(|error| format!("cannot read the compiler's output: {error}"))?;
+
     if let Some(kept) = kept {
         // A failure costs a compilation later.
         let _ = kept.write(&library);

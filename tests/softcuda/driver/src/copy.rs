@@ -20,14 +20,17 @@ struct CopyEnd {
     /// Bytes from one row to the next; `slice` is the bytes from one slice to the next.
     pitch: u64,
     slice: u64,
+    /// The kind of memory that the call requires there.
+    required: RequiredMemory,
 }
 
 impl CopyEnd {
-    fn flat(address: u64) -> CopyEnd {
+    fn flat(address: u64, required: RequiredMemory) -> CopyEnd {
         CopyEnd {
             address,
             pitch: 0,
             slice: 0,
+            required,
         }
     }
 }
@@ -91,7 +94,7 @@ impl Side {
 
 /// The kind of memory that the called function requires on one side of a copy.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Asked {
+enum RequiredMemory {
     Host,
     Device,
     Any,
@@ -108,33 +111,31 @@ enum When {
 /// Issues a copy in a stream, and blocks until it is done in the cases where CUDA does. Pageable
 /// source memory is read before the return. Fails with `CUDA_ERROR_INVALID_VALUE` for memory of a
 /// wrong kind.
-fn copy(
-    stream: &Arc<Stream>,
-    to: (CopyEnd, Asked),
-    from: (CopyEnd, Asked),
-    extent: Extent,
-    when: When,
-) -> Result {
-    let ((to, to_asked), (from, from_asked)) = (to, from);
+fn copy(stream: &Arc<Stream>, to: CopyEnd, from: CopyEnd, extent: Extent, when: When) -> Result {
     if extent.bytes() == 0 {
         return Ok(());
     }
     if to.address == 0 || from.address == 0 {
         return Err(Code::INVALID_VALUE);
     }
-    for (place, asked) in [(&to, to_asked), (&from, from_asked)] {
+
+    for place in [&to, &from] {
         let on_device = space().covers(place.address);
         // Pinned memory is valid where a device address is required, as addresses are unified.
-        let fits = match asked {
-            Asked::Any => true,
-            Asked::Host => !on_device,
-            Asked::Device => on_device || pinned(place.address, extent.reach(place)).is_some(),
+        let fits = match place.required {
+            RequiredMemory::Any => true,
+            RequiredMemory::Host => !on_device,
+            RequiredMemory::Device => {
+                on_device || pinned(place.address, extent.reach(place)).is_some()
+            }
         };
         if !fits {
             return Err(Code::INVALID_VALUE);
         }
     }
-    let (target, source) = (Side::of(&to, &extent), Side::of(&from, &extent));
+
+    let target = Side::of(&to, &extent);
+    let source = Side::of(&from, &extent);
     let kind = match (&source, &target) {
         (Side::Device, Side::Device) => Moved::DeviceToDevice,
         (Side::Pinned { .. }, Side::Device) => Moved::PinnedToDevice,
@@ -143,6 +144,7 @@ fn copy(
         (Side::Device, Side::Pageable) => Moved::DeviceToPageable,
         _ => Moved::HostToHost,
     };
+
     counters::moved(kind, extent.bytes() as usize);
     let uses = [
         use_of(&from, &extent, &source, false),
@@ -155,6 +157,7 @@ fn copy(
         (Side::Pageable, Side::Device) => Some(stage(&from, &extent)),
         _ => None,
     };
+
     let keep = [source, target];
     let number = stream.issue(
         Work::new("a copy", move || {
@@ -166,6 +169,7 @@ fn copy(
                         address: bytes.as_ptr() as u64,
                         pitch: extent.width,
                         slice: extent.width * extent.height,
+                        required: RequiredMemory::Any,
                     };
                     move_rows(&to, &packed, extent)
                 }
@@ -174,6 +178,7 @@ fn copy(
         }),
         &uses,
     );
+
     let waits = match kind {
         // The host never waits for copies within devices, not even in the synchronous calls.
         Moved::DeviceToDevice => false,
@@ -182,6 +187,7 @@ fn copy(
             when == When::Synchronous
         }
     };
+
     if waits {
         let clock = races::now(stream);
         stream.wait_for(number);
@@ -202,7 +208,7 @@ fn use_of(place: &CopyEnd, extent: &Extent, side: &Side, write: bool) -> Option<
 /// Copies the rows of pageable host memory into a contiguous buffer.
 fn stage(from: &CopyEnd, extent: &Extent) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(extent.bytes() as usize);
-    for (at, _) in extent.rows(*from, CopyEnd::flat(0)) {
+    for (at, _) in extent.rows(*from, CopyEnd::flat(0, RequiredMemory::Any)) {
         let row = (from.address + at) as *const u8;
         // SAFETY: the caller of the copy promised host memory of this extent, for as long as the
         // call takes.
@@ -224,13 +230,16 @@ fn move_rows(to: &CopyEnd, from: &CopyEnd, extent: Extent) -> Result {
             .then(|| space().span(place.address, extent.reach(place)))
             .transpose()
     };
-    let (target, source) = (span(to)?, span(from)?);
+
+    let target = span(to)?;
+    let source = span(from)?;
     let target = target
         .as_ref()
         .map_or(to.address as *mut u8, |span| span.pointer());
     let source = source
         .as_ref()
         .map_or(from.address as *mut u8, |span| span.pointer());
+
     for (read, write) in extent.rows(*from, *to) {
         // SAFETY: the spans keep device bytes mapped. The caller that issued the copy promised that
         // host bytes are there until it is done. The rows may overlap, which `copy_to` allows.
@@ -243,33 +252,31 @@ fn move_rows(to: &CopyEnd, from: &CopyEnd, extent: Extent) -> Result {
     Ok(())
 }
 
-fn flat(to: (u64, Asked), from: (u64, Asked), bytes: usize, stream: Option<Handle>) -> Result {
+fn flat(to: CopyEnd, from: CopyEnd, bytes: usize, stream: Option<Handle>) -> Result {
     let when = if stream.is_some() {
         When::Asynchronous
     } else {
         When::Synchronous
     };
     let stream = own_stream(stream.unwrap_or(0))?;
-    copy(
-        &stream,
-        (CopyEnd::flat(to.0), to.1),
-        (CopyEnd::flat(from.0), from.1),
-        Extent::flat(bytes),
-        when,
-    )
+    copy(&stream, to, from, Extent::flat(bytes), when)
 }
 
 api! {
     /// Copies from host to device and waits for the copy.
     fn cuMemcpyHtoD_v2(to: u64, from: u64, bytes: usize) {
-        flat((to, Asked::Device), (from, Asked::Host), bytes, None)
+        let to = CopyEnd::flat(to, RequiredMemory::Device);
+        let from = CopyEnd::flat(from, RequiredMemory::Host);
+        flat(to, from, bytes, None)
     }
 }
 
 api! {
     /// Copies from device to host and waits for the copy.
     fn cuMemcpyDtoH_v2(to: u64, from: u64, bytes: usize) {
-        flat((to, Asked::Host), (from, Asked::Device), bytes, None)
+        let to = CopyEnd::flat(to, RequiredMemory::Host);
+        let from = CopyEnd::flat(from, RequiredMemory::Device);
+        flat(to, from, bytes, None)
     }
 }
 
@@ -277,7 +284,9 @@ api! {
     /// Copies within a device or between two devices, in the default stream. As in CUDA, the host
     /// does not wait for the copy.
     fn cuMemcpyDtoD_v2(to: u64, from: u64, bytes: usize) {
-        flat((to, Asked::Device), (from, Asked::Device), bytes, None)
+        let to = CopyEnd::flat(to, RequiredMemory::Device);
+        let from = CopyEnd::flat(from, RequiredMemory::Device);
+        flat(to, from, bytes, None)
     }
 }
 
@@ -285,7 +294,9 @@ api! {
     /// Copies between any two addresses, host or device, and waits for the copy unless both are
     /// device addresses.
     fn cuMemcpy(to: u64, from: u64, bytes: usize) {
-        flat((to, Asked::Any), (from, Asked::Any), bytes, None)
+        let to = CopyEnd::flat(to, RequiredMemory::Any);
+        let from = CopyEnd::flat(from, RequiredMemory::Any);
+        flat(to, from, bytes, None)
     }
 }
 
@@ -293,7 +304,9 @@ api! {
     /// Copies from host to device, in a stream. Does not wait: pageable memory is read before the
     /// return, pinned memory when the copy runs.
     fn cuMemcpyHtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: Handle) {
-        flat((to, Asked::Device), (from, Asked::Host), bytes, Some(stream))
+        let to = CopyEnd::flat(to, RequiredMemory::Device);
+        let from = CopyEnd::flat(from, RequiredMemory::Host);
+        flat(to, from, bytes, Some(stream))
     }
 }
 
@@ -301,14 +314,18 @@ api! {
     /// Copies from device to host, in a stream. Waits for the copy only if the host memory is
     /// pageable.
     fn cuMemcpyDtoHAsync_v2(to: u64, from: u64, bytes: usize, stream: Handle) {
-        flat((to, Asked::Host), (from, Asked::Device), bytes, Some(stream))
+        let to = CopyEnd::flat(to, RequiredMemory::Host);
+        let from = CopyEnd::flat(from, RequiredMemory::Device);
+        flat(to, from, bytes, Some(stream))
     }
 }
 
 api! {
     /// Copies within a device or between two devices, in a stream, without waiting.
     fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: Handle) {
-        flat((to, Asked::Device), (from, Asked::Device), bytes, Some(stream))
+        let to = CopyEnd::flat(to, RequiredMemory::Device);
+        let from = CopyEnd::flat(from, RequiredMemory::Device);
+        flat(to, from, bytes, Some(stream))
     }
 }
 
@@ -316,7 +333,9 @@ api! {
     /// Copies between any two addresses, in a stream. Waits for the copy if the target is pageable
     /// memory or both are host memory.
     fn cuMemcpyAsync(to: u64, from: u64, bytes: usize, stream: Handle) {
-        flat((to, Asked::Any), (from, Asked::Any), bytes, Some(stream))
+        let to = CopyEnd::flat(to, RequiredMemory::Any);
+        let from = CopyEnd::flat(from, RequiredMemory::Any);
+        flat(to, from, bytes, Some(stream))
     }
 }
 
@@ -326,7 +345,9 @@ api! {
     fn cuMemcpyPeer(to: u64, to_context: Handle, from: u64, from_context: Handle, bytes: usize) {
         of_context(to, to_context)?;
         of_context(from, from_context)?;
-        flat((to, Asked::Device), (from, Asked::Device), bytes, None)
+        let to = CopyEnd::flat(to, RequiredMemory::Device);
+        let from = CopyEnd::flat(from, RequiredMemory::Device);
+        flat(to, from, bytes, None)
     }
 }
 
@@ -342,7 +363,9 @@ api! {
     ) {
         of_context(to, to_context)?;
         of_context(from, from_context)?;
-        flat((to, Asked::Device), (from, Asked::Device), bytes, Some(stream))
+        let to = CopyEnd::flat(to, RequiredMemory::Device);
+        let from = CopyEnd::flat(from, RequiredMemory::Device);
+        flat(to, from, bytes, Some(stream))
     }
 }
 
@@ -407,39 +430,49 @@ struct Copy3D {
     depth: usize,
 }
 
-/// Returns (base address, required kind of memory) for CUDA's number of a memory type. Fails for
-/// arrays, which are unsupported.
-fn base(memory_type: u32, host: u64, device: u64) -> Result<(u64, Asked)> {
+/// The base address of one side of a copy.
+struct BaseAddress {
+    address: u64,
+    required: RequiredMemory,
+}
+
+impl BaseAddress {
+    fn new(address: u64, required: RequiredMemory) -> Self {
+        Self { address, required }
+    }
+}
+
+/// Returns the base address for CUDA's number of a memory type. Fails for arrays, which are
+/// unsupported.
+fn base(memory_type: u32, host: u64, device: u64) -> Result<BaseAddress> {
     match memory_type {
-        1 => Ok((host, Asked::Host)),
-        2 => Ok((device, Asked::Device)),
-        4 => Ok((device, Asked::Any)),
+        1 => Ok(BaseAddress::new(host, RequiredMemory::Host)),
+        2 => Ok(BaseAddress::new(device, RequiredMemory::Device)),
+        4 => Ok(BaseAddress::new(device, RequiredMemory::Any)),
         _ => Err(Code::INVALID_VALUE),
     }
 }
 
 impl Side2D {
-    fn place(&self, copy: &Copy2D) -> Result<(CopyEnd, Asked)> {
-        let (base, asked) = base(self.memory_type, self.host, self.device)?;
+    fn place(&self, copy: &Copy2D) -> Result<CopyEnd> {
+        let base = base(self.memory_type, self.host, self.device)?;
         // A single row needs no pitch.
         if self.x + copy.width > self.pitch && (self.pitch != 0 || copy.height > 1) {
             return Err(Code::INVALID_VALUE);
         }
-        let address = base + (self.y * self.pitch + self.x) as u64;
-        Ok((
-            CopyEnd {
-                address,
-                pitch: self.pitch as u64,
-                slice: 0,
-            },
-            asked,
-        ))
+        let address = base.address + (self.y * self.pitch + self.x) as u64;
+        Ok(CopyEnd {
+            address,
+            pitch: self.pitch as u64,
+            slice: 0,
+            required: base.required,
+        })
     }
 }
 
 impl Side3D {
-    fn place(&self, copy: &Copy3D) -> Result<(CopyEnd, Asked)> {
-        let (base, asked) = base(self.memory_type, self.host, self.device)?;
+    fn place(&self, copy: &Copy3D) -> Result<CopyEnd> {
+        let base = base(self.memory_type, self.host, self.device)?;
         let pitch_short =
             self.x + copy.width > self.pitch && (self.pitch != 0 || copy.height * copy.depth > 1);
         let height_short =
@@ -447,16 +480,15 @@ impl Side3D {
         if pitch_short || height_short || self.lod != 0 {
             return Err(Code::INVALID_VALUE);
         }
+
         let slice = self.pitch * self.height;
-        let address = base + (self.z * slice + self.y * self.pitch + self.x) as u64;
-        Ok((
-            CopyEnd {
-                address,
-                pitch: self.pitch as u64,
-                slice: slice as u64,
-            },
-            asked,
-        ))
+        let address = base.address + (self.z * slice + self.y * self.pitch + self.x) as u64;
+        Ok(CopyEnd {
+            address,
+            pitch: self.pitch as u64,
+            slice: slice as u64,
+            required: base.required,
+        })
     }
 }
 
@@ -525,6 +557,7 @@ api! {
 /// host does not wait for it.
 fn fill(to: u64, pattern: &[u8], count: usize, stream: Handle) -> Result {
     let stream = own_stream(stream)?;
+
     let pattern = pattern.to_vec();
     let bytes = (count as u64)
         .checked_mul(pattern.len() as u64)
@@ -535,11 +568,13 @@ fn fill(to: u64, pattern: &[u8], count: usize, stream: Handle) -> Result {
     if !space().covers(to) || !to.is_multiple_of(pattern.len() as u64) {
         return Err(Code::INVALID_VALUE);
     }
+
     let uses = [Use {
         address: to,
         bytes,
         write: true,
     }];
+
     stream.issue(
         Work::new("a fill", move || {
             meet(CallKind::Copy)?;

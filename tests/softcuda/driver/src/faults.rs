@@ -25,9 +25,11 @@ pub(crate) fn meet(kind: CallKind) -> Result {
     if !PLANNED.load(Ordering::Relaxed) {
         return Ok(());
     }
+
     let Some(kind) = next(&kind) else {
         return Ok(());
     };
+
     eprintln!("softcuda: {kind:?} fails, as the test requested");
     Err(match kind {
         CallKind::Answer(_, code) => Code(code),
@@ -76,6 +78,7 @@ fn next(kind: &CallKind) -> Option<CallKind> {
             (CallKind::Answer(name, _), CallKind::Function(called)) => name == called,
             (planned, kind) => planned == kind,
         };
+
         if !is_it {
             return true;
         }

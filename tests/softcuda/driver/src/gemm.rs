@@ -174,26 +174,32 @@ fn compute_in<T: Real>(product: &Product) -> Result {
         batch,
         ..
     } = *product;
-    let (alpha, beta) = (product.alpha.get()?, product.beta.get()?);
+
+    let alpha = product.alpha.get()?;
+    let beta = product.beta.get()?;
     // With a scale of zero the factors are not read, so NaNs in them do not matter.
     let read_factors = alpha != 0.0 && inner > 0;
+
     let reach = |matrix: &Matrix, wanted: bool| {
         let bytes = matrix.reach(batch);
         (wanted && bytes > 0)
             .then(|| space().span(matrix.address, bytes))
             .transpose()
     };
-    let (a_span, b_span, c_span) = (
-        reach(&a, read_factors)?,
-        reach(&b, read_factors)?,
-        reach(&c, true)?,
-    );
+    let a_span = reach(&a, read_factors)?;
+    let b_span = reach(&b, read_factors)?;
+    let c_span = reach(&c, true)?;
     let Some(c_span) = c_span else { return Ok(()) };
-    let (alpha, beta) = (T::from_wide(alpha), T::from_wide(beta));
+
+    let alpha = T::from_wide(alpha);
+    let beta = T::from_wide(beta);
     let keeps = beta.to_wide() != 0.0;
-    let (mut left, mut right) = (Vec::new(), Vec::new());
+
+    let mut left = Vec::new();
+    let mut right = Vec::new();
     for one in 0..batch {
         let start = |matrix: &Matrix| (one * matrix.stride) as usize;
+
         if let (Some(a_span), Some(b_span)) = (&a_span, &b_span) {
             let round = product.rounding;
             // SAFETY: both spans reach from the first to the last element of all matrices.
@@ -212,6 +218,7 @@ fn compute_in<T: Real>(product: &Product) -> Result {
                 });
             }
         }
+
         let sums = inner as usize;
         for (j, right_panel) in (0..c.columns).step_by(BROAD).enumerate() {
             for (i, left_panel) in (0..c.rows).step_by(TALL).enumerate() {

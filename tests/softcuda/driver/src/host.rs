@@ -55,6 +55,7 @@ fn alloc(bytes: usize, flags: u32) -> Result<u64> {
     if bytes == 0 || flags & !ALLOC_FLAGS != 0 {
         return Err(Code::INVALID_VALUE);
     }
+
     // SAFETY: new memory, at addresses that the kernel chooses.
     let at = unsafe {
         libc::mmap(
@@ -69,6 +70,7 @@ fn alloc(bytes: usize, flags: u32) -> Result<u64> {
     if at == libc::MAP_FAILED {
         return Err(Code::OUT_OF_MEMORY);
     }
+
     let block = HostBlock {
         address: at as u64,
         bytes: bytes as u64,
@@ -122,12 +124,14 @@ api! {
         if is_nothing || flags & !REGISTER_FLAGS != 0 || space().covers(pointer) {
             return Err(Code::INVALID_VALUE);
         }
+
         let mut table = PINNED.write();
         let end = pointer + bytes as u64;
         let before = table.range(..end).next_back();
         if before.is_some_and(|(_, last)| last.address + last.bytes > pointer) {
             return Err(Code::HOST_MEMORY_ALREADY_REGISTERED);
         }
+
         let block = HostBlock { address: pointer, bytes: bytes as u64, flags, owned: false };
         table.insert(pointer, Arc::new(block));
         Ok(())

@@ -66,6 +66,7 @@ impl Stacks {
                 0,
             )
         };
+
         assert!(at != libc::MAP_FAILED, "no memory for stacks");
         Stacks(at.cast())
     }
@@ -100,6 +101,7 @@ fn catch_faults() {
             action
         });
         let _ = BEFORE.set(before);
+
         for signal in signals {
             // SAFETY: the handler only uses operations allowed in a signal handler, and finds
             // `BEFORE` set.
@@ -129,6 +131,7 @@ extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, context: *mut 
         // function.
         unsafe { siglongjmp(escape, Code::ILLEGAL_ADDRESS.0 as c_int) }
     }
+
     let Some(before) = BEFORE.get() else { return };
     let before = before[usize::from(signal == libc::SIGBUS)];
     match before.sa_sigaction {
@@ -154,23 +157,26 @@ extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, context: *mut 
 /// that the driver can access. A pointer to pageable host memory becomes an address that faults.
 fn pack(kernel: &Kernel, parameters: &In<In<u8>>) -> Result<Vec<Slot>> {
     let mut slots = Vec::new();
+
     let (first, last) = space().range();
-    for (at, (size, pointer)) in kernel.entry.arguments.iter().enumerate() {
-        let mut bytes = parameters.at(at)?.bytes(*size as usize)?;
+    for (at, argument) in kernel.entry.arguments.iter().enumerate() {
+        let mut bytes = parameters.at(at)?.bytes(argument.bytes as usize)?;
         // Structures may contain addresses too.
         for word in bytes.chunks_exact_mut(8) {
             let value = u64::from_ne_bytes([
                 word[0], word[1], word[2], word[3], word[4], word[5], word[6], word[7],
             ]);
+
             // A pointer to pageable host memory, which a GPU cannot access. It becomes an
             // inaccessible address, so that its use faults.
-            let unreached = *pointer && value != 0 && pinned(value, 1).is_none();
+            let unreached = argument.is_pointer && value != 0 && pinned(value, 1).is_none();
             if (first..last).contains(&value) {
                 word.copy_from_slice(&(value + space().distance()).to_ne_bytes());
             } else if unreached {
                 word.copy_from_slice(&(first + value % (last - first)).to_ne_bytes());
             }
         }
+
         for part in bytes.chunks(16) {
             let mut slot = Slot::default();
             slot.0[..part.len()].copy_from_slice(part);
@@ -190,6 +196,7 @@ fn run(
     shared: u32,
 ) -> Result {
     meet(CallKind::Launch)?;
+
     let mut shared = vec![[0xCD_u8; 16]; (shared as usize).div_ceil(16) + 8];
     let code = STACKS.with(|stacks| {
         let launch = Launch {
@@ -205,6 +212,7 @@ fn run(
             stack_bytes: STACK,
             escape: ESCAPE.with(Cell::as_ptr),
         };
+
         // SAFETY: this is `__sc_run` of the module. It has this type and lives as long as the
         // kernel.
         let run = unsafe {
@@ -218,6 +226,7 @@ fn run(
         // promises that the kernel itself is valid; faults are returned as a code.
         unsafe { run(kernel.entry.call, arguments.as_mut_ptr(), &launch) }
     });
+
     if code == 0 {
         return Ok(());
     }
@@ -253,7 +262,9 @@ api! {
         if kernel.context != current()?.handle {
             return Err(Code::INVALID_HANDLE);
         }
-        let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
+
+        let grid = [grid_x, grid_y, grid_z];
+        let block = [block_x, block_y, block_z];
         let threads = block.iter().try_fold(1_u32, |all, side| all.checked_mul(*side));
         let block_fits =
             block_z <= 64 && threads.is_some_and(|all| (1..=MOST_THREADS as u32).contains(&all));
@@ -262,6 +273,7 @@ api! {
         if !block_fits || !grid_fits || shared > kernel.dynamic_shared.load(Ordering::Relaxed) {
             return Err(Code::INVALID_VALUE);
         }
+
         if threads.is_some_and(|all| all > kernel.entry.threads) {
             // The block is larger than the launch bounds for which the kernel is compiled.
             return Err(Code::LAUNCH_OUT_OF_RESOURCES);
@@ -270,6 +282,7 @@ api! {
             eprintln!("softcuda: arguments in `extra` are unsupported; use `kernelParams`");
             return Err(Code::NOT_SUPPORTED);
         }
+
         let arguments = pack(&kernel, &parameters)?;
         catch_faults();
         stream.issue(

@@ -37,6 +37,7 @@ pub fn nvcc(arguments: impl Iterator<Item = String>) -> Result<(), String> {
             .filter(|argument| argument.ends_with(ending));
         files.map(PathBuf::from).collect::<Vec<_>>()
     };
+
     if has("--version") {
         let name = "nvcc: NVIDIA (R) Cuda compiler driver";
         println!("{name}\nin software\nfor tests\nCuda compilation tools, release 13.0, V13.0.0");
@@ -51,14 +52,17 @@ pub fn nvcc(arguments: impl Iterator<Item = String>) -> Result<(), String> {
             .arg(after("-o")?)
             .args(objects));
     }
+
     let sources = files(".cu");
     let [source] = &sources[..] else {
         return Err("nvcc in software: expected one source".into());
     };
+
     if has("-c") {
         let args = ["-x", "c", "-c", "/dev/null", "-o"];
         return run(Command::new("cc").args(args).arg(after("-o")?));
     }
+
     let name = source
         .file_name()
         .unwrap_or_default()
@@ -76,6 +80,7 @@ fn program(source: &Path, name: String, arguments: &[String]) -> Result<Program,
     } else {
         std::fs::read_to_string(source).map_err(|why| format!("{}: {why}", source.display()))?
     };
+
     // The architecture is given as `-gencode=arch=compute_75,code=sm_75`.
     let capability = arguments
         .iter()
@@ -85,12 +90,14 @@ fn program(source: &Path, name: String, arguments: &[String]) -> Result<Program,
         .chars()
         .take_while(char::is_ascii_digit)
         .collect();
+
     let mut options = vec![
         format!("-D__CUDA_ARCH__={digits}0"),
         "-D__CUDACC_VER_MAJOR__=13".into(),
     ];
     options.extend(["-D__CUDACC_VER_MINOR__=0", "-include", HOST_HEADERS[0]].map(str::to_owned));
     options.extend(at.parent().map(|folder| format!("-I{}", folder.display())));
+
     let host = HOST_HEADERS
         .iter()
         .map(|name| ((*name).to_owned(), HOST.to_owned()));

@@ -71,8 +71,10 @@ fn options(given: &[String]) -> std::result::Result<(Vec<String>, bool), String>
         "diag-suppress",
         "device-int128",
     ];
+
     let mut passed = Vec::new();
-    let (mut architecture, mut real) = (520, false);
+    let mut architecture = 520;
+    let mut real = false;
     let mut given = given.iter();
     while let Some(option) = given.next() {
         let wrong = || format!("softcuda: unrecognized option {option}");
@@ -90,6 +92,7 @@ fn options(given: &[String]) -> std::result::Result<(Vec<String>, bool), String>
                 Ok(found)
             }
         };
+
         if let Some(found) = split("gpu-architecture", "arch") {
             let found = value(found)?;
             real = found.starts_with("sm_");
@@ -174,10 +177,12 @@ nvrtc! {
         names: In<*const c_char>,
     ) {
         handle.required()?;
+
         let mut found = Vec::new();
         for at in 0..usize::try_from(headers).map_err(|_| INVALID_INPUT)? {
             found.push((Text::untyped(names.at(at)?).get()?, Text::untyped(texts.at(at)?).get()?));
         }
+
         let program = Program {
             source: source.get()?,
             name: name.get().unwrap_or_else(|_| "default_program".into()),
@@ -185,6 +190,7 @@ nvrtc! {
             ..Program::default()
         };
         let state = State { program, ..State::default() };
+
         let mut made = 0;
         PROGRAMS.insert(|handle| {
             made = handle;
@@ -220,6 +226,7 @@ nvrtc! {
     fn nvrtcCompileProgram(handle: Handle, count: i32, given: In<*const c_char>) {
         let program = program(handle)?;
         first(First::Compile);
+
         let mut program = program.lock();
         let mut texts = Vec::new();
         for at in 0..usize::try_from(count).map_err(|_| INVALID_INPUT)? {
@@ -232,12 +239,14 @@ nvrtc! {
                 return Err(INVALID_OPTION);
             }
         };
+
         program.program.options = options;
         program.real = real;
         if meet(CallKind::Compile).is_err() {
             program.log = "softcuda: failed as the test requested".into();
             return Err(COMPILATION);
         }
+
         match compile(&program.program) {
             Ok(image) => {
                 program.image = Some(image);

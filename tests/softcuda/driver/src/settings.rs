@@ -100,6 +100,7 @@ impl Settings {
             }
         }
         let choice = |name: &str, words| choice(name, variable(name), words);
+
         let first = number("SOFTCUDA_FIRST", variable("SOFTCUDA_FIRST"), 0)?;
         Ok(Settings {
             devices: number("SOFTCUDA_DEVICES", variable("SOFTCUDA_DEVICES"), 1)?,
@@ -167,11 +168,13 @@ pub(crate) fn plan(text: &str) -> Result<Plan, String> {
             }
             _ => return None,
         };
+
         nth.parse()
             .ok()
             .filter(|nth| *nth > 0)
             .map(|nth| (kind, nth))
     };
+
     let known = "alloc, alloc_host, copy, launch, event, stream, compile or a function of CUDA's";
     let parts = text.split(',').filter(|part| !part.is_empty());
     parts

@@ -53,6 +53,7 @@ fn tokens(source: &str) -> Vec<(usize, Token<'_>)> {
             at += 1;
             continue;
         }
+
         if byte.is_ascii_whitespace() {
             at += 1;
             continue;
@@ -61,6 +62,7 @@ fn tokens(source: &str) -> Vec<(usize, Token<'_>)> {
             at += source[at..].find('\n').unwrap_or(bytes.len() - at);
             continue;
         }
+
         fresh_line = false;
         if byte == b'"' || byte == b'\'' {
             at += 1;
@@ -114,6 +116,7 @@ fn kernels(source: &str, tokens: &[(usize, Token<'_>)]) -> Vec<Kernel> {
                 let template = tokens[begins..at]
                     .iter()
                     .any(|(_, token)| *token == Token::Word("template"));
+
                 // A declaration may come first, with or without launch bounds.
                 if let Some(kernel) = kernel_after(source, &tokens[at..]).filter(|_| !template) {
                     match found.iter_mut().find(|known| known.name == kernel.name) {
@@ -187,6 +190,7 @@ fn define_shared(source: &str, tokens: &[(usize, Token<'_>)]) -> Result<String, 
                 if depth == 0 {
                     return Err("dynamic shared memory must be declared inside a function".into());
                 }
+
                 let (kind, name) = shared_parts(source, &tokens[at + 2..=end])
                     .ok_or("declare dynamic shared memory as: extern __shared__ type name[];")?;
                 text.push_str(&source[copied..tokens[at].0]);
@@ -211,6 +215,7 @@ fn shared_parts(source: &str, mut tokens: &[(usize, Token<'_>)]) -> Option<(Stri
             .position(|(_, token)| *token == Token::Mark(')'))?;
         tokens = &tokens[close + 1..];
     }
+
     let [
         kind @ ..,
         (name_at, Token::Word(name)),
@@ -221,6 +226,7 @@ fn shared_parts(source: &str, mut tokens: &[(usize, Token<'_>)]) -> Option<(Stri
     else {
         return None;
     };
+
     let (kind_at, _) = kind.first()?;
     Some((
         source[*kind_at..*name_at].trim().to_owned(),

@@ -2,28 +2,28 @@
 
 use super::error::{ArgumentError, ErrorKind, ParseError};
 use super::literal::Literal;
-use super::reader::{Reader, after_value, is_constant};
+use super::reader::{TacticReader, after_value, is_constant};
 
 /// One op of a tactic as it is written: `fsdp(axis="data", min_size_to_shard_mb=1)`.
 ///
 /// ```
-/// use mpmd_layout::sharding::rules::{Call, Literal};
+/// use mpmd_layout::sharding::rules::{OpCall, Literal};
 ///
-/// let [call] = &Call::parse_tactic("func(1, '2', a=3)")?[..] else { panic!() };
+/// let [call] = &OpCall::parse_tactic("func(1, '2', a=3)")?[..] else { panic!() };
 /// assert_eq!(call.name(), "func");
 /// assert_eq!(call.args(), [Literal::Int(1), Literal::Str("2".into())]);
 /// assert_eq!(call.keywords(), [("a".to_owned(), Literal::Int(3))]);
 /// # Ok::<(), mpmd_layout::sharding::rules::ParseError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq)]
-pub struct Call {
+pub struct OpCall {
     name: String,
     args: Vec<Literal>,
     keywords: Vec<(String, Literal)>,
     text: String,
 }
 
-impl Call {
+impl OpCall {
     /// Parses the text of a tactic and returns its ops, in order.
     ///
     /// An op is a name, a name with dots, or a call of one with literal arguments. A `|` within
@@ -36,7 +36,7 @@ impl Call {
     /// Python expression but not a name or call, or an argument is not a literal. Otherwise it is
     /// [`ErrorKind::Syntax`].
     pub fn parse_tactic(text: &str) -> Result<Vec<Self>, ParseError> {
-        let mut reader = Reader { text, at: 0 };
+        let mut reader = TacticReader { text, at: 0 };
         let mut calls = Vec::new();
         loop {
             reader.skip_blanks();
@@ -87,10 +87,12 @@ impl Call {
                 "takes at most {N} arguments, found {found}"
             )));
         }
+
         let mut bound = [None; N];
         for (slot, value) in bound.iter_mut().zip(&self.args) {
             *slot = Some(value);
         }
+
         for (keyword, value) in &self.keywords {
             let Some(index) = names.iter().position(|name| name == keyword) else {
                 return Err(ArgumentError(format!("has no argument `{keyword}`")));
@@ -108,14 +110,14 @@ impl Call {
 /// True if `name` can be called in a tactic: an identifier, or several joined by dots, other than
 /// `None`, `True` and `False`.
 pub(super) fn is_name(name: &str) -> bool {
-    let mut reader = Reader { text: name, at: 0 };
+    let mut reader = TacticReader { text: name, at: 0 };
     reader
         .dotted_name()
         .is_some_and(|found| found.len() == name.len() && !is_constant(found))
 }
 
-impl Reader<'_> {
-    fn call(&mut self) -> Result<Call, ParseError> {
+impl TacticReader<'_> {
+    fn call(&mut self) -> Result<OpCall, ParseError> {
         let start = self.at;
         let name = match self.dotted_name() {
             Some(name) if !is_constant(name) => name.to_owned(),
@@ -131,16 +133,19 @@ impl Reader<'_> {
                 return Err(self.error(kind, "an op's name"));
             }
         };
+
         let end_of_name = self.at;
         self.skip_blanks();
-        let (mut args, mut keywords) = (Vec::new(), Vec::new());
+        let mut args = Vec::new();
+        let mut keywords = Vec::new();
         if self.peek() == Some('(') {
             self.bump();
             self.arguments(&mut args, &mut keywords)?;
         } else {
             self.at = end_of_name;
         }
-        Ok(Call {
+
+        Ok(OpCall {
             name,
             args,
             keywords,
@@ -161,6 +166,7 @@ impl Reader<'_> {
                 self.bump();
                 return Ok(());
             }
+
             let start = self.at;
             if let Some(keyword) = self.keyword() {
                 if keywords.iter().any(|(known, _)| *known == keyword) {
@@ -209,8 +215,8 @@ mod tests {
         Str(text.into())
     }
 
-    fn one(tactic: &str) -> Call {
-        let mut calls = Call::parse_tactic(tactic).unwrap_or_else(|error| panic!("{error}"));
+    fn one(tactic: &str) -> OpCall {
+        let mut calls = OpCall::parse_tactic(tactic).unwrap_or_else(|error| panic!("{error}"));
         assert_eq!(calls.len(), 1, "{tactic}");
         calls.remove(0)
     }
@@ -220,11 +226,11 @@ mod tests {
     }
 
     fn kind(tactic: &str) -> ErrorKind {
-        Call::parse_tactic(tactic).expect_err(tactic).kind()
+        OpCall::parse_tactic(tactic).expect_err(tactic).kind()
     }
 
     fn message(tactic: &str) -> String {
-        Call::parse_tactic(tactic).expect_err(tactic).to_string()
+        OpCall::parse_tactic(tactic).expect_err(tactic).to_string()
     }
 
     #[test]
@@ -254,8 +260,8 @@ mod tests {
             "a |b( 1 )\t|\nc",
             "a|\n b(1 , )|c",
         ] {
-            let calls = Call::parse_tactic(tactic).unwrap();
-            let names: Vec<&str> = calls.iter().map(Call::name).collect();
+            let calls = OpCall::parse_tactic(tactic).unwrap();
+            let names: Vec<&str> = calls.iter().map(OpCall::name).collect();
             assert_eq!(
                 (names, calls[1].args()),
                 (vec!["a", "b", "c"], &[Int(1)][..]),
@@ -408,7 +414,7 @@ mod tests {
     #[test]
     fn bracket_nesting_is_limited() {
         let nested = |depth: usize| format!("f({}{})", "[".repeat(depth), "]".repeat(depth));
-        assert!(Call::parse_tactic(&nested(100)).is_ok());
+        assert!(OpCall::parse_tactic(&nested(100)).is_ok());
         assert_eq!(kind(&nested(200)), ErrorKind::Syntax);
         assert_eq!(kind(&"(".repeat(1_000_000)), ErrorKind::Syntax);
         assert_eq!(
@@ -445,14 +451,14 @@ mod tests {
     proptest! {
         #[test]
         fn parsing_any_text_never_panics(text in any::<String>()) {
-            let _ = Call::parse_tactic(&text);
+            let _ = OpCall::parse_tactic(&text);
         }
 
         #[test]
         fn parsing_tactic_like_text_never_panics(
             text in r#"[fa(){}\[\],:=|'"0-9.eEx_j+ \\\-\u{e9}\n]{0,40}"#,
         ) {
-            if let Err(error) = Call::parse_tactic(&text) {
+            if let Err(error) = OpCall::parse_tactic(&text) {
                 prop_assert!(error.column <= text.chars().count() + 1);
             }
         }

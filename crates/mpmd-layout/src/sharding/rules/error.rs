@@ -341,7 +341,7 @@ impl OpError {
 
 impl ParseError {
     /// Returns [`ErrorKind::Syntax`] or [`ErrorKind::Value`]; see
-    /// [`Call::parse_tactic`](super::Call::parse_tactic).
+    /// [`OpCall::parse_tactic`](super::OpCall::parse_tactic).
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }

@@ -16,7 +16,7 @@ const LARGEST: usize = 5;
 
 /// The shardings of some leaves, by a strategy. `Display` writes a table for people.
 #[derive(Clone, Debug)]
-pub struct Inferred {
+pub struct InferredShardings {
     mesh: Mesh,
     leaves: Vec<InferredLeaf>,
     patterns: Vec<String>,
@@ -47,7 +47,7 @@ pub struct InferredLeaf {
     pub notes: Vec<String>,
 }
 
-impl Inferred {
+impl InferredShardings {
     pub(super) fn new(mesh: &Mesh, leaves: Vec<InferredLeaf>, patterns: Vec<String>) -> Self {
         Self {
             mesh: mesh.clone(),
@@ -99,6 +99,7 @@ impl Inferred {
             self.budget = Some(budget);
             return Ok(self);
         }
+
         let mut largest: Vec<(String, u64)> = self
             .leaves
             .iter()
@@ -107,6 +108,7 @@ impl Inferred {
         // The sort is stable: equal leaves stay in the order given.
         largest.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
         largest.truncate(LARGEST);
+
         Err(RulesError::OverBudget {
             needed,
             budget,
@@ -120,7 +122,8 @@ impl InferredLeaf {
     /// Creates a leaf and computes its bytes per device. `entries` has one entry for each
     /// dimension. `mesh` has all their axes, each used once.
     pub(super) fn new(
-        (name, aval): (String, ShapedArray),
+        name: String,
+        aval: ShapedArray,
         entries: Vec<SpecEntry>,
         rule: Option<usize>,
         mut notes: Vec<String>,
@@ -128,6 +131,7 @@ impl InferredLeaf {
     ) -> Self {
         let mut bytes_per_device = aval.dtype().size() as u64;
         let mut uneven = false;
+
         for (dim, (size, entry)) in aval.shape().iter().zip(&entries).enumerate() {
             let parts: usize = entry
                 .axes()
@@ -142,6 +146,7 @@ impl InferredLeaf {
             }
             bytes_per_device *= size.div_ceil(parts) as u64;
         }
+
         Self {
             name,
             aval,
@@ -154,10 +159,11 @@ impl InferredLeaf {
     }
 }
 
-impl fmt::Display for Inferred {
+impl fmt::Display for InferredShardings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut rows = vec![["leaf", "array", "spec", "per device", "rule", ""].map(str::to_owned)];
         rows.extend(self.leaves.iter().map(|leaf| self.row(leaf)));
+
         let all: u64 = self
             .leaves
             .iter()
@@ -181,6 +187,7 @@ impl fmt::Display for Inferred {
                 *width = (*width).max(cell.chars().count()).min(WIDEST);
             }
         }
+
         for (i, row) in rows.iter().enumerate() {
             let cell = |(column, (cell, width)): (usize, (&String, &usize))| match column {
                 // Numbers are right-aligned.
@@ -193,6 +200,7 @@ impl fmt::Display for Inferred {
             }
             f.write_str(line.join("  ").trim_end())?;
         }
+
         for rule in self.idle_rules() {
             write!(
                 f,
@@ -204,7 +212,7 @@ impl fmt::Display for Inferred {
     }
 }
 
-impl Inferred {
+impl InferredShardings {
     fn row(&self, leaf: &InferredLeaf) -> [String; 6] {
         let name = if leaf.name.is_empty() {
             "(root)".to_owned()
@@ -214,7 +222,9 @@ impl Inferred {
         let rule = leaf.rule.map_or("none".to_owned(), |rule| {
             format!("{rule} {:?}", self.patterns[rule])
         });
-        let (aval, spec) = (leaf.aval.to_string(), leaf.spec.to_string());
+
+        let aval = leaf.aval.to_string();
+        let spec = leaf.spec.to_string();
         [
             name,
             aval,
@@ -233,7 +243,7 @@ mod tests {
     use crate::aval::{f32s, i32s};
     use crate::topology::DeviceId;
 
-    fn inferred() -> Inferred {
+    fn inferred() -> InferredShardings {
         let mesh = Mesh::new(&[("data", 8)], (0..8).map(DeviceId).collect()).unwrap();
         let rules = [
             ("bias|step", "shard_dim('data', 0, True)"),

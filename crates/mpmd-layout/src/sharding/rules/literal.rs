@@ -1,7 +1,7 @@
 //! The values that can be written in a tactic, and their parser.
 
 use super::error::{ErrorKind, ParseError};
-use super::reader::{Reader, starts_identifier};
+use super::reader::{TacticReader, starts_identifier};
 
 /// The deepest nesting of brackets that is allowed. Each level is a recursive call of the reader,
 /// and the text may be untrusted.
@@ -74,7 +74,7 @@ impl Literal {
     }
 }
 
-impl Reader<'_> {
+impl TacticReader<'_> {
     /// Reads a value inside `nested` levels of brackets. Fails if there is no literal, or if the
     /// brackets are nested too deeply.
     pub(super) fn value(&mut self, nested: usize) -> Result<Literal, ParseError> {
@@ -84,6 +84,7 @@ impl Reader<'_> {
                 &format!("at most {MOST_NESTED} nested brackets"),
             ));
         }
+
         match self.peek() {
             Some('"' | '\'') => self.strings(),
             Some('+' | '-') => self.signed_number(),
@@ -138,12 +139,14 @@ impl Reader<'_> {
             self.bump();
             return Ok(Literal::Dict(Vec::new()));
         }
+
         let first = self.value(nested + 1)?;
         self.skip_blanks();
         if self.peek() != Some(':') {
             self.comma_or('}')?;
             return Ok(Literal::Set(self.items('}', vec![first], nested)?));
         }
+
         let mut pairs = Vec::new();
         let mut key = first;
         loop {
@@ -194,6 +197,7 @@ impl Reader<'_> {
             };
             return Err(self.error(kind, "a number"));
         }
+
         Ok(match self.number()? {
             Literal::Int(int) if negative => Literal::Int(-int),
             Literal::Float(float) if negative => Literal::Float(-float),
@@ -225,6 +229,7 @@ impl Reader<'_> {
             }
             self.bump();
         }
+
         let written = &self.text[start..self.at];
         let number = read_number(written);
         let kind = if written.ends_with(['j', 'J']) || is_long_int(written) {
@@ -279,6 +284,7 @@ impl Reader<'_> {
         let start = self.at;
         self.bump();
         let Some(c) = self.peek() else { return Ok(()) };
+
         self.bump();
         let plain = match c {
             '\\' | '\'' | '"' => Some(c),
@@ -287,10 +293,12 @@ impl Reader<'_> {
             't' => Some('\t'),
             _ => None,
         };
+
         if let Some(plain) = plain {
             text.push(plain);
             return Ok(());
         }
+
         let digits = match c {
             'x' => 2,
             'u' => 4,
@@ -302,11 +310,13 @@ impl Reader<'_> {
                 return Ok(());
             }
         };
+
         let code = self
             .rest()
             .get(..digits)
             .filter(|hex| hex.bytes().all(|b| b.is_ascii_hexdigit()));
         let code = code.and_then(|hex| u32::from_str_radix(hex, 16).ok());
+
         match code.and_then(char::from_u32) {
             Some(c) => {
                 self.at += digits;
@@ -341,16 +351,19 @@ fn read_number(written: &str) -> Option<Literal> {
     if written.match_indices('_').any(lonely) {
         return None;
     }
+
     let plain = written.replace('_', "");
     for (prefix, radix) in [("0x", 16), ("0o", 8), ("0b", 2)] {
         if let Some(digits) = plain.to_ascii_lowercase().strip_prefix(prefix) {
             return i64::from_str_radix(digits, radix).ok().map(Literal::Int);
         }
     }
+
     if !plain.bytes().all(|b| b.is_ascii_digit()) {
         // Starts with a digit or a point, so it is not a word like `inf` that also parses.
         return plain.parse().ok().map(Literal::Float);
     }
+
     let leading_zero = plain.starts_with('0') && plain.bytes().any(|b| b != b'0');
     plain
         .parse()

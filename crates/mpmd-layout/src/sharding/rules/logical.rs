@@ -31,9 +31,24 @@ use crate::sharding::SpecEntry;
 #[derive(Clone, Debug, Default)]
 pub struct LogicalAxes {
     names: BTreeMap<String, Vec<Option<String>>>,
-    /// (pattern that matches whole names only, names) in the order of the calls.
-    patterns: Vec<(Regex, Vec<Option<String>>)>,
-    rules: Vec<(String, Vec<String>)>,
+    /// In the order of the calls.
+    patterns: Vec<NamedPattern>,
+    rules: Vec<LogicalRule>,
+}
+
+/// The logical names of all leaves that match a pattern.
+#[derive(Clone, Debug)]
+struct NamedPattern {
+    /// Matches whole names only.
+    regex: Regex,
+    names: Vec<Option<String>>,
+}
+
+/// The mesh axes over which dimensions with a logical name are divided.
+#[derive(Clone, Debug)]
+struct LogicalRule {
+    name: String,
+    axes: Vec<String>,
 }
 
 impl LogicalAxes {
@@ -54,15 +69,15 @@ impl LogicalAxes {
     ///
     /// If `pattern` is not a regular expression.
     pub fn pattern(mut self, pattern: &str, names: &[Option<&str>]) -> Result<Self, RulesError> {
-        let regex = whole_name(pattern).map_err(|(position, message)| {
-            let pattern = pattern.to_owned();
-            RulesError::BadLogicalPattern {
-                pattern,
-                position,
-                message,
-            }
+        let regex = whole_name(pattern).map_err(|fault| RulesError::BadLogicalPattern {
+            pattern: pattern.to_owned(),
+            position: fault.position,
+            message: fault.message,
         })?;
-        self.patterns.push((regex, owned(names)));
+        self.patterns.push(NamedPattern {
+            regex,
+            names: owned(names),
+        });
         Ok(self)
     }
 
@@ -70,10 +85,10 @@ impl LogicalAxes {
     /// minor. With no axes the rule keeps these dimensions whole.
     #[must_use]
     pub fn rule(mut self, name: impl Into<String>, axes: &[&str]) -> Self {
-        self.rules.push((
-            name.into(),
-            axes.iter().map(|axis| (*axis).to_owned()).collect(),
-        ));
+        self.rules.push(LogicalRule {
+            name: name.into(),
+            axes: axes.iter().map(|axis| (*axis).to_owned()).collect(),
+        });
         self
     }
 
@@ -83,7 +98,8 @@ impl LogicalAxes {
         if let Some(names) = self.names.get(leaf) {
             return Ok(Some(names));
         }
-        for (regex, names) in &self.patterns {
+
+        for NamedPattern { regex, names } in &self.patterns {
             let matches = regex.is_match(leaf).map_err(|error| {
                 OpError::Refused(format!(
                     "pattern {:?} of logical names: {error}",
@@ -110,6 +126,7 @@ impl LogicalAxes {
                 ndim: entries.len(),
             });
         }
+
         for (dim, name) in names.iter().enumerate() {
             if let Some(text) = name
                 && names[..dim].contains(name)
@@ -120,13 +137,15 @@ impl LogicalAxes {
                 });
             }
         }
+
         let mut decided: Vec<bool> = entries
             .iter()
             .map(|entry| *entry != SpecEntry::None)
             .collect();
         let mut used: Vec<&String> = entries.iter().flat_map(SpecEntry::axes).collect();
         let mut assigned = Vec::new();
-        for (name, axes) in &self.rules {
+
+        for LogicalRule { name, axes } in &self.rules {
             let Some(dim) = names.iter().position(|known| known.as_ref() == Some(name)) else {
                 continue;
             };
@@ -139,6 +158,7 @@ impl LogicalAxes {
                 assigned.push((dim, axes.clone()));
             }
         }
+
         Ok(assigned)
     }
 }

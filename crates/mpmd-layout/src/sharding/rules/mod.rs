@@ -69,17 +69,17 @@ mod strategy;
 #[cfg(test)]
 mod tests;
 
-pub use call::Call;
+pub use call::OpCall;
 pub use error::{ArgumentError, ErrorKind, OpError, OpFailed, ParseError, RulesError};
-pub use inferred::{Inferred, InferredLeaf};
+pub use inferred::{InferredLeaf, InferredShardings};
 pub use literal::Literal;
 pub use logical::LogicalAxes;
-pub use ops::Placement;
+pub use ops::LeafPlacement;
 pub use strategy::{Registry, Strategy};
 
 use std::collections::HashMap;
 
-use ops::State;
+use ops::LeafState;
 use tracing::Level;
 
 use super::Sharding;
@@ -105,102 +105,152 @@ pub fn infer(
     leaves: &[(String, ShapedArray)],
     strategy: &Strategy,
     mesh: &Mesh,
-) -> Result<Inferred, RulesError> {
+) -> Result<InferredShardings, RulesError> {
     if leaves.is_empty() {
         return Err(RulesError::NoLeaves);
     }
-    let params = params_of(leaves, strategy);
-    let matched_name = |leaf: usize| match &params[leaf] {
-        Some((param, _)) => param,
-        None => &leaves[leaf].0,
-    };
-    let matched = (0..leaves.len()).map(|leaf| strategy.rule_of(matched_name(leaf)));
+    let followed = followed_parameters(leaves, strategy);
+    let matched = (0..leaves.len()).map(|leaf| {
+        let name = match &followed[leaf] {
+            Some(followed) => &followed.parameter,
+            None => &leaves[leaf].0,
+        };
+        strategy.rule_of(name)
+    });
     let matched = matched.collect::<Result<Vec<Option<usize>>, RulesError>>()?;
-    let follows = |leaf: usize| params[leaf].as_ref().and_then(|(_, param)| *param);
-    let mut states: Vec<State> = leaves
-        .iter()
-        .map(|(_, aval)| State::whole(aval.ndim()))
-        .collect();
-    for (index, rule) in strategy.rules.iter().enumerate() {
-        for step in &rule.steps {
-            for (place, ((name, aval), state)) in leaves.iter().zip(&mut states).enumerate() {
-                if matched[place] != Some(index) || follows(place).is_some() {
-                    continue;
-                }
-                let spec = state.spec();
-                let (logical, op) = (&strategy.logical, step.text.as_str());
-                let matched = matched_name(place);
-                let mut leaf = Placement {
-                    name,
-                    matched,
-                    aval,
-                    mesh,
-                    logical,
-                    op,
-                    state,
-                };
-                if let Err(reason) = step.op.apply(&mut leaf) {
-                    let (pattern, op) = (rule.pattern.clone(), step.text.clone());
-                    let (leaf, aval) = (name.clone(), aval.clone());
-                    let failed = OpFailed {
-                        rule: index,
-                        pattern,
-                        op,
-                        leaf,
-                        aval,
-                        spec,
-                        reason,
-                    };
-                    return Err(RulesError::Op(Box::new(failed)));
-                }
-            }
-        }
-    }
+
+    let states = apply_rules(leaves, strategy, mesh, &matched, &followed)?;
+
     let mut inferred = Vec::with_capacity(leaves.len());
-    for (place, leaf) in leaves.iter().enumerate() {
-        let state = states[follows(place).unwrap_or(place)].clone();
-        check(&leaf.0, &state, mesh)?;
-        let (levels, notes): (Vec<Level>, Vec<String>) = state.notes.into_iter().unzip();
-        let leaf = InferredLeaf::new(leaf.clone(), state.entries, matched[place], notes, mesh);
-        let pattern = leaf.rule.map(|rule| strategy.rules[rule].pattern.as_str());
-        for (place, note) in leaf.notes.iter().enumerate() {
-            let (name, array, spec) = (&leaf.name, &leaf.aval, &leaf.spec);
-            if levels.get(place) == Some(&Level::WARN) {
-                tracing::warn!(leaf = %name, %array, %spec, rule = pattern, "{note}");
-            } else {
-                tracing::info!(leaf = %name, %array, %spec, rule = pattern, "{note}");
-            }
-        }
+    for (place, (name, aval)) in leaves.iter().enumerate() {
+        let parameter = followed[place].as_ref().and_then(|followed| followed.place);
+        let state = states[parameter.unwrap_or(place)].clone();
+        check(name, &state, mesh)?;
+
+        let (levels, notes): (Vec<Level>, Vec<String>) = state
+            .notes
+            .into_iter()
+            .map(|note| (note.level, note.text))
+            .unzip();
+        let leaf = InferredLeaf::new(
+            name.clone(),
+            aval.clone(),
+            state.entries,
+            matched[place],
+            notes,
+            mesh,
+        );
+        report_notes(&leaf, &levels, strategy);
         inferred.push(leaf);
     }
-    Ok(Inferred::new(
+
+    Ok(InferredShardings::new(
         mesh,
         inferred,
         strategy.patterns().map(str::to_owned).collect(),
     ))
 }
 
-/// For each leaf that is state: the name of its parameter, and the parameter's place among the
-/// leaves if it is there with the same shape.
-fn params_of(
+/// Applies the ops of the rules to the leaves that they match, op by op, and returns the leaves'
+/// states. Leaves that follow a parameter among the leaves stay whole.
+fn apply_rules(
     leaves: &[(String, ShapedArray)],
     strategy: &Strategy,
-) -> Vec<Option<(String, Option<usize>)>> {
+    mesh: &Mesh,
+    matched: &[Option<usize>],
+    followed: &[Option<FollowedParameter>],
+) -> Result<Vec<LeafState>, RulesError> {
+    let mut states: Vec<LeafState> = leaves
+        .iter()
+        .map(|(_, aval)| LeafState::whole(aval.ndim()))
+        .collect();
+
+    for (index, rule) in strategy.rules.iter().enumerate() {
+        for step in &rule.steps {
+            for (place, ((name, aval), state)) in leaves.iter().zip(&mut states).enumerate() {
+                let followed = followed[place].as_ref();
+                let follows = followed.is_some_and(|followed| followed.place.is_some());
+                if matched[place] != Some(index) || follows {
+                    continue;
+                }
+
+                let spec = state.spec();
+                let mut leaf = LeafPlacement {
+                    name,
+                    matched: followed.map_or(name, |followed| &followed.parameter),
+                    aval,
+                    mesh,
+                    logical: &strategy.logical,
+                    op: step.text.as_str(),
+                    state,
+                };
+                if let Err(reason) = step.op.apply(&mut leaf) {
+                    return Err(RulesError::Op(Box::new(OpFailed {
+                        rule: index,
+                        pattern: rule.pattern.clone(),
+                        op: step.text.clone(),
+                        leaf: name.clone(),
+                        aval: aval.clone(),
+                        spec,
+                        reason,
+                    })));
+                }
+            }
+        }
+    }
+    Ok(states)
+}
+
+/// Emits a leaf's notes as events. `levels` are those of the ops' notes; further notes are of level
+/// INFO.
+fn report_notes(leaf: &InferredLeaf, levels: &[Level], strategy: &Strategy) {
+    let name = &leaf.name;
+    let array = &leaf.aval;
+    let spec = &leaf.spec;
+    let pattern = leaf.rule.map(|rule| strategy.rules[rule].pattern.as_str());
+
+    for (place, note) in leaf.notes.iter().enumerate() {
+        if levels.get(place) == Some(&Level::WARN) {
+            tracing::warn!(leaf = %name, %array, %spec, rule = pattern, "{note}");
+        } else {
+            tracing::info!(leaf = %name, %array, %spec, rule = pattern, "{note}");
+        }
+    }
+}
+
+/// The parameter that a leaf of optimizer state follows.
+struct FollowedParameter {
+    /// The parameter's name.
+    parameter: String,
+    /// Index of the parameter among the leaves, if it is there with the same shape.
+    place: Option<usize>,
+}
+
+/// Returns the parameter that each leaf follows, `None` for leaves that are no state.
+fn followed_parameters(
+    leaves: &[(String, ShapedArray)],
+    strategy: &Strategy,
+) -> Vec<Option<FollowedParameter>> {
     let params: Vec<_> = leaves
         .iter()
         .map(|(name, _)| strategy.parameter_of(name))
         .collect();
+
     let places: HashMap<&str, usize> = (leaves.iter().zip(&params).enumerate())
         .filter(|(_, (_, param))| param.is_none())
         .map(|(place, ((name, _), _))| (name.as_str(), place))
         .collect();
-    let place = |(leaf, param): (&(String, ShapedArray), &Option<String>)| {
-        let param = param.clone()?;
-        let place = places.get(param.as_str()).copied();
-        let place = place.filter(|place| leaves[*place].1.shape() == leaf.1.shape());
-        Some((param, place))
-    };
-    leaves.iter().zip(&params).map(place).collect()
+
+    leaves
+        .iter()
+        .zip(&params)
+        .map(|((_, aval), param)| {
+            let parameter = param.clone()?;
+            let place = places.get(parameter.as_str()).copied();
+            let place = place.filter(|place| leaves[*place].1.shape() == aval.shape());
+            Some(FollowedParameter { parameter, place })
+        })
+        .collect()
 }
 
 /// Infers the shardings over `mesh` that `strategy` gives to the leaves of a tree, and returns them
@@ -228,39 +278,35 @@ pub fn infer_sharding<T: Tree<Leaf = ShapedArray>>(
 }
 
 /// Checks that the finished spec of the leaf named `leaf` uses only axes of the mesh, each once.
-fn check(leaf: &str, state: &State, mesh: &Mesh) -> Result<(), RulesError> {
+fn check(leaf: &str, state: &LeafState, mesh: &Mesh) -> Result<(), RulesError> {
     let spec = || Box::new(state.spec());
-    for (i, (axis, second)) in state.divided.iter().enumerate() {
-        if let Some((_, first)) = state.divided[..i]
+    for (i, second) in state.divided.iter().enumerate() {
+        if let Some(first) = state.divided[..i]
             .iter()
-            .find(|(earlier, _)| earlier == axis)
+            .find(|earlier| earlier.axis == second.axis)
         {
-            let (leaf, axis) = (leaf.to_owned(), axis.clone());
-            let (first, second) = (first.as_str().into(), second.as_str().into());
             return Err(RulesError::AxisUsedTwice {
-                leaf,
+                leaf: leaf.to_owned(),
                 spec: spec(),
-                axis,
-                first,
-                second,
+                axis: second.axis.clone(),
+                first: first.op.as_str().into(),
+                second: second.op.as_str().into(),
             });
         }
     }
+
     match state
         .divided
         .iter()
-        .find(|(axis, _)| mesh.axis_index(axis).is_none())
+        .find(|divided| mesh.axis_index(&divided.axis).is_none())
     {
         None => Ok(()),
-        Some((axis, op)) => {
-            let (leaf, axis, op) = (leaf.to_owned(), axis.clone(), op.clone());
-            Err(RulesError::UnknownAxis {
-                leaf,
-                spec: spec(),
-                axis,
-                op,
-                mesh: mesh.clone(),
-            })
-        }
+        Some(unknown) => Err(RulesError::UnknownAxis {
+            leaf: leaf.to_owned(),
+            spec: spec(),
+            axis: unknown.axis.clone(),
+            op: unknown.op.clone(),
+            mesh: mesh.clone(),
+        }),
     }
 }

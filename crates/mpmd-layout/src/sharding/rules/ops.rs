@@ -2,7 +2,7 @@
 
 use tracing::Level;
 
-use super::call::Call;
+use super::call::OpCall;
 use super::error::{ArgumentError, OpError};
 use super::literal::Literal;
 use super::logical::LogicalAxes;
@@ -11,15 +11,15 @@ use crate::sharding::{Spec, SpecEntry};
 use crate::topology::Mesh;
 
 /// One step of a tactic: divides a leaf's dimensions over axes of the mesh.
-pub(super) trait Op: Send + Sync {
+pub(super) trait ShardingOp: Send + Sync {
     /// Applies the op to one leaf. Fails if the leaf cannot be sharded in this way; the whole
     /// inference fails then.
-    fn apply(&self, leaf: &mut Placement<'_>) -> Result<(), OpError>;
+    fn apply(&self, leaf: &mut LeafPlacement<'_>) -> Result<(), OpError>;
 }
 
 /// The state of a leaf while the ops of a tactic are applied to it.
 #[derive(Debug)]
-pub struct Placement<'a> {
+pub struct LeafPlacement<'a> {
     pub(super) name: &'a str,
     /// The name by which patterns match: that of a parameter if the leaf is state.
     pub(super) matched: &'a str,
@@ -28,23 +28,38 @@ pub struct Placement<'a> {
     pub(super) logical: &'a LogicalAxes,
     /// The current op, as written.
     pub(super) op: &'a str,
-    pub(super) state: &'a mut State,
+    pub(super) state: &'a mut LeafState,
 }
 
 /// The decisions of the ops about a leaf so far.
 #[derive(Clone, Debug, Default)]
-pub(super) struct State {
+pub(super) struct LeafState {
     /// One entry for each dimension.
     pub(super) entries: Vec<SpecEntry>,
-    /// (axis, op as written) for each axis that divides a dimension, in the order of the decisions.
-    pub(super) divided: Vec<(String, String)>,
-    /// (axis, op as written) for each axis that must not divide any dimension.
-    pub(super) kept_whole: Vec<(String, String)>,
-    /// (level of the event, text) of each note.
-    pub(super) notes: Vec<(Level, String)>,
+    /// The axes that divide a dimension, in the order of the decisions.
+    pub(super) divided: Vec<AxisUse>,
+    /// The axes that must not divide any dimension.
+    pub(super) kept_whole: Vec<AxisUse>,
+    pub(super) notes: Vec<LeafNote>,
 }
 
-impl Placement<'_> {
+/// An axis, and the op that decided on it.
+#[derive(Clone, Debug)]
+pub(super) struct AxisUse {
+    pub(super) axis: String,
+    /// The op as written.
+    pub(super) op: String,
+}
+
+/// A remark of an op on a leaf.
+#[derive(Clone, Debug)]
+pub(super) struct LeafNote {
+    /// Level of the event that reports it.
+    pub(super) level: Level,
+    pub(super) text: String,
+}
+
+impl LeafPlacement<'_> {
     /// Returns the leaf's name.
     pub fn name(&self) -> &str {
         self.name
@@ -82,27 +97,31 @@ impl Placement<'_> {
                 ndim,
             });
         };
+
         if *entry != SpecEntry::None {
             return Err(OpError::AlreadySharded {
                 dim,
                 by: entry.clone(),
             });
         }
-        if let Some((axis, by)) = self
+
+        if let Some(kept) = self
             .state
             .kept_whole
             .iter()
-            .find(|(axis, _)| axes.contains(axis))
+            .find(|kept| axes.contains(&kept.axis))
         {
             return Err(OpError::KeptWhole {
-                axis: axis.clone(),
-                by: by.clone(),
+                axis: kept.axis.clone(),
+                by: kept.op.clone(),
             });
         }
+
         *entry = SpecEntry::from(axes.to_vec());
-        self.state
-            .divided
-            .extend(axes.iter().map(|axis| (axis.clone(), self.op.to_owned())));
+        self.state.divided.extend(axes.iter().map(|axis| AxisUse {
+            axis: axis.clone(),
+            op: self.op.to_owned(),
+        }));
         Ok(())
     }
 
@@ -113,20 +132,24 @@ impl Placement<'_> {
     /// If the mesh lacks one of the axes or an earlier op divides over it.
     pub fn keep_whole(&mut self, axes: &[String]) -> Result<(), OpError> {
         self.parts(axes)?;
-        if let Some((axis, by)) = self
+        if let Some(divided) = self
             .state
             .divided
             .iter()
-            .find(|(axis, _)| axes.contains(axis))
+            .find(|divided| axes.contains(&divided.axis))
         {
             return Err(OpError::DividedBefore {
-                axis: axis.clone(),
-                by: by.clone(),
+                axis: divided.axis.clone(),
+                by: divided.op.clone(),
             });
         }
+
         self.state
             .kept_whole
-            .extend(axes.iter().map(|axis| (axis.clone(), self.op.to_owned())));
+            .extend(axes.iter().map(|axis| AxisUse {
+                axis: axis.clone(),
+                op: self.op.to_owned(),
+            }));
         Ok(())
     }
 
@@ -150,11 +173,14 @@ impl Placement<'_> {
 
     /// Adds a note on the leaf. The table of the result shows it.
     pub fn note(&mut self, note: impl Into<String>) {
-        self.state.notes.push((Level::INFO, note.into()));
+        self.state.notes.push(LeafNote {
+            level: Level::INFO,
+            text: note.into(),
+        });
     }
 }
 
-impl State {
+impl LeafState {
     pub(super) fn whole(ndim: usize) -> Self {
         Self {
             entries: vec![SpecEntry::None; ndim],
@@ -193,7 +219,7 @@ pub(super) struct ShardDim {
 pub(super) struct LogicalPartitioning;
 
 impl Replicate {
-    pub(super) fn new(call: &Call) -> Result<Self, ArgumentError> {
+    pub(super) fn new(call: &OpCall) -> Result<Self, ArgumentError> {
         let [axes] = call.bind(["axes"])?;
         axes.map_or(Ok(Self::Whole), |axes| {
             Ok(Self::Along(axes_argument(Some(axes), "axes")?))
@@ -201,8 +227,8 @@ impl Replicate {
     }
 }
 
-impl Op for Replicate {
-    fn apply(&self, leaf: &mut Placement<'_>) -> Result<(), OpError> {
+impl ShardingOp for Replicate {
+    fn apply(&self, leaf: &mut LeafPlacement<'_>) -> Result<(), OpError> {
         match self {
             Self::Whole if leaf.entries().iter().any(|entry| *entry != SpecEntry::None) => {
                 Err(OpError::NotWhole)
@@ -214,7 +240,7 @@ impl Op for Replicate {
 }
 
 impl Fsdp {
-    pub(super) fn new(call: &Call) -> Result<Self, ArgumentError> {
+    pub(super) fn new(call: &OpCall) -> Result<Self, ArgumentError> {
         let [axes, min_size] = call.bind(["axis", "min_size_to_shard_mb"])?;
         let mebibytes = match min_size {
             None => 4.0,
@@ -229,12 +255,13 @@ impl Fsdp {
     }
 }
 
-impl Op for Fsdp {
-    fn apply(&self, leaf: &mut Placement<'_>) -> Result<(), OpError> {
+impl ShardingOp for Fsdp {
+    fn apply(&self, leaf: &mut LeafPlacement<'_>) -> Result<(), OpError> {
         let parts = leaf.parts(&self.axes)?;
         if leaf.aval().bytes() as f64 <= self.small {
             return Ok(());
         }
+
         let shape = leaf.aval().shape();
         let fits = |dim: &usize| {
             shape[*dim].is_multiple_of(parts) && leaf.entries()[*dim] == SpecEntry::None
@@ -253,8 +280,9 @@ impl Op for Fsdp {
 }
 
 impl ShardDim {
-    pub(super) fn new(call: &Call) -> Result<Self, ArgumentError> {
+    pub(super) fn new(call: &OpCall) -> Result<Self, ArgumentError> {
         let [axes, dim, ignore] = call.bind(["axis", "dim", "ignore_ndim_error"])?;
+
         let axes = axes_argument(axes, "axis")?;
         let dim = dim.and_then(Literal::int);
         let dim = dim.ok_or_else(|| ArgumentError("needs a whole number as `dim`".into()))?;
@@ -272,12 +300,13 @@ impl ShardDim {
     }
 }
 
-impl Op for ShardDim {
-    fn apply(&self, leaf: &mut Placement<'_>) -> Result<(), OpError> {
+impl ShardingOp for ShardDim {
+    fn apply(&self, leaf: &mut LeafPlacement<'_>) -> Result<(), OpError> {
         let ndim = leaf.entries().len();
         let index = usize::try_from(self.dim.unsigned_abs())
             .ok()
             .filter(|index| *index < ndim);
+
         let Some(index) = index else {
             if !self.ignore_ndim_error {
                 return Err(OpError::DimOutOfRange {
@@ -290,21 +319,25 @@ impl Op for ShardDim {
                  `dim` must be below that",
                 leaf.op
             );
-            leaf.state.notes.push((Level::WARN, note));
+            leaf.state.notes.push(LeafNote {
+                level: Level::WARN,
+                text: note,
+            });
             return Ok(());
         };
+
         leaf.shard(if self.dim < 0 { ndim - index } else { index }, &self.axes)
     }
 }
 
 impl LogicalPartitioning {
-    pub(super) fn new(call: &Call) -> Result<Self, ArgumentError> {
+    pub(super) fn new(call: &OpCall) -> Result<Self, ArgumentError> {
         call.bind([]).map(|[]| Self)
     }
 }
 
-impl Op for LogicalPartitioning {
-    fn apply(&self, leaf: &mut Placement<'_>) -> Result<(), OpError> {
+impl ShardingOp for LogicalPartitioning {
+    fn apply(&self, leaf: &mut LeafPlacement<'_>) -> Result<(), OpError> {
         let logical = leaf.logical;
         let Some(names) = logical.names_of(leaf.matched)? else {
             return Ok(());
@@ -346,7 +379,7 @@ mod tests {
 
     #[test]
     fn arguments_of_the_wrong_kind_are_refused() {
-        let call = |text: &str| Call::parse_tactic(text).unwrap().remove(0);
+        let call = |text: &str| OpCall::parse_tactic(text).unwrap().remove(0);
         let message = |result: Result<(), ArgumentError>| result.unwrap_err().to_string();
         let fsdp = |text| message(Fsdp::new(&call(text)).map(drop));
         assert_eq!(

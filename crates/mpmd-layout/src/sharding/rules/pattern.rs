@@ -2,19 +2,31 @@
 
 use fancy_regex::Regex;
 
-/// Returns a regular expression that matches only whole names. The error is (position in bytes if
-/// it is known, message).
-pub(super) fn whole_name(pattern: &str) -> Result<Regex, (Option<usize>, String)> {
+/// The reason why a pattern is refused.
+pub(super) struct PatternFault {
+    /// Position in bytes, if it is known.
+    pub(super) position: Option<usize>,
+    pub(super) message: String,
+}
+
+/// Returns a regular expression that matches only whole names.
+pub(super) fn whole_name(pattern: &str) -> Result<Regex, PatternFault> {
     let bad = |error: fancy_regex::Error, known: bool| {
         let position = match &error {
             fancy_regex::Error::ParseError(position, _) if known => Some(*position),
             _ => None,
         };
-        (position, error.to_string())
+        PatternFault {
+            position,
+            message: error.to_string(),
+        }
     };
+
     if let Some(position) = repeats_too_often(pattern) {
-        let message = format!("repeats more than {MOST_REPEATED} times, or too often in all");
-        return Err((Some(position), message));
+        return Err(PatternFault {
+            position: Some(position),
+            message: format!("repeats more than {MOST_REPEATED} times, or too often in all"),
+        });
     }
     // First compiled alone: `a)(b` would be valid inside the brackets, and positions would be
     // wrong.
@@ -43,6 +55,7 @@ pub(super) fn repeats_too_often(pattern: &str) -> Option<usize> {
                 if inside.is_empty() || !inside.chars().all(is_count) {
                     continue;
                 }
+
                 // A number that does not parse has more than 64 bits.
                 let counts = inside
                     .split(',')
@@ -52,6 +65,7 @@ pub(super) fn repeats_too_often(pattern: &str) -> Option<usize> {
                     .map(|count| count.parse().unwrap_or(u64::MAX))
                     .max()
                     .unwrap_or(0);
+
                 in_all = in_all.saturating_mul(most.max(1));
                 if most > MOST_REPEATED || in_all > MOST_IN_ALL {
                     return Some(at);

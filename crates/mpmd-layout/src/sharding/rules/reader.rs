@@ -3,13 +3,13 @@
 use super::error::{ErrorKind, ParseError};
 
 /// A position in a tactic, with functions that read on from it.
-pub(super) struct Reader<'a> {
+pub(super) struct TacticReader<'a> {
     pub(super) text: &'a str,
     /// The position in bytes from 0, always between two characters.
     pub(super) at: usize,
 }
 
-impl<'a> Reader<'a> {
+impl<'a> TacticReader<'a> {
     /// Skips blanks. Then consumes a comma and returns true, or returns false before `close` and
     /// does not consume it. Fails before any other text.
     pub(super) fn comma_or(&mut self, close: char) -> Result<bool, ParseError> {
@@ -80,6 +80,7 @@ impl<'a> Reader<'a> {
         let word = rest
             .find(|c: char| c != '_' && !c.is_alphanumeric())
             .unwrap_or(rest.len());
+
         let found = match rest.chars().next() {
             None => "the end".to_owned(),
             Some(c) => {
@@ -93,6 +94,7 @@ impl<'a> Reader<'a> {
                 )
             }
         };
+
         let column = self.text[..self.at].chars().count() + 1;
         ParseError {
             text: self.text.to_owned(),

@@ -7,21 +7,21 @@ use std::sync::Arc;
 
 use fancy_regex::Regex;
 
-use super::call::{Call, is_name};
+use super::call::{OpCall, is_name};
 use super::error::{ArgumentError, OpError, RulesError};
 use super::logical::LogicalAxes;
-use super::ops::{Fsdp, LogicalPartitioning, Op, Placement, Replicate, ShardDim};
+use super::ops::{Fsdp, LeafPlacement, LogicalPartitioning, Replicate, ShardDim, ShardingOp};
 use super::pattern::whole_name;
 
-type Factory = dyn Fn(&Call) -> Result<Arc<dyn Op>, ArgumentError> + Send + Sync;
+type Factory = dyn Fn(&OpCall) -> Result<Arc<dyn ShardingOp>, ArgumentError> + Send + Sync;
 
 /// The ops that tactics can call, by name. [`Registry::default`] has the built-in ones.
 ///
 /// ```
-/// use mpmd_layout::sharding::rules::{ArgumentError, Call, Literal, Registry};
+/// use mpmd_layout::sharding::rules::{ArgumentError, OpCall, Literal, Registry};
 ///
 /// let mut registry = Registry::default();
-/// let axes = |call: &Call| {
+/// let axes = |call: &OpCall| {
 ///     let [axis] = call.bind(["axis"])?;
 ///     axis.and_then(Literal::axes).ok_or_else(|| ArgumentError("needs an axis".into()))
 /// };
@@ -45,19 +45,28 @@ pub struct Registry {
 /// not end in a comment.)
 ///
 /// A *tactic* is ops joined by `|`. They are applied from left to right to the leaf's spec, which
-/// at first divides no dimension. [`Call::parse_tactic`] describes the notation, [the
+/// at first divides no dimension. [`OpCall::parse_tactic`] describes the notation, [the
 /// module](super) the ops.
 #[derive(Clone, Debug)]
 pub struct Strategy {
-    pub(super) rules: Vec<Rule>,
+    pub(super) rules: Vec<StrategyRule>,
     pub(super) logical: LogicalAxes,
-    /// (prefix of state leaves, prefix of the parameters) by [`Strategy::with_state`].
-    state: Vec<(String, String)>,
+    /// By [`Strategy::with_state`].
+    state: Vec<StatePrefix>,
+}
+
+/// The names of optimizer state that follows parameters.
+#[derive(Clone, Debug)]
+struct StatePrefix {
+    /// Path of the tree of state.
+    state: String,
+    /// Path of the tree of parameters; empty if they are the root.
+    params: String,
 }
 
 /// The pattern of a rule and the ops of its tactic.
 #[derive(Clone)]
-pub(super) struct Rule {
+pub(super) struct StrategyRule {
     pub(super) pattern: String,
     /// The pattern as a regular expression that matches the whole text only.
     regex: Regex,
@@ -69,7 +78,7 @@ pub(super) struct Rule {
 pub(super) struct TacticOp {
     /// The op as written.
     pub(super) text: String,
-    pub(super) op: Arc<dyn Op>,
+    pub(super) op: Arc<dyn ShardingOp>,
 }
 
 impl Registry {
@@ -87,8 +96,8 @@ impl Registry {
     pub fn register<A: Send + Sync + 'static>(
         &mut self,
         name: &str,
-        read: impl Fn(&Call) -> Result<A, ArgumentError> + Send + Sync + 'static,
-        apply: impl Fn(&A, &mut Placement<'_>) -> Result<(), OpError> + Send + Sync + 'static,
+        read: impl Fn(&OpCall) -> Result<A, ArgumentError> + Send + Sync + 'static,
+        apply: impl Fn(&A, &mut LeafPlacement<'_>) -> Result<(), OpError> + Send + Sync + 'static,
     ) -> Result<(), RulesError> {
         let name = checked(name)?;
         match self.factories.entry(name) {
@@ -111,8 +120,8 @@ impl Registry {
     pub fn replace<A: Send + Sync + 'static>(
         &mut self,
         name: &str,
-        read: impl Fn(&Call) -> Result<A, ArgumentError> + Send + Sync + 'static,
-        apply: impl Fn(&A, &mut Placement<'_>) -> Result<(), OpError> + Send + Sync + 'static,
+        read: impl Fn(&OpCall) -> Result<A, ArgumentError> + Send + Sync + 'static,
+        apply: impl Fn(&A, &mut LeafPlacement<'_>) -> Result<(), OpError> + Send + Sync + 'static,
     ) -> Result<(), RulesError> {
         self.factories
             .insert(checked(name)?, factory(read_and_applied(read, apply)));
@@ -167,26 +176,28 @@ impl Strategy {
         if rules.is_empty() {
             return Err(RulesError::EmptyStrategy);
         }
+
         let patterns = rules
             .iter()
             .enumerate()
             .map(|(rule, (pattern, _))| compile(rule, pattern.as_ref()));
         let patterns = patterns.collect::<Result<Vec<Regex>, RulesError>>()?;
-        let rule = |(rule, ((pattern, tactic), regex)): (usize, (&(P, T), Regex))| {
-            let pattern = pattern.as_ref().to_owned();
-            let steps = steps(rule, &pattern, tactic.as_ref(), registry)?;
-            Ok(Rule {
-                pattern,
-                regex,
-                steps,
-            })
-        };
+
         let rules = rules
             .iter()
             .zip(patterns)
             .enumerate()
-            .map(rule)
+            .map(|(rule, ((pattern, tactic), regex))| {
+                let pattern = pattern.as_ref().to_owned();
+                let steps = steps(rule, &pattern, tactic.as_ref(), registry)?;
+                Ok(StrategyRule {
+                    pattern,
+                    regex,
+                    steps,
+                })
+            })
             .collect::<Result<_, RulesError>>()?;
+
         Ok(Self {
             rules,
             logical: LogicalAxes::default(),
@@ -226,14 +237,17 @@ impl Strategy {
     /// ```
     #[must_use]
     pub fn with_state(mut self, state: impl Into<String>, params: impl Into<String>) -> Self {
-        self.state.push((state.into(), params.into()));
+        self.state.push(StatePrefix {
+            state: state.into(),
+            params: params.into(),
+        });
         self
     }
 
     /// Returns the name of the parameter that the leaf follows, by the first fitting
     /// [`Strategy::with_state`]. `None` for a leaf that is no state.
     pub(super) fn parameter_of(&self, leaf: &str) -> Option<String> {
-        self.state.iter().find_map(|(state, params)| {
+        self.state.iter().find_map(|StatePrefix { state, params }| {
             let path = leaf.strip_prefix(state.as_str())?.strip_prefix('/')?;
             Some(if params.is_empty() {
                 path.to_owned()
@@ -260,13 +274,11 @@ impl Strategy {
                 Ok(true) => return Ok(Some(index)),
                 Ok(false) => {}
                 Err(error) => {
-                    let (pattern, leaf, message) =
-                        (rule.pattern.clone(), leaf.to_owned(), error.to_string());
                     return Err(RulesError::PatternGaveUp {
                         rule: index,
-                        pattern,
-                        leaf,
-                        message,
+                        pattern: rule.pattern.clone(),
+                        leaf: leaf.to_owned(),
+                        message: error.to_string(),
                     });
                 }
             }
@@ -275,7 +287,7 @@ impl Strategy {
     }
 }
 
-impl fmt::Debug for Rule {
+impl fmt::Debug for StrategyRule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let steps: Vec<&str> = self.steps.iter().map(|step| step.text.as_str()).collect();
         f.debug_struct("Rule")
@@ -291,20 +303,20 @@ struct UserOp<A, F> {
     apply: Arc<F>,
 }
 
-impl<A, F> Op for UserOp<A, F>
+impl<A, F> ShardingOp for UserOp<A, F>
 where
     A: Send + Sync,
-    F: Fn(&A, &mut Placement<'_>) -> Result<(), OpError> + Send + Sync,
+    F: Fn(&A, &mut LeafPlacement<'_>) -> Result<(), OpError> + Send + Sync,
 {
-    fn apply(&self, leaf: &mut Placement<'_>) -> Result<(), OpError> {
+    fn apply(&self, leaf: &mut LeafPlacement<'_>) -> Result<(), OpError> {
         (self.apply)(&self.arguments, leaf)
     }
 }
 
 fn read_and_applied<A, F>(
-    read: impl Fn(&Call) -> Result<A, ArgumentError>,
+    read: impl Fn(&OpCall) -> Result<A, ArgumentError>,
     apply: F,
-) -> impl Fn(&Call) -> Result<UserOp<A, F>, ArgumentError> {
+) -> impl Fn(&OpCall) -> Result<UserOp<A, F>, ArgumentError> {
     let apply = Arc::new(apply);
     move |call| {
         Ok(UserOp {
@@ -314,10 +326,10 @@ fn read_and_applied<A, F>(
     }
 }
 
-fn factory<O: Op + 'static>(
-    make: impl Fn(&Call) -> Result<O, ArgumentError> + Send + Sync + 'static,
+fn factory<O: ShardingOp + 'static>(
+    make: impl Fn(&OpCall) -> Result<O, ArgumentError> + Send + Sync + 'static,
 ) -> Arc<Factory> {
-    Arc::new(move |call| make(call).map(|op| Arc::new(op) as Arc<dyn Op>))
+    Arc::new(move |call| make(call).map(|op| Arc::new(op) as Arc<dyn ShardingOp>))
 }
 
 fn checked(name: &str) -> Result<String, RulesError> {
@@ -336,14 +348,11 @@ fn compile(rule: usize, pattern: &str) -> Result<Regex, RulesError> {
             pattern: pattern.to_owned(),
         });
     }
-    whole_name(pattern).map_err(|(position, message)| {
-        let pattern = pattern.to_owned();
-        RulesError::BadPattern {
-            rule,
-            pattern,
-            position,
-            message,
-        }
+    whole_name(pattern).map_err(|fault| RulesError::BadPattern {
+        rule,
+        pattern: pattern.to_owned(),
+        position: fault.position,
+        message: fault.message,
     })
 }
 
@@ -354,36 +363,36 @@ fn steps(
     registry: &Registry,
 ) -> Result<Vec<TacticOp>, RulesError> {
     let pattern = || pattern.to_owned();
-    let calls = Call::parse_tactic(tactic).map_err(|error| RulesError::Tactic {
+    let calls = OpCall::parse_tactic(tactic).map_err(|error| RulesError::Tactic {
         rule,
         pattern: pattern(),
         source: Box::new(error),
     })?;
-    let step = |call: &Call| {
-        let Some(make) = registry.factories.get(call.name()) else {
-            let (op, known) = (
-                call.name().to_owned(),
-                registry.names().map(str::to_owned).collect(),
-            );
-            return Err(RulesError::UnknownOp {
-                rule,
-                pattern: pattern(),
-                op,
-                known,
-            });
-        };
-        let text = call.text().to_owned();
-        match make(call) {
-            Ok(op) => Ok(TacticOp { text, op }),
-            Err(ArgumentError(message)) => Err(RulesError::Arguments {
-                rule,
-                pattern: pattern(),
-                op: text,
-                message,
-            }),
-        }
-    };
-    calls.iter().map(step).collect()
+
+    calls
+        .iter()
+        .map(|call| {
+            let Some(make) = registry.factories.get(call.name()) else {
+                return Err(RulesError::UnknownOp {
+                    rule,
+                    pattern: pattern(),
+                    op: call.name().to_owned(),
+                    known: registry.names().map(str::to_owned).collect(),
+                });
+            };
+
+            let text = call.text().to_owned();
+            match make(call) {
+                Ok(op) => Ok(TacticOp { text, op }),
+                Err(ArgumentError(message)) => Err(RulesError::Arguments {
+                    rule,
+                    pattern: pattern(),
+                    op: text,
+                    message,
+                }),
+            }
+        })
+        .collect()
 }
 
 #[cfg(test)]

@@ -444,10 +444,10 @@ fn fuzz_tactics() {
     let samples = samples.map(|text| text.as_bytes().to_vec());
     mpmd_fuzz::bytes("tactics", &samples, |bytes| {
         let text = String::from_utf8_lossy(bytes);
-        match Call::parse_tactic(&text) {
+        match OpCall::parse_tactic(&text) {
             Ok(calls) => {
                 for call in calls {
-                    assert_eq!(Call::parse_tactic(call.text()).unwrap(), [call]);
+                    assert_eq!(OpCall::parse_tactic(call.text()).unwrap(), [call]);
                 }
             }
             Err(error) => assert!(error.column <= text.chars().count() + 1),

@@ -12,12 +12,12 @@ fn annotated() -> Vec<ProcessTrace> {
         trace
             .texts
             .extend([name.to_owned(), "main.rs:5:9".to_owned()]);
-        let what = What::Annotated {
+        let what = TraceEventKind::Annotated {
             since: since * MILLI,
             text,
             line: text + 1,
         };
-        trace.events.push(Event {
+        trace.events.push(TraceEvent {
             at: at * MILLI,
             what,
         });
@@ -27,10 +27,10 @@ fn annotated() -> Vec<ProcessTrace> {
 
 #[test]
 fn annotations_nest_and_are_no_waits() {
-    let run = Run::merge(&annotated(), Vec::new());
+    let run = TracedRun::merge(&annotated(), Vec::new());
     let names: Vec<&str> = run.annotations.iter().map(|range| &*range.name).collect();
     assert_eq!(names, ["epoch", "load", "load"]);
-    let without = Run::merge(&two_stages(), Vec::new());
+    let without = TracedRun::merge(&two_stages(), Vec::new());
     assert_eq!(run.waits, without.waits);
     assert_eq!(
         run.timeline(),
@@ -41,7 +41,7 @@ fn annotations_nest_and_are_no_waits() {
 
 #[test]
 fn summary_says_how_often_and_how_long_each_took() {
-    let summary = Run::merge(&annotated(), Vec::new()).summary();
+    let summary = TracedRun::merge(&annotated(), Vec::new()).summary();
     for text in [
         "  103.00 ms  process 0: epoch, once (103.00 ms median, 103.00 ms at most)\n",
         "    9.00 ms  process 0: load, 2 times (4.00 ms median, 5.00 ms at most)\n",

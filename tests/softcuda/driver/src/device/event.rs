@@ -124,11 +124,14 @@ fn create(flags: u32) -> Result<Arc<Event>> {
     if flags & INTERPROCESS != 0 && flags & DISABLE_TIMING == 0 {
         return Err(Code::INVALID_VALUE);
     }
+
     meet(CallKind::Event)?;
     let shared = (flags & INTERPROCESS != 0)
         .then(SharedEvent::new)
         .transpose()?;
-    let (events, ipc_events) = (settings().events, settings().ipc_events);
+    let events = settings().events;
+    let ipc_events = settings().ipc_events;
+
     let is_shareable = |event: &Event| event.is_own && event.shared.is_some();
     if (events < u64::MAX && EVENTS.count_of(|_| true) >= events)
         || (shared.is_some()
@@ -159,6 +162,7 @@ fn record(event: Handle, on: Handle) -> Result {
     if event.context != stream.context.handle {
         return Err(Code::INVALID_HANDLE);
     }
+
     let mut newest = event.record.lock();
     let clock = races::now(&stream);
     let record = Arc::new(Record {
@@ -168,11 +172,13 @@ fn record(event: Handle, on: Handle) -> Result {
         fired: Condvar::new(),
         clock,
     });
+
     let shared = event
         .shared
         .as_ref()
         .map(|shared| (shared.clone(), shared.record()));
     let among_processes = shared.is_some();
+
     let work = record.clone();
     let number = stream.issue(
         Work::always("an event", move || {
@@ -185,10 +191,12 @@ fn record(event: Handle, on: Handle) -> Result {
         &[],
     );
     *record.number.lock() = number;
+
     if among_processes {
         // A waiter in another process cannot start lazy work of this stream, so it is started now.
         stream.asked_for(number);
     }
+
     *newest = Some(record);
     Ok(())
 }
@@ -205,6 +213,7 @@ fn elapsed(milliseconds: &Out<f32>, start: Handle, end: Handle) -> Result {
         let done = *record.done.lock();
         times.push(done.ok_or(Code::NOT_READY)?);
     }
+
     let forward = times[1].saturating_duration_since(times[0]).as_secs_f32();
     let backward = times[0].saturating_duration_since(times[1]).as_secs_f32();
     milliseconds.set((forward - backward) * 1e3)

@@ -113,6 +113,7 @@ impl Ticket {
         if self.mark != kind.mark() {
             return Err(Code::INVALID_VALUE);
         }
+
         let gone = |why: &str| {
             eprintln!(
                 "softcuda: cannot open the export of process {}: {why}",
@@ -123,12 +124,14 @@ impl Ticket {
         if started(self.process) != Some(self.started) {
             return Err(gone("the process has ended"));
         }
+
         let path = format!("/proc/{}/fd/{}", self.process, self.file);
         let file = File::options().read(true).write(true).open(path);
         let file = OwnedFd::from(file.map_err(|error| gone(&error.to_string()))?);
         if inode(file.as_raw_fd())? != self.inode {
             return Err(gone("it was freed"));
         }
+
         Ok(file)
     }
 }
@@ -160,18 +163,21 @@ api! {
         current()?.check()?;
         handle.required()?;
         let found = space().begins(address).ok_or(Code::INVALID_VALUE)?;
+
         // Neither stream-ordered memory nor memory imported from another process can be exported.
         let file = found
             .file
             .as_ref()
             .filter(|_| found.origin == Origin::Alloc)
             .ok_or(Code::INVALID_VALUE)?;
+
         let mut ticket = Ticket::new(Kind::Memory, file, found.device)?;
         ticket.bytes = found.bytes;
         // Small allocations are parts of a block: see `SOFTCUDA_BLOCK`.
         ticket.block = if found.mapped < settings().block { settings().block } else { 0 };
         ticket.inside = (found.offset + found.inside()) as u32;
         ticket.number = found.number;
+
         found.exported.store(true, Ordering::Relaxed);
         handle.set(ticket)
     }
@@ -185,10 +191,12 @@ api! {
         let context = current()?;
         context.check()?;
         address.required()?;
+
         if flags != LAZY_PEER_ACCESS {
             return Err(Code::INVALID_VALUE);
         }
         let file = ticket.open(Kind::Memory)?;
+
         let mut open = OPEN.lock();
         if let Some(opened) = open.get_mut(&(ticket.inode, context.device)) {
             if opened.number != ticket.number {
@@ -197,12 +205,14 @@ api! {
             opened.times += 1;
             return address.set(opened.address);
         }
+
         let inside = u64::from(ticket.inside);
         let (first, bytes) =
             if ticket.block > 0 { (0, ticket.block) } else { (inside, ticket.bytes) };
         let allocation = space().import(context.device, file, first, bytes);
         let allocation = allocation.map_err(|_| Code::MAP_FAILED)?;
         let at = allocation.address + (inside - first);
+
         let opened = Opened { allocation, number: ticket.number, address: at, times: 1 };
         open.insert((ticket.inode, context.device), opened);
         address.set(at)
@@ -214,12 +224,14 @@ api! {
     /// closed as often as it was opened.
     fn cuIpcCloseMemHandle(address: u64) {
         current()?.check()?;
+
         let mut open = OPEN.lock();
         let key = open
             .iter()
             .find(|(_, opened)| opened.address == address)
             .map(|(key, _)| *key);
         let key = key.ok_or(Code::INVALID_VALUE)?;
+
         if let Some(opened) = open.get_mut(&key) {
             opened.times -= 1;
             if opened.times == 0 {

@@ -7,7 +7,7 @@
 //! faults too, and becomes an error of the driver.
 
 use std::collections::BTreeMap;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
 
@@ -81,6 +81,7 @@ impl Usage {
         {
             return Err(Code::OUT_OF_MEMORY);
         }
+
         self.live += mapped;
         if origin == Origin::Pool {
             self.kept -= from_kept;
@@ -135,6 +136,33 @@ pub(crate) struct Allocation {
     pub(crate) mapped: u64,
 }
 
+/// A part of a file that holds device memory.
+struct FilePart {
+    file: Arc<OwnedFd>,
+    offset: u64,
+}
+
+/// A part of a device's block, and the address where it starts.
+struct BlockPart {
+    start: u64,
+    part: FilePart,
+}
+
+/// An allocation whose pages are mapped.
+struct NewAllocation {
+    /// Address of the first page.
+    start: u64,
+    /// Offset of the memory in its pages.
+    inside: u64,
+    /// Bytes of the pages.
+    mapped: u64,
+    bytes: u64,
+    device: u32,
+    origin: Origin,
+    /// The part of the file that the allocation can be exported by.
+    part: Option<FilePart>,
+}
+
 /// A start address in an allocation, which stays mapped while this is held.
 #[derive(Debug)]
 pub(crate) struct Span {
@@ -175,6 +203,7 @@ impl Space {
                 )
             }
         };
+
         let mut base = reserve(WISHED_BASE, libc::MAP_FIXED_NOREPLACE);
         if base == libc::MAP_FAILED {
             base = reserve(0, 0);
@@ -183,6 +212,7 @@ impl Space {
             base != libc::MAP_FAILED,
             "no {LENGTH} bytes of addresses for device memory"
         );
+
         // Each process uses other addresses, so that a pointer of one is unlikely to be valid in
         // another.
         let shift = (u64::from(std::process::id()) * 0x9E37_79B9 % 512) << 30;
@@ -227,40 +257,59 @@ impl Space {
         if bytes == 0 {
             return Err(Code::INVALID_VALUE);
         }
+
         let mapped = bytes
             .checked_next_multiple_of(PAGE)
             .ok_or(Code::OUT_OF_MEMORY)?;
         self.with_usage(device, |usage| usage.add(mapped, origin))?;
+
         let made = (|| {
             if origin == Origin::Alloc && mapped < settings().block {
-                let (start, file, offset) = self.part_of_block(device, mapped)?;
-                self.map(start, mapped, Some((file.as_raw_fd(), offset)))?;
-                let file = Some((file, offset));
-                return Ok(self.keep(start, 0, mapped, bytes, device, origin, file));
+                let BlockPart { start, part } = self.part_of_block(device, mapped)?;
+                self.map(start, mapped, Some(&part))?;
+                return Ok(self.keep(NewAllocation {
+                    start,
+                    inside: 0,
+                    mapped,
+                    bytes,
+                    device,
+                    origin,
+                    part: Some(part),
+                }));
             }
-            let file = match origin {
-                Origin::Alloc => Some((Arc::new(memory_file(mapped)?), 0)),
+
+            let part = match origin {
+                Origin::Alloc => Some(FilePart {
+                    file: Arc::new(memory_file(mapped)?),
+                    offset: 0,
+                }),
                 Origin::Pool | Origin::Import => None,
             };
             let start = self.place(mapped)?;
-            self.map(
-                start,
-                mapped,
-                file.as_ref().map(|(file, _)| (file.as_raw_fd(), 0)),
-            )?;
+            self.map(start, mapped, part.as_ref())?;
+
             // At the end of its pages, so that an access beyond its end soon reaches the gap.
             let inside = mapped - bytes.next_multiple_of(ALIGNMENT).min(mapped);
-            Ok(self.keep(start, inside, mapped, bytes, device, origin, file))
+            Ok(self.keep(NewAllocation {
+                start,
+                inside,
+                mapped,
+                bytes,
+                device,
+                origin,
+                part,
+            }))
         })();
+
         let made: Arc<Allocation> =
             made.inspect_err(|_| self.with_usage(device, |usage| usage.remove(mapped, origin)))?;
         made.fill(FRESH);
         Ok(made)
     }
 
-    /// Takes `mapped` bytes from a device's block, or from a new one. Returns the first address,
-    /// the block's file and the offset there. Fails with `CUDA_ERROR_OUT_OF_MEMORY`.
-    fn part_of_block(&self, device: u32, mapped: u64) -> Result<(u64, Arc<OwnedFd>, u64)> {
+    /// Takes `mapped` bytes from a device's block, or from a new one. Fails with
+    /// `CUDA_ERROR_OUT_OF_MEMORY`.
+    fn part_of_block(&self, device: u32, mapped: u64) -> Result<BlockPart> {
         let bytes = settings().block;
         let mut blocks = self.blocks.lock();
         if blocks
@@ -278,10 +327,17 @@ impl Space {
                 },
             );
         }
+
         let block = blocks.get_mut(&device).ok_or(Code::OUT_OF_MEMORY)?;
         let offset = block.used;
         block.used += mapped;
-        Ok((block.start + offset, block.file.clone(), offset))
+        Ok(BlockPart {
+            start: block.start + offset,
+            part: FilePart {
+                file: block.file.clone(),
+                offset,
+            },
+        })
     }
 
     /// Maps a file of `bytes` bytes of another process, and adds them to the live allocations.
@@ -295,36 +351,43 @@ impl Space {
     ) -> Result<Arc<Allocation>> {
         let mapped = (inside + bytes).next_multiple_of(PAGE);
         let start = self.place(mapped)?;
-        self.map(start, mapped, Some((file.as_raw_fd(), 0)))?;
-        Ok(self.keep(start, inside, mapped, bytes, device, Origin::Import, None))
-    }
 
-    #[allow(clippy::too_many_arguments)]
-    fn keep(
-        &self,
-        start: u64,
-        inside: u64,
-        mapped: u64,
-        bytes: u64,
-        device: u32,
-        origin: Origin,
-        file: Option<(Arc<OwnedFd>, u64)>,
-    ) -> Arc<Allocation> {
-        static NUMBER: AtomicU64 = AtomicU64::new(1);
-        let (file, offset) = file.unzip();
-        let allocation = Arc::new(Allocation {
-            address: start + inside,
+        let part = FilePart {
+            file: Arc::new(file),
+            offset: 0,
+        };
+        self.map(start, mapped, Some(&part))?;
+
+        Ok(self.keep(NewAllocation {
+            start,
+            inside,
+            mapped,
             bytes,
             device,
-            origin,
+            origin: Origin::Import,
+            part: None,
+        }))
+    }
+
+    /// Adds an allocation to the live ones.
+    fn keep(&self, new: NewAllocation) -> Arc<Allocation> {
+        static NUMBER: AtomicU64 = AtomicU64::new(1);
+        let (file, offset) = new.part.map(|part| (part.file, part.offset)).unzip();
+
+        let allocation = Arc::new(Allocation {
+            address: new.start + new.inside,
+            bytes: new.bytes,
+            device: new.device,
+            origin: new.origin,
             number: NUMBER.fetch_add(1, Ordering::Relaxed),
             file,
             offset: offset.unwrap_or(0),
             exported: AtomicBool::new(false),
             leaving: AtomicBool::new(false),
-            start,
-            mapped,
+            start: new.start,
+            mapped: new.mapped,
         });
+
         self.live
             .write()
             .insert(allocation.address, allocation.clone());
@@ -354,13 +417,14 @@ impl Space {
         Err(Code::OUT_OF_MEMORY)
     }
 
-    /// Maps new pages, or those of a file from an offset on.
-    fn map(&self, start: u64, mapped: u64, file: Option<(RawFd, u64)>) -> Result {
-        let kind = if file.is_some() {
+    /// Maps new pages, or those of a part of a file.
+    fn map(&self, start: u64, mapped: u64, part: Option<&FilePart>) -> Result {
+        let kind = if part.is_some() {
             libc::MAP_SHARED
         } else {
             libc::MAP_PRIVATE | libc::MAP_ANONYMOUS
         };
+
         // SAFETY: the addresses are of the alias half of our own reservation, and `place` gave them
         // to nobody else.
         let at = unsafe {
@@ -369,10 +433,11 @@ impl Space {
                 mapped as usize,
                 libc::PROT_READ | libc::PROT_WRITE,
                 kind | libc::MAP_FIXED,
-                file.map_or(-1, |(file, _)| file),
-                file.map_or(0, |(_, offset)| offset as libc::off_t),
+                part.map_or(-1, |part| part.file.as_raw_fd()),
+                part.map_or(0, |part| part.offset as libc::off_t),
             )
         };
+
         if at == libc::MAP_FAILED {
             Err(Code::OUT_OF_MEMORY)
         } else {
@@ -422,6 +487,7 @@ impl Space {
                 usage.remove(freed.mapped, freed.origin)
             });
         }
+
         if freed.exported.load(Ordering::Relaxed) {
             // Processes that still have it open must notice: their accesses are undefined in CUDA,
             // and see garbage here.

@@ -32,13 +32,20 @@ const NAME: &str = "softcuda (a driver in software, for tests)";
 /// Id of the process that called `cuInit`. CUDA does not work in a child that is forked after the
 /// call.
 static INITIALIZED: AtomicU32 = AtomicU32::new(0);
-/// For each device: (its primary context, number of times that it is retained).
-static PRIMARY: Mutex<Vec<(Option<Arc<Context>>, u32)>> = Mutex::new(Vec::new());
+/// Indexed by device.
+static PRIMARY: Mutex<Vec<PrimaryContext>> = Mutex::new(Vec::new());
 static CONTEXTS: Handles<Context> = Handles::new(1);
 
 thread_local! {
     static CURRENT: RefCell<Vec<Handle>> = const { RefCell::new(Vec::new()) };
     static IN_HOST_FUNCTION: Cell<bool> = const { Cell::new(false) };
+}
+
+/// The primary context of a device, if it has one, and how many times it is retained.
+#[derive(Clone, Default)]
+struct PrimaryContext {
+    context: Option<Arc<Context>>,
+    retained: u32,
 }
 
 /// The primary context of a device, with its streams. Each thread can make it current.
@@ -179,7 +186,7 @@ pub(crate) fn context(handle: Handle) -> Result<Arc<Context>> {
 /// has none.
 pub(crate) fn primary(device: u32) -> Result<Arc<Context>> {
     PRIMARY.lock()[device as usize]
-        .0
+        .context
         .clone()
         .ok_or(Code::INVALID_CONTEXT)
 }
@@ -248,6 +255,7 @@ api! {
         if settings().devices == 0 {
             return Err(Code::NO_DEVICE);
         }
+
         let earlier = INITIALIZED.compare_exchange(
             0,
             std::process::id(),
@@ -255,8 +263,11 @@ api! {
             Ordering::Acquire,
         );
         if earlier.is_ok() {
-            PRIMARY.lock().resize(settings().devices as usize, (None, 0));
+            PRIMARY
+                .lock()
+                .resize(settings().devices as usize, PrimaryContext::default());
         }
+
         initialized()
     }
 }
@@ -353,8 +364,9 @@ api! {
         let device = device(dev)?;
         ctx.required()?;
         first(First::Context);
+
         let mut primary = PRIMARY.lock();
-        let (context, retained) = &mut primary[device as usize];
+        let PrimaryContext { context, retained } = &mut primary[device as usize];
         let context = context.get_or_insert_with(|| {
             CONTEXTS.insert(|handle| Context {
                 device,
@@ -369,6 +381,7 @@ api! {
                 stack_limit: AtomicU64::new(1024),
             })
         });
+
         *retained += 1;
         ctx.set(context.handle)
     }
@@ -376,11 +389,12 @@ api! {
 
 fn release(device: u32, all: bool) -> Result {
     let mut primary = PRIMARY.lock();
-    let (context, retained) = &mut primary[device as usize];
+    let PrimaryContext { context, retained } = &mut primary[device as usize];
     if *retained == 0 {
         return Err(Code::INVALID_CONTEXT);
     }
     *retained = if all { 0 } else { *retained - 1 };
+
     // Under the lock: this frees all memory of the device, including memory of a context retained
     // after it.
     if *retained == 0
@@ -419,7 +433,7 @@ api! {
         if flags & !0x1F != 0 {
             return Err(Code::INVALID_VALUE);
         }
-        if let Some(context) = &PRIMARY.lock()[device as usize].0 {
+        if let Some(context) = &PRIMARY.lock()[device as usize].context {
             context.flags.store(flags, Ordering::Relaxed);
         }
         Ok(())
@@ -431,7 +445,7 @@ api! {
     fn cuDevicePrimaryCtxGetState(dev: i32, flags: Out<u32>, active: Out<i32>) {
         let device = device(dev)?;
         let primary = PRIMARY.lock();
-        let context = &primary[device as usize].0;
+        let context = &primary[device as usize].context;
         flags.set(context.as_ref().map_or(0, |context| context.flags.load(Ordering::Relaxed)))?;
         active.set(i32::from(context.is_some()))
     }
@@ -536,6 +550,7 @@ api! {
         if peer == mine.device {
             return Err(Code::INVALID_CONTEXT);
         }
+
         let mut peers = mine.peers.lock();
         if peers.contains(&peer) {
             return Err(Code::PEER_ACCESS_ALREADY_ENABLED);

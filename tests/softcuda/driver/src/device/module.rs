@@ -45,12 +45,18 @@ pub(crate) struct Kernel {
     pub(crate) dynamic_shared: AtomicU32,
 }
 
+/// The form of one argument of a kernel.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct KernelArgument {
+    pub(crate) bytes: u32,
+    pub(crate) is_pointer: bool,
+}
+
 /// The address and the arguments of a kernel. The address is valid while its library is loaded.
 #[derive(Clone, Debug)]
 pub(crate) struct Entry {
     pub(crate) call: usize,
-    /// For each argument: (its length in bytes, true if it is a pointer).
-    pub(crate) arguments: Vec<(u32, bool)>,
+    pub(crate) arguments: Vec<KernelArgument>,
     /// Limit on the threads of a block: the launch bound, and never more than 1024.
     pub(crate) threads: u32,
 }
@@ -92,6 +98,7 @@ impl Library {
                 .get(usize::try_from(wrote).map_err(|_| Code::OUT_OF_MEMORY)?..)
                 .unwrap_or(&[]);
         }
+
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         let path = CString::new(path).map_err(|_| Code::UNKNOWN)?;
         // SAFETY: a library that `compile` made; its only initialisers are of kernels' own
@@ -106,6 +113,7 @@ impl Library {
             );
             return Err(Code::INVALID_IMAGE);
         };
+
         let mut library = Library {
             handle,
             _file: file,
@@ -134,6 +142,7 @@ impl Library {
             if found.name.is_null() {
                 return entries;
             }
+
             // SAFETY: a name that is not null is a zero-terminated string.
             let name = unsafe { CStr::from_ptr(found.name) };
             // As with CUDA, a kernel without C linkage cannot be found by its plain name.
@@ -147,10 +156,14 @@ impl Library {
                         std::slice::from_raw_parts(found.pointers, count),
                     )
                 };
+
                 let arguments = sizes
                     .iter()
                     .zip(pointers)
-                    .map(|(size, pointer)| (*size, *pointer != 0));
+                    .map(|(size, pointer)| KernelArgument {
+                        bytes: *size,
+                        is_pointer: *pointer != 0,
+                    });
                 let entry = Entry {
                     call: found.call as usize,
                     arguments: arguments.collect(),
@@ -158,6 +171,7 @@ impl Library {
                 };
                 entries.push((name.to_owned(), entry));
             }
+
             // SAFETY: not the last row, so there is another.
             row = unsafe { row.add(1) };
         }
@@ -186,6 +200,7 @@ fn load(handle: &Out<Handle>, image: &[u8]) -> Result {
     let context = current()?;
     context.check()?;
     handle.required()?;
+
     let code = library(image).map_err(|refused| match refused {
         Refused::Foreign => {
             eprintln!("softcuda: cannot load a module that softcuda's own NVRTC did not compile");
@@ -197,6 +212,7 @@ fn load(handle: &Out<Handle>, image: &[u8]) -> Result {
         }
         Refused::Damaged => Code::INVALID_IMAGE,
     })?;
+
     let library = Arc::new(Library::load(&code)?);
     let made = MODULES.insert(|handle| Module {
         handle,
@@ -223,6 +239,7 @@ fn image(pointer: &In<u8>) -> Result<Vec<u8>> {
             return Ok(bytes);
         }
     }
+
     Ok(Text::untyped(pointer.address() as *const c_char)
         .get()?
         .into_bytes())
@@ -340,14 +357,19 @@ api! {
     fn cuFuncGetParamInfo(handle: Handle, index: usize, offset: Out<usize>, size: Out<usize>) {
         let kernel = kernel(handle)?;
         let sizes = &kernel.entry.arguments;
-        let bytes = sizes.get(index).ok_or(Code::INVALID_VALUE)?.0 as usize;
+        let bytes = sizes.get(index).ok_or(Code::INVALID_VALUE)?.bytes as usize;
+
         // Each argument is aligned to its size, as numbers and pointers are.
         let place = |end: usize, size: u32| {
             let align = 1 << (size.trailing_zeros().min(4));
             end.next_multiple_of(align)
         };
+
         let end =
-            sizes[..index].iter().fold(0, |end, (size, _)| place(end, *size) + *size as usize);
+            sizes[..index]
+                .iter()
+                .map(|argument| argument.bytes)
+                .fold(0, |end, size| place(end, size) + size as usize);
         offset.set(place(end, bytes as u32))?;
         size.set_if_wanted(bytes);
         Ok(())

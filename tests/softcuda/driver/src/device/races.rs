@@ -113,6 +113,7 @@ pub(crate) fn used(stream: &Stream, name: &'static str, uses: &[Use]) {
             step,
             used: *used,
         };
+
         if let Some(found) = space()
             .find(used.address)
             .filter(|found| found.origin != Origin::Import)
@@ -138,11 +139,13 @@ fn enter(earlier: &mut Vec<Access>, new: Access, clock: &Clock, base: u64) {
             report(old, &new, base);
         }
     }
+
     // Work ordered after the new access is ordered after these too.
     earlier.retain(|old| {
         let covered = new.used.address <= old.used.address && old.used.end() <= new.used.end();
         !(covered && ordered(old) && (new.used.write || !old.used.write))
     });
+
     if earlier.len() > MANY {
         let host = HOST.lock();
         earlier.retain(|old| old.step > host.of(old.stream));

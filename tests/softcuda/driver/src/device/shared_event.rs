@@ -111,14 +111,17 @@ impl SharedEvent {
         if number == 0 || slot.done.load(Ordering::SeqCst) >= number {
             return true;
         }
+
         let named = slot.named.load(Ordering::SeqCst) >= number;
         let process = slot.process.load(Ordering::SeqCst);
         if !named || started(process) == Some(slot.started.load(Ordering::SeqCst)) {
             return false;
         }
+
         if settings().orphans_hang {
             return false;
         }
+
         eprintln!("softcuda: process {process} died before an event that it recorded was done");
         self.fire(number);
         true
@@ -134,11 +137,13 @@ impl SharedEvent {
             if self.is_done(number) {
                 return;
             }
+
             let is_named = self.slot(number).named.load(Ordering::SeqCst) >= number;
             if !is_named && start.elapsed() > GRACE && !settings().orphans_hang {
                 eprintln!("softcuda: a process died as it recorded an event");
                 return;
             }
+
             let time = libc::timespec {
                 tv_sec: 0,
                 tv_nsec: LOOK.as_nanos() as i64,

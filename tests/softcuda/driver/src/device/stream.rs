@@ -33,9 +33,15 @@ pub(crate) struct Stream {
     pub(crate) number: usize,
 }
 
+/// Work in a queue, and the time at which it was issued.
+struct QueuedWork {
+    issued: Instant,
+    work: Work,
+}
+
 #[derive(Default)]
 struct Queue {
-    work: VecDeque<(Instant, Work)>,
+    work: VecDeque<QueuedWork>,
     /// Number of pieces of work issued since the stream's start; `done` is the number completed or
     /// skipped.
     issued: u64,
@@ -169,7 +175,10 @@ impl Stream {
 
     fn push(&self, work: Work) -> u64 {
         let mut queue = self.queue.lock();
-        queue.work.push_back((Instant::now(), work));
+        queue.work.push_back(QueuedWork {
+            issued: Instant::now(),
+            work,
+        });
         queue.issued += 1;
         self.changed.notify_all();
         queue.issued
@@ -182,6 +191,7 @@ impl Stream {
         if self.flags & NON_BLOCKING != 0 {
             return None;
         }
+
         let order = self.context.order.lock();
         let before: Vec<Arc<Stream>> = if self.handle == 0 {
             let all = self.context.streams().into_iter();
@@ -190,6 +200,7 @@ impl Stream {
         } else {
             self.context.null_if_used().into_iter().collect()
         };
+
         for other in before {
             let issued = other.queue.lock().issued;
             races::follows(self, &races::now(&other));
@@ -244,6 +255,7 @@ impl Stream {
             Pace::Seed(seed) => Some(seed ^ (self.number as u64) << 32 | 1),
             _ => None,
         };
+
         while let Some(work) = self.next() {
             if let Some(random) = &mut random {
                 pause(random);
@@ -256,6 +268,7 @@ impl Stream {
                     Err(_) => self.context.fail(Code::UNKNOWN, name),
                 }
             }
+
             self.queue.lock().done += 1;
             self.changed.notify_all();
         }
@@ -269,7 +282,7 @@ impl Stream {
             match queue.work.front() {
                 None if queue.closed => return None,
                 None => self.changed.wait(&mut queue),
-                Some((issued, _)) => match settings().pace {
+                Some(QueuedWork { issued, .. }) => match settings().pace {
                     Pace::Lazy(longest) if queue.wanted <= queue.done && !queue.closed => {
                         let due = *issued + longest;
                         if Instant::now() >= due {
@@ -281,7 +294,8 @@ impl Stream {
                 },
             }
         }
-        queue.work.pop_front().map(|(_, work)| work)
+
+        queue.work.pop_front().map(|queued| queued.work)
     }
 }
 
@@ -418,6 +432,7 @@ api! {
     fn cuLaunchHostFunc(handle: Handle, function: Option<HostFunction>, data: usize) {
         let stream = own_stream(handle)?;
         let function = function.ok_or(Code::INVALID_VALUE)?;
+
         let clock = races::now(&stream);
         stream.issue(
             Work::new("a host function", move || {

@@ -112,9 +112,11 @@ impl Shared {
         if of.contains(&0) {
             return Ok(false);
         }
+
         if of.iter().any(|of| *of != ranks) {
             return Err(format!("ranks disagree about the number of ranks: {of:?}"));
         }
+
         let uuid = |rank: &Rank| rank.uuid.each_ref().map(|part| part.load(Ordering::SeqCst));
         for (at, one) in all.iter().enumerate() {
             if let Some(other) = all[..at].iter().position(|other| uuid(other) == uuid(one)) {
@@ -140,6 +142,7 @@ impl Shared {
         let written = ring.written.load(Ordering::Relaxed);
         let room = RING - (written - ring.read.load(Ordering::Acquire)) as usize;
         let count = room.min(bytes.len());
+
         for (at, byte) in bytes[..count].iter().enumerate() {
             // SAFETY: the place is in the ring, and the reader has released it.
             unsafe {
@@ -150,6 +153,7 @@ impl Shared {
                     .write(*byte)
             };
         }
+
         ring.written
             .store(written + count as u64, Ordering::Release);
         count
@@ -163,6 +167,7 @@ impl Shared {
         let read = ring.read.load(Ordering::Relaxed);
         let there = (ring.written.load(Ordering::Acquire) - read) as usize;
         let count = there.min(bytes.len());
+
         for (at, byte) in bytes[..count].iter_mut().enumerate() {
             // SAFETY: the place is in the ring, and the writer has released it.
             *byte = unsafe {
@@ -173,6 +178,7 @@ impl Shared {
                     .read()
             };
         }
+
         ring.read.store(read + count as u64, Ordering::Release);
         count
     }

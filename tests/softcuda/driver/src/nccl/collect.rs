@@ -153,7 +153,9 @@ fn put(address: u64, bytes: &[u8]) -> Result {
 /// `CUDA_ERROR_ILLEGAL_ADDRESS` for bytes outside one live allocation. `CUDA_ERROR_LAUNCH_FAILED`
 /// if ranks have called different operations, where NCCL would mix up their bytes.
 pub(crate) fn run(of: &Communicator, shared: &Shared, operations: &[Operation]) -> Result {
-    let (mut out, mut coming) = (Vec::new(), Vec::new());
+    let mut out = Vec::new();
+    let mut coming = Vec::new();
+
     let send = |operation: &Operation, peer: usize, bytes: &[u8]| Message {
         peer,
         bytes: [&operation.head(bytes.len())[..], bytes].concat(),
@@ -168,11 +170,14 @@ pub(crate) fn run(of: &Communicator, shared: &Shared, operations: &[Operation]) 
         expected: operation.head(bytes),
         to,
     };
+
     let others = || (0..of.ranks).filter(|other| *other != of.rank);
     let mut own = Vec::new();
     for operation in operations {
         let (reads, _) = operation.lengths(of);
-        let (bytes, given) = (operation.bytes(), take(operation.from, reads)?);
+        let bytes = operation.bytes();
+        let given = take(operation.from, reads)?;
+
         match operation.kind {
             Kind::AllReduce(_) | Kind::AllGather => {
                 out.extend(others().map(|peer| send(operation, peer, &given)));
@@ -188,6 +193,7 @@ pub(crate) fn run(of: &Communicator, shared: &Shared, operations: &[Operation]) 
         }
         own = given;
     }
+
     if !exchange(of, shared, &mut out, &mut coming)? {
         return Ok(());
     }
@@ -196,6 +202,7 @@ pub(crate) fn run(of: &Communicator, shared: &Shared, operations: &[Operation]) 
             put(to, &message.bytes[HEAD..])?;
         }
     }
+
     // Only sends and receives may be grouped: a collective is expected to be alone in `operations`.
     let Some(operation) = operations.first() else {
         return Ok(());
@@ -205,10 +212,12 @@ pub(crate) fn run(of: &Communicator, shared: &Shared, operations: &[Operation]) 
         Kind::ReduceScatter(_) => own[of.rank * bytes..][..bytes].to_vec(),
         _ => own,
     };
+
     let part = |rank: usize| {
         let found = coming.iter().find(|message| message.peer == rank);
         found.map_or(&mine[..], |message| &message.bytes[HEAD..])
     };
+
     match operation.kind {
         Kind::AllReduce(reduce) | Kind::ReduceScatter(reduce) => {
             let mut sum = part(of.ranks - 1).to_vec();
@@ -238,7 +247,9 @@ fn exchange(
         if of.is_aborted() {
             return Ok(false);
         }
-        let (mut moved, mut left) = (false, false);
+
+        let mut moved = false;
+        let mut left = false;
         // Messages to the same rank are sent in order.
         let mut busy = vec![false; of.ranks];
         for message in out
@@ -252,6 +263,7 @@ fn exchange(
                 moved |= count > 0;
             }
         }
+
         let mut busy = vec![false; of.ranks];
         for message in coming
             .iter_mut()
@@ -261,6 +273,7 @@ fn exchange(
             if std::mem::replace(&mut busy[message.peer], true) {
                 continue;
             }
+
             let until = if message.done < HEAD {
                 HEAD
             } else {
@@ -273,6 +286,7 @@ fn exchange(
             );
             message.done += count;
             moved |= count > 0;
+
             if message.done >= HEAD && message.bytes[..HEAD] != message.expected[..] {
                 eprintln!(
                     "softcuda: NCCL: rank {} and rank {} have called different operations: {:?} \
@@ -285,6 +299,7 @@ fn exchange(
                 return Err(Code::LAUNCH_FAILED);
             }
         }
+
         if !left {
             return Ok(true);
         }
@@ -306,7 +321,8 @@ fn combine(dtype: u32, reduce: u32, into: &mut [u8], other: &[u8]) {
                 .iter_mut()
                 .zip(other.as_chunks::<SIZE>().0)
             {
-                let (a, b) = (<$t>::from_ne_bytes(*into), <$t>::from_ne_bytes(*other));
+                let a = <$t>::from_ne_bytes(*into);
+                let b = <$t>::from_ne_bytes(*other);
                 let made: $t = match reduce {
                     0 => $add(a, b),
                     1 => $times(a, b),
@@ -327,6 +343,7 @@ fn combine(dtype: u32, reduce: u32, into: &mut [u8], other: &[u8]) {
             elements!($t, |a: $t, b: $t| a + b, |a: $t, b: $t| a * b)
         };
     }
+
     match dtype {
         0 => integers!(i8),
         1 => integers!(u8),

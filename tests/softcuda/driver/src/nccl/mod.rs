@@ -77,12 +77,26 @@ impl Drop for InWork {
     }
 }
 
+/// A call that a group recorded.
+#[derive(Clone)]
+struct GroupCall {
+    communicator: Arc<Communicator>,
+    stream: Arc<Stream>,
+    operation: Operation,
+}
+
+/// The reason why a communicator cannot be used.
+struct GroupFailure {
+    code: Code,
+    text: String,
+}
+
 /// The calls of a thread between `ncclGroupStart` and `ncclGroupEnd`; `depth` counts the open
 /// starts.
 #[derive(Default)]
 struct Group {
     depth: u32,
-    calls: Vec<(Arc<Communicator>, Arc<Stream>, Operation)>,
+    calls: Vec<GroupCall>,
 }
 
 thread_local! {
@@ -99,13 +113,14 @@ impl Communicator {
         self.state.lock().answer = IN_PROGRESS.0;
     }
 
-    fn ends(&self, ended: std::result::Result<(), (Code, String)>) {
+    fn ends(&self, ended: std::result::Result<(), GroupFailure>) {
         let mut state = self.state.lock();
         match ended {
             Ok(()) => state.answer = SUCCESS,
-            Err((code, text)) => {
+            Err(GroupFailure { code, text }) => {
                 eprintln!("softcuda: NCCL: {text}");
-                (state.answer, state.text) = (code.0, text);
+                state.answer = code.0;
+                state.text = text;
             }
         }
         self.changed.notify_all();
@@ -129,25 +144,30 @@ impl Communicator {
     }
 
     /// Joins the group and blocks until all its ranks have joined or the communicator is aborted.
-    /// Fails with (code, message).
-    fn meet_all(&self, id: &Id) -> std::result::Result<(), (Code, String)> {
-        let opened = id.open().map_err(|code| {
-            (
-                SYSTEM_ERROR,
-                format!("the group cannot be joined: {code:?}"),
-            )
+    fn meet_all(&self, id: &Id) -> std::result::Result<(), GroupFailure> {
+        let opened = id.open().map_err(|code| GroupFailure {
+            code: SYSTEM_ERROR,
+            text: format!("the group cannot be joined: {code:?}"),
         })?;
+
         let shared = Arc::new(opened);
         shared.join(self.rank, self.ranks, uuid(self.device), self.device);
         while !shared
             .are_all_here(self.ranks)
-            .map_err(|why| (INVALID_USAGE, why))?
+            .map_err(|text| GroupFailure {
+                code: INVALID_USAGE,
+                text,
+            })?
         {
             if self.is_aborted() {
-                return Err((SYSTEM_ERROR, "the communicator was aborted".to_owned()));
+                return Err(GroupFailure {
+                    code: SYSTEM_ERROR,
+                    text: "the communicator was aborted".to_owned(),
+                });
             }
             std::thread::sleep(LOOK);
         }
+
         *self.shared.lock() = Some(shared);
         Ok(())
     }
@@ -171,6 +191,7 @@ impl Communicator {
         self.begin();
         self.state.lock().work += 1;
         let in_work = InWork(self.clone());
+
         let thread = std::thread::Builder::new()
             .name("softcuda nccl".into())
             .spawn(move || {
@@ -178,6 +199,7 @@ impl Communicator {
                 drop(in_work);
             });
         let thread = thread.map_err(|_| SYSTEM_ERROR)?;
+
         if !self.is_blocking {
             return Err(IN_PROGRESS);
         }
@@ -198,6 +220,7 @@ impl Communicator {
         let Some(shared) = self.shared.lock().clone() else {
             return Err(INVALID_ARGUMENT);
         };
+
         let this = self.clone();
         self.state.lock().work += 1;
         let in_work = InWork(self.clone());
@@ -206,6 +229,7 @@ impl Communicator {
             if this.is_aborted() {
                 return;
             }
+
             let of = this.clone();
             let work = move || {
                 let _in_work = in_work;
@@ -228,6 +252,7 @@ fn call(communicator: Handle, stream: Handle, operation: Operation) -> Result {
     operation
         .check(&communicator)
         .map_err(|()| INVALID_ARGUMENT)?;
+
     let stream = own_stream(stream).map_err(|code| {
         communicator.state.lock().text = format!("Cuda failure '{}'", code.text());
         UNHANDLED_CUDA_ERROR
@@ -235,9 +260,14 @@ fn call(communicator: Handle, stream: Handle, operation: Operation) -> Result {
     if stream.context.device != communicator.device {
         return Err(INVALID_USAGE);
     }
+
     GROUP.with_borrow_mut(|group| {
         if group.depth > 0 {
-            group.calls.push((communicator, stream, operation));
+            group.calls.push(GroupCall {
+                communicator,
+                stream,
+                operation,
+            });
             return Ok(());
         }
         communicator.launch(stream, vec![operation])
@@ -280,10 +310,12 @@ nccl! {
         out.required().map_err(|_| INVALID_ARGUMENT)?;
         let config = config.get().map_err(|_| INVALID_ARGUMENT)?;
         let size = |number: i32| usize::try_from(number).map_err(|_| INVALID_ARGUMENT);
-        let (ranks, rank) = (size(ranks)?, size(rank)?);
+        let ranks = size(ranks)?;
+        let rank = size(rank)?;
         if config.magic != 0xcafe_beef || config.size < 20 || ranks > MOST_RANKS || rank >= ranks {
             return Err(INVALID_ARGUMENT);
         }
+
         let context = current()?;
         context.check()?;
         let mut made = 0;
@@ -301,6 +333,7 @@ nccl! {
                 changed: Condvar::new(),
             }
         });
+
         out.set(made)?;
         let this = communicator.clone();
         communicator.by_itself(move || this.ends(this.meet_all(&id)))
@@ -436,14 +469,17 @@ nccl! {
             group.depth = group.depth.checked_sub(1).ok_or(INVALID_USAGE)?;
             Ok(if group.depth == 0 { std::mem::take(&mut group.calls) } else { Vec::new() })
         })?;
+
         let mut answer = Ok(());
-        while let Some((communicator, stream, operation)) = calls.first().cloned() {
-            let same = |call: &(Arc<Communicator>, Arc<Stream>, Operation)| {
-                Arc::ptr_eq(&call.0, &communicator) && Arc::ptr_eq(&call.1, &stream)
+        while let Some(GroupCall { communicator, stream, operation }) = calls.first().cloned() {
+            let same = |call: &GroupCall| {
+                Arc::ptr_eq(&call.communicator, &communicator)
+                    && Arc::ptr_eq(&call.stream, &stream)
             };
             let of: Vec<Operation> =
-                calls.extract_if(.., |call| same(call)).map(|call| call.2).collect();
+                calls.extract_if(.., |call| same(call)).map(|call| call.operation).collect();
             debug_assert_eq!(of.first(), Some(&operation));
+
             match communicator.launch(stream, of) {
                 Ok(()) => {}
                 Err(code) if code == IN_PROGRESS => answer = answer.and(Err(code)),

@@ -19,14 +19,14 @@ const DEAD_WITHIN: Duration = Duration::from_secs(3);
 
 /// The output of a program that has ended.
 #[derive(Debug)]
-pub(crate) struct Said {
+pub(crate) struct ProgramOutput {
     /// The exit code of the program; `None` if a signal ended it.
     pub(crate) code: Option<i32>,
     pub(crate) stdout: String,
     pub(crate) stderr: String,
 }
 
-impl Said {
+impl ProgramOutput {
     /// Returns the first line that the program wrote to its standard error.
     pub(crate) fn first_words(&self) -> &str {
         self.stderr.lines().next().unwrap_or("without a word")
@@ -57,7 +57,7 @@ pub(crate) fn quiet(
     command: &mut Command,
     limit: Duration,
     stop: &AtomicBool,
-) -> anyhow::Result<Said> {
+) -> anyhow::Result<ProgramOutput> {
     finished(command.stderr(Stdio::piped()), limit, stop)
 }
 
@@ -66,17 +66,23 @@ pub(crate) fn watched(
     command: &mut Command,
     limit: Duration,
     stop: &AtomicBool,
-) -> anyhow::Result<Said> {
+) -> anyhow::Result<ProgramOutput> {
     finished(command.stderr(Stdio::inherit()), limit, stop)
 }
 
-fn finished(command: &mut Command, limit: Duration, stop: &AtomicBool) -> anyhow::Result<Said> {
+fn finished(
+    command: &mut Command,
+    limit: Duration,
+    stop: &AtomicBool,
+) -> anyhow::Result<ProgramOutput> {
     let line = shown(command);
     command.stdin(Stdio::null()).stdout(Stdio::piped());
     let mut child = command
         .spawn()
         .with_context(|| format!("`{line}` cannot be started"))?;
-    let (stdout, stderr) = (reader(child.stdout.take()), reader(child.stderr.take()));
+
+    let stdout = reader(child.stdout.take());
+    let stderr = reader(child.stderr.take());
     let status = ended(&mut child, Instant::now() + limit, stop);
     let Some(status) = status.with_context(|| format!("waiting for `{line}`"))? else {
         if stop.load(Ordering::Relaxed) {
@@ -84,8 +90,9 @@ fn finished(command: &mut Command, limit: Duration, stop: &AtomicBool) -> anyhow
         }
         bail!("`{line}` takes longer than {} s", limit.as_secs_f64());
     };
+
     let text = |reader: JoinHandle<String>| reader.join().unwrap_or_default();
-    Ok(Said {
+    Ok(ProgramOutput {
         code: status.code(),
         stdout: text(stdout),
         stderr: text(stderr),
@@ -225,7 +232,7 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(60);
 
-    fn run(command: &mut Command, limit: Duration) -> anyhow::Result<Said> {
+    fn run(command: &mut Command, limit: Duration) -> anyhow::Result<ProgramOutput> {
         quiet(command, limit, &AtomicBool::new(false))
     }
 }

@@ -18,6 +18,7 @@ pub fn fused(
     if !schedule.rows().iter().flatten().any(changes) {
         return Ok(schedule.clone());
     }
+
     let join = |action: &Action| match action.kind {
         ActionKind::BackwardInput if fuses(action.stage) => Some(Action {
             kind: ActionKind::Backward,
@@ -26,6 +27,7 @@ pub fn fused(
         ActionKind::BackwardWeight if fuses(action.stage) => None,
         _ => Some(*action),
     };
+
     let rows = schedule
         .rows()
         .iter()

@@ -26,11 +26,13 @@ pub fn ascending(schedule: &Schedule) -> Result<Schedule, ScheduleError> {
                 kind,
                 microbatch,
             } = *action;
+
             let mine = matches!(kind, ActionKind::Backward | ActionKind::BackwardWeight);
             if !mine {
                 ordered.push(*action);
                 continue;
             }
+
             if microbatch != next[stage] {
                 waiting[stage][microbatch] = true;
                 if kind == ActionKind::Backward {
@@ -41,6 +43,7 @@ pub fn ascending(schedule: &Schedule) -> Result<Schedule, ScheduleError> {
                 }
                 continue;
             }
+
             ordered.push(*action);
             next[stage] += 1;
             while next[stage] < count && waiting[stage][next[stage]] {
@@ -55,7 +58,9 @@ pub fn ascending(schedule: &Schedule) -> Result<Schedule, ScheduleError> {
         }
         ordered
     });
+
     let rows: Vec<Vec<Action>> = rows.collect();
+
     if rows == schedule.rows() {
         Ok(schedule.clone())
     } else {

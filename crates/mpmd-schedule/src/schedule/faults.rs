@@ -9,7 +9,7 @@ const NAMED: usize = 8;
 /// A fault in the rows of a schedule. Places in rows are from 0.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
-pub enum Fault {
+pub enum ScheduleFault {
     /// An action is missing.
     #[error("{action} is missing; stage {} is on {}", action.stage, rank_text(rank))]
     Missing {
@@ -27,10 +27,10 @@ pub enum Fault {
     Twice {
         /// The action.
         action: Action,
-        /// (rank, place in the rank's row) of the first occurrence.
-        first: (usize, usize),
-        /// (rank, place in the rank's row) of the other occurrence.
-        other: (usize, usize),
+        /// The place of the first occurrence.
+        first: RowPlace,
+        /// The place of the other occurrence.
+        other: RowPlace,
     },
     /// An action is on another rank than its stage.
     #[error(
@@ -40,8 +40,8 @@ pub enum Fault {
     Elsewhere {
         /// The action.
         action: Action,
-        /// (rank, place in the rank's row) of the action.
-        at: (usize, usize),
+        /// The place of the action.
+        at: RowPlace,
         /// The rank of the stage.
         stage_on: usize,
     },
@@ -56,15 +56,15 @@ pub enum Fault {
     /// On one rank, an action comes before an action that it needs.
     #[error(
         "rank {rank} has {} at place {}, before {} at place {}, which it needs",
-        action.0, action.1, needs.0, needs.1
+        action.action, action.place, needs.action, needs.place
     )]
     Order {
         /// The rank.
         rank: usize,
-        /// (action that comes too early, its place in the row)
-        action: (Action, usize),
-        /// (action that it needs, place of that action in the row)
-        needs: (Action, usize),
+        /// The action that comes too early.
+        action: PlacedAction,
+        /// The action that it needs.
+        needs: PlacedAction,
     },
     /// There are far fewer actions than the numbers of stages and microbatches require. Tables for
     /// so many would not fit into memory.
@@ -83,16 +83,34 @@ pub enum Fault {
     },
 }
 
+/// A place in the rows of a schedule.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct RowPlace {
+    /// The rank.
+    pub rank: usize,
+    /// The index in the rank's row.
+    pub place: usize,
+}
+
+/// An action, and its index in its rank's row.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct PlacedAction {
+    /// The action.
+    pub action: Action,
+    /// The index in the row.
+    pub place: usize,
+}
+
 fn rank_text(rank: &Option<usize>) -> String {
     rank.map_or("no rank".to_owned(), |rank| format!("rank {rank}"))
 }
 
-fn place_text((rank, place): &(usize, usize)) -> String {
+fn place_text(RowPlace { rank, place }: &RowPlace) -> String {
     format!("rank {rank}, place {place}")
 }
 
 /// Properties of a valid schedule, computed from its rows.
-pub(super) struct Whole {
+pub(super) struct CompleteSchedule {
     pub(super) microbatches: usize,
     pub(super) rank_of_stage: Vec<usize>,
     pub(super) has_backward: bool,
@@ -113,6 +131,7 @@ pub(super) fn check_overlaps(
             rows.len()
         ));
     }
+
     for (rank, (row, pairs)) in rows.iter().zip(overlaps).enumerate() {
         let mut free = 0;
         for &at in pairs {
@@ -127,11 +146,13 @@ pub(super) fn check_overlaps(
                 (Some(one), None) => Some(format!("there is nothing after {one}")),
                 (None, _) => Some(format!("there is no position {at}")),
             };
+
             let place = format!("the overlapped pair of rank {rank} at position {at}");
             problems.extend(problem.map(|problem| format!("{place}: {problem}")));
             free = at.saturating_add(2);
         }
     }
+
     if problems.is_empty() {
         Ok(())
     } else {
@@ -141,27 +162,29 @@ pub(super) fn check_overlaps(
 
 /// Checks that each action appears once and each stage is on one rank. Returns the properties of
 /// the rows.
-pub(super) fn check(name: &str, rows: &[Vec<Action>]) -> Result<Whole, ScheduleError> {
+pub(super) fn check(name: &str, rows: &[Vec<Action>]) -> Result<CompleteSchedule, ScheduleError> {
     if rows.iter().all(Vec::is_empty) {
         return Err(ScheduleError::Empty {
             ranks: rows.len(),
             microbatches: 0,
         });
     }
-    let places = Places::new(rows).map_err(|fault| refused(name, &[fault]))?;
+
+    let places = ActionPlaces::new(rows).map_err(|fault| refused(name, &[fault]))?;
     let mut faults = places.faults(rows);
     // The global order explains these better.
-    faults.retain(|fault| !matches!(fault, Fault::Order { .. }));
+    faults.retain(|fault| !matches!(fault, ScheduleFault::Order { .. }));
     if !faults.is_empty() {
         return Err(refused(name, &faults));
     }
+
     let has_backward = has_backward(rows);
     let rank_of_stage = places
         .rank_of_stage
         .into_iter()
         .map(Option::unwrap_or_default)
         .collect();
-    Ok(Whole {
+    Ok(CompleteSchedule {
         microbatches: places.microbatches,
         rank_of_stage,
         has_backward,
@@ -189,12 +212,13 @@ fn has_backward(rows: &[Vec<Action>]) -> bool {
         .any(|action| action.kind != ActionKind::Forward)
 }
 
-/// Returns the first (rank, position) of an action. It is a linear search, for errors only.
-pub(super) fn place(rows: &[Vec<Action>], action: Action) -> Option<(usize, usize)> {
+/// Returns the first place of an action. It is a linear search, for errors only.
+pub(super) fn place(rows: &[Vec<Action>], action: Action) -> Option<RowPlace> {
     let position = |row: &Vec<Action>| row.iter().position(|other| *other == action);
-    rows.iter()
-        .enumerate()
-        .find_map(|(rank, row)| Some((rank, position(row)?)))
+    rows.iter().enumerate().find_map(|(rank, row)| {
+        let place = position(row)?;
+        Some(RowPlace { rank, place })
+    })
 }
 
 const KINDS: [ActionKind; 4] = [
@@ -208,7 +232,7 @@ const KINDS: [ActionKind; 4] = [
 const NONE: u32 = u32::MAX;
 
 /// The first place of each action.
-pub(crate) struct Places {
+pub(crate) struct ActionPlaces {
     stages: usize,
     microbatches: usize,
     /// The first rank, in order of ranks, that has the stage.
@@ -217,10 +241,10 @@ pub(crate) struct Places {
     first: Vec<u32>,
 }
 
-impl Places {
+impl ActionPlaces {
     /// Looks for the actions in `rows`. Fails if stage and microbatch numbers are far too large for
     /// the number of actions.
-    pub(crate) fn new(rows: &[Vec<Action>]) -> Result<Self, Fault> {
+    pub(crate) fn new(rows: &[Vec<Action>]) -> Result<Self, ScheduleFault> {
         let actions = || rows.iter().flatten();
         let stages = actions()
             .map(|action| action.stage.saturating_add(1))
@@ -230,24 +254,28 @@ impl Places {
             .map(|action| action.microbatch.saturating_add(1))
             .max()
             .unwrap_or(0);
+
         let count: usize = rows.iter().map(Vec::len).sum();
         // A complete schedule has at least one action for each.
         let most = count.saturating_mul(4).saturating_add(1 << 16);
         let cells = stages
             .checked_mul(microbatches)
             .filter(|cells| *cells <= most);
-        let cells = cells.ok_or(Fault::Numbers {
+        let cells = cells.ok_or(ScheduleFault::Numbers {
             stages,
             microbatches,
             actions: count,
         })?;
-        let (rank_of_stage, first) = (vec![None; stages], vec![NONE; cells * KINDS.len()]);
+        let rank_of_stage = vec![None; stages];
+        let first = vec![NONE; cells * KINDS.len()];
+
         let mut places = Self {
             stages,
             microbatches,
             rank_of_stage,
             first,
         };
+
         for (rank, row) in rows.iter().enumerate() {
             for (place, action) in row.iter().enumerate() {
                 if *places.rank_of_stage[action.stage].get_or_insert(rank) == rank {
@@ -267,32 +295,36 @@ impl Places {
         (action.stage * self.microbatches + action.microbatch) * KINDS.len() + kind
     }
 
-    /// Returns (rank, place) of the first occurrence of an action; `None` if there is none on the
+    /// Returns the place of the first occurrence of an action; `None` if there is none on the
     /// rank of its stage.
-    pub(crate) fn of(&self, action: Action) -> Option<(usize, usize)> {
+    pub(crate) fn of(&self, action: Action) -> Option<RowPlace> {
         let place = self.first[self.at(action)];
         self.rank_of_stage[action.stage]
             .filter(|_| place != NONE)
-            .map(|rank| (rank, place as usize))
+            .map(|rank| RowPlace {
+                rank,
+                place: place as usize,
+            })
     }
 
     /// Returns a fault for every action that is missing, or appears twice. Does the same for
     /// actions on another rank than their stage, and for those before an action of their rank that
     /// they need.
-    pub(crate) fn faults(&self, rows: &[Vec<Action>]) -> Vec<Fault> {
+    pub(crate) fn faults(&self, rows: &[Vec<Action>]) -> Vec<ScheduleFault> {
         let mut faults = Vec::new();
         for (rank, row) in rows.iter().enumerate() {
             for (place, &action) in row.iter().enumerate() {
-                let (at, stage_on) = ((rank, place), self.rank_of_stage[action.stage]);
+                let at = RowPlace { rank, place };
+                let stage_on = self.rank_of_stage[action.stage];
                 let first = self.of(action).unwrap_or(at);
                 if let Some(stage_on) = stage_on.filter(|stage_on| *stage_on != rank) {
-                    faults.push(Fault::Elsewhere {
+                    faults.push(ScheduleFault::Elsewhere {
                         action,
                         at,
                         stage_on,
                     });
                 } else if first != at {
-                    faults.push(Fault::Twice {
+                    faults.push(ScheduleFault::Twice {
                         action,
                         first,
                         other: at,
@@ -300,6 +332,7 @@ impl Places {
                 }
             }
         }
+
         let has_backward = has_backward(rows);
         for stage in 0..self.stages {
             for microbatch in 0..self.microbatches {
@@ -314,7 +347,7 @@ impl Places {
         stage: usize,
         microbatch: usize,
         has_backward: bool,
-        faults: &mut Vec<Fault>,
+        faults: &mut Vec<ScheduleFault>,
     ) {
         use ActionKind::{Backward, BackwardInput, BackwardWeight, Forward};
         let of = |kind| Action {
@@ -322,22 +355,24 @@ impl Places {
             kind,
             microbatch,
         };
+
         let [forward, input, weight, both] = KINDS.map(|kind| self.of(of(kind)));
         let rank = self.rank_of_stage[stage];
-        let missing = |kind| Fault::Missing {
+        let missing = |kind| ScheduleFault::Missing {
             action: of(kind),
             rank,
         };
         if forward.is_none() {
             faults.push(missing(Forward));
         }
+
         match (both, input, weight) {
             (None, None, None) if has_backward => faults.push(missing(Backward)),
             (None, None, Some(_)) => faults.push(missing(BackwardInput)),
             (None, Some(_), None) => faults.push(missing(BackwardWeight)),
             (Some(_), _, _) => {
                 for (part, kind) in [(input, BackwardInput), (weight, BackwardWeight)] {
-                    let both = Fault::Both {
+                    let both = ScheduleFault::Both {
                         both: of(Backward),
                         part: of(kind),
                     };
@@ -346,19 +381,26 @@ impl Places {
             }
             _ => {}
         }
+
         let mut after = |first: Action, then: Action| {
             if let (Some(needs), Some(action)) = (self.of(first), self.of(then))
-                && needs.0 == action.0
-                && needs.1 > action.1
+                && needs.rank == action.rank
+                && needs.place > action.place
             {
-                let (rank, action) = (action.0, (then, action.1));
-                faults.push(Fault::Order {
-                    rank,
-                    action,
-                    needs: (first, needs.1),
+                faults.push(ScheduleFault::Order {
+                    rank: action.rank,
+                    action: PlacedAction {
+                        action: then,
+                        place: action.place,
+                    },
+                    needs: PlacedAction {
+                        action: first,
+                        place: needs.place,
+                    },
                 });
             }
         };
+
         for input in [BackwardInput, Backward] {
             after(of(Forward), of(input));
         }
