@@ -328,14 +328,14 @@ pub mod dry_run {
 pub mod launch {
     //! Starting the processes of a job from the program itself.
     //!
-    //! `mpmd run` is a thin layer over [`Launch`]; its [`Outcome`] says how the job ended.
+    //! `mpmd run` is a thin layer over [`Launch`]; its [`JobOutcome`] says how the job ended.
     //! [`JobEnv`] reads the variables of a launcher: the [`Token`] that proves a process to belong
     //! to its job, and a [`DryRunEnv`] for `mpmd check`. [`read_secret`] reads the file of a user's
     //! secret, from which a token can be made; [`read_private`] any file that only its user may
     //! read. [`printable`] escapes the control characters of a text for a terminal.
 
     pub use mpmd_launch::{
-        DryRunEnv, JobEnv, JobFailure, Launch, LaunchError, Outcome, OutputMode, device_kinds,
+        DryRunEnv, JobEnv, JobFailure, JobOutcome, Launch, LaunchError, OutputMode, device_kinds,
         printable, read_private, read_secret, variables,
     };
     pub use mpmd_rendezvous::{RendezvousError, Token, TokenError};

@@ -105,6 +105,7 @@ impl Case {
             "unit": self.unit,
             "repeats": self.samples.len(),
         });
+
         match self.beside {
             Some(Beside::Ratio(name, value)) => {
                 line[format!("of_{}", name.replace(' ', "_"))] = json!(median / value);
@@ -153,12 +154,12 @@ pub(crate) fn quantile(samples: &[f64], share: f64) -> f64 {
 
 /// Prints cases to standard output: lines of JSON as soon as the cases are measured, so that a time
 /// limit does not lose them, or one table at the end.
-pub(crate) struct Output {
+pub(crate) struct BenchOutput {
     json: bool,
     cases: Vec<Case>,
 }
 
-impl Output {
+impl BenchOutput {
     pub(crate) fn new(json: bool) -> Self {
         Self {
             json,
@@ -182,7 +183,7 @@ impl Output {
     }
 }
 
-impl Extend<Case> for Output {
+impl Extend<Case> for BenchOutput {
     fn extend<I: IntoIterator<Item = Case>>(&mut self, cases: I) {
         cases.into_iter().for_each(|case| self.push(case));
     }
@@ -204,6 +205,7 @@ pub(crate) fn show(cases: &[Case], json: bool) {
         "unit",
         "ratio",
     ];
+
     let shown = heading.len() - usize::from(cases.iter().all(|case| case.beside.is_none()));
     let rows = cases.iter().map(Case::row).collect();
     println!("{}", table(&heading[..shown], rows, &[0, 1, 5, 6]));

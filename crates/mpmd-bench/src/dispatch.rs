@@ -14,14 +14,14 @@ use mpmd_core::{Simulation, kernel};
 use mpmd_layout::topology::{DeviceKind, Mesh};
 use mpmd_layout::tree::Tree;
 
-use crate::case::{Case, Output};
+use crate::case::{BenchOutput, Case};
 use crate::direct::Launches;
-use crate::options::{DeviceOption, Options};
+use crate::options::{BenchOptions, DeviceOption};
 
 #[derive(Args, Clone, Copy, Debug)]
 pub(crate) struct DispatchArgs {
     #[command(flatten)]
-    options: Options,
+    options: BenchOptions,
     #[command(flatten)]
     on: DeviceOption,
 }
@@ -44,9 +44,9 @@ fn nothing(cuda: Cuda<'_>, x: &View<'_>, y: &mut ViewMut<'_>) -> mpmd_core::Resu
 }
 
 /// A kernel from one array to one array that does next to nothing.
-struct Empty;
+struct EmptyKernel;
 
-impl Kernel for Empty {
+impl Kernel for EmptyKernel {
     type In = MpmdArray;
     type Out = MpmdArray;
 
@@ -117,8 +117,9 @@ impl Kernel for First {
 }
 
 pub(super) fn dispatch(args: &DispatchArgs) -> Result<ExitCode> {
-    let (options, device) = (args.options, args.on.device);
-    let mut cases = Output::new(options.json);
+    let options = args.options;
+    let device = args.on.device;
+    let mut cases = BenchOutput::new(options.json);
     local(options, device, &mut cases)?;
     // The other cases do not depend on the kind of the devices.
     if device == DeviceKind::Cpu {
@@ -133,16 +134,22 @@ pub(super) fn dispatch(args: &DispatchArgs) -> Result<ExitCode> {
 
 /// Measures calls on a device of this process. On a GPU, batches of launches by the driver alone
 /// take turns with those of the first case.
-fn local(options: Options, device: DeviceKind, cases: &mut Output) -> Result<()> {
+fn local(options: BenchOptions, device: DeviceKind, cases: &mut BenchOutput) -> Result<()> {
     let mut p = Program::builder().device_kinds(&[device]).alone()?;
     let mesh = p.mesh(&[("x", 1)])?;
     let x = scalar(&mut p, &mesh)?;
-    let empty = p.jit(Empty).on(&mesh).outputs(mesh.replicated()).build()?;
+    let empty = p
+        .jit(EmptyKernel)
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .build()?;
     let one = |p: &mut Program| empty.call(p, x.clone());
+
     let launches = match device {
         DeviceKind::Cuda => Some(Launches::new(&NOTHING, "nothing")?),
         DeviceKind::Cpu => None,
     };
+
     let mut bare = Vec::new();
     let issue = issue_times_with(&mut p, options.repeats, one, || {
         bare.extend(
@@ -160,8 +167,10 @@ fn local(options: Options, device: DeviceKind, cases: &mut Output) -> Result<()>
         let launch = Case::micros("launch", "by the driver alone", bare);
         cases.extend([issue.over("launch", &launch), launch]);
     }
+
     let complete = complete_times(&mut p, options.repeats, one)?;
     cases.push(Case::micros("jit complete", "empty, 1 leaf", complete).within(5.0));
+
     let many = p
         .jit(EmptyTree)
         .on(&mesh)
@@ -171,26 +180,33 @@ fn local(options: Options, device: DeviceKind, cases: &mut Output) -> Result<()>
         .map(|_| scalar(&mut p, &mesh))
         .collect::<mpmd_core::Result<_>>()?;
     let all = |p: &mut Program| many.call(p, xs.clone());
+
     let leaves = issue_times(&mut p, options.repeats, all)?;
     p.finish()?;
     cases.push(Case::micros("jit issue", "64 leaves in, 64 out", leaves).within(5.0));
     Ok(())
 }
 
-fn remote(p: &mut Program, options: Options) -> mpmd_core::Result<Vec<Case>> {
+fn remote(p: &mut Program, options: BenchOptions) -> mpmd_core::Result<Vec<Case>> {
     let device = p.topology().device_ids()[1];
     let mesh = p.mesh_of(&[("x", 1)], &[device])?;
     let x = scalar(p, &mesh)?;
-    let empty = p.jit(Empty).on(&mesh).outputs(mesh.replicated()).build()?;
+    let empty = p
+        .jit(EmptyKernel)
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .build()?;
     let one = |p: &mut Program| empty.call(p, x.clone());
     let times = issue_times(p, options.repeats, one)?;
     let mut cases = vec![Case::micros("jit issue", "no part in it", times).within(0.1)];
+
     let many = p
         .jit(EmptyTree)
         .on(&mesh)
         .outputs(mesh.replicated())
         .build()?;
     let first = p.jit(First).on(&mesh).outputs(mesh.replicated()).build()?;
+
     for leaves in [64, 300] {
         let xs = (0..leaves)
             .map(|_| scalar(p, &mesh))
@@ -201,12 +217,14 @@ fn remote(p: &mut Program, options: Options) -> mpmd_core::Result<Vec<Case>> {
             format!("{leaves} leaves"),
             clone_times(options.repeats, &xs),
         );
+
         let times = issue_times(p, options.repeats, |p| many.call(p, xs.clone()))?;
         let parameters = format!("no part, {leaves} leaves in, {leaves} out");
         let issued = Case::micros("jit issue", parameters, times);
         let times = issue_times(p, options.repeats, |p| first.call(p, xs.clone()))?;
         let parameters = format!("no part, {leaves} leaves in, 1 out");
         let reduced = Case::micros("jit issue", parameters, times);
+
         cases.extend([
             issued.over("clones", &clones),
             reduced.over("clones", &clones),
@@ -218,12 +236,16 @@ fn remote(p: &mut Program, options: Options) -> mpmd_core::Result<Vec<Case>> {
 
 /// Measures issue and completion of a call with one array while the program is traced. Each call
 /// records four events, on two threads.
-fn traced(options: Options) -> Result<Vec<Case>> {
+fn traced(options: BenchOptions) -> Result<Vec<Case>> {
     let folder = tempfile::tempdir()?;
     let mut p = Program::builder().trace(folder.path()).alone()?;
     let mesh = p.mesh(&[("x", 1)])?;
     let x = scalar(&mut p, &mesh)?;
-    let empty = p.jit(Empty).on(&mesh).outputs(mesh.replicated()).build()?;
+    let empty = p
+        .jit(EmptyKernel)
+        .on(&mesh)
+        .outputs(mesh.replicated())
+        .build()?;
     let one = |p: &mut Program| empty.call(p, x.clone());
     let issue = issue_times(&mut p, options.repeats, one)?;
     let complete = complete_times(&mut p, options.repeats, one)?;

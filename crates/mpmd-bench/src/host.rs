@@ -21,8 +21,9 @@ const WINDOW: usize = 4;
 /// The minimum run time of one kernel, so that it covers the transfers.
 const LONG_ENOUGH: Duration = Duration::from_millis(5);
 
-/// The (first, maximum) number of rounds of the kernel.
-const ROUNDS: (u32, u32) = (1 << 8, 1 << 24);
+/// The first and the largest number of rounds of the kernel.
+const FIRST_ROUNDS: u32 = 1 << 8;
+const MOST_ROUNDS: u32 = 1 << 24;
 
 /// The source of a kernel that computes for a while, with almost no memory access.
 static FUNCTIONS: Source = Source::cuda(
@@ -83,7 +84,8 @@ impl Meanwhile {
         let device = on.layout(&[WORK])?.devices()[0];
         let mesh = p.mesh_of(&[("x", 1)], &[device])?;
         let mut x = p.array_from_fn(f32s([WORK]), on, |_, mut view| Ok(view.fill(1.0f32)?))?;
-        let mut rounds = ROUNDS.0;
+
+        let mut rounds = FIRST_ROUNDS;
         loop {
             let kernel = p
                 .jit(Busy(rounds))
@@ -91,15 +93,17 @@ impl Meanwhile {
                 .outputs(on.clone())
                 .donate("")
                 .build()?;
+
             // The first call may load the compiled kernel.
             x = kernel.call(p, x)?;
             x.block_until_ready()?;
             let start = Instant::now();
             x = kernel.call(p, x)?;
             x.block_until_ready()?;
-            if start.elapsed() >= LONG_ENOUGH || rounds >= ROUNDS.1 {
+            if start.elapsed() >= LONG_ENOUGH || rounds >= MOST_ROUNDS {
                 return Ok(Self { kernel, x });
             }
+
             rounds *= 4;
         }
     }
@@ -117,12 +121,14 @@ pub(super) fn cases(p: &mut Program, bytes: usize, repeats: usize) -> Result<Vec
     let device = p.topology().device_ids()[0];
     let there = Sharding::single_device(device);
     let here = there.clone().with_memory_kind(MemoryKind::Host);
+
     let mut meanwhile = Meanwhile::new(p, &there)?;
     let on_host = p.array_from_fn(f32s([bytes / 4]), &here, |_, mut view| {
         Ok(view.fill(1.0f32)?)
     })?;
     let on_device = p.device_put(&on_host, &there)?;
     on_device.block_until_ready()?;
+
     let mut cases = Vec::new();
     for (name, way, x, to) in [
         ("host to device", Way::In, &on_host, &there),
@@ -160,6 +166,7 @@ fn moves(
             .map(|_| p.device_put(x, to))
             .collect::<Result<Vec<_>>>()?;
         meanwhile.more(p)?;
+
         for y in puts {
             y.block_until_ready()?;
         }

@@ -26,11 +26,11 @@ use clap::{Args, Subcommand};
 #[derive(Args, Debug)]
 pub struct BenchArgs {
     #[command(subcommand)]
-    what: What,
+    what: BenchCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum What {
+enum BenchCommand {
     /// The time to issue a `jit` call: empty, with 64 leaves, and on a process without a part in
     /// it.
     Dispatch(dispatch::DispatchArgs),
@@ -42,7 +42,7 @@ enum What {
     Weights(weights::WeightsArgs),
     /// A server of a language model with the interface of OpenAI: tokens per second, times to the
     /// first token and between tokens.
-    Serve(serve::ServeArgs),
+    Serve(serve::BenchServeArgs),
     /// Facts of a CUDA driver, without the framework: times of memory, events and copies, and the
     /// objects that another process can open.
     Probe(direct::ProbeArgs),
@@ -56,11 +56,11 @@ enum What {
 /// If the options do not fit together, or a measurement fails.
 pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
     match &args.what {
-        What::Dispatch(args) => dispatch::dispatch(args),
-        What::P2p(args) => p2p::p2p(args),
-        What::Reshard(args) => reshard::reshard(args),
-        What::Weights(args) => weights::weights(args),
-        What::Serve(args) => serve::serve(args).map(|()| ExitCode::SUCCESS),
-        What::Probe(args) => direct::probe(args).map(|()| ExitCode::SUCCESS),
+        BenchCommand::Dispatch(args) => dispatch::dispatch(args),
+        BenchCommand::P2p(args) => p2p::p2p(args),
+        BenchCommand::Reshard(args) => reshard::reshard(args),
+        BenchCommand::Weights(args) => weights::weights(args),
+        BenchCommand::Serve(args) => serve::serve(args).map(|()| ExitCode::SUCCESS),
+        BenchCommand::Probe(args) => direct::probe(args).map(|()| ExitCode::SUCCESS),
     }
 }

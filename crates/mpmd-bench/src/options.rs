@@ -8,7 +8,7 @@ use mpmd_layout::topology::DeviceKind;
 
 /// Options of every benchmark.
 #[derive(Args, Clone, Copy, Debug)]
-pub(crate) struct Options {
+pub(crate) struct BenchOptions {
     /// Print one line of JSON for each case instead of a table.
     #[arg(long)]
     pub(crate) json: bool,

@@ -15,12 +15,12 @@ use mpmd_layout::aval::f32s;
 use mpmd_layout::sharding::{Layout, Sharding};
 use mpmd_layout::topology::{DeviceKind, Mesh};
 
-use crate::case::{Case, Output};
+use crate::case::{BenchOutput, Case};
 use crate::direct::{self, Copies, Way};
 use crate::host;
 use crate::job::run_as_job;
 use crate::memcpy;
-use crate::options::{DeviceOption, Options};
+use crate::options::{BenchOptions, DeviceOption};
 
 /// Devices of the job: four that have the array, and four others.
 const DEVICES: usize = 8;
@@ -34,7 +34,7 @@ const ROUNDS_ON_GPU: usize = 16;
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ReshardArgs {
     #[command(flatten)]
-    options: Options,
+    options: BenchOptions,
     #[command(flatten)]
     on: DeviceOption,
     /// The transport of the messages: `shm` or `tcp` between processes, or `inproc` between
@@ -62,6 +62,7 @@ pub(super) fn reshard(args: &ReshardArgs) -> Result<ExitCode> {
         p.finish()?;
         return Ok(ExitCode::SUCCESS);
     }
+
     for processes in &args.processes {
         anyhow::ensure!(
             *processes > 0 && DEVICES.is_multiple_of(*processes),
@@ -71,6 +72,7 @@ pub(super) fn reshard(args: &ReshardArgs) -> Result<ExitCode> {
     for mib in &args.mib {
         anyhow::ensure!(mib.is_power_of_two(), "{mib} MiB is no power of two");
     }
+
     for processes in args.processes.iter().copied() {
         if args.transport == "inproc" {
             let simulation = Simulation::new(processes, DEVICES);
@@ -80,6 +82,7 @@ pub(super) fn reshard(args: &ReshardArgs) -> Result<ExitCode> {
             }
             continue;
         }
+
         let code = run_as_job(processes, &args.transport)?;
         if code != 0 {
             return Ok(ExitCode::from(code));
@@ -93,14 +96,14 @@ fn measure(p: &mut Program, args: &ReshardArgs) -> mpmd_core::Result<()> {
     // are never on the same process.
     let even: Vec<DeviceId> = (0..4).map(|i| DeviceId(2 * i)).collect();
     let odd: Vec<DeviceId> = (0..4).map(|i| DeviceId((2 * i + 5) % 8)).collect();
-    let (here, there) = (
-        p.mesh_of(&[("x", 4)], &even)?,
-        p.mesh_of(&[("x", 4)], &odd)?,
-    );
+    let here = p.mesh_of(&[("x", 4)], &even)?;
+    let there = p.mesh_of(&[("x", 4)], &odd)?;
+
     let on_gpu = args.on.device == DeviceKind::Cuda;
-    let mut cases = Output::new(args.options.json);
+    let mut cases = BenchOutput::new(args.options.json);
     for mib in args.mib.iter().copied() {
         let bytes = mib << 20;
+
         let rows = here.sharding(spec!["x"]);
         let columns = here.sharding(spec![None, "x"]);
         let mut turned = even.clone();
@@ -120,6 +123,7 @@ fn measure(p: &mut Program, args: &ReshardArgs) -> mpmd_core::Result<()> {
                 cases.extend(beside(moved, args, bytes, plain));
             }
         }
+
         if p.process().0 == 0 && !on_gpu {
             if p.processes() == 1 {
                 cases.extend(copies(args, bytes, &here)?);
@@ -129,12 +133,14 @@ fn measure(p: &mut Program, args: &ReshardArgs) -> mpmd_core::Result<()> {
         // The other processes wait here, so that these copies have the machine to themselves.
         meet(p, &here)?;
     }
+
     if on_gpu && p.processes() == 1 {
         let repeats = args.options.repeats.clamp(1, 10);
         for mib in args.mib.iter().copied() {
             cases.extend(host::cases(p, mib << 20, repeats)?);
         }
     }
+
     if p.process().0 == 0 {
         cases.end();
     }
@@ -151,7 +157,9 @@ fn shape(bytes: usize) -> [usize; 2] {
 /// Returns a sharding of the matrix into four regions of different shapes.
 fn regions(devices: &[DeviceId], bytes: usize) -> mpmd_core::Result<Sharding> {
     let [rows, columns] = shape(bytes);
-    let (top, left, right) = (rows / 4, columns / 4, columns * 3 / 4);
+    let top = rows / 4;
+    let left = columns / 4;
+    let right = columns * 3 / 4;
     let parts = [
         [(0, top), (0, columns)],
         [(top, rows), (0, left)],
@@ -177,6 +185,7 @@ fn put(
         Ok(view.fill(1.0f32)?)
     })?;
     x.block_until_ready()?;
+
     let measures = p.process().0 == 0;
     in_turns(args, bytes, measures, |rounds| {
         // The other processes wait here while process 0 copies.
@@ -211,10 +220,8 @@ fn meet(p: &mut Program, mesh: &Mesh) -> mpmd_core::Result<()> {
 /// framework, beside plain copies.
 fn copies(args: &ReshardArgs, bytes: usize, mesh: &Mesh) -> mpmd_core::Result<[Case; 2]> {
     let layout = |sharding: Sharding| sharding.layout(&shape(bytes));
-    let (rows, columns) = (
-        layout(mesh.sharding(spec!["x"]))?,
-        layout(mesh.sharding(spec![None, "x"]))?,
-    );
+    let rows = layout(mesh.sharding(spec!["x"]))?;
+    let columns = layout(mesh.sharding(spec![None, "x"]))?;
     let buffers = |layout: &Layout| -> Vec<Vec<u8>> {
         layout
             .regions()
@@ -222,7 +229,9 @@ fn copies(args: &ReshardArgs, bytes: usize, mesh: &Mesh) -> mpmd_core::Result<[C
             .map(|region| vec![1; region.elements() * 4])
             .collect()
     };
-    let (sources, mut targets) = (buffers(&rows), buffers(&columns));
+    let sources = buffers(&rows);
+    let mut targets = buffers(&columns);
+
     let mut copy = || {
         for (to, target) in columns.regions().iter().zip(&mut targets) {
             for (from, source) in rows.regions().iter().zip(&sources) {
@@ -233,6 +242,7 @@ fn copies(args: &ReshardArgs, bytes: usize, mesh: &Mesh) -> mpmd_core::Result<[C
         }
         std::hint::black_box(&mut targets);
     };
+
     let [times, plain] = in_turns(args, bytes, true, |rounds| {
         let start = Instant::now();
         (0..rounds).for_each(|_| copy());
@@ -259,11 +269,14 @@ fn in_turns(
     } else {
         (SAMPLE_BYTES / bytes).max(1)
     };
+
     let on_device = (on_gpu && measures)
         .then(|| Copies::new(Way::OnDevice, bytes))
         .transpose()?;
     let copied = if measures && !on_gpu { bytes } else { 0 };
-    let (source, mut target) = (vec![7u8; copied], vec![0u8; copied]);
+    let source = vec![7u8; copied];
+    let mut target = vec![0u8; copied];
+
     let mut times = [Vec::new(), Vec::new()];
     for _ in 0..=args.options.repeats.min(10) {
         times[0].push(moves(rounds)? / rounds as u32);

@@ -15,10 +15,10 @@ use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::sharding::Sharding;
 use mpmd_rendezvous::Token;
 
-use crate::case::{Case, Output};
+use crate::case::{BenchOutput, Case};
 use crate::job::run_as_job;
 use crate::memcpy;
-use crate::options::Options;
+use crate::options::BenchOptions;
 
 /// Processes of the job: two publish, and two subscribe.
 const PROCESSES: usize = 4;
@@ -30,7 +30,7 @@ const LONGEST: Duration = Duration::from_secs(120);
 #[derive(Args, Clone, Debug)]
 pub(crate) struct WeightsArgs {
     #[command(flatten)]
-    options: Options,
+    options: BenchOptions,
     /// The transport of the versions: `shm` or `tcp`.
     #[arg(long, default_value = "shm")]
     transport: String,
@@ -64,11 +64,13 @@ fn measure(p: &mut Program, args: &WeightsArgs) -> Result<()> {
         Ok(token.to_hex())
     })?;
     let token: Token = token.parse()?;
+
     let count = args.mib >> 3;
     let leaves = tree(p, count, 0, args.changed)?;
     let publication = Publication::new("bench", token.clone()).dtype(DType::Bf16);
     let mut publisher = p.publisher(publication.changes(args.changed.is_some()), &leaves)?;
     let address = publisher.address().context("no address")?.to_string();
+
     let halves = p.mesh_of(&[("tensor", 2)], &[DeviceId(2), DeviceId(3)])?;
     let wanted = (0..count).map(|leaf| {
         let spec = if leaf % 2 == 0 {
@@ -79,17 +81,20 @@ fn measure(p: &mut Program, args: &WeightsArgs) -> Result<()> {
         let aval = ShapedArray::new(&SHAPE, DType::Bf16);
         WantedLeaf::new(leaf.to_string(), aval, halves.sharding(spec))
     });
+
     let subscribing = Subscribing::new("bench", address, token)
         .transport(&args.transport)
         .changes(args.changed.is_some());
     let mut subscription = p.subscribe(subscribing, wanted.collect())?;
-    let (mut times, mut bytes) = (Vec::new(), 0);
+    let mut times = Vec::new();
+    let mut bytes = 0;
     // The first versions find new memory.
     for version in 1..=args.options.repeats as u64 + 3 {
         let leaves = tree(p, count, version, args.changed)?;
         leaves
             .iter()
             .try_for_each(|leaf| leaf.block_until_ready().map(drop))?;
+
         // All processes begin together.
         p.broadcast_value(ProcessId(0), (), || Ok(()))?;
         let start = Instant::now();
@@ -98,33 +103,44 @@ fn measure(p: &mut Program, args: &WeightsArgs) -> Result<()> {
         let arrived = p.broadcast_value(ProcessId(0), false, whole)?;
         let time = start.elapsed();
         ensure!(arrived, "version {version}: {:?}", subscription.state());
+
         if version > 3 {
             times.push(time);
         }
         _ = subscription.next(p)?;
         bytes = subscription.state().bytes;
     }
+
     let on_all = p.broadcast_value(ProcessId(2), 0, || Ok(bytes))?
         + p.broadcast_value(ProcessId(3), 0, || Ok(bytes))?;
+
     if p.process() == ProcessId(0) {
-        let all = (args.mib << 20) / 2;
-        let mut cases = Output::new(args.options.json);
-        let percent = 100.0 * on_all as f64 / all as f64;
-        let what = format!(
-            "{} MiB of f32 as bf16, {}, {percent:.1} % of its bytes",
-            args.mib,
-            { &args.transport }
-        );
-        let one = memcpy::plain(64 << 20, 1, args.options.repeats);
-        cases.push(Case::bandwidth("version", what, all, times).beside(&one));
-        cases.push(one);
-        cases.push(memcpy::plain(64 << 20, 2, args.options.repeats));
-        cases.end();
+        show(args, on_all, times);
     }
+
     // The others wait while process 0 copies.
     p.broadcast_value(ProcessId(0), (), || Ok(()))?;
     drop((subscription, publisher));
     Ok(())
+}
+
+/// Prints the times of versions beside a copy of memory. `moved` is the number of bytes of a
+/// version that the subscribers have taken.
+fn show(args: &WeightsArgs, moved: u64, times: Vec<Duration>) {
+    let all = (args.mib << 20) / 2;
+    let percent = 100.0 * moved as f64 / all as f64;
+    let what = format!(
+        "{} MiB of f32 as bf16, {}, {percent:.1} % of its bytes",
+        args.mib,
+        { &args.transport }
+    );
+    let one = memcpy::plain(64 << 20, 1, args.options.repeats);
+
+    let mut cases = BenchOutput::new(args.options.json);
+    cases.push(Case::bandwidth("version", what, all, times).beside(&one));
+    cases.push(one);
+    cases.push(memcpy::plain(64 << 20, 2, args.options.repeats));
+    cases.end();
 }
 
 /// Returns the leaves of a version: even ones on the first device, odd ones on the second.

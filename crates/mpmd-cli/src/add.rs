@@ -13,7 +13,8 @@ use mpmd_launch::{EXEC, JobEnv};
 pub(crate) fn add(
     count: u32,
     job: u32,
-    (program, args): (&Path, &[OsString]),
+    program: &Path,
+    args: &[OsString],
 ) -> anyhow::Result<ExitCode> {
     let this = std::env::current_exe().context("finding this program, to start it again")?;
     let mut children = Children(Vec::new());
@@ -31,6 +32,7 @@ pub(crate) fn add(
             .0
             .push(child.context("starting a process for the job")?);
     }
+
     let mut first = None;
     for child in &mut children.0 {
         let status = child.wait().context("waiting for an added process")?;

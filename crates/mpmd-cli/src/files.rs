@@ -17,7 +17,8 @@ pub(crate) fn read_input(file: Option<&Path>) -> Result<(String, String)> {
     match file.filter(|file| *file != Path::new("-")) {
         Some(path) => Ok((path.display().to_string(), read(path)?)),
         None => {
-            let (name, mut text) = ("standard input".to_owned(), String::new());
+            let name = "standard input".to_owned();
+            let mut text = String::new();
             io::stdin()
                 .read_to_string(&mut text)
                 .context("cannot read standard input")?;

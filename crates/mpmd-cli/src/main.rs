@@ -23,13 +23,13 @@ use mpmd_programs::{finetune, generate, serve, train_and_serve};
 #[command(name = "mpmd", version)]
 struct Cli {
     #[command(subcommand)]
-    command: Command,
+    command: CliCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum Command {
+enum CliCommand {
     /// Run a program as several processes on this machine
-    Run(run::Run),
+    Run(run::RunArgs),
     /// Show the activity of the processes of a running job, refreshed every second, or trace them
     Top(top::TopArgs),
     /// Ask the planners: layouts, chunks, rules, resharding
@@ -63,25 +63,27 @@ enum Command {
 fn main() -> ExitCode {
     mpmd_launch::log_to_stderr();
     mpmd_launch::end_with_stdout();
+
     let done = match Cli::parse().command {
-        Command::Run(run) => run.run(top::find::process_of_only_job),
-        Command::Top(args) => top::top(&args),
-        Command::Plan(args) => plan::plan(&args),
-        Command::Trace(args) => trace::trace(&args),
-        Command::Check(args) => check::check(&args),
-        Command::Schedule(args) => schedule::schedule(&args),
-        Command::Bench(args) => mpmd_bench::bench(&args),
-        Command::Doctor(args) => doctor::doctor(&args),
-        Command::Finetune(args) => finetune::finetune(&args),
-        Command::Generate(args) => generate::generate(&args),
-        Command::Serve(args) => serve::serve(&args),
-        Command::TrainAndServe(args) => train_and_serve::train_and_serve(&args),
-        Command::Exec(exec) => exec.run(),
-        Command::Guard => {
+        CliCommand::Run(run) => run.run(top::find::process_of_only_job),
+        CliCommand::Top(args) => top::top(&args),
+        CliCommand::Plan(args) => plan::plan(&args),
+        CliCommand::Trace(args) => trace::trace(&args),
+        CliCommand::Check(args) => check::check(&args),
+        CliCommand::Schedule(args) => schedule::schedule(&args),
+        CliCommand::Bench(args) => mpmd_bench::bench(&args),
+        CliCommand::Doctor(args) => doctor::doctor(&args),
+        CliCommand::Finetune(args) => finetune::finetune(&args),
+        CliCommand::Generate(args) => generate::generate(&args),
+        CliCommand::Serve(args) => serve::serve(&args),
+        CliCommand::TrainAndServe(args) => train_and_serve::train_and_serve(&args),
+        CliCommand::Exec(exec) => exec.run(),
+        CliCommand::Guard => {
             mpmd_launch::guard(std::io::stdin());
             Ok(ExitCode::SUCCESS)
         }
     };
+
     done.unwrap_or_else(|error| {
         files::complain(&error);
         ExitCode::FAILURE

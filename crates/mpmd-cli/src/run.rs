@@ -23,7 +23,7 @@ const NOT_RUN: u8 = 126;
 
 /// Arguments of `mpmd run`.
 #[derive(Args, Debug)]
-pub(crate) struct Run {
+pub(crate) struct RunArgs {
     /// Number of processes
     #[arg(
         short = 'n',
@@ -88,7 +88,7 @@ pub(crate) struct Run {
     program: Vec<OsString>,
 }
 
-impl Run {
+impl RunArgs {
     /// Starts the job, and blocks until all its processes have ended. The exit code is that of the
     /// process that failed first, 0 if none failed, 127 if the program does not exist, and 126 if
     /// it cannot be executed.
@@ -102,6 +102,7 @@ impl Run {
         let Some((program, args)) = self.program.split_first() else {
             anyhow::bail!("no program is given");
         };
+
         // Looked up here, so that the error is printed once and not by every process.
         let found = match find(program) {
             Ok(found) => found,
@@ -110,10 +111,12 @@ impl Run {
                 return Ok(ExitCode::from(code));
             }
         };
+
         if let Some(count) = self.add {
             let job = self.job.map_or_else(of_only_job, Ok)?;
-            return crate::add::add(count, job, (&found, args));
+            return crate::add::add(count, job, &found, args);
         }
+
         let this = std::env::current_exe().context("finding this program, to start it again")?;
         let processes = self.processes.unwrap_or(1) as usize;
         let mut launch = Launch::new(processes, &this);
@@ -125,6 +128,7 @@ impl Run {
         if let Some(peer_timeout) = self.peer_timeout {
             launch = launch.peer_timeout(peer_timeout);
         }
+
         let outcome = launch
             .args([OsStr::new(EXEC), OsStr::new("--"), found.as_os_str()])
             .args(args)
@@ -138,9 +142,11 @@ impl Run {
             .grace(self.grace)
             .prefix(!self.no_prefix)
             .run()?;
+
         if let Some(failure) = &outcome.first_failure {
             crate::files::complain(failure);
         }
+
         // Exit codes are one byte.
         Ok(ExitCode::from(outcome.code().to_le_bytes()[0]))
     }
@@ -161,6 +167,7 @@ impl Exec {
         let Some((program, args)) = self.program.split_first() else {
             anyhow::bail!("no program is given");
         };
+
         adopt()?;
         let error = Command::new(program).args(args).exec();
         // In the words of all programs, so that the launcher shows it once.
@@ -183,6 +190,7 @@ pub(crate) fn find(program: &OsStr) -> Result<PathBuf, (u8, String)> {
             .map(|folder| folder.join(program))
             .collect(),
     };
+
     for place in places {
         let Ok(data) = place.metadata() else { continue };
         if data.is_file() && data.permissions().mode() & 0o111 != 0 {

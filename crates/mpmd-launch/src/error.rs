@@ -6,7 +6,7 @@ use std::time::Duration;
 use mpmd_base::ProcessId;
 use mpmd_rendezvous::{RendezvousError, TokenError};
 
-use crate::end::ProcessEnd;
+use crate::process_end::ProcessEnd;
 
 /// An error while a job, or this process's part in it, starts.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]

@@ -7,16 +7,17 @@ use std::process::{Child, Command, Stdio};
 use rustix::process::Pid;
 
 use super::error::LaunchError;
-use super::spawn::Launch;
+use super::spawn::{GuardCommand, Launch};
 
 /// A helper process that kills the job's processes if the launcher dies before it can.
-pub(super) struct Guard(Option<Child>);
+pub(super) struct JobGuard(Option<Child>);
 
-impl Guard {
+impl JobGuard {
     pub(super) fn start(launch: &Launch) -> Result<Self, LaunchError> {
-        let Some((program, args)) = &launch.guard else {
+        let Some(GuardCommand { program, args }) = &launch.guard else {
             return Ok(Self(None));
         };
+
         // In its own process group, so that signals to the launcher's group do not reach it.
         let guard = Command::new(program)
             .args(args)
@@ -40,7 +41,7 @@ impl Guard {
     }
 }
 
-impl Drop for Guard {
+impl Drop for JobGuard {
     fn drop(&mut self) {
         if let Some(mut guard) = self.0.take() {
             // It ends with its input; no process groups are left for it to kill.

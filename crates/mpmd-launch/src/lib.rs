@@ -23,22 +23,21 @@
 
 #![forbid(unsafe_code)]
 
-mod cause;
-mod end;
 mod env;
 mod error;
 mod guard;
+mod job_failure;
+mod job_stop;
+mod last_words;
 mod log;
 mod output;
-mod replace;
+mod process_end;
+mod replacement;
 mod signals;
 mod spawn;
-mod stop;
 mod supervise;
 pub mod testing;
-mod words;
 
-pub use cause::{ExitKind, JobFailure};
 pub use env::{DryRunEnv, JobEnv, cuda_collectives, device_kinds, read_private, read_secret, spin};
 #[doc(hidden)]
 pub use env::{
@@ -46,6 +45,7 @@ pub use env::{
     unknown_variables_here,
 };
 pub use error::LaunchError;
+pub use job_failure::{ExitKind, JobFailure};
 pub use log::log_to_stderr;
 #[doc(hidden)]
 pub use log::{NO_READER, end_with_stdout};
@@ -56,4 +56,4 @@ pub use signals::{is_ignored, stop_name};
 #[doc(hidden)]
 pub use spawn::{DEFAULT_PEER_TIMEOUT, EXEC};
 pub use spawn::{Launch, OutputMode, adopt, guard};
-pub use supervise::Outcome;
+pub use supervise::JobOutcome;

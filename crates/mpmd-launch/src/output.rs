@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::words::LastWords;
+use super::last_words::LastWords;
 
 /// Returns a text of another process or of a file without control characters, which could command
 /// a terminal, and without marks that change the order in which text is shown. Line ends and tabs
@@ -37,12 +37,12 @@ fn commands_terminal(c: char) -> bool {
 
 /// One of the launcher's own output streams.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Stream {
+pub(super) enum OutputStream {
     Out,
     Err,
 }
 
-impl Stream {
+impl OutputStream {
     /// True if prefixes are coloured: on a terminal, unless `NO_COLOR` is set.
     pub(super) fn is_coloured(self) -> bool {
         let terminal = match self {
@@ -69,7 +69,7 @@ impl Stream {
 /// would panic and end the job if nobody reads that any more.
 pub(super) fn say(line: impl Display) {
     let line = format!("mpmd: {line}\n");
-    let _ = Stream::Err.write(printable(&line).as_bytes());
+    let _ = OutputStream::Err.write(printable(&line).as_bytes());
 }
 
 /// Returns the prefix of each line of `process`: its number in brackets, padded to the width of the
@@ -95,13 +95,14 @@ pub(super) fn copy(
     let mut failed = Some(failed);
     let mut write = |bytes: &[u8]| {
         if failed.is_some()
-            && let Err(error) = Stream::Out.write(bytes)
+            && let Err(error) = OutputStream::Out.write(bytes)
             && let Some(failed) = failed.take()
         {
             failed(error);
         }
     };
-    let mut lines = Lines::new("");
+
+    let mut lines = OutputLines::new("");
     let mut bytes = vec![0; 16 * 1024];
     loop {
         match from.read(&mut bytes) {
@@ -122,9 +123,9 @@ pub(super) fn copy(
 /// for a moment. Blocks.
 pub(super) fn copy_errors(mut from: impl Read + AsFd, prefix: &str, words: &LastWords) {
     // An error is ignored: there is no other place for it.
-    let write = |lines: &[u8]| _ = Stream::Err.write(&prefixed(prefix, lines));
+    let write = |lines: &[u8]| _ = OutputStream::Err.write(&prefixed(prefix, lines));
     // `words` sees the lines without prefix.
-    let mut lines = Lines::new("");
+    let mut lines = OutputLines::new("");
     let mut bytes = vec![0; 16 * 1024];
     loop {
         if let Some(due) = words.due(Instant::now())
@@ -170,7 +171,7 @@ const REDRAW: Duration = Duration::from_secs(1);
 ///
 /// A carriage return overwrites a line, as on a terminal. So a progress bar shows its last state,
 /// and one state per second before. Lines of more than 64 KiB are split.
-struct Lines {
+struct OutputLines {
     prefix: Vec<u8>,
     line: Vec<u8>,
     /// True after a carriage return: the next bytes overwrite the line.
@@ -179,7 +180,7 @@ struct Lines {
     done: Vec<u8>,
 }
 
-impl Lines {
+impl OutputLines {
     fn new(prefix: &str) -> Self {
         let prefix = prefix.as_bytes().to_vec();
         Self {
@@ -259,7 +260,7 @@ mod tests {
     }
 
     fn all(chunks: &[&[u8]]) -> String {
-        let mut lines = Lines::new("[0] ");
+        let mut lines = OutputLines::new("[0] ");
         let mut said = Vec::new();
         for chunk in chunks {
             lines.push(chunk, Instant::now());
@@ -281,7 +282,7 @@ mod tests {
 
     #[test]
     fn overwritten_line_shows_one_state_per_second() {
-        let mut lines = Lines::new("");
+        let mut lines = OutputLines::new("");
         let start = Instant::now();
         for tenth in 0..25 {
             let text = format!("\r{tenth}");
@@ -293,7 +294,7 @@ mod tests {
 
     #[test]
     fn endless_line_is_cut() {
-        let mut lines = Lines::new("");
+        let mut lines = OutputLines::new("");
         let mut total = 0;
         for _ in 0..100 {
             lines.push(&[b'x'; 10_000], Instant::now());

@@ -7,11 +7,11 @@ use rustix::process::Signal;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
-use super::cause::signal_name;
 use super::error::LaunchError;
+use super::job_failure::signal_name;
 
 /// An end of a process of the job, or a request of the user.
-pub(super) enum Event {
+pub(super) enum JobEvent {
     /// The process with this number has ended.
     Ended(usize),
     /// SIGINT, SIGTERM, SIGHUP or SIGUSR1, which requests the end of this process.
@@ -43,53 +43,54 @@ pub fn is_ignored(signal: i32) -> bool {
 }
 
 /// Turns the signals that would end or stop this process into events, until it is dropped.
-pub(super) struct Signals {
+pub(super) struct SignalForwarder {
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Signals {
-    pub(super) fn forward_to(events: Sender<Event>) -> Result<Self, LaunchError> {
+impl SignalForwarder {
+    pub(super) fn forward_to(events: Sender<JobEvent>) -> Result<Self, LaunchError> {
         let failed = |e: std::io::Error| LaunchError::environment("listening for signals", e);
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()
             .map_err(failed)?;
+
         let (stop, mut stopped) = oneshot::channel::<()>();
-        let (mut interrupt, mut terminate, mut user, mut hang_up, mut stop_asked, mut continued) = {
-            let _inside = runtime.enter();
-            let listen = |kind| signal(kind).map_err(failed);
-            let other = |signal: Signal| SignalKind::from_raw(signal.as_raw());
-            let hears_hang_up = !is_ignored(Signal::HUP.as_raw());
-            (
-                listen(SignalKind::interrupt())?,
-                listen(SignalKind::terminate())?,
-                listen(SignalKind::user_defined1())?,
-                hears_hang_up
-                    .then(|| listen(SignalKind::hangup()))
-                    .transpose()?,
-                listen(other(Signal::TSTP))?,
-                listen(other(Signal::CONT))?,
-            )
+        let inside = runtime.enter();
+        let listen = |kind| signal(kind).map_err(failed);
+        let other = |signal: Signal| SignalKind::from_raw(signal.as_raw());
+        let hears_hang_up = !is_ignored(Signal::HUP.as_raw());
+        let mut interrupt = listen(SignalKind::interrupt())?;
+        let mut terminate = listen(SignalKind::terminate())?;
+        let mut user = listen(SignalKind::user_defined1())?;
+        let mut hang_up = match hears_hang_up {
+            true => Some(listen(SignalKind::hangup())?),
+            false => None,
         };
+        let mut stop_asked = listen(other(Signal::TSTP))?;
+        let mut continued = listen(other(Signal::CONT))?;
+        drop(inside);
+
         let forward = async move {
             loop {
                 let event = tokio::select! {
                     // `biased` keeps the order: a stop comes before the SIGCONT that ended it.
                     biased;
                     _ = &mut stopped => break,
-                    Some(()) = interrupt.recv() => Event::Signal(Signal::INT),
-                    Some(()) = terminate.recv() => Event::Signal(Signal::TERM),
-                    Some(()) = user.recv() => Event::Signal(Signal::USR1),
-                    Some(()) = received(&mut hang_up) => Event::Signal(Signal::HUP),
-                    Some(()) = stop_asked.recv() => Event::Stop,
-                    Some(()) = continued.recv() => Event::Continue,
+                    Some(()) = interrupt.recv() => JobEvent::Signal(Signal::INT),
+                    Some(()) = terminate.recv() => JobEvent::Signal(Signal::TERM),
+                    Some(()) = user.recv() => JobEvent::Signal(Signal::USR1),
+                    Some(()) = received(&mut hang_up) => JobEvent::Signal(Signal::HUP),
+                    Some(()) = stop_asked.recv() => JobEvent::Stop,
+                    Some(()) = continued.recv() => JobEvent::Continue,
                 };
                 if events.send(event).is_err() {
                     break;
                 }
             }
         };
+
         let thread = std::thread::Builder::new()
             .name("mpmd-signals".into())
             .spawn(move || runtime.block_on(forward))
@@ -109,7 +110,7 @@ async fn received(listener: &mut Option<tokio::signal::unix::Signal>) -> Option<
     }
 }
 
-impl Drop for Signals {
+impl Drop for SignalForwarder {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {

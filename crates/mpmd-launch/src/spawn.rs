@@ -7,7 +7,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use mpmd_rendezvous::{Server, ServerConfig, Token};
+use mpmd_rendezvous::{RendezvousServer, ServerConfig, Token};
 use rustix::process::{
     Pid, Resource, Signal, getppid, getrlimit, kill_process_group, set_parent_process_death_signal,
     setrlimit, test_kill_process,
@@ -39,7 +39,14 @@ pub struct Launch {
     peer_timeout: Option<Duration>,
     pub(super) grace: Duration,
     pub(super) output: OutputMode,
-    pub(super) guard: Option<(OsString, Vec<OsString>)>,
+    pub(super) guard: Option<GuardCommand>,
+}
+
+/// The program that runs beside a job as its guard.
+#[derive(Clone, Debug)]
+pub(super) struct GuardCommand {
+    pub(super) program: OsString,
+    pub(super) args: Vec<OsString>,
 }
 
 /// The destination of the processes' output.
@@ -184,11 +191,19 @@ impl Launch {
         program: impl Into<OsString>,
         args: impl IntoIterator<Item = T>,
     ) -> Self {
-        self.guard = Some((program.into(), args.into_iter().map(Into::into).collect()));
+        self.guard = Some(GuardCommand {
+            program: program.into(),
+            args: args.into_iter().map(Into::into).collect(),
+        });
         self
     }
 
-    pub(super) fn command(&self, process: usize, server: &Server, token: &Token) -> Command {
+    pub(super) fn command(
+        &self,
+        process: usize,
+        server: &RendezvousServer,
+        token: &Token,
+    ) -> Command {
         let mut command = Command::new(&self.program);
         command
             .args(&self.args)
@@ -209,6 +224,7 @@ impl Launch {
             .env(variables::LAUNCHER_PID, std::process::id().to_string())
             .stdin(Stdio::null())
             .process_group(0);
+
         for (name, value) in UCX {
             if std::env::var_os(name).is_none() {
                 command.env(name, value);
@@ -250,17 +266,19 @@ impl Launch {
             let added = || added().map(|(_, value)| value.to_string_lossy().into_owned());
             set.or_else(added).or_else(|| std::env::var(name).ok())
         };
+
         JobEnv::settings(&look, self.processes)
     }
 
     /// Starts the rendezvous service of the job on this machine.
-    pub(super) fn serve(&self) -> Result<(Server, Token), LaunchError> {
+    pub(super) fn serve(&self) -> Result<(RendezvousServer, Token), LaunchError> {
         let processes = self.processes;
         if processes == 0 || u32::try_from(processes).is_err() {
             return Err(LaunchError::Processes { processes });
         }
         let token =
             Token::random().map_err(|e| LaunchError::environment("making a job token", e))?;
+
         let here = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
         let peer_timeout = self
             .read_settings()?
@@ -271,7 +289,7 @@ impl Launch {
             token: token.clone(),
             peer_timeout,
         };
-        Ok((Server::bind(here, config)?, token))
+        Ok((RendezvousServer::bind(here, config)?, token))
     }
 }
 
@@ -287,6 +305,7 @@ pub(super) fn make_room(processes: usize) -> Result<(), LaunchError> {
     if limit.current.is_none_or(|current| current >= needed) {
         return Ok(());
     }
+
     let refused = |why: String| {
         LaunchError::environment(format!("preparing the start of {processes} processes"), why)
     };
@@ -296,6 +315,7 @@ pub(super) fn make_room(processes: usize) -> Result<(), LaunchError> {
              (ulimit -n), or start fewer processes"
         )));
     }
+
     limit.current = Some(needed);
     setrlimit(Resource::Nofile, limit).map_err(|error| refused(error.to_string()))
 }
@@ -333,6 +353,7 @@ pub fn adopt() -> Result<(), LaunchError> {
             value: launcher.clone(),
             expected: "a process number".into(),
         })?;
+
     set_parent_process_death_signal(Some(Signal::KILL))
         .map_err(|e| LaunchError::environment("asking to end with the launcher", e))?;
     // The launcher may have died before the request. If a shell or a debugger is in between, that
@@ -355,6 +376,7 @@ pub fn guard(launcher: impl Read) {
         let Some(pid) = pid.parse().ok().and_then(Pid::from_raw) else {
             continue;
         };
+
         groups.retain(|&group| group != pid);
         if sign == "+" {
             groups.push(pid);

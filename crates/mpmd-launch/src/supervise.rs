@@ -1,5 +1,5 @@
 //! Supervision of a job's processes: starts them, forwards signals, and waits until all have ended.
-//! After a first failure it ends the others, and finds the cause for the `Outcome`.
+//! After a first failure it ends the others, and finds the cause for the `JobOutcome`.
 
 use std::io::IsTerminal;
 use std::process::{Child, Command, Stdio};
@@ -9,26 +9,26 @@ use std::time::{Duration, Instant};
 
 use mpmd_base::ProcessId;
 use mpmd_base::deadline::after;
-use mpmd_rendezvous::Server;
+use mpmd_rendezvous::{FailureReport, RendezvousServer};
 use rustix::process::{
     Pid, Signal, WaitId, WaitIdOptions, getpid, kill_process, kill_process_group, waitid,
 };
 
-use super::cause::{ExitKind, JobFailure, Known};
 use super::error::LaunchError;
-use super::guard::Guard;
+use super::guard::JobGuard;
+use super::job_failure::{ExitKind, FailedJob, JobFailure, PlaceEnd};
+use super::job_stop::{JobStop, is_told};
+use super::last_words::{self, HOLD, LastWords, PrintedError};
 use super::log::NO_READER;
-use super::output::{self, Stream, say};
-use super::replace::{LOOK, Meaning, Replacing, Standing};
-use super::signals::{Event, Signals, stop_name};
+use super::output::{self, OutputStream, say};
+use super::replacement::{EndMeaning, JobStanding, LOOK, ProcessReplacement};
+use super::signals::{JobEvent, SignalForwarder, stop_name};
 use super::spawn::{Launch, OutputMode, make_room};
-use super::stop::{Stop, is_told};
-use super::words::{self, HOLD, LastWords};
 
 /// The end of a job.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[must_use]
-pub struct Outcome {
+pub struct JobOutcome {
     /// The failure that ended the job, if one did.
     pub first_failure: Option<JobFailure>,
     /// The signal to the launcher, such as Ctrl-C, by which the user stopped the job, if it ended
@@ -39,7 +39,7 @@ pub struct Outcome {
     pub codes: Vec<i32>,
 }
 
-impl Outcome {
+impl JobOutcome {
     /// Returns the exit code for the job: that of the process at fault; 128 plus the number of the
     /// signal by which the user stopped it; or 0 if no process failed.
     pub fn code(&self) -> i32 {
@@ -62,34 +62,37 @@ impl Launch {
     /// # Errors
     ///
     /// If the job could not be started; then none of its processes remains. Failures of a started
-    /// job are in the [`Outcome`].
-    pub fn run(&self) -> Result<Outcome, LaunchError> {
+    /// job are in the [`JobOutcome`].
+    pub fn run(&self) -> Result<JobOutcome, LaunchError> {
         super::env::check_names()?;
         make_room(self.processes + self.spares)?;
+
         let (server, token) = self.serve()?;
         let server = Arc::new(server);
+
         let (events, happened) = mpsc::channel();
         // Before the first process starts: from then on no signal may end the launcher and leave
         // processes behind.
-        let _signals = Signals::forward_to(events.clone())?;
-        let mut job = Processes {
+        let _signals = SignalForwarder::forward_to(events.clone())?;
+        let mut job = StartedProcesses {
             running: Vec::new(),
-            guard: Guard::start(self)?,
+            guard: JobGuard::start(self)?,
         };
-        let start = |job: &mut Processes, number: usize| {
+
+        let start = |job: &mut StartedProcesses, number: usize| {
             let command = self.command(number, &server, &token);
             job.start(number, self, command, &server, &events)
         };
         for number in 0..self.processes + self.spares {
             start(&mut job, number)?;
         }
-        Ok(job.watch(&happened, self, &server, start))
+        Ok(JobWatch::new(job, self, &server, start).run(&happened))
     }
 }
 
 impl Launch {
     /// Returns the prefix of the lines of a process.
-    fn prefix_of(&self, stream: Stream, process: usize) -> String {
+    fn prefix_of(&self, stream: OutputStream, process: usize) -> String {
         match self.prefix {
             true => output::prefix(process, self.processes, stream.is_coloured()),
             false => String::new(),
@@ -100,18 +103,19 @@ impl Launch {
     /// [`OutputMode::Quiet0`] the first process has none, also one that has come in its place.
     fn prefix_of_output(
         &self,
-        server: &Arc<Server>,
+        server: &Arc<RendezvousServer>,
         process: usize,
     ) -> impl Fn() -> String + use<> {
         let is_quiet = self.output == OutputMode::Quiet0;
         // The output may last longer than the job.
-        let server: Weak<Server> = Arc::downgrade(server);
+        let server: Weak<RendezvousServer> = Arc::downgrade(server);
         let processes = self.processes;
-        let prefix = self.prefix_of(Stream::Out, process);
+        let prefix = self.prefix_of(OutputStream::Out, process);
+
         let is_first = move || {
             let job = server
                 .upgrade()
-                .map(|server| Standing::of(&server, processes));
+                .map(|server| JobStanding::of(&server, processes));
             job.is_some_and(|job| job.place(process) == Some(ProcessId(0)))
         };
         move || {
@@ -124,10 +128,10 @@ impl Launch {
     }
 
     /// Shows errors that were held back, with the numbers of their processes.
-    fn show(&self, errors: &[words::Error]) {
-        for words::Error { processes, text } in errors {
+    fn show(&self, errors: &[PrintedError]) {
+        for PrintedError { processes, text } in errors {
             let prefix = match processes.as_slice() {
-                [process] => self.prefix_of(Stream::Err, *process),
+                [process] => self.prefix_of(OutputStream::Err, *process),
                 _ if !self.prefix => String::new(),
                 several => {
                     let numbers: Vec<String> = several.iter().map(ToString::to_string).collect();
@@ -135,14 +139,14 @@ impl Launch {
                 }
             };
             // There is no other place for an error of writing.
-            let _ = Stream::Err.write(&output::prefixed(&prefix, text.as_bytes()));
+            let _ = OutputStream::Err.write(&output::prefixed(&prefix, text.as_bytes()));
         }
     }
 }
 
 /// The progress of ending a job.
 #[derive(Clone, Copy)]
-enum Ending {
+enum EndingPhase {
     NotYet,
     Grace(Instant),
     Asked(Instant),
@@ -162,12 +166,13 @@ const SAME_MOMENT: Duration = Duration::from_millis(500);
 const LAST_OUTPUT: Duration = Duration::from_secs(1);
 
 /// The processes that were started. Dropping it ends all of them.
-struct Processes {
-    running: Vec<Running>,
-    guard: Guard,
+struct StartedProcesses {
+    running: Vec<StartedProcess>,
+    guard: JobGuard,
 }
 
-struct Running {
+/// A process that was started, also after its end.
+struct StartedProcess {
     /// The process number with which it was started. One that has died before may have had it.
     number: usize,
     child: Child,
@@ -178,7 +183,7 @@ struct Running {
     words: Arc<LastWords>,
 }
 
-impl Running {
+impl StartedProcess {
     /// Waits until all output of an ended process is read, at most until `until`.
     fn wait_for_output(&self, until: Instant) {
         for output in &self.output {
@@ -188,15 +193,15 @@ impl Running {
     }
 }
 
-impl Processes {
+impl StartedProcesses {
     /// Starts a process with this number.
     fn start(
         &mut self,
         process: usize,
         launch: &Launch,
         mut command: Command,
-        server: &Arc<Server>,
-        events: &Sender<Event>,
+        server: &Arc<RendezvousServer>,
+        events: &Sender<JobEvent>,
     ) -> Result<(), LaunchError> {
         let is_direct = launch.output == OutputMode::Quiet0 && process == 0;
         if !is_direct {
@@ -206,6 +211,7 @@ impl Processes {
         if !is_direct || !std::io::stderr().is_terminal() {
             command.stderr(Stdio::piped());
         }
+
         // On this thread: the kernel ends a child with a parent-death signal when the thread that
         // started it ends.
         let mut child = command
@@ -213,393 +219,48 @@ impl Processes {
             .map_err(|e| LaunchError::not_started(&command.get_program().to_string_lossy(), &e))?;
         let pid = Pid::from_child(&child);
         self.guard.tell('+', pid);
-        let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+        let stdout = child.stdout.take();
+        let stderr = child.stderr.take();
+
         // From here on the child is ended also if a later step fails.
         let place = self.running.len();
-        let (number, how, output) = (process, None, Vec::new());
         let words = Arc::<LastWords>::default();
-        self.running.push(Running {
-            number,
+        self.running.push(StartedProcess {
+            number: process,
             child,
             pid,
-            how,
-            output,
+            how: None,
+            output: Vec::new(),
             words: words.clone(),
         });
+
         let mut output = Vec::new();
         if let Some(stdout) = stdout {
-            let (prefix, events) = (launch.prefix_of_output(server, process), events.clone());
+            let prefix = launch.prefix_of_output(server, process);
+            let events = events.clone();
             // The receiver is gone if the job has ended.
-            let failed = move |error| drop(events.send(Event::NoOutput(error)));
+            let failed = move |error| drop(events.send(JobEvent::NoOutput(error)));
             let copy = move || output::copy(stdout, prefix, failed);
             output.push(thread("mpmd-stdout", copy)?);
         }
         if let Some(stderr) = stderr {
             let prefix = match is_direct {
                 true => String::new(),
-                false => launch.prefix_of(Stream::Err, process),
+                false => launch.prefix_of(OutputStream::Err, process),
             };
             let copy = move || output::copy_errors(stderr, &prefix, &words);
             output.push(thread("mpmd-stderr", copy)?);
         }
+
         let events = events.clone();
-        thread("mpmd-wait", move || {
-            // NOWAIT leaves the process unreaped, so that the system cannot reuse its pid yet.
-            let wait = || {
-                waitid(
-                    WaitId::Pid(pid),
-                    WaitIdOptions::EXITED | WaitIdOptions::NOWAIT,
-                )
-            };
-            while matches!(wait(), Err(rustix::io::Errno::INTR)) {}
-            // The receiver is gone if the launch has failed meanwhile.
-            let _ = events.send(Event::Ended(place));
-        })?;
+        thread("mpmd-wait", move || report_end(pid, place, &events))?;
+
         self.running[place].output = output;
         Ok(())
     }
 
-    /// Waits until all processes have ended. After a first failure or a signal, ends the remaining
-    /// ones: `grace`, then SIGTERM, then SIGKILL.
-    /// In a job that recovers, `start` starts new processes in place of lost ones before that, by
-    /// their number.
-    fn watch(
-        mut self,
-        happened: &Receiver<Event>,
-        launch: &Launch,
-        server: &Server,
-        mut start: impl FnMut(&mut Self, usize) -> Result<(), LaunchError>,
-    ) -> Outcome {
-        let (grace, mut replacing) = (launch.grace, Replacing::new(launch));
-        let first_ones = self.running.len();
-        let mut start_one = |job: &mut Self, number: usize| {
-            if let Err(error) = start(job, number) {
-                say(format!("a lost process cannot be replaced: {error}"));
-            }
-        };
-        let mut ending = Ending::NotYet;
-        let mut first: Option<(ProcessId, ExitKind, Instant)> = None;
-        let mut stop = Stop::default();
-        let mut lost = None;
-        // The errors that are held back are shown at the end, or now if that is late.
-        let mut show_at: Option<Instant> = None;
-        let mut shown: Vec<(usize, Vec<String>)> = Vec::new();
-        while self.running.iter().any(|running| running.how.is_none())
-            // Its rendezvous service is needed.
-            || (matches!(ending, Ending::NotYet) && replacing.recovers() && {
-                let ours: Vec<_> = self.running.iter().map(|running| running.number).collect();
-                Standing::of(server, launch.processes).goes_on_elsewhere(&ours)
-            })
-        {
-            if replacing.recovers() {
-                let job = Standing::of(server, launch.processes);
-                let joins =
-                    |running: &Running| running.how.is_none() && !job.is_known(running.number);
-                server.may_start(replacing.has_left() || self.running.iter().any(joins));
-            }
-            let event = match ending {
-                Ending::Grace(until) | Ending::Asked(until) => {
-                    let until = until.min(*show_at.get_or_insert_with(|| Instant::now() + HOLD));
-                    happened.recv_timeout(until.saturating_duration_since(Instant::now()))
-                }
-                Ending::NotYet if replacing.must_look() => happened.recv_timeout(LOOK),
-                // No timeout: a healthy job may take days, and a killed process ends.
-                Ending::NotYet | Ending::Killed => {
-                    happened.recv().map_err(|_| RecvTimeoutError::Disconnected)
-                }
-            };
-            match event {
-                Err(RecvTimeoutError::Timeout)
-                    if shown.is_empty() && show_at.is_some_and(|at| at <= Instant::now()) =>
-                {
-                    show_at = Some(after(Instant::now(), Duration::MAX));
-                    shown = self.take_words();
-                    launch.show(&words::merged(&shown));
-                }
-                Ok(Event::Ended(ended)) => {
-                    let how = self.reap(ended);
-                    let is_ending = !matches!(ending, Ending::NotYet);
-                    let Running { number, pid, .. } = self.running[ended];
-                    let job = Standing::of(server, launch.processes);
-                    replacing.learn(server.may_shrink());
-                    let meaning = replacing.judge(number, how, &job);
-                    let goes_on = match meaning {
-                        Meaning::Failed(_) | Meaning::FailedAtExit(_) => false,
-                        // The others may end by the same cause before they have joined.
-                        Meaning::NotNeeded => server.is_complete(),
-                        _ => true,
-                    };
-                    if goes_on {
-                        // The end of the job may be far.
-                        let words = self.running[ended].words.release();
-                        launch.show(&words::merged(&[(number, words)]));
-                    }
-                    let process = match meaning {
-                        Meaning::Nothing => continue,
-                        Meaning::NotNeeded => {
-                            if !is_ending && server.failure().is_none() {
-                                let pid = pid.as_raw_nonzero();
-                                say(format!("the job goes on without the spare {pid}: {how}"));
-                            }
-                            // It had the arguments and the files of all that would follow.
-                            if server.refusal(ProcessId(number as u32)).is_some() {
-                                replacing.start_no_more();
-                            }
-                            continue;
-                        }
-                        Meaning::Lost(_) if !is_ending => {
-                            let pid = pid.as_raw_nonzero();
-                            say(format!("lost the process with pid {pid}: {how}"));
-                            lost = Some(how);
-                            if !job.is_over && replacing.take_one() {
-                                // If it has never joined, others wait for this very number.
-                                let is_new = server.is_complete() || job.is_known(number);
-                                let number = if is_new { self.running.len() } else { number };
-                                start_one(&mut self, number);
-                            }
-                            continue;
-                        }
-                        Meaning::Lost(process) => process,
-                        Meaning::FailedAtExit(process) => {
-                            // The others have ended their parts too, and may still save them.
-                            first.get_or_insert((process, how, Instant::now()));
-                            continue;
-                        }
-                        Meaning::Failed(process) => process,
-                    };
-                    match (first, ending) {
-                        (None, _) => first = Some((process, how, Instant::now())),
-                        (Some((_, before, when)), Ending::Grace(_))
-                            if stop.signal().is_none()
-                                && when.elapsed() < SAME_MOMENT
-                                && matches!(
-                                    (before, how),
-                                    (ExitKind::Exit(_), ExitKind::Signal(_))
-                                ) =>
-                        {
-                            first = Some((process, how, when));
-                        }
-                        _ => {}
-                    }
-                    if matches!(ending, Ending::NotYet) {
-                        ending = Ending::Grace(after(Instant::now(), grace));
-                    }
-                }
-                Ok(Event::Signal(signal)) => {
-                    let has_failed =
-                        first.is_some_and(|(_, _, when)| when.elapsed() >= SAME_MOMENT);
-                    stop.ask(signal, has_failed);
-                    if stop.is_new(signal, Instant::now()) {
-                        self.signal(signal);
-                    }
-                    if matches!(ending, Ending::NotYet) {
-                        ending = Ending::Grace(after(Instant::now(), grace));
-                    }
-                }
-                Ok(Event::NoOutput(error)) => {
-                    // A second SIGTERM would end a process that saves.
-                    if stop.lose_output(&error, first.is_some()) {
-                        self.signal(Signal::TERM);
-                    }
-                    if matches!(ending, Ending::NotYet) {
-                        ending = Ending::Grace(after(Instant::now(), grace));
-                    }
-                }
-                Ok(Event::Stop) => {
-                    self.signal(Signal::STOP);
-                    // The launcher catches SIGTSTP, so it must stop itself with SIGSTOP. This stops
-                    // all its threads. The rendezvous service then notices that it was stopped, and
-                    // does not count any process as silent.
-                    let _ = kill_process(getpid(), Signal::STOP);
-                }
-                Ok(Event::Continue) => {
-                    self.signal(Signal::CONT);
-                    // Deadlines restart: no process could act while stopped.
-                    ending = match ending {
-                        Ending::Grace(_) => Ending::Grace(after(Instant::now(), grace)),
-                        Ending::Asked(_) => Ending::Asked(Instant::now() + AFTER_TERM),
-                        other => other,
-                    };
-                }
-                Err(RecvTimeoutError::Timeout) => match ending {
-                    Ending::NotYet => {
-                        let job = Standing::of(server, launch.processes);
-                        let alive = (0..self.running.len())
-                            .filter(|i| self.running[*i].how.is_none())
-                            .map(|i| (i, self.running[i].number));
-                        let alive: Vec<_> = alive.collect();
-                        let is_on_its_way = |(i, number): &&(usize, usize)| {
-                            *i >= first_ones && !job.is_known(*number)
-                        };
-                        let on_their_way = alive.iter().filter(is_on_its_way).count();
-                        let numbers = alive.iter().map(|(_, number)| *number);
-                        if replacing.recovers() && on_their_way == 0 && job.needs_none_of(numbers) {
-                            // A stopped process that was replaced would never end.
-                            ending = Ending::Grace(after(Instant::now(), grace));
-                            continue;
-                        }
-                        if server.wanted() > on_their_way && replacing.take_one() {
-                            let next = self.running.len();
-                            start_one(&mut self, next);
-                        }
-                        let is_at_work = |(_, number): &&(usize, usize)| !job.has_left(*number);
-                        let alive: Vec<_> =
-                            alive.iter().filter(is_at_work).map(|(i, _)| *i).collect();
-                        if let Some(victim) = replacing.victim(&alive) {
-                            let number = self.running[victim].number;
-                            say(format!(
-                                "chaos kills the process that was started as {number}"
-                            ));
-                            let _ = kill_process_group(self.running[victim].pid, Signal::KILL);
-                        }
-                    }
-                    // The deadline passed long ago, so this process was stopped; SIGCONT will be
-                    // handled next.
-                    Ending::Grace(until) if until.elapsed() > SAME_MOMENT => {
-                        ending = Ending::Grace(Instant::now() + SAME_MOMENT);
-                    }
-                    Ending::Grace(_) => {
-                        self.signal(Signal::TERM);
-                        ending = Ending::Asked(Instant::now() + AFTER_TERM);
-                    }
-                    _ => {
-                        self.signal(Signal::KILL);
-                        ending = Ending::Killed;
-                    }
-                },
-                // Cannot happen: the signals' thread holds a sender.
-                Err(RecvTimeoutError::Disconnected) => break,
-            }
-        }
-        let until = Instant::now() + LAST_OUTPUT;
-        self.running
-            .iter()
-            .for_each(|running| running.wait_for_output(until));
-        // The last lines of a process are written after its end.
-        for event in happened.try_iter() {
-            if let Event::NoOutput(error) = event {
-                stop.lose_output(&error, first.is_some());
-            }
-        }
-        let ends: Vec<(usize, ExitKind)> = self
-            .running
-            .iter()
-            .map(|running| (running.number, running.how.unwrap_or(ExitKind::Exit(1))))
-            .collect();
-        let codes = ends.iter().map(|(_, how)| how.code()).collect();
-        let job = Standing::of(server, launch.processes);
-        let places = || (0..job.places as u32).map(ProcessId);
-        let mut by_place: Vec<Option<ExitKind>> = places().map(|_| None).collect();
-        let place_of = |number: usize| match replacing.recovers() {
-            true => job.place(number),
-            false => Some(ProcessId(number as u32)),
-        };
-        for (number, how) in &ends {
-            let place = place_of(*number);
-            if let Some(end) = place.and_then(|place| by_place.get_mut(place.index())) {
-                *end = Some(*how);
-            }
-        }
-        let unknown = lost.unwrap_or(ExitKind::Exit(1));
-        let ours: Vec<usize> = ends.iter().map(|(number, _)| *number).collect();
-        let is_elsewhere = |place: ProcessId| job.has_left_elsewhere(place, &ours);
-        let by_place = places()
-            .zip(by_place)
-            .map(|(place, end)| match is_elsewhere(place) {
-                true => ExitKind::Exit(0),
-                false => end.unwrap_or(unknown),
-            });
-        let by_place: Vec<_> = by_place.collect();
-        let is_open =
-            |place: &ProcessId| !is_elsewhere(*place) && !job.is_done(*place, ends.iter().copied());
-        let open = places().find(|place| replacing.recovers() && is_open(place));
-        // A spare that takes a place while the job ends may have ended well in it.
-        let is_replaced =
-            |place: ProcessId| replacing.recovers() && by_place[place.index()] == ExitKind::Exit(0);
-        let first = first.filter(|(place, ..)| !is_replaced(*place));
-        let (first, is_open) = match (first, open) {
-            (Some((process, how, _)), _) => (Some((process, how)), false),
-            (None, Some(place)) => (Some((place, by_place[place.index()])), true),
-            (None, None) => (None, false),
-        };
-        let (reports, unformed) = (server.reports(), server.failure());
-        let is_direct = launch.output == OutputMode::Quiet0;
-        if is_direct && ends.contains(&(0, ExitKind::Exit(NO_READER))) {
-            stop.ask(Signal::PIPE, false);
-        }
-        // A job that recovers goes on without a killed process.
-        let may_be_killed = matches!(ending, Ending::Killed) || replacing.recovers();
-        let is_odd = |place: usize, end: ExitKind| {
-            stop.signal().is_some() && !stop.explains(place, end, &reports, may_be_killed)
-        };
-        let odd = by_place
-            .iter()
-            .copied()
-            .enumerate()
-            .find(|(place, end)| is_odd(*place, *end));
-        let stopped_by = stop.signal().filter(|signal| {
-            (first.is_some() || *signal == Signal::PIPE)
-                && odd.is_none()
-                && reports
-                    .iter()
-                    .all(|(_, report)| report.failure.is_peer_failure())
-        });
-        // A process that has ended as requested is not at fault.
-        let first = first.map(|(process, end)| match odd {
-            Some((place, odd)) if !is_odd(process.index(), end) => (ProcessId(place as u32), odd),
-            _ => (process, end),
-        });
-        let taken = self.take_words();
-        let all: Vec<_> = shown.iter().cloned().chain(taken).collect();
-        let errors = words::merged(&all);
-        let mut unseen = words::without(errors.clone(), &words::merged(&shown));
-        if let Some(signal) = stopped_by {
-            let is_told = |number: &usize| {
-                place_of(*number).is_some_and(|place| is_told(&reports, place.index()))
-            };
-            unseen.retain(|error| !error.processes.iter().all(is_told));
-            launch.show(&unseen);
-            // A program that ends in order says so itself.
-            let is_cut = by_place
-                .iter()
-                .any(|how| matches!(how, ExitKind::Signal(_)));
-            if is_cut && signal != Signal::PIPE {
-                say(format!("stopped by {}", stop_name(signal.as_raw())));
-            }
-            let stopped_by = Some(signal.as_raw());
-            return Outcome {
-                first_failure: None,
-                stopped_by,
-                codes,
-            };
-        }
-        let first_failure = first.map(|first| {
-            let known = Known {
-                first,
-                ends: &by_place,
-                reports: &reports,
-                unformed: unformed.as_ref(),
-            };
-            let mut failure = known.cause();
-            if is_open && failure.why.is_none() {
-                failure.why = Some("no process has ended the program in its place".to_owned());
-            }
-            failure.absorb(&errors, &known);
-            unseen = failure.without_said(std::mem::take(&mut unseen));
-            failure
-        });
-        launch.show(&unseen);
-        if first_failure.is_none() && stop.signal().is_none() && job.has_no_member() {
-            say(
-                "no process has joined the job: the program does not use mpmd, or has ended \
-                 before `Program::run`",
-            );
-        }
-        Outcome {
-            first_failure,
-            stopped_by: None,
-            codes,
-        }
+    fn is_any_alive(&self) -> bool {
+        self.running.iter().any(|running| running.how.is_none())
     }
 
     /// Takes the errors of all processes that nobody has shown, by the number of the process.
@@ -629,7 +290,570 @@ impl Processes {
     }
 }
 
-impl Drop for Processes {
+/// The failure of a process that ends its job.
+#[derive(Clone, Copy)]
+struct FirstFailure {
+    place: ProcessId,
+    how: ExitKind,
+    at: Instant,
+}
+
+/// A job while its processes run, as the launcher watches it.
+///
+/// After a first failure or a signal it ends the remaining processes: grace, then SIGTERM, then
+/// SIGKILL. In a job that recovers, new processes are started in place of lost ones before that.
+struct JobWatch<'a, F> {
+    job: StartedProcesses,
+    launch: &'a Launch,
+    server: &'a RendezvousServer,
+    /// Starts a process by its number.
+    start: F,
+    replacing: ProcessReplacement,
+    /// Number of processes that were started at first.
+    first_ones: usize,
+    ending: EndingPhase,
+    first: Option<FirstFailure>,
+    stop: JobStop,
+    /// The end of the process that was lost last.
+    lost: Option<ExitKind>,
+    /// The errors that are held back are shown at the end, or at this time if that is late.
+    show_at: Option<Instant>,
+    /// The errors that were shown before the end, by the number of their process.
+    shown: Vec<(usize, Vec<String>)>,
+}
+
+impl<'a, F> JobWatch<'a, F>
+where
+    F: FnMut(&mut StartedProcesses, usize) -> Result<(), LaunchError>,
+{
+    fn new(
+        job: StartedProcesses,
+        launch: &'a Launch,
+        server: &'a RendezvousServer,
+        start: F,
+    ) -> Self {
+        Self {
+            first_ones: job.running.len(),
+            job,
+            launch,
+            server,
+            start,
+            replacing: ProcessReplacement::new(launch),
+            ending: EndingPhase::NotYet,
+            first: None,
+            stop: JobStop::default(),
+            lost: None,
+            show_at: None,
+            shown: Vec::new(),
+        }
+    }
+
+    /// Waits until all processes have ended.
+    fn run(mut self, happened: &Receiver<JobEvent>) -> JobOutcome {
+        while self.must_wait() {
+            self.tell_if_processes_may_start();
+            match self.next_event(happened) {
+                Ok(event) => self.handle(event),
+                Err(RecvTimeoutError::Timeout) if self.is_late_for_errors() => {
+                    self.show_held_errors();
+                }
+                Err(RecvTimeoutError::Timeout) => self.handle_timeout(),
+                // Cannot happen: the signals' thread holds a sender.
+                Err(RecvTimeoutError::Disconnected) => break,
+            }
+        }
+
+        let until = Instant::now() + LAST_OUTPUT;
+        self.job
+            .running
+            .iter()
+            .for_each(|running| running.wait_for_output(until));
+        // The last lines of a process are written after its end.
+        for event in happened.try_iter() {
+            if let JobEvent::NoOutput(error) = event {
+                self.stop.lose_output(&error, self.first.is_some());
+            }
+        }
+        self.outcome()
+    }
+
+    /// True while a process runs, or while the job goes on with processes from elsewhere: they need
+    /// the rendezvous service of this launcher.
+    fn must_wait(&self) -> bool {
+        if self.job.is_any_alive() {
+            return true;
+        }
+        if !matches!(self.ending, EndingPhase::NotYet) || !self.replacing.recovers() {
+            return false;
+        }
+        let ours: Vec<_> = self
+            .job
+            .running
+            .iter()
+            .map(|running| running.number)
+            .collect();
+        self.standing().goes_on_elsewhere(&ours)
+    }
+
+    fn standing(&self) -> JobStanding {
+        JobStanding::of(self.server, self.launch.processes)
+    }
+
+    /// Tells the rendezvous service if processes may still come for free places: new ones, or ones
+    /// that have started and not joined yet.
+    fn tell_if_processes_may_start(&self) {
+        if !self.replacing.recovers() {
+            return;
+        }
+        let job = self.standing();
+        let joins =
+            |running: &StartedProcess| running.how.is_none() && !job.is_known(running.number);
+        let may_start = self.replacing.has_left() || self.job.running.iter().any(joins);
+        self.server.may_start(may_start);
+    }
+
+    /// Waits for an event, at most until the next deadline.
+    fn next_event(&mut self, happened: &Receiver<JobEvent>) -> Result<JobEvent, RecvTimeoutError> {
+        match self.ending {
+            EndingPhase::Grace(until) | EndingPhase::Asked(until) => {
+                let show_at = *self.show_at.get_or_insert_with(|| Instant::now() + HOLD);
+                let until = until.min(show_at);
+                happened.recv_timeout(until.saturating_duration_since(Instant::now()))
+            }
+            EndingPhase::NotYet if self.replacing.must_look() => happened.recv_timeout(LOOK),
+            // No timeout: a healthy job may take days, and a killed process ends.
+            EndingPhase::NotYet | EndingPhase::Killed => {
+                happened.recv().map_err(|_| RecvTimeoutError::Disconnected)
+            }
+        }
+    }
+
+    fn is_late_for_errors(&self) -> bool {
+        self.shown.is_empty() && self.show_at.is_some_and(|at| at <= Instant::now())
+    }
+
+    fn show_held_errors(&mut self) {
+        self.show_at = Some(after(Instant::now(), Duration::MAX));
+        self.shown = self.job.take_words();
+        self.launch.show(&last_words::merged(&self.shown));
+    }
+
+    fn handle(&mut self, event: JobEvent) {
+        match event {
+            JobEvent::Ended(ended) => self.handle_end(ended),
+            JobEvent::Signal(signal) => {
+                let has_failed = self
+                    .first
+                    .is_some_and(|first| first.at.elapsed() >= SAME_MOMENT);
+                self.stop.ask(signal, has_failed);
+                if self.stop.is_new(signal, Instant::now()) {
+                    self.job.signal(signal);
+                }
+                self.begin_grace();
+            }
+            JobEvent::NoOutput(error) => {
+                // A second SIGTERM would end a process that saves.
+                if self.stop.lose_output(&error, self.first.is_some()) {
+                    self.job.signal(Signal::TERM);
+                }
+                self.begin_grace();
+            }
+            JobEvent::Stop => {
+                self.job.signal(Signal::STOP);
+                // The launcher catches SIGTSTP, so it must stop itself with SIGSTOP. This stops
+                // all its threads. The rendezvous service then notices that it was stopped, and
+                // does not count any process as silent.
+                let _ = kill_process(getpid(), Signal::STOP);
+            }
+            JobEvent::Continue => {
+                self.job.signal(Signal::CONT);
+                // Deadlines restart: no process could act while stopped.
+                self.ending = match self.ending {
+                    EndingPhase::Grace(_) => {
+                        EndingPhase::Grace(after(Instant::now(), self.launch.grace))
+                    }
+                    EndingPhase::Asked(_) => EndingPhase::Asked(Instant::now() + AFTER_TERM),
+                    other => other,
+                };
+            }
+        }
+    }
+
+    /// Begins to end the job, unless it ends already.
+    fn begin_grace(&mut self) {
+        if matches!(self.ending, EndingPhase::NotYet) {
+            self.ending = EndingPhase::Grace(after(Instant::now(), self.launch.grace));
+        }
+    }
+
+    /// Handles the end of a process. `ended` counts the processes in the order of their starts.
+    fn handle_end(&mut self, ended: usize) {
+        let how = self.job.reap(ended);
+        let is_ending = !matches!(self.ending, EndingPhase::NotYet);
+        let StartedProcess { number, pid, .. } = self.job.running[ended];
+        let job = self.standing();
+        self.replacing.learn(self.server.may_shrink());
+        let meaning = self.replacing.judge(number, how, &job);
+
+        let goes_on = match meaning {
+            EndMeaning::Failed(_) | EndMeaning::FailedAtExit(_) => false,
+            // The others may end by the same cause before they have joined.
+            EndMeaning::NotNeeded => self.server.is_complete(),
+            _ => true,
+        };
+        if goes_on {
+            // The end of the job may be far.
+            let words = self.job.running[ended].words.release();
+            self.launch.show(&last_words::merged(&[(number, words)]));
+        }
+
+        let place = match meaning {
+            EndMeaning::Nothing => return,
+            EndMeaning::NotNeeded => {
+                if !is_ending && self.server.failure().is_none() {
+                    let pid = pid.as_raw_nonzero();
+                    say(format!("the job goes on without the spare {pid}: {how}"));
+                }
+                // It had the arguments and the files of all that would follow.
+                if self.server.refusal(ProcessId(number as u32)).is_some() {
+                    self.replacing.start_no_more();
+                }
+                return;
+            }
+            EndMeaning::Lost(_) if !is_ending => {
+                let pid = pid.as_raw_nonzero();
+                say(format!("lost the process with pid {pid}: {how}"));
+                self.lost = Some(how);
+                self.replace(number, &job);
+                return;
+            }
+            EndMeaning::FailedAtExit(place) => {
+                // The others have ended their parts too, and may still save them.
+                let at = Instant::now();
+                self.first.get_or_insert(FirstFailure { place, how, at });
+                return;
+            }
+            EndMeaning::Lost(place) | EndMeaning::Failed(place) => place,
+        };
+        self.note_failure(place, how);
+        self.begin_grace();
+    }
+
+    /// Starts a process in place of a lost one with this number, if one is left and the job goes
+    /// on.
+    fn replace(&mut self, number: usize, job: &JobStanding) {
+        if job.is_over || !self.replacing.take_one() {
+            return;
+        }
+        // If it has never joined, others wait for this very number.
+        let is_new = self.server.is_complete() || job.is_known(number);
+        let number = if is_new {
+            self.job.running.len()
+        } else {
+            number
+        };
+        self.start_one(number);
+    }
+
+    fn start_one(&mut self, number: usize) {
+        if let Err(error) = (self.start)(&mut self.job, number) {
+            say(format!("a lost process cannot be replaced: {error}"));
+        }
+    }
+
+    /// Notes a failure if it is the first one, or its cause: see [`SAME_MOMENT`].
+    fn note_failure(&mut self, place: ProcessId, how: ExitKind) {
+        match (self.first, self.ending) {
+            (None, _) => {
+                let at = Instant::now();
+                self.first = Some(FirstFailure { place, how, at });
+            }
+            (Some(before), EndingPhase::Grace(_))
+                if self.stop.signal().is_none()
+                    && before.at.elapsed() < SAME_MOMENT
+                    && matches!(before.how, ExitKind::Exit(_))
+                    && matches!(how, ExitKind::Signal(_)) =>
+            {
+                let at = before.at;
+                self.first = Some(FirstFailure { place, how, at });
+            }
+            _ => {}
+        }
+    }
+
+    fn handle_timeout(&mut self) {
+        match self.ending {
+            EndingPhase::NotYet => self.look_at_places(),
+            // The deadline passed long ago, so this process was stopped; SIGCONT will be
+            // handled next.
+            EndingPhase::Grace(until) if until.elapsed() > SAME_MOMENT => {
+                self.ending = EndingPhase::Grace(Instant::now() + SAME_MOMENT);
+            }
+            EndingPhase::Grace(_) => {
+                self.job.signal(Signal::TERM);
+                self.ending = EndingPhase::Asked(Instant::now() + AFTER_TERM);
+            }
+            EndingPhase::Asked(_) | EndingPhase::Killed => {
+                self.job.signal(Signal::KILL);
+                self.ending = EndingPhase::Killed;
+            }
+        }
+    }
+
+    /// Looks for places that nobody takes, and starts a process for one. Ends a job that needs none
+    /// of its living processes any more. Kills a process if the user asked for chaos.
+    fn look_at_places(&mut self) {
+        let job = self.standing();
+        let alive: Vec<(usize, usize)> = (0..self.job.running.len())
+            .filter(|i| self.job.running[*i].how.is_none())
+            .map(|i| (i, self.job.running[i].number))
+            .collect();
+        let on_their_way = alive
+            .iter()
+            .filter(|(i, number)| *i >= self.first_ones && !job.is_known(*number))
+            .count();
+        let numbers = alive.iter().map(|(_, number)| *number);
+        if self.replacing.recovers() && on_their_way == 0 && job.needs_none_of(numbers) {
+            // A stopped process that was replaced would never end.
+            self.ending = EndingPhase::Grace(after(Instant::now(), self.launch.grace));
+            return;
+        }
+
+        if self.server.wanted() > on_their_way && self.replacing.take_one() {
+            self.start_one(self.job.running.len());
+        }
+
+        let at_work: Vec<_> = alive
+            .iter()
+            .filter(|(_, number)| !job.has_left(*number))
+            .map(|(i, _)| *i)
+            .collect();
+        if let Some(victim) = self.replacing.victim(&at_work) {
+            let number = self.job.running[victim].number;
+            say(format!(
+                "chaos kills the process that was started as {number}"
+            ));
+            let _ = kill_process_group(self.job.running[victim].pid, Signal::KILL);
+        }
+    }
+
+    /// Finds the failure that ended the job, and shows the errors that it does not contain.
+    fn outcome(mut self) -> JobOutcome {
+        let recovers = self.replacing.recovers();
+        let ended = EndedJob::of(&self.job.running, self.standing(), recovers, self.lost);
+        let codes = ended.ends.iter().map(|(_, how)| how.code()).collect();
+        let (first, is_open) = self.first_end(&ended);
+        let reports = self.server.reports();
+        let unformed = self.server.failure();
+        let is_direct = self.launch.output == OutputMode::Quiet0;
+        if is_direct && ended.ends.contains(&(0, ExitKind::Exit(NO_READER))) {
+            self.stop.ask(Signal::PIPE, false);
+        }
+
+        let odd = (0..)
+            .zip(&ended.by_place)
+            .map(|(place, how)| PlaceEnd {
+                place: ProcessId(place),
+                how: *how,
+            })
+            .find(|end| self.is_odd(*end, &reports));
+        let stopped_by = self.stop.signal().filter(|signal| {
+            (first.is_some() || *signal == Signal::PIPE)
+                && odd.is_none()
+                && reports
+                    .iter()
+                    .all(|(_, report)| report.failure.is_peer_failure())
+        });
+        // A process that has ended as requested is not at fault.
+        let first = first.map(|first| match odd {
+            Some(odd) if !self.is_odd(first, &reports) => odd,
+            _ => first,
+        });
+
+        let taken = self.job.take_words();
+        let all: Vec<_> = self.shown.iter().cloned().chain(taken).collect();
+        let errors = last_words::merged(&all);
+        let mut unseen = last_words::without(errors.clone(), &last_words::merged(&self.shown));
+        if let Some(signal) = stopped_by {
+            self.show_stop(signal, &ended, &reports, unseen);
+            return JobOutcome {
+                first_failure: None,
+                stopped_by: Some(signal.as_raw()),
+                codes,
+            };
+        }
+
+        let first_failure = first.map(|first| {
+            let known = FailedJob {
+                first,
+                ends: &ended.by_place,
+                reports: &reports,
+                unformed: unformed.as_ref(),
+            };
+            let mut failure = known.cause();
+            if is_open && failure.why.is_none() {
+                failure.why = Some("no process has ended the program in its place".to_owned());
+            }
+            failure.absorb(&errors, &known);
+            unseen = failure.without_said(std::mem::take(&mut unseen));
+            failure
+        });
+        self.launch.show(&unseen);
+        let is_stopped = self.stop.signal().is_some();
+        if first_failure.is_none() && !is_stopped && ended.standing.has_no_member() {
+            say(
+                "no process has joined the job: the program does not use mpmd, or has ended \
+                 before `Program::run`",
+            );
+        }
+        JobOutcome {
+            first_failure,
+            stopped_by: None,
+            codes,
+        }
+    }
+
+    /// Returns the end that failed the job first, and true if it is that of a place in which no
+    /// process has ended the program.
+    fn first_end(&self, ended: &EndedJob) -> (Option<PlaceEnd>, bool) {
+        let open = ended.open_place();
+        let first = self
+            .first
+            .filter(|first| !ended.has_ended_well_instead(first.place));
+        match (first, open) {
+            (Some(FirstFailure { place, how, .. }), _) => (Some(PlaceEnd { place, how }), false),
+            (None, Some(place)) => {
+                let how = ended.by_place[place.index()];
+                (Some(PlaceEnd { place, how }), true)
+            }
+            (None, None) => (None, false),
+        }
+    }
+
+    /// True if the user has stopped the job, and a process has ended over something else.
+    fn is_odd(&self, end: PlaceEnd, reports: &[(ProcessId, FailureReport)]) -> bool {
+        // A job that recovers goes on without a killed process.
+        let may_be_killed = matches!(self.ending, EndingPhase::Killed) || self.replacing.recovers();
+        self.stop.signal().is_some()
+            && !self
+                .stop
+                .explains(end.place.index(), end.how, reports, may_be_killed)
+    }
+
+    /// Shows the errors of a job that the user has stopped, but for those of processes that only
+    /// report the end of others.
+    fn show_stop(
+        &self,
+        signal: Signal,
+        ended: &EndedJob,
+        reports: &[(ProcessId, FailureReport)],
+        mut unseen: Vec<PrintedError>,
+    ) {
+        let is_told = |number: &usize| {
+            ended
+                .place_of(*number)
+                .is_some_and(|place| is_told(reports, place.index()))
+        };
+        unseen.retain(|error| !error.processes.iter().all(is_told));
+        self.launch.show(&unseen);
+
+        // A program that ends in order says so itself.
+        let is_cut = ended
+            .by_place
+            .iter()
+            .any(|how| matches!(how, ExitKind::Signal(_)));
+        if is_cut && signal != Signal::PIPE {
+            say(format!("stopped by {}", stop_name(signal.as_raw())));
+        }
+    }
+}
+
+/// A job whose processes have all ended.
+struct EndedJob {
+    standing: JobStanding,
+    recovers: bool,
+    /// (Number with which a process was started, its end), in the order of the starts.
+    ends: Vec<(usize, ExitKind)>,
+    /// The numbers of the launcher's processes.
+    ours: Vec<usize>,
+    /// The last end of a process in each place.
+    by_place: Vec<ExitKind>,
+}
+
+impl EndedJob {
+    /// Finds the end of each place. One without a process of its own has ended as `lost`, the
+    /// process that was lost last.
+    fn of(
+        running: &[StartedProcess],
+        standing: JobStanding,
+        recovers: bool,
+        lost: Option<ExitKind>,
+    ) -> Self {
+        let ends: Vec<(usize, ExitKind)> = running
+            .iter()
+            .map(|running| (running.number, running.how.unwrap_or(ExitKind::Exit(1))))
+            .collect();
+        let mut ended = Self {
+            standing,
+            recovers,
+            ours: ends.iter().map(|(number, _)| *number).collect(),
+            ends,
+            by_place: Vec::new(),
+        };
+
+        let mut known: Vec<Option<ExitKind>> = vec![None; ended.standing.places];
+        for (number, how) in &ended.ends {
+            let place = ended.place_of(*number);
+            if let Some(end) = place.and_then(|place| known.get_mut(place.index())) {
+                *end = Some(*how);
+            }
+        }
+        let unknown = lost.unwrap_or(ExitKind::Exit(1));
+        ended.by_place = ended
+            .places()
+            .zip(known)
+            .map(|(place, end)| match ended.has_left_elsewhere(place) {
+                true => ExitKind::Exit(0),
+                false => end.unwrap_or(unknown),
+            })
+            .collect();
+        ended
+    }
+
+    fn places(&self) -> impl Iterator<Item = ProcessId> + use<> {
+        (0..self.standing.places as u32).map(ProcessId)
+    }
+
+    /// Returns the place of the process that was started with this number.
+    fn place_of(&self, number: usize) -> Option<ProcessId> {
+        match self.recovers {
+            true => self.standing.place(number),
+            false => Some(ProcessId(number as u32)),
+        }
+    }
+
+    fn has_left_elsewhere(&self, place: ProcessId) -> bool {
+        self.standing.has_left_elsewhere(place, &self.ours)
+    }
+
+    /// Returns the first place of a job that recovers in which no process has ended the program.
+    fn open_place(&self) -> Option<ProcessId> {
+        let ends = || self.ends.iter().copied();
+        self.places().find(|place| {
+            self.recovers
+                && !self.has_left_elsewhere(*place)
+                && !self.standing.is_done(*place, ends())
+        })
+    }
+
+    /// True if another process has ended well in a place in which one has failed: a spare that took
+    /// it while the job ended.
+    fn has_ended_well_instead(&self, place: ProcessId) -> bool {
+        self.recovers && self.by_place[place.index()] == ExitKind::Exit(0)
+    }
+}
+
+impl Drop for StartedProcesses {
     fn drop(&mut self) {
         for process in 0..self.running.len() {
             if self.running[process].how.is_none() {
@@ -637,6 +861,19 @@ impl Drop for Processes {
             }
         }
     }
+}
+
+/// Waits for the end of a process and reports it. `place` counts the processes in the order of
+/// their starts.
+fn report_end(pid: Pid, place: usize, events: &Sender<JobEvent>) {
+    // NOWAIT leaves the process unreaped, so that the system cannot reuse its pid yet.
+    let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+    while matches!(
+        waitid(WaitId::Pid(pid), options),
+        Err(rustix::io::Errno::INTR)
+    ) {}
+    // The receiver is gone if the launch has failed meanwhile.
+    let _ = events.send(JobEvent::Ended(place));
 }
 
 /// Runs `work` on a thread. The receiver disconnects when the thread ends.

@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use std::sync::mpsc;
 use std::time::Duration;
 
-use mpmd_launch::{ExitKind, JobEnv, Launch, Outcome};
-use mpmd_rendezvous::{Down, Identity, JoinConfig, Joined, Member, Rendezvous};
+use mpmd_launch::{ExitKind, JobEnv, JobOutcome, Launch};
+use mpmd_rendezvous::{Down, Identity, JobMember, JoinConfig, JoinedEpoch, Rendezvous};
 use rustix::process::{Signal, getpid, kill_process};
 
 /// The variable with the name of the case.
@@ -52,7 +52,7 @@ impl Drop for Folder {
     }
 }
 
-fn how(outcome: &Outcome) -> Option<ExitKind> {
+fn how(outcome: &JobOutcome) -> Option<ExitKind> {
     outcome.first_failure.as_ref().map(|failure| failure.how)
 }
 
@@ -154,7 +154,11 @@ impl Process {
         self.leave(&rendezvous);
     }
 
-    fn join(&self, epoch: u64, identity: Identity) -> Result<Option<(Rendezvous, Joined)>, String> {
+    fn join(
+        &self,
+        epoch: u64,
+        identity: Identity,
+    ) -> Result<Option<(Rendezvous, JoinedEpoch)>, String> {
         let rendezvous = Rendezvous::connect(JoinConfig {
             server: self.env.coordinator.clone(),
             process: self.env.process,
@@ -163,9 +167,9 @@ impl Process {
             peer_timeout: LONG,
         });
         let rendezvous = rendezvous.map_err(|error| error.to_string())?;
-        let member = Member {
+        let member = JobMember {
             pid: std::process::id(),
-            ..Member::default()
+            ..JobMember::default()
         };
         let joined = rendezvous.join_epoch(member, epoch, identity);
         let joined = joined.map_err(|error| error.to_string())?;

@@ -5,22 +5,23 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::clock::{ClockOffset, clock, quickest};
+use super::clock_offset::{ClockOffset, ClockTrip, clock, quickest};
 use super::connect::is_gone;
-use super::connection::{Connection, open};
-use super::protocol::{self, Answer, Leaving, Request};
+use super::connection::{ServerConnection, open};
+use super::protocol::{self, ClientRequest, LeaveKind, RequestAnswer};
 use super::{
-    Down, Identity, JoinConfig, Joined, Member, Parting, RendezvousError, Report, Succession,
+    Down, FailureReport, Identity, JobMember, JoinConfig, JoinedEpoch, RendezvousError,
+    ServiceParting, Succession,
 };
 use mpmd_proto::wire::ProcessId;
 
-/// This process's connection to the job's [`Server`](super::Server). Any thread may call its
-/// methods. Those that ask the server block, for a bounded time.
+/// This process's connection to the job's [`RendezvousServer`](super::RendezvousServer). Any thread
+/// may call its methods. Those that ask the server block, for a bounded time.
 ///
 /// If it is dropped without [`leave`](Self::leave), the process counts as died, and the others are
 /// told.
 pub struct Rendezvous {
-    pub(super) link: Arc<Connection>,
+    pub(super) link: Arc<ServerConnection>,
     pub(super) config: JoinConfig,
     /// The address of this end of the connection.
     pub(super) local: SocketAddr,
@@ -98,13 +99,14 @@ impl Rendezvous {
     /// [`Complete`](RendezvousError::Complete) or [`Program`](RendezvousError::Program), each with
     /// the processes concerned. [`ServerGone`](RendezvousError::ServerGone) if the connection has
     /// ended.
-    pub fn join(&self, member: Member) -> Result<Joined, RendezvousError> {
+    pub fn join(&self, member: JobMember) -> Result<JoinedEpoch, RendezvousError> {
         let JoinConfig {
             process, processes, ..
         } = self.config;
         if process.index() >= processes {
             return Err(RendezvousError::NoSuchProcess { process, processes });
         }
+
         match self.ask_to_join(member, 1, Identity::random()?, false)? {
             (_, Some(joined)) => Ok(joined),
             (answer, None) => Err(self.link.senseless(&answer)),
@@ -119,9 +121,9 @@ impl Rendezvous {
     /// A process that finds no place waits as a spare, for as long as the job runs: one with a
     /// number beyond the job's, one that was started later, or one that was given up meanwhile.
     /// Then it gets the place of a process that is gone. Returns `None` if the job ends without
-    /// it, and on a process that [leaves](Member::leaves) once it is not needed any more.
+    /// it, and on a process that [leaves](JobMember::leaves) once it is not needed any more.
     ///
-    /// A later epoch may have another number of processes, if [`Member::sizes`] allows it. Fewer
+    /// A later epoch may have another number of processes, if [`JobMember::sizes`] allows it. Fewer
     /// if no process is left for a free place; then the processes have new numbers, in the same
     /// order. More if spares wait: they get the numbers after those of the others.
     ///
@@ -131,13 +133,13 @@ impl Rendezvous {
     /// [`OtherRun`](RendezvousError::OtherRun) if the server is of another run.
     pub fn join_epoch(
         &self,
-        member: Member,
+        member: JobMember,
         epoch: u64,
         identity: Identity,
-    ) -> Result<Option<Joined>, RendezvousError> {
+    ) -> Result<Option<JoinedEpoch>, RendezvousError> {
         match self.ask_to_join(member, epoch, identity, true)? {
             (_, Some(joined)) => Ok(Some(joined)),
-            (Answer::Done, None) => Ok(None),
+            (RequestAnswer::Done, None) => Ok(None),
             (answer, None) => Err(self.link.senseless(&answer)),
         }
     }
@@ -145,19 +147,20 @@ impl Rendezvous {
     /// Sends a request to join. Returns the answer, and its content if it has the members.
     fn ask_to_join(
         &self,
-        member: Member,
+        member: JobMember,
         epoch: u64,
         identity: Identity,
         waits: bool,
-    ) -> Result<(Answer, Option<Joined>), RendezvousError> {
+    ) -> Result<(RequestAnswer, Option<JoinedEpoch>), RendezvousError> {
         let JoinConfig {
             process,
             processes,
             peer_timeout,
             ..
         } = self.config;
+
         let processes = processes as u64;
-        let join = |ask| Request::Join {
+        let join = |ask| ClientRequest::Join {
             ask,
             process,
             processes,
@@ -167,11 +170,13 @@ impl Rendezvous {
             peer_timeout,
             member: Box::new(member),
         };
+
         // A spare may wait for as long as the job runs.
         let answer_within = if waits { Duration::MAX } else { peer_timeout };
-        let answer = self.link.ask(answer_within, join)?.1;
+        let answer = self.link.ask(answer_within, join)?.answer;
+
         let joined = match &answer {
-            &Answer::Members {
+            &RequestAnswer::Members {
                 process,
                 epoch,
                 run,
@@ -181,7 +186,7 @@ impl Rendezvous {
             } if (epoch > 1 || members.len() as u64 == processes)
                 && process.index() < members.len() =>
             {
-                Some(Joined {
+                Some(JoinedEpoch {
                     process,
                     epoch,
                     run,
@@ -195,20 +200,21 @@ impl Rendezvous {
     }
 
     /// Returns the number of processes that the next epoch of the job could have: more than this
-    /// one if others wait for a place that [`Member::sizes`] allows. Only process 0 hears of them.
+    /// one if others wait for a place that [`JobMember::sizes`] allows. Only process 0 hears of
+    /// them.
     pub fn could_have(&self) -> usize {
-        self.link.state.lock().sizes.1
+        self.link.state.lock().next_processes
     }
 
     /// Tells the server that a commit of this epoch is whole on all its processes. So those that
-    /// [leave](Member::leaves) the job are not needed any more. Waits for no answer.
+    /// [leave](JobMember::leaves) the job are not needed any more. Waits for no answer.
     ///
     /// # Errors
     ///
     /// [`ServerGone`](RendezvousError::ServerGone) if the connection has ended.
     pub fn commit_is_whole(&self) -> Result<(), RendezvousError> {
         self.link.state.lock().is_whole = true;
-        self.link.send(Request::Whole)
+        self.link.send(ClientRequest::Whole)
     }
 
     /// True if a commit of this epoch is [whole](Self::commit_is_whole) as far as this process
@@ -229,15 +235,16 @@ impl Rendezvous {
     pub fn set(&self, key: impl Into<String>, value: Vec<u8>) -> Result<(), RendezvousError> {
         let key = key.into();
         if value.len() > protocol::MAX_VALUE_BYTES {
-            let (what, limit) = (format!("the value of {key:?}"), protocol::MAX_VALUE_BYTES);
+            let what = format!("the value of {key:?}");
             return Err(RendezvousError::TooLong {
                 what,
                 bytes: value.len(),
-                limit,
+                limit: protocol::MAX_VALUE_BYTES,
             });
         }
+
         self.link
-            .ask(self.config.peer_timeout, |ask| Request::Set {
+            .ask(self.config.peer_timeout, |ask| ClientRequest::Set {
                 ask,
                 key,
                 value,
@@ -260,16 +267,13 @@ impl Rendezvous {
         peer_timeout: Duration,
     ) -> Result<Vec<u8>, RendezvousError> {
         let key = key.into();
-        match self
-            .link
-            .ask(peer_timeout, |ask| Request::Get {
-                ask,
-                key,
-                peer_timeout,
-            })?
-            .1
-        {
-            Answer::Value(value) => Ok(value),
+        let request = |ask| ClientRequest::Get {
+            ask,
+            key,
+            peer_timeout,
+        };
+        match self.link.ask(peer_timeout, request)?.answer {
+            RequestAnswer::Value(value) => Ok(value),
             other => Err(self.link.senseless(&other)),
         }
     }
@@ -292,7 +296,7 @@ impl Rendezvous {
     ) -> Result<(), RendezvousError> {
         let name = name.into();
         self.link
-            .ask(peer_timeout, |ask| Request::Barrier {
+            .ask(peer_timeout, |ask| ClientRequest::Barrier {
                 ask,
                 name,
                 peer_timeout,
@@ -310,6 +314,7 @@ impl Rendezvous {
         state.tell = Some(tell.clone());
         let earlier = std::mem::take(&mut state.untold);
         drop(state);
+
         for down in earlier {
             tell(down);
         }
@@ -326,8 +331,8 @@ impl Rendezvous {
     }
 
     /// Sets the function that returns the status of this process, in any encoding, each time that
-    /// an [`Observer`](super::Observer) looks at the job. Its argument is the observer's words.
-    /// Before this call the observer hears that the process is starting.
+    /// a [`JobObserver`](super::JobObserver) looks at the job. Its argument is the observer's
+    /// words. Before this call the observer hears that the process is starting.
     ///
     /// `describe` runs on the thread that also answers the server's pings, so it must not block. A
     /// status longer than [`MAX_VALUE_BYTES`](super::MAX_VALUE_BYTES) is not passed on.
@@ -345,9 +350,9 @@ impl Rendezvous {
     ///
     /// [`OutOfTurn`](RendezvousError::OutOfTurn) before [`join`](Self::join);
     /// [`ServerGone`](RendezvousError::ServerGone) if no answer comes.
-    pub fn report(&self, report: Report) -> Result<(), RendezvousError> {
+    pub fn report(&self, report: FailureReport) -> Result<(), RendezvousError> {
         self.link
-            .ask(REPORT_WITHIN, |ask| Request::Report { ask, report })
+            .ask(REPORT_WITHIN, |ask| ClientRequest::Report { ask, report })
             .map(drop)
     }
 
@@ -369,9 +374,9 @@ impl Rendezvous {
     }
 
     /// Returns what this process knows of the end of its contact with the server, for its
-    /// [`Seeker`](super::Seeker). Call it after the loss of the connection, or after
+    /// [`ServiceSeeker`](super::ServiceSeeker). Call it after the loss of the connection, or after
     /// [`leave_epoch`](Self::leave_epoch). Waits for about a second at most.
-    pub fn parting(&self) -> Parting {
+    pub fn parting(&self) -> ServiceParting {
         self.link.parting()
     }
 
@@ -384,7 +389,7 @@ impl Rendezvous {
     /// [`ServerGone`](RendezvousError::ServerGone) if no answer comes, or
     /// [`Left`](RendezvousError::Left) if this process has left before.
     pub fn leave(&self) -> Result<(), RendezvousError> {
-        self.leave_and(Leaving::Leaves)
+        self.leave_and(LeaveKind::Leaves)
     }
 
     /// Leaves a job that has ended well, as [`leave`](Self::leave) does: all its processes have
@@ -394,7 +399,7 @@ impl Rendezvous {
     ///
     /// The errors of [`leave`](Self::leave).
     pub fn end(&self) -> Result<(), RendezvousError> {
-        self.leave_and(Leaving::Ends)
+        self.leave_and(LeaveKind::Ends)
     }
 
     /// Leaves an epoch that has failed, as [`leave`](Self::leave) does. This process keeps its
@@ -404,7 +409,7 @@ impl Rendezvous {
     ///
     /// The errors of [`leave`](Self::leave).
     pub fn leave_epoch(&self) -> Result<(), RendezvousError> {
-        self.leave_and(Leaving::Returns)
+        self.leave_and(LeaveKind::Returns)
     }
 
     /// Leaves the job without the place that this process has just got, for another one to take.
@@ -413,21 +418,23 @@ impl Rendezvous {
     ///
     /// The errors of [`leave`](Self::leave).
     pub fn give_back(&self, why: impl Into<String>) -> Result<(), RendezvousError> {
-        self.leave_and(Leaving::GivesBack(why.into()))
+        self.leave_and(LeaveKind::GivesBack(why.into()))
     }
 
-    fn leave_and(&self, how: Leaving) -> Result<(), RendezvousError> {
+    fn leave_and(&self, how: LeaveKind) -> Result<(), RendezvousError> {
         self.link.state.lock().leaving = true;
         let peer_timeout = self.config.peer_timeout.min(LEAVE_WITHIN);
         let left = self
             .link
-            .ask(peer_timeout, |ask| Request::Leave { ask, how })
+            .ask(peer_timeout, |ask| ClientRequest::Leave { ask, how })
             .map(drop);
+
         if left.is_ok() {
             // The server closes after its answer, and the listening thread may already have
             // recorded that.
             self.link.state.lock().ended = Some(RendezvousError::Left);
         }
+
         self.link.end(RendezvousError::Left);
         left
     }
@@ -442,12 +449,16 @@ impl Rendezvous {
         let mut trips = Vec::with_capacity(TRIPS);
         for _ in 0..TRIPS {
             let asked = clock();
-            match self
+            let answered = self
                 .link
-                .ask(self.config.peer_timeout, |ask| Request::Clock { ask })?
-            {
-                (answered, Answer::Clock(server)) => trips.push((asked, server, answered)),
-                (_, other) => return Err(self.link.senseless(&other)),
+                .ask(self.config.peer_timeout, |ask| ClientRequest::Clock { ask })?;
+            match answered.answer {
+                RequestAnswer::Clock(server) => trips.push(ClockTrip {
+                    asked,
+                    server,
+                    answered: answered.at,
+                }),
+                other => return Err(self.link.senseless(&other)),
             }
         }
         Ok(quickest(&trips))

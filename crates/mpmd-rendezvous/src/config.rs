@@ -16,7 +16,8 @@ use mpmd_proto::wire::ProcessId;
 pub struct Identity {
     /// A number that no other process can guess, the same in all epochs.
     pub key: u128,
-    /// The identity of the [run](super::Joined::run) in which this process was before, if it was.
+    /// The identity of the [run](super::JoinedEpoch::run) in which this process was before, if it
+    /// was.
     pub run: Option<u128>,
 }
 

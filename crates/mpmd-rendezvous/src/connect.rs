@@ -54,6 +54,7 @@ fn reach(
             Ok(stream) => return Ok(stream),
             Err(e) => e,
         };
+
         let left = until.saturating_duration_since(Instant::now());
         if left.is_zero() || (is_started && error.kind() == ErrorKind::ConnectionRefused) {
             let why = error.to_string();
@@ -63,6 +64,7 @@ fn reach(
                 why,
             });
         }
+
         std::thread::sleep(pause.min(left));
         pause = (pause * 2).min(Duration::from_millis(500));
     }
@@ -94,9 +96,9 @@ fn connect(address: &SocketAddr, within: Duration) -> std::io::Result<TcpStream>
     }
 }
 
-/// What the system says about a listener.
+/// The system's answer to the question whether a process listens at an address.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Probe {
+pub(super) enum ListenerProbe {
     /// A process listens there, which may not accept connections at the moment.
     Listens,
     /// Its host is there, and no process listens.
@@ -105,15 +107,15 @@ pub(super) enum Probe {
 }
 
 /// Asks whether a process listens at an address, until about `until`, and at most for a second.
-pub(super) fn probe(server: &str, until: Instant) -> Probe {
-    let mut said = Probe::Silent;
+pub(super) fn probe(server: &str, until: Instant) -> ListenerProbe {
+    let mut said = ListenerProbe::Silent;
     for address in addresses(server).unwrap_or_default() {
         let left = until.saturating_duration_since(Instant::now());
         let wait = left.clamp(Duration::from_millis(10), Duration::from_secs(1));
         match connect(&address, wait).map_err(|e| e.kind()) {
-            Ok(_) => return Probe::Listens,
-            Err(ErrorKind::ConnectionRefused) => said = Probe::Refused,
-            Err(ErrorKind::TimedOut) => return Probe::Silent,
+            Ok(_) => return ListenerProbe::Listens,
+            Err(ErrorKind::ConnectionRefused) => said = ListenerProbe::Refused,
+            Err(ErrorKind::TimedOut) => return ListenerProbe::Silent,
             // Such as an address of IPv6 on a host that has none.
             Err(_) => {}
         }
@@ -123,7 +125,7 @@ pub(super) fn probe(server: &str, until: Instant) -> Probe {
 
 /// Returns true if the system of a server's host says that no process listens at its address.
 pub(super) fn is_gone(server: &str) -> bool {
-    probe(server, after(Instant::now(), PROBE_WITHIN)) == Probe::Refused
+    probe(server, after(Instant::now(), PROBE_WITHIN)) == ListenerProbe::Refused
 }
 
 /// Returns true if no process listens at a server's address any more. A process that dies closes
@@ -131,6 +133,7 @@ pub(super) fn is_gone(server: &str) -> bool {
 pub(super) fn is_gone_soon(server: &str) -> bool {
     const TRIES: u32 = 10;
     const BETWEEN: Duration = Duration::from_millis(20);
+
     for _ in 0..TRIES {
         if is_gone(server) {
             return true;
@@ -142,7 +145,7 @@ pub(super) fn is_gone_soon(server: &str) -> bool {
 
 /// Returns true if a process listens at a server's address, even if it does not serve yet.
 pub(super) fn is_heard(server: &str) -> bool {
-    probe(server, after(Instant::now(), PROBE_WITHIN)) == Probe::Listens
+    probe(server, after(Instant::now(), PROBE_WITHIN)) == ListenerProbe::Listens
 }
 
 /// Returns the addresses of a server, those of IPv4 first: a name may have an IPv6 address that
@@ -150,11 +153,13 @@ pub(super) fn is_heard(server: &str) -> bool {
 fn addresses(server: &str) -> std::io::Result<Vec<SocketAddr>> {
     let (host, port) = split_address(server)
         .ok_or_else(|| std::io::Error::new(ErrorKind::InvalidInput, "it is not host:port"))?;
+
     // Without brackets the system's resolver accepts a zone by its name: fe80::1%eth0.
     let found = (host, port).to_socket_addrs().map(in_order);
     if host != "localhost" {
         return found;
     }
+
     // The service listens there, even if the name has another address.
     let here = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
     Ok(in_order(
@@ -201,6 +206,7 @@ fn greet(
             why: e.to_string(),
         },
     };
+
     let refused = |refusal| match refusal {
         Refusal::Stranger => RendezvousError::Stranger { server: server() },
         Refusal::WrongProof => RendezvousError::Token { server: server() },
@@ -210,6 +216,7 @@ fn greet(
             ours: VERSION,
         },
     };
+
     let nonce = random_bytes().map_err(failed)?;
     let mut handshake = Handshake::call(HANDSHAKE, config.token.clone(), nonce, &[]);
     let mut bytes = [0; 128];
@@ -220,6 +227,7 @@ fn greet(
         stream.set_read_timeout(Some(left)).map_err(failed)?;
         stream.set_write_timeout(Some(left)).map_err(failed)?;
         stream.write_all(&handshake.say()).map_err(failed)?;
+
         let wants = handshake.wants().min(bytes.len());
         if wants == 0 {
             break;
@@ -231,6 +239,7 @@ fn greet(
             Err(e) => return Err(failed(e)),
         }
     }
+
     let ping = handshake.proved_facts().and_then(decode_ping);
     ping.ok_or_else(|| refused(Refusal::Stranger))
 }

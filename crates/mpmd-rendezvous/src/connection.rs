@@ -10,12 +10,14 @@ use std::time::{Duration, Instant};
 use mpmd_base::block::mpsc::{self, RecvTimeoutError};
 use mpmd_base::block::{Condvar, Mutex, now};
 
-use super::clock::clock;
+use super::clock_offset::clock;
 use super::connect::{is_gone_soon, meet};
-use super::contact::{Contact, Parting, system_time};
-use super::hub::Line;
-use super::protocol::{self, Answer, Frames, ProcessStatus, Reply, Request};
-use super::{Down, JoinConfig, Member, RendezvousError, Succession};
+use super::contact::{ServiceContact, ServiceParting, system_time};
+use super::hub::LocalLine;
+use super::protocol::{
+    self, ClientRequest, FrameBuffer, ProcessStatus, RequestAnswer, ServerReply,
+};
+use super::{Down, JobMember, JoinConfig, RendezvousError, Succession};
 use mpmd_base::deadline::after;
 use mpmd_proto::wire::ProcessId;
 
@@ -24,15 +26,17 @@ use mpmd_proto::wire::ProcessId;
 pub(super) fn open(
     config: &JoinConfig,
     is_started: bool,
-) -> Result<(Arc<Connection>, SocketAddr), RendezvousError> {
+) -> Result<(Arc<ServerConnection>, SocketAddr), RendezvousError> {
     let (stream, ping) = meet(config, is_started)?;
     let environment = |doing: &str, e: std::io::Error| RendezvousError::Environment {
         doing: format!("{doing} the connection to the rendezvous service"),
         why: e.to_string(),
     };
+
     let local = stream
         .local_addr()
         .map_err(|e| environment("asking for the address of", e))?;
+
     // The server pings at an interval that follows its own peer timeout. A shorter one here
     // must not expire between two pings.
     let silence = config.peer_timeout.max(ping.saturating_mul(4));
@@ -44,16 +48,18 @@ pub(super) fn open(
         ))
         .and_then(|()| stream.set_write_timeout(Some(silence)))
         .map_err(|e| environment("setting up", e))?;
+
     let read = stream.try_clone().map_err(|e| environment("sharing", e))?;
-    let link = Arc::new(Connection {
+    let link = Arc::new(ServerConnection {
         server: config.server.clone(),
-        wire: Wire::Tcp {
+        wire: ServerWire::Tcp {
             stream,
             writing: Mutex::new(()),
         },
-        state: Mutex::new(State::new(config.peer_timeout)),
+        state: Mutex::new(ConnectionState::new(config.peer_timeout)),
         changed: Condvar::new(),
     });
+
     let listener = link.clone();
     std::thread::Builder::new()
         .name("mpmd-rendezvous".into())
@@ -63,33 +69,33 @@ pub(super) fn open(
 }
 
 /// A connection to the server. Any thread may send requests; one thread reads the answers.
-pub(super) struct Connection {
+pub(super) struct ServerConnection {
     pub(super) server: String,
-    pub(super) wire: Wire,
-    pub(super) state: Mutex<State>,
-    /// Notified when the [contact](State::contact) is complete after a loss.
+    pub(super) wire: ServerWire,
+    pub(super) state: Mutex<ConnectionState>,
+    /// Notified when the [contact](ConnectionState::contact) is complete after a loss.
     pub(super) changed: Condvar,
 }
 
 /// The way of messages to the server.
-pub(super) enum Wire {
+pub(super) enum ServerWire {
     Tcp {
         stream: TcpStream,
         /// Held while a whole message is written. Closing the connection does not need it.
         writing: Mutex<()>,
     },
     /// To a [`LocalServer`](super::LocalServer).
-    Local(Line),
+    Local(LocalLine),
 }
 
-pub(super) struct State {
-    pub(super) contact: Contact,
+pub(super) struct ConnectionState {
+    pub(super) contact: ServiceContact,
     /// True from the loss of the connection until the contact has a note of it.
     pub(super) notes_loss: bool,
     pub(super) asked: u64,
-    pub(super) asks: HashMap<u64, mpsc::Sender<Answered>>,
+    pub(super) asks: HashMap<u64, mpsc::Sender<TimedResult>>,
     /// The members received so far: the answer to `join` may come in parts.
-    pub(super) members: Vec<Member>,
+    pub(super) members: Vec<JobMember>,
     /// The reason why no more requests can be made; `None` while the connection stands.
     pub(super) ended: Option<RendezvousError>,
     /// True once the job is complete. From then on this process can do without the server.
@@ -102,11 +108,13 @@ pub(super) struct State {
     pub(super) leaving: bool,
     /// True once this process knows that a commit of its epoch is whole on all processes.
     pub(super) is_whole: bool,
-    /// Who can go on with the service, as far as a process that waits for a place has heard.
+    /// The processes that can go on with the service, as the service has told a process that waits
+    /// for a place.
     pub(super) succession: Option<Succession>,
-    /// Number of processes of the epoch that this process has joined, and of the next one if others
-    /// wait for a place.
-    pub(super) sizes: (usize, usize),
+    /// Number of processes of the epoch that this process has joined.
+    pub(super) processes: usize,
+    /// Number of processes that the next epoch could have: more if others wait for a place.
+    pub(super) next_processes: usize,
     pub(super) tell: Option<Arc<dyn Fn(Down) + Send + Sync>>,
     pub(super) untold: Vec<Down>,
     pub(super) tell_busy: Option<Arc<TellBusy>>,
@@ -116,10 +124,10 @@ pub(super) struct State {
     pub(super) statuses: BTreeMap<ProcessId, ProcessStatus>,
 }
 
-impl State {
+impl ConnectionState {
     pub(super) fn new(peer_timeout: Duration) -> Self {
         Self {
-            contact: Contact::new(peer_timeout, system_time()),
+            contact: ServiceContact::new(peer_timeout, system_time()),
             notes_loss: false,
             asked: 0,
             asks: HashMap::new(),
@@ -131,7 +139,8 @@ impl State {
             leaving: false,
             is_whole: false,
             succession: None,
-            sizes: (0, 0),
+            processes: 0,
+            next_processes: 0,
             tell: None,
             untold: Vec::new(),
             tell_busy: None,
@@ -147,29 +156,39 @@ pub(super) type Describe = dyn Fn(&[u8]) -> Vec<u8> + Send + Sync;
 /// The function of [`Rendezvous::on_busy`](super::Rendezvous::on_busy).
 pub(super) type TellBusy = dyn Fn(u64, &[ProcessId], Duration) + Send + Sync;
 
-/// (Time of the answer in nanoseconds since 1970 by this process's clock, answer).
-type Answered = (i64, Result<Answer, RendezvousError>);
+/// The result of a request.
+pub(super) struct TimedResult {
+    /// Time of the answer in nanoseconds since 1970 by this process's clock. 0 if none came.
+    at: i64,
+    result: Result<RequestAnswer, RendezvousError>,
+}
+
+/// The answer to a successful request.
+pub(super) struct TimedAnswer {
+    /// Time of the answer in nanoseconds since 1970 by this process's clock.
+    pub(super) at: i64,
+    pub(super) answer: RequestAnswer,
+}
 
 /// Time to wait for an answer beyond the peer timeout: the server's error, which names the late
 /// processes, should come first.
 const SLACK: Duration = Duration::from_secs(2);
 
-/// Time limit for the [note](Connection::parting) of a loss, which takes a second at most.
+/// Time limit for the [note](ServerConnection::parting) of a loss, which takes a second at most.
 const PARTING_WITHIN: Duration = Duration::from_secs(5);
 
 /// The largest number of statuses and members that are kept: that of the processes of the largest
 /// job.
 const MOST_STATUSES: usize = 1 << 20;
 
-impl Connection {
+impl ServerConnection {
     /// Sends a request and blocks until its answer comes, at most `peer_timeout` plus [`SLACK`].
-    /// Returns (time of the answer in nanoseconds since 1970, answer). If the server is silent, the
-    /// request is still sent, but fails at once.
+    /// If the server is silent, the request is still sent, but fails at once.
     pub(super) fn ask(
         &self,
         peer_timeout: Duration,
-        request: impl FnOnce(u64) -> Request,
-    ) -> Result<(i64, Answer), RendezvousError> {
+        request: impl FnOnce(u64) -> ClientRequest,
+    ) -> Result<TimedAnswer, RendezvousError> {
         let (sender, answer) = mpsc::channel();
         let ask = {
             let mut state = self.state.lock();
@@ -181,6 +200,7 @@ impl Connection {
             state.asks.insert(ask, sender);
             ask
         };
+
         if let Err(error) = self.send(request(ask)) {
             self.state.lock().asks.remove(&ask);
             return Err(error);
@@ -188,10 +208,11 @@ impl Connection {
         if let Some(silent) = self.silence_of(ask) {
             return Err(silent);
         }
+
         let answered = wait_awake(&answer, peer_timeout.saturating_add(SLACK));
         self.state.lock().asks.remove(&ask);
         match answered {
-            Ok((when, result)) => result.map(|answer| (when, answer)),
+            Ok(TimedResult { at, result }) => result.map(|answer| TimedAnswer { at, answer }),
             Err(RecvTimeoutError::Timeout) => Err(self.gone(format!(
                 "it has not answered for {:?}",
                 peer_timeout.saturating_add(SLACK)
@@ -210,17 +231,17 @@ impl Connection {
     }
 
     /// Sends a message that has no answer.
-    fn say(&self, message: Request) -> Result<(), String> {
+    fn say(&self, message: ClientRequest) -> Result<(), String> {
         self.send(message).map_err(|e| e.to_string())
     }
 
-    pub(super) fn send(&self, message: Request) -> Result<(), RendezvousError> {
+    pub(super) fn send(&self, message: ClientRequest) -> Result<(), RendezvousError> {
         match &self.wire {
-            Wire::Local(line) => {
+            ServerWire::Local(line) => {
                 line.say(message);
                 Ok(())
             }
-            Wire::Tcp { stream, writing } => {
+            ServerWire::Tcp { stream, writing } => {
                 let frame = protocol::frame(&message)?;
                 let _writing = writing.lock();
                 (&*stream).write_all(&frame).map_err(|e| {
@@ -234,7 +255,7 @@ impl Connection {
     }
 
     /// Hears the replies of a [`LocalServer`](super::LocalServer) until the connection ends.
-    pub(super) fn listen_to(&self, replies: &mpsc::Receiver<Reply>) {
+    pub(super) fn listen_to(&self, replies: &mpsc::Receiver<ServerReply>) {
         let said = replies.iter().find_map(|reply| self.hear(reply).err());
         self.is_over(said.unwrap_or_else(|| "the connection was closed".to_owned()));
     }
@@ -242,10 +263,11 @@ impl Connection {
     /// Reads until the connection ends, and answers pings. If the server is silent, the connection
     /// ends unless this process has joined. A running job goes on, as the server may come back.
     fn listen(&self, mut stream: TcpStream, silence: Duration) {
-        let mut frames = Frames::default();
+        let mut frames = FrameBuffer::default();
         let mut bytes = vec![0; 16 * 1024];
-        let (mut heard, mut looked) = (Instant::now(), Instant::now());
-        let why = 'connected: loop {
+        let mut heard = Instant::now();
+        let mut looked = Instant::now();
+        let why = loop {
             let read = stream.read(&mut bytes);
             let now = Instant::now();
             self.state.lock().contact.runs(system_time());
@@ -254,6 +276,7 @@ impl Connection {
                 heard = now;
             }
             looked = now;
+
             match read {
                 Ok(0) => break "the connection was closed".to_owned(),
                 Ok(n) => {
@@ -275,19 +298,24 @@ impl Connection {
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 Err(e) => break e.to_string(),
             }
-            loop {
-                match frames.next::<Reply>() {
-                    Ok(Some(reply)) => {
-                        if let Err(why) = self.hear(reply) {
-                            break 'connected why;
-                        }
-                    }
-                    Ok(None) => break,
-                    Err(why) => break 'connected format!("it said something senseless: {why}"),
-                }
+
+            if let Err(why) = self.hear_all(&mut frames) {
+                break why;
             }
         };
         self.is_over(why);
+    }
+
+    /// Handles the messages that have arrived whole. Fails if one of them is senseless, or ends the
+    /// connection.
+    fn hear_all(&self, frames: &mut FrameBuffer) -> Result<(), String> {
+        loop {
+            match frames.next::<ServerReply>() {
+                Ok(Some(reply)) => self.hear(reply)?,
+                Ok(None) => return Ok(()),
+                Err(why) => return Err(format!("it said something senseless: {why}")),
+            }
+        }
     }
 
     /// Handles the end of the connection.
@@ -297,13 +325,16 @@ impl Connection {
         let is_loss = state.ended.is_none();
         state.notes_loss = is_loss;
         drop(state);
+
         self.end(self.gone(why.clone()));
         if is_loss {
             self.tell_loss(why);
+
             let is_refused = match &self.wire {
-                Wire::Tcp { .. } => is_gone_soon(&self.server),
-                Wire::Local(_) => false,
+                ServerWire::Tcp { .. } => is_gone_soon(&self.server),
+                ServerWire::Local(_) => false,
             };
+
             let mut state = self.state.lock();
             state.contact.is_cut(lost_at, is_refused);
             state.notes_loss = false;
@@ -313,7 +344,7 @@ impl Connection {
 
     /// Returns what this process knows of the end of its contact with the server. Right after the
     /// loss of the connection this waits for about a second at most.
-    pub(super) fn parting(&self) -> Parting {
+    pub(super) fn parting(&self) -> ServiceParting {
         let until = after(now(), PARTING_WITHIN);
         let mut state = self.state.lock();
         while state.notes_loss {
@@ -322,7 +353,7 @@ impl Connection {
                 break;
             }
         }
-        Parting::new(state.contact.clone())
+        ServiceParting::new(state.contact.clone())
     }
 
     /// If this process has joined: records that the server is silent, fails all pending requests
@@ -336,11 +367,16 @@ impl Connection {
             .silent
             .get_or_insert_with(|| self.gone(why.to_owned()))
             .clone();
+
         let waiting = std::mem::take(&mut state.asks);
         drop(state);
         for asker in waiting.into_values() {
-            let _ = asker.send((0, Err(error.clone())));
+            let _ = asker.send(TimedResult {
+                at: 0,
+                result: Err(error.clone()),
+            });
         }
+
         self.tell_loss(why.to_owned());
         true
     }
@@ -356,16 +392,16 @@ impl Connection {
         self.tell(Down::Server(why));
     }
 
-    pub(super) fn hear(&self, reply: Reply) -> Result<(), String> {
+    pub(super) fn hear(&self, reply: ServerReply) -> Result<(), String> {
         match reply {
-            Reply::Ping => self.say(Request::Pong)?,
-            Reply::Look { look, words } => {
+            ServerReply::Ping => self.say(ClientRequest::Pong)?,
+            ServerReply::Look { look, words } => {
                 let describe = self.state.lock().describe.clone();
                 let status = describe.map(|describe| describe(&words));
                 let status = status.ok_or("it is starting".to_owned());
-                self.say(Request::Status { look, status })?;
+                self.say(ClientRequest::Status { look, status })?;
             }
-            Reply::Busy {
+            ServerReply::Busy {
                 epoch,
                 processes,
                 waited,
@@ -373,44 +409,14 @@ impl Connection {
                 let tell = self.state.lock().tell_busy.clone();
                 tell.iter().for_each(|tell| tell(epoch, &processes, waited));
             }
-            Reply::Status {
+            ServerReply::Status {
                 ask,
                 process,
                 status,
-            } => {
-                let mut state = self.state.lock();
-                // A look that has timed out is no longer open.
-                if state.asks.contains_key(&ask)
-                    && (state.statuses.len() >= MOST_STATUSES
-                        || state.statuses.insert(process, status).is_some())
-                {
-                    return Err(format!("it told the status of process {process} twice"));
-                }
-            }
-            Reply::Answer { ask, mut result } => {
-                let mut state = self.state.lock();
-                if let Ok(Answer::Members { members, more, .. }) = &mut result {
-                    state.members.extend_from_slice(members);
-                    if state.members.len() > MOST_STATUSES {
-                        return Err("it names more members than any job has".to_owned());
-                    }
-                    if *more {
-                        return Ok(());
-                    }
-                    state.sizes = (state.members.len(), state.members.len());
-                    *members = std::mem::take(&mut state.members).into();
-                    state.contact.has_place();
-                    state.joined = true;
-                }
-                let asker = state.asks.remove(&ask);
-                drop(state);
-                if let Some(asker) = asker {
-                    // A request that has timed out has no receiver any more.
-                    let _ = asker.send((clock(), result));
-                }
-            }
-            Reply::Down { process, why } => {
-                let processes = self.state.lock().sizes.0;
+            } => self.hear_status(ask, process, status)?,
+            ServerReply::Answer { ask, result } => self.hear_answer(ask, result)?,
+            ServerReply::Down { process, why } => {
+                let processes = self.state.lock().processes;
                 if process.index() >= processes {
                     return Err(format!(
                         "it says that process {process} is down, of {processes}"
@@ -418,12 +424,14 @@ impl Connection {
                 }
                 self.tell(Down::Process(process, why));
             }
-            Reply::Place => self.state.lock().contact.has_place(),
-            Reply::CouldHave { processes } => self.state.lock().sizes.1 = processes as usize,
-            Reply::Heirs { run, addresses } => {
+            ServerReply::Place => self.state.lock().contact.has_place(),
+            ServerReply::CouldHave { processes } => {
+                self.state.lock().next_processes = processes as usize;
+            }
+            ServerReply::Heirs { run, addresses } => {
                 self.state.lock().succession = Some(Succession::told(run, addresses));
             }
-            Reply::Dropped { why } => {
+            ServerReply::Dropped { why } => {
                 self.state.lock().contact.is_given_up(&why);
                 let given_up = RendezvousError::GivenUp {
                     server: self.server.clone(),
@@ -436,6 +444,59 @@ impl Connection {
         Ok(())
     }
 
+    /// Keeps the status of a process for the look of request `ask`.
+    fn hear_status(
+        &self,
+        ask: u64,
+        process: ProcessId,
+        status: ProcessStatus,
+    ) -> Result<(), String> {
+        let mut state = self.state.lock();
+        // A look that has timed out is no longer open.
+        if state.asks.contains_key(&ask)
+            && (state.statuses.len() >= MOST_STATUSES
+                || state.statuses.insert(process, status).is_some())
+        {
+            return Err(format!("it told the status of process {process} twice"));
+        }
+        Ok(())
+    }
+
+    /// Passes an answer on to the thread that waits for it. Keeps members of which more will come.
+    fn hear_answer(
+        &self,
+        ask: u64,
+        mut result: Result<RequestAnswer, RendezvousError>,
+    ) -> Result<(), String> {
+        let mut state = self.state.lock();
+        if let Ok(RequestAnswer::Members { members, more, .. }) = &mut result {
+            state.members.extend_from_slice(members);
+            if state.members.len() > MOST_STATUSES {
+                return Err("it names more members than any job has".to_owned());
+            }
+            if *more {
+                return Ok(());
+            }
+
+            state.processes = state.members.len();
+            state.next_processes = state.members.len();
+            *members = std::mem::take(&mut state.members).into();
+            state.contact.has_place();
+            state.joined = true;
+        }
+        let asker = state.asks.remove(&ask);
+        drop(state);
+
+        if let Some(asker) = asker {
+            // A request that has timed out has no receiver any more.
+            let _ = asker.send(TimedResult {
+                at: clock(),
+                result,
+            });
+        }
+        Ok(())
+    }
+
     fn tell(&self, down: Down) {
         let mut state = self.state.lock();
         match state.tell.clone() {
@@ -444,7 +505,7 @@ impl Connection {
                 tell(down);
             }
             // Each process goes down once. A server that reports more than that is faulty.
-            None if state.untold.len() > state.sizes.0 => {}
+            None if state.untold.len() > state.processes => {}
             None => state.untold.push(down),
         }
     }
@@ -452,8 +513,8 @@ impl Connection {
     /// Returns true if a new connection to the server can be made, within about a second.
     pub(super) fn reaches_server(&self, config: &JoinConfig) -> bool {
         match &self.wire {
-            Wire::Local(_) => true,
-            Wire::Tcp { .. } => {
+            ServerWire::Local(_) => true,
+            ServerWire::Tcp { .. } => {
                 let peer_timeout = Duration::from_secs(1);
                 meet(
                     &JoinConfig {
@@ -474,12 +535,17 @@ impl Connection {
         let why = state.ended.get_or_insert(why).clone();
         let waiting = std::mem::take(&mut state.asks);
         drop(state);
+
         for asker in waiting.into_values() {
-            let _ = asker.send((0, Err(why.clone())));
+            let _ = asker.send(TimedResult {
+                at: 0,
+                result: Err(why.clone()),
+            });
         }
+
         match &self.wire {
-            Wire::Tcp { stream, .. } => _ = stream.shutdown(Shutdown::Both),
-            Wire::Local(line) => line.hang_up(),
+            ServerWire::Tcp { stream, .. } => _ = stream.shutdown(Shutdown::Both),
+            ServerWire::Local(line) => line.hang_up(),
         }
     }
 
@@ -490,12 +556,12 @@ impl Connection {
         }
     }
 
-    pub(super) fn senseless(&self, answer: &Answer) -> RendezvousError {
+    pub(super) fn senseless(&self, answer: &RequestAnswer) -> RendezvousError {
         let kind = match answer {
-            Answer::Done => "done",
-            Answer::Members { .. } => "members",
-            Answer::Value(_) => "a value",
-            Answer::Clock(_) => "a time",
+            RequestAnswer::Done => "done",
+            RequestAnswer::Members { .. } => "members",
+            RequestAnswer::Value(_) => "a value",
+            RequestAnswer::Clock(_) => "a time",
         };
         self.gone(format!("it answered with {kind}, which was not asked for"))
     }
@@ -504,9 +570,9 @@ impl Connection {
 /// Waits at most `peer_timeout` for an answer. Time in which this process was stopped hardly
 /// counts: the whole job may have been stopped.
 fn wait_awake(
-    answer: &mpsc::Receiver<Answered>,
+    answer: &mpsc::Receiver<TimedResult>,
     peer_timeout: Duration,
-) -> Result<Answered, RecvTimeoutError> {
+) -> Result<TimedResult, RecvTimeoutError> {
     const SLICE: Duration = Duration::from_secs(1);
     let mut left = peer_timeout;
     loop {

@@ -33,11 +33,11 @@ const SEEN_WITHIN: Duration = Duration::from_secs(2);
 /// The contact of a process with the service over one connection. Times are those of
 /// [`system_time`].
 #[derive(Clone, Debug)]
-pub(super) struct Contact {
+pub(super) struct ServiceContact {
     peer_timeout: Duration,
-    /// When this process was last seen to run.
+    /// Time at which this process was last seen to run.
     ran: Duration,
-    /// When it last went on after a stop that was longer than [`SEEN_WITHIN`].
+    /// Time at which it last went on after a stop that was longer than [`SEEN_WITHIN`].
     woke: Option<Duration>,
     heard: Duration,
     /// True once the service has given this process a place in an epoch. Without one, it says
@@ -53,11 +53,11 @@ pub(super) struct Contact {
     doubt: Option<String>,
 }
 
-/// What a process knows of the end of its contact with the service.
+/// A process's knowledge of the end of its contact with the service.
 #[derive(Clone, Debug)]
-pub struct Parting(Contact);
+pub struct ServiceParting(ServiceContact);
 
-impl Contact {
+impl ServiceContact {
     pub(super) fn new(peer_timeout: Duration, now: Duration) -> Self {
         Self {
             peer_timeout,
@@ -105,6 +105,7 @@ impl Contact {
     pub(super) fn is_cut(&mut self, now: Duration, is_refused: bool) {
         self.runs(now);
         let silent = now.saturating_sub(self.heard);
+
         if self
             .woke
             .is_some_and(|woke| now.saturating_sub(woke) <= SEEN_WITHIN)
@@ -115,6 +116,7 @@ impl Contact {
         } else if !is_refused {
             self.is_cut_off = true;
         }
+
         self.service_died = true;
     }
 
@@ -123,19 +125,19 @@ impl Contact {
     }
 }
 
-impl Parting {
-    pub(super) fn new(contact: Contact) -> Self {
+impl ServiceParting {
+    pub(super) fn new(contact: ServiceContact) -> Self {
         Self(contact)
     }
 
-    /// Returns what a process knows that has parted like this, and `before` from an earlier
+    /// Joins the knowledge of this end of a contact with `before`, the one of an earlier
     /// connection.
     pub(super) fn after(self, before: Option<Self>) -> Self {
         match before {
             Some(Self(before)) if !self.0.has_place => {
                 let is_cut_off = before.is_cut_off || self.0.is_cut_off;
                 let doubt = before.doubt.or(self.0.doubt);
-                Self(Contact {
+                Self(ServiceContact {
                     is_cut_off,
                     doubt,
                     ..before
@@ -145,11 +147,11 @@ impl Parting {
         }
     }
 
-    /// Returns what a process knows that has agreed with the others that the process of the service
-    /// leaves the job.
+    /// Marks this as the knowledge of a process that has agreed with the others that the process of
+    /// the service leaves the job.
     #[must_use]
     pub(super) fn handed_over(self) -> Self {
-        Self(Contact {
+        Self(ServiceContact {
             is_handed_over: true,
             service_died: true,
             ..self.0
@@ -167,9 +169,11 @@ impl Parting {
         if let Some(doubt) = &contact.doubt {
             return Err(doubt.clone());
         }
+
         if contact.is_cut_off && !contact.is_handed_over {
             return Err("its connection was cut while the service was there".to_owned());
         }
+
         let since = now.saturating_sub(contact.heard);
         match (is_first && contact.service_died) || since <= contact.peer_timeout {
             true => Ok(()),
@@ -189,15 +193,17 @@ mod tests {
     }
 
     /// Returns a contact that was heard of once in each second until this one.
-    fn heard_until(seconds: u64) -> Contact {
-        let mut contact = Contact::new(TIMEOUT, at(0));
+    fn heard_until(seconds: u64) -> ServiceContact {
+        let mut contact = ServiceContact::new(TIMEOUT, at(0));
         contact.has_place();
         (0..=seconds).for_each(|second| contact.hears(at(second)));
         contact
     }
 
-    fn is_allowed(contact: &Contact, is_first: bool, now: Duration) -> bool {
-        Parting::new(contact.clone()).check(is_first, now).is_ok()
+    fn is_allowed(contact: &ServiceContact, is_first: bool, now: Duration) -> bool {
+        ServiceParting::new(contact.clone())
+            .check(is_first, now)
+            .is_ok()
     }
 
     #[test]
@@ -220,15 +226,16 @@ mod tests {
     fn service_that_gave_no_place_says_nothing_of_the_job() {
         let mut cut = heard_until(5);
         cut.is_cut(at(6), false);
-        let mut other = Contact::new(TIMEOUT, at(7));
+        let mut other = ServiceContact::new(TIMEOUT, at(7));
         other.is_cut(at(8), true);
-        let parting = Parting::new(other.clone()).after(Some(Parting::new(cut.clone())));
+        let parting =
+            ServiceParting::new(other.clone()).after(Some(ServiceParting::new(cut.clone())));
         assert!(
             parting.check(true, at(9)).is_err(),
             "its place may have been another's"
         );
         other.has_place();
-        let parting = Parting::new(other).after(Some(Parting::new(cut)));
+        let parting = ServiceParting::new(other).after(Some(ServiceParting::new(cut)));
         assert!(parting.check(true, at(9)).is_ok());
     }
 
@@ -236,7 +243,7 @@ mod tests {
     fn closed_connection_to_a_service_that_is_handed_over_says_nothing() {
         let mut contact = heard_until(5);
         contact.is_cut(at(6), false);
-        let parting = Parting::new(contact.clone());
+        let parting = ServiceParting::new(contact.clone());
         assert!(parting.clone().check(true, at(6)).is_err());
         let parting = parting.handed_over();
         assert!(parting.check(true, at(6)).is_ok() && parting.check(false, at(7)).is_ok());
@@ -245,10 +252,10 @@ mod tests {
             "the first one may have gone on"
         );
         // It has asked at the old service once more.
-        let mut again = Contact::new(TIMEOUT, at(7));
+        let mut again = ServiceContact::new(TIMEOUT, at(7));
         again.is_cut(at(8), false);
         assert!(
-            Parting::new(again)
+            ServiceParting::new(again)
                 .after(Some(parting))
                 .check(true, at(8))
                 .is_ok()
@@ -265,7 +272,7 @@ mod tests {
     #[test]
     fn process_that_was_stopped_or_given_up_never_goes_on() {
         let mut slept = heard_until(5);
-        // What the system has kept for it is no sign of life.
+        // Data that the system has kept for it is no sign of life.
         slept.hears(at(16));
         slept.is_cut(at(16), true);
         let mut is_given_up = heard_until(5);

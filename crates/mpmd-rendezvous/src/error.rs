@@ -147,7 +147,7 @@ pub enum RendezvousError {
         "process {process} on host {host} differs from process {other} on host {other_host}: {}. \
          Give all processes the same options and the same files; if files have changed since the \
          job was started, put the old ones back, or start the job again",
-        on_two(facts, (*process, *other))
+        on_two(facts, *process, *other)
     )]
     Differs {
         /// The process that joined later.
@@ -302,6 +302,7 @@ fn have(missing: &[ProcessId], of: usize) -> String {
     if missing.len() > SHOWN {
         names.push(format!("{} more", missing.len() - SHOWN));
     }
+
     match names.split_last() {
         None => format!("no process of {of} has"),
         Some((only, [])) => format!("process {only} of {of} has"),

@@ -70,31 +70,34 @@ impl Difference {
             .iter()
             .chain(only_second)
             .map(|fact| fact.name.as_str());
+
         let mut last_notes = [""; 2];
-        let differs = |name: &str| {
-            let pair = [of_first.get(name), of_second.get(name)];
-            let is_unknown = pair.iter().flatten().any(|fact| fact.value.is_none());
-            let [first, second] = pair.map(|fact| fact.map(|fact| &fact.value));
-            if is_unknown || first == second {
-                return None;
-            }
-            let mut shown = pair
-                .iter()
-                .zip(&mut last_notes)
-                .map(|(fact, last_note)| match fact {
-                    Some(fact) => fact.shown(last_note),
-                    None => "none".to_owned(),
-                });
-            let first = shown.next().unwrap_or_default();
-            let second = shown.next().unwrap_or_default();
-            drop(shown);
-            Some(Self {
-                name: name.to_owned(),
-                first,
-                second,
+        names
+            .filter_map(|name| {
+                let pair = [of_first.get(name), of_second.get(name)];
+                let is_unknown = pair.iter().flatten().any(|fact| fact.value.is_none());
+                let [first, second] = pair.map(|fact| fact.map(|fact| &fact.value));
+                if is_unknown || first == second {
+                    return None;
+                }
+
+                let mut shown =
+                    pair.iter()
+                        .zip(&mut last_notes)
+                        .map(|(fact, last_note)| match fact {
+                            Some(fact) => fact.shown(last_note),
+                            None => "none".to_owned(),
+                        });
+                let first = shown.next().unwrap_or_default();
+                let second = shown.next().unwrap_or_default();
+                drop(shown);
+                Some(Self {
+                    name: name.to_owned(),
+                    first,
+                    second,
+                })
             })
-        };
-        names.filter_map(differs).collect()
+            .collect()
     }
 }
 
@@ -108,7 +111,8 @@ fn by_name(facts: &[Fact]) -> BTreeMap<&str, &Fact> {
 /// Formats the facts that differ on two processes, those of the smaller number first.
 pub(super) fn on_two(
     facts: &[Difference],
-    (process, other): (ProcessId, ProcessId),
+    process: ProcessId,
+    other: ProcessId,
 ) -> impl fmt::Display {
     list(facts, move |Difference { first, second, .. }| {
         match process <= other {
@@ -166,7 +170,7 @@ mod tests {
         ];
         let found = Difference::between(&first, &second);
         assert_eq!(
-            on_two(&found, (ProcessId(2), ProcessId(0))).to_string(),
+            on_two(&found, ProcessId(2), ProcessId(0)).to_string(),
             "--seed: process 0 has 2, process 2 has 1; --data: process 0 has hash 8 (/b, 3 B), \
              process 2 has hash 7 (/a, 3 B); --lr: process 0 has none, process 2 has 0.1; --clip: \
              process 0 has 1, process 2 has none"
@@ -206,7 +210,7 @@ mod tests {
             names.map(fact).collect::<Vec<_>>()
         };
         let found = Difference::between(&facts(["1", "2", "3"]), &facts(["1", "4", "5"]));
-        let said = on_two(&found, (ProcessId(0), ProcessId(1))).to_string();
+        let said = on_two(&found, ProcessId(0), ProcessId(1)).to_string();
         let expected = "b: process 0 has 2 (/m, 3 B), process 1 has 4 (/m, 3 B); c: process 0 has \
                         3, process 1 has 5";
         assert_eq!(said, expected);
@@ -220,7 +224,7 @@ mod tests {
                 .collect()
         };
         let found = Difference::between(&facts("a"), &facts("b"));
-        let said = on_two(&found, (ProcessId(0), ProcessId(1))).to_string();
+        let said = on_two(&found, ProcessId(0), ProcessId(1)).to_string();
         assert!(said.ends_with("process 1 has b; and 94 more"), "{said}");
     }
 }

@@ -6,25 +6,25 @@ use std::time::Duration;
 
 use mpmd_base::block::{Condvar, Mutex, mpsc, now};
 
-use super::job::{Action, Job, Phase};
-use super::protocol::{Reply, Request};
-use super::{RendezvousError, Report};
+use super::job::{EpochPhase, JobAction, JobState};
+use super::protocol::{ClientRequest, ServerReply};
+use super::{FailureReport, RendezvousError};
 use mpmd_base::deadline::after;
 use mpmd_handshake::strangers::Link;
 use mpmd_proto::wire::ProcessId;
 
 /// A client's end of its connection to a hub.
-pub(super) struct Line {
-    hub: Arc<Hub>,
+pub(super) struct LocalLine {
+    hub: Arc<LocalHub>,
     link: Link,
 }
 
-impl Line {
-    pub(super) fn new(hub: Arc<Hub>, link: Link) -> Self {
+impl LocalLine {
+    pub(super) fn new(hub: Arc<LocalHub>, link: Link) -> Self {
         Self { hub, link }
     }
 
-    pub(super) fn say(&self, request: Request) {
+    pub(super) fn say(&self, request: ClientRequest) {
         self.hub
             .with(|state| state.job.said(self.link, request, now()));
     }
@@ -35,7 +35,7 @@ impl Line {
 }
 
 /// A job, and the ways of its replies to the clients.
-pub(super) struct Hub {
+pub(super) struct LocalHub {
     state: Mutex<HubState>,
     /// Notified when the job has changed, so that another time may be due.
     changed: Condvar,
@@ -44,23 +44,24 @@ pub(super) struct Hub {
 }
 
 struct HubState {
-    job: Job,
+    job: JobState,
     /// By open connection.
-    replies: BTreeMap<Link, mpsc::Sender<Reply>>,
+    replies: BTreeMap<Link, mpsc::Sender<ServerReply>>,
     /// Number of connections so far.
     links: Link,
     is_stopped: bool,
 }
 
-impl Hub {
+impl LocalHub {
     pub(super) fn new(processes: usize, peer_timeout: Duration, run: u128) -> Self {
-        let job = Job::new(processes, peer_timeout, run, now());
+        let job = JobState::new(processes, peer_timeout, run, now());
         let state = HubState {
             job,
             replies: BTreeMap::new(),
             links: 0,
             is_stopped: false,
         };
+
         Self {
             state: Mutex::new(state),
             changed: Condvar::new(),
@@ -95,7 +96,7 @@ impl Hub {
         let mut state = self.state.lock();
         loop {
             let epochs = state.job.epochs();
-            if let Phase::Failed(error) = epochs.phase() {
+            if let EpochPhase::Failed(error) = epochs.phase() {
                 return Some(Err(error.clone()));
             }
             if epochs.has_begun() && epochs.present() == 0 {
@@ -104,6 +105,7 @@ impl Hub {
             if state.is_stopped {
                 return Some(Err(RendezvousError::Stopped));
             }
+
             if self.changed.wait_until(&mut state, until).timed_out() {
                 return None;
             }
@@ -114,11 +116,11 @@ impl Hub {
         self.state.lock().job.epochs().has_begun()
     }
 
-    pub(super) fn reports(&self) -> Vec<(ProcessId, Report)> {
+    pub(super) fn reports(&self) -> Vec<(ProcessId, FailureReport)> {
         self.state.lock().job.epochs().reports().to_vec()
     }
 
-    pub(super) fn open(&self, replies: mpsc::Sender<Reply>) -> Link {
+    pub(super) fn open(&self, replies: mpsc::Sender<ServerReply>) -> Link {
         self.with(|state| {
             state.links += 1;
             let link = state.links;
@@ -152,13 +154,13 @@ impl HubState {
     fn act(&mut self) {
         for action in self.job.actions() {
             match action {
-                Action::Say(link, reply) => {
+                JobAction::Say(link, reply) => {
                     if let Some(replies) = self.replies.get(&link) {
                         // A client that has just ended hears nothing more.
                         let _ = replies.send(reply);
                     }
                 }
-                Action::Close(link) => drop(self.replies.remove(&link)),
+                JobAction::Close(link) => drop(self.replies.remove(&link)),
             }
         }
     }

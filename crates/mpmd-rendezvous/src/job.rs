@@ -1,9 +1,10 @@
 //! The state of a job, with its members and pending requests: the server without its sockets.
 //!
 //! Pure: it reads no clock and does no I/O. Four events come in, each with the time: a client has
-//! connected ([`Job::opened`]), has sent a request ([`Job::said`]), has ended ([`Job::closed`]), or
-//! time has passed ([`Job::tick`]). [`Action`]s go out. Each of its parts has one reason to change,
-//! and knows none of the others. A `Job` passes on what concerns several:
+//! connected ([`JobState::opened`]), has sent a request ([`JobState::said`]), has ended
+//! ([`JobState::closed`]), or time has passed ([`JobState::tick`]). [`JobAction`]s go out. Each of
+//! its parts has one reason to change, and knows none of the others. A `JobState` passes on what
+//! concerns several:
 //!
 //! - `epochs`: which process has which place, over the epochs of the job.
 //! - `values`: the values that processes share.
@@ -21,40 +22,40 @@ use std::time::Duration;
 
 use mpmd_base::block::Instant;
 
-use self::actions::{Actions, Wait, check_name};
-use self::barriers::Barriers;
-use self::epochs::{Entry, Epochs, HowEnded, Wish};
+use self::actions::{JobActions, RequestWait, check_name};
+use self::barriers::{BarrierArrival, Barriers};
+use self::epochs::{EndKind, Epochs, JobEntry, JoinWish};
 use self::looks::Looks;
-use self::values::Values;
-use super::protocol::{Answer, Leaving, Reply, Request};
-use super::{Identity, Joined, Member, RendezvousError};
+use self::values::SharedValues;
+use super::protocol::{ClientRequest, LeaveKind, RequestAnswer, ServerReply};
+use super::{Identity, JobMember, JoinedEpoch, RendezvousError};
 use mpmd_base::deadline::after;
 use mpmd_handshake::strangers::Link;
 use mpmd_proto::wire::ProcessId;
 
-pub(super) use self::actions::Action;
-pub(super) use self::epochs::Phase;
+pub(super) use self::actions::JobAction;
+pub(super) use self::epochs::EpochPhase;
 
-pub(super) struct Job {
+pub(super) struct JobState {
     peer_timeout: Duration,
     ping: Duration,
-    clients: BTreeMap<Link, Client>,
+    clients: BTreeMap<Link, JobClient>,
     epochs: Epochs,
-    values: Values,
+    values: SharedValues,
     barriers: Barriers,
     looks: Looks,
     ticked: Instant,
-    actions: Actions,
+    actions: JobActions,
 }
 
 /// A connection that has proved to know the token.
-struct Client {
+struct JobClient {
     heard: Instant,
     ping_at: Instant,
     join_by: Instant,
 }
 
-impl Job {
+impl JobState {
     /// Creates the job of the run with this identity, which differs from that of every other run.
     pub(super) fn new(processes: usize, peer_timeout: Duration, run: u128, now: Instant) -> Self {
         Self::of(
@@ -69,11 +70,12 @@ impl Job {
     pub(super) fn resumed(
         launched: usize,
         peer_timeout: Duration,
-        past: (&Joined, &[bool]),
+        past: &JoinedEpoch,
+        lives: &[bool],
         now: Instant,
     ) -> Self {
         Self::of(
-            Epochs::resumed(launched, peer_timeout, past, now),
+            Epochs::resumed(launched, peer_timeout, past, lives, now),
             peer_timeout,
             now,
         )
@@ -85,11 +87,11 @@ impl Job {
             ping: ping_interval(peer_timeout),
             clients: BTreeMap::new(),
             epochs,
-            values: Values::default(),
+            values: SharedValues::default(),
             barriers: Barriers::default(),
             looks: Looks::default(),
             ticked: now,
-            actions: Actions::default(),
+            actions: JobActions::default(),
         }
     }
 
@@ -105,43 +107,41 @@ impl Job {
     }
 
     /// Takes the actions that the server must carry out, added since the last call.
-    pub(super) fn actions(&mut self) -> Vec<Action> {
+    pub(super) fn actions(&mut self) -> Vec<JobAction> {
         self.actions.take()
     }
 
     /// Adds a client that has proved to know the token. It must join within the peer timeout.
     pub(super) fn opened(&mut self, link: Link, now: Instant) {
-        let (ping_at, join_by) = (after(now, self.ping), after(now, self.peer_timeout));
-        self.clients.insert(
-            link,
-            Client {
-                heard: now,
-                ping_at,
-                join_by,
-            },
-        );
+        let client = JobClient {
+            heard: now,
+            ping_at: after(now, self.ping),
+            join_by: after(now, self.peer_timeout),
+        };
+        self.clients.insert(link, client);
     }
 
     /// Handles the end of a client's connection: drops its requests. If it had joined, its process
     /// counts as died.
     pub(super) fn closed(&mut self, link: Link, why: &str) {
         if let Some(process) = self.forget(link) {
-            self.end(link, process, why, HowEnded::Died);
+            self.end(link, process, why, EndKind::Died);
         }
     }
 
     /// Handles a request of a client.
-    pub(super) fn said(&mut self, link: Link, request: Request, now: Instant) {
+    pub(super) fn said(&mut self, link: Link, request: ClientRequest, now: Instant) {
         let Some(client) = self.clients.get_mut(&link) else {
             return;
         };
         client.heard = now;
+
         // No answer yet if a request has to wait.
         let (ask, answer) = match request {
             // The connection answers clock requests itself, without the delay of this queue.
-            Request::Pong | Request::Clock { .. } => return,
-            Request::Whole => return self.epochs.is_whole(link, &mut self.actions),
-            Request::Join {
+            ClientRequest::Pong | ClientRequest::Clock { .. } => return,
+            ClientRequest::Whole => return self.epochs.is_whole(link, &mut self.actions),
+            ClientRequest::Join {
                 ask,
                 process,
                 processes,
@@ -151,13 +151,13 @@ impl Job {
                 peer_timeout,
                 member,
             } => {
-                let wait = Wait::new(ask, now, peer_timeout);
+                let wait = RequestWait::new(ask, now, peer_timeout);
                 // A service that goes on knows nothing but marks.
                 let identity = Identity {
                     key: identity.mark(),
                     ..identity
                 };
-                let wish = Wish {
+                let wish = JoinWish {
                     process,
                     processes: processes as usize,
                     epoch,
@@ -165,67 +165,70 @@ impl Job {
                     waits,
                     leaves: waits && member.leaves,
                 };
-                (
-                    ask,
-                    self.join(link, &wish, *member, wait, now).map(|()| None),
-                )
+                let joined = self.join(link, &wish, *member, wait, now);
+                (ask, joined.map(|()| None))
             }
-            Request::Set { ask, key, value } => (
-                ask,
-                self.values.set(key, value, &mut self.actions).map(Some),
-            ),
-            Request::Get {
+            ClientRequest::Set { ask, key, value } => {
+                let answer = self.values.set(key, value, &mut self.actions);
+                (ask, answer.map(Some))
+            }
+            ClientRequest::Get {
                 ask,
                 key,
                 peer_timeout,
             } => {
-                let wait = Wait::new(ask, now, peer_timeout);
-                (
-                    ask,
-                    self.values
-                        .get(link, key, wait, || self.epochs.lost_for(link)),
-                )
+                let wait = RequestWait::new(ask, now, peer_timeout);
+                let lost = || self.epochs.lost_for(link);
+                (ask, self.values.get(link, key, wait, lost))
             }
-            Request::Barrier {
+            ClientRequest::Barrier {
                 ask,
                 name,
                 peer_timeout,
             } => {
-                let wait = Wait::new(ask, now, peer_timeout);
+                let wait = RequestWait::new(ask, now, peer_timeout);
                 (ask, self.barrier(link, name, wait).map(|()| None))
             }
-            Request::Report { ask, report } => (ask, self.epochs.report(link, report).map(Some)),
-            Request::Look { ask, words } => (ask, self.look((link, ask), &words, now)),
-            Request::Status { look, status } => {
+            ClientRequest::Report { ask, report } => {
+                (ask, self.epochs.report(link, report).map(Some))
+            }
+            ClientRequest::Look { ask, words } => (ask, self.look(link, ask, &words, now)),
+            ClientRequest::Status { look, status } => {
                 if let Some(process) = self.epochs.place_of(link) {
                     self.looks.told(process, look, status, &mut self.actions);
                 }
                 return;
             }
-            Request::Leave { ask, how } => {
-                self.actions.answer(link, ask, Ok(Answer::Done));
-                self.actions.close(link);
-                let (why, how) = match how {
-                    Leaving::Ends => {
-                        self.epochs.ends_well(link, now, &mut self.actions);
-                        ("it has left the job", HowEnded::Left)
-                    }
-                    Leaving::Leaves => ("it has left the job", HowEnded::Left),
-                    Leaving::Returns => ("it has left the job", HowEnded::Returns),
-                    Leaving::GivesBack(why) => {
-                        self.epochs.gives_up(link);
-                        self.epochs.note_refusal(link, why);
-                        ("it has given its place back", HowEnded::Died)
-                    }
-                };
-                if let Some(process) = self.forget(link) {
-                    self.end(link, process, why, how);
-                }
-                return;
-            }
+            ClientRequest::Leave { ask, how } => return self.leave(link, ask, how, now),
         };
+
         if let Some(result) = answer.transpose() {
             self.actions.answer(link, ask, result);
+        }
+    }
+
+    /// Handles the request of a client that leaves its epoch.
+    fn leave(&mut self, link: Link, ask: u64, how: LeaveKind, now: Instant) {
+        self.actions.answer(link, ask, Ok(RequestAnswer::Done));
+        self.actions.close(link);
+
+        let mut why = "it has left the job";
+        let how = match how {
+            LeaveKind::Ends => {
+                self.epochs.ends_well(link, now, &mut self.actions);
+                EndKind::Left
+            }
+            LeaveKind::Leaves => EndKind::Left,
+            LeaveKind::Returns => EndKind::Returns,
+            LeaveKind::GivesBack(refusal) => {
+                self.epochs.gives_up(link);
+                self.epochs.note_refusal(link, refusal);
+                why = "it has given its place back";
+                EndKind::Died
+            }
+        };
+        if let Some(process) = self.forget(link) {
+            self.end(link, process, why, how);
         }
     }
 
@@ -238,6 +241,7 @@ impl Job {
         self.barriers
             .expire(now, self.epochs.places(), &mut self.actions);
         self.looks.expire(now, &mut self.actions);
+
         let requests = self
             .values
             .due()
@@ -257,6 +261,7 @@ impl Job {
         if passed > self.ping.saturating_mul(2) {
             self.put_off(passed, now);
         }
+
         let mut silent = Vec::new();
         for (&link, client) in &mut self.clients {
             if now.saturating_duration_since(client.heard) > self.peer_timeout {
@@ -271,11 +276,13 @@ impl Job {
                 ));
             } else if now >= client.ping_at {
                 client.ping_at = after(now, self.ping);
-                self.actions.say(link, Reply::Ping);
+                self.actions.say(link, ServerReply::Ping);
             }
         }
+
         for (link, why) in silent {
-            self.actions.say(link, Reply::Dropped { why: why.clone() });
+            self.actions
+                .say(link, ServerReply::Dropped { why: why.clone() });
             self.actions.close(link);
             self.epochs.gives_up(link);
             self.closed(link, &why);
@@ -299,9 +306,9 @@ impl Job {
     fn join(
         &mut self,
         link: Link,
-        wish: &Wish,
-        member: Member,
-        wait: Wait,
+        wish: &JoinWish,
+        member: JobMember,
+        wait: RequestWait,
         now: Instant,
     ) -> Result<(), RendezvousError> {
         self.epochs.check(wish, &member)?;
@@ -314,43 +321,56 @@ impl Job {
             };
             self.barriers.fail(error, &mut self.actions);
         }
+
         let entry = self
             .epochs
             .join(link, wish, member, wait, now, &mut self.actions)?;
-        if matches!(entry, Entry::HasPlace { .. }) && wish.waits {
-            self.actions.say(link, Reply::Place);
+        if matches!(entry, JobEntry::HasPlace { .. }) && wish.waits {
+            self.actions.say(link, ServerReply::Place);
         }
+
         match entry {
-            Entry::HasPlace { instead_of: None } => {}
-            Entry::HasPlace {
+            JobEntry::HasPlace { instead_of: None } => {}
+            JobEntry::HasPlace {
                 instead_of: Some(before),
             } => {
                 self.forget(before);
                 self.actions.close(before);
             }
-            Entry::Waits => self.stays(link, now),
+            JobEntry::Waits => self.stays(link, now),
         }
         Ok(())
     }
 
-    fn barrier(&mut self, link: Link, name: String, wait: Wait) -> Result<(), RendezvousError> {
+    fn barrier(
+        &mut self,
+        link: Link,
+        name: String,
+        wait: RequestWait,
+    ) -> Result<(), RendezvousError> {
         check_name("the name of a barrier", &name)?;
         let process = self.epochs.place_at_barrier(link, &name)?;
         let count = self.epochs.places();
+        let arrival = BarrierArrival {
+            process,
+            link,
+            wait,
+        };
         self.barriers
-            .arrive((process, link), name, wait, count, &mut self.actions)
+            .arrive(arrival, name, count, &mut self.actions)
     }
 
     fn look(
         &mut self,
-        (link, ask): (Link, u64),
+        link: Link,
+        ask: u64,
         words: &[u8],
         now: Instant,
-    ) -> Result<Option<Answer>, RendezvousError> {
+    ) -> Result<Option<RequestAnswer>, RendezvousError> {
         let statuses = self.epochs.statuses()?;
         let answer = self
             .looks
-            .begin((link, ask), words, statuses, now, &mut self.actions)?;
+            .begin(link, ask, words, statuses, now, &mut self.actions)?;
         self.stays(link, now);
         Ok(answer)
     }
@@ -373,28 +393,30 @@ impl Job {
 
     /// Handles the end of a process. If its epoch runs, fails all that waits for it, and tells the
     /// others if it died.
-    fn end(&mut self, link: Link, process: ProcessId, why: &str, how: HowEnded) {
-        if !self
+    fn end(&mut self, link: Link, process: ProcessId, why: &str, how: EndKind) {
+        let epoch_runs = self
             .epochs
-            .end(link, process, (why, how), self.ticked, &mut self.actions)
-        {
+            .end(link, process, why, how, self.ticked, &mut self.actions);
+        if !epoch_runs {
             return;
         }
+
         self.looks.ended(process, why, &mut self.actions);
-        if how == HowEnded::Died {
+        if how == EndKind::Died {
             for other in self.epochs.joined() {
                 self.actions.say(
                     other,
-                    Reply::Down {
+                    ServerReply::Down {
                         process,
                         why: why.to_owned(),
                     },
                 );
             }
         }
-        if how != HowEnded::Left {
+        if how != EndKind::Left {
             self.fail_gets(process, why);
         }
+
         let error = |name| RendezvousError::BarrierBroken {
             name,
             process,

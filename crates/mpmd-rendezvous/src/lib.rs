@@ -1,11 +1,11 @@
 //! The rendezvous: the processes of a job meet here before there is a transport.
 //!
-//! One small service at one address, a [`Server`], runs in process 0 or in the launcher. If process
-//! 0 is lost, another one may go on with it, see `succession`. Every
+//! One small service at one address, a [`RendezvousServer`], runs in process 0 or in the launcher.
+//! If process 0 is lost, another one may go on with it, see `succession`. Every
 //! process of the job is a client, a [`Rendezvous`]. Through it processes learn each other's
 //! addresses ([`Rendezvous::join`]), share small values, meet at barriers and compare clocks. They
 //! also hear at once when one of them dies. A process that fails reports the reason to the server's
-//! owner ([`Rendezvous::report`]). An [`Observer`] asks all of them for their status. Large or
+//! owner ([`Rendezvous::report`]). A [`JobObserver`] asks all of them for their status. Large or
 //! frequent data goes over the transports instead.
 //!
 //! The wire: a client opens with a handshake (`handshake`), in which both sides prove that they
@@ -32,7 +32,7 @@
 #![forbid(unsafe_code)]
 
 mod client;
-mod clock;
+mod clock_offset;
 mod config;
 mod connect;
 mod connection;
@@ -55,17 +55,17 @@ use mpmd_proto::router::Failure;
 use mpmd_proto::wire::ProcessId;
 
 pub use client::Rendezvous;
-pub use clock::ClockOffset;
+pub use clock_offset::ClockOffset;
 pub use config::{Identity, JoinConfig};
 pub use connect::split_address;
-pub use contact::Parting;
+pub use contact::ServiceParting;
 pub use error::RendezvousError;
 pub use facts::{Difference, Fact};
 pub use local::{LocalLink, LocalServer};
-pub use observer::Observer;
+pub use observer::JobObserver;
 pub use protocol::{MAX_VALUE_BYTES, VERSION};
-pub use seeker::Seeker;
-pub use server::{Server, ServerConfig};
+pub use seeker::ServiceSeeker;
+pub use server::{RendezvousServer, ServerConfig};
 pub use size_range::SizeRange;
 pub use succession::{Heir, Succession};
 
@@ -73,7 +73,7 @@ pub use mpmd_handshake::token::{Token, TokenError};
 
 /// A process's description of itself, sent to the others when it joins.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
-pub struct Member {
+pub struct JobMember {
     /// The name of the process's host, for messages and to tell if two processes share a host.
     pub host: String,
     /// The process's id in the operating system.
@@ -108,7 +108,7 @@ pub struct Member {
 
 /// An epoch of the job, and this process's part in it.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub struct Joined {
+pub struct JoinedEpoch {
     /// The number of this process. A spare gets that of the process that it replaces.
     pub process: ProcessId,
     /// The epoch.
@@ -117,7 +117,7 @@ pub struct Joined {
     /// that have the same token have different ones.
     pub run: u128,
     /// The descriptions of all processes, by process number.
-    pub members: Vec<Member>,
+    pub members: Vec<JobMember>,
     /// The commits of the job, and those that leave it.
     pub standing: CommitStanding,
 }
@@ -134,7 +134,7 @@ pub struct CommitStanding {
 
 /// The part of a process in its job, as the server's owner sees it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Part {
+pub enum ProcessPart {
     /// It waits for a place.
     Waits,
     /// It has this place, or has died with it.
@@ -149,7 +149,7 @@ pub enum Part {
 
 /// The failure that a process ends with, as reported to the server's owner.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub struct Report {
+pub struct FailureReport {
     /// The failure that caused the others. Its process need not be the reporting process.
     pub failure: Failure,
     /// The rolling hash of the reporting process at the failure's operation. 0 if its program had

@@ -8,17 +8,17 @@ use std::{fmt, io};
 
 use mpmd_base::block::{Condvar, Mutex, mpsc, thread};
 
-use super::connection::{Connection, State, Wire};
-use super::hub::{Hub, Line};
-use super::{JoinConfig, Observer, Rendezvous, RendezvousError, Report, Token};
+use super::connection::{ConnectionState, ServerConnection, ServerWire};
+use super::hub::{LocalHub, LocalLine};
+use super::{FailureReport, JobObserver, JoinConfig, Rendezvous, RendezvousError, Token};
 use mpmd_handshake::strangers::Link;
 use mpmd_proto::wire::ProcessId;
 
 /// The service where the simulated processes of one job meet: the same as a
-/// [`Server`](super::Server), with the same state, without sockets. In a simulated world its time
-/// is simulated too. Dropping it stops the service.
+/// [`RendezvousServer`](super::RendezvousServer), with the same state, without sockets. In a
+/// simulated world its time is simulated too. Dropping it stops the service.
 pub struct LocalServer {
-    hub: Arc<Hub>,
+    hub: Arc<LocalHub>,
     thread: Option<thread::JoinHandle<()>>,
 }
 
@@ -38,10 +38,11 @@ impl LocalServer {
     ///
     /// If the system gives no thread.
     pub fn start(processes: usize, peer_timeout: Duration, run: u128) -> io::Result<Self> {
-        let hub = Arc::new(Hub::new(processes, peer_timeout, run));
+        let hub = Arc::new(LocalHub::new(processes, peer_timeout, run));
         let ticks = hub.clone();
         let builder = thread::Builder::new().name("mpmd-rendezvous-server".to_owned());
         let thread = builder.spawn(move || ticks.run())?;
+
         Ok(Self {
             hub,
             thread: Some(thread),
@@ -49,20 +50,22 @@ impl LocalServer {
     }
 
     /// Connects a process to the service. Starts a thread that hears its replies. The process ends
-    /// as it does with a [`Server`](super::Server): it leaves, or counts as died when its
-    /// [`Rendezvous`] is dropped.
+    /// as it does with a [`RendezvousServer`](super::RendezvousServer): it leaves, or counts as
+    /// died when its [`Rendezvous`] is dropped.
     ///
     /// # Errors
     ///
     /// If the system gives no thread.
     pub fn connect(&self, process: ProcessId) -> io::Result<(Rendezvous, LocalLink)> {
-        let Hub {
+        let LocalHub {
             processes,
             peer_timeout,
             ..
         } = *self.hub;
+
         let (connection, link) = self.open()?;
-        let (server, token) = (connection.server.clone(), Token::new([0; 32]));
+        let server = connection.server.clone();
+        let token = Token::new([0; 32]);
         let config = JoinConfig {
             server,
             process,
@@ -86,20 +89,21 @@ impl LocalServer {
     /// # Errors
     ///
     /// If the system gives no thread.
-    pub fn observe(&self) -> io::Result<Observer> {
+    pub fn observe(&self) -> io::Result<JobObserver> {
         let (link, _) = self.open()?;
-        Ok(Observer { link, local: HERE })
+        Ok(JobObserver { link, local: HERE })
     }
 
-    fn open(&self) -> io::Result<(Arc<Connection>, LocalLink)> {
+    fn open(&self) -> io::Result<(Arc<ServerConnection>, LocalLink)> {
         let (sender, replies) = mpsc::channel();
         let link = self.hub.open(sender);
-        let connection = Arc::new(Connection {
+        let connection = Arc::new(ServerConnection {
             server: "simulation".to_owned(),
-            wire: Wire::Local(Line::new(self.hub.clone(), link)),
-            state: Mutex::new(State::new(self.hub.peer_timeout)),
+            wire: ServerWire::Local(LocalLine::new(self.hub.clone(), link)),
+            state: Mutex::new(ConnectionState::new(self.hub.peer_timeout)),
             changed: Condvar::new(),
         });
+
         let listener = connection.clone();
         let builder = thread::Builder::new().name("mpmd-rendezvous".to_owned());
         builder.spawn(move || listener.listen_to(&replies))?;
@@ -111,7 +115,8 @@ impl LocalServer {
         self.hub.stop();
     }
 
-    /// Waits for the end of the job, as [`Server::wait_end`](super::Server::wait_end) does.
+    /// Waits for the end of the job, as
+    /// [`RendezvousServer::wait_end`](super::RendezvousServer::wait_end) does.
     pub fn wait_end(&self, time: Duration) -> Option<Result<(), RendezvousError>> {
         self.hub.wait_end(time)
     }
@@ -122,7 +127,7 @@ impl LocalServer {
     }
 
     /// Returns the failures that processes have reported, in order of arrival.
-    pub fn reports(&self) -> Vec<(ProcessId, Report)> {
+    pub fn reports(&self) -> Vec<(ProcessId, FailureReport)> {
         self.hub.reports()
     }
 

@@ -5,21 +5,22 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::connection::{Connection, open};
-use super::protocol::{Answer, Request};
+use super::connection::{ServerConnection, open};
+use super::protocol::{ClientRequest, RequestAnswer};
 use super::{JoinConfig, RendezvousError, Token};
 use mpmd_proto::wire::ProcessId;
 
-/// A connection to a job's [`Server`](super::Server) that is not a process of the job.
+/// A connection to a job's [`RendezvousServer`](super::RendezvousServer) that is not a process of
+/// the job.
 ///
 /// It asks all processes for their status. A process answers by the function of
 /// [`Rendezvous::on_look`](super::Rendezvous::on_look).
-pub struct Observer {
-    pub(super) link: Arc<Connection>,
+pub struct JobObserver {
+    pub(super) link: Arc<ServerConnection>,
     pub(super) local: SocketAddr,
 }
 
-impl Observer {
+impl JobObserver {
     /// Connects to the server at `server`, a `host:port`, with the job's token. Starts a thread
     /// that reads the connection. Waits at most `timeout` for the server.
     ///
@@ -37,6 +38,7 @@ impl Observer {
             token,
             peer_timeout: timeout,
         };
+
         let (link, local) = open(&config, false)?;
         Ok(Self { link, local })
     }
@@ -64,27 +66,24 @@ impl Observer {
         timeout: Duration,
     ) -> Result<BTreeMap<ProcessId, Result<Vec<u8>, String>>, RendezvousError> {
         self.link.state.lock().statuses.clear();
-        match self
-            .link
-            .ask(timeout, |ask| Request::Look {
-                ask,
-                words: words.into(),
-            })?
-            .1
-        {
-            Answer::Done => Ok(std::mem::take(&mut self.link.state.lock().statuses)),
+        let request = |ask| ClientRequest::Look {
+            ask,
+            words: words.into(),
+        };
+        match self.link.ask(timeout, request)?.answer {
+            RequestAnswer::Done => Ok(std::mem::take(&mut self.link.state.lock().statuses)),
             other => Err(self.link.senseless(&other)),
         }
     }
 }
 
-impl Drop for Observer {
+impl Drop for JobObserver {
     fn drop(&mut self) {
         self.link.end(RendezvousError::Left);
     }
 }
 
-impl std::fmt::Debug for Observer {
+impl std::fmt::Debug for JobObserver {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Observer(of {})", self.link.server)
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::{CommitStanding, Identity, Member, RendezvousError, Report};
+use super::{CommitStanding, FailureReport, Identity, JobMember, RendezvousError};
 use mpmd_handshake::Protocol;
 use mpmd_proto::control;
 use mpmd_proto::wire::{MAX_CONTROL_BYTES, ProcessId};
@@ -49,7 +49,7 @@ pub(super) fn decode_ping(facts: &[u8]) -> Option<Duration> {
 
 /// A client's message. `ask` is a number that the answer repeats.
 #[derive(Debug, Deserialize, Serialize)]
-pub(super) enum Request {
+pub(super) enum ClientRequest {
     Join {
         ask: u64,
         process: ProcessId,
@@ -61,7 +61,7 @@ pub(super) enum Request {
         /// own.
         waits: bool,
         peer_timeout: Duration,
-        member: Box<Member>,
+        member: Box<JobMember>,
     },
     Set {
         ask: u64,
@@ -83,14 +83,14 @@ pub(super) enum Request {
     },
     Leave {
         ask: u64,
-        how: Leaving,
+        how: LeaveKind,
     },
     Pong,
     /// A commit of the client's epoch is whole on all its processes. Has no answer.
     Whole,
     Report {
         ask: u64,
-        report: Report,
+        report: FailureReport,
     },
     /// Asks for the status of every process. The client need not have joined.
     Look {
@@ -98,7 +98,7 @@ pub(super) enum Request {
         /// The client's words to the processes; empty if it only looks.
         words: Vec<u8>,
     },
-    /// The answer of a process to [`Reply::Look`].
+    /// The answer of a process to [`ServerReply::Look`].
     Status {
         look: u64,
         status: ProcessStatus,
@@ -107,7 +107,7 @@ pub(super) enum Request {
 
 /// The way in which a process leaves an epoch.
 #[derive(Debug, Deserialize, Serialize)]
-pub(super) enum Leaving {
+pub(super) enum LeaveKind {
     /// The job has ended well: all processes of the epoch have come to its end.
     Ends,
     /// It has failed, or the job goes on without it.
@@ -123,10 +123,10 @@ pub(super) type ProcessStatus = Result<Vec<u8>, String>;
 
 /// A server's message.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub(super) enum Reply {
+pub(super) enum ServerReply {
     Answer {
         ask: u64,
-        result: Result<Answer, RendezvousError>,
+        result: Result<RequestAnswer, RendezvousError>,
     },
     Ping,
     Down {
@@ -156,11 +156,11 @@ pub(super) enum Reply {
     /// Asks this process for its status. Its answer repeats the number `look`.
     Look {
         look: u64,
-        /// The words of [`Request::Look`].
+        /// The words of [`ClientRequest::Look`].
         words: Vec<u8>,
     },
-    /// The status of one process, for the client's request [`Request::Look`]. One comes for each
-    /// process, and then [`Answer::Done`].
+    /// The status of one process, for the client's request [`ClientRequest::Look`]. One comes for
+    /// each process, and then [`RequestAnswer::Done`].
     Status {
         ask: u64,
         process: ProcessId,
@@ -177,7 +177,7 @@ pub(super) enum Reply {
 
 /// The answer to a successful request.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub(super) enum Answer {
+pub(super) enum RequestAnswer {
     Done,
     /// Members by process number. If `more` is true, further messages continue the list.
     Members {
@@ -185,7 +185,7 @@ pub(super) enum Answer {
         process: ProcessId,
         epoch: u64,
         run: u128,
-        members: Arc<[Member]>,
+        members: Arc<[JobMember]>,
         standing: CommitStanding,
         more: bool,
     },
@@ -195,15 +195,16 @@ pub(super) enum Answer {
 }
 
 /// Splits a reply into messages, lazily: all members of a large job do not fit one message.
-pub(super) fn parts(reply: Reply) -> Box<dyn Iterator<Item = Reply> + Send> {
-    let Reply::Answer {
+pub(super) fn parts(reply: ServerReply) -> Box<dyn Iterator<Item = ServerReply> + Send> {
+    let ServerReply::Answer {
         ask,
         result: Ok(answer),
     } = reply
     else {
         return Box::new(iter::once(reply));
     };
-    let Answer::Members {
+
+    let RequestAnswer::Members {
         process,
         epoch,
         run,
@@ -212,11 +213,12 @@ pub(super) fn parts(reply: Reply) -> Box<dyn Iterator<Item = Reply> + Send> {
         more: false,
     } = answer
     else {
-        return Box::new(iter::once(Reply::Answer {
+        return Box::new(iter::once(ServerReply::Answer {
             ask,
             result: Ok(answer),
         }));
     };
+
     let mut next = Some(0);
     Box::new(iter::from_fn(move || {
         let first = next?;
@@ -226,11 +228,12 @@ pub(super) fn parts(reply: Reply) -> Box<dyn Iterator<Item = Reply> + Send> {
             bytes += control::encode(member).map_or(MAX_FRAME_BYTES, |encoded| encoded.len());
             bytes <= MAX_VALUE_BYTES
         });
+
         let end = (first + fits.count().max(1)).min(members.len());
         let more = end < members.len();
         next = more.then_some(end);
         let members = members[first..end].into();
-        let result = Ok(Answer::Members {
+        let result = Ok(RequestAnswer::Members {
             process,
             epoch,
             run,
@@ -238,7 +241,7 @@ pub(super) fn parts(reply: Reply) -> Box<dyn Iterator<Item = Reply> + Send> {
             standing,
             more,
         });
-        Some(Reply::Answer { ask, result })
+        Some(ServerReply::Answer { ask, result })
     }))
 }
 
@@ -250,6 +253,7 @@ pub(super) fn frame<T: Serialize>(message: &T) -> Result<Vec<u8>, RendezvousErro
         bytes,
         limit: MAX_FRAME_BYTES,
     };
+
     let payload = control::encode(message).map_err(|_| too_long(MAX_FRAME_BYTES + 1))?;
     let Some(length) = u32::try_from(payload.len())
         .ok()
@@ -257,6 +261,7 @@ pub(super) fn frame<T: Serialize>(message: &T) -> Result<Vec<u8>, RendezvousErro
     else {
         return Err(too_long(payload.len()));
     };
+
     let mut bytes = Vec::with_capacity(4 + payload.len());
     bytes.extend_from_slice(&length.to_le_bytes());
     bytes.extend_from_slice(&payload);
@@ -265,12 +270,12 @@ pub(super) fn frame<T: Serialize>(message: &T) -> Result<Vec<u8>, RendezvousErro
 
 /// A buffer that cuts a byte stream into messages, in any pieces that it arrives.
 #[derive(Default)]
-pub(super) struct Frames {
+pub(super) struct FrameBuffer {
     bytes: Vec<u8>,
     taken: usize,
 }
 
-impl Frames {
+impl FrameBuffer {
     pub(super) fn push(&mut self, bytes: &[u8]) {
         self.bytes.drain(..self.taken);
         self.taken = 0;
@@ -284,6 +289,7 @@ impl Frames {
         let Some((length, rest)) = rest.split_first_chunk::<4>() else {
             return Ok(None);
         };
+
         let length = u32::from_le_bytes(*length) as usize;
         if length == 0 || length > MAX_FRAME_BYTES {
             return Err(format!(
@@ -293,6 +299,7 @@ impl Frames {
         let Some(payload) = rest.get(..length) else {
             return Ok(None);
         };
+
         let message = control::decode(payload).map_err(|e| e.to_string())?;
         self.taken += 4 + length;
         Ok(Some(message))
@@ -306,23 +313,23 @@ mod tests {
 
     #[test]
     fn messages_are_decoded_from_any_chunks() {
-        let sent: Vec<Reply> = (0..5)
-            .map(|ask| Reply::Answer {
+        let sent: Vec<ServerReply> = (0..5)
+            .map(|ask| ServerReply::Answer {
                 ask,
-                result: Ok(Answer::Value(vec![ask as u8; 100])),
+                result: Ok(RequestAnswer::Value(vec![ask as u8; 100])),
             })
-            .chain([Reply::Ping])
+            .chain([ServerReply::Ping])
             .collect();
         let bytes: Vec<u8> = sent
             .iter()
             .flat_map(|reply| frame(reply).unwrap())
             .collect();
         for size in [1, 3, 50, 113, bytes.len()] {
-            let mut frames = Frames::default();
+            let mut frames = FrameBuffer::default();
             let mut found = Vec::new();
             for chunk in bytes.chunks(size) {
                 frames.push(chunk);
-                while let Some(reply) = frames.next::<Reply>().unwrap() {
+                while let Some(reply) = frames.next::<ServerReply>().unwrap() {
                     found.push(reply);
                 }
             }
@@ -333,20 +340,20 @@ mod tests {
     #[test]
     fn long_member_list_is_split_into_messages() {
         // A large cluster, with addresses of many devices.
-        let member = |process: u32| Member {
+        let member = |process: u32| JobMember {
             pid: process,
             addresses: vec![("ucx".into(), "f".repeat(1500))],
-            ..Member::default()
+            ..JobMember::default()
         };
         for processes in [0, 1, 600, 4000] {
-            let members: Arc<[Member]> = (0..processes).map(member).collect();
+            let members: Arc<[JobMember]> = (0..processes).map(member).collect();
             let (process, epoch, run) = (ProcessId(1), 2, 1 << 99);
             let all = members.clone();
             let standing = CommitStanding {
                 whole: Some(1),
                 leavers: 2,
             };
-            let answer = Answer::Members {
+            let answer = RequestAnswer::Members {
                 process,
                 epoch,
                 run,
@@ -356,16 +363,16 @@ mod tests {
             };
             let mut heard = Vec::new();
             let mut last = false;
-            for part in parts(Reply::Answer {
+            for part in parts(ServerReply::Answer {
                 ask: 3,
                 result: Ok(answer),
             }) {
                 assert!(!last, "nothing follows the last part");
                 assert!(frame(&part).is_ok());
-                let Reply::Answer {
+                let ServerReply::Answer {
                     ask: 3,
                     result:
-                        Ok(Answer::Members {
+                        Ok(RequestAnswer::Members {
                             process: ProcessId(1),
                             epoch: 2,
                             run: told,
@@ -388,13 +395,16 @@ mod tests {
             }
             assert!(last && *heard == *members, "{processes} processes");
         }
-        assert_eq!(parts(Reply::Ping).collect::<Vec<_>>(), [Reply::Ping]);
+        assert_eq!(
+            parts(ServerReply::Ping).collect::<Vec<_>>(),
+            [ServerReply::Ping]
+        );
     }
 
     /// Decodes `bytes`, in pieces of `size` bytes, up to the first invalid message. Returns the
     /// messages and the fault, if any.
     fn heard<T: DeserializeOwned>(bytes: &[u8], size: usize) -> (Vec<T>, Option<String>) {
-        let (mut frames, mut heard) = (Frames::default(), Vec::new());
+        let (mut frames, mut heard) = (FrameBuffer::default(), Vec::new());
         for piece in bytes.chunks(size) {
             frames.push(piece);
             loop {
@@ -411,7 +421,7 @@ mod tests {
     #[test]
     fn fuzz_rendezvous_frames() {
         let (peer_timeout, process) = (Duration::from_secs(9), ProcessId(1));
-        let member = Member {
+        let member = JobMember {
             host: "left".into(),
             pid: 7,
             devices: 2,
@@ -433,7 +443,7 @@ mod tests {
         };
         let (epoch, waits, processes) = (1, true, 2);
         let joining = member.clone();
-        let join = Request::Join {
+        let join = ClientRequest::Join {
             ask: 1,
             process,
             processes,
@@ -448,37 +458,37 @@ mod tests {
         };
         let requests = [
             join,
-            Request::Set {
+            ClientRequest::Set {
                 ask: 2,
                 key: "k".into(),
                 value: vec![7; 20],
             },
-            Request::Get {
+            ClientRequest::Get {
                 ask: 300,
                 key: "k".into(),
                 peer_timeout,
             },
-            Request::Barrier {
+            ClientRequest::Barrier {
                 ask: 4,
                 name: "b".into(),
                 peer_timeout,
             },
-            Request::Clock { ask: 70_000 },
-            Request::Leave {
+            ClientRequest::Clock { ask: 70_000 },
+            ClientRequest::Leave {
                 ask: 6,
-                how: Leaving::Returns,
+                how: LeaveKind::Returns,
             },
-            Request::Pong,
-            Request::Whole,
-            Request::Look {
+            ClientRequest::Pong,
+            ClientRequest::Whole,
+            ClientRequest::Look {
                 ask: 7,
                 words: vec![5; 9],
             },
-            Request::Status {
+            ClientRequest::Status {
                 look: 8,
                 status: Ok(vec![3; 25]),
             },
-            Request::Status {
+            ClientRequest::Status {
                 look: 9,
                 status: Err("it starts".into()),
             },
@@ -490,13 +500,13 @@ mod tests {
             processes: 2,
             peer_timeout,
         };
-        let answer = |result| Reply::Answer {
+        let answer = |result| ServerReply::Answer {
             ask: 1 << 40,
             result,
         };
         let replies = [
-            answer(Ok(Answer::Done)),
-            answer(Ok(Answer::Members {
+            answer(Ok(RequestAnswer::Done)),
+            answer(Ok(RequestAnswer::Members {
                 process,
                 epoch: 3,
                 run: 5,
@@ -507,37 +517,37 @@ mod tests {
                 },
                 more: true,
             })),
-            answer(Ok(Answer::Value(vec![1; 30]))),
-            answer(Ok(Answer::Clock(-1))),
+            answer(Ok(RequestAnswer::Value(vec![1; 30]))),
+            answer(Ok(RequestAnswer::Clock(-1))),
             answer(Err(missing)),
-            Reply::Ping,
-            Reply::Down {
+            ServerReply::Ping,
+            ServerReply::Down {
                 process,
                 why: why.clone(),
             },
-            Reply::Place,
-            Reply::CouldHave { processes: 3 },
-            Reply::Busy {
+            ServerReply::Place,
+            ServerReply::CouldHave { processes: 3 },
+            ServerReply::Busy {
                 epoch: 2,
                 processes: vec![process; 3],
                 waited: peer_timeout,
             },
-            Reply::Look {
+            ServerReply::Look {
                 look: 8,
                 words: vec![5; 9],
             },
-            Reply::Status {
+            ServerReply::Status {
                 ask: 7,
                 process,
                 status: Ok(vec![3; 25]),
             },
-            Reply::Status {
+            ServerReply::Status {
                 ask: 7,
                 process,
                 status: Err(why.clone()),
             },
-            Reply::Dropped { why },
-            Reply::Heirs {
+            ServerReply::Dropped { why },
+            ServerReply::Heirs {
                 run: 5,
                 addresses: vec!["10.0.0.1:78".into(); 2],
             },
@@ -549,10 +559,10 @@ mod tests {
         samples.extend(replies.iter().map(|reply| frame(reply).unwrap()));
         samples.extend([samples[..7].concat(), samples[7..].concat()]);
         mpmd_fuzz::bytes("rendezvous-frames", &samples, |bytes| {
-            let (requests, why) = heard::<Request>(bytes, usize::MAX);
-            let (cut, cut_why) = heard::<Request>(bytes, 7);
+            let (requests, why) = heard::<ClientRequest>(bytes, usize::MAX);
+            let (cut, cut_why) = heard::<ClientRequest>(bytes, 7);
             assert_eq!((requests.len(), why), (cut.len(), cut_why));
-            let (replies, why) = heard::<Reply>(bytes, usize::MAX);
+            let (replies, why) = heard::<ServerReply>(bytes, usize::MAX);
             assert_eq!(heard(bytes, 7), (replies.clone(), why));
             for reply in replies {
                 let said: Vec<u8> = parts(reply.clone())
@@ -565,20 +575,25 @@ mod tests {
 
     #[test]
     fn too_long_and_invalid_messages_are_refused() {
-        let mut frames = Frames::default();
+        let mut frames = FrameBuffer::default();
         frames.push(&(MAX_FRAME_BYTES as u32 + 1).to_le_bytes());
-        assert!(frames.next::<Reply>().unwrap_err().contains("announces"));
-        let mut frames = Frames::default();
+        assert!(
+            frames
+                .next::<ServerReply>()
+                .unwrap_err()
+                .contains("announces")
+        );
+        let mut frames = FrameBuffer::default();
         frames.push(&[3, 0, 0, 0, 200, 200, 200]);
-        assert!(frames.next::<Reply>().is_err());
-        let long = Reply::Answer {
+        assert!(frames.next::<ServerReply>().is_err());
+        let long = ServerReply::Answer {
             ask: 1,
-            result: Ok(Answer::Value(vec![0; MAX_FRAME_BYTES])),
+            result: Ok(RequestAnswer::Value(vec![0; MAX_FRAME_BYTES])),
         };
         assert!(matches!(frame(&long), Err(RendezvousError::TooLong { .. })));
-        let most = Reply::Answer {
+        let most = ServerReply::Answer {
             ask: u64::MAX,
-            result: Ok(Answer::Value(vec![0; MAX_VALUE_BYTES])),
+            result: Ok(RequestAnswer::Value(vec![0; MAX_VALUE_BYTES])),
         };
         assert!(frame(&most).is_ok());
     }

@@ -4,15 +4,15 @@ use std::net::SocketAddr;
 
 use super::connect::{is_gone, is_heard};
 use super::contact::system_time;
-use super::succession::{Deputy, Place};
+use super::succession::{Deputy, ServicePlace};
 use super::{
-    Heir, Identity, JoinConfig, Parting, Rendezvous, RendezvousError, Server, ServerConfig,
-    Succession,
+    Heir, Identity, JoinConfig, Rendezvous, RendezvousError, RendezvousServer, ServerConfig,
+    ServiceParting, Succession,
 };
 
-/// What a process knows of the place of its job's service, over the epochs of the job.
+/// A process's knowledge of the place of its job's service, over the epochs of the job.
 #[derive(Debug)]
-pub struct Seeker {
+pub struct ServiceSeeker {
     service: String,
     /// True if the process at `service` runs it no more, or runs that of another job.
     is_left: bool,
@@ -22,10 +22,10 @@ pub struct Seeker {
     deputy: Option<Deputy>,
     succession: Option<Succession>,
     /// The end of the last contact with the service. `None` before the first.
-    parting: Option<Parting>,
+    parting: Option<ServiceParting>,
 }
 
-impl Seeker {
+impl ServiceSeeker {
     /// Creates the knowledge of a process that starts: the address of the service.
     pub fn new(service: String) -> Self {
         Self {
@@ -40,7 +40,7 @@ impl Seeker {
 
     /// Notes the end of this process's contact with the service. It decides if this process may go
     /// on with the service itself.
-    pub fn part(&mut self, parting: Parting) {
+    pub fn part(&mut self, parting: ServiceParting) {
         let parting = parting.after(self.parting.take());
         self.parting = Some(if self.is_left {
             parting.handed_over()
@@ -49,8 +49,8 @@ impl Seeker {
         });
     }
 
-    /// Notes who can go on with the service. Those that this process has heard of while it waited
-    /// for a place are less than those of an epoch in which it was.
+    /// Notes the processes that can go on with the service. A list from an epoch in which this
+    /// process had a place has priority over one that it has heard while it waited for a place.
     pub fn hear(&mut self, succession: Option<Succession>) {
         match (&mut self.succession, succession) {
             (Some(known), Some(told)) => known.hear(told),
@@ -69,7 +69,7 @@ impl Seeker {
         let elsewhere = |succession: &Succession| !succession.contains(&self.service);
         self.is_left = self.succession.as_ref().is_some_and(elsewhere);
         if self.is_left {
-            self.parting = self.parting.take().map(Parting::handed_over);
+            self.parting = self.parting.take().map(ServiceParting::handed_over);
         }
         self.is_left
     }
@@ -91,11 +91,12 @@ impl Seeker {
         &mut self,
         at: SocketAddr,
         identity: &Identity,
-        server: Option<&Server>,
+        server: Option<&RendezvousServer>,
     ) -> Result<Option<Heir>, RendezvousError> {
         if server.is_some() {
             return Ok(None);
         }
+
         let deputy = match self.deputy.take() {
             Some(deputy) => deputy,
             None => Deputy::bind(at)?,
@@ -118,19 +119,21 @@ impl Seeker {
     ///
     /// # Errors
     ///
-    /// The errors of [`Rendezvous::connect`], and of [`Server::bind`] if this process goes on with
-    /// the service. [`Outlived`](RendezvousError::Outlived) if it is the only one left, and the
-    /// others may have ended the job: since it was stopped or cut off for the peer timeout.
+    /// The errors of [`Rendezvous::connect`], and of [`RendezvousServer::bind`] if this process
+    /// goes on with the service. [`Outlived`](RendezvousError::Outlived) if it is the only one
+    /// left, and the others may have ended the job: since it was stopped or cut off for the peer
+    /// timeout.
     pub fn connect(
         &mut self,
         config: &JoinConfig,
-        server: &mut Option<Server>,
+        server: &mut Option<RendezvousServer>,
     ) -> Result<Rendezvous, RendezvousError> {
         let own = server.is_some().then(|| self.service.clone());
         loop {
             if std::mem::take(&mut self.is_left) {
                 self.find(config, server, own.as_ref())?;
             }
+
             let config = JoinConfig {
                 server: self.service.clone(),
                 ..config.clone()
@@ -139,6 +142,7 @@ impl Seeker {
             let Some(succession) = self.succession.as_ref().filter(|_| !is_here) else {
                 return Rendezvous::connect(config);
             };
+
             match Rendezvous::connect_again(config) {
                 Err(_) if is_gone(&self.service) => self.is_left = true,
                 Err(RendezvousError::Unreachable { .. })
@@ -168,7 +172,7 @@ impl Seeker {
     fn find(
         &mut self,
         config: &JoinConfig,
-        server: &mut Option<Server>,
+        server: &mut Option<RendezvousServer>,
         here: Option<&String>,
     ) -> Result<(), RendezvousError> {
         let own = self.deputy.as_ref().map(Deputy::address);
@@ -176,9 +180,10 @@ impl Seeker {
             .succession
             .as_ref()
             .map(|succession| succession.find(own.as_deref()));
+
         match (place, &self.succession) {
-            (Some(Place::At(address)), _) => self.service = address,
-            (Some(Place::Here), Some(succession)) => {
+            (Some(ServicePlace::At(address)), _) => self.service = address,
+            (Some(ServicePlace::Here), Some(succession)) => {
                 self.may_go_on(succession.is_first(own.as_deref()))?;
                 let JoinConfig {
                     processes,
@@ -191,10 +196,15 @@ impl Seeker {
                     token: token.clone(),
                     peer_timeout,
                 };
+
                 let deputy = self.deputy.take();
                 let host_lives = std::mem::take(&mut self.host_lives);
-                let resume = |deputy| Server::resume(deputy, (succession, host_lives), config);
-                let resumed = deputy.map(resume).transpose()?;
+                let resumed = match deputy {
+                    Some(deputy) => Some(RendezvousServer::resume(
+                        deputy, succession, host_lives, config,
+                    )?),
+                    None => None,
+                };
                 self.service = own.unwrap_or_default();
                 *server = resumed;
             }

@@ -1,4 +1,4 @@
-//! The rendezvous service: runs a [`Job`] over sockets, on a thread of its own.
+//! The rendezvous service: runs a [`JobState`] over sockets, on a thread of its own.
 
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -19,12 +19,14 @@ use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::{sleep_until, timeout};
 
-use super::clock::clock;
+use super::clock_offset::clock;
 use super::config::random;
-use super::job::{Action, Job, Phase, ping_interval};
-use super::protocol::{self, Answer, Frames, HANDSHAKE, Reply, Request, encode_ping};
+use super::job::{EpochPhase, JobAction, JobState, ping_interval};
+use super::protocol::{
+    self, ClientRequest, FrameBuffer, HANDSHAKE, RequestAnswer, ServerReply, encode_ping,
+};
 use super::succession::Deputy;
-use super::{Part, RendezvousError, Report, Succession, Token};
+use super::{FailureReport, ProcessPart, RendezvousError, Succession, Token};
 use mpmd_base::deadline::after;
 use mpmd_handshake::Handshake;
 use mpmd_handshake::strangers::{Link, Strangers};
@@ -32,31 +34,32 @@ use mpmd_handshake::stream::shake_hands;
 use mpmd_handshake::token::random_bytes;
 use mpmd_proto::wire::ProcessId;
 
-/// The service where the processes of one job meet. Dropping a `Server` stops the service.
+/// The service where the processes of one job meet. Dropping a `RendezvousServer` stops the
+/// service.
 ///
 /// Runs in the background on one thread. Processes are its clients, see
 /// [`Rendezvous`](super::Rendezvous); the process that owns the server is no exception.
 #[derive(Debug)]
-pub struct Server {
+pub struct RendezvousServer {
     address: SocketAddr,
-    stage: Arc<Stage>,
+    view: Arc<OwnerView>,
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// Configuration of a [`Server`].
+/// Configuration of a [`RendezvousServer`].
 #[derive(Clone, Debug)]
 pub struct ServerConfig {
     /// Number of processes in the job.
     pub processes: usize,
     /// The job's secret.
     pub token: Token,
-    /// The peer timeout: the time for all processes to join, counted from [`Server::bind`], and the
-    /// longest silence of a process.
+    /// The peer timeout: the time for all processes to join, counted from
+    /// [`RendezvousServer::bind`], and the longest silence of a process.
     pub peer_timeout: Duration,
 }
 
-impl Server {
+impl RendezvousServer {
     /// Starts the service at `address`, on a thread of its own. Port 0 takes a free port, see
     /// [`address`](Self::address). At `[::]` it is reached by IPv6 and IPv4, on a host without IPv6
     /// by IPv4 alone.
@@ -72,7 +75,7 @@ impl Server {
             peer_timeout,
             ..
         } = config;
-        let job = Job::new(processes, peer_timeout, random()?, Instant::now());
+        let job = JobState::new(processes, peer_timeout, random()?, Instant::now());
         Self::start(address, config, job, || bind(address))
     }
 
@@ -82,7 +85,8 @@ impl Server {
     /// start. Probes for two seconds at most which are gone.
     pub(super) fn resume(
         deputy: Deputy,
-        (succession, host_lives): (&Succession, bool),
+        succession: &Succession,
+        host_lives: bool,
         config: ServerConfig,
     ) -> Result<Self, RendezvousError> {
         let past = succession
@@ -92,12 +96,18 @@ impl Server {
                 what: "going on with the rendezvous service".into(),
                 when: "for a process that had a place".into(),
             })?;
+
         let lives = deputy.lives(past, host_lives);
         let Deputy { listener, address } = deputy;
         tracing::info!(%address, past.epoch, ?lives, "goes on with the rendezvous service");
-        let (processes, peer_timeout, now) =
-            (config.processes, config.peer_timeout, Instant::now());
-        let job = Job::resumed(processes, peer_timeout, (past, &lives), now);
+
+        let job = JobState::resumed(
+            config.processes,
+            config.peer_timeout,
+            past,
+            &lives,
+            Instant::now(),
+        );
         Self::start(address, config, job, || {
             listener.set_nonblocking(true)?;
             TcpListener::from_std(listener)
@@ -107,7 +117,7 @@ impl Server {
     fn start(
         address: SocketAddr,
         config: ServerConfig,
-        job: Job,
+        job: JobState,
         listen: impl FnOnce() -> std::io::Result<TcpListener>,
     ) -> Result<Self, RendezvousError> {
         let failed = |e: std::io::Error| RendezvousError::Bind {
@@ -118,22 +128,25 @@ impl Server {
             doing: doing.into(),
             why: e.to_string(),
         };
+
         let runtime = runtime::Builder::new_current_thread()
             .enable_all()
             .build()
             .map_err(|e| environment("starting the rendezvous service", e))?;
         let listener = runtime.block_on(async { listen() }).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
-        let stage = Arc::new(Stage::default());
+
+        let view = Arc::new(OwnerView::default());
         let (stop, stopped) = oneshot::channel();
-        let hub = Hub::new(config, job, stage.clone());
+        let hub = ServerHub::new(config, job, view.clone());
         let thread = std::thread::Builder::new()
             .name("mpmd-rendezvous-server".into())
             .spawn(move || runtime.block_on(hub.run(listener, stopped)))
             .map_err(|e| environment("starting the rendezvous service's thread", e))?;
+
         Ok(Self {
             address,
-            stage,
+            view,
             stop: Some(stop),
             thread: Some(thread),
         })
@@ -153,7 +166,8 @@ impl Server {
     /// [`OutOfTurn`](RendezvousError::OutOfTurn) if `peer_timeout` ended first.
     pub fn wait_complete(&self, peer_timeout: Duration) -> Result<(), RendezvousError> {
         let until = after(Instant::now(), peer_timeout);
-        let mut state = self.stage.state.lock();
+        let mut state = self.view.state.lock();
+
         loop {
             if let Some(error) = &state.failed {
                 return Err(error.clone());
@@ -161,7 +175,7 @@ impl Server {
             if state.complete {
                 return Ok(());
             }
-            if self.stage.changed.wait_until(&mut state, until).timed_out() && !state.complete {
+            if self.view.changed.wait_until(&mut state, until).timed_out() && !state.complete {
                 return Err(state.failed.clone().unwrap_or(RendezvousError::OutOfTurn {
                     what: "going on".into(),
                     when: "when all processes have joined".into(),
@@ -172,60 +186,60 @@ impl Server {
 
     /// True once all processes have joined the job.
     pub fn is_complete(&self) -> bool {
-        self.stage.state.lock().complete
+        self.view.state.lock().complete
     }
 
     /// Returns the reason why the job can never be complete, if that is already certain.
     pub fn failure(&self) -> Option<RendezvousError> {
-        self.stage.state.lock().failed.clone()
+        self.view.state.lock().failed.clone()
     }
 
     /// Returns the failures that processes have [reported](super::Rendezvous::report), as (process,
     /// report), in order of arrival.
-    pub fn reports(&self) -> Vec<(ProcessId, Report)> {
-        self.stage.state.lock().reports.clone()
+    pub fn reports(&self) -> Vec<(ProcessId, FailureReport)> {
+        self.view.state.lock().reports.clone()
     }
 
     /// Returns the number of places of a job that need a new process: places of processes that are
     /// gone, less the number of waiting spares.
     pub fn wanted(&self) -> usize {
-        self.stage.state.lock().wanted
+        self.view.state.lock().wanted
     }
 
     /// Returns the number of places of the job: those of its newest epoch.
     pub fn places(&self) -> usize {
-        self.stage.state.lock().places
+        self.view.state.lock().places
     }
 
     /// True if the job's program goes on with fewer processes after a loss.
     pub fn may_shrink(&self) -> bool {
-        self.stage.state.lock().may_shrink
+        self.view.state.lock().may_shrink
     }
 
     /// Says if the owner may still start processes for places of processes that are gone. While it
     /// may, such a place is kept free for the peer timeout. False at first.
     pub fn may_start(&self, yes: bool) {
-        if self.stage.owner_starts.swap(yes, Ordering::Relaxed) != yes {
-            self.stage.wakes.notify_one();
+        if self.view.owner_starts.swap(yes, Ordering::Relaxed) != yes {
+            self.view.wakes.notify_one();
         }
     }
 
     /// True if all processes of an epoch have ended or left, and none of them returns.
     pub fn is_over(&self) -> bool {
-        self.stage.state.lock().is_over
+        self.view.state.lock().is_over
     }
 
     /// Returns the part of each process of the job and of each spare, with the process number with
     /// which it joined first. Processes that have gone are among them if they had a place in an
     /// epoch that has begun.
-    pub fn parts(&self) -> Vec<(ProcessId, Part)> {
-        self.stage.state.lock().parts.clone()
+    pub fn parts(&self) -> Vec<(ProcessId, ProcessPart)> {
+        self.view.state.lock().parts.clone()
     }
 
     /// Returns the reason why the process that joined first with this number had no place after it
     /// had waited for one, if it was refused.
     pub fn refusal(&self, number: ProcessId) -> Option<String> {
-        let state = self.stage.state.lock();
+        let state = self.view.state.lock();
         let mut refused = state.refused.iter().rev();
         refused
             .find(|(process, _)| *process == number)
@@ -241,7 +255,8 @@ impl Server {
     /// The reason why the job can never be complete.
     pub fn wait_end(&self, time: Duration) -> Option<Result<(), RendezvousError>> {
         let until = after(Instant::now(), time);
-        let mut state = self.stage.state.lock();
+        let mut state = self.view.state.lock();
+
         loop {
             if let Some(error) = &state.failed {
                 return Some(Err(error.clone()));
@@ -249,7 +264,7 @@ impl Server {
             if state.complete && state.present == 0 {
                 return Some(Ok(()));
             }
-            if self.stage.changed.wait_until(&mut state, until).timed_out() {
+            if self.view.changed.wait_until(&mut state, until).timed_out() {
                 return None;
             }
         }
@@ -261,49 +276,56 @@ impl Server {
     /// For the process that owns the server and wants to end while others still need the server.
     pub fn wait_empty(&self, peer_timeout: Duration) -> bool {
         let until = after(Instant::now(), peer_timeout);
-        let mut state = self.stage.state.lock();
+        let mut state = self.view.state.lock();
         while state.present > 0 {
-            if self.stage.changed.wait_until(&mut state, until).timed_out() {
+            if self.view.changed.wait_until(&mut state, until).timed_out() {
                 break;
             }
         }
+
         state.present == 0
     }
 }
 
 /// Listens at `address`, which may be in use by connections of an earlier job.
 fn bind(address: SocketAddr) -> std::io::Result<TcpListener> {
-    let bound = |socket: TcpSocket, address| {
-        socket.set_reuseaddr(true)?;
-        socket.bind(address)?;
-        socket.listen(BACKLOG)
-    };
     if address.is_ipv4() {
-        return bound(TcpSocket::new_v4()?, address);
+        return listen_on(TcpSocket::new_v4()?, address);
     }
-    let both = || {
-        let socket = TcpSocket::new_v6()?;
-        if address.ip().is_unspecified() {
-            set_ipv6_v6only(&socket, false)?;
-        }
-        bound(socket, address)
-    };
-    let without_ipv6 = |error: &std::io::Error| {
-        let of_ipv6 = [Errno::AFNOSUPPORT, Errno::ADDRNOTAVAIL].map(Errno::raw_os_error);
-        error
-            .raw_os_error()
-            .is_some_and(|error| of_ipv6.contains(&error))
-    };
-    match both() {
-        Err(error) if address.ip().is_unspecified() && without_ipv6(&error) => {
+
+    match bind_ipv6(address) {
+        Err(error) if address.ip().is_unspecified() && is_ipv6_missing(&error) => {
             let address = SocketAddr::from((Ipv4Addr::UNSPECIFIED, address.port()));
-            bound(TcpSocket::new_v4()?, address)
+            listen_on(TcpSocket::new_v4()?, address)
         }
         done => done,
     }
 }
 
-impl Drop for Server {
+/// Listens at an IPv6 address. The one without a host accepts connections over IPv4 too.
+fn bind_ipv6(address: SocketAddr) -> std::io::Result<TcpListener> {
+    let socket = TcpSocket::new_v6()?;
+    if address.ip().is_unspecified() {
+        set_ipv6_v6only(&socket, false)?;
+    }
+    listen_on(socket, address)
+}
+
+fn listen_on(socket: TcpSocket, address: SocketAddr) -> std::io::Result<TcpListener> {
+    socket.set_reuseaddr(true)?;
+    socket.bind(address)?;
+    socket.listen(BACKLOG)
+}
+
+/// True if an error of the system says that this host has no IPv6.
+fn is_ipv6_missing(error: &std::io::Error) -> bool {
+    let of_ipv6 = [Errno::AFNOSUPPORT, Errno::ADDRNOTAVAIL].map(Errno::raw_os_error);
+    error
+        .raw_os_error()
+        .is_some_and(|error| of_ipv6.contains(&error))
+}
+
+impl Drop for RendezvousServer {
     /// Sends the replies that are still queued, then closes. Blocks for about a second at most.
     fn drop(&mut self) {
         drop(self.stop.take());
@@ -317,8 +339,8 @@ impl Drop for Server {
 
 /// The job's state as the server's owner sees it.
 #[derive(Debug, Default)]
-struct Stage {
-    state: Mutex<StageState>,
+struct OwnerView {
+    state: Mutex<OwnerViewState>,
     changed: Condvar,
     owner_starts: AtomicBool,
     /// Wakes the service's thread after a change of `owner_starts`.
@@ -326,7 +348,7 @@ struct Stage {
 }
 
 #[derive(Debug, Default)]
-struct StageState {
+struct OwnerViewState {
     complete: bool,
     failed: Option<RendezvousError>,
     present: usize,
@@ -334,15 +356,15 @@ struct StageState {
     places: usize,
     may_shrink: bool,
     is_over: bool,
-    parts: Vec<(ProcessId, Part)>,
-    reports: Vec<(ProcessId, Report)>,
+    parts: Vec<(ProcessId, ProcessPart)>,
+    reports: Vec<(ProcessId, FailureReport)>,
     refused: Vec<(ProcessId, String)>,
 }
 
 /// An event of a connection, sent to the hub.
-enum Event {
-    Opened(Link, mpsc::UnboundedSender<Reply>),
-    Said(Link, Box<Request>),
+enum ServerEvent {
+    Opened(Link, mpsc::UnboundedSender<ServerReply>),
+    Said(Link, Box<ClientRequest>),
     Closed(Link, String),
 }
 
@@ -355,19 +377,19 @@ const BACKLOG: u32 = 4096;
 /// Time limit for sending the last replies when the server stops.
 const FAREWELL: Duration = Duration::from_secs(1);
 
-struct Hub {
+struct ServerHub {
     config: ServerConfig,
-    stage: Arc<Stage>,
-    job: Job,
-    says: HashMap<Link, mpsc::UnboundedSender<Reply>>,
+    view: Arc<OwnerView>,
+    job: JobState,
+    says: HashMap<Link, mpsc::UnboundedSender<ServerReply>>,
     tasks: JoinSet<()>,
 }
 
-impl Hub {
-    fn new(config: ServerConfig, job: Job, stage: Arc<Stage>) -> Self {
+impl ServerHub {
+    fn new(config: ServerConfig, job: JobState, view: Arc<OwnerView>) -> Self {
         Self {
             config,
-            stage,
+            view,
             job,
             says: HashMap::new(),
             tasks: JoinSet::new(),
@@ -381,31 +403,21 @@ impl Hub {
         let mut is_full = false;
         let strangers = Arc::new(Strangers::new(64 + 2 * self.config.processes));
         let mut next_link: Link = 0;
+
         loop {
             self.job
-                .owner_starts(self.stage.owner_starts.load(Ordering::Relaxed));
+                .owner_starts(self.view.owner_starts.load(Ordering::Relaxed));
             let due = self.job.tick(Instant::now());
             self.act();
             tokio::select! {
                 _ = &mut stopped => break,
-                () = self.stage.wakes.notified() => {}
+                () = self.view.wakes.notified() => {}
                 Some(event) = happened.recv() => self.handle(event),
                 accepted = listener.accept() => match accepted {
                     Ok((stream, _)) => {
                         is_full = false;
                         next_link += 1;
-                        let link = next_link;
-                        let ping = ping_interval(self.config.peer_timeout);
-                        let token = self.config.token.clone();
-                        let greeted = strangers.clone();
-                        let events = events.clone();
-                        let task = self.tasks.spawn(async move {
-                            let met = greet(stream, &token, ping, link, &greeted).await;
-                            if let Some(stream) = met {
-                                serve(stream, link, &events).await;
-                            }
-                        });
-                        strangers.add(link, task);
+                        self.welcome(stream, next_link, &strangers, &events);
                     }
                     Err(error) => {
                         // Most likely out of file descriptors; some may be closed soon.
@@ -419,6 +431,7 @@ impl Hub {
                 () = sleep_until(due.into()) => {}
             }
         }
+
         strangers.clear();
         drop(listener);
         // Without its sender a connection sends its queued replies and ends.
@@ -426,20 +439,42 @@ impl Hub {
         drop(happened);
         let farewell = async { while self.tasks.join_next().await.is_some() {} };
         let _ = timeout(FAREWELL, farewell).await;
-        let mut state = self.stage.state.lock();
+
+        let mut state = self.view.state.lock();
         state.failed.get_or_insert(RendezvousError::Stopped);
         state.present = 0;
-        self.stage.changed.notify_all();
+        self.view.changed.notify_all();
     }
 
-    fn handle(&mut self, event: Event) {
+    /// Starts the task of a new client: its handshake, then its requests.
+    fn welcome(
+        &mut self,
+        stream: TcpStream,
+        link: Link,
+        strangers: &Arc<Strangers>,
+        events: &mpsc::Sender<ServerEvent>,
+    ) {
+        let ping = ping_interval(self.config.peer_timeout);
+        let token = self.config.token.clone();
+        let greeted = strangers.clone();
+        let events = events.clone();
+        let task = self.tasks.spawn(async move {
+            let met = greet(stream, &token, ping, link, &greeted).await;
+            if let Some(stream) = met {
+                serve(stream, link, &events).await;
+            }
+        });
+        strangers.add(link, task);
+    }
+
+    fn handle(&mut self, event: ServerEvent) {
         match event {
-            Event::Opened(link, says) => {
+            ServerEvent::Opened(link, says) => {
                 self.says.insert(link, says);
                 self.job.opened(link, Instant::now());
             }
-            Event::Said(link, request) => self.job.said(link, *request, Instant::now()),
-            Event::Closed(link, why) => {
+            ServerEvent::Said(link, request) => self.job.said(link, *request, Instant::now()),
+            ServerEvent::Closed(link, why) => {
                 self.says.remove(&link);
                 self.job.closed(link, &why);
             }
@@ -449,53 +484,65 @@ impl Hub {
     fn act(&mut self) {
         for action in self.job.actions() {
             match action {
-                Action::Say(link, reply) => {
+                JobAction::Say(link, reply) => {
                     if let Some(says) = self.says.get(&link) {
                         // A connection that has just ended reports that itself.
                         let _ = says.send(reply);
                     }
                 }
-                Action::Close(link) => {
+                JobAction::Close(link) => {
                     self.says.remove(&link);
                 }
             }
         }
+        self.update_owner_view();
+    }
+
+    /// Copies the job's state for the server's owner, if it has changed.
+    fn update_owner_view(&self) {
         let epochs = self.job.epochs();
         let complete = epochs.has_begun();
         let failed = match epochs.phase() {
-            Phase::Gathering | Phase::Running => None,
-            Phase::Failed(error) => Some(error),
+            EpochPhase::Gathering | EpochPhase::Running => None,
+            EpochPhase::Failed(error) => Some(error),
         };
-        let (present, wanted) = (epochs.present(), epochs.wanted());
-        let (places, is_over, parts) = (epochs.places(), epochs.is_over(), epochs.parts());
+        let present = epochs.present();
+        let wanted = epochs.wanted();
+        let places = epochs.places();
+        let is_over = epochs.is_over();
+        let parts = epochs.parts();
+        let reports = epochs.reports();
+        let refused = epochs.refused();
         // Known as soon as the job is complete, and from then on.
         let may_shrink = complete && epochs.may_shrink();
-        let mut state = self.stage.state.lock();
-        let reports = epochs.reports();
-        let known = (
-            state.complete,
-            state.failed.as_ref(),
-            state.reports.len(),
-            &state.parts,
-        );
-        if known != (complete, failed, reports.len(), &parts)
-            || (state.present, state.wanted, state.is_over) != (present, wanted, is_over)
-            || (state.places, state.refused.len()) != (places, epochs.refused().len())
-        {
-            *state = StageState {
-                complete,
-                failed: failed.cloned(),
-                present,
-                wanted,
-                places,
-                may_shrink: state.may_shrink || may_shrink,
-                is_over,
-                parts,
-                refused: epochs.refused().to_vec(),
-                reports: reports.to_vec(),
-            };
-            self.stage.changed.notify_all();
+
+        let mut state = self.view.state.lock();
+        let is_unchanged = state.complete == complete
+            && state.failed.as_ref() == failed
+            && state.present == present
+            && state.wanted == wanted
+            && state.places == places
+            && state.is_over == is_over
+            && state.parts == parts
+            && state.reports.len() == reports.len()
+            && state.refused.len() == refused.len();
+        if is_unchanged {
+            return;
         }
+
+        *state = OwnerViewState {
+            complete,
+            failed: failed.cloned(),
+            present,
+            wanted,
+            places,
+            may_shrink: state.may_shrink || may_shrink,
+            is_over,
+            parts,
+            refused: refused.to_vec(),
+            reports: reports.to_vec(),
+        };
+        self.view.changed.notify_all();
     }
 }
 
@@ -510,10 +557,12 @@ async fn greet(
 ) -> Option<TcpStream> {
     let meet = async {
         stream.set_nodelay(true)?;
-        let (token, nonce) = (token.clone(), random_bytes()?);
+        let token = token.clone();
+        let nonce = random_bytes()?;
         let mut handshake = Handshake::answer(HANDSHAKE, token, nonce, &encode_ping(ping));
         shake_hands(&mut stream, &mut handshake).await
     };
+
     let met = timeout(HANDSHAKE_TIMEOUT, meet).await;
     let stays = strangers.remove(link);
     (stays && matches!(met, Ok(Ok(Ok(()))))).then_some(stream)
@@ -521,14 +570,15 @@ async fn greet(
 
 /// Carries messages between a client and the hub (the server's main task) until either ends the
 /// connection.
-async fn serve(stream: TcpStream, link: Link, events: &mpsc::Sender<Event>) {
+async fn serve(stream: TcpStream, link: Link, events: &mpsc::Sender<ServerEvent>) {
     let (says, mut to_say) = mpsc::unbounded_channel();
     // Clock requests are answered here. The sender is weak, so that the hub alone decides how long
     // the connection lasts.
     let clock_says = says.downgrade();
-    if events.send(Event::Opened(link, says)).await.is_err() {
+    if events.send(ServerEvent::Opened(link, says)).await.is_err() {
         return;
     }
+
     let (mut read, mut write) = stream.into_split();
     let speak = async {
         while let Some(reply) = to_say.recv().await {
@@ -545,43 +595,48 @@ async fn serve(stream: TcpStream, link: Link, events: &mpsc::Sender<Event>) {
         let _ = write.shutdown().await;
         "the rendezvous service closed the connection".to_owned()
     };
+
     let listen = listen(&mut read, link, events, &clock_says);
-    let (speak, listen) = (pin!(speak), pin!(listen));
+    let speak = pin!(speak);
+    let listen = pin!(listen);
     let why = tokio::select! {
         why = speak => why,
         why = listen => why,
     };
-    let _ = events.send(Event::Closed(link, why)).await;
+
+    let _ = events.send(ServerEvent::Closed(link, why)).await;
 }
 
 /// Reads a client's requests until its connection ends. Returns the reason for the end.
 async fn listen(
     read: &mut OwnedReadHalf,
     link: Link,
-    events: &mpsc::Sender<Event>,
-    clock_says: &mpsc::WeakUnboundedSender<Reply>,
+    events: &mpsc::Sender<ServerEvent>,
+    clock_says: &mpsc::WeakUnboundedSender<ServerReply>,
 ) -> String {
-    let mut frames = Frames::default();
+    let mut frames = FrameBuffer::default();
     let mut bytes = vec![0; 16 * 1024];
+
     loop {
         match read.read(&mut bytes).await {
             Ok(0) => return "its connection was closed".into(),
             Ok(n) => frames.push(&bytes[..n]),
             Err(error) => return format!("its connection ended: {error}"),
         }
+
         loop {
-            match frames.next::<Request>() {
+            match frames.next::<ClientRequest>() {
                 Ok(Some(request)) => {
-                    if let Request::Clock { ask } = request
+                    if let ClientRequest::Clock { ask } = request
                         && let Some(says) = clock_says.upgrade()
                     {
-                        let _ = says.send(Reply::Answer {
+                        let _ = says.send(ServerReply::Answer {
                             ask,
-                            result: Ok(Answer::Clock(clock())),
+                            result: Ok(RequestAnswer::Clock(clock())),
                         });
                     }
                     if events
-                        .send(Event::Said(link, Box::new(request)))
+                        .send(ServerEvent::Said(link, Box::new(request)))
                         .await
                         .is_err()
                     {

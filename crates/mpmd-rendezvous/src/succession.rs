@@ -1,10 +1,10 @@
 //! The order in which processes go on with the service of a job after the loss of its process.
 //!
 //! A process that can take over the service listens at an address of its own, as a [`Deputy`], from
-//! the time that it joins. It tells the address with its [`Member`]. All members of an epoch know
-//! the same list of such addresses, their [`Succession`]. The list begins with the processes that
-//! are in the job for longest. So the lists of two epochs have the same order, and a process that
-//! knows an older list goes to the same place as the others.
+//! the time that it joins. It tells the address with its [`JobMember`]. All members of an epoch
+//! know the same list of such addresses, their [`Succession`]. The list begins with the processes
+//! that are in the job for longest. So the lists of two epochs have the same order, and a process
+//! that knows an older list goes to the same place as the others.
 //!
 //! The service goes on at the first address of the list that accepts connections. An address that
 //! refuses them belongs to a process that has ended: the system accepts connections for a living
@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::connect::{Probe, probe};
-use super::{CommitStanding, Joined, Member, RendezvousError};
+use super::connect::{ListenerProbe, probe};
+use super::{CommitStanding, JobMember, JoinedEpoch, RendezvousError};
 use mpmd_base::deadline::after;
 use mpmd_proto::wire::ProcessId;
 
@@ -39,12 +39,12 @@ pub struct Succession {
     pub(super) run: u128,
     pub(super) addresses: Vec<String>,
     /// The epoch that the service goes on from. `None` on a process that waits for a place.
-    pub(super) past: Option<Joined>,
+    pub(super) past: Option<JoinedEpoch>,
 }
 
 /// The place where a service goes on.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(super) enum Place {
+pub(super) enum ServicePlace {
     /// A process listens there.
     At(String),
     /// In this process.
@@ -71,7 +71,7 @@ const ASK_WITHIN: Duration = Duration::from_secs(2);
 
 impl Succession {
     /// Returns the succession of an epoch. `None` if nobody can go on with the job's service.
-    pub fn of(joined: &Joined) -> Option<Self> {
+    pub fn of(joined: &JoinedEpoch) -> Option<Self> {
         let addresses = in_order(&joined.members);
         let past = Some(joined.clone());
         (!addresses.is_empty()).then_some(Self {
@@ -81,7 +81,7 @@ impl Succession {
         })
     }
 
-    /// Creates that of a process that waits for a place.
+    /// Creates the succession that a process knows while it waits for a place.
     pub(super) fn told(run: u128, addresses: Vec<String>) -> Self {
         Self {
             run,
@@ -110,7 +110,7 @@ impl Succession {
         self.past.is_none()
     }
 
-    /// True if the service at this address is one that another process goes on with.
+    /// True if the list has this address: another process goes on with the service there.
     pub(super) fn contains(&self, address: &str) -> bool {
         self.addresses.iter().any(|known| known == address)
     }
@@ -120,7 +120,7 @@ impl Succession {
         own.is_some() && self.addresses.first().map(String::as_str) == own
     }
 
-    /// Takes over what a process has heard while it waited for a place.
+    /// Takes over a list that a process has heard while it waited for a place.
     pub(super) fn hear(&mut self, told: Self) {
         // The same list says less if a process has had a place in that epoch.
         if !told.is_of_spare() || !self.addresses.starts_with(&told.addresses) {
@@ -137,20 +137,22 @@ impl Succession {
     }
 
     /// Returns the place where the service goes on. `own` is the address of this process's deputy.
-    pub(super) fn find(&self, own: Option<&str>) -> Place {
+    pub(super) fn find(&self, own: Option<&str>) -> ServicePlace {
         let is_own = |address: &String| own == Some(address.as_str());
         let until = after(Instant::now(), ASK_WITHIN);
-        let lives = |address: &&String| is_own(address) || probe(address, until) != Probe::Refused;
+        let lives =
+            |address: &&String| is_own(address) || probe(address, until) != ListenerProbe::Refused;
+
         match self.addresses.iter().find(lives) {
-            Some(address) if is_own(address) => Place::Here,
-            Some(address) => Place::At(address.clone()),
-            None => Place::Nowhere,
+            Some(address) if is_own(address) => ServicePlace::Here,
+            Some(address) => ServicePlace::At(address.clone()),
+            None => ServicePlace::Nowhere,
         }
     }
 }
 
 /// Returns the addresses of the members that can go on with a service, the first ones first.
-pub(super) fn in_order(members: &[Member]) -> Vec<String> {
+pub(super) fn in_order(members: &[JobMember]) -> Vec<String> {
     let mut heirs: Vec<&Heir> = members
         .iter()
         .filter_map(|member| member.heir.as_ref())
@@ -159,7 +161,7 @@ pub(super) fn in_order(members: &[Member]) -> Vec<String> {
     heirs.into_iter().map(|heir| heir.address.clone()).collect()
 }
 
-/// Returns as many of the addresses as a process is told while it waits for a place.
+/// Returns the first addresses of the list, for a process that waits for a place.
 pub(super) fn told(addresses: &[String]) -> Vec<String> {
     addresses[..addresses.len().min(MOST_TOLD)].to_vec()
 }
@@ -174,6 +176,7 @@ impl Deputy {
             let address = listener.local_addr()?;
             Ok(Self { listener, address })
         };
+
         bound().map_err(|e: std::io::Error| RendezvousError::Bind {
             address: at.to_string(),
             why: e.to_string(),
@@ -185,12 +188,15 @@ impl Deputy {
         self.address.to_string()
     }
 
-    /// Returns if each process of an epoch lives, which is certain only of those that do not. The
-    /// one that ran the service does if `host_lives`.
-    pub(super) fn lives(&self, past: &Joined, host_lives: bool) -> Vec<bool> {
-        let (own, until) = (self.address(), after(Instant::now(), ASK_WITHIN));
-        let lives =
-            |heir: &Heir| heir.address == own || probe(&heir.address, until) != Probe::Refused;
+    /// Returns for each process of an epoch if it may live: false is certain, true is not. The
+    /// process that ran the service lives if `host_lives`.
+    pub(super) fn lives(&self, past: &JoinedEpoch, host_lives: bool) -> Vec<bool> {
+        let own = self.address();
+        let until = after(Instant::now(), ASK_WITHIN);
+        let lives = |heir: &Heir| {
+            heir.address == own || probe(&heir.address, until) != ListenerProbe::Refused
+        };
+
         past.members
             .iter()
             .map(|member| member.heir.as_ref().map_or(host_lives, lives))

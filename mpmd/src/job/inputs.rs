@@ -32,12 +32,12 @@ const LONGEST_VALUE: usize = 200;
 /// host to host. Their contents are compared as inputs, see
 /// [`JobArgs::input`](crate::job::JobArgs::input).
 #[derive(Clone, Debug, Default)]
-pub struct Options {
+pub struct ComparedOptions {
     /// By the id of the option.
     facts: Vec<(String, Fact)>,
 }
 
-impl Options {
+impl ComparedOptions {
     /// Returns a fact for each option that has a value, but for those in `may_differ`.
     pub(crate) fn facts(&self, may_differ: &[String]) -> Vec<Fact> {
         let is_compared =
@@ -47,7 +47,7 @@ impl Options {
     }
 }
 
-impl clap::FromArgMatches for Options {
+impl clap::FromArgMatches for ComparedOptions {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
         // A group has the ids of its options as values.
         let is_group = |id: &Id| matches.try_get_many::<Id>(id.as_str()).is_ok();
@@ -63,6 +63,7 @@ impl clap::FromArgMatches for Options {
             };
             Some((id.to_string(), Fact::new(name_of(id.as_str()), cut(value))))
         });
+
         Ok(Self {
             facts: facts.collect(),
         })
@@ -74,7 +75,7 @@ impl clap::FromArgMatches for Options {
     }
 }
 
-impl clap::Args for Options {
+impl clap::Args for ComparedOptions {
     fn augment_args(command: Command) -> Command {
         command
     }
@@ -107,6 +108,7 @@ fn cut(value: String) -> String {
     if value.chars().count() <= LONGEST_VALUE {
         return value;
     }
+
     let start: String = value.chars().take(LONGEST_VALUE / 2).collect();
     let key = crate::random::Key(value.len() as u64);
     let hash = value
@@ -119,11 +121,11 @@ type FindFacts = dyn Fn() -> Vec<Fact> + Send + Sync;
 
 /// The inputs of a program, such as files.
 #[derive(Clone, Default)]
-pub struct Inputs {
+pub struct JobInputs {
     find: Vec<Arc<FindFacts>>,
 }
 
-impl Inputs {
+impl JobInputs {
     pub(crate) fn add(&mut self, find: impl Fn() -> Vec<Fact> + Send + Sync + 'static) {
         self.find.push(Arc::new(find));
     }
@@ -133,7 +135,7 @@ impl Inputs {
     }
 }
 
-impl fmt::Debug for Inputs {
+impl fmt::Debug for JobInputs {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Inputs({})", self.find.len())
     }

@@ -39,7 +39,7 @@ use clap::ValueEnum;
 use mpmd_launch::{end_with_stdout, process_counts};
 use signal_hook::consts::SIGXFSZ;
 
-pub use inputs::{Inputs, Options};
+pub use inputs::{ComparedOptions, JobInputs};
 pub use mpmd_launch::printable;
 pub use numbers::{at_least, not_negative, positive};
 
@@ -62,7 +62,7 @@ const LAST: usize = 1000;
 pub struct JobArgs {
     /// The options of the whole program.
     #[command(flatten)]
-    pub options: Options,
+    pub options: ComparedOptions,
     /// Number of processes of the job
     #[arg(long, value_name = "N", display_order = LAST)]
     pub processes: Option<usize>,
@@ -73,7 +73,7 @@ pub struct JobArgs {
     /// Kind of the devices: `cpu`, `cuda`, or a list with one kind for each process, such as
     /// `cpu,cuda,cuda`; further processes use the last kind
     #[arg(long, value_name = "KIND,…", value_parser = devices, display_order = LAST)]
-    pub device: Option<Devices>,
+    pub device: Option<DeviceKindList>,
     /// Folder in which each process records its operations, for `mpmd trace`
     #[arg(long, value_name = "DIR", display_order = LAST)]
     pub trace: Option<PathBuf>,
@@ -82,18 +82,18 @@ pub struct JobArgs {
     pub may_differ: Vec<String>,
     /// The inputs of the program.
     #[arg(skip)]
-    pub inputs: Inputs,
+    pub inputs: JobInputs,
 }
 
 /// Kinds of devices, by process. Processes beyond the end of the list use its last kind.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub struct Devices(Vec<DeviceKind>);
+pub struct DeviceKindList(Vec<DeviceKind>);
 
-fn devices(text: &str) -> Result<Devices, LaunchError> {
-    device_kinds(text).map(Devices)
+fn devices(text: &str) -> Result<DeviceKindList, LaunchError> {
+    device_kinds(text).map(DeviceKindList)
 }
 
-impl Devices {
+impl DeviceKindList {
     /// Returns one kind for each of `processes` processes, and those for further processes that the
     /// list has.
     fn of(&self, processes: usize) -> Vec<DeviceKind> {
@@ -104,7 +104,7 @@ impl Devices {
     }
 }
 
-impl fmt::Display for Devices {
+impl fmt::Display for DeviceKindList {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let names: Vec<&str> = self.0.iter().map(|kind| kind.name()).collect();
         f.write_str(&names.join(","))
@@ -170,7 +170,7 @@ impl JobArgs {
         if let Some(env) = JobEnv::from_env()? {
             return Ok(env.device_kinds);
         }
-        if let Some(Devices(kinds)) = &self.device {
+        if let Some(DeviceKindList(kinds)) = &self.device {
             return Ok(Some(kinds.clone()));
         }
         let inherited = std::env::var(variables::DEVICE).unwrap_or_default();
@@ -229,7 +229,7 @@ pub struct Rejected(pub String);
 
 /// The devices of a job, and their places.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub enum Placement {
+pub enum DevicePlacement {
     /// So many devices, of which all processes have equally many.
     Even(usize),
     /// Groups of so many devices each. All processes have equally many groups, or else equally many
@@ -237,19 +237,19 @@ pub enum Placement {
     Groups(Vec<usize>),
 }
 
-impl From<usize> for Placement {
+impl From<usize> for DevicePlacement {
     fn from(devices: usize) -> Self {
         Self::Even(devices)
     }
 }
 
-impl From<Vec<usize>> for Placement {
+impl From<Vec<usize>> for DevicePlacement {
     fn from(groups: Vec<usize>) -> Self {
         Self::Groups(groups)
     }
 }
 
-impl Placement {
+impl DevicePlacement {
     fn devices(&self) -> usize {
         match self {
             Self::Even(devices) => *devices,
@@ -309,13 +309,14 @@ impl Placement {
 pub fn run<E: Into<anyhow::Error>>(
     args: &JobArgs,
     default_processes: usize,
-    devices: impl Into<Placement>,
+    devices: impl Into<DevicePlacement>,
     program: impl Fn(&mut Program) -> Result<(), E> + Sync,
 ) -> anyhow::Result<ExitCode> {
     let devices = devices.into();
     Program::log_to_stderr();
     end_with_stdout();
     fail_writes_to_full_files()?;
+
     let program = |p: &mut Program| verdict(program(p).map_err(Into::into));
     let processes = args.processes_for(default_processes, &devices);
     // A number of processes that does not fit is the builder's error.
@@ -325,13 +326,17 @@ pub fn run<E: Into<anyhow::Error>>(
         }
         _ => builder.devices(devices.devices()),
     };
+
     if let Some(env) = JobEnv::from_env()? {
-        let (process, builder) = (env.process.index(), args.compared());
+        let process = env.process.index();
+        let builder = args.compared();
         return Ok(report(process, on(builder, env.processes).run(program)));
     }
+
     if let Some(code) = args.refused(processes, &devices)? {
         return Ok(code);
     }
+
     if args.transport != Some(JobTransport::Inproc) && processes == 1 {
         let mut builder = on(Program::builder(), 1);
         if let Some(kinds) = &args.device {
@@ -342,18 +347,19 @@ pub fn run<E: Into<anyhow::Error>>(
         }
         return Ok(report(0, builder.run(program)));
     }
+
     if args.transport == Some(JobTransport::Inproc) {
         let mut simulation = Simulation::new(processes, devices.devices());
         simulation = simulation.settings(|settings| on(settings, processes));
         // A simulation reads no variables.
         if let Some(kinds) = args.device_kinds()? {
-            let kinds = Devices(kinds).of(processes);
+            let kinds = DeviceKindList(kinds).of(processes);
             simulation = simulation.settings(|settings| settings.device_kinds(&kinds));
         }
         if let Some(folder) = &args.trace {
             simulation = simulation.settings(|settings| settings.trace(folder));
         }
-        let (process, result) = threads(&simulation, program);
+        let ProcessResult { process, result } = threads(&simulation, program);
         Ok(report(process, result))
     } else {
         start(args.launch(processes)?)
@@ -400,8 +406,10 @@ pub fn run_recovering<E: Into<anyhow::Error>>(
     Program::log_to_stderr();
     end_with_stdout();
     fail_writes_to_full_files()?;
-    let placement = Placement::Even(devices);
+
+    let placement = DevicePlacement::Even(devices);
     let processes = args.processes_for(default_processes, &placement);
+
     if let Some(env) = JobEnv::from_env()? {
         let program =
             |p: &mut Program, commits: &Commits| verdict(program(p, commits).map_err(Into::into));
@@ -415,6 +423,7 @@ pub fn run_recovering<E: Into<anyhow::Error>>(
         let result = builder.run(program);
         return Ok(report(env.process.index(), result.map(Option::flatten)));
     }
+
     args.check_recovering(processes, devices)?;
     match args.refused(processes, &placement)? {
         Some(code) => Ok(code),
@@ -428,7 +437,7 @@ const MOST_RESTARTS: usize = 100;
 impl JobArgs {
     /// Returns the number of processes: without `--processes` at most `most`, which the devices can
     /// be spread evenly over.
-    fn processes_for(&self, most: usize, devices: &Placement) -> usize {
+    fn processes_for(&self, most: usize, devices: &DevicePlacement) -> usize {
         let fits = |processes: &usize| devices.by_process(*processes).is_some();
         self.processes
             .unwrap_or_else(|| (1..=most).rev().find(fits).unwrap_or(most))
@@ -463,7 +472,7 @@ impl JobArgs {
     pub fn part(
         &self,
         default_processes: usize,
-        devices: impl Into<Placement>,
+        devices: impl Into<DevicePlacement>,
     ) -> anyhow::Result<JobPart> {
         Ok(match JobEnv::from_env()? {
             Some(env) if env.dry_run.is_some() || env.is_added => JobPart::Other,
@@ -482,10 +491,11 @@ impl JobArgs {
     }
 
     /// Prints an error and returns the exit code if there can be no such job.
-    fn refused(&self, processes: usize, on: &Placement) -> anyhow::Result<Option<ExitCode>> {
+    fn refused(&self, processes: usize, on: &DevicePlacement) -> anyhow::Result<Option<ExitCode>> {
         let devices = on.devices();
         // One message instead of one from each process.
         let kinds = self.device_kinds()?.map_or(0, |kinds| kinds.len());
+
         if on.by_process(processes).is_none() {
             say(&format!(
                 "error: {devices} devices cannot be spread evenly over {processes} processes; \
@@ -511,7 +521,7 @@ impl JobArgs {
     fn launch(&self, processes: usize) -> Result<Launch, LaunchError> {
         let mut launch = Launch::this_program_again(processes)?
             .transport(self.transport.map(|transport| transport.name().to_owned()))
-            .device(self.device.as_ref().map(Devices::to_string));
+            .device(self.device.as_ref().map(DeviceKindList::to_string));
         if let Some(folder) = &self.trace {
             launch = launch.env(variables::TRACE, folder);
         }
@@ -543,12 +553,18 @@ fn verdict(result: anyhow::Result<()>) -> crate::Result<Verdict> {
     }
 }
 
-/// Runs `program` on threads and waits for all of them. Returns (process, result) of the process to
+/// The result of the program on one process.
+struct ProcessResult {
+    process: usize,
+    result: crate::Result<Verdict>,
+}
+
+/// Runs `program` on threads and waits for all of them. Returns the result of the process to
 /// report: a cause of a failure takes precedence over its effects on other processes.
 fn threads(
     simulation: &Simulation,
     program: impl Fn(&mut Program) -> crate::Result<Verdict> + Sync,
-) -> (usize, crate::Result<Verdict>) {
+) -> ProcessResult {
     let mut results: Vec<_> = simulation.run(program).into_iter().enumerate().collect();
     // The sort is stable: among equal errors, the first process is reported.
     results.sort_by_key(|(_, result)| match result {
@@ -556,7 +572,8 @@ fn threads(
         Err(_) => 1,
         Ok(_) => 2,
     });
-    results.into_iter().next().unwrap_or((0, Ok(None)))
+    let (process, result) = results.into_iter().next().unwrap_or((0, Ok(None)));
+    ProcessResult { process, result }
 }
 
 fn report(process: usize, result: crate::Result<Verdict>) -> ExitCode {
@@ -615,7 +632,7 @@ mod tests {
 
     #[test]
     fn cause_of_a_failure_is_reported_not_its_effects() {
-        let (process, result) = threads(&Simulation::new(3, 3), failing);
+        let ProcessResult { process, result } = threads(&Simulation::new(3, 3), failing);
         assert_eq!(process, 1);
         assert!(result.unwrap_err().to_string().contains("out of paper"));
     }
@@ -656,14 +673,14 @@ mod tests {
 
     #[test]
     fn groups_of_devices_stay_together_or_are_spread_evenly() {
-        let groups = Placement::from(vec![2, 1, 1, 2]);
+        let groups = DevicePlacement::from(vec![2, 1, 1, 2]);
         assert_eq!(groups.by_process(4), Some(vec![2, 1, 1, 2]));
         assert_eq!(groups.by_process(2), Some(vec![3, 3]));
         assert_eq!(groups.by_process(6), Some(vec![1; 6]));
         assert_eq!(groups.by_process(5), None);
         assert_eq!(groups.by_process(0), None);
         assert_eq!(groups.process_counts(), "1, 2, 3, 4, 6");
-        assert_eq!(Placement::from(6).by_process(4), None);
+        assert_eq!(DevicePlacement::from(6).by_process(4), None);
     }
 
     #[test]
@@ -680,7 +697,7 @@ mod tests {
         let rejected = Rejected("3.2 instead of 3.1".to_owned());
         let one = |_: &mut Program| verdict(Err(rejected.clone().into()));
         assert_eq!(
-            threads(&Simulation::new(2, 2), one).1.unwrap(),
+            threads(&Simulation::new(2, 2), one).result.unwrap(),
             Some(rejected.clone())
         );
         let error = verdict(Err(anyhow::anyhow!("no file").context("reading"))).unwrap_err();

@@ -10,10 +10,10 @@ use mpmd_layout::aval::u8s;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::DeviceKind;
 
-use super::found::{Samples, Test};
 use super::handover::handover;
-use super::pace::{self, Pace};
-use super::words::Case;
+use super::p2p_case::P2pCase;
+use super::pace::{self, SamplePace};
+use super::samples::{P2pTest, Samples};
 use crate::job::check_transport;
 use crate::options::{Carrier, Size};
 
@@ -25,8 +25,8 @@ pub(super) fn in_job(
     carrier: Carrier,
     device: DeviceKind,
     sizes: &[Size],
-    cases: &[Case],
-    pace: &Pace,
+    cases: &[P2pCase],
+    pace: &SamplePace,
 ) -> anyhow::Result<Vec<Samples>> {
     let mut p = Program::builder()
         .devices(2)
@@ -42,8 +42,8 @@ pub(super) fn in_job(
 pub(super) fn in_threads(
     device: DeviceKind,
     sizes: &[Size],
-    cases: &[Case],
-    pace: &Pace,
+    cases: &[P2pCase],
+    pace: &SamplePace,
 ) -> Result<Vec<Samples>> {
     let simulation = Simulation::new(2, 2).settings(|program| program.device_kinds(&[device]));
     let mut results = simulation.run(|p| measure(p, sizes, cases, pace));
@@ -53,39 +53,46 @@ pub(super) fn in_threads(
 }
 
 /// The first device of each process, as shardings: `here` on process 0, `there` on process 1.
-pub(super) struct Pair {
+pub(super) struct DevicePair {
     pub(super) here: Sharding,
     pub(super) there: Sharding,
 }
 
-fn measure(p: &mut Program, sizes: &[Size], cases: &[Case], pace: &Pace) -> Result<Vec<Samples>> {
+fn measure(
+    p: &mut Program,
+    sizes: &[Size],
+    cases: &[P2pCase],
+    pace: &SamplePace,
+) -> Result<Vec<Samples>> {
     let devices = p.topology().device_ids().to_vec();
-    let pair = Pair {
+    let pair = DevicePair {
         here: Sharding::single_device(devices[0]),
         there: Sharding::single_device(devices[1]),
     };
+
     let on_gpu = p.topology().kind_of(devices[1]) == Some(DeviceKind::Cuda);
     let mut found = Vec::new();
     for Size(bytes) in sizes.iter().copied() {
         // First, while the memory is still new to the processes.
-        let handed = match cases.contains(&Case::Handover) {
+        let handed = match cases.contains(&P2pCase::Handover) {
             true => handover(p, &pair, bytes, pace)?,
             false => Vec::new(),
         };
         let x = p.array_from_fn(u8s([bytes]), &pair.here, |_, mut view| Ok(view.fill(7u8)?))?;
         x.block_until_ready()?;
-        if cases.contains(&Case::Latency) {
+
+        if cases.contains(&P2pCase::Latency) {
             found.push(round_trips(p, &pair, &x, bytes, pace)?);
         }
-        if cases.contains(&Case::Bandwidth) {
-            found.push(bandwidth(p, &pair, &x, Test::Bandwidth, bytes, pace)?);
+        if cases.contains(&P2pCase::Bandwidth) {
+            found.push(bandwidth(p, &pair, &x, P2pTest::Bandwidth, bytes, pace)?);
         }
-        if cases.contains(&Case::Handover) && on_gpu && bytes > 1 {
+        if cases.contains(&P2pCase::Handover) && on_gpu && bytes > 1 {
             // In two parts, so that the receiver must copy them into one array.
             let halves = p.mesh_of(&[("half", 2)], &devices)?.sharding(spec!["half"]);
             let even = bytes / 2 * 2;
             let x = p.array_from_fn(u8s([even]), &halves, |_, mut view| Ok(view.fill(7u8)?))?;
-            found.push(bandwidth(p, &pair, &x, Test::OneCopy, bytes, pace)?);
+            found.push(bandwidth(p, &pair, &x, P2pTest::OneCopy, bytes, pace)?);
         }
         found.extend(handed);
     }
@@ -95,10 +102,10 @@ fn measure(p: &mut Program, sizes: &[Size], cases: &[Case], pace: &Pace) -> Resu
 /// Measures round trips of `x` between the two devices. Both processes must call this.
 fn round_trips(
     p: &mut Program,
-    pair: &Pair,
+    pair: &DevicePair,
     x: &MpmdArray,
     bytes: usize,
-    pace: &Pace,
+    pace: &SamplePace,
 ) -> Result<Samples> {
     // The receiver also waits, so that the programs on both sides take part in every hop.
     let hop = |p: &mut Program, x: &MpmdArray, to: &Sharding| {
@@ -114,10 +121,12 @@ fn round_trips(
         }
         Ok(start.elapsed())
     };
-    let one = Pace::warm(bytes, 1, |rounds| run(p, rounds).map(|time| (rounds, time)))?;
+
+    let one = SamplePace::warm(bytes, 1, |rounds| run(p, rounds).map(|time| (rounds, time)))?;
     // All processes must issue the same operations, so process 0 decides.
     let rounds = p.broadcast_value(FIRST, 1, || Ok(pace.rounds(one)))?;
-    let mut found = Samples::new(Test::Latency, bytes);
+
+    let mut found = Samples::new(P2pTest::Latency, bytes);
     for _ in 0..pace.repeats_at(bytes) {
         found.add(rounds, run(p, rounds)?);
     }
@@ -138,14 +147,15 @@ pub(super) fn arrive(x: &MpmdArray) -> Result<()> {
 /// this.
 fn bandwidth(
     p: &mut Program,
-    pair: &Pair,
+    pair: &DevicePair,
     x: &MpmdArray,
-    test: Test,
+    test: P2pTest,
     bytes: usize,
-    pace: &Pace,
+    pace: &SamplePace,
 ) -> Result<Samples> {
     // A copying device still has work while the host learns of the end of an earlier copy.
-    let window = pace::window(bytes).max(if test == Test::OneCopy { 4 } else { 0 });
+    let window = pace::window(bytes).max(if test == P2pTest::OneCopy { 4 } else { 0 });
+
     let done = p.array_from_fn(u8s([1]), &pair.there, |_, mut view| Ok(view.fill(1u8)?))?;
     let run = |p: &mut Program, arrays: u64| -> Result<Duration> {
         let start = Instant::now();
@@ -166,10 +176,12 @@ fn bandwidth(
         arrive(&p.device_put(&done, &pair.here)?)?;
         Ok(start.elapsed())
     };
-    let one = Pace::warm(bytes, window, |arrays| {
+
+    let one = SamplePace::warm(bytes, window, |arrays| {
         run(p, arrays).map(|time| (arrays, time))
     })?;
     let arrays = p.broadcast_value(FIRST, 1, || Ok(pace.rounds(one).max(window as u64)))?;
+
     let mut found = Samples::new(test, bytes);
     for _ in 0..pace.repeats_at(bytes) {
         found.add(arrays, run(p, arrays)?);

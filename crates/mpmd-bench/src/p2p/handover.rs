@@ -21,17 +21,17 @@ use mpmd_base::bytes_text;
 use mpmd_core::cuda::{Grid, Source};
 use mpmd_core::kernel::{Context, Kernel, Signature, View, ViewMut};
 use mpmd_core::prelude::{MpmdArray, Program, ShapedArray};
-use mpmd_core::{Error, Result};
+use mpmd_core::{Error, Jit, Result};
 use mpmd_device::cuda;
 use mpmd_layout::aval::{i32s, u8s};
-use mpmd_layout::topology::{DeviceKind, LinkClass};
+use mpmd_layout::topology::{DeviceKind, LinkClass, Mesh};
 use serde::{Deserialize, Serialize};
 
-use super::array::{FIRST, Pair, arrive};
-use super::found::{Samples, Test};
+use super::array::{DevicePair, FIRST, arrive};
 use super::memory::available;
-use super::pace::Pace;
-use super::wake::Wake;
+use super::pace::SamplePace;
+use super::samples::{P2pTest, Samples};
+use super::wake::BareWake;
 use crate::direct::Exchange;
 use crate::job::now;
 use crate::options::Size;
@@ -113,6 +113,7 @@ impl Kernel for Write {
             let args = [(&number).into(), (&mut array).into(), bytes.into()];
             return cuda.launch(&BYTES, "write", grid(bytes), &args);
         }
+
         let number = number.as_slice::<u8>()?[0];
         let bytes = array.as_mut_slice::<u8>()?;
         self.1
@@ -168,15 +169,16 @@ impl Kernel for Compare {
 /// cannot be measured, the first process prints the reason, and both return an empty list.
 pub(super) fn handover(
     p: &mut Program,
-    pair: &Pair,
+    pair: &DevicePair,
     bytes: usize,
-    pace: &Pace,
+    pace: &SamplePace,
 ) -> Result<Vec<Samples>> {
     let devices = p.topology().device_ids().to_vec();
     let link = p.topology().link_between(devices[0], devices[1]);
     let on_gpu = p.topology().kind_of(devices[0]) == Some(DeviceKind::Cuda);
     // Each device has memory of its own, and reports itself if it has too little.
     let known = || if on_gpu { None } else { available() };
+
     let room = p.broadcast_value(FIRST, u64::MAX, || Ok(known().unwrap_or(u64::MAX)))?;
     let why_not = why_not(link, room, bytes);
     if let Some(why) = why_not {
@@ -188,6 +190,7 @@ pub(super) fn handover(
         }
         return Ok(Vec::new());
     }
+
     measure(p, pair, bytes, FOR_EACH_REPEAT * pace.repeats, on_gpu)
 }
 
@@ -199,59 +202,52 @@ fn why_not(link: Option<LinkClass>, room: u64, bytes: usize) -> Option<String> {
     }
     let little = room / ROOM < bytes as u64;
     little.then(|| {
-        let (needed, room) = (
-            bytes_text((bytes as u64).saturating_mul(ROOM)),
-            bytes_text(room),
-        );
+        let needed = bytes_text((bytes as u64).saturating_mul(ROOM));
+        let room = bytes_text(room);
         format!("that takes {needed} of memory, and {room} is available")
     })
 }
 
 fn measure(
     p: &mut Program,
-    pair: &Pair,
+    pair: &DevicePair,
     bytes: usize,
     repeats: usize,
     on_gpu: bool,
 ) -> Result<Vec<Samples>> {
-    let [mesh, other_mesh] =
-        [&pair.here, &pair.there].map(|at| p.mesh_of(&[("x", 1)], at.devices()));
-    let (mesh, other_mesh) = (mesh?, other_mesh?);
     let place = Arc::new(AtomicU64::new(0));
-    let write = Write(u8s([bytes]), place.clone());
-    let write = p.jit(write).on(&mesh).outputs(pair.here.clone()).build()?;
-    let compare = if on_gpu {
-        let compare = Compare(place.clone());
-        Some(
-            p.jit(compare)
-                .on(&other_mesh)
-                .outputs(pair.there.clone())
-                .build()?,
-        )
-    } else {
-        None
-    };
+    let HandoverKernels {
+        mesh,
+        write,
+        compare,
+    } = HandoverKernels::build(p, pair, bytes, &place, on_gpu)?;
     let exchange = if on_gpu {
         meet_by_cuda(p, bytes)?
     } else {
         None
     };
     let small = p.array_from_fn(u8s([1]), &pair.here, |_, mut view| Ok(view.fill(1u8)?))?;
-    let (mut kept, mut held) = (VecDeque::new(), VecDeque::new());
+
+    let mut kept = VecDeque::new();
+    let mut held = VecDeque::new();
     // The sender adds the time of each `device_put` to `given`, the receiver each arrival to `had`.
-    let (mut given, mut had) = (Vec::new(), Vec::new());
+    let mut given = Vec::new();
+    let mut had = Vec::new();
     // The addresses of all arrays so far, in this process.
     let mut places = HashSet::new();
-    let mut wakes = vec![(Test::Wake, Wake::new(p)?)];
+
+    let mut wakes = vec![(P2pTest::Wake, BareWake::new(p)?)];
     if exchange.is_some() {
         wakes.extend([
-            (Test::BareIpc, Wake::new(p)?),
-            (Test::BareIpcCopy, Wake::new(p)?),
+            (P2pTest::BareIpc, BareWake::new(p)?),
+            (P2pTest::BareIpcCopy, BareWake::new(p)?),
         ]);
     }
+
     // The counts of `compare`, which are read after the last round.
     let mut wrong = Vec::new();
     for number in 0..WARM_UP + repeats {
+        // The sender writes a new array.
         let value = (number % 251 + 1) as u8;
         let input = p.device_put(&MpmdArray::from_slice(&[1], &[value])?, mesh.replicated())?;
         let x = write.call(p, input)?;
@@ -260,12 +256,15 @@ fn measure(
         if kept.len() > KEPT {
             kept.pop_front();
         }
+
         meet(p, pair, &small)?;
         if p.process() == FIRST {
             let is_new = places.insert(place.load(Ordering::Relaxed));
             // Asleep: a busy wait might occupy the core that the receiver needs.
             std::thread::sleep(if is_new { SETTLED_NEW } else { SETTLED });
         }
+
+        // The receiver gets it, and checks its values.
         given.push(now());
         let y = p.device_put(&x, &pair.there)?;
         arrive(&y)?;
@@ -276,13 +275,13 @@ fn measure(
             arrive(&count)?;
             if p.process() == SECOND {
                 let is_new = places.insert(place.load(Ordering::Relaxed));
-                had.push(Had { ready, is_new });
+                had.push(NoticedArrival { ready, is_new });
             }
             wrong.push(count);
         } else if let Some(values) = y.to_host()? {
             // In place: after a zero-copy transfer no copy is made here.
             let place = values.bytes().as_ptr().addr() as u64;
-            had.push(Had {
+            had.push(NoticedArrival {
                 ready,
                 is_new: places.insert(place),
             });
@@ -291,30 +290,18 @@ fn measure(
                 return Err(Error::kernel(what));
             }
         }
+
         if number % EACH == 0 {
             held.push_back(y);
             if held.len() > HELD {
                 held.pop_front();
             }
         }
+
         meet(p, pair, &small)?;
-        for (test, wake) in &mut wakes {
-            // A bare wake-up passes no data on.
-            let exchange = exchange.as_ref().filter(|_| *test != Test::Wake);
-            let take = |exchange: &Exchange| exchange.take(*test == Test::BareIpcCopy);
-            let give = || exchange.map_or(Ok(()), Exchange::give);
-            wake.measure(SETTLED, give, || exchange.map_or(Ok(()), take))?;
-        }
+        measure_wakes(&mut wakes, exchange.as_ref())?;
     }
-    for count in wrong {
-        if let Some(values) = count.to_host()?
-            && let [count] = values.as_slice::<i32>()?
-            && *count > 0
-        {
-            let what = format!("of {bytes} bytes that were handed over, {count} words are wrong");
-            return Err(Error::kernel(what));
-        }
-    }
+    check_counts(wrong, bytes)?;
     let had = p.broadcast_value(SECOND, Vec::new(), || Ok(had))?;
     let mut found = evaluate(bytes, &given, &had);
     for (test, wake) in wakes {
@@ -327,6 +314,76 @@ fn measure(
     Ok(found)
 }
 
+/// The kernels at both ends of hand-overs.
+struct HandoverKernels {
+    /// The sender's device.
+    mesh: Mesh,
+    write: Jit<Write>,
+    /// `None` on CPUs, where the host compares.
+    compare: Option<Jit<Compare>>,
+}
+
+impl HandoverKernels {
+    /// Compiles the kernels. They store the address of each array in `place`.
+    fn build(
+        p: &mut Program,
+        pair: &DevicePair,
+        bytes: usize,
+        place: &Arc<AtomicU64>,
+        on_gpu: bool,
+    ) -> Result<Self> {
+        let [mesh, other_mesh] =
+            [&pair.here, &pair.there].map(|at| p.mesh_of(&[("x", 1)], at.devices()));
+        let mesh = mesh?;
+        let other_mesh = other_mesh?;
+
+        let write = Write(u8s([bytes]), place.clone());
+        let write = p.jit(write).on(&mesh).outputs(pair.here.clone()).build()?;
+        let compare = if on_gpu {
+            let compare = Compare(place.clone());
+            Some(
+                p.jit(compare)
+                    .on(&other_mesh)
+                    .outputs(pair.there.clone())
+                    .build()?,
+            )
+        } else {
+            None
+        };
+        Ok(Self {
+            mesh,
+            write,
+            compare,
+        })
+    }
+}
+
+/// Measures bare wake-ups once each, and hand-overs by CUDA alone if there is an exchange.
+fn measure_wakes(wakes: &mut [(P2pTest, BareWake)], exchange: Option<&Exchange>) -> Result<()> {
+    for (test, wake) in wakes {
+        // A bare wake-up passes no data on.
+        let exchange = exchange.filter(|_| *test != P2pTest::Wake);
+        let take = |exchange: &Exchange| exchange.take(*test == P2pTest::BareIpcCopy);
+        let give = || exchange.map_or(Ok(()), Exchange::give);
+        wake.measure(SETTLED, give, || exchange.map_or(Ok(()), take))?;
+    }
+    Ok(())
+}
+
+/// Fails if a count of wrong words and bytes that this process can read is not 0.
+fn check_counts(counts: Vec<MpmdArray>, bytes: usize) -> Result<()> {
+    for count in counts {
+        if let Some(values) = count.to_host()?
+            && let [count] = values.as_slice::<i32>()?
+            && *count > 0
+        {
+            let what = format!("of {bytes} bytes that were handed over, {count} words are wrong");
+            return Err(Error::kernel(what));
+        }
+    }
+    Ok(())
+}
+
 /// Shows memory and an event of each process's GPU to the other, by the driver alone. Returns
 /// `None` between threads, which CUDA IPC does not join; also if it fails, and prints the reason.
 /// Both processes must call this.
@@ -335,6 +392,7 @@ fn meet_by_cuda(p: &mut Program, bytes: usize) -> Result<Option<Exchange>> {
     if p.topology().link_between(devices[0], devices[1]) == Some(LinkClass::SameProcess) {
         return Ok(None);
     }
+
     let own = p
         .topology()
         .ordinals(p.process(), cuda::found()?.gpus.len() as u32)[0];
@@ -346,12 +404,15 @@ fn meet_by_cuda(p: &mut Program, bytes: usize) -> Result<Option<Exchange>> {
     let first = p.broadcast_value(FIRST, Vec::new(), || Ok(words.clone()))?;
     let second = p.broadcast_value(SECOND, Vec::new(), || Ok(words))?;
     let other = if p.process() == FIRST { second } else { first };
+
     let opened = exchange
         .as_mut()
         .map_or(Ok(()), |exchange| exchange.open(&other));
+
     if let Some(error) = exchange.as_ref().err().or(opened.as_ref().err()) {
         eprintln!("mpmd: hand-overs by CUDA alone are not measured: {error}");
     }
+
     let works = exchange.is_ok() && opened.is_ok();
     let first = p.broadcast_value(FIRST, false, || Ok(works))?;
     let second = p.broadcast_value(SECOND, false, || Ok(works))?;
@@ -360,7 +421,7 @@ fn meet_by_cuda(p: &mut Program, bytes: usize) -> Result<Option<Exchange>> {
 
 /// Synchronises both processes: returns on the first one once the second is about to issue its next
 /// operation. Both must call this.
-fn meet(p: &mut Program, pair: &Pair, small: &MpmdArray) -> Result<()> {
+fn meet(p: &mut Program, pair: &DevicePair, small: &MpmdArray) -> Result<()> {
     let there = p.device_put(small, &pair.there)?;
     arrive(&there)?;
     arrive(&p.device_put(&there, &pair.here)?)
@@ -368,7 +429,7 @@ fn meet(p: &mut Program, pair: &Pair, small: &MpmdArray) -> Result<()> {
 
 /// An arrival as the receiver saw it, in nanoseconds.
 #[derive(Clone, Copy, Debug, Deserialize, Serialize)]
-struct Had {
+struct NoticedArrival {
     ready: u64,
     /// True if no array was at this place before.
     is_new: bool,
@@ -376,8 +437,9 @@ struct Had {
 
 /// Computes the samples from the send times `given`, in nanoseconds, and the arrivals `had`. Rounds
 /// in new memory make samples of their own.
-fn evaluate(bytes: usize, given: &[u64], had: &[Had]) -> Vec<Samples> {
-    let mut found = [Test::Handover, Test::HandoverWarmUp].map(|test| Samples::new(test, bytes));
+fn evaluate(bytes: usize, given: &[u64], had: &[NoticedArrival]) -> Vec<Samples> {
+    let mut found =
+        [P2pTest::Handover, P2pTest::HandoverWarmUp].map(|test| Samples::new(test, bytes));
     for (given, had) in given.iter().zip(had) {
         let took = Duration::from_nanos(had.ready.saturating_sub(*given));
         found[usize::from(had.is_new)].add(1, took);
@@ -388,7 +450,7 @@ fn evaluate(bytes: usize, given: &[u64], had: &[Had]) -> Vec<Samples> {
 #[cfg(test)]
 mod tests {
     use super::super::array::in_threads;
-    use super::super::words::Case;
+    use super::super::p2p_case::P2pCase;
     use super::*;
 
     #[test]
@@ -397,14 +459,14 @@ mod tests {
         // 50 us each in new memory, else 3 us.
         let had = |(i, given): (usize, &u64)| {
             let is_new = i % 3 == 0;
-            Had {
+            NoticedArrival {
                 ready: given + if is_new { 50_000 } else { 3_000 },
                 is_new,
             }
         };
-        let had: Vec<Had> = given.iter().enumerate().map(had).collect();
+        let had: Vec<NoticedArrival> = given.iter().enumerate().map(had).collect();
         let found = evaluate(1 << 20, &given, &had);
-        let tests = [Test::Handover, Test::HandoverWarmUp];
+        let tests = [P2pTest::Handover, P2pTest::HandoverWarmUp];
         assert_eq!(
             found.iter().map(|found| found.test).collect::<Vec<_>>(),
             tests
@@ -436,11 +498,11 @@ mod tests {
 
     #[test]
     fn two_threads_measure_hand_overs() {
-        let pace = Pace {
+        let pace = SamplePace {
             repeats: 2,
             sample: Duration::from_micros(200),
         };
-        let found = in_threads(DeviceKind::Cpu, &[Size(3)], &[Case::Handover], &pace).unwrap();
+        let found = in_threads(DeviceKind::Cpu, &[Size(3)], &[P2pCase::Handover], &pace).unwrap();
         let counts: Vec<usize> = found.iter().map(|found| found.samples.len()).collect();
         assert!(counts[..2].iter().all(|count| *count > 0), "{counts:?}");
         assert_eq!(

@@ -2,13 +2,13 @@
 //! and shows their results.
 
 mod array;
-mod found;
 mod handover;
 mod memory;
+mod p2p_case;
 mod pace;
+mod samples;
 mod table;
 mod wake;
-mod words;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -16,23 +16,23 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
-use mpmd_launch::{JobEnv, Launch, Outcome, OutputMode, stop_name};
+use mpmd_launch::{JobEnv, JobOutcome, Launch, OutputMode, stop_name};
 use mpmd_layout::topology::DeviceKind;
 
 use crate::case::quantile;
 use crate::direct;
 use crate::memcpy;
 use crate::options::{Carrier, DeviceOption, Size};
-use found::{Samples, Test};
-use pace::Pace;
-use table::{Row, Setting};
-use words::{Case, spin_word};
+use p2p_case::{P2pCase, spin_word};
+use pace::SamplePace;
+use samples::{P2pTest, Samples};
+use table::{P2pRow, RunSetting};
 
 /// The variable for the spin time of transport engines.
 const SPIN: &str = "MPMD_SPIN";
 
 /// The usual number and length of samples.
-const USUAL: Pace = Pace {
+const USUAL: SamplePace = SamplePace {
     repeats: 15,
     sample: Duration::from_millis(10),
 };
@@ -57,7 +57,7 @@ pub(crate) struct P2pArgs {
         value_delimiter = ',',
         default_value = "latency,bandwidth,handover"
     )]
-    case: Vec<Case>,
+    case: Vec<P2pCase>,
     /// Sizes in bytes, also as 4Ki, 16Mi, 1Gi.
     #[arg(
         long,
@@ -78,8 +78,8 @@ pub(crate) struct P2pArgs {
 }
 
 impl P2pArgs {
-    fn pace(&self) -> Pace {
-        Pace {
+    fn pace(&self) -> SamplePace {
+        SamplePace {
             repeats: self
                 .repeats
                 .map_or(USUAL.repeats, |repeats| repeats as usize),
@@ -87,9 +87,11 @@ impl P2pArgs {
         }
     }
 
-    fn setting(&self) -> Setting {
-        let (transport, spin) = (self.transport.name(), self.spin.clone());
-        Setting { transport, spin }
+    fn setting(&self) -> RunSetting {
+        RunSetting {
+            transport: self.transport.name(),
+            spin: self.spin.clone(),
+        }
     }
 }
 
@@ -111,6 +113,7 @@ fn in_job(args: &P2pArgs, env: &JobEnv) -> Result<()> {
         processes == 2,
         "a pair is measured, and this job has {processes} processes"
     );
+
     let first = env.process.index() == 0;
     let found = array::in_job(
         args.transport,
@@ -121,9 +124,9 @@ fn in_job(args: &P2pArgs, env: &JobEnv) -> Result<()> {
     )?;
     match &args.samples_to {
         _ if !first => Ok(()),
-        Some(path) => found::hand_over(&found, path),
+        Some(path) => samples::hand_over(&found, path),
         None => {
-            let mut rows = Rows::default();
+            let mut rows = P2pRows::default();
             rows.take(found);
             table::show(&rows.0, &args.setting(), args.json);
             Ok(())
@@ -138,20 +141,23 @@ fn measure(args: &P2pArgs) -> Result<()> {
     let pace = args.pace();
     let mut all = Vec::new();
     for size in args.sizes.iter().copied() {
-        let mut rows = Rows::default();
+        let mut rows = P2pRows::default();
         rows.take(ours(args, size, &pace)?);
-        let (bytes, repeats) = (size.0, pace.repeats_at(size.0));
+
+        let bytes = size.0;
+        let repeats = pace.repeats_at(bytes);
         let copied = match on_gpu {
             true => on_device(bytes, repeats)?,
             false => {
                 let samples = memcpy::plain(bytes, 1, repeats).samples;
                 Samples {
-                    test: Test::Memcpy,
+                    test: P2pTest::Memcpy,
                     bytes,
                     samples,
                 }
             }
         };
+
         rows.take([copied]);
         rows.compare();
         if args.json {
@@ -159,6 +165,7 @@ fn measure(args: &P2pArgs) -> Result<()> {
         }
         all.extend(rows.0);
     }
+
     if !args.json {
         table::show(&all, &args.setting(), false);
     }
@@ -167,7 +174,7 @@ fn measure(args: &P2pArgs) -> Result<()> {
 
 /// Measures the driver's own copies of `bytes` bytes within a device's memory.
 fn on_device(bytes: usize, repeats: usize) -> Result<Samples> {
-    let mut found = Samples::new(Test::DeviceCopy, bytes);
+    let mut found = Samples::new(P2pTest::DeviceCopy, bytes);
     for time in direct::copies(direct::Way::OnDevice, bytes, repeats)? {
         found.add(1, time);
     }
@@ -175,7 +182,7 @@ fn on_device(bytes: usize, repeats: usize) -> Result<Samples> {
 }
 
 /// Measures a pair of processes, or of threads for `inproc`. Blocks until all cases are measured.
-fn ours(args: &P2pArgs, size: Size, pace: &Pace) -> Result<Vec<Samples>> {
+fn ours(args: &P2pArgs, size: Size, pace: &SamplePace) -> Result<Vec<Samples>> {
     if args.transport == Carrier::Inproc {
         return Ok(array::in_threads(
             args.on.device,
@@ -186,6 +193,7 @@ fn ours(args: &P2pArgs, size: Size, pace: &Pace) -> Result<Vec<Samples>> {
     }
     let samples = tempfile::NamedTempFile::new().context("making a file for samples")?;
     let cases: Vec<&str> = args.case.iter().map(|case| case.name()).collect();
+
     let words = [
         ("--transport", args.transport.name().to_owned()),
         ("--device", args.on.device.name().to_owned()),
@@ -195,6 +203,7 @@ fn ours(args: &P2pArgs, size: Size, pace: &Pace) -> Result<Vec<Samples>> {
         ("--repeats", pace.repeats.to_string()),
         ("--sample-us", pace.sample.as_micros().to_string()),
     ];
+
     let this = std::env::current_exe().context("finding this program, to start it again")?;
     let outcome = Launch::new(2, this)
         .args(["bench", "p2p"])
@@ -208,12 +217,13 @@ fn ours(args: &P2pArgs, size: Size, pace: &Pace) -> Result<Vec<Samples>> {
         .env(SPIN, &args.spin)
         .output(OutputMode::Quiet0)
         .run()?;
+
     check_measured(&outcome)?;
-    found::take_over(samples.path())
+    samples::take_over(samples.path())
 }
 
 /// Fails unless the processes of a measurement have come to its end.
-fn check_measured(outcome: &Outcome) -> Result<()> {
+fn check_measured(outcome: &JobOutcome) -> Result<()> {
     if let Some(failure) = &outcome.first_failure {
         bail!("the processes were not measured: {failure}");
     }
@@ -228,9 +238,9 @@ fn check_measured(outcome: &Outcome) -> Result<()> {
 
 /// The rows of the results, in the order in which they first appeared.
 #[derive(Default)]
-struct Rows(Vec<Row>);
+struct P2pRows(Vec<P2pRow>);
 
-impl Rows {
+impl P2pRows {
     fn take(&mut self, found: impl IntoIterator<Item = Samples>) {
         for Samples {
             test,
@@ -244,14 +254,15 @@ impl Rows {
 
     /// Sets the reference of each row that has one.
     fn compare(&mut self) {
-        let medians: Vec<(Test, usize, f64)> = self
+        let medians: Vec<(P2pTest, usize, f64)> = self
             .0
             .iter()
             .map(|row| (row.test, row.bytes, quantile(&row.ours, 0.5)))
             .collect();
+
         for row in &mut self.0 {
-            let is_reference = |test: Test| match row.test {
-                Test::Handover => test == Test::BareIpc,
+            let is_reference = |test: P2pTest| match row.test {
+                P2pTest::Handover => test == P2pTest::BareIpc,
                 ours => ours.unit() == "GB/s" && !ours.is_plain() && test.is_plain(),
             };
             let mut beside = medians
@@ -262,10 +273,10 @@ impl Rows {
     }
 
     /// Returns the row of this test and size; adds it if it is missing.
-    fn row(&mut self, test: Test, bytes: usize) -> &mut Row {
-        let same = |row: &Row| (row.test, row.bytes) == (test, bytes);
+    fn row(&mut self, test: P2pTest, bytes: usize) -> &mut P2pRow {
+        let same = |row: &P2pRow| (row.test, row.bytes) == (test, bytes);
         let at = self.0.iter().position(same).unwrap_or_else(|| {
-            self.0.push(Row {
+            self.0.push(P2pRow {
                 test,
                 bytes,
                 ours: Vec::new(),
@@ -283,7 +294,7 @@ mod tests {
 
     #[test]
     fn stopped_measurement_is_an_error() {
-        let ended = |stopped_by| Outcome {
+        let ended = |stopped_by| JobOutcome {
             first_failure: None,
             stopped_by,
             codes: vec![130; 2],

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 /// The number and approximate length of samples. A sample of a single round may take longer.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) struct Pace {
+pub(super) struct SamplePace {
     /// Samples of each case of arrays below 1 MiB. Larger ones have fewer.
     pub(super) repeats: usize,
     /// The approximate length of a sample.
@@ -20,7 +20,7 @@ const LARGEST_WINDOW: usize = 32;
 /// The maximum number of rounds or arrays of one sample.
 const MOST: u64 = 1_000_000;
 
-impl Pace {
+impl SamplePace {
     /// Returns the number of samples of a case with arrays of `bytes` bytes.
     pub(super) fn repeats_at(&self, bytes: usize) -> usize {
         let most = match bytes {
@@ -77,7 +77,7 @@ mod tests {
 
     #[test]
     fn large_sizes_are_measured_less_often_with_fewer_in_flight() {
-        let pace = Pace {
+        let pace = SamplePace {
             repeats: 30,
             sample: Duration::from_millis(10),
         };
@@ -93,7 +93,7 @@ mod tests {
         assert_eq!(at(1 << 20), (10, 32, 2, 1));
         assert_eq!(at(16 << 20), (5, 4, 2, 1));
         assert_eq!(at(256 << 20), (3, 2, 2, 1));
-        assert_eq!(Pace { repeats: 0, ..pace }.repeats_at(8), 1);
+        assert_eq!(SamplePace { repeats: 0, ..pace }.repeats_at(8), 1);
     }
 
     #[test]
@@ -101,12 +101,12 @@ mod tests {
         let mut times = [9, 4, 7]
             .map(|tenths| Duration::from_micros(tenths * 20))
             .into_iter();
-        let one = Pace::warm(8, 2, |rounds| {
+        let one = SamplePace::warm(8, 2, |rounds| {
             assert_eq!(rounds, 200);
             times.next().map(|time| (rounds, time)).ok_or("a fourth")
         });
         assert_eq!(one, Ok(Duration::from_nanos(400)));
-        let one = Pace::warm(16 << 20, 4, |rounds| {
+        let one = SamplePace::warm(16 << 20, 4, |rounds| {
             assert_eq!(rounds, 4);
             // The time limit ended it after two of four rounds.
             Ok::<_, ()>((2, Duration::from_millis(4)))
@@ -116,7 +116,7 @@ mod tests {
 
     #[test]
     fn a_sample_has_as_many_rounds_as_fit() {
-        let pace = Pace {
+        let pace = SamplePace {
             repeats: 1,
             sample: Duration::from_millis(10),
         };

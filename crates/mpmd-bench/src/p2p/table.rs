@@ -2,32 +2,32 @@
 
 use serde_json::{Value, json};
 
-use super::found::Test;
+use super::samples::P2pTest;
 use crate::case::{self, Beside, Case};
 use crate::options::Size;
 
 /// One line of the results: a test at one size.
 #[derive(Clone, Debug)]
-pub(super) struct Row {
-    pub(super) test: Test,
+pub(super) struct P2pRow {
+    pub(super) test: P2pTest,
     pub(super) bytes: usize,
     /// Samples of mpmd, in the unit of the test.
     pub(super) ours: Vec<f64>,
     /// The (test, median) of the reference with as many bytes: a plain copy for a bandwidth, the
     /// hand-over by CUDA alone for a hand-over. `None` for other tests.
-    pub(super) beside: Option<(Test, f64)>,
+    pub(super) beside: Option<(P2pTest, f64)>,
 }
 
 /// The options that all lines of the results have in common.
 #[derive(Clone, Debug)]
-pub(super) struct Setting {
+pub(super) struct RunSetting {
     pub(super) transport: &'static str,
     pub(super) spin: String,
 }
 
-impl Row {
+impl P2pRow {
     /// Returns this row as a JSON object. A plain copy has null as transport and spin.
-    pub(super) fn json(&self, setting: &Setting) -> Value {
+    pub(super) fn json(&self, setting: &RunSetting) -> Value {
         let pair = !self.test.is_plain();
         let mut line = self.case(setting).json();
         line["transport"] = json!(pair.then_some(setting.transport));
@@ -37,24 +37,24 @@ impl Row {
         line
     }
 
-    fn case(&self, setting: &Setting) -> Case {
-        let (name, unit) = (self.test.name(), self.test.unit());
+    fn case(&self, setting: &RunSetting) -> Case {
+        let name = self.test.name();
+        let unit = self.test.unit();
         let beside = self.beside.map(|(test, median)| match unit {
             "us" => Beside::Over(test.name(), median),
             _ => Beside::Ratio(test.name(), median),
         });
-        let (parameters, samples) = (self.parameters(setting), self.ours.clone());
         Case {
             name,
-            parameters,
+            parameters: self.parameters(setting),
             unit,
-            samples,
+            samples: self.ours.clone(),
             beside,
         }
     }
 
     /// Describes the size and the settings, in the form of other `mpmd bench` cases.
-    fn parameters(&self, Setting { transport, spin }: &Setting) -> String {
+    fn parameters(&self, RunSetting { transport, spin }: &RunSetting) -> String {
         let size = Size(self.bytes);
         match self.test.is_plain() {
             true => size.to_string(),
@@ -64,7 +64,7 @@ impl Row {
 }
 
 /// Prints all rows: as lines of JSON if `json` is true, else as a table.
-pub(super) fn show(rows: &[Row], setting: &Setting, json: bool) {
+pub(super) fn show(rows: &[P2pRow], setting: &RunSetting, json: bool) {
     if json {
         rows.iter()
             .for_each(|row| println!("{}", row.json(setting)));
@@ -78,16 +78,16 @@ pub(super) fn show(rows: &[Row], setting: &Setting, json: bool) {
 mod tests {
     use super::*;
 
-    fn setting() -> Setting {
-        Setting {
+    fn setting() -> RunSetting {
+        RunSetting {
             transport: "tcp",
             spin: "auto".to_owned(),
         }
     }
 
-    fn row(test: Test, ours: &[f64]) -> Row {
+    fn row(test: P2pTest, ours: &[f64]) -> P2pRow {
         let ours = ours.to_vec();
-        Row {
+        P2pRow {
             test,
             bytes: 4096,
             ours,
@@ -97,12 +97,12 @@ mod tests {
 
     #[test]
     fn plain_copies_have_no_transport() {
-        let line = row(Test::Latency, &[2.0, 3.0, 4.0]).json(&setting());
+        let line = row(P2pTest::Latency, &[2.0, 3.0, 4.0]).json(&setting());
         assert_eq!(
             (&line["transport"], &line["bytes"]),
             (&json!("tcp"), &json!(4096))
         );
-        let line = row(Test::Memcpy, &[2.0]).json(&setting());
+        let line = row(P2pTest::Memcpy, &[2.0]).json(&setting());
         assert_eq!(
             (&line["transport"], &line["spin"]),
             (&Value::Null, &Value::Null)
@@ -111,25 +111,25 @@ mod tests {
 
     #[test]
     fn bandwidths_and_hand_overs_have_a_reference() {
-        let copied = Row {
-            beside: Some((Test::Memcpy, 8.0)),
-            ..row(Test::Bandwidth, &[4.0])
+        let copied = P2pRow {
+            beside: Some((P2pTest::Memcpy, 8.0)),
+            ..row(P2pTest::Bandwidth, &[4.0])
         };
         let line = copied.json(&setting());
         assert_eq!(line["of_memcpy"], json!(0.5));
         assert_eq!(line["parameters"], "4Ki, array over tcp, spin auto");
-        let on_device = Row {
-            beside: Some((Test::DeviceCopy, 8.0)),
+        let on_device = P2pRow {
+            beside: Some((P2pTest::DeviceCopy, 8.0)),
             ..copied.clone()
         };
         assert_eq!(on_device.json(&setting())["of_device_copy"], json!(0.5));
-        let bare = Some((Test::BareIpc, 8.0));
-        let handed = Row {
+        let bare = Some((P2pTest::BareIpc, 8.0));
+        let handed = P2pRow {
             beside: bare,
-            ..row(Test::Handover, &[10.0])
+            ..row(P2pTest::Handover, &[10.0])
         };
         assert_eq!(handed.json(&setting())["over_bare_ipc_us"], json!(2.0));
-        let line = row(Test::Latency, &[4.0]).json(&setting());
+        let line = row(P2pTest::Latency, &[4.0]).json(&setting());
         assert!(line.get("of_memcpy").is_none(), "{line}");
     }
 }

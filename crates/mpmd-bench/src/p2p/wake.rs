@@ -15,7 +15,7 @@ use crate::job::now;
 const WITHIN: Duration = Duration::from_secs(60);
 
 /// A word that both processes map, and the moments that this process has noted.
-pub(super) struct Wake {
+pub(super) struct BareWake {
     word: BareWord,
     is_first: bool,
     /// The first process notes the moment before each wake-up, the second the end of each sleep. In
@@ -23,7 +23,7 @@ pub(super) struct Wake {
     moments: Vec<u64>,
 }
 
-impl Wake {
+impl BareWake {
     /// Creates the word on the first process and opens it on the second. Both must call this.
     pub(super) fn new(p: &mut Program) -> Result<Self> {
         let is_first = p.process() == FIRST;
@@ -32,11 +32,13 @@ impl Wake {
             .then(BareWord::create)
             .transpose()
             .map_err(failed)?;
+
         let path = || Ok(own.as_ref().map(BareWord::path).unwrap_or_default());
         let path = p.broadcast_value(FIRST, String::new(), path)?;
         let word = own
             .map_or_else(|| BareWord::open(&path), Ok)
             .map_err(failed)?;
+
         Ok(Self {
             word,
             is_first,
@@ -61,6 +63,7 @@ impl Wake {
             self.word.count();
             return given;
         }
+
         let until = Instant::now() + WITHIN;
         while self.word.value() <= before {
             if Instant::now() >= until {

@@ -12,7 +12,7 @@ const LONGEST: u64 = 1 << 20;
 
 /// A server.
 #[derive(Debug)]
-pub(super) struct Target {
+pub(super) struct ServerTarget {
     /// Name or address, and port.
     host: String,
     key: Option<String>,
@@ -22,7 +22,7 @@ pub(super) struct Target {
 
 /// The times of a reply.
 #[derive(Debug)]
-pub(super) struct Reply {
+pub(super) struct StreamedReply {
     pub(super) sent: Instant,
     /// The time of each event with new tokens, and their number.
     pub(super) events: Vec<(Instant, usize)>,
@@ -32,7 +32,7 @@ pub(super) struct Reply {
     pub(super) prompt: Option<usize>,
 }
 
-impl Target {
+impl ServerTarget {
     /// Returns the server at an address such as `http://127.0.0.1:8000`.
     pub(super) fn new(url: &str, key: Option<String>, longest: Duration) -> Result<Self> {
         let rest = url.strip_prefix("http://");
@@ -45,6 +45,7 @@ impl Target {
             !host.contains('/'),
             "{url:?}: expected http://HOST:PORT without a path"
         );
+
         let host = if host.contains(':') {
             host
         } else {
@@ -55,21 +56,23 @@ impl Target {
 
     /// Returns the body of a reply to `GET`.
     pub(super) fn get(&self, path: &str) -> Result<String> {
-        let (mut body, mut text) = (self.send("GET", path, "")?, String::new());
+        let mut body = self.send("GET", path, "")?;
+        let mut text = String::new();
         body.by_ref().take(LONGEST).read_to_string(&mut text)?;
         Ok(text)
     }
 
     /// Asks for a completion, which is sent as it comes.
-    pub(super) fn complete(&self, body: &Value) -> Result<Reply> {
+    pub(super) fn complete(&self, body: &Value) -> Result<StreamedReply> {
         let sent = Instant::now();
         let from = self.send("POST", "/v1/completions", &body.to_string())?;
-        let mut reply = Reply {
+        let mut reply = StreamedReply {
             sent,
             events: Vec::new(),
             tokens: 0,
             prompt: None,
         };
+
         let mut counted = None;
         for line in BufReader::new(from).lines() {
             let line = line.context("the reply broke off")?;
@@ -81,13 +84,16 @@ impl Target {
                 reply.tokens = counted.unwrap_or(own);
                 return Ok(reply);
             }
+
             let chunk: Value = serde_json::from_str(data).context("an event of the reply")?;
             if let Some(error) = chunk.get("error") {
                 bail!("the reply failed: {error}");
             }
+
             let count = |name: &str| chunk["usage"][name].as_u64().map(|count| count as usize);
             counted = count("completion_tokens").or(counted);
             reply.prompt = count("prompt_tokens").or(reply.prompt);
+
             let choice = &chunk["choices"][0];
             let has_text = choice["text"].as_str().is_some_and(|text| !text.is_empty());
             let ids = choice["token_ids"].as_array().map(Vec::len);
@@ -111,28 +117,33 @@ impl Target {
             .key
             .as_ref()
             .map(|key| format!("Authorization: Bearer {key}\r\n"));
-        let (key, length) = (key.unwrap_or_default(), body.len());
+        let key = key.unwrap_or_default();
+        let length = body.len();
         let head = format!(
             "{method} {path} HTTP/1.1\r\nHost: {host}\r\n{key}Content-Type: application/json\r\n\
              Content-Length: {length}\r\nConnection: close\r\n\r\n{body}"
         );
         stream.write_all(head.as_bytes())?;
+
         let mut from = BufReader::new(stream);
-        let (mut head, mut line) = (String::new(), String::new());
+        let mut head = String::new();
+        let mut line = String::new();
         while from.by_ref().take(LONGEST).read_line(&mut line)? > 2 {
             head += &std::mem::take(&mut line).to_ascii_lowercase();
         }
+
         let is_chunked = head
             .lines()
             .any(|line| line == "transfer-encoding: chunked");
         let mut body: Box<dyn Read> = match is_chunked {
-            true => Box::new(Chunks {
+            true => Box::new(ChunkedBody {
                 from,
                 left: 0,
                 is_end: false,
             }),
             false => Box::new(from),
         };
+
         let status = head
             .split_whitespace()
             .nth(1)
@@ -149,14 +160,14 @@ impl Target {
 }
 
 /// A body in chunks.
-struct Chunks {
+struct ChunkedBody {
     from: BufReader<TcpStream>,
     /// Number of bytes of the chunk that were not read.
     left: usize,
     is_end: bool,
 }
 
-impl Read for Chunks {
+impl Read for ChunkedBody {
     fn read(&mut self, to: &mut [u8]) -> std::io::Result<usize> {
         let mut line = String::new();
         while self.left == 0 && !self.is_end {
@@ -170,6 +181,7 @@ impl Read for Chunks {
             self.left = usize::from_str_radix(digits, 16).map_err(std::io::Error::other)?;
             self.is_end = self.left == 0;
         }
+
         let most = to.len().min(self.left);
         let count = self.from.read(&mut to[..most])?;
         if count == 0 && most > 0 {
@@ -189,7 +201,7 @@ mod tests {
     use super::*;
 
     /// Returns the reply that a server's bytes make.
-    fn replied(bytes: &'static str) -> Result<Reply> {
+    fn replied(bytes: &'static str) -> Result<StreamedReply> {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("http://{}/v1", listener.local_addr().unwrap());
         let server = std::thread::spawn(move || {
@@ -199,7 +211,7 @@ mod tests {
             stream.write_all(bytes.as_bytes()).unwrap();
             String::from_utf8_lossy(&asked[..count]).into_owned()
         });
-        let target = Target::new(&url, Some("secret".to_owned()), Duration::from_secs(60));
+        let target = ServerTarget::new(&url, Some("secret".to_owned()), Duration::from_secs(60));
         let reply = target.unwrap().complete(&json!({ "prompt": [1] }));
         let asked = server.join().unwrap();
         assert!(
@@ -269,7 +281,10 @@ mod tests {
             assert!(error.contains(expected), "{error}");
         }
         for url in ["https://a", "localhost:8000", "http://a:1/v2"] {
-            assert!(Target::new(url, None, Duration::ZERO).is_err(), "{url}");
+            assert!(
+                ServerTarget::new(url, None, Duration::ZERO).is_err(),
+                "{url}"
+            );
         }
     }
 }

@@ -49,6 +49,7 @@ impl FromStr for Lengths {
             let (first, second) = rest.split_once(between)?;
             Some((number(first)?, number(second)?))
         };
+
         let lengths = match name {
             "constant" => number(rest).map(Self::Constant),
             "uniform" => pair("..").map(|(low, high)| Self::Uniform(low, high)),

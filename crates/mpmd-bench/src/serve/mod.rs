@@ -18,7 +18,7 @@ use rustix::time::{ClockId, clock_gettime};
 use serde_json::{Value, json};
 
 use crate::case::quantile;
-use client::{Reply, Target};
+use client::{ServerTarget, StreamedReply};
 use lengths::{Lengths, arrivals};
 
 /// The words of prompts that are texts. Most tokenizers have a token for each.
@@ -28,7 +28,7 @@ const SHARES: [(&str, f64); 3] = [("p50", 0.5), ("p95", 0.95), ("p99", 0.99)];
 
 /// Options of `mpmd bench serve`.
 #[derive(Args, Clone, Debug)]
-pub(crate) struct ServeArgs {
+pub(crate) struct BenchServeArgs {
     /// Address of the server, such as http://127.0.0.1:8000
     url: String,
     /// Number of requests
@@ -76,25 +76,27 @@ pub(crate) struct ServeArgs {
 
 /// The results of a run.
 #[derive(Debug, Default)]
-struct Results {
+struct ServeResults {
     /// Milliseconds from each request to its first token.
     first: Vec<f64>,
     /// Milliseconds from each token to the next.
     between: Vec<f64>,
-    /// Number of new tokens, and of the prompts' tokens.
-    tokens: (usize, usize),
+    /// Number of new tokens of all replies.
+    tokens: usize,
+    /// Number of tokens of all prompts.
+    prompt_tokens: usize,
     /// The first failures' reasons.
     failures: Vec<String>,
     failed: usize,
 }
 
-impl Results {
+impl ServeResults {
     /// Adds a reply to a request that was due at this time, with this number of tokens.
-    fn add(&mut self, due: Instant, prompt: usize, reply: &Reply) {
+    fn add(&mut self, due: Instant, prompt: usize, reply: &StreamedReply) {
         let milliseconds =
             |from: Instant, to: Instant| to.saturating_duration_since(from).as_secs_f64() * 1e3;
-        self.tokens.0 += reply.tokens;
-        self.tokens.1 += reply.prompt.unwrap_or(prompt);
+        self.tokens += reply.tokens;
+        self.prompt_tokens += reply.prompt.unwrap_or(prompt);
         self.first.extend(
             reply
                 .events
@@ -102,7 +104,8 @@ impl Results {
                 .map(|(time, _)| milliseconds(due, *time)),
         );
         for pair in reply.events.windows(2) {
-            let ((before, _), (time, count)) = (pair[0], pair[1]);
+            let (before, _) = pair[0];
+            let (time, count) = pair[1];
             let each = milliseconds(before, time) / count as f64;
             self.between.extend(std::iter::repeat_n(each, count));
         }
@@ -110,12 +113,13 @@ impl Results {
 }
 
 /// Sends requests to a server and prints the times of its replies.
-pub(crate) fn serve(args: &ServeArgs) -> Result<()> {
+pub(crate) fn serve(args: &BenchServeArgs) -> Result<()> {
     let key = args.api_key_file.as_ref().map(|file| {
         let text = std::fs::read_to_string(file);
         let text = text.with_context(|| format!("--api-key-file {}", file.display()))?;
         anyhow::Ok(text.lines().next().unwrap_or_default().trim().to_owned())
     });
+
     ensure!(
         args.rate.is_none_or(|rate| rate > 0.0),
         "--rate: expected more than 0"
@@ -125,8 +129,10 @@ pub(crate) fn serve(args: &ServeArgs) -> Result<()> {
         "--requests, --clients: expected at least 1"
     );
     ensure!(args.vocab > 0, "--vocab: expected at least 1");
+
     let timeout = Duration::from_secs(args.timeout.max(1));
-    let target = Target::new(&args.url, key.transpose()?, timeout)?;
+    let target = ServerTarget::new(&args.url, key.transpose()?, timeout)?;
+
     let model = match &args.model {
         Some(model) => model.clone(),
         None => {
@@ -136,16 +142,20 @@ pub(crate) fn serve(args: &ServeArgs) -> Result<()> {
                 .to_owned()
         }
     };
-    let (busy, own) = (busy_seconds(&target), own_seconds());
+
+    let busy = busy_seconds(&target);
+    let own_before = own_seconds();
     let start = Instant::now();
     let results = run(args, &target, &model, start);
-    let (seconds, own) = (start.elapsed().as_secs_f64(), own_seconds() - own);
+    let seconds = start.elapsed().as_secs_f64();
+    let own = own_seconds() - own_before;
+
     let idle: BTreeMap<String, f64> = busy_seconds(&target)
         .into_iter()
         .filter_map(|(stage, after)| Some((stage.clone(), after - busy.get(&stage)?)))
         .map(|(stage, busy)| (stage, (1.0 - busy / seconds).clamp(0.0, 1.0)))
         .collect();
-    show(args, &results, (seconds, own), &idle);
+    show(args, &results, seconds, own, &idle);
     if results.failed > 0 {
         bail!("{} of {} requests failed", results.failed, args.requests);
     }
@@ -153,23 +163,26 @@ pub(crate) fn serve(args: &ServeArgs) -> Result<()> {
 }
 
 /// Sends all requests, and waits for the replies.
-fn run(args: &ServeArgs, target: &Target, model: &str, start: Instant) -> Results {
+fn run(args: &BenchServeArgs, target: &ServerTarget, model: &str, start: Instant) -> ServeResults {
     let key = Key(args.seed);
     let times = args
         .rate
         .map(|rate| arrivals(key.fold_in(0), rate, args.requests));
-    let (next, results) = (AtomicUsize::new(0), Mutex::new(Results::default()));
+    let next = AtomicUsize::new(0);
+    let results = Mutex::new(ServeResults::default());
     let client = || {
         loop {
             let index = next.fetch_add(1, Ordering::Relaxed);
             if index >= args.requests {
                 return;
             }
+
             let (prompt, body) = request(args, model, index);
             let due = times.as_ref().map(|times| start + times[index]);
             if let Some(due) = due {
                 std::thread::sleep(due.saturating_duration_since(Instant::now()));
             }
+
             let reply = target.complete(&body);
             // Another client's panic is no reason to lose the figures.
             let mut results = results
@@ -186,6 +199,7 @@ fn run(args: &ServeArgs, target: &Target, model: &str, start: Instant) -> Result
             }
         }
     };
+
     std::thread::scope(|scope| {
         (0..args.clients.min(args.requests)).for_each(|_| _ = scope.spawn(client));
     });
@@ -195,10 +209,12 @@ fn run(args: &ServeArgs, target: &Target, model: &str, start: Instant) -> Result
 }
 
 /// Returns the number of tokens of a request's prompt, and its body.
-fn request(args: &ServeArgs, model: &str, index: usize) -> (usize, Value) {
-    let (key, element) = (Key(args.seed), index as u64);
+fn request(args: &BenchServeArgs, model: &str, index: usize) -> (usize, Value) {
+    let key = Key(args.seed);
+    let element = index as u64;
     let count = args.prompt.of(key.fold_in(1), element);
     let number = |place: usize| bits(key.fold_in(3).fold_in(element), place as u64);
+
     let prompt: Value = match args.words {
         true => (0..count)
             .map(|place| WORDS[number(place) as usize % 8])
@@ -208,6 +224,7 @@ fn request(args: &ServeArgs, model: &str, index: usize) -> (usize, Value) {
             .map(|place| number(place) % u64::from(args.vocab))
             .collect(),
     };
+
     let mut body = json!({
         "model": model,
         "prompt": prompt,
@@ -224,7 +241,7 @@ fn request(args: &ServeArgs, model: &str, index: usize) -> (usize, Value) {
 }
 
 /// Returns the seconds for which each stage of the server has computed, if it tells them.
-fn busy_seconds(target: &Target) -> BTreeMap<String, f64> {
+fn busy_seconds(target: &ServerTarget) -> BTreeMap<String, f64> {
     let text = target.get("/metrics").unwrap_or_default();
     let stages = text.lines().filter_map(|line| {
         let (stage, seconds) = line
@@ -242,15 +259,19 @@ fn own_seconds() -> f64 {
 }
 
 fn show(
-    args: &ServeArgs,
-    results: &Results,
-    (seconds, own): (f64, f64),
+    args: &BenchServeArgs,
+    results: &ServeResults,
+    seconds: f64,
+    own: f64,
     idle: &BTreeMap<String, f64>,
 ) {
-    let (tokens, prompts) = results.tokens;
+    let tokens = results.tokens;
+    let prompts = results.prompt_tokens;
     let times = |samples: &[f64]| SHARES.map(|(name, share)| (name, quantile(samples, share)));
-    let (first, between) = (times(&results.first), times(&results.between));
+    let first = times(&results.first);
+    let between = times(&results.between);
     let done = args.requests - results.failed;
+
     if args.json {
         let times = |times: [(&'static str, f64); 3]| BTreeMap::from(times);
         let line = json!({
@@ -269,10 +290,14 @@ fn show(
         println!("{line}");
         return;
     }
-    let (prompt, reply, clients) = (args.prompt, args.reply, args.clients);
+
+    let prompt = args.prompt;
+    let reply = args.reply;
+    let clients = args.clients;
     let rate = args.rate.map_or("one after the other".to_owned(), |rate| {
         format!("{rate} per s")
     });
+
     println!("{clients} clients, {rate}; prompts of {prompt} tokens, replies of {reply}");
     println!(
         "requests             {done} in {seconds:.2} s, {} failed",
@@ -280,6 +305,7 @@ fn show(
     );
     println!("new tokens           {:.1} per s", tokens as f64 / seconds);
     println!("tokens of prompts    {:.1} per s", prompts as f64 / seconds);
+
     let times = [("first token", first), ("between tokens", between)];
     for (name, times) in times.into_iter().filter(|(_, times)| !times[0].1.is_nan()) {
         let times = times.map(|(name, time)| format!("{name} {time:.2} ms"));
@@ -288,6 +314,7 @@ fn show(
     for (stage, share) in idle {
         println!("stage {stage:<14} idle {:.1} % of the time", share * 100.0);
     }
+
     println!("this client          {own:.2} s of a core");
     for why in &results.failures {
         eprintln!("a request failed: {}", printable(why));
@@ -304,10 +331,10 @@ mod tests {
     #[derive(clap::Parser)]
     struct Program {
         #[command(flatten)]
-        serve: ServeArgs,
+        serve: BenchServeArgs,
     }
 
-    fn args(more: &[&str]) -> ServeArgs {
+    fn args(more: &[&str]) -> BenchServeArgs {
         let all = [&["bench", "http://localhost:1"], more].concat();
         <Program as clap::Parser>::parse_from(all).serve
     }
@@ -317,19 +344,19 @@ mod tests {
         let due = Instant::now();
         let at = |milliseconds| due + Duration::from_millis(milliseconds);
         let events = vec![(at(5), 1), (at(7), 1), (at(13), 2)];
-        let reply = Reply {
+        let reply = StreamedReply {
             sent: at(1),
             events,
             tokens: 4,
             prompt: None,
         };
-        let mut results = Results::default();
+        let mut results = ServeResults::default();
         results.add(due, 9, &reply);
         assert_eq!(
             (results.first, results.between),
             (vec![5.0], vec![2.0, 3.0, 3.0])
         );
-        assert_eq!(results.tokens, (4, 9));
+        assert_eq!((results.tokens, results.prompt_tokens), (4, 9));
     }
 
     #[test]
@@ -376,11 +403,11 @@ mod tests {
             }
         });
         let args = args(&["--requests", "6", "--clients", "2", "--rate", "1000"]);
-        let target = Target::new(&url, None, Duration::from_secs(60)).unwrap();
+        let target = ServerTarget::new(&url, None, Duration::from_secs(60)).unwrap();
         let results = run(&args, &target, "toy", Instant::now());
         server.join().unwrap();
         assert_eq!(
-            (results.failed, results.tokens.0, results.first.len()),
+            (results.failed, results.tokens, results.first.len()),
             (1, 10, 5)
         );
         assert_eq!(results.between.len(), 5);

@@ -1,6 +1,6 @@
 //! `mpmd check`: proves that a schedule or program ends, and adds up its costs, before it runs.
 
-mod others;
+mod other_processes;
 mod program;
 mod report;
 mod schedule;
@@ -11,7 +11,7 @@ use std::process::ExitCode;
 use clap::Args;
 use mpmd_schedule::check::{Budget, Channel};
 use program::ProgramArgs;
-use schedule::ScheduleArgs;
+use schedule::CheckScheduleArgs;
 
 /// The exit code if an error leaves nothing checked.
 const NOTHING: u8 = 2;
@@ -20,7 +20,7 @@ const NOTHING: u8 = 2;
 #[derive(Args, Debug)]
 pub(crate) struct CheckArgs {
     #[command(flatten)]
-    schedule: ScheduleArgs,
+    schedule: CheckScheduleArgs,
     #[command(flatten)]
     program: ProgramArgs,
     /// The memory limit of a device: bytes, also with KiB, MiB or GiB; for a schedule also
@@ -51,6 +51,7 @@ fn checked(args: &CheckArgs) -> anyhow::Result<ExitCode> {
     } else {
         &args.channel[..]
     };
+
     if let Some(subject) = &args.schedule.subject {
         anyhow::ensure!(
             args.what.is_empty(),
@@ -58,12 +59,14 @@ fn checked(args: &CheckArgs) -> anyhow::Result<ExitCode> {
         );
         return args.schedule.check(subject, args.budget, channels);
     }
+
     let Some(processes) = args.program.processes else {
         anyhow::bail!(
             "say what to check: mpmd check FILE.csv, mpmd check NAME -p P -m M, mpmd check -n N \
              -- program"
         );
     };
+
     let budget = match args.budget {
         Some(Budget::Activations(_)) => anyhow::bail!("the budget of a program is in bytes"),
         Some(Budget::Bytes(bytes)) => Some(bytes),

@@ -4,7 +4,7 @@ use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitCode, Stdio};
+use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -15,8 +15,8 @@ use mpmd_record::dry_run::DryRun;
 use mpmd_schedule::check::Channel;
 use rustix::process::{Pid, Signal, kill_process_group};
 
-use super::others::Others;
-use super::report::Report;
+use super::other_processes::OtherProcesses;
+use super::report::ProgramReport;
 use crate::run::{above_zero, find};
 
 /// The interval at which the program's exit is polled.
@@ -59,11 +59,13 @@ impl ProgramArgs {
         let folder = tempfile::tempdir().context("making a folder for the dry runs")?;
         let (name, args) = program.split_first().context("no program is given")?;
         let program = find(name).map_err(|(_, why)| anyhow::anyhow!(why))?;
+
         let file = match &self.out {
             // Made absolute in case the program runs in another folder.
             Some(out) => std::path::absolute(out)?,
             None => folder.path().join("dry-run.json"),
         };
+
         let dry_runs = DryRuns {
             settings: self,
             processes,
@@ -72,15 +74,17 @@ impl ProgramArgs {
             args,
             folder: folder.path(),
         };
+
         let dry_run = dry_runs.run(0, &file)?;
-        let others = Others::compare(&dry_run, self.peer_timeout, |process| {
+        let others = OtherProcesses::compare(&dry_run, self.peer_timeout, |process| {
             let file = folder.path().join(format!("dry-run-{process}.json"));
             let dry_run = dry_runs.run(process, &file)?;
             // Removed at once: the dry runs of all processes may take much space.
             std::fs::remove_file(&file).context("removing the file of a dry run")?;
             Ok(dry_run)
         })?;
-        let report = Report::new(&dry_run, &others, budget, channels);
+
+        let report = ProgramReport::new(&dry_run, &others, budget, channels);
         crate::files::say(&report.to_string())?;
         Ok(if report.is_good() {
             ExitCode::SUCCESS
@@ -112,7 +116,41 @@ impl DryRuns<'_> {
         if file.exists() {
             std::fs::remove_file(file).with_context(|| format!("replacing {}", file.display()))?;
         }
+
         let said = self.folder.join(format!("stderr-{process}"));
+        let name = self.name.display();
+        let mut child = self
+            .command(process, file, &said)?
+            .spawn()
+            .with_context(|| format!("starting {name}"))?;
+        let peer_timeout = self.settings.peer_timeout;
+        let how = match wait(&mut child, peer_timeout)? {
+            Some(status) if status.success() && file.exists() => return Ok(DryRun::read(file)?),
+            Some(status) if status.success() => {
+                "ended without writing a dry run: is it a program of mpmd that calls \
+                 Program::from_env and finish?"
+                    .to_owned()
+            }
+            Some(status) => format!("failed in its dry run ({status})"),
+            None => format!("has not ended its dry run after {peer_timeout:?}"),
+        };
+
+        let said = std::fs::read(&said).unwrap_or_default();
+        let said = String::from_utf8_lossy(&said);
+        let said = said.trim_end();
+        match process {
+            0 => anyhow::bail!("{name} {how}\n{said}"),
+            _ => anyhow::bail!(
+                "{name} {how} as process {process}; as process 0 its dry run ended. The work of a \
+                 single process, such as reading values or writing files, must be skipped if \
+                 Program::is_dry_run returns true\n{said}"
+            ),
+        }
+    }
+
+    /// Returns the command that runs the program as a dry run of process `process`. It writes the
+    /// dry run to `file`, and its error output to `said`.
+    fn command(&self, process: u32, file: &Path, said: &Path) -> anyhow::Result<Command> {
         let mut command = Command::new(&self.program);
         command
             .args(self.args)
@@ -124,49 +162,28 @@ impl DryRuns<'_> {
             .process_group(0)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
-            .stderr(File::create(&said).context("creating a file for the program's error output")?);
+            .stderr(File::create(said).context("creating a file for the program's error output")?);
         if let Some(devices) = self.settings.devices_per_process {
             command.env(variables::DEVICES_PER_PROCESS, devices.to_string());
         }
         if let Some(steps) = self.settings.steps {
             command.env(variables::DRY_RUN_STEPS, steps.to_string());
         }
-        let name = self.name.display();
-        let mut child = command
-            .spawn()
-            .with_context(|| format!("starting {name}"))?;
-        let peer_timeout = self.settings.peer_timeout;
-        let deadline = after(Instant::now(), peer_timeout);
-        let status = loop {
-            match child.try_wait()? {
-                Some(status) => break Some(status),
-                None if Instant::now() < deadline => std::thread::sleep(LOOK),
-                None => {
-                    end(&mut child)?;
-                    break None;
-                }
+        Ok(command)
+    }
+}
+
+/// Waits for the end of a program. Ends it after `peer_timeout`, and returns `None` then.
+fn wait(child: &mut Child, peer_timeout: Duration) -> anyhow::Result<Option<ExitStatus>> {
+    let deadline = after(Instant::now(), peer_timeout);
+    loop {
+        match child.try_wait()? {
+            Some(status) => return Ok(Some(status)),
+            None if Instant::now() < deadline => std::thread::sleep(LOOK),
+            None => {
+                end(child)?;
+                return Ok(None);
             }
-        };
-        let how = match status {
-            Some(status) if status.success() && file.exists() => return Ok(DryRun::read(file)?),
-            Some(status) if status.success() => {
-                "ended without writing a dry run: is it a program of mpmd that calls \
-                 Program::from_env and finish?"
-                    .to_owned()
-            }
-            Some(status) => format!("failed in its dry run ({status})"),
-            None => format!("has not ended its dry run after {peer_timeout:?}"),
-        };
-        let said = std::fs::read(&said).unwrap_or_default();
-        let said = String::from_utf8_lossy(&said);
-        let said = said.trim_end();
-        match process {
-            0 => anyhow::bail!("{name} {how}\n{said}"),
-            _ => anyhow::bail!(
-                "{name} {how} as process {process}; as process 0 its dry run ended. The work of a \
-                 single process, such as reading values or writing files, must be skipped if \
-                 Program::is_dry_run returns true\n{said}"
-            ),
         }
     }
 }

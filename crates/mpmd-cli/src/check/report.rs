@@ -10,7 +10,7 @@ use mpmd_record::dry_run::{
 };
 use mpmd_schedule::check::{self, Channel, Deadlock, Names, Proof};
 
-use super::others::Others;
+use super::other_processes::OtherProcesses;
 
 /// The maximum number of listed links, those with most bytes first.
 const MOST_LINKS: usize = 16;
@@ -19,21 +19,21 @@ const MOST_LINKS: usize = 16;
 const MOST_READS: usize = 8;
 
 /// The proofs and sums of the dry run of a program, to be printed.
-pub(crate) struct Report<'a> {
+pub(crate) struct ProgramReport<'a> {
     dry_run: &'a DryRun,
-    others: &'a Others,
+    others: &'a OtherProcesses,
     dry_run_flow: DryRunFlow,
     verdicts: Vec<Result<Proof, Deadlock>>,
     memory: DryRunMemory,
     budget: Option<u64>,
 }
 
-impl<'a> Report<'a> {
+impl<'a> ProgramReport<'a> {
     /// Proves that the operations of process 0 end over each channel, and adds up memory. `budget`
     /// is the limit in bytes per device.
     pub(crate) fn new(
         dry_run: &'a DryRun,
-        others: &'a Others,
+        others: &'a OtherProcesses,
         budget: Option<u64>,
         channels: &[Channel],
     ) -> Self {
@@ -98,11 +98,13 @@ impl<'a> Report<'a> {
             end,
             ..
         } = self.dry_run;
-        let (operations, devices) = (operations.len(), devices.len());
+        let operations = operations.len();
+        let devices = devices.len();
         writeln!(
             f,
             "dry run  {operations} operations of {processes} processes with {devices} devices"
         )?;
+
         let count = steps.len();
         match end {
             DryRunEnd::Steady => {
@@ -134,13 +136,15 @@ impl<'a> Report<'a> {
             .collect();
         if !proved.is_empty() {
             let flow = &self.dry_run_flow.flow;
-            let (nodes, transfers) = (flow.nodes.len(), flow.transfers.len());
+            let nodes = flow.nodes.len();
+            let transfers = flow.transfers.len();
             let over = proved.join(", ");
             writeln!(
                 f,
                 "order    ends over {over}: {nodes} nodes, {transfers} transfers"
             )?;
         }
+
         let named = Named(self);
         for deadlock in self
             .verdicts
@@ -173,16 +177,15 @@ impl<'a> Report<'a> {
                 write!(f, ", in {at}")?;
             }
             writeln!(f)?;
+
             let devices = self
                 .memory
                 .devices
                 .iter()
                 .filter(|device| device.process as usize == process);
             for device in devices {
-                let (time, order) = (
-                    bytes_text(device.in_time.bytes),
-                    bytes_text(device.in_order.bytes),
-                );
+                let time = bytes_text(device.in_time.bytes);
+                let order = bytes_text(device.in_order.bytes);
                 writeln!(
                     f,
                     "           device {}: {time}; in the order of issue {order}",
@@ -190,11 +193,10 @@ impl<'a> Report<'a> {
                 )?;
             }
         }
+
         for (device, peak) in self.over_budget() {
-            let (bytes, budget) = (
-                bytes_text(peak.bytes),
-                bytes_text(self.budget.unwrap_or_default()),
-            );
+            let bytes = bytes_text(peak.bytes);
+            let budget = bytes_text(self.budget.unwrap_or_default());
             let at = self.dry_run.describe(peak.operation);
             writeln!(
                 f,
@@ -210,8 +212,10 @@ impl<'a> Report<'a> {
         if links.is_empty() {
             return writeln!(f, "links    nothing goes between processes {when}");
         }
+
         let total: u64 = links.values().map(|link| link.bytes).sum();
         writeln!(f, "links    {} between processes {when}", bytes_text(total))?;
+
         let mut listed: Vec<(&(u32, u32), &MessageTotals)> = links.iter().collect();
         listed.sort_by_key(|(_, link)| std::cmp::Reverse(link.bytes));
         let rest = listed.len().saturating_sub(MOST_LINKS);
@@ -224,6 +228,7 @@ impl<'a> Report<'a> {
                 bytes_text(*bytes)
             )?;
         }
+
         match rest {
             0 => Ok(()),
             rest => writeln!(f, "           and {rest} more with less each"),
@@ -244,12 +249,17 @@ impl<'a> Report<'a> {
                 "values   {agreed} are broadcast: the dry run uses the program's values for it"
             )?;
         }
-        let mut lines: BTreeMap<u32, (u64, u64)> = BTreeMap::new();
+
+        let mut lines: BTreeMap<u32, ReadLine> = BTreeMap::new();
         for read in self.dry_run.reads.iter().filter(|read| read.values) {
-            let (first, times) = lines.entry(read.line).or_insert((read.after, 0));
-            (*first, *times) = (read.after.min(*first), *times + 1);
+            let line = lines.entry(read.line).or_insert(ReadLine {
+                first: read.after,
+                times: 0,
+            });
+            line.first = read.after.min(line.first);
+            line.times += 1;
         }
-        let Some(first) = lines.values().map(|(first, _)| *first).min() else {
+        let Some(first) = lines.values().map(|line| line.first).min() else {
             return Ok(());
         };
         writeln!(
@@ -257,8 +267,9 @@ impl<'a> Report<'a> {
             "values   the proof holds up to operation {first}; beyond it, only if no process \
              branches on values that it reads"
         )?;
+
         let rest = lines.len().saturating_sub(MOST_READS);
-        for (line, (first, times)) in lines.into_iter().take(MOST_READS) {
+        for (line, ReadLine { first, times }) in lines.into_iter().take(MOST_READS) {
             let at = self
                 .dry_run
                 .lines
@@ -269,6 +280,7 @@ impl<'a> Report<'a> {
                 "           read at {at}, {times} times, first after operation {first}"
             )?;
         }
+
         match rest {
             0 => Ok(()),
             rest => writeln!(f, "           and at {rest} more lines"),
@@ -276,7 +288,7 @@ impl<'a> Report<'a> {
     }
 }
 
-impl fmt::Display for Report<'_> {
+impl fmt::Display for ProgramReport<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.size_lines(f)?;
         write!(f, "{}", self.others)?;
@@ -287,9 +299,16 @@ impl fmt::Display for Report<'_> {
     }
 }
 
+/// The reads of values at one line of the program.
+struct ReadLine {
+    /// The earliest operation after which a read comes.
+    first: u64,
+    times: u64,
+}
+
 /// Names nodes and transfers of the proof by the operation in the dry run: its label, kind and
 /// line.
-struct Named<'a>(&'a Report<'a>);
+struct Named<'a>(&'a ProgramReport<'a>);
 
 impl Names for Named<'_> {
     fn node(&self, tag: u32) -> String {

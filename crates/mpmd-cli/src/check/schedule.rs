@@ -17,7 +17,7 @@ use crate::schedule::{
 
 /// Arguments of `mpmd check` on a schedule.
 #[derive(Args, Debug)]
-pub(crate) struct ScheduleArgs {
+pub(crate) struct CheckScheduleArgs {
     /// A file with torch's text of a schedule, or the name of a built-in one: see `mpmd schedule
     /// --help`. If the text has sends and receives, their order is proved, else torch's order
     #[arg(value_name = "FILE|NAME", conflicts_with = "processes")]
@@ -64,7 +64,7 @@ struct Findings {
     ranks: usize,
 }
 
-impl ScheduleArgs {
+impl CheckScheduleArgs {
     /// Proves and simulates the schedule `subject`, a file or name, and prints the findings.
     /// Returns failure if a problem is found.
     pub(crate) fn check(
@@ -97,42 +97,28 @@ impl ScheduleArgs {
             .map(|step| step.stage as usize + 1)
             .max()
             .unwrap_or(0);
-        if let Some(costs) = &costs {
-            let found = costs.stage.len();
-            ensure!(
-                found == stages,
-                "the costs are of {found} stages, and {name} has {stages}"
-            );
-        }
-        let says_bytes = costs.as_ref().is_some_and(Costs::says_bytes);
-        if matches!(budget, Some(Budget::Bytes(_))) && !says_bytes {
-            bail!(
-                "a budget in bytes needs --costs that say how many bytes stages keep; there is \
-                 --budget 4activations"
-            );
-        }
-        let (leaves, other) = if self.at_once {
-            (Leaves::AtOnce, Leaves::InOrder)
-        } else {
-            (Leaves::InOrder, Leaves::AtOnce)
+
+        check_costs(costs.as_ref(), budget, &name, stages)?;
+
+        let (leaves, other) = match self.at_once {
+            true => (Leaves::AtOnce, Leaves::InOrder),
+            false => (Leaves::InOrder, Leaves::AtOnce),
         };
-        let report = |channel: &Channel| {
-            (
-                *channel,
-                check_lowered(
-                    &rows,
-                    CheckLimits {
-                        channel: *channel,
-                        leaves,
-                        costs: costs.as_ref(),
-                        budget,
-                    },
-                ),
-            )
-        };
-        let reports: Vec<(Channel, ScheduleReport)> = channels.iter().map(report).collect();
+        let reports: Vec<(Channel, ScheduleReport)> = channels
+            .iter()
+            .map(|channel| {
+                let limits = CheckLimits {
+                    channel: *channel,
+                    leaves,
+                    costs: costs.as_ref(),
+                    budget,
+                };
+                (*channel, check_lowered(&rows, limits))
+            })
+            .collect();
         let whole = |report: &ScheduleReport| !report.peaks.is_empty();
         let is_schedule = reports.iter().all(|(_, report)| whole(report));
+
         // A text without moves gets torch's moves.
         let moved = if rows.has_moves() || !is_schedule {
             rows
@@ -140,6 +126,7 @@ impl ScheduleArgs {
             let (actions, pairs) = rows.actions();
             lower(&Schedule::with_overlaps(name.clone(), actions, pairs)?)?
         };
+
         // Rows that are no schedule may have any stage numbers.
         let unit_costs =
             costs.unwrap_or_else(|| Costs::units(if is_schedule { stages } else { 0 }));
@@ -154,6 +141,7 @@ impl ScheduleArgs {
         } else {
             (None, None)
         };
+
         Ok(Findings {
             names: StepNames::of_lowered(&moved.steps),
             ranks: moved.steps.len(),
@@ -171,7 +159,8 @@ impl ScheduleArgs {
         let mut found = match Builtin::named(subject) {
             None if is_file(path) => self.read(path)?,
             _ => {
-                let (ranks, microbatches) = (self.ranks, self.microbatches);
+                let ranks = self.ranks;
+                let microbatches = self.microbatches;
                 let schedule = built_in(subject, ranks, microbatches, self.chunks)?;
                 Subject {
                     name: schedule.name().to_owned(),
@@ -194,6 +183,7 @@ impl ScheduleArgs {
             .to_string_lossy()
             .into_owned();
         let rows = Lowered::of_text(&text);
+
         let steps = || rows.steps.iter().flatten();
         let stages = steps()
             .map(|step| step.stage as usize + 1)
@@ -203,6 +193,7 @@ impl ScheduleArgs {
             .map(|step| step.microbatch as usize + 1)
             .max()
             .unwrap_or(0);
+
         let ranks = rows.steps.len();
         let found = [ranks, microbatches, stages / ranks.max(1)];
         check_numbers(path, [self.ranks, self.microbatches, self.chunks], found)?;
@@ -212,6 +203,31 @@ impl ScheduleArgs {
             costs: None,
         })
     }
+}
+
+/// Checks that the costs are of all stages of the schedule, and say enough for the budget.
+fn check_costs(
+    costs: Option<&Costs>,
+    budget: Option<Budget>,
+    name: &str,
+    stages: usize,
+) -> Result<()> {
+    if let Some(costs) = costs {
+        let found = costs.stage.len();
+        ensure!(
+            found == stages,
+            "the costs are of {found} stages, and {name} has {stages}"
+        );
+    }
+
+    let says_bytes = costs.is_some_and(Costs::says_bytes);
+    if matches!(budget, Some(Budget::Bytes(_))) && !says_bytes {
+        bail!(
+            "a budget in bytes needs --costs that say how many bytes stages keep; there is \
+             --budget 4activations"
+        );
+    }
+    Ok(())
 }
 
 impl Findings {
@@ -225,6 +241,7 @@ impl Findings {
         let Some((_, first)) = self.reports.first() else {
             return Vec::new();
         };
+
         let everywhere =
             |problem: &&Problem| self.reports.iter().all(|(_, report)| of(report, problem));
         first.problems.iter().filter(everywhere).collect()
@@ -259,6 +276,7 @@ impl Findings {
         let mut out = String::new();
         let proved: Vec<String> = self.proved().iter().map(ToString::to_string).collect();
         let _ = writeln!(out, "schedule {} of {} ranks", self.name, self.ranks);
+
         for problem in self.faults() {
             let head = match problem {
                 Problem::Deadlock(_) => "fault    it does not come to its end:\n           ",
@@ -270,6 +288,7 @@ impl Findings {
                 problem.lines(&self.names).join("\n           ")
             );
         }
+
         if !proved.is_empty() {
             let _ = writeln!(out, "order    ends over {}", proved.join(", "));
         }
@@ -283,9 +302,11 @@ impl Findings {
         let Some((_, report)) = self.reports.first() else {
             return out;
         };
+
         if let Some(made) = &self.simulated {
             self.step_text(made, &mut out);
         }
+
         for (rank, peak) in report.peaks.iter().enumerate() {
             let _ = write!(
                 out,
@@ -297,6 +318,7 @@ impl Findings {
             }
             let _ = writeln!(out);
         }
+
         for link in &report.links {
             let _ = write!(
                 out,
@@ -312,8 +334,10 @@ impl Findings {
     }
 
     fn step_text(&self, made: &SimulatedSchedule, out: &mut String) {
-        let (found, unit) = (&made.simulated, &self.unit);
+        let found = &made.simulated;
+        let unit = &self.unit;
         let _ = writeln!(out, "step     {}", step_length(found, unit));
+
         let idle: Vec<String> = found
             .lanes
             .iter()
@@ -324,6 +348,7 @@ impl Findings {
             "           idle between first and last action, by rank: {}",
             idle.join(" ")
         );
+
         let unit = units(unit);
         if let Some(other) = &self.other {
             let how = match self.leaves {
@@ -336,6 +361,7 @@ impl Findings {
                 round(other.simulated.makespan)
             );
         }
+
         for (channel, makespan) in made.channel_costs() {
             let _ = match makespan {
                 Ok(makespan) => {
@@ -371,8 +397,8 @@ mod tests {
 
     use super::*;
 
-    fn args() -> ScheduleArgs {
-        ScheduleArgs {
+    fn args() -> CheckScheduleArgs {
+        CheckScheduleArgs {
             subject: None,
             ranks: Some(2),
             microbatches: Some(2),
@@ -384,7 +410,7 @@ mod tests {
 
     #[test]
     fn a_built_in_schedule_is_proved_and_simulated() {
-        let args = ScheduleArgs {
+        let args = CheckScheduleArgs {
             ranks: Some(8),
             microbatches: Some(32),
             ..args()

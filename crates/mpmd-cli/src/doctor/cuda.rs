@@ -9,7 +9,7 @@ use mpmd_launch::variables;
 use mpmd_layout::topology::{DeviceKind, Topology};
 use serde::Serialize;
 
-use super::verdict::{Finding, Verdict, finding};
+use super::verdict::{DoctorFinding, Verdict, finding};
 
 /// The initial namespace of process ids, the same on every system. See `proc_ns.h` of Linux.
 const HOSTS_OWN: &str = "pid:[4026531836]";
@@ -23,7 +23,7 @@ host: other candle stages, candle functions, kernels from closures, sums of eval
 /// The facts about CUDA. Without a driver only the reason is known.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub(super) enum Cuda {
+pub(super) enum CudaFacts {
     Missing {
         why: String,
     },
@@ -42,7 +42,7 @@ pub(super) enum Cuda {
     },
 }
 
-impl Cuda {
+impl CudaFacts {
     /// Starts the CUDA driver, if there is one, and gathers the facts about it and its libraries.
     /// If CUDA devices are `wanted`, also uses the first one.
     pub(super) fn look(wanted: bool) -> Self {
@@ -70,20 +70,21 @@ impl Cuda {
 
 /// Returns a finding for each fact about CUDA. `wanted` is true if CUDA devices are requested,
 /// `joined` if NCCL is requested for their collectives.
-pub(super) fn judge(cuda: &Cuda, wanted: bool, joined: bool) -> Vec<Finding> {
+pub(super) fn judge(cuda: &CudaFacts, wanted: bool, joined: bool) -> Vec<DoctorFinding> {
     let stops = if wanted {
         Verdict::Problem
     } else {
         Verdict::Note
     };
+
     let (driver, nvrtc, cublas, nccl, own_pids, first_uses) = match cuda {
-        Cuda::Missing { why } => {
+        CudaFacts::Missing { why } => {
             let advice = "devices of kind cpu work; for graphics processors the loader must find \
                           the library of NVIDIA's driver, libcuda.so.1, which containers get from \
                           the host (`--gpus all`)";
             return vec![finding("cuda", why, stops, advice)];
         }
-        Cuda::Found {
+        CudaFacts::Found {
             driver,
             nvrtc,
             cublas,
@@ -92,6 +93,7 @@ pub(super) fn judge(cuda: &Cuda, wanted: bool, joined: bool) -> Vec<Finding> {
             first_uses,
         } => (driver, nvrtc, cublas, nccl, *own_pids, first_uses),
     };
+
     let mut findings = vec![
         finding(
             "cuda",
@@ -119,6 +121,7 @@ pub(super) fn judge(cuda: &Cuda, wanted: bool, joined: bool) -> Vec<Finding> {
         turns(driver.gpus.len()),
         finding("cuda computing", COMPUTING, Verdict::Ok, ""),
     ];
+
     match first_uses {
         None => {}
         Some(Ok(uses)) => findings.extend([first(uses, stops), pinning(&uses.pinning_ms)]),
@@ -133,7 +136,7 @@ pub(super) fn judge(cuda: &Cuda, wanted: bool, joined: bool) -> Vec<Finding> {
 }
 
 /// Reports how long the first uses of a GPU took. A failure is a finding of `failed`.
-fn first(uses: &FirstUses, failed: Verdict) -> Finding {
+fn first(uses: &FirstUses, failed: Verdict) -> DoctorFinding {
     let FirstUses {
         open_ms,
         allocation_ms,
@@ -141,6 +144,7 @@ fn first(uses: &FirstUses, failed: Verdict) -> Finding {
         product_ms,
         ..
     } = uses;
+
     let steps = [
         ("first allocation", allocation_ms),
         ("a compilation", compilation_ms),
@@ -150,10 +154,12 @@ fn first(uses: &FirstUses, failed: Verdict) -> Finding {
         Ok(millis) => format!("{name} {millis:.1} ms"),
         Err(why) => format!("{name} failed: {why}"),
     });
+
     let value = format!(
         "opening the first device took {open_ms:.1} ms\n{}",
         took.join("\n")
     );
+
     match steps.iter().all(|(_, result)| result.is_ok()) {
         true => finding("cuda first use", value, Verdict::Ok, ""),
         false => finding("cuda first use", value, failed, "kernels that need it fail"),
@@ -161,7 +167,7 @@ fn first(uses: &FirstUses, failed: Verdict) -> Finding {
 }
 
 /// Judges if memory of the host that processes share can be pinned.
-fn pinning(took_ms: &Result<f64, String>) -> Finding {
+fn pinning(took_ms: &Result<f64, String>) -> DoctorFinding {
     let name = "cuda pinning";
     match took_ms {
         Ok(millis) => finding(
@@ -181,7 +187,7 @@ fn pinning(took_ms: &Result<f64, String>) -> Finding {
     }
 }
 
-fn gpus(gpus: &[GpuInfo], stops: Verdict) -> Finding {
+fn gpus(gpus: &[GpuInfo], stops: Verdict) -> DoctorFinding {
     let line = |gpu: &GpuInfo| {
         let GpuInfo {
             ordinal,
@@ -191,12 +197,15 @@ fn gpus(gpus: &[GpuInfo], stops: Verdict) -> Finding {
             capability,
             attributes,
         } = gpu;
-        let (memory, processors) = (bytes_text(*memory_bytes), attributes.processors);
+
+        let memory = bytes_text(*memory_bytes);
+        let processors = attributes.processors;
         format!(
             "{ordinal}: {name}, {memory}, capability {capability}, {processors} multiprocessors, \
              {uuid}"
         )
     };
+
     let value = gpus.iter().map(line).collect::<Vec<_>>().join("\n");
     let numbers = |which: fn(&GpuInfo) -> bool| {
         let numbers = gpus
@@ -205,6 +214,7 @@ fn gpus(gpus: &[GpuInfo], stops: Verdict) -> Finding {
             .map(|gpu| gpu.ordinal.to_string());
         numbers.collect::<Vec<_>>().join(", ")
     };
+
     let prohibited = numbers(|gpu| gpu.attributes.prohibited);
     if !prohibited.is_empty() {
         let advice = format!(
@@ -213,6 +223,7 @@ fn gpus(gpus: &[GpuInfo], stops: Verdict) -> Finding {
         );
         return finding("cuda devices", value, stops, advice);
     }
+
     let exclusive = numbers(|gpu| gpu.attributes.exclusive);
     if !exclusive.is_empty() {
         let advice = format!(
@@ -222,6 +233,7 @@ fn gpus(gpus: &[GpuInfo], stops: Verdict) -> Finding {
         );
         return finding("cuda devices", value, Verdict::Note, advice);
     }
+
     finding("cuda devices", value, Verdict::Ok, "")
 }
 
@@ -231,7 +243,7 @@ fn library(
     found: &Result<String, String>,
     missing: Verdict,
     without: &str,
-) -> Finding {
+) -> DoctorFinding {
     match found {
         Ok(version) => finding(name, format!("{library} {version}"), Verdict::Ok, ""),
         Err(why) => finding(
@@ -245,7 +257,7 @@ fn library(
 
 /// Judges if NCCL can be used for collectives of CUDA devices. `missing` is the verdict if it
 /// cannot.
-fn collectives(nccl: &Result<String, String>, joined: bool, missing: Verdict) -> Finding {
+fn collectives(nccl: &Result<String, String>, joined: bool, missing: Verdict) -> DoctorFinding {
     let name = "cuda collectives";
     match (nccl, joined) {
         (Ok(version), true) => finding(
@@ -278,12 +290,13 @@ fn collectives(nccl: &Result<String, String>, joined: bool, missing: Verdict) ->
 }
 
 /// Judges if one process of this host can use another's arrays in GPU memory in place.
-fn sharing(gpus: &[GpuInfo], own_pids: bool) -> Finding {
+fn sharing(gpus: &[GpuInfo], own_pids: bool) -> DoctorFinding {
     let name = "cuda sharing";
     let cannot = gpus
         .iter()
         .filter(|gpu| !gpu.attributes.ipc || gpu.attributes.integrated);
     let cannot: Vec<String> = cannot.map(|gpu| gpu.ordinal.to_string()).collect();
+
     if !cannot.is_empty() {
         let value = format!("not the memory of {}", cannot.join(", "));
         let advice = "the driver cannot show it to other processes (CUDA IPC), as on integrated \
@@ -291,6 +304,7 @@ fn sharing(gpus: &[GpuInfo], own_pids: bool) -> Finding {
                       WSL: arrays between processes go through the host's memory";
         return finding(name, value, Verdict::Note, advice);
     }
+
     let value =
         "processes of this host can open each other's memory (CUDA IPC), as the driver says";
     let advice = if own_pids {
@@ -303,7 +317,7 @@ fn sharing(gpus: &[GpuInfo], own_pids: bool) -> Finding {
 }
 
 /// Reports the GPUs that the processes of jobs of two sizes would get.
-fn turns(gpus: usize) -> Finding {
+fn turns(gpus: usize) -> DoctorFinding {
     let of = |processes: usize| -> String {
         let job = Topology::even(processes, 1).of_kinds(&[DeviceKind::Cuda]);
         let ordinals = (0..processes as u32).flat_map(|process| {
@@ -316,6 +330,7 @@ fn turns(gpus: usize) -> Finding {
             .collect::<Vec<_>>()
             .join(", ")
     };
+
     // The smallest job in which two processes share a GPU.
     let more = gpus + 1;
     let value = match gpus {
@@ -330,7 +345,7 @@ fn turns(gpus: usize) -> Finding {
 }
 
 #[cfg(test)]
-impl Cuda {
+impl CudaFacts {
     /// Returns the facts of a machine with two GPUs and no faults.
     pub(super) fn well() -> Self {
         use mpmd_device::cuda::{Attributes, CudaVersion, Uuid};
@@ -376,12 +391,12 @@ impl Cuda {
 mod tests {
     use super::*;
 
-    fn check(cuda: &Cuda, wanted: bool, name: &str, verdict: Verdict, texts: &[&str]) {
+    fn check(cuda: &CudaFacts, wanted: bool, name: &str, verdict: Verdict, texts: &[&str]) {
         check_for(cuda, (wanted, false), name, verdict, texts);
     }
 
     fn check_for(
-        cuda: &Cuda,
+        cuda: &CudaFacts,
         (wanted, joined): (bool, bool),
         name: &str,
         verdict: Verdict,
@@ -404,27 +419,27 @@ mod tests {
     }
 
     /// Checks that a finding is a problem if CUDA devices are requested, else a note.
-    fn stops(cuda: &Cuda, name: &str, texts: &[&str]) {
+    fn stops(cuda: &CudaFacts, name: &str, texts: &[&str]) {
         check(cuda, true, name, Verdict::Problem, texts);
         check(cuda, false, name, Verdict::Note, texts);
     }
 
-    fn with(change: impl FnOnce(&mut Cuda)) -> Cuda {
-        let mut cuda = Cuda::well();
+    fn with(change: impl FnOnce(&mut CudaFacts)) -> CudaFacts {
+        let mut cuda = CudaFacts::well();
         change(&mut cuda);
         cuda
     }
 
-    fn with_gpu(change: impl FnOnce(&mut GpuInfo)) -> Cuda {
+    fn with_gpu(change: impl FnOnce(&mut GpuInfo)) -> CudaFacts {
         with(|cuda| match cuda {
-            Cuda::Found { driver, .. } => change(&mut driver.gpus[1]),
-            Cuda::Missing { .. } => unreachable!("it has a driver"),
+            CudaFacts::Found { driver, .. } => change(&mut driver.gpus[1]),
+            CudaFacts::Missing { .. } => unreachable!("it has a driver"),
         })
     }
 
     #[test]
     fn gpus_and_libraries_are_listed() {
-        let well = Cuda::well();
+        let well = CudaFacts::well();
         assert!(
             judge(&well, true, true)
                 .iter()
@@ -452,7 +467,7 @@ mod tests {
             &["2 processes of a device each get 0, 1; 3 get 0, 1, 0"],
         );
         let one = with(|cuda| {
-            if let Cuda::Found { driver, .. } = cuda {
+            if let CudaFacts::Found { driver, .. } = cuda {
                 driver.gpus.truncate(1)
             }
         });
@@ -461,7 +476,7 @@ mod tests {
 
     #[test]
     fn missing_driver_is_a_problem_if_cuda_is_requested() {
-        let missing = Cuda::Missing {
+        let missing = CudaFacts::Missing {
             why: "no CUDA driver found: looked for it".into(),
         };
         stops(
@@ -477,7 +492,7 @@ mod tests {
         let gone = || Err("no such library".to_owned());
         let without = |which: usize| {
             with(|cuda| {
-                if let Cuda::Found {
+                if let CudaFacts::Found {
                     nvrtc,
                     cublas,
                     nccl,
@@ -516,7 +531,7 @@ mod tests {
         };
         asked(true, Verdict::Problem);
         asked(false, Verdict::Note);
-        let well = Cuda::well();
+        let well = CudaFacts::well();
         check(
             &well,
             true,
@@ -554,12 +569,12 @@ mod tests {
     fn first_uses_are_timed_and_failures_named() {
         let with_uses = |uses| {
             with(|cuda| {
-                if let Cuda::Found { first_uses, .. } = cuda {
+                if let CudaFacts::Found { first_uses, .. } = cuda {
                     *first_uses = uses
                 }
             })
         };
-        let well = Cuda::well();
+        let well = CudaFacts::well();
         let times = [
             "took 412.3 ms",
             "a compilation 120.0 ms",
@@ -573,7 +588,7 @@ mod tests {
             Verdict::Ok,
             &["1 MiB", "0.42 ms"],
         );
-        let Cuda::Found {
+        let CudaFacts::Found {
             first_uses: Some(Ok(uses)),
             ..
         } = well
@@ -626,7 +641,7 @@ mod tests {
             );
         }
         let contained = with(|cuda| {
-            if let Cuda::Found { own_pids, .. } = cuda {
+            if let CudaFacts::Found { own_pids, .. } = cuda {
                 *own_pids = true
             }
         });

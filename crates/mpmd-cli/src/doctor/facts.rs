@@ -12,25 +12,25 @@ use mpmd_transport::{TransportError, shm};
 use rustix::process::{Resource, getrlimit};
 use serde::Serialize;
 
-use super::cuda::Cuda;
+use super::cuda::CudaFacts;
 
 /// The time limit for a TCP connection from this host to itself, and for reading one byte from it.
 const LOOPBACK_PATIENCE: Duration = Duration::from_secs(5);
 
 /// All facts that `findings` judges.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct Facts {
+pub(super) struct DoctorFacts {
     /// The requested transport. The name may be unknown.
     pub(super) transport: String,
     /// The requested devices.
     pub(super) device: Option<String>,
     /// True if NCCL is requested for the collectives of CUDA devices.
     pub(super) wants_nccl: bool,
-    pub(super) cuda: Cuda,
-    pub(super) ucx: Ucx,
+    pub(super) cuda: CudaFacts,
+    pub(super) ucx: UcxFacts,
     /// The error of a TCP connection from this host to itself; `None` if it works.
     pub(super) loopback_error: Option<String>,
-    pub(super) sharing: Sharing,
+    pub(super) sharing: SharingFacts,
 }
 
 /// True if the text of a request for devices names the kind `cuda`.
@@ -50,7 +50,7 @@ fn wants_nccl(collectives: Option<&str>) -> bool {
 /// The UCX library, as this program can use it.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub(super) enum Ucx {
+pub(super) enum UcxFacts {
     NotCompiledIn,
     Unusable(String),
     Usable { version: String, library: String },
@@ -58,7 +58,7 @@ pub(super) enum Ucx {
 
 /// Facts for the transport `shm`.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct Sharing {
+pub(super) struct SharingFacts {
     /// The reason why this process cannot share memory with others; `None` if it can.
     pub(super) error: Option<String>,
     /// The kernel's chosen setting of huge pages for shared memory, such as `advise`, from
@@ -69,22 +69,22 @@ pub(super) struct Sharing {
     pub(super) open_files: Option<u64>,
 }
 
-impl Facts {
+impl DoctorFacts {
     /// Gathers all facts. Opens UCX, which may block for seconds.
     pub(super) fn gather(transport: String, device: Option<String>) -> Self {
         Self {
             transport,
-            cuda: Cuda::look(wants_cuda(device.as_deref())),
+            cuda: CudaFacts::look(wants_cuda(device.as_deref())),
             device,
             wants_nccl: wants_nccl(std::env::var(variables::CUDA_COLLECTIVES).ok().as_deref()),
-            ucx: Ucx::examine(),
+            ucx: UcxFacts::examine(),
             loopback_error: loopback().err().map(|error| error.to_string()),
-            sharing: Sharing::look(),
+            sharing: SharingFacts::look(),
         }
     }
 }
 
-impl Ucx {
+impl UcxFacts {
     fn examine() -> Self {
         if !transports::HAS_UCX {
             return Self::NotCompiledIn;
@@ -99,7 +99,7 @@ impl Ucx {
     }
 }
 
-impl Sharing {
+impl SharingFacts {
     /// Gathers the facts. Opens shared memory once, as a job's process does when it chooses its
     /// transport.
     fn look() -> Self {
@@ -130,6 +130,7 @@ fn loopback() -> io::Result<()> {
     let mut there = TcpStream::connect_timeout(&listener.local_addr()?, LOOPBACK_PATIENCE)?;
     // The connection is established, so `accept` does not block.
     let (mut here, _) = listener.accept()?;
+
     here.set_read_timeout(Some(LOOPBACK_PATIENCE))?;
     there.write_all(&[1])?;
     here.read_exact(&mut [0])
@@ -141,11 +142,11 @@ mod tests {
 
     #[test]
     fn the_chosen_word_is_the_one_in_brackets() {
-        let chosen = Sharing::chosen("always within_size advise [never] deny force\n");
+        let chosen = SharingFacts::chosen("always within_size advise [never] deny force\n");
         assert_eq!(chosen.as_deref(), Some("never"));
-        assert_eq!(Sharing::chosen("never\n"), None);
+        assert_eq!(SharingFacts::chosen("never\n"), None);
         // Memory can be shared on every machine that runs the tests.
-        assert_eq!(Sharing::look().error, None);
+        assert_eq!(SharingFacts::look().error, None);
     }
 
     #[test]

@@ -2,15 +2,15 @@
 
 use mpmd_core::transports;
 
-use super::facts::{Facts, Sharing, Ucx, wants_cuda};
-use super::verdict::{Finding, Verdict, finding};
+use super::facts::{DoctorFacts, SharingFacts, UcxFacts, wants_cuda};
+use super::verdict::{DoctorFinding, Verdict, finding};
 
 /// If the limit on open files is lower, a process with many large arrays may run out of file
 /// descriptors.
 const FEWEST_FILES: u64 = 4096;
 
 /// Judges all facts. The findings are in the order of the report.
-pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
+pub(super) fn judge(facts: &DoctorFacts) -> Vec<DoctorFinding> {
     let mut findings = vec![transport(facts)];
     findings.extend(sharing(facts));
     findings.push(ucx(facts));
@@ -22,7 +22,7 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
     findings
 }
 
-impl Facts {
+impl DoctorFacts {
     /// Returns the verdict for a fault of UCX: a problem if the requested transport is `ucx`, else
     /// a note.
     fn problem_of_ucx(&self) -> Verdict {
@@ -39,11 +39,12 @@ impl Facts {
     }
 }
 
-fn transport(facts: &Facts) -> Finding {
+fn transport(facts: &DoctorFacts) -> DoctorFinding {
     let name = "transport";
     if let Err(error) = transports::check(&facts.transport) {
         return finding(name, &facts.transport, Verdict::Problem, error.to_string());
     }
+
     match &facts.loopback_error {
         None => {
             let advice = if facts.transport == transports::DEFAULT {
@@ -73,13 +74,14 @@ fn transport(facts: &Facts) -> Finding {
 }
 
 /// Judges the requirements of the transport `shm`, and the settings that make it faster.
-fn sharing(facts: &Facts) -> Vec<Finding> {
-    let Sharing {
+fn sharing(facts: &DoctorFacts) -> Vec<DoctorFinding> {
+    let SharingFacts {
         error,
         huge_pages,
         open_files,
     } = &facts.sharing;
     let name = "sharing memory";
+
     if let Some(why) = error {
         let verdict = if facts.transport == "shm" {
             Verdict::Problem
@@ -96,63 +98,61 @@ fn sharing(facts: &Facts) -> Vec<Finding> {
             advice,
         )];
     }
+
     let value = "processes of this host can use each other's arrays where they are, tried";
     let mut findings = vec![finding(name, value, Verdict::Ok, "")];
-    if let Some(chosen) = huge_pages {
-        let has_them = matches!(
-            chosen.as_str(),
-            "always" | "within_size" | "advise" | "force"
-        );
-        let (verdict, advice) = if has_them {
-            (Verdict::Ok, "")
-        } else {
-            let advice = "the first use of a large array from another process (zero-copy transfer) \
-                takes a while for each \
-                          MiB; as root: `echo advise > \
-                          /sys/kernel/mm/transparent_hugepage/shmem_enabled`";
-            (Verdict::Note, advice)
-        };
-        findings.push(finding(
-            "huge pages",
-            format!("{chosen}, for memory that is shared"),
-            verdict,
-            advice,
-        ));
-    }
-    let name = "open files";
-    findings.push(match open_files {
-        None => finding(name, "without limit", Verdict::Ok, ""),
-        Some(limit) if *limit >= FEWEST_FILES => finding(
-            name,
-            format!(
-                "at most \
-            {limit}"
-            ),
-            Verdict::Ok,
-            "",
-        ),
-        Some(limit) => {
-            let advice = "each large array takes one here and in every process that has it: raise \
-                the hard limit \
-                          (`ulimit -Hn`, LimitNOFILE for services, `--ulimit nofile` for \
-                          containers)";
-            finding(name, format!("at most {limit}"), Verdict::Note, advice)
-        }
-    });
+    findings.extend(huge_pages.as_deref().map(huge_pages_finding));
+    findings.push(open_files_finding(*open_files));
     findings
 }
 
-fn ucx(facts: &Facts) -> Finding {
+/// Judges the system's setting of huge pages in shared memory.
+fn huge_pages_finding(chosen: &str) -> DoctorFinding {
+    let has_them = matches!(chosen, "always" | "within_size" | "advise" | "force");
+    let (verdict, advice) = if has_them {
+        (Verdict::Ok, "")
+    } else {
+        let advice = "the first use of a large array from another process (zero-copy transfer) \
+                      takes a while for each MiB; as root: `echo advise > \
+                      /sys/kernel/mm/transparent_hugepage/shmem_enabled`";
+        (Verdict::Note, advice)
+    };
+    finding(
+        "huge pages",
+        format!("{chosen}, for memory that is shared"),
+        verdict,
+        advice,
+    )
+}
+
+/// Judges the hard limit on open files of a process.
+fn open_files_finding(limit: Option<u64>) -> DoctorFinding {
+    let name = "open files";
+    match limit {
+        None => finding(name, "without limit", Verdict::Ok, ""),
+        Some(limit) if limit >= FEWEST_FILES => {
+            finding(name, format!("at most {limit}"), Verdict::Ok, "")
+        }
+        Some(limit) => {
+            let advice = "each large array takes one here and in every process that has it: raise \
+                          the hard limit (`ulimit -Hn`, LimitNOFILE for services, \
+                          `--ulimit nofile` for containers)";
+            finding(name, format!("at most {limit}"), Verdict::Note, advice)
+        }
+    }
+}
+
+fn ucx(facts: &DoctorFacts) -> DoctorFinding {
     let (value, advice) = match &facts.ucx {
-        Ucx::Usable { version, library } => {
+        UcxFacts::Usable { version, library } => {
             return finding("ucx", format!("{version} from {library}"), Verdict::Ok, "");
         }
-        Ucx::NotCompiledIn => (
+        UcxFacts::NotCompiledIn => (
             "not compiled into this program",
             "build this and your programs with `--features ucx`, which takes autoconf, automake, \
              libtool and libclang",
         ),
-        Ucx::Unusable(why) => (
+        UcxFacts::Unusable(why) => (
             why.as_str(),
             "a library of UCX 1.12 or later must be found by the loader: LD_LIBRARY_PATH, or \
              ldconfig; `UCX_LOG_LEVEL=info` says more",
@@ -163,22 +163,22 @@ fn ucx(facts: &Facts) -> Finding {
 
 #[cfg(test)]
 mod tests {
-    use super::super::cuda::Cuda;
+    use super::super::cuda::CudaFacts;
     use super::*;
 
     /// Returns the facts of a machine without faults.
-    fn well() -> Facts {
-        Facts {
+    fn well() -> DoctorFacts {
+        DoctorFacts {
             transport: "ucx".into(),
             device: Some("cpu,cuda".into()),
             wants_nccl: false,
-            cuda: Cuda::well(),
-            ucx: Ucx::Usable {
+            cuda: CudaFacts::well(),
+            ucx: UcxFacts::Usable {
                 version: "1.12.1".into(),
                 library: "/lib/libucp.so.0".into(),
             },
             loopback_error: None,
-            sharing: Sharing {
+            sharing: SharingFacts {
                 error: None,
                 huge_pages: Some("advise".into()),
                 open_files: Some(1 << 20),
@@ -187,7 +187,7 @@ mod tests {
     }
 
     /// Returns the verdict and all text of the only finding with this name.
-    fn said(facts: &Facts, name: &str) -> (Verdict, String) {
+    fn said(facts: &DoctorFacts, name: &str) -> (Verdict, String) {
         let findings = judge(facts);
         let mut found = findings.iter().filter(|finding| finding.name == name);
         let finding = found
@@ -204,7 +204,7 @@ mod tests {
         )
     }
 
-    fn check(facts: &Facts, name: &str, verdict: Verdict, texts: &[&str]) {
+    fn check(facts: &DoctorFacts, name: &str, verdict: Verdict, texts: &[&str]) {
         let (found, text) = said(facts, name);
         assert_eq!(found, verdict, "{text}");
         for expected in texts {
@@ -213,7 +213,7 @@ mod tests {
     }
 
     /// Checks that a fault of UCX is a problem if `ucx` is requested, else a note.
-    fn stops_ucx(mut facts: Facts, name: &str, texts: &[&str]) {
+    fn stops_ucx(mut facts: DoctorFacts, name: &str, texts: &[&str]) {
         check(&facts, name, Verdict::Problem, texts);
         facts.transport = "tcp".into();
         check(&facts, name, Verdict::Note, texts);
@@ -238,7 +238,7 @@ mod tests {
 
     #[test]
     fn unknown_transport_or_no_loopback_is_a_problem() {
-        let pigeon = Facts {
+        let pigeon = DoctorFacts {
             transport: "pigeon".into(),
             ..well()
         };
@@ -249,12 +249,12 @@ mod tests {
             &["pigeon", "auto, shm, tcp, ucx"],
         );
         for transport in transports::NAMES {
-            let facts = Facts {
+            let facts = DoctorFacts {
                 transport: transport.into(),
                 ..well()
             };
             check(&facts, "transport", Verdict::Ok, &[transport]);
-            let cut = Facts {
+            let cut = DoctorFacts {
                 loopback_error: Some("refused".into()),
                 ..facts
             };
@@ -269,15 +269,16 @@ mod tests {
 
     #[test]
     fn unshareable_memory_is_a_problem_only_for_shm() {
-        let with = |transport: &str, error: Option<&str>, huge: Option<&str>, open_files| Facts {
-            transport: transport.into(),
-            sharing: Sharing {
-                error: error.map(Into::into),
-                huge_pages: huge.map(Into::into),
-                open_files,
-            },
-            ..well()
-        };
+        let with =
+            |transport: &str, error: Option<&str>, huge: Option<&str>, open_files| DoctorFacts {
+                transport: transport.into(),
+                sharing: SharingFacts {
+                    error: error.map(Into::into),
+                    huge_pages: huge.map(Into::into),
+                    open_files,
+                },
+                ..well()
+            };
         let name = "sharing memory";
         for (transport, verdict) in [
             ("shm", Verdict::Problem),
@@ -339,16 +340,16 @@ mod tests {
     #[test]
     fn ucx_fault_is_a_problem_only_for_ucx() {
         stops_ucx(
-            Facts {
-                ucx: Ucx::NotCompiledIn,
+            DoctorFacts {
+                ucx: UcxFacts::NotCompiledIn,
                 ..well()
             },
             "ucx",
             &["not compiled", "--features ucx"],
         );
-        let unusable = Ucx::Unusable("no libucp.so.0".into());
+        let unusable = UcxFacts::Unusable("no libucp.so.0".into());
         stops_ucx(
-            Facts {
+            DoctorFacts {
                 ucx: unusable,
                 ..well()
             },
@@ -359,7 +360,7 @@ mod tests {
 
     #[test]
     fn cuda_is_wanted_by_the_kinds_of_devices() {
-        let with = |device: Option<&str>| Facts {
+        let with = |device: Option<&str>| DoctorFacts {
             device: device.map(str::to_owned),
             ..well()
         };

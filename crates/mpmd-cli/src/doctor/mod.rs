@@ -17,7 +17,7 @@ use mpmd_core::transports;
 use mpmd_launch::{device_kinds, variables};
 
 use crate::{files, run};
-use facts::Facts;
+use facts::DoctorFacts;
 use verdict::Verdict;
 
 /// Examine this machine.
@@ -44,11 +44,13 @@ pub(crate) fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
             .map(|name| name.trim().to_owned())
             .filter(|name| !name.is_empty())
     };
+
     let transport = asked(&args.transport, variables::TRANSPORT);
     let transport = transport.unwrap_or_else(|| transports::DEFAULT.to_owned());
     let device = asked(&args.device, variables::DEVICE);
     device.as_deref().map(device_kinds).transpose()?;
-    let facts = Facts::gather(transport, device);
+
+    let facts = DoctorFacts::gather(transport, device);
     let findings = findings::judge(&facts);
     let text = if args.json {
         show::json(&facts, &findings)?
@@ -56,6 +58,7 @@ pub(crate) fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
         show::text(&facts, &findings)
     };
     files::say(&text)?;
+
     let problems = findings
         .iter()
         .any(|finding| finding.verdict == Verdict::Problem);

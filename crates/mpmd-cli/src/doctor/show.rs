@@ -3,8 +3,8 @@
 use anyhow::Result;
 use serde_json::json;
 
-use super::facts::Facts;
-use super::verdict::{Finding, Verdict};
+use super::facts::DoctorFacts;
+use super::verdict::{DoctorFinding, Verdict};
 
 /// The maximum width of a line, in characters.
 const WIDTH: usize = 100;
@@ -14,9 +14,9 @@ const INDENT: usize = 27;
 
 /// Returns a table for people, and a last line that counts problems and notes. The advice stands
 /// below the value of each finding.
-pub(super) fn text(facts: &Facts, findings: &[Finding]) -> String {
+pub(super) fn text(facts: &DoctorFacts, findings: &[DoctorFinding]) -> String {
     let mut lines = Vec::new();
-    for Finding {
+    for DoctorFinding {
         name,
         value,
         verdict,
@@ -29,19 +29,22 @@ pub(super) fn text(facts: &Facts, findings: &[Finding]) -> String {
             .collect();
         let advice = wrapped(advice, WIDTH - INDENT - 2).into_iter().enumerate();
         said.extend(advice.map(|(i, line)| format!("{} {line}", if i == 0 { '→' } else { ' ' })));
+
         let mut head = format!("{:<9}{name:<18}", word(*verdict));
         for line in said {
             lines.push(format!("{head}{line}"));
             head = " ".repeat(INDENT);
         }
     }
+
     let count = |verdict| {
         findings
             .iter()
             .filter(|finding| finding.verdict == verdict)
             .count()
     };
-    let (problems, notes) = (count(Verdict::Problem), count(Verdict::Note));
+    let problems = count(Verdict::Problem);
+    let notes = count(Verdict::Note);
     let notes = match notes {
         0 => String::new(),
         1 => "; 1 note".to_owned(),
@@ -53,6 +56,7 @@ pub(super) fn text(facts: &Facts, findings: &[Finding]) -> String {
         ""
     };
     let asked = format!("{}{cuda}", facts.transport);
+
     lines.push(String::new());
     lines.push(match problems {
         0 => format!("nothing stands in the way of {asked}{notes}"),
@@ -65,11 +69,12 @@ pub(super) fn text(facts: &Facts, findings: &[Finding]) -> String {
 
 /// Returns `{transport, device, problems, findings: [{name, value, verdict, advice}], facts}` as
 /// indented JSON.
-pub(super) fn json(facts: &Facts, findings: &[Finding]) -> Result<String> {
+pub(super) fn json(facts: &DoctorFacts, findings: &[DoctorFinding]) -> Result<String> {
     let problems = findings
         .iter()
         .filter(|finding| finding.verdict == Verdict::Problem)
         .count();
+
     let all = json!({
         "transport": facts.transport,
         "device": facts.device,

@@ -4,7 +4,7 @@ use serde::Serialize;
 
 /// One line of the report: a fact and its verdict.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
-pub(super) struct Finding {
+pub(super) struct DoctorFinding {
     pub(super) name: &'static str,
     /// The fact; may have several lines.
     pub(super) value: String,
@@ -31,8 +31,8 @@ pub(super) fn finding(
     value: impl Into<String>,
     verdict: Verdict,
     advice: impl Into<String>,
-) -> Finding {
-    Finding {
+) -> DoctorFinding {
+    DoctorFinding {
         name,
         value: value.into(),
         verdict,

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::field::{Field, ID, Malformed};
 use super::placement::read_placements;
-use super::refusal::Refusal;
+use super::refusal::CaseRefusal;
 
 /// A sharding as a case has it: one of the kinds, with `memory_kind` beside its fields if it is not
 /// in device memory. Its form as JSON is checked, its values are not.
@@ -72,40 +72,12 @@ impl CaseSharding {
             field.find("shards")?,
             field.find("device")?,
         ];
+
         let (kind, known): (_, &[&str]) = match (mesh, chunk, shards, device) {
             (Some(mesh), None, None, None) => {
-                let unreduced = field
-                    .find("unreduced")?
-                    .map(|axes| axes.list(Field::text))
-                    .transpose()?;
-                let (mesh, spec) = (CaseMesh::read(&mesh)?, read_spec(&field.get("spec")?)?);
-                let unreduced = unreduced.unwrap_or_default();
-                (
-                    CaseKind::Named {
-                        mesh,
-                        spec,
-                        unreduced,
-                    },
-                    &["mesh", "spec", "unreduced"],
-                )
+                (read_named(field, &mesh)?, &["mesh", "spec", "unreduced"])
             }
-            (None, Some(chunk), None, None) => {
-                chunk.only(&["dim", "placements", "names"])?;
-                let device = |(field, number): (Field<'_>, usize)| {
-                    u32::try_from(number)
-                        .map(DeviceId)
-                        .map_err(|_| field.expected(ID))
-                };
-                let placements = read_placements(&chunk)?.into_iter().map(device);
-                let placements = placements.collect::<Result<_, _>>()?;
-                (
-                    CaseKind::Chunk {
-                        dim: chunk.get("dim")?.integer()?,
-                        placements,
-                    },
-                    &["chunk"],
-                )
-            }
+            (None, Some(chunk), None, None) => (read_chunk(&chunk)?, &["chunk"]),
             (None, None, Some(shards), None) => {
                 (CaseKind::Shards(shards.list(read_shard)?), &["shards"])
             }
@@ -117,6 +89,7 @@ impl CaseSharding {
                 return Err(field.malformed(known.into()));
             }
         };
+
         field.only(&[known, &["memory_kind"]].concat())?;
         let memory_kind = field
             .find("memory_kind")?
@@ -128,7 +101,7 @@ impl CaseSharding {
     }
 
     /// Returns the sharding, or the reason why its values are invalid.
-    pub(super) fn sharding(&self) -> Result<Sharding, Refusal> {
+    pub(super) fn sharding(&self) -> Result<Sharding, CaseRefusal> {
         let sharding = match &self.kind {
             CaseKind::Named {
                 mesh,
@@ -147,19 +120,54 @@ impl CaseSharding {
             CaseKind::Shards(shards) => {
                 let shard = |(device, bounds): &(DeviceId, Vec<(usize, usize)>)| {
                     let region = Region::try_from(bounds.clone()).map_err(|error| {
-                        Refusal::new(
+                        CaseRefusal::new(
                             "region",
                             format!("device {device} has {}: {error}", bounds_text(bounds)),
                         )
                     })?;
                     Ok((*device, region))
                 };
-                Sharding::enumerated(shards.iter().map(shard).collect::<Result<_, Refusal>>()?)?
+                Sharding::enumerated(
+                    shards
+                        .iter()
+                        .map(shard)
+                        .collect::<Result<_, CaseRefusal>>()?,
+                )?
             }
             CaseKind::Device(device) => Sharding::single_device(*device),
         };
+
         Ok(sharding.with_memory_kind(self.memory_kind))
     }
+}
+
+fn read_named(field: &Field<'_>, mesh: &Field<'_>) -> Result<CaseKind, Malformed> {
+    let unreduced = field
+        .find("unreduced")?
+        .map(|axes| axes.list(Field::text))
+        .transpose()?;
+    Ok(CaseKind::Named {
+        mesh: CaseMesh::read(mesh)?,
+        spec: read_spec(&field.get("spec")?)?,
+        unreduced: unreduced.unwrap_or_default(),
+    })
+}
+
+fn read_chunk(chunk: &Field<'_>) -> Result<CaseKind, Malformed> {
+    chunk.only(&["dim", "placements", "names"])?;
+    let device = |(field, number): (Field<'_>, usize)| {
+        u32::try_from(number)
+            .map(DeviceId)
+            .map_err(|_| field.expected(ID))
+    };
+    let placements = read_placements(chunk)?
+        .into_iter()
+        .map(device)
+        .collect::<Result<_, _>>()?;
+    Ok(CaseKind::Chunk {
+        dim: chunk.get("dim")?.integer()?,
+        placements,
+    })
 }
 
 impl CaseMesh {
@@ -172,14 +180,16 @@ impl CaseMesh {
         })
     }
 
-    fn mesh(&self) -> Result<Mesh, Refusal> {
-        let (names, sizes) = (self.axis_names.len(), self.shape.len());
+    fn mesh(&self) -> Result<Mesh, CaseRefusal> {
+        let names = self.axis_names.len();
+        let sizes = self.shape.len();
         if names != sizes {
-            return Err(Refusal::new(
+            return Err(CaseRefusal::new(
                 "axis_count",
                 format!("a mesh of {names} axes has {sizes} sizes"),
             ));
         }
+
         let names = self.axis_names.iter().map(String::as_str);
         let axes: Vec<(&str, usize)> = names.zip(self.shape.iter().copied()).collect();
         Ok(Mesh::new(&axes, self.device_ids.clone())?)
@@ -189,17 +199,20 @@ impl CaseMesh {
 impl NamedJson {
     /// Returns the mesh and spec of a sharding, or `None` if it has no mesh.
     pub(super) fn of(sharding: &Sharding) -> Option<Self> {
-        let (mesh, spec) = (sharding.mesh()?, sharding.spec()?);
-        let (axis_names, shape) = (mesh.axis_names().to_vec(), mesh.shape().to_vec());
+        let mesh = sharding.mesh()?;
+        let spec = sharding.spec()?;
+
         let mesh = MeshJson {
-            axis_names,
-            shape,
+            axis_names: mesh.axis_names().to_vec(),
+            shape: mesh.shape().to_vec(),
             device_ids: mesh.devices().to_vec(),
         };
+
         let memory_kind = match sharding.memory_kind() {
             MemoryKind::Device => None,
             MemoryKind::Host => Some("host"),
         };
+
         Some(Self {
             mesh,
             spec: spec_json(spec),

@@ -5,19 +5,19 @@ use mpmd_layout::sharding::chunk_by_rank;
 use super::field::{Field, Malformed};
 use super::json_text;
 use super::placement::read_placements;
-use super::refusal::Refusal;
+use super::refusal::CaseRefusal;
 
 /// The case `{shape, dim, placements, names?, world?}`, read and not yet checked. Placements are
 /// ranks.
 #[derive(Debug)]
-pub(super) struct Case {
+pub(super) struct ChunkCase {
     shape: Vec<usize>,
     dim: isize,
     placements: Vec<usize>,
     world: Option<usize>,
 }
 
-impl Case {
+impl ChunkCase {
     /// Fields of a case, and of its answer.
     pub(super) const FIELDS: [&str; 8] = [
         "shape",
@@ -43,7 +43,7 @@ impl Case {
         })
     }
 
-    pub(super) fn answer(self) -> Result<String, Refusal> {
+    pub(super) fn answer(self) -> Result<String, CaseRefusal> {
         let chunks = chunk_by_rank(&self.shape, self.dim, &self.placements, self.world)?;
         Ok(json_text(&chunks))
     }

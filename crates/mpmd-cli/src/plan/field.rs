@@ -68,6 +68,7 @@ impl<'a> Field<'a> {
             .collect();
         // Sorted, because the parser may keep any order.
         unknown.sort_unstable();
+
         let Some(name) = unknown.first() else {
             return Ok(());
         };
@@ -92,6 +93,7 @@ impl<'a> Field<'a> {
                 },
             )
         };
+
         let mut entries: Vec<_> = fields.iter().map(field).collect();
         // Sorted, because the parser may keep any order.
         entries.sort_by_key(|(name, _)| *name);
@@ -182,6 +184,7 @@ impl<'a> Field<'a> {
                 .ok_or_else(|| self.malformed(format!("has a key {name:?}, which is no number")))?;
             Ok((id, field.id()?))
         };
+
         let mut map = entries
             .iter()
             .map(entry)
@@ -198,6 +201,7 @@ impl<'a> Field<'a> {
             Value::Object(fields) => format!("an object of {} fields", fields.len()),
             other => other.to_string(),
         };
+
         if found.chars().count() > SHOWN {
             found = format!("{}…", found.chars().take(SHOWN).collect::<String>());
         }

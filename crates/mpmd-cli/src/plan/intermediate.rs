@@ -11,12 +11,12 @@ use serde_json::json;
 use super::case::{CaseSharding, NamedJson};
 use super::field::{Field, Malformed};
 use super::job::CaseJob;
-use super::refusal::Refusal;
+use super::refusal::CaseRefusal;
 
 /// The case `{src, dst}` of two shardings, read and not yet checked. With the fields of a case of
 /// `mpmd plan reshard` it is about one array.
 #[derive(Debug)]
-pub(super) struct Case {
+pub(super) struct IntermediateCase {
     src: CaseSharding,
     dst: CaseSharding,
     /// Shape and dtype.
@@ -24,7 +24,7 @@ pub(super) struct Case {
     job: CaseJob,
 }
 
-impl Case {
+impl IntermediateCase {
     /// Fields of a case, and of its answer.
     pub(super) const FIELDS: [&str; 9] = [
         "src",
@@ -40,7 +40,9 @@ impl Case {
 
     pub(super) fn read(field: &Field<'_>) -> Result<Self, Malformed> {
         let sharding = |name| CaseSharding::read(&field.get(name)?);
-        let (src, dst) = (sharding("src")?, sharding("dst")?);
+        let src = sharding("src")?;
+        let dst = sharding("dst")?;
+
         let of_array = ["shape", "dtype", "process_of", "host_of"];
         let found: Vec<_> = of_array
             .iter()
@@ -54,6 +56,7 @@ impl Case {
         } else {
             None
         };
+
         Ok(Self {
             src,
             dst,
@@ -62,9 +65,10 @@ impl Case {
         })
     }
 
-    pub(super) fn answer(self) -> Result<String, Refusal> {
+    pub(super) fn answer(self) -> Result<String, CaseRefusal> {
         let src = checked(&self.src).map_err(|refusal| refusal.of("src"))?;
         let dst = checked(&self.dst).map_err(|refusal| refusal.of("dst"))?;
+
         let found = match &self.array {
             None => find_intermediate_sharding(&src, &dst),
             Some((shape, dtype)) => {
@@ -72,7 +76,7 @@ impl Case {
                 for (name, sharding) in [("src", &src), ("dst", &dst)] {
                     sharding
                         .layout(shape)
-                        .map_err(|error| Refusal::from(error).of(name))?;
+                        .map_err(|error| CaseRefusal::from(error).of(name))?;
                 }
                 let job = self
                     .job
@@ -80,6 +84,7 @@ impl Case {
                 cheapest_intermediate(&src, &dst, &aval, &job)
             }
         };
+
         let answer = match &found {
             Ok(Intermediate {
                 sharding,
@@ -102,7 +107,7 @@ impl Case {
 
 /// Returns the sharding. Refuses it if its spec does not fit its mesh: without a shape nothing else
 /// checks that.
-fn checked(case: &CaseSharding) -> Result<Sharding, Refusal> {
+fn checked(case: &CaseSharding) -> Result<Sharding, CaseRefusal> {
     let sharding = case.sharding()?;
     if let Some(spec) = sharding.spec() {
         // Dimensions of length 0 are divisible by any number.

@@ -6,7 +6,7 @@ use mpmd_base::{DeviceId, ProcessId};
 use mpmd_layout::topology::{Device, DeviceKind, Topology};
 
 use super::field::{Field, Malformed};
-use super::refusal::Refusal;
+use super::refusal::CaseRefusal;
 
 /// The fields `process_of` and `host_of` of a case, read and not yet checked.
 #[derive(Debug)]
@@ -29,7 +29,7 @@ impl CaseJob {
     /// Returns the topology with all devices of the case, its processes numbered without gaps.
     /// Fails if `process_of` lacks a device of `devices`, two named lists, or if `host_of` lacks a
     /// process.
-    pub(super) fn job(&self, devices: [(&str, &[DeviceId]); 2]) -> Result<Topology, Refusal> {
+    pub(super) fn job(&self, devices: [(&str, &[DeviceId]); 2]) -> Result<Topology, CaseRefusal> {
         let used: BTreeSet<DeviceId> = devices
             .iter()
             .flat_map(|(_, devices)| *devices)
@@ -42,6 +42,7 @@ impl CaseJob {
                 .map(|(device, process)| (DeviceId(*device), *process))
                 .collect(),
         };
+
         let known = |device: &DeviceId| {
             owned
                 .binary_search_by_key(device, |(known, _)| *known)
@@ -50,15 +51,16 @@ impl CaseJob {
         for (name, devices) in devices {
             if let Some(device) = devices.iter().find(|device| !known(device)) {
                 let message = format!("{name}: process_of has no device {device}");
-                return Err(Refusal::new("unknown_device", message));
+                return Err(CaseRefusal::new("unknown_device", message));
             }
         }
+
         let numbers: BTreeSet<u32> = owned.iter().map(|(_, process)| *process).collect();
         let host = |process: u32| match &self.host_of {
             None => Ok((process, 0)),
             Some(hosts) => match hosts.binary_search_by_key(&process, |(known, _)| *known) {
                 Ok(at) => Ok(hosts[at]),
-                Err(_) => Err(Refusal::new(
+                Err(_) => Err(CaseRefusal::new(
                     "unknown_process",
                     format!("host_of has no process {process}"),
                 )),
@@ -67,7 +69,8 @@ impl CaseJob {
         let processes = numbers
             .into_iter()
             .map(host)
-            .collect::<Result<Vec<_>, Refusal>>()?;
+            .collect::<Result<Vec<_>, CaseRefusal>>()?;
+
         // Numbered without gaps, so that large numbers cost no memory.
         let place =
             |number: u32| processes.partition_point(|(earlier, _)| *earlier < number) as u32;

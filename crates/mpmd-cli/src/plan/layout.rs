@@ -9,23 +9,23 @@ use serde::Serialize;
 use super::case::CaseSharding;
 use super::field::{Field, Malformed};
 use super::json_text;
-use super::refusal::Refusal;
+use super::refusal::CaseRefusal;
 
 /// The case `{sharding, shape}`, read and not yet checked.
 #[derive(Debug)]
-pub(super) struct Case {
+pub(super) struct LayoutCase {
     sharding: CaseSharding,
     shape: Vec<usize>,
 }
 
 #[derive(Serialize)]
-struct Json<'a> {
+struct LayoutJson<'a> {
     /// The region of each device, serialised in order of the device numbers: 2 before 10.
     regions: BTreeMap<DeviceId, &'a Region>,
     fully_replicated: bool,
 }
 
-impl Case {
+impl LayoutCase {
     /// Fields of a case, and of its answer.
     pub(super) const FIELDS: [&str; 4] = ["sharding", "shape", "regions", "fully_replicated"];
 
@@ -36,10 +36,10 @@ impl Case {
         })
     }
 
-    pub(super) fn answer(self) -> Result<String, Refusal> {
+    pub(super) fn answer(self) -> Result<String, CaseRefusal> {
         let layout = self.sharding.sharding()?.layout(&self.shape)?;
         let regions = layout.iter().collect();
-        Ok(json_text(&Json {
+        Ok(json_text(&LayoutJson {
             regions,
             fully_replicated: layout.fully_replicated(),
         }))

@@ -26,7 +26,7 @@ use serde_json::Value;
 
 use crate::files;
 use field::{Field, Malformed};
-use refusal::Refusal;
+use refusal::CaseRefusal;
 
 /// The exit status for input of the wrong form.
 const MALFORMED: u8 = 2;
@@ -35,28 +35,28 @@ const MALFORMED: u8 = 2;
 #[derive(Args, Debug)]
 pub(crate) struct PlanArgs {
     #[command(subcommand)]
-    what: What,
+    what: PlanCommand,
 }
 
 /// The planners. Each reads one case as JSON, or a list of cases, and gives one answer per case.
 #[derive(Debug, Subcommand)]
-enum What {
+enum PlanCommand {
     /// The region of an array that each device holds: {sharding, shape}
-    Layout(Input),
+    Layout(CaseInput),
     /// The sharding between a source and a smaller target: {src, dst}, for one array with the other
     /// fields of reshard
-    Intermediate(Input),
+    Intermediate(CaseInput),
     /// Front-loaded chunks of a dimension, by rank: {shape, dim, placements, names?}
-    Chunk(Input),
+    Chunk(CaseInput),
     /// The specs that a strategy gives to the leaves of a tree: {mesh, params, strategy}
-    Rules(Input),
+    Rules(CaseInput),
     /// The pieces that move between two shardings: {shape, dtype, src, dst, process_of?, host_of?}
-    Reshard(Input),
+    Reshard(CaseInput),
 }
 
 /// The source of the cases.
 #[derive(Args, Debug)]
-struct Input {
+struct CaseInput {
     /// A file with the case or a list of cases as JSON; by default, or for `-`, standard input
     file: Option<PathBuf>,
 }
@@ -64,51 +64,54 @@ struct Input {
 /// Reads the cases, and prints the answers. For input of the wrong form, prints the error
 /// and returns the exit status 2.
 pub(crate) fn plan(args: &PlanArgs) -> Result<ExitCode> {
-    let (What::Layout(input)
-    | What::Intermediate(input)
-    | What::Chunk(input)
-    | What::Rules(input)
-    | What::Reshard(input)) = &args.what;
+    let (PlanCommand::Layout(input)
+    | PlanCommand::Intermediate(input)
+    | PlanCommand::Chunk(input)
+    | PlanCommand::Rules(input)
+    | PlanCommand::Reshard(input)) = &args.what;
     let value = match read(input.file.as_deref()) {
         Ok(value) => value,
         Err(error) => return Ok(malformed(&error)),
     };
+
     let done = match &args.what {
-        What::Layout(_) => answers(
+        PlanCommand::Layout(_) => answers(
             &value,
-            &layout::Case::FIELDS,
-            layout::Case::read,
-            layout::Case::answer,
+            &layout::LayoutCase::FIELDS,
+            layout::LayoutCase::read,
+            layout::LayoutCase::answer,
         ),
-        What::Intermediate(_) => answers(
+        PlanCommand::Intermediate(_) => answers(
             &value,
-            &intermediate::Case::FIELDS,
-            intermediate::Case::read,
-            intermediate::Case::answer,
+            &intermediate::IntermediateCase::FIELDS,
+            intermediate::IntermediateCase::read,
+            intermediate::IntermediateCase::answer,
         ),
-        What::Chunk(_) => answers(
+        PlanCommand::Chunk(_) => answers(
             &value,
-            &chunk::Case::FIELDS,
-            chunk::Case::read,
-            chunk::Case::answer,
+            &chunk::ChunkCase::FIELDS,
+            chunk::ChunkCase::read,
+            chunk::ChunkCase::answer,
         ),
-        What::Rules(_) => answers(
+        PlanCommand::Rules(_) => answers(
             &value,
-            &rules::Case::FIELDS,
-            rules::Case::read,
-            rules::Case::answer,
+            &rules::RulesCase::FIELDS,
+            rules::RulesCase::read,
+            rules::RulesCase::answer,
         ),
-        What::Reshard(_) => answers(
+        PlanCommand::Reshard(_) => answers(
             &value,
-            &reshard::Case::FIELDS,
-            reshard::Case::read,
-            reshard::Case::answer,
+            &reshard::ReshardCase::FIELDS,
+            reshard::ReshardCase::read,
+            reshard::ReshardCase::answer,
         ),
     };
+
     let answers = match done {
         Ok(answers) => answers,
         Err(error) => return Ok(malformed(&error)),
     };
+
     let text = match value.is_array() {
         false => answers.concat(),
         true if answers.is_empty() => "[]".to_owned(),
@@ -143,11 +146,12 @@ fn answers<C>(
     value: &Value,
     fields: &[&str],
     read: impl Fn(&Field<'_>) -> Result<C, Malformed>,
-    answer: impl Fn(C) -> Result<String, Refusal>,
+    answer: impl Fn(C) -> Result<String, CaseRefusal>,
 ) -> Result<Vec<String>> {
     let values = value
         .as_array()
         .map_or(std::slice::from_ref(value), Vec::as_slice);
+
     let mut cases = Vec::with_capacity(values.len());
     for (i, value) in values.iter().enumerate() {
         let field = Field::case(value);
@@ -157,6 +161,7 @@ fn answers<C>(
             Err(error) => bail!("case {i}: {error}"),
         }
     }
+
     let answer = |case| answer(case).unwrap_or_else(|refusal| json_text(&refusal));
     Ok(cases.into_iter().map(answer).collect())
 }

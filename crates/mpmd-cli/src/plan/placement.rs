@@ -17,18 +17,21 @@ pub(super) fn read_placements<'a>(
         None => Vec::new(),
         Some(names) => names.entries().ok_or_else(|| names.expected("an object"))?,
     };
+
     object.get("placements")?.list(|field| {
         let number = match field.as_text() {
             None => field.count(),
             Some(text) => match holder(text) {
                 Err(problem) => Err(field.malformed(format!("{text:?} {problem}"))),
-                Ok(Holder::Rank(rank)) => Ok(rank),
-                Ok(Holder::Name(name)) => match names.iter().find(|(known, _)| *known == name) {
-                    Some((_, number)) => number.count(),
-                    None => Err(field.malformed(format!(
-                        "{text:?} is on `{name}`, which has no number: add it to `names`"
-                    ))),
-                },
+                Ok(PlacementHolder::Rank(rank)) => Ok(rank),
+                Ok(PlacementHolder::Name(name)) => {
+                    match names.iter().find(|(known, _)| *known == name) {
+                        Some((_, number)) => number.count(),
+                        None => Err(field.malformed(format!(
+                            "{text:?} is on `{name}`, which has no number: add it to `names`"
+                        ))),
+                    }
+                }
             },
         };
         Ok((field.clone(), number?))
@@ -37,18 +40,19 @@ pub(super) fn read_placements<'a>(
 
 /// The process that a text of torch names.
 #[derive(Debug, Eq, PartialEq)]
-enum Holder<'a> {
+enum PlacementHolder<'a> {
     Rank(usize),
     Name(&'a str),
 }
 
 /// Returns the process of a placement as torch writes it: `rank:R`, `NAME`, or one of them, a slash
 /// and a device. Otherwise returns the problem.
-fn holder(text: &str) -> Result<Holder<'_>, String> {
+fn holder(text: &str) -> Result<PlacementHolder<'_>, String> {
     let (process, device) = match text.split_once('/') {
         Some((process, device)) => (process, Some(device)),
         None => (text, None),
     };
+
     if let Some(device) = device.filter(|device| !is_device(device)) {
         return Err(format!(
             "has {device:?} for a device, which is none of {}",
@@ -58,12 +62,13 @@ fn holder(text: &str) -> Result<Holder<'_>, String> {
     if device.is_none() && is_device(process) {
         return Err(format!("names no process: write rank:R/{process}"));
     }
+
     match process.split_once(':') {
         Some(("rank", rank)) if is_number(rank) => rank
             .parse()
-            .map(Holder::Rank)
+            .map(PlacementHolder::Rank)
             .map_err(|_| "has too large a rank".to_owned()),
-        None if !process.is_empty() => Ok(Holder::Name(process)),
+        None if !process.is_empty() => Ok(PlacementHolder::Name(process)),
         _ => Err("is no placement: expected rank:R/DEVICE or NAME/DEVICE".to_owned()),
     }
 }
@@ -87,11 +92,11 @@ mod tests {
     #[test]
     fn placements_are_read_as_torch_writes_them() {
         for (text, expected) in [
-            ("rank:1/cuda:0", Holder::Rank(1)),
-            ("rank:12/cpu", Holder::Rank(12)),
-            ("rank:3", Holder::Rank(3)),
-            ("worker1/cuda:1", Holder::Name("worker1")),
-            ("trainer", Holder::Name("trainer")),
+            ("rank:1/cuda:0", PlacementHolder::Rank(1)),
+            ("rank:12/cpu", PlacementHolder::Rank(12)),
+            ("rank:3", PlacementHolder::Rank(3)),
+            ("worker1/cuda:1", PlacementHolder::Name("worker1")),
+            ("trainer", PlacementHolder::Name("trainer")),
         ] {
             assert_eq!(holder(text), Ok(expected), "{text}");
         }

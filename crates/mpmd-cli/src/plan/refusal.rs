@@ -9,14 +9,14 @@ use serde::Serialize;
 
 /// The reason why a case has no answer. It serves as the answer: `{error, message}`.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
-pub(super) struct Refusal {
+pub(super) struct CaseRefusal {
     /// The error as one word, which stays the same from version to version.
     pub(super) error: &'static str,
     /// The message for people: the fault and its place.
     pub(super) message: String,
 }
 
-impl Refusal {
+impl CaseRefusal {
     /// Creates a refusal with `error`, one word, and a message for people.
     pub(super) fn new(error: &'static str, message: impl Into<String>) -> Self {
         Self {
@@ -34,7 +34,7 @@ impl Refusal {
     }
 }
 
-impl From<MeshError> for Refusal {
+impl From<MeshError> for CaseRefusal {
     fn from(error: MeshError) -> Self {
         let kind = match &error {
             MeshError::DuplicateDevice { .. } => "duplicate_device",
@@ -50,7 +50,7 @@ impl From<MeshError> for Refusal {
     }
 }
 
-impl From<ShardingError> for Refusal {
+impl From<ShardingError> for CaseRefusal {
     fn from(error: ShardingError) -> Self {
         let kind = match &error {
             ShardingError::UnknownAxis { .. } | ShardingError::UnreducedUnknownAxis { .. } => {
@@ -82,7 +82,7 @@ impl From<ShardingError> for Refusal {
     }
 }
 
-impl From<ReshardError> for Refusal {
+impl From<ReshardError> for CaseRefusal {
     fn from(error: ReshardError) -> Self {
         let kind = match &error {
             ReshardError::Shape { .. } => "shape",
@@ -94,7 +94,7 @@ impl From<ReshardError> for Refusal {
     }
 }
 
-impl From<AvalError> for Refusal {
+impl From<AvalError> for CaseRefusal {
     fn from(error: AvalError) -> Self {
         let kind = match &error {
             AvalError::TooLarge { .. } => "too_large",
@@ -106,7 +106,7 @@ impl From<AvalError> for Refusal {
 }
 
 /// Takes the name of the exception that the original of the sharding rules, in Python, raises.
-impl From<RulesError> for Refusal {
+impl From<RulesError> for CaseRefusal {
     fn from(error: RulesError) -> Self {
         Self::new(error.kind().name(), error.to_string())
     }

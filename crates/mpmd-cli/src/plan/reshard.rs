@@ -11,11 +11,11 @@ use super::case::CaseSharding;
 use super::field::{Field, Malformed};
 use super::job::CaseJob;
 use super::json_text;
-use super::refusal::Refusal;
+use super::refusal::CaseRefusal;
 
 /// The case `{shape, dtype, src, dst, process_of?, host_of?}`, read and not yet checked.
 #[derive(Debug)]
-pub(super) struct Case {
+pub(super) struct ReshardCase {
     shape: Vec<usize>,
     dtype: String,
     src: CaseSharding,
@@ -24,7 +24,7 @@ pub(super) struct Case {
 }
 
 #[derive(Serialize)]
-struct Json<'a> {
+struct ReshardJson<'a> {
     pieces: Vec<PieceJson<'a>>,
     bytes_by_link_class: BytesJson,
     max_bytes_sent_by_a_device: u64,
@@ -46,7 +46,7 @@ struct BytesJson {
     network: u64,
 }
 
-impl Case {
+impl ReshardCase {
     /// Fields of a case, and of its answer.
     pub(super) const FIELDS: [&str; 10] = [
         "shape",
@@ -72,22 +72,26 @@ impl Case {
     }
 
     /// Plans the resharding. Returns a refusal if the values of the case are invalid.
-    pub(super) fn answer(self) -> Result<String, Refusal> {
+    pub(super) fn answer(self) -> Result<String, CaseRefusal> {
         let aval = ShapedArray::try_new(&self.shape, self.dtype.parse()?)?;
         let side = |name: &str, case: &CaseSharding| {
             let sharding = case.sharding().map_err(|refusal| refusal.of(name))?;
             sharding
                 .layout(&self.shape)
-                .map_err(|error| Refusal::from(error).of(name))
+                .map_err(|error| CaseRefusal::from(error).of(name))
         };
-        let (src, dst) = (side("src", &self.src)?, side("dst", &self.dst)?);
+        let src = side("src", &self.src)?;
+        let dst = side("dst", &self.dst)?;
+
         let job = self
             .job
             .job([("src", src.devices()), ("dst", dst.devices())])?;
+
         let plan = plan(&src, &dst, aval.dtype().size(), &job)?;
-        let (pieces, summary) = (plan.pieces(), plan.summary());
+        let pieces = plan.pieces();
+        let summary = plan.summary();
         let bytes = |class| summary.bytes_over(class);
-        Ok(json_text(&Json {
+        Ok(json_text(&ReshardJson {
             pieces: pieces.iter().map(PieceJson::of).collect(),
             bytes_by_link_class: BytesJson {
                 same_device: bytes(LinkClass::SameDevice),

@@ -10,7 +10,7 @@ use serde_json::json;
 
 use super::case::{read_axes, spec_json};
 use super::field::{Field, Malformed};
-use super::refusal::Refusal;
+use super::refusal::CaseRefusal;
 
 /// The maximum number of devices of a mesh that a case gives by its sizes. The planner has the same
 /// limit.
@@ -20,7 +20,7 @@ const MOST_DEVICES: usize = 1 << 20;
 /// axes], …], names?: [[pattern, names], …], state?: [[branch, params], …]}`, read and not yet
 /// checked.
 #[derive(Debug)]
-pub(super) struct Case {
+pub(super) struct RulesCase {
     mesh: Vec<(String, usize)>,
     leaves: Vec<CaseLeaf>,
     strategy: Vec<(String, String)>,
@@ -41,7 +41,7 @@ struct CaseLeaf {
     names: Option<Vec<Option<String>>>,
 }
 
-impl Case {
+impl RulesCase {
     /// Fields of a case, and of its answer.
     pub(super) const FIELDS: [&str; 8] = [
         "mesh", "params", "strategy", "rules", "names", "state", "specs", "notes",
@@ -68,6 +68,7 @@ impl Case {
             let [state, params] = field.pair()?;
             Ok((state.text()?, params.text()?))
         };
+
         let mut leaves = Vec::new();
         read_leaves(&field.get("params")?, String::new(), &mut leaves)?;
         Ok(Self {
@@ -93,7 +94,7 @@ impl Case {
     }
 
     /// Infers the specs of all leaves. Returns a refusal if the values of the case are invalid.
-    pub(super) fn answer(self) -> Result<String, Refusal> {
+    pub(super) fn answer(self) -> Result<String, CaseRefusal> {
         let mesh = mesh(&self.mesh).map_err(|refusal| refusal.of("mesh"))?;
         let mut logical = LogicalAxes::default();
         let mut leaves: Vec<(String, ShapedArray)> = Vec::with_capacity(self.leaves.len());
@@ -106,30 +107,36 @@ impl Case {
                 logical = logical.leaf(leaf.name.as_str(), &borrowed(names));
             }
         }
+
         for (pattern, names) in &self.names {
             logical = logical.pattern(pattern, &borrowed(names))?;
         }
+
         let mut names: Vec<&String> = leaves.iter().map(|(name, _)| name).collect();
         names.sort_unstable();
         if let Some(pair) = names.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(Refusal::new(
+            return Err(CaseRefusal::new(
                 "duplicate_leaf",
                 format!("two leaves are named `{}`", pair[0]),
             ));
         }
+
         for (name, axes) in &self.rules {
             let axes: Vec<&str> = axes.iter().map(String::as_str).collect();
             logical = logical.rule(name.as_str(), &axes);
         }
+
         let mut strategy = Strategy::parse(&self.strategy, &Registry::default())?;
         for (state, params) in &self.state {
             strategy = strategy.with_state(state, params);
         }
         let strategy = strategy.with_logical(logical);
+
         // The notes are in the answer: the log would only repeat those that warn.
         let silent = tracing::subscriber::NoSubscriber::new();
         let inferred =
             tracing::subscriber::with_default(silent, || infer(&leaves, &strategy, &mesh))?;
+
         let leaves = || inferred.leaves().iter();
         let specs: BTreeMap<_, _> = leaves()
             .map(|leaf| (leaf.name.as_str(), spec_json(&leaf.spec)))
@@ -138,12 +145,13 @@ impl Case {
             .filter(|leaf| !leaf.notes.is_empty())
             .map(|leaf| (leaf.name.as_str(), &leaf.notes))
             .collect();
+
         Ok(json!({ "specs": specs, "notes": notes }).to_string())
     }
 }
 
 impl CaseLeaf {
-    fn aval(&self) -> Result<ShapedArray, Refusal> {
+    fn aval(&self) -> Result<ShapedArray, CaseRefusal> {
         Ok(ShapedArray::try_new(&self.shape, self.dtype.parse()?)?)
     }
 }
@@ -162,14 +170,17 @@ fn read_leaves(
             format!("{name}/{key}")
         }
     };
+
     if let Some(elements) = field.elements() {
         let mut each = elements.iter().enumerate();
         return each
             .try_for_each(|(i, element)| read_leaves(element, below(&i.to_string()), leaves));
     }
+
     let Some(entries) = field.entries() else {
         return Err(field.expected("a leaf {shape, dtype}, or a list or an object of them"));
     };
+
     // A tree may have branches with these names.
     let entry = |key: &str| {
         entries
@@ -210,14 +221,15 @@ fn borrowed(names: &[Option<String>]) -> Vec<Option<&str>> {
     names.iter().map(Option::as_deref).collect()
 }
 
-fn mesh(axes: &[(String, usize)]) -> Result<Mesh, Refusal> {
+fn mesh(axes: &[(String, usize)]) -> Result<Mesh, CaseRefusal> {
     let devices = axes
         .iter()
         .fold(1usize, |product, (_, size)| product.saturating_mul(*size));
     if devices > MOST_DEVICES {
         let message = format!("{devices} devices are too many: at most {MOST_DEVICES}");
-        return Err(Refusal::new("too_large", message));
+        return Err(CaseRefusal::new("too_large", message));
     }
+
     let axes: Vec<(&str, usize)> = axes
         .iter()
         .map(|(axis, size)| (axis.as_str(), *size))

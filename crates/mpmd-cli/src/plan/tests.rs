@@ -161,7 +161,7 @@ fn answer<C>(
     case: &Value,
     fields: &[&str],
     read: impl Fn(&Field<'_>) -> Result<C, Malformed>,
-    answer: impl Fn(C) -> Result<String, Refusal>,
+    answer: impl Fn(C) -> Result<String, CaseRefusal>,
 ) {
     match answers(case, fields, read, answer) {
         Ok(answers) => {
@@ -185,33 +185,33 @@ fn fuzz_plan_cases() {
         match *command {
             "layout" => answer(
                 &case,
-                &layout::Case::FIELDS,
-                layout::Case::read,
-                layout::Case::answer,
+                &layout::LayoutCase::FIELDS,
+                layout::LayoutCase::read,
+                layout::LayoutCase::answer,
             ),
             "intermediate" => answer(
                 &case,
-                &intermediate::Case::FIELDS,
-                intermediate::Case::read,
-                intermediate::Case::answer,
+                &intermediate::IntermediateCase::FIELDS,
+                intermediate::IntermediateCase::read,
+                intermediate::IntermediateCase::answer,
             ),
             "chunk" => answer(
                 &case,
-                &chunk::Case::FIELDS,
-                chunk::Case::read,
-                chunk::Case::answer,
+                &chunk::ChunkCase::FIELDS,
+                chunk::ChunkCase::read,
+                chunk::ChunkCase::answer,
             ),
             "rules" => answer(
                 &case,
-                &rules::Case::FIELDS,
-                rules::Case::read,
-                rules::Case::answer,
+                &rules::RulesCase::FIELDS,
+                rules::RulesCase::read,
+                rules::RulesCase::answer,
             ),
             _ => answer(
                 &case,
-                &reshard::Case::FIELDS,
-                reshard::Case::read,
-                reshard::Case::answer,
+                &reshard::ReshardCase::FIELDS,
+                reshard::ReshardCase::read,
+                reshard::ReshardCase::answer,
             ),
         }
     });

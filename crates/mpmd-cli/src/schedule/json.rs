@@ -5,11 +5,11 @@ use mpmd_schedule::simulate::SimulatedSchedule;
 use mpmd_schedule::{Dialect, ScheduleText};
 use serde::Serialize;
 
-use super::source::Source;
+use super::source::ScheduleSource;
 
 /// The JSON form of a schedule. Times are in `unit`; lists are by rank.
 #[derive(Serialize)]
-struct Shown<'a> {
+struct ScheduleJson<'a> {
     schedule: &'a str,
     ranks: usize,
     microbatches: usize,
@@ -36,12 +36,13 @@ struct Shown<'a> {
     idle: Vec<f64>,
 }
 
-pub(super) fn json(source: &Source, simulated: &SimulatedSchedule) -> Result<String> {
+pub(super) fn json(source: &ScheduleSource, simulated: &SimulatedSchedule) -> Result<String> {
     let schedule = &source.schedule;
     let peak = |curve: &Vec<mpmd_schedule::timeline::MemoryPoint>| {
         curve.iter().map(|at| at.used).fold(0.0, f64::max)
     };
-    let shown = Shown {
+
+    let shown = ScheduleJson {
         schedule: schedule.name(),
         ranks: schedule.ranks(),
         microbatches: schedule.microbatches(),

@@ -16,7 +16,7 @@ use mpmd_schedule::{Dialect, Lowered, Schedule, ScheduleText};
 
 use crate::files::{say, write, write_output};
 use crate::trace_events::trace_events;
-use source::Source;
+use source::ScheduleSource;
 pub(crate) use source::{built_in, check_numbers, is_file, read_costs, read_text};
 pub(crate) use table::{step_length, units};
 
@@ -62,7 +62,7 @@ pub(crate) struct ScheduleArgs {
     comms: bool,
     /// The format of a file, one of torch's two, if it cannot be detected
     #[arg(long, value_enum)]
-    flavour: Option<Asked>,
+    flavour: Option<RequestedDialect>,
     /// The maximum width of a table, in characters
     #[arg(long, value_name = "N", default_value_t = 120)]
     width: usize,
@@ -83,7 +83,7 @@ enum Format {
 
 /// Torch's formats.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
-enum Asked {
+enum RequestedDialect {
     #[value(name = "compute_only", alias = "compute-only")]
     ComputeOnly,
     #[value(name = "compute_comms", alias = "compute-comms")]
@@ -106,7 +106,8 @@ fn show(args: &ScheduleArgs) -> Result<()> {
     if args.comms && args.format != Format::Text {
         bail!("--comms is for --format text: the others show moves by themselves");
     }
-    let source = Source::find(args)?;
+
+    let source = ScheduleSource::find(args)?;
     let shown = match args.format {
         Format::Text => return text(args, &source),
         Format::Json => json::json(&source, &simulated(&source)?)?,
@@ -121,12 +122,13 @@ fn show(args: &ScheduleArgs) -> Result<()> {
     write_output(args.output.as_ref(), &shown)
 }
 
-fn text(args: &ScheduleArgs, source: &Source) -> Result<()> {
+fn text(args: &ScheduleArgs, source: &ScheduleSource) -> Result<()> {
     let text = match (&source.text, args.comms) {
         (Some(text), true) if text.flavour == Dialect::ComputeComms => text.clone(),
         (_, true) => ScheduleText::of(&source.schedule, Dialect::ComputeComms)?,
         (_, false) => ScheduleText::of(&source.schedule, Dialect::ComputeOnly)?,
     };
+
     let Some(path) = &args.output else {
         // With line ends that people and other programs expect.
         let lines = text.lines().into_iter().map(|line| line + "\n");
@@ -137,15 +139,16 @@ fn text(args: &ScheduleArgs, source: &Source) -> Result<()> {
 
 /// Returns the computations and moves of each rank: those of the text if it has moves, else with
 /// the moves that the schedule needs.
-fn steps(source: &Source) -> Result<Lowered> {
+fn steps(source: &ScheduleSource) -> Result<Lowered> {
     match &source.text {
         Some(text) if text.flavour == Dialect::ComputeComms => Ok(Lowered::of_text(text)),
         _ => Ok(mpmd_schedule::lower(&source.schedule)?),
     }
 }
 
-fn simulated(source: &Source) -> Result<SimulatedSchedule> {
-    let (steps, costs) = (steps(source)?, source.costs());
+fn simulated(source: &ScheduleSource) -> Result<SimulatedSchedule> {
+    let steps = steps(source)?;
+    let costs = source.costs();
     Ok(simulate_lowered(
         &steps,
         &costs,
@@ -154,9 +157,11 @@ fn simulated(source: &Source) -> Result<SimulatedSchedule> {
     )?)
 }
 
-fn timeline(source: &Source) -> Result<mpmd_schedule::timeline::Timeline> {
+fn timeline(source: &ScheduleSource) -> Result<mpmd_schedule::timeline::Timeline> {
     let schedule = &source.schedule;
-    let (name, ranks, microbatches) = (schedule.name(), schedule.ranks(), schedule.microbatches());
+    let name = schedule.name();
+    let ranks = schedule.ranks();
+    let microbatches = schedule.microbatches();
     let title = format!("{name}, {ranks} ranks, {microbatches} microbatches");
     Ok(simulated(source)?.timeline(&title, &source.costs().unit))
 }
@@ -166,7 +171,8 @@ fn timeline(source: &Source) -> Result<mpmd_schedule::timeline::Timeline> {
 fn activations(schedule: &Schedule) -> Vec<usize> {
     use mpmd_schedule::ActionKind::{Backward, BackwardWeight, Forward};
     let peak = |row: &Vec<mpmd_schedule::Action>| {
-        let (mut live, mut most) = (0_usize, 0);
+        let mut live = 0_usize;
+        let mut most = 0;
         for action in row {
             match action.kind {
                 // Inference keeps no activations.

@@ -6,11 +6,11 @@ use anyhow::{Context as _, Result, bail, ensure};
 use mpmd_launch::printable;
 use mpmd_schedule::{Builtin, Costs, Dialect, Schedule, ScheduleText, by_cost, is_by_cost};
 
-use super::{Asked, ScheduleArgs, units};
+use super::{RequestedDialect, ScheduleArgs, units};
 use crate::files::{note, read};
 
 /// A schedule with the text and costs from which it is shown.
-pub(super) struct Source {
+pub(super) struct ScheduleSource {
     pub(super) schedule: Schedule,
     /// The text of the schedule's file; `None` if it comes from a name.
     pub(super) text: Option<ScheduleText>,
@@ -18,17 +18,19 @@ pub(super) struct Source {
     pub(super) costs: Option<Costs>,
 }
 
-impl Source {
+impl ScheduleSource {
     /// Finds the schedule by name, file or search, as the arguments say. Fails if arguments or
     /// files are wrong.
     pub(super) fn find(args: &ScheduleArgs) -> Result<Self> {
         let path = Path::new(&args.name);
         let costs = args.costs.as_deref().map(read_costs).transpose()?;
         let by_cost = is_by_cost(&args.name);
+
         ensure!(
             by_cost || args.budget.is_none(),
             "--budget is for ByCost; mpmd check has one for all schedules"
         );
+
         let mut source = if by_cost {
             Self::by_cost(args, costs.as_ref())?
         } else if Builtin::named(&args.name).is_none() && is_file(path) {
@@ -36,9 +38,11 @@ impl Source {
         } else {
             Self::built_in(args)?
         };
+
         source.costs = costs;
         if let Some(costs) = &source.costs {
-            let (found, expected) = (costs.stage.len(), source.schedule.stages());
+            let found = costs.stage.len();
+            let expected = source.schedule.stages();
             ensure!(
                 found == expected,
                 "the costs are of {found} stages, and the schedule has {expected}"
@@ -65,6 +69,7 @@ impl Source {
             "--flavour is for files, and {} is a name",
             args.name
         );
+
         let found = by_cost(ranks, microbatches, args.chunks, costs, args.budget)?;
         let unit = printable(units(costs.map_or("unit", |costs| &costs.unit)));
         note(&format!(
@@ -72,6 +77,7 @@ impl Source {
             found.schedule.name(),
             found.makespan
         ));
+
         for (name, makespan) in &found.fixed {
             match makespan {
                 Some(makespan) => note(&format!("{name}: {makespan:.6} {unit}")),
@@ -101,14 +107,16 @@ impl Source {
 
     fn read(args: &ScheduleArgs, path: &Path) -> Result<Self> {
         let flavour = args.flavour.map(|asked| match asked {
-            Asked::ComputeOnly => Dialect::ComputeOnly,
-            Asked::ComputeComms => Dialect::ComputeComms,
+            RequestedDialect::ComputeOnly => Dialect::ComputeOnly,
+            RequestedDialect::ComputeComms => Dialect::ComputeComms,
         });
+
         let here = || path.display().to_string();
         let text = read_text(path, flavour)?;
         let stem = path.file_stem().unwrap_or_default().to_string_lossy();
         let schedule = text.schedule(stem).with_context(here)?;
-        let (ranks, chunks) = (schedule.ranks(), schedule.stages() / schedule.ranks());
+        let ranks = schedule.ranks();
+        let chunks = schedule.stages() / ranks;
         let found = [ranks, schedule.microbatches(), chunks];
         check_numbers(path, [args.ranks, args.microbatches, args.chunks], found)?;
         Ok(Self {
@@ -134,6 +142,7 @@ pub(crate) fn built_in(
     if Builtin::named(name).is_none() {
         Schedule::named(name, 1, 1, None)?;
     }
+
     let (Some(ranks), Some(microbatches)) = (ranks, microbatches) else {
         bail!("a built-in schedule needs --ranks and --microbatches");
     };

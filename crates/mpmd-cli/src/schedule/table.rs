@@ -32,6 +32,7 @@ pub(super) fn table(
         schedule.placement().name(),
     );
     let _ = writeln!(text, "takes {}", step_length(found, unit));
+
     let peaks = super::activations(schedule);
     let share = |rank: usize| {
         if makespan > 0.0 {
@@ -40,6 +41,7 @@ pub(super) fn table(
             0.0
         }
     };
+
     let head = format!("{:>5} {:>5} {:>7}  ", "rank", "peak", "bubble");
     let scale = scale(&timeline.rows, makespan);
     let columns = ((makespan * scale).round() as usize).min(LONGEST as usize);
@@ -48,10 +50,12 @@ pub(super) fn table(
         .iter()
         .map(|row| bars(row, scale, columns))
         .collect();
+
     let room = width.saturating_sub(head.len()).max(10);
     // A multiple of one time unit, so that no bar of that length is cut.
     let one = (scale.round() as usize).clamp(1, room);
     let room = room / one * one;
+
     for from in (0..columns).step_by(room) {
         let until = columns.min(from + room);
         let _ = write!(text, "\n{head}{}\n", axis(from, until, scale));
@@ -66,6 +70,7 @@ pub(super) fn table(
             );
         }
     }
+
     text.push_str(
         "\npeak: most microbatches begun and not ended, in stages. bubble: share of the time \
          without work.\n",
@@ -103,6 +108,7 @@ fn scale(rows: &[TimelineRow], makespan: f64) -> f64 {
         .map(|bar| bar.end - bar.start)
         .fold(f64::INFINITY, f64::min);
     let longest_name = bars().map(|bar| bar.name.len()).max().unwrap_or(1);
+
     if makespan <= 0.0 || !shortest.is_finite() {
         return 1.0;
     }
@@ -115,10 +121,12 @@ fn bars(row: &TimelineRow, scale: f64, columns: usize) -> String {
     let mut line = vec![b'.'; columns];
     for bar in &row.bars {
         let column = |time: f64| ((time * scale).round() as usize).min(columns);
-        let (from, until) = (column(bar.start), column(bar.end));
+        let from = column(bar.start);
+        let until = column(bar.end);
         let Some(last) = until.checked_sub(1).filter(|last| *last >= from) else {
             continue;
         };
+
         line[from..last].fill(b'-');
         line[last] = b' ';
         for (place, letter) in line[from..last].iter_mut().zip(bar.name.bytes()) {

@@ -26,9 +26,11 @@ pub(super) fn job(words: Option<&str>) -> Result<(String, Token)> {
         };
         return Ok((env.coordinator, env.token));
     }
+
     if !words.contains(':') {
         bail!("{words:?} is neither a process id nor an address, host:port");
     }
+
     let token = std::env::var(variables::JOB_TOKEN).with_context(|| {
         format!(
             "the token of the job is needed, in {}; a process id of the job on this machine would \
@@ -58,7 +60,8 @@ pub(crate) fn process_of_only_job() -> Result<u32> {
 
 fn only_process() -> Result<(String, (u32, Token))> {
     let jobs = jobs();
-    let (mut addresses, found) = (jobs.keys(), jobs.len());
+    let mut addresses = jobs.keys();
+    let found = jobs.len();
     match (addresses.next(), found) {
         (Some(address), 1) => Ok((address.clone(), jobs[address].clone())),
         (None, _) => bail!("no job of this user runs on this machine"),
@@ -80,6 +83,7 @@ fn jobs() -> BTreeMap<String, (u32, Token)> {
         let pid: u32 = folder.file_name().to_str()?.parse().ok()?;
         (pid != std::process::id()).then_some(pid)
     });
+
     let mut jobs = BTreeMap::new();
     for pid in pids {
         // A process that ends meanwhile, or has variables of its own, is none of a job.

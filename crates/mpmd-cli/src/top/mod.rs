@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result};
 use clap::Args;
 use mpmd_base::ProcessId;
 use mpmd_record::activity::Activity;
-use mpmd_rendezvous::{Observer, RendezvousError};
+use mpmd_rendezvous::{JobObserver, RendezvousError};
 use serde::Serialize;
 
 use crate::files::{say, say_to_reader};
@@ -47,17 +47,17 @@ pub(crate) struct TopArgs {
 
 /// One look at a job.
 #[derive(Debug, Default, Serialize)]
-struct Look {
+struct JobLook {
     /// The address of the job's rendezvous.
     job: String,
     /// Time since the look before, in seconds.
     seconds: f64,
-    processes: Vec<Seen>,
+    processes: Vec<SeenProcess>,
 }
 
 /// One process in a look.
 #[derive(Debug, Default, Serialize)]
-struct Seen {
+struct SeenProcess {
     process: u32,
     /// The reason why the activity is not known, else `None`.
     unknown: Option<String>,
@@ -71,8 +71,9 @@ struct Seen {
 /// Shows a job until it ends.
 pub(crate) fn top(args: &TopArgs) -> Result<ExitCode> {
     let (address, token) = find::job(args.job.as_deref())?;
-    let observer = Observer::connect(&address, token, TIMEOUT)
+    let observer = JobObserver::connect(&address, token, TIMEOUT)
         .with_context(|| format!("attaching to the job at {address}"))?;
+
     let clears = std::io::stdout().is_terminal() && !args.json && !args.once;
     let mut before = (Instant::now(), look(&observer, &address)?);
     loop {
@@ -87,11 +88,13 @@ pub(crate) fn top(args: &TopArgs) -> Result<ExitCode> {
             }
             seen => seen?,
         };
+
         seen.compare(&before.1, now - before.0);
         let text = match args.json {
             true => format!("{}\n", serde_json::to_string(&seen)?),
             false => show::text(&seen),
         };
+
         let is_read = say_to_reader(if clears { CLEAR } else { "" }, &text)?;
         if args.once || !is_read {
             return Ok(ExitCode::SUCCESS);
@@ -108,7 +111,7 @@ fn has_ended(error: &anyhow::Error) -> bool {
 }
 
 /// Asks all processes of a job for their activity.
-fn look(observer: &Observer, address: &str) -> Result<Look> {
+fn look(observer: &JobObserver, address: &str) -> Result<JobLook> {
     let read = |status: Vec<u8>| {
         serde_json::from_slice::<Activity>(&status).map_err(|error| {
             format!("it runs another version of mpmd: its status cannot be read ({error})")
@@ -119,36 +122,39 @@ fn look(observer: &Observer, address: &str) -> Result<Look> {
             Ok(activity) => (Some(activity), None),
             Err(why) => (None, Some(why)),
         };
-        Seen {
+        SeenProcess {
             process: process.0,
             unknown,
             activity,
-            ..Seen::default()
+            ..SeenProcess::default()
         }
     };
+
     let processes = observer
         .look(&[], TIMEOUT)?
         .into_iter()
         .map(known)
         .collect();
-    Ok(Look {
+    Ok(JobLook {
         job: address.to_owned(),
         processes,
-        ..Look::default()
+        ..JobLook::default()
     })
 }
 
-impl Look {
+impl JobLook {
     /// Adds the rates since an earlier look, `passed` ago.
-    fn compare(&mut self, before: &Look, passed: Duration) {
+    fn compare(&mut self, before: &JobLook, passed: Duration) {
         self.seconds = passed.as_secs_f64();
+
         // By process: the bytes sent to each process since the earlier look.
-        let grown = |now: &Seen| {
+        let grown = |now: &SeenProcess| {
             let earlier = before
                 .processes
                 .iter()
                 .find(|seen| seen.process == now.process)?;
-            let (earlier, now) = (earlier.activity.as_ref()?, now.activity.as_ref()?);
+            let earlier = earlier.activity.as_ref()?;
+            let now = now.activity.as_ref()?;
             let pairs = now.bytes_sent.iter().zip(&earlier.bytes_sent);
             Some(
                 pairs
@@ -156,8 +162,10 @@ impl Look {
                     .collect::<Vec<_>>(),
             )
         };
+
         let grown: Vec<_> = self.processes.iter().map(grown).collect();
         let per_second = |bytes: u64| bytes as f64 / self.seconds;
+
         for (at, seen) in self.processes.iter_mut().enumerate() {
             let Some(sent) = &grown[at] else { continue };
             let to_it = |sent: &Vec<u64>| sent.get(seen.process as usize).copied().unwrap_or(0);
@@ -172,15 +180,15 @@ impl Look {
 mod tests {
     use super::*;
 
-    fn seen(process: u32, sent: Option<[u64; 3]>) -> Seen {
+    fn seen(process: u32, sent: Option<[u64; 3]>) -> SeenProcess {
         let activity = |sent: [u64; 3]| Activity {
             bytes_sent: sent.into(),
             ..Activity::default()
         };
-        Seen {
+        SeenProcess {
             process,
             activity: sent.map(activity),
-            ..Seen::default()
+            ..SeenProcess::default()
         }
     }
 
@@ -196,16 +204,16 @@ mod tests {
             seen(1, Some([5, 0, 8])),
             seen(2, Some([9, 0, 0])),
         ];
-        let before = Look {
+        let before = JobLook {
             processes: before.into(),
-            ..Look::default()
+            ..JobLook::default()
         };
-        let mut look = Look {
+        let mut look = JobLook {
             processes: now.into(),
-            ..Look::default()
+            ..JobLook::default()
         };
         look.compare(&before, Duration::from_secs(2));
-        let rates = |seen: &Seen| (seen.sent_per_second, seen.received_per_second);
+        let rates = |seen: &SeenProcess| (seen.sent_per_second, seen.received_per_second);
         let rates: Vec<_> = look.processes.iter().map(rates).collect();
         assert_eq!(
             rates,

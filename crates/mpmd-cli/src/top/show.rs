@@ -7,11 +7,11 @@ use comfy_table::{CellAlignment, Table};
 use mpmd_base::bytes_text;
 use mpmd_record::activity::Activity;
 
-use super::{Look, Seen};
+use super::{JobLook, SeenProcess};
 
 /// Returns a table with a row of numbers for each process. Below it stand, for each process, the
 /// activity of its program and devices, and its waits.
-pub(super) fn text(look: &Look) -> String {
+pub(super) fn text(look: &JobLook) -> String {
     let head = [
         "process",
         "pid",
@@ -28,11 +28,13 @@ pub(super) fn text(look: &Look) -> String {
         .load_style(NOTHING)
         .set_header(head)
         .add_rows(look.processes.iter().map(row));
+
     for column in table.column_iter_mut() {
         column
             .set_padding((0, 2))
             .set_cell_alignment(CellAlignment::Right);
     }
+
     let mut text = format!("job at {}\n{}\n", look.job, table.trim_fmt());
     for seen in &look.processes {
         let _ = write!(text, "\nprocess {}: ", seen.process);
@@ -45,7 +47,7 @@ pub(super) fn text(look: &Look) -> String {
     text
 }
 
-fn row(seen: &Seen) -> Vec<String> {
+fn row(seen: &SeenProcess) -> Vec<String> {
     let process = seen.process.to_string();
     let Some(activity) = &seen.activity else {
         return vec![process];
@@ -54,12 +56,14 @@ fn row(seen: &Seen) -> Vec<String> {
     let of = memory
         .limit
         .map_or_else(String::new, |limit| format!(" of {}", bytes_text(limit)));
+
     let rate = |rate: Option<f64>| {
         rate.map_or_else(
             || "-".to_owned(),
             |rate| format!("{}/s", bytes_text(rate as u64)),
         )
     };
+
     vec![
         process,
         activity.pid.to_string(),
@@ -85,6 +89,7 @@ fn doing(text: &mut String, activity: &Activity) {
         .devices
         .iter()
         .partition(|device| device.operation.is_none());
+
     for device in busy {
         let _ = write!(text, "\n  {}", brief(&device.to_string()));
     }
@@ -93,6 +98,7 @@ fn doing(text: &mut String, activity: &Activity) {
         1 => text.push_str(&format!("\n  {} is idle", idle[0].device)),
         several => text.push_str(&format!("\n  {several} devices are idle")),
     }
+
     if let Some(wait) = &activity.wait {
         let _ = write!(text, "\n  {}", brief(wait));
     }
@@ -110,6 +116,7 @@ fn brief(text: &str) -> String {
             .map_or(text.len(), |end| start + end);
         text.replace_range(start..end, "");
     }
+
     if let Some(start) = text.find(" of (").map(|start| start + " of ".len())
         && let Some(end) = closing(&text[start..]).map(|end| start + end)
         && end - start > LONGEST_LIST
@@ -162,17 +169,17 @@ mod tests {
             },
             ..Activity::default()
         };
-        let known = Seen {
+        let known = SeenProcess {
             activity: Some(activity),
             sent_per_second: Some(3.0 * 1024.0),
-            ..Seen::default()
+            ..SeenProcess::default()
         };
-        let gone = Seen {
+        let gone = SeenProcess {
             process: 1,
             unknown: Some("it was killed".into()),
-            ..Seen::default()
+            ..SeenProcess::default()
         };
-        let look = Look {
+        let look = JobLook {
             job: "127.0.0.1:7".into(),
             seconds: 1.0,
             processes: vec![known, gone],

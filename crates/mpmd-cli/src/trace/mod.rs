@@ -32,6 +32,7 @@ pub(crate) fn trace(args: &TraceArgs) -> Result<ExitCode> {
     let (traces, problems) = ProcessTrace::read_all(&args.folder)?;
     let run = TracedRun::merge(&traces, problems);
     drop(traces);
+
     if args.output.is_some() || args.timeline.is_some() {
         let timeline = run.timeline_with_plan();
         if let Some(path) = &args.timeline {
@@ -42,10 +43,12 @@ pub(crate) fn trace(args: &TraceArgs) -> Result<ExitCode> {
             write(path, |out| Ok(serde_json::to_writer(out, &events)?))?;
         }
     }
+
     if let Some(path) = &args.costs {
         let costs = run.costs()?.to_toml();
         write(path, |out| Ok(out.write_all(costs.as_bytes())?))?;
     }
+
     let mut said = run.summary();
     match run.plan() {
         Ok(plan) => {

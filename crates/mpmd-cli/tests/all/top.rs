@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use mpmd_core::prelude::*;
 use mpmd_record::activity::Activity;
-use mpmd_rendezvous::{JoinConfig, Member, Rendezvous, Server, ServerConfig, Token};
+use mpmd_rendezvous::{JobMember, JoinConfig, Rendezvous, RendezvousServer, ServerConfig, Token};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -240,7 +240,7 @@ fn texts_of_processes_command_no_terminal() {
         token: token.clone(),
         peer_timeout,
     };
-    let server = Server::bind(any, config).unwrap();
+    let server = RendezvousServer::bind(any, config).unwrap();
     let (process, hex) = (mpmd_base::ProcessId(0), token.to_hex());
     let server = server.address().to_string();
     let config = JoinConfig {
@@ -251,7 +251,7 @@ fn texts_of_processes_command_no_terminal() {
         peer_timeout,
     };
     let process = Rendezvous::connect(config).unwrap();
-    process.join(Member::default()).unwrap();
+    process.join(JobMember::default()).unwrap();
     process.on_look(|_| {
         let program = "\u{1b}]0;title\u{7} \u{9b}2J".to_owned();
         serde_json::to_vec(&Activity {

@@ -1,11 +1,11 @@
 //! The variables of each launcher.
 
 use super::address::{address, derived_port, first_host};
-use super::vars::Vars;
+use super::vars::LauncherVars;
 use crate::{LaunchError, variables as ours};
 
 /// A job description from the variables of one launcher.
-pub(super) struct Said {
+pub(super) struct LauncherJob {
     pub(super) source: &'static str,
     pub(super) process: u32,
     pub(super) processes: usize,
@@ -20,7 +20,7 @@ pub(super) struct Said {
 
 /// Reads the variables of each launcher in turn and returns the first description. `None` if no
 /// launcher has set its variables. An error if those of a launcher are incomplete or invalid.
-pub(super) fn ask(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
+pub(super) fn ask(vars: &LauncherVars<'_>) -> Result<Option<LauncherJob>, LaunchError> {
     for find in [
         ours_says,
         torchrun_says,
@@ -37,13 +37,13 @@ pub(super) fn ask(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
     Ok(None)
 }
 
-fn ours_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
+fn ours_says(vars: &LauncherVars<'_>) -> Result<Option<LauncherJob>, LaunchError> {
     const SOURCE: &str = "mpmd";
     if vars.get(ours::RANK).is_none() {
         return Ok(None);
     }
     let processes = vars.needed(SOURCE, ours::WORLD_SIZE)?;
-    Ok(Some(Said {
+    Ok(Some(LauncherJob {
         source: SOURCE,
         process: vars.needed(SOURCE, ours::RANK)?,
         processes,
@@ -58,11 +58,12 @@ fn ours_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
     }))
 }
 
-fn torchrun_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
+fn torchrun_says(vars: &LauncherVars<'_>) -> Result<Option<LauncherJob>, LaunchError> {
     const SOURCE: &str = "torchrun";
     if vars.get("RANK").is_none() {
         return Ok(None);
     }
+
     let processes = vars.needed(SOURCE, "WORLD_SIZE")?;
     let local_process = vars.number("LOCAL_RANK")?;
     let coordinator = match (vars.get("MASTER_ADDR"), vars.number::<u16>("MASTER_PORT")?) {
@@ -83,6 +84,7 @@ fn torchrun_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
         (None, _) => Err(format!("MASTER_ADDR or {}", ours::COORDINATOR)),
         (Some(_), None) => Err(format!("MASTER_PORT or {}", ours::COORDINATOR)),
     };
+
     // Each host's agent counts only the restarts that its own workers caused. So the count is
     // common to the job only on one host.
     let attempt = match vars.number::<usize>("LOCAL_WORLD_SIZE")? {
@@ -91,7 +93,8 @@ fn torchrun_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
         }
         _ => String::new(),
     };
-    Ok(Some(Said {
+
+    Ok(Some(LauncherJob {
         source: SOURCE,
         process: vars.needed(SOURCE, "RANK")?,
         processes,
@@ -107,11 +110,12 @@ fn torchrun_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
 
 /// Reads Open MPI's variables. Comes before Slurm: inside an allocation, `mpirun` starts its
 /// daemons by `srun`. The processes inherit their Slurm variables, which count daemons.
-fn open_mpi_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
+fn open_mpi_says(vars: &LauncherVars<'_>) -> Result<Option<LauncherJob>, LaunchError> {
     const SOURCE: &str = "Open MPI";
     if vars.get("OMPI_COMM_WORLD_RANK").is_none() {
         return Ok(None);
     }
+
     let processes: usize = vars.needed(SOURCE, "OMPI_COMM_WORLD_SIZE")?;
     let local = vars.number::<usize>("OMPI_COMM_WORLD_LOCAL_SIZE")?;
     let (coordinator, job) = match local {
@@ -124,7 +128,8 @@ fn open_mpi_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
         ),
         _ => vars.on_this_host(),
     };
-    Ok(Some(Said {
+
+    Ok(Some(LauncherJob {
         source: SOURCE,
         process: vars.needed(SOURCE, "OMPI_COMM_WORLD_RANK")?,
         processes,
@@ -137,7 +142,7 @@ fn open_mpi_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
 
 /// Reads Slurm's variables, only inside a step (`srun`): a batch script has a rank too, but is one
 /// process.
-fn slurm_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
+fn slurm_says(vars: &LauncherVars<'_>) -> Result<Option<LauncherJob>, LaunchError> {
     const SOURCE: &str = "Slurm";
     let Some(nodes) = vars.get("SLURM_STEP_NODELIST") else {
         return Ok(None);
@@ -151,13 +156,15 @@ fn slurm_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
         value: nodes,
         expected: "a list of hosts such as node[03-05,7]".into(),
     })?;
+
     let job: u64 = vars.needed(SOURCE, "SLURM_JOB_ID")?;
     let step = vars.number::<u64>("SLURM_STEP_ID")?.unwrap_or_default();
     // A requeued job keeps its number.
     let attempt = vars
         .number::<u64>("SLURM_RESTART_COUNT")?
         .unwrap_or_default();
-    Ok(Some(Said {
+
+    Ok(Some(LauncherJob {
         source: SOURCE,
         process: vars.needed(SOURCE, "SLURM_PROCID")?,
         processes,
@@ -173,7 +180,7 @@ fn slurm_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
     }))
 }
 
-fn pmix_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
+fn pmix_says(vars: &LauncherVars<'_>) -> Result<Option<LauncherJob>, LaunchError> {
     // PMIx gives the size only to its own library.
     on_this_host_says(
         vars,
@@ -182,22 +189,23 @@ fn pmix_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
     )
 }
 
-fn pmi_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
+fn pmi_says(vars: &LauncherVars<'_>) -> Result<Option<LauncherJob>, LaunchError> {
     on_this_host_says(vars, "PMI", ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"])
 }
 
 /// Reads the variables of a launcher that says nothing of hosts.
 fn on_this_host_says(
-    vars: &Vars<'_>,
+    vars: &LauncherVars<'_>,
     source: &'static str,
     [rank, size, local_rank]: [&str; 3],
-) -> Result<Option<Said>, LaunchError> {
+) -> Result<Option<LauncherJob>, LaunchError> {
     if vars.get(rank).is_none() {
         return Ok(None);
     }
     let processes = vars.needed(source, size)?;
     let (coordinator, job) = vars.on_this_host();
-    Ok(Some(Said {
+
+    Ok(Some(LauncherJob {
         source,
         process: vars.needed(source, rank)?,
         processes,
@@ -208,12 +216,12 @@ fn on_this_host_says(
     }))
 }
 
-fn kubernetes_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
+fn kubernetes_says(vars: &LauncherVars<'_>) -> Result<Option<LauncherJob>, LaunchError> {
     const SOURCE: &str = "Kubernetes";
     if vars.get("JOB_COMPLETION_INDEX").is_none() {
         return Ok(None);
     }
-    Ok(Some(Said {
+    Ok(Some(LauncherJob {
         source: SOURCE,
         process: vars.needed(SOURCE, "JOB_COMPLETION_INDEX")?,
         processes: vars.needed(SOURCE, ours::WORLD_SIZE)?,

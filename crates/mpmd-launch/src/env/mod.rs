@@ -5,7 +5,6 @@
 
 mod address;
 mod device;
-mod known;
 mod launchers;
 mod secret;
 mod spin;
@@ -13,6 +12,7 @@ mod spin;
 mod tests;
 mod timeout;
 mod transport;
+mod unknown_variables;
 mod vars;
 
 use std::collections::HashMap;
@@ -24,16 +24,16 @@ use mpmd_base::ProcessId;
 use mpmd_rendezvous::{Token, split_address};
 
 pub use device::{cuda_collectives, device_kinds, kinds_by_process, process_counts};
-pub(super) use known::check as check_names;
-pub use known::{UnknownVariable, unknown_variables_here};
 pub use secret::{read_private, read_secret};
 pub use spin::spin;
 pub use timeout::peer_timeout;
 pub use transport::{TRANSPORTS, check_transport};
+pub(super) use unknown_variables::check as check_names;
+pub use unknown_variables::{UnknownVariable, unknown_variables_here};
 
 use address::no_address;
-use launchers::Said;
-use vars::Vars;
+use launchers::LauncherJob;
+use vars::LauncherVars;
 
 use super::{LaunchError, variables as ours};
 use mpmd_base::block::Spin;
@@ -126,7 +126,7 @@ impl JobEnv {
     /// If a launcher's variables are incomplete, or a value is invalid. The error names every
     /// variable that was read, or the invalid one. If a name is a misspelt one of ours.
     pub fn from_env() -> Result<Option<Self>, LaunchError> {
-        known::check()?;
+        unknown_variables::check()?;
         // A variable that is not Unicode counts as unset. But a process with an unreadable
         // `MPMD_DRY_RUN` must fail, not run the program.
         if let Some(file) = std::env::var_os(ours::DRY_RUN)
@@ -176,7 +176,8 @@ impl JobEnv {
                 look(name)
             }
         };
-        let said = Said {
+
+        let said = LauncherJob {
             source: "mpmd",
             process: 0,
             processes,
@@ -185,7 +186,8 @@ impl JobEnv {
             hosted: false,
             job: String::new(),
         };
-        let env = complete(&Vars::new(&look, &[]), said)?;
+
+        let env = complete(&LauncherVars::new(&look, &[]), said)?;
         // A process joins first, so that all hear of its wrong name.
         env.transport.as_deref().map_or(Ok(()), check_transport)?;
         Ok(env)
@@ -206,10 +208,12 @@ impl JobEnv {
         let failed = |error: std::io::Error| {
             LaunchError::environment(format!("reading the variables of process {pid}"), error)
         };
+
         let owner = user_of(pid).map_err(failed)?;
         if user.is_some_and(|user| user != owner) {
             return Ok(None);
         }
+
         let variables = variables_of(pid, owner).map_err(failed)?;
         let look = |name: &str| variables.get(name).cloned();
         Self::from_vars(&look, &[owner])
@@ -226,11 +230,13 @@ impl JobEnv {
     pub fn for_added(pid: u32, index: u32) -> Result<Vec<(String, String)>, LaunchError> {
         let doing = || format!("reading the variables of process {pid}");
         let failed = |error: std::io::Error| LaunchError::environment(doing(), error);
+
         if Self::of_process(pid, None)?.is_none() {
             return Err(failed(std::io::Error::other("it belongs to no job")));
         }
         let owner = user_of(pid).map_err(failed)?;
         let found = variables_of(pid, owner).map_err(failed)?;
+
         let own = [
             ours::LOCAL_RANK,
             ours::RANK,
@@ -239,10 +245,12 @@ impl JobEnv {
             ours::ADDED,
         ];
         let is_of_job = |name: &String| name.starts_with("MPMD_") && !own.contains(&name.as_str());
+
         let mut variables: Vec<_> = found
             .into_iter()
             .filter(|(name, _)| is_of_job(name))
             .collect();
+
         let this = std::process::id();
         let number = ADDED_FROM + (this % (1 << 16)) * (1 << 8) + index % (1 << 8);
         variables.extend(
@@ -262,13 +270,14 @@ impl JobEnv {
         look: &dyn Fn(&str) -> Option<String>,
         owners: &[u32],
     ) -> Result<Option<Self>, LaunchError> {
-        let vars = Vars::new(look, owners);
+        let vars = LauncherVars::new(look, owners);
         if let Some(file) = vars.get(ours::DRY_RUN) {
             return dry_run(&vars, file).map(Some);
         }
         if let Some(said) = launchers::ask(&vars)? {
             return complete(&vars, said).map(Some);
         }
+
         // Some of our variables are set, but no launcher gives a rank.
         for name in [ours::WORLD_SIZE, ours::COORDINATOR, ours::LOCAL_RANK] {
             if vars.get(name).is_some() {
@@ -289,6 +298,7 @@ fn variables_of(pid: u32, owner: u32) -> std::io::Result<HashMap<String, String>
     if user_of(pid)? != owner {
         return Err(std::io::Error::other("the process has ended"));
     }
+
     let text = String::from_utf8_lossy(&bytes);
     let variables = text
         .split('\0')
@@ -311,7 +321,8 @@ impl JobEnv {
             if processes == 0 {
                 return Err(LaunchError::Processes { processes });
             }
-            (self.processes, self.spares) = (processes, Some(spares));
+            self.processes = processes;
+            self.spares = Some(spares);
         }
         Ok(self)
     }
@@ -353,12 +364,13 @@ fn user_of(pid: u32) -> std::io::Result<u32> {
 }
 
 /// Returns the environment of a dry run, with the variables that count under every launcher.
-fn dry_run(vars: &Vars<'_>, file: String) -> Result<JobEnv, LaunchError> {
+fn dry_run(vars: &LauncherVars<'_>, file: String) -> Result<JobEnv, LaunchError> {
     const SOURCE: &str = "mpmd check";
     let processes = vars.needed(SOURCE, ours::DRY_RUN_PROCESSES)?;
     if processes == 0 {
         return Err(LaunchError::Processes { processes });
     }
+
     let steps = vars.number(ours::DRY_RUN_STEPS)?;
     let process: Option<u32> = vars.number(ours::DRY_RUN_PROCESS)?;
     if let Some(beyond) = process.filter(|process| *process as usize >= processes) {
@@ -368,7 +380,8 @@ fn dry_run(vars: &Vars<'_>, file: String) -> Result<JobEnv, LaunchError> {
             expected: format!("below the number of processes, {processes}"),
         });
     }
-    let said = Said {
+
+    let said = LauncherJob {
         source: SOURCE,
         process: 0,
         processes,
@@ -393,8 +406,8 @@ fn dry_run(vars: &Vars<'_>, file: String) -> Result<JobEnv, LaunchError> {
 
 /// Combines a launcher's variables with those that count under every launcher. Fails if a value is
 /// missing or invalid.
-fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
-    let Said {
+fn complete(vars: &LauncherVars<'_>, said: LauncherJob) -> Result<JobEnv, LaunchError> {
+    let LauncherJob {
         source,
         process,
         processes,
@@ -414,6 +427,7 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
             expected: format!("at most {MOST_PROCESSES}"),
         });
     }
+
     let spares = vars.number::<usize>(ours::SPARES)?;
     let is_added = vars.get(ours::ADDED).is_some_and(|added| added == "1");
     if !is_added && process as usize >= processes + spares.unwrap_or(0).min(MOST_PROCESSES) {
@@ -426,6 +440,7 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
             expected: format!("below the number of processes, {processes}"),
         });
     }
+
     let coordinator = match vars.get(ours::COORDINATOR) {
         Some(given) => given,
         None => coordinator.map_err(|needed| vars.half_set(source, &needed))?,
@@ -436,74 +451,19 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
         Some((_, 0)) if processes == 1 => {}
         _ => return Err(no_address(&coordinator)),
     }
-    let known = format!("{source} {job} {coordinator}");
-    let (token, token_is_guessable) =
-        match (vars.get(ours::JOB_TOKEN), vars.get(ours::JOB_TOKEN_FILE)) {
-            (Some(hex), _) => {
-                let token = hex.parse().map_err(|error| LaunchError::Token {
-                    variable: ours::JOB_TOKEN,
-                    error,
-                })?;
-                (token, false)
-            }
-            (None, Some(file)) => (
-                Token::of_secret(
-                    &secret::read(&file, ours::JOB_TOKEN_FILE, vars.owners())?,
-                    &known,
-                ),
-                false,
-            ),
-            (None, None) => (Token::derived(&known), true),
-        };
-    let devices_per_process = vars.number(ours::DEVICES_PER_PROCESS)?;
-    if let Some(devices) = devices_per_process
-        && !(1..=MOST_DEVICES).contains(&devices)
-    {
-        return Err(LaunchError::Variable {
-            variable: ours::DEVICES_PER_PROCESS.into(),
-            value: devices.to_string(),
-            expected: if devices == 0 {
-                "at least 1".into()
-            } else {
-                format!("at most {MOST_DEVICES}")
-            },
-        });
-    }
-    if vars.number::<usize>(ours::CORES)? == Some(0) {
-        return Err(LaunchError::Variable {
-            variable: ours::CORES.into(),
-            value: "0".into(),
-            expected: "at least 1".into(),
-        });
-    }
+
+    let job_name = format!("{source} {job} {coordinator}");
+    let JobToken {
+        token,
+        is_guessable: token_is_guessable,
+    } = read_token(vars, &job_name)?;
+    let devices_per_process = read_devices_per_process(vars)?;
+    check_cores(vars)?;
     let kinds = vars
         .get(ours::DEVICE)
         .map(|text| kinds_by_process(&text, processes));
-    let (mut check_uncommitted, mut check_replicas, mut check_replay) = (false, false, None);
-    for check in vars
-        .get(ours::CHECK)
-        .unwrap_or_default()
-        .split(',')
-        .map(str::trim)
-    {
-        match check {
-            "" => {}
-            "uncommitted" => check_uncommitted = true,
-            "replicas" => check_replicas = true,
-            other => match other.strip_prefix("replay:").map(str::parse) {
-                Some(Ok(every @ 1..)) => check_replay = Some(every),
-                _ => {
-                    return Err(LaunchError::Variable {
-                        variable: ours::CHECK.into(),
-                        value: other.into(),
-                        expected: "uncommitted, replicas, replay:N with a number N above 0, or \
-                                   several with commas"
-                            .into(),
-                    });
-                }
-            },
-        }
-    }
+    let checks = read_checks(vars)?;
+
     Ok(JobEnv {
         process: ProcessId(process),
         processes,
@@ -527,10 +487,111 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
             .map(|text| peer_timeout(&text))
             .transpose()?,
         host: vars.get(ours::HOST),
-        check_uncommitted,
-        check_replicas,
-        check_replay,
+        check_uncommitted: checks.uncommitted,
+        check_replicas: checks.replicas,
+        check_replay: checks.replay,
         dry_run: None,
         source,
     })
+}
+
+/// The secret of a job.
+struct JobToken {
+    token: Token,
+    /// True if others can guess it, as they can the name of the job.
+    is_guessable: bool,
+}
+
+/// Reads the job's secret, or derives it. `job_name` differs between jobs.
+fn read_token(vars: &LauncherVars<'_>, job_name: &str) -> Result<JobToken, LaunchError> {
+    let hex = vars.get(ours::JOB_TOKEN);
+    let file = vars.get(ours::JOB_TOKEN_FILE);
+    if let Some(hex) = hex {
+        let token = hex.parse().map_err(|error| LaunchError::Token {
+            variable: ours::JOB_TOKEN,
+            error,
+        })?;
+        return Ok(JobToken {
+            token,
+            is_guessable: false,
+        });
+    }
+
+    let Some(file) = file else {
+        return Ok(JobToken {
+            token: Token::derived(job_name),
+            is_guessable: true,
+        });
+    };
+    let secret = secret::read(&file, ours::JOB_TOKEN_FILE, vars.owners())?;
+    Ok(JobToken {
+        token: Token::of_secret(&secret, job_name),
+        is_guessable: false,
+    })
+}
+
+fn read_devices_per_process(vars: &LauncherVars<'_>) -> Result<Option<usize>, LaunchError> {
+    let devices_per_process = vars.number(ours::DEVICES_PER_PROCESS)?;
+    if let Some(devices) = devices_per_process
+        && !(1..=MOST_DEVICES).contains(&devices)
+    {
+        return Err(LaunchError::Variable {
+            variable: ours::DEVICES_PER_PROCESS.into(),
+            value: devices.to_string(),
+            expected: if devices == 0 {
+                "at least 1".into()
+            } else {
+                format!("at most {MOST_DEVICES}")
+            },
+        });
+    }
+    Ok(devices_per_process)
+}
+
+fn check_cores(vars: &LauncherVars<'_>) -> Result<(), LaunchError> {
+    if vars.number::<usize>(ours::CORES)? == Some(0) {
+        return Err(LaunchError::Variable {
+            variable: ours::CORES.into(),
+            value: "0".into(),
+            expected: "at least 1".into(),
+        });
+    }
+    Ok(())
+}
+
+/// The additional checks of `MPMD_CHECK`.
+#[derive(Default)]
+struct RequestedChecks {
+    uncommitted: bool,
+    replicas: bool,
+    replay: Option<u64>,
+}
+
+fn read_checks(vars: &LauncherVars<'_>) -> Result<RequestedChecks, LaunchError> {
+    let mut checks = RequestedChecks::default();
+    for check in vars
+        .get(ours::CHECK)
+        .unwrap_or_default()
+        .split(',')
+        .map(str::trim)
+    {
+        match check {
+            "" => {}
+            "uncommitted" => checks.uncommitted = true,
+            "replicas" => checks.replicas = true,
+            other => match other.strip_prefix("replay:").map(str::parse) {
+                Some(Ok(every @ 1..)) => checks.replay = Some(every),
+                _ => {
+                    return Err(LaunchError::Variable {
+                        variable: ours::CHECK.into(),
+                        value: other.into(),
+                        expected: "uncommitted, replicas, replay:N with a number N above 0, or \
+                                   several with commas"
+                            .into(),
+                    });
+                }
+            },
+        }
+    }
+    Ok(checks)
 }

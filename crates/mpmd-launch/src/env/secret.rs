@@ -80,6 +80,7 @@ fn read_private_of(
         why,
     };
     let failed = |error: std::io::Error| wrong(error.to_string());
+
     // Names the file without opening it: that could wait for the writer of a pipe, or start a
     // device.
     let flags = OFlags::PATH | OFlags::CLOEXEC;
@@ -87,6 +88,7 @@ fn read_private_of(
     let data = File::from(place.try_clone().map_err(failed)?)
         .metadata()
         .map_err(failed)?;
+
     if !data.is_file() {
         return Err(wrong("it is no regular file".to_owned()));
     }

@@ -8,13 +8,13 @@ use super::address::{address, derived_port, hash};
 use crate::{LaunchError, variables as ours};
 
 /// Environment variables. Records every lookup, so that errors can list them.
-pub(super) struct Vars<'a> {
+pub(super) struct LauncherVars<'a> {
     look: &'a dyn Fn(&str) -> Option<String>,
     owners: &'a [u32],
     looked: RefCell<BTreeMap<String, Option<String>>>,
 }
 
-impl<'a> Vars<'a> {
+impl<'a> LauncherVars<'a> {
     /// Creates an accessor to the variables that `look` finds. Files that they name must belong to
     /// one of the users `owners`.
     pub(super) fn new(look: &'a dyn Fn(&str) -> Option<String>, owners: &'a [u32]) -> Self {
@@ -75,14 +75,10 @@ impl<'a> Vars<'a> {
             None => format!("{name} is not set"),
         };
         let found: Vec<String> = self.looked.borrow().iter().map(show).collect();
-        let (missing, found) = (
-            missing.to_owned(),
-            format!("looked at: {}", found.join(", ")),
-        );
         LaunchError::HalfSet {
             source_name,
-            missing,
-            found,
+            missing: missing.to_owned(),
+            found: format!("looked at: {}", found.join(", ")),
         }
     }
 

@@ -15,7 +15,7 @@ mod watched;
 
 use std::time::Duration;
 
-pub use crate::end::ProcessEnd;
+pub use crate::process_end::ProcessEnd;
 pub use processes::Processes;
 pub use running::RunningProcesses;
 pub use sandbox::{Sandbox, bare_command};

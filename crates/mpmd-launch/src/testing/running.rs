@@ -5,7 +5,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use mpmd_base::deadline::after;
-use mpmd_rendezvous::{Server, Token};
+use mpmd_rendezvous::{RendezvousServer, Token};
 use rustix::process::Signal;
 
 use super::{END_WITHIN, POLL_INTERVAL, ProcessEnd, Processes, Sandbox, Watched};
@@ -21,7 +21,7 @@ pub struct RunningProcesses {
     processes: Vec<Watched>,
     launch: Launch,
     token: Token,
-    server: Server,
+    server: RendezvousServer,
     limit: Duration,
     deadline: Instant,
     // Declared last: the processes write there.
@@ -30,7 +30,8 @@ pub struct RunningProcesses {
 
 impl RunningProcesses {
     pub(super) fn new(settings: &Processes) -> Result<Self, LaunchError> {
-        let (launch, limit) = (settings.launch.clone(), settings.deadline);
+        let launch = settings.launch.clone();
+        let limit = settings.deadline;
         let sandbox = Sandbox::new()?;
         let (server, token) = launch.serve()?;
         let deadline = after(Instant::now(), limit);
@@ -186,6 +187,7 @@ impl RunningProcesses {
                 format!("the end of {}", running.collect::<Vec<_>>().join(", "))
             })?;
         }
+
         // The children of the processes may end with them, which takes a moment.
         let until = Instant::now() + END_WITHIN;
         loop {
@@ -239,6 +241,7 @@ impl RunningProcesses {
             std::thread::sleep(POLL_INTERVAL);
             return Ok(());
         }
+
         let awaited = awaited(self);
         self.processes.iter().for_each(Watched::kill_group);
         self.processes.iter_mut().for_each(Watched::kill);

@@ -39,6 +39,7 @@ impl Sandbox {
             let doing = format!("creating a folder for the test in {}", among.display());
             LaunchError::environment(doing, e)
         };
+
         // The system shows the folders of processes without symbolic links.
         let among = among.canonicalize().map_err(|e| failed(&e))?;
         let random = Token::random().map_err(|e| failed(&e))?.to_hex();
@@ -104,6 +105,7 @@ impl Sandbox {
             left.extend(self.processes());
             left.sort_unstable();
             left.dedup();
+
             if left.is_empty() || Instant::now() > until {
                 return left;
             }
@@ -121,6 +123,7 @@ impl Sandbox {
         let here = |link: PathBuf| {
             std::fs::read_link(link).is_ok_and(|file| file.starts_with(self.path()))
         };
+
         let process = PathBuf::from(format!("/proc/{pid}"));
         // Processes of other users cannot be read, and do not belong to this folder.
         let files = std::fs::read_dir(process.join("fd"))

@@ -12,8 +12,15 @@ use rustix::process::{
 };
 
 use super::{END_WITHIN, POLL_INTERVAL, ProcessEnd};
-use crate::end::write_report;
+use crate::process_end::write_report;
 use crate::{ExitKind, LaunchError};
+
+/// The end of a process, as the test has noticed it.
+#[derive(Clone, Copy)]
+struct NoticedEnd {
+    how: ExitKind,
+    at: Instant,
+}
 
 /// A process of a test. Dropping it kills the process and its whole process group.
 pub struct Watched {
@@ -22,7 +29,7 @@ pub struct Watched {
     started: Instant,
     stdout: PathBuf,
     stderr: PathBuf,
-    ended: Option<(ExitKind, Instant)>,
+    ended: Option<NoticedEnd>,
 }
 
 impl Watched {
@@ -44,21 +51,24 @@ impl Watched {
                 .map_err(failed)
                 .map(|file| (path.clone(), file))
         };
-        let ((stdout, to_stdout), (stderr, to_stderr)) = (file("out")?, file("err")?);
+        let (stdout, to_stdout) = file("out")?;
+        let (stderr, to_stderr) = file("err")?;
+
         command
             .stdin(Stdio::null())
             .stdout(to_stdout)
             .stderr(to_stderr)
             .process_group(0);
+
         let child = command.spawn().map_err(|e| {
             let program = command.get_program().to_string_lossy();
             LaunchError::not_started(&program, &e)
         })?;
-        let (name, started) = (name.to_owned(), Instant::now());
+
         Ok(Self {
-            name,
+            name: name.to_owned(),
             child,
-            started,
+            started: Instant::now(),
             stdout,
             stderr,
             ended: None,
@@ -105,7 +115,10 @@ impl Watched {
                 // Another part of the test has reaped the process, so its status is unknown.
                 Err(_) => Some(ExitKind::Exit(1)),
             };
-            self.ended = how.map(|how| (how, Instant::now()));
+            self.ended = how.map(|how| NoticedEnd {
+                how,
+                at: Instant::now(),
+            });
         }
         self.ended.is_some()
     }
@@ -156,7 +169,7 @@ impl Watched {
         let mut report = String::new();
         let name = format!("{} (pid {})", self.name, self.pid());
         let state: &dyn std::fmt::Display = match &self.ended {
-            Some((how, _)) => how,
+            Some(NoticedEnd { how, .. }) => how,
             None => &"it is running",
         };
         // Writing to a string does not fail.
@@ -204,15 +217,17 @@ impl Watched {
     /// Returns the end of the process. A process that was killed and has not ended yet counts as
     /// ended by SIGKILL.
     pub(super) fn end(&self) -> ProcessEnd {
-        let killed = || (ExitKind::Signal(Signal::KILL.as_raw()), Instant::now());
-        let (how, ended_at) = self.ended.unwrap_or_else(killed);
-        let (stdout, stderr) = (self.output(), self.error_output());
+        let killed = || NoticedEnd {
+            how: ExitKind::Signal(Signal::KILL.as_raw()),
+            at: Instant::now(),
+        };
+        let NoticedEnd { how, at } = self.ended.unwrap_or_else(killed);
         ProcessEnd {
             name: self.name.clone(),
             how,
-            stdout,
-            stderr,
-            ended_at,
+            stdout: self.output(),
+            stderr: self.error_output(),
+            ended_at: at,
         }
     }
 

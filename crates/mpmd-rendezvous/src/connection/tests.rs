@@ -6,17 +6,17 @@ use super::*;
 const PEER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Returns a client's connection in a job of two, and the server's end, which the test plays.
-fn connection() -> (Connection, TcpStream) {
+fn connection() -> (ServerConnection, TcpStream) {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-    let wire = Wire::Tcp {
+    let wire = ServerWire::Tcp {
         stream,
         writing: Mutex::new(()),
     };
     let (server, changed) = ("test".to_owned(), Condvar::new());
-    let state = Mutex::new(State::new(PEER_TIMEOUT));
+    let state = Mutex::new(ConnectionState::new(PEER_TIMEOUT));
     (
-        Connection {
+        ServerConnection {
             server,
             wire,
             state,
@@ -30,11 +30,11 @@ fn connection() -> (Connection, TcpStream) {
 fn too_many_statuses_or_downs_are_refused() {
     let (connection, _server) = connection();
     let members = {
-        let members = vec![Member::default(); 2].into();
+        let members = vec![JobMember::default(); 2].into();
         let process = ProcessId(0);
-        Reply::Answer {
+        ServerReply::Answer {
             ask: 1,
-            result: Ok(Answer::Members {
+            result: Ok(RequestAnswer::Members {
                 process,
                 epoch: 1,
                 run: 1,
@@ -45,7 +45,7 @@ fn too_many_statuses_or_downs_are_refused() {
         }
     };
     assert_eq!(connection.hear(members), Ok(()));
-    let down = |process| Reply::Down {
+    let down = |process| ServerReply::Down {
         process: ProcessId(process),
         why: String::new(),
     };
@@ -55,7 +55,7 @@ fn too_many_statuses_or_downs_are_refused() {
             .unwrap_err()
             .contains("process 2 is down, of 2")
     );
-    let status = |ask| Reply::Status {
+    let status = |ask| ServerReply::Status {
         ask,
         process: ProcessId(1),
         status: Ok(vec![7]),
@@ -82,20 +82,20 @@ fn fuzz_rendezvous_replies() {
     let (connection, mut server) = connection();
     server.set_nonblocking(true).unwrap();
     mpmd_fuzz::cases("rendezvous-replies", |rng| {
-        *connection.state.lock() = State::new(PEER_TIMEOUT);
+        *connection.state.lock() = ConnectionState::new(PEER_TIMEOUT);
         let (mut answers, mut largest) = (Vec::new(), 0);
         for _ in 0..rng.u32(..20) {
             let ask = rng.u64(..4);
             let result = match rng.u8(..6) {
-                0 => Ok(Answer::Done),
-                1 => Ok(Answer::Value(vec![1; rng.usize(..9)])),
-                2 => Ok(Answer::Clock(mpmd_fuzz::integer(rng) as i64)),
+                0 => Ok(RequestAnswer::Done),
+                1 => Ok(RequestAnswer::Value(vec![1; rng.usize(..9)])),
+                2 => Ok(RequestAnswer::Clock(mpmd_fuzz::integer(rng) as i64)),
                 3 => Err(RendezvousError::Stopped),
                 _ => {
-                    let members = vec![Member::default(); rng.usize(..3)].into();
+                    let members = vec![JobMember::default(); rng.usize(..3)].into();
                     let (process, epoch) = (ProcessId(rng.u32(..3)), rng.u64(..3));
                     let (standing, more) = (CommitStanding::default(), rng.bool());
-                    Ok(Answer::Members {
+                    Ok(RequestAnswer::Members {
                         process,
                         epoch,
                         run: 1,
@@ -107,19 +107,19 @@ fn fuzz_rendezvous_replies() {
             };
             let (process, why) = (ProcessId(rng.u32(..3)), "it is gone".to_owned());
             let reply = match rng.u8(..16) {
-                0 => Reply::Ping,
-                1 => Reply::Dropped { why },
-                6 => Reply::Busy {
+                0 => ServerReply::Ping,
+                1 => ServerReply::Dropped { why },
+                6 => ServerReply::Busy {
                     epoch: ask,
                     processes: vec![process],
                     waited: Duration::ZERO,
                 },
-                2..5 => Reply::Down { process, why },
-                8 => Reply::Look {
+                2..5 => ServerReply::Down { process, why },
+                8 => ServerReply::Look {
                     look: ask,
                     words: why.into_bytes(),
                 },
-                9 => Reply::Status {
+                9 => ServerReply::Status {
                     ask,
                     process,
                     status: Ok(why.into_bytes()),
@@ -130,13 +130,13 @@ fn fuzz_rendezvous_replies() {
                     answers.push(answer);
                     continue;
                 }
-                _ => Reply::Answer { ask, result },
+                _ => ServerReply::Answer { ask, result },
             };
             if connection.hear(reply).is_err() {
                 break;
             }
             let state = connection.state.lock();
-            largest = state.sizes.0.max(largest);
+            largest = state.processes.max(largest);
             assert!(state.untold.len() <= 1 + largest);
         }
         assert!(

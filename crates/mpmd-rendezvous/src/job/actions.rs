@@ -5,50 +5,55 @@ use std::time::Duration;
 use mpmd_base::block::Instant;
 
 use super::super::RendezvousError;
-use super::super::protocol::{Answer, MAX_KEY_BYTES, Reply};
+use super::super::protocol::{MAX_KEY_BYTES, RequestAnswer, ServerReply};
 use mpmd_base::deadline::after;
 use mpmd_handshake::strangers::Link;
 use mpmd_proto::wire::ProcessId;
 
 /// An action that the server must carry out.
 #[derive(Debug, PartialEq)]
-pub(crate) enum Action {
-    Say(Link, Reply),
+pub(crate) enum JobAction {
+    Say(Link, ServerReply),
     /// Close the connection once all replies are sent.
     Close(Link),
 }
 
 /// The actions that the server must carry out, in order.
 #[derive(Default)]
-pub(super) struct Actions(Vec<Action>);
+pub(super) struct JobActions(Vec<JobAction>);
 
-impl Actions {
-    pub(super) fn say(&mut self, link: Link, reply: Reply) {
-        self.0.push(Action::Say(link, reply));
+impl JobActions {
+    pub(super) fn say(&mut self, link: Link, reply: ServerReply) {
+        self.0.push(JobAction::Say(link, reply));
     }
 
-    pub(super) fn answer(&mut self, link: Link, ask: u64, result: Result<Answer, RendezvousError>) {
-        self.say(link, Reply::Answer { ask, result });
+    pub(super) fn answer(
+        &mut self,
+        link: Link,
+        ask: u64,
+        result: Result<RequestAnswer, RendezvousError>,
+    ) {
+        self.say(link, ServerReply::Answer { ask, result });
     }
 
     pub(super) fn close(&mut self, link: Link) {
-        self.0.push(Action::Close(link));
+        self.0.push(JobAction::Close(link));
     }
 
-    pub(super) fn take(&mut self) -> Vec<Action> {
+    pub(super) fn take(&mut self) -> Vec<JobAction> {
         std::mem::take(&mut self.0)
     }
 }
 
 /// A pending request and its deadline.
 #[derive(Clone, Copy)]
-pub(super) struct Wait {
+pub(super) struct RequestWait {
     pub(super) ask: u64,
     pub(super) until: Instant,
     pub(super) peer_timeout: Duration,
 }
 
-impl Wait {
+impl RequestWait {
     pub(super) fn new(ask: u64, now: Instant, peer_timeout: Duration) -> Self {
         Self {
             ask,

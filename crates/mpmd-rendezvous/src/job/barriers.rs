@@ -6,47 +6,46 @@ use std::time::Duration;
 use mpmd_base::block::Instant;
 
 use super::super::RendezvousError;
-use super::super::protocol::Answer;
-use super::actions::{Actions, Wait, processes};
+use super::super::protocol::RequestAnswer;
+use super::actions::{JobActions, RequestWait, processes};
 use mpmd_handshake::strangers::Link;
 use mpmd_proto::wire::ProcessId;
 
 /// The processes that wait, by the name of the barrier.
 #[derive(Default)]
-pub(super) struct Barriers(BTreeMap<String, Vec<Arrival>>);
+pub(super) struct Barriers(BTreeMap<String, Vec<BarrierArrival>>);
 
-struct Arrival {
-    process: ProcessId,
-    link: Link,
-    wait: Wait,
+/// A process that waits at a barrier.
+pub(super) struct BarrierArrival {
+    pub(super) process: ProcessId,
+    pub(super) link: Link,
+    pub(super) wait: RequestWait,
 }
 
 impl Barriers {
     /// Adds a process to a barrier. Answers all once `count` processes have come.
     pub(super) fn arrive(
         &mut self,
-        (process, link): (ProcessId, Link),
+        arrival: BarrierArrival,
         name: String,
-        wait: Wait,
         count: usize,
-        actions: &mut Actions,
+        actions: &mut JobActions,
     ) -> Result<(), RendezvousError> {
         let arrivals = self.0.entry(name.clone()).or_default();
-        if arrivals.iter().any(|arrival| arrival.process == process) {
-            let what = format!("waiting at barrier {name:?}");
+        if arrivals
+            .iter()
+            .any(|other| other.process == arrival.process)
+        {
             return Err(RendezvousError::OutOfTurn {
-                what,
+                what: format!("waiting at barrier {name:?}"),
                 when: "once at a time".into(),
             });
         }
-        arrivals.push(Arrival {
-            process,
-            link,
-            wait,
-        });
+
+        arrivals.push(arrival);
         if arrivals.len() == count {
             for arrival in self.0.remove(&name).into_iter().flatten() {
-                actions.answer(arrival.link, arrival.wait.ask, Ok(Answer::Done));
+                actions.answer(arrival.link, arrival.wait.ask, Ok(RequestAnswer::Done));
             }
         }
         Ok(())
@@ -56,10 +55,10 @@ impl Barriers {
     pub(super) fn fail(
         &mut self,
         error: impl Fn(String) -> RendezvousError,
-        actions: &mut Actions,
+        actions: &mut JobActions,
     ) {
         for (name, arrivals) in std::mem::take(&mut self.0) {
-            for Arrival { link, wait, .. } in arrivals {
+            for BarrierArrival { link, wait, .. } in arrivals {
                 actions.answer(link, wait.ask, Err(error(name.clone())));
             }
         }
@@ -73,17 +72,20 @@ impl Barriers {
     }
 
     /// Fails expired requests, with the ones of the job's `count` processes that have not come.
-    pub(super) fn expire(&mut self, now: Instant, count: usize, actions: &mut Actions) {
+    pub(super) fn expire(&mut self, now: Instant, count: usize, actions: &mut JobActions) {
         for (name, arrivals) in &mut self.0 {
             if !arrivals.iter().any(|arrival| now >= arrival.wait.until) {
                 continue;
             }
+
             // Computed before arrivals that have timed out are removed: two processes that time out
             // at the same moment are not missing to each other.
             let missing: Vec<ProcessId> = processes(count)
                 .filter(|&process| arrivals.iter().all(|arrival| arrival.process != process))
                 .collect();
-            for Arrival { link, wait, .. } in arrivals.extract_if(.., |a| now >= a.wait.until) {
+            for BarrierArrival { link, wait, .. } in
+                arrivals.extract_if(.., |a| now >= a.wait.until)
+            {
                 let error = RendezvousError::Barrier {
                     name: name.clone(),
                     missing: missing.clone(),
@@ -111,7 +113,7 @@ impl Barriers {
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::protocol::Reply;
+    use super::super::super::protocol::ServerReply;
     use super::super::tests::{TIME_LIMIT, Table, errors};
     use super::*;
 
@@ -143,7 +145,7 @@ mod tests {
         let said = table.said();
         assert!(said.contains(&(
             12,
-            Reply::Down {
+            ServerReply::Down {
                 process: ProcessId(1),
                 why: "connection reset".into()
             }

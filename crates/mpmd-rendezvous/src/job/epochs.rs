@@ -14,21 +14,21 @@ use std::time::Duration;
 use mpmd_base::block::Instant;
 
 use self::leavers::Leavers;
-use self::places::{End, Former, Known, Seat};
+use self::places::{FormerHolder, KnownProcess, Seat, SeatEnd};
 use self::sizes::check_sizes;
 use super::super::facts::MAX_FACT_BYTES;
-use super::super::protocol::{Answer, Reply};
-use super::super::{Fact, Identity, Member, Part, RendezvousError, Report};
-use super::actions::{Actions, Wait, check_name, processes};
+use super::super::protocol::{RequestAnswer, ServerReply};
+use super::super::{Fact, FailureReport, Identity, JobMember, ProcessPart, RendezvousError};
+use super::actions::{JobActions, RequestWait, check_name, processes};
 use mpmd_base::deadline::after;
 use mpmd_handshake::strangers::Link;
 use mpmd_proto::wire::ProcessId;
 
-pub(super) use self::places::{Entry, HowEnded, Wish};
+pub(super) use self::places::{EndKind, JobEntry, JoinWish};
 
 /// The phase of an epoch.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Phase {
+pub(crate) enum EpochPhase {
     Gathering,
     Running,
     /// The job can never be complete.
@@ -44,10 +44,10 @@ pub(crate) struct Epochs {
     launched: usize,
     /// True while the server's owner may still start processes for free places.
     owner_starts: bool,
-    phase: Phase,
+    phase: EpochPhase,
     /// True once a process of the epoch that runs has left since the job has ended well.
     has_ended_well: bool,
-    /// When the epoch that gathers began to do so.
+    /// Time at which the current epoch began to gather.
     gathers_since: Instant,
     gather_until: Instant,
     /// The time by which processes that have left an epoch return. Set at each loss.
@@ -56,7 +56,7 @@ pub(crate) struct Epochs {
     epoch: u64,
     seats: Vec<Option<Seat>>,
     /// By process, while a later epoch gathers: the holder of the place in the epoch before.
-    before: Vec<Option<Former>>,
+    before: Vec<Option<FormerHolder>>,
     /// By process, while an epoch gathers: true if a spare may have the process's place.
     vacant: Vec<bool>,
     /// Clients that wait for a place, in order of arrival.
@@ -65,12 +65,12 @@ pub(crate) struct Epochs {
     /// By client that has had a place: that in the newest epoch that it has joined.
     joined: BTreeMap<Link, ProcessId>,
     /// By key: the processes that are here, and those that had a place in an epoch that has begun.
-    known: BTreeMap<u128, Known>,
+    known: BTreeMap<u128, KnownProcess>,
     /// (Process, its failure), in order of arrival, at most one from each process.
-    reports: Vec<(ProcessId, Report)>,
+    reports: Vec<(ProcessId, FailureReport)>,
     /// The program and the facts of the epochs so far: those of the first process. `None` before
     /// the first epoch.
-    agreed: Option<Member>,
+    agreed: Option<JobMember>,
     /// (Number with which a process joined first, the reason why it had no place), of processes
     /// that waited.
     refused: Vec<(ProcessId, String)>,
@@ -86,7 +86,7 @@ impl Epochs {
             peer_timeout,
             launched: processes,
             owner_starts: false,
-            phase: Phase::Gathering,
+            phase: EpochPhase::Gathering,
             has_ended_well: false,
             gathers_since: now,
             gather_until: after(now, peer_timeout),
@@ -108,16 +108,16 @@ impl Epochs {
 
     /// True once all processes have joined the first epoch.
     pub(crate) fn has_begun(&self) -> bool {
-        self.epoch > 1 || self.phase == Phase::Running
+        self.epoch > 1 || self.phase == EpochPhase::Running
     }
 
-    pub(crate) fn phase(&self) -> &Phase {
+    pub(crate) fn phase(&self) -> &EpochPhase {
         &self.phase
     }
 
     /// The failures that processes of the job have reported in this epoch, as (process, report), in
     /// order of arrival.
-    pub(crate) fn reports(&self) -> &[(ProcessId, Report)] {
+    pub(crate) fn reports(&self) -> &[(ProcessId, FailureReport)] {
         &self.reports
     }
 
@@ -143,16 +143,18 @@ impl Epochs {
         if self.is_over() {
             return 0;
         }
+
         let is_free = |process: usize| match (&self.phase, &self.seats[process]) {
-            (Phase::Gathering, None) => self.vacant[process],
+            (EpochPhase::Gathering, None) => self.vacant[process],
             (
-                Phase::Running,
+                EpochPhase::Running,
                 Some(Seat {
                     ended: Some(end), ..
                 }),
-            ) => end.how == HowEnded::Died,
+            ) => end.how == EndKind::Died,
             _ => false,
         };
+
         let free = (0..self.seats.len())
             .filter(|process| is_free(*process))
             .count();
@@ -162,11 +164,11 @@ impl Epochs {
 
     /// True if all processes of an epoch are gone and none returns.
     pub(crate) fn is_over(&self) -> bool {
-        self.phase == Phase::Running && self.seats.iter().all(is_gone)
+        self.phase == EpochPhase::Running && self.seats.iter().all(is_gone)
     }
 
     /// Returns the part of each known process, with the number with which it joined first.
-    pub(crate) fn parts(&self) -> Vec<(ProcessId, Part)> {
+    pub(crate) fn parts(&self) -> Vec<(ProcessId, ProcessPart)> {
         self.known
             .values()
             .map(|known| (known.number, known.part))
@@ -188,11 +190,11 @@ impl Epochs {
     }
 
     /// Removes a client. Returns its process, if it had joined.
-    pub(super) fn forget(&mut self, link: Link, actions: &mut Actions) -> Option<ProcessId> {
+    pub(super) fn forget(&mut self, link: Link, actions: &mut JobActions) -> Option<ProcessId> {
         self.forget_leaver(link);
         if let Some(at) = self.spares.iter().position(|spare| spare.link == link) {
             let spare = self.spares.remove(at);
-            self.is_away(spare.key);
+            self.forget_if_gone(spare.key);
             self.tell_size(actions);
         }
         self.joined.remove(&link)
@@ -209,7 +211,7 @@ impl Epochs {
     /// True if the holder of a place in the last epoch has not left that one, but is alive: its
     /// program runs code of its own.
     fn is_busy(&self, process: ProcessId) -> bool {
-        let stands = |former: &Former| self.has_joined(former.link);
+        let stands = |former: &FormerHolder| self.has_joined(former.link);
         self.seats[process.index()].is_none()
             && self.before[process.index()].as_ref().is_some_and(stands)
     }
@@ -219,9 +221,10 @@ impl Epochs {
     pub(super) fn statuses(
         &self,
     ) -> Result<impl Iterator<Item = (ProcessId, Result<Link, String>)>, RendezvousError> {
-        if let Phase::Failed(error) = &self.phase {
+        if let EpochPhase::Failed(error) = &self.phase {
             return Err(error.clone());
         }
+
         let seats = processes(self.seats.len()).zip(&self.seats);
         Ok(seats.map(|(process, seat)| {
             let why = match seat {
@@ -232,7 +235,9 @@ impl Epochs {
                 Some(Seat {
                     ended: Some(end), ..
                 }) => end.why.clone(),
-                Some(_) if self.phase == Phase::Gathering => "it waits for others to join".into(),
+                Some(_) if self.phase == EpochPhase::Gathering => {
+                    "it waits for others to join".into()
+                }
                 Some(seat) => return (process, Ok(seat.link)),
             };
             (process, Err(why))
@@ -249,33 +254,38 @@ impl Epochs {
         link: Link,
         name: &str,
     ) -> Result<ProcessId, RendezvousError> {
-        let (Some(place), Phase::Running) = (self.place_of(link), &self.phase) else {
-            let (what, when) = (
-                format!("barrier {name:?}"),
-                "once the job is complete".into(),
-            );
-            return Err(RendezvousError::OutOfTurn { what, when });
+        let place = self
+            .place_of(link)
+            .filter(|_| self.phase == EpochPhase::Running);
+        let Some(place) = place else {
+            return Err(RendezvousError::OutOfTurn {
+                what: format!("barrier {name:?}"),
+                when: "once the job is complete".into(),
+            });
         };
+
         let mut seats = processes(self.seats.len()).zip(&self.seats);
         let ended =
             seats.find_map(|(process, seat)| Some((process, seat.as_ref()?.ended.as_ref()?)));
         match ended {
-            Some((process, End { why, .. })) => {
-                let (name, why) = (name.to_owned(), why.clone());
-                Err(RendezvousError::BarrierBroken { name, process, why })
-            }
+            Some((process, SeatEnd { why, .. })) => Err(RendezvousError::BarrierBroken {
+                name: name.to_owned(),
+                process,
+                why: why.clone(),
+            }),
             None => Ok(place),
         }
     }
 
     /// Checks that a process that wants to join belongs to this job.
-    pub(super) fn check(&self, wish: &Wish, member: &Member) -> Result<(), RendezvousError> {
-        let Wish {
+    pub(super) fn check(&self, wish: &JoinWish, member: &JobMember) -> Result<(), RendezvousError> {
+        let JoinWish {
             process,
             processes: believes,
             identity: Identity { run, .. },
             ..
         } = *wish;
+
         // Error messages contain these texts, up to two of them.
         check_name("the name of a host", &member.host)?;
         check_name("the fingerprint of a program", &member.program)?;
@@ -284,6 +294,7 @@ impl Epochs {
         if let Some(heir) = &member.heir {
             check_name("the address of a process", &heir.address)?;
         }
+
         if believes != self.launched {
             return Err(RendezvousError::Count {
                 process,
@@ -300,21 +311,22 @@ impl Epochs {
     /// Notes that the job has ended well, as a client with a place in the newest epoch that has
     /// begun says. If a process that was cut off at the end has begun another epoch, that one is
     /// over too.
-    pub(super) fn ends_well(&mut self, link: Link, now: Instant, actions: &mut Actions) {
-        if self.phase == Phase::Running && self.place_of(link).is_some() {
+    pub(super) fn ends_well(&mut self, link: Link, now: Instant, actions: &mut JobActions) {
+        if self.phase == EpochPhase::Running && self.place_of(link).is_some() {
             self.has_ended_well = true;
             return;
         }
+
         let mut before = processes(self.before.len()).zip(&self.before);
         let former = before.find_map(|(place, former)| {
             let former = former.as_ref().filter(|former| former.link == link)?;
             Some((place, former.key))
         });
         let Some((place, key)) = former else { return };
-        self.has_part(key, Part::Left(place));
-        if self.phase == Phase::Gathering {
+        self.set_part(key, ProcessPart::Left(place));
+        if self.phase == EpochPhase::Gathering {
             self.has_ended_well = true;
-            self.phase = Phase::Running;
+            self.phase = EpochPhase::Running;
             let seats = std::mem::take(&mut self.seats);
             self.spares.extend(seats.into_iter().flatten());
             self.spares
@@ -327,12 +339,13 @@ impl Epochs {
     /// Returns the process that begins the next epoch if it joins: one with a place in the epoch
     /// that runs, which it has not left in order. `None` if the job has ended well: then a process
     /// that was cut off at the end has nothing left to do.
-    pub(super) fn begins_next(&self, wish: &Wish) -> Option<ProcessId> {
-        let is_next = wish.epoch == self.epoch + 1 && self.phase == Phase::Running;
+    pub(super) fn begins_next(&self, wish: &JoinWish) -> Option<ProcessId> {
+        let is_next = wish.epoch == self.epoch + 1 && self.phase == EpochPhase::Running;
         if !is_next || wish.leaves || self.has_ended_well {
             return None;
         }
-        let has_left = |seat: &Seat| seat.ended.as_ref().is_some_and(|e| e.how == HowEnded::Left);
+
+        let has_left = |seat: &Seat| seat.ended.as_ref().is_some_and(|e| e.how == EndKind::Left);
         let is_it = |seat: &Seat| seat.key == wish.identity.key && !has_left(seat);
         let mut seats = processes(self.seats.len()).zip(&self.seats);
         let own = seats.find(|(_, seat)| seat.as_ref().is_some_and(is_it));
@@ -342,12 +355,13 @@ impl Epochs {
     /// Begins the next epoch. In it every place is free again, for the process that had it.
     pub(super) fn begin_next(&mut self, now: Instant) {
         self.epoch += 1;
-        self.phase = Phase::Gathering;
+        self.phase = EpochPhase::Gathering;
         self.returns_by = None;
         self.gathers_since = now;
         self.gather_until = after(now, self.peer_timeout);
         self.vacant = self.seats.iter().map(is_gone).collect();
-        let former = |seat: Seat| Former {
+
+        let former = |seat: Seat| FormerHolder {
             key: seat.key,
             link: seat.link,
         };
@@ -356,26 +370,28 @@ impl Epochs {
             .iter_mut()
             .map(|seat| seat.take().map(former))
             .collect();
+
         // A process that has left with a failure has failed the job, however late that is seen.
         let has_left = |place| {
             self.known
                 .values()
-                .any(|known| known.part == Part::Left(place))
+                .any(|known| known.part == ProcessPart::Left(place))
         };
         self.reports.retain(|(by, _)| has_left(*by));
+
         for known in self.known.values_mut() {
-            if let Part::Left(place) = known.part
+            if let ProcessPart::Left(place) = known.part
                 && self.reports.iter().all(|(by, _)| *by != place)
             {
-                known.part = Part::Out;
+                known.part = ProcessPart::Out;
             }
         }
     }
 
     /// Handles the deadlines that are due.
-    pub(super) fn tick(&mut self, now: Instant, actions: &mut Actions) {
-        if self.phase == Phase::Gathering && now >= self.gather_until {
-            self.is_late(now, actions);
+    pub(super) fn tick(&mut self, now: Instant, actions: &mut JobActions) {
+        if self.phase == EpochPhase::Gathering && now >= self.gather_until {
+            self.end_gathering(now, actions);
         }
         self.stop_waiting_for_returns(now, actions);
         self.expire(now, actions);
@@ -386,7 +402,7 @@ impl Epochs {
         let joins = self.seats.iter().flatten().map(|seat| seat.waits.until);
         let joins = joins.chain([self.gather_until]);
         joins
-            .filter(|_| self.phase == Phase::Gathering)
+            .filter(|_| self.phase == EpochPhase::Gathering)
             .chain(self.returns_by)
     }
 
@@ -402,18 +418,20 @@ impl Epochs {
     /// Handles the end of the time in which an epoch should have gathered. Processes that have not
     /// come to a later epoch, or to the first if there are spares, lose their places, unless they
     /// are busy. New processes get the time once more.
-    fn is_late(&mut self, now: Instant, actions: &mut Actions) {
+    fn end_gathering(&mut self, now: Instant, actions: &mut JobActions) {
         if self.leavers.awaited > 0 {
             self.leavers.awaited = 0;
             self.gather_until = after(now, self.peer_timeout);
             return self.place_spares(actions);
         }
+
         let goes_on = self.epoch > 1 || !self.spares.is_empty();
         let is_awaited = |process: &ProcessId| {
             self.seats[process.index()].is_none() && !self.vacant[process.index()]
         };
         let awaited = processes(self.seats.len()).filter(|process| goes_on && is_awaited(process));
         let (busy, late): (Vec<_>, Vec<_>) = awaited.partition(|process| self.is_busy(*process));
+
         let is_free = |(seat, vacant): (&Option<Seat>, &bool)| seat.is_none() && *vacant;
         let has_free = self.seats.iter().zip(&self.vacant).any(is_free);
         if late.is_empty() && (busy.is_empty() || has_free) {
@@ -431,78 +449,89 @@ impl Epochs {
             };
             return self.fail(error, actions);
         }
+
         self.gather_until = after(now, self.peer_timeout);
         self.leavers.are_needed |= !late.is_empty();
         for process in late {
             self.vacant[process.index()] = true;
             if let Some(former) = &self.before[process.index()] {
-                self.has_part(former.key, Part::Out);
+                self.set_part(former.key, ProcessPart::Out);
             }
         }
-        if let (Some(seat), false) = (self.seats.iter().flatten().next(), busy.is_empty()) {
+
+        if !busy.is_empty()
+            && let Some(seat) = self.seats.iter().flatten().next()
+        {
             let waited = now.saturating_duration_since(self.gathers_since);
-            let busy = Reply::Busy {
+            let busy = ServerReply::Busy {
                 epoch: self.epoch,
                 processes: busy,
                 waited,
             };
             actions.say(seat.link, busy);
         }
+
         self.place_spares(actions);
     }
 
-    fn expire(&mut self, now: Instant, actions: &mut Actions) {
-        if self.phase != Phase::Gathering {
+    fn expire(&mut self, now: Instant, actions: &mut JobActions) {
+        if self.phase != EpochPhase::Gathering {
             return;
         }
-        let late: Vec<(Link, Wait)> = self
+
+        let late: Vec<(Link, RequestWait)> = self
             .seats
             .iter()
             .flatten()
             .filter(|seat| now >= seat.waits.until)
             .map(|seat| (seat.link, seat.waits))
             .collect();
+
         // Computed before any of them is removed: a process that times out at the same moment
         // is not missing to the others.
         let errors: Vec<_> = late
             .iter()
             .map(|(_, wait)| self.missing(wait.peer_timeout))
             .collect();
+
         for ((link, wait), error) in late.into_iter().zip(errors) {
             actions.answer(link, wait.ask, Err(error));
             if let Some(process) = self.joined.remove(&link)
                 && let Some(seat) = self.seats[process.index()].take()
             {
-                self.is_away(seat.key);
+                self.forget_if_gone(seat.key);
             }
         }
     }
 
     /// Counts processes as died that should have returned by now, if no other one can begin the
     /// next epoch.
-    fn stop_waiting_for_returns(&mut self, now: Instant, actions: &mut Actions) {
+    fn stop_waiting_for_returns(&mut self, now: Instant, actions: &mut JobActions) {
         let is_due = self.returns_by.is_some_and(|until| now >= until);
         if !is_due {
             return;
         }
+
         self.returns_by = None;
-        if self.phase != Phase::Running || self.present() > 0 {
+        if self.phase != EpochPhase::Running || self.present() > 0 {
             return;
         }
+
         let mut late = Vec::new();
         for seat in self.seats.iter_mut().flatten() {
             if let Some(end) = seat
                 .ended
                 .as_mut()
-                .filter(|end| end.how == HowEnded::Returns)
+                .filter(|end| end.how == EndKind::Returns)
             {
-                end.how = HowEnded::Died;
+                end.how = EndKind::Died;
                 late.push(seat.key);
             }
         }
+
         self.leavers.are_needed |= !late.is_empty();
         late.into_iter()
-            .for_each(|key| self.has_part(key, Part::Out));
+            .for_each(|key| self.set_part(key, ProcessPart::Out));
         self.dismiss_spares(now, actions);
     }
 
@@ -514,88 +543,96 @@ impl Epochs {
         &mut self,
         link: Link,
         process: ProcessId,
-        (why, how): (&str, HowEnded),
+        why: &str,
+        how: EndKind,
         now: Instant,
-        actions: &mut Actions,
+        actions: &mut JobActions,
     ) -> bool {
         // A connection of an earlier epoch may have a number beyond those of this one.
         let Some(seat) = self.seats.get_mut(process.index()) else {
             return false;
         };
         let holder = match seat {
-            Some(seat) => Some((seat.key, seat.link)),
-            None => self.before[process.index()]
-                .as_ref()
-                .map(|former| (former.key, former.link)),
+            Some(seat) => Some(FormerHolder {
+                key: seat.key,
+                link: seat.link,
+            }),
+            None => self.before[process.index()],
         };
-        let Some((key, _)) = holder.filter(|(_, held)| *held == link) else {
+        let Some(FormerHolder { key, .. }) = holder.filter(|holder| holder.link == link) else {
             return false;
         };
+
         let until = after(now, self.peer_timeout);
-        self.leavers.are_needed |= how == HowEnded::Died;
-        if self.phase != Phase::Running {
+        self.leavers.are_needed |= how == EndKind::Died;
+        if self.phase != EpochPhase::Running {
             // The others do not know it yet: another process may take its number.
             *seat = None;
             if self.epoch > 1 {
                 // It, or another in its place, has the time to come.
                 self.gather_until = self.gather_until.max(until);
             }
-            if how != HowEnded::Returns {
-                if how == HowEnded::Left {
-                    self.has_part(key, Part::Out);
+            if how != EndKind::Returns {
+                if how == EndKind::Left {
+                    self.set_part(key, ProcessPart::Out);
                 }
-                self.is_away(key);
+                self.forget_if_gone(key);
                 self.vacant[process.index()] = true;
                 self.place_spares(actions);
             }
             return false;
         }
+
         if let Some(seat) = seat {
-            seat.ended = Some(End {
+            seat.ended = Some(SeatEnd {
                 why: why.to_owned(),
                 how,
             });
         }
         match how {
-            HowEnded::Left => self.has_part(key, Part::Left(process)),
-            HowEnded::Died | HowEnded::Returns => self.returns_by = Some(until),
-            HowEnded::Leaves => {}
+            EndKind::Left => self.set_part(key, ProcessPart::Left(process)),
+            EndKind::Died | EndKind::Returns => self.returns_by = Some(until),
+            EndKind::Leaves => {}
         }
         true
     }
 
     /// Tells the spares that the job has ended, if it has: no process is left, and none returns. If
     /// all were lost, those that leave may go on with it.
-    pub(super) fn dismiss_spares(&mut self, now: Instant, actions: &mut Actions) {
+    pub(super) fn dismiss_spares(&mut self, now: Instant, actions: &mut JobActions) {
         if !self.is_over() {
             return;
         }
-        let has_left = |seat: &Seat| seat.ended.as_ref().is_some_and(|e| e.how == HowEnded::Left);
+
+        let has_left = |seat: &Seat| seat.ended.as_ref().is_some_and(|e| e.how == EndKind::Left);
         let ends_well = self.has_ended_well || self.seats.iter().flatten().any(has_left);
         if !ends_well && self.leavers.go_on() {
             self.begin_next(now);
             return self.place_spares(actions);
         }
+
         let result = match ends_well {
-            true => Ok(Answer::Done),
+            true => Ok(RequestAnswer::Done),
             false => Err(RendezvousError::AllLost {
                 processes: self.seats.len(),
             }),
         };
+
         self.release_leavers(actions);
         for Seat {
             link, key, waits, ..
         } in std::mem::take(&mut self.spares)
         {
             actions.answer(link, waits.ask, result.clone());
-            self.is_away(key);
+            self.forget_if_gone(key);
         }
     }
 
     /// Fails a job that can never be complete, and answers all processes that joined with `error`.
-    fn fail(&mut self, error: RendezvousError, actions: &mut Actions) {
+    fn fail(&mut self, error: RendezvousError, actions: &mut JobActions) {
         let spares = std::mem::take(&mut self.spares);
         let leavers = self.leavers.take();
+
         let told: Vec<_> = self
             .seats
             .iter()
@@ -607,6 +644,7 @@ impl Epochs {
         for (link, ask) in told {
             actions.answer(link, ask, Err(error.clone()));
         }
+
         self.joined.clear();
         let seats = self.seats.iter_mut().filter_map(Option::take);
         let gone: Vec<_> = seats
@@ -614,8 +652,9 @@ impl Epochs {
             .chain(leavers)
             .map(|seat| seat.key)
             .collect();
-        gone.into_iter().for_each(|key| self.is_away(key));
-        self.phase = Phase::Failed(error);
+        gone.into_iter().for_each(|key| self.forget_if_gone(key));
+
+        self.phase = EpochPhase::Failed(error);
     }
 
     fn missing(&self, peer_timeout: Duration) -> RendezvousError {
@@ -632,14 +671,14 @@ impl Epochs {
     /// Returns the first process of a running epoch that was lost, or that has left it as failed,
     /// and the reason.
     fn lost(&self) -> Option<(ProcessId, String)> {
-        if self.phase != Phase::Running {
+        if self.phase != EpochPhase::Running {
             return None;
         }
         processes(self.seats.len())
             .zip(&self.seats)
             .find_map(|(process, seat)| {
                 let end = seat.as_ref()?.ended.as_ref()?;
-                let is_lost = !matches!(end.how, HowEnded::Left | HowEnded::Leaves);
+                let is_lost = !matches!(end.how, EndKind::Left | EndKind::Leaves);
                 is_lost.then(|| (process, end.why.clone()))
             })
     }
@@ -655,7 +694,11 @@ impl Epochs {
     }
 
     /// Notes the failure of a process. Only the first of each process counts.
-    pub(super) fn report(&mut self, link: Link, report: Report) -> Result<Answer, RendezvousError> {
+    pub(super) fn report(
+        &mut self,
+        link: Link,
+        report: FailureReport,
+    ) -> Result<RequestAnswer, RendezvousError> {
         let Some(process) = self.place_of(link) else {
             return Err(RendezvousError::OutOfTurn {
                 what: "reporting".into(),
@@ -665,7 +708,7 @@ impl Epochs {
         if self.reports.iter().all(|(before, _)| *before != process) {
             self.reports.push((process, report));
         }
-        Ok(Answer::Done)
+        Ok(RequestAnswer::Done)
     }
 }
 
@@ -690,7 +733,7 @@ fn check_facts(facts: &[Fact]) -> Result<(), RendezvousError> {
 /// True if the process of a place is gone and does not return.
 fn is_gone(seat: &Option<Seat>) -> bool {
     let end = seat.as_ref().and_then(|seat| seat.ended.as_ref());
-    end.is_some_and(|end| end.how != HowEnded::Returns)
+    end.is_some_and(|end| end.how != EndKind::Returns)
 }
 
 mod leavers;

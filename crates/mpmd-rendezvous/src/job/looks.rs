@@ -6,8 +6,10 @@ use std::time::Duration;
 use mpmd_base::block::Instant;
 
 use super::super::RendezvousError;
-use super::super::protocol::{Answer, MAX_KEY_BYTES, MAX_VALUE_BYTES, ProcessStatus, Reply};
-use super::actions::Actions;
+use super::super::protocol::{
+    MAX_KEY_BYTES, MAX_VALUE_BYTES, ProcessStatus, RequestAnswer, ServerReply,
+};
+use super::actions::JobActions;
 use mpmd_base::deadline::after;
 use mpmd_handshake::strangers::Link;
 use mpmd_proto::wire::ProcessId;
@@ -15,13 +17,13 @@ use mpmd_proto::wire::ProcessId;
 /// The looks that are not complete.
 #[derive(Default)]
 pub(super) struct Looks {
-    open: Vec<Look>,
+    open: Vec<OpenLook>,
     /// Number of looks so far.
     count: u64,
 }
 
 /// A look at the job for which the status of some processes is still missing.
-struct Look {
+struct OpenLook {
     number: u64,
     link: Link,
     ask: u64,
@@ -33,29 +35,32 @@ struct Look {
 const LOOK_WITHIN: Duration = Duration::from_secs(1);
 
 impl Looks {
-    /// Asks each process for its status, by its link and with these words, for the client of
-    /// `link`. For those without a link, passes on the reason. Returns the answer if there is
+    /// Begins a look for the client of `link`: asks each process with a link for its status, with
+    /// these words. For those without a link, passes on the reason. Returns the answer if there is
     /// nothing to wait for. Fails if the words do not fit a message.
     pub(super) fn begin(
         &mut self,
-        (link, ask): (Link, u64),
+        link: Link,
+        ask: u64,
         words: &[u8],
         processes: impl Iterator<Item = (ProcessId, Result<Link, String>)>,
         now: Instant,
-        actions: &mut Actions,
-    ) -> Result<Option<Answer>, RendezvousError> {
+        actions: &mut JobActions,
+    ) -> Result<Option<RequestAnswer>, RendezvousError> {
         if self.open.iter().any(|look| look.link == link) {
-            let (what, when) = ("looking at the job".into(), "once at a time".into());
-            return Err(RendezvousError::OutOfTurn { what, when });
+            return Err(RendezvousError::OutOfTurn {
+                what: "looking at the job".into(),
+                when: "once at a time".into(),
+            });
         }
         if words.len() > MAX_VALUE_BYTES {
-            let (what, bytes) = ("the words of a look".into(), words.len());
             return Err(RendezvousError::TooLong {
-                what,
-                bytes,
+                what: "the words of a look".into(),
+                bytes: words.len(),
                 limit: MAX_VALUE_BYTES,
             });
         }
+
         self.count += 1;
         let mut missing = BTreeSet::new();
         for (process, reached) in processes {
@@ -64,7 +69,7 @@ impl Looks {
                     missing.insert(process);
                     actions.say(
                         asked,
-                        Reply::Look {
+                        ServerReply::Look {
                             look: self.count,
                             words: words.into(),
                         },
@@ -72,7 +77,7 @@ impl Looks {
                 }
                 Err(why) => actions.say(
                     link,
-                    Reply::Status {
+                    ServerReply::Status {
                         ask,
                         process,
                         status: Err(why),
@@ -80,11 +85,13 @@ impl Looks {
                 ),
             }
         }
+
         if missing.is_empty() {
-            return Ok(Some(Answer::Done));
+            return Ok(Some(RequestAnswer::Done));
         }
+
         let until = after(now, LOOK_WITHIN);
-        self.open.push(Look {
+        self.open.push(OpenLook {
             number: self.count,
             link,
             ask,
@@ -100,7 +107,7 @@ impl Looks {
         process: ProcessId,
         look: u64,
         status: ProcessStatus,
-        actions: &mut Actions,
+        actions: &mut JobActions,
     ) {
         self.seen(
             process,
@@ -111,7 +118,7 @@ impl Looks {
     }
 
     /// Tells all looks that miss `process` that it has ended.
-    pub(super) fn ended(&mut self, process: ProcessId, why: &str, actions: &mut Actions) {
+    pub(super) fn ended(&mut self, process: ProcessId, why: &str, actions: &mut JobActions) {
         self.seen(process, &Err(why.to_owned()), |_| true, actions);
     }
 
@@ -119,7 +126,7 @@ impl Looks {
         self.open.retain(|look| look.link != link);
     }
 
-    pub(super) fn expire(&mut self, now: Instant, actions: &mut Actions) {
+    pub(super) fn expire(&mut self, now: Instant, actions: &mut JobActions) {
         let late = self.open.iter().filter(|look| now >= look.until);
         let silent: BTreeSet<_> = late.flat_map(|look| look.missing.iter().copied()).collect();
         for process in silent {
@@ -145,24 +152,22 @@ impl Looks {
         &mut self,
         process: ProcessId,
         status: &ProcessStatus,
-        is_for: impl Fn(&Look) -> bool,
-        actions: &mut Actions,
+        is_for: impl Fn(&OpenLook) -> bool,
+        actions: &mut JobActions,
     ) {
         for look in &mut self.open {
             if is_for(look) && look.missing.remove(&process) {
-                let (ask, status) = (look.ask, status.clone());
-                actions.say(
-                    look.link,
-                    Reply::Status {
-                        ask,
-                        process,
-                        status,
-                    },
-                );
+                let reply = ServerReply::Status {
+                    ask: look.ask,
+                    process,
+                    status: status.clone(),
+                };
+                actions.say(look.link, reply);
             }
         }
-        for Look { link, ask, .. } in self.open.extract_if(.., |look| look.missing.is_empty()) {
-            actions.answer(link, ask, Ok(Answer::Done));
+
+        for OpenLook { link, ask, .. } in self.open.extract_if(.., |look| look.missing.is_empty()) {
+            actions.answer(link, ask, Ok(RequestAnswer::Done));
         }
     }
 }
@@ -182,29 +187,29 @@ fn passed_on(status: ProcessStatus) -> ProcessStatus {
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::protocol::Request;
+    use super::super::super::protocol::ClientRequest;
     use super::super::tests::{TIME_LIMIT, Table, errors};
     use super::*;
 
     /// A look as its client sees it: (statuses by process, final answer).
     type Seen = (
         Vec<(u32, ProcessStatus)>,
-        Option<Result<Answer, RendezvousError>>,
+        Option<Result<RequestAnswer, RendezvousError>>,
     );
 
-    fn seen(said: &[(Link, Reply)], to: Link) -> Seen {
+    fn seen(said: &[(Link, ServerReply)], to: Link) -> Seen {
         let (mut statuses, mut end) = (Vec::new(), None);
         for (_, reply) in said.iter().filter(|(link, _)| *link == to) {
             assert!(end.is_none(), "nothing follows the end: {reply:?}");
             match reply {
-                Reply::Status {
+                ServerReply::Status {
                     ask: 3,
                     process,
                     status,
                 } => {
                     statuses.push((process.0, status.clone()));
                 }
-                Reply::Answer { ask: 3, result } => end = Some(result.clone()),
+                ServerReply::Answer { ask: 3, result } => end = Some(result.clone()),
                 other => panic!("{other:?}"),
             }
         }
@@ -218,7 +223,7 @@ mod tests {
         table.job.opened(observer, table.now);
         table.job.said(
             observer,
-            Request::Look {
+            ClientRequest::Look {
                 ask: 3,
                 words: b"words".into(),
             },
@@ -227,7 +232,7 @@ mod tests {
         let look = table.said();
         let asked: Vec<_> = look.iter().map(|(link, _)| *link).collect();
         assert_eq!(asked, [10, 11, 12, 13]);
-        let Reply::Look { look, words } = &look[0].1 else {
+        let ServerReply::Look { look, words } = &look[0].1 else {
             panic!("{look:?}")
         };
         assert_eq!(words, b"words");
@@ -236,7 +241,7 @@ mod tests {
         // second one are ignored.
         table.job.said(
             observer,
-            Request::Look {
+            ClientRequest::Look {
                 ask: 4,
                 words: Vec::new(),
             },
@@ -246,7 +251,7 @@ mod tests {
             errors(table.said())[..],
             [(77, RendezvousError::OutOfTurn { .. })]
         ));
-        let status = |look, byte| Request::Status {
+        let status = |look, byte| ClientRequest::Status {
             look,
             status: Ok(vec![byte]),
         };
@@ -254,7 +259,7 @@ mod tests {
         table.job.said(11, status(look + 1, 9), table.now);
         table.job.said(11, status(look, 1), table.now);
         table.job.said(11, status(look, 9), table.now);
-        let long = Request::Status {
+        let long = ClientRequest::Status {
             look,
             status: Ok(vec![0; MAX_VALUE_BYTES + 1]),
         };
@@ -263,7 +268,7 @@ mod tests {
         let said: Vec<_> = table
             .said()
             .into_iter()
-            .filter(|(_, reply)| !matches!(reply, Reply::Down { .. }))
+            .filter(|(_, reply)| !matches!(reply, ServerReply::Down { .. }))
             .collect();
         let (statuses, end) = seen(&said, observer);
         let long = Err(format!("its status has {} bytes", MAX_VALUE_BYTES + 1));
@@ -280,11 +285,11 @@ mod tests {
         table.pass(Duration::from_secs(1), &[11, 12, observer]);
         let (statuses, end) = seen(&table.said(), observer);
         assert_eq!(statuses, [(0, Err("no answer within 1s".into()))]);
-        assert_eq!(end, Some(Ok(Answer::Done)));
+        assert_eq!(end, Some(Ok(RequestAnswer::Done)));
         // The ended process is known at the next look.
         table.job.said(
             observer,
-            Request::Look {
+            ClientRequest::Look {
                 ask: 3,
                 words: b"words".into(),
             },
@@ -304,7 +309,7 @@ mod tests {
         table.job.opened(78, table.now);
         table.job.said(
             77,
-            Request::Look {
+            ClientRequest::Look {
                 ask: 3,
                 words: b"words".into(),
             },
@@ -314,13 +319,13 @@ mod tests {
         let dropped: Vec<_> = table
             .said()
             .into_iter()
-            .filter(|(_, reply)| matches!(reply, Reply::Dropped { .. }))
+            .filter(|(_, reply)| matches!(reply, ServerReply::Dropped { .. }))
             .collect();
         assert!(matches!(dropped[..], [(78, _)]), "{dropped:?}");
         // Without a sign of life it is dropped like any client, and the job runs on.
         table.pass(TIME_LIMIT * 2, &[10]);
         assert!(table.said().iter().any(|(link, reply)| {
-            *link == 77 && matches!(reply, Reply::Dropped { why } if why.contains("silent"))
+            *link == 77 && matches!(reply, ServerReply::Dropped { why } if why.contains("silent"))
         }));
         assert_eq!(table.job.epochs.present(), 1);
     }
@@ -332,7 +337,7 @@ mod tests {
         table.job.opened(77, table.now);
         table.job.said(
             77,
-            Request::Look {
+            ClientRequest::Look {
                 ask: 3,
                 words: b"words".into(),
             },
@@ -342,12 +347,12 @@ mod tests {
         let [missing, waits] =
             ["it has not joined yet", "it waits for others to join"].map(|why| Err(why.to_owned()));
         assert_eq!(statuses, [(0, missing), (1, waits)]);
-        assert_eq!(end, Some(Ok(Answer::Done)));
+        assert_eq!(end, Some(Ok(RequestAnswer::Done)));
         table.pass(TIME_LIMIT, &[11, 77]);
         table.said();
         table.job.said(
             77,
-            Request::Look {
+            ClientRequest::Look {
                 ask: 3,
                 words: b"words".into(),
             },

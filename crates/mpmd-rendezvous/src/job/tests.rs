@@ -12,7 +12,7 @@ pub(super) const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 /// A job in which process `p` is connected by link `p + 10`.
 pub(super) struct Table {
-    pub(super) job: Job,
+    pub(super) job: JobState,
     pub(super) now: Instant,
 }
 
@@ -20,7 +20,7 @@ impl Table {
     pub(super) fn new(processes: usize) -> Self {
         let now = Instant::now();
         Self {
-            job: Job::new(processes, TIME_LIMIT, 1, now),
+            job: JobState::new(processes, TIME_LIMIT, 1, now),
             now,
         }
     }
@@ -30,7 +30,7 @@ impl Table {
         for process in 0..processes {
             table.join(process as u32, "");
         }
-        assert_eq!(table.job.epochs.phase(), &Phase::Running);
+        assert_eq!(table.job.epochs.phase(), &EpochPhase::Running);
         table.said();
         table
     }
@@ -41,10 +41,10 @@ impl Table {
 
     pub(super) fn open_and_join(&mut self, link: Link, process: u32, program: &str) {
         self.job.opened(link, self.now);
-        let member = Member {
+        let member = JobMember {
             pid: process + 100,
             program: program.into(),
-            ..Member::default()
+            ..JobMember::default()
         };
         let processes = self.job.epochs.places() as u64;
         let peer_timeout = Duration::from_secs(3600);
@@ -53,7 +53,7 @@ impl Table {
             run: None,
         };
         let process = ProcessId(process);
-        let join = Request::Join {
+        let join = ClientRequest::Join {
             ask: 1,
             process,
             processes,
@@ -69,7 +69,7 @@ impl Table {
     pub(super) fn barrier(&mut self, link: Link, peer_timeout: Duration) {
         self.job.said(
             link,
-            Request::Barrier {
+            ClientRequest::Barrier {
                 ask: 7,
                 name: "b".into(),
                 peer_timeout,
@@ -79,13 +79,14 @@ impl Table {
     }
 
     /// Takes the replies since the last call, except pings, as (link, reply).
-    pub(super) fn said(&mut self) -> Vec<(Link, Reply)> {
+    pub(super) fn said(&mut self) -> Vec<(Link, ServerReply)> {
         let actions = self.job.actions().into_iter();
         let said = actions.filter_map(|action| match action {
-            Action::Say(link, reply) => Some((link, reply)),
-            Action::Close(_) => None,
+            JobAction::Say(link, reply) => Some((link, reply)),
+            JobAction::Close(_) => None,
         });
-        said.filter(|(_, reply)| *reply != Reply::Ping).collect()
+        said.filter(|(_, reply)| *reply != ServerReply::Ping)
+            .collect()
     }
 
     /// Lets time pass as with a live server, while all clients in `awake` answer.
@@ -96,16 +97,16 @@ impl Table {
             assert!(next > self.now, "a server must not spin");
             self.now = next.min(end);
             for &link in awake {
-                self.job.said(link, Request::Pong, self.now);
+                self.job.said(link, ClientRequest::Pong, self.now);
             }
         }
         self.job.tick(self.now);
     }
 }
 
-pub(super) fn errors(said: Vec<(Link, Reply)>) -> Vec<(Link, RendezvousError)> {
+pub(super) fn errors(said: Vec<(Link, ServerReply)>) -> Vec<(Link, RendezvousError)> {
     let errors = said.into_iter().filter_map(|(link, reply)| match reply {
-        Reply::Answer {
+        ServerReply::Answer {
             result: Err(error), ..
         } => Some((link, error)),
         _ => None,
@@ -125,7 +126,7 @@ fn silent_process_is_dropped_after_peer_timeout() {
         .filter(|(_, reply)| {
             matches!(
                 reply,
-                Reply::Down {
+                ServerReply::Down {
                     process: ProcessId(1),
                     ..
                 }
@@ -136,7 +137,7 @@ fn silent_process_is_dropped_after_peer_timeout() {
     assert_eq!(downs, [10, 12]);
     assert!(
         said.iter()
-            .any(|(link, reply)| *link == 11 && matches!(reply, Reply::Dropped { .. }))
+            .any(|(link, reply)| *link == 11 && matches!(reply, ServerReply::Dropped { .. }))
     );
 }
 
@@ -157,7 +158,7 @@ fn server_stop_extends_all_deadlines() {
     table.job.opened(50, table.now);
     table.job.said(
         10,
-        Request::Get {
+        ClientRequest::Get {
             ask: 3,
             key: "k".into(),
             peer_timeout: TIME_LIMIT,
@@ -169,11 +170,11 @@ fn server_stop_extends_all_deadlines() {
     table.job.tick(table.now);
     assert!(table.said().is_empty());
     table.join(1, "");
-    assert_eq!(table.job.epochs.phase(), &Phase::Running);
+    assert_eq!(table.job.epochs.phase(), &EpochPhase::Running);
     table.said();
     table.job.said(
         50,
-        Request::Set {
+        ClientRequest::Set {
             ask: 4,
             key: "k".into(),
             value: vec![1],
@@ -184,9 +185,9 @@ fn server_stop_extends_all_deadlines() {
         table.said()[0],
         (
             10,
-            Reply::Answer {
+            ServerReply::Answer {
                 ask: 3,
-                result: Ok(Answer::Value(vec![1]))
+                result: Ok(RequestAnswer::Value(vec![1]))
             }
         )
     );
@@ -198,7 +199,7 @@ fn too_long_keys_hosts_and_programs_are_refused() {
     let long = || "x".repeat(MAX_KEY_BYTES + 1);
     table.job.said(
         10,
-        Request::Get {
+        ClientRequest::Get {
             ask: 7,
             key: long(),
             peer_timeout: TIME_LIMIT,
@@ -224,24 +225,24 @@ fn too_long_keys_hosts_and_programs_are_refused() {
     for (link, member, expected) in [
         (
             10,
-            Member {
+            JobMember {
                 host: long(),
-                ..Member::default()
+                ..JobMember::default()
             },
             "the name of a host",
         ),
         (
             11,
-            Member {
+            JobMember {
                 program: long(),
-                ..Member::default()
+                ..JobMember::default()
             },
             "the fingerprint of a program",
         ),
     ] {
         table.job.opened(link, table.now);
         let process = ProcessId(link as u32 - 10);
-        let join = Request::Join {
+        let join = ClientRequest::Join {
             ask: 1,
             process,
             processes: 2,

@@ -6,46 +6,46 @@ use std::time::Duration;
 use mpmd_base::block::Instant;
 
 use super::super::RendezvousError;
-use super::super::protocol::{Answer, MAX_VALUE_BYTES};
-use super::actions::{Actions, Wait, check_name};
+use super::super::protocol::{MAX_VALUE_BYTES, RequestAnswer};
+use super::actions::{JobActions, RequestWait, check_name};
 use mpmd_handshake::strangers::Link;
 use mpmd_proto::wire::ProcessId;
 
 /// The values by key, over all epochs of the job.
 #[derive(Default)]
-pub(super) struct Values {
+pub(super) struct SharedValues {
     values: HashMap<String, Vec<u8>>,
-    gets: Vec<Get>,
+    gets: Vec<PendingGet>,
 }
 
-struct Get {
+struct PendingGet {
     link: Link,
     key: String,
-    wait: Wait,
+    wait: RequestWait,
 }
 
-impl Values {
+impl SharedValues {
     /// Sets a value, and answers the requests that wait for it.
     pub(super) fn set(
         &mut self,
         key: String,
         value: Vec<u8>,
-        actions: &mut Actions,
-    ) -> Result<Answer, RendezvousError> {
+        actions: &mut JobActions,
+    ) -> Result<RequestAnswer, RendezvousError> {
         check_name("a key", &key)?;
         if value.len() > MAX_VALUE_BYTES {
-            let (what, limit) = (format!("the value of {key:?}"), MAX_VALUE_BYTES);
             return Err(RendezvousError::TooLong {
-                what,
+                what: format!("the value of {key:?}"),
                 bytes: value.len(),
-                limit,
+                limit: MAX_VALUE_BYTES,
             });
         }
-        for Get { link, wait, .. } in self.gets.extract_if(.., |get| get.key == key) {
-            actions.answer(link, wait.ask, Ok(Answer::Value(value.clone())));
+
+        for PendingGet { link, wait, .. } in self.gets.extract_if(.., |get| get.key == key) {
+            actions.answer(link, wait.ask, Ok(RequestAnswer::Value(value.clone())));
         }
         self.values.insert(key, value);
-        Ok(Answer::Done)
+        Ok(RequestAnswer::Done)
     }
 
     /// Returns a value, or `None` if the request waits for it. `lost` returns the process because
@@ -54,18 +54,19 @@ impl Values {
         &mut self,
         link: Link,
         key: String,
-        wait: Wait,
+        wait: RequestWait,
         lost: impl FnOnce() -> Option<(ProcessId, String)>,
-    ) -> Result<Option<Answer>, RendezvousError> {
+    ) -> Result<Option<RequestAnswer>, RendezvousError> {
         // No process can set such a key, and an answer that contains it would not fit a message.
         check_name("a key", &key)?;
         if let Some(value) = self.values.get(&key) {
-            return Ok(Some(Answer::Value(value.clone())));
+            return Ok(Some(RequestAnswer::Value(value.clone())));
         }
+
         if let Some((process, why)) = lost() {
             return Err(RendezvousError::NeverSet { key, process, why });
         }
-        self.gets.push(Get { link, key, wait });
+        self.gets.push(PendingGet { link, key, wait });
         Ok(None)
     }
 
@@ -76,9 +77,10 @@ impl Values {
         is_of_epoch: impl Fn(Link) -> bool,
         process: ProcessId,
         why: &str,
-        actions: &mut Actions,
+        actions: &mut JobActions,
     ) {
-        for Get { link, key, wait } in self.gets.extract_if(.., |get| is_of_epoch(get.link)) {
+        for PendingGet { link, key, wait } in self.gets.extract_if(.., |get| is_of_epoch(get.link))
+        {
             let error = RendezvousError::NeverSet {
                 key,
                 process,
@@ -92,8 +94,9 @@ impl Values {
         self.gets.retain(|get| get.link != link);
     }
 
-    pub(super) fn expire(&mut self, now: Instant, actions: &mut Actions) {
-        for Get { link, key, wait } in self.gets.extract_if(.., |get| now >= get.wait.until) {
+    pub(super) fn expire(&mut self, now: Instant, actions: &mut JobActions) {
+        for PendingGet { link, key, wait } in self.gets.extract_if(.., |get| now >= get.wait.until)
+        {
             let error = RendezvousError::Unset {
                 key,
                 peer_timeout: wait.peer_timeout,
@@ -116,7 +119,7 @@ impl Values {
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::protocol::{Leaving, Reply, Request};
+    use super::super::super::protocol::{ClientRequest, LeaveKind, ServerReply};
     use super::super::tests::{TIME_LIMIT, Table};
     use super::*;
 
@@ -125,7 +128,7 @@ mod tests {
         let mut table = Table::running(2);
         table.job.said(
             10,
-            Request::Get {
+            ClientRequest::Get {
                 ask: 3,
                 key: "k".into(),
                 peer_timeout: TIME_LIMIT,
@@ -134,7 +137,7 @@ mod tests {
         );
         table.job.said(
             11,
-            Request::Set {
+            ClientRequest::Set {
                 ask: 4,
                 key: "k".into(),
                 value: vec![1],
@@ -146,17 +149,17 @@ mod tests {
             said[0],
             (
                 10,
-                Reply::Answer {
+                ServerReply::Answer {
                     ask: 3,
-                    result: Ok(Answer::Value(vec![1]))
+                    result: Ok(RequestAnswer::Value(vec![1]))
                 }
             )
         );
         table.job.said(
             11,
-            Request::Leave {
+            ClientRequest::Leave {
                 ask: 5,
-                how: Leaving::Ends,
+                how: LeaveKind::Ends,
             },
             table.now,
         );
@@ -165,9 +168,9 @@ mod tests {
             table.said(),
             [(
                 11,
-                Reply::Answer {
+                ServerReply::Answer {
                     ask: 5,
-                    result: Ok(Answer::Done)
+                    result: Ok(RequestAnswer::Done)
                 }
             )]
         );
@@ -176,8 +179,8 @@ mod tests {
 
     #[test]
     fn too_long_value_is_refused_and_sets_nothing() {
-        let (mut values, mut actions) = (Values::default(), Actions::default());
-        let wait = Wait::new(3, Instant::now(), TIME_LIMIT);
+        let (mut values, mut actions) = (SharedValues::default(), JobActions::default());
+        let wait = RequestWait::new(3, Instant::now(), TIME_LIMIT);
         assert_eq!(values.get(10, "k".into(), wait, || None), Ok(None));
         let refused = values.set("k".into(), vec![0; MAX_VALUE_BYTES + 1], &mut actions);
         assert!(matches!(refused, Err(RendezvousError::TooLong { .. })));

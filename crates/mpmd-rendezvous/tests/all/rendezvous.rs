@@ -13,8 +13,9 @@ use std::time::{Duration, Instant};
 use mpmd_base::ProcessId;
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_rendezvous::{
-    Down, Identity, JoinConfig, Joined, MAX_VALUE_BYTES, Member, Observer, Part, Rendezvous,
-    RendezvousError, Report, Server, ServerConfig, Token, VERSION,
+    Down, FailureReport, Identity, JobMember, JobObserver, JoinConfig, JoinedEpoch,
+    MAX_VALUE_BYTES, ProcessPart, Rendezvous, RendezvousError, RendezvousServer, ServerConfig,
+    Token, VERSION,
 };
 
 use crate::handshake::{End, Reply};
@@ -34,9 +35,9 @@ fn token() -> Token {
     Token::new([42; 32])
 }
 
-fn server(processes: usize, peer_timeout: Duration) -> Server {
+fn server(processes: usize, peer_timeout: Duration) -> RendezvousServer {
     let any = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-    Server::bind(
+    RendezvousServer::bind(
         any,
         ServerConfig {
             processes,
@@ -47,7 +48,7 @@ fn server(processes: usize, peer_timeout: Duration) -> Server {
     .unwrap()
 }
 
-fn config(server: &Server, process: u32, processes: usize) -> JoinConfig {
+fn config(server: &RendezvousServer, process: u32, processes: usize) -> JoinConfig {
     let server = server.address().to_string();
     JoinConfig {
         server,
@@ -58,19 +59,19 @@ fn config(server: &Server, process: u32, processes: usize) -> JoinConfig {
     }
 }
 
-fn member(process: u32) -> Member {
-    Member {
+fn member(process: u32) -> JobMember {
+    JobMember {
         host: format!("host{process}"),
         pid: 1000 + process,
         devices: process + 1,
         addresses: vec![("tcp".into(), format!("127.0.0.1:{process}"))],
         program: "fingerprint".into(),
         trouble: (process == 3).then(|| "it has no network".to_owned()),
-        ..Member::default()
+        ..JobMember::default()
     }
 }
 
-fn join(config: JoinConfig) -> Result<(Rendezvous, Joined), RendezvousError> {
+fn join(config: JoinConfig) -> Result<(Rendezvous, JoinedEpoch), RendezvousError> {
     let process = config.process.0;
     let rendezvous = Rendezvous::connect(config)?;
     let joined = rendezvous.join(member(process))?;
@@ -80,10 +81,10 @@ fn join(config: JoinConfig) -> Result<(Rendezvous, Joined), RendezvousError> {
 /// Lets the given processes join at once, each on its own thread. Returns their results in the
 /// given order.
 fn join_all(
-    server: &Server,
+    server: &RendezvousServer,
     who: &[u32],
     processes: usize,
-) -> Vec<Result<(Rendezvous, Joined), RendezvousError>> {
+) -> Vec<Result<(Rendezvous, JoinedEpoch), RendezvousError>> {
     let threads: Vec<_> = who
         .iter()
         .map(|&process| {
@@ -97,7 +98,7 @@ fn join_all(
         .collect()
 }
 
-fn meet(server: &Server, processes: usize) -> Vec<Rendezvous> {
+fn meet(server: &RendezvousServer, processes: usize) -> Vec<Rendezvous> {
     let who: Vec<u32> = (0..processes as u32).collect();
     join_all(server, &who, processes)
         .into_iter()
@@ -106,7 +107,7 @@ fn meet(server: &Server, processes: usize) -> Vec<Rendezvous> {
 }
 
 /// Lets all processes join the first epoch of a job that recovers.
-fn join_first_epoch(server: &Server, processes: usize) -> Vec<(Rendezvous, Identity)> {
+fn join_first_epoch(server: &RendezvousServer, processes: usize) -> Vec<(Rendezvous, Identity)> {
     let threads = (0..processes).map(|process| {
         let config = config(server, process as u32, processes);
         thread::spawn(move || {
@@ -135,7 +136,7 @@ fn downs(rendezvous: &Rendezvous) -> Receiver<Down> {
 #[test]
 fn all_processes_get_the_same_list_of_members() {
     let server = server(4, LONG);
-    let expected: Vec<Member> = (0..4).map(member).collect();
+    let expected: Vec<JobMember> = (0..4).map(member).collect();
     let joined = join_all(&server, &[2, 0, 3, 1], 4);
     for result in &joined {
         let (rendezvous, joined) = result.as_ref().unwrap();
@@ -166,7 +167,7 @@ fn service_at_all_addresses_is_reached_by_both_kinds() {
         token: token(),
         peer_timeout: LONG,
     };
-    let server = Server::bind(any, service).unwrap();
+    let server = RendezvousServer::bind(any, service).unwrap();
     let port = server.address().port();
     let has_ipv6 = TcpListener::bind((Ipv6Addr::LOCALHOST, 0)).is_ok();
     let hosts = ["127.0.0.1", if has_ipv6 { "[::1]" } else { "localhost" }];
@@ -190,11 +191,11 @@ fn service_at_all_addresses_is_reached_by_both_kinds() {
 fn addresses_longer_than_one_message_reach_all() {
     let server = server(3, LONG);
     // As long as one process may send: no two of them fit into a message.
-    let told = |process: u32| Member {
+    let told = |process: u32| JobMember {
         addresses: vec![("ucx".into(), process.to_string().repeat(MAX_VALUE_BYTES))],
         ..member(process)
     };
-    let expected: Vec<Member> = (0..3).map(told).collect();
+    let expected: Vec<JobMember> = (0..3).map(told).collect();
     let threads: Vec<_> = (0..3)
         .map(|process| {
             let config = config(&server, process, 3);
@@ -227,7 +228,7 @@ fn the_server_may_come_up_later() {
     };
     let joining = thread::spawn(move || join(late).map(drop));
     thread::sleep(Duration::from_millis(100));
-    let _server = Server::bind(
+    let _server = RendezvousServer::bind(
         address,
         ServerConfig {
             processes: 1,
@@ -353,7 +354,7 @@ fn the_first_report_of_each_process_is_kept_for_the_owner() {
     let all = meet(&server, 2);
     let report = |process, message: &str| {
         let failure = Failure::new(FailureKind::Kernel, ProcessId(process), 7, message);
-        Report {
+        FailureReport {
             failure,
             hash: Some(3),
         }
@@ -412,7 +413,7 @@ fn silent_client_is_given_up_and_a_pinging_one_is_not() {
     let mut mine = config(&server, 0, 2);
     mine.peer_timeout = LONG;
     let rendezvous = Rendezvous::connect(mine).unwrap();
-    rendezvous.join(Member::default()).unwrap();
+    rendezvous.join(JobMember::default()).unwrap();
     match downs(&rendezvous).recv_timeout(LONG).unwrap() {
         Down::Process(ProcessId(1), why) => assert!(why.contains("silent"), "{why}"),
         other => panic!("{other:?}"),
@@ -472,7 +473,7 @@ struct Relay {
 }
 
 impl Relay {
-    fn to(server: &Server) -> Self {
+    fn to(server: &RendezvousServer) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let (address, server) = (listener.local_addr().unwrap(), server.address());
         let (sender, ends) = mpsc::channel();
@@ -524,7 +525,7 @@ impl Relay {
 
 /// Joins as the only process of a job, with a connection through a relay. Returns the client and
 /// the relay.
-fn alone_behind_relay(server: &Server) -> (Rendezvous, Relay) {
+fn alone_behind_relay(server: &RendezvousServer) -> (Rendezvous, Relay) {
     let relay = Relay::to(server);
     let server = relay.address.to_string();
     let (process, processes, token) = (ProcessId(0), 1, token());
@@ -596,7 +597,7 @@ fn client_that_is_closed_without_a_word_tries_again() {
     // Like a server that closes the oldest silent connection to make room.
     drop(listener.accept().unwrap());
     drop(listener);
-    let _server = Server::bind(
+    let _server = RendezvousServer::bind(
         address,
         ServerConfig {
             processes: 1,
@@ -641,7 +642,7 @@ fn duplicate_is_refused_with_the_holder_and_job_goes_on() {
         }
         let other = Rendezvous::connect(config(&server, 1, 2)).unwrap();
         let error = other
-            .join(Member {
+            .join(JobMember {
                 pid: 7,
                 ..member(1)
             })
@@ -653,7 +654,7 @@ fn duplicate_is_refused_with_the_holder_and_job_goes_on() {
         };
         assert_eq!(error, held);
         let (_other, joined) = join(config(&server, 0, 2)).unwrap();
-        let expected = Joined {
+        let expected = JoinedEpoch {
             process: ProcessId(1),
             ..joined
         };
@@ -715,7 +716,7 @@ fn different_programs_are_named_to_all() {
             let program = program.to_owned();
             Rendezvous::connect(config)
                 .unwrap()
-                .join(Member {
+                .join(JobMember {
                     program,
                     ..member(process)
                 })
@@ -741,7 +742,7 @@ fn different_programs_are_named_to_all() {
 fn a_taken_port_and_an_unreachable_server_are_named() {
     let first = server(1, LONG);
     let address = first.address();
-    let second = Server::bind(
+    let second = RendezvousServer::bind(
         address,
         ServerConfig {
             processes: 1,
@@ -774,12 +775,12 @@ fn observer_looks_at_a_running_job_and_sees_its_end() {
     let server = server(2, LONG);
     let address = server.address().to_string();
     let mut processes = meet(&server, 2);
-    let wrong = Observer::connect(&address, Token::new([1; 32]), LONG);
+    let wrong = JobObserver::connect(&address, Token::new([1; 32]), LONG);
     assert!(
         matches!(wrong, Err(RendezvousError::Token { .. })),
         "{wrong:?}"
     );
-    let observer = Observer::connect(&address, token(), LONG).unwrap();
+    let observer = JobObserver::connect(&address, token(), LONG).unwrap();
     processes[0].on_look(|words| [b"fine: ", words].concat());
     let seen = observer.look(b"how?", LONG).unwrap();
     assert_eq!(seen[&ProcessId(0)], Ok(b"fine: how?".to_vec()));

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use mpmd_base::ProcessId;
 use mpmd_rendezvous::{
-    Identity, JoinConfig, Joined, Member, Rendezvous, RendezvousError, Seeker, Server,
-    ServerConfig, SizeRange, Succession, Token,
+    Identity, JobMember, JoinConfig, JoinedEpoch, Rendezvous, RendezvousError, RendezvousServer,
+    ServerConfig, ServiceSeeker, SizeRange, Succession, Token,
 };
 
 /// Time limit for a wait. Nothing here takes this long; it ends a test that would hang.
@@ -21,8 +21,8 @@ const PROCESSES: usize = 3;
 struct Process {
     number: u32,
     identity: Identity,
-    seeker: Seeker,
-    server: Option<Server>,
+    seeker: ServiceSeeker,
+    server: Option<RendezvousServer>,
     sizes: Vec<SizeRange>,
     peer_timeout: Duration,
 }
@@ -31,7 +31,7 @@ struct Process {
 struct Part {
     process: Process,
     rendezvous: Rendezvous,
-    joined: Joined,
+    joined: JoinedEpoch,
 }
 
 impl Process {
@@ -44,7 +44,7 @@ impl Process {
             token,
             peer_timeout: LONG,
         };
-        let server = Server::bind(any, config).unwrap();
+        let server = RendezvousServer::bind(any, config).unwrap();
         let at = server.address().to_string();
         Self {
             server: Some(server),
@@ -53,7 +53,10 @@ impl Process {
     }
 
     fn new(number: u32, service: &str, sizes: &[u32]) -> Self {
-        let (identity, seeker) = (Identity::random().unwrap(), Seeker::new(service.to_owned()));
+        let (identity, seeker) = (
+            Identity::random().unwrap(),
+            ServiceSeeker::new(service.to_owned()),
+        );
         let (sizes, peer_timeout) = (SizeRange::of(sizes.iter().copied()), LONG);
         Self {
             number,
@@ -83,11 +86,11 @@ impl Process {
             let at = rendezvous.local_address();
             let heir = self.seeker.heir(at, &self.identity, self.server.as_ref())?;
             let (pid, sizes) = (self.number, self.sizes.clone());
-            let member = Member {
+            let member = JobMember {
                 pid,
                 heir,
                 sizes,
-                ..Member::default()
+                ..JobMember::default()
             };
             match rendezvous.join_epoch(member, epoch, self.identity) {
                 Ok(Some(joined)) => {
@@ -130,7 +133,7 @@ impl Part {
     }
 
     fn place(&self) -> (u32, u32, u64, usize) {
-        let Joined {
+        let JoinedEpoch {
             process,
             epoch,
             ref members,
@@ -261,7 +264,7 @@ fn nobody_goes_on_for_a_service_that_is_only_silent() {
     let _ = last.rendezvous.leave_epoch();
     // A listener that is there, and does not answer.
     let silent = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let mut seeker = Seeker::new(silent.local_addr().unwrap().to_string());
+    let mut seeker = ServiceSeeker::new(silent.local_addr().unwrap().to_string());
     seeker.hear(Succession::of(&last.joined));
     last.process.seeker = seeker;
     last.process.peer_timeout = Duration::from_millis(300);

@@ -9,7 +9,8 @@ use mpmd_launch::{DEFAULT_PEER_TIMEOUT, LaunchError};
 use mpmd_layout::topology::{CudaCollectives, DeviceKind, GpuId, Topology};
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_rendezvous::{
-    Identity, Joined, Member, Rendezvous, RendezvousError, Report, Server, Succession,
+    FailureReport, Identity, JobMember, JoinedEpoch, Rendezvous, RendezvousError, RendezvousServer,
+    Succession,
 };
 use mpmd_transport::TransportError;
 
@@ -26,13 +27,13 @@ use crate::warning::warn_user;
 pub(super) struct Candidate {
     pub(super) rendezvous: Rendezvous,
     /// The service, if this process hosts it.
-    pub(super) server: Option<Server>,
+    pub(super) server: Option<RendezvousServer>,
     /// True if it waits for the place of another process, should it find none of its own, and
     /// returns after the loss of a process.
     pub(super) waits: bool,
     pub(super) process: ProcessId,
     pub(super) identity: Identity,
-    pub(super) member: Member,
+    pub(super) member: JobMember,
     pub(super) opened: Result<OpenedTransport>,
     /// The job's secret.
     pub(super) token: [u8; 32],
@@ -100,7 +101,7 @@ impl Candidate {
             }
             Err(error) => {
                 // All peers must hear of it, also from a service that this process hosts.
-                membership.leave(Some(Report {
+                membership.leave(Some(FailureReport {
                     failure: blame(process, &error),
                     hash: None,
                 }));
@@ -330,7 +331,7 @@ fn hear_gpus(
 
 /// Returns the topology with the hosts that the processes reported. Hosts that the builder sets
 /// stay as they are.
-fn placed(builder: &Builder, topology: Topology, members: &[Member]) -> Result<Topology> {
+fn placed(builder: &Builder, topology: Topology, members: &[JobMember]) -> Result<Topology> {
     if builder.hosts.is_some() {
         return Ok(topology);
     }

@@ -9,8 +9,8 @@ use mpmd_base::ProcessId;
 use mpmd_base::block::Spin;
 use mpmd_launch::{DEFAULT_PEER_TIMEOUT, DryRunEnv, JobEnv, LaunchError};
 use mpmd_rendezvous::{
-    Identity, JoinConfig, Member, Rendezvous, RendezvousError, Seeker, Server, ServerConfig,
-    SizeRange, Token,
+    Identity, JobMember, JoinConfig, Rendezvous, RendezvousError, RendezvousServer, ServerConfig,
+    ServiceSeeker, SizeRange, Token,
 };
 use mpmd_transport::Transport;
 
@@ -36,7 +36,7 @@ pub(super) fn from_env(builder: Builder) -> Result<Program> {
 pub(crate) struct EnvironmentJob {
     builder: Builder,
     env: JobEnv,
-    seeker: Seeker,
+    seeker: ServiceSeeker,
 }
 
 impl EnvironmentJob {
@@ -48,7 +48,7 @@ impl EnvironmentJob {
             Some(env) => env.with_spares(spares)?,
             None => JobEnv::alone()?,
         };
-        let seeker = Seeker::new(env.coordinator.clone());
+        let seeker = ServiceSeeker::new(env.coordinator.clone());
         Ok(Self {
             builder: with_env(builder, &env)?,
             env,
@@ -126,7 +126,7 @@ impl EnvironmentJob {
 struct FormerMember {
     identity: Identity,
     /// The service, if the process hosts it.
-    server: Option<Server>,
+    server: Option<RendezvousServer>,
     /// True if it leaves the job.
     leaves: bool,
 }
@@ -225,7 +225,7 @@ fn join(
     builder: Builder,
     env: &JobEnv,
     returning: Option<FormerMember>,
-    seeker: Option<&mut Seeker>,
+    seeker: Option<&mut ServiceSeeker>,
 ) -> Result<EpochStart> {
     let waits = seeker.is_some();
     let peer_timeout = builder.peer_timeout.unwrap_or(DEFAULT_PEER_TIMEOUT);
@@ -273,7 +273,7 @@ fn join(
 
     // Joins also without a transport or devices. Otherwise the others would wait and never learn
     // the reason.
-    let member = Member {
+    let member = JobMember {
         host: env.host.clone().unwrap_or_else(hostname),
         pid: std::process::id(),
         devices: (topology.devices().len() / env.processes) as u32,
@@ -378,14 +378,14 @@ pub(crate) fn join_beside(
         Some(over) => Ok(OpenedTransport::Simulated(Box::new(move |_| Ok(over)))),
     };
 
-    let member = Member {
+    let member = JobMember {
         host: std::env::var(mpmd_launch::variables::HOST).unwrap_or_else(|_| hostname()),
         pid: std::process::id(),
         devices: devices.get(process.index()).copied().unwrap_or_default() as u32,
         addresses: transports::told(transport, &opened),
         program: version::fingerprint_beside(&topology),
         trouble: opened.as_ref().err().map(lack),
-        ..Member::default()
+        ..JobMember::default()
     };
 
     let candidate = Candidate {
@@ -414,13 +414,13 @@ fn lack(error: &Error) -> String {
 }
 
 /// Starts the rendezvous service in this process, at the job's listen address.
-fn host(env: &JobEnv, peer_timeout: Duration) -> Result<Server> {
+fn host(env: &JobEnv, peer_timeout: Duration) -> Result<RendezvousServer> {
     let config = ServerConfig {
         processes: env.processes,
         token: env.token.clone(),
         peer_timeout,
     };
-    Server::bind(env.listen_address()?, config).map_err(wrong)
+    RendezvousServer::bind(env.listen_address()?, config).map_err(wrong)
 }
 
 fn hostname() -> String {

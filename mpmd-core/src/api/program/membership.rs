@@ -7,8 +7,8 @@ use mpmd_base::ProcessId;
 use mpmd_launch::LaunchError;
 use mpmd_proto::router::{Failure, FailureKind};
 use mpmd_rendezvous::{
-    CommitStanding, Down, Identity, Parting, Rendezvous, RendezvousError, Report, Server,
-    Succession,
+    CommitStanding, Down, FailureReport, Identity, Rendezvous, RendezvousError, RendezvousServer,
+    ServiceParting, Succession,
 };
 use mpmd_transport::TransportError;
 
@@ -24,7 +24,7 @@ const LEAVE_WITHIN: Duration = Duration::from_secs(5);
 /// This process's connection to the rendezvous, and the service itself if this process hosts it.
 pub(crate) struct Membership {
     pub(super) rendezvous: Arc<Rendezvous>,
-    pub(super) server: Option<Server>,
+    pub(super) server: Option<RendezvousServer>,
     /// The processes that can go on with the service. `None` if there are none.
     pub(super) succession: Option<Succession>,
     /// The commits of the job at the begin of the epoch.
@@ -49,7 +49,7 @@ pub(crate) struct Returning {
     pub(super) process: ProcessId,
     pub(super) epoch: u64,
     pub(super) identity: Identity,
-    pub(super) server: Option<Server>,
+    pub(super) server: Option<RendezvousServer>,
     /// The processes that can go on with the service, if this process has heard of them.
     pub(super) succession: Option<Succession>,
     /// True if the process that ran the service leaves the job.
@@ -57,7 +57,7 @@ pub(crate) struct Returning {
     /// True if the process leaves the job, once it is not needed any more.
     pub(super) leaves: bool,
     /// The end of this process's contact with the service.
-    pub(super) parting: Parting,
+    pub(super) parting: ServiceParting,
 }
 
 impl Returning {
@@ -166,7 +166,7 @@ impl Membership {
     /// Leaves the job in order, so that the peers do not see a death. First sends `report` to the
     /// launcher, if there is one. A process that hosts the service then waits up to 5 seconds for
     /// the others. Errors are only logged.
-    pub(super) fn leave(self, report: Option<Report>) {
+    pub(super) fn leave(self, report: Option<FailureReport>) {
         self.tell(report);
         let left = self.rendezvous.leave();
         self.serve_others(left);
@@ -242,13 +242,13 @@ impl Membership {
     /// Sends `error` to the launcher and drops the connection without a goodbye, since this process
     /// could not start its part. The peers see that it is gone.
     pub(super) fn give_up(self, me: ProcessId, error: &Error) {
-        self.tell(Some(Report {
+        self.tell(Some(FailureReport {
             failure: blame(me, error),
             hash: None,
         }));
     }
 
-    fn tell(&self, report: Option<Report>) {
+    fn tell(&self, report: Option<FailureReport>) {
         if let Some(Err(error)) = report.map(|report| self.rendezvous.report(report)) {
             tracing::debug!(%error, "telling the launcher of a failure");
         }

@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use mpmd_base::ProcessId;
-use mpmd_rendezvous::Member;
+use mpmd_rendezvous::JobMember;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
@@ -18,9 +18,9 @@ pub(super) struct Neighbours(Vec<Option<OwnedFd>>);
 impl Neighbours {
     /// Finds the processes on the host of process `me`. Leaves out those that the system does not
     /// show here, such as processes of another namespace.
-    pub(super) fn find(me: ProcessId, members: &[Member]) -> Self {
+    pub(super) fn find(me: ProcessId, members: &[JobMember]) -> Self {
         let host = members.get(me.index()).map(|member| &member.host);
-        let handle = |member: &Member| {
+        let handle = |member: &JobMember| {
             let pid = Pid::from_raw(member.pid.try_into().ok()?)?;
             (Some(&member.host) == host).then(|| pidfd_open(pid, PidfdFlags::empty()).ok())?
         };
@@ -58,10 +58,10 @@ mod tests {
                 .unwrap()
         };
         let mut children: Vec<Child> = (0..2).map(|_| start()).collect();
-        let member = |pid, host: &str| Member {
+        let member = |pid, host: &str| JobMember {
             host: host.to_owned(),
             pid,
-            ..Member::default()
+            ..JobMember::default()
         };
         let [ends, stays] = [children[0].id(), children[1].id()];
         let members = [

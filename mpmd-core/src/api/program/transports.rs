@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use mpmd_base::ProcessId;
 use mpmd_memory::Pool;
-use mpmd_rendezvous::{Joined, Member};
+use mpmd_rendezvous::{JobMember, JoinedEpoch};
 use mpmd_transport::mixed::Mixed;
 use mpmd_transport::shm::{self, ShmConfig};
 use mpmd_transport::tcp::{PeerListener, TcpConfig};
@@ -51,7 +51,7 @@ pub(super) enum OpenedTransport {
 }
 
 /// Returns the endpoint of a simulated process, if that still lives.
-pub(super) type SimulatedEndpoint = Box<dyn FnOnce(&Joined) -> Result<Arc<dyn Transport>>>;
+pub(super) type SimulatedEndpoint = Box<dyn FnOnce(&JoinedEpoch) -> Result<Arc<dyn Transport>>>;
 
 impl OpenedTransport {
     /// Opens the transport `name` for a job of `processes`. Network sockets listen at the IP
@@ -102,11 +102,11 @@ impl OpenedTransport {
     pub(super) fn connect(
         self,
         token: [u8; 32],
-        joined: &Joined,
+        joined: &JoinedEpoch,
         peer_timeout: Duration,
         spin: Spin,
     ) -> Result<Arc<dyn Transport>> {
-        let Joined {
+        let JoinedEpoch {
             process,
             epoch,
             ref members,
@@ -130,7 +130,7 @@ impl OpenedTransport {
             })?)
         };
         let connect_shm = |opened: shm::OpenedShm, is_near: &[bool]| -> Result<Arc<dyn Transport>> {
-            let peer = |(member, near): (&Member, &bool)| {
+            let peer = |(member, near): (&JobMember, &bool)| {
                 near.then(|| address(member, shm::NAME).unwrap_or_default().to_owned())
             };
             let peers = members.iter().zip(is_near).map(peer).collect();
@@ -196,18 +196,19 @@ impl OpenedTransport {
 
 /// Returns, for each member, true if `process` shares memory with it under transport `auto`. Both
 /// processes of a pair get the same result.
-fn near(members: &[Member], process: ProcessId) -> Vec<bool> {
+fn near(members: &[JobMember], process: ProcessId) -> Vec<bool> {
     let Some(me) = members.get(process.index()) else {
         return vec![false; members.len()];
     };
-    let near =
-        |(i, member): (usize, &Member)| i != process.index() && why_not_near(me, member).is_none();
+    let near = |(i, member): (usize, &JobMember)| {
+        i != process.index() && why_not_near(me, member).is_none()
+    };
     members.iter().enumerate().map(near).collect()
 }
 
 /// Returns the reason why two members do not share memory, or `None` if they do. Members with
 /// different host names count as apart, even if `MPMD_HOST` set the names.
-fn why_not_near(one: &Member, other: &Member) -> Option<String> {
+fn why_not_near(one: &JobMember, other: &JobMember) -> Option<String> {
     if one.host != other.host {
         return Some("they are on different hosts".to_owned());
     }
@@ -217,7 +218,7 @@ fn why_not_near(one: &Member, other: &Member) -> Option<String> {
 
 /// Returns a warning about the first pair of processes on one host that cannot share memory. Only
 /// the first process of the pair gets it, so the job prints it once.
-fn fallback(members: &[Member], process: ProcessId) -> Option<String> {
+fn fallback(members: &[JobMember], process: ProcessId) -> Option<String> {
     let mut pairs = (0..members.len()).flat_map(|a| (a + 1..members.len()).map(move |b| (a, b)));
     let (one, other, why) = pairs.find_map(|(a, b)| {
         let on_one_host = members[a].host == members[b].host;
@@ -247,7 +248,7 @@ pub(super) fn told(name: &str, opened: &Result<OpenedTransport>) -> Vec<(String,
 /// [`LaunchError::Transports`] if the members ask for different transports. Else
 /// [`LaunchError::Lacking`] of the first that lacks the transport or its devices. Else
 /// [`LaunchError::Apart`] of the first two that cannot share memory but must.
-pub(super) fn agree(members: &[Member]) -> Result<(), LaunchError> {
+pub(super) fn agree(members: &[JobMember]) -> Result<(), LaunchError> {
     let mut who: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for (process, member) in members.iter().enumerate() {
         who.entry(asked_transport(member))
@@ -300,7 +301,7 @@ pub(super) fn agree(members: &[Member]) -> Result<(), LaunchError> {
 }
 
 /// Returns the address at which a member is reached over a transport, or `None` if it has none.
-fn address<'a>(member: &'a Member, transport: &str) -> Option<&'a str> {
+fn address<'a>(member: &'a JobMember, transport: &str) -> Option<&'a str> {
     let found = member.addresses.iter().find(|(name, _)| name == transport);
     found.map(|(_, address)| address.as_str())
 }
@@ -314,7 +315,7 @@ fn asked_transport(member: &Member) -> &str {
 }
 
 /// Returns the address of a member at the transport that it asks for.
-fn asked_address(member: &Member) -> &str {
+fn asked_address(member: &JobMember) -> &str {
     member
         .addresses
         .first()
@@ -340,16 +341,16 @@ pub(super) fn listed(numbers: &[usize]) -> String {
 mod tests {
     use super::*;
 
-    fn member(name: &str, trouble: Option<&str>) -> Member {
-        Member {
+    fn member(name: &str, trouble: Option<&str>) -> JobMember {
+        JobMember {
             host: "left".into(),
             addresses: vec![(name.into(), "1.2.3.4:5".into())],
             trouble: trouble.map(Into::into),
-            ..Member::default()
+            ..JobMember::default()
         }
     }
 
-    fn wrong(members: &[Member]) -> String {
+    fn wrong(members: &[JobMember]) -> String {
         agree(members).unwrap_err().to_string()
     }
 
@@ -381,7 +382,7 @@ mod tests {
             "process 1 on host left has no transport: it has no library"
         );
         assert!(
-            wrong(&[Member::default(), member("tcp", None)]).contains("process 0 says nothing")
+            wrong(&[JobMember::default(), member("tcp", None)]).contains("process 0 says nothing")
         );
     }
 
@@ -390,20 +391,20 @@ mod tests {
         let at = (std::net::Ipv4Addr::LOCALHOST, 0).into();
         let here = |host: &str| {
             let addresses = told(DEFAULT, &OpenedTransport::open(DEFAULT, 3, at));
-            Member {
+            JobMember {
                 host: host.into(),
                 addresses,
-                ..Member::default()
+                ..JobMember::default()
             }
         };
         let mut members = [here("left"), here("left"), here("right")];
         assert_eq!(agree(&members), Ok(()));
-        let near_all = |members: &[Member]| [0, 1, 2].map(|i| near(members, ProcessId(i)));
+        let near_all = |members: &[JobMember]| [0, 1, 2].map(|i| near(members, ProcessId(i)));
         assert_eq!(
             near_all(&members),
             [[false, true, false], [true, false, false], [false; 3]]
         );
-        let says = |members: &[Member]| [0, 1, 2].map(|i| fallback(members, ProcessId(i)));
+        let says = |members: &[JobMember]| [0, 1, 2].map(|i| fallback(members, ProcessId(i)));
         assert_eq!(
             says(&members),
             [None, None, None],
@@ -423,9 +424,9 @@ mod tests {
             (Some(expected), None, None)
         );
         // With `shm` requested by name, the same is an error on every process.
-        let shm = |address: &str| Member {
+        let shm = |address: &str| JobMember {
             addresses: vec![("shm".into(), address.into())],
-            ..Member::default()
+            ..JobMember::default()
         };
         let address = members[0].addresses[1].1.clone();
         assert_eq!(agree(&[shm(&address), shm(&address)]), Ok(()));

@@ -9,7 +9,7 @@ use std::time::Duration;
 use mpmd_launch::LaunchError;
 use mpmd_layout::topology::{DeviceId, Topology};
 use mpmd_proto::control;
-use mpmd_rendezvous::{JoinConfig, Member, Rendezvous, RendezvousError, ServerConfig, Token};
+use mpmd_rendezvous::{JobMember, JoinConfig, Rendezvous, RendezvousError, ServerConfig, Token};
 use serde::{Deserialize, Serialize};
 
 use super::link::VersionNumbers;
@@ -253,7 +253,7 @@ impl GroupMembership {
                 .and_then(|answer| control::encode(&answer).ok())
                 .unwrap_or_default()
         });
-        rendezvous.join(Member::default()).map_err(wrong)?;
+        rendezvous.join(JobMember::default()).map_err(wrong)?;
         Ok(OpenedGroup {
             address,
             group: Some(Self { rendezvous, server }),

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use mpmd_base::ProcessId;
 use mpmd_rendezvous::{
-    JoinConfig, Observer, Rendezvous, RendezvousError, Report, Server, ServerConfig, Token,
+    FailureReport, JobObserver, JoinConfig, Rendezvous, RendezvousError, RendezvousServer,
+    ServerConfig, Token,
 };
 
 #[cfg(test)]
@@ -25,7 +26,7 @@ pub(super) enum Net {
 
 /// A rendezvous service that this process runs.
 pub(super) enum Service {
-    Sockets(Server),
+    Sockets(RendezvousServer),
     #[cfg(test)]
     Simulated(LocalService),
 }
@@ -34,7 +35,7 @@ impl Net {
     /// Starts a service at an address.
     pub(super) fn bind(&self, address: SocketAddr, config: ServerConfig) -> Result<Service> {
         match self {
-            Self::Sockets => Server::bind(address, config).map(Service::Sockets),
+            Self::Sockets => RendezvousServer::bind(address, config).map(Service::Sockets),
             #[cfg(test)]
             Self::Simulated(host) => host.bind(address, &config).map(Service::Simulated),
         }
@@ -70,9 +71,9 @@ impl Net {
         address: &str,
         token: &Token,
         timeout: Duration,
-    ) -> Result<Observer> {
+    ) -> Result<JobObserver> {
         match self {
-            Self::Sockets => Observer::connect(address, token.clone(), timeout),
+            Self::Sockets => JobObserver::connect(address, token.clone(), timeout),
             #[cfg(test)]
             Self::Simulated(host) => host.observe(address),
         }
@@ -88,7 +89,7 @@ impl Service {
         }
     }
 
-    /// Waits for the end of its job. See [`Server::wait_end`].
+    /// Waits for the end of its job. See [`RendezvousServer::wait_end`].
     pub(super) fn wait_end(&self, time: Duration) -> Option<Result<()>> {
         match self {
             Self::Sockets(server) => server.wait_end(time),
@@ -105,7 +106,7 @@ impl Service {
         }
     }
 
-    pub(super) fn reports(&self) -> Vec<(ProcessId, Report)> {
+    pub(super) fn reports(&self) -> Vec<(ProcessId, FailureReport)> {
         match self {
             Self::Sockets(server) => server.reports(),
             #[cfg(test)]

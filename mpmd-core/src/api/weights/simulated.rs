@@ -16,7 +16,8 @@ use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::DeviceId;
 use mpmd_rendezvous::{
-    JoinConfig, LocalLink, LocalServer, Observer, Rendezvous, RendezvousError, ServerConfig, Token,
+    JobObserver, JoinConfig, LocalLink, LocalServer, Rendezvous, RendezvousError, ServerConfig,
+    Token,
 };
 use mpmd_transport::Transport;
 use mpmd_transport::inproc::{Fabric, FabricFaults};
@@ -166,7 +167,10 @@ impl Host {
         Ok((rendezvous, fabric.endpoint(process)))
     }
 
-    pub(super) fn observe(&self, address: &str) -> std::result::Result<Observer, RendezvousError> {
+    pub(super) fn observe(
+        &self,
+        address: &str,
+    ) -> std::result::Result<JobObserver, RendezvousError> {
         Ok(self.served(address)?.server.observe().unwrap())
     }
 }

@@ -8,7 +8,7 @@ use mpmd_base::ProcessId;
 use mpmd_base::block::{mpsc, now, since};
 use mpmd_base::deadline::after;
 use mpmd_proto::router::{Failure, FailureKind, Router};
-use mpmd_rendezvous::Report;
+use mpmd_rendezvous::FailureReport;
 
 use crate::error::Error;
 use crate::exec::job::start::TICK;
@@ -148,13 +148,13 @@ impl Runtime {
 
     /// Returns the report of a failure for the launcher. `has_ended` is true if the program ran to
     /// its end, false if it broke off.
-    pub(crate) fn report_of(&self, failure: &Failure, has_ended: bool) -> Report {
+    pub(crate) fn report_of(&self, failure: &Failure, has_ended: bool) -> FailureReport {
         let router = self.router.lock();
         let hash = match failure.op > router.count() {
             true => has_ended.then_some(0),
             false => router.hash_at(failure.op),
         };
-        Report {
+        FailureReport {
             failure: failure.clone().shortened(),
             hash,
         }

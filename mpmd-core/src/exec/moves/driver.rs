@@ -250,7 +250,7 @@ impl Runtime {
         self.bytes_sent[to.index()].fetch_add(bytes, Ordering::Relaxed);
         let Header { op, piece, .. } = header;
         let step = PieceStep::Posted;
-        self.trace.note(|| What::Piece {
+        self.trace.note(|| TraceEventKind::Piece {
             step,
             op,
             piece,

@@ -1,7 +1,7 @@
 //! Processes that leave the job in order, but have copies of its state: the others have one copy of
 //! some regions until their first commit of the next epoch is whole.
 //!
-//! Such a process waits without a place ([`Member::leaves`]). Once that commit is whole it hears
+//! Such a process waits without a place ([`JobMember::leaves`]). Once that commit is whole it hears
 //! that the job can do without it. If a process is lost before, it has a place in the next epoch
 //! again, and may ask to leave that one.
 
@@ -9,12 +9,12 @@ use std::time::Duration;
 
 use mpmd_base::block::Instant;
 
-use super::super::super::protocol::Answer;
-use super::super::super::{CommitStanding, Member, Part};
-use super::super::actions::{Actions, Wait, processes};
-use super::places::{HowEnded, Seat, Wish};
+use super::super::super::protocol::RequestAnswer;
+use super::super::super::{CommitStanding, JobMember, ProcessPart};
+use super::super::actions::{JobActions, RequestWait, processes};
+use super::places::{EndKind, JoinWish, Seat};
 use super::sizes::allows;
-use super::{End, Epochs, Phase};
+use super::{EpochPhase, Epochs, SeatEnd};
 use mpmd_base::deadline::after;
 use mpmd_handshake::strangers::Link;
 use mpmd_proto::wire::ProcessId;
@@ -22,19 +22,19 @@ use mpmd_proto::wire::ProcessId;
 /// The processes that leave.
 #[derive(Default)]
 pub(super) struct Leavers {
-    /// Those that wait until they are not needed any more, in order of arrival.
+    /// The leavers that wait until they are not needed any more, in order of arrival.
     pub(super) waiting: Vec<Seat>,
     /// True if a process was lost since a commit was last whole.
     pub(super) are_needed: bool,
     /// The newest epoch of which a commit was whole.
     whole: Option<u64>,
-    /// Number of those that waited at the service before this one, and have not come yet.
+    /// Number of leavers that waited at the service before this one, and have not come yet.
     pub(super) awaited: u32,
 }
 
 impl Leavers {
-    /// Creates those of a job that goes on at another service. `are_needed` is true if a process
-    /// was lost.
+    /// Creates the leavers of a job that goes on at another service. `are_needed` is true if a
+    /// process was lost.
     pub(super) fn resumed(past: CommitStanding, are_needed: bool) -> Self {
         let CommitStanding { whole, leavers } = past;
         let awaited = if are_needed { leavers } else { 0 };
@@ -46,7 +46,7 @@ impl Leavers {
         }
     }
 
-    /// Returns what the processes of an epoch are told.
+    /// Returns the commits of the job and the number of leavers, for the processes of an epoch.
     pub(super) fn standing(&self) -> CommitStanding {
         CommitStanding {
             whole: self.whole,
@@ -69,28 +69,31 @@ impl Epochs {
     pub(super) fn hold(
         &mut self,
         link: Link,
-        wish: &Wish,
-        member: Member,
-        waits: Wait,
+        wish: &JoinWish,
+        member: JobMember,
+        waits: RequestWait,
         now: Instant,
-        actions: &mut Actions,
+        actions: &mut JobActions,
     ) {
         self.leavers.awaited = self.leavers.awaited.saturating_sub(1);
-        self.knows(wish, Part::Waits);
+        self.note_process(wish, ProcessPart::Waits);
+
         // Nobody waits for it in the epoch that it has left.
         let key = wish.identity.key;
         let seats = processes(self.seats.len()).zip(self.seats.iter_mut().flatten());
         let own = seats
-            .filter(|_| self.phase == Phase::Running)
+            .filter(|_| self.phase == EpochPhase::Running)
             .find(|(_, seat)| seat.key == key);
+
         if let Some((process, seat)) = own {
-            seat.ended = Some(End {
+            seat.ended = Some(SeatEnd {
                 why: "it has left the job".to_owned(),
-                how: HowEnded::Leaves,
+                how: EndKind::Leaves,
             });
-            self.has_part(key, Part::Left(process));
+            self.set_part(key, ProcessPart::Left(process));
         }
-        let waits = Wait {
+
+        let waits = RequestWait {
             until: after(now, Duration::MAX),
             ..waits
         };
@@ -102,17 +105,19 @@ impl Epochs {
             waits,
             ended: None,
         });
-        let is_late = self.phase == Phase::Running && wish.epoch <= self.epoch;
+
+        let is_late = self.phase == EpochPhase::Running && wish.epoch <= self.epoch;
         if is_late && self.leavers.whole == Some(self.epoch) {
             self.release_leavers(actions);
         }
+
         self.place_spares(actions);
         self.dismiss_spares(now, actions);
     }
 
     /// Handles the news that a commit of an epoch is whole on all its processes.
-    pub(in super::super) fn is_whole(&mut self, link: Link, actions: &mut Actions) {
-        if self.phase == Phase::Running && self.place_of(link).is_some() {
+    pub(in super::super) fn is_whole(&mut self, link: Link, actions: &mut JobActions) {
+        if self.phase == EpochPhase::Running && self.place_of(link).is_some() {
             self.leavers.are_needed = false;
             self.leavers.whole = Some(self.epoch);
             self.release_leavers(actions);
@@ -120,13 +125,13 @@ impl Epochs {
     }
 
     /// Tells those that leave that the job can do without them.
-    pub(super) fn release_leavers(&mut self, actions: &mut Actions) {
+    pub(super) fn release_leavers(&mut self, actions: &mut JobActions) {
         for Seat {
             link, key, waits, ..
         } in self.leavers.take()
         {
-            actions.answer(link, waits.ask, Ok(Answer::Done));
-            self.is_away(key);
+            actions.answer(link, waits.ask, Ok(RequestAnswer::Done));
+            self.forget_if_gone(key);
         }
     }
 
@@ -141,11 +146,13 @@ impl Epochs {
         let (first, others): (Vec<_>, Vec<_>) = leavers
             .into_iter()
             .partition(|leaver| self.own_place(leaver).is_some());
+
         for leaver in first.into_iter().chain(others) {
             let size = self.seats.len();
             let all = || processes(size);
             let is_free = |at: &ProcessId| self.is_free(*at) && self.vacant[at.index()];
             let place = self.own_place(&leaver).or_else(|| all().find(is_free));
+
             if let Some(place) = place {
                 self.seat_leaver(place, leaver);
             } else if allows(&leaver, size + 1) {
@@ -179,6 +186,7 @@ impl Epochs {
         let former = self.before[process.index()]
             .as_ref()
             .map(|former| former.key);
+
         let known = seat.or(former).and_then(|key| self.known.get(&key));
         let whole = self.leavers.whole;
         known.is_some_and(|known| whole.is_some_and(|whole| known.since > whole))
@@ -187,10 +195,10 @@ impl Epochs {
     /// Gives a process that leaves this place. Its holder waits for another one, if it has one.
     fn seat_leaver(&mut self, process: ProcessId, leaver: Seat) {
         self.joined.insert(leaver.link, process);
-        self.has_part(leaver.key, Part::Holds(process));
+        self.set_part(leaver.key, ProcessPart::Holds(process));
         if let Some(new) = self.seats[process.index()].replace(leaver) {
             self.joined.remove(&new.link);
-            self.has_part(new.key, Part::Waits);
+            self.set_part(new.key, ProcessPart::Waits);
             self.spares.push(new);
         }
     }
@@ -204,7 +212,7 @@ impl Epochs {
             .position(|leaver| leaver.link == link);
         if let Some(at) = at {
             let leaver = self.leavers.waiting.remove(at);
-            self.is_away(leaver.key);
+            self.forget_if_gone(leaver.key);
         }
     }
 }

@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use mpmd_base::block::Instant;
 
-use super::super::super::protocol::Answer;
+use super::super::super::protocol::RequestAnswer;
 use super::super::super::succession::in_order;
-use super::super::super::{Difference, Identity, Member, Part, RendezvousError};
-use super::super::actions::{Actions, Wait, processes};
-use super::{Epochs, Phase};
+use super::super::super::{Difference, Identity, JobMember, ProcessPart, RendezvousError};
+use super::super::actions::{JobActions, RequestWait, processes};
+use super::{EpochPhase, Epochs};
 use mpmd_base::deadline::after;
 use mpmd_handshake::strangers::Link;
 use mpmd_proto::wire::ProcessId;
@@ -21,20 +21,20 @@ const MOST_REFUSALS: usize = 256;
 pub(super) struct Seat {
     pub(super) link: Link,
     pub(super) key: u128,
-    pub(super) member: Member,
-    pub(super) waits: Wait,
+    pub(super) member: JobMember,
+    pub(super) waits: RequestWait,
     /// `None` while the process is in the job.
-    pub(super) ended: Option<End>,
+    pub(super) ended: Option<SeatEnd>,
 }
 
 /// The end of a process's part in an epoch.
-pub(super) struct End {
+pub(super) struct SeatEnd {
     pub(super) why: String,
-    pub(super) how: HowEnded,
+    pub(super) how: EndKind,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(in super::super) enum HowEnded {
+pub(in super::super) enum EndKind {
     Died,
     /// It has left in order.
     Left,
@@ -45,23 +45,24 @@ pub(in super::super) enum HowEnded {
 }
 
 /// The holder of a place in the epoch before the one that gathers.
-pub(super) struct Former {
+#[derive(Clone, Copy)]
+pub(super) struct FormerHolder {
     pub(super) key: u128,
     pub(super) link: Link,
 }
 
 /// A process over the epochs of the job.
-pub(super) struct Known {
+pub(super) struct KnownProcess {
     /// The process number with which it joined first.
     pub(super) number: ProcessId,
-    pub(super) part: Part,
+    pub(super) part: ProcessPart,
     /// The first epoch that has begun with it, if there was one: it may have copies of its state.
     /// Else 0.
     pub(super) since: u64,
 }
 
 /// A client's wish to join a job.
-pub(in super::super) struct Wish {
+pub(in super::super) struct JoinWish {
     pub(in super::super) process: ProcessId,
     pub(in super::super) processes: usize,
     pub(in super::super) epoch: u64,
@@ -72,7 +73,7 @@ pub(in super::super) struct Wish {
 }
 
 /// The entry of a process into a job.
-pub(in super::super) enum Entry {
+pub(in super::super) enum JobEntry {
     /// It has a place. `instead_of` is its earlier connection, if it had one.
     HasPlace { instead_of: Option<Link> },
     /// It waits for a place.
@@ -85,34 +86,38 @@ impl Epochs {
     pub(in super::super) fn join(
         &mut self,
         link: Link,
-        wish: &Wish,
-        member: Member,
-        waits: Wait,
+        wish: &JoinWish,
+        member: JobMember,
+        waits: RequestWait,
         now: Instant,
-        actions: &mut Actions,
-    ) -> Result<Entry, RendezvousError> {
-        let Wish {
+        actions: &mut JobActions,
+    ) -> Result<JobEntry, RendezvousError> {
+        let JoinWish {
             process,
             identity: Identity { key, .. },
             ..
         } = *wish;
-        if let Phase::Failed(error) = &self.phase
+
+        if let EpochPhase::Failed(error) = &self.phase
             && wish.waits
         {
             return Err(error.clone());
         }
+
         let Some(process) = self.place_for(wish) else {
             return match wish.waits {
                 true => self.wait_for_place(link, wish, member, waits, now, actions),
                 false => Err(self.refusal(process)),
             };
         };
+
         self.check_is_new(link)?;
         if wish.leaves && !self.leavers.are_needed {
             self.vacant[process.index()] = true;
             self.hold(link, wish, member, waits, now, actions);
-            return Ok(Entry::Waits);
+            return Ok(JobEntry::Waits);
         }
+
         self.joined.insert(link, process);
         // Its connection was cut and it tries again. The end of its first connection has not been
         // seen yet.
@@ -120,6 +125,7 @@ impl Epochs {
         if let Some(before) = instead_of {
             self.joined.remove(&before);
         }
+
         let differs = self.differs(process, &member);
         // One that waits for a place has no time limit of its own.
         let until = if wish.waits {
@@ -127,8 +133,9 @@ impl Epochs {
         } else {
             waits.until
         };
-        let waits = Wait { until, ..waits };
-        self.knows(wish, Part::Holds(process));
+        let waits = RequestWait { until, ..waits };
+
+        self.note_process(wish, ProcessPart::Holds(process));
         self.seats[process.index()] = Some(Seat {
             link,
             key,
@@ -136,33 +143,37 @@ impl Epochs {
             waits,
             ended: None,
         });
+
         match differs {
             // Waiting cannot help. All processes had better hear of it now than of a missing
             // process later.
             Some(error) => self.fail(error, actions),
             None => self.place_spares(actions),
         }
-        Ok(Entry::HasPlace { instead_of })
+        Ok(JobEntry::HasPlace { instead_of })
     }
 
     /// Returns the place that a process may have at once: by its number in the first epoch, and in
     /// later ones the place that it had before. `None` if there is none or another has it.
-    fn place_for(&self, wish: &Wish) -> Option<ProcessId> {
+    fn place_for(&self, wish: &JoinWish) -> Option<ProcessId> {
         // In a later epoch its key tells enough. It may not know which one gathers: if a service is
         // lost, some of its clients have heard of the last epoch and some have not.
-        if self.phase != Phase::Gathering || (self.epoch == 1 && wish.epoch > 1) {
+        if self.phase != EpochPhase::Gathering || (self.epoch == 1 && wish.epoch > 1) {
             return None;
         }
+
         let key = wish.identity.key;
         let had_it = |process: &ProcessId| match &self.before[process.index()] {
             Some(former) => former.key == key,
             // The process that ran the service before, whose mark nobody knows.
             None => wish.leaves && wish.process == *process && !self.vacant[process.index()],
         };
+
         let own = match self.epoch {
             1 => Some(wish.process).filter(|process| process.index() < self.seats.len()),
             _ => processes(self.seats.len()).find(had_it),
         };
+
         let is_free = |process: &ProcessId| {
             self.seats[process.index()]
                 .as_ref()
@@ -178,7 +189,7 @@ impl Epochs {
             (None, _) => RendezvousError::NoSuchProcess { process, processes },
             (
                 Some(Some(Seat {
-                    member: Member { host, pid, .. },
+                    member: JobMember { host, pid, .. },
                     ended: None,
                     ..
                 })),
@@ -188,7 +199,7 @@ impl Epochs {
                 host: host.clone(),
                 pid: *pid,
             },
-            (_, Phase::Failed(error)) => error.clone(),
+            (_, EpochPhase::Failed(error)) => error.clone(),
             _ => RendezvousError::Complete { process, processes },
         }
     }
@@ -201,8 +212,10 @@ impl Epochs {
             .chain(&self.leavers.waiting)
             .any(|it| it.link == link);
         if waits || self.has_joined(link) {
-            let (what, when) = ("joining".into(), "once".into());
-            return Err(RendezvousError::OutOfTurn { what, when });
+            return Err(RendezvousError::OutOfTurn {
+                what: "joining".into(),
+                when: "once".into(),
+            });
         }
         Ok(())
     }
@@ -211,26 +224,28 @@ impl Epochs {
     fn wait_for_place(
         &mut self,
         link: Link,
-        wish: &Wish,
-        member: Member,
-        waits: Wait,
+        wish: &JoinWish,
+        member: JobMember,
+        waits: RequestWait,
         now: Instant,
-        actions: &mut Actions,
-    ) -> Result<Entry, RendezvousError> {
+        actions: &mut JobActions,
+    ) -> Result<JobEntry, RendezvousError> {
         if let Some(error) = self.differs(wish.process, &member) {
             self.add_refusal(wish.process, error.to_string());
             return Err(error);
         }
         self.check_is_new(link)?;
+
         if wish.leaves {
             self.hold(link, wish, member, waits, now, actions);
-            return Ok(Entry::Waits);
+            return Ok(JobEntry::Waits);
         }
-        let waits = Wait {
+
+        let waits = RequestWait {
             until: after(now, Duration::MAX),
             ..waits
         };
-        self.knows(wish, Part::Waits);
+        self.note_process(wish, ProcessPart::Waits);
         self.tell_heirs(link, actions);
         self.spares.push(Seat {
             link,
@@ -239,18 +254,20 @@ impl Epochs {
             waits,
             ended: None,
         });
+
         self.place_spares(actions);
         self.tell_size(actions);
         self.dismiss_spares(now, actions);
-        Ok(Entry::Waits)
+        Ok(JobEntry::Waits)
     }
 
     /// Gives the free places of an epoch that gathers to waiting spares. Starts the epoch if it is
     /// complete, or can do with fewer places.
-    pub(super) fn place_spares(&mut self, actions: &mut Actions) {
-        if self.phase != Phase::Gathering {
+    pub(super) fn place_spares(&mut self, actions: &mut JobActions) {
+        if self.phase != EpochPhase::Gathering {
             return;
         }
+
         self.refuse_others(actions);
         self.call_leavers_back();
         for process in processes(self.seats.len()) {
@@ -258,11 +275,12 @@ impl Epochs {
                 let spare = self.take_spare(|_| true);
                 if let Some(spare) = &spare {
                     self.joined.insert(spare.link, process);
-                    self.has_part(spare.key, Part::Holds(process));
+                    self.set_part(spare.key, ProcessPart::Holds(process));
                 }
                 self.seats[process.index()] = spare;
             }
         }
+
         let is_complete = self.seats.iter().all(Option::is_some);
         let shrinks = !self.owner_starts && self.shrinks();
         if self.leavers.awaited == 0 && (is_complete || shrinks) {
@@ -285,7 +303,7 @@ impl Epochs {
     }
 
     /// Refuses the spares whose program, options or files differ from those of the job.
-    pub(super) fn refuse_others(&mut self, actions: &mut Actions) {
+    pub(super) fn refuse_others(&mut self, actions: &mut JobActions) {
         for spare in std::mem::take(&mut self.spares) {
             let number = self
                 .known
@@ -296,7 +314,7 @@ impl Epochs {
                 Some(why) => {
                     self.add_refusal(number, why.to_string());
                     actions.answer(spare.link, spare.waits.ask, Err(why));
-                    self.is_away(spare.key);
+                    self.forget_if_gone(spare.key);
                 }
             }
         }
@@ -318,14 +336,15 @@ impl Epochs {
 
     /// Begins an epoch with the processes that have a place, and with spares for whom there is room
     /// beyond them.
-    pub(super) fn begin(&mut self, actions: &mut Actions) {
+    pub(super) fn begin(&mut self, actions: &mut JobActions) {
         self.seats.retain(Option::is_some);
         self.refuse_others(actions);
         self.grow();
         self.note_since();
-        self.phase = Phase::Running;
+        self.phase = EpochPhase::Running;
         self.vacant = vec![false; self.seats.len()];
-        let mut members: Vec<Member> = self
+
+        let mut members: Vec<JobMember> = self
             .seats
             .iter()
             .flatten()
@@ -336,34 +355,38 @@ impl Epochs {
             member.facts = Box::default();
             member.sizes = Vec::new();
         }
+
         if self.agreed.is_none() {
             self.agreed = members.first().cloned();
         }
-        let members: Arc<[Member]> = members.into();
+        let members: Arc<[JobMember]> = members.into();
+
         self.heirs = in_order(&members);
         let waiting = self.spares.iter().chain(&self.leavers.waiting);
         waiting.for_each(|one| self.tell_heirs(one.link, actions));
+
         let seats = processes(self.seats.len()).zip(self.seats.iter().flatten());
         let told: Vec<_> = seats
             .map(|(process, seat)| (process, seat.link, seat.key, seat.waits.ask))
             .collect();
+
         for known in self.known.values_mut() {
-            if let Part::Holds(place) = known.part {
-                known.part = Part::Died(place);
+            if let ProcessPart::Holds(place) = known.part {
+                known.part = ProcessPart::Died(place);
             }
         }
+
         let standing = self.leavers.standing();
         for (process, link, key, ask) in told {
             self.joined.insert(link, process);
             if let Some(known) = self.known.get_mut(&key) {
-                known.part = Part::Holds(process);
+                known.part = ProcessPart::Holds(process);
             }
-            let (members, epoch, run) = (members.clone(), self.epoch, self.run);
-            let answer = Answer::Members {
+            let answer = RequestAnswer::Members {
                 process,
-                epoch,
-                run,
-                members,
+                epoch: self.epoch,
+                run: self.run,
+                members: members.clone(),
                 standing,
                 more: false,
             };
@@ -373,10 +396,15 @@ impl Epochs {
 
     /// Returns an error if the program of a new member, its options or its files differ from those
     /// of the job so far, or of a process that has joined.
-    pub(super) fn differs(&self, process: ProcessId, member: &Member) -> Option<RendezvousError> {
+    pub(super) fn differs(
+        &self,
+        process: ProcessId,
+        member: &JobMember,
+    ) -> Option<RendezvousError> {
         let agreed = self.agreed.iter().map(|member| (ProcessId(0), member));
         let seats = processes(self.seats.len()).zip(&self.seats);
         let seats = seats.filter_map(|(other, seat)| Some((other, &seat.as_ref()?.member)));
+
         agreed.chain(seats).find_map(|(other, other_member)| {
             let mut facts = Difference::between(&member.facts, &other_member.facts);
             let host = member.host.clone();
@@ -428,16 +456,17 @@ impl Epochs {
             .iter()
             .flatten()
             .map(|former| (former.link, former.key));
+
         let key = seats
             .chain(former)
             .find(|(held, _)| *held == link)
             .map(|(_, key)| key);
         key.into_iter()
-            .for_each(|key| self.has_part(key, Part::Out));
+            .for_each(|key| self.set_part(key, ProcessPart::Out));
     }
 
     /// Forgets a process that has gone, unless it had a place in an epoch that has begun.
-    pub(super) fn is_away(&mut self, key: u128) {
+    pub(super) fn forget_if_gone(&mut self, key: u128) {
         let spares = self.spares.iter().chain(&self.leavers.waiting);
         if self
             .seats
@@ -448,15 +477,16 @@ impl Epochs {
         {
             return;
         }
+
         match self.known.get_mut(&key) {
             Some(known) if known.since == 0 => drop(self.known.remove(&key)),
-            Some(known) if known.part == Part::Waits => known.part = Part::Out,
+            Some(known) if known.part == ProcessPart::Waits => known.part = ProcessPart::Out,
             _ => {}
         }
     }
 
-    pub(super) fn knows(&mut self, wish: &Wish, part: Part) {
-        let new = Known {
+    pub(super) fn note_process(&mut self, wish: &JoinWish, part: ProcessPart) {
+        let new = KnownProcess {
             number: wish.process,
             part,
             since: 0,
@@ -464,7 +494,7 @@ impl Epochs {
         self.known.entry(wish.identity.key).or_insert(new).part = part;
     }
 
-    pub(super) fn has_part(&mut self, key: u128, part: Part) {
+    pub(super) fn set_part(&mut self, key: u128, part: ProcessPart) {
         self.known
             .get_mut(&key)
             .into_iter()
@@ -478,7 +508,7 @@ impl Epochs {
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::super::protocol::{Reply, Request};
+    use super::super::super::super::protocol::{ClientRequest, ServerReply};
     use super::super::super::tests::{TIME_LIMIT, Table, errors};
     use super::*;
 
@@ -495,10 +525,10 @@ mod tests {
             [10, 11, 12]
         );
         for (_, reply) in said {
-            let Reply::Answer {
+            let ServerReply::Answer {
                 ask: 1,
                 result:
-                    Ok(Answer::Members {
+                    Ok(RequestAnswer::Members {
                         members,
                         more: false,
                         ..
@@ -529,7 +559,10 @@ mod tests {
             errors(table.said()),
             [(10, missing.clone()), (13, missing.clone())]
         );
-        assert_eq!(table.job.epochs.phase(), &Phase::Failed(missing.clone()));
+        assert_eq!(
+            table.job.epochs.phase(),
+            &EpochPhase::Failed(missing.clone())
+        );
         table.join(1, "");
         assert_eq!(errors(table.said()), [(11, missing)]);
     }
@@ -540,11 +573,11 @@ mod tests {
         table.join(1, "");
         table.job.opened(50, table.now);
         let peer_timeout = Duration::from_secs(3600);
-        let member = Member {
+        let member = JobMember {
             pid: 7,
-            ..Member::default()
+            ..JobMember::default()
         };
-        let join = Request::Join {
+        let join = ClientRequest::Join {
             ask: 1,
             process: ProcessId(1),
             processes: 2,
@@ -562,7 +595,7 @@ mod tests {
         };
         assert_eq!(errors(table.said()), [(50, held)]);
         table.join(0, "");
-        assert_eq!(table.job.epochs.phase(), &Phase::Running);
+        assert_eq!(table.job.epochs.phase(), &EpochPhase::Running);
         table.job.closed(50, "closed");
         assert_eq!(table.job.epochs.present(), 2);
     }
@@ -587,7 +620,7 @@ mod tests {
         table.job.closed(11, "connection closed");
         table.open_and_join(50, 1, "");
         table.join(0, "");
-        assert_eq!(table.job.epochs.phase(), &Phase::Running);
+        assert_eq!(table.job.epochs.phase(), &EpochPhase::Running);
         assert!(errors(table.said()).is_empty());
     }
 
@@ -629,7 +662,7 @@ mod tests {
         }
         assert!(matches!(
             table.job.epochs.phase(),
-            Phase::Failed(RendezvousError::Program { .. })
+            EpochPhase::Failed(RendezvousError::Program { .. })
         ));
     }
 }

@@ -8,13 +8,13 @@ use std::time::Duration;
 
 use mpmd_base::block::Instant;
 
-use super::super::super::protocol::Reply;
+use super::super::super::protocol::ServerReply;
 use super::super::super::succession::{in_order, told};
-use super::super::super::{Joined, Part};
-use super::super::actions::{Actions, processes};
+use super::super::super::{JoinedEpoch, ProcessPart};
+use super::super::actions::{JobActions, processes};
 use super::Epochs;
 use super::leavers::Leavers;
-use super::places::{Former, Known};
+use super::places::{FormerHolder, KnownProcess};
 use mpmd_handshake::strangers::Link;
 
 /// The link of processes that were connected to the first service: no client has it.
@@ -22,11 +22,12 @@ const NOBODY: Link = 0;
 
 impl Epochs {
     /// Creates the epochs of a job that was started with `launched` processes and goes on after the
-    /// epoch `past`. Of its processes those to which `lives` says true may return.
+    /// epoch `past`. `lives` says for each of its processes if it may return.
     pub(in crate::job) fn resumed(
         launched: usize,
         peer_timeout: Duration,
-        (past, lives): (&Joined, &[bool]),
+        past: &JoinedEpoch,
+        lives: &[bool],
         now: Instant,
     ) -> Self {
         let mut epochs = Self::new(past.members.len(), peer_timeout, past.run, now);
@@ -35,21 +36,23 @@ impl Epochs {
         epochs.heirs = in_order(&past.members);
         epochs.agreed = past.members.first().cloned();
         epochs.leavers = Leavers::resumed(past.standing, lives.contains(&false));
+
         let places = processes(past.members.len()).zip(&past.members).zip(lives);
         for ((process, member), lives) in places {
             epochs.vacant[process.index()] = !*lives;
             let Some(heir) = member.heir.as_ref().filter(|_| *lives) else {
                 continue;
             };
-            let former = Former {
+
+            let former = FormerHolder {
                 key: heir.mark,
                 link: NOBODY,
             };
             epochs.before[process.index()] = Some(former);
-            let part = Part::Holds(process);
+            let part = ProcessPart::Holds(process);
             epochs.known.insert(
                 heir.mark,
-                Known {
+                KnownProcess {
                     number: process,
                     part,
                     since: heir.since,
@@ -59,7 +62,7 @@ impl Epochs {
         epochs
     }
 
-    /// Notes since when the processes of an epoch that begins have been in the job.
+    /// Notes the first epoch of those processes that are new in an epoch that begins.
     pub(super) fn note_since(&mut self) {
         for seat in self.seats.iter_mut().flatten() {
             let Some(known) = self.known.get_mut(&seat.key) else {
@@ -74,13 +77,13 @@ impl Epochs {
         }
     }
 
-    /// Tells a client that waits for a place who can go on with the service.
-    pub(super) fn tell_heirs(&self, link: Link, actions: &mut Actions) {
+    /// Tells a client that waits for a place which processes can go on with the service.
+    pub(super) fn tell_heirs(&self, link: Link, actions: &mut JobActions) {
         if !self.heirs.is_empty() {
             let addresses = told(&self.heirs);
             actions.say(
                 link,
-                Reply::Heirs {
+                ServerReply::Heirs {
                     run: self.run,
                     addresses,
                 },

@@ -2,14 +2,14 @@
 //! others wait.
 //!
 //! The first epoch has as many as the job was started with. A later one has another number only if
-//! all its processes say so: [`Member::sizes`]. No process that is left is turned away, since it
+//! all its processes say so: [`JobMember::sizes`]. No process that is left is turned away, since it
 //! has a part of the program's state.
 
-use super::super::super::protocol::Reply;
+use super::super::super::protocol::ServerReply;
 use super::super::super::{RendezvousError, SizeRange};
-use super::super::actions::Actions;
+use super::super::actions::JobActions;
 use super::places::Seat;
-use super::{Epochs, Phase};
+use super::{EpochPhase, Epochs};
 
 /// The largest number of ranges that a process may say: its description must fit a message.
 const MOST_RANGES: usize = 64 << 10;
@@ -17,7 +17,7 @@ const MOST_RANGES: usize = 64 << 10;
 impl Epochs {
     /// Notes that the server's owner may still start processes for free places, or that it will
     /// start none any more.
-    pub(in crate::job) fn owner_starts(&mut self, yes: bool, actions: &mut Actions) {
+    pub(in crate::job) fn owner_starts(&mut self, yes: bool, actions: &mut JobActions) {
         if std::mem::replace(&mut self.owner_starts, yes) != yes {
             self.place_spares(actions);
         }
@@ -65,6 +65,7 @@ impl Epochs {
         let Some(first) = self.seats.iter().flatten().next() else {
             return now;
         };
+
         let added = self
             .spares
             .iter()
@@ -74,23 +75,24 @@ impl Epochs {
             .launched
             .saturating_sub(now)
             .min(self.spares.len() - added);
+
         largest(first, now + missing + added)
             .unwrap_or(now)
             .max(now)
     }
 
     /// Tells process 0 of a running epoch how many processes the next one could have.
-    pub(super) fn tell_size(&self, actions: &mut Actions) {
-        if let (Phase::Running, Some(Some(first))) = (&self.phase, self.seats.first())
+    pub(super) fn tell_size(&self, actions: &mut JobActions) {
+        if let (EpochPhase::Running, Some(Some(first))) = (&self.phase, self.seats.first())
             && first.ended.is_none()
         {
             let processes = self.could_have() as u32;
-            actions.say(first.link, Reply::CouldHave { processes });
+            actions.say(first.link, ServerReply::CouldHave { processes });
         }
     }
 }
 
-/// True if the program of a process goes on with so many.
+/// True if the program of a process goes on with `size` processes.
 pub(super) fn allows(process: &Seat, size: usize) -> bool {
     largest(process, size) == Some(size)
 }

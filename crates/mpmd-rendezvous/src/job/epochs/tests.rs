@@ -6,8 +6,8 @@ mod leavers;
 mod resumed;
 
 use super::super::super::SizeRange;
-use super::super::super::protocol::{Leaving, Request};
-use super::super::{Action, Job};
+use super::super::super::protocol::{ClientRequest, LeaveKind};
+use super::super::{JobAction, JobState};
 use super::*;
 use mpmd_proto::router::{Failure, FailureKind};
 
@@ -18,7 +18,7 @@ const RUN: u128 = 7 << 90;
 
 /// A job of three processes and its clients. Process `p` of epoch `e` has link `10 * e + p`.
 struct Table {
-    job: Job,
+    job: JobState,
     now: Instant,
     /// The key of each process that has joined, by epoch and place. That of a new process is the
     /// number of its link.
@@ -35,7 +35,7 @@ struct Table {
 impl Table {
     fn new() -> Self {
         let now = Instant::now();
-        let (job, keys) = (Job::new(3, TIME_LIMIT, RUN, now), BTreeMap::new());
+        let (job, keys) = (JobState::new(3, TIME_LIMIT, RUN, now), BTreeMap::new());
         let joined_with = BTreeMap::new();
         let (sizes, facts) = (Vec::new(), Vec::new());
         Self {
@@ -92,15 +92,15 @@ impl Table {
         self.joined_with.insert(link, identity.key);
         let (sizes, is_added, leaves) = (self.sizes.clone(), self.is_added, self.leaves);
         let (pid, facts) = (link as u32, self.facts.clone().into());
-        let member = Member {
+        let member = JobMember {
             pid,
             sizes,
             is_added,
             leaves,
             facts,
-            ..Member::default()
+            ..JobMember::default()
         };
-        let join = Request::Join {
+        let join = ClientRequest::Join {
             ask: 1,
             process: ProcessId(process),
             processes: 3,
@@ -116,12 +116,12 @@ impl Table {
     /// Lets a process of the running epoch leave in order, and return if `returns` is true.
     fn leave(&mut self, link: Link, returns: bool) {
         let how = if returns {
-            Leaving::Returns
+            LeaveKind::Returns
         } else {
-            Leaving::Leaves
+            LeaveKind::Leaves
         };
         self.job
-            .said(link, Request::Leave { ask: 2, how }, self.now);
+            .said(link, ClientRequest::Leave { ask: 2, how }, self.now);
         self.job.closed(link, "the connection was closed");
     }
 
@@ -136,13 +136,13 @@ impl Table {
             self.now = self.job.tick(self.now).min(end);
             awake
                 .iter()
-                .for_each(|link| self.job.said(*link, Request::Pong, self.now));
+                .for_each(|link| self.job.said(*link, ClientRequest::Pong, self.now));
         }
         self.job.tick(self.now);
     }
 
     /// Takes the answers to requests to join since the last call.
-    fn answers(&mut self) -> Vec<(Link, Result<Answer, RendezvousError>)> {
+    fn answers(&mut self) -> Vec<(Link, Result<RequestAnswer, RendezvousError>)> {
         for (process, seat) in (0..).zip(&self.job.epochs.seats) {
             let key = seat.as_ref().map(|seat| self.joined_with[&seat.link]);
             let key = key.map(|key| ((self.job.epochs.epoch, process), key));
@@ -153,7 +153,9 @@ impl Table {
             .actions()
             .into_iter()
             .filter_map(|action| match action {
-                Action::Say(link, Reply::Answer { ask: 1, result }) => Some((link, result)),
+                JobAction::Say(link, ServerReply::Answer { ask: 1, result }) => {
+                    Some((link, result))
+                }
                 _ => None,
             });
         answers.collect()
@@ -165,7 +167,7 @@ impl Table {
             .answers()
             .into_iter()
             .map(|(link, result)| match result {
-                Ok(Answer::Members {
+                Ok(RequestAnswer::Members {
                     process,
                     epoch,
                     run: RUN,
@@ -194,7 +196,7 @@ fn spare_takes_the_place_of_a_dead_process() {
     table.leave(12, true);
     table.join(2, 2);
     assert_eq!(table.joined(), []);
-    assert_eq!(table.job.epochs.phase(), &Phase::Gathering);
+    assert_eq!(table.job.epochs.phase(), &EpochPhase::Gathering);
     table.join(2, 0);
     assert_eq!(table.joined(), [(20, 0, 2), (90, 1, 2), (22, 2, 2)]);
     // The next death takes the second spare; a third would want a new process.
@@ -321,11 +323,11 @@ fn spares_hear_of_the_end_of_the_job() {
     table.leave(11, false);
     assert_eq!(table.answers(), []);
     table.leave(12, false);
-    assert_eq!(table.answers(), [(90, Ok(Answer::Done))]);
+    assert_eq!(table.answers(), [(90, Ok(RequestAnswer::Done))]);
     table.join_as(91, 1, 3);
     assert_eq!(
         table.answers(),
-        [(91, Ok(Answer::Done))],
+        [(91, Ok(RequestAnswer::Done))],
         "it comes after the end"
     );
     // The same if all have failed and none returns; but not while one does.
@@ -362,11 +364,11 @@ fn process_that_has_finished_is_replaced_if_others_return() {
 fn spare_with_another_program_is_refused_at_once() {
     let mut table = Table::running();
     table.job.opened(90, table.now);
-    let member = Member {
+    let member = JobMember {
         program: "other".into(),
-        ..Member::default()
+        ..JobMember::default()
     };
-    let join = Request::Join {
+    let join = ClientRequest::Join {
         ask: 1,
         process: ProcessId(3),
         processes: 3,
@@ -400,7 +402,7 @@ fn process_of_another_run_is_refused() {
     assert_eq!(table.answers(), [(20, Err(refused))]);
     assert_eq!(
         (table.job.epochs.phase(), table.job.epochs.wanted()),
-        (&Phase::Running, 1)
+        (&EpochPhase::Running, 1)
     );
 }
 
@@ -445,7 +447,7 @@ fn epoch_waits_once_more_for_new_processes() {
     table.leave(21, true);
     table.join(3, 1);
     table.pass(TIME_LIMIT * 3, &[22, 31]);
-    let missing = |answer: &(Link, Result<Answer, RendezvousError>)| {
+    let missing = |answer: &(Link, Result<RequestAnswer, RendezvousError>)| {
         matches!(answer, (31, Err(RendezvousError::Missing { .. })))
     };
     assert!(matches!(&table.answers()[..], [answer] if missing(answer)));
@@ -465,7 +467,7 @@ fn value_of_a_lost_process_never_comes() {
         let (key, peer_timeout) = ("k".to_owned(), TIME_LIMIT);
         table.job.said(
             link,
-            Request::Get {
+            ClientRequest::Get {
                 ask: 1,
                 key,
                 peer_timeout,
@@ -533,7 +535,7 @@ fn spares_hear_that_all_processes_are_lost() {
             .job
             .epochs
             .parts()
-            .contains(&(ProcessId(1), Part::Out)),
+            .contains(&(ProcessId(1), ProcessPart::Out)),
         "nobody waits for its end"
     );
     table.join_as(91, 1, 4);
@@ -574,7 +576,7 @@ fn stranger_ends_no_epoch_and_takes_no_place() {
     table.join_with(80, 2, 1, stranger(80));
     assert_eq!(
         (table.job.epochs.phase(), table.job.epochs.present()),
-        (&Phase::Running, 3)
+        (&EpochPhase::Running, 3)
     );
     assert_eq!(table.answers(), [], "it waits as a spare");
     // Nor can a spare or a process that has left in order begin an epoch.
@@ -585,7 +587,7 @@ fn stranger_ends_no_epoch_and_takes_no_place() {
     table.join_with(92, 2, 0, stranger(10));
     assert_eq!(
         (table.job.epochs.phase(), table.job.epochs.present()),
-        (&Phase::Running, 2)
+        (&EpochPhase::Running, 2)
     );
     // A member begins one. Others cannot have the place of one that returns.
     table.leave(11, true);
@@ -609,14 +611,14 @@ fn stranger_ends_no_epoch_and_takes_no_place() {
 fn holder_is_known_by_its_key_alone() {
     let mut table = Table::new();
     table.join(1, 1);
-    let member = Member {
+    let member = JobMember {
         pid: 11,
-        ..Member::default()
+        ..JobMember::default()
     };
     for waits in [false, true] {
         let link = 80 + u64::from(waits);
         table.job.opened(link, table.now);
-        let join = Request::Join {
+        let join = ClientRequest::Join {
             ask: 1,
             process: ProcessId(1),
             processes: 3,
@@ -646,7 +648,7 @@ fn busy(table: &mut Table) -> Vec<(Link, Vec<u32>)> {
         .actions()
         .into_iter()
         .filter_map(|action| match action {
-            Action::Say(link, Reply::Busy { processes, .. }) => Some((
+            JobAction::Say(link, ServerReply::Busy { processes, .. }) => Some((
                 link,
                 processes.into_iter().map(|process| process.0).collect(),
             )),
@@ -716,7 +718,7 @@ fn requests_of_an_ended_epoch_fail_at_once() {
         let (key, peer_timeout) = ("k".to_owned(), TIME_LIMIT);
         table.job.said(
             link,
-            Request::Get {
+            ClientRequest::Get {
                 ask: 1,
                 key,
                 peer_timeout,
@@ -747,9 +749,9 @@ fn requests_of_an_ended_epoch_fail_at_once() {
     );
     table.job.said(
         12,
-        Request::Report {
+        ClientRequest::Report {
             ask: 3,
-            report: Report {
+            report: FailureReport {
                 failure,
                 hash: None,
             },
@@ -764,13 +766,13 @@ fn failure_of_a_process_that_has_left_outlives_its_epoch() {
     let mut table = Table::running();
     table.die(11);
     let failure = Failure::new(FailureKind::Kernel, ProcessId(0), 1, "it failed".to_owned());
-    let report = Report {
+    let report = FailureReport {
         failure,
         hash: None,
     };
     table.job.said(
         10,
-        Request::Report {
+        ClientRequest::Report {
             ask: 3,
             report: report.clone(),
         },
@@ -786,7 +788,7 @@ fn failure_of_a_process_that_has_left_outlives_its_epoch() {
             .job
             .epochs
             .parts()
-            .contains(&(ProcessId(0), Part::Left(ProcessId(0))))
+            .contains(&(ProcessId(0), ProcessPart::Left(ProcessId(0))))
     );
 }
 
@@ -797,12 +799,12 @@ fn parts_tell_who_has_which_place() {
         let found = parts.iter().find(|(known, _)| *known == ProcessId(number));
         found.map(|(_, part)| *part)
     };
-    let holds = |process| Some(Part::Holds(ProcessId(process)));
+    let holds = |process| Some(ProcessPart::Holds(ProcessId(process)));
     let mut table = Table::running();
     table.join_as(90, 1, 3);
     assert_eq!(
         [1, 3, 4].map(|number| part(&table, number)),
-        [holds(1), Some(Part::Waits), None]
+        [holds(1), Some(ProcessPart::Waits), None]
     );
     table.die(11);
     assert_eq!(part(&table, 1), holds(1), "others have not gone on yet");
@@ -811,17 +813,17 @@ fn parts_tell_who_has_which_place() {
     table.join(2, 0);
     table.join(2, 2);
     table.joined();
-    let died = Some(Part::Died(ProcessId(1)));
+    let died = Some(ProcessPart::Died(ProcessId(1)));
     let expected = [holds(0), died, holds(2), holds(1)];
     assert_eq!([0, 1, 2, 3].map(|number| part(&table, number)), expected);
     // One is stopped, and given up.
     table.pass(TIME_LIMIT + Duration::from_secs(1), &[20, 90]);
-    assert_eq!(part(&table, 2), Some(Part::Out));
+    assert_eq!(part(&table, 2), Some(ProcessPart::Out));
     table.leave(20, false);
-    let left = Some(Part::Left(ProcessId(0)));
+    let left = Some(ProcessPart::Left(ProcessId(0)));
     assert_eq!((part(&table, 0), table.job.epochs.is_over()), (left, false));
     table.leave(90, false);
-    assert_eq!(part(&table, 3), Some(Part::Left(ProcessId(1))));
+    assert_eq!(part(&table, 3), Some(ProcessPart::Left(ProcessId(1))));
     assert_eq!(
         (table.job.epochs.is_over(), table.job.epochs.wanted()),
         (true, 0)
@@ -860,7 +862,7 @@ fn told(table: &mut Table) -> Vec<(Link, u32)> {
         .actions()
         .into_iter()
         .filter_map(|action| match action {
-            Action::Say(link, Reply::CouldHave { processes }) => Some((link, processes)),
+            JobAction::Say(link, ServerReply::CouldHave { processes }) => Some((link, processes)),
             _ => None,
         });
     told.collect()
@@ -978,6 +980,9 @@ fn process_that_leaves_in_order_has_no_place_in_the_next_epoch() {
         }
         assert_eq!(table.joined(), [(20, 0, 2), (22, 1, 2)]);
         let parts = table.job.epochs.parts();
-        assert!(parts.contains(&(ProcessId(1), Part::Out)), "{parts:?}");
+        assert!(
+            parts.contains(&(ProcessId(1), ProcessPart::Out)),
+            "{parts:?}"
+        );
     }
 }

@@ -4,15 +4,15 @@
 use mpmd_fuzz::{Rng, integer};
 
 use crate::job::*;
-use crate::protocol::{Leaving, MAX_KEY_BYTES, MAX_VALUE_BYTES, frame, parts};
-use crate::{Fact, Heir, Identity, Report, SizeRange};
+use crate::protocol::{LeaveKind, MAX_KEY_BYTES, MAX_VALUE_BYTES, frame, parts};
+use crate::{Fact, FailureReport, Heir, Identity, SizeRange};
 use mpmd_proto::router::{Failure, FailureKind};
 
 const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 /// A job, and the requests of its clients.
 struct Table {
-    job: Job,
+    job: JobState,
     /// The number with which the job was started.
     processes: usize,
     now: Instant,
@@ -79,14 +79,14 @@ impl Table {
     fn hear(&mut self) {
         for action in self.job.actions() {
             match action {
-                Action::Close(link) => {
+                JobAction::Close(link) => {
                     let asks = self
                         .asks
                         .remove(&link)
                         .expect("an open connection is closed");
                     assert!(!self.job.clients.contains_key(&link), "{asks:?}");
                 }
-                Action::Say(link, reply) => {
+                JobAction::Say(link, reply) => {
                     for part in parts(reply.clone()) {
                         assert!(frame(&part).is_ok(), "a reply fits a message");
                     }
@@ -94,7 +94,7 @@ impl Table {
                         .asks
                         .get_mut(&link)
                         .expect("a closed connection gets no reply");
-                    if let Reply::Answer { ask, .. } = reply {
+                    if let ServerReply::Answer { ask, .. } = reply {
                         let at = asks.iter().position(|open| *open == ask);
                         asks.swap_remove(at.expect("an ask is answered once"));
                     }
@@ -109,16 +109,19 @@ impl Table {
     }
 }
 
-fn ask_of(request: &Request) -> Option<u64> {
+fn ask_of(request: &ClientRequest) -> Option<u64> {
     match request {
-        Request::Join { ask, .. }
-        | Request::Set { ask, .. }
-        | Request::Get { ask, .. }
-        | Request::Barrier { ask, .. }
-        | Request::Report { ask, .. }
-        | Request::Look { ask, .. }
-        | Request::Leave { ask, .. } => Some(*ask),
-        Request::Clock { .. } | Request::Status { .. } | Request::Pong | Request::Whole => None,
+        ClientRequest::Join { ask, .. }
+        | ClientRequest::Set { ask, .. }
+        | ClientRequest::Get { ask, .. }
+        | ClientRequest::Barrier { ask, .. }
+        | ClientRequest::Report { ask, .. }
+        | ClientRequest::Look { ask, .. }
+        | ClientRequest::Leave { ask, .. } => Some(*ask),
+        ClientRequest::Clock { .. }
+        | ClientRequest::Status { .. }
+        | ClientRequest::Pong
+        | ClientRequest::Whole => None,
     }
 }
 
@@ -131,7 +134,7 @@ fn text(rng: &mut Rng, is_long: bool) -> String {
     }
 }
 
-fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
+fn request(rng: &mut Rng, processes: usize, is_long: bool) -> ClientRequest {
     let text = |rng: &mut Rng| text(rng, is_long);
     let ask = rng.u64(..4);
     let peer_timeout = match rng.u8(..3) {
@@ -151,7 +154,7 @@ fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
             } else {
                 processes as u64
             };
-            let mut member = Member::default();
+            let mut member = JobMember::default();
             // Two long texts would not fit a message.
             match if is_long { 0 } else { rng.u8(..8) } {
                 0 => member.program = text(rng),
@@ -177,7 +180,7 @@ fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
                 run,
             };
             let process = ProcessId(process);
-            Request::Join {
+            ClientRequest::Join {
                 ask,
                 process,
                 processes,
@@ -188,57 +191,57 @@ fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
                 member: Box::new(member),
             }
         }
-        3 => Request::Set {
+        3 => ClientRequest::Set {
             ask,
             key: text(rng),
             value: vec![7; rng.usize(..40)],
         },
-        4 => Request::Get {
+        4 => ClientRequest::Get {
             ask,
             key: text(rng),
             peer_timeout,
         },
-        5 => Request::Barrier {
+        5 => ClientRequest::Barrier {
             ask,
             name: text(rng),
             peer_timeout,
         },
         6 => {
             let how = match rng.u8(..4) {
-                0 => Leaving::Ends,
-                1 => Leaving::Leaves,
-                2 => Leaving::Returns,
-                _ => Leaving::GivesBack(text(rng)),
+                0 => LeaveKind::Ends,
+                1 => LeaveKind::Leaves,
+                2 => LeaveKind::Returns,
+                _ => LeaveKind::GivesBack(text(rng)),
             };
-            Request::Leave { ask, how }
+            ClientRequest::Leave { ask, how }
         }
         7 => {
             let process = ProcessId(integer(rng) as u32);
             let failure = Failure::new(FailureKind::Diverged, process, integer(rng), text(rng));
-            Request::Report {
+            ClientRequest::Report {
                 ask,
-                report: Report {
+                report: FailureReport {
                     failure,
                     hash: rng.bool().then_some(5),
                 },
             }
         }
-        8 | 9 => Request::Look {
+        8 | 9 => ClientRequest::Look {
             ask,
             words: vec![3; rng.usize(..40)],
         },
-        10 if rng.bool() => Request::Status {
+        10 if rng.bool() => ClientRequest::Status {
             look: rng.u64(..9),
             status: Ok(vec![3; rng.usize(..40)]),
         },
-        10 => Request::Status {
+        10 => ClientRequest::Status {
             look: rng.u64(..9),
             status: Err(text(rng)),
         },
         _ => match rng.u8(..3) {
-            0 => Request::Clock { ask },
-            1 => Request::Whole,
-            _ => Request::Pong,
+            0 => ClientRequest::Clock { ask },
+            1 => ClientRequest::Whole,
+            _ => ClientRequest::Pong,
         },
     }
 }
@@ -248,7 +251,10 @@ fn fuzz_rendezvous_job() {
     let start = Instant::now();
     mpmd_fuzz::cases("rendezvous-job", |rng| {
         let processes = rng.usize(1..5);
-        let (job, asks) = (Job::new(processes, TIME_LIMIT, 1, start), BTreeMap::new());
+        let (job, asks) = (
+            JobState::new(processes, TIME_LIMIT, 1, start),
+            BTreeMap::new(),
+        );
         let is_long = rng.u32(..512) == 0;
         let mut table = Table {
             job,

@@ -4,9 +4,9 @@
 
 use std::collections::{BTreeSet, VecDeque};
 
-use crate::contact::{Contact, Parting};
+use crate::contact::{ServiceContact, ServiceParting};
 use crate::job::*;
-use crate::protocol::Leaving;
+use crate::protocol::LeaveKind;
 use crate::succession::Succession;
 use crate::{Heir, Identity, SizeRange};
 
@@ -33,19 +33,19 @@ const FIRST: &str = "first";
 
 enum FromClient {
     Opened,
-    Said(Request),
+    Said(ClientRequest),
     Closed,
 }
 
 enum FromService {
-    Said(Reply),
+    Said(ServerReply),
     Closed,
 }
 
 struct Service {
     host: usize,
     address: String,
-    job: Job,
+    job: JobState,
     inbox: VecDeque<(Link, FromClient)>,
     /// By link, the process of a client.
     clients: BTreeMap<Link, usize>,
@@ -86,8 +86,8 @@ struct Process {
     /// The service and the link of its connection.
     link: Option<(usize, Link)>,
     inbox: VecDeque<FromService>,
-    contact: Contact,
-    parting: Option<Parting>,
+    contact: ServiceContact,
+    parting: Option<ServiceParting>,
     succession: Option<Succession>,
     /// The succession that it has heard of over this connection, while it waits for a place.
     told: Option<Succession>,
@@ -95,7 +95,7 @@ struct Process {
 
 impl Process {
     fn parts(&mut self) {
-        let parting = Parting::new(self.contact.clone());
+        let parting = ServiceParting::new(self.contact.clone());
         self.parting = Some(parting.after(self.parting.take()));
     }
 }
@@ -141,7 +141,7 @@ impl World {
             address: FIRST.to_owned(),
             link: None,
             inbox: VecDeque::new(),
-            contact: Contact::new(TIMEOUT, now),
+            contact: ServiceContact::new(TIMEOUT, now),
             parting: None,
             succession: None,
             told: None,
@@ -159,7 +159,7 @@ impl World {
             ends,
             busy,
         };
-        let job = Job::new(count, TIMEOUT, RUN, world.instant());
+        let job = JobState::new(count, TIMEOUT, RUN, world.instant());
         world.serve(0, FIRST.to_owned(), job);
         world
     }
@@ -168,7 +168,7 @@ impl World {
         self.start + self.now
     }
 
-    fn serve(&mut self, host: usize, address: String, job: Job) {
+    fn serve(&mut self, host: usize, address: String, job: JobState) {
         let inbox = VecDeque::new();
         let clients = BTreeMap::new();
         self.services.push(Service {
@@ -283,8 +283,8 @@ impl World {
         service.job.tick(now);
         for action in service.job.actions() {
             let (link, said) = match action {
-                Action::Say(link, reply) => (link, FromService::Said(reply)),
-                Action::Close(link) => (link, FromService::Closed),
+                JobAction::Say(link, reply) => (link, FromService::Said(reply)),
+                JobAction::Close(link) => (link, FromService::Closed),
             };
             let process = match said {
                 FromService::Said(_) => service.clients.get(&link).copied(),
@@ -306,7 +306,7 @@ impl World {
         }
     }
 
-    fn say(&mut self, process: usize, request: Request) {
+    fn say(&mut self, process: usize, request: ClientRequest) {
         if let Some((service, link)) = self.processes[process].link {
             self.services[service]
                 .inbox
@@ -370,11 +370,11 @@ impl World {
         };
         this.contact.hears(now);
         match reply {
-            Reply::Ping => self.say(process, Request::Pong),
-            Reply::Answer {
+            ServerReply::Ping => self.say(process, ClientRequest::Pong),
+            ServerReply::Answer {
                 ask: JOIN,
                 result:
-                    Ok(Answer::Members {
+                    Ok(RequestAnswer::Members {
                         process: place,
                         epoch,
                         run,
@@ -384,7 +384,7 @@ impl World {
                     }),
             } => {
                 let members = members.to_vec();
-                let joined = Joined {
+                let joined = JoinedEpoch {
                     process: place,
                     epoch,
                     run,
@@ -398,17 +398,17 @@ impl World {
                 this.contact.has_place();
                 this.doing = Doing::Runs;
             }
-            Reply::Answer {
+            ServerReply::Answer {
                 ask: JOIN,
                 result: Ok(_),
             } => self.end(process, HowItEnded::NotNeeded),
-            Reply::Answer {
+            ServerReply::Answer {
                 ask: JOIN,
                 result: Err(error),
             } => {
                 self.end(process, HowItEnded::Failed(error.to_string()));
             }
-            Reply::Answer {
+            ServerReply::Answer {
                 ask: BARRIER,
                 result: Ok(_),
             } => {
@@ -417,20 +417,22 @@ impl World {
                 this.doing = Doing::Lingers(now + LINGERS);
                 self.say(
                     process,
-                    Request::Leave {
+                    ClientRequest::Leave {
                         ask: 3,
-                        how: Leaving::Ends,
+                        how: LeaveKind::Ends,
                     },
                 );
             }
-            Reply::Answer {
+            ServerReply::Answer {
                 ask: BARRIER,
                 result: Err(_),
             } => self.loses(process),
-            Reply::Place => this.contact.has_place(),
-            Reply::Down { .. } => self.loses(process),
-            Reply::Heirs { run, addresses } => this.told = Some(Succession::told(run, addresses)),
-            Reply::Dropped { why } => this.contact.is_given_up(&why),
+            ServerReply::Place => this.contact.has_place(),
+            ServerReply::Down { .. } => self.loses(process),
+            ServerReply::Heirs { run, addresses } => {
+                this.told = Some(Succession::told(run, addresses))
+            }
+            ServerReply::Dropped { why } => this.contact.is_given_up(&why),
             _ => {}
         }
     }
@@ -459,9 +461,9 @@ impl World {
     fn returns(&mut self, process: usize) {
         self.say(
             process,
-            Request::Leave {
+            ClientRequest::Leave {
                 ask: 4,
-                how: Leaving::Returns,
+                how: LeaveKind::Returns,
             },
         );
         self.hang_up(process);
@@ -472,7 +474,7 @@ impl World {
         this.doing = Doing::Seeks(self.now);
     }
 
-    /// Looks for the service, as a `Seeker` does.
+    /// Looks for the service, as a `ServiceSeeker` does.
     fn seeks(&mut self, process: usize, since: Duration) {
         let address = self.processes[process].address.clone();
         let at = self.services.iter().position(|service| {
@@ -534,7 +536,7 @@ impl World {
                     .map(|member| member.heir.as_ref().is_some_and(lives))
                     .collect();
                 let launched = self.processes.len();
-                let job = Job::resumed(launched, TIMEOUT, (&past, &lives), self.instant());
+                let job = JobState::resumed(launched, TIMEOUT, &past, &lives, self.instant());
                 self.serve(process, own.clone(), job);
                 self.processes[process].address = own;
             }
@@ -557,19 +559,19 @@ impl World {
             mark: this.identity.mark(),
             since: 0,
         };
-        let member = Member {
+        let member = JobMember {
             pid: process as u32,
             sizes: SizeRange::of(1..=count as u32),
             heir: (!hosts).then_some(heir),
-            ..Member::default()
+            ..JobMember::default()
         };
         this.address = address;
         this.link = Some((service, link));
         this.inbox.clear();
         this.told = None;
-        this.contact = Contact::new(TIMEOUT, self.now);
+        this.contact = ServiceContact::new(TIMEOUT, self.now);
         this.doing = Doing::Joins;
-        let join = Request::Join {
+        let join = ClientRequest::Join {
             ask: JOIN,
             process: ProcessId(process as u32),
             processes: count as u64,
@@ -609,7 +611,7 @@ impl World {
                 if done >= STEPS {
                     self.processes[process].doing = Doing::WaitsAtEnd;
                     let name = format!("end {}", epoch.1);
-                    let barrier = Request::Barrier {
+                    let barrier = ClientRequest::Barrier {
                         ask: BARRIER,
                         name,
                         peer_timeout: TIMEOUT,
@@ -621,7 +623,7 @@ impl World {
     }
 }
 
-/// Notes a succession as [`Seeker::hear`](crate::Seeker::hear) does.
+/// Notes a succession as [`ServiceSeeker::hear`](crate::ServiceSeeker::hear) does.
 fn hear(known: &mut Option<Succession>, told: Option<Succession>) {
     match (known, told) {
         (Some(known), Some(told)) => known.hear(told),

@@ -134,7 +134,7 @@ fn senseless_messages_end_the_connection_and_nothing_else() {
 }
 
 /// Sends `bytes` to the server. Returns all bytes that it answers until it closes.
-fn answer(server: &Server, bytes: &[u8]) -> Vec<u8> {
+fn answer(server: &RendezvousServer, bytes: &[u8]) -> Vec<u8> {
     let mut stream = TcpStream::connect(server.address()).unwrap();
     stream.set_read_timeout(Some(LONG)).unwrap();
     stream.write_all(bytes).unwrap();
@@ -167,7 +167,7 @@ fn stranger_with_the_token_does_not_end_the_epoch() {
         ..Identity::random().unwrap()
     };
     let stranger = thread::spawn(move || stranger.join_epoch(member(1), 2, identity));
-    let waits = |(_, part): &(ProcessId, Part)| *part == Part::Waits;
+    let waits = |(_, part): &(ProcessId, ProcessPart)| *part == ProcessPart::Waits;
     let until = Instant::now() + LONG;
     while !server.parts().iter().any(waits) {
         assert!(Instant::now() < until, "{:?}", server.parts());

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use mpmd_base::ProcessId;
 use mpmd_base::block::{join_group, note, simulated};
-use mpmd_rendezvous::{Identity, LocalServer, Member, SizeRange};
+use mpmd_rendezvous::{Identity, JobMember, LocalServer, SizeRange};
 
 use super::super::builder::LayoutFn;
 use super::super::candidate::{Candidate, EpochStart};
@@ -253,7 +253,7 @@ impl SimulatedJob<'_> {
             })))
         };
 
-        let member = Member {
+        let member = JobMember {
             host: "simulated".to_owned(),
             pid: FIRST_PID + self.process.0,
             sizes: SizeRange::of(builder.sizes.iter().map(|size| size.processes)),
@@ -261,7 +261,7 @@ impl SimulatedJob<'_> {
             devices: (topology.devices().len() / self.simulation.processes) as u32,
             addresses: transports::told("", &opened),
             leaves,
-            ..Member::default()
+            ..JobMember::default()
         };
         let candidate = Candidate {
             rendezvous,

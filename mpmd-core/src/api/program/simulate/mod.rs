@@ -125,7 +125,7 @@ impl Simulation {
         Self {
             processes,
             builder,
-            delays: Faults::default(),
+            delays: FabricFaults::default(),
             lost: Vec::new(),
             later_processes: Vec::new(),
             timed_faults: Vec::new(),

@@ -7,9 +7,9 @@ impl Table {
     fn end(&mut self, link: Link) {
         self.job.said(
             link,
-            Request::Leave {
+            ClientRequest::Leave {
                 ask: 2,
-                how: Leaving::Ends,
+                how: LeaveKind::Ends,
             },
             self.now,
         );
@@ -26,7 +26,7 @@ fn process_cut_off_at_a_good_end_begins_no_epoch() {
     assert_eq!(table.job.epochs.epoch, 1, "nothing is left to do");
     assert_eq!(table.answers(), []);
     table.end(12);
-    assert_eq!(table.answers(), [(21, Ok(Answer::Done))]);
+    assert_eq!(table.answers(), [(21, Ok(RequestAnswer::Done))]);
 }
 
 #[test]
@@ -36,17 +36,17 @@ fn epoch_that_a_process_cut_off_at_the_end_has_begun_is_over() {
     table.join(2, 1);
     assert_eq!(
         table.job.epochs.phase(),
-        &Phase::Gathering,
+        &EpochPhase::Gathering,
         "the others are awaited"
     );
     table.end(10);
-    assert_eq!(table.answers(), [(21, Ok(Answer::Done))]);
+    assert_eq!(table.answers(), [(21, Ok(RequestAnswer::Done))]);
     table.end(12);
     assert!(table.job.epochs.is_over());
     table.join_as(90, 1, 3);
-    assert_eq!(table.answers(), [(90, Ok(Answer::Done))]);
-    let left = |place| Part::Left(ProcessId(place));
-    let parts: Vec<Part> = table
+    assert_eq!(table.answers(), [(90, Ok(RequestAnswer::Done))]);
+    let left = |place| ProcessPart::Left(ProcessId(place));
+    let parts: Vec<ProcessPart> = table
         .job
         .epochs
         .parts()

@@ -1,6 +1,6 @@
 //! Processes with other options or other files than the rest.
 
-use super::super::super::super::{CommitStanding, Joined};
+use super::super::super::super::{CommitStanding, JoinedEpoch};
 use super::*;
 
 /// True if the error names the weights of process 0 and of another one.
@@ -64,7 +64,7 @@ fn members_are_told_the_facts_of_the_first() {
     weights(&mut table, "old");
     (0..3).for_each(|process| table.join(1, process));
     for (_, answer) in table.answers() {
-        let Ok(Answer::Members { members, .. }) = answer else {
+        let Ok(RequestAnswer::Members { members, .. }) = answer else {
             panic!("{answer:?}")
         };
         let counts: Vec<usize> = members.iter().map(|member| member.facts.len()).collect();
@@ -114,7 +114,7 @@ fn spare_that_came_first_is_refused_when_the_job_begins() {
         refused.is_some_and(|(_, answer)| answer.as_ref().is_err_and(differs)),
         "{answers:?}"
     );
-    assert_eq!(table.job.epochs.phase(), &Phase::Running);
+    assert_eq!(table.job.epochs.phase(), &EpochPhase::Running);
 }
 
 #[test]
@@ -124,12 +124,15 @@ fn place_that_a_spare_gives_back_goes_to_another() {
     table.die(11);
     go_on(&mut table, &[10, 12]);
     assert_eq!(table.joined(), [(20, 0, 2), (90, 1, 2), (22, 2, 2)]);
-    let how = Leaving::GivesBack("its weights have changed".to_owned());
+    let how = LeaveKind::GivesBack("its weights have changed".to_owned());
     table
         .job
-        .said(90, Request::Leave { ask: 2, how }, table.now);
+        .said(90, ClientRequest::Leave { ask: 2, how }, table.now);
     let parts = table.job.epochs.parts();
-    assert!(parts.contains(&(ProcessId(3), Part::Out)), "{parts:?}");
+    assert!(
+        parts.contains(&(ProcessId(3), ProcessPart::Out)),
+        "{parts:?}"
+    );
     assert_eq!(table.job.epochs.wanted(), 1, "its place is free");
     table.join_as(91, 1, 4);
     [20, 22]
@@ -180,12 +183,12 @@ fn job_that_shrinks_goes_on_without_a_refused_spare() {
 #[test]
 fn service_that_goes_on_knows_the_facts_before_a_process_returns() {
     let facts = Box::new([Fact::new("weights", "old")]);
-    let host = Member {
+    let host = JobMember {
         facts,
-        ..Member::default()
+        ..JobMember::default()
     };
-    let members = vec![host, Member::default(), Member::default()];
-    let past = Joined {
+    let members = vec![host, JobMember::default(), JobMember::default()];
+    let past = JoinedEpoch {
         process: ProcessId(1),
         epoch: 4,
         run: RUN,
@@ -193,7 +196,7 @@ fn service_that_goes_on_knows_the_facts_before_a_process_returns() {
         standing: CommitStanding::default(),
     };
     let mut table = Table::new();
-    table.job = Job::resumed(3, TIME_LIMIT, (&past, &[false, true, true]), table.now);
+    table.job = JobState::resumed(3, TIME_LIMIT, &past, &[false, true, true], table.now);
     weights(&mut table, "new");
     table.join_as(90, 1, 7);
     assert!(table.answers()[0].1.as_ref().is_err_and(differs));

@@ -11,7 +11,7 @@ fn leave_job(table: &mut Table, process: u32) {
 }
 
 fn whole(table: &mut Table, link: Link) {
-    table.job.said(link, Request::Whole, table.now);
+    table.job.said(link, ClientRequest::Whole, table.now);
 }
 
 #[test]
@@ -30,7 +30,7 @@ fn leaver_ends_once_a_commit_of_the_others_is_whole() {
     whole(&mut table, 21);
     assert_eq!(table.answers(), [], "it is none of the epoch");
     whole(&mut table, 20);
-    assert_eq!(table.answers(), [(21, Ok(Answer::Done))]);
+    assert_eq!(table.answers(), [(21, Ok(RequestAnswer::Done))]);
 }
 
 #[test]
@@ -77,13 +77,13 @@ fn leaver_is_not_needed_by_a_job_that_has_ended() {
     leave_job(&mut table, 1);
     table.leave(10, false);
     table.leave(12, false);
-    assert_eq!(table.answers(), [(21, Ok(Answer::Done))]);
+    assert_eq!(table.answers(), [(21, Ok(RequestAnswer::Done))]);
     assert!(
         table
             .job
             .epochs
             .parts()
-            .contains(&(ProcessId(1), Part::Left(ProcessId(1))))
+            .contains(&(ProcessId(1), ProcessPart::Left(ProcessId(1))))
     );
 }
 

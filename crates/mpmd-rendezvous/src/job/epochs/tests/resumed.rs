@@ -1,6 +1,6 @@
 //! Jobs that go on at another service.
 
-use super::super::super::super::{CommitStanding, Heir, Joined};
+use super::super::super::super::{CommitStanding, Heir, JoinedEpoch};
 use super::*;
 
 /// The key of the process that had this place in the epoch before.
@@ -19,17 +19,17 @@ fn heir(key: u128, since: u64) -> Option<Heir> {
 }
 
 /// Returns a job that goes on after epoch 4 of these members, of whom some live.
-fn resumed(members: Vec<Member>, lives: &[bool], sizes: &[u32]) -> Table {
+fn resumed(members: Vec<JobMember>, lives: &[bool], sizes: &[u32]) -> Table {
     resumed_from(CommitStanding::default(), members, lives, sizes)
 }
 
 fn resumed_from(
     standing: CommitStanding,
-    members: Vec<Member>,
+    members: Vec<JobMember>,
     lives: &[bool],
     sizes: &[u32],
 ) -> Table {
-    let past = Joined {
+    let past = JoinedEpoch {
         process: ProcessId(1),
         epoch: 4,
         run: RUN,
@@ -40,15 +40,15 @@ fn resumed_from(
         sizes: SizeRange::of(sizes.iter().copied()),
         ..Table::new()
     };
-    table.job = Job::resumed(3, TIME_LIMIT, (&past, lives), table.now);
+    table.job = JobState::resumed(3, TIME_LIMIT, &past, lives, table.now);
     table
 }
 
 /// Returns a job of three the first of which ran the service.
 fn after_the_first(lives: &[bool], sizes: &[u32]) -> Table {
-    let member = |process| Member {
+    let member = |process| JobMember {
         heir: (process > 0).then(|| heir(key(process), 1)).flatten(),
-        ..Member::default()
+        ..JobMember::default()
     };
     resumed((0..3).map(member).collect(), lives, sizes)
 }
@@ -167,13 +167,13 @@ fn those_who_were_there_first_are_first_in_the_succession() {
         table.job.opened(link, table.now);
         let (identity, peer_timeout) = (Identity { key, run: None }, TIME_LIMIT);
         let heir = heir(key, 77).filter(|_| key != 50);
-        let member = Member {
+        let member = JobMember {
             pid: link as u32,
             heir,
-            ..Member::default()
+            ..JobMember::default()
         };
         let (ask, process, processes, waits) = (1, ProcessId(process), 3, true);
-        let join = Request::Join {
+        let join = ClientRequest::Join {
             ask,
             process,
             processes,
@@ -198,9 +198,9 @@ fn those_who_were_there_first_are_first_in_the_succession() {
     let told = |table: &mut Table, link| {
         let actions = table.job.actions().into_iter();
         let told = actions.filter_map(|action| match action {
-            Action::Say(
+            JobAction::Say(
                 to,
-                Reply::Heirs {
+                ServerReply::Heirs {
                     run: RUN,
                     addresses,
                 },
@@ -224,11 +224,11 @@ fn those_who_were_there_first_are_first_in_the_succession() {
 
 #[test]
 fn service_that_goes_on_waits_for_those_that_leave() {
-    let member = |process| Member {
+    let member = |process| JobMember {
         heir: (process > 0).then(|| heir(key(process), 4)).flatten(),
-        ..Member::default()
+        ..JobMember::default()
     };
-    let members: Vec<Member> = (0..2).map(member).collect();
+    let members: Vec<JobMember> = (0..2).map(member).collect();
     let standing = CommitStanding {
         whole: Some(3),
         leavers: 1,

@@ -91,6 +91,7 @@ fn unknown_variables(
             meant: near.map(|(_, known)| known),
         }
     });
+
     let mut unknown: Vec<_> = unknown.collect();
     unknown.sort_by(|a, b| a.name.cmp(&b.name));
     unknown

@@ -4,23 +4,23 @@ use std::io::{self, ErrorKind};
 use std::time::Instant;
 
 use mpmd_base::{ProcessId, StopRequest, StopRequests};
-use mpmd_rendezvous::Report;
+use mpmd_rendezvous::FailureReport;
 use rustix::process::Signal;
 
-use super::cause::ExitKind;
+use super::job_failure::ExitKind;
 use super::output::say;
 
 /// The user's requests to end the job.
 #[derive(Debug, Default)]
-pub(super) struct Stop {
+pub(super) struct JobStop {
     /// The signals to the launcher, and SIGPIPE if the output cannot be written.
     signals: Vec<Signal>,
-    /// Those by SIGINT and SIGTERM.
+    /// The requests by SIGINT and SIGTERM.
     requests: StopRequests,
     has_no_output: bool,
 }
 
-impl Stop {
+impl JobStop {
     /// Notes a request, unless the job has failed before.
     pub(super) fn ask(&mut self, signal: Signal, has_failed: bool) {
         if !has_failed {
@@ -61,7 +61,7 @@ impl Stop {
         &self,
         place: usize,
         end: ExitKind,
-        reports: &[(ProcessId, Report)],
+        reports: &[(ProcessId, FailureReport)],
         may_be_killed: bool,
     ) -> bool {
         let is_asked = |by: i32| {
@@ -71,6 +71,7 @@ impl Stop {
             own.chain(self.signals.iter().copied())
                 .any(|signal| signal.as_raw() == by)
         };
+
         match end {
             ExitKind::Exit(code) => code == 0 || is_asked(code - 128) || is_told(reports, place),
             ExitKind::Signal(by) => is_asked(by),
@@ -80,7 +81,7 @@ impl Stop {
 
 /// True if the process in this place has reported a failure of another process, and none of its
 /// own.
-pub(super) fn is_told(reports: &[(ProcessId, Report)], place: usize) -> bool {
+pub(super) fn is_told(reports: &[(ProcessId, FailureReport)], place: usize) -> bool {
     let mut own = reports
         .iter()
         .filter(|(by, _)| by.index() == place)
@@ -98,7 +99,7 @@ mod tests {
     /// Returns for two processes that have ended so if SIGUSR1 and then Ctrl-C explain it. Reports
     /// are (by, process at fault).
     fn explained(ends: [ExitKind; 2], reports: &[(u32, u32)]) -> [bool; 2] {
-        let mut stop = Stop::default();
+        let mut stop = JobStop::default();
         stop.ask(Signal::USR1, false);
         stop.ask(Signal::INT, false);
         assert_eq!(stop.signal(), Some(Signal::USR1));
@@ -106,7 +107,7 @@ mod tests {
             let failure = Failure::new(FailureKind::Left, ProcessId(*process), 9, "");
             (
                 ProcessId(*by),
-                Report {
+                FailureReport {
                     failure,
                     hash: None,
                 },
@@ -140,7 +141,7 @@ mod tests {
 
     #[test]
     fn first_signal_of_a_request_is_passed_on() {
-        let (start, mut stop) = (Instant::now(), Stop::default());
+        let (start, mut stop) = (Instant::now(), JobStop::default());
         let mut is_new =
             |signal, seconds| stop.is_new(signal, start + std::time::Duration::from_secs(seconds));
         let found = [
@@ -155,7 +156,7 @@ mod tests {
 
     #[test]
     fn sigkill_is_a_failure_unless_the_launcher_sent_it() {
-        let mut stop = Stop::default();
+        let mut stop = JobStop::default();
         stop.ask(Signal::INT, false);
         assert!(stop.explains(1, Killed(9), &[], true) && !stop.explains(1, Killed(9), &[], false));
     }
@@ -163,17 +164,17 @@ mod tests {
     #[test]
     fn lost_output_asks_once_and_never_after_a_failure() {
         let error = || io::Error::from(ErrorKind::BrokenPipe);
-        let mut stop = Stop::default();
+        let mut stop = JobStop::default();
         assert_eq!(
             [(); 2].map(|()| stop.lose_output(&error(), false)),
             [true, false]
         );
         assert_eq!(stop.signal(), Some(Signal::PIPE));
-        let mut stop = Stop::default();
+        let mut stop = JobStop::default();
         stop.ask(Signal::INT, false);
         assert!(!stop.lose_output(&error(), false));
         assert_eq!(stop.signal(), Some(Signal::INT));
-        let mut stop = Stop::default();
+        let mut stop = JobStop::default();
         assert!(!stop.lose_output(&error(), true));
         stop.ask(Signal::INT, true);
         assert_eq!(stop.signal(), None);

@@ -5,7 +5,7 @@ use mpmd_launch::LaunchError;
 
 /// A case that is measured for each size.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
-pub(super) enum Case {
+pub(super) enum P2pCase {
     /// Half the time of a round trip.
     Latency,
     /// A stream of arrays, until the last has arrived.
@@ -14,7 +14,7 @@ pub(super) enum Case {
     Handover,
 }
 
-impl Case {
+impl P2pCase {
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Latency => "latency",

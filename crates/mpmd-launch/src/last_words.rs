@@ -16,17 +16,17 @@ const CAUSES: &str = "\n\nCaused by:\n";
 
 /// The errors that a process has printed last and that nobody has shown.
 #[derive(Debug, Default)]
-pub(super) struct LastWords(Mutex<Held>);
+pub(super) struct LastWords(Mutex<HeldErrors>);
 
 #[derive(Debug, Default)]
-struct Held {
+struct HeldErrors {
     since: Option<Instant>,
     errors: Vec<String>,
     /// True if the job goes on without the process, whose errors are then held back no more.
     is_released: bool,
 }
 
-impl Held {
+impl HeldErrors {
     fn take(&mut self) -> Vec<String> {
         self.since = None;
         std::mem::take(&mut self.errors)
@@ -50,6 +50,7 @@ impl LastWords {
                 None => shown.extend_from_slice(line),
             }
         }
+
         if held.errors.iter().map(String::len).sum::<usize>() > MOST {
             shown.extend(held.take().concat().into_bytes());
         }
@@ -95,13 +96,13 @@ fn without_process(line: &str) -> &str {
 
 /// An error, and the processes that have printed it.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(super) struct Error {
+pub(super) struct PrintedError {
     pub(super) processes: Vec<usize>,
     /// The error as the first of them has printed it.
     pub(super) text: String,
 }
 
-impl Error {
+impl PrintedError {
     /// Returns the message: on one line with its causes, without what differs between processes.
     pub(super) fn message(&self) -> String {
         message(&self.text)
@@ -125,6 +126,7 @@ fn message(text: &str) -> String {
     for start in ["Error: ", "error: "] {
         text = text.strip_prefix(start).unwrap_or(text);
     }
+
     // Newer panics have the number of the thread.
     if text.starts_with("thread '")
         && let Some((thread, rest)) = text.split_once(" (")
@@ -132,6 +134,7 @@ fn message(text: &str) -> String {
     {
         return format!("{thread} panicked at {rest}").trim_end().to_owned();
     }
+
     let (first, causes) = text.split_once(CAUSES).unwrap_or((text, ""));
     let causes = causes
         .lines()
@@ -145,6 +148,7 @@ fn message(text: &str) -> String {
                 line
             }
         });
+
     let all: Vec<&str> = std::iter::once(first.trim_end()).chain(causes).collect();
     let all = all.join(": ");
     // A main that returns a text prints it in quotes.
@@ -154,19 +158,21 @@ fn message(text: &str) -> String {
 
 /// Returns the errors of processes, in their order. One that several processes have printed comes
 /// once, and one that a process has printed twice comes twice.
-pub(super) fn merged(words: &[(usize, Vec<String>)]) -> Vec<Error> {
-    let mut errors: Vec<(String, Error)> = Vec::new();
+pub(super) fn merged(words: &[(usize, Vec<String>)]) -> Vec<PrintedError> {
+    // By message, which is the same for all processes.
+    let mut errors: Vec<(String, PrintedError)> = Vec::new();
     for (process, texts) in words {
         for text in texts {
             let key = message(text);
-            let is_same =
-                |(of, error): &&mut (_, Error)| *of == key && !error.processes.contains(process);
+            let is_same = |(of, error): &&mut (_, PrintedError)| {
+                *of == key && !error.processes.contains(process)
+            };
             match errors.iter_mut().find(is_same) {
                 Some((_, error)) => error.processes.push(*process),
                 None => {
                     errors.push((
                         key,
-                        Error {
+                        PrintedError {
                             processes: vec![*process],
                             text: text.clone(),
                         },
@@ -179,8 +185,8 @@ pub(super) fn merged(words: &[(usize, Vec<String>)]) -> Vec<Error> {
 }
 
 /// Returns `errors` without those that were shown, each as often as it was.
-pub(super) fn without(mut errors: Vec<Error>, shown: &[Error]) -> Vec<Error> {
-    for shown in shown.iter().map(Error::message) {
+pub(super) fn without(mut errors: Vec<PrintedError>, shown: &[PrintedError]) -> Vec<PrintedError> {
+    for shown in shown.iter().map(PrintedError::message) {
         if let Some(at) = errors.iter().position(|error| error.message() == shown) {
             errors.remove(at);
         }
@@ -278,7 +284,7 @@ mod tests {
             let of = |count: &usize| vec!["Error: a\n".to_owned(); *count];
             counts.iter().map(of).enumerate().collect()
         };
-        let processes = |errors: &[Error]| {
+        let processes = |errors: &[PrintedError]| {
             errors
                 .iter()
                 .map(|it| it.processes.clone())

@@ -7,10 +7,10 @@ use std::process::ExitStatus;
 
 use mpmd_base::ProcessId;
 use mpmd_proto::FailureKind;
-use mpmd_rendezvous::{RendezvousError, Report};
+use mpmd_rendezvous::{FailureReport, RendezvousError};
 use rustix::process::Signal;
 
-use super::words::Error;
+use super::last_words::PrintedError;
 
 /// The failure that ended a job.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -32,12 +32,14 @@ pub struct JobFailure {
 impl JobFailure {
     /// Compares the failure with the errors that the processes have printed. It is shared if all
     /// have ended alike, each over an error of its own.
-    pub(super) fn absorb(&mut self, errors: &[Error], known: &Known<'_>) {
+    pub(super) fn absorb(&mut self, errors: &[PrintedError], known: &FailedJob<'_>) {
         let ends = known.ends;
         let is_failed = |end: &ExitKind| matches!(end, ExitKind::Exit(code) if *code != 0);
         let all_alike = ends.len() > 1 && ends.iter().all(|end| is_failed(end) && *end == ends[0]);
-        let is_own = |error: &&Error| {
-            let (message, why) = (error.message(), self.why.as_deref());
+
+        let is_own = |error: &&PrintedError| {
+            let message = error.message();
+            let why = self.why.as_deref();
             // A process that passes on the failure of another prints the whole message.
             let is_of = |process| {
                 (error.processes.contains(&process) && why != Some(message.as_str()))
@@ -49,7 +51,8 @@ impl JobFailure {
             .iter()
             .find(is_own)
             .filter(|_| all_alike)
-            .map(Error::message);
+            .map(PrintedError::message);
+
         let is_silent = self.why.is_none() && errors.is_empty() && known.reports.is_empty();
         if own.is_some() || (all_alike && is_silent) {
             self.processes = (0..ends.len() as u32).map(ProcessId).collect();
@@ -60,13 +63,13 @@ impl JobFailure {
     }
 
     /// Returns the part of `errors` that the message of this failure does not contain.
-    pub(super) fn without_said(&self, errors: Vec<Error>) -> Vec<Error> {
+    pub(super) fn without_said(&self, errors: Vec<PrintedError>) -> Vec<PrintedError> {
         let why = self.why.as_deref();
         let rest = errors.into_iter().filter_map(|error| {
             match why.is_some_and(|why| is_in(&error.message(), why)) {
                 false => Some(error),
                 true if error.backtrace().is_empty() => None,
-                true => Some(Error {
+                true => Some(PrintedError {
                     text: error.backtrace().to_owned(),
                     ..error
                 }),
@@ -89,7 +92,8 @@ impl fmt::Display for JobFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.processes.as_slice() {
             several if self.is_shared => {
-                let (count, code) = (several.len(), self.how.code());
+                let count = several.len();
+                let code = self.how.code();
                 write!(
                     f,
                     "all {count} processes failed: they ended with exit code {code}"
@@ -181,29 +185,37 @@ pub(super) fn signal_name(number: i32) -> Option<&'static str> {
         .map(|(_, name)| *name)
 }
 
+/// The end of the process in a place.
+#[derive(Clone, Copy)]
+pub(super) struct PlaceEnd {
+    pub(super) place: ProcessId,
+    pub(super) how: ExitKind,
+}
+
 /// The launcher's information on a job that has failed.
-pub(super) struct Known<'a> {
-    /// The process that failed first by the order of ends, and the way it ended.
-    pub(super) first: (ProcessId, ExitKind),
+pub(super) struct FailedJob<'a> {
+    /// The process that failed first by the order of ends.
+    pub(super) first: PlaceEnd,
     /// The way each process ended, by process.
     pub(super) ends: &'a [ExitKind],
     /// Reports of processes, in the order of arrival.
-    pub(super) reports: &'a [(ProcessId, Report)],
+    pub(super) reports: &'a [(ProcessId, FailureReport)],
     /// The reason why the job never formed, if it did not.
     pub(super) unformed: Option<&'a RendezvousError>,
 }
 
-impl Known<'_> {
+impl FailedJob<'_> {
     /// Returns the cause: a death by a signal, else missing processes, else a reported failure,
     /// else the first end.
     pub(super) fn cause(&self) -> JobFailure {
-        let (first, how) = self.first;
+        let PlaceEnd { place: first, how } = self.first;
         if matches!(how, ExitKind::Exit(_)) {
             if let Some(error @ RendezvousError::Missing { missing, .. }) = self.unformed
                 && !missing.contains(&first)
             {
                 return self.fault_of(missing.clone(), Some(error.to_string()));
             }
+
             // A failure that began in a process has priority over reports of its loss by others.
             let root = self
                 .reports
@@ -226,17 +238,19 @@ impl Known<'_> {
 
     /// True if a process has reported this message as a failure of its own.
     fn blames_itself(&self, process: usize, message: &str) -> bool {
-        self.reports.iter().any(|(by, Report { failure, .. })| {
-            by.index() == process
-                && failure.process == *by
-                && failure.kind != FailureKind::Diverged
-                && is_in(message, &failure.message)
-        })
+        self.reports
+            .iter()
+            .any(|(by, FailureReport { failure, .. })| {
+                by.index() == process
+                    && failure.process == *by
+                    && failure.kind != FailureKind::Diverged
+                    && is_in(message, &failure.message)
+            })
     }
 
     /// Returns the failure at the root of a report: that of the process which it accuses, or of the
     /// process which that one's report accuses, and so on.
-    fn followed(&self, report: &Report) -> JobFailure {
+    fn followed(&self, report: &FailureReport) -> JobFailure {
         let mut report = report;
         for _ in 0..self.ends.len() {
             let accused = report.failure.process;
@@ -248,10 +262,11 @@ impl Known<'_> {
                 break;
             }
         }
+
         let accused = report.failure.process;
         // The loss of a process adds nothing to its exit status.
         let is_end = report.failure.kind == FailureKind::PeerLost
-            && (self.first.0 == accused && self.first.1 != ExitKind::Exit(0));
+            && (self.first.place == accused && self.first.how != ExitKind::Exit(0));
         self.fault_of(
             vec![accused],
             (!is_end).then(|| report.failure.message.clone()),
@@ -260,21 +275,24 @@ impl Known<'_> {
 
     /// Returns the failure of a divergence. At fault is the minority by the hashes that processes
     /// reported for the same operation. Without a majority, both processes named in `found` are.
-    fn divergence(&self, found: &Report) -> JobFailure {
+    fn divergence(&self, found: &FailureReport) -> JobFailure {
         let pair = [Some(found.failure.process), found.failure.other]
             .into_iter()
             .flatten();
         let mut pair: Vec<ProcessId> = pair.collect();
         pair.sort();
+
         let mut hashes: BTreeMap<u128, Vec<ProcessId>> = BTreeMap::new();
         for (process, report) in self.reports {
-            let Report { failure, hash } = report;
-            if (failure.kind, failure.op) == (FailureKind::Diverged, found.failure.op)
+            let FailureReport { failure, hash } = report;
+            if failure.kind == FailureKind::Diverged
+                && failure.op == found.failure.op
                 && let Some(hash) = hash
             {
                 hashes.entry(*hash).or_default().push(*process);
             }
         }
+
         let most = hashes.values().map(Vec::len).max().unwrap_or(0);
         let mut largest = hashes.values().filter(|group| group.len() == most);
         let odd = match (largest.next(), largest.next()) {
@@ -294,6 +312,7 @@ impl Known<'_> {
             }
             _ => Vec::new(),
         };
+
         self.fault_of(
             if odd.is_empty() { pair } else { odd },
             Some(found.failure.message.clone()),
@@ -311,9 +330,9 @@ impl Known<'_> {
                 is_shared: false,
             },
             None => {
-                let (first, how) = self.first;
+                let PlaceEnd { place, how } = self.first;
                 JobFailure {
-                    processes: vec![first],
+                    processes: vec![place],
                     how,
                     why,
                     is_shared: false,
@@ -341,7 +360,12 @@ mod tests {
 
     use super::*;
 
-    fn report(by: u32, kind: FailureKind, process: u32, hash: Option<u128>) -> (ProcessId, Report) {
+    fn report(
+        by: u32,
+        kind: FailureKind,
+        process: u32,
+        hash: Option<u128>,
+    ) -> (ProcessId, FailureReport) {
         let mut failure = Reported::new(
             kind,
             ProcessId(process),
@@ -350,15 +374,18 @@ mod tests {
         );
         // Process 1 finds that process 2 differs.
         failure.other = (kind == Diverged).then_some(ProcessId(2));
-        (ProcessId(by), Report { failure, hash })
+        (ProcessId(by), FailureReport { failure, hash })
     }
 
     /// Returns the text of the cause for a job in which all processes ended with code 1, process 0
     /// first.
-    fn cause(processes: usize, reports: &[(ProcessId, Report)]) -> String {
+    fn cause(processes: usize, reports: &[(ProcessId, FailureReport)]) -> String {
         let ends = vec![ExitKind::Exit(1); processes];
-        let first = (ProcessId(0), ExitKind::Exit(1));
-        Known {
+        let first = PlaceEnd {
+            place: ProcessId(0),
+            how: ExitKind::Exit(1),
+        };
+        FailedJob {
             first,
             ends: &ends,
             reports,
@@ -387,11 +414,11 @@ mod tests {
         errors: &[(&[usize], &str)],
         reports: &[(u32, u32)],
     ) -> (String, Vec<String>) {
-        let errors = errors.iter().map(|(processes, text)| Error {
+        let errors = errors.iter().map(|(processes, text)| PrintedError {
             processes: processes.to_vec(),
             text: (*text).to_owned(),
         });
-        let errors: Vec<Error> = errors.collect();
+        let errors: Vec<PrintedError> = errors.collect();
         let (processes, how) = (vec![ProcessId(0)], ExitKind::Exit(1));
         let why = why.map(str::to_owned);
         let reports = reports.iter().map(|(by, process)| {
@@ -400,8 +427,11 @@ mod tests {
             (by, report)
         });
         let (ends, reports) = ([how; 3], reports.collect::<Vec<_>>());
-        let first = (ProcessId(0), how);
-        let known = Known {
+        let first = PlaceEnd {
+            place: ProcessId(0),
+            how,
+        };
+        let known = FailedJob {
             first,
             ends: &ends,
             reports: &reports,
@@ -565,8 +595,11 @@ mod tests {
     fn signal_is_the_cause_despite_other_reports() {
         let reports = [report(0, Kernel, 0, None)];
         let ends = [ExitKind::Exit(1), ExitKind::Signal(9)];
-        let known = Known {
-            first: (ProcessId(1), ends[1]),
+        let known = FailedJob {
+            first: PlaceEnd {
+                place: ProcessId(1),
+                how: ends[1],
+            },
             ends: &ends,
             reports: &reports,
             unformed: None,
@@ -591,8 +624,11 @@ mod tests {
             ExitKind::Signal(15),
         ];
         let of = |first: usize| {
-            let first = (ProcessId(first as u32), ExitKind::Exit(4));
-            Known {
+            let first = PlaceEnd {
+                place: ProcessId(first as u32),
+                how: ExitKind::Exit(4),
+            };
+            FailedJob {
                 first,
                 ends: &ends,
                 reports: &[],

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Instant;
 
-use crate::cause::ExitKind;
+use crate::job_failure::ExitKind;
 
 /// Number of last lines of each output stream that a message shows.
 const LAST_LINES: usize = 20;
@@ -64,6 +64,7 @@ pub(crate) fn write_report(
     last: usize,
 ) -> fmt::Result {
     write!(to, "--- {name}: {state}")?;
+
     for (stream, text) in [("output", stdout), ("error", stderr)] {
         let count = text.lines().count();
         match count {
@@ -74,6 +75,7 @@ pub(crate) fn write_report(
                 "\n--- {name}, standard {stream}, last {last} of {count} lines"
             )?,
         }
+
         for line in text.lines().skip(count.saturating_sub(last)) {
             write!(to, "\n{line}")?;
         }

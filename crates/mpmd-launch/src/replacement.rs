@@ -7,28 +7,28 @@ use std::time::{Duration, Instant};
 
 use mpmd_base::ProcessId;
 use mpmd_base::deadline::after;
-use mpmd_rendezvous::{Part, Report, Server};
+use mpmd_rendezvous::{FailureReport, ProcessPart, RendezvousServer};
 
-use super::cause::ExitKind;
+use super::job_failure::ExitKind;
 use super::spawn::Launch;
 
 /// Interval at which the launcher looks for places that nobody takes.
 pub(super) const LOOK: Duration = Duration::from_millis(100);
 
 /// The processes that a job may lose and start.
-pub(super) struct Replacing {
+pub(super) struct ProcessReplacement {
     recovers: bool,
     /// Number of processes that may still be started.
     left: usize,
-    chaos: Option<Chaos>,
+    chaos: Option<ChaosKiller>,
 }
 
-impl Replacing {
+impl ProcessReplacement {
     pub(super) fn new(launch: &Launch) -> Self {
         Self {
             recovers: launch.recovers(),
             left: launch.restarts,
-            chaos: launch.chaos.map(Chaos::new),
+            chaos: launch.chaos.map(ChaosKiller::new),
         }
     }
 
@@ -48,24 +48,25 @@ impl Replacing {
     }
 
     /// Returns the meaning of the end of the process that was started with this number.
-    pub(super) fn judge(&self, number: usize, how: ExitKind, job: &Standing) -> Meaning {
+    pub(super) fn judge(&self, number: usize, how: ExitKind, job: &JobStanding) -> EndMeaning {
         if !self.recovers {
             let place = ProcessId(number as u32);
             return match how == ExitKind::Exit(0) && !job.has_reported(place) {
-                true => Meaning::Nothing,
-                false => Meaning::Failed(place),
+                true => EndMeaning::Nothing,
+                false => EndMeaning::Failed(place),
             };
         }
+
         match (job.last_place(number), how) {
-            (Some(_), ExitKind::Exit(0)) if job.place(number).is_none() => Meaning::Nothing,
-            (Some(place), ExitKind::Exit(0)) if !job.has_reported(place) => Meaning::Nothing,
-            (Some(place), ExitKind::Signal(_)) if !job.has_left(number) => Meaning::Lost(place),
+            (Some(_), ExitKind::Exit(0)) if job.place(number).is_none() => EndMeaning::Nothing,
+            (Some(place), ExitKind::Exit(0)) if !job.has_reported(place) => EndMeaning::Nothing,
+            (Some(place), ExitKind::Signal(_)) if !job.has_left(number) => EndMeaning::Lost(place),
             (Some(place), _) if job.has_left(number) && !job.has_reported(place) => {
-                Meaning::FailedAtExit(place)
+                EndMeaning::FailedAtExit(place)
             }
-            (Some(place), _) => Meaning::Failed(place),
-            (None, ExitKind::Exit(0)) => Meaning::Nothing,
-            (None, _) => Meaning::NotNeeded,
+            (Some(place), _) => EndMeaning::Failed(place),
+            (None, ExitKind::Exit(0)) => EndMeaning::Nothing,
+            (None, _) => EndMeaning::NotNeeded,
         }
     }
 
@@ -98,7 +99,7 @@ impl Replacing {
 
 /// The meaning of the end of a process for its job.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Meaning {
+pub(super) enum EndMeaning {
     /// It has ended well, or was not needed.
     Nothing,
     /// It was killed before its program had ended, and the job goes on: another may have its place.
@@ -112,18 +113,18 @@ pub(super) enum Meaning {
 }
 
 /// The state of a job by its rendezvous service.
-pub(super) struct Standing {
+pub(super) struct JobStanding {
     /// Number of places; it may change from epoch to epoch.
     pub(super) places: usize,
     is_complete: bool,
     /// True if no process can come to the end of the program any more, or all have.
     pub(super) is_over: bool,
-    parts: Vec<(ProcessId, Part)>,
-    reports: Vec<(ProcessId, Report)>,
+    parts: Vec<(ProcessId, ProcessPart)>,
+    reports: Vec<(ProcessId, FailureReport)>,
 }
 
-impl Standing {
-    pub(super) fn of(server: &Server, processes: usize) -> Self {
+impl JobStanding {
+    pub(super) fn of(server: &RendezvousServer, processes: usize) -> Self {
         let is_complete = server.is_complete();
         Self {
             places: if is_complete {
@@ -138,7 +139,7 @@ impl Standing {
         }
     }
 
-    fn parts(&self, number: usize) -> impl Iterator<Item = Part> {
+    fn parts(&self, number: usize) -> impl Iterator<Item = ProcessPart> {
         self.parts
             .iter()
             .filter(move |(of, _)| of.index() == number)
@@ -159,9 +160,10 @@ impl Standing {
     /// left. Until the job has begun it is the one of that number.
     pub(super) fn place(&self, number: usize) -> Option<ProcessId> {
         let held = self.parts(number).find_map(|part| match part {
-            Part::Holds(place) | Part::Left(place) => Some(place),
-            Part::Waits | Part::Died(_) | Part::Out => None,
+            ProcessPart::Holds(place) | ProcessPart::Left(place) => Some(place),
+            ProcessPart::Waits | ProcessPart::Died(_) | ProcessPart::Out => None,
         });
+
         let is_first = number < self.places && !self.is_complete && !self.is_known(number);
         held.or_else(|| is_first.then_some(ProcessId(number as u32)))
     }
@@ -170,7 +172,7 @@ impl Standing {
     /// died.
     fn last_place(&self, number: usize) -> Option<ProcessId> {
         let died = self.parts(number).find_map(|part| match part {
-            Part::Died(place) => Some(place),
+            ProcessPart::Died(place) => Some(place),
             _ => None,
         });
         self.place(number).or(died)
@@ -178,7 +180,8 @@ impl Standing {
 
     /// True if the process that was started with this number has left the job in order.
     pub(super) fn has_left(&self, number: usize) -> bool {
-        self.parts(number).any(|part| matches!(part, Part::Left(_)))
+        self.parts(number)
+            .any(|part| matches!(part, ProcessPart::Left(_)))
     }
 
     /// True if the process in a place has reported a failure, of which it may have ended with code
@@ -200,7 +203,7 @@ impl Standing {
         let mut holders = self
             .parts
             .iter()
-            .filter(|(_, part)| matches!(part, Part::Holds(_)));
+            .filter(|(_, part)| matches!(part, ProcessPart::Holds(_)));
         !self.is_over && holders.any(|(number, _)| !ours.contains(&number.index()))
     }
 
@@ -210,7 +213,7 @@ impl Standing {
         let mut left = self
             .parts
             .iter()
-            .filter(|(_, part)| *part == Part::Left(place));
+            .filter(|(_, part)| *part == ProcessPart::Left(place));
         !self.has_reported(place) && left.any(|(number, _)| !ours.contains(&number.index()))
     }
 
@@ -231,13 +234,13 @@ impl Standing {
 }
 
 /// Kills processes at random times.
-struct Chaos {
+struct ChaosKiller {
     every: Duration,
     next: Instant,
     random: fastrand::Rng,
 }
 
-impl Chaos {
+impl ChaosKiller {
     fn new(every: Duration) -> Self {
         let mut random = fastrand::Rng::new();
         let next = after(Instant::now(), scaled(every, 2.0 * random.f64()));
@@ -269,21 +272,21 @@ mod tests {
 
     /// A job of two in epoch 2: process 0 has left, 3 has the place of 1. 2 and 4 wait, and 5 was
     /// given up. 7 has died in epoch 1.
-    fn standing() -> Standing {
+    fn standing() -> JobStanding {
         let [first, second] = [0, 1].map(ProcessId);
         let parts = [
-            (0, Part::Left(first)),
-            (1, Part::Holds(second)),
-            (2, Part::Waits),
-            (3, Part::Holds(second)),
-            (4, Part::Waits),
-            (5, Part::Out),
-            (7, Part::Died(second)),
+            (0, ProcessPart::Left(first)),
+            (1, ProcessPart::Holds(second)),
+            (2, ProcessPart::Waits),
+            (3, ProcessPart::Holds(second)),
+            (4, ProcessPart::Waits),
+            (5, ProcessPart::Out),
+            (7, ProcessPart::Died(second)),
         ];
         let parts = parts
             .map(|(number, part)| (ProcessId(number), part))
             .to_vec();
-        Standing {
+        JobStanding {
             places: 2,
             is_complete: true,
             is_over: false,
@@ -297,29 +300,29 @@ mod tests {
         use ExitKind::{Exit, Signal};
         let job = standing();
         let judge = |restarts, number, how| {
-            let replacing = Replacing::new(&Launch::new(2, "true").restarts(restarts));
+            let replacing = ProcessReplacement::new(&Launch::new(2, "true").restarts(restarts));
             replacing.judge(number, how, &job)
         };
         let [first, second] = [0, 1].map(ProcessId);
         for (number, how, expected) in [
-            (0, Exit(0), Meaning::Nothing),
-            (0, Signal(11), Meaning::FailedAtExit(first)),
-            (0, Exit(3), Meaning::FailedAtExit(first)),
-            (3, Exit(0), Meaning::Nothing),
-            (3, Signal(9), Meaning::Lost(second)),
-            (3, Exit(101), Meaning::Failed(second)),
-            (2, Exit(0), Meaning::Nothing),
-            (4, Exit(1), Meaning::NotNeeded),
-            (5, Signal(9), Meaning::NotNeeded),
-            (6, Exit(1), Meaning::NotNeeded),
-            (7, Signal(9), Meaning::Lost(second)),
-            (7, Exit(1), Meaning::Failed(second)),
+            (0, Exit(0), EndMeaning::Nothing),
+            (0, Signal(11), EndMeaning::FailedAtExit(first)),
+            (0, Exit(3), EndMeaning::FailedAtExit(first)),
+            (3, Exit(0), EndMeaning::Nothing),
+            (3, Signal(9), EndMeaning::Lost(second)),
+            (3, Exit(101), EndMeaning::Failed(second)),
+            (2, Exit(0), EndMeaning::Nothing),
+            (4, Exit(1), EndMeaning::NotNeeded),
+            (5, Signal(9), EndMeaning::NotNeeded),
+            (6, Exit(1), EndMeaning::NotNeeded),
+            (7, Signal(9), EndMeaning::Lost(second)),
+            (7, Exit(1), EndMeaning::Failed(second)),
         ] {
             assert_eq!(judge(1, number, how), expected, "{number}: {how}");
         }
         assert_eq!(
             judge(0, 1, Signal(9)),
-            Meaning::Failed(second),
+            EndMeaning::Failed(second),
             "it does not recover"
         );
     }
@@ -343,7 +346,7 @@ mod tests {
             "it is none of ours"
         );
         assert!(!standing().has_left_elsewhere(ProcessId(0), &[0, 1, 3]));
-        let program_without_mpmd = Standing {
+        let program_without_mpmd = JobStanding {
             is_complete: false,
             parts: Vec::new(),
             ..standing()
@@ -355,7 +358,7 @@ mod tests {
 
     #[test]
     fn living_processes_with_places_are_waited_for() {
-        let over = Standing {
+        let over = JobStanding {
             is_over: true,
             ..standing()
         };
@@ -369,15 +372,15 @@ mod tests {
 
     #[test]
     fn as_many_are_started_as_allowed() {
-        let mut replacing = Replacing::new(&Launch::new(2, "true").restarts(1));
+        let mut replacing = ProcessReplacement::new(&Launch::new(2, "true").restarts(1));
         assert!(replacing.must_look());
         assert_eq!([replacing.take_one(), replacing.take_one()], [true, false]);
-        assert!(!Replacing::new(&Launch::new(2, "true")).must_look());
+        assert!(!ProcessReplacement::new(&Launch::new(2, "true")).must_look());
     }
 
     #[test]
     fn chaos_kills_one_of_the_living_in_each_interval() {
-        let mut chaos = Chaos::new(Duration::from_secs(1));
+        let mut chaos = ChaosKiller::new(Duration::from_secs(1));
         let begin = Instant::now();
         let at = |tenths: u64| begin + Duration::from_millis(100 * tenths);
         let killed: Vec<_> = (0..1000)

@@ -19,22 +19,32 @@ pub(super) fn clock() -> i64 {
     i64::try_from(now.as_nanos()).unwrap_or(i64::MAX)
 }
 
-/// Returns the clock offset by the quickest of some round trips, which has the smallest error. Each
-/// trip is (time asked, server's clock, time answered), in nanoseconds. Without a usable trip, the
-/// offset is 0 and its bound huge.
-pub(super) fn quickest(trips: &[(i64, i64, i64)]) -> ClockOffset {
+/// One round trip to the server and back. Times are in nanoseconds since 1970.
+#[derive(Clone, Copy)]
+pub(super) struct ClockTrip {
+    /// This process's clock when it asked.
+    pub(super) asked: i64,
+    /// The server's clock.
+    pub(super) server: i64,
+    /// This process's clock when the answer came.
+    pub(super) answered: i64,
+}
+
+/// Returns the clock offset by the quickest of some round trips, which has the smallest error.
+/// Without a usable trip, the offset is 0 and its bound huge.
+pub(super) fn quickest(trips: &[ClockTrip]) -> ClockOffset {
     // A clock that was set back meanwhile makes the trip useless.
-    let found = trips
-        .iter()
-        .filter(|(asked, _, answered)| answered >= asked)
-        .map(|(asked, server, answered)| {
-            let trip = answered.saturating_sub(*asked);
-            (trip, server.saturating_sub(asked.saturating_add(trip / 2)))
-        });
-    let (trip, offset) = found.min().unwrap_or((i64::MAX, 0));
+    let usable = trips.iter().filter(|trip| trip.answered >= trip.asked);
+    let offsets = usable.map(|trip| {
+        let duration = trip.answered.saturating_sub(trip.asked);
+        let middle = trip.asked.saturating_add(duration / 2);
+        (duration, trip.server.saturating_sub(middle))
+    });
+
+    let (duration, offset) = offsets.min().unwrap_or((i64::MAX, 0));
     ClockOffset {
         offset,
-        bound: (trip / 2 + 1).unsigned_abs(),
+        bound: (duration / 2 + 1).unsigned_abs(),
     }
 }
 
@@ -45,8 +55,10 @@ mod tests {
     #[test]
     fn clock_offset_comes_from_quickest_trip() {
         // The server's clock is a second ahead. Each direction takes its own time.
-        let trip = |asked: i64, there: i64, back: i64| {
-            (asked, asked + there + 1_000_000_000, asked + there + back)
+        let trip = |asked: i64, there: i64, back: i64| ClockTrip {
+            asked,
+            server: asked + there + 1_000_000_000,
+            answered: asked + there + back,
         };
         let found = quickest(&[
             trip(0, 900, 100),
@@ -61,10 +73,15 @@ mod tests {
             }
         );
         // A trip during which the clock was set back is ignored.
+        let set_back = ClockTrip {
+            asked: 10,
+            server: 7,
+            answered: 4,
+        };
         assert_eq!(
-            quickest(&[(10, 7, 4), trip(5_000, 40, 60)]),
+            quickest(&[set_back, trip(5_000, 40, 60)]),
             quickest(&[trip(5_000, 40, 60)])
         );
-        assert!(quickest(&[(10, 7, 4)]).bound > 1 << 60);
+        assert!(quickest(&[set_back]).bound > 1 << 60);
     }
 }

@@ -13,7 +13,7 @@ use mpmd_record::dry_run::{DryRun, RunParting};
 const MOST_PARTINGS: usize = 8;
 
 /// The processes of a job, grouped by whether they issue the same operations as process 0.
-pub(crate) struct Others {
+pub(crate) struct OtherProcesses {
     /// The processes that issue the same operations, including process 0.
     same: Vec<u32>,
     /// The first differences from process 0, each with the processes that part there.
@@ -23,7 +23,7 @@ pub(crate) struct Others {
     within: Duration,
 }
 
-impl Others {
+impl OtherProcesses {
     /// Gets the dry run of every process except 0 from `dry_run_of`, on a thread per core. Compares
     /// each with `first`, the dry run of process 0. Blocks until all have ended. Starts no further
     /// dry run once the time `within` is over.
@@ -42,7 +42,9 @@ impl Others {
         let order: Vec<u32> = (count.saturating_sub(1).max(1)..count)
             .chain(1..count.saturating_sub(1))
             .collect();
-        let (next, has_failed) = (AtomicUsize::new(0), AtomicBool::new(false));
+
+        let next = AtomicUsize::new(0);
+        let has_failed = AtomicBool::new(false);
         let deadline = after(Instant::now(), within);
         let work = || {
             let mut done = Vec::new();
@@ -56,6 +58,7 @@ impl Others {
             }
             done
         };
+
         let cores = thread::available_parallelism().map_or(1, usize::from);
         let mut done: Vec<(u32, anyhow::Result<Option<RunParting>>)> = thread::scope(|scope| {
             let threads: Vec<_> = (0..cores.min(order.len()))
@@ -66,11 +69,14 @@ impl Others {
                 .map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)));
             joined.flatten().collect()
         });
+
         done.sort_unstable_by_key(|(process, _)| *process);
         let left = (1..count)
             .filter(|process| done.iter().all(|(done, _)| done != process))
             .collect();
-        let (mut same, mut parted) = (vec![0], Vec::<(RunParting, Vec<u32>)>::new());
+
+        let mut same = vec![0];
+        let mut parted = Vec::<(RunParting, Vec<u32>)>::new();
         for (process, found) in done {
             match found? {
                 None => same.push(process),
@@ -80,6 +86,7 @@ impl Others {
                 },
             }
         }
+
         parted.sort_by_key(|(parting, _)| parting.operation);
         Ok(Self {
             same,
@@ -95,7 +102,7 @@ impl Others {
     }
 }
 
-impl fmt::Display for Others {
+impl fmt::Display for OtherProcesses {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             same,
@@ -103,6 +110,7 @@ impl fmt::Display for Others {
             left,
             within,
         } = self;
+
         match (&same[..], &parted[..], &left[..]) {
             ([_], ..) => {}
             (_, [], []) => writeln!(
@@ -110,8 +118,13 @@ impl fmt::Display for Others {
                 "issue    all {} processes issue the same operations",
                 same.len()
             )?,
-            _ => writeln!(f, "issue    {} issue the same operations", Numbers(same))?,
+            _ => writeln!(
+                f,
+                "issue    {} issue the same operations",
+                ProcessNumbers(same)
+            )?,
         }
+
         for (
             RunParting {
                 operation,
@@ -127,7 +140,7 @@ impl fmt::Display for Others {
             } else {
                 "part"
             };
-            let numbers = Numbers(processes);
+            let numbers = ProcessNumbers(processes);
             writeln!(
                 f,
                 "issue    {numbers} {verb} from process 0 at operation {operation}"
@@ -138,11 +151,12 @@ impl fmt::Display for Others {
                 writeln!(f, "           they differ: {why}")?;
             }
         }
+
         if let rest @ 1.. = parted.len().saturating_sub(MOST_PARTINGS) {
             writeln!(f, "issue    and processes part at {rest} more places")?;
         }
         if !left.is_empty() {
-            let numbers = Numbers(left);
+            let numbers = ProcessNumbers(left);
             writeln!(
                 f,
                 "issue    not checked: {numbers}; the time limit of {within:?} had passed \
@@ -154,15 +168,16 @@ impl fmt::Display for Others {
 }
 
 /// Formats process numbers, as `process 3` or `processes 0 to 3, 7`.
-struct Numbers<'a>(&'a [u32]);
+struct ProcessNumbers<'a>(&'a [u32]);
 
-impl fmt::Display for Numbers<'_> {
+impl fmt::Display for ProcessNumbers<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(if self.0.len() == 1 {
             "process"
         } else {
             "processes"
         })?;
+
         let runs = self.0.chunk_by(|one, next| one + 1 == *next);
         for (place, run) in runs.enumerate() {
             f.write_str(if place == 0 { " " } else { ", " })?;
@@ -191,7 +206,7 @@ mod tests {
     #[test]
     fn all_processes_are_run_once() {
         let asked = Mutex::new(Vec::new());
-        let others = Others::compare(&dry_run(), Duration::from_secs(60), |process| {
+        let others = OtherProcesses::compare(&dry_run(), Duration::from_secs(60), |process| {
             asked.lock().unwrap().push(process);
             Ok(dry_run())
         });
@@ -210,7 +225,8 @@ mod tests {
     fn single_process_has_nothing_to_compare() {
         let mut alone = dry_run();
         alone.processes = 1;
-        let others = Others::compare(&alone, Duration::from_secs(60), |_| unreachable!()).unwrap();
+        let others =
+            OtherProcesses::compare(&alone, Duration::from_secs(60), |_| unreachable!()).unwrap();
         assert_eq!(
             (others.to_string(), others.issue_the_same()),
             (String::new(), true)
@@ -219,7 +235,8 @@ mod tests {
 
     #[test]
     fn processes_without_time_are_named() {
-        let others = Others::compare(&dry_run(), Duration::ZERO, |_| unreachable!()).unwrap();
+        let others =
+            OtherProcesses::compare(&dry_run(), Duration::ZERO, |_| unreachable!()).unwrap();
         let left = "issue    not checked: processes 1 to 7; the time limit of 0ns had passed \
             (--peer-timeout)\n";
         assert_eq!(others.to_string(), left);
@@ -234,7 +251,7 @@ mod tests {
                 Ok(dry_run())
             }
         };
-        let error = Others::compare(&dry_run(), Duration::from_secs(60), failing)
+        let error = OtherProcesses::compare(&dry_run(), Duration::from_secs(60), failing)
             .err()
             .unwrap();
         assert_eq!(error.to_string(), "out of paper");
@@ -242,7 +259,7 @@ mod tests {
 
     #[test]
     fn consecutive_numbers_are_shown_as_ranges() {
-        let shown = |numbers: &[u32]| Numbers(numbers).to_string();
+        let shown = |numbers: &[u32]| ProcessNumbers(numbers).to_string();
         assert_eq!(shown(&[3]), "process 3");
         assert_eq!(shown(&[0, 1]), "processes 0 to 1");
         assert_eq!(shown(&[0, 2, 3, 4, 9]), "processes 0, 2 to 4, 9");

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 /// A test that is measured at a size.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub(super) enum Test {
+pub(super) enum P2pTest {
     /// Half the time of a round trip, in microseconds.
     Latency,
     /// Bytes over the time until the receiver has them all, in GB/s.
@@ -35,7 +35,7 @@ pub(super) enum Test {
     DeviceCopy,
 }
 
-impl Test {
+impl P2pTest {
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Latency => "latency",
@@ -73,13 +73,13 @@ impl Test {
 /// Samples of one test with arrays of `bytes` bytes, in the test's unit.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(super) struct Samples {
-    pub(super) test: Test,
+    pub(super) test: P2pTest,
     pub(super) bytes: usize,
     pub(super) samples: Vec<f64>,
 }
 
 impl Samples {
-    pub(super) fn new(test: Test, bytes: usize) -> Self {
+    pub(super) fn new(test: P2pTest, bytes: usize) -> Self {
         Self {
             test,
             bytes,
@@ -92,7 +92,7 @@ impl Samples {
     pub(super) fn add(&mut self, count: u64, time: Duration) {
         let seconds = time.as_secs_f64().max(1e-9) / count as f64;
         self.samples.push(match self.test {
-            Test::Latency => seconds * 1e6 / 2.0,
+            P2pTest::Latency => seconds * 1e6 / 2.0,
             test if test.unit() == "us" => seconds * 1e6,
             _ => self.bytes as f64 / seconds / 1e9,
         });
@@ -117,10 +117,10 @@ mod tests {
 
     #[test]
     fn samples_are_half_round_trips_and_gigabytes_per_second() {
-        let mut latency = Samples::new(Test::Latency, 8);
+        let mut latency = Samples::new(P2pTest::Latency, 8);
         latency.add(10, Duration::from_micros(100));
         assert!((latency.samples[0] - 5.0).abs() < 1e-9);
-        let mut bandwidth = Samples::new(Test::Bandwidth, 500_000_000);
+        let mut bandwidth = Samples::new(P2pTest::Bandwidth, 500_000_000);
         bandwidth.add(2, Duration::from_millis(500));
         assert!((bandwidth.samples[0] - 2.0).abs() < 1e-9);
     }
