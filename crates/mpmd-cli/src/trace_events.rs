@@ -3,7 +3,7 @@
 //! Each process is a group of tracks: one for the computations of each of its rows, and below it as
 //! many for outgoing transfers as overlap at a time. A row without a process is a group of its own.
 
-use mpmd_schedule::timeline::{Bar, Kind, Row, Timeline};
+use mpmd_schedule::timeline::{Bar, BarKind, Timeline, TimelineRow};
 use serde_json::{Value, json};
 
 /// Track numbers from one row to the next: its computations, then its transfers.
@@ -49,7 +49,7 @@ struct Events {
 }
 
 impl Events {
-    fn add_row(&mut self, index: usize, row: &Row) {
+    fn add_row(&mut self, index: usize, row: &TimelineRow) {
         let group = row.process.map_or(index, |process| process as usize);
         let group_name = match row.process {
             Some(process) => format!("process {process}"),
@@ -83,7 +83,7 @@ impl Events {
 
     /// Adds the outgoing transfers of a row. Slices of a track may not overlap, so each transfer
     /// takes the first track that is free at its start.
-    fn add_transfers(&mut self, group: usize, track: usize, row: &Row) {
+    fn add_transfers(&mut self, group: usize, track: usize, row: &TimelineRow) {
         let mut ends: Vec<f64> = Vec::new();
         for transfer in &row.moves {
             let free = ends.iter().position(|end| *end <= transfer.start);
@@ -100,12 +100,12 @@ impl Events {
 
     fn add_bar(&mut self, group: usize, track: usize, bar: &Bar) {
         let category = match bar.kind {
-            Kind::Forward => "forward",
-            Kind::BackwardInput => "backward input",
-            Kind::BackwardWeight => "backward weight",
-            Kind::Backward => "backward",
-            Kind::Move => "transfer",
-            Kind::Other => "other",
+            BarKind::Forward => "forward",
+            BarKind::BackwardInput => "backward input",
+            BarKind::BackwardWeight => "backward weight",
+            BarKind::Backward => "backward",
+            BarKind::Move => "transfer",
+            BarKind::Other => "other",
         };
         let planned = bar
             .planned
@@ -139,7 +139,7 @@ impl Events {
 
 #[cfg(test)]
 mod tests {
-    use mpmd_schedule::timeline::{Gap, Mark, MemoryPoint};
+    use mpmd_schedule::timeline::{MemoryPoint, TimelineGap, TimelineMark};
 
     use super::*;
 
@@ -162,10 +162,10 @@ mod tests {
         ];
         let timeline = Timeline {
             unit: "s".to_owned(),
-            rows: vec![Row {
+            rows: vec![TimelineRow {
                 name: "rank 0".to_owned(),
                 moves,
-                ..Row::default()
+                ..TimelineRow::default()
             }],
             ..Timeline::default()
         };
@@ -181,15 +181,15 @@ mod tests {
 
     #[test]
     fn everything_of_a_timeline_is_an_event() {
-        let row = Row {
+        let row = TimelineRow {
             name: "process 3, cpu 0".to_owned(),
             process: Some(3),
             bars: vec![Bar {
-                kind: Kind::Forward,
+                kind: BarKind::Forward,
                 waited_for: Some("a piece".to_owned()),
                 ..bar("2F7", 0.25, 0.5)
             }],
-            gaps: vec![Gap {
+            gaps: vec![TimelineGap {
                 start: 0.0,
                 end: 0.25,
                 waits_for: "a piece".to_owned(),
@@ -198,9 +198,9 @@ mod tests {
                 at: 0.25,
                 used: 7.0,
             }],
-            ..Row::default()
+            ..TimelineRow::default()
         };
-        let mark = Mark {
+        let mark = TimelineMark {
             at: 0.125,
             end: None,
             name: "step 1".to_owned(),

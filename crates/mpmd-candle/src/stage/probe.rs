@@ -286,7 +286,11 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     }
 
     /// Returns the parameters of a device, as zeros.
-    fn zero_params(&self, at: &Probe<'_, Self>, device: DeviceId) -> Result<Named<ParamTensor>> {
+    fn zero_params(
+        &self,
+        at: &StageProbe<'_, Self>,
+        device: DeviceId,
+    ) -> Result<Named<ParamTensor>> {
         let mut params = Named::new();
         for ((path, aval), sharding) in at.params.iter().zip(at.shardings) {
             let part = part_of(aval, sharding, device)?;
@@ -303,7 +307,7 @@ impl<M: Send + 'static, X: Tensors, Y: Tensors> CandleStage<M, X, Y> {
     /// Returns the inputs of a device, as zeros.
     fn zero_inputs(
         &self,
-        at: &Probe<'_, Self>,
+        at: &StageProbe<'_, Self>,
         sharding: &Sharding,
         device: DeviceId,
     ) -> Result<Vec<Tensor>> {

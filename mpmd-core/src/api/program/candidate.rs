@@ -126,8 +126,8 @@ impl Candidate {
     fn take_place(
         &mut self,
         epoch: u64,
-        member: Member,
-    ) -> Result<Option<Joined>, RendezvousError> {
+        member: JobMember,
+    ) -> Result<Option<JoinedEpoch>, RendezvousError> {
         let process = self.process;
         self.rendezvous.on_busy(move |epoch, busy, waited| {
             warn_user(&waits_for(process, epoch, busy, waited));
@@ -175,11 +175,11 @@ impl Candidate {
 fn agree(
     membership: &Membership,
     builder: &Builder,
-    joined: &Joined,
+    joined: &JoinedEpoch,
     opened: Result<OpenedTransport>,
     topology: Topology,
 ) -> Result<(OpenedTransport, Topology)> {
-    let Joined {
+    let JoinedEpoch {
         process,
         epoch,
         ref members,
@@ -205,9 +205,9 @@ fn wrong(error: RendezvousError) -> Error {
 impl Membership {
     /// Returns the membership of a process that has joined an epoch.
     fn of(
-        joined: &Joined,
+        joined: &JoinedEpoch,
         rendezvous: Rendezvous,
-        server: Option<Server>,
+        server: Option<RendezvousServer>,
         identity: Identity,
         peer_timeout: Duration,
     ) -> Self {

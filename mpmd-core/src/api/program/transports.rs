@@ -129,19 +129,20 @@ impl OpenedTransport {
                 pool,
             })?)
         };
-        let connect_shm = |opened: shm::OpenedShm, is_near: &[bool]| -> Result<Arc<dyn Transport>> {
-            let peer = |(member, near): (&JobMember, &bool)| {
-                near.then(|| address(member, shm::NAME).unwrap_or_default().to_owned())
+        let connect_shm =
+            |opened: shm::OpenedShm, is_near: &[bool]| -> Result<Arc<dyn Transport>> {
+                let peer = |(member, near): (&JobMember, &bool)| {
+                    near.then(|| address(member, shm::NAME).unwrap_or_default().to_owned())
+                };
+                let peers = members.iter().zip(is_near).map(peer).collect();
+                Ok(opened.connect(&ShmConfig {
+                    process,
+                    peers,
+                    token,
+                    epoch,
+                    peer_timeout,
+                })?)
             };
-            let peers = members.iter().zip(is_near).map(peer).collect();
-            Ok(opened.connect(&ShmConfig {
-                process,
-                peers,
-                token,
-                epoch,
-                peer_timeout,
-            })?)
-        };
 
         match self {
             Self::Simulated(endpoint) => endpoint(joined),
@@ -307,7 +308,7 @@ fn address<'a>(member: &'a JobMember, transport: &str) -> Option<&'a str> {
 }
 
 /// Returns the transport that a member asks for.
-fn asked_transport(member: &Member) -> &str {
+fn asked_transport(member: &JobMember) -> &str {
     member
         .addresses
         .first()
