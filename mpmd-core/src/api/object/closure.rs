@@ -18,9 +18,9 @@ use mpmd_layout::tree::{Empty, Tree};
 ///
 /// `run` takes the value as `&mut T`, then typed views: 0 to 4 inputs
 /// ([`View<f32>`](crate::kernel::View)), then 0 to 2 outputs
-/// ([`ViewMut<f32>`](crate::kernel::ViewMut)). It returns `()`, or a new object as [`MadeObject`], plain
-/// or in a `Result`. `shapes` is as for [`kernel`](crate::kernel::kernel()), or `()` for a method
-/// without outputs.
+/// ([`ViewMut<f32>`](crate::kernel::ViewMut)). It returns `()`, or a new object as [`MadeObject`],
+/// plain or in a `Result`. `shapes` is as for [`kernel`](crate::kernel::kernel()), or `()` for a
+/// method without outputs.
 ///
 /// The method is identified by its source line. Values that `run` captures must be declared by
 /// [`with`](HostKernel::with).

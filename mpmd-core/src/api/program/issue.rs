@@ -115,8 +115,8 @@ impl<'a> NewOp<'a> {
 }
 
 impl Program {
-    /// Issues an operation. If this process has [work](OpPart::Work) to do, blocks while the program
-    /// is too far ahead.
+    /// Issues an operation. If this process has [work](OpPart::Work) to do, blocks while the
+    /// program is too far ahead.
     ///
     /// `words` contain every property of the operation that must be equal on all processes, except
     /// the host values among the arrays that it takes. A replayed operation does not use them.

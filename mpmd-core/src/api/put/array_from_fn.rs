@@ -119,8 +119,8 @@ impl Program {
         ))
     }
 
-    /// Returns the layout of an array to be filled. Fails if the sharding does not fit the shape, or
-    /// has unreduced axes.
+    /// Returns the layout of an array to be filled. Fails if the sharding does not fit the shape,
+    /// or has unreduced axes.
     fn layout_to_fill(
         &self,
         aval: &ShapedArray,
