@@ -12,6 +12,7 @@ use mpmd_base::block::Instant;
 use mpmd_memory::{Arena, DeviceSharing, OwnedBuffer, SharedBuffer};
 use mpmd_proto::wire::{Header, MAX_CONTROL_BYTES, MessageKind, ProcessId};
 
+// invariant: transport-knows-bytes
 /// Moves messages between this process and its peers.
 ///
 /// Any thread may call these methods. None of them blocks except

@@ -1,7 +1,8 @@
-//! Rules on sources that the compiler does not check: form, layers, import cycles, and a test for
-//! every invariant.
+//! Rules on sources that the compiler does not check: form, layers, import cycles, and a test and a
+//! place for every invariant.
 
 mod cycles;
+mod invariants;
 mod outline;
 mod rules;
 mod source;
@@ -14,13 +15,10 @@ use std::{fs, io};
 use anyhow::{Context as _, bail, ensure};
 
 use rules::{PRODUCTION_RULES, RULES};
-use source::{SourceFile, line_of};
+use source::SourceFile;
 
 /// The file that names the invariants.
 const ARCHITECTURE: &str = "ARCHITECTURE.md";
-/// The mark of an invariant: `**Invariant** *name*`. A test's name in backticks follows before the
-/// paragraph ends.
-const INVARIANT: &str = "**Invariant**";
 
 /// Checks every source of the repository at `root` against every rule.
 ///
@@ -44,10 +42,12 @@ pub(crate) fn check(root: &Path) -> anyhow::Result<()> {
 
     findings.extend(cycles::check(&crates));
     if let Some(architecture) = sources.iter().find(|source| source.path == ARCHITECTURE) {
-        findings.extend(invariants_have_tests(
-            &architecture.text,
-            &test_names(&sources),
-        ));
+        let names = test_names(&sources);
+        findings.extend(invariants::have_tests(&architecture.text, &names));
+        let in_production = sources
+            .iter()
+            .filter(|source| production.contains(source.path.as_str()));
+        findings.extend(invariants::are_kept(&architecture.text, in_production));
         let map = rules::map(&architecture.text);
         for source in &sources {
             let of_file = rules::crates_are_below(source, &map).into_iter();
@@ -61,50 +61,13 @@ pub(crate) fn check(root: &Path) -> anyhow::Result<()> {
         bail!("{} findings:\n  {}", findings.len(), findings.join("\n  "));
     }
 
-    let rules = RULES.len() + PRODUCTION_RULES.len() + 3;
+    let rules = RULES.len() + PRODUCTION_RULES.len() + 4;
     println!(
         "   {} files, {} crates, {rules} rules",
         sources.len(),
         crates.len()
     );
     Ok(())
-}
-
-/// Checks that every invariant of the architecture names at least one test that exists. Returns a
-/// message for each that does not.
-fn invariants_have_tests(architecture: &str, tests: &BTreeSet<String>) -> Vec<String> {
-    let mut findings = Vec::new();
-    for (at, _) in architecture.match_indices(INVARIANT) {
-        let rest = &architecture[at + INVARIANT.len()..];
-        let end = [rest.find("\n\n"), rest.find(INVARIANT)]
-            .into_iter()
-            .flatten()
-            .min()
-            .unwrap_or(rest.len());
-
-        let paragraph = &rest[..end];
-        let place = format!("{ARCHITECTURE}:{}", line_of(architecture, at));
-        let Some(name) = paragraph
-            .trim_start()
-            .strip_prefix('*')
-            .and_then(|rest| rest.split('*').next())
-        else {
-            findings.push(format!(
-                "{place}: an invariant needs a name: {INVARIANT} *name*"
-            ));
-            continue;
-        };
-
-        let quoted = paragraph.split('`').skip(1).step_by(2);
-        // `crate module::test`, `module::test` or the test alone.
-        let mut named = quoted.filter_map(|quoted| quoted.rsplit([':', ' ']).next());
-        if !named.any(|name| tests.contains(name)) {
-            findings.push(format!(
-                "{place}: invariant {name} names no test that exists (in backticks)"
-            ));
-        }
-    }
-    findings
 }
 
 /// Returns the names of all functions under an attribute that ends in `test`, such as `#[test]` or
@@ -256,23 +219,6 @@ mod tests {
         for path in ["golden/a.json", "Cargo.lock", "a.png", "data"] {
             assert!(!is_source(path), "{path}");
         }
-    }
-
-    #[test]
-    fn invariants_without_an_existing_test_are_found() {
-        let tests = BTreeSet::from(["order_holds".to_owned(), "bytes_only".to_owned()]);
-        let good = "- **Invariant** *lower-only*: text\n  goes on. Test: `mpmd-core \
-            runtime::order_holds`.\n\
-                    - **Invariant** *bytes*: (`bytes_only`)\n\n## Next";
-        assert_eq!(invariants_have_tests(good, &tests), [""; 0]);
-        let bad = "# A\n- **Invariant** *lower-only*: no test.\n- **Invariant** *bytes*: `gone`, \
-            order_holds\n\n\
-                   `order_holds`\n\n**Invariant** without a name";
-        let findings = invariants_have_tests(bad, &tests);
-        assert_eq!(findings.len(), 3, "{findings:?}");
-        assert!(findings[0].starts_with("ARCHITECTURE.md:2: invariant lower-only names no test"));
-        assert!(findings[1].starts_with("ARCHITECTURE.md:3: invariant bytes names no test"));
-        assert!(findings[2].starts_with("ARCHITECTURE.md:7: an invariant needs a name"));
     }
 
     #[test]

@@ -13,6 +13,7 @@ use mpmd_memory::{Fence, Pool};
 
 use crate::cuda::kernels::ADD;
 use crate::cuda::work::Grid;
+// invariant: one-face
 pub use crate::cuda::{
     Communicators, CudaError as DeviceError, Gpu as Accelerator, RegionCopy, reach_each_other,
     sharing,

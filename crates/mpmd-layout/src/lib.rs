@@ -12,6 +12,7 @@
 //! - [`reshard`]: the pieces that move from device to device between two shardings.
 //! - [`random`]: numbers that depend on a key and an element's index alone.
 
+// invariant: planners-are-pure
 #![forbid(unsafe_code)]
 
 // `#[derive(Tree)]` names the crate that users depend on; inside this one that is this one.

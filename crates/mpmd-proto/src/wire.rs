@@ -231,6 +231,7 @@ impl Header {
     /// [`MAX_CONTROL_BYTES`].
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, WireError> {
         let raw: &RawHeader = zerocopy::transmute_ref!(bytes);
+        // invariant: no-wire-without-version
         if raw.magic != MAGIC {
             return Err(WireError::Magic { found: raw.magic });
         }

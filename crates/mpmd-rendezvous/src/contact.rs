@@ -165,6 +165,7 @@ impl ServiceParting {
     ///
     /// The reason for which they may have.
     pub(super) fn check(&self, is_first: bool, now: Duration) -> Result<(), String> {
+        // invariant: one-end
         let contact = &self.0;
         if let Some(doubt) = &contact.doubt {
             return Err(doubt.clone());

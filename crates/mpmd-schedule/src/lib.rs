@@ -6,6 +6,7 @@
 //! decides whether the result can run over a channel, [`simulate`] says when each step of it runs
 //! by given [`Costs`], and [`timeline`] is the form in which the result is drawn.
 
+// invariant: planners-are-pure
 #![forbid(unsafe_code)]
 
 mod backward_fusion;

@@ -124,6 +124,7 @@ impl Runtime {
         op: u64,
         call: &dyn fmt::Display,
     ) -> Result<Reservation, Arc<Failure>> {
+        // invariant: lower-only
         let pool = self.pool(local_index, kind);
         // The usual case: there is memory, and no counts are needed.
         if let Ok(reservation) = pool.reserve_all(sizes) {

@@ -495,6 +495,7 @@ impl Account {
     /// Ends a loan that was returned, if no message with parts of it is still to be taken.
     fn end_if_over(&mut self, loan: LoanId) -> Option<EndedLoan> {
         let open = self.open.get(&loan)?;
+        // invariant: lent-is-not-reused
         let is_over = open
             .posted
             .is_some_and(|posted| self.has_ended || open.taken >= posted);

@@ -189,6 +189,7 @@ pub fn plan(
         });
     }
 
+    // invariant: every-element-once
     Ok(ReshardPlan {
         sources: (0..terms)
             .map(|term| Tiling::new(src, term, topology))

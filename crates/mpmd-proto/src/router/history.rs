@@ -362,6 +362,7 @@ pub(super) fn first_difference(
     peer: ProcessId,
     theirs: &ShownOperations,
 ) -> HistoryDifference {
+    // invariant: divergence-is-an-error
     let first = first_differing_op(mine, theirs);
     let before = first.saturating_sub(1);
     let agreed_before =

@@ -136,6 +136,7 @@ impl Program {
         if let OpPart::Work(_) = new.part {
             self.admit(at);
         }
+        // invariant: issue-errors-are-pure
         match new.replayed {
             Some(Replayed { op, span }) => self.advance(op, span),
             None => {
@@ -260,6 +261,7 @@ impl Program {
         let runtime = &self.runtime;
         let ops = runtime.config.run_ahead_ops;
         let bytes = runtime.config.run_ahead_bytes;
+        // invariant: lower-only
         // The bounds need no lock: most calls end here.
         let (most_ops, most_bytes) = runtime.in_flight.at_most();
         if most_ops < ops && most_bytes < bytes {

@@ -17,6 +17,7 @@ use mpmd_record::trace::{PieceStep, TraceEventKind};
 /// it.
 pub(crate) struct TransportHandler(pub(crate) Weak<Runtime>);
 
+// invariant: one-way-in
 impl Handler for TransportHandler {
     fn arrived(&self, from: ProcessId, header: Header, payload: Payload) {
         let Some(runtime) = self.0.upgrade() else {

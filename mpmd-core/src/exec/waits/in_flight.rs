@@ -401,6 +401,7 @@ impl Clone for OpGuard {
 
 impl Drop for OpGuard {
     fn drop(&mut self) {
+        // invariant: memory-outlives-operation
         if self.op != RELEASED {
             self.release(false);
         }

@@ -155,6 +155,7 @@ impl ActivityStatus {
         self.steps.store(step, Ordering::Relaxed);
     }
 
+    // invariant: no-silent-wait
     /// Describes the current activity in one line for a hang report. `name` returns the description
     /// of an operation with its label and line, if it is known.
     fn describe(&self, name: impl Fn(u64) -> Option<String>) -> String {

@@ -389,6 +389,7 @@ impl HostAssembly {
             holds,
             ..
         } = transfer;
+        // invariant: same-bits
         if *term == 0 {
             let item = self.dtype.size();
             copy_region(bytes, holds, buffer, &self.region, region, item);
